@@ -1,0 +1,140 @@
+"""What every sampler's state can be asked for, wherever it lies inside a larger state."""
+
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+import optax
+
+
+class LastCall(NamedTuple):
+    """What the last call of `update` found out about the parameters that it was given.
+
+    Attributes:
+        energy_change: of the step that ended there, nats, positive = gained; NaN if unknown.
+        energy_level: what the loop passed: 0 gradients only, 1 also `value`; int32.
+        accepted: whether nothing was taken back.
+        step_end: whether they were the end of a whole step.
+        below_resolution: whether the next step is too short for their precision.
+        num_calls: calls so far, int32.
+    """
+
+    energy_change: jax.Array
+    energy_level: jax.Array
+    accepted: jax.Array
+    step_end: jax.Array
+    below_resolution: jax.Array
+    num_calls: jax.Array
+
+
+def no_call(dtype: jnp.dtype) -> LastCall:
+    """State before the first call."""
+    return LastCall(
+        energy_change=jnp.full((), jnp.nan, dtype),
+        energy_level=jnp.zeros((), jnp.int32),
+        accepted=jnp.ones((), bool),
+        step_end=jnp.zeros((), bool),
+        below_resolution=jnp.zeros((), bool),
+        num_calls=jnp.zeros((), jnp.int32),
+    )
+
+
+@runtime_checkable
+class SamplerState(Protocol):
+    """Protocol of the NamedTuple that a sampler's `init` returns."""
+
+    @property
+    def calls_per_step(self) -> int:
+        """Gradients, and calls of `update`, per step."""
+        ...
+
+    def stats(self) -> dict[str, jax.Array]:
+        """Scalars that describe the last call, see `optax_smile.stats`."""
+        ...
+
+    def last_accepted(self, params: optax.Params) -> optax.Params:
+        """Parameters of the last accepted step end, see `optax_smile.last_accepted`."""
+        ...
+
+
+def find(state: Any) -> SamplerState:
+    """Find the one sampler state inside a larger state.
+
+    Raises:
+        ValueError: there is none, or more than one.
+    """
+    nodes = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, SamplerState))
+    found = [node for node in nodes if isinstance(node, SamplerState)]
+    if len(found) != 1:
+        raise ValueError(
+            f"The state must hold exactly one optax_smile sampler, got {len(found)}: pass what"
+            " `init` or `update` of the transformation returned."
+        )
+    return found[0]
+
+
+def stats(state: Any) -> dict[str, jax.Array]:
+    """Describe the last call of a sampler by a dict of scalars.
+
+    `accepted`, `step_end` and `energy_change` speak of the parameters that were passed *in*; the
+    parameters after `optax.apply_updates` are a proposal that the next call judges.
+
+    Args:
+        state: state of a sampler, alone or anywhere inside the state of `optax.chain`,
+            `MultiSteps`, `partition`, `inject_hyperparams`, ... With a leading chain axis every
+            value has it, too.
+
+    Returns:
+        - step_size: length of the step now open, or of the next one, in whitened coordinates.
+        - energy_change: energy gained by the step that ended, nats, positive = gained; NaN where
+          the call ended none or had no energy.
+        - energy_mean, energy_std: moving averages of its absolute value, nats.
+        - energy_level: what the loop passes: 0 gradients only, 1 also `value`.
+        - accepted: False if the call took a step back.
+        - step_end: whether the parameters passed in were the end of a whole step.
+        - num_resets, num_nonfinite: steps undone for an outlying energy; calls with a non-finite
+          gradient or value.
+        - num_calls: calls of `update` so far.
+        - below_resolution: the step is too short to move the parameters in their precision.
+
+    Raises:
+        ValueError: the state holds no sampler, or more than one.
+
+    Example:
+        >>> import jax.numpy as jnp, optax_smile
+        >>> state = optax_smile.psmile(1e-2, num_data=100).init(jnp.zeros(3))
+        >>> round(float(optax_smile.stats(state)["step_size"]), 3)
+        0.01
+    """
+    return find(state).stats()
+
+
+def last_accepted(state: Any, params: optax.Params) -> optax.Params:
+    """Return the last accepted step end: the draw that a loop may keep.
+
+    The parameters in a loop are a proposal until the next call of `update` has judged them.
+
+    Args:
+        state: state after `update`, alone or inside a larger one. A state with a leading chain
+            axis goes through `jax.vmap(last_accepted)`.
+        params: parameters after `optax.apply_updates`.
+
+    Returns:
+        Parameters like `params`. Leaves that the sampler does not see (masked, partitioned)
+        come back as they are.
+
+    Raises:
+        ValueError: the state holds no sampler, or more than one.
+
+    Cost: one pass over the parameters; no gradient.
+
+    Example:
+        >>> import jax.numpy as jnp, optax, optax_smile
+        >>> tx = optax_smile.smile_naive(0.1, num_data=1)
+        >>> start = jnp.ones(2)
+        >>> updates, state = tx.update(start, tx.init(start), start)
+        >>> last = optax_smile.last_accepted(state, optax.apply_updates(start, updates))
+        >>> [round(float(x), 5) for x in last]
+        [1.0, 1.0]
+    """
+    return find(state).last_accepted(params)

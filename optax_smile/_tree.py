@@ -1,0 +1,94 @@
+"""Arithmetic on parameter trees that Optax does not have, and the checks of a tree."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from optax_smile import _check
+
+# The sampler keeps full-precision parameters: 1 + 1e-3 is 1 in bfloat16 and float16.
+PRECISIONS = (jnp.float32, jnp.float64)
+
+MISSING_PARAMS = (
+    "You are using a transformation that requires the current value of parameters, "
+    "but you are not passing `params` when calling `update`."
+)
+
+
+def size(tree: Any) -> int:
+    """Count the scalar parameters of all leaves (global shapes under sharding)."""
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(tree))
+
+
+def dtype(tree: Any) -> jnp.dtype:
+    """Return the precision of the scalars that go with a tree."""
+    return jnp.result_type(*jax.tree.leaves(tree))
+
+
+def total(tree: Any) -> jax.Array:
+    """Sum all entries of all leaves."""
+    return jnp.asarray(sum(jnp.sum(leaf) for leaf in jax.tree.leaves(tree)), dtype(tree))
+
+
+def inner(first: Any, second: Any) -> jax.Array:
+    """Sum first * second over all leaves."""
+    return total(jax.tree.map(jnp.multiply, first, second))
+
+
+def where(condition: jax.Array, yes: Any, no: Any) -> Any:
+    """Select between two trees with one boolean scalar."""
+    return jax.tree.map(lambda x, y: jnp.where(condition, x, y), yes, no)
+
+
+def normal_like(key: jax.Array, tree: Any) -> Any:
+    """Draw a standard normal tree of the shapes and precision of `tree`."""
+    leaves, structure = jax.tree.flatten(tree)
+    keys = jax.random.split(key, len(leaves))
+    draws = [
+        jax.random.normal(k, leaf.shape, leaf.dtype) for k, leaf in zip(keys, leaves, strict=True)
+    ]
+    return jax.tree.unflatten(structure, draws)
+
+
+def check_params(where: str, params: Any, smallest: int):
+    """Require a tree of float32 or float64 leaves with at least `smallest` parameters.
+
+    Raises:
+        ValueError: naming the path of the leaf that does not fit.
+    """
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        if not hasattr(leaf, "dtype") or leaf.dtype not in PRECISIONS:
+            name = jax.tree_util.keystr(path) or "the only leaf"
+            got = getattr(leaf, "dtype", type(leaf).__name__)
+            _check.fail(
+                where,
+                "params",
+                "a tree of float32 or float64 arrays",
+                f"{got} at {name}",
+                "Keep the sampled parameters in float32 and cast inside the model; take the"
+                " leaves that are not sampled out with optax.partition and optax.set_to_zero.",
+            )
+    if size(params) < smallest:
+        _check.fail(where, "params", f"a tree of at least {smallest} parameters", f"{size(params)}")
+
+
+def check_alike(where: str, argument: str, tree: Any, expected: Any, expected_name: str):
+    """Require the structure and the leaf shapes of `expected`."""
+    if jax.tree.structure(tree) != jax.tree.structure(expected):
+        _check.fail(
+            where,
+            argument,
+            f"a tree of the structure of {expected_name}, {jax.tree.structure(expected)}",
+            jax.tree.structure(tree),
+        )
+    shapes = jax.tree_util.tree_leaves_with_path(expected)
+    for (path, want), leaf in zip(shapes, jax.tree.leaves(tree), strict=True):
+        if jnp.shape(leaf) != jnp.shape(want):
+            _check.fail(
+                where,
+                argument,
+                f"of shape {jnp.shape(want)} at {jax.tree_util.keystr(path)}, as {expected_name}",
+                jnp.shape(leaf),
+            )

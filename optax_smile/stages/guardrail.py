@@ -1,0 +1,106 @@
+"""Stage 4: which steps are undone.
+
+Every sampler undoes a step that ends in a non-finite number. With a `reset_quantile` it also
+undoes a step whose energy error is an outlier among those before it.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optax_smile import _check, _energy, _tree
+
+RESET_MOMENTA = ("zero", "refresh")
+# A few non-finite inputs are accidents of a batch; from the fifth in a row the step may be to
+# blame and is halved, down to a sixteenth, until a hundred good calls have passed.
+TOLERATED_NONFINITE = 4
+SMALLEST_BACKOFF = 1 / 16
+GOOD_CALLS_TO_RESTORE = 100
+
+
+class GuardrailState(NamedTuple):
+    """Counters of the guardrail.
+
+    Attributes:
+        num_resets: steps undone for an outlying energy, int32.
+        num_nonfinite: calls with a non-finite gradient or value, int32.
+        nonfinite_run: such calls in a row, int32.
+        finite_run: good calls since the last such call, int32.
+        step_backoff: what multiplies the step size after too many of them, scalar in [1/16, 1].
+    """
+
+    num_resets: jax.Array
+    num_nonfinite: jax.Array
+    nonfinite_run: jax.Array
+    finite_run: jax.Array
+    step_backoff: jax.Array
+
+
+def check(where: str, reset_quantile: float | None, reset_momentum: str, key: jax.Array | None):
+    """Require a probability or None, a known momentum, and a key to draw it with."""
+    if reset_quantile is not None:
+        _check.probability(where, "reset_quantile", reset_quantile)
+    _check.choice(where, "reset_momentum", reset_momentum, RESET_MOMENTA)
+    if reset_momentum == "refresh" and key is None:
+        _check.fail(where, "key", 'a JAX key for reset_momentum="refresh"', key)
+
+
+def init(dtype: jnp.dtype) -> GuardrailState:
+    """Start with nothing undone."""
+    counters = [jnp.zeros((), jnp.int32) for _ in range(4)]
+    return GuardrailState(*counters, step_backoff=jnp.ones((), dtype))
+
+
+def judge(
+    state: GuardrailState,
+    averages: _energy.EnergyAverages,
+    error: _energy.EnergyError,
+    reset_quantile: float | None,
+) -> tuple[GuardrailState, jax.Array]:
+    """Decide whether a call undoes the open step, and count.
+
+    It does if a number is not finite, or if |energy change| exceeds the `reset_quantile` of the
+    energies before this step.
+
+    Returns:
+        The new counters and the decision, a boolean scalar.
+    """
+    outlier = jnp.zeros((), bool)
+    if reset_quantile is not None:
+        threshold = _energy.quantile(averages, reset_quantile)
+        outlier = error.known & _energy.settled(averages) & (jnp.abs(error.change) > threshold)
+
+    nonfinite_run = jnp.where(error.finite, 0, optax.safe_increment(state.nonfinite_run))
+    finite_run = jnp.where(error.finite, optax.safe_increment(state.finite_run), 0)
+    halved = jnp.maximum(state.step_backoff / 2, SMALLEST_BACKOFF)
+    restored = jnp.where(finite_run >= GOOD_CALLS_TO_RESTORE, 1, state.step_backoff)
+    backoff = jnp.where(nonfinite_run > TOLERATED_NONFINITE, halved, restored)
+    counted = GuardrailState(
+        num_resets=state.num_resets + outlier,
+        num_nonfinite=state.num_nonfinite + ~error.finite,
+        nonfinite_run=nonfinite_run,
+        finite_run=finite_run,
+        step_backoff=backoff.astype(state.step_backoff.dtype),
+    )
+    return counted, outlier | ~error.finite
+
+
+def fresh_momentum(
+    undo: jax.Array, direction: optax.Updates, reset_momentum: str, key: jax.Array | None
+) -> optax.Updates:
+    """Direction with which an undone chain starts again; `direction` for one that goes on.
+
+    `"refresh"` draws an isotropic unit vector. It does so under `lax.cond`: a step that is kept
+    costs no random numbers, except under `vmap`, where they are drawn at every call.
+    """
+    if reset_momentum == "zero" or key is None:
+        return direction
+
+    def draw():
+        normal = _tree.normal_like(key, direction)
+        norm = jnp.sqrt(_tree.inner(normal, normal))
+        return jax.tree.map(lambda z: (z / norm).astype(z.dtype), normal)
+
+    return jax.lax.cond(undo, draw, lambda: direction)

@@ -1,0 +1,305 @@
+"""Stage 2: the microcanonical momentum, a unit vector u over the whole parameter tree.
+
+A **kick** turns u towards the descent direction e of the energy, a **drift** moves the
+parameters along u. Kicks of one gradient all happen in the plane of u and e: they are computed
+with scalars (`Heading`), and u itself is turned once per call (`turn`).
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optax_smile import _check, _tree
+
+
+class Integrator(NamedTuple):
+    """One step as fractions of the step size: kick, drift, kick, drift, ..., kick.
+
+    Attributes:
+        kicks: lengths of the kicks, one more than drifts, sum 1.
+        drifts: lengths of the drifts, sum 1. As many gradients per step.
+    """
+
+    kicks: tuple[float, ...]
+    drifts: tuple[float, ...]
+
+
+# Omelyan, Mryglod, Folk 2003, the minimal-norm scheme of second order with five stages.
+MINIMAL_NORM_KICK = 0.1931833275037836
+
+INTEGRATORS = {
+    "leapfrog": Integrator(kicks=(0.5, 0.5), drifts=(1.0,)),
+    "minimal_norm": Integrator(
+        kicks=(MINIMAL_NORM_KICK, 1 - 2 * MINIMAL_NORM_KICK, MINIMAL_NORM_KICK),
+        drifts=(0.5, 0.5),
+    ),
+}
+
+
+class MomentumState(NamedTuple):
+    """Where the chain stands inside a step.
+
+    Attributes:
+        direction: u at the time of the last drift, a tree like the parameters.
+        moving: whether `direction` counts; False stands for u = 0, before the first kick and
+            after a reset to zero.
+        drift_index: number of drifts done since the step was opened; 0 if no step is open.
+        step_length: step size of the open step, or of the next one if none is open.
+        anchor: parameters at the start of the open step; None for an integrator with a single
+            drift, which `direction` gives back.
+    """
+
+    direction: optax.Updates
+    moving: jax.Array
+    drift_index: jax.Array
+    step_length: jax.Array
+    anchor: optax.Params | None
+
+
+class Heading(NamedTuple):
+    """The unit momentum in the plane of its old direction u and the descent direction e.
+
+    Attributes:
+        cosine: between the momentum and e.
+        along_old: coefficient of the old unit direction.
+        along_descent: coefficient of e.
+        moving: whether there is a direction at all.
+        gradient_norm: of the whitened gradient, nats per unit length.
+        old_norm: norm of the tree that holds the old direction, which rounding keeps off 1.
+        descent_norm: norm of the tree that points along -e.
+    """
+
+    cosine: jax.Array
+    along_old: jax.Array
+    along_descent: jax.Array
+    moving: jax.Array
+    gradient_norm: jax.Array
+    old_norm: jax.Array
+    descent_norm: jax.Array
+
+
+def init(params: optax.Params, integrator: Integrator, step_length: jax.Array) -> MomentumState:
+    """Start at rest: the first kick sets the direction to steepest descent."""
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    dtype = _tree.dtype(params)
+    return MomentumState(
+        direction=zeros,
+        moving=jnp.zeros((), bool),
+        drift_index=jnp.zeros((), jnp.int32),
+        step_length=jnp.asarray(step_length, dtype),
+        anchor=None if len(integrator.drifts) == 1 else jax.tree.map(jnp.copy, zeros),
+    )
+
+
+def _lengths(fractions: tuple[float, ...], state: MomentumState) -> jax.Array:
+    """Length that belongs to the place inside the step; 0 if no step is open."""
+    table = jnp.asarray((0.0, *fractions), state.step_length.dtype)
+    return table[state.drift_index] * state.step_length
+
+
+def drift(
+    direction: optax.Updates, length: jax.Array, scale: optax.Updates | None
+) -> optax.Updates:
+    """Displacement of a drift: length times u in whitened coordinates, over s in the parameters."""
+    moved = jax.tree.map(lambda u: (length * u).astype(u.dtype), direction)
+    return moved if scale is None else jax.tree.map(jnp.divide, moved, scale)
+
+
+def is_step_end(state: MomentumState, integrator: Integrator) -> jax.Array:
+    """Tell whether the parameters are the end of the open step, up to its last kick."""
+    return state.drift_index == len(integrator.drifts)
+
+
+def opens_step(state: MomentumState, integrator: Integrator) -> jax.Array:
+    """Tell whether the next kick begins a step: at the end of one, or where none is open."""
+    return state.drift_index % len(integrator.drifts) == 0
+
+
+def diffuse(
+    state: MomentumState,
+    integrator: Integrator,
+    decoherence_length: float | None,
+    key: jax.Array | None,
+) -> MomentumState:
+    """Add the explicit isotropic noise of the last drift; the next `turn` restores the norm.
+
+    u <- u + nu z, nu^2 = (exp(2 h / L) - 1) / d, z ~ N(0, I), with the length h of the drift and
+    L = decoherence_length (Robnik and Seljak 2024, Fluctuation without dissipation).
+    """
+    if decoherence_length is None or key is None:
+        return state
+    exponent = 2 * _lengths(integrator.drifts, state) / decoherence_length
+    amplitude = jnp.sqrt(jnp.expm1(exponent) / _tree.size(state.direction))
+    noise = _tree.normal_like(key, state.direction)
+    noisy = jax.tree.map(lambda u, z: (u + amplitude * z).astype(u.dtype), state.direction, noise)
+    return state._replace(direction=noisy)
+
+
+def heading(
+    state: MomentumState,
+    direction_square: jax.Array,
+    direction_dot_gradient: jax.Array,
+    gradient_square: jax.Array,
+    gradient_unit: jax.Array | float,
+) -> Heading:
+    """Describe u and e = -g / |g| by the inner products of the trees of u and of g.
+
+    `gradient_unit` is what the tree of g is to be multiplied with to be in nats per unit length.
+    """
+    old_norm, descent_norm = jnp.sqrt(direction_square), jnp.sqrt(gradient_square)
+    product = old_norm * descent_norm
+    cosine = -direction_dot_gradient / jnp.where(product > 0, product, 1)
+    return Heading(
+        cosine=jnp.where(state.moving, jnp.clip(cosine, -1, 1), 0),
+        along_old=jnp.where(state.moving, jnp.ones_like(cosine), 0),
+        along_descent=jnp.zeros_like(cosine),
+        moving=state.moving,
+        gradient_norm=gradient_unit * descent_norm,
+        old_norm=old_norm,
+        descent_norm=descent_norm,
+    )
+
+
+def log_growth(cosine: jax.Array, delta: jax.Array) -> jax.Array:
+    """Compute log(cosh delta + cosine sinh delta) without loss of digits for small delta."""
+    small = jnp.minimum(delta, 1)
+    near = jnp.log1p(2 * jnp.sinh(small / 2) ** 2 + cosine * jnp.sinh(small))
+    far = jnp.logaddexp(jnp.log((1 + cosine) / 2) + delta, jnp.log((1 - cosine) / 2) - delta)
+    return jnp.where(delta < 1, near, far)
+
+
+def kick(towards: Heading, length: jax.Array, num_parameters: int) -> tuple[Heading, jax.Array]:
+    """Turn the momentum towards e for a time `length`.
+
+    u <- (u + (sinh D + p (cosh D - 1)) e) / (cosh D + p sinh D), p = e . u,
+    D = length |g| / (d - 1); the kinetic energy grows by (d - 1) log(cosh D + p sinh D).
+    Written with z = exp(-D), which cannot overflow. u = 0 becomes e, and p = -1 changes nothing
+    but the energy (Robnik et al. 2023, Microcanonical Hamiltonian Monte Carlo; with the sign of e
+    that the published code has, not the one of Sommer et al. 2026, appendix on the integrator).
+
+    Returns:
+        The new heading and the kinetic energy gained, in nats.
+    """
+    delta = length * towards.gradient_norm / (num_parameters - 1)
+    p, z = towards.cosine, jnp.exp(-delta)
+    opposed = p <= -1
+    denominator = jnp.where(opposed, 1, (1 + p) + (1 - p) * z * z)
+    old = jnp.where(opposed, 1, 2 * z / denominator)
+    descent = (-jnp.expm1(-2 * delta) + p * jnp.expm1(-delta) ** 2) / denominator
+    descent = jnp.where(opposed, 0, descent)
+    starts = ~towards.moving & (delta > 0)
+    kicked = towards._replace(
+        cosine=jnp.where(starts, 1, jnp.clip(old * p + descent, -1, 1)),
+        along_old=jnp.where(starts, 0, old * towards.along_old),
+        along_descent=jnp.where(starts, 1, old * towards.along_descent + descent),
+        moving=towards.moving | starts,
+    )
+    return kicked, (num_parameters - 1) * log_growth(p, delta)
+
+
+def turn(direction: optax.Updates, gradient: optax.Updates, towards: Heading) -> optax.Updates:
+    """Carry out the kicks of a heading on the tree, with |u| = 1 restored."""
+
+    def over(coefficient, norm):
+        return jnp.where(norm > 0, coefficient / jnp.where(norm > 0, norm, 1), 0)
+
+    old = over(towards.along_old, towards.old_norm)
+    descent = over(towards.along_descent, towards.descent_norm)
+    return jax.tree.map(lambda u, g: (old * u - descent * g).astype(u.dtype), direction, gradient)
+
+
+def close(
+    state: MomentumState, integrator: Integrator, towards: Heading
+) -> tuple[Heading, jax.Array]:
+    """Kick with the gradient at the end of the last drift; nothing if no step is open.
+
+    Returns:
+        The new heading and the kinetic energy gained, in nats.
+    """
+    length = _lengths(integrator.kicks[1:], state)
+    return kick(towards, length, _tree.size(state.direction))
+
+
+def advance(
+    state: MomentumState,
+    integrator: Integrator,
+    towards: Heading,
+    step_length: jax.Array,
+    gradient: optax.Updates,
+    params: optax.Params,
+) -> tuple[MomentumState, jax.Array]:
+    """Open a step where none is under way, else go on with it, up to the next drift.
+
+    Returns:
+        The new state and the kinetic energy gained by the opening kick, in nats.
+    """
+    opens = opens_step(state, integrator)
+    step_length = jnp.where(opens, step_length, state.step_length).astype(state.step_length.dtype)
+    kick_length = jnp.where(opens, integrator.kicks[0] * step_length, 0)
+    towards, gained = kick(towards, kick_length, _tree.size(params))
+    advanced = MomentumState(
+        direction=turn(state.direction, gradient, towards),
+        moving=towards.moving,
+        drift_index=state.drift_index % len(integrator.drifts) + 1,
+        step_length=step_length,
+        anchor=None if state.anchor is None else _tree.where(opens, params, state.anchor),
+    )
+    return advanced, gained
+
+
+def undone(state: MomentumState, step_length: jax.Array, moving: bool) -> MomentumState:
+    """Stand where the open step began; `moving` tells whether a new direction is on its way."""
+    return MomentumState(
+        direction=state.direction,
+        moving=jnp.full_like(state.moving, moving),
+        drift_index=jnp.zeros_like(state.drift_index),
+        step_length=step_length.astype(state.step_length.dtype),
+        anchor=state.anchor,
+    )
+
+
+def move(
+    undo: jax.Array,
+    before: MomentumState,
+    after: MomentumState,
+    integrator: Integrator,
+    params: optax.Params,
+    scale: optax.Updates | None,
+) -> optax.Updates:
+    """Displacement that a call answers: the next drift, or the way back to the start of the step.
+
+    The way back of a single drift is that drift with its sign changed, by the same operations on
+    the same numbers (`after` and `scale` are those from before an undone call): computed in
+    another way it would miss the start by many units in the last place.
+    """
+    forth = _lengths(integrator.drifts, after)
+    if before.anchor is None:
+        back = -_lengths(integrator.drifts, before)
+        return drift(after.direction, jnp.where(undo, back, forth), scale)
+    back = jax.tree.map(jnp.subtract, step_start(before, params, scale), params)
+    return _tree.where(undo, back, drift(after.direction, forth, scale))
+
+
+def step_start(
+    state: MomentumState, params: optax.Params, scale: optax.Updates | None
+) -> optax.Params:
+    """Parameters at the start of the open step, given the scale of its drift; else `params`."""
+    is_open = state.drift_index > 0
+    if state.anchor is not None:
+        return _tree.where(is_open, state.anchor, params)
+    drifted = drift(state.direction, jnp.where(is_open, state.step_length, 0), scale)
+    return jax.tree.map(jnp.subtract, params, drifted)
+
+
+def check(
+    where: str, integrator: str, decoherence_length: float | None, key: jax.Array | None
+) -> Integrator:
+    """Look the integrator up; explicit noise needs a positive length and a key."""
+    _check.choice(where, "integrator", integrator, INTEGRATORS)
+    if decoherence_length is not None:
+        _check.positive(where, "decoherence_length", decoherence_length)
+        if key is None:
+            _check.fail(where, "key", "a JAX key where `decoherence_length` is set", key)
+    return INTEGRATORS[integrator]
