@@ -1,0 +1,138 @@
+"""The loop around a sampler: warm-up, thinning, draws."""
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from itertools import islice
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from optax_smile import _check, _loop, _state
+from optax_smile.snapshots import Snapshots
+
+
+def sample(
+    loss_fn: Callable[[optax.Params, Any], jax.Array],
+    params: optax.Params,
+    batches: Iterable[Any],
+    sampler: optax.GradientTransformation,
+    *,
+    num_warmup: int,
+    num_samples: int,
+    thin: int = 1,
+    key: jax.Array,
+    per_chain: bool = False,
+    progress: bool = True,
+    callback: Callable[[int, Mapping[str, np.ndarray]], None] | None = None,
+) -> Snapshots:
+    """Run many chains and keep every `thin`-th accepted step end after the warm-up.
+
+    Args:
+        loss_fn: mean loss `loss_fn(params, batch)`, scalar, without the prior.
+        params: start of the chains, each leaf `[chain, ...]`, such as `warmstart` returns.
+        batches: gone through again when it ends. Each call of the sampler takes one batch; batches
+            of one shape compile once.
+        sampler: a sampler of this library, alone or inside an `optax.chain`.
+        num_warmup: steps per chain before the first draw counts, >= 0.
+        num_samples: draws to keep per chain, >= 1.
+        thin: steps between draws, >= 1.
+        key: JAX key, from which every chain's sampler gets one of its own if it needs one.
+        per_chain: whether each batch has a leading chain axis; otherwise chains share them.
+        progress: show a progress bar with step size, energy error and resets, if tqdm is
+            installed.
+        callback: `callback(step, stats)` at every thinning tick, with the arrays `[chain]` that
+            `optax_smile.stats` gives.
+
+    Returns:
+        `Snapshots` with `params` `[chain, draw, ...]` and the statistics at every tick. A keyboard
+        interrupt, or batches that run out, end the run early: a warning says so, and the draws
+        made until then are returned.
+
+    Raises:
+        ValueError: an argument out of range, leading axes that disagree, a loss that is not a
+            scalar, a state without a sampler, or batches that run out before the first draw.
+
+    Cost: one gradient per chain and call (a step of `"minimal_norm"` is two calls). The draws lie
+    in host memory.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, optax_smile
+        >>> loss_fn = lambda params, batch: jnp.sum((params["w"] - batch) ** 2) / 2
+        >>> draws = optax_smile.sample(
+        ...     loss_fn, {"w": jnp.zeros((3, 2))}, [jnp.ones(2)],
+        ...     optax_smile.smile_naive(0.1, num_data=10),
+        ...     num_warmup=20, num_samples=5, thin=2, key=jax.random.key(0), progress=False,
+        ... )
+        >>> draws.params["w"].shape
+        (3, 5, 2)
+    """
+    _check.whole("sample", "num_warmup", num_warmup, 0)
+    _check.whole("sample", "num_samples", num_samples, 1)
+    _check.whole("sample", "thin", thin, 1)
+    num_chains = _loop.num_rows("sample", params)
+    sampler = optax.with_extra_args_support(sampler)
+
+    def one_call(params, state, batch):
+        loss, grads = jax.value_and_grad(loss_fn)(params, batch)
+        updates, state = sampler.update(grads, state, params, value=loss)
+        return optax.apply_updates(params, updates), state
+
+    params = jax.tree.map(jnp.array, params)
+    state = jax.jit(jax.vmap(sampler.init))(params)
+    calls_per_step = _state.find(state).calls_per_step
+    if optax.tree.get(state, "key") is not None:
+        state = optax.tree.set(state, key=jax.random.split(key, num_chains))
+
+    in_axes = (0, 0, 0 if per_chain else None)
+    advance = jax.jit(jax.vmap(one_call, in_axes=in_axes), donate_argnums=(0, 1))
+    last_accepted = jax.jit(jax.vmap(_state.last_accepted))
+
+    draws, trace = [], []
+    num_steps = num_warmup + num_samples * thin
+    num_calls = num_steps * calls_per_step
+    bar = _loop.progress_bar(num_steps, "sampling", progress)
+    try:
+        for call, batch in enumerate(islice(_loop.endless(batches), num_calls)):
+            if call == 0:
+                _loop.check_batch("sample", loss_fn, params, batch, per_chain, num_chains)
+            params, state = advance(params, state, batch)
+            step, unfinished = divmod(call + 1, calls_per_step)
+            if unfinished or (num_steps - step) % thin:
+                continue
+            trace.append(jax.device_get(_state.stats(state)))
+            if step > num_warmup:
+                draws.append(jax.device_get(last_accepted(state, params)))
+            if bar is not None:
+                _show(bar, step, trace[-1])
+            if callback is not None:
+                callback(step, trace[-1])
+    except KeyboardInterrupt:
+        if not draws:
+            raise
+    finally:
+        if bar is not None:
+            bar.close()
+    if not draws:
+        rule = f"an iterable with a batch for each of the {num_calls} calls"
+        _check.fail("sample", "batches", rule, "one that ran out before the first draw")
+    if len(draws) < num_samples:
+        message = f"`sample` ended early with {len(draws)} of {num_samples} draws per chain."
+        warnings.warn(message, stacklevel=2)
+
+    def stack(*leaves):
+        return np.stack(leaves, axis=1)
+
+    return Snapshots(jax.tree.map(stack, *draws), jax.tree.map(stack, *trace))
+
+
+def _show(bar: Any, step: int, stats: Mapping[str, np.ndarray]):
+    """Move the bar on, with what a person watches while a chain runs."""
+    bar.update(step - bar.n)
+    bar.set_postfix(
+        step_size=f"{np.median(stats['step_size']):.2e}",
+        energy=f"{np.median(stats['energy_mean']):.2g}",
+        resets=int(np.sum(stats["num_resets"])),
+    )
