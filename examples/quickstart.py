@@ -35,12 +35,13 @@ class Config:
     weight_decay: float = 1e-3
     num_epochs: int = 100
     batch_size: int = 64
+    sampling_batch_size: int = 256
     step_size: float = 0.1
-    prior_precision: float = 0.3
-    reset_quantile: float = 0.999
+    prior_precision: float = 0.1
+    reset_quantile: float = 0.9999
     num_warmup: int = 2_000
     num_samples: int = 100
-    thin: int = 40
+    thin: int = 60
     seed: int = 0
     progress: bool = True
 
@@ -86,11 +87,11 @@ def load(seed: int):
 
 
 def make_sampler(name: str, config: Config, num_data: int):
-    """Build the sampler by its name; all of them take the same step size and prior."""
+    """Build the sampler by its name; all of them keep one step size and have one prior."""
     arguments = {"num_data": num_data, "prior_precision": config.prior_precision}
     if not name.endswith("naive"):
         arguments |= {
-            "tuner": optax_smile.quantile_tuner(adapt_steps=config.num_warmup),
+            "tuner": None,
             "reset_quantile": config.reset_quantile,
             "reset_momentum": "refresh",
             "key": jax.random.key(config.seed),
@@ -122,11 +123,10 @@ def run(config: Config, sampler_name: str = "psmile"):
         logits = network.apply(params, images)
         return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
-    batches = Batches(*train, config.batch_size, config.seed)
     members = optax_smile.warmstart(
         mean_loss,
         lambda key: network.init(key, train[0][:1]),
-        batches,
+        Batches(*train, config.batch_size, config.seed),
         optax.adamw(config.learning_rate, weight_decay=config.weight_decay),
         num_members=config.num_members,
         num_epochs=config.num_epochs,
@@ -137,7 +137,7 @@ def run(config: Config, sampler_name: str = "psmile"):
     draws = optax_smile.sample(
         mean_loss,
         members,
-        batches,
+        Batches(*train, config.sampling_batch_size, config.seed),
         make_sampler(sampler_name, config, num_data=len(train[0])),
         num_warmup=config.num_warmup,
         num_samples=config.num_samples,
@@ -160,31 +160,38 @@ def run(config: Config, sampler_name: str = "psmile"):
     return table, pictured
 
 
-def draw(pictured, names, path: Path):
+def draw(pictured, names, thin: int, path: Path):
     """Draw the traces, the reliability diagram and the entropies."""
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(2, 2, figsize=(10, 7.5), layout="constrained")
+    figure, ((sizes, energies), (reliable, entropies)) = plt.subplots(
+        2, 2, figsize=(10, 7.5), layout="constrained"
+    )
     colors = dict(zip(names, ("#999999", "#0072B2"), strict=True))
     trace = pictured["trace"]
+    steps = thin * np.arange(1, trace["step_size"].shape[1] + 1)
 
-    top = axes[0]
-    top[0].plot(trace["step_size"].T, lw=0.8, alpha=0.8)
-    top[0].set(title="Step size, one line a chain", xlabel="thinning tick", ylabel="step size")
-    top[0].set_ylim(bottom=0)
-    top[1].plot(np.abs(trace["energy_change"]).T, ".", ms=2, alpha=0.4)
-    top[1].plot(trace["energy_mean"].mean(axis=0), "k", lw=1.5, label="moving average")
-    top[1].set(title="Energy error", xlabel="thinning tick", ylabel="|energy change| (nats)")
-    top[1].set_yscale("log")
-    top[1].legend()
+    sizes.plot(steps, trace["step_size"].T, lw=0.8, alpha=0.8)
+    sizes.set(title="Step size, one line a chain", xlabel="step", ylabel="step size")
+    sizes.set_ylim(bottom=0)
+    energies.plot(steps, np.abs(trace["energy_change"]).T, ".", ms=2, alpha=0.4)
+    energies.plot(steps, trace["energy_mean"].mean(axis=0), "k", lw=1.5, label="moving average")
+    energies.set(title="Energy error", xlabel="step", ylabel="|energy change| (nats)")
+    energies.set_yscale("log")
+    energies.legend()
 
-    left, right = axes[1]
-    left.plot([0, 1], [0, 1], "k:", lw=1)
+    reliable.plot([0, 1], [0, 1], "k:", lw=1)
     for name in names:
         bins = metrics.reliability(pictured[name][0], pictured["labels"], num_bins=10)
-        left.plot(bins.confidence, bins.accuracy, "o-", color=colors[name], label=name)
-    left.set(title="Reliability on test digits", xlabel="confidence", ylabel="accuracy")
-    left.legend()
+        reliable.plot(bins.confidence, bins.accuracy, color=colors[name], lw=1)
+        areas = 30 * np.log1p(bins.count)
+        reliable.scatter(bins.confidence, bins.accuracy, areas, colors[name], label=name)
+    reliable.set(
+        title="Reliability on test digits (large dots: many)",
+        xlabel="confidence",
+        ylabel="accuracy",
+    )
+    reliable.legend()
 
     edges = np.linspace(0, np.log(10), 30)
     for name in names:
@@ -192,10 +199,10 @@ def draw(pictured, names, path: Path):
             pictured[name], ("-", "--"), ("digits", "shuffled pixels"), strict=True
         ):
             heights, _ = np.histogram(metrics.entropy(probabilities), edges, density=True)
-            right.stairs(heights, edges, color=colors[name], ls=style, label=f"{name}, {what}")
-    right.set(title="Predictive entropy", xlabel="entropy (nats)", ylabel="density")
-    right.set_yscale("log")
-    right.legend(fontsize="small")
+            entropies.stairs(heights, edges, color=colors[name], ls=style, label=f"{name}, {what}")
+    entropies.set(title="Predictive entropy", xlabel="entropy (nats)", ylabel="density")
+    entropies.set_yscale("log")
+    entropies.legend(fontsize="small")
     figure.savefig(path, dpi=110)
     plt.close(figure)
 
@@ -222,7 +229,7 @@ def main():
     print(f"{'test set':15}" + "".join(f"{score:>10}" for score in table["deep ensemble"]))
     for name, row in table.items():
         print(f"{name:15}" + "".join(f"{value:10.4f}" for value in row.values()))
-    draw(pictured, list(table), arguments.output)
+    draw(pictured, list(table), config.thin, arguments.output)
     print(f"picture: {arguments.output}")
 
 

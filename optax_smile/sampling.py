@@ -130,9 +130,10 @@ def sample(
 
 def _show(bar: Any, step: int, stats: Mapping[str, np.ndarray]):
     """Move the bar on, with what a person watches while a chain runs."""
-    bar.update(step - bar.n)
     bar.set_postfix(
+        refresh=False,
         step_size=f"{np.median(stats['step_size']):.2e}",
         energy=f"{np.median(stats['energy_mean']):.2g}",
         resets=int(np.sum(stats["num_resets"])),
     )
+    bar.update(step - bar.n)

@@ -106,8 +106,8 @@ def warmstart(
                 best, best_loss, better = keep_better(best, best_loss, params, loss)
                 stale = jnp.where(better, 0, stale + 1)
             if bar is not None:
+                bar.set_postfix(refresh=False, loss=f"{float(jnp.mean(best_loss)):.4f}")
                 bar.update()
-                bar.set_postfix(loss=f"{float(jnp.mean(best_loss)):.4f}")
             if bool(jnp.all(stale >= patience)):
                 break
     except KeyboardInterrupt:

@@ -126,13 +126,13 @@ def test_double_precision_is_kept():
         params = {"w": jnp.linspace(0.1, 1.3, 7, dtype=jnp.float64)}
         posterior = Potential(num_data=3.0, prior_precision=0.7, temperature=1.9)
         grads = jax.tree.map(jnp.sin, params)
-        got = potential.gradient(posterior, grads, params)["w"]
+        (got,) = jax.tree.leaves(potential.gradient(posterior, grads, params))
         assert got.dtype == jnp.float64
         expected = (3 * np.sin(double(params)[0]) + 0.7 * double(params)[0]) / 1.9
         np.testing.assert_allclose(got, expected, rtol=1e-14)
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=12, deadline=None, derandomize=True)
 @given(
     shapes=st.lists(st.lists(st.integers(1, 4), max_size=3), min_size=1, max_size=4),
     num_data=st.floats(1, 1e6),

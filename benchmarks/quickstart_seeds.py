@@ -1,0 +1,73 @@
+"""Quickstart over several seeds: the sampler against the deep ensemble it starts from.
+
+Every seed has its own split, networks and chains. Prints the test scores, the mean predictive
+entropy on digits and on digits with shuffled pixels (nats), and the paired differences with their
+standard errors; appends one JSON line per seed.
+
+    python benchmarks/quickstart_seeds.py --output out/quickstart_seeds.jsonl
+"""
+
+import argparse
+import dataclasses
+import json
+import platform
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+import quickstart  # noqa: E402
+
+from optax_smile import metrics  # noqa: E402
+
+
+def main():
+    """Run the seeds, print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--sampler", default="psmile")
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--output", type=Path)
+    arguments = parser.parse_args()
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+
+    rows = []
+    for seed in range(arguments.seeds):
+        config = quickstart.Config(seed=seed, progress=False)
+        begun = time.perf_counter()
+        table, pictured = quickstart.run(config, arguments.sampler)
+        for name in table:
+            on_digits, on_shuffled = map(metrics.entropy, pictured[name])
+            table[name] |= {"entropy": on_digits.mean(), "shuffled": on_shuffled.mean()}
+        record = {
+            "commit": commit,
+            "jax": jax.__version__,
+            "device": f"{jax.devices()[0].device_kind} {platform.machine()}",
+            "sampler": arguments.sampler,
+            "config": dataclasses.asdict(config),
+            "scores": table,
+            "seconds": time.perf_counter() - begun,
+        }
+        print(json.dumps(record["scores"]), flush=True)
+        rows.append([list(scores.values()) for scores in table.values()])
+        if arguments.output:
+            arguments.output.parent.mkdir(parents=True, exist_ok=True)
+            with arguments.output.open("a") as lines:
+                lines.write(json.dumps(record) + "\n")
+
+    scores = np.array(rows)
+    difference = scores[:, 1] - scores[:, 0]
+    errors = difference.std(axis=0, ddof=1) / np.sqrt(len(difference))
+    print(f"{'test, mean':15}" + "".join(f"{name:>10}" for name in table["deep ensemble"]))
+    for name, mean in zip(table, scores.mean(axis=0), strict=True):
+        print(f"{name:15}" + "".join(f"{value:10.4f}" for value in mean))
+    print(f"{'difference':15}" + "".join(f"{value:+10.4f}" for value in difference.mean(axis=0)))
+    print(f"{'standard error':15}" + "".join(f"{value:10.4f}" for value in errors))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,180 @@
+"""Four training loops that change from AdamW to a sampler by their argument `tx` alone.
+
+AdamW takes the `value=loss` that three of them pass and ignores it, as everything does that
+`optax.chain` makes; a bare transformation such as `optax.scale_by_adam()` would need
+`optax.with_extra_args_support` around it. `TrainState.apply_gradients` can pass no value.
+"""
+
+import contextlib
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen, nnx
+from flax.training.train_state import TrainState
+from sklearn.datasets import load_diabetes
+
+import optax_smile
+
+STEPS, BATCH_SIZE, NOISE_SCALE = 60, 64, 0.7
+INPUTS, TARGETS = map(np.asarray, load_diabetes(return_X_y=True))
+INPUTS = np.asarray(INPUTS / np.std(INPUTS, axis=0), np.float32)
+TARGETS = np.asarray((TARGETS - np.mean(TARGETS)) / np.std(TARGETS), np.float32)
+BATCHES = np.random.default_rng(0).integers(len(TARGETS), size=(STEPS, BATCH_SIZE))
+
+TRANSFORMATIONS = {
+    "adamw": optax.adamw(1e-2),
+    "psmile": optax_smile.psmile(0.1, num_data=len(TARGETS)),
+    "smile_naive": optax_smile.smile_naive(0.1, num_data=len(TARGETS)),
+}
+
+
+def loss_of(outputs, targets):
+    return jnp.mean((outputs - targets) ** 2) / (2 * NOISE_SCALE**2)
+
+
+def optax_loop(tx):
+    keys = jax.random.split(jax.random.key(0))
+    params = start = {
+        "hidden": jax.random.normal(keys[0], (10, 8)) / 3,
+        "output": jax.random.normal(keys[1], (8,)) / 3,
+    }
+    state = tx.init(params)
+
+    def loss_fn(params, inputs, targets):
+        return loss_of(jnp.tanh(inputs @ params["hidden"]) @ params["output"], targets)
+
+    @jax.jit
+    def step(params, state, inputs, targets):
+        loss, grads = jax.value_and_grad(loss_fn)(params, inputs, targets)
+        updates, state = tx.update(grads, state, params, value=loss)
+        return optax.apply_updates(params, updates), state, loss
+
+    losses = []
+    for rows in BATCHES:
+        params, state, loss = step(params, state, INPUTS[rows], TARGETS[rows])
+        losses.append(loss)
+    return losses, start, params, state, loss_fn
+
+
+def train_state_loop(tx):
+    model = linen.Sequential([linen.Dense(8), jnp.tanh, linen.Dense(1), jnp.ravel])
+    start = model.init(jax.random.key(0), INPUTS)["params"]
+    state = TrainState.create(apply_fn=model.apply, params=start, tx=tx)
+
+    def loss_fn(params, inputs, targets):
+        return loss_of(model.apply({"params": params}, inputs), targets)
+
+    @jax.jit
+    def step(state, inputs, targets):
+        loss, grads = jax.value_and_grad(loss_fn)(state.params, inputs, targets)
+        return state.apply_gradients(grads=grads), loss
+
+    losses = []
+    for rows in BATCHES:
+        state, loss = step(state, INPUTS[rows], TARGETS[rows])
+        losses.append(loss)
+    return losses, start, state.params, state.opt_state, loss_fn
+
+
+def nnx_loop(tx):
+    rngs = nnx.Rngs(0)
+    model = nnx.Sequential(
+        nnx.Linear(10, 8, rngs=rngs), jnp.tanh, nnx.Linear(8, 1, rngs=rngs), jnp.ravel
+    )
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    start = jax.tree.map(jnp.copy, nnx.as_pure(nnx.state(model, nnx.Param)))
+
+    def loss_fn(model, inputs, targets):
+        return loss_of(model(inputs), targets)
+
+    @nnx.jit
+    def step(model, optimizer, inputs, targets):
+        loss, grads = nnx.value_and_grad(loss_fn)(model, inputs, targets)
+        optimizer.update(model, grads, value=loss)
+        return loss
+
+    losses = [step(model, optimizer, INPUTS[rows], TARGETS[rows]) for rows in BATCHES]
+
+    def loss_at(params, inputs, targets):
+        copy = nnx.clone(model)
+        nnx.update(copy, params)
+        return loss_fn(copy, inputs, targets)
+
+    params = nnx.as_pure(nnx.state(model, nnx.Param))
+    return losses, start, params, nnx.as_pure(optimizer.opt_state), loss_at
+
+
+def equinox_loop(tx):
+    model = eqx.nn.MLP(10, "scalar", 8, 1, jnp.tanh, key=jax.random.key(0))
+    start = eqx.filter(model, eqx.is_inexact_array)
+    state = tx.init(start)
+
+    def loss_fn(model, inputs, targets):
+        return loss_of(jax.vmap(model)(inputs), targets)
+
+    @eqx.filter_jit
+    def step(model, state, inputs, targets):
+        loss, grads = eqx.filter_value_and_grad(loss_fn)(model, inputs, targets)
+        params = eqx.filter(model, eqx.is_inexact_array)
+        updates, state = tx.update(grads, state, params, value=loss)
+        return eqx.apply_updates(model, updates), state, loss
+
+    losses = []
+    for rows in BATCHES:
+        model, state, loss = step(model, state, INPUTS[rows], TARGETS[rows])
+        losses.append(loss)
+    params, static = eqx.partition(model, eqx.is_inexact_array)
+
+    def loss_at(params, inputs, targets):
+        return loss_fn(eqx.combine(params, static), inputs, targets)
+
+    return losses, start, params, state, loss_at
+
+
+LOOPS = {
+    "optax": (optax_loop, 1),
+    "train_state": (train_state_loop, 0),
+    "nnx": (nnx_loop, 1),
+    "equinox": (equinox_loop, 1),
+}
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("tx", TRANSFORMATIONS)
+def test_one_line_swap(loop, tx):
+    train, level = LOOPS[loop]
+    silent = (loop, tx) != ("train_state", "psmile")
+    warned = pytest.warns(UserWarning, match="`psmile` got no `value`")
+    with contextlib.nullcontext() if silent else warned:
+        losses, start, params, state, loss_at = train(TRANSFORMATIONS[tx])
+
+    assert np.all(np.isfinite(losses))
+    assert np.mean(losses[-20:]) < 0.75 * np.mean(losses[:2])
+    moved = jax.tree.map(lambda x, y: bool(jnp.all(x != y)), start, params)
+    assert all(jax.tree.leaves(moved))
+    if tx == "adamw":
+        return
+
+    stats = optax_smile.stats(state)
+    assert stats["num_calls"] == STEPS
+    assert stats["energy_level"] == level
+    assert stats["num_nonfinite"] == 0
+    assert stats["accepted"]
+    last = optax_smile.last_accepted(state, params)
+    assert jax.tree.structure(last) == jax.tree.structure(params)
+    batch = INPUTS[BATCHES[-1]], TARGETS[BATCHES[-1]]
+    np.testing.assert_allclose(loss_at(last, *batch), losses[-1], rtol=1e-4)
+    assert abs(loss_at(params, *batch) / losses[-1] - 1) > 1e-3
+
+
+def test_stats_of_an_nnx_optimizer_state():
+    model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+    tx = optax_smile.psmile_naive(1e-2, num_data=10)
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    grads = nnx.grad(lambda model: jnp.sum(model(jnp.ones((1, 3))) ** 2))(model)
+    optimizer.update(model, grads, value=1.0)
+    assert int(optax_smile.stats(optimizer.opt_state)["num_calls"]) == 1

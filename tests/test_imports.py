@@ -1,0 +1,135 @@
+"""Who may import whom, read from the sources."""
+
+import ast
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+import optax_smile
+
+PACKAGE = pathlib.Path(optax_smile.__file__).parent
+ROOT = pathlib.Path(__file__).parent.parent
+MODULES = {
+    ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in sorted(PACKAGE.rglob("*.py"))
+}
+SCRIPTS = sorted([*ROOT.glob("examples/**/*.py"), *ROOT.glob("benchmarks/**/*.py")])
+RUN_TIME = {"jax", "optax", "numpy", "optax_smile"}
+
+
+def part_of(module, package):
+    return module.startswith(f"optax_smile.{package}.")
+
+
+def is_helper(module):
+    return module.rpartition(".")[2].startswith("_")
+
+
+def imported(nodes):
+    """Names of the imported modules; `from a import b` counts as `a.b` where that is a module."""
+    names = set()
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0 and node.module, "relative imports are not used here"
+            whole = {f"{node.module}.{alias.name}" for alias in node.names}
+            names |= {name if name in MODULES else node.module for name in whole}
+    return names
+
+
+def at_module_level(tree):
+    for node in ast.iter_child_nodes(tree):
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            yield node
+            yield from at_module_level(node)
+
+
+def parse(path):
+    return ast.parse(path.read_text(), str(path))
+
+
+def own_imports(module):
+    names = imported(ast.walk(parse(MODULES[module])))
+    return {name for name in names if name.startswith("optax_smile")} - {"optax_smile"}
+
+
+@pytest.mark.parametrize("module", [name for name in MODULES if is_helper(name)])
+def test_helpers_import_neither_stages_nor_samplers(module):
+    assert not {x for x in own_imports(module) if part_of(x, "stages") or part_of(x, "samplers")}
+
+
+@pytest.mark.parametrize("module", [name for name in MODULES if part_of(name, "stages")])
+def test_stages_import_helpers_only(module):
+    assert not {name for name in own_imports(module) if not is_helper(name)} - {
+        "optax_smile.potential"
+    }
+
+
+@pytest.mark.parametrize("module", [name for name in MODULES if part_of(name, "samplers")])
+def test_samplers_import_no_other_sampler(module):
+    assert not {name for name in own_imports(module) if part_of(name, "samplers")}
+
+
+@pytest.mark.parametrize("module", [name for name in MODULES if name != "optax_smile.potential"])
+def test_only_the_potential_multiplies_by_num_data(module):
+    tree = parse(MODULES[module])
+    operations = (ast.BinOp, ast.AugAssign, ast.UnaryOp)
+    for operation in (node for node in ast.walk(tree) if isinstance(node, operations)):
+        names = {node.id for node in ast.walk(operation) if isinstance(node, ast.Name)}
+        names |= {node.attr for node in ast.walk(operation) if isinstance(node, ast.Attribute)}
+        assert "num_data" not in names, f"line {operation.lineno}"
+
+
+def test_the_potential_does_multiply_by_num_data():
+    products = [
+        node
+        for node in ast.walk(parse(PACKAGE / "potential.py"))
+        if isinstance(node, ast.BinOp) and "num_data" in ast.unparse(node)
+    ]
+    assert products
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_run_time_imports(module):
+    names = imported(at_module_level(parse(MODULES[module])))
+    assert {name.partition(".")[0] for name in names} <= RUN_TIME | sys.stdlib_module_names
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_private_modules_of_the_dependencies_are_not_imported(module):
+    names = imported(ast.walk(parse(MODULES[module])))
+    foreign = {name for name in names if not name.startswith("optax_smile")}
+    assert not {name for name in foreign if "._" in name}
+
+
+def test_import_loads_no_optional_dependency():
+    script = (
+        "import sys; before = set(sys.modules); import optax_smile;"
+        "print(*{name.partition('.')[0] for name in set(sys.modules) - before})"
+    )
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    loaded = set(run.stdout.split())
+    assert {"optax_smile", "jax", "optax"} <= loaded
+    optional = "flax matplotlib tqdm sklearn orbax safetensors arviz equinox tensorflow grain"
+    assert not loaded & set(optional.split())
+
+
+def test_public_names_exist():
+    assert sorted(optax_smile.__all__) == list(optax_smile.__all__)
+    assert all(hasattr(optax_smile, name) for name in optax_smile.__all__)
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_scripts_use_public_names_only(path):
+    tree = parse(path)
+    public = {"optax_smile", *(f"optax_smile.{name}" for name in optax_smile.__all__)}
+    names = imported(ast.walk(tree))
+    assert {name for name in names if name.startswith("optax_smile")} <= public
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module == "optax_smile":
+            assert {alias.name for alias in node.names} <= set(optax_smile.__all__)
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "optax_smile":
+            assert node.attr in {*optax_smile.__all__, "__version__"}, f"line {node.lineno}"

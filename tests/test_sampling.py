@@ -1,0 +1,185 @@
+import itertools
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optax_smile
+
+CHAINS = 3
+
+
+def mean_loss(params, batch):
+    x, y = batch
+    return jnp.mean((x @ params["w"] + params["b"] - y) ** 2) / 2
+
+
+def regression(num_data=200, dim=2):
+    generator = np.random.default_rng(0)
+    x = generator.normal(size=(num_data, dim)).astype(np.float32)
+    y = (x @ np.ones(dim) + generator.normal(size=num_data)).astype(np.float32)
+    return x, y
+
+
+def batches(num_batches=7, size=20):
+    x, y = regression()
+    generator = np.random.default_rng(1)
+    rows = [generator.choice(len(x), size) for _ in range(num_batches)]
+    return [(x[r], y[r]) for r in rows]
+
+
+def start(chains=CHAINS):
+    return {
+        "w": jnp.arange(2.0 * chains).reshape(chains, 2) / 10,
+        "b": jnp.zeros(chains),
+    }
+
+
+def draw(sampler, **arguments):
+    defaults = {
+        "num_warmup": 3,
+        "num_samples": 4,
+        "thin": 2,
+        "key": jax.random.key(0),
+        "progress": False,
+    }
+    return optax_smile.sample(
+        mean_loss, start(), arguments.pop("batches", batches()), sampler, **defaults | arguments
+    )
+
+
+@pytest.mark.parametrize("integrator", ["leapfrog", "minimal_norm"])
+def test_draws_are_those_of_a_hand_written_loop(integrator):
+    tx = optax_smile.psmile(0.02, num_data=200, integrator=integrator)
+    calls_per_step = {"leapfrog": 1, "minimal_norm": 2}[integrator]
+    got = draw(tx)
+    step = jax.jit(jax.value_and_grad(mean_loss))
+    for chain in range(CHAINS):
+        params = jax.tree.map(lambda x, at=chain: x[at], start())
+        state, stream, expected = tx.init(params), itertools.cycle(batches()), []
+        for count in range(1, 12):
+            for _ in range(calls_per_step):
+                loss, grads = step(params, next(stream))
+                updates, state = tx.update(grads, state, params, value=loss)
+                params = optax.apply_updates(params, updates)
+            if count in (5, 7, 9, 11):
+                expected.append(optax_smile.last_accepted(state, params)["w"])
+        np.testing.assert_allclose(got.params["w"][chain], expected, atol=2e-6)
+
+
+def test_shapes_trace_and_callback():
+    seen = []
+    got = draw(
+        optax_smile.smile_naive(0.02, num_data=200), callback=lambda *told: seen.append(told)
+    )
+    assert got.params["w"].shape == (CHAINS, 4, 2) and got.params["b"].shape == (CHAINS, 4)
+    assert (got.num_chains, got.num_draws, len(got)) == (CHAINS, 4, CHAINS * 4)
+    assert got.trace["num_calls"].tolist() == [[1, 3, 5, 7, 9, 11]] * CHAINS
+    assert [step for step, _ in seen] == [1, 3, 5, 7, 9, 11]
+    listed = list(got)
+    np.testing.assert_array_equal(listed[5]["w"], got.params["w"][1, 1])
+
+
+def test_chains_get_their_own_keys_and_batches():
+    noisy = optax_smile.smile_naive(
+        0.02, num_data=200, decoherence_length=0.1, key=jax.random.key(5)
+    )
+    same_start = jax.tree.map(jnp.zeros_like, start())
+    arguments = {"num_warmup": 2, "num_samples": 1, "key": jax.random.key(0), "progress": False}
+    got = optax_smile.sample(mean_loss, same_start, batches(), noisy, **arguments)
+    assert not np.allclose(got.params["w"][0], got.params["w"][1])
+
+    quiet = optax_smile.smile_naive(0.02, num_data=200)
+    got = optax_smile.sample(mean_loss, same_start, batches(), quiet, **arguments)
+    np.testing.assert_array_equal(got.params["w"][0], got.params["w"][1])
+    own = [jax.tree.map(lambda *rows: np.stack(rows), *batches(CHAINS))]
+    got = optax_smile.sample(mean_loss, same_start, own, quiet, per_chain=True, **arguments)
+    assert not np.allclose(got.params["w"][0], got.params["w"][1])
+
+
+def test_start_survives_and_works_inside_a_chain():
+    params = start()
+    tx = optax.chain(optax.clip_by_global_norm(1e6), optax_smile.smile_naive(0.02, num_data=200))
+    got = optax_smile.sample(
+        mean_loss,
+        params,
+        batches(),
+        tx,
+        num_warmup=0,
+        num_samples=2,
+        key=jax.random.key(0),
+        progress=False,
+    )
+    np.testing.assert_array_equal(params["w"], start()["w"])
+    # The draw after one call is the point the call was given.
+    np.testing.assert_allclose(got.params["w"][:, 0], params["w"], atol=1e-6)
+
+
+def test_batches_that_run_out_end_the_run_with_what_there_is():
+    tx = optax_smile.smile_naive(0.02, num_data=200)
+    with pytest.warns(UserWarning, match="ended early with 2 of 4 draws"):
+        got = draw(tx, batches=iter(batches(8)))
+    assert got.num_draws == 2
+    with pytest.raises(ValueError, match="ran out before the first draw"):
+        draw(tx, batches=iter(batches(2)))
+
+
+def test_interrupt_returns_the_draws(monkeypatch):
+    tx = optax_smile.smile_naive(0.02, num_data=200)
+
+    def interrupt(step, stats):
+        if step == 7:
+            raise KeyboardInterrupt
+
+    with pytest.warns(UserWarning, match="ended early with 2 of 4 draws"):
+        assert draw(tx, callback=interrupt).num_draws == 2
+
+
+@pytest.mark.slow
+def test_control_c():
+    tx = optax_smile.smile_naive(0.02, num_data=200)
+    timer = threading.Timer(5, lambda: __import__("_thread").interrupt_main())
+    timer.start()
+    begun = time.monotonic()
+    with pytest.warns(UserWarning, match="ended early"):
+        got = draw(tx, num_samples=10_000_000, thin=1)
+    assert time.monotonic() - begun < 60
+    assert got.num_draws > 10
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"thin": 0}, r"`sample\(thin=...\)` must be an integer >= 1, got 0"),
+        ({"num_samples": 0}, r"`sample\(num_samples=...\)` must be an integer >= 1, got 0"),
+        ({"num_warmup": -1}, r"`sample\(num_warmup=...\)` must be an integer >= 0, got -1"),
+        ({"num_warmup": 1.5}, "must be an integer >= 0, got 1.5"),
+        ({"per_chain": True}, r"leading axis of 3, got the leading axes \[\(20,\)\]"),
+        ({"batches": []}, "ran out before the first draw"),
+    ],
+)
+def test_bad_arguments(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        draw(optax_smile.smile_naive(0.02, num_data=200), **arguments)
+
+
+def test_bad_functions():
+    arguments = {"num_warmup": 1, "num_samples": 1, "key": jax.random.key(0), "progress": False}
+    tx = optax_smile.smile_naive(0.02, num_data=200)
+    with pytest.raises(ValueError, match="exactly one optax_smile sampler, got 0"):
+        optax_smile.sample(mean_loss, start(), batches(), optax.sgd(0.1), **arguments)
+    with pytest.raises(ValueError, match=r"`sample\(params=...\)` must be .*leading chain axis"):
+        optax_smile.sample(mean_loss, {"w": jnp.ones((3, 2)), "b": 0.0}, batches(), tx, **arguments)
+    with pytest.raises(ValueError, match=r"`sample\(loss_fn=...\)` must be .*scalar mean loss"):
+        optax_smile.sample(
+            lambda params, batch: batch[1] @ batch[0], start(), batches(), tx, **arguments
+        )
+
+
+def test_snapshots_check_their_axes():
+    with pytest.raises(ValueError, match=r"`Snapshots\(params=...\)` must be .*two leading axes"):
+        optax_smile.Snapshots({"w": np.zeros((2, 3, 4)), "b": np.zeros((2, 4))})
