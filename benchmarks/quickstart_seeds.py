@@ -27,7 +27,7 @@ from optax_smile import metrics  # noqa: E402
 
 def main():
     """Run the seeds, print the table."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description="Quickstart over several seeds.")
     parser.add_argument("--sampler", default="psmile")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--output", type=Path)

@@ -14,6 +14,7 @@ import statistics
 import subprocess
 import time
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +28,7 @@ WARM_UP = 3
 
 def methods() -> dict[str, optax.GradientTransformationExtraArgs]:
     """Build what is compared; AdamW comes first."""
-    common = {"num_data": 50_000}
+    common: dict[str, Any] = {"num_data": 50_000}
     key = jax.random.key(0)
     transformations = {
         "adamw": optax.adamw(1e-3),
@@ -92,7 +93,7 @@ def measure(size: int, repetitions: int) -> list[dict]:
 
 def main():
     """Parse the arguments, measure, print, append."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description="Cost of one update against AdamW.")
     parser.add_argument("--num-parameters", type=int, default=10_000_000)
     parser.add_argument("--repetitions", type=int, default=25)
     parser.add_argument("--output", type=Path)

@@ -13,6 +13,7 @@ Data: the 1,797 digits of 8 x 8 pixels that scikit-learn brings along. About a m
 import argparse
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -88,7 +89,7 @@ def load(seed: int):
 
 def make_sampler(name: str, config: Config, num_data: int):
     """Build the sampler by its name; all of them keep one step size and have one prior."""
-    arguments = {"num_data": num_data, "prior_precision": config.prior_precision}
+    arguments: dict[str, Any] = {"num_data": num_data, "prior_precision": config.prior_precision}
     if not name.endswith("naive"):
         arguments |= {
             "tuner": None,
@@ -118,9 +119,12 @@ def run(config: Config, sampler_name: str = "psmile"):
     (train, valid, test), network = load(config.seed), Network(config.width)
     key = jax.random.key(config.seed)
 
+    def logits_of(params, images) -> Any:
+        return network.apply(params, images)
+
     def mean_loss(params, batch):
         images, labels = batch
-        logits = network.apply(params, images)
+        logits = logits_of(params, images)
         return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
     members = optax_smile.warmstart(
@@ -152,9 +156,9 @@ def run(config: Config, sampler_name: str = "psmile"):
     ensemble = optax_smile.Snapshots.from_members(members)
     for name, snapshots in {"deep ensemble": ensemble, sampler_name: draws}.items():
         prediction = optax_smile.predict(
-            network.apply, snapshots, images, likelihood="categorical", targets=labels
+            logits_of, snapshots, images, likelihood="categorical", targets=labels
         )
-        unseen = optax_smile.predict(network.apply, snapshots, shuffled, likelihood="categorical")
+        unseen = optax_smile.predict(logits_of, snapshots, shuffled, likelihood="categorical")
         table[name] = scores(prediction, labels)
         pictured[name] = (np.asarray(prediction.mean), np.asarray(unseen.mean))
     return table, pictured
@@ -209,7 +213,7 @@ def draw(pictured, names, thin: int, path: Path):
 
 def main():
     """Parse the arguments, run, print the table, write the picture."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description="A Bayesian ensemble on handwritten digits.")
     parser.add_argument(
         "--sampler",
         default="psmile",

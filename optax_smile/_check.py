@@ -6,6 +6,7 @@ from typing import Any, NoReturn
 
 import jax
 import jax.core
+import jax.numpy as jnp
 import numpy as np
 
 
@@ -45,6 +46,16 @@ def whole(where: str, argument: str, value: Any, smallest: int):
 
 def choice(where: str, argument: str, value: Any, choices: Any):
     """Require one of the names in `choices`."""
-    if value not in choices:
+    if not isinstance(value, str) or value not in choices:
         names = ", ".join(repr(name) for name in choices)
         fail(where, argument, f"one of {names}", repr(value))
+
+
+def key(where: str, value: Any):
+    """Require one JAX key or None; many chains write theirs into the state."""
+    if value is None:
+        return
+    typed = isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
+    raw = isinstance(value, jax.Array) and value.dtype == jnp.uint32
+    if not (typed and value.ndim == 0 or raw and value.ndim == 1):
+        fail(where, "key", "a JAX key such as jax.random.key(0), a single one", repr(value))

@@ -1,16 +1,18 @@
 """What the tuner and the guardrail both know: the distribution of the energy errors so far."""
 
-from statistics import NormalDist
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import jax.scipy.special
 
 # Before so many energies their averages say nothing: neither adaptation nor outlier test.
 SETTLED_AFTER = 10
 # An energy enters the averages with at most so many times the outlier threshold, so that one
 # jump cannot open the test for the jumps that follow.
 WINSOR_FACTOR = 3.0
+# And with at most this many nats, whose square float32 still holds.
+LARGEST_ENERGY = 1e18
 
 
 class OpenStep(NamedTuple):
@@ -113,7 +115,7 @@ def error(change: jax.Array | None, closes: jax.Array, given: tuple[jax.Array, .
     return EnergyError(jnp.where(known, change, jnp.nan), known, finite)
 
 
-def quantile(averages: EnergyAverages, probability: float) -> jax.Array:
+def quantile(averages: EnergyAverages, probability: float | jax.Array) -> jax.Array:
     """Quantile of the Gamma distribution with the mean and standard deviation seen.
 
     Wilson and Hilferty 1931, mean (1 - r^2 / 9 + z r / 3)^3 with r = std / mean = shape^(-1/2)
@@ -121,16 +123,15 @@ def quantile(averages: EnergyAverages, probability: float) -> jax.Array:
     falls below zero: heavier tails than that keep the largest value, so that a jump among the
     first energies makes the outlier test lenient for a while, never a trap that undoes every step.
     """
-    z = NormalDist().inv_cdf(probability)
+    z = jax.scipy.special.ndtri(jnp.asarray(probability, averages.energy_mean.dtype))
     mean = averages.energy_mean
     ratio = jnp.where(mean > 0, averages.energy_std / jnp.where(mean > 0, mean, 1), 0)
-    if z > 0:
-        ratio = jnp.minimum(ratio, 1.5 * z)
+    ratio = jnp.minimum(ratio, jnp.where(z > 0, 1.5 * z, jnp.inf))
     return mean * jnp.maximum(1 - ratio**2 / 9 + z * ratio / 3, 0) ** 3
 
 
 def observe(
-    averages: EnergyAverages, error: EnergyError, decay: float, cap: float
+    averages: EnergyAverages, error: EnergyError, decay: float, cap: float | jax.Array
 ) -> EnergyAverages:
     """Take |energy change| into the averages where it is known.
 
@@ -138,7 +139,7 @@ def observe(
     w = (1 - decay) / (1 - decay^t): exponential averages without the bias of their start.
     `cap` is the probability whose quantile times `WINSOR_FACTOR` bounds what enters.
     """
-    energy, known = jnp.abs(error.change), error.known
+    energy, known = jnp.minimum(jnp.abs(error.change), LARGEST_ENERGY), error.known
     count = averages.num_energies + known
     bounded = jnp.minimum(energy, WINSOR_FACTOR * quantile(averages, cap))
     energy = jnp.where(settled(averages), bounded, energy)

@@ -109,7 +109,7 @@ def stats(state: Any) -> dict[str, jax.Array]:
     return find(state).stats()
 
 
-def last_accepted(state: Any, params: optax.Params) -> optax.Params:
+def last_accepted(state: Any, params: Any) -> Any:
     """Return the last accepted step end: the draw that a loop may keep.
 
     The parameters in a loop are a proposal until the next call of `update` has judged them.

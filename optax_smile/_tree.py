@@ -1,10 +1,12 @@
 """Arithmetic on parameter trees that Optax does not have, and the checks of a tree."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from optax_smile import _check
 
@@ -24,7 +26,7 @@ def size(tree: Any) -> int:
 
 def dtype(tree: Any) -> jnp.dtype:
     """Return the precision of the scalars that go with a tree."""
-    return jnp.result_type(*jax.tree.leaves(tree))
+    return jnp.result_type(*(jax.tree.leaves(tree) or [jnp.float32]))
 
 
 def total(tree: Any) -> jax.Array:
@@ -42,12 +44,25 @@ def where(condition: jax.Array, yes: Any, no: Any) -> Any:
     return jax.tree.map(lambda x, y: jnp.where(condition, x, y), yes, no)
 
 
+def map_sampled(function: Callable, sampled: Any, params: Any) -> Any:
+    """Map over the leaves that the sampler sees; the others, masked by Optax, stay as they are."""
+
+    def is_masked(node):
+        return isinstance(node, optax.MaskedNode)
+
+    def leaf(seen, x):
+        return x if is_masked(seen) else function(seen, x)
+
+    return jax.tree.map(leaf, sampled, params, is_leaf=is_masked)
+
+
 def normal_like(key: jax.Array, tree: Any) -> Any:
     """Draw a standard normal tree of the shapes and precision of `tree`."""
     leaves, structure = jax.tree.flatten(tree)
     keys = jax.random.split(key, len(leaves))
     draws = [
-        jax.random.normal(k, leaf.shape, leaf.dtype) for k, leaf in zip(keys, leaves, strict=True)
+        jax.random.normal(k, leaf.shape, leaf.dtype, out_sharding=jax.typeof(leaf).sharding)
+        for k, leaf in zip(keys, leaves, strict=True)
     ]
     return jax.tree.unflatten(structure, draws)
 
@@ -55,9 +70,14 @@ def normal_like(key: jax.Array, tree: Any) -> Any:
 def check_params(where: str, params: Any, smallest: int):
     """Require a tree of float32 or float64 leaves with at least `smallest` parameters.
 
+    A leafless node that is no container passes: Optax maps over a state with such a placeholder.
+
     Raises:
         ValueError: naming the path of the leaf that does not fit.
     """
+    containers = (dict, list, tuple, type(None))
+    if not isinstance(params, containers) and not jax.tree.leaves(params):
+        return
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         if not hasattr(leaf, "dtype") or leaf.dtype not in PRECISIONS:
             name = jax.tree_util.keystr(path) or "the only leaf"

@@ -19,7 +19,7 @@ class Likelihood(NamedTuple):
     """
 
     mean: Callable[[Any], jax.Array]
-    log_density: Callable[[Any, jax.Array], jax.Array]
+    log_density: Callable[[Any, Any], jax.Array]
 
 
 class Prediction(NamedTuple):
@@ -57,7 +57,7 @@ def predict(
     inputs: Any,
     *,
     likelihood: str | Likelihood,
-    targets: jax.Array | None = None,
+    targets: Any = None,
 ) -> Prediction:
     """Average the predictions of all snapshots, holding the outputs of one at a time.
 

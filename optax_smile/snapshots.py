@@ -27,7 +27,7 @@ class Snapshots:
         (10, (3,))
     """
 
-    params: optax.Params
+    params: Any
     trace: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self):

@@ -277,11 +277,11 @@ def test_shape_of_value(name, shape):
         jax.jit(tx.update)(PARAMS, tx.init(PARAMS), PARAMS, value=jnp.ones(shape))
 
 
-@pytest.mark.filterwarnings("ignore:shape requires ndarray:DeprecationWarning")
-def test_value_with_auxiliary_output():
-    tx = build("smile")
-    with pytest.raises(ValueError, match=house_form("smile", "value", "scalar", "shape")):
-        tx.update(PARAMS, tx.init(PARAMS), PARAMS, value=(0.5, {}))
+@pytest.mark.parametrize("value", [(0.5, {}), {"loss": 0.5}, "0.5"], ids=str)
+def test_value_is_no_number(value):
+    tx, got = build("smile"), type(value).__name__
+    with pytest.raises(ValueError, match=house_form("smile", "value", "scalar", got)):
+        tx.update(PARAMS, tx.init(PARAMS), PARAMS, value=value)
 
 
 @pytest.mark.parametrize("value", [1, 1.5, np.float64(2), np.ones(()), jnp.float32(3)])

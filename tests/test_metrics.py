@@ -1,3 +1,5 @@
+from typing import Any
+
 import numpy as np
 import pytest
 import sklearn.metrics
@@ -28,9 +30,8 @@ def test_scores_agree_with_scikit_learn():
         density = np.log(probabilities[np.arange(40), labels])
         expected = -sklearn.metrics.log_loss(labels, probabilities, labels=classes)
         assert metrics.lppd(density) == pytest.approx(expected, abs=1e-12)
-        expected = sklearn.metrics.brier_score_loss(
-            labels, probabilities, labels=classes, scale_by_half=False
-        )
+        brier_score_loss: Any = sklearn.metrics.brier_score_loss
+        expected = brier_score_loss(labels, probabilities, labels=classes, scale_by_half=False)
         assert metrics.brier(probabilities, labels) == pytest.approx(expected, abs=1e-12)
 
 

@@ -1,6 +1,7 @@
 import itertools
 import threading
 import time
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +33,7 @@ def batches(num_batches=7, size=20):
     return [(x[r], y[r]) for r in rows]
 
 
-def start(chains=CHAINS):
+def start(chains=CHAINS) -> Any:
     return {
         "w": jnp.arange(2.0 * chains).reshape(chains, 2) / 10,
         "b": jnp.zeros(chains),
@@ -40,7 +41,7 @@ def start(chains=CHAINS):
 
 
 def draw(sampler, **arguments):
-    defaults = {
+    defaults: dict[str, Any] = {
         "num_warmup": 3,
         "num_samples": 4,
         "thin": 2,
@@ -89,7 +90,12 @@ def test_chains_get_their_own_keys_and_batches():
         0.02, num_data=200, decoherence_length=0.1, key=jax.random.key(5)
     )
     same_start = jax.tree.map(jnp.zeros_like, start())
-    arguments = {"num_warmup": 2, "num_samples": 1, "key": jax.random.key(0), "progress": False}
+    arguments: dict[str, Any] = {
+        "num_warmup": 2,
+        "num_samples": 1,
+        "key": jax.random.key(0),
+        "progress": False,
+    }
     got = optax_smile.sample(mean_loss, same_start, batches(), noisy, **arguments)
     assert not np.allclose(got.params["w"][0], got.params["w"][1])
 
@@ -168,7 +174,12 @@ def test_bad_arguments(arguments, message):
 
 
 def test_bad_functions():
-    arguments = {"num_warmup": 1, "num_samples": 1, "key": jax.random.key(0), "progress": False}
+    arguments: dict[str, Any] = {
+        "num_warmup": 1,
+        "num_samples": 1,
+        "key": jax.random.key(0),
+        "progress": False,
+    }
     tx = optax_smile.smile_naive(0.02, num_data=200)
     with pytest.raises(ValueError, match="exactly one optax_smile sampler, got 0"):
         optax_smile.sample(mean_loss, start(), batches(), optax.sgd(0.1), **arguments)

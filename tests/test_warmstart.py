@@ -1,3 +1,5 @@
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,8 +19,8 @@ def init(key):
     return {"w": jax.random.normal(key, (2,))}
 
 
-def train(batches, **arguments):
-    defaults = {"num_members": 3, "key": jax.random.key(0), "progress": False}
+def train(batches, **arguments) -> Any:
+    defaults: dict[str, Any] = {"num_members": 3, "key": jax.random.key(0), "progress": False}
     optimizer = arguments.pop("optimizer", optax.sgd(0.2))
     return optax_smile.warmstart(mean_loss, init, batches, optimizer, **defaults | arguments)
 

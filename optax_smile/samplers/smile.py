@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from optax_smile import _check, _energy, _tree, potential
@@ -126,11 +127,12 @@ def _sampler(
         _check.positive(name, "step_size", step_size)
     potential.check(name, posterior)
     scheme = momentum.check(name, integrator, decoherence_length, key)
-    preconditioner.check(name, noise_decay)
+    _check.key(name, key)
     guardrail.check(name, reset_quantile, reset_momentum, key)
     uses_energy = tuner is not None or reset_quantile is not None
     uses_key = decoherence_length is not None or reset_momentum == "refresh"
     tuner = tuning.check(name, tuner)
+    cap = RESET_QUANTILE if reset_quantile is None else reset_quantile
 
     def step_size_at(count: jax.Array) -> Any:
         return step_size(count) if callable(step_size) else step_size
@@ -202,9 +204,7 @@ def _sampler(
             momentum=after._replace(direction=fresh),
             tuner=tuned,
             guardrail=guard,
-            energies=_energy.observe(
-                state.energies, error, ENERGY_DECAY, reset_quantile or RESET_QUANTILE
-            ),
+            energies=_energy.observe(state.energies, error, ENERGY_DECAY, cap),
             open_step=_tree.where(undo, state.open_step, open_step),
             num_steps=state.num_steps + (opens & ~undo),
             key=key,
@@ -230,9 +230,12 @@ def _check_call(where, updates, state, params, value, uses_energy) -> jax.Array 
     """Check what a loop passes to `update`, and give `value` the precision of the state."""
     if params is None:
         raise ValueError(_tree.MISSING_PARAMS)
+    _tree.check_params(where, params, smallest=2)
     _tree.check_alike(where, "params", params, state.momentum.direction, "the one given to init")
     _tree.check_alike(where, "updates", updates, params, "params")
     if value is not None:
+        if not isinstance(value, (int, float, np.number, np.ndarray, jax.Array)):
+            _check.fail(where, "value", "the scalar mean loss", type(value).__name__)
         if jnp.shape(value) != ():
             _check.fail(where, "value", "the scalar mean loss", f"shape {jnp.shape(value)}")
         return jnp.asarray(value, state.momentum.step_length.dtype)
@@ -403,7 +406,7 @@ def psmile(
         reset_quantile=reset_quantile,
         reset_momentum=reset_momentum,
         decoherence_length=decoherence_length,
-        noise_decay=noise_decay,
+        noise_decay=preconditioner.check("psmile", noise_decay),
         centered=centered,
         key=key,
     )
@@ -502,7 +505,7 @@ def psmile_naive(
         potential.Potential(num_data, prior_precision, temperature),
         integrator=integrator,
         decoherence_length=decoherence_length,
-        noise_decay=noise_decay,
+        noise_decay=preconditioner.check("psmile_naive", noise_decay),
         centered=centered,
         key=key,
     )

@@ -288,9 +288,9 @@ def step_start(
     """Parameters at the start of the open step, given the scale of its drift; else `params`."""
     is_open = state.drift_index > 0
     if state.anchor is not None:
-        return _tree.where(is_open, state.anchor, params)
+        return _tree.map_sampled(lambda x, at: jnp.where(is_open, x, at), state.anchor, params)
     drifted = drift(state.direction, jnp.where(is_open, state.step_length, 0), scale)
-    return jax.tree.map(jnp.subtract, params, drifted)
+    return _tree.map_sampled(lambda move, x: x - move, drifted, params)
 
 
 def check(

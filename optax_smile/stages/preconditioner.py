@@ -39,10 +39,10 @@ class PreconditionerState(NamedTuple):
     square_norm: jax.Array
 
 
-def check(where: str, noise_decay: float | None):
-    """Require 0 < noise_decay <= 1, or None for no preconditioner."""
-    if noise_decay is not None:
-        _check.number(where, "noise_decay", noise_decay, "in (0, 1]", lambda x: 0 < x <= 1)
+def check(where: str, noise_decay: float) -> float:
+    """Require 0 < noise_decay <= 1."""
+    _check.number(where, "noise_decay", noise_decay, "in (0, 1]", lambda x: 0 < x <= 1)
+    return noise_decay
 
 
 def init(
