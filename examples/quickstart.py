@@ -4,7 +4,7 @@ Trains a deep ensemble with AdamW, starts one pSMILE chain from each of its memb
 the two on test data: a table, and a picture of the chains, the calibration, and the uncertainty on
 digits against digits with shuffled pixels, which the network never saw.
 
-Data: the 1,797 digits of 8 x 8 pixels that scikit-learn brings along. About a minute on two cores.
+Data: the 1,797 digits of 8 x 8 pixels that scikit-learn brings along. Half a minute on two cores.
 
     python examples/quickstart.py                       # writes quickstart.png
     python examples/quickstart.py --sampler smile       # another sampler: one changed word

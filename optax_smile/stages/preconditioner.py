@@ -100,7 +100,9 @@ def relative_scale(state: PreconditionerState | None) -> optax.Updates | None:
     if state is None:
         return None
     mean = state.variance_mean
-    slope = jnp.where(mean > 0, (1 - state.isotropic_weight) / jnp.where(mean > 0, mean, 1), 0)
+    # Below the normal numbers of the precision the quotient would overflow: no noise was seen.
+    noisy = ~(mean < jnp.finfo(mean.dtype).tiny)
+    slope = jnp.where(noisy, (1 - state.isotropic_weight) / jnp.where(noisy, mean, 1), 0)
     offset = 1 - slope * mean
 
     def leaf_scale(variance):
