@@ -32,7 +32,7 @@ class Prediction(NamedTuple):
     """
 
     mean: jax.Array
-    log_density: jax.Array | None
+    log_density: Any
 
 
 def _categorical_log_density(logits: jax.Array, labels: jax.Array) -> jax.Array:
