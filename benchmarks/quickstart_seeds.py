@@ -30,13 +30,14 @@ def main():
     parser = argparse.ArgumentParser(description="Quickstart over several seeds.")
     parser.add_argument("--sampler", default="psmile")
     parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     command = ["git", "rev-parse", "--short", "HEAD"]
     commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
     rows = []
-    for seed in range(arguments.seeds):
+    for seed in range(arguments.first_seed, arguments.first_seed + arguments.seeds):
         config = quickstart.Config(seed=seed, progress=False)
         begun = time.perf_counter()
         table, pictured = quickstart.run(config, arguments.sampler)
