@@ -3,6 +3,11 @@
 from optax_smile import metrics
 from optax_smile._state import last_accepted, stats
 from optax_smile.predict import Likelihood, Prediction, predict
+from optax_smile.samplers.cyclical_sgld import cyclical_sgld
+from optax_smile.samplers.mclmc import MclmcSettings, mclmc, tune_mclmc
+from optax_smile.samplers.scale_adapted_sghmc import scale_adapted_sghmc
+from optax_smile.samplers.sghmc import sghmc
+from optax_smile.samplers.sgld import psgld, sgld
 from optax_smile.samplers.smile import psmile, psmile_naive, smile, smile_naive
 from optax_smile.sampling import sample
 from optax_smile.snapshots import Snapshots
@@ -14,18 +19,26 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Likelihood",
+    "MclmcSettings",
     "Prediction",
     "Snapshots",
+    "cyclical_sgld",
     "last_accepted",
+    "mclmc",
     "metrics",
     "predict",
+    "psgld",
     "psmile",
     "psmile_naive",
     "quantile_tuner",
     "sample",
+    "scale_adapted_sghmc",
     "scale_by_gradient_noise",
+    "sghmc",
+    "sgld",
     "smile",
     "smile_naive",
     "stats",
+    "tune_mclmc",
     "warmstart",
 ]

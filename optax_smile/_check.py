@@ -38,9 +38,13 @@ def probability(where: str, argument: str, value: Any):
     number(where, argument, value, "between 0 and 1 (exclusive)", lambda x: 0 < x < 1)
 
 
-def whole(where: str, argument: str, value: Any, smallest: int):
-    """Require an integer of at least `smallest`."""
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < smallest:
+def whole(where: str, argument: str, value: Any, smallest: Any):
+    """Require an integer of at least `smallest`; traced values pass unchecked."""
+    if isinstance(value, jax.core.Tracer) or isinstance(smallest, jax.core.Tracer):
+        return
+    array = isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jnp.integer)
+    is_whole = isinstance(value, (int, np.integer)) or array and value.ndim == 0
+    if isinstance(value, bool) or not is_whole or value < smallest:
         fail(where, argument, f"an integer >= {smallest}", repr(value))
 
 

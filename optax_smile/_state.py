@@ -15,6 +15,7 @@ class LastCall(NamedTuple):
         energy_level: what the loop passed: 0 gradients only, 1 also `value`; int32.
         accepted: whether nothing was taken back.
         step_end: whether they were the end of a whole step.
+        is_sample: whether the last accepted step end counts as a draw from the posterior.
         below_resolution: whether the next step is too short for their precision.
         num_calls: calls so far, int32.
     """
@@ -23,6 +24,7 @@ class LastCall(NamedTuple):
     energy_level: jax.Array
     accepted: jax.Array
     step_end: jax.Array
+    is_sample: jax.Array
     below_resolution: jax.Array
     num_calls: jax.Array
 
@@ -34,6 +36,7 @@ def no_call(dtype: jnp.dtype) -> LastCall:
         energy_level=jnp.zeros((), jnp.int32),
         accepted=jnp.ones((), bool),
         step_end=jnp.zeros((), bool),
+        is_sample=jnp.ones((), bool),
         below_resolution=jnp.zeros((), bool),
         num_calls=jnp.zeros((), jnp.int32),
     )
@@ -88,10 +91,13 @@ def stats(state: Any) -> dict[str, jax.Array]:
         - step_size: length of the step now open, or of the next one, in whitened coordinates.
         - energy_change: energy gained by the step that ended, nats, positive = gained; NaN where
           the call ended none or had no energy.
-        - energy_mean, energy_std: moving averages of its absolute value, nats.
+        - energy_mean, energy_std: moving averages of its absolute value, nats; NaN for samplers
+          that have no energy error, such as `sgld`.
         - energy_level: what the loop passes: 0 gradients only, 1 also `value`.
         - accepted: False if the call took a step back.
         - step_end: whether the parameters passed in were the end of a whole step.
+        - is_sample: whether `last_accepted` gives a draw from the posterior; False in the
+          exploration part of `cyclical_sgld`.
         - num_resets, num_nonfinite: steps undone for an outlying energy; calls with a non-finite
           gradient or value.
         - num_calls: calls of `update` so far.

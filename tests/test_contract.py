@@ -45,9 +45,12 @@ def accepts(fn, *names):
 
 
 def build(fn, **options) -> Any:
+    values = {"step_size": 1e-2, "num_data": 100, "decoherence_length": 1.0}
+    parameters = inspect.signature(fn).parameters.values()
+    needed = {p.name: values[p.name] for p in parameters if p.default is p.empty}
     if accepts(fn, "key"):
-        options = {"key": jax.random.key(0)} | options
-    return fn(**{"step_size": 1e-2, "num_data": 100} | options)
+        needed["key"] = jax.random.key(0)
+    return fn(**needed | options)
 
 
 def find_samplers():
@@ -60,7 +63,7 @@ def find_samplers():
 
 
 def find_cases(fn):
-    random = {"reset_momentum": "refresh", "decoherence_length": 1.0}
+    random = {"reset_momentum": "refresh", "decoherence_length": 1.0, "exploration": 0.0}
     random = {name: value for name, value in random.items() if accepts(fn, name)}
     for integrator in ("leapfrog", "minimal_norm") if accepts(fn, "integrator") else (None,):
         options = {} if integrator is None else {"integrator": integrator}
@@ -269,7 +272,9 @@ def test_schedule_is_read_once_per_step(case, no_jit):
         params, state = advance(tx, params, state, batch(call))
         sizes.append(optax_smile.stats(state)["step_size"])
     per_step = 2 if "minimal_norm" in case else 1
-    np.testing.assert_allclose(sizes, [1e-2 / (1 + call // per_step) for call in range(4)])
+    # The cosine of a cyclical sampler has lost 1e-6 after three of 5,000 steps.
+    expected = [1e-2 / (1 + call // per_step) for call in range(4)]
+    np.testing.assert_allclose(sizes, expected, rtol=1e-5)
     assert all(size.dtype == jnp.float32 for size in sizes)
 
 
@@ -298,7 +303,7 @@ def test_inject_hyperparams_sets_the_step_size_under_jit(case):
     _, state = update(PARAMS, tx.init(PARAMS), PARAMS, value=1.0)
     state = optax.tree.set(state, step_size=jnp.float32(0.5))
     _, state = update(PARAMS, state, PARAMS, value=1.0)
-    assert optax_smile.stats(state)["step_size"] == 0.5
+    np.testing.assert_allclose(optax_smile.stats(state)["step_size"], 0.5, rtol=1e-5)
     assert update._cache_size() == 1
 
 
@@ -308,7 +313,8 @@ def test_inject_hyperparams_takes_a_schedule(case):
     state = tx.init(PARAMS)
     for call in range(3):
         _, state = tx.update(PARAMS, state, PARAMS, value=1.0)
-        assert optax_smile.stats(state)["step_size"] == 0.5**call
+        size = optax_smile.stats(state)["step_size"]
+        np.testing.assert_allclose(size, 0.5**call, rtol=1e-5)
 
 
 @outer_cases

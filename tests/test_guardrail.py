@@ -201,7 +201,7 @@ def test_an_outlier_is_taken_back_however_it_is_compiled(name, integrator, mode,
 
 @pytest.mark.parametrize("integrator", INTEGRATORS)
 def test_explicit_noise_does_not_disturb_the_way_back(integrator):
-    """It turns the direction before the call knows whether the step is taken back."""
+    """It turns the direction whether or not the step is taken back."""
     tx, update = build("psmile", integrator, decoherence_length=0.2)
     assert worst_way_back(tx, update, integrator, "jit", num_resets=12) <= 2
 

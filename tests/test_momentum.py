@@ -494,14 +494,14 @@ def expected_cosine(nu, size):
     [("leapfrog", 2, 0.1), ("leapfrog", 200, 1.0), ("minimal_norm", 5, 0.5)],
 )
 def test_explicit_noise_turns_the_direction_by_the_right_angle(integrator, size, relative_length):
-    """On a flat potential the noise alone turns u; it is drawn when the drift has been taken.
+    """On a flat potential the noise alone turns u; it is drawn between two steps.
 
     Bounds of 5 standard errors, those of the prediction included: with the 200 coordinates of the
     largest case the false-alarm rate is 1e-4.
     """
     num_chains, decoherence_length = 10_000, 0.7
     step_size = relative_length * decoherence_length
-    drift = step_size / CALLS_PER_STEP[integrator]
+    calls = CALLS_PER_STEP[integrator]
     tx = optax_smile.smile_naive(
         step_size,
         num_data=1,
@@ -514,24 +514,29 @@ def test_explicit_noise_turns_the_direction_by_the_right_angle(integrator, size,
 
     def one(key):
         state = moving_along(tx.init(params), start)._replace(key=key)
-        updates, state = update(jnp.zeros(size), state, params)
+        at = params
+        for _ in range(calls):
+            updates, state = update(jnp.zeros(size), state, at)
+            at = optax.apply_updates(at, updates)
         before = state.momentum.direction
-        _, state = update(jnp.zeros(size), state, optax.apply_updates(params, updates))
-        return updates, before, state.momentum.direction
+        _, state = update(jnp.zeros(size), state, at)
+        return at, before, state.momentum.direction
 
     keys = jax.random.split(jax.random.key(11), num_chains)
     displacement, before, after = jax.jit(jax.vmap(one))(keys)
     np.testing.assert_allclose(before, np.broadcast_to(start, before.shape), atol=1e-6)
-    np.testing.assert_allclose(displacement, drift * np.asarray(before), atol=1e-6)
+    np.testing.assert_allclose(displacement, step_size * np.asarray(before), atol=1e-6)
     after = np.asarray(after, float)
     assert np.abs(np.linalg.norm(after, axis=1) - 1).max() < 1e-5
     cosines = after[:, 0]
-    nu = np.sqrt(np.expm1(2 * drift / decoherence_length) / size)
+    nu = np.sqrt(np.expm1(2 * step_size / decoherence_length) / size)
     expected, its_error = expected_cosine(nu, size)
     standard_error = np.hypot(cosines.std() / np.sqrt(num_chains), its_error)
     assert abs(cosines.mean() - expected) < 5 * standard_error
     if size == 200:
-        np.testing.assert_allclose(cosines.mean(), np.exp(-drift / decoherence_length), rtol=0.01)
+        np.testing.assert_allclose(
+            cosines.mean(), np.exp(-step_size / decoherence_length), rtol=0.01
+        )
     # Isotropic around u: the other coordinates have mean 0 and equal variances.
     across = after[:, 1:]
     assert np.abs(across.mean(0)).max() < 5 * across.std() / np.sqrt(num_chains)

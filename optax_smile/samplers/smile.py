@@ -5,17 +5,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
-from optax_smile import _check, _energy, _tree, potential
+from optax_smile import _call, _check, _energy, _tree, potential
 from optax_smile._state import LastCall, no_call
 from optax_smile.stages import guardrail, momentum, preconditioner
 from optax_smile.stages import tuner as tuning
 
-# Steps shorter than so many units in the last place of the parameters' norm are lost when they
-# are added to the parameters: no tuner goes there.
-RESOLUTION_ULPS = 4
 # Weight of the old value in the averages of the energy error; 1 - beta in the paper.
 ENERGY_DECAY = 0.99
 # The quantile beyond which a step is an outlier; kappa in the paper.
@@ -108,13 +104,13 @@ def _energy_error(
     return _energy.error(change, step_end & step.opening_known, (*sums, closing_kick, value))
 
 
-def _sampler(
+def microcanonical(
     name: str,
     step_size: float | jax.Array | optax.Schedule,
     posterior: potential.Potential,
     *,
     integrator: str,
-    decoherence_length: float | None,
+    decoherence_length: float | jax.Array | None,
     key: jax.Array | None,
     tuner: tuning.Tuner | None = None,
     reset_quantile: float | None = None,
@@ -122,7 +118,7 @@ def _sampler(
     noise_decay: float | None = None,
     centered: bool = True,
 ) -> optax.GradientTransformationExtraArgs:
-    """Build any of the four samplers; `noise_decay=None` leaves the preconditioner out."""
+    """Build any sampler of the family; `noise_decay=None` leaves the preconditioner out."""
     if not callable(step_size):
         _check.positive(name, "step_size", step_size)
     potential.check(name, posterior)
@@ -157,9 +153,12 @@ def _sampler(
         updates: Any, state: Any, params: Any = None, *, value: Any = None, **extra_args: Any
     ) -> tuple[Any, Any]:
         del extra_args
-        value = _check_call(name, updates, state, params, value, uses_energy)
+        dtype = state.momentum.step_length.dtype
+        value = _call.check(name, updates, params, value, state.momentum.direction, dtype)
+        if value is None and uses_energy:
+            _warn_without_value(name)
         key, noise_key, reset_key = _split(state.key)
-        before = momentum.diffuse(state.momentum, scheme, decoherence_length, noise_key)
+        before = state.momentum
 
         # 1 preconditioner: the gradient in coordinates in which its noise is isotropic.
         gradient = potential.gradient(posterior, updates, params)
@@ -178,13 +177,15 @@ def _sampler(
         # 3 tuner and 4 guardrail: how long the next step is, and whether this one is undone.
         guard, undo = guardrail.judge(state.guardrail, state.energies, error, reset_quantile)
         base, calls = step_size_at(state.num_steps), state.last_call.num_calls
-        resolution = RESOLUTION_ULPS * jnp.finfo(sums.params_square.dtype).eps
-        resolution *= jnp.sqrt(sums.params_square)
+        resolution = _call.resolution(sums.params_square)
         evidence = tuning.Evidence(error, state.energies, calls, resolution / base)
         tuned = tuner.update(state.tuner, evidence)
         step_length = base * tuned.step_size_factor * guard.step_backoff
 
         # 2 momentum: kick and drift on from here, or stand again where the undone step began.
+        before, heading = momentum.diffuse(
+            before, scheme, heading, gradient, decoherence_length, noise_key
+        )
         after, opening_kick = momentum.advance(
             before, scheme, heading, step_length, gradient, params
         )
@@ -213,6 +214,7 @@ def _sampler(
                 energy_level=jnp.full_like(calls, value is not None),
                 accepted=~undo,
                 step_end=step_end,
+                is_sample=jnp.ones_like(undo),
                 below_resolution=after.step_length < resolution,
                 num_calls=calls + 1,
             ),
@@ -226,27 +228,13 @@ def _split(key: jax.Array | None):
     return (None, None, None) if key is None else jax.random.split(key, 3)
 
 
-def _check_call(where, updates, state, params, value, uses_energy) -> jax.Array | None:
-    """Check what a loop passes to `update`, and give `value` the precision of the state."""
-    if params is None:
-        raise ValueError(_tree.MISSING_PARAMS)
-    _tree.check_params(where, params, smallest=2)
-    _tree.check_alike(where, "params", params, state.momentum.direction, "the one given to init")
-    _tree.check_alike(where, "updates", updates, params, "params")
-    if value is not None:
-        if not isinstance(value, (int, float, np.number, np.ndarray, jax.Array)):
-            _check.fail(where, "value", "the scalar mean loss", type(value).__name__)
-        if jnp.shape(value) != ():
-            _check.fail(where, "value", "the scalar mean loss", f"shape {jnp.shape(value)}")
-        return jnp.asarray(value, state.momentum.step_length.dtype)
-    if uses_energy:
-        warnings.warn(
-            f"`{where}` got no `value`: without energies the step size follows its schedule and"
-            " only non-finite steps are undone. Pass `value=loss` to `update`, or take the"
-            " naive form of the sampler, which does not ask for it.",
-            stacklevel=3,
-        )
-    return None
+def _warn_without_value(where: str):
+    warnings.warn(
+        f"`{where}` got no `value`: without energies the step size follows its schedule and only"
+        " non-finite steps are undone. Pass `value=loss` to `update`, or take the naive form of"
+        " the sampler, which does not ask for it.",
+        stacklevel=3,
+    )
 
 
 def smile(
@@ -259,7 +247,7 @@ def smile(
     tuner: tuning.Tuner | None = DEFAULT_TUNER,
     reset_quantile: float | None = RESET_QUANTILE,
     reset_momentum: str = "zero",
-    decoherence_length: float | None = None,
+    decoherence_length: float | jax.Array | None = None,
     key: jax.Array | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Sample with stochastic microcanonical Langevin dynamics, tuned by their energy error.
@@ -292,8 +280,8 @@ def smile(
             those before it, in (0, 1); None undoes non-finite steps alone.
         reset_momentum: after an undone step `"zero"` (as published: the chain starts again down
             the gradient) or `"refresh"` (in a random direction).
-        decoherence_length: adds isotropic noise after which u forgets itself over this distance,
-            > 0; None adds none.
+        decoherence_length: adds isotropic noise after each step, by which u forgets itself over
+            this distance, > 0; a chain at rest then starts in a random direction. None adds none.
         key: JAX key, needed for `"refresh"` and `decoherence_length`. Chains under `vmap` get keys
             of their own by `optax.tree.set(state, key=jax.random.split(key, num_chains))`.
 
@@ -326,7 +314,7 @@ def smile(
     Differs: leapfrog with a fresh batch per gradient instead of two gradients on one batch; the
     sign of e; a rejected point leaves neither its gradient nor its value behind.
     """
-    return _sampler(
+    return microcanonical(
         "smile",
         step_size,
         potential.Potential(num_data, prior_precision, temperature),
@@ -349,7 +337,7 @@ def psmile(
     tuner: tuning.Tuner | None = DEFAULT_TUNER,
     reset_quantile: float | None = RESET_QUANTILE,
     reset_momentum: str = "zero",
-    decoherence_length: float | None = None,
+    decoherence_length: float | jax.Array | None = None,
     noise_decay: float = preconditioner.NOISE_DECAY,
     centered: bool = True,
     key: jax.Array | None = None,
@@ -397,7 +385,7 @@ def psmile(
     Source: Sommer et al., ICML 2026, section 3.2 and algorithm 1. Differs: as `smile` and
     `scale_by_gradient_noise`.
     """
-    return _sampler(
+    return microcanonical(
         "psmile",
         step_size,
         potential.Potential(num_data, prior_precision, temperature),
@@ -419,7 +407,7 @@ def smile_naive(
     prior_precision: Any = 1.0,
     temperature: float | jax.Array = 1.0,
     integrator: str = "leapfrog",
-    decoherence_length: float | None = None,
+    decoherence_length: float | jax.Array | None = None,
     key: jax.Array | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Sample like `smile` with the step size as given and no test of the energy error.
@@ -450,7 +438,7 @@ def smile_naive(
 
     Source: Sommer et al., ICML 2026, section 3.1.
     """
-    return _sampler(
+    return microcanonical(
         "smile_naive",
         step_size,
         potential.Potential(num_data, prior_precision, temperature),
@@ -467,7 +455,7 @@ def psmile_naive(
     prior_precision: Any = 1.0,
     temperature: float | jax.Array = 1.0,
     integrator: str = "leapfrog",
-    decoherence_length: float | None = None,
+    decoherence_length: float | jax.Array | None = None,
     noise_decay: float = preconditioner.NOISE_DECAY,
     centered: bool = True,
     key: jax.Array | None = None,
@@ -499,7 +487,7 @@ def psmile_naive(
 
     Source: Sommer et al., ICML 2026, section 3.2.
     """
-    return _sampler(
+    return microcanonical(
         "psmile_naive",
         step_size,
         potential.Potential(num_data, prior_precision, temperature),

@@ -55,20 +55,20 @@ def init(dtype: jnp.dtype) -> GuardrailState:
 
 def judge(
     state: GuardrailState,
-    averages: _energy.EnergyAverages,
+    averages: _energy.EnergyAverages | None,
     error: _energy.EnergyError,
     reset_quantile: float | None,
 ) -> tuple[GuardrailState, jax.Array]:
     """Decide whether a call undoes the open step, and count.
 
     It does if a number is not finite, or if |energy change| exceeds the `reset_quantile` of the
-    energies before this step.
+    energies before this step; `averages` are None for a sampler without energies.
 
     Returns:
         The new counters and the decision, a boolean scalar.
     """
     outlier = jnp.zeros((), bool)
-    if reset_quantile is not None:
+    if reset_quantile is not None and averages is not None:
         threshold = _energy.quantile(averages, reset_quantile)
         outlier = error.known & _energy.settled(averages) & (jnp.abs(error.change) > threshold)
 

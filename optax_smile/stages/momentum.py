@@ -117,26 +117,6 @@ def opens_step(state: MomentumState, integrator: Integrator) -> jax.Array:
     return state.drift_index % len(integrator.drifts) == 0
 
 
-def diffuse(
-    state: MomentumState,
-    integrator: Integrator,
-    decoherence_length: float | None,
-    key: jax.Array | None,
-) -> MomentumState:
-    """Add the explicit isotropic noise of the last drift; the next `turn` restores the norm.
-
-    u <- u + nu z, nu^2 = (exp(2 h / L) - 1) / d, z ~ N(0, I), with the length h of the drift and
-    L = decoherence_length (Robnik and Seljak 2024, Fluctuation without dissipation).
-    """
-    if decoherence_length is None or key is None:
-        return state
-    exponent = 2 * _lengths(integrator.drifts, state) / decoherence_length
-    amplitude = jnp.sqrt(jnp.expm1(exponent) / _tree.size(state.direction))
-    noise = _tree.normal_like(key, state.direction)
-    noisy = jax.tree.map(lambda u, z: (u + amplitude * z).astype(u.dtype), state.direction, noise)
-    return state._replace(direction=noisy)
-
-
 def heading(
     state: MomentumState,
     direction_square: jax.Array,
@@ -222,6 +202,36 @@ def close(
     return kick(towards, length, _tree.size(state.direction))
 
 
+def diffuse(
+    state: MomentumState,
+    integrator: Integrator,
+    towards: Heading,
+    gradient: optax.Updates,
+    decoherence_length: float | jax.Array | None,
+    key: jax.Array | None,
+) -> tuple[MomentumState, Heading]:
+    """Add explicit isotropic noise where a step has just ended; draw u where the chain is at rest.
+
+    u <- (u + nu z) / |u + nu z|, nu^2 = (exp(2 eps / L) - 1) / d, z ~ N(0, I), with
+    L = decoherence_length (Robnik and Seljak 2024, Fluctuation without dissipation). Between the
+    kicks of one step it would turn up in the energy error of that step, as eps^(3/2).
+    """
+    if decoherence_length is None or key is None:
+        return state, towards
+    length = jnp.where(is_step_end(state, integrator), state.step_length, 0)
+    amplitude = jnp.sqrt(jnp.expm1(2 * length / decoherence_length) / _tree.size(gradient))
+    amplitude = jnp.where(towards.moving, amplitude, 1)
+    noisy = jax.tree.map(
+        lambda u, z: (u + amplitude * z).astype(u.dtype),
+        turn(state.direction, gradient, towards),
+        _tree.normal_like(key, gradient),
+    )
+    state = state._replace(direction=noisy, moving=jnp.ones_like(state.moving))
+    unit = towards.gradient_norm / jnp.where(towards.descent_norm > 0, towards.descent_norm, 1)
+    square, product = _tree.inner(noisy, noisy), _tree.inner(noisy, gradient)
+    return state, heading(state, square, product, towards.descent_norm**2, unit)
+
+
 def advance(
     state: MomentumState,
     integrator: Integrator,
@@ -294,7 +304,7 @@ def step_start(
 
 
 def check(
-    where: str, integrator: str, decoherence_length: float | None, key: jax.Array | None
+    where: str, integrator: str, decoherence_length: float | jax.Array | None, key: jax.Array | None
 ) -> Integrator:
     """Look the integrator up; explicit noise needs a positive length and a key."""
     _check.choice(where, "integrator", integrator, INTEGRATORS)

@@ -1,0 +1,402 @@
+"""Which sampler is right? Bias on known posteriors under strong explicit gradient noise.
+
+Three 10-dimensional targets, four noise covariances, every sampler at the same number of gradients.
+A cell is one target, noise and sampler: all step sizes and chains run in one compiled loop, the
+step size with the smallest bias is run again with fresh seeds, and that is what is reported.
+One JSON line per cell; cells that the file already holds are skipped.
+
+    python benchmarks/analytic.py --preset quick
+    python benchmarks/analytic.py --preset paper --output out/analytic.jsonl
+    python benchmarks/analytic.py --table out/analytic.jsonl
+"""
+
+import argparse
+import dataclasses
+import functools
+import json
+import platform
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import optax_smile
+
+DIM = 10
+VARIANCES = np.logspace(-2, 2, DIM)
+NOISE_VARIANCE = 256.0
+# Steps whose mean leaves the compiled loop: sums in float32 stay short.
+CHUNK = 500
+DECADES = 10.0 ** np.arange(-6, 1)
+FINE = 15
+# The decade of the step size is searched with this part of the gradients.
+COARSE_SHARE = 10
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """A posterior with known moments of the squared coordinates.
+
+    Attributes:
+        gradient: grad U, `[10]` to `[10]`.
+        mean: where chains start.
+        square: E[theta_i^2].
+        square_variance: Var[theta_i^2].
+        second_std: standard deviation of the second coordinate.
+        total: how the biases of the coordinates become one number.
+    """
+
+    gradient: Callable[[jax.Array], jax.Array]
+    mean: np.ndarray
+    square: np.ndarray
+    square_variance: np.ndarray
+    second_std: float
+    total: Callable[..., Any]
+
+
+def rotation(seed: int) -> np.ndarray:
+    """Random rotation of the ten coordinates."""
+    return np.linalg.qr(np.random.default_rng(seed).normal(size=(DIM, DIM)))[0]
+
+
+def gaussian(seed: int = 0) -> Target:
+    """Ill-conditioned Gaussian."""
+    rotated = rotation(seed)
+    covariance = rotated.T @ np.diag(VARIANCES) @ rotated
+    precision = jnp.asarray(np.linalg.inv(covariance), jnp.float32)
+    variances = np.diag(covariance)
+    return Target(
+        gradient=lambda x: precision @ x,
+        mean=np.zeros(DIM),
+        square=variances,
+        square_variance=2 * variances**2,
+        second_std=float(np.sqrt(variances[1])),
+        total=np.mean,
+    )
+
+
+def rosenbrock() -> Target:
+    """Five pairs x ~ N(1, 1), y ~ N(x^2, 0.1), the x first."""
+    width = 0.1
+
+    def gradient(theta):
+        x, y = jnp.split(theta, 2)
+        off = (x**2 - y) / width
+        return jnp.concatenate([2 * x * off + x - 1, -off])
+
+    return Target(
+        gradient=gradient,
+        mean=np.repeat([1.0, 2.0], 5),
+        square=np.repeat([2.0, 10.1], 5),
+        square_variance=np.repeat([6.0, 668.02], 5),
+        second_std=1.0,
+        total=np.mean,
+    )
+
+
+def funnel() -> Target:
+    """Neal's funnel: the first coordinate N(0, 3^2), the others N(0, exp(first))."""
+
+    def gradient(theta):
+        first, rest = theta[0], theta[1:]
+        precision = jnp.exp(-first)
+        down = first / 9 + (DIM - 1) / 2 - precision * jnp.sum(rest**2) / 2
+        return jnp.concatenate([down[None], precision * rest])
+
+    rest = np.full(DIM - 1, np.exp(4.5))
+    return Target(
+        gradient=gradient,
+        mean=np.zeros(DIM),
+        square=np.concatenate([[9.0], rest]),
+        square_variance=np.concatenate([[162.0], 3 * np.exp(18.0) - rest**2]),
+        second_std=float(np.exp(2.25)),
+        total=np.max,
+    )
+
+
+TARGETS = {"gaussian": gaussian(), "rosenbrock": rosenbrock(), "funnel": funnel()}
+_ROOTS = {
+    "isotropic": np.sqrt(NOISE_VARIANCE) * np.eye(DIM),
+    "diagonal": np.diag(np.sqrt(NOISE_VARIANCE * VARIANCES)),
+    "correlated": np.linalg.cholesky(
+        rotation(1).T @ np.diag(NOISE_VARIANCE * VARIANCES) @ rotation(1)
+    ),
+}
+NOISES = (*_ROOTS, "varied")
+
+
+def noise_root(noise: str, target: Target) -> Callable[[jax.Array], jax.Array]:
+    """Matrix that gives standardized noise its covariance at a point."""
+    root = jnp.asarray(_ROOTS.get(noise, _ROOTS["correlated"]), jnp.float32)
+    if noise != "varied":
+        return lambda theta: root
+    return lambda theta: root * jnp.exp(-theta[1] / (2 * target.second_std))
+
+
+def standardized_noise(kind: str, key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Draw independent noise of variance one: gaussian, laplace, student or lognormal:SIGMA."""
+    if kind == "gaussian":
+        return jax.random.normal(key, shape)
+    if kind == "laplace":
+        return jax.random.laplace(key, shape) / jnp.sqrt(2)
+    if kind == "student":
+        return jax.random.t(key, 5.0, shape) / jnp.sqrt(5 / 3)
+    sigma = float(kind.removeprefix("lognormal:"))
+    raw = jnp.expm1(sigma * jax.random.normal(key, shape)) - np.expm1(sigma**2 / 2)
+    return raw / np.sqrt(np.expm1(sigma**2) * np.exp(sigma**2))
+
+
+def leapfrog(**options) -> dict[str, Any]:
+    """Arguments of our one-gradient form."""
+    return {"integrator": "leapfrog"} | options
+
+
+PUBLISHED = {"integrator": "minimal_norm"}
+# Column: public name and arguments. Every sampler also gets step size, num_data, prior and a key.
+SAMPLERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "smile_naive": ("smile_naive", PUBLISHED),
+    "sgld": ("sgld", {}),
+    "sghmc": ("sghmc", {}),
+    "psmile_naive": ("psmile_naive", PUBLISHED),
+    "psmile_naive leapfrog": ("psmile_naive", leapfrog()),
+    "psmile_naive leapfrog L=10": ("psmile_naive", leapfrog(decoherence_length=10.0)),
+    "smile_naive leapfrog": ("smile_naive", leapfrog()),
+    "psgld": ("psgld", {}),
+    "scale_adapted_sghmc": ("scale_adapted_sghmc", {"adapt_steps": 20_000}),
+    "cyclical_sgld": ("cyclical_sgld", {}),
+}
+TABLE_1 = tuple(SAMPLERS)[:6]
+# Sommer et al. 2026, table 1 (SMILE-naive, SGLD, SGHMC, pSMILE-naive) and its heavy-tail table.
+PAPER = {
+    ("gaussian", "isotropic"): (0.003, 0.033, 0.095, 0.006),
+    ("gaussian", "diagonal"): (0.245, 0.184, 0.186, 0.038),
+    ("gaussian", "correlated"): (0.502, 0.189, 0.235, 0.055),
+    ("gaussian", "varied"): (0.157, 0.328, 0.331, 0.093),
+    ("rosenbrock", "isotropic"): (0.002, 0.005, 0.004, 0.004),
+    ("rosenbrock", "diagonal"): (0.302, 0.085, 0.160, 0.046),
+    ("rosenbrock", "correlated"): (0.265, 0.074, 0.085, 0.070),
+    ("rosenbrock", "varied"): (0.048, 0.079, 0.095, 0.052),
+    ("funnel", "isotropic"): (0.014, 0.141, 0.128, 0.021),
+    ("funnel", "diagonal"): (0.283, 0.063, 0.077, 0.042),
+    ("funnel", "correlated"): (0.453, 0.147, 0.138, 0.004),
+    ("funnel", "varied"): (0.023, 0.241, 0.218, 0.012),
+}
+
+
+def make_sampler(column: str, step_size: jax.Array, key: jax.Array) -> Any:
+    """Build the sampler of a column for an energy that is the loss itself."""
+    name, options = SAMPLERS[column]
+    if name not in ("smile_naive", "psmile_naive") or "decoherence_length" in options:
+        options = options | {"key": key}
+    build: Any = getattr(optax_smile, name)
+    return build(step_size, num_data=1, prior_precision=0.0, **options)
+
+
+@functools.partial(jax.jit, static_argnames=("column", "target", "noise", "kind", "num_chunks"))
+def run_chains(column, target, noise, kind, num_chunks, step_sizes, keys):
+    """Run a chain for every step size and key.
+
+    Chains with the same key share their random numbers over the step sizes.
+
+    Returns:
+        Means of theta^2 over the step ends of each chunk `[step size, chain, chunk, 10]`, and how
+        many there were `[step size, chain, chunk]`.
+    """
+    posterior = TARGETS[target]
+    root = noise_root(noise, posterior)
+
+    def one_chain(step_size, key):
+        tx = make_sampler(column, step_size, jax.random.fold_in(key, 0))
+
+        def call(carry, noise):
+            params, state, total, count = carry
+            gradient = posterior.gradient(params) + root(params) @ noise
+            updates, state = tx.update(gradient, state, params)
+            seen = optax_smile.stats(state)
+            counts = seen["step_end"] & seen["accepted"] & seen["is_sample"]
+            total = total + jnp.where(counts, params**2, 0)
+            return (optax.apply_updates(params, updates), state, total, count + counts), None
+
+        def chunk(carry, key):
+            noises = standardized_noise(kind, key, (CHUNK, DIM))
+            start = (*carry, jnp.zeros(DIM), jnp.zeros((), jnp.int32))
+            (*carry, total, count), _ = jax.lax.scan(call, start, noises)
+            return tuple(carry), (total / jnp.maximum(count, 1), count)
+
+        start = jnp.asarray(posterior.mean, jnp.float32)
+        keys = jax.random.split(jax.random.fold_in(key, 1), num_chunks)
+        return jax.lax.scan(chunk, (start, tx.init(start)), keys)[1]
+
+    over_chains = jax.vmap(one_chain, (None, 0))
+    return jax.vmap(over_chains, (0, None))(step_sizes, keys)
+
+
+def biases(target: Target, means, counts, share: float = 1.0) -> np.ndarray:
+    """Squared bias of each chain `[step size, chain]` over the first part of its chunks."""
+    chunks = round(share * means.shape[2])
+    weights = np.asarray(counts, float)[:, :, :chunks, None]
+    with np.errstate(all="ignore"):
+        squares = np.sum(weights * np.asarray(means, float)[:, :, :chunks], axis=2)
+        squares /= np.sum(weights, axis=2)
+        squared = (squares - target.square) ** 2 / target.square_variance
+        return np.nan_to_num(target.total(squared, axis=-1), nan=np.inf)
+
+
+def bootstrap_error(values: np.ndarray) -> float:
+    """Standard deviation of the mean over resampled chains."""
+    rows = np.random.default_rng(0).integers(0, len(values), (2_000, len(values)))
+    return float(values[rows].mean(axis=1).std())
+
+
+def run_cell(cell: dict[str, Any], seed: int, num_chains: int, num_fresh: int) -> dict[str, Any]:
+    """Search the step size on one set of seeds, report it on fresh ones."""
+    target = TARGETS[cell["target"]]
+    keys = jax.random.split(jax.random.key(seed), num_chains + num_fresh)
+    grid_keys, fresh_keys = keys[:num_chains], keys[num_chains:]
+    arguments = [cell[name] for name in ("sampler", "target", "noise", "kind")]
+
+    def run(step_sizes, keys, gradients=cell["gradients"]):
+        step_sizes = jnp.asarray(step_sizes, jnp.float32)
+        return jax.device_get(run_chains(*arguments, gradients // CHUNK, step_sizes, keys))
+
+    begun = time.perf_counter()
+    decades = run(DECADES, grid_keys, cell["gradients"] // COARSE_SHARE)
+    coarse = biases(target, *decades).mean(axis=1)
+    best = np.log10(DECADES[np.argmin(coarse)])
+    fine_sizes = np.logspace(best - 1, best + 1, FINE)
+    fine = biases(target, *run(fine_sizes, grid_keys)).mean(axis=1)
+    searched = time.perf_counter() - begun
+    step_size = fine_sizes[np.argmin(fine)]
+    means, counts = run([step_size], fresh_keys)
+    fresh = biases(target, means, counts)[0]
+    shares = {share: biases(target, means, counts, share)[0].mean() for share in (0.1, 0.3, 1.0)}
+    return {
+        "bias": float(fresh.mean()),
+        "error": bootstrap_error(fresh),
+        "step_size": float(step_size),
+        "grid_bias": float(fine.min()),
+        "coarse": dict(zip(map(float, DECADES), map(float, coarse), strict=True)),
+        "fine": dict(zip(map(float, fine_sizes), map(float, fine), strict=True)),
+        "bias_after_share": {str(share): float(bias) for share, bias in shares.items()},
+        "seconds_search": searched,
+        "seconds": time.perf_counter() - begun,
+    }
+
+
+def cells(samplers, kinds, gradients) -> list[dict[str, Any]]:
+    """All targets and noises for some samplers."""
+    return [
+        {"target": target, "noise": noise, "kind": kind, "sampler": name, "gradients": gradients}
+        for name in samplers
+        for kind in kinds
+        for noise in NOISES
+        for target in TARGETS
+    ]
+
+
+def preset(name: str) -> list[dict[str, Any]]:
+    """List the cells of a preset, those of table 1 first."""
+    if name == "quick":
+        return [
+            cell for cell in cells(TABLE_1, ["gaussian"], 20_000) if cell["target"] == "gaussian"
+        ]
+    ours = "psmile_naive leapfrog"
+    sweep = [f"lognormal:{sigma}" for sigma in (0.01, 0.03, 0.1, 0.3, 1.0)]
+    return [
+        *cells(TABLE_1, ["gaussian"], 1_000_000),
+        *cells(tuple(SAMPLERS)[6:], ["gaussian"], 200_000),
+        *cells([ours], ["laplace", "student"], 200_000),
+        *[
+            cell
+            for cell in cells([ours], sweep, 200_000)
+            if (cell["target"], cell["noise"]) == ("gaussian", "correlated")
+        ],
+    ]
+
+
+def read(path: Path | None) -> list[dict[str, Any]]:
+    """Read the finished cells; a line that a kill cut short is dropped."""
+    records = []
+    if path is not None and path.exists():
+        for line in path.read_text().splitlines():
+            try:
+                records.append(json.loads(line))
+            except json.JSONDecodeError:
+                continue
+    return records
+
+
+def table(records: list[dict[str, Any]]) -> str:
+    """Lay the Gaussian-noise cells out as a Markdown table, the paper's figures below ours."""
+    found = {
+        (r["cell"]["target"], r["cell"]["noise"], r["cell"]["sampler"]): r
+        for r in records
+        if r["cell"]["kind"] == "gaussian"
+    }
+    columns = [name for name in SAMPLERS if any(key[2] == name for key in found)]
+    lines = [
+        "| target, noise | " + " | ".join(columns) + " |",
+        "|---|" + "---|" * len(columns),
+    ]
+    for place, paper in PAPER.items():
+        rows = [found.get((*place, name)) for name in columns]
+        ours = [f"{row['bias']:.3f} ± {row['error']:.3f}" if row else "" for row in rows]
+        given = dict(zip(TABLE_1, map("{:.3f}".format, paper), strict=False))
+        lines.append(f"| {', '.join(place)} | " + " | ".join(ours) + " |")
+        lines.append("| paper | " + " | ".join(given.get(name, "") for name in columns) + " |")
+    return "\n".join(lines)
+
+
+def main():
+    """Run the cells of a preset that are not in the file yet; print the table."""
+    parser = argparse.ArgumentParser(description="Bias of the samplers on known posteriors.")
+    parser.add_argument("--preset", choices=["quick", "paper"], default="quick")
+    parser.add_argument("--output", type=Path, help="JSON lines, read first and appended to")
+    parser.add_argument("--table", type=Path, help="print the table of this file and stop")
+    parser.add_argument("--part", default="0/1", help="i/n: every n-th cell from the i-th on")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--chains", type=int, default=10, help="chains per step size in the search")
+    parser.add_argument("--fresh-chains", type=int, default=20, help="chains that are reported")
+    arguments = parser.parse_args()
+    if arguments.table:
+        print(table(read(arguments.table)))
+        return
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    settings = [arguments.seed, arguments.chains, arguments.fresh_chains]
+    records = read(arguments.output)
+    part, num_parts = map(int, arguments.part.split("/"))
+    for cell in preset(arguments.preset)[part::num_parts]:
+        if any((r["cell"], r["settings"]) == (cell, settings) for r in records):
+            continue
+        record = {
+            "cell": cell,
+            "settings": settings,
+            **run_cell(cell, *settings),
+            "commit": commit,
+            "jax": jax.__version__,
+            "device": f"{jax.devices()[0].device_kind} {platform.machine()}",
+            "time": time.strftime("%Y-%m-%d %H:%M"),
+        }
+        records.append(record)
+        print(
+            *cell.values(),
+            f"{record['bias']:.4f} ± {record['error']:.4f} at {record['step_size']:.2g},"
+            f" {record['seconds']:.0f} s",
+            flush=True,
+        )
+        if arguments.output:
+            arguments.output.parent.mkdir(parents=True, exist_ok=True)
+            with arguments.output.open("a") as lines:
+                lines.write(json.dumps(record) + "\n")
+    print(table(records))
+
+
+if __name__ == "__main__":
+    main()

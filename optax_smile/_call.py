@@ -1,0 +1,45 @@
+"""What every sampler checks when a loop calls `update`."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from optax_smile import _check, _tree
+
+# Steps shorter than so many units in the last place of the parameters' norm are lost when they
+# are added to the parameters.
+RESOLUTION_ULPS = 4
+
+
+def check(
+    where: str, updates: Any, params: Any, value: Any, known: Any, dtype: jnp.dtype
+) -> jax.Array | None:
+    """Require what `update` needs, and give `value` the precision of the state.
+
+    Args:
+        where: name of the sampler.
+        updates: gradient of the mean loss.
+        params: where it was evaluated.
+        value: mean loss there, or None.
+        known: a tree of the state that is like the parameters given to `init`.
+        dtype: precision of the state's scalars.
+    """
+    if params is None:
+        raise ValueError(_tree.MISSING_PARAMS)
+    _tree.check_params(where, params, smallest=2)
+    _tree.check_alike(where, "params", params, known, "the one given to init")
+    _tree.check_alike(where, "updates", updates, params, "params")
+    if value is None:
+        return None
+    if not isinstance(value, (int, float, np.number, np.ndarray, jax.Array)):
+        _check.fail(where, "value", "the scalar mean loss", type(value).__name__)
+    if jnp.shape(value) != ():
+        _check.fail(where, "value", "the scalar mean loss", f"shape {jnp.shape(value)}")
+    return jnp.asarray(value, dtype)
+
+
+def resolution(params_square: jax.Array) -> jax.Array:
+    """Length of the shortest step that still moves parameters of this squared norm."""
+    return RESOLUTION_ULPS * jnp.finfo(params_square.dtype).eps * jnp.sqrt(params_square)

@@ -1,0 +1,185 @@
+"""What SGLD, SGHMC and their kin share: one gradient in, one displacement out.
+
+A sampler of this family is a `Rule` for the displacement. Everything else is here: the checks, the
+energy, the step size, the random keys, and the guardrail that takes a step back if it ends in a
+non-finite number.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optax_smile import _call, _check, _energy, _tree, potential
+from optax_smile._state import LastCall, no_call
+from optax_smile.stages import guardrail
+
+
+class Move(NamedTuple):
+    """What a rule makes its displacement from.
+
+    Attributes:
+        gradient: grad U, nats per unit of the parameter.
+        loss_gradient: gradient of the mean loss as the loop passed it.
+        displacement: of the step that ends here; zero at the start and after an undone step.
+        step_size: of the step that begins, scalar.
+        step_ratio: `step_size` over that of the step that ends here, scalar.
+        num_steps: steps begun before, int32.
+        noise: standard normal, a tree like the parameters.
+    """
+
+    gradient: optax.Updates
+    loss_gradient: optax.Updates
+    displacement: optax.Updates
+    step_size: jax.Array
+    step_ratio: jax.Array
+    num_steps: jax.Array
+    noise: optax.Updates
+
+
+class Rule(NamedTuple):
+    """A sampler: memory from parameters, displacement and memory from a `Move`, both pure.
+
+    Attributes:
+        init: `init(params)`, the memory before the first call.
+        move: `move(memory, move)`, the displacement and the new memory.
+        is_sample: whether the step with this count, 0 for the first, ends in a draw from the
+            posterior.
+    """
+
+    init: Callable[[Any], Any]
+    move: Callable[[Any, Move], tuple[Any, Any]]
+    is_sample: Callable[[jax.Array], jax.Array] = lambda count: jnp.ones_like(count, bool)
+
+
+class LangevinState(NamedTuple):
+    """State of a sampler with a `Rule`.
+
+    Attributes:
+        memory: what the rule remembers, such as averages over gradients.
+        displacement: of the open step, a tree like the parameters: what the last call added, and
+            for SGHMC the velocity. Zero before the first call and after an undone step.
+        step_length: step size of the open step, or of the undone one.
+        step_size_factor: what multiplies the user's step size, scalar.
+        guardrail: counters of undone steps.
+        num_steps: steps begun, the count that a step-size schedule gets, int32.
+        key: for the noise of the next call.
+        last_call: what the last call found out.
+    """
+
+    memory: Any
+    displacement: optax.Updates
+    step_length: jax.Array
+    step_size_factor: jax.Array
+    guardrail: guardrail.GuardrailState
+    num_steps: jax.Array
+    key: jax.Array
+    last_call: LastCall
+
+    @property
+    def calls_per_step(self) -> int:
+        """Gradients, and calls of `update`, per step."""
+        return 1
+
+    def stats(self) -> dict[str, jax.Array]:
+        """Scalars that describe the last call, see `optax_smile.stats`."""
+        unknown = jnp.full_like(self.step_length, jnp.nan)
+        return self.last_call._asdict() | {
+            "step_size": self.step_length,
+            "energy_mean": unknown,
+            "energy_std": unknown,
+            "num_resets": self.guardrail.num_resets,
+            "num_nonfinite": self.guardrail.num_nonfinite,
+        }
+
+    def last_accepted(self, params: optax.Params) -> optax.Params:
+        """Start of the open step, see `optax_smile.last_accepted`."""
+        return _tree.map_sampled(lambda move, x: x - move, self.displacement, params)
+
+
+def sampler(
+    name: str,
+    step_size: float | jax.Array | optax.Schedule,
+    posterior: potential.Potential,
+    key: jax.Array | None,
+    rule: Rule,
+) -> optax.GradientTransformationExtraArgs:
+    """Build the transformation that moves by a rule."""
+    if not callable(step_size):
+        _check.positive(name, "step_size", step_size)
+    potential.check(name, posterior)
+    _check.key(name, key)
+    if key is None:
+        _check.fail(name, "key", "a JAX key such as jax.random.key(0)", key)
+
+    def step_size_at(count: jax.Array) -> Any:
+        return step_size(count) if callable(step_size) else step_size
+
+    def init(params: Any) -> Any:
+        _tree.check_params(name, params, smallest=2)
+        potential.check_prior(name, posterior, params)
+        dtype, count = _tree.dtype(params), jnp.zeros((), jnp.int32)
+        return LangevinState(
+            memory=rule.init(params),
+            displacement=jax.tree.map(jnp.zeros_like, params),
+            step_length=jnp.asarray(step_size_at(count), dtype),
+            step_size_factor=jnp.ones((), dtype),
+            guardrail=guardrail.init(dtype),
+            num_steps=count,
+            key=jax.random.clone(key),
+            last_call=no_call(dtype),
+        )
+
+    def update(
+        updates: Any, state: Any, params: Any = None, *, value: Any = None, **extra_args: Any
+    ) -> tuple[Any, Any]:
+        del extra_args
+        dtype, last = state.step_length.dtype, state.last_call
+        value = _call.check(name, updates, params, value, state.displacement, dtype)
+        gradient = potential.gradient(posterior, updates, params)
+        given = (_tree.inner(gradient, gradient), *(() if value is None else (value,)))
+        guard, undo = guardrail.judge(
+            state.guardrail, None, _energy.error(None, last.accepted, given), None
+        )
+
+        step_length = step_size_at(state.num_steps) * state.step_size_factor * guard.step_backoff
+        step_length = jnp.asarray(step_length, dtype)
+        key, noise_key = jax.random.split(state.key)
+        displacement, memory = rule.move(
+            state.memory,
+            Move(
+                gradient=gradient,
+                loss_gradient=updates,
+                displacement=state.displacement,
+                step_size=step_length,
+                step_ratio=step_length / state.step_length,
+                num_steps=state.num_steps,
+                noise=_tree.normal_like(noise_key, params),
+            ),
+        )
+
+        back = jax.tree.map(jnp.negative, state.displacement)
+        still = jax.tree.map(jnp.zeros_like, params)
+        resolution = _call.resolution(_tree.inner(params, params))
+        return _tree.where(undo, back, displacement), LangevinState(
+            memory=_tree.where(undo, state.memory, memory),
+            displacement=_tree.where(undo, still, displacement),
+            step_length=step_length,
+            step_size_factor=state.step_size_factor,
+            guardrail=guard,
+            num_steps=state.num_steps + ~undo,
+            key=key,
+            last_call=LastCall(
+                energy_change=jnp.full_like(last.energy_change, jnp.nan),
+                energy_level=jnp.full_like(last.energy_level, value is not None),
+                accepted=~undo,
+                step_end=last.accepted & (last.num_calls > 0),
+                is_sample=rule.is_sample(state.num_steps - 1),
+                below_resolution=_tree.inner(displacement, displacement) < resolution**2,
+                num_calls=last.num_calls + 1,
+            ),
+        )
+
+    return optax.GradientTransformationExtraArgs(init, update)

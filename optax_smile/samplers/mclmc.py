@@ -1,0 +1,298 @@
+"""Microcanonical Langevin Monte Carlo with full-batch gradients, and how to tune it."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optax_smile import _check, _tree, potential
+from optax_smile._state import stats
+from optax_smile.samplers.smile import microcanonical
+
+# Per step and parameter, nats^2, that the tuned step size aims at.
+ENERGY_VARIANCE = 5e-4
+# Energy errors further than so many sixth roots of e from the aim count for little.
+TRUST = 1.5
+# Steps over which the average behind the step size forgets.
+MEMORY = 150
+# Decoherence length as a share of the distance between independent draws.
+LENGTH_FACTOR = 0.4
+# Shares of the tuning steps: step size, width of the posterior, distance between draws.
+PHASES = (1 / 3, 1 / 3, 1 / 3)
+# Squared errors, relative to the aim, outside of this range say no more than its ends; and the
+# largest factor by which one of them may change the step size.
+ERROR_RANGE = (1e-8, 1e24)
+LARGEST_CHANGE = 10.0
+# After a step that ended in a non-finite number, the largest step size in units of that one.
+RETREAT = 0.8
+
+
+class MclmcSettings(NamedTuple):
+    """What `tune_mclmc` finds.
+
+    Attributes:
+        step_size: for `mclmc`, scalar.
+        decoherence_length: for `mclmc`, scalar.
+        params: where the tuning chain ended, a start for sampling.
+    """
+
+    step_size: jax.Array
+    decoherence_length: jax.Array
+    params: Any
+
+
+def mclmc(
+    step_size: float | jax.Array | optax.Schedule,
+    *,
+    num_data: float | jax.Array,
+    decoherence_length: float | jax.Array,
+    prior_precision: Any = 1.0,
+    temperature: float | jax.Array = 1.0,
+    integrator: str = "minimal_norm",
+    key: jax.Array | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Sample with microcanonical Langevin Monte Carlo: `smile_naive` for full-batch gradients.
+
+    The gradient brings no noise, so the direction u gets an explicit one after each drift of
+    length h: u <- (u + nu z) / |u + nu z|, nu^2 = (exp(2 h / L) - 1) / d, z ~ N(0, I).
+
+    Args:
+        step_size: see `smile`; likewise the arguments not named here.
+        num_data: see `smile`.
+        decoherence_length: L > 0, the distance after which u has forgotten itself. `tune_mclmc`
+            finds it together with `step_size`.
+        prior_precision: see `smile`.
+        temperature: see `smile`.
+        integrator: `"minimal_norm"` with two calls of `update` per step, `"leapfrog"` with one.
+        key: JAX key for the noise, see `smile`.
+
+    Returns:
+        An Optax transformation, see `smile`. A step that ends in a non-finite number is undone.
+
+    Raises:
+        ValueError: see `smile`.
+
+    Cost: as `smile`, and as many random numbers as parameters per call.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, optax_smile
+        >>> tx = optax_smile.mclmc(
+        ...     0.1, num_data=100, decoherence_length=2.0, key=jax.random.key(0)
+        ... )
+        >>> state = tx.init(jnp.zeros(3))
+
+    Source: Robnik and Seljak, Fluctuation without dissipation, AABI 2024; as the members of MILE
+    (Sommer et al., ICLR 2025).
+    """
+    if decoherence_length is None:
+        _check.fail("mclmc", "decoherence_length", "> 0 and finite", None)
+    return microcanonical(
+        "mclmc",
+        step_size,
+        potential.Potential(num_data, prior_precision, temperature),
+        integrator=integrator,
+        decoherence_length=decoherence_length,
+        key=key,
+    )
+
+
+def tune_mclmc(
+    loss_fn: Callable[[Any], jax.Array],
+    params: Any,
+    *,
+    num_data: float | jax.Array,
+    prior_precision: Any = 1.0,
+    temperature: float | jax.Array = 1.0,
+    integrator: str = "minimal_norm",
+    num_steps: int = 10_000,
+    energy_variance: float = ENERGY_VARIANCE,
+    key: jax.Array,
+) -> MclmcSettings:
+    """Find step size and decoherence length for `mclmc` in three phases of one chain.
+
+    1. The step size is adapted until the energy error per step has variance `energy_variance` per
+       parameter, by a weighted average of |error|^2 / eps^6, which hardly depends on eps.
+    2. It goes on, and L becomes the width of the posterior, the root of the summed variances.
+    3. With both fixed, L becomes 0.4 times the distance between independent draws.
+
+    Args:
+        loss_fn: mean loss over the *whole* data, `loss_fn(params)`, scalar, without the prior.
+        params: start of the chain, such as trained weights. Not far out: the width is measured
+            from the second phase on.
+        num_data: see `mclmc`; likewise the arguments not named here.
+        prior_precision: see `mclmc`.
+        temperature: see `mclmc`.
+        integrator: see `mclmc`.
+        num_steps: of all three phases together, >= 30.
+        energy_variance: aim of the step size, nats^2 per parameter, > 0.
+        key: JAX key.
+
+    Returns:
+        Step size, decoherence length and the last parameters.
+
+    Raises:
+        ValueError: an argument out of range; a loss that is not a scalar.
+
+    Cost: one compiled loop with `num_steps` integrator steps. The last third keeps its draws in
+    memory to measure how far apart independent ones are.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, optax_smile
+        >>> loss_fn = lambda params: jnp.sum(params**2) / 2
+        >>> tuned = optax_smile.tune_mclmc(
+        ...     loss_fn, jnp.ones(20), num_data=1, prior_precision=0.0, num_steps=600,
+        ...     key=jax.random.key(0),
+        ... )
+        >>> 1 < float(tuned.step_size) < 20
+        True
+
+    Source: Robnik, De Luca, Silverstein, Seljak, JMLR 2023, section 4, and Sommer et al., ICLR
+    2025, appendix on tuning. Differs: no diagonal preconditioning; sums of 1 / eps^6 are kept
+    relative to the current eps, since eps^6 leaves float32.
+    """
+    _check.whole("tune_mclmc", "num_steps", num_steps, 30)
+    _check.positive("tune_mclmc", "energy_variance", energy_variance)
+    _check.key("tune_mclmc", key)
+    loss = jax.eval_shape(loss_fn, params)
+    if not hasattr(loss, "shape") or loss.shape != ():
+        _check.fail("tune_mclmc", "loss_fn", "a function that returns a scalar mean loss", loss)
+    dtype, size = _tree.dtype(params), _tree.size(params)
+
+    def build(length):
+        return mclmc(
+            1.0,
+            num_data=num_data,
+            decoherence_length=length,
+            prior_precision=prior_precision,
+            temperature=temperature,
+            integrator=integrator,
+            key=key,
+        )
+
+    def step(chain, step_size, length):
+        """One integrator step of this size, and what is known of the step before it."""
+        params, state = chain
+        state = optax.tree.set(state, step_size_factor=step_size)
+        seen = []
+        for _ in range(state.calls_per_step):
+            loss, grads = jax.value_and_grad(loss_fn)(params)
+            updates, state = build(length).update(grads, state, params, value=loss)
+            params = optax.apply_updates(params, updates)
+            seen.append(stats(state))
+        return (params, state), seen[0]
+
+    def adapt(carry, _):
+        chain, controller, moments, length = carry
+        last_step_size = chain[1].momentum.step_length
+        chain, seen = step(chain, controller.step_size, length)
+        controller = _adapt(controller, seen, last_step_size, energy_variance * size)
+        moments = _accumulate(moments, chain[0], controller.step_size)
+        return (chain, controller, moments, length), None
+
+    def adapting_phase(chain, controller, length, steps):
+        start = chain, controller, _no_moments(params), length
+        (chain, controller, moments, _), _ = jax.lax.scan(adapt, start, length=steps)
+        return chain, controller, moments
+
+    @jax.jit
+    def tune(params):
+        first, second, third = (round(share * num_steps) for share in PHASES)
+        length = jnp.sqrt(jnp.asarray(size, dtype))
+        chain = params, build(length).init(params)
+        chain, controller, _ = adapting_phase(chain, _controller(length / 4), length, first)
+        chain, controller, moments = adapting_phase(chain, controller, length, second)
+        length = jnp.sqrt(_total_variance(moments))
+
+        def sample(chain, _):
+            chain, _ = step(chain, controller.step_size, length)
+            return chain, chain[0]
+
+        chain, draws = jax.lax.scan(sample, chain, length=third)
+        length = LENGTH_FACTOR * controller.step_size * _steps_per_draw(draws)
+        return MclmcSettings(controller.step_size, length.astype(dtype), chain[0])
+
+    return tune(jax.tree.map(jnp.array, params))
+
+
+class _Controller(NamedTuple):
+    """Weighted average of the energy errors, in units that they would have at `step_size`."""
+
+    step_size: jax.Array
+    largest: jax.Array
+    error_sum: jax.Array
+    weight_sum: jax.Array
+
+
+def _controller(step_size: jax.Array) -> _Controller:
+    zero = jnp.zeros_like(step_size)
+    return _Controller(step_size, jnp.full_like(step_size, jnp.inf), zero, zero)
+
+
+def _adapt(state: _Controller, seen: Any, tried: jax.Array, aim: float) -> _Controller:
+    """Move to the step size whose mean squared energy error would be the aim.
+
+    Squared errors grow with eps^6: `seen` at the size `tried` predicts those at others.
+    """
+    decay = (MEMORY - 1) / (MEMORY + 1)
+    known = jnp.isfinite(seen["energy_change"])
+    error = jnp.clip(jnp.where(known, seen["energy_change"], 0) ** 2 / aim, *ERROR_RANGE)
+    weight = jnp.exp(-0.5 * (jnp.log(error) / (6 * TRUST)) ** 2) * known
+    error_sum = decay * state.error_sum + weight * error * (state.step_size / tried) ** 6
+    weight_sum = decay * state.weight_sum + weight
+    largest = jnp.minimum(state.largest, jnp.where(seen["accepted"], jnp.inf, RETREAT * tried))
+    any_known = weight_sum > 0
+    mean = jnp.where(any_known, error_sum / jnp.where(any_known, weight_sum, 1), 1)
+    change = jnp.clip(mean ** (-1 / 6), 1 / LARGEST_CHANGE, LARGEST_CHANGE)
+    step_size = jnp.minimum(state.step_size * change, largest)
+    return _Controller(
+        step_size, largest, error_sum * (step_size / state.step_size) ** 6, weight_sum
+    )
+
+
+class _Moments(NamedTuple):
+    """Mean and summed squared deviation along a path, weighted with the length of its steps."""
+
+    mean: Any
+    deviation: Any
+    weight: jax.Array
+
+
+def _no_moments(params: Any) -> _Moments:
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    return _Moments(zeros, zeros, jnp.zeros((), _tree.dtype(params)))
+
+
+def _accumulate(moments: _Moments, params: Any, weight: jax.Array) -> _Moments:
+    total = moments.weight + weight
+    mean = jax.tree.map(lambda m, x: m + weight / total * (x - m), moments.mean, params)
+    deviation = jax.tree.map(
+        lambda d, old, new, x: d + weight * (x - old) * (x - new),
+        moments.deviation,
+        moments.mean,
+        mean,
+        params,
+    )
+    return _Moments(mean, deviation, total)
+
+
+def _total_variance(moments: _Moments) -> jax.Array:
+    return _tree.total(moments.deviation) / moments.weight
+
+
+def _steps_per_draw(draws: Any) -> jax.Array:
+    """Integrated autocorrelation time of a chain `[step, ...]`, averaged over its parameters.
+
+    By the initial positive sequence of Geyer 1992 on the autocorrelations from an FFT.
+    """
+    rows = jnp.concatenate([x.reshape(len(x), -1) for x in jax.tree.leaves(draws)], axis=1)
+    length = len(rows)
+    centered = rows - rows.mean(axis=0, keepdims=True)
+    spectrum = jnp.fft.rfft(centered, 2 * length, axis=0)
+    covariance = jnp.fft.irfft(jnp.abs(spectrum) ** 2, 2 * length, axis=0)[:length]
+    variance = covariance[:1]
+    correlation = covariance / jnp.where(variance > 0, variance, 1)
+    pairs = correlation[: length // 2 * 2].reshape(length // 2, 2, -1).sum(axis=1)
+    positive = jnp.cumprod(pairs > 0, axis=0)
+    return jnp.mean(2 * jnp.sum(pairs * positive, axis=0) - 1)

@@ -1,0 +1,85 @@
+"""Stochastic gradient Hamiltonian Monte Carlo."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optax_smile import _check, potential
+from optax_smile.samplers import _langevin
+
+FRICTION = 0.05
+FRICTION_STEPS = ("euler", "exact")
+
+
+def sghmc(
+    step_size: float | jax.Array | optax.Schedule,
+    *,
+    num_data: float | jax.Array,
+    prior_precision: Any = 1.0,
+    temperature: float | jax.Array = 1.0,
+    friction: float | jax.Array = FRICTION,
+    friction_step: str = "euler",
+    gradient_noise: float | jax.Array = 0.0,
+    key: jax.Array | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Sample with stochastic gradient Hamiltonian Monte Carlo.
+
+    Gradient descent with momentum, whose friction is balanced by noise. With a velocity r that is
+    standard normal in the posterior
+
+        r <- (1 - f) r - eps grad U + sqrt(2 f - eps^2 V) z,  z ~ N(0, I)
+        theta <- theta + eps r
+
+    The mini-batch gradient brings noise of its own; its variance V, if it is known, is left out
+    of what is added (and nothing is added where it is too large).
+
+    Args:
+        step_size: eps > 0, about how far one parameter moves in a step: a number or an Optax
+            schedule of the number of steps. `optax.sgd(lr, momentum)` on the mean loss has
+            eps = sqrt(lr / num_data) and f = 1 - momentum.
+        num_data: see `sgld`; likewise the arguments not named here.
+        prior_precision: see `sgld`.
+        temperature: see `sgld`.
+        friction: share f of the velocity that a step loses, in (0, 1).
+        friction_step: `"euler"`, as published, or `"exact"`, which solves the Ornstein-Uhlenbeck
+            process of friction and noise: 2 f - f^2 in place of 2 f. Without it a standard normal
+            velocity grows by f / 2 at large friction.
+        gradient_noise: variance V of the mini-batch gradient of U in each parameter, >= 0.
+        key: see `sgld`.
+
+    Returns:
+        An Optax transformation, see `sgld`.
+
+    Raises:
+        ValueError: see `sgld`.
+
+    Cost: as `sgld`.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, optax_smile
+        >>> tx = optax_smile.sghmc(1e-3, num_data=100, key=jax.random.key(0))
+        >>> state = tx.init(jnp.zeros(3))
+
+    Source: Chen, Fox, Guestrin, ICML 2014, equation 15 with eta = eps^2, alpha = f and
+    beta = eps^2 V / 2. Differs: the momentum is never resampled.
+    """
+    _check.probability("sghmc", "friction", friction)
+    _check.choice("sghmc", "friction_step", friction_step, FRICTION_STEPS)
+    _check.number("sghmc", "gradient_noise", gradient_noise, ">= 0", lambda x: x >= 0)
+    balance = 2 * friction - (friction**2 if friction_step == "exact" else 0)
+
+    def move(memory: None, call: _langevin.Move):
+        eps = call.step_size
+        amplitude = eps * jnp.sqrt(jnp.maximum(balance - eps**2 * gradient_noise, 0))
+
+        def leaf(displacement, g, z):
+            kept = (1 - friction) * call.step_ratio * displacement
+            return (kept - eps**2 * g + amplitude * z).astype(g.dtype)
+
+        return jax.tree.map(leaf, call.displacement, call.gradient, call.noise), memory
+
+    posterior = potential.Potential(num_data, prior_precision, temperature)
+    rule = _langevin.Rule(lambda params: None, move)
+    return _langevin.sampler("sghmc", step_size, posterior, key, rule)
