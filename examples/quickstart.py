@@ -4,7 +4,8 @@ Trains a deep ensemble with AdamW, starts one pSMILE chain from each of its memb
 the two on test data: a table, and a picture of the chains, the calibration, and the uncertainty on
 digits against digits with shuffled pixels, which the network never saw.
 
-Data: the 1,797 digits of 8 x 8 pixels that scikit-learn brings along. Half a minute on two cores.
+Data: the 1,797 digits that scikit-learn brings along, averaged to 4 x 4 pixels, where they are hard
+enough to be uncertain about. Half a minute on two cores.
 
     python examples/quickstart.py                       # writes quickstart.png
     python examples/quickstart.py --sampler smile       # another sampler: one changed word
@@ -28,9 +29,9 @@ from optax_smile import metrics
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Settings; those of the sampler were chosen on validation data."""
+    """Settings; those of the sampler were chosen on splits that are not reported."""
 
-    width: int = 64
+    width: int = 32
     num_members: int = 8
     learning_rate: float = 3e-3
     weight_decay: float = 1e-3
@@ -38,7 +39,7 @@ class Config:
     batch_size: int = 64
     sampling_batch_size: int = 256
     step_size: float = 0.1
-    prior_precision: float = 0.1
+    prior_precision: float = 1.0
     reset_quantile: float = 0.9999
     num_warmup: int = 2_000
     num_samples: int = 100
@@ -54,7 +55,7 @@ class Network(nn.Module):
 
     @nn.compact
     def __call__(self, x):
-        """Map images `[input, 64]` to logits `[input, 10]`."""
+        """Map images `[input, 16]` to logits `[input, 10]`."""
         x = nn.relu(nn.Dense(self.width)(x))
         x = nn.relu(nn.Dense(self.width)(x))
         return nn.Dense(10)(x)
@@ -77,6 +78,7 @@ class Batches:
 def load(seed: int):
     """Split the digits into training, validation and test images and labels."""
     images, labels = load_digits(return_X_y=True)
+    images = images.reshape(-1, 4, 2, 4, 2).mean(axis=(2, 4)).reshape(-1, 16)
     images = (images / 8 - 0.6).astype(np.float32)
     rest, test, rest_labels, test_labels = train_test_split(
         images, labels, test_size=500, random_state=seed, stratify=labels

@@ -37,7 +37,9 @@ def sample(
             of one shape compile once.
         sampler: a sampler of this library, alone or inside an `optax.chain`.
         num_warmup: steps per chain before the first draw counts, >= 0.
-        num_samples: draws to keep per chain, >= 1.
+        num_samples: draws to keep per chain, >= 1. Where the sampler says that a point is no
+            sample (`is_sample` of `optax_smile.stats`: the search of `cyclical_sgld`, the burn-in
+            of `scale_adapted_sghmc`), none is kept, and there are fewer.
         thin: steps between draws, >= 1.
         key: JAX key, from which every chain's sampler gets one of its own if it needs one.
         per_chain: whether each batch has a leading chain axis; otherwise chains share them.
@@ -53,7 +55,8 @@ def sample(
 
     Raises:
         ValueError: an argument out of range, leading axes that disagree, a loss that is not a
-            scalar, a state without a sampler, or batches that run out before the first draw.
+            scalar, a state without a sampler, batches that run out before the first draw, or a
+            sampler that has not begun to sample at the end.
 
     Cost: one gradient per chain and call (a step of `"minimal_norm"` is two calls). The draws lie
     in host memory.
@@ -90,7 +93,7 @@ def sample(
     advance = jax.jit(jax.vmap(one_call, in_axes=in_axes), donate_argnums=(0, 1))
     last_accepted = jax.jit(jax.vmap(_state.last_accepted))
 
-    draws, trace = [], []
+    draws, trace, step = [], [], 0
     num_steps = num_warmup + num_samples * thin
     num_calls = num_steps * calls_per_step
     bar = _loop.progress_bar(num_steps, "sampling", progress)
@@ -103,7 +106,7 @@ def sample(
             if unfinished or (num_steps - step) % thin:
                 continue
             trace.append(jax.device_get(_state.stats(state)))
-            if step > num_warmup:
+            if step > num_warmup and np.all(trace[-1]["is_sample"]):
                 draws.append(jax.device_get(last_accepted(state, params)))
             if bar is not None:
                 _show(bar, step, trace[-1])
@@ -115,10 +118,13 @@ def sample(
     finally:
         if bar is not None:
             bar.close()
+    if not draws and step == num_steps:
+        rule = f"so many that one of the {num_steps} steps is a sample to the sampler"
+        _check.fail("sample", "num_samples", rule, num_samples)
     if not draws:
         rule = f"an iterable with a batch for each of the {num_calls} calls"
         _check.fail("sample", "batches", rule, "one that ran out before the first draw")
-    if len(draws) < num_samples:
+    if step < num_steps:
         message = f"`sample` ended early with {len(draws)} of {num_samples} draws per chain."
         warnings.warn(message, stacklevel=2)
 
@@ -130,10 +136,8 @@ def sample(
 
 def _show(bar: Any, step: int, stats: Mapping[str, np.ndarray]):
     """Move the bar on, with what a person watches while a chain runs."""
-    bar.set_postfix(
-        refresh=False,
-        step_size=f"{np.median(stats['step_size']):.2e}",
-        energy=f"{np.median(stats['energy_mean']):.2g}",
-        resets=int(np.sum(stats["num_resets"])),
-    )
+    shown = {"step_size": f"{np.median(stats['step_size']):.2e}"}
+    if np.all(np.isfinite(stats["energy_mean"])):
+        shown["energy"] = f"{np.median(stats['energy_mean']):.2g}"
+    bar.set_postfix(shown, refresh=False, resets=int(np.sum(stats["num_resets"])))
     bar.update(step - bar.n)

@@ -194,3 +194,28 @@ def test_bad_functions():
 def test_snapshots_check_their_axes():
     with pytest.raises(ValueError, match=r"`Snapshots\(params=...\)` must be .*two leading axes"):
         optax_smile.Snapshots({"w": np.zeros((2, 3, 4)), "b": np.zeros((2, 4))})
+
+
+def test_points_that_are_no_samples_are_traced_but_not_kept():
+    """Cycles of six steps, the first three of each without noise."""
+    cyclical = optax_smile.cyclical_sgld(
+        1e-4,
+        num_data=200,
+        total_steps=12,
+        num_cycles=2,
+        exploration=0.5,
+        key=jax.random.key(0),
+    )
+    got = draw(cyclical, num_warmup=0, num_samples=12, thin=1)
+    marked = got.trace["is_sample"][0]
+    # After call k the last accepted point is the end of step k - 1, counted from 0.
+    assert marked.tolist() == [(k - 1) % 6 >= 3 and k > 0 for k in range(12)]
+    assert got.num_draws == marked.sum() == 5
+
+
+def test_a_sampler_that_never_samples_is_an_error():
+    adapting = optax_smile.scale_adapted_sghmc(
+        1e-3, num_data=200, adapt_steps=100, key=jax.random.key(0)
+    )
+    with pytest.raises(ValueError, match=r"`sample\(num_samples=...\)` must be .* got 4"):
+        draw(adapting)

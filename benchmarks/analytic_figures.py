@@ -1,0 +1,228 @@
+"""Pictures of the analytic benchmark: modes found, energy errors, skewed noise.
+
+    python benchmarks/analytic_figures.py mixture --output out
+    python benchmarks/analytic_figures.py energy --output out
+    python benchmarks/analytic_figures.py lognormal --records out/analytic.jsonl --output out
+
+Every run appends its figures to OUTPUT/analytic_figures.jsonl.
+"""
+
+import argparse
+import functools
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import analytic
+import jax
+import jax.numpy as jnp
+import matplotlib.pyplot as plt
+import numpy as np
+import optax
+from analytic import DIM
+
+import optax_smile
+
+CENTERS = np.stack(np.meshgrid(*2 * [np.arange(-4.0, 5.0, 2.0)]), axis=-1).reshape(25, 2)
+WIDTH = np.sqrt(0.3)
+NOISE_STD = np.sqrt(analytic.NOISE_VARIANCE)
+CYCLE = 5_000
+# A mode counts as found once so many step ends lay within one standard deviation of it.
+VISITS = 100
+THIN = 100
+
+
+def mixture_gradient(theta: jax.Array) -> jax.Array:
+    """Gradient of U for 25 equal Gaussians in two coordinates, standard normal in eight."""
+    plane, rest = theta[:2], theta[2:]
+    offsets = (plane[None] - CENTERS) / WIDTH**2
+    log_weights = -0.5 * jnp.sum(offsets**2, axis=1) * WIDTH**2
+    return jnp.concatenate([jax.nn.softmax(log_weights) @ offsets, rest])
+
+
+@functools.partial(jax.jit, static_argnames=("name", "num_calls", "options"))
+def explore(name: str, options: tuple, step_size, keys, num_calls: int):
+    """Run a sampler on the mixture under isotropic noise, a chain for each key.
+
+    Returns:
+        Step ends in the plane `[chain, draw, 2]`, how many lay nearest to each mode and within one
+        standard deviation of it `[chain, 25]`, and the mean norm of an update `[chain]`.
+    """
+
+    def one_chain(key):
+        build: Any = getattr(optax_smile, name)
+        key, noise_key = jax.random.split(key)
+        keyed = {"key": key} if name == "cyclical_sgld" else {}
+        tx = build(step_size, num_data=1, prior_precision=0.0, **dict(options), **keyed)
+
+        def call(carry, noise):
+            params, state, nearest, inside, path = carry
+            updates, state = tx.update(mixture_gradient(params) + noise, state, params)
+            seen = optax_smile.stats(state)
+            counts = seen["step_end"] & seen["accepted"] & seen["is_sample"]
+            distances = jnp.sum((params[None, :2] - CENTERS) ** 2, axis=1)
+            mode = jnp.argmin(distances)
+            nearest = nearest.at[mode].add(counts)
+            inside = inside.at[mode].add(counts & (distances[mode] < WIDTH**2))
+            path += jnp.linalg.norm(updates)
+            return (optax.apply_updates(params, updates), state, nearest, inside, path), None
+
+        def chunk(carry, key):
+            noises = NOISE_STD * jax.random.normal(key, (THIN, DIM))
+            (params, state, *visited), _ = jax.lax.scan(call, carry, noises)
+            is_sample = optax_smile.stats(state)["is_sample"]
+            return (params, state, *visited), (jnp.asarray(params)[:2], is_sample)
+
+        start, visits = jnp.zeros(DIM), jnp.zeros(25, jnp.int32)
+        carry = start, tx.init(start), visits, visits, jnp.zeros(())
+        keys = jax.random.split(noise_key, num_calls // THIN)
+        (_, _, nearest, inside, path), (points, kept) = jax.lax.scan(chunk, carry, keys)
+        return points, kept, nearest, inside, path / num_calls
+
+    return jax.vmap(one_chain)(keys)
+
+
+def matching_step_size(norm: float, options: tuple) -> float:
+    """Peak step size of cyclical SGLD whose updates are on average as long as given."""
+    low, high = 1e-5, 1.0
+    for _ in range(12):
+        middle = np.sqrt(low * high)
+        keys = jax.random.split(jax.random.key(9), 4)
+        *_, path = explore("cyclical_sgld", options, middle, keys, 2 * CYCLE)
+        low, high = (middle, high) if np.mean(path) < norm else (low, middle)
+    return float(np.sqrt(low * high))
+
+
+def mixture(folder: Path, num_steps: int) -> list[dict[str, Any]]:
+    """Modes found by pSMILE-naive and by cyclical SGLD with updates of the same mean length."""
+    keys = jax.random.split(jax.random.key(0), 10)
+    cycles = (("total_steps", num_steps), ("num_cycles", max(num_steps // CYCLE, 1)))
+    runs, norm = [], 0.0
+    for label, name, options, step_size, calls in (
+        ("psmile_naive, minimal norm", "psmile_naive", (("integrator", "minimal_norm"),), 0.6, 2),
+        ("psmile_naive, leapfrog", "psmile_naive", (("integrator", "leapfrog"),), 0.6, 1),
+        ("cyclical_sgld", "cyclical_sgld", cycles, None, 1),
+    ):
+        if step_size is None:
+            step_size = matching_step_size(norm, cycles)
+        num_calls = num_steps * calls
+        run = jax.device_get(explore(name, options, step_size, keys, num_calls))
+        norm = float(np.mean(run[-1]))
+        runs.append((label, step_size, run))
+
+    figure, axes = plt.subplots(1, 4, figsize=(15, 4.2), layout="constrained", sharey=True)
+    exact = np.random.default_rng(0)
+    truth = CENTERS[exact.integers(0, 25, 10_000)] + WIDTH * exact.normal(size=(10_000, 2))
+    shown = [("independent draws", truth)]
+    records = []
+    for label, step_size, (points, kept, nearest, inside, path) in runs:
+        shares = nearest.sum(axis=0) / nearest.sum()
+        records.append(
+            {
+                "figure": "mixture",
+                "sampler": label,
+                "step_size": step_size,
+                "steps": num_steps,
+                "update_norm": float(path.mean()),
+                "modes_by_each_chain": np.sum(inside >= VISITS, axis=1).tolist(),
+                "modes_by_ten_chains": int(np.sum(inside.sum(axis=0) >= VISITS)),
+                "smallest_share_times_25": float(25 * shares.min()),
+                "largest_share_times_25": float(25 * shares.max()),
+            }
+        )
+        if "minimal" not in label:
+            shown.append((f"{label}, one chain", points[0][kept[0]]))
+        if label.endswith("leapfrog"):
+            shown.append((f"{label}, ten chains", points[:, ::10][kept[:, ::10]]))
+    for axis, (label, points) in zip(axes, shown, strict=True):
+        axis.plot(*points[:10_000].T, ".", ms=1.5, alpha=0.4, color="#0072B2")
+        axis.plot(*CENTERS.T, "+", color="#D55E00", ms=8)
+        axis.set(title=label, xlabel="theta 1", xlim=(-6.5, 6.5), ylim=(-6.5, 6.5), aspect="equal")
+    axes[0].set_ylabel("theta 2")
+    figure.savefig(folder / "mixture.png", dpi=100)
+    return records
+
+
+def energy(folder: Path, num_steps: int) -> list[dict[str, Any]]:
+    """Energy errors of pSMILE-naive on the Gaussian against the Gamma with their moments."""
+    target = analytic.TARGETS["gaussian"]
+    root = analytic.noise_root("correlated", target)
+    tx = optax_smile.psmile_naive(0.01, num_data=1, prior_precision=0.0)
+
+    def call(carry, key):
+        params, state = carry
+        noise = root(params) @ jax.random.normal(key, (DIM,))
+        gradient = target.gradient(params)
+        value = params @ gradient / 2 + noise @ params
+        updates, state = tx.update(gradient + noise, state, params, value=value)
+        return (optax.apply_updates(params, updates), state), optax_smile.stats(state)
+
+    start = jnp.asarray(target.mean, jnp.float32)
+    keys = jax.random.split(jax.random.key(0), num_steps)
+    _, seen = jax.jit(lambda carry: jax.lax.scan(call, carry, keys))((start, tx.init(start)))
+    errors = np.abs(np.asarray(seen["energy_change"], float)[1:])
+    mean, std = errors.mean(), errors.std()
+    fit = np.random.default_rng(0).gamma((mean / std) ** 2, std**2 / mean, 1_000_000)
+    threshold = float(np.quantile(fit, 0.98))
+
+    figure, axis = plt.subplots(figsize=(8, 5), layout="constrained")
+    edges = np.linspace(0, np.quantile(errors, 0.9995), 80)
+    for values, label, color in ((errors, "measured", "#0072B2"), (fit, "Gamma fit", "#D55E00")):
+        heights = np.histogram(values, edges)[0] / len(values) / np.diff(edges)
+        axis.stairs(heights, edges, label=label, color=color, lw=1.5)
+    axis.axvline(threshold, color="k", ls=":", label="0.98 quantile of the fit")
+    axis.set(xlabel="|energy change| (nats)", ylabel="density", yscale="log")
+    axis.set_title("pSMILE-naive, ill-conditioned Gaussian, correlated noise")
+    axis.legend()
+    figure.savefig(folder / "energy_errors.png", dpi=120)
+    beyond = float(np.mean(errors > threshold))
+    record = {"mean": mean, "std": std, "threshold": threshold, "share_beyond": beyond}
+    return [{"figure": "energy", "steps": num_steps, **record}]
+
+
+def lognormal(folder: Path, path: Path) -> list[dict[str, Any]]:
+    """Smallest bias and its step size against the skewness of the noise, from finished cells."""
+    found = []
+    for record in analytic.read(path):
+        kind = record["cell"]["kind"]
+        if kind.startswith("lognormal:"):
+            sigma = float(kind.removeprefix("lognormal:"))
+            found.append((sigma, record["bias"], record["error"], record["step_size"]))
+    sigmas, bias, error, step_sizes = np.array(sorted(found)).T
+    figure, axis = plt.subplots(figsize=(8, 5), layout="constrained")
+    axis.errorbar(sigmas, bias, error, color="#0072B2", marker="o", capsize=3)
+    axis.set(xscale="log", yscale="log", xlabel="sigma of the log-normal noise")
+    axis.set_ylabel("squared bias", color="#0072B2")
+    right = axis.twinx()
+    right.plot(sigmas, step_sizes, color="#D55E00", marker="s")
+    right.set_yscale("log")
+    right.set_ylabel("best step size", color="#D55E00")
+    figure.savefig(folder / "lognormal.png", dpi=120)
+    return [{"figure": "lognormal", "sigma_bias_error_step": sorted(found)}]
+
+
+def main():
+    """Draw one figure."""
+    parser = argparse.ArgumentParser(description="Pictures of the analytic benchmark.")
+    parser.add_argument("figure", choices=["mixture", "energy", "lognormal"])
+    parser.add_argument("--output", type=Path, default=Path("out"))
+    parser.add_argument("--records", type=Path, default=Path("out/analytic.jsonl"))
+    parser.add_argument("--steps", type=int, default=1_000_000)
+    arguments = parser.parse_args()
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    begun = time.perf_counter()
+    if arguments.figure == "lognormal":
+        records = lognormal(arguments.output, arguments.records)
+    else:
+        draw = {"mixture": mixture, "energy": energy}[arguments.figure]
+        records = draw(arguments.output, arguments.steps)
+    with (arguments.output / "analytic_figures.jsonl").open("a") as lines:
+        for record in records:
+            record["seconds"] = time.perf_counter() - begun
+            lines.write(json.dumps(record) + "\n")
+            print(record)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,514 @@
+"""SGLD, SGHMC and their kin: every update against the formula in NumPy, in float64.
+
+Without jit, which `test_contract.py` compares: to compile each sampler would take the most time.
+"""
+
+import itertools
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from blackjax.sgmcmc import diffusions
+from jax.flatten_util import ravel_pytree
+
+import optax_smile
+from optax_smile import _tree
+
+CALLS = 8
+NUM_DATA, TEMPERATURE = 50.0, 2.5
+PRIOR = {"b": 4.0, "w": {"inner": 0.5, "outer": 0.0}}
+SHAPES = {"b": (3,), "w": {"inner": (2, 2), "outer": ()}}
+SIZE = 8
+PRIOR_OF_EACH = np.array([4.0] * 3 + [0.5] * 4 + [0.0])
+RNG = np.random.default_rng(0)
+START = RNG.normal(size=SIZE)
+ROOT = RNG.normal(size=(SIZE, SIZE))
+PRECISION = ROOT @ ROOT.T / SIZE + np.eye(SIZE)
+NOISE_OF_THE_BATCH = RNG.normal(size=(400, SIZE))
+# Up and down by factors between 0.3 and 3.
+FACTORS = np.exp(RNG.uniform(np.log(0.3), np.log(3.0), size=400))
+OF_STEP_SIZE = 1e-3
+FAMILY = ["sgld", "psgld", "sghmc", "scale_adapted_sghmc", "cyclical_sgld"]
+every_sampler = pytest.mark.parametrize("name", FAMILY)
+
+
+def loss_gradient(x, call):
+    """Gradient of a quadratic mean loss on the batch of a call."""
+    return (PRECISION @ x + NOISE_OF_THE_BATCH[call]) / NUM_DATA
+
+
+def schedule(count):
+    return OF_STEP_SIZE * jnp.asarray(FACTORS)[count]
+
+
+def build(name, step_size: Any = OF_STEP_SIZE, **options) -> Any:
+    fn = getattr(optax_smile, name)
+    common = {"num_data": NUM_DATA, "prior_precision": PRIOR, "temperature": TEMPERATURE}
+    return fn(step_size, **common | {"key": jax.random.key(3)} | options)
+
+
+def as_tree(vector, dtype: Any = None):
+    leaves, structure = jax.tree.flatten(SHAPES, is_leaf=lambda node: isinstance(node, tuple))
+    ends = np.cumsum([np.prod(shape, dtype=int) for shape in leaves])[:-1]
+    parts = zip(np.split(np.asarray(vector), ends), leaves, strict=True)
+    return jax.tree.unflatten(structure, [jnp.asarray(x.reshape(s), dtype) for x, s in parts])
+
+
+def flat(tree):
+    return np.concatenate([np.ravel(np.asarray(leaf)) for leaf in jax.tree.leaves(tree)])
+
+
+def noise_of(state, params):
+    """The standard normal numbers that the next call draws."""
+    return flat(_tree.normal_like(jax.random.split(state.key)[1], params))
+
+
+class Trace(NamedTuple):
+    positions: np.ndarray
+    noise: np.ndarray
+    states: list[Any]
+
+    def told(self, name):
+        return np.array([optax_smile.stats(state)[name] for state in self.states])
+
+
+def follow(tx, calls=CALLS):
+    """Positions `[call + 1, d]`, noise `[call, d]` and states of a chain in float64."""
+    with jax.enable_x64(True):
+        params = as_tree(START)
+        positions, noise, states = [flat(params)], [], [tx.init(params)]
+        for call in range(calls):
+            noise.append(noise_of(states[-1], params))
+            grads = as_tree(loss_gradient(positions[-1], call))
+            updates, state = tx.update(grads, states[-1], params)
+            params = jax.tree.map(jnp.add, params, updates)
+            positions.append(flat(params))
+            states.append(state)
+    return Trace(np.array(positions), np.array(noise), states)
+
+
+def textbook(move, noise):
+    """Positions of a chain with `move(call, grad U, its history, noise)`, in plain NumPy."""
+    positions, history = [START], []
+    for call, z in enumerate(noise):
+        x = positions[-1]
+        history.append(loss_gradient(x, call))
+        gradient = (NUM_DATA * history[-1] + PRIOR_OF_EACH * x) / TEMPERATURE
+        positions.append(x + move(call, gradient, history, z))
+    return np.array(positions)
+
+
+def assert_moves(trace, move):
+    assert np.abs(np.diff(trace.positions, axis=0)).min(axis=1).min() > 0
+    np.testing.assert_allclose(
+        trace.positions, textbook(move, trace.noise), rtol=1e-11, atol=1e-12 * np.abs(START).max()
+    )
+
+
+# The formulas.
+
+
+def test_sgld():
+    def move(call, gradient, history, z):
+        eps = OF_STEP_SIZE * FACTORS[call]
+        return -eps * gradient + np.sqrt(2 * eps) * z
+
+    trace = follow(build("sgld", schedule))
+    assert_moves(trace, move)
+    np.testing.assert_allclose(trace.told("step_size")[1:], OF_STEP_SIZE * FACTORS[:CALLS])
+
+
+@pytest.mark.parametrize("decay, smallest_root", [(0.99, 1e-5), (0.6, 0.3)])
+def test_psgld(decay, smallest_root):
+    def move(call, gradient, history, z):
+        weights = decay ** np.arange(call, -1, -1)
+        square = weights @ np.square(history) / weights.sum()
+        step = OF_STEP_SIZE * FACTORS[call] / (smallest_root + np.sqrt(square))
+        return -step * gradient + np.sqrt(2 * step) * z
+
+    options = {"square_decay": decay, "smallest_root": smallest_root}
+    assert_moves(follow(build("psgld", schedule, **options)), move)
+
+
+@pytest.mark.parametrize("friction_step", ["euler", "exact"])
+@pytest.mark.parametrize("friction, gradient_noise", [(0.05, 0.0), (0.4, 0.0), (0.4, 9e3)])
+def test_sghmc(friction, friction_step, gradient_noise):
+    """With a velocity as in the formula, not the displacement that the state holds."""
+    velocity, eps_scale = np.zeros(SIZE), 1e-2
+    balance = 2 * friction if friction_step == "euler" else 1 - (1 - friction) ** 2
+    amplitudes = []
+
+    def move(call, gradient, history, z):
+        nonlocal velocity
+        eps = eps_scale * FACTORS[call]
+        amplitudes.append(np.sqrt(np.maximum(balance - eps**2 * gradient_noise, 0)))
+        velocity = (1 - friction) * velocity - eps * gradient + amplitudes[-1] * z
+        return eps * velocity
+
+    options = {
+        "friction": friction,
+        "friction_step": friction_step,
+        "gradient_noise": gradient_noise,
+    }
+    tx = build("sghmc", lambda count: 10 * schedule(count), **options)
+    assert_moves(follow(tx), move)
+    # With the large gradient noise some calls add nothing and others something.
+    clamped = np.equal(amplitudes, 0)
+    assert clamped.any() == (gradient_noise > 0) and not clamped.all()
+
+
+def test_scale_adapted_sghmc():
+    friction, adapt_steps, calls = 0.2, 5, 9
+    velocity, mean, square = np.zeros(SIZE), np.zeros(SIZE), np.zeros(SIZE)
+    window, scales = np.ones(SIZE), []
+
+    def move(call, gradient, history, z):
+        nonlocal velocity, mean, square, window
+        eps = 30 * OF_STEP_SIZE * FACTORS[call]
+        if call < adapt_steps:
+            rate = 1 / (window + 1)
+            mean = (1 - rate) * mean + rate * gradient
+            square = (1 - rate) * square + rate * gradient**2
+            window = window * (1 - mean**2 / square) + 1
+        scales.append((window, mean, square))
+        root = np.sqrt(square)
+        velocity = (1 - friction) * velocity - eps * gradient / root
+        velocity = velocity + np.sqrt(2 * friction / root - eps**2) * z
+        return eps * velocity
+
+    options = {"friction": friction, "adapt_steps": adapt_steps}
+    tx = build("scale_adapted_sghmc", lambda count: 30 * schedule(count), **options)
+    trace = follow(tx, calls)
+    assert_moves(trace, move)
+    for scale, state in zip(scales, trace.states[1:], strict=True):
+        np.testing.assert_allclose([flat(tree) for tree in state.memory], scale, rtol=1e-11)
+    memories = [np.concatenate([flat(tree) for tree in s.memory]) for s in trace.states]
+    changes = [bool(np.any(a != b)) for a, b in itertools.pairwise(memories)]
+    assert changes == [True] * adapt_steps + [False] * (calls - adapt_steps)
+    # The point that the call was given is the end of the step before it.
+    told = trace.told("is_sample")[2:]
+    np.testing.assert_array_equal(told, np.arange(calls - 1) >= adapt_steps)
+
+
+def test_noise_that_would_have_negative_variance_is_left_out():
+    """Scale-adapted SGHMC takes eps^4 off 2 f eps^2 V^(-1/2), which may be less."""
+    tx = build("scale_adapted_sghmc", 0.5, friction=0.01)
+    trace = follow(tx, 1)
+    g = (NUM_DATA * loss_gradient(START, 0) + PRIOR_OF_EACH * START) / TEMPERATURE
+    root = np.sqrt(g**2 / 2)
+    variance = 2 * 0.01 * 0.5**2 / root - 0.5**4
+    assert (variance < 0).any()
+    expected = -(0.5**2) * g / root + np.sqrt(np.maximum(variance, 0)) * trace.noise[0]
+    np.testing.assert_allclose(np.diff(trace.positions, axis=0)[0], expected, rtol=1e-10)
+
+
+@pytest.mark.parametrize("total, cycles, exploration", [(14, 2, 0.3), (15, 2, 0.0), (10, 1, 0.99)])
+def test_cyclical_sgld(total, cycles, exploration):
+    """Two cycles and a half: it goes on after `total_steps` as before."""
+    length = int(np.ceil(total / cycles))
+    calls = 5 * length // 2
+
+    def step_size(call):
+        """Zhang et al. equation 1, with k = call + 1."""
+        place = ((call + 1) - 1) % int(np.ceil(total / cycles)) / np.ceil(total / cycles)
+        return OF_STEP_SIZE * FACTORS[call] / 2 * (np.cos(np.pi * place) + 1)
+
+    def explores(call):
+        return (call % length) / length < exploration
+
+    options = {"total_steps": total, "num_cycles": cycles, "exploration": exploration}
+    trace = follow(build("cyclical_sgld", schedule, **options), calls)
+    # The place in the cycle is a float32 number, whatever the parameters are.
+    told = trace.told("step_size")[1:]
+    np.testing.assert_allclose(told, [step_size(call) for call in range(calls)], rtol=1e-5)
+
+    def move(call, gradient, history, z):
+        return -told[call] * gradient + (0 if explores(call) else np.sqrt(2 * told[call]) * z)
+
+    assert_moves(trace, move)
+    judged = [not explores(call) for call in range(calls - 1)]
+    np.testing.assert_array_equal(trace.told("is_sample")[2:], judged)
+
+
+@pytest.mark.parametrize("length", [7, 50, 100, 5000])
+def test_exploration_ends_at_the_right_step(length):
+    """A share of a cycle that ends exactly at a step is not to be decided by rounding."""
+    counts, params = np.arange(2 * length + 1), jnp.ones(2)
+    percentages = (0, 10, 33, 60, 80, 99)
+
+    def told(count, percent):
+        tx: Any = optax_smile.cyclical_sgld(
+            1e-2,
+            num_data=1,
+            total_steps=4 * length,
+            num_cycles=4,
+            exploration=percent / 100,
+            key=jax.random.key(0),
+        )
+        state = tx.init(params)._replace(num_steps=count + 1)
+        return optax_smile.stats(tx.update(params, state, params)[1])["is_sample"]
+
+    # With jit: a division by a constant may then become a product with its rounded inverse.
+    together = jax.jit(jax.vmap(lambda count: [told(count, percent) for percent in percentages]))
+    for percent, got in zip(percentages, together(jnp.asarray(counts, jnp.int32)), strict=True):
+        share = Fraction(percent, 100)
+        expected = [Fraction(int(k) % length, length) >= share for k in counts]
+        np.testing.assert_array_equal(got, expected, err_msg=f"exploration {percent / 100}")
+
+
+@pytest.mark.parametrize("name", ["cyclical_sgld", "scale_adapted_sghmc"])
+def test_nothing_is_a_sample_before_the_first_step(name):
+    trace = follow(build(name), 1)
+    assert not trace.told("is_sample")[1]
+
+
+def test_cyclical_step_sizes_keep_their_digits_at_the_end_of_a_cycle():
+    """In float32, where 1 + cos(pi r) has lost them all in a cycle of 10,000 steps."""
+    length, largest = 10_000, 0.5
+    tx: Any = optax_smile.cyclical_sgld(
+        largest, num_data=1, total_steps=length, num_cycles=1, key=jax.random.key(0)
+    )
+    state, params = tx.init(jnp.ones(2)), jnp.ones(2)
+    counts = np.arange(length - 20, length)
+
+    def told(count):
+        _, after = tx.update(params, state._replace(num_steps=count), params)
+        return optax_smile.stats(after)["step_size"]
+
+    got = jax.jit(jax.vmap(told))(jnp.asarray(counts, jnp.int32))
+    exact = largest * np.sin(np.pi * (length - counts) / length / 2) ** 2
+    np.testing.assert_allclose(got, exact, rtol=1e-2)
+
+
+# Schedules that begin or end at zero, as a warm-up or a cosine decay does.
+
+
+@every_sampler
+@pytest.mark.parametrize("sizes", [(0, 0, 1e-3, 1e-3), (1e-3, 0, 0, 1e-3)], ids=["from", "to"])
+def test_a_step_size_of_zero_stands_still(name, sizes):
+    tx = build(name, lambda count: jnp.asarray(sizes)[count])
+    trace = follow(tx, len(sizes))
+    moved = np.any(np.diff(trace.positions, axis=0) != 0, axis=1)
+    np.testing.assert_array_equal(moved, np.not_equal(sizes, 0))
+    assert np.all(np.isfinite(trace.positions))
+
+
+# Non-finite gradients and values.
+
+
+def good_call(params, call=0):
+    return as_tree(loss_gradient(flat(params).astype(float), call), jnp.float32), jnp.float32(1)
+
+
+def bad_inputs(params):
+    """A NaN in one parameter, an infinity in another, a value alone."""
+    grads, value = good_call(params)
+    yield grads | {"b": grads["b"].at[1].set(jnp.nan)}, value
+    yield grads | {"b": grads["b"].at[2].set(-jnp.inf)}, value
+    yield grads, jnp.float32(jnp.nan)
+    yield grads, jnp.float32(jnp.inf)
+
+
+def ulps(got, start, proposal):
+    """Largest difference in units in the last place of the larger of start and proposal."""
+    got, start, proposal = flat(got), flat(start), flat(proposal)
+    unit = np.spacing(np.maximum(np.abs(start), np.abs(proposal)))
+    return np.max(np.abs(got.astype(float) - start.astype(float)) / unit)
+
+
+def run(tx, params, state, calls):
+    """All parameters and states of good calls, from the given ones on."""
+    trail = [(params, state)]
+    for call in calls:
+        grads, value = good_call(params, call)
+        updates, state = tx.update(grads, state, params, value=value)
+        params = optax.apply_updates(params, updates)
+        trail.append((params, state))
+    return trail
+
+
+def bare(memory):
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(memory)]
+
+
+@every_sampler
+def test_nonfinite_inputs_are_taken_back(name):
+    options = {"adapt_steps": 10} if name == "scale_adapted_sghmc" else {}
+    options |= {"exploration": 0.0} if name == "cyclical_sgld" else {}
+    tx = build(name, **options)
+    start = as_tree(START, jnp.float32)
+    (judged, _), (params, state) = run(tx, start, tx.init(start), range(4))[-2:]
+    for grads, value in bad_inputs(params):
+        updates, after = tx.update(grads, state, params, value=value)
+        np.testing.assert_array_equal(flat(updates), -flat(state.displacement))
+        back: Any = optax.apply_updates(params, updates)
+        assert ulps(back, judged, params) <= 2
+        stats = optax_smile.stats(after)
+        assert not stats["accepted"] and stats["step_end"]
+        assert stats["num_nonfinite"] == 1 and stats["num_resets"] == 0
+        assert stats["num_calls"] == optax_smile.stats(state)["num_calls"] + 1
+        assert np.isnan(stats["energy_change"])
+        assert after.num_steps == state.num_steps
+        assert not np.any(flat(after.displacement))
+        np.testing.assert_equal(bare(after.memory), bare(state.memory))
+        assert np.all(flat(optax_smile.last_accepted(after, back)) == flat(back))
+
+        # The chain goes on from there, at rest and with fresh noise.
+        noise = noise_of(after, back)
+        assert np.all(noise != noise_of(state, params))
+        (_, _), (_, onwards) = run(tx, back, after, [4])
+        stats = optax_smile.stats(onwards)
+        assert stats["accepted"] and not stats["step_end"] and stats["num_nonfinite"] == 1
+        twin = after._replace(displacement=jax.tree.map(jnp.zeros_like, back))
+        rested = run(tx, back, twin, [4])[-1]
+        np.testing.assert_array_equal(flat(onwards.displacement), flat(rested[1].displacement))
+        assert onwards.num_steps == state.num_steps + 1
+
+
+@every_sampler
+def test_the_first_call_may_be_nonfinite(name):
+    tx, start = build(name), as_tree(START, jnp.float32)
+    grads, value = next(bad_inputs(start))
+    state = tx.init(start)
+    updates, after = tx.update(grads, state, start, value=value)
+    assert not np.any(flat(updates))
+    assert after.num_steps == 0
+    np.testing.assert_equal(bare(after.memory), bare(state.memory))
+
+
+@pytest.mark.parametrize("name", ["sgld", "sghmc"])
+def test_steps_shrink_after_the_fifth_nonfinite_call_in_a_row(name):
+    tx, params = build(name), as_tree(START, jnp.float32)
+    state, told = tx.init(params), []
+    bad, bad_value = next(bad_inputs(params))
+    for _ in range(10):
+        updates, state = tx.update(bad, state, params, value=bad_value)
+        params = optax.apply_updates(params, updates)
+        told.append(float(optax_smile.stats(state)["step_size"]))
+    halvings = [0, 0, 0, 0, 1, 2, 3, 4, 4, 4]
+    np.testing.assert_allclose(told, OF_STEP_SIZE * 0.5 ** np.array(halvings), rtol=1e-6)
+    told.clear()
+    for call in range(101):
+        grads, value = good_call(params, call)
+        updates, state = tx.update(grads, state, params, value=value)
+        told.append(float(optax_smile.stats(state)["step_size"]))
+    np.testing.assert_allclose(told[:99], OF_STEP_SIZE / 16, rtol=1e-6)
+    np.testing.assert_allclose(told[99:], OF_STEP_SIZE, rtol=1e-6)
+
+
+def test_is_sample_speaks_of_the_last_accepted_step_end():
+    """The first step after the exploration is undone: what is left is the last one of it."""
+    tx = build("cyclical_sgld", total_steps=10, num_cycles=1, exploration=0.5)
+    start = as_tree(START, jnp.float32)
+    params, state = run(tx, start, tx.init(start), range(6))[-1]
+    assert state.num_steps == 6 and not optax_smile.stats(state)["is_sample"]
+    grads, value = next(bad_inputs(params))
+    _, undone = tx.update(grads, state, params, value=value)
+    assert not optax_smile.stats(undone)["is_sample"]
+    grads, value = good_call(params)
+    _, kept = tx.update(grads, state, params, value=value)
+    assert optax_smile.stats(kept)["is_sample"]
+
+
+# What a loop asks for.
+
+
+@every_sampler
+def test_last_accepted_is_the_point_that_was_judged(name):
+    tx, start = build(name), as_tree(START, jnp.float32)
+    trail = run(tx, start, tx.init(start), range(CALLS))
+    assert np.all(flat(optax_smile.last_accepted(trail[0][1], start)) == flat(start))
+    for (judged, _), (proposal, state) in itertools.pairwise(trail):
+        last: Any = optax_smile.last_accepted(state, proposal)
+        assert ulps(last, judged, proposal) <= 2
+        assert np.any(flat(proposal) != flat(judged))
+    told = [optax_smile.stats(state) for _, state in trail[1:]]
+    assert [bool(stats["step_end"]) for stats in told] == [False] + [True] * (CALLS - 1)
+    assert [int(stats["num_calls"]) for stats in told] == list(range(1, CALLS + 1))
+
+
+@every_sampler
+def test_stats_are_those_of_smile(name):
+    params = as_tree(START, jnp.float32)
+    expected = optax_smile.stats(optax_smile.smile(0.1, num_data=1).init(params))
+    tx = build(name)
+    state = tx.init(params)
+    _, after = tx.update(params, state, params, value=1.0)
+    for told in (optax_smile.stats(state), optax_smile.stats(after)):
+        assert set(told) == set(expected)
+        for key, number in told.items():
+            assert (number.shape, number.dtype) == ((), expected[key].dtype), key
+        assert all(np.isnan(told[key]) for key in ("energy_change", "energy_mean", "energy_std"))
+    assert after.calls_per_step == 1
+
+
+@every_sampler
+def test_below_resolution(name):
+    """Displacements that float32 parameters do not feel are told."""
+    params = jax.tree.map(lambda x: 1e6 + 0 * x, as_tree(START, jnp.float32))
+    still = jax.tree.map(jnp.zeros_like, params)
+    options = {"exploration": 0.0} if name == "cyclical_sgld" else {}
+    for step_size, expected in ((1e-16, True), (10.0, False)):
+        tx = build(name, step_size, prior_precision=0.0, **options)
+        _, state = tx.update(still, tx.init(params), params)
+        assert optax_smile.stats(state)["below_resolution"] == expected
+
+
+# BlackJAX, which draws noise of its own: it is given ours.
+
+
+@pytest.fixture
+def shared_noise(monkeypatch):
+    """Let BlackJAX's integrators take the noise itself where they expect a key."""
+    monkeypatch.setattr(diffusions, "generate_gaussian_noise", lambda noise, position: noise)
+
+
+def log_density_gradient(x, call):
+    return -(NUM_DATA * loss_gradient(x, call) + PRIOR_OF_EACH * x) / TEMPERATURE
+
+
+@pytest.mark.usefixtures("shared_noise")
+def test_sgld_is_that_of_blackjax():
+    trace, step = follow(build("sgld", schedule)), diffusions.overdamped_langevin()
+    with jax.enable_x64(True):
+        x, positions = jnp.asarray(START), [START]
+        for call, z in enumerate(trace.noise):
+            gradient = log_density_gradient(x, call)
+            x: Any = step(jnp.asarray(z), x, gradient, OF_STEP_SIZE * FACTORS[call])
+            positions.append(np.asarray(x))
+    np.testing.assert_allclose(trace.positions, positions, rtol=1e-11)
+
+
+@pytest.mark.usefixtures("shared_noise")
+@pytest.mark.parametrize("gradient_noise", [0.0, 30.0])
+def test_sghmc_is_that_of_blackjax(gradient_noise):
+    """It moves along the momentum before it turns that: one step later, and with the gradient of
+    the place where it has moved to, it is ours. (Its own loop takes that of the place before.)
+    """
+    step_size, friction = 0.05, 0.2
+    tx = build("sghmc", step_size, friction=friction, gradient_noise=gradient_noise)
+    trace = follow(tx)
+    step = diffusions.sghmc(alpha=friction / step_size, beta=gradient_noise)
+    with jax.enable_x64(True):
+        x, momentum, positions = jnp.asarray(START), jnp.zeros(SIZE), []
+        for call, z in enumerate(trace.noise):
+            gradient = log_density_gradient(x + step_size * momentum, call)
+            moved = step(jnp.asarray(z), x, momentum, gradient, step_size)
+            x, momentum = jnp.asarray(moved[0]), jnp.asarray(moved[1])
+            positions.append(np.asarray(x))
+        positions.append(np.asarray(x + step_size * momentum))
+    np.testing.assert_allclose(trace.positions, positions, rtol=1e-11)
+
+
+def test_the_flat_order_is_that_of_ravel_pytree():
+    """The textbook above relies on it."""
+    tree = as_tree(np.arange(SIZE))
+    np.testing.assert_array_equal(ravel_pytree(tree)[0], np.arange(SIZE))
+    weights = jax.tree.map(
+        lambda precision, shape: np.full(shape, precision), PRIOR, SHAPES, is_leaf=np.isscalar
+    )
+    np.testing.assert_array_equal(flat(weights), PRIOR_OF_EACH)
