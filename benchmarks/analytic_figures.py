@@ -1,8 +1,12 @@
-"""Pictures of the analytic benchmark: modes found, energy errors, skewed noise.
+"""Pictures and checks of the analytic benchmark.
+
+Modes found, energy errors, skewed noise, how the bias falls with the steps, full-batch MCLMC.
 
     python benchmarks/analytic_figures.py mixture --output out
     python benchmarks/analytic_figures.py energy --output out
     python benchmarks/analytic_figures.py lognormal --records out/analytic.jsonl --output out
+    python benchmarks/analytic_figures.py decay --output out
+    python benchmarks/analytic_figures.py baseline --output out
 
 Every run appends its figures to OUTPUT/analytic_figures.jsonl.
 """
@@ -31,6 +35,8 @@ CYCLE = 5_000
 # A mode counts as found once so many step ends lay within one standard deviation of it.
 VISITS = 100
 THIN = 100
+COLORS = ("#0072B2", "#D55E00", "#009E73")
+DECAY_STEP_SIZES = {"gaussian": 0.02, "rosenbrock": 0.02, "funnel": 0.02}
 
 
 def mixture_gradient(theta: jax.Array) -> jax.Array:
@@ -153,8 +159,8 @@ def energy(folder: Path, num_steps: int) -> list[dict[str, Any]]:
     def call(carry, key):
         params, state = carry
         noise = root(params) @ jax.random.normal(key, (DIM,))
-        gradient = target.gradient(params)
-        value = params @ gradient / 2 + noise @ params
+        value, gradient = jax.value_and_grad(target.energy)(params)
+        value += noise @ params
         updates, state = tx.update(gradient + noise, state, params, value=value)
         return (optax.apply_updates(params, updates), state), optax_smile.stats(state)
 
@@ -202,10 +208,87 @@ def lognormal(folder: Path, path: Path) -> list[dict[str, Any]]:
     return [{"figure": "lognormal", "sigma_bias_error_step": sorted(found)}]
 
 
+def decay(folder: Path, num_steps: int) -> list[dict[str, Any]]:
+    """Bias of SMILE-naive against the number of steps under isotropic noise, leapfrog."""
+    figure, axis = plt.subplots(figsize=(8, 5), layout="constrained")
+    records = []
+    keys = jax.random.split(jax.random.key(5), 20)
+    for (name, target), color in zip(analytic.TARGETS.items(), COLORS, strict=True):
+        arguments = ("smile_naive leapfrog", name, "isotropic", "gaussian")
+        num_chunks = num_steps // analytic.CHUNK
+        sizes = jnp.array(DECAY_STEP_SIZES[name], jnp.float32)[None]
+        means, counts = jax.device_get(analytic.run_chains(*arguments, num_chunks, sizes, keys))
+        shares = np.logspace(-2, 0, 9)
+        chains = [analytic.biases(target, means, counts, share)[0] for share in shares]
+        bias = np.mean(chains, axis=1)
+        slope = np.polyfit(np.log(shares[4:]), np.log(bias[4:]), 1)[0]
+        axis.loglog(shares * num_steps, bias, "o-", color=color, label=f"{name}, slope {slope:.2f}")
+        records.append(
+            {
+                "figure": "decay",
+                "target": name,
+                "step_size": DECAY_STEP_SIZES[name],
+                "steps": (shares * num_steps).tolist(),
+                "bias": bias.tolist(),
+                "error": [analytic.bootstrap_error(values) for values in chains],
+                "slope_last_decade": slope,
+            }
+        )
+    axis.loglog([num_steps / 100, num_steps], [1, 1e-2], "k:", label="1 / steps")
+    axis.set(xlabel="steps", ylabel="squared bias, mean of 20 chains")
+    axis.set_title("SMILE-naive, leapfrog, isotropic noise")
+    axis.legend()
+    figure.savefig(folder / "decay.png", dpi=120)
+    return records
+
+
+def baseline(folder: Path, num_steps: int) -> list[dict[str, Any]]:
+    """Bias of full-batch MCLMC as `tune_mclmc` sets it, at `num_steps` gradients."""
+    del folder
+    records = []
+    for name, target in analytic.TARGETS.items():
+        start = jnp.asarray(target.mean, jnp.float32)
+        tuned = optax_smile.tune_mclmc(
+            target.energy,
+            start,
+            num_data=1,
+            prior_precision=0.0,
+            num_steps=num_steps // 10,
+            key=jax.random.key(0),
+        )
+        length = float(tuned.decoherence_length)
+        analytic.SAMPLERS["mclmc"] = ("mclmc", {"decoherence_length": length})
+        keys = jax.random.split(jax.random.key(1), 10)
+        means, counts = analytic.run_chains(
+            "mclmc",
+            name,
+            "none",
+            "gaussian",
+            num_steps // analytic.CHUNK,
+            tuned.step_size[None],
+            keys,
+        )
+        bias = analytic.biases(target, *jax.device_get((means, counts)))[0]
+        records.append(
+            {
+                "figure": "baseline",
+                "target": name,
+                "step_size": float(tuned.step_size),
+                "decoherence_length": length,
+                "bias": float(bias.mean()),
+                "error": analytic.bootstrap_error(bias),
+            }
+        )
+    return records
+
+
+FIGURES = {"mixture": mixture, "energy": energy, "decay": decay, "baseline": baseline}
+
+
 def main():
     """Draw one figure."""
     parser = argparse.ArgumentParser(description="Pictures of the analytic benchmark.")
-    parser.add_argument("figure", choices=["mixture", "energy", "lognormal"])
+    parser.add_argument("figure", choices=[*FIGURES, "lognormal"])
     parser.add_argument("--output", type=Path, default=Path("out"))
     parser.add_argument("--records", type=Path, default=Path("out/analytic.jsonl"))
     parser.add_argument("--steps", type=int, default=1_000_000)
@@ -215,8 +298,7 @@ def main():
     if arguments.figure == "lognormal":
         records = lognormal(arguments.output, arguments.records)
     else:
-        draw = {"mixture": mixture, "energy": energy}[arguments.figure]
-        records = draw(arguments.output, arguments.steps)
+        records = FIGURES[arguments.figure](arguments.output, arguments.steps)
     with (arguments.output / "analytic_figures.jsonl").open("a") as lines:
         for record in records:
             record["seconds"] = time.perf_counter() - begun

@@ -10,7 +10,7 @@ from optax_smile.samplers.sghmc import sghmc
 from optax_smile.samplers.sgld import psgld, sgld
 from optax_smile.samplers.smile import psmile, psmile_naive, smile, smile_naive
 from optax_smile.sampling import sample
-from optax_smile.snapshots import Snapshots
+from optax_smile.snapshots import Snapshots, StoredSnapshots, load_snapshots
 from optax_smile.stages.preconditioner import scale_by_gradient_noise
 from optax_smile.stages.tuner import quantile_tuner
 from optax_smile.warmstart import warmstart
@@ -22,8 +22,10 @@ __all__ = [
     "MclmcSettings",
     "Prediction",
     "Snapshots",
+    "StoredSnapshots",
     "cyclical_sgld",
     "last_accepted",
+    "load_snapshots",
     "mclmc",
     "metrics",
     "predict",

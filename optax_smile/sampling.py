@@ -1,5 +1,6 @@
 """The loop around a sampler: warm-up, thinning, draws."""
 
+import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from itertools import islice
@@ -11,7 +12,7 @@ import numpy as np
 import optax
 
 from optax_smile import _check, _loop, _state
-from optax_smile.snapshots import Snapshots
+from optax_smile.snapshots import Snapshots, SnapshotWriter, StoredSnapshots, load_snapshots
 
 
 def sample(
@@ -25,9 +26,11 @@ def sample(
     thin: int = 1,
     key: jax.Array,
     per_chain: bool = False,
+    directory: str | os.PathLike | None = None,
+    dtype: str | None = None,
     progress: bool = True,
     callback: Callable[[int, Mapping[str, np.ndarray]], None] | None = None,
-) -> Snapshots:
+) -> Snapshots | StoredSnapshots:
     """Run many chains and keep every `thin`-th accepted step end after the warm-up.
 
     Args:
@@ -43,23 +46,30 @@ def sample(
         thin: steps between draws, >= 1.
         key: JAX key, from which every chain's sampler gets one of its own if it needs one.
         per_chain: whether each batch has a leading chain axis; otherwise chains share them.
+        directory: where to write the draws, by a thread of its own while the chains run on; new or
+            empty. None keeps them in host memory.
+        dtype: what the draws are rounded to on disk: `"float16"`, `"float32"`, `"float64"`; None
+            rounds nothing.
         progress: show a progress bar with step size, energy error and resets, if tqdm is
             installed.
         callback: `callback(step, stats)` at every thinning tick, with the arrays `[chain]` that
             `optax_smile.stats` gives.
 
     Returns:
-        `Snapshots` with `params` `[chain, draw, ...]` and the statistics at every tick. A keyboard
-        interrupt, or batches that run out, end the run early: a warning says so, and the draws
-        made until then are returned.
+        `Snapshots` with `params` `[chain, draw, ...]` and the statistics at every tick; with a
+        `directory` the `StoredSnapshots` that `load_snapshots` gives. A keyboard interrupt, or
+        batches that run out, end the run early: a warning says so, and the draws made until then
+        are returned.
 
     Raises:
         ValueError: an argument out of range, leading axes that disagree, a loss that is not a
             scalar, a state without a sampler, batches that run out before the first draw, or a
-            sampler that has not begun to sample at the end.
+            sampler that has not begun to sample at the end; a `directory` that holds draws already.
+        OSError: a draw that cannot be written, such as on a full disk: the message names the file,
+            and the draws before it can be loaded.
 
-    Cost: one gradient per chain and call (a step of `"minimal_norm"` is two calls). The draws lie
-    in host memory.
+    Cost: one gradient per chain and call (a step of `"minimal_norm"` is two calls). Without
+    `directory` the draws lie in host memory.
 
     Example:
         >>> import jax, jax.numpy as jnp, optax_smile
@@ -93,7 +103,8 @@ def sample(
     advance = jax.jit(jax.vmap(one_call, in_axes=in_axes), donate_argnums=(0, 1))
     last_accepted = jax.jit(jax.vmap(_state.last_accepted))
 
-    draws, trace, step = [], [], 0
+    disk = None if directory is None else SnapshotWriter(directory, params, dtype=dtype)
+    draws, num_draws, trace, step = [], 0, [], 0
     num_steps = num_warmup + num_samples * thin
     num_calls = num_steps * calls_per_step
     bar = _loop.progress_bar(num_steps, "sampling", progress)
@@ -107,26 +118,36 @@ def sample(
                 continue
             trace.append(jax.device_get(_state.stats(state)))
             if step > num_warmup and np.all(trace[-1]["is_sample"]):
-                draws.append(jax.device_get(last_accepted(state, params)))
+                draw = last_accepted(state, params)
+                if disk is None:
+                    draws.append(jax.device_get(draw))
+                else:
+                    disk.put(num_draws, step, draw, trace[-1])
+                num_draws += 1
             if bar is not None:
                 _show(bar, step, trace[-1])
             if callback is not None:
                 callback(step, trace[-1])
     except KeyboardInterrupt:
-        if not draws:
+        if not num_draws:
             raise
     finally:
         if bar is not None:
             bar.close()
-    if not draws and step == num_steps:
+        if disk is not None:
+            disk.close()
+    if not num_draws and step == num_steps:
         rule = f"so many that one of the {num_steps} steps is a sample to the sampler"
         _check.fail("sample", "num_samples", rule, num_samples)
-    if not draws:
+    if not num_draws:
         rule = f"an iterable with a batch for each of the {num_calls} calls"
         _check.fail("sample", "batches", rule, "one that ran out before the first draw")
     if step < num_steps:
-        message = f"`sample` ended early with {len(draws)} of {num_samples} draws per chain."
+        message = f"`sample` ended early with {num_draws} of {num_samples} draws per chain."
         warnings.warn(message, stacklevel=2)
+
+    if directory is not None:
+        return load_snapshots(directory, like=jax.tree.map(lambda x: x[0], params))
 
     def stack(*leaves):
         return np.stack(leaves, axis=1)

@@ -99,6 +99,15 @@ class LangevinState(NamedTuple):
         return _tree.map_sampled(lambda move, x: x - move, self.displacement, params)
 
 
+def euler_step(call: Move, amplitude: jax.Array) -> optax.Updates:
+    """Step of overdamped Langevin dynamics: -eps grad U + amplitude z."""
+    return jax.tree.map(
+        lambda g, z: (-call.step_size * g + amplitude * z).astype(g.dtype),
+        call.gradient,
+        call.noise,
+    )
+
+
 def sampler(
     name: str,
     step_size: float | jax.Array | optax.Schedule,

@@ -80,11 +80,7 @@ def cyclical_sgld(
 
     def move(memory: None, call: _langevin.Move):
         amplitude = jnp.where(is_sample(call.num_steps), jnp.sqrt(2 * call.step_size), 0)
-        return jax.tree.map(
-            lambda g, z: (-call.step_size * g + amplitude * z).astype(g.dtype),
-            call.gradient,
-            call.noise,
-        ), memory
+        return _langevin.euler_step(call, amplitude), memory
 
     if not callable(step_size):
         _check.positive("cyclical_sgld", "step_size", step_size)

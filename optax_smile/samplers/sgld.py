@@ -75,11 +75,7 @@ def sgld(
 
     def move(memory: None, call: _langevin.Move):
         amplitude = jnp.sqrt(2 * call.step_size)
-        return jax.tree.map(
-            lambda g, z: (-call.step_size * g + amplitude * z).astype(g.dtype),
-            call.gradient,
-            call.noise,
-        ), memory
+        return _langevin.euler_step(call, amplitude), memory
 
     posterior = potential.Potential(num_data, prior_precision, temperature)
     rule = _langevin.Rule(lambda params: None, move)
