@@ -63,7 +63,7 @@ def explore(name: str, options: tuple, step_size, keys, num_calls: int):
         tx = build(step_size, num_data=1, prior_precision=0.0, **dict(options), **keyed)
 
         def call(carry, noise):
-            params, state, nearest, inside, path = carry
+            params, state, nearest, inside = carry
             updates, state = tx.update(mixture_gradient(params) + noise, state, params)
             seen = optax_smile.stats(state)
             counts = seen["step_end"] & seen["accepted"] & seen["is_sample"]
@@ -71,20 +71,21 @@ def explore(name: str, options: tuple, step_size, keys, num_calls: int):
             mode = jnp.argmin(distances)
             nearest = nearest.at[mode].add(counts)
             inside = inside.at[mode].add(counts & (distances[mode] < WIDTH**2))
-            path += jnp.linalg.norm(updates)
-            return (optax.apply_updates(params, updates), state, nearest, inside, path), None
+            carry = optax.apply_updates(params, updates), state, nearest, inside
+            return carry, jnp.linalg.norm(updates)
 
         def chunk(carry, key):
             noises = NOISE_STD * jax.random.normal(key, (THIN, DIM))
-            (params, state, *visited), _ = jax.lax.scan(call, carry, noises)
+            (params, state, *visited), norms = jax.lax.scan(call, carry, noises)
             is_sample = optax_smile.stats(state)["is_sample"]
-            return (params, state, *visited), (jnp.asarray(params)[:2], is_sample)
+            seen = jnp.asarray(params)[:2], is_sample, norms.mean()
+            return (params, state, *visited), seen
 
         start, visits = jnp.zeros(DIM), jnp.zeros(25, jnp.int32)
-        carry = start, tx.init(start), visits, visits, jnp.zeros(())
+        carry = start, tx.init(start), visits, visits
         keys = jax.random.split(noise_key, num_calls // THIN)
-        (_, _, nearest, inside, path), (points, kept) = jax.lax.scan(chunk, carry, keys)
-        return points, kept, nearest, inside, path / num_calls
+        (_, _, nearest, inside), (points, kept, norms) = jax.lax.scan(chunk, carry, keys)
+        return points, kept, nearest, inside, norms.mean()
 
     return jax.vmap(one_chain)(keys)
 

@@ -95,7 +95,7 @@ def gradient(
     """Compute grad U from the gradient of the mean loss, in nats per unit of the parameter."""
     weight = potential.num_data / potential.temperature
     return jax.tree.map(
-        lambda precision, grad, x: (weight * grad + precision * x).astype(x.dtype),
+        lambda precision, grad, x: (weight * grad.astype(x.dtype) + precision * x).astype(x.dtype),
         _prior_weights(potential, params),
         mean_loss_gradient,
         params,

@@ -42,7 +42,7 @@ def sample(
         num_warmup: steps per chain before the first draw counts, >= 0.
         num_samples: draws to keep per chain, >= 1. Where the sampler says that a point is no
             sample (`is_sample` of `optax_smile.stats`: the search of `cyclical_sgld`, the burn-in
-            of `scale_adapted_sghmc`), none is kept, and there are fewer.
+            of `scale_adapted_sghmc`), none is kept: there are fewer, and a warning says so.
         thin: steps between draws, >= 1.
         key: JAX key, from which every chain's sampler gets one of its own if it needs one.
         per_chain: whether each batch has a leading chain axis; otherwise chains share them.
@@ -96,8 +96,13 @@ def sample(
     params = jax.tree.map(jnp.array, params)
     state = jax.jit(jax.vmap(sampler.init))(params)
     calls_per_step = _state.find(state).calls_per_step
-    if optax.tree.get(state, "key") is not None:
-        state = optax.tree.set(state, key=jax.random.split(key, num_chains))
+    try:
+        if optax.tree.get(state, "key") is not None:
+            state = optax.tree.set(state, key=jax.random.split(key, num_chains))
+    except KeyError:
+        rule = "a transformation whose state has one field `key`"
+        remedy = 'Pass static_args=("key",) to optax.inject_hyperparams.'
+        _check.fail("sample", "sampler", rule, "several", remedy)
 
     in_axes = (0, 0, 0 if per_chain else None)
     advance = jax.jit(jax.vmap(one_call, in_axes=in_axes), donate_argnums=(0, 1))
@@ -137,13 +142,15 @@ def sample(
         if disk is not None:
             disk.close()
     if not num_draws and step == num_steps:
-        rule = f"so many that one of the {num_steps} steps is a sample to the sampler"
-        _check.fail("sample", "num_samples", rule, num_samples)
+        rule = f"so many that the sampler calls one of the {num_steps} steps a sample"
+        remedy = "See its argument `adapt_steps` or `exploration`."
+        _check.fail("sample", "num_samples", rule, num_samples, remedy)
     if not num_draws:
         rule = f"an iterable with a batch for each of the {num_calls} calls"
         _check.fail("sample", "batches", rule, "one that ran out before the first draw")
-    if step < num_steps:
-        message = f"`sample` ended early with {num_draws} of {num_samples} draws per chain."
+    if num_draws < num_samples:
+        early = "ended early" if step < num_steps else "kept what the sampler calls a sample,"
+        message = f"`sample` {early} with {num_draws} of {num_samples} draws per chain."
         warnings.warn(message, stacklevel=2)
 
     if directory is not None:

@@ -278,6 +278,30 @@ def test_schedule_is_read_once_per_step(case, no_jit):
     assert all(size.dtype == jnp.float32 for size in sizes)
 
 
+@plain_cases
+def test_a_schedule_may_touch_zero(case):
+    changes = {"tuner": None} if accepts(CASES[case][0], "tuner") else {}
+    tx = make(case, step_size=lambda count: jnp.where(count % 3 == 0, 0, 1e-2), **changes)
+    params, state = run(functools.partial(advance, tx), PARAMS, tx.init(PARAMS), range(5))
+    assert all(moved(PARAMS["layer"], params["layer"]).values())
+    chex.assert_tree_all_finite((params, last_accepted(state, params)))
+
+
+@plain_cases
+def test_a_leaf_without_gradient_takes_no_long_steps(case):
+    """Such as the bias of a dead unit: averages over its gradients are exactly zero."""
+    tx = make(case, prior_precision=0.0)
+    step: Any = jax.jit(tx.update)
+    params, state = PARAMS, tx.init(PARAMS)
+    for call in range(5):
+        grads = jax.grad(mean_loss)(params, batch(call if call < NAN_CALL else 0))
+        grads["layer"]["b"] = jnp.zeros(8)
+        updates, state = step(grads, state, params, value=1.0)
+        params = apply_updates(params, updates)
+        lengths = {name: jnp.abs(x).max() for name, x in updates["layer"].items()}
+        assert lengths["b"] <= 100 * lengths["w"]
+
+
 def injected(case, **changes):
     """The key is a static argument: as a hyperparameter it would be a second field `key`."""
     fn, options = CASES[case]
@@ -465,13 +489,16 @@ def test_precision_of_the_parameters_is_kept_under_x64(case, w, b, no_jit):
 
 
 @plain_cases
-def test_half_precision_gradients_give_full_precision_updates(case):
-    tx = make(case)
-    grads = jax.tree.map(lambda x: x.astype(jnp.bfloat16), PARAMS)
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_half_precision_gradients_give_full_precision_updates(case, dtype):
+    """With so many data that num_data times the gradient leaves float16."""
+    tx = make(case, num_data=1e6)
+    grads = jax.tree.map(lambda x: x.astype(dtype), PARAMS)
     state = tx.init(PARAMS)
-    updates, after = tx.update(grads, state, PARAMS, value=jnp.bfloat16(1))
+    updates, after = tx.update(grads, state, PARAMS, value=dtype(1))
     chex.assert_trees_all_equal_dtypes(updates, PARAMS)
     assert types(after) == types(state)
+    assert optax_smile.stats(after)["num_nonfinite"] == 0
 
 
 @rich_cases

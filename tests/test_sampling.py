@@ -206,7 +206,8 @@ def test_points_that_are_no_samples_are_traced_but_not_kept():
         exploration=0.5,
         key=jax.random.key(0),
     )
-    got = draw(cyclical, num_warmup=0, num_samples=12, thin=1)
+    with pytest.warns(UserWarning, match="kept what the sampler calls a sample, with 5 of 12"):
+        got = draw(cyclical, num_warmup=0, num_samples=12, thin=1)
     marked = got.trace["is_sample"][0]
     # After call k the last accepted point is the end of step k - 1, counted from 0.
     assert marked.tolist() == [(k - 1) % 6 >= 3 and k > 0 for k in range(12)]
@@ -219,3 +220,9 @@ def test_a_sampler_that_never_samples_is_an_error():
     )
     with pytest.raises(ValueError, match=r"`sample\(num_samples=...\)` must be .* got 4"):
         draw(adapting)
+
+
+def test_a_second_field_for_the_key_is_named():
+    injected = optax.inject_hyperparams(optax_smile.sgld)
+    with pytest.raises(ValueError, match=r"`sample\(sampler=...\)` must be .*static_args"):
+        draw(injected(1e-4, num_data=200, key=jax.random.key(0)))

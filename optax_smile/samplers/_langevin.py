@@ -25,7 +25,7 @@ class Move(NamedTuple):
         loss_gradient: gradient of the mean loss as the loop passed it.
         displacement: of the step that ends here; zero at the start and after an undone step.
         step_size: of the step that begins, scalar.
-        step_ratio: `step_size` over that of the step that ends here, scalar.
+        step_ratio: `step_size` over that of the step that ends here, scalar; 0 if that was 0.
         num_steps: steps begun before, int32.
         noise: standard normal, a tree like the parameters.
     """
@@ -108,6 +108,17 @@ def euler_step(call: Move, amplitude: jax.Array) -> optax.Updates:
     )
 
 
+def inverse(roots: optax.Updates, smallest: float | jax.Array) -> optax.Updates:
+    """Compute 1 / (smallest * rms + root) for each parameter; 0 where no root is above zero.
+
+    A parameter whose gradient has always been zero would otherwise take a step without bound.
+    """
+    rms = jnp.sqrt(_tree.inner(roots, roots) / _tree.size(roots))
+    seen = rms > 0
+    floor = jnp.where(seen, smallest * rms, 1)
+    return jax.tree.map(lambda x: jnp.where(seen, 1 / (floor + x), 0).astype(x.dtype), roots)
+
+
 def sampler(
     name: str,
     step_size: float | jax.Array | optax.Schedule,
@@ -156,6 +167,8 @@ def sampler(
         step_length = step_size_at(state.num_steps) * state.step_size_factor * guard.step_backoff
         step_length = jnp.asarray(step_length, dtype)
         key, noise_key = jax.random.split(state.key)
+        last_length = state.step_length
+        moved = last_length > 0
         displacement, memory = rule.move(
             state.memory,
             Move(
@@ -163,7 +176,7 @@ def sampler(
                 loss_gradient=updates,
                 displacement=state.displacement,
                 step_size=step_length,
-                step_ratio=step_length / state.step_length,
+                step_ratio=jnp.where(moved, step_length / jnp.where(moved, last_length, 1), 0),
                 num_steps=state.num_steps,
                 noise=_tree.normal_like(noise_key, params),
             ),

@@ -59,8 +59,8 @@ def cyclical_sgld(
         >>> tx = optax_smile.cyclical_sgld(1e-4, num_data=100, key=jax.random.key(0))
         >>> state = tx.init(jnp.zeros(3))
 
-    Source: Zhang, Li, Zhang, Chen, Wilson, ICLR 2020, equation 1 and algorithm 1. Differs: eps is
-    half of theirs, as in `sgld`.
+    Source: Zhang, Li, Zhang, Chen, Wilson, ICLR 2020, equation 1 and algorithm 1, without the
+    share of the noise that the gradient brings.
     """
     _check.whole("cyclical_sgld", "num_cycles", num_cycles, 1)
     _check.whole("cyclical_sgld", "total_steps", total_steps, num_cycles)

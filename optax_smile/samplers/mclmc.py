@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_smile import _check, _tree, potential
-from optax_smile._state import stats
+from optax_smile._state import last_accepted, stats
 from optax_smile.samplers.smile import microcanonical
 
 # Per step and parameter, nats^2, that the tuned step size aims at.
@@ -21,6 +21,11 @@ MEMORY = 150
 LENGTH_FACTOR = 0.4
 # Shares of the tuning steps: step size, width of the posterior, distance between draws.
 PHASES = (1 / 3, 1 / 3, 1 / 3)
+# First guess of the step size: small, so that a trained network is not thrown out of its mode
+# before the first energy error is known. It may grow tenfold with each step.
+FIRST_STEP_SIZE = 5e-3
+# So many parameters, drawn at random, tell the distance between independent draws.
+LARGEST_WATCH = 1_000
 # Squared errors, relative to the aim, outside of this range say no more than its ends; and the
 # largest factor by which one of them may change the step size.
 ERROR_RANGE = (1e-8, 1e24)
@@ -107,6 +112,7 @@ def tune_mclmc(
     temperature: float | jax.Array = 1.0,
     integrator: str = "minimal_norm",
     num_steps: int = 10_000,
+    first_step_size: float = FIRST_STEP_SIZE,
     energy_variance: float = ENERGY_VARIANCE,
     key: jax.Array,
 ) -> MclmcSettings:
@@ -126,6 +132,7 @@ def tune_mclmc(
         temperature: see `mclmc`.
         integrator: see `mclmc`.
         num_steps: of all three phases together, >= 30.
+        first_step_size: where the step size starts, > 0. Too large a one can lose the start.
         energy_variance: aim of the step size, nats^2 per parameter, > 0.
         key: JAX key.
 
@@ -133,10 +140,11 @@ def tune_mclmc(
         Step size, decoherence length and the last parameters.
 
     Raises:
-        ValueError: an argument out of range; a loss that is not a scalar.
+        ValueError: an argument out of range; a loss that is not a scalar, or is not finite at the
+            start with its gradient.
 
-    Cost: one compiled loop with `num_steps` integrator steps. The last third keeps its draws in
-    memory to measure how far apart independent ones are.
+    Cost: one compiled loop with `num_steps` integrator steps. Memory for three parameter-sized
+    arrays besides `mclmc`'s, and for the last third of the steps times 1,000 parameters.
 
     Example:
         >>> import jax, jax.numpy as jnp, optax_smile
@@ -149,15 +157,29 @@ def tune_mclmc(
         True
 
     Source: Robnik, De Luca, Silverstein, Seljak, JMLR 2023, section 4, and Sommer et al., ICLR
-    2025, appendix on tuning. Differs: no diagonal preconditioning; sums of 1 / eps^6 are kept
+    2025, appendix on tuning. Differs: no diagonal preconditioning; phases of equal length and a
+    constant `energy_variance`, where MILE has .8, .1, .1 and lowers it; sums of 1 / eps^6 are kept
     relative to the current eps, since eps^6 leaves float32.
     """
+    name = "tune_mclmc"
+    posterior = potential.Potential(num_data, prior_precision, temperature)
+    potential.check(name, posterior)
+    _tree.check_params(name, params, smallest=2)
+    potential.check_prior(name, posterior, params)
     _check.whole("tune_mclmc", "num_steps", num_steps, 30)
+    _check.positive("tune_mclmc", "first_step_size", first_step_size)
     _check.positive("tune_mclmc", "energy_variance", energy_variance)
     _check.key("tune_mclmc", key)
+    if key is None:
+        _check.fail("tune_mclmc", "key", "a JAX key such as jax.random.key(0)", key)
     loss = jax.eval_shape(loss_fn, params)
     if not hasattr(loss, "shape") or loss.shape != ():
         _check.fail("tune_mclmc", "loss_fn", "a function that returns a scalar mean loss", loss)
+    params = jax.tree.map(jnp.array, params)
+    start = jax.jit(jax.value_and_grad(loss_fn))(params)
+    if not all(bool(jnp.all(jnp.isfinite(x))) for x in jax.tree.leaves(start)):
+        rule = "where the loss and its gradient are finite"
+        _check.fail("tune_mclmc", "params", rule, f"a loss of {start[0]}")
     dtype, size = _tree.dtype(params), _tree.size(params)
 
     def build(length):
@@ -201,19 +223,24 @@ def tune_mclmc(
         first, second, third = (round(share * num_steps) for share in PHASES)
         length = jnp.sqrt(jnp.asarray(size, dtype))
         chain = params, build(length).init(params)
-        chain, controller, _ = adapting_phase(chain, _controller(length / 4), length, first)
+        controller = _controller(jnp.asarray(first_step_size, dtype))
+        chain, controller, _ = adapting_phase(chain, controller, length, first)
         chain, controller, moments = adapting_phase(chain, controller, length, second)
-        length = jnp.sqrt(_total_variance(moments))
+        width = jnp.sqrt(_total_variance(moments))
+        watched = jax.random.permutation(key, size)[:LARGEST_WATCH]
 
         def sample(chain, _):
-            chain, _ = step(chain, controller.step_size, length)
-            return chain, chain[0]
+            chain, _ = step(chain, controller.step_size, width)
+            flat = jnp.concatenate([x.astype(dtype).ravel() for x in jax.tree.leaves(chain[0])])
+            return chain, flat[watched]
 
         chain, draws = jax.lax.scan(sample, chain, length=third)
-        length = LENGTH_FACTOR * controller.step_size * _steps_per_draw(draws)
-        return MclmcSettings(controller.step_size, length.astype(dtype), chain[0])
+        steps = _steps_per_draw(draws)
+        length = jnp.where(steps > 0, LENGTH_FACTOR * controller.step_size * steps, width)
+        at = last_accepted(chain[1], chain[0])
+        return MclmcSettings(controller.step_size, length.astype(dtype), at)
 
-    return tune(jax.tree.map(jnp.array, params))
+    return tune(params)
 
 
 class _Controller(NamedTuple):
@@ -281,18 +308,19 @@ def _total_variance(moments: _Moments) -> jax.Array:
     return _tree.total(moments.deviation) / moments.weight
 
 
-def _steps_per_draw(draws: Any) -> jax.Array:
-    """Integrated autocorrelation time of a chain `[step, ...]`, averaged over its parameters.
+def _steps_per_draw(draws: jax.Array) -> jax.Array:
+    """Integrated autocorrelation time of a chain `[step, parameter]`, mean over its parameters.
 
-    By the initial positive sequence of Geyer 1992 on the autocorrelations from an FFT.
+    By the initial positive sequence of Geyer 1992 on the autocorrelations from an FFT. Parameters
+    that did not move do not count; 0 if none did.
     """
-    rows = jnp.concatenate([x.reshape(len(x), -1) for x in jax.tree.leaves(draws)], axis=1)
-    length = len(rows)
-    centered = rows - rows.mean(axis=0, keepdims=True)
+    length = len(draws)
+    centered = draws - draws.mean(axis=0, keepdims=True)
     spectrum = jnp.fft.rfft(centered, 2 * length, axis=0)
     covariance = jnp.fft.irfft(jnp.abs(spectrum) ** 2, 2 * length, axis=0)[:length]
-    variance = covariance[:1]
-    correlation = covariance / jnp.where(variance > 0, variance, 1)
+    moved = covariance[0] > 0
+    correlation = covariance / jnp.where(moved, covariance[0], 1)[None]
     pairs = correlation[: length // 2 * 2].reshape(length // 2, 2, -1).sum(axis=1)
     positive = jnp.cumprod(pairs > 0, axis=0)
-    return jnp.mean(2 * jnp.sum(pairs * positive, axis=0) - 1)
+    times = jnp.maximum(2 * jnp.sum(pairs * positive, axis=0) - 1, 1)
+    return jnp.sum(jnp.where(moved, times, 0)) / jnp.maximum(jnp.sum(moved), 1)

@@ -11,8 +11,8 @@ from optax_smile.samplers import _langevin
 
 FRICTION = 0.05
 ADAPT_STEPS = 5_000
-# Keeps the root of the squared gradient off zero, in nats per unit.
-SMALLEST_ROOT = 1e-16
+# Keeps the root of a parameter's squared gradient off zero, in units of that of the mean square.
+SMALLEST_ROOT = 1e-3
 
 
 class GradientScale(NamedTuple):
@@ -49,6 +49,8 @@ def scale_adapted_sghmc(
         v <- (1 - f) v - eps^2 V^(-1/2) grad U + sqrt(2 f eps^2 V^(-1/2) - eps^4) z,  z ~ N(0, I)
         theta <- theta + v
 
+    No noise is added where the root is negative, eps^2 V^(1/2) > 2 f.
+
     Args:
         step_size: eps > 0, a number or an Optax schedule of the number of steps. One parameter
             moves by about eps V^(-1/4) in a step.
@@ -72,7 +74,8 @@ def scale_adapted_sghmc(
         >>> tx = optax_smile.scale_adapted_sghmc(1e-2, num_data=100, key=jax.random.key(0))
         >>> state = tx.init(jnp.zeros(3))
 
-    Source: Springenberg, Klein, Falkner, Hutter, NeurIPS 2016, equations 8 to 10. Differs: V
+    Source: Springenberg, Klein, Falkner, Hutter, NeurIPS 2016, equations 8 to 10. Differs: 1e-3
+    of the root of the mean V is added to V^(1/2), for parameters without a gradient; V
     starts at zero instead of one, which would depend on the unit of the gradient; r is
     1 / (tau + 1), as in the authors' code, since a window of one step would never grow; eps is not
     divided by sqrt(num_data).
@@ -104,15 +107,14 @@ def scale_adapted_sghmc(
         memory = adapt(memory, call.gradient, call.num_steps < adapt_steps)
         eps = call.step_size
 
-        def leaf(displacement, square, g, z):
-            metric = 1 / (SMALLEST_ROOT + jnp.sqrt(square))
+        metric = _langevin.inverse(jax.tree.map(jnp.sqrt, memory.gradient_square), SMALLEST_ROOT)
+
+        def leaf(displacement, metric, g, z):
             variance = jnp.maximum(2 * friction * eps**2 * metric - eps**4, 0)
             kept = (1 - friction) * call.step_ratio * displacement
             return (kept - eps**2 * metric * g + jnp.sqrt(variance) * z).astype(g.dtype)
 
-        displacement = jax.tree.map(
-            leaf, call.displacement, memory.gradient_square, call.gradient, call.noise
-        )
+        displacement = jax.tree.map(leaf, call.displacement, metric, call.gradient, call.noise)
         return displacement, memory
 
     posterior = potential.Potential(num_data, prior_precision, temperature)

@@ -44,8 +44,8 @@ def sghmc(
         temperature: see `sgld`.
         friction: share f of the velocity that a step loses, in (0, 1).
         friction_step: `"euler"`, as published, or `"exact"`, which solves the Ornstein-Uhlenbeck
-            process of friction and noise: 2 f - f^2 in place of 2 f. Without it a standard normal
-            velocity grows by f / 2 at large friction.
+            process of friction and noise: 2 f - f^2 in place of 2 f. With `"euler"` the velocity
+            has variance 1 / (1 - f / 2) instead of 1.
         gradient_noise: variance V of the mini-batch gradient of U in each parameter, >= 0.
         key: see `sgld`.
 

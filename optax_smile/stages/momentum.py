@@ -38,6 +38,10 @@ INTEGRATORS = {
 }
 
 
+# Decoherence lengths, times two, in one step from which on u is a fresh direction anyway.
+FORGOTTEN = 40.0
+
+
 class MomentumState(NamedTuple):
     """Where the chain stands inside a step.
 
@@ -219,7 +223,8 @@ def diffuse(
     if decoherence_length is None or key is None:
         return state, towards
     length = jnp.where(is_step_end(state, integrator), state.step_length, 0)
-    amplitude = jnp.sqrt(jnp.expm1(2 * length / decoherence_length) / _tree.size(gradient))
+    exponent = jnp.minimum(2 * length / decoherence_length, FORGOTTEN)
+    amplitude = jnp.sqrt(jnp.expm1(exponent) / _tree.size(gradient))
     amplitude = jnp.where(towards.moving, amplitude, 1)
     noisy = jax.tree.map(
         lambda u, z: (u + amplitude * z).astype(u.dtype),
