@@ -1,5 +1,6 @@
 """Wrong arguments raise at the earliest moment and name the argument, the rule and the value."""
 
+import inspect
 import math
 import re
 
@@ -11,18 +12,29 @@ import pytest
 
 import optax_smile
 
-ALL = ["smile", "psmile", "smile_naive", "psmile_naive"]
+MICROCANONICAL = ["smile", "psmile", "smile_naive", "psmile_naive", "mclmc"]
+LANGEVIN = ["sgld", "psgld", "sghmc", "scale_adapted_sghmc", "cyclical_sgld"]
+ALL = MICROCANONICAL + LANGEVIN
 TUNED = ["smile", "psmile"]
 PRECONDITIONED = ["psmile", "psmile_naive"]
 KEY = jax.random.key(0)
 PARAMS = {"layer": {"w": jnp.ones((2, 3)), "b": jnp.ones(3)}}
 
+# What a sampler cannot be built without.
+NEEDED = {"mclmc": {"decoherence_length": 1.0, "key": KEY}} | {
+    name: {"key": KEY} for name in LANGEVIN
+}
+
 every_sampler = pytest.mark.parametrize("name", ALL)
+
+
+def accepts(name, argument):
+    return argument in inspect.signature(getattr(optax_smile, name)).parameters
 
 
 def build(name, **options):
     fn = getattr(optax_smile, name)
-    return fn(**{"step_size": 1e-2, "num_data": 100} | options)
+    return fn(**{"step_size": 1e-2, "num_data": 100} | NEEDED.get(name, {}) | options)
 
 
 def with_leaf(leaf):
@@ -45,23 +57,74 @@ NUMBERS = {
     "prior_precision": (">= 0", [-1, -1e-9, math.nan, math.inf]),
     "temperature": ("> 0", [0, -1.0, math.nan, math.inf]),
     "decoherence_length": ("> 0", [0, -1.0, math.nan, math.inf]),
+    "friction": (r"between 0 and 1 \(exclusive\)", [0, 1, 0.0, 1.0, -0.1, 1.5, math.nan]),
+    "gradient_noise": (">= 0", [-1, -1e-9, math.nan]),
+    "square_decay": (r"between 0 and 1 \(exclusive\)", [0, 1.0, -0.5, math.nan]),
+    "smallest_root": ("> 0", [0, -1e-5, math.nan, math.inf]),
+    "exploration": (r"in \[0, 1\)", [-0.1, 1, 1.0, 1.5, math.nan]),
+    # By default there are 4 cycles.
+    "total_steps": ("an integer >= 4", [3, 0, -1, 20_000.0, math.nan, True, "20000", None]),
+    "num_cycles": ("an integer >= 1", [0, -1, 2.0, True, None]),
+    "adapt_steps": ("an integer >= 1", [0, -1, 1.5, 1e3, "100", True, None]),
 }
 NOT_NUMBERS = ["0.1", True, [0.1], (0.1,), np.ones(2), {"a": 1.0}]
 
 
-@every_sampler
 @pytest.mark.parametrize(
-    ("argument", "value", "rule"),
-    [(name, value, rule) for name, (rule, values) in NUMBERS.items() for value in values],
+    ("name", "argument", "value", "rule"),
+    [
+        (name, argument, value, rule)
+        for name in ALL
+        for argument, (rule, values) in NUMBERS.items()
+        for value in values
+        if accepts(name, argument)
+    ],
 )
 def test_numbers_out_of_range(name, argument, value, rule):
     assert_rejected(name, argument, value, rule, key=KEY)
 
 
-@pytest.mark.parametrize("argument", ["step_size", "num_data", "temperature"])
+@pytest.mark.parametrize(
+    ("name", "argument"),
+    [
+        ("psmile", "step_size"),
+        ("psmile", "num_data"),
+        ("psmile", "temperature"),
+        ("sgld", "step_size"),
+        ("cyclical_sgld", "step_size"),
+        ("cyclical_sgld", "exploration"),
+        ("psgld", "smallest_root"),
+        ("sghmc", "gradient_noise"),
+    ],
+)
 @pytest.mark.parametrize("value", [*NOT_NUMBERS, None], ids=str)
-def test_not_a_number(argument, value):
-    assert_rejected("psmile", argument, value, "a number")
+def test_not_a_number(name, argument, value):
+    assert_rejected(name, argument, value, "a number")
+
+
+@pytest.mark.parametrize(
+    ("name", "argument"),
+    [("sghmc", "friction"), ("scale_adapted_sghmc", "friction"), ("psgld", "square_decay")],
+)
+@pytest.mark.parametrize("value", [*NOT_NUMBERS, None], ids=str)
+def test_not_a_probability(name, argument, value):
+    assert_rejected(name, argument, value, r"a number between 0 and 1 \(exclusive\)")
+
+
+def test_mclmc_needs_a_decoherence_length():
+    assert_rejected("mclmc", "decoherence_length", None, "> 0")
+
+
+def test_a_cycle_has_at_least_one_step():
+    assert_rejected("cyclical_sgld", "total_steps", 6, "an integer >= 7", num_cycles=7)
+    for total, cycles in ((7, 7), (1, 1), (np.int64(8), jnp.asarray(7))):
+        build("cyclical_sgld", total_steps=total, num_cycles=cycles)
+
+
+def test_the_ends_of_the_ranges_pass():
+    build("cyclical_sgld", exploration=0)
+    build("sghmc", gradient_noise=0, friction=1e-9)
+    build("scale_adapted_sghmc", adapt_steps=1, friction=1 - 1e-9)
 
 
 @pytest.mark.parametrize("value", ["1.0", True, np.ones(2)], ids=str)
@@ -96,12 +159,26 @@ def test_tuner_adapt_steps(value):
         optax_smile.quantile_tuner(adapt_steps=value)
 
 
-@every_sampler
-@pytest.mark.parametrize("value", ["Leapfrog", "mclachlan", "", None, 2])
-def test_unknown_integrator(name, value):
-    with pytest.raises(ValueError, match=house_form(name, "integrator", "one of", "")) as error:
-        build(name, integrator=value)
-    assert "'leapfrog', 'minimal_norm'" in str(error.value) and repr(value) in str(error.value)
+CHOICES = {
+    "integrator": ("'leapfrog', 'minimal_norm'", ["Leapfrog", "mclachlan", "", None, 2]),
+    "friction_step": ("'euler', 'exact'", ["Euler", "obabo", "", None, True]),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "argument", "value", "choices"),
+    [
+        (name, argument, value, choices)
+        for name in ALL
+        for argument, (choices, values) in CHOICES.items()
+        for value in values
+        if accepts(name, argument)
+    ],
+)
+def test_unknown_choice(name, argument, value, choices):
+    with pytest.raises(ValueError, match=house_form(name, argument, "one of", "")) as error:
+        build(name, **{argument: value})
+    assert choices in str(error.value) and repr(value) in str(error.value)
 
 
 @pytest.mark.parametrize("name", TUNED)
@@ -148,9 +225,16 @@ def test_refresh_needs_a_key(name):
     assert_rejected(name, "key", None, 'a JAX key .*"refresh"', reset_momentum="refresh")
 
 
-@every_sampler
+@pytest.mark.parametrize("name", MICROCANONICAL)
 def test_explicit_noise_needs_a_key(name):
     assert_rejected(name, "key", None, "a JAX key .*decoherence_length", decoherence_length=1.0)
+
+
+@pytest.mark.parametrize("name", LANGEVIN)
+def test_langevin_noise_needs_a_key(name):
+    assert_rejected(name, "key", None, "a JAX key")
+    with pytest.raises(ValueError, match=house_form(name, "key", "a JAX key", "None")):
+        getattr(optax_smile, name)(1e-2, num_data=100)
 
 
 @pytest.mark.parametrize(
@@ -158,8 +242,10 @@ def test_explicit_noise_needs_a_key(name):
     [42, "key", np.zeros(2), jax.random.split(KEY, 3)],
     ids=["int", "str", "floats", "many keys"],
 )
-def test_key_is_not_one_key(value):
-    assert_rejected("psmile", "key", value, "a JAX key", decoherence_length=1.0)
+@pytest.mark.parametrize("name", ["psmile", "mclmc", "sgld"])
+def test_key_is_not_one_key(name, value):
+    options = {"decoherence_length": 1.0} if accepts(name, "decoherence_length") else {}
+    assert_rejected(name, "key", value, "a JAX key", **options)
 
 
 @every_sampler
@@ -277,16 +363,18 @@ def test_shape_of_value(name, shape):
         jax.jit(tx.update)(PARAMS, tx.init(PARAMS), PARAMS, value=jnp.ones(shape))
 
 
+@pytest.mark.parametrize("name", ["smile", "sgld"])
 @pytest.mark.parametrize("value", [(0.5, {}), {"loss": 0.5}, "0.5"], ids=str)
-def test_value_is_no_number(value):
-    tx, got = build("smile"), type(value).__name__
-    with pytest.raises(ValueError, match=house_form("smile", "value", "scalar", got)):
+def test_value_is_no_number(name, value):
+    tx, got = build(name), type(value).__name__
+    with pytest.raises(ValueError, match=house_form(name, "value", "scalar", got)):
         tx.update(PARAMS, tx.init(PARAMS), PARAMS, value=value)
 
 
+@pytest.mark.parametrize("name", ["smile", "sgld"])
 @pytest.mark.parametrize("value", [1, 1.5, np.float64(2), np.ones(()), jnp.float32(3)])
-def test_every_scalar_is_a_value(value):
-    tx = build("smile")
+def test_every_scalar_is_a_value(name, value):
+    tx = build(name)
     _, state = tx.update(PARAMS, tx.init(PARAMS), PARAMS, value=value)
     assert optax_smile.stats(state)["energy_level"] == 1
 
@@ -316,10 +404,26 @@ def test_tracers_pass(argument):
     jax.eval_shape(first_update, -1.0)
 
 
-@pytest.mark.parametrize("argument", ["noise_decay", "decoherence_length", "reset_quantile"])
-def test_optional_tracers_pass(argument):
+@pytest.mark.parametrize(
+    ("name", "argument"),
+    [
+        ("psmile", "noise_decay"),
+        ("psmile", "decoherence_length"),
+        ("psmile", "reset_quantile"),
+        ("mclmc", "decoherence_length"),
+        ("sgld", "step_size"),
+        ("psgld", "square_decay"),
+        ("psgld", "smallest_root"),
+        ("sghmc", "friction"),
+        ("sghmc", "gradient_noise"),
+        ("scale_adapted_sghmc", "friction"),
+        ("cyclical_sgld", "step_size"),
+        ("cyclical_sgld", "exploration"),
+    ],
+)
+def test_optional_tracers_pass(name, argument):
     def first_update(number, key):
-        tx = build("psmile", **{argument: number, "key": key})
+        tx = build(name, **{argument: number, "key": key})
         return tx.update(PARAMS, tx.init(PARAMS), PARAMS, value=1.0)[0]
 
     jax.eval_shape(first_update, 0.9, KEY)

@@ -122,12 +122,16 @@ def test_sgld():
     np.testing.assert_allclose(trace.told("step_size")[1:], OF_STEP_SIZE * FACTORS[:CALLS])
 
 
-@pytest.mark.parametrize("decay, smallest_root", [(0.99, 1e-5), (0.6, 0.3)])
+def root_mean_square(x):
+    return np.sqrt(np.mean(np.square(x)))
+
+
+@pytest.mark.parametrize("decay, smallest_root", [(0.99, 1e-3), (0.6, 0.3)])
 def test_psgld(decay, smallest_root):
     def move(call, gradient, history, z):
         weights = decay ** np.arange(call, -1, -1)
-        square = weights @ np.square(history) / weights.sum()
-        step = OF_STEP_SIZE * FACTORS[call] / (smallest_root + np.sqrt(square))
+        root = np.sqrt(weights @ np.square(history) / weights.sum())
+        step = OF_STEP_SIZE * FACTORS[call] / (smallest_root * root_mean_square(root) + root)
         return -step * gradient + np.sqrt(2 * step) * z
 
     options = {"square_decay": decay, "smallest_root": smallest_root}
@@ -175,7 +179,7 @@ def test_scale_adapted_sghmc():
             square = (1 - rate) * square + rate * gradient**2
             window = window * (1 - mean**2 / square) + 1
         scales.append((window, mean, square))
-        root = np.sqrt(square)
+        root = np.sqrt(square) + 1e-3 * root_mean_square(np.sqrt(square))
         velocity = (1 - friction) * velocity - eps * gradient / root
         velocity = velocity + np.sqrt(2 * friction / root - eps**2) * z
         return eps * velocity
@@ -194,12 +198,33 @@ def test_scale_adapted_sghmc():
     np.testing.assert_array_equal(told, np.arange(calls - 1) >= adapt_steps)
 
 
+@pytest.mark.parametrize("name", ["psgld", "scale_adapted_sghmc"])
+def test_parameters_without_a_gradient(name):
+    """They move as those with a thousandth of the root mean square; if all are so, none moves."""
+    tx = build(name, prior_precision=0.0)
+    some = {"b": jnp.zeros(3), "w": {"inner": jnp.full((2, 2), 2.0), "outer": jnp.full((), -2.0)}}
+    none = jax.tree.map(jnp.zeros_like, some)
+    state = tx.init(some)
+    updates, _ = tx.update(none, state, some)
+    assert not np.any(flat(updates))
+    updates, after = tx.update(some, state, some)
+    z = noise_of(state, some)
+    if name == "psgld":
+        step = OF_STEP_SIZE / (1e-3 * 2 * np.sqrt(5 / 8))
+        expected = np.sqrt(2 * step) * z
+    else:
+        metric = 1 / (1e-3 * np.sqrt(5 / 8 / 2) * 2 * NUM_DATA / TEMPERATURE)
+        expected = np.sqrt(2 * 0.05 * OF_STEP_SIZE**2 * metric - OF_STEP_SIZE**4) * z
+    np.testing.assert_allclose(flat(updates)[:3], expected[:3], rtol=1e-5)
+    assert np.all(np.isfinite(flat(after.displacement)))
+
+
 def test_noise_that_would_have_negative_variance_is_left_out():
     """Scale-adapted SGHMC takes eps^4 off 2 f eps^2 V^(-1/2), which may be less."""
     tx = build("scale_adapted_sghmc", 0.5, friction=0.01)
     trace = follow(tx, 1)
     g = (NUM_DATA * loss_gradient(START, 0) + PRIOR_OF_EACH * START) / TEMPERATURE
-    root = np.sqrt(g**2 / 2)
+    root = np.sqrt(g**2 / 2) + 1e-3 * root_mean_square(np.sqrt(g**2 / 2))
     variance = 2 * 0.01 * 0.5**2 / root - 0.5**4
     assert (variance < 0).any()
     expected = -(0.5**2) * g / root + np.sqrt(np.maximum(variance, 0)) * trace.noise[0]
@@ -249,7 +274,8 @@ def test_exploration_ends_at_the_right_step(length):
             exploration=percent / 100,
             key=jax.random.key(0),
         )
-        state = tx.init(params)._replace(num_steps=count + 1)
+        _, state = tx.update(params, tx.init(params), params)
+        state = state._replace(num_steps=count + 1)
         return optax_smile.stats(tx.update(params, state, params)[1])["is_sample"]
 
     # With jit: a division by a constant may then become a product with its rounded inverse.
@@ -450,11 +476,11 @@ def test_stats_are_those_of_smile(name):
 def test_below_resolution(name):
     """Displacements that float32 parameters do not feel are told."""
     params = jax.tree.map(lambda x: 1e6 + 0 * x, as_tree(START, jnp.float32))
-    still = jax.tree.map(jnp.zeros_like, params)
+    grads = jax.tree.map(lambda x: 1e-6 * x, params)
     options = {"exploration": 0.0} if name == "cyclical_sgld" else {}
     for step_size, expected in ((1e-16, True), (10.0, False)):
         tx = build(name, step_size, prior_precision=0.0, **options)
-        _, state = tx.update(still, tx.init(params), params)
+        _, state = tx.update(grads, tx.init(params), params)
         assert optax_smile.stats(state)["below_resolution"] == expected
 
 

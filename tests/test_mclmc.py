@@ -41,7 +41,7 @@ def flat(tree):
 class Call(NamedTuple):
     position: np.ndarray
     gradient: np.ndarray
-    noise: np.ndarray
+    noise: Any
     value: float
     stats: dict[str, Any]
 
@@ -122,22 +122,23 @@ def test_smile_without_noise_and_with_full_batches_is_mclmc(integrator):
 def textbook(integrator, step_size, length, calls):
     """Positions and energy errors from the gradients and the noise of the calls, in NumPy."""
     kicks, drifts = SCHEMES[integrator]
-    size, stage, energy_change = calls[0].position.size, 0, np.nan
-    position, u = calls[0].position, None
+    position = calls[0].position
+    nu = np.sqrt((np.exp(2 * step_size / length) - 1) / position.size)
+    u, stage, kinetic, opening_value = None, 0, 0.0, 0.0
     for call in calls:
-        if u is not None:
+        change = np.nan
+        if u is None:
+            u, stage = call.noise / np.linalg.norm(call.noise), 0
+        else:
             u, gain = textbook_kick(u, call.gradient, kicks[stage] * step_size)
             kinetic += gain
-        if u is None or stage == len(drifts):
-            if u is not None:
-                energy_change = kinetic + call.value - opening_value
-            nu = np.sqrt((np.exp(2 * step_size / length) - 1) / size)
-            u = call.noise if u is None else u + nu * call.noise
-            u, kinetic = textbook_kick(u / np.linalg.norm(u), call.gradient, kicks[0] * step_size)
-            opening_value, stage = call.value, 0
-        else:
-            energy_change = np.nan
-        yield position, energy_change
+            if stage == len(drifts):
+                change, stage = kinetic + call.value - opening_value, 0
+                u = (u + nu * call.noise) / np.linalg.norm(u + nu * call.noise)
+        if stage == 0:
+            u, kinetic = textbook_kick(u, call.gradient, kicks[0] * step_size)
+            opening_value = call.value
+        yield position, change
         position = position + drifts[stage] * step_size * u
         stage += 1
 
@@ -173,7 +174,7 @@ def test_trajectory_and_energies_are_those_of_the_textbook(integrator):
 def test_a_start_at_the_mode_moves():
     tx = optax_smile.mclmc(0.3, num_data=1, decoherence_length=1.0, key=jax.random.key(0))
     mode = jnp.zeros(4)
-    updates, _ = tx.update(mode, tx.init(mode), mode)
+    updates: Any = tx.update(mode, tx.init(mode), mode)[0]
     np.testing.assert_allclose(np.linalg.norm(updates), 0.15, rtol=1e-6)
 
 
@@ -236,17 +237,17 @@ def tuned_by_blackjax(loss_fn, integrator):
 
 @pytest.mark.slow
 @every_integrator
-@pytest.mark.parametrize("loss_fn, factor", [(isotropic, 1.05), (ill_conditioned, 1.2)])
+@pytest.mark.parametrize("loss_fn, factor", [(isotropic, 1.07), (ill_conditioned, 1.2)])
 def test_tuned_gaussians_are_those_of_blackjax(loss_fn, factor, integrator):
-    # Measured: step sizes 6.32 and 6.38, 12.3 and 12.1 (isotropic), 0.213 and 0.210, 0.509 and
-    # 0.493; decoherence lengths 9.67 and 9.64, 8.21 and 8.25, 9.8 and 9.4, 11.0 and 10.3.
+    # Measured: step sizes 6.32 and 6.26, 12.3 and 11.9 (isotropic), 0.213 and 0.212, 0.509 and
+    # 0.493; decoherence lengths 9.66 and 9.65, 8.21 and 8.29, 9.8 and 9.6, 11.0 and 12.2.
     assert_tuned_as_blackjax(loss_fn, integrator, factor, length_factor=max(factor, 1.45))
 
 
 @pytest.mark.slow
 @every_integrator
 def test_tuned_banana_is_that_of_blackjax(integrator):
-    # Measured: 0.139 and 0.133, 0.322 and 0.300; 12.1 and 10.8, 13.8 and 13.2.
+    # Measured: step sizes 0.139 and 0.141, 0.321 and 0.300; lengths 12.1 and 11.0, 13.8 and 13.1.
     assert_tuned_as_blackjax(five_bananas, integrator, factor=1.5, length_factor=1.7)
 
 
@@ -261,22 +262,17 @@ def assert_tuned_as_blackjax(loss_fn, integrator, factor, length_factor):
         assert abs(one.mean() - other.mean()) < np.log(bound)
 
 
+@pytest.mark.slow
+@every_integrator
 @pytest.mark.parametrize(
-    "loss_fn, integrator, factor",
-    [
-        # Measured over 16 seeds, in units of the aim: 0.90, 0.93; 1.4, 1.1; 1.9, 2.6.
-        (isotropic, "leapfrog", 1.25),
-        (isotropic, "minimal_norm", 1.25),
-        pytest.param(ill_conditioned, "leapfrog", 1.8, marks=pytest.mark.slow),
-        pytest.param(ill_conditioned, "minimal_norm", 1.8, marks=pytest.mark.slow),
-        pytest.param(five_bananas, "leapfrog", 4.0, marks=pytest.mark.slow),
-        pytest.param(five_bananas, "minimal_norm", 4.0, marks=pytest.mark.slow),
-    ],
+    "loss_fn, factor", [(isotropic, 1.25), (ill_conditioned, 1.8), (five_bananas, 4.0)]
 )
 def test_energy_variance_of_the_tuned_sampler(loss_fn, integrator, factor):
     """Geometric mean over 16 chains. The tuner weighs errors far from its aim down, so that on a
     target whose errors have heavy tails, the banana, the plain variance comes out larger.
     """
+    # Measured, in units of the aim: 0.93 and 1.03, standard error 4 %; 1.1 and 1.3, 16 %; 1.5 and
+    # 3.0, 50 %.
     settings = tuned(loss_fn, integrator)
     per_step = CALLS_PER_STEP[integrator]
 
@@ -309,54 +305,63 @@ def test_energy_variance_of_the_tuned_sampler(loss_fn, integrator, factor):
 
 def test_tuning_goes_to_another_aim():
     """Energy errors grow with the third power of the step size."""
-    key = jax.random.key(3)
-    settings = [
-        tune(isotropic, key, integrator="leapfrog", energy_variance=aim, num_steps=3_000)
-        for aim in (5e-4, 5e-4 / 64)
-    ]
-    ratio = float(settings[0].step_size / settings[1].step_size)
-    np.testing.assert_allclose(ratio, 2, rtol=0.15)
+    key, options = jax.random.key(3), {"integrator": "leapfrog", "num_steps": 3_000}
+    aims = jnp.array([5e-4, 5e-4 / 64])
+    settings = jax.vmap(lambda aim: tune(isotropic, key, energy_variance=aim, **options))(aims)
+    np.testing.assert_allclose(settings.step_size[0] / settings.step_size[1], 2, rtol=0.15)
+
+
+# What 9,000 steps from elsewhere come to, and BlackJAX with them.
+TUNED_ISOTROPIC = {"leapfrog": (6.35, 9.65), "minimal_norm": (12.2, 8.2)}
 
 
 @every_integrator
 def test_tuning_from_the_mode(integrator):
     """Where the gradient is zero."""
-    settings = tune(
-        isotropic, jax.random.key(1), jnp.zeros(100), integrator=integrator, num_steps=2_000
-    )
-    expected = tuned(isotropic, integrator)
-    for name in ("step_size", "decoherence_length"):
-        got, others = getattr(settings, name), getattr(expected, name)
-        np.testing.assert_allclose(got, np.exp(np.mean(np.log(others))), rtol=0.25)
+    options = {"integrator": integrator, "num_steps": 2_000, "first_step_size": 2.5}
+    settings = tune(isotropic, jax.random.key(1), jnp.zeros(100), **options)
+    np.testing.assert_allclose(settings[:2], TUNED_ISOTROPIC[integrator], rtol=0.15)
+
+
+def test_tuning_forgets_a_first_step_that_was_far_too_short():
+    """It may grow tenfold with each step, and has 1,300 of them for a factor of 2,400."""
+    settings = tune(isotropic, jax.random.key(1), num_steps=2_000)
+    np.testing.assert_allclose(settings[:2], TUNED_ISOTROPIC["minimal_norm"], rtol=0.15)
 
 
 @every_integrator
-@pytest.mark.parametrize("largest", [5.0, 20.0])
-def test_a_loss_that_is_nan_far_out(integrator, largest):
+def test_a_loss_that_is_nan_far_out(integrator):
     """The first step size is a hundred times too long, and ends where there is no loss."""
-    unit_length, size = 3e-3, 10
+    unit_length, border, size = 3e-3, 5.0, 10
+    start = unit_length * jnp.ones(size)
 
     def loss_fn(x):
         x = x / unit_length
-        return jnp.where(jnp.linalg.norm(x) < largest, jnp.sum(x**2) / 2, jnp.nan)
+        return jnp.where(jnp.linalg.norm(x) < border, jnp.sum(x**2) / 2, jnp.nan)
 
-    start = unit_length * jnp.ones(size)
-    settings = tune(loss_fn, jax.random.key(0), start, integrator=integrator, num_steps=3_000)
-    # Without that border 1.8 and 5.3 units for the step, 3.1 and 1.7 for the length.
+    options = {"integrator": integrator, "num_steps": 3_000, "first_step_size": 1.0}
+    settings = tune(loss_fn, jax.random.key(0), start, **options)
+    # Without a border 1.8 and 5.3 units for the step, 3.1 and 1.7 for the length.
     step_size, length = (float(x) / unit_length for x in settings[:2])
+    radius = np.linalg.norm(settings.params) / unit_length
     assert {"leapfrog": 0.9, "minimal_norm": 1.5}[integrator] < step_size < 7
     assert 1 < length < 7
-    assert 0.5 < np.linalg.norm(settings.params) / unit_length < largest
+    assert 0.5 < radius < border
+    assert abs(radius - np.sqrt(size)) > 1e-3, "the chain has not left its start"
 
 
 def test_tuning_keeps_tree_and_precision():
+    def loss_fn(tree):
+        return jnp.sum(tree["x"] ** 2) / 2 + jnp.sum(tree["y"][0] ** 2) + tree["y"][1] ** 2
+
     with jax.enable_x64(True):
         start = {"x": jnp.ones(3), "y": (jnp.ones((2, 2)), jnp.ones(()))}
         settings = optax_smile.tune_mclmc(
-            lambda tree: sum(jnp.sum(x**2) for x in jax.tree.leaves(tree)) / 2,
+            loss_fn,
             start,
             num_data=10,
             num_steps=30,
+            integrator="leapfrog",
             key=jax.random.key(0),
         )
         assert jax.tree.structure(settings.params) == jax.tree.structure(start)
@@ -379,6 +384,8 @@ def test_tuning_uses_prior_temperature_and_number_of_data():
         ("num_steps", 29, "an integer >= 30"),
         ("num_steps", 1e3, "an integer >= 30"),
         ("num_steps", True, "an integer >= 30"),
+        ("first_step_size", 0.0, "> 0"),
+        ("first_step_size", float("inf"), "> 0"),
         ("energy_variance", 0, "> 0"),
         ("energy_variance", -1.0, "> 0"),
         ("energy_variance", float("nan"), "> 0"),
@@ -388,17 +395,18 @@ def test_tuning_uses_prior_temperature_and_number_of_data():
         ("integrator", "mclachlan", "one of 'leapfrog', 'minimal_norm'"),
         ("key", None, "a JAX key"),
         ("key", 3, "a JAX key"),
+        ("prior_precision", {"w": 1.0}, "a number or a prefix"),
+        ("params", jnp.array([1.0, jnp.nan]), "finite"),
         ("params", jnp.ones(1), "at least 2 parameters"),
         ("params", {"w": jnp.ones(3, int)}, "float32 or float64"),
         ("loss_fn", lambda x: x, "a scalar mean loss"),
         ("loss_fn", lambda x: (jnp.sum(x), {}), "a scalar mean loss"),
         ("loss_fn", lambda x: None, "a scalar mean loss"),
     ],
-    ids=str,
 )
 def test_wrong_arguments_of_the_tuning(argument, value, rule):
     arguments = {
-        "loss_fn": lambda x: jnp.float32(0),
+        "loss_fn": lambda x: jnp.sum(x),
         "params": jnp.ones(3),
         "num_data": 1,
         "key": jax.random.key(0),

@@ -149,7 +149,7 @@ def sampler(
             guardrail=guardrail.init(dtype),
             num_steps=count,
             key=jax.random.clone(key),
-            last_call=no_call(dtype),
+            last_call=no_call(dtype)._replace(is_sample=rule.is_sample(count - 1)),
         )
 
     def update(
@@ -167,6 +167,7 @@ def sampler(
         step_length = step_size_at(state.num_steps) * state.step_size_factor * guard.step_backoff
         step_length = jnp.asarray(step_length, dtype)
         key, noise_key = jax.random.split(state.key)
+        step_end = last.accepted & (last.num_calls > 0)
         last_length = state.step_length
         moved = last_length > 0
         displacement, memory = rule.move(
@@ -197,8 +198,10 @@ def sampler(
                 energy_change=jnp.full_like(last.energy_change, jnp.nan),
                 energy_level=jnp.full_like(last.energy_level, value is not None),
                 accepted=~undo,
-                step_end=last.accepted & (last.num_calls > 0),
-                is_sample=rule.is_sample(state.num_steps - 1),
+                step_end=step_end,
+                is_sample=jnp.where(
+                    step_end & ~undo, rule.is_sample(state.num_steps - 1), last.is_sample
+                ),
                 below_resolution=_tree.inner(displacement, displacement) < resolution**2,
                 num_calls=last.num_calls + 1,
             ),

@@ -68,15 +68,16 @@ def cyclical_sgld(
     _check.number("cyclical_sgld", "exploration", exploration, rule, lambda x: 0 <= x < 1)
     cycle_length = -(-total_steps // num_cycles)
 
-    def place(count: Any) -> jax.Array:
-        return (jnp.asarray(count) % cycle_length) / cycle_length
-
     def is_sample(count: jax.Array) -> jax.Array:
-        return (place(count) >= exploration) & (count >= 0)
+        # A hundredth of a step keeps the boundary where it is under rounding.
+        in_cycle = jnp.asarray(count) % cycle_length + 0.01
+        return (in_cycle >= exploration * cycle_length) & (count >= 0)
 
     def size(count: Any) -> Any:
         largest = step_size(count) if callable(step_size) else step_size
-        return largest * (1 + jnp.cos(jnp.pi * place(count))) / 2
+        place = (jnp.asarray(count) % cycle_length) / cycle_length
+        # (1 + cos(pi r)) / 2, which would lose its digits at the end of a cycle.
+        return largest * jnp.cos(jnp.pi / 2 * place) ** 2
 
     def move(memory: None, call: _langevin.Move):
         amplitude = jnp.where(is_sample(call.num_steps), jnp.sqrt(2 * call.step_size), 0)

@@ -10,6 +10,7 @@ import optax
 from optax_smile import _check, _tree, potential
 from optax_smile._state import last_accepted, stats
 from optax_smile.samplers.smile import microcanonical
+from optax_smile.stages import momentum
 
 # Per step and parameter, nats^2, that the tuned step size aims at.
 ENERGY_VARIANCE = 5e-4
@@ -168,6 +169,7 @@ def tune_mclmc(
     potential.check_prior(name, posterior, params)
     _check.whole("tune_mclmc", "num_steps", num_steps, 30)
     _check.positive("tune_mclmc", "first_step_size", first_step_size)
+    _check.choice("tune_mclmc", "integrator", integrator, momentum.INTEGRATORS)
     _check.positive("tune_mclmc", "energy_variance", energy_variance)
     _check.key("tune_mclmc", key)
     if key is None:
@@ -177,7 +179,8 @@ def tune_mclmc(
         _check.fail("tune_mclmc", "loss_fn", "a function that returns a scalar mean loss", loss)
     params = jax.tree.map(jnp.array, params)
     start = jax.jit(jax.value_and_grad(loss_fn))(params)
-    if not all(bool(jnp.all(jnp.isfinite(x))) for x in jax.tree.leaves(start)):
+    known = not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(start))
+    if known and not all(bool(jnp.all(jnp.isfinite(x))) for x in jax.tree.leaves(start)):
         rule = "where the loss and its gradient are finite"
         _check.fail("tune_mclmc", "params", rule, f"a loss of {start[0]}")
     dtype, size = _tree.dtype(params), _tree.size(params)
@@ -196,20 +199,22 @@ def tune_mclmc(
     def step(chain, step_size, length):
         """One integrator step of this size, and what is known of the step before it."""
         params, state = chain
-        state = optax.tree.set(state, step_size_factor=step_size)
-        seen = []
+        state: Any = optax.tree.set(state, step_size_factor=step_size)
+        seen, tried = [], state.momentum.step_length
         for _ in range(state.calls_per_step):
             loss, grads = jax.value_and_grad(loss_fn)(params)
             updates, state = build(length).update(grads, state, params, value=loss)
             params = optax.apply_updates(params, updates)
             seen.append(stats(state))
-        return (params, state), seen[0]
+        # The first call judges the step before; the second can undo the one that it opened.
+        whole = seen[-1]["accepted"]
+        told = seen[0] | {"accepted": seen[0]["accepted"] & whole}
+        return (params, state), (told, jnp.where(whole, tried, state.momentum.step_length))
 
     def adapt(carry, _):
         chain, controller, moments, length = carry
-        last_step_size = chain[1].momentum.step_length
-        chain, seen = step(chain, controller.step_size, length)
-        controller = _adapt(controller, seen, last_step_size, energy_variance * size)
+        chain, (seen, tried) = step(chain, controller.step_size, length)
+        controller = _adapt(controller, seen, tried, energy_variance * size)
         moments = _accumulate(moments, chain[0], controller.step_size)
         return (chain, controller, moments, length), None
 
@@ -265,12 +270,14 @@ def _adapt(state: _Controller, seen: Any, tried: jax.Array, aim: float) -> _Cont
     decay = (MEMORY - 1) / (MEMORY + 1)
     known = jnp.isfinite(seen["energy_change"])
     error = jnp.clip(jnp.where(known, seen["energy_change"], 0) ** 2 / aim, *ERROR_RANGE)
-    weight = jnp.exp(-0.5 * (jnp.log(error) / (6 * TRUST)) ** 2) * known
+    measured = known & (error > ERROR_RANGE[0])
+    weight = jnp.exp(-0.5 * (jnp.log(error) / (6 * TRUST)) ** 2) * measured
     error_sum = decay * state.error_sum + weight * error * (state.step_size / tried) ** 6
     weight_sum = decay * state.weight_sum + weight
     largest = jnp.minimum(state.largest, jnp.where(seen["accepted"], jnp.inf, RETREAT * tried))
-    any_known = weight_sum > 0
-    mean = jnp.where(any_known, error_sum / jnp.where(any_known, weight_sum, 1), 1)
+    any_measured = weight_sum > 0
+    mean = error_sum / jnp.where(any_measured, weight_sum, 1)
+    mean = jnp.where(any_measured, mean, jnp.where(known, ERROR_RANGE[0], 1))
     change = jnp.clip(mean ** (-1 / 6), 1 / LARGEST_CHANGE, LARGEST_CHANGE)
     step_size = jnp.minimum(state.step_size * change, largest)
     return _Controller(
