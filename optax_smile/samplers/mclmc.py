@@ -32,7 +32,8 @@ LARGEST_WATCH = 1_000
 # largest factor by which one of them may change the step size.
 ERROR_RANGE = (1e-8, 1e24)
 LARGEST_CHANGE = 10.0
-# After a step that ended in a non-finite number, the largest step size in units of that one.
+# After a step that ended in a non-finite number, the largest step size in units of that one. Good
+# steps let it grow again: single accidents must not add up to a chain that stands still.
 RETREAT = 0.8
 
 
@@ -275,7 +276,8 @@ def _adapt(state: _Controller, seen: Any, tried: jax.Array, aim: float) -> _Cont
     weight = jnp.exp(-0.5 * (jnp.log(error) / (6 * TRUST)) ** 2) * measured
     error_sum = decay * state.error_sum + weight * error * (state.step_size / tried) ** 6
     weight_sum = decay * state.weight_sum + weight
-    largest = jnp.minimum(state.largest, jnp.where(seen["accepted"], jnp.inf, RETREAT * tried))
+    retreated = jnp.minimum(state.largest, RETREAT * tried)
+    largest = jnp.where(seen["accepted"], state.largest * (1 + 1 / MEMORY), retreated)
     any_measured = weight_sum > 0
     mean = error_sum / jnp.where(any_measured, weight_sum, 1)
     mean = jnp.where(any_measured, mean, jnp.where(known, ERROR_RANGE[0], 1))
