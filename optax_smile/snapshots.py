@@ -115,6 +115,10 @@ def _draw_file(directory: Path, draw: int) -> Path:
     return directory / f"draw-{draw:08d}.safetensors"
 
 
+def _draw_files(directory: Path) -> list[Path]:
+    return sorted(directory.glob("draw-*.safetensors"))
+
+
 def _checksum(arrays: Mapping[str, np.ndarray]) -> str:
     value = 0
     for name in sorted(arrays):
@@ -187,11 +191,11 @@ class SnapshotWriter:
     ):
         _import_safetensors()
         if dtype is not None:
-            _check.choice("SnapshotWriter", "dtype", dtype, STORED_DTYPES)
+            _check.choice("sample", "dtype", dtype, STORED_DTYPES)
         self.directory, self.dtype = Path(directory), dtype
-        if (self.directory / MANIFEST).exists():
-            rule = "a new or empty directory"
-            got = f"{self.directory}, which holds the draws of a run"
+        if _draw_files(self.directory):
+            rule = "a directory without draws"
+            got = f"{self.directory}, which holds those of another run"
             _check.fail("sample", "directory", rule, got, "Choose another, or remove it.")
         self.leaves = _describe(params)
         self.directory.mkdir(parents=True, exist_ok=True)
@@ -269,7 +273,7 @@ class StoredSnapshots:
         self.directory, self.manifest, self.flat = directory, manifest, flat
         self.leaves = [Leaf(**leaf) for leaf in manifest["leaves"]]
         self.structure = None if like is None else jax.tree.structure(like)
-        self.files = sorted(directory.glob("draw-*.safetensors"))
+        self.files = _draw_files(directory)
 
     @property
     def num_chains(self) -> int:
@@ -307,8 +311,9 @@ class StoredSnapshots:
         return traced | {"step": np.broadcast_to(steps, (self.num_chains, len(steps)))}
 
     def _header(self, file: Path) -> dict[str, Any]:
+        safetensors = _import_safetensors()
         try:
-            with _import_safetensors().safe_open(file, framework="numpy") as content:
+            with safetensors.safe_open(file, framework="numpy") as content:
                 return json.loads(content.metadata()["optax_smile"])
         except Exception as error:
             raise _damaged(file, error) from error

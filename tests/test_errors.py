@@ -58,7 +58,7 @@ NUMBERS = {
     "temperature": ("> 0", [0, -1.0, math.nan, math.inf]),
     "decoherence_length": ("> 0", [0, -1.0, math.nan, math.inf]),
     "friction": (r"between 0 and 1 \(exclusive\)", [0, 1, 0.0, 1.0, -0.1, 1.5, math.nan]),
-    "gradient_noise": (">= 0", [-1, -1e-9, math.nan]),
+    "gradient_noise": (">= 0", [-1, -1e-9, math.nan, math.inf]),
     "square_decay": (r"between 0 and 1 \(exclusive\)", [0, 1.0, -0.5, math.nan]),
     "smallest_root": ("> 0", [0, -1e-5, math.nan, math.inf]),
     "exploration": (r"in \[0, 1\)", [-0.1, 1, 1.0, 1.5, math.nan]),

@@ -194,8 +194,33 @@ def test_errors_of_load_snapshots(tmp_path):
 
 
 def test_errors_before_any_step(tmp_path):
-    with pytest.raises(ValueError, match=r"`SnapshotWriter\(dtype=...\)` must be one of .*float16"):
+    with pytest.raises(ValueError, match=r"`sample\(dtype=...\)` must be one of .*float16"):
         draw(tmp_path / "run", dtype="int8")
     draw(tmp_path)
-    with pytest.raises(ValueError, match=r"`sample\(directory=...\)` must be a new or empty"):
+    with pytest.raises(
+        ValueError, match=r"`sample\(directory=...\)` must be a directory without draws"
+    ):
         draw(tmp_path)
+
+
+def test_a_run_that_failed_before_its_first_draw_does_not_block_the_directory(tmp_path):
+    with pytest.raises(ValueError, match="ran out before the first draw"):
+        optax_smile.sample(
+            mean_loss,
+            start(),
+            iter([jnp.ones(2)]),
+            optax_smile.psmile_naive(0.1, num_data=20),
+            num_warmup=5,
+            num_samples=1,
+            key=jax.random.key(0),
+            progress=False,
+            directory=tmp_path,
+        )
+    assert draw(tmp_path).num_draws == SAMPLES
+
+
+def test_missing_safetensors_is_no_damage(tmp_path, monkeypatch):
+    draws = draw(tmp_path)
+    monkeypatch.setitem(sys.modules, "safetensors.numpy", None)
+    with pytest.raises(ImportError, match=r"pip install 'optax-smile\[storage\]'"):
+        next(iter(draws))
