@@ -1,6 +1,6 @@
 """Turn any Optax training loop into a Bayesian sampler."""
 
-from optax_smile import metrics
+from optax_smile import ensemble, metrics
 from optax_smile._state import last_accepted, stats
 from optax_smile.predict import Likelihood, Prediction, predict
 from optax_smile.samplers.cyclical_sgld import cyclical_sgld
@@ -13,7 +13,7 @@ from optax_smile.sampling import sample
 from optax_smile.snapshots import Snapshots, StoredSnapshots, load_snapshots
 from optax_smile.stages.preconditioner import scale_by_gradient_noise
 from optax_smile.stages.tuner import quantile_tuner
-from optax_smile.warmstart import warmstart
+from optax_smile.warmstart import chains_from_weights, warmstart
 
 __version__ = "0.1.0"
 
@@ -23,7 +23,9 @@ __all__ = [
     "Prediction",
     "Snapshots",
     "StoredSnapshots",
+    "chains_from_weights",
     "cyclical_sgld",
+    "ensemble",
     "last_accepted",
     "load_snapshots",
     "mclmc",

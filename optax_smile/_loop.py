@@ -1,29 +1,29 @@
 """What the host loops of `warmstart` and `sample` share."""
 
-from collections.abc import Callable, Iterable, Iterator
+import base64
+import contextlib
+import queue
+import signal
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
+import numpy as np
 
 from optax_smile import _check
 
 
-def num_rows(where: str, params: optax.Params) -> int:
-    """Length of the leading axis that all leaves share."""
-    shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(params)]
-    lengths = {shape[:1] for shape in shapes}
-    if len(lengths) != 1 or lengths == {()}:
-        rule = "a tree whose leaves share a leading chain axis"
-        _check.fail(where, "params", rule, f"the shapes {shapes}")
-    return shapes[0][0]
+def one_of(chains: Any) -> Any:
+    """Shapes of one chain."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), chains)
 
 
-def check_batch(
+def check_loss(
     where: str,
-    loss_fn: Callable,
-    params: optax.Params,
+    loss_fn: Callable[[Any, Any], Any],
+    params: Any,
     batch: Any,
     has_rows: bool,
     num_rows: int,
@@ -34,27 +34,142 @@ def check_batch(
         if rows != {(num_rows,)}:
             rule = f"batches whose leaves have a leading axis of {num_rows}"
             _check.fail(where, "batches", rule, f"the leading axes {sorted(rows)}")
-        batch = jax.tree.map(lambda x: x[0], batch)
-    one = jax.tree.map(lambda x: x[0], params)
-    loss = jax.eval_shape(loss_fn, one, batch)
+    batch = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(jnp.shape(x)[has_rows:], jnp.result_type(x)), batch
+    )
+    loss = jax.eval_shape(loss_fn, one_of(params), batch)
     if not hasattr(loss, "shape") or loss.shape != ():
         _check.fail(where, "loss_fn", "a function that returns a scalar mean loss", loss)
 
 
-def endless(batches: Iterable) -> Iterator:
-    """Go through `batches` again and again; stop where a second pass yields nothing."""
-    while True:
-        passed = False
-        for batch in batches:
-            passed = True
-            yield batch
-        if not passed:
+class Stream:
+    """Batches again and again, with the place in them, which a checkpoint can hold.
+
+    Ends where a pass yields nothing. The place is that of the iterator itself where it has
+    `get_state` and `set_state`, as Grain's have; otherwise the number of batches to skip.
+    """
+
+    def __init__(self, batches: Iterable[Any]):
+        self.batches = batches
+        self.passes = self.taken = 0
+        self.iterator: Any = iter(batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            batch = next(self.iterator)
+        except StopIteration:
+            if not self.taken:
+                raise
+            self.passes, self.taken, self.iterator = self.passes + 1, 0, iter(self.batches)
+            return next(self)
+        self.taken += 1
+        return batch
+
+    def place(self) -> dict[str, Any]:
+        """Tell where the next batch comes from, as JSON can hold it."""
+        place: dict[str, Any] = {"passes": self.passes, "taken": self.taken}
+        if hasattr(self.iterator, "get_state"):
+            state = self.iterator.get_state()
+            place["bytes" if isinstance(state, bytes) else "state"] = (
+                base64.b64encode(state).decode() if isinstance(state, bytes) else state
+            )
+        return place
+
+    def go_to(self, place: dict[str, Any]):
+        """Continue where `place` was told."""
+        if "bytes" in place or "state" in place:
+            self.passes, self.taken = place["passes"], place["taken"]
+            state = place.get("state")
+            self.iterator.set_state(base64.b64decode(place["bytes"]) if state is None else state)
             return
+        if isinstance(self.batches, Sequence):
+            self.passes = place["passes"]
+        while (self.passes, self.taken) != (place["passes"], place["taken"]):
+            next(self)
+
+
+def prefetched(items: Iterator[Any], ahead: int) -> Iterator[Any]:
+    """Make items in a thread of its own, so many ahead of their use."""
+    if not ahead:
+        yield from items
+        return
+    made: queue.Queue = queue.Queue(ahead)
+    stopped, end = threading.Event(), object()
+
+    def put(item: Any) -> bool:
+        while not stopped.is_set():
+            with contextlib.suppress(queue.Full):
+                made.put(item, timeout=0.1)
+                return True
+        return False
+
+    def make():
+        try:
+            for item in items:
+                if not put((item, None)):
+                    return
+            put((end, None))
+        except BaseException as error:
+            put((end, error))
+
+    thread = threading.Thread(target=make, daemon=True)
+    thread.start()
+    try:
+        while True:
+            item, error = made.get()
+            if error is not None:
+                raise error
+            if item is end:
+                return
+            yield item
+    finally:
+        stopped.set()
+        thread.join()
+
+
+def stack(batches: Sequence[Any], axis: int) -> Any | None:
+    """Stack batches along a new axis; None where their shapes differ."""
+    shapes = [[np.shape(leaf) for leaf in jax.tree.leaves(batch)] for batch in batches]
+    if any(shape != shapes[0] for shape in shapes):
+        return None
+
+    def join(*leaves):
+        return (jnp if isinstance(leaves[0], jax.Array) else np).stack(leaves, axis=axis)
+
+    return jax.tree.map(join, *batches)
+
+
+@contextlib.contextmanager
+def stop_signals() -> Iterator[Callable[[], str | None]]:
+    """Turn Ctrl-C and SIGTERM into a wish to stop, which the loop can grant at a good moment.
+
+    Yields:
+        A function that gives the name of the signal, or None. A second Ctrl-C interrupts at once.
+    """
+    received: list[str] = []
+
+    def note(number, frame):
+        if received and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        received.append(signal.Signals(number).name)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: None
+        return
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield lambda: received[0] if received else None
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def progress_bar(total: int, label: str, show: bool) -> Any:
     """Make a tqdm bar, or None where it is not wanted or tqdm is not installed."""
-    if not show:
+    if not show or jax.process_index():
         return None
     try:
         from tqdm.auto import tqdm

@@ -1,11 +1,12 @@
 """Arithmetic on parameter trees that Optax does not have, and the checks of a tree."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from optax_smile import _check
@@ -54,6 +55,31 @@ def map_sampled(function: Callable, sampled: Any, params: Any) -> Any:
         return x if is_masked(seen) else function(seen, x)
 
     return jax.tree.map(leaf, sampled, params, is_leaf=is_masked)
+
+
+def local_blocks(tree: Any) -> Iterator[tuple[int, int, list[np.ndarray]]]:
+    """Bring the chains that this process holds to the host, each from one of its devices.
+
+    Args:
+        tree: arrays `[chain, ...]`, sharded over the chains alone if they lie on several processes.
+
+    Yields:
+        First and last chain of a block, and its leaves `[chain of the block, ...]`.
+    """
+    leaves = jax.tree.leaves(tree)
+    if all(getattr(leaf, "is_fully_addressable", True) for leaf in leaves):
+        yield 0, leaves[0].shape[0] - 1, [np.asarray(leaf) for leaf in leaves]
+        return
+    for shards in zip(*(leaf.addressable_shards for leaf in leaves), strict=True):
+        if shards[0].replica_id == 0:
+            first, stop, _ = shards[0].index[0].indices(leaves[0].shape[0])
+            yield first, stop - 1, [np.asarray(shard.data) for shard in shards]
+
+
+def local(tree: Any) -> Any:
+    """Bring the chains that this process holds to the host `[chain of this process, ...]`."""
+    columns = zip(*(leaves for _, _, leaves in local_blocks(tree)), strict=True)
+    return jax.tree.unflatten(jax.tree.structure(tree), [np.concatenate(c) for c in columns])
 
 
 def normal_like(key: jax.Array, tree: Any) -> Any:

@@ -1,22 +1,85 @@
-"""The loop around a sampler: warm-up, thinning, draws."""
+"""The loop around a sampler: warm-up, thinning, draws, and going on after a kill."""
 
 import os
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import Mesh
 
-from optax_smile import _check, _loop, _state
-from optax_smile.snapshots import Snapshots, SnapshotWriter, StoredSnapshots, load_snapshots
+from optax_smile import _check, _disk, _loop, _settings, _state, _tree, ensemble
+from optax_smile._checkpoint import any_process
+from optax_smile._run import RunDirectory
+from optax_smile.snapshots import Snapshots, StoredSnapshots, load_snapshots
+
+BATCH_PER = ("call", "step")
+
+
+class Chains(NamedTuple):
+    """What travels from call to call, every leaf `[chain, ...]`.
+
+    Attributes:
+        params: a proposal, which the next call judges.
+        state: of the sampler.
+        aux: auxiliary state of the model at the last accepted point, or None.
+        key: of a stochastic loss, or None.
+    """
+
+    params: Any
+    state: Any
+    aux: Any
+    key: jax.Array | None
+
+
+class Plan(NamedTuple):
+    """What happens at which step.
+
+    Attributes:
+        num_steps: of each chain.
+        num_warmup: of them before the first draw.
+        thin: steps from tick to tick; a tick falls on the end of the warm-up and of the run.
+        calls_per_step: gradients per step.
+        calls_per_batch: gradients from one batch.
+        steps_per_call: the most steps run in one go.
+        call_axis: along which the batches of several calls are stacked.
+    """
+
+    num_steps: int
+    num_warmup: int
+    thin: int
+    calls_per_step: int
+    calls_per_batch: int
+    steps_per_call: int
+    call_axis: int
+
+    def to_tick(self, step: int) -> int:
+        """Steps from here to the next tick."""
+        return (self.num_warmup - step - 1) % self.thin + 1
+
+
+class Dispatch(NamedTuple):
+    """Work for the devices.
+
+    Attributes:
+        end: calls that each chain has done after it.
+        batch: of one call, or of several along an axis of their own.
+        is_stacked: whether of several.
+        place: in the stream of batches, where it ends a step; None in the middle of one.
+    """
+
+    end: int
+    batch: Any
+    is_stacked: bool
+    place: dict[str, Any] | None
 
 
 def sample(
-    loss_fn: Callable[[optax.Params, Any], jax.Array],
+    loss_fn: Callable[..., Any],
     params: optax.Params,
     batches: Iterable[Any],
     sampler: optax.GradientTransformation,
@@ -25,8 +88,17 @@ def sample(
     num_samples: int,
     thin: int = 1,
     key: jax.Array,
+    aux: Any = None,
+    stochastic: bool = False,
     per_chain: bool = False,
+    batch_per: str = "call",
+    steps_per_call: int = 1,
+    prefetch: int = 0,
+    mesh: Mesh | None = None,
+    specs: Any = None,
     directory: str | os.PathLike | None = None,
+    resume: bool = True,
+    checkpoint_minutes: float = 5.0,
     dtype: str | None = None,
     progress: bool = True,
     callback: Callable[[int, Mapping[str, np.ndarray]], None] | None = None,
@@ -34,20 +106,39 @@ def sample(
     """Run many chains and keep every `thin`-th accepted step end after the warm-up.
 
     Args:
-        loss_fn: mean loss `loss_fn(params, batch)`, scalar, without the prior.
+        loss_fn: mean loss `loss_fn(params, batch)`, scalar, without the prior. With `aux` it is
+            called with `aux=` and returns `(loss, new_aux)`; if `stochastic` it gets `key=`.
         params: start of the chains, each leaf `[chain, ...]`, such as `warmstart` returns.
-        batches: gone through again when it ends. Each call of the sampler takes one batch; batches
-            of one shape compile once.
+        batches: gone through again when it ends. Batches of one shape compile once. On several
+            processes each gets the same ones.
         sampler: a sampler of this library, alone or inside an `optax.chain`.
         num_warmup: steps per chain before the first draw counts, >= 0.
         num_samples: draws to keep per chain, >= 1. Where the sampler says that a point is no
             sample (`is_sample` of `optax_smile.stats`: the search of `cyclical_sgld`, the burn-in
             of `scale_adapted_sghmc`), none is kept: there are fewer, and a warning says so.
         thin: steps between draws, >= 1.
-        key: JAX key, from which every chain's sampler gets one of its own if it needs one.
+        key: JAX key, from which every chain's sampler and loss get one of their own if they need
+            one.
+        aux: auxiliary state of the model, such as running means of BatchNorm, each leaf
+            `[chain, ...]`. It follows the accepted points, and draws are then
+            `{"params": ..., "aux": ...}`.
+        stochastic: whether the loss draws random numbers, such as dropout: it gets a fresh key at
+            each call.
         per_chain: whether each batch has a leading chain axis; otherwise chains share them.
-        directory: where to write the draws, by a thread of its own while the chains run on; new or
-            empty. None keeps them in host memory.
+        batch_per: `"call"`: each gradient gets a batch; `"step"`: the two gradients of a step of
+            `"minimal_norm"` share one, as published.
+        steps_per_call: steps to run in one go, >= 1, at most up to the next thinning tick. More
+            than one pays for small networks, where starting a step costs more than the step.
+        prefetch: batches to bring onto the devices ahead of their use, by a thread of its own,
+            >= 0.
+        mesh: devices with the axes `"chain"`, over which chains are spread, and `"data"`, over
+            which the examples of a batch are; see `ensemble`. None: one device.
+        specs: how the parameters of one chain are sharded, see `ensemble.place`.
+        directory: where the draws are written, by a thread of its own while the chains run on,
+            and checkpoints. None keeps the draws in host memory.
+        resume: go on with the run in the directory, if there is one, from its newest checkpoint;
+            it may ask for more draws than before. False: the directory must hold none.
+        checkpoint_minutes: between two checkpoints, >= 0. There is one at the start and at the end.
         dtype: what the draws are rounded to on disk: `"float16"`, `"float32"`, `"float64"`; None
             rounds nothing.
         progress: show a progress bar with step size, energy error and resets, if tqdm is
@@ -57,16 +148,19 @@ def sample(
 
     Returns:
         `Snapshots` with `params` `[chain, draw, ...]` and the statistics at every tick; with a
-        `directory` the `StoredSnapshots` that `load_snapshots` gives. A keyboard interrupt, or
-        batches that run out, end the run early: a warning says so, and the draws made until then
-        are returned.
+        `directory` the `StoredSnapshots` that `load_snapshots` gives. Ctrl-C, SIGTERM, or batches
+        that run out, end the run early: the step is finished, a checkpoint written, a warning
+        given, and the draws made until then are returned. Without a directory each of several
+        processes returns its own chains.
 
     Raises:
         ValueError: an argument out of range, leading axes that disagree, a loss that is not a
-            scalar, a state without a sampler, batches that run out before the first draw, or a
-            sampler that has not begun to sample at the end; a `directory` that holds draws already.
-        OSError: a draw that cannot be written, such as on a full disk: the message names the file,
-            and the draws before it can be loaded.
+            scalar or not finite at the start, a state without a sampler, a mesh that does not fit,
+            batches that run out before the first draw, a sampler that has not begun to sample at
+            the end; a `directory` in use, or of another run.
+        OSError: a draw or a checkpoint that cannot be written, such as on a full disk: the message
+            names the file, and the draws before it can be loaded.
+        KeyboardInterrupt: stopped before the first draw, or by a second Ctrl-C.
 
     Cost: one gradient per chain and call (a step of `"minimal_norm"` is two calls). Without
     `directory` the draws lie in host memory.
@@ -82,84 +176,234 @@ def sample(
         >>> draws.params["w"].shape
         (3, 5, 2)
     """
-    _check.whole("sample", "num_warmup", num_warmup, 0)
-    _check.whole("sample", "num_samples", num_samples, 1)
-    _check.whole("sample", "thin", thin, 1)
-    num_chains = _loop.num_rows("sample", params)
+    for name, value, smallest in (
+        ("num_warmup", num_warmup, 0),
+        ("num_samples", num_samples, 1),
+        ("thin", thin, 1),
+        ("steps_per_call", steps_per_call, 1),
+        ("prefetch", prefetch, 0),
+    ):
+        _check.whole("sample", name, value, smallest)
+    _check.choice("sample", "batch_per", batch_per, BATCH_PER)
+    _check.number("sample", "checkpoint_minutes", checkpoint_minutes, ">= 0", lambda x: x >= 0)
+    if dtype is not None:
+        _check.choice("sample", "dtype", dtype, _disk.STORED_DTYPES)
+    num_chains = ensemble.num_chains("sample", (params, aux))
     sampler = optax.with_extra_args_support(sampler)
+    loss = _loss_of_chain(loss_fn, aux is not None, stochastic)
+    sampler_key, loss_key = jax.random.split(key) if stochastic else (key, None)
+    params = ensemble.place(params, mesh=mesh, specs=specs)
+    chains = Chains(
+        params=params,
+        state=ensemble.init(sampler, params, mesh=mesh, specs=specs, key=sampler_key),
+        aux=None if aux is None else ensemble.place(aux, mesh=mesh),
+        key=None if loss_key is None else ensemble.split_key(loss_key, num_chains, mesh=mesh),
+    )
+    calls_per_step = _state.find(chains.state).calls_per_step
+    plan = Plan(
+        num_steps=num_warmup + num_samples * thin,
+        num_warmup=num_warmup,
+        thin=thin,
+        calls_per_step=calls_per_step,
+        calls_per_batch=calls_per_step if batch_per == "step" else 1,
+        steps_per_call=steps_per_call,
+        call_axis=int(per_chain),
+    )
 
-    def one_call(params, state, batch):
-        loss, grads = jax.value_and_grad(loss_fn)(params, batch)
-        updates, state = sampler.update(grads, state, params, value=loss)
-        return optax.apply_updates(params, updates), state
+    one_call = _call_of_chain(loss, sampler)
+    advance = ensemble.step(one_call, chains, mesh=mesh, per_chain=per_chain)
+    advance_many = ensemble.step(
+        lambda chain, batches: jax.lax.scan(
+            lambda chain, batch: (one_call(chain, batch), None), chain, batches
+        )[0],
+        chains,
+        mesh=mesh,
+        per_chain=per_chain,
+    )
+    own = None if mesh is None else ensemble.sharding(mesh)
+    observe = jax.jit(_state.stats, out_shardings=own)
+    draw_of = jax.jit(ensemble.over_chains(_draw_of_chain, mesh=mesh), out_shardings=own)
 
-    params = jax.tree.map(jnp.array, params)
-    state = jax.jit(jax.vmap(sampler.init))(params)
-    calls_per_step = _state.find(state).calls_per_step
+    def put(batch, is_stacked=False):
+        return ensemble.place_batch(batch, mesh=mesh, per_chain=per_chain, stacked=is_stacked)
+
+    def check(batch):
+        def loss_of_chain(chain, batch):
+            return loss(chain.params, chain.aux, chain.key, batch)[0]
+
+        _loop.check_loss("sample", loss_of_chain, chains, batch, per_chain, num_chains)
+        in_axes = (0, 0 if per_chain else None)
+        losses = jax.jit(ensemble.over_chains(loss_of_chain, mesh=mesh, in_axes=in_axes))
+        _check_finite(_tree.local(losses(chains, put(batch))))
+
+    run, begun, num_draws, draws, trace = None, 0, 0, [], []
+    stream = _loop.Stream(batches)
+    if directory is not None:
+        run = RunDirectory(
+            directory,
+            _snapshot(chains.params, chains.aux),
+            settings={
+                "num_warmup": num_warmup,
+                "thin": thin,
+                "batch_per": batch_per,
+                "key": np.asarray(jax.random.key_data(key)).tolist(),
+                "sampler": _settings.of(sampler),
+            },
+            num_samples=num_samples,
+            dtype=dtype,
+            resume=resume,
+            minutes=checkpoint_minutes,
+        )
+    bar, stop = _loop.progress_bar(plan.num_steps, "sampling", progress), False
     try:
-        if optax.tree.get(state, "key") is not None:
-            state = optax.tree.set(state, key=jax.random.split(key, num_chains))
-    except KeyError:
-        rule = "a transformation whose state has one field `key`"
-        remedy = 'Pass static_args=("key",) to optax.inject_hyperparams.'
-        _check.fail("sample", "sampler", rule, "several", remedy)
-
-    in_axes = (0, 0, 0 if per_chain else None)
-    advance = jax.jit(jax.vmap(one_call, in_axes=in_axes), donate_argnums=(0, 1))
-    last_accepted = jax.jit(jax.vmap(_state.last_accepted))
-
-    disk = None if directory is None else SnapshotWriter(directory, params, dtype=dtype)
-    draws, num_draws, trace, step = [], 0, [], 0
-    num_steps = num_warmup + num_samples * thin
-    num_calls = num_steps * calls_per_step
-    bar = _loop.progress_bar(num_steps, "sampling", progress)
-    try:
-        for call, batch in enumerate(islice(_loop.endless(batches), num_calls)):
-            if call == 0:
-                _loop.check_batch("sample", loss_fn, params, batch, per_chain, num_chains)
-            params, state = advance(params, state, batch)
-            step, unfinished = divmod(call + 1, calls_per_step)
-            if unfinished or (num_steps - step) % thin:
-                continue
-            trace.append(jax.device_get(_state.stats(state)))
-            if step > num_warmup and np.all(trace[-1]["is_sample"]):
-                draw = last_accepted(state, params)
-                if disk is None:
-                    draws.append(jax.device_get(draw))
-                else:
-                    disk.put(num_draws, step, draw, trace[-1])
-                num_draws += 1
-            if bar is not None:
-                _show(bar, step, trace[-1])
-            if callback is not None:
-                callback(step, trace[-1])
+        if run is not None and (found := run.checkpoints.restore(chains)):
+            chains, place = found
+            begun, num_draws = place["call"], place["num_draws"]
+            stream.go_to(place["stream"])
+        elif run is not None:
+            run.checkpoint(0, chains, {"call": 0, "num_draws": 0, "stream": stream.place()})
+        step, place = begun // calls_per_step, None
+        work = _dispatches(stream, plan, begun, put, check if begun == 0 else None)
+        with _loop.stop_signals() as stop_signal:
+            for dispatch in _loop.prefetched(work, prefetch):
+                chains = (advance_many if dispatch.is_stacked else advance)(chains, dispatch.batch)
+                if dispatch.place is None:
+                    continue
+                step = dispatch.end // calls_per_step
+                is_tick = plan.to_tick(step) == thin
+                if is_tick:
+                    seen = _tree.local(observe(chains.state))
+                    trace.append(seen)
+                    if step > num_warmup and np.all(seen["is_sample"]):
+                        draw = draw_of(chains)
+                        if run is None:
+                            draws.append(_tree.local(draw))
+                        else:
+                            run.writer.put(num_draws, step, draw, seen)
+                        num_draws += 1
+                    if bar is not None:
+                        _show(bar, step, seen)
+                    if callback is not None:
+                        callback(step, seen)
+                place = {"call": dispatch.end, "num_draws": num_draws, "stream": dispatch.place}
+                if not is_tick and jax.process_count() > 1:
+                    continue
+                due = run is not None and run.checkpoints.is_due()
+                stop, due = any_process(stop_signal() is not None, due)
+                if stop:
+                    break
+                if run is not None and due:
+                    run.checkpoint(dispatch.end, chains, place)
+        if run is not None and place is not None:
+            run.checkpoint(place["call"], chains, place)
     except KeyboardInterrupt:
-        if not num_draws:
-            raise
+        stop = True
     finally:
         if bar is not None:
             bar.close()
-        if disk is not None:
-            disk.close()
-    if not num_draws and step == num_steps:
-        rule = f"so many that the sampler calls one of the {num_steps} steps a sample"
-        remedy = "See its argument `adapt_steps` or `exploration`."
-        _check.fail("sample", "num_samples", rule, num_samples, remedy)
+        if run is not None:
+            run.close()
     if not num_draws:
-        rule = f"an iterable with a batch for each of the {num_calls} calls"
+        if stop:
+            raise KeyboardInterrupt("`sample` was stopped before the first draw.")
+        if step == plan.num_steps:
+            rule = f"so many that the sampler calls one of the {step} steps a sample"
+            remedy = "See its argument `adapt_steps` or `exploration`."
+            _check.fail("sample", "num_samples", rule, num_samples, remedy)
+        num_batches = plan.num_steps * calls_per_step // plan.calls_per_batch
+        rule = f"an iterable with a batch for each of the {num_batches} calls"
         _check.fail("sample", "batches", rule, "one that ran out before the first draw")
     if num_draws < num_samples:
-        early = "ended early" if step < num_steps else "kept what the sampler calls a sample,"
+        early = "ended early" if step < plan.num_steps else "kept what the sampler calls a sample,"
         message = f"`sample` {early} with {num_draws} of {num_samples} draws per chain."
         warnings.warn(message, stacklevel=2)
 
     if directory is not None:
-        return load_snapshots(directory, like=jax.tree.map(lambda x: x[0], params))
+        one = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), _snapshot(params, aux)
+        )
+        return load_snapshots(directory, like=one)
 
     def stack(*leaves):
         return np.stack(leaves, axis=1)
 
     return Snapshots(jax.tree.map(stack, *draws), jax.tree.map(stack, *trace))
+
+
+def _loss_of_chain(loss_fn: Callable, has_aux: bool, is_stochastic: bool) -> Callable:
+    """Give every loss the form `(params, aux, key, batch) -> (loss, aux)`."""
+
+    def loss(params, aux, key, batch):
+        extras = {"aux": aux} if has_aux else {}
+        if is_stochastic:
+            extras["key"] = key
+        found = loss_fn(params, batch, **extras)
+        return found if has_aux else (found, None)
+
+    return loss
+
+
+def _call_of_chain(loss: Callable, sampler: optax.GradientTransformationExtraArgs) -> Callable:
+    """One gradient and one update of a chain; what an undone step did to `aux` is dropped."""
+
+    def one_call(chain: Chains, batch: Any) -> Chains:
+        key, used = (None, None) if chain.key is None else jax.random.split(chain.key)
+        value_and_grad = jax.value_and_grad(loss, has_aux=True)
+        (value, aux), grads = value_and_grad(chain.params, chain.aux, used, batch)
+        updates, state = sampler.update(grads, chain.state, chain.params, value=value)
+        return Chains(
+            params=optax.apply_updates(chain.params, updates),
+            state=state,
+            aux=_tree.where(_state.stats(state)["accepted"], aux, chain.aux),
+            key=key,
+        )
+
+    return one_call
+
+
+def _snapshot(params: Any, aux: Any) -> Any:
+    return params if aux is None else {"params": params, "aux": aux}
+
+
+def _draw_of_chain(chain: Chains) -> Any:
+    """Copy the last accepted step end, which outlives the donated chain."""
+    draw = _snapshot(_state.last_accepted(chain.state, chain.params), chain.aux)
+    return jax.tree.map(jnp.copy, draw)
+
+
+def _dispatches(
+    stream: _loop.Stream, plan: Plan, call: int, put: Callable, check: Callable | None
+) -> Iterator[Dispatch]:
+    """Cut the run into pieces of work, from a call on; none goes beyond a tick."""
+    num_calls = plan.num_steps * plan.calls_per_step
+    while call < num_calls:
+        steps = min(plan.steps_per_call, plan.to_tick(call // plan.calls_per_step))
+        wanted = steps * plan.calls_per_step // plan.calls_per_batch
+        taken = list(islice(stream, wanted))
+        whole = len(taken) * plan.calls_per_batch // plan.calls_per_step * plan.calls_per_step
+        if not whole:
+            return
+        if check is not None:
+            check(taken[0])
+            check = None
+        calls = [batch for batch in taken for _ in range(plan.calls_per_batch)][:whole]
+        stacked = _loop.stack(calls, axis=plan.call_axis) if whole > plan.calls_per_step else None
+        if stacked is not None:
+            call += whole
+            yield Dispatch(call, put(stacked, True), True, stream.place())
+            continue
+        for left in reversed(range(whole)):
+            call += 1
+            place = None if left else stream.place()
+            yield Dispatch(call, put(calls[-1 - left]), False, place)
+
+
+def _check_finite(losses: np.ndarray):
+    """Require a finite loss of every chain."""
+    lost = np.flatnonzero(~np.isfinite(losses)).tolist()
+    if lost:
+        rule = "a start at which the loss of every chain is finite"
+        _check.fail("sample", "params", rule, f"{losses[lost[0]]} in the chains {lost}")
 
 
 def _show(bar: Any, step: int, stats: Mapping[str, np.ndarray]):

@@ -1,28 +1,16 @@
 """Posterior draws, in memory and on disk."""
 
 import dataclasses
-import json
 import os
-import queue
-import threading
-import zlib
 from collections.abc import Iterator, Mapping
-from importlib import metadata
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 import optax
 
-from optax_smile import _check
-
-FORMAT = 1
-MANIFEST = "manifest.json"
-# What numbers may be rounded to on their way to disk.
-STORED_DTYPES = ("float16", "float32", "float64")
-# Draws that may wait for the disk: more would only hide that it is too slow.
-QUEUE_SIZE = 2
+from optax_smile import _check, _disk
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,205 +63,21 @@ class Snapshots:
                 yield jax.tree.map(lambda x, at=(chain, draw): x[at], self.params)
 
 
-class Leaf(NamedTuple):
-    """One array of the parameter tree, as the manifest describes it.
-
-    Attributes:
-        name: path of the leaf, joined by slashes; the name of the array in the files.
-        path: the same as pairs of kind (`key`, `index` or `attribute`) and entry.
-        shape: of one chain.
-        dtype: of the parameters in the run; a file may hold a shorter one.
-    """
-
-    name: str
-    path: list[list[Any]]
-    shape: list[int]
-    dtype: str
-
-
-def _describe(params: Any) -> list[Leaf]:
-    """Describe the leaves of stacked parameters `[chain, ...]`."""
-
-    def entry(key) -> list[Any]:
-        for kind, attribute in (("key", "key"), ("index", "idx"), ("attribute", "name")):
-            if hasattr(key, attribute):
-                return [kind, getattr(key, attribute)]
-        return ["key", str(key)]
-
-    return [
-        Leaf(
-            name=jax.tree_util.keystr(path, simple=True, separator="/") or "params",
-            path=[entry(key) for key in path],
-            shape=list(leaf.shape[1:]),
-            dtype=str(leaf.dtype),
-        )
-        for path, leaf in jax.tree_util.tree_leaves_with_path(params)
-    ]
-
-
-def _draw_file(directory: Path, draw: int) -> Path:
-    return directory / f"draw-{draw:08d}.safetensors"
-
-
-def _draw_files(directory: Path) -> list[Path]:
-    return sorted(directory.glob("draw-*.safetensors"))
-
-
-def _checksum(arrays: Mapping[str, np.ndarray]) -> str:
-    value = 0
-    for name in sorted(arrays):
-        value = zlib.crc32(
-            np.ascontiguousarray(arrays[name]).data, zlib.crc32(name.encode(), value)
-        )
-    return f"{value:08x}"
-
-
-def _write(path: Path, content: bytes):
-    """Write a file that is either whole or absent, also after a power failure."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with draft.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(draft, path)
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
-    except OSError as error:
-        draft.unlink(missing_ok=True)
-        raise OSError(
-            error.errno,
-            f"{error.strerror}: this file could not be written. The draws before it are safe and"
-            " can be loaded; make room or choose another directory",
-            str(path),
-        ) from error
-
-
-def _import_safetensors() -> Any:
-    try:
-        import safetensors.numpy
-    except ImportError as error:
-        raise ImportError(
-            "Draws on disk need safetensors: pip install 'optax-smile[storage]'."
-        ) from error
-    return safetensors
-
-
-class SnapshotWriter:
-    """Write draws into a directory from a thread of its own.
-
-    A draw is one safetensors file with the arrays of all chains `[chain, ...]`, written under
-    another name first and then renamed. Its header holds, as JSON, what `optax_smile.stats` said,
-    the step, and a checksum. `manifest.json` describes the tree and the versions of the libraries.
-
-    Args:
-        directory: new or without draws; it is made.
-        params: stacked parameters `[chain, ...]` or their shapes.
-        dtype: what to round to on disk, `"float16"`, `"float32"` or `"float64"`; None rounds
-            nothing.
-        settings: anything that JSON can hold, kept in the manifest.
-
-    Raises:
-        ValueError: an unknown dtype, or a directory with draws.
-        OSError: a file that cannot be written, here or at the next `put` or `close`.
-    """
-
-    def __init__(
-        self,
-        directory: str | os.PathLike,
-        params: Any,
-        *,
-        dtype: str | None = None,
-        settings: Mapping[str, Any] | None = None,
-    ):
-        _import_safetensors()
-        if dtype is not None:
-            _check.choice("sample", "dtype", dtype, STORED_DTYPES)
-        self.directory, self.dtype = Path(directory), dtype
-        if _draw_files(self.directory):
-            rule = "a directory without draws"
-            got = f"{self.directory}, which holds those of another run"
-            _check.fail("sample", "directory", rule, got, "Choose another, or remove it.")
-        self.leaves = _describe(params)
-        self.directory.mkdir(parents=True, exist_ok=True)
-        manifest = {
-            "format": FORMAT,
-            "num_chains": int(jax.tree.leaves(params)[0].shape[0]),
-            "leaves": [leaf._asdict() for leaf in self.leaves],
-            "stored_dtype": dtype,
-            "settings": dict(settings or {}),
-            "versions": {
-                name: metadata.version(name)
-                for name in ("optax-smile", "jax", "optax", "numpy", "safetensors")
-            },
-        }
-        _write(self.directory / MANIFEST, json.dumps(manifest, indent=1).encode())
-        self.failure: BaseException | None = None
-        self.waiting: queue.Queue = queue.Queue(QUEUE_SIZE)
-        self.thread = threading.Thread(target=self._run, daemon=True)
-        self.thread.start()
-
-    def put(self, draw: int, step: int, params: Any, stats: Mapping[str, Any]):
-        """Hand over a draw; waits only if the disk is behind.
-
-        Args:
-            draw: its number, from 0.
-            step: steps done by each chain.
-            params: stacked parameters `[chain, ...]`, on any device.
-            stats: arrays `[chain]`.
-        """
-        self._raise_failure()
-        self.waiting.put((draw, step, params, stats))
-
-    def close(self):
-        """Wait until every draw is on disk."""
-        self.waiting.put(None)
-        self.thread.join()
-        self._raise_failure()
-
-    def _raise_failure(self):
-        if self.failure is not None:
-            raise self.failure
-
-    def _run(self):
-        while (item := self.waiting.get()) is not None:
-            if self.failure is None:
-                try:
-                    self._store(*item)
-                except BaseException as error:
-                    self.failure = error
-
-    def _store(self, draw: int, step: int, params: Any, stats: Mapping[str, Any]):
-        arrays = {
-            leaf.name: np.ascontiguousarray(np.asarray(x, dtype=self.dtype))
-            for leaf, x in zip(self.leaves, jax.tree.leaves(params), strict=True)
-        }
-        header = {
-            "draw": draw,
-            "step": step,
-            "stats": {name: np.asarray(value).tolist() for name, value in stats.items()},
-            "checksum": _checksum(arrays),
-        }
-        save = _import_safetensors().numpy.save
-        content = save(arrays, metadata={"optax_smile": json.dumps(header)})
-        _write(_draw_file(self.directory, draw), content)
-
-
 class StoredSnapshots:
     """Draws in a directory, read when they are needed: an iterable of trees draw by draw.
 
     Made by `load_snapshots`. `trace` holds the statistics of the draws, `[chain, draw]`; `params`
-    reads all draws into memory, `[chain, draw, ...]`.
+    reads all draws into memory, `[chain, draw, ...]`; `manifest` is the file's content.
     """
 
     def __init__(self, directory: Path, manifest: Mapping[str, Any], like: Any, flat: bool):
         self.directory, self.manifest, self.flat = directory, manifest, flat
-        self.leaves = [Leaf(**leaf) for leaf in manifest["leaves"]]
+        self.leaves = [_disk.Leaf(**leaf) for leaf in manifest["leaves"]]
         self.structure = None if like is None else jax.tree.structure(like)
-        self.files = _draw_files(directory)
+        found = _disk.find(directory, self.num_chains)
+        self.start_files = found.pop(_disk.START, [])
+        self.start: dict[str, np.ndarray] | None = None
+        self.draws = [found[draw] for draw in sorted(found)]
 
     @property
     def num_chains(self) -> int:
@@ -283,50 +87,50 @@ class StoredSnapshots:
     @property
     def num_draws(self) -> int:
         """Number of draws per chain that were on disk when the directory was loaded."""
-        return len(self.files)
+        return len(self.draws)
 
     def __len__(self) -> int:
         return self.num_chains * self.num_draws
 
     def __iter__(self) -> Iterator[Any]:
-        for file in self.files:
-            arrays = self._read(file)
+        for blocks in self.draws:
+            arrays = self._read(blocks)
             for chain in range(self.num_chains):
                 yield self._tree({name: array[chain] for name, array in arrays.items()})
 
     @property
     def params(self) -> Any:
         """All draws in memory, a tree of arrays `[chain, draw, ...]`."""
-        read = [self._read(file) for file in self.files]
+        read = [self._read(blocks) for blocks in self.draws]
         names = [leaf.name for leaf in self.leaves]
         return self._tree({name: np.stack([one[name] for one in read], 1) for name in names})
 
     @property
     def trace(self) -> dict[str, np.ndarray]:
         """What `optax_smile.stats` said at each draw, arrays `[chain, draw]`, and the steps."""
-        headers = [self._header(file) for file in self.files]
-        names = headers[0]["stats"] if headers else ()
-        traced = {name: np.stack([h["stats"][name] for h in headers], axis=1) for name in names}
-        steps = np.array([header["step"] for header in headers])
-        return traced | {"step": np.broadcast_to(steps, (self.num_chains, len(steps)))}
+        draws = []
+        for blocks in self.draws:
+            seen: dict[str, np.ndarray] = {}
+            for file, first, last in blocks:
+                header = _disk.read_header(file)
+                for name, values in {**header["stats"], "step": header["step"]}.items():
+                    default = np.empty(self.num_chains, np.asarray(values).dtype)
+                    seen.setdefault(name, default)[first : last + 1] = values
+            draws.append(seen)
+        names = draws[0] if draws else ()
+        return {name: np.stack([seen[name] for seen in draws], axis=1) for name in names}
 
-    def _header(self, file: Path) -> dict[str, Any]:
-        safetensors = _import_safetensors()
-        try:
-            with safetensors.safe_open(file, framework="numpy") as content:
-                return json.loads(content.metadata()["optax_smile"])
-        except Exception as error:
-            raise _damaged(file, error) from error
+    def _read(self, blocks: list[_disk.Block]) -> dict[str, np.ndarray]:
+        return _disk.read_chains(blocks, self.leaves, self.num_chains, self._start)
 
-    def _read(self, file: Path) -> dict[str, np.ndarray]:
-        header = self._header(file)
-        try:
-            arrays = _import_safetensors().numpy.load_file(file)
-        except Exception as error:
-            raise _damaged(file, error) from error
-        if _checksum(arrays) != header["checksum"]:
-            raise _damaged(file, "its checksum does not fit its content")
-        return {leaf.name: arrays[leaf.name].astype(leaf.dtype) for leaf in self.leaves}
+    def _start(self) -> dict[str, np.ndarray]:
+        if self.start is None:
+            files = self.start_files
+            if not files:
+                rule = "a directory with the file of the start, from which unmoved leaves are read"
+                _check.fail("load_snapshots", "directory", rule, self.directory)
+            self.start = _disk.read_chains(files, self.leaves, self.num_chains, dict)
+        return self.start
 
     def _tree(self, arrays: dict[str, np.ndarray]) -> Any:
         if self.flat:
@@ -334,12 +138,6 @@ class StoredSnapshots:
         if self.structure is not None:
             return jax.tree.unflatten(self.structure, [arrays[leaf.name] for leaf in self.leaves])
         return _nest([(leaf.path, arrays[leaf.name]) for leaf in self.leaves])
-
-
-def _damaged(file: Path, error: Any) -> ValueError:
-    return ValueError(
-        f"The snapshot {file} is damaged ({error}). Remove it: the other draws stay readable."
-    )
 
 
 def _nest(leaves: list[tuple[list[list[Any]], np.ndarray]]) -> Any:
@@ -391,23 +189,10 @@ def load_snapshots(
         (15, (3, 5, 2))
     """
     directory = Path(directory)
-    file = directory / MANIFEST
-    if not file.exists():
-        rule = f"a directory with a {MANIFEST}"
-        _check.fail("load_snapshots", "directory", rule, directory)
-    try:
-        manifest = json.loads(file.read_text())
-        version = manifest["format"]
-    except (ValueError, KeyError, TypeError, OSError) as error:
-        rule = f"a directory with a readable {MANIFEST}"
-        _check.fail("load_snapshots", "directory", rule, f"{file} ({error})")
-    if version != FORMAT:
-        rule = f"a directory of snapshots of format {FORMAT}"
-        remedy = "Read it with the version of optax_smile that its manifest names."
-        _check.fail("load_snapshots", "directory", rule, f"format {version} in {file}", remedy)
+    manifest = _disk.read_manifest("load_snapshots", directory)
     if like is not None:
         stacked = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype), like)
-        given = [(leaf.name, leaf.shape) for leaf in _describe(stacked)]
+        given = [(leaf.name, leaf.shape) for leaf in _disk.describe(stacked)]
         stored = [(leaf["name"], leaf["shape"]) for leaf in manifest["leaves"]]
         if given != stored:
             differing = [pair for pair in given if pair not in stored] or given

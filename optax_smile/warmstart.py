@@ -1,13 +1,38 @@
 """A deep ensemble: where the chains of a Bayesian neural network start."""
 
-from collections.abc import Callable, Iterable
-from typing import Any
+import os
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+from jax.sharding import Mesh
 
-from optax_smile import _check, _loop, _tree
+from optax_smile import _check, _loop, _tree, ensemble
+from optax_smile._checkpoint import Checkpoints, Lock, any_process
+
+
+class Members(NamedTuple):
+    """What travels from step to step, every leaf `[member, ...]`.
+
+    Attributes:
+        params: after the last step.
+        state: of the optimizer.
+        loss: of the last batch.
+        best: parameters with the smallest validation loss so far.
+        best_loss: that loss.
+        stale: epochs since then, int32.
+    """
+
+    params: Any
+    state: Any
+    loss: jax.Array
+    best: Any
+    best_loss: jax.Array
+    stale: jax.Array
 
 
 def warmstart(
@@ -22,6 +47,10 @@ def warmstart(
     validation: Any = None,
     patience: int = 10,
     per_member: bool = False,
+    mesh: Mesh | None = None,
+    specs: Any = None,
+    directory: str | os.PathLike | None = None,
+    checkpoint_minutes: float = 5.0,
     progress: bool = True,
 ) -> optax.Params:
     """Train the members of a deep ensemble side by side, each stopped early on its own.
@@ -31,7 +60,7 @@ def warmstart(
         init_fn: `init_fn(key)` gives the initial parameters of a member.
         batches: one pass is one epoch; it is gone through again for each. Batches of one shape
             compile once.
-        optimizer: any Optax optimizer.
+        optimizer: any Optax optimizer; schedules count its steps.
         num_members: number of members, >= 1.
         key: JAX key; members get initial parameters of their own.
         num_epochs: largest number of passes, >= 1.
@@ -39,15 +68,21 @@ def warmstart(
             are its best so far; None keeps the last ones.
         patience: epochs without improvement after which a member is done, >= 1.
         per_member: whether each batch has a leading member axis; otherwise members share them.
+        mesh: devices over whose axis `"chain"` the members are spread, see `ensemble`.
+        specs: how the parameters of one member are sharded, see `ensemble.place`.
+        directory: where checkpoints are written after an epoch. A training that is found there
+            goes on, and a finished one is returned at once: it must have the same arguments.
+        checkpoint_minutes: between two checkpoints, >= 0; there is one at the end.
         progress: show a progress bar, if tqdm is installed.
 
     Returns:
         Parameters of all members, each leaf `[member, ...]`: the best ones by validation loss.
-        Keyboard interrupt ends the training and returns what there is.
+        Ctrl-C or SIGTERM ends the training after the epoch and returns what there is.
 
     Raises:
-        ValueError: an argument out of range, a loss that is not a scalar, no batches, or a member
-            whose loss never was finite.
+        ValueError: an argument out of range, a loss that is not a scalar, no batches, a mesh that
+            does not fit, a directory in use or of another model, or a member whose loss never was
+            finite.
 
     Cost: one gradient per member and batch; twice the parameters for the best weights.
 
@@ -68,56 +103,141 @@ def warmstart(
     for name, value in (("num_members", num_members), ("num_epochs", num_epochs)):
         _check.whole("warmstart", name, value, 1)
     _check.whole("warmstart", "patience", patience, 1)
-    batch_axis = 0 if per_member else None
+    _check.number("warmstart", "checkpoint_minutes", checkpoint_minutes, ">= 0", lambda x: x >= 0)
     optimizer = optax.with_extra_args_support(optimizer)
 
-    def step(params, state, batch):
-        loss, grads = jax.value_and_grad(loss_fn)(params, batch)
-        updates, state = optimizer.update(grads, state, params, value=loss)
-        return optax.apply_updates(params, updates), state, loss
+    def train_one(member: Members, batch: Any) -> Members:
+        loss, grads = jax.value_and_grad(loss_fn)(member.params, batch)
+        updates, state = optimizer.update(grads, member.state, member.params, value=loss)
+        params = optax.apply_updates(member.params, updates)
+        return member._replace(params=params, state=state, loss=loss)
 
-    params = jax.jit(jax.vmap(init_fn))(jax.random.split(key, num_members))
-    state = jax.jit(jax.vmap(optimizer.init))(params)
-    train = jax.jit(jax.vmap(step, in_axes=(0, 0, batch_axis)), donate_argnums=(0, 1))
-    evaluate = jax.jit(jax.vmap(loss_fn, in_axes=(0, None)))
+    def judge_one(member: Members, batch: Any) -> Members:
+        loss = member.loss if validation is None else loss_fn(member.params, batch)
+        better = (loss < member.best_loss) | (validation is None)
+        return member._replace(
+            best=_tree.where(better, member.params, member.best),
+            best_loss=jnp.where(better, loss, member.best_loss),
+            stale=jnp.where(better, 0, member.stale + 1),
+        )
 
-    @jax.jit
-    def keep_better(best, best_loss, params, loss):
-        better = loss < best_loss
-        return jax.vmap(_tree.where)(better, params, best), jnp.fmin(loss, best_loss), better
+    keys = jax.random.split(key, num_members)
+    params = ensemble.place(jax.jit(jax.vmap(init_fn))(keys), mesh=mesh, specs=specs)
+    unknown = np.full(num_members, np.inf, _tree.dtype(params))
+    members = Members(
+        params=params,
+        state=ensemble.init(optimizer, params, mesh=mesh, specs=specs),
+        loss=ensemble.place(unknown, mesh=mesh),
+        best=ensemble.place(params, mesh=mesh, specs=specs),
+        best_loss=ensemble.place(unknown, mesh=mesh),
+        stale=ensemble.place(np.zeros(num_members, np.int32), mesh=mesh),
+    )
+    train = ensemble.step(train_one, members, mesh=mesh, per_chain=per_member)
+    judge = ensemble.step(judge_one, members, mesh=mesh)
+    put = ensemble.place_batch
+    validation_batch = () if validation is None else put(validation, mesh=mesh)
 
-    best = jax.tree.map(jnp.copy, params)
-    best_loss, stale = jnp.full(num_members, jnp.inf), jnp.zeros(num_members, int)
+    lock = checkpoints = None
     bar = _loop.progress_bar(num_epochs, "warm start", progress)
+    epoch, stop = 0, False
     try:
-        for epoch in range(num_epochs):
-            loss = None
-            for batch in batches:
-                if epoch == 0 and loss is None:
-                    _loop.check_batch("warmstart", loss_fn, params, batch, per_member, num_members)
-                params, state, loss = train(params, state, batch)
-            if loss is None:
-                rule = "an iterable that yields batches in every epoch, such as a list"
-                _check.fail("warmstart", "batches", rule, f"none in epoch {epoch + 1}")
-            if validation is None:
-                best_loss = loss
-            else:
-                loss = evaluate(params, validation)
-                best, best_loss, better = keep_better(best, best_loss, params, loss)
-                stale = jnp.where(better, 0, stale + 1)
-            if bar is not None:
-                bar.set_postfix(refresh=False, loss=f"{float(jnp.mean(best_loss)):.4f}")
-                bar.update()
-            if bool(jnp.all(stale >= patience)):
-                break
-    except KeyboardInterrupt:
-        if not jnp.any(jnp.isfinite(best_loss)):
-            raise
+        if directory is not None:
+            lock = Lock("warmstart", Path(directory))
+            checkpoints = Checkpoints(Path(directory), checkpoint_minutes)
+            if found := checkpoints.restore(members):
+                members, epoch = found[0], found[1]["epoch"]
+        with _loop.stop_signals() as stop_signal:
+            while epoch < num_epochs and not stop and not _are_done(members, patience):
+                num_batches = 0
+                for num_batches, batch in enumerate(batches, 1):
+                    if epoch == 0 and num_batches == 1:
+                        arguments = (loss_fn, members.params, batch, per_member, num_members)
+                        _loop.check_loss("warmstart", *arguments)
+                    members = train(members, put(batch, mesh=mesh, per_chain=per_member))
+                if not num_batches:
+                    rule = "an iterable that yields batches in every epoch, such as a list"
+                    _check.fail("warmstart", "batches", rule, f"none in epoch {epoch + 1}")
+                members = judge(members, validation_batch)
+                epoch += 1
+                if bar is not None:
+                    loss = np.mean(_tree.local(members.best_loss))
+                    bar.set_postfix(refresh=False, loss=f"{loss:.4f}")
+                    bar.update(epoch - bar.n)
+                due = checkpoints is not None and checkpoints.is_due()
+                stop, due = any_process(stop_signal() is not None, due)
+                if checkpoints is not None and due:
+                    checkpoints.save(epoch, members, {"epoch": epoch})
+        if checkpoints is not None:
+            checkpoints.save(epoch, members, {"epoch": epoch})
     finally:
         if bar is not None:
             bar.close()
-    lost = [member for member in range(num_members) if not jnp.isfinite(best_loss[member])]
+        if checkpoints is not None:
+            checkpoints.close()
+        if lock is not None:
+            lock.release()
+    lost = np.flatnonzero(~np.isfinite(_tree.local(members.best_loss))).tolist()
     if lost:
         rule = "one under which every member reaches a finite loss"
         _check.fail("warmstart", "optimizer", rule, f"none for the members {lost}")
-    return params if validation is None else best
+    return members.best
+
+
+def _are_done(members: Members, patience: int) -> bool:
+    """Whether no member has got better for so many epochs."""
+    (running,) = any_process(bool(np.any(_tree.local(members.stale) < patience)))
+    return not running
+
+
+def chains_from_weights(
+    weights: Sequence[optax.Params],
+    *,
+    num_chains: int | None = None,
+    jitter: float = 0.0,
+    key: jax.Array | None = None,
+) -> optax.Params:
+    """Start chains from weights that are trained already, such as those of checkpoints.
+
+    Args:
+        weights: parameter trees of one network each, all alike.
+        num_chains: chain i starts from `weights[i % len(weights)]`; None: one chain for each.
+        jitter: standard deviation of Gaussian noise in units of the root mean square of each
+            array, >= 0. Chains from the same weights that share batches and draw no noise of their
+            own stay together unless they start apart.
+        key: JAX key, needed for a jitter.
+
+    Returns:
+        Parameters `[chain, ...]` for `sample`.
+
+    Raises:
+        ValueError: no weights, trees that differ, an argument out of range, no key.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, optax_smile
+        >>> chains = optax_smile.chains_from_weights(
+        ...     [{"w": jnp.ones(3)}], num_chains=4, jitter=0.01, key=jax.random.key(0)
+        ... )
+        >>> chains["w"].shape
+        (4, 3)
+    """
+    where = "chains_from_weights"
+    if not isinstance(weights, (list, tuple)) or not weights:
+        _check.fail(where, "weights", "a list of at least one parameter tree", repr(weights)[:80])
+    for tree in weights[1:]:
+        _tree.check_alike(where, "weights", tree, weights[0], "the first tree")
+    num_chains = len(weights) if num_chains is None else num_chains
+    _check.whole(where, "num_chains", num_chains, 1)
+    _check.number(where, "jitter", jitter, ">= 0 and finite", lambda x: 0 <= x < float("inf"))
+    chosen = [weights[chain % len(weights)] for chain in range(num_chains)]
+    chains = jax.tree.map(lambda *leaves: jnp.stack([jnp.asarray(x) for x in leaves]), *chosen)
+    if not jitter:
+        return chains
+    _check.key(where, key)
+    if key is None:
+        _check.fail(where, "key", "a JAX key for a jitter", None)
+
+    def disturb(x, noise):
+        axes = tuple(range(1, x.ndim))
+        return x + jitter * jnp.sqrt(jnp.mean(x**2, axis=axes, keepdims=True)) * noise
+
+    return jax.tree.map(disturb, chains, _tree.normal_like(key, chains))

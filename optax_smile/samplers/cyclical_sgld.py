@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_smile import _check, potential
+from optax_smile import _check, _settings, potential
 from optax_smile.samplers import _langevin
 
 # 5,000 steps per cycle and a third of each for the search, as Sommer et al. 2026 ran it.
@@ -15,6 +15,7 @@ NUM_CYCLES = 4
 EXPLORATION = 0.33
 
 
+@_settings.recorded
 def cyclical_sgld(
     step_size: float | jax.Array | optax.Schedule,
     *,

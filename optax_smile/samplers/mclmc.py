@@ -8,7 +8,7 @@ import jax.core
 import jax.numpy as jnp
 import optax
 
-from optax_smile import _check, _tree, potential
+from optax_smile import _check, _settings, _tree, potential
 from optax_smile._state import last_accepted, stats
 from optax_smile.samplers.smile import microcanonical
 from optax_smile.stages import momentum
@@ -51,6 +51,7 @@ class MclmcSettings(NamedTuple):
     params: Any
 
 
+@_settings.recorded
 def mclmc(
     step_size: float | jax.Array | optax.Schedule,
     *,

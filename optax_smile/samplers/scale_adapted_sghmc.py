@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_smile import _check, potential
+from optax_smile import _check, _settings, potential
 from optax_smile.samplers import _langevin
 
 FRICTION = 0.05
@@ -29,6 +29,7 @@ class GradientScale(NamedTuple):
     gradient_square: optax.Updates
 
 
+@_settings.recorded
 def scale_adapted_sghmc(
     step_size: float | jax.Array | optax.Schedule,
     *,

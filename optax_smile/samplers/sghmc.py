@@ -6,13 +6,14 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_smile import _check, potential
+from optax_smile import _check, _settings, potential
 from optax_smile.samplers import _langevin
 
 FRICTION = 0.05
 FRICTION_STEPS = ("euler", "exact")
 
 
+@_settings.recorded
 def sghmc(
     step_size: float | jax.Array | optax.Schedule,
     *,

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_smile import _check, _tree, potential
+from optax_smile import _check, _settings, _tree, potential
 from optax_smile.samplers import _langevin
 
 # Of the moving average of squared gradients; Li et al. 2016.
@@ -27,6 +27,7 @@ class SquareAverage(NamedTuple):
     start_weight: jax.Array
 
 
+@_settings.recorded
 def sgld(
     step_size: float | jax.Array | optax.Schedule,
     *,
@@ -83,6 +84,7 @@ def sgld(
     return _langevin.sampler("sgld", step_size, posterior, key, rule)
 
 
+@_settings.recorded
 def psgld(
     step_size: float | jax.Array | optax.Schedule,
     *,

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_smile import _call, _check, _energy, _tree, potential
+from optax_smile import _call, _check, _energy, _settings, _tree, potential
 from optax_smile._state import LastCall, no_call
 from optax_smile.stages import guardrail, momentum, preconditioner
 from optax_smile.stages import tuner as tuning
@@ -237,6 +237,7 @@ def _warn_without_value(where: str):
     )
 
 
+@_settings.recorded
 def smile(
     step_size: float | jax.Array | optax.Schedule,
     *,
@@ -327,6 +328,7 @@ def smile(
     )
 
 
+@_settings.recorded
 def psmile(
     step_size: float | jax.Array | optax.Schedule,
     *,
@@ -402,6 +404,7 @@ def psmile(
     )
 
 
+@_settings.recorded
 def smile_naive(
     step_size: float | jax.Array | optax.Schedule,
     *,
@@ -450,6 +453,7 @@ def smile_naive(
     )
 
 
+@_settings.recorded
 def psmile_naive(
     step_size: float | jax.Array | optax.Schedule,
     *,

@@ -1,0 +1,253 @@
+"""Many chains as a leading axis, on one device or on a mesh of them."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from optax_smile import _check
+
+Carry = TypeVar("Carry")
+CHAIN, DATA = "chain", "data"
+
+
+def _check_mesh(where: str, mesh: Mesh | None, num_chains: int):
+    """Require a mesh whose `chain` axis divides the chains."""
+    if mesh is None:
+        return
+    if not isinstance(mesh, Mesh) or CHAIN not in mesh.shape:
+        got = f"the axes {tuple(mesh.shape)}" if isinstance(mesh, Mesh) else repr(mesh)
+        remedy = 'Make one by jax.make_mesh((4, 2), ("chain", "data"), axis_types=...).'
+        _check.fail(where, "mesh", f"a jax.sharding.Mesh with an axis {CHAIN!r}", got, remedy)
+    if num_chains % mesh.shape[CHAIN]:
+        rule = f"a mesh whose axis {CHAIN!r} divides the {num_chains} chains"
+        _check.fail(where, "mesh", rule, f"{mesh.shape[CHAIN]} rows of devices")
+
+
+def num_chains(where: str, params: Any) -> int:
+    """Length of the leading axis that all leaves share."""
+    shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(params)]
+    lengths = {shape[:1] for shape in shapes}
+    if len(lengths) != 1 or lengths == {()}:
+        rule = "a tree whose leaves share a leading chain axis"
+        _check.fail(where, "params", rule, f"the shapes {shapes}")
+    return shapes[0][0]
+
+
+def _put(leaf: Any, sharding: NamedSharding) -> jax.Array:
+    """Spread an array over devices; every process holds the same one."""
+    if sharding.is_fully_addressable or isinstance(leaf, jax.Array) and len(leaf.devices()) > 1:
+        return jax.device_put(leaf, sharding)
+    host = np.asarray(leaf)
+    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+
+
+@jax.jit
+def _copy(tree: Any) -> Any:
+    """Copy arrays, so that a copy may be donated."""
+    return jax.tree.map(jnp.copy, tree)
+
+
+def place(tree: Any, *, mesh: Mesh | None = None, specs: Any = None) -> Any:
+    """Copy a tree with a leading chain axis onto the devices.
+
+    Args:
+        tree: arrays `[chain, ...]`, the same in every process.
+        mesh: devices with an axis `"chain"`; None leaves the arrays where JAX puts them.
+        specs: a tree like `tree` of `jax.P` that tells how each array of one chain is sharded over
+            the other axes of the mesh; None: not at all.
+
+    Returns:
+        A copy that may be donated, with the chains spread over the axis `"chain"`.
+
+    Raises:
+        ValueError: leading axes that disagree, a mesh without the axis, or one that does not divide
+            the chains.
+    """
+    _check_mesh("place", mesh, num_chains("place", tree))
+    if mesh is None:
+        return _copy(tree)
+    return _copy(jax.tree.map(_put, tree, _shardings(tree, mesh, specs)))
+
+
+def _shardings(tree: Any, mesh: Mesh, specs: Any) -> Any:
+    """Sharding of every leaf of a tree with a leading chain axis."""
+    if specs is None:
+        return jax.tree.map(lambda _: sharding(mesh), tree)
+    of_chain = jax.tree.structure(specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
+    if of_chain != jax.tree.structure(tree):
+        rule = f"a tree of jax.P of the structure of params, {jax.tree.structure(tree)}"
+        _check.fail("place", "specs", rule, of_chain)
+    return jax.tree.map(
+        lambda _, spec: NamedSharding(mesh, PartitionSpec(CHAIN, *spec)), tree, specs
+    )
+
+
+def place_batch(
+    batch: Any, *, mesh: Mesh | None = None, per_chain: bool = False, stacked: bool = False
+) -> Any:
+    """Put a batch onto the devices: examples spread over the axis `"data"`, if they divide.
+
+    Args:
+        batch: arrays `[example, ...]`, the same in every process; `[chain, example, ...]` with
+            `per_chain`. JAX arrays that lie on several devices already stay as they are.
+        mesh: see `place`; None does nothing.
+        per_chain: whether each chain has examples of its own.
+        stacked: whether an axis of calls stands before the examples, `[call, example, ...]` or
+            `[chain, call, example, ...]`.
+
+    Returns:
+        The batch as JAX arrays.
+    """
+    if mesh is None:
+        return batch
+    before = (CHAIN,) * per_chain + (None,) * stacked
+    size = mesh.shape.get(DATA, 1)
+
+    def of_examples(leaf):
+        shape = np.shape(leaf)
+        divides = len(shape) > len(before) and shape[len(before)] % size == 0
+        after = (DATA,) if size > 1 and divides else ()
+        return NamedSharding(mesh, PartitionSpec(*before, *after))
+
+    def put(leaf):
+        spread = isinstance(leaf, jax.Array) and len(leaf.sharding.device_set) > 1
+        return leaf if spread else _put(leaf, of_examples(leaf))
+
+    return jax.tree.map(put, batch)
+
+
+def over_chains(function: Callable, *, mesh: Mesh | None = None, in_axes: Any = 0) -> Callable:
+    """Map a function of one chain over all of them.
+
+    Over the chains the mapping is by hand, so that they cannot communicate; the other axes of the
+    mesh are left to the compiler.
+
+    Args:
+        function: of arrays of one chain.
+        mesh: see `place`.
+        in_axes: for each argument 0 or None, as for `jax.vmap`: whether it has a chain axis.
+
+    Returns:
+        A function to be compiled; all that it returns has a leading chain axis.
+    """
+    mapped = jax.vmap(function, in_axes=in_axes)
+    if mesh is None:
+        return mapped
+    own, shared = PartitionSpec(CHAIN), PartitionSpec()
+    in_specs = own
+    if in_axes != 0:
+        in_specs = tuple(shared if axis is None else own for axis in in_axes)
+    return jax.shard_map(mapped, mesh=mesh, in_specs=in_specs, out_specs=own, axis_names={CHAIN})
+
+
+def init(
+    sampler: optax.GradientTransformation,
+    params: optax.Params,
+    *,
+    mesh: Mesh | None = None,
+    specs: Any = None,
+    key: jax.Array | None = None,
+) -> optax.OptState:
+    """Give the state of every chain, sharded like its parameters.
+
+    Args:
+        sampler: or any other Optax transformation.
+        params: placed parameters `[chain, ...]`, such as `place` returns.
+        mesh: see `place`.
+        specs: see `place`; arrays of the state that are like parameters are sharded like them.
+        key: JAX key, from which the `key` of each chain's state is made, if it has one; None
+            leaves them as the sampler made them.
+
+    Returns:
+        The state, every leaf with a leading chain axis, scalars and keys included.
+
+    Raises:
+        ValueError: as `place`; a state with several fields `key`.
+
+    Cost: `sampler.init` for every chain.
+    """
+    chains = num_chains("init", params)
+    _check_mesh("init", mesh, chains)
+    of_chains = over_chains(sampler.init, mesh=mesh)
+    shardings = None
+    if mesh is not None:
+        shardings = optax.tree.map_params(
+            sampler,
+            lambda _, like: like,
+            jax.eval_shape(jax.vmap(sampler.init), params),
+            _shardings(params, mesh, specs),
+            transform_non_params=lambda _: sharding(mesh),
+        )
+    state = jax.jit(of_chains, out_shardings=shardings)(params)
+    if key is None:
+        return state
+    try:
+        if optax.tree.get(state, "key") is None:
+            return state
+    except KeyError:
+        rule = "a sampler whose state has one field `key`"
+        remedy = 'Pass static_args=("key",) to optax.inject_hyperparams.'
+        _check.fail("init", "sampler", rule, "several", remedy)
+    return optax.tree.set(state, key=split_key(key, chains, mesh=mesh))
+
+
+def sharding(mesh: Mesh) -> NamedSharding:
+    """Sharding of an array `[chain, ...]` over the chains alone."""
+    return NamedSharding(mesh, PartitionSpec(CHAIN))
+
+
+def split_key(key: jax.Array, chains: int, *, mesh: Mesh | None = None) -> jax.Array:
+    """Make a key for every chain `[chain]`, each on the devices of its chain."""
+    own = None if mesh is None else sharding(mesh)
+    return jax.jit(lambda key: jax.random.split(key, chains), out_shardings=own)(key)
+
+
+def step(
+    function: Callable[[Carry, Any], Carry],
+    carry: Carry,
+    *,
+    mesh: Mesh | None = None,
+    per_chain: bool = False,
+) -> Callable[[Carry, Any], Carry]:
+    """Compile the step of one chain for all chains.
+
+    Args:
+        function: `function(carry, batch)` of one chain; gives the next carry.
+        carry: placed parameters, state and what else travels from step to step, every leaf
+            `[chain, ...]`. Its shardings are those of every later carry.
+        mesh: see `place`. Chains on different devices need no communication; what is sharded
+            inside a chain, batch or parameters, is the compiler's.
+        per_chain: whether each chain has a batch of its own.
+
+    Returns:
+        A compiled function of the carry, which is donated, and a batch.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, optax, optax_smile
+        >>> from optax_smile import ensemble
+        >>> tx = optax_smile.smile_naive(0.1, num_data=10)
+        >>> def one_step(carry, batch):
+        ...     params, state = carry
+        ...     grads = jax.grad(lambda w: jnp.mean((w - batch) ** 2))(params)
+        ...     updates, state = tx.update(grads, state, params)
+        ...     return optax.apply_updates(params, updates), state
+        >>> mesh = jax.make_mesh(
+        ...     (1, 1), ("chain", "data"), axis_types=(jax.sharding.AxisType.Auto,) * 2
+        ... )
+        >>> params = ensemble.place(jnp.zeros((4, 3)), mesh=mesh)
+        >>> carry = params, ensemble.init(tx, params, mesh=mesh)
+        >>> advance = ensemble.step(one_step, carry, mesh=mesh)
+        >>> params, state = advance(carry, ensemble.place_batch(jnp.ones(3), mesh=mesh))
+        >>> optax_smile.stats(state)["num_calls"].tolist()
+        [1, 1, 1, 1]
+    """
+    mapped = over_chains(function, mesh=mesh, in_axes=(0, 0 if per_chain else None))
+    if mesh is None:
+        return jax.jit(mapped, donate_argnums=0)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, carry)
+    return jax.jit(mapped, donate_argnums=0, out_shardings=shardings)
