@@ -22,24 +22,33 @@ def one_of(chains: Any) -> Any:
 
 def check_loss(
     where: str,
-    loss_fn: Callable[[Any, Any], Any],
-    params: Any,
+    losses: Callable[[Any, Any], Any],
+    carry: Any,
     batch: Any,
+    put: Callable[[Any], Any],
     has_rows: bool,
     num_rows: int,
 ):
-    """Require a scalar loss and, where a batch has one row each, as many rows as parameters."""
+    """Require a scalar loss and, where a batch has one row each, as many rows as parameters.
+
+    Args:
+        where: the public function.
+        losses: of all chains, from what travels and a batch on the devices.
+        carry: what travels.
+        batch: the first one.
+        put: brings a batch onto the devices.
+        has_rows: whether a batch has a leading chain axis.
+        num_rows: number of chains.
+    """
     if has_rows:
         rows = {jnp.shape(leaf)[:1] for leaf in jax.tree.leaves(batch)}
         if rows != {(num_rows,)}:
             rule = f"batches whose leaves have a leading axis of {num_rows}"
             _check.fail(where, "batches", rule, f"the leading axes {sorted(rows)}")
-    batch = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(jnp.shape(x)[has_rows:], jnp.result_type(x)), batch
-    )
-    loss = jax.eval_shape(loss_fn, one_of(params), batch)
-    if not hasattr(loss, "shape") or loss.shape != ():
-        _check.fail(where, "loss_fn", "a function that returns a scalar mean loss", loss)
+    found = jax.eval_shape(losses, carry, put(batch))
+    if not hasattr(found, "shape") or found.shape != (num_rows,):
+        got = jax.tree.map(lambda x: x.shape[1:], found)
+        _check.fail(where, "loss_fn", "a function that returns a scalar mean loss", f"shape {got}")
 
 
 class Stream:

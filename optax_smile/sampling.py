@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 
 from optax_smile import _check, _disk, _loop, _settings, _state, _tree, ensemble
 from optax_smile._checkpoint import any_process
+from optax_smile._pack import SMALL, Packed, Packing
 from optax_smile._run import RunDirectory
 from optax_smile.snapshots import Snapshots, StoredSnapshots, load_snapshots
 
@@ -210,31 +211,36 @@ def sample(
         call_axis=int(per_chain),
     )
 
-    one_call = _call_of_chain(loss, sampler)
-    advance = ensemble.step(one_call, chains, mesh=mesh, per_chain=per_chain)
-    advance_many = ensemble.step(
-        lambda chain, batches: jax.lax.scan(
-            lambda chain, batch: (one_call(chain, batch), None), chain, batches
-        )[0],
-        chains,
-        mesh=mesh,
-        per_chain=per_chain,
-    )
-    own = None if mesh is None else ensemble.sharding(mesh)
-    observe = jax.jit(_state.stats, out_shardings=own)
-    draw_of = jax.jit(ensemble.over_chains(_draw_of_chain, mesh=mesh), out_shardings=own)
+    like = _loop.one_of(_snapshot(chains.params, chains.aux))
+    # Parameters that are sharded inside a chain keep their arrays.
+    packing = Packing(_loop.one_of(chains), SMALL if specs is None else 0)
+    of_chain = _call_of_chain(loss, sampler)
+
+    def one_call(packed, batch):
+        return packing.pack(of_chain(packing.unpack(packed), batch))
+
+    def many_calls(packed, batches):
+        def one(chain, batch):
+            return of_chain(chain, batch), None
+
+        return packing.pack(jax.lax.scan(one, packing.unpack(packed), batches)[0])
+
+    def compiled(function, in_axes: Any = 0):
+        own = None if mesh is None else ensemble.sharding(mesh)
+        mapped = ensemble.over_chains(function, mesh=mesh, in_axes=in_axes)
+        return jax.jit(mapped, out_shardings=own)
 
     def put(batch, is_stacked=False):
         return ensemble.place_batch(batch, mesh=mesh, per_chain=per_chain, stacked=is_stacked)
 
     def check(batch):
-        def loss_of_chain(chain, batch):
+        def loss_of_chain(packed, batch):
+            chain = packing.unpack(packed)
             return loss(chain.params, chain.aux, chain.key, batch)[0]
 
-        _loop.check_loss("sample", loss_of_chain, chains, batch, per_chain, num_chains)
-        in_axes = (0, 0 if per_chain else None)
-        losses = jax.jit(ensemble.over_chains(loss_of_chain, mesh=mesh, in_axes=in_axes))
-        _check_finite(_tree.local(losses(chains, put(batch))))
+        losses = compiled(loss_of_chain, in_axes=(0, 0 if per_chain else None))
+        _loop.check_loss("sample", losses, packed, batch, put, per_chain, num_chains)
+        _check_finite(_tree.local(losses(packed, put(batch))))
 
     run, begun, num_draws, draws, trace = None, 0, 0, [], []
     stream = _loop.Stream(batches)
@@ -254,28 +260,36 @@ def sample(
             resume=resume,
             minutes=checkpoint_minutes,
         )
+    small, large = packing.split(chains)
+    packed = Packed(compiled(packing.join)(small) if small else {}, large)
+    del chains, params, small, large
+    advance = ensemble.step(one_call, packed, mesh=mesh, per_chain=per_chain)
+    advance_many = ensemble.step(many_calls, packed, mesh=mesh, per_chain=per_chain)
+    observe = compiled(lambda packed: _state.stats(packing.unpack(packed).state))
+    draw_of = compiled(lambda packed: _draw_of_chain(packing.unpack(packed)))
     bar, stop = _loop.progress_bar(plan.num_steps, "sampling", progress), False
     try:
-        if run is not None and (found := run.checkpoints.restore(chains)):
-            chains, place = found
+        if run is not None and (found := run.checkpoints.restore(packed)):
+            packed, place = found
             begun, num_draws = place["call"], place["num_draws"]
             stream.go_to(place["stream"])
         elif run is not None:
-            run.checkpoint(0, chains, {"call": 0, "num_draws": 0, "stream": stream.place()})
+            run.checkpoint(0, packed, {"call": 0, "num_draws": 0, "stream": stream.place()})
         step, place = begun // calls_per_step, None
         work = _dispatches(stream, plan, begun, put, check if begun == 0 else None)
         with _loop.stop_signals() as stop_signal:
             for dispatch in _loop.prefetched(work, prefetch):
-                chains = (advance_many if dispatch.is_stacked else advance)(chains, dispatch.batch)
+                go = advance_many if dispatch.is_stacked else advance
+                packed = go(packed, dispatch.batch)
                 if dispatch.place is None:
                     continue
                 step = dispatch.end // calls_per_step
                 is_tick = plan.to_tick(step) == thin
                 if is_tick:
-                    seen = _tree.local(observe(chains.state))
+                    seen = _tree.local(observe(packed))
                     trace.append(seen)
                     if step > num_warmup and np.all(seen["is_sample"]):
-                        draw = draw_of(chains)
+                        draw = draw_of(packed)
                         if run is None:
                             draws.append(_tree.local(draw))
                         else:
@@ -293,9 +307,9 @@ def sample(
                 if stop:
                     break
                 if run is not None and due:
-                    run.checkpoint(dispatch.end, chains, place)
+                    run.checkpoint(dispatch.end, packed, place)
         if run is not None and place is not None:
-            run.checkpoint(place["call"], chains, place)
+            run.checkpoint(place["call"], packed, place)
     except KeyboardInterrupt:
         stop = True
     finally:
@@ -319,10 +333,7 @@ def sample(
         warnings.warn(message, stacklevel=2)
 
     if directory is not None:
-        one = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), _snapshot(params, aux)
-        )
-        return load_snapshots(directory, like=one)
+        return load_snapshots(directory, like=like)
 
     def stack(*leaves):
         return np.stack(leaves, axis=1)

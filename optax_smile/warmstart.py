@@ -134,8 +134,14 @@ def warmstart(
     )
     train = ensemble.step(train_one, members, mesh=mesh, per_chain=per_member)
     judge = ensemble.step(judge_one, members, mesh=mesh)
-    put = ensemble.place_batch
-    validation_batch = () if validation is None else put(validation, mesh=mesh)
+    in_axes = (0, 0 if per_member else None)
+    losses = ensemble.over_chains(loss_fn, mesh=mesh, in_axes=in_axes)
+    validation_batch = ()
+    if validation is not None:
+        validation_batch = ensemble.place_batch(validation, mesh=mesh)
+
+    def put(batch):
+        return ensemble.place_batch(batch, mesh=mesh, per_chain=per_member)
 
     lock = checkpoints = None
     bar = _loop.progress_bar(num_epochs, "warm start", progress)
@@ -151,9 +157,9 @@ def warmstart(
                 num_batches = 0
                 for num_batches, batch in enumerate(batches, 1):
                     if epoch == 0 and num_batches == 1:
-                        arguments = (loss_fn, members.params, batch, per_member, num_members)
-                        _loop.check_loss("warmstart", *arguments)
-                    members = train(members, put(batch, mesh=mesh, per_chain=per_member))
+                        arguments = members.params, batch, put, per_member, num_members
+                        _loop.check_loss("warmstart", losses, *arguments)
+                    members = train(members, put(batch))
                 if not num_batches:
                     rule = "an iterable that yields batches in every epoch, such as a list"
                     _check.fail("warmstart", "batches", rule, f"none in epoch {epoch + 1}")
