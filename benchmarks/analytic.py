@@ -432,6 +432,7 @@ def main():
             "time": time.strftime("%Y-%m-%d %H:%M"),
         }
         records.append(record)
+        jax.clear_caches()  # each compiled loop keeps memory maps, of which a process has 65,530
         print(
             *cell.values(),
             f"{record['bias']:.4f} ± {record['error']:.4f} at {record['step_size']:.2g},"

@@ -54,8 +54,9 @@ def check_loss(
 class Stream:
     """Batches again and again, with the place in them, which a checkpoint can hold.
 
-    Ends where a pass yields nothing. The place is that of the iterator itself where it has
-    `get_state` and `set_state`, as Grain's have; otherwise the number of batches to skip.
+    Ends where a pass yields nothing, or after the only pass of an iterator. The place is that of
+    the iterator itself where it has `get_state` and `set_state`, as Grain's have; otherwise the
+    number of batches to skip.
     """
 
     def __init__(self, batches: Iterable[Any]):
@@ -70,9 +71,10 @@ class Stream:
         try:
             batch = next(self.iterator)
         except StopIteration:
-            if not self.taken:
+            again = iter(self.batches)
+            if not self.taken or again is self.iterator:
                 raise
-            self.passes, self.taken, self.iterator = self.passes + 1, 0, iter(self.batches)
+            self.passes, self.taken, self.iterator = self.passes + 1, 0, again
             return next(self)
         self.taken += 1
         return batch
@@ -96,8 +98,13 @@ class Stream:
             return
         if isinstance(self.batches, Sequence):
             self.passes = place["passes"]
-        while (self.passes, self.taken) != (place["passes"], place["taken"]):
-            next(self)
+        wanted = place["passes"], place["taken"]
+        with contextlib.suppress(StopIteration):
+            while (self.passes, self.taken) < wanted:
+                next(self)
+        if (self.passes, self.taken) != wanted:
+            rule = f"those of the run in the directory, which took {wanted[1]} in pass {wanted[0]}"
+            _check.fail("sample", "batches", rule, f"{self.taken} in pass {self.passes}")
 
 
 def prefetched(items: Iterator[Any], ahead: int) -> Iterator[Any]:
@@ -141,14 +148,14 @@ def prefetched(items: Iterator[Any], ahead: int) -> Iterator[Any]:
 
 def stack(batches: Sequence[Any], axis: int) -> Any | None:
     """Stack batches along a new axis; None where their shapes differ."""
-    shapes = [[np.shape(leaf) for leaf in jax.tree.leaves(batch)] for batch in batches]
-    if any(shape != shapes[0] for shape in shapes):
-        return None
 
     def join(*leaves):
         return (jnp if isinstance(leaves[0], jax.Array) else np).stack(leaves, axis=axis)
 
-    return jax.tree.map(join, *batches)
+    try:
+        return jax.tree.map(join, *batches)
+    except ValueError:
+        return None
 
 
 @contextlib.contextmanager
@@ -156,13 +163,14 @@ def stop_signals() -> Iterator[Callable[[], str | None]]:
     """Turn Ctrl-C and SIGTERM into a wish to stop, which the loop can grant at a good moment.
 
     Yields:
-        A function that gives the name of the signal, or None. A second Ctrl-C interrupts at once.
+        A function that gives the name of the signal, or None. A second Ctrl-C raises
+        `SecondInterrupt` at once.
     """
     received: list[str] = []
 
     def note(number, frame):
         if received and number == signal.SIGINT:
-            raise KeyboardInterrupt
+            raise SecondInterrupt
         received.append(signal.Signals(number).name)
 
     if threading.current_thread() is not threading.main_thread():

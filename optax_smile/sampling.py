@@ -287,7 +287,8 @@ def sample(
                 is_tick = plan.to_tick(step) == thin
                 if is_tick:
                     seen = _tree.local(observe(packed))
-                    trace.append(seen)
+                    if run is None:
+                        trace.append(seen)
                     if step > num_warmup and np.all(seen["is_sample"]):
                         draw = draw_of(packed)
                         if run is None:
@@ -308,8 +309,10 @@ def sample(
                     break
                 if run is not None and due:
                     run.checkpoint(dispatch.end, packed, place)
-        if run is not None and place is not None:
-            run.checkpoint(place["call"], packed, place)
+            if run is not None and place is not None:
+                run.checkpoint(place["call"], packed, place)
+    except _loop.SecondInterrupt:
+        raise
     except KeyboardInterrupt:
         stop = True
     finally:
@@ -387,26 +390,29 @@ def _dispatches(
 ) -> Iterator[Dispatch]:
     """Cut the run into pieces of work, from a call on; none goes beyond a tick."""
     num_calls = plan.num_steps * plan.calls_per_step
+    per_step = plan.calls_per_step // plan.calls_per_batch
     while call < num_calls:
-        steps = min(plan.steps_per_call, plan.to_tick(call // plan.calls_per_step))
-        wanted = steps * plan.calls_per_step // plan.calls_per_batch
-        taken = list(islice(stream, wanted))
-        whole = len(taken) * plan.calls_per_batch // plan.calls_per_step * plan.calls_per_step
-        if not whole:
+        taken, place = [], None
+        for _ in range(min(plan.steps_per_call, plan.to_tick(call // plan.calls_per_step))):
+            of_step = list(islice(stream, per_step))
+            if len(of_step) < per_step:
+                break
+            taken, place = taken + of_step, stream.place()
+        if not taken:
             return
         if check is not None:
             check(taken[0])
             check = None
-        calls = [batch for batch in taken for _ in range(plan.calls_per_batch)][:whole]
-        stacked = _loop.stack(calls, axis=plan.call_axis) if whole > plan.calls_per_step else None
+        calls = [batch for batch in taken for _ in range(plan.calls_per_batch)]
+        several = len(taken) > per_step
+        stacked = _loop.stack(calls, axis=plan.call_axis) if several else None
         if stacked is not None:
-            call += whole
-            yield Dispatch(call, put(stacked, True), True, stream.place())
+            call += len(calls)
+            yield Dispatch(call, put(stacked, True), True, place)
             continue
-        for left in reversed(range(whole)):
+        for left, batch in zip(reversed(range(len(calls))), calls, strict=True):
             call += 1
-            place = None if left else stream.place()
-            yield Dispatch(call, put(calls[-1 - left]), False, place)
+            yield Dispatch(call, put(batch), False, None if left else place)
 
 
 def _check_finite(losses: np.ndarray):
