@@ -153,7 +153,8 @@ def standardized_noise(kind: str, key: jax.Array, shape: tuple[int, ...]) -> jax
 
 
 PUBLISHED, LEAPFROG = {"integrator": "minimal_norm"}, {"integrator": "leapfrog"}
-# Column: public name and arguments. Every sampler also gets step size, num_data, prior and a key.
+# Column: public name and arguments, or functions of the step size that give them. Every sampler
+# also gets step size, num_data, prior and a key.
 SAMPLERS: dict[str, tuple[str, dict[str, Any]]] = {
     "smile_naive": ("smile_naive", PUBLISHED),
     "sgld": ("sgld", {}),
@@ -166,7 +167,7 @@ SAMPLERS: dict[str, tuple[str, dict[str, Any]]] = {
     "cyclical_sgld": ("cyclical_sgld", {}),
     "smile_naive leapfrog": ("smile_naive", LEAPFROG),
 }
-TABLE_1 = tuple(SAMPLERS)[:5]
+TABLE_1 = tuple(SAMPLERS)[:6]
 # Columns of Sommer et al. 2026: table 1, and pSMILE-naive under heavy-tailed noise.
 OURS = "psmile_naive leapfrog"
 HEAVY = (f"{OURS}, laplace", f"{OURS}, student")
@@ -192,6 +193,7 @@ def make_sampler(column: str, step_size: jax.Array, key: jax.Array) -> Any:
     name, options = SAMPLERS[column]
     if name not in ("smile_naive", "psmile_naive") or "decoherence_length" in options:
         options = options | {"key": key}
+    options = {k: v(step_size) if callable(v) else v for k, v in options.items()}
     build: Any = getattr(optax_smile, name)
     return build(step_size, num_data=1, prior_precision=0.0, **options)
 

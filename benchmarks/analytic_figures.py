@@ -1,7 +1,7 @@
 """Pictures and checks of the analytic benchmark.
 
 Modes found, energy errors, skewed noise, how the bias falls with the steps, full-batch MCLMC, the
-exact bias of SGLD.
+exact bias of SGLD, explicit noise on the direction.
 
     python benchmarks/analytic_figures.py mixture --output out
     python benchmarks/analytic_figures.py energy --output out
@@ -9,6 +9,7 @@ exact bias of SGLD.
     python benchmarks/analytic_figures.py decay --output out
     python benchmarks/analytic_figures.py baseline --output out
     python benchmarks/analytic_figures.py sgld --output out
+    python benchmarks/analytic_figures.py decoherence --output out --steps 200000
 
 Every run appends its figures to OUTPUT/analytic_figures.jsonl.
 """
@@ -41,6 +42,21 @@ COLORS = ("#0072B2", "#D55E00", "#009E73")
 BASELINE_STEP_SIZES = (0.05, 0.1, 0.2, 0.4)
 BASELINE_LENGTHS = (5.0, 20.0, 80.0)
 DECAY_STEP_SIZE = 0.02
+DECOHERENCE_CELLS = (
+    ("gaussian", "diagonal"),
+    ("rosenbrock", "diagonal"),
+    ("funnel", "diagonal"),
+    ("gaussian", "correlated"),
+    ("rosenbrock", "correlated"),
+    ("funnel", "correlated"),
+)
+DECOHERENCE_STEP_SIZES = {
+    "gaussian": (2e-3, 5e-3, 1e-2, 2e-2),
+    "rosenbrock": (4e-4, 1e-3, 2e-3, 4e-3),
+    "funnel": (1e-3, 3e-3, 1e-2, 3e-2),
+}
+# Explicit noise in units of the noise of the gradients.
+SHARES = (0.0, 0.1, 1.0, 10.0)
 
 
 def mixture_gradient(theta: jax.Array) -> jax.Array:
@@ -299,6 +315,56 @@ def baseline(folder: Path, num_steps: int) -> list[dict[str, Any]]:
     return records
 
 
+def decoherence(folder: Path, num_steps: int) -> list[dict[str, Any]]:
+    """Bias against the decoherence length, each with the best of its own step sizes.
+
+    Lengths are given in units of the length at which explicit noise turns the direction as fast as
+    the noise of the gradients does: the only scale that a sampler could find without tuning.
+    """
+    keys = jax.random.split(jax.random.key(2), 48)
+    variances = {"isotropic": 1.0} | dict.fromkeys(analytic.NOISES[1:], analytic.VARIANCES.mean())
+    figure, axes = plt.subplots(2, 3, figsize=(12, 7), layout="constrained", sharex=True)
+    records = []
+    for (name, noise), axis in zip(DECOHERENCE_CELLS, axes.flat, strict=True):
+        target, found = analytic.TARGETS[name], []
+        variance = analytic.NOISE_VARIANCE * variances[noise]
+        for share in SHARES:
+            column = f"psmile_naive leapfrog, explicit noise {share} of {noise}"
+            options = {}
+            if share:
+                # Both turn u by a variance per step: 2 eps / (L d) and eps^2 V / (d - 1)^2.
+                constant = 2 * (DIM - 1) ** 2 / (DIM * variance * share)
+                options = {"decoherence_length": lambda eps, constant=constant: constant / eps}
+            analytic.SAMPLERS[column] = ("psmile_naive", analytic.LEAPFROG | options)
+            arguments = (column, name, noise, "gaussian", num_steps // analytic.CHUNK)
+            step_sizes = jnp.asarray(DECOHERENCE_STEP_SIZES[name])
+            means, counts = jax.device_get(analytic.run_chains(*arguments, step_sizes, keys))
+            bias = analytic.biases(target, means, counts)
+            # The step size is chosen by the first half of the chains, the second is reported.
+            searched = bias[:, : len(keys) // 2].mean(axis=1)
+            searched[analytic.effective_sizes(means) < analytic.ENOUGH] = np.inf
+            if np.isfinite(searched.min()):
+                best = int(searched.argmin())
+                fresh = bias[best, len(keys) // 2 :]
+                error = analytic.bootstrap_error(fresh)
+                found.append((share, float(fresh.mean()), error, float(step_sizes[best])))
+            jax.clear_caches()
+        records.append(
+            {"figure": "decoherence", "cell": [name, noise], "share_bias_error_step": found}
+        )
+        print(records[-1], flush=True)
+        shares, bias, error, _ = np.array(found).reshape(-1, 4).T
+        places = np.where(shares > 0, shares, min(s for s in SHARES if s) / 10)
+        axis.errorbar(places, bias, error, color=COLORS[0], marker="o", capsize=3, linestyle="")
+        axis.set(xscale="log", yscale="log", title=f"{name}, {noise} noise")
+    for axis in axes[1]:
+        axis.set_xlabel("explicit / gradient noise (leftmost: none)")
+    for axis in axes[:, 0]:
+        axis.set_ylabel("squared bias")
+    figure.savefig(folder / "decoherence.png", dpi=120)
+    return records
+
+
 def sgld(folder: Path, num_steps: int) -> list[dict[str, Any]]:
     """Expected squared bias of SGLD on the Gaussian under isotropic noise, in closed form.
 
@@ -333,6 +399,7 @@ FIGURES = {
     "decay": decay,
     "baseline": baseline,
     "sgld": sgld,
+    "decoherence": decoherence,
 }
 
 

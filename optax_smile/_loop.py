@@ -158,6 +158,10 @@ def stack(batches: Sequence[Any], axis: int) -> Any | None:
         return None
 
 
+class SecondInterrupt(KeyboardInterrupt):
+    """Ctrl-C where a signal has asked for the end already."""
+
+
 @contextlib.contextmanager
 def stop_signals() -> Iterator[Callable[[], str | None]]:
     """Turn Ctrl-C and SIGTERM into a wish to stop, which the loop can grant at a good moment.

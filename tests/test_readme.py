@@ -4,11 +4,12 @@ from pathlib import Path
 README = Path(__file__).parents[1] / "README.md"
 
 
-def test_python_blocks_run_one_after_the_other(capsys):
+def test_python_blocks_run_one_after_the_other(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"^```python\n(.*?)^```$", README.read_text(), re.MULTILINE | re.DOTALL)
     names = {}
     for block in blocks:
         exec(compile(block, str(README), "exec"), names)
-    assert len(names["draws"]) == 4 * 50
+    assert len(names["same_draws"]) == 4 * 50 and len(names["more_draws"]) == 4 * 60
     assert float(capsys.readouterr().out.removeprefix("LPPD ")) > -1.2
     assert names["points"]["w"].shape == (8, 4)
