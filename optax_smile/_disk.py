@@ -168,6 +168,12 @@ def write(path: Path, content: bytes):
         ) from error
 
 
+def remove_drafts(directory: Path):
+    """Remove what killed runs were about to write."""
+    for draft in directory.glob(".*.safetensors.*"):
+        draft.unlink(missing_ok=True)
+
+
 def import_safetensors() -> Any:
     """Import safetensors, or say how to get it."""
     try:

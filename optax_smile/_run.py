@@ -1,4 +1,4 @@
-"""The directory of one run: its manifest, its draws, its checkpoints."""
+"""Where a run keeps its draws, and what it needs to go on: in memory or in a directory."""
 
 import json
 import os
@@ -7,12 +7,50 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
-from optax_smile import _check, _checkpoint, _disk
+from optax_smile import _check, _checkpoint, _disk, _loop, _tree
+from optax_smile.snapshots import Snapshots, StoredSnapshots, load_snapshots
 
 
-class RunDirectory:
-    """Holds a directory against other runs and keeps what this one needs to go on.
+class MemoryRun:
+    """Keeps the draws of a run in host memory."""
+
+    def __init__(self):
+        self.draws, self.trace = [], []
+
+    def restore(self, carry: Any) -> None:
+        """There is nothing to go on with."""
+
+    def tick(self, stats: Mapping[str, np.ndarray]):
+        """Note what a sampler said at a tick."""
+        self.trace.append(stats)
+
+    def put(self, number: int, step: int, draw: Any, stats: Mapping[str, np.ndarray]):
+        """Keep a draw."""
+        self.draws.append(_tree.local(draw))
+
+    def is_due(self) -> bool:
+        """There are no checkpoints."""
+        return False
+
+    def checkpoint(self, carry: Any, place: Mapping[str, Any]):
+        """There are no checkpoints."""
+
+    def close(self):
+        """Nothing is open."""
+
+    def result(self) -> Snapshots:
+        """Draws `[chain, draw, ...]` and the trace `[chain, tick]`."""
+
+        def stack(*leaves):
+            return np.stack(leaves, axis=1)
+
+        return Snapshots(jax.tree.map(stack, *self.draws), jax.tree.map(stack, *self.trace))
+
+
+class DirectoryRun:
+    """Holds a directory against other runs and keeps draws, manifest and checkpoints there.
 
     Args:
         directory: new, empty, or that of the same run.
@@ -39,9 +77,12 @@ class RunDirectory:
         minutes: float,
     ):
         _disk.import_safetensors()
-        self.directory = Path(directory)
+        self.directory, self.like = Path(directory), _loop.one_of(start)
         self.lock = _checkpoint.Lock("sample", self.directory)
         try:
+            if jax.process_index() == 0:
+                _disk.remove_drafts(self.directory)
+            # Waits for all processes.
             self.checkpoints = _checkpoint.Checkpoints(self.directory, minutes)
             manifest = _disk.manifest(start, dtype, settings)
             self.resumed = self._is_resumed(manifest, resume)
@@ -82,10 +123,25 @@ class RunDirectory:
                 _check.fail("sample", "directory", rule, got, remedy)
         return True
 
-    def checkpoint(self, number: int, carry: Any, place: dict[str, Any]):
+    def restore(self, carry: Any) -> tuple[Any, dict[str, Any]] | None:
+        """Read the newest checkpoint, if there is one."""
+        return self.checkpoints.restore(carry)
+
+    def tick(self, stats: Mapping[str, np.ndarray]):
+        """The statistics go to disk with the draws."""
+
+    def put(self, number: int, step: int, draw: Any, stats: Mapping[str, np.ndarray]):
+        """Hand a draw to the thread that writes."""
+        self.writer.put(number, step, draw, stats)
+
+    def is_due(self) -> bool:
+        """Whether it is time for a checkpoint."""
+        return self.checkpoints.is_due()
+
+    def checkpoint(self, carry: Any, place: dict[str, Any]):
         """Write a checkpoint, after the draws before it."""
         self.writer.flush()
-        self.checkpoints.save(number, carry, place)
+        self.checkpoints.save(place["call"], carry, place)
 
     def close(self):
         """Write the draws that wait; let other runs in."""
@@ -94,6 +150,10 @@ class RunDirectory:
         finally:
             self.checkpoints.close()
             self.lock.release()
+
+    def result(self) -> StoredSnapshots:
+        """The draws, as they are read from the directory."""
+        return load_snapshots(self.directory, like=self.like)
 
 
 def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:

@@ -28,13 +28,13 @@ def _check_mesh(where: str, mesh: Mesh | None, num_chains: int):
         _check.fail(where, "mesh", rule, f"{mesh.shape[CHAIN]} rows of devices")
 
 
-def num_chains(where: str, params: Any) -> int:
+def num_chains(where: str, tree: Any, argument: str = "params") -> int:
     """Length of the leading axis that all leaves share."""
-    shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(params)]
+    shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(tree)]
     lengths = {shape[:1] for shape in shapes}
     if len(lengths) != 1 or lengths == {()}:
         rule = "a tree whose leaves share a leading chain axis"
-        _check.fail(where, "params", rule, f"the shapes {shapes}")
+        _check.fail(where, argument, rule, f"the shapes {shapes}")
     return shapes[0][0]
 
 
@@ -68,7 +68,7 @@ def place(tree: Any, *, mesh: Mesh | None = None, specs: Any = None) -> Any:
         ValueError: leading axes that disagree, a mesh without the axis, or one that does not divide
             the chains.
     """
-    _check_mesh("place", mesh, num_chains("place", tree))
+    _check_mesh("place", mesh, num_chains("place", tree, "tree"))
     if mesh is None:
         return _copy(tree)
     return _copy(jax.tree.map(_put, tree, _shardings(tree, mesh, specs)))

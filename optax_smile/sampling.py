@@ -7,34 +7,17 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from optax_smile import _check, _disk, _loop, _settings, _state, _tree, ensemble
+from optax_smile import _check, _disk, _loop, _settings
+from optax_smile._chains import Chains
 from optax_smile._checkpoint import any_process
-from optax_smile._pack import SMALL, Packed, Packing
-from optax_smile._run import RunDirectory
-from optax_smile.snapshots import Snapshots, StoredSnapshots, load_snapshots
+from optax_smile._run import DirectoryRun, MemoryRun
+from optax_smile.snapshots import Snapshots, StoredSnapshots
 
 BATCH_PER = ("call", "step")
-
-
-class Chains(NamedTuple):
-    """What travels from call to call, every leaf `[chain, ...]`.
-
-    Attributes:
-        params: a proposal, which the next call judges.
-        state: of the sampler.
-        aux: auxiliary state of the model at the last accepted point, or None.
-        key: of a stochastic loss, or None.
-    """
-
-    params: Any
-    state: Any
-    aux: Any
-    key: jax.Array | None
 
 
 class Plan(NamedTuple):
@@ -189,65 +172,33 @@ def sample(
     _check.number("sample", "checkpoint_minutes", checkpoint_minutes, ">= 0", lambda x: x >= 0)
     if dtype is not None:
         _check.choice("sample", "dtype", dtype, _disk.STORED_DTYPES)
-    num_chains = ensemble.num_chains("sample", (params, aux))
     sampler = optax.with_extra_args_support(sampler)
-    loss = _loss_of_chain(loss_fn, aux is not None, stochastic)
-    sampler_key, loss_key = jax.random.split(key) if stochastic else (key, None)
-    params = ensemble.place(params, mesh=mesh, specs=specs)
     chains = Chains(
-        params=params,
-        state=ensemble.init(sampler, params, mesh=mesh, specs=specs, key=sampler_key),
-        aux=None if aux is None else ensemble.place(aux, mesh=mesh),
-        key=None if loss_key is None else ensemble.split_key(loss_key, num_chains, mesh=mesh),
+        loss_fn,
+        sampler,
+        params,
+        key,
+        aux=aux,
+        stochastic=stochastic,
+        per_chain=per_chain,
+        mesh=mesh,
+        specs=specs,
     )
-    calls_per_step = _state.find(chains.state).calls_per_step
     plan = Plan(
         num_steps=num_warmup + num_samples * thin,
         num_warmup=num_warmup,
         thin=thin,
-        calls_per_step=calls_per_step,
-        calls_per_batch=calls_per_step if batch_per == "step" else 1,
+        calls_per_step=chains.calls_per_step,
+        calls_per_batch=chains.calls_per_step if batch_per == "step" else 1,
         steps_per_call=steps_per_call,
         call_axis=int(per_chain),
     )
-
-    like = _loop.one_of(_snapshot(chains.params, chains.aux))
-    # Parameters that are sharded inside a chain keep their arrays.
-    packing = Packing(_loop.one_of(chains), SMALL if specs is None else 0)
-    of_chain = _call_of_chain(loss, sampler)
-
-    def one_call(packed, batch):
-        return packing.pack(of_chain(packing.unpack(packed), batch))
-
-    def many_calls(packed, batches):
-        def one(chain, batch):
-            return of_chain(chain, batch), None
-
-        return packing.pack(jax.lax.scan(one, packing.unpack(packed), batches)[0])
-
-    def compiled(function, in_axes: Any = 0):
-        own = None if mesh is None else ensemble.sharding(mesh)
-        mapped = ensemble.over_chains(function, mesh=mesh, in_axes=in_axes)
-        return jax.jit(mapped, out_shardings=own)
-
-    def put(batch, is_stacked=False):
-        return ensemble.place_batch(batch, mesh=mesh, per_chain=per_chain, stacked=is_stacked)
-
-    def check(batch):
-        def loss_of_chain(packed, batch):
-            chain = packing.unpack(packed)
-            return loss(chain.params, chain.aux, chain.key, batch)[0]
-
-        losses = compiled(loss_of_chain, in_axes=(0, 0 if per_chain else None))
-        _loop.check_loss("sample", losses, packed, batch, put, per_chain, num_chains)
-        _check_finite(_tree.local(losses(packed, put(batch))))
-
-    run, begun, num_draws, draws, trace = None, 0, 0, [], []
-    stream = _loop.Stream(batches)
-    if directory is not None:
-        run = RunDirectory(
+    if directory is None:
+        run = MemoryRun()
+    else:
+        run = DirectoryRun(
             directory,
-            _snapshot(chains.params, chains.aux),
+            chains.draw(),
             settings={
                 "num_warmup": num_warmup,
                 "thin": thin,
@@ -260,57 +211,42 @@ def sample(
             resume=resume,
             minutes=checkpoint_minutes,
         )
-    small, large = packing.split(chains)
-    packed = Packed(compiled(packing.join)(small) if small else {}, large)
-    del chains, params, small, large
-    advance = ensemble.step(one_call, packed, mesh=mesh, per_chain=per_chain)
-    advance_many = ensemble.step(many_calls, packed, mesh=mesh, per_chain=per_chain)
-    observe = compiled(lambda packed: _state.stats(packing.unpack(packed).state))
-    draw_of = compiled(lambda packed: _draw_of_chain(packing.unpack(packed)))
-    bar, stop = _loop.progress_bar(plan.num_steps, "sampling", progress), False
+    bar = _loop.progress_bar(plan.num_steps, "sampling", progress)
+
+    stream, stop = _loop.Stream(batches), False
+    place = {"call": 0, "num_draws": 0, "stream": stream.place()}
     try:
-        if run is not None and (found := run.checkpoints.restore(packed)):
-            packed, place = found
-            begun, num_draws = place["call"], place["num_draws"]
+        if found := run.restore(chains.packed):
+            chains.packed, place = found
             stream.go_to(place["stream"])
-        elif run is not None:
-            run.checkpoint(0, packed, {"call": 0, "num_draws": 0, "stream": stream.place()})
-        step, place = begun // calls_per_step, None
-        work = _dispatches(stream, plan, begun, put, check if begun == 0 else None)
-        with _loop.stop_signals() as stop_signal:
+        else:
+            run.checkpoint(chains.packed, place)
+        work = _dispatches(stream, plan, place["call"], chains)
+        with _loop.stop_signals() as wish:
             for dispatch in _loop.prefetched(work, prefetch):
-                go = advance_many if dispatch.is_stacked else advance
-                packed = go(packed, dispatch.batch)
+                chains.advance(dispatch.batch, dispatch.is_stacked)
                 if dispatch.place is None:
                     continue
-                step = dispatch.end // calls_per_step
-                is_tick = plan.to_tick(step) == thin
+                step = dispatch.end // plan.calls_per_step
+                num_draws, is_tick = place["num_draws"], plan.to_tick(step) == thin
                 if is_tick:
-                    seen = _tree.local(observe(packed))
-                    if run is None:
-                        trace.append(seen)
+                    seen = chains.stats()
+                    run.tick(seen)
                     if step > num_warmup and np.all(seen["is_sample"]):
-                        draw = draw_of(packed)
-                        if run is None:
-                            draws.append(_tree.local(draw))
-                        else:
-                            run.writer.put(num_draws, step, draw, seen)
+                        run.put(num_draws, step, chains.draw(), seen)
                         num_draws += 1
-                    if bar is not None:
-                        _show(bar, step, seen)
-                    if callback is not None:
-                        callback(step, seen)
                 place = {"call": dispatch.end, "num_draws": num_draws, "stream": dispatch.place}
-                if not is_tick and jax.process_count() > 1:
-                    continue
-                due = run is not None and run.checkpoints.is_due()
-                stop, due = any_process(stop_signal() is not None, due)
-                if stop:
-                    break
-                if run is not None and due:
-                    run.checkpoint(dispatch.end, packed, place)
-            if run is not None and place is not None:
-                run.checkpoint(place["call"], packed, place)
+                if is_tick and bar is not None:
+                    _show(bar, step, seen)
+                if is_tick and callback is not None:
+                    callback(step, seen)
+                if is_tick or jax.process_count() == 1:
+                    stop, due = any_process(wish() is not None, run.is_due())
+                    if stop:
+                        break
+                    if due:
+                        run.checkpoint(chains.packed, place)
+            run.checkpoint(chains.packed, place)
     except _loop.SecondInterrupt:
         raise
     except KeyboardInterrupt:
@@ -318,78 +254,33 @@ def sample(
     finally:
         if bar is not None:
             bar.close()
-        if run is not None:
-            run.close()
+        run.close()
+    _check_end(plan, place["call"], place["num_draws"], num_samples, stop)
+    return run.result()
+
+
+def _check_end(plan: Plan, call: int, num_draws: int, num_samples: int, stopped: bool):
+    """Say why there are fewer draws than wanted; raise where there are none."""
+    step = call // plan.calls_per_step
     if not num_draws:
-        if stop:
+        if stopped:
             raise KeyboardInterrupt("`sample` was stopped before the first draw.")
         if step == plan.num_steps:
             rule = f"so many that the sampler calls one of the {step} steps a sample"
             remedy = "See its argument `adapt_steps` or `exploration`."
             _check.fail("sample", "num_samples", rule, num_samples, remedy)
-        num_batches = plan.num_steps * calls_per_step // plan.calls_per_batch
+        num_batches = plan.num_steps * plan.calls_per_step // plan.calls_per_batch
         rule = f"an iterable with a batch for each of the {num_batches} calls"
         _check.fail("sample", "batches", rule, "one that ran out before the first draw")
     if num_draws < num_samples:
         early = "ended early" if step < plan.num_steps else "kept what the sampler calls a sample,"
         message = f"`sample` {early} with {num_draws} of {num_samples} draws per chain."
-        warnings.warn(message, stacklevel=2)
-
-    if directory is not None:
-        return load_snapshots(directory, like=like)
-
-    def stack(*leaves):
-        return np.stack(leaves, axis=1)
-
-    return Snapshots(jax.tree.map(stack, *draws), jax.tree.map(stack, *trace))
+        warnings.warn(message, stacklevel=3)
 
 
-def _loss_of_chain(loss_fn: Callable, has_aux: bool, is_stochastic: bool) -> Callable:
-    """Give every loss the form `(params, aux, key, batch) -> (loss, aux)`."""
-
-    def loss(params, aux, key, batch):
-        extras = {"aux": aux} if has_aux else {}
-        if is_stochastic:
-            extras["key"] = key
-        found = loss_fn(params, batch, **extras)
-        return found if has_aux else (found, None)
-
-    return loss
-
-
-def _call_of_chain(loss: Callable, sampler: optax.GradientTransformationExtraArgs) -> Callable:
-    """One gradient and one update of a chain; what an undone step did to `aux` is dropped."""
-
-    def one_call(chain: Chains, batch: Any) -> Chains:
-        key, used = (None, None) if chain.key is None else jax.random.split(chain.key)
-        value_and_grad = jax.value_and_grad(loss, has_aux=True)
-        (value, aux), grads = value_and_grad(chain.params, chain.aux, used, batch)
-        updates, state = sampler.update(grads, chain.state, chain.params, value=value)
-        return Chains(
-            params=optax.apply_updates(chain.params, updates),
-            state=state,
-            aux=_tree.where(_state.stats(state)["accepted"], aux, chain.aux),
-            key=key,
-        )
-
-    return one_call
-
-
-def _snapshot(params: Any, aux: Any) -> Any:
-    return params if aux is None else {"params": params, "aux": aux}
-
-
-def _draw_of_chain(chain: Chains) -> Any:
-    """Copy the last accepted step end, which outlives the donated chain."""
-    draw = _snapshot(_state.last_accepted(chain.state, chain.params), chain.aux)
-    return jax.tree.map(jnp.copy, draw)
-
-
-def _dispatches(
-    stream: _loop.Stream, plan: Plan, call: int, put: Callable, check: Callable | None
-) -> Iterator[Dispatch]:
+def _dispatches(stream: _loop.Stream, plan: Plan, call: int, chains: Chains) -> Iterator[Dispatch]:
     """Cut the run into pieces of work, from a call on; none goes beyond a tick."""
-    num_calls = plan.num_steps * plan.calls_per_step
+    num_calls, is_new = plan.num_steps * plan.calls_per_step, call == 0
     per_step = plan.calls_per_step // plan.calls_per_batch
     while call < num_calls:
         taken, place = [], None
@@ -400,27 +291,19 @@ def _dispatches(
             taken, place = taken + of_step, stream.place()
         if not taken:
             return
-        if check is not None:
-            check(taken[0])
-            check = None
+        if is_new:
+            chains.check(taken[0])
+            is_new = False
         calls = [batch for batch in taken for _ in range(plan.calls_per_batch)]
         several = len(taken) > per_step
         stacked = _loop.stack(calls, axis=plan.call_axis) if several else None
         if stacked is not None:
             call += len(calls)
-            yield Dispatch(call, put(stacked, True), True, place)
+            yield Dispatch(call, chains.put(stacked, True), True, place)
             continue
         for left, batch in zip(reversed(range(len(calls))), calls, strict=True):
             call += 1
-            yield Dispatch(call, put(batch), False, None if left else place)
-
-
-def _check_finite(losses: np.ndarray):
-    """Require a finite loss of every chain."""
-    lost = np.flatnonzero(~np.isfinite(losses)).tolist()
-    if lost:
-        rule = "a start at which the loss of every chain is finite"
-        _check.fail("sample", "params", rule, f"{losses[lost[0]]} in the chains {lost}")
+            yield Dispatch(call, chains.put(batch), False, None if left else place)
 
 
 def _show(bar: Any, step: int, stats: Mapping[str, np.ndarray]):

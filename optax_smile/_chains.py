@@ -1,0 +1,168 @@
+"""All chains on their devices, and what a host loop asks of them."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh
+
+from optax_smile import _check, _loop, _state, _tree, ensemble
+from optax_smile._pack import SMALL, Packed, Packing
+
+
+class Chain(NamedTuple):
+    """What travels from call to call in one chain.
+
+    Attributes:
+        params: a proposal, which the next call judges.
+        state: of the sampler.
+        aux: auxiliary state of the model at the last accepted point, or None.
+        key: of a stochastic loss, or None.
+    """
+
+    params: Any
+    state: Any
+    aux: Any
+    key: jax.Array | None
+
+
+class Chains:
+    """Many chains: `packed` is all that they are, and `advance` replaces it.
+
+    Args:
+        loss_fn: see `sample`; likewise all others.
+        sampler: that takes extra arguments.
+        params: see `sample`.
+        key: see `sample`.
+        aux: see `sample`.
+        stochastic: see `sample`.
+        per_chain: see `sample`.
+        mesh: see `sample`.
+        specs: see `sample`.
+    """
+
+    def __init__(
+        self,
+        loss_fn: Callable[..., Any],
+        sampler: optax.GradientTransformationExtraArgs,
+        params: optax.Params,
+        key: jax.Array,
+        *,
+        aux: Any,
+        stochastic: bool,
+        per_chain: bool,
+        mesh: Mesh | None,
+        specs: Any,
+    ):
+        self.mesh, self.per_chain = mesh, per_chain
+        self.number = ensemble.num_chains("sample", (params, aux))
+        self.loss = _loss_of_chain(loss_fn, aux is not None, stochastic)
+        sampler_key, loss_key = jax.random.split(key) if stochastic else (key, None)
+        params = ensemble.place(params, mesh=mesh, specs=specs)
+        chains = Chain(
+            params=params,
+            state=ensemble.init(sampler, params, mesh=mesh, specs=specs, key=sampler_key),
+            aux=None if aux is None else ensemble.place(aux, mesh=mesh),
+            key=None if loss_key is None else ensemble.split_key(loss_key, self.number, mesh=mesh),
+        )
+        self.calls_per_step = _state.find(chains.state).calls_per_step
+        # Parameters that are sharded inside a chain keep their arrays.
+        self.packing = packing = Packing(_loop.one_of(chains), SMALL if specs is None else 0)
+        small, large = packing.split(chains)
+        self.packed = Packed(self._compile(packing.join)(small) if small else {}, large)
+
+        one_call = _call_of_chain(self.loss, sampler)
+
+        def one(packed, batch):
+            return packing.pack(one_call(packing.unpack(packed), batch))
+
+        def many(packed, batches):
+            def call(chain, batch):
+                return one_call(chain, batch), None
+
+            return packing.pack(jax.lax.scan(call, packing.unpack(packed), batches)[0])
+
+        self._one = ensemble.step(one, self.packed, mesh=mesh, per_chain=per_chain)
+        self._many = ensemble.step(many, self.packed, mesh=mesh, per_chain=per_chain)
+        self._stats = self._compile(lambda packed: _state.stats(packing.unpack(packed).state))
+        self._draw = self._compile(lambda packed: _draw_of_chain(packing.unpack(packed)))
+
+    def _compile(self, function: Callable, in_axes: Any = 0) -> Callable:
+        own = None if self.mesh is None else ensemble.sharding(self.mesh)
+        mapped = ensemble.over_chains(function, mesh=self.mesh, in_axes=in_axes)
+        return jax.jit(mapped, out_shardings=own)
+
+    def put(self, batch: Any, is_stacked: bool = False) -> Any:
+        """Bring a batch of one call, or of several, onto the devices."""
+        arguments: dict[str, Any] = {"per_chain": self.per_chain, "stacked": is_stacked}
+        return ensemble.place_batch(batch, mesh=self.mesh, **arguments)
+
+    def check(self, batch: Any):
+        """Require a loss of every chain that is a scalar and finite."""
+
+        def loss_of_chain(packed, batch):
+            chain = self.packing.unpack(packed)
+            return self.loss(chain.params, chain.aux, chain.key, batch)[0]
+
+        losses = self._compile(loss_of_chain, in_axes=(0, 0 if self.per_chain else None))
+        arguments = self.packed, batch, self.put, self.per_chain, self.number
+        _loop.check_loss("sample", losses, *arguments)
+        found = _tree.local(losses(self.packed, self.put(batch)))
+        lost = np.flatnonzero(~np.isfinite(found)).tolist()
+        if lost:
+            rule = "a start at which the loss of every chain is finite"
+            _check.fail("sample", "params", rule, f"{found[lost[0]]} in the chains {lost}")
+
+    def advance(self, batch: Any, is_stacked: bool):
+        """Do the call, or the calls, of a batch."""
+        self.packed = (self._many if is_stacked else self._one)(self.packed, batch)
+
+    def stats(self) -> dict[str, np.ndarray]:
+        """What the sampler says, arrays `[chain]` of the chains of this process."""
+        return _tree.local(self._stats(self.packed))
+
+    def draw(self) -> Any:
+        """Last accepted step ends, device arrays `[chain, ...]` that outlive the next call."""
+        return self._draw(self.packed)
+
+
+def _loss_of_chain(loss_fn: Callable, has_aux: bool, is_stochastic: bool) -> Callable:
+    """Give every loss the form `(params, aux, key, batch) -> (loss, aux)`."""
+
+    def loss(params, aux, key, batch):
+        extras = {"aux": aux} if has_aux else {}
+        if is_stochastic:
+            extras["key"] = key
+        found = loss_fn(params, batch, **extras)
+        return found if has_aux else (found, None)
+
+    return loss
+
+
+def _call_of_chain(loss: Callable, sampler: optax.GradientTransformationExtraArgs) -> Callable:
+    """One gradient and one update of a chain; what an undone step did to `aux` is dropped."""
+
+    def one_call(chain: Chain, batch: Any) -> Chain:
+        key, used = (None, None) if chain.key is None else jax.random.split(chain.key)
+        value_and_grad = jax.value_and_grad(loss, has_aux=True)
+        (value, aux), grads = value_and_grad(chain.params, chain.aux, used, batch)
+        updates, state = sampler.update(grads, chain.state, chain.params, value=value)
+        return Chain(
+            params=optax.apply_updates(chain.params, updates),
+            state=state,
+            aux=_tree.where(_state.stats(state)["accepted"], aux, chain.aux),
+            key=key,
+        )
+
+    return one_call
+
+
+def _draw_of_chain(chain: Chain) -> Any:
+    """Copy the last accepted step end."""
+    draw = _state.last_accepted(chain.state, chain.params)
+    if chain.aux is not None:
+        draw = {"params": draw, "aux": chain.aux}
+    return jax.tree.map(jnp.copy, draw)
