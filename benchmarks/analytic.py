@@ -120,20 +120,26 @@ def funnel() -> Target:
 
 
 TARGETS = {"gaussian": gaussian(), "rosenbrock": rosenbrock(), "funnel": funnel()}
-_ROOTS = {
+
+
+def correlated_root(seed: int) -> np.ndarray:
+    """Root of the covariance of the noise, its axes randomly rotated."""
+    rotated = rotation(seed)
+    return np.linalg.cholesky(rotated.T @ np.diag(NOISE_VARIANCE * VARIANCES) @ rotated)
+
+
+ROOTS = {
     "none": np.zeros((DIM, DIM)),
     "isotropic": np.sqrt(NOISE_VARIANCE) * np.eye(DIM),
     "diagonal": np.diag(np.sqrt(NOISE_VARIANCE * VARIANCES)),
-    "correlated": np.linalg.cholesky(
-        rotation(1).T @ np.diag(NOISE_VARIANCE * VARIANCES) @ rotation(1)
-    ),
+    "correlated": correlated_root(1),
 }
 NOISES = ("isotropic", "diagonal", "correlated", "varied")
 
 
 def noise_root(noise: str, target: Target) -> Callable[[jax.Array], jax.Array]:
     """Matrix that gives standardized noise its covariance at a point."""
-    root = jnp.asarray(_ROOTS.get(noise, _ROOTS["correlated"]), jnp.float32)
+    root = jnp.asarray(ROOTS.get(noise, ROOTS["correlated"]), jnp.float32)
     if noise != "varied":
         return lambda theta: root
     return lambda theta: root * jnp.exp(-theta[1] / (2 * target.second_std))
@@ -246,14 +252,16 @@ def biases(target: Target, means, counts, share: float = 1.0) -> np.ndarray:
     return target.total((squares - target.square) ** 2 / target.square_variance, axis=-1)
 
 
-def effective_sizes(means) -> np.ndarray:
+def effective_sizes(means, counts) -> np.ndarray:
     """Independent draws of theta^2 in a chain `[step size]`, median of chains and coordinates.
 
     From the chunk means, so at most the number of chunks: those of a chain that only drifts away
     from its start are so alike that little more than one is left. Geyer's initial sequence.
     """
-    chunks = means.shape[2] // 2 * 2
-    series = np.asarray(means, float)[:, :, :chunks]
+    # A chunk in which no chain draws, such as one of a burn-in, says nothing.
+    used = np.flatnonzero(np.any(np.asarray(counts) > 0, axis=(0, 1)))
+    chunks = len(used) // 2 * 2
+    series = np.asarray(means, float)[:, :, used[:chunks]]
     series = series - series.mean(axis=2, keepdims=True)
     spectrum = np.abs(np.fft.rfft(series, 2 * chunks, axis=2)) ** 2
     covariance = np.fft.irfft(spectrum, axis=2)[:, :, :chunks]
@@ -283,7 +291,7 @@ def run_cell(cell: dict[str, Any], seed: int, num_chains: int, num_fresh: int) -
     def run(step_sizes, keys):
         step_sizes, num_chunks = jnp.asarray(step_sizes, jnp.float32), cell["gradients"] // CHUNK
         means, counts = jax.device_get(run_chains(*arguments, num_chunks, step_sizes, keys))
-        return biases(target, means, counts), effective_sizes(means)
+        return biases(target, means, counts), effective_sizes(means, counts)
 
     def search(mixing: bool):
         """Step size with the smallest bias; None where none mixes."""

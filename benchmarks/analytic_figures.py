@@ -1,7 +1,7 @@
 """Pictures and checks of the analytic benchmark.
 
 Modes found, energy errors, skewed noise, how the bias falls with the steps, full-batch MCLMC, the
-exact bias of SGLD, explicit noise on the direction.
+exact bias of SGLD, explicit noise on the direction, other random rotations.
 
     python benchmarks/analytic_figures.py mixture --output out
     python benchmarks/analytic_figures.py energy --output out
@@ -10,12 +10,14 @@ exact bias of SGLD, explicit noise on the direction.
     python benchmarks/analytic_figures.py baseline --output out
     python benchmarks/analytic_figures.py sgld --output out
     python benchmarks/analytic_figures.py decoherence --output out --steps 200000
+    python benchmarks/analytic_figures.py rotations --output out
 
 Every run appends its figures to OUTPUT/analytic_figures.jsonl.
 """
 
 import argparse
 import functools
+import itertools
 import json
 import time
 from pathlib import Path
@@ -50,13 +52,14 @@ DECOHERENCE_CELLS = (
     ("rosenbrock", "correlated"),
     ("funnel", "correlated"),
 )
-DECOHERENCE_STEP_SIZES = {
-    "gaussian": (2e-3, 5e-3, 1e-2, 2e-2),
+TRIED = {
+    "gaussian": (1e-3, 3e-3, 1e-2, 2e-2),
     "rosenbrock": (4e-4, 1e-3, 2e-3, 4e-3),
-    "funnel": (1e-3, 3e-3, 1e-2, 3e-2),
+    "funnel": (4e-4, 1e-3, 3e-3, 1e-2),
 }
 # Explicit noise in units of the noise of the gradients.
 SHARES = (0.0, 0.1, 1.0, 10.0)
+NUM_ROTATIONS = 8
 
 
 def mixture_gradient(theta: jax.Array) -> jax.Array:
@@ -315,6 +318,25 @@ def baseline(folder: Path, num_steps: int) -> list[dict[str, Any]]:
     return records
 
 
+def best_step_size(column, name, noise, step_sizes, keys, num_steps) -> list[float] | None:
+    """Bias, its error and the step size, of chains that mix; None where none does.
+
+    The step size is chosen by the first half of the chains, the second half is reported.
+    """
+    arguments = (column, name, noise, "gaussian", num_steps // analytic.CHUNK)
+    results = analytic.run_chains(*arguments, jnp.asarray(step_sizes, jnp.float32), keys)
+    means, counts = jax.device_get(results)
+    jax.clear_caches()
+    bias, half = analytic.biases(analytic.TARGETS[name], means, counts), len(keys) // 2
+    searched = bias[:, :half].mean(axis=1)
+    searched[analytic.effective_sizes(means, counts) < analytic.ENOUGH] = np.inf
+    if np.isinf(searched.min()):
+        return None
+    best = int(searched.argmin())
+    fresh = bias[best, half:]
+    return [float(fresh.mean()), analytic.bootstrap_error(fresh), float(step_sizes[best])]
+
+
 def decoherence(folder: Path, num_steps: int) -> list[dict[str, Any]]:
     """Bias against the decoherence length, each with the best of its own step sizes.
 
@@ -322,37 +344,25 @@ def decoherence(folder: Path, num_steps: int) -> list[dict[str, Any]]:
     the noise of the gradients does: the only scale that a sampler could find without tuning.
     """
     keys = jax.random.split(jax.random.key(2), 48)
-    variances = {"isotropic": 1.0} | dict.fromkeys(analytic.NOISES[1:], analytic.VARIANCES.mean())
+    variance = analytic.NOISE_VARIANCE * float(analytic.VARIANCES.mean())
     figure, axes = plt.subplots(2, 3, figsize=(12, 7), layout="constrained", sharex=True)
     records = []
     for (name, noise), axis in zip(DECOHERENCE_CELLS, axes.flat, strict=True):
-        target, found = analytic.TARGETS[name], []
-        variance = analytic.NOISE_VARIANCE * variances[noise]
+        found = []
         for share in SHARES:
-            column = f"psmile_naive leapfrog, explicit noise {share} of {noise}"
+            column = f"psmile_naive leapfrog, explicit noise {share}"
             options = {}
             if share:
                 # Both turn u by a variance per step: 2 eps / (L d) and eps^2 V / (d - 1)^2.
                 constant = 2 * (DIM - 1) ** 2 / (DIM * variance * share)
                 options = {"decoherence_length": lambda eps, constant=constant: constant / eps}
             analytic.SAMPLERS[column] = ("psmile_naive", analytic.LEAPFROG | options)
-            arguments = (column, name, noise, "gaussian", num_steps // analytic.CHUNK)
-            step_sizes = jnp.asarray(DECOHERENCE_STEP_SIZES[name])
-            means, counts = jax.device_get(analytic.run_chains(*arguments, step_sizes, keys))
-            bias = analytic.biases(target, means, counts)
-            # The step size is chosen by the first half of the chains, the second is reported.
-            searched = bias[:, : len(keys) // 2].mean(axis=1)
-            searched[analytic.effective_sizes(means) < analytic.ENOUGH] = np.inf
-            if np.isfinite(searched.min()):
-                best = int(searched.argmin())
-                fresh = bias[best, len(keys) // 2 :]
-                error = analytic.bootstrap_error(fresh)
-                found.append((share, float(fresh.mean()), error, float(step_sizes[best])))
-            jax.clear_caches()
-        records.append(
-            {"figure": "decoherence", "cell": [name, noise], "share_bias_error_step": found}
-        )
-        print(records[-1], flush=True)
+            best = best_step_size(column, name, noise, TRIED[name], keys, num_steps)
+            if best:
+                found.append([share, *best])
+        cell = {"figure": "decoherence", "cell": [name, noise], "share_bias_error_step": found}
+        records.append(cell)
+        print(cell, flush=True)
         shares, bias, error, _ = np.array(found).reshape(-1, 4).T
         places = np.where(shares > 0, shares, min(s for s in SHARES if s) / 10)
         axis.errorbar(places, bias, error, color=COLORS[0], marker="o", capsize=3, linestyle="")
@@ -362,6 +372,22 @@ def decoherence(folder: Path, num_steps: int) -> list[dict[str, Any]]:
     for axis in axes[:, 0]:
         axis.set_ylabel("squared bias")
     figure.savefig(folder / "decoherence.png", dpi=120)
+    return records
+
+
+def rotations(folder: Path, num_steps: int) -> list[dict[str, Any]]:
+    """Bias under correlated noise for several random rotations, of the target and of the noise."""
+    del folder
+    keys, records = jax.random.split(jax.random.key(3), 24), []
+    for seed, name in itertools.product(range(NUM_ROTATIONS), ("gaussian", "funnel")):
+        analytic.ROOTS[f"correlated {seed}"] = analytic.correlated_root(2 * seed + 1)
+        rotated = f"{name} {seed}"
+        target = analytic.gaussian(2 * seed) if name == "gaussian" else analytic.funnel()
+        analytic.TARGETS[rotated] = target
+        arguments = (rotated, f"correlated {seed}", TRIED[name], keys, num_steps)
+        best = best_step_size(analytic.OURS, *arguments)
+        records.append({"figure": "rotations", "cell": rotated, "bias_error_step": best})
+        print(records[-1], flush=True)
     return records
 
 
@@ -400,6 +426,7 @@ FIGURES = {
     "baseline": baseline,
     "sgld": sgld,
     "decoherence": decoherence,
+    "rotations": rotations,
 }
 
 
