@@ -77,9 +77,14 @@ def local_blocks(tree: Any) -> Iterator[tuple[int, int, list[np.ndarray]]]:
 
 
 def local(tree: Any) -> Any:
-    """Bring the chains that this process holds to the host `[chain of this process, ...]`."""
-    columns = zip(*(leaves for _, _, leaves in local_blocks(tree)), strict=True)
-    return jax.tree.unflatten(jax.tree.structure(tree), [np.concatenate(c) for c in columns])
+    """Bring the chains that this process holds to the host `[chain of this process, ...]`.
+
+    Where chains have copies in several processes, one of them holds them and the others none.
+    """
+    leaves, structure = jax.tree.flatten(tree)
+    none = [np.empty((0, *leaf.shape[1:]), leaf.dtype) for leaf in leaves]
+    columns = zip(none, *(block for _, _, block in local_blocks(tree)), strict=True)
+    return jax.tree.unflatten(structure, [np.concatenate(column) for column in columns])
 
 
 def normal_like(key: jax.Array, tree: Any) -> Any:

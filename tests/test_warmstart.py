@@ -1,5 +1,8 @@
+import os
+import signal
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -88,3 +91,208 @@ def test_bad_input(batches, arguments, message):
 def test_one_pass_iterator_is_named():
     with pytest.raises(ValueError, match="got none in epoch 2"):
         train(iter([TARGET]), num_epochs=2)
+
+
+PATIENCE = 6
+ROWS = [TARGET, TARGET + 0.3, TARGET - 0.2]
+
+
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+class Crash(Exception):
+    """What a test throws into a training."""
+
+
+class Batches:
+    """Counts its passes; in the middle of one of them something happens."""
+
+    def __init__(self, at=None, happens=None):
+        self.at, self.happens, self.passes = at, happens, 0
+
+    def __iter__(self):
+        self.passes += 1
+        for number, batch in enumerate(ROWS):
+            if number == 1 and self.passes == self.at:
+                assert self.happens is not None
+                self.happens()
+            yield batch
+
+
+def crash():
+    raise Crash
+
+
+def train_long(batches, **arguments) -> Any:
+    """Members pass the validation optimum on their way to the target, each in its own epoch."""
+    defaults: dict[str, Any] = {
+        "optimizer": optax.adam(optax.cosine_decay_schedule(0.2, 60)),
+        "validation": TARGET / 2,
+        "num_epochs": 40,
+        "patience": PATIENCE,
+        "checkpoint_minutes": 0,
+    }
+    return train(batches, **defaults | arguments)
+
+
+@pytest.fixture(scope="module")
+def in_one_go():
+    """Members of a training without interruption, and the epochs that it took."""
+    batches = Batches()
+    members = train_long(batches)
+    # A crash in epoch 9 comes after the best epoch of the last member, and before the end.
+    assert 9 < batches.passes < 9 + PATIENCE
+    return members, batches.passes
+
+
+def assert_same_bits(actual, expected):
+    chex.assert_trees_all_equal(actual, expected, strict=True)
+
+
+@pytest.mark.parametrize("crashes", [slow((1,)), slow((2,)), (9,), slow((3, 5))])
+def test_a_training_in_pieces_gives_the_bits_of_one_in_one_go(crashes, in_one_go, tmp_path):
+    for at in crashes:
+        with pytest.raises(Crash):
+            train_long(Batches(at, crash), directory=tmp_path)
+    rest, (expected, epochs) = Batches(), in_one_go
+    assert_same_bits(train_long(rest, directory=tmp_path), expected)
+    assert rest.passes == epochs - sum(at - 1 for at in crashes)
+
+
+@pytest.mark.slow
+def test_checkpoints_wait_for_their_time(in_one_go, tmp_path):
+    with pytest.raises(Crash):
+        train_long(Batches(5, crash), directory=tmp_path, checkpoint_minutes=60)
+    rest, (expected, epochs) = Batches(), in_one_go
+    got = train_long(rest, directory=tmp_path, checkpoint_minutes=60)
+    assert_same_bits(got, expected)
+    assert rest.passes == epochs
+
+
+@pytest.mark.parametrize("arguments", [slow({}), {"num_epochs": 4, "checkpoint_minutes": 60}])
+def test_a_finished_training_is_returned_at_once(arguments, tmp_path):
+    expected = train_long(Batches(), directory=tmp_path, **arguments)
+    never = Batches(1, crash)
+    assert_same_bits(train_long(never, directory=tmp_path, **arguments), expected)
+    assert never.passes == 0
+
+
+@pytest.mark.slow
+def test_more_epochs_make_a_training_longer(in_one_go, tmp_path):
+    train_long(Batches(), directory=tmp_path, num_epochs=4)
+    rest, (expected, epochs) = Batches(), in_one_go
+    assert_same_bits(train_long(rest, directory=tmp_path), expected)
+    assert rest.passes == epochs - 4
+
+
+def send(number, times=1):
+    def happens():
+        for _ in range(times):
+            os.kill(os.getpid(), number)
+
+    return happens
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, slow(signal.SIGTERM)])
+def test_a_signal_ends_the_training_after_the_epoch(number, in_one_go, tmp_path):
+    handler, batches = signal.getsignal(number), Batches(3, send(number))
+    got = train_long(batches, directory=tmp_path, checkpoint_minutes=60)
+    assert signal.getsignal(number) is handler
+    assert batches.passes == 3
+    assert_same_bits(got, train_long(Batches(), num_epochs=3))
+    rest, (expected, epochs) = Batches(), in_one_go
+    assert_same_bits(train_long(rest, directory=tmp_path), expected)
+    assert rest.passes == epochs - 3
+
+
+@pytest.mark.slow
+def test_a_second_control_c_interrupts_at_once(in_one_go, tmp_path):
+    handler = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        train_long(Batches(3, send(signal.SIGINT, times=2)), directory=tmp_path)
+    assert signal.getsignal(signal.SIGINT) is handler
+    assert_same_bits(train_long(Batches(), directory=tmp_path), in_one_go[0])
+
+
+def test_a_directory_in_use_is_refused(in_one_go, tmp_path):
+    message = rf"`warmstart\(directory=...\)` must be in use by no live run, .*{os.getpid()}"
+
+    def happens():
+        with pytest.raises(ValueError, match=message):
+            train_long(Batches(), directory=tmp_path)
+
+    assert_same_bits(train_long(Batches(2, happens), directory=tmp_path), in_one_go[0])
+
+
+@pytest.mark.parametrize("arguments", [slow({"num_members": 5}), {"optimizer": optax.sgd(0.1)}])
+def test_the_directory_of_another_training_is_refused(arguments, tmp_path):
+    train_long(Batches(), directory=tmp_path, num_epochs=2)
+    message = r"(?s)The checkpoint .*2 cannot be read .* or the model or the sampler has changed"
+    with pytest.raises(ValueError, match=message):
+        train_long(Batches(), directory=tmp_path, **arguments)
+
+
+def test_one_chain_for_each_of_the_weights():
+    weights = [{"w": np.full(3, float(i)), "b": jnp.float32(i)} for i in range(3)]
+    chains: Any = optax_smile.chains_from_weights(weights)
+    np.testing.assert_array_equal(chains["w"], [[0.0] * 3, [1.0] * 3, [2.0] * 3])
+    np.testing.assert_array_equal(chains["b"], [0.0, 1.0, 2.0])
+    assert chains["w"].dtype == jnp.float32
+
+
+def test_more_chains_than_weights_go_round():
+    weights = [{"w": jnp.full(2, float(i))} for i in range(3)]
+    chains: Any = optax_smile.chains_from_weights(weights, num_chains=7)
+    np.testing.assert_array_equal(chains["w"][:, 0], [0, 1, 2, 0, 1, 2, 0])
+    fewer: Any = optax_smile.chains_from_weights(weights, num_chains=2)
+    np.testing.assert_array_equal(fewer["w"][:, 0], [0, 1])
+
+
+def test_jitter_is_relative_to_each_array_of_each_chain():
+    size = 1000
+    weights = [
+        {"w": jnp.full(size, scale), "v": jnp.full(size, -5 * scale), "zero": jnp.zeros(size)}
+        for scale in (1.0, 100.0)
+    ]
+    arguments: dict[str, Any] = {"num_chains": 4, "jitter": 0.01}
+    chains: Any = optax_smile.chains_from_weights(weights, key=jax.random.key(0), **arguments)
+    for name, factor in (("w", 1), ("v", 5)):
+        for chain in range(4):
+            start, rms = weights[chain % 2][name], factor * (1, 100)[chain % 2]
+            noise = np.asarray(chains[name][chain] - start) / rms
+            # Five standard errors of a standard deviation and of a mean.
+            assert abs(noise.std() / 0.01 - 1) < 5 / np.sqrt(2 * size)
+            assert abs(noise.mean() / 0.01) < 5 / np.sqrt(size)
+    np.testing.assert_array_equal(chains["zero"], np.zeros((4, size)))
+    assert chains["w"].dtype == weights[0]["w"].dtype
+    for one, other in ((0, 2), (1, 3)):
+        assert np.abs(chains["w"][one] - chains["w"][other]).min() > 0
+    correlation = np.corrcoef(chains["w"][0], chains["v"][0])[0, 1]
+    assert abs(correlation) < 5 / np.sqrt(size)
+
+
+ONE = {"w": jnp.ones(3)}
+
+
+@pytest.mark.parametrize(
+    ("weights", "arguments", "message"),
+    [
+        ([], {}, r"weights=...\)` must be a list of at least one parameter tree, got \[\]"),
+        (ONE, {}, r"weights=...\)` must be a list of at least one parameter tree, got \{'w'"),
+        (
+            [ONE, {"v": jnp.ones(3)}],
+            {},
+            r"weights=...\)` must be a tree of the structure of the fi",
+        ),
+        ([ONE, {"w": jnp.ones(4)}], {}, r"weights=...\)` must be of shape \(3,\) at \['w'\], .*4"),
+        ([ONE], {"num_chains": 0}, r"num_chains=...\)` must be an integer >= 1, got 0"),
+        ([ONE], {"jitter": -0.1}, r"jitter=...\)` must be >= 0 and finite, got -0.1"),
+        ([ONE], {"jitter": float("inf")}, r"jitter=...\)` must be >= 0 and finite, got inf"),
+        ([ONE], {"jitter": 0.1}, r"key=...\)` must be a JAX key for a jitter, got None"),
+        ([ONE], {"jitter": 0.1, "key": 3}, r"key=...\)` must be a JAX key such as"),
+    ],
+)
+def test_bad_weights(weights, arguments, message):
+    with pytest.raises(ValueError, match=rf"`chains_from_weights\({message}"):
+        optax_smile.chains_from_weights(weights, **arguments)
