@@ -107,6 +107,15 @@ class Stream:
             _check.fail("sample", "batches", rule, f"{self.taken} in pass {self.passes}")
 
 
+def skip_passes(batches: Iterable[Any], passes: int):
+    """Go through batches so many times, unless each pass is the same for certain."""
+    if isinstance(batches, Sequence):
+        return
+    for _ in range(passes):
+        for _ in batches:
+            pass
+
+
 def prefetched(items: Iterator[Any], ahead: int) -> Iterator[Any]:
     """Make items in a thread of its own, so many ahead of their use."""
     if not ahead:

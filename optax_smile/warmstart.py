@@ -72,17 +72,22 @@ def warmstart(
         specs: how the parameters of one member are sharded, see `ensemble.place`.
         directory: where checkpoints are written after an epoch. A training that is found there
             goes on, and a finished one is returned at once: it must have the same arguments.
+            Batches are read again up to there, so that those that shuffle come in the same order;
+            a list is not.
         checkpoint_minutes: between two checkpoints, >= 0; there is one at the end.
         progress: show a progress bar, if tqdm is installed.
 
     Returns:
         Parameters of all members, each leaf `[member, ...]`: the best ones by validation loss.
-        Ctrl-C or SIGTERM ends the training after the epoch and returns what there is.
+        Ctrl-C ends the training after the epoch and returns what there is, and so does SIGTERM
+        without a directory.
 
     Raises:
         ValueError: an argument out of range, a loss that is not a scalar, no batches, a mesh that
             does not fit, a directory in use or of another model, or a member whose loss never was
             finite.
+        KeyboardInterrupt: SIGTERM with a directory, after a checkpoint, so that no chain starts
+            from members half trained; a second Ctrl-C.
 
     Cost: one gradient per member and batch; twice the parameters for the best weights.
 
@@ -114,7 +119,7 @@ def warmstart(
 
     def judge_one(member: Members, batch: Any) -> Members:
         loss = member.loss if validation is None else loss_fn(member.params, batch)
-        better = (loss < member.best_loss) | (validation is None)
+        better = (loss < member.best_loss) & (member.stale < patience) | (validation is None)
         return member._replace(
             best=_tree.where(better, member.params, member.best),
             best_loss=jnp.where(better, loss, member.best_loss),
@@ -145,7 +150,7 @@ def warmstart(
 
     lock = checkpoints = None
     bar = _loop.progress_bar(num_epochs, "warm start", progress)
-    epoch, stop = 0, False
+    epoch, stop, is_killed = 0, False, False
     try:
         if directory is not None:
             lock = Lock("warmstart", Path(directory))
@@ -153,6 +158,8 @@ def warmstart(
             if found := checkpoints.restore(members):
                 members, epoch = found[0], found[1]["epoch"]
         with _loop.stop_signals() as stop_signal:
+            if epoch < num_epochs and not _are_done(members, patience):
+                _loop.skip_passes(batches, epoch)
             while epoch < num_epochs and not stop and not _are_done(members, patience):
                 num_batches = 0
                 for num_batches, batch in enumerate(batches, 1):
@@ -170,11 +177,16 @@ def warmstart(
                     bar.set_postfix(refresh=False, loss=f"{loss:.4f}")
                     bar.update(epoch - bar.n)
                 due = checkpoints is not None and checkpoints.is_due()
-                stop, due = any_process(stop_signal() is not None, due)
+                wish = stop_signal()
+                stop, is_killed, due = any_process(wish is not None, wish == "SIGTERM", due)
                 if checkpoints is not None and due:
                     checkpoints.save(epoch, members, {"epoch": epoch})
         if checkpoints is not None:
             checkpoints.save(epoch, members, {"epoch": epoch})
+            if is_killed:
+                raise KeyboardInterrupt(
+                    "`warmstart` was stopped by SIGTERM: run it again to go on."
+                )
     finally:
         if bar is not None:
             bar.close()
