@@ -1,5 +1,6 @@
 """All chains on their devices, and what a host loop asks of them."""
 
+import zlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -30,7 +31,7 @@ class Chain(NamedTuple):
 
 
 class Chains:
-    """Many chains: `packed` is all that they are, and `advance` replaces it.
+    """Many chains: `packed` is all that they are, `advance` replaces it, `layout` describes it.
 
     Args:
         loss_fn: see `sample`; likewise all others.
@@ -73,6 +74,7 @@ class Chains:
         self.packing = packing = Packing(_loop.one_of(chains), SMALL if specs is None else 0)
         small, large = packing.split(chains)
         self.packed = Packed(self._compile(packing.join)(small) if small else {}, large)
+        self.layout = _layout((chains, self.packed))
 
         one_call = _call_of_chain(self.loss, sampler)
 
@@ -127,6 +129,13 @@ class Chains:
     def draw(self) -> Any:
         """Last accepted step ends, device arrays `[chain, ...]` that outlive the next call."""
         return self._draw(self.packed)
+
+
+def _layout(tree: Any) -> str:
+    """Digest of names, shapes and dtypes: packed arrays of another layout must not be unpacked."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    named = [(jax.tree_util.keystr(path), leaf.shape, str(leaf.dtype)) for path, leaf in leaves]
+    return f"{zlib.crc32(repr(named).encode()):08x}"
 
 
 def _loss_of_chain(loss_fn: Callable, has_aux: bool, is_stochastic: bool) -> Callable:
