@@ -66,10 +66,12 @@ def place(tree: Any, *, mesh: Mesh | None = None, specs: Any = None) -> Any:
 
     Raises:
         ValueError: leading axes that disagree, a mesh without the axis, or one that does not divide
-            the chains.
+            the chains; specs without a mesh.
     """
     _check_mesh("place", mesh, num_chains("place", tree, "tree"))
     if mesh is None:
+        if specs is not None:
+            _check.fail("place", "specs", "None where there is no mesh", specs)
         return _copy(tree)
     return _copy(jax.tree.map(_put, tree, _shardings(tree, mesh, specs)))
 

@@ -367,6 +367,7 @@ OTHER_AXES = make_mesh((4, 2), names=("model", "data"))
             r"`place\(specs=...\)` must be a tree of jax.P of the structure of params, .*'out'",
         ),
         ({"specs": jax.P("data")}, r"`place\(specs=...\)` must be a tree of jax.P"),
+        ({"mesh": None}, r"`place\(specs=...\)` must be None where there is no mesh, got"),
     ],
 )
 def test_bad_places(changes, message):
