@@ -246,7 +246,12 @@ CASES: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+FAST = ("a list", "aux", "a generator", "a place in bytes")
+
+
+@pytest.mark.parametrize(
+    "case", [case if case in FAST else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
+)
 def test_a_run_in_pieces_gives_the_bits_of_one_in_one_go(tmp_path, case):
     """A crash, whose last checkpoint is before its last draw; a signal; the rest."""
     expected = run(tmp_path / "whole", checkpoint_minutes=60, **CASES[case]())
