@@ -93,7 +93,7 @@ class Chains:
         self._draw = self._compile(lambda packed: _draw_of_chain(packing.unpack(packed)))
 
     def _compile(self, function: Callable, in_axes: Any = 0) -> Callable:
-        own = None if self.mesh is None else ensemble.sharding(self.mesh)
+        own = None if self.mesh is None else ensemble.chain_sharding(self.mesh)
         mapped = ensemble.over_chains(function, mesh=self.mesh, in_axes=in_axes)
         return jax.jit(mapped, out_shardings=own)
 

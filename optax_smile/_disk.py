@@ -129,6 +129,21 @@ def read_chains(
     return arrays
 
 
+def read_start(directory: Path, leaves: list[Leaf], num_chains: int) -> dict[str, np.ndarray]:
+    """Read the parameters before the first step, arrays `[chain, ...]`.
+
+    Raises:
+        ValueError: their file is missing, or damaged.
+    """
+    blocks = find(directory, num_chains).get(START)
+    if blocks is None:
+        raise ValueError(
+            f"{directory} lacks the file {START}.chains-*.safetensors, in which leaves that never"
+            " moved are kept. Bring it back; draws without such leaves stay readable."
+        )
+    return read_chains(blocks, leaves, num_chains, dict)
+
+
 def _damaged(file: Path, error: Any) -> ValueError:
     return ValueError(
         f"The snapshot {file} is damaged ({error}). Remove it: the other draws stay readable."
@@ -239,6 +254,7 @@ class SnapshotWriter:
         resumed: whether the directory holds the start of this run already, which counts then.
 
     Raises:
+        ValueError: a resumed directory without a readable start.
         OSError: a file that cannot be written, here or at the next `put` or `close`.
     """
 
@@ -255,8 +271,7 @@ class SnapshotWriter:
         self.names = [leaf.name for leaf in leaves]
         if resumed:
             num_chains = jax.tree.leaves(start)[0].shape[0]
-            files = find(self.directory, num_chains).get(START, [])
-            start = read_chains(files, leaves, num_chains, dict)
+            start = read_start(self.directory, leaves, num_chains)
         else:
             self._store(START, 0, start, {})
         self.unmoved: dict[str, dict[int, np.ndarray]] = {name: {} for name in self.names}

@@ -103,9 +103,9 @@ class DirectoryRun:
         if not has_draws and self.checkpoints.newest() == 0:
             self.checkpoints.remove()
         has_checkpoint = self.checkpoints.newest() is not None
-        got = f"{self.directory}, which holds those of another run"
         if not resume and (has_draws or has_checkpoint):
             rule = "a directory without draws where `resume` is False"
+            got = f"{self.directory}, which holds those of another run"
             _check.fail("sample", "directory", rule, got, "Choose another, or remove it.")
         if has_draws and not has_checkpoint:
             rule = "a directory with a checkpoint to resume from, or without draws"

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import zlib
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 Builder = TypeVar("Builder", bound=Callable)
-# Larger arrays are described by their shape.
+# Larger arrays are described by shape and checksum.
 LARGEST_ARRAY = 16
 # Functions inside functions inside functions, such as joined schedules.
 DEEPEST = 4
@@ -63,8 +64,12 @@ def _describe(value: Any, depth: int = 0) -> Any:
     if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
         return np.asarray(jax.random.key_data(value)).tolist()
     if isinstance(value, (jax.Array, np.ndarray, np.generic)):
-        small = not isinstance(value, jax.core.Tracer) and value.size <= LARGEST_ARRAY
-        return np.asarray(value).tolist() if small else f"array {value.shape}"
+        if isinstance(value, jax.core.Tracer):
+            return f"traced {value.shape}"
+        array = np.asarray(value)
+        if array.size <= LARGEST_ARRAY:
+            return array.tolist()
+        return f"array {array.shape} {zlib.crc32(np.ascontiguousarray(array).data):08x}"
     if isinstance(value, (tuple, list)):
         return [_describe(entry, depth + 1) for entry in value]
     if isinstance(value, Mapping):

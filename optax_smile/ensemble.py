@@ -68,18 +68,31 @@ def place(tree: Any, *, mesh: Mesh | None = None, specs: Any = None) -> Any:
         ValueError: leading axes that disagree, a mesh without the axis, or one that does not divide
             the chains; specs without a mesh.
     """
+    own = shardings(tree, mesh=mesh, specs=specs)
+    return _copy(tree if own is None else jax.tree.map(_put, tree, own))
+
+
+def shardings(tree: Any, *, mesh: Mesh | None = None, specs: Any = None) -> Any:
+    """Tell where `place` puts each array.
+
+    Args:
+        tree: arrays `[chain, ...]` or their shapes.
+        mesh: see `place`.
+        specs: see `place`.
+
+    Returns:
+        A tree like `tree` of `NamedSharding`; None without a mesh.
+
+    Raises:
+        ValueError: see `place`.
+    """
     _check_mesh("place", mesh, num_chains("place", tree, "tree"))
     if mesh is None:
         if specs is not None:
             _check.fail("place", "specs", "None where there is no mesh", specs)
-        return _copy(tree)
-    return _copy(jax.tree.map(_put, tree, _shardings(tree, mesh, specs)))
-
-
-def _shardings(tree: Any, mesh: Mesh, specs: Any) -> Any:
-    """Sharding of every leaf of a tree with a leading chain axis."""
+        return None
     if specs is None:
-        return jax.tree.map(lambda _: sharding(mesh), tree)
+        return jax.tree.map(lambda _: chain_sharding(mesh), tree)
     of_chain = jax.tree.structure(specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
     if of_chain != jax.tree.structure(tree):
         rule = f"a tree of jax.P of the structure of params, {jax.tree.structure(tree)}"
@@ -176,16 +189,16 @@ def init(
     chains = num_chains("init", params)
     _check_mesh("init", mesh, chains)
     of_chains = over_chains(sampler.init, mesh=mesh)
-    shardings = None
+    own = None
     if mesh is not None:
-        shardings = optax.tree.map_params(
+        own = optax.tree.map_params(
             sampler,
             lambda _, like: like,
             jax.eval_shape(jax.vmap(sampler.init), params),
-            _shardings(params, mesh, specs),
-            transform_non_params=lambda _: sharding(mesh),
+            shardings(params, mesh=mesh, specs=specs),
+            transform_non_params=lambda _: chain_sharding(mesh),
         )
-    state = jax.jit(of_chains, out_shardings=shardings)(params)
+    state = jax.jit(of_chains, out_shardings=own)(params)
     if key is None:
         return state
     try:
@@ -198,14 +211,14 @@ def init(
     return optax.tree.set(state, key=split_key(key, chains, mesh=mesh))
 
 
-def sharding(mesh: Mesh) -> NamedSharding:
+def chain_sharding(mesh: Mesh) -> NamedSharding:
     """Sharding of an array `[chain, ...]` over the chains alone."""
     return NamedSharding(mesh, PartitionSpec(CHAIN))
 
 
 def split_key(key: jax.Array, chains: int, *, mesh: Mesh | None = None) -> jax.Array:
     """Make a key for every chain `[chain]`, each on the devices of its chain."""
-    own = None if mesh is None else sharding(mesh)
+    own = None if mesh is None else chain_sharding(mesh)
     return jax.jit(lambda key: jax.random.split(key, chains), out_shardings=own)(key)
 
 
@@ -251,5 +264,5 @@ def step(
     mapped = over_chains(function, mesh=mesh, in_axes=(0, 0 if per_chain else None))
     if mesh is None:
         return jax.jit(mapped, donate_argnums=0)
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, carry)
-    return jax.jit(mapped, donate_argnums=0, out_shardings=shardings)
+    own = jax.tree.map(lambda leaf: leaf.sharding, carry)
+    return jax.jit(mapped, donate_argnums=0, out_shardings=own)

@@ -147,7 +147,8 @@ def sample(
         KeyboardInterrupt: stopped before the first draw, or by a second Ctrl-C.
 
     Cost: one gradient per chain and call (a step of `"minimal_norm"` is two calls). Without
-    `directory` the draws lie in host memory.
+    `directory` the draws lie in host memory. With `specs` a draw is brought together on each device
+    of its chain before it is kept.
 
     Example:
         >>> import jax, jax.numpy as jnp, optax_smile
@@ -291,7 +292,8 @@ def _dispatches(stream: _loop.Stream, plan: Plan, call: int, chains: Chains) -> 
             of_step = list(islice(stream, per_step))
             if len(of_step) < per_step:
                 break
-            taken, place = taken + of_step, stream.place()
+            taken += of_step
+            place = stream.place()
         if not taken:
             return
         if is_new:

@@ -75,7 +75,7 @@ class StoredSnapshots:
         self.leaves = [_disk.Leaf(**leaf) for leaf in manifest["leaves"]]
         self.structure = None if like is None else jax.tree.structure(like)
         found = _disk.find(directory, self.num_chains)
-        self.start_files = found.pop(_disk.START, [])
+        found.pop(_disk.START, None)
         self.start: dict[str, np.ndarray] | None = None
         self.draws = [found[draw] for draw in sorted(found)]
 
@@ -125,11 +125,7 @@ class StoredSnapshots:
 
     def _start(self) -> dict[str, np.ndarray]:
         if self.start is None:
-            files = self.start_files
-            if not files:
-                rule = "a directory with the file of the start, from which unmoved leaves are read"
-                _check.fail("load_snapshots", "directory", rule, self.directory)
-            self.start = _disk.read_chains(files, self.leaves, self.num_chains, dict)
+            self.start = _disk.read_start(self.directory, self.leaves, self.num_chains)
         return self.start
 
     def _tree(self, arrays: dict[str, np.ndarray]) -> Any:

@@ -126,8 +126,10 @@ def warmstart(
             stale=jnp.where(better, 0, member.stale + 1),
         )
 
-    keys = jax.random.split(key, num_members)
-    params = ensemble.place(jax.jit(jax.vmap(init_fn))(keys), mesh=mesh, specs=specs)
+    shapes = jax.eval_shape(jax.vmap(init_fn), jax.random.split(key, num_members))
+    own = ensemble.shardings(shapes, mesh=mesh, specs=specs)
+    initialize = jax.jit(ensemble.over_chains(init_fn, mesh=mesh), out_shardings=own)
+    params = initialize(ensemble.split_key(key, num_members, mesh=mesh))
     unknown = np.full(num_members, np.inf, _tree.dtype(params))
     members = Members(
         params=params,

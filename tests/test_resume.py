@@ -24,7 +24,7 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 import optax_smile
-from optax_smile import _checkpoint, _disk
+from optax_smile import _checkpoint, _disk, _settings
 
 CHAINS, NUM_DATA, SAMPLES, THIN, WARMUP = 3, 200, 5, 4, 3
 STEPS = WARMUP + SAMPLES * THIN
@@ -342,10 +342,10 @@ def test_a_signal_ends_the_run_in_order(tmp_path, number, prefetch):
 
 
 def test_a_second_control_c_raises_at_once(tmp_path):
-    expected = run()
+    expected, handler = run(), signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path, callback=signal_at(15, signal.SIGINT, signal.SIGINT))
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) is handler
     got = run(tmp_path)
     np.testing.assert_array_equal(got.params["w"], expected.params["w"])
 
@@ -465,6 +465,24 @@ def test_draws_without_a_checkpoint_are_refused(copied):
     rule = r"`sample\(directory=...\)` must be a directory with a checkpoint .* holds draws alone"
     with pytest.raises(ValueError, match=rule):
         run(copied)
+
+
+def test_the_start_is_needed_to_go_on(copied):
+    for file in copied.glob("start.*"):
+        file.unlink()
+    with pytest.raises(ValueError, match=r"lacks the file start.chains-\*.safetensors"):
+        run(copied)
+    kept = optax_smile.load_snapshots(copied)
+    assert np.all(np.isfinite(kept.params["w"]))
+
+
+def test_another_large_array_is_another_run():
+    def described(last):
+        schedule = optax_smile.smile_naive(lambda count: table[count], num_data=NUM_DATA)
+        table = np.append(np.full(20, 0.1), last)
+        return _settings.of(schedule)
+
+    assert described(0.1) == described(0.1) != described(0.2)
 
 
 @pytest.mark.parametrize(
