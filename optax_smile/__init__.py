@@ -1,8 +1,9 @@
 """Turn any Optax training loop into a Bayesian sampler."""
 
-from optax_smile import ensemble, metrics
+from optax_smile import ensemble, metrics, plots
+from optax_smile._likelihoods import Likelihood
 from optax_smile._state import last_accepted, stats
-from optax_smile.predict import Likelihood, Prediction, predict
+from optax_smile.predict import Prediction, Predictor, predict
 from optax_smile.samplers.cyclical_sgld import cyclical_sgld
 from optax_smile.samplers.mclmc import MclmcSettings, mclmc, tune_mclmc
 from optax_smile.samplers.scale_adapted_sghmc import scale_adapted_sghmc
@@ -21,6 +22,7 @@ __all__ = [
     "Likelihood",
     "MclmcSettings",
     "Prediction",
+    "Predictor",
     "Snapshots",
     "StoredSnapshots",
     "chains_from_weights",
@@ -30,6 +32,7 @@ __all__ = [
     "load_snapshots",
     "mclmc",
     "metrics",
+    "plots",
     "predict",
     "psgld",
     "psmile",

@@ -16,7 +16,8 @@ from optax_smile.snapshots import Snapshots, StoredSnapshots, load_snapshots
 class MemoryRun:
     """Keeps the draws of a run in host memory."""
 
-    def __init__(self):
+    def __init__(self, start: Any, settings: Mapping[str, Any] | None):
+        self.start, self.settings = _tree.local(start), settings
         self.draws, self.trace = [], []
 
     def restore(self, carry: Any) -> None:
@@ -46,7 +47,8 @@ class MemoryRun:
         def stack(*leaves):
             return np.stack(leaves, axis=1)
 
-        return Snapshots(jax.tree.map(stack, *self.draws), jax.tree.map(stack, *self.trace))
+        params, trace = jax.tree.map(stack, *self.draws), jax.tree.map(stack, *self.trace)
+        return Snapshots(params, trace, self.settings, self.start)
 
 
 class DirectoryRun:

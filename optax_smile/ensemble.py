@@ -15,7 +15,7 @@ Carry = TypeVar("Carry")
 CHAIN, DATA = "chain", "data"
 
 
-def _check_mesh(where: str, mesh: Mesh | None, num_chains: int):
+def check_mesh(where: str, mesh: Mesh | None, num_chains: int = 0):
     """Require a mesh whose `chain` axis divides the chains."""
     if mesh is None:
         return
@@ -86,7 +86,7 @@ def shardings(tree: Any, *, mesh: Mesh | None = None, specs: Any = None) -> Any:
     Raises:
         ValueError: see `place`.
     """
-    _check_mesh("place", mesh, num_chains("place", tree, "tree"))
+    check_mesh("place", mesh, num_chains("place", tree, "tree"))
     if mesh is None:
         if specs is not None:
             _check.fail("place", "specs", "None where there is no mesh", specs)
@@ -187,7 +187,7 @@ def init(
     Cost: `sampler.init` for every chain.
     """
     chains = num_chains("init", params)
-    _check_mesh("init", mesh, chains)
+    check_mesh("init", mesh, chains)
     of_chains = over_chains(sampler.init, mesh=mesh)
     own = None
     if mesh is not None:

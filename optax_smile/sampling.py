@@ -195,7 +195,7 @@ def sample(
         call_axis=int(per_chain),
     )
     if directory is None:
-        run = MemoryRun()
+        run = MemoryRun(chains.draw(), _settings.of(sampler))
     else:
         run = DirectoryRun(
             directory,

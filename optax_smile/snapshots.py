@@ -1,5 +1,6 @@
 """Posterior draws, in memory and on disk."""
 
+import copy
 import dataclasses
 import os
 from collections.abc import Iterator, Mapping
@@ -15,13 +16,16 @@ from optax_smile import _check, _disk
 
 @dataclasses.dataclass(frozen=True)
 class Snapshots:
-    """Draws of several chains, an iterable of parameter trees chain by chain.
+    """Draws of several chains, an iterable of parameter trees draw by draw.
 
     Attributes:
         params: tree of NumPy arrays, each `[chain, draw, ...]`.
         trace: what `optax_smile.stats` said at every thinning tick, warm-up included: arrays
             `[chain, tick]`, the draws being the last ticks (of those with `is_sample`). Empty for
             weights without a sampler.
+        settings: name and arguments of the sampler; None for weights without one.
+        start: where the chains began, a tree of arrays `[chain, ...]`; None for weights without a
+            sampler.
 
     Example:
         >>> import numpy as np, optax_smile
@@ -32,6 +36,8 @@ class Snapshots:
 
     params: Any
     trace: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
+    settings: Mapping[str, Any] | None = None
+    start: Any = None
 
     def __post_init__(self):
         axes = {np.shape(leaf)[:2] for leaf in jax.tree.leaves(self.params)}
@@ -58,8 +64,8 @@ class Snapshots:
         return self.num_chains * self.num_draws
 
     def __iter__(self) -> Iterator[Any]:
-        for chain in range(self.num_chains):
-            for draw in range(self.num_draws):
+        for draw in range(self.num_draws):
+            for chain in range(self.num_chains):
                 yield jax.tree.map(lambda x, at=(chain, draw): x[at], self.params)
 
 
@@ -67,7 +73,9 @@ class StoredSnapshots:
     """Draws in a directory, read when they are needed: an iterable of trees draw by draw.
 
     Made by `load_snapshots`. `trace` holds the statistics of the draws, `[chain, draw]`; `params`
-    reads all draws into memory, `[chain, draw, ...]`; `manifest` is the file's content.
+    reads all draws into memory, `[chain, draw, ...]`, `start` where the chains began,
+    `[chain, ...]`; `manifest` is the file's content, and `settings` name and arguments of the
+    sampler in it.
     """
 
     def __init__(self, directory: Path, manifest: Mapping[str, Any], like: Any, flat: bool):
@@ -76,13 +84,18 @@ class StoredSnapshots:
         self.structure = None if like is None else jax.tree.structure(like)
         found = _disk.find(directory, self.num_chains)
         found.pop(_disk.START, None)
-        self.start: dict[str, np.ndarray] | None = None
+        self.arrays_of_start: dict[str, np.ndarray] | None = None
         self.draws = [found[draw] for draw in sorted(found)]
 
     @property
     def num_chains(self) -> int:
         """Number of chains."""
         return self.manifest["num_chains"]
+
+    @property
+    def settings(self) -> Mapping[str, Any] | None:
+        """Name and arguments of the sampler."""
+        return self.manifest["settings"]["sampler"]
 
     @property
     def num_draws(self) -> int:
@@ -106,6 +119,11 @@ class StoredSnapshots:
         return self._tree({name: np.stack([one[name] for one in read], 1) for name in names})
 
     @property
+    def start(self) -> Any:
+        """Where the chains began, a tree of arrays `[chain, ...]`."""
+        return self._tree(self._start())
+
+    @property
     def trace(self) -> dict[str, np.ndarray]:
         """What `optax_smile.stats` said at each draw, arrays `[chain, draw]`, and the steps."""
         draws = []
@@ -120,13 +138,21 @@ class StoredSnapshots:
         names = draws[0] if draws else ()
         return {name: np.stack([seen[name] for seen in draws], axis=1) for name in names}
 
+    def thinned(self, every: int) -> "StoredSnapshots":
+        """Keep every so many-th draw, the last among them; nothing is read."""
+        _check.whole("thinned", "every", every, 1)
+        thinned = copy.copy(self)
+        thinned.draws = self.draws[::-1][::every][::-1]
+        return thinned
+
     def _read(self, blocks: list[_disk.Block]) -> dict[str, np.ndarray]:
         return _disk.read_chains(blocks, self.leaves, self.num_chains, self._start)
 
     def _start(self) -> dict[str, np.ndarray]:
-        if self.start is None:
-            self.start = _disk.read_start(self.directory, self.leaves, self.num_chains)
-        return self.start
+        if self.arrays_of_start is None:
+            found = _disk.read_start(self.directory, self.leaves, self.num_chains)
+            self.arrays_of_start = found
+        return self.arrays_of_start
 
     def _tree(self, arrays: dict[str, np.ndarray]) -> Any:
         if self.flat:

@@ -42,6 +42,8 @@ def imported(nodes):
 
 def at_module_level(tree):
     for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            continue
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
             yield node
             yield from at_module_level(node)

@@ -82,7 +82,7 @@ def test_shapes_trace_and_callback():
     assert got.trace["num_calls"].tolist() == [[1, 3, 5, 7, 9, 11]] * CHAINS
     assert [step for step, _ in seen] == [1, 3, 5, 7, 9, 11]
     listed = list(got)
-    np.testing.assert_array_equal(listed[5]["w"], got.params["w"][1, 1])
+    np.testing.assert_array_equal(listed[5]["w"], got.params["w"][2, 1])
 
 
 def test_chains_get_their_own_keys_and_batches():

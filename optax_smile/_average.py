@@ -1,0 +1,122 @@
+"""Averages over snapshots that grow one by one, in constant memory and without loss of digits."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from optax_smile import _tree
+
+
+class Outcome(NamedTuple):
+    """What one snapshot predicts, or what many do on average; None for what is not asked.
+
+    Attributes:
+        mean: predictive mean or probabilities, `[input, ...]`.
+        variance: of the predictive distribution, `[input, ...]`.
+        entropy: of the predictive distribution, nats, `[input, ...]`.
+        log_density: log likelihood of each target, nats, `[input, ...]`.
+    """
+
+    mean: Any
+    variance: Any
+    entropy: Any
+    log_density: Any
+
+
+class Average(NamedTuple):
+    """Average over the snapshots so far.
+
+    Attributes:
+        count: how many there are, int32.
+        mean, variance, entropy: averages of those of an `Outcome`.
+        spread: sum of squared deviations of the means from their average; None without `variance`.
+        largest: largest log density of each target.
+        relative: sum of exp(log density - largest).
+        invalid: number of the first snapshot whose prediction is not finite, or -1; int32.
+    """
+
+    count: jax.Array
+    mean: Any
+    variance: Any
+    entropy: Any
+    spread: Any
+    largest: Any
+    relative: Any
+    invalid: jax.Array
+
+
+def zero(outcome: Outcome) -> Average:
+    """Average over no snapshot, for predictions like this one."""
+
+    def zeros(tree, fill=0.0):
+        return jax.tree.map(lambda x: jnp.full_like(x, fill), tree)
+
+    return Average(
+        count=jnp.zeros((), jnp.int32),
+        mean=zeros(outcome.mean),
+        variance=zeros(outcome.variance),
+        entropy=zeros(outcome.entropy),
+        spread=None if outcome.variance is None else zeros(outcome.mean),
+        largest=zeros(outcome.log_density, -jnp.inf),
+        relative=zeros(outcome.log_density),
+        invalid=jnp.full((), -1, jnp.int32),
+    )
+
+
+def add(average: Average, outcome: Outcome, number: jax.Array) -> Average:
+    """Take one snapshot in; a negative number stands for none."""
+    one = Average(
+        count=jnp.ones((), jnp.int32),
+        mean=outcome.mean,
+        variance=outcome.variance,
+        entropy=outcome.entropy,
+        spread=jax.tree.map(jnp.zeros_like, average.spread),
+        largest=outcome.log_density,
+        relative=jax.tree.map(jnp.ones_like, average.relative),
+        invalid=jnp.where(_is_valid(outcome), -1, number),
+    )
+    return _tree.where(number >= 0, join(average, one), average)
+
+
+def _is_valid(outcome: Outcome) -> jax.Array:
+    """Whether a prediction is finite; a target may be impossible (log density minus infinity)."""
+    finite = [jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(outcome._replace(log_density=None))]
+    if outcome.log_density is not None:
+        finite.append(jnp.all(outcome.log_density < jnp.inf))
+    return jnp.all(jnp.array(finite))
+
+
+def join(first: Average, second: Average) -> Average:
+    """Average over the snapshots of both.
+
+    Means and squared deviations by Chan, Golub and LeVeque 1979; densities relative to the largest.
+    """
+    count = first.count + second.count
+    share = (second.count / jnp.maximum(count, 1)).astype(jnp.float32)
+
+    def mean(x, y):
+        return x + (y - x) * share.astype(x.dtype)
+
+    def spread(x, y, at, to):
+        return x + y + (to - at) ** 2 * (share * first.count).astype(x.dtype)
+
+    def relative(x, y, of_x, of_y):
+        largest = jnp.maximum(of_x, of_y)
+        base = jnp.where(jnp.isfinite(largest), largest, 0)
+        return x * jnp.exp(of_x - base) + y * jnp.exp(of_y - base)
+
+    largest = first.largest, second.largest
+    means = (first.mean, second.mean) if first.spread is not None else (None, None)
+    both = first.invalid, second.invalid
+    earliest = jnp.where(jnp.minimum(*both) < 0, jnp.maximum(*both), jnp.minimum(*both))
+    return Average(
+        count=count,
+        mean=jax.tree.map(mean, first.mean, second.mean),
+        variance=jax.tree.map(mean, first.variance, second.variance),
+        entropy=jax.tree.map(mean, first.entropy, second.entropy),
+        spread=jax.tree.map(spread, first.spread, second.spread, *means),
+        largest=jax.tree.map(jnp.maximum, *largest),
+        relative=jax.tree.map(relative, first.relative, second.relative, *largest),
+        invalid=earliest,
+    )

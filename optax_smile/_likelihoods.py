@@ -1,0 +1,164 @@
+"""How the outputs of a model are read."""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from optax_smile import _check
+
+# Log likelihood of a token that is padding.
+PADDING = 0.0
+
+
+class Likelihood(NamedTuple):
+    """How a model's outputs are read.
+
+    Attributes:
+        mean: `mean(outputs)`, predictive mean or probabilities of one snapshot, `[input, ...]`;
+            None where the average is not wanted.
+        log_density: `log_density(outputs, targets)`, log likelihood of each target, nats,
+            `[input]`.
+        entropy: `entropy(mean)`, for a mean that tells the whole distribution, such as
+            probabilities: its entropy, nats, `[input]`. It is what uncertainty is split by.
+        variance: `variance(outputs)`, that of the predictive distribution of one snapshot, of the
+            shape of the mean, to split uncertainty by instead.
+        check: `check(outputs, targets)` raises a ValueError where the targets (or None) do not fit
+            the outputs, whose shapes and dtypes it gets.
+    """
+
+    mean: Callable[[Any], Any] | None
+    log_density: Callable[[Any, Any], jax.Array]
+    entropy: Callable[[Any], jax.Array] | None = None
+    variance: Callable[[Any], jax.Array] | None = None
+    check: Callable[[Any, Any], None] | None = None
+
+
+def _fail(argument: str, rule: str, got: str):
+    _check.fail("predict", argument, rule, got)
+
+
+def _check_logits(outputs: Any, targets: Any, name: str, axes: str, smallest_label: int = 0):
+    """Require logits `axes` and the integer labels that go with them."""
+    if not hasattr(outputs, "shape") or len(outputs.shape) != axes.count(",") + 1:
+        rule = f"one that fits the outputs; {name!r} takes logits {axes}"
+        _fail("likelihood", rule, jax.tree.map(lambda x: x.shape, outputs))
+    if targets is None:
+        return
+    *shape, num_classes = outputs.shape
+    targets = np.asarray(targets)
+    if targets.shape != tuple(shape) or not np.issubdtype(targets.dtype, np.integer):
+        rule = f"integers of shape {tuple(shape)}"
+        _fail("targets", rule, f"{targets.dtype} of shape {targets.shape}")
+    if targets.size and not smallest_label <= targets.min() <= targets.max() < num_classes:
+        rule = f"classes from {smallest_label} to {num_classes - 1}"
+        _fail("targets", rule, f"{targets.min()} to {targets.max()}")
+
+
+def _check_categorical(outputs: Any, targets: Any):
+    _check_logits(outputs, targets, "categorical", "[input, class]")
+
+
+def _check_tokens(outputs: Any, targets: Any):
+    _check_logits(outputs, targets, "tokens", "[input, token, class]", smallest_label=-1)
+
+
+def _check_bernoulli(outputs: Any, targets: Any):
+    if not hasattr(outputs, "shape"):
+        rule = "one that fits the outputs; 'bernoulli' takes one logit for each target"
+        _fail("likelihood", rule, f"{jax.tree.structure(outputs)}")
+    if targets is not None:
+        _check_real_targets(outputs.shape, targets)
+        if not np.all(np.isin(targets, (0, 1))):
+            wrong = np.asarray(targets)[~np.isin(targets, (0, 1))]
+            _fail("targets", "0 or 1", f"{wrong.flat[0]}")
+
+
+def _check_gaussian(outputs: Any, targets: Any):
+    rule = (
+        "one that fits the outputs; 'gaussian' takes a pair of mean and log standard deviation,"
+        " the second of a shape that broadcasts to the first"
+    )
+    if not isinstance(outputs, (tuple, list)) or len(outputs) != 2:
+        _fail("likelihood", rule, f"{jax.tree.structure(outputs)}")
+    shapes = [jnp.shape(x) for x in outputs]
+    try:
+        fits = np.broadcast_shapes(*shapes) == shapes[0]
+    except ValueError:
+        fits = False
+    if not fits:
+        _fail("likelihood", rule, f"the shapes {shapes[0]} and {shapes[1]}")
+    if targets is not None:
+        _check_real_targets(shapes[0], targets)
+
+
+def _check_real_targets(shape: tuple[int, ...], targets: Any):
+    """A mean `[input, 1]` beside targets `[input]` would silently give `[input, input]`."""
+    targets = np.asarray(targets)
+    if targets.shape != shape:
+        _fail("targets", f"of the shape of the mean, {shape}", f"{targets.shape}")
+    if not np.all(np.isfinite(targets)):
+        rows = np.argwhere(~np.isfinite(targets))[0].tolist()
+        _fail("targets", "finite", f"{targets[tuple(rows)]} at {rows}")
+
+
+def _categorical_log_density(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    return -optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+
+
+def _tokens_log_density(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    density = _categorical_log_density(logits, jnp.maximum(labels, 0))
+    return jnp.where(labels < 0, PADDING, density)
+
+
+def _bernoulli_log_density(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    return _over_outputs(jax.nn.log_sigmoid((2 * labels - 1) * logits))
+
+
+def _gaussian_log_density(outputs: tuple[jax.Array, jax.Array], targets: jax.Array) -> jax.Array:
+    mean, log_std = outputs
+    standardized = (targets - mean) * jnp.exp(-log_std)
+    return _over_outputs(-0.5 * standardized**2 - log_std - 0.5 * math.log(2 * math.pi))
+
+
+def _over_outputs(log_density: jax.Array) -> jax.Array:
+    """Sum over what belongs to one input."""
+    return jnp.sum(log_density, axis=tuple(range(1, log_density.ndim)))
+
+
+def _gaussian_variance(outputs: tuple[jax.Array, jax.Array]) -> jax.Array:
+    mean, log_std = outputs
+    return jnp.broadcast_to(jnp.exp(2 * log_std), mean.shape)
+
+
+def _categorical_entropy(probabilities: jax.Array) -> jax.Array:
+    return jnp.sum(jax.scipy.special.entr(probabilities), axis=-1)
+
+
+def _bernoulli_entropy(probability: jax.Array) -> jax.Array:
+    entr = jax.scipy.special.entr
+    return entr(probability) + entr(1 - probability)
+
+
+NAMED = {
+    "categorical": Likelihood(
+        jax.nn.softmax,
+        _categorical_log_density,
+        entropy=_categorical_entropy,
+        check=_check_categorical,
+    ),
+    "bernoulli": Likelihood(
+        jax.nn.sigmoid, _bernoulli_log_density, entropy=_bernoulli_entropy, check=_check_bernoulli
+    ),
+    "gaussian": Likelihood(
+        lambda outputs: outputs[0],
+        _gaussian_log_density,
+        variance=_gaussian_variance,
+        check=_check_gaussian,
+    ),
+    "tokens": Likelihood(None, _tokens_log_density, check=_check_tokens),
+}

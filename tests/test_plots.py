@@ -1,0 +1,502 @@
+import sys
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import matplotlib
+
+matplotlib.use("Agg")
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pytest
+from scipy.special import logsumexp
+
+import optax_smile
+from optax_smile import plots
+
+NUM_CHAINS, NUM_TICKS = 3, 60
+GENERATOR = np.random.default_rng(0)
+MEAN, STD = GENERATOR.normal(size=12), GENERATOR.uniform(0.5, 2, 12)
+PROBABILITIES = GENERATOR.dirichlet(np.ones(4), 200)
+LABELS = GENERATOR.integers(0, 4, 200)
+LOG_LIKELIHOOD = GENERATOR.normal(-1, 2, (NUM_CHAINS, 7, 5))
+DRAWS = np.cumsum(GENERATOR.normal(size=(NUM_CHAINS, 9, 40)), axis=1)
+
+
+@pytest.fixture(autouse=True)
+def no_open_figures():
+    assert not plt.get_fignums(), "an earlier test left a figure"
+    yield
+    plt.close("all")
+
+
+def make_trace(num_chains=NUM_CHAINS, num_ticks=NUM_TICKS) -> dict[str, Any]:
+    generator = np.random.default_rng(1)
+    shape = num_chains, num_ticks
+    return {
+        "step_size": np.exp(generator.normal(-3, 1, shape)).astype(np.float32),
+        "energy_change": generator.normal(size=shape).astype(np.float32),
+        "accepted": generator.random(shape) < 0.9,
+        "num_resets": generator.poisson(2, shape).cumsum(axis=1),
+        "num_nonfinite": np.zeros(shape, np.int32),
+        "num_calls": generator.integers(10, 20, shape).cumsum(axis=1),
+    }
+
+
+def draw_energy_level_zero(ax):
+    return plots.energy_error(make_trace() | {"energy_change": np.full((3, 60), np.nan)}, ax=ax)
+
+
+DRAW = {
+    "step_size": lambda ax: plots.step_size(make_trace(), ax=ax),
+    "energy_error": lambda ax: plots.energy_error(make_trace(), ax=ax),
+    "energy_error, none": draw_energy_level_zero,
+    "resets": lambda ax: plots.resets(make_trace(), nominal=0.1, ax=ax),
+    "reliability": lambda ax: plots.reliability(PROBABILITIES, LABELS, ax=ax),
+    "risk_coverage": lambda ax: plots.risk_coverage(PROBABILITIES, LABELS, label="one", ax=ax),
+    "regression_band": lambda ax: plots.regression_band(MEAN, MEAN, STD, MEAN + 1, ax=ax),
+    "regression_band, ranks": lambda ax: plots.regression_band(None, MEAN, STD, ax=ax),
+    "lppd": lambda ax: plots.lppd(LOG_LIKELIHOOD, ax=ax),
+    "entropy": lambda ax: plots.entropy({"test": STD, "OOD": STD + 1}, ax=ax),
+    "chain_paths": lambda ax: plots.chain_paths(DRAWS, ax=ax),
+}
+
+
+def legend_of(ax):
+    return [text.get_text() for text in ax.get_legend().get_texts()]
+
+
+def lines_of(ax) -> list[Any]:
+    return list(ax.lines)
+
+
+def line_of(ax, label) -> Any:
+    (line,) = [line for line in ax.lines if line.get_label() == label]
+    return line
+
+
+def outline_of(ax) -> np.ndarray:
+    """Corners of the one filled band."""
+    (band,) = ax.collections
+    return band.get_paths()[0].vertices
+
+
+def stairs_of(ax):
+    return {patch.get_label(): patch.get_data() for patch in ax.patches}
+
+
+@pytest.mark.parametrize("name", DRAW)
+def test_draws_and_renders_on_new_and_on_given_axes(name):
+    figure, (left, right) = plt.subplots(1, 2)
+    assert DRAW[name](right) is right
+    assert not left.lines and not left.collections and not left.patches
+    new = DRAW[name](None)
+    assert new.figure is not figure and len(plt.get_fignums()) == 2
+    for ax in right, new:
+        assert ax.get_title() and ax.get_xlabel() and ax.get_ylabel()
+        ax.figure.canvas.draw()
+
+
+@pytest.mark.parametrize("num_chains, num_ticks", [(1, 2), (9, 3), (30, 5)])
+def test_few_ticks_and_many_chains(num_chains, num_ticks):
+    trace = make_trace(num_chains, num_ticks)
+    log_likelihood = GENERATOR.normal(size=(num_chains, num_ticks, 3))
+    draws = GENERATOR.normal(size=(num_chains, num_ticks, 4))
+    for ax in (
+        plots.step_size(trace),
+        plots.energy_error(trace),
+        plots.resets(trace),
+        plots.lppd(log_likelihood),
+        plots.chain_paths(draws),
+    ):
+        ax.figure.canvas.draw()
+        names = [name for name in legend_of(ax) if name.startswith("chain ")]
+        assert len(names) in ((0, num_chains) if num_chains <= 10 else (0,))
+
+
+def test_single_points_are_seen():
+    trace = make_trace(2, 1)
+    assert plots.step_size(trace).lines[0].get_marker() == "o"
+    assert line_of(plots.energy_error(trace), "median").get_marker() == "o"
+    assert line_of(plots.lppd(LOG_LIKELIHOOD[:, :1]), "all 3 chains").get_marker() == "o"
+
+
+def test_what_sample_returns():
+    def loss_fn(params, batch):
+        return jnp.mean((params["w"] - batch) ** 2) / 2
+
+    draws = optax_smile.sample(
+        loss_fn,
+        {"w": jnp.arange(8.0).reshape(2, 4)},
+        [jnp.ones(4)],
+        optax_smile.psmile(0.1, num_data=10, key=jax.random.key(0)),
+        num_warmup=10,
+        num_samples=10,
+        thin=2,
+        key=jax.random.key(1),
+        progress=False,
+    )
+    line = line_of(plots.step_size(draws.trace), "chain 1")
+    np.testing.assert_array_equal(line.get_xdata(), draws.trace["num_calls"][1])
+    np.testing.assert_allclose(line.get_ydata(), draws.trace["step_size"][1])
+    for ax in plots.energy_error(draws.trace), plots.resets(draws.trace, nominal=0):
+        ax.figure.canvas.draw()
+    ax = plots.chain_paths(draws.params, start={"w": jnp.arange(8.0).reshape(2, 4)})
+    assert line_of(ax, "chain 0").get_xdata().size == 11
+
+
+def test_step_size_scale_follows_the_spread():
+    trace = make_trace()
+    trace["step_size"] = np.linspace(0.1, 0.25, NUM_CHAINS * NUM_TICKS).reshape(NUM_CHAINS, -1)
+    ax = plots.step_size(trace)
+    assert ax.get_yscale() == "linear" and ax.get_ylim()[0] == 0
+    trace["step_size"][0, 0] = 0.01
+    assert plots.step_size(trace).get_yscale() == "log"
+    # A chain that broke is a gap, not an error: this is where a picture is wanted most.
+    trace["step_size"][1] = np.nan
+    plots.step_size(trace).figure.canvas.draw()
+    trace["step_size"][:] = np.nan
+    plots.step_size(trace).figure.canvas.draw()
+
+
+def test_energy_error_shows_dots_undone_steps_and_quantiles():
+    trace = make_trace()
+    trace["energy_change"][1, 5] = np.nan
+    trace["energy_change"][2, 7] = np.inf
+    trace["energy_change"][0, 3] = 0
+    ax = plots.energy_error(trace)
+    error = np.abs(trace["energy_change"])
+    shown = np.isfinite(error) & (error > 0)
+    dots = [line for line in lines_of(ax) if line.get_marker() == "."]
+    for line, mask in zip(dots, (trace["accepted"], ~trace["accepted"]), strict=True):
+        np.testing.assert_allclose(np.sort(line.get_ydata()), np.sort(error[shown & mask]))
+    median = line_of(ax, "median")
+    # Windows of 7 ticks hold 20 values of 3 chains: 8 windows, the first four of 8 ticks.
+    expected = [error[:, :8], error[:, 8:16], error[:, 16:24], error[:, 24:32]]
+    expected += [error[:, at : at + 7] for at in (32, 39, 46, 53)]
+    expected = [np.median(window[np.isfinite(window)]) for window in expected]
+    np.testing.assert_allclose(median.get_ydata(), expected, rtol=1e-6)
+    np.testing.assert_allclose(median.get_xdata()[0], trace["num_calls"][:, :8].mean())
+    vertices = outline_of(ax)
+    last = error[:, 53:]
+    at_end = vertices[np.isclose(vertices[:, 0], trace["num_calls"][:, 53:].mean()), 1]
+    quantiles = np.quantile(last, [0.05, 0.95])
+    np.testing.assert_allclose([at_end.min(), at_end.max()], quantiles, rtol=1e-6)
+
+
+def test_many_energies_are_thinned_but_undone_steps_are_kept():
+    trace = make_trace(20, 1000)
+    ax = plots.energy_error(trace)
+    usual, undone = (line for line in lines_of(ax) if line.get_marker() == ".")
+    assert usual.get_ydata().size <= plots.MOST_DOTS
+    assert undone.get_ydata().size == np.sum(~trace["accepted"])
+
+
+def test_energies_that_are_all_zero():
+    trace = make_trace()
+    trace["energy_change"][:] = 0
+    ax = plots.energy_error(trace)
+    assert not line_of(ax, "median").get_ydata().any()
+    ax.figure.canvas.draw()
+
+
+def test_without_any_energy_it_says_so():
+    ax = draw_energy_level_zero(None)
+    assert [text.get_text() for text in ax.texts] == ["no energy: the loop passed no value"]
+
+
+def test_resets_are_counted_per_gradient():
+    trace = make_trace()
+    ax = plots.resets(trace, nominal=0.1)
+    undone, calls = trace["num_resets"], trace["num_calls"]
+    stairs = stairs_of(ax)
+    for chain in range(NUM_CHAINS):
+        values, edges, _ = stairs[f"chain {chain}"]
+        ends = [list(calls[chain]).index(edge) for edge in edges]
+        assert ends[0] == 0 and ends[-1] == NUM_TICKS - 1
+        for rate, first, last in zip(values, ends[:-1], ends[1:], strict=True):
+            number = undone[chain, last] - undone[chain, first]
+            assert rate == pytest.approx(number / (calls[chain, last] - calls[chain, first]))
+    values, edges, _ = stairs["all 3 chains"]
+    gained = sum(undone[:, -1] - undone[:, 0])
+    gradients = sum(calls[:, -1] - calls[:, 0])
+    assert np.sum(values * np.diff(edges) * NUM_CHAINS) == pytest.approx(gained)
+    # About five events in a window of one chain.
+    assert 4 <= gained / (len(values) * NUM_CHAINS) <= 7
+    assert f"{gained} steps undone, {gained / gradients:.2g} per gradient" in ax.get_title()
+    assert line_of(ax, "nominal: 0.1").get_ydata()[0] == 0.1
+    assert "non-finite" not in ax.get_title()
+
+
+def test_resets_of_a_quiet_and_of_a_broken_run():
+    trace = make_trace()
+    trace["num_resets"] = np.zeros_like(trace["num_resets"])
+    assert plots.resets(trace).get_ylim()[1] > 0
+    trace["num_resets"][1, 30:] = 7
+    trace["num_nonfinite"][0, 20:] = 4
+    ax = plots.resets(trace, nominal=1e-4)
+    assert ax.get_yscale() == "symlog"
+    assert "4 non-finite calls" in ax.get_title()
+    ax.figure.canvas.draw()
+
+
+def test_many_chains_show_the_range_of_their_rates():
+    stairs = stairs_of(plots.resets(make_trace(12)))
+    top, edges, bottom = stairs["range of the chains"]
+    middle = stairs["all 12 chains"].values
+    assert np.all(bottom <= middle) and np.all(middle <= top)
+    assert len(edges) == plots.MOST_WINDOWS + 1
+
+
+def test_reliability_by_hand_and_overlaid():
+    # Confidences .55 (right, wrong), .95 (right, right): |.5 - .55| / 2 + |1 - .95| / 2.
+    probabilities = [[0.55, 0.45], [0.55, 0.45], [0.05, 0.95], [0.95, 0.05]]
+    ax = plots.reliability(probabilities, [0, 1, 1, 0], label="first")
+    assert legend_of(ax) == ["first (ECE 0.050)"]
+    line = line_of(ax, "first (ECE 0.050)")
+    np.testing.assert_allclose(line.get_xydata(), [[0.55, 0.5], [0.95, 1]])
+    dots: Any = ax.collections[0]
+    np.testing.assert_allclose(dots.get_sizes(), [175, 175])
+    assert plots.reliability(PROBABILITIES, LABELS, label="second", ax=ax) is ax
+    first, second = (line for line in lines_of(ax) if line.get_gid())
+    assert first.get_color() != second.get_color()
+    assert sum(list(line.get_xdata()) == [0, 1] for line in lines_of(ax)) == 1
+    assert len(legend_of(ax)) == 2
+
+
+def test_risk_coverage_by_a_loop():
+    ax = plots.risk_coverage(PROBABILITIES, LABELS)
+    (line,) = lines_of(ax)
+    ranked = sorted(range(200), key=lambda at: -PROBABILITIES[at].max())
+    wrong = [PROBABILITIES[at].argmax() != LABELS[at] for at in ranked]
+    expected = [sum(wrong[:k]) / k for k in range(1, 201)]
+    for share, risk in zip(line.get_xdata(), line.get_ydata(), strict=True):
+        k = round(share * 200)
+        assert k == 0 or risk == pytest.approx(expected[k - 1])
+    assert ax.get_legend() is None
+    plots.risk_coverage(PROBABILITIES, LABELS, label="again", ax=ax)
+    assert lines_of(ax)[0].get_color() != lines_of(ax)[1].get_color()
+
+
+@pytest.mark.parametrize("inputs", [np.roll(MEAN, 3), None])
+def test_regression_band_of_a_normal(inputs):
+    targets = np.where(np.arange(12) < 9, MEAN + 1.9 * STD, MEAN + 2 * STD)
+    ax = plots.regression_band(inputs, MEAN, STD, targets)
+    order = np.argsort(MEAN if inputs is None else inputs)
+    horizontal = np.arange(12) if inputs is None else inputs[order]
+    line = line_of(ax, "mean")
+    np.testing.assert_allclose(line.get_xydata(), np.transpose([horizontal, MEAN[order]]))
+    np.testing.assert_allclose(line_of(ax, "targets").get_ydata(), targets[order])
+    vertices = outline_of(ax)
+    for place, at in zip(horizontal, order, strict=True):
+        ends = vertices[np.isclose(vertices[:, 0], place), 1]
+        expected = MEAN[at] + STD[at] * np.array([-1.959964, 1.959964])
+        np.testing.assert_allclose([ends.min(), ends.max()], expected, rtol=1e-5)
+    assert ax.get_title() == "95 % band: holds 75.0 % of 12 targets"
+
+
+def test_regression_band_of_a_mixture():
+    means = np.array([[0.0, 1], [10, 3]])
+    ax = plots.regression_band([1, 0], means, 1.0, level=0.5)
+    np.testing.assert_allclose(line_of(ax, "mean").get_xydata(), [[0, 2], [1, 5]])
+    # A quarter of the mixture lies below the median of its lower part.
+    vertices = outline_of(ax)
+    ends = vertices[vertices[:, 0] == 1, 1]
+    np.testing.assert_allclose([ends.min(), ends.max()], [0, 10], atol=1e-4)
+
+
+def test_lppd_by_the_textbook_formula():
+    ax = plots.lppd(LOG_LIKELIHOOD)
+    number = np.arange(1, 8)
+    together = [
+        np.mean(logsumexp(LOG_LIKELIHOOD[:, :m].reshape(-1, 5), axis=0) - np.log(NUM_CHAINS * m))
+        for m in number
+    ]
+    line = line_of(ax, "all 3 chains")
+    np.testing.assert_allclose(line.get_xydata(), np.transpose([number, together]))
+    for chain in range(NUM_CHAINS):
+        single = [
+            np.mean(np.log(np.mean(np.exp(LOG_LIKELIHOOD[chain, :m]), axis=0))) for m in number
+        ]
+        np.testing.assert_allclose(line_of(ax, f"chain {chain}").get_ydata(), single)
+    assert f"{together[-1]:.4g}" in ax.get_title() and ax.get_xscale() == "log"
+
+
+def test_lppd_with_impossible_targets_and_one_chain():
+    impossible = np.where(np.arange(7)[None, :, None] == 0, -np.inf, LOG_LIKELIHOOD[:1])
+    ax = plots.lppd(impossible.astype(np.float32))
+    assert [line.get_label() for line in lines_of(ax)] == ["chain 0"]
+    assert lines_of(ax)[0].get_ydata()[0] == -np.inf
+    ax.figure.canvas.draw()
+    # Large magnitudes in float32 neither overflow nor vanish.
+    ax = plots.lppd(np.full((2, 3, 4), -2000, np.float32))
+    np.testing.assert_allclose(lines_of(ax)[-1].get_ydata(), -2000)
+
+
+def test_entropy_histograms_share_bins_and_have_area_one():
+    inside, outside = GENERATOR.gamma(1, 0.2, 500), GENERATOR.gamma(5, 0.3, 300)
+    stairs = stairs_of(plots.entropy({"test": inside, "OOD": outside}))
+    first, second = stairs.values()
+    np.testing.assert_array_equal(first.edges, second.edges)
+    assert first.edges[0] == 0 and first.edges[-1] == max(inside.max(), outside.max())
+    for values, edges, _ in stairs.values():
+        assert np.sum(values * np.diff(edges)) == pytest.approx(1)
+    in_first_bin = np.mean(inside < first.edges[1]) / first.edges[1]
+    assert first.values[0] == pytest.approx(in_first_bin)
+    plots.entropy({"certain": np.zeros(3) - 1e-7}).figure.canvas.draw()
+
+
+def points_of(ax, num_chains):
+    return np.stack([line_of(ax, f"chain {at}").get_xydata() for at in range(num_chains)])
+
+
+def plane_by_svd(draws, others=None):
+    """Coordinates on the two principal axes, up to their signs, and shares of variance."""
+    flat = np.asarray(draws, float).reshape(-1, draws.shape[-1])
+    _, values, axes = np.linalg.svd(flat - flat.mean(axis=0), full_matrices=False)
+    shown = flat if others is None else others
+    return (shown - flat.mean(axis=0)) @ axes[:2].T, values[:2] ** 2 / np.sum(values**2)
+
+
+@pytest.mark.parametrize("size", [2, 5, 40])
+def test_chain_paths_against_svd(size):
+    draws = DRAWS[..., :size]
+    ax = plots.chain_paths(draws)
+    got = points_of(ax, NUM_CHAINS).reshape(-1, 2)
+    expected, shares = plane_by_svd(draws)
+    for axis in range(2):
+        sign = np.sign(got[0, axis] * expected[0, axis])
+        np.testing.assert_allclose(got[:, axis], sign * expected[:, axis], atol=1e-9)
+    assert f"{100 * shares[0]:.1f} %" in ax.get_xlabel()
+    assert f"{100 * shares[1]:.1f} %" in ax.get_ylabel()
+    assert legend_of(ax)[-2:] == ["first draw", "last draw"]
+
+
+@pytest.mark.parametrize("size", [5, 40])
+def test_chain_paths_begin_at_the_start_which_does_not_turn_the_plane(size):
+    draws, start = DRAWS[..., :size], 100 + GENERATOR.normal(size=(NUM_CHAINS, size))
+    got = points_of(plots.chain_paths(draws, start=start), NUM_CHAINS)
+    expected, _ = plane_by_svd(draws, start)
+    np.testing.assert_allclose(np.abs(got[:, 0]), np.abs(expected), rtol=1e-9)
+    without = points_of(plots.chain_paths(draws), NUM_CHAINS)
+    np.testing.assert_allclose(np.abs(got[:, 1:]), np.abs(without), atol=1e-9)
+
+
+def test_chain_paths_of_a_tree_in_blocks_of_columns(monkeypatch):
+    tree = {"a": DRAWS[..., :6].reshape(NUM_CHAINS, 9, 2, 3), "b": [jnp.asarray(DRAWS[..., 6:])]}
+    monkeypatch.setattr(plots, "COLUMNS_AT_A_TIME", 7)
+    got = points_of(plots.chain_paths(tree), NUM_CHAINS)
+    expected, _ = plane_by_svd(DRAWS)
+    np.testing.assert_allclose(np.abs(got.reshape(-1, 2)), np.abs(expected), atol=1e-4)
+
+
+def test_chain_paths_without_a_second_or_any_direction():
+    ax = plots.chain_paths(DRAWS[..., :1])
+    assert "(100.0 %" in ax.get_xlabel() and "(0.0 %" in ax.get_ylabel()
+    for draws in (np.ones((2, 3, 4)), np.ones((1, 1, 4)), np.ones((2, 9, 2), np.float16)):
+        assert not points_of(plots.chain_paths(draws), len(draws)).any()
+
+
+def with_nan(array):
+    array = np.array(array, float)
+    array.flat[3] = np.nan
+    return array
+
+
+def with_trace(**changes):
+    return make_trace() | changes
+
+
+BAD = {
+    "not a trace": (
+        lambda: plots.step_size(cast(Any, DRAWS)),
+        r"plots.step_size\(trace=...\)` must be a dict",
+    ),
+    "empty trace": (lambda: plots.resets({}), "'num_resets', 'num_calls', got the keys"),
+    "shapes differ": (
+        lambda: plots.energy_error(with_trace(num_calls=np.ones((2, 60)))),
+        r"plots.energy_error\(trace=...\)` must be .* one shape",
+    ),
+    "one axis": (lambda: plots.step_size({"step_size": [1.0], "num_calls": [1]}), "chain, tick"),
+    "no ticks": (lambda: plots.step_size(make_trace(2, 0)), "at least one of each"),
+    "accepted": (
+        lambda: plots.energy_error(with_trace(accepted=np.ones((3, 5)))),
+        r"plots.energy_error\(trace",
+    ),
+    "one tick": (lambda: plots.resets(make_trace(2, 1)), "at least 2 ticks"),
+    "no gradients": (lambda: plots.resets(with_trace(num_calls=np.ones((3, 60)))), "gradients"),
+    "nominal": (
+        lambda: plots.resets(make_trace(), nominal=2),
+        r"resets\(nominal=...\)` must be in",
+    ),
+    "reliability, one axis": (
+        lambda: plots.reliability(MEAN, LABELS),
+        r"plots.reliability\(probabilities=...\)` must be an array \[input, class\]",
+    ),
+    "reliability, NaN": (
+        lambda: plots.reliability(with_nan(PROBABILITIES), LABELS),
+        r"NaN at \(0,",
+    ),
+    "reliability, sums": (lambda: plots.reliability(2 * PROBABILITIES, LABELS), "sum to 1"),
+    "reliability, labels": (lambda: plots.reliability(PROBABILITIES, LABELS[:9]), "labels"),
+    "reliability, bins": (lambda: plots.reliability(PROBABILITIES, LABELS, num_bins=0), "num_bins"),
+    "risk, empty": (lambda: plots.risk_coverage(np.ones((0, 3)), []), "plots.risk_coverage"),
+    "band, mean": (lambda: plots.regression_band(None, 1.0, 1.0), r"regression_band\(mean=...\)"),
+    "band, std": (lambda: plots.regression_band(MEAN, MEAN, -STD), r"std=...\)` must be > 0"),
+    "band, shape": (lambda: plots.regression_band(MEAN, MEAN, STD[:5]), "std"),
+    "band, level": (lambda: plots.regression_band(MEAN, MEAN, STD, level=95), "level"),
+    "band, inputs": (
+        lambda: plots.regression_band(np.ones((12, 2)), MEAN, STD),
+        r"inputs=...\)` must be an array \[input\] .* shape \(12,\), got shape \(12, 2\)",
+    ),
+    "band, targets": (lambda: plots.regression_band(MEAN, MEAN, STD, with_nan(MEAN)), "targets"),
+    "lppd, axes": (
+        lambda: plots.lppd(LOG_LIKELIHOOD[0]),
+        r"plots.lppd\(log_likelihood=...\)` must be an array \[chain, draw, input\]",
+    ),
+    "lppd, empty": (lambda: plots.lppd(LOG_LIKELIHOOD[:, :0]), r"got shape \(3, 0, 5\)"),
+    "lppd, NaN": (lambda: plots.lppd(with_nan(LOG_LIKELIHOOD)), r"NaN at \(0, 0, 3\)"),
+    "lppd, infinite": (lambda: plots.lppd(LOG_LIKELIHOOD + np.inf), "below infinity"),
+    "entropy, none": (lambda: plots.entropy({}), "at least one"),
+    "entropy, array": (lambda: plots.entropy(cast(Any, MEAN)), "dict of arrays"),
+    "entropy, negative": (
+        lambda: plots.entropy({"test": -STD}),
+        r"entropies\['test'\]=...\)` must",
+    ),
+    "entropy, NaN": (lambda: plots.entropy({"test": with_nan(STD)}), "without NaN"),
+    "paths, axes": (lambda: plots.chain_paths(MEAN), r"plots.chain_paths\(params=...\)` must be"),
+    "paths, empty": (lambda: plots.chain_paths(DRAWS[:0]), "none of them empty"),
+    "paths, no leaf": (lambda: plots.chain_paths({}), "two leading axes"),
+    "paths, no dimension": (lambda: plots.chain_paths(DRAWS[..., :0]), "at least one dimension"),
+    "paths, disagree": (
+        lambda: plots.chain_paths({"a": DRAWS, "b": DRAWS[:, 1:]}),
+        r"same two leading axes.*\['b'\] \(3, 8, 40\)",
+    ),
+    "paths, NaN": (lambda: plots.chain_paths({"a": with_nan(DRAWS)}), r"NaN or inf in \['a'\]"),
+    "paths, start": (
+        lambda: plots.chain_paths(DRAWS, start=DRAWS[0, 0]),
+        r"plots.chain_paths\(start=...\)` must be .* \[\(3, 40\)\]",
+    ),
+    "paths, start tree": (lambda: plots.chain_paths(DRAWS, start={"a": DRAWS[:, 0]}), "start"),
+    "paths, start NaN": (
+        lambda: plots.chain_paths(DRAWS, start=with_nan(DRAWS[:, 0])),
+        r"plots.chain_paths\(start=...\)` must be finite",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_named_before_a_figure_opens(name):
+    call, message = BAD[name]
+    with pytest.raises(ValueError, match=message):
+        call()
+    assert not plt.get_fignums()
+
+
+@pytest.mark.parametrize("name", DRAW)
+def test_without_matplotlib_it_says_what_to_install(name, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
+    with pytest.raises(ImportError, match=r"pip install 'optax-smile\[plots\]'"):
+        DRAW[name](None)
