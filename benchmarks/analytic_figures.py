@@ -44,6 +44,8 @@ COLORS = ("#0072B2", "#D55E00", "#009E73")
 BASELINE_STEP_SIZES = (0.05, 0.1, 0.2, 0.4)
 BASELINE_LENGTHS = (5.0, 20.0, 80.0)
 DECAY_STEP_SIZE = 0.02
+# Mean squared move of a parameter per step is about twice that.
+DIFFUSION_SPEEDS = (0.0005, 0.001, 0.002, 0.004)
 DECOHERENCE_CELLS = (
     ("gaussian", "diagonal"),
     ("rosenbrock", "diagonal"),
@@ -419,7 +421,41 @@ def sgld(folder: Path, num_steps: int) -> list[dict[str, Any]]:
     return [{"figure": "sgld", "steps": num_steps, **{k: float(v) for k, v in quantiles.items()}}]
 
 
+def friction(folder: Path, num_steps: int) -> list[dict[str, Any]]:
+    """Bias of SGLD and SGHMC on Rosenbrock at equal speeds of diffusion h = step_size^2 / friction.
+
+    With the means of x^2 and y^2, the first and the last five coordinates.
+    """
+    del folder
+    records, keys, target = [], jax.random.split(jax.random.key(5), 16), "rosenbrock"
+    for rate in (None, 0.05, 0.3, 0.8):
+        column = "sgld" if rate is None else f"sghmc friction={rate}"
+        if rate is not None:
+            analytic.SAMPLERS[column] = ("sghmc", {"friction": rate})
+        speeds = jnp.asarray(DIFFUSION_SPEEDS, jnp.float32)
+        step_sizes = speeds if rate is None else jnp.sqrt(speeds * rate)
+        arguments = (column, target, "isotropic", "gaussian", num_steps // analytic.CHUNK)
+        means, counts = jax.device_get(analytic.run_chains(*arguments, step_sizes, keys))
+        bias = analytic.biases(analytic.TARGETS[target], means, counts)
+        squares = np.asarray(means, float).mean(axis=(1, 2))
+        for speed, chains, square in zip(DIFFUSION_SPEEDS, bias, squares, strict=True):
+            records.append(
+                {
+                    "figure": "friction",
+                    "sampler": column,
+                    "speed": speed,
+                    "steps": num_steps,
+                    "bias": float(chains.mean()),
+                    "error": analytic.bootstrap_error(chains),
+                    "x_square": float(square[:5].mean()),
+                    "y_square": float(square[5:].mean()),
+                }
+            )
+    return records
+
+
 FIGURES = {
+    "friction": friction,
     "mixture": mixture,
     "energy": energy,
     "decay": decay,

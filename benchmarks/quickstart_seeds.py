@@ -13,6 +13,7 @@ import json
 import platform
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -21,8 +22,6 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import quickstart  # noqa: E402
-
-from optax_smile import metrics  # noqa: E402
 
 
 def main():
@@ -40,17 +39,18 @@ def main():
     for seed in range(arguments.first_seed, arguments.first_seed + arguments.seeds):
         config = quickstart.Config(seed=seed, progress=False)
         begun = time.perf_counter()
-        table, pictured = quickstart.run(config, arguments.sampler)
-        for name in table:
-            on_digits, on_shuffled = map(metrics.entropy, pictured[name])
-            table[name] |= {"entropy": on_digits.mean(), "shuffled": on_shuffled.mean()}
+        with tempfile.TemporaryDirectory() as folder:
+            table = quickstart.run(config, arguments.sampler, Path(folder))
         record = {
             "commit": commit,
             "jax": jax.__version__,
             "device": f"{jax.devices()[0].device_kind} {platform.machine()}",
             "sampler": arguments.sampler,
             "config": dataclasses.asdict(config),
-            "scores": table,
+            "scores": {
+                name: {score: float(value) for score, value in row.items()}
+                for name, row in table.items()
+            },
             "seconds": time.perf_counter() - begun,
         }
         print(json.dumps(record["scores"]), flush=True)

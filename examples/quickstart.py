@@ -1,18 +1,19 @@
 """Quickstart: a calibrated Bayesian ensemble of a small network on handwritten digits.
 
 Trains a deep ensemble with AdamW, starts one pSMILE chain from each of its members, and compares
-the two on test data: a table, and a picture of the chains, the calibration, and the uncertainty on
-digits against digits with shuffled pixels, which the network never saw.
+the two on test data, and on digits with shuffled pixels, which the network never saw: a table, and
+a report with pictures that tells whether the chains can be trusted.
 
 Data: the 1,797 digits that scikit-learn brings along, averaged to 4 x 4 pixels, where they are hard
 enough to be uncertain about. Half a minute on two cores.
 
-    python examples/quickstart.py                       # writes quickstart.png
+    python examples/quickstart.py                       # writes quickstart.html
     python examples/quickstart.py --sampler smile       # another sampler: one changed word
 """
 
 import argparse
 import dataclasses
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
 import optax_smile
-from optax_smile import metrics
+from optax_smile import report
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,21 +103,11 @@ def make_sampler(name: str, config: Config, num_data: int):
     return getattr(optax_smile, name)(config.step_size, **arguments)
 
 
-def scores(prediction, labels) -> dict[str, float]:
-    """Score a prediction."""
-    return {
-        "LPPD": metrics.lppd(prediction.log_density),
-        "accuracy": metrics.accuracy(prediction.mean, labels),
-        "Brier": metrics.brier(prediction.mean, labels),
-        "ECE": metrics.ece(prediction.mean, labels),
-    }
-
-
-def run(config: Config, sampler_name: str = "psmile"):
-    """Train, sample, predict.
+def run(config: Config, sampler_name: str, directory: Path) -> dict[str, dict[str, float]]:
+    """Train, sample, predict; the draws and what they predict are kept in the directory.
 
     Returns:
-        Scores on test data by method, and what the picture shows.
+        Scores on test data by method, and the mean entropy (nats) of digits and shuffled pixels.
     """
     (train, valid, test), network = load(config.seed), Network(config.width)
     key = jax.random.key(config.seed)
@@ -149,72 +140,30 @@ def run(config: Config, sampler_name: str = "psmile"):
         num_samples=config.num_samples,
         thin=config.thin,
         key=key,
+        directory=directory,
         progress=config.progress,
     )
 
     images, labels = test
     shuffled = np.random.default_rng(0).permuted(images, axis=1)
-    table, pictured = {}, {"trace": draws.trace, "labels": labels}
+    table = {}
     ensemble = optax_smile.Snapshots.from_members(members)
     for name, snapshots in {"deep ensemble": ensemble, sampler_name: draws}.items():
         prediction = optax_smile.predict(
-            logits_of, snapshots, images, likelihood="categorical", targets=labels
+            logits_of, snapshots, images, likelihood="categorical", targets=labels, per="draw"
         )
         unseen = optax_smile.predict(logits_of, snapshots, shuffled, likelihood="categorical")
-        table[name] = scores(prediction, labels)
-        pictured[name] = (np.asarray(prediction.mean), np.asarray(unseen.mean))
-    return table, pictured
-
-
-def draw(pictured, names, thin: int, path: Path):
-    """Draw the traces, the reliability diagram and the entropies."""
-    import matplotlib.pyplot as plt
-
-    figure, ((sizes, energies), (reliable, entropies)) = plt.subplots(
-        2, 2, figsize=(10, 7.5), layout="constrained"
-    )
-    colors = dict(zip(names, ("#999999", "#0072B2"), strict=True))
-    trace = pictured["trace"]
-    steps = thin * np.arange(1, trace["step_size"].shape[1] + 1)
-
-    sizes.plot(steps, trace["step_size"].T, lw=0.8, alpha=0.8)
-    sizes.set(title="Step size, one line a chain", xlabel="step", ylabel="step size")
-    sizes.set_ylim(bottom=0)
-    energies.plot(steps, np.abs(trace["energy_change"]).T, ".", ms=2, alpha=0.4)
-    energies.plot(steps, trace["energy_mean"].mean(axis=0), "k", lw=1.5, label="moving average")
-    energies.set(title="Energy error", xlabel="step", ylabel="|energy change| (nats)")
-    energies.set_yscale("log")
-    energies.legend()
-
-    reliable.plot([0, 1], [0, 1], "k:", lw=1)
-    for name in names:
-        bins = metrics.reliability(pictured[name][0], pictured["labels"], num_bins=10)
-        reliable.plot(bins.confidence, bins.accuracy, color=colors[name], lw=1)
-        areas = 30 * np.log1p(bins.count)
-        reliable.scatter(bins.confidence, bins.accuracy, areas, colors[name], label=name)
-    reliable.set(
-        title="Reliability on test digits (large dots: many)",
-        xlabel="confidence",
-        ylabel="accuracy",
-    )
-    reliable.legend()
-
-    edges = np.linspace(0, np.log(10), 30)
-    for name in names:
-        for probabilities, style, what in zip(
-            pictured[name], ("-", "--"), ("digits", "shuffled pixels"), strict=True
-        ):
-            heights, _ = np.histogram(metrics.entropy(probabilities), edges, density=True)
-            entropies.stairs(heights, edges, color=colors[name], ls=style, label=f"{name}, {what}")
-    entropies.set(title="Predictive entropy", xlabel="entropy (nats)", ylabel="density")
-    entropies.set_yscale("log")
-    entropies.legend(fontsize="small")
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+        table[name] = report.score(prediction, labels)
+        if snapshots is ensemble:
+            prediction = prediction._replace(each=None)
+        report.store(directory, name, prediction, targets=labels, scores=table[name])
+        report.store(directory, f"{name} on shuffled pixels", unseen)
+        table[name] |= {"entropy": prediction.total.mean(), "shuffled": unseen.total.mean()}
+    return table
 
 
 def main():
-    """Parse the arguments, run, print the table, write the picture."""
+    """Parse the arguments, run, print the table, write the report."""
     parser = argparse.ArgumentParser(description="A Bayesian ensemble on handwritten digits.")
     parser.add_argument(
         "--sampler",
@@ -222,21 +171,22 @@ def main():
         choices=["psmile", "smile", "psmile_naive", "smile_naive"],
     )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", type=Path, default=Path("quickstart.png"))
+    parser.add_argument("--output", type=Path, default=Path("quickstart.html"))
     parser.add_argument("--smoke", action="store_true", help="run seconds instead of a minute")
     arguments = parser.parse_args()
     config = Config(seed=arguments.seed)
     if arguments.smoke:
         config = dataclasses.replace(
-            config, num_members=2, num_epochs=2, num_warmup=20, num_samples=5, thin=2
+            config, num_members=2, num_epochs=2, num_warmup=20, num_samples=8, thin=2
         )
 
-    table, pictured = run(config, arguments.sampler)
-    print(f"{'test set':15}" + "".join(f"{score:>10}" for score in table["deep ensemble"]))
-    for name, row in table.items():
-        print(f"{name:15}" + "".join(f"{value:10.4f}" for value in row.values()))
-    draw(pictured, list(table), config.thin, arguments.output)
-    print(f"picture: {arguments.output}")
+    with tempfile.TemporaryDirectory() as folder:
+        directory = Path(folder) / "quickstart"
+        table = run(config, arguments.sampler, directory)
+        print(f"{'test set':15}" + "".join(f"{score:>10}" for score in table["deep ensemble"]))
+        for name, row in table.items():
+            print(f"{name:15}" + "".join(f"{value:10.4f}" for value in row.values()))
+        print(f"report: {report.write(directory, arguments.output)}")
 
 
 if __name__ == "__main__":

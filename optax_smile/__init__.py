@@ -1,6 +1,9 @@
 """Turn any Optax training loop into a Bayesian sampler."""
 
-from optax_smile import ensemble, metrics, plots
+import importlib
+from typing import Any
+
+from optax_smile import diagnostics, ensemble, metrics, plots
 from optax_smile._likelihoods import Likelihood
 from optax_smile._state import last_accepted, stats
 from optax_smile.predict import Prediction, Predictor, predict
@@ -27,6 +30,7 @@ __all__ = [
     "StoredSnapshots",
     "chains_from_weights",
     "cyclical_sgld",
+    "diagnostics",
     "ensemble",
     "last_accepted",
     "load_snapshots",
@@ -38,6 +42,7 @@ __all__ = [
     "psmile",
     "psmile_naive",
     "quantile_tuner",
+    "report",
     "sample",
     "scale_adapted_sghmc",
     "scale_by_gradient_noise",
@@ -49,3 +54,10 @@ __all__ = [
     "tune_mclmc",
     "warmstart",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import `report` when it is asked for: it is a command as well."""
+    if name == "report":
+        return importlib.import_module("optax_smile.report")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,5 +1,6 @@
 """What a sampler was built with, for the manifest of a run."""
 
+import contextlib
 import functools
 import inspect
 import zlib
@@ -53,8 +54,17 @@ def of(transformation: Any) -> dict[str, Any] | None:
         elif isinstance(node, Mapping):
             waiting += node.values()
         elif callable(node):
-            waiting += [cell.cell_contents for cell in getattr(node, "__closure__", None) or ()]
+            waiting += _enclosed(node)
     return None
+
+
+def _enclosed(function: Any) -> list[Any]:
+    """Values of a function's closure; a variable that was never set has none."""
+    values = []
+    for cell in getattr(function, "__closure__", None) or ():
+        with contextlib.suppress(ValueError):
+            values.append(cell.cell_contents)
+    return values
 
 
 def _describe(value: Any, depth: int = 0) -> Any:
@@ -75,8 +85,8 @@ def _describe(value: Any, depth: int = 0) -> Any:
     if isinstance(value, Mapping):
         return {str(name): _describe(entry, depth + 1) for name, entry in value.items()}
     if callable(value):
-        cells = getattr(value, "__closure__", None) or () if depth < DEEPEST else ()
-        inside = [_describe(cell.cell_contents, depth + 1) for cell in cells]
+        enclosed = _enclosed(value) if depth < DEEPEST else ()
+        inside = [_describe(entry, depth + 1) for entry in enclosed]
         return [
             f"{value.__module__}.{getattr(value, '__qualname__', type(value).__name__)}",
             inside,

@@ -9,15 +9,42 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
 def test_quickstart(tmp_path):
-    sampler, picture = "smile_naive", tmp_path / "quickstart.png"
-    command = [EXAMPLES / "quickstart.py", "--smoke", "--sampler", sampler, "--output", picture]
+    sampler, page = "smile_naive", tmp_path / "quickstart.html"
+    command = [EXAMPLES / "quickstart.py", "--smoke", "--sampler", sampler, "--output", page]
     run = subprocess.run(
         [sys.executable, *map(str, command)], capture_output=True, text=True, check=True
     )
     header, ensemble, sampled = run.stdout.splitlines()[:3]
-    assert header.split() == ["test", "set", "LPPD", "accuracy", "Brier", "ECE"]
+    assert header.split()[:5] == ["test", "set", "LPPD", "accuracy", "F1"]
     assert ensemble.startswith("deep ensemble") and sampled.startswith(sampler)
-    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert page.read_text().count("data:image/png") == 4
+
+
+def test_uci(tmp_path):
+    """Diabetes comes with scikit-learn; the second run computes nothing."""
+    command = [EXAMPLES / "uci.py", "--smoke", "--data", "diabetes", "--directory", tmp_path]
+
+    def table():
+        words = [sys.executable, *map(str, command)]
+        run = subprocess.run(words, capture_output=True, text=True, check=True)
+        assert "chains: 2, draws of each: 10" in run.stdout
+        return run.stdout.splitlines()[-4:]
+
+    header, ensemble, sampled, written = table()
+    assert header.split()[:5] == ["test", "set", "LPPD", "RMSE", "CRPS"]
+    assert ensemble.startswith("deep ensemble") and sampled.startswith("psmile")
+    assert written == f"report: {tmp_path / 'report.html'}"
+    assert (tmp_path / "report.html").read_text().count("data:image/png") == 2
+    assert table() == [header, ensemble, sampled, written]
+
+
+def test_uci_without_data_or_network(tmp_path):
+    command = [sys.executable, str(EXAMPLES / "uci.py"), "--smoke", "--data", "energy"]
+    environment = {name: x for name, x in os.environ.items() if name != "OPTAX_SMILE_DATA"}
+    environment |= {"SCIKIT_LEARN_DATA": str(tmp_path), "https_proxy": "http://127.0.0.1:9"}
+    run = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert run.returncode == 1 and "Traceback" not in run.stderr
+    assert "Set OPTAX_SMILE_DATA to a folder with uci/energy.data, or take" in run.stderr
 
 
 def multi_device(*arguments) -> list[str]:

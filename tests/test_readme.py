@@ -11,5 +11,7 @@ def test_python_blocks_run_one_after_the_other(capsys, tmp_path, monkeypatch):
     for block in blocks:
         exec(compile(block, str(README), "exec"), names)
     assert len(names["same_draws"]) == 4 * 50 and len(names["more_draws"]) == 4 * 60
-    assert float(capsys.readouterr().out.removeprefix("LPPD ")) > -1.2
+    score, head, *_ = capsys.readouterr().out.splitlines()
+    assert float(score.removeprefix("LPPD ")) > -1.2 and head.split()[0] == "chain"
+    assert (tmp_path / "run" / "prediction-training data.npz").exists()
     assert names["points"]["w"].shape == (8, 4)

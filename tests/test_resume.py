@@ -476,6 +476,16 @@ def test_the_start_is_needed_to_go_on(copied):
     assert np.all(np.isfinite(kept.params["w"]))
 
 
+def test_a_schedule_of_optax_is_described():
+    """One of its branches leaves a variable unset, another rate is another run."""
+
+    def described(rate):
+        schedule = optax.exponential_decay(0.05, 100, rate)
+        return _settings.of(optax_smile.smile_naive(schedule, num_data=NUM_DATA))
+
+    assert described(0.2) == described(0.2) != described(0.3)
+
+
 def test_another_large_array_is_another_run():
     def described(last):
         schedule = optax_smile.smile_naive(lambda count: table[count], num_data=NUM_DATA)

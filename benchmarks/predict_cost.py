@@ -1,0 +1,129 @@
+"""Cost of the Bayesian model average against bare forward passes: time and memory.
+
+A LeNet of 61,706 parameters on images of 28 x 28 pixels. A compiled forward pass and one
+`Predictor.update` with targets take turns in one process, each on a snapshot of its own; every
+repetition gives one ratio. Memory: how far the peak of the process grows from the first snapshot to
+the last. Prints a table and appends one JSON line per batch size.
+
+    python benchmarks/predict_cost.py --output out/predict_cost.jsonl
+"""
+
+import argparse
+import json
+import platform
+import resource
+import statistics
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import optax_smile
+
+WARM_UP = 2
+
+
+class LeNet(nn.Module):
+    """Two convolutions and three dense layers; logits of ten classes."""
+
+    @nn.compact
+    def __call__(self, x):
+        """Map images `[input, 28, 28, 1]` to logits `[input, 10]`."""
+        x = nn.avg_pool(nn.gelu(nn.Conv(6, (5, 5))(x)), (2, 2), (2, 2))
+        x = nn.avg_pool(nn.gelu(nn.Conv(16, (5, 5), padding="VALID")(x)), (2, 2), (2, 2))
+        x = x.reshape(len(x), -1)
+        for width in (120, 84):
+            x = nn.gelu(nn.Dense(width)(x))
+        return nn.Dense(10)(x)
+
+
+def peak_mib() -> float:
+    """Largest memory of the process so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def measure(num_inputs: int, batch_size: int, repetitions: int) -> dict[str, float]:
+    """Time both; the ratio is the median over the repetitions."""
+    generator = np.random.default_rng(0)
+    images = jnp.asarray(generator.normal(size=(num_inputs, 28, 28, 1)), jnp.float32)
+    labels = generator.integers(0, 10, num_inputs)
+    network = LeNet()
+    start = jax.device_get(network.init(jax.random.key(0), images[:1]))
+
+    def logits_of(params: Any, images) -> Any:
+        return network.apply(params, images)
+
+    forward = jax.jit(logits_of)
+    batches = [images[at : at + batch_size] for at in range(0, num_inputs, batch_size)]
+    predictor = optax_smile.Predictor(
+        logits_of, images, likelihood="categorical", targets=labels, batch_size=batch_size
+    )
+    bare, averaged, after_first = [], [], 0.0
+    for repetition in range(WARM_UP + repetitions):
+        params = jax.tree.map(lambda x, scale=1 + 0.01 * repetition: x * np.float32(scale), start)
+        begun = time.perf_counter()
+        for batch in batches:
+            jax.block_until_ready(forward(params, batch))
+        between = time.perf_counter()
+        predictor.update(params)
+        jax.block_until_ready(predictor.averages)
+        ended = time.perf_counter()
+        bare.append(between - begun)
+        averaged.append(ended - between)
+        if repetition == 0:
+            predictor.finalize()
+            after_first = peak_mib()
+    predictor.finalize()
+    pairs = list(zip(averaged, bare, strict=True))[WARM_UP:]
+    ratios = [new / old for new, old in pairs]
+    quartiles = statistics.quantiles(ratios, n=4)
+    return {
+        "ratio": statistics.median(ratios),
+        "lower_quartile": quartiles[0],
+        "upper_quartile": quartiles[2],
+        "bare_seconds": statistics.median(bare[WARM_UP:]),
+        "added_mib": peak_mib() - after_first,
+    }
+
+
+def main():
+    """Measure, print the table."""
+    parser = argparse.ArgumentParser(description="Cost of the Bayesian model average.")
+    parser.add_argument("--num-inputs", type=int, default=10_000)
+    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[500, 2_000, 10_000])
+    parser.add_argument("--repetitions", type=int, default=15)
+    parser.add_argument("--output", type=Path)
+    arguments = parser.parse_args()
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    print(f"{'batch':>8}{'ratio':>8}{'quartiles':>16}{'s a pass':>10}{'MiB added':>11}")
+    for batch_size in arguments.batch_sizes:
+        told = measure(arguments.num_inputs, batch_size, arguments.repetitions)
+        quartiles = f"{told['lower_quartile']:.3f}, {told['upper_quartile']:.3f}"
+        print(
+            f"{batch_size:8}{told['ratio']:8.3f}{quartiles:>16}{told['bare_seconds']:10.2f}"
+            f"{told['added_mib']:11.0f}",
+            flush=True,
+        )
+        record = {
+            "commit": commit,
+            "jax": jax.__version__,
+            "device": f"{jax.devices()[0].device_kind} {platform.machine()}",
+            "num_inputs": arguments.num_inputs,
+            "batch_size": batch_size,
+            "repetitions": arguments.repetitions,
+            **told,
+        }
+        if arguments.output:
+            arguments.output.parent.mkdir(parents=True, exist_ok=True)
+            with arguments.output.open("a") as lines:
+                lines.write(json.dumps(record) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,206 @@
+"""Regression with honest error bars: a small network on UCI data, and a report of the run.
+
+Trains a deep ensemble with AdamW that predicts mean and noise, starts one pSMILE chain from each of
+its members, compares the two on test data, and writes everything into a directory, with a report
+that tells whether the chains can be trusted.
+
+Data: `energy`, `airfoil` or `concrete` from the folder that OPTAX_SMILE_DATA names, else from
+OpenML; `diabetes` comes with scikit-learn. A minute on two cores.
+
+    python examples/uci.py --data energy --directory run     # writes run/report.html
+    python examples/uci.py --sampler smile                   # another sampler: one changed word
+"""
+
+import argparse
+import dataclasses
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from sklearn.datasets import fetch_openml, load_diabetes
+from sklearn.model_selection import train_test_split
+
+import optax_smile
+from optax_smile import report
+
+FILES = {"energy": "energy.data", "airfoil": "airfoil.data", "concrete": "concrete.txt"}
+OPENML = {
+    "energy": "energy_efficiency",
+    "airfoil": "airfoil_self_noise",
+    "concrete": "concrete_compressive_strength",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Settings."""
+
+    width: int = 16
+    num_chains: int = 4
+    learning_rate: float = 1e-2
+    weight_decay: float = 5e-3
+    num_epochs: int = 300
+    batch_size: int = 64
+    sampling_batch_size: int = 256
+    step_size: float = 2e-3
+    reset_quantile: float = 0.9999
+    num_warmup: int = 20_000
+    num_samples: int = 200
+    thin: int = 100
+    seed: int = 0
+    progress: bool = True
+
+
+class Network(nn.Module):
+    """Three hidden layers; mean `[input]` and the log standard deviation that all inputs share."""
+
+    width: int
+
+    @nn.compact
+    def __call__(self, x):
+        """Map features `[input, feature]` to a normal distribution of the target."""
+        for _ in range(3):
+            x = nn.relu(nn.Dense(self.width)(x))
+        log_std = self.param("log_std", nn.initializers.zeros, ())
+        return nn.Dense(1)(x)[:, 0], log_std
+
+
+def load(name: str, seed: int):
+    """Split into training, validation and test data, standardized by the training data."""
+    if name == "diabetes":
+        features, targets = load_diabetes(return_X_y=True)
+    elif folder := os.environ.get("OPTAX_SMILE_DATA"):
+        table = np.loadtxt(Path(folder) / "uci" / FILES[name])
+        features, targets = table[:, :-1], table[:, -1]
+    else:
+        try:
+            features, targets = fetch_openml(
+                OPENML[name], version=1, return_X_y=True, as_frame=False, parser="liac-arff"
+            )
+        except OSError as error:
+            raise SystemExit(
+                f"OpenML cannot be reached ({error}). Set OPTAX_SMILE_DATA to a folder with"
+                f" uci/{FILES[name]}, or take --data diabetes, which needs no network."
+            ) from error
+    data = np.column_stack([np.asarray(features, float), np.asarray(targets, float)])
+    rest, test = train_test_split(data, test_size=0.2, random_state=seed)
+    train, valid = train_test_split(rest, test_size=0.125, random_state=seed)
+    center, scale = train.mean(axis=0), train.std(axis=0)
+    splits = ((split - center) / scale for split in (train, valid, test))
+    return [(x[:, :-1].astype(np.float32), x[:, -1].astype(np.float32)) for x in splits]
+
+
+def make_sampler(name: str, config: Config, num_data: int):
+    """Build the sampler by its name; all of them keep one step size."""
+    arguments: dict[str, Any] = {"num_data": num_data}
+    if not name.endswith("naive"):
+        arguments |= {
+            "tuner": None,
+            "reset_quantile": config.reset_quantile,
+            "reset_momentum": "refresh",
+            "key": jax.random.key(config.seed),
+        }
+    return getattr(optax_smile, name)(config.step_size, **arguments)
+
+
+def batches_of(data, batch_size: int, seed: int):
+    """Shuffle one epoch into batches of one size."""
+    batch_size = min(batch_size, len(data[0]))
+    order = np.random.default_rng(seed).permutation(len(data[0]))
+    rows = order[: len(order) // batch_size * batch_size].reshape(-1, batch_size)
+    return [tuple(array[batch] for array in data) for batch in rows]
+
+
+def run(config: Config, data: str, sampler: str, directory: Path) -> dict[str, dict[str, float]]:
+    """Train, sample, predict; scores on test data by method."""
+    (train, valid, (inputs, targets)), network = load(data, config.seed), Network(config.width)
+    key = jax.random.key(config.seed)
+
+    def outputs_of(params, features) -> Any:
+        return network.apply(params, features)
+
+    def mean_loss(params, batch):
+        features, targets = batch
+        mean, log_std = outputs_of(params, features)
+        return jnp.mean((targets - mean) ** 2) * jnp.exp(-2 * log_std) / 2 + log_std
+
+    members = optax_smile.warmstart(
+        mean_loss,
+        lambda key: network.init(key, train[0][:1]),
+        batches_of(train, config.batch_size, config.seed),
+        optax.adamw(config.learning_rate, weight_decay=config.weight_decay),
+        num_members=config.num_chains,
+        num_epochs=config.num_epochs,
+        validation=valid,
+        key=key,
+        progress=config.progress,
+    )
+    epochs = [batches_of(train, config.sampling_batch_size, seed) for seed in range(50)]
+    draws = optax_smile.sample(
+        mean_loss,
+        members,
+        [batch for epoch in epochs for batch in epoch],
+        make_sampler(sampler, config, num_data=len(train[0])),
+        num_warmup=config.num_warmup,
+        num_samples=config.num_samples,
+        thin=config.thin,
+        steps_per_call=100,
+        key=key,
+        directory=directory,
+        progress=config.progress,
+    )
+
+    def predict(snapshots):
+        return optax_smile.predict(
+            outputs_of, snapshots, inputs, likelihood="gaussian", targets=targets, per="draw"
+        )
+
+    ensemble = predict(optax_smile.Snapshots.from_members(members))
+    posterior = predict(draws)
+    scores = {
+        "deep ensemble": report.score(ensemble, targets),
+        sampler: report.score(posterior, targets),
+    }
+    report.store(directory, "test", posterior, targets=targets)
+    report.store(
+        directory, "deep ensemble", ensemble._replace(each=None), scores=scores["deep ensemble"]
+    )
+    print(optax_smile.diagnostics.summary(draws, posterior))
+    return scores
+
+
+def main():
+    """Parse the arguments, run, print the table, write the report."""
+    parser = argparse.ArgumentParser(description="Bayesian regression on UCI data.")
+    parser.add_argument("--data", default="energy", choices=[*FILES, "diabetes"])
+    parser.add_argument(
+        "--sampler",
+        default="psmile",
+        choices=["psmile", "smile", "psmile_naive", "smile_naive"],
+    )
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--directory", type=Path, help="of the run (default: a temporary one)")
+    parser.add_argument("--smoke", action="store_true", help="run seconds instead of a minute")
+    arguments = parser.parse_args()
+    config = Config(seed=arguments.seed)
+    if arguments.smoke:
+        config = dataclasses.replace(
+            config, num_chains=2, num_epochs=2, num_warmup=20, num_samples=10, thin=5
+        )
+    directory = arguments.directory or Path(tempfile.mkdtemp(prefix="uci-"))
+
+    table = run(config, arguments.data, arguments.sampler, directory)
+    print(f"\n{'test set':15}" + "".join(f"{score:>15}" for score in table["deep ensemble"]))
+    for name, row in table.items():
+        print(f"{name:15}" + "".join(f"{value:15.4f}" for value in row.values()))
+    print(f"report: {report.write(directory)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,307 @@
+"""A page about a run, from its directory alone: `python -m optax_smile.report DIRECTORY`.
+
+Example:
+    The script that sampled keeps what it predicted beside the draws::
+
+        prediction = optax_smile.predict(..., targets=labels, per="draw")
+        optax_smile.report.store("run", "test", prediction, targets=labels)
+
+    Then `python -m optax_smile.report run` writes `run/report.html`.
+"""
+
+import argparse
+import base64
+import html
+import io
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from optax_smile import _check, _disk, diagnostics, metrics, plots
+from optax_smile._average import Outcome
+from optax_smile.predict import Prediction
+from optax_smile.snapshots import StoredSnapshots, load_snapshots
+
+FILE, LEVEL = "prediction-{}.npz", 0.95
+# Parameters that are read to draw the paths of the chains; 512 MiB in float32.
+MOST_PARAMETERS = 1 << 27
+STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 1000px; margin: 2em auto; padding: 0 1em;
+       color: #222; }
+table { border-collapse: collapse; margin: 1em 0; }
+th, td { padding: .2em .9em; border-bottom: 1px solid #ddd; text-align: right; }
+th:first-child, td:first-child { text-align: left; }
+pre { background: #f6f6f6; padding: 1em; overflow-x: auto; }
+img { max-width: 100%; }
+"""
+
+
+def score(prediction: Prediction, targets: ArrayLike) -> dict[str, float]:
+    """Score a prediction by what is usual for its kind.
+
+    Args:
+        prediction: what `predict` gave, with targets.
+        targets: labels `[input]` for class probabilities `[input, class]`; else `[input]`, and the
+            prediction counts as a normal distribution.
+
+    Returns:
+        LPPD with accuracy, F1, Brier score, ECE and AURC; or with RMSE, CRPS, and the coverage and
+        width of the 95 % interval; for `"tokens"` the perplexity. See `optax_smile.metrics`.
+
+    Raises:
+        ValueError: targets that do not fit.
+    """
+    if prediction.mean is None:
+        is_token = np.asarray(targets) >= 0
+        return {"perplexity": metrics.perplexity(prediction.log_density, is_token)}
+    told = {"LPPD": metrics.lppd(prediction.log_density)}
+    if _tells_classes(prediction, targets):
+        of = {
+            "accuracy": metrics.accuracy,
+            "F1": metrics.f1,
+            "Brier": metrics.brier,
+            "ECE": metrics.ece,
+            "AURC": metrics.aurc,
+        }
+        return told | {name: metric(prediction.mean, targets) for name, metric in of.items()}
+    told["RMSE"] = metrics.rmse(prediction.mean, targets)
+    if prediction.total is None:
+        return told
+    std = np.sqrt(prediction.total)
+    mean, std, targets = (np.ravel(x) for x in (prediction.mean, std, targets))
+    ends = metrics.interval(mean, std, LEVEL)
+    return told | {
+        "CRPS": metrics.crps(mean, std, targets),
+        "95 % coverage": metrics.coverage(*ends, targets),
+        "95 % width": metrics.interval_width(*ends),
+    }
+
+
+def _tells_classes(prediction: Prediction, targets: ArrayLike) -> bool:
+    is_label = np.issubdtype(np.asarray(targets).dtype, np.integer)
+    return is_label and np.ndim(prediction.mean) == 2
+
+
+def store(
+    directory: str | os.PathLike,
+    name: str,
+    prediction: Prediction,
+    *,
+    targets: ArrayLike | None = None,
+    scores: Mapping[str, float] | None = None,
+):
+    """Keep a prediction beside the draws it came from, for the report.
+
+    Args:
+        directory: of the run.
+        name: of the data, such as `"test"` or `"shuffled pixels"`: letters, digits, spaces, `-_`.
+        prediction: what `predict` gave; with `per="draw"` the report can tell whether the chains
+            agree. Of single draws it keeps one number per input: log density and mean, but no
+            class probabilities.
+        targets: what was observed.
+        scores: to show, by name; None: those of `score(prediction, targets)`, if there are
+            targets.
+
+    Raises:
+        ValueError: a directory without a run, a name that is none.
+        OSError: a file that cannot be written.
+    """
+    directory = Path(directory)
+    _disk.read_manifest("report.store", directory)
+    if not name or not all(letter.isalnum() or letter in " -_" for letter in name):
+        rule = "a name of letters, digits, spaces, - and _"
+        _check.fail("report.store", "name", rule, repr(name))
+    if scores is None:
+        scores = {} if targets is None else score(prediction, targets)
+    kept = {field: getattr(prediction, field) for field in ("mean", "log_density", "total")}
+    kept |= {"aleatoric": prediction.aleatoric, "targets": targets}
+    if prediction.each is not None:
+        draws = prediction.each
+        kept |= {"each_log_density": draws.log_density}
+        kept |= {"each_mean": draws.mean if np.ndim(draws.mean) == 3 else None}
+    arrays = {field: np.asarray(array) for field, array in kept.items() if array is not None}
+    content = io.BytesIO()
+    np.savez(content, allow_pickle=False, scores=json.dumps(dict(scores)), **arrays)
+    _disk.write(directory / FILE.format(name), content.getvalue())
+
+
+class Stored:
+    """A prediction that `store` has kept.
+
+    Attributes:
+        name: of the data.
+        prediction: without epistemic uncertainty and curve.
+        targets: or None.
+        scores: by name.
+    """
+
+    def __init__(self, file: Path):
+        self.name = file.stem.removeprefix("prediction-")
+        with np.load(file, allow_pickle=False) as arrays:
+            kept = {field: arrays[field] for field in arrays.files}
+        self.scores: dict[str, float] = json.loads(str(kept.pop("scores")))
+        self.targets, each = kept.get("targets"), kept.get("each_log_density")
+        outcome = None if each is None else Outcome(kept.get("each_mean"), None, None, each)
+        fields = {field: kept.get(field) for field in ("mean", "log_density", "total", "aleatoric")}
+        self.prediction = Prediction(**fields, each=outcome)
+
+
+def write(directory: str | os.PathLike, output: str | os.PathLike | None = None) -> Path:
+    """Write a page about a run: settings, scores, diagnostics, pictures.
+
+    Args:
+        directory: what `sample(directory=...)` wrote, and `store`, if it was called.
+        output: the HTML file; None: `report.html` in the directory.
+
+    Returns:
+        The path of the file; it holds everything that it shows.
+
+    Raises:
+        ValueError: a directory without a run, or without draws.
+        ImportError: matplotlib or arviz is not installed.
+        OSError: a file that cannot be read or written.
+    """
+    directory = Path(directory)
+    output = directory / "report.html" if output is None else Path(output)
+    snapshots = load_snapshots(directory)
+    if not snapshots.num_draws:
+        _check.fail("report.write", "directory", "a directory with draws", directory)
+    stored = [Stored(file) for file in sorted(directory.glob(FILE.format("*")))]
+    parts = [*_head(directory, snapshots), *_scores(stored), *_diagnostics(snapshots, stored)]
+    parts += [*_pictures(snapshots, stored), *_settings(snapshots)]
+    title = f"<title>{html.escape(directory.name)}</title>"
+    page = f'<!doctype html><meta charset="utf-8">{title}<style>{STYLE}</style>' + "\n".join(parts)
+    _disk.write(output, page.encode())
+    return output
+
+
+def _head(directory: Path, snapshots: StoredSnapshots) -> Iterator[str]:
+    size = sum(int(np.prod(leaf.shape)) for leaf in snapshots.leaves)
+    settings = snapshots.manifest["settings"]
+    name = (settings["sampler"] or {}).get("name", "a sampler")
+    yield f"<h1>{html.escape(str(directory))}</h1>"
+    yield (
+        f"<p>{snapshots.num_chains} chains of {html.escape(name)}, {snapshots.num_draws} draws"
+        f" each, {size:,} parameters. Draws are {settings['thin']} steps apart, after"
+        f" {settings['num_warmup']:,} steps of warm-up.</p>"
+    )
+
+
+def _scores(stored: list[Stored]) -> Iterator[str]:
+    yield "<h2>Scores</h2>"
+    scored = [each for each in stored if each.scores]
+    if not scored:
+        yield (
+            "<p>The run stored none: <code>optax_smile.report.store(directory, name, prediction,"
+            " targets=...)</code> does.</p>"
+        )
+        return
+    names = list(dict.fromkeys(name for each in scored for name in each.scores))
+    rows = [
+        [each.name, *(f"{each.scores[name]:.4f}" if name in each.scores else "" for name in names)]
+        for each in scored
+    ]
+    yield _table(["data", *names], rows)
+
+
+def _diagnostics(snapshots: StoredSnapshots, stored: list[Stored]) -> Iterator[str]:
+    told = [each.prediction for each in stored if each.prediction.each is not None]
+    summary = diagnostics.summary(snapshots, told[0] if told else None)
+    yield f"<h2>Can the chains be trusted?</h2><pre>{html.escape(str(summary))}</pre>"
+
+
+def _settings(snapshots: StoredSnapshots) -> Iterator[str]:
+    yield "<h2>Settings</h2>"
+    told = {**snapshots.manifest["settings"], **snapshots.manifest["versions"]}
+    sampler = told.pop("sampler") or {}
+    for entries in (sampler, told):
+        yield _table(["", ""], [[name, json.dumps(value)] for name, value in entries.items()])
+
+
+def _table(head: list[str], rows: list[list[str]]) -> str:
+    def line(cells, tag):
+        return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
+
+    return f"<table>{line(head, 'th')}{''.join(line(row, 'td') for row in rows)}</table>"
+
+
+def _pictures(snapshots: StoredSnapshots, stored: list[Stored]) -> Iterator[str]:
+    yield "<h2>The chains</h2>"
+    trace = snapshots.trace
+    quantile = (snapshots.settings or {}).get("reset_quantile")
+    nominal = None if quantile is None else 1 - quantile
+    size = len(snapshots) * sum(int(np.prod(leaf.shape)) for leaf in snapshots.leaves)
+    some = snapshots.thinned(-(-size // MOST_PARAMETERS))
+    draw = [
+        lambda ax: plots.step_size(trace, ax=ax),
+        lambda ax: plots.energy_error(trace, ax=ax),
+        lambda ax: plots.resets(trace, nominal=nominal, ax=ax),
+        lambda ax: plots.chain_paths(some.params, start=snapshots.start, ax=ax),
+    ]
+    yield _image(draw)
+    for each in stored:
+        if draw := list(_of_prediction(each)):
+            yield f"<h2>Predictions: {html.escape(each.name)}</h2>{_image(draw)}"
+    entropies = {
+        each.name: each.prediction.total
+        for each in stored
+        if each.prediction.total is not None and np.ndim(each.prediction.mean) == 2
+    }
+    if len(entropies) > 1:
+        yield "<h2>What the network has not seen</h2>"
+        yield _image([lambda ax: plots.entropy(entropies, ax=ax)])
+
+
+def _of_prediction(stored: Stored) -> Iterator[Callable]:
+    """Pictures of one prediction."""
+    prediction, targets = stored.prediction, stored.targets
+    if prediction.each is not None and prediction.each.log_density is not None:
+        density = prediction.each.log_density
+        density = density.reshape(*density.shape[:2], -1)
+        yield lambda ax: plots.lppd(density, ax=ax)
+    if targets is None or prediction.mean is None:
+        return
+    if _tells_classes(prediction, targets):
+        yield lambda ax: plots.reliability(prediction.mean, targets, ax=ax)
+        yield lambda ax: plots.risk_coverage(prediction.mean, targets, ax=ax)
+    elif prediction.total is not None and np.ndim(prediction.mean) == 1:
+        std = np.sqrt(prediction.total)
+        yield lambda ax: plots.regression_band(None, prediction.mean, std, targets, ax=ax)
+
+
+def _image(draw: list[Callable]) -> str:
+    """Draw pictures in two columns and put them into the page."""
+    from matplotlib.figure import Figure
+
+    rows = -(-len(draw) // 2)
+    figure = Figure(figsize=(10, 4 * rows), layout="constrained")
+    for axes, one in zip(figure.subplots(rows, 2, squeeze=False).flat, draw, strict=False):
+        one(axes)
+    for axes in list(figure.axes)[len(draw) :]:
+        axes.remove()
+    content = io.BytesIO()
+    figure.savefig(content, dpi=110)
+    image = base64.b64encode(content.getvalue()).decode()
+    return f'<img alt="pictures" src="data:image/png;base64,{image}">'
+
+
+def main(arguments: list[str] | None = None):
+    """Write the report of the directory on the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m optax_smile.report", description="Write a page about a run of sample()."
+    )
+    parser.add_argument("directory", type=Path, help="what sample(directory=...) wrote")
+    parser.add_argument("--output", type=Path, help="HTML file (default: DIRECTORY/report.html)")
+    given = parser.parse_args(arguments)
+    try:
+        print(write(given.directory, given.output))
+    except (ValueError, OSError, ImportError) as error:
+        parser.exit(1, f"{error}\n")
+
+
+if __name__ == "__main__":
+    main()

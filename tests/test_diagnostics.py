@@ -1,0 +1,677 @@
+"""Statistics against textbook formulas, and findings on runs that are broken on purpose."""
+
+import functools
+import warnings
+from statistics import NormalDist
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from scipy import stats
+
+import optax_smile
+from optax_smile import Snapshots, diagnostics
+
+with warnings.catch_warnings():
+    # Version 0.23 announces the next one.
+    warnings.simplefilter("ignore", FutureWarning)
+    arviz = pytest.importorskip("arviz")
+
+KEY = jax.random.key(0)
+RNG = np.random.default_rng
+
+
+def autoregressive(shape, rho=0.5, seed=0):
+    """Chains `[chain, draw, ...]` with the autocorrelation rho^lag and unit variance."""
+    noise = RNG(seed).normal(size=shape)
+    for draw in range(1, shape[1]):
+        noise[:, draw] = rho * noise[:, draw - 1] + np.sqrt(1 - rho**2) * noise[:, draw]
+    return noise
+
+
+# Textbook formulas, one value at a time.
+
+
+def normal_scores(x):
+    """Equation 14 of Vehtari et al. 2021, ranks by counting."""
+    flat = x.ravel()
+    ranks = [np.sum(flat < one) + (np.sum(flat == one) + 1) / 2 for one in flat]
+    scores = [NormalDist().inv_cdf((rank - 3 / 8) / (flat.size + 1 / 4)) for rank in ranks]
+    return np.reshape(scores, x.shape)
+
+
+def basic_rhat(x):
+    """Their equations 1 to 4, `[chain, draw]`."""
+    _, n = x.shape
+    between = n * np.var(x.mean(axis=1), ddof=1)
+    within = np.mean(np.var(x, axis=1, ddof=1))
+    return np.sqrt(((n - 1) / n * within + between / n) / within)
+
+
+def textbook_rhat(x):
+    half = x.shape[1] // 2
+    split = np.concatenate([x[:, :half], x[:, -half:]])
+    folded = np.abs(split - np.median(split))
+    return max(basic_rhat(normal_scores(split)), basic_rhat(normal_scores(folded)))
+
+
+def textbook_ess(x):
+    """Their equations 10 to 13 of split chains, Geyer's pairs made monotone."""
+    half = x.shape[1] // 2
+    split = np.concatenate([x[:, :half], x[:, -half:]])
+    num_chains, n = split.shape
+    centred = split - split.mean(axis=1, keepdims=True)
+    lags = np.array([np.sum(centred[:, : n - k] * centred[:, k:], axis=1) / n for k in range(n)])
+    within = np.mean(lags[0]) * n / (n - 1)
+    total = within * (n - 1) / n + np.var(split.mean(axis=1), ddof=1)
+    rho = 1 - (within - lags.mean(axis=1)) / total
+    rho[0] = 1
+    pairs, last = [], 0
+    for k in range(0, n - 3, 2):
+        last = k
+        if rho[k] + rho[k + 1] < 0:
+            break
+        pairs.append(min(rho[k] + rho[k + 1], *(pairs[-1:] or [np.inf])))
+    tail = max(rho[last], 0)
+    tau = -1 + 2 * sum(pairs) + tail
+    return num_chains * n / max(tau, 1 / np.log10(num_chains * n))
+
+
+@pytest.mark.parametrize("shape", [(2, 4), (3, 9), (4, 50)])
+def test_rhat_is_the_textbooks(shape):
+    values = autoregressive((*shape, 2, 3), 0.8)
+    values[0] += 0.7
+    got = diagnostics.rhat(values)
+    expected = [[textbook_rhat(values[:, :, i, j]) for j in range(3)] for i in range(2)]
+    np.testing.assert_allclose(got, expected, rtol=1e-9)
+
+
+def test_rhat_within_compares_the_quarters_of_one_chain():
+    values = autoregressive((3, 41, 2), 0.8)
+    values[1] += np.linspace(0, 15, 41)[:, None]
+    got = diagnostics.rhat_within(values)
+    quarters = values[:, 1:].reshape(3, 4, 10, 2)
+
+    def of(x):
+        folded = np.abs(x - np.median(x))
+        return max(basic_rhat(normal_scores(x)), basic_rhat(normal_scores(folded)))
+
+    expected = [[of(quarters[chain, :, :, point]) for point in range(2)] for chain in range(3)]
+    np.testing.assert_allclose(got, expected, rtol=1e-9)
+    assert got[1].min() > 1.9 > 1.6 > got[[0, 2]].max()
+
+
+@pytest.mark.parametrize("rho", [0.5, 0.9])
+def test_ess_is_the_textbooks_and_that_of_an_autoregression(rho):
+    values = autoregressive((4, 1_000, 3), rho)
+    got = diagnostics.ess(values, "mean")
+    expected = [textbook_ess(values[:, :, point]) for point in range(3)]
+    np.testing.assert_allclose(got, expected, rtol=0.02)
+    scores = [textbook_ess(normal_scores(values[:, :, point])) for point in range(3)]
+    np.testing.assert_allclose(diagnostics.ess(values), scores, rtol=0.02)
+    np.testing.assert_allclose(got, 4_000 * (1 - rho) / (1 + rho), rtol=0.4)
+    assert diagnostics.ess(values, "tail").shape == (3,)
+
+
+def test_values_that_do_not_move_have_neither():
+    values = autoregressive((2, 40, 3))
+    values[..., 1] = 7.0
+    values[0, :, 2] = 7.0
+    assert np.isnan(diagnostics.rhat(values)).tolist() == [False, True, False]
+    assert np.isnan(diagnostics.ess(values)).tolist() == [False, True, False]
+    nothing = [[False, True, True], [False, True, False]]
+    assert np.isnan(diagnostics.rhat_within(values)).tolist() == nothing
+
+
+def test_mcse_is_the_spread_of_the_lppd_over_replications():
+    """Spread of 400 LPPDs, known to 3.5 %; the estimates vary little around their average."""
+    num_inputs, generator = 30, RNG(1)
+    x = generator.normal(size=num_inputs)
+    lppds, errors = [], []
+    for replication in range(400):
+        slopes = RNG(replication + 10).normal(1, 0.5, size=(2, 50, 1))
+        density = -((slopes * x - 2 * x) ** 2) / 2
+        lppds.append(np.mean(np.log(np.mean(np.exp(density), axis=(0, 1)))))
+        if replication < 40:
+            errors.append(diagnostics.mcse_lppd(density))
+    np.testing.assert_allclose(np.mean(errors), np.std(lppds), rtol=0.15)
+
+
+def test_mcse_counts_correlated_draws_as_few():
+    independent = diagnostics.mcse_lppd(autoregressive((4, 500, 20), 0.0))
+    shared = np.repeat(autoregressive((4, 500, 1), 0.95), 20, axis=2)
+    # One value in place of 20, (1 + rho) / (1 - rho) = 39 draws in place of one.
+    ratio = diagnostics.mcse_lppd(shared) / independent
+    assert 0.5 < ratio / np.sqrt(20 * 39) < 1.6
+    impossible = np.zeros((2, 50, 3))
+    impossible[0, 0, 0] = -np.inf
+    assert np.isfinite(diagnostics.mcse_lppd(impossible))
+    assert diagnostics.mcse_lppd(np.zeros((2, 50, 3))) == 0
+
+
+def test_weight_rhat_looks_at_weights_that_move():
+    moving = autoregressive((2, 40, 5)) + np.array([0, 9])[:, None, None]
+    params = {"a": np.zeros((2, 40, 7)), "b": moving, "c": np.zeros((2, 40))}
+    got = diagnostics.weight_rhat(params)
+    np.testing.assert_allclose(np.sort(got), np.sort(diagnostics.rhat_within(moving)))
+    assert got.max() < 1.5
+    some = diagnostics.weight_rhat(params, num_weights=2, seed=1)
+    assert some.shape == (2, 2) and np.isin(some, got).all()
+    assert diagnostics.weight_rhat({"a": params["a"]}).shape == (2, 0)
+
+
+def test_travel_is_the_norm_over_all_leaves():
+    params = {"a": RNG(0).normal(size=(2, 3, 4)), "b": RNG(1).normal(size=(2, 3))}
+    start = {"a": RNG(2).normal(size=(2, 4)), "b": RNG(3).normal(size=2)}
+    for chain, draw in np.ndindex(2, 3):
+        origin = np.append(start["a"][chain], start["b"][chain])
+        point = np.append(params["a"][chain, draw], params["b"][chain, draw])
+        expected = np.linalg.norm(point - origin) / np.linalg.norm(origin)
+        np.testing.assert_allclose(diagnostics.travel(params, start)[chain, draw], expected)
+    assert np.isinf(diagnostics.travel(params, jax.tree.map(np.zeros_like, start))).all()
+
+
+def test_disagreement_counts_classes_and_measures_numbers():
+    tops = np.array([[0, 1, 2, 0], [0, 1, 2, 1], [2, 2, 2, 2]])
+    averages = np.eye(3)[tops] * 0.7 + 0.1
+    expected = [[0, 0.25, 0.75], [0.25, 0, 0.75], [0.75, 0.75, 0]]
+    np.testing.assert_allclose(diagnostics.disagreement(averages), expected)
+    draws = averages[:, None] + np.array([-0.2, 0.2])[:, None, None] * [1, -1, 0]
+    np.testing.assert_allclose(diagnostics.disagreement(draws), expected)
+
+    numbers = np.array([0.0, 3.0])[:, None, None] + np.array([-1.0, 1.0])[:, None] + np.zeros(5)
+    np.testing.assert_allclose(diagnostics.disagreement(numbers, classes=False), [[0, 3], [3, 0]])
+
+
+def test_autocorrelation_is_the_sum_over_pairs():
+    values = autoregressive((2, 30, 2), 0.8)
+    values[1, :, 1] = 3.0
+    got = diagnostics.autocorrelation(values, 6)
+    assert got.shape == (2, 7, 2) and np.isnan(got[1, :, 1]).all()
+    chain = values[0, :, 1] - values[0, :, 1].mean()
+    expected = [sum(chain[: 30 - k] * chain[k:]) / sum(chain**2) for k in range(7)]
+    np.testing.assert_allclose(got[0, :, 1], expected, atol=1e-12)
+
+
+# Figures of a trace.
+
+
+def trace(num_ticks=100, **entries):
+    ticks = np.arange(1, num_ticks + 1)
+    plain = {
+        "step_size": np.ones((1, num_ticks)),
+        "energy_change": np.full((1, num_ticks), np.nan),
+        "num_calls": 10 * ticks[None],
+        "num_resets": np.zeros((1, num_ticks), int),
+        "num_nonfinite": np.zeros((1, num_ticks), int),
+        "below_resolution": np.zeros((1, num_ticks), bool),
+        "is_sample": np.ones((1, num_ticks), bool),
+    }
+    return plain | entries
+
+
+def test_reset_rate_counts_from_the_first_draw():
+    resets = np.concatenate([np.arange(40) * 5, 195 + np.arange(61)[1:]])[None]
+    whole = trace(num_resets=resets)
+    assert diagnostics.reset_rate(whole)[0] == pytest.approx((195 + 60) / 990)
+    assert diagnostics.reset_rate(whole, num_draws=60)[0] == pytest.approx(0.1)
+    assert np.isnan(diagnostics.reset_rate(whole, num_draws=1)).all()
+    # Ticks that are no samples hold no draws.
+    explores = np.tile(np.arange(100) < 98, (1, 1))
+    got = diagnostics.reset_rate(whole | {"is_sample": explores}, num_draws=60)
+    assert got[0] == pytest.approx((5 + 58) / 590)
+
+
+def test_drift_compares_tenths():
+    sizes = np.geomspace(1, 0.01, 100)[None]
+    got = diagnostics.step_size_drift(trace(step_size=sizes))[0]
+    assert got == pytest.approx(np.median(sizes[0, 90:]) / np.median(sizes[0, 10:20]))
+    assert diagnostics.step_size_drift(trace(1)).tolist() == [1.0]
+
+
+def test_energy_fit_recovers_a_gamma_distribution_and_tells_another():
+    generator = RNG(0)
+    signs = generator.choice([-1, 1], size=(3, 4_000))
+    energies = signs * np.stack(
+        [
+            generator.gamma(2.5, 0.3, size=4_000),
+            generator.lognormal(0, 2, size=4_000),
+            np.full(4_000, np.nan),
+        ]
+    )
+    energies[0, :10] = np.nan
+    fit = diagnostics.energy_fit(trace(energy_change=energies))
+    np.testing.assert_allclose([fit.shape[0], fit.scale[0]], [2.5, 0.3], rtol=0.1)
+    known = np.abs(energies[0, 10:])
+    law = stats.gamma((known.mean() / known.std()) ** 2, scale=known.var() / known.mean())
+    assert fit.distance[0] == pytest.approx(stats.kstest(known, law.cdf).statistic)
+    assert fit.distance[0] < 0.03 < 0.3 < fit.distance[1]
+    assert np.isnan([figure[2] for figure in fit]).all()
+
+
+# Runs of real samplers: linear regression, whose posterior is a Gaussian.
+
+NUM_DATA, NOISE = 40, 0.5
+X = RNG(0).normal(size=(NUM_DATA, 3)).astype(np.float32)
+Y = (X @ [1, -2, 0.5] + NOISE * RNG(1).normal(size=NUM_DATA)).astype(np.float32)
+
+
+def mean_loss(params, batch):
+    x, y = batch
+    return jnp.mean((x @ params["w"] + params["b"] - y) ** 2) / (2 * NOISE**2)
+
+
+def start(seed=0, num_chains=4) -> Any:
+    w, b = jax.random.split(jax.random.key(seed))
+    return {"w": jax.random.normal(w, (num_chains, 3)), "b": jax.random.normal(b, (num_chains,))}
+
+
+def run(sampler, seed=0, loss_fn=mean_loss, params=None, **arguments):
+    size = arguments.pop("batch_size", 20)
+    rows = [RNG([seed, i]).choice(NUM_DATA, size, replace=False) for i in range(50)]
+    defaults: dict[str, Any] = {
+        "num_warmup": 195,
+        "num_samples": 60,
+        "thin": 15,
+        "steps_per_call": 15,
+        "progress": False,
+        "key": jax.random.key(seed),
+    }
+    batches = [(X[r], Y[r]) for r in rows]
+    params = start(seed) if params is None else params
+    return optax_smile.sample(loss_fn, params, batches, sampler, **defaults | arguments)
+
+
+def predict(draws, **arguments):
+    def apply_fn(params, x):
+        return x @ params["w"] + params["b"], jnp.log(NOISE)
+
+    defaults: dict[str, Any] = {"per": "draw", "targets": Y}
+    return optax_smile.predict(apply_fn, draws, X, likelihood="gaussian", **defaults | arguments)
+
+
+def kinds(found):
+    """First words of the findings, and the chains."""
+    return {(finding.problem.partition(":")[0], finding.chains) for finding in found.findings}
+
+
+ALL = (0, 1, 2, 3)
+OPTIONS: dict[str, Any] = {"num_data": NUM_DATA}
+HEALTHY = {
+    "smile": optax_smile.smile(0.05, tuner=optax_smile.quantile_tuner(adapt_steps=100), **OPTIONS),
+    "psmile": optax_smile.psmile(0.05, tuner=None, **OPTIONS),
+    "smile_naive": optax_smile.smile_naive(0.05, decoherence_length=0.5, key=KEY, **OPTIONS),
+    "sgld": optax_smile.sgld(1e-3, key=KEY, **OPTIONS),
+    "sghmc": optax_smile.sghmc(0.02, friction=0.2, key=KEY, **OPTIONS),
+    "cyclical_sgld": optax_smile.cyclical_sgld(
+        4e-3, total_steps=1_200, num_cycles=4, key=KEY, **OPTIONS
+    ),
+}
+
+
+@functools.cache
+def healthy(name, seed):
+    draws = run(HEALTHY[name], seed)
+    return draws, predict(draws)
+
+
+FAST = [("psmile", 0), ("smile", 0), ("sgld", 0), ("cyclical_sgld", 0)]
+CASES = [(name, seed) for name in HEALTHY for seed in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("name", "seed"),
+    [pytest.param(*case, marks=() if case in FAST else pytest.mark.slow) for case in CASES],
+)
+@pytest.mark.filterwarnings("ignore:`sample` kept what")
+def test_nothing_is_found_in_a_healthy_run(name, seed):
+    draws, prediction = healthy(name, seed)
+    assert diagnostics.summary(draws).findings == ()
+    found = diagnostics.summary(draws, prediction)
+    assert found.findings == ()
+    assert str(found).endswith("Nothing looks wrong.")
+    assert found.mcse < 0.01 and np.median(found.rhat_across) < 1.1
+
+
+def test_summary_holds_the_figures_of_the_other_functions():
+    draws, prediction = healthy("psmile", 0)
+    found = diagnostics.summary(draws, prediction, max_inputs=15, seed=1)
+    assert found.rhat_within.shape == (4, 15) and found.rhat_across.shape == found.ess.shape == (
+        15,
+    )
+    everything = diagnostics.rhat(prediction.each.mean)
+    assert np.isclose(found.rhat_across[:, None], everything).any(axis=1).all()
+    assert found.lppd == pytest.approx(np.mean(prediction.log_density), abs=1e-5)
+    alone = np.mean(np.log(np.mean(np.exp(prediction.each.log_density[2]), axis=0)))
+    assert found.chain_lppd[2] == pytest.approx(alone, abs=1e-5)
+    assert found.nominal_rate == pytest.approx(0.02)
+    trace: Any = draws.trace
+    resets, calls = (
+        trace[name][:, -1] - trace[name][:, -60] for name in ("num_resets", "num_calls")
+    )
+    np.testing.assert_allclose(found.reset_rate, resets / calls)
+    travelled = diagnostics.travel(draws.params, draws.start)[:, -1]
+    np.testing.assert_allclose(found.travelled, travelled)
+    rows = str(found).splitlines()
+    assert len({len(row) for row in rows[:6]}) == 1 and rows[5].split()[0] == "all"
+
+
+def test_a_step_size_that_falls_to_nothing_is_frozen():
+    schedule = optax.polynomial_schedule(0.05, 1e-6, 2, 800)
+    draws = run(optax_smile.smile_naive(schedule, **OPTIONS))
+    for prediction in (None, predict(draws)):
+        found = diagnostics.summary(draws, prediction)
+        assert kinds(found) == {("frozen", ALL)}
+        assert "tuner=None" in str(found) and "All 4 chains: frozen" in str(found)
+
+
+def test_a_chain_with_steps_below_its_resolution_is_frozen():
+    params = start()
+    params["w"] = params["w"].at[2].set(1e8)
+    draws = run(optax_smile.smile_naive(0.05, **OPTIONS), params=params)
+    assert kinds(diagnostics.summary(draws)) == {("frozen", (2,))}
+    found = diagnostics.summary(draws, predict(draws))
+    assert kinds(found) == {("frozen", (2,)), ("diverged", (2,))}
+
+
+@pytest.mark.parametrize(("adapt_rate", "kind"), [(0.02, "drift"), (0.1, "frozen")])
+def test_a_tuner_that_never_ends_is_told(adapt_rate, kind):
+    """The published rule has no fixed point: with noisy energies the step size falls and falls."""
+    tuner = optax_smile.quantile_tuner(adapt_rate=adapt_rate)
+    sampler = optax_smile.smile(0.05, tuner=tuner, **OPTIONS)
+    draws = run(sampler, num_warmup=480, thin=40, steps_per_call=40, batch_size=1)
+    assert kinds(diagnostics.summary(draws)) == {(kind, ALL)}
+
+
+def double_well(params: Any, batch):
+    return 5 * jnp.mean((params["w"][0] ** 2 - 1) ** 2) + 2 * params["b"] ** 2
+
+
+def test_chains_in_different_modes_are_told_apart():
+    params = {"w": jnp.array([1.0, -1.0, 1.0, -1.0])[:, None], "b": jnp.zeros(4)}
+    sampler = optax_smile.sgld(2e-3, num_data=10, key=KEY)
+    draws = run(sampler, loss_fn=double_well, params=params)
+
+    def line(params: Any, x):
+        return x * params["w"][0] + params["b"], 0.0
+
+    prediction = optax_smile.predict(
+        line,
+        draws,
+        X[:, 0],
+        likelihood="gaussian",
+        targets=np.abs(X[:, 0]),
+        per="draw",
+    )
+    found = diagnostics.summary(draws, prediction)
+    assert kinds(found) == {("different modes", ALL)}
+    assert "[0, 2] and [1, 3]" in str(found) and "normal" in str(found)
+    assert np.median(found.rhat_across) > 1.5
+    # Weights of networks never agree: from them alone it is not told.
+    assert diagnostics.summary(draws).findings == ()
+
+
+def edge(params: Any, batch):
+    """A well around 0 and, far from it, a slope that ends in NaN."""
+    w = params["w"][0]
+    return jnp.where(w < 5, w**2, 30 * jnp.sqrt(10 - w)) + jnp.sum(params["w"] ** 2) / 2
+
+
+def test_a_chain_of_nonfinite_gradients_has_diverged():
+    params = {"w": jnp.zeros((4, 2)).at[1, 0].set(9.9)}
+    draws = run(optax_smile.sgld(1e-2, num_data=10, key=KEY), loss_fn=edge, params=params)
+    found = diagnostics.summary(draws)
+    assert ("diverged", (1,)) in kinds(found)
+    assert {chains for _, chains in kinds(found)} == {(1,)}
+
+
+def test_steps_far_too_large_have_diverged():
+    draws = run(optax_smile.smile_naive(1e3, **OPTIONS))
+    assert kinds(diagnostics.summary(draws)) == {("diverged", ALL)}
+
+
+def plateau(params: Any, batch):
+    bump = 3 * jnp.exp(-jnp.sum(params["w"] ** 2) / 2)
+    return (bump - 3) ** 2 / 2
+
+
+def test_a_chain_with_a_far_lower_likelihood_has_diverged():
+    params = {"w": jnp.zeros((4, 3)).at[3].set(20.0)}
+    sampler = optax_smile.smile_naive(
+        0.3, num_data=10, prior_precision=1e-6, decoherence_length=1.0, key=KEY
+    )
+    draws = run(sampler, loss_fn=plateau, params=params)
+
+    def constant(params: Any, x):
+        return 3 * jnp.exp(-jnp.sum(params["w"] ** 2) / 2) * x, 0.0
+
+    prediction = optax_smile.predict(
+        constant,
+        draws,
+        np.ones(10),
+        likelihood="gaussian",
+        targets=3 * np.ones(10),
+        per="draw",
+    )
+    assert ("diverged", (3,)) in kinds(diagnostics.summary(draws, prediction))
+
+
+def test_a_chain_still_on_its_way_is_not_settled():
+    params = jax.tree.map(lambda x: x.at[1].add(10.0), start())
+    draws = run(optax_smile.sgld(1e-4, key=KEY, **OPTIONS), params=params, num_warmup=0, thin=5)
+    for prediction in (None, predict(draws)):
+        found = diagnostics.summary(draws, prediction)
+        assert any(kind == "not settled" and 1 in chains for kind, chains in kinds(found))
+        assert "num_warmup" in str(found)
+
+
+# Synthetic runs, for what no sampler does on demand.
+
+
+def synthetic(params, trace=None, settings=None):
+    """Four chains with a trace like that of one."""
+    repeated = {name: np.repeat(x, 4, axis=0) for name, x in (trace or {}).items()}
+    return Snapshots({"w": params}, repeated, settings, {"w": np.ones((4, params.shape[2]))})
+
+
+def test_far_too_many_resets():
+    settings = {"name": "smile", "reset_quantile": 0.98}
+    params = autoregressive((4, 100, 5))
+    for per_tick, expected in ((0, set()), (0.4, set()), (0.8, {("undone steps", ALL)})):
+        resets = np.floor(per_tick * np.arange(100))[None]
+        found = diagnostics.summary(synthetic(params, trace(num_resets=resets), settings))
+        assert kinds(found) == expected
+    settings["integrator"] = "minimal_norm"
+    twice = diagnostics.summary(synthetic(params, trace(), settings))
+    assert twice.nominal_rate == pytest.approx(0.01)
+
+
+def test_drift_is_for_tuners_and_small_steps_that_mix_are_fine():
+    params, falls = autoregressive((4, 100, 5)), np.geomspace(1, 0.01, 100)[None]
+    fell = trace(step_size=falls)
+    assert kinds(diagnostics.summary(synthetic(params, fell, {"tuner": "x"}))) == {("drift", ALL)}
+    assert kinds(diagnostics.summary(synthetic(params, fell, {"tuner": None}))) == set()
+    walk = 0.1 * np.cumsum(RNG(0).normal(size=(4, 100, 5)), axis=1)
+    found = diagnostics.summary(synthetic(walk, fell, {"tuner": "x"}))
+    assert kinds(found) == {("frozen", ALL)}
+
+
+def test_weights_that_wander_are_no_finding_but_predictions_are():
+    walk = np.cumsum(RNG(0).normal(size=(4, 100, 40)), axis=1)
+    assert diagnostics.summary(synthetic(walk * 0.1)).findings == ()
+    trend = walk + 2 * np.arange(100)[:, None]
+    assert kinds(diagnostics.summary(synthetic(trend * 0.01))) == {("not settled", ALL)}
+    draws = synthetic(walk * 0.01)
+    prediction = optax_smile.predict(
+        lambda params, x: (x @ params["w"], 0.0),  # pyright: ignore
+        draws,
+        RNG(1).normal(size=(30, 40)),
+        likelihood="gaussian",
+        targets=np.zeros(30),
+        per="draw",
+    )
+    found = diagnostics.summary(draws, prediction)
+    assert {kind for kind, _ in kinds(found)} >= {"not settled"}
+
+
+def test_a_chain_much_slower_than_the_others_is_frozen():
+    params = autoregressive((4, 100, 5))
+    params[1] = 0.01 * np.cumsum(params[1], axis=0)
+    assert kinds(diagnostics.summary(synthetic(params))) == {("frozen", (1,))}
+    params[1] = 3.0
+    found = diagnostics.summary(synthetic(params))
+    assert kinds(found) == {("frozen", (1,))} and "not move at all" in str(found)
+
+
+def test_weights_without_a_sampler_get_a_short_summary():
+    members = Snapshots.from_members(start())
+    bare = str(diagnostics.summary(members))
+    assert "step size" not in bare and "Nothing looks wrong" in bare
+    found = diagnostics.summary(members, predict(members))
+    assert np.isfinite(found.chain_lppd).all() and np.isnan(found.mcse)
+    assert "LPPD" in str(found) and "drift" not in str(found)
+
+
+@pytest.mark.parametrize("num_draws", [1, 2, 4, 7, 8])
+def test_runs_of_few_draws_are_summarized(num_draws):
+    draws, prediction = healthy("psmile", 0)
+    last = functools.partial(jax.tree.map, lambda x: x[:, -num_draws:])
+    few = Snapshots(last(draws.params), dict(draws.trace), draws.settings, draws.start)
+    for one in (None, prediction._replace(each=last(prediction.each))):
+        found = diagnostics.summary(few, one)
+        assert found.findings == () and str(found)
+        assert np.isfinite(found.rhat_within).any() == (num_draws >= 8)
+
+
+def test_one_chain_and_impossible_targets_are_summarized():
+    draws, prediction = healthy("sgld", 0)
+    first = functools.partial(jax.tree.map, lambda x: x[:1])
+    prediction = prediction._replace(each=first(prediction.each))
+    draws = Snapshots(first(draws.params), first(dict(draws.trace)), draws.settings)
+    density = prediction.each.log_density.copy()
+    density[:, :, 0] = -np.inf
+    for one in (
+        prediction,
+        prediction._replace(each=prediction.each._replace(log_density=density)),
+    ):
+        found = diagnostics.summary(draws, one)
+        assert found.findings == () and found.rhat_across.size == 0 and str(found)
+
+
+def test_stored_draws_are_summarized(tmp_path):
+    draws, prediction = healthy("psmile", 0)
+    stored = run(HEALTHY["psmile"], directory=tmp_path)
+    got, expected = (diagnostics.summary(one, prediction) for one in (stored, draws))
+    np.testing.assert_array_equal(got.reset_rate, expected.reset_rate)
+    np.testing.assert_array_equal(got.travelled, expected.travelled)
+    assert str(got) == str(expected)
+
+
+def test_tokens_leave_padding_out():
+    labels = np.array([[0, 1, -1], [1, -1, -1]])
+    draws = Snapshots(autoregressive((2, 40, 2)))
+
+    def logits(params: Any, x):
+        return jnp.broadcast_to(params, (*x.shape, 2))
+
+    prediction = optax_smile.predict(
+        logits,
+        draws,
+        labels,
+        likelihood="tokens",
+        targets=labels,
+        per="draw",
+    )
+    found = diagnostics.summary(draws, prediction)
+    assert found.rhat_within.shape == (2, 3)
+    assert found.lppd == pytest.approx(np.sum(prediction.log_density) / 3, rel=1e-5)
+
+
+def test_arviz_reads_a_run():
+    draws, prediction = healthy("sgld", 0)
+    told = diagnostics.to_arviz(draws, prediction)
+    assert set(told.posterior.data_vars) == {"w", "b"}
+    np.testing.assert_array_equal(told.posterior["w"].values, draws.params["w"])
+    np.testing.assert_array_equal(
+        told.sample_stats["step_size"].values, draws.trace["step_size"][:, -60:]
+    )
+    assert {"energy_error", "num_resets"} <= set(told.sample_stats.data_vars)
+    np.testing.assert_allclose(
+        told.log_likelihood["target"].values, prediction.each.log_density, rtol=1e-6
+    )
+    assert arviz.summary(told, var_names=["b"]).shape[0] == 1
+    nested = Snapshots({"layer": {"w": np.zeros((5, 2, 3))}, "a/b": [np.ones((5, 2))]})
+    told = diagnostics.to_arviz(nested)
+    assert set(told.posterior.data_vars) == {"layer.w", "a.b.0"}
+    assert set(diagnostics.to_arviz(Snapshots(np.zeros((2, 5)))).posterior.data_vars) == {"params"}
+
+
+# Wrong arguments.
+
+GOOD = np.zeros((2, 8, 3))
+NAN = np.where(np.arange(8)[:, None] == 5, np.nan, GOOD)
+WRONG = {
+    "rhat values": [np.zeros(4), np.zeros((2, 3, 1)), np.zeros((1, 8)), np.zeros((2, 0)), NAN],
+    "rhat_within values": [np.zeros(8), np.zeros((2, 7)), NAN],
+    "ess values": [np.zeros(4), np.zeros((2, 3)), NAN],
+    "mcse_lppd log_likelihood": [np.zeros((2, 8)), np.zeros((2, 3, 4)), NAN, GOOD - np.inf],
+    "weight_rhat params": [{}, {"a": GOOD, "b": GOOD[:1]}, GOOD[:, :7] + RNG(0).normal(), NAN],
+    "disagreement mean": [np.zeros((2, 3)), np.zeros((2, 3, 4, 5, 6)), NAN],
+    "autocorrelation values": [np.zeros(4), np.zeros((2, 1)), NAN],
+    "reset_rate trace": [{}, {"num_calls": np.ones((1, 2))}],
+    "step_size_drift trace": [{}],
+    "energy_fit trace": [{}],
+}
+REST: dict[str, tuple] = {"autocorrelation": (0,)}
+
+
+@pytest.mark.parametrize(
+    ("function", "argument", "value"),
+    [(*names.split(), value) for names, values in WRONG.items() for value in values],
+)
+def test_wrong_values_name_the_argument(function, argument, value):
+    if function == "weight_rhat" and np.shape(value) == (2, 7, 3):
+        value = autoregressive((2, 7, 3))
+    with pytest.raises(ValueError, match=rf"^`({function}|Snapshots)\({argument}=...\)` must "):
+        getattr(diagnostics, function)(value, *REST.get(function, ()))
+
+
+@pytest.mark.parametrize(
+    ("call", "argument"),
+    [
+        (lambda: diagnostics.ess(GOOD, "local"), "method"),
+        (lambda: diagnostics.weight_rhat(GOOD, num_weights=0), "num_weights"),
+        (lambda: diagnostics.weight_rhat(GOOD, seed=-1), "seed"),
+        (lambda: diagnostics.travel(GOOD, GOOD), "start"),
+        (lambda: diagnostics.travel({"a": GOOD}, {"b": GOOD[:, 0]}), "start"),
+        (lambda: diagnostics.disagreement(np.zeros((2, 3)), classes=False), "mean"),
+        (lambda: diagnostics.autocorrelation(GOOD, 8), "max_lag"),
+        (lambda: diagnostics.autocorrelation(GOOD, -1), "max_lag"),
+        (lambda: diagnostics.summary(Snapshots(GOOD), max_inputs=0), "max_inputs"),
+        (lambda: diagnostics.summary(Snapshots(GOOD), seed=-1), "seed"),
+    ],
+)
+def test_wrong_arguments_are_named(call, argument):
+    with pytest.raises(ValueError, match=rf"\({argument}=...\)` must be "):
+        call()
+
+
+def test_a_prediction_must_be_by_draw_with_targets_of_these_draws():
+    draws, _ = healthy("sgld", 0)
+    for arguments in ({"per": None}, {"per": "chain"}, {"targets": None}):
+        with pytest.raises(ValueError, match=r"^`summary\(prediction=...\)` must be .*per=.draw"):
+            diagnostics.summary(draws, predict(draws, **arguments))
+    other = Snapshots(jax.tree.map(lambda x: x[:, 1:], draws.params))
+    with pytest.raises(ValueError, match=r"^`to_arviz\(prediction=...\)` must be .*per=.draw"):
+        diagnostics.to_arviz(draws, predict(other))
+
+
+def test_without_arviz_it_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "arviz", None)
+    with pytest.raises(ImportError, match=r"pip install 'optax-smile\[diagnostics\]'"):
+        diagnostics.rhat(GOOD)
+    members = Snapshots.from_members(start())
+    assert diagnostics.summary(members, predict(members)).num_draws == 1
