@@ -91,7 +91,7 @@ def load(name: str, seed: int):
     data = np.column_stack([np.asarray(features, float), np.asarray(targets, float)])
     rest, test = train_test_split(data, test_size=0.2, random_state=seed)
     train, valid = train_test_split(rest, test_size=0.125, random_state=seed)
-    center, scale = train.mean(axis=0), train.std(axis=0)
+    center, scale = np.mean(train, axis=0), np.std(train, axis=0)
     splits = ((split - center) / scale for split in (train, valid, test))
     return [(x[:, :-1].astype(np.float32), x[:, -1].astype(np.float32)) for x in splits]
 

@@ -1,7 +1,7 @@
 """Turn any Optax training loop into a Bayesian sampler."""
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from optax_smile import diagnostics, ensemble, metrics, plots
 from optax_smile._likelihoods import Likelihood
@@ -18,6 +18,9 @@ from optax_smile.snapshots import Snapshots, StoredSnapshots, load_snapshots
 from optax_smile.stages.preconditioner import scale_by_gradient_noise
 from optax_smile.stages.tuner import quantile_tuner
 from optax_smile.warmstart import chains_from_weights, warmstart
+
+if TYPE_CHECKING:
+    from optax_smile import report
 
 __version__ = "0.1.0"
 

@@ -1,4 +1,4 @@
-"""Averages over snapshots that grow one by one, in constant memory and without loss of digits."""
+"""Averages over snapshots that grow one by one, in constant memory, as exact as their numbers."""
 
 from typing import Any, NamedTuple
 
@@ -30,6 +30,7 @@ class Average(NamedTuple):
     Attributes:
         count: how many there are, int32.
         mean, variance, entropy: averages of those of an `Outcome`.
+        rest: what rounding has kept out of `mean` so far.
         spread: sum of squared deviations of the means from their average; None without `variance`.
         largest: largest log density of each target.
         relative: sum of exp(log density - largest).
@@ -40,6 +41,7 @@ class Average(NamedTuple):
     mean: Any
     variance: Any
     entropy: Any
+    rest: Any
     spread: Any
     largest: Any
     relative: Any
@@ -57,6 +59,7 @@ def zero(outcome: Outcome) -> Average:
         mean=zeros(outcome.mean),
         variance=zeros(outcome.variance),
         entropy=zeros(outcome.entropy),
+        rest=zeros(outcome.mean),
         spread=None if outcome.variance is None else zeros(outcome.mean),
         largest=zeros(outcome.log_density, -jnp.inf),
         relative=zeros(outcome.log_density),
@@ -71,6 +74,7 @@ def add(average: Average, outcome: Outcome, number: jax.Array) -> Average:
         mean=outcome.mean,
         variance=outcome.variance,
         entropy=outcome.entropy,
+        rest=jax.tree.map(jnp.zeros_like, average.rest),
         spread=jax.tree.map(jnp.zeros_like, average.spread),
         largest=outcome.log_density,
         relative=jax.tree.map(jnp.ones_like, average.relative),
@@ -93,13 +97,18 @@ def join(first: Average, second: Average) -> Average:
     Means and squared deviations by Chan, Golub and LeVeque 1979; densities relative to the largest.
     """
     count = first.count + second.count
-    share = (second.count / jnp.maximum(count, 1)).astype(jnp.float32)
+
+    def share(x):
+        return second.count.astype(x.dtype) / jnp.maximum(count, 1).astype(x.dtype)
 
     def mean(x, y):
-        return x + (y - x) * share.astype(x.dtype)
+        return x + (y - x) * share(x)
+
+    def moved(x, y, rest_of_x, rest_of_y):
+        return rest_of_x + ((y - x) + (rest_of_y - rest_of_x)) * share(x)
 
     def spread(x, y, at, to):
-        return x + y + (to - at) ** 2 * (share * first.count).astype(x.dtype)
+        return x + y + (to - at) ** 2 * share(x) * first.count.astype(x.dtype)
 
     def relative(x, y, of_x, of_y):
         largest = jnp.maximum(of_x, of_y)
@@ -108,13 +117,17 @@ def join(first: Average, second: Average) -> Average:
 
     largest = first.largest, second.largest
     means = (first.mean, second.mean) if first.spread is not None else (None, None)
+    # Kahan 1965: what a sum leaves out is added the next time.
+    moves = jax.tree.map(moved, first.mean, second.mean, first.rest, second.rest)
+    center = jax.tree.map(jnp.add, first.mean, moves)
     both = first.invalid, second.invalid
     earliest = jnp.where(jnp.minimum(*both) < 0, jnp.maximum(*both), jnp.minimum(*both))
     return Average(
         count=count,
-        mean=jax.tree.map(mean, first.mean, second.mean),
+        mean=center,
         variance=jax.tree.map(mean, first.variance, second.variance),
         entropy=jax.tree.map(mean, first.entropy, second.entropy),
+        rest=jax.tree.map(lambda x, move, to: move - (to - x), first.mean, moves, center),
         spread=jax.tree.map(spread, first.spread, second.spread, *means),
         largest=jax.tree.map(jnp.maximum, *largest),
         relative=jax.tree.map(relative, first.relative, second.relative, *largest),

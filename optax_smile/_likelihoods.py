@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 from optax_smile import _check
 
@@ -81,16 +80,14 @@ def _check_bernoulli(outputs: Any, targets: Any):
 def _check_gaussian(outputs: Any, targets: Any):
     rule = (
         "one that fits the outputs; 'gaussian' takes a pair of mean and log standard deviation,"
-        " the second of a shape that broadcasts to the first"
+        " the second a scalar or of as many axes, each as long as that of the mean or 1"
     )
-    if not isinstance(outputs, (tuple, list)) or len(outputs) != 2:
+    is_pair = isinstance(outputs, (tuple, list)) and len(outputs) == 2
+    if not is_pair or not all(hasattr(x, "shape") for x in outputs):
         _fail("likelihood", rule, f"{jax.tree.structure(outputs)}")
-    shapes = [jnp.shape(x) for x in outputs]
-    try:
-        fits = np.broadcast_shapes(*shapes) == shapes[0]
-    except ValueError:
-        fits = False
-    if not fits:
+    shapes = [x.shape for x in outputs]
+    fits = [b in (a, 1) for a, b in zip(*shapes, strict=False)]
+    if not all(fits) or len(shapes[1]) not in (0, len(shapes[0])):
         _fail("likelihood", rule, f"the shapes {shapes[0]} and {shapes[1]}")
     if targets is not None:
         _check_real_targets(shapes[0], targets)
@@ -107,16 +104,17 @@ def _check_real_targets(shape: tuple[int, ...], targets: Any):
 
 
 def _categorical_log_density(logits: jax.Array, labels: jax.Array) -> jax.Array:
-    return -optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+    # A gather could not go along an axis of classes that is spread over devices.
+    is_label = jax.nn.one_hot(labels, logits.shape[-1], dtype=bool)
+    return jnp.sum(jnp.where(is_label, jax.nn.log_softmax(logits), 0), axis=-1)
 
 
 def _tokens_log_density(logits: jax.Array, labels: jax.Array) -> jax.Array:
-    density = _categorical_log_density(logits, jnp.maximum(labels, 0))
-    return jnp.where(labels < 0, PADDING, density)
+    return jnp.where(labels < 0, PADDING, _categorical_log_density(logits, labels))
 
 
 def _bernoulli_log_density(logits: jax.Array, labels: jax.Array) -> jax.Array:
-    return _over_outputs(jax.nn.log_sigmoid((2 * labels - 1) * logits))
+    return _over_outputs(jax.nn.log_sigmoid(jnp.where(labels > 0, logits, -logits)))
 
 
 def _gaussian_log_density(outputs: tuple[jax.Array, jax.Array], targets: jax.Array) -> jax.Array:

@@ -1,7 +1,8 @@
 """The Bayesian model average, one snapshot at a time."""
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -28,12 +29,14 @@ class Prediction(NamedTuple):
         total: uncertainty of the prediction `[input, ...]`: entropy in nats of class probabilities,
             else variance. None where the likelihood tells neither.
         aleatoric: average uncertainty of a single snapshot, the noise in the data.
-        epistemic: total - aleatoric, what more data would resolve: the mutual information of
-            target and parameters, or the variance of the means of the snapshots.
+        epistemic: total - aleatoric, at least 0, what more data would resolve: the mutual
+            information of target and parameters, or the variance of the means of the snapshots.
+        uncertainty: what they are: `"entropy"`, `"variance"`, or None.
         each: with `per`, an `Outcome` of single draws, arrays `[chain, draw, input, ...]`, or of
             the averages of single chains, `[chain, input, ...]`: fields `mean`, `variance`,
-            `entropy` and `log_density`.
-        curve: with `members`, a `Prediction` for each of these numbers of snapshots.
+            `entropy` and `log_density`, the uncertainties those of a draw or in total of a chain.
+        curve: with `members`, a `Prediction` for each of these numbers of snapshots, without
+            `each`.
     """
 
     mean: Any
@@ -41,6 +44,7 @@ class Prediction(NamedTuple):
     total: Any = None
     aleatoric: Any = None
     epistemic: Any = None
+    uncertainty: str | None = None
     each: Any = None
     curve: Any = ()
 
@@ -89,62 +93,98 @@ class Predictor:
             _check.choice("predict", "per", per, PER)
             if num_chains is None:
                 rule = "None for snapshots that do not tell their `num_chains`"
-                _check.fail("predict", "per", rule, repr(per), "Give them as `Snapshots`.")
+                remedy = "Give them as `Snapshots`, or `num_chains` to `Predictor`."
+                _check.fail("predict", "per", rule, repr(per), remedy)
+        if num_chains is not None:
+            _check.whole("Predictor", "num_chains", num_chains, 1)
+        if targets is not None and likelihood in _likelihoods.NAMED.values():
+            targets = np.asarray(targets)
+            if targets.dtype.kind in "OSUV":
+                _check.fail("predict", "targets", "numbers", f"{targets.dtype}")
+        lengths = {np.shape(leaf)[:1] for leaf in jax.tree.leaves(targets)}
+        if lengths - {(self.num_inputs,)}:
+            rule = f"arrays [input, ...] of {self.num_inputs} inputs"
+            _check.fail("predict", "targets", rule, jax.tree.map(np.shape, targets))
         ensemble.check_mesh("predict", mesh, num_chains if per == "chain" and num_chains else 0)
         self.apply_fn, self.likelihood, self.targets = apply_fn, likelihood, targets
         self.mesh, self.specs, self.per, self.num_chains = mesh, specs, per, num_chains
-        self.rows = 1 if mesh is None else mesh.shape[ensemble.CHAIN]
-        self.num_groups = cast(int, num_chains) // self.rows if per == "chain" else 1
-        self.batches = [
+        self._rows = 1 if mesh is None else mesh.shape[ensemble.CHAIN]
+        self._num_groups = cast(int, num_chains) // self._rows if per == "chain" else 1
+        # Snapshot number n runs on row n % rows of the devices, and is averaged there in the group
+        # (n // rows) % num_groups: with `per="chain"` each chain has a row and group of its own.
+        self._batches = [
             jax.tree.map(jnp.asarray, ensemble.place_batch(batch, mesh=mesh))
             for batch in _split((inputs, targets), batch_size or self.num_inputs)
         ]
-        self.everywhere = None if mesh is None else NamedSharding(mesh, PartitionSpec())
-        self.count, self.waiting, self.first, self.averages, self.draws = 0, [], None, [], []
+        self._everywhere = None if mesh is None else NamedSharding(mesh, PartitionSpec())
+        self.count, self._waiting, self._first, self._averages, self._draws = 0, [], None, [], []
 
     def update(self, params: optax.Params):
         """Take one snapshot in: a parameter tree."""
-        if self.first is None:
-            self.first = jax.eval_shape(lambda x: x, params)
-            self._check(self.first)
-        self._check_alike(params)
-        self.waiting.append(params)
+        if self._first is None:
+            self._first = jax.eval_shape(lambda x: x, params)
+            self._require_fit(self._first)
+        self._require_alike(params)
+        # The caller may change or give away arrays that have to wait.
+        self._waiting.append(params if self._rows == 1 else jax.tree.map(np.array, params))
         self.count += 1
-        if self.count % self.rows == 0:
+        if self.count % self._rows == 0:
             self._evaluate()
 
     def finalize(self) -> Prediction:
         """Give the average over the snapshots so far; more may follow."""
+        if self.per is not None and self.count % cast(int, self.num_chains):
+            rule = f"as many draws of each of the {self.num_chains} chains"
+            _check.fail("predict", "snapshots", rule, f"{self.count}")
         average, chains = self._join()
         return average._replace(each=self._by_draw() if self.per == "draw" else chains)
 
     def _join(self) -> tuple[Prediction, Outcome | None]:
         """Average over all snapshots, and over those of each chain."""
-        if self.first is None:
+        if self._first is None:
             _check.fail("predict", "snapshots", "at least one parameter tree", "none")
-        if self.waiting:
+        if self._waiting:
             self._evaluate()
         batches = [
-            self._finish(jax.device_put(groups, self.everywhere)) for groups in self.averages
+            self._finish(jax.device_put(groups, self._everywhere)) for groups in self._averages
         ]
         for *_, invalid in batches:
             if invalid >= 0:
                 rule = "snapshots whose predictions are finite"
                 got = f"nan or inf from {self._name(int(invalid))}"
-                _check.fail("predict", "snapshots", rule, got, "Leave that chain out.")
-        average, chains, _ = zip(*batches, strict=True)
-        return _concatenate(average), _concatenate(chains, axis=1)
+                remedy = "Are the inputs finite? Else leave that chain out."
+                _check.fail("predict", "snapshots", rule, got, remedy)
+        averages, chains, _ = zip(*batches, strict=True)
+        average = _concatenate(averages)._replace(uncertainty=self._uncertainty())
+        return average, _concatenate(chains, axis=1)
 
-    def _check(self, params: Any):
+    def _uncertainty(self) -> str | None:
+        if self.likelihood.variance is not None:
+            return "variance"
+        return None if self.likelihood.entropy is None else "entropy"
+
+    def _require_fit(self, params: Any):
         """Require a model whose outputs the likelihood reads and the targets fit."""
         batch = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct((self.num_inputs, *x.shape[1:]), x.dtype),
-            self.batches[0],
+            self._batches[0],
         )
         if self.likelihood.check is not None:
             outputs = jax.eval_shape(self.apply_fn, params, batch[0])
             self.likelihood.check(outputs, self.targets)
-        for leaf in jax.tree.leaves(jax.eval_shape(self._outcome, params, batch)):
+        of, needs = self.likelihood, None
+        if of.mean is None and (of.variance is not None or of.entropy is not None):
+            needs = "a `mean` to go with `variance` and `entropy`"
+        if of.log_density is None and self.targets is not None:
+            needs = "a `log_density` for the targets"
+        if needs is not None:
+            _check.fail("predict", "likelihood", f"one with {needs}", "none")
+        outcome = jax.eval_shape(self._outcome, params, batch)
+        shapes = jax.tree.map(np.shape, (outcome.mean, outcome.variance))
+        if outcome.variance is not None and shapes[0] != shapes[1]:
+            rule = f"one whose variance has the shape of its mean, {shapes[0]}"
+            _check.fail("predict", "likelihood", rule, shapes[1])
+        for leaf in jax.tree.leaves(outcome):
             if leaf.shape[:1] != (self.num_inputs,):
                 rule = f"one that gives arrays [input, ...] of {self.num_inputs} inputs"
                 _check.fail("predict", "likelihood", rule, f"shape {leaf.shape}")
@@ -157,11 +197,15 @@ class Predictor:
 
         # The outputs are not computed: the compiler sees that only their shapes count.
         over_rows = jax.jit(ensemble.over_chains(begin, mesh=self.mesh, in_axes=(0, None)))
-        self.averages = [
-            [over_rows(params, batch) for _ in range(self.num_groups)] for batch in self.batches
+        self._averages = [
+            [over_rows(params, batch) for _ in range(self._num_groups)] for batch in self._batches
         ]
-        whole, rest = self._compile(self.averages[0][0]), self._compile(self.averages[-1][0])
-        self.adds = [whole] * (len(self.batches) - 1) + [rest]
+        # All batches but the last are of one shape.
+        first, last = self._averages[0][0], self._averages[-1][0]
+        add = self._compile(first)
+        is_alike = jax.tree.map(np.shape, first) == jax.tree.map(np.shape, last)
+        self._adds = [add] * len(self._batches)
+        self._adds[-1] = add if is_alike else self._compile(last)
 
     def _compile(self, average: Average) -> Callable:
         """Compile what takes a row of snapshots into their averages, which stay where they lie."""
@@ -173,7 +217,7 @@ class Predictor:
             return average, outcome if self.per == "draw" else None
 
         over_rows = ensemble.over_chains(add, mesh=self.mesh, in_axes=(0, 0, 0, None))
-        return jax.jit(over_rows, donate_argnums=0, out_shardings=(own, self.everywhere))
+        return jax.jit(over_rows, donate_argnums=0, out_shardings=(own, self._everywhere))
 
     @functools.cached_property
     def _finish(self) -> Callable:
@@ -195,7 +239,7 @@ class Predictor:
     def _outcome(self, params: Any, batch: tuple[Any, Any]) -> Outcome:
         """What one snapshot predicts, in full precision."""
         (inputs, targets), of = batch, self.likelihood
-        outputs = self.apply_fn(params, inputs)
+        outputs = jax.tree.map(_in_full_precision, self.apply_fn(params, inputs))
         mean = None if of.mean is None else of.mean(outputs)
         outcome = Outcome(
             mean=mean,
@@ -203,7 +247,7 @@ class Predictor:
             entropy=None if of.entropy is None else of.entropy(mean),
             log_density=None if targets is None else of.log_density(outputs, targets),
         )
-        return jax.tree.map(lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32)), outcome)
+        return jax.tree.map(_in_full_precision, outcome)
 
     def _outcome_of(self, average: Average) -> Outcome:
         """What an average predicts."""
@@ -234,46 +278,53 @@ class Predictor:
 
     def _evaluate(self):
         """Run the snapshots that wait, each on its row of devices; the other rows run for none."""
-        first = self.count - len(self.waiting)
-        numbers, rows = np.full(self.rows, -1, np.int32), self.waiting[:1] * self.rows
-        for number, params in enumerate(self.waiting, first):
-            numbers[number % self.rows], rows[number % self.rows] = number, params
+        first = self.count - len(self._waiting)
+        numbers, rows = np.full(self._rows, -1, np.int32), self._waiting[:1] * self._rows
+        for number, params in enumerate(self._waiting, first):
+            numbers[number % self._rows], rows[number % self._rows] = number, params
         taken = numbers >= 0
         stacked = jax.tree.map(lambda *x: np.stack([np.asarray(each) for each in x]), *rows)
         params = ensemble.place(stacked, mesh=self.mesh, specs=self.specs)
         numbers = ensemble.place(numbers, mesh=self.mesh)
-        if not self.averages:
+        if not self._averages:
             self._begin(params)
-        group = first // self.rows % self.num_groups
+        group = first // self._rows % self._num_groups
         outcomes = []
-        for add, groups, batch in zip(self.adds, self.averages, self.batches, strict=True):
+        for add, groups, batch in zip(self._adds, self._averages, self._batches, strict=True):
             groups[group], outcome = add(groups[group], params, numbers, batch)
             outcomes.append(jax.tree.map(lambda x: np.asarray(x)[taken], outcome))
         if self.per == "draw":
-            self.draws.append(_concatenate(outcomes, axis=1))
-        self.waiting = []
+            self._draws.append(_concatenate(outcomes, axis=1))
+        self._waiting = []
 
     def _by_draw(self) -> Outcome:
         def of_draws(flat):
             by_draw = flat.reshape(-1, cast(int, self.num_chains), *flat.shape[1:])
             return np.swapaxes(by_draw, 0, 1)
 
-        if self.count % cast(int, self.num_chains):
-            rule = f"as many draws of each of the {self.num_chains} chains"
-            _check.fail("predict", "snapshots", rule, f"{self.count}")
-        return jax.tree.map(of_draws, _concatenate(self.draws))
+        return jax.tree.map(of_draws, _concatenate(self._draws))
 
     def _name(self, number: int) -> str:
         if self.num_chains is None:
             return f"snapshot {number}"
         return f"chain {number % self.num_chains}, draw {number // self.num_chains}"
 
-    def _check_alike(self, params: Any):
+    def _require_alike(self, params: Any):
         shapes = jax.tree.map(lambda x: np.shape(x), params)
-        expected = jax.tree.map(lambda x: x.shape, self.first)
+        expected = jax.tree.map(lambda x: x.shape, self._first)
         if shapes != expected:
             rule = f"snapshots of one model, as the first with {expected}"
             _check.fail("predict", "snapshots", rule, f"{shapes} from {self._name(self.count)}")
+
+
+def _in_full_precision(x: Any) -> jax.Array:
+    """Take half-precision numbers as float32."""
+    x = jnp.asarray(x)
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32)) if _is_inexact(x) else x
+
+
+def _is_inexact(x: jax.Array) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.inexact)
 
 
 def _split(tree: Any, size: int) -> list:
@@ -318,7 +369,8 @@ def predict(
             - `"categorical"`: logits `[input, class]`, labels `[input]`.
             - `"bernoulli"`: logits `[input, ...]`, targets 0 or 1 of the same shape.
             - `"gaussian"`: a pair of mean `[input, ...]` and log standard deviation, predicted or
-              sampled as one of the parameters, that broadcasts to it; targets like the mean.
+              sampled as one of the parameters: a scalar, or of as many axes as the mean, each as
+              long or 1; targets like the mean.
             - `"tokens"`: logits `[input, token, class]`, labels `[input, token]`, -1 for padding.
             - a `Likelihood` of one's own.
         targets: what was observed, `[input, ...]`.
@@ -339,8 +391,9 @@ def predict(
             are not finite, naming chain and draw; a likelihood that does not fit the outputs;
             targets that do not fit it.
 
-    Cost: one forward pass per snapshot. Memory for the outputs of one snapshot per device and twice
-    their average (with `per="chain"` an average for each chain).
+    Cost: one forward pass per snapshot, whose parameters go through the host. Memory for the
+    outputs of one snapshot per device and three times their average (with `per="chain"` for each
+    chain).
 
     Example:
         >>> import jax.numpy as jnp, optax_smile
@@ -353,9 +406,16 @@ def predict(
 
     Source: entropy and mutual information: Depeweg et al. 2018.
     """
-    members = tuple(members)
+    if not np.iterable(members):
+        _check.fail("predict", "members", "a sequence of integers", repr(members))
     for member in members:
         _check.whole("predict", "members", member, 1)
+    members = tuple(int(member) for member in members)
+    wrong = isinstance(snapshots, (Mapping, str, os.PathLike))
+    if wrong or not hasattr(snapshots, "__iter__"):
+        rule = "an iterable of parameter trees"
+        remedy = "See `Snapshots`, `Snapshots.from_members` and `load_snapshots`."
+        _check.fail("predict", "snapshots", rule, type(snapshots).__name__, remedy)
     if list(members) != sorted(set(members)):
         _check.fail("predict", "members", "ascending", members)
     predictor = Predictor(

@@ -15,6 +15,7 @@ import html
 import io
 import json
 import os
+import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -27,6 +28,8 @@ from optax_smile.predict import Prediction
 from optax_smile.snapshots import StoredSnapshots, load_snapshots
 
 FILE, LEVEL = "prediction-{}.npz", 0.95
+# Of a prediction that are kept.
+FIELDS = ("mean", "log_density", "total", "aleatoric", "epistemic", "uncertainty")
 # Parameters that are read to draw the paths of the chains; 512 MiB in float32.
 MOST_PARAMETERS = 1 << 27
 STYLE = """
@@ -45,21 +48,26 @@ def score(prediction: Prediction, targets: ArrayLike) -> dict[str, float]:
 
     Args:
         prediction: what `predict` gave, with targets.
-        targets: labels `[input]` for class probabilities `[input, class]`; else `[input]`, and the
-            prediction counts as a normal distribution.
+        targets: the same ones.
 
     Returns:
-        LPPD with accuracy, F1, Brier score, ECE and AURC; or with RMSE, CRPS, and the coverage and
-        width of the 95 % interval; for `"tokens"` the perplexity. See `optax_smile.metrics`.
+        LPPD with accuracy, F1, Brier score, ECE and AURC for classes; with RMSE, CRPS, and the
+        coverage and width of the 95 % interval where there is a variance, for which the prediction
+        counts as a normal distribution. The perplexity alone for `"tokens"`. See
+        `optax_smile.metrics`.
 
     Raises:
-        ValueError: targets that do not fit.
+        ValueError: a prediction without log densities, targets that do not fit.
     """
-    if prediction.mean is None:
-        is_token = np.asarray(targets) >= 0
-        return {"perplexity": metrics.perplexity(prediction.log_density, is_token)}
+    if prediction.log_density is None:
+        rule = "one made with targets"
+        _check.fail("report.score", "prediction", rule, "none", "Give them to `predict`.")
+    mean, targets = prediction.mean, np.asarray(targets)
+    if mean is None and prediction.log_density.ndim == targets.ndim == 2:
+        return {"perplexity": metrics.perplexity(prediction.log_density, targets >= 0)}
     told = {"LPPD": metrics.lppd(prediction.log_density)}
-    if _tells_classes(prediction, targets):
+    if prediction.uncertainty == "entropy":
+        probabilities, labels = _classes(prediction, targets)
         of = {
             "accuracy": metrics.accuracy,
             "F1": metrics.f1,
@@ -67,12 +75,12 @@ def score(prediction: Prediction, targets: ArrayLike) -> dict[str, float]:
             "ECE": metrics.ece,
             "AURC": metrics.aurc,
         }
-        return told | {name: metric(prediction.mean, targets) for name, metric in of.items()}
-    told["RMSE"] = metrics.rmse(prediction.mean, targets)
-    if prediction.total is None:
+        return told | {name: metric(probabilities, labels) for name, metric in of.items()}
+    if mean is not None and np.shape(mean) == targets.shape:
+        told["RMSE"] = metrics.rmse(mean, targets)
+    if prediction.uncertainty != "variance":
         return told
-    std = np.sqrt(prediction.total)
-    mean, std, targets = (np.ravel(x) for x in (prediction.mean, std, targets))
+    mean, std, targets = (np.ravel(x) for x in (mean, np.sqrt(prediction.total), targets))
     ends = metrics.interval(mean, std, LEVEL)
     return told | {
         "CRPS": metrics.crps(mean, std, targets),
@@ -81,9 +89,13 @@ def score(prediction: Prediction, targets: ArrayLike) -> dict[str, float]:
     }
 
 
-def _tells_classes(prediction: Prediction, targets: ArrayLike) -> bool:
-    is_label = np.issubdtype(np.asarray(targets).dtype, np.integer)
-    return is_label and np.ndim(prediction.mean) == 2
+def _classes(prediction: Prediction, targets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Probabilities `[input, class]` and labels `[input]`; of 0 or 1 they are two classes."""
+    mean = np.asarray(prediction.mean)
+    if mean.shape != targets.shape:
+        return mean, targets
+    ones = mean.ravel()
+    return np.stack([1 - ones, ones], axis=1), targets.ravel().astype(int)
 
 
 def store(
@@ -98,34 +110,38 @@ def store(
 
     Args:
         directory: of the run.
-        name: of the data, such as `"test"` or `"shuffled pixels"`: letters, digits, spaces, `-_`.
+        name: of the data, such as `"test"` or `"shuffled pixels"`: at most 100 letters, digits,
+            spaces, `-` and `_`.
         prediction: what `predict` gave; with `per="draw"` the report can tell whether the chains
-            agree. Of single draws it keeps one number per input: log density and mean, but no
-            class probabilities.
+            agree, as long as there are no more draws. Of single draws it keeps one number per
+            input: log density and mean, but no class probabilities.
         targets: what was observed.
         scores: to show, by name; None: those of `score(prediction, targets)`, if there are
             targets.
 
     Raises:
-        ValueError: a directory without a run, a name that is none.
+        ValueError: a directory without a run, a name that is none, scores that are no numbers.
         OSError: a file that cannot be written.
     """
     directory = Path(directory)
     _disk.read_manifest("report.store", directory)
-    if not name or not all(letter.isalnum() or letter in " -_" for letter in name):
-        rule = "a name of letters, digits, spaces, - and _"
+    if not 0 < len(name) <= 100 or not all(x.isalnum() or x in " -_" for x in name):
+        rule = "a name of letters, digits, spaces, - and _, at most 100"
         _check.fail("report.store", "name", rule, repr(name))
     if scores is None:
         scores = {} if targets is None else score(prediction, targets)
-    kept = {field: getattr(prediction, field) for field in ("mean", "log_density", "total")}
-    kept |= {"aleatoric": prediction.aleatoric, "targets": targets}
-    if prediction.each is not None:
-        draws = prediction.each
+    for value in scores.values():
+        _check.number("report.store", "scores", value, "a number each", lambda _: True)
+    scores = {metric: float(value) for metric, value in scores.items()}
+    kept = {field: getattr(prediction, field) for field in FIELDS}
+    kept |= {"targets": targets}
+    draws = prediction.each
+    if draws is not None and np.ndim(draws.log_density) == np.ndim(prediction.log_density) + 2:
         kept |= {"each_log_density": draws.log_density}
         kept |= {"each_mean": draws.mean if np.ndim(draws.mean) == 3 else None}
     arrays = {field: np.asarray(array) for field, array in kept.items() if array is not None}
     content = io.BytesIO()
-    np.savez(content, allow_pickle=False, scores=json.dumps(dict(scores)), **arrays)
+    np.savez(content, allow_pickle=False, scores=json.dumps(scores), **arrays)
     _disk.write(directory / FILE.format(name), content.getvalue())
 
 
@@ -134,19 +150,29 @@ class Stored:
 
     Attributes:
         name: of the data.
-        prediction: without epistemic uncertainty and curve.
+        prediction: without curve; `each` is None or has log density and mean.
         targets: or None.
         scores: by name.
+
+    Raises:
+        ValueError: a damaged file.
     """
 
     def __init__(self, file: Path):
         self.name = file.stem.removeprefix("prediction-")
-        with np.load(file, allow_pickle=False) as arrays:
-            kept = {field: arrays[field] for field in arrays.files}
-        self.scores: dict[str, float] = json.loads(str(kept.pop("scores")))
+        try:
+            with file.open("rb") as opened, np.load(opened, allow_pickle=False) as arrays:
+                kept = {field: arrays[field] for field in arrays.files}
+            self.scores: dict[str, float] = json.loads(str(kept["scores"]))
+        except (ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+            raise ValueError(
+                f"The stored prediction {file} is damaged ({error}). Remove it, or store it again."
+            ) from error
         self.targets, each = kept.get("targets"), kept.get("each_log_density")
         outcome = None if each is None else Outcome(kept.get("each_mean"), None, None, each)
-        fields = {field: kept.get(field) for field in ("mean", "log_density", "total", "aleatoric")}
+        if "uncertainty" in kept:
+            kept["uncertainty"] = str(kept["uncertainty"])
+        fields = {field: kept.get(field) for field in FIELDS}
         self.prediction = Prediction(**fields, each=outcome)
 
 
@@ -161,7 +187,7 @@ def write(directory: str | os.PathLike, output: str | os.PathLike | None = None)
         The path of the file; it holds everything that it shows.
 
     Raises:
-        ValueError: a directory without a run, or without draws.
+        ValueError: a directory without a run, or without draws; a damaged file.
         ImportError: matplotlib or arviz is not installed.
         OSError: a file that cannot be read or written.
     """
@@ -175,6 +201,7 @@ def write(directory: str | os.PathLike, output: str | os.PathLike | None = None)
     parts += [*_pictures(snapshots, stored), *_settings(snapshots)]
     title = f"<title>{html.escape(directory.name)}</title>"
     page = f'<!doctype html><meta charset="utf-8">{title}<style>{STYLE}</style>' + "\n".join(parts)
+    output.parent.mkdir(parents=True, exist_ok=True)
     _disk.write(output, page.encode())
     return output
 
@@ -202,16 +229,24 @@ def _scores(stored: list[Stored]) -> Iterator[str]:
         return
     names = list(dict.fromkeys(name for each in scored for name in each.scores))
     rows = [
-        [each.name, *(f"{each.scores[name]:.4f}" if name in each.scores else "" for name in names)]
+        [each.name, *(f"{each.scores[name]:.4g}" if name in each.scores else "" for name in names)]
         for each in scored
     ]
     yield _table(["data", *names], rows)
 
 
 def _diagnostics(snapshots: StoredSnapshots, stored: list[Stored]) -> Iterator[str]:
-    told = [each.prediction for each in stored if each.prediction.each is not None]
-    summary = diagnostics.summary(snapshots, told[0] if told else None)
-    yield f"<h2>Can the chains be trusted?</h2><pre>{html.escape(str(summary))}</pre>"
+    yield "<h2>Can the chains be trusted?</h2>"
+    axes = snapshots.num_chains, snapshots.num_draws
+    by_draw = [one for one in stored if one.prediction.each is not None]
+    told = [one for one in by_draw if one.prediction.each.log_density.shape[:2] == axes]
+    if by_draw and not told:
+        yield (
+            "<p>The stored predictions are of fewer draws than there are now: store them again to"
+            " have the chains judged by what they predict.</p>"
+        )
+    summary = diagnostics.summary(snapshots, told[0].prediction if told else None)
+    yield f"<pre>{html.escape(str(summary))}</pre>"
 
 
 def _settings(snapshots: StoredSnapshots) -> Iterator[str]:
@@ -249,7 +284,7 @@ def _pictures(snapshots: StoredSnapshots, stored: list[Stored]) -> Iterator[str]
     entropies = {
         each.name: each.prediction.total
         for each in stored
-        if each.prediction.total is not None and np.ndim(each.prediction.mean) == 2
+        if each.prediction.uncertainty == "entropy" and np.ndim(each.prediction.total) == 1
     }
     if len(entropies) > 1:
         yield "<h2>What the network has not seen</h2>"
@@ -265,10 +300,11 @@ def _of_prediction(stored: Stored) -> Iterator[Callable]:
         yield lambda ax: plots.lppd(density, ax=ax)
     if targets is None or prediction.mean is None:
         return
-    if _tells_classes(prediction, targets):
-        yield lambda ax: plots.reliability(prediction.mean, targets, ax=ax)
-        yield lambda ax: plots.risk_coverage(prediction.mean, targets, ax=ax)
-    elif prediction.total is not None and np.ndim(prediction.mean) == 1:
+    if prediction.uncertainty == "entropy":
+        classes = _classes(prediction, targets)
+        yield lambda ax: plots.reliability(*classes, ax=ax)
+        yield lambda ax: plots.risk_coverage(*classes, ax=ax)
+    elif prediction.uncertainty == "variance" and np.ndim(prediction.mean) == 1:
         std = np.sqrt(prediction.total)
         yield lambda ax: plots.regression_band(None, prediction.mean, std, targets, ax=ax)
 
@@ -280,7 +316,12 @@ def _image(draw: list[Callable]) -> str:
     rows = -(-len(draw) // 2)
     figure = Figure(figsize=(10, 4 * rows), layout="constrained")
     for axes, one in zip(figure.subplots(rows, 2, squeeze=False).flat, draw, strict=False):
-        one(axes)
+        try:
+            one(axes)
+        except ValueError as error:
+            # Such as of a single draw; one picture less is no reason to have none.
+            axes.text(0.5, 0.5, str(error), ha="center", va="center", wrap=True, size="small")
+            axes.set_axis_off()
     for axes in list(figure.axes)[len(draw) :]:
         axes.remove()
     content = io.BytesIO()

@@ -53,6 +53,9 @@ def assert_equal(got, expected, tolerance=2e-6):
     """Leaf by leaf, None alike."""
     assert jax.tree.structure(got) == jax.tree.structure(expected)
     for mine, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        if isinstance(theirs, str):
+            assert mine == theirs
+            continue
         np.testing.assert_allclose(mine, theirs, rtol=tolerance, atol=tolerance)
 
 
@@ -207,7 +210,7 @@ def test_the_curve_over_the_number_of_snapshots():
 
 
 def test_draws_come_in_the_same_order_from_disk(tmp_path):
-    def run(directory=None):
+    def run(directory=None) -> Any:
         return optax_smile.sample(
             lambda params, batch: jnp.mean((params["w"] - batch) ** 2),
             {"w": WEIGHTS[:, 0]},
@@ -311,10 +314,17 @@ def test_averages_join_as_if_they_were_one(seed, count, cut, scale):
     np.testing.assert_allclose(log_density, expected, rtol=1e-5, atol=1e-5)
 
 
-def mixed_up(chain, draw):
+def mixed_up(*places):
     weights = WEIGHTS.copy()
-    weights[chain, draw, 0, 0] = np.nan
+    for chain, draw in places:
+        weights[chain, draw, 0, 0] = np.nan
     return optax_smile.Snapshots({"w": weights})
+
+
+class Draws(list):
+    """As somebody's own container of snapshots."""
+
+    num_chains = 2
 
 
 ONE = [{"w": WEIGHTS[0, 0], "log_std": LOG_STD[0, 0]}]
@@ -327,12 +337,12 @@ SAY = r"`predict\({}=...\)` must be "
         ({"snapshots": []}, "snapshots", "at least one parameter tree, got none"),
         ({"likelihood": "normal"}, "likelihood", "one of 'categorical', 'bernoulli', 'gauss"),
         (
-            {"snapshots": mixed_up(2, 7)},
+            {"snapshots": mixed_up((2, 7), (0, 9))},
             "snapshots",
-            "finite, got .* from chain 2, draw 7. Le",
+            "finite, got .* from chain 2, draw 7. Ar",
         ),
         (
-            {"snapshots": iter(mixed_up(1, 0))},
+            {"snapshots": iter(mixed_up((1, 0)))},
             "snapshots",
             "finite, got nan or inf from snapshot 1",
         ),
@@ -349,6 +359,14 @@ SAY = r"`predict\({}=...\)` must be "
         ({"likelihood": "gaussian"}, "likelihood", "fits the outputs; 'gaussian' takes a pair"),
         ({"likelihood": "tokens"}, "likelihood", r"fits the outputs; 'tokens' takes logits \[inp"),
         ({"likelihood": "bernoulli"}, "targets", r"of the shape of the mean, \(30, 5\), got \(30,"),
+        ({"targets": 3}, "targets", r"arrays \[input, ...\] of 30 inputs"),
+        ({"targets": list("ab" * 15)}, "targets", "numbers, got <U1"),
+        ({"snapshots": ONE[0]}, "snapshots", "an iterable of parameter trees, got dict. See"),
+        ({"snapshots": "run"}, "snapshots", "an iterable of parameter trees, got str"),
+        ({"snapshots": None}, "snapshots", "an iterable of parameter trees, got NoneType"),
+        ({"snapshots": Draws(ONE), "per": "chain"}, "snapshots", "as many draws of each of the 2"),
+        ({"snapshots": Draws(ONE), "per": "draw"}, "snapshots", "as many draws of each of the 2"),
+        ({"members": 3}, "members", "a sequence of integers, got 3"),
         ({"batch_size": 0}, "batch_size", "an integer >= 1, got 0"),
         ({"members": (2, 1)}, "members", r"ascending, got \(2, 1\)"),
         ({"members": (2, 101)}, "members", "at most the 100 snapshots"),
@@ -379,6 +397,8 @@ def test_bad_input(arguments, argument, message):
         (lambda mean: (mean[:, None], 0.0), TARGETS, r"shape of the mean, \(30, 1\), got \(30,\)"),
         (lambda mean: (mean, jnp.zeros((30, 1))), TARGETS, "one that fits the outputs; .* shapes"),
         (lambda mean: (mean, jnp.zeros(7)), TARGETS, "one that fits the outputs; .* shapes"),
+        (lambda mean: (None, 0.0), TARGETS, "one that fits the outputs; 'gaussian' takes a pair"),
+        (lambda mean: jnp.zeros((2, 30)), TARGETS, "one that fits the outputs; 'gaussian' takes"),
         (
             lambda mean: (mean, 0.0),
             TARGETS * np.where(LABELS == 2, np.nan, 1),
@@ -403,6 +423,132 @@ def test_bad_bernoulli_targets():
             likelihood="bernoulli",
             targets=np.full(INPUTS_COUNT, 2),
         )
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int8, np.uint32, np.float32, bool])
+def test_bernoulli_labels_of_any_type(dtype):
+    labels = (LABELS % 2).astype(dtype)
+    got = optax_smile.predict(
+        lambda params, inputs: inputs[:, 0], ONE, INPUTS, likelihood="bernoulli", targets=labels
+    )
+    signs = np.where(LABELS % 2 == 1, 1, -1)
+    np.testing.assert_allclose(
+        got.log_density, -np.logaddexp(0, -signs * INPUTS[:, 0]), rtol=1e-5, atol=1e-6
+    )
+
+
+def test_bernoulli_of_several_outputs_sums_their_log_densities():
+    labels = np.stack([LABELS % 2, LABELS // 2 % 2], axis=1)
+    got = optax_smile.predict(
+        lambda params, inputs: inputs[:, :2], ONE, INPUTS, likelihood="bernoulli", targets=labels
+    )
+    signs = np.where(labels == 1, 1, -1)
+    expected = -np.logaddexp(0, -signs * INPUTS[:, :2]).sum(axis=1)
+    np.testing.assert_allclose(got.log_density, expected, rtol=1e-5)
+    assert got.total.shape == (INPUTS_COUNT, 2)
+
+
+def test_padding_is_minus_one():
+    with pytest.raises(ValueError, match="classes from -1 to 4, got -100 to"):
+        optax_smile.predict(
+            lambda params, inputs: inputs @ WEIGHTS[0, :1, :, :],
+            ONE,
+            INPUTS.reshape(6, 5, 3),
+            likelihood="tokens",
+            targets=np.where(LABELS == 0, -100, LABELS).reshape(6, 5),
+        )
+
+
+@pytest.mark.parametrize("field", ["variance", "log_density"])
+def test_what_is_not_finite_besides_the_mean_is_told(field):
+    bad: dict[str, Any] = {"variance": lambda x: jnp.full_like(x, jnp.nan)}
+    if field == "log_density":
+        bad = {"log_density": lambda x, _: jnp.full_like(x, jnp.nan)}
+    fields: dict[str, Any] = {
+        "mean": lambda x: x,
+        "variance": jnp.ones_like,
+        "log_density": lambda x, _: x,
+    }
+    with pytest.raises(ValueError, match="finite, got nan or inf from snapshot 0"):
+        optax_smile.predict(
+            lambda params, x: x,
+            [0.0],
+            np.ones(3, np.float32),
+            likelihood=optax_smile.Likelihood(**fields | bad),
+            targets=np.zeros(3),
+        )
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"mean": None, "variance": jnp.ones_like}, "one with a `mean` to go with"),
+        ({"log_density": None}, "one with a `log_density` for the targets"),
+        ({"variance": lambda x: x[:, :1]}, r"variance has the shape of its mean, \(30, 5\), got"),
+    ],
+)
+def test_an_own_likelihood_that_lacks_something(fields, message):
+    whole: dict[str, Any] = {"mean": lambda x: x, "log_density": lambda x, _: x[:, 0]}
+    with pytest.raises(ValueError, match=r"`predict\(likelihood=...\)` must be .*" + message):
+        classify_by = optax_smile.Likelihood(**whole | fields)
+        optax_smile.predict(apply_fn, ONE, INPUTS, likelihood=classify_by, targets=LABELS)
+
+
+@pytest.mark.parametrize(("center", "spread"), [(100, 0.1), (1e4, 0.1), (1e6, 1)])
+def test_means_far_from_zero_keep_their_digits(center, spread):
+    """A running mean without compensation is off by up to 20 standard errors here."""
+    values = (center + spread * np.random.default_rng(1).normal(size=5_000)).astype(np.float32)
+    got = optax_smile.predict(
+        lambda params, inputs: (inputs * params, 0.0),
+        values,
+        np.ones(1, np.float32),
+        likelihood="gaussian",
+    )
+    exact = values.astype(float)
+    half_ulp = np.spacing(np.float32(center)) / 2
+    np.testing.assert_allclose(got.mean, exact.mean(), atol=1.01 * half_ulp, rtol=0)
+    np.testing.assert_allclose(got.epistemic, exact.var(), rtol=1e-3)
+
+
+def test_double_precision_is_kept():
+    values = np.random.default_rng(1).normal(size=200) + 1e6
+    with jax.enable_x64(True):
+        got = optax_smile.predict(
+            lambda params, inputs: (inputs * params, 0.0), values, np.ones(1), likelihood="gaussian"
+        )
+    np.testing.assert_allclose(got.mean, values.mean(), rtol=1e-15)
+    np.testing.assert_allclose(got.epistemic, values.var(), rtol=1e-9)
+
+
+def test_half_precision_outputs_are_those_of_float32():
+    def rounded(dtype):
+        def of(params, inputs):
+            return apply_fn(params, inputs).astype(jnp.bfloat16).astype(dtype)
+
+        return optax_smile.predict(of, SNAPSHOTS, INPUTS, likelihood="categorical", targets=LABELS)
+
+    assert_equal(rounded(jnp.bfloat16), rounded(jnp.float32), 1e-7)
+
+
+def test_arrays_may_change_while_they_wait():
+    mesh = jax.make_mesh((4, 1), ("chain", "data"), axis_types=(AxisType.Auto,) * 2)
+    predictor = optax_smile.Predictor(apply_fn, INPUTS, likelihood="categorical", mesh=mesh)
+    params = {"w": np.empty_like(WEIGHTS[0, 0])}
+    for weights in WEIGHTS[0, :6]:
+        params["w"][:] = weights
+        predictor.update(params)
+    assert_equal(predictor.finalize(), classify(({"w": w} for w in WEIGHTS[0, :6]), targets=None))
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+def test_classes_spread_over_devices(kind):
+    """A gather of the labels' logits ended the process there."""
+    mesh = jax.make_mesh((2, 2, 2), ("chain", "data", "model"), axis_types=(kind,) * 3)
+    weights = optax_smile.Snapshots({"w": WEIGHTS[..., :4]})
+    arguments: dict[str, Any] = {"targets": LABELS % 4}
+    specs = {"w": jax.P(None, "model")}
+    got = classify(weights, mesh=mesh, specs=specs, **arguments)
+    assert_equal(got, classify(weights, **arguments), 1e-5)
 
 
 def test_one_own_likelihood_that_forgets_the_inputs():
@@ -447,4 +593,4 @@ def test_nothing_compiles_anew():
     after_one = len(traced)
     for params in snapshots:
         predictor.update(params)
-    assert len(traced) == after_one
+    assert len(traced) == after_one and set(traced) <= {INPUTS_COUNT, 10} and 10 in traced

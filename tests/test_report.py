@@ -77,9 +77,11 @@ def test_classification(run, draws, tmp_path):
         "LPPD": metrics.lppd(prediction.log_density),
         "accuracy": metrics.accuracy(prediction.mean, LABELS),
         "Brier": metrics.brier(prediction.mean, LABELS),
+        "ECE": metrics.ece(prediction.mean, LABELS),
+        "F1": metrics.f1(prediction.mean, LABELS),
         "AURC": metrics.aurc(prediction.mean, LABELS),
     }.items():
-        assert f"<th>{name}</th>" in page and f"<td>{score:.4f}</td>" in page
+        assert f"<th>{name}</th>" in page and f"<td>{score:.4g}</td>" in page
     assert html.escape(str(run)) in page and "<1>" not in page
     assert "3 chains of psmile, 24 draws each, 12 parameters" in page
     assert "across chains" in page
@@ -99,18 +101,20 @@ def test_regression(run, draws):
     page = report.write(run).read_text()
     lower, upper = metrics.interval(prediction.mean, np.sqrt(prediction.total), 0.95)
     for score in (
+        metrics.crps(prediction.mean, np.sqrt(prediction.total), TARGETS),
         metrics.rmse(prediction.mean, TARGETS),
         metrics.coverage(lower, upper, TARGETS),
         metrics.interval_width(lower, upper),
     ):
-        assert f"<td>{score:.4f}</td>" in page
+        assert f"<td>{score:.4g}</td>" in page
     assert len(pictures(page)) == 2
 
 
 def test_tokens(run, draws):
-    labels = LABELS.reshape(8, 5)
+    labels = LABELS.reshape(8, 5).copy()
+    labels[0, 2:] = -1
     prediction = optax_smile.predict(
-        lambda params, inputs: inputs @ params["w"][None],
+        lambda params, inputs: logits(params, inputs.reshape(40, 3)).reshape(8, 5, 4),
         draws,
         INPUTS.reshape(8, 5, 3),
         likelihood="tokens",
@@ -118,8 +122,106 @@ def test_tokens(run, draws):
         per="draw",
     )
     report.store(run, "test", prediction, targets=labels)
-    perplexity = np.exp(-classify(draws).log_density.mean())
-    assert f"<td>{perplexity:.4f}</td>" in report.write(run).read_text()
+    perplexity = np.exp(-classify(draws).log_density.reshape(8, 5)[labels >= 0].mean())
+    assert f"<td>{perplexity:.4g}</td>" in report.write(run).read_text()
+
+
+@pytest.mark.parametrize("outputs", [0, slice(0, 2)])
+def test_yes_or_no_are_two_classes(run, draws, outputs):
+    labels = np.stack([LABELS % 2, LABELS // 2 % 2], axis=1).astype(np.uint8)[:, outputs]
+    prediction = optax_smile.predict(
+        lambda params, inputs: logits(params, inputs)[:, outputs],
+        draws,
+        INPUTS,
+        likelihood="bernoulli",
+        targets=labels,
+        per="draw",
+    )
+    ones = prediction.mean.ravel()
+    got = report.score(prediction, labels)
+    assert got["accuracy"] == np.mean((ones > 0.5) == labels.ravel())
+    assert got["Brier"] == pytest.approx(2 * np.mean((ones - labels.ravel()) ** 2), abs=1e-6)
+    report.store(run, "test", prediction, targets=labels)
+    assert len(pictures(report.write(run).read_text())) == 2
+
+
+def test_several_outputs(run, draws):
+    """Their variances are no entropies."""
+    targets = np.tile(TARGETS[:, None], (1, 4))
+    prediction = optax_smile.predict(
+        lambda params, inputs: (logits(params, inputs), 0.3),
+        draws,
+        INPUTS,
+        likelihood="gaussian",
+        targets=targets,
+    )
+    assert prediction.uncertainty == "variance"
+    assert report.score(prediction, targets)["RMSE"] == metrics.rmse(prediction.mean, targets)
+    for name in ("one", "two"):
+        report.store(run, name, prediction, targets=targets)
+    page = report.write(run).read_text()
+    assert len(pictures(page)) == 1 and "has not seen" not in page
+
+
+def test_an_own_likelihood(draws):
+    likelihood = optax_smile.Likelihood(mean=None, log_density=lambda outputs, _: outputs[:, 0])
+    prediction = optax_smile.predict(
+        logits, draws, INPUTS, likelihood=likelihood, targets=np.zeros(40)
+    )
+    assert report.score(prediction, np.zeros(40)) == {"LPPD": prediction.log_density.mean()}
+
+
+def test_the_page_says_whether_predictions_were_judged(run, draws):
+    report.store(run, "test", classify(draws, per="draw"), targets=LABELS)
+    assert "Monte Carlo standard error of the LPPD" in report.write(run).read_text()
+    report.store(run, "test", classify(draws, per="chain"), targets=LABELS)
+    page = report.write(run).read_text()
+    assert "Monte Carlo" not in page and "pass what" in page
+    # As a run leaves them that went on later.
+    report.store(run, "test", classify(draws.thinned(2), per="draw"), targets=LABELS)
+    page = report.write(run).read_text()
+    assert "are of fewer draws than there are now" in page and len(pictures(page)) == 2
+
+
+def test_huge_runs_are_thinned_for_the_picture_of_their_paths(run, draws, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(
+        report.plots, "chain_paths", lambda params, start, ax: drawn.append((params, start))
+    )
+    rates = []
+    monkeypatch.setattr(report.plots, "resets", lambda trace, nominal, ax: rates.append(nominal))
+    report.write(run)
+    monkeypatch.setattr(report, "MOST_PARAMETERS", CHAINS * 12 * DRAWS // 3)
+    report.write(run)
+    (all_draws, start), (thinned, _) = drawn
+    assert all_draws["w"].shape[1] == DRAWS and thinned["w"].shape[1] == DRAWS // 3
+    np.testing.assert_array_equal(thinned["w"][:, -1], all_draws["w"][:, -1])
+    np.testing.assert_array_equal(start["w"], draws.start["w"])
+    assert rates == pytest.approx([0.02, 0.02])
+
+
+def test_one_draw(run, draws, tmp_path):
+    """The first minutes of a run have few pictures, and a page."""
+    for file in run.iterdir():
+        if file.is_file() and not file.name.startswith("draw-"):
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+    for file in run.glob("draw-00000000*"):
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    page = report.write(tmp_path).read_text()
+    assert len(pictures(page)) == 1 and "1 draws each" in page
+
+
+@pytest.mark.parametrize("damage", ["cut", "empty", "no scores", "garbage"])
+def test_a_damaged_prediction_is_named(run, draws, damage):
+    report.store(run, "test", classify(draws), targets=LABELS)
+    file = run / "prediction-test.npz"
+    content = file.read_bytes()
+    if damage == "no scores":
+        np.savez(file, mean=np.zeros(3))
+    else:
+        file.write_bytes({"cut": content[:-200], "empty": b"", "garbage": b"x" * 99}[damage])
+    with pytest.raises(ValueError, match=f"The stored prediction {file} is damaged"):
+        report.write(run)
 
 
 def test_a_run_that_stored_nothing(run, draws):
@@ -150,6 +252,8 @@ def test_the_command(run, draws, tmp_path):
     assert (done.returncode, done.stdout) == (0, f"{run / 'report.html'}\n"), done.stderr
     wrong = command(tmp_path)
     assert wrong.returncode == 1 and "Traceback" not in wrong.stderr
+    unwritable = command(run, "--output", "/proc/page.html")
+    assert unwritable.returncode == 1 and "Traceback" not in unwritable.stderr
     assert "must be a directory with a manifest.json, got" in wrong.stderr
 
 
@@ -157,8 +261,17 @@ def test_bad_input(run, draws, tmp_path):
     prediction = classify(draws)
     with pytest.raises(ValueError, match=r"`report.store\(name=...\)` must be a name of letters"):
         report.store(run, "../test", prediction)
+    with pytest.raises(ValueError, match=r"`report.store\(name=...\)` must be .* at most 100"):
+        report.store(run, "x" * 101, prediction)
+    with pytest.raises(ValueError, match=r"`report.store\(scores=...\)` must be a number a number"):
+        report.store(run, "test", prediction, scores={"LPPD": "high"})  # pyright: ignore
+    with pytest.raises(ValueError, match=r"`report.score\(prediction=...\)` must be one made with"):
+        report.store(run, "test", classify(draws, None), targets=LABELS)
     with pytest.raises(ValueError, match=r"`report.store\(directory=...\)` must be a directory"):
         report.store(tmp_path, "test", prediction)
+    report.store(run, "test", prediction, scores={"mine": np.float32(1e-7)})  # pyright: ignore
+    assert "<td>1e-07</td>" in report.write(run, tmp_path / "new" / "page.html").read_text()
+    (run / "prediction-test.npz").unlink()
     with pytest.raises(ValueError, match="classes from 0 to 3, got 1 to 4"):
         report.store(run, "test", prediction, targets=LABELS + 1)
     assert not list(run.glob("prediction-*"))
