@@ -29,7 +29,7 @@ class Prediction(NamedTuple):
         total: uncertainty of the prediction `[input, ...]`: entropy in nats of class probabilities,
             else variance. None where the likelihood tells neither.
         aleatoric: average uncertainty of a single snapshot, the noise in the data.
-        epistemic: total - aleatoric, at least 0, what more data would resolve: the mutual
+        epistemic: their difference, at least 0, what more data would resolve: the mutual
             information of target and parameters, or the variance of the means of the snapshots.
         uncertainty: what they are: `"entropy"`, `"variance"`, or None.
         each: with `per`, an `Outcome` of single draws, arrays `[chain, draw, input, ...]`, or of
@@ -268,13 +268,18 @@ class Predictor:
         outcome = self._outcome_of(average)
         prediction = Prediction(outcome.mean, outcome.log_density)
         if average.variance is not None:
-            total, aleatoric = outcome.variance, average.variance
-        elif average.entropy is not None:
-            total, aleatoric = outcome.entropy, average.entropy
-        else:
-            return prediction
-        epistemic = jnp.maximum(total - aleatoric, 0)
-        return prediction._replace(total=total, aleatoric=aleatoric, epistemic=epistemic)
+            return prediction._replace(
+                total=outcome.variance,
+                aleatoric=average.variance,
+                epistemic=average.spread / average.count,
+            )
+        if average.entropy is not None:
+            return prediction._replace(
+                total=outcome.entropy,
+                aleatoric=average.entropy,
+                epistemic=jnp.maximum(outcome.entropy - average.entropy, 0),
+            )
+        return prediction
 
     def _evaluate(self):
         """Run the snapshots that wait, each on its row of devices; the other rows run for none."""

@@ -20,6 +20,7 @@ def test_quickstart(tmp_path):
     assert page.read_text().count("data:image/png") == 4
 
 
+@pytest.mark.slow
 def test_uci(tmp_path):
     """Diabetes comes with scikit-learn; the second run computes nothing."""
     command = [EXAMPLES / "uci.py", "--smoke", "--data", "diabetes", "--directory", tmp_path]

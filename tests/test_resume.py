@@ -246,7 +246,7 @@ CASES: dict[str, Any] = {
 }
 
 
-FAST = ("a list", "aux", "a generator", "a place in bytes")
+FAST = ("a list", "aux", "a generator")
 
 
 @pytest.mark.parametrize(
