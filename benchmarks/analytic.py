@@ -13,9 +13,6 @@ One JSON line per cell; cells that the file already holds are skipped.
 import argparse
 import dataclasses
 import functools
-import json
-import platform
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import records
 
 import optax_smile
 
@@ -363,18 +361,6 @@ def preset(name: str) -> list[dict[str, Any]]:
     ]
 
 
-def read(path: Path | None) -> list[dict[str, Any]]:
-    """Read the finished cells; a line that a kill cut short is dropped."""
-    records = []
-    if path is not None and path.exists():
-        for line in path.read_text().splitlines():
-            try:
-                records.append(json.loads(line))
-            except json.JSONDecodeError:
-                continue
-    return records
-
-
 def table(records: list[dict[str, Any]]) -> str:
     """Lay the cells out as Markdown tables, the paper's figures below ours."""
     found = {}
@@ -419,29 +405,21 @@ def main():
     parser.add_argument("--fresh-chains", type=int, default=20, help="chains that are reported")
     arguments = parser.parse_args()
     if arguments.table:
-        print(table(read(arguments.table)))
+        print(table(records.read(arguments.table)))
         return
-    command = ["git", "describe", "--always", "--dirty"]
-    commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
     settings = [arguments.seed, arguments.chains, arguments.fresh_chains]
-    records = read(arguments.output)
-    if records and not arguments.output.read_text().endswith("\n"):
-        with arguments.output.open("a") as lines:
-            lines.write("\n")
+    found = records.read(arguments.output)
     part, num_parts = map(int, arguments.part.split("/"))
     for cell in preset(arguments.preset)[part::num_parts]:
-        if any((r["cell"], r["settings"]) == (cell, settings) for r in records):
+        if any((r["cell"], r["settings"]) == (cell, settings) for r in found):
             continue
         record = {
             "cell": cell,
             "settings": settings,
             **run_cell(cell, *settings),
-            "commit": commit,
-            "jax": jax.__version__,
-            "device": f"{jax.devices()[0].device_kind} {platform.machine()}",
-            "time": time.strftime("%Y-%m-%d %H:%M"),
+            **records.environment(),
         }
-        records.append(record)
+        found.append(record)
         jax.clear_caches()  # each compiled loop keeps memory maps, of which a process has 65,530
         print(
             *cell.values(),
@@ -449,11 +427,8 @@ def main():
             f" {record['seconds']:.0f} s",
             flush=True,
         )
-        if arguments.output:
-            arguments.output.parent.mkdir(parents=True, exist_ok=True)
-            with arguments.output.open("a") as lines:
-                lines.write(json.dumps(record) + "\n")
-    print(table(records))
+        records.append(arguments.output, record)
+    print(table(found))
 
 
 if __name__ == "__main__":

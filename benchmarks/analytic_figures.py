@@ -18,7 +18,6 @@ Every run appends its figures to OUTPUT/analytic_figures.jsonl.
 import argparse
 import functools
 import itertools
-import json
 import time
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
 import optax
+import records
 from analytic import DIM
 
 import optax_smile
@@ -216,7 +216,7 @@ def energy(folder: Path, num_steps: int) -> list[dict[str, Any]]:
 def lognormal(folder: Path, path: Path) -> list[dict[str, Any]]:
     """Smallest bias and its step size against the skewness of the noise, from finished cells."""
     found = []
-    for record in analytic.read(path):
+    for record in records.read(path):
         kind = record["cell"]["kind"]
         if kind.startswith("lognormal:"):
             sigma = float(kind.removeprefix("lognormal:"))
@@ -477,14 +477,13 @@ def main():
     arguments.output.mkdir(parents=True, exist_ok=True)
     begun = time.perf_counter()
     if arguments.figure == "lognormal":
-        records = lognormal(arguments.output, arguments.records)
+        found = lognormal(arguments.output, arguments.records)
     else:
-        records = FIGURES[arguments.figure](arguments.output, arguments.steps)
-    with (arguments.output / "analytic_figures.jsonl").open("a") as lines:
-        for record in records:
-            record["seconds"] = time.perf_counter() - begun
-            lines.write(json.dumps(record) + "\n")
-            print(record)
+        found = FIGURES[arguments.figure](arguments.output, arguments.steps)
+    for record in found:
+        record["seconds"] = time.perf_counter() - begun
+        records.append(arguments.output / "analytic_figures.jsonl", record)
+        print(record)
 
 
 if __name__ == "__main__":

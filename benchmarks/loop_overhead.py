@@ -8,10 +8,7 @@ the median of the ratios of their pieces.
 
 import argparse
 import itertools
-import json
-import platform
 import queue
-import subprocess
 import tempfile
 import threading
 import time
@@ -23,14 +20,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import records
 
 import optax_smile
 
 SMALL = (8, 20, 20, 5)  # 705 parameters
 LARGE = (784, 2800, 2800, 350, 10)  # 11 million
 SAMPLERS: dict[str, optax.GradientTransformationExtraArgs] = {
-    "smile": optax_smile.smile(1e-2, num_data=1000),
-    "psmile": optax_smile.psmile(1e-2, num_data=1000),
+    "smile": optax_smile.smile(num_data=1000, key=jax.random.key(0)),
+    "psmile": optax_smile.psmile(num_data=1000, key=jax.random.key(0)),
     "sgld": optax_smile.sgld(1e-3, num_data=1000, key=jax.random.key(0)),
 }
 
@@ -186,17 +184,11 @@ def main():
     parser.add_argument("--pieces", type=int, default=20)
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
-    command = ["git", "describe", "--always", "--dirty"]
-    commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
-    device = f"{jax.devices()[0].device_kind} {platform.machine()}"
     for part in arguments.part or PARTS:
         for record in PARTS[part](arguments.pieces):
-            record |= {"commit": commit, "jax": jax.__version__, "device": device}
-            print(json.dumps(record), flush=True)
-            if arguments.output:
-                arguments.output.parent.mkdir(parents=True, exist_ok=True)
-                with arguments.output.open("a") as lines:
-                    lines.write(json.dumps(record) + "\n")
+            record |= records.environment()
+            print(record, flush=True)
+            records.append(arguments.output, record)
 
 
 if __name__ == "__main__":

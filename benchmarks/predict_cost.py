@@ -9,12 +9,9 @@ the first repetition to the last. Prints a table and appends one JSON line per b
 """
 
 import argparse
-import json
 import multiprocessing
-import platform
 import resource
 import statistics
-import subprocess
 import time
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -24,6 +21,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import records
 
 import optax_smile
 
@@ -102,8 +100,6 @@ def main():
     parser.add_argument("--repetitions", type=int, default=15)
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
-    command = ["git", "rev-parse", "--short", "HEAD"]
-    commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
     print(f"{'batch':>8}{'ratio':>8}{'quartiles':>16}{'s a pass':>10}{'MiB added':>11}")
     for batch_size in arguments.batch_sizes:
         sizes = arguments.num_inputs, batch_size, arguments.repetitions
@@ -116,18 +112,13 @@ def main():
             flush=True,
         )
         record = {
-            "commit": commit,
-            "jax": jax.__version__,
-            "device": f"{jax.devices()[0].device_kind} {platform.machine()}",
+            **records.environment(),
             "num_inputs": arguments.num_inputs,
             "batch_size": batch_size,
             "repetitions": arguments.repetitions,
             **told,
         }
-        if arguments.output:
-            arguments.output.parent.mkdir(parents=True, exist_ok=True)
-            with arguments.output.open("a") as lines:
-                lines.write(json.dumps(record) + "\n")
+        records.append(arguments.output, record)
 
 
 if __name__ == "__main__":

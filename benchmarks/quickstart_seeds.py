@@ -9,16 +9,13 @@ standard errors; appends one JSON line per seed.
 
 import argparse
 import dataclasses
-import json
-import platform
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
-import jax
 import numpy as np
+import records
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import quickstart  # noqa: E402
@@ -32,8 +29,6 @@ def main():
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
-    command = ["git", "rev-parse", "--short", "HEAD"]
-    commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
     rows = []
     for seed in range(arguments.first_seed, arguments.first_seed + arguments.seeds):
@@ -42,9 +37,7 @@ def main():
         with tempfile.TemporaryDirectory() as folder:
             table = quickstart.run(config, arguments.sampler, Path(folder))
         record = {
-            "commit": commit,
-            "jax": jax.__version__,
-            "device": f"{jax.devices()[0].device_kind} {platform.machine()}",
+            **records.environment(),
             "sampler": arguments.sampler,
             "config": dataclasses.asdict(config),
             "scores": {
@@ -53,12 +46,9 @@ def main():
             },
             "seconds": time.perf_counter() - begun,
         }
-        print(json.dumps(record["scores"]), flush=True)
+        print(record["scores"], flush=True)
         rows.append([list(scores.values()) for scores in table.values()])
-        if arguments.output:
-            arguments.output.parent.mkdir(parents=True, exist_ok=True)
-            with arguments.output.open("a") as lines:
-                lines.write(json.dumps(record) + "\n")
+        records.append(arguments.output, record)
 
     scores = np.array(rows)
     difference = scores[:, 1] - scores[:, 0]

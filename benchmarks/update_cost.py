@@ -8,10 +8,7 @@ line per method.
 """
 
 import argparse
-import json
-import platform
 import statistics
-import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -19,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+import records
 
 import optax_smile
 
@@ -32,11 +30,11 @@ def methods() -> dict[str, optax.GradientTransformationExtraArgs]:
     key = jax.random.key(0)
     transformations = {
         "adamw": optax.adamw(1e-3),
-        "smile": optax_smile.smile(1e-2, **common),
-        "smile minimal_norm": optax_smile.smile(1e-2, integrator="minimal_norm", **common),
-        "psmile": optax_smile.psmile(1e-2, **common),
-        "psmile centered=False": optax_smile.psmile(1e-2, centered=False, **common),
-        "psmile refresh": optax_smile.psmile(1e-2, reset_momentum="refresh", key=key, **common),
+        "smile": optax_smile.smile(key=key, **common),
+        "psmile": optax_smile.psmile(key=key, **common),
+        "psmile centered=False": optax_smile.psmile(centered=False, key=key, **common),
+        "psmile published": optax_smile.psmile(1e-2, **optax_smile.PUBLISHED, **common),
+        "smile_naive": optax_smile.smile_naive(1e-2, **common),
         "psmile_naive": optax_smile.psmile_naive(1e-2, **common),
     }
     return {name: optax.with_extra_args_support(tx) for name, tx in transformations.items()}
@@ -98,14 +96,8 @@ def main():
     parser.add_argument("--repetitions", type=int, default=25)
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    ).stdout.strip()
     setting = {
-        "commit": commit,
-        "device": jax.devices()[0].device_kind,
-        "processor": platform.machine(),
-        "jax": jax.__version__,
+        **records.environment(),
         "optax": optax.__version__,
         "num_parameters": arguments.num_parameters,
         "repetitions": arguments.repetitions,
@@ -117,10 +109,7 @@ def main():
             f"{record['method']:24} {record['ratio_to_adamw']:12.2f}"
             f" {record['state_in_parameters']:6.2f} {record['temporary_in_parameters']:10.2f}"
         )
-        if arguments.output:
-            arguments.output.parent.mkdir(parents=True, exist_ok=True)
-            with arguments.output.open("a") as lines:
-                lines.write(json.dumps(setting | record) + "\n")
+        records.append(arguments.output, setting | record)
 
 
 if __name__ == "__main__":

@@ -43,8 +43,6 @@ class Config:
     learning_rate: float = 3e-3
     num_epochs: int = 100
     batch_size: int = 216
-    step_size: float = 0.1
-    reset_quantile: float = 0.9999
     num_warmup: int = 2_000
     num_samples: int = 100
     thin: int = 60
@@ -91,14 +89,7 @@ def run(config: Config, mesh: jax.sharding.Mesh, directory: Path | None):
         directory=directory and directory / "warmstart",
         key=key,
     )
-    sampler = optax_smile.psmile(
-        config.step_size,
-        num_data=len(batches) * config.batch_size,
-        tuner=None,
-        reset_quantile=config.reset_quantile,
-        reset_momentum="refresh",
-        key=key,
-    )
+    sampler = optax_smile.psmile(num_data=len(batches) * config.batch_size, key=key)
     draws = optax_smile.sample(
         mean_loss,
         members,

@@ -56,7 +56,6 @@ class Config:
     learning_rate: float = 3e-3
     num_epochs: int = 100
     batch_size: int = 256
-    step_size: float = 0.1
     num_warmup: int = 1_000
     num_samples: int = 100
     thin: int = 20
@@ -105,7 +104,7 @@ def run(config: Config, directory: Path, devices_per_batch: int) -> dict[str, fl
         mean_loss,
         members,
         batches,
-        optax_smile.psmile(config.step_size, num_data=len(train_labels), key=key),
+        optax_smile.psmile(num_data=len(train_labels), key=key),
         num_warmup=config.num_warmup,
         num_samples=config.num_samples,
         thin=config.thin,

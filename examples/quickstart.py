@@ -41,7 +41,6 @@ class Config:
     sampling_batch_size: int = 256
     step_size: float = 0.1
     prior_precision: float = 1.0
-    reset_quantile: float = 0.9999
     num_warmup: int = 2_000
     num_samples: int = 100
     thin: int = 60
@@ -91,16 +90,13 @@ def load(seed: int):
 
 
 def make_sampler(name: str, config: Config, num_data: int):
-    """Build the sampler by its name; all of them keep one step size and have one prior."""
+    """Build the sampler by its name; the naive forms need a step size, the others find theirs."""
     arguments: dict[str, Any] = {"num_data": num_data, "prior_precision": config.prior_precision}
-    if not name.endswith("naive"):
-        arguments |= {
-            "tuner": None,
-            "reset_quantile": config.reset_quantile,
-            "reset_momentum": "refresh",
-            "key": jax.random.key(config.seed),
-        }
-    return getattr(optax_smile, name)(config.step_size, **arguments)
+    if name.endswith("naive"):
+        arguments["step_size"] = config.step_size
+    else:
+        arguments["key"] = jax.random.key(config.seed)
+    return getattr(optax_smile, name)(**arguments)
 
 
 def run(config: Config, sampler_name: str, directory: Path) -> dict[str, dict[str, float]]:

@@ -49,7 +49,6 @@ class Config:
     batch_size: int = 64
     sampling_batch_size: int = 256
     step_size: float = 2e-3
-    reset_quantile: float = 0.9999
     num_warmup: int = 20_000
     num_samples: int = 200
     thin: int = 100
@@ -97,16 +96,13 @@ def load(name: str, seed: int):
 
 
 def make_sampler(name: str, config: Config, num_data: int):
-    """Build the sampler by its name; all of them keep one step size."""
+    """Build the sampler by its name; the naive forms need a step size, the others find theirs."""
     arguments: dict[str, Any] = {"num_data": num_data}
-    if not name.endswith("naive"):
-        arguments |= {
-            "tuner": None,
-            "reset_quantile": config.reset_quantile,
-            "reset_momentum": "refresh",
-            "key": jax.random.key(config.seed),
-        }
-    return getattr(optax_smile, name)(config.step_size, **arguments)
+    if name.endswith("naive"):
+        arguments["step_size"] = config.step_size
+    else:
+        arguments["key"] = jax.random.key(config.seed)
+    return getattr(optax_smile, name)(**arguments)
 
 
 def batches_of(data, batch_size: int, seed: int):

@@ -12,11 +12,12 @@ from optax_smile.samplers.mclmc import MclmcSettings, mclmc, tune_mclmc
 from optax_smile.samplers.scale_adapted_sghmc import scale_adapted_sghmc
 from optax_smile.samplers.sghmc import sghmc
 from optax_smile.samplers.sgld import psgld, sgld
-from optax_smile.samplers.smile import psmile, psmile_naive, smile, smile_naive
+from optax_smile.samplers.smile import PUBLISHED, psmile, psmile_naive, smile, smile_naive
 from optax_smile.sampling import sample
 from optax_smile.snapshots import Snapshots, StoredSnapshots, load_snapshots
 from optax_smile.stages.preconditioner import scale_by_gradient_noise
-from optax_smile.stages.tuner import quantile_tuner
+from optax_smile.stages.tuner import angle_tuner, quantile_tuner
+from optax_smile.step_size import StepSizeSearch, find_step_size
 from optax_smile.warmstart import chains_from_weights, warmstart
 
 if TYPE_CHECKING:
@@ -27,14 +28,18 @@ __version__ = "0.1.0"
 __all__ = [
     "Likelihood",
     "MclmcSettings",
+    "PUBLISHED",
     "Prediction",
     "Predictor",
     "Snapshots",
+    "StepSizeSearch",
     "StoredSnapshots",
+    "angle_tuner",
     "chains_from_weights",
     "cyclical_sgld",
     "diagnostics",
     "ensemble",
+    "find_step_size",
     "last_accepted",
     "load_snapshots",
     "mclmc",

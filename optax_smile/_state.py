@@ -108,7 +108,7 @@ def stats(state: Any) -> dict[str, jax.Array]:
 
     Example:
         >>> import jax.numpy as jnp, optax_smile
-        >>> state = optax_smile.psmile(1e-2, num_data=100).init(jnp.zeros(3))
+        >>> state = optax_smile.psmile_naive(1e-2, num_data=100).init(jnp.zeros(3))
         >>> round(float(optax_smile.stats(state)["step_size"]), 3)
         0.01
     """

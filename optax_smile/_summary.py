@@ -55,6 +55,16 @@ class Finding(NamedTuple):
     advice: str
 
 
+def aligned(columns: Mapping[str, list[str]]) -> list[str]:
+    """Lines of a table, cells on the right of their columns."""
+    with_heads = [(head, *cells) for head, cells in columns.items()]
+    widths = [max(map(len, cells)) for cells in with_heads]
+    return [
+        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+        for row in zip(*with_heads, strict=True)
+    ]
+
+
 @dataclasses.dataclass(frozen=True)
 class Summary:
     """Figures of a run, NaN where something is unknown; `str(summary)` is a table in plain words.
@@ -121,12 +131,7 @@ class Summary:
             "R-hat": column(rhats, ".2f", _median(self.rhat_across)),
             "LPPD": column(self.chain_lppd, ".5g", self.lppd),
         }
-        known = [(head, *cells) for head, cells in columns.items() if set(cells) != {"-"}]
-        widths = [max(map(len, cells)) for cells in known]
-        return [
-            "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
-            for row in zip(*known, strict=True)
-        ]
+        return aligned({head: cells for head, cells in columns.items() if set(cells) != {"-"}})
 
     def _notes(self) -> list[str]:
         num_chains, num_draws = len(self.drift), self.num_draws

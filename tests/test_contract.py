@@ -40,6 +40,17 @@ apply_updates: Any = optax.apply_updates
 last_accepted: Any = optax_smile.last_accepted
 
 
+# A step size of the user's, a tuner and a guardrail that need energies.
+PUBLISHED: Any = optax_smile.PUBLISHED | {"integrator": "leapfrog"}
+# Neither.
+OWN_STEP_SIZE = {
+    "step_size": None,
+    "tuner": optax_smile.angle_tuner(),
+    "reset_quantile": None,
+    "decoherence_length": "matched",
+}
+
+
 def accepts(fn, *names):
     return set(names) <= set(inspect.signature(fn).parameters)
 
@@ -48,6 +59,8 @@ def build(fn, **options) -> Any:
     values = {"step_size": 1e-2, "num_data": 100, "decoherence_length": 1.0}
     parameters = inspect.signature(fn).parameters.values()
     needed = {p.name: values[p.name] for p in parameters if p.default is p.empty}
+    if accepts(fn, "tuner"):
+        needed |= PUBLISHED | {"step_size": values["step_size"]}
     if accepts(fn, "key"):
         needed["key"] = jax.random.key(0)
     return fn(**needed | options)
@@ -68,6 +81,8 @@ def find_cases(fn):
     for integrator in ("leapfrog", "minimal_norm") if accepts(fn, "integrator") else (None,):
         options = {} if integrator is None else {"integrator": integrator}
         yield "-".join(options.values()) or "default", options
+        if accepts(fn, "tuner"):
+            yield "-".join([*options.values(), "own"]), options | OWN_STEP_SIZE
         if random:
             yield "-".join([*options.values(), "random"]), options | random
 
@@ -81,6 +96,7 @@ CASES = {
 PLAIN = [f"{name}-{next(find_cases(fn))[0]}" for name, fn in SAMPLERS.items()]
 RICH = [f"{name}-{list(find_cases(fn))[-1][0]}" for name, fn in SAMPLERS.items()]
 every_case = pytest.mark.parametrize("case", CASES)
+scheduled_cases = pytest.mark.parametrize("case", [case for case in CASES if "own" not in case])
 outer_cases = pytest.mark.parametrize("case", sorted({*PLAIN, *RICH}))
 plain_cases = pytest.mark.parametrize("case", PLAIN)
 rich_cases = pytest.mark.parametrize("case", RICH)
@@ -229,7 +245,8 @@ def test_value_is_optional(case, no_jit):
     warned = pytest.warns(UserWarning, match=f"`{fn.__name__}` got no `value`")
     params, state = PARAMS, tx.init(PARAMS)
     for _ in range(2):
-        with warned if accepts(fn, "tuner") else contextlib.nullcontext():
+        warns = accepts(fn, "tuner") and "own" not in case
+        with warned if warns else contextlib.nullcontext():
             updates, state = tx.update(PARAMS, state, params)
         params = apply_updates(params, updates)
     assert optax_smile.stats(state)["energy_level"] == 0
@@ -259,7 +276,7 @@ def test_unknown_extra_args_change_nothing(case):
     assert_equal(actual, expected)
 
 
-@every_case
+@scheduled_cases
 def test_schedule_is_read_once_per_step(case, no_jit):
     def schedule(count):
         return 1e-2 / (1 + count)

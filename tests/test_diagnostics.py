@@ -300,9 +300,13 @@ def kinds(found):
 
 ALL = (0, 1, 2, 3)
 OPTIONS: dict[str, Any] = {"num_data": NUM_DATA}
+PUBLISHED: Any = OPTIONS | optax_smile.PUBLISHED | {"integrator": "leapfrog"}
 HEALTHY = {
-    "smile": optax_smile.smile(0.05, tuner=optax_smile.quantile_tuner(adapt_steps=100), **OPTIONS),
-    "psmile": optax_smile.psmile(0.05, tuner=None, **OPTIONS),
+    "smile": optax_smile.smile(
+        0.05, **PUBLISHED | {"tuner": optax_smile.quantile_tuner(adapt_steps=100)}
+    ),
+    "psmile": optax_smile.psmile(0.05, **PUBLISHED | {"tuner": None}),
+    "default": optax_smile.psmile(key=KEY, **OPTIONS),
     "smile_naive": optax_smile.smile_naive(0.05, decoherence_length=0.5, key=KEY, **OPTIONS),
     "sgld": optax_smile.sgld(1e-3, key=KEY, **OPTIONS),
     "sghmc": optax_smile.sghmc(0.02, friction=0.2, key=KEY, **OPTIONS),
@@ -381,7 +385,7 @@ def test_a_chain_with_steps_below_its_resolution_is_frozen():
 def test_a_tuner_that_never_ends_is_told(adapt_rate, kind):
     """The published rule has no fixed point: with noisy energies the step size falls and falls."""
     tuner = optax_smile.quantile_tuner(adapt_rate=adapt_rate)
-    sampler = optax_smile.smile(0.05, tuner=tuner, **OPTIONS)
+    sampler = optax_smile.smile(0.05, **PUBLISHED | {"tuner": tuner})
     draws = run(sampler, num_warmup=480, thin=40, steps_per_call=40, batch_size=1)
     assert kinds(diagnostics.summary(draws)) == {(kind, ALL)}
 

@@ -27,7 +27,7 @@ SPECS = {"in": jax.P(None, "data"), "out": jax.P("data")}
 OPTIMIZERS: dict[str, Any] = {
     "adamw": lambda: optax.adamw(1e-2),
     "clipped psmile": lambda: optax.chain(
-        optax.clip_by_global_norm(1.0), optax_smile.psmile(0.02, num_data=NUM_DATA)
+        optax.clip_by_global_norm(1.0), optax_smile.psmile(num_data=NUM_DATA, key=jax.random.key(1))
     ),
     "psmile": lambda: optax_smile.psmile(
         0.02,

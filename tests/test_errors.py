@@ -3,6 +3,7 @@
 import inspect
 import math
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,9 +22,9 @@ KEY = jax.random.key(0)
 PARAMS = {"layer": {"w": jnp.ones((2, 3)), "b": jnp.ones(3)}}
 
 # What a sampler cannot be built without.
-NEEDED = {"mclmc": {"decoherence_length": 1.0, "key": KEY}} | {
-    name: {"key": KEY} for name in LANGEVIN
-}
+NEEDED: dict[str, Any] = {"mclmc": {"decoherence_length": 1.0, "key": KEY}}
+NEEDED |= {name: {"key": KEY} for name in LANGEVIN}
+NEEDED |= {name: optax_smile.PUBLISHED for name in TUNED}
 
 every_sampler = pytest.mark.parametrize("name", ALL)
 
@@ -184,7 +185,7 @@ def test_unknown_choice(name, argument, value, choices):
 @pytest.mark.parametrize("name", TUNED)
 @pytest.mark.parametrize("value", ["quantile", "quantile_tuner", 0.02, True, False])
 def test_unknown_tuner(name, value):
-    assert_rejected(name, "tuner", value, r"a tuner such as quantile_tuner\(\), or None")
+    assert_rejected(name, "tuner", value, r"a tuner such as angle_tuner\(\), or None")
 
 
 def test_tuner_that_was_not_called():

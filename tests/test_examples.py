@@ -8,6 +8,7 @@ import pytest
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
+@pytest.mark.slow
 def test_quickstart(tmp_path):
     sampler, page = "smile_naive", tmp_path / "quickstart.html"
     command = [EXAMPLES / "quickstart.py", "--smoke", "--sampler", sampler, "--output", page]

@@ -56,10 +56,11 @@ def draw_inputs(seed, num):
 @cache
 def build(name, integrator="leapfrog", **arguments):
     """A sampler without prior, and its jitted update."""
-    arguments = {"step_size": 0.5} | arguments
+    published: Any = optax_smile.PUBLISHED if name in GUARDED else {}
+    arguments = {"step_size": 0.5} | published | {"integrator": integrator} | arguments
     if arguments.get("reset_momentum") == "refresh" or "decoherence_length" in arguments:
         arguments["key"] = jax.random.key(0)
-    tx = SAMPLERS[name](num_data=1, prior_precision=0.0, integrator=integrator, **arguments)
+    tx = SAMPLERS[name](num_data=1, prior_precision=0.0, **arguments)
     return tx, jax.jit(tx.update)
 
 

@@ -460,7 +460,7 @@ def test_last_accepted_is_the_point_that_was_judged(name):
 @every_sampler
 def test_stats_are_those_of_smile(name):
     params = as_tree(START, jnp.float32)
-    expected = optax_smile.stats(optax_smile.smile(0.1, num_data=1).init(params))
+    expected = optax_smile.stats(optax_smile.smile_naive(0.1, num_data=1).init(params))
     tx = build(name)
     state = tx.init(params)
     _, after = tx.update(params, state, params, value=1.0)

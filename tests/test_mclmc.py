@@ -54,7 +54,7 @@ def follow(tx, num_calls, params, state=None):
         value, grads = value_and_grad(params)
         noise = None
         if state.key is not None:
-            noise = flat(_tree.normal_like(jax.random.split(state.key, 3)[1], params))
+            noise = flat(_tree.isotropic_like(jax.random.split(state.key, 3)[1], params))
         updates, state = tx.update(grads, state, params, value=value)
         told = optax_smile.stats(state)
         calls.append(Call(flat(params), flat(grads), noise, float(value), told))
@@ -106,7 +106,7 @@ def test_smile_without_noise_and_with_full_batches_is_mclmc(integrator):
         mclmc: Any = optax_smile.mclmc(
             0.2, decoherence_length=1e300, key=jax.random.key(0), **common
         )
-        smile: Any = optax_smile.smile(0.2, tuner=None, reset_quantile=None, **common)
+        smile: Any = optax_smile.smile(0.2, tuner=None, decoherence_length=None, **common)
         noisy: Any = optax_smile.mclmc(0.2, decoherence_length=1e3, key=jax.random.key(0), **common)
         runs = [
             follow(tx, 30, params, moving_along(tx.init(params), along))

@@ -11,6 +11,7 @@ from blackjax.mcmc import integrators as blackjax_integrators
 from jax.flatten_util import ravel_pytree
 
 import optax_smile
+from optax_smile import _tree
 from optax_smile.stages import momentum
 
 NUM_PARAMETERS = 10**7
@@ -559,3 +560,55 @@ def test_explicit_noise_differs_between_calls_and_starts_with_the_second():
     cosine = turns @ turns.T / np.outer(*2 * [np.linalg.norm(turns, axis=1)])
     # Independent turns of 50 coordinates: a repeated draw would give 1.
     assert np.abs(cosine - np.eye(3)).max() < 0.8
+
+
+def test_isotropic_noise_of_a_network_has_unit_covariance():
+    """Small leaves are drawn as signs, large ones as normal numbers, all of them independent."""
+    large = _tree.SMALL_LEAF + 1
+    tree = {"w": jnp.zeros((20, 40)), "large": jnp.zeros(large), "b": jnp.zeros(()), "v": {}}
+    draw = jax.jit(_tree.isotropic_like)
+    draws = [draw(key, tree) for key in jax.random.split(jax.random.key(0), 400)]
+    small = np.array([[*np.ravel(draw["w"]), draw["b"]] for draw in draws])
+    assert set(np.unique(small)) == {-1, 1}
+    # Bounds of 5 standard errors over 801 means and 320,400 products.
+    assert np.abs(small.mean(axis=0)).max() < 5 / 400**0.5
+    covariance = small.T @ small / 400
+    assert np.abs(covariance - np.eye(801)).max() < 6 / 400**0.5
+    wide = np.asarray(draws[0]["large"])
+    assert abs(wide.mean()) < 5 / large**0.5 and abs(wide.std() - 1) < 5 / (2 * large) ** 0.5
+    assert len(np.unique(wide)) > 0.9 * large
+    assert jax.tree.map(jnp.shape, draws[0]) == jax.tree.map(jnp.shape, tree)
+
+
+def matched_cosine(turn_rate, step_size, size, num_chains):
+    """Mean cosine between u before and after the noise of one step, and its standard error."""
+    params = jnp.zeros(size)
+    scheme = momentum.INTEGRATORS["leapfrog"]
+    state = momentum.init(params, scheme, jnp.float32(step_size))
+    state = state._replace(
+        direction=jnp.full(size, size**-0.5), moving=jnp.ones((), bool), drift_index=jnp.int32(1)
+    )
+    gradient = jax.random.normal(jax.random.key(1), (size,))
+    square = jnp.sum(gradient**2)
+    along: Any = state.direction
+    heading = momentum.heading(state, jnp.ones(()), jnp.vdot(along, gradient), square, 1.0)
+
+    def cosine(key):
+        noisy, _ = momentum.diffuse(
+            state, scheme, heading, gradient, "matched", jnp.float32(turn_rate), key
+        )
+        u: Any = noisy.direction
+        return jnp.vdot(u, along) / jnp.linalg.norm(u)
+
+    cosines = jax.vmap(cosine)(jax.random.split(jax.random.key(0), num_chains))
+    return float(jnp.mean(cosines)), float(jnp.std(cosines)) / num_chains**0.5
+
+
+@pytest.mark.parametrize("size", [100, 2000])
+def test_matched_noise_turns_the_direction_by_the_angle_of_the_gradients(size):
+    """Its mean cosine is that of a decoherence length L = 2 / (eps r^2): exp(-eps / L)."""
+    mean, error = matched_cosine(turn_rate=5.0, step_size=0.1, size=size, num_chains=400)
+    assert abs(mean - np.exp(-(0.5**2) / 2)) < 5 * error + 2 / size
+    assert matched_cosine(turn_rate=0.0, step_size=0.1, size=size, num_chains=2)[0] == (
+        pytest.approx(1, abs=1e-5)
+    )

@@ -22,6 +22,16 @@ PROBABILITIES = GENERATOR.dirichlet(np.ones(4), 200)
 LABELS = GENERATOR.integers(0, 4, 200)
 LOG_LIKELIHOOD = GENERATOR.normal(-1, 2, (NUM_CHAINS, 7, 5))
 DRAWS = np.cumsum(GENERATOR.normal(size=(NUM_CHAINS, 9, 40)), axis=1)
+LPPD = np.array([-0.9, -0.7, -0.4, -0.5, -8, -np.inf])
+SEARCH = optax_smile.StepSizeSearch(
+    step_sizes=10.0 ** np.arange(-6, 0),
+    lppd=LPPD,
+    standard_error=np.where(LPPD > -9, 0.1 * (LPPD + 0.4), np.nan) ** 2,
+    chain_lppd=LPPD[:, None] - np.array([[0.1, 0.2, 0.3]]),
+    undone=np.zeros(6),
+    start_lppd=-0.95,
+    start_chain_lppd=np.array([-1.0, -1.2, -1.3]),
+)
 
 
 @pytest.fixture(autouse=True)
@@ -59,6 +69,7 @@ DRAW = {
     "regression_band, ranks": lambda ax: plots.regression_band(None, MEAN, STD, ax=ax),
     "lppd": lambda ax: plots.lppd(LOG_LIKELIHOOD, ax=ax),
     "entropy": lambda ax: plots.entropy({"test": STD, "OOD": STD + 1}, ax=ax),
+    "step_size_search": lambda ax: plots.step_size_search(SEARCH, ax=ax),
     "chain_paths": lambda ax: plots.chain_paths(DRAWS, ax=ax),
 }
 
@@ -130,7 +141,7 @@ def test_what_sample_returns():
         loss_fn,
         {"w": jnp.arange(8.0).reshape(2, 4)},
         [jnp.ones(4)],
-        optax_smile.psmile(0.1, num_data=10, key=jax.random.key(0)),
+        optax_smile.psmile(0.1, num_data=10, **optax_smile.PUBLISHED),
         num_warmup=10,
         num_samples=10,
         thin=2,
@@ -347,6 +358,33 @@ def test_entropy_histograms_share_bins_and_have_area_one():
     plots.entropy({"certain": np.zeros(3) - 1e-7}).figure.canvas.draw()
 
 
+def test_step_size_search_marks_the_best_and_what_lies_below():
+    ax = plots.step_size_search(SEARCH)
+    assert ax.get_title() == "Best step size: 0.0001, LPPD -0.4" and ax.get_xscale() == "log"
+    np.testing.assert_allclose(line_of(ax, "best").get_xydata(), [[1e-4, -0.4]])
+    np.testing.assert_allclose(line_of(ax, "further down").get_xydata(), [[1e-2, 0]])
+    np.testing.assert_allclose(line_of(ax, "failed").get_xydata(), [[1e-1, 0]])
+    assert line_of(ax, "start: -0.95").get_ydata() == [-0.95, -0.95]
+    (curve,) = [line for line in lines_of(ax) if line.get_marker() == "o"]
+    np.testing.assert_allclose(curve.get_ydata(), LPPD[:5])
+    dots = np.stack([line.get_ydata() for line in lines_of(ax) if line.get_marker() == "."])
+    np.testing.assert_allclose(dots.T, SEARCH.chain_lppd)
+    # The scale ends with the lowest chain within a nat of the best, and room for the legend.
+    low, high = ax.get_ylim()
+    assert -1.7 < low < -1.2 and -0.4 < high < -0.2
+    assert "all 3 chains" in legend_of(ax)
+
+
+def test_step_size_search_of_chains_that_do_not_move():
+    same = np.full(2, -1.0)
+    search = SEARCH._replace(
+        step_sizes=np.array([0.1, 1]), lppd=same, chain_lppd=same[:, None], start_lppd=-1.0
+    )
+    ax = plots.step_size_search(search._replace(standard_error=same * np.nan))
+    ax.figure.canvas.draw()
+    assert "failed" not in legend_of(ax) and "further down" not in legend_of(ax)
+
+
 def points_of(ax, num_chains):
     return np.stack([line_of(ax, f"chain {at}").get_xydata() for at in range(num_chains)])
 
@@ -465,6 +503,10 @@ BAD = {
         r"entropies\['test'\]=...\)` must",
     ),
     "entropy, NaN": (lambda: plots.entropy({"test": with_nan(STD)}), "without NaN"),
+    "search": (
+        lambda: plots.step_size_search(cast(Any, {"lppd": LPPD})),
+        r"plots.step_size_search\(search=...\)` must be what `find_step_size` .*, got a dict",
+    ),
     "paths, axes": (lambda: plots.chain_paths(MEAN), r"plots.chain_paths\(params=...\)` must be"),
     "paths, empty": (lambda: plots.chain_paths(DRAWS[:0]), "none of them empty"),
     "paths, no leaf": (lambda: plots.chain_paths({}), "two leading axes"),

@@ -194,7 +194,7 @@ class Cursor:
 
 
 def tuned(integrator):
-    return optax_smile.psmile(0.02, num_data=NUM_DATA, integrator=integrator, key=jax.random.key(5))
+    return optax_smile.psmile(num_data=NUM_DATA, integrator=integrator, key=jax.random.key(5))
 
 
 def aux() -> Any:
@@ -246,7 +246,7 @@ CASES: dict[str, Any] = {
 }
 
 
-FAST = ("a list", "aux", "a generator")
+FAST = ("aux", "a generator")
 
 
 @pytest.mark.parametrize(
@@ -297,6 +297,7 @@ def test_grain_goes_on_where_it_was(tmp_path, kind):
     np.testing.assert_array_equal(got.params["w"], expected.params["w"])
 
 
+@pytest.mark.slow
 def test_batches_that_ran_out_may_grow(tmp_path):
     """Nine batches are four steps of two and a rest, which the next run takes again."""
     arguments: dict[str, Any] = {"sampler": smile("minimal_norm"), "steps_per_call": 3}
@@ -357,7 +358,7 @@ def test_stopped_before_the_first_draw(tmp_path):
     np.testing.assert_array_equal(run(tmp_path).params["w"], run().params["w"])
 
 
-@pytest.mark.parametrize("steps_per_call", [1, 3])
+@pytest.mark.parametrize("steps_per_call", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_more_draws_make_a_run_longer(tmp_path, steps_per_call):
     arguments: dict[str, Any] = {"steps_per_call": steps_per_call, "sampler": tuned("leapfrog")}
     arguments |= {"checkpoint_minutes": 60}
@@ -586,7 +587,7 @@ def wide_sampler():
 
 # Where a save fails Orbax drops other writes of it in the middle, which are reported one by one.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("full", ["draws", "checkpoints"])
+@pytest.mark.parametrize("full", ["draws", pytest.param("checkpoints", marks=pytest.mark.slow)])
 def test_a_full_disk_names_the_file_and_room_lets_it_go_on(tmp_path, full):
     """Draws are 72 kB and checkpoints 800 kB."""
     arguments: dict[str, Any] = {"loss": wide_loss, "params": wide_start()}
@@ -687,6 +688,7 @@ def resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_draws(tmp_path):
     """800 draws would be 40 MB, on the device or the host."""
     params = {**start(), "wide": jnp.zeros((CHAINS, 4_000))}

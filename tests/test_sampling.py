@@ -55,7 +55,8 @@ def draw(sampler, **arguments):
 
 @pytest.mark.parametrize("integrator", ["leapfrog", "minimal_norm"])
 def test_draws_are_those_of_a_hand_written_loop(integrator):
-    tx = optax_smile.psmile(0.02, num_data=200, integrator=integrator)
+    published: Any = optax_smile.PUBLISHED | {"integrator": integrator}
+    tx = optax_smile.psmile(0.02, num_data=200, **published)
     calls_per_step = {"leapfrog": 1, "minimal_norm": 2}[integrator]
     got = draw(tx)
     step = jax.jit(jax.value_and_grad(mean_loss))

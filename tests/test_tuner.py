@@ -3,10 +3,12 @@ from statistics import NormalDist
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from scipy import stats as distributions
 
-from optax_smile import _energy, quantile_tuner
+import optax_smile
+from optax_smile import _energy, _turning, angle_tuner, quantile_tuner
 from optax_smile.stages import tuner as tuning
 
 RESET_QUANTILE = 0.98
@@ -283,9 +285,15 @@ def test_rates_online(shape):
 
 
 def evidence(change, state, num_calls=1000, smallest_factor=0.0, is_known=True):
-    error = known(change) if is_known else unknown(change)
-    calls = jnp.asarray(num_calls, jnp.int32)
-    return tuning.Evidence(error, state, calls, jnp.asarray(smallest_factor, jnp.float32))
+    return tuning.Evidence(
+        error=known(change) if is_known else unknown(change),
+        energies=state,
+        turn_rate=jnp.float32(1),
+        turns=_turning.init(jnp.dtype("float32")),
+        num_calls=jnp.asarray(num_calls, jnp.int32),
+        base=jnp.float32(0.25),
+        resolution=jnp.asarray(0.25 * smallest_factor, jnp.float32),
+    )
 
 
 def factor_after(tuner, given, factor=1.0):
@@ -356,12 +364,13 @@ def test_a_smaller_step_size_of_the_user_is_kept():
 
 
 def test_fixed_tuner_keeps_the_step_size():
-    for tuner in (tuning.fixed(), tuning.check("smile", None)):
+    for tuner in (tuning.fixed(), tuning.check("smile", None, 0.1)):
         assert factor_after(tuner, evidence(9.0, averages(1.0, 0.5)), factor=0.7) == np.float32(0.7)
 
 
 def test_a_tuner_is_not_callable():
     assert not callable(quantile_tuner())
+    assert not callable(angle_tuner())
     assert not callable(tuning.fixed())
 
 
@@ -372,3 +381,158 @@ def test_start_has_the_precision_of_the_parameters():
         start = tuner.init(jnp.dtype("float64"))
         assert start.step_size_factor.dtype == jnp.float64
         assert float(start.step_size_factor) == 1
+
+
+# The turning angle.
+
+
+def slow_turns(rates):
+    """Average over the last quarter, more or less: each rate with the weight of the textbook."""
+    mean, history = 0.0, []
+    for count, rate in enumerate(rates, start=1):
+        if count > _turning.SETTLED_AFTER:
+            rate = min(rate, 3 * mean)
+        weight = min(4 / count, 1)
+        mean = (1 - weight) * mean + weight * rate
+        history.append(mean)
+    return np.array(history)
+
+
+@jax.jit
+def average_all(rates, kept):
+    def step(state, given):
+        state = _turning.observe(state, *given)
+        return state, state
+
+    return jax.lax.scan(step, _turning.init(jnp.dtype("float32")), (rates, kept))[1]
+
+
+def test_average_of_the_turns():
+    rates = np.random.default_rng(0).gamma(2.0, 3.0, 400).astype(np.float32)
+    rates[[5, 50, 300]] *= 1e4
+    got = average_all(rates, np.ones(400, bool))
+    np.testing.assert_allclose(got.mean_turn_rate, slow_turns(rates), rtol=1e-5)
+    np.testing.assert_array_equal(got.num_turns, np.arange(1, 401))
+
+
+def test_average_of_the_turns_follows_and_settles():
+    """A tenfold change is followed within three times the calls so far, and noise averages out."""
+    rates = np.repeat([1.0, 10.0], [1000, 3000]).astype(np.float32)
+    got = np.asarray(average_all(rates, np.ones(4000, bool)).mean_turn_rate)
+    assert got[999] == pytest.approx(1) and got[3999] > 9.5
+    noisy = np.random.default_rng(1).gamma(4.0, 0.25, 10_000).astype(np.float32)
+    late = np.asarray(average_all(noisy, np.ones(10_000, bool)).mean_turn_rate)[-1000:]
+    assert np.abs(late - 1).max() < 0.05
+
+
+def test_what_is_undone_does_not_enter_the_turns():
+    rates = np.arange(1.0, 41.0, dtype=np.float32)
+    kept = np.arange(40) % 3 > 0
+    got = average_all(np.where(kept, rates, np.nan), kept)
+    expected = slow_turns(rates[kept])
+    np.testing.assert_allclose(np.asarray(got.mean_turn_rate)[kept], expected, rtol=1e-5)
+    assert np.all(np.isfinite(got.mean_turn_rate))
+
+
+def turned(tuner, rate, mean, num_calls=100, base=1.0, resolution=0.0, state=None):
+    """The step size and the new state after one gradient."""
+    given = evidence(0.0, averages(1.0, 0.5), num_calls)._replace(
+        turn_rate=jnp.float32(rate),
+        turns=_turning.TurnAverage(jnp.float32(mean), jnp.int32(100)),
+        base=jnp.float32(base),
+        resolution=jnp.float32(resolution),
+    )
+    state = tuner.update(tuner.init(jnp.dtype("float32")) if state is None else state, given)
+    return float(state.step_size_factor) * base, state
+
+
+@pytest.mark.parametrize("base", [1e-6, 1.0, 10.0])
+def test_step_size_is_the_angle_over_the_rate(base):
+    tuner = angle_tuner(0.02)
+    for rate, mean, expected in [(5, 4, 0.005), (0, 4, 0.005), (12, 4, 0.005), (24, 4, 0.0025)]:
+        assert turned(tuner, rate, mean, base=base)[0] == pytest.approx(expected, rel=1e-5)
+    assert turned(tuner, 1, 1e30, base=base, resolution=1e-7)[0] == pytest.approx(1e-7, rel=1e-5)
+
+
+def test_average_of_the_angle_tuner_stays_after_adapt_steps():
+    tuner = angle_tuner(0.02, adapt_steps=50)
+    length, state = turned(tuner, 4, 4, num_calls=49)
+    assert length == pytest.approx(0.005)
+    assert turned(tuner, 1, 1, num_calls=50, state=state)[0] == pytest.approx(0.005)
+    # A gradient that would turn the momentum too far still shortens its own step.
+    assert turned(tuner, 40, 9, num_calls=51, state=state)[0] == pytest.approx(0.0015)
+
+
+def test_no_gradient_keeps_the_step_size():
+    tuner = angle_tuner()
+    assert turned(tuner, 0, 0, base=0.3)[0] == pytest.approx(0.3)
+    nothing = evidence(np.nan, averages(1.0, 0.5))
+    nothing = nothing._replace(
+        error=nothing.error._replace(finite=jnp.zeros((), bool)), turn_rate=jnp.float32(np.nan)
+    )
+    state = turned(tuner, 4, 4)[1]
+    after = tuner.update(state, nothing)
+    assert after.step_size_factor * nothing.base == pytest.approx(0.0075)
+
+
+@pytest.mark.parametrize("angle", [0, -1.0, np.nan, np.inf, "0.1", None])
+def test_angle(angle):
+    with pytest.raises(ValueError, match=r"`angle_tuner\(angle=\.\.\.\)` must be"):
+        angle_tuner(angle)
+
+
+@pytest.mark.parametrize("tuner", [angle_tuner, quantile_tuner])
+def test_adapt_steps(tuner):
+    rule = f"`{tuner.__name__}.adapt_steps=....` must be .*>= 0, got -1"
+    with pytest.raises(ValueError, match=rule):
+        tuner(adapt_steps=-1)
+
+
+@pytest.mark.parametrize("sampler", [optax_smile.smile, optax_smile.psmile])
+def test_a_schedule_and_a_tuner_that_sets_the_step_size_do_not_go_together(sampler):
+    with pytest.raises(ValueError, match="step_size.*number or None.*Take tuner=None"):
+        sampler(lambda count: 0.1, num_data=1, key=jax.random.key(0))
+
+
+def follow(sampler, gradient_of, num_calls, params):
+    """Step sizes, and angles that each gradient turns a momentum across it by."""
+
+    def call(carry, count):
+        params, state = carry
+        gradient = gradient_of(params, count)
+        updates, state = sampler.update(gradient, state, params)
+        length = optax_smile.stats(state)["step_size"]
+        angle = length * optax.tree.norm(gradient) / (params.size - 1)
+        return (optax.apply_updates(params, updates), state), (length, angle)
+
+    return jax.lax.scan(call, (params, sampler.init(params)), jnp.arange(num_calls))[1]
+
+
+@pytest.mark.parametrize("step_size", [None, 1e-6, 1.0])
+@pytest.mark.parametrize("unit", [1e-3, 1e4])
+def test_any_first_step_size_and_any_unit_give_the_same_angle(step_size, unit):
+    sampler = optax_smile.smile(
+        step_size, num_data=1, prior_precision=0.0, tuner=angle_tuner(0.01), key=jax.random.key(0)
+    )
+
+    def gradient_of(params, count):
+        return unit * jax.random.normal(jax.random.fold_in(jax.random.key(1), count), params.shape)
+
+    lengths, angles = follow(sampler, gradient_of, 300, jnp.zeros(50))
+    assert np.abs(np.asarray(angles)[10:] / 0.01 - 1).max() < 0.5
+    assert np.mean(np.asarray(angles)[10:]) == pytest.approx(0.01, rel=0.03)
+    assert np.asarray(lengths)[-1] == pytest.approx(0.01 * 49 / (unit * 50**0.5), rel=0.05)
+
+
+@pytest.mark.parametrize("jump", [1e3, 1e10])
+def test_a_jump_of_the_gradient_shortens_its_own_step_alone(jump):
+    sampler = optax_smile.smile(num_data=1, prior_precision=0.0, key=jax.random.key(0))
+
+    def gradient_of(params, count):
+        noise = jax.random.normal(jax.random.fold_in(jax.random.key(1), count), params.shape)
+        return noise * jnp.where(count == 100, jump, 1)
+
+    lengths, angles = map(np.asarray, follow(sampler, gradient_of, 200, jnp.zeros(50)))
+    assert angles.max() < 3.001 * tuning.ANGLE
+    assert lengths[100] < 0.02 * lengths[99]
+    assert lengths[101:] == pytest.approx(lengths[99], rel=0.3)

@@ -7,16 +7,24 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_smile import _call, _check, _energy, _settings, _tree, potential
+from optax_smile import _call, _check, _energy, _settings, _tree, _turning, potential
 from optax_smile._state import LastCall, no_call
 from optax_smile.stages import guardrail, momentum, preconditioner
 from optax_smile.stages import tuner as tuning
 
 # Weight of the old value in the averages of the energy error; 1 - beta in the paper.
 ENERGY_DECAY = 0.99
-# The quantile beyond which a step is an outlier; kappa in the paper.
-RESET_QUANTILE = 0.98
-DEFAULT_TUNER = tuning.quantile_tuner()
+# Energies enter the averages winsorized at this quantile; where there is none for outliers.
+WINSOR_QUANTILE = 0.98
+DEFAULT_TUNER = tuning.angle_tuner()
+# Sommer et al. 2026, section 3 and appendix: `psmile(1e-3, num_data=n, **PUBLISHED)`.
+PUBLISHED: dict[str, Any] = {
+    "integrator": "minimal_norm",
+    "tuner": tuning.quantile_tuner(),
+    "reset_quantile": 0.98,
+    "reset_momentum": "zero",
+    "decoherence_length": None,
+}
 
 
 class SmileState(NamedTuple):
@@ -28,6 +36,7 @@ class SmileState(NamedTuple):
         tuner: state of the tuner, with the field `step_size_factor`.
         guardrail: counters of undone steps.
         energies: averages of |energy change| over all judged steps.
+        turns: average of what the gradients of the kept calls turn the momentum by.
         open_step: what its energy is computed from.
         num_steps: steps begun, the count that a step-size schedule gets, int32.
         key: for explicit noise and fresh momenta; None if neither is used.
@@ -39,6 +48,7 @@ class SmileState(NamedTuple):
     tuner: Any
     guardrail: guardrail.GuardrailState
     energies: _energy.EnergyAverages
+    turns: _turning.TurnAverage
     open_step: _energy.OpenStep
     num_steps: jax.Array
     key: jax.Array | None
@@ -106,11 +116,11 @@ def _energy_error(
 
 def microcanonical(
     name: str,
-    step_size: float | jax.Array | optax.Schedule,
+    step_size: float | jax.Array | optax.Schedule | None,
     posterior: potential.Potential,
     *,
     integrator: str,
-    decoherence_length: float | jax.Array | None,
+    decoherence_length: float | jax.Array | str | None,
     key: jax.Array | None,
     tuner: tuning.Tuner | None = None,
     reset_quantile: float | None = None,
@@ -119,18 +129,18 @@ def microcanonical(
     centered: bool = True,
 ) -> optax.GradientTransformationExtraArgs:
     """Build any sampler of the family; `noise_decay=None` leaves the preconditioner out."""
-    if not callable(step_size):
-        _check.positive(name, "step_size", step_size)
+    tuner = tuning.check(name, tuner, step_size)
     potential.check(name, posterior)
     scheme = momentum.check(name, integrator, decoherence_length, key)
     _check.key(name, key)
     guardrail.check(name, reset_quantile, reset_momentum, key)
-    uses_energy = tuner is not None or reset_quantile is not None
+    uses_energy = tuner.uses_energy or reset_quantile is not None
     uses_key = decoherence_length is not None or reset_momentum == "refresh"
-    tuner = tuning.check(name, tuner)
-    cap = RESET_QUANTILE if reset_quantile is None else reset_quantile
+    cap = WINSOR_QUANTILE if reset_quantile is None else reset_quantile
 
     def step_size_at(count: jax.Array) -> Any:
+        if step_size is None:
+            return 1.0
         return step_size(count) if callable(step_size) else step_size
 
     def init(params: Any) -> Any:
@@ -143,6 +153,7 @@ def microcanonical(
             tuner=tuner.init(dtype),
             guardrail=guardrail.init(dtype),
             energies=_energy.init(dtype),
+            turns=_turning.init(dtype),
             open_step=_energy.no_step(dtype),
             num_steps=count,
             key=jax.random.clone(key) if uses_key and key is not None else None,
@@ -178,13 +189,23 @@ def microcanonical(
         guard, undo = guardrail.judge(state.guardrail, state.energies, error, reset_quantile)
         base, calls = step_size_at(state.num_steps), state.last_call.num_calls
         resolution = _call.resolution(sums.params_square)
-        evidence = tuning.Evidence(error, state.energies, calls, resolution / base)
+        turn_rate = heading.gradient_norm / (_tree.size(params) - 1)
+        turns = _turning.observe(state.turns, turn_rate, ~undo)
+        evidence = tuning.Evidence(
+            error, state.energies, turn_rate, turns, calls, jnp.asarray(base, dtype), resolution
+        )
         tuned = tuner.update(state.tuner, evidence)
         step_length = base * tuned.step_size_factor * guard.step_backoff
 
         # 2 momentum: kick and drift on from here, or stand again where the undone step began.
         before, heading = momentum.diffuse(
-            before, scheme, heading, gradient, decoherence_length, noise_key
+            before,
+            scheme,
+            heading,
+            gradient,
+            decoherence_length,
+            turns.mean_turn_rate,
+            noise_key,
         )
         after, opening_kick = momentum.advance(
             before, scheme, heading, step_length, gradient, params
@@ -206,6 +227,7 @@ def microcanonical(
             tuner=tuned,
             guardrail=guard,
             energies=_energy.observe(state.energies, error, ENERGY_DECAY, cap),
+            turns=turns,
             open_step=_tree.where(undo, state.open_step, open_step),
             num_steps=state.num_steps + (opens & ~undo),
             key=key,
@@ -230,32 +252,32 @@ def _split(key: jax.Array | None):
 
 def _warn_without_value(where: str):
     warnings.warn(
-        f"`{where}` got no `value`: without energies the step size follows its schedule and only"
-        " non-finite steps are undone. Pass `value=loss` to `update`, or take the naive form of"
-        " the sampler, which does not ask for it.",
+        f"`{where}` got no `value`: without energies `quantile_tuner` keeps the step size and"
+        " `reset_quantile` undoes non-finite steps alone. Pass `value=loss` to `update`, or leave"
+        " both out.",
         stacklevel=3,
     )
 
 
 @_settings.recorded
 def smile(
-    step_size: float | jax.Array | optax.Schedule,
+    step_size: float | jax.Array | optax.Schedule | None = None,
     *,
     num_data: float | jax.Array,
     prior_precision: Any = 1.0,
     temperature: float | jax.Array = 1.0,
     integrator: str = "leapfrog",
     tuner: tuning.Tuner | None = DEFAULT_TUNER,
-    reset_quantile: float | None = RESET_QUANTILE,
+    reset_quantile: float | None = None,
     reset_momentum: str = "zero",
-    decoherence_length: float | jax.Array | None = None,
+    decoherence_length: float | jax.Array | str | None = momentum.MATCHED,
     key: jax.Array | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Sample with stochastic microcanonical Langevin dynamics, tuned by their energy error.
+    """Sample with stochastic microcanonical Langevin dynamics, which find their own step size.
 
     The chain moves with constant speed through the parameters; the mini-batch gradient of the
-    energy U turns its direction u, and the noise of that gradient is the only noise. One leapfrog
-    step with step size eps and d parameters is
+    energy U turns its direction u, and so do the noise of that gradient and as much isotropic
+    noise. One leapfrog step with step size eps and d parameters is
 
         kick   u <- (u + (sinh D + p (cosh D - 1)) e) / (cosh D + p sinh D) for eps / 2
         drift  theta <- theta + eps u
@@ -264,32 +286,39 @@ def smile(
         e = -grad U / |grad U|, p = e . u, D = (eps / 2) |grad U| / (d - 1)
         U = (num_data * mean_loss + prior_precision / 2 |theta|^2) / temperature
 
-    and every call of `update` closes one step and opens the next: one gradient per step. A step
-    whose energy error is an outlier is undone; after it the step size is adapted.
+    and every call of `update` closes one step and opens the next: one gradient per step. As
+    published, with the tuner, the outlier test and the noise of the paper, it is
+    `smile(1e-3, num_data=..., **optax_smile.PUBLISHED)`.
 
     Args:
         step_size: Euclidean length of one step of the whole parameter vector, > 0: a number or an
             Optax schedule of the number of steps. About sqrt(d) times what one weight moves.
+            Needed with tuners that start from it: `quantile_tuner`, None. `angle_tuner` has its
+            own; a number makes no difference to it and a schedule is an error.
         num_data: number of terms that the mean loss averages, >= 1: examples, or tokens. A summed
             loss cannot be detected and makes the posterior too narrow by that factor.
         prior_precision: of the Gaussian prior around 0, >= 0; a number or a prefix of the
             parameter tree. Leave weight decay and penalties out of the loss.
         temperature: of the posterior, > 0; 1 is Bayes.
         integrator: `"leapfrog"`, or `"minimal_norm"` as published, with two calls per step.
-        tuner: rule for the step size such as `quantile_tuner()`; None keeps `step_size`.
+        tuner: rule for the step size: `angle_tuner()`, `quantile_tuner()` as published, or None,
+            which keeps `step_size`.
         reset_quantile: a step is undone if |energy change| exceeds this quantile of a Gamma fit to
             those before it, in (0, 1); None undoes non-finite steps alone.
         reset_momentum: after an undone step `"zero"` (as published: the chain starts again down
             the gradient) or `"refresh"` (in a random direction).
         decoherence_length: adds isotropic noise after each step, by which u forgets itself over
-            this distance, > 0; a chain at rest then starts in a random direction. None adds none.
-        key: JAX key, needed for `"refresh"` and `decoherence_length`. Chains under `vmap` get keys
+            this distance, > 0; a chain at rest then starts in a random direction. `"matched"`: as
+            much as the gradients turn u, which halves what anisotropic gradient noise does to the
+            posterior. None adds none, as published.
+        key: JAX key, needed for `decoherence_length` and `"refresh"`. Chains under `vmap` get keys
             of their own by `optax.tree.set(state, key=jax.random.split(key, num_chains))`.
 
     Returns:
         An Optax transformation, the last of a chain. `update(grads, state, params, value=loss)`
-        takes the mean loss that belongs to `grads`; without it there is no energy, so that neither
-        tuner nor outlier test act, which a warning says when the call is traced.
+        takes the mean loss that belongs to `grads`, for the energy errors in `stats`. Only
+        `quantile_tuner` and `reset_quantile` need it, and a warning says so when a call without it
+        is traced.
 
     Raises:
         ValueError: an argument out of range; in `init` a tree that is not float32 or float64 or
@@ -301,7 +330,7 @@ def smile(
     Example:
         >>> import jax, jax.numpy as jnp, optax, optax_smile
         >>> loss_fn = lambda params: jnp.sum(params["w"] ** 2) / 2
-        >>> tx = optax_smile.smile(0.1, num_data=100)
+        >>> tx = optax_smile.smile(num_data=100, key=jax.random.key(0))
         >>> params = {"w": jnp.ones(3)}
         >>> state = tx.init(params)
         >>> for _ in range(20):
@@ -313,7 +342,8 @@ def smile(
 
     Source: Sommer et al., Stochastic microcanonical Langevin ensembles, ICML 2026, algorithm 1.
     Differs: leapfrog with a fresh batch per gradient instead of two gradients on one batch; the
-    sign of e; a rejected point leaves neither its gradient nor its value behind.
+    sign of e; a rejected point leaves neither its gradient nor its value behind. Step size and
+    explicit noise: ours, benchmarks/README.md has the evidence.
     """
     return microcanonical(
         "smile",
@@ -330,16 +360,16 @@ def smile(
 
 @_settings.recorded
 def psmile(
-    step_size: float | jax.Array | optax.Schedule,
+    step_size: float | jax.Array | optax.Schedule | None = None,
     *,
     num_data: float | jax.Array,
     prior_precision: Any = 1.0,
     temperature: float | jax.Array = 1.0,
     integrator: str = "leapfrog",
     tuner: tuning.Tuner | None = DEFAULT_TUNER,
-    reset_quantile: float | None = RESET_QUANTILE,
+    reset_quantile: float | None = None,
     reset_momentum: str = "zero",
-    decoherence_length: float | jax.Array | None = None,
+    decoherence_length: float | jax.Array | str | None = momentum.MATCHED,
     noise_decay: float = preconditioner.NOISE_DECAY,
     centered: bool = True,
     key: jax.Array | None = None,
@@ -354,8 +384,7 @@ def psmile(
     variances with full batches and a noise_decay of .99): take `smile` there.
 
     Args:
-        step_size: length of one step in the scaled coordinates, > 0: a number or an Optax
-            schedule of the number of steps. About sqrt(d) times what one weight moves.
+        step_size: length of one step in the scaled coordinates, see `smile`.
         num_data: see `smile`; likewise the arguments not named here.
         prior_precision: see `smile`.
         temperature: see `smile`.
@@ -381,9 +410,7 @@ def psmile(
 
     Example:
         >>> import jax, jax.numpy as jnp, optax_smile
-        >>> tx = optax_smile.psmile(
-        ...     1e-2, num_data=50_000, reset_momentum="refresh", key=jax.random.key(0)
-        ... )
+        >>> tx = optax_smile.psmile(num_data=50_000, key=jax.random.key(0))
         >>> state = tx.init({"w": jnp.zeros((2, 3)), "b": jnp.zeros(3)})
 
     Source: Sommer et al., ICML 2026, section 3.2 and algorithm 1. Differs: as `smile` and
@@ -412,7 +439,7 @@ def smile_naive(
     prior_precision: Any = 1.0,
     temperature: float | jax.Array = 1.0,
     integrator: str = "leapfrog",
-    decoherence_length: float | jax.Array | None = None,
+    decoherence_length: float | jax.Array | str | None = None,
     key: jax.Array | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Sample like `smile` with the step size as given and no test of the energy error.
@@ -461,7 +488,7 @@ def psmile_naive(
     prior_precision: Any = 1.0,
     temperature: float | jax.Array = 1.0,
     integrator: str = "leapfrog",
-    decoherence_length: float | jax.Array | None = None,
+    decoherence_length: float | jax.Array | str | None = None,
     noise_decay: float = preconditioner.NOISE_DECAY,
     centered: bool = True,
     key: jax.Array | None = None,

@@ -40,6 +40,8 @@ INTEGRATORS = {
 
 # Decoherence lengths, times two, in one step from which on u is a fresh direction anyway.
 FORGOTTEN = 40.0
+# Explicit noise that turns u by as much as the gradients do.
+MATCHED = "matched"
 
 
 class MomentumState(NamedTuple):
@@ -211,25 +213,31 @@ def diffuse(
     integrator: Integrator,
     towards: Heading,
     gradient: optax.Updates,
-    decoherence_length: float | jax.Array | None,
+    decoherence_length: float | jax.Array | str | None,
+    turn_rate: jax.Array,
     key: jax.Array | None,
 ) -> tuple[MomentumState, Heading]:
     """Add explicit isotropic noise where a step has just ended; draw u where the chain is at rest.
 
-    u <- (u + nu z) / |u + nu z|, nu^2 = (exp(2 eps / L) - 1) / d, z ~ N(0, I), with
-    L = decoherence_length (Robnik and Seljak 2024, Fluctuation without dissipation). Between the
-    kicks of one step it would turn up in the energy error of that step, as eps^(3/2).
+    u <- (u + nu z) / |u + nu z|, nu^2 = (exp(2 eps / L) - 1) / d, z of covariance I, with
+    L = decoherence_length (Robnik and Seljak 2024, Fluctuation without dissipation), or
+    L = 2 / (eps r^2) where it matches the rate r at which the gradients turn u: by eps r in a step.
+    Between the kicks of one step it would turn up in the energy error of that step, as eps^(3/2).
     """
     if decoherence_length is None or key is None:
         return state, towards
     length = jnp.where(is_step_end(state, integrator), state.step_length, 0)
-    exponent = jnp.minimum(2 * length / decoherence_length, FORGOTTEN)
+    if isinstance(decoherence_length, str):
+        exponent = (length * turn_rate) ** 2
+    else:
+        exponent = 2 * length / decoherence_length
+    exponent = jnp.minimum(exponent, FORGOTTEN)
     amplitude = jnp.sqrt(jnp.expm1(exponent) / _tree.size(gradient))
     amplitude = jnp.where(towards.moving, amplitude, 1)
     noisy = jax.tree.map(
         lambda u, z: (u + amplitude * z).astype(u.dtype),
         turn(state.direction, gradient, towards),
-        _tree.normal_like(key, gradient),
+        _tree.isotropic_like(key, gradient),
     )
     state = state._replace(direction=noisy, moving=jnp.ones_like(state.moving))
     unit = towards.gradient_norm / jnp.where(towards.descent_norm > 0, towards.descent_norm, 1)
@@ -309,12 +317,18 @@ def step_start(
 
 
 def check(
-    where: str, integrator: str, decoherence_length: float | jax.Array | None, key: jax.Array | None
+    where: str,
+    integrator: str,
+    decoherence_length: float | jax.Array | str | None,
+    key: jax.Array | None,
 ) -> Integrator:
     """Look the integrator up; explicit noise needs a positive length and a key."""
     _check.choice(where, "integrator", integrator, INTEGRATORS)
     if decoherence_length is not None:
-        _check.positive(where, "decoherence_length", decoherence_length)
+        if isinstance(decoherence_length, str):
+            _check.choice(where, "decoherence_length", decoherence_length, (MATCHED,))
+        else:
+            _check.positive(where, "decoherence_length", decoherence_length)
         if key is None:
             _check.fail(where, "key", "a JAX key where `decoherence_length` is set", key)
     return INTEGRATORS[integrator]

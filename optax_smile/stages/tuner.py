@@ -1,7 +1,7 @@
-"""Stage 3: the step size, from the energy error of the last step.
+"""Stage 3: the step size, from what the last step showed.
 
 A tuner is a pair of functions on a state with the field `step_size_factor`; the step size is
-step_size(count) times that factor, so schedules stay the user's.
+step_size(count) times that factor.
 """
 
 import math
@@ -11,30 +11,49 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from optax_smile import _check, _energy
+from optax_smile import _check, _energy, _turning
+
+# What the gradients turn the momentum by in a step, radians; a single one may do so by
+# `_turning.LARGEST_RATIO` times as much.
+ANGLE = 0.03
 
 
 class Evidence(NamedTuple):
-    """What a tuner learns from one closed step.
+    """What a tuner learns from one call.
 
     Attributes:
-        error: energy error of the step.
-        averages: of |energy change| over the steps before it.
+        error: energy error of the step that ended there.
+        energies: averages of |energy change| over the steps before it.
+        turn_rate: angle per unit length by which this gradient turns the momentum.
+        turns: average of that, with this gradient.
         num_calls: calls of `update` before this one, int32.
-        smallest_factor: factor below which float32 parameters stop moving.
+        base: the user's step size, which the factor multiplies.
+        resolution: step size below which the parameters stop moving in their precision.
     """
 
     error: _energy.EnergyError
-    averages: _energy.EnergyAverages
+    energies: _energy.EnergyAverages
+    turn_rate: jax.Array
+    turns: _turning.TurnAverage
     num_calls: jax.Array
-    smallest_factor: jax.Array
+    base: jax.Array
+    resolution: jax.Array
 
 
 class Tuner(NamedTuple):
-    """A rule for the step size: `init(dtype)` and `update(state, evidence)`, both pure."""
+    """A rule for the step size: two pure functions.
+
+    Attributes:
+        init: `init(dtype)`, the first state.
+        update: `update(state, evidence)`, the next one.
+        uses_energy: whether it needs the `value` of a loop.
+        sets_step_size: whether the step size is its own and not a multiple of the user's.
+    """
 
     init: Callable[[jnp.dtype], Any]
     update: Callable[[Any, Evidence], Any]
+    uses_energy: bool = False
+    sets_step_size: bool = False
 
 
 class FactorState(NamedTuple):
@@ -86,35 +105,110 @@ def quantile_tuner(
     Example:
         >>> import optax_smile
         >>> tuner = optax_smile.quantile_tuner(adapt_steps=5_000)
-        >>> sampler = optax_smile.smile(1e-2, num_data=50_000, tuner=tuner)
+        >>> sampler = optax_smile.smile(
+        ...     1e-2, num_data=50_000, tuner=tuner, decoherence_length=None
+        ... )
 
     Source: Sommer et al., ICML 2026, equation of the adaptive step size and appendix on the
     Wilson-Hilferty quantiles. Differs: no adaptation below the resolution of float32.
     """
     _check.probability("quantile_tuner", "adapt_probability", adapt_probability)
     _check.probability("quantile_tuner", "adapt_rate", adapt_rate)
-    if adapt_steps is not None:
-        _check.whole("quantile_tuner", "adapt_steps", adapt_steps, 0)
+    last_call = _last_call("quantile_tuner", adapt_steps)
     low, high = adapt_probability / 3, 1 - 2 * adapt_probability / 3
 
     def update(state: FactorState, evidence: Evidence) -> FactorState:
         factor = state.step_size_factor
-        energy, averages = jnp.abs(evidence.error.change), evidence.averages
+        energy, averages = jnp.abs(evidence.error.change), evidence.energies
         raised = jnp.where(energy < _energy.quantile(averages, low), 1 + adapt_rate, 1)
         lowered = jnp.where(energy > _energy.quantile(averages, high), 1 - adapt_rate, raised)
-        floor = jnp.minimum(evidence.smallest_factor, factor)
+        floor = jnp.minimum(evidence.resolution / evidence.base, factor)
         adapts = evidence.error.known & _energy.settled(averages)
-        adapts &= evidence.num_calls < (math.inf if adapt_steps is None else adapt_steps)
+        adapts &= evidence.num_calls < last_call
         adapted = jnp.maximum(factor * lowered, floor)
         return FactorState(jnp.where(adapts, adapted, factor).astype(factor.dtype))
 
-    return Tuner(init=_start, update=update)
+    return Tuner(init=_start, update=update, uses_energy=True)
 
 
-def check(where: str, tuner: Tuner | None) -> Tuner:
-    """Require a tuner or None, which keeps the user's step size."""
+class AngleState(NamedTuple):
+    """State of `angle_tuner`.
+
+    Attributes:
+        step_size_factor: what multiplies the user's step size, scalar > 0.
+        turn_rate: average rate that the step size comes from, scalar; 0 before the first.
+    """
+
+    step_size_factor: jax.Array
+    turn_rate: jax.Array
+
+
+def angle_tuner(angle: float = ANGLE, adapt_steps: int | None = None) -> Tuner:
+    """Make steps so long that the gradients turn the momentum by a given angle.
+
+    step size = angle (d - 1) / max(mean |g|, |g| / 3), with the whitened gradient g of this call
+    and its average over about the last quarter of all calls so far: no first guess, no unit, no
+    energy. A large gradient shortens its own step at once, and the average settles as the chain
+    goes on.
+
+    Args:
+        angle: by which the gradient of one batch turns a momentum across it, in radians, > 0.
+        adapt_steps: number of calls of `update` after which the average stays (large gradients
+            still shorten their step); None: never.
+
+    Returns:
+        A tuner for the argument `tuner` of `smile` and `psmile`, which need no `step_size` then.
+
+    Raises:
+        ValueError: an argument out of range.
+
+    Cost: a few scalars; no gradient, no `value`.
+
+    Example:
+        >>> import jax, optax_smile
+        >>> tuner = optax_smile.angle_tuner(0.01)
+        >>> sampler = optax_smile.smile(num_data=50_000, tuner=tuner, key=jax.random.key(0))
+
+    Source: ours; benchmarks/README.md has the evidence.
+    """
+    _check.positive("angle_tuner", "angle", angle)
+    last_call = _last_call("angle_tuner", adapt_steps)
+
+    def start(dtype: jnp.dtype) -> AngleState:
+        return AngleState(jnp.ones((), dtype), jnp.zeros((), dtype))
+
+    def update(state: AngleState, evidence: Evidence) -> AngleState:
+        adapts = evidence.error.finite & (evidence.num_calls < last_call)
+        mean = jnp.where(adapts, evidence.turns.mean_turn_rate, state.turn_rate)
+        length = jnp.maximum(angle / jnp.where(mean > 0, mean, 1), evidence.resolution)
+        now = jnp.where(evidence.error.finite, evidence.turn_rate, 0)
+        largest = _turning.LARGEST_RATIO * angle / jnp.where(now > 0, now, 1)
+        length = jnp.where(now > 0, jnp.minimum(length, largest), length)
+        factor = jnp.where(mean > 0, length / evidence.base, state.step_size_factor)
+        return AngleState(factor.astype(mean.dtype), mean)
+
+    return Tuner(init=start, update=update, sets_step_size=True)
+
+
+def _last_call(where: str, adapt_steps: int | None) -> float:
+    """Number of calls after which a tuner stays."""
+    if adapt_steps is None:
+        return math.inf
+    _check.whole(where, "adapt_steps", adapt_steps, 0)
+    return adapt_steps
+
+
+def check(where: str, tuner: Tuner | None, step_size: Any) -> Tuner:
+    """Require a tuner or None, which keeps the user's step size, and a step size that suits it."""
     if tuner is None:
-        return fixed()
+        tuner = fixed()
     if not isinstance(tuner, Tuner):
-        _check.fail(where, "tuner", "a tuner such as quantile_tuner(), or None", repr(tuner))
+        _check.fail(where, "tuner", "a tuner such as angle_tuner(), or None", repr(tuner))
+    if step_size is None and tuner.sets_step_size:
+        return tuner
+    if not callable(step_size):
+        _check.positive(where, "step_size", step_size)
+    elif tuner.sets_step_size:
+        rule, remedy = "a number or None with this tuner", "Take tuner=None to keep a schedule."
+        _check.fail(where, "step_size", rule, repr(step_size), remedy)
     return tuner

@@ -1,0 +1,284 @@
+"""Two networks that a laptop can sample: LeNet on Fashion-MNIST and a small GPT on Shakespeare.
+
+Two chains from a short AdamW ensemble, one compiled step per call (convolutions are slower inside a
+compiled loop on CPUs). A cell is one task, method and step size: one JSON line in the output, and
+cells that the file already holds are skipped.
+
+    lenet   61,706 parameters, 4 epochs of AdamW, then 2,400 gradients on batches of 256 images
+    gpt     2 layers, 128 wide, context 64, characters; 4 epochs, then 1,200 gradients on 64 pieces
+
+    python benchmarks/lenet_small.py --task lenet --output out/lenet_small.jsonl
+    python benchmarks/lenet_small.py --table out/lenet_small.jsonl
+"""
+
+import argparse
+import functools
+import gzip
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import records
+
+import optax_smile
+
+CHAINS, DRAWS, WARMUP = 2, 32, 1 / 3
+NUM_GRADIENTS = {"lenet": 2_400, "gpt": 1_200}
+MEAN, STD = 0.2860, 0.3530
+CONTEXT = 64
+
+
+class LeNet(nn.Module):
+    """Logits of ten classes."""
+
+    @nn.compact
+    def __call__(self, x):
+        """Map images `[input, 28, 28, 1]`."""
+        x = nn.avg_pool(nn.gelu(nn.Conv(6, (5, 5))(x)), (2, 2), (2, 2))
+        x = nn.avg_pool(nn.gelu(nn.Conv(16, (5, 5), padding="VALID")(x)), (2, 2), (2, 2))
+        x = x.reshape(len(x), -1)
+        for width in (120, 84):
+            x = nn.gelu(nn.Dense(width)(x))
+        return nn.Dense(10)(x)
+
+
+class SmallGPT(nn.Module):
+    """Logits of the next character."""
+
+    num_tokens: int
+    width: int = 128
+
+    @nn.compact
+    def __call__(self, tokens):
+        """Map characters `[input, token]`."""
+        place = self.param("place", nn.initializers.normal(0.02), (CONTEXT, self.width))
+        x = nn.Embed(self.num_tokens, self.width)(tokens) + place[None]
+        mask = nn.make_causal_mask(tokens)
+        for _ in range(2):
+            seen = nn.LayerNorm(use_bias=False)(x)
+            x += nn.MultiHeadDotProductAttention(num_heads=4, use_bias=False)(seen, mask=mask)
+            wide = nn.Dense(4 * self.width, use_bias=False)(nn.LayerNorm(use_bias=False)(x))
+            x += nn.Dense(self.width, use_bias=False)(nn.gelu(wide))
+        return nn.Dense(self.num_tokens, use_bias=False)(nn.LayerNorm(use_bias=False)(x))
+
+
+class Task(NamedTuple):
+    """Data and network.
+
+    Attributes:
+        network: of Flax.
+        train: inputs and targets.
+        test: the same.
+        num_data: examples, or tokens.
+        likelihood: see `predict`.
+        optimizer: of the ensemble.
+        batch_size: of the ensemble.
+        sampling_batch_size: of the chains.
+    """
+
+    network: nn.Module
+    train: tuple[np.ndarray, np.ndarray]
+    test: tuple[np.ndarray, np.ndarray]
+    num_data: int
+    likelihood: str
+    optimizer: optax.GradientTransformation
+    batch_size: int
+    sampling_batch_size: int
+
+
+def lenet() -> Task:
+    """Fashion-MNIST."""
+    folder = Path(os.environ["OPTAX_SMILE_DATA"]) / "fashion_mnist"
+
+    def read(part: str):
+        images, labels = (
+            np.frombuffer(gzip.decompress((folder / f"{part}-{name}.gz").read_bytes()), np.uint8)
+            for name in ("images-idx3-ubyte", "labels-idx1-ubyte")
+        )
+        images = images[16:].reshape(-1, 28, 28, 1) / 255
+        return ((images - MEAN) / STD).astype(np.float32), labels[8:].astype(np.int32)
+
+    train = read("train")
+    optimizer = optax.adamw(1e-3, weight_decay=0.02)
+    test = read("t10k")
+    return Task(LeNet(), train, test, len(train[0]), "categorical", optimizer, 64, 256)
+
+
+def gpt() -> Task:
+    """Characters of modern-English Shakespeare: 90 % to train, the last 5 % to test."""
+    folder = Path(os.environ["OPTAX_SMILE_DATA"])
+    text = (folder / "text" / "modern_shakespeare.txt").read_text(encoding="utf-8")
+    characters, tokens = np.unique(list(text), return_inverse=True)
+
+    def pieces(part):
+        rows = part[: (len(part) - 1) // CONTEXT * CONTEXT + 1].astype(np.int32)
+        return rows[:-1].reshape(-1, CONTEXT), rows[1:].reshape(-1, CONTEXT)
+
+    train = pieces(tokens[: int(0.9 * len(tokens))])
+    test = pieces(tokens[int(0.95 * len(tokens)) :])
+    optimizer = optax.adamw(1e-3, b2=0.95, weight_decay=0.05)
+    network = SmallGPT(len(characters))
+    return Task(network, train, test, train[0].size, "tokens", optimizer, 64, 64)
+
+
+TASKS = {"lenet": lenet, "gpt": gpt}
+
+
+class Batches:
+    """Epochs without replacement."""
+
+    def __init__(self, data: tuple[np.ndarray, ...], size: int, seed: int):
+        self.data, self.size, self.generator = data, size, np.random.default_rng(seed)
+
+    def __iter__(self) -> Iterator[Any]:
+        order = self.generator.permutation(len(self.data[0]))
+        for start in range(0, len(order) - self.size + 1, self.size):
+            yield tuple(array[order[start : start + self.size]] for array in self.data)
+
+
+def make_psmile(step_size, num_data, key, **options) -> Any:
+    """PSMILE, which finds its step size."""
+    return optax_smile.psmile(step_size, num_data=num_data, key=key, **options)
+
+
+METHODS = {
+    "psmile": make_psmile,
+    "psmile, no explicit noise": functools.partial(make_psmile, decoherence_length=None),
+    "psmile published": functools.partial(make_psmile, **optax_smile.PUBLISHED),
+    "psmile_naive": lambda step_size, num_data, key: optax_smile.psmile_naive(
+        step_size, num_data=num_data
+    ),
+    "sgld": lambda step_size, num_data, key: optax_smile.sgld(
+        step_size, num_data=num_data, key=key
+    ),
+    "scale_adapted_sghmc": lambda step_size, num_data, key: optax_smile.scale_adapted_sghmc(
+        step_size, num_data=num_data, adapt_steps=600, key=key
+    ),
+}
+ALL = ("deep ensemble", *METHODS)
+
+
+@functools.cache
+def warm(name: str, num_epochs: int) -> tuple[Task, Any, Any, Any]:
+    """Task, deep ensemble, outputs and loss."""
+    task = TASKS[name]()
+
+    def outputs_of(params, inputs) -> Any:
+        return task.network.apply(params, inputs)
+
+    def mean_loss(params, batch):
+        inputs, targets = batch
+        logits = outputs_of(params, inputs)
+        return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, targets))
+
+    members = optax_smile.warmstart(
+        mean_loss,
+        lambda key: task.network.init(key, task.train[0][:1]),
+        Batches(task.train, task.batch_size, 0),
+        task.optimizer,
+        num_members=CHAINS,
+        num_epochs=num_epochs,
+        key=jax.random.key(0),
+        progress=False,
+    )
+    return task, members, outputs_of, mean_loss
+
+
+def run_cell(cell: dict[str, Any]) -> dict[str, Any]:
+    """Sample and score on the test data."""
+    task, members, outputs_of, mean_loss = warm(cell["task"], cell["num_epochs"])
+    told: dict[str, Any] = {}
+    draws: Any = optax_smile.Snapshots.from_members(members)
+    if cell["method"] in METHODS:
+        begun, key = time.monotonic(), jax.random.key(1)
+        sampler = METHODS[cell["method"]](cell["step_size"], task.num_data, key)
+        is_published = cell["method"] == "psmile published"
+        num_steps = cell["num_gradients"] // (2 if is_published else 1)
+        num_warmup = round(num_steps * WARMUP)
+        draws = optax_smile.sample(
+            mean_loss,
+            members,
+            Batches(task.train, task.sampling_batch_size, 1),
+            sampler,
+            num_warmup=num_warmup,
+            num_samples=DRAWS,
+            thin=(num_steps - num_warmup) // DRAWS,
+            batch_per="step" if is_published else "call",
+            key=key,
+            progress=False,
+        )
+        steps = np.median(draws.trace["step_size"], axis=0)
+        told = {
+            "seconds": time.monotonic() - begun,
+            "steps": [float(steps[int(part * len(steps))]) for part in (0.15, 0.5, 0.95)],
+            "num_resets": int(np.sum(draws.trace["num_resets"][:, -1])),
+        }
+    inputs, targets = task.test
+    arguments = {"likelihood": task.likelihood, "targets": targets, "batch_size": 500}
+    try:
+        found = optax_smile.predict(outputs_of, draws, inputs, per="chain", **arguments)
+    except ValueError as error:
+        return told | {"lppd": float("-inf"), "error": str(error)}
+    lppd = float(np.mean(found.log_density))
+    told |= {"lppd": lppd, "perplexity": float(np.exp(-lppd))}
+    told["chain_lppd"] = np.mean(found.each.log_density.reshape(CHAINS, -1), axis=1).tolist()
+    if found.mean is not None:
+        told["accuracy"] = float(np.mean(np.argmax(found.mean, axis=-1) == targets))
+    return told
+
+
+def table(found: list[dict[str, Any]]) -> str:
+    """One line per cell, as Markdown."""
+    lines = ["| task | method | step size | LPPD | accuracy | perplexity | steps found | s |"]
+    lines.append("|---|---|---|---|---|---|---|---|")
+    for record in found:
+        cell, steps = record["cell"], record.get("steps", [])
+        lines.append(
+            f"| {cell['task']} | {cell['method']} | {cell['step_size'] or ''}"
+            f" | {record['lppd']:.4f} | {record.get('accuracy', float('nan')):.4f}"
+            f" | {record.get('perplexity', float('nan')):.3f}"
+            f" | {' '.join(f'{step:.2g}' for step in steps)} | {record.get('seconds', 0):.0f} |"
+        )
+    return "\n".join(lines)
+
+
+def main():
+    """Run the cells that are missing, print the table."""
+    parser = argparse.ArgumentParser(description="LeNet and a small GPT.")
+    parser.add_argument("--task", choices=TASKS, default="lenet")
+    parser.add_argument("--methods", nargs="+", choices=ALL, default=["deep ensemble", "psmile"])
+    parser.add_argument("--step-sizes", nargs="+", type=float, default=[None])
+    parser.add_argument("--num-epochs", type=int, default=4)
+    parser.add_argument("--num-gradients", type=int, help="per chain, instead of the task's")
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--table", type=Path, help="print the table of this file and stop")
+    arguments = parser.parse_args()
+    found = records.read(arguments.table or arguments.output)
+    usual = NUM_GRADIENTS[arguments.task]
+    for method in [] if arguments.table else arguments.methods:
+        for step_size in arguments.step_sizes if method in METHODS else [None]:
+            cell = {
+                "task": arguments.task,
+                "method": method,
+                "step_size": step_size,
+                "num_epochs": arguments.num_epochs,
+                "num_gradients": arguments.num_gradients or usual,
+            }
+            if any(record["cell"] == cell for record in found):
+                continue
+            record = {"cell": cell, **run_cell(cell), **records.environment()}
+            records.append(arguments.output, record)
+            found.append(record)
+            print(*cell.values(), f"LPPD {record['lppd']:.4f}", flush=True)
+    print(table(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,45 @@
+"""What every benchmark writes down: one JSON line per run, with what it was run on."""
+
+import json
+import platform
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+
+
+def environment() -> dict[str, str]:
+    """Commit, version, device and date of this run."""
+    command = ["git", "describe", "--always", "--dirty"]
+    commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    return {
+        "commit": commit,
+        "jax": jax.__version__,
+        "device": f"{jax.devices()[0].device_kind} {platform.machine()}",
+        "time": time.strftime("%Y-%m-%d %H:%M"),
+    }
+
+
+def read(path: Path | None) -> list[dict[str, Any]]:
+    """All records of a file; a line that a kill has cut off is left out."""
+    if path is None or not path.exists():
+        return []
+    records = []
+    for line in path.read_text().splitlines():
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue
+    return records
+
+
+def append(path: Path | None, record: dict[str, Any]):
+    """Add one record, on a line of its own; nothing without a path."""
+    if path is None:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    is_cut = path.exists() and path.read_text()[-1:] not in ("", "\n")
+    with path.open("a") as lines:
+        lines.write(("\n" if is_cut else "") + json.dumps(record) + "\n")

@@ -1,0 +1,370 @@
+"""Regression on UCI data: every sampler at the same number of gradients, from the same warm start.
+
+Networks 16-16-16-1 with one sampled log sigma, under two protocols:
+
+    paper   deep ensemble by squared error (sigma = 1), chains start at log sigma = 0;
+            50,000 + 10,000 minimal-norm steps, both gradients of a step on one batch,
+            step size 1e-3; MILE as many full-batch steps
+    joint   deep ensemble by the likelihood, so that log sigma is warm-started;
+            60,000 gradients for every method, the last two thirds sampled
+
+A cell is one protocol, data set, split, method and setting: one JSON line in the output, and cells
+that the file already holds are skipped.
+
+    python benchmarks/uci.py --protocol joint --data energy airfoil --output out/uci.jsonl
+    python benchmarks/uci.py --table out/uci.jsonl
+"""
+
+import argparse
+import dataclasses
+import functools
+import itertools
+import os
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import records
+
+import optax_smile
+
+FILES = {
+    "energy": "energy.data",
+    "airfoil": "airfoil.data",
+    "bikesharing": "bikesharing.data",
+    "concrete": "concrete.txt",
+    "yacht": "yacht.txt",
+    "kin8nm": "kin8nm.txt.gz",
+    "power": "power-plant.txt",
+}
+# Seeds of the published splits of the first three data sets; the rest is made by the same rule.
+SEEDS = {"energy": (1, 3), "airfoil": (1, 3), "bikesharing": (1,)}
+BATCH_SIZE = 256
+# Of a chain that does not even know the mean and variance of the targets.
+USELESS = -1.42
+# R-hat is asked of so many test points at most.
+MAX_INPUTS = 500
+
+
+@dataclasses.dataclass(frozen=True)
+class Protocol:
+    """How chains start and how long they are.
+
+    Attributes:
+        learns_sigma: whether the warm start is by likelihood; otherwise by squared error.
+        num_chains: members and chains.
+        num_gradients: per chain, of which
+        warmup: this share comes before the first draw.
+        num_samples: draws per chain.
+    """
+
+    learns_sigma: bool
+    num_chains: int
+    num_gradients: int
+    warmup: float
+    num_samples: int
+
+
+PROTOCOLS = {
+    "paper": Protocol(False, 10, 120_000, 5 / 6, 1000),
+    "joint": Protocol(True, 10, 60_000, 1 / 3, 400),
+}
+
+
+class Network(nn.Module):
+    """Mean `[input]` and one log sigma."""
+
+    @nn.compact
+    def __call__(self, x):
+        """Map features `[input, feature]`."""
+        for _ in range(3):
+            x = nn.relu(nn.Dense(16)(x))
+        return nn.Dense(1)(x)[:, 0], self.param("log_std", nn.initializers.zeros, ())
+
+
+NETWORK = Network()
+
+
+def outputs_of(params, features) -> Any:
+    """Mean and log sigma."""
+    return NETWORK.apply(params, features)
+
+
+def mean_loss(params, batch):
+    """Negative log likelihood per example, up to a constant."""
+    features, targets = batch
+    mean, log_std = outputs_of(params, features)
+    return jnp.mean((targets - mean) ** 2) * jnp.exp(-2 * log_std) / 2 + log_std
+
+
+def squared_error(params, batch):
+    """Half the squared error: the likelihood with sigma = 1."""
+    features, targets = batch
+    return jnp.mean((targets - outputs_of(params, features)[0]) ** 2) / 2
+
+
+def load(name: str, split: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Training, validation and test data, standardized over the whole file as published."""
+    folder = Path(os.environ["OPTAX_SMILE_DATA"])
+    if split < len(SEEDS.get(name, ())):
+        seed = SEEDS[name][split]
+        with np.load(folder / "uci_reference_splits" / f"{name}_seed{seed}.npz") as arrays:
+            return [
+                (arrays[f"x_{part}"], arrays[f"y_{part}"]) for part in ("train", "valid", "test")
+            ]
+    table = np.loadtxt(folder / "uci" / FILES[name])
+    table = (table - table.mean(0)) / np.maximum(table.std(0), 1e-12)
+    order = np.random.default_rng(split).permutation(len(table))
+    num_valid = len(order) // 10
+    test = order[: 2 * num_valid]
+    if name not in SEEDS:
+        stem = FILES[name].split(".")[0]
+        with np.load(folder / "uci" / f"{stem}.splits.npz") as arrays:
+            test = arrays["test_idx"][split]
+    rest = order[~np.isin(order, test)]
+    parts = rest[num_valid:], rest[:num_valid], test
+    return [(table[p, :-1].astype(np.float32), table[p, -1].astype(np.float32)) for p in parts]
+
+
+def batches_of(data, size: int, num_epochs: int) -> list[Any]:
+    """Epochs without replacement; rows that do not fill a batch are left out of an epoch."""
+    rng, size = np.random.default_rng(0), min(size, len(data[0]))
+    orders = (rng.permutation(len(data[0])) for _ in range(num_epochs))
+    rows = [row for order in orders for row in order[: len(order) // size * size].reshape(-1, size)]
+    return [tuple(array[row] for array in data) for row in rows]
+
+
+@functools.cache
+def warm(data: str, split: int, learns_sigma: bool, num_chains: int) -> tuple[Any, Any]:
+    """Split and deep ensemble."""
+    parts = load(data, split)
+    members = optax_smile.warmstart(
+        mean_loss if learns_sigma else squared_error,
+        lambda key: NETWORK.init(key, parts[0][0][:1]),
+        batches_of(parts[0], 64, 1),
+        optax.adamw(1e-2, weight_decay=5e-3),
+        num_members=num_chains,
+        num_epochs=200,
+        validation=parts[1],
+        key=jax.random.key(split),
+        progress=False,
+    )
+    return parts, members
+
+
+class Method(NamedTuple):
+    """A sampler of the table.
+
+    Attributes:
+        make: from step size (None: its own), number of examples and key.
+        batch_per: see `sample`: `"step"` for minimal norm, two gradients a step, as published.
+        step_sizes: the grid of which a table takes the best.
+    """
+
+    make: Any
+    batch_per: str
+    step_sizes: tuple[float | None, ...]
+
+
+def simple(name: str, *step_sizes: float | None, batch_per: str = "call", **options) -> Method:
+    """A method that is one function of the library."""
+
+    def make(step_size, num_data, key):
+        first = () if step_size is None else (step_size,)
+        return getattr(optax_smile, name)(*first, num_data=num_data, key=key, **options)
+
+    return Method(make, batch_per, step_sizes)
+
+
+def mile(step_size, num_data, key):
+    """MCLMC on the full batch; L and the grid around what the published tuner found."""
+    return optax_smile.mclmc(step_size, num_data=num_data, decoherence_length=11.0, key=key)
+
+
+def cyclical(step_size, num_data, key):
+    """Four cycles over the whole run."""
+    return optax_smile.cyclical_sgld(step_size, num_data=num_data, total_steps=60_000, key=key)
+
+
+PUBLISHED = {"batch_per": "step", **optax_smile.PUBLISHED}
+NAIVE = {"batch_per": "step", "integrator": "minimal_norm"}
+FULL_BATCH = "mile"
+METHODS = {
+    FULL_BATCH: Method(mile, "step", (0.01, 0.02, 0.04)),
+    "sgld": simple("sgld", 1e-7, 1e-6, 1e-5, 1e-4),
+    "scale_adapted_sghmc": simple("scale_adapted_sghmc", 1e-4, 1e-3, 1e-2, 1e-1),
+    "cyclical_sgld": Method(cyclical, "call", (1e-7, 1e-6, 1e-5, 1e-4)),
+    "smile_naive published": simple("smile_naive", 1e-4, 1e-3, 3e-3, 1e-2, **NAIVE),
+    "psmile_naive published": simple("psmile_naive", 1e-4, 1e-3, 3e-3, 1e-2, **NAIVE),
+    "smile published": simple("smile", 1e-3, 1e-2, **PUBLISHED),
+    "psmile published": simple("psmile", 1e-3, 1e-2, **PUBLISHED),
+    "psmile_naive": simple("psmile_naive", 5e-4, 1e-3, 2e-3, 4e-3),
+    "smile": simple("smile", None),
+    "psmile": simple("psmile", None),
+}
+ALL = ("deep ensemble", *METHODS)
+
+
+def score(snapshots: Any, test) -> dict[str, Any]:
+    """What the predictions are worth, and whether the chains agree."""
+    inputs, targets = test
+    try:
+        found = optax_smile.predict(
+            outputs_of, snapshots, inputs, likelihood="gaussian", targets=targets, per="draw"
+        )
+    except ValueError as error:
+        return {"lppd": float("-inf"), "error": str(error)}
+    low, high = optax_smile.metrics.interval(found.mean, np.sqrt(found.total), 0.9)
+    told = {
+        "lppd": float(np.mean(found.log_density)),
+        "rmse": float(np.sqrt(np.mean((found.mean - targets) ** 2))),
+        "coverage": float(np.mean((low <= targets) & (targets <= high))),
+    }
+    if snapshots.trace:
+        summary = optax_smile.diagnostics.summary(snapshots, found, max_inputs=MAX_INPUTS)
+        log_std = np.asarray(snapshots.params["params"]["log_std"])
+        told |= {
+            "chain_lppd": np.round(summary.chain_lppd, 3).tolist(),
+            "num_lost": int(np.sum(~(summary.chain_lppd > USELESS))),
+            "rhat_across": float(np.mean(summary.rhat_across < 1.05)),
+            "rhat_within": float(np.mean(summary.rhat_within < 1.05)),
+            "sigma": np.exp(np.mean(log_std, axis=0))[[0, len(log_std[0]) // 2, -1]].tolist(),
+        }
+    return told
+
+
+def run_cell(cell: dict[str, Any]) -> dict[str, Any]:
+    """Sample and score."""
+    protocol = PROTOCOLS[cell["protocol"]]
+    num_chains, num_gradients = cell["num_chains"], cell["num_gradients"]
+    (train, _, test), members = warm(cell["data"], cell["split"], protocol.learns_sigma, num_chains)
+    members = jax.tree.map(jnp.copy, members)
+    if cell["method"] == "deep ensemble":
+        if not protocol.learns_sigma:
+            residual = np.mean(jax.vmap(squared_error, (0, None))(members, train)) * 2
+            members["params"]["log_std"] += np.log(residual) / 2
+        return score(optax_smile.Snapshots.from_members(members), test)
+    if not protocol.learns_sigma:
+        members["params"]["log_std"] *= 0
+    key, began = jax.random.key(1_000 + cell["split"]), time.monotonic()
+    method = METHODS[cell["method"]]
+    sampler = method.make(cell["step_size"], len(train[0]), key)
+    is_full = cell["method"] == FULL_BATCH
+    num_steps = num_gradients // (2 if method.batch_per == "step" else 1)
+    num_warmup = round(num_steps * protocol.warmup)
+    draws = optax_smile.sample(
+        mean_loss,
+        members,
+        [train] if is_full else batches_of(train, BATCH_SIZE, 50),
+        sampler,
+        num_warmup=num_warmup,
+        num_samples=protocol.num_samples,
+        thin=(num_steps - num_warmup) // protocol.num_samples,
+        steps_per_call=100,
+        batch_per=method.batch_per,
+        key=key,
+        progress=False,
+    )
+    seconds = time.monotonic() - began
+    steps = np.median(draws.trace["step_size"], axis=0)
+    places = {"second": 0.15, "middle": 0.5, "last": 0.95}
+    return {
+        **score(draws, test),
+        "seconds": seconds,
+        "steps": {name: float(steps[int(part * len(steps))]) for name, part in places.items()},
+        "num_resets": int(np.sum(draws.trace["num_resets"][:, -1])),
+    }
+
+
+def cells_of(arguments) -> list[dict[str, Any]]:
+    """All cells that are asked for."""
+    cells = []
+    for data, split, method in itertools.product(
+        arguments.data, arguments.splits, arguments.methods
+    ):
+        grid = METHODS[method].step_sizes if method in METHODS else (None,)
+        if grid != (None,) and arguments.step_sizes:
+            grid = arguments.step_sizes
+        for step_size in grid:
+            cells.append(
+                {
+                    "protocol": arguments.protocol,
+                    "data": data,
+                    "split": split,
+                    "method": method,
+                    "step_size": step_size,
+                    "num_chains": arguments.num_chains,
+                    "num_gradients": arguments.num_gradients
+                    or PROTOCOLS[arguments.protocol].num_gradients,
+                }
+            )
+    return cells
+
+
+def table(found: list[dict[str, Any]], protocol: str) -> str:
+    """Mean and standard error over the splits at each method's best step size, as Markdown."""
+    groups: dict[tuple, list[dict[str, Any]]] = {}
+    num_gradients = PROTOCOLS[protocol].num_gradients
+    for record in found:
+        cell = record["cell"]
+        if (cell["protocol"], cell["num_gradients"]) == (protocol, num_gradients):
+            groups.setdefault((cell["data"], cell["method"], cell["step_size"]), []).append(record)
+    lines = [
+        "| data | method | step size | LPPD | RMSE | coverage of 90 % | R-hat < 1.05 within, across"
+        " | lost | s |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for data, method in itertools.product(FILES, ALL):
+        rows = {key[2]: rows for key, rows in groups.items() if key[:2] == (data, method)}
+        rows = {k: v for k, v in rows.items() if len(v) == max(map(len, rows.values()))}
+        if not rows:
+            continue
+        best = max(rows, key=lambda step: np.mean([row["lppd"] for row in rows[step]]))
+        of = rows[best]
+
+        def mean(name, of=of):
+            return np.mean([row.get(name, np.nan) for row in of])
+
+        lppd = [row["lppd"] for row in of]
+        error = f" ± {np.std(lppd, ddof=1) / np.sqrt(len(of)):.3f}" if len(of) > 1 else ""
+        lines.append(
+            f"| {data} | {method} | {'' if best is None else f'{best:g}'}"
+            f" | {np.mean(lppd):.3f}{error} ({len(of)}) | {mean('rmse'):.4f}"
+            f" | {mean('coverage'):.3f} | {mean('rhat_within'):.2f}, {mean('rhat_across'):.2f}"
+            f" | {sum(row.get('num_lost', 0) for row in of)} | {mean('seconds'):.0f} |"
+        )
+    return "\n".join(lines)
+
+
+def main():
+    """Run the cells that are missing, print the table."""
+    parser = argparse.ArgumentParser(description="Samplers on UCI regression.")
+    parser.add_argument("--protocol", choices=PROTOCOLS, default="joint")
+    parser.add_argument("--data", nargs="+", choices=FILES, default=list(FILES))
+    parser.add_argument("--splits", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--methods", nargs="+", choices=ALL, default=ALL)
+    parser.add_argument("--step-sizes", nargs="+", type=float, help="instead of the methods' own")
+    parser.add_argument("--num-chains", type=int, default=10)
+    parser.add_argument("--num-gradients", type=int, help="per chain, instead of the protocol's")
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--table", type=Path, help="print the table of this file and stop")
+    arguments = parser.parse_args()
+    found = records.read(arguments.table or arguments.output)
+    for cell in [] if arguments.table else cells_of(arguments):
+        if any(record["cell"] == cell for record in found):
+            continue
+        record = {"cell": cell, **run_cell(cell), **records.environment()}
+        jax.clear_caches()
+        records.append(arguments.output, record)
+        found.append(record)
+        print(*cell.values(), f"LPPD {record['lppd']:.3f}", flush=True)
+    print(table(found, arguments.protocol))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,262 @@
+"""Which step size? Short chains with each of several, judged by what they predict."""
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import optax
+
+from optax_smile import _check, _loop, _summary, ensemble
+from optax_smile._likelihoods import Likelihood
+from optax_smile.predict import predict
+from optax_smile.sampling import sample
+from optax_smile.snapshots import Snapshots, StoredSnapshots
+
+# Lengths of steps with `psmile_naive` and its family: from chains that hardly move to networks that
+# do not survive.
+STEP_SIZES = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0)
+# A difference of more standard errors is hardly chance.
+CLEAR_ERRORS = 2.0
+
+
+class StepSizeSearch(NamedTuple):
+    """What `find_step_size` finds; `str(search)` is a table in plain words.
+
+    Attributes:
+        step_sizes: that were tried, ascending, `[candidate]`.
+        lppd: log pointwise predictive density of the validation data, nats per input, of all
+            chains together, `[candidate]`; -inf where chains left the finite numbers.
+        standard_error: of the difference of `lppd` to the best, over the inputs, `[candidate]`; NaN
+            where `lppd` is -inf, and of a single input.
+        chain_lppd: of each chain alone, `[candidate, chain]`.
+        undone: steps taken back per gradient, all chains together, `[candidate]`.
+        start_lppd: `lppd` of the start of the chains.
+        start_chain_lppd: `chain_lppd` of the start, `[chain]`.
+    """
+
+    step_sizes: np.ndarray
+    lppd: np.ndarray
+    standard_error: np.ndarray
+    chain_lppd: np.ndarray
+    undone: np.ndarray
+    start_lppd: float
+    start_chain_lppd: np.ndarray
+
+    @property
+    def best(self) -> float:
+        """The step size with the largest LPPD."""
+        return float(self.step_sizes[np.argmax(self.lppd)])
+
+    def __str__(self) -> str:
+        def column(values: np.ndarray, form: str) -> list[str]:
+            return ["-" if np.isnan(value) else format(value, form) for value in values]
+
+        alone = np.array([self.start_chain_lppd, *self.chain_lppd]).mean(axis=1)
+        table = {
+            "step size": ["start", *column(self.step_sizes, ".3g")],
+            "LPPD": column(np.array([self.start_lppd, *self.lppd]), ".5g"),
+            "of one chain": column(alone, ".5g"),
+            "below best": ["-", *column(self.lppd.max() - self.lppd, ".2g")],
+            "error": ["-", *column(self.standard_error, ".2g")],
+            "undone": ["-", *column(self.undone, ".2g")],
+        }
+        return "\n".join([*_summary.aligned(table), "", *self._notes()])
+
+    def _notes(self) -> Iterator[str]:
+        yield f"Best: {self.best:.3g}"
+        near = self.lppd.max() - self.lppd <= CLEAR_ERRORS * self.standard_error
+        others = [f"{size:.3g}" for size in self.step_sizes[near] if size != self.best]
+        if others:
+            yield f"Not clearly worse ({CLEAR_ERRORS:g} standard errors): {', '.join(others)}"
+        if self.best == self.step_sizes[0]:
+            yield "The best is the smallest step size that was tried: try smaller ones."
+        if self.best == self.step_sizes[-1]:
+            yield "The best is the largest step size that was tried: try larger ones."
+        if self.start_lppd >= self.lppd.max():
+            yield "No step size predicts better than the start: give the chains more steps."
+        if np.isneginf(self.lppd).any():
+            yield "-inf: chains or predictions left the finite numbers."
+
+
+def find_step_size(
+    loss_fn: Callable[[optax.Params, Any], jax.Array],
+    params: optax.Params,
+    batches: Iterable[Any],
+    make_sampler: Callable[[float], optax.GradientTransformation],
+    apply_fn: Callable[[optax.Params, Any], Any],
+    validation: tuple[Any, Any],
+    *,
+    likelihood: str | Likelihood,
+    num_warmup: int,
+    num_samples: int,
+    thin: int = 1,
+    key: jax.Array,
+    step_sizes: Sequence[float] = STEP_SIZES,
+    steps_per_call: int = 1,
+    progress: bool = True,
+) -> StepSizeSearch:
+    """Find the step size with which short chains predict validation data best.
+
+    It is a loop of `sample` and `predict`; with each step size from the same start, with the same
+    key and as many steps. Sample with the best one, kept constant, from the same start:
+    `make_sampler(search.best)`.
+
+    Short chains from a good start favour step sizes that hardly leave it: give them the warm-up of
+    the run that is planned.
+
+    Args:
+        loss_fn: see `sample`; likewise the arguments not named here.
+        params: see `sample`.
+        batches: gone through anew for each step size; not an iterator, which cannot be. If they are
+            shuffled anew as well, step sizes see different ones.
+        make_sampler: gives the sampler with a step size, such as
+            `lambda step_size: optax_smile.psmile_naive(step_size, num_data=N)`.
+        apply_fn: see `predict`.
+        validation: pair of `inputs` and `targets`, see `predict`.
+        likelihood: see `predict`.
+        num_warmup: see `sample`.
+        num_samples: see `sample`.
+        thin: see `sample`.
+        key: see `sample`.
+        step_sizes: at least 2, > 0, ascending; the default is for the family of `psmile`.
+        steps_per_call: see `sample`.
+        progress: show a progress bar over the step sizes, if tqdm is installed.
+
+    Returns:
+        A `StepSizeSearch`: print it, or draw it with `plots.step_size_search`. A step size scores
+        -inf if predictions are not finite, or more than 1 % of a chain's gradients.
+
+    Raises:
+        ValueError: an argument out of range; no step size that scores more than -inf; as `sample`
+            and `predict`.
+        KeyboardInterrupt: stopped before the last step size is done.
+
+    Cost: for each step size that of `sample`, which compiles anew, and of `predict`.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, optax_smile
+        >>> x = jnp.linspace(-1, 1, 20)
+        >>> apply_fn = lambda params, x: (params["w"][0] * x + params["w"][1], jnp.zeros(()))
+        >>> loss_fn = lambda params, y: jnp.mean((apply_fn(params, x)[0] - y) ** 2) / 2
+        >>> search = optax_smile.find_step_size(
+        ...     loss_fn, {"w": jnp.eye(2)}, [2 * x],
+        ...     lambda step_size: optax_smile.smile_naive(step_size, num_data=20),
+        ...     apply_fn, (x, 2 * x), likelihood="gaussian", num_warmup=30, num_samples=30,
+        ...     key=jax.random.key(0), step_sizes=(0.03, 3.0), progress=False,
+        ... )
+        >>> search.best
+        0.03
+    """
+    step_sizes = _check_step_sizes(step_sizes)
+    for name, value, smallest in (
+        ("num_warmup", num_warmup, 0),
+        ("num_samples", num_samples, 1),
+        ("thin", thin, 1),
+        ("steps_per_call", steps_per_call, 1),
+    ):
+        _check.whole("find_step_size", name, value, smallest)
+    if isinstance(batches, Iterator):
+        rule = "an iterable that can be gone through again, such as a list"
+        _check.fail("find_step_size", "batches", rule, f"a {type(batches).__name__}")
+    if not isinstance(validation, (tuple, list)) or len(validation) != 2 or validation[1] is None:
+        rule = "a pair of inputs and targets"
+        _check.fail("find_step_size", "validation", rule, jax.tree.map(np.shape, validation))
+    inputs, targets = validation
+    samplers = _make_samplers(make_sampler, step_sizes)
+    ensemble.num_chains("find_step_size", params)
+
+    def judge(snapshots: Snapshots | StoredSnapshots) -> list[np.ndarray]:
+        """Log density of all chains together `[input]`, and that of each on average `[chain]`."""
+        prediction = predict(
+            apply_fn, snapshots, inputs, likelihood=likelihood, targets=targets, per="chain"
+        )
+        densities = prediction.log_density, prediction.each.log_density
+        return [np.mean(x.reshape(len(x), -1), axis=1, dtype=float) for x in densities]
+
+    start = judge(Snapshots.from_members(params))
+    judged, undone = [], []
+    num_ticks = -(-num_warmup // thin) + num_samples
+    bar = _loop.progress_bar(len(step_sizes), "step sizes", progress)
+    try:
+        for step_size, sampler in zip(step_sizes, samplers, strict=True):
+            draws = sample(
+                loss_fn,
+                params,
+                batches,
+                sampler,
+                num_warmup=num_warmup,
+                num_samples=num_samples,
+                thin=thin,
+                key=key,
+                steps_per_call=steps_per_call,
+                progress=False,
+            )
+            if draws.trace["num_calls"].shape[1] < num_ticks:
+                raise KeyboardInterrupt(f"`find_step_size` was stopped at step size {step_size:g}.")
+            calls, resets, nonfinite = (
+                draws.trace[name][:, -1] for name in ("num_calls", "num_resets", "num_nonfinite")
+            )
+            undone.append(np.sum(resets + nonfinite) / np.sum(calls))
+            found = [np.full_like(x, -np.inf) for x in start]
+            # Else a chain that cannot leave the start would score like it.
+            if np.all(nonfinite <= _summary.MOST_NONFINITE * calls):
+                # At the start all was well: what is wrong now are predictions that are not finite.
+                with contextlib.suppress(ValueError):
+                    found = judge(draws)
+            judged.append(found)
+            if bar is not None:
+                bar.set_postfix({"last": f"{step_size:.3g}", "LPPD": f"{found[0].mean():.4g}"})
+                bar.update()
+    finally:
+        if bar is not None:
+            bar.close()
+
+    density, chain_lppd = (np.stack(found) for found in zip(*judged, strict=True))
+    lppd = density.mean(axis=1)
+    if np.isneginf(lppd).all():
+        rule = "step sizes of which at least one keeps all chains and predictions finite"
+        _check.fail("find_step_size", "step_sizes", rule, step_sizes, "Try smaller ones.")
+    return StepSizeSearch(
+        step_sizes=np.array(step_sizes),
+        lppd=lppd,
+        standard_error=_standard_error(density - density[np.argmax(lppd)]),
+        chain_lppd=chain_lppd,
+        undone=np.array(undone),
+        start_lppd=float(start[0].mean()),
+        start_chain_lppd=start[1],
+    )
+
+
+def _check_step_sizes(step_sizes: Any) -> tuple[float, ...]:
+    """Require ascending numbers above zero, at least two."""
+    rule = "at least 2 ascending numbers"
+    if not np.iterable(step_sizes):
+        _check.fail("find_step_size", "step_sizes", rule, repr(step_sizes))
+    step_sizes = tuple(step_sizes)
+    for step_size in step_sizes:
+        _check.positive("find_step_size", "step_sizes", step_size)
+    step_sizes = tuple(map(float, step_sizes))
+    if len(step_sizes) < 2 or list(step_sizes) != sorted(set(step_sizes)):
+        _check.fail("find_step_size", "step_sizes", rule, step_sizes)
+    return step_sizes
+
+
+def _make_samplers(make_sampler: Any, step_sizes: tuple[float, ...]) -> list[Any]:
+    rule = "a function that gives a sampler of a step size"
+    if not callable(make_sampler):
+        _check.fail("find_step_size", "make_sampler", rule, f"a {type(make_sampler).__name__}")
+    samplers = [make_sampler(step_size) for step_size in step_sizes]
+    if not isinstance(samplers[0], optax.GradientTransformation):
+        got = f"one that gives a {type(samplers[0]).__name__}"
+        _check.fail("find_step_size", "make_sampler", rule, got)
+    return samplers
+
+
+def _standard_error(values: np.ndarray) -> np.ndarray:
+    """Standard error of the means of rows; NaN for infinite values, or a single one."""
+    number = values.shape[1]
+    with np.errstate(invalid="ignore"):
+        deviations = values - values.mean(axis=1, keepdims=True)
+        return np.sqrt(np.sum(deviations**2, axis=1) / (number * (number - 1)))
