@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import matplotlib.pyplot as plt
 import numpy as np
 import optax
 import records
@@ -58,8 +59,8 @@ class Protocol:
     Attributes:
         learns_sigma: whether the warm start is by likelihood; otherwise by squared error.
         num_chains: members and chains.
-        num_gradients: per chain, of which
-        warmup: this share comes before the first draw.
+        num_gradients: per chain (twice as many for minimal norm where the paper counts steps).
+        warmup: share of the steps that comes before the first draw.
         num_samples: draws per chain.
     """
 
@@ -71,7 +72,7 @@ class Protocol:
 
 
 PROTOCOLS = {
-    "paper": Protocol(False, 10, 120_000, 5 / 6, 1000),
+    "paper": Protocol(False, 10, 60_000, 5 / 6, 1000),
     "joint": Protocol(True, 10, 60_000, 1 / 3, 400),
 }
 
@@ -257,14 +258,15 @@ def run_cell(cell: dict[str, Any]) -> dict[str, Any]:
     is_full = cell["method"] == FULL_BATCH
     num_steps = num_gradients // (2 if method.batch_per == "step" else 1)
     num_warmup = round(num_steps * protocol.warmup)
+    num_samples = min(protocol.num_samples, num_steps - num_warmup)
     draws = optax_smile.sample(
         mean_loss,
         members,
         [train] if is_full else batches_of(train, BATCH_SIZE, 50),
         sampler,
         num_warmup=num_warmup,
-        num_samples=protocol.num_samples,
-        thin=(num_steps - num_warmup) // protocol.num_samples,
+        num_samples=num_samples,
+        thin=(num_steps - num_warmup) // num_samples,
         steps_per_call=100,
         batch_per=method.batch_per,
         key=key,
@@ -281,6 +283,13 @@ def run_cell(cell: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def usual_gradients(protocol: str, method: str) -> int:
+    """As many gradients for every method, or as published as many steps."""
+    counted = PROTOCOLS[protocol].num_gradients
+    is_double = method in METHODS and METHODS[method].batch_per == "step"
+    return counted * (2 if is_double and protocol == "paper" else 1)
+
+
 def cells_of(arguments) -> list[dict[str, Any]]:
     """All cells that are asked for."""
     cells = []
@@ -288,7 +297,7 @@ def cells_of(arguments) -> list[dict[str, Any]]:
         arguments.data, arguments.splits, arguments.methods
     ):
         grid = METHODS[method].step_sizes if method in METHODS else (None,)
-        if grid != (None,) and arguments.step_sizes:
+        if method in METHODS and arguments.step_sizes:
             grid = arguments.step_sizes
         for step_size in grid:
             cells.append(
@@ -300,7 +309,7 @@ def cells_of(arguments) -> list[dict[str, Any]]:
                     "step_size": step_size,
                     "num_chains": arguments.num_chains,
                     "num_gradients": arguments.num_gradients
-                    or PROTOCOLS[arguments.protocol].num_gradients,
+                    or usual_gradients(arguments.protocol, method),
                 }
             )
     return cells
@@ -309,10 +318,10 @@ def cells_of(arguments) -> list[dict[str, Any]]:
 def table(found: list[dict[str, Any]], protocol: str) -> str:
     """Mean and standard error over the splits at each method's best step size, as Markdown."""
     groups: dict[tuple, list[dict[str, Any]]] = {}
-    num_gradients = PROTOCOLS[protocol].num_gradients
     for record in found:
         cell = record["cell"]
-        if (cell["protocol"], cell["num_gradients"]) == (protocol, num_gradients):
+        usual = usual_gradients(protocol, cell["method"])
+        if (cell["protocol"], cell["num_gradients"]) == (protocol, usual):
             groups.setdefault((cell["data"], cell["method"], cell["step_size"]), []).append(record)
     lines = [
         "| data | method | step size | LPPD | RMSE | coverage of 90 % | R-hat < 1.05 within, across"
@@ -341,6 +350,45 @@ def table(found: list[dict[str, Any]], protocol: str) -> str:
     return "\n".join(lines)
 
 
+def figure(found: list[dict[str, Any]], path: Path):
+    """LPPD against the first step size, and on energy against the length of the run (split 0)."""
+    drawn, axes = plt.subplots(1, 3, figsize=(15, 4.5), layout="constrained")
+    usual = PROTOCOLS["joint"].num_gradients
+    found = [r for r in found if (r["cell"]["protocol"], r["cell"]["split"]) == ("joint", 0)]
+    colors = {method: f"C{i}" for i, method in enumerate(METHODS)}
+    for data, axis in zip(("energy", "airfoil"), axes, strict=False):
+        here = [r for r in found if r["cell"]["data"] == data]
+        usual_here = [r for r in here if r["cell"]["num_gradients"] == usual]
+        best = max(r["lppd"] for r in usual_here)
+        for method in ALL:
+            of = [r for r in usual_here if r["cell"]["method"] == method]
+            points = sorted((r["cell"]["step_size"] or 0, r["lppd"]) for r in of)
+            if len(points) > 1:
+                sizes, scores = zip(*[point for point in points if point[0]], strict=True)
+                scores = np.maximum(scores, best - 2)
+                axis.plot(sizes, scores, "o-", label=method, color=colors[method])
+            elif points:
+                color = colors.get(method, "k")
+                axis.axhline(points[0][1], ls="--", label=method, color=color)
+        axis.set(xscale="log", xlabel="step size", ylim=(best - 2, best + 0.1))
+        axis.set(title=f"{data}, {usual:,} gradients", ylabel="test LPPD (nats)")
+    here = [r for r in found if r["cell"]["data"] == "energy"]
+    settings = {(r["cell"]["method"], r["cell"]["step_size"]) for r in here}
+    for method, step_size in sorted(settings, key=str):
+        points = sorted(
+            (r["cell"]["num_gradients"], r["lppd"])
+            for r in here
+            if (r["cell"]["method"], r["cell"]["step_size"]) == (method, step_size)
+        )
+        if len(points) > 1:
+            label = method if step_size is None else f"{method}, {step_size:g}"
+            axes[2].plot(*zip(*points, strict=True), "o-", label=label, color=colors[method])
+    axes[2].set(xscale="log", xlabel="gradients per chain", title="energy")
+    axes[0].legend(fontsize=7)
+    axes[2].legend(fontsize=7)
+    drawn.savefig(path, dpi=110)
+
+
 def main():
     """Run the cells that are missing, print the table."""
     parser = argparse.ArgumentParser(description="Samplers on UCI regression.")
@@ -353,6 +401,7 @@ def main():
     parser.add_argument("--num-gradients", type=int, help="per chain, instead of the protocol's")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--table", type=Path, help="print the table of this file and stop")
+    parser.add_argument("--figure", type=Path, help="with --table: also draw this picture")
     arguments = parser.parse_args()
     found = records.read(arguments.table or arguments.output)
     for cell in [] if arguments.table else cells_of(arguments):
@@ -364,6 +413,8 @@ def main():
         found.append(record)
         print(*cell.values(), f"LPPD {record['lppd']:.3f}", flush=True)
     print(table(found, arguments.protocol))
+    if arguments.figure:
+        figure(found, arguments.figure)
 
 
 if __name__ == "__main__":

@@ -257,6 +257,14 @@ def test_moments(name, label):
     assert_moments(sample(build(name, STEP_SIZES[label], **options), noise, **run), COVARIANCE)
 
 
+@pytest.mark.parametrize("name", ["smile", "psmile"])
+def test_moments_with_a_step_size_of_its_own(name):
+    """The tuner goes on for ever; at the default angle chains would be three times as long."""
+    sampler = build(name, None, tuner=optax_smile.angle_tuner(0.1))
+    moments = sample(sampler, NOISES["isotropic noise"], num_calls=32_000, num_warmup=8_000)
+    assert_moments(moments, COVARIANCE)
+
+
 @pytest.mark.parametrize("name", ["sgld", "psgld", "sghmc", "cyclical_sgld"])
 def test_closed_forms_tend_to_the_target(name):
     """The reference of the test above, for small steps and full batches.
