@@ -14,10 +14,12 @@ from optax_smile import _check
 # The sampler keeps full-precision parameters: 1 + 1e-3 is 1 in bfloat16 and float16.
 PRECISIONS = (jnp.float32, jnp.float64)
 
-# Random signs are as good as normal numbers in trees of so many parameters, and their cost counts
-# in leaves of no more than so many, see `isotropic_like`.
-SMALLEST_TREE = 500
-SMALL_LEAF = 2**16
+# See `isotropic_like`: random signs are as good as normal numbers from so many parameters on, and
+# leaves of no more than so many are drawn together.
+SMALLEST_NETWORK = 500
+SMALL_LEAF = 2**14
+# Of a random number.
+BITS = 32
 
 MISSING_PARAMS = (
     "You are using a transformation that requires the current value of parameters, "
@@ -106,30 +108,39 @@ def normal_like(key: jax.Array, tree: Any) -> Any:
 def isotropic_like(key: jax.Array, tree: Any) -> Any:
     """Draw a tree of independent entries with mean 0 and variance 1.
 
-    The small leaves of a network get random signs, drawn together: normal numbers would cost a
-    small network a third of a step. Large leaves, and trees of a few parameters, get normal ones.
+    Networks get random signs, 32 from one random number: normal numbers would cost a small network
+    a third of a step. Those of small leaves are drawn together. Trees of a few parameters, in which
+    the corners of a cube are not like a sphere, get normal numbers.
     """
-    if size(tree) < SMALLEST_TREE:
+    if size(tree) < SMALLEST_NETWORK:
         return normal_like(key, tree)
     leaves, structure = jax.tree.flatten(tree)
-    small = [i for i, leaf in enumerate(leaves) if leaf.size <= SMALL_LEAF]
-    sign_key, key = jax.random.split(key)
-    num_words = -(-sum(leaves[i].size for i in small) // 32)
-    words = jax.random.bits(sign_key, (num_words,), jnp.uint32)
-    bits = jnp.right_shift(words[:, None], jnp.arange(32, dtype=jnp.uint32)[None]) & 1
-    signs, start = 2 * bits.reshape(-1).astype(dtype(tree)) - 1, 0
-    drawn = normal_like(key, [x for x in leaves if x.size > SMALL_LEAF])
-    for i in small:
-        end = start + leaves[i].size
-        drawn.insert(i, _shaped_like(leaves[i], signs[start:end]))
-        start = end
+    small_key, *keys = jax.random.split(key, len(leaves) + 1)
+    small = jnp.zeros(sum(leaf.size for leaf in leaves if leaf.size <= SMALL_LEAF), dtype(tree))
+    small, start, drawn = _signs_like(small_key, small), 0, []
+    for leaf, leaf_key in zip(leaves, keys, strict=True):
+        if leaf.size > SMALL_LEAF:
+            drawn.append(_signs_like(leaf_key, leaf))
+            continue
+        sharding = jax.typeof(leaf).sharding
+        entries = small[start : start + leaf.size].astype(leaf.dtype)
+        drawn.append(entries.reshape(leaf.shape, out_sharding=sharding))
+        start += leaf.size
     return jax.tree.unflatten(structure, drawn)
 
 
-def _shaped_like(leaf: jax.Array, entries: jax.Array) -> jax.Array:
-    """Give a flat array the shape, precision and sharding of a leaf."""
-    out_sharding = jax.typeof(leaf).sharding
-    return entries.astype(leaf.dtype).reshape(leaf.shape, out_sharding=out_sharding)
+def _signs_like(key: jax.Array, leaf: jax.Array) -> jax.Array:
+    """Draw random signs; the last axis comes from the bits of words, the others may be sharded."""
+    sharding = jax.typeof(leaf).sharding
+    of_words = sharding.update(spec=jax.P(*sharding.spec[:-1], None))
+    shape = (*leaf.shape[:-1], -(-leaf.shape[-1] // BITS))
+    words = jax.random.bits(key, shape, jnp.uint32, out_sharding=of_words)
+    place = jnp.arange(BITS, dtype=jnp.uint32).reshape(*[1] * leaf.ndim, BITS)
+    bits = jnp.right_shift(words[..., None], place) & 1
+    bits = bits.reshape(*shape[:-1], shape[-1] * BITS)[..., : leaf.shape[-1]]
+    if not sharding.mesh.empty:
+        bits = jax.sharding.reshard(bits, sharding)
+    return 2 * bits.astype(leaf.dtype) - 1
 
 
 def check_params(where: str, params: Any, smallest: int):

@@ -9,6 +9,7 @@ import optax
 import pytest
 from blackjax.mcmc import integrators as blackjax_integrators
 from jax.flatten_util import ravel_pytree
+from jax.sharding import AxisType
 
 import optax_smile
 from optax_smile import _tree
@@ -563,21 +564,33 @@ def test_explicit_noise_differs_between_calls_and_starts_with_the_second():
 
 
 def test_isotropic_noise_of_a_network_has_unit_covariance():
-    """Small leaves are drawn as signs, large ones as normal numbers, all of them independent."""
-    large = _tree.SMALL_LEAF + 1
-    tree = {"w": jnp.zeros((20, 40)), "large": jnp.zeros(large), "b": jnp.zeros(()), "v": {}}
+    """Leaves that are drawn together, and one on its own whose rows leave bits over."""
+    tree = {"w": jnp.zeros((20, 10)), "large": jnp.zeros((800, 45)), "b": jnp.zeros(()), "v": {}}
+    assert tree["large"].size > _tree.SMALL_LEAF
     draw = jax.jit(_tree.isotropic_like)
     draws = [draw(key, tree) for key in jax.random.split(jax.random.key(0), 400)]
-    small = np.array([[*np.ravel(draw["w"]), draw["b"]] for draw in draws])
-    assert set(np.unique(small)) == {-1, 1}
-    # Bounds of 5 standard errors over 801 means and 320,400 products.
-    assert np.abs(small.mean(axis=0)).max() < 5 / 400**0.5
-    covariance = small.T @ small / 400
-    assert np.abs(covariance - np.eye(801)).max() < 6 / 400**0.5
-    wide = np.asarray(draws[0]["large"])
-    assert abs(wide.mean()) < 5 / large**0.5 and abs(wide.std() - 1) < 5 / (2 * large) ** 0.5
-    assert len(np.unique(wide)) > 0.9 * large
+    parts = [[*np.ravel(x["w"]), x["b"], *np.ravel(x["large"][:4])] for x in draws]
+    parts = np.array(parts)
+    assert set(np.unique(parts)) == {-1, 1}
+    # 6 standard errors for the largest of 381 means and 72,390 covariances.
+    assert np.abs(parts.mean(axis=0)).max() < 6 / 400**0.5
+    assert np.abs(parts.T @ parts / 400 - np.eye(381)).max() < 6 / 400**0.5
+    assert abs(np.mean(draws[0]["large"])) < 5 / 36_000**0.5
     assert jax.tree.map(jnp.shape, draws[0]) == jax.tree.map(jnp.shape, tree)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
+def test_isotropic_noise_does_not_depend_on_the_sharding(kind):
+    tree = {"w": jnp.zeros((200, 320)), "b": jnp.zeros((40, 2)), "s": jnp.zeros(())}
+    expected = _tree.isotropic_like(jax.random.key(0), tree)
+    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(kind,) * 2)
+    with jax.set_mesh(mesh):
+        spec = {"w": jax.P("a", "b"), "b": jax.P(None, "b"), "s": jax.P()}
+        sharded: Any = jax.device_put(tree, jax.tree.map(partial(jax.NamedSharding, mesh), spec))
+        noisy = jax.jit(lambda key, x: jax.tree.map(jnp.add, x, _tree.isotropic_like(key, x)))
+        got = noisy(jax.random.key(0), sharded)
+    chex.assert_trees_all_equal(jax.device_get(got), jax.device_get(expected))
+    assert got["w"].sharding.is_equivalent_to(sharded["w"].sharding, 2)
 
 
 def matched_cosine(turn_rate, step_size, size, num_chains):
