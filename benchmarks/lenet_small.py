@@ -16,6 +16,7 @@ import functools
 import gzip
 import os
 import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -261,6 +262,8 @@ def main():
     parser.add_argument("--table", type=Path, help="print the table of this file and stop")
     arguments = parser.parse_args()
     found = records.read(arguments.table or arguments.output)
+    # A cell that a signal has cut short is not recorded.
+    warnings.filterwarnings("error", message="`sample` ended early")
     usual = NUM_GRADIENTS[arguments.task]
     for method in [] if arguments.table else arguments.methods:
         for step_size in arguments.step_sizes if method in METHODS else [None]:

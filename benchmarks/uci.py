@@ -21,6 +21,7 @@ import functools
 import itertools
 import os
 import time
+import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -404,6 +405,8 @@ def main():
     parser.add_argument("--figure", type=Path, help="with --table: also draw this picture")
     arguments = parser.parse_args()
     found = records.read(arguments.table or arguments.output)
+    # A cell that a signal has cut short is not recorded.
+    warnings.filterwarnings("error", message="`sample` ended early")
     for cell in [] if arguments.table else cells_of(arguments):
         if any(record["cell"] == cell for record in found):
             continue

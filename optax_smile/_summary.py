@@ -280,7 +280,7 @@ def _findings(found: Summary, run: _Run) -> list[Finding]:
         (
             _frozen(found, run, mixes=rhats < HIGH_RHAT),
             "frozen",
-            "larger steps; `tuner=None`, or `quantile_tuner(adapt_steps=...)` with few steps.",
+            "larger steps; `angle_tuner()`, or `quantile_tuner(adapt_steps=...)` with few steps.",
         ),
     ):
         told = np.zeros_like(sick)
@@ -325,7 +325,8 @@ def _findings(found: Summary, run: _Run) -> list[Finding]:
         find(
             (np.maximum(found.drift, 1 / found.drift) > MOST_DRIFT) & tuned & ~sick,
             f"drift: the step size changed more than {MOST_DRIFT:g}-fold among the draws.",
-            "`tuner=quantile_tuner(adapt_steps=...)` with fewer steps than the warm-up.",
+            "a longer warm-up: the steps of `angle_tuner` follow the gradients, whose size still"
+            " changes; `quantile_tuner` needs `adapt_steps` within it.",
         )
     return findings
 
