@@ -146,7 +146,8 @@ class Predictor:
         if self._waiting:
             self._evaluate()
         batches = [
-            self._finish(jax.device_put(groups, self._everywhere)) for groups in self._averages
+            self._settled(self._finish(jax.device_put(groups, self._everywhere)))
+            for groups in self._averages
         ]
         for *_, invalid in batches:
             if invalid >= 0:
@@ -296,11 +297,19 @@ class Predictor:
         group = first // self._rows % self._num_groups
         outcomes = []
         for add, groups, batch in zip(self._adds, self._averages, self._batches, strict=True):
-            groups[group], outcome = add(groups[group], params, numbers, batch)
+            groups[group], outcome = self._settled(add(groups[group], params, numbers, batch))
             outcomes.append(jax.tree.map(lambda x: np.asarray(x)[taken], outcome))
         if self.per == "draw":
             self._draws.append(_concatenate(outcomes, axis=1))
         self._waiting = []
+
+    def _settled(self, result: Any) -> Any:
+        """Wait for a program on virtual CPU devices.
+
+        They share a few threads: two programs that exchange data could wait for each other forever.
+        """
+        on_cpu = self.mesh is not None and self.mesh.devices.flat[0].platform == "cpu"
+        return jax.block_until_ready(result) if on_cpu else result
 
     def _by_draw(self) -> Outcome:
         def of_draws(flat):
