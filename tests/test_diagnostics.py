@@ -306,7 +306,6 @@ HEALTHY = {
         0.05, **PUBLISHED | {"tuner": optax_smile.quantile_tuner(adapt_steps=100)}
     ),
     "psmile": optax_smile.psmile(0.05, **PUBLISHED | {"tuner": None}),
-    "default": optax_smile.psmile(key=KEY, **OPTIONS),
     "smile_naive": optax_smile.smile_naive(0.05, decoherence_length=0.5, key=KEY, **OPTIONS),
     "sgld": optax_smile.sgld(1e-3, key=KEY, **OPTIONS),
     "sghmc": optax_smile.sghmc(0.02, friction=0.2, key=KEY, **OPTIONS),
