@@ -27,6 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import records
+from predict_cost import LeNet
 
 import optax_smile
 
@@ -34,20 +35,6 @@ CHAINS, DRAWS, WARMUP = 2, 32, 1 / 3
 NUM_GRADIENTS = {"lenet": 2_400, "gpt": 1_200}
 MEAN, STD = 0.2860, 0.3530
 CONTEXT = 64
-
-
-class LeNet(nn.Module):
-    """Logits of ten classes."""
-
-    @nn.compact
-    def __call__(self, x):
-        """Map images `[input, 28, 28, 1]`."""
-        x = nn.avg_pool(nn.gelu(nn.Conv(6, (5, 5))(x)), (2, 2), (2, 2))
-        x = nn.avg_pool(nn.gelu(nn.Conv(16, (5, 5), padding="VALID")(x)), (2, 2), (2, 2))
-        x = x.reshape(len(x), -1)
-        for width in (120, 84):
-            x = nn.gelu(nn.Dense(width)(x))
-        return nn.Dense(10)(x)
 
 
 class SmallGPT(nn.Module):

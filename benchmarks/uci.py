@@ -356,7 +356,7 @@ def figure(found: list[dict[str, Any]], path: Path):
     drawn, axes = plt.subplots(1, 3, figsize=(15, 4.5), layout="constrained")
     usual = PROTOCOLS["joint"].num_gradients
     found = [r for r in found if (r["cell"]["protocol"], r["cell"]["split"]) == ("joint", 0)]
-    colors = {method: f"C{i}" for i, method in enumerate(METHODS)}
+    colors = {method: plt.get_cmap("tab20")(i) for i, method in enumerate(ALL)}
     for data, axis in zip(("energy", "airfoil"), axes, strict=False):
         here = [r for r in found if r["cell"]["data"] == data]
         usual_here = [r for r in here if r["cell"]["num_gradients"] == usual]
@@ -364,13 +364,12 @@ def figure(found: list[dict[str, Any]], path: Path):
         for method in ALL:
             of = [r for r in usual_here if r["cell"]["method"] == method]
             points = sorted((r["cell"]["step_size"] or 0, r["lppd"]) for r in of)
-            if len(points) > 1:
-                sizes, scores = zip(*[point for point in points if point[0]], strict=True)
-                scores = np.maximum(scores, best - 2)
-                axis.plot(sizes, scores, "o-", label=method, color=colors[method])
+            look: dict[str, Any] = {"label": method, "color": colors[method]}
+            if points and points[0][0]:
+                sizes, scores = zip(*points, strict=True)
+                axis.plot(sizes, np.maximum(scores, best - 2), "o-", **look)
             elif points:
-                color = colors.get(method, "k")
-                axis.axhline(points[0][1], ls="--", label=method, color=color)
+                axis.axhline(points[0][1], ls="--", **look)
         axis.set(xscale="log", xlabel="step size", ylim=(best - 2, best + 0.1))
         axis.set(title=f"{data}, {usual:,} gradients", ylabel="test LPPD (nats)")
     here = [r for r in found if r["cell"]["data"] == "energy"]
@@ -386,7 +385,8 @@ def figure(found: list[dict[str, Any]], path: Path):
             axes[2].plot(*zip(*points, strict=True), "o-", label=label, color=colors[method])
     axes[2].set(xscale="log", xlabel="gradients per chain", title="energy")
     axes[0].legend(fontsize=7)
-    axes[2].legend(fontsize=7)
+    if axes[2].lines:
+        axes[2].legend(fontsize=7)
     drawn.savefig(path, dpi=110)
 
 

@@ -15,7 +15,7 @@ Ctrl-C or a kill the same command goes on. Half a minute on two cores. The first
     mesh: {'chain': 8, 'data': 1} of 8 devices, cpu
     chains: 8, the last kernel (8, 32, 10) as P('chain',)
     deep ensemble: LPPD -0.2229
-    psmile: LPPD -0.1758
+    psmile: LPPD -0.1790
 """
 
 import argparse

@@ -465,7 +465,7 @@ def test_average_of_the_angle_tuner_stays_after_adapt_steps():
 
 def test_no_gradient_keeps_the_step_size():
     tuner = angle_tuner()
-    assert turned(tuner, 0, 0, base=0.3)[0] == pytest.approx(0.3)
+    assert turned(tuner, 0, 0, base=0.3)[0] == 0
     nothing = evidence(np.nan, averages(1.0, 0.5))
     nothing = nothing._replace(
         error=nothing.error._replace(finite=jnp.zeros((), bool)), turn_rate=jnp.float32(np.nan)
@@ -481,11 +481,18 @@ def test_angle(angle):
         angle_tuner(angle)
 
 
-@pytest.mark.parametrize("tuner", [angle_tuner, quantile_tuner])
-def test_adapt_steps(tuner):
-    rule = f"`{tuner.__name__}.adapt_steps=....` must be .*>= 0, got -1"
+@pytest.mark.parametrize(("tuner", "smallest"), [(angle_tuner, 1), (quantile_tuner, 0)])
+def test_adapt_steps(tuner, smallest):
+    tuner(adapt_steps=smallest)
+    rule = f"`{tuner.__name__}.adapt_steps=....` must be .*>= {smallest}, got {smallest - 1}"
     with pytest.raises(ValueError, match=rule):
-        tuner(adapt_steps=-1)
+        tuner(adapt_steps=smallest - 1)
+
+
+@pytest.mark.parametrize("step_size", [None, 0.1])
+def test_no_step_size_is_told_before_the_first_gradient(step_size):
+    sampler = optax_smile.psmile(step_size, num_data=1, key=jax.random.key(0))
+    assert optax_smile.stats(sampler.init(jnp.zeros(3)))["step_size"] == 0
 
 
 @pytest.mark.parametrize("sampler", [optax_smile.smile, optax_smile.psmile])

@@ -147,10 +147,11 @@ def microcanonical(
         _tree.check_params(name, params, smallest=2)
         potential.check_prior(name, posterior, params)
         dtype, count = _tree.dtype(params), jnp.zeros((), jnp.int32)
+        start = tuner.init(dtype)
         return SmileState(
             preconditioner=preconditioner.init(params, noise_decay, centered),
-            momentum=momentum.init(params, scheme, step_size_at(count)),
-            tuner=tuner.init(dtype),
+            momentum=momentum.init(params, scheme, step_size_at(count) * start.step_size_factor),
+            tuner=start,
             guardrail=guardrail.init(dtype),
             energies=_energy.init(dtype),
             turns=_turning.init(dtype),

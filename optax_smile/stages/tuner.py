@@ -114,7 +114,7 @@ def quantile_tuner(
     """
     _check.probability("quantile_tuner", "adapt_probability", adapt_probability)
     _check.probability("quantile_tuner", "adapt_rate", adapt_rate)
-    last_call = _last_call("quantile_tuner", adapt_steps)
+    last_call = _last_call("quantile_tuner", adapt_steps, 0)
     low, high = adapt_probability / 3, 1 - 2 * adapt_probability / 3
 
     def update(state: FactorState, evidence: Evidence) -> FactorState:
@@ -135,7 +135,7 @@ class AngleState(NamedTuple):
     """State of `angle_tuner`.
 
     Attributes:
-        step_size_factor: what multiplies the user's step size, scalar > 0.
+        step_size_factor: what multiplies the user's step size, scalar; 0 before the first gradient.
         turn_rate: average rate that the step size comes from, scalar; 0 before the first.
     """
 
@@ -154,7 +154,7 @@ def angle_tuner(angle: float = ANGLE, adapt_steps: int | None = None) -> Tuner:
     Args:
         angle: by which the gradient of one batch turns a momentum across it, in radians, > 0.
         adapt_steps: number of calls of `update` after which the average stays (large gradients
-            still shorten their step); None: never.
+            still shorten their step), >= 1; None: never.
 
     Returns:
         A tuner for the argument `tuner` of `smile` and `psmile`, which need no `step_size` then.
@@ -172,10 +172,10 @@ def angle_tuner(angle: float = ANGLE, adapt_steps: int | None = None) -> Tuner:
     Source: ours; benchmarks/README.md has the evidence.
     """
     _check.positive("angle_tuner", "angle", angle)
-    last_call = _last_call("angle_tuner", adapt_steps)
+    last_call = _last_call("angle_tuner", adapt_steps, 1)
 
     def start(dtype: jnp.dtype) -> AngleState:
-        return AngleState(jnp.ones((), dtype), jnp.zeros((), dtype))
+        return AngleState(jnp.zeros((), dtype), jnp.zeros((), dtype))
 
     def update(state: AngleState, evidence: Evidence) -> AngleState:
         adapts = evidence.error.finite & (evidence.num_calls < last_call)
@@ -190,11 +190,11 @@ def angle_tuner(angle: float = ANGLE, adapt_steps: int | None = None) -> Tuner:
     return Tuner(init=start, update=update, sets_step_size=True)
 
 
-def _last_call(where: str, adapt_steps: int | None) -> float:
+def _last_call(where: str, adapt_steps: int | None, smallest: int) -> float:
     """Number of calls after which a tuner stays."""
     if adapt_steps is None:
         return math.inf
-    _check.whole(where, "adapt_steps", adapt_steps, 0)
+    _check.whole(where, "adapt_steps", adapt_steps, smallest)
     return adapt_steps
 
 
