@@ -32,6 +32,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import optax
 import records
+from as_shipped import as_shipped
 
 import optax_smile
 
@@ -193,6 +194,18 @@ def cyclical(step_size, num_data, key):
     return optax_smile.cyclical_sgld(step_size, num_data=num_data, total_steps=60_000, key=key)
 
 
+def shipped(name: str, **options) -> Method:
+    """A naive form of the published code at its step size, under the protocol *paper*."""
+    protocol = PROTOCOLS["paper"]
+    warmup_calls = round(2 * protocol.num_gradients * protocol.warmup)
+
+    def make(step_size, num_data, key):
+        sampler = getattr(optax_smile, name)(step_size, num_data=num_data, key=key, **options)
+        return as_shipped(sampler, warmup_calls)
+
+    return Method(make, "step", (1e-3,))
+
+
 PUBLISHED = {"batch_per": "step", **optax_smile.PUBLISHED}
 NAIVE = {"batch_per": "step", "integrator": "minimal_norm"}
 FULL_BATCH = "mile"
@@ -203,6 +216,8 @@ METHODS = {
     "cyclical_sgld": Method(cyclical, "call", (1e-7, 1e-6, 1e-5, 1e-4)),
     "smile_naive published": simple("smile_naive", 1e-4, 1e-3, 3e-3, 1e-2, **NAIVE),
     "psmile_naive published": simple("psmile_naive", 1e-4, 1e-3, 3e-3, 1e-2, **NAIVE),
+    "smile_naive as shipped": shipped("smile_naive", integrator="minimal_norm"),
+    "psmile_naive as shipped": shipped("psmile_naive", centered=False, integrator="minimal_norm"),
     "smile published": simple("smile", 1e-3, 1e-2, **PUBLISHED),
     "psmile published": simple("psmile", 1e-3, 1e-2, **PUBLISHED),
     "psmile_naive": simple("psmile_naive", 5e-4, 1e-3, 2e-3, 4e-3),
