@@ -115,12 +115,13 @@ def isotropic_like(key: jax.Array, tree: Any) -> Any:
     if size(tree) < SMALLEST_NETWORK:
         return normal_like(key, tree)
     leaves, structure = jax.tree.flatten(tree)
-    small_key, *keys = jax.random.split(key, len(leaves) + 1)
+    num_large = sum(leaf.size > SMALL_LEAF for leaf in leaves)
+    small_key, *large_keys = jax.random.split(key, num_large + 1) if num_large else [key]
     small = jnp.zeros(sum(leaf.size for leaf in leaves if leaf.size <= SMALL_LEAF), dtype(tree))
     small, start, drawn = _signs_like(small_key, small), 0, []
-    for leaf, leaf_key in zip(leaves, keys, strict=True):
+    for leaf in leaves:
         if leaf.size > SMALL_LEAF:
-            drawn.append(_signs_like(leaf_key, leaf))
+            drawn.append(_signs_like(large_keys.pop(), leaf))
             continue
         sharding = jax.typeof(leaf).sharding
         entries = small[start : start + leaf.size].astype(leaf.dtype)

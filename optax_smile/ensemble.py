@@ -202,13 +202,20 @@ def init(
     if key is None:
         return state
     try:
-        if optax.tree.get(state, "key") is None:
+        if optax.tree.get(state, "key", filtering=_is_random_key) is None:
             return state
     except KeyError:
         rule = "a sampler whose state has one field `key`"
         remedy = 'Pass static_args=("key",) to optax.inject_hyperparams.'
         _check.fail("init", "sampler", rule, "several", remedy)
-    return optax.tree.set(state, key=split_key(key, chains, mesh=mesh))
+    keys = split_key(key, chains, mesh=mesh)
+    return optax.tree.set(state, _is_random_key, key=keys)
+
+
+def _is_random_key(_, value: Any) -> bool:
+    """Tell a key from averages over a layer of that name, which attention has."""
+    dtype = getattr(value, "dtype", jnp.float32)
+    return dtype == jnp.uint32 or jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 
 def chain_sharding(mesh: Mesh) -> NamedSharding:

@@ -174,6 +174,17 @@ def test_state_is_spread_over_the_chains(name, axis_type, specs):
     chex.assert_trees_all_equal(bare(state), bare(plain))
 
 
+@pytest.mark.parametrize("key", [jax.random.key(0), jax.random.PRNGKey(0)])
+def test_a_layer_may_be_called_key(key):
+    """As in attention; the averages over its gradients are no random key."""
+    params: Any = {"key": {"kernel": jnp.ones((3, 2))}, "value": jnp.ones((3, 2))}
+    sampler = optax_smile.psmile(num_data=10, key=key)
+    state = optax_smile.ensemble.init(sampler, params, key=jax.random.key(1))
+    expected: Any = jax.vmap(sampler.init)(params)
+    expected = expected._replace(key=jax.random.split(jax.random.key(1), 3))
+    chex.assert_trees_all_equal(state, expected)
+
+
 def assert_as_on_one_device(name, mesh, is_sharded=False, **options):
     got = run(name, mesh, is_sharded, **options)
     assert_close(got.carry, run(name, **options).carry)

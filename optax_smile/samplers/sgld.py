@@ -52,7 +52,7 @@ def sgld(
             parameter tree.
         temperature: of the posterior, > 0; 1 is Bayes.
         key: JAX key for the noise. Chains under `vmap` get keys of their own by
-            `optax.tree.set(state, key=jax.random.split(key, num_chains))`.
+            `optax_smile.ensemble.init(sampler, params, key=key)`.
 
     Returns:
         An Optax transformation, the last of a chain, as `smile` returns. It needs no `value` and

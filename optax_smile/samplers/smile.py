@@ -169,7 +169,7 @@ def microcanonical(
         value = _call.check(name, updates, params, value, state.momentum.direction, dtype)
         if value is None and uses_energy:
             _warn_without_value(name)
-        key, noise_key, reset_key = _split(state.key)
+        key, noise_key, reset_key = _split(state.key, reset_momentum == "refresh")
         before = state.momentum
 
         # 1 preconditioner: the gradient in coordinates in which its noise is isotropic.
@@ -246,9 +246,11 @@ def microcanonical(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _split(key: jax.Array | None):
+def _split(key: jax.Array | None, refreshes: bool):
     """Keys for the state, the explicit noise and a fresh momentum; None for none."""
-    return (None, None, None) if key is None else jax.random.split(key, 3)
+    if key is None:
+        return None, None, None
+    return jax.random.split(key, 3) if refreshes else (*jax.random.split(key), None)
 
 
 def _warn_without_value(where: str):
@@ -313,7 +315,7 @@ def smile(
             much as the gradients turn u, which halves what anisotropic gradient noise does to the
             posterior. None adds none, as published.
         key: JAX key, needed for `decoherence_length` and `"refresh"`. Chains under `vmap` get keys
-            of their own by `optax.tree.set(state, key=jax.random.split(key, num_chains))`.
+            of their own by `optax_smile.ensemble.init(sampler, params, key=key)`.
 
     Returns:
         An Optax transformation, the last of a chain. `update(grads, state, params, value=loss)`
