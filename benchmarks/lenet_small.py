@@ -141,7 +141,7 @@ METHODS = {
     "psmile, angle .01": functools.partial(make_psmile, tuner=optax_smile.angle_tuner(0.01)),
     "psmile, angle .02": functools.partial(make_psmile, tuner=optax_smile.angle_tuner(0.02)),
     "psmile, no explicit noise": functools.partial(make_psmile, decoherence_length=None),
-    "psmile published": functools.partial(make_psmile, **optax_smile.PUBLISHED),
+    "psmile published": functools.partial(make_psmile, **optax_smile.PUBLISHED["psmile"]),
     "psmile_naive": lambda step_size, num_data, key: optax_smile.psmile_naive(
         step_size, num_data=num_data
     ),

@@ -194,32 +194,36 @@ def cyclical(step_size, num_data, key):
     return optax_smile.cyclical_sgld(step_size, num_data=num_data, total_steps=60_000, key=key)
 
 
-def shipped(name: str, **options) -> Method:
+def shipped(name: str, **options: Any) -> Method:
     """A naive form of the published code at its step size, under the protocol *paper*."""
     protocol = PROTOCOLS["paper"]
     warmup_calls = round(2 * protocol.num_gradients * protocol.warmup)
 
     def make(step_size, num_data, key):
-        sampler = getattr(optax_smile, name)(step_size, num_data=num_data, key=key, **options)
+        common = {"num_data": num_data, "key": key, **optax_smile.PUBLISHED[name]}
+        sampler = getattr(optax_smile, name)(step_size, **common, **options)
         return as_shipped(sampler, warmup_calls)
 
     return Method(make, "step", (1e-3,))
 
 
-PUBLISHED = {"batch_per": "step", **optax_smile.PUBLISHED}
-NAIVE = {"batch_per": "step", "integrator": "minimal_norm"}
+def published(name: str, *step_sizes: float) -> Method:
+    """A method as the paper has it."""
+    return simple(name, *step_sizes, batch_per="step", **optax_smile.PUBLISHED[name])
+
+
 FULL_BATCH = "mile"
 METHODS = {
     FULL_BATCH: Method(mile, "step", (0.01, 0.02, 0.04)),
     "sgld": simple("sgld", 1e-7, 1e-6, 1e-5, 1e-4),
     "scale_adapted_sghmc": simple("scale_adapted_sghmc", 1e-4, 1e-3, 1e-2, 1e-1),
     "cyclical_sgld": Method(cyclical, "call", (1e-7, 1e-6, 1e-5, 1e-4)),
-    "smile_naive published": simple("smile_naive", 1e-4, 1e-3, 3e-3, 1e-2, **NAIVE),
-    "psmile_naive published": simple("psmile_naive", 1e-4, 1e-3, 3e-3, 1e-2, **NAIVE),
-    "smile_naive as shipped": shipped("smile_naive", integrator="minimal_norm"),
-    "psmile_naive as shipped": shipped("psmile_naive", centered=False, integrator="minimal_norm"),
-    "smile published": simple("smile", 1e-3, 1e-2, **PUBLISHED),
-    "psmile published": simple("psmile", 1e-3, 1e-2, **PUBLISHED),
+    "smile_naive published": published("smile_naive", 1e-4, 1e-3, 3e-3, 1e-2),
+    "psmile_naive published": published("psmile_naive", 1e-4, 1e-3, 3e-3, 1e-2),
+    "smile_naive as shipped": shipped("smile_naive"),
+    "psmile_naive as shipped": shipped("psmile_naive", centered=False),
+    "smile published": published("smile", 1e-3, 1e-2),
+    "psmile published": published("psmile", 1e-3, 1e-2),
     "psmile_naive": simple("psmile_naive", 5e-4, 1e-3, 2e-3, 4e-3),
     "smile": simple("smile", None),
     "psmile": simple("psmile", None),

@@ -41,7 +41,7 @@ last_accepted: Any = optax_smile.last_accepted
 
 
 # A step size of the user's, a tuner and a guardrail that need energies.
-PUBLISHED: Any = optax_smile.PUBLISHED | {"integrator": "leapfrog"}
+PUBLISHED: Any = optax_smile.PUBLISHED["smile"] | {"integrator": "leapfrog"}
 # Neither.
 OWN_STEP_SIZE = {
     "step_size": None,

@@ -300,7 +300,7 @@ def kinds(found):
 
 ALL = (0, 1, 2, 3)
 OPTIONS: dict[str, Any] = {"num_data": NUM_DATA}
-PUBLISHED: Any = OPTIONS | optax_smile.PUBLISHED | {"integrator": "leapfrog"}
+PUBLISHED: Any = OPTIONS | optax_smile.PUBLISHED["smile"] | {"integrator": "leapfrog"}
 HEALTHY = {
     "smile": optax_smile.smile(
         0.05, **PUBLISHED | {"tuner": optax_smile.quantile_tuner(adapt_steps=100)}

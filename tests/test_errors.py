@@ -24,7 +24,7 @@ PARAMS = {"layer": {"w": jnp.ones((2, 3)), "b": jnp.ones(3)}}
 # What a sampler cannot be built without.
 NEEDED: dict[str, Any] = {"mclmc": {"decoherence_length": 1.0, "key": KEY}}
 NEEDED |= {name: {"key": KEY} for name in LANGEVIN}
-NEEDED |= {name: optax_smile.PUBLISHED for name in TUNED}
+NEEDED |= {name: optax_smile.PUBLISHED[name] for name in TUNED}
 
 every_sampler = pytest.mark.parametrize("name", ALL)
 

@@ -56,7 +56,7 @@ def draw_inputs(seed, num):
 @cache
 def build(name, integrator="leapfrog", **arguments):
     """A sampler without prior, and its jitted update."""
-    published: Any = optax_smile.PUBLISHED if name in GUARDED else {}
+    published: Any = optax_smile.PUBLISHED[name] if name in GUARDED else {}
     arguments = {"step_size": 0.5} | published | {"integrator": integrator} | arguments
     if arguments.get("reset_momentum") == "refresh" or "decoherence_length" in arguments:
         arguments["key"] = jax.random.key(0)

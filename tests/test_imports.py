@@ -128,7 +128,11 @@ def test_public_names_exist():
     assert all(hasattr(optax_smile, name) for name in optax_smile.__all__)
 
 
-@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: str(path.relative_to(ROOT)))
+# `as_shipped.py` replaces a part of a stage: that is its purpose.
+USERS = [path for path in SCRIPTS if path.name != "as_shipped.py"]
+
+
+@pytest.mark.parametrize("path", USERS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_scripts_use_public_names_only(path):
     tree = parse(path)
     public = {"optax_smile", *(f"optax_smile.{name}" for name in optax_smile.__all__)}

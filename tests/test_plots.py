@@ -141,7 +141,7 @@ def test_what_sample_returns():
         loss_fn,
         {"w": jnp.arange(8.0).reshape(2, 4)},
         [jnp.ones(4)],
-        optax_smile.psmile(0.1, num_data=10, **optax_smile.PUBLISHED),
+        optax_smile.psmile(0.1, num_data=10, **optax_smile.PUBLISHED["psmile"]),
         num_warmup=10,
         num_samples=10,
         thin=2,

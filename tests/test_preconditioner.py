@@ -14,7 +14,7 @@ from optax_smile.stages import preconditioner
 DECAY = 0.99
 
 
-def slow_scale(gradients, decay=DECAY, centered=True):
+def slow_scale(gradients, decay=DECAY, centered=True, clip=None):
     """The scale after the gradients [time, coordinate], by the formula, in float64."""
     mean, variance = np.zeros(gradients.shape[1]), np.zeros(gradients.shape[1])
     for g in np.asarray(gradients, np.float64):
@@ -23,7 +23,9 @@ def slow_scale(gradients, decay=DECAY, centered=True):
         variance = decay * variance + (1 - decay) * (g - mean) ** 2
     start = decay ** len(gradients)
     sigma = np.sqrt(variance + start * variance.mean() / (1 - start))
-    sigma = np.clip(sigma / np.sqrt(np.mean(sigma**2)), 1e-2, 1e2)
+    if clip is None:
+        clip = np.array([1e-2, 1e2]) * np.sqrt(np.mean(sigma**2))
+    sigma = np.clip(sigma, *clip)
     return sigma * np.sqrt(sigma.size) / np.linalg.norm(sigma)
 
 
@@ -35,7 +37,7 @@ def observe(state, gradient, decay=DECAY):
     return preconditioner.normalize(state, square_sum)
 
 
-def scales(gradients, decay=DECAY, centered=True):
+def scales(gradients, decay=DECAY, centered=True, clip=None):
     """The scale after each of the gradients [time, coordinate]."""
 
     def step(state, gradient):
@@ -43,7 +45,7 @@ def scales(gradients, decay=DECAY, centered=True):
         return state, preconditioner.scale(state)
 
     gradients = jnp.asarray(gradients, jnp.float32)
-    start = preconditioner.init(gradients[0], decay, centered)
+    start = preconditioner.init(gradients[0], decay, centered, clip)
     return np.asarray(jax.jit(lambda x: jax.lax.scan(step, start, x)[1])(gradients))
 
 
@@ -92,6 +94,34 @@ def test_scale_is_clipped_at_both_ends():
     root = np.sqrt(1 + 1e6 / size)
     np.testing.assert_allclose(got[0] / got[2], 1e-2 * root, rtol=1e-2)
     np.testing.assert_allclose(got[1] / got[2], 1e2 * root, rtol=1e-2)
+
+
+@pytest.mark.parametrize("unit", [1e-8, 1e-3, 0.1, 1.0, 1e2, 1e6])
+@pytest.mark.parametrize("clip", [(1e-2, 1e4), (0.3, 2.0)])
+def test_published_clip_is_absolute(clip, unit):
+    gradients = unit * noisy_gradients(300, 12)
+    got, expected = scales(gradients, clip=clip), slow_scale(gradients, clip=clip)
+    np.testing.assert_allclose(got[-1], expected, rtol=2e-5)
+
+
+def test_published_clip_without_noise_is_isotropic():
+    np.testing.assert_array_equal(scales(np.zeros((20, 4)), clip=(1e-2, 1e4)), np.ones((20, 4)))
+
+
+@pytest.mark.parametrize("sampler", [optax_smile.psmile, optax_smile.psmile_naive])
+def test_published_clip_reaches_the_sampler(sampler):
+    published: Any = optax_smile.PUBLISHED[sampler.__name__]
+    state: Any = sampler(1e-3, num_data=10, **published).init(jnp.zeros(3))
+    np.testing.assert_array_equal(state.preconditioner.clip, jnp.float32([1e-2, 1e4]))
+    plain: Any = sampler(1e-3, num_data=10, key=jax.random.key(0)).init(jnp.zeros(3))
+    assert plain.preconditioner.clip is None
+
+
+@pytest.mark.parametrize("clip", [1e-2, (0, 1), (2, 1), (1, 2, 3), (1, np.inf), ("a", 1), (1, 1)])
+def test_bad_clip(clip):
+    rule = r"`psmile_naive\(noise_clip=...\)` must be two numbers, 0 < smallest < largest.*got"
+    with pytest.raises(ValueError, match=rule):
+        optax_smile.psmile_naive(1e-3, num_data=10, noise_clip=clip)
 
 
 @pytest.mark.parametrize("size", [1, 7, 1000])

@@ -17,13 +17,19 @@ ENERGY_DECAY = 0.99
 # Energies enter the averages winsorized at this quantile; where there is none for outliers.
 WINSOR_QUANTILE = 0.98
 DEFAULT_TUNER = tuning.angle_tuner()
-# Sommer et al. 2026, section 3 and appendix: `psmile(1e-3, num_data=n, **PUBLISHED)`.
-PUBLISHED: dict[str, Any] = {
-    "integrator": "minimal_norm",
+# Sommer et al. 2026, section 3 and appendix: `psmile(1e-3, num_data=n, **PUBLISHED["psmile"])`.
+_NAIVE: dict[str, Any] = {"integrator": "minimal_norm", "decoherence_length": None}
+_TUNED: dict[str, Any] = {
     "tuner": tuning.quantile_tuner(),
     "reset_quantile": 0.98,
     "reset_momentum": "zero",
-    "decoherence_length": None,
+}
+_SCALED: dict[str, Any] = {"noise_clip": (1e-2, 1e4)}
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "smile": _NAIVE | _TUNED,
+    "psmile": _NAIVE | _TUNED | _SCALED,
+    "smile_naive": _NAIVE,
+    "psmile_naive": _NAIVE | _SCALED,
 }
 
 
@@ -127,6 +133,7 @@ def microcanonical(
     reset_momentum: str = "zero",
     noise_decay: float | None = None,
     centered: bool = True,
+    noise_clip: tuple[float, float] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Build any sampler of the family; `noise_decay=None` leaves the preconditioner out."""
     tuner = tuning.check(name, tuner, step_size)
@@ -134,6 +141,7 @@ def microcanonical(
     scheme = momentum.check(name, integrator, decoherence_length, key)
     _check.key(name, key)
     guardrail.check(name, reset_quantile, reset_momentum, key)
+    preconditioner.check_clip(name, noise_clip)
     uses_energy = tuner.uses_energy or reset_quantile is not None
     uses_key = decoherence_length is not None or reset_momentum == "refresh"
     cap = WINSOR_QUANTILE if reset_quantile is None else reset_quantile
@@ -149,7 +157,7 @@ def microcanonical(
         dtype, count = _tree.dtype(params), jnp.zeros((), jnp.int32)
         start = tuner.init(dtype)
         return SmileState(
-            preconditioner=preconditioner.init(params, noise_decay, centered),
+            preconditioner=preconditioner.init(params, noise_decay, centered, noise_clip),
             momentum=momentum.init(params, scheme, step_size_at(count) * start.step_size_factor),
             tuner=start,
             guardrail=guardrail.init(dtype),
@@ -291,7 +299,7 @@ def smile(
 
     and every call of `update` closes one step and opens the next: one gradient per step. As
     published, with the tuner, the outlier test and the noise of the paper, it is
-    `smile(1e-3, num_data=..., **optax_smile.PUBLISHED)`.
+    `smile(1e-3, num_data=..., **optax_smile.PUBLISHED["smile"])`.
 
     Args:
         step_size: Euclidean length of one step of the whole parameter vector, > 0: a number or an
@@ -375,6 +383,7 @@ def psmile(
     decoherence_length: float | jax.Array | str | None = momentum.MATCHED,
     noise_decay: float = preconditioner.NOISE_DECAY,
     centered: bool = True,
+    noise_clip: tuple[float, float] | None = None,
     key: jax.Array | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Sample like `smile`, in coordinates in which the mini-batch noise is isotropic.
@@ -400,6 +409,9 @@ def psmile(
             and the sampler is `smile`.
         centered: measure the noise about the moving mean of the gradient, as published; otherwise
             its second moment, which saves one parameter-sized array.
+        noise_clip: smallest and largest sigma, in nats per unit length, 0 < smallest < largest, as
+            published (1e-2, 1e4), which depends on `num_data`; None: 1e-2 and 1e2 times the root
+            mean square of sigma.
         key: see `smile`.
 
     Returns:
@@ -430,6 +442,7 @@ def psmile(
         decoherence_length=decoherence_length,
         noise_decay=preconditioner.check("psmile", noise_decay),
         centered=centered,
+        noise_clip=noise_clip,
         key=key,
     )
 
@@ -494,6 +507,7 @@ def psmile_naive(
     decoherence_length: float | jax.Array | str | None = None,
     noise_decay: float = preconditioner.NOISE_DECAY,
     centered: bool = True,
+    noise_clip: tuple[float, float] | None = None,
     key: jax.Array | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Sample like `psmile` with the step size as given and no test of the energy error.
@@ -507,6 +521,7 @@ def psmile_naive(
         decoherence_length: see `psmile`.
         noise_decay: see `psmile`.
         centered: see `psmile`.
+        noise_clip: see `psmile`.
         key: see `psmile`.
 
     Returns:
@@ -531,5 +546,6 @@ def psmile_naive(
         decoherence_length=decoherence_length,
         noise_decay=preconditioner.check("psmile_naive", noise_decay),
         centered=centered,
+        noise_clip=noise_clip,
         key=key,
     )

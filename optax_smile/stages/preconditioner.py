@@ -5,6 +5,7 @@ A diagonal scale s makes it so: the sampler works with the whitened gradient gra
 divides a displacement by s on its way back to the parameters.
 """
 
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -30,6 +31,7 @@ class PreconditionerState(NamedTuple):
         variance_mean: mean of `gradient_variance` over all coordinates, scalar.
         isotropic_weight: weight of the isotropic start, noise_decay^t after t gradients, scalar.
         square_norm: mean of the clipped relative variances, which makes mean(s^2) = 1, scalar.
+        clip: smallest and largest sigma `[2]`; None for bounds relative to rms(sigma).
     """
 
     gradient_mean: optax.Updates | None
@@ -37,6 +39,7 @@ class PreconditionerState(NamedTuple):
     variance_mean: jax.Array
     isotropic_weight: jax.Array
     square_norm: jax.Array
+    clip: jax.Array | None = None
 
 
 def check(where: str, noise_decay: float) -> float:
@@ -45,8 +48,23 @@ def check(where: str, noise_decay: float) -> float:
     return noise_decay
 
 
+def check_clip(where: str, noise_clip: tuple[float, float] | None):
+    """Require bounds 0 < smallest < largest, or None."""
+    try:
+        smallest, largest = (1, 2) if noise_clip is None else noise_clip
+        is_good = bool(0 < smallest < largest < math.inf)
+    except (TypeError, ValueError):
+        is_good = False
+    if not is_good:
+        rule = "two numbers, 0 < smallest < largest, or None"
+        _check.fail(where, "noise_clip", rule, repr(noise_clip))
+
+
 def init(
-    params: optax.Params, noise_decay: float | None, centered: bool
+    params: optax.Params,
+    noise_decay: float | None,
+    centered: bool,
+    noise_clip: tuple[float, float] | None = None,
 ) -> PreconditionerState | None:
     """Start isotropic, with a scale of one; None, a scale of one for ever, without a decay."""
     if noise_decay is None:
@@ -58,6 +76,7 @@ def init(
         variance_mean=jnp.zeros((), dtype),
         isotropic_weight=jnp.ones((), dtype),
         square_norm=jnp.ones((), dtype),
+        clip=None if noise_clip is None else jnp.asarray(noise_clip, dtype),
     )
 
 
@@ -104,10 +123,15 @@ def relative_scale(state: PreconditionerState | None) -> optax.Updates | None:
     noisy = ~(mean < jnp.finfo(mean.dtype).tiny)
     slope = jnp.where(noisy, (1 - state.isotropic_weight) / jnp.where(noisy, mean, 1), 0)
     offset = 1 - slope * mean
+    low, high = SMALLEST_RELATIVE_VARIANCE, LARGEST_RELATIVE_VARIANCE
+    if state.clip is not None:
+        # None is larger than the number of coordinates; more could overflow in the norm.
+        most = _tree.size(state.gradient_variance)
+        low, high = jnp.where(noisy, jnp.minimum(state.clip**2 * slope, most), 1)
 
     def leaf_scale(variance):
         relative = (offset + slope * variance).astype(variance.dtype)
-        return jnp.sqrt(jnp.clip(relative, SMALLEST_RELATIVE_VARIANCE, LARGEST_RELATIVE_VARIANCE))
+        return jnp.sqrt(jnp.clip(relative, low, high))
 
     return jax.tree.map(leaf_scale, state.gradient_variance)
 
