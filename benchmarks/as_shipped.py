@@ -1,7 +1,7 @@
 """What the published code does and the paper does not say, for the comparison in `uci.py` alone.
 
-Facts from a run of that code: its preconditioner averages the squares of gradient minus one, and
-the momentum is set to zero where the warm-up ends.
+Facts from a run of that code: its preconditioner averages the squares of the gradient of the log
+density minus one, and the momentum is set to zero where the warm-up ends.
 """
 
 from typing import Any
@@ -30,7 +30,7 @@ def as_shipped(
     """
 
     def observe(state: Any, gradient: Any, noise_decay: Any, as_usual=preconditioner.observe):
-        shifted = jax.tree.map(lambda g: SHARE * (g - 1), gradient)
+        shifted = jax.tree.map(lambda g: SHARE * (-g - 1), gradient)
         return as_usual(state, shifted, noise_decay)
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any):
