@@ -23,7 +23,7 @@ def as_shipped(
 
     Args:
         sampler: one of the SMILE family.
-        warmup_calls: calls of `update` after which the chain comes to rest, once.
+        warmup_calls: calls of `update` after which the chain comes to rest, once; >= 1.
 
     Returns:
         The transformation that the published code amounts to.

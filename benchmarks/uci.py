@@ -195,7 +195,7 @@ def cyclical(step_size, num_data, key):
 
 
 def shipped(name: str, **options: Any) -> Method:
-    """A naive form of the published code at its step size, under the protocol *paper*."""
+    """A naive form of the published code, for as many gradients as the protocol *paper* has."""
     protocol = PROTOCOLS["paper"]
     warmup_calls = round(2 * protocol.num_gradients * protocol.warmup)
 
@@ -216,7 +216,7 @@ FULL_BATCH = "mile"
 METHODS = {
     FULL_BATCH: Method(mile, "step", (0.01, 0.02, 0.04)),
     "sgld": simple("sgld", 1e-7, 1e-6, 1e-5, 1e-4),
-    "scale_adapted_sghmc": simple("scale_adapted_sghmc", 1e-4, 1e-3, 1e-2, 1e-1),
+    "scale_adapted_sghmc": simple("scale_adapted_sghmc", 1e-4, 1e-3, 3e-3, 1e-2, 2e-2, 1e-1),
     "cyclical_sgld": Method(cyclical, "call", (1e-7, 1e-6, 1e-5, 1e-4)),
     "smile_naive published": published("smile_naive", 1e-4, 1e-3, 3e-3, 1e-2),
     "psmile_naive published": published("psmile_naive", 1e-4, 1e-3, 3e-3, 1e-2),

@@ -182,7 +182,7 @@ def init(
         The state, every leaf with a leading chain axis, scalars and keys included.
 
     Raises:
-        ValueError: as `place`; a state with several fields `key`.
+        ValueError: as `place`; a state with several random keys called `key`.
 
     Cost: `sampler.init` for every chain.
     """

@@ -171,7 +171,7 @@ def test_kill_at_any_moment(tmp_path, compiled, expected):
             assert process.poll() is None, "the run was too short to be killed so often"
             process.kill()
         kept.append(check_draws(directory, expected, kept[-1]))
-    assert len(set(kept)) > KILLS // 2, kept
+    assert len(set(kept)) > KILLS / 2, kept
     finish(directory, compiled, expected)
 
 

@@ -463,9 +463,41 @@ def test_average_of_the_angle_tuner_stays_after_adapt_steps():
     assert turned(tuner, 40, 9, num_calls=51, state=state)[0] == pytest.approx(0.0015)
 
 
-def test_no_gradient_keeps_the_step_size():
+def test_first_steps_of_the_angle_tuner_grow_tenfold():
+    tuner, eps = angle_tuner(0.02), float(np.finfo(np.float32).eps)
+    for calls in range(8):
+        for resolution in (1e-6, 0.0):
+            got = turned(tuner, 1e-9, 1e-9, num_calls=calls, resolution=resolution)[0]
+            assert got == pytest.approx(max(resolution, eps) * 10**calls, rel=1e-5)
+    assert turned(tuner, 1e-9, 1e-9, num_calls=10_000)[0] == pytest.approx(2e7, rel=1e-5)
+    assert turned(tuner, 4, 4, num_calls=20, resolution=1e-6)[0] == pytest.approx(0.005)
+
+
+@pytest.mark.parametrize("sampler", [optax_smile.smile, optax_smile.psmile])
+@pytest.mark.parametrize("start", [0.0, 1e-12, 1e-6, 1e-3])
+def test_a_start_where_the_gradient_vanishes(sampler, start):
+    """In the mode of a Gaussian: the chain neither stays there nor is thrown out."""
+    size, num_data, num_calls = 20, 99, 3000
+    tx = sampler(num_data=num_data, key=jax.random.key(0))
+    params = jnp.full(size, start)
+
+    def step(carry, _):
+        params, state = carry
+        updates, state = tx.update(params, state, params)
+        params = optax.apply_updates(params, updates)
+        return (params, state), params
+
+    carry = (params, tx.init(params))
+    path = jax.jit(lambda carry: jax.lax.scan(step, carry, None, length=num_calls)[1])(carry)
+    sizes = 0.1 * np.sqrt(size)
+    norms = np.linalg.norm(np.asarray(path), axis=1)
+    assert norms.max() < 4 * sizes
+    assert 0.7 * sizes < norms[num_calls // 2 :].mean() < 1.3 * sizes
+
+
+def test_a_step_without_a_finite_gradient_keeps_the_step_size():
     tuner = angle_tuner()
-    assert turned(tuner, 0, 0, base=0.3)[0] == 0
+    assert turned(tuner, 0, 0, base=0.3)[0] == pytest.approx(1)
     nothing = evidence(np.nan, averages(1.0, 0.5))
     nothing = nothing._replace(
         error=nothing.error._replace(finite=jnp.zeros((), bool)), turn_rate=jnp.float32(np.nan)

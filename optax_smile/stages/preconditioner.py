@@ -39,7 +39,7 @@ class PreconditionerState(NamedTuple):
     variance_mean: jax.Array
     isotropic_weight: jax.Array
     square_norm: jax.Array
-    clip: jax.Array | None = None
+    clip: jax.Array | None
 
 
 def check(where: str, noise_decay: float) -> float:
@@ -50,8 +50,10 @@ def check(where: str, noise_decay: float) -> float:
 
 def check_clip(where: str, noise_clip: tuple[float, float] | None):
     """Require bounds 0 < smallest < largest, or None."""
+    if noise_clip is None:
+        return
     try:
-        smallest, largest = (1, 2) if noise_clip is None else noise_clip
+        smallest, largest = noise_clip
         is_good = bool(0 < smallest < largest < math.inf)
     except (TypeError, ValueError):
         is_good = False
@@ -125,7 +127,7 @@ def relative_scale(state: PreconditionerState | None) -> optax.Updates | None:
     offset = 1 - slope * mean
     low, high = SMALLEST_RELATIVE_VARIANCE, LARGEST_RELATIVE_VARIANCE
     if state.clip is not None:
-        # None is larger than the number of coordinates; more could overflow in the norm.
+        # No relative variance exceeds the number of coordinates; larger bounds could overflow.
         most = _tree.size(state.gradient_variance)
         low, high = jnp.where(noisy, jnp.minimum(state.clip**2 * slope, most), 1)
 

@@ -16,6 +16,8 @@ from optax_smile import _check, _energy, _turning
 # What the gradients turn the momentum by in a step, radians; a single one may do so by
 # `_turning.LARGEST_RATIO` times as much.
 ANGLE = 0.03
+# The first steps of `angle_tuner`: each at most so many times as long as the one before.
+FIRST_GROWTH = 10.0
 
 
 class Evidence(NamedTuple):
@@ -135,7 +137,7 @@ class AngleState(NamedTuple):
     """State of `angle_tuner`.
 
     Attributes:
-        step_size_factor: what multiplies the user's step size, scalar; 0 before the first gradient.
+        step_size_factor: what multiplies the user's step size, scalar > 0; 0 before the first call.
         turn_rate: average rate that the step size comes from, scalar; 0 before the first.
     """
 
@@ -149,7 +151,9 @@ def angle_tuner(angle: float = ANGLE, adapt_steps: int | None = None) -> Tuner:
     step size = angle (d - 1) / max(mean |g|, |g| / 3), with the whitened gradient g of this call
     and its average over about the last quarter of all calls so far: no first guess, no unit, no
     energy. A large gradient shortens its own step at once, and the average settles as the chain
-    goes on.
+    goes on. The first step is the shortest that moves the parameters at all, the next may be ten
+    times as long, and so on: where a chain starts so close to a mode that the gradient vanishes,
+    the rule alone would throw it out.
 
     Args:
         angle: by which the gradient of one batch turns a momentum across it, in radians, > 0.
@@ -180,12 +184,14 @@ def angle_tuner(angle: float = ANGLE, adapt_steps: int | None = None) -> Tuner:
     def update(state: AngleState, evidence: Evidence) -> AngleState:
         adapts = evidence.error.finite & (evidence.num_calls < last_call)
         mean = jnp.where(adapts, evidence.turns.mean_turn_rate, state.turn_rate)
-        length = jnp.maximum(angle / jnp.where(mean > 0, mean, 1), evidence.resolution)
+        shortest = jnp.maximum(evidence.resolution, jnp.finfo(mean.dtype).eps)
+        longest = shortest * FIRST_GROWTH ** evidence.num_calls.astype(mean.dtype)
+        length = jnp.where(mean > 0, angle / jnp.where(mean > 0, mean, 1), 1)
+        length = jnp.maximum(jnp.minimum(length, longest), evidence.resolution)
         now = jnp.where(evidence.error.finite, evidence.turn_rate, 0)
         largest = _turning.LARGEST_RATIO * angle / jnp.where(now > 0, now, 1)
         length = jnp.where(now > 0, jnp.minimum(length, largest), length)
-        factor = jnp.where(mean > 0, length / evidence.base, state.step_size_factor)
-        return AngleState(factor.astype(mean.dtype), mean)
+        return AngleState((length / evidence.base).astype(mean.dtype), mean)
 
     return Tuner(init=start, update=update, sets_step_size=True)
 
