@@ -1,13 +1,16 @@
-"""Two networks that a laptop can sample: LeNet on Fashion-MNIST and a small GPT on Shakespeare.
+r"""Two networks that a laptop can sample: LeNet on Fashion-MNIST and a small GPT on Shakespeare.
 
 Two chains from a short AdamW ensemble, one compiled step per call (convolutions are slower inside a
-compiled loop on CPUs). A cell is one task, method and step size: one JSON line in the output, and
-cells that the file already holds are skipped.
+compiled loop on CPUs), spread over the devices. A cell is one task, method and step size: one JSON
+line in the output, and cells that the file already holds are skipped; so is the training of an
+ensemble that lies in the folder `--ensembles`.
 
     lenet   61,706 parameters, 4 epochs of AdamW, then 2,400 gradients on batches of 256 images
-    gpt     2 layers, 128 wide, context 64, characters; 4 epochs, then 1,200 gradients on 64 pieces
+    gpt     418,688 parameters: 2 layers, 128 wide, context 64, characters; 12 epochs of AdamW,
+            then 1,200 gradients on 64 pieces
 
-    python benchmarks/lenet_small.py --task lenet --output out/lenet_small.jsonl
+    JAX_NUM_CPU_DEVICES=2 python benchmarks/lenet_small.py --task gpt --ensembles out/ensembles \
+        --output out/lenet_small.jsonl
     python benchmarks/lenet_small.py --table out/lenet_small.jsonl
 """
 
@@ -17,7 +20,7 @@ import gzip
 import os
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,6 +36,7 @@ import optax_smile
 
 CHAINS, DRAWS, WARMUP = 2, 32, 1 / 3
 NUM_GRADIENTS = {"lenet": 2_400, "gpt": 1_200}
+NUM_EPOCHS = {"lenet": 4, "gpt": 12}
 MEAN, STD = 0.2860, 0.3530
 CONTEXT = 64
 
@@ -66,7 +70,7 @@ class Task(NamedTuple):
         test: the same.
         num_data: examples, or tokens.
         likelihood: see `predict`.
-        optimizer: of the ensemble.
+        optimizer: of the ensemble, as a function of the number of its steps.
         batch_size: of the ensemble.
         sampling_batch_size: of the chains.
     """
@@ -76,7 +80,7 @@ class Task(NamedTuple):
     test: tuple[np.ndarray, np.ndarray]
     num_data: int
     likelihood: str
-    optimizer: optax.GradientTransformation
+    optimizer: Callable[[int], optax.GradientTransformation]
     batch_size: int
     sampling_batch_size: int
 
@@ -94,9 +98,11 @@ def lenet() -> Task:
         return ((images - MEAN) / STD).astype(np.float32), labels[8:].astype(np.int32)
 
     train = read("train")
-    optimizer = optax.adamw(1e-3, weight_decay=0.02)
-    test = read("t10k")
-    return Task(LeNet(), train, test, len(train[0]), "categorical", optimizer, 64, 256)
+
+    def optimizer(num_steps: int) -> optax.GradientTransformation:
+        return optax.adamw(1e-3, weight_decay=0.02)
+
+    return Task(LeNet(), train, read("t10k"), len(train[0]), "categorical", optimizer, 64, 256)
 
 
 def gpt() -> Task:
@@ -111,7 +117,11 @@ def gpt() -> Task:
 
     train = pieces(tokens[: int(0.9 * len(tokens))])
     test = pieces(tokens[int(0.95 * len(tokens)) :])
-    optimizer = optax.adamw(1e-3, b2=0.95, weight_decay=0.05)
+
+    def optimizer(num_steps: int) -> optax.GradientTransformation:
+        rate = optax.warmup_cosine_decay_schedule(0, 3e-3, num_steps // 20, num_steps, 1e-4)
+        return optax.adamw(rate, b2=0.95, weight_decay=0.05)
+
     network = SmallGPT(len(characters))
     return Task(network, train, test, train[0].size, "tokens", optimizer, 64, 64)
 
@@ -124,6 +134,9 @@ class Batches:
 
     def __init__(self, data: tuple[np.ndarray, ...], size: int, seed: int):
         self.data, self.size, self.generator = data, size, np.random.default_rng(seed)
+
+    def __len__(self) -> int:
+        return len(self.data[0]) // self.size
 
     def __iter__(self) -> Iterator[Any]:
         order = self.generator.permutation(len(self.data[0]))
@@ -155,8 +168,16 @@ METHODS = {
 ALL = ("deep ensemble", *METHODS)
 
 
+def over_devices() -> jax.sharding.Mesh | None:
+    """All devices, if the chains divide among them."""
+    count = jax.device_count()
+    if count == 1 or CHAINS % count:
+        return None
+    return jax.make_mesh((count,), ("chain",), axis_types=(jax.sharding.AxisType.Auto,))
+
+
 @functools.cache
-def warm(name: str, num_epochs: int) -> tuple[Task, Any, Any, Any]:
+def warm(name: str, num_epochs: int, ensembles: Path | None) -> tuple[Task, Any, Any, Any]:
     """Task, deep ensemble, outputs and loss."""
     task = TASKS[name]()
 
@@ -168,22 +189,25 @@ def warm(name: str, num_epochs: int) -> tuple[Task, Any, Any, Any]:
         logits = outputs_of(params, inputs)
         return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, targets))
 
+    batches = Batches(task.train, task.batch_size, 0)
     members = optax_smile.warmstart(
         mean_loss,
         lambda key: task.network.init(key, task.train[0][:1]),
-        Batches(task.train, task.batch_size, 0),
-        task.optimizer,
+        batches,
+        task.optimizer(num_epochs * len(batches)),
         num_members=CHAINS,
         num_epochs=num_epochs,
         key=jax.random.key(0),
+        mesh=over_devices(),
+        directory=ensembles and ensembles / f"{name}_{num_epochs}",
         progress=False,
     )
     return task, members, outputs_of, mean_loss
 
 
-def run_cell(cell: dict[str, Any]) -> dict[str, Any]:
+def run_cell(cell: dict[str, Any], ensembles: Path | None) -> dict[str, Any]:
     """Sample and score on the test data."""
-    task, members, outputs_of, mean_loss = warm(cell["task"], cell["num_epochs"])
+    task, members, outputs_of, mean_loss = warm(cell["task"], cell["num_epochs"], ensembles)
     told: dict[str, Any] = {}
     draws: Any = optax_smile.Snapshots.from_members(members)
     if cell["method"] in METHODS:
@@ -202,6 +226,7 @@ def run_cell(cell: dict[str, Any]) -> dict[str, Any]:
             thin=(num_steps - num_warmup) // DRAWS,
             batch_per="step" if is_published else "call",
             key=key,
+            mesh=over_devices(),
             progress=False,
         )
         steps = np.median(draws.trace["step_size"], axis=0)
@@ -245,27 +270,28 @@ def main():
     parser.add_argument("--task", choices=TASKS, default="lenet")
     parser.add_argument("--methods", nargs="+", choices=ALL, default=["deep ensemble", "psmile"])
     parser.add_argument("--step-sizes", nargs="+", type=float, default=[None])
-    parser.add_argument("--num-epochs", type=int, default=4)
+    parser.add_argument("--num-epochs", type=int, help="of the ensemble, instead of the task's")
     parser.add_argument("--num-gradients", type=int, help="per chain, instead of the task's")
+    parser.add_argument("--ensembles", type=Path, help="folder that keeps the trained ensembles")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--table", type=Path, help="print the table of this file and stop")
     arguments = parser.parse_args()
     found = records.read(arguments.table or arguments.output)
     # A cell that a signal has cut short is not recorded.
     warnings.filterwarnings("error", message="`sample` ended early")
-    usual = NUM_GRADIENTS[arguments.task]
+    task = arguments.task
     for method in [] if arguments.table else arguments.methods:
         for step_size in arguments.step_sizes if method in METHODS else [None]:
             cell = {
-                "task": arguments.task,
+                "task": task,
                 "method": method,
                 "step_size": step_size,
-                "num_epochs": arguments.num_epochs,
-                "num_gradients": arguments.num_gradients or usual,
+                "num_epochs": arguments.num_epochs or NUM_EPOCHS[task],
+                "num_gradients": arguments.num_gradients or NUM_GRADIENTS[task],
             }
             if any(record["cell"] == cell for record in found):
                 continue
-            record = {"cell": cell, **run_cell(cell), **records.environment()}
+            record = {"cell": cell, **run_cell(cell, arguments.ensembles), **records.environment()}
             records.append(arguments.output, record)
             found.append(record)
             print(*cell.values(), f"LPPD {record['lppd']:.4f}", flush=True)
