@@ -28,7 +28,6 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import matplotlib.pyplot as plt
 import numpy as np
 import optax
 import records
@@ -335,13 +334,14 @@ def cells_of(arguments) -> list[dict[str, Any]]:
     return cells
 
 
-def table(found: list[dict[str, Any]], protocol: str) -> str:
+def table(found: list[dict[str, Any]], protocol: str, num_chains: int) -> str:
     """Mean and standard error over the splits at each method's best step size, as Markdown."""
     groups: dict[tuple, list[dict[str, Any]]] = {}
     for record in found:
         cell = record["cell"]
         usual = usual_gradients(protocol, cell["method"])
-        if (cell["protocol"], cell["num_gradients"]) == (protocol, usual):
+        settings = cell["protocol"], cell["num_chains"], cell["num_gradients"]
+        if settings == (protocol, num_chains, usual):
             groups.setdefault((cell["data"], cell["method"], cell["step_size"]), []).append(record)
     lines = [
         "| data | method | step size | LPPD | RMSE | coverage of 90 % | R-hat < 1.05 within, across"
@@ -370,45 +370,6 @@ def table(found: list[dict[str, Any]], protocol: str) -> str:
     return "\n".join(lines)
 
 
-def figure(found: list[dict[str, Any]], path: Path):
-    """LPPD against the first step size, and on energy against the length of the run (split 0)."""
-    drawn, axes = plt.subplots(1, 3, figsize=(15, 4.5), layout="constrained")
-    usual = PROTOCOLS["joint"].num_gradients
-    found = [r for r in found if (r["cell"]["protocol"], r["cell"]["split"]) == ("joint", 0)]
-    colors = {method: plt.get_cmap("tab20")(i) for i, method in enumerate(ALL)}
-    for data, axis in zip(("energy", "airfoil"), axes, strict=False):
-        here = [r for r in found if r["cell"]["data"] == data]
-        usual_here = [r for r in here if r["cell"]["num_gradients"] == usual]
-        best = max(r["lppd"] for r in usual_here)
-        for method in ALL:
-            of = [r for r in usual_here if r["cell"]["method"] == method]
-            points = sorted((r["cell"]["step_size"] or 0, r["lppd"]) for r in of)
-            look: dict[str, Any] = {"label": method, "color": colors[method]}
-            if points and points[0][0]:
-                sizes, scores = zip(*points, strict=True)
-                axis.plot(sizes, np.maximum(scores, best - 2), "o-", **look)
-            elif points:
-                axis.axhline(points[0][1], ls="--", **look)
-        axis.set(xscale="log", xlabel="step size", ylim=(best - 2, best + 0.1))
-        axis.set(title=f"{data}, {usual:,} gradients", ylabel="test LPPD (nats)")
-    here = [r for r in found if r["cell"]["data"] == "energy"]
-    settings = {(r["cell"]["method"], r["cell"]["step_size"]) for r in here}
-    for method, step_size in sorted(settings, key=str):
-        points = sorted(
-            (r["cell"]["num_gradients"], r["lppd"])
-            for r in here
-            if (r["cell"]["method"], r["cell"]["step_size"]) == (method, step_size)
-        )
-        if len(points) > 1:
-            label = method if step_size is None else f"{method}, {step_size:g}"
-            axes[2].plot(*zip(*points, strict=True), "o-", label=label, color=colors[method])
-    axes[2].set(xscale="log", xlabel="gradients per chain", title="energy")
-    axes[0].legend(fontsize=7)
-    if axes[2].lines:
-        axes[2].legend(fontsize=7)
-    drawn.savefig(path, dpi=110)
-
-
 def main():
     """Run the cells that are missing, print the table."""
     parser = argparse.ArgumentParser(description="Samplers on UCI regression.")
@@ -421,7 +382,6 @@ def main():
     parser.add_argument("--num-gradients", type=int, help="per chain, instead of the protocol's")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--table", type=Path, help="print the table of this file and stop")
-    parser.add_argument("--figure", type=Path, help="with --table: also draw this picture")
     arguments = parser.parse_args()
     found = records.read(arguments.table or arguments.output)
     # A cell that a signal has cut short is not recorded.
@@ -434,9 +394,7 @@ def main():
         records.append(arguments.output, record)
         found.append(record)
         print(*cell.values(), f"LPPD {record['lppd']:.3f}", flush=True)
-    print(table(found, arguments.protocol))
-    if arguments.figure:
-        figure(found, arguments.figure)
+    print(table(found, arguments.protocol, arguments.num_chains))
 
 
 if __name__ == "__main__":
