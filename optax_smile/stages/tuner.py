@@ -186,7 +186,7 @@ def angle_tuner(angle: float = ANGLE, adapt_steps: int | None = None) -> Tuner:
         mean = jnp.where(adapts, evidence.turns.mean_turn_rate, state.turn_rate)
         shortest = jnp.maximum(evidence.resolution, jnp.finfo(mean.dtype).eps)
         longest = shortest * FIRST_GROWTH ** evidence.num_calls.astype(mean.dtype)
-        length = jnp.where(mean > 0, angle / jnp.where(mean > 0, mean, 1), 1)
+        length = angle / jnp.where(mean > 0, mean, angle)
         length = jnp.maximum(jnp.minimum(length, longest), evidence.resolution)
         now = jnp.where(evidence.error.finite, evidence.turn_rate, 0)
         largest = _turning.LARGEST_RATIO * angle / jnp.where(now > 0, now, 1)
