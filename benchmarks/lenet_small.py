@@ -152,6 +152,7 @@ def make_psmile(step_size, num_data, key, **options) -> Any:
 METHODS = {
     "psmile": make_psmile,
     "psmile, angle .01": functools.partial(make_psmile, tuner=optax_smile.angle_tuner(0.01)),
+    "psmile, angle .04": functools.partial(make_psmile, tuner=optax_smile.angle_tuner(0.04)),
     "psmile, angle .05": functools.partial(make_psmile, tuner=optax_smile.angle_tuner(0.05)),
     "psmile, no explicit noise": functools.partial(make_psmile, decoherence_length=None),
     "psmile published": functools.partial(make_psmile, **optax_smile.PUBLISHED["psmile"]),
