@@ -1,9 +1,9 @@
 r"""Two networks that a laptop can sample: LeNet on Fashion-MNIST and a small GPT on Shakespeare.
 
 Two chains from a short AdamW ensemble, one compiled step per call (convolutions are slower inside a
-compiled loop on CPUs), spread over the devices. A cell is one task, method and step size: one JSON
-line in the output, and cells that the file already holds are skipped; so is the training of an
-ensemble that lies in the folder `--ensembles`.
+compiled loop on CPUs), spread over the devices. A cell is one task, seed, method and step size: one
+JSON line in the output, and cells that the file already holds are skipped; so is the training of an
+ensemble that lies in the folder `--ensembles`. The seed is that of ensemble, batches and chains.
 
     lenet   61,706 parameters, 4 epochs of AdamW, then 2,400 gradients on batches of 256 images
     gpt     418,688 parameters: 2 layers, 128 wide, context 64, characters; 12 epochs of AdamW,
@@ -178,7 +178,9 @@ def over_devices() -> jax.sharding.Mesh | None:
 
 
 @functools.cache
-def warm(name: str, num_epochs: int, ensembles: Path | None) -> tuple[Task, Any, Any, Any]:
+def warm(
+    name: str, seed: int, num_epochs: int, ensembles: Path | None
+) -> tuple[Task, Any, Any, Any]:
     """Task, deep ensemble, outputs and loss."""
     task = TASKS[name]()
 
@@ -190,7 +192,7 @@ def warm(name: str, num_epochs: int, ensembles: Path | None) -> tuple[Task, Any,
         logits = outputs_of(params, inputs)
         return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, targets))
 
-    batches = Batches(task.train, task.batch_size, 0)
+    batches = Batches(task.train, task.batch_size, 2 * seed)
     members = optax_smile.warmstart(
         mean_loss,
         lambda key: task.network.init(key, task.train[0][:1]),
@@ -198,9 +200,9 @@ def warm(name: str, num_epochs: int, ensembles: Path | None) -> tuple[Task, Any,
         task.optimizer(num_epochs * len(batches)),
         num_members=CHAINS,
         num_epochs=num_epochs,
-        key=jax.random.key(0),
+        key=jax.random.key(2 * seed),
         mesh=over_devices(),
-        directory=ensembles and ensembles / f"{name}_{num_epochs}",
+        directory=ensembles and ensembles / f"{name}_{num_epochs}_{seed}",
         progress=False,
     )
     return task, members, outputs_of, mean_loss
@@ -208,11 +210,12 @@ def warm(name: str, num_epochs: int, ensembles: Path | None) -> tuple[Task, Any,
 
 def run_cell(cell: dict[str, Any], ensembles: Path | None) -> dict[str, Any]:
     """Sample and score on the test data."""
-    task, members, outputs_of, mean_loss = warm(cell["task"], cell["num_epochs"], ensembles)
+    seed = cell["seed"]
+    task, members, outputs_of, mean_loss = warm(cell["task"], seed, cell["num_epochs"], ensembles)
     told: dict[str, Any] = {}
     draws: Any = optax_smile.Snapshots.from_members(members)
     if cell["method"] in METHODS:
-        begun, key = time.monotonic(), jax.random.key(1)
+        begun, key = time.monotonic(), jax.random.key(2 * seed + 1)
         sampler = METHODS[cell["method"]](cell["step_size"], task.num_data, key)
         is_published = cell["method"] == "psmile published"
         num_steps = cell["num_gradients"] // (2 if is_published else 1)
@@ -220,7 +223,7 @@ def run_cell(cell: dict[str, Any], ensembles: Path | None) -> dict[str, Any]:
         draws = optax_smile.sample(
             mean_loss,
             members,
-            Batches(task.train, task.sampling_batch_size, 1),
+            Batches(task.train, task.sampling_batch_size, 2 * seed + 1),
             sampler,
             num_warmup=num_warmup,
             num_samples=DRAWS,
@@ -252,12 +255,13 @@ def run_cell(cell: dict[str, Any], ensembles: Path | None) -> dict[str, Any]:
 
 def table(found: list[dict[str, Any]]) -> str:
     """One line per cell, as Markdown."""
-    lines = ["| task | method | step size | LPPD | accuracy | perplexity | steps found | s |"]
-    lines.append("|---|---|---|---|---|---|---|---|")
+    columns = "task", "seed", "method", "step size", "LPPD", "accuracy", "perplexity", "steps found"
+    lines = [f"| {' | '.join((*columns, 's'))} |"]
+    lines.append("|---|---|---|---|---|---|---|---|---|")
     for record in found:
         cell, steps = record["cell"], record.get("steps", [])
         lines.append(
-            f"| {cell['task']} | {cell['method']} | {cell['step_size'] or ''}"
+            f"| {cell['task']} | {cell['seed']} | {cell['method']} | {cell['step_size'] or ''}"
             f" | {record['lppd']:.4f} | {record.get('accuracy', float('nan')):.4f}"
             f" | {record.get('perplexity', float('nan')):.3f}"
             f" | {' '.join(f'{step:.2g}' for step in steps)} | {record.get('seconds', 0):.0f} |"
@@ -271,6 +275,7 @@ def main():
     parser.add_argument("--task", choices=TASKS, default="lenet")
     parser.add_argument("--methods", nargs="+", choices=ALL, default=["deep ensemble", "psmile"])
     parser.add_argument("--step-sizes", nargs="+", type=float, default=[None])
+    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--num-epochs", type=int, help="of the ensemble, instead of the task's")
     parser.add_argument("--num-gradients", type=int, help="per chain, instead of the task's")
     parser.add_argument("--ensembles", type=Path, help="folder that keeps the trained ensembles")
@@ -287,6 +292,7 @@ def main():
                 "task": task,
                 "method": method,
                 "step_size": step_size,
+                "seed": arguments.seed,
                 "num_epochs": arguments.num_epochs or NUM_EPOCHS[task],
                 "num_gradients": arguments.num_gradients or NUM_GRADIENTS[task],
             }
