@@ -19,7 +19,7 @@ METHODS = (
     "scale_adapted_sghmc",
     "cyclical_sgld",
     "psmile published",
-    "psmile_naive published",
+    "psmile_naive relative bounds",
     "psmile_naive",
     "psmile",
 )
