@@ -388,7 +388,7 @@ def main():
     """Run the cells that are missing, print the table."""
     parser = argparse.ArgumentParser(description="Samplers on UCI regression.")
     parser.add_argument("--protocol", choices=PROTOCOLS, default="joint")
-    parser.add_argument("--data", nargs="+", choices=FILES, default=list(FILES))
+    parser.add_argument("--data", nargs="+", choices=FILES)
     parser.add_argument("--splits", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--methods", nargs="+", choices=ALL, default=ALL)
     parser.add_argument("--step-sizes", nargs="+", type=float, help="instead of the methods' own")
@@ -398,7 +398,9 @@ def main():
     parser.add_argument("--output", type=Path)
     parser.add_argument("--table", type=Path, help="print the table of this file and stop")
     arguments = parser.parse_args()
-    if arguments.epoch_wise and not set(arguments.data) <= set(NUM_BATCHES):
+    possible = NUM_BATCHES if arguments.epoch_wise else FILES
+    arguments.data = arguments.data or list(possible)
+    if not set(arguments.data) <= set(possible):
         parser.error(f"--epoch-wise: --data must be of {', '.join(NUM_BATCHES)}")
     found = records.read(arguments.table or arguments.output)
     # A cell that a signal has cut short is not recorded.
