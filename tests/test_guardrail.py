@@ -12,7 +12,6 @@ import optax
 import pytest
 
 import optax_smile
-from optax_smile.stages import preconditioner
 
 SAMPLERS = {
     "smile": optax_smile.smile,
@@ -136,7 +135,7 @@ def at_an_open_step(tx, update, integrator, seed=1):
     start = last.judged
     middle = draw_inputs(seed + 200, CALLS_PER_STEP[integrator] - 1)
     records += drive(update, last.proposal, last.state, middle)
-    assert int(last.state.energies.num_energies) >= 10
+    assert int(last.state.evidence.energies.num_energies) >= 10
     return records[-1].proposal, records[-1].state, start
 
 
@@ -271,15 +270,18 @@ def test_nothing_else_of_a_rejected_point_survives(name, integrator, reset_momen
     chex.assert_trees_all_equal(after.guardrail, expected)
     factor = before.tuner.step_size_factor * 0.98
     np.testing.assert_allclose(after.tuner.step_size_factor, factor, rtol=1e-6)
-    mean, std = float(before.energies.energy_mean), float(before.energies.energy_std)
-    count = int(before.energies.num_energies) + 1
+    mean, std = (
+        float(before.evidence.energies.energy_mean),
+        float(before.evidence.energies.energy_std),
+    )
+    count = int(before.evidence.energies.num_energies) + 1
     capped = 3 * slow_threshold(mean, std)
     weight = 0.01 / (1 - 0.99**count)
     mean_after = mean + weight * (capped - mean)
     std_after = np.sqrt((1 - weight) * std**2 + weight * (capped - mean_after) ** 2)
-    np.testing.assert_allclose(after.energies.energy_mean, mean_after, rtol=1e-5)
-    np.testing.assert_allclose(after.energies.energy_std, std_after, rtol=1e-5)
-    assert int(after.energies.num_energies) == count
+    np.testing.assert_allclose(after.evidence.energies.energy_mean, mean_after, rtol=1e-5)
+    np.testing.assert_allclose(after.evidence.energies.energy_std, std_after, rtol=1e-5)
+    assert int(after.evidence.energies.num_energies) == count
 
     # From here on it is the chain that begins at the start of the step and was never there.
     restored = add(params, first)
@@ -288,7 +290,9 @@ def test_nothing_else_of_a_rejected_point_survives(name, integrator, reset_momen
         preconditioner=before.preconditioner,
         tuner=after.tuner,
         guardrail=after.guardrail,
-        energies=after.energies,
+        evidence=twin.evidence._replace(
+            energies=after.evidence.energies, turns=after.evidence.turns
+        ),
         num_steps=before.num_steps,
         key=after.key,
         last_call=after.last_call,
@@ -362,7 +366,7 @@ def test_zero_momentum_goes_down_the_next_gradient(name, integrator):
     updates, state = update(at(grads, 1), state, params, value=values[1])
     scale = np.ones(SIZE)
     if name == "psmile":
-        scale = flat(preconditioner.scale(state.preconditioner)).astype(float)
+        scale = flat(state.preconditioner.scale()).astype(float)
     whitened = flat(at(grads, 1)) / scale
     expected = -whitened / np.linalg.norm(whitened)
     np.testing.assert_allclose(flat(state.momentum.direction), expected, atol=1e-6)
@@ -497,7 +501,9 @@ def test_a_non_finite_number_leaves_the_chain_sound(name, integrator):
         assert np.isnan(last_calls[call].energy_change)
         # Nothing of that call stays: noise averages, energies and step size are as before it.
         before, after = at(state, index) if call == 0 else chain[call - 1].state, chain[call].state
-        for field in ("preconditioner", "tuner", "energies", "num_steps"):
+        chex.assert_trees_all_equal(after.evidence.energies, before.evidence.energies)
+        chex.assert_trees_all_equal(after.evidence.turns, before.evidence.turns)
+        for field in ("preconditioner", "tuner", "num_steps"):
             chex.assert_trees_all_equal(getattr(after, field), getattr(before, field))
         assert after.momentum.step_length == before.momentum.step_length
         # The parameters are where the open step began, and the chain goes on from there.
@@ -540,7 +546,8 @@ def test_a_non_finite_gradient_without_values(name):
 def test_an_energy_that_overflows_counts_as_non_finite():
     tx, update = build("smile")
     params, state, start = at_an_open_step(tx, update, "leapfrog")
-    state = state._replace(open_step=state.open_step._replace(opening_value=jnp.float32(-3e38)))
+    step = state.evidence.open_step._replace(opening_value=jnp.float32(-3e38))
+    state = state._replace(evidence=state.evidence._replace(open_step=step))
     grads, _ = draw_inputs(13, 1)
     updates, after = update(at(grads, 0), state, params, value=np.float32(3e38))
     assert_finite(updates, without_energy(after))
@@ -765,15 +772,15 @@ def test_a_value_at_one_end_only_gives_no_energy():
         (0.1, 1, True, True),
     ]
     for index, (value, level, has_energy, kept) in enumerate(script):
-        energies = state.energies
+        energies = state.evidence.energies
         params, state = call(params, state, at(grads, index), value)
         stats = optax_smile.stats(state)
         assert int(stats["energy_level"]) == level
         assert np.isfinite(stats["energy_change"]) == has_energy, index
         assert bool(stats["accepted"]) == kept, index
-        assert int(state.energies.num_energies) == int(energies.num_energies) + has_energy
+        assert int(state.evidence.energies.num_energies) == int(energies.num_energies) + has_energy
         if not has_energy:
-            chex.assert_trees_all_equal(state.energies, energies)
+            chex.assert_trees_all_equal(state.evidence.energies, energies)
     assert int(stats["num_nonfinite"]) == 0
 
 
@@ -789,7 +796,7 @@ def test_a_step_of_two_gradients_has_an_energy_whatever_is_passed_in_between():
         stats = optax_smile.stats(inside[1])
         assert not stats["step_end"] and stats["accepted"] and np.isnan(stats["energy_change"])
         assert int(stats["energy_level"]) == (middle is not None)
-        chex.assert_trees_all_equal(inside[1].energies, state.energies)
+        chex.assert_trees_all_equal(inside[1].evidence.energies, state.evidence.energies)
         after = call(*inside, at(grads, 2), values[2])[1]
         assert after.last_call.step_end and after.last_call.accepted
         changes.append(float(after.last_call.energy_change))

@@ -64,18 +64,17 @@ def test_helpers_import_neither_stages_nor_samplers(module):
 
 
 @pytest.mark.parametrize("module", [name for name in MODULES if part_of(name, "stages")])
-def test_stages_import_helpers_only(module):
+def test_stages_import_helpers_and_the_evidence_only(module):
     assert not {name for name in own_imports(module) if not is_helper(name)} - {
-        "optax_smile.potential"
+        "optax_smile.potential",
+        "optax_smile.stages.evidence",
     }
 
 
 @pytest.mark.parametrize("module", [name for name in MODULES if part_of(name, "samplers")])
 def test_samplers_import_no_other_sampler(module):
-    """What a family shares is no sampler; and MCLMC is the member of SMILE's without noise."""
-    shared = {"optax_smile.samplers._langevin"}
-    if module == "optax_smile.samplers.mclmc":
-        shared = {"optax_smile.samplers.smile"}
+    """What a family shares is no sampler."""
+    shared = {"optax_smile.samplers._langevin", "optax_smile.samplers._microcanonical"}
     assert not {name for name in own_imports(module) if part_of(name, "samplers")} - shared
 
 

@@ -8,7 +8,8 @@ import pytest
 from scipy import stats as distributions
 
 import optax_smile
-from optax_smile import _energy, _turning, angle_tuner, quantile_tuner
+from optax_smile import angle_tuner, quantile_tuner
+from optax_smile.stages import evidence as shown
 from optax_smile.stages import tuner as tuning
 
 RESET_QUANTILE = 0.98
@@ -18,7 +19,7 @@ SHAPES = (0.5, 0.7, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0, 30.0, 100.0)
 
 
 def averages(mean, std, count=1000):
-    return _energy.EnergyAverages(
+    return shown.EnergyAverages(
         energy_mean=jnp.asarray(mean, jnp.float32),
         energy_std=jnp.asarray(std, jnp.float32),
         num_energies=jnp.asarray(count, jnp.int32),
@@ -27,7 +28,7 @@ def averages(mean, std, count=1000):
 
 def known(change):
     change = jnp.asarray(change, jnp.float32)
-    return _energy.EnergyError(change, jnp.ones_like(change, bool), jnp.ones_like(change, bool))
+    return shown.EnergyError(change, jnp.ones_like(change, bool), jnp.ones_like(change, bool))
 
 
 def unknown(change):
@@ -48,7 +49,7 @@ def slow_averages(energies, decay=0.99):
     raw_mean = raw_variance = 0.0
     history = []
     for count, energy in enumerate(np.abs(energies), start=1):
-        if count > _energy.SETTLED_AFTER:
+        if count > shown.ENERGIES_TO_SETTLE:
             mean, std = history[-1]
             energy = min(energy, 3 * slow_quantile(mean, std, RESET_QUANTILE))
         correction = 1 - decay**count
@@ -64,10 +65,10 @@ def observe_all(errors):
     """The averages after each of the errors, from nothing."""
 
     def step(state, error):
-        state = _energy.observe(state, error, 0.99, RESET_QUANTILE)
+        state = shown.observe_energy(state, error, RESET_QUANTILE)
         return state, state
 
-    return jax.lax.scan(step, _energy.init(jnp.dtype("float32")), errors)[1]
+    return jax.lax.scan(step, shown.init(jnp.dtype("float32")).energies, errors)[1]
 
 
 # The quantiles.
@@ -76,7 +77,7 @@ def observe_all(errors):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_outlier_threshold_of_a_gamma_distribution(shape):
     mean = 7.3
-    threshold = float(_energy.quantile(averages(mean, mean / np.sqrt(shape)), RESET_QUANTILE))
+    threshold = float(shown.quantile(averages(mean, mean / np.sqrt(shape)), RESET_QUANTILE))
     exceedance = distributions.gamma.sf(threshold, shape, scale=mean / shape)
     assert abs(exceedance / (1 - RESET_QUANTILE) - 1) <= 0.1
 
@@ -89,8 +90,8 @@ def test_adaptation_thresholds_of_a_gamma_distribution(shape):
     makes up for it.
     """
     state = averages(0.2, 0.2 / np.sqrt(shape))
-    high = float(_energy.quantile(state, HIGH))
-    low = float(_energy.quantile(state, LOW))
+    high = float(shown.quantile(state, HIGH))
+    low = float(shown.quantile(state, LOW))
     above = distributions.gamma.sf(high, shape, scale=0.2 / shape)
     below = distributions.gamma.cdf(low, shape, scale=0.2 / shape)
     assert abs(above / (1 - HIGH) - 1) <= 0.03
@@ -102,7 +103,7 @@ def test_quantile_is_that_of_the_formula(probability):
     for mean in (1e-6, 1.0, 3e4):
         for shape in (0.2, 0.8, 3.0, 1e3):
             std = mean / np.sqrt(shape)
-            got = _energy.quantile(averages(mean, std), probability)
+            got = shown.quantile(averages(mean, std), probability)
             expected = slow_quantile(mean, std, probability)
             np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-6 * mean)
 
@@ -112,19 +113,19 @@ def test_quantile_is_finite_and_not_negative_for_every_shape(probability):
     shapes = np.geomspace(1e-6, 1e6, 121)
     for mean in (0.0, 1e-30, 1e-6, 1.0, 1e12):
         state = averages(np.full_like(shapes, mean), mean / np.sqrt(shapes))
-        got = np.asarray(_energy.quantile(state, probability))
+        got = np.asarray(shown.quantile(state, probability))
         assert np.all(np.isfinite(got))
         assert np.all(got >= 0)
         if mean == 0:
             np.testing.assert_array_equal(got, 0)
-    assert np.isfinite(_energy.quantile(averages(0.0, 1.0), probability))
+    assert np.isfinite(shown.quantile(averages(0.0, 1.0), probability))
 
 
 def test_outlier_threshold_is_never_zero_where_energies_were_seen():
     """A threshold of zero would undo every step."""
     shapes = np.geomspace(1e-6, 1e6, 121)
     state = averages(np.ones_like(shapes), 1 / np.sqrt(shapes))
-    assert np.all(np.asarray(_energy.quantile(state, RESET_QUANTILE)) >= 1)
+    assert np.all(np.asarray(shown.quantile(state, RESET_QUANTILE)) >= 1)
 
 
 # The averages.
@@ -181,7 +182,7 @@ def test_a_non_finite_energy_never_enters(bad, at):
     energies = np.random.default_rng(3).gamma(2.0, 1.0, 100)
     poisoned = np.insert(energies, at, bad)
     ones = jnp.ones((), bool)
-    errors = [_energy.error(jnp.float32(x), ones, (jnp.float32(0),)) for x in poisoned]
+    errors = [shown.error(jnp.float32(x), ones, (jnp.float32(0),)) for x in poisoned]
     assert not bool(errors[at].known) and not bool(errors[at].finite)
     got = observe_all(jax.tree.map(lambda *leaves: jnp.stack(leaves), *errors))
     assert all(np.all(np.isfinite(leaf)) for leaf in got)
@@ -193,15 +194,15 @@ def test_a_non_finite_energy_never_enters(bad, at):
 def test_an_energy_is_unknown_where_a_number_is_not_finite():
     one, closes = jnp.float32(1), jnp.ones((), bool)
     for given in ((one, jnp.float32(np.nan)), (jnp.float32(np.inf), one)):
-        error = _energy.error(jnp.float32(2.0), closes, given)
+        error = shown.error(jnp.float32(2.0), closes, given)
         assert not bool(error.known) and not bool(error.finite)
         assert np.isnan(error.change)
-    error = _energy.error(jnp.float32(2.0), closes, (one, one))
+    error = shown.error(jnp.float32(2.0), closes, (one, one))
     assert bool(error.known) and bool(error.finite) and float(error.change) == 2
     # No step ends here, or the loop passes no value: nothing known, nothing wrong.
     for error in (
-        _energy.error(jnp.float32(np.nan), ~closes, (one, one)),
-        _energy.error(None, closes, (one, one)),
+        shown.error(jnp.float32(np.nan), ~closes, (one, one)),
+        shown.error(None, closes, (one, one)),
     ):
         assert not bool(error.known) and bool(error.finite)
 
@@ -213,7 +214,7 @@ def test_a_jump_among_the_first_energies_is_no_trap(jump, at):
     energies = np.random.default_rng(at).gamma(2.0, 1.0, 3000)
     energies[at] = jump
     got = observe_all(known(energies))
-    thresholds = np.asarray(_energy.quantile(got, RESET_QUANTILE))
+    thresholds = np.asarray(shown.quantile(got, RESET_QUANTILE))
     outliers = energies[10:] > thresholds[9:-1]
     # At most one in five of any hundred steps: .02 is the rate of the settled averages.
     assert outliers[:2900].reshape(-1, 100).mean(1).max() <= 0.2
@@ -236,8 +237,8 @@ def test_a_jump_among_the_first_energies_is_forgotten(jump):
     energies[4] = jump
     got = observe_all(known(energies))
     np.testing.assert_allclose(got.energy_mean[-1], clean.energy_mean[-1], rtol=1e-2)
-    threshold = _energy.quantile(jax.tree.map(lambda leaf: leaf[-1], got), RESET_QUANTILE)
-    expected = _energy.quantile(jax.tree.map(lambda leaf: leaf[-1], clean), RESET_QUANTILE)
+    threshold = shown.quantile(jax.tree.map(lambda leaf: leaf[-1], got), RESET_QUANTILE)
+    expected = shown.quantile(jax.tree.map(lambda leaf: leaf[-1], clean), RESET_QUANTILE)
     np.testing.assert_allclose(threshold, expected, rtol=0.1)
 
 
@@ -250,15 +251,15 @@ def online_rates(energies):
 
     def step(state, energy):
         beyond = (
-            energy > _energy.quantile(state, RESET_QUANTILE),
-            energy < _energy.quantile(state, LOW),
-            energy > _energy.quantile(state, HIGH),
+            energy > shown.quantile(state, RESET_QUANTILE),
+            energy < shown.quantile(state, LOW),
+            energy > shown.quantile(state, HIGH),
         )
-        error = _energy.EnergyError(energy, jnp.ones((), bool), jnp.ones((), bool))
-        return _energy.observe(state, error, 0.99, RESET_QUANTILE), beyond
+        error = shown.EnergyError(energy, jnp.ones((), bool), jnp.ones((), bool))
+        return shown.observe_energy(state, error, RESET_QUANTILE), beyond
 
     def chain(stream):
-        _, beyond = jax.lax.scan(step, _energy.init(jnp.dtype("float32")), stream)
+        _, beyond = jax.lax.scan(step, shown.init(jnp.dtype("float32")).energies, stream)
         return [jnp.mean(rate[1000:]) for rate in beyond]
 
     return jax.vmap(chain, in_axes=1)(energies)
@@ -285,11 +286,11 @@ def test_rates_online(shape):
 
 
 def evidence(change, state, num_calls=1000, smallest_factor=0.0, is_known=True):
-    return tuning.Evidence(
+    return shown.Evidence(
         error=known(change) if is_known else unknown(change),
         energies=state,
         turn_rate=jnp.float32(1),
-        turns=_turning.init(jnp.dtype("float32")),
+        turns=shown.init(jnp.dtype("float32")).turns,
         num_calls=jnp.asarray(num_calls, jnp.int32),
         base=jnp.float32(0.25),
         resolution=jnp.asarray(0.25 * smallest_factor, jnp.float32),
@@ -390,7 +391,7 @@ def slow_turns(rates):
     """Average over the last quarter, more or less: each rate with the weight of the textbook."""
     mean, history = 0.0, []
     for count, rate in enumerate(rates, start=1):
-        if count > _turning.SETTLED_AFTER:
+        if count > shown.TURNS_TO_SETTLE:
             rate = min(rate, 3 * mean)
         weight = min(4 / count, 1)
         mean = (1 - weight) * mean + weight * rate
@@ -401,10 +402,10 @@ def slow_turns(rates):
 @jax.jit
 def average_all(rates, kept):
     def step(state, given):
-        state = _turning.observe(state, *given)
+        state = shown.observe_turn(state, *given)
         return state, state
 
-    return jax.lax.scan(step, _turning.init(jnp.dtype("float32")), (rates, kept))[1]
+    return jax.lax.scan(step, shown.init(jnp.dtype("float32")).turns, (rates, kept))[1]
 
 
 def test_average_of_the_turns():
@@ -438,7 +439,7 @@ def turned(tuner, rate, mean, num_calls=100, base=1.0, resolution=0.0, state=Non
     """The step size and the new state after one gradient."""
     given = evidence(0.0, averages(1.0, 0.5), num_calls)._replace(
         turn_rate=jnp.float32(rate),
-        turns=_turning.TurnAverage(jnp.float32(mean), jnp.int32(100)),
+        turns=shown.TurnAverage(jnp.float32(mean), jnp.int32(100)),
         base=jnp.float32(base),
         resolution=jnp.float32(resolution),
     )

@@ -12,9 +12,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_smile import _call, _check, _energy, _tree, potential
+from optax_smile import _call, _check, _tree, potential
 from optax_smile._state import LastCall, no_call
-from optax_smile.stages import guardrail
+from optax_smile.stages import evidence
+from optax_smile.stages.guardrail import GuardrailState, guardrail
 
 
 class Move(NamedTuple):
@@ -73,7 +74,7 @@ class LangevinState(NamedTuple):
     displacement: optax.Updates
     step_length: jax.Array
     step_size_factor: jax.Array
-    guardrail: guardrail.GuardrailState
+    guardrail: GuardrailState
     num_steps: jax.Array
     key: jax.Array
     last_call: LastCall
@@ -134,6 +135,8 @@ def sampler(
     if key is None:
         _check.fail(name, "key", "a JAX key such as jax.random.key(0)", key)
 
+    finite = guardrail(name)
+
     def step_size_at(count: jax.Array) -> Any:
         return step_size(count) if callable(step_size) else step_size
 
@@ -146,7 +149,7 @@ def sampler(
             displacement=jax.tree.map(jnp.zeros_like, params),
             step_length=jnp.asarray(step_size_at(count), dtype),
             step_size_factor=jnp.ones((), dtype),
-            guardrail=guardrail.init(dtype),
+            guardrail=finite.init(dtype),
             num_steps=count,
             key=jax.random.clone(key),
             last_call=no_call(dtype)._replace(is_sample=rule.is_sample(count - 1)),
@@ -160,9 +163,8 @@ def sampler(
         value = _call.check(name, updates, params, value, state.displacement, dtype)
         gradient = potential.gradient(posterior, updates, params)
         given = (_tree.inner(gradient, gradient), *(() if value is None else (value,)))
-        guard, undo = guardrail.judge(
-            state.guardrail, None, _energy.error(None, last.accepted, given), None
-        )
+        error = evidence.error(None, last.accepted, given)
+        guard, undo = finite.judge(state.guardrail, error)
 
         step_length = step_size_at(state.num_steps) * state.step_size_factor * guard.step_backoff
         step_length = jnp.asarray(step_length, dtype)

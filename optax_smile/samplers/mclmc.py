@@ -10,8 +10,9 @@ import optax
 
 from optax_smile import _check, _settings, _tree, potential
 from optax_smile._state import last_accepted, stats
-from optax_smile.samplers.smile import microcanonical
-from optax_smile.stages import momentum
+from optax_smile.samplers._microcanonical import compose
+from optax_smile.stages import momentum, preconditioner
+from optax_smile.stages.guardrail import guardrail
 
 # Per step and parameter, nats^2, that the tuned step size aims at.
 ENERGY_VARIANCE = 5e-4
@@ -97,12 +98,14 @@ def mclmc(
     """
     if decoherence_length is None:
         _check.fail("mclmc", "decoherence_length", "> 0 and finite", None)
-    return microcanonical(
+    has_key = key is not None
+    return compose(
         "mclmc",
-        step_size,
         potential.Potential(num_data, prior_precision, temperature),
-        integrator=integrator,
-        decoherence_length=decoherence_length,
+        preconditioner=preconditioner.identity(),
+        momentum=momentum.microcanonical("mclmc", integrator, decoherence_length, has_key),
+        guardrail=guardrail("mclmc"),
+        step_size=step_size,
         key=key,
     )
 

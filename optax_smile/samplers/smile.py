@@ -1,21 +1,17 @@
 """SMILE and pSMILE: stochastic microcanonical Langevin samplers as Optax transformations."""
 
-import warnings
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 
-from optax_smile import _call, _check, _energy, _settings, _tree, _turning, potential
-from optax_smile._state import LastCall, no_call
-from optax_smile.stages import guardrail, momentum, preconditioner
+from optax_smile import _settings
+from optax_smile.potential import Potential
+from optax_smile.samplers._microcanonical import compose
+from optax_smile.stages import momentum, preconditioner
 from optax_smile.stages import tuner as tuning
+from optax_smile.stages.guardrail import guardrail
 
-# Weight of the old value in the averages of the energy error; 1 - beta in the paper.
-ENERGY_DECAY = 0.99
-# Energies enter the averages winsorized at this quantile; where there is none for outliers.
-WINSOR_QUANTILE = 0.98
 DEFAULT_TUNER = tuning.angle_tuner()
 # Sommer et al. 2026, section 3 and appendix: `psmile(1e-3, num_data=n, **PUBLISHED["psmile"])`.
 _NAIVE: dict[str, Any] = {"integrator": "minimal_norm", "decoherence_length": None}
@@ -31,243 +27,6 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "smile_naive": _NAIVE,
     "psmile_naive": _NAIVE | _SCALED,
 }
-
-
-class SmileState(NamedTuple):
-    """State of `smile`, `psmile` and their naive forms: the four stages and what joins them.
-
-    Attributes:
-        preconditioner: averages over the gradients of the kept calls; None without one.
-        momentum: direction and place inside the open step.
-        tuner: state of the tuner, with the field `step_size_factor`.
-        guardrail: counters of undone steps.
-        energies: averages of |energy change| over all judged steps.
-        turns: average of what the gradients of the kept calls turn the momentum by.
-        open_step: what its energy is computed from.
-        num_steps: steps begun, the count that a step-size schedule gets, int32.
-        key: for explicit noise and fresh momenta; None if neither is used.
-        last_call: what the last call found out.
-    """
-
-    preconditioner: preconditioner.PreconditionerState | None
-    momentum: momentum.MomentumState
-    tuner: Any
-    guardrail: guardrail.GuardrailState
-    energies: _energy.EnergyAverages
-    turns: _turning.TurnAverage
-    open_step: _energy.OpenStep
-    num_steps: jax.Array
-    key: jax.Array | None
-    last_call: LastCall
-
-    @property
-    def calls_per_step(self) -> int:
-        """Gradients, and calls of `update`, per step."""
-        return 1 if self.momentum.anchor is None else 2
-
-    def stats(self) -> dict[str, jax.Array]:
-        """Scalars that describe the last call, see `optax_smile.stats`."""
-        return self.last_call._asdict() | {
-            "step_size": self.momentum.step_length,
-            "energy_mean": self.energies.energy_mean,
-            "energy_std": self.energies.energy_std,
-            "num_resets": self.guardrail.num_resets,
-            "num_nonfinite": self.guardrail.num_nonfinite,
-        }
-
-    def last_accepted(self, params: optax.Params) -> optax.Params:
-        """Start of the open step, see `optax_smile.last_accepted`."""
-        return momentum.step_start(self.momentum, params, preconditioner.scale(self.preconditioner))
-
-
-class _Sums(NamedTuple):
-    """Inner products over all parameters. None needs another: they are one pass over the trees.
-
-    `gradient` is the whitened one, `scale` its scale, both up to the normalization of the scale.
-    """
-
-    direction_square: jax.Array
-    direction_dot_gradient: jax.Array
-    gradient_square: jax.Array
-    scale_square: jax.Array
-    params_square: jax.Array
-
-
-def _measure(direction, gradient, scale, params) -> _Sums:
-    return _Sums(
-        direction_square=_tree.inner(direction, direction),
-        direction_dot_gradient=_tree.inner(direction, gradient),
-        gradient_square=_tree.inner(gradient, gradient),
-        scale_square=jnp.ones(()) if scale is None else _tree.inner(scale, scale),
-        params_square=_tree.inner(params, params),
-    )
-
-
-def _energy_error(
-    posterior: potential.Potential,
-    step: _energy.OpenStep,
-    step_end: jax.Array,
-    closing_kick: jax.Array,
-    sums: _Sums,
-    value: jax.Array | None,
-) -> _energy.EnergyError:
-    """Energy which the step that ends here gained, where both of its ends had a value."""
-    if value is None:
-        return _energy.error(None, step_end, (*sums, closing_kick))
-    loss_change = value - step.opening_value
-    change = potential.energy_change(posterior, loss_change, step.prior_change)
-    change += step.kinetic_change + closing_kick
-    return _energy.error(change, step_end & step.opening_known, (*sums, closing_kick, value))
-
-
-def microcanonical(
-    name: str,
-    step_size: float | jax.Array | optax.Schedule | None,
-    posterior: potential.Potential,
-    *,
-    integrator: str,
-    decoherence_length: float | jax.Array | str | None,
-    key: jax.Array | None,
-    tuner: tuning.Tuner | None = None,
-    reset_quantile: float | None = None,
-    reset_momentum: str = "zero",
-    noise_decay: float | None = None,
-    centered: bool = True,
-    noise_clip: tuple[float, float] | None = None,
-) -> optax.GradientTransformationExtraArgs:
-    """Build any sampler of the family; `noise_decay=None` leaves the preconditioner out."""
-    tuner = tuning.check(name, tuner, step_size)
-    potential.check(name, posterior)
-    scheme = momentum.check(name, integrator, decoherence_length, key)
-    _check.key(name, key)
-    guardrail.check(name, reset_quantile, reset_momentum, key)
-    preconditioner.check_clip(name, noise_clip)
-    uses_energy = tuner.uses_energy or reset_quantile is not None
-    uses_key = decoherence_length is not None or reset_momentum == "refresh"
-    cap = WINSOR_QUANTILE if reset_quantile is None else reset_quantile
-
-    def step_size_at(count: jax.Array) -> Any:
-        if step_size is None:
-            return 1.0
-        return step_size(count) if callable(step_size) else step_size
-
-    def init(params: Any) -> Any:
-        _tree.check_params(name, params, smallest=2)
-        potential.check_prior(name, posterior, params)
-        dtype, count = _tree.dtype(params), jnp.zeros((), jnp.int32)
-        start = tuner.init(dtype)
-        return SmileState(
-            preconditioner=preconditioner.init(params, noise_decay, centered, noise_clip),
-            momentum=momentum.init(params, scheme, step_size_at(count) * start.step_size_factor),
-            tuner=start,
-            guardrail=guardrail.init(dtype),
-            energies=_energy.init(dtype),
-            turns=_turning.init(dtype),
-            open_step=_energy.no_step(dtype),
-            num_steps=count,
-            key=jax.random.clone(key) if uses_key and key is not None else None,
-            last_call=no_call(dtype),
-        )
-
-    def update(
-        updates: Any, state: Any, params: Any = None, *, value: Any = None, **extra_args: Any
-    ) -> tuple[Any, Any]:
-        del extra_args
-        dtype = state.momentum.step_length.dtype
-        value = _call.check(name, updates, params, value, state.momentum.direction, dtype)
-        if value is None and uses_energy:
-            _warn_without_value(name)
-        key, noise_key, reset_key = _split(state.key, reset_momentum == "refresh")
-        before = state.momentum
-
-        # 1 preconditioner: the gradient in coordinates in which its noise is isotropic.
-        gradient = potential.gradient(posterior, updates, params)
-        noise = preconditioner.observe(state.preconditioner, gradient, noise_decay)
-        scale = preconditioner.relative_scale(noise)
-        gradient = preconditioner.whiten(gradient, scale)
-        sums = _measure(before.direction, gradient, scale, params)
-        noise = preconditioner.normalize(noise, sums.scale_square)
-
-        # 2 momentum: the kick that closes the last step, and the energy which that step gained.
-        heading = momentum.heading(before, *sums[:3], preconditioner.norm(noise))
-        heading, closing_kick = momentum.close(before, scheme, heading)
-        step_end = momentum.is_step_end(before, scheme)
-        error = _energy_error(posterior, state.open_step, step_end, closing_kick, sums, value)
-
-        # 3 tuner and 4 guardrail: how long the next step is, and whether this one is undone.
-        guard, undo = guardrail.judge(state.guardrail, state.energies, error, reset_quantile)
-        base, calls = step_size_at(state.num_steps), state.last_call.num_calls
-        resolution = _call.resolution(sums.params_square)
-        turn_rate = heading.gradient_norm / (_tree.size(params) - 1)
-        turns = _turning.observe(state.turns, turn_rate, ~undo)
-        evidence = tuning.Evidence(
-            error, state.energies, turn_rate, turns, calls, jnp.asarray(base, dtype), resolution
-        )
-        tuned = tuner.update(state.tuner, evidence)
-        step_length = base * tuned.step_size_factor * guard.step_backoff
-
-        # 2 momentum: kick and drift on from here, or stand again where the undone step began.
-        before, heading = momentum.diffuse(
-            before,
-            scheme,
-            heading,
-            gradient,
-            decoherence_length,
-            turns.mean_turn_rate,
-            noise_key,
-        )
-        after, opening_kick = momentum.advance(
-            before, scheme, heading, step_length, gradient, params
-        )
-        back = momentum.undone(state.momentum, step_length, reset_momentum == "refresh")
-        after, noise = _tree.where(undo, (back, state.preconditioner), (after, noise))
-        scale = preconditioner.scale(noise)
-        move = momentum.move(undo, state.momentum, after, scheme, params, scale)
-        fresh = guardrail.fresh_momentum(undo, after.direction, reset_momentum, reset_key)
-
-        opens = momentum.opens_step(before, scheme)
-        prior_change = potential.prior_change(posterior, params, move)
-        open_step = _energy.proceed(
-            state.open_step, opens, value, closing_kick, opening_kick, prior_change
-        )
-        return move, SmileState(
-            preconditioner=noise,
-            momentum=after._replace(direction=fresh),
-            tuner=tuned,
-            guardrail=guard,
-            energies=_energy.observe(state.energies, error, ENERGY_DECAY, cap),
-            turns=turns,
-            open_step=_tree.where(undo, state.open_step, open_step),
-            num_steps=state.num_steps + (opens & ~undo),
-            key=key,
-            last_call=LastCall(
-                energy_change=error.change,
-                energy_level=jnp.full_like(calls, value is not None),
-                accepted=~undo,
-                step_end=step_end,
-                is_sample=jnp.ones_like(undo),
-                below_resolution=after.step_length < resolution,
-                num_calls=calls + 1,
-            ),
-        )
-
-    return optax.GradientTransformationExtraArgs(init, update)
-
-
-def _split(key: jax.Array | None, refreshes: bool):
-    """Keys for the state, the explicit noise and a fresh momentum; None for none."""
-    if key is None:
-        return None, None, None
-    return jax.random.split(key, 3) if refreshes else (*jax.random.split(key), None)
-
-
-def _warn_without_value(where: str):
-    warnings.warn(
-        f"`{where}` got no `value`: without energies `quantile_tuner` keeps the step size and"
-        " `reset_quantile` undoes non-finite steps alone. Pass `value=loss` to `update`, or leave"
-        " both out.",
-        stacklevel=3,
-    )
 
 
 @_settings.recorded
@@ -356,15 +115,15 @@ def smile(
     sign of e; a rejected point leaves neither its gradient nor its value behind. Step size and
     explicit noise: ours, benchmarks/README.md has the evidence.
     """
-    return microcanonical(
+    has_key = key is not None
+    return compose(
         "smile",
-        step_size,
-        potential.Potential(num_data, prior_precision, temperature),
-        integrator=integrator,
+        Potential(num_data, prior_precision, temperature),
+        preconditioner=preconditioner.identity(),
+        momentum=momentum.microcanonical("smile", integrator, decoherence_length, has_key),
+        guardrail=guardrail("smile", reset_quantile, reset_momentum, has_key),
         tuner=tuner,
-        reset_quantile=reset_quantile,
-        reset_momentum=reset_momentum,
-        decoherence_length=decoherence_length,
+        step_size=step_size,
         key=key,
     )
 
@@ -431,18 +190,15 @@ def psmile(
     Source: Sommer et al., ICML 2026, section 3.2 and algorithm 1. Differs: as `smile` and
     `scale_by_gradient_noise`.
     """
-    return microcanonical(
+    has_key = key is not None
+    return compose(
         "psmile",
-        step_size,
-        potential.Potential(num_data, prior_precision, temperature),
-        integrator=integrator,
+        Potential(num_data, prior_precision, temperature),
+        preconditioner=preconditioner.gradient_noise("psmile", noise_decay, centered, noise_clip),
+        momentum=momentum.microcanonical("psmile", integrator, decoherence_length, has_key),
+        guardrail=guardrail("psmile", reset_quantile, reset_momentum, has_key),
         tuner=tuner,
-        reset_quantile=reset_quantile,
-        reset_momentum=reset_momentum,
-        decoherence_length=decoherence_length,
-        noise_decay=preconditioner.check("psmile", noise_decay),
-        centered=centered,
-        noise_clip=noise_clip,
+        step_size=step_size,
         key=key,
     )
 
@@ -486,12 +242,14 @@ def smile_naive(
 
     Source: Sommer et al., ICML 2026, section 3.1.
     """
-    return microcanonical(
+    has_key = key is not None
+    return compose(
         "smile_naive",
-        step_size,
-        potential.Potential(num_data, prior_precision, temperature),
-        integrator=integrator,
-        decoherence_length=decoherence_length,
+        Potential(num_data, prior_precision, temperature),
+        preconditioner=preconditioner.identity(),
+        momentum=momentum.microcanonical("smile_naive", integrator, decoherence_length, has_key),
+        guardrail=guardrail("smile_naive"),
+        step_size=step_size,
         key=key,
     )
 
@@ -538,14 +296,15 @@ def psmile_naive(
 
     Source: Sommer et al., ICML 2026, section 3.2.
     """
-    return microcanonical(
+    has_key = key is not None
+    return compose(
         "psmile_naive",
-        step_size,
-        potential.Potential(num_data, prior_precision, temperature),
-        integrator=integrator,
-        decoherence_length=decoherence_length,
-        noise_decay=preconditioner.check("psmile_naive", noise_decay),
-        centered=centered,
-        noise_clip=noise_clip,
+        Potential(num_data, prior_precision, temperature),
+        preconditioner=preconditioner.gradient_noise(
+            "psmile_naive", noise_decay, centered, noise_clip
+        ),
+        momentum=momentum.microcanonical("psmile_naive", integrator, decoherence_length, has_key),
+        guardrail=guardrail("psmile_naive"),
+        step_size=step_size,
         key=key,
     )

@@ -4,13 +4,15 @@ Every sampler undoes a step that ends in a non-finite number. With a `reset_quan
 undoes a step whose energy error is an outlier among those before it.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from optax_smile import _check, _energy, _tree
+from optax_smile import _check, _tree
+from optax_smile.stages import evidence
 
 RESET_MOMENTA = ("zero", "refresh")
 # A few non-finite inputs are accidents of a batch; from the fifth in a row the step may be to
@@ -18,6 +20,8 @@ RESET_MOMENTA = ("zero", "refresh")
 TOLERATED_NONFINITE = 4
 SMALLEST_BACKOFF = 1 / 16
 GOOD_CALLS_TO_RESTORE = 100
+# Energies enter the averages winsorized at the quantile for outliers; at this one without.
+WINSOR_QUANTILE = 0.98
 
 
 class GuardrailState(NamedTuple):
@@ -38,13 +42,73 @@ class GuardrailState(NamedTuple):
     step_backoff: jax.Array
 
 
-def check(where: str, reset_quantile: float | None, reset_momentum: str, key: jax.Array | None):
+class Guardrail(NamedTuple):
+    """A rule for which steps are undone: pure functions.
+
+    Attributes:
+        init: `init(dtype)`, the first state.
+        judge: `judge(state, error, energies)`, the next state and whether the call undoes the open
+            step; `energies` are the averages before this step, None without energies.
+        redirect: `redirect(undo, direction, key)`, the direction with which the chain goes on.
+        restarts_moving: whether an undone chain has a direction.
+        uses_energy: whether it needs the `value` of a loop.
+        uses_key: whether it draws random numbers.
+        winsor_quantile: of the energies, beyond which they do not enter their averages whole.
+    """
+
+    init: Callable[[jnp.dtype], GuardrailState]
+    judge: Callable[..., tuple[GuardrailState, jax.Array]]
+    redirect: Callable[..., Any]
+    restarts_moving: bool
+    uses_energy: bool
+    uses_key: bool
+    winsor_quantile: float
+
+
+def guardrail(
+    where: str = "guardrail",
+    reset_quantile: float | None = None,
+    reset_momentum: str = "zero",
+    has_key: bool = False,
+) -> Guardrail:
+    """Undo non-finite steps, and with a quantile those whose energy error is an outlier.
+
+    Args:
+        where: name of the sampler, for errors.
+        reset_quantile: of the energy errors, in (0, 1); None undoes non-finite steps alone.
+        reset_momentum: of an undone chain: `"zero"`, or `"refresh"` for a random direction.
+        has_key: whether there is a key to draw it with.
+
+    Raises:
+        ValueError: an argument out of range.
+    """
+    check(where, reset_quantile, reset_momentum, has_key)
+    refreshes = reset_momentum == "refresh"
+
+    def judge(state, error, energies=None):
+        return _judge(state, energies, error, reset_quantile)
+
+    def redirect(undo, direction, key):
+        return fresh_momentum(undo, direction, key) if refreshes else direction
+
+    return Guardrail(
+        init=init,
+        judge=judge,
+        redirect=redirect,
+        restarts_moving=refreshes,
+        uses_energy=reset_quantile is not None,
+        uses_key=refreshes,
+        winsor_quantile=WINSOR_QUANTILE if reset_quantile is None else reset_quantile,
+    )
+
+
+def check(where: str, reset_quantile: float | None, reset_momentum: str, has_key: bool):
     """Require a probability or None, a known momentum, and a key to draw it with."""
     if reset_quantile is not None:
         _check.probability(where, "reset_quantile", reset_quantile)
     _check.choice(where, "reset_momentum", reset_momentum, RESET_MOMENTA)
-    if reset_momentum == "refresh" and key is None:
-        _check.fail(where, "key", 'a JAX key for reset_momentum="refresh"', key)
+    if reset_momentum == "refresh" and not has_key:
+        _check.fail(where, "key", 'a JAX key for reset_momentum="refresh"', None)
 
 
 def init(dtype: jnp.dtype) -> GuardrailState:
@@ -53,10 +117,10 @@ def init(dtype: jnp.dtype) -> GuardrailState:
     return GuardrailState(*counters, step_backoff=jnp.ones((), dtype))
 
 
-def judge(
+def _judge(
     state: GuardrailState,
-    averages: _energy.EnergyAverages | None,
-    error: _energy.EnergyError,
+    averages: evidence.EnergyAverages | None,
+    error: evidence.EnergyError,
     reset_quantile: float | None,
 ) -> tuple[GuardrailState, jax.Array]:
     """Decide whether a call undoes the open step, and count.
@@ -69,8 +133,8 @@ def judge(
     """
     outlier = jnp.zeros((), bool)
     if reset_quantile is not None and averages is not None:
-        threshold = _energy.quantile(averages, reset_quantile)
-        outlier = error.known & _energy.settled(averages) & (jnp.abs(error.change) > threshold)
+        threshold = evidence.quantile(averages, reset_quantile)
+        outlier = error.known & evidence.settled(averages) & (jnp.abs(error.change) > threshold)
 
     nonfinite_run = jnp.where(error.finite, 0, optax.safe_increment(state.nonfinite_run))
     finite_run = jnp.where(error.finite, optax.safe_increment(state.finite_run), 0)
@@ -87,16 +151,12 @@ def judge(
     return counted, outlier | ~error.finite
 
 
-def fresh_momentum(
-    undo: jax.Array, direction: optax.Updates, reset_momentum: str, key: jax.Array | None
-) -> optax.Updates:
-    """Direction with which an undone chain starts again; `direction` for one that goes on.
+def fresh_momentum(undo: jax.Array, direction: optax.Updates, key: jax.Array) -> optax.Updates:
+    """Draw an isotropic unit vector for an undone chain; `direction` for one that goes on.
 
-    `"refresh"` draws an isotropic unit vector. It does so under `lax.cond`: a step that is kept
-    costs no random numbers, except under `vmap`, where they are drawn at every call.
+    Under `lax.cond`: a step that is kept costs no random numbers, except under `vmap`, where they
+    are drawn at every call.
     """
-    if reset_momentum == "zero" or key is None:
-        return direction
 
     def draw():
         normal = _tree.normal_like(key, direction)

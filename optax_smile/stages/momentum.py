@@ -5,6 +5,7 @@ parameters along u. Kicks of one gradient all happen in the plane of u and e: th
 with scalars (`Heading`), and u itself is turned once per call (`turn`).
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -42,6 +43,70 @@ INTEGRATORS = {
 FORGOTTEN = 40.0
 # Explicit noise that turns u by as much as the gradients do.
 MATCHED = "matched"
+
+
+class Momentum(NamedTuple):
+    """How a chain moves: pure functions.
+
+    Attributes:
+        init: `init(params, step_length)`, at rest.
+        close: `close(state, sums, unit)`, what becomes of the momentum where the open step ends.
+        open: `open(state, closed, step_length, gradient, params, turn_rate, key)`, on to the next
+            drift.
+        stop: `stop(state, step_length, moving)`, where an undone step began.
+        displace: `displace(undo, before, after, params, scale)`, the next drift, or the way back.
+        uses_key: whether it draws random numbers.
+    """
+
+    init: Callable[..., "MomentumState"]
+    close: Callable[..., "Closed"]
+    open: Callable[..., "Opened"]
+    stop: Callable[..., "MomentumState"]
+    displace: Callable[..., optax.Updates]
+    uses_key: bool
+
+
+def microcanonical(
+    where: str = "microcanonical",
+    integrator: str = "leapfrog",
+    decoherence_length: float | jax.Array | str | None = None,
+    has_key: bool = False,
+) -> Momentum:
+    """Move with constant speed; the gradient turns the direction, and so may explicit noise.
+
+    Args:
+        where: name of the sampler, for errors.
+        integrator: a name in `INTEGRATORS`.
+        decoherence_length: of the explicit noise, > 0 or `"matched"`; None for none.
+        has_key: whether there is a key to draw it with.
+
+    Raises:
+        ValueError: an argument out of range.
+    """
+    scheme = check(where, integrator, decoherence_length, has_key)
+
+    def close(state, sums, unit):
+        return _close(state, scheme, heading(state, *sums[:3], unit))
+
+    def open_(state, closed, step_length, gradient, params, turn_rate, key):
+        turned = closed.heading
+        if decoherence_length is not None:
+            state, turned = diffuse(
+                state, scheme, turned, gradient, decoherence_length, turn_rate, key
+            )
+        return advance(state, scheme, turned, step_length, gradient, params)
+
+    def displace(undo, before, after, params, scale):
+        return _displace(undo, before, after, scheme, params, scale)
+
+    return Momentum(
+        init=lambda params, step_length: init(params, scheme, step_length),
+        close=close,
+        open=open_,
+        stop=stop,
+        displace=displace,
+        uses_key=decoherence_length is not None,
+    )
 
 
 class MomentumState(NamedTuple):
@@ -84,6 +149,36 @@ class Heading(NamedTuple):
     gradient_norm: jax.Array
     old_norm: jax.Array
     descent_norm: jax.Array
+
+
+class Closed(NamedTuple):
+    """What becomes of the momentum where the open step ends.
+
+    Attributes:
+        heading: the momentum after the closing kick; as before where no step is open.
+        kinetic_change: energy gained by that kick, nats.
+        step_end: whether the parameters are the end of the open step.
+        opens_step: whether the next kick begins a step: at the end of one, or where none is open.
+        turn_rate: angle per unit length by which the gradient turns a momentum across it.
+    """
+
+    heading: Heading
+    kinetic_change: jax.Array
+    step_end: jax.Array
+    opens_step: jax.Array
+    turn_rate: jax.Array
+
+
+class Opened(NamedTuple):
+    """The momentum before the next drift.
+
+    Attributes:
+        state: with the drift under way.
+        kinetic_change: energy gained by the opening kick, nats.
+    """
+
+    state: MomentumState
+    kinetic_change: jax.Array
 
 
 def init(params: optax.Params, integrator: Integrator, step_length: jax.Array) -> MomentumState:
@@ -196,16 +291,17 @@ def turn(direction: optax.Updates, gradient: optax.Updates, towards: Heading) ->
     return jax.tree.map(lambda u, g: (old * u - descent * g).astype(u.dtype), direction, gradient)
 
 
-def close(
-    state: MomentumState, integrator: Integrator, towards: Heading
-) -> tuple[Heading, jax.Array]:
-    """Kick with the gradient at the end of the last drift; nothing if no step is open.
-
-    Returns:
-        The new heading and the kinetic energy gained, in nats.
-    """
+def _close(state: MomentumState, integrator: Integrator, towards: Heading) -> Closed:
+    """Kick with the gradient at the end of the last drift; nothing if no step is open."""
     length = _lengths(integrator.kicks[1:], state)
-    return kick(towards, length, _tree.size(state.direction))
+    kicked, gained = kick(towards, length, _tree.size(state.direction))
+    return Closed(
+        heading=kicked,
+        kinetic_change=gained,
+        step_end=is_step_end(state, integrator),
+        opens_step=opens_step(state, integrator),
+        turn_rate=towards.gradient_norm / (_tree.size(state.direction) - 1),
+    )
 
 
 def diffuse(
@@ -213,9 +309,9 @@ def diffuse(
     integrator: Integrator,
     towards: Heading,
     gradient: optax.Updates,
-    decoherence_length: float | jax.Array | str | None,
+    decoherence_length: float | jax.Array | str,
     turn_rate: jax.Array,
-    key: jax.Array | None,
+    key: jax.Array,
 ) -> tuple[MomentumState, Heading]:
     """Add explicit isotropic noise where a step has just ended; draw u where the chain is at rest.
 
@@ -224,8 +320,6 @@ def diffuse(
     L = 2 / (eps r^2) where it matches the rate r at which the gradients turn u: by eps r in a step.
     Between the kicks of one step it would turn up in the energy error of that step, as eps^(3/2).
     """
-    if decoherence_length is None or key is None:
-        return state, towards
     length = jnp.where(is_step_end(state, integrator), state.step_length, 0)
     if isinstance(decoherence_length, str):
         exponent = (length * turn_rate) ** 2
@@ -252,12 +346,8 @@ def advance(
     step_length: jax.Array,
     gradient: optax.Updates,
     params: optax.Params,
-) -> tuple[MomentumState, jax.Array]:
-    """Open a step where none is under way, else go on with it, up to the next drift.
-
-    Returns:
-        The new state and the kinetic energy gained by the opening kick, in nats.
-    """
+) -> Opened:
+    """Open a step where none is under way, else go on with it, up to the next drift."""
     opens = opens_step(state, integrator)
     step_length = jnp.where(opens, step_length, state.step_length).astype(state.step_length.dtype)
     kick_length = jnp.where(opens, integrator.kicks[0] * step_length, 0)
@@ -269,10 +359,10 @@ def advance(
         step_length=step_length,
         anchor=None if state.anchor is None else _tree.where(opens, params, state.anchor),
     )
-    return advanced, gained
+    return Opened(advanced, gained)
 
 
-def undone(state: MomentumState, step_length: jax.Array, moving: bool) -> MomentumState:
+def stop(state: MomentumState, step_length: jax.Array, moving: bool) -> MomentumState:
     """Stand where the open step began; `moving` tells whether a new direction is on its way."""
     return MomentumState(
         direction=state.direction,
@@ -283,7 +373,7 @@ def undone(state: MomentumState, step_length: jax.Array, moving: bool) -> Moment
     )
 
 
-def move(
+def _displace(
     undo: jax.Array,
     before: MomentumState,
     after: MomentumState,
@@ -320,7 +410,7 @@ def check(
     where: str,
     integrator: str,
     decoherence_length: float | jax.Array | str | None,
-    key: jax.Array | None,
+    has_key: bool,
 ) -> Integrator:
     """Look the integrator up; explicit noise needs a positive length and a key."""
     _check.choice(where, "integrator", integrator, INTEGRATORS)
@@ -329,6 +419,6 @@ def check(
             _check.choice(where, "decoherence_length", decoherence_length, (MATCHED,))
         else:
             _check.positive(where, "decoherence_length", decoherence_length)
-        if key is None:
-            _check.fail(where, "key", "a JAX key where `decoherence_length` is set", key)
+        if not has_key:
+            _check.fail(where, "key", "a JAX key where `decoherence_length` is set", None)
     return INTEGRATORS[integrator]

@@ -6,6 +6,7 @@ divides a displacement by s on its way back to the parameters.
 """
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -20,6 +21,60 @@ SMALLEST_RELATIVE_VARIANCE = 1e-4
 LARGEST_RELATIVE_VARIANCE = 1e4
 # Weight of the old value in the moving averages; 1 - alpha in the paper.
 NOISE_DECAY = 0.99
+
+
+class Preconditioner(NamedTuple):
+    """A rule for the coordinates in which a chain moves: pure functions.
+
+    Attributes:
+        init: `init(params)`, the first state.
+        observe: `observe(state, gradient)`, the next one, from the gradient of the energy.
+        whiten: `whiten(state, gradient)`, a tree, and the number that makes it the gradient over
+            the scale.
+    A state is None, for a scale of one, or has a method `scale()`, a tree like the parameters.
+    """
+
+    init: Callable[[Any], Any]
+    observe: Callable[[Any, Any], Any]
+    whiten: Callable[[Any, Any], tuple[Any, jax.Array | float]]
+
+
+def identity() -> Preconditioner:
+    """Leave the coordinates as they are."""
+    return Preconditioner(
+        init=lambda params: None,
+        observe=lambda state, gradient: None,
+        whiten=lambda state, gradient: (gradient, 1.0),
+    )
+
+
+def gradient_noise(
+    where: str = "gradient_noise",
+    noise_decay: float = NOISE_DECAY,
+    centered: bool = True,
+    noise_clip: tuple[float, float] | None = None,
+) -> Preconditioner:
+    """Measure the standard deviation of the mini-batch noise in every coordinate.
+
+    Args:
+        where: name of the sampler, for errors.
+        noise_decay: weight of the old value in the moving averages, in (0, 1].
+        centered: average squares about the moving mean of the gradient.
+        noise_clip: smallest and largest sigma; None for bounds relative to rms(sigma).
+
+    Raises:
+        ValueError: an argument out of range.
+    """
+    _check.number(where, "noise_decay", noise_decay, "in (0, 1]", lambda x: 0 < x <= 1)
+    check_clip(where, noise_clip)
+
+    def start(params):
+        return init(params, centered, noise_clip)
+
+    def take(state, gradient):
+        return observe(state, gradient, noise_decay)
+
+    return Preconditioner(init=start, observe=take, whiten=whiten)
 
 
 class PreconditionerState(NamedTuple):
@@ -41,11 +96,9 @@ class PreconditionerState(NamedTuple):
     square_norm: jax.Array
     clip: jax.Array | None
 
-
-def check(where: str, noise_decay: float) -> float:
-    """Require 0 < noise_decay <= 1."""
-    _check.number(where, "noise_decay", noise_decay, "in (0, 1]", lambda x: 0 < x <= 1)
-    return noise_decay
+    def scale(self) -> optax.Updates:
+        """Compute the scale s, a tree like the parameters with mean(s^2) = 1."""
+        return jax.tree.map(lambda x: (x / norm(self)).astype(x.dtype), relative_scale(self))
 
 
 def check_clip(where: str, noise_clip: tuple[float, float] | None):
@@ -63,14 +116,9 @@ def check_clip(where: str, noise_clip: tuple[float, float] | None):
 
 
 def init(
-    params: optax.Params,
-    noise_decay: float | None,
-    centered: bool,
-    noise_clip: tuple[float, float] | None = None,
-) -> PreconditionerState | None:
-    """Start isotropic, with a scale of one; None, a scale of one for ever, without a decay."""
-    if noise_decay is None:
-        return None
+    params: optax.Params, centered: bool, noise_clip: tuple[float, float] | None = None
+) -> PreconditionerState:
+    """Start isotropic, with a scale of one."""
     dtype = _tree.dtype(params)
     return PreconditionerState(
         gradient_mean=jax.tree.map(jnp.zeros_like, params) if centered else None,
@@ -83,16 +131,14 @@ def init(
 
 
 def observe(
-    state: PreconditionerState | None, gradient: optax.Updates, noise_decay: float | None
-) -> PreconditionerState | None:
-    """Take one mini-batch gradient into the averages; `normalize` completes the new state.
+    state: PreconditionerState, gradient: optax.Updates, noise_decay: float
+) -> PreconditionerState:
+    """Take one mini-batch gradient into the averages.
 
     gradient_mean <- a gradient_mean + (1 - a) gradient, then
     gradient_variance <- a gradient_variance + (1 - a) (gradient - gradient_mean)^2,
     with a = noise_decay and the new mean (Sommer et al. 2026, section 3.2: their alpha = 1 - a).
     """
-    if state is None or noise_decay is None:
-        return None
 
     def blend(old, new):
         return (noise_decay * old + (1 - noise_decay) * new).astype(old.dtype)
@@ -104,22 +150,22 @@ def observe(
         mean = jax.tree.map(blend, mean, gradient)
         squares = jax.tree.map(lambda g, m: jnp.square(g - m), gradient, mean)
     weight = state.isotropic_weight
-    return state._replace(
+    observed = state._replace(
         gradient_mean=mean,
         gradient_variance=jax.tree.map(blend, state.gradient_variance, squares),
         variance_mean=blend(state.variance_mean, _tree.total(squares) / _tree.size(squares)),
         isotropic_weight=(noise_decay * weight).astype(weight.dtype),
     )
+    relative = relative_scale(observed)
+    return observed._replace(square_norm=_tree.inner(relative, relative) / _tree.size(gradient))
 
 
-def relative_scale(state: PreconditionerState | None) -> optax.Updates | None:
+def relative_scale(state: PreconditionerState) -> optax.Updates:
     """Compute sigma / rms(sigma), clipped: the scale s up to its normalization.
 
     sigma_i^2 = v_i + w mean(v) / (1 - w) with w = `isotropic_weight`, so the relative variance
     sigma_i^2 / mean(sigma^2) is the average of v_i / mean(v) and 1 with weights 1 - w and w.
     """
-    if state is None:
-        return None
     mean = state.variance_mean
     # Below the normal numbers of the precision the quotient would overflow: no noise was seen.
     noisy = ~(mean < jnp.finfo(mean.dtype).tiny)
@@ -138,30 +184,14 @@ def relative_scale(state: PreconditionerState | None) -> optax.Updates | None:
     return jax.tree.map(leaf_scale, state.gradient_variance)
 
 
-def whiten(gradient: optax.Updates, relative: optax.Updates | None) -> optax.Updates:
-    """Divide the gradient by a scale; None stands for one."""
-    return gradient if relative is None else jax.tree.map(jnp.divide, gradient, relative)
+def whiten(state: PreconditionerState, gradient: optax.Updates) -> tuple[optax.Updates, jax.Array]:
+    """Divide the gradient by `relative_scale`; times `norm` it is the gradient over the scale."""
+    return jax.tree.map(jnp.divide, gradient, relative_scale(state)), norm(state)
 
 
-def normalize(
-    state: PreconditionerState | None, square_sum: jax.Array
-) -> PreconditionerState | None:
-    """Set mean(s^2) = 1, given the sum of the squares of `relative_scale`."""
-    if state is None:
-        return None
-    return state._replace(square_norm=square_sum / _tree.size(state.gradient_variance))
-
-
-def norm(state: PreconditionerState | None) -> jax.Array | float:
+def norm(state: PreconditionerState) -> jax.Array:
     """Ratio of `relative_scale` to the scale s."""
-    return 1.0 if state is None else jnp.sqrt(state.square_norm)
-
-
-def scale(state: PreconditionerState | None) -> optax.Updates | None:
-    """Compute the scale s, a tree like the parameters with mean(s^2) = 1; None stands for one."""
-    if state is None:
-        return None
-    return jax.tree.map(lambda x: (x / norm(state)).astype(x.dtype), relative_scale(state))
+    return jnp.sqrt(state.square_norm)
 
 
 def scale_by_gradient_noise(
@@ -196,18 +226,16 @@ def scale_by_gradient_noise(
     isotropic and clips s relative to its root mean square, so that neither the first steps nor
     the clipping depend on the unit of the gradient.
     """
-    check("scale_by_gradient_noise", noise_decay)
+    noise = gradient_noise("scale_by_gradient_noise", noise_decay, centered)
 
     def init_fn(params: Any) -> Any:
         _tree.check_params("scale_by_gradient_noise", params, smallest=1)
-        return init(params, noise_decay, centered)
+        return noise.init(params)
 
     def update_fn(updates: Any, state: Any, params: Any = None):
         del params
-        observed = observe(state, updates, noise_decay)
-        relative = relative_scale(observed)
-        observed = normalize(observed, _tree.inner(relative, relative))
+        observed = noise.observe(state, updates)
         state = _tree.where(jnp.isfinite(norm(observed)), observed, state)
-        return jax.tree.map(lambda g, s: (g / s).astype(g.dtype), updates, scale(state)), state
+        return jax.tree.map(lambda g, s: (g / s).astype(g.dtype), updates, state.scale()), state
 
     return optax.GradientTransformation(init_fn, update_fn)

@@ -11,35 +11,15 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from optax_smile import _check, _energy, _turning
+from optax_smile import _check
+from optax_smile.stages import evidence
+from optax_smile.stages.evidence import Evidence
 
 # What the gradients turn the momentum by in a step, radians; a single one may do so by
-# `_turning.LARGEST_RATIO` times as much.
+# `evidence.LARGEST_RATIO` times as much.
 ANGLE = 0.03
 # The first steps of `angle_tuner`: each at most so many times as long as the one before.
 FIRST_GROWTH = 10.0
-
-
-class Evidence(NamedTuple):
-    """What a tuner learns from one call.
-
-    Attributes:
-        error: energy error of the step that ended there.
-        energies: averages of |energy change| over the steps before it.
-        turn_rate: angle per unit length by which this gradient turns the momentum.
-        turns: average of that, with this gradient.
-        num_calls: calls of `update` before this one, int32.
-        base: the user's step size, which the factor multiplies.
-        resolution: step size below which the parameters stop moving in their precision.
-    """
-
-    error: _energy.EnergyError
-    energies: _energy.EnergyAverages
-    turn_rate: jax.Array
-    turns: _turning.TurnAverage
-    num_calls: jax.Array
-    base: jax.Array
-    resolution: jax.Array
 
 
 class Tuner(NamedTuple):
@@ -47,7 +27,7 @@ class Tuner(NamedTuple):
 
     Attributes:
         init: `init(dtype)`, the first state.
-        update: `update(state, evidence)`, the next one.
+        update: `update(state, shown)` by the `Evidence` of a call, the next one.
         uses_energy: whether it needs the `value` of a loop.
         sets_step_size: whether the step size is its own and not a multiple of the user's.
     """
@@ -75,7 +55,7 @@ def _start(dtype: jnp.dtype) -> FactorState:
 
 def fixed() -> Tuner:
     """Keep the user's step size."""
-    return Tuner(init=_start, update=lambda state, evidence: state)
+    return Tuner(init=_start, update=lambda state, shown: state)
 
 
 def quantile_tuner(
@@ -119,14 +99,14 @@ def quantile_tuner(
     last_call = _last_call("quantile_tuner", adapt_steps, 0)
     low, high = adapt_probability / 3, 1 - 2 * adapt_probability / 3
 
-    def update(state: FactorState, evidence: Evidence) -> FactorState:
+    def update(state: FactorState, shown: Evidence) -> FactorState:
         factor = state.step_size_factor
-        energy, averages = jnp.abs(evidence.error.change), evidence.energies
-        raised = jnp.where(energy < _energy.quantile(averages, low), 1 + adapt_rate, 1)
-        lowered = jnp.where(energy > _energy.quantile(averages, high), 1 - adapt_rate, raised)
-        floor = jnp.minimum(evidence.resolution / evidence.base, factor)
-        adapts = evidence.error.known & _energy.settled(averages)
-        adapts &= evidence.num_calls < last_call
+        energy, averages = jnp.abs(shown.error.change), shown.energies
+        raised = jnp.where(energy < evidence.quantile(averages, low), 1 + adapt_rate, 1)
+        lowered = jnp.where(energy > evidence.quantile(averages, high), 1 - adapt_rate, raised)
+        floor = jnp.minimum(shown.resolution / shown.base, factor)
+        adapts = shown.error.known & evidence.settled(averages)
+        adapts &= shown.num_calls < last_call
         adapted = jnp.maximum(factor * lowered, floor)
         return FactorState(jnp.where(adapts, adapted, factor).astype(factor.dtype))
 
@@ -181,17 +161,17 @@ def angle_tuner(angle: float = ANGLE, adapt_steps: int | None = None) -> Tuner:
     def start(dtype: jnp.dtype) -> AngleState:
         return AngleState(jnp.zeros((), dtype), jnp.zeros((), dtype))
 
-    def update(state: AngleState, evidence: Evidence) -> AngleState:
-        adapts = evidence.error.finite & (evidence.num_calls < last_call)
-        mean = jnp.where(adapts, evidence.turns.mean_turn_rate, state.turn_rate)
-        shortest = jnp.maximum(evidence.resolution, jnp.finfo(mean.dtype).eps)
-        longest = shortest * FIRST_GROWTH ** evidence.num_calls.astype(mean.dtype)
+    def update(state: AngleState, shown: Evidence) -> AngleState:
+        adapts = shown.error.finite & (shown.num_calls < last_call)
+        mean = jnp.where(adapts, shown.turns.mean_turn_rate, state.turn_rate)
+        shortest = jnp.maximum(shown.resolution, jnp.finfo(mean.dtype).eps)
+        longest = shortest * FIRST_GROWTH ** shown.num_calls.astype(mean.dtype)
         length = angle / jnp.where(mean > 0, mean, angle)
-        length = jnp.maximum(jnp.minimum(length, longest), evidence.resolution)
-        now = jnp.where(evidence.error.finite, evidence.turn_rate, 0)
-        largest = _turning.LARGEST_RATIO * angle / jnp.where(now > 0, now, 1)
+        length = jnp.maximum(jnp.minimum(length, longest), shown.resolution)
+        now = jnp.where(shown.error.finite, shown.turn_rate, 0)
+        largest = evidence.LARGEST_RATIO * angle / jnp.where(now > 0, now, 1)
         length = jnp.where(now > 0, jnp.minimum(length, largest), length)
-        return AngleState((length / evidence.base).astype(mean.dtype), mean)
+        return AngleState((length / shown.base).astype(mean.dtype), mean)
 
     return Tuner(init=start, update=update, sets_step_size=True)
 

@@ -1,0 +1,193 @@
+"""The driver of SMILE, pSMILE and MCLMC: one call of `update` through four exchangeable stages."""
+
+import warnings
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optax_smile import _call, _check, _tree, potential
+from optax_smile._state import LastCall, no_call
+from optax_smile.stages import evidence, momentum
+from optax_smile.stages import tuner as tuning
+from optax_smile.stages.guardrail import Guardrail, GuardrailState
+from optax_smile.stages.preconditioner import Preconditioner
+
+
+class MicrocanonicalState(NamedTuple):
+    """State of `smile`, `psmile`, the naive forms, `mclmc`: four stages and what joins them.
+
+    Attributes:
+        preconditioner: averages over the gradients of the kept calls; None without one.
+        momentum: direction and place inside the open step.
+        guardrail: counters of undone steps.
+        tuner: state of the tuner, with the field `step_size_factor`.
+        evidence: what the calls so far have shown.
+        num_steps: steps begun, the count that a step-size schedule gets, int32.
+        key: for explicit noise and fresh momenta; None if neither is used.
+        last_call: what the last call found out.
+    """
+
+    preconditioner: Any
+    momentum: momentum.MomentumState
+    guardrail: GuardrailState
+    tuner: Any
+    evidence: evidence.EvidenceState
+    num_steps: jax.Array
+    key: jax.Array | None
+    last_call: LastCall
+
+    @property
+    def calls_per_step(self) -> int:
+        """Gradients, and calls of `update`, per step."""
+        return 1 if self.momentum.anchor is None else 2
+
+    def stats(self) -> dict[str, jax.Array]:
+        """Scalars that describe the last call, see `optax_smile.stats`."""
+        return self.last_call._asdict() | {
+            "step_size": self.momentum.step_length,
+            "energy_mean": self.evidence.energies.energy_mean,
+            "energy_std": self.evidence.energies.energy_std,
+            "num_resets": self.guardrail.num_resets,
+            "num_nonfinite": self.guardrail.num_nonfinite,
+        }
+
+    def last_accepted(self, params: optax.Params) -> optax.Params:
+        """Start of the open step, see `optax_smile.last_accepted`."""
+        return momentum.step_start(self.momentum, params, _scale(self.preconditioner))
+
+
+def _scale(state: Any) -> optax.Updates | None:
+    return None if state is None else state.scale()
+
+
+def compose(
+    name: str,
+    posterior: potential.Potential,
+    *,
+    preconditioner: Preconditioner,
+    momentum: momentum.Momentum,
+    guardrail: Guardrail,
+    tuner: tuning.Tuner | None = None,
+    step_size: float | jax.Array | optax.Schedule | None = None,
+    key: jax.Array | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Build a sampler from its four stages.
+
+    Args:
+        name: of the sampler, for errors.
+        posterior: what to sample.
+        preconditioner: in which coordinates.
+        momentum: by which dynamics.
+        guardrail: which steps are undone.
+        tuner: how long the steps are; None keeps `step_size`.
+        step_size: see `smile`.
+        key: see `smile`.
+    """
+    tuner = tuning.check(name, tuner, step_size)
+    potential.check(name, posterior)
+    _check.key(name, key)
+    uses_energy = tuner.uses_energy or guardrail.uses_energy
+    uses_key = momentum.uses_key or guardrail.uses_key
+
+    def step_size_at(count: jax.Array) -> Any:
+        if step_size is None:
+            return 1.0
+        return step_size(count) if callable(step_size) else step_size
+
+    def init(params: Any) -> Any:
+        _tree.check_params(name, params, smallest=2)
+        potential.check_prior(name, posterior, params)
+        dtype, count = _tree.dtype(params), jnp.zeros((), jnp.int32)
+        start = tuner.init(dtype)
+        return MicrocanonicalState(
+            preconditioner=preconditioner.init(params),
+            momentum=momentum.init(params, step_size_at(count) * start.step_size_factor),
+            guardrail=guardrail.init(dtype),
+            tuner=start,
+            evidence=evidence.init(dtype),
+            num_steps=count,
+            key=jax.random.clone(key) if uses_key and key is not None else None,
+            last_call=no_call(dtype),
+        )
+
+    def update(
+        updates: Any, state: Any, params: Any = None, *, value: Any = None, **extra_args: Any
+    ) -> tuple[Any, Any]:
+        del extra_args
+        here, past = state.momentum, state.evidence
+        value = _call.check(name, updates, params, value, here.direction, here.step_length.dtype)
+        if value is None and uses_energy:
+            _warn_without_value(name)
+        key, noise_key, reset_key = _split(state.key, guardrail.uses_key)
+
+        # Whiten: the gradient in coordinates in which its noise is isotropic.
+        gradient = potential.gradient(posterior, updates, params)
+        noise = preconditioner.observe(state.preconditioner, gradient)
+        gradient, unit = preconditioner.whiten(noise, gradient)
+        sums = evidence.measure(here.direction, gradient, params)
+
+        # Close the step that ends here, and keep or undo it by the energy that it gained.
+        closed = momentum.close(here, sums, unit)
+        error = evidence.energy_error(posterior, past.open_step, closed, sums, value)
+        guard, undo = guardrail.judge(state.guardrail, error, past.energies)
+
+        # Choose the length of the next step.
+        base = jnp.asarray(step_size_at(state.num_steps), here.step_length.dtype)
+        shown = evidence.show(past, closed, error, sums, base, state.last_call.num_calls, ~undo)
+        tuned = tuner.update(state.tuner, shown)
+        length = base * tuned.step_size_factor * guard.step_backoff
+
+        # Open the next step, or stand where the undone one began.
+        rate = shown.turns.mean_turn_rate
+        opened = momentum.open(here, closed, length, gradient, params, rate, noise_key)
+        step = evidence.proceed(past.open_step, closed, opened, value)
+        kept = opened.state, noise, step, state.num_steps + closed.opens_step
+        stopped = momentum.stop(here, length, guardrail.restarts_moving)
+        undone = stopped, state.preconditioner, past.open_step, state.num_steps
+        after, noise, step, num_steps = _tree.where(undo, undone, kept)
+
+        move = momentum.displace(undo, here, after, params, _scale(noise))
+        direction = guardrail.redirect(undo, after.direction, reset_key)
+        cap = guardrail.winsor_quantile
+        return move, MicrocanonicalState(
+            preconditioner=noise,
+            momentum=after._replace(direction=direction),
+            guardrail=guard,
+            tuner=tuned,
+            evidence=evidence.EvidenceState(
+                open_step=evidence.drifted(step, potential.prior_change(posterior, params, move)),
+                energies=evidence.observe_energy(past.energies, error, cap),
+                turns=shown.turns,
+            ),
+            num_steps=num_steps,
+            key=key,
+            last_call=LastCall(
+                energy_change=error.change,
+                energy_level=jnp.full_like(num_steps, value is not None),
+                accepted=~undo,
+                step_end=closed.step_end,
+                is_sample=jnp.ones_like(undo),
+                below_resolution=after.step_length < shown.resolution,
+                num_calls=state.last_call.num_calls + 1,
+            ),
+        )
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _split(key: jax.Array | None, refreshes: bool):
+    """Keys for the state, the explicit noise and a fresh momentum; None for none."""
+    if key is None:
+        return None, None, None
+    return jax.random.split(key, 3) if refreshes else (*jax.random.split(key), None)
+
+
+def _warn_without_value(where: str):
+    warnings.warn(
+        f"`{where}` got no `value`: without energies `quantile_tuner` keeps the step size and"
+        " `reset_quantile` undoes non-finite steps alone. Pass `value=loss` to `update`, or leave"
+        " both out.",
+        stacklevel=3,
+    )
