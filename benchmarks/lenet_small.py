@@ -155,7 +155,9 @@ METHODS = {
     "psmile, angle .04": functools.partial(make_psmile, tuner=optax_smile.angle_tuner(0.04)),
     "psmile, angle .05": functools.partial(make_psmile, tuner=optax_smile.angle_tuner(0.05)),
     "psmile, no explicit noise": functools.partial(make_psmile, decoherence_length=None),
-    "psmile published": functools.partial(make_psmile, **optax_smile.PUBLISHED["psmile"]),
+    "psmile published": lambda step_size, num_data, key: optax_smile.published.psmile(
+        step_size, num_data=num_data
+    ),
     "psmile_naive": lambda step_size, num_data, key: optax_smile.psmile_naive(
         step_size, num_data=num_data
     ),

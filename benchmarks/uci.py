@@ -177,13 +177,13 @@ class Method(NamedTuple):
         make: from step size (None: its own), number of examples and key.
         batch_per: see `sample`: `"step"` for minimal norm, two gradients a step, as published.
         step_sizes: the grid of which a table takes the best.
-        is_shipped: whether it does what the published code does beyond the paper.
+        shipped: name of the sampler that does what the published code does beyond the paper.
     """
 
     make: Any
     batch_per: str
     step_sizes: tuple[float | None, ...]
-    is_shipped: bool = False
+    shipped: str = ""
 
 
 def simple(name: str, *step_sizes: float | None, batch_per: str = "call", **options) -> Method:
@@ -206,10 +206,14 @@ def cyclical(step_size, num_data, key):
     return optax_smile.cyclical_sgld(step_size, num_data=num_data, total_steps=60_000, key=key)
 
 
-def published(name: str, *step_sizes: float, **options: Any) -> Method:
-    """A method as the paper has it, but for the options."""
-    options = optax_smile.PUBLISHED[name] | options
-    return simple(name, *step_sizes, batch_per="step", **options)
+def published(name: str, *step_sizes: float) -> Method:
+    """A method with the settings of the paper."""
+
+    def make(step_size, num_data, key):
+        del key
+        return getattr(optax_smile.published, name)(step_size, num_data=num_data)
+
+    return Method(make, "step", step_sizes)
 
 
 FULL_BATCH = "mile"
@@ -220,13 +224,10 @@ METHODS = {
     "cyclical_sgld": Method(cyclical, "call", (1e-7, 1e-6, 1e-5, 1e-4)),
     "smile_naive published": published("smile_naive", 1e-4, 1e-3, 3e-3, 1e-2),
     "psmile_naive published": published("psmile_naive", 1e-4, 1e-3, 3e-3, 1e-2),
-    "smile_naive as shipped": published("smile_naive", 1e-3)._replace(is_shipped=True),
-    "psmile_naive as shipped": published("psmile_naive", 1e-3, centered=False)._replace(
-        is_shipped=True
-    ),
+    "smile_naive as shipped": Method(None, "step", (1e-3,), "smile_naive"),
+    "psmile_naive as shipped": Method(None, "step", (1e-3,), "psmile_naive"),
     "smile published": published("smile", 1e-3, 1e-2),
     "psmile published": published("psmile", 1e-3, 1e-2),
-    "psmile_naive relative bounds": published("psmile_naive", 1e-3, noise_clip=None),
     "psmile_naive": simple("psmile_naive", 5e-4, 1e-3, 2e-3, 4e-3),
     "smile": simple("smile", None),
     "psmile": simple("psmile", None),
@@ -277,14 +278,16 @@ def run_cell(cell: dict[str, Any]) -> dict[str, Any]:
         return score(optax_smile.Snapshots.from_members(members), test)
     if not protocol.learns_sigma:
         members["params"]["log_std"] *= 0
-    key, began = jax.random.key(1_000 + cell["split"]), time.monotonic()
+    key = jax.random.key(1_000 + cell["split"] + 100 * cell.get("seed", 0))
+    began = time.monotonic()
     method = METHODS[cell["method"]]
-    sampler = method.make(cell["step_size"], len(train[0]), key)
     is_full = cell["method"] == FULL_BATCH
     num_steps = num_gradients // (2 if method.batch_per == "step" else 1)
     num_warmup = round(num_steps * protocol.warmup)
-    if method.is_shipped:
-        sampler = as_shipped(sampler, 2 * num_warmup)
+    if method.shipped:
+        sampler = as_shipped(method.shipped, cell["step_size"], 2 * num_warmup, len(train[0]))
+    else:
+        sampler = method.make(cell["step_size"], len(train[0]), key)
     num_samples = min(protocol.num_samples, num_steps - num_warmup)
     draws = optax_smile.sample(
         mean_loss,
@@ -330,9 +333,10 @@ def cells_of(arguments) -> list[dict[str, Any]]:
         grid = METHODS[method].step_sizes if method in METHODS else (None,)
         if method in METHODS and arguments.step_sizes:
             grid = arguments.step_sizes
-        for step_size in grid:
+        for step_size, seed in itertools.product(grid, arguments.seeds):
             cells.append(
-                {
+                ({"seed": seed} if seed else {})
+                | {
                     "protocol": arguments.protocol,
                     "data": data,
                     "split": split,
@@ -353,7 +357,7 @@ def table(found: list[dict[str, Any]], protocol: str, num_chains: int, epoch_wis
         cell = record["cell"]
         usual = usual_gradients(protocol, cell["data"], cell["method"], epoch_wise)
         settings = cell["protocol"], cell["num_chains"], cell["num_gradients"]
-        if settings == (protocol, num_chains, usual):
+        if settings == (protocol, num_chains, usual) and not cell.get("seed"):
             groups.setdefault((cell["data"], cell["method"], cell["step_size"]), []).append(record)
     lines = [
         "| data | method | step size | LPPD | RMSE | coverage of 90 % | R-hat < 1.05 within, across"
@@ -388,6 +392,7 @@ def main():
     parser.add_argument("--protocol", choices=PROTOCOLS, default="joint")
     parser.add_argument("--data", nargs="+", choices=FILES, default=list(FILES))
     parser.add_argument("--splits", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="of the chains")
     parser.add_argument("--methods", nargs="+", choices=ALL, default=ALL)
     parser.add_argument("--step-sizes", nargs="+", type=float, help="instead of the methods' own")
     parser.add_argument("--num-chains", type=int, default=10)

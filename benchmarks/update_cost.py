@@ -36,8 +36,7 @@ def methods() -> dict[str, optax.GradientTransformationExtraArgs]:
         "adamw": optax.adamw(1e-3),
         "smile": optax_smile.smile(key=key, **common),
         "psmile": optax_smile.psmile(key=key, **common),
-        "psmile centered=False": optax_smile.psmile(centered=False, key=key, **common),
-        "psmile published": optax_smile.psmile(1e-2, **optax_smile.PUBLISHED["psmile"], **common),
+        "psmile published": optax_smile.published.psmile(1e-2, **common),
         "smile_naive": optax_smile.smile_naive(1e-2, **common),
         "psmile_naive": optax_smile.psmile_naive(1e-2, **common),
     }

@@ -3,7 +3,7 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from optax_smile import diagnostics, ensemble, metrics, plots
+from optax_smile import diagnostics, ensemble, metrics, plots, published
 from optax_smile._likelihoods import Likelihood
 from optax_smile._state import last_accepted, stats
 from optax_smile.predict import Prediction, Predictor, predict
@@ -12,7 +12,7 @@ from optax_smile.samplers.mclmc import MclmcSettings, mclmc, tune_mclmc
 from optax_smile.samplers.scale_adapted_sghmc import scale_adapted_sghmc
 from optax_smile.samplers.sghmc import sghmc
 from optax_smile.samplers.sgld import psgld, sgld
-from optax_smile.samplers.smile import PUBLISHED, psmile, psmile_naive, smile, smile_naive
+from optax_smile.samplers.smile import psmile, psmile_naive, smile, smile_naive
 from optax_smile.sampling import sample
 from optax_smile.snapshots import Snapshots, StoredSnapshots, load_snapshots
 from optax_smile.stages.preconditioner import scale_by_gradient_noise
@@ -28,7 +28,6 @@ __version__ = "0.1.0"
 __all__ = [
     "Likelihood",
     "MclmcSettings",
-    "PUBLISHED",
     "Prediction",
     "Predictor",
     "Snapshots",
@@ -49,6 +48,7 @@ __all__ = [
     "psgld",
     "psmile",
     "psmile_naive",
+    "published",
     "quantile_tuner",
     "report",
     "sample",

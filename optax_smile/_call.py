@@ -40,6 +40,16 @@ def check(
     return jnp.asarray(value, dtype)
 
 
+def key(where: str, data: jax.Array, like: jax.Array) -> jax.Array:
+    """Make a typed key like `like` of the raw one in a state, which any checkpoint can hold."""
+    expected = jax.eval_shape(jax.random.key_data, like)
+    if jnp.shape(data) != expected.shape or jnp.result_type(data) != expected.dtype:
+        rule = f"the state of {where}, whose key is {expected.dtype}{list(expected.shape)}"
+        got = f"a key of {jnp.result_type(data)}{list(jnp.shape(data))}"
+        _check.fail(where, "state", rule, got)
+    return jax.random.wrap_key_data(data, impl=jax.random.key_impl(like))
+
+
 def resolution(params_square: jax.Array) -> jax.Array:
     """Length of the shortest step that still moves parameters of this squared norm."""
     return RESOLUTION_ULPS * jnp.finfo(params_square.dtype).eps * jnp.sqrt(params_square)

@@ -28,6 +28,22 @@ def number(where: str, argument: str, value: Any, rule: str, holds: Callable[[fl
         fail(where, argument, rule, repr(value))
 
 
+def numbers(where: str, argument: str, value: Any, rule: str, holds: Callable[[Any], Any]):
+    """Require a number, or an array of numbers, that satisfies `rule`; traced values pass."""
+    if isinstance(value, (np.ndarray, jax.Array)) and np.ndim(value) > 0:
+        if isinstance(value, jax.core.Tracer):
+            return
+        array = np.asarray(value)
+        if not np.issubdtype(array.dtype, np.number) and array.dtype != jnp.bfloat16:
+            fail(where, argument, f"numbers {rule}", f"an array of {array.dtype}")
+        wrong = ~np.asarray(holds(array), bool)
+        if wrong.any():
+            place = tuple(int(i) for i in np.argwhere(wrong)[0])
+            fail(where, argument, rule, f"{array[place]} at {place}")
+        return
+    number(where, argument, value, rule, holds)
+
+
 def positive(where: str, argument: str, value: Any):
     """Require a finite number above zero."""
     number(where, argument, value, "> 0 and finite", lambda x: 0 < x < math.inf)
@@ -55,11 +71,19 @@ def choice(where: str, argument: str, value: Any, choices: Any):
         fail(where, argument, f"one of {names}", repr(value))
 
 
-def key(where: str, value: Any):
-    """Require one JAX key or None; many chains write theirs into the state."""
+def key(where: str, value: Any) -> jax.Array | None:
+    """Make a typed key of one JAX key or an integer seed; None stays None.
+
+    Many chains write theirs into the state, so that only a single key will do here.
+    """
     if value is None:
-        return
-    typed = isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
-    raw = isinstance(value, jax.Array) and value.dtype == jnp.uint32
-    if not (typed and value.ndim == 0 or raw and value.ndim == 1):
-        fail(where, "key", "a JAX key such as jax.random.key(0), a single one", repr(value))
+        return None
+    is_array = isinstance(value, (jax.Array, np.ndarray))
+    if is_array and jnp.issubdtype(value.dtype, jax.dtypes.prng_key) and value.ndim == 0:
+        return value
+    if is_array and value.dtype == jnp.uint32 and value.ndim == 1:
+        return jax.random.wrap_key_data(value)
+    seed = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+    if seed or is_array and value.ndim == 0 and jnp.issubdtype(value.dtype, jnp.integer):
+        return jax.random.key(value)
+    fail(where, "key", "a JAX key such as jax.random.key(0), a single one, or a seed", repr(value))

@@ -100,7 +100,13 @@ def stats(state: Any) -> dict[str, jax.Array]:
           exploration part of `cyclical_sgld`.
         - num_resets, num_nonfinite: steps undone for an outlying energy; calls with a non-finite
           gradient or value.
+        - num_outlying: gradients that counted for less than they are: zero, or over three times
+          as large as the average; 0 for samplers without averages.
         - num_calls: calls of `update` so far.
+        - descent: energy that the chain has lost over the last quarter of its gradients, according
+          to them, in standard deviations of what chance makes of a chain that has arrived; NaN for
+          samplers that do not tell.
+        - on_its_way: whether that is more than 3: these points are no draws yet.
         - below_resolution: the step is too short to move the parameters in their precision.
 
     Raises:

@@ -278,6 +278,11 @@ def _findings(found: Summary, run: _Run) -> list[Finding]:
             "a smaller step size, or a start closer by; leave these chains out of the prediction.",
         ),
         (
+            _on_its_way(run),
+            "still on its way",
+            "a larger num_warmup; a start from trained weights, as `warmstart` makes them.",
+        ),
+        (
             _frozen(found, run, mixes=rhats < HIGH_RHAT),
             "frozen",
             "larger steps; `angle_tuner()`, or `quantile_tuner(adapt_steps=...)` with few steps.",
@@ -355,6 +360,13 @@ def _diverged(run: _Run) -> Iterator[tuple[np.ndarray, str]]:
         first, last = _ends(by_draw)
         yield _others(last) - last > far, "the log likelihood is far below the other chains'."
         yield first - last > far, "the log likelihood fell far below where it was at first."
+
+
+def _on_its_way(run: _Run) -> Iterator[tuple[np.ndarray, str]]:
+    """Signs that a chain still goes down to the posterior."""
+    if "on_its_way" in run.trace:
+        falling = np.asarray(run.trace["on_its_way"], float)
+        yield _ends(falling)[1] > 0.5, "its gradients say that its energy was falling all the time."
 
 
 def _frozen(found: Summary, run: _Run, mixes: np.ndarray) -> Iterator[tuple[np.ndarray, str]]:

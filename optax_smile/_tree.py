@@ -47,6 +47,11 @@ def inner(first: Any, second: Any) -> jax.Array:
     return total(jax.tree.map(jnp.multiply, first, second))
 
 
+def count(counter: jax.Array, more: jax.Array | bool = True) -> jax.Array:
+    """Add one to a counter where `more`; at its largest value it stops instead of wrapping."""
+    return jnp.where(more, optax.safe_increment(counter), counter)
+
+
 def where(condition: jax.Array, yes: Any, no: Any) -> Any:
     """Select between two trees with one boolean scalar."""
     return jax.tree.map(lambda x, y: jnp.where(condition, x, y), yes, no)

@@ -166,7 +166,7 @@ def init(
     *,
     mesh: Mesh | None = None,
     specs: Any = None,
-    key: jax.Array | None = None,
+    key: jax.Array | int | None = None,
 ) -> optax.OptState:
     """Give the state of every chain, sharded like its parameters.
 
@@ -175,8 +175,8 @@ def init(
         params: placed parameters `[chain, ...]`, such as `place` returns.
         mesh: see `place`.
         specs: see `place`; arrays of the state that are like parameters are sharded like them.
-        key: JAX key, from which the `key` of each chain's state is made, if it has one; None
-            leaves them as the sampler made them.
+        key: JAX key or seed, from which the `key` of each chain's state is made, if it has one;
+            None leaves them as the sampler made them.
 
     Returns:
         The state, every leaf with a leading chain axis, scalars and keys included.
@@ -202,20 +202,23 @@ def init(
     if key is None:
         return state
     try:
-        if optax.tree.get(state, "key", filtering=_is_random_key) is None:
-            return state
+        known = optax.tree.get(state, "key", filtering=_is_random_key)
     except KeyError:
         rule = "a sampler whose state has one field `key`"
         remedy = 'Pass static_args=("key",) to optax.inject_hyperparams.'
         _check.fail("init", "sampler", rule, "several", remedy)
-    keys = split_key(key, chains, mesh=mesh)
+    if known is None:
+        return state
+    keys = split_key(key, chains, mesh=mesh, raw=True)
+    if keys.shape != known.shape:
+        rule = f"a key whose data are {known.shape[-1]} words, as the sampler's"
+        _check.fail("init", "key", rule, f"{keys.shape[-1]} words")
     return optax.tree.set(state, _is_random_key, key=keys)
 
 
 def _is_random_key(_, value: Any) -> bool:
     """Tell a key from averages over a layer of that name, which attention has."""
-    dtype = getattr(value, "dtype", jnp.float32)
-    return dtype == jnp.uint32 or jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    return getattr(value, "dtype", None) == jnp.uint32
 
 
 def chain_sharding(mesh: Mesh) -> NamedSharding:
@@ -223,10 +226,17 @@ def chain_sharding(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(CHAIN))
 
 
-def split_key(key: jax.Array, chains: int, *, mesh: Mesh | None = None) -> jax.Array:
-    """Make a key for every chain `[chain]`, each on the devices of its chain."""
+def split_key(
+    key: jax.Array | int, chains: int, *, mesh: Mesh | None = None, raw: bool = False
+) -> jax.Array:
+    """Make a key for every chain `[chain]`, or its raw data, each on the devices of its chain."""
     own = None if mesh is None else chain_sharding(mesh)
-    return jax.jit(lambda key: jax.random.split(key, chains), out_shardings=own)(key)
+
+    def split(key):
+        keys = jax.random.split(key, chains)
+        return jax.random.key_data(keys) if raw else keys
+
+    return jax.jit(split, out_shardings=own)(_check.key("init", key))
 
 
 def step(

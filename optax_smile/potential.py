@@ -13,6 +13,12 @@ import optax
 
 from optax_smile import _check, _tree
 
+# What the parts of the prior must be: argument, rule in words, rule for arrays.
+PRIOR_RULES = (
+    ("prior_precision", ">= 0 and finite", lambda x: (x >= 0) & (x < float("inf"))),
+    ("prior_mean", "finite", lambda x: abs(x) < float("inf")),
+)
+
 
 class Potential(NamedTuple):
     """What turns a mean loss into the energy of a posterior.
@@ -21,14 +27,17 @@ class Potential(NamedTuple):
         num_data: number of terms that the mean loss averages, >= 1: examples, or tokens for a
             language model. A summed loss makes every energy wrong by a factor that nothing
             downstream can detect.
-        prior_precision: of the prior N(0, 1 / precision), per parameter, >= 0: a number, or a
-            prefix of the parameter tree with a number for each part.
+        prior_precision: of the prior N(prior_mean, 1 / prior_precision), per parameter, >= 0: a
+            number, or a prefix of the parameter tree with, for each part, a number or, for a leaf,
+            an array of its shape.
         temperature: of the posterior, > 0; 1 is Bayes.
+        prior_mean: centre of the prior, finite, given like `prior_precision`.
     """
 
     num_data: float | jax.Array
     prior_precision: Any = 1.0
     temperature: float | jax.Array = 1.0
+    prior_mean: Any = 0.0
 
 
 def check(where: str, potential: Potential):
@@ -40,33 +49,40 @@ def check(where: str, potential: Potential):
         ">= 1 and finite",
         lambda x: 1 <= x < float("inf"),
     )
-    for precision in jax.tree.leaves(potential.prior_precision):
-        _check.number(
-            where,
-            "prior_precision",
-            precision,
-            ">= 0 and finite",
-            lambda x: 0 <= x < float("inf"),
-        )
+    for argument, rule, holds in PRIOR_RULES:
+        for value in jax.tree.leaves(getattr(potential, argument)):
+            _check.numbers(where, argument, value, rule, holds)
     _check.positive(where, "temperature", potential.temperature)
 
 
 def check_prior(where: str, potential: Potential, params: optax.Params):
-    """Require `prior_precision` to be a number or a prefix of the parameter tree."""
-    try:
-        _prior_weights(potential, params)
-    except (ValueError, TypeError) as error:
-        rule = "a number or a prefix of the parameter tree"
-        _check.fail(where, "prior_precision", rule, potential.prior_precision, str(error))
+    """Require the prior to be numbers or prefixes of the parameter tree that fit its leaves."""
+    for argument, _, _ in PRIOR_RULES:
+        prefix = getattr(potential, argument)
+        try:
+            spread = _spread(prefix, params)
+        except (ValueError, TypeError) as error:
+            rule = "a number or a prefix of the parameter tree"
+            _check.fail(where, argument, rule, jax.tree.structure(prefix), str(error))
+        shapes = jax.tree_util.tree_leaves_with_path(params)
+        for (path, leaf), value in zip(shapes, jax.tree.leaves(spread), strict=True):
+            if jnp.shape(value) not in ((), leaf.shape):
+                at = jax.tree_util.keystr(path) or "the only leaf"
+                rule = f"a number or of the shape {leaf.shape} at {at}"
+                _check.fail(where, argument, rule, jnp.shape(value))
 
 
-def _prior_weights(potential: Potential, params: optax.Params) -> optax.Params:
-    """Spread the prior precision over the leaves, divided by the temperature."""
-    return jax.tree.map(
-        lambda precision, part: jax.tree.map(lambda _: precision / potential.temperature, part),
-        potential.prior_precision,
-        params,
+def _spread(prefix: Any, params: optax.Params) -> optax.Params:
+    """Give every leaf the number or array that a prefix of the tree has for it."""
+    return jax.tree.map(lambda value, part: jax.tree.map(lambda _: value, part), prefix, params)
+
+
+def _prior(potential: Potential, params: optax.Params) -> tuple[optax.Params, optax.Params]:
+    """Give every leaf the precision of its prior over the temperature, and its mean."""
+    precision, mean = (
+        _spread(x, params) for x in (potential.prior_precision, potential.prior_mean)
     )
+    return jax.tree.map(lambda x: x / potential.temperature, precision), mean
 
 
 def energy(potential: Potential, mean_loss: jax.Array, params: optax.Params) -> jax.Array:
@@ -85,8 +101,12 @@ def energy(potential: Potential, mean_loss: jax.Array, params: optax.Params) -> 
         >>> float(energy(Potential(num_data=10), jnp.float32(0.5), {"w": jnp.ones(4)}))
         7.0
     """
-    origin = jax.tree.map(jnp.zeros_like, params)
-    return energy_change(potential, mean_loss, prior_change(potential, origin, params))
+    _, mean = _prior(potential, params)
+    centre = jax.tree.map(
+        lambda m, x: jnp.broadcast_to(jnp.asarray(m, x.dtype), x.shape), mean, params
+    )
+    displacement = jax.tree.map(jnp.subtract, params, centre)
+    return energy_change(potential, mean_loss, prior_change(potential, centre, displacement))
 
 
 def gradient(
@@ -94,12 +114,11 @@ def gradient(
 ) -> optax.Updates:
     """Compute grad U from the gradient of the mean loss, in nats per unit of the parameter."""
     weight = potential.num_data / potential.temperature
-    return jax.tree.map(
-        lambda precision, grad, x: (weight * grad.astype(x.dtype) + precision * x).astype(x.dtype),
-        _prior_weights(potential, params),
-        mean_loss_gradient,
-        params,
-    )
+
+    def leaf(precision, mean, grad, x):
+        return (weight * grad.astype(x.dtype) + precision * (x - mean)).astype(x.dtype)
+
+    return jax.tree.map(leaf, *_prior(potential, params), mean_loss_gradient, params)
 
 
 def prior_change(
@@ -107,17 +126,14 @@ def prior_change(
 ) -> jax.Array:
     """Compute what a displacement from `params` adds to the prior's part of the energy, in nats.
 
-    As the sum of precision * displacement * (params + displacement / 2): the difference of the two
-    squared norms loses half a nat in float32 at 10^7 parameters.
+    As the sum of precision * displacement * (params - mean + displacement / 2): the difference of
+    the two squared norms loses half a nat in float32 at 10^7 parameters.
     """
-    return _tree.total(
-        jax.tree.map(
-            lambda weight, x, dx: weight * dx * (x + dx / 2),
-            _prior_weights(potential, params),
-            params,
-            displacement,
-        )
-    )
+
+    def leaf(precision, mean, x, dx):
+        return (precision * dx * (x - mean + dx / 2)).astype(x.dtype)
+
+    return _tree.total(jax.tree.map(leaf, *_prior(potential, params), params, displacement))
 
 
 def energy_change(

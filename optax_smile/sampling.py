@@ -4,7 +4,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import numpy as np
@@ -71,7 +71,7 @@ def sample(
     num_warmup: int,
     num_samples: int,
     thin: int = 1,
-    key: jax.Array,
+    key: jax.Array | int,
     aux: Any = None,
     stochastic: bool = False,
     per_chain: bool = False,
@@ -101,8 +101,8 @@ def sample(
             sample (`is_sample` of `optax_smile.stats`: the search of `cyclical_sgld`, the burn-in
             of `scale_adapted_sghmc`), none is kept: there are fewer, and a warning says so.
         thin: steps between draws, >= 1.
-        key: JAX key, from which every chain's sampler and loss get one of their own if they need
-            one.
+        key: JAX key or seed, from which every chain's sampler and loss get one of their own if
+            they need one.
         aux: auxiliary state of the model, such as running means of BatchNorm, each leaf
             `[chain, ...]`. It follows the accepted points, and draws are then
             `{"params": ..., "aux": ...}`.
@@ -173,6 +173,7 @@ def sample(
     _check.number("sample", "checkpoint_minutes", checkpoint_minutes, ">= 0", lambda x: x >= 0)
     if dtype is not None:
         _check.choice("sample", "dtype", dtype, _disk.STORED_DTYPES)
+    key = cast(Any, _check.key("sample", key))
     sampler = optax.with_extra_args_support(sampler)
     chains = Chains(
         loss_fn,

@@ -92,7 +92,7 @@ def find_step_size(
     num_warmup: int,
     num_samples: int,
     thin: int = 1,
-    key: jax.Array,
+    key: jax.Array | int,
     step_sizes: Sequence[float] = STEP_SIZES,
     steps_per_call: int = 1,
     progress: bool = True,

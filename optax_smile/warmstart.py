@@ -42,7 +42,7 @@ def warmstart(
     optimizer: optax.GradientTransformation,
     *,
     num_members: int,
-    key: jax.Array,
+    key: jax.Array | int,
     num_epochs: int = 100,
     validation: Any = None,
     patience: int = 10,
@@ -62,7 +62,7 @@ def warmstart(
             compile once.
         optimizer: any Optax optimizer; schedules count its steps.
         num_members: number of members, >= 1.
-        key: JAX key; members get initial parameters of their own.
+        key: JAX key or seed; members get initial parameters of their own.
         num_epochs: largest number of passes, >= 1.
         validation: a batch on which the loss decides, after each epoch, which weights of a member
             are its best so far; None keeps the last ones.
@@ -126,7 +126,7 @@ def warmstart(
             stale=jnp.where(better, 0, member.stale + 1),
         )
 
-    shapes = jax.eval_shape(jax.vmap(init_fn), jax.random.split(key, num_members))
+    shapes = jax.eval_shape(jax.vmap(init_fn), ensemble.split_key(key, num_members))
     own = ensemble.shardings(shapes, mesh=mesh, specs=specs)
     initialize = jax.jit(ensemble.over_chains(init_fn, mesh=mesh), out_shardings=own)
     params = initialize(ensemble.split_key(key, num_members, mesh=mesh))
@@ -214,7 +214,7 @@ def chains_from_weights(
     *,
     num_chains: int | None = None,
     jitter: float = 0.0,
-    key: jax.Array | None = None,
+    key: jax.Array | int | None = None,
 ) -> optax.Params:
     """Start chains from weights that are trained already, such as those of checkpoints.
 
@@ -224,7 +224,7 @@ def chains_from_weights(
         jitter: standard deviation of Gaussian noise in units of the root mean square of each
             array, >= 0. Chains from the same weights that share batches and draw no noise of their
             own stay together unless they start apart.
-        key: JAX key, needed for a jitter.
+        key: JAX key or seed, needed for a jitter.
 
     Returns:
         Parameters `[chain, ...]` for `sample`.
@@ -252,12 +252,12 @@ def chains_from_weights(
     chains = jax.tree.map(lambda *leaves: jnp.stack([jnp.asarray(x) for x in leaves]), *chosen)
     if not jitter:
         return chains
-    _check.key(where, key)
-    if key is None:
+    drawn = _check.key(where, key)
+    if drawn is None:
         _check.fail(where, "key", "a JAX key for a jitter", None)
 
     def disturb(x, noise):
         axes = tuple(range(1, x.ndim))
         return x + jitter * jnp.sqrt(jnp.mean(x**2, axis=axes, keepdims=True)) * noise
 
-    return jax.tree.map(disturb, chains, _tree.normal_like(key, chains))
+    return jax.tree.map(disturb, chains, _tree.normal_like(drawn, chains))

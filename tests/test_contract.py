@@ -18,6 +18,7 @@ import orbax.checkpoint as ocp
 import pytest
 from hypothesis import strategies as st
 from jax.sharding import AxisType
+from paper import PAPER
 
 import optax_smile
 from optax_smile import samplers
@@ -41,7 +42,7 @@ last_accepted: Any = optax_smile.last_accepted
 
 
 # A step size of the user's, a tuner and a guardrail that need energies.
-PUBLISHED: Any = optax_smile.PUBLISHED["smile"] | {"integrator": "leapfrog"}
+PUBLISHED: Any = PAPER | {"integrator": "leapfrog"}
 # Neither.
 OWN_STEP_SIZE = {
     "step_size": None,

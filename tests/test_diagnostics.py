@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from paper import PAPER
 from scipy import stats
 
 import optax_smile
@@ -300,7 +301,7 @@ def kinds(found):
 
 ALL = (0, 1, 2, 3)
 OPTIONS: dict[str, Any] = {"num_data": NUM_DATA}
-PUBLISHED: Any = OPTIONS | optax_smile.PUBLISHED["smile"] | {"integrator": "leapfrog"}
+PUBLISHED: Any = OPTIONS | PAPER | {"integrator": "leapfrog"}
 HEALTHY = {
     "smile": optax_smile.smile(
         0.05, **PUBLISHED | {"tuner": optax_smile.quantile_tuner(adapt_steps=100)}

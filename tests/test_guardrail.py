@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from paper import PAPER
 
 import optax_smile
 
@@ -55,7 +56,7 @@ def draw_inputs(seed, num):
 @cache
 def build(name, integrator="leapfrog", **arguments):
     """A sampler without prior, and its jitted update."""
-    published: Any = optax_smile.PUBLISHED[name] if name in GUARDED else {}
+    published: Any = PAPER if name in GUARDED else {}
     arguments = {"step_size": 0.5} | published | {"integrator": integrator} | arguments
     if arguments.get("reset_momentum") == "refresh" or "decoherence_length" in arguments:
         arguments["key"] = jax.random.key(0)
@@ -413,7 +414,7 @@ def test_refreshed_momenta_are_isotropic_and_differ_between_resets_and_chains():
         return np.broadcast_to(leaf, (num_chains, *np.shape(leaf)))
 
     call = jax.jit(jax.vmap(call, in_axes=(0, 0, None)))
-    keys = jax.random.split(jax.random.key(1), num_chains)
+    keys = jax.random.key_data(jax.random.split(jax.random.key(1), num_chains))
     state = jax.tree.map(each_chain, state._replace(key=None))._replace(key=keys)
     params, resets = jax.tree.map(each_chain, params), []
     for value, expected in ((HUGE, False), (values[0], True), (-HUGE, False)):

@@ -69,7 +69,7 @@ def standing(u, moving=True):
 def kick_and_turn(state, g, *lengths) -> Any:
     """Kick with one gradient for each of the lengths, then turn the tree once."""
     u = state.direction
-    heading = momentum.heading(state, jnp.vdot(u, u), jnp.vdot(u, g), jnp.vdot(g, g), 1.0)
+    heading = momentum.heading(state, jnp.vdot(u, u), jnp.vdot(u, g), jnp.vdot(g, g))
     gained = []
     for length in lengths:
         heading, change = momentum.kick(heading, jnp.asarray(length, u.dtype), u.size)
@@ -111,7 +111,7 @@ def test_kick_gives_that_kinetic_energy(p):
         return jnp.full(shape, x, jnp.float32)
 
     heading = momentum.Heading(
-        full(p), full(1), full(0), jnp.ones(shape, bool), full(norm), full(1), full(norm)
+        full(p), full(1), full(0), jnp.ones(shape, bool), full(norm), full(1)
     )
     _, got = momentum.kick(heading, jnp.asarray(length), NUM_PARAMETERS)
     delta = length.astype(float) * float(norm) / (NUM_PARAMETERS - 1)
@@ -607,11 +607,11 @@ def matched_cosine(turn_rate, step_size, size, num_chains):
     gradient = jax.random.normal(jax.random.key(1), (size,))
     square = jnp.sum(gradient**2)
     along: Any = state.direction
-    heading = momentum.heading(state, jnp.ones(()), jnp.vdot(along, gradient), square, 1.0)
+    heading = momentum.heading(state, jnp.ones(()), jnp.vdot(along, gradient), square)
 
     def cosine(key):
         noisy, _ = momentum.diffuse(
-            state, scheme, heading, gradient, "matched", jnp.float32(turn_rate), key
+            state, scheme, heading, gradient, "matched", jnp.float32(turn_rate), None, key
         )
         u: Any = noisy.direction
         return jnp.vdot(u, along) / jnp.linalg.norm(u)

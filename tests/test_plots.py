@@ -10,6 +10,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
+from paper import PAPER
 from scipy.special import logsumexp
 
 import optax_smile
@@ -141,7 +142,7 @@ def test_what_sample_returns():
         loss_fn,
         {"w": jnp.arange(8.0).reshape(2, 4)},
         [jnp.ones(4)],
-        optax_smile.psmile(0.1, num_data=10, **optax_smile.PUBLISHED["psmile"]),
+        optax_smile.psmile(0.1, num_data=10, **PAPER),
         num_warmup=10,
         num_samples=10,
         thin=2,

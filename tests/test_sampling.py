@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from paper import PAPER
 
 import optax_smile
 
@@ -55,7 +56,7 @@ def draw(sampler, **arguments):
 
 @pytest.mark.parametrize("integrator", ["leapfrog", "minimal_norm"])
 def test_draws_are_those_of_a_hand_written_loop(integrator):
-    published: Any = optax_smile.PUBLISHED["smile"] | {"integrator": integrator}
+    published: Any = PAPER | {"integrator": integrator}
     tx = optax_smile.psmile(0.02, num_data=200, **published)
     calls_per_step = {"leapfrog": 1, "minimal_norm": 2}[integrator]
     got = draw(tx)

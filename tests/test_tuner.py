@@ -291,6 +291,10 @@ def evidence(change, state, num_calls=1000, smallest_factor=0.0, is_known=True):
         energies=state,
         turn_rate=jnp.float32(1),
         turns=shown.init(jnp.dtype("float32")).turns,
+        descent=shown.init(jnp.dtype("float32")).descent,
+        trust=jnp.float32(1),
+        counts=jnp.ones((), bool),
+        on_its_way=jnp.zeros((), bool),
         num_calls=jnp.asarray(num_calls, jnp.int32),
         base=jnp.float32(0.25),
         resolution=jnp.asarray(0.25 * smallest_factor, jnp.float32),
@@ -391,7 +395,7 @@ def slow_turns(rates):
     """Average over the last quarter, more or less: each rate with the weight of the textbook."""
     mean, history = 0.0, []
     for count, rate in enumerate(rates, start=1):
-        if count > shown.TURNS_TO_SETTLE:
+        if count > 1:
             rate = min(rate, 3 * mean)
         weight = min(4 / count, 1)
         mean = (1 - weight) * mean + weight * rate
@@ -402,7 +406,9 @@ def slow_turns(rates):
 @jax.jit
 def average_all(rates, kept):
     def step(state, given):
-        state = shown.observe_turn(state, *given)
+        rate, keep = given
+        sums = shown.Sums(*[jnp.ones(())] * 5)
+        state = shown.observe_turn(state, rate, shown.trust(state, rate, sums, jnp.int32(0)), keep)
         return state, state
 
     return jax.lax.scan(step, shown.init(jnp.dtype("float32")).turns, (rates, kept))[1]
@@ -414,6 +420,7 @@ def test_average_of_the_turns():
     got = average_all(rates, np.ones(400, bool))
     np.testing.assert_allclose(got.mean_turn_rate, slow_turns(rates), rtol=1e-5)
     np.testing.assert_array_equal(got.num_turns, np.arange(1, 401))
+    assert got.num_outlying[-1] >= 3
 
 
 def test_average_of_the_turns_follows_and_settles():
@@ -435,11 +442,14 @@ def test_what_is_undone_does_not_enter_the_turns():
     assert np.all(np.isfinite(got.mean_turn_rate))
 
 
-def turned(tuner, rate, mean, num_calls=100, base=1.0, resolution=0.0, state=None):
-    """The step size and the new state after one gradient."""
+LONG = tuning.AngleState(jnp.float32(1e6), jnp.float32(0))
+
+
+def turned(tuner, rate, mean, num_calls=100, base=1.0, resolution=0.0, state=LONG):
+    """The step size and the new state after one gradient; after long steps, or the first."""
     given = evidence(0.0, averages(1.0, 0.5), num_calls)._replace(
         turn_rate=jnp.float32(rate),
-        turns=shown.TurnAverage(jnp.float32(mean), jnp.int32(100)),
+        turns=shown.TurnAverage(jnp.float32(mean), jnp.int32(num_calls + 1), jnp.int32(0)),
         base=jnp.float32(base),
         resolution=jnp.float32(resolution),
     )
@@ -464,14 +474,18 @@ def test_average_of_the_angle_tuner_stays_after_adapt_steps():
     assert turned(tuner, 40, 9, num_calls=51, state=state)[0] == pytest.approx(0.0015)
 
 
-def test_first_steps_of_the_angle_tuner_grow_tenfold():
-    tuner, eps = angle_tuner(0.02), float(np.finfo(np.float32).eps)
-    for calls in range(8):
-        for resolution in (1e-6, 0.0):
-            got = turned(tuner, 1e-9, 1e-9, num_calls=calls, resolution=resolution)[0]
-            assert got == pytest.approx(max(resolution, eps) * 10**calls, rel=1e-5)
-    assert turned(tuner, 1e-9, 1e-9, num_calls=10_000)[0] == pytest.approx(2e7, rel=1e-5)
-    assert turned(tuner, 4, 4, num_calls=20, resolution=1e-6)[0] == pytest.approx(0.005)
+def test_steps_of_the_angle_tuner_grow_at_most_tenfold():
+    eps = float(np.finfo(np.float32).eps)
+    for resolution in (1e-6, 0.0):
+        tuner, state, shortest = angle_tuner(0.02), None, max(resolution, eps)
+        for expected in shortest * 10.0 ** np.arange(8):
+            got, state = turned(tuner, 1e-9, 1e-9, resolution=resolution, state=state)
+            assert got == pytest.approx(max(expected, shortest), rel=1e-5)
+        got, state = turned(tuner, 4, 4, resolution=resolution, state=state)
+        assert got == pytest.approx(0.005)
+        # A gradient that vanishes once lengthens its step by no more.
+        got, state = turned(tuner, 1e-9, 1e-9, resolution=resolution, state=state)
+        assert got == pytest.approx(0.05)
 
 
 @pytest.mark.parametrize("sampler", [optax_smile.smile, optax_smile.psmile])
@@ -492,7 +506,9 @@ def test_a_start_where_the_gradient_vanishes(sampler, start):
     path = jax.jit(lambda carry: jax.lax.scan(step, carry, None, length=num_calls)[1])(carry)
     sizes = 0.1 * np.sqrt(size)
     norms = np.linalg.norm(np.asarray(path), axis=1)
-    assert norms.max() < 4 * sizes
+    # Along the gradient, which nothing turns without noise, it gets further than the 2.6 of chains
+    # that begin across it: 4.9 in the worst of 256 chains.
+    assert norms.max() < 6 * sizes
     assert 0.7 * sizes < norms[num_calls // 2 :].mean() < 1.3 * sizes
 
 
@@ -501,7 +517,9 @@ def test_a_step_without_a_finite_gradient_keeps_the_step_size():
     assert turned(tuner, 0, 0, base=0.3)[0] == pytest.approx(1)
     nothing = evidence(np.nan, averages(1.0, 0.5))
     nothing = nothing._replace(
-        error=nothing.error._replace(finite=jnp.zeros((), bool)), turn_rate=jnp.float32(np.nan)
+        error=nothing.error._replace(finite=jnp.zeros((), bool)),
+        turn_rate=jnp.float32(np.nan),
+        turns=nothing.turns._replace(num_turns=jnp.int32(100)),
     )
     state = turned(tuner, 4, 4)[1]
     after = tuner.update(state, nothing)
@@ -573,6 +591,9 @@ def test_a_jump_of_the_gradient_shortens_its_own_step_alone(jump):
         return noise * jnp.where(count == 100, jump, 1)
 
     lengths, angles = map(np.asarray, follow(sampler, gradient_of, 200, jnp.zeros(50)))
-    assert angles.max() < 3.001 * tuning.ANGLE
+    # Of a random gradient in 50 dimensions nearly all lies across u.
+    assert angles.max() < 3.3 * tuning.ANGLE
     assert lengths[100] < 0.02 * lengths[99]
-    assert lengths[101:] == pytest.approx(lengths[99], rel=0.3)
+    # From the shortest on ten times as long with each step, so that they are soon what they were.
+    assert np.all(lengths[102:115] < 10.01 * lengths[101:114])
+    assert lengths[115:] == pytest.approx(lengths[99], rel=0.3)

@@ -66,7 +66,7 @@ class LangevinState(NamedTuple):
         step_size_factor: what multiplies the user's step size, scalar.
         guardrail: counters of undone steps.
         num_steps: steps begun, the count that a step-size schedule gets, int32.
-        key: for the noise of the next call.
+        key: for the noise of the next call, as raw numbers, uint32.
         last_call: what the last call found out.
     """
 
@@ -93,6 +93,9 @@ class LangevinState(NamedTuple):
             "energy_std": unknown,
             "num_resets": self.guardrail.num_resets,
             "num_nonfinite": self.guardrail.num_nonfinite,
+            "num_outlying": jnp.zeros_like(self.guardrail.num_nonfinite),
+            "descent": unknown,
+            "on_its_way": jnp.zeros_like(self.last_call.accepted),
         }
 
     def last_accepted(self, params: optax.Params) -> optax.Params:
@@ -124,16 +127,16 @@ def sampler(
     name: str,
     step_size: float | jax.Array | optax.Schedule,
     posterior: potential.Potential,
-    key: jax.Array | None,
+    key: jax.Array | int,
     rule: Rule,
 ) -> optax.GradientTransformationExtraArgs:
     """Build the transformation that moves by a rule."""
     if not callable(step_size):
         _check.positive(name, "step_size", step_size)
     potential.check(name, posterior)
-    _check.key(name, key)
-    if key is None:
-        _check.fail(name, "key", "a JAX key such as jax.random.key(0)", key)
+    seed = _check.key(name, key)
+    if seed is None:
+        _check.fail(name, "key", "a JAX key such as jax.random.key(0), or a seed", key)
 
     finite = guardrail(name)
 
@@ -151,7 +154,7 @@ def sampler(
             step_size_factor=jnp.ones((), dtype),
             guardrail=finite.init(dtype),
             num_steps=count,
-            key=jax.random.clone(key),
+            key=jnp.copy(jax.random.key_data(seed)),
             last_call=no_call(dtype)._replace(is_sample=rule.is_sample(count - 1)),
         )
 
@@ -168,7 +171,7 @@ def sampler(
 
         step_length = step_size_at(state.num_steps) * state.step_size_factor * guard.step_backoff
         step_length = jnp.asarray(step_length, dtype)
-        key, noise_key = jax.random.split(state.key)
+        key, noise_key = jax.random.split(_call.key(name, state.key, seed))
         step_end = last.accepted & (last.num_calls > 0)
         last_length = state.step_length
         moved = last_length > 0
@@ -194,8 +197,8 @@ def sampler(
             step_length=step_length,
             step_size_factor=state.step_size_factor,
             guardrail=guard,
-            num_steps=state.num_steps + ~undo,
-            key=key,
+            num_steps=_tree.count(state.num_steps, ~undo),
+            key=jax.random.key_data(key),
             last_call=LastCall(
                 energy_change=jnp.full_like(last.energy_change, jnp.nan),
                 energy_level=jnp.full_like(last.energy_level, value is not None),
@@ -205,7 +208,7 @@ def sampler(
                     step_end & ~undo, rule.is_sample(state.num_steps - 1), last.is_sample
                 ),
                 below_resolution=_tree.inner(displacement, displacement) < resolution**2,
-                num_calls=last.num_calls + 1,
+                num_calls=_tree.count(last.num_calls),
             ),
         )
 

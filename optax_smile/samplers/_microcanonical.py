@@ -25,7 +25,7 @@ class MicrocanonicalState(NamedTuple):
         tuner: state of the tuner, with the field `step_size_factor`.
         evidence: what the calls so far have shown.
         num_steps: steps begun, the count that a step-size schedule gets, int32.
-        key: for explicit noise and fresh momenta; None if neither is used.
+        key: for explicit noise and fresh momenta, as raw numbers, uint32; None if neither is used.
         last_call: what the last call found out.
     """
 
@@ -45,12 +45,16 @@ class MicrocanonicalState(NamedTuple):
 
     def stats(self) -> dict[str, jax.Array]:
         """Scalars that describe the last call, see `optax_smile.stats`."""
+        descent = self.evidence.descent.descent
         return self.last_call._asdict() | {
             "step_size": self.momentum.step_length,
             "energy_mean": self.evidence.energies.energy_mean,
             "energy_std": self.evidence.energies.energy_std,
             "num_resets": self.guardrail.num_resets,
             "num_nonfinite": self.guardrail.num_nonfinite,
+            "num_outlying": self.evidence.turns.num_outlying,
+            "descent": descent,
+            "on_its_way": descent > evidence.ON_ITS_WAY,
         }
 
     def last_accepted(self, params: optax.Params) -> optax.Params:
@@ -71,7 +75,7 @@ def compose(
     guardrail: Guardrail,
     tuner: tuning.Tuner | None = None,
     step_size: float | jax.Array | optax.Schedule | None = None,
-    key: jax.Array | None = None,
+    key: jax.Array | int | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Build a sampler from its four stages.
 
@@ -87,7 +91,7 @@ def compose(
     """
     tuner = tuning.check(name, tuner, step_size)
     potential.check(name, posterior)
-    _check.key(name, key)
+    seed = _check.key(name, key)
     uses_energy = tuner.uses_energy or guardrail.uses_energy
     uses_key = momentum.uses_key or guardrail.uses_key
 
@@ -95,6 +99,13 @@ def compose(
         if step_size is None:
             return 1.0
         return step_size(count) if callable(step_size) else step_size
+
+    def split(data: jax.Array | None) -> tuple[Any, Any, Any]:
+        """Keys for the state, the explicit noise and a fresh momentum; None for none."""
+        if data is None or seed is None:
+            return None, None, None
+        keys = jax.random.split(_call.key(name, data, seed), 3 if guardrail.uses_key else 2)
+        return jax.random.key_data(keys[0]), keys[1], keys[-1]
 
     def init(params: Any) -> Any:
         _tree.check_params(name, params, smallest=2)
@@ -108,7 +119,7 @@ def compose(
             tuner=start,
             evidence=evidence.init(dtype),
             num_steps=count,
-            key=jax.random.clone(key) if uses_key and key is not None else None,
+            key=jnp.copy(jax.random.key_data(seed)) if uses_key and seed is not None else None,
             last_call=no_call(dtype),
         )
 
@@ -120,16 +131,15 @@ def compose(
         value = _call.check(name, updates, params, value, here.direction, here.step_length.dtype)
         if value is None and uses_energy:
             _warn_without_value(name)
-        key, noise_key, reset_key = _split(state.key, guardrail.uses_key)
+        key, noise_key, reset_key = split(state.key)
 
         # Whiten: the gradient in coordinates in which its noise is isotropic.
-        gradient = potential.gradient(posterior, updates, params)
-        noise = preconditioner.observe(state.preconditioner, gradient)
-        gradient, unit = preconditioner.whiten(noise, gradient)
-        sums = evidence.measure(here.direction, gradient, params)
+        raw = potential.gradient(posterior, updates, params)
+        gradient = preconditioner.whiten(state.preconditioner, raw)
+        sums = evidence.measure(here.direction, gradient, params, updates)
 
         # Close the step that ends here, and keep or undo it by the energy that it gained.
-        closed = momentum.close(here, sums, unit)
+        closed = momentum.close(here, sums)
         error = evidence.energy_error(posterior, past.open_step, closed, sums, value)
         guard, undo = guardrail.judge(state.guardrail, error, past.energies)
 
@@ -140,48 +150,51 @@ def compose(
         length = base * tuned.step_size_factor * guard.step_backoff
 
         # Open the next step, or stand where the undone one began.
-        rate = shown.turns.mean_turn_rate
-        opened = momentum.open(here, closed, length, gradient, params, rate, noise_key)
+        noise = preconditioner.observe(
+            state.preconditioner, raw, shown.trust, shown.counts, shown.on_its_way
+        )
+        explicit = shown.turns.mean_turn_rate, preconditioner.fill(state.preconditioner), noise_key
+        opened = momentum.open(here, closed, length, gradient, params, *explicit)
         step = evidence.proceed(past.open_step, closed, opened, value)
-        kept = opened.state, noise, step, state.num_steps + closed.opens_step
+        kept = opened.state, noise, step, _tree.count(state.num_steps, closed.opens_step)
         stopped = momentum.stop(here, length, guardrail.restarts_moving)
         undone = stopped, state.preconditioner, past.open_step, state.num_steps
         after, noise, step, num_steps = _tree.where(undo, undone, kept)
 
         move = momentum.displace(undo, here, after, params, _scale(noise))
+        change = potential.prior_change(posterior, params, move)
         direction = guardrail.redirect(undo, after.direction, reset_key)
-        cap = guardrail.winsor_quantile
         return move, MicrocanonicalState(
             preconditioner=noise,
             momentum=after._replace(direction=direction),
             guardrail=guard,
             tuner=tuned,
-            evidence=evidence.EvidenceState(
-                open_step=evidence.drifted(step, potential.prior_change(posterior, params, move)),
-                energies=evidence.observe_energy(past.energies, error, cap),
-                turns=shown.turns,
-            ),
+            evidence=evidence.remember(past, shown, step, change, guardrail.winsor_quantile),
             num_steps=num_steps,
             key=key,
-            last_call=LastCall(
-                energy_change=error.change,
-                energy_level=jnp.full_like(num_steps, value is not None),
-                accepted=~undo,
-                step_end=closed.step_end,
-                is_sample=jnp.ones_like(undo),
-                below_resolution=after.step_length < shown.resolution,
-                num_calls=state.last_call.num_calls + 1,
-            ),
+            last_call=_told(shown, closed, after, undo, value),
         )
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _split(key: jax.Array | None, refreshes: bool):
-    """Keys for the state, the explicit noise and a fresh momentum; None for none."""
-    if key is None:
-        return None, None, None
-    return jax.random.split(key, 3) if refreshes else (*jax.random.split(key), None)
+def _told(
+    shown: evidence.Evidence,
+    closed: momentum.Closed,
+    after: momentum.MomentumState,
+    undo: jax.Array,
+    value: jax.Array | None,
+) -> LastCall:
+    """Say what a call found out about the parameters that it was given."""
+    return LastCall(
+        energy_change=shown.error.change,
+        energy_level=jnp.full_like(shown.num_calls, value is not None),
+        accepted=~undo,
+        step_end=closed.step_end,
+        is_sample=jnp.ones_like(undo),
+        below_resolution=after.step_length < shown.resolution,
+        num_calls=_tree.count(shown.num_calls),
+    )
 
 
 def _warn_without_value(where: str):

@@ -21,11 +21,12 @@ def cyclical_sgld(
     *,
     num_data: float | jax.Array,
     prior_precision: Any = 1.0,
+    prior_mean: Any = 0.0,
     temperature: float | jax.Array = 1.0,
     total_steps: int = TOTAL_STEPS,
     num_cycles: int = NUM_CYCLES,
     exploration: float = EXPLORATION,
-    key: jax.Array | None = None,
+    key: jax.Array | int,
 ) -> optax.GradientTransformationExtraArgs:
     """Sample like `sgld` in cycles, each of which begins with a search for a new mode.
 
@@ -40,6 +41,7 @@ def cyclical_sgld(
             number of steps.
         num_data: see `sgld`; likewise the arguments not named here.
         prior_precision: see `sgld`.
+        prior_mean: see `sgld`.
         temperature: see `sgld`.
         total_steps: length of the run that the cycles divide, >= `num_cycles`. A longer run goes on
             in cycles of the same length.
@@ -86,6 +88,6 @@ def cyclical_sgld(
 
     if not callable(step_size):
         _check.positive("cyclical_sgld", "step_size", step_size)
-    posterior = potential.Potential(num_data, prior_precision, temperature)
+    posterior = potential.Potential(num_data, prior_precision, temperature, prior_mean)
     rule = _langevin.Rule(lambda params: None, move, is_sample)
     return _langevin.sampler("cyclical_sgld", size, posterior, key, rule)

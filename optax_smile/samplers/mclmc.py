@@ -59,9 +59,10 @@ def mclmc(
     num_data: float | jax.Array,
     decoherence_length: float | jax.Array,
     prior_precision: Any = 1.0,
+    prior_mean: Any = 0.0,
     temperature: float | jax.Array = 1.0,
     integrator: str = "minimal_norm",
-    key: jax.Array | None = None,
+    key: jax.Array | int,
 ) -> optax.GradientTransformationExtraArgs:
     """Sample with microcanonical Langevin Monte Carlo: `smile_naive` for full-batch gradients.
 
@@ -74,6 +75,7 @@ def mclmc(
         decoherence_length: L > 0, the distance after which u has forgotten itself. `tune_mclmc`
             finds it together with `step_size`.
         prior_precision: see `smile`.
+        prior_mean: see `smile`.
         temperature: see `smile`.
         integrator: `"minimal_norm"` with two calls of `update` per step, `"leapfrog"` with one.
         key: JAX key for the noise, see `smile`.
@@ -101,7 +103,7 @@ def mclmc(
     has_key = key is not None
     return compose(
         "mclmc",
-        potential.Potential(num_data, prior_precision, temperature),
+        potential.Potential(num_data, prior_precision, temperature, prior_mean),
         preconditioner=preconditioner.identity(),
         momentum=momentum.microcanonical("mclmc", integrator, decoherence_length, has_key),
         guardrail=guardrail("mclmc"),
@@ -116,12 +118,13 @@ def tune_mclmc(
     *,
     num_data: float | jax.Array,
     prior_precision: Any = 1.0,
+    prior_mean: Any = 0.0,
     temperature: float | jax.Array = 1.0,
     integrator: str = "minimal_norm",
     num_steps: int = 10_000,
     first_step_size: float = FIRST_STEP_SIZE,
     energy_variance: float = ENERGY_VARIANCE,
-    key: jax.Array,
+    key: jax.Array | int,
 ) -> MclmcSettings:
     """Find step size and decoherence length for `mclmc` in three phases of one chain.
 
@@ -136,6 +139,7 @@ def tune_mclmc(
             from the second phase on.
         num_data: see `mclmc`; likewise the arguments not named here.
         prior_precision: see `mclmc`.
+        prior_mean: see `mclmc`.
         temperature: see `mclmc`.
         integrator: see `mclmc`.
         num_steps: of all three phases together, >= 30.
@@ -169,7 +173,7 @@ def tune_mclmc(
     relative to the current eps, since eps^6 leaves float32.
     """
     name = "tune_mclmc"
-    posterior = potential.Potential(num_data, prior_precision, temperature)
+    posterior = potential.Potential(num_data, prior_precision, temperature, prior_mean)
     potential.check(name, posterior)
     _tree.check_params(name, params, smallest=2)
     potential.check_prior(name, posterior, params)
@@ -177,9 +181,9 @@ def tune_mclmc(
     _check.positive("tune_mclmc", "first_step_size", first_step_size)
     _check.choice("tune_mclmc", "integrator", integrator, momentum.INTEGRATORS)
     _check.positive("tune_mclmc", "energy_variance", energy_variance)
-    _check.key("tune_mclmc", key)
-    if key is None:
-        _check.fail("tune_mclmc", "key", "a JAX key such as jax.random.key(0)", key)
+    seed = _check.key("tune_mclmc", key)
+    if seed is None:
+        _check.fail("tune_mclmc", "key", "a JAX key such as jax.random.key(0), or a seed", key)
     loss = jax.eval_shape(loss_fn, params)
     if not hasattr(loss, "shape") or loss.shape != ():
         _check.fail("tune_mclmc", "loss_fn", "a function that returns a scalar mean loss", loss)
@@ -197,6 +201,7 @@ def tune_mclmc(
             num_data=num_data,
             decoherence_length=length,
             prior_precision=prior_precision,
+            prior_mean=prior_mean,
             temperature=temperature,
             integrator=integrator,
             key=key,
@@ -238,7 +243,7 @@ def tune_mclmc(
         chain, controller, _ = adapting_phase(chain, controller, length, first)
         chain, controller, moments = adapting_phase(chain, controller, length, second)
         width = jnp.sqrt(_total_variance(moments))
-        watched = jax.random.permutation(key, size)[:LARGEST_WATCH]
+        watched = jax.random.permutation(seed, size)[:LARGEST_WATCH]
 
         def sample(chain, _):
             chain, _ = step(chain, controller.step_size, width)

@@ -35,10 +35,11 @@ def scale_adapted_sghmc(
     *,
     num_data: float | jax.Array,
     prior_precision: Any = 1.0,
+    prior_mean: Any = 0.0,
     temperature: float | jax.Array = 1.0,
     friction: float | jax.Array = FRICTION,
     adapt_steps: int = ADAPT_STEPS,
-    key: jax.Array | None = None,
+    key: jax.Array | int,
 ) -> optax.GradientTransformationExtraArgs:
     """Sample like `sghmc` with a mass for each parameter, measured in the first steps.
 
@@ -57,6 +58,7 @@ def scale_adapted_sghmc(
             moves by about eps V^(-1/4) in a step.
         num_data: see `sgld`; likewise the arguments not named here.
         prior_precision: see `sgld`.
+        prior_mean: see `sgld`.
         temperature: see `sgld`.
         friction: share f of the velocity that a step loses, in (0, 1).
         adapt_steps: steps during which the mass adapts, >= 1. Draws count from then on.
@@ -118,6 +120,6 @@ def scale_adapted_sghmc(
         displacement = jax.tree.map(leaf, call.displacement, metric, call.gradient, call.noise)
         return displacement, memory
 
-    posterior = potential.Potential(num_data, prior_precision, temperature)
+    posterior = potential.Potential(num_data, prior_precision, temperature, prior_mean)
     rule = _langevin.Rule(init, move, is_sample=lambda count: count >= adapt_steps)
     return _langevin.sampler("scale_adapted_sghmc", step_size, posterior, key, rule)

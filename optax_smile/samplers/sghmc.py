@@ -19,11 +19,12 @@ def sghmc(
     *,
     num_data: float | jax.Array,
     prior_precision: Any = 1.0,
+    prior_mean: Any = 0.0,
     temperature: float | jax.Array = 1.0,
     friction: float | jax.Array = FRICTION,
     friction_step: str = "euler",
     gradient_noise: float | jax.Array = 0.0,
-    key: jax.Array | None = None,
+    key: jax.Array | int,
 ) -> optax.GradientTransformationExtraArgs:
     """Sample with stochastic gradient Hamiltonian Monte Carlo.
 
@@ -42,6 +43,7 @@ def sghmc(
             eps = sqrt(lr / num_data) and f = 1 - momentum.
         num_data: see `sgld`; likewise the arguments not named here.
         prior_precision: see `sgld`.
+        prior_mean: see `sgld`.
         temperature: see `sgld`.
         friction: share f of the velocity that a step loses, in (0, 1).
         friction_step: `"euler"`, as published, or `"exact"`, which solves the Ornstein-Uhlenbeck
@@ -82,6 +84,6 @@ def sghmc(
 
         return jax.tree.map(leaf, call.displacement, call.gradient, call.noise), memory
 
-    posterior = potential.Potential(num_data, prior_precision, temperature)
+    posterior = potential.Potential(num_data, prior_precision, temperature, prior_mean)
     rule = _langevin.Rule(lambda params: None, move)
     return _langevin.sampler("sghmc", step_size, posterior, key, rule)

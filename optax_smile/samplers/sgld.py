@@ -33,8 +33,9 @@ def sgld(
     *,
     num_data: float | jax.Array,
     prior_precision: Any = 1.0,
+    prior_mean: Any = 0.0,
     temperature: float | jax.Array = 1.0,
-    key: jax.Array | None = None,
+    key: jax.Array | int,
 ) -> optax.GradientTransformationExtraArgs:
     """Sample with stochastic gradient Langevin dynamics.
 
@@ -48,8 +49,10 @@ def sgld(
         step_size: eps > 0, the square of a length: a number or an Optax schedule of the number of
             steps. `optax.sgd(lr)` on the mean loss has the drift of eps = lr / num_data.
         num_data: number of terms that the mean loss averages, >= 1, see `smile`.
-        prior_precision: of the Gaussian prior around 0, >= 0; a number or a prefix of the
-            parameter tree.
+        prior_precision: of the Gaussian prior, >= 0: a number, or a prefix of the parameter tree
+            with numbers or arrays like its leaves. Leave weight decay and penalties out of the
+            loss.
+        prior_mean: centre of that prior, given likewise.
         temperature: of the posterior, > 0; 1 is Bayes.
         key: JAX key for the noise. Chains under `vmap` get keys of their own by
             `optax_smile.ensemble.init(sampler, params, key=key)`.
@@ -79,7 +82,7 @@ def sgld(
         amplitude = jnp.sqrt(2 * call.step_size)
         return _langevin.euler_step(call, amplitude), memory
 
-    posterior = potential.Potential(num_data, prior_precision, temperature)
+    posterior = potential.Potential(num_data, prior_precision, temperature, prior_mean)
     rule = _langevin.Rule(lambda params: None, move)
     return _langevin.sampler("sgld", step_size, posterior, key, rule)
 
@@ -90,10 +93,11 @@ def psgld(
     *,
     num_data: float | jax.Array,
     prior_precision: Any = 1.0,
+    prior_mean: Any = 0.0,
     temperature: float | jax.Array = 1.0,
     square_decay: float = SQUARE_DECAY,
     smallest_root: float = SMALLEST_ROOT,
-    key: jax.Array | None = None,
+    key: jax.Array | int,
 ) -> optax.GradientTransformationExtraArgs:
     """Sample like `sgld` with one step size per parameter, from the averages of RMSprop.
 
@@ -111,6 +115,7 @@ def psgld(
             number or an Optax schedule of the number of steps.
         num_data: see `sgld`; likewise the arguments not named here.
         prior_precision: see `sgld`.
+        prior_mean: see `sgld`.
         temperature: see `sgld`.
         square_decay: weight a of the old value in the average, in (0, 1).
         smallest_root: r > 0, what is added to the root of a parameter's average, in units of the
@@ -163,6 +168,6 @@ def psgld(
         displacement = jax.tree.map(leaf, metric, call.gradient, call.noise)
         return displacement, SquareAverage(squares, weight.astype(memory.start_weight.dtype))
 
-    posterior = potential.Potential(num_data, prior_precision, temperature)
+    posterior = potential.Potential(num_data, prior_precision, temperature, prior_mean)
     rule = _langevin.Rule(init, move)
     return _langevin.sampler("psgld", step_size, posterior, key, rule)

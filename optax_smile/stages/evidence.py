@@ -21,13 +21,17 @@ WINSOR_FACTOR = 3.0
 ENERGY_DECAY = 0.99
 # And with at most this many nats, whose square float32 still holds.
 LARGEST_ENERGY = 1e18
-# The average of the turns looks back over this share of all calls, so that it settles as a chain
-# goes on.
+# The average of the turns looks back over this share of all gradients, so that it settles as a
+# chain goes on.
 SHARE = 0.25
-# Before so many gradients each enters as it is; later ones with at most `LARGEST_RATIO` times the
-# average, so that one jump cannot stop the chain.
-TURNS_TO_SETTLE = 10
+# A gradient counts for at most so many times the average, so that one jump cannot stop the chain.
 LARGEST_RATIO = 3.0
+# A chain whose `descent` is larger still goes down: by chance in less than one in a hundred.
+ON_ITS_WAY = 3.0
+# Of a gradient that lies along the momentum, which it does not turn, so much still counts.
+SMALLEST_SHARE = 0.03
+# Loss gradients of zero say nothing at first; after so many calls they may be all there is.
+PATIENCE = 100
 
 
 class Sums(NamedTuple):
@@ -38,12 +42,14 @@ class Sums(NamedTuple):
         direction_dot_gradient: of u with the whitened gradient.
         gradient_square: of the whitened gradient with itself.
         params_square: of the parameters with themselves.
+        loss_square: of the gradient of the mean loss with itself.
     """
 
     direction_square: jax.Array
     direction_dot_gradient: jax.Array
     gradient_square: jax.Array
     params_square: jax.Array
+    loss_square: jax.Array
 
 
 class OpenStep(NamedTuple):
@@ -92,15 +98,34 @@ class EnergyAverages(NamedTuple):
 
 
 class TurnAverage(NamedTuple):
-    """Average of the rate |g| / (d - 1) at which the whitened gradients g turn the momentum.
+    """Average of the rate at which the whitened gradients turn the momentum.
 
     Attributes:
         mean_turn_rate: radians per unit length, scalar; 0 before the first gradient.
         num_turns: gradients that entered, int32.
+        num_outlying: gradients of kept calls that count for less than they are: zero, or over
+            `LARGEST_RATIO` times the average; int32.
     """
 
     mean_turn_rate: jax.Array
     num_turns: jax.Array
+    num_outlying: jax.Array
+
+
+class DescentAverage(NamedTuple):
+    """Averages that tell whether a chain still goes down, over the last quarter of its gradients.
+
+    Attributes:
+        energy_fall: energy that a drift loses according to the gradient at its end, eps |g| cos
+            of the angle between u and -g, nats, scalar.
+        fall_square: square of what it would be along the gradient, over d, nats^2, scalar.
+        descent: energy that was lost, in standard deviations of what chance makes of a chain that
+            has arrived, scalar.
+    """
+
+    energy_fall: jax.Array
+    fall_square: jax.Array
+    descent: jax.Array
 
 
 class EvidenceState(NamedTuple):
@@ -110,11 +135,13 @@ class EvidenceState(NamedTuple):
         open_step: what its energy is computed from.
         energies: averages of |energy change| over all judged steps.
         turns: average of what the gradients of the kept calls turn the momentum by.
+        descent: average of the energy that the drifts of the kept calls lose.
     """
 
     open_step: OpenStep
     energies: EnergyAverages
     turns: TurnAverage
+    descent: DescentAverage
 
 
 class Evidence(NamedTuple):
@@ -125,7 +152,12 @@ class Evidence(NamedTuple):
         energies: averages of |energy change| over the steps before it.
         turn_rate: angle per unit length by which this gradient turns the momentum.
         turns: average of that, with this gradient where the call is kept.
+        descent: averages of the energy that is lost, likewise.
+        trust: what this gradient counts for in averages, in [0, 1].
         num_calls: calls of `update` before this one, int32.
+        counts: whether it is to enter the averages of the noise: it says something, and belongs to
+            the end of a step.
+        on_its_way: whether the chain still goes down.
         base: the user's step size, which the factor multiplies.
         resolution: step size below which the parameters stop moving in their precision.
     """
@@ -134,6 +166,10 @@ class Evidence(NamedTuple):
     energies: EnergyAverages
     turn_rate: jax.Array
     turns: TurnAverage
+    descent: DescentAverage
+    trust: jax.Array
+    counts: jax.Array
+    on_its_way: jax.Array
     num_calls: jax.Array
     base: jax.Array
     resolution: jax.Array
@@ -148,7 +184,8 @@ def init(dtype: jnp.dtype) -> EvidenceState:
     return EvidenceState(
         open_step=no_step(dtype),
         energies=EnergyAverages(zero(), zero(), jnp.zeros((), jnp.int32)),
-        turns=TurnAverage(zero(), jnp.zeros((), jnp.int32)),
+        turns=TurnAverage(zero(), jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)),
+        descent=DescentAverage(zero(), zero(), zero()),
     )
 
 
@@ -162,13 +199,19 @@ def no_step(dtype: jnp.dtype) -> OpenStep:
     )
 
 
-def measure(direction: optax.Updates, gradient: optax.Updates, params: optax.Params) -> Sums:
+def measure(
+    direction: optax.Updates,
+    gradient: optax.Updates,
+    params: optax.Params,
+    loss_gradient: optax.Updates,
+) -> Sums:
     """Compute the inner products that a call needs."""
     return Sums(
         direction_square=_tree.inner(direction, direction),
         direction_dot_gradient=_tree.inner(direction, gradient),
         gradient_square=_tree.inner(gradient, gradient),
         params_square=_tree.inner(params, params),
+        loss_square=_tree.inner(loss_gradient, loss_gradient),
     )
 
 
@@ -190,11 +233,6 @@ def proceed(step: OpenStep, closed: Any, opened: Any, value: jax.Array | None) -
         kinetic_change=jnp.where(opens, opened.kinetic_change, kinetic_change),
         prior_change=jnp.where(opens, 0, step.prior_change),
     )
-
-
-def drifted(step: OpenStep, prior_change: jax.Array) -> OpenStep:
-    """Account for the drift of a call."""
-    return step._replace(prior_change=step.prior_change + prior_change)
 
 
 def error(change: jax.Array | None, closes: jax.Array, given: tuple[jax.Array, ...]) -> EnergyError:
@@ -238,7 +276,7 @@ def observe_energy(
     start. `cap` is the probability whose quantile times `WINSOR_FACTOR` bounds what enters.
     """
     energy, known = jnp.minimum(jnp.abs(error.change), LARGEST_ENERGY), error.known
-    count = averages.num_energies + known
+    count = _tree.count(averages.num_energies, known)
     bounded = jnp.minimum(energy, WINSOR_FACTOR * quantile(averages, cap))
     energy = jnp.where(settled(averages), bounded, energy)
     weight = (1 - ENERGY_DECAY) / (1 - ENERGY_DECAY ** jnp.maximum(count, 1).astype(energy.dtype))
@@ -251,17 +289,75 @@ def observe_energy(
     )
 
 
-def observe_turn(average: TurnAverage, turn_rate: jax.Array, kept: jax.Array) -> TurnAverage:
+def turn_rate(sums: Sums, cosine: jax.Array, num_parameters: int) -> jax.Array:
+    """Compute the rate |g| / (d - 1) max(1 - max(p, 0)^2, 0.03) at which a gradient turns u.
+
+    Far from a mode u points down the gradient, p = cos(u, -g) is about one, and a large gradient
+    turns it by little: its whole length would make the steps too short to arrive. Near a mode p is
+    about zero. Uphill the smallest deviation from -1 grows: there the whole gradient counts.
+    """
+    share = jnp.maximum(1 - jnp.maximum(cosine, 0) ** 2, SMALLEST_SHARE)
+    return jnp.sqrt(sums.gradient_square) / (num_parameters - 1) * share
+
+
+def trust(average: TurnAverage, rate: jax.Array, sums: Sums, num_calls: jax.Array) -> jax.Array:
+    """Tell what a gradient counts for: 0 if it says nothing, less than 1 if it is absurdly large.
+
+    A gradient whose square is below the normal numbers is none, and in the first calls, where the
+    prior alone would throw the chain out of its mode, a gradient of the loss that is zero.
+    """
+    largest = LARGEST_RATIO * average.mean_turn_rate
+    bounded = (average.num_turns > 0) & (rate > largest)
+    shortened = jnp.where(bounded, largest / jnp.where(rate > 0, rate, 1), 1)
+    tiny = jnp.finfo(sums.loss_square.dtype).tiny
+    evident = (sums.gradient_square >= tiny) & jnp.isfinite(sums.gradient_square)
+    evident &= (sums.loss_square >= tiny) | (num_calls >= PATIENCE)
+    return jnp.where(evident, shortened, 0)
+
+
+def observe_turn(
+    average: TurnAverage, rate: jax.Array, trust: jax.Array, kept: jax.Array
+) -> TurnAverage:
     """Take the rate of one gradient into the average, where the call is kept.
 
-    mean <- mean + w (rate - mean) with w = 1 / (SHARE t), at most 1, after t gradients.
+    mean <- (1 - w) mean + w trust rate with w = 1 / (SHARE t), at most 1, after t gradients: the
+    first four replace what was before, so that no first gradient is too absurd to be forgotten.
     """
-    mean, count = average.mean_turn_rate, average.num_turns + kept
-    bounded = jnp.minimum(turn_rate, LARGEST_RATIO * mean)
-    rate = jnp.where(average.num_turns < TURNS_TO_SETTLE, turn_rate, bounded)
+    evident = kept & (trust > 0)
+    count = _tree.count(average.num_turns, evident)
+    return TurnAverage(
+        mean_turn_rate=_blend(average.mean_turn_rate, trust * rate, count, evident),
+        num_turns=count,
+        num_outlying=_tree.count(average.num_outlying, kept & (trust < 1)),
+    )
+
+
+def _blend(mean: jax.Array, new: jax.Array, count: jax.Array, enters: jax.Array) -> jax.Array:
+    """Average over the last `SHARE` of all entries, of which this one is number `count`."""
     weight = jnp.minimum(1 / (SHARE * jnp.maximum(count, 1)), 1)
-    blended = (mean + weight * (rate - mean)).astype(mean.dtype)
-    return TurnAverage(jnp.where(kept, blended, mean), count)
+    # Not mean + weight * (new - mean), which leaves nothing of a small new after an absurd mean.
+    return jnp.where(enters, (1 - weight) * mean + weight * new, mean).astype(mean.dtype)
+
+
+def observe_descent(
+    average: DescentAverage, closed: Any, trust: jax.Array, turns: TurnAverage, kept: jax.Array
+) -> DescentAverage:
+    """Take the drift that ended with a gradient into the averages, where the gradient counts.
+
+    Over the last n = t / 4 of t gradients a chain at rest in its posterior loses nothing, but for
+    the noise of the gradients, of variance v in each, and for its own energy, which has the
+    variance d / 2 there, no more than n^2 v.
+    """
+    count, enters = turns.num_turns, kept & (trust > 0)
+    most = jnp.minimum(trust * closed.largest_fall, LARGEST_ENERGY)
+    fall = _blend(average.energy_fall, most * closed.cosine, count, enters)
+    square = _blend(average.fall_square, most**2 / closed.num_parameters, count, enters)
+    number = SHARE * count.astype(square.dtype)
+    own = jnp.minimum(number**2 * square, closed.num_parameters / 2)
+    # The weights of `_blend` give an average the variance of one over n (2 - SHARE) equal ones.
+    deviation = jnp.sqrt(own + number * square / (2 - SHARE))
+    score = number * fall / jnp.where(deviation > 0, deviation, 1)
+    return DescentAverage(fall, square, jnp.where(deviation > 0, score, 0).astype(fall.dtype))
 
 
 def energy_error(
@@ -295,12 +391,35 @@ def show(
     kept: jax.Array,
 ) -> Evidence:
     """Collect what a call shows."""
+    trusted = trust(past.turns, closed.turn_rate, sums, num_calls)
+    turns = observe_turn(past.turns, closed.turn_rate, trusted, kept)
+    descent = observe_descent(past.descent, closed, trusted, turns, kept)
     return Evidence(
         error=error,
         energies=past.energies,
         turn_rate=closed.turn_rate,
-        turns=observe_turn(past.turns, closed.turn_rate, kept),
+        turns=turns,
+        descent=descent,
+        trust=trusted,
+        counts=closed.opens_step & (trusted > 0),
+        on_its_way=descent.descent > ON_ITS_WAY,
         num_calls=num_calls,
         base=base,
         resolution=_call.resolution(sums.params_square),
+    )
+
+
+def remember(
+    past: EvidenceState,
+    shown: Evidence,
+    open_step: OpenStep,
+    prior_change: jax.Array,
+    cap: float | jax.Array,
+) -> EvidenceState:
+    """Keep what a call showed; `prior_change` is that of its drift, nats."""
+    return EvidenceState(
+        open_step=open_step._replace(prior_change=open_step.prior_change + prior_change),
+        energies=observe_energy(past.energies, shown.error, cap),
+        turns=shown.turns,
+        descent=shown.descent,
     )

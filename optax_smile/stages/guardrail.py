@@ -142,8 +142,8 @@ def _judge(
     restored = jnp.where(finite_run >= GOOD_CALLS_TO_RESTORE, 1, state.step_backoff)
     backoff = jnp.where(nonfinite_run > TOLERATED_NONFINITE, halved, restored)
     counted = GuardrailState(
-        num_resets=state.num_resets + outlier,
-        num_nonfinite=state.num_nonfinite + ~error.finite,
+        num_resets=_tree.count(state.num_resets, outlier),
+        num_nonfinite=_tree.count(state.num_nonfinite, ~error.finite),
         nonfinite_run=nonfinite_run,
         finite_run=finite_run,
         step_backoff=backoff.astype(state.step_backoff.dtype),

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_smile import _check, _tree
+from optax_smile.stages.evidence import Sums, turn_rate
 
 
 class Integrator(NamedTuple):
@@ -50,9 +51,9 @@ class Momentum(NamedTuple):
 
     Attributes:
         init: `init(params, step_length)`, at rest.
-        close: `close(state, sums, unit)`, what becomes of the momentum where the open step ends.
-        open: `open(state, closed, step_length, gradient, params, turn_rate, key)`, on to the next
-            drift.
+        close: `close(state, sums)`, what becomes of the momentum where the open step ends.
+        open: `open(state, closed, step_length, gradient, params, turn_rate, fill, key)`, on to the
+            next drift; `fill` is the variance of explicit noise in each coordinate, None for one.
         stop: `stop(state, step_length, moving)`, where an undone step began.
         displace: `displace(undo, before, after, params, scale)`, the next drift, or the way back.
         uses_key: whether it draws random numbers.
@@ -85,14 +86,14 @@ def microcanonical(
     """
     scheme = check(where, integrator, decoherence_length, has_key)
 
-    def close(state, sums, unit):
-        return _close(state, scheme, heading(state, *sums[:3], unit))
+    def close(state, sums):
+        return _close(state, scheme, sums)
 
-    def open_(state, closed, step_length, gradient, params, turn_rate, key):
+    def open_(state, closed, step_length, gradient, params, turn_rate, fill, key):
         turned = closed.heading
         if decoherence_length is not None:
             state, turned = diffuse(
-                state, scheme, turned, gradient, decoherence_length, turn_rate, key
+                state, scheme, turned, gradient, decoherence_length, turn_rate, fill, key
             )
         return advance(state, scheme, turned, step_length, gradient, params)
 
@@ -139,7 +140,6 @@ class Heading(NamedTuple):
         moving: whether there is a direction at all.
         gradient_norm: of the whitened gradient, nats per unit length.
         old_norm: norm of the tree that holds the old direction, which rounding keeps off 1.
-        descent_norm: norm of the tree that points along -e.
     """
 
     cosine: jax.Array
@@ -148,7 +148,6 @@ class Heading(NamedTuple):
     moving: jax.Array
     gradient_norm: jax.Array
     old_norm: jax.Array
-    descent_norm: jax.Array
 
 
 class Closed(NamedTuple):
@@ -159,7 +158,10 @@ class Closed(NamedTuple):
         kinetic_change: energy gained by that kick, nats.
         step_end: whether the parameters are the end of the open step.
         opens_step: whether the next kick begins a step: at the end of one, or where none is open.
-        turn_rate: angle per unit length by which the gradient turns a momentum across it.
+        turn_rate: angle per unit length by which the gradient turns the momentum.
+        cosine: between the momentum and the descent direction, before that kick.
+        largest_fall: energy that the drift would have lost along the descent direction, nats.
+        num_parameters: d.
     """
 
     heading: Heading
@@ -167,6 +169,9 @@ class Closed(NamedTuple):
     step_end: jax.Array
     opens_step: jax.Array
     turn_rate: jax.Array
+    cosine: jax.Array
+    largest_fall: jax.Array
+    num_parameters: int
 
 
 class Opened(NamedTuple):
@@ -223,23 +228,18 @@ def heading(
     direction_square: jax.Array,
     direction_dot_gradient: jax.Array,
     gradient_square: jax.Array,
-    gradient_unit: jax.Array | float,
 ) -> Heading:
-    """Describe u and e = -g / |g| by the inner products of the trees of u and of g.
-
-    `gradient_unit` is what the tree of g is to be multiplied with to be in nats per unit length.
-    """
-    old_norm, descent_norm = jnp.sqrt(direction_square), jnp.sqrt(gradient_square)
-    product = old_norm * descent_norm
+    """Describe u and e = -g / |g| by the inner products of the trees of u and of g."""
+    old_norm, gradient_norm = jnp.sqrt(direction_square), jnp.sqrt(gradient_square)
+    product = old_norm * gradient_norm
     cosine = -direction_dot_gradient / jnp.where(product > 0, product, 1)
     return Heading(
         cosine=jnp.where(state.moving, jnp.clip(cosine, -1, 1), 0),
         along_old=jnp.where(state.moving, jnp.ones_like(cosine), 0),
         along_descent=jnp.zeros_like(cosine),
         moving=state.moving,
-        gradient_norm=gradient_unit * descent_norm,
+        gradient_norm=gradient_norm,
         old_norm=old_norm,
-        descent_norm=descent_norm,
     )
 
 
@@ -287,20 +287,24 @@ def turn(direction: optax.Updates, gradient: optax.Updates, towards: Heading) ->
         return jnp.where(norm > 0, coefficient / jnp.where(norm > 0, norm, 1), 0)
 
     old = over(towards.along_old, towards.old_norm)
-    descent = over(towards.along_descent, towards.descent_norm)
+    descent = over(towards.along_descent, towards.gradient_norm)
     return jax.tree.map(lambda u, g: (old * u - descent * g).astype(u.dtype), direction, gradient)
 
 
-def _close(state: MomentumState, integrator: Integrator, towards: Heading) -> Closed:
+def _close(state: MomentumState, integrator: Integrator, sums: Sums) -> Closed:
     """Kick with the gradient at the end of the last drift; nothing if no step is open."""
-    length = _lengths(integrator.kicks[1:], state)
-    kicked, gained = kick(towards, length, _tree.size(state.direction))
+    length, num_parameters = _lengths(integrator.kicks[1:], state), _tree.size(state.direction)
+    towards = heading(state, *sums[:3])
+    kicked, gained = kick(towards, length, num_parameters)
     return Closed(
         heading=kicked,
         kinetic_change=gained,
         step_end=is_step_end(state, integrator),
         opens_step=opens_step(state, integrator),
-        turn_rate=towards.gradient_norm / (_tree.size(state.direction) - 1),
+        turn_rate=turn_rate(sums, towards.cosine, num_parameters),
+        cosine=towards.cosine,
+        largest_fall=_lengths(integrator.drifts, state) * towards.gradient_norm,
+        num_parameters=num_parameters,
     )
 
 
@@ -311,11 +315,13 @@ def diffuse(
     gradient: optax.Updates,
     decoherence_length: float | jax.Array | str,
     turn_rate: jax.Array,
+    fill: optax.Updates | None,
     key: jax.Array,
 ) -> tuple[MomentumState, Heading]:
     """Add explicit isotropic noise where a step has just ended; draw u where the chain is at rest.
 
-    u <- (u + nu z) / |u + nu z|, nu^2 = (exp(2 eps / L) - 1) / d, z of covariance I, with
+    u <- (u + nu z) / |u + nu z|, nu^2 = (exp(2 eps / L) - 1) / d, z of covariance I or with the
+    variances `fill`, whose mean is one, and
     L = decoherence_length (Robnik and Seljak 2024, Fluctuation without dissipation), or
     L = 2 / (eps r^2) where it matches the rate r at which the gradients turn u: by eps r in a step.
     Between the kicks of one step it would turn up in the energy error of that step, as eps^(3/2).
@@ -328,15 +334,17 @@ def diffuse(
     exponent = jnp.minimum(exponent, FORGOTTEN)
     amplitude = jnp.sqrt(jnp.expm1(exponent) / _tree.size(gradient))
     amplitude = jnp.where(towards.moving, amplitude, 1)
+    drawn = _tree.isotropic_like(key, gradient)
+    if fill is not None:
+        drawn = jax.tree.map(lambda z, variance: z * jnp.sqrt(variance), drawn, fill)
     noisy = jax.tree.map(
         lambda u, z: (u + amplitude * z).astype(u.dtype),
         turn(state.direction, gradient, towards),
-        _tree.isotropic_like(key, gradient),
+        drawn,
     )
     state = state._replace(direction=noisy, moving=jnp.ones_like(state.moving))
-    unit = towards.gradient_norm / jnp.where(towards.descent_norm > 0, towards.descent_norm, 1)
     square, product = _tree.inner(noisy, noisy), _tree.inner(noisy, gradient)
-    return state, heading(state, square, product, towards.descent_norm**2, unit)
+    return state, heading(state, square, product, towards.gradient_norm**2)
 
 
 def advance(

@@ -5,7 +5,6 @@ A diagonal scale s makes it so: the sampler works with the whitened gradient gra
 divides a displacement by s on its way back to the parameters.
 """
 
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -13,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_smile import _check, _tree
+from optax_smile import _tree
 
 # Bounds of (sigma / rms(sigma))^2: a coordinate without noise moves at most 100 times as far as
 # the typical one, and a few very noisy ones cannot stop the others.
@@ -21,6 +20,8 @@ SMALLEST_RELATIVE_VARIANCE = 1e-4
 LARGEST_RELATIVE_VARIANCE = 1e4
 # Weight of the old value in the moving averages; 1 - alpha in the paper.
 NOISE_DECAY = 0.99
+# Largest weight of a new difference in the average over the run.
+LARGEST_RATE = 0.01
 
 
 class Preconditioner(NamedTuple):
@@ -28,193 +29,271 @@ class Preconditioner(NamedTuple):
 
     Attributes:
         init: `init(params)`, the first state.
-        observe: `observe(state, gradient)`, the next one, from the gradient of the energy.
-        whiten: `whiten(state, gradient)`, a tree, and the number that makes it the gradient over
-            the scale.
-    A state is None, for a scale of one, or has a method `scale()`, a tree like the parameters.
+        whiten: `whiten(state, gradient)`, the gradient of the energy over the scale.
+        observe: `observe(state, gradient, trust, counts, anew)`, the next state. `trust` in (0, 1]
+            is what an outlying gradient is to be multiplied with; `counts` is False for one that
+            says nothing, or belongs to a point inside of a step; `anew` is True while the chain is
+            still on its way, where averages say nothing of the posterior.
+        fill: `fill(state)`, the variance of explicit noise in each coordinate; None for isotropic.
+
+    A state is None, for a scale of one, or has a method `scale()`, a tree like the parameters. The
+    scale comes from the gradients *before* the one that is whitened: no gradient changes its own
+    coordinates, and a step closes in those in which it drifted.
     """
 
     init: Callable[[Any], Any]
-    observe: Callable[[Any, Any], Any]
-    whiten: Callable[[Any, Any], tuple[Any, jax.Array | float]]
+    whiten: Callable[[Any, Any], Any]
+    observe: Callable[..., Any]
+    fill: Callable[[Any], Any] = lambda state: None
 
 
 def identity() -> Preconditioner:
     """Leave the coordinates as they are."""
     return Preconditioner(
         init=lambda params: None,
-        observe=lambda state, gradient: None,
-        whiten=lambda state, gradient: (gradient, 1.0),
+        whiten=lambda state, gradient: gradient,
+        observe=lambda state, gradient, trust, counts, anew: None,
     )
 
 
-def gradient_noise(
-    where: str = "gradient_noise",
-    noise_decay: float = NOISE_DECAY,
-    centered: bool = True,
-    noise_clip: tuple[float, float] | None = None,
-) -> Preconditioner:
-    """Measure the standard deviation of the mini-batch noise in every coordinate.
+def whiten(state: Any, gradient: optax.Updates) -> optax.Updates:
+    """Divide by the scale of a state."""
+    return jax.tree.map(jnp.divide, gradient, state.scale())
+
+
+def relative_scale(
+    variance: optax.Updates, mean: jax.Array, isotropic_weight: jax.Array
+) -> optax.Updates:
+    """Compute s = sigma / rms(sigma), clipped, a tree like the parameters.
+
+    s_i^2 = w + (1 - w) v_i / mean(v), so that mean(s^2) = 1 but for the clipping. As a sum of two
+    positive numbers: 1 - (1 - w) would lose all digits of a coordinate with little noise.
 
     Args:
-        where: name of the sampler, for errors.
-        noise_decay: weight of the old value in the moving averages, in (0, 1].
-        centered: average squares about the moving mean of the gradient.
-        noise_clip: smallest and largest sigma; None for bounds relative to rms(sigma).
-
-    Raises:
-        ValueError: an argument out of range.
+        variance: v, up to a factor.
+        mean: mean of v over all coordinates, scalar.
+        isotropic_weight: w in [0, 1].
     """
-    _check.number(where, "noise_decay", noise_decay, "in (0, 1]", lambda x: 0 < x <= 1)
-    check_clip(where, noise_clip)
+    # Below the normal numbers of the precision the quotient would overflow: no noise was seen.
+    noisy = ~(mean < jnp.finfo(mean.dtype).tiny)
+    offset = jnp.where(noisy, isotropic_weight, 1)
+    slope = jnp.where(noisy, (1 - isotropic_weight) / jnp.where(noisy, mean, 1), 0)
 
-    def start(params):
-        return init(params, centered, noise_clip)
+    def leaf(v):
+        relative = (offset + slope * v).astype(v.dtype)
+        return jnp.sqrt(jnp.clip(relative, SMALLEST_RELATIVE_VARIANCE, LARGEST_RELATIVE_VARIANCE))
 
-    def take(state, gradient):
-        return observe(state, gradient, noise_decay)
-
-    return Preconditioner(init=start, observe=take, whiten=whiten)
+    return jax.tree.map(leaf, variance)
 
 
-class PreconditionerState(NamedTuple):
-    """Moving averages over the mini-batch gradients of all calls that were kept.
+class MovingVarianceState(NamedTuple):
+    """Exponential averages over the mini-batch gradients of the kept step ends.
 
     Attributes:
-        gradient_mean: mean gradient, a tree like the parameters; None if not centered.
+        gradient_mean: mean gradient, a tree like the parameters.
         gradient_variance: mean square about `gradient_mean`, a tree like the parameters.
         variance_mean: mean of `gradient_variance` over all coordinates, scalar.
         isotropic_weight: weight of the isotropic start, noise_decay^t after t gradients, scalar.
-        square_norm: mean of the clipped relative variances, which makes mean(s^2) = 1, scalar.
-        clip: smallest and largest sigma `[2]`; None for bounds relative to rms(sigma).
     """
 
-    gradient_mean: optax.Updates | None
+    gradient_mean: optax.Updates
     gradient_variance: optax.Updates
     variance_mean: jax.Array
     isotropic_weight: jax.Array
-    square_norm: jax.Array
-    clip: jax.Array | None
 
     def scale(self) -> optax.Updates:
-        """Compute the scale s, a tree like the parameters with mean(s^2) = 1."""
-        return jax.tree.map(lambda x: (x / norm(self)).astype(x.dtype), relative_scale(self))
+        """Compute the scale s, a tree like the parameters."""
+        return relative_scale(self.gradient_variance, self.variance_mean, self.isotropic_weight)
 
 
-def check_clip(where: str, noise_clip: tuple[float, float] | None):
-    """Require bounds 0 < smallest < largest, or None."""
-    if noise_clip is None:
-        return
-    try:
-        smallest, largest = noise_clip
-        is_good = bool(0 < smallest < largest < math.inf)
-    except (TypeError, ValueError):
-        is_good = False
-    if not is_good:
-        rule = "two numbers, 0 < smallest < largest, or None"
-        _check.fail(where, "noise_clip", rule, repr(noise_clip))
-
-
-def init(
-    params: optax.Params, centered: bool, noise_clip: tuple[float, float] | None = None
-) -> PreconditionerState:
-    """Start isotropic, with a scale of one."""
-    dtype = _tree.dtype(params)
-    return PreconditionerState(
-        gradient_mean=jax.tree.map(jnp.zeros_like, params) if centered else None,
-        gradient_variance=jax.tree.map(jnp.zeros_like, params),
-        variance_mean=jnp.zeros((), dtype),
-        isotropic_weight=jnp.ones((), dtype),
-        square_norm=jnp.ones((), dtype),
-        clip=None if noise_clip is None else jnp.asarray(noise_clip, dtype),
-    )
-
-
-def observe(
-    state: PreconditionerState, gradient: optax.Updates, noise_decay: float
-) -> PreconditionerState:
-    """Take one mini-batch gradient into the averages.
+def moving_variance(noise_decay: float = NOISE_DECAY) -> Preconditioner:
+    """Measure the noise as published: exponential averages of the squares about a moving mean.
 
     gradient_mean <- a gradient_mean + (1 - a) gradient, then
     gradient_variance <- a gradient_variance + (1 - a) (gradient - gradient_mean)^2,
     with a = noise_decay and the new mean (Sommer et al. 2026, section 3.2: their alpha = 1 - a).
+    Where there is little noise it follows the gradient along the path of the chain, and the
+    posterior is lost.
     """
 
-    def blend(old, new):
-        return (noise_decay * old + (1 - noise_decay) * new).astype(old.dtype)
+    def init(params: optax.Params) -> MovingVarianceState:
+        dtype = _tree.dtype(params)
+        return MovingVarianceState(
+            gradient_mean=jax.tree.map(jnp.zeros_like, params),
+            gradient_variance=jax.tree.map(jnp.zeros_like, params),
+            variance_mean=jnp.zeros((), dtype),
+            isotropic_weight=jnp.ones((), dtype),
+        )
 
-    mean = state.gradient_mean
-    if mean is None:
-        squares = jax.tree.map(jnp.square, gradient)
-    else:
-        mean = jax.tree.map(blend, mean, gradient)
-        squares = jax.tree.map(lambda g, m: jnp.square(g - m), gradient, mean)
-    weight = state.isotropic_weight
-    observed = state._replace(
-        gradient_mean=mean,
-        gradient_variance=jax.tree.map(blend, state.gradient_variance, squares),
-        variance_mean=blend(state.variance_mean, _tree.total(squares) / _tree.size(squares)),
-        isotropic_weight=(noise_decay * weight).astype(weight.dtype),
-    )
-    relative = relative_scale(observed)
-    return observed._replace(square_norm=_tree.inner(relative, relative) / _tree.size(gradient))
+    def observe(state, gradient, trust, counts, anew):
+        del anew
+        rate = jnp.where(counts, 1 - noise_decay, 0)
+
+        def blend(old, new):
+            return (old + rate * (new - old)).astype(old.dtype)
+
+        mean = jax.tree.map(lambda m, g: blend(m, trust * g), state.gradient_mean, gradient)
+        squares = jax.tree.map(lambda g, m: jnp.square(trust * g - m), gradient, mean)
+        return MovingVarianceState(
+            gradient_mean=mean,
+            gradient_variance=jax.tree.map(blend, state.gradient_variance, squares),
+            variance_mean=blend(state.variance_mean, _tree.total(squares) / _tree.size(squares)),
+            isotropic_weight=blend(state.isotropic_weight, 0),
+        )
+
+    return Preconditioner(init, whiten, observe)
 
 
-def relative_scale(state: PreconditionerState) -> optax.Updates:
-    """Compute sigma / rms(sigma), clipped: the scale s up to its normalization.
+class GradientNoiseState(NamedTuple):
+    """Averages over the mini-batch gradients of the kept step ends since the chain has arrived.
 
-    sigma_i^2 = v_i + w mean(v) / (1 - w) with w = `isotropic_weight`, so the relative variance
-    sigma_i^2 / mean(sigma^2) is the average of v_i / mean(v) and 1 with weights 1 - w and w.
+    Attributes:
+        last_gradient: the one before, a tree like the parameters.
+        gradient_variance: v, mean of half the squared differences of successive ones, likewise.
+        gradient_square: q, mean of the squared gradients, likewise; None if only v counts.
+        signal_mean: mean over all coordinates of q - v, scalar.
+        blend_mean: mean over all coordinates of `_blend`, scalar.
+        noise_mean: mean over all coordinates of v over `_blend`, the noise after whitening, scalar.
+        power_mean: mean over all coordinates of q over `_blend`, scalar.
+        isotropic_weight: weight of the isotropic start, scalar.
+        num_gradients: how many entered, int32.
     """
-    mean = state.variance_mean
-    # Below the normal numbers of the precision the quotient would overflow: no noise was seen.
-    noisy = ~(mean < jnp.finfo(mean.dtype).tiny)
-    slope = jnp.where(noisy, (1 - state.isotropic_weight) / jnp.where(noisy, mean, 1), 0)
-    offset = 1 - slope * mean
-    low, high = SMALLEST_RELATIVE_VARIANCE, LARGEST_RELATIVE_VARIANCE
-    if state.clip is not None:
-        # No relative variance exceeds the number of coordinates; larger bounds could overflow.
-        most = _tree.size(state.gradient_variance)
-        low, high = jnp.where(noisy, jnp.minimum(state.clip**2 * slope, most), 1)
 
-    def leaf_scale(variance):
-        relative = (offset + slope * variance).astype(variance.dtype)
-        return jnp.sqrt(jnp.clip(relative, low, high))
+    last_gradient: optax.Updates
+    gradient_variance: optax.Updates
+    gradient_square: optax.Updates | None
+    signal_mean: jax.Array
+    blend_mean: jax.Array
+    noise_mean: jax.Array
+    power_mean: jax.Array
+    isotropic_weight: jax.Array
+    num_gradients: jax.Array
 
-    return jax.tree.map(leaf_scale, state.gradient_variance)
+    def scale(self) -> optax.Updates:
+        """Compute the scale s, a tree like the parameters."""
+        blend = _blend(self.gradient_variance, self.gradient_square, self.signal_mean)
+        return relative_scale(blend, self.blend_mean, self.isotropic_weight)
+
+    def fill(self) -> optax.Updates | None:
+        """Variance that explicit noise is to have in each coordinate, with mean one.
+
+        1 + (mean(n) - n) / mean(m), n and m what noise and gradient have of variance and of mean
+        square after whitening: with explicit noise as strong as the gradient, both together are
+        then isotropic. Where one coordinate has more noise than that, it gets none.
+        """
+        if self.gradient_square is None:
+            return None
+        blend = _blend(self.gradient_variance, self.gradient_square, self.signal_mean)
+        believed = (1 - self.isotropic_weight) / jnp.where(self.power_mean > 0, self.power_mean, 1)
+
+        def leaf(n):
+            return jnp.maximum(1 + believed * (self.noise_mean - n), 0).astype(n.dtype)
+
+        return jax.tree.map(leaf, _ratio(self.gradient_variance, blend))
 
 
-def whiten(state: PreconditionerState, gradient: optax.Updates) -> tuple[optax.Updates, jax.Array]:
-    """Divide the gradient by `relative_scale`; times `norm` it is the gradient over the scale."""
-    return jax.tree.map(jnp.divide, gradient, relative_scale(state)), norm(state)
+def _blend(
+    variance: optax.Updates, square: optax.Updates | None, signal_mean: jax.Array
+) -> optax.Updates:
+    """Square of the scale up to a factor: v + sqrt((q - v) mean(q - v)), or v alone.
+
+    The noise in full. Of the signal, which is the curvature where the chain is at rest, the root:
+    q follows the excursions of the chain a little, and the root halves what that does.
+    """
+    if square is None:
+        return variance
+    root = jnp.sqrt(signal_mean)
+    return jax.tree.map(lambda v, q: v + root * jnp.sqrt(jnp.maximum(q - v, 0)), variance, square)
 
 
-def norm(state: PreconditionerState) -> jax.Array:
-    """Ratio of `relative_scale` to the scale s."""
-    return jnp.sqrt(state.square_norm)
+def _ratio(over: optax.Updates, under: optax.Updates) -> optax.Updates:
+    """Divide; zero where there is nothing to divide by."""
+    return jax.tree.map(lambda x, y: jnp.where(y > 0, x / jnp.where(y > 0, y, 1), 0), over, under)
 
 
-def scale_by_gradient_noise(
-    noise_decay: float = NOISE_DECAY, centered: bool = True
-) -> optax.GradientTransformation:
+def gradient_noise(fills: bool = False) -> Preconditioner:
+    """Measure the mini-batch noise by the differences of successive gradients.
+
+    v <- (1 - r) v + r (g - g_before)^2 / 2,  q <- (1 - r) q + r g^2,  r = min(1/100, 1 / t)
+
+    after t gradients since the chain has arrived: a gradient changes little by a step of the chain
+    and much by another batch. The averages settle as the chain goes on, so that the scale hardly
+    depends on the place.
+
+    Args:
+        fills: with explicit noise to shape, s^2 is v + sqrt((q - v) mean(q - v)), which also evens
+            out the curvature, and the explicit noise fills up what v leaves anisotropic. Without,
+            s^2 is v, which makes the gradient's noise isotropic by itself.
+    """
+
+    def init(params: optax.Params) -> GradientNoiseState:
+        dtype = _tree.dtype(params)
+
+        def zeros():
+            return jax.tree.map(jnp.zeros_like, params)
+
+        return GradientNoiseState(
+            zeros(),
+            zeros(),
+            zeros() if fills else None,
+            *(jnp.zeros((), dtype) for _ in range(4)),
+            isotropic_weight=jnp.ones((), dtype),
+            num_gradients=jnp.zeros((), jnp.int32),
+        )
+
+    def observe(state, gradient, trust, counts, anew):
+        # The first gradient has none before it.
+        number = jnp.where(anew, 0, state.num_gradients)
+        rate = jnp.minimum(LARGEST_RATE, 1 / jnp.maximum(number, 1))
+        rate = jnp.where(counts & (number > 0), rate, 0)
+        kept = jnp.where(anew, 0, 1 - rate)
+
+        def average(old, new):
+            return (kept * old + rate * new).astype(old.dtype)
+
+        trusted = jax.tree.map(lambda g: (trust * g).astype(g.dtype), gradient)
+        halves = jax.tree.map(lambda g, h: jnp.square(g - h) / 2, trusted, state.last_gradient)
+        variance = jax.tree.map(average, state.gradient_variance, halves)
+        square, signal, noise, power = None, *(jnp.zeros_like(state.signal_mean) for _ in range(3))
+        if fills:
+            powers = jax.tree.map(jnp.square, trusted)
+            square = jax.tree.map(average, state.gradient_square, powers)
+            signal = _mean(jax.tree.map(lambda v, q: jnp.maximum(q - v, 0), variance, square))
+        blend = _blend(variance, square, signal)
+        if fills:
+            noise, power = _mean(_ratio(variance, blend)), _mean(_ratio(square, blend))
+        weight = kept * state.isotropic_weight + jnp.where(anew, 1, 0)
+        return GradientNoiseState(
+            last_gradient=_tree.where(counts, trusted, state.last_gradient),
+            gradient_variance=variance,
+            gradient_square=square,
+            signal_mean=signal,
+            blend_mean=_mean(blend),
+            noise_mean=noise,
+            power_mean=power,
+            isotropic_weight=weight.astype(state.isotropic_weight.dtype),
+            num_gradients=_tree.count(number, counts),
+        )
+
+    return Preconditioner(init, whiten, observe, fill=lambda state: state.fill())
+
+
+def _mean(tree: optax.Updates) -> jax.Array:
+    return _tree.total(tree) / _tree.size(tree)
+
+
+def scale_by_gradient_noise() -> optax.GradientTransformation:
     """Divide the updates by the normalized standard deviation of the mini-batch noise.
 
     After it the noise of the gradient has about the same variance in every coordinate, while
-    isotropic noise passes unchanged: updates <- updates / s with mean(s^2) = 1.
-
-    Args:
-        noise_decay: weight of the old value in the moving averages, in (0, 1]; 1 keeps s = 1.
-        centered: average squares about the mean gradient, as published; otherwise second moments,
-            which saves one parameter-sized array.
+    isotropic noise passes unchanged: updates <- updates / s with mean(s^2) = 1 and the scale s of
+    `psmile`, from the gradients before this one.
 
     Returns:
         An Optax transformation. A non-finite gradient passes through and leaves the averages
         as they are.
 
-    Raises:
-        ValueError: `noise_decay` out of range.
-
-    Cost: two parameter-sized arrays of state (one if not centered), no gradient.
+    Cost: two parameter-sized arrays of state, no gradient.
 
     Example:
         >>> import jax.numpy as jnp, optax, optax_smile
@@ -222,11 +301,9 @@ def scale_by_gradient_noise(
         >>> params = jnp.zeros(2)
         >>> updates, _ = tx.update(jnp.array([1.0, -1.0]), tx.init(params), params)
 
-    Source: Sommer et al., ICML 2026, section 3.2, noise preconditioning. Differs: starts
-    isotropic and clips s relative to its root mean square, so that neither the first steps nor
-    the clipping depend on the unit of the gradient.
+    Source: Sommer et al., ICML 2026, section 3.2, noise preconditioning. Differs: see `psmile`.
     """
-    noise = gradient_noise("scale_by_gradient_noise", noise_decay, centered)
+    noise = gradient_noise()
 
     def init_fn(params: Any) -> Any:
         _tree.check_params("scale_by_gradient_noise", params, smallest=1)
@@ -234,8 +311,10 @@ def scale_by_gradient_noise(
 
     def update_fn(updates: Any, state: Any, params: Any = None):
         del params
-        observed = noise.observe(state, updates)
-        state = _tree.where(jnp.isfinite(norm(observed)), observed, state)
-        return jax.tree.map(lambda g, s: (g / s).astype(g.dtype), updates, state.scale()), state
+        square = _tree.inner(updates, updates)
+        counts = jnp.isfinite(square) & (square >= jnp.finfo(square.dtype).tiny)
+        finite = _tree.where(counts, updates, jax.tree.map(jnp.zeros_like, updates))
+        observed = noise.observe(state, finite, jnp.ones_like(square), counts, ~jnp.ones((), bool))
+        return noise.whiten(state, updates), observed
 
     return optax.GradientTransformation(init_fn, update_fn)

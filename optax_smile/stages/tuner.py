@@ -18,8 +18,8 @@ from optax_smile.stages.evidence import Evidence
 # What the gradients turn the momentum by in a step, radians; a single one may do so by
 # `evidence.LARGEST_RATIO` times as much.
 ANGLE = 0.03
-# The first steps of `angle_tuner`: each at most so many times as long as the one before.
-FIRST_GROWTH = 10.0
+# Each step of `angle_tuner` is at most so many times as long as the one before.
+GROWTH = 10.0
 
 
 class Tuner(NamedTuple):
@@ -88,7 +88,7 @@ def quantile_tuner(
         >>> import optax_smile
         >>> tuner = optax_smile.quantile_tuner(adapt_steps=5_000)
         >>> sampler = optax_smile.smile(
-        ...     1e-2, num_data=50_000, tuner=tuner, decoherence_length=None
+        ...     1e-2, num_data=50_000, tuner=tuner, decoherence_length=None, key=None
         ... )
 
     Source: Sommer et al., ICML 2026, equation of the adaptive step size and appendix on the
@@ -131,9 +131,9 @@ def angle_tuner(angle: float = ANGLE, adapt_steps: int | None = None) -> Tuner:
     step size = angle (d - 1) / max(mean |g|, |g| / 3), with the whitened gradient g of this call
     and its average over about the last quarter of all calls so far: no first guess, no unit, no
     energy. A large gradient shortens its own step at once, and the average settles as the chain
-    goes on. The first step is the shortest that moves the parameters at all, the next may be ten
-    times as long, and so on: where a chain starts so close to a mode that the gradient vanishes,
-    the rule alone would throw it out.
+    goes on. The first step is the shortest that moves the parameters at all, and none is more than
+    ten times as long as the one before: where a chain starts so close to a mode that the gradient
+    vanishes, the rule alone would throw it out.
 
     Args:
         angle: by which the gradient of one batch turns a momentum across it, in radians, > 0.
@@ -165,10 +165,11 @@ def angle_tuner(angle: float = ANGLE, adapt_steps: int | None = None) -> Tuner:
         adapts = shown.error.finite & (shown.num_calls < last_call)
         mean = jnp.where(adapts, shown.turns.mean_turn_rate, state.turn_rate)
         shortest = jnp.maximum(shown.resolution, jnp.finfo(mean.dtype).eps)
-        longest = shortest * FIRST_GROWTH ** shown.num_calls.astype(mean.dtype)
+        longest = jnp.maximum(shortest, GROWTH * state.step_size_factor * shown.base)
+        longest = jnp.where(shown.turns.num_turns > 0, longest, shortest)
         length = angle / jnp.where(mean > 0, mean, angle)
         length = jnp.maximum(jnp.minimum(length, longest), shown.resolution)
-        now = jnp.where(shown.error.finite, shown.turn_rate, 0)
+        now = jnp.where(shown.error.finite & (shown.trust > 0), shown.turn_rate, 0)
         largest = evidence.LARGEST_RATIO * angle / jnp.where(now > 0, now, 1)
         length = jnp.where(now > 0, jnp.minimum(length, largest), length)
         return AngleState((length / shown.base).astype(mean.dtype), mean)

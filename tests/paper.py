@@ -1,0 +1,14 @@
+"""Settings of the paper for `smile` and `psmile`, but for the step size."""
+
+from typing import Any
+
+import optax_smile
+
+PAPER: dict[str, Any] = {
+    "integrator": "minimal_norm",
+    "tuner": optax_smile.quantile_tuner(),
+    "reset_quantile": 0.98,
+    "reset_momentum": "zero",
+    "decoherence_length": None,
+    "key": None,
+}
