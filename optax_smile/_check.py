@@ -78,12 +78,12 @@ def key(where: str, value: Any) -> jax.Array | None:
     """
     if value is None:
         return None
-    is_array = isinstance(value, (jax.Array, np.ndarray))
-    if is_array and jnp.issubdtype(value.dtype, jax.dtypes.prng_key) and value.ndim == 0:
-        return value
-    if is_array and value.dtype == jnp.uint32 and value.ndim == 1:
-        return jax.random.wrap_key_data(value)
-    seed = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
-    if seed or is_array and value.ndim == 0 and jnp.issubdtype(value.dtype, jnp.integer):
+    if isinstance(value, jax.Array):
+        if jnp.issubdtype(value.dtype, jax.dtypes.prng_key) and value.ndim == 0:
+            return value
+        if value.dtype == jnp.uint32 and value.ndim == 1:
+            return jax.random.wrap_key_data(value)
+    whole = jnp.issubdtype(getattr(value, "dtype", type(value)), jnp.integer) or type(value) is int
+    if whole and jnp.ndim(value) == 0:
         return jax.random.key(value)
     fail(where, "key", "a JAX key such as jax.random.key(0), a single one, or a seed", repr(value))

@@ -187,10 +187,10 @@ def summary(
 ) -> Summary:
     """Look at a whole run and say what looks wrong and what to try.
 
-    Found are chains that have diverged, are frozen or, if neither, not settled; different modes
-    among the others; far more resets than nominal; a tuner that still changes the step size. The
-    module's constants are the bounds. From weights alone it cannot tell different modes, nor chains
-    that all predict badly.
+    Found are chains that have diverged, are frozen, still on their way or not settled; different
+    modes among the others; far more resets than nominal; a tuner that still changes the step size.
+    The module's constants are the bounds. From weights alone it cannot tell different modes, nor
+    chains that all predict badly.
 
     Args:
         snapshots: what `sample` or `load_snapshots` returns; weights without a sampler, such as a
@@ -278,11 +278,6 @@ def _findings(found: Summary, run: _Run) -> list[Finding]:
             "a smaller step size, or a start closer by; leave these chains out of the prediction.",
         ),
         (
-            _on_its_way(run),
-            "still on its way",
-            "a larger num_warmup; a start from trained weights, as `warmstart` makes them.",
-        ),
-        (
             _frozen(found, run, mixes=rhats < HIGH_RHAT),
             "frozen",
             "larger steps; `angle_tuner()`, or `quantile_tuner(adapt_steps=...)` with few steps.",
@@ -293,9 +288,17 @@ def _findings(found: Summary, run: _Run) -> list[Finding]:
             find(chains & ~told, f"{kind}: {problem}", advice)
             told |= chains
         sick |= told
+    falling = np.zeros_like(sick)
+    if "on_its_way" in run.trace:
+        falling = (_ends(np.asarray(run.trace["on_its_way"], float))[1] > 0.5) & ~sick
+    find(
+        falling,
+        "still on its way: the gradients say that the energy was falling until the end.",
+        "a larger num_warmup; a start from trained weights, as `warmstart` makes them.",
+    )
     enough = found.num_draws >= LEAST_DRAWS_JUDGED
     bound = HIGH_WEIGHT_RHAT if run.values is None else HIGH_RHAT
-    unsettled = (rhats > bound) & enough & ~sick
+    unsettled = (rhats > bound) & enough & ~sick & ~falling
     find(
         unsettled,
         "not settled: the draws at the beginning differ from those at the end (R-hat above"
@@ -303,7 +306,7 @@ def _findings(found: Summary, run: _Run) -> list[Finding]:
         "a larger num_warmup, if there is a trend; a larger thin, more draws or a larger step size,"
         " if the chain moves too slowly.",
     )
-    steady = ~sick & ~unsettled
+    steady = ~sick & ~unsettled & ~falling
     if run.values is not None and enough:
         members = np.flatnonzero(steady)
         groups = [members[group].tolist() for group in _groups(run.values[steady])]
@@ -360,13 +363,6 @@ def _diverged(run: _Run) -> Iterator[tuple[np.ndarray, str]]:
         first, last = _ends(by_draw)
         yield _others(last) - last > far, "the log likelihood is far below the other chains'."
         yield first - last > far, "the log likelihood fell far below where it was at first."
-
-
-def _on_its_way(run: _Run) -> Iterator[tuple[np.ndarray, str]]:
-    """Signs that a chain still goes down to the posterior."""
-    if "on_its_way" in run.trace:
-        falling = np.asarray(run.trace["on_its_way"], float)
-        yield _ends(falling)[1] > 0.5, "its gradients say that its energy was falling all the time."
 
 
 def _frozen(found: Summary, run: _Run, mixes: np.ndarray) -> Iterator[tuple[np.ndarray, str]]:

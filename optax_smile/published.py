@@ -38,13 +38,12 @@ def _compose(
 ) -> optax.GradientTransformationExtraArgs:
     """Build one of the four; `tuned` adds tuner and reset."""
     name = f"published.{name}"
-    outliers = (RESET_QUANTILE, RESET_MOMENTUM) if tuned else ()
     return compose(
         name,
         posterior,
         preconditioner=preconditioner,
         momentum=microcanonical(name, "minimal_norm"),
-        guardrail=guardrail(name, *outliers),
+        guardrail=guardrail(name, RESET_QUANTILE if tuned else None, RESET_MOMENTUM),
         tuner=quantile_tuner() if tuned else None,
         step_size=step_size,
     )

@@ -4,7 +4,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -173,13 +173,13 @@ def sample(
     _check.number("sample", "checkpoint_minutes", checkpoint_minutes, ">= 0", lambda x: x >= 0)
     if dtype is not None:
         _check.choice("sample", "dtype", dtype, _disk.STORED_DTYPES)
-    key = cast(Any, _check.key("sample", key))
+    typed: Any = _check.key("sample", key)
     sampler = optax.with_extra_args_support(sampler)
     chains = Chains(
         loss_fn,
         sampler,
         params,
-        key,
+        typed,
         aux=aux,
         stochastic=stochastic,
         per_chain=per_chain,
@@ -205,7 +205,7 @@ def sample(
                 "num_warmup": num_warmup,
                 "thin": thin,
                 "batch_per": batch_per,
-                "key": np.asarray(jax.random.key_data(key)).tolist(),
+                "key": np.asarray(jax.random.key_data(typed)).tolist(),
                 "per_chain": per_chain,
                 "stochastic": stochastic,
                 "sampler": _settings.of(sampler),

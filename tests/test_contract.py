@@ -57,7 +57,7 @@ def accepts(fn, *names):
 
 
 def build(fn, **options) -> Any:
-    values = {"step_size": 1e-2, "num_data": 100, "decoherence_length": 1.0}
+    values = {"step_size": 1e-2, "num_data": 100, "decoherence_length": 1.0, "key": 0}
     parameters = inspect.signature(fn).parameters.values()
     needed = {p.name: values[p.name] for p in parameters if p.default is p.empty}
     if accepts(fn, "tuner"):

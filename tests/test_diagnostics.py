@@ -387,7 +387,9 @@ def test_a_tuner_that_never_ends_is_told(adapt_rate, kind):
     tuner = optax_smile.quantile_tuner(adapt_rate=adapt_rate)
     sampler = optax_smile.smile(0.05, **PUBLISHED | {"tuner": tuner})
     draws = run(sampler, num_warmup=480, thin=40, steps_per_call=40, batch_size=1)
-    assert kinds(diagnostics.summary(draws)) == {(kind, ALL)}
+    # Smaller steps heat the chain less, so that its energy falls as well.
+    told = {(kind, ALL)} | ({("still on its way", ALL)} if kind == "drift" else set())
+    assert kinds(diagnostics.summary(draws)) == told
 
 
 def double_well(params: Any, batch):

@@ -5,13 +5,14 @@ AdamW takes the `value=loss` that three of them pass and ignores it, as everythi
 `optax.with_extra_args_support` around it. `TrainState.apply_gradients` can pass no value.
 """
 
+import chex
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import linen, nnx
+from flax import linen, nnx, serialization
 from flax.training.train_state import TrainState
 from sklearn.datasets import load_diabetes
 
@@ -173,3 +174,44 @@ def test_stats_of_an_nnx_optimizer_state():
     grads = nnx.grad(lambda model: jnp.sum(model(jnp.ones((1, 3))) ** 2))(model)
     optimizer.update(model, grads, value=1.0)
     assert int(optax_smile.stats(optimizer.opt_state)["num_calls"]) == 1
+
+
+# A state of nothing but arrays, which any checkpoint library can hold.
+
+
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
+@pytest.mark.parametrize("sampler", [optax_smile.psmile, optax_smile.mclmc, optax_smile.sgld])
+def test_states_survive_other_libraries(sampler, impl, tmp_path):
+    options = {"step_size": 0.01} | (
+        {"decoherence_length": 1.0} if sampler is optax_smile.mclmc else {}
+    )
+    tx = sampler(num_data=50, key=jax.random.key(7, impl=impl), **options)
+    params = {"w": jnp.ones((4, 3)), "b": jnp.zeros(3)}
+    update = jax.jit(tx.update)
+    state = tx.init(params)
+    for _ in range(3):
+        updates, state = update(params, state, params)
+    expected, _ = update(params, state, params)
+    assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(state))
+    assert not any(
+        jnp.issubdtype(leaf.dtype, jax.dtypes.extended) for leaf in jax.tree.leaves(state)
+    )
+    eqx.tree_serialise_leaves(tmp_path / "state.eqx", state)
+    for copy in (
+        serialization.from_bytes(tx.init(params), serialization.to_bytes(state)),
+        jax.tree.map(lambda a: a * 1, state),
+        eqx.tree_deserialise_leaves(tmp_path / "state.eqx", tx.init(params)),
+    ):
+        got, _ = update(params, copy, params)
+        chex.assert_trees_all_equal(got, expected)
+
+
+def test_a_key_of_another_kind_is_refused():
+    params = {"w": jnp.ones(4)}
+    ours = optax_smile.psmile(num_data=50, key=0)
+    theirs = optax_smile.psmile(num_data=50, key=jax.random.key(0, impl="rbg"))
+    with pytest.raises(ValueError, match=r"`psmile\(state=...\)` must be .* uint32\[2\], got .*4"):
+        ours.update(params, theirs.init(params), params)
+    chains = {"w": jnp.ones((3, 4))}
+    with pytest.raises(ValueError, match=r"`init\(key=...\)` must be .* 2 words.*, got 4 words"):
+        optax_smile.ensemble.init(ours, chains, key=jax.random.key(0, impl="rbg"))

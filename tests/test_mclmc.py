@@ -106,7 +106,7 @@ def test_smile_without_noise_and_with_full_batches_is_mclmc(integrator):
         mclmc: Any = optax_smile.mclmc(
             0.2, decoherence_length=1e300, key=jax.random.key(0), **common
         )
-        smile: Any = optax_smile.smile(0.2, tuner=None, decoherence_length=None, **common)
+        smile: Any = optax_smile.smile(0.2, tuner=None, decoherence_length=None, key=None, **common)
         noisy: Any = optax_smile.mclmc(0.2, decoherence_length=1e3, key=jax.random.key(0), **common)
         runs = [
             follow(tx, 30, params, moving_along(tx.init(params), along))
@@ -392,7 +392,7 @@ def test_tuning_uses_prior_temperature_and_number_of_data():
         ("temperature", 0.0, "> 0"),
         ("integrator", "mclachlan", "one of 'leapfrog', 'minimal_norm'"),
         ("key", None, "a JAX key"),
-        ("key", 3, "a JAX key"),
+        ("key", 3.5, "a JAX key"),
         ("prior_precision", {"w": 1.0}, "a number or a prefix"),
         ("params", jnp.array([1.0, jnp.nan]), "finite"),
         ("params", jnp.ones(1), "at least 2 parameters"),

@@ -518,7 +518,7 @@ def test_explicit_noise_turns_the_direction_by_the_right_angle(integrator, size,
     params, start, update = jnp.zeros(size), jnp.eye(size)[0], jax.jit(tx.update)
 
     def one(key):
-        state = moving_along(tx.init(params), start)._replace(key=key)
+        state = moving_along(tx.init(params), start)._replace(key=jax.random.key_data(key))
         at = params
         for _ in range(calls):
             updates, state = update(jnp.zeros(size), state, at)

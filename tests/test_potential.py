@@ -1,10 +1,12 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import optax_smile
 from optax_smile import potential
 from optax_smile.potential import Potential
 
@@ -155,3 +157,87 @@ def test_any_tree(shapes, num_data, precision, temperature, seed):
     expected = slow_energy(posterior, precision, loss, params)
     got = potential.energy(posterior, jnp.float32(loss), jax.tree.map(jnp.asarray, params))
     np.testing.assert_allclose(got, expected, rtol=1e-5)
+
+
+# A prior with a mean, and trees of arrays.
+
+
+def prior_trees():
+    """Prior precision and mean as arrays for some leaves, numbers for others and for a subtree."""
+    rng = np.random.default_rng(8)
+    precision = {"bias": 0.5, "dense": 2.0, "scale": rng.gamma(2.0, size=5)}
+    mean = {
+        "bias": -1.0,
+        "dense": {"kernel": rng.normal(size=(4, 3)), "offset": 3.0},
+        "scale": rng.normal(size=5),
+    }
+    return precision, mean
+
+
+def slow_prior(precision, mean, params, temperature):
+    """Energy of the prior in float64, leaf by leaf."""
+    kernel, offset = params["dense"]["kernel"], params["dense"]["offset"]
+    total = 0.0
+    for weight, centre, x in (
+        (precision["bias"], mean["bias"], params["bias"]),
+        (precision["dense"], mean["dense"]["kernel"], kernel),
+        (precision["dense"], mean["dense"]["offset"], offset),
+        (precision["scale"], mean["scale"], params["scale"]),
+    ):
+        total += np.sum(np.asarray(weight) / 2 * (np.asarray(x, np.float64) - centre) ** 2)
+    return total / temperature
+
+
+def test_a_prior_of_trees_has_its_energy_and_its_gradient():
+    precision, mean = prior_trees()
+    posterior = Potential(30, precision, 2.0, mean)
+    params, move = draw(3), draw(4, 0.1)
+    potential.check_prior("test", posterior, params)
+    got = potential.energy(posterior, jnp.float32(0.7), params)
+    expected = 30 * 0.7 / 2.0 + slow_prior(precision, mean, params, 2.0)
+    np.testing.assert_allclose(got, expected, rtol=1e-5)
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    got = potential.gradient(posterior, zeros, params)
+    expected = jax.grad(lambda params: potential.energy(posterior, jnp.float32(0), params))(params)
+    for leaf, other in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(leaf, other, rtol=1e-4, atol=1e-5)
+    moved = jax.tree.map(jnp.add, params, move)
+    change = slow_prior(precision, mean, moved, 2.0) - slow_prior(precision, mean, params, 2.0)
+    got = potential.prior_change(posterior, params, move)
+    np.testing.assert_allclose(got, change, rtol=1e-3, atol=1e-4)
+
+
+SAMPLERS = {
+    "smile": lambda **prior: optax_smile.smile(num_data=1, key=0, **prior),
+    "psmile": lambda **prior: optax_smile.psmile(num_data=1, key=0, **prior),
+    "mclmc": lambda **prior: optax_smile.mclmc(
+        0.3, num_data=1, decoherence_length=3.0, key=0, integrator="leapfrog", **prior
+    ),
+    "sgld": lambda **prior: optax_smile.sgld(1e-2, num_data=1, key=0, **prior),
+    "sghmc": lambda **prior: optax_smile.sghmc(0.1, num_data=1, friction=0.1, key=0, **prior),
+}
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_samplers_sample_a_prior_of_trees(name):
+    """Without data, from its mean: half of the coordinates around 5, half around -3 +- 1/2.
+
+    Noise of variance 1 on the gradients of the loss, which have nothing else.
+    """
+    mean, precision = jnp.repeat(jnp.array([5.0, -3.0]), 10), np.repeat([1.0, 4.0], 10)
+    tx = SAMPLERS[name](prior_mean={"w": mean}, prior_precision={"w": precision})
+    noise = 0.0 if name == "mclmc" else 0.3
+
+    def call(carry, count):
+        params, state = carry
+        drawn = jax.random.normal(jax.random.fold_in(jax.random.key(1), count), (20,))
+        updates, state = tx.update({"w": noise * drawn}, state, params)
+        params = optax.apply_updates(params, updates)
+        return (params, state), params["w"]
+
+    start = {"w": mean}
+    carry = start, tx.init(start)
+    path = jax.jit(lambda carry: jax.lax.scan(call, carry, jnp.arange(40_000))[1])(carry)
+    draws = np.asarray(path, float)[5000:].reshape(-1, 2, 10)
+    np.testing.assert_allclose(draws.mean(axis=(0, 2)), [5, -3], atol=0.15)
+    np.testing.assert_allclose(draws.std(axis=0).mean(axis=1), [1, 0.5], rtol=0.12)

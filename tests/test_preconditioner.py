@@ -128,7 +128,7 @@ def test_a_coordinate_with_little_noise_keeps_its_digits(estimate):
     spread = np.geomspace(1e-4, 1, 8)
     variance = jnp.asarray(spread**2, jnp.float32)
     mean = jnp.asarray(np.mean(spread**2), jnp.float32)
-    got = preconditioner.relative_scale(variance, mean, jnp.float32(1e-7))
+    got: Any = preconditioner.relative_scale(variance, mean, jnp.float32(1e-7))
     relative = 1e-7 + (1 - 1e-7) * spread**2 / np.mean(spread**2)
     np.testing.assert_allclose(got, np.sqrt(np.clip(relative, 1e-4, 1e4)), rtol=1e-5)
     gradients = noisy_gradients(3000, 8) * spread
@@ -318,7 +318,8 @@ def test_noise_of_one_modulus_makes_it_smile():
     signs = np.where(np.arange(40)[:, None] % 2, 1.0, -1.0) * np.random.default_rng(3).choice(
         [-1.0, 1.0], 33
     )
-    states, params = [smile.init(jnp.zeros(33)), psmile.init(jnp.zeros(33))], [jnp.zeros(33)] * 2
+    states: list[Any] = [smile.init(jnp.zeros(33)), psmile.init(jnp.zeros(33))]
+    params: list[Any] = [jnp.zeros(33)] * 2
     updates = [jax.jit(smile.update), jax.jit(psmile.update)]
     for g in signs.astype(np.float32):
         for which in (0, 1):
@@ -396,7 +397,8 @@ def test_sampler_whitens_the_gradient_of_the_energy_with_the_scale_before():
     gradients -= gradients.mean(axis=0)
     tx = optax_smile.psmile_naive(0.3, num_data=20.0, prior_precision=0.1, temperature=4.0)
     params, energies = jnp.linspace(-2, 2, size), []
-    state, update = tx.init(params), jax.jit(tx.update)
+    state: Any = tx.init(params)
+    update = jax.jit(tx.update)
     scale = np.ones(size)
     for gradient in gradients:
         raw = (20 * gradient.astype(float) + 0.1 * np.asarray(params, float)) / 4

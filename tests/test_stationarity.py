@@ -216,7 +216,6 @@ OPTIONS = {
     "reset_quantile": None,
     "adapt_steps": 1_000,
     # Averages over the whole posterior: a scale that follows the chain would bias it.
-    "noise_decay": 0.9999,
     "square_decay": 0.9999,
     "friction": FRICTION,
     "total_steps": 4 * CYCLE,

@@ -1,4 +1,5 @@
 from statistics import NormalDist
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -294,7 +295,6 @@ def evidence(change, state, num_calls=1000, smallest_factor=0.0, is_known=True):
         descent=shown.init(jnp.dtype("float32")).descent,
         trust=jnp.float32(1),
         counts=jnp.ones((), bool),
-        on_its_way=jnp.zeros((), bool),
         num_calls=jnp.asarray(num_calls, jnp.int32),
         base=jnp.float32(0.25),
         resolution=jnp.asarray(0.25 * smallest_factor, jnp.float32),
@@ -442,10 +442,10 @@ def test_what_is_undone_does_not_enter_the_turns():
     assert np.all(np.isfinite(got.mean_turn_rate))
 
 
-LONG = tuning.AngleState(jnp.float32(1e6), jnp.float32(0))
+LONG: Any = tuning.AngleState(jnp.float32(1e6), jnp.float32(0))
 
 
-def turned(tuner, rate, mean, num_calls=100, base=1.0, resolution=0.0, state=LONG):
+def turned(tuner, rate, mean, num_calls=100, base=1.0, resolution=0.0, state: Any = LONG):
     """The step size and the new state after one gradient; after long steps, or the first."""
     given = evidence(0.0, averages(1.0, 0.5), num_calls)._replace(
         turn_rate=jnp.float32(rate),

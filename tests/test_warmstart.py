@@ -343,7 +343,7 @@ ONE = {"w": jnp.ones(3)}
         ([ONE], {"jitter": -0.1}, r"jitter=...\)` must be >= 0 and finite, got -0.1"),
         ([ONE], {"jitter": float("inf")}, r"jitter=...\)` must be >= 0 and finite, got inf"),
         ([ONE], {"jitter": 0.1}, r"key=...\)` must be a JAX key for a jitter, got None"),
-        ([ONE], {"jitter": 0.1, "key": 3}, r"key=...\)` must be a JAX key such as"),
+        ([ONE], {"jitter": 0.1, "key": 3.5}, r"key=...\)` must be a JAX key such as"),
     ],
 )
 def test_bad_weights(weights, arguments, message):

@@ -45,7 +45,6 @@ class MicrocanonicalState(NamedTuple):
 
     def stats(self) -> dict[str, jax.Array]:
         """Scalars that describe the last call, see `optax_smile.stats`."""
-        descent = self.evidence.descent.descent
         return self.last_call._asdict() | {
             "step_size": self.momentum.step_length,
             "energy_mean": self.evidence.energies.energy_mean,
@@ -53,8 +52,8 @@ class MicrocanonicalState(NamedTuple):
             "num_resets": self.guardrail.num_resets,
             "num_nonfinite": self.guardrail.num_nonfinite,
             "num_outlying": self.evidence.turns.num_outlying,
-            "descent": descent,
-            "on_its_way": descent > evidence.ON_ITS_WAY,
+            "descent": self.evidence.descent.descent,
+            "on_its_way": self.evidence.descent.on_its_way,
         }
 
     def last_accepted(self, params: optax.Params) -> optax.Params:
@@ -151,7 +150,7 @@ def compose(
 
         # Open the next step, or stand where the undone one began.
         noise = preconditioner.observe(
-            state.preconditioner, raw, shown.trust, shown.counts, shown.on_its_way
+            state.preconditioner, raw, shown.trust, shown.counts, shown.descent.on_its_way
         )
         explicit = shown.turns.mean_turn_rate, preconditioner.fill(state.preconditioner), noise_key
         opened = momentum.open(here, closed, length, gradient, params, *explicit)

@@ -121,11 +121,13 @@ class DescentAverage(NamedTuple):
         fall_square: square of what it would be along the gradient, over d, nats^2, scalar.
         descent: energy that was lost, in standard deviations of what chance makes of a chain that
             has arrived, scalar.
+        on_its_way: whether that is more than `ON_ITS_WAY`.
     """
 
     energy_fall: jax.Array
     fall_square: jax.Array
     descent: jax.Array
+    on_its_way: jax.Array
 
 
 class EvidenceState(NamedTuple):
@@ -157,7 +159,6 @@ class Evidence(NamedTuple):
         num_calls: calls of `update` before this one, int32.
         counts: whether it is to enter the averages of the noise: it says something, and belongs to
             the end of a step.
-        on_its_way: whether the chain still goes down.
         base: the user's step size, which the factor multiplies.
         resolution: step size below which the parameters stop moving in their precision.
     """
@@ -169,7 +170,6 @@ class Evidence(NamedTuple):
     descent: DescentAverage
     trust: jax.Array
     counts: jax.Array
-    on_its_way: jax.Array
     num_calls: jax.Array
     base: jax.Array
     resolution: jax.Array
@@ -185,7 +185,7 @@ def init(dtype: jnp.dtype) -> EvidenceState:
         open_step=no_step(dtype),
         energies=EnergyAverages(zero(), zero(), jnp.zeros((), jnp.int32)),
         turns=TurnAverage(zero(), jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)),
-        descent=DescentAverage(zero(), zero(), zero()),
+        descent=DescentAverage(zero(), zero(), zero(), jnp.zeros((), bool)),
     )
 
 
@@ -225,11 +225,12 @@ def proceed(step: OpenStep, closed: Any, opened: Any, value: jax.Array | None) -
 
     `closed` and `opened` are what the momentum answers, see `Momentum`.
     """
-    opens, given = closed.opens_step, value is not None
+    opens = closed.opens_step
     kinetic_change = step.kinetic_change + closed.kinetic_change
+    at = step.opening_value if value is None else jnp.where(opens, value, step.opening_value)
     return OpenStep(
-        opening_value=jnp.where(opens, value, step.opening_value) if given else step.opening_value,
-        opening_known=jnp.where(opens, given, step.opening_known),
+        opening_value=at,
+        opening_known=jnp.where(opens, value is not None, step.opening_known),
         kinetic_change=jnp.where(opens, opened.kinetic_change, kinetic_change),
         prior_change=jnp.where(opens, 0, step.prior_change),
     )
@@ -357,7 +358,8 @@ def observe_descent(
     # The weights of `_blend` give an average the variance of one over n (2 - SHARE) equal ones.
     deviation = jnp.sqrt(own + number * square / (2 - SHARE))
     score = number * fall / jnp.where(deviation > 0, deviation, 1)
-    return DescentAverage(fall, square, jnp.where(deviation > 0, score, 0).astype(fall.dtype))
+    score = jnp.where(deviation > 0, score, 0).astype(fall.dtype)
+    return DescentAverage(fall, square, score, score > ON_ITS_WAY)
 
 
 def energy_error(
@@ -402,7 +404,6 @@ def show(
         descent=descent,
         trust=trusted,
         counts=closed.opens_step & (trusted > 0),
-        on_its_way=descent.descent > ON_ITS_WAY,
         num_calls=num_calls,
         base=base,
         resolution=_call.resolution(sums.params_square),

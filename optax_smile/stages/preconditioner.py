@@ -254,7 +254,8 @@ def gradient_noise(fills: bool = False) -> Preconditioner:
         trusted = jax.tree.map(lambda g: (trust * g).astype(g.dtype), gradient)
         halves = jax.tree.map(lambda g, h: jnp.square(g - h) / 2, trusted, state.last_gradient)
         variance = jax.tree.map(average, state.gradient_variance, halves)
-        square, signal, noise, power = None, *(jnp.zeros_like(state.signal_mean) for _ in range(3))
+        square: Any = None
+        signal, noise, power = (jnp.zeros_like(state.signal_mean) for _ in range(3))
         if fills:
             powers = jax.tree.map(jnp.square, trusted)
             square = jax.tree.map(average, state.gradient_square, powers)
