@@ -132,7 +132,7 @@ def measure_chains(num_chains: int, repetitions: int) -> list[dict[str, Any]]:
         advances[name] = jax.jit(jax.vmap(lambda chain, step=step: _scan(step, chain, batches)))
         state = jax.vmap(tx.init)(params)
         if getattr(state, "key", None) is not None:
-            state = optax.tree.set(state, key=keys)
+            state = optax.tree.set(state, key=jax.random.key_data(keys))
         states[name] = (params, state)
     return time_interleaved(advances, states, repetitions)
 

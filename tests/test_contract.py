@@ -533,7 +533,7 @@ def test_donated_buffers(case):
 
 @rich_cases
 def test_vmap_equals_a_loop_over_chains(case):
-    tx, keys = make(case), jax.random.split(jax.random.key(7), 3)
+    tx, keys = make(case), jax.random.key_data(jax.random.split(jax.random.key(7), 3))
     starts = jax.tree.map(lambda x: jnp.stack([x] * len(keys)), PARAMS)
     states = optax.tree.set(jax.vmap(tx.init)(starts), key=keys)
     step = jax.jit(jax.vmap(functools.partial(advance, tx), in_axes=(0, 0, None)))

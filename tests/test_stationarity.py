@@ -87,7 +87,7 @@ def sample(tx, noise, num_chains=250, num_calls=16_000, num_warmup=4_000) -> Mom
     def init(x, key):
         state = tx.init(x)
         if optax.tree.get(state, "key") is not None:
-            state = optax.tree.set(state, key=key)
+            state = optax.tree.set(state, key=jax.random.key_data(key))
         return x, state
 
     def call(carry, key):
