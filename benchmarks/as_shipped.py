@@ -41,13 +41,13 @@ class ShippedState(NamedTuple):
 def shipped_noise() -> Preconditioner:
     """The published preconditioner: no mean, no correction of the start, absolute bounds."""
 
-    def observe(state, gradient, trust, step_end):
-        del trust
+    def observe(state, gradient, trust, counts, anew):
+        del trust, anew
 
         def leaf(square, g):
             shifted = DECAY * (-jnp.clip(g, -LARGEST_GRADIENT, LARGEST_GRADIENT) - 1)
             blended = DECAY * square + (1 - DECAY) * shifted**2
-            return jnp.where(step_end, jnp.maximum(blended, SMALLEST_SQUARE), square)
+            return jnp.where(counts, jnp.maximum(blended, SMALLEST_SQUARE), square)
 
         return ShippedState(jax.tree.map(leaf, state.squares, gradient))
 
