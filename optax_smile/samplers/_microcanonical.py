@@ -52,7 +52,7 @@ class MicrocanonicalState(NamedTuple):
             "num_resets": self.guardrail.num_resets,
             "num_nonfinite": self.guardrail.num_nonfinite,
             "num_outlying": self.evidence.turns.num_outlying,
-            "descent": self.evidence.descent.descent,
+            "descent": self.evidence.descent.descent_score,
             "on_its_way": self.evidence.descent.on_its_way,
         }
 

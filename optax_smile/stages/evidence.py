@@ -119,14 +119,14 @@ class DescentAverage(NamedTuple):
         energy_fall: energy that a drift loses according to the gradient at its end, eps |g| cos
             of the angle between u and -g, nats, scalar.
         fall_square: square of what it would be along the gradient, over d, nats^2, scalar.
-        descent: energy that was lost, in standard deviations of what chance makes of a chain that
-            has arrived, scalar.
+        descent_score: energy that was lost, in standard deviations of what chance makes of a chain
+            that has arrived, scalar.
         on_its_way: whether that is more than `ON_ITS_WAY`.
     """
 
     energy_fall: jax.Array
     fall_square: jax.Array
-    descent: jax.Array
+    descent_score: jax.Array
     on_its_way: jax.Array
 
 

@@ -203,7 +203,11 @@ def _blend(
     if square is None:
         return variance
     root = jnp.sqrt(signal_mean)
-    return jax.tree.map(lambda v, q: v + root * jnp.sqrt(jnp.maximum(q - v, 0)), variance, square)
+
+    def leaf(v, q):
+        return (v + root * jnp.sqrt(jnp.maximum(q - v, 0))).astype(v.dtype)
+
+    return jax.tree.map(leaf, variance, square)
 
 
 def _ratio(over: optax.Updates, under: optax.Updates) -> optax.Updates:
