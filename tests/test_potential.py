@@ -1,3 +1,5 @@
+from typing import Any, cast
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -233,7 +235,7 @@ def test_samplers_sample_a_prior_of_trees(name):
         drawn = jax.random.normal(jax.random.fold_in(jax.random.key(1), count), (20,))
         updates, state = tx.update({"w": noise * drawn}, state, params)
         params = optax.apply_updates(params, updates)
-        return (params, state), params["w"]
+        return (params, state), cast(Any, params)["w"]
 
     start = {"w": mean}
     carry = start, tx.init(start)

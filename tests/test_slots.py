@@ -37,8 +37,9 @@ def fixed_scale(known) -> Preconditioner:
     )
 
 
-def path(tx, num_calls=20):
-    params, state, update = PARAMS, tx.init(PARAMS), jax.jit(tx.update)
+def path(tx, num_calls=20) -> Any:
+    params: Any = PARAMS
+    state, update = tx.init(PARAMS), jax.jit(tx.update)
     for call in range(num_calls):
         grads = jax.tree.map(lambda x, call=call: jnp.sin(3 * x + call), params)
         updates, state = update(grads, state, params)
