@@ -506,9 +506,7 @@ def test_a_start_where_the_gradient_vanishes(sampler, start):
     path = jax.jit(lambda carry: jax.lax.scan(step, carry, None, length=num_calls)[1])(carry)
     sizes = 0.1 * np.sqrt(size)
     norms = np.linalg.norm(np.asarray(path), axis=1)
-    # Along the gradient, which nothing turns without noise, it gets further than the 2.6 of chains
-    # that begin across it: 4.9 in the worst of 256 chains.
-    assert norms.max() < 6 * sizes
+    assert norms.max() < 4 * sizes
     assert 0.7 * sizes < norms[num_calls // 2 :].mean() < 1.3 * sizes
 
 
@@ -553,14 +551,16 @@ def test_a_schedule_and_a_tuner_that_sets_the_step_size_do_not_go_together(sampl
 
 
 def follow(sampler, gradient_of, num_calls, params):
-    """Step sizes, and angles that each gradient turns a momentum across it by."""
+    """Step sizes, and angles that each gradient turns the momentum by."""
 
     def call(carry, count):
         params, state = carry
         gradient = gradient_of(params, count)
+        towards = -jnp.vdot(state.momentum.direction, gradient) / optax.tree.norm(gradient)
         updates, state = sampler.update(gradient, state, params)
         length = optax_smile.stats(state)["step_size"]
-        angle = length * optax.tree.norm(gradient) / (params.size - 1)
+        across = 1 - jnp.maximum(towards, 0) ** 2
+        angle = length * optax.tree.norm(gradient) / (params.size - 1) * across
         return (optax.apply_updates(params, updates), state), (length, angle)
 
     return jax.lax.scan(call, (params, sampler.init(params)), jnp.arange(num_calls))[1]
@@ -591,8 +591,7 @@ def test_a_jump_of_the_gradient_shortens_its_own_step_alone(jump):
         return noise * jnp.where(count == 100, jump, 1)
 
     lengths, angles = map(np.asarray, follow(sampler, gradient_of, 200, jnp.zeros(50)))
-    # Of a random gradient in 50 dimensions nearly all lies across u.
-    assert angles.max() < 3.3 * tuning.ANGLE
+    assert angles.max() < 3.001 * tuning.ANGLE
     assert lengths[100] < 0.02 * lengths[99]
     # From the shortest on ten times as long with each step, so that they are soon what they were.
     assert np.all(lengths[102:115] < 10.01 * lengths[101:114])

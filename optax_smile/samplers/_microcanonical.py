@@ -152,7 +152,7 @@ def compose(
         noise = preconditioner.observe(
             state.preconditioner, raw, shown.trust, shown.counts, shown.descent.on_its_way
         )
-        explicit = shown.turns.mean_turn_rate, preconditioner.fill(state.preconditioner), noise_key
+        explicit = evidence.usual_rate(shown), preconditioner.fill(state.preconditioner), noise_key
         opened = momentum.open(here, closed, length, gradient, params, *explicit)
         step = evidence.proceed(past.open_step, closed, opened, value)
         kept = opened.state, noise, step, _tree.count(state.num_steps, closed.opens_step)

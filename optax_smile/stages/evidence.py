@@ -340,6 +340,15 @@ def _blend(mean: jax.Array, new: jax.Array, count: jax.Array, enters: jax.Array)
     return jnp.where(enters, (1 - weight) * mean + weight * new, mean).astype(mean.dtype)
 
 
+def usual_rate(shown: Evidence) -> jax.Array:
+    """Average rate, but no less than a third of the present one, to which the average is to rise.
+
+    Where the first gradients were absurdly small, in a mode, the average lags behind for long.
+    """
+    now = jnp.where(shown.trust > 0, shown.turn_rate, 0) / LARGEST_RATIO
+    return jnp.maximum(shown.turns.mean_turn_rate, now)
+
+
 def observe_descent(
     average: DescentAverage, closed: Any, trust: jax.Array, turns: TurnAverage, kept: jax.Array
 ) -> DescentAverage:
