@@ -20,15 +20,15 @@ DEEPEST = 4
 _NAME = "optax_smile_settings"
 
 
-def recorded(build: Builder) -> Builder:
-    """Let the transformation that a builder returns remember name and arguments."""
+def recorded(build: Builder, **fixed: Any) -> Builder:
+    """Let the transformation that a builder returns remember name, arguments and what is fixed."""
 
     @functools.wraps(build)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         transformation = build(*args, **kwargs)
         given = inspect.signature(build).bind(*args, **kwargs)
         given.apply_defaults()
-        setattr(transformation.update, _NAME, {"name": build.__name__, **given.arguments})
+        setattr(transformation.update, _NAME, {"name": build.__name__, **fixed, **given.arguments})
         return transformation
 
     return cast(Builder, wrapper)

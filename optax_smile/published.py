@@ -27,79 +27,47 @@ from optax_smile.stages.momentum import microcanonical
 from optax_smile.stages.preconditioner import Preconditioner, identity, moving_variance
 from optax_smile.stages.tuner import quantile_tuner
 
-# 1 - alpha, kappa, and what becomes of the momentum of a rejected step.
-NOISE_DECAY = 0.99
+# kappa, and what becomes of the momentum of a rejected step.
 RESET_QUANTILE = 0.98
 RESET_MOMENTUM = "zero"
+INTEGRATOR = "minimal_norm"
 
 
-def _compose(
-    name: str, step_size: Any, posterior: Potential, preconditioner: Preconditioner, tuned: bool
-) -> optax.GradientTransformationExtraArgs:
-    """Build one of the four; `tuned` adds tuner and reset."""
-    name = f"published.{name}"
-    return compose(
-        name,
-        posterior,
-        preconditioner=preconditioner,
-        momentum=microcanonical(name, "minimal_norm"),
-        guardrail=guardrail(name, RESET_QUANTILE if tuned else None, RESET_MOMENTUM),
-        tuner=quantile_tuner() if tuned else None,
-        step_size=step_size,
+def _published(name: str, preconditioner: Preconditioner, tuned: bool):
+    """Make one of the four; `tuned` adds the tuner and the reset of outliers."""
+    where = f"published.{name}"
+    tuner, reset_quantile = (quantile_tuner(), RESET_QUANTILE) if tuned else (None, None)
+
+    def build(
+        step_size: float | jax.Array | optax.Schedule,
+        *,
+        num_data: float | jax.Array,
+        prior_precision: Any = 1.0,
+        prior_mean: Any = 0.0,
+        temperature: float | jax.Array = 1.0,
+    ) -> optax.GradientTransformationExtraArgs:
+        return compose(
+            where,
+            Potential(num_data, prior_precision, temperature, prior_mean),
+            preconditioner=preconditioner,
+            momentum=microcanonical(where, INTEGRATOR),
+            guardrail=guardrail(where, reset_quantile, RESET_MOMENTUM),
+            tuner=tuner,
+            step_size=step_size,
+        )
+
+    # What a run's settings call it: not the name of the sampler that is ours.
+    build.__name__ = build.__qualname__ = where
+    build.__doc__ = (
+        f"Sample by {name} as published; arguments, units and errors as `optax_smile.{name}`.\n\n"
+        "Cost: two gradients, and two calls of `update`, per step."
+    )
+    return _settings.recorded(
+        build, integrator=INTEGRATOR, tuner=tuner, reset_quantile=reset_quantile
     )
 
 
-@_settings.recorded
-def smile(
-    step_size: float | jax.Array | optax.Schedule,
-    *,
-    num_data: float | jax.Array,
-    prior_precision: Any = 1.0,
-    prior_mean: Any = 0.0,
-    temperature: float | jax.Array = 1.0,
-) -> optax.GradientTransformationExtraArgs:
-    """SMILE as published; arguments and errors as `optax_smile.smile`, two calls per step."""
-    posterior = Potential(num_data, prior_precision, temperature, prior_mean)
-    return _compose("smile", step_size, posterior, identity(), tuned=True)
-
-
-@_settings.recorded
-def psmile(
-    step_size: float | jax.Array | optax.Schedule,
-    *,
-    num_data: float | jax.Array,
-    prior_precision: Any = 1.0,
-    prior_mean: Any = 0.0,
-    temperature: float | jax.Array = 1.0,
-) -> optax.GradientTransformationExtraArgs:
-    """pSMILE as published; arguments and errors as `optax_smile.psmile`, two calls per step."""
-    posterior = Potential(num_data, prior_precision, temperature, prior_mean)
-    return _compose("psmile", step_size, posterior, moving_variance(NOISE_DECAY), tuned=True)
-
-
-@_settings.recorded
-def smile_naive(
-    step_size: float | jax.Array | optax.Schedule,
-    *,
-    num_data: float | jax.Array,
-    prior_precision: Any = 1.0,
-    prior_mean: Any = 0.0,
-    temperature: float | jax.Array = 1.0,
-) -> optax.GradientTransformationExtraArgs:
-    """SMILE-naive as published: `smile` with the step size as given and no reset."""
-    posterior = Potential(num_data, prior_precision, temperature, prior_mean)
-    return _compose("smile_naive", step_size, posterior, identity(), tuned=False)
-
-
-@_settings.recorded
-def psmile_naive(
-    step_size: float | jax.Array | optax.Schedule,
-    *,
-    num_data: float | jax.Array,
-    prior_precision: Any = 1.0,
-    prior_mean: Any = 0.0,
-    temperature: float | jax.Array = 1.0,
-) -> optax.GradientTransformationExtraArgs:
-    """pSMILE-naive as published: `psmile` with the step size as given and no reset."""
-    posterior = Potential(num_data, prior_precision, temperature, prior_mean)
-    return _compose("psmile_naive", step_size, posterior, moving_variance(NOISE_DECAY), tuned=False)
+smile = _published("smile", identity(), tuned=True)
+psmile = _published("psmile", moving_variance(), tuned=True)
+smile_naive = _published("smile_naive", identity(), tuned=False)
+psmile_naive = _published("psmile_naive", moving_variance(), tuned=False)

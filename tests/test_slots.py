@@ -11,6 +11,7 @@ import optax
 import pytest
 
 import optax_smile
+from optax_smile import _settings
 from optax_smile.potential import Potential
 from optax_smile.samplers._microcanonical import compose
 from optax_smile.stages.guardrail import guardrail
@@ -88,6 +89,12 @@ def test_the_published_code_is_an_exchanged_stage(name):
 def test_the_papers_samplers(name):
     """`published` is the same driver with the paper's stages."""
     tx = getattr(optax_smile.published, name)(0.1, num_data=10, prior_mean=0.5)
+    # What the summary of a run judges resets and drifts by.
+    told: Any = _settings.of(tx)
+    tuned = not name.endswith("naive")
+    assert told["name"] == f"published.{name}" and told["integrator"] == "minimal_norm"
+    assert told["reset_quantile"] == (0.98 if tuned else None)
+    assert (told["tuner"] is not None) == tuned
     state: Any = tx.init(PARAMS)
     assert state.calls_per_step == 2 and state.key is None
     assert (state.preconditioner is None) == name.startswith("smile")

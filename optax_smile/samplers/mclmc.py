@@ -78,7 +78,7 @@ def mclmc(
         prior_mean: see `smile`.
         temperature: see `smile`.
         integrator: `"minimal_norm"` with two calls of `update` per step, `"leapfrog"` with one.
-        key: JAX key for the noise, see `smile`.
+        key: JAX key or seed for the noise, see `smile`.
 
     Returns:
         An Optax transformation, see `smile`. A step that ends in a non-finite number is undone.
@@ -145,7 +145,7 @@ def tune_mclmc(
         num_steps: of all three phases together, >= 30.
         first_step_size: where the step size starts, > 0. Too large a one can lose the start.
         energy_variance: aim of the step size, nats^2 per parameter, > 0.
-        key: JAX key.
+        key: JAX key or seed.
 
     Returns:
         Step size, decoherence length and the last parameters.

@@ -54,7 +54,7 @@ def sgld(
             loss.
         prior_mean: centre of that prior, given likewise.
         temperature: of the posterior, > 0; 1 is Bayes.
-        key: JAX key for the noise. Chains under `vmap` get keys of their own by
+        key: JAX key or seed for the noise. Chains under `vmap` get keys of their own by
             `optax_smile.ensemble.init(sampler, params, key=key)`.
 
     Returns:

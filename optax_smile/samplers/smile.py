@@ -70,8 +70,9 @@ def smile(
             this distance, > 0; a chain at rest then starts in a random direction. `"matched"`: as
             much as the gradients turn u, which halves what anisotropic gradient noise does to the
             posterior. None adds none, as published.
-        key: JAX key, needed for `decoherence_length` and `"refresh"`. Chains under `vmap` get keys
-            of their own by `optax_smile.ensemble.init(sampler, params, key=key)`.
+        key: JAX key or seed, needed for `decoherence_length` and `"refresh"`; else None will do.
+            Chains under `vmap` get keys of their own by
+            `optax_smile.ensemble.init(sampler, params, key=key)`.
 
     Returns:
         An Optax transformation, the last of a chain. `update(grads, state, params, value=loss)`

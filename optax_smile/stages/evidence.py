@@ -327,13 +327,13 @@ def observe_turn(
     evident = kept & (trust > 0)
     count = _tree.count(average.num_turns, evident)
     return TurnAverage(
-        mean_turn_rate=_blend(average.mean_turn_rate, trust * rate, count, evident),
+        mean_turn_rate=_average(average.mean_turn_rate, trust * rate, count, evident),
         num_turns=count,
         num_outlying=_tree.count(average.num_outlying, kept & (trust < 1)),
     )
 
 
-def _blend(mean: jax.Array, new: jax.Array, count: jax.Array, enters: jax.Array) -> jax.Array:
+def _average(mean: jax.Array, new: jax.Array, count: jax.Array, enters: jax.Array) -> jax.Array:
     """Average over the last `SHARE` of all entries, of which this one is number `count`."""
     weight = jnp.minimum(1 / (SHARE * jnp.maximum(count, 1)), 1)
     # Not mean + weight * (new - mean), which leaves nothing of a small new after an absurd mean.
@@ -360,11 +360,11 @@ def observe_descent(
     """
     count, enters = turns.num_turns, kept & (trust > 0)
     most = jnp.minimum(trust * closed.largest_fall, LARGEST_ENERGY)
-    fall = _blend(average.energy_fall, most * closed.cosine, count, enters)
-    square = _blend(average.fall_square, most**2 / closed.num_parameters, count, enters)
+    fall = _average(average.energy_fall, most * closed.cosine, count, enters)
+    square = _average(average.fall_square, most**2 / closed.num_parameters, count, enters)
     number = SHARE * count.astype(square.dtype)
     own = jnp.minimum(number**2 * square, closed.num_parameters / 2)
-    # The weights of `_blend` give an average the variance of one over n (2 - SHARE) equal ones.
+    # The weights of `_average` give an average the variance of one over n (2 - SHARE) equal ones.
     deviation = jnp.sqrt(own + number * square / (2 - SHARE))
     score = number * fall / jnp.where(deviation > 0, deviation, 1)
     score = jnp.where(deviation > 0, score, 0).astype(fall.dtype)

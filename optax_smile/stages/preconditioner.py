@@ -129,16 +129,16 @@ def moving_variance(noise_decay: float = NOISE_DECAY) -> Preconditioner:
         del anew
         rate = jnp.where(counts, 1 - noise_decay, 0)
 
-        def blend(old, new):
+        def average(old, new):
             return (old + rate * (new - old)).astype(old.dtype)
 
-        mean = jax.tree.map(lambda m, g: blend(m, trust * g), state.gradient_mean, gradient)
+        mean = jax.tree.map(lambda m, g: average(m, trust * g), state.gradient_mean, gradient)
         squares = jax.tree.map(lambda g, m: jnp.square(trust * g - m), gradient, mean)
         return MovingVarianceState(
             gradient_mean=mean,
-            gradient_variance=jax.tree.map(blend, state.gradient_variance, squares),
-            variance_mean=blend(state.variance_mean, _tree.total(squares) / _tree.size(squares)),
-            isotropic_weight=blend(state.isotropic_weight, 0),
+            gradient_variance=jax.tree.map(average, state.gradient_variance, squares),
+            variance_mean=average(state.variance_mean, _tree.total(squares) / _tree.size(squares)),
+            isotropic_weight=average(state.isotropic_weight, 0),
         )
 
     return Preconditioner(init, whiten, observe)

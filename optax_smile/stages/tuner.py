@@ -128,12 +128,14 @@ class AngleState(NamedTuple):
 def angle_tuner(angle: float = ANGLE, adapt_steps: int | None = None) -> Tuner:
     """Make steps so long that the gradients turn the momentum by a given angle.
 
-    step size = angle (d - 1) / max(mean |g|, |g| / 3), with the whitened gradient g of this call
-    and its average over about the last quarter of all calls so far: no first guess, no unit, no
-    energy. A large gradient shortens its own step at once, and the average settles as the chain
-    goes on. The first step is the shortest that moves the parameters at all, and none is more than
-    ten times as long as the one before: where a chain starts so close to a mode that the gradient
-    vanishes, the rule alone would throw it out.
+    step size = angle / max(mean r, r / 3),  r = |g| / (d - 1) max(1 - max(p, 0)^2, .03)
+
+    with the rate r at which the whitened gradient g of this call turns the momentum, p the cosine
+    between that and -g, and its average over about the last quarter of all calls so far: no first
+    guess, no unit, no energy. A large gradient shortens its own step at once, and the average
+    settles as the chain goes on. The first step is the shortest that moves the parameters at all,
+    and none is more than ten times as long as the one before: where a chain starts so close to a
+    mode that the gradient vanishes, the rule alone would throw it out.
 
     Args:
         angle: by which the gradient of one batch turns a momentum across it, in radians, > 0.
