@@ -3,6 +3,7 @@
 Three 10-dimensional targets, four noise covariances, every sampler at the same number of gradients.
 A cell is one target, noise and sampler: all step sizes and chains run in one compiled loop, the
 step size with the smallest bias is run again with fresh seeds, and that is what is reported.
+A sampler that finds its own step size is not searched.
 One JSON line per cell; cells that the file already holds are skipped.
 
     python benchmarks/analytic.py --preset quick
@@ -158,7 +159,7 @@ def standardized_noise(kind: str, key: jax.Array, shape: tuple[int, ...]) -> jax
 
 PUBLISHED, LEAPFROG = {"integrator": "minimal_norm"}, {"integrator": "leapfrog"}
 # Column: public name and arguments, or functions of the step size that give them. Every sampler
-# also gets step size, num_data, prior and a key.
+# also gets num_data and prior, those that are searched a step size, those that draw a key.
 SAMPLERS: dict[str, tuple[str, dict[str, Any]]] = {
     "smile_naive": ("smile_naive", PUBLISHED),
     "sgld": ("sgld", {}),
@@ -170,8 +171,12 @@ SAMPLERS: dict[str, tuple[str, dict[str, Any]]] = {
     "scale_adapted_sghmc": ("scale_adapted_sghmc", {"adapt_steps": 20_000}),
     "cyclical_sgld": ("cyclical_sgld", {}),
     "smile_naive leapfrog": ("smile_naive", LEAPFROG),
+    "psmile": ("psmile", {}),
+    "smile": ("smile", {}),
 }
-TABLE_1 = tuple(SAMPLERS)[:6]
+# These find their own step size.
+DEFAULTS = ("psmile", "smile")
+TABLE_1 = (*tuple(SAMPLERS)[:6], *DEFAULTS)
 # Columns of Sommer et al. 2026: table 1, and pSMILE-naive under heavy-tailed noise.
 OURS = "psmile_naive leapfrog"
 HEAVY = (f"{OURS}, laplace", f"{OURS}, student")
@@ -199,7 +204,8 @@ def make_sampler(column: str, step_size: jax.Array, key: jax.Array) -> Any:
         options = options | {"key": key}
     options = {k: v(step_size) if callable(v) else v for k, v in options.items()}
     build: Any = getattr(optax_smile, name)
-    return build(step_size, num_data=1, prior_precision=0.0, **options)
+    first = () if column in DEFAULTS else (step_size,)
+    return build(*first, num_data=1, prior_precision=0.0, **options)
 
 
 @functools.partial(jax.jit, static_argnames=("column", "target", "noise", "kind", "num_chunks"))
@@ -312,18 +318,21 @@ def run_cell(cell: dict[str, Any], seed: int, num_chains: int, num_fresh: int) -
         grids.extend(zip(step_sizes, bias.mean(axis=1).tolist(), effective.tolist(), strict=True))
         return bias.mean(axis=1), effective
 
-    begun, grids = time.perf_counter(), []
-    step_sizes = [size for size in (search(mixing=False), search(mixing=True)) if size]
+    begun, grids, step_sizes = time.perf_counter(), [], [None]
+    has_own = cell["sampler"] in DEFAULTS
+    if not has_own:
+        step_sizes = [size for size in (search(mixing=False), search(mixing=True)) if size]
     seconds = time.perf_counter() - begun
-    fresh, effective = run(step_sizes, fresh_keys)
+    fresh, effective = run([size or 0.0 for size in step_sizes], fresh_keys)
     names = ("bias", "error", "step_size", "effective_size")
     values = [
         (float(f.mean()), bootstrap_error(f), size, float(number))
         for f, size, number in zip(fresh, step_sizes, effective, strict=True)
     ]
+    mixes = bool(effective[0] >= ENOUGH) if has_own else len(values) > 1
     return {
         **dict(zip(names, values[0], strict=True)),
-        "mixing": dict(zip(names, values[1], strict=True)) if len(values) > 1 else None,
+        "mixing": dict(zip(names, values[-1], strict=True)) if mixes else None,
         "searched_step_bias_effective": grids,
         "seconds_search": seconds,
         "seconds": time.perf_counter() - begun,
@@ -399,6 +408,7 @@ def main():
     parser.add_argument("--preset", choices=["quick", "paper"], default="quick")
     parser.add_argument("--output", type=Path, help="JSON lines, read first and appended to")
     parser.add_argument("--table", type=Path, help="print the table of this file and stop")
+    parser.add_argument("--samplers", nargs="+", choices=SAMPLERS, help="some columns alone")
     parser.add_argument("--part", default="0/1", help="i/n: every n-th cell from the i-th on")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--chains", type=int, default=10, help="chains per step size in the search")
@@ -410,7 +420,9 @@ def main():
     settings = [arguments.seed, arguments.chains, arguments.fresh_chains]
     found = records.read(arguments.output)
     part, num_parts = map(int, arguments.part.split("/"))
-    for cell in preset(arguments.preset)[part::num_parts]:
+    chosen = arguments.samplers or SAMPLERS
+    cells_asked = [c for c in preset(arguments.preset) if c["sampler"] in chosen]
+    for cell in cells_asked[part::num_parts]:
         if any((r["cell"], r["settings"]) == (cell, settings) for r in found):
             continue
         record = {
@@ -423,7 +435,7 @@ def main():
         jax.clear_caches()  # each compiled loop keeps memory maps, of which a process has 65,530
         print(
             *cell.values(),
-            f"{record['bias']:.4f} ± {record['error']:.4f} at {record['step_size']:.2g},"
+            f"{record['bias']:.4f} ± {record['error']:.4f} at step {record['step_size']},"
             f" {record['seconds']:.0f} s",
             flush=True,
         )
