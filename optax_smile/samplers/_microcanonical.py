@@ -132,7 +132,7 @@ def compose(
             _warn_without_value(name)
         key, noise_key, reset_key = split(state.key)
 
-        # Whiten: the gradient in coordinates in which its noise is isotropic.
+        # Whiten: the gradient in the coordinates in which the chain moves.
         raw = potential.gradient(posterior, updates, params)
         gradient = preconditioner.whiten(state.preconditioner, raw)
         sums = evidence.measure(here.direction, gradient, params, updates)
@@ -152,8 +152,8 @@ def compose(
         noise = preconditioner.observe(
             state.preconditioner, raw, shown.trust, shown.counts, shown.descent.on_its_way
         )
-        explicit = evidence.usual_rate(shown), preconditioner.fill(state.preconditioner), noise_key
-        opened = momentum.open(here, closed, length, gradient, params, *explicit)
+        rate = evidence.usual_rate(shown)
+        opened = momentum.open(here, closed, length, gradient, params, rate, noise_key)
         step = evidence.proceed(past.open_step, closed, opened, value)
         kept = opened.state, noise, step, _tree.count(state.num_steps, closed.opens_step)
         stopped = momentum.stop(here, length, guardrail.restarts_moving)

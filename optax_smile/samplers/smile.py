@@ -33,7 +33,7 @@ def smile(
     """Sample with stochastic microcanonical Langevin dynamics, which find their own step size.
 
     The chain moves with constant speed through the parameters; the mini-batch gradient of the
-    energy U turns its direction u, and so do the noise of that gradient and as much isotropic
+    energy U turns its direction u, and so do the noise of that gradient and explicit isotropic
     noise. One leapfrog step with step size eps and d parameters is
 
         kick   u <- (u + (sinh D + p (cosh D - 1)) e) / (cosh D + p sinh D) for eps / 2
@@ -67,9 +67,9 @@ def smile(
         reset_momentum: after an undone step `"zero"` (as published: the chain starts again down
             the gradient) or `"refresh"` (in a random direction).
         decoherence_length: adds isotropic noise after each step, by which u forgets itself over
-            this distance, > 0; a chain at rest then starts in a random direction. `"matched"`: as
-            much as the gradients turn u, which halves what anisotropic gradient noise does to the
-            posterior. None adds none, as published.
+            this distance, > 0; a chain at rest then starts in a random direction. `"matched"`: of
+            twice the variance by which the gradients turn u, which dilutes what their anisotropic
+            noise does to the posterior. None adds none, as published.
         key: JAX key or seed, needed for `decoherence_length` and `"refresh"`; else None will do.
             Chains under `vmap` get keys of their own by
             `optax_smile.ensemble.init(sampler, params, key=key)`.
@@ -133,28 +133,21 @@ def psmile(
     decoherence_length: float | jax.Array | str | None = momentum.MATCHED,
     key: jax.Array | int | None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Sample like `smile`, in coordinates that suit the gradients, under isotropic noise.
+    """Sample like `smile`, in coordinates in which every gradient is about equally large.
 
     Anisotropic noise of the gradients heats `smile` in its strong directions, and a posterior that
-    is narrow in some directions and wide in others takes long. With averages over the gradients g
-    of the energy, each as old as the run and therefore hardly dependent on the place,
+    is narrow in some directions and wide in others takes long. With an average over the gradients
+    g of the energy, as old as the run and therefore hardly dependent on the place,
 
-        q = mean of g^2                 what the gradient has in each coordinate
-        v = mean of (g - g_before)^2/2  what of it is noise
-        b = v + sqrt((q - v) mean(q - v))
-        s^2 = b / mean(b)               scale: gradients are divided, displacements divided again
-        e = 1 + (mean(v/b) - v/b) / mean(q/b)
-                                        variance of the explicit noise, which fills up what the
-                                        noise of the gradients leaves anisotropic
+        s^2 = q / mean(q),  q = mean of g^2
 
-    theta <- theta + eps u / s. The first steps have s = 1, and a chain that is still on its way
-    (`stats`) measures nothing. Without explicit noise (`decoherence_length=None`) it is
-    s^2 = v / mean(v), which makes the noise of the gradients isotropic by itself, as published.
+    gradients are divided by s, displacements divided again: theta <- theta + eps u / s. The first
+    steps have s = 1, and a chain that is still on its way (`stats`) measures nothing. What is left
+    of anisotropy the explicit noise dilutes. Without it (`decoherence_length=None`) q is the mean
+    of (g - g_before)^2 / 2, the noise alone, which is isotropic by itself then, as published.
 
-    The scale still follows the chain's own excursions a little, the less the longer the run.
-    Measured on Gaussians of 6 to 100 dimensions after 40,000 gradients: variances are right to the
-    Monte Carlo error where the gradients are noisy; with full batches they are off by 5 to 9 %
-    (root mean square). `smile` has no such error.
+    The scale follows the chain's own excursions a little, the less the longer the run; figures in
+    benchmarks/README.md.
 
     Args:
         step_size: length of one step in the scaled coordinates, see `smile`.
@@ -175,7 +168,7 @@ def psmile(
     Raises:
         ValueError: see `smile`.
 
-    Cost: one gradient per call; four parameter-sized arrays of state, one fewer without explicit
+    Cost: one gradient per call; two parameter-sized arrays of state, one more without explicit
     noise, one more with `"minimal_norm"`.
 
     Example:
@@ -183,16 +176,15 @@ def psmile(
         >>> tx = optax_smile.psmile(num_data=50_000, key=jax.random.key(0))
         >>> state = tx.init({"w": jnp.zeros((2, 3)), "b": jnp.zeros(3)})
 
-    Source: Sommer et al., ICML 2026, section 3.2 and algorithm 1. Differs: as `smile`; the scale,
-    its averages and the shape of the explicit noise are ours, since the published variance about a
-    moving mean follows the gradient along the path where there is little noise and loses the
-    posterior (`published.psmile` has it).
+    Source: Sommer et al., ICML 2026, section 3.2 and algorithm 1. Differs: as `smile`; the scale
+    and its average are ours, since the published variance about a moving mean follows the gradient
+    along the path where there is little noise and loses the posterior (`published.psmile` has it).
     """
     has_key = key is not None
     return compose(
         "psmile",
         Potential(num_data, prior_precision, temperature, prior_mean),
-        preconditioner=preconditioner.gradient_noise(fills=decoherence_length is not None),
+        preconditioner=preconditioner.mean_square(differences=decoherence_length is None),
         momentum=momentum.microcanonical("psmile", integrator, decoherence_length, has_key),
         guardrail=guardrail("psmile", reset_quantile, reset_momentum, has_key),
         tuner=tuner,
@@ -298,7 +290,7 @@ def psmile_naive(
     return compose(
         "psmile_naive",
         Potential(num_data, prior_precision, temperature, prior_mean),
-        preconditioner=preconditioner.gradient_noise(fills=decoherence_length is not None),
+        preconditioner=preconditioner.mean_square(differences=decoherence_length is None),
         momentum=momentum.microcanonical("psmile_naive", integrator, decoherence_length, has_key),
         guardrail=guardrail("psmile_naive"),
         step_size=step_size,

@@ -42,8 +42,9 @@ INTEGRATORS = {
 
 # Decoherence lengths, times two, in one step from which on u is a fresh direction anyway.
 FORGOTTEN = 40.0
-# Explicit noise that turns u by as much as the gradients do.
-MATCHED = "matched"
+# Explicit noise in proportion to what the gradients turn u by, and its variance over theirs: less
+# leaves more of what anisotropic noise does, more slows the chain down.
+MATCHED, MATCHED_STRENGTH = "matched", 2.0
 
 
 class Momentum(NamedTuple):
@@ -52,8 +53,8 @@ class Momentum(NamedTuple):
     Attributes:
         init: `init(params, step_length)`, at rest.
         close: `close(state, sums)`, what becomes of the momentum where the open step ends.
-        open: `open(state, closed, step_length, gradient, params, turn_rate, fill, key)`, on to the
-            next drift; `fill` is the variance of explicit noise in each coordinate, None for one.
+        open: `open(state, closed, step_length, gradient, params, turn_rate, key)`, on to the next
+            drift.
         stop: `stop(state, step_length, moving)`, where an undone step began.
         displace: `displace(undo, before, after, params, scale)`, the next drift, or the way back.
         uses_key: whether it draws random numbers.
@@ -89,11 +90,11 @@ def microcanonical(
     def close(state, sums):
         return _close(state, scheme, sums)
 
-    def open_(state, closed, step_length, gradient, params, turn_rate, fill, key):
+    def open_(state, closed, step_length, gradient, params, turn_rate, key):
         turned = closed.heading
         if decoherence_length is not None:
             state, turned = diffuse(
-                state, scheme, turned, gradient, decoherence_length, turn_rate, fill, key
+                state, scheme, turned, gradient, decoherence_length, turn_rate, key
             )
         return advance(state, scheme, turned, step_length, gradient, params)
 
@@ -315,28 +316,25 @@ def diffuse(
     gradient: optax.Updates,
     decoherence_length: float | jax.Array | str,
     turn_rate: jax.Array,
-    fill: optax.Updates | None,
     key: jax.Array,
 ) -> tuple[MomentumState, Heading]:
     """Add explicit isotropic noise where a step has just ended; draw u where the chain is at rest.
 
-    u <- (u + nu z) / |u + nu z|, nu^2 = (exp(2 eps / L) - 1) / d, z of covariance I or with the
-    variances `fill`, whose mean is one, and
+    u <- (u + nu z) / |u + nu z|, nu^2 = (exp(2 eps / L) - 1) / d, z of covariance I and
     L = decoherence_length (Robnik and Seljak 2024, Fluctuation without dissipation), or
-    L = 2 / (eps r^2) where it matches the rate r at which the gradients turn u: by eps r in a step.
+    L = 2 / (A eps r^2) where it is matched to the rate r at which the gradients turn u: they by
+    eps r in a step, it by sqrt(A) times that, A = `MATCHED_STRENGTH`.
     Between the kicks of one step it would turn up in the energy error of that step, as eps^(3/2).
     """
     length = jnp.where(is_step_end(state, integrator), state.step_length, 0)
     if isinstance(decoherence_length, str):
-        exponent = (length * turn_rate) ** 2
+        exponent = MATCHED_STRENGTH * (length * turn_rate) ** 2
     else:
         exponent = 2 * length / decoherence_length
     exponent = jnp.minimum(exponent, FORGOTTEN)
     amplitude = jnp.sqrt(jnp.expm1(exponent) / _tree.size(gradient))
     amplitude = jnp.where(towards.moving, amplitude, 1)
     drawn = _tree.isotropic_like(key, gradient)
-    if fill is not None:
-        drawn = jax.tree.map(lambda z, variance: z * jnp.sqrt(variance), drawn, fill)
     noisy = jax.tree.map(
         lambda u, z: (u + amplitude * z).astype(u.dtype),
         turn(state.direction, gradient, towards),

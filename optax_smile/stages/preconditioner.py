@@ -1,8 +1,8 @@
-"""Stage 1: the scale of the mini-batch noise, coordinate by coordinate.
+"""Stage 1: the scale of the gradients, coordinate by coordinate.
 
 The microcanonical dynamics sample the right distribution if the gradient noise is isotropic.
-A diagonal scale s makes it so: the sampler works with the whitened gradient grad U / s, and
-divides a displacement by s on its way back to the parameters.
+A diagonal scale s brings it closer to that: the sampler works with the whitened gradient
+grad U / s, and divides a displacement by s on its way back to the parameters.
 """
 
 from collections.abc import Callable
@@ -34,7 +34,6 @@ class Preconditioner(NamedTuple):
             is what an outlying gradient is to be multiplied with; `counts` is False for one that
             says nothing, or belongs to a point inside of a step; `anew` is True while the chain is
             still on its way, where averages say nothing of the posterior.
-        fill: `fill(state)`, the variance of explicit noise in each coordinate; None for isotropic.
 
     A state is None, for a scale of one, or has a method `scale()`, a tree like the parameters. The
     scale comes from the gradients *before* the one that is whitened: no gradient changes its own
@@ -44,7 +43,6 @@ class Preconditioner(NamedTuple):
     init: Callable[[Any], Any]
     whiten: Callable[[Any, Any], Any]
     observe: Callable[..., Any]
-    fill: Callable[[Any], Any] = lambda state: None
 
 
 def identity() -> Preconditioner:
@@ -144,103 +142,49 @@ def moving_variance(noise_decay: float = NOISE_DECAY) -> Preconditioner:
     return Preconditioner(init, whiten, observe)
 
 
-class GradientNoiseState(NamedTuple):
+class MeanSquareState(NamedTuple):
     """Averages over the mini-batch gradients of the kept step ends since the chain has arrived.
 
     Attributes:
-        last_gradient: the one before, a tree like the parameters.
-        gradient_variance: v, mean of half the squared differences of successive ones, likewise.
-        gradient_square: q, mean of the squared gradients, likewise; None if only v counts.
-        signal_mean: mean over all coordinates of q - v, scalar.
-        blend_mean: mean over all coordinates of `_blend`, scalar.
-        noise_mean: mean over all coordinates of v over `_blend`, the noise after whitening, scalar.
-        power_mean: mean over all coordinates of q over `_blend`, scalar.
+        last_gradient: the one before, a tree like the parameters; None where differences do not
+            matter.
+        mean_square: of the gradients or of their differences, a tree like the parameters.
+        total_mean: mean of `mean_square` over all coordinates, scalar.
         isotropic_weight: weight of the isotropic start, scalar.
         num_gradients: how many entered, int32.
     """
 
-    last_gradient: optax.Updates
-    gradient_variance: optax.Updates
-    gradient_square: optax.Updates | None
-    signal_mean: jax.Array
-    blend_mean: jax.Array
-    noise_mean: jax.Array
-    power_mean: jax.Array
+    last_gradient: optax.Updates | None
+    mean_square: optax.Updates
+    total_mean: jax.Array
     isotropic_weight: jax.Array
     num_gradients: jax.Array
 
     def scale(self) -> optax.Updates:
         """Compute the scale s, a tree like the parameters."""
-        blend = _blend(self.gradient_variance, self.gradient_square, self.signal_mean)
-        return relative_scale(blend, self.blend_mean, self.isotropic_weight)
-
-    def fill(self) -> optax.Updates | None:
-        """Variance that explicit noise is to have in each coordinate, with mean one.
-
-        1 + (mean(n) - n) / mean(m), n and m what noise and gradient have of variance and of mean
-        square after whitening: with explicit noise as strong as the gradient, both together are
-        then isotropic. Where one coordinate has more noise than that, it gets none.
-        """
-        if self.gradient_square is None:
-            return None
-        blend = _blend(self.gradient_variance, self.gradient_square, self.signal_mean)
-        believed = (1 - self.isotropic_weight) / jnp.where(self.power_mean > 0, self.power_mean, 1)
-
-        def leaf(n):
-            return jnp.maximum(1 + believed * (self.noise_mean - n), 0).astype(n.dtype)
-
-        return jax.tree.map(leaf, _ratio(self.gradient_variance, blend))
+        return relative_scale(self.mean_square, self.total_mean, self.isotropic_weight)
 
 
-def _blend(
-    variance: optax.Updates, square: optax.Updates | None, signal_mean: jax.Array
-) -> optax.Updates:
-    """Square of the scale up to a factor: v + sqrt((q - v) mean(q - v)), or v alone.
+def mean_square(differences: bool = False) -> Preconditioner:
+    """Measure the root mean square of the gradients, or of their noise alone.
 
-    The noise in full. Of the signal, which is the curvature where the chain is at rest, the root:
-    q follows the excursions of the chain a little, and the root halves what that does.
-    """
-    if square is None:
-        return variance
-    root = jnp.sqrt(signal_mean)
-
-    def leaf(v, q):
-        return (v + root * jnp.sqrt(jnp.maximum(q - v, 0))).astype(v.dtype)
-
-    return jax.tree.map(leaf, variance, square)
-
-
-def _ratio(over: optax.Updates, under: optax.Updates) -> optax.Updates:
-    """Divide; zero where there is nothing to divide by."""
-    return jax.tree.map(lambda x, y: jnp.where(y > 0, x / jnp.where(y > 0, y, 1), 0), over, under)
-
-
-def gradient_noise(fills: bool = False) -> Preconditioner:
-    """Measure the mini-batch noise by the differences of successive gradients.
-
-    v <- (1 - r) v + r (g - g_before)^2 / 2,  q <- (1 - r) q + r g^2,  r = min(1/100, 1 / t)
-
-    after t gradients since the chain has arrived: a gradient changes little by a step of the chain
-    and much by another batch. The averages settle as the chain goes on, so that the scale hardly
-    depends on the place.
+    q <- (1 - r) q + r g^2, or with differences (g - g_before)^2 / 2 in place of g^2, and
+    r = min(1/100, 1 / t) after t gradients since the chain has arrived. A gradient changes little
+    by a step of the chain and much by another batch: differences are noise. The averages are as
+    old as the run, so that the scale hardly depends on the place.
 
     Args:
-        fills: with explicit noise to shape, s^2 is v + sqrt((q - v) mean(q - v)), which also evens
-            out the curvature, and the explicit noise fills up what v leaves anisotropic. Without,
-            s^2 is v, which makes the gradient's noise isotropic by itself.
+        differences: without explicit noise the noise of the gradients must be isotropic by
+            itself, which their differences achieve. With it the squares do better: where noise
+            prevails they are as good, and elsewhere they even out the curvature.
     """
 
-    def init(params: optax.Params) -> GradientNoiseState:
+    def init(params: optax.Params) -> MeanSquareState:
         dtype = _tree.dtype(params)
-
-        def zeros():
-            return jax.tree.map(jnp.zeros_like, params)
-
-        return GradientNoiseState(
-            zeros(),
-            zeros(),
-            zeros() if fills else None,
-            *(jnp.zeros((), dtype) for _ in range(4)),
+        return MeanSquareState(
+            last_gradient=jax.tree.map(jnp.zeros_like, params) if differences else None,
+            mean_square=jax.tree.map(jnp.zeros_like, params),
+            total_mean=jnp.zeros((), dtype),
             isotropic_weight=jnp.ones((), dtype),
             num_gradients=jnp.zeros((), jnp.int32),
         )
@@ -255,36 +199,23 @@ def gradient_noise(fills: bool = False) -> Preconditioner:
         def average(old, new):
             return (kept * old + rate * new).astype(old.dtype)
 
-        trusted = jax.tree.map(lambda g: (trust * g).astype(g.dtype), gradient)
-        halves = jax.tree.map(lambda g, h: jnp.square(g - h) / 2, trusted, state.last_gradient)
-        variance = jax.tree.map(average, state.gradient_variance, halves)
-        square: Any = None
-        signal, noise, power = (jnp.zeros_like(state.signal_mean) for _ in range(3))
-        if fills:
-            powers = jax.tree.map(jnp.square, trusted)
-            square = jax.tree.map(average, state.gradient_square, powers)
-            signal = _mean(jax.tree.map(lambda v, q: jnp.maximum(q - v, 0), variance, square))
-        blend = _blend(variance, square, signal)
-        if fills:
-            noise, power = _mean(_ratio(variance, blend)), _mean(_ratio(square, blend))
+        last, trusted = None, jax.tree.map(lambda g: (trust * g).astype(g.dtype), gradient)
+        if differences:
+            squares = jax.tree.map(lambda g, h: jnp.square(g - h) / 2, trusted, state.last_gradient)
+            last = _tree.where(counts, trusted, state.last_gradient)
+        else:
+            squares = jax.tree.map(jnp.square, trusted)
+        mean = jax.tree.map(average, state.mean_square, squares)
         weight = kept * state.isotropic_weight + jnp.where(anew, 1, 0)
-        return GradientNoiseState(
-            last_gradient=_tree.where(counts, trusted, state.last_gradient),
-            gradient_variance=variance,
-            gradient_square=square,
-            signal_mean=signal,
-            blend_mean=_mean(blend),
-            noise_mean=noise,
-            power_mean=power,
+        return MeanSquareState(
+            last_gradient=last,
+            mean_square=mean,
+            total_mean=_tree.total(mean) / _tree.size(mean),
             isotropic_weight=weight.astype(state.isotropic_weight.dtype),
             num_gradients=_tree.count(number, counts),
         )
 
-    return Preconditioner(init, whiten, observe, fill=lambda state: state.fill())
-
-
-def _mean(tree: optax.Updates) -> jax.Array:
-    return _tree.total(tree) / _tree.size(tree)
+    return Preconditioner(init, whiten, observe)
 
 
 def scale_by_gradient_noise() -> optax.GradientTransformation:
@@ -292,7 +223,7 @@ def scale_by_gradient_noise() -> optax.GradientTransformation:
 
     After it the noise of the gradient has about the same variance in every coordinate, while
     isotropic noise passes unchanged: updates <- updates / s with mean(s^2) = 1 and the scale s of
-    `psmile`, from the gradients before this one.
+    `psmile_naive`, from the gradients before this one.
 
     Returns:
         An Optax transformation. A non-finite gradient passes through and leaves the averages
@@ -308,7 +239,7 @@ def scale_by_gradient_noise() -> optax.GradientTransformation:
 
     Source: Sommer et al., ICML 2026, section 3.2, noise preconditioning. Differs: see `psmile`.
     """
-    noise = gradient_noise()
+    noise = mean_square(differences=True)
 
     def init_fn(params: Any) -> Any:
         _tree.check_params("scale_by_gradient_noise", params, smallest=1)
