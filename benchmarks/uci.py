@@ -9,6 +9,7 @@ Networks 16-16-16-1 with one sampled log sigma, under two protocols:
             60,000 gradients for every method, the last two thirds sampled
 
 With `--epoch-wise` mini-batch methods get as many passes through the data as MILE makes steps.
+With `--batches-per-pass` batches are not of 256 rows, with `--replacement` not of permutations.
 A cell is one protocol, data set, split, method and setting: one JSON line in the output, and cells
 that the file already holds are skipped.
 
@@ -23,6 +24,7 @@ import itertools
 import os
 import time
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -150,6 +152,14 @@ def batches_of(data, size: int, num_epochs: int) -> list[Any]:
     orders = (rng.permutation(len(data[0])) for _ in range(num_epochs))
     rows = [row for order in orders for row in order[: len(order) // size * size].reshape(-1, size)]
     return [tuple(array[row] for array in data) for row in rows]
+
+
+def drawn(data, size: int) -> Iterator[Any]:
+    """Batches with replacement, without end."""
+    rng = np.random.default_rng(0)
+    while True:
+        row = rng.integers(0, len(data[0]), size)
+        yield tuple(array[row] for array in data)
 
 
 @functools.cache
@@ -289,10 +299,16 @@ def run_cell(cell: dict[str, Any]) -> dict[str, Any]:
     else:
         sampler = method.make(cell["step_size"], len(train[0]), key)
     num_samples = min(protocol.num_samples, num_steps - num_warmup)
+    per_pass = cell.get("batches_per_pass")
+    size = len(train[0]) // per_pass if per_pass else BATCH_SIZE
+    if is_full:
+        batches = [train]
+    else:
+        batches = drawn(train, size) if cell.get("replacement") else batches_of(train, size, 50)
     draws = optax_smile.sample(
         mean_loss,
         members,
-        [train] if is_full else batches_of(train, BATCH_SIZE, 50),
+        batches,
         sampler,
         num_warmup=num_warmup,
         num_samples=num_samples,
@@ -334,8 +350,13 @@ def cells_of(arguments) -> list[dict[str, Any]]:
         if method in METHODS and arguments.step_sizes:
             grid = arguments.step_sizes
         for step_size, seed in itertools.product(grid, arguments.seeds):
+            optional = {
+                "seed": seed,
+                "batches_per_pass": arguments.batches_per_pass,
+                "replacement": arguments.replacement,
+            }
             cells.append(
-                ({"seed": seed} if seed else {})
+                {name: value for name, value in optional.items() if value}
                 | {
                     "protocol": arguments.protocol,
                     "data": data,
@@ -357,7 +378,8 @@ def table(found: list[dict[str, Any]], protocol: str, num_chains: int, epoch_wis
         cell = record["cell"]
         usual = usual_gradients(protocol, cell["data"], cell["method"], epoch_wise)
         settings = cell["protocol"], cell["num_chains"], cell["num_gradients"]
-        if settings == (protocol, num_chains, usual) and not cell.get("seed"):
+        varied = any(cell.get(name) for name in ("seed", "batches_per_pass", "replacement"))
+        if settings == (protocol, num_chains, usual) and not varied:
             groups.setdefault((cell["data"], cell["method"], cell["step_size"]), []).append(record)
     lines = [
         "| data | method | step size | LPPD | RMSE | coverage of 90 % | R-hat < 1.05 within, across"
@@ -395,6 +417,8 @@ def main():
     parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="of the chains")
     parser.add_argument("--methods", nargs="+", choices=ALL, default=ALL)
     parser.add_argument("--step-sizes", nargs="+", type=float, help="instead of the methods' own")
+    parser.add_argument("--batches-per-pass", type=int, help="instead of batches of 256 rows")
+    parser.add_argument("--replacement", action="store_true", help="draw rows with replacement")
     parser.add_argument("--num-chains", type=int, default=10)
     parser.add_argument("--epoch-wise", action="store_true", help="count passes, not steps")
     parser.add_argument("--num-gradients", type=int, help="per chain, instead of the protocol's")

@@ -621,10 +621,10 @@ def matched_cosine(turn_rate, step_size, size, num_chains):
 
 
 @pytest.mark.parametrize("size", [100, 2000])
-def test_matched_noise_turns_the_direction_by_twice_the_variance_of_the_gradients(size):
-    """Its mean cosine is that of a decoherence length L = 1 / (eps r^2): exp(-eps / L)."""
+def test_matched_noise_turns_the_direction_by_the_angle_of_the_gradients(size):
+    """Its mean cosine is that of a decoherence length L = 2 / (eps r^2): exp(-eps / L)."""
     mean, error = matched_cosine(turn_rate=5.0, step_size=0.1, size=size, num_chains=400)
-    assert abs(mean - np.exp(-(0.5**2))) < 5 * error + 2 / size
+    assert abs(mean - np.exp(-(0.5**2) / 2)) < 5 * error + 2 / size
     assert matched_cosine(turn_rate=0.0, step_size=0.1, size=size, num_chains=2)[0] == (
         pytest.approx(1, abs=1e-5)
     )

@@ -33,7 +33,7 @@ def smile(
     """Sample with stochastic microcanonical Langevin dynamics, which find their own step size.
 
     The chain moves with constant speed through the parameters; the mini-batch gradient of the
-    energy U turns its direction u, and so do the noise of that gradient and explicit isotropic
+    energy U turns its direction u, and so do the noise of that gradient and as much isotropic
     noise. One leapfrog step with step size eps and d parameters is
 
         kick   u <- (u + (sinh D + p (cosh D - 1)) e) / (cosh D + p sinh D) for eps / 2
@@ -67,9 +67,9 @@ def smile(
         reset_momentum: after an undone step `"zero"` (as published: the chain starts again down
             the gradient) or `"refresh"` (in a random direction).
         decoherence_length: adds isotropic noise after each step, by which u forgets itself over
-            this distance, > 0; a chain at rest then starts in a random direction. `"matched"`: of
-            twice the variance by which the gradients turn u, which dilutes what their anisotropic
-            noise does to the posterior. None adds none, as published.
+            this distance, > 0; a chain at rest then starts in a random direction. `"matched"`: as
+            much as the gradients turn u, which halves what anisotropic gradient noise does to the
+            posterior. None adds none, as published.
         key: JAX key or seed, needed for `decoherence_length` and `"refresh"`; else None will do.
             Chains under `vmap` get keys of their own by
             `optax_smile.ensemble.init(sampler, params, key=key)`.
@@ -136,18 +136,16 @@ def psmile(
     """Sample like `smile`, in coordinates in which every gradient is about equally large.
 
     Anisotropic noise of the gradients heats `smile` in its strong directions, and a posterior that
-    is narrow in some directions and wide in others takes long. With an average over the gradients
-    g of the energy, as old as the run and therefore hardly dependent on the place,
+    is narrow in some directions and wide in others takes long. With the gradients g of the energy
 
         s^2 = q / mean(q),  q = mean of g^2
 
-    gradients are divided by s, displacements divided again: theta <- theta + eps u / s. The first
-    steps have s = 1, and a chain that is still on its way (`stats`) measures nothing. What is left
-    of anisotropy the explicit noise dilutes. Without it (`decoherence_length=None`) q is the mean
-    of (g - g_before)^2 / 2, the noise alone, which is isotropic by itself then, as published.
-
-    The scale follows the chain's own excursions a little, the less the longer the run; figures in
-    benchmarks/README.md.
+    gradients are divided by s, displacements divided again: theta <- theta + eps u / s. What is
+    measured in one window of gradients is used in the next, twice as long: within a window s does
+    not depend on the place and the posterior stays as it is. The windows begin with 64 gradients
+    once the chain has arrived (`stats`); until then s = 1. What is left of anisotropy the explicit
+    noise dilutes. Without it (`decoherence_length=None`) q is the mean of (g - g_before)^2 / 2, the
+    noise alone, which becomes isotropic by itself, as published.
 
     Args:
         step_size: length of one step in the scaled coordinates, see `smile`.
@@ -168,7 +166,7 @@ def psmile(
     Raises:
         ValueError: see `smile`.
 
-    Cost: one gradient per call; two parameter-sized arrays of state, one more without explicit
+    Cost: one gradient per call; three parameter-sized arrays of state, one more without explicit
     noise, one more with `"minimal_norm"`.
 
     Example:
@@ -177,7 +175,7 @@ def psmile(
         >>> state = tx.init({"w": jnp.zeros((2, 3)), "b": jnp.zeros(3)})
 
     Source: Sommer et al., ICML 2026, section 3.2 and algorithm 1. Differs: as `smile`; the scale
-    and its average are ours, since the published variance about a moving mean follows the gradient
+    and its windows are ours, since the published variance about a moving mean follows the gradient
     along the path where there is little noise and loses the posterior (`published.psmile` has it).
     """
     has_key = key is not None

@@ -42,9 +42,8 @@ INTEGRATORS = {
 
 # Decoherence lengths, times two, in one step from which on u is a fresh direction anyway.
 FORGOTTEN = 40.0
-# Explicit noise in proportion to what the gradients turn u by, and its variance over theirs: less
-# leaves more of what anisotropic noise does, more slows the chain down.
-MATCHED, MATCHED_STRENGTH = "matched", 2.0
+# Explicit noise that turns u by as much as the gradients do.
+MATCHED = "matched"
 
 
 class Momentum(NamedTuple):
@@ -322,13 +321,12 @@ def diffuse(
 
     u <- (u + nu z) / |u + nu z|, nu^2 = (exp(2 eps / L) - 1) / d, z of covariance I and
     L = decoherence_length (Robnik and Seljak 2024, Fluctuation without dissipation), or
-    L = 2 / (A eps r^2) where it is matched to the rate r at which the gradients turn u: they by
-    eps r in a step, it by sqrt(A) times that, A = `MATCHED_STRENGTH`.
+    L = 2 / (eps r^2) where it matches the rate r at which the gradients turn u: by eps r in a step.
     Between the kicks of one step it would turn up in the energy error of that step, as eps^(3/2).
     """
     length = jnp.where(is_step_end(state, integrator), state.step_length, 0)
     if isinstance(decoherence_length, str):
-        exponent = MATCHED_STRENGTH * (length * turn_rate) ** 2
+        exponent = (length * turn_rate) ** 2
     else:
         exponent = 2 * length / decoherence_length
     exponent = jnp.minimum(exponent, FORGOTTEN)

@@ -20,8 +20,10 @@ SMALLEST_RELATIVE_VARIANCE = 1e-4
 LARGEST_RELATIVE_VARIANCE = 1e4
 # Weight of the old value in the moving averages; 1 - alpha in the paper.
 NOISE_DECAY = 0.99
-# Largest weight of a new difference in the average over the run.
-LARGEST_RATE = 0.01
+# Gradients in the first window of `mean_square`, and in the longest.
+FIRST_WINDOW, LONGEST_WINDOW = 64, 2**30
+# So many gradients of a window weigh as much as that all coordinates are alike.
+ISOTROPIC = 10
 
 
 class Preconditioner(NamedTuple):
@@ -143,76 +145,79 @@ def moving_variance(noise_decay: float = NOISE_DECAY) -> Preconditioner:
 
 
 class MeanSquareState(NamedTuple):
-    """Averages over the mini-batch gradients of the kept step ends since the chain has arrived.
+    """The scale in use, and what the next one will come from.
 
     Attributes:
-        last_gradient: the one before, a tree like the parameters; None where differences do not
-            matter.
-        mean_square: of the gradients or of their differences, a tree like the parameters.
-        total_mean: mean of `mean_square` over all coordinates, scalar.
-        isotropic_weight: weight of the isotropic start, scalar.
-        num_gradients: how many entered, int32.
+        in_use: the scale s, measured in the window before, a tree like the parameters.
+        mean_square: of the gradients of the open window, or of their differences, likewise.
+        last_gradient: the one before, likewise; None where differences do not matter.
+        num_gradients: how many entered in the open window, int32; -1 before the first difference.
+        window: length of the open window in gradients, int32.
     """
 
-    last_gradient: optax.Updates | None
+    in_use: optax.Updates
     mean_square: optax.Updates
-    total_mean: jax.Array
-    isotropic_weight: jax.Array
+    last_gradient: optax.Updates | None
     num_gradients: jax.Array
+    window: jax.Array
 
     def scale(self) -> optax.Updates:
-        """Compute the scale s, a tree like the parameters."""
-        return relative_scale(self.mean_square, self.total_mean, self.isotropic_weight)
+        """Give the scale s, a tree like the parameters."""
+        return self.in_use
 
 
 def mean_square(differences: bool = False) -> Preconditioner:
     """Measure the root mean square of the gradients, or of their noise alone.
 
-    q <- (1 - r) q + r g^2, or with differences (g - g_before)^2 / 2 in place of g^2, and
-    r = min(1/100, 1 / t) after t gradients since the chain has arrived. A gradient changes little
-    by a step of the chain and much by another batch: differences are noise. The averages are as
-    old as the run, so that the scale hardly depends on the place.
+    s^2 = q / mean(q) with the mean q of g^2, or with differences of (g - g_before)^2 / 2, which is
+    noise: a gradient changes little by a step of the chain and much by another batch. What is
+    measured in one window of gradients is used in the next, twice as long: within a window s does
+    not depend on the place, so that the posterior stays as it is, and it settles as the chain
+    goes on. The windows begin when the chain has arrived; in the first s = 1.
 
     Args:
-        differences: without explicit noise the noise of the gradients must be isotropic by
-            itself, which their differences achieve. With it the squares do better: where noise
-            prevails they are as good, and elsewhere they even out the curvature.
+        differences: without explicit noise that of the gradients must be isotropic by itself,
+            which their differences achieve. With it the squares do better: where noise prevails
+            they are as good, and elsewhere they even out the curvature.
+
+    Source: adaptation in windows that double, Stan Reference Manual, "HMC algorithm parameters".
     """
+    none_yet = -1 if differences else 0
 
     def init(params: optax.Params) -> MeanSquareState:
-        dtype = _tree.dtype(params)
         return MeanSquareState(
-            last_gradient=jax.tree.map(jnp.zeros_like, params) if differences else None,
+            in_use=jax.tree.map(jnp.ones_like, params),
             mean_square=jax.tree.map(jnp.zeros_like, params),
-            total_mean=jnp.zeros((), dtype),
-            isotropic_weight=jnp.ones((), dtype),
-            num_gradients=jnp.zeros((), jnp.int32),
+            last_gradient=jax.tree.map(jnp.zeros_like, params) if differences else None,
+            num_gradients=jnp.full((), none_yet, jnp.int32),
+            window=jnp.full((), FIRST_WINDOW, jnp.int32),
         )
 
     def observe(state, gradient, trust, counts, anew):
-        # The first gradient has none before it.
-        number = jnp.where(anew, 0, state.num_gradients)
-        rate = jnp.minimum(LARGEST_RATE, 1 / jnp.maximum(number, 1))
-        rate = jnp.where(counts & (number > 0), rate, 0)
-        kept = jnp.where(anew, 0, 1 - rate)
-
-        def average(old, new):
-            return (kept * old + rate * new).astype(old.dtype)
-
+        number = _tree.count(jnp.where(anew, none_yet, state.num_gradients), counts)
+        window = jnp.where(anew, FIRST_WINDOW, state.window)
+        rate = jnp.where(counts & (number > 0), 1 / jnp.maximum(number, 1), 0)
         last, trusted = None, jax.tree.map(lambda g: (trust * g).astype(g.dtype), gradient)
         if differences:
             squares = jax.tree.map(lambda g, h: jnp.square(g - h) / 2, trusted, state.last_gradient)
             last = _tree.where(counts, trusted, state.last_gradient)
         else:
             squares = jax.tree.map(jnp.square, trusted)
-        mean = jax.tree.map(average, state.mean_square, squares)
-        weight = kept * state.isotropic_weight + jnp.where(anew, 1, 0)
+        # Not q + rate * (new - q), which leaves nothing of a small new after an absurd one.
+        mean = jax.tree.map(
+            lambda q, new: ((1 - rate) * q + rate * new).astype(q.dtype), state.mean_square, squares
+        )
+        measured = relative_scale(
+            mean, _tree.total(mean) / _tree.size(mean), ISOTROPIC / (ISOTROPIC + number)
+        )
+        closes = number >= window
+        held = jax.tree.map(lambda s: jnp.where(anew, 1, s).astype(s.dtype), state.in_use)
         return MeanSquareState(
-            last_gradient=last,
+            in_use=_tree.where(closes, measured, held),
             mean_square=mean,
-            total_mean=_tree.total(mean) / _tree.size(mean),
-            isotropic_weight=weight.astype(state.isotropic_weight.dtype),
-            num_gradients=_tree.count(number, counts),
+            last_gradient=last,
+            num_gradients=jnp.where(closes, 0, number),
+            window=jnp.where(closes, 2 * jnp.minimum(window, LONGEST_WINDOW // 2), window),
         )
 
     return Preconditioner(init, whiten, observe)
@@ -223,13 +228,13 @@ def scale_by_gradient_noise() -> optax.GradientTransformation:
 
     After it the noise of the gradient has about the same variance in every coordinate, while
     isotropic noise passes unchanged: updates <- updates / s with mean(s^2) = 1 and the scale s of
-    `psmile_naive`, from the gradients before this one.
+    `psmile_naive`, from the gradients before this one; s = 1 for the first 65.
 
     Returns:
         An Optax transformation. A non-finite gradient passes through and leaves the averages
         as they are.
 
-    Cost: two parameter-sized arrays of state, no gradient.
+    Cost: three parameter-sized arrays of state, no gradient.
 
     Example:
         >>> import jax.numpy as jnp, optax, optax_smile
