@@ -62,7 +62,7 @@ class Network(nn.Module):
 
 
 class Batches:
-    """Shuffled batches of one size; one pass is one epoch."""
+    """Batches of one size, shuffled anew for every pass: their noise cancels over a pass."""
 
     def __init__(self, images, labels, batch_size, seed):
         self.data, self.batch_size = (images, labels), batch_size

@@ -106,7 +106,7 @@ def make_sampler(name: str, config: Config, num_data: int):
 
 
 def batches_of(data, batch_size: int, seed: int):
-    """Shuffle one epoch into batches of one size."""
+    """Shuffle one epoch into batches of one size, whose noise cancels over the epoch."""
     batch_size = min(batch_size, len(data[0]))
     order = np.random.default_rng(seed).permutation(len(data[0]))
     rows = order[: len(order) // batch_size * batch_size].reshape(-1, batch_size)

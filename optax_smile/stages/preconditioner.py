@@ -171,8 +171,8 @@ def mean_square(differences: bool = False) -> Preconditioner:
 
     s^2 = q / mean(q) with the mean q of g^2, or with differences of (g - g_before)^2 / 2, which is
     noise: a gradient changes little by a step of the chain and much by another batch. What is
-    measured in one window of gradients is used in the next, twice as long: within a window s does
-    not depend on the place, so that the posterior stays as it is, and it settles as the chain
+    measured in one window of gradients is used in the next, half as long again: within a window s
+    does not depend on the place, so that the posterior stays as it is, and it settles as the chain
     goes on. The windows begin when the chain has arrived; in the first s = 1.
 
     Args:
@@ -180,7 +180,7 @@ def mean_square(differences: bool = False) -> Preconditioner:
             which their differences achieve. With it the squares do better: where noise prevails
             they are as good, and elsewhere they even out the curvature.
 
-    Source: adaptation in windows that double, Stan Reference Manual, "HMC algorithm parameters".
+    Source: adaptation in windows that grow, Stan Reference Manual, "HMC algorithm parameters".
     """
     none_yet = -1 if differences else 0
 
@@ -217,7 +217,7 @@ def mean_square(differences: bool = False) -> Preconditioner:
             mean_square=mean,
             last_gradient=last,
             num_gradients=jnp.where(closes, 0, number),
-            window=jnp.where(closes, 2 * jnp.minimum(window, LONGEST_WINDOW // 2), window),
+            window=jnp.where(closes, jnp.minimum(window + window // 2, LONGEST_WINDOW), window),
         )
 
     return Preconditioner(init, whiten, observe)
