@@ -142,10 +142,10 @@ def psmile(
 
     gradients are divided by s, displacements divided again: theta <- theta + eps u / s. What is
     measured in one window of gradients is used in the next, half as long again: within a window s
-    does not depend on the place and the posterior stays as it is. The windows begin with 64 gradients
-    once the chain has arrived (`stats`); until then s = 1. What is left of anisotropy the explicit
-    noise dilutes. Without it (`decoherence_length=None`) q is the mean of (g - g_before)^2 / 2, the
-    noise alone, which becomes isotropic by itself, as published.
+    does not depend on the place and the posterior stays as it is. The windows begin with 64
+    gradients once the chain has arrived (`stats`); until then s = 1. What is left of anisotropy
+    the explicit noise dilutes. Without it (`decoherence_length=None`) q is the mean of
+    (g - g_before)^2 / 2, the noise alone, which becomes isotropic by itself, as published.
 
     Args:
         step_size: length of one step in the scaled coordinates, see `smile`.
