@@ -12,7 +12,7 @@ import optax_smile
 from optax_smile.stages import evidence
 
 SAMPLERS = {"smile": optax_smile.smile, "psmile": optax_smile.psmile}
-NUM_DATA, BATCH = 500, 100
+NUM_DATA, NUM_BATCHES = 500, 5
 FEATURES = jnp.concatenate(
     [jax.random.normal(jax.random.key(0), (NUM_DATA, 4)), jnp.ones((NUM_DATA, 1))], axis=1
 )
@@ -27,7 +27,7 @@ def mean_loss(params, rows):
 
 
 def run(sampler, start, num_calls, num_chains=8, disturb=lambda gradient, count: gradient):
-    """Draws `[chain, call, parameter]`, stats and path lengths; batches drawn with replacement."""
+    """Draws `[chain, call, parameter]`, stats and path lengths; batches by permutations."""
     tx = sampler(num_data=NUM_DATA, key=0)
 
     def chain(key):
@@ -36,7 +36,8 @@ def run(sampler, start, num_calls, num_chains=8, disturb=lambda gradient, count:
 
         def call(carry, count):
             params, state = carry
-            rows = jax.random.randint(jax.random.fold_in(key, count), (BATCH,), 0, NUM_DATA)
+            order = jax.random.permutation(jax.random.fold_in(key, count // NUM_BATCHES), NUM_DATA)
+            rows = order.reshape(NUM_BATCHES, -1)[count % NUM_BATCHES]
             gradient = disturb(jax.grad(mean_loss)(params, rows), count)
             updates, state = tx.update(gradient, state, params)
             params = optax.apply_updates(params, updates)
@@ -57,8 +58,8 @@ def test_chains_from_zeros_arrive(name):
     """
     draws, stats, _ = run(SAMPLERS[name], jnp.zeros(5), 4000)
     z = (np.asarray(draws, float)[:, 2000:] - MEAN) / DEVIATION
-    assert np.abs(z.mean(axis=1)).max() < 0.6
-    assert np.abs(z.mean(axis=(0, 1))).max() < 0.2
+    assert np.abs(z.mean(axis=1)).max() < 0.3
+    assert np.abs(z.mean(axis=(0, 1))).max() < 0.1
     assert np.sqrt(np.mean(z**2)) == pytest.approx(1, abs=0.2)
     told = np.asarray(stats["on_its_way"])
     # Before, it is told; and not any more afterwards.
@@ -158,7 +159,7 @@ def test_counters_stop_at_their_largest_value():
     params = jnp.asarray(MEAN, jnp.float32)
     state: Any = tx.init(params)
     most = jnp.iinfo(jnp.int32).max
-    gradient = jax.grad(mean_loss)(params, jnp.arange(BATCH))
+    gradient = jax.grad(mean_loss)(params, jnp.arange(NUM_DATA // NUM_BATCHES))
     _, state = tx.update(gradient, state, params)
     full: Any = jax.tree.map(
         lambda x: jnp.full_like(x, most) if x.dtype == jnp.int32 and x.ndim == 0 else x, state

@@ -14,7 +14,7 @@ import pytest
 
 import optax_smile
 
-NUM_CHAINS, NUM_CALLS = 20, 40_000
+NUM_CHAINS, NUM_CALLS = 40, 40_000
 SPREADS = {
     "none": np.zeros(6),
     "isotropic .1": np.full(6, 0.1),
@@ -26,12 +26,12 @@ SPREADS = {
 }
 
 
-def relative_variances(spread):
-    """Variances of 20 chains together over the true ones."""
+def relative_variances(sampler, spread):
+    """Variances of 40 chains together over the true ones."""
     rotation = np.linalg.qr(np.random.default_rng(1).normal(size=(6, 6)))[0]
     precision = rotation.T @ np.diag(np.geomspace(0.2, 3.1, 6)) @ rotation
     curvature = jnp.asarray(precision, jnp.float32)
-    tx = optax_smile.psmile(num_data=1, prior_precision=0.0, key=0)
+    tx = sampler(num_data=1, prior_precision=0.0, key=0)
 
     def chain(key):
         state: Any = tx.init(jnp.zeros(6))
@@ -57,12 +57,17 @@ def relative_variances(spread):
 def test_variances(name):
     """The variance about a moving mean gave 2 to 4 times too much with noise up to .5.
 
-    The Monte Carlo error of 20 chains is .03 to .06 for the widest direction; what the scale's
-    dependence on the excursions of the chain leaves is about .05 without noise.
+    Bounds of the mean square: .003 where the noise is isotropic, .01 where it is not, or twice that
+    of `smile`. The Monte Carlo error of 40 chains is .02 to .04 for the widest direction.
     """
-    ratio = relative_variances(jnp.asarray(SPREADS[name], jnp.float32))
-    assert np.mean((ratio - 1) ** 2) < 0.01, ratio
-    assert np.abs(ratio - 1).max() < 0.2, ratio
+    spread = jnp.asarray(SPREADS[name], jnp.float32)
+    own, plain = (
+        relative_variances(sampler, spread) - 1
+        for sampler in (optax_smile.psmile, optax_smile.smile)
+    )
+    is_isotropic = np.ptp(SPREADS[name]) == 0
+    assert np.mean(own**2) < max(0.003 if is_isotropic else 0.01, 2 * np.mean(plain**2)), own
+    assert np.abs(own).max() < (0.15 if is_isotropic else 0.3), own
 
 
 NUM_GROUPS, ROWS_PER_GROUP, NUM_BATCHES = 8, 5, 10
@@ -116,7 +121,7 @@ def grouped_variances():
 def test_permuted_batches():
     """Explicit noise shaped to fill up that of the gradients had 1.28 for the centre.
 
-    The Monte Carlo error of one is .03 to .05, of the mean square .002.
+    The Monte Carlo error of one is .02 to .04, of the mean square .001.
     """
     ratio = grouped_variances()
     assert ratio[0] == pytest.approx(1, abs=0.15), ratio
