@@ -267,6 +267,26 @@ def test_no_step_is_longer_than_the_step_size_at_the_start(spread, dead):
         assert lengths.min() >= 0.5
 
 
+def test_both_gradients_of_a_step_may_share_a_batch():
+    """Differences are of successive step ends: two gradients on one batch would show no noise."""
+    spread = np.geomspace(0.1, 10, 12)
+    # Of one length, so that none is outlying.
+    noises = (spread * np.random.default_rng(5).choice([-1, 1], (70, 12))).astype(np.float32)
+    tx = optax_smile.psmile_naive(1e-6, num_data=1, prior_precision=0.0, integrator="minimal_norm")
+    params = jnp.zeros(12)
+    state: Any = tx.init(params)
+    update = jax.jit(tx.update)
+    for noise in np.repeat(noises, 2, axis=0):
+        updates, state = update(jnp.asarray(noise), state, params)
+        params: Any = optax.apply_updates(params, updates)
+    # 69 differences of 70 batches, 64 of them in the first window; the first count for less.
+    assert (state.preconditioner.num_gradients, state.preconditioner.window) == (5, 96)
+    np.testing.assert_allclose(state.preconditioner.scale(), slow_scale(noises), rtol=0.02)
+    latest = np.mean(np.diff(noises[-6:], axis=0) ** 2 / 2, axis=0)
+    np.testing.assert_allclose(state.preconditioner.mean_square, latest, rtol=1e-5)
+    assert np.ptp(slow_scale(noises)) > 1
+
+
 # Units and reductions.
 
 
