@@ -19,7 +19,6 @@ import functools
 import gzip
 import os
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -284,26 +283,22 @@ def main():
     parser.add_argument("--output", type=Path)
     parser.add_argument("--table", type=Path, help="print the table of this file and stop")
     arguments = parser.parse_args()
-    found = records.read(arguments.table or arguments.output)
-    # A cell that a signal has cut short is not recorded.
-    warnings.filterwarnings("error", message="`sample` ended early")
     task = arguments.task
-    for method in [] if arguments.table else arguments.methods:
-        for step_size in arguments.step_sizes if method in METHODS else [None]:
-            cell = {
-                "task": task,
-                "method": method,
-                "step_size": step_size,
-                "seed": arguments.seed,
-                "num_epochs": arguments.num_epochs or NUM_EPOCHS[task],
-                "num_gradients": arguments.num_gradients or NUM_GRADIENTS[task],
-            }
-            if any(record["cell"] == cell for record in found):
-                continue
-            record = {"cell": cell, **run_cell(cell, arguments.ensembles), **records.environment()}
-            records.append(arguments.output, record)
-            found.append(record)
-            print(*cell.values(), f"LPPD {record['lppd']:.4f}", flush=True)
+    cells = [
+        {
+            "task": task,
+            "method": method,
+            "step_size": step_size,
+            "seed": arguments.seed,
+            "num_epochs": arguments.num_epochs or NUM_EPOCHS[task],
+            "num_gradients": arguments.num_gradients or NUM_GRADIENTS[task],
+        }
+        for method in arguments.methods
+        for step_size in (arguments.step_sizes if method in METHODS else [None])
+    ]
+    path, missing = (arguments.table, []) if arguments.table else (arguments.output, cells)
+    run = functools.partial(run_cell, ensembles=arguments.ensembles)
+    found = records.complete(path, missing, run, "lppd")
     print(table(found))
 
 

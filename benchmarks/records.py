@@ -4,6 +4,8 @@ import json
 import platform
 import subprocess
 import time
+import warnings
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -43,3 +45,31 @@ def append(path: Path | None, record: dict[str, Any]):
     is_cut = path.exists() and path.read_text()[-1:] not in ("", "\n")
     with path.open("a") as lines:
         lines.write(("\n" if is_cut else "") + json.dumps(record) + "\n")
+
+
+def complete(
+    path: Path | None,
+    cells: Iterable[dict[str, Any]],
+    run: Callable[[dict[str, Any]], dict[str, Any]],
+    told: str,
+) -> list[dict[str, Any]]:
+    """Run the cells that a file lacks, and give its records with the new ones.
+
+    Args:
+        path: of the records; None writes none.
+        cells: what is asked for.
+        run: what a cell gives.
+        told: field that is printed after each cell.
+    """
+    found = read(path)
+    # A cell that a signal has cut short is not recorded.
+    warnings.filterwarnings("error", message="`sample` ended early")
+    for cell in cells:
+        if any(record["cell"] == cell for record in found):
+            continue
+        record = {"cell": cell, **run(cell), **environment()}
+        append(path, record)
+        found.append(record)
+        jax.clear_caches()
+        print(*cell.values(), told, record[told], flush=True)
+    return found

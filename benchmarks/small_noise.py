@@ -96,11 +96,12 @@ def cases() -> dict[str, Case]:
     return found
 
 
-def run(method: str, case: Case, num_chains: int, seed: int) -> dict[str, float]:
+def run_cell(cell: dict[str, Any]) -> dict[str, float]:
     """Sample, and compare the variances."""
+    case, num_chains, seed = cases()[cell["case"]], cell["num_chains"], cell["seed"]
     size = len(case.precision)
     precision = jnp.asarray(case.precision, jnp.float32)
-    tx = METHODS[method](num_data=1, prior_precision=0.0, key=seed)
+    tx = METHODS[cell["method"]](num_data=1, prior_precision=0.0, key=seed)
     starts = jnp.zeros((num_chains, size))
     states = optax_smile.ensemble.init(tx, starts, key=jax.random.key(1_000 + seed))
 
@@ -159,18 +160,13 @@ def main():
     parser.add_argument("--output", type=Path)
     parser.add_argument("--table", type=Path, help="print the table of this file and stop")
     arguments = parser.parse_args()
-    found = records.read(arguments.table or arguments.output)
-    for name, case in {}.items() if arguments.table else cases().items():
-        for method in METHODS:
-            cell = {"case": name, "method": method, "num_chains": arguments.num_chains}
-            cell |= {"seed": arguments.seed}
-            if any(record["cell"] == cell for record in found):
-                continue
-            figures = run(method, case, arguments.num_chains, arguments.seed)
-            record = {"cell": cell, **figures, **records.environment()}
-            records.append(arguments.output, record)
-            found.append(record)
-            print(*cell.values(), f"b2 {record['b2']:.4f}", flush=True)
+    cells = [
+        {"case": name, "method": method, "num_chains": arguments.num_chains, "seed": arguments.seed}
+        for name in cases()
+        for method in METHODS
+    ]
+    path, missing = (arguments.table, []) if arguments.table else (arguments.output, cells)
+    found = records.complete(path, missing, run_cell, "b2")
     print(table(found))
 
 

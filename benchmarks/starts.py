@@ -201,17 +201,10 @@ def main():
     parser.add_argument("--output", type=Path)
     parser.add_argument("--table", type=Path, help="print the table of this file and stop")
     arguments = parser.parse_args()
-    found = records.read(arguments.table or arguments.output)
-    cells = itertools.product(arguments.problems, arguments.samplers, STARTS)
-    for problem, sampler, start in [] if arguments.table else cells:
-        cell = {"problem": problem, "sampler": sampler, "start": start}
-        if any(record["cell"] == cell for record in found):
-            continue
-        record = {"cell": cell, **run(cell), **records.environment()}
-        records.append(arguments.output, record)
-        found.append(record)
-        jax.clear_caches()
-        print(*cell.values(), record["on_its_way"], flush=True)
+    places = itertools.product(arguments.problems, arguments.samplers, STARTS)
+    cells = [{"problem": p, "sampler": s, "start": start} for p, s, start in places]
+    path, missing = (arguments.table, []) if arguments.table else (arguments.output, cells)
+    found = records.complete(path, missing, run, "on_its_way")
     print(table(found))
 
 

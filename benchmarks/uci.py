@@ -23,7 +23,6 @@ import functools
 import itertools
 import os
 import time
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -425,17 +424,9 @@ def main():
     parser.add_argument("--output", type=Path)
     parser.add_argument("--table", type=Path, help="print the table of this file and stop")
     arguments = parser.parse_args()
-    found = records.read(arguments.table or arguments.output)
-    # A cell that a signal has cut short is not recorded.
-    warnings.filterwarnings("error", message="`sample` ended early")
-    for cell in [] if arguments.table else cells_of(arguments):
-        if any(record["cell"] == cell for record in found):
-            continue
-        record = {"cell": cell, **run_cell(cell), **records.environment()}
-        jax.clear_caches()
-        records.append(arguments.output, record)
-        found.append(record)
-        print(*cell.values(), f"LPPD {record['lppd']:.3f}", flush=True)
+    cells = cells_of(arguments)
+    path, missing = (arguments.table, []) if arguments.table else (arguments.output, cells)
+    found = records.complete(path, missing, run_cell, "lppd")
     print(table(found, arguments.protocol, arguments.num_chains, arguments.epoch_wise))
 
 
