@@ -149,9 +149,8 @@ def compose(
         length = base * tuned.step_size_factor * guard.step_backoff
 
         # Open the next step, or stand where the undone one began.
-        noise = preconditioner.observe(
-            state.preconditioner, raw, shown.trust, shown.counts, shown.descent.on_its_way
-        )
+        seen = shown.trust, shown.counts, shown.descent.on_its_way
+        noise = preconditioner.observe(state.preconditioner, raw, *seen)
         rate = evidence.usual_rate(shown)
         opened = momentum.open(here, closed, length, gradient, params, rate, noise_key)
         step = evidence.proceed(past.open_step, closed, opened, value)
