@@ -61,6 +61,8 @@ SEEDS = {"energy": (1, 3), "airfoil": (1, 3), "bikesharing": (1,)}
 BATCH_SIZE = 256
 # Of a chain that does not even know the mean and variance of the targets.
 USELESS = -1.42
+# Fields of a cell that most lack, and the tables leave out.
+OPTIONAL = {"seed", "batches_per_pass", "replacement"}
 # R-hat is asked of so many test points at most.
 MAX_INPUTS = 500
 
@@ -349,13 +351,9 @@ def cells_of(arguments) -> list[dict[str, Any]]:
         if method in METHODS and arguments.step_sizes:
             grid = arguments.step_sizes
         for step_size, seed in itertools.product(grid, arguments.seeds):
-            optional = {
-                "seed": seed,
-                "batches_per_pass": arguments.batches_per_pass,
-                "replacement": arguments.replacement,
-            }
+            given = vars(arguments) | {"seed": seed}
             cells.append(
-                {name: value for name, value in optional.items() if value}
+                {name: given[name] for name in sorted(OPTIONAL) if given[name]}
                 | {
                     "protocol": arguments.protocol,
                     "data": data,
@@ -377,8 +375,7 @@ def table(found: list[dict[str, Any]], protocol: str, num_chains: int, epoch_wis
         cell = record["cell"]
         usual = usual_gradients(protocol, cell["data"], cell["method"], epoch_wise)
         settings = cell["protocol"], cell["num_chains"], cell["num_gradients"]
-        varied = any(cell.get(name) for name in ("seed", "batches_per_pass", "replacement"))
-        if settings == (protocol, num_chains, usual) and not varied:
+        if settings == (protocol, num_chains, usual) and not OPTIONAL & cell.keys():
             groups.setdefault((cell["data"], cell["method"], cell["step_size"]), []).append(record)
     lines = [
         "| data | method | step size | LPPD | RMSE | coverage of 90 % | R-hat < 1.05 within, across"

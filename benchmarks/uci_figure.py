@@ -11,6 +11,7 @@ from typing import Any
 import matplotlib.pyplot as plt
 import numpy as np
 import records
+import uci
 
 METHODS = (
     "deep ensemble",
@@ -65,6 +66,7 @@ def figure(found: list[dict[str, Any]], lenet: list[dict[str, Any]], path: Path)
     Split 0 and seed 0.
     """
     drawn, axes = plt.subplots(1, 4, figsize=(20, 4.5), layout="constrained")
+    found = [r for r in found if not uci.OPTIONAL & r["cell"].keys()]
     found = [r for r in found if (r["cell"]["protocol"], r["cell"]["split"]) == ("joint", 0)]
     energy = [r for r in found if r["cell"]["data"] == "energy"]
     airfoil = [r for r in found if r["cell"]["data"] == "airfoil"]
