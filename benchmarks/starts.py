@@ -175,7 +175,7 @@ def table(found: list[dict[str, Any]]) -> str:
     asked = ", ".join(f"{number:,}" for number in ASKED)
     lines = [
         "| problem | sampler | start | U there | U in the last quarter, worst chain"
-        f" | share on its way after {asked} | summary says so |",
+        f" | share on its way after {asked} | summary: still on its way |",
         "|---|---|---|---|---|---|---|",
     ]
     for place in itertools.product(PROBLEMS, ("psmile", "smile"), STARTS):
