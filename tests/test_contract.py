@@ -23,6 +23,8 @@ from paper import PAPER
 import optax_smile
 from optax_smile import samplers
 
+# A scale within the few calls of a test: see conftest.py.
+SHORT_WINDOWS = True
 CALLS = 17
 NAN_CALL, OUTLIER_CALL = 5, 15
 RNG = np.random.default_rng(0)

@@ -16,6 +16,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 import optax_smile
 from optax_smile import ensemble
 
+# A scale within the few calls of a test: see conftest.py.
+SHORT_WINDOWS = True
 STEPS = 20
 NUM_DATA = 100
 RNG = np.random.default_rng(0)

@@ -21,6 +21,8 @@ SAMPLERS = {
     "psmile_naive": optax_smile.psmile_naive,
 }
 GUARDED = ("smile", "psmile")
+# A scale within the few calls of a test: see conftest.py.
+SHORT_WINDOWS = True
 INTEGRATORS = ("leapfrog", "minimal_norm")
 CALLS_PER_STEP = {"leapfrog": 1, "minimal_norm": 2}
 MAGNITUDES = {"large": 1e3, "one": 1.0, "small": 1e-2, "tiny": 1e-6}

@@ -84,7 +84,7 @@ def test_scale_is_that_of_the_formula(estimate):
     got = scales(gradients, estimate)
     for count in (1, 2, 63, 64, 65, 66, 159, 160, 161, 300):
         expected = slow_scale(gradients[:count], estimate)
-        np.testing.assert_allclose(got[count - 1], expected, rtol=3e-5)
+        np.testing.assert_allclose(got[count - 1], expected, rtol=2e-5)
     # The forms differ.
     for other in set(ESTIMATES) - {estimate}:
         assert not np.allclose(got[-1], slow_scale(gradients, other), rtol=0.05)
@@ -306,7 +306,7 @@ def test_noise_of_one_modulus_makes_it_smile():
     """Random signs have a variance alike in every coordinate: then the scale is one."""
     common = {"num_data": 1, "prior_precision": 0.0, "step_size": 0.05}
     smile, psmile = optax_smile.smile_naive(**common), optax_smile.psmile_naive(**common)
-    signs = np.where(np.arange(40)[:, None] % 2, 1.0, -1.0) * np.random.default_rng(3).choice(
+    signs = np.where(np.arange(100)[:, None] % 2, 1.0, -1.0) * np.random.default_rng(3).choice(
         [-1.0, 1.0], 33
     )
     states: list[Any] = [smile.init(jnp.zeros(33)), psmile.init(jnp.zeros(33))]
@@ -317,7 +317,7 @@ def test_noise_of_one_modulus_makes_it_smile():
             move, states[which] = updates[which](jnp.asarray(g), states[which], params[which])
             params[which] = optax.apply_updates(params[which], move)
         np.testing.assert_allclose(params[0], params[1], rtol=1e-4, atol=1e-6)
-    assert np.abs(params[0]).max() > 0.01
+    assert np.abs(params[0]).max() > 0.01 and states[1].preconditioner.window == 96
 
 
 # Extreme gradients.
