@@ -280,9 +280,7 @@ def main():
     parser.add_argument("--num-epochs", type=int, help="of the ensemble, instead of the task's")
     parser.add_argument("--num-gradients", type=int, help="per chain, instead of the task's")
     parser.add_argument("--ensembles", type=Path, help="folder that keeps the trained ensembles")
-    parser.add_argument("--output", type=Path)
-    parser.add_argument("--table", type=Path, help="print the table of this file and stop")
-    arguments = parser.parse_args()
+    arguments = records.arguments_of(parser)
     task = arguments.task
     cells = [
         {
@@ -296,9 +294,8 @@ def main():
         for method in arguments.methods
         for step_size in (arguments.step_sizes if method in METHODS else [None])
     ]
-    path, missing = (arguments.table, []) if arguments.table else (arguments.output, cells)
     run = functools.partial(run_cell, ensembles=arguments.ensembles)
-    found = records.complete(path, missing, run, "lppd")
+    found = records.complete(arguments, cells, run, "lppd")
     print(table(found))
 
 

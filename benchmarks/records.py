@@ -1,5 +1,6 @@
 """What every benchmark writes down: one JSON line per run, with what it was run on."""
 
+import argparse
 import json
 import platform
 import subprocess
@@ -47,8 +48,15 @@ def append(path: Path | None, record: dict[str, Any]):
         lines.write(("\n" if is_cut else "") + json.dumps(record) + "\n")
 
 
+def arguments_of(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """Parse the command line, with the options that `complete` reads."""
+    parser.add_argument("--output", type=Path, help="JSON lines, read first and appended to")
+    parser.add_argument("--table", type=Path, help="print the table of this file and stop")
+    return parser.parse_args()
+
+
 def complete(
-    path: Path | None,
+    arguments: argparse.Namespace,
     cells: Iterable[dict[str, Any]],
     run: Callable[[dict[str, Any]], dict[str, Any]],
     told: str,
@@ -56,19 +64,22 @@ def complete(
     """Run the cells that a file lacks, and give its records with the new ones.
 
     Args:
-        path: of the records; None writes none.
+        arguments: of `arguments_of`. With `--table` nothing runs, without `--output` nothing is
+            written.
         cells: what is asked for.
         run: what a cell gives.
         told: field that is printed after each cell.
     """
-    found = read(path)
+    if arguments.table:
+        return read(arguments.table)
+    found = read(arguments.output)
     # A cell that a signal has cut short is not recorded.
     warnings.filterwarnings("error", message="`sample` ended early")
     for cell in cells:
         if any(record["cell"] == cell for record in found):
             continue
         record = {"cell": cell, **run(cell), **environment()}
-        append(path, record)
+        append(arguments.output, record)
         found.append(record)
         jax.clear_caches()
         print(*cell.values(), told, record[told], flush=True)

@@ -11,7 +11,6 @@ left: b^2 is the mean squared relative error of the variances over the coordinat
 
 import argparse
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -157,16 +156,13 @@ def main():
     parser = argparse.ArgumentParser(description="Variances under little noise.")
     parser.add_argument("--num-chains", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", type=Path)
-    parser.add_argument("--table", type=Path, help="print the table of this file and stop")
-    arguments = parser.parse_args()
+    arguments = records.arguments_of(parser)
     cells = [
         {"case": name, "method": method, "num_chains": arguments.num_chains, "seed": arguments.seed}
         for name in cases()
         for method in METHODS
     ]
-    path, missing = (arguments.table, []) if arguments.table else (arguments.output, cells)
-    found = records.complete(path, missing, run_cell, "b2")
+    found = records.complete(arguments, cells, run_cell, "b2")
     print(table(found))
 
 

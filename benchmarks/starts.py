@@ -198,13 +198,10 @@ def main():
     parser = argparse.ArgumentParser(description="Starts near and far.")
     parser.add_argument("--problems", nargs="+", choices=PROBLEMS, default=list(PROBLEMS))
     parser.add_argument("--samplers", nargs="+", default=["psmile", "smile"])
-    parser.add_argument("--output", type=Path)
-    parser.add_argument("--table", type=Path, help="print the table of this file and stop")
-    arguments = parser.parse_args()
+    arguments = records.arguments_of(parser)
     places = itertools.product(arguments.problems, arguments.samplers, STARTS)
     cells = [{"problem": p, "sampler": s, "start": start} for p, s, start in places]
-    path, missing = (arguments.table, []) if arguments.table else (arguments.output, cells)
-    found = records.complete(path, missing, run, "on_its_way")
+    found = records.complete(arguments, cells, run, "on_its_way")
     print(table(found))
 
 

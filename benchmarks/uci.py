@@ -418,12 +418,9 @@ def main():
     parser.add_argument("--num-chains", type=int, default=10)
     parser.add_argument("--epoch-wise", action="store_true", help="count passes, not steps")
     parser.add_argument("--num-gradients", type=int, help="per chain, instead of the protocol's")
-    parser.add_argument("--output", type=Path)
-    parser.add_argument("--table", type=Path, help="print the table of this file and stop")
-    arguments = parser.parse_args()
+    arguments = records.arguments_of(parser)
     cells = cells_of(arguments)
-    path, missing = (arguments.table, []) if arguments.table else (arguments.output, cells)
-    found = records.complete(path, missing, run_cell, "lppd")
+    found = records.complete(arguments, cells, run_cell, "lppd")
     print(table(found, arguments.protocol, arguments.num_chains, arguments.epoch_wise))
 
 

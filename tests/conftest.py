@@ -1,4 +1,4 @@
-"""Eight virtual CPU devices for the whole suite, and no silent broadcasting."""
+"""Eight virtual CPU devices, no silent broadcasting, and short windows for modules that ask."""
 
 import jax
 import pytest
