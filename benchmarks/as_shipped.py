@@ -30,30 +30,31 @@ class ShippedState(NamedTuple):
 
     squares: Any
 
-    def scale(self) -> Any:
-        """Sigma within absolute bounds over its root mean square."""
+    def inverse_scale(self) -> Any:
+        """Root mean square of sigma over sigma, which is within absolute bounds."""
         sigma = jax.tree.map(lambda v: jnp.clip(jnp.sqrt(v), *BOUNDS), self.squares)
         size = sum(leaf.size for leaf in jax.tree.leaves(sigma))
         rms = jnp.sqrt(sum(jnp.sum(x**2) for x in jax.tree.leaves(sigma)) / size)
-        return jax.tree.map(lambda x: x / rms, sigma)
+        return jax.tree.map(lambda x: rms / x, sigma)
 
 
 def shipped_noise() -> Preconditioner:
     """The published preconditioner: no mean, no correction of the start, absolute bounds."""
 
-    def observe(state, gradient, trust, counts, anew):
-        del trust, anew
+    def observe(state, gradient, worth, direction):
+        del direction
 
         def leaf(square, g):
             shifted = DECAY * (-jnp.clip(g, -LARGEST_GRADIENT, LARGEST_GRADIENT) - 1)
             blended = DECAY * square + (1 - DECAY) * shifted**2
-            return jnp.where(counts, jnp.maximum(blended, SMALLEST_SQUARE), square)
+            return jnp.where(worth.counts, jnp.maximum(blended, SMALLEST_SQUARE), square)
 
         return ShippedState(jax.tree.map(leaf, state.squares, gradient))
 
     return Preconditioner(
         init=lambda params: ShippedState(jax.tree.map(jnp.ones_like, params)),
         whiten=whiten,
+        deviation=lambda state, gradient: None,
         observe=observe,
     )
 

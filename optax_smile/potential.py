@@ -106,7 +106,8 @@ def energy(potential: Potential, mean_loss: jax.Array, params: optax.Params) -> 
         lambda m, x: jnp.broadcast_to(jnp.asarray(m, x.dtype), x.shape), mean, params
     )
     displacement = jax.tree.map(jnp.subtract, params, centre)
-    return energy_change(potential, mean_loss, prior_change(potential, centre, displacement))
+    terms = prior_terms(potential, centre, displacement)
+    return energy_change(potential, mean_loss, _tree.total(terms))
 
 
 def gradient(
@@ -121,19 +122,20 @@ def gradient(
     return jax.tree.map(leaf, *_prior(potential, params), mean_loss_gradient, params)
 
 
-def prior_change(
+def prior_terms(
     potential: Potential, params: optax.Params, displacement: optax.Updates
-) -> jax.Array:
+) -> optax.Updates:
     """Compute what a displacement from `params` adds to the prior's part of the energy, in nats.
 
-    As the sum of precision * displacement * (params - mean + displacement / 2): the difference of
-    the two squared norms loses half a nat in float32 at 10^7 parameters.
+    As terms precision * displacement * (params - mean + displacement / 2), one for each parameter,
+    of which the sum counts: the difference of the two squared norms loses half a nat in float32 at
+    10^7 parameters.
     """
 
     def leaf(precision, mean, x, dx):
         return (precision * dx * (x - mean + dx / 2)).astype(x.dtype)
 
-    return _tree.total(jax.tree.map(leaf, *_prior(potential, params), params, displacement))
+    return jax.tree.map(leaf, *_prior(potential, params), params, displacement)
 
 
 def energy_change(

@@ -14,6 +14,7 @@ from jax.sharding import AxisType
 import optax_smile
 from optax_smile import _tree
 from optax_smile.stages import momentum
+from optax_smile.stages.evidence import Sums
 
 NUM_PARAMETERS = 10**7
 COSINES = (-1, -0.9, -1e-3, 0, 1e-3, 0.9, 1)
@@ -74,7 +75,8 @@ def kick_and_turn(state, g, *lengths) -> Any:
     for length in lengths:
         heading, change = momentum.kick(heading, jnp.asarray(length, u.dtype), u.size)
         gained.append(change)
-    return momentum.turn(u, g, heading), heading, gained
+    opened = momentum.Opened(heading, gained[-1], *[jnp.zeros(())] * 3)
+    return momentum.turn(state, opened, g, None, u).direction, heading, gained
 
 
 # The kinetic energy in float32.
@@ -111,7 +113,7 @@ def test_kick_gives_that_kinetic_energy(p):
         return jnp.full(shape, x, jnp.float32)
 
     heading = momentum.Heading(
-        full(p), full(1), full(0), jnp.ones(shape, bool), full(norm), full(1)
+        full(p), full(1), full(0), full(0), jnp.ones(shape, bool), full(norm), full(1)
     )
     _, got = momentum.kick(heading, jnp.asarray(length), NUM_PARAMETERS)
     delta = length.astype(float) * float(norm) / (NUM_PARAMETERS - 1)
@@ -567,9 +569,8 @@ def test_explicit_noise_differs_between_calls_and_starts_with_the_second():
 
 
 def test_isotropic_noise_of_a_network_has_unit_covariance():
-    """Leaves that are drawn together, and one on its own whose rows leave bits over."""
+    """Signs of neighbours, of other leaves and of other keys have nothing to do with each other."""
     tree = {"w": jnp.zeros((20, 10)), "large": jnp.zeros((800, 45)), "b": jnp.zeros(()), "v": {}}
-    assert tree["large"].size > _tree.SMALL_LEAF
     draw = jax.jit(_tree.isotropic_like)
     draws = [draw(key, tree) for key in jax.random.split(jax.random.key(0), 400)]
     parts = [[*np.ravel(x["w"]), x["b"], *np.ravel(x["large"][:4])] for x in draws]
@@ -605,18 +606,33 @@ def matched_cosine(turn_rate, step_size, size, num_chains):
         direction=jnp.full(size, size**-0.5), moving=jnp.ones((), bool), drift_index=jnp.int32(1)
     )
     gradient = jax.random.normal(jax.random.key(1), (size,))
-    square = jnp.sum(gradient**2)
-    along: Any = state.direction
-    heading = momentum.heading(state, jnp.ones(()), jnp.vdot(along, gradient), square)
+    u: Any = state.direction
 
     def cosine(key):
-        noisy, _ = momentum.diffuse(
-            state, scheme, heading, gradient, "matched", jnp.float32(turn_rate), key
+        noise = _tree.isotropic_like(key, u)
+        sums = Sums(
+            direction_square=jnp.vdot(u, u),
+            direction_dot_gradient=jnp.vdot(u, gradient),
+            gradient_square=jnp.vdot(gradient, gradient),
+            params_square=jnp.zeros(()),
+            loss_square=jnp.zeros(()),
+            prior_change=jnp.zeros(()),
+            deviation_square=jnp.zeros(()),
+            noise_square=jnp.vdot(noise, noise),
+            noise_dot_direction=jnp.vdot(noise, u),
+            noise_dot_gradient=jnp.vdot(noise, gradient),
         )
-        u: Any = noisy.direction
-        return jnp.vdot(u, along) / jnp.linalg.norm(u)
+        heading = momentum.heading(state, *sums[:3])
+        rate = jnp.float32(turn_rate)
+        towards = momentum.diffuse(state, scheme, heading, sums, "matched", rate)
+        opened = momentum.Opened(towards, *[jnp.zeros(())] * 4)
+        turned: Any = momentum.turn(state, opened, gradient, noise, params).direction
+        # What the scalars say of the tree is so.
+        told = jnp.vdot(turned, -gradient) / jnp.linalg.norm(gradient) - towards.cosine
+        return jnp.vdot(turned, u), jnp.abs(jnp.linalg.norm(turned) - 1), jnp.abs(told)
 
-    cosines = jax.vmap(cosine)(jax.random.split(jax.random.key(0), num_chains))
+    cosines, *errors = jax.vmap(cosine)(jax.random.split(jax.random.key(0), num_chains))
+    assert max(float(jnp.max(error)) for error in errors) < 1e-5
     return float(jnp.mean(cosines)), float(jnp.std(cosines)) / num_chains**0.5
 
 

@@ -26,15 +26,16 @@ class Fixed(NamedTuple):
 
     known: Any
 
-    def scale(self):
-        return self.known
+    def inverse_scale(self):
+        return jax.tree.map(lambda x: 1 / x, self.known)
 
 
 def fixed_scale(known) -> Preconditioner:
     return Preconditioner(
         init=lambda params: Fixed(known),
         whiten=whiten,
-        observe=lambda state, gradient, trust, counts, anew: state,
+        deviation=lambda state, gradient: None,
+        observe=lambda state, gradient, worth, direction: state,
     )
 
 

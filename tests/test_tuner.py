@@ -294,7 +294,7 @@ def evidence(change, state, num_calls=1000, smallest_factor=0.0, is_known=True):
         turns=shown.init(jnp.dtype("float32")).turns,
         descent=shown.init(jnp.dtype("float32")).descent,
         trust=jnp.float32(1),
-        counts=jnp.ones((), bool),
+        worth=shown.Worth(jnp.float32(1), jnp.ones((), bool), jnp.zeros((), bool), jnp.float32(0)),
         num_calls=jnp.asarray(num_calls, jnp.int32),
         base=jnp.float32(0.25),
         resolution=jnp.asarray(0.25 * smallest_factor, jnp.float32),
@@ -407,7 +407,7 @@ def slow_turns(rates):
 def average_all(rates, kept):
     def step(state, given):
         rate, keep = given
-        sums = shown.Sums(*[jnp.ones(())] * 5)
+        sums = shown.Sums(*[jnp.ones(())] * 10)
         state = shown.observe_turn(state, rate, shown.trust(state, rate, sums, jnp.int32(0)), keep)
         return state, state
 

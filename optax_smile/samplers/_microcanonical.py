@@ -58,11 +58,11 @@ class MicrocanonicalState(NamedTuple):
 
     def last_accepted(self, params: optax.Params) -> optax.Params:
         """Start of the open step, see `optax_smile.last_accepted`."""
-        return momentum.step_start(self.momentum, params, _scale(self.preconditioner))
+        return momentum.step_start(self.momentum, params, _inverse_scale(self.preconditioner))
 
 
-def _scale(state: Any) -> optax.Updates | None:
-    return None if state is None else state.scale()
+def _inverse_scale(state: Any) -> optax.Updates | None:
+    return None if state is None else state.inverse_scale()
 
 
 def compose(
@@ -106,6 +106,21 @@ def compose(
         keys = jax.random.split(_call.key(name, data, seed), 3 if guardrail.uses_key else 2)
         return jax.random.key_data(keys[0]), keys[1], keys[-1]
 
+    def look(updates: Any, params: Any, here: Any, scale: Any, noise: Any) -> evidence.Seen:
+        """Collect the trees of a call; nothing is computed before it is used."""
+        gradient = potential.gradient(posterior, updates, params)
+        back = jax.tree.map(jnp.negative, momentum.last_drift(here, _inverse_scale(scale)))
+        return evidence.Seen(
+            direction=here.direction,
+            gradient=preconditioner.whiten(scale, gradient),
+            noise=noise,
+            params=params,
+            loss_gradient=jax.tree.map(lambda g, x: g.astype(x.dtype), updates, params),
+            energy_gradient=gradient,
+            deviation=preconditioner.deviation(scale, gradient),
+            prior_terms=potential.prior_terms(posterior, params, back),
+        )
+
     def init(params: Any) -> Any:
         _tree.check_params(name, params, smallest=2)
         potential.check_prior(name, posterior, params)
@@ -132,42 +147,42 @@ def compose(
             _warn_without_value(name)
         key, noise_key, reset_key = split(state.key)
 
-        # Whiten: the gradient in the coordinates in which the chain moves.
-        raw = potential.gradient(posterior, updates, params)
-        gradient = preconditioner.whiten(state.preconditioner, raw)
-        sums = evidence.measure(here.direction, gradient, params, updates)
+        # Look at the trees: every inner product in one pass over memory.
+        noise = momentum.draw(noise_key, params)
+        trees = updates, params, here, state.preconditioner
+        sums = evidence.measure(look(*trees, noise))
 
         # Close the step that ends here, and keep or undo it by the energy that it gained.
         closed = momentum.close(here, sums)
         error = evidence.energy_error(posterior, past.open_step, closed, sums, value)
         guard, undo = guardrail.judge(state.guardrail, error, past.energies)
 
-        # Choose the length of the next step.
+        # Choose the length of the next step, and open it.
         base = jnp.asarray(step_size_at(state.num_steps), here.step_length.dtype)
         shown = evidence.show(past, closed, error, sums, base, state.last_call.num_calls, ~undo)
         tuned = tuner.update(state.tuner, shown)
         length = base * tuned.step_size_factor * guard.step_backoff
+        opened = momentum.open(here, closed, length, sums, evidence.usual_rate(shown))
 
-        # Open the next step, or stand where the undone one began.
-        seen = shown.trust, shown.counts, shown.descent.on_its_way
-        noise = preconditioner.observe(state.preconditioner, raw, *seen)
-        rate = evidence.usual_rate(shown)
-        opened = momentum.open(here, closed, length, gradient, params, rate, noise_key)
-        step = evidence.proceed(past.open_step, closed, opened, value)
-        kept = opened.state, noise, step, _tree.count(state.num_steps, closed.opens_step)
+        # Move: every array in a second pass; an undone call stands where its step began.
+        updates, params, here, scale = _tree.fence(trees)
+        seen = look(updates, params, here, scale, noise)
+        turned = momentum.turn(here, opened, seen.gradient, noise, params)
+        step = evidence.proceed(past.open_step, closed, opened, sums, value)
+        kept = turned, step, _tree.count(state.num_steps, closed.opens_step)
         stopped = momentum.stop(here, length, guardrail.restarts_moving)
-        undone = stopped, state.preconditioner, past.open_step, state.num_steps
-        after, noise, step, num_steps = _tree.where(undo, undone, kept)
+        undone = stopped, past.open_step, state.num_steps
+        after, step, num_steps = _tree.where(undo, undone, kept)
+        scale = preconditioner.observe(scale, seen.energy_gradient, shown.worth, after.direction)
 
-        move = momentum.displace(undo, here, after, params, _scale(noise))
-        change = potential.prior_change(posterior, params, move)
+        move = momentum.displace(undo, here, after, params, _inverse_scale(scale))
         direction = guardrail.redirect(undo, after.direction, reset_key)
         return move, MicrocanonicalState(
-            preconditioner=noise,
+            preconditioner=scale,
             momentum=after._replace(direction=direction),
             guardrail=guard,
             tuner=tuned,
-            evidence=evidence.remember(past, shown, step, change, guardrail.winsor_quantile),
+            evidence=evidence.remember(past, shown, step, guardrail.winsor_quantile),
             num_steps=num_steps,
             key=key,
             last_call=_told(shown, closed, after, undo, value),

@@ -34,6 +34,30 @@ SMALLEST_SHARE = 0.03
 PATIENCE = 100
 
 
+class Seen(NamedTuple):
+    """The trees of a call, all like the parameters.
+
+    Attributes:
+        direction: u.
+        gradient: of the energy, in whitened coordinates.
+        noise: explicit noise, or None.
+        params: the parameters.
+        loss_gradient: of the mean loss.
+        energy_gradient: of the energy.
+        deviation: of that from what the preconditioner expected, or None.
+        prior_terms: what the last drift, backwards, would add to the prior's part of the energy.
+    """
+
+    direction: optax.Updates
+    gradient: optax.Updates
+    noise: optax.Updates | None
+    params: optax.Params
+    loss_gradient: optax.Updates
+    energy_gradient: optax.Updates
+    deviation: optax.Updates | None
+    prior_terms: optax.Updates
+
+
 class Sums(NamedTuple):
     """Inner products over all parameters: one pass over the trees.
 
@@ -43,6 +67,11 @@ class Sums(NamedTuple):
         gradient_square: of the whitened gradient with itself.
         params_square: of the parameters with themselves.
         loss_square: of the gradient of the mean loss with itself.
+        prior_change: what the last drift added to the prior's part of the energy, nats.
+        deviation_square: of what the preconditioner did not expect with itself; 0 without one.
+        noise_square: of the explicit noise with itself; 0 without.
+        noise_dot_direction: of it with u, likewise.
+        noise_dot_gradient: of it with the whitened gradient, likewise.
     """
 
     direction_square: jax.Array
@@ -50,6 +79,11 @@ class Sums(NamedTuple):
     gradient_square: jax.Array
     params_square: jax.Array
     loss_square: jax.Array
+    prior_change: jax.Array
+    deviation_square: jax.Array
+    noise_square: jax.Array
+    noise_dot_direction: jax.Array
+    noise_dot_gradient: jax.Array
 
 
 class OpenStep(NamedTuple):
@@ -60,7 +94,8 @@ class OpenStep(NamedTuple):
             something where `opening_known`.
         opening_known: whether that call was given one.
         kinetic_change: kinetic energy that its kicks have added so far, nats.
-        prior_change: what its drifts have added to the prior's part of the energy, nats.
+        prior_change: what its drifts but the last have added to the prior's part of the energy,
+            nats.
     """
 
     opening_value: jax.Array
@@ -146,6 +181,23 @@ class EvidenceState(NamedTuple):
     descent: DescentAverage
 
 
+class Worth(NamedTuple):
+    """What a gradient is worth to the averages of a preconditioner.
+
+    Attributes:
+        trust: what the deviation of an outlying one is to be multiplied with, in (0, 1]; 0 if it
+            says nothing.
+        counts: whether it enters: it says something, and belongs to the end of a step that is kept.
+        anew: whether the chain is still on its way, where averages say nothing of the posterior.
+        square: of its deviation, summed over all parameters; 0 without one.
+    """
+
+    trust: jax.Array
+    counts: jax.Array
+    anew: jax.Array
+    square: jax.Array
+
+
 class Evidence(NamedTuple):
     """What one call shows.
 
@@ -156,9 +208,8 @@ class Evidence(NamedTuple):
         turns: average of that, with this gradient where the call is kept.
         descent: averages of the energy that is lost, likewise.
         trust: what this gradient counts for in averages, in [0, 1].
+        worth: the same for those of the preconditioner.
         num_calls: calls of `update` before this one, int32.
-        counts: whether it is to enter the averages of the noise: it says something, and belongs to
-            the end of a step.
         base: the user's step size, which the factor multiplies.
         resolution: step size below which the parameters stop moving in their precision.
     """
@@ -169,7 +220,7 @@ class Evidence(NamedTuple):
     turns: TurnAverage
     descent: DescentAverage
     trust: jax.Array
-    counts: jax.Array
+    worth: Worth
     num_calls: jax.Array
     base: jax.Array
     resolution: jax.Array
@@ -199,20 +250,28 @@ def no_step(dtype: jnp.dtype) -> OpenStep:
     )
 
 
-def measure(
-    direction: optax.Updates,
-    gradient: optax.Updates,
-    params: optax.Params,
-    loss_gradient: optax.Updates,
-) -> Sums:
+def measure(seen: Seen) -> Sums:
     """Compute the inner products that a call needs."""
-    return Sums(
-        direction_square=_tree.inner(direction, direction),
-        direction_dot_gradient=_tree.inner(direction, gradient),
-        gradient_square=_tree.inner(gradient, gradient),
-        params_square=_tree.inner(params, params),
-        loss_square=_tree.inner(loss_gradient, loss_gradient),
+
+    def product(first: Any, second: Any) -> Any:
+        return None if first is None else jax.tree.map(jnp.multiply, first, second)
+
+    terms: Any = Sums(
+        direction_square=product(seen.direction, seen.direction),
+        direction_dot_gradient=product(seen.direction, seen.gradient),
+        gradient_square=product(seen.gradient, seen.gradient),
+        params_square=product(seen.params, seen.params),
+        loss_square=product(seen.loss_gradient, seen.loss_gradient),
+        prior_change=jax.tree.map(jnp.negative, seen.prior_terms),
+        deviation_square=product(seen.deviation, seen.deviation),
+        noise_square=product(seen.noise, seen.noise),
+        noise_dot_direction=product(seen.noise, seen.direction),
+        noise_dot_gradient=product(seen.noise, seen.gradient),
     )
+    known = [tree is not None for tree in terms]
+    found = iter(_tree.sums([tree for tree in terms if tree is not None]))
+    zero = jnp.zeros((), _tree.dtype(seen.params))
+    return Sums(*(next(found) if is_known else zero for is_known in known))
 
 
 def settled(averages: EnergyAverages) -> jax.Array:
@@ -220,8 +279,10 @@ def settled(averages: EnergyAverages) -> jax.Array:
     return averages.num_energies >= ENERGIES_TO_SETTLE
 
 
-def proceed(step: OpenStep, closed: Any, opened: Any, value: jax.Array | None) -> OpenStep:
-    """Account for the kicks of a call; where it opens a step, for that step alone.
+def proceed(
+    step: OpenStep, closed: Any, opened: Any, sums: Sums, value: jax.Array | None
+) -> OpenStep:
+    """Account for the kicks and the drift of a call; where it opens a step, for that step alone.
 
     `closed` and `opened` are what the momentum answers, see `Momentum`.
     """
@@ -232,7 +293,7 @@ def proceed(step: OpenStep, closed: Any, opened: Any, value: jax.Array | None) -
         opening_value=at,
         opening_known=jnp.where(opens, value is not None, step.opening_known),
         kinetic_change=jnp.where(opens, opened.kinetic_change, kinetic_change),
-        prior_change=jnp.where(opens, 0, step.prior_change),
+        prior_change=jnp.where(opens, 0, step.prior_change + sums.prior_change),
     )
 
 
@@ -383,13 +444,15 @@ def energy_error(
         sums: finite where the gradient is.
         value: mean loss at its end, or None.
     """
+    given = *sums, closed.kinetic_change
     if value is None:
-        return error(None, closed.step_end, (*sums, closed.kinetic_change))
+        return error(None, closed.step_end, given)
     loss_change = value - step.opening_value
-    change = potential.energy_change(posterior, loss_change, step.prior_change)
+    prior_change = step.prior_change + sums.prior_change
+    change = potential.energy_change(posterior, loss_change, prior_change)
     change += step.kinetic_change + closed.kinetic_change
     known = closed.step_end & step.opening_known
-    return error(change, known, (*sums, closed.kinetic_change, value))
+    return error(change, known, (*given, value))
 
 
 def show(
@@ -412,7 +475,12 @@ def show(
         turns=turns,
         descent=descent,
         trust=trusted,
-        counts=closed.opens_step & (trusted > 0),
+        worth=Worth(
+            trust=trusted,
+            counts=closed.opens_step & (trusted > 0) & kept,
+            anew=descent.on_its_way & kept,
+            square=sums.deviation_square,
+        ),
         num_calls=num_calls,
         base=base,
         resolution=_call.resolution(sums.params_square),
@@ -420,15 +488,11 @@ def show(
 
 
 def remember(
-    past: EvidenceState,
-    shown: Evidence,
-    open_step: OpenStep,
-    prior_change: jax.Array,
-    cap: float | jax.Array,
+    past: EvidenceState, shown: Evidence, open_step: OpenStep, cap: float | jax.Array
 ) -> EvidenceState:
-    """Keep what a call showed; `prior_change` is that of its drift, nats."""
+    """Keep what a call showed."""
     return EvidenceState(
-        open_step=open_step._replace(prior_change=open_step.prior_change + prior_change),
+        open_step=open_step,
         energies=observe_energy(past.energies, shown.error, cap),
         turns=shown.turns,
         descent=shown.descent,

@@ -1,8 +1,8 @@
 """Stage 2: the microcanonical momentum, a unit vector u over the whole parameter tree.
 
 A **kick** turns u towards the descent direction e of the energy, a **drift** moves the
-parameters along u. Kicks of one gradient all happen in the plane of u and e: they are computed
-with scalars (`Heading`), and u itself is turned once per call (`turn`).
+parameters along u. What becomes of u in a call lies in the space of u, e and the explicit noise:
+it is computed with scalars (`Heading`), and u itself is turned once (`turn`).
 """
 
 from collections.abc import Callable
@@ -47,21 +47,29 @@ MATCHED = "matched"
 
 
 class Momentum(NamedTuple):
-    """How a chain moves: pure functions.
+    """How a chain moves: pure functions, most of them on scalars alone.
 
     Attributes:
         init: `init(params, step_length)`, at rest.
+        draw: `draw(key, params)`, the explicit noise of a call, a tree like the parameters, or
+            None.
+        last_drift: `last_drift(state, inverse_scale)`, the displacement that ends where a call
+            begins.
         close: `close(state, sums)`, what becomes of the momentum where the open step ends.
-        open: `open(state, closed, step_length, gradient, params, turn_rate, key)`, on to the next
-            drift.
+        open: `open(state, closed, step_length, sums, turn_rate)`, on to the next drift.
+        turn: `turn(state, opened, gradient, noise, params)`, the state with that drift under way.
         stop: `stop(state, step_length, moving)`, where an undone step began.
-        displace: `displace(undo, before, after, params, scale)`, the next drift, or the way back.
+        displace: `displace(undo, before, after, params, inverse_scale)`, the next drift, or the
+            way back.
         uses_key: whether it draws random numbers.
     """
 
     init: Callable[..., "MomentumState"]
+    draw: Callable[..., optax.Updates | None]
+    last_drift: Callable[..., optax.Updates]
     close: Callable[..., "Closed"]
     open: Callable[..., "Opened"]
+    turn: Callable[..., "MomentumState"]
     stop: Callable[..., "MomentumState"]
     displace: Callable[..., optax.Updates]
     uses_key: bool
@@ -86,26 +94,24 @@ def microcanonical(
     """
     scheme = check(where, integrator, decoherence_length, has_key)
 
-    def close(state, sums):
-        return _close(state, scheme, sums)
+    def draw(key, params):
+        return None if decoherence_length is None else _tree.isotropic_like(key, params)
 
-    def open_(state, closed, step_length, gradient, params, turn_rate, key):
-        turned = closed.heading
+    def open_(state, closed, step_length, sums, turn_rate):
+        towards = closed.heading
         if decoherence_length is not None:
-            state, turned = diffuse(
-                state, scheme, turned, gradient, decoherence_length, turn_rate, key
-            )
-        return advance(state, scheme, turned, step_length, gradient, params)
-
-    def displace(undo, before, after, params, scale):
-        return _displace(undo, before, after, scheme, params, scale)
+            towards = diffuse(state, scheme, towards, sums, decoherence_length, turn_rate)
+        return advance(state, scheme, towards, step_length, closed.num_parameters)
 
     return Momentum(
         init=lambda params, step_length: init(params, scheme, step_length),
-        close=close,
+        draw=draw,
+        last_drift=lambda state, scale: last_drift(state, scheme, scale),
+        close=lambda state, sums: _close(state, scheme, sums),
         open=open_,
+        turn=turn,
         stop=stop,
-        displace=displace,
+        displace=lambda *arguments: _displace(scheme, *arguments),
         uses_key=decoherence_length is not None,
     )
 
@@ -131,12 +137,13 @@ class MomentumState(NamedTuple):
 
 
 class Heading(NamedTuple):
-    """The unit momentum in the plane of its old direction u and the descent direction e.
+    """The unit momentum by its old direction u, the descent direction e and the explicit noise z.
 
     Attributes:
         cosine: between the momentum and e.
         along_old: coefficient of the old unit direction.
         along_descent: coefficient of e.
+        along_noise: coefficient of z, which is no unit vector.
         moving: whether there is a direction at all.
         gradient_norm: of the whitened gradient, nats per unit length.
         old_norm: norm of the tree that holds the old direction, which rounding keeps off 1.
@@ -145,6 +152,7 @@ class Heading(NamedTuple):
     cosine: jax.Array
     along_old: jax.Array
     along_descent: jax.Array
+    along_noise: jax.Array
     moving: jax.Array
     gradient_norm: jax.Array
     old_norm: jax.Array
@@ -178,12 +186,18 @@ class Opened(NamedTuple):
     """The momentum before the next drift.
 
     Attributes:
-        state: with the drift under way.
-        kinetic_change: energy gained by the opening kick, nats.
+        heading: after the opening kick.
+        kinetic_change: energy gained by that kick, nats.
+        begins: whether the drift is the first of a step.
+        drift_index: its number, from 1 on.
+        step_length: of the step that it belongs to.
     """
 
-    state: MomentumState
+    heading: Heading
     kinetic_change: jax.Array
+    begins: jax.Array
+    drift_index: jax.Array
+    step_length: jax.Array
 
 
 def init(params: optax.Params, integrator: Integrator, step_length: jax.Array) -> MomentumState:
@@ -206,11 +220,18 @@ def _lengths(fractions: tuple[float, ...], state: MomentumState) -> jax.Array:
 
 
 def drift(
-    direction: optax.Updates, length: jax.Array, scale: optax.Updates | None
+    direction: optax.Updates, length: jax.Array, inverse_scale: optax.Updates | None
 ) -> optax.Updates:
     """Displacement of a drift: length times u in whitened coordinates, over s in the parameters."""
     moved = jax.tree.map(lambda u: (length * u).astype(u.dtype), direction)
-    return moved if scale is None else jax.tree.map(jnp.divide, moved, scale)
+    return moved if inverse_scale is None else jax.tree.map(jnp.multiply, moved, inverse_scale)
+
+
+def last_drift(
+    state: MomentumState, integrator: Integrator, inverse_scale: optax.Updates | None
+) -> optax.Updates:
+    """Displacement of the drift that ends where a call begins; zero if no step is open."""
+    return drift(state.direction, _lengths(integrator.drifts, state), inverse_scale)
 
 
 def is_step_end(state: MomentumState, integrator: Integrator) -> jax.Array:
@@ -237,6 +258,7 @@ def heading(
         cosine=jnp.where(state.moving, jnp.clip(cosine, -1, 1), 0),
         along_old=jnp.where(state.moving, jnp.ones_like(cosine), 0),
         along_descent=jnp.zeros_like(cosine),
+        along_noise=jnp.zeros_like(cosine),
         moving=state.moving,
         gradient_norm=gradient_norm,
         old_norm=old_norm,
@@ -275,26 +297,47 @@ def kick(towards: Heading, length: jax.Array, num_parameters: int) -> tuple[Head
         cosine=jnp.where(starts, 1, jnp.clip(old * p + descent, -1, 1)),
         along_old=jnp.where(starts, 0, old * towards.along_old),
         along_descent=jnp.where(starts, 1, old * towards.along_descent + descent),
+        along_noise=jnp.where(starts, 0, old * towards.along_noise),
         moving=towards.moving | starts,
     )
     return kicked, (num_parameters - 1) * log_growth(p, delta)
 
 
-def turn(direction: optax.Updates, gradient: optax.Updates, towards: Heading) -> optax.Updates:
-    """Carry out the kicks of a heading on the tree, with |u| = 1 restored."""
+def turn(
+    state: MomentumState,
+    opened: Opened,
+    gradient: optax.Updates,
+    noise: optax.Updates | None,
+    params: optax.Params,
+) -> MomentumState:
+    """Carry out on the trees what became of the momentum, with |u| = 1 restored."""
+    towards, anchor = opened.heading, None
 
     def over(coefficient, norm):
         return jnp.where(norm > 0, coefficient / jnp.where(norm > 0, norm, 1), 0)
 
     old = over(towards.along_old, towards.old_norm)
     descent = over(towards.along_descent, towards.gradient_norm)
-    return jax.tree.map(lambda u, g: (old * u - descent * g).astype(u.dtype), direction, gradient)
+    direction = jax.tree.map(lambda u, g: old * u - descent * g, state.direction, gradient)
+    if noise is not None:
+        direction = jax.tree.map(lambda u, z: u + towards.along_noise * z, direction, noise)
+    if state.anchor is not None:
+        anchor = _tree.where(opened.begins, params, state.anchor)
+    return MomentumState(
+        direction=jax.tree.map(lambda new, u: new.astype(u.dtype), direction, state.direction),
+        moving=towards.moving,
+        drift_index=opened.drift_index,
+        step_length=opened.step_length,
+        anchor=anchor,
+    )
 
 
 def _close(state: MomentumState, integrator: Integrator, sums: Sums) -> Closed:
     """Kick with the gradient at the end of the last drift; nothing if no step is open."""
     length, num_parameters = _lengths(integrator.kicks[1:], state), _tree.size(state.direction)
-    towards = heading(state, *sums[:3])
+    towards = heading(
+        state, sums.direction_square, sums.direction_dot_gradient, sums.gradient_square
+    )
     kicked, gained = kick(towards, length, num_parameters)
     return Closed(
         heading=kicked,
@@ -312,11 +355,10 @@ def diffuse(
     state: MomentumState,
     integrator: Integrator,
     towards: Heading,
-    gradient: optax.Updates,
+    sums: Sums,
     decoherence_length: float | jax.Array | str,
     turn_rate: jax.Array,
-    key: jax.Array,
-) -> tuple[MomentumState, Heading]:
+) -> Heading:
     """Add explicit isotropic noise where a step has just ended; draw u where the chain is at rest.
 
     u <- (u + nu z) / |u + nu z|, nu^2 = (exp(2 eps / L) - 1) / d, z of covariance I and
@@ -330,17 +372,26 @@ def diffuse(
     else:
         exponent = 2 * length / decoherence_length
     exponent = jnp.minimum(exponent, FORGOTTEN)
-    amplitude = jnp.sqrt(jnp.expm1(exponent) / _tree.size(gradient))
+    amplitude = jnp.sqrt(jnp.expm1(exponent) / _tree.size(state.direction))
     amplitude = jnp.where(towards.moving, amplitude, 1)
-    drawn = _tree.isotropic_like(key, gradient)
-    noisy = jax.tree.map(
-        lambda u, z: (u + amplitude * z).astype(u.dtype),
-        turn(state.direction, gradient, towards),
-        drawn,
+
+    def over(product, norm):
+        return product / jnp.where(norm > 0, norm, 1)
+
+    along_u = over(sums.noise_dot_direction, towards.old_norm)
+    along_e = -over(sums.noise_dot_gradient, towards.gradient_norm)
+    along_momentum = towards.along_old * along_u + towards.along_descent * along_e
+    square = jnp.where(towards.moving, 1, 0) + amplitude * (
+        2 * along_momentum + amplitude * sums.noise_square
     )
-    state = state._replace(direction=noisy, moving=jnp.ones_like(state.moving))
-    square, product = _tree.inner(noisy, noisy), _tree.inner(noisy, gradient)
-    return state, heading(state, square, product, towards.gradient_norm**2)
+    norm = jnp.sqrt(square)
+    return towards._replace(
+        cosine=jnp.clip((towards.cosine + amplitude * along_e) / norm, -1, 1),
+        along_old=towards.along_old / norm,
+        along_descent=towards.along_descent / norm,
+        along_noise=amplitude / norm,
+        moving=jnp.ones_like(towards.moving),
+    )
 
 
 def advance(
@@ -348,22 +399,15 @@ def advance(
     integrator: Integrator,
     towards: Heading,
     step_length: jax.Array,
-    gradient: optax.Updates,
-    params: optax.Params,
+    num_parameters: int,
 ) -> Opened:
     """Open a step where none is under way, else go on with it, up to the next drift."""
-    opens = opens_step(state, integrator)
-    step_length = jnp.where(opens, step_length, state.step_length).astype(state.step_length.dtype)
-    kick_length = jnp.where(opens, integrator.kicks[0] * step_length, 0)
-    towards, gained = kick(towards, kick_length, _tree.size(params))
-    advanced = MomentumState(
-        direction=turn(state.direction, gradient, towards),
-        moving=towards.moving,
-        drift_index=state.drift_index % len(integrator.drifts) + 1,
-        step_length=step_length,
-        anchor=None if state.anchor is None else _tree.where(opens, params, state.anchor),
-    )
-    return Opened(advanced, gained)
+    begins = opens_step(state, integrator)
+    step_length = jnp.where(begins, step_length, state.step_length).astype(state.step_length.dtype)
+    kick_length = jnp.where(begins, integrator.kicks[0] * step_length, 0)
+    towards, gained = kick(towards, kick_length, num_parameters)
+    index = state.drift_index % len(integrator.drifts) + 1
+    return Opened(towards, gained, begins, index, step_length)
 
 
 def stop(state: MomentumState, step_length: jax.Array, moving: bool) -> MomentumState:
@@ -378,35 +422,36 @@ def stop(state: MomentumState, step_length: jax.Array, moving: bool) -> Momentum
 
 
 def _displace(
+    integrator: Integrator,
     undo: jax.Array,
     before: MomentumState,
     after: MomentumState,
-    integrator: Integrator,
     params: optax.Params,
-    scale: optax.Updates | None,
+    inverse_scale: optax.Updates | None,
 ) -> optax.Updates:
     """Displacement that a call answers: the next drift, or the way back to the start of the step.
 
     The way back of a single drift is that drift with its sign changed, by the same operations on
-    the same numbers (`after` and `scale` are those from before an undone call): computed in
+    the same numbers (`after` and the scale are those from before an undone call): computed in
     another way it would miss the start by many units in the last place.
     """
     forth = _lengths(integrator.drifts, after)
     if before.anchor is None:
         back = -_lengths(integrator.drifts, before)
-        return drift(after.direction, jnp.where(undo, back, forth), scale)
-    back = jax.tree.map(jnp.subtract, step_start(before, params, scale), params)
-    return _tree.where(undo, back, drift(after.direction, forth, scale))
+        return drift(after.direction, jnp.where(undo, back, forth), inverse_scale)
+    back = jax.tree.map(jnp.subtract, step_start(before, params, inverse_scale), params)
+    return _tree.where(undo, back, drift(after.direction, forth, inverse_scale))
 
 
 def step_start(
-    state: MomentumState, params: optax.Params, scale: optax.Updates | None
+    state: MomentumState, params: optax.Params, inverse_scale: optax.Updates | None
 ) -> optax.Params:
     """Parameters at the start of the open step, given the scale of its drift; else `params`."""
     is_open = state.drift_index > 0
     if state.anchor is not None:
         return _tree.map_sampled(lambda x, at: jnp.where(is_open, x, at), state.anchor, params)
-    drifted = drift(state.direction, jnp.where(is_open, state.step_length, 0), scale)
+    length = jnp.where(is_open, state.step_length, 0)
+    drifted = drift(state.direction, length, inverse_scale)
     return _tree.map_sampled(lambda move, x: x - move, drifted, params)
 
 

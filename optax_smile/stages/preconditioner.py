@@ -5,6 +5,7 @@ A diagonal scale s brings it closer to that: the sampler works with the whitened
 grad U / s, and divides a displacement by s on its way back to the parameters.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_smile import _tree
+from optax_smile.stages.evidence import Worth
 
 # Bounds of (sigma / rms(sigma))^2: a coordinate without noise moves at most 100 times as far as
 # the typical one, and a few very noisy ones cannot stop the others.
@@ -32,19 +34,20 @@ class Preconditioner(NamedTuple):
     Attributes:
         init: `init(params)`, the first state.
         whiten: `whiten(state, gradient)`, the gradient of the energy over the scale.
-        observe: `observe(state, gradient, trust, counts, anew)`, the next state. `trust` in (0, 1]
-            is what an outlying gradient is to be multiplied with; `counts` is False for one that
-            says nothing, or belongs to a point inside of a step; `anew` is True while the chain is
-            still on its way, where averages say nothing of the posterior.
+        deviation: `deviation(state, gradient)`, by how much a gradient is not what was expected, a
+            tree like it; None where nothing is measured. The driver sums its square.
+        observe: `observe(state, gradient, worth, direction)`, the next state, by the `Worth` of the
+            gradient. `direction` is the new one, made with the scale of `state`.
 
-    A state is None, for a scale of one, or has a method `scale()`, a tree like the parameters. The
-    scale comes from the gradients *before* the one that is whitened: no gradient changes its own
-    coordinates, and a step closes in those in which it drifted.
+    A state is None, for a scale of one, or has a method `inverse_scale()`, a tree like the
+    parameters. The scale comes from the gradients *before* the one that is whitened: no gradient
+    changes its own coordinates, and a step closes in those in which it drifted.
     """
 
     init: Callable[[Any], Any]
     whiten: Callable[[Any, Any], Any]
-    observe: Callable[..., Any]
+    deviation: Callable[[Any, Any], Any]
+    observe: Callable[[Any, Any, Worth, Any], Any]
 
 
 def identity() -> Preconditioner:
@@ -52,20 +55,22 @@ def identity() -> Preconditioner:
     return Preconditioner(
         init=lambda params: None,
         whiten=lambda state, gradient: gradient,
-        observe=lambda state, gradient, trust, counts, anew: None,
+        deviation=lambda state, gradient: None,
+        observe=lambda state, gradient, worth, direction: None,
     )
 
 
 def whiten(state: Any, gradient: optax.Updates) -> optax.Updates:
     """Divide by the scale of a state."""
-    return jax.tree.map(jnp.divide, gradient, state.scale())
+    return jax.tree.map(jnp.multiply, gradient, state.inverse_scale())
 
 
-def relative_scale(
+def inverse_scale(
     variance: optax.Updates, mean: jax.Array, isotropic_weight: jax.Array
 ) -> optax.Updates:
-    """Compute s = sigma / rms(sigma), clipped, a tree like the parameters.
+    """Compute 1 / s for s = sigma / rms(sigma), clipped, a tree like the parameters.
 
+    Not s, by which a gradient and a drift would have to be divided: XLA stores quotients.
     s_i^2 = w + (1 - w) v_i / mean(v), so that mean(s^2) = 1 but for the clipping. As a sum of two
     positive numbers: 1 - (1 - w) would lose all digits of a coordinate with little noise.
 
@@ -81,7 +86,8 @@ def relative_scale(
 
     def leaf(v):
         relative = (offset + slope * v).astype(v.dtype)
-        return jnp.sqrt(jnp.clip(relative, SMALLEST_RELATIVE_VARIANCE, LARGEST_RELATIVE_VARIANCE))
+        bounded = jnp.clip(relative, SMALLEST_RELATIVE_VARIANCE, LARGEST_RELATIVE_VARIANCE)
+        return jax.lax.rsqrt(bounded)
 
     return jax.tree.map(leaf, variance)
 
@@ -101,9 +107,9 @@ class MovingVarianceState(NamedTuple):
     variance_mean: jax.Array
     isotropic_weight: jax.Array
 
-    def scale(self) -> optax.Updates:
-        """Compute the scale s, a tree like the parameters."""
-        return relative_scale(self.gradient_variance, self.variance_mean, self.isotropic_weight)
+    def inverse_scale(self) -> optax.Updates:
+        """Compute one over the scale, a tree like the parameters."""
+        return inverse_scale(self.gradient_variance, self.variance_mean, self.isotropic_weight)
 
 
 def moving_variance(noise_decay: float = NOISE_DECAY) -> Preconditioner:
@@ -125,31 +131,40 @@ def moving_variance(noise_decay: float = NOISE_DECAY) -> Preconditioner:
             isotropic_weight=jnp.ones((), dtype),
         )
 
-    def observe(state, gradient, trust, counts, anew):
-        del anew
-        rate = jnp.where(counts, 1 - noise_decay, 0)
+    def deviation(state, gradient):
+        return jax.tree.map(jnp.subtract, gradient, state.gradient_mean)
+
+    def observe(state, gradient, worth, direction):
+        del direction
+        rate, size = jnp.where(worth.counts, 1 - noise_decay, 0), _tree.size(gradient)
+        # Of a deviation from the old mean, (1 - rate) is left from the new one.
+        left = jnp.square((1 - rate) * worth.trust)
 
         def average(old, new):
-            return (old + rate * (new - old)).astype(old.dtype)
+            return jnp.where(worth.counts, old + rate * (new - old), old).astype(old.dtype)
 
-        mean = jax.tree.map(lambda m, g: average(m, trust * g), state.gradient_mean, gradient)
-        squares = jax.tree.map(lambda g, m: jnp.square(trust * g - m), gradient, mean)
+        deviations = deviation(state, gradient)
         return MovingVarianceState(
-            gradient_mean=mean,
-            gradient_variance=jax.tree.map(average, state.gradient_variance, squares),
-            variance_mean=average(state.variance_mean, _tree.total(squares) / _tree.size(squares)),
+            gradient_mean=jax.tree.map(
+                lambda m, x: average(m, m + worth.trust * x), state.gradient_mean, deviations
+            ),
+            gradient_variance=jax.tree.map(
+                lambda v, x: average(v, left * jnp.square(x)), state.gradient_variance, deviations
+            ),
+            variance_mean=average(state.variance_mean, left * worth.square / size),
             isotropic_weight=average(state.isotropic_weight, 0),
         )
 
-    return Preconditioner(init, whiten, observe)
+    return Preconditioner(init, whiten, deviation, observe)
 
 
 class MeanSquareState(NamedTuple):
     """The scale in use, and what the next one will come from.
 
     Attributes:
-        in_use: the scale s, measured in the window before, a tree like the parameters.
+        in_use: 1 / s by what was measured in the window before, a tree like the parameters.
         mean_square: of the gradients of the open window, or of their differences, likewise.
+        mean: of `mean_square` over all parameters, scalar.
         last_gradient: the one before, likewise; None where differences do not matter.
         num_gradients: how many entered in the open window, int32; -1 before the first difference.
         window: length of the open window in gradients, int32.
@@ -157,13 +172,27 @@ class MeanSquareState(NamedTuple):
 
     in_use: optax.Updates
     mean_square: optax.Updates
+    mean: jax.Array
     last_gradient: optax.Updates | None
     num_gradients: jax.Array
     window: jax.Array
 
-    def scale(self) -> optax.Updates:
-        """Give the scale s, a tree like the parameters."""
+    def inverse_scale(self) -> optax.Updates:
+        """Give one over the scale, a tree like the parameters."""
         return self.in_use
+
+
+def replace(condition: jax.Array, new: Any, old: Any, *after: Any) -> Any:
+    """Take a new tree where a condition holds, made after others that come from the old one.
+
+    Where nothing tells the order XLA's CPU copies the old one instead of writing in its place.
+    """
+
+    def leaf(x, y, *others):
+        is_made = functools.reduce(jnp.logical_and, (other == other for other in others))
+        return jnp.where(condition & is_made, x, y).astype(y.dtype)
+
+    return jax.tree.map(leaf, new, old, *after)
 
 
 def mean_square(differences: bool = False) -> Preconditioner:
@@ -188,39 +217,50 @@ def mean_square(differences: bool = False) -> Preconditioner:
         return MeanSquareState(
             in_use=jax.tree.map(jnp.ones_like, params),
             mean_square=jax.tree.map(jnp.zeros_like, params),
+            mean=jnp.zeros((), _tree.dtype(params)),
             last_gradient=jax.tree.map(jnp.zeros_like, params) if differences else None,
             num_gradients=jnp.full((), none_yet, jnp.int32),
             window=jnp.full((), FIRST_WINDOW, jnp.int32),
         )
 
-    def observe(state, gradient, trust, counts, anew):
-        number = _tree.count(jnp.where(anew, none_yet, state.num_gradients), counts)
-        window = jnp.where(anew, FIRST_WINDOW, state.window)
-        rate = jnp.where(counts & (number > 0), 1 / jnp.maximum(number, 1), 0)
-        last, trusted = None, jax.tree.map(lambda g: (trust * g).astype(g.dtype), gradient)
-        if differences:
-            squares = jax.tree.map(lambda g, h: jnp.square(g - h) / 2, trusted, state.last_gradient)
-            last = _tree.where(counts, trusted, state.last_gradient)
-        else:
-            squares = jax.tree.map(jnp.square, trusted)
+    def deviation(state, gradient):
+        if not differences:
+            return gradient
+        return jax.tree.map(jnp.subtract, gradient, state.last_gradient)
+
+    def observe(state, gradient, worth, direction):
+        number = _tree.count(jnp.where(worth.anew, none_yet, state.num_gradients), worth.counts)
+        window = jnp.where(worth.anew, FIRST_WINDOW, state.window)
+        rate = jnp.where(worth.counts & (number > 0), 1 / jnp.maximum(number, 1), 0)
+        share = rate * jnp.square(worth.trust) / (2 if differences else 1)
+
         # Not q + rate * (new - q), which leaves nothing of a small new after an absurd one.
-        mean = jax.tree.map(
-            lambda q, new: ((1 - rate) * q + rate * new).astype(q.dtype), state.mean_square, squares
-        )
-        measured = relative_scale(
-            mean, _tree.total(mean) / _tree.size(mean), ISOTROPIC / (ISOTROPIC + number)
-        )
+        def average(old, square):
+            return jnp.where(rate > 0, (1 - rate) * old + share * square, old).astype(old.dtype)
+
+        deviations = deviation(state, gradient)
+        squares = jax.tree.map(lambda q, x: average(q, x * x), state.mean_square, deviations)
+        mean = average(state.mean, worth.square / _tree.size(gradient))
+        isotropic_weight = jnp.where(worth.anew, 1, ISOTROPIC / (ISOTROPIC + number))
+        measured = inverse_scale(squares, mean, isotropic_weight)
         closes = number >= window
-        held = jax.tree.map(lambda s: jnp.where(anew, 1, s).astype(s.dtype), state.in_use)
+        last, made = None, [direction]
+        if differences:
+            shortened = jax.tree.map(
+                lambda g, h: worth.trust * g + (1 - worth.trust) * h, gradient, state.last_gradient
+            )
+            last = replace(worth.counts, shortened, state.last_gradient, squares)
+            made.append(last)
         return MeanSquareState(
-            in_use=_tree.where(closes, measured, held),
-            mean_square=mean,
+            in_use=replace(closes | worth.anew, measured, state.in_use, *made),
+            mean_square=squares,
+            mean=mean,
             last_gradient=last,
             num_gradients=jnp.where(closes, 0, number),
             window=jnp.where(closes, jnp.minimum(window + window // 2, LONGEST_WINDOW), window),
         )
 
-    return Preconditioner(init, whiten, observe)
+    return Preconditioner(init, whiten, deviation, observe)
 
 
 def scale_by_gradient_noise() -> optax.GradientTransformation:
@@ -255,7 +295,13 @@ def scale_by_gradient_noise() -> optax.GradientTransformation:
         square = _tree.inner(updates, updates)
         counts = jnp.isfinite(square) & (square >= jnp.finfo(square.dtype).tiny)
         finite = _tree.where(counts, updates, jax.tree.map(jnp.zeros_like, updates))
-        observed = noise.observe(state, finite, jnp.ones_like(square), counts, ~jnp.ones((), bool))
-        return noise.whiten(state, updates), observed
+        deviation = noise.deviation(state, finite)
+        worth = Worth(
+            trust=jnp.ones_like(square),
+            counts=counts,
+            anew=~jnp.ones((), bool),
+            square=_tree.inner(deviation, deviation),
+        )
+        return noise.whiten(state, updates), noise.observe(state, finite, worth, finite)
 
     return optax.GradientTransformation(init_fn, update_fn)

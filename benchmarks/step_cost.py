@@ -1,0 +1,337 @@
+"""What a step costs: time, memory, traffic and compilation of AdamW, SGD, SGLD and our samplers.
+
+    update   parameters in float32 leaves, gradients given: the update alone
+    network  whole steps, gradient of a batch included: a multilayer perceptron, LeNet, a small GPT
+
+All methods of a cell run in one process in turn, on buffers that are donated as (params, state),
+and each repetition gives one ratio to AdamW; medians are written. Small updates run many to a
+program. Memory and traffic come from the compiled program, in arrays of the size of the parameters.
+A cell is one line of the output; cells that it already holds are skipped.
+
+    python benchmarks/step_cost.py --output benchmarks/results/step_cost.jsonl
+    python benchmarks/step_cost.py --table benchmarks/results/step_cost.jsonl --figure step_cost.png
+    python benchmarks/step_cost.py --gpu --output out/step_cost_gpu.jsonl
+
+The last one is for a GPU: 10^8 parameters with and without `fence`, and the bandwidth of a copy.
+"""
+
+import argparse
+import contextlib
+import functools
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import records
+from lenet_small import CONTEXT, SmallGPT
+from predict_cost import LeNet
+
+import optax_smile
+from optax_smile import _tree
+
+WARM_UP = 3
+# Updates of so many parameters in all are done in one program.
+PER_PROGRAM = 2_000_000
+WIDTHS = {"mlp 705": (8, 16, 16, 16, 1), "mlp 10^7": (784, 3000, 2400, 200, 10)}
+NETWORKS = {"mlp 705": 256, "lenet": 256, "gpt": 64, "mlp 10^7": 128}
+NUM_TOKENS = 65
+
+
+def blackjax_sgld() -> optax.GradientTransformationExtraArgs:
+    """BlackJAX's SGLD step as an Optax transformation."""
+    from blackjax.sgmcmc.diffusions import overdamped_langevin
+
+    one_step = overdamped_langevin()
+
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any):
+        del extra
+        key, noise_key = jax.random.split(state)
+        moved: Any = one_step(noise_key, params, jax.tree.map(lambda g: -5e4 * g, updates), 1e-7)
+        return jax.tree.map(jnp.subtract, moved, params), key
+
+    return optax.GradientTransformationExtraArgs(lambda params: jax.random.PRNGKey(0), update)
+
+
+METHODS: dict[str, Callable[[], Any]] = {
+    "adamw": lambda: optax.adamw(1e-3),
+    "sgd": lambda: optax.sgd(1e-3),
+    "blackjax sgld": blackjax_sgld,
+    "sgld": lambda: optax_smile.sgld(1e-7, num_data=50_000, key=0),
+    "smile_naive": lambda: optax_smile.smile_naive(1e-2, num_data=50_000),
+    "smile": lambda: optax_smile.smile(num_data=50_000, key=0),
+    "psmile_naive": lambda: optax_smile.psmile_naive(1e-2, num_data=50_000),
+    "psmile": lambda: optax_smile.psmile(num_data=50_000, key=0),
+}
+
+
+def update_cells() -> Iterator[dict[str, Any]]:
+    """What is compared without a network."""
+    usual = {"part": "update", "parameters": 10**7, "leaves": 20, "chains": 1, "grads": "float32"}
+    for parameters in (10**3, 10**4, 10**5, 10**6, 10**7, 10**8):
+        yield usual | {"parameters": parameters}
+    yield from (usual | {"leaves": leaves} for leaves in (1, 400))
+    yield usual | {"grads": "bfloat16"}
+    yield from (usual | {"parameters": 10**5, "chains": chains} for chains in (10, 32))
+
+
+def network_cells() -> Iterator[dict[str, Any]]:
+    """Whole steps."""
+    for network in NETWORKS:
+        for chains in (1, 10) if network == "mlp 705" else (1,):
+            yield {"part": "network", "network": network, "chains": chains}
+
+
+def gpu_cells() -> Iterator[dict[str, Any]]:
+    """One chain of 10^8 parameters."""
+    usual = {"part": "update", "parameters": 10**8, "leaves": 20, "chains": 1, "grads": "float32"}
+    for fence in ("as built", "everywhere", "nowhere"):
+        yield usual | {"fence": fence}
+
+
+def multilayer_perceptron(widths: tuple[int, ...], key: jax.Array) -> tuple[Any, Callable]:
+    """Parameters, and outputs of them and inputs."""
+    sizes = list(zip(widths[:-1], widths[1:], strict=True))
+    params = [
+        (jax.random.normal(k, size) / size[0] ** 0.5, jnp.zeros(size[1]))
+        for k, size in zip(jax.random.split(key, len(sizes)), sizes, strict=True)
+    ]
+
+    def outputs(params, x):
+        *hidden, (kernel, bias) = params
+        for weights, shift in hidden:
+            x = jax.nn.relu(x @ weights + shift)
+        return x @ kernel + bias
+
+    return params, outputs
+
+
+def network_problem(cell: dict[str, Any]) -> tuple[Any, Callable, Any]:
+    """Parameters, mean loss of them and a batch, and a batch."""
+    name, key = cell["network"], jax.random.key(0)
+    size = NETWORKS[name]
+    if name in WIDTHS:
+        widths = WIDTHS[name]
+        params, outputs = multilayer_perceptron(widths, key)
+        inputs = jax.random.normal(key, (size, widths[0]))
+        targets = jax.random.normal(key, (size, widths[-1]))
+        return params, lambda p, b: jnp.mean((outputs(p, b[0]) - b[1]) ** 2) / 2, (inputs, targets)
+    if name == "lenet":
+        network: Any = LeNet()
+        inputs: Any = jax.random.normal(key, (size, 28, 28, 1))
+        targets = jax.random.randint(key, (size,), 0, 10)
+    else:
+        network = SmallGPT(NUM_TOKENS)
+        inputs = jax.random.randint(key, (size, CONTEXT), 0, NUM_TOKENS)
+        targets = jnp.roll(inputs, -1, axis=1)
+    params = network.init(key, inputs[:1])
+
+    def loss(params, batch):
+        logits = network.apply(params, batch[0])
+        found = optax.softmax_cross_entropy_with_integer_labels(logits, batch[1])
+        return jnp.mean(found)
+
+    return params, loss, (inputs, targets)
+
+
+def update_problem(cell: dict[str, Any]) -> tuple[Any, Callable, Any]:
+    """Random leaves; the loss is linear, and its gradient is what is given."""
+    count, size = cell["leaves"], cell["parameters"] // cell["leaves"]
+    shape = (size // 100, 100) if size % 100 == 0 and size > 100 else (size,)
+
+    def leaves(seed, scale):
+        keys = jax.random.split(jax.random.key(seed), count)
+        return [scale * jax.random.normal(key, shape) for key in keys]
+
+    grads = [leaf.astype(cell["grads"]) for leaf in leaves(2, 1e-3)]
+    return leaves(1, 1.0), lambda params, batch: batch, grads
+
+
+def step_of(cell: dict[str, Any], tx: Any, loss: Callable) -> Callable:
+    """One step `(params, state, batch)` of one chain."""
+
+    def step(params, state, batch):
+        if cell["part"] == "update":
+            value, grads = jnp.float32(0.5), batch
+        else:
+            value, grads = jax.value_and_grad(loss)(params, batch)
+        updates, state = tx.update(grads, state, params, value=value)
+        return optax.apply_updates(params, updates), state
+
+    return step
+
+
+@contextlib.contextmanager
+def fenced(where: str) -> Iterator[None]:
+    """Compile with optimization barriers as built (on the CPU alone), everywhere or nowhere."""
+    built, kinds = _tree.fence, {"everywhere": jax.lax.optimization_barrier, "nowhere": lambda x: x}
+    _tree.fence = kinds.get(where, built)
+    try:
+        yield
+    finally:
+        _tree.fence = built
+
+
+def measure(cell: dict[str, Any], methods: list[str], repetitions: int) -> dict[str, Any]:
+    """Compile and time one cell; numbers for each of its methods."""
+    problem = update_problem if cell["part"] == "update" else network_problem
+    params, loss, batch = problem(cell)
+    size = sum(leaf.size for leaf in jax.tree.leaves(params))
+    chains = cell["chains"]
+    num_steps = max(1, PER_PROGRAM // (size * chains)) if size < 10**6 else 1
+    num_steps = min(num_steps, 100 if cell["part"] == "update" else 10)
+    if cell.get("network") == "mlp 705":
+        num_steps = 100
+    found, programs, states = {}, {}, {}
+    with fenced(cell.get("fence", "as built")):
+        for name in methods:
+            tx = optax.with_extra_args_support(METHODS[name]())
+            step = step_of(cell, tx, loss)
+
+            def many(params, state, batch, step=step):
+                def once(carry, _):
+                    return step(*carry, batch), None
+
+                return jax.lax.scan(once, (params, state), length=num_steps)[0]
+
+            function, state = (many if num_steps > 1 else step), tx.init(params)
+            start: Any = (params, state)
+            if chains > 1:
+                function = jax.vmap(function, in_axes=(0, 0, None))
+                start = jax.tree.map(lambda x: jnp.stack([x] * chains), start)
+            start = jax.tree.map(jnp.copy, start)
+            lowered = jax.jit(function, donate_argnums=(0, 1)).lower(*start, batch)
+            begun = time.perf_counter()
+            programs[name], states[name] = lowered.compile(), start
+            compiled = time.perf_counter() - begun
+            found[name] = {"compile_s": compiled} | told(programs[name], size * chains, num_steps)
+    seconds = interleaved(programs, states, batch, repetitions)
+    base = seconds["adamw"] if "adamw" in seconds else seconds[methods[0]]
+    for name, times in seconds.items():
+        found[name]["ms"] = 1e3 * float(np.median(times)) / num_steps
+        found[name]["ratio"] = float(np.median(times / base))
+        found[name]["compile_ratio"] = found[name]["compile_s"] / found["adamw"]["compile_s"]
+    return {
+        "num_parameters": size,
+        "steps_per_program": num_steps,
+        "repetitions": repetitions,
+        "copy_gb_per_s": copy_bandwidth(),
+        "methods": found,
+        "ratio": {name: round(found[name]["ratio"], 3) for name in methods},
+    }
+
+
+def told(program: Any, size: int, num_steps: int) -> dict[str, float]:
+    """Memory and traffic of a compiled program, in float32 arrays of all parameters."""
+    memory, array = program.memory_analysis(), 4 * size
+    numbers = {"temporary": memory.temp_size_in_bytes / array}
+    peak = getattr(memory, "peak_memory_in_bytes", 0)
+    if peak:
+        numbers["peak"] = peak / array
+    # The traffic of a loop is that of its body, once.
+    cost = program.cost_analysis()
+    if num_steps == 1 and cost:
+        numbers["traffic"] = cost["bytes accessed"] / array
+    return numbers
+
+
+def interleaved(
+    programs: dict[str, Any], states: dict[str, Any], batch: Any, repetitions: int
+) -> dict[str, np.ndarray]:
+    """Run the programs in turn; seconds of each run."""
+    seconds: dict[str, list[float]] = {name: [] for name in programs}
+    for _ in range(WARM_UP + repetitions):
+        for name, program in programs.items():
+            start = time.perf_counter()
+            states[name] = jax.block_until_ready(program(*states[name], batch))
+            seconds[name].append(time.perf_counter() - start)
+    return {name: np.array(times[WARM_UP:]) for name, times in seconds.items()}
+
+
+@functools.cache
+def copy_bandwidth(size: int = 10**8) -> float:
+    """Bytes read and written per second by x + 1 in place, in gigabytes."""
+    add = jax.jit(lambda x: x + 1, donate_argnums=0)
+    x, times = add(jnp.zeros(size)), []
+    for _ in range(7):
+        start = time.perf_counter()
+        x = jax.block_until_ready(add(x))
+        times.append(time.perf_counter() - start)
+    return 2 * 4 * size / float(np.median(times)) / 1e9
+
+
+COLUMNS = "ratio", "ms", "traffic", "temporary", "peak", "compile_s", "compile_ratio"
+
+
+def table(found: list[dict[str, Any]]) -> str:
+    """All cells as Markdown, one line for each method."""
+    columns = "time / AdamW", "ms", "arrays moved", "temporary", "peak", "compile s", "/ AdamW"
+    lines = [f"| cell | method | {' | '.join(columns)} |"]
+    lines.append("|---|---|---|---|---|---|---|---|---|")
+    for record in found:
+        values = [str(value) for key, value in record["cell"].items() if key != "part"]
+        for name, numbers in record["methods"].items():
+            shown = (f"{numbers[c]:.3g}" if c in numbers else "" for c in COLUMNS)
+            lines.append(f"| {', '.join(values)} | {name} | {' | '.join(shown)} |")
+    return "\n".join(lines)
+
+
+def draw(found: list[dict[str, Any]], path: Path):
+    """Time per parameter against size; arrays moved and needed besides."""
+    import matplotlib.pyplot as plt
+
+    usual = {"part": "update", "leaves": 20, "chains": 1, "grads": "float32"}
+    sizes = [r for r in found if usual.items() <= r["cell"].items() and "fence" not in r["cell"]]
+    sizes.sort(key=lambda r: r["cell"]["parameters"])
+    if not sizes:
+        return
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+    for name in METHODS:
+        rows = [r for r in sizes if name in r["methods"]]
+        x = [r["cell"]["parameters"] for r in rows]
+        y = [1e6 * r["methods"][name]["ms"] / n for r, n in zip(rows, x, strict=True)]
+        left.loglog(x, y, marker="o", label=name)
+    left.set(xlabel="parameters", ylabel="ns per parameter", title="One update")
+    left.legend(fontsize=8)
+    big = [r for r in sizes if r["cell"]["parameters"] == 10**7]
+    for record in big[-1:]:
+        names = [name for name, numbers in record["methods"].items() if "traffic" in numbers]
+        place = np.arange(len(names))
+        for shift, key in ((-0.2, "traffic"), (0.2, "temporary")):
+            values = [record["methods"][name][key] for name in names]
+            right.bar(place + shift, values, 0.4, label=f"arrays: {key}")
+        right.set_xticks(place, names, rotation=30, ha="right")
+        right.set_title("10⁷ parameters, from the compiled program")
+        right.legend(fontsize=8)
+    figure.savefig(path, dpi=120)
+
+
+def main():
+    """Run the cells that are missing, print the table, draw."""
+    parser = argparse.ArgumentParser(description="Cost of updates and steps.")
+    parser.add_argument("--parts", nargs="+", choices=("update", "network"), default=None)
+    parser.add_argument("--largest", type=int, default=10**8, help="parameters of a cell")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    parser.add_argument("--repetitions", type=int, default=21)
+    parser.add_argument(
+        "--gpu", action="store_true", help="10^8 parameters, with and without fence"
+    )
+    parser.add_argument("--figure", type=Path)
+    arguments = records.arguments_of(parser)
+    methods = ["adamw", *(name for name in arguments.methods if name != "adamw")]
+    cells = list(gpu_cells()) if arguments.gpu else [*update_cells(), *network_cells()]
+    cells = [cell for cell in cells if cell["part"] in (arguments.parts or (cell["part"],))]
+    cells = [cell for cell in cells if cell.get("parameters", 0) <= arguments.largest]
+    run = functools.partial(measure, methods=methods, repetitions=arguments.repetitions)
+    found = records.complete(arguments, cells, run, "ratio")
+    print(table(found))
+    if arguments.figure:
+        draw(found, arguments.figure)
+
+
+if __name__ == "__main__":
+    main()
