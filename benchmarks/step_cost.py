@@ -40,6 +40,7 @@ PER_PROGRAM = 2_000_000
 WIDTHS = {"mlp 705": (8, 16, 16, 16, 1), "mlp 10^7": (784, 3000, 2400, 200, 10)}
 NETWORKS = {"mlp 705": 256, "lenet": 256, "gpt": 64, "mlp 10^7": 128}
 NUM_TOKENS = 65
+USUAL = {"part": "update", "leaves": 20, "chains": 1, "grads": "float32"}
 
 
 def blackjax_sgld() -> optax.GradientTransformationExtraArgs:
@@ -71,7 +72,7 @@ METHODS: dict[str, Callable[[], Any]] = {
 
 def update_cells() -> Iterator[dict[str, Any]]:
     """What is compared without a network."""
-    usual = {"part": "update", "parameters": 10**7, "leaves": 20, "chains": 1, "grads": "float32"}
+    usual = USUAL | {"parameters": 10**7}
     for parameters in (10**3, 10**4, 10**5, 10**6, 10**7, 10**8):
         yield usual | {"parameters": parameters}
     yield from (usual | {"leaves": leaves} for leaves in (1, 400))
@@ -88,7 +89,7 @@ def network_cells() -> Iterator[dict[str, Any]]:
 
 def gpu_cells() -> Iterator[dict[str, Any]]:
     """One chain of 10^8 parameters."""
-    usual = {"part": "update", "parameters": 10**8, "leaves": 20, "chains": 1, "grads": "float32"}
+    usual = USUAL | {"parameters": 10**8}
     for fence in ("as built", "everywhere", "nowhere"):
         yield usual | {"fence": fence}
 
@@ -269,19 +270,40 @@ def copy_bandwidth(size: int = 10**8) -> float:
     return 2 * 4 * size / float(np.median(times)) / 1e9
 
 
-COLUMNS = "ratio", "ms", "traffic", "temporary", "peak", "compile_s", "compile_ratio"
+DETAILS = {
+    "time / AdamW": "ratio",
+    "ms": "ms",
+    "arrays moved": "traffic",
+    "temporary": "temporary",
+    "peak": "peak",
+    "compilation, s": "compile_s",
+}
+
+
+def lines_of(columns: list[str], rows: list[list[str]]) -> list[str]:
+    """A table as Markdown."""
+    lines = [f"| {' | '.join(row)} |" for row in (columns, *rows)]
+    return [lines[0], "|---" * len(columns) + "|", *lines[1:], ""]
 
 
 def table(found: list[dict[str, Any]]) -> str:
-    """All cells as Markdown, one line for each method."""
-    columns = "time / AdamW", "ms", "arrays moved", "temporary", "peak", "compile s", "/ AdamW"
-    lines = [f"| cell | method | {' | '.join(columns)} |"]
-    lines.append("|---|---|---|---|---|---|---|---|---|")
+    """Ratios to AdamW of time and compilation for all cells; everything of 10^7 parameters."""
+    names = [name for name in METHODS if any(name in record["methods"] for record in found)]
+    lines = []
+    for title, field in (("time / AdamW", "ratio"), ("compilation / AdamW", "compile_ratio")):
+        rows = []
+        for record in found:
+            cell = [str(value) for key, value in record["cell"].items() if key != "part"]
+            numbers = (record["methods"].get(name, {}).get(field) for name in names)
+            rows.append([", ".join(cell), *("" if x is None else f"{x:.2f}" for x in numbers)])
+        lines += lines_of([title, *names], rows)
     for record in found:
-        values = [str(value) for key, value in record["cell"].items() if key != "part"]
-        for name, numbers in record["methods"].items():
-            shown = (f"{numbers[c]:.3g}" if c in numbers else "" for c in COLUMNS)
-            lines.append(f"| {', '.join(values)} | {name} | {' | '.join(shown)} |")
+        if record["cell"].items() >= (USUAL | {"parameters": 10**7, "leaves": 20}).items():
+            rows = [
+                [name, *(f"{of[key]:.3g}" if key in of else "" for key in DETAILS.values())]
+                for name, of in record["methods"].items()
+            ]
+            lines += lines_of(["10^7 parameters, 20 leaves", *DETAILS], rows)
     return "\n".join(lines)
 
 
@@ -289,8 +311,7 @@ def draw(found: list[dict[str, Any]], path: Path):
     """Time per parameter against size; arrays moved and needed besides."""
     import matplotlib.pyplot as plt
 
-    usual = {"part": "update", "leaves": 20, "chains": 1, "grads": "float32"}
-    sizes = [r for r in found if usual.items() <= r["cell"].items() and "fence" not in r["cell"]]
+    sizes = [r for r in found if USUAL.items() <= r["cell"].items() and "fence" not in r["cell"]]
     sizes.sort(key=lambda r: r["cell"]["parameters"])
     if not sizes:
         return
