@@ -322,7 +322,7 @@ def draw(found: list[dict[str, Any]], path: Path):
         y = [1e6 * r["methods"][name]["ms"] / n for r, n in zip(rows, x, strict=True)]
         left.loglog(x, y, marker="o", label=name)
     left.set(xlabel="parameters", ylabel="ns per parameter", title="One update")
-    left.legend(fontsize=8)
+    left.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
     big = [r for r in sizes if r["cell"]["parameters"] == 10**7]
     for record in big[-1:]:
         names = [name for name, numbers in record["methods"].items() if "traffic" in numbers]
