@@ -12,7 +12,7 @@ A cell is one line of the output; cells that it already holds are skipped.
     python benchmarks/step_cost.py --table benchmarks/results/step_cost.jsonl --figure step_cost.png
     python benchmarks/step_cost.py --gpu --output out/step_cost_gpu.jsonl
 
-The last one is for a GPU: 10^8 parameters with and without `fence`, and the bandwidth of a copy.
+The last one is for a GPU: 10^8 parameters with and without barriers, and the bandwidth of a copy.
 """
 
 import argparse
@@ -32,7 +32,6 @@ from lenet_small import CONTEXT, SmallGPT
 from predict_cost import LeNet
 
 import optax_smile
-from optax_smile import _tree
 
 WARM_UP = 3
 # Updates of so many parameters in all are done in one program.
@@ -169,12 +168,13 @@ def step_of(cell: dict[str, Any], tx: Any, loss: Callable) -> Callable:
 @contextlib.contextmanager
 def fenced(where: str) -> Iterator[None]:
     """Compile with optimization barriers as built (on the CPU alone), everywhere or nowhere."""
-    built, kinds = _tree.fence, {"everywhere": jax.lax.optimization_barrier, "nowhere": lambda x: x}
-    _tree.fence = kinds.get(where, built)
+    built, branch = jax.lax.platform_dependent, {"everywhere": "cpu", "nowhere": "default"}
+    if where in branch:
+        jax.lax.platform_dependent = lambda tree, **branches: branches[branch[where]](tree)
     try:
         yield
     finally:
-        _tree.fence = built
+        jax.lax.platform_dependent = built
 
 
 def measure(cell: dict[str, Any], methods: list[str], repetitions: int) -> dict[str, Any]:
@@ -344,7 +344,7 @@ def main():
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--repetitions", type=int, default=21)
     parser.add_argument(
-        "--gpu", action="store_true", help="10^8 parameters, with and without fence"
+        "--gpu", action="store_true", help="10^8 parameters, with and without barriers"
     )
     parser.add_argument("--figure", type=Path)
     arguments = records.arguments_of(parser)
