@@ -14,7 +14,7 @@ import pytest
 
 import optax_smile
 
-NUM_CHAINS, NUM_CALLS = 40, 40_000
+NUM_CHAINS, NUM_CALLS = 160, 40_000
 SPREADS = {
     "none": np.zeros(6),
     "isotropic .1": np.full(6, 0.1),
@@ -27,7 +27,7 @@ SPREADS = {
 
 
 def relative_variances(sampler, spread):
-    """Variances of 40 chains together over the true ones."""
+    """Variances of 160 chains together over the true ones."""
     rotation = np.linalg.qr(np.random.default_rng(1).normal(size=(6, 6)))[0]
     precision = rotation.T @ np.diag(np.geomspace(0.2, 3.1, 6)) @ rotation
     curvature = jnp.asarray(precision, jnp.float32)
@@ -58,7 +58,7 @@ def test_variances(name):
     """The variance about a moving mean gave 2 to 4 times too much with noise up to .5.
 
     Bounds of the mean square: .003 where the noise is isotropic, .01 where it is not, or twice that
-    of `smile`. The Monte Carlo error of 40 chains is .02 to .04 for the widest direction.
+    of `smile`. The Monte Carlo error of 160 chains is .01 to .02.
     """
     spread = jnp.asarray(SPREADS[name], jnp.float32)
     own, plain = (
