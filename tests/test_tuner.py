@@ -293,7 +293,6 @@ def evidence(change, state, num_calls=1000, smallest_factor=0.0, is_known=True):
         turn_rate=jnp.float32(1),
         turns=shown.init(jnp.dtype("float32")).turns,
         descent=shown.init(jnp.dtype("float32")).descent,
-        trust=jnp.float32(1),
         worth=shown.Worth(jnp.float32(1), jnp.ones((), bool), jnp.zeros((), bool), jnp.float32(0)),
         num_calls=jnp.asarray(num_calls, jnp.int32),
         base=jnp.float32(0.25),

@@ -207,8 +207,7 @@ class Evidence(NamedTuple):
         turn_rate: angle per unit length by which this gradient turns the momentum.
         turns: average of that, with this gradient where the call is kept.
         descent: averages of the energy that is lost, likewise.
-        trust: what this gradient counts for in averages, in [0, 1].
-        worth: the same for those of the preconditioner.
+        worth: what this gradient is worth to averages.
         num_calls: calls of `update` before this one, int32.
         base: the user's step size, which the factor multiplies.
         resolution: step size below which the parameters stop moving in their precision.
@@ -219,7 +218,6 @@ class Evidence(NamedTuple):
     turn_rate: jax.Array
     turns: TurnAverage
     descent: DescentAverage
-    trust: jax.Array
     worth: Worth
     num_calls: jax.Array
     base: jax.Array
@@ -406,7 +404,7 @@ def usual_rate(shown: Evidence) -> jax.Array:
 
     Where the first gradients were absurdly small, in a mode, the average lags behind for long.
     """
-    now = jnp.where(shown.trust > 0, shown.turn_rate, 0) / LARGEST_RATIO
+    now = jnp.where(shown.worth.trust > 0, shown.turn_rate, 0) / LARGEST_RATIO
     return jnp.maximum(shown.turns.mean_turn_rate, now)
 
 
@@ -474,7 +472,6 @@ def show(
         turn_rate=closed.turn_rate,
         turns=turns,
         descent=descent,
-        trust=trusted,
         worth=Worth(
             trust=trusted,
             counts=closed.opens_step & (trusted > 0) & kept,

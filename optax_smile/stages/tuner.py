@@ -171,7 +171,7 @@ def angle_tuner(angle: float = ANGLE, adapt_steps: int | None = None) -> Tuner:
         longest = jnp.where(shown.turns.num_turns > 0, longest, shortest)
         length = angle / jnp.where(mean > 0, mean, angle)
         length = jnp.maximum(jnp.minimum(length, longest), shown.resolution)
-        now = jnp.where(shown.error.finite & (shown.trust > 0), shown.turn_rate, 0)
+        now = jnp.where(shown.error.finite & (shown.worth.trust > 0), shown.turn_rate, 0)
         largest = evidence.LARGEST_RATIO * angle / jnp.where(now > 0, now, 1)
         length = jnp.where(now > 0, jnp.minimum(length, largest), length)
         return AngleState((length / shown.base).astype(mean.dtype), mean)
