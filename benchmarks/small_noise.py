@@ -102,7 +102,7 @@ def run_cell(cell: dict[str, Any]) -> dict[str, float]:
     precision = jnp.asarray(case.precision, jnp.float32)
     tx = METHODS[cell["method"]](num_data=1, prior_precision=0.0, key=seed)
     starts = jnp.zeros((num_chains, size))
-    states = optax_smile.ensemble.init(tx, starts, key=jax.random.key(1_000 + seed))
+    states = optax_smile.parallel.init(tx, starts, key=jax.random.key(1_000 + seed))
 
     def chain(params, state, key):
         def call(carry, count):

@@ -3,22 +3,22 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from optax_smile import diagnostics, ensemble, metrics, plots, published
-from optax_smile._likelihoods import Likelihood
-from optax_smile._state import last_accepted, stats
-from optax_smile.predict import Prediction, Predictor, predict
+from optax_smile import diagnostics, metrics, parallel, plots, published
+from optax_smile.chains.find_step_size import StepSizeSearch, find_step_size
+from optax_smile.chains.sample import sample
+from optax_smile.chains.warmstart import chains_from_weights, warmstart
+from optax_smile.draws.likelihoods import Likelihood
+from optax_smile.draws.predict import Prediction, Predictor, predict
+from optax_smile.draws.snapshots import Snapshots, StoredSnapshots, load_snapshots
 from optax_smile.samplers.cyclical_sgld import cyclical_sgld
 from optax_smile.samplers.mclmc import MclmcSettings, mclmc, tune_mclmc
 from optax_smile.samplers.scale_adapted_sghmc import scale_adapted_sghmc
 from optax_smile.samplers.sghmc import sghmc
 from optax_smile.samplers.sgld import psgld, sgld
 from optax_smile.samplers.smile import psmile, psmile_naive, smile, smile_naive
-from optax_smile.sampling import sample
-from optax_smile.snapshots import Snapshots, StoredSnapshots, load_snapshots
 from optax_smile.stages.preconditioner import scale_by_gradient_noise
 from optax_smile.stages.tuner import angle_tuner, quantile_tuner
-from optax_smile.step_size import StepSizeSearch, find_step_size
-from optax_smile.warmstart import chains_from_weights, warmstart
+from optax_smile.state import last_accepted, stats
 
 if TYPE_CHECKING:
     from optax_smile import report
@@ -37,12 +37,12 @@ __all__ = [
     "chains_from_weights",
     "cyclical_sgld",
     "diagnostics",
-    "ensemble",
     "find_step_size",
     "last_accepted",
     "load_snapshots",
     "mclmc",
     "metrics",
+    "parallel",
     "plots",
     "predict",
     "psgld",

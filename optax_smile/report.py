@@ -22,10 +22,11 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import ArrayLike
 
-from optax_smile import _check, _disk, diagnostics, metrics, plots
-from optax_smile._average import Outcome
-from optax_smile.predict import Prediction
-from optax_smile.snapshots import StoredSnapshots, load_snapshots
+from optax_smile import _check, diagnostics, metrics, plots
+from optax_smile.draws import _files
+from optax_smile.draws._average import Outcome
+from optax_smile.draws.predict import Prediction
+from optax_smile.draws.snapshots import StoredSnapshots, load_snapshots
 
 FILE, LEVEL = "prediction-{}.npz", 0.95
 # Of a prediction that are kept.
@@ -78,7 +79,7 @@ def score(prediction: Prediction, targets: ArrayLike) -> dict[str, float]:
         return told | {name: metric(probabilities, labels) for name, metric in of.items()}
     if mean is not None and np.shape(mean) == targets.shape:
         told["RMSE"] = metrics.rmse(mean, targets)
-    if prediction.uncertainty != "variance":
+    if prediction.uncertainty != "variance" or mean is None:
         return told
     mean, std, targets = (np.ravel(x) for x in (mean, np.sqrt(prediction.total), targets))
     ends = metrics.interval(mean, std, LEVEL)
@@ -124,7 +125,7 @@ def store(
         OSError: a file that cannot be written.
     """
     directory = Path(directory)
-    _disk.read_manifest("report.store", directory)
+    _files.read_manifest("report.store", directory)
     if not 0 < len(name) <= 100 or not all(x.isalnum() or x in " -_" for x in name):
         rule = "a name of letters, digits, spaces, - and _, at most 100"
         _check.fail("report.store", "name", rule, repr(name))
@@ -142,7 +143,7 @@ def store(
     arrays = {field: np.asarray(array) for field, array in kept.items() if array is not None}
     content = io.BytesIO()
     np.savez(content, allow_pickle=False, scores=json.dumps(scores), **arrays)
-    _disk.write(directory / FILE.format(name), content.getvalue())
+    _files.write(directory / FILE.format(name), content.getvalue())
 
 
 class Stored:
@@ -202,7 +203,7 @@ def write(directory: str | os.PathLike, output: str | os.PathLike | None = None)
     title = f"<title>{html.escape(directory.name)}</title>"
     page = f'<!doctype html><meta charset="utf-8">{title}<style>{STYLE}</style>' + "\n".join(parts)
     output.parent.mkdir(parents=True, exist_ok=True)
-    _disk.write(output, page.encode())
+    _files.write(output, page.encode())
     return output
 
 

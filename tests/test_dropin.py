@@ -214,4 +214,4 @@ def test_a_key_of_another_kind_is_refused():
         ours.update(params, theirs.init(params), params)
     chains = {"w": jnp.ones((3, 4))}
     with pytest.raises(ValueError, match=r"`init\(key=...\)` must be .* 2 words.*, got 4 words"):
-        optax_smile.ensemble.init(ours, chains, key=jax.random.key(0, impl="rbg"))
+        optax_smile.parallel.init(ours, chains, key=jax.random.key(0, impl="rbg"))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType
 
 import optax_smile
-from optax_smile import _average
+from optax_smile.draws import _average
 
 GENERATOR = np.random.default_rng(0)
 CHAINS, DRAWS, INPUTS_COUNT, CLASSES = 4, 25, 30, 5

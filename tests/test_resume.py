@@ -24,7 +24,9 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 import optax_smile
-from optax_smile import _checkpoint, _disk, _settings
+from optax_smile import _settings
+from optax_smile.chains import _checkpoint
+from optax_smile.draws import _files
 
 CHAINS, NUM_DATA, SAMPLES, THIN, WARMUP = 3, 200, 5, 4, 3
 STEPS = WARMUP + SAMPLES * THIN
@@ -717,10 +719,10 @@ def test_memory_does_not_grow_with_the_draws(tmp_path):
     early = max(live[step] for step in range(5, 10))
     for begin in (300, 900):
         late = max(live[step] for step in range(begin, begin + 10))
-        assert late - early <= (_disk.QUEUE_SIZE + 1) * size
+        assert late - early <= (_files.QUEUE_SIZE + 1) * size
     assert host[1000] - host[200] < 16e6
     # Those of this step, of the step before, and of the draws that wait.
-    assert max(alive) <= _disk.QUEUE_SIZE + 3
+    assert max(alive) <= _files.QUEUE_SIZE + 3
 
 
 @pytest.mark.parametrize(

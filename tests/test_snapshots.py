@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import optax_smile
-from optax_smile import _disk
+from optax_smile.draws import _files
 
 CHAINS, SAMPLES = 3, 5
 
@@ -80,9 +80,9 @@ class Network(NamedTuple):
 
 def test_trees_come_back_nested_flat_or_as_they_were(tmp_path):
     written = Network({"a": np.ones((2, 3), np.float32)}, [np.zeros((2,), np.float32)])
-    manifest = _disk.manifest(written, None, {})
-    _disk.write(tmp_path / "manifest.json", json.dumps(manifest).encode())
-    writer = _disk.SnapshotWriter(tmp_path, jax.tree.map(np.zeros_like, written))
+    manifest = _files.manifest(written, None, {})
+    _files.write(tmp_path / "manifest.json", json.dumps(manifest).encode())
+    writer = _files.SnapshotWriter(tmp_path, jax.tree.map(np.zeros_like, written))
     writer.put(0, 7, written, {"step_size": np.ones(2)})
     writer.close()
     one = jax.tree.map(lambda x: x[0], written)
@@ -135,7 +135,7 @@ def test_nothing_but_whole_files_has_the_name_of_a_draw(tmp_path, monkeypatch):
     def fail(descriptor):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(_disk.os, "fsync", fail)
+    monkeypatch.setattr(_files.os, "fsync", fail)
     with pytest.raises(OSError, match="No space left.*manifest.json"):
         draw(tmp_path / "run")
     assert not [
@@ -144,7 +144,7 @@ def test_nothing_but_whole_files_has_the_name_of_a_draw(tmp_path, monkeypatch):
 
 
 def test_a_full_disk_leaves_the_earlier_draws(tmp_path, monkeypatch):
-    write, calls = _disk.write, []
+    write, calls = _files.write, []
 
     def full(path, content):
         calls.append(path)
@@ -152,7 +152,7 @@ def test_a_full_disk_leaves_the_earlier_draws(tmp_path, monkeypatch):
             raise OSError(errno.ENOSPC, "No space left on device", str(path))
         write(path, content)
 
-    monkeypatch.setattr(_disk, "write", full)
+    monkeypatch.setattr(_files, "write", full)
     with pytest.raises(OSError, match="No space left on device: .*draw-00000002"):
         draw(tmp_path, num_samples=50)
     expected = draw(num_samples=50).params["b"][:, :2]

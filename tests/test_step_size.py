@@ -17,8 +17,9 @@ from sklearn.datasets import load_diabetes
 from sklearn.linear_model import BayesianRidge
 
 import optax_smile
-from optax_smile import StepSizeSearch, find_step_size, step_size
-from optax_smile._average import Outcome
+from optax_smile import StepSizeSearch, find_step_size
+from optax_smile.chains import find_step_size as searching
+from optax_smile.draws._average import Outcome
 
 NUM_DATA, NUM_VALID, NOISE = 100, 50, 0.5
 GENERATOR = np.random.default_rng(0)
@@ -142,7 +143,7 @@ def test_on_real_data_the_best_predicts_as_well_as_a_regression_that_is_solved()
         num_samples=60,
         thin=10,
         key=jax.random.key(0),
-        step_sizes=step_size.STEP_SIZES[::2],
+        step_sizes=searching.STEP_SIZES[::2],
         steps_per_call=10,
         progress=False,
     )
@@ -159,8 +160,8 @@ class Fake:
         counts = {"num_calls": 200, "num_resets": 14, "num_nonfinite": nonfinite}
         self.trace = {name: np.full((2, 90), count) for name, count in counts.items()}
         self.sampled, self.predicted = [], []
-        monkeypatch.setattr(step_size, "sample", self.sample)
-        monkeypatch.setattr(step_size, "predict", self.predict)
+        monkeypatch.setattr(searching, "sample", self.sample)
+        monkeypatch.setattr(searching, "predict", self.predict)
 
     def sample(self, *arguments, **options):
         self.sampled.append((*arguments, options))
@@ -330,7 +331,7 @@ def test_a_sampler_that_cannot_be_built_ends_the_search_at_once():
 
 
 def test_a_model_that_does_not_fit_is_an_error_and_no_failed_step_size(monkeypatch):
-    monkeypatch.setattr(step_size, "sample", no_work)
+    monkeypatch.setattr(searching, "sample", no_work)
     with pytest.raises(ValueError, match=r"`predict\(likelihood=...\)` must be"):
         find_step_size(**arguments(likelihood="categorical"))
     broken = START.at[1, 0].set(jnp.nan)

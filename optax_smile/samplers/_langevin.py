@@ -12,10 +12,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_smile import _call, _check, _tree, potential
-from optax_smile._state import LastCall, no_call
+from optax_smile import _check, _tree, potential
+from optax_smile.samplers import _call
 from optax_smile.stages import evidence
 from optax_smile.stages.guardrail import GuardrailState, guardrail
+from optax_smile.state import LastCall, no_call
 
 
 class Move(NamedTuple):

@@ -7,12 +7,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_smile import _call, _check, _tree, potential
-from optax_smile._state import LastCall, no_call
+from optax_smile import _check, _tree, potential
+from optax_smile.samplers import _call
 from optax_smile.stages import evidence, momentum
 from optax_smile.stages import tuner as tuning
 from optax_smile.stages.guardrail import Guardrail, GuardrailState
 from optax_smile.stages.preconditioner import Preconditioner
+from optax_smile.state import LastCall, no_call
 
 
 class MicrocanonicalState(NamedTuple):

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import optax
 
 from optax_smile import _check, _settings, _tree, potential
-from optax_smile._state import last_accepted, stats
 from optax_smile.samplers._microcanonical import compose
 from optax_smile.stages import momentum, preconditioner
 from optax_smile.stages.guardrail import guardrail
+from optax_smile.state import last_accepted, stats
 
 # Per step and parameter, nats^2, that the tuned step size aims at.
 ENERGY_VARIANCE = 5e-4

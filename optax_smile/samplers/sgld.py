@@ -55,7 +55,7 @@ def sgld(
         prior_mean: centre of that prior, given likewise.
         temperature: of the posterior, > 0; 1 is Bayes.
         key: JAX key or seed for the noise. Chains under `vmap` get keys of their own by
-            `optax_smile.ensemble.init(sampler, params, key=key)`.
+            `optax_smile.parallel.init(sampler, params, key=key)`.
 
     Returns:
         An Optax transformation, the last of a chain, as `smile` returns. It needs no `value` and

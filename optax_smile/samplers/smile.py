@@ -72,7 +72,7 @@ def smile(
             posterior. None adds none, as published.
         key: JAX key or seed, needed for `decoherence_length` and `"refresh"`; else None will do.
             Chains under `vmap` get keys of their own by
-            `optax_smile.ensemble.init(sampler, params, key=key)`.
+            `optax_smile.parallel.init(sampler, params, key=key)`.
 
     Returns:
         An Optax transformation, the last of a chain. `update(grads, state, params, value=loss)`

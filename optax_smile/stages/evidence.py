@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import jax.scipy.special
 import optax
 
-from optax_smile import _call, _tree, potential
+from optax_smile import _tree, potential
+from optax_smile.samplers import _call
 
 # Before so many energies their averages say nothing: neither adaptation nor outlier test.
 ENERGIES_TO_SETTLE = 10

@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 import optax_smile
-from optax_smile import ensemble
+from optax_smile import parallel
 
 # A scale within the few calls of a test: see conftest.py.
 SHORT_WINDOWS = True
@@ -110,9 +110,9 @@ def one_step(optimizer, loss_fn):
 
 
 def begin(optimizer, mesh=None, specs=None, chains=8):
-    params = ensemble.place(start(chains), mesh=mesh, specs=specs)
+    params = parallel.place(start(chains), mesh=mesh, specs=specs)
     key = jax.random.key(3)
-    return params, ensemble.init(optimizer, params, mesh=mesh, specs=specs, key=key)
+    return params, parallel.init(optimizer, params, mesh=mesh, specs=specs, key=key)
 
 
 @functools.cache
@@ -121,13 +121,13 @@ def run(name, mesh=None, is_sharded=False, chains=8, per_chain=False) -> Run:
     specs, optimizer = SPECS if is_sharded else None, OPTIMIZERS[name]()
     carry = begin(optimizer, mesh, specs, chains)
     before = shardings_of(carry)
-    step: Any = ensemble.step(
+    step: Any = parallel.step(
         one_step(optimizer, loss_for(mesh, specs)), carry, mesh=mesh, per_chain=per_chain
     )
 
     def batch(call):
         found = batch_of(call, chains if per_chain else None)
-        return ensemble.place_batch(found, mesh=mesh, per_chain=per_chain)
+        return parallel.place_batch(found, mesh=mesh, per_chain=per_chain)
 
     compiled = step.lower(carry, batch(0)).compile()
     for call in range(STEPS):
@@ -182,7 +182,7 @@ def test_a_layer_may_be_called_key(key):
     """As in attention; the averages over its gradients are no random key."""
     params: Any = {"key": {"kernel": jnp.ones((3, 2))}, "value": jnp.ones((3, 2))}
     sampler = optax_smile.psmile(num_data=10, key=key)
-    state = optax_smile.ensemble.init(sampler, params, key=jax.random.key(1))
+    state = optax_smile.parallel.init(sampler, params, key=jax.random.key(1))
     expected: Any = jax.vmap(sampler.init)(params)
     keys = jax.random.split(jax.random.key(1), 3)
     expected = expected._replace(key=None if key is None else jax.random.key_data(keys))
@@ -285,15 +285,15 @@ def test_one_compilation_donation_and_the_parameters_of_the_user(mesh, specs, na
 
     given = jax.tree.map(jnp.asarray, start())
     if mesh is not None:
-        given = ensemble.place(given, mesh=mesh, specs=specs)
+        given = parallel.place(given, mesh=mesh, specs=specs)
     optimizer = OPTIMIZERS[name]()
-    params = ensemble.place(given, mesh=mesh, specs=specs)
-    carry = params, ensemble.init(optimizer, params, mesh=mesh, specs=specs, key=jax.random.key(0))
-    step = ensemble.step(one_step(optimizer, counted), carry, mesh=mesh)
+    params = parallel.place(given, mesh=mesh, specs=specs)
+    carry = params, parallel.init(optimizer, params, mesh=mesh, specs=specs, key=jax.random.key(0))
+    step = parallel.step(one_step(optimizer, counted), carry, mesh=mesh)
     for call in range(4):
         before, traces = carry, next(traced)
         with jax.log_compiles():
-            carry = step(carry, ensemble.place_batch(batch_of(call), mesh=mesh))
+            carry = step(carry, parallel.place_batch(batch_of(call), mesh=mesh))
         compiled = [x for x in caplog.messages if re.search("Finished XLA compilation.*advance", x)]
         assert len(compiled) == 1
         assert (next(traced) == traces + 1) is (call > 0)
@@ -304,16 +304,16 @@ def test_one_compilation_donation_and_the_parameters_of_the_user(mesh, specs, na
 
 def test_the_carry_keeps_its_place_whatever_is_written_into_it():
     mesh = make_mesh((4, 2))
-    carry = ensemble.place(np.zeros((8, 16)), mesh=mesh)
-    step = ensemble.step(lambda carry, batch: carry + 2 * batch, carry, mesh=mesh)
-    after = step(carry, ensemble.place_batch(np.ones(16, np.float32), mesh=mesh))
+    carry = parallel.place(np.zeros((8, 16)), mesh=mesh)
+    step = parallel.step(lambda carry, batch: carry + 2 * batch, carry, mesh=mesh)
+    after = step(carry, parallel.place_batch(np.ones(16, np.float32), mesh=mesh))
     assert_spread(shardings_of(after), mesh, None)
     np.testing.assert_array_equal(after, np.full((8, 16), 2.0))
 
 
 def test_place_keeps_the_parameters_of_the_user_on_one_device():
     given = jnp.ones((8, 3))
-    jax.jit(lambda x: 2 * x, donate_argnums=0)(ensemble.place(given))
+    jax.jit(lambda x: 2 * x, donate_argnums=0)(parallel.place(given))
     assert given.sum() == 24
 
 
@@ -333,11 +333,11 @@ def test_place_keeps_the_parameters_of_the_user_on_one_device():
 def test_examples_are_spread_over_the_data_axis(shape, options, spec):
     mesh = make_mesh((4, 2))
     leaf = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
-    placed = ensemble.place_batch({"x": leaf}, mesh=mesh, **options)["x"]
+    placed = parallel.place_batch({"x": leaf}, mesh=mesh, **options)["x"]
     assert placed.sharding.is_equivalent_to(NamedSharding(mesh, jax.P(*spec)), leaf.ndim)
     np.testing.assert_array_equal(placed, leaf)
-    assert ensemble.place_batch({"x": leaf}, **options)["x"] is leaf
-    alone = ensemble.place_batch({"x": leaf}, mesh=make_mesh((8,)), **options)["x"]
+    assert parallel.place_batch({"x": leaf}, **options)["x"] is leaf
+    alone = parallel.place_batch({"x": leaf}, mesh=make_mesh((8,)), **options)["x"]
     chains = jax.P(*spec[:1]) if "per_chain" in options else jax.P()
     assert alone.sharding.is_equivalent_to(NamedSharding(alone.sharding.mesh, chains), leaf.ndim)
 
@@ -345,14 +345,14 @@ def test_examples_are_spread_over_the_data_axis(shape, options, spec):
 def test_a_batch_that_is_spread_already_stays():
     mesh = make_mesh((4, 2))
     spread = jax.device_put(np.ones((16, 3)), NamedSharding(mesh, jax.P(None, None)))
-    assert ensemble.place_batch(spread, mesh=mesh) is spread
+    assert parallel.place_batch(spread, mesh=mesh) is spread
     lone = jax.device_put(np.ones((16, 3)), jax.devices()[3])
-    assert len(ensemble.place_batch(lone, mesh=mesh).sharding.device_set) == 8
+    assert len(parallel.place_batch(lone, mesh=mesh).sharding.device_set) == 8
 
 
 def place(**changes):
     given: dict[str, Any] = {"tree": start(), "mesh": make_mesh((4, 2)), "specs": SPECS} | changes
-    return ensemble.place(given.pop("tree"), **given)
+    return parallel.place(given.pop("tree"), **given)
 
 
 OTHER_AXES = make_mesh((4, 2), names=("model", "data"))
@@ -400,7 +400,7 @@ def test_bad_places(changes, message):
 )
 def test_bad_states(changes, message):
     with pytest.raises(ValueError, match=message):
-        ensemble.init(optax.adamw(0.1), start(4), **{"mesh": make_mesh((4, 2))} | changes)
+        parallel.init(optax.adamw(0.1), start(4), **{"mesh": make_mesh((4, 2))} | changes)
 
 
 def batches():

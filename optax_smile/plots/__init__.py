@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from optax_smile import _check, metrics
-from optax_smile.step_size import StepSizeSearch
+from optax_smile.chains.find_step_size import StepSizeSearch
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -11,9 +11,10 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from optax_smile import _average, _check, _likelihoods, ensemble
-from optax_smile._average import Average, Outcome
-from optax_smile._likelihoods import Likelihood
+from optax_smile import _check, parallel
+from optax_smile.draws import _average, likelihoods
+from optax_smile.draws._average import Average, Outcome
+from optax_smile.draws.likelihoods import Likelihood
 
 PER = ("chain", "draw")
 
@@ -80,8 +81,8 @@ class Predictor:
         specs: Any = None,
     ):
         if not isinstance(likelihood, Likelihood):
-            _check.choice("predict", "likelihood", likelihood, _likelihoods.NAMED)
-            likelihood = _likelihoods.NAMED[likelihood]
+            _check.choice("predict", "likelihood", likelihood, likelihoods.NAMED)
+            likelihood = likelihoods.NAMED[likelihood]
         lengths = {np.shape(leaf)[:1] for leaf in jax.tree.leaves(inputs)}
         if len(lengths) != 1 or lengths & {(), (0,)}:
             rule = "arrays [input, ...] of one length, at least 1"
@@ -97,7 +98,7 @@ class Predictor:
                 _check.fail("predict", "per", rule, repr(per), remedy)
         if num_chains is not None:
             _check.whole("Predictor", "num_chains", num_chains, 1)
-        if targets is not None and likelihood in _likelihoods.NAMED.values():
+        if targets is not None and likelihood in likelihoods.NAMED.values():
             targets = np.asarray(targets)
             if targets.dtype.kind in "OSUV":
                 _check.fail("predict", "targets", "numbers", f"{targets.dtype}")
@@ -105,15 +106,15 @@ class Predictor:
         if lengths - {(self.num_inputs,)}:
             rule = f"arrays [input, ...] of {self.num_inputs} inputs"
             _check.fail("predict", "targets", rule, jax.tree.map(np.shape, targets))
-        ensemble.check_mesh("predict", mesh, num_chains if per == "chain" and num_chains else 0)
+        parallel.check_mesh("predict", mesh, num_chains if per == "chain" and num_chains else 0)
         self.apply_fn, self.likelihood, self.targets = apply_fn, likelihood, targets
         self.mesh, self.specs, self.per, self.num_chains = mesh, specs, per, num_chains
-        self._rows = 1 if mesh is None else mesh.shape[ensemble.CHAIN]
+        self._rows = 1 if mesh is None else mesh.shape[parallel.CHAIN]
         self._num_groups = cast(int, num_chains) // self._rows if per == "chain" else 1
         # Snapshot number n runs on row n % rows of the devices, and is averaged there in the group
         # (n // rows) % num_groups: with `per="chain"` each chain has a row and group of its own.
         self._batches = [
-            jax.tree.map(jnp.asarray, ensemble.place_batch(batch, mesh=mesh))
+            jax.tree.map(jnp.asarray, parallel.place_batch(batch, mesh=mesh))
             for batch in _split((inputs, targets), batch_size or self.num_inputs)
         ]
         self._everywhere = None if mesh is None else NamedSharding(mesh, PartitionSpec())
@@ -197,7 +198,7 @@ class Predictor:
             return _average.zero(self._outcome(params, batch))
 
         # The outputs are not computed: the compiler sees that only their shapes count.
-        over_rows = jax.jit(ensemble.over_chains(begin, mesh=self.mesh, in_axes=(0, None)))
+        over_rows = jax.jit(parallel.over_chains(begin, mesh=self.mesh, in_axes=(0, None)))
         self._averages = [
             [over_rows(params, batch) for _ in range(self._num_groups)] for batch in self._batches
         ]
@@ -217,7 +218,7 @@ class Predictor:
             average = _average.add(average, outcome, number)
             return average, outcome if self.per == "draw" else None
 
-        over_rows = ensemble.over_chains(add, mesh=self.mesh, in_axes=(0, 0, 0, None))
+        over_rows = parallel.over_chains(add, mesh=self.mesh, in_axes=(0, 0, 0, None))
         return jax.jit(over_rows, donate_argnums=0, out_shardings=(own, self._everywhere))
 
     @functools.cached_property
@@ -290,8 +291,8 @@ class Predictor:
             numbers[number % self._rows], rows[number % self._rows] = number, params
         taken = numbers >= 0
         stacked = jax.tree.map(lambda *x: np.stack([np.asarray(each) for each in x]), *rows)
-        params = ensemble.place(stacked, mesh=self.mesh, specs=self.specs)
-        numbers = ensemble.place(numbers, mesh=self.mesh)
+        params = parallel.place(stacked, mesh=self.mesh, specs=self.specs)
+        numbers = parallel.place(numbers, mesh=self.mesh)
         if not self._averages:
             self._begin(params)
         group = first // self._rows % self._num_groups
@@ -393,9 +394,9 @@ def predict(
             come draw by draw: of 4 chains, 8 are two draws of each.
         per: `"draw"`: also what each draw predicts, `"chain"`: also the average of each chain; in
             host memory.
-        mesh: devices, see `ensemble.place`: the axis `"chain"` takes as many snapshots at a time,
+        mesh: devices, see `parallel.place`: the axis `"chain"` takes as many snapshots at a time,
             the axis `"data"` spreads the inputs.
-        specs: how the parameters of one snapshot are sharded, see `ensemble.place`.
+        specs: how the parameters of one snapshot are sharded, see `parallel.place`.
 
     Returns:
         A `Prediction`.

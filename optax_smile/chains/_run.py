@@ -9,8 +9,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from optax_smile import _check, _checkpoint, _disk, _loop, _tree
-from optax_smile.snapshots import Snapshots, StoredSnapshots, load_snapshots
+from optax_smile import _check, _tree
+from optax_smile.chains import _checkpoint, _loop
+from optax_smile.draws import _files
+from optax_smile.draws.snapshots import Snapshots, StoredSnapshots, load_snapshots
 
 
 class MemoryRun:
@@ -78,21 +80,21 @@ class DirectoryRun:
         resume: bool,
         minutes: float,
     ):
-        _disk.import_safetensors()
+        _files.import_safetensors()
         self.directory, self.like = Path(directory), _loop.one_of(start)
         self.lock = _checkpoint.Lock("sample", self.directory)
         try:
             if jax.process_index() == 0:
-                _disk.remove_drafts(self.directory)
+                _files.remove_drafts(self.directory)
             # Waits for all processes.
             self.checkpoints = _checkpoint.Checkpoints(self.directory, minutes)
-            manifest = _disk.manifest(start, dtype, settings)
+            manifest = _files.manifest(start, dtype, settings)
             self.resumed = self._is_resumed(manifest, resume)
             if jax.process_index() == 0:
                 manifest["num_samples"] = num_samples
                 content = json.dumps(manifest, indent=1).encode()
-                _disk.write(self.directory / _disk.MANIFEST, content)
-            self.writer = _disk.SnapshotWriter(
+                _files.write(self.directory / _files.MANIFEST, content)
+            self.writer = _files.SnapshotWriter(
                 self.directory, start, dtype=dtype, resumed=self.resumed
             )
         except BaseException:
@@ -115,7 +117,7 @@ class DirectoryRun:
             _check.fail("sample", "directory", rule, got, "Choose another, or remove it.")
         if not has_checkpoint:
             return False
-        before = _disk.read_manifest("sample", self.directory)
+        before = _files.read_manifest("sample", self.directory)
         for name, mine in _flat({**manifest, "versions": None}).items():
             theirs = _flat({**before, "versions": None}).get(name)
             if mine != theirs:

@@ -261,7 +261,7 @@ def step(
 
     Example:
         >>> import jax, jax.numpy as jnp, optax, optax_smile
-        >>> from optax_smile import ensemble
+        >>> from optax_smile import parallel
         >>> tx = optax_smile.smile_naive(0.1, num_data=10)
         >>> def one_step(carry, batch):
         ...     params, state = carry
@@ -271,10 +271,10 @@ def step(
         >>> mesh = jax.make_mesh(
         ...     (1, 1), ("chain", "data"), axis_types=(jax.sharding.AxisType.Auto,) * 2
         ... )
-        >>> params = ensemble.place(jnp.zeros((4, 3)), mesh=mesh)
-        >>> carry = params, ensemble.init(tx, params, mesh=mesh)
-        >>> advance = ensemble.step(one_step, carry, mesh=mesh)
-        >>> params, state = advance(carry, ensemble.place_batch(jnp.ones(3), mesh=mesh))
+        >>> params = parallel.place(jnp.zeros((4, 3)), mesh=mesh)
+        >>> carry = params, parallel.init(tx, params, mesh=mesh)
+        >>> advance = parallel.step(one_step, carry, mesh=mesh)
+        >>> params, state = advance(carry, parallel.place_batch(jnp.ones(3), mesh=mesh))
         >>> optax_smile.stats(state)["num_calls"].tolist()
         [1, 1, 1, 1]
     """

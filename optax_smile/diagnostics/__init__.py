@@ -19,7 +19,8 @@ Example:
     ()
 """
 
-from optax_smile._statistics import (
+from optax_smile.diagnostics.findings import Finding, Summary, summary
+from optax_smile.diagnostics.statistics import (
     EnergyFit,
     autocorrelation,
     disagreement,
@@ -34,7 +35,6 @@ from optax_smile._statistics import (
     travel,
     weight_rhat,
 )
-from optax_smile._summary import Finding, Summary, summary
 
 __all__ = [
     "EnergyFit",

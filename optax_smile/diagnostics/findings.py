@@ -7,10 +7,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
-from optax_smile import _check, _statistics
-from optax_smile._statistics import LEAST_DRAWS, LEAST_DRAWS_WITHIN
-from optax_smile.predict import Prediction
-from optax_smile.snapshots import Snapshots, StoredSnapshots
+from optax_smile import _check
+from optax_smile.diagnostics import statistics
+from optax_smile.diagnostics.statistics import LEAST_DRAWS, LEAST_DRAWS_WITHIN
+from optax_smile.draws.predict import Prediction
+from optax_smile.draws.snapshots import Snapshots, StoredSnapshots
 
 # With fewer independent draws the R-hat within a chain is above `HIGH_RHAT` by chance at one value
 # in twenty (1.28 at 20 draws, simulated).
@@ -214,9 +215,9 @@ def summary(
     """
     _check.whole("summary", "max_inputs", max_inputs, 1)
     _check.whole("summary", "seed", seed, 0)
-    num_draws, paths = snapshots.num_draws, _statistics.walk(snapshots, max_inputs, seed)
+    num_draws, paths = snapshots.num_draws, statistics.walk(snapshots, max_inputs, seed)
     trace, settings = snapshots.trace, snapshots.settings or {}
-    seen = _statistics.of_draws(trace, num_draws)
+    seen = statistics.of_draws(trace, num_draws)
     unknown, values, density = np.full(snapshots.num_chains, np.nan), None, None
     figures: dict[str, Any] = {field.name: unknown for field in dataclasses.fields(Summary)}
     figures |= {"num_draws": num_draws, "of": "weights", "lppd": np.nan, "mcse": np.nan}
@@ -226,26 +227,26 @@ def summary(
         figures |= {
             "first_step_size": np.asarray(trace["step_size"], float)[:, 0],
             "last_step_size": np.asarray(seen["step_size"], float)[:, -1],
-            "drift": _statistics.step_size_drift(seen),
-            "reset_rate": _statistics.reset_rate(seen),
-            "energy_distance": _statistics.energy_fit(seen).distance,
+            "drift": statistics.step_size_drift(seen),
+            "reset_rate": statistics.reset_rate(seen),
+            "energy_distance": statistics.energy_fit(seen).distance,
             "num_nonfinite": np.asarray(seen["num_nonfinite"], float)[:, -1],
         }
-    figures["travelled"] = _statistics.relative(paths)[:, -1]
+    figures["travelled"] = statistics.relative(paths)[:, -1]
     if prediction is not None:
-        density = _statistics.log_density_of("summary", snapshots, prediction)
+        density = statistics.log_density_of("summary", snapshots, prediction)
         values = _scalars(prediction, density, max_inputs, seed)
-        by_chain = _statistics.log_mean_exp(density, (1,))
-        lppd = float(_statistics.log_mean_exp(by_chain, (0,)).mean())
+        by_chain = statistics.log_mean_exp(density, (1,))
+        lppd = float(statistics.log_mean_exp(by_chain, (0,)).mean())
         figures |= {"of": "predictions", "chain_lppd": by_chain.mean(axis=1), "lppd": lppd}
         if num_draws >= LEAST_DRAWS:
-            figures["ess"] = _statistics.ess(values)
-            figures["mcse"] = _statistics.mcse_lppd(density) if np.isfinite(lppd) else np.nan
+            figures["ess"] = statistics.ess(values)
+            figures["mcse"] = statistics.mcse_lppd(density) if np.isfinite(lppd) else np.nan
             if len(values) > 1:
-                figures["rhat_across"] = _statistics.rhat(values)
+                figures["rhat_across"] = statistics.rhat(values)
     series = paths.weights if values is None else values
     if num_draws >= LEAST_DRAWS_WITHIN and series.shape[2]:
-        figures["rhat_within"] = _statistics.rhat_within(series)
+        figures["rhat_within"] = statistics.rhat_within(series)
     found = Summary(**figures)
     with np.errstate(divide="ignore", invalid="ignore"):
         findings = _findings(found, _Run(paths, settings, seen, values, density))
@@ -255,7 +256,7 @@ def summary(
 class _Run(NamedTuple):
     """What findings are made from: paths, settings, the trace at the draws, single predictions."""
 
-    paths: _statistics.Paths
+    paths: statistics.Paths
     settings: Mapping[str, Any]
     trace: dict[str, np.ndarray]
     values: np.ndarray | None

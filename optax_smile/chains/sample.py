@@ -11,11 +11,13 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from optax_smile import _check, _disk, _loop, _settings
-from optax_smile._chains import Chains
-from optax_smile._checkpoint import any_process
-from optax_smile._run import DirectoryRun, MemoryRun
-from optax_smile.snapshots import Snapshots, StoredSnapshots
+from optax_smile import _check, _settings
+from optax_smile.chains import _loop
+from optax_smile.chains._chains import Chains
+from optax_smile.chains._checkpoint import any_process
+from optax_smile.chains._run import DirectoryRun, MemoryRun
+from optax_smile.draws import _files
+from optax_smile.draws.snapshots import Snapshots, StoredSnapshots
 
 BATCH_PER = ("call", "step")
 
@@ -116,8 +118,8 @@ def sample(
         prefetch: batches to bring onto the devices ahead of their use, by a thread of its own,
             >= 0.
         mesh: devices with the axes `"chain"`, over which chains are spread, and `"data"`, over
-            which the examples of a batch are; see `ensemble`. None: one device.
-        specs: how the parameters of one chain are sharded, see `ensemble.place`.
+            which the examples of a batch are; see `parallel`. None: one device.
+        specs: how the parameters of one chain are sharded, see `parallel.place`.
         directory: where the draws are written, by a thread of its own while the chains run on,
             and checkpoints. None keeps the draws in host memory.
         resume: go on with the run in the directory, if there is one, from its newest checkpoint;
@@ -172,7 +174,7 @@ def sample(
     _check.choice("sample", "batch_per", batch_per, BATCH_PER)
     _check.number("sample", "checkpoint_minutes", checkpoint_minutes, ">= 0", lambda x: x >= 0)
     if dtype is not None:
-        _check.choice("sample", "dtype", dtype, _disk.STORED_DTYPES)
+        _check.choice("sample", "dtype", dtype, _files.STORED_DTYPES)
     typed: Any = _check.key("sample", key)
     sampler = optax.with_extra_args_support(sampler)
     chains = Chains(

@@ -11,8 +11,9 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from optax_smile import _check, _loop, _tree, ensemble
-from optax_smile._checkpoint import Checkpoints, Lock, any_process
+from optax_smile import _check, _tree, parallel
+from optax_smile.chains import _loop
+from optax_smile.chains._checkpoint import Checkpoints, Lock, any_process
 
 
 class Members(NamedTuple):
@@ -68,8 +69,8 @@ def warmstart(
             are its best so far; None keeps the last ones.
         patience: epochs without improvement after which a member is done, >= 1.
         per_member: whether each batch has a leading member axis; otherwise members share them.
-        mesh: devices over whose axis `"chain"` the members are spread, see `ensemble`.
-        specs: how the parameters of one member are sharded, see `ensemble.place`.
+        mesh: devices over whose axis `"chain"` the members are spread, see `parallel`.
+        specs: how the parameters of one member are sharded, see `parallel.place`.
         directory: where checkpoints are written after an epoch. A training that is found there
             goes on, and a finished one is returned at once: it must have the same arguments.
             Batches are read again up to there, so that those that shuffle come in the same order;
@@ -126,29 +127,29 @@ def warmstart(
             stale=jnp.where(better, 0, member.stale + 1),
         )
 
-    shapes = jax.eval_shape(jax.vmap(init_fn), ensemble.split_key(key, num_members))
-    own = ensemble.shardings(shapes, mesh=mesh, specs=specs)
-    initialize = jax.jit(ensemble.over_chains(init_fn, mesh=mesh), out_shardings=own)
-    params = initialize(ensemble.split_key(key, num_members, mesh=mesh))
+    shapes = jax.eval_shape(jax.vmap(init_fn), parallel.split_key(key, num_members))
+    own = parallel.shardings(shapes, mesh=mesh, specs=specs)
+    initialize = jax.jit(parallel.over_chains(init_fn, mesh=mesh), out_shardings=own)
+    params = initialize(parallel.split_key(key, num_members, mesh=mesh))
     unknown = np.full(num_members, np.inf, _tree.dtype(params))
     members = Members(
         params=params,
-        state=ensemble.init(optimizer, params, mesh=mesh, specs=specs),
-        loss=ensemble.place(unknown, mesh=mesh),
-        best=ensemble.place(params, mesh=mesh, specs=specs),
-        best_loss=ensemble.place(unknown, mesh=mesh),
-        stale=ensemble.place(np.zeros(num_members, np.int32), mesh=mesh),
+        state=parallel.init(optimizer, params, mesh=mesh, specs=specs),
+        loss=parallel.place(unknown, mesh=mesh),
+        best=parallel.place(params, mesh=mesh, specs=specs),
+        best_loss=parallel.place(unknown, mesh=mesh),
+        stale=parallel.place(np.zeros(num_members, np.int32), mesh=mesh),
     )
-    train = ensemble.step(train_one, members, mesh=mesh, per_chain=per_member)
-    judge = ensemble.step(judge_one, members, mesh=mesh)
+    train = parallel.step(train_one, members, mesh=mesh, per_chain=per_member)
+    judge = parallel.step(judge_one, members, mesh=mesh)
     in_axes = (0, 0 if per_member else None)
-    losses = ensemble.over_chains(loss_fn, mesh=mesh, in_axes=in_axes)
+    losses = parallel.over_chains(loss_fn, mesh=mesh, in_axes=in_axes)
     validation_batch = ()
     if validation is not None:
-        validation_batch = ensemble.place_batch(validation, mesh=mesh)
+        validation_batch = parallel.place_batch(validation, mesh=mesh)
 
     def put(batch):
-        return ensemble.place_batch(batch, mesh=mesh, per_chain=per_member)
+        return parallel.place_batch(batch, mesh=mesh, per_chain=per_member)
 
     lock = checkpoints = None
     bar = _loop.progress_bar(num_epochs, "warm start", progress)

@@ -11,7 +11,8 @@ import jax
 import numpy as np
 import optax
 
-from optax_smile import _check, _disk
+from optax_smile import _check
+from optax_smile.draws import _files
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,10 +81,10 @@ class StoredSnapshots:
 
     def __init__(self, directory: Path, manifest: Mapping[str, Any], like: Any, flat: bool):
         self.directory, self.manifest, self.flat = directory, manifest, flat
-        self.leaves = [_disk.Leaf(**leaf) for leaf in manifest["leaves"]]
+        self.leaves = [_files.Leaf(**leaf) for leaf in manifest["leaves"]]
         self.structure = None if like is None else jax.tree.structure(like)
-        found = _disk.find(directory, self.num_chains)
-        found.pop(_disk.START, None)
+        found = _files.find(directory, self.num_chains)
+        found.pop(_files.START, None)
         self.arrays_of_start: dict[str, np.ndarray] | None = None
         self.draws = [found[draw] for draw in sorted(found)]
 
@@ -130,7 +131,7 @@ class StoredSnapshots:
         for blocks in self.draws:
             seen: dict[str, np.ndarray] = {}
             for file, first, last in blocks:
-                header = _disk.read_header(file)
+                header = _files.read_header(file)
                 for name, values in {**header["stats"], "step": header["step"]}.items():
                     default = np.empty(self.num_chains, np.asarray(values).dtype)
                     seen.setdefault(name, default)[first : last + 1] = values
@@ -145,12 +146,12 @@ class StoredSnapshots:
         thinned.draws = self.draws[::-1][::every][::-1]
         return thinned
 
-    def _read(self, blocks: list[_disk.Block]) -> dict[str, np.ndarray]:
-        return _disk.read_chains(blocks, self.leaves, self.num_chains, self._start)
+    def _read(self, blocks: list[_files.Block]) -> dict[str, np.ndarray]:
+        return _files.read_chains(blocks, self.leaves, self.num_chains, self._start)
 
     def _start(self) -> dict[str, np.ndarray]:
         if self.arrays_of_start is None:
-            found = _disk.read_start(self.directory, self.leaves, self.num_chains)
+            found = _files.read_start(self.directory, self.leaves, self.num_chains)
             self.arrays_of_start = found
         return self.arrays_of_start
 
@@ -211,10 +212,10 @@ def load_snapshots(
         (15, (3, 5, 2))
     """
     directory = Path(directory)
-    manifest = _disk.read_manifest("load_snapshots", directory)
+    manifest = _files.read_manifest("load_snapshots", directory)
     if like is not None:
         stacked = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype), like)
-        given = [(leaf.name, leaf.shape) for leaf in _disk.describe(stacked)]
+        given = [(leaf.name, leaf.shape) for leaf in _files.describe(stacked)]
         stored = [(leaf["name"], leaf["shape"]) for leaf in manifest["leaves"]]
         if given != stored:
             differing = [pair for pair in given if pair not in stored] or given

@@ -10,8 +10,10 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from optax_smile import _check, _loop, _state, _tree, ensemble
-from optax_smile._pack import SMALL, Packed, Packing
+from optax_smile import _check, _tree, parallel
+from optax_smile.chains import _loop
+from optax_smile.chains._packing import SMALL, Packed, Packing
+from optax_smile.state import find, last_accepted, stats
 
 
 class Chain(NamedTuple):
@@ -59,17 +61,17 @@ class Chains:
         specs: Any,
     ):
         self.mesh, self.per_chain = mesh, per_chain
-        self.number = ensemble.num_chains("sample", (params, aux))
+        self.number = parallel.num_chains("sample", (params, aux))
         self.loss = _loss_of_chain(loss_fn, aux is not None, stochastic)
         sampler_key, loss_key = jax.random.split(key) if stochastic else (key, None)
-        params = ensemble.place(params, mesh=mesh, specs=specs)
+        params = parallel.place(params, mesh=mesh, specs=specs)
         chains = Chain(
             params=params,
-            state=ensemble.init(sampler, params, mesh=mesh, specs=specs, key=sampler_key),
-            aux=None if aux is None else ensemble.place(aux, mesh=mesh),
-            key=None if loss_key is None else ensemble.split_key(loss_key, self.number, mesh=mesh),
+            state=parallel.init(sampler, params, mesh=mesh, specs=specs, key=sampler_key),
+            aux=None if aux is None else parallel.place(aux, mesh=mesh),
+            key=None if loss_key is None else parallel.split_key(loss_key, self.number, mesh=mesh),
         )
-        self.calls_per_step = _state.find(chains.state).calls_per_step
+        self.calls_per_step = find(chains.state).calls_per_step
         # Parameters that are sharded inside a chain keep their arrays.
         self.packing = packing = Packing(_loop.one_of(chains), SMALL if specs is None else 0)
         small, large = packing.split(chains)
@@ -87,20 +89,20 @@ class Chains:
 
             return packing.pack(jax.lax.scan(call, packing.unpack(packed), batches)[0])
 
-        self._one = ensemble.step(one, self.packed, mesh=mesh, per_chain=per_chain)
-        self._many = ensemble.step(many, self.packed, mesh=mesh, per_chain=per_chain)
-        self._stats = self._compile(lambda packed: _state.stats(packing.unpack(packed).state))
+        self._one = parallel.step(one, self.packed, mesh=mesh, per_chain=per_chain)
+        self._many = parallel.step(many, self.packed, mesh=mesh, per_chain=per_chain)
+        self._stats = self._compile(lambda packed: stats(packing.unpack(packed).state))
         self._draw = self._compile(lambda packed: _draw_of_chain(packing.unpack(packed)))
 
     def _compile(self, function: Callable, in_axes: Any = 0) -> Callable:
-        own = None if self.mesh is None else ensemble.chain_sharding(self.mesh)
-        mapped = ensemble.over_chains(function, mesh=self.mesh, in_axes=in_axes)
+        own = None if self.mesh is None else parallel.chain_sharding(self.mesh)
+        mapped = parallel.over_chains(function, mesh=self.mesh, in_axes=in_axes)
         return jax.jit(mapped, out_shardings=own)
 
     def put(self, batch: Any, is_stacked: bool = False) -> Any:
         """Bring a batch of one call, or of several, onto the devices."""
         arguments: dict[str, Any] = {"per_chain": self.per_chain, "stacked": is_stacked}
-        return ensemble.place_batch(batch, mesh=self.mesh, **arguments)
+        return parallel.place_batch(batch, mesh=self.mesh, **arguments)
 
     def check(self, batch: Any):
         """Require a loss of every chain that is a scalar and finite."""
@@ -162,7 +164,7 @@ def _call_of_chain(loss: Callable, sampler: optax.GradientTransformationExtraArg
         return Chain(
             params=optax.apply_updates(chain.params, updates),
             state=state,
-            aux=_tree.where(_state.stats(state)["accepted"], aux, chain.aux),
+            aux=_tree.where(stats(state)["accepted"], aux, chain.aux),
             key=key,
         )
 
@@ -171,7 +173,7 @@ def _call_of_chain(loss: Callable, sampler: optax.GradientTransformationExtraArg
 
 def _draw_of_chain(chain: Chain) -> Any:
     """Copy the last accepted step end."""
-    draw = _state.last_accepted(chain.state, chain.params)
+    draw = last_accepted(chain.state, chain.params)
     if chain.aux is not None:
         draw = {"params": draw, "aux": chain.aux}
     return jax.tree.map(jnp.copy, draw)

@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from optax_smile import _check
-from optax_smile.predict import Prediction
-from optax_smile.snapshots import Snapshots, StoredSnapshots
+from optax_smile.draws.predict import Prediction
+from optax_smile.draws.snapshots import Snapshots, StoredSnapshots
 
 ESS_METHODS = ("bulk", "tail", "mean")
 # What ArviZ needs of a chain; within a chain its halves are the chains.
@@ -538,6 +538,7 @@ def _distance(leaves: list[np.ndarray], others: list[np.ndarray] | None = None) 
 
 
 def log_mean_exp(values: np.ndarray, axes: tuple[int, ...]) -> np.ndarray:
+    """Logarithm of the mean of exponentials over axes."""
     number = np.prod([values.shape[axis] for axis in axes])
     for axis in sorted(axes, reverse=True):
         values = np.logaddexp.reduce(values, axis=axis)
