@@ -8,7 +8,9 @@ from optax_smile.chains.find_step_size import StepSizeSearch, find_step_size
 from optax_smile.chains.sample import sample
 from optax_smile.chains.warmstart import chains_from_weights, warmstart
 from optax_smile.draws.likelihoods import Likelihood
-from optax_smile.draws.predict import Prediction, Predictor, predict
+from optax_smile.draws.predict import predict
+from optax_smile.draws.prediction import Outcome, Prediction
+from optax_smile.draws.predictor import Predictor
 from optax_smile.draws.snapshots import Snapshots, StoredSnapshots, load_snapshots
 from optax_smile.samplers.cyclical_sgld import cyclical_sgld
 from optax_smile.samplers.mclmc import MclmcSettings, mclmc, tune_mclmc
@@ -28,6 +30,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Likelihood",
     "MclmcSettings",
+    "Outcome",
     "Prediction",
     "Predictor",
     "Snapshots",

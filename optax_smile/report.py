@@ -24,8 +24,7 @@ from numpy.typing import ArrayLike
 
 from optax_smile import _check, diagnostics, metrics, plots
 from optax_smile.draws import _files
-from optax_smile.draws._average import Outcome
-from optax_smile.draws.predict import Prediction
+from optax_smile.draws.prediction import Outcome, Prediction
 from optax_smile.draws.snapshots import StoredSnapshots, load_snapshots
 
 FILE, LEVEL = "prediction-{}.npz", 0.95

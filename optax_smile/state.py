@@ -6,6 +6,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
+# Share of the gradients that are not finite; healthy runs have none or a handful.
+MOST_NONFINITE = 0.01
+
 
 class LastCall(NamedTuple):
     """What the last call of `update` found out about the parameters that it was given.

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import optax_smile
-from optax_smile.stages import evidence
+from optax_smile.stages import evidence, products
 
 SAMPLERS = {"smile": optax_smile.smile, "psmile": optax_smile.psmile}
 NUM_DATA, NUM_BATCHES = 500, 5
@@ -148,7 +148,7 @@ def test_a_flat_likelihood_is_sampled_all_the_same():
 
 def test_the_turn_rate_is_what_the_gradient_turns():
     """Of a gradient across u all, along it downhill little, uphill all."""
-    sums = evidence.Sums(*(jnp.float32(x) for x in (1, 0, 16.0, 1, 1, *[0] * 5)))
+    sums = products.Sums(*(jnp.float32(x) for x in (1, 0, 16.0, 1, 1, *[0] * 5)))
     for cosine, share in ((0.0, 1.0), (0.6, 0.64), (1.0, 0.03), (-1.0, 1.0)):
         rate = evidence.turn_rate(sums, jnp.float32(cosine), 9)
         assert rate == pytest.approx(4 / 8 * share, rel=1e-5)

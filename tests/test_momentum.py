@@ -13,8 +13,9 @@ from jax.sharding import AxisType
 
 import optax_smile
 from optax_smile import _tree
+from optax_smile.stages import kick as kicking
 from optax_smile.stages import momentum
-from optax_smile.stages.evidence import Sums
+from optax_smile.stages.products import Sums
 
 NUM_PARAMETERS = 10**7
 COSINES = (-1, -0.9, -1e-3, 0, 1e-3, 0.9, 1)
@@ -70,10 +71,10 @@ def standing(u, moving=True):
 def kick_and_turn(state, g, *lengths) -> Any:
     """Kick with one gradient for each of the lengths, then turn the tree once."""
     u = state.direction
-    heading = momentum.heading(state, jnp.vdot(u, u), jnp.vdot(u, g), jnp.vdot(g, g))
+    heading = kicking.heading(state.moving, jnp.vdot(u, u), jnp.vdot(u, g), jnp.vdot(g, g))
     gained = []
     for length in lengths:
-        heading, change = momentum.kick(heading, jnp.asarray(length, u.dtype), u.size)
+        heading, change = kicking.kick(heading, jnp.asarray(length, u.dtype), u.size)
         gained.append(change)
     opened = momentum.Opened(heading, gained[-1], *[jnp.zeros(())] * 3)
     return momentum.turn(state, opened, g, None, u).direction, heading, gained
@@ -87,7 +88,7 @@ def test_kinetic_energy_of_short_kicks_at_ten_million_parameters(p):
     delta = np.geomspace(1e-9, 1, 2001).astype(np.float32)
     p = np.full_like(delta, p)
     exact = (NUM_PARAMETERS - 1) * exact_log_growth(p.astype(float), delta.astype(float))
-    got = (NUM_PARAMETERS - 1) * momentum.log_growth(jnp.asarray(p), jnp.asarray(delta))
+    got = (NUM_PARAMETERS - 1) * kicking.log_growth(jnp.asarray(p), jnp.asarray(delta))
     assert got.dtype == jnp.float32
     assert np.all(np.abs(np.asarray(got, float) - exact) <= 1e-3 + 1e-6 * np.abs(exact))
 
@@ -97,7 +98,7 @@ def test_kinetic_energy_of_long_kicks_at_ten_million_parameters(p):
     delta = np.geomspace(1, 1e4, 2001).astype(np.float32)
     p = np.full_like(delta, p)
     exact = (NUM_PARAMETERS - 1) * exact_log_growth(p.astype(float), delta.astype(float))
-    got = (NUM_PARAMETERS - 1) * momentum.log_growth(jnp.asarray(p), jnp.asarray(delta))
+    got = (NUM_PARAMETERS - 1) * kicking.log_growth(jnp.asarray(p), jnp.asarray(delta))
     error = np.abs(np.asarray(got, float) - exact)
     assert np.all(error <= 1e-6 * (NUM_PARAMETERS - 1) * delta)
 
@@ -112,10 +113,10 @@ def test_kick_gives_that_kinetic_energy(p):
     def full(x):
         return jnp.full(shape, x, jnp.float32)
 
-    heading = momentum.Heading(
+    heading = kicking.Heading(
         full(p), full(1), full(0), full(0), jnp.ones(shape, bool), full(norm), full(1)
     )
-    _, got = momentum.kick(heading, jnp.asarray(length), NUM_PARAMETERS)
+    _, got = kicking.kick(heading, jnp.asarray(length), NUM_PARAMETERS)
     delta = length.astype(float) * float(norm) / (NUM_PARAMETERS - 1)
     exact = (NUM_PARAMETERS - 1) * exact_log_growth(float(np.float32(p)), delta)
     error = np.abs(np.asarray(got, float) - exact)
@@ -639,7 +640,7 @@ def matched_cosine(turn_rate, step_size, size, num_chains):
             noise_dot_direction=jnp.vdot(noise, u),
             noise_dot_gradient=jnp.vdot(noise, gradient),
         )
-        heading = momentum.heading(state, *sums[:3])
+        heading = kicking.heading(state.moving, *sums[:3])
         rate = jnp.float32(turn_rate)
         towards = momentum.diffuse(state, scheme, heading, sums, "matched", rate)
         opened = momentum.Opened(towards, *[jnp.zeros(())] * 4)

@@ -15,6 +15,7 @@ from scipy.special import logsumexp
 
 import optax_smile
 from optax_smile import plots
+from optax_smile.plots import _axes, run
 
 NUM_CHAINS, NUM_TICKS = 3, 60
 GENERATOR = np.random.default_rng(0)
@@ -201,7 +202,7 @@ def test_many_energies_are_thinned_but_undone_steps_are_kept():
     trace = make_trace(20, 1000)
     ax = plots.energy_error(trace)
     usual, undone = (line for line in lines_of(ax) if line.get_marker() == ".")
-    assert usual.get_ydata().size <= plots.MOST_DOTS
+    assert usual.get_ydata().size <= run.MOST_DOTS
     assert undone.get_ydata().size == np.sum(~trace["accepted"])
 
 
@@ -258,7 +259,7 @@ def test_many_chains_show_the_range_of_their_rates():
     top, edges, bottom = stairs["range of the chains"]
     middle = stairs["all 12 chains"].values
     assert np.all(bottom <= middle) and np.all(middle <= top)
-    assert len(edges) == plots.MOST_WINDOWS + 1
+    assert len(edges) == _axes.MOST_WINDOWS + 1
 
 
 def test_reliability_by_hand_and_overlaid():

@@ -19,7 +19,7 @@ from sklearn.linear_model import BayesianRidge
 import optax_smile
 from optax_smile import StepSizeSearch, find_step_size
 from optax_smile.chains import find_step_size as searching
-from optax_smile.draws._average import Outcome
+from optax_smile.draws.prediction import Outcome
 
 NUM_DATA, NUM_VALID, NOISE = 100, 50, 0.5
 GENERATOR = np.random.default_rng(0)

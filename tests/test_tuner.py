@@ -10,7 +10,9 @@ from scipy import stats as distributions
 
 import optax_smile
 from optax_smile import angle_tuner, quantile_tuner
+from optax_smile.stages import energy as measured
 from optax_smile.stages import evidence as shown
+from optax_smile.stages import products
 from optax_smile.stages import tuner as tuning
 
 RESET_QUANTILE = 0.98
@@ -20,7 +22,7 @@ SHAPES = (0.5, 0.7, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0, 30.0, 100.0)
 
 
 def averages(mean, std, count=1000):
-    return shown.EnergyAverages(
+    return measured.EnergyAverages(
         energy_mean=jnp.asarray(mean, jnp.float32),
         energy_std=jnp.asarray(std, jnp.float32),
         num_energies=jnp.asarray(count, jnp.int32),
@@ -29,7 +31,7 @@ def averages(mean, std, count=1000):
 
 def known(change):
     change = jnp.asarray(change, jnp.float32)
-    return shown.EnergyError(change, jnp.ones_like(change, bool), jnp.ones_like(change, bool))
+    return measured.EnergyError(change, jnp.ones_like(change, bool), jnp.ones_like(change, bool))
 
 
 def unknown(change):
@@ -50,7 +52,7 @@ def slow_averages(energies, decay=0.99):
     raw_mean = raw_variance = 0.0
     history = []
     for count, energy in enumerate(np.abs(energies), start=1):
-        if count > shown.ENERGIES_TO_SETTLE:
+        if count > measured.ENERGIES_TO_SETTLE:
             mean, std = history[-1]
             energy = min(energy, 3 * slow_quantile(mean, std, RESET_QUANTILE))
         correction = 1 - decay**count
@@ -66,7 +68,7 @@ def observe_all(errors):
     """The averages after each of the errors, from nothing."""
 
     def step(state, error):
-        state = shown.observe_energy(state, error, RESET_QUANTILE)
+        state = measured.observe_energy(state, error, RESET_QUANTILE)
         return state, state
 
     return jax.lax.scan(step, shown.init(jnp.dtype("float32")).energies, errors)[1]
@@ -78,7 +80,7 @@ def observe_all(errors):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_outlier_threshold_of_a_gamma_distribution(shape):
     mean = 7.3
-    threshold = float(shown.quantile(averages(mean, mean / np.sqrt(shape)), RESET_QUANTILE))
+    threshold = float(measured.quantile(averages(mean, mean / np.sqrt(shape)), RESET_QUANTILE))
     exceedance = distributions.gamma.sf(threshold, shape, scale=mean / shape)
     assert abs(exceedance / (1 - RESET_QUANTILE) - 1) <= 0.1
 
@@ -91,8 +93,8 @@ def test_adaptation_thresholds_of_a_gamma_distribution(shape):
     makes up for it.
     """
     state = averages(0.2, 0.2 / np.sqrt(shape))
-    high = float(shown.quantile(state, HIGH))
-    low = float(shown.quantile(state, LOW))
+    high = float(measured.quantile(state, HIGH))
+    low = float(measured.quantile(state, LOW))
     above = distributions.gamma.sf(high, shape, scale=0.2 / shape)
     below = distributions.gamma.cdf(low, shape, scale=0.2 / shape)
     assert abs(above / (1 - HIGH) - 1) <= 0.03
@@ -104,7 +106,7 @@ def test_quantile_is_that_of_the_formula(probability):
     for mean in (1e-6, 1.0, 3e4):
         for shape in (0.2, 0.8, 3.0, 1e3):
             std = mean / np.sqrt(shape)
-            got = shown.quantile(averages(mean, std), probability)
+            got = measured.quantile(averages(mean, std), probability)
             expected = slow_quantile(mean, std, probability)
             np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-6 * mean)
 
@@ -114,19 +116,19 @@ def test_quantile_is_finite_and_not_negative_for_every_shape(probability):
     shapes = np.geomspace(1e-6, 1e6, 121)
     for mean in (0.0, 1e-30, 1e-6, 1.0, 1e12):
         state = averages(np.full_like(shapes, mean), mean / np.sqrt(shapes))
-        got = np.asarray(shown.quantile(state, probability))
+        got = np.asarray(measured.quantile(state, probability))
         assert np.all(np.isfinite(got))
         assert np.all(got >= 0)
         if mean == 0:
             np.testing.assert_array_equal(got, 0)
-    assert np.isfinite(shown.quantile(averages(0.0, 1.0), probability))
+    assert np.isfinite(measured.quantile(averages(0.0, 1.0), probability))
 
 
 def test_outlier_threshold_is_never_zero_where_energies_were_seen():
     """A threshold of zero would undo every step."""
     shapes = np.geomspace(1e-6, 1e6, 121)
     state = averages(np.ones_like(shapes), 1 / np.sqrt(shapes))
-    assert np.all(np.asarray(shown.quantile(state, RESET_QUANTILE)) >= 1)
+    assert np.all(np.asarray(measured.quantile(state, RESET_QUANTILE)) >= 1)
 
 
 # The averages.
@@ -183,7 +185,7 @@ def test_a_non_finite_energy_never_enters(bad, at):
     energies = np.random.default_rng(3).gamma(2.0, 1.0, 100)
     poisoned = np.insert(energies, at, bad)
     ones = jnp.ones((), bool)
-    errors = [shown.error(jnp.float32(x), ones, (jnp.float32(0),)) for x in poisoned]
+    errors = [measured.error(jnp.float32(x), ones, (jnp.float32(0),)) for x in poisoned]
     assert not bool(errors[at].known) and not bool(errors[at].finite)
     got = observe_all(jax.tree.map(lambda *leaves: jnp.stack(leaves), *errors))
     assert all(np.all(np.isfinite(leaf)) for leaf in got)
@@ -195,15 +197,15 @@ def test_a_non_finite_energy_never_enters(bad, at):
 def test_an_energy_is_unknown_where_a_number_is_not_finite():
     one, closes = jnp.float32(1), jnp.ones((), bool)
     for given in ((one, jnp.float32(np.nan)), (jnp.float32(np.inf), one)):
-        error = shown.error(jnp.float32(2.0), closes, given)
+        error = measured.error(jnp.float32(2.0), closes, given)
         assert not bool(error.known) and not bool(error.finite)
         assert np.isnan(error.change)
-    error = shown.error(jnp.float32(2.0), closes, (one, one))
+    error = measured.error(jnp.float32(2.0), closes, (one, one))
     assert bool(error.known) and bool(error.finite) and float(error.change) == 2
     # No step ends here, or the loop passes no value: nothing known, nothing wrong.
     for error in (
-        shown.error(jnp.float32(np.nan), ~closes, (one, one)),
-        shown.error(None, closes, (one, one)),
+        measured.error(jnp.float32(np.nan), ~closes, (one, one)),
+        measured.error(None, closes, (one, one)),
     ):
         assert not bool(error.known) and bool(error.finite)
 
@@ -215,7 +217,7 @@ def test_a_jump_among_the_first_energies_is_no_trap(jump, at):
     energies = np.random.default_rng(at).gamma(2.0, 1.0, 3000)
     energies[at] = jump
     got = observe_all(known(energies))
-    thresholds = np.asarray(shown.quantile(got, RESET_QUANTILE))
+    thresholds = np.asarray(measured.quantile(got, RESET_QUANTILE))
     outliers = energies[10:] > thresholds[9:-1]
     # At most one in five of any hundred steps: .02 is the rate of the settled averages.
     assert outliers[:2900].reshape(-1, 100).mean(1).max() <= 0.2
@@ -238,8 +240,8 @@ def test_a_jump_among_the_first_energies_is_forgotten(jump):
     energies[4] = jump
     got = observe_all(known(energies))
     np.testing.assert_allclose(got.energy_mean[-1], clean.energy_mean[-1], rtol=1e-2)
-    threshold = shown.quantile(jax.tree.map(lambda leaf: leaf[-1], got), RESET_QUANTILE)
-    expected = shown.quantile(jax.tree.map(lambda leaf: leaf[-1], clean), RESET_QUANTILE)
+    threshold = measured.quantile(jax.tree.map(lambda leaf: leaf[-1], got), RESET_QUANTILE)
+    expected = measured.quantile(jax.tree.map(lambda leaf: leaf[-1], clean), RESET_QUANTILE)
     np.testing.assert_allclose(threshold, expected, rtol=0.1)
 
 
@@ -252,12 +254,12 @@ def online_rates(energies):
 
     def step(state, energy):
         beyond = (
-            energy > shown.quantile(state, RESET_QUANTILE),
-            energy < shown.quantile(state, LOW),
-            energy > shown.quantile(state, HIGH),
+            energy > measured.quantile(state, RESET_QUANTILE),
+            energy < measured.quantile(state, LOW),
+            energy > measured.quantile(state, HIGH),
         )
-        error = shown.EnergyError(energy, jnp.ones((), bool), jnp.ones((), bool))
-        return shown.observe_energy(state, error, RESET_QUANTILE), beyond
+        error = measured.EnergyError(energy, jnp.ones((), bool), jnp.ones((), bool))
+        return measured.observe_energy(state, error, RESET_QUANTILE), beyond
 
     def chain(stream):
         _, beyond = jax.lax.scan(step, shown.init(jnp.dtype("float32")).energies, stream)
@@ -406,7 +408,7 @@ def slow_turns(rates):
 def average_all(rates, kept):
     def step(state, given):
         rate, keep = given
-        sums = shown.Sums(*[jnp.ones(())] * 10)
+        sums = products.Sums(*[jnp.ones(())] * 10)
         state = shown.observe_turn(state, rate, shown.trust(state, rate, sums, jnp.int32(0)), keep)
         return state, state
 

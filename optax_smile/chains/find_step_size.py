@@ -9,12 +9,13 @@ import numpy as np
 import optax
 
 from optax_smile import _check, parallel
+from optax_smile._table import aligned
 from optax_smile.chains import _loop
 from optax_smile.chains.sample import sample
-from optax_smile.diagnostics import findings
 from optax_smile.draws.likelihoods import Likelihood
 from optax_smile.draws.predict import predict
 from optax_smile.draws.snapshots import Snapshots, StoredSnapshots
+from optax_smile.state import MOST_NONFINITE
 
 # Lengths of steps with `psmile_naive` and its family: from chains that hardly move to networks that
 # do not survive.
@@ -64,7 +65,7 @@ class StepSizeSearch(NamedTuple):
             "error": ["-", *column(self.standard_error, ".2g")],
             "undone": ["-", *column(self.undone, ".2g")],
         }
-        return "\n".join([*findings.aligned(table), "", *self._notes()])
+        return "\n".join([*aligned(table), "", *self._notes()])
 
     def _notes(self) -> Iterator[str]:
         yield f"Best: {self.best:.3g}"
@@ -203,7 +204,7 @@ def find_step_size(
             undone.append(np.sum(resets + nonfinite) / np.sum(calls))
             found = [np.full_like(x, -np.inf) for x in start]
             # Else a chain that cannot leave the start would score like it.
-            if np.all(nonfinite <= findings.MOST_NONFINITE * calls):
+            if np.all(nonfinite <= MOST_NONFINITE * calls):
                 # At the start all was well: what is wrong now are predictions that are not finite.
                 with contextlib.suppress(ValueError):
                     found = judge(draws)

@@ -19,22 +19,19 @@ Example:
     ()
 """
 
-from optax_smile.diagnostics.findings import Finding, Summary, summary
+from optax_smile.diagnostics.paths import travel, weight_rhat
+from optax_smile.diagnostics.results import Finding, Summary
 from optax_smile.diagnostics.statistics import (
-    EnergyFit,
     autocorrelation,
     disagreement,
-    energy_fit,
     ess,
     mcse_lppd,
-    reset_rate,
     rhat,
     rhat_within,
-    step_size_drift,
     to_arviz,
-    travel,
-    weight_rhat,
 )
+from optax_smile.diagnostics.summarize import summary
+from optax_smile.diagnostics.traces import EnergyFit, energy_fit, reset_rate, step_size_drift
 
 __all__ = [
     "EnergyFit",

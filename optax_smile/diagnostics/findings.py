@@ -1,21 +1,14 @@
-"""What a person wants to know about a run, see `optax_smile.diagnostics.summary`."""
+"""What is wrong with a run, and what to do about it."""
 
-import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike
 
-from optax_smile import _check
-from optax_smile.diagnostics import statistics
-from optax_smile.diagnostics.statistics import LEAST_DRAWS, LEAST_DRAWS_WITHIN
-from optax_smile.draws.predict import Prediction
-from optax_smile.draws.snapshots import Snapshots, StoredSnapshots
+from optax_smile.diagnostics import paths
+from optax_smile.diagnostics.results import LEAST_DRAWS_JUDGED, Finding, Summary, median_of
+from optax_smile.state import MOST_NONFINITE
 
-# With fewer independent draws the R-hat within a chain is above `HIGH_RHAT` by chance at one value
-# in twenty (1.28 at 20 draws, simulated).
-LEAST_DRAWS_JUDGED = 20
 # The four quarters of a chain with n independent draws have an R-hat of about 1 + 2 / n: beyond
 # this it says no more than six. Two chains with it differ by more than a standard deviation.
 HIGH_RHAT = 1.3
@@ -24,8 +17,6 @@ HIGH_RHAT = 1.3
 HIGH_WEIGHT_RHAT = 2.0
 # Differences at single inputs are chance or a matter of taste.
 MANY_INPUTS = 0.25
-# Reported beside each other: the usual bound of Gelman and Rubin and half of it.
-GOOD_RHATS = (1.05, 1.1)
 # Step sizes and distances of healthy chains differ by factors of two or three.
 MUCH = 10.0
 # A step size that changes more while it samples targets no single distribution.
@@ -34,236 +25,23 @@ MOST_DRIFT = 2.0
 MOST_RESETS = 3.0
 # Fewer events tell no rate, and rarer ones leave the chain its way.
 LEAST_EVENTS, LEAST_RESET_RATE = 10, 0.01
-# Healthy runs have none or a handful.
-MOST_NONFINITE = 0.01
 # Nats per input by which the modes of one posterior hardly differ: targets 26 % less probable.
 FAR_BELOW = 0.3
 # More groups of chains are counted, not listed.
 MOST_GROUPS = 6
 
 
-class Finding(NamedTuple):
-    """Something that looks wrong.
-
-    Attributes:
-        chains: in which chains.
-        problem: a word for it and how it shows.
-        advice: what to try.
-    """
-
-    chains: tuple[int, ...]
-    problem: str
-    advice: str
-
-
-def aligned(columns: Mapping[str, list[str]]) -> list[str]:
-    """Lines of a table, cells on the right of their columns."""
-    with_heads = [(head, *cells) for head, cells in columns.items()]
-    widths = [max(map(len, cells)) for cells in with_heads]
-    return [
-        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
-        for row in zip(*with_heads, strict=True)
-    ]
-
-
-@dataclasses.dataclass(frozen=True)
-class Summary:
-    """Figures of a run, NaN where something is unknown; `str(summary)` is a table in plain words.
-
-    Attributes:
-        num_draws: per chain.
-        of: what the R-hats are of: `"predictions"` or `"weights"`.
-        first_step_size: at the first tick, `[chain]`.
-        last_step_size: at the last tick, `[chain]`.
-        drift: see `step_size_drift`, of the draws, `[chain]`.
-        reset_rate: see `reset_rate`, of the draws, `[chain]`.
-        nominal_rate: what `reset_quantile` makes of it for a perfect fit; NaN without one.
-        energy_distance: see `energy_fit`, of the draws, `[chain]`.
-        num_nonfinite: calls with a non-finite gradient or value, `[chain]`.
-        travelled: see `travel`, at the last draw, `[chain]`.
-        rhat_within: see `rhat_within`, `[chain, point]`: of single predictions, or weights.
-        rhat_across: see `rhat`, of predictions, `[point]`; empty without them.
-        ess: see `ess`, of predictions, `[point]`; empty without them.
-        chain_lppd: log pointwise predictive density of each chain alone, nats, `[chain]`.
-        lppd: of all chains together.
-        mcse: Monte Carlo standard error of `lppd`.
-        findings: what looks wrong.
-    """
-
-    num_draws: int
-    of: str
-    first_step_size: np.ndarray
-    last_step_size: np.ndarray
-    drift: np.ndarray
-    reset_rate: np.ndarray
-    nominal_rate: float
-    energy_distance: np.ndarray
-    num_nonfinite: np.ndarray
-    travelled: np.ndarray
-    rhat_within: np.ndarray
-    rhat_across: np.ndarray
-    ess: np.ndarray
-    chain_lppd: np.ndarray
-    lppd: float
-    mcse: float
-    findings: tuple[Finding, ...] = ()
-
-    def __str__(self) -> str:
-        return "\n".join([*self._table(), "", *self._notes(), "", *self._judgement()])
-
-    def _table(self) -> list[str]:
-        def column(values: ArrayLike, form: str, overall: float = np.nan) -> list[str]:
-            return [_figure(value, form) for value in (*np.asarray(values), overall)]
-
-        first, last = (
-            column(sizes, ".2g") for sizes in (self.first_step_size, self.last_step_size)
-        )
-        rhats = [_median(chain) for chain in self.rhat_within]
-        rate = self.reset_rate / (self.nominal_rate if self.nominal_rate > 0 else 1)
-        columns = {
-            "chain": [*map(str, range(len(first) - 1)), "all"],
-            "step size": [
-                x if x == "-" else f"{x} -> {y}" for x, y in zip(first, last, strict=True)
-            ],
-            "drift": column(self.drift, ".2f"),
-            "resets": column(rate, ".2g"),
-            "non-finite": column(self.num_nonfinite, ".0f"),
-            "travelled": column(self.travelled, ".2g"),
-            "R-hat": column(rhats, ".2f", _median(self.rhat_across)),
-            "LPPD": column(self.chain_lppd, ".5g", self.lppd),
-        }
-        return aligned({head: cells for head, cells in columns.items() if set(cells) != {"-"}})
-
-    def _notes(self) -> list[str]:
-        num_chains, num_draws = len(self.drift), self.num_draws
-        notes = [f"chains: {num_chains}, draws of each: {num_draws}"]
-        if not np.isnan(self.first_step_size).all():
-            of = f" / the nominal {self.nominal_rate:.2g}" if self.nominal_rate > 0 else ""
-            notes.append("drift: step size at the end of the draws / at their beginning")
-            notes.append(f"resets: undone steps per gradient{of}")
-        if not np.isnan(self.energy_distance).all():
-            worst = np.nanmax(self.energy_distance)
-            notes[-1] += f"; the energy errors miss their Gamma fit by up to {worst:.2g}"
-        if not np.isnan(self.travelled).all():
-            notes.append("travelled: distance of the last draw from the start / norm of the start")
-        if num_draws < LEAST_DRAWS_WITHIN:
-            notes.append(f"R-hat within a chain needs {LEAST_DRAWS_WITHIN} draws.")
-        else:
-            notes.append(f"R-hat: the quarters of a chain with each other; median of the {self.of}")
-            notes.append(f"  within chains {_shares(self.rhat_within)}")
-        if self.rhat_across.size:
-            notes.append(f"  across chains (all) {_shares(self.rhat_across)}")
-        if self.ess.size:
-            size = _figure(_median(self.ess), ".0f")
-            notes.append(f"ESS: median of the predictions {size} of {num_chains * num_draws} draws")
-            notes.append(
-                f"Monte Carlo standard error of the LPPD of all: {_figure(self.mcse, '.2g')}"
-            )
-        if self.of == "weights":
-            notes.append(
-                "For R-hat across chains, ESS and LPPD of the predictions, which matter more"
-            )
-            notes.append('than weights, pass what `predict(..., per="draw", targets=...)` returns.')
-        return notes
-
-    def _judgement(self) -> list[str]:
-        if not self.findings:
-            seen = " in weights and trace" if self.of == "weights" else ""
-            few = (
-                f", but that is hard to tell from fewer than {LEAST_DRAWS_JUDGED} draws of a chain"
-            )
-            return [f"Nothing looks wrong{seen}{few * (self.num_draws < LEAST_DRAWS_JUDGED)}."]
-        return [
-            f"{_named(finding.chains, len(self.drift))}: {finding.problem}\n  Try: {finding.advice}"
-            for finding in self.findings
-        ]
-
-
-def summary(
-    snapshots: Snapshots | StoredSnapshots,
-    prediction: Prediction | None = None,
-    *,
-    max_inputs: int = 200,
-    seed: int = 0,
-) -> Summary:
-    """Look at a whole run and say what looks wrong and what to try.
-
-    Found are chains that have diverged, are frozen, still on their way or not settled; different
-    modes among the others; far more resets than nominal; a tuner that still changes the step size.
-    The module's constants are the bounds. From weights alone it cannot tell different modes, nor
-    chains that all predict badly.
-
-    Args:
-        snapshots: what `sample` or `load_snapshots` returns; weights without a sampler, such as a
-            deep ensemble, get a short summary.
-        prediction: of the same draws, `predict(..., per="draw", targets=...)`, on test or training
-            data: chains are then judged by what they predict, not by their weights. Of several
-            outputs that of each input which varies most is taken.
-        max_inputs: how many predictions at random, or weights, R-hat and ESS look at, >= 1.
-        seed: of the choice, >= 0.
-
-    Returns:
-        A `Summary`: print it.
-
-    Raises:
-        ValueError: an argument out of range; a prediction without single draws or targets, or of
-            other draws.
-        ImportError: ArviZ is missing, unless there are too few draws for it.
-
-    Cost: a millisecond per chain and prediction, and a pass over the draws, which need not fit into
-    memory.
-    """
-    _check.whole("summary", "max_inputs", max_inputs, 1)
-    _check.whole("summary", "seed", seed, 0)
-    num_draws, paths = snapshots.num_draws, statistics.walk(snapshots, max_inputs, seed)
-    trace, settings = snapshots.trace, snapshots.settings or {}
-    seen = statistics.of_draws(trace, num_draws)
-    unknown, values, density = np.full(snapshots.num_chains, np.nan), None, None
-    figures: dict[str, Any] = {field.name: unknown for field in dataclasses.fields(Summary)}
-    figures |= {"num_draws": num_draws, "of": "weights", "lppd": np.nan, "mcse": np.nan}
-    figures |= {"rhat_within": unknown[:, None], "rhat_across": np.empty(0), "ess": np.empty(0)}
-    figures |= {"nominal_rate": _nominal_rate(settings), "findings": ()}
-    if trace:
-        figures |= {
-            "first_step_size": np.asarray(trace["step_size"], float)[:, 0],
-            "last_step_size": np.asarray(seen["step_size"], float)[:, -1],
-            "drift": statistics.step_size_drift(seen),
-            "reset_rate": statistics.reset_rate(seen),
-            "energy_distance": statistics.energy_fit(seen).distance,
-            "num_nonfinite": np.asarray(seen["num_nonfinite"], float)[:, -1],
-        }
-    figures["travelled"] = statistics.relative(paths)[:, -1]
-    if prediction is not None:
-        density = statistics.log_density_of("summary", snapshots, prediction)
-        values = _scalars(prediction, density, max_inputs, seed)
-        by_chain = statistics.log_mean_exp(density, (1,))
-        lppd = float(statistics.log_mean_exp(by_chain, (0,)).mean())
-        figures |= {"of": "predictions", "chain_lppd": by_chain.mean(axis=1), "lppd": lppd}
-        if num_draws >= LEAST_DRAWS:
-            figures["ess"] = statistics.ess(values)
-            figures["mcse"] = statistics.mcse_lppd(density) if np.isfinite(lppd) else np.nan
-            if len(values) > 1:
-                figures["rhat_across"] = statistics.rhat(values)
-    series = paths.weights if values is None else values
-    if num_draws >= LEAST_DRAWS_WITHIN and series.shape[2]:
-        figures["rhat_within"] = statistics.rhat_within(series)
-    found = Summary(**figures)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        findings = _findings(found, _Run(paths, settings, seen, values, density))
-    return dataclasses.replace(found, findings=tuple(findings))
-
-
-class _Run(NamedTuple):
+class Run(NamedTuple):
     """What findings are made from: paths, settings, the trace at the draws, single predictions."""
 
-    paths: statistics.Paths
+    paths: paths.Paths
     settings: Mapping[str, Any]
     trace: dict[str, np.ndarray]
     values: np.ndarray | None
     density: np.ndarray | None
 
 
-def _findings(found: Summary, run: _Run) -> list[Finding]:
+def judge(found: Summary, run: Run) -> list[Finding]:
     """Judge each chain; a kind of trouble is told once per chain, by its first sign."""
     findings, sick = [], np.zeros(len(found.drift), bool)
 
@@ -271,7 +49,7 @@ def _findings(found: Summary, run: _Run) -> list[Finding]:
         if chains.any():
             findings.append(Finding(tuple(np.flatnonzero(chains).tolist()), problem, advice))
 
-    rhats = np.array([_median(chain) for chain in found.rhat_within])
+    rhats = np.array([median_of(chain) for chain in found.rhat_within])
     for signs, kind, advice in (
         (
             _diverged(run),
@@ -340,7 +118,7 @@ def _findings(found: Summary, run: _Run) -> list[Finding]:
     return findings
 
 
-def _diverged(run: _Run) -> Iterator[tuple[np.ndarray, str]]:
+def _diverged(run: Run) -> Iterator[tuple[np.ndarray, str]]:
     """Signs that a chain has left the region of good parameters."""
     if run.trace:
         broken, calls = (
@@ -366,7 +144,7 @@ def _diverged(run: _Run) -> Iterator[tuple[np.ndarray, str]]:
         yield first - last > far, "the log likelihood fell far below where it was at first."
 
 
-def _frozen(found: Summary, run: _Run, mixes: np.ndarray) -> Iterator[tuple[np.ndarray, str]]:
+def _frozen(found: Summary, run: Run, mixes: np.ndarray) -> Iterator[tuple[np.ndarray, str]]:
     """Signs that a chain moves too little; small steps are no harm if it mixes all the same."""
     if found.num_draws < 2:
         return
@@ -401,25 +179,12 @@ def _groups(values: np.ndarray) -> list[list[int]]:
     return sorted(groups)
 
 
-def _nominal_rate(settings: Mapping[str, Any]) -> float:
+def nominal_rate(settings: Mapping[str, Any]) -> float:
     """Undone steps per gradient if energy errors are as fitted; NaN without an outlier test."""
     quantile = settings.get("reset_quantile")
     if not isinstance(quantile, float):
         return np.nan
     return (1 - quantile) / (2 if settings.get("integrator") == "minimal_norm" else 1)
-
-
-def _scalars(prediction: Prediction, density: np.ndarray, max_inputs: int, seed: int) -> np.ndarray:
-    """One number per input `[chain, draw, input]` of a random choice of inputs."""
-    values = density if prediction.each.mean is None else prediction.each.mean
-    number = values.shape[2]
-    rows = np.random.default_rng(seed).permutation(number)[:max_inputs]
-    values = np.asarray(values[:, :, np.sort(rows)], float)
-    values = values.reshape(*values.shape[:3], -1)
-    most = values.var(axis=(0, 1)).argmax(axis=-1)
-    # An impossible target is far below a possible one.
-    lowest = np.finfo(np.float32).min
-    return np.maximum(np.take_along_axis(values, most[None, None, :, None], 3)[..., 0], lowest)
 
 
 def _ends(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -430,25 +195,4 @@ def _ends(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def _others(values: np.ndarray) -> np.ndarray:
     """Median of the other chains, for each; NaN for a chain alone."""
-    return np.array([_median(np.delete(values, chain)) for chain in range(len(values))])
-
-
-def _median(values: np.ndarray) -> float:
-    known = values[~np.isnan(values)]
-    return float(np.median(known)) if known.size else np.nan
-
-
-def _figure(value: float, form: str = ".3g") -> str:
-    return "-" if np.isnan(value) else format(value, form)
-
-
-def _shares(rhats: np.ndarray) -> str:
-    known = rhats[~np.isnan(rhats)]
-    parts = [f"{np.mean(known < bound):.0%} below {bound}" for bound in GOOD_RHATS]
-    return ", ".join(parts) if known.size else "unknown for all"
-
-
-def _named(chains: tuple[int, ...], num_chains: int) -> str:
-    if len(chains) == num_chains > 1:
-        return f"All {num_chains} chains"
-    return f"Chain{'s' * (len(chains) > 1)} {', '.join(map(str, chains))}"
+    return np.array([median_of(np.delete(values, chain)) for chain in range(len(values))])

@@ -1,55 +1,20 @@
-"""Statistics of chains, see `optax_smile.diagnostics`."""
+"""Statistics of chains: R-hat, effective sample size, Monte Carlo errors."""
 
 import warnings
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 from numpy.typing import ArrayLike
 
 from optax_smile import _check
-from optax_smile.draws.predict import Prediction
+from optax_smile.diagnostics.traces import of_draws
+from optax_smile.draws.prediction import Prediction
 from optax_smile.draws.snapshots import Snapshots, StoredSnapshots
 
 ESS_METHODS = ("bulk", "tail", "mean")
 # What ArviZ needs of a chain; within a chain its halves are the chains.
 LEAST_DRAWS, LEAST_DRAWS_WITHIN = 4, 8
-
-
-class EnergyFit(NamedTuple):
-    """Gamma distribution fitted to |energy change|, arrays `[chain]`, NaN where there is no energy.
-
-    Attributes:
-        shape: (mean / std)^2.
-        scale: variance / mean, nats.
-        distance: Kolmogorov-Smirnov distance, 0 to 1: the largest difference of the distribution
-            functions.
-    """
-
-    shape: np.ndarray
-    scale: np.ndarray
-    distance: np.ndarray
-
-
-class Paths(NamedTuple):
-    """Where chains went.
-
-    Attributes:
-        norm: of the parameters of each draw, `[chain, draw]`.
-        from_start: distance from the start of the chain, `[chain, draw]`; NaN without a start.
-        moved: distance from the draw before, `[chain, draw - 1]`.
-        start_norm: of the start, `[chain]`; NaN without one.
-        weights: a random choice of the scalar parameters that move, `[chain, draw, weight]`.
-        size: number of parameters of a chain.
-    """
-
-    norm: np.ndarray
-    from_start: np.ndarray
-    moved: np.ndarray
-    start_norm: np.ndarray
-    weights: np.ndarray
-    size: int
 
 
 def rhat(values: ArrayLike) -> np.ndarray:
@@ -170,62 +135,6 @@ def mcse_lppd(log_likelihood: ArrayLike) -> float:
     return float(_by_arviz("mcse", np.exp(values - average).mean(axis=2), method="mean"))
 
 
-def weight_rhat(params: Any, *, num_weights: int = 100, seed: int = 0) -> np.ndarray:
-    """Compute `rhat_within` for a random choice of the weights that move.
-
-    Args:
-        params: tree of arrays `[chain, draw, ...]` with at least eight draws.
-        num_weights: how many scalar weights, >= 1; all, if fewer move.
-        seed: of the choice, >= 0.
-
-    Returns:
-        R-hat `[chain, weight]`; no weights if none moves.
-
-    Raises:
-        ValueError: an argument out of range, too few draws, NaN.
-        ImportError: ArviZ is missing.
-    """
-    _check.whole("weight_rhat", "num_weights", num_weights, 1)
-    _check.whole("weight_rhat", "seed", seed, 0)
-    weights = walk(Snapshots(params), num_weights, seed).weights
-    if not weights.shape[2]:
-        return np.empty(weights.shape[::2])
-    return rhat_within(checked_values("weight_rhat", "params", weights, LEAST_DRAWS_WITHIN))
-
-
-def travel(params: Any, start: Any) -> np.ndarray:
-    """Distance of every draw from the start of its chain, relative to the norm of the start.
-
-    Args:
-        params: tree of arrays `[chain, draw, ...]`.
-        start: tree of arrays `[chain, ...]`, as `Snapshots.start`.
-
-    Returns:
-        |theta - start| / |start| over all parameters, `[chain, draw]`; infinite for a start at 0.
-
-    Raises:
-        ValueError: trees or shapes that do not fit.
-
-    Example:
-        >>> import numpy as np
-        >>> from optax_smile import diagnostics
-        >>> start = np.array([[3.0, 4.0]])
-        >>> diagnostics.travel({"w": start[:, None] * [[1], [2]]}, {"w": start})
-        array([[0., 1.]])
-    """
-    shapes = jax.tree.map(lambda x: (*np.shape(x)[:1], *np.shape(x)[2:]), params)
-    if jax.tree.map(np.shape, start) != shapes:
-        rule = f"a tree of arrays [chain, ...] as in `params`, {shapes}"
-        _check.fail("travel", "start", rule, jax.tree.map(np.shape, start))
-    return relative(walk(Snapshots(params, start=start), 1, 0))
-
-
-def relative(paths: Paths) -> np.ndarray:
-    """Distances from the start over its norm, `[chain, draw]`."""
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return paths.from_start / paths.start_norm[:, None]
-
-
 def disagreement(mean: ArrayLike, *, classes: bool = True) -> np.ndarray:
     """Tell how much each pair of chains differs in what it predicts.
 
@@ -287,77 +196,6 @@ def autocorrelation(values: ArrayLike, max_lag: int) -> np.ndarray:
     products = np.fft.irfft(power, n=2 * num_draws, axis=1)[:, : max_lag + 1]
     moves = np.ptp(values, axis=1, keepdims=True) > 0
     return np.where(moves, products, np.nan) / np.where(moves, products[:, :1], 1)
-
-
-def reset_rate(trace: Mapping[str, Any], num_draws: int | None = None) -> np.ndarray:
-    """Count undone steps per gradient, from the first tick to the last.
-
-    Args:
-        trace: arrays `[chain, tick]`, with `num_resets` and `num_calls`.
-        num_draws: count the draws alone, the last so many ticks that are samples; None: all ticks.
-
-    Returns:
-        Rate `[chain]`, 0 to 1; NaN from a single tick. For a perfect fit of the energy errors a
-        `reset_quantile` of 0.98 gives 0.02, with two gradients per step 0.01.
-
-    Raises:
-        ValueError: entries that the trace lacks.
-    """
-    resets, calls = _read("reset_rate", trace, num_draws, "num_resets", "num_calls")
-    with np.errstate(invalid="ignore"):
-        return (resets[:, -1] - resets[:, 0]) / (calls[:, -1] - calls[:, 0])
-
-
-def step_size_drift(trace: Mapping[str, Any], num_draws: int | None = None) -> np.ndarray:
-    """Compare the step size at the end with that near the beginning: is this still a sampler?
-
-    Args:
-        trace: arrays `[chain, tick]`, with `step_size`.
-        num_draws: see `reset_rate`.
-
-    Returns:
-        Median of the last tenth of the ticks / median of the second tenth, `[chain]`: 1 for a
-        constant step size.
-
-    Raises:
-        ValueError: entries that the trace lacks.
-    """
-    (sizes,) = _read("step_size_drift", trace, num_draws, "step_size")
-    tenth = max(1, sizes.shape[1] // 10)
-    second = sizes[:, tenth : 2 * tenth] if sizes.shape[1] > 1 else sizes
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return np.median(sizes[:, -tenth:], axis=1) / np.median(second, axis=1)
-
-
-def energy_fit(trace: Mapping[str, Any], num_draws: int | None = None) -> EnergyFit:
-    """Fit a Gamma distribution to |energy change|, as the outlier test and the tuner do.
-
-    Args:
-        trace: arrays `[chain, tick]`, with `energy_change`.
-        num_draws: see `reset_rate`.
-
-    Returns:
-        An `EnergyFit`; the fit by moments of all ticks weighs them alike, the sampler the recent.
-
-    Raises:
-        ValueError: entries that the trace lacks.
-
-    Source: Sommer et al., ICML 2026: the fit; the test statistic of Kolmogorov 1933.
-    """
-    from scipy.special import gammainc
-
-    (energies,) = _read("energy_fit", trace, num_draws, "energy_change")
-    fits = []
-    for chain in np.abs(energies):
-        energy = np.sort(chain[np.isfinite(chain)])
-        if energy.size < 2 or np.ptp(energy) == 0:
-            fits.append((np.nan,) * 3)
-            continue
-        shape, scale = (energy.mean() / energy.std()) ** 2, energy.var() / energy.mean()
-        below, fitted = np.arange(energy.size) / energy.size, gammainc(shape, energy / scale)
-        distance = max(np.max(fitted - below), np.max(below + 1 / energy.size - fitted))
-        fits.append((shape, scale, distance))
-    return EnergyFit(*np.array(fits).T)
 
 
 def to_arviz(snapshots: Snapshots | StoredSnapshots, prediction: Prediction | None = None) -> Any:
@@ -439,102 +277,6 @@ def checked_values(
         index = tuple(np.argwhere(np.isnan(array))[0].tolist())
         _check.fail(where, argument, "free of NaN", f"nan at {index}")
     return array
-
-
-def of_draws(trace: Mapping[str, Any], num_draws: int | None) -> dict[str, np.ndarray]:
-    """The trace at the draws, the last ticks that were samples in all chains; None: all of it."""
-    if num_draws is None or not trace:
-        return {name: np.asarray(values) for name, values in trace.items()}
-    is_sample = np.asarray(trace.get("is_sample", trace["num_calls"]), bool)
-    ticks = np.flatnonzero(is_sample.all(axis=0))[-num_draws:]
-    return {name: np.asarray(values)[:, ticks] for name, values in trace.items()}
-
-
-def _read(
-    where: str, trace: Mapping[str, Any], num_draws: int | None, *names: str
-) -> list[np.ndarray]:
-    """Entries of a trace as numbers."""
-    for name in names:
-        if name not in trace:
-            rule = f"a trace with {name!r}, such as `Snapshots.trace`"
-            _check.fail(where, "trace", rule, sorted(trace))
-    draws = of_draws(trace, num_draws)
-    return [draws[name].astype(float) for name in names]
-
-
-def walk(snapshots: Snapshots | StoredSnapshots, num_weights: int, seed: int) -> Paths:
-    """Follow the chains in one pass over the draws, of which it holds two per chain."""
-    num_chains, num_draws, start = snapshots.num_chains, snapshots.num_draws, snapshots.start
-    starts = [_leaves(jax.tree.map(lambda x, c=c: x[c], start)) for c in range(num_chains)]
-    norm, from_start = np.full((2, num_chains, num_draws), np.nan)
-    moved = norm[:, 1:].copy()
-    before: list[list[np.ndarray]] = [[] for _ in range(num_chains)]
-    waiting, chosen, weights = [], None, []
-
-    def pick(leaves: list[np.ndarray]):
-        weights.append([leaves[leaf].flat[place] for leaf, place in chosen or ()])
-
-    for number, params in enumerate(snapshots):
-        draw, chain = divmod(number, num_chains)
-        leaves = _leaves(params)
-        norm[chain, draw] = _distance(leaves)
-        if starts[chain]:
-            from_start[chain, draw] = _distance(leaves, starts[chain])
-        if draw:
-            moved[chain, draw - 1] = _distance(leaves, before[chain])
-        before[chain] = leaves
-        if chosen is not None:
-            pick(leaves)
-            continue
-        waiting.append(leaves)
-        # Two draws tell which leaves move at all.
-        if number + 1 == num_chains * min(2, num_draws):
-            # More than are asked for, since single entries may not move.
-            chosen = _choose(waiting, num_chains, 4 * num_weights, seed)
-            for leaves in waiting:
-                pick(leaves)
-            waiting = []
-    series = np.array(weights, float).reshape(num_draws, num_chains, -1).swapaxes(0, 1)
-    moves = (series != series[:, :1]).any(axis=(0, 1))
-    return Paths(
-        norm=norm,
-        from_start=from_start,
-        moved=moved,
-        start_norm=np.array([_distance(leaves) if leaves else np.nan for leaves in starts]),
-        weights=series[:, :, moves][:, :, :num_weights],
-        size=sum(leaf.size for leaf in before[0]),
-    )
-
-
-def _leaves(tree: Any) -> list[np.ndarray]:
-    return [np.asarray(leaf) for leaf in jax.tree.leaves(tree)]
-
-
-def _choose(
-    draws: list[list[np.ndarray]], num_chains: int, number: int, seed: int
-) -> list[tuple[int, int]]:
-    """Choose scalars of leaves that differ between two draws, as pairs of leaf and place."""
-    pairs = list(zip(draws[:num_chains], draws[num_chains:], strict=False))
-    moves = [any(np.any(x[leaf] != y[leaf]) for x, y in pairs) for leaf in range(len(draws[0]))]
-    sizes = np.array(
-        [x.size * (move or not any(moves)) for x, move in zip(draws[0], moves, strict=True)]
-    )
-    ends, total = np.cumsum(sizes), int(sizes.sum())
-    places = np.random.default_rng(seed).choice(total, min(number, total), replace=False)
-    leaves = np.searchsorted(ends, places, side="right")
-    firsts = ends - sizes
-    return [(int(leaf), int(at - firsts[leaf])) for leaf, at in zip(leaves, places, strict=True)]
-
-
-def _distance(leaves: list[np.ndarray], others: list[np.ndarray] | None = None) -> float:
-    """Norm of the difference, in float64."""
-    total = 0.0
-    for index, leaf in enumerate(leaves):
-        difference = np.asarray(leaf, float)
-        if others is not None:
-            difference = difference - others[index]
-        total += np.vdot(difference, difference)
-    return float(np.sqrt(total))
 
 
 def log_mean_exp(values: np.ndarray, axes: tuple[int, ...]) -> np.ndarray:

@@ -1,27 +1,13 @@
 """Averages over snapshots that grow one by one, in constant memory, as exact as their numbers."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from optax_smile import _tree
-
-
-class Outcome(NamedTuple):
-    """What one snapshot predicts, or what many do on average; None for what is not asked.
-
-    Attributes:
-        mean: predictive mean or probabilities, `[input, ...]`.
-        variance: of the predictive distribution, `[input, ...]`.
-        entropy: of the predictive distribution, nats, `[input, ...]`.
-        log_density: log likelihood of each target, nats, `[input, ...]`.
-    """
-
-    mean: Any
-    variance: Any
-    entropy: Any
-    log_density: Any
+from optax_smile.draws.prediction import Outcome, Prediction
 
 
 class Average(NamedTuple):
@@ -133,3 +119,38 @@ def join(first: Average, second: Average) -> Average:
         relative=jax.tree.map(relative, first.relative, second.relative, *largest),
         invalid=earliest,
     )
+
+
+def outcome_of(average: Average, entropy_of: Callable[[Any], jax.Array] | None) -> Outcome:
+    """What an average predicts; `entropy_of` gives the entropy of its mean."""
+    density = None
+    if average.relative is not None:
+        density = average.largest + jnp.log(average.relative / average.count)
+    variance = average.variance
+    if variance is not None:
+        variance += average.spread / average.count
+    return Outcome(
+        mean=average.mean,
+        variance=variance,
+        entropy=None if entropy_of is None else entropy_of(average.mean),
+        log_density=density,
+    )
+
+
+def prediction_of(average: Average, entropy_of: Callable[[Any], jax.Array] | None) -> Prediction:
+    """The same with its uncertainty split in two."""
+    outcome = outcome_of(average, entropy_of)
+    prediction = Prediction(outcome.mean, outcome.log_density)
+    if average.variance is not None:
+        return prediction._replace(
+            total=outcome.variance,
+            aleatoric=average.variance,
+            epistemic=average.spread / average.count,
+        )
+    if average.entropy is not None:
+        return prediction._replace(
+            total=outcome.entropy,
+            aleatoric=average.entropy,
+            epistemic=jnp.maximum(outcome.entropy - average.entropy, 0),
+        )
+    return prediction

@@ -8,10 +8,6 @@ import numpy as np
 
 from optax_smile import _check, _tree
 
-# Steps shorter than so many units in the last place of the parameters' norm are lost when they
-# are added to the parameters.
-RESOLUTION_ULPS = 4
-
 
 def check(
     where: str, updates: Any, params: Any, value: Any, known: Any, dtype: jnp.dtype
@@ -48,8 +44,3 @@ def key(where: str, data: jax.Array, like: jax.Array) -> jax.Array:
         got = f"a key of {jnp.result_type(data)}{list(jnp.shape(data))}"
         _check.fail(where, "state", rule, got)
     return jax.random.wrap_key_data(data, impl=jax.random.key_impl(like))
-
-
-def resolution(params_square: jax.Array) -> jax.Array:
-    """Length of the shortest step that still moves parameters of this squared norm."""
-    return RESOLUTION_ULPS * jnp.finfo(params_square.dtype).eps * jnp.sqrt(params_square)

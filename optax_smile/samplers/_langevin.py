@@ -14,7 +14,7 @@ import optax
 
 from optax_smile import _check, _tree, potential
 from optax_smile.samplers import _call
-from optax_smile.stages import evidence
+from optax_smile.stages import energy, evidence
 from optax_smile.stages.guardrail import GuardrailState, guardrail
 from optax_smile.state import LastCall, no_call
 
@@ -167,7 +167,7 @@ def sampler(
         value = _call.check(name, updates, params, value, state.displacement, dtype)
         gradient = potential.gradient(posterior, updates, params)
         given = (_tree.inner(gradient, gradient), *(() if value is None else (value,)))
-        error = evidence.error(None, last.accepted, given)
+        error = energy.error(None, last.accepted, given)
         guard, undo = finite.judge(state.guardrail, error)
 
         step_length = step_size_at(state.num_steps) * state.step_size_factor * guard.step_backoff
@@ -191,7 +191,7 @@ def sampler(
 
         back = jax.tree.map(jnp.negative, state.displacement)
         still = jax.tree.map(jnp.zeros_like, params)
-        resolution = _call.resolution(_tree.inner(params, params))
+        resolution = evidence.resolution(_tree.inner(params, params))
         return _tree.where(undo, back, displacement), LangevinState(
             memory=_tree.where(undo, state.memory, memory),
             displacement=_tree.where(undo, still, displacement),

@@ -9,7 +9,7 @@ import optax
 
 from optax_smile import _check, _tree, potential
 from optax_smile.samplers import _call
-from optax_smile.stages import evidence, momentum
+from optax_smile.stages import energy, evidence, momentum, products
 from optax_smile.stages import tuner as tuning
 from optax_smile.stages.guardrail import Guardrail, GuardrailState
 from optax_smile.stages.preconditioner import Preconditioner
@@ -107,11 +107,11 @@ def compose(
         keys = jax.random.split(_call.key(name, data, seed), 3 if guardrail.uses_key else 2)
         return jax.random.key_data(keys[0]), keys[1], keys[-1]
 
-    def look(updates: Any, params: Any, here: Any, scale: Any, noise: Any) -> evidence.Seen:
+    def look(updates: Any, params: Any, here: Any, scale: Any, noise: Any) -> products.Seen:
         """Collect the trees of a call; nothing is computed before it is used."""
         gradient = potential.gradient(posterior, updates, params)
         back = jax.tree.map(jnp.negative, momentum.last_drift(here, _inverse_scale(scale)))
-        return evidence.Seen(
+        return products.Seen(
             direction=here.direction,
             gradient=preconditioner.whiten(scale, gradient),
             noise=noise,
@@ -151,11 +151,11 @@ def compose(
         # Look at the trees: every inner product in one pass over memory.
         noise = momentum.draw(noise_key, params)
         trees = updates, params, here, state.preconditioner
-        sums = evidence.measure(look(*trees, noise))
+        sums = products.measure(look(*trees, noise))
 
         # Close the step that ends here, and keep or undo it by the energy that it gained.
         closed = momentum.close(here, sums)
-        error = evidence.energy_error(posterior, past.open_step, closed, sums, value)
+        error = energy.energy_error(posterior, past.open_step, closed, sums, value)
         guard, undo = guardrail.judge(state.guardrail, error, past.energies)
 
         # Choose the length of the next step, and open it.
@@ -169,7 +169,7 @@ def compose(
         updates, params, here, scale = _tree.fence(trees)
         seen = look(updates, params, here, scale, noise)
         turned = momentum.turn(here, opened, seen.gradient, noise, params)
-        step = evidence.proceed(past.open_step, closed, opened, sums, value)
+        step = energy.proceed(past.open_step, closed, opened, sums, value)
         kept = turned, step, _tree.count(state.num_steps, closed.opens_step)
         stopped = momentum.stop(here, length, guardrail.restarts_moving)
         undone = stopped, past.open_step, state.num_steps

@@ -8,20 +8,17 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import jax.scipy.special
-import optax
 
-from optax_smile import _tree, potential
-from optax_smile.samplers import _call
+from optax_smile import _tree
+from optax_smile.stages.energy import (
+    EnergyAverages,
+    EnergyError,
+    OpenStep,
+    no_step,
+    observe_energy,
+)
+from optax_smile.stages.products import LARGEST_ENERGY, Sums
 
-# Before so many energies their averages say nothing: neither adaptation nor outlier test.
-ENERGIES_TO_SETTLE = 10
-# An energy enters the averages with at most so many times the outlier threshold, so that one
-# jump cannot open the test for the jumps that follow.
-WINSOR_FACTOR = 3.0
-# Weight of the old value in the averages of the energy error; 1 - beta in the paper.
-ENERGY_DECAY = 0.99
-# And with at most this many nats, whose square float32 still holds.
-LARGEST_ENERGY = 1e18
 # The average of the turns looks back over this share of all gradients, so that it settles as a
 # chain goes on.
 SHARE = 0.25
@@ -31,106 +28,11 @@ LARGEST_RATIO = 3.0
 ON_ITS_WAY = 3.0
 # Of a gradient that lies along the momentum, which it does not turn, so much still counts.
 SMALLEST_SHARE = 0.03
+# Steps shorter than so many units in the last place of the parameters' norm are lost when they
+# are added to the parameters.
+RESOLUTION_ULPS = 4
 # Loss gradients of zero say nothing at first; after so many calls they may be all there is.
 PATIENCE = 100
-
-
-class Seen(NamedTuple):
-    """The trees of a call, all like the parameters.
-
-    Attributes:
-        direction: u.
-        gradient: of the energy, in whitened coordinates.
-        noise: explicit noise, or None.
-        params: the parameters.
-        loss_gradient: of the mean loss.
-        energy_gradient: of the energy.
-        deviation: of that from what the preconditioner expected, or None.
-        prior_terms: what the last drift, backwards, would add to the prior's part of the energy.
-    """
-
-    direction: optax.Updates
-    gradient: optax.Updates
-    noise: optax.Updates | None
-    params: optax.Params
-    loss_gradient: optax.Updates
-    energy_gradient: optax.Updates
-    deviation: optax.Updates | None
-    prior_terms: optax.Updates
-
-
-class Sums(NamedTuple):
-    """Inner products over all parameters: one pass over the trees.
-
-    Attributes:
-        direction_square: of the direction u with itself, which rounding keeps off 1.
-        direction_dot_gradient: of u with the whitened gradient.
-        gradient_square: of the whitened gradient with itself.
-        params_square: of the parameters with themselves.
-        loss_square: of the gradient of the mean loss with itself.
-        prior_change: what the last drift added to the prior's part of the energy, nats.
-        deviation_square: of what the preconditioner did not expect with itself; 0 without one.
-        noise_square: of the explicit noise with itself; 0 without.
-        noise_dot_direction: of it with u, likewise.
-        noise_dot_gradient: of it with the whitened gradient, likewise.
-    """
-
-    direction_square: jax.Array
-    direction_dot_gradient: jax.Array
-    gradient_square: jax.Array
-    params_square: jax.Array
-    loss_square: jax.Array
-    prior_change: jax.Array
-    deviation_square: jax.Array
-    noise_square: jax.Array
-    noise_dot_direction: jax.Array
-    noise_dot_gradient: jax.Array
-
-
-class OpenStep(NamedTuple):
-    """What the energy of the open step is computed from.
-
-    Attributes:
-        opening_value: mean loss at its start, on the batch of the call that opened it; means
-            something where `opening_known`.
-        opening_known: whether that call was given one.
-        kinetic_change: kinetic energy that its kicks have added so far, nats.
-        prior_change: what its drifts but the last have added to the prior's part of the energy,
-            nats.
-    """
-
-    opening_value: jax.Array
-    opening_known: jax.Array
-    kinetic_change: jax.Array
-    prior_change: jax.Array
-
-
-class EnergyError(NamedTuple):
-    """Energy gained by the step that a call has closed.
-
-    Attributes:
-        change: nats, positive = gained; means something where `known`.
-        known: whether a step was closed, had a value at both ends, and is finite.
-        finite: whether every number that the call was given is finite.
-    """
-
-    change: jax.Array
-    known: jax.Array
-    finite: jax.Array
-
-
-class EnergyAverages(NamedTuple):
-    """Moving averages of |energy change| in nats over the steps that had one.
-
-    Attributes:
-        energy_mean: weighted mean, scalar; 0 before the first.
-        energy_std: weighted standard deviation about the mean of its time, scalar.
-        num_energies: how many entered, int32.
-    """
-
-    energy_mean: jax.Array
-    energy_std: jax.Array
-    num_energies: jax.Array
 
 
 class TurnAverage(NamedTuple):
@@ -239,117 +141,6 @@ def init(dtype: jnp.dtype) -> EvidenceState:
     )
 
 
-def no_step(dtype: jnp.dtype) -> OpenStep:
-    """No step has begun."""
-    return OpenStep(
-        opening_value=jnp.zeros((), dtype),
-        opening_known=jnp.zeros((), bool),
-        kinetic_change=jnp.zeros((), dtype),
-        prior_change=jnp.zeros((), dtype),
-    )
-
-
-def measure(seen: Seen) -> Sums:
-    """Compute the inner products that a call needs."""
-
-    def product(first: Any, second: Any) -> Any:
-        return None if first is None else jax.tree.map(jnp.multiply, first, second)
-
-    terms: Any = Sums(
-        direction_square=product(seen.direction, seen.direction),
-        direction_dot_gradient=product(seen.direction, seen.gradient),
-        gradient_square=product(seen.gradient, seen.gradient),
-        params_square=product(seen.params, seen.params),
-        loss_square=product(seen.loss_gradient, seen.loss_gradient),
-        prior_change=jax.tree.map(jnp.negative, seen.prior_terms),
-        deviation_square=product(seen.deviation, seen.deviation),
-        noise_square=product(seen.noise, seen.noise),
-        noise_dot_direction=product(seen.noise, seen.direction),
-        noise_dot_gradient=product(seen.noise, seen.gradient),
-    )
-    known = [tree is not None for tree in terms]
-    found = iter(_tree.sums([tree for tree in terms if tree is not None]))
-    zero = jnp.zeros((), _tree.dtype(seen.params))
-    return Sums(*(next(found) if is_known else zero for is_known in known))
-
-
-def settled(averages: EnergyAverages) -> jax.Array:
-    """Tell whether enough energies were seen to judge the next."""
-    return averages.num_energies >= ENERGIES_TO_SETTLE
-
-
-def proceed(
-    step: OpenStep, closed: Any, opened: Any, sums: Sums, value: jax.Array | None
-) -> OpenStep:
-    """Account for the kicks and the drift of a call; where it opens a step, for that step alone.
-
-    `closed` and `opened` are what the momentum answers, see `Momentum`.
-    """
-    opens = closed.opens_step
-    kinetic_change = step.kinetic_change + closed.kinetic_change
-    at = step.opening_value if value is None else jnp.where(opens, value, step.opening_value)
-    return OpenStep(
-        opening_value=at,
-        opening_known=jnp.where(opens, value is not None, step.opening_known),
-        kinetic_change=jnp.where(opens, opened.kinetic_change, kinetic_change),
-        prior_change=jnp.where(opens, 0, step.prior_change + sums.prior_change),
-    )
-
-
-def error(change: jax.Array | None, closes: jax.Array, given: tuple[jax.Array, ...]) -> EnergyError:
-    """Judge the numbers of a call.
-
-    Args:
-        change: energy gained since the open step began, nats; None without `value`.
-        closes: whether a step ends here whose start had a value.
-        given: scalars that are finite if and only if the call's gradient and value are.
-    """
-    finite = jnp.all(jnp.isfinite(jnp.stack(given)))
-    if change is None:
-        return EnergyError(jnp.full_like(given[0], jnp.nan), jnp.zeros_like(finite), finite)
-    finite &= jnp.isfinite(change) | ~closes
-    known = closes & finite
-    return EnergyError(jnp.where(known, change, jnp.nan), known, finite)
-
-
-def quantile(averages: EnergyAverages, probability: float | jax.Array) -> jax.Array:
-    """Quantile of the Gamma distribution with the mean and standard deviation seen.
-
-    Wilson and Hilferty 1931, mean (1 - r^2 / 9 + z r / 3)^3 with r = std / mean = shape^(-1/2)
-    and the normal quantile z, clamped at 0. For z > 0 it grows with r up to r = 3 z / 2 and then
-    falls below zero: heavier tails than that keep the largest value, so that a jump among the
-    first energies makes the outlier test lenient for a while, never a trap that undoes every step.
-    """
-    z = jax.scipy.special.ndtri(jnp.asarray(probability, averages.energy_mean.dtype))
-    mean = averages.energy_mean
-    ratio = jnp.where(mean > 0, averages.energy_std / jnp.where(mean > 0, mean, 1), 0)
-    ratio = jnp.minimum(ratio, jnp.where(z > 0, 1.5 * z, jnp.inf))
-    return mean * jnp.maximum(1 - ratio**2 / 9 + z * ratio / 3, 0) ** 3
-
-
-def observe_energy(
-    averages: EnergyAverages, error: EnergyError, cap: float | jax.Array
-) -> EnergyAverages:
-    """Take |energy change| into the averages where it is known.
-
-    mean <- mean + w (energy - mean), variance <- (1 - w) variance + w (energy - mean)^2 with
-    w = (1 - a) / (1 - a^t), a = `ENERGY_DECAY`: exponential averages without the bias of their
-    start. `cap` is the probability whose quantile times `WINSOR_FACTOR` bounds what enters.
-    """
-    energy, known = jnp.minimum(jnp.abs(error.change), LARGEST_ENERGY), error.known
-    count = _tree.count(averages.num_energies, known)
-    bounded = jnp.minimum(energy, WINSOR_FACTOR * quantile(averages, cap))
-    energy = jnp.where(settled(averages), bounded, energy)
-    weight = (1 - ENERGY_DECAY) / (1 - ENERGY_DECAY ** jnp.maximum(count, 1).astype(energy.dtype))
-    mean = averages.energy_mean + weight * (energy - averages.energy_mean)
-    variance = (1 - weight) * averages.energy_std**2 + weight * (energy - mean) ** 2
-    return EnergyAverages(
-        energy_mean=jnp.where(known, mean, averages.energy_mean).astype(mean.dtype),
-        energy_std=jnp.where(known, jnp.sqrt(variance), averages.energy_std).astype(mean.dtype),
-        num_energies=count,
-    )
-
-
 def turn_rate(sums: Sums, cosine: jax.Array, num_parameters: int) -> jax.Array:
     """Compute the rate |g| / (d - 1) max(1 - max(p, 0)^2, 0.03) at which a gradient turns u.
 
@@ -431,27 +222,9 @@ def observe_descent(
     return DescentAverage(fall, square, score, score > ON_ITS_WAY)
 
 
-def energy_error(
-    posterior: potential.Potential, step: OpenStep, closed: Any, sums: Sums, value: jax.Array | None
-) -> EnergyError:
-    """Energy which the step that ends here gained, where both of its ends had a value.
-
-    Args:
-        posterior: whose energy.
-        step: the step that ends, if one does.
-        closed: what the momentum says of its end.
-        sums: finite where the gradient is.
-        value: mean loss at its end, or None.
-    """
-    given = *sums, closed.kinetic_change
-    if value is None:
-        return error(None, closed.step_end, given)
-    loss_change = value - step.opening_value
-    prior_change = step.prior_change + sums.prior_change
-    change = potential.energy_change(posterior, loss_change, prior_change)
-    change += step.kinetic_change + closed.kinetic_change
-    known = closed.step_end & step.opening_known
-    return error(change, known, (*given, value))
+def resolution(params_square: jax.Array) -> jax.Array:
+    """Length of the shortest step that still moves parameters of this squared norm."""
+    return RESOLUTION_ULPS * jnp.finfo(params_square.dtype).eps * jnp.sqrt(params_square)
 
 
 def show(
@@ -481,7 +254,7 @@ def show(
         ),
         num_calls=num_calls,
         base=base,
-        resolution=_call.resolution(sums.params_square),
+        resolution=resolution(sums.params_square),
     )
 
 

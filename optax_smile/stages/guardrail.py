@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_smile import _check, _tree
-from optax_smile.stages import evidence
+from optax_smile.stages.energy import EnergyAverages, EnergyError, quantile, settled
 
 RESET_MOMENTA = ("zero", "refresh")
 # A few non-finite inputs are accidents of a batch; from the fifth in a row the step may be to
@@ -119,8 +119,8 @@ def init(dtype: jnp.dtype) -> GuardrailState:
 
 def _judge(
     state: GuardrailState,
-    averages: evidence.EnergyAverages | None,
-    error: evidence.EnergyError,
+    averages: EnergyAverages | None,
+    error: EnergyError,
     reset_quantile: float | None,
 ) -> tuple[GuardrailState, jax.Array]:
     """Decide whether a call undoes the open step, and count.
@@ -133,8 +133,8 @@ def _judge(
     """
     outlier = jnp.zeros((), bool)
     if reset_quantile is not None and averages is not None:
-        threshold = evidence.quantile(averages, reset_quantile)
-        outlier = error.known & evidence.settled(averages) & (jnp.abs(error.change) > threshold)
+        threshold = quantile(averages, reset_quantile)
+        outlier = error.known & settled(averages) & (jnp.abs(error.change) > threshold)
 
     nonfinite_run = jnp.where(error.finite, 0, optax.safe_increment(state.nonfinite_run))
     finite_run = jnp.where(error.finite, optax.safe_increment(state.finite_run), 0)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from optax_smile import _check
 from optax_smile.stages import evidence
+from optax_smile.stages.energy import quantile, settled
 from optax_smile.stages.evidence import Evidence
 
 # What the gradients turn the momentum by in a step, radians; a single one may do so by
@@ -102,10 +103,10 @@ def quantile_tuner(
     def update(state: FactorState, shown: Evidence) -> FactorState:
         factor = state.step_size_factor
         energy, averages = jnp.abs(shown.error.change), shown.energies
-        raised = jnp.where(energy < evidence.quantile(averages, low), 1 + adapt_rate, 1)
-        lowered = jnp.where(energy > evidence.quantile(averages, high), 1 - adapt_rate, raised)
+        raised = jnp.where(energy < quantile(averages, low), 1 + adapt_rate, 1)
+        lowered = jnp.where(energy > quantile(averages, high), 1 - adapt_rate, raised)
         floor = jnp.minimum(shown.resolution / shown.base, factor)
-        adapts = shown.error.known & evidence.settled(averages)
+        adapts = shown.error.known & settled(averages)
         adapts &= shown.num_calls < last_call
         adapted = jnp.maximum(factor * lowered, floor)
         return FactorState(jnp.where(adapts, adapted, factor).astype(factor.dtype))

@@ -1,0 +1,161 @@
+"""How far chains travel in weight space."""
+
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from optax_smile import _check
+from optax_smile.diagnostics.statistics import LEAST_DRAWS_WITHIN, checked_values, rhat_within
+from optax_smile.draws.snapshots import Snapshots, StoredSnapshots
+
+
+class Paths(NamedTuple):
+    """Where chains went.
+
+    Attributes:
+        norm: of the parameters of each draw, `[chain, draw]`.
+        from_start: distance from the start of the chain, `[chain, draw]`; NaN without a start.
+        moved: distance from the draw before, `[chain, draw - 1]`.
+        start_norm: of the start, `[chain]`; NaN without one.
+        weights: a random choice of the scalar parameters that move, `[chain, draw, weight]`.
+        size: number of parameters of a chain.
+    """
+
+    norm: np.ndarray
+    from_start: np.ndarray
+    moved: np.ndarray
+    start_norm: np.ndarray
+    weights: np.ndarray
+    size: int
+
+
+def weight_rhat(params: Any, *, num_weights: int = 100, seed: int = 0) -> np.ndarray:
+    """Compute `rhat_within` for a random choice of the weights that move.
+
+    Args:
+        params: tree of arrays `[chain, draw, ...]` with at least eight draws.
+        num_weights: how many scalar weights, >= 1; all, if fewer move.
+        seed: of the choice, >= 0.
+
+    Returns:
+        R-hat `[chain, weight]`; no weights if none moves.
+
+    Raises:
+        ValueError: an argument out of range, too few draws, NaN.
+        ImportError: ArviZ is missing.
+    """
+    _check.whole("weight_rhat", "num_weights", num_weights, 1)
+    _check.whole("weight_rhat", "seed", seed, 0)
+    weights = walk(Snapshots(params), num_weights, seed).weights
+    if not weights.shape[2]:
+        return np.empty(weights.shape[::2])
+    return rhat_within(checked_values("weight_rhat", "params", weights, LEAST_DRAWS_WITHIN))
+
+
+def travel(params: Any, start: Any) -> np.ndarray:
+    """Distance of every draw from the start of its chain, relative to the norm of the start.
+
+    Args:
+        params: tree of arrays `[chain, draw, ...]`.
+        start: tree of arrays `[chain, ...]`, as `Snapshots.start`.
+
+    Returns:
+        |theta - start| / |start| over all parameters, `[chain, draw]`; infinite for a start at 0.
+
+    Raises:
+        ValueError: trees or shapes that do not fit.
+
+    Example:
+        >>> import numpy as np
+        >>> from optax_smile import diagnostics
+        >>> start = np.array([[3.0, 4.0]])
+        >>> diagnostics.travel({"w": start[:, None] * [[1], [2]]}, {"w": start})
+        array([[0., 1.]])
+    """
+    shapes = jax.tree.map(lambda x: (*np.shape(x)[:1], *np.shape(x)[2:]), params)
+    if jax.tree.map(np.shape, start) != shapes:
+        rule = f"a tree of arrays [chain, ...] as in `params`, {shapes}"
+        _check.fail("travel", "start", rule, jax.tree.map(np.shape, start))
+    return relative(walk(Snapshots(params, start=start), 1, 0))
+
+
+def relative(paths: Paths) -> np.ndarray:
+    """Distances from the start over its norm, `[chain, draw]`."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return paths.from_start / paths.start_norm[:, None]
+
+
+def walk(snapshots: Snapshots | StoredSnapshots, num_weights: int, seed: int) -> Paths:
+    """Follow the chains in one pass over the draws, of which it holds two per chain."""
+    num_chains, num_draws, start = snapshots.num_chains, snapshots.num_draws, snapshots.start
+    starts = [_leaves(jax.tree.map(lambda x, c=c: x[c], start)) for c in range(num_chains)]
+    norm, from_start = np.full((2, num_chains, num_draws), np.nan)
+    moved = norm[:, 1:].copy()
+    before: list[list[np.ndarray]] = [[] for _ in range(num_chains)]
+    waiting, chosen, weights = [], None, []
+
+    def pick(leaves: list[np.ndarray]):
+        weights.append([leaves[leaf].flat[place] for leaf, place in chosen or ()])
+
+    for number, params in enumerate(snapshots):
+        draw, chain = divmod(number, num_chains)
+        leaves = _leaves(params)
+        norm[chain, draw] = _distance(leaves)
+        if starts[chain]:
+            from_start[chain, draw] = _distance(leaves, starts[chain])
+        if draw:
+            moved[chain, draw - 1] = _distance(leaves, before[chain])
+        before[chain] = leaves
+        if chosen is not None:
+            pick(leaves)
+            continue
+        waiting.append(leaves)
+        # Two draws tell which leaves move at all.
+        if number + 1 == num_chains * min(2, num_draws):
+            # More than are asked for, since single entries may not move.
+            chosen = _choose(waiting, num_chains, 4 * num_weights, seed)
+            for leaves in waiting:
+                pick(leaves)
+            waiting = []
+    series = np.array(weights, float).reshape(num_draws, num_chains, -1).swapaxes(0, 1)
+    moves = (series != series[:, :1]).any(axis=(0, 1))
+    return Paths(
+        norm=norm,
+        from_start=from_start,
+        moved=moved,
+        start_norm=np.array([_distance(leaves) if leaves else np.nan for leaves in starts]),
+        weights=series[:, :, moves][:, :, :num_weights],
+        size=sum(leaf.size for leaf in before[0]),
+    )
+
+
+def _leaves(tree: Any) -> list[np.ndarray]:
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(tree)]
+
+
+def _choose(
+    draws: list[list[np.ndarray]], num_chains: int, number: int, seed: int
+) -> list[tuple[int, int]]:
+    """Choose scalars of leaves that differ between two draws, as pairs of leaf and place."""
+    pairs = list(zip(draws[:num_chains], draws[num_chains:], strict=False))
+    moves = [any(np.any(x[leaf] != y[leaf]) for x, y in pairs) for leaf in range(len(draws[0]))]
+    sizes = np.array(
+        [x.size * (move or not any(moves)) for x, move in zip(draws[0], moves, strict=True)]
+    )
+    ends, total = np.cumsum(sizes), int(sizes.sum())
+    places = np.random.default_rng(seed).choice(total, min(number, total), replace=False)
+    leaves = np.searchsorted(ends, places, side="right")
+    firsts = ends - sizes
+    return [(int(leaf), int(at - firsts[leaf])) for leaf, at in zip(leaves, places, strict=True)]
+
+
+def _distance(leaves: list[np.ndarray], others: list[np.ndarray] | None = None) -> float:
+    """Norm of the difference, in float64."""
+    total = 0.0
+    for index, leaf in enumerate(leaves):
+        difference = np.asarray(leaf, float)
+        if others is not None:
+            difference = difference - others[index]
+        total += np.vdot(difference, difference)
+    return float(np.sqrt(total))

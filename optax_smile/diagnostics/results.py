@@ -1,0 +1,165 @@
+"""What `summary` tells, and how it is printed."""
+
+import dataclasses
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from optax_smile._table import aligned
+from optax_smile.diagnostics.statistics import LEAST_DRAWS_WITHIN
+
+# With fewer independent draws the R-hat within a chain is above `HIGH_RHAT` by chance at one value
+# in twenty (1.28 at 20 draws, simulated).
+LEAST_DRAWS_JUDGED = 20
+# Reported beside each other: the usual bound of Gelman and Rubin and half of it.
+GOOD_RHATS = (1.05, 1.1)
+
+
+class Finding(NamedTuple):
+    """Something that looks wrong.
+
+    Attributes:
+        chains: in which chains.
+        problem: a word for it and how it shows.
+        advice: what to try.
+    """
+
+    chains: tuple[int, ...]
+    problem: str
+    advice: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Summary:
+    """Figures of a run, NaN where something is unknown; `str(summary)` is a table in plain words.
+
+    Attributes:
+        num_draws: per chain.
+        of: what the R-hats are of: `"predictions"` or `"weights"`.
+        first_step_size: at the first tick, `[chain]`.
+        last_step_size: at the last tick, `[chain]`.
+        drift: see `step_size_drift`, of the draws, `[chain]`.
+        reset_rate: see `reset_rate`, of the draws, `[chain]`.
+        nominal_rate: what `reset_quantile` makes of it for a perfect fit; NaN without one.
+        energy_distance: see `energy_fit`, of the draws, `[chain]`.
+        num_nonfinite: calls with a non-finite gradient or value, `[chain]`.
+        travelled: see `travel`, at the last draw, `[chain]`.
+        rhat_within: see `rhat_within`, `[chain, point]`: of single predictions, or weights.
+        rhat_across: see `rhat`, of predictions, `[point]`; empty without them.
+        ess: see `ess`, of predictions, `[point]`; empty without them.
+        chain_lppd: log pointwise predictive density of each chain alone, nats, `[chain]`.
+        lppd: of all chains together.
+        mcse: Monte Carlo standard error of `lppd`.
+        findings: what looks wrong.
+    """
+
+    num_draws: int
+    of: str
+    first_step_size: np.ndarray
+    last_step_size: np.ndarray
+    drift: np.ndarray
+    reset_rate: np.ndarray
+    nominal_rate: float
+    energy_distance: np.ndarray
+    num_nonfinite: np.ndarray
+    travelled: np.ndarray
+    rhat_within: np.ndarray
+    rhat_across: np.ndarray
+    ess: np.ndarray
+    chain_lppd: np.ndarray
+    lppd: float
+    mcse: float
+    findings: tuple[Finding, ...] = ()
+
+    def __str__(self) -> str:
+        return "\n".join([*self._table(), "", *self._notes(), "", *self._judgement()])
+
+    def _table(self) -> list[str]:
+        def column(values: ArrayLike, form: str, overall: float = np.nan) -> list[str]:
+            return [_figure(value, form) for value in (*np.asarray(values), overall)]
+
+        first, last = (
+            column(sizes, ".2g") for sizes in (self.first_step_size, self.last_step_size)
+        )
+        rhats = [median_of(chain) for chain in self.rhat_within]
+        rate = self.reset_rate / (self.nominal_rate if self.nominal_rate > 0 else 1)
+        columns = {
+            "chain": [*map(str, range(len(first) - 1)), "all"],
+            "step size": [
+                x if x == "-" else f"{x} -> {y}" for x, y in zip(first, last, strict=True)
+            ],
+            "drift": column(self.drift, ".2f"),
+            "resets": column(rate, ".2g"),
+            "non-finite": column(self.num_nonfinite, ".0f"),
+            "travelled": column(self.travelled, ".2g"),
+            "R-hat": column(rhats, ".2f", median_of(self.rhat_across)),
+            "LPPD": column(self.chain_lppd, ".5g", self.lppd),
+        }
+        return aligned({head: cells for head, cells in columns.items() if set(cells) != {"-"}})
+
+    def _notes(self) -> list[str]:
+        num_chains, num_draws = len(self.drift), self.num_draws
+        notes = [f"chains: {num_chains}, draws of each: {num_draws}"]
+        if not np.isnan(self.first_step_size).all():
+            of = f" / the nominal {self.nominal_rate:.2g}" if self.nominal_rate > 0 else ""
+            notes.append("drift: step size at the end of the draws / at their beginning")
+            notes.append(f"resets: undone steps per gradient{of}")
+        if not np.isnan(self.energy_distance).all():
+            worst = np.nanmax(self.energy_distance)
+            notes[-1] += f"; the energy errors miss their Gamma fit by up to {worst:.2g}"
+        if not np.isnan(self.travelled).all():
+            notes.append("travelled: distance of the last draw from the start / norm of the start")
+        if num_draws < LEAST_DRAWS_WITHIN:
+            notes.append(f"R-hat within a chain needs {LEAST_DRAWS_WITHIN} draws.")
+        else:
+            notes.append(f"R-hat: the quarters of a chain with each other; median of the {self.of}")
+            notes.append(f"  within chains {_shares(self.rhat_within)}")
+        if self.rhat_across.size:
+            notes.append(f"  across chains (all) {_shares(self.rhat_across)}")
+        if self.ess.size:
+            size = _figure(median_of(self.ess), ".0f")
+            notes.append(f"ESS: median of the predictions {size} of {num_chains * num_draws} draws")
+            notes.append(
+                f"Monte Carlo standard error of the LPPD of all: {_figure(self.mcse, '.2g')}"
+            )
+        if self.of == "weights":
+            notes.append(
+                "For R-hat across chains, ESS and LPPD of the predictions, which matter more"
+            )
+            notes.append('than weights, pass what `predict(..., per="draw", targets=...)` returns.')
+        return notes
+
+    def _judgement(self) -> list[str]:
+        if not self.findings:
+            seen = " in weights and trace" if self.of == "weights" else ""
+            few = (
+                f", but that is hard to tell from fewer than {LEAST_DRAWS_JUDGED} draws of a chain"
+            )
+            return [f"Nothing looks wrong{seen}{few * (self.num_draws < LEAST_DRAWS_JUDGED)}."]
+        return [
+            f"{_named(finding.chains, len(self.drift))}: {finding.problem}\n  Try: {finding.advice}"
+            for finding in self.findings
+        ]
+
+
+def median_of(values: np.ndarray) -> float:
+    """Median of what is known, NaN where nothing is."""
+    known = values[~np.isnan(values)]
+    return float(np.median(known)) if known.size else np.nan
+
+
+def _figure(value: float, form: str = ".3g") -> str:
+    return "-" if np.isnan(value) else format(value, form)
+
+
+def _shares(rhats: np.ndarray) -> str:
+    known = rhats[~np.isnan(rhats)]
+    parts = [f"{np.mean(known < bound):.0%} below {bound}" for bound in GOOD_RHATS]
+    return ", ".join(parts) if known.size else "unknown for all"
+
+
+def _named(chains: tuple[int, ...], num_chains: int) -> str:
+    if len(chains) == num_chains > 1:
+        return f"All {num_chains} chains"
+    return f"Chain{'s' * (len(chains) > 1)} {', '.join(map(str, chains))}"

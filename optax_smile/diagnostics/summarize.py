@@ -1,0 +1,102 @@
+"""Judge a run."""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from optax_smile import _check
+from optax_smile.diagnostics import statistics, traces
+from optax_smile.diagnostics.findings import Run, judge, nominal_rate
+from optax_smile.diagnostics.paths import relative, walk
+from optax_smile.diagnostics.results import Summary
+from optax_smile.diagnostics.statistics import LEAST_DRAWS, LEAST_DRAWS_WITHIN
+from optax_smile.draws.prediction import Prediction
+from optax_smile.draws.snapshots import Snapshots, StoredSnapshots
+
+
+def summary(
+    snapshots: Snapshots | StoredSnapshots,
+    prediction: Prediction | None = None,
+    *,
+    max_inputs: int = 200,
+    seed: int = 0,
+) -> Summary:
+    """Look at a whole run and say what looks wrong and what to try.
+
+    Found are chains that have diverged, are frozen, still on their way or not settled; different
+    modes among the others; far more resets than nominal; a tuner that still changes the step size.
+    The module's constants are the bounds. From weights alone it cannot tell different modes, nor
+    chains that all predict badly.
+
+    Args:
+        snapshots: what `sample` or `load_snapshots` returns; weights without a sampler, such as a
+            deep ensemble, get a short summary.
+        prediction: of the same draws, `predict(..., per="draw", targets=...)`, on test or training
+            data: chains are then judged by what they predict, not by their weights. Of several
+            outputs that of each input which varies most is taken.
+        max_inputs: how many predictions at random, or weights, R-hat and ESS look at, >= 1.
+        seed: of the choice, >= 0.
+
+    Returns:
+        A `Summary`: print it.
+
+    Raises:
+        ValueError: an argument out of range; a prediction without single draws or targets, or of
+            other draws.
+        ImportError: ArviZ is missing, unless there are too few draws for it.
+
+    Cost: a millisecond per chain and prediction, and a pass over the draws, which need not fit into
+    memory.
+    """
+    _check.whole("summary", "max_inputs", max_inputs, 1)
+    _check.whole("summary", "seed", seed, 0)
+    num_draws, paths = snapshots.num_draws, walk(snapshots, max_inputs, seed)
+    trace, settings = snapshots.trace, snapshots.settings or {}
+    seen = traces.of_draws(trace, num_draws)
+    unknown, values, density = np.full(snapshots.num_chains, np.nan), None, None
+    figures: dict[str, Any] = {field.name: unknown for field in dataclasses.fields(Summary)}
+    figures |= {"num_draws": num_draws, "of": "weights", "lppd": np.nan, "mcse": np.nan}
+    figures |= {"rhat_within": unknown[:, None], "rhat_across": np.empty(0), "ess": np.empty(0)}
+    figures |= {"nominal_rate": nominal_rate(settings), "findings": ()}
+    if trace:
+        figures |= {
+            "first_step_size": np.asarray(trace["step_size"], float)[:, 0],
+            "last_step_size": np.asarray(seen["step_size"], float)[:, -1],
+            "drift": traces.step_size_drift(seen),
+            "reset_rate": traces.reset_rate(seen),
+            "energy_distance": traces.energy_fit(seen).distance,
+            "num_nonfinite": np.asarray(seen["num_nonfinite"], float)[:, -1],
+        }
+    figures["travelled"] = relative(paths)[:, -1]
+    if prediction is not None:
+        density = statistics.log_density_of("summary", snapshots, prediction)
+        values = _scalars(prediction, density, max_inputs, seed)
+        by_chain = statistics.log_mean_exp(density, (1,))
+        lppd = float(statistics.log_mean_exp(by_chain, (0,)).mean())
+        figures |= {"of": "predictions", "chain_lppd": by_chain.mean(axis=1), "lppd": lppd}
+        if num_draws >= LEAST_DRAWS:
+            figures["ess"] = statistics.ess(values)
+            figures["mcse"] = statistics.mcse_lppd(density) if np.isfinite(lppd) else np.nan
+            if len(values) > 1:
+                figures["rhat_across"] = statistics.rhat(values)
+    series = paths.weights if values is None else values
+    if num_draws >= LEAST_DRAWS_WITHIN and series.shape[2]:
+        figures["rhat_within"] = statistics.rhat_within(series)
+    found = Summary(**figures)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        findings = judge(found, Run(paths, settings, seen, values, density))
+    return dataclasses.replace(found, findings=tuple(findings))
+
+
+def _scalars(prediction: Prediction, density: np.ndarray, max_inputs: int, seed: int) -> np.ndarray:
+    """One number per input `[chain, draw, input]` of a random choice of inputs."""
+    values = density if prediction.each.mean is None else prediction.each.mean
+    number = values.shape[2]
+    rows = np.random.default_rng(seed).permutation(number)[:max_inputs]
+    values = np.asarray(values[:, :, np.sort(rows)], float)
+    values = values.reshape(*values.shape[:3], -1)
+    most = values.var(axis=(0, 1)).argmax(axis=-1)
+    # An impossible target is far below a possible one.
+    lowest = np.finfo(np.float32).min
+    return np.maximum(np.take_along_axis(values, most[None, None, :, None], 3)[..., 0], lowest)

@@ -1,0 +1,50 @@
+"""What draws predict."""
+
+from typing import Any, NamedTuple
+
+
+class Outcome(NamedTuple):
+    """What one snapshot predicts, or what many do on average; None for what is not asked.
+
+    Attributes:
+        mean: predictive mean or probabilities, `[input, ...]`.
+        variance: of the predictive distribution, `[input, ...]`.
+        entropy: of the predictive distribution, nats, `[input, ...]`.
+        log_density: log likelihood of each target, nats, `[input, ...]`.
+    """
+
+    mean: Any
+    variance: Any
+    entropy: Any
+    log_density: Any
+
+
+class Prediction(NamedTuple):
+    """Average over all snapshots, NumPy arrays.
+
+    Attributes:
+        mean: predictive mean or class probabilities, `[input, ...]`; None for `"tokens"`.
+        log_density: log of the average likelihood of each target, nats, `[input]` (`[input, token]`
+            for `"tokens"`, 0 where there is none); its mean is the log pointwise predictive density
+            (LPPD). None without targets.
+        total: uncertainty of the prediction `[input, ...]`: entropy in nats of class probabilities,
+            else variance. None where the likelihood tells neither.
+        aleatoric: average uncertainty of a single snapshot, the noise in the data.
+        epistemic: their difference, at least 0, what more data would resolve: the mutual
+            information of target and parameters, or the variance of the means of the snapshots.
+        uncertainty: what they are: `"entropy"`, `"variance"`, or None.
+        each: with `per`, an `Outcome` of single draws, arrays `[chain, draw, input, ...]`, or of
+            the averages of single chains, `[chain, input, ...]`: fields `mean`, `variance`,
+            `entropy` and `log_density`, the uncertainties those of a draw or in total of a chain.
+        curve: with `members`, a `Prediction` for each of these numbers of snapshots, without
+            `each`.
+    """
+
+    mean: Any
+    log_density: Any
+    total: Any = None
+    aleatoric: Any = None
+    epistemic: Any = None
+    uncertainty: str | None = None
+    each: Any = None
+    curve: Any = ()

@@ -1,0 +1,298 @@
+"""The Bayesian model average, one draw at a time, in pieces."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from optax_smile import _check, parallel
+from optax_smile.draws import _average, likelihoods
+from optax_smile.draws._average import Average
+from optax_smile.draws.likelihoods import Likelihood
+from optax_smile.draws.prediction import Outcome, Prediction
+
+PER = ("chain", "draw")
+
+
+class Predictor:
+    """The average of `predict` in pieces: `update` with each snapshot, `finalize` at any time.
+
+    For loops that keep no snapshots. Arguments as of `predict`; `num_chains` is how many chains the
+    snapshots come from, draw by draw: for `per`, and to name a draw in an error.
+
+    Example:
+        >>> import jax.numpy as jnp, optax_smile
+        >>> predictor = optax_smile.Predictor(
+        ...     lambda params, x: x @ params, jnp.eye(2), likelihood="categorical"
+        ... )
+        >>> predictor.update(jnp.eye(2))
+        >>> predictor.update(-jnp.eye(2))
+        >>> predictor.finalize().mean.tolist()
+        [[0.5, 0.5], [0.5, 0.5]]
+    """
+
+    def __init__(
+        self,
+        apply_fn: Callable[[optax.Params, Any], Any],
+        inputs: Any,
+        *,
+        likelihood: str | Likelihood,
+        targets: Any = None,
+        batch_size: int | None = None,
+        num_chains: int | None = None,
+        per: str | None = None,
+        mesh: Mesh | None = None,
+        specs: Any = None,
+    ):
+        if not isinstance(likelihood, Likelihood):
+            _check.choice("predict", "likelihood", likelihood, likelihoods.NAMED)
+            likelihood = likelihoods.NAMED[likelihood]
+        lengths = {np.shape(leaf)[:1] for leaf in jax.tree.leaves(inputs)}
+        if len(lengths) != 1 or lengths & {(), (0,)}:
+            rule = "arrays [input, ...] of one length, at least 1"
+            _check.fail("predict", "inputs", rule, jax.tree.map(np.shape, inputs))
+        self.num_inputs = int(next(iter(lengths))[0])
+        if batch_size is not None:
+            _check.whole("predict", "batch_size", batch_size, 1)
+        if per is not None:
+            _check.choice("predict", "per", per, PER)
+            if num_chains is None:
+                rule = "None for snapshots that do not tell their `num_chains`"
+                remedy = "Give them as `Snapshots`, or `num_chains` to `Predictor`."
+                _check.fail("predict", "per", rule, repr(per), remedy)
+        if num_chains is not None:
+            _check.whole("Predictor", "num_chains", num_chains, 1)
+        if targets is not None and likelihood in likelihoods.NAMED.values():
+            targets = np.asarray(targets)
+            if targets.dtype.kind in "OSUV":
+                _check.fail("predict", "targets", "numbers", f"{targets.dtype}")
+        lengths = {np.shape(leaf)[:1] for leaf in jax.tree.leaves(targets)}
+        if lengths - {(self.num_inputs,)}:
+            rule = f"arrays [input, ...] of {self.num_inputs} inputs"
+            _check.fail("predict", "targets", rule, jax.tree.map(np.shape, targets))
+        parallel.check_mesh("predict", mesh, num_chains if per == "chain" and num_chains else 0)
+        self.apply_fn, self.likelihood, self.targets = apply_fn, likelihood, targets
+        self.mesh, self.specs, self.per, self.num_chains = mesh, specs, per, num_chains
+        self._rows = 1 if mesh is None else mesh.shape[parallel.CHAIN]
+        self._num_groups = cast(int, num_chains) // self._rows if per == "chain" else 1
+        # Snapshot number n runs on row n % rows of the devices, and is averaged there in the group
+        # (n // rows) % num_groups: with `per="chain"` each chain has a row and group of its own.
+        self._batches = [
+            jax.tree.map(jnp.asarray, parallel.place_batch(batch, mesh=mesh))
+            for batch in _split((inputs, targets), batch_size or self.num_inputs)
+        ]
+        self._everywhere = None if mesh is None else NamedSharding(mesh, PartitionSpec())
+        self.count, self._waiting, self._first, self._averages, self._draws = 0, [], None, [], []
+
+    def update(self, params: optax.Params):
+        """Take one snapshot in: a parameter tree."""
+        if self._first is None:
+            self._first = jax.eval_shape(lambda x: x, params)
+            self._require_fit(self._first)
+        self._require_alike(params)
+        # The caller may change or give away arrays that have to wait.
+        self._waiting.append(params if self._rows == 1 else jax.tree.map(np.array, params))
+        self.count += 1
+        if self.count % self._rows == 0:
+            self._evaluate()
+
+    def finalize(self) -> Prediction:
+        """Give the average over the snapshots so far; more may follow."""
+        if self.per is not None and self.count % cast(int, self.num_chains):
+            rule = f"as many draws of each of the {self.num_chains} chains"
+            _check.fail("predict", "snapshots", rule, f"{self.count}")
+        average, chains = self._join()
+        return average._replace(each=self._by_draw() if self.per == "draw" else chains)
+
+    def _join(self) -> tuple[Prediction, Outcome | None]:
+        """Average over all snapshots, and over those of each chain."""
+        if self._first is None:
+            _check.fail("predict", "snapshots", "at least one parameter tree", "none")
+        if self._waiting:
+            self._evaluate()
+        batches = [
+            self._settled(self._finish(jax.device_put(groups, self._everywhere)))
+            for groups in self._averages
+        ]
+        for *_, invalid in batches:
+            if invalid >= 0:
+                rule = "snapshots whose predictions are finite"
+                got = f"nan or inf from {self._name(int(invalid))}"
+                remedy = "Are the inputs finite? Else leave that chain out."
+                _check.fail("predict", "snapshots", rule, got, remedy)
+        averages, chains, _ = zip(*batches, strict=True)
+        average = _concatenate(averages)._replace(uncertainty=self._uncertainty())
+        return average, _concatenate(chains, axis=1)
+
+    def _uncertainty(self) -> str | None:
+        if self.likelihood.variance is not None:
+            return "variance"
+        return None if self.likelihood.entropy is None else "entropy"
+
+    def _require_fit(self, params: Any):
+        """Require a model whose outputs the likelihood reads and the targets fit."""
+        batch = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct((self.num_inputs, *x.shape[1:]), x.dtype),
+            self._batches[0],
+        )
+        if self.likelihood.check is not None:
+            outputs = jax.eval_shape(self.apply_fn, params, batch[0])
+            self.likelihood.check(outputs, self.targets)
+        of, needs = self.likelihood, None
+        if of.mean is None and (of.variance is not None or of.entropy is not None):
+            needs = "a `mean` to go with `variance` and `entropy`"
+        if of.log_density is None and self.targets is not None:
+            needs = "a `log_density` for the targets"
+        if needs is not None:
+            _check.fail("predict", "likelihood", f"one with {needs}", "none")
+        outcome = jax.eval_shape(self._outcome, params, batch)
+        shapes = jax.tree.map(np.shape, (outcome.mean, outcome.variance))
+        if outcome.variance is not None and shapes[0] != shapes[1]:
+            rule = f"one whose variance has the shape of its mean, {shapes[0]}"
+            _check.fail("predict", "likelihood", rule, shapes[1])
+        for leaf in jax.tree.leaves(outcome):
+            if leaf.shape[:1] != (self.num_inputs,):
+                rule = f"one that gives arrays [input, ...] of {self.num_inputs} inputs"
+                _check.fail("predict", "likelihood", rule, f"shape {leaf.shape}")
+
+    def _begin(self, params: Any):
+        """Make the averages over no snapshot, where the compiler puts the outputs."""
+
+        def begin(params, batch):
+            return _average.zero(self._outcome(params, batch))
+
+        # The outputs are not computed: the compiler sees that only their shapes count.
+        over_rows = jax.jit(parallel.over_chains(begin, mesh=self.mesh, in_axes=(0, None)))
+        self._averages = [
+            [over_rows(params, batch) for _ in range(self._num_groups)] for batch in self._batches
+        ]
+        # All batches but the last are of one shape.
+        first, last = self._averages[0][0], self._averages[-1][0]
+        add = self._compile(first)
+        is_alike = jax.tree.map(np.shape, first) == jax.tree.map(np.shape, last)
+        self._adds = [add] * len(self._batches)
+        self._adds[-1] = add if is_alike else self._compile(last)
+
+    def _compile(self, average: Average) -> Callable:
+        """Compile what takes a row of snapshots into their averages, which stay where they lie."""
+        own = jax.tree.map(lambda x: x.sharding, average)
+
+        def add(average, params, number, batch):
+            outcome = self._outcome(params, batch)
+            average = _average.add(average, outcome, number)
+            return average, outcome if self.per == "draw" else None
+
+        over_rows = parallel.over_chains(add, mesh=self.mesh, in_axes=(0, 0, 0, None))
+        return jax.jit(over_rows, donate_argnums=0, out_shardings=(own, self._everywhere))
+
+    @functools.cached_property
+    def _finish(self) -> Callable:
+        """Compile what joins the averages of all rows."""
+
+        entropy = self.likelihood.entropy
+
+        def finish(groups):
+            chains = jax.tree.map(lambda *x: jnp.concatenate(x), *groups)
+            first, others = (
+                jax.tree.map(lambda x, at=at: x[at], chains) for at in (0, slice(1, None))
+            )
+            total, _ = jax.lax.scan(
+                lambda so_far, one: (_average.join(so_far, one), None), first, others
+            )
+            each = (
+                jax.vmap(lambda x: _average.outcome_of(x, entropy))(chains)
+                if self.per == "chain"
+                else None
+            )
+            return _average.prediction_of(total, entropy), each, total.invalid
+
+        return jax.jit(finish)
+
+    def _outcome(self, params: Any, batch: tuple[Any, Any]) -> Outcome:
+        """What one snapshot predicts, in full precision."""
+        (inputs, targets), of = batch, self.likelihood
+        outputs = jax.tree.map(_in_full_precision, self.apply_fn(params, inputs))
+        mean = None if of.mean is None else of.mean(outputs)
+        outcome = Outcome(
+            mean=mean,
+            variance=None if of.variance is None else of.variance(outputs),
+            entropy=None if of.entropy is None else of.entropy(mean),
+            log_density=None if targets is None else of.log_density(outputs, targets),
+        )
+        return jax.tree.map(_in_full_precision, outcome)
+
+    def _evaluate(self):
+        """Run the snapshots that wait, each on its row of devices; the other rows run for none."""
+        first = self.count - len(self._waiting)
+        numbers, rows = np.full(self._rows, -1, np.int32), self._waiting[:1] * self._rows
+        for number, params in enumerate(self._waiting, first):
+            numbers[number % self._rows], rows[number % self._rows] = number, params
+        taken = numbers >= 0
+        stacked = jax.tree.map(lambda *x: np.stack([np.asarray(each) for each in x]), *rows)
+        params = parallel.place(stacked, mesh=self.mesh, specs=self.specs)
+        numbers = parallel.place(numbers, mesh=self.mesh)
+        if not self._averages:
+            self._begin(params)
+        group = first // self._rows % self._num_groups
+        outcomes = []
+        for add, groups, batch in zip(self._adds, self._averages, self._batches, strict=True):
+            groups[group], outcome = self._settled(add(groups[group], params, numbers, batch))
+            outcomes.append(jax.tree.map(lambda x: np.asarray(x)[taken], outcome))
+        if self.per == "draw":
+            self._draws.append(_concatenate(outcomes, axis=1))
+        self._waiting = []
+
+    def _settled(self, result: Any) -> Any:
+        """Wait for a program on virtual CPU devices.
+
+        They share a few threads: two programs that exchange data could wait for each other forever.
+        """
+        on_cpu = self.mesh is not None and self.mesh.devices.flat[0].platform == "cpu"
+        return jax.block_until_ready(result) if on_cpu else result
+
+    def _by_draw(self) -> Outcome:
+        def of_draws(flat):
+            by_draw = flat.reshape(-1, cast(int, self.num_chains), *flat.shape[1:])
+            return np.swapaxes(by_draw, 0, 1)
+
+        return jax.tree.map(of_draws, _concatenate(self._draws))
+
+    def _name(self, number: int) -> str:
+        if self.num_chains is None:
+            return f"snapshot {number}"
+        return f"chain {number % self.num_chains}, draw {number // self.num_chains}"
+
+    def _require_alike(self, params: Any):
+        shapes = jax.tree.map(lambda x: np.shape(x), params)
+        expected = jax.tree.map(lambda x: x.shape, self._first)
+        if shapes != expected:
+            rule = f"snapshots of one model, as the first with {expected}"
+            _check.fail("predict", "snapshots", rule, f"{shapes} from {self._name(self.count)}")
+
+
+def _in_full_precision(x: Any) -> jax.Array:
+    """Take half-precision numbers as float32."""
+    x = jnp.asarray(x)
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32)) if _is_inexact(x) else x
+
+
+def _is_inexact(x: jax.Array) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.inexact)
+
+
+def _split(tree: Any, size: int) -> list:
+    """Cut arrays `[input, ...]` into batches."""
+    num_inputs = len(jax.tree.leaves(tree)[0])
+    return [
+        jax.tree.map(lambda x, at=at: x[at : at + size], tree) for at in range(0, num_inputs, size)
+    ]
+
+
+def _concatenate(batches: Sequence[Any], axis: int = 0) -> Any:
+    """Join trees along an axis on the host."""
+    return jax.tree.map(lambda *x: np.concatenate([np.asarray(each) for each in x], axis), *batches)

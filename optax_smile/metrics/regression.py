@@ -1,0 +1,127 @@
+"""Scores of normal distributions and mixtures of them."""
+
+import math
+import statistics
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from optax_smile import _check
+from optax_smile.metrics._checks import alike, check_normals
+
+# Halvings that shrink a bracket to the rounding error of its first width, 2**-53.
+BISECTIONS = 53
+
+
+def _normal_cdf(standardized: np.ndarray) -> np.ndarray:
+    # NumPy has no error function; JAX needs SciPy, so it is there, and has float64 without x64.
+    from scipy.special import ndtr
+
+    return ndtr(standardized)
+
+
+def _quantile(mean: np.ndarray, std: np.ndarray, probability: float) -> np.ndarray:
+    """Quantile of the mixture by bisection; it lies between those of the parts."""
+    quantiles = mean + std * statistics.NormalDist().inv_cdf(probability)
+    low, high = quantiles.min(axis=0), quantiles.max(axis=0)
+    for _ in range(BISECTIONS):
+        middle = low + (high - low) / 2
+        below = _normal_cdf((middle - mean) / std).mean(axis=0) < probability
+        low, high = np.where(below, middle, low), np.where(below, high, middle)
+    return low + (high - low) / 2
+
+
+def _mean_absolute(mean: np.ndarray, std: np.ndarray) -> np.ndarray:
+    """E|X| of a normal X."""
+    z = mean / std
+    density = np.exp(-(z**2) / 2) / math.sqrt(2 * math.pi)
+    return 2 * std * density + mean * (2 * _normal_cdf(z) - 1)
+
+
+def rmse(mean: ArrayLike, targets: ArrayLike) -> float:
+    """Root of the mean squared error, in units of the target, at least 0; lower is better.
+
+    Both are `[input, ...]` of the very same shape: `[input, 1]` against `[input]` is an error, it
+    would compare every prediction with every target.
+
+    Example:
+        >>> rmse([1.0, 2.0], [4.0, 6.0]) == (25 / 2) ** 0.5
+        True
+    """
+    mean, targets = alike("rmse", mean=mean, targets=targets)
+    return float(np.sqrt(np.mean((mean - targets) ** 2)))
+
+
+def interval(mean: ArrayLike, std: ArrayLike, level: float = 0.95) -> tuple[np.ndarray, np.ndarray]:
+    """Central interval of the predictive distribution, (1 - level) / 2 of it on either side.
+
+    Args:
+        mean: `[input]` of a normal, or `[draw, input]` of a mixture of normals in equal parts.
+        std: of the same shape, a scalar or `[draw, 1]`, > 0.
+        level: probability inside, between 0 and 1.
+
+    Returns:
+        Lower and upper end, both `[input]`, to rounding error of the spread of the draws.
+
+    Cost: about 100 evaluations of the normal distribution function per draw and input; memory for
+    a few arrays `[draw, input]`.
+
+    Example:
+        >>> lower, upper = interval([[0.0], [4.0]], 1.0, level=0.9)
+        >>> lower.round(3).tolist(), upper.round(3).tolist()
+        ([-1.282], [5.282])
+    """
+    _check.probability("interval", "level", level)
+    mean, std = check_normals("interval", mean, std)
+    tail = (1 - level) / 2
+    # The upper end from the mirrored lower tail, where small probabilities are exact.
+    return _quantile(mean, std, tail), -_quantile(-mean, std, tail)
+
+
+def coverage(lower: ArrayLike, upper: ArrayLike, targets: ArrayLike) -> float:
+    """Share of targets inside their interval, ends included, in [0, 1]; best near its level.
+
+    All three are `[input]`, the ends as from `interval`.
+
+    Example:
+        >>> coverage([0.0, 0.0], [1.0, 1.0], [0.5, 2.0])
+        0.5
+    """
+    lower, upper, targets = alike("coverage", lower=lower, upper=upper, targets=targets)
+    return float(np.mean((lower <= targets) & (targets <= upper)))
+
+
+def interval_width(lower: ArrayLike, upper: ArrayLike) -> float:
+    """Mean width of intervals, in units of the target; lower is better at equal `coverage`.
+
+    Example:
+        >>> interval_width([0.0, 0.0], [1.0, 3.0])
+        2.0
+    """
+    lower, upper = alike("interval_width", lower=lower, upper=upper)
+    return float(np.mean(upper - lower))
+
+
+def crps(mean: ArrayLike, std: ArrayLike, targets: ArrayLike) -> float:
+    """Continuous ranked probability score, in units of the target, at least 0; lower is better.
+
+    The mean over inputs of `∫ (F(x) - [x >= y])² dx = E|X - y| - E|X - X'| / 2`, F the predictive
+    distribution function, X and X' independent draws from it, y the target; in closed form.
+
+    Targets are `[input]`; mean and standard deviation as in `interval`.
+
+    Cost: (number of draws)² normal distribution functions per input; memory for a few arrays
+    `[draw, input]`.
+
+    Source: Gneiting and Raftery 2007, equations 20 and 21; mixtures: Grimit et al. 2006.
+
+    Example:
+        >>> round(crps([0.0], 1.0, [0.0]), 4)
+        0.2337
+    """
+    mean, std = check_normals("crps", mean, std)
+    _, targets = alike("crps", mean=mean[0], targets=targets)
+    to_target = _mean_absolute(mean - targets, std).mean(axis=0)
+    pairs = zip(mean, std, strict=True)
+    between = sum(_mean_absolute(mean - m, np.hypot(std, s)).mean(axis=0) for m, s in pairs)
+    return float(np.mean(to_target - between / (2 * len(mean))))

@@ -1,0 +1,308 @@
+"""What the draws predict."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from optax_smile import _check, metrics
+from optax_smile.plots._axes import (
+    BAND_ALPHA,
+    LINEAR_SPREAD,
+    PALETTE,
+    add_legend,
+    chain_style,
+    check_array,
+    dot_if_single,
+    make_room,
+    next_color,
+    open_axes,
+    pick_colors,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# Of the largest and smallest dot of a reliability diagram, in square points.
+LARGEST_DOT, SMALLEST_DOT = 350.0, 12.0
+# Of a histogram.
+LEAST_BINS, MOST_BINS = 5, 30
+# Entropies from probabilities in float32 miss zero by less.
+ENTROPY_TOLERANCE = 1e-5
+
+
+def reliability(
+    probabilities: ArrayLike,
+    labels: ArrayLike,
+    *,
+    num_bins: int = 10,
+    label: str | None = None,
+    ax: "Axes | None" = None,
+) -> "Axes":
+    """Draw accuracy against confidence; on the diagonal the probabilities mean what they say.
+
+    Dots below it are overconfident, above it underconfident. Calls with the same `ax` compare
+    methods, each in a colour of its own.
+
+    Args:
+        probabilities: of the classes, `[input, class]`, rows that sum to one.
+        labels: true classes, integers, `[input]`.
+        num_bins: of equal width between 0 and 1, >= 1.
+        label: name of the method in the legend.
+        ax: where to draw; None makes a new figure.
+
+    Returns:
+        The axes: a dot per bin, its area the share of the inputs, and the diagonal. The legend
+        gives the expected calibration error (ECE) with these bins.
+
+    Raises:
+        ValueError: as `optax_smile.metrics.reliability`, or no inputs.
+        ImportError: matplotlib is missing.
+
+    Example:
+        >>> from matplotlib.figure import Figure
+        >>> ax = reliability([[0.75, 0.25], [0.75, 0.25]], [0, 1], ax=Figure().subplots())
+        >>> ax.get_legend().get_texts()[0].get_text()
+        'ECE 0.250'
+    """
+    where = "plots.reliability"
+    probabilities = check_array(where, "probabilities", probabilities, "input, class")
+    bins = metrics.reliability(probabilities, labels, num_bins)
+    error = metrics.ece(probabilities, labels, num_bins)
+    ax = open_axes(ax)
+    color = next_color(ax, where)
+    if color == PALETTE[0]:
+        ax.plot([0, 1], [0, 1], color="0.5", ls=":", lw=1)
+    filled = bins.count > 0
+    confidence, accuracy = bins.confidence[filled], bins.accuracy[filled]
+    areas = np.maximum(SMALLEST_DOT, LARGEST_DOT * bins.count[filled] / bins.count.sum())
+    name = f"ECE {error:.3f}" if label is None else f"{label} (ECE {error:.3f})"
+    ax.plot(confidence, accuracy, color=color, lw=1.2, gid=where, label=name)
+    ax.scatter(confidence, accuracy, areas, color=color, alpha=0.7, lw=0, zorder=3)
+    ax.set(title="Reliability (dot area: share of inputs)", xlabel="confidence", ylabel="accuracy")
+    ax.set(xlim=(-0.02, 1.05), ylim=(-0.02, 1.05))
+    add_legend(ax, "upper left")
+    return ax
+
+
+def risk_coverage(
+    probabilities: ArrayLike,
+    labels: ArrayLike,
+    *,
+    label: str | None = None,
+    ax: "Axes | None" = None,
+) -> "Axes":
+    """Draw the error among the most confident inputs; a good model is wrong where it is unsure.
+
+    Then the curve falls towards zero on the left. Calls with the same `ax` compare methods.
+
+    Args:
+        probabilities: of the classes, `[input, class]`, rows that sum to one.
+        labels: true classes, integers, `[input]`.
+        label: name of the method in the legend.
+        ax: where to draw; None makes a new figure.
+
+    Returns:
+        The axes: the share that is wrong against the share of inputs that are answered, the most
+        confident ones first.
+
+    Raises:
+        ValueError: as `optax_smile.metrics.risk_coverage`, or no inputs.
+        ImportError: matplotlib is missing.
+
+    Example:
+        >>> from matplotlib.figure import Figure
+        >>> ax = risk_coverage([[0.9, 0.1], [0.6, 0.4]], [0, 1], ax=Figure().subplots())
+        >>> ax.get_ylabel()
+        'share wrong among them'
+    """
+    where = "plots.risk_coverage"
+    probabilities = check_array(where, "probabilities", probabilities, "input, class")
+    coverage, risk = metrics.risk_coverage(probabilities, labels)
+    ax = open_axes(ax)
+    color = next_color(ax, where)
+    ax.plot(coverage, risk, color=color, lw=1.5, gid=where, label=label)
+    ax.set(title="Risk against coverage", ylabel="share wrong among them")
+    ax.set(xlabel="share of inputs answered, the most confident first", xlim=(0, 1))
+    ax.set_ylim(bottom=0)
+    add_legend(ax, "upper left")
+    return ax
+
+
+def regression_band(
+    inputs: ArrayLike | None,
+    mean: ArrayLike,
+    std: ArrayLike,
+    targets: ArrayLike | None = None,
+    *,
+    level: float = 0.95,
+    ax: "Axes | None" = None,
+) -> "Axes":
+    """Draw predictive mean and central band; a good band holds as many targets as it says.
+
+    It should widen where there were no training data.
+
+    Args:
+        inputs: one-dimensional, `[input]`, in any order; None, for inputs of more dimensions, puts
+            the predictions in the order of their means.
+        mean: predictive mean, `[input]`, or of each member of a Gaussian mixture, `[draw, input]`.
+        std: predictive standard deviation, noise included, > 0: of the shape of `mean`, a scalar,
+            or `[draw, 1]`.
+        targets: what was observed, `[input]`.
+        level: probability inside the band, between 0 and 1 (exclusive).
+        ax: where to draw; None makes a new figure.
+
+    Returns:
+        The axes: mean, band, and the targets as dots; the title gives the share of targets inside.
+
+    Raises:
+        ValueError: shapes that do not fit, NaN, no inputs; as `optax_smile.metrics.interval`.
+        ImportError: matplotlib is missing.
+
+    Example:
+        >>> from matplotlib.figure import Figure
+        >>> ax = regression_band([1, 0], [2, 3], [1, 1], [2, 9], ax=Figure().subplots())
+        >>> ax.get_title()
+        '95 % band: holds 50.0 % of 2 targets'
+    """
+    where = "plots.regression_band"
+    axes = "draw, input" if np.ndim(mean) == 2 else "input"
+    means = np.atleast_2d(check_array(where, "mean", mean, axes))
+    lower, upper = metrics.interval(mean, std, level)
+    middle, size = means.mean(axis=0), means.shape[1:]
+    if inputs is None:
+        order, horizontal = np.argsort(middle, kind="stable"), np.arange(middle.size)
+    else:
+        horizontal = check_array(where, "inputs", inputs, "input", size)
+        order = np.argsort(horizontal, kind="stable")
+        horizontal = horizontal[order]
+    title = f"Predictive mean and {100 * level:g} % band"
+    observed = None
+    if targets is not None:
+        observed = check_array(where, "targets", targets, "input", size)
+        share = metrics.coverage(lower, upper, observed)
+        title = f"{100 * level:g} % band: holds {100 * share:.1f} % of {len(observed)} targets"
+    ax = open_axes(ax)
+    band = {"color": PALETTE[0], "alpha": BAND_ALPHA, "lw": 0, "label": f"{100 * level:g} % band"}
+    ax.fill_between(horizontal, lower[order], upper[order], **band)
+    if observed is not None:
+        dots = {"ms": 4, "alpha": 0.6, "mec": "none", "label": "targets"}
+        ax.plot(horizontal, observed[order], ".", color=PALETTE[1], **dots)
+    ax.plot(horizontal, middle[order], color=PALETTE[0], lw=1.5, label="mean")
+    rank = "rank of the predicted mean"
+    ax.set(title=title, xlabel=rank if inputs is None else "input", ylabel="target")
+    make_room(ax, top=0.12)
+    add_legend(ax, "upper left", columns=3)
+    return ax
+
+
+def lppd(log_likelihood: ArrayLike, *, ax: "Axes | None" = None) -> "Axes":
+    """Draw the log pointwise predictive density (LPPD) of more and more draws; higher is better.
+
+    Flat at the end: more draws would not help. The distance from the single chains to all of them
+    is what several chains are worth.
+
+    For draws `s <= m` of each chain, `LPPD(m) = mean_i log mean_s p(y_i | draw s)`.
+
+    Args:
+        log_likelihood: of each target under each draw, nats, `[chain, draw, input]`; -inf is a
+            likelihood of zero.
+        ax: where to draw; None makes a new figure.
+
+    Returns:
+        The axes: LPPD against m, logarithmic, of all chains (thick) and of each (thin).
+
+    Raises:
+        ValueError: another shape, an empty axis, NaN or +inf.
+        ImportError: matplotlib is missing.
+
+    Cost: one pass over the draws; memory for the likelihoods of one draw of all chains.
+
+    Example:
+        >>> import numpy as np
+        >>> from matplotlib.figure import Figure
+        >>> ax = lppd(np.log([[[0.2], [0.6]]]), ax=Figure().subplots())
+        >>> ax.lines[-1].get_ydata().round(3).tolist()
+        [-1.609, -0.916]
+    """
+    where = "plots.lppd"
+    log_likelihood = check_array(where, "log_likelihood", log_likelihood, "chain, draw, input")
+    if np.isposinf(log_likelihood).any():
+        _check.fail(where, "log_likelihood", "below infinity", np.inf)
+    num_chains, num_draws, _ = log_likelihood.shape
+    single, together = np.empty((num_chains, num_draws)), np.empty(num_draws)
+    total = np.full_like(log_likelihood[:, 0], -np.inf, float)
+    for draw in range(num_draws):
+        total = np.logaddexp(total, log_likelihood[:, draw])
+        single[:, draw] = (total - np.log(draw + 1)).mean(axis=1)
+        averaged = np.logaddexp.reduce(total, axis=0) - np.log(num_chains * (draw + 1))
+        together[draw] = averaged.mean()
+    ax = open_axes(ax)
+    draws, mark = np.arange(1, num_draws + 1), dot_if_single(num_draws)
+    if num_chains > 1:
+        for chain, style in enumerate(chain_style(num_chains)):
+            ax.plot(draws, single[chain], **style, **mark)
+    label = f"all {num_chains} chains" if num_chains > 1 else "chain 0"
+    ax.plot(draws, together, color="k", lw=2.5, label=label, **mark)
+    ax.set(title=f"LPPD of all draws: {together[-1]:.4g} (higher is better)")
+    ax.set(xlabel="draws per chain", ylabel="LPPD (nats per input)", xscale="log")
+    ax.xaxis.set_major_formatter("{x:,g}")
+    make_room(ax, bottom=0.25)
+    add_legend(ax, "lower right")
+    return ax
+
+
+def entropy(entropies: Mapping[str, ArrayLike], *, ax: "Axes | None" = None) -> "Axes":
+    """Draw histograms of predictive entropies; foreign data should lie to the right of known data.
+
+    Args:
+        entropies: by name, such as `{"test": ..., "OOD": ...}`, nats, `[input]`, what
+            `optax_smile.metrics.entropy` returns.
+        ax: where to draw; None makes a new figure.
+
+    Returns:
+        The axes: outlines of the densities over the same bins, logarithmic if they spread over more
+        than a factor of 30; the legend gives the means.
+
+    Raises:
+        ValueError: no entropies, another shape, negative, infinite or NaN.
+        ImportError: matplotlib is missing.
+
+    Example:
+        >>> from matplotlib.figure import Figure
+        >>> ax = entropy({"test": [0.1, 0.2], "OOD": [0.9, 1.1]}, ax=Figure().subplots())
+        >>> [text.get_text() for text in ax.get_legend().get_texts()]
+        ['test: mean 0.15', 'OOD: mean 1']
+    """
+    where = "plots.entropy"
+    if not isinstance(entropies, Mapping) or not entropies:
+        _check.fail(where, "entropies", "a dict of arrays [input], at least one", repr(entropies))
+    arrays = {
+        name: check_array(where, f"entropies[{name!r}]", array, "input")
+        for name, array in entropies.items()
+    }
+    for name, array in arrays.items():
+        if array.min() < -ENTROPY_TOLERANCE or np.isposinf(array).any():
+            got = f"{array.min():g} to {array.max():g}"
+            _check.fail(where, f"entropies[{name!r}]", ">= 0 and finite", got)
+    largest = max(array.max() for array in arrays.values())
+    # Twice the square root of the number of values, a rule of thumb.
+    number = 2 * np.sqrt(min(array.size for array in arrays.values()))
+    number = int(np.clip(number, LEAST_BINS, MOST_BINS))
+    edges = np.linspace(0, largest if largest > 0 else 1, number + 1)
+    ax = open_axes(ax)
+    heights = {
+        name: np.histogram(np.maximum(array, 0), edges, density=True)[0]
+        for name, array in arrays.items()
+    }
+    for (name, height), color in zip(heights.items(), pick_colors(len(heights)), strict=True):
+        label = f"{name}: mean {arrays[name].mean():.2g}"
+        ax.stairs(height, edges, color=color, lw=1.5, label=label)
+    levels = np.concatenate([height[height > 0] for height in heights.values()])
+    if levels.max() > 10 * LINEAR_SPREAD * levels.min():
+        ax.set_yscale("log")
+        ax.set_ylim(bottom=levels.min() / 2)
+    ax.set(title="Predictive entropy", xlabel="entropy (nats)", ylabel="density (1 / nats)")
+    add_legend(ax)
+    return ax

@@ -1,0 +1,216 @@
+"""How a run went: step size, energy error, rejected steps."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from optax_smile import _check
+from optax_smile.plots._axes import (
+    BAND_ALPHA,
+    LINEAR_SPREAD,
+    MOST_NAMED_CHAINS,
+    PALETTE,
+    add_legend,
+    chain_style,
+    count_gradients,
+    dot_if_single,
+    make_room,
+    open_axes,
+    read_trace,
+    split_windows,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# A 5 % quantile of fewer values is the smallest of them.
+LEAST_VALUES = 20
+# Chance moves a rate that rests on fewer events by half of itself.
+LEAST_EVENTS = 5
+# More cannot be told apart in one picture.
+MOST_DOTS = 5_000
+
+
+def step_size(trace: Mapping[str, ArrayLike], *, ax: "Axes | None" = None) -> "Axes":
+    """Draw the step size of every chain; a good run ends on a level on which the chains agree.
+
+    A step size that still falls at the end asks for a longer warm-up.
+
+    Args:
+        trace: with `step_size` and `num_calls`, `[chain, tick]`; what is not finite is a gap.
+        ax: where to draw; None makes a new figure.
+
+    Returns:
+        The axes: a line per chain, logarithmic if they spread over more than a factor of 3; more
+        than ten chains have no names, but their median.
+
+    Raises:
+        ValueError: the trace lacks these arrays, or their shapes differ.
+        ImportError: matplotlib is missing.
+
+    Example:
+        >>> from matplotlib.figure import Figure
+        >>> trace = {"step_size": [[0.1, 0.2]], "num_calls": [[10, 20]]}
+        >>> step_size(trace, ax=Figure().subplots()).get_ylabel()
+        'step size'
+    """
+    sizes, calls = read_trace("plots.step_size", trace, "step_size", "num_calls")
+    ax = open_axes(ax)
+    for chain, style in enumerate(chain_style(len(sizes))):
+        ax.plot(calls[chain], sizes[chain], **style, **dot_if_single(sizes.shape[1]))
+    if len(sizes) > MOST_NAMED_CHAINS:
+        label = f"median of {len(sizes)} chains"
+        ax.plot(np.median(calls, 0), np.median(sizes, 0), "k", lw=1.5, label=label)
+    known = sizes[np.isfinite(sizes) & (sizes > 0)]
+    if known.size and known.max() > LINEAR_SPREAD * known.min():
+        ax.set_yscale("log")
+    else:
+        ax.set_ylim(0, 1.1 * known.max() if known.size else 1)
+        make_room(ax, top=0.3)
+    ax.set(title="Step size", ylabel="step size")
+    count_gradients(ax)
+    add_legend(ax)
+    return ax
+
+
+def energy_error(trace: Mapping[str, ArrayLike], *, ax: "Axes | None" = None) -> "Axes":
+    """Draw |energy change| of the steps; a good run keeps a flat, narrow band.
+
+    The band is the central 90 % over all chains and neighbouring ticks. It rises when a step size
+    is too long for the place a chain has come to.
+
+    Args:
+        trace: with `energy_change` (nats, NaN or infinite where unknown) and `num_calls`,
+            `[chain, tick]`; with `accepted`, the steps that were undone get a colour of their own.
+        ax: where to draw; None makes a new figure.
+
+    Returns:
+        The axes: a dot per tick (evenly thinned beyond 5,000), median and band, logarithmic. It
+        says so if no tick has an energy.
+
+    Raises:
+        ValueError: the trace lacks these arrays, or their shapes differ.
+        ImportError: matplotlib is missing.
+
+    Example:
+        >>> from matplotlib.figure import Figure
+        >>> trace = {"energy_change": [[0.1, -0.2]], "num_calls": [[10, 20]]}
+        >>> energy_error(trace, ax=Figure().subplots()).get_yscale()
+        'log'
+    """
+    where = "plots.energy_error"
+    change, calls = read_trace(where, trace, "energy_change", "num_calls")
+    accepted = np.ones_like(change)
+    if "accepted" in trace:
+        _, accepted = read_trace(where, trace, "energy_change", "accepted")
+    error = np.where(np.isfinite(change), np.abs(change), np.nan)
+    ax = open_axes(ax)
+    ax.set(title="Energy error of the steps", ylabel="|energy change| (nats)")
+    count_gradients(ax)
+    if np.isnan(error).all():
+        text = "no energy: the loop passed no value"
+        ax.text(0.5, 0.5, text, transform=ax.transAxes, ha="center", va="center", wrap=True)
+        ax.set(xlim=(0, calls.max()), yticks=[])
+        return ax
+    if np.nanmax(error) > 0:
+        ax.set_yscale("log")
+    every = -(-error.size // MOST_DOTS)
+    for kept, color, label in (1, PALETTE[5], None), (0, PALETTE[1], "undone step"):
+        shown = (accepted == kept) & (error > 0)
+        if shown.any():
+            dots = {"ms": 3 if kept else 6, "alpha": 0.5, "label": label, "rasterized": True}
+            # Undone steps are few, and thinning would lose them.
+            thin = slice(None, None, every if kept else 1)
+            ax.plot(calls[shown][thin], error[shown][thin], ".", color=color, mec="none", **dots)
+    middle, quantiles = [], []
+    for window in split_windows(error.shape[1], -(-LEAST_VALUES // len(error))):
+        known = error[:, window][~np.isnan(error[:, window])]
+        if known.size:
+            middle.append(calls[:, window].mean())
+            quantiles.append(np.quantile(known, [0.05, 0.5, 0.95]))
+    low, median, high = np.transpose(quantiles)
+    ax.fill_between(middle, low, high, color=PALETTE[0], alpha=BAND_ALPHA, lw=0, label="5 to 95 %")
+    ax.plot(middle, median, color=PALETTE[0], lw=1.5, label="median", **dot_if_single(len(middle)))
+    add_legend(ax)
+    return ax
+
+
+def resets(
+    trace: Mapping[str, ArrayLike], *, nominal: float | None = None, ax: "Axes | None" = None
+) -> "Axes":
+    """Draw how often steps were undone; after the warm-up a good run stays near the nominal rate.
+
+    Args:
+        trace: with the cumulative counts `num_resets` and `num_calls`, `[chain, tick]`, and at
+            least two ticks; with `num_nonfinite`, the title counts those after the first tick.
+        nominal: expected undone steps per gradient, in [0, 1], such as 1 - `reset_quantile`, over
+            the gradients per step.
+        ax: where to draw; None makes a new figure.
+
+    Returns:
+        The axes: undone steps over gradients in windows of the ticks, for each chain (their range,
+        for more than ten) and for all of them; the title gives the rate over the whole trace.
+        Windows are so long, if the trace is, that each chain has some 5 events in one (all of them
+        together, for more than ten). Where the rates spread widely the scale is logarithmic, linear
+        below the smallest rate above zero.
+
+    Raises:
+        ValueError: the trace lacks these arrays, their shapes differ, there is but one tick, or no
+            gradient between two.
+        ImportError: matplotlib is missing.
+
+    Example:
+        >>> from matplotlib.figure import Figure
+        >>> trace = {"num_resets": [[0, 1, 1]], "num_calls": [[10, 20, 30]]}
+        >>> ax = resets(trace, nominal=0.1, ax=Figure().subplots())
+        >>> ax.get_legend().get_texts()[-1].get_text()
+        'nominal: 0.1'
+    """
+    where = "plots.resets"
+    undone, calls = read_trace(where, trace, "num_resets", "num_calls")
+    if undone.shape[1] < 2 or not (np.diff(calls) > 0).all():
+        rule = "of at least 2 ticks with gradients in between"
+        _check.fail(where, "trace", rule, f"num_calls {calls.tolist()}"[:200])
+    if nominal is not None:
+        _check.number(where, "nominal", nominal, "in [0, 1]", lambda x: 0 <= x <= 1)
+    num_nonfinite = 0.0
+    if "num_nonfinite" in trace:
+        _, count = read_trace(where, trace, "num_resets", "num_nonfinite")
+        num_nonfinite = (count[:, -1] - count[:, 0]).sum()
+    ax = open_axes(ax)
+    total = (undone[:, -1] - undone[:, 0]).sum()
+    num_gaps = undone.shape[1] - 1
+    num_lines = len(undone) if len(undone) <= MOST_NAMED_CHAINS else 1
+    windows = split_windows(num_gaps, LEAST_EVENTS * num_lines * num_gaps / max(total, 1))
+    ends = np.array([0, *(window[-1] + 1 for window in windows)])
+    undone, calls = undone[:, ends], calls[:, ends]
+    rates = np.diff(undone) / np.diff(calls)
+    if len(rates) > MOST_NAMED_CHAINS:
+        band = {"color": PALETTE[0], "alpha": BAND_ALPHA, "label": "range of the chains"}
+        edges = calls.mean(axis=0)
+        ax.stairs(rates.max(axis=0), edges, baseline=rates.min(axis=0), fill=True, lw=0, **band)
+    else:
+        for chain, style in enumerate(chain_style(len(rates))):
+            ax.stairs(rates[chain], calls[chain], baseline=None, **style)
+    together = np.diff(undone.sum(axis=0)) / np.diff(calls.sum(axis=0))
+    label = f"all {len(rates)} chains"
+    ax.stairs(together, calls.mean(axis=0), baseline=None, color="k", lw=2, label=label)
+    levels = np.append(rates[rates > 0], nominal or [])
+    if nominal is not None:
+        ax.axhline(nominal, color="k", ls="--", lw=1, label=f"nominal: {nominal:.2g}")
+    if levels.size and levels.max() > LINEAR_SPREAD**2 * levels.min():
+        ax.set_yscale("symlog", linthresh=levels.min())
+        ax.set_ylim(-levels.min() / 10, 1.2 * levels.max())
+    else:
+        ax.set_ylim(0, 1.1 * levels.max() if levels.size else 1)
+        ax.ticklabel_format(axis="y", scilimits=(-2, 3))
+    make_room(ax, top=0.3)
+    overall = total / (calls[:, -1] - calls[:, 0]).sum()
+    title = f"Resets: {total:,.0f} steps undone, {overall:.2g} per gradient"
+    broken = f"\n{num_nonfinite:,.0f} non-finite calls" if num_nonfinite else ""
+    ax.set(title=title + broken, ylabel="undone steps per gradient")
+    count_gradients(ax)
+    add_legend(ax)
+    return ax
