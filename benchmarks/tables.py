@@ -6,8 +6,7 @@
 Pages are `README.md` and `notes/*.md`; records are `results/*.jsonl`, those of the paper
 `results/paper.jsonl`. Markers, a table on lines of its own, a figure within a line:
 
-    <!-- table NAME -->
-    <!-- end -->
+    <!-- table NAME --> <!-- end -->
     ... better by <!-- figure NAME -->0.05 ± 0.01<!-- end --> nats ...
 """
 
@@ -53,6 +52,7 @@ TABLES: dict[str, tuple[Callable[..., Table], tuple[str, ...]]] = {
     "nuts-references": (agreement.references, ("agreement",)),
     "calibration": (agreement.calibration, ("agreement",)),
     "bias": (analytic.summary, ("analytic", "paper")),
+    "bias-forms": (analytic.forms, ("analytic", "paper")),
     "bias-smallest": (analytic.smallest, ("analytic", "paper")),
     "bias-others": (analytic.others, ("analytic",)),
     "bias-heavy-tails": (analytic.heavy_tails, ("analytic", "paper")),
@@ -88,8 +88,10 @@ FIGURES: dict[str, tuple[Callable[..., str], tuple[str, ...]]] = {
         f"{data} minus {method}": (uci.margin(data, method), ("uci",))
         for data, method in (("energy", "mile"), ("airfoil", "mile"))
     },
+    "yacht lost": (uci.lost("yacht"), ("uci",)),
     "posteriors met": (agreement.posteriors_met, ("agreement",)),
     "bias competitive": (analytic.competitive, ("analytic",)),
+    "bias behind paper": (analytic.behind, ("analytic", "paper")),
     "small noise met": (small_noise.met, ("small_noise",)),
     **{
         f"step {network}, {method}": (costs.whole_step(network, method), ("step_cost",))
@@ -113,7 +115,7 @@ def made(kind: str, name: str) -> str:
     """What belongs between the markers."""
     if kind == "table":
         build, files = TABLES[name]
-        return f"\n{block(build(*map(records_of, files)))}\n"
+        return f"\n{block(build(*map(records_of, files)))} "
     tell, files = FIGURES[name]
     return tell(*map(records_of, files))
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from statistics import fmean
 
-from tabulated.table import Record, Table, mean_error, number, standard_error
+from tabulated.table import Record, Table, mean_error, number
 
 ENSEMBLE = "deep ensemble"
 TITLES = {"entropy": "entropy, digits", "shuffled": "entropy, shuffled pixels"}
@@ -21,7 +21,7 @@ def _differences(found: Sequence[Record]) -> dict[str, list[float]]:
 
 
 def scores(found: Sequence[Record]) -> Table:
-    """Test scores, their differences by seed and the standard errors of these."""
+    """Test scores, and their differences by seed."""
     if not found:
         return Table((), (), ())
     sampler, difference = found[0]["sampler"], _differences(found)
@@ -29,9 +29,7 @@ def scores(found: Sequence[Record]) -> Table:
         [name, *(number(fmean(values), 4) for values in _columns(found, name).values())]
         for name in (ENSEMBLE, sampler)
     ]
-    rows.append(["difference", *(number(fmean(x), 4, "+") for x in difference.values())])
-    errors = (number(standard_error(x), 4) for x in difference.values())
-    rows.append(["standard error (paired)", *errors])
+    rows.append(["difference, paired", *(mean_error(x, 4, "+") for x in difference.values())])
     header = ["test, mean over seeds", *(TITLES.get(name, name) for name in difference)]
     return Table(header, rows, found)
 

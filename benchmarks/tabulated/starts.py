@@ -35,7 +35,7 @@ def summary(found: Sequence[Record]) -> Table:
             if record is None or mode is None:
                 row.append("")
                 continue
-            told = "; says so" if record["is_told"] or record["on_its_way"][-1] > 0.5 else ""
+            told = "; is told" if record["is_told"] or record["on_its_way"][-1] > 0.5 else ""
             row.append(_reached(record, median(mode["energy"])) + told)
             used.append(record)
         rows.append(row)

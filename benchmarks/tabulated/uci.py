@@ -98,6 +98,16 @@ def margin(data: str, against: str) -> Callable[[Sequence[Record]], str]:
     return told
 
 
+def lost(data: str) -> Callable[[Sequence[Record]], str]:
+    """Make a figure: single chains of `psmile` that score below a constant prediction."""
+
+    def told(found: Sequence[Record]) -> str:
+        group = select(found, data=data, method="psmile", **USUAL)
+        return f"{sum(r['num_lost'] for r in group)} of {10 * len(group)}"
+
+    return told
+
+
 def differences(found: Sequence[Record]) -> Table:
     """`psmile` minus each method at its best step size, paired by split."""
     others = [method for method in METHODS if method != "psmile"]
