@@ -70,8 +70,10 @@ def thousands(value: float) -> str:
 
 
 def standard_error(values: Sequence[float]) -> float | None:
-    """Standard error of the mean; None for a single value."""
-    return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
+    """Standard error of the mean; None for a single value, or where a run was lost."""
+    if len(values) < 2 or not all(map(math.isfinite, values)):
+        return None
+    return statistics.stdev(values) / math.sqrt(len(values))
 
 
 def mean_error(values: Sequence[float], digits: int = 3, sign: str = "") -> str:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean
 from typing import Any
 
-from tabulated.table import Record, Table, mean_error, number, short, standard_error
+from tabulated.table import Record, Table, mean_error, number, short
 
 DATA = ("energy", "airfoil", "bikesharing", "concrete", "yacht", "kin8nm", "power")
 USUAL = {"protocol": "joint", "num_chains": 10, "num_gradients": 60_000}
@@ -228,11 +228,12 @@ def overview(found: Sequence[Record]) -> Table:
         groups.setdefault(key, []).append(record)
     rows = []
     for key, group in groups.items():
-        error = standard_error([record["lppd"] for record in group])
-        scores = [fmean(r.get(name, float("nan")) for r in group) for name in ("rmse", "coverage")]
-        lppd = f"{fmean(record['lppd'] for record in group):.3f}"
-        lppd += "" if error is None else f" ± {error:.3f} ({len(group)})"
+        scores = [
+            fmean(record.get(name, float("nan")) for record in group)
+            for name in ("rmse", "coverage")
+        ]
+        lppd = f"{mean_error([record['lppd'] for record in group])} ({len(group)})"
         lost = sum(record.get("num_lost", 0) for record in group)
         rows.append([*key, lppd, *(f"{score:.4f}" for score in scores), str(lost)])
     header = ["protocol", "data", "method", "step size", "chains", "gradients", "options"]
-    return Table([*header, "LPPD", "RMSE", "coverage of 90 %", "lost"], rows, found)
+    return Table([*header, "LPPD (splits)", "RMSE", "coverage of 90 %", "lost"], rows, found)
