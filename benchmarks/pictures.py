@@ -1,7 +1,9 @@
 """The pictures of the pages, from the records; of draws and energy errors, from a run itself.
 
-python benchmarks/pictures.py            those of the pages, into benchmarks/figures
-python benchmarks/pictures.py uci        one
+    python benchmarks/pictures.py            those of the pages, into benchmarks/figures
+    python benchmarks/pictures.py uci        one
+
+The same records give the same files.
 """
 
 import argparse
@@ -199,7 +201,7 @@ def main():
     for name in parser.parse_args().names:
         draw, files = PICTURES[name]
         found = (read(FOLDER / "results" / f"{file}.jsonl") for file in files)
-        # No date and no version, so that the same records give the same file.
+        # No version of the software, so that a file changes with its records alone.
         draw(*found).savefig(
             FOLDER / "figures" / f"{name}.png", dpi=110, metadata={"Software": None}
         )

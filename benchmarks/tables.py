@@ -88,6 +88,10 @@ FIGURES: dict[str, tuple[Callable[..., str], tuple[str, ...]]] = {
         f"{data} minus {method}": (uci.margin(data, method), ("uci",))
         for data, method in (("energy", "mile"), ("airfoil", "mile"))
     },
+    **{
+        f"paper's LeNet, {method}": (lenet.paper_gain(method), ("paper",))
+        for method in ("scale_adapted_sghmc", "psmile_naive", "smile")
+    },
     "yacht lost": (uci.lost("yacht"), ("uci",)),
     "posteriors met": (agreement.posteriors_met, ("agreement",)),
     "bias competitive": (analytic.competitive, ("analytic",)),

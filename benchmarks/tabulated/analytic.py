@@ -165,7 +165,7 @@ def everything(found: Sequence[Record]) -> list[Table]:
             [
                 f"{cell['target']}, {cell['noise']}, {cell['kind']}",
                 *(cell["sampler"], _bias(record, with_step=True)),
-                _bias(record.get("mixing"), with_step=True),
+                _bias(record["mixing"], with_step=True) if "mixing" in record else "not looked at",
             ]
             for record in found
             for cell in [record["cell"]]

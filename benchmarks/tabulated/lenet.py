@@ -1,6 +1,6 @@
 """LeNet on Fashion-MNIST and a small GPT on Shakespeare; the angles on all data."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from statistics import fmean
 
 from tabulated.table import Record, Table, mean_error, number, short
@@ -42,6 +42,17 @@ def _shown(record: Record | None) -> str:
         return ""
     size = record["cell"]["step_size"]
     return number(record["lppd"], 4) + (f" ({short(size)})" if size else "")
+
+
+def paper_gain(method: str) -> Callable[[Sequence[Record]], str]:
+    """Make a figure: LPPD of a method of the paper above its deep ensemble of LeNets."""
+
+    def told(paper: Sequence[Record]) -> str:
+        wanted = {"task": "lenet", "method": method}
+        of = [r for r in paper if wanted.items() <= r["cell"].items()]
+        return "".join(number(r["value"], 4, "+") for r in of if r["quantity"].startswith("lppd"))
+
+    return told
 
 
 def cells(found: Sequence[Record]) -> Table:
