@@ -80,10 +80,8 @@ FIGURES: dict[str, tuple[Callable[..., str], tuple[str, ...]]] = {
         f"quickstart {score}": (quickstart.difference(score), ("quickstart_seeds",))
         for score in ("LPPD", "accuracy", "Brier", "ECE")
     },
-    **{
-        f"uci wins, {method}": (uci.wins(method), ("uci",))
-        for method in ("scale_adapted_sghmc", "psmile_naive")
-    },
+    "uci wins, scale_adapted_sghmc": (uci.wins("scale_adapted_sghmc"), ("uci",)),
+    "uci losses, psmile_naive": (uci.wins("psmile_naive", is_loss=True), ("uci",)),
     **{
         f"{data} minus {method}": (uci.margin(data, method), ("uci",))
         for data, method in (("energy", "mile"), ("airfoil", "mile"))

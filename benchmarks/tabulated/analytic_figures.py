@@ -4,7 +4,15 @@ from collections.abc import Sequence
 from statistics import fmean, median
 
 from tabulated.analytic import TARGETS
-from tabulated.table import Record, Table, number, short, standard_error, value_error
+from tabulated.table import (
+    Record,
+    Table,
+    number,
+    short,
+    standard_error,
+    thousands,
+    value_error,
+)
 
 
 def _of(found: Sequence[Record], figure: str) -> list[Record]:
@@ -79,7 +87,7 @@ def energy(found: Sequence[Record]) -> Table:
     used = _of(found, "energy")
     rows = [
         [
-            *(f"{record['steps']:,}", short(record["mean"]), short(record["std"])),
+            *(thousands(record[name]) for name in ("steps", "mean", "std")),
             number(record["share_beyond"], 4),
         ]
         for record in used

@@ -138,7 +138,9 @@ def repetitions(used: Sequence[Record]) -> list[str]:
     found: dict[str, set[int]] = {}
     for record in used:
         cell, settings = record.get("cell", {}), record.get("settings", [])
+        # Other files have strings there, and names.
         cell = cell if isinstance(cell, dict) else {}
+        settings = settings if isinstance(settings, list) else []
         seed = record.get("config", cell).get("seed", settings[0] if settings else None)
         # Where a cell may have a seed, it is 0 if there is none.
         seed = 0 if seed is None and "split" in cell else seed
