@@ -89,16 +89,6 @@ def wins(against: str, is_loss: bool = False) -> Callable[[Sequence[Record]], st
     return told
 
 
-def margin(data: str, against: str) -> Callable[[Sequence[Record]], str]:
-    """Make a figure: `psmile` minus a method at its best step size on one data set."""
-
-    def told(found: Sequence[Record]) -> str:
-        ours, theirs = (best(found, data=data, method=m, **USUAL) for m in ("psmile", against))
-        return mean_error(paired(ours, theirs), sign="+")
-
-    return told
-
-
 def lost(data: str) -> Callable[[Sequence[Record]], str]:
     """Make a figure: single chains of `psmile` that score below a constant prediction."""
 
