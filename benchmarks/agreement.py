@@ -12,9 +12,8 @@ of the rows. Models and data: `posteriors.py`. References are made once and kept
 its own gets that of its grid whose draws agree best on a seed which is not reported. A cell is one
 line of the output; cells that it already holds are skipped.
 
-    export OPTAX_SMILE_DATA=../shared/data
+    export OPTAX_SMILE_DATA=path/to/data
     python benchmarks/agreement.py --part networks --output benchmarks/results/agreement.jsonl
-    python benchmarks/agreement.py --table benchmarks/results/agreement.jsonl
 """
 
 import argparse
@@ -30,7 +29,6 @@ import jax.numpy as jnp
 import numpy as np
 import records
 import reference
-from agreement_tables import BOUNDS, TABLES, tables
 from chains import (
     DEFAULT,
     FULL,
@@ -46,6 +44,8 @@ from chains import (
 )
 from posteriors import CALIBRATED, NETWORKS, NUM_INPUTS, POSTERIORS, Posterior
 from scipy import stats
+from tabulated import agreement as shown
+from tabulated.table import markdown
 
 SEARCH_SEED, MOST_EXTENSIONS = 1_000, 2
 # Of a posterior.
@@ -61,6 +61,11 @@ DATA: dict[str, dict[str, Callable[[], Posterior]]] = {
     "posteriors": POSTERIORS,
     "calibration": CALIBRATED,
 }
+TABLES = {
+    "networks": shown.networks,
+    "posteriors": shown.posteriors,
+    "calibration": shown.calibration,
+}
 USUAL_SHARES = {"networks": (1, 2, 8, 32), "posteriors": (10,), "calibration": (8,)}
 
 
@@ -69,7 +74,7 @@ def compare(draws: np.ndarray, target: np.ndarray, summaries: dict[str, Any]) ->
     if np.all(np.isfinite(draws)):
         return reference.agreement(draws, target, summaries)
     lost = dict.fromkeys(("raw", "error", "net"), float("inf"))
-    names = [f"{measure} {name}" for measure in BOUNDS for name in summaries]
+    names = [f"{measure} {name}" for measure in shown.BOUNDS for name in summaries]
     none = {"ess": 0.0, "smallest_ess": 0.0, "sd_ratio": float("inf"), "is_lost": True}
     return none | dict.fromkeys(names, lost)
 
@@ -263,12 +268,6 @@ def run_calibration(cell: dict[str, Any], scale: Scale) -> dict[str, Any]:
     }
 
 
-def place(cell: dict[str, Any]) -> tuple[int, ...]:
-    """Where a cell comes in its table."""
-    methods, names = [*METHODS, NUTS], list(DATA[cell["part"]])
-    return names.index(cell["data"]), cell["share"], methods.index(cell["method"]), cell["seed"]
-
-
 def cells_of(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """Every cell that is asked for; full-batch MCLMC on all rows alone."""
     part = arguments.part
@@ -291,7 +290,7 @@ def run_cell(cell: dict[str, Any], scale: Scale, folder: Path) -> dict[str, Any]
 def main():
     """Run the cells that are missing, print the tables."""
     parser = argparse.ArgumentParser(description="Samplers against NUTS, and their calibration.")
-    parser.add_argument("--part", choices=DATA)
+    parser.add_argument("--part", choices=DATA, required=True)
     parser.add_argument("--data", nargs="+", help="some networks, posteriors or models alone")
     parser.add_argument("--methods", nargs="+", choices=[*METHODS, NUTS])
     parser.add_argument("--shares", nargs="+", type=int, help="N over the batch size")
@@ -300,18 +299,15 @@ def main():
     parser.add_argument("--only-references", action="store_true")
     parser.add_argument("--references", type=Path, default=Path("out/references"))
     parser.add_argument("--output", type=Path, help="JSON lines, read first and appended to")
-    parser.add_argument("--table", type=Path, help="print the tables of this file and stop")
     arguments = parser.parse_args()
-    if not arguments.table and not arguments.part:
-        parser.error("--part or --table is needed")
-    found = records.read(arguments.table or arguments.output)
+    found = records.read(arguments.output)
     scale = SMOKE if arguments.smoke else FULL
     folder = arguments.references / "smoke" if arguments.smoke else arguments.references
     if arguments.only_references:
         for name in dict.fromkeys(cell["data"] for cell in cells_of(arguments)):
             print(name, setting_of(arguments.part, name, scale, folder)[1].told, flush=True)
         return
-    for cell in [] if arguments.table else cells_of(arguments):
+    for cell in cells_of(arguments):
         if any((r["cell"], r["scale"]) == (cell, list(scale)) for r in found):
             continue
         began = time.monotonic()
@@ -319,9 +315,9 @@ def main():
         record |= {"seconds": time.monotonic() - began, **records.environment()}
         records.append(arguments.output, record)
         found.append(record)
-        print(*TABLES[cell["part"]][1](record), f"{record['seconds']:.0f} s", flush=True)
+        print(*cell.values(), f"{record['seconds']:.0f} s", flush=True)
         jax.clear_caches()
-    print(tables(found, place))
+    print(markdown(TABLES[arguments.part](found)))
 
 
 if __name__ == "__main__":

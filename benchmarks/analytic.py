@@ -8,7 +8,6 @@ One JSON line per cell; cells that the file already holds are skipped.
 
     python benchmarks/analytic.py --preset quick
     python benchmarks/analytic.py --preset paper --output out/analytic.jsonl
-    python benchmarks/analytic.py --table out/analytic.jsonl
 """
 
 import argparse
@@ -24,6 +23,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import records
+from tabulated.analytic import everything
+from tabulated.table import markdown
 
 import optax_smile
 
@@ -177,24 +178,7 @@ SAMPLERS: dict[str, tuple[str, dict[str, Any]]] = {
 # These find their own step size.
 DEFAULTS = ("psmile", "smile")
 TABLE_1 = (*tuple(SAMPLERS)[:6], *DEFAULTS)
-# Columns of Sommer et al. 2026: table 1, and pSMILE-naive under heavy-tailed noise.
 OURS = "psmile_naive leapfrog"
-HEAVY = (f"{OURS}, laplace", f"{OURS}, student")
-PAPER_COLUMNS = ("smile_naive", "sgld", "sghmc", "psmile_naive", *HEAVY)
-PAPER = {
-    ("gaussian", "isotropic"): (0.003, 0.033, 0.095, 0.006, 0.004, 0.004),
-    ("gaussian", "diagonal"): (0.245, 0.184, 0.186, 0.038, 0.072, 0.071),
-    ("gaussian", "correlated"): (0.502, 0.189, 0.235, 0.055, 0.126, 0.078),
-    ("gaussian", "varied"): (0.157, 0.328, 0.331, 0.093, 0.081, 0.083),
-    ("rosenbrock", "isotropic"): (0.002, 0.005, 0.004, 0.004, 0.009, 0.007),
-    ("rosenbrock", "diagonal"): (0.302, 0.085, 0.160, 0.046, 0.046, 0.045),
-    ("rosenbrock", "correlated"): (0.265, 0.074, 0.085, 0.070, 0.064, 0.063),
-    ("rosenbrock", "varied"): (0.048, 0.079, 0.095, 0.052, 0.049, 0.068),
-    ("funnel", "isotropic"): (0.014, 0.141, 0.128, 0.021, 0.022, 0.016),
-    ("funnel", "diagonal"): (0.283, 0.063, 0.077, 0.042, 0.063, 0.039),
-    ("funnel", "correlated"): (0.453, 0.147, 0.138, 0.004, 0.019, 0.036),
-    ("funnel", "varied"): (0.023, 0.241, 0.218, 0.012, 0.061, 0.084),
-}
 
 
 def make_sampler(column: str, step_size: jax.Array, key: jax.Array) -> Any:
@@ -370,53 +354,17 @@ def preset(name: str) -> list[dict[str, Any]]:
     ]
 
 
-def table(records: list[dict[str, Any]]) -> str:
-    """Lay the cells out as Markdown tables, the paper's figures below ours."""
-    found = {}
-    for record in records:
-        cell = record["cell"]
-        kind = "" if cell["kind"] == "gaussian" else f", {cell['kind']}"
-        place = cell["target"], cell["noise"], cell["sampler"] + kind
-        for rule, row in (
-            ("smallest bias", record),
-            ("smallest of chains that mix", record.get("mixing")),
-        ):
-            if row:
-                found.setdefault((-cell["gradients"], rule), {})[place] = row
-    return "\n\n".join(
-        f"{-gradients:,} gradients, {rule}\n\n{_table(found[gradients, rule])}"
-        for gradients, rule in sorted(found)
-    )
-
-
-def _table(found: dict[tuple[str, str, str], dict[str, Any]]) -> str:
-    columns = [name for name in (*SAMPLERS, *HEAVY) if any(key[2] == name for key in found)]
-    lines = ["| " + " | ".join(["target, noise", *columns]) + " |"]
-    lines.append("|---" * (len(columns) + 1) + "|")
-    for place, paper in PAPER.items():
-        cells = [found.get((*place, name)) for name in columns]
-        ours = [f"{r['bias']:.3f} ± {r['error']:.3f}" if r else "" for r in cells]
-        given: dict[str, str] = dict(zip(PAPER_COLUMNS, map("{:.3f}".format, paper), strict=True))
-        lines.append("| " + " | ".join([", ".join(place), *ours]) + " |")
-        lines.append("| " + " | ".join(["paper", *(given.get(c, "") for c in columns)]) + " |")
-    return "\n".join(lines)
-
-
 def main():
     """Run the cells of a preset that are not in the file yet; print the table."""
     parser = argparse.ArgumentParser(description="Bias of the samplers on known posteriors.")
     parser.add_argument("--preset", choices=["quick", "paper"], default="quick")
     parser.add_argument("--output", type=Path, help="JSON lines, read first and appended to")
-    parser.add_argument("--table", type=Path, help="print the table of this file and stop")
     parser.add_argument("--samplers", nargs="+", choices=SAMPLERS, help="some columns alone")
     parser.add_argument("--part", default="0/1", help="i/n: every n-th cell from the i-th on")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--chains", type=int, default=10, help="chains per step size in the search")
     parser.add_argument("--fresh-chains", type=int, default=20, help="chains that are reported")
     arguments = parser.parse_args()
-    if arguments.table:
-        print(table(records.read(arguments.table)))
-        return
     settings = [arguments.seed, arguments.chains, arguments.fresh_chains]
     found = records.read(arguments.output)
     part, num_parts = map(int, arguments.part.split("/"))
@@ -440,7 +388,8 @@ def main():
             flush=True,
         )
         records.append(arguments.output, record)
-    print(table(found))
+    for shown in everything(found):
+        print(markdown(shown), end="\n\n")
 
 
 if __name__ == "__main__":

@@ -1,18 +1,13 @@
-"""Pictures and checks of the analytic benchmark.
+"""Further checks on the known posteriors.
 
-Modes found, energy errors, skewed noise, how the bias falls with the steps, full-batch MCLMC, the
-exact bias of SGLD, explicit noise on the direction, other random rotations.
+Modes found, energy errors, how the bias falls with the steps, full-batch MCLMC, the exact bias of
+SGLD, explicit noise on the direction, other random rotations, the friction of SGHMC.
 
-    python benchmarks/analytic_figures.py mixture --output out
-    python benchmarks/analytic_figures.py energy --output out
-    python benchmarks/analytic_figures.py lognormal --records out/analytic.jsonl --output out
-    python benchmarks/analytic_figures.py decay --output out
-    python benchmarks/analytic_figures.py baseline --output out
-    python benchmarks/analytic_figures.py sgld --output out
-    python benchmarks/analytic_figures.py decoherence --output out --steps 200000
-    python benchmarks/analytic_figures.py rotations --output out
+    python benchmarks/analytic_figures.py mixture --output benchmarks/results/analytic_figures.jsonl
+    python benchmarks/analytic_figures.py decoherence --steps 200000
 
-Every run appends its figures to OUTPUT/analytic_figures.jsonl.
+and so on with `energy`, `decay`, `baseline`, `sgld`, `rotations`, `friction`. `mixture` and
+`energy` also draw what no record holds, draws and energy errors, into the folder `--pictures`.
 """
 
 import argparse
@@ -25,9 +20,9 @@ from typing import Any
 import analytic
 import jax
 import jax.numpy as jnp
-import matplotlib.pyplot as plt
 import numpy as np
 import optax
+import pictures
 import records
 from analytic import DIM
 
@@ -40,7 +35,6 @@ CYCLE = 5_000
 # A mode counts as found once so many step ends lay within one standard deviation of it.
 VISITS = 100
 THIN = 100
-COLORS = ("#0072B2", "#D55E00", "#009E73")
 BASELINE_STEP_SIZES = (0.05, 0.1, 0.2, 0.4)
 BASELINE_LENGTHS = (5.0, 20.0, 80.0)
 DECAY_STEP_SIZE = 0.02
@@ -143,7 +137,6 @@ def mixture(folder: Path, num_steps: int) -> list[dict[str, Any]]:
         norm = float(np.mean(run[-1]))
         runs.append((label, step_size, run))
 
-    figure, axes = plt.subplots(1, 4, figsize=(15, 4.2), layout="constrained", sharey=True)
     exact = np.random.default_rng(0)
     truth = CENTERS[exact.integers(0, 25, 10_000)] + WIDTH * exact.normal(size=(10_000, 2))
     shown = [("independent draws", truth)]
@@ -167,12 +160,7 @@ def mixture(folder: Path, num_steps: int) -> list[dict[str, Any]]:
             shown.append((f"{label}, one chain", points[0][kept[0]]))
         if label.endswith("leapfrog"):
             shown.append((f"{label}, ten chains", points[:, ::10][kept[:, ::10]]))
-    for axis, (label, points) in zip(axes, shown, strict=True):
-        axis.plot(*points[:10_000].T, ".", ms=1.5, alpha=0.4, color="#0072B2")
-        axis.plot(*CENTERS.T, "+", color="#D55E00", ms=8)
-        axis.set(title=label, xlabel="theta 1", xlim=(-6.5, 6.5), ylim=(-6.5, 6.5), aspect="equal")
-    axes[0].set_ylabel("theta 2")
-    figure.savefig(folder / "mixture.png", dpi=100)
+    pictures.modes(shown, CENTERS).savefig(folder / "mixture.png", dpi=100)
     return records
 
 
@@ -198,50 +186,19 @@ def energy(folder: Path, num_steps: int) -> list[dict[str, Any]]:
     fit = np.random.default_rng(0).gamma((mean / std) ** 2, std**2 / mean, 1_000_000)
     threshold = float(np.quantile(fit, 0.98))
 
-    figure, axis = plt.subplots(figsize=(8, 5), layout="constrained")
-    edges = np.linspace(0, np.quantile(errors, 0.9995), 80)
-    for values, label, color in ((errors, "measured", "#0072B2"), (fit, "Gamma fit", "#D55E00")):
-        heights = np.histogram(values, edges)[0] / len(values) / np.diff(edges)
-        axis.stairs(heights, edges, label=label, color=color, lw=1.5)
-    axis.axvline(threshold, color="k", ls=":", label="0.98 quantile of the fit")
-    axis.set(xlabel="|energy change| (nats)", ylabel="density", yscale="log")
-    axis.set_title("pSMILE-naive, ill-conditioned Gaussian, correlated noise")
-    axis.legend()
-    figure.savefig(folder / "energy_errors.png", dpi=120)
+    drawn = pictures.energy_errors(errors, fit, threshold)
+    drawn.savefig(folder / "energy_errors.png", dpi=120)
     beyond = float(np.mean(errors > threshold))
     record = {"mean": mean, "std": std, "threshold": threshold, "share_beyond": beyond}
     return [{"figure": "energy", "steps": num_steps, **record}]
 
 
-def lognormal(folder: Path, path: Path) -> list[dict[str, Any]]:
-    """Smallest bias and its step size against the skewness of the noise, from finished cells."""
-    found = []
-    for record in records.read(path):
-        kind = record["cell"]["kind"]
-        if kind.startswith("lognormal:"):
-            sigma = float(kind.removeprefix("lognormal:"))
-            found.append((sigma, record["bias"], record["error"], record["step_size"]))
-    if not found:
-        raise SystemExit(f"{path} has no log-normal cells: run analytic.py --preset paper first.")
-    sigmas, bias, error, step_sizes = np.array(sorted(found)).T
-    figure, axis = plt.subplots(figsize=(8, 5), layout="constrained")
-    axis.errorbar(sigmas, bias, error, color="#0072B2", marker="o", capsize=3)
-    axis.set(xscale="log", yscale="log", xlabel="sigma of the log-normal noise")
-    axis.set_ylabel("squared bias", color="#0072B2")
-    right = axis.twinx()
-    right.plot(sigmas, step_sizes, color="#D55E00", marker="s")
-    right.set_yscale("log")
-    right.set_ylabel("best step size", color="#D55E00")
-    figure.savefig(folder / "lognormal.png", dpi=120)
-    return [{"figure": "lognormal", "sigma_bias_error_step": sorted(found)}]
-
-
 def decay(folder: Path, num_steps: int) -> list[dict[str, Any]]:
     """Bias of SMILE-naive against the number of steps under isotropic noise, leapfrog."""
-    figure, axis = plt.subplots(figsize=(8, 5), layout="constrained")
+    del folder
     records = []
     keys = jax.random.split(jax.random.key(5), 20)
-    for (name, target), color in zip(analytic.TARGETS.items(), COLORS, strict=True):
+    for name, target in analytic.TARGETS.items():
         arguments = ("smile_naive leapfrog", name, "isotropic", "gaussian")
         num_chunks = num_steps // analytic.CHUNK
         sizes = jnp.array([DECAY_STEP_SIZE], jnp.float32)
@@ -250,7 +207,6 @@ def decay(folder: Path, num_steps: int) -> list[dict[str, Any]]:
         chains = [analytic.biases(target, means, counts, share)[0] for share in shares]
         bias = np.mean(chains, axis=1)
         slope = np.polyfit(np.log(shares[4:]), np.log(bias[4:]), 1)[0]
-        axis.loglog(shares * num_steps, bias, "o-", color=color, label=f"{name}, slope {slope:.2f}")
         records.append(
             {
                 "figure": "decay",
@@ -262,11 +218,6 @@ def decay(folder: Path, num_steps: int) -> list[dict[str, Any]]:
                 "slope_last_decade": slope,
             }
         )
-    axis.loglog([num_steps / 100, num_steps], [1, 1e-2], "k:", label="1 / steps")
-    axis.set(xlabel="steps", ylabel="squared bias, mean of 20 chains")
-    axis.set_title("SMILE-naive, leapfrog, isotropic noise")
-    axis.legend()
-    figure.savefig(folder / "decay.png", dpi=120)
     return records
 
 
@@ -347,9 +298,9 @@ def decoherence(folder: Path, num_steps: int) -> list[dict[str, Any]]:
     """
     keys = jax.random.split(jax.random.key(2), 48)
     variance = analytic.NOISE_VARIANCE * float(analytic.VARIANCES.mean())
-    figure, axes = plt.subplots(2, 3, figsize=(12, 7), layout="constrained", sharex=True)
-    records = []
-    for (name, noise), axis in zip(DECOHERENCE_CELLS, axes.flat, strict=True):
+    del folder
+    found_cells = []
+    for name, noise in DECOHERENCE_CELLS:
         found = []
         for share in SHARES:
             column = f"psmile_naive leapfrog, explicit noise {share}"
@@ -363,18 +314,9 @@ def decoherence(folder: Path, num_steps: int) -> list[dict[str, Any]]:
             if best:
                 found.append([share, *best])
         cell = {"figure": "decoherence", "cell": [name, noise], "share_bias_error_step": found}
-        records.append(cell)
+        found_cells.append(cell)
         print(cell, flush=True)
-        shares, bias, error, _ = np.array(found).reshape(-1, 4).T
-        places = np.where(shares > 0, shares, min(s for s in SHARES if s) / 10)
-        axis.errorbar(places, bias, error, color=COLORS[0], marker="o", capsize=3, linestyle="")
-        axis.set(xscale="log", yscale="log", title=f"{name}, {noise} noise")
-    for axis in axes[1]:
-        axis.set_xlabel("explicit / gradient noise (leftmost: none)")
-    for axis in axes[:, 0]:
-        axis.set_ylabel("squared bias")
-    figure.savefig(folder / "decoherence.png", dpi=120)
-    return records
+    return found_cells
 
 
 def rotations(folder: Path, num_steps: int) -> list[dict[str, Any]]:
@@ -469,20 +411,16 @@ FIGURES = {
 def main():
     """Draw one figure."""
     parser = argparse.ArgumentParser(description="Pictures of the analytic benchmark.")
-    parser.add_argument("figure", choices=[*FIGURES, "lognormal"])
-    parser.add_argument("--output", type=Path, default=Path("out"))
-    parser.add_argument("--records", type=Path, default=Path("out/analytic.jsonl"))
+    parser.add_argument("figure", choices=FIGURES)
+    parser.add_argument("--output", type=Path, help="JSON lines, appended to")
+    parser.add_argument("--pictures", type=Path, default=Path("out"), help="folder")
     parser.add_argument("--steps", type=int, default=1_000_000)
     arguments = parser.parse_args()
-    arguments.output.mkdir(parents=True, exist_ok=True)
+    arguments.pictures.mkdir(parents=True, exist_ok=True)
     begun = time.perf_counter()
-    if arguments.figure == "lognormal":
-        found = lognormal(arguments.output, arguments.records)
-    else:
-        found = FIGURES[arguments.figure](arguments.output, arguments.steps)
-    for record in found:
-        record["seconds"] = time.perf_counter() - begun
-        records.append(arguments.output / "analytic_figures.jsonl", record)
+    for record in FIGURES[arguments.figure](arguments.pictures, arguments.steps):
+        record |= {"seconds": time.perf_counter() - begun, **records.environment()}
+        records.append(arguments.output, record)
         print(record)
 
 

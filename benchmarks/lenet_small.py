@@ -11,7 +11,6 @@ ensemble that lies in the folder `--ensembles`. The seed is that of ensemble, ba
 
     JAX_NUM_CPU_DEVICES=2 python benchmarks/lenet_small.py --task gpt --ensembles out/ensembles \
         --output out/lenet_small.jsonl
-    python benchmarks/lenet_small.py --table out/lenet_small.jsonl
 """
 
 import argparse
@@ -30,6 +29,8 @@ import numpy as np
 import optax
 import records
 from predict_cost import LeNet
+from tabulated.lenet import cells as shown
+from tabulated.table import markdown
 
 import optax_smile
 
@@ -254,22 +255,6 @@ def run_cell(cell: dict[str, Any], ensembles: Path | None) -> dict[str, Any]:
     return told
 
 
-def table(found: list[dict[str, Any]]) -> str:
-    """One line per cell, as Markdown."""
-    columns = "task", "seed", "method", "step size", "LPPD", "accuracy", "perplexity", "steps found"
-    lines = [f"| {' | '.join((*columns, 's'))} |"]
-    lines.append("|---|---|---|---|---|---|---|---|---|")
-    for record in found:
-        cell, steps = record["cell"], record.get("steps", [])
-        lines.append(
-            f"| {cell['task']} | {cell['seed']} | {cell['method']} | {cell['step_size'] or ''}"
-            f" | {record['lppd']:.4f} | {record.get('accuracy', float('nan')):.4f}"
-            f" | {record.get('perplexity', float('nan')):.3f}"
-            f" | {' '.join(f'{step:.2g}' for step in steps)} | {record.get('seconds', 0):.0f} |"
-        )
-    return "\n".join(lines)
-
-
 def main():
     """Run the cells that are missing, print the table."""
     parser = argparse.ArgumentParser(description="LeNet and a small GPT.")
@@ -296,7 +281,7 @@ def main():
     ]
     run = functools.partial(run_cell, ensembles=arguments.ensembles)
     found = records.complete(arguments, cells, run, "lppd")
-    print(table(found))
+    print(markdown(shown(found)))
 
 
 if __name__ == "__main__":

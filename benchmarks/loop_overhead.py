@@ -21,6 +21,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import records
+from tabulated.costs import loops
+from tabulated.table import markdown
 
 import optax_smile
 
@@ -178,17 +180,20 @@ PARTS: dict[str, Callable[[int], Iterator[dict[str, Any]]]] = {
 
 
 def main():
-    """Run and print one line per comparison."""
+    """Run, print the table."""
     parser = argparse.ArgumentParser(description="What `sample` adds to a training loop.")
     parser.add_argument("--part", choices=PARTS, action="append")
     parser.add_argument("--pieces", type=int, default=20)
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
+    found = []
     for part in arguments.part or PARTS:
         for record in PARTS[part](arguments.pieces):
             record |= records.environment()
-            print(record, flush=True)
+            print(record["what"], record["against"], record["ratio"], flush=True)
             records.append(arguments.output, record)
+            found.append(record)
+    print(markdown(loops(found)))
 
 
 if __name__ == "__main__":

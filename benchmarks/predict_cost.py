@@ -22,6 +22,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import records
+from tabulated.costs import predictions
+from tabulated.table import markdown
 
 import optax_smile
 
@@ -100,17 +102,11 @@ def main():
     parser.add_argument("--repetitions", type=int, default=15)
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
-    print(f"{'batch':>8}{'ratio':>8}{'quartiles':>16}{'s a pass':>10}{'MiB added':>11}")
+    found = []
     for batch_size in arguments.batch_sizes:
         sizes = arguments.num_inputs, batch_size, arguments.repetitions
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as alone:
             told = alone.submit(measure, *sizes).result()
-        quartiles = f"{told['lower_quartile']:.3f}, {told['upper_quartile']:.3f}"
-        print(
-            f"{batch_size:8}{told['ratio']:8.3f}{quartiles:>16}{told['bare_seconds']:10.2f}"
-            f"{told['added_mib']:11.0f}",
-            flush=True,
-        )
         record = {
             **records.environment(),
             "num_inputs": arguments.num_inputs,
@@ -119,6 +115,8 @@ def main():
             **told,
         }
         records.append(arguments.output, record)
+        found.append(record)
+    print(markdown(predictions(found)))
 
 
 if __name__ == "__main__":

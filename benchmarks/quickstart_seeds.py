@@ -14,8 +14,9 @@ import tempfile
 import time
 from pathlib import Path
 
-import numpy as np
 import records
+from tabulated.quickstart import scores
+from tabulated.table import markdown
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import quickstart  # noqa: E402
@@ -30,7 +31,7 @@ def main():
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
 
-    rows = []
+    found = []
     for seed in range(arguments.first_seed, arguments.first_seed + arguments.seeds):
         config = quickstart.Config(seed=seed, progress=False)
         begun = time.perf_counter()
@@ -47,17 +48,10 @@ def main():
             "seconds": time.perf_counter() - begun,
         }
         print(record["scores"], flush=True)
-        rows.append([list(scores.values()) for scores in table.values()])
+        found.append(record)
         records.append(arguments.output, record)
 
-    scores = np.array(rows)
-    difference = scores[:, 1] - scores[:, 0]
-    errors = difference.std(axis=0, ddof=1) / np.sqrt(len(difference))
-    print(f"{'test, mean':15}" + "".join(f"{name:>10}" for name in table["deep ensemble"]))
-    for name, mean in zip(table, scores.mean(axis=0), strict=True):
-        print(f"{name:15}" + "".join(f"{value:10.4f}" for value in mean))
-    print(f"{'difference':15}" + "".join(f"{value:+10.4f}" for value in difference.mean(axis=0)))
-    print(f"{'standard error':15}" + "".join(f"{value:10.4f}" for value in errors))
+    print(markdown(scores(found)))
 
 
 if __name__ == "__main__":

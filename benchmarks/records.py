@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from tabulated.table import read
 
 
 def environment() -> dict[str, str]:
@@ -23,19 +24,6 @@ def environment() -> dict[str, str]:
         "device": f"{jax.devices()[0].device_kind} {platform.machine()}",
         "time": time.strftime("%Y-%m-%d %H:%M"),
     }
-
-
-def read(path: Path | None) -> list[dict[str, Any]]:
-    """All records of a file; a line that a kill has cut off is left out."""
-    if path is None or not path.exists():
-        return []
-    records = []
-    for line in path.read_text().splitlines():
-        try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError:
-            continue
-    return records
 
 
 def append(path: Path | None, record: dict[str, Any]):
@@ -51,7 +39,6 @@ def append(path: Path | None, record: dict[str, Any]):
 def arguments_of(parser: argparse.ArgumentParser) -> argparse.Namespace:
     """Parse the command line, with the options that `complete` reads."""
     parser.add_argument("--output", type=Path, help="JSON lines, read first and appended to")
-    parser.add_argument("--table", type=Path, help="print the table of this file and stop")
     return parser.parse_args()
 
 
@@ -64,14 +51,11 @@ def complete(
     """Run the cells that a file lacks, and give its records with the new ones.
 
     Args:
-        arguments: of `arguments_of`. With `--table` nothing runs, without `--output` nothing is
-            written.
+        arguments: of `arguments_of`. Without `--output` nothing is written.
         cells: what is asked for.
         run: what a cell gives.
         told: field that is printed after each cell.
     """
-    if arguments.table:
-        return read(arguments.table)
     found = read(arguments.output)
     # A cell that a signal has cut short is not recorded.
     warnings.filterwarnings("error", message="`sample` ended early")

@@ -6,7 +6,6 @@ left: b^2 is the mean squared relative error of the variances over the coordinat
 1/2. `smile` is right where the noise is isotropic, and stands beside it for its Monte Carlo error.
 
     python benchmarks/small_noise.py --output benchmarks/results/small_noise.jsonl
-    python benchmarks/small_noise.py --table benchmarks/results/small_noise.jsonl
 """
 
 import argparse
@@ -18,6 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import records
+from tabulated.small_noise import variances
+from tabulated.table import markdown
 
 import optax_smile
 
@@ -130,27 +131,6 @@ def run_cell(cell: dict[str, Any]) -> dict[str, float]:
     }
 
 
-def table(found: list[dict[str, Any]]) -> str:
-    """The records as Markdown."""
-    rows = {(r["cell"]["case"], r["cell"]["method"]): r for r in found}
-    lines = [
-        "| noise of the gradients | smile: b^2 | worst variance | psmile: b^2 | worst variance"
-        " | Monte Carlo b^2 | bound |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for name, case in cases().items():
-        if (name, "smile") not in rows or (name, "psmile") not in rows:
-            continue
-        smile, psmile = rows[name, "smile"], rows[name, "psmile"]
-        bound = max(0.003 if case.is_isotropic else 0.01, 2 * smile["b2"])
-        missed = " (missed)" if psmile["b2"] > bound else ""
-        lines.append(
-            f"| {name} | {smile['b2']:.4f} | {smile['worst']:.2f} | {psmile['b2']:.4f}"
-            f" | {psmile['worst']:.2f} | {psmile['monte_carlo_b2']:.4f} | {bound:.4f}{missed} |"
-        )
-    return "\n".join(lines)
-
-
 def main():
     """Run the cells that are missing, print the table."""
     parser = argparse.ArgumentParser(description="Variances under little noise.")
@@ -163,7 +143,7 @@ def main():
         for method in METHODS
     ]
     found = records.complete(arguments, cells, run_cell, "b2")
-    print(table(found))
+    print(markdown(variances(found)))
 
 
 if __name__ == "__main__":

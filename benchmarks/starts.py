@@ -5,9 +5,8 @@ that of the quickstart on digits; chains start in a mode, at weights of AdamW, a
 initialisation, ten times that, and at zeros. No warm-up is left out: the whole path is looked at.
 A cell is one line of the output; cells that it already holds are skipped.
 
-    export OPTAX_SMILE_DATA=../shared/data
+    export OPTAX_SMILE_DATA=path/to/data
     python benchmarks/starts.py --output benchmarks/results/starts.jsonl
-    python benchmarks/starts.py --table benchmarks/results/starts.jsonl
 """
 
 import argparse
@@ -23,6 +22,8 @@ import numpy as np
 import optax
 import records
 import uci
+from tabulated.starts import cells as shown
+from tabulated.table import markdown
 
 import optax_smile
 
@@ -169,30 +170,6 @@ def run(cell: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def table(found: list[dict[str, Any]]) -> str:
-    """The records as Markdown; energies above those of chains from a mode."""
-    rows = {tuple(r["cell"].values()): r for r in found}
-    asked = ", ".join(f"{number:,}" for number in ASKED)
-    lines = [
-        "| problem | sampler | start | U there | U in the last quarter, worst chain"
-        f" | share on its way after {asked} | summary: still on its way |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for place in itertools.product(PROBLEMS, ("psmile", "smile"), STARTS):
-        mode = rows.get((*place[:2], "mode"))
-        if place not in rows or mode is None:
-            continue
-        row, base = rows[place], np.median(mode["energy"])
-        shares = ", ".join(f"{share:.2f}" for share in row["on_its_way"])
-        reached = [np.median(row["energy"]) - base, np.max(row["energy"]) - base]
-        lines.append(
-            f"| {place[0]} | {place[1]} | {place[2]} | {row['start_energy'] - base:.4g}"
-            f" | {reached[0]:.4g}, {reached[1]:.4g} | {shares} |"
-            f" {'yes' if row['is_told'] else 'no'} |"
-        )
-    return "\n".join(lines)
-
-
 def main():
     """Run the cells that are missing, print the table."""
     parser = argparse.ArgumentParser(description="Starts near and far.")
@@ -202,7 +179,7 @@ def main():
     places = itertools.product(arguments.problems, arguments.samplers, STARTS)
     cells = [{"problem": p, "sampler": s, "start": start} for p, s, start in places]
     found = records.complete(arguments, cells, run, "on_its_way")
-    print(table(found))
+    print(markdown(shown(found)))
 
 
 if __name__ == "__main__":

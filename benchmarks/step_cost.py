@@ -9,7 +9,6 @@ program. Memory and traffic come from the compiled program, in arrays of the siz
 A cell is one line of the output; cells that it already holds are skipped.
 
     python benchmarks/step_cost.py --output benchmarks/results/step_cost.jsonl
-    python benchmarks/step_cost.py --table benchmarks/results/step_cost.jsonl --figure step_cost.png
     python benchmarks/step_cost.py --gpu --output out/step_cost_gpu.jsonl
 
 The last one is for a GPU: 10^8 parameters with and without barriers, and the bandwidth of a copy.
@@ -20,7 +19,6 @@ import contextlib
 import functools
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -30,6 +28,8 @@ import optax
 import records
 from lenet_small import CONTEXT, SmallGPT
 from predict_cost import LeNet
+from tabulated import costs
+from tabulated.table import markdown
 
 import optax_smile
 
@@ -269,74 +269,8 @@ def copy_bandwidth(size: int = 10**8) -> float:
     return 2 * 4 * size / float(np.median(times)) / 1e9
 
 
-DETAILS = {
-    "time / AdamW": "ratio",
-    "ms": "ms",
-    "arrays moved": "traffic",
-    "temporary": "temporary",
-    "peak": "peak",
-    "compilation, s": "compile_s",
-}
-
-
-def lines_of(columns: list[str], rows: list[list[str]]) -> list[str]:
-    """A table as Markdown."""
-    lines = [f"| {' | '.join(row)} |" for row in (columns, *rows)]
-    return [lines[0], "|---" * len(columns) + "|", *lines[1:], ""]
-
-
-def table(found: list[dict[str, Any]]) -> str:
-    """Ratios to AdamW of time and compilation for all cells; everything of 10^7 parameters."""
-    names = [name for name in METHODS if any(name in record["methods"] for record in found)]
-    lines = []
-    for title, field in (("time / AdamW", "ratio"), ("compilation / AdamW", "compile_ratio")):
-        rows = []
-        for record in found:
-            cell = [str(value) for key, value in record["cell"].items() if key != "part"]
-            numbers = (record["methods"].get(name, {}).get(field) for name in names)
-            rows.append([", ".join(cell), *("" if x is None else f"{x:.2f}" for x in numbers)])
-        lines += lines_of([title, *names], rows)
-    for record in found:
-        if record["cell"].items() >= (USUAL | {"parameters": 10**7, "leaves": 20}).items():
-            rows = [
-                [name, *(f"{of[key]:.3g}" if key in of else "" for key in DETAILS.values())]
-                for name, of in record["methods"].items()
-            ]
-            lines += lines_of(["10^7 parameters, 20 leaves", *DETAILS], rows)
-    return "\n".join(lines)
-
-
-def draw(found: list[dict[str, Any]], path: Path):
-    """Time per parameter against size; arrays moved and needed besides."""
-    import matplotlib.pyplot as plt
-
-    sizes = [r for r in found if USUAL.items() <= r["cell"].items() and "fence" not in r["cell"]]
-    sizes.sort(key=lambda r: r["cell"]["parameters"])
-    if not sizes:
-        return
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
-    for name in METHODS:
-        rows = [r for r in sizes if name in r["methods"]]
-        x = [r["cell"]["parameters"] for r in rows]
-        y = [1e6 * r["methods"][name]["ms"] / n for r, n in zip(rows, x, strict=True)]
-        left.loglog(x, y, marker="o", label=name)
-    left.set(xlabel="parameters", ylabel="ns per parameter", title="One update")
-    left.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
-    big = [r for r in sizes if r["cell"]["parameters"] == 10**7]
-    for record in big[-1:]:
-        names = [name for name, numbers in record["methods"].items() if "traffic" in numbers]
-        place = np.arange(len(names))
-        for shift, key in ((-0.2, "traffic"), (0.2, "temporary")):
-            values = [record["methods"][name][key] for name in names]
-            right.bar(place + shift, values, 0.4, label=f"arrays: {key}")
-        right.set_xticks(place, names, rotation=30, ha="right")
-        right.set_title("10⁷ parameters, from the compiled program")
-        right.legend(fontsize=8)
-    figure.savefig(path, dpi=120)
-
-
 def main():
-    """Run the cells that are missing, print the table, draw."""
+    """Run the cells that are missing, print the tables."""
     parser = argparse.ArgumentParser(description="Cost of updates and steps.")
     parser.add_argument("--parts", nargs="+", choices=("update", "network"), default=None)
     parser.add_argument("--largest", type=int, default=10**8, help="parameters of a cell")
@@ -345,7 +279,6 @@ def main():
     parser.add_argument(
         "--gpu", action="store_true", help="10^8 parameters, with and without barriers"
     )
-    parser.add_argument("--figure", type=Path)
     arguments = records.arguments_of(parser)
     methods = ["adamw", *(name for name in arguments.methods if name != "adamw")]
     cells = list(gpu_cells()) if arguments.gpu else [*update_cells(), *network_cells()]
@@ -353,9 +286,8 @@ def main():
     cells = [cell for cell in cells if cell.get("parameters", 0) <= arguments.largest]
     run = functools.partial(measure, methods=methods, repetitions=arguments.repetitions)
     found = records.complete(arguments, cells, run, "ratio")
-    print(table(found))
-    if arguments.figure:
-        draw(found, arguments.figure)
+    for shown in (costs.steps(found), costs.details(found), costs.compilation(found)):
+        print(markdown(shown), end="\n\n")
 
 
 if __name__ == "__main__":

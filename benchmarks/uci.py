@@ -14,7 +14,6 @@ A cell is one protocol, data set, split, method and setting: one JSON line in th
 that the file already holds are skipped.
 
     python benchmarks/uci.py --protocol joint --data energy airfoil --output out/uci.jsonl
-    python benchmarks/uci.py --table out/uci.jsonl
 """
 
 import argparse
@@ -34,6 +33,8 @@ import numpy as np
 import optax
 import records
 from as_shipped import as_shipped
+from tabulated.table import markdown
+from tabulated.uci import OPTIONAL, overview
 
 import optax_smile
 
@@ -61,8 +62,6 @@ SEEDS = {"energy": (1, 3), "airfoil": (1, 3), "bikesharing": (1,)}
 BATCH_SIZE = 256
 # Of a chain that does not even know the mean and variance of the targets.
 USELESS = -1.42
-# Fields of a cell that most lack, and the tables leave out.
-OPTIONAL = {"seed", "batches_per_pass", "replacement"}
 # R-hat is asked of so many test points at most.
 MAX_INPUTS = 500
 
@@ -368,42 +367,6 @@ def cells_of(arguments) -> list[dict[str, Any]]:
     return cells
 
 
-def table(found: list[dict[str, Any]], protocol: str, num_chains: int, epoch_wise: bool) -> str:
-    """Mean and standard error over the splits at each method's best step size, as Markdown."""
-    groups: dict[tuple, list[dict[str, Any]]] = {}
-    for record in found:
-        cell = record["cell"]
-        usual = usual_gradients(protocol, cell["data"], cell["method"], epoch_wise)
-        settings = cell["protocol"], cell["num_chains"], cell["num_gradients"]
-        if settings == (protocol, num_chains, usual) and not OPTIONAL & cell.keys():
-            groups.setdefault((cell["data"], cell["method"], cell["step_size"]), []).append(record)
-    lines = [
-        "| data | method | step size | LPPD | RMSE | coverage of 90 % | R-hat < 1.05 within, across"
-        " | lost | s |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    for data, method in itertools.product(FILES, ALL):
-        rows = {key[2]: rows for key, rows in groups.items() if key[:2] == (data, method)}
-        rows = {k: v for k, v in rows.items() if len(v) == max(map(len, rows.values()))}
-        if not rows:
-            continue
-        best = max(rows, key=lambda step: np.mean([row["lppd"] for row in rows[step]]))
-        of = rows[best]
-
-        def mean(name, of=of):
-            return np.mean([row.get(name, np.nan) for row in of])
-
-        lppd = [row["lppd"] for row in of]
-        error = f" ± {np.std(lppd, ddof=1) / np.sqrt(len(of)):.3f}" if len(of) > 1 else ""
-        lines.append(
-            f"| {data} | {method} | {'' if best is None else f'{best:g}'}"
-            f" | {np.mean(lppd):.3f}{error} ({len(of)}) | {mean('rmse'):.4f}"
-            f" | {mean('coverage'):.3f} | {mean('rhat_within'):.2f}, {mean('rhat_across'):.2f}"
-            f" | {sum(row.get('num_lost', 0) for row in of)} | {mean('seconds'):.0f} |"
-        )
-    return "\n".join(lines)
-
-
 def main():
     """Run the cells that are missing, print the table."""
     parser = argparse.ArgumentParser(description="Samplers on UCI regression.")
@@ -421,7 +384,7 @@ def main():
     arguments = records.arguments_of(parser)
     cells = cells_of(arguments)
     found = records.complete(arguments, cells, run_cell, "lppd")
-    print(table(found, arguments.protocol, arguments.num_chains, arguments.epoch_wise))
+    print(markdown(overview(found)))
 
 
 if __name__ == "__main__":

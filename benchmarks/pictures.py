@@ -1,0 +1,211 @@
+"""The pictures of the pages, from the records; of draws and energy errors, from a run itself.
+
+    python benchmarks/pictures.py            those of the pages, into benchmarks/figures
+    python benchmarks/pictures.py uci        one
+
+The same records give the same files.
+"""
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib.figure import Figure
+from tabulated.table import Record, read
+from tabulated.uci import select
+
+FOLDER = Path(__file__).parent
+BLUE, RED, GREEN = "#0072B2", "#D55E00", "#009E73"
+METHODS = (
+    *("deep ensemble", "mile", "sgld", "scale_adapted_sghmc", "cyclical_sgld"),
+    *("psmile published", "psmile_naive relative bounds", "psmile_naive", "psmile"),
+)
+COLORS = {method: plt.get_cmap("tab10")(i) for i, method in enumerate(METHODS)}
+NUM_GRADIENTS = 60_000
+LARGE = 10**7
+
+
+def _against_step_size(axis: Any, found: list[Record], depth: float):
+    """LPPD of every method at its step sizes, down to `depth` below the best."""
+    best = max(record["lppd"] for record in found)
+    for method, color in COLORS.items():
+        of = [record for record in found if record["cell"]["method"] == method]
+        points = sorted((record["cell"]["step_size"] or 0, record["lppd"]) for record in of)
+        look: dict[str, Any] = {"label": method, "color": color}
+        if points and points[0][0]:
+            sizes, scores = zip(*points, strict=True)
+            axis.plot(sizes, [max(score, best - depth) for score in scores], "o-", **look)
+        elif points:
+            axis.axhline(points[0][1], ls="--", **look)
+    axis.set(xscale="log", xlabel="step size", ylim=(best - depth, best + depth / 20))
+    axis.set(ylabel="test LPPD (nats)")
+
+
+def _against_length(axis: Any, found: list[Record]):
+    """LPPD of every setting that ran for several lengths."""
+    settings: dict[tuple, list[tuple[int, float]]] = {}
+    for record in found:
+        cell = record["cell"]
+        of = settings.setdefault((cell["method"], cell["step_size"]), [])
+        of.append((cell["num_gradients"], record["lppd"]))
+    for (method, step_size), points in sorted(settings.items(), key=str):
+        if len(points) > 1:
+            lengths, scores = zip(*sorted(points), strict=True)
+            label = method if step_size is None else f"{method}, {step_size:g}"
+            axis.plot(lengths, scores, "o-", label=label, color=COLORS[method])
+    axis.set(xscale="log", xlabel="gradients per chain", title="energy")
+    axis.legend(fontsize=7)
+
+
+def uci(found: list[Record], lenet: list[Record]) -> Figure:
+    """LPPD against the first step size, and on energy against the length; split 0 and seed 0."""
+    drawn, axes = plt.subplots(1, 4, figsize=(20, 4.5), layout="constrained")
+    of = {
+        data: select(found, protocol="joint", split=0, num_chains=10, data=data)
+        for data in ("energy", "airfoil")
+    }
+    for axis, (data, records) in zip(axes, of.items(), strict=False):
+        usual = [r for r in records if r["cell"]["num_gradients"] == NUM_GRADIENTS]
+        _against_step_size(axis, usual, 2)
+        axis.set(title=f"{data}, {NUM_GRADIENTS:,} gradients")
+    axes[0].legend(fontsize=7)
+    first = [r for r in lenet if (r["cell"]["task"], r["cell"]["seed"]) == ("lenet", 0)]
+    _against_step_size(axes[2], first, 0.15)
+    axes[2].set(title="LeNet, Fashion-MNIST, 2,400 gradients")
+    _against_length(axes[3], of["energy"])
+    return drawn
+
+
+def step_cost(found: list[Record]) -> Figure:
+    """Time per parameter against size; arrays moved and needed besides."""
+    usual = {"part": "update", "leaves": 20, "chains": 1, "grads": "float32"}
+    sizes = [r for r in found if usual.items() <= r["cell"].items() and "fence" not in r["cell"]]
+    sizes.sort(key=lambda record: record["cell"]["parameters"])
+    drawn, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+    for name in dict.fromkeys(name for record in sizes for name in record["methods"]):
+        rows = [record for record in sizes if name in record["methods"]]
+        x = [record["cell"]["parameters"] for record in rows]
+        y = [1e6 * r["methods"][name]["ms"] / n for r, n in zip(rows, x, strict=True)]
+        left.loglog(x, y, marker="o", label=name)
+    left.set(xlabel="parameters", ylabel="ns per parameter", title="One update")
+    left.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
+    for record in [r for r in sizes if r["cell"]["parameters"] == LARGE][-1:]:
+        names = [name for name, numbers in record["methods"].items() if "traffic" in numbers]
+        for shift, key in ((-0.2, "traffic"), (0.2, "temporary")):
+            values = [record["methods"][name][key] for name in names]
+            places = [place + shift for place in range(len(names))]
+            right.bar(places, values, 0.4, label=f"arrays: {key}")
+        right.set_xticks(range(len(names)), names, rotation=30, ha="right")
+        right.set_title("10⁷ parameters, from the compiled program")
+        right.legend(fontsize=8)
+    return drawn
+
+
+def lognormal(found: list[Record]) -> Figure:
+    """Smallest bias and its step size against the skewness of the noise."""
+    kinds = ((record["cell"]["kind"].partition("lognormal:")[2], record) for record in found)
+    rows = sorted(
+        (float(sigma), record["bias"], record["error"], record["step_size"])
+        for sigma, record in kinds
+        if sigma
+    )
+    sigmas, bias, error, step_sizes = zip(*rows, strict=True)
+    drawn, axis = plt.subplots(figsize=(8, 5), layout="constrained")
+    axis.errorbar(sigmas, bias, error, color=BLUE, marker="o", capsize=3)
+    axis.set(xscale="log", yscale="log", xlabel="sigma of the log-normal noise")
+    axis.set_ylabel("squared bias", color=BLUE)
+    right = axis.twinx()
+    right.plot(sigmas, step_sizes, color=RED, marker="s")
+    right.set_yscale("log")
+    right.set_ylabel("best step size", color=RED)
+    return drawn
+
+
+def decoherence(found: list[Record]) -> Figure:
+    """Bias against the strength of explicit noise, each with the best of its own step sizes."""
+    cells = [record for record in found if record["figure"] == "decoherence"]
+    drawn, axes = plt.subplots(2, 3, figsize=(12, 7), layout="constrained", sharex=True)
+    none = min(e[0] for record in cells for e in record["share_bias_error_step"] if e[0]) / 10
+    for record, axis in zip(cells, axes.flat, strict=True):
+        shares, bias, error, _ = zip(*record["share_bias_error_step"], strict=True)
+        places = [share or none for share in shares]
+        axis.errorbar(places, bias, error, color=BLUE, marker="o", capsize=3, linestyle="")
+        name, noise = record["cell"]
+        axis.set(xscale="log", yscale="log", title=f"{name}, {noise} noise")
+    for axis in axes[1]:
+        axis.set_xlabel("explicit / gradient noise (leftmost: none)")
+    for axis in axes[:, 0]:
+        axis.set_ylabel("squared bias")
+    return drawn
+
+
+def decay(found: list[Record]) -> Figure:
+    """Bias of SMILE-naive against the number of steps under isotropic noise."""
+    drawn, axis = plt.subplots(figsize=(8, 5), layout="constrained")
+    cells = [record for record in found if record["figure"] == "decay"]
+    for record, color in zip(cells, (BLUE, RED, GREEN), strict=True):
+        label = f"{record['target']}, slope {record['slope_last_decade']:.2f}"
+        axis.loglog(record["steps"], record["bias"], "o-", color=color, label=label)
+    ends = cells[0]["steps"][0], cells[0]["steps"][-1]
+    axis.loglog(ends, [1, ends[0] / ends[1]], "k:", label="1 / steps")
+    axis.set(xlabel="steps", ylabel="squared bias, mean of 20 chains")
+    axis.set_title("SMILE-naive, leapfrog, isotropic noise")
+    axis.legend()
+    return drawn
+
+
+def modes(shown: list[tuple[str, np.ndarray]], centers: np.ndarray) -> Figure:
+    """Draws `[draw, 2]` of samplers among the modes `[mode, 2]`."""
+    drawn, axes = plt.subplots(1, len(shown), figsize=(15, 4.2), layout="constrained", sharey=True)
+    for axis, (label, points) in zip(axes, shown, strict=True):
+        axis.plot(*points[:10_000].T, ".", ms=1.5, alpha=0.4, color=BLUE)
+        axis.plot(*centers.T, "+", color=RED, ms=8)
+        axis.set(title=label, xlabel="theta 1", xlim=(-6.5, 6.5), ylim=(-6.5, 6.5), aspect="equal")
+    axes[0].set_ylabel("theta 2")
+    return drawn
+
+
+def energy_errors(errors: np.ndarray, fit: np.ndarray, threshold: float) -> Figure:
+    """Histogram of |energy change| against draws from its Gamma fit."""
+    drawn, axis = plt.subplots(figsize=(8, 5), layout="constrained")
+    edges = np.linspace(0, np.quantile(errors, 0.9995), 80)
+    for values, label, color in ((errors, "measured", BLUE), (fit, "Gamma fit", RED)):
+        heights = np.histogram(values, edges)[0] / len(values) / np.diff(edges)
+        axis.stairs(heights, edges, label=label, color=color, lw=1.5)
+    axis.axvline(threshold, color="k", ls=":", label="0.98 quantile of the fit")
+    axis.set(xlabel="|energy change| (nats)", ylabel="density", yscale="log")
+    axis.set_title("pSMILE-naive, ill-conditioned Gaussian, correlated noise")
+    axis.legend()
+    return drawn
+
+
+# Name: what draws it, and the files whose records it takes.
+PICTURES: dict[str, tuple[Callable[..., Figure], tuple[str, ...]]] = {
+    "uci": (uci, ("uci", "lenet_small")),
+    "step_cost": (step_cost, ("step_cost",)),
+    "lognormal": (lognormal, ("analytic",)),
+    "decoherence": (decoherence, ("analytic_figures",)),
+    "decay": (decay, ("analytic_figures",)),
+}
+# Decay has no records yet.
+SHOWN = ("uci", "step_cost", "lognormal", "decoherence")
+
+
+def main():
+    """Draw some pictures."""
+    parser = argparse.ArgumentParser(description="Pictures of the pages, from the records.")
+    parser.add_argument("names", nargs="*", default=SHOWN, help=f"of {', '.join(PICTURES)}")
+    for name in parser.parse_args().names:
+        draw, files = PICTURES[name]
+        found = (read(FOLDER / "results" / f"{file}.jsonl") for file in files)
+        # No version of the software, so that a file changes with its records alone.
+        draw(*found).savefig(
+            FOLDER / "figures" / f"{name}.png", dpi=110, metadata={"Software": None}
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,174 @@
+"""Every table and figure of the pages, made from the records.
+
+    python benchmarks/tables.py            rewrite what stands between markers
+    python benchmarks/tables.py --check    say what is stale, and exit with 1
+
+Pages are `README.md` and `notes/*.md`; records are `results/*.jsonl`, those of the paper
+`results/paper.jsonl`. Markers, a table on lines of its own, a figure within a line:
+
+    <!-- table NAME --> <!-- end -->
+    ... better by <!-- figure NAME -->0.05 ± 0.01<!-- end --> nats ...
+"""
+
+import argparse
+import re
+import sys
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+
+from tabulated import (
+    agreement,
+    analytic,
+    analytic_figures,
+    costs,
+    lenet,
+    paper_protocol,
+    quickstart,
+    small_noise,
+    starts,
+    uci,
+)
+from tabulated.table import Record, Table, block, read
+
+FOLDER = Path(__file__).parent
+# Name: what makes it, and the files whose records it takes.
+TABLES: dict[str, tuple[Callable[..., Table], tuple[str, ...]]] = {
+    "quickstart": (quickstart.scores, ("quickstart_seeds",)),
+    "uci": (uci.joint, ("uci",)),
+    "uci-differences": (uci.differences, ("uci",)),
+    "uci-mixing": (uci.mixing, ("uci",)),
+    "uci-scales": (uci.scales, ("uci", "uci_before")),
+    "uci-batches": (uci.batches, ("uci",)),
+    "uci-lengths": (uci.lengths, ("uci",)),
+    "uci-few-chains": (uci.few_chains, ("uci",)),
+    "uci-batch-wise": (paper_protocol.batch_wise, ("uci", "paper")),
+    "uci-epoch-wise": (paper_protocol.epoch_wise, ("uci", "paper")),
+    "networks": (lenet.summary, ("lenet_small",)),
+    "networks-all": (lenet.cells, ("lenet_small",)),
+    "angles": (lenet.angles, ("uci", "uci_before", "lenet_small")),
+    "posteriors": (agreement.posteriors, ("agreement",)),
+    "nuts-networks": (agreement.networks, ("agreement",)),
+    "nuts-references": (agreement.references, ("agreement",)),
+    "calibration": (agreement.calibration, ("agreement",)),
+    "bias": (analytic.summary, ("analytic", "paper")),
+    "bias-forms": (analytic.forms, ("analytic", "paper")),
+    "bias-smallest": (analytic.smallest, ("analytic", "paper")),
+    "bias-others": (analytic.others, ("analytic",)),
+    "bias-heavy-tails": (analytic.heavy_tails, ("analytic", "paper")),
+    "bias-skewed": (analytic.skewed, ("analytic",)),
+    "rotations": (analytic_figures.rotations, ("analytic_figures",)),
+    "decoherence": (analytic_figures.decoherence, ("analytic_figures",)),
+    "friction": (analytic_figures.friction, ("analytic_figures",)),
+    "mixture": (analytic_figures.mixture, ("analytic_figures",)),
+    "energy-errors": (analytic_figures.energy, ("analytic_figures",)),
+    "decay": (analytic_figures.decay, ("analytic_figures",)),
+    "full-batch": (analytic_figures.baseline, ("analytic_figures", "paper")),
+    "sgld-limit": (analytic_figures.sgld_limit, ("analytic_figures",)),
+    "small-noise": (small_noise.variances, ("small_noise",)),
+    "starts": (starts.summary, ("starts",)),
+    "starts-all": (starts.cells, ("starts",)),
+    "step-cost": (costs.steps_summary, ("step_cost",)),
+    "step-cost-all": (costs.steps, ("step_cost",)),
+    "step-details": (costs.details, ("step_cost",)),
+    "compilation": (costs.compilation, ("step_cost",)),
+    "predictions": (costs.predictions, ("predict_cost",)),
+    "loops": (costs.loops, ("loop_overhead",)),
+}
+FIGURES: dict[str, tuple[Callable[..., str], tuple[str, ...]]] = {
+    **{
+        f"quickstart {x}": (quickstart.difference(x), ("quickstart_seeds",))
+        for x in ("LPPD", "ECE")
+    },
+    "uci wins, scale_adapted_sghmc": (uci.wins("scale_adapted_sghmc"), ("uci",)),
+    "uci losses, psmile_naive": (uci.wins("psmile_naive", is_loss=True), ("uci",)),
+    "yacht lost": (uci.lost("yacht"), ("uci",)),
+    **{
+        f"paper's LeNet, {method}": (lenet.paper_gain(method), ("paper",))
+        for method in ("scale_adapted_sghmc", "psmile_naive", "smile")
+    },
+    "posteriors met": (agreement.posteriors_met, ("agreement",)),
+    "bias competitive": (analytic.competitive, ("analytic",)),
+    "bias behind paper": (analytic.behind, ("analytic", "paper")),
+    "small noise met": (small_noise.met, ("small_noise",)),
+    **{
+        f"step {network}, psmile": (costs.whole_step(network, "psmile"), ("step_cost",))
+        for network in ("lenet", "gpt")
+    },
+    **{f"update {m}": (costs.update(m), ("step_cost",)) for m in ("smile", "psmile")},
+}
+MARKED = re.compile(r"<!-- (table|figure) ([^>]*?) -->(.*?)<!-- end -->", re.DOTALL)
+OPENED = re.compile(r"<!-- (?:table|figure) ([^>]*?) -->")
+CODE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
+
+
+@cache
+def records_of(name: str) -> list[Record]:
+    """Records of a file; none if it is not there."""
+    return read(FOLDER / "results" / f"{name}.jsonl")
+
+
+def made(kind: str, name: str) -> str:
+    """What belongs between the markers."""
+    if kind == "table":
+        build, files = TABLES[name]
+        return f"\n{block(build(*map(records_of, files)))} "
+    tell, files = FIGURES[name]
+    return tell(*map(records_of, files))
+
+
+def is_known(kind: str, name: str) -> bool:
+    """Whether there is such a table or figure."""
+    return name in (TABLES if kind == "table" else FIGURES)
+
+
+def rewritten(text: str) -> str:
+    """A page with all that is known between its markers made anew."""
+
+    def replace(found: re.Match[str]) -> str:
+        kind, name, _ = found.groups()
+        if not is_known(kind, name) or OPENED.search(found[3]):
+            return found[0]
+        return f"<!-- {kind} {name} -->{made(kind, name)}<!-- end -->"
+
+    return MARKED.sub(replace, text)
+
+
+def complaints(text: str, told: str) -> Iterator[str]:
+    """Sentences on what is wrong with a page, which is called `told` in them."""
+    for found in MARKED.finditer(text):
+        kind, name, content = found.groups()
+        inner = OPENED.search(content)
+        if inner:
+            yield f"{told}: the marker of {kind} `{name}` is not closed before `{inner[1]}` begins."
+        elif not is_known(kind, name):
+            yield f"{told}: there is no {kind} `{name}` in benchmarks/tables.py."
+        elif content != made(kind, name):
+            yield f"{told}: {kind} `{name}` is stale; run `python benchmarks/tables.py`."
+    rest = MARKED.sub("", text)
+    yield from (f"{told}: the marker of `{name}` is not closed." for name in OPENED.findall(rest))
+    if "<!-- end -->" in rest:
+        yield f"{told}: an end marker closes nothing."
+    tables = [line for line in CODE.sub("", rest).splitlines() if line.lstrip().startswith("|")]
+    if tables:
+        yield f"{told}: a table stands outside markers: `{tables[0][:60]}`."
+
+
+def main() -> int:
+    """Rewrite the pages, or check them."""
+    parser = argparse.ArgumentParser(description="Tables of the pages, from the records.")
+    parser.add_argument("--check", action="store_true", help="change nothing, tell what is stale")
+    arguments = parser.parse_args()
+    wrong = []
+    for page in (FOLDER / "README.md", *sorted((FOLDER / "notes").glob("*.md"))):
+        text = page.read_text(encoding="utf-8")
+        if not arguments.check:
+            text = rewritten(text)
+            page.write_text(text, encoding="utf-8")
+        wrong += complaints(text, f"benchmarks/{page.relative_to(FOLDER).as_posix()}")
+    print(*wrong, sep="\n", end="\n" if wrong else "")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

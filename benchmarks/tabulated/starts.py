@@ -1,0 +1,64 @@
+"""Where chains get to from starts near and far, and whether they say so."""
+
+from collections.abc import Sequence
+from statistics import median
+
+from tabulated.table import Record, Table, number, thousands
+
+STARTS = ("mode", "AdamW", "fresh", "ten times fresh", "zeros")
+# Problem of the records: what it is.
+PROBLEMS = {
+    "README": "five parameters",
+    "energy": "network, UCI energy",
+    "digits": "network, digits",
+}
+
+
+def _rows(found: Sequence[Record]) -> dict[tuple[str, str, str], Record]:
+    return {(r["cell"]["problem"], r["cell"]["sampler"], r["cell"]["start"]): r for r in found}
+
+
+def _reached(record: Record, base: float) -> str:
+    """Median and worst chain, in nats above chains from a mode."""
+    energies = record["energy"]
+    return f"{thousands(median(energies) - base)}, {thousands(max(energies) - base)}"
+
+
+def summary(found: Sequence[Record]) -> Table:
+    """`psmile` alone: where chains are after the run."""
+    cells, rows, used = _rows(found), [], []
+    for start in STARTS:
+        row = [start]
+        for problem in PROBLEMS:
+            record = cells.get((problem, "psmile", start))
+            mode = cells.get((problem, "psmile", "mode"))
+            if record is None or mode is None:
+                row.append("")
+                continue
+            told = "; is told" if record["is_told"] or record["on_its_way"][-1] > 0.5 else ""
+            row.append(_reached(record, median(mode["energy"])) + told)
+            used.append(record)
+        rows.append(row)
+    header = ["start (nats above chains from a mode: median, worst)", *PROBLEMS.values()]
+    return Table(header, rows if used else [], used)
+
+
+def cells(found: Sequence[Record]) -> Table:
+    """Every problem, sampler and start."""
+    known, rows = _rows(found), []
+    for problem in PROBLEMS:
+        for sampler in ("psmile", "smile"):
+            mode = known.get((problem, sampler, "mode"))
+            for start in STARTS:
+                record = known.get((problem, sampler, start))
+                if record is None or mode is None:
+                    continue
+                base = median(mode["energy"])
+                shares = ", ".join(number(share, 2) for share in record["on_its_way"])
+                there = thousands(record["start_energy"] - base)
+                told = "yes" if record["is_told"] else "no"
+                rows.append(
+                    [PROBLEMS[problem], sampler, start, there, _reached(record, base), shares, told]
+                )
+    header = ["problem", "sampler", "start", "U there", "U in the last quarter: median, worst"]
+    return Table([*header, "share on its way", "`summary` tells"], rows, found)

@@ -1,0 +1,230 @@
+"""Regression on UCI data: protocol *joint*, on which the defaults are judged."""
+
+from collections.abc import Callable, Iterable, Sequence
+from statistics import fmean
+from typing import Any
+
+from tabulated.table import Record, Table, mean_error, number, short
+
+DATA = ("energy", "airfoil", "bikesharing", "concrete", "yacht", "kin8nm", "power")
+USUAL = {"protocol": "joint", "num_chains": 10, "num_gradients": 60_000}
+# Fields of a cell that most lack.
+OPTIONAL = {"seed", "batches_per_pass", "replacement"}
+RHAT = {"within chains": "rhat_within", "across chains": "rhat_across"}
+METHODS = ("scale_adapted_sghmc", "sgld", "cyclical_sgld", "psmile_naive", "psmile", "mile")
+
+
+def select(found: Iterable[Record], **wanted: Any) -> list[Record]:
+    """Records whose cells have these values, and no option that is not asked for."""
+    return [
+        record
+        for record in found
+        if wanted.items() <= record["cell"].items()
+        and not (OPTIONAL - wanted.keys()) & record["cell"].keys()
+    ]
+
+
+def by_split(records: Iterable[Record]) -> dict[int, float]:
+    """LPPD of each split."""
+    return {record["cell"]["split"]: record["lppd"] for record in records}
+
+
+def best(found: Iterable[Record], **wanted: Any) -> list[Record]:
+    """Records of a method at the best of the step sizes that ran on most splits."""
+    groups: dict[float | None, list[Record]] = {}
+    for record in select(found, **wanted):
+        groups.setdefault(record["cell"]["step_size"], []).append(record)
+    if not groups:
+        return []
+    most = max(map(len, groups.values()))
+    complete = [group for group in groups.values() if len(group) == most]
+    return max(complete, key=lambda group: fmean(record["lppd"] for record in group))
+
+
+def paired(ours: Iterable[Record], theirs: Iterable[Record]) -> list[float]:
+    """Differences of LPPD on the splits that both have."""
+    first, second = by_split(ours), by_split(theirs)
+    return [first[split] - second[split] for split in sorted(first.keys() & second.keys())]
+
+
+def shown(records: Sequence[Record], with_step: bool = True) -> str:
+    """Mean ± standard error of LPPD, with the step size that was chosen."""
+    text = mean_error([record["lppd"] for record in records])
+    if records and with_step and records[0]["cell"]["step_size"]:
+        text += f" ({short(records[0]['cell']['step_size'])})"
+    return text
+
+
+def joint(found: Sequence[Record]) -> Table:
+    """LPPD of the main methods, each at its best step size."""
+    methods = ("deep ensemble", "scale_adapted_sghmc", "psmile_naive", "psmile", "mile")
+    rows, used = [], []
+    for data in DATA:
+        groups = {m: best(found, data=data, method=m, **USUAL) for m in methods}
+        used += [record for group in groups.values() for record in group]
+        if not groups["psmile"]:
+            continue
+        difference = paired(groups["psmile"], groups["scale_adapted_sghmc"])
+        cells = [shown(groups[m]) for m in methods]
+        rows.append([data, *cells[:4], mean_error(difference, sign="+"), cells[4]])
+    header = [
+        *("data", "deep ensemble", "scale-adapted SGHMC", "psmile_naive, fixed step"),
+        *("**psmile**, its own step", "psmile - SGHMC", "MILE, full batch"),
+    ]
+    return Table(header, rows, used)
+
+
+def wins(against: str, is_loss: bool = False) -> Callable[[Sequence[Record]], str]:
+    """Make a figure: on how many data sets `psmile` beats a method, or loses to it."""
+
+    def told(found: Sequence[Record]) -> str:
+        differences = [
+            paired(*(best(found, data=d, method=m, **USUAL) for m in ("psmile", against)))
+            for d in DATA
+        ]
+        found_on = [x for x in differences if x]
+        won = sum(fmean(x) > 0 for x in found_on)
+        return f"{len(found_on) - won if is_loss else won} of {len(found_on)}"
+
+    return told
+
+
+def lost(data: str) -> Callable[[Sequence[Record]], str]:
+    """Make a figure: single chains of `psmile` that score below a constant prediction."""
+
+    def told(found: Sequence[Record]) -> str:
+        group = select(found, data=data, method="psmile", **USUAL)
+        return f"{sum(r['num_lost'] for r in group)} of {10 * len(group)}"
+
+    return told
+
+
+def differences(found: Sequence[Record]) -> Table:
+    """`psmile` minus each method at its best step size, paired by split."""
+    others = [method for method in METHODS if method != "psmile"]
+    rows, used = [], []
+    for data in DATA:
+        ours, cells = best(found, data=data, method="psmile", **USUAL), []
+        used += ours
+        for method in others:
+            theirs = best(found, data=data, method=method, **USUAL)
+            used += theirs
+            values = paired(ours, theirs)
+            splits = "" if len(values) != 1 else " (1 split)"
+            cells.append(mean_error(values, sign="+") + splits)
+        rows.append([data, *cells])
+    return Table(["psmile minus", *others], rows, used)
+
+
+def mixing(found: Sequence[Record]) -> Table:
+    """Share of test points whose R-hat is below 1.05, and chains that were lost."""
+    rows, used = [], []
+    for data in DATA:
+        for method in ("psmile", "psmile_naive", "scale_adapted_sghmc", "mile"):
+            group = best(found, data=data, method=method, **USUAL)
+            if not group:
+                continue
+            used += group
+            shares = [number(fmean(r[field] for r in group), 2) for field in RHAT.values()]
+            lost = sum(record["num_lost"] for record in group)
+            sigma = fmean(record["sigma"][0] for record in group)
+            end = fmean(record["sigma"][-1] for record in group)
+            places = f"{number(sigma)} ... {number(end)}"
+            rows.append([data, method, *shares, f"{lost} of {10 * len(group)}", places])
+    header = ["data", "method", *RHAT, "chains lost", "sigma, first to last draw"]
+    return Table(header, rows, used)
+
+
+def scales(found: Sequence[Record], earlier: Sequence[Record]) -> Table:
+    """The scale of windows against the moving variance: same splits, two seeds of the chains."""
+    rows, used, means = [], [], []
+    for data in DATA:
+        values = []
+        pair = []
+        for seed in ({}, {"seed": 1}):
+            now, then = (
+                select(x, data=data, method="psmile", **USUAL, **seed) for x in (found, earlier)
+            )
+            used += [*now, *then]
+            pair += [mean_error([r["lppd"] for r in x]) for x in (then, now)]
+            values += paired(now, then)
+        means += [fmean(values)] if values else []
+        rows.append([data, *pair, mean_error(values, sign="+")])
+    header = [
+        *("data", "moving variance, seed 0", "windows, seed 0", "moving variance, seed 1"),
+        *("windows, seed 1", "windows - moving variance"),
+    ]
+    rows.append(["mean", "", "", "", "", mean_error(means, sign="+")])
+    return Table(header, rows, used)
+
+
+def batches(found: Sequence[Record]) -> Table:
+    """Order and number of the batches of a pass."""
+    rows, used = [], []
+    for number_of in (2, 20, 200):
+        cells = []
+        for data in DATA[:2]:
+            wanted = USUAL | {"data": data, "method": "psmile", "batches_per_pass": number_of}
+            permuted, drawn = select(found, **wanted), select(found, **wanted, replacement=True)
+            used += [*permuted, *drawn]
+            cells += [shown(permuted), shown(drawn)]
+        if any(cells):
+            rows.append([str(number_of), *cells])
+    header = ["batches per pass"]
+    header += [f"{d}: {way}" for d in DATA[:2] for way in ("permutations", "with replacement")]
+    return Table(header, rows, used)
+
+
+def lengths(found: Sequence[Record]) -> Table:
+    """LPPD on energy, split 0, against the number of gradients."""
+    rows, used = [], []
+    wanted = USUAL | {"data": "energy", "split": 0}
+    for gradients in (1_000, 10_000, 60_000, 300_000):
+        cells = []
+        for method in ("psmile", "scale_adapted_sghmc"):
+            group = best(found, **wanted | {"method": method, "num_gradients": gradients})
+            used += group
+            cells.append(shown(group))
+        ours = select(found, **wanted | {"method": "psmile", "num_gradients": gradients})
+        steps = [
+            f"{short(record['steps']['second'])} ... {short(record['steps']['last'])}"
+            for record in ours
+        ]
+        rows.append([f"{gradients:,}", *cells, *steps])
+    header = ["gradients", "psmile", "scale-adapted SGHMC (step size)", "step sizes of psmile"]
+    return Table(header, rows, used)
+
+
+def few_chains(found: Sequence[Record]) -> Table:
+    """Bike sharing with three chains, where full batches were affordable."""
+    usual = USUAL | {"num_chains": 3, "data": "bikesharing"}
+    ours = best(found, method="psmile", **usual)
+    rows, used = [], []
+    for method in ("deep ensemble", "psmile", "psmile_naive", "mile"):
+        group = best(found, method=method, **usual)
+        used += group
+        rows.append([method, shown(group), mean_error(paired(group, ours), sign="+")])
+    return Table(["bike sharing, 3 chains", "LPPD", "minus psmile"], rows if used else [], used)
+
+
+def overview(found: Sequence[Record]) -> Table:
+    """Every setting of a file, mean over its splits: what `uci.py` prints."""
+    groups: dict[tuple[str, ...], list[Record]] = {}
+    for record in found:
+        cell = dict(record["cell"])
+        cell.pop("split")
+        names = ("protocol", "data", "method", "step_size", "num_chains", "num_gradients")
+        options = ", ".join(f"{name} {cell[name]}" for name in sorted(OPTIONAL & cell.keys()))
+        key = *("" if cell[name] is None else str(cell[name]) for name in names), options
+        groups.setdefault(key, []).append(record)
+    rows = []
+    for key, group in groups.items():
+        scores = [
+            fmean(record.get(name, float("nan")) for record in group)
+            for name in ("rmse", "coverage")
+        ]
+        lppd = f"{mean_error([record['lppd'] for record in group])} ({len(group)})"
+        lost = sum(record.get("num_lost", 0) for record in group)
+        rows.append([*key, lppd, *(f"{score:.4f}" for score in scores), str(lost)])
+    header = ["protocol", "data", "method", "step size", "chains", "gradients", "options"]
+    return Table([*header, "LPPD (splits)", "RMSE", "coverage of 90 %", "lost"], rows, found)
