@@ -15,7 +15,7 @@ from scipy.special import logsumexp
 
 import optax_smile
 from optax_smile import plots
-from optax_smile.plots import _axes, run
+from optax_smile.plots import _axes, paths, run
 
 NUM_CHAINS, NUM_TICKS = 3, 60
 GENERATOR = np.random.default_rng(0)
@@ -425,7 +425,7 @@ def test_chain_paths_begin_at_the_start_which_does_not_turn_the_plane(size):
 
 def test_chain_paths_of_a_tree_in_blocks_of_columns(monkeypatch):
     tree = {"a": DRAWS[..., :6].reshape(NUM_CHAINS, 9, 2, 3), "b": [jnp.asarray(DRAWS[..., 6:])]}
-    monkeypatch.setattr(plots, "COLUMNS_AT_A_TIME", 7)
+    monkeypatch.setattr(paths, "COLUMNS_AT_A_TIME", 7)
     got = points_of(plots.chain_paths(tree), NUM_CHAINS)
     expected, _ = plane_by_svd(DRAWS)
     np.testing.assert_allclose(np.abs(got.reshape(-1, 2)), np.abs(expected), atol=1e-4)
