@@ -213,7 +213,7 @@ def run_chains(column, target, noise, kind, num_chunks, step_sizes, keys):
             gradient = jax.grad(posterior.energy)(params) + root(params) @ noise
             updates, state = tx.update(gradient, state, params)
             seen = optax_smile.stats(state)
-            counts = seen["step_end"] & seen["accepted"] & seen["is_sample"]
+            counts = seen["step_end"] & seen["accepted"] & seen["is_draw"]
             total = total + jnp.where(counts, params**2, 0)
             return (optax.apply_updates(params, updates), state, total, count + counts), None
 

@@ -66,8 +66,8 @@ def mixture_gradient(theta: jax.Array) -> jax.Array:
     return jnp.concatenate([jax.nn.softmax(log_weights) @ offsets, rest])
 
 
-@functools.partial(jax.jit, static_argnames=("name", "num_calls", "options"))
-def explore(name: str, options: tuple, step_size, keys, num_calls: int):
+@functools.partial(jax.jit, static_argnames=("name", "num_gradients", "options"))
+def explore(name: str, options: tuple, step_size, keys, num_gradients: int):
     """Run a sampler on the mixture under isotropic noise, a chain for each key.
 
     Returns:
@@ -85,7 +85,7 @@ def explore(name: str, options: tuple, step_size, keys, num_calls: int):
             params, state, nearest, inside = carry
             updates, state = tx.update(mixture_gradient(params) + noise, state, params)
             seen = optax_smile.stats(state)
-            counts = seen["step_end"] & seen["accepted"] & seen["is_sample"]
+            counts = seen["step_end"] & seen["accepted"] & seen["is_draw"]
             distances = jnp.sum((params[None, :2] - CENTERS) ** 2, axis=1)
             mode = jnp.argmin(distances)
             nearest = nearest.at[mode].add(counts)
@@ -96,13 +96,13 @@ def explore(name: str, options: tuple, step_size, keys, num_calls: int):
         def chunk(carry, key):
             noises = NOISE_STD * jax.random.normal(key, (THIN, DIM))
             (params, state, *visited), norms = jax.lax.scan(call, carry, noises)
-            is_sample = optax_smile.stats(state)["is_sample"]
-            seen = jnp.asarray(params)[:2], is_sample, norms.mean()
+            is_draw = optax_smile.stats(state)["is_draw"]
+            seen = jnp.asarray(params)[:2], is_draw, norms.mean()
             return (params, state, *visited), seen
 
         start, visits = jnp.zeros(DIM), jnp.zeros(25, jnp.int32)
         carry = start, tx.init(start), visits, visits
-        keys = jax.random.split(noise_key, num_calls // THIN)
+        keys = jax.random.split(noise_key, num_gradients // THIN)
         (_, _, nearest, inside), (points, kept, norms) = jax.lax.scan(chunk, carry, keys)
         return points, kept, nearest, inside, norms.mean()
 
@@ -132,8 +132,8 @@ def mixture(folder: Path, num_steps: int) -> list[dict[str, Any]]:
     ):
         if step_size is None:
             step_size = matching_step_size(norm, cycles)
-        num_calls = num_steps * calls
-        run = jax.device_get(explore(name, options, step_size, keys, num_calls))
+        num_gradients = num_steps * calls
+        run = jax.device_get(explore(name, options, step_size, keys, num_gradients))
         norm = float(np.mean(run[-1]))
         runs.append((label, step_size, run))
 

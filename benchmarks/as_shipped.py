@@ -83,7 +83,7 @@ def as_shipped(
     )
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any):
-        moving = state.momentum.moving & (state.last_call.num_calls != warmup_calls)
+        moving = state.momentum.moving & (state.last_update.num_gradients != warmup_calls)
         state = state._replace(momentum=state.momentum._replace(moving=moving))
         return sampler.update(updates, state, params, **extra)
 

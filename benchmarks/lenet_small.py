@@ -228,7 +228,7 @@ def run_cell(cell: dict[str, Any], ensembles: Path | None) -> dict[str, Any]:
             Batches(task.train, task.sampling_batch_size, 2 * seed + 1),
             sampler,
             num_warmup=num_warmup,
-            num_samples=DRAWS,
+            num_draws=DRAWS,
             thin=(num_steps - num_warmup) // DRAWS,
             batch_per="step" if is_published else "call",
             key=key,
@@ -239,7 +239,7 @@ def run_cell(cell: dict[str, Any], ensembles: Path | None) -> dict[str, Any]:
         told = {
             "seconds": time.monotonic() - begun,
             "steps": [float(steps[int(part * len(steps))]) for part in (0.15, 0.5, 0.95)],
-            "num_resets": int(np.sum(draws.trace["num_resets"][:, -1])),
+            "num_rejected": int(np.sum(draws.trace["num_rejected"][:, -1])),
         }
     inputs, targets = task.test
     arguments = {"likelihood": task.likelihood, "targets": targets, "batch_size": 500}

@@ -110,7 +110,7 @@ def sampled(
             tx,
             key=jax.random.key(2),
             num_warmup=0,
-            num_samples=1_000_000,
+            num_draws=1_000_000,
             thin=steps,
             progress=False,
             callback=tick,
@@ -145,7 +145,7 @@ def host(pieces: int) -> Iterator[dict[str, Any]]:
     for (name, tx), scan in itertools.product(SAMPLERS.items(), (False, True)):
         way = "in one scan" if scan else "step by step"
         for other, theirs in (("AdamW", adamw), (name, tx)):
-            ours = sampled(tx, batches, steps, steps_per_call=steps if scan else 1)
+            ours = sampled(tx, batches, steps, steps_per_dispatch=steps if scan else 1)
             hand = by_hand(theirs, batches, steps, scan)
             names = f"sample({name}), {way}", f"{other} by hand, {way}"
             yield compare(names[0], ours, names[1], hand, steps, pieces)

@@ -151,9 +151,9 @@ def run(cell: dict[str, Any]) -> dict[str, Any]:
         uci.batches_of(problem.train, problem.batch_size, 50),
         getattr(optax_smile, cell["sampler"])(num_data=num_data, key=0),
         num_warmup=0,
-        num_samples=NUM_GRADIENTS // THIN,
+        num_draws=NUM_GRADIENTS // THIN,
         thin=THIN,
-        steps_per_call=THIN,
+        steps_per_dispatch=THIN,
         key=jax.random.key(2),
         progress=False,
     )

@@ -75,14 +75,14 @@ class Protocol:
         num_chains: members and chains.
         num_gradients: per chain (twice as many for minimal norm where the paper counts steps).
         warmup: share of the steps that comes before the first draw.
-        num_samples: draws per chain.
+        num_draws: draws per chain.
     """
 
     learns_sigma: bool
     num_chains: int
     num_gradients: int
     warmup: float
-    num_samples: int
+    num_draws: int
 
 
 PROTOCOLS = {
@@ -196,7 +196,7 @@ class Method(NamedTuple):
     shipped: str = ""
 
 
-def simple(name: str, *step_sizes: float | None, batch_per: str = "call", **options) -> Method:
+def simple(name: str, *step_sizes: float | None, batch_per: str = "gradient", **options) -> Method:
     """A method that is one function of the library."""
 
     def make(step_size, num_data, key):
@@ -298,7 +298,7 @@ def run_cell(cell: dict[str, Any]) -> dict[str, Any]:
         sampler = as_shipped(method.shipped, cell["step_size"], 2 * num_warmup, len(train[0]))
     else:
         sampler = method.make(cell["step_size"], len(train[0]), key)
-    num_samples = min(protocol.num_samples, num_steps - num_warmup)
+    num_draws = min(protocol.num_draws, num_steps - num_warmup)
     per_pass = cell.get("batches_per_pass")
     size = len(train[0]) // per_pass if per_pass else BATCH_SIZE
     if is_full:
@@ -311,9 +311,9 @@ def run_cell(cell: dict[str, Any]) -> dict[str, Any]:
         batches,
         sampler,
         num_warmup=num_warmup,
-        num_samples=num_samples,
-        thin=(num_steps - num_warmup) // num_samples,
-        steps_per_call=100,
+        num_draws=num_draws,
+        thin=(num_steps - num_warmup) // num_draws,
+        steps_per_dispatch=100,
         batch_per=method.batch_per,
         key=key,
         progress=False,
@@ -325,7 +325,7 @@ def run_cell(cell: dict[str, Any]) -> dict[str, Any]:
         **score(draws, test),
         "seconds": seconds,
         "steps": {name: float(steps[int(part * len(steps))]) for name, part in places.items()},
-        "num_resets": int(np.sum(draws.trace["num_resets"][:, -1])),
+        "num_rejected": int(np.sum(draws.trace["num_rejected"][:, -1])),
     }
 
 

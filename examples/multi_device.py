@@ -44,7 +44,7 @@ class Config:
     num_epochs: int = 100
     batch_size: int = 216
     num_warmup: int = 2_000
-    num_samples: int = 100
+    num_draws: int = 100
     thin: int = 60
 
 
@@ -96,9 +96,9 @@ def run(config: Config, mesh: jax.sharding.Mesh, directory: Path | None):
         batches,
         sampler,
         num_warmup=config.num_warmup,
-        num_samples=config.num_samples,
+        num_draws=config.num_draws,
         thin=config.thin,
-        steps_per_call=config.thin,
+        steps_per_dispatch=config.thin,
         mesh=mesh,
         directory=directory and directory / "draws",
         key=key,
@@ -123,7 +123,7 @@ def main():
     arguments = parser.parse_args()
     config = Config()
     if arguments.smoke:
-        config = dataclasses.replace(config, num_epochs=2, num_warmup=20, num_samples=5, thin=2)
+        config = dataclasses.replace(config, num_epochs=2, num_warmup=20, num_draws=5, thin=2)
     mesh = jax.make_mesh(
         (jax.device_count() // arguments.data, arguments.data),
         ("chain", "data"),

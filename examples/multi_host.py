@@ -57,7 +57,7 @@ class Config:
     num_epochs: int = 100
     batch_size: int = 256
     num_warmup: int = 1_000
-    num_samples: int = 100
+    num_draws: int = 100
     thin: int = 20
     checkpoint_minutes: float = 1.0
 
@@ -106,7 +106,7 @@ def run(config: Config, directory: Path, devices_per_batch: int) -> dict[str, fl
         batches,
         optax_smile.psmile(num_data=len(train_labels), key=key),
         num_warmup=config.num_warmup,
-        num_samples=config.num_samples,
+        num_draws=config.num_draws,
         thin=config.thin,
         directory=directory / "draws",
         key=key,
@@ -129,10 +129,10 @@ def main():
     parser.add_argument("--coordinator", help="address of the first process, such as host:12321")
     parser.add_argument("--num-processes", type=int, help="default: as the cluster says")
     parser.add_argument("--process-id", type=int, help="from 0; default: as the cluster says")
-    parser.add_argument("--num-samples", type=int, default=Config.num_samples)
+    parser.add_argument("--num-samples", type=int, default=Config.num_draws)
     parser.add_argument("--smoke", action="store_true", help="run seconds instead of minutes")
     arguments = parser.parse_args()
-    config = Config(num_samples=arguments.num_samples)
+    config = Config(num_draws=arguments.num_draws)
     if arguments.smoke:
         small = {"width": 8, "num_epochs": 2, "num_warmup": 5, "thin": 2}
         config = dataclasses.replace(config, checkpoint_minutes=0.0, **small)

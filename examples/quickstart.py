@@ -42,7 +42,7 @@ class Config:
     step_size: float = 0.1
     prior_precision: float = 1.0
     num_warmup: int = 2_000
-    num_samples: int = 100
+    num_draws: int = 100
     thin: int = 60
     seed: int = 0
     progress: bool = True
@@ -133,7 +133,7 @@ def run(config: Config, sampler_name: str, directory: Path) -> dict[str, dict[st
         Batches(*train, config.sampling_batch_size, config.seed),
         make_sampler(sampler_name, config, num_data=len(train[0])),
         num_warmup=config.num_warmup,
-        num_samples=config.num_samples,
+        num_draws=config.num_draws,
         thin=config.thin,
         key=key,
         directory=directory,
@@ -173,7 +173,7 @@ def main():
     config = Config(seed=arguments.seed)
     if arguments.smoke:
         config = dataclasses.replace(
-            config, num_members=2, num_epochs=2, num_warmup=20, num_samples=8, thin=2
+            config, num_members=2, num_epochs=2, num_warmup=20, num_draws=8, thin=2
         )
 
     with tempfile.TemporaryDirectory() as folder:

@@ -50,7 +50,7 @@ class Config:
     sampling_batch_size: int = 256
     step_size: float = 2e-3
     num_warmup: int = 20_000
-    num_samples: int = 200
+    num_draws: int = 200
     thin: int = 100
     seed: int = 0
     progress: bool = True
@@ -144,9 +144,9 @@ def run(config: Config, data: str, sampler: str, directory: Path) -> dict[str, d
         [batch for epoch in epochs for batch in epoch],
         make_sampler(sampler, config, num_data=len(train[0])),
         num_warmup=config.num_warmup,
-        num_samples=config.num_samples,
+        num_draws=config.num_draws,
         thin=config.thin,
-        steps_per_call=100,
+        steps_per_dispatch=100,
         key=key,
         directory=directory,
         progress=config.progress,
@@ -187,7 +187,7 @@ def main():
     config = Config(seed=arguments.seed)
     if arguments.smoke:
         config = dataclasses.replace(
-            config, num_chains=2, num_epochs=2, num_warmup=20, num_samples=10, thin=5
+            config, num_chains=2, num_epochs=2, num_warmup=20, num_draws=10, thin=5
         )
     directory = arguments.directory or Path(tempfile.mkdtemp(prefix="uci-"))
 

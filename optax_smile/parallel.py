@@ -275,7 +275,7 @@ def step(
         >>> carry = params, parallel.init(tx, params, mesh=mesh)
         >>> advance = parallel.step(one_step, carry, mesh=mesh)
         >>> params, state = advance(carry, parallel.place_batch(jnp.ones(3), mesh=mesh))
-        >>> optax_smile.stats(state)["num_calls"].tolist()
+        >>> optax_smile.stats(state)["num_gradients"].tolist()
         [1, 1, 1, 1]
     """
     mapped = over_chains(function, mesh=mesh, in_axes=(0, 0 if per_chain else None))

@@ -1,8 +1,8 @@
 """The four samplers of the paper with its settings: for comparisons, and to reproduce it.
 
 Minimal norm with two gradients per step and no explicit noise; `smile` and `psmile` with the
-quantile tuner and the reset of outliers. The preconditioner is the formula of the paper, which has
-no absolute bounds.
+quantile tuner and the rejection of outliers. The preconditioner is the formula of the paper, which
+has no absolute bounds.
 
     >>> import optax_smile
     >>> sampler = optax_smile.published.psmile(1e-3, num_data=50_000)
@@ -28,15 +28,15 @@ from optax_smile.stages.preconditioner import Preconditioner, identity, moving_v
 from optax_smile.stages.tuner import quantile_tuner
 
 # kappa, and what becomes of the momentum of a rejected step.
-RESET_QUANTILE = 0.98
-RESET_MOMENTUM = "zero"
+REJECT_QUANTILE = 0.98
+REJECT_MOMENTUM = "zero"
 INTEGRATOR = "minimal_norm"
 
 
 def _published(name: str, preconditioner: Preconditioner, tuned: bool):
-    """Make one of the four; `tuned` adds the tuner and the reset of outliers."""
+    """Make one of the four; `tuned` adds the tuner and the rejection of outliers."""
     where = f"published.{name}"
-    tuner, reset_quantile = (quantile_tuner(), RESET_QUANTILE) if tuned else (None, None)
+    tuner, reject_quantile = (quantile_tuner(), REJECT_QUANTILE) if tuned else (None, None)
 
     def build(
         step_size: float | jax.Array | optax.Schedule,
@@ -51,7 +51,7 @@ def _published(name: str, preconditioner: Preconditioner, tuned: bool):
             Potential(num_data, prior_precision, temperature, prior_mean),
             preconditioner=preconditioner,
             momentum=microcanonical(where, INTEGRATOR),
-            guardrail=guardrail(where, reset_quantile, RESET_MOMENTUM),
+            guardrail=guardrail(where, reject_quantile, REJECT_MOMENTUM),
             tuner=tuner,
             step_size=step_size,
         )
@@ -63,7 +63,7 @@ def _published(name: str, preconditioner: Preconditioner, tuned: bool):
         "Cost: two gradients, and two calls of `update`, per step."
     )
     return _settings.recorded(
-        build, integrator=INTEGRATOR, tuner=tuner, reset_quantile=reset_quantile
+        build, integrator=INTEGRATOR, tuner=tuner, reject_quantile=reject_quantile
     )
 
 

@@ -267,14 +267,14 @@ def _table(head: list[str], rows: list[list[str]]) -> str:
 def _pictures(snapshots: StoredSnapshots, stored: list[Stored]) -> Iterator[str]:
     yield "<h2>The chains</h2>"
     trace = snapshots.trace
-    quantile = (snapshots.settings or {}).get("reset_quantile")
+    quantile = (snapshots.settings or {}).get("reject_quantile")
     nominal = None if quantile is None else 1 - quantile
     size = len(snapshots) * sum(int(np.prod(leaf.shape)) for leaf in snapshots.leaves)
     some = snapshots.thinned(-(-size // MOST_PARAMETERS))
     draw = [
         lambda ax: plots.step_size(trace, ax=ax),
         lambda ax: plots.energy_error(trace, ax=ax),
-        lambda ax: plots.resets(trace, nominal=nominal, ax=ax),
+        lambda ax: plots.rejections(trace, nominal=nominal, ax=ax),
         lambda ax: plots.chain_paths(some.params, start=snapshots.start, ax=ax),
     ]
     yield _image(draw)

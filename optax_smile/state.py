@@ -10,38 +10,38 @@ import optax
 MOST_NONFINITE = 0.01
 
 
-class LastCall(NamedTuple):
+class LastUpdate(NamedTuple):
     """What the last call of `update` found out about the parameters that it was given.
 
     Attributes:
         energy_change: of the step that ended there, nats, positive = gained; NaN if unknown.
         energy_level: what the loop passed: 0 gradients only, 1 also `value`; int32.
-        accepted: whether nothing was taken back.
+        accepted: whether the step that ended there was kept.
         step_end: whether they were the end of a whole step.
-        is_sample: whether the last accepted step end counts as a draw from the posterior.
+        is_draw: whether the last accepted step end counts as a draw from the posterior.
         below_resolution: whether the next step is too short for their precision.
-        num_calls: calls so far, int32.
+        num_gradients: calls so far, int32.
     """
 
     energy_change: jax.Array
     energy_level: jax.Array
     accepted: jax.Array
     step_end: jax.Array
-    is_sample: jax.Array
+    is_draw: jax.Array
     below_resolution: jax.Array
-    num_calls: jax.Array
+    num_gradients: jax.Array
 
 
-def no_call(dtype: jnp.dtype) -> LastCall:
+def no_update(dtype: jnp.dtype) -> LastUpdate:
     """State before the first call."""
-    return LastCall(
+    return LastUpdate(
         energy_change=jnp.full((), jnp.nan, dtype),
         energy_level=jnp.zeros((), jnp.int32),
         accepted=jnp.ones((), bool),
         step_end=jnp.zeros((), bool),
-        is_sample=jnp.ones((), bool),
+        is_draw=jnp.ones((), bool),
         below_resolution=jnp.zeros((), bool),
-        num_calls=jnp.zeros((), jnp.int32),
+        num_gradients=jnp.zeros((), jnp.int32),
     )
 
 
@@ -50,7 +50,7 @@ class SamplerState(Protocol):
     """Protocol of the NamedTuple that a sampler's `init` returns."""
 
     @property
-    def calls_per_step(self) -> int:
+    def gradients_per_step(self) -> int:
         """Gradients, and calls of `update`, per step."""
         ...
 
@@ -97,15 +97,15 @@ def stats(state: Any) -> dict[str, jax.Array]:
         - energy_mean, energy_std: moving averages of its absolute value, nats; NaN for samplers
           that have no energy error, such as `sgld`.
         - energy_level: what the loop passes: 0 gradients only, 1 also `value`.
-        - accepted: False if the call took a step back.
+        - accepted: False if the step that ended there was rejected.
         - step_end: whether the parameters passed in were the end of a whole step.
-        - is_sample: whether `last_accepted` gives a draw from the posterior; False in the
+        - is_draw: whether `last_accepted` gives a draw from the posterior; False in the
           exploration part of `cyclical_sgld`.
-        - num_resets, num_nonfinite: steps undone for an outlying energy; calls with a non-finite
-          gradient or value.
+        - num_rejected, num_nonfinite: steps rejected for an outlying energy; gradients or values
+          that are not finite.
         - num_outlying: gradients that counted for less than they are: zero, or over three times
           as large as the average; 0 for samplers without averages.
-        - num_calls: calls of `update` so far.
+        - num_gradients: calls of `update` so far.
         - descent: energy that the chain has lost over the last quarter of its gradients, according
           to them, in standard deviations of what chance makes of a chain that has arrived; NaN for
           samplers that do not tell.

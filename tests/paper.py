@@ -7,8 +7,8 @@ import optax_smile
 PAPER: dict[str, Any] = {
     "integrator": "minimal_norm",
     "tuner": optax_smile.quantile_tuner(),
-    "reset_quantile": 0.98,
-    "reset_momentum": "zero",
+    "reject_quantile": 0.98,
+    "reject_momentum": "zero",
     "decoherence_length": None,
     "key": None,
 }

@@ -26,7 +26,7 @@ def mean_loss(params, rows):
     return jnp.mean((FEATURES[rows] @ params - TARGETS[rows]) ** 2) / 2
 
 
-def run(sampler, start, num_calls, num_chains=8, disturb=lambda gradient, count: gradient):
+def run(sampler, start, num_gradients, num_chains=8, disturb=lambda gradient, count: gradient):
     """Draws `[chain, call, parameter]`, stats and path lengths; batches by permutations."""
     tx = sampler(num_data=NUM_DATA, key=0)
 
@@ -45,7 +45,7 @@ def run(sampler, start, num_calls, num_chains=8, disturb=lambda gradient, count:
             draw = optax_smile.last_accepted(state, params)
             return (params, state), (draw, told, jnp.linalg.norm(updates))
 
-        return jax.lax.scan(call, (start, state), jnp.arange(num_calls))[1]
+        return jax.lax.scan(call, (start, state), jnp.arange(num_gradients))[1]
 
     return jax.jit(jax.vmap(chain))(jax.random.split(jax.random.key(1), num_chains))
 
@@ -168,6 +168,6 @@ def test_counters_stop_at_their_largest_value():
     updates: Any = None
     for _ in range(3):
         updates, full = tx.update(gradient, full, params)
-    counters = full.last_call.num_calls, full.num_steps, full.evidence.turns.num_turns
+    counters = full.last_update.num_gradients, full.num_steps, full.evidence.turns.num_turns
     assert all(int(counter) == most for counter in counters)
     assert np.all(np.isfinite(updates)) and full.momentum.step_length > 1e-5

@@ -49,7 +49,7 @@ PUBLISHED: Any = PAPER | {"integrator": "leapfrog"}
 OWN_STEP_SIZE = {
     "step_size": None,
     "tuner": optax_smile.angle_tuner(),
-    "reset_quantile": None,
+    "reject_quantile": None,
     "decoherence_length": "matched",
 }
 
@@ -79,7 +79,7 @@ def find_samplers():
 
 
 def find_cases(fn):
-    random = {"reset_momentum": "refresh", "decoherence_length": 1.0, "exploration": 0.0}
+    random = {"reject_momentum": "refresh", "decoherence_length": 1.0, "exploration": 0.0}
     random = {name: value for name, value in random.items() if accepts(fn, name)}
     for integrator in ("leapfrog", "minimal_norm") if accepts(fn, "integrator") else (None,):
         options = {} if integrator is None else {"integrator": integrator}

@@ -205,32 +205,32 @@ def trace(num_ticks=100, **entries):
     plain = {
         "step_size": np.ones((1, num_ticks)),
         "energy_change": np.full((1, num_ticks), np.nan),
-        "num_calls": 10 * ticks[None],
-        "num_resets": np.zeros((1, num_ticks), int),
+        "num_gradients": 10 * ticks[None],
+        "num_rejected": np.zeros((1, num_ticks), int),
         "num_nonfinite": np.zeros((1, num_ticks), int),
         "below_resolution": np.zeros((1, num_ticks), bool),
-        "is_sample": np.ones((1, num_ticks), bool),
+        "is_draw": np.ones((1, num_ticks), bool),
     }
     return plain | entries
 
 
 def test_reset_rate_counts_from_the_first_draw():
-    resets = np.concatenate([np.arange(40) * 5, 195 + np.arange(61)[1:]])[None]
-    whole = trace(num_resets=resets)
-    assert diagnostics.reset_rate(whole)[0] == pytest.approx((195 + 60) / 990)
-    assert diagnostics.reset_rate(whole, num_draws=60)[0] == pytest.approx(0.1)
-    assert np.isnan(diagnostics.reset_rate(whole, num_draws=1)).all()
+    rejections = np.concatenate([np.arange(40) * 5, 195 + np.arange(61)[1:]])[None]
+    whole = trace(num_rejected=rejections)
+    assert diagnostics.rejection_rate(whole)[0] == pytest.approx((195 + 60) / 990)
+    assert diagnostics.rejection_rate(whole, num_draws=60)[0] == pytest.approx(0.1)
+    assert np.isnan(diagnostics.rejection_rate(whole, num_draws=1)).all()
     # Ticks that are no samples hold no draws.
     explores = np.tile(np.arange(100) < 98, (1, 1))
-    got = diagnostics.reset_rate(whole | {"is_sample": explores}, num_draws=60)
+    got = diagnostics.rejection_rate(whole | {"is_draw": explores}, num_draws=60)
     assert got[0] == pytest.approx((5 + 58) / 590)
 
 
 def test_drift_compares_tenths():
     sizes = np.geomspace(1, 0.01, 100)[None]
-    got = diagnostics.step_size_drift(trace(step_size=sizes))[0]
+    got = diagnostics.step_size_trend(trace(step_size=sizes))[0]
     assert got == pytest.approx(np.median(sizes[0, 90:]) / np.median(sizes[0, 10:20]))
-    assert diagnostics.step_size_drift(trace(1)).tolist() == [1.0]
+    assert diagnostics.step_size_trend(trace(1)).tolist() == [1.0]
 
 
 def test_energy_fit_recovers_a_gamma_distribution_and_tells_another():
@@ -275,9 +275,9 @@ def run(sampler, seed=0, loss_fn=mean_loss, params=None, **arguments):
     rows = [RNG([seed, i]).choice(NUM_DATA, size, replace=False) for i in range(50)]
     defaults: dict[str, Any] = {
         "num_warmup": 195,
-        "num_samples": 60,
+        "num_draws": 60,
         "thin": 15,
-        "steps_per_call": 15,
+        "steps_per_dispatch": 15,
         "progress": False,
         "key": jax.random.key(seed),
     }
@@ -353,10 +353,10 @@ def test_summary_holds_the_figures_of_the_other_functions():
     assert found.chain_lppd[2] == pytest.approx(alone, abs=1e-5)
     assert found.nominal_rate == pytest.approx(0.02)
     trace: Any = draws.trace
-    resets, calls = (
-        trace[name][:, -1] - trace[name][:, -60] for name in ("num_resets", "num_calls")
+    rejections, calls = (
+        trace[name][:, -1] - trace[name][:, -60] for name in ("num_rejected", "num_gradients")
     )
-    np.testing.assert_allclose(found.reset_rate, resets / calls)
+    np.testing.assert_allclose(found.rejection_rate, rejections / calls)
     travelled = diagnostics.travel(draws.params, draws.start)[:, -1]
     np.testing.assert_allclose(found.travelled, travelled)
     rows = str(found).splitlines()
@@ -386,7 +386,7 @@ def test_a_tuner_that_never_ends_is_told(adapt_rate, kind):
     """The published rule has no fixed point: with noisy energies the step size falls and falls."""
     tuner = optax_smile.quantile_tuner(adapt_rate=adapt_rate)
     sampler = optax_smile.smile(0.05, **PUBLISHED | {"tuner": tuner})
-    draws = run(sampler, num_warmup=480, thin=40, steps_per_call=40, batch_size=1)
+    draws = run(sampler, num_warmup=480, thin=40, steps_per_dispatch=40, batch_size=1)
     # Smaller steps heat the chain less, so that its energy falls as well.
     told = {(kind, ALL)} | ({("still on its way", ALL)} if kind == "drift" else set())
     assert kinds(diagnostics.summary(draws)) == told
@@ -484,11 +484,11 @@ def synthetic(params, trace=None, settings=None):
 
 
 def test_far_too_many_resets():
-    settings = {"name": "smile", "reset_quantile": 0.98}
+    settings = {"name": "smile", "reject_quantile": 0.98}
     params = autoregressive((4, 100, 5))
-    for per_tick, expected in ((0, set()), (0.4, set()), (0.8, {("undone steps", ALL)})):
-        resets = np.floor(per_tick * np.arange(100))[None]
-        found = diagnostics.summary(synthetic(params, trace(num_resets=resets), settings))
+    for per_tick, expected in ((0, set()), (0.4, set()), (0.8, {("rejected steps", ALL)})):
+        rejections = np.floor(per_tick * np.arange(100))[None]
+        found = diagnostics.summary(synthetic(params, trace(num_rejected=rejections), settings))
         assert kinds(found) == expected
     settings["integrator"] = "minimal_norm"
     twice = diagnostics.summary(synthetic(params, trace(), settings))
@@ -571,7 +571,7 @@ def test_stored_draws_are_summarized(tmp_path):
     draws, prediction = healthy("psmile", 0)
     stored = run(HEALTHY["psmile"], directory=tmp_path)
     got, expected = (diagnostics.summary(one, prediction) for one in (stored, draws))
-    np.testing.assert_array_equal(got.reset_rate, expected.reset_rate)
+    np.testing.assert_array_equal(got.rejection_rate, expected.rejection_rate)
     np.testing.assert_array_equal(got.travelled, expected.travelled)
     assert str(got) == str(expected)
 
@@ -604,7 +604,7 @@ def test_arviz_reads_a_run():
     np.testing.assert_array_equal(
         told.sample_stats["step_size"].values, draws.trace["step_size"][:, -60:]
     )
-    assert {"energy_error", "num_resets"} <= set(told.sample_stats.data_vars)
+    assert {"energy_error", "num_rejected"} <= set(told.sample_stats.data_vars)
     np.testing.assert_allclose(
         told.log_likelihood["target"].values, prediction.each.log_density, rtol=1e-6
     )
@@ -627,8 +627,8 @@ WRONG = {
     "weight_rhat params": [{}, {"a": GOOD, "b": GOOD[:1]}, GOOD[:, :7] + RNG(0).normal(), NAN],
     "disagreement mean": [np.zeros((2, 3)), np.zeros((2, 3, 4, 5, 6)), NAN],
     "autocorrelation values": [np.zeros(4), np.zeros((2, 1)), NAN],
-    "reset_rate trace": [{}, {"num_calls": np.ones((1, 2))}],
-    "step_size_drift trace": [{}],
+    "rejection_rate trace": [{}, {"num_gradients": np.ones((1, 2))}],
+    "step_size_trend trace": [{}],
     "energy_fit trace": [{}],
 }
 REST: dict[str, tuple] = {"autocorrelation": (0,)}

@@ -156,7 +156,7 @@ def test_one_line_swap(loop, tx):
         return
 
     stats = optax_smile.stats(state)
-    assert stats["num_calls"] == STEPS
+    assert stats["num_gradients"] == STEPS
     assert stats["energy_level"] == level
     assert stats["num_nonfinite"] == 0
     assert stats["accepted"]
@@ -173,7 +173,7 @@ def test_stats_of_an_nnx_optimizer_state():
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
     grads = nnx.grad(lambda model: jnp.sum(model(jnp.ones((1, 3))) ** 2))(model)
     optimizer.update(model, grads, value=1.0)
-    assert int(optax_smile.stats(optimizer.opt_state)["num_calls"]) == 1
+    assert int(optax_smile.stats(optimizer.opt_state)["num_gradients"]) == 1
 
 
 # A state of nothing but arrays, which any checkpoint library can hold.

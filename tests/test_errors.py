@@ -166,7 +166,7 @@ def test_array_scalars_are_checked(value):
 @pytest.mark.parametrize("name", TUNED)
 @pytest.mark.parametrize("value", [0, 0.0, 1, 1.0, -0.5, 98, math.nan, "0.98", True])
 def test_reset_quantile(name, value):
-    assert_rejected(name, "reset_quantile", value, r"between 0 and 1 \(exclusive\)")
+    assert_rejected(name, "reject_quantile", value, r"between 0 and 1 \(exclusive\)")
 
 
 @pytest.mark.parametrize("argument", ["adapt_probability", "adapt_rate"])
@@ -223,14 +223,14 @@ def test_tuner_that_was_not_called():
 def test_unknown_reset_momentum(name, value):
     got = re.escape(repr(value))
     with pytest.raises(
-        ValueError, match=house_form(name, "reset_momentum", "one of 'zero', 'refresh'", got)
+        ValueError, match=house_form(name, "reject_momentum", "one of 'zero', 'refresh'", got)
     ):
-        build(name, reset_momentum=value)
+        build(name, reject_momentum=value)
 
 
 @pytest.mark.parametrize("name", TUNED)
 def test_refresh_needs_a_key(name):
-    assert_rejected(name, "key", None, 'a JAX key .*"refresh"', reset_momentum="refresh")
+    assert_rejected(name, "key", None, 'a JAX key .*"refresh"', reject_momentum="refresh")
 
 
 @pytest.mark.parametrize("name", MICROCANONICAL)
@@ -416,7 +416,7 @@ def test_tracers_pass(argument):
     ("name", "argument"),
     [
         ("psmile", "decoherence_length"),
-        ("psmile", "reset_quantile"),
+        ("psmile", "reject_quantile"),
         ("mclmc", "decoherence_length"),
         ("sgld", "step_size"),
         ("psgld", "square_decay"),

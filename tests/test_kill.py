@@ -59,7 +59,7 @@ def run(directory: Path | None, minutes: float = 60, callback=None) -> Any:
             key=jax.random.key(5),
         ),
         num_warmup=5,
-        num_samples=SAMPLES,
+        num_draws=SAMPLES,
         thin=1,
         key=jax.random.key(0),
         stochastic=True,

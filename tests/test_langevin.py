@@ -194,7 +194,7 @@ def test_scale_adapted_sghmc():
     changes = [bool(np.any(a != b)) for a, b in itertools.pairwise(memories)]
     assert changes == [True] * adapt_steps + [False] * (calls - adapt_steps)
     # The point that the call was given is the end of the step before it.
-    told = trace.told("is_sample")[2:]
+    told = trace.told("is_draw")[2:]
     np.testing.assert_array_equal(told, np.arange(calls - 1) >= adapt_steps)
 
 
@@ -256,7 +256,7 @@ def test_cyclical_sgld(total, cycles, exploration):
 
     assert_moves(trace, move)
     judged = [not explores(call) for call in range(calls - 1)]
-    np.testing.assert_array_equal(trace.told("is_sample")[2:], judged)
+    np.testing.assert_array_equal(trace.told("is_draw")[2:], judged)
 
 
 @pytest.mark.parametrize("length", [7, 50, 100, 5000])
@@ -276,7 +276,7 @@ def test_exploration_ends_at_the_right_step(length):
         )
         _, state = tx.update(params, tx.init(params), params)
         state = state._replace(num_steps=count + 1)
-        return optax_smile.stats(tx.update(params, state, params)[1])["is_sample"]
+        return optax_smile.stats(tx.update(params, state, params)[1])["is_draw"]
 
     # With jit: a division by a constant may then become a product with its rounded inverse.
     together = jax.jit(jax.vmap(lambda count: [told(count, percent) for percent in percentages]))
@@ -289,7 +289,7 @@ def test_exploration_ends_at_the_right_step(length):
 @pytest.mark.parametrize("name", ["cyclical_sgld", "scale_adapted_sghmc"])
 def test_nothing_is_a_sample_before_the_first_step(name):
     trace = follow(build(name), 1)
-    assert not trace.told("is_sample")[1]
+    assert not trace.told("is_draw")[1]
 
 
 def test_cyclical_step_sizes_keep_their_digits_at_the_end_of_a_cycle():
@@ -375,8 +375,8 @@ def test_nonfinite_inputs_are_taken_back(name):
         assert ulps(back, judged, params) <= 2
         stats = optax_smile.stats(after)
         assert not stats["accepted"] and stats["step_end"]
-        assert stats["num_nonfinite"] == 1 and stats["num_resets"] == 0
-        assert stats["num_calls"] == optax_smile.stats(state)["num_calls"] + 1
+        assert stats["num_nonfinite"] == 1 and stats["num_rejected"] == 0
+        assert stats["num_gradients"] == optax_smile.stats(state)["num_gradients"] + 1
         assert np.isnan(stats["energy_change"])
         assert after.num_steps == state.num_steps
         assert not np.any(flat(after.displacement))
@@ -427,17 +427,17 @@ def test_steps_shrink_after_the_fifth_nonfinite_call_in_a_row(name):
 
 
 def test_is_sample_speaks_of_the_last_accepted_step_end():
-    """The first step after the exploration is undone: what is left is the last one of it."""
+    """The first step after the exploration is rejected: what is left is the last one of it."""
     tx = build("cyclical_sgld", total_steps=10, num_cycles=1, exploration=0.5)
     start = as_tree(START, jnp.float32)
     params, state = run(tx, start, tx.init(start), range(6))[-1]
-    assert state.num_steps == 6 and not optax_smile.stats(state)["is_sample"]
+    assert state.num_steps == 6 and not optax_smile.stats(state)["is_draw"]
     grads, value = next(bad_inputs(params))
-    _, undone = tx.update(grads, state, params, value=value)
-    assert not optax_smile.stats(undone)["is_sample"]
+    _, rejected = tx.update(grads, state, params, value=value)
+    assert not optax_smile.stats(rejected)["is_draw"]
     grads, value = good_call(params)
     _, kept = tx.update(grads, state, params, value=value)
-    assert optax_smile.stats(kept)["is_sample"]
+    assert optax_smile.stats(kept)["is_draw"]
 
 
 # What a loop asks for.
@@ -454,7 +454,7 @@ def test_last_accepted_is_the_point_that_was_judged(name):
         assert np.any(flat(proposal) != flat(judged))
     told = [optax_smile.stats(state) for _, state in trail[1:]]
     assert [bool(stats["step_end"]) for stats in told] == [False] + [True] * (CALLS - 1)
-    assert [int(stats["num_calls"]) for stats in told] == list(range(1, CALLS + 1))
+    assert [int(stats["num_gradients"]) for stats in told] == list(range(1, CALLS + 1))
 
 
 @every_sampler
@@ -469,7 +469,7 @@ def test_stats_are_those_of_smile(name):
         for key, number in told.items():
             assert (number.shape, number.dtype) == ((), expected[key].dtype), key
         assert all(np.isnan(told[key]) for key in ("energy_change", "energy_mean", "energy_std"))
-    assert after.calls_per_step == 1
+    assert after.gradients_per_step == 1
 
 
 @every_sampler

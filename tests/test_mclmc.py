@@ -46,11 +46,11 @@ class Call(NamedTuple):
     stats: dict[str, Any]
 
 
-def follow(tx, num_calls, params, state=None):
+def follow(tx, num_gradients, params, state=None):
     """What each call was given, and the noise that it drew; without jit, in float64."""
     state, calls = tx.init(params) if state is None else state, []
     value_and_grad = jax.jit(jax.value_and_grad(banana))
-    for _ in range(num_calls):
+    for _ in range(num_gradients):
         value, grads = value_and_grad(params)
         noise = None
         if state.key is not None:
@@ -89,7 +89,7 @@ def test_it_is_smile_naive(integrator):
 def test_its_default_is_the_published_integrator():
     params = jnp.ones(3)
     tx: Any = optax_smile.mclmc(0.1, num_data=1, decoherence_length=1.0, key=jax.random.key(0))
-    assert tx.init(params).calls_per_step == 2
+    assert tx.init(params).gradients_per_step == 2
 
 
 @every_integrator
@@ -146,7 +146,7 @@ def textbook(integrator, step_size, length, calls):
 @every_integrator
 def test_trajectory_and_energies_are_those_of_the_textbook(integrator):
     """It starts in a random direction; the noise is no part of any step's energy error."""
-    step_size, length, num_calls = 0.15, 0.4, 25
+    step_size, length, num_gradients = 0.15, 0.4, 25
     with jax.enable_x64(True):
         tx = optax_smile.mclmc(
             step_size,
@@ -156,7 +156,7 @@ def test_trajectory_and_energies_are_those_of_the_textbook(integrator):
             integrator=integrator,
             key=jax.random.key(4),
         )
-        calls = follow(tx, num_calls, banana_start())
+        calls = follow(tx, num_gradients, banana_start())
     expected = list(textbook(integrator, step_size, length, calls))
     np.testing.assert_allclose(
         [call.position for call in calls], [x for x, _ in expected], rtol=0, atol=1e-11
@@ -168,7 +168,7 @@ def test_trajectory_and_energies_are_those_of_the_textbook(integrator):
         atol=1e-10,
     )
     per_step = CALLS_PER_STEP[integrator]
-    assert np.isfinite([change for _, change in expected]).sum() == (num_calls - 1) // per_step
+    assert np.isfinite([change for _, change in expected]).sum() == (num_gradients - 1) // per_step
 
 
 def test_a_start_at_the_mode_moves():

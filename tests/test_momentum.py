@@ -356,8 +356,8 @@ def test_full_batch_trajectory_and_energies_are_those_of_blackjax(integrator):
             return (optax.apply_updates(params, updates), state), judged
 
         started = params, moving_along(tx.init(params), unravel(direction))
-        num_calls = 1 + calls * num_steps
-        chain = jax.jit(lambda x: jax.lax.scan(call, x, length=num_calls)[1])
+        num_gradients = 1 + calls * num_steps
+        chain = jax.jit(lambda x: jax.lax.scan(call, x, length=num_gradients)[1])
         judged, changes = chain(started)
     np.testing.assert_allclose(judged[calls::calls], ends.position, rtol=0, atol=1e-10)
     expected = np.asarray(kinetic_changes) + np.diff(energies)

@@ -410,7 +410,7 @@ def batches():
 def draw(sampler, mesh=None, specs=None, **arguments) -> Any:
     defaults: dict[str, Any] = {
         "num_warmup": 8,
-        "num_samples": 3,
+        "num_draws": 3,
         "thin": 8,
         "key": jax.random.key(0),
         "progress": False,
@@ -457,7 +457,7 @@ def test_sample_on_a_mesh(tmp_path):
         SPECS,
         loss_fn=watched_loss,
         directory=tmp_path,
-        steps_per_call=4,
+        steps_per_dispatch=4,
         prefetch=2,
     )
     assert_same_draws(got, drawn("smile_naive"))
@@ -476,7 +476,7 @@ def test_sample_on_a_mesh(tmp_path):
 )
 @pytest.mark.parametrize(
     ("arguments", "is_stored"),
-    [({}, False), ({}, True), ({"steps_per_call": 4}, False), ({"prefetch": 2}, True)],
+    [({}, False), ({}, True), ({"steps_per_dispatch": 4}, False), ({"prefetch": 2}, True)],
     ids=["plain", "stored", "in one go", "stored and prefetched"],
 )
 def test_sample_on_every_mesh(shape, axis_type, specs, arguments, is_stored, tmp_path):
@@ -491,27 +491,27 @@ def test_sample_on_every_mesh(shape, axis_type, specs, arguments, is_stored, tmp
     [("clipped psmile", AUTO, None), ("psmile", EXPLICIT, SPECS), ("sghmc", AUTO, SPECS)],
 )
 def test_sample_with_other_samplers(name, axis_type, specs):
-    got = draw(SAMPLERS[name](), make_mesh((4, 2), axis_type), specs, steps_per_call=4)
+    got = draw(SAMPLERS[name](), make_mesh((4, 2), axis_type), specs, steps_per_dispatch=4)
     assert_same_draws(got, drawn(name))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("batch_per", ["call", "step"])
-@pytest.mark.parametrize("steps_per_call", [1, 4])
-def test_sample_with_batches_of_their_own(batch_per, steps_per_call):
+@pytest.mark.parametrize("batch_per", ["gradient", "step"])
+@pytest.mark.parametrize("steps_per_dispatch", [1, 4])
+def test_sample_with_batches_of_their_own(batch_per, steps_per_dispatch):
     sampler = optax_smile.smile_naive(0.02, num_data=NUM_DATA, integrator="minimal_norm")
     options: dict[str, Any] = {
         "batches": [batch_of(call, 8) for call in range(STEPS)],
         "per_chain": True,
         "batch_per": batch_per,
-        "steps_per_call": steps_per_call,
+        "steps_per_dispatch": steps_per_dispatch,
     }
     assert_same_draws(draw(sampler, make_mesh((4, 2)), **options), draw(sampler, **options))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("steps_per_call", [1, 4])
-def test_sample_with_auxiliary_state_and_random_losses(steps_per_call):
+@pytest.mark.parametrize("steps_per_dispatch", [1, 4])
+def test_sample_with_auxiliary_state_and_random_losses(steps_per_dispatch):
     def noisy_loss(params, batch, aux, key):
         loss = mean_loss(params, batch) + 0.1 * jax.random.normal(key, ()) * jnp.sum(params["in"])
         return loss, aux + loss
@@ -520,7 +520,7 @@ def test_sample_with_auxiliary_state_and_random_losses(steps_per_call):
         "loss_fn": noisy_loss,
         "aux": np.zeros(8, np.float32),
         "stochastic": True,
-        "steps_per_call": steps_per_call,
+        "steps_per_dispatch": steps_per_dispatch,
     }
     sampler = SAMPLERS["smile_naive"]()
     got = draw(sampler, make_mesh((4, 2)), **options)
@@ -531,8 +531,8 @@ def test_sample_with_auxiliary_state_and_random_losses(steps_per_call):
 @pytest.mark.slow
 def test_a_run_goes_on_on_another_mesh(tmp_path):
     sampler = SAMPLERS["smile_naive"]()
-    draw(sampler, make_mesh((8, 1)), directory=tmp_path, num_samples=1)
-    draw(sampler, make_mesh((4, 2)), directory=tmp_path, num_samples=2)
+    draw(sampler, make_mesh((8, 1)), directory=tmp_path, num_draws=1)
+    draw(sampler, make_mesh((4, 2)), directory=tmp_path, num_draws=2)
     assert_same_draws(draw(sampler, directory=tmp_path), drawn("smile_naive"))
 
 

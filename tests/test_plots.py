@@ -30,7 +30,7 @@ SEARCH = optax_smile.StepSizeSearch(
     lppd=LPPD,
     standard_error=np.where(LPPD > -9, 0.1 * (LPPD + 0.4), np.nan) ** 2,
     chain_lppd=LPPD[:, None] - np.array([[0.1, 0.2, 0.3]]),
-    undone=np.zeros(6),
+    rejected=np.zeros(6),
     start_lppd=-0.95,
     start_chain_lppd=np.array([-1.0, -1.2, -1.3]),
 )
@@ -50,9 +50,9 @@ def make_trace(num_chains=NUM_CHAINS, num_ticks=NUM_TICKS) -> dict[str, Any]:
         "step_size": np.exp(generator.normal(-3, 1, shape)).astype(np.float32),
         "energy_change": generator.normal(size=shape).astype(np.float32),
         "accepted": generator.random(shape) < 0.9,
-        "num_resets": generator.poisson(2, shape).cumsum(axis=1),
+        "num_rejected": generator.poisson(2, shape).cumsum(axis=1),
         "num_nonfinite": np.zeros(shape, np.int32),
-        "num_calls": generator.integers(10, 20, shape).cumsum(axis=1),
+        "num_gradients": generator.integers(10, 20, shape).cumsum(axis=1),
     }
 
 
@@ -64,7 +64,7 @@ DRAW = {
     "step_size": lambda ax: plots.step_size(make_trace(), ax=ax),
     "energy_error": lambda ax: plots.energy_error(make_trace(), ax=ax),
     "energy_error, none": draw_energy_level_zero,
-    "resets": lambda ax: plots.resets(make_trace(), nominal=0.1, ax=ax),
+    "rejections": lambda ax: plots.rejections(make_trace(), nominal=0.1, ax=ax),
     "reliability": lambda ax: plots.reliability(PROBABILITIES, LABELS, ax=ax),
     "risk_coverage": lambda ax: plots.risk_coverage(PROBABILITIES, LABELS, label="one", ax=ax),
     "regression_band": lambda ax: plots.regression_band(MEAN, MEAN, STD, MEAN + 1, ax=ax),
@@ -119,7 +119,7 @@ def test_few_ticks_and_many_chains(num_chains, num_ticks):
     for ax in (
         plots.step_size(trace),
         plots.energy_error(trace),
-        plots.resets(trace),
+        plots.rejections(trace),
         plots.lppd(log_likelihood),
         plots.chain_paths(draws),
     ):
@@ -145,15 +145,15 @@ def test_what_sample_returns():
         [jnp.ones(4)],
         optax_smile.psmile(0.1, num_data=10, **PAPER),
         num_warmup=10,
-        num_samples=10,
+        num_draws=10,
         thin=2,
         key=jax.random.key(1),
         progress=False,
     )
     line = line_of(plots.step_size(draws.trace), "chain 1")
-    np.testing.assert_array_equal(line.get_xdata(), draws.trace["num_calls"][1])
+    np.testing.assert_array_equal(line.get_xdata(), draws.trace["num_gradients"][1])
     np.testing.assert_allclose(line.get_ydata(), draws.trace["step_size"][1])
-    for ax in plots.energy_error(draws.trace), plots.resets(draws.trace, nominal=0):
+    for ax in plots.energy_error(draws.trace), plots.rejections(draws.trace, nominal=0):
         ax.figure.canvas.draw()
     ax = plots.chain_paths(draws.params, start={"w": jnp.arange(8.0).reshape(2, 4)})
     assert line_of(ax, "chain 0").get_xdata().size == 11
@@ -173,7 +173,7 @@ def test_step_size_scale_follows_the_spread():
     plots.step_size(trace).figure.canvas.draw()
 
 
-def test_energy_error_shows_dots_undone_steps_and_quantiles():
+def test_energy_error_shows_dots_rejected_steps_and_quantiles():
     trace = make_trace()
     trace["energy_change"][1, 5] = np.nan
     trace["energy_change"][2, 7] = np.inf
@@ -190,20 +190,20 @@ def test_energy_error_shows_dots_undone_steps_and_quantiles():
     expected += [error[:, at : at + 7] for at in (32, 39, 46, 53)]
     expected = [np.median(window[np.isfinite(window)]) for window in expected]
     np.testing.assert_allclose(median.get_ydata(), expected, rtol=1e-6)
-    np.testing.assert_allclose(median.get_xdata()[0], trace["num_calls"][:, :8].mean())
+    np.testing.assert_allclose(median.get_xdata()[0], trace["num_gradients"][:, :8].mean())
     vertices = outline_of(ax)
     last = error[:, 53:]
-    at_end = vertices[np.isclose(vertices[:, 0], trace["num_calls"][:, 53:].mean()), 1]
+    at_end = vertices[np.isclose(vertices[:, 0], trace["num_gradients"][:, 53:].mean()), 1]
     quantiles = np.quantile(last, [0.05, 0.95])
     np.testing.assert_allclose([at_end.min(), at_end.max()], quantiles, rtol=1e-6)
 
 
-def test_many_energies_are_thinned_but_undone_steps_are_kept():
+def test_many_energies_are_thinned_but_rejected_steps_are_kept():
     trace = make_trace(20, 1000)
     ax = plots.energy_error(trace)
-    usual, undone = (line for line in lines_of(ax) if line.get_marker() == ".")
+    usual, rejected = (line for line in lines_of(ax) if line.get_marker() == ".")
     assert usual.get_ydata().size <= run.MOST_DOTS
-    assert undone.get_ydata().size == np.sum(~trace["accepted"])
+    assert rejected.get_ydata().size == np.sum(~trace["accepted"])
 
 
 def test_energies_that_are_all_zero():
@@ -221,41 +221,41 @@ def test_without_any_energy_it_says_so():
 
 def test_resets_are_counted_per_gradient():
     trace = make_trace()
-    ax = plots.resets(trace, nominal=0.1)
-    undone, calls = trace["num_resets"], trace["num_calls"]
+    ax = plots.rejections(trace, nominal=0.1)
+    rejected, calls = trace["num_rejected"], trace["num_gradients"]
     stairs = stairs_of(ax)
     for chain in range(NUM_CHAINS):
         values, edges, _ = stairs[f"chain {chain}"]
         ends = [list(calls[chain]).index(edge) for edge in edges]
         assert ends[0] == 0 and ends[-1] == NUM_TICKS - 1
         for rate, first, last in zip(values, ends[:-1], ends[1:], strict=True):
-            number = undone[chain, last] - undone[chain, first]
+            number = rejected[chain, last] - rejected[chain, first]
             assert rate == pytest.approx(number / (calls[chain, last] - calls[chain, first]))
     values, edges, _ = stairs["all 3 chains"]
-    gained = sum(undone[:, -1] - undone[:, 0])
+    gained = sum(rejected[:, -1] - rejected[:, 0])
     gradients = sum(calls[:, -1] - calls[:, 0])
     assert np.sum(values * np.diff(edges) * NUM_CHAINS) == pytest.approx(gained)
     # About five events in a window of one chain.
     assert 4 <= gained / (len(values) * NUM_CHAINS) <= 7
-    assert f"{gained} steps undone, {gained / gradients:.2g} per gradient" in ax.get_title()
+    assert f"{gained} steps rejected, {gained / gradients:.2g} per gradient" in ax.get_title()
     assert line_of(ax, "nominal: 0.1").get_ydata()[0] == 0.1
     assert "non-finite" not in ax.get_title()
 
 
 def test_resets_of_a_quiet_and_of_a_broken_run():
     trace = make_trace()
-    trace["num_resets"] = np.zeros_like(trace["num_resets"])
-    assert plots.resets(trace).get_ylim()[1] > 0
-    trace["num_resets"][1, 30:] = 7
+    trace["num_rejected"] = np.zeros_like(trace["num_rejected"])
+    assert plots.rejections(trace).get_ylim()[1] > 0
+    trace["num_rejected"][1, 30:] = 7
     trace["num_nonfinite"][0, 20:] = 4
-    ax = plots.resets(trace, nominal=1e-4)
+    ax = plots.rejections(trace, nominal=1e-4)
     assert ax.get_yscale() == "symlog"
     assert "4 non-finite calls" in ax.get_title()
     ax.figure.canvas.draw()
 
 
 def test_many_chains_show_the_range_of_their_rates():
-    stairs = stairs_of(plots.resets(make_trace(12)))
+    stairs = stairs_of(plots.rejections(make_trace(12)))
     top, edges, bottom = stairs["range of the chains"]
     middle = stairs["all 12 chains"].values
     assert np.all(bottom <= middle) and np.all(middle <= top)
@@ -453,22 +453,28 @@ BAD = {
         lambda: plots.step_size(cast(Any, DRAWS)),
         r"plots.step_size\(trace=...\)` must be a dict",
     ),
-    "empty trace": (lambda: plots.resets({}), "'num_resets', 'num_calls', got the keys"),
+    "empty trace": (lambda: plots.rejections({}), "'num_rejected', 'num_gradients', got the keys"),
     "shapes differ": (
-        lambda: plots.energy_error(with_trace(num_calls=np.ones((2, 60)))),
+        lambda: plots.energy_error(with_trace(num_gradients=np.ones((2, 60)))),
         r"plots.energy_error\(trace=...\)` must be .* one shape",
     ),
-    "one axis": (lambda: plots.step_size({"step_size": [1.0], "num_calls": [1]}), "chain, tick"),
+    "one axis": (
+        lambda: plots.step_size({"step_size": [1.0], "num_gradients": [1]}),
+        "chain, tick",
+    ),
     "no ticks": (lambda: plots.step_size(make_trace(2, 0)), "at least one of each"),
     "accepted": (
         lambda: plots.energy_error(with_trace(accepted=np.ones((3, 5)))),
         r"plots.energy_error\(trace",
     ),
-    "one tick": (lambda: plots.resets(make_trace(2, 1)), "at least 2 ticks"),
-    "no gradients": (lambda: plots.resets(with_trace(num_calls=np.ones((3, 60)))), "gradients"),
+    "one tick": (lambda: plots.rejections(make_trace(2, 1)), "at least 2 ticks"),
+    "no gradients": (
+        lambda: plots.rejections(with_trace(num_gradients=np.ones((3, 60)))),
+        "gradients",
+    ),
     "nominal": (
-        lambda: plots.resets(make_trace(), nominal=2),
-        r"resets\(nominal=...\)` must be in",
+        lambda: plots.rejections(make_trace(), nominal=2),
+        r"rejections\(nominal=...\)` must be in",
     ),
     "reliability, one axis": (
         lambda: plots.reliability(MEAN, LABELS),

@@ -189,7 +189,7 @@ def test_batches_of_inputs_change_nothing(batch_size):
 def test_on_a_mesh(chain, data, kind, per):
     """100 snapshots on 8 rows of devices leave the last rows empty."""
     mesh = jax.make_mesh((chain, data), ("chain", "data"), axis_types=(kind,) * 2)
-    arguments: dict[str, Any] = {"per": per, "members": (3, 50), "batch_size": 16}
+    arguments: dict[str, Any] = {"per": per, "curve": (3, 50), "batch_size": 16}
     assert_equal(classify(**arguments, mesh=mesh), classify(**arguments), 1e-5)
 
 
@@ -203,7 +203,7 @@ def test_parameters_sharded_inside_a_chain():
 
 def test_the_curve_over_the_number_of_snapshots():
     """Snapshots come draw by draw: eight are two draws of each of the four chains."""
-    got = classify(members=(1, 8, 100))
+    got = classify(curve=(1, 8, 100))
     for count, point in zip((1, 8, 100), got.curve, strict=True):
         first = WEIGHTS.swapaxes(0, 1).reshape(-1, 3, CLASSES)[:count]
         assert_equal(point, classify({"w": w} for w in first))
@@ -217,7 +217,7 @@ def test_draws_come_in_the_same_order_from_disk(tmp_path):
             [INPUTS[:3, :1] + np.zeros((1, CLASSES), np.float32)],
             optax_smile.smile_naive(0.1, num_data=10),
             num_warmup=1,
-            num_samples=6,
+            num_draws=6,
             key=jax.random.key(0),
             progress=False,
             directory=directory,
@@ -225,7 +225,7 @@ def test_draws_come_in_the_same_order_from_disk(tmp_path):
 
     memory, disk = run(), run(tmp_path)
     assert memory.settings is not None
-    arguments: dict[str, Any] = {"per": "draw", "members": (1, 5)}
+    arguments: dict[str, Any] = {"per": "draw", "curve": (1, 5)}
     assert_equal(classify(disk, **arguments), classify(memory, **arguments))
     assert classify(disk, per="draw").each.mean.shape == (CHAINS, 6, INPUTS_COUNT, CLASSES)
     for one, other in zip(memory, disk, strict=True):
@@ -243,7 +243,7 @@ def test_in_pieces():
     for count, params in enumerate(SNAPSHOTS, start=1):
         predictor.update(params)
         if count == 8:
-            assert_equal(predictor.finalize(), classify(members=(8,)).curve[0])
+            assert_equal(predictor.finalize(), classify(curve=(8,)).curve[0])
     assert_equal(predictor.finalize(), classify())
 
 
@@ -366,10 +366,10 @@ SAY = r"`predict\({}=...\)` must be "
         ({"snapshots": None}, "snapshots", "an iterable of parameter trees, got NoneType"),
         ({"snapshots": Draws(ONE), "per": "chain"}, "snapshots", "as many draws of each of the 2"),
         ({"snapshots": Draws(ONE), "per": "draw"}, "snapshots", "as many draws of each of the 2"),
-        ({"members": 3}, "members", "a sequence of integers, got 3"),
+        ({"curve": 3}, "curve", "a sequence of integers, got 3"),
         ({"batch_size": 0}, "batch_size", "an integer >= 1, got 0"),
-        ({"members": (2, 1)}, "members", r"ascending, got \(2, 1\)"),
-        ({"members": (2, 101)}, "members", "at most the 100 snapshots"),
+        ({"curve": (2, 1)}, "curve", r"ascending, got \(2, 1\)"),
+        ({"curve": (2, 101)}, "curve", "at most the 100 snapshots"),
         ({"per": "input"}, "per", "one of 'chain', 'draw'"),
         (
             {"per": "draw", "snapshots": iter(SNAPSHOTS)},

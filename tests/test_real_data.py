@@ -93,7 +93,7 @@ def sampled_lppd(sampler):
         batches,
         sampler(2e-3, num_data=num_data),
         num_warmup=5_000,
-        num_samples=100,
+        num_draws=100,
         thin=50,
         key=jax.random.key(1),
         progress=False,

@@ -37,10 +37,10 @@ def run(tmp_path_factory) -> Path:
         {"w": jnp.asarray(RNG.normal(size=(CHAINS, 3, 4)), jnp.float32)},
         [INPUTS[:3, :1] + np.zeros((1, 4), np.float32), INPUTS[3:6, :1] + np.zeros((1, 4), "f4")],
         optax_smile.psmile(
-            0.1, num_data=10, tuner=None, reset_quantile=0.98, key=jax.random.key(1)
+            0.1, num_data=10, tuner=None, reject_quantile=0.98, key=jax.random.key(1)
         ),
         num_warmup=1,
-        num_samples=DRAWS,
+        num_draws=DRAWS,
         thin=5,
         key=jax.random.key(0),
         progress=False,
@@ -87,7 +87,7 @@ def test_classification(run, draws, tmp_path):
     assert "across chains" in page
     assert [image.shape[1] for image in pictures(page)] == [1100] * 3
     assert all(np.ptp(image) > 0.5 for image in pictures(page))
-    assert "reset_quantile" in page and "0.98" in page
+    assert "reject_quantile" in page and "0.98" in page
 
 
 def test_regression(run, draws):
@@ -191,7 +191,9 @@ def test_huge_runs_are_thinned_for_the_picture_of_their_paths(run, draws, monkey
         report.plots, "chain_paths", lambda params, start, ax: drawn.append((params, start))
     )
     rates = []
-    monkeypatch.setattr(report.plots, "resets", lambda trace, nominal, ax: rates.append(nominal))
+    monkeypatch.setattr(
+        report.plots, "rejections", lambda trace, nominal, ax: rates.append(nominal)
+    )
     report.write(run)
     monkeypatch.setattr(report, "MOST_PARAMETERS", CHAINS * 12 * DRAWS // 3)
     report.write(run)

@@ -100,7 +100,7 @@ def run(directory: Path | None = None, loss=mean_loss, params=None, sampler=None
     """Sample; every step begins on a checkpoint unless told otherwise."""
     defaults: dict[str, Any] = {
         "num_warmup": WARMUP,
-        "num_samples": SAMPLES,
+        "num_draws": SAMPLES,
         "thin": THIN,
         "key": jax.random.key(0),
         "progress": False,
@@ -211,18 +211,18 @@ CASES: dict[str, Any] = {
     "a batch per step": lambda: {
         "sampler": smile("minimal_norm"),
         "batch_per": "step",
-        "steps_per_call": 3,
+        "steps_per_dispatch": 3,
         "batches": Again(regression(7)),
     },
     "an odd number of batches in one go": lambda: {
         "sampler": smile("minimal_norm"),
-        "steps_per_call": 3,
+        "steps_per_dispatch": 3,
         "prefetch": 2,
     },
     "a batch per chain": lambda: {
         "per_chain": True,
         "batches": own_batches(7),
-        "steps_per_call": 3,
+        "steps_per_dispatch": 3,
         "prefetch": 2,
     },
     "stochastic": lambda: {"loss": noisy_loss, "stochastic": True, "prefetch": 2},
@@ -231,14 +231,14 @@ CASES: dict[str, Any] = {
         "stochastic": True,
         "aux": aux(),
         "sampler": smile("minimal_norm"),
-        "steps_per_call": 3,
+        "steps_per_dispatch": 3,
     },
     "a generator": lambda: {"batches": (x for x in regression(60)), "prefetch": 2},
     "a place": lambda: {"batches": Positioned(regression(7)), "prefetch": 2},
     "a place in bytes": lambda: {
         "batches": Positioned(regression(7), as_bytes=True),
         "sampler": smile("minimal_norm"),
-        "steps_per_call": 3,
+        "steps_per_dispatch": 3,
         "prefetch": 2,
     },
     "inside a chain": lambda: {
@@ -302,8 +302,8 @@ def test_grain_goes_on_where_it_was(tmp_path, kind):
 @pytest.mark.slow
 def test_batches_that_ran_out_may_grow(tmp_path):
     """Nine batches are four steps of two and a rest, which the next run takes again."""
-    arguments: dict[str, Any] = {"sampler": smile("minimal_norm"), "steps_per_call": 3}
-    arguments |= {"num_warmup": 1, "num_samples": 2}
+    arguments: dict[str, Any] = {"sampler": smile("minimal_norm"), "steps_per_dispatch": 3}
+    arguments |= {"num_warmup": 1, "num_draws": 2}
 
     def batches(count):
         return iter(regression(18)[:count])
@@ -360,16 +360,19 @@ def test_stopped_before_the_first_draw(tmp_path):
     np.testing.assert_array_equal(run(tmp_path).params["w"], run().params["w"])
 
 
-@pytest.mark.parametrize("steps_per_call", [pytest.param(1, marks=pytest.mark.slow), 3])
-def test_more_draws_make_a_run_longer(tmp_path, steps_per_call):
-    arguments: dict[str, Any] = {"steps_per_call": steps_per_call, "sampler": tuned("leapfrog")}
+@pytest.mark.parametrize("steps_per_dispatch", [pytest.param(1, marks=pytest.mark.slow), 3])
+def test_more_draws_make_a_run_longer(tmp_path, steps_per_dispatch):
+    arguments: dict[str, Any] = {
+        "steps_per_dispatch": steps_per_dispatch,
+        "sampler": tuned("leapfrog"),
+    }
     arguments |= {"checkpoint_minutes": 60}
-    expected = run(tmp_path / "long", num_samples=8, **arguments)
-    begun = run(tmp_path / "grown", num_samples=3, **arguments)
+    expected = run(tmp_path / "long", num_draws=8, **arguments)
+    begun = run(tmp_path / "grown", num_draws=3, **arguments)
     assert begun.num_draws == 3
-    got = run(tmp_path / "grown", num_samples=8, **arguments)
+    got = run(tmp_path / "grown", num_draws=8, **arguments)
     assert_same_bits(got, expected)
-    assert json.loads((tmp_path / "grown" / "manifest.json").read_text())["num_samples"] == 8
+    assert json.loads((tmp_path / "grown" / "manifest.json").read_text())["num_draws"] == 8
 
 
 def test_a_finished_run_computes_nothing(tmp_path):
@@ -541,7 +544,7 @@ def test_a_run_holds_its_directory_and_lets_go_of_it(tmp_path):
             run(tmp_path)
         refused.append(step)
 
-    run(tmp_path, callback=second, num_samples=1)
+    run(tmp_path, callback=second, num_draws=1)
     assert refused == [3, 7]
     _checkpoint.Lock("test", tmp_path).release()
 
@@ -698,7 +701,7 @@ def test_memory_does_not_grow_with_the_draws(tmp_path):
     live, host, told, alive = {}, {}, [], []
 
     def look(step, stats):
-        told.append(weakref.ref(stats["num_calls"]))
+        told.append(weakref.ref(stats["num_gradients"]))
         if step % 100 < 10:
             live[step] = sum(array.nbytes for array in jax.live_arrays())
         if step in (200, 1000):
@@ -711,7 +714,7 @@ def test_memory_does_not_grow_with_the_draws(tmp_path):
         loss=lambda params, batch: mean_loss(params, batch) + jnp.sum(params["wide"] ** 2),
         params=params,
         num_warmup=0,
-        num_samples=1001,
+        num_draws=1001,
         thin=1,
         checkpoint_minutes=60,
         callback=look,
@@ -728,7 +731,10 @@ def test_memory_does_not_grow_with_the_draws(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"steps_per_call": 0}, r"`sample\(steps_per_call=...\)` must be an integer >= 1, got 0"),
+        (
+            {"steps_per_dispatch": 0},
+            r"`sample\(steps_per_dispatch=...\)` must be an integer >= 1, got 0",
+        ),
         ({"prefetch": -1}, r"`sample\(prefetch=...\)` must be an integer >= 0, got -1"),
         ({"prefetch": 1.5}, r"`sample\(prefetch=...\)` must be an integer >= 0, got 1.5"),
         ({"checkpoint_minutes": -1}, r"`sample\(checkpoint_minutes=...\)` must be >= 0, got -1"),

@@ -44,7 +44,7 @@ def start(chains=CHAINS) -> Any:
 def draw(sampler, **arguments):
     defaults: dict[str, Any] = {
         "num_warmup": 3,
-        "num_samples": 4,
+        "num_draws": 4,
         "thin": 2,
         "key": jax.random.key(0),
         "progress": False,
@@ -58,14 +58,14 @@ def draw(sampler, **arguments):
 def test_draws_are_those_of_a_hand_written_loop(integrator):
     published: Any = PAPER | {"integrator": integrator}
     tx = optax_smile.psmile(0.02, num_data=200, **published)
-    calls_per_step = {"leapfrog": 1, "minimal_norm": 2}[integrator]
+    gradients_per_step = {"leapfrog": 1, "minimal_norm": 2}[integrator]
     got = draw(tx)
     step = jax.jit(jax.value_and_grad(mean_loss))
     for chain in range(CHAINS):
         params = jax.tree.map(lambda x, at=chain: x[at], start())
         state, stream, expected = tx.init(params), itertools.cycle(batches()), []
         for count in range(1, 12):
-            for _ in range(calls_per_step):
+            for _ in range(gradients_per_step):
                 loss, grads = step(params, next(stream))
                 updates, state = tx.update(grads, state, params, value=loss)
                 params = optax.apply_updates(params, updates)
@@ -81,7 +81,7 @@ def test_shapes_trace_and_callback():
     )
     assert got.params["w"].shape == (CHAINS, 4, 2) and got.params["b"].shape == (CHAINS, 4)
     assert (got.num_chains, got.num_draws, len(got)) == (CHAINS, 4, CHAINS * 4)
-    assert got.trace["num_calls"].tolist() == [[1, 3, 5, 7, 9, 11]] * CHAINS
+    assert got.trace["num_gradients"].tolist() == [[1, 3, 5, 7, 9, 11]] * CHAINS
     assert [step for step, _ in seen] == [1, 3, 5, 7, 9, 11]
     listed = list(got)
     np.testing.assert_array_equal(listed[5]["w"], got.params["w"][2, 1])
@@ -94,7 +94,7 @@ def test_chains_get_their_own_keys_and_batches():
     same_start = jax.tree.map(jnp.zeros_like, start())
     arguments: dict[str, Any] = {
         "num_warmup": 2,
-        "num_samples": 1,
+        "num_draws": 1,
         "key": jax.random.key(0),
         "progress": False,
     }
@@ -118,7 +118,7 @@ def test_start_survives_and_works_inside_a_chain():
         batches(),
         tx,
         num_warmup=0,
-        num_samples=2,
+        num_draws=2,
         key=jax.random.key(0),
         progress=False,
     )
@@ -154,7 +154,7 @@ def test_control_c():
     timer.start()
     begun = time.monotonic()
     with pytest.warns(UserWarning, match="ended early"):
-        got = draw(tx, num_samples=10_000_000, thin=1)
+        got = draw(tx, num_draws=10_000_000, thin=1)
     assert time.monotonic() - begun < 60
     assert got.num_draws > 10
 
@@ -163,7 +163,7 @@ def test_control_c():
     ("arguments", "message"),
     [
         ({"thin": 0}, r"`sample\(thin=...\)` must be an integer >= 1, got 0"),
-        ({"num_samples": 0}, r"`sample\(num_samples=...\)` must be an integer >= 1, got 0"),
+        ({"num_draws": 0}, r"`sample\(num_draws=...\)` must be an integer >= 1, got 0"),
         ({"num_warmup": -1}, r"`sample\(num_warmup=...\)` must be an integer >= 0, got -1"),
         ({"num_warmup": 1.5}, "must be an integer >= 0, got 1.5"),
         ({"per_chain": True}, r"leading axis of 3, got the leading axes \[\(20,\)\]"),
@@ -178,7 +178,7 @@ def test_bad_arguments(arguments, message):
 def test_bad_functions():
     arguments: dict[str, Any] = {
         "num_warmup": 1,
-        "num_samples": 1,
+        "num_draws": 1,
         "key": jax.random.key(0),
         "progress": False,
     }
@@ -209,8 +209,8 @@ def test_points_that_are_no_samples_are_traced_but_not_kept():
         key=jax.random.key(0),
     )
     with pytest.warns(UserWarning, match="kept what the sampler calls a sample, with 5 of 12"):
-        got = draw(cyclical, num_warmup=0, num_samples=12, thin=1)
-    marked = got.trace["is_sample"][0]
+        got = draw(cyclical, num_warmup=0, num_draws=12, thin=1)
+    marked = got.trace["is_draw"][0]
     # After call k the last accepted point is the end of step k - 1, counted from 0.
     assert marked.tolist() == [(k - 1) % 6 >= 3 and k > 0 for k in range(12)]
     assert got.num_draws == marked.sum() == 5
@@ -220,7 +220,7 @@ def test_a_sampler_that_never_samples_is_an_error():
     adapting = optax_smile.scale_adapted_sghmc(
         1e-3, num_data=200, adapt_steps=100, key=jax.random.key(0)
     )
-    with pytest.raises(ValueError, match=r"`sample\(num_samples=...\)` must be .* got 4"):
+    with pytest.raises(ValueError, match=r"`sample\(num_draws=...\)` must be .* got 4"):
         draw(adapting)
 
 

@@ -39,10 +39,10 @@ def fixed_scale(known) -> Preconditioner:
     )
 
 
-def path(tx, num_calls=20) -> Any:
+def path(tx, num_gradients=20) -> Any:
     params: Any = PARAMS
     state, update = tx.init(PARAMS), jax.jit(tx.update)
-    for call in range(num_calls):
+    for call in range(num_gradients):
         grads = jax.tree.map(lambda x, call=call: jnp.sin(3 * x + call), params)
         updates, state = update(grads, state, params)
         params = optax.apply_updates(params, updates)
@@ -90,14 +90,14 @@ def test_the_published_code_is_an_exchanged_stage(name):
 def test_the_papers_samplers(name):
     """`published` is the same driver with the paper's stages."""
     tx = getattr(optax_smile.published, name)(0.1, num_data=10, prior_mean=0.5)
-    # What the summary of a run judges resets and drifts by.
+    # What the summary of a run judges rejections and drifts by.
     told: Any = _settings.of(tx)
     tuned = not name.endswith("naive")
     assert told["name"] == f"published.{name}" and told["integrator"] == "minimal_norm"
-    assert told["reset_quantile"] == (0.98 if tuned else None)
+    assert told["reject_quantile"] == (0.98 if tuned else None)
     assert (told["tuner"] is not None) == tuned
     state: Any = tx.init(PARAMS)
-    assert state.calls_per_step == 2 and state.key is None
+    assert state.gradients_per_step == 2 and state.key is None
     assert (state.preconditioner is None) == name.startswith("smile")
     moved = path(tx)
     assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(moved))

@@ -28,7 +28,7 @@ def start() -> Any:
 
 
 def draw(directory=None, **arguments) -> Any:
-    settings: dict[str, Any] = {"num_warmup": 2, "num_samples": SAMPLES, "thin": 2}
+    settings: dict[str, Any] = {"num_warmup": 2, "num_draws": SAMPLES, "thin": 2}
     return optax_smile.sample(
         mean_loss,
         start(),
@@ -154,8 +154,8 @@ def test_a_full_disk_leaves_the_earlier_draws(tmp_path, monkeypatch):
 
     monkeypatch.setattr(_files, "write", full)
     with pytest.raises(OSError, match="No space left on device: .*draw-00000002"):
-        draw(tmp_path, num_samples=50)
-    expected = draw(num_samples=50).params["b"][:, :2]
+        draw(tmp_path, num_draws=50)
+    expected = draw(num_draws=50).params["b"][:, :2]
     np.testing.assert_array_equal(optax_smile.load_snapshots(tmp_path).params["b"], expected)
 
 
@@ -210,7 +210,7 @@ def test_a_run_that_failed_before_its_first_step_does_not_block_the_directory(tm
     def fail(params, batch):
         raise FloatingPointError
 
-    arguments: dict[str, Any] = {"num_samples": 1, "key": jax.random.key(3), "progress": False}
+    arguments: dict[str, Any] = {"num_draws": 1, "key": jax.random.key(3), "progress": False}
     sampler = optax_smile.smile_naive(0.1, num_data=20)
     with pytest.raises(FloatingPointError):
         optax_smile.sample(

@@ -58,7 +58,7 @@ def sums_of(draw, weight):
     return weight, weight * y, weight * jnp.outer(y, y)
 
 
-def moments_of(init, call, num_chains, num_calls, num_warmup, seed=0) -> Moments:
+def moments_of(init, call, num_chains, num_gradients, num_warmup, seed=0) -> Moments:
     """Run `state = init(x, key)` and `state, sums = call(state, key)` from draws of the target."""
 
     def chain(key):
@@ -72,7 +72,7 @@ def moments_of(init, call, num_chains, num_calls, num_warmup, seed=0) -> Moments
 
         warmup_keys = jax.random.split(keys[0], num_warmup // BLOCK)
         state, _ = jax.lax.scan(block, init(x, init_key), warmup_keys)
-        state, sums = jax.lax.scan(block, state, jax.random.split(keys[1], num_calls // BLOCK))
+        state, sums = jax.lax.scan(block, state, jax.random.split(keys[1], num_gradients // BLOCK))
         return sums, state
 
     keys = jax.random.split(jax.random.key(seed), num_chains)
@@ -81,7 +81,7 @@ def moments_of(init, call, num_chains, num_calls, num_warmup, seed=0) -> Moments
     return Moments(first / weight[:, None], second / weight[:, None, None], state)
 
 
-def sample(tx, noise, num_chains=250, num_calls=16_000, num_warmup=4_000) -> Moments:
+def sample(tx, noise, num_chains=250, num_gradients=16_000, num_warmup=4_000) -> Moments:
     """Moments of the draws that a sampler says are some."""
 
     def init(x, key):
@@ -96,11 +96,11 @@ def sample(tx, noise, num_chains=250, num_calls=16_000, num_warmup=4_000) -> Mom
         updates, state = tx.update(loss_gradient(params, batch), state, params)
         params: Any = optax.apply_updates(params, updates)
         told = optax_smile.stats(state)
-        counts = told["is_sample"] & told["step_end"] & told["accepted"]
+        counts = told["is_draw"] & told["step_end"] & told["accepted"]
         draw = optax_smile.last_accepted(state, params)
         return (params, state), sums_of(draw, counts.astype(params.dtype))
 
-    moments = moments_of(init, call, num_chains, num_calls, num_warmup)
+    moments = moments_of(init, call, num_chains, num_gradients, num_warmup)
     state = moments.state[1]
     assert np.all(optax_smile.stats(state)["num_nonfinite"] == 0)
     return moments._replace(state=state)
@@ -213,7 +213,7 @@ STEP_SIZES = {"full batch": 0.1, "isotropic noise": 0.03}
 OPTIONS = {
     # Nothing adapts for ever and nothing is rejected.
     "tuner": None,
-    "reset_quantile": None,
+    "reject_quantile": None,
     "adapt_steps": 1_000,
     # Averages over the whole posterior: a scale that follows the chain would bias it.
     "square_decay": 0.9999,
@@ -249,7 +249,7 @@ def test_moments(name, label):
         assert_moments(moments, covariance(step_size, noise, moments.state))
         return
     options: dict[str, Any] = {}
-    run = {"num_calls": 32_000, "num_warmup": 8_000} if noise else {}
+    run = {"num_gradients": 32_000, "num_warmup": 8_000} if noise else {}
     if noise == 0 and accepts(SAMPLERS[name], "decoherence_length"):
         # Without any noise the microcanonical dynamics need not forget where they started.
         options = {"decoherence_length": 2.0}
@@ -260,7 +260,7 @@ def test_moments(name, label):
 def test_moments_with_a_step_size_of_its_own(name):
     """The tuner goes on for ever; at the default angle chains would be three times as long."""
     sampler = build(name, None, tuner=optax_smile.angle_tuner(0.1))
-    moments = sample(sampler, NOISES["isotropic noise"], num_calls=32_000, num_warmup=8_000)
+    moments = sample(sampler, NOISES["isotropic noise"], num_gradients=32_000, num_warmup=8_000)
     assert_moments(moments, COVARIANCE)
 
 

@@ -27,7 +27,7 @@ X = GENERATOR.normal(size=(NUM_DATA + NUM_VALID, 3)).astype(np.float32)
 Y = (X @ [1, -2, 0.5] + NOISE * GENERATOR.normal(size=len(X))).astype(np.float32)
 TRAIN, VALID = (X[:NUM_DATA], Y[:NUM_DATA]), (X[NUM_DATA:], Y[NUM_DATA:])
 START = jnp.asarray(GENERATOR.normal(size=(3, 3)), jnp.float32)
-BUDGET: dict[str, Any] = {"num_warmup": 90, "num_samples": 60, "thin": 3, "steps_per_call": 1}
+BUDGET: dict[str, Any] = {"num_warmup": 90, "num_draws": 60, "thin": 3, "steps_per_dispatch": 1}
 
 
 def apply_fn(params, inputs):
@@ -82,7 +82,7 @@ def test_the_best_predicts_like_the_posterior_and_absurd_ones_do_not():
     assert search.lppd[1] == pytest.approx(exact_lppd(), abs=0.02)
     # The last ones are still at the start, but must not score like it.
     assert search.lppd[2] == -np.inf and np.all(search.chain_lppd[2] == -np.inf)
-    assert search.undone[:2].tolist() == [0, 0] and search.undone[2] > 0.4
+    assert search.rejected[:2].tolist() == [0, 0] and search.rejected[2] > 0.4
 
 
 def test_each_is_a_run_of_sample_and_predict_by_hand():
@@ -140,11 +140,11 @@ def test_on_real_data_the_best_predicts_as_well_as_a_regression_that_is_solved()
         (inputs[valid], targets[valid]),
         likelihood="gaussian",
         num_warmup=400,
-        num_samples=60,
+        num_draws=60,
         thin=10,
         key=jax.random.key(0),
         step_sizes=searching.STEP_SIZES[::2],
-        steps_per_call=10,
+        steps_per_dispatch=10,
         progress=False,
     )
     assert 1e-5 < search.best < 1
@@ -157,7 +157,7 @@ class Fake:
 
     def __init__(self, monkeypatch, densities=(), nonfinite=0):
         self.densities = iter([*densities, *np.zeros((9, 2, 50))])
-        counts = {"num_calls": 200, "num_resets": 14, "num_nonfinite": nonfinite}
+        counts = {"num_gradients": 200, "num_rejected": 14, "num_nonfinite": nonfinite}
         self.trace = {name: np.full((2, 90), count) for name, count in counts.items()}
         self.sampled, self.predicted = [], []
         monkeypatch.setattr(searching, "sample", self.sample)
@@ -193,7 +193,7 @@ def test_all_get_the_same_start_key_and_budget(monkeypatch):
         assert apply is apply_fn and inputs is VALID[0]
         assert options.pop("targets") is VALID[1]
         assert options == {"likelihood": "gaussian", "per": "chain"}
-    np.testing.assert_allclose(search.undone, 14 / 200)
+    np.testing.assert_allclose(search.rejected, 14 / 200)
 
 
 def test_scores_of_known_densities(monkeypatch):
@@ -250,7 +250,7 @@ def make_search(lppd: Any, start=-9.0) -> StepSizeSearch:
         lppd=lppd,
         standard_error=np.where(finite, 0.1 * (lppd < lppd.max()), np.nan),
         chain_lppd=np.stack([lppd - 0.1, lppd - 0.3], axis=1),
-        undone=np.where(finite, 0, 0.5),
+        rejected=np.where(finite, 0, 0.5),
         start_lppd=start,
         start_chain_lppd=np.array([start, start - 1]),
     )
@@ -258,7 +258,7 @@ def make_search(lppd: Any, start=-9.0) -> StepSizeSearch:
 
 def test_table():
     head, *lines = str(make_search([-2, -1.5, -1.4, -np.inf])).splitlines()
-    assert head.split() == "step size LPPD of one chain below best error undone".split()
+    assert head.split() == "step size LPPD of one chain below best error rejected".split()
     rows = [line.split() for line in lines[:5]]
     assert rows[0] == ["start", "-9", "-9.5", "-", "-", "-"]
     assert rows[1] == ["0.0001", "-2", "-2.2", "0.6", "0.1", "0"]
@@ -301,9 +301,9 @@ BAD: dict[str, tuple[str, Any, str, str]] = {
     "infinite": ("step_sizes", [1, np.inf], "> 0 and finite", "inf"),
     "text": ("step_sizes", "ab", "a number > 0 and finite", "'a'"),
     "num_warmup": ("num_warmup", -1, "an integer >= 0", "-1"),
-    "num_samples": ("num_samples", 0, "an integer >= 1", "0"),
+    "num_draws": ("num_draws", 0, "an integer >= 1", "0"),
     "thin": ("thin", 1.5, "an integer >= 1", "1.5"),
-    "steps_per_call": ("steps_per_call", 0, "an integer >= 1", "0"),
+    "steps_per_dispatch": ("steps_per_dispatch", 0, "an integer >= 1", "0"),
     "iterator": ("batches", iter([TRAIN]), "gone through again, such as a list", "a list_iterator"),
     "generator": ("batches", (x for x in [TRAIN]), "gone through again", "a generator"),
     "inputs alone": ("validation", VALID[0], "a pair of inputs and targets", r"\(50, 3\)"),

@@ -15,7 +15,7 @@ from optax_smile.stages import evidence as shown
 from optax_smile.stages import products
 from optax_smile.stages import tuner as tuning
 
-RESET_QUANTILE = 0.98
+REJECT_QUANTILE = 0.98
 ADAPT_PROBABILITY = 0.1
 LOW, HIGH = ADAPT_PROBABILITY / 3, 1 - 2 * ADAPT_PROBABILITY / 3
 SHAPES = (0.5, 0.7, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0, 30.0, 100.0)
@@ -54,7 +54,7 @@ def slow_averages(energies, decay=0.99):
     for count, energy in enumerate(np.abs(energies), start=1):
         if count > measured.ENERGIES_TO_SETTLE:
             mean, std = history[-1]
-            energy = min(energy, 3 * slow_quantile(mean, std, RESET_QUANTILE))
+            energy = min(energy, 3 * slow_quantile(mean, std, REJECT_QUANTILE))
         correction = 1 - decay**count
         raw_mean = decay * raw_mean + (1 - decay) * energy
         deviation = energy - raw_mean / correction
@@ -68,7 +68,7 @@ def observe_all(errors):
     """The averages after each of the errors, from nothing."""
 
     def step(state, error):
-        state = measured.observe_energy(state, error, RESET_QUANTILE)
+        state = measured.observe_energy(state, error, REJECT_QUANTILE)
         return state, state
 
     return jax.lax.scan(step, shown.init(jnp.dtype("float32")).energies, errors)[1]
@@ -80,9 +80,9 @@ def observe_all(errors):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_outlier_threshold_of_a_gamma_distribution(shape):
     mean = 7.3
-    threshold = float(measured.quantile(averages(mean, mean / np.sqrt(shape)), RESET_QUANTILE))
+    threshold = float(measured.quantile(averages(mean, mean / np.sqrt(shape)), REJECT_QUANTILE))
     exceedance = distributions.gamma.sf(threshold, shape, scale=mean / shape)
-    assert abs(exceedance / (1 - RESET_QUANTILE) - 1) <= 0.1
+    assert abs(exceedance / (1 - REJECT_QUANTILE) - 1) <= 0.1
 
 
 @pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape >= 1])
@@ -101,7 +101,7 @@ def test_adaptation_thresholds_of_a_gamma_distribution(shape):
     assert (0.83 if shape > 1 else 0.63) <= below / LOW <= 1.01
 
 
-@pytest.mark.parametrize("probability", [LOW, 0.5, HIGH, RESET_QUANTILE, 0.9999])
+@pytest.mark.parametrize("probability", [LOW, 0.5, HIGH, REJECT_QUANTILE, 0.9999])
 def test_quantile_is_that_of_the_formula(probability):
     for mean in (1e-6, 1.0, 3e4):
         for shape in (0.2, 0.8, 3.0, 1e3):
@@ -111,7 +111,7 @@ def test_quantile_is_that_of_the_formula(probability):
             np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-6 * mean)
 
 
-@pytest.mark.parametrize("probability", [1e-4, LOW, 0.5, HIGH, RESET_QUANTILE, 0.9999])
+@pytest.mark.parametrize("probability", [1e-4, LOW, 0.5, HIGH, REJECT_QUANTILE, 0.9999])
 def test_quantile_is_finite_and_not_negative_for_every_shape(probability):
     shapes = np.geomspace(1e-6, 1e6, 121)
     for mean in (0.0, 1e-30, 1e-6, 1.0, 1e12):
@@ -125,10 +125,10 @@ def test_quantile_is_finite_and_not_negative_for_every_shape(probability):
 
 
 def test_outlier_threshold_is_never_zero_where_energies_were_seen():
-    """A threshold of zero would undo every step."""
+    """A threshold of zero would reject every step."""
     shapes = np.geomspace(1e-6, 1e6, 121)
     state = averages(np.ones_like(shapes), 1 / np.sqrt(shapes))
-    assert np.all(np.asarray(measured.quantile(state, RESET_QUANTILE)) >= 1)
+    assert np.all(np.asarray(measured.quantile(state, REJECT_QUANTILE)) >= 1)
 
 
 # The averages.
@@ -157,7 +157,7 @@ def test_a_jump_enters_with_three_times_the_threshold(jump):
     energies[60] = jump
     got = observe_all(known(energies))
     before = got.energy_mean[59], got.energy_std[59]
-    capped = 3 * slow_quantile(float(before[0]), float(before[1]), RESET_QUANTILE)
+    capped = 3 * slow_quantile(float(before[0]), float(before[1]), REJECT_QUANTILE)
     weight = 0.01 / (1 - 0.99**61)
     expected = before[0] + weight * (capped - before[0])
     np.testing.assert_allclose(got.energy_mean[60], expected, rtol=1e-5)
@@ -217,7 +217,7 @@ def test_a_jump_among_the_first_energies_is_no_trap(jump, at):
     energies = np.random.default_rng(at).gamma(2.0, 1.0, 3000)
     energies[at] = jump
     got = observe_all(known(energies))
-    thresholds = np.asarray(measured.quantile(got, RESET_QUANTILE))
+    thresholds = np.asarray(measured.quantile(got, REJECT_QUANTILE))
     outliers = energies[10:] > thresholds[9:-1]
     # At most one in five of any hundred steps: .02 is the rate of the settled averages.
     assert outliers[:2900].reshape(-1, 100).mean(1).max() <= 0.2
@@ -240,8 +240,8 @@ def test_a_jump_among_the_first_energies_is_forgotten(jump):
     energies[4] = jump
     got = observe_all(known(energies))
     np.testing.assert_allclose(got.energy_mean[-1], clean.energy_mean[-1], rtol=1e-2)
-    threshold = measured.quantile(jax.tree.map(lambda leaf: leaf[-1], got), RESET_QUANTILE)
-    expected = measured.quantile(jax.tree.map(lambda leaf: leaf[-1], clean), RESET_QUANTILE)
+    threshold = measured.quantile(jax.tree.map(lambda leaf: leaf[-1], got), REJECT_QUANTILE)
+    expected = measured.quantile(jax.tree.map(lambda leaf: leaf[-1], clean), REJECT_QUANTILE)
     np.testing.assert_allclose(threshold, expected, rtol=0.1)
 
 
@@ -254,12 +254,12 @@ def online_rates(energies):
 
     def step(state, energy):
         beyond = (
-            energy > measured.quantile(state, RESET_QUANTILE),
+            energy > measured.quantile(state, REJECT_QUANTILE),
             energy < measured.quantile(state, LOW),
             energy > measured.quantile(state, HIGH),
         )
         error = measured.EnergyError(energy, jnp.ones((), bool), jnp.ones((), bool))
-        return measured.observe_energy(state, error, RESET_QUANTILE), beyond
+        return measured.observe_energy(state, error, REJECT_QUANTILE), beyond
 
     def chain(stream):
         _, beyond = jax.lax.scan(step, shown.init(jnp.dtype("float32")).energies, stream)
@@ -288,7 +288,7 @@ def test_rates_online(shape):
 # The tuner.
 
 
-def evidence(change, state, num_calls=1000, smallest_factor=0.0, is_known=True):
+def evidence(change, state, num_gradients=1000, smallest_factor=0.0, is_known=True):
     return shown.Evidence(
         error=known(change) if is_known else unknown(change),
         energies=state,
@@ -296,7 +296,7 @@ def evidence(change, state, num_calls=1000, smallest_factor=0.0, is_known=True):
         turns=shown.init(jnp.dtype("float32")).turns,
         descent=shown.init(jnp.dtype("float32")).descent,
         worth=shown.Worth(jnp.float32(1), jnp.ones((), bool), jnp.zeros((), bool), jnp.float32(0)),
-        num_calls=jnp.asarray(num_calls, jnp.int32),
+        num_gradients=jnp.asarray(num_gradients, jnp.int32),
         base=jnp.float32(0.25),
         resolution=jnp.asarray(0.25 * smallest_factor, jnp.float32),
     )
@@ -343,10 +343,10 @@ def test_unknown_errors_and_unsettled_averages_change_nothing():
 def test_adaptation_ends_after_adapt_steps():
     tuner, state = quantile_tuner(adapt_steps=50), averages(1.0, 0.5)
     for change in (0.0, 1e3):
-        assert factor_after(tuner, evidence(change, state, num_calls=49)) != 1
-        assert factor_after(tuner, evidence(change, state, num_calls=50)) == 1
-        assert factor_after(tuner, evidence(change, state, num_calls=10**6)) == 1
-    assert factor_after(quantile_tuner(adapt_steps=0), evidence(0.0, state, num_calls=0)) == 1
+        assert factor_after(tuner, evidence(change, state, num_gradients=49)) != 1
+        assert factor_after(tuner, evidence(change, state, num_gradients=50)) == 1
+        assert factor_after(tuner, evidence(change, state, num_gradients=10**6)) == 1
+    assert factor_after(quantile_tuner(adapt_steps=0), evidence(0.0, state, num_gradients=0)) == 1
 
 
 def test_no_step_size_below_the_resolution():
@@ -434,7 +434,7 @@ def test_average_of_the_turns_follows_and_settles():
     assert np.abs(late - 1).max() < 0.05
 
 
-def test_what_is_undone_does_not_enter_the_turns():
+def test_what_is_rejected_does_not_enter_the_turns():
     rates = np.arange(1.0, 41.0, dtype=np.float32)
     kept = np.arange(40) % 3 > 0
     got = average_all(np.where(kept, rates, np.nan), kept)
@@ -446,11 +446,11 @@ def test_what_is_undone_does_not_enter_the_turns():
 LONG: Any = tuning.AngleState(jnp.float32(1e6), jnp.float32(0))
 
 
-def turned(tuner, rate, mean, num_calls=100, base=1.0, resolution=0.0, state: Any = LONG):
+def turned(tuner, rate, mean, num_gradients=100, base=1.0, resolution=0.0, state: Any = LONG):
     """The step size and the new state after one gradient; after long steps, or the first."""
-    given = evidence(0.0, averages(1.0, 0.5), num_calls)._replace(
+    given = evidence(0.0, averages(1.0, 0.5), num_gradients)._replace(
         turn_rate=jnp.float32(rate),
-        turns=shown.TurnAverage(jnp.float32(mean), jnp.int32(num_calls + 1), jnp.int32(0)),
+        turns=shown.TurnAverage(jnp.float32(mean), jnp.int32(num_gradients + 1), jnp.int32(0)),
         base=jnp.float32(base),
         resolution=jnp.float32(resolution),
     )
@@ -468,11 +468,11 @@ def test_step_size_is_the_angle_over_the_rate(base):
 
 def test_average_of_the_angle_tuner_stays_after_adapt_steps():
     tuner = angle_tuner(0.02, adapt_steps=50)
-    length, state = turned(tuner, 4, 4, num_calls=49)
+    length, state = turned(tuner, 4, 4, num_gradients=49)
     assert length == pytest.approx(0.005)
-    assert turned(tuner, 1, 1, num_calls=50, state=state)[0] == pytest.approx(0.005)
+    assert turned(tuner, 1, 1, num_gradients=50, state=state)[0] == pytest.approx(0.005)
     # A gradient that would turn the momentum too far still shortens its own step.
-    assert turned(tuner, 40, 9, num_calls=51, state=state)[0] == pytest.approx(0.0015)
+    assert turned(tuner, 40, 9, num_gradients=51, state=state)[0] == pytest.approx(0.0015)
 
 
 def test_steps_of_the_angle_tuner_grow_at_most_tenfold():
@@ -493,7 +493,7 @@ def test_steps_of_the_angle_tuner_grow_at_most_tenfold():
 @pytest.mark.parametrize("start", [0.0, 1e-12, 1e-6, 1e-3])
 def test_a_start_where_the_gradient_vanishes(sampler, start):
     """In the mode of a Gaussian: the chain neither stays there nor is thrown out."""
-    size, num_data, num_calls = 20, 99, 3000
+    size, num_data, num_gradients = 20, 99, 3000
     tx = sampler(num_data=num_data, key=jax.random.key(0))
     params = jnp.full(size, start)
 
@@ -504,11 +504,11 @@ def test_a_start_where_the_gradient_vanishes(sampler, start):
         return (params, state), params
 
     carry = (params, tx.init(params))
-    path = jax.jit(lambda carry: jax.lax.scan(step, carry, None, length=num_calls)[1])(carry)
+    path = jax.jit(lambda carry: jax.lax.scan(step, carry, None, length=num_gradients)[1])(carry)
     sizes = 0.1 * np.sqrt(size)
     norms = np.linalg.norm(np.asarray(path), axis=1)
     assert norms.max() < 4 * sizes
-    assert 0.7 * sizes < norms[num_calls // 2 :].mean() < 1.3 * sizes
+    assert 0.7 * sizes < norms[num_gradients // 2 :].mean() < 1.3 * sizes
 
 
 def test_a_step_without_a_finite_gradient_keeps_the_step_size():
@@ -551,7 +551,7 @@ def test_a_schedule_and_a_tuner_that_sets_the_step_size_do_not_go_together(sampl
         sampler(lambda count: 0.1, num_data=1, key=jax.random.key(0))
 
 
-def follow(sampler, gradient_of, num_calls, params):
+def follow(sampler, gradient_of, num_gradients, params):
     """Step sizes, and angles that each gradient turns the momentum by."""
 
     def call(carry, count):
@@ -564,7 +564,7 @@ def follow(sampler, gradient_of, num_calls, params):
         angle = length * optax.tree.norm(gradient) / (params.size - 1) * across
         return (optax.apply_updates(params, updates), state), (length, angle)
 
-    return jax.lax.scan(call, (params, sampler.init(params)), jnp.arange(num_calls))[1]
+    return jax.lax.scan(call, (params, sampler.init(params)), jnp.arange(num_gradients))[1]
 
 
 @pytest.mark.parametrize("step_size", [None, 1e-6, 1.0])

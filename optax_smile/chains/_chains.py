@@ -71,7 +71,7 @@ class Chains:
             aux=None if aux is None else parallel.place(aux, mesh=mesh),
             key=None if loss_key is None else parallel.split_key(loss_key, self.number, mesh=mesh),
         )
-        self.calls_per_step = find(chains.state).calls_per_step
+        self.gradients_per_step = find(chains.state).gradients_per_step
         # Parameters that are sharded inside a chain keep their arrays.
         self.packing = packing = Packing(_loop.one_of(chains), SMALL if specs is None else 0)
         small, large = packing.split(chains)
@@ -154,7 +154,7 @@ def _loss_of_chain(loss_fn: Callable, has_aux: bool, is_stochastic: bool) -> Cal
 
 
 def _call_of_chain(loss: Callable, sampler: optax.GradientTransformationExtraArgs) -> Callable:
-    """One gradient and one update of a chain; what an undone step did to `aux` is dropped."""
+    """One gradient and one update of a chain; what a rejected step did to `aux` is dropped."""
 
     def one_call(chain: Chain, batch: Any) -> Chain:
         key, used = (None, None) if chain.key is None else jax.random.split(chain.key)

@@ -60,7 +60,7 @@ class DirectoryRun:
         directory: new, empty, or that of the same run.
         start: stacked parameters `[chain, ...]` before the first step.
         settings: what tells a run from another, as JSON can hold it.
-        num_samples: draws wanted, which may grow from one call to the next.
+        num_draws: draws wanted, which may grow from one call to the next.
         dtype: see `SnapshotWriter`.
         resume: whether to go on with a run that is there.
         minutes: between two checkpoints.
@@ -75,7 +75,7 @@ class DirectoryRun:
         start: Any,
         *,
         settings: Mapping[str, Any],
-        num_samples: int,
+        num_draws: int,
         dtype: str | None,
         resume: bool,
         minutes: float,
@@ -91,7 +91,7 @@ class DirectoryRun:
             manifest = _files.manifest(start, dtype, settings)
             self.resumed = self._is_resumed(manifest, resume)
             if jax.process_index() == 0:
-                manifest["num_samples"] = num_samples
+                manifest["num_draws"] = num_draws
                 content = json.dumps(manifest, indent=1).encode()
                 _files.write(self.directory / _files.MANIFEST, content)
             self.writer = _files.SnapshotWriter(
@@ -145,7 +145,7 @@ class DirectoryRun:
     def checkpoint(self, carry: Any, place: dict[str, Any]):
         """Write a checkpoint, after the draws before it."""
         self.writer.flush()
-        self.checkpoints.save(place["call"], carry, place)
+        self.checkpoints.save(place["gradient"], carry, place)
 
     def close(self):
         """Write the draws that wait; let other runs in."""

@@ -34,7 +34,7 @@ class StepSizeSearch(NamedTuple):
         standard_error: of the difference of `lppd` to the best, over the inputs, `[candidate]`; NaN
             where `lppd` is -inf, and of a single input.
         chain_lppd: of each chain alone, `[candidate, chain]`.
-        undone: steps taken back per gradient, all chains together, `[candidate]`.
+        rejected: rejected steps per gradient, all chains together, `[candidate]`.
         start_lppd: `lppd` of the start of the chains.
         start_chain_lppd: `chain_lppd` of the start, `[chain]`.
     """
@@ -43,7 +43,7 @@ class StepSizeSearch(NamedTuple):
     lppd: np.ndarray
     standard_error: np.ndarray
     chain_lppd: np.ndarray
-    undone: np.ndarray
+    rejected: np.ndarray
     start_lppd: float
     start_chain_lppd: np.ndarray
 
@@ -63,7 +63,7 @@ class StepSizeSearch(NamedTuple):
             "of one chain": column(alone, ".5g"),
             "below best": ["-", *column(self.lppd.max() - self.lppd, ".2g")],
             "error": ["-", *column(self.standard_error, ".2g")],
-            "undone": ["-", *column(self.undone, ".2g")],
+            "rejected": ["-", *column(self.rejected, ".2g")],
         }
         return "\n".join([*aligned(table), "", *self._notes()])
 
@@ -93,11 +93,11 @@ def find_step_size(
     *,
     likelihood: str | Likelihood,
     num_warmup: int,
-    num_samples: int,
+    num_draws: int,
     thin: int = 1,
     key: jax.Array | int,
     step_sizes: Sequence[float] = STEP_SIZES,
-    steps_per_call: int = 1,
+    steps_per_dispatch: int = 1,
     progress: bool = True,
 ) -> StepSizeSearch:
     """Find the step size with which short chains predict validation data best.
@@ -120,11 +120,11 @@ def find_step_size(
         validation: pair of `inputs` and `targets`, see `predict`.
         likelihood: see `predict`.
         num_warmup: see `sample`.
-        num_samples: see `sample`.
+        num_draws: see `sample`.
         thin: see `sample`.
         key: see `sample`.
         step_sizes: at least 2, > 0, ascending; the default is for the family of `psmile`.
-        steps_per_call: see `sample`.
+        steps_per_dispatch: see `sample`.
         progress: show a progress bar over the step sizes, if tqdm is installed.
 
     Returns:
@@ -146,7 +146,7 @@ def find_step_size(
         >>> search = optax_smile.find_step_size(
         ...     loss_fn, {"w": jnp.eye(2)}, [2 * x],
         ...     lambda step_size: optax_smile.smile_naive(step_size, num_data=20),
-        ...     apply_fn, (x, 2 * x), likelihood="gaussian", num_warmup=30, num_samples=30,
+        ...     apply_fn, (x, 2 * x), likelihood="gaussian", num_warmup=30, num_draws=30,
         ...     key=jax.random.key(0), step_sizes=(0.03, 3.0), progress=False,
         ... )
         >>> search.best
@@ -155,9 +155,9 @@ def find_step_size(
     step_sizes = _check_step_sizes(step_sizes)
     for name, value, smallest in (
         ("num_warmup", num_warmup, 0),
-        ("num_samples", num_samples, 1),
+        ("num_draws", num_draws, 1),
         ("thin", thin, 1),
-        ("steps_per_call", steps_per_call, 1),
+        ("steps_per_dispatch", steps_per_dispatch, 1),
     ):
         _check.whole("find_step_size", name, value, smallest)
     if isinstance(batches, Iterator):
@@ -179,8 +179,8 @@ def find_step_size(
         return [np.mean(x.reshape(len(x), -1), axis=1, dtype=float) for x in densities]
 
     start = judge(Snapshots.from_members(params))
-    judged, undone = [], []
-    num_ticks = -(-num_warmup // thin) + num_samples
+    judged, rejected = [], []
+    num_ticks = -(-num_warmup // thin) + num_draws
     bar = _loop.progress_bar(len(step_sizes), "step sizes", progress)
     try:
         for step_size, sampler in zip(step_sizes, samplers, strict=True):
@@ -190,18 +190,19 @@ def find_step_size(
                 batches,
                 sampler,
                 num_warmup=num_warmup,
-                num_samples=num_samples,
+                num_draws=num_draws,
                 thin=thin,
                 key=key,
-                steps_per_call=steps_per_call,
+                steps_per_dispatch=steps_per_dispatch,
                 progress=False,
             )
-            if draws.trace["num_calls"].shape[1] < num_ticks:
+            if draws.trace["num_gradients"].shape[1] < num_ticks:
                 raise KeyboardInterrupt(f"`find_step_size` was stopped at step size {step_size:g}.")
-            calls, resets, nonfinite = (
-                draws.trace[name][:, -1] for name in ("num_calls", "num_resets", "num_nonfinite")
+            calls, rejections, nonfinite = (
+                draws.trace[name][:, -1]
+                for name in ("num_gradients", "num_rejected", "num_nonfinite")
             )
-            undone.append(np.sum(resets + nonfinite) / np.sum(calls))
+            rejected.append(np.sum(rejections + nonfinite) / np.sum(calls))
             found = [np.full_like(x, -np.inf) for x in start]
             # Else a chain that cannot leave the start would score like it.
             if np.all(nonfinite <= MOST_NONFINITE * calls):
@@ -226,7 +227,7 @@ def find_step_size(
         lppd=lppd,
         standard_error=_standard_error(density - density[np.argmax(lppd)]),
         chain_lppd=chain_lppd,
-        undone=np.array(undone),
+        rejected=np.array(rejected),
         start_lppd=float(start[0].mean()),
         start_chain_lppd=start[1],
     )

@@ -19,7 +19,7 @@ from optax_smile.chains._run import DirectoryRun, MemoryRun
 from optax_smile.draws import _files
 from optax_smile.draws.snapshots import Snapshots, StoredSnapshots
 
-BATCH_PER = ("call", "step")
+BATCH_PER = ("gradient", "step")
 
 
 class Plan(NamedTuple):
@@ -29,19 +29,19 @@ class Plan(NamedTuple):
         num_steps: of each chain.
         num_warmup: of them before the first draw.
         thin: steps from tick to tick; a tick falls on the end of the warm-up and of the run.
-        calls_per_step: gradients per step.
-        calls_per_batch: gradients from one batch.
-        steps_per_call: the most steps run in one go.
-        call_axis: along which the batches of several calls are stacked.
+        gradients_per_step: gradients per step.
+        gradients_per_batch: gradients from one batch.
+        steps_per_dispatch: the most steps run in one go.
+        gradient_axis: along which the batches of several calls are stacked.
     """
 
     num_steps: int
     num_warmup: int
     thin: int
-    calls_per_step: int
-    calls_per_batch: int
-    steps_per_call: int
-    call_axis: int
+    gradients_per_step: int
+    gradients_per_batch: int
+    steps_per_dispatch: int
+    gradient_axis: int
 
     def to_tick(self, step: int) -> int:
         """Steps from here to the next tick."""
@@ -71,14 +71,14 @@ def sample(
     sampler: optax.GradientTransformation,
     *,
     num_warmup: int,
-    num_samples: int,
+    num_draws: int,
     thin: int = 1,
     key: jax.Array | int,
     aux: Any = None,
     stochastic: bool = False,
     per_chain: bool = False,
-    batch_per: str = "call",
-    steps_per_call: int = 1,
+    batch_per: str = "gradient",
+    steps_per_dispatch: int = 1,
     prefetch: int = 0,
     mesh: Mesh | None = None,
     specs: Any = None,
@@ -99,8 +99,8 @@ def sample(
             processes each gets the same ones.
         sampler: a sampler of this library, alone or inside an `optax.chain`.
         num_warmup: steps per chain before the first draw counts, >= 0.
-        num_samples: draws to keep per chain, >= 1. Where the sampler says that a point is no
-            sample (`is_sample` of `optax_smile.stats`: the search of `cyclical_sgld`, the burn-in
+        num_draws: draws to keep per chain, >= 1. Where the sampler says that a point is no
+            sample (`is_draw` of `optax_smile.stats`: the search of `cyclical_sgld`, the burn-in
             of `scale_adapted_sghmc`), none is kept: there are fewer, and a warning says so.
         thin: steps between draws, >= 1.
         key: JAX key or seed, from which every chain's sampler and loss get one of their own if
@@ -111,9 +111,9 @@ def sample(
         stochastic: whether the loss draws random numbers, such as dropout: it gets a fresh key at
             each call.
         per_chain: whether each batch has a leading chain axis; otherwise chains share them.
-        batch_per: `"call"`: each gradient gets a batch; `"step"`: the two gradients of a step of
+        batch_per: `"gradient"`: each gets a batch; `"step"`: the two gradients of a step of
             `"minimal_norm"` share one, as published.
-        steps_per_call: steps to run in one go, >= 1, at most up to the next thinning tick. More
+        steps_per_dispatch: steps to run in one go, >= 1, at most up to the next thinning tick. More
             than one pays for small networks, where starting a step costs more than the step.
         prefetch: batches to bring onto the devices ahead of their use, by a thread of its own,
             >= 0.
@@ -127,7 +127,7 @@ def sample(
         checkpoint_minutes: between two checkpoints, >= 0. There is one at the start and at the end.
         dtype: what the draws are rounded to on disk: `"float16"`, `"float32"`, `"float64"`; None
             rounds nothing.
-        progress: show a progress bar with step size, energy error and resets, if tqdm is
+        progress: show a progress bar with step size, energy error and rejections, if tqdm is
             installed.
         callback: `callback(step, stats)` at every thinning tick, with the arrays `[chain]` that
             `optax_smile.stats` gives.
@@ -158,16 +158,16 @@ def sample(
         >>> draws = optax_smile.sample(
         ...     loss_fn, {"w": jnp.zeros((3, 2))}, [jnp.ones(2)],
         ...     optax_smile.smile_naive(0.1, num_data=10),
-        ...     num_warmup=20, num_samples=5, thin=2, key=jax.random.key(0), progress=False,
+        ...     num_warmup=20, num_draws=5, thin=2, key=jax.random.key(0), progress=False,
         ... )
         >>> draws.params["w"].shape
         (3, 5, 2)
     """
     for name, value, smallest in (
         ("num_warmup", num_warmup, 0),
-        ("num_samples", num_samples, 1),
+        ("num_draws", num_draws, 1),
         ("thin", thin, 1),
-        ("steps_per_call", steps_per_call, 1),
+        ("steps_per_dispatch", steps_per_dispatch, 1),
         ("prefetch", prefetch, 0),
     ):
         _check.whole("sample", name, value, smallest)
@@ -189,13 +189,13 @@ def sample(
         specs=specs,
     )
     plan = Plan(
-        num_steps=num_warmup + num_samples * thin,
+        num_steps=num_warmup + num_draws * thin,
         num_warmup=num_warmup,
         thin=thin,
-        calls_per_step=chains.calls_per_step,
-        calls_per_batch=chains.calls_per_step if batch_per == "step" else 1,
-        steps_per_call=steps_per_call,
-        call_axis=int(per_chain),
+        gradients_per_step=chains.gradients_per_step,
+        gradients_per_batch=chains.gradients_per_step if batch_per == "step" else 1,
+        steps_per_dispatch=steps_per_dispatch,
+        gradient_axis=int(per_chain),
     )
     if directory is None:
         run = MemoryRun(chains.draw(), _settings.of(sampler))
@@ -213,7 +213,7 @@ def sample(
                 "sampler": _settings.of(sampler),
                 "state": chains.layout,
             },
-            num_samples=num_samples,
+            num_draws=num_draws,
             dtype=dtype,
             resume=resume,
             minutes=checkpoint_minutes,
@@ -221,28 +221,28 @@ def sample(
     bar = _loop.progress_bar(plan.num_steps, "sampling", progress)
 
     stream, stop = _loop.Stream(batches), False
-    place = {"call": 0, "num_draws": 0, "stream": stream.place()}
+    place = {"gradient": 0, "num_kept": 0, "stream": stream.place()}
     try:
         if found := run.restore(chains.packed):
             chains.packed, place = found
             stream.go_to(place["stream"])
         else:
             run.checkpoint(chains.packed, place)
-        work = _dispatches(stream, plan, place["call"], chains)
+        work = _dispatches(stream, plan, place["gradient"], chains)
         with _loop.stop_signals() as wish:
             for dispatch in _loop.prefetched(work, prefetch):
                 chains.advance(dispatch.batch, dispatch.is_stacked)
                 if dispatch.place is None:
                     continue
-                step = dispatch.end // plan.calls_per_step
-                num_draws, is_tick = place["num_draws"], plan.to_tick(step) == thin
+                step = dispatch.end // plan.gradients_per_step
+                num_kept, is_tick = place["num_kept"], plan.to_tick(step) == thin
                 if is_tick:
                     seen = chains.stats()
                     run.tick(seen)
-                    if step > num_warmup and np.all(seen["is_sample"]):
-                        run.put(num_draws, step, chains.draw(), seen)
-                        num_draws += 1
-                place = {"call": dispatch.end, "num_draws": num_draws, "stream": dispatch.place}
+                    if step > num_warmup and np.all(seen["is_draw"]):
+                        run.put(num_kept, step, chains.draw(), seen)
+                        num_kept += 1
+                place = {"gradient": dispatch.end, "num_kept": num_kept, "stream": dispatch.place}
                 if is_tick and bar is not None:
                     _show(bar, step, seen)
                 if is_tick and callback is not None:
@@ -262,36 +262,36 @@ def sample(
         if bar is not None:
             bar.close()
         run.close()
-    _check_end(plan, place["call"], place["num_draws"], num_samples, stop)
+    _check_end(plan, place["gradient"], place["num_kept"], num_draws, stop)
     return run.result()
 
 
-def _check_end(plan: Plan, call: int, num_draws: int, num_samples: int, stopped: bool):
+def _check_end(plan: Plan, gradient: int, num_kept: int, num_draws: int, stopped: bool):
     """Say why there are fewer draws than wanted; raise where there are none."""
-    step = call // plan.calls_per_step
-    if not num_draws:
+    step = gradient // plan.gradients_per_step
+    if not num_kept:
         if stopped:
             raise KeyboardInterrupt("`sample` was stopped before the first draw.")
         if step == plan.num_steps:
             rule = f"so many that the sampler calls one of the {step} steps a sample"
             remedy = "See its argument `adapt_steps` or `exploration`."
-            _check.fail("sample", "num_samples", rule, num_samples, remedy)
-        num_batches = plan.num_steps * plan.calls_per_step // plan.calls_per_batch
+            _check.fail("sample", "num_draws", rule, num_draws, remedy)
+        num_batches = plan.num_steps * plan.gradients_per_step // plan.gradients_per_batch
         rule = f"an iterable with a batch for each of the {num_batches} calls"
         _check.fail("sample", "batches", rule, "one that ran out before the first draw")
-    if num_draws < num_samples:
+    if num_kept < num_draws:
         early = "ended early" if step < plan.num_steps else "kept what the sampler calls a sample,"
-        message = f"`sample` {early} with {num_draws} of {num_samples} draws per chain."
+        message = f"`sample` {early} with {num_kept} of {num_draws} draws per chain."
         warnings.warn(message, stacklevel=3)
 
 
 def _dispatches(stream: _loop.Stream, plan: Plan, call: int, chains: Chains) -> Iterator[Dispatch]:
     """Cut the run into pieces of work, from a call on; none goes beyond a tick."""
-    num_calls, is_new = plan.num_steps * plan.calls_per_step, call == 0
-    per_step = plan.calls_per_step // plan.calls_per_batch
-    while call < num_calls:
+    num_gradients, is_new = plan.num_steps * plan.gradients_per_step, call == 0
+    per_step = plan.gradients_per_step // plan.gradients_per_batch
+    while call < num_gradients:
         taken, place = [], None
-        for _ in range(min(plan.steps_per_call, plan.to_tick(call // plan.calls_per_step))):
+        for _ in range(min(plan.steps_per_dispatch, plan.to_tick(call // plan.gradients_per_step))):
             of_step = list(islice(stream, per_step))
             if len(of_step) < per_step:
                 break
@@ -302,9 +302,9 @@ def _dispatches(stream: _loop.Stream, plan: Plan, call: int, chains: Chains) -> 
         if is_new:
             chains.check(taken[0])
             is_new = False
-        calls = [batch for batch in taken for _ in range(plan.calls_per_batch)]
+        calls = [batch for batch in taken for _ in range(plan.gradients_per_batch)]
         several = len(taken) > per_step
-        stacked = _loop.stack(calls, axis=plan.call_axis) if several else None
+        stacked = _loop.stack(calls, axis=plan.gradient_axis) if several else None
         if stacked is not None:
             call += len(calls)
             yield Dispatch(call, chains.put(stacked, True), True, place)
@@ -319,5 +319,5 @@ def _show(bar: Any, step: int, stats: Mapping[str, np.ndarray]):
     shown = {"step_size": f"{np.median(stats['step_size']):.2e}"}
     if np.all(np.isfinite(stats["energy_mean"])):
         shown["energy"] = f"{np.median(stats['energy_mean']):.2g}"
-    bar.set_postfix(shown, refresh=False, resets=int(np.sum(stats["num_resets"])))
+    bar.set_postfix(shown, refresh=False, rejections=int(np.sum(stats["num_rejected"])))
     bar.update(step - bar.n)

@@ -13,7 +13,7 @@ Example:
     >>> draws = optax_smile.sample(
     ...     lambda params, batch: jnp.sum((params - batch) ** 2) / 2, jnp.zeros((2, 3)),
     ...     [jnp.ones(3)], optax_smile.sgld(0.05, num_data=10, key=jax.random.key(0)),
-    ...     num_warmup=50, num_samples=100, thin=3, key=jax.random.key(1), progress=False,
+    ...     num_warmup=50, num_draws=100, thin=3, key=jax.random.key(1), progress=False,
     ... )
     >>> diagnostics.summary(draws).findings
     ()
@@ -31,7 +31,7 @@ from optax_smile.diagnostics.statistics import (
     to_arviz,
 )
 from optax_smile.diagnostics.summarize import summary
-from optax_smile.diagnostics.traces import EnergyFit, energy_fit, reset_rate, step_size_drift
+from optax_smile.diagnostics.traces import EnergyFit, energy_fit, rejection_rate, step_size_trend
 
 __all__ = [
     "EnergyFit",
@@ -42,10 +42,10 @@ __all__ = [
     "energy_fit",
     "ess",
     "mcse_lppd",
-    "reset_rate",
+    "rejection_rate",
     "rhat",
     "rhat_within",
-    "step_size_drift",
+    "step_size_trend",
     "summary",
     "to_arviz",
     "travel",

@@ -20,11 +20,11 @@ MANY_INPUTS = 0.25
 # Step sizes and distances of healthy chains differ by factors of two or three.
 MUCH = 10.0
 # A step size that changes more while it samples targets no single distribution.
-MOST_DRIFT = 2.0
+MOST_TREND = 2.0
 # Energy errors have heavier tails than the Gamma fit: twice the nominal rate is common.
-MOST_RESETS = 3.0
+MOST_REJECTIONS = 3.0
 # Fewer events tell no rate, and rarer ones leave the chain its way.
-LEAST_EVENTS, LEAST_RESET_RATE = 10, 0.01
+LEAST_EVENTS, LEAST_REJECTION_RATE = 10, 0.01
 # Nats per input by which the modes of one posterior hardly differ: targets 26 % less probable.
 FAR_BELOW = 0.3
 # More groups of chains are counted, not listed.
@@ -100,18 +100,20 @@ def judge(found: Summary, run: Run) -> list[Finding]:
                 " `cyclical_sgld` find more modes.",
             )
     if run.trace:
-        resets = np.asarray(run.trace["num_resets"], float)
-        often = found.reset_rate > np.maximum(MOST_RESETS * found.nominal_rate, LEAST_RESET_RATE)
+        rejections = np.asarray(run.trace["num_rejected"], float)
+        often = found.rejection_rate > np.maximum(
+            MOST_REJECTIONS * found.nominal_rate, LEAST_REJECTION_RATE
+        )
         find(
-            often & (resets[:, -1] - resets[:, 0] >= LEAST_EVENTS),
-            f"undone steps: over {MOST_RESETS:g} times as many as `reset_quantile` stands for.",
-            "a smaller step size, larger batches, or a higher `reset_quantile`, up to 0.9999.",
+            often & (rejections[:, -1] - rejections[:, 0] >= LEAST_EVENTS),
+            f"rejected steps: over {MOST_REJECTIONS:g} times as many as `reject_quantile` means.",
+            "a smaller step size, larger batches, or a higher `reject_quantile`, up to 0.9999.",
         )
         # Without a tuner the step size follows a schedule that was asked for.
         tuned = not run.settings or run.settings.get("tuner") is not None
         find(
-            (np.maximum(found.drift, 1 / found.drift) > MOST_DRIFT) & tuned & ~sick,
-            f"drift: the step size changed more than {MOST_DRIFT:g}-fold among the draws.",
+            (np.maximum(found.drift, 1 / found.drift) > MOST_TREND) & tuned & ~sick,
+            f"drift: the step size changed more than {MOST_TREND:g}-fold among the draws.",
             "a longer warm-up: the steps of `angle_tuner` follow the gradients, whose size still"
             " changes; `quantile_tuner` needs `adapt_steps` within it.",
         )
@@ -123,7 +125,7 @@ def _diverged(run: Run) -> Iterator[tuple[np.ndarray, str]]:
     if run.trace:
         broken, calls = (
             values[:, -1] - values[:, 0]
-            for values in (run.trace["num_nonfinite"], run.trace["num_calls"])
+            for values in (run.trace["num_nonfinite"], run.trace["num_gradients"])
         )
         yield broken > MOST_NONFINITE * calls, "gradients keep being infinite or NaN."
     precision, temperature = (run.settings.get(x) for x in ("prior_precision", "temperature"))
@@ -181,7 +183,7 @@ def _groups(values: np.ndarray) -> list[list[int]]:
 
 def nominal_rate(settings: Mapping[str, Any]) -> float:
     """Undone steps per gradient if energy errors are as fitted; NaN without an outlier test."""
-    quantile = settings.get("reset_quantile")
+    quantile = settings.get("reject_quantile")
     if not isinstance(quantile, float):
         return np.nan
     return (1 - quantile) / (2 if settings.get("integrator") == "minimal_norm" else 1)

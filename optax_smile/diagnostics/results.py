@@ -39,9 +39,9 @@ class Summary:
         of: what the R-hats are of: `"predictions"` or `"weights"`.
         first_step_size: at the first tick, `[chain]`.
         last_step_size: at the last tick, `[chain]`.
-        drift: see `step_size_drift`, of the draws, `[chain]`.
-        reset_rate: see `reset_rate`, of the draws, `[chain]`.
-        nominal_rate: what `reset_quantile` makes of it for a perfect fit; NaN without one.
+        drift: see `step_size_trend`, of the draws, `[chain]`.
+        rejection_rate: see `rejection_rate`, of the draws, `[chain]`.
+        nominal_rate: what `reject_quantile` makes of it for a perfect fit; NaN without one.
         energy_distance: see `energy_fit`, of the draws, `[chain]`.
         num_nonfinite: calls with a non-finite gradient or value, `[chain]`.
         travelled: see `travel`, at the last draw, `[chain]`.
@@ -59,7 +59,7 @@ class Summary:
     first_step_size: np.ndarray
     last_step_size: np.ndarray
     drift: np.ndarray
-    reset_rate: np.ndarray
+    rejection_rate: np.ndarray
     nominal_rate: float
     energy_distance: np.ndarray
     num_nonfinite: np.ndarray
@@ -83,14 +83,14 @@ class Summary:
             column(sizes, ".2g") for sizes in (self.first_step_size, self.last_step_size)
         )
         rhats = [median_of(chain) for chain in self.rhat_within]
-        rate = self.reset_rate / (self.nominal_rate if self.nominal_rate > 0 else 1)
+        rate = self.rejection_rate / (self.nominal_rate if self.nominal_rate > 0 else 1)
         columns = {
             "chain": [*map(str, range(len(first) - 1)), "all"],
             "step size": [
                 x if x == "-" else f"{x} -> {y}" for x, y in zip(first, last, strict=True)
             ],
             "drift": column(self.drift, ".2f"),
-            "resets": column(rate, ".2g"),
+            "rejections": column(rate, ".2g"),
             "non-finite": column(self.num_nonfinite, ".0f"),
             "travelled": column(self.travelled, ".2g"),
             "R-hat": column(rhats, ".2f", median_of(self.rhat_across)),
@@ -104,7 +104,7 @@ class Summary:
         if not np.isnan(self.first_step_size).all():
             of = f" / the nominal {self.nominal_rate:.2g}" if self.nominal_rate > 0 else ""
             notes.append("drift: step size at the end of the draws / at their beginning")
-            notes.append(f"resets: undone steps per gradient{of}")
+            notes.append(f"rejections: rejected steps per gradient{of}")
         if not np.isnan(self.energy_distance).all():
             worst = np.nanmax(self.energy_distance)
             notes[-1] += f"; the energy errors miss their Gamma fit by up to {worst:.2g}"

@@ -25,9 +25,9 @@ def summary(
     """Look at a whole run and say what looks wrong and what to try.
 
     Found are chains that have diverged, are frozen, still on their way or not settled; different
-    modes among the others; far more resets than nominal; a tuner that still changes the step size.
-    The module's constants are the bounds. From weights alone it cannot tell different modes, nor
-    chains that all predict badly.
+    modes among the others; far more rejections than nominal; a tuner that still changes the step
+    size. The module's constants are the bounds. From weights alone it cannot tell different modes,
+    nor chains that all predict badly.
 
     Args:
         snapshots: what `sample` or `load_snapshots` returns; weights without a sampler, such as a
@@ -63,8 +63,8 @@ def summary(
         figures |= {
             "first_step_size": np.asarray(trace["step_size"], float)[:, 0],
             "last_step_size": np.asarray(seen["step_size"], float)[:, -1],
-            "drift": traces.step_size_drift(seen),
-            "reset_rate": traces.reset_rate(seen),
+            "drift": traces.step_size_trend(seen),
+            "rejection_rate": traces.rejection_rate(seen),
             "energy_distance": traces.energy_fit(seen).distance,
             "num_nonfinite": np.asarray(seen["num_nonfinite"], float)[:, -1],
         }

@@ -23,31 +23,31 @@ class EnergyFit(NamedTuple):
     distance: np.ndarray
 
 
-def reset_rate(trace: Mapping[str, Any], num_draws: int | None = None) -> np.ndarray:
-    """Count undone steps per gradient, from the first tick to the last.
+def rejection_rate(trace: Mapping[str, Any], num_draws: int | None = None) -> np.ndarray:
+    """Count rejected steps per gradient, from the first tick to the last.
 
     Args:
-        trace: arrays `[chain, tick]`, with `num_resets` and `num_calls`.
+        trace: arrays `[chain, tick]`, with `num_rejected` and `num_gradients`.
         num_draws: count the draws alone, the last so many ticks that are samples; None: all ticks.
 
     Returns:
         Rate `[chain]`, 0 to 1; NaN from a single tick. For a perfect fit of the energy errors a
-        `reset_quantile` of 0.98 gives 0.02, with two gradients per step 0.01.
+        `reject_quantile` of 0.98 gives 0.02, with two gradients per step 0.01.
 
     Raises:
         ValueError: entries that the trace lacks.
     """
-    resets, calls = _read("reset_rate", trace, num_draws, "num_resets", "num_calls")
+    rejections, calls = _read("rejection_rate", trace, num_draws, "num_rejected", "num_gradients")
     with np.errstate(invalid="ignore"):
-        return (resets[:, -1] - resets[:, 0]) / (calls[:, -1] - calls[:, 0])
+        return (rejections[:, -1] - rejections[:, 0]) / (calls[:, -1] - calls[:, 0])
 
 
-def step_size_drift(trace: Mapping[str, Any], num_draws: int | None = None) -> np.ndarray:
+def step_size_trend(trace: Mapping[str, Any], num_draws: int | None = None) -> np.ndarray:
     """Compare the step size at the end with that near the beginning: is this still a sampler?
 
     Args:
         trace: arrays `[chain, tick]`, with `step_size`.
-        num_draws: see `reset_rate`.
+        num_draws: see `rejection_rate`.
 
     Returns:
         Median of the last tenth of the ticks / median of the second tenth, `[chain]`: 1 for a
@@ -56,7 +56,7 @@ def step_size_drift(trace: Mapping[str, Any], num_draws: int | None = None) -> n
     Raises:
         ValueError: entries that the trace lacks.
     """
-    (sizes,) = _read("step_size_drift", trace, num_draws, "step_size")
+    (sizes,) = _read("step_size_trend", trace, num_draws, "step_size")
     tenth = max(1, sizes.shape[1] // 10)
     second = sizes[:, tenth : 2 * tenth] if sizes.shape[1] > 1 else sizes
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -68,7 +68,7 @@ def energy_fit(trace: Mapping[str, Any], num_draws: int | None = None) -> Energy
 
     Args:
         trace: arrays `[chain, tick]`, with `energy_change`.
-        num_draws: see `reset_rate`.
+        num_draws: see `rejection_rate`.
 
     Returns:
         An `EnergyFit`; the fit by moments of all ticks weighs them alike, the sampler the recent.
@@ -98,8 +98,8 @@ def of_draws(trace: Mapping[str, Any], num_draws: int | None) -> dict[str, np.nd
     """The trace at the draws, the last ticks that were samples in all chains; None: all of it."""
     if num_draws is None or not trace:
         return {name: np.asarray(values) for name, values in trace.items()}
-    is_sample = np.asarray(trace.get("is_sample", trace["num_calls"]), bool)
-    ticks = np.flatnonzero(is_sample.all(axis=0))[-num_draws:]
+    is_draw = np.asarray(trace.get("is_draw", trace["num_gradients"]), bool)
+    ticks = np.flatnonzero(is_draw.all(axis=0))[-num_draws:]
     return {name: np.asarray(values)[:, ticks] for name, values in trace.items()}
 
 

@@ -22,7 +22,7 @@ def predict(
     likelihood: str | Likelihood,
     targets: Any = None,
     batch_size: int | None = None,
-    members: Sequence[int] = (),
+    curve: Sequence[int] = (),
     per: str | None = None,
     mesh: Mesh | None = None,
     specs: Any = None,
@@ -49,7 +49,7 @@ def predict(
             - a `Likelihood` of one's own.
         targets: what was observed, `[input, ...]`.
         batch_size: inputs to run at once, >= 1; None: all.
-        members: numbers of snapshots, ascending, after which the average so far is told, too. They
+        curve: numbers of snapshots, ascending, after which the average so far is told, too. They
             come draw by draw: of 4 chains, 8 are two draws of each.
         per: `"draw"`: also what each draw predicts, `"chain"`: also the average of each chain; in
             host memory.
@@ -80,18 +80,18 @@ def predict(
 
     Source: entropy and mutual information: Depeweg et al. 2018.
     """
-    if not np.iterable(members):
-        _check.fail("predict", "members", "a sequence of integers", repr(members))
-    for member in members:
-        _check.whole("predict", "members", member, 1)
-    members = tuple(int(member) for member in members)
+    if not np.iterable(curve):
+        _check.fail("predict", "curve", "a sequence of integers", repr(curve))
+    for number in curve:
+        _check.whole("predict", "curve", number, 1)
+    curve = tuple(int(number) for number in curve)
     wrong = isinstance(snapshots, (Mapping, str, os.PathLike))
     if wrong or not hasattr(snapshots, "__iter__"):
         rule = "an iterable of parameter trees"
         remedy = "See `Snapshots`, `Snapshots.from_members` and `load_snapshots`."
         _check.fail("predict", "snapshots", rule, type(snapshots).__name__, remedy)
-    if list(members) != sorted(set(members)):
-        _check.fail("predict", "members", "ascending", members)
+    if list(curve) != sorted(set(curve)):
+        _check.fail("predict", "curve", "ascending", curve)
     predictor = Predictor(
         apply_fn,
         inputs,
@@ -103,12 +103,12 @@ def predict(
         mesh=mesh,
         specs=specs,
     )
-    curve = []
+    so_far = []
     for params in snapshots:
         predictor.update(params)
-        if predictor.count in members:
-            curve.append(predictor._join()[0])
-    if len(curve) < len(members) and predictor.count:
+        if predictor.count in curve:
+            so_far.append(predictor._join()[0])
+    if len(so_far) < len(curve) and predictor.count:
         rule = f"at most the {predictor.count} snapshots"
-        _check.fail("predict", "members", rule, members)
-    return predictor.finalize()._replace(curve=tuple(curve))
+        _check.fail("predict", "curve", rule, curve)
+    return predictor.finalize()._replace(curve=tuple(so_far))

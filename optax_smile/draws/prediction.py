@@ -36,7 +36,7 @@ class Prediction(NamedTuple):
         each: with `per`, an `Outcome` of single draws, arrays `[chain, draw, input, ...]`, or of
             the averages of single chains, `[chain, input, ...]`: fields `mean`, `variance`,
             `entropy` and `log_density`, the uncertainties those of a draw or in total of a chain.
-        curve: with `members`, a `Prediction` for each of these numbers of snapshots, without
+        curve: with `curve`, a `Prediction` for each of these numbers of snapshots, without
             `each`.
     """
 

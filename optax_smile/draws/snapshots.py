@@ -22,7 +22,7 @@ class Snapshots:
     Attributes:
         params: tree of NumPy arrays, each `[chain, draw, ...]`.
         trace: what `optax_smile.stats` said at every thinning tick, warm-up included: arrays
-            `[chain, tick]`, the draws being the last ticks (of those with `is_sample`). Empty for
+            `[chain, tick]`, the draws being the last ticks (of those with `is_draw`). Empty for
             weights without a sampler.
         settings: name and arguments of the sampler; None for weights without one.
         start: where the chains began, a tree of arrays `[chain, ...]`; None for weights without a
@@ -204,7 +204,7 @@ def load_snapshots(
         >>> directory = tempfile.mkdtemp()
         >>> _ = optax_smile.sample(
         ...     loss_fn, {"w": jnp.zeros((3, 2))}, [jnp.ones(2)],
-        ...     optax_smile.smile_naive(0.1, num_data=10), num_warmup=0, num_samples=5,
+        ...     optax_smile.smile_naive(0.1, num_data=10), num_warmup=0, num_draws=5,
         ...     key=jax.random.key(0), directory=directory, progress=False,
         ... )
         >>> draws = optax_smile.load_snapshots(directory)

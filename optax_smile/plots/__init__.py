@@ -18,7 +18,7 @@ Example:
 
 from optax_smile.plots.paths import chain_paths
 from optax_smile.plots.predictions import entropy, lppd, regression_band, reliability, risk_coverage
-from optax_smile.plots.run import energy_error, resets, step_size
+from optax_smile.plots.run import energy_error, rejections, step_size
 from optax_smile.plots.search import step_size_search
 
 __all__ = [
@@ -28,7 +28,7 @@ __all__ = [
     "lppd",
     "regression_band",
     "reliability",
-    "resets",
+    "rejections",
     "risk_coverage",
     "step_size",
     "step_size_search",

@@ -39,7 +39,7 @@ def step_size(trace: Mapping[str, ArrayLike], *, ax: "Axes | None" = None) -> "A
     A step size that still falls at the end asks for a longer warm-up.
 
     Args:
-        trace: with `step_size` and `num_calls`, `[chain, tick]`; what is not finite is a gap.
+        trace: with `step_size` and `num_gradients`, `[chain, tick]`; what is not finite is a gap.
         ax: where to draw; None makes a new figure.
 
     Returns:
@@ -52,11 +52,11 @@ def step_size(trace: Mapping[str, ArrayLike], *, ax: "Axes | None" = None) -> "A
 
     Example:
         >>> from matplotlib.figure import Figure
-        >>> trace = {"step_size": [[0.1, 0.2]], "num_calls": [[10, 20]]}
+        >>> trace = {"step_size": [[0.1, 0.2]], "num_gradients": [[10, 20]]}
         >>> step_size(trace, ax=Figure().subplots()).get_ylabel()
         'step size'
     """
-    sizes, calls = read_trace("plots.step_size", trace, "step_size", "num_calls")
+    sizes, calls = read_trace("plots.step_size", trace, "step_size", "num_gradients")
     ax = open_axes(ax)
     for chain, style in enumerate(chain_style(len(sizes))):
         ax.plot(calls[chain], sizes[chain], **style, **dot_if_single(sizes.shape[1]))
@@ -82,8 +82,8 @@ def energy_error(trace: Mapping[str, ArrayLike], *, ax: "Axes | None" = None) ->
     is too long for the place a chain has come to.
 
     Args:
-        trace: with `energy_change` (nats, NaN or infinite where unknown) and `num_calls`,
-            `[chain, tick]`; with `accepted`, the steps that were undone get a colour of their own.
+        trace: with `energy_change` (nats, NaN or infinite where unknown) and `num_gradients`,
+            `[chain, tick]`; with `accepted`, rejected steps get a colour of their own.
         ax: where to draw; None makes a new figure.
 
     Returns:
@@ -96,12 +96,12 @@ def energy_error(trace: Mapping[str, ArrayLike], *, ax: "Axes | None" = None) ->
 
     Example:
         >>> from matplotlib.figure import Figure
-        >>> trace = {"energy_change": [[0.1, -0.2]], "num_calls": [[10, 20]]}
+        >>> trace = {"energy_change": [[0.1, -0.2]], "num_gradients": [[10, 20]]}
         >>> energy_error(trace, ax=Figure().subplots()).get_yscale()
         'log'
     """
     where = "plots.energy_error"
-    change, calls = read_trace(where, trace, "energy_change", "num_calls")
+    change, calls = read_trace(where, trace, "energy_change", "num_gradients")
     accepted = np.ones_like(change)
     if "accepted" in trace:
         _, accepted = read_trace(where, trace, "energy_change", "accepted")
@@ -117,7 +117,7 @@ def energy_error(trace: Mapping[str, ArrayLike], *, ax: "Axes | None" = None) ->
     if np.nanmax(error) > 0:
         ax.set_yscale("log")
     every = -(-error.size // MOST_DOTS)
-    for kept, color, label in (1, PALETTE[5], None), (0, PALETTE[1], "undone step"):
+    for kept, color, label in (1, PALETTE[5], None), (0, PALETTE[1], "rejected step"):
         shown = (accepted == kept) & (error > 0)
         if shown.any():
             dots = {"ms": 3 if kept else 6, "alpha": 0.5, "label": label, "rasterized": True}
@@ -137,24 +137,24 @@ def energy_error(trace: Mapping[str, ArrayLike], *, ax: "Axes | None" = None) ->
     return ax
 
 
-def resets(
+def rejections(
     trace: Mapping[str, ArrayLike], *, nominal: float | None = None, ax: "Axes | None" = None
 ) -> "Axes":
-    """Draw how often steps were undone; after the warm-up a good run stays near the nominal rate.
+    """Draw how often steps were rejected; after the warm-up a good run stays near the nominal rate.
 
     Args:
-        trace: with the cumulative counts `num_resets` and `num_calls`, `[chain, tick]`, and at
-            least two ticks; with `num_nonfinite`, the title counts those after the first tick.
-        nominal: expected undone steps per gradient, in [0, 1], such as 1 - `reset_quantile`, over
-            the gradients per step.
+        trace: with the cumulative counts `num_rejected` and `num_gradients`, `[chain, tick]`, and
+            at least two ticks; with `num_nonfinite`, the title counts those after the first tick.
+        nominal: expected rejected steps per gradient, in [0, 1], such as 1 - `reject_quantile`,
+            over the gradients per step.
         ax: where to draw; None makes a new figure.
 
     Returns:
-        The axes: undone steps over gradients in windows of the ticks, for each chain (their range,
-        for more than ten) and for all of them; the title gives the rate over the whole trace.
-        Windows are so long, if the trace is, that each chain has some 5 events in one (all of them
-        together, for more than ten). Where the rates spread widely the scale is logarithmic, linear
-        below the smallest rate above zero.
+        The axes: rejected steps over gradients in windows of the ticks, for each chain (their
+        range, for more than ten) and for all of them; the title gives the rate over the whole
+        trace. Windows are so long, if the trace is, that each chain has some 5 events in one (all
+        of them together, for more than ten). Where the rates spread widely the scale is
+        logarithmic, linear below the smallest rate above zero.
 
     Raises:
         ValueError: the trace lacks these arrays, their shapes differ, there is but one tick, or no
@@ -163,30 +163,30 @@ def resets(
 
     Example:
         >>> from matplotlib.figure import Figure
-        >>> trace = {"num_resets": [[0, 1, 1]], "num_calls": [[10, 20, 30]]}
-        >>> ax = resets(trace, nominal=0.1, ax=Figure().subplots())
+        >>> trace = {"num_rejected": [[0, 1, 1]], "num_gradients": [[10, 20, 30]]}
+        >>> ax = rejections(trace, nominal=0.1, ax=Figure().subplots())
         >>> ax.get_legend().get_texts()[-1].get_text()
         'nominal: 0.1'
     """
-    where = "plots.resets"
-    undone, calls = read_trace(where, trace, "num_resets", "num_calls")
-    if undone.shape[1] < 2 or not (np.diff(calls) > 0).all():
+    where = "plots.rejections"
+    rejected, calls = read_trace(where, trace, "num_rejected", "num_gradients")
+    if rejected.shape[1] < 2 or not (np.diff(calls) > 0).all():
         rule = "of at least 2 ticks with gradients in between"
-        _check.fail(where, "trace", rule, f"num_calls {calls.tolist()}"[:200])
+        _check.fail(where, "trace", rule, f"num_gradients {calls.tolist()}"[:200])
     if nominal is not None:
         _check.number(where, "nominal", nominal, "in [0, 1]", lambda x: 0 <= x <= 1)
     num_nonfinite = 0.0
     if "num_nonfinite" in trace:
-        _, count = read_trace(where, trace, "num_resets", "num_nonfinite")
+        _, count = read_trace(where, trace, "num_rejected", "num_nonfinite")
         num_nonfinite = (count[:, -1] - count[:, 0]).sum()
     ax = open_axes(ax)
-    total = (undone[:, -1] - undone[:, 0]).sum()
-    num_gaps = undone.shape[1] - 1
-    num_lines = len(undone) if len(undone) <= MOST_NAMED_CHAINS else 1
+    total = (rejected[:, -1] - rejected[:, 0]).sum()
+    num_gaps = rejected.shape[1] - 1
+    num_lines = len(rejected) if len(rejected) <= MOST_NAMED_CHAINS else 1
     windows = split_windows(num_gaps, LEAST_EVENTS * num_lines * num_gaps / max(total, 1))
     ends = np.array([0, *(window[-1] + 1 for window in windows)])
-    undone, calls = undone[:, ends], calls[:, ends]
-    rates = np.diff(undone) / np.diff(calls)
+    rejected, calls = rejected[:, ends], calls[:, ends]
+    rates = np.diff(rejected) / np.diff(calls)
     if len(rates) > MOST_NAMED_CHAINS:
         band = {"color": PALETTE[0], "alpha": BAND_ALPHA, "label": "range of the chains"}
         edges = calls.mean(axis=0)
@@ -194,7 +194,7 @@ def resets(
     else:
         for chain, style in enumerate(chain_style(len(rates))):
             ax.stairs(rates[chain], calls[chain], baseline=None, **style)
-    together = np.diff(undone.sum(axis=0)) / np.diff(calls.sum(axis=0))
+    together = np.diff(rejected.sum(axis=0)) / np.diff(calls.sum(axis=0))
     label = f"all {len(rates)} chains"
     ax.stairs(together, calls.mean(axis=0), baseline=None, color="k", lw=2, label=label)
     levels = np.append(rates[rates > 0], nominal or [])
@@ -208,9 +208,9 @@ def resets(
         ax.ticklabel_format(axis="y", scilimits=(-2, 3))
     make_room(ax, top=0.3)
     overall = total / (calls[:, -1] - calls[:, 0]).sum()
-    title = f"Resets: {total:,.0f} steps undone, {overall:.2g} per gradient"
+    title = f"Rejections: {total:,.0f} steps rejected, {overall:.2g} per gradient"
     broken = f"\n{num_nonfinite:,.0f} non-finite calls" if num_nonfinite else ""
-    ax.set(title=title + broken, ylabel="undone steps per gradient")
+    ax.set(title=title + broken, ylabel="rejected steps per gradient")
     count_gradients(ax)
     add_legend(ax)
     return ax

@@ -1,7 +1,7 @@
 """What SGLD, SGHMC and their kin share: one gradient in, one displacement out.
 
 A sampler of this family is a `Rule` for the displacement. Everything else is here: the checks, the
-energy, the step size, the random keys, and the guardrail that takes a step back if it ends in a
+energy, the step size, the random keys, and the guardrail that rejects a step that ends in a
 non-finite number.
 """
 
@@ -16,7 +16,7 @@ from optax_smile import _check, _tree, potential
 from optax_smile.samplers import _call
 from optax_smile.stages import energy, evidence
 from optax_smile.stages.guardrail import GuardrailState, guardrail
-from optax_smile.state import LastCall, no_call
+from optax_smile.state import LastUpdate, no_update
 
 
 class Move(NamedTuple):
@@ -25,7 +25,7 @@ class Move(NamedTuple):
     Attributes:
         gradient: grad U, nats per unit of the parameter.
         loss_gradient: gradient of the mean loss as the loop passed it.
-        displacement: of the step that ends here; zero at the start and after an undone step.
+        displacement: of the step that ends here; zero at the start and after a rejected step.
         step_size: of the step that begins, scalar.
         step_ratio: `step_size` over that of the step that ends here, scalar; 0 if that was 0.
         num_steps: steps begun before, int32.
@@ -47,13 +47,13 @@ class Rule(NamedTuple):
     Attributes:
         init: `init(params)`, the memory before the first call.
         move: `move(memory, move)`, the displacement and the new memory.
-        is_sample: whether the step with this count, 0 for the first, ends in a draw from the
+        is_draw: whether the step with this count, 0 for the first, ends in a draw from the
             posterior.
     """
 
     init: Callable[[Any], Any]
     move: Callable[[Any, Move], tuple[Any, Any]]
-    is_sample: Callable[[jax.Array], jax.Array] = lambda count: jnp.ones_like(count, bool)
+    is_draw: Callable[[jax.Array], jax.Array] = lambda count: jnp.ones_like(count, bool)
 
 
 class LangevinState(NamedTuple):
@@ -62,13 +62,13 @@ class LangevinState(NamedTuple):
     Attributes:
         memory: what the rule remembers, such as averages over gradients.
         displacement: of the open step, a tree like the parameters: what the last call added, and
-            for SGHMC the velocity. Zero before the first call and after an undone step.
-        step_length: step size of the open step, or of the undone one.
+            for SGHMC the velocity. Zero before the first call and after a rejected step.
+        step_length: step size of the open step, or of the rejected one.
         step_size_factor: what multiplies the user's step size, scalar.
-        guardrail: counters of undone steps.
+        guardrail: counters of rejected steps.
         num_steps: steps begun, the count that a step-size schedule gets, int32.
         key: for the noise of the next call, as raw numbers, uint32.
-        last_call: what the last call found out.
+        last_update: what the last call found out.
     """
 
     memory: Any
@@ -78,25 +78,25 @@ class LangevinState(NamedTuple):
     guardrail: GuardrailState
     num_steps: jax.Array
     key: jax.Array
-    last_call: LastCall
+    last_update: LastUpdate
 
     @property
-    def calls_per_step(self) -> int:
+    def gradients_per_step(self) -> int:
         """Gradients, and calls of `update`, per step."""
         return 1
 
     def stats(self) -> dict[str, jax.Array]:
         """Scalars that describe the last call, see `optax_smile.stats`."""
         unknown = jnp.full_like(self.step_length, jnp.nan)
-        return self.last_call._asdict() | {
+        return self.last_update._asdict() | {
             "step_size": self.step_length,
             "energy_mean": unknown,
             "energy_std": unknown,
-            "num_resets": self.guardrail.num_resets,
+            "num_rejected": self.guardrail.num_rejected,
             "num_nonfinite": self.guardrail.num_nonfinite,
             "num_outlying": jnp.zeros_like(self.guardrail.num_nonfinite),
             "descent": unknown,
-            "on_its_way": jnp.zeros_like(self.last_call.accepted),
+            "on_its_way": jnp.zeros_like(self.last_update.accepted),
         }
 
     def last_accepted(self, params: optax.Params) -> optax.Params:
@@ -156,24 +156,24 @@ def sampler(
             guardrail=finite.init(dtype),
             num_steps=count,
             key=jnp.copy(jax.random.key_data(seed)),
-            last_call=no_call(dtype)._replace(is_sample=rule.is_sample(count - 1)),
+            last_update=no_update(dtype)._replace(is_draw=rule.is_draw(count - 1)),
         )
 
     def update(
         updates: Any, state: Any, params: Any = None, *, value: Any = None, **extra_args: Any
     ) -> tuple[Any, Any]:
         del extra_args
-        dtype, last = state.step_length.dtype, state.last_call
+        dtype, last = state.step_length.dtype, state.last_update
         value = _call.check(name, updates, params, value, state.displacement, dtype)
         gradient = potential.gradient(posterior, updates, params)
         given = (_tree.inner(gradient, gradient), *(() if value is None else (value,)))
         error = energy.error(None, last.accepted, given)
-        guard, undo = finite.judge(state.guardrail, error)
+        guard, reject = finite.judge(state.guardrail, error)
 
         step_length = step_size_at(state.num_steps) * state.step_size_factor * guard.step_backoff
         step_length = jnp.asarray(step_length, dtype)
         key, noise_key = jax.random.split(_call.key(name, state.key, seed))
-        step_end = last.accepted & (last.num_calls > 0)
+        step_end = last.accepted & (last.num_gradients > 0)
         last_length = state.step_length
         moved = last_length > 0
         displacement, memory = rule.move(
@@ -192,24 +192,24 @@ def sampler(
         back = jax.tree.map(jnp.negative, state.displacement)
         still = jax.tree.map(jnp.zeros_like, params)
         resolution = evidence.resolution(_tree.inner(params, params))
-        return _tree.where(undo, back, displacement), LangevinState(
-            memory=_tree.where(undo, state.memory, memory),
-            displacement=_tree.where(undo, still, displacement),
+        return _tree.where(reject, back, displacement), LangevinState(
+            memory=_tree.where(reject, state.memory, memory),
+            displacement=_tree.where(reject, still, displacement),
             step_length=step_length,
             step_size_factor=state.step_size_factor,
             guardrail=guard,
-            num_steps=_tree.count(state.num_steps, ~undo),
+            num_steps=_tree.count(state.num_steps, ~reject),
             key=jax.random.key_data(key),
-            last_call=LastCall(
+            last_update=LastUpdate(
                 energy_change=jnp.full_like(last.energy_change, jnp.nan),
                 energy_level=jnp.full_like(last.energy_level, value is not None),
-                accepted=~undo,
+                accepted=~reject,
                 step_end=step_end,
-                is_sample=jnp.where(
-                    step_end & ~undo, rule.is_sample(state.num_steps - 1), last.is_sample
+                is_draw=jnp.where(
+                    step_end & ~reject, rule.is_draw(state.num_steps - 1), last.is_draw
                 ),
                 below_resolution=_tree.inner(displacement, displacement) < resolution**2,
-                num_calls=_tree.count(last.num_calls),
+                num_gradients=_tree.count(last.num_gradients),
             ),
         )
 

@@ -13,7 +13,7 @@ from optax_smile.stages import energy, evidence, momentum, products
 from optax_smile.stages import tuner as tuning
 from optax_smile.stages.guardrail import Guardrail, GuardrailState
 from optax_smile.stages.preconditioner import Preconditioner
-from optax_smile.state import LastCall, no_call
+from optax_smile.state import LastUpdate, no_update
 
 
 class MicrocanonicalState(NamedTuple):
@@ -22,12 +22,12 @@ class MicrocanonicalState(NamedTuple):
     Attributes:
         preconditioner: averages over the gradients of the kept calls; None without one.
         momentum: direction and place inside the open step.
-        guardrail: counters of undone steps.
+        guardrail: counters of rejected steps.
         tuner: state of the tuner, with the field `step_size_factor`.
         evidence: what the calls so far have shown.
         num_steps: steps begun, the count that a step-size schedule gets, int32.
         key: for explicit noise and fresh momenta, as raw numbers, uint32; None if neither is used.
-        last_call: what the last call found out.
+        last_update: what the last call found out.
     """
 
     preconditioner: Any
@@ -37,20 +37,20 @@ class MicrocanonicalState(NamedTuple):
     evidence: evidence.EvidenceState
     num_steps: jax.Array
     key: jax.Array | None
-    last_call: LastCall
+    last_update: LastUpdate
 
     @property
-    def calls_per_step(self) -> int:
+    def gradients_per_step(self) -> int:
         """Gradients, and calls of `update`, per step."""
         return 1 if self.momentum.anchor is None else 2
 
     def stats(self) -> dict[str, jax.Array]:
         """Scalars that describe the last call, see `optax_smile.stats`."""
-        return self.last_call._asdict() | {
+        return self.last_update._asdict() | {
             "step_size": self.momentum.step_length,
             "energy_mean": self.evidence.energies.energy_mean,
             "energy_std": self.evidence.energies.energy_std,
-            "num_resets": self.guardrail.num_resets,
+            "num_rejected": self.guardrail.num_rejected,
             "num_nonfinite": self.guardrail.num_nonfinite,
             "num_outlying": self.evidence.turns.num_outlying,
             "descent": self.evidence.descent.descent_score,
@@ -84,7 +84,7 @@ def compose(
         posterior: what to sample.
         preconditioner: in which coordinates.
         momentum: by which dynamics.
-        guardrail: which steps are undone.
+        guardrail: which steps are rejected.
         tuner: how long the steps are; None keeps `step_size`.
         step_size: see `smile`.
         key: see `smile`.
@@ -135,7 +135,7 @@ def compose(
             evidence=evidence.init(dtype),
             num_steps=count,
             key=jnp.copy(jax.random.key_data(seed)) if uses_key and seed is not None else None,
-            last_call=no_call(dtype),
+            last_update=no_update(dtype),
         )
 
     def update(
@@ -146,38 +146,40 @@ def compose(
         value = _call.check(name, updates, params, value, here.direction, here.step_length.dtype)
         if value is None and uses_energy:
             _warn_without_value(name)
-        key, noise_key, reset_key = split(state.key)
+        key, noise_key, reject_key = split(state.key)
 
         # Look at the trees: every inner product in one pass over memory.
         noise = momentum.draw(noise_key, params)
         trees = updates, params, here, state.preconditioner
         sums = products.measure(look(*trees, noise))
 
-        # Close the step that ends here, and keep or undo it by the energy that it gained.
+        # Close the step that ends here, and keep or reject it by the energy that it gained.
         closed = momentum.close(here, sums)
         error = energy.energy_error(posterior, past.open_step, closed, sums, value)
-        guard, undo = guardrail.judge(state.guardrail, error, past.energies)
+        guard, reject = guardrail.judge(state.guardrail, error, past.energies)
 
         # Choose the length of the next step, and open it.
         base = jnp.asarray(step_size_at(state.num_steps), here.step_length.dtype)
-        shown = evidence.show(past, closed, error, sums, base, state.last_call.num_calls, ~undo)
+        shown = evidence.show(
+            past, closed, error, sums, base, state.last_update.num_gradients, ~reject
+        )
         tuned = tuner.update(state.tuner, shown)
         length = base * tuned.step_size_factor * guard.step_backoff
         opened = momentum.open(here, closed, length, sums, evidence.usual_rate(shown))
 
-        # Move: every array in a second pass; an undone call stands where its step began.
+        # Move: every array in a second pass; a rejected call stands where its step began.
         updates, params, here, scale = _tree.fence(trees)
         seen = look(updates, params, here, scale, noise)
         turned = momentum.turn(here, opened, seen.gradient, noise, params)
         step = energy.proceed(past.open_step, closed, opened, sums, value)
         kept = turned, step, _tree.count(state.num_steps, closed.opens_step)
         stopped = momentum.stop(here, length, guardrail.restarts_moving)
-        undone = stopped, past.open_step, state.num_steps
-        after, step, num_steps = _tree.where(undo, undone, kept)
+        rejected = stopped, past.open_step, state.num_steps
+        after, step, num_steps = _tree.where(reject, rejected, kept)
         scale = preconditioner.observe(scale, seen.energy_gradient, shown.worth, after.direction)
 
-        move = momentum.displace(undo, here, after, params, _inverse_scale(scale))
-        direction = guardrail.redirect(undo, after.direction, reset_key)
+        move = momentum.displace(reject, here, after, params, _inverse_scale(scale))
+        direction = guardrail.redirect(reject, after.direction, reject_key)
         return move, MicrocanonicalState(
             preconditioner=scale,
             momentum=after._replace(direction=direction),
@@ -186,7 +188,7 @@ def compose(
             evidence=evidence.remember(past, shown, step, guardrail.winsor_quantile),
             num_steps=num_steps,
             key=key,
-            last_call=_told(shown, closed, after, undo, value),
+            last_update=_told(shown, closed, after, reject, value),
         )
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -196,25 +198,25 @@ def _told(
     shown: evidence.Evidence,
     closed: momentum.Closed,
     after: momentum.MomentumState,
-    undo: jax.Array,
+    reject: jax.Array,
     value: jax.Array | None,
-) -> LastCall:
+) -> LastUpdate:
     """Say what a call found out about the parameters that it was given."""
-    return LastCall(
+    return LastUpdate(
         energy_change=shown.error.change,
-        energy_level=jnp.full_like(shown.num_calls, value is not None),
-        accepted=~undo,
+        energy_level=jnp.full_like(shown.num_gradients, value is not None),
+        accepted=~reject,
         step_end=closed.step_end,
-        is_sample=jnp.ones_like(undo),
+        is_draw=jnp.ones_like(reject),
         below_resolution=after.step_length < shown.resolution,
-        num_calls=_tree.count(shown.num_calls),
+        num_gradients=_tree.count(shown.num_gradients),
     )
 
 
 def _warn_without_value(where: str):
     warnings.warn(
         f"`{where}` got no `value`: without energies `quantile_tuner` keeps the step size and"
-        " `reset_quantile` undoes non-finite steps alone. Pass `value=loss` to `update`, or leave"
+        " `reject_quantile` rejects non-finite steps alone. Pass `value=loss` to `update`, or leave"
         " both out.",
         stacklevel=3,
     )

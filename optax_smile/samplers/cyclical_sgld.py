@@ -33,7 +33,7 @@ def cyclical_sgld(
         eps_k = eps / 2 (1 + cos(pi r)),  r = (k mod K) / K,  K = ceil(total_steps / num_cycles)
         theta <- theta - eps_k grad U + sqrt(2 eps_k) z where r >= exploration, else without z
 
-    While it explores, a point is no draw: `stats(state)["is_sample"]` tells, and `sample` keeps
+    While it explores, a point is no draw: `stats(state)["is_draw"]` tells, and `sample` keeps
     none of them.
 
     Args:
@@ -71,7 +71,7 @@ def cyclical_sgld(
     _check.number("cyclical_sgld", "exploration", exploration, rule, lambda x: 0 <= x < 1)
     cycle_length = -(-total_steps // num_cycles)
 
-    def is_sample(count: jax.Array) -> jax.Array:
+    def is_draw(count: jax.Array) -> jax.Array:
         # A hundredth of a step keeps the boundary where it is under rounding.
         in_cycle = jnp.asarray(count) % cycle_length + 0.01
         return (in_cycle >= exploration * cycle_length) & (count >= 0)
@@ -83,11 +83,11 @@ def cyclical_sgld(
         return largest * jnp.cos(jnp.pi / 2 * place) ** 2
 
     def move(memory: None, call: _langevin.Move):
-        amplitude = jnp.where(is_sample(call.num_steps), jnp.sqrt(2 * call.step_size), 0)
+        amplitude = jnp.where(is_draw(call.num_steps), jnp.sqrt(2 * call.step_size), 0)
         return _langevin.euler_step(call, amplitude), memory
 
     if not callable(step_size):
         _check.positive("cyclical_sgld", "step_size", step_size)
     posterior = potential.Potential(num_data, prior_precision, temperature, prior_mean)
-    rule = _langevin.Rule(lambda params: None, move, is_sample)
+    rule = _langevin.Rule(lambda params: None, move, is_draw)
     return _langevin.sampler("cyclical_sgld", size, posterior, key, rule)

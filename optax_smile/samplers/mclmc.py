@@ -81,7 +81,7 @@ def mclmc(
         key: JAX key or seed for the noise, see `smile`.
 
     Returns:
-        An Optax transformation, see `smile`. A step that ends in a non-finite number is undone.
+        An Optax transformation, see `smile`. A step that ends in a non-finite number is rejected.
 
     Raises:
         ValueError: see `smile`.
@@ -212,12 +212,12 @@ def tune_mclmc(
         params, state = chain
         state: Any = optax.tree.set(state, step_size_factor=step_size)
         seen, tried = [], state.momentum.step_length
-        for _ in range(state.calls_per_step):
+        for _ in range(state.gradients_per_step):
             loss, grads = jax.value_and_grad(loss_fn)(params)
             updates, state = build(length).update(grads, state, params, value=loss)
             params = optax.apply_updates(params, updates)
             seen.append(stats(state))
-        # The first call judges the step before; the second can undo the one that it opened.
+        # The first call judges the step before; the second can reject the one that it opened.
         whole = seen[-1]["accepted"]
         told = seen[0] | {"accepted": seen[0]["accepted"] & whole}
         return (params, state), (told, jnp.where(whole, tried, state.momentum.step_length))

@@ -121,5 +121,5 @@ def scale_adapted_sghmc(
         return displacement, memory
 
     posterior = potential.Potential(num_data, prior_precision, temperature, prior_mean)
-    rule = _langevin.Rule(init, move, is_sample=lambda count: count >= adapt_steps)
+    rule = _langevin.Rule(init, move, is_draw=lambda count: count >= adapt_steps)
     return _langevin.sampler("scale_adapted_sghmc", step_size, posterior, key, rule)

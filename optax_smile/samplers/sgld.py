@@ -59,13 +59,13 @@ def sgld(
 
     Returns:
         An Optax transformation, the last of a chain, as `smile` returns. It needs no `value` and
-        has no energy error; a step that ends in a non-finite gradient or value is taken back.
+        has no energy error; a step that ends in a non-finite gradient or value is rejected.
 
     Raises:
         ValueError: as `smile`.
 
     Cost: one gradient and as many random numbers as parameters per call; one parameter-sized
-    array of state, which takes a step back.
+    array of state, by which a step is rejected.
 
     Example:
         >>> import jax, jax.numpy as jnp, optax, optax_smile

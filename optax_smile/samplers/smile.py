@@ -25,8 +25,8 @@ def smile(
     temperature: float | jax.Array = 1.0,
     integrator: str = "leapfrog",
     tuner: tuning.Tuner | None = DEFAULT_TUNER,
-    reset_quantile: float | None = None,
-    reset_momentum: str = "zero",
+    reject_quantile: float | None = None,
+    reject_momentum: str = "zero",
     decoherence_length: float | jax.Array | str | None = momentum.MATCHED,
     key: jax.Array | int | None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -62,9 +62,9 @@ def smile(
         integrator: `"leapfrog"`, or `"minimal_norm"` as published, with two calls per step.
         tuner: rule for the step size: `angle_tuner()`, `quantile_tuner()` as published, or None,
             which keeps `step_size`.
-        reset_quantile: a step is undone if |energy change| exceeds this quantile of a Gamma fit to
-            those before it, in (0, 1); None undoes non-finite steps alone.
-        reset_momentum: after an undone step `"zero"` (as published: the chain starts again down
+        reject_quantile: a step is rejected if |energy change| exceeds this quantile of a Gamma fit
+            to those before it, in (0, 1); None rejects non-finite steps alone.
+        reject_momentum: after a rejected step `"zero"` (as published: the chain starts again down
             the gradient) or `"refresh"` (in a random direction).
         decoherence_length: adds isotropic noise after each step, by which u forgets itself over
             this distance, > 0; a chain at rest then starts in a random direction. `"matched"`: as
@@ -77,13 +77,14 @@ def smile(
     Returns:
         An Optax transformation, the last of a chain. `update(grads, state, params, value=loss)`
         takes the mean loss that belongs to `grads`, for the energy errors in `stats`. Only
-        `quantile_tuner` and `reset_quantile` need it, and a warning says so when a call without it
+        `quantile_tuner` and `reject_quantile` need it, and a warning says so when a call without it
         is traced.
 
     Raises:
         ValueError: an argument out of range; in `init` a tree that is not float32 or float64 or
             has fewer than two parameters; in `update` missing params, a tree that changed, a
-            `value` that is not a scalar. Numerical trouble never raises: it is undone and counted.
+            `value` that is not a scalar. Numerical trouble never raises: such steps are rejected
+            and counted.
 
     Cost: one gradient per call; one parameter-sized array of state, two with `"minimal_norm"`.
 
@@ -97,7 +98,7 @@ def smile(
         ...     loss, grads = jax.value_and_grad(loss_fn)(params)
         ...     updates, state = tx.update(grads, state, params, value=loss)
         ...     params = optax.apply_updates(params, updates)
-        >>> int(optax_smile.stats(state)["num_calls"])
+        >>> int(optax_smile.stats(state)["num_gradients"])
         20
 
     Source: Sommer et al., Stochastic microcanonical Langevin ensembles, ICML 2026, algorithm 1.
@@ -111,7 +112,7 @@ def smile(
         Potential(num_data, prior_precision, temperature, prior_mean),
         preconditioner=preconditioner.identity(),
         momentum=momentum.microcanonical("smile", integrator, decoherence_length, has_key),
-        guardrail=guardrail("smile", reset_quantile, reset_momentum, has_key),
+        guardrail=guardrail("smile", reject_quantile, reject_momentum, has_key),
         tuner=tuner,
         step_size=step_size,
         key=key,
@@ -128,8 +129,8 @@ def psmile(
     temperature: float | jax.Array = 1.0,
     integrator: str = "leapfrog",
     tuner: tuning.Tuner | None = DEFAULT_TUNER,
-    reset_quantile: float | None = None,
-    reset_momentum: str = "zero",
+    reject_quantile: float | None = None,
+    reject_momentum: str = "zero",
     decoherence_length: float | jax.Array | str | None = momentum.MATCHED,
     key: jax.Array | int | None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -155,8 +156,8 @@ def psmile(
         temperature: see `smile`.
         integrator: see `smile`.
         tuner: see `smile`.
-        reset_quantile: see `smile`.
-        reset_momentum: see `smile`.
+        reject_quantile: see `smile`.
+        reject_momentum: see `smile`.
         decoherence_length: see `smile`.
         key: see `smile`.
 
@@ -184,7 +185,7 @@ def psmile(
         Potential(num_data, prior_precision, temperature, prior_mean),
         preconditioner=preconditioner.mean_square(differences=decoherence_length is None),
         momentum=momentum.microcanonical("psmile", integrator, decoherence_length, has_key),
-        guardrail=guardrail("psmile", reset_quantile, reset_momentum, has_key),
+        guardrail=guardrail("psmile", reject_quantile, reject_momentum, has_key),
         tuner=tuner,
         step_size=step_size,
         key=key,
@@ -206,7 +207,7 @@ def smile_naive(
     """Sample like `smile` with the step size as given and no test of the energy error.
 
     What to take for small networks with a step size known to work, and where a loop cannot pass
-    `value`. A step that ends in a non-finite number is undone here, too.
+    `value`. A step that ends in a non-finite number is rejected here, too.
 
     Args:
         step_size: see `smile`; likewise all others.

@@ -119,7 +119,7 @@ def quantile(averages: EnergyAverages, probability: float | jax.Array) -> jax.Ar
     Wilson and Hilferty 1931, mean (1 - r^2 / 9 + z r / 3)^3 with r = std / mean = shape^(-1/2)
     and the normal quantile z, clamped at 0. For z > 0 it grows with r up to r = 3 z / 2 and then
     falls below zero: heavier tails than that keep the largest value, so that a jump among the
-    first energies makes the outlier test lenient for a while, never a trap that undoes every step.
+    first energies makes the outlier test lenient for a while, never a trap that rejects every step.
     """
     z = jax.scipy.special.ndtri(jnp.asarray(probability, averages.energy_mean.dtype))
     mean = averages.energy_mean

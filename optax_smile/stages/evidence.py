@@ -111,7 +111,7 @@ class Evidence(NamedTuple):
         turns: average of that, with this gradient where the call is kept.
         descent: averages of the energy that is lost, likewise.
         worth: what this gradient is worth to averages.
-        num_calls: calls of `update` before this one, int32.
+        num_gradients: calls of `update` before this one, int32.
         base: the user's step size, which the factor multiplies.
         resolution: step size below which the parameters stop moving in their precision.
     """
@@ -122,7 +122,7 @@ class Evidence(NamedTuple):
     turns: TurnAverage
     descent: DescentAverage
     worth: Worth
-    num_calls: jax.Array
+    num_gradients: jax.Array
     base: jax.Array
     resolution: jax.Array
 
@@ -152,7 +152,7 @@ def turn_rate(sums: Sums, cosine: jax.Array, num_parameters: int) -> jax.Array:
     return jnp.sqrt(sums.gradient_square) / (num_parameters - 1) * share
 
 
-def trust(average: TurnAverage, rate: jax.Array, sums: Sums, num_calls: jax.Array) -> jax.Array:
+def trust(average: TurnAverage, rate: jax.Array, sums: Sums, num_gradients: jax.Array) -> jax.Array:
     """Tell what a gradient counts for: 0 if it says nothing, less than 1 if it is absurdly large.
 
     A gradient whose square is below the normal numbers is none, and in the first calls, where the
@@ -163,7 +163,7 @@ def trust(average: TurnAverage, rate: jax.Array, sums: Sums, num_calls: jax.Arra
     shortened = jnp.where(bounded, largest / jnp.where(rate > 0, rate, 1), 1)
     tiny = jnp.finfo(sums.loss_square.dtype).tiny
     evident = (sums.gradient_square >= tiny) & jnp.isfinite(sums.gradient_square)
-    evident &= (sums.loss_square >= tiny) | (num_calls >= PATIENCE)
+    evident &= (sums.loss_square >= tiny) | (num_gradients >= PATIENCE)
     return jnp.where(evident, shortened, 0)
 
 
@@ -233,11 +233,11 @@ def show(
     error: EnergyError,
     sums: Sums,
     base: jax.Array,
-    num_calls: jax.Array,
+    num_gradients: jax.Array,
     kept: jax.Array,
 ) -> Evidence:
     """Collect what a call shows."""
-    trusted = trust(past.turns, closed.turn_rate, sums, num_calls)
+    trusted = trust(past.turns, closed.turn_rate, sums, num_gradients)
     turns = observe_turn(past.turns, closed.turn_rate, trusted, kept)
     descent = observe_descent(past.descent, closed, trusted, turns, kept)
     return Evidence(
@@ -252,7 +252,7 @@ def show(
             anew=descent.on_its_way & kept,
             square=sums.deviation_square,
         ),
-        num_calls=num_calls,
+        num_gradients=num_gradients,
         base=base,
         resolution=resolution(sums.params_square),
     )

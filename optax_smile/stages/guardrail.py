@@ -1,7 +1,7 @@
-"""Stage 4: which steps are undone.
+"""Stage 4: which steps are rejected.
 
-Every sampler undoes a step that ends in a non-finite number. With a `reset_quantile` it also
-undoes a step whose energy error is an outlier among those before it.
+Every sampler rejects a step that ends in a non-finite number. With a `reject_quantile` it also
+rejects a step whose energy error is an outlier among those before it.
 """
 
 from collections.abc import Callable
@@ -28,14 +28,14 @@ class GuardrailState(NamedTuple):
     """Counters of the guardrail.
 
     Attributes:
-        num_resets: steps undone for an outlying energy, int32.
+        num_rejected: steps rejected for an outlying energy, int32.
         num_nonfinite: calls with a non-finite gradient or value, int32.
         nonfinite_run: such calls in a row, int32.
         finite_run: good calls since the last such call, int32.
         step_backoff: what multiplies the step size after too many of them, scalar in [1/16, 1].
     """
 
-    num_resets: jax.Array
+    num_rejected: jax.Array
     num_nonfinite: jax.Array
     nonfinite_run: jax.Array
     finite_run: jax.Array
@@ -43,14 +43,14 @@ class GuardrailState(NamedTuple):
 
 
 class Guardrail(NamedTuple):
-    """A rule for which steps are undone: pure functions.
+    """A rule for which steps are rejected: pure functions.
 
     Attributes:
         init: `init(dtype)`, the first state.
-        judge: `judge(state, error, energies)`, the next state and whether the call undoes the open
+        judge: `judge(state, error, energies)`, the next state and whether the call rejects the open
             step; `energies` are the averages before this step, None without energies.
-        redirect: `redirect(undo, direction, key)`, the direction with which the chain goes on.
-        restarts_moving: whether an undone chain has a direction.
+        redirect: `redirect(reject, direction, key)`, the direction with which the chain goes on.
+        restarts_moving: whether a rejected chain has a direction.
         uses_energy: whether it needs the `value` of a loop.
         uses_key: whether it draws random numbers.
         winsor_quantile: of the energies, beyond which they do not enter their averages whole.
@@ -67,52 +67,52 @@ class Guardrail(NamedTuple):
 
 def guardrail(
     where: str = "guardrail",
-    reset_quantile: float | None = None,
-    reset_momentum: str = "zero",
+    reject_quantile: float | None = None,
+    reject_momentum: str = "zero",
     has_key: bool = False,
 ) -> Guardrail:
     """Undo non-finite steps, and with a quantile those whose energy error is an outlier.
 
     Args:
         where: name of the sampler, for errors.
-        reset_quantile: of the energy errors, in (0, 1); None undoes non-finite steps alone.
-        reset_momentum: of an undone chain: `"zero"`, or `"refresh"` for a random direction.
+        reject_quantile: of the energy errors, in (0, 1); None rejects non-finite steps alone.
+        reject_momentum: of a rejected chain: `"zero"`, or `"refresh"` for a random direction.
         has_key: whether there is a key to draw it with.
 
     Raises:
         ValueError: an argument out of range.
     """
-    check(where, reset_quantile, reset_momentum, has_key)
-    refreshes = reset_momentum == "refresh"
+    check(where, reject_quantile, reject_momentum, has_key)
+    refreshes = reject_momentum == "refresh"
 
     def judge(state, error, energies=None):
-        return _judge(state, energies, error, reset_quantile)
+        return _judge(state, energies, error, reject_quantile)
 
-    def redirect(undo, direction, key):
-        return fresh_momentum(undo, direction, key) if refreshes else direction
+    def redirect(reject, direction, key):
+        return fresh_momentum(reject, direction, key) if refreshes else direction
 
     return Guardrail(
         init=init,
         judge=judge,
         redirect=redirect,
         restarts_moving=refreshes,
-        uses_energy=reset_quantile is not None,
+        uses_energy=reject_quantile is not None,
         uses_key=refreshes,
-        winsor_quantile=WINSOR_QUANTILE if reset_quantile is None else reset_quantile,
+        winsor_quantile=WINSOR_QUANTILE if reject_quantile is None else reject_quantile,
     )
 
 
-def check(where: str, reset_quantile: float | None, reset_momentum: str, has_key: bool):
+def check(where: str, reject_quantile: float | None, reject_momentum: str, has_key: bool):
     """Require a probability or None, a known momentum, and a key to draw it with."""
-    if reset_quantile is not None:
-        _check.probability(where, "reset_quantile", reset_quantile)
-    _check.choice(where, "reset_momentum", reset_momentum, RESET_MOMENTA)
-    if reset_momentum == "refresh" and not has_key:
-        _check.fail(where, "key", 'a JAX key for reset_momentum="refresh"', None)
+    if reject_quantile is not None:
+        _check.probability(where, "reject_quantile", reject_quantile)
+    _check.choice(where, "reject_momentum", reject_momentum, RESET_MOMENTA)
+    if reject_momentum == "refresh" and not has_key:
+        _check.fail(where, "key", 'a JAX key for reject_momentum="refresh"', None)
 
 
 def init(dtype: jnp.dtype) -> GuardrailState:
-    """Start with nothing undone."""
+    """Start with nothing rejected."""
     counters = [jnp.zeros((), jnp.int32) for _ in range(4)]
     return GuardrailState(*counters, step_backoff=jnp.ones((), dtype))
 
@@ -121,19 +121,19 @@ def _judge(
     state: GuardrailState,
     averages: EnergyAverages | None,
     error: EnergyError,
-    reset_quantile: float | None,
+    reject_quantile: float | None,
 ) -> tuple[GuardrailState, jax.Array]:
-    """Decide whether a call undoes the open step, and count.
+    """Decide whether a call rejects the open step, and count.
 
-    It does if a number is not finite, or if |energy change| exceeds the `reset_quantile` of the
+    It does if a number is not finite, or if |energy change| exceeds the `reject_quantile` of the
     energies before this step; `averages` are None for a sampler without energies.
 
     Returns:
         The new counters and the decision, a boolean scalar.
     """
     outlier = jnp.zeros((), bool)
-    if reset_quantile is not None and averages is not None:
-        threshold = quantile(averages, reset_quantile)
+    if reject_quantile is not None and averages is not None:
+        threshold = quantile(averages, reject_quantile)
         outlier = error.known & settled(averages) & (jnp.abs(error.change) > threshold)
 
     nonfinite_run = jnp.where(error.finite, 0, optax.safe_increment(state.nonfinite_run))
@@ -142,7 +142,7 @@ def _judge(
     restored = jnp.where(finite_run >= GOOD_CALLS_TO_RESTORE, 1, state.step_backoff)
     backoff = jnp.where(nonfinite_run > TOLERATED_NONFINITE, halved, restored)
     counted = GuardrailState(
-        num_resets=_tree.count(state.num_resets, outlier),
+        num_rejected=_tree.count(state.num_rejected, outlier),
         num_nonfinite=_tree.count(state.num_nonfinite, ~error.finite),
         nonfinite_run=nonfinite_run,
         finite_run=finite_run,
@@ -151,8 +151,8 @@ def _judge(
     return counted, outlier | ~error.finite
 
 
-def fresh_momentum(undo: jax.Array, direction: optax.Updates, key: jax.Array) -> optax.Updates:
-    """Draw an isotropic unit vector for an undone chain; `direction` for one that goes on.
+def fresh_momentum(reject: jax.Array, direction: optax.Updates, key: jax.Array) -> optax.Updates:
+    """Draw an isotropic unit vector for a rejected chain; `direction` for one that goes on.
 
     Under `lax.cond`: a step that is kept costs no random numbers, except under `vmap`, where they
     are drawn at every call.
@@ -163,4 +163,4 @@ def fresh_momentum(undo: jax.Array, direction: optax.Updates, key: jax.Array) ->
         norm = jnp.sqrt(_tree.inner(normal, normal))
         return jax.tree.map(lambda z: (z / norm).astype(z.dtype), normal)
 
-    return jax.lax.cond(undo, draw, lambda: direction)
+    return jax.lax.cond(reject, draw, lambda: direction)

@@ -58,8 +58,8 @@ class Momentum(NamedTuple):
         close: `close(state, sums)`, what becomes of the momentum where the open step ends.
         open: `open(state, closed, step_length, sums, turn_rate)`, on to the next drift.
         turn: `turn(state, opened, gradient, noise, params)`, the state with that drift under way.
-        stop: `stop(state, step_length, moving)`, where an undone step began.
-        displace: `displace(undo, before, after, params, inverse_scale)`, the next drift, or the
+        stop: `stop(state, step_length, moving)`, where a rejected step began.
+        displace: `displace(reject, before, after, params, inverse_scale)`, the next drift, or the
             way back.
         uses_key: whether it draws random numbers.
     """
@@ -122,7 +122,7 @@ class MomentumState(NamedTuple):
     Attributes:
         direction: u at the time of the last drift, a tree like the parameters.
         moving: whether `direction` counts; False stands for u = 0, before the first kick and
-            after a reset to zero.
+            after a rejection with "zero".
         drift_index: number of drifts done since the step was opened; 0 if no step is open.
         step_length: step size of the open step, or of the next one if none is open.
         anchor: parameters at the start of the open step; None for an integrator with a single
@@ -342,7 +342,7 @@ def stop(state: MomentumState, step_length: jax.Array, moving: bool) -> Momentum
 
 def _displace(
     integrator: Integrator,
-    undo: jax.Array,
+    reject: jax.Array,
     before: MomentumState,
     after: MomentumState,
     params: optax.Params,
@@ -351,15 +351,15 @@ def _displace(
     """Displacement that a call answers: the next drift, or the way back to the start of the step.
 
     The way back of a single drift is that drift with its sign changed, by the same operations on
-    the same numbers (`after` and the scale are those from before an undone call): computed in
+    the same numbers (`after` and the scale are those from before a rejected call): computed in
     another way it would miss the start by many units in the last place.
     """
     forth = _lengths(integrator.drifts, after)
     if before.anchor is None:
         back = -_lengths(integrator.drifts, before)
-        return drift(after.direction, jnp.where(undo, back, forth), inverse_scale)
+        return drift(after.direction, jnp.where(reject, back, forth), inverse_scale)
     back = jax.tree.map(jnp.subtract, step_start(before, params, inverse_scale), params)
-    return _tree.where(undo, back, drift(after.direction, forth, inverse_scale))
+    return _tree.where(reject, back, drift(after.direction, forth, inverse_scale))
 
 
 def step_start(

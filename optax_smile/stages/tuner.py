@@ -97,7 +97,7 @@ def quantile_tuner(
     """
     _check.probability("quantile_tuner", "adapt_probability", adapt_probability)
     _check.probability("quantile_tuner", "adapt_rate", adapt_rate)
-    last_call = _last_call("quantile_tuner", adapt_steps, 0)
+    last_update = _last_gradient("quantile_tuner", adapt_steps, 0)
     low, high = adapt_probability / 3, 1 - 2 * adapt_probability / 3
 
     def update(state: FactorState, shown: Evidence) -> FactorState:
@@ -107,7 +107,7 @@ def quantile_tuner(
         lowered = jnp.where(energy > quantile(averages, high), 1 - adapt_rate, raised)
         floor = jnp.minimum(shown.resolution / shown.base, factor)
         adapts = shown.error.known & settled(averages)
-        adapts &= shown.num_calls < last_call
+        adapts &= shown.num_gradients < last_update
         adapted = jnp.maximum(factor * lowered, floor)
         return FactorState(jnp.where(adapts, adapted, factor).astype(factor.dtype))
 
@@ -159,13 +159,13 @@ def angle_tuner(angle: float = ANGLE, adapt_steps: int | None = None) -> Tuner:
     Source: ours; benchmarks/README.md has the evidence.
     """
     _check.positive("angle_tuner", "angle", angle)
-    last_call = _last_call("angle_tuner", adapt_steps, 1)
+    last_update = _last_gradient("angle_tuner", adapt_steps, 1)
 
     def start(dtype: jnp.dtype) -> AngleState:
         return AngleState(jnp.zeros((), dtype), jnp.zeros((), dtype))
 
     def update(state: AngleState, shown: Evidence) -> AngleState:
-        adapts = shown.error.finite & (shown.num_calls < last_call)
+        adapts = shown.error.finite & (shown.num_gradients < last_update)
         mean = jnp.where(adapts, shown.turns.mean_turn_rate, state.turn_rate)
         shortest = jnp.maximum(shown.resolution, jnp.finfo(mean.dtype).eps)
         longest = jnp.maximum(shortest, GROWTH * state.step_size_factor * shown.base)
@@ -180,7 +180,7 @@ def angle_tuner(angle: float = ANGLE, adapt_steps: int | None = None) -> Tuner:
     return Tuner(init=start, update=update, sets_step_size=True)
 
 
-def _last_call(where: str, adapt_steps: int | None, smallest: int) -> float:
+def _last_gradient(where: str, adapt_steps: int | None, smallest: int) -> float:
     """Number of calls after which a tuner stays."""
     if adapt_steps is None:
         return math.inf
