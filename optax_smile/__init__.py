@@ -13,11 +13,12 @@ from optax_smile.draws.prediction import Outcome, Prediction
 from optax_smile.draws.predictor import Predictor
 from optax_smile.draws.snapshots import Snapshots, StoredSnapshots, load_snapshots
 from optax_smile.samplers.cyclical_sgld import cyclical_sgld
-from optax_smile.samplers.mclmc import MclmcSettings, mclmc, tune_mclmc
+from optax_smile.samplers.mclmc import mclmc
 from optax_smile.samplers.scale_adapted_sghmc import scale_adapted_sghmc
 from optax_smile.samplers.sghmc import sghmc
 from optax_smile.samplers.sgld import psgld, sgld
 from optax_smile.samplers.smile import psmile, psmile_naive, smile, smile_naive
+from optax_smile.samplers.tune_mclmc import MclmcSettings, tune_mclmc
 from optax_smile.stages.preconditioner import scale_by_gradient_noise
 from optax_smile.stages.tuner import angle_tuner, quantile_tuner
 from optax_smile.state import last_accepted, stats

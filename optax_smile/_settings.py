@@ -5,57 +5,69 @@ import functools
 import inspect
 import zlib
 from collections.abc import Callable, Mapping
+from contextvars import ContextVar
 from typing import Any, TypeVar, cast
 
 import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 Builder = TypeVar("Builder", bound=Callable)
 # Larger arrays are described by shape and checksum.
 LARGEST_ARRAY = 16
 # Functions inside functions inside functions, such as joined schedules.
 DEEPEST = 4
-_NAME = "optax_smile_settings"
+_LISTENERS: ContextVar[tuple[dict[str, Any], ...]] = ContextVar("listeners", default=())
 
 
 def recorded(build: Builder, **fixed: Any) -> Builder:
-    """Let the transformation that a builder returns remember name, arguments and what is fixed."""
+    """Let the transformation that a builder returns tell name, arguments and what is fixed.
+
+    It tells them in `init`, which every wrapper of Optax calls, and to those alone who listen.
+    """
 
     @functools.wraps(build)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         transformation = build(*args, **kwargs)
         given = inspect.signature(build).bind(*args, **kwargs)
         given.apply_defaults()
-        setattr(transformation.update, _NAME, {"name": build.__name__, **fixed, **given.arguments})
-        return transformation
+        settings = {"name": build.__name__, **fixed, **given.arguments}
+
+        def init(params: Any) -> Any:
+            for listener in _LISTENERS.get():
+                listener.update(settings)
+            return transformation.init(params)
+
+        return transformation._replace(init=init)
 
     return cast(Builder, wrapper)
 
 
-def of(transformation: Any) -> dict[str, Any] | None:
-    """Find what a sampler was built with, also inside `optax.chain` and its like.
+def of(transformation: optax.GradientTransformation, params: Any) -> dict[str, Any] | None:
+    """Ask a sampler what it was built with, also inside `optax.chain` and its like.
+
+    Args:
+        transformation: sampler, or what contains one.
+        params: parameters of one chain, or their shapes.
 
     Returns:
-        Name and arguments as JSON can hold them; None where Optax builds the sampler itself, as
-        under `optax.inject_hyperparams`.
+        Name and arguments as JSON can hold them; None without a sampler.
     """
-    waiting, seen = [transformation], set()
-    while waiting:
-        node = waiting.pop()
-        if id(node) in seen:
-            continue
-        seen.add(id(node))
-        if hasattr(node, _NAME):
-            return {name: _describe(value) for name, value in getattr(node, _NAME).items()}
-        if isinstance(node, (tuple, list)):
-            waiting += node
-        elif isinstance(node, Mapping):
-            waiting += node.values()
-        elif callable(node):
-            waiting += _enclosed(node)
-    return None
+    heard: dict[str, Any] = {}
+
+    def numbers() -> dict[str, jax.Array]:
+        """What `optax.inject_hyperparams` injects is known to a compiled program alone."""
+        before = _LISTENERS.set((heard,))
+        try:
+            transformation.init(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), params))
+        finally:
+            _LISTENERS.reset(before)
+        return {name: x for name, x in heard.items() if isinstance(x, jax.core.Tracer)}
+
+    injected = jax.jit(numbers)()
+    return {name: _describe(value) for name, value in (heard | injected).items()} or None
 
 
 def _enclosed(function: Any) -> list[Any]:

@@ -1,12 +1,15 @@
 """What every sampler checks when a loop calls `update`."""
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from optax_smile import _check, _tree
+
+StepSize: TypeAlias = float | jax.Array | optax.Schedule
 
 
 def check(
@@ -44,3 +47,8 @@ def key(where: str, data: jax.Array, like: jax.Array) -> jax.Array:
         got = f"a key of {jnp.result_type(data)}{list(jnp.shape(data))}"
         _check.fail(where, "state", rule, got)
     return jax.random.wrap_key_data(data, impl=jax.random.key_impl(like))
+
+
+def schedule(step_size: StepSize) -> optax.Schedule:
+    """Take a number as a schedule that stays."""
+    return step_size if callable(step_size) else lambda count: step_size

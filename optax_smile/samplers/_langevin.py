@@ -15,7 +15,7 @@ import optax
 from optax_smile import _check, _tree, potential
 from optax_smile.samplers import _call
 from optax_smile.stages import energy, evidence
-from optax_smile.stages.guardrail import GuardrailState, guardrail
+from optax_smile.stages.guardrail import Guardrail, GuardrailState, guardrail
 from optax_smile.state import LastUpdate, no_update
 
 
@@ -138,79 +138,90 @@ def sampler(
     seed = _check.key(name, key)
     if seed is None:
         _check.fail(name, "key", "a JAX key such as jax.random.key(0), or a seed", key)
-
-    finite = guardrail(name)
-
-    def step_size_at(count: jax.Array) -> Any:
-        return step_size(count) if callable(step_size) else step_size
+    of = _Parts(name, posterior, rule, guardrail(name), _call.schedule(step_size), seed)
 
     def init(params: Any) -> Any:
-        _tree.check_params(name, params, smallest=2)
-        potential.check_prior(name, posterior, params)
-        dtype, count = _tree.dtype(params), jnp.zeros((), jnp.int32)
-        return LangevinState(
-            memory=rule.init(params),
-            displacement=jax.tree.map(jnp.zeros_like, params),
-            step_length=jnp.asarray(step_size_at(count), dtype),
-            step_size_factor=jnp.ones((), dtype),
-            guardrail=finite.init(dtype),
-            num_steps=count,
-            key=jnp.copy(jax.random.key_data(seed)),
-            last_update=no_update(dtype)._replace(is_draw=rule.is_draw(count - 1)),
-        )
+        return _init(of, params)
 
-    def update(
-        updates: Any, state: Any, params: Any = None, *, value: Any = None, **extra_args: Any
-    ) -> tuple[Any, Any]:
-        del extra_args
-        dtype, last = state.step_length.dtype, state.last_update
-        value = _call.check(name, updates, params, value, state.displacement, dtype)
-        gradient = potential.gradient(posterior, updates, params)
-        given = (_tree.inner(gradient, gradient), *(() if value is None else (value,)))
-        error = energy.error(None, last.accepted, given)
-        guard, reject = finite.judge(state.guardrail, error)
-
-        step_length = step_size_at(state.num_steps) * state.step_size_factor * guard.step_backoff
-        step_length = jnp.asarray(step_length, dtype)
-        key, noise_key = jax.random.split(_call.key(name, state.key, seed))
-        step_end = last.accepted & (last.num_gradients > 0)
-        last_length = state.step_length
-        moved = last_length > 0
-        displacement, memory = rule.move(
-            state.memory,
-            Move(
-                gradient=gradient,
-                loss_gradient=updates,
-                displacement=state.displacement,
-                step_size=step_length,
-                step_ratio=jnp.where(moved, step_length / jnp.where(moved, last_length, 1), 0),
-                num_steps=state.num_steps,
-                noise=_tree.normal_like(noise_key, params),
-            ),
-        )
-
-        back = jax.tree.map(jnp.negative, state.displacement)
-        still = jax.tree.map(jnp.zeros_like, params)
-        resolution = evidence.resolution(_tree.inner(params, params))
-        return _tree.where(reject, back, displacement), LangevinState(
-            memory=_tree.where(reject, state.memory, memory),
-            displacement=_tree.where(reject, still, displacement),
-            step_length=step_length,
-            step_size_factor=state.step_size_factor,
-            guardrail=guard,
-            num_steps=_tree.count(state.num_steps, ~reject),
-            key=jax.random.key_data(key),
-            last_update=LastUpdate(
-                energy_change=jnp.full_like(last.energy_change, jnp.nan),
-                energy_level=jnp.full_like(last.energy_level, value is not None),
-                accepted=~reject,
-                step_end=step_end,
-                is_draw=jnp.where(
-                    step_end & ~reject, rule.is_draw(state.num_steps - 1), last.is_draw
-                ),
-                below_resolution=_tree.inner(displacement, displacement) < resolution**2,
-                num_gradients=_tree.count(last.num_gradients),
-            ),
-        )
+    def update(updates: Any, state: Any, params: Any = None, *, value: Any = None, **_: Any) -> Any:
+        return _update(of, updates, state, params, value)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+class _Parts(NamedTuple):
+    """What `sampler` was given, and its guardrail."""
+
+    name: str
+    posterior: potential.Potential
+    rule: Rule
+    guardrail: Guardrail
+    step_size: optax.Schedule
+    seed: jax.Array
+
+
+def _init(of: _Parts, params: Any) -> LangevinState:
+    _tree.check_params(of.name, params, smallest=2)
+    potential.check_prior(of.name, of.posterior, params)
+    dtype, count = _tree.dtype(params), jnp.zeros((), jnp.int32)
+    return LangevinState(
+        memory=of.rule.init(params),
+        displacement=jax.tree.map(jnp.zeros_like, params),
+        step_length=jnp.asarray(of.step_size(count), dtype),
+        step_size_factor=jnp.ones((), dtype),
+        guardrail=of.guardrail.init(dtype),
+        num_steps=count,
+        key=jnp.copy(jax.random.key_data(of.seed)),
+        last_update=no_update(dtype)._replace(is_draw=of.rule.is_draw(count - 1)),
+    )
+
+
+def _update(of: _Parts, updates: Any, state: Any, params: Any, value: Any) -> tuple[Any, Any]:
+    dtype, last = state.step_length.dtype, state.last_update
+    value = _call.check(of.name, updates, params, value, state.displacement, dtype)
+    gradient = potential.gradient(of.posterior, updates, params)
+    given = (_tree.inner(gradient, gradient), *(() if value is None else (value,)))
+    error = energy.error(None, last.accepted, given)
+    guard, reject = of.guardrail.judge(state.guardrail, error)
+
+    step_length = of.step_size(state.num_steps) * state.step_size_factor * guard.step_backoff
+    step_length = jnp.asarray(step_length, dtype)
+    key, noise_key = jax.random.split(_call.key(of.name, state.key, of.seed))
+    step_end = last.accepted & (last.num_gradients > 0)
+    last_length = state.step_length
+    moved = last_length > 0
+    displacement, memory = of.rule.move(
+        state.memory,
+        Move(
+            gradient=gradient,
+            loss_gradient=updates,
+            displacement=state.displacement,
+            step_size=step_length,
+            step_ratio=jnp.where(moved, step_length / jnp.where(moved, last_length, 1), 0),
+            num_steps=state.num_steps,
+            noise=_tree.normal_like(noise_key, params),
+        ),
+    )
+
+    back = jax.tree.map(jnp.negative, state.displacement)
+    still = jax.tree.map(jnp.zeros_like, params)
+    resolution = evidence.resolution(_tree.inner(params, params))
+    is_draw = of.rule.is_draw(state.num_steps - 1)
+    return _tree.where(reject, back, displacement), LangevinState(
+        memory=_tree.where(reject, state.memory, memory),
+        displacement=_tree.where(reject, still, displacement),
+        step_length=step_length,
+        step_size_factor=state.step_size_factor,
+        guardrail=guard,
+        num_steps=_tree.count(state.num_steps, ~reject),
+        key=jax.random.key_data(key),
+        last_update=LastUpdate(
+            energy_change=jnp.full_like(last.energy_change, jnp.nan),
+            energy_level=jnp.full_like(last.energy_level, value is not None),
+            accepted=~reject,
+            step_end=step_end,
+            is_draw=jnp.where(step_end & ~reject, is_draw, last.is_draw),
+            below_resolution=_tree.inner(displacement, displacement) < resolution**2,
+            num_gradients=_tree.count(last.num_gradients),
+        ),
+    )

@@ -66,6 +66,19 @@ def _inverse_scale(state: Any) -> optax.Updates | None:
     return None if state is None else state.inverse_scale()
 
 
+class _Parts(NamedTuple):
+    """What `compose` was given."""
+
+    name: str
+    posterior: potential.Potential
+    preconditioner: Preconditioner
+    momentum: momentum.Momentum
+    guardrail: Guardrail
+    tuner: tuning.Tuner
+    step_size: optax.Schedule
+    seed: jax.Array | None
+
+
 def compose(
     name: str,
     posterior: potential.Potential,
@@ -86,112 +99,115 @@ def compose(
         momentum: by which dynamics.
         guardrail: which steps are rejected.
         tuner: how long the steps are; None keeps `step_size`.
-        step_size: see `smile`.
-        key: see `smile`.
+        step_size: length of a step, a schedule, or None where the tuner finds it.
+        key: for explicit noise and fresh momenta.
     """
     tuner = tuning.check(name, tuner, step_size)
     potential.check(name, posterior)
-    seed = _check.key(name, key)
-    uses_energy = tuner.uses_energy or guardrail.uses_energy
-    uses_key = momentum.uses_key or guardrail.uses_key
-
-    def step_size_at(count: jax.Array) -> Any:
-        if step_size is None:
-            return 1.0
-        return step_size(count) if callable(step_size) else step_size
-
-    def split(data: jax.Array | None) -> tuple[Any, Any, Any]:
-        """Keys for the state, the explicit noise and a fresh momentum; None for none."""
-        if data is None or seed is None:
-            return None, None, None
-        keys = jax.random.split(_call.key(name, data, seed), 3 if guardrail.uses_key else 2)
-        return jax.random.key_data(keys[0]), keys[1], keys[-1]
-
-    def look(updates: Any, params: Any, here: Any, scale: Any, noise: Any) -> products.Seen:
-        """Collect the trees of a call; nothing is computed before it is used."""
-        gradient = potential.gradient(posterior, updates, params)
-        back = jax.tree.map(jnp.negative, momentum.last_drift(here, _inverse_scale(scale)))
-        return products.Seen(
-            direction=here.direction,
-            gradient=preconditioner.whiten(scale, gradient),
-            noise=noise,
-            params=params,
-            loss_gradient=jax.tree.map(lambda g, x: g.astype(x.dtype), updates, params),
-            energy_gradient=gradient,
-            deviation=preconditioner.deviation(scale, gradient),
-            prior_terms=potential.prior_terms(posterior, params, back),
-        )
+    seed, schedule = _check.key(name, key), _call.schedule(1.0 if step_size is None else step_size)
+    of = _Parts(name, posterior, preconditioner, momentum, guardrail, tuner, schedule, seed)
 
     def init(params: Any) -> Any:
-        _tree.check_params(name, params, smallest=2)
-        potential.check_prior(name, posterior, params)
-        dtype, count = _tree.dtype(params), jnp.zeros((), jnp.int32)
-        start = tuner.init(dtype)
-        return MicrocanonicalState(
-            preconditioner=preconditioner.init(params),
-            momentum=momentum.init(params, step_size_at(count) * start.step_size_factor),
-            guardrail=guardrail.init(dtype),
-            tuner=start,
-            evidence=evidence.init(dtype),
-            num_steps=count,
-            key=jnp.copy(jax.random.key_data(seed)) if uses_key and seed is not None else None,
-            last_update=no_update(dtype),
-        )
+        return _init(of, params)
 
-    def update(
-        updates: Any, state: Any, params: Any = None, *, value: Any = None, **extra_args: Any
-    ) -> tuple[Any, Any]:
-        del extra_args
-        here, past = state.momentum, state.evidence
-        value = _call.check(name, updates, params, value, here.direction, here.step_length.dtype)
-        if value is None and uses_energy:
-            _warn_without_value(name)
-        key, noise_key, reject_key = split(state.key)
-
-        # Look at the trees: every inner product in one pass over memory.
-        noise = momentum.draw(noise_key, params)
-        trees = updates, params, here, state.preconditioner
-        sums = products.measure(look(*trees, noise))
-
-        # Close the step that ends here, and keep or reject it by the energy that it gained.
-        closed = momentum.close(here, sums)
-        error = energy.energy_error(posterior, past.open_step, closed, sums, value)
-        guard, reject = guardrail.judge(state.guardrail, error, past.energies)
-
-        # Choose the length of the next step, and open it.
-        base = jnp.asarray(step_size_at(state.num_steps), here.step_length.dtype)
-        shown = evidence.show(
-            past, closed, error, sums, base, state.last_update.num_gradients, ~reject
-        )
-        tuned = tuner.update(state.tuner, shown)
-        length = base * tuned.step_size_factor * guard.step_backoff
-        opened = momentum.open(here, closed, length, sums, evidence.usual_rate(shown))
-
-        # Move: every array in a second pass; a rejected call stands where its step began.
-        updates, params, here, scale = _tree.fence(trees)
-        seen = look(updates, params, here, scale, noise)
-        turned = momentum.turn(here, opened, seen.gradient, noise, params)
-        step = energy.proceed(past.open_step, closed, opened, sums, value)
-        kept = turned, step, _tree.count(state.num_steps, closed.opens_step)
-        stopped = momentum.stop(here, length, guardrail.restarts_moving)
-        rejected = stopped, past.open_step, state.num_steps
-        after, step, num_steps = _tree.where(reject, rejected, kept)
-        scale = preconditioner.observe(scale, seen.energy_gradient, shown.worth, after.direction)
-
-        move = momentum.displace(reject, here, after, params, _inverse_scale(scale))
-        direction = guardrail.redirect(reject, after.direction, reject_key)
-        return move, MicrocanonicalState(
-            preconditioner=scale,
-            momentum=after._replace(direction=direction),
-            guardrail=guard,
-            tuner=tuned,
-            evidence=evidence.remember(past, shown, step, guardrail.winsor_quantile),
-            num_steps=num_steps,
-            key=key,
-            last_update=_told(shown, closed, after, reject, value),
-        )
+    def update(updates: Any, state: Any, params: Any = None, *, value: Any = None, **_: Any) -> Any:
+        return _update(of, updates, state, params, value)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _init(of: _Parts, params: Any) -> MicrocanonicalState:
+    _tree.check_params(of.name, params, smallest=2)
+    potential.check_prior(of.name, of.posterior, params)
+    dtype, count = _tree.dtype(params), jnp.zeros((), jnp.int32)
+    start = of.tuner.init(dtype)
+    seed = of.seed if of.momentum.uses_key or of.guardrail.uses_key else None
+    return MicrocanonicalState(
+        preconditioner=of.preconditioner.init(params),
+        momentum=of.momentum.init(params, of.step_size(count) * start.step_size_factor),
+        guardrail=of.guardrail.init(dtype),
+        tuner=start,
+        evidence=evidence.init(dtype),
+        num_steps=count,
+        key=None if seed is None else jnp.copy(jax.random.key_data(seed)),
+        last_update=no_update(dtype),
+    )
+
+
+def _update(of: _Parts, updates: Any, state: Any, params: Any, value: Any) -> tuple[Any, Any]:
+    here, past = state.momentum, state.evidence
+    value = _call.check(of.name, updates, params, value, here.direction, here.step_length.dtype)
+    if value is None and (of.tuner.uses_energy or of.guardrail.uses_energy):
+        _warn_without_value(of.name)
+    key, noise_key, reject_key = _split(of, state.key)
+
+    # Look at the trees: every inner product in one pass over memory.
+    noise = of.momentum.draw(noise_key, params)
+    trees = updates, params, here, state.preconditioner
+    sums = products.measure(_look(of, *trees, noise))
+
+    # Close the step that ends here, and keep or reject it by the energy that it gained.
+    closed = of.momentum.close(here, sums)
+    error = energy.energy_error(of.posterior, past.open_step, closed, sums, value)
+    guard, reject = of.guardrail.judge(state.guardrail, error, past.energies)
+
+    # Choose the length of the next step, and open it.
+    base = jnp.asarray(of.step_size(state.num_steps), here.step_length.dtype)
+    num_gradients = state.last_update.num_gradients
+    shown = evidence.show(past, closed, error, sums, base, num_gradients, ~reject)
+    tuned = of.tuner.update(state.tuner, shown)
+    length = base * tuned.step_size_factor * guard.step_backoff
+    opened = of.momentum.open(here, closed, length, sums, evidence.usual_rate(shown))
+
+    # Move: every array in a second pass; a rejected call stands where its step began.
+    updates, params, here, scale = _tree.fence(trees)
+    seen = _look(of, updates, params, here, scale, noise)
+    turned = of.momentum.turn(here, opened, seen.gradient, noise, params)
+    step = energy.proceed(past.open_step, closed, opened, sums, value)
+    kept = turned, step, _tree.count(state.num_steps, closed.opens_step)
+    stopped = of.momentum.stop(here, length, of.guardrail.restarts_moving)
+    rejected = stopped, past.open_step, state.num_steps
+    after, step, num_steps = _tree.where(reject, rejected, kept)
+    scale = of.preconditioner.observe(scale, seen.energy_gradient, shown.worth, after.direction)
+
+    move = of.momentum.displace(reject, here, after, params, _inverse_scale(scale))
+    direction = of.guardrail.redirect(reject, after.direction, reject_key)
+    return move, MicrocanonicalState(
+        preconditioner=scale,
+        momentum=after._replace(direction=direction),
+        guardrail=guard,
+        tuner=tuned,
+        evidence=evidence.remember(past, shown, step, of.guardrail.winsor_quantile),
+        num_steps=num_steps,
+        key=key,
+        last_update=_told(shown, closed, after, reject, value),
+    )
+
+
+def _split(of: _Parts, data: jax.Array | None) -> tuple[Any, Any, Any]:
+    """Keys for the state, the explicit noise and a fresh momentum; None for none."""
+    if data is None or of.seed is None:
+        return None, None, None
+    keys = jax.random.split(_call.key(of.name, data, of.seed), 3 if of.guardrail.uses_key else 2)
+    return jax.random.key_data(keys[0]), keys[1], keys[-1]
+
+
+def _look(
+    of: _Parts, updates: Any, params: Any, here: Any, scale: Any, noise: Any
+) -> products.Seen:
+    """Collect the trees of a call; nothing is computed before it is used."""
+    gradient = potential.gradient(of.posterior, updates, params)
+    back = jax.tree.map(jnp.negative, of.momentum.last_drift(here, _inverse_scale(scale)))
+    return products.Seen(
+        direction=here.direction,
+        gradient=of.preconditioner.whiten(scale, gradient),
+        noise=noise,
+        params=params,
+        loss_gradient=jax.tree.map(lambda g, x: g.astype(x.dtype), updates, params),
+        energy_gradient=gradient,
+        deviation=of.preconditioner.deviation(scale, gradient),
+        prior_terms=potential.prior_terms(of.posterior, params, back),
+    )
 
 
 def _told(

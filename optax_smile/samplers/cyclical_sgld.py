@@ -8,6 +8,7 @@ import optax
 
 from optax_smile import _check, _settings, potential
 from optax_smile.samplers import _langevin
+from optax_smile.samplers._call import StepSize
 
 # 5,000 steps per cycle and a third of each for the search, as Sommer et al. 2026 ran it.
 TOTAL_STEPS = 20_000
@@ -17,7 +18,7 @@ EXPLORATION = 0.33
 
 @_settings.recorded
 def cyclical_sgld(
-    step_size: float | jax.Array | optax.Schedule,
+    step_size: StepSize,
     *,
     num_data: float | jax.Array,
     prior_precision: Any = 1.0,
@@ -39,21 +40,11 @@ def cyclical_sgld(
     Args:
         step_size: largest eps > 0 of a cycle, see `sgld`: a number or an Optax schedule of the
             number of steps.
-        num_data: see `sgld`; likewise the arguments not named here.
-        prior_precision: see `sgld`.
-        prior_mean: see `sgld`.
-        temperature: see `sgld`.
         total_steps: length of the run that the cycles divide, >= `num_cycles`. A longer run goes on
             in cycles of the same length.
         num_cycles: number of cycles in `total_steps`, >= 1.
         exploration: share of a cycle without noise, in [0, 1).
-        key: see `sgld`.
-
-    Returns:
-        An Optax transformation, see `sgld`.
-
-    Raises:
-        ValueError: see `sgld`.
+        key: JAX key or seed. Other arguments, what is returned and errors as `sgld`.
 
     Cost: as `sgld`.
 

@@ -1,60 +1,20 @@
-"""Microcanonical Langevin Monte Carlo with full-batch gradients, and how to tune it."""
+"""Microcanonical Langevin Monte Carlo with full-batch gradients."""
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import jax.core
-import jax.numpy as jnp
 import optax
 
-from optax_smile import _check, _settings, _tree, potential
+from optax_smile import _check, _settings, potential
+from optax_smile.samplers._call import StepSize
 from optax_smile.samplers._microcanonical import compose
 from optax_smile.stages import momentum, preconditioner
 from optax_smile.stages.guardrail import guardrail
-from optax_smile.state import last_accepted, stats
-
-# Per step and parameter, nats^2, that the tuned step size aims at.
-ENERGY_VARIANCE = 5e-4
-# Energy errors further than so many sixth roots of e from the aim count for little.
-TRUST = 1.5
-# Steps over which the average behind the step size forgets.
-MEMORY = 150
-# Decoherence length as a share of the distance between independent draws.
-LENGTH_FACTOR = 0.4
-# Shares of the tuning steps: step size, width of the posterior, distance between draws.
-PHASES = (1 / 3, 1 / 3, 1 / 3)
-# First guess of the step size: small, so that a trained network is not thrown out of its mode
-# before the first energy error is known. It may grow tenfold with each step.
-FIRST_STEP_SIZE = 5e-3
-# So many parameters, drawn at random, tell the distance between independent draws.
-LARGEST_WATCH = 1_000
-# Squared errors, relative to the aim, outside of this range say no more than its ends; and the
-# largest factor by which one of them may change the step size.
-ERROR_RANGE = (1e-8, 1e24)
-LARGEST_CHANGE = 10.0
-# After a step that ended in a non-finite number, the largest step size in units of that one. Good
-# steps let it grow again: single accidents must not add up to a chain that stands still.
-RETREAT = 0.8
-
-
-class MclmcSettings(NamedTuple):
-    """What `tune_mclmc` finds.
-
-    Attributes:
-        step_size: for `mclmc`, scalar.
-        decoherence_length: for `mclmc`, scalar.
-        params: where the tuning chain ended, a start for sampling.
-    """
-
-    step_size: jax.Array
-    decoherence_length: jax.Array
-    params: Any
 
 
 @_settings.recorded
 def mclmc(
-    step_size: float | jax.Array | optax.Schedule,
+    step_size: StepSize,
     *,
     num_data: float | jax.Array,
     decoherence_length: float | jax.Array,
@@ -70,21 +30,11 @@ def mclmc(
     length h: u <- (u + nu z) / |u + nu z|, nu^2 = (exp(2 h / L) - 1) / d, z ~ N(0, I).
 
     Args:
-        step_size: see `smile`; likewise the arguments not named here.
-        num_data: see `smile`.
+        step_size: length of one step.
         decoherence_length: L > 0, the distance after which u has forgotten itself. `tune_mclmc`
             finds it together with `step_size`.
-        prior_precision: see `smile`.
-        prior_mean: see `smile`.
-        temperature: see `smile`.
-        integrator: `"minimal_norm"` with two calls of `update` per step, `"leapfrog"` with one.
-        key: JAX key or seed for the noise, see `smile`.
-
-    Returns:
-        An Optax transformation, see `smile`. A step that ends in a non-finite number is rejected.
-
-    Raises:
-        ValueError: see `smile`.
+        integrator: `"minimal_norm"` with two gradients per step, `"leapfrog"` with one.
+        key: JAX key or seed for the noise. Other arguments, what is returned and errors as `smile`.
 
     Cost: as `smile`, and as many random numbers as parameters per call.
 
@@ -110,236 +60,3 @@ def mclmc(
         step_size=step_size,
         key=key,
     )
-
-
-def tune_mclmc(
-    loss_fn: Callable[[Any], jax.Array],
-    params: Any,
-    *,
-    num_data: float | jax.Array,
-    prior_precision: Any = 1.0,
-    prior_mean: Any = 0.0,
-    temperature: float | jax.Array = 1.0,
-    integrator: str = "minimal_norm",
-    num_steps: int = 10_000,
-    first_step_size: float = FIRST_STEP_SIZE,
-    energy_variance: float = ENERGY_VARIANCE,
-    key: jax.Array | int,
-) -> MclmcSettings:
-    """Find step size and decoherence length for `mclmc` in three phases of one chain.
-
-    1. The step size is adapted until the energy error per step has variance `energy_variance` per
-       parameter, by a weighted average of |error|^2 / eps^6, which hardly depends on eps.
-    2. It goes on, and L becomes the width of the posterior, the root of the summed variances.
-    3. With both fixed, L becomes 0.4 times the distance between independent draws.
-
-    Args:
-        loss_fn: mean loss over the *whole* data, `loss_fn(params)`, scalar, without the prior.
-        params: start of the chain, such as trained weights. Not far out: the width is measured
-            from the second phase on.
-        num_data: see `mclmc`; likewise the arguments not named here.
-        prior_precision: see `mclmc`.
-        prior_mean: see `mclmc`.
-        temperature: see `mclmc`.
-        integrator: see `mclmc`.
-        num_steps: of all three phases together, >= 30.
-        first_step_size: where the step size starts, > 0. Too large a one can lose the start.
-        energy_variance: aim of the step size, nats^2 per parameter, > 0.
-        key: JAX key or seed.
-
-    Returns:
-        Step size, decoherence length and the last parameters.
-
-    Raises:
-        ValueError: an argument out of range; a loss that is not a scalar, or is not finite at the
-            start with its gradient.
-
-    Cost: one compiled loop with `num_steps` integrator steps. Memory for three parameter-sized
-    arrays besides `mclmc`'s, and for the last third of the steps times 1,000 parameters.
-
-    Example:
-        >>> import jax, jax.numpy as jnp, optax_smile
-        >>> loss_fn = lambda params: jnp.sum(params**2) / 2
-        >>> tuned = optax_smile.tune_mclmc(
-        ...     loss_fn, jnp.ones(20), num_data=1, prior_precision=0.0, num_steps=600,
-        ...     key=jax.random.key(0),
-        ... )
-        >>> 1 < float(tuned.step_size) < 20
-        True
-
-    Source: Robnik, De Luca, Silverstein, Seljak, JMLR 2023, section 4, and Sommer et al., ICLR
-    2025, appendix on tuning. Differs: no diagonal preconditioning; phases of equal length and a
-    constant `energy_variance`, where MILE has .8, .1, .1 and lowers it; sums of 1 / eps^6 are kept
-    relative to the current eps, since eps^6 leaves float32.
-    """
-    name = "tune_mclmc"
-    posterior = potential.Potential(num_data, prior_precision, temperature, prior_mean)
-    potential.check(name, posterior)
-    _tree.check_params(name, params, smallest=2)
-    potential.check_prior(name, posterior, params)
-    _check.whole("tune_mclmc", "num_steps", num_steps, 30)
-    _check.positive("tune_mclmc", "first_step_size", first_step_size)
-    _check.choice("tune_mclmc", "integrator", integrator, momentum.INTEGRATORS)
-    _check.positive("tune_mclmc", "energy_variance", energy_variance)
-    seed = _check.key("tune_mclmc", key)
-    if seed is None:
-        _check.fail("tune_mclmc", "key", "a JAX key such as jax.random.key(0), or a seed", key)
-    loss = jax.eval_shape(loss_fn, params)
-    if not hasattr(loss, "shape") or loss.shape != ():
-        _check.fail("tune_mclmc", "loss_fn", "a function that returns a scalar mean loss", loss)
-    params = jax.tree.map(jnp.array, params)
-    start = jax.jit(jax.value_and_grad(loss_fn))(params)
-    known = not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(start))
-    if known and not all(bool(jnp.all(jnp.isfinite(x))) for x in jax.tree.leaves(start)):
-        rule = "where the loss and its gradient are finite"
-        _check.fail("tune_mclmc", "params", rule, f"a loss of {start[0]}")
-    dtype, size = _tree.dtype(params), _tree.size(params)
-
-    def build(length):
-        return mclmc(
-            1.0,
-            num_data=num_data,
-            decoherence_length=length,
-            prior_precision=prior_precision,
-            prior_mean=prior_mean,
-            temperature=temperature,
-            integrator=integrator,
-            key=key,
-        )
-
-    def step(chain, step_size, length):
-        """One integrator step of this size, and what is known of the step before it."""
-        params, state = chain
-        state: Any = optax.tree.set(state, step_size_factor=step_size)
-        seen, tried = [], state.momentum.step_length
-        for _ in range(state.gradients_per_step):
-            loss, grads = jax.value_and_grad(loss_fn)(params)
-            updates, state = build(length).update(grads, state, params, value=loss)
-            params = optax.apply_updates(params, updates)
-            seen.append(stats(state))
-        # The first call judges the step before; the second can reject the one that it opened.
-        whole = seen[-1]["accepted"]
-        told = seen[0] | {"accepted": seen[0]["accepted"] & whole}
-        return (params, state), (told, jnp.where(whole, tried, state.momentum.step_length))
-
-    def adapt(carry, _):
-        chain, controller, moments, length = carry
-        chain, (seen, tried) = step(chain, controller.step_size, length)
-        controller = _adapt(controller, seen, tried, energy_variance * size)
-        moments = _accumulate(moments, chain[0], controller.step_size)
-        return (chain, controller, moments, length), None
-
-    def adapting_phase(chain, controller, length, steps):
-        start = chain, controller, _no_moments(params), length
-        (chain, controller, moments, _), _ = jax.lax.scan(adapt, start, length=steps)
-        return chain, controller, moments
-
-    @jax.jit
-    def tune(params):
-        first, second, third = (round(share * num_steps) for share in PHASES)
-        length = jnp.sqrt(jnp.asarray(size, dtype))
-        chain = params, build(length).init(params)
-        controller = _controller(jnp.asarray(first_step_size, dtype))
-        chain, controller, _ = adapting_phase(chain, controller, length, first)
-        chain, controller, moments = adapting_phase(chain, controller, length, second)
-        width = jnp.sqrt(_total_variance(moments))
-        watched = jax.random.permutation(seed, size)[:LARGEST_WATCH]
-
-        def sample(chain, _):
-            chain, _ = step(chain, controller.step_size, width)
-            flat = jnp.concatenate([x.astype(dtype).ravel() for x in jax.tree.leaves(chain[0])])
-            return chain, flat[watched]
-
-        chain, draws = jax.lax.scan(sample, chain, length=third)
-        steps = _steps_per_draw(draws)
-        length = jnp.where(steps > 0, LENGTH_FACTOR * controller.step_size * steps, width)
-        at = last_accepted(chain[1], chain[0])
-        return MclmcSettings(controller.step_size, length.astype(dtype), at)
-
-    return tune(params)
-
-
-class _Controller(NamedTuple):
-    """Weighted average of the energy errors, in units that they would have at `step_size`."""
-
-    step_size: jax.Array
-    largest: jax.Array
-    error_sum: jax.Array
-    weight_sum: jax.Array
-
-
-def _controller(step_size: jax.Array) -> _Controller:
-    zero = jnp.zeros_like(step_size)
-    return _Controller(step_size, jnp.full_like(step_size, jnp.inf), zero, zero)
-
-
-def _adapt(state: _Controller, seen: Any, tried: jax.Array, aim: float) -> _Controller:
-    """Move to the step size whose mean squared energy error would be the aim.
-
-    Squared errors grow with eps^6: `seen` at the size `tried` predicts those at others.
-    """
-    decay = (MEMORY - 1) / (MEMORY + 1)
-    known = jnp.isfinite(seen["energy_change"])
-    error = jnp.clip(jnp.where(known, seen["energy_change"], 0) ** 2 / aim, *ERROR_RANGE)
-    measured = known & (error > ERROR_RANGE[0])
-    weight = jnp.exp(-0.5 * (jnp.log(error) / (6 * TRUST)) ** 2) * measured
-    error_sum = decay * state.error_sum + weight * error * (state.step_size / tried) ** 6
-    weight_sum = decay * state.weight_sum + weight
-    retreated = jnp.minimum(state.largest, RETREAT * tried)
-    largest = jnp.where(seen["accepted"], state.largest * (1 + 1 / MEMORY), retreated)
-    any_measured = weight_sum > 0
-    mean = error_sum / jnp.where(any_measured, weight_sum, 1)
-    mean = jnp.where(any_measured, mean, jnp.where(known, ERROR_RANGE[0], 1))
-    change = jnp.clip(mean ** (-1 / 6), 1 / LARGEST_CHANGE, LARGEST_CHANGE)
-    step_size = jnp.minimum(state.step_size * change, largest)
-    return _Controller(
-        step_size, largest, error_sum * (step_size / state.step_size) ** 6, weight_sum
-    )
-
-
-class _Moments(NamedTuple):
-    """Mean and summed squared deviation along a path, weighted with the length of its steps."""
-
-    mean: Any
-    deviation: Any
-    weight: jax.Array
-
-
-def _no_moments(params: Any) -> _Moments:
-    zeros = jax.tree.map(jnp.zeros_like, params)
-    return _Moments(zeros, zeros, jnp.zeros((), _tree.dtype(params)))
-
-
-def _accumulate(moments: _Moments, params: Any, weight: jax.Array) -> _Moments:
-    total = moments.weight + weight
-    mean = jax.tree.map(lambda m, x: m + weight / total * (x - m), moments.mean, params)
-    deviation = jax.tree.map(
-        lambda d, old, new, x: d + weight * (x - old) * (x - new),
-        moments.deviation,
-        moments.mean,
-        mean,
-        params,
-    )
-    return _Moments(mean, deviation, total)
-
-
-def _total_variance(moments: _Moments) -> jax.Array:
-    return _tree.total(moments.deviation) / moments.weight
-
-
-def _steps_per_draw(draws: jax.Array) -> jax.Array:
-    """Integrated autocorrelation time of a chain `[step, parameter]`, mean over its parameters.
-
-    By the initial positive sequence of Geyer 1992 on the autocorrelations from an FFT. Parameters
-    that did not move do not count; 0 if none did.
-    """
-    length = len(draws)
-    centered = draws - draws.mean(axis=0, keepdims=True)
-    spectrum = jnp.fft.rfft(centered, 2 * length, axis=0)
-    covariance = jnp.fft.irfft(jnp.abs(spectrum) ** 2, 2 * length, axis=0)[:length]
-    moved = covariance[0] > 0
-    correlation = covariance / jnp.where(moved, covariance[0], 1)[None]
-    pairs = correlation[: length // 2 * 2].reshape(length // 2, 2, -1).sum(axis=1)
-    positive = jnp.cumprod(pairs > 0, axis=0)
-    times = jnp.maximum(2 * jnp.sum(pairs * positive, axis=0) - 1, 1)
-    return jnp.sum(jnp.where(moved, times, 0)) / jnp.maximum(jnp.sum(moved), 1)

@@ -8,6 +8,7 @@ import optax
 
 from optax_smile import _check, _settings, potential
 from optax_smile.samplers import _langevin
+from optax_smile.samplers._call import StepSize
 
 FRICTION = 0.05
 ADAPT_STEPS = 5_000
@@ -31,7 +32,7 @@ class GradientScale(NamedTuple):
 
 @_settings.recorded
 def scale_adapted_sghmc(
-    step_size: float | jax.Array | optax.Schedule,
+    step_size: StepSize,
     *,
     num_data: float | jax.Array,
     prior_precision: Any = 1.0,
@@ -56,19 +57,9 @@ def scale_adapted_sghmc(
     Args:
         step_size: eps > 0, a number or an Optax schedule of the number of steps. One parameter
             moves by about eps V^(-1/4) in a step.
-        num_data: see `sgld`; likewise the arguments not named here.
-        prior_precision: see `sgld`.
-        prior_mean: see `sgld`.
-        temperature: see `sgld`.
         friction: share f of the velocity that a step loses, in (0, 1).
         adapt_steps: steps during which the mass adapts, >= 1. Draws count from then on.
-        key: see `sgld`.
-
-    Returns:
-        An Optax transformation, see `sgld`.
-
-    Raises:
-        ValueError: see `sgld`.
+        key: JAX key or seed. Other arguments, what is returned and errors as `sgld`.
 
     Cost: as `sgld`, and three parameter-sized arrays of state more.
 

@@ -8,6 +8,7 @@ import optax
 
 from optax_smile import _check, _settings, potential
 from optax_smile.samplers import _langevin
+from optax_smile.samplers._call import StepSize
 
 FRICTION = 0.05
 FRICTION_STEPS = ("euler", "exact")
@@ -15,7 +16,7 @@ FRICTION_STEPS = ("euler", "exact")
 
 @_settings.recorded
 def sghmc(
-    step_size: float | jax.Array | optax.Schedule,
+    step_size: StepSize,
     *,
     num_data: float | jax.Array,
     prior_precision: Any = 1.0,
@@ -41,22 +42,12 @@ def sghmc(
         step_size: eps > 0, about how far one parameter moves in a step: a number or an Optax
             schedule of the number of steps. `optax.sgd(lr, momentum)` on the mean loss has
             eps = sqrt(lr / num_data) and f = 1 - momentum.
-        num_data: see `sgld`; likewise the arguments not named here.
-        prior_precision: see `sgld`.
-        prior_mean: see `sgld`.
-        temperature: see `sgld`.
         friction: share f of the velocity that a step loses, in (0, 1).
         friction_step: `"euler"`, as published, or `"exact"`, which solves the Ornstein-Uhlenbeck
             process of friction and noise: 2 f - f^2 in place of 2 f. With `"euler"` the velocity
             has variance 1 / (1 - f / 2) instead of 1.
         gradient_noise: variance V of the mini-batch gradient of U in each parameter, >= 0.
-        key: see `sgld`.
-
-    Returns:
-        An Optax transformation, see `sgld`.
-
-    Raises:
-        ValueError: see `sgld`.
+        key: JAX key or seed. Other arguments, what is returned and errors as `sgld`.
 
     Cost: as `sgld`.
 

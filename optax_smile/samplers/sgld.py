@@ -8,6 +8,7 @@ import optax
 
 from optax_smile import _check, _settings, _tree, potential
 from optax_smile.samplers import _langevin
+from optax_smile.samplers._call import StepSize
 
 # Of the moving average of squared gradients; Li et al. 2016.
 SQUARE_DECAY = 0.99
@@ -29,7 +30,7 @@ class SquareAverage(NamedTuple):
 
 @_settings.recorded
 def sgld(
-    step_size: float | jax.Array | optax.Schedule,
+    step_size: StepSize,
     *,
     num_data: float | jax.Array,
     prior_precision: Any = 1.0,
@@ -89,7 +90,7 @@ def sgld(
 
 @_settings.recorded
 def psgld(
-    step_size: float | jax.Array | optax.Schedule,
+    step_size: StepSize,
     *,
     num_data: float | jax.Array,
     prior_precision: Any = 1.0,
@@ -113,21 +114,11 @@ def psgld(
     Args:
         step_size: eps > 0; with G a parameter drifts by about num_data * eps in units of 1. A
             number or an Optax schedule of the number of steps.
-        num_data: see `sgld`; likewise the arguments not named here.
-        prior_precision: see `sgld`.
-        prior_mean: see `sgld`.
-        temperature: see `sgld`.
         square_decay: weight a of the old value in the average, in (0, 1).
         smallest_root: r > 0, what is added to the root of a parameter's average, in units of the
             root of the mean average. A parameter without loss gradients, on which the prior alone
             acts, has G = 1 / (r sqrt(mean(V))) and needs eps G prior_precision < 2.
-        key: see `sgld`.
-
-    Returns:
-        An Optax transformation, see `sgld`.
-
-    Raises:
-        ValueError: see `sgld`.
+        key: JAX key or seed. Other arguments, what is returned and errors as `sgld`.
 
     Cost: as `sgld`, and one parameter-sized array of state more.
 

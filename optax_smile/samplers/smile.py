@@ -7,6 +7,7 @@ import optax
 
 from optax_smile import _settings
 from optax_smile.potential import Potential
+from optax_smile.samplers._call import StepSize
 from optax_smile.samplers._microcanonical import compose
 from optax_smile.stages import momentum, preconditioner
 from optax_smile.stages import tuner as tuning
@@ -17,7 +18,7 @@ DEFAULT_TUNER = tuning.angle_tuner()
 
 @_settings.recorded
 def smile(
-    step_size: float | jax.Array | optax.Schedule | None = None,
+    step_size: StepSize | None = None,
     *,
     num_data: float | jax.Array,
     prior_precision: Any = 1.0,
@@ -104,24 +105,17 @@ def smile(
     Source: Sommer et al., Stochastic microcanonical Langevin ensembles, ICML 2026, algorithm 1.
     Differs: leapfrog with a fresh batch per gradient instead of two gradients on one batch; the
     sign of e; a rejected point leaves neither its gradient nor its value behind. Step size and
-    explicit noise: ours, benchmarks/README.md has the evidence.
+    explicit noise: ours, `benchmarks/notes/which-angle.md`.
     """
-    has_key = key is not None
-    return compose(
-        "smile",
-        Potential(num_data, prior_precision, temperature, prior_mean),
-        preconditioner=preconditioner.identity(),
-        momentum=momentum.microcanonical("smile", integrator, decoherence_length, has_key),
-        guardrail=guardrail("smile", reject_quantile, reject_momentum, has_key),
-        tuner=tuner,
-        step_size=step_size,
-        key=key,
-    )
+    posterior = Potential(num_data, prior_precision, temperature, prior_mean)
+    given = posterior, step_size, integrator, decoherence_length, key
+    rejects = {"reject_quantile": reject_quantile, "reject_momentum": reject_momentum}
+    return _build("smile", *given, is_scaled=False, tuner=tuner, **rejects)
 
 
 @_settings.recorded
 def psmile(
-    step_size: float | jax.Array | optax.Schedule | None = None,
+    step_size: StepSize | None = None,
     *,
     num_data: float | jax.Array,
     prior_precision: Any = 1.0,
@@ -149,23 +143,8 @@ def psmile(
     (g - g_before)^2 / 2, the noise alone, which becomes isotropic by itself, as published.
 
     Args:
-        step_size: length of one step in the scaled coordinates, see `smile`.
-        num_data: see `smile`; likewise the arguments not named here.
-        prior_precision: see `smile`.
-        prior_mean: see `smile`.
-        temperature: see `smile`.
-        integrator: see `smile`.
-        tuner: see `smile`.
-        reject_quantile: see `smile`.
-        reject_momentum: see `smile`.
-        decoherence_length: see `smile`.
-        key: see `smile`.
-
-    Returns:
-        An Optax transformation, see `smile`.
-
-    Raises:
-        ValueError: see `smile`.
+        step_size: length of one step in the scaled coordinates. Other arguments, what is returned
+            and errors as `smile`.
 
     Cost: one gradient per call; three parameter-sized arrays of state, one more without explicit
     noise, one more with `"minimal_norm"`.
@@ -179,22 +158,15 @@ def psmile(
     and its windows are ours, since the published variance about a moving mean follows the gradient
     along the path where there is little noise and loses the posterior (`published.psmile` has it).
     """
-    has_key = key is not None
-    return compose(
-        "psmile",
-        Potential(num_data, prior_precision, temperature, prior_mean),
-        preconditioner=preconditioner.mean_square(differences=decoherence_length is None),
-        momentum=momentum.microcanonical("psmile", integrator, decoherence_length, has_key),
-        guardrail=guardrail("psmile", reject_quantile, reject_momentum, has_key),
-        tuner=tuner,
-        step_size=step_size,
-        key=key,
-    )
+    posterior = Potential(num_data, prior_precision, temperature, prior_mean)
+    given = posterior, step_size, integrator, decoherence_length, key
+    rejects = {"reject_quantile": reject_quantile, "reject_momentum": reject_momentum}
+    return _build("psmile", *given, is_scaled=True, tuner=tuner, **rejects)
 
 
 @_settings.recorded
 def smile_naive(
-    step_size: float | jax.Array | optax.Schedule,
+    step_size: StepSize,
     *,
     num_data: float | jax.Array,
     prior_precision: Any = 1.0,
@@ -210,44 +182,24 @@ def smile_naive(
     `value`. A step that ends in a non-finite number is rejected here, too.
 
     Args:
-        step_size: see `smile`; likewise all others.
-        num_data: see `smile`.
-        prior_precision: see `smile`.
-        prior_mean: see `smile`.
-        temperature: see `smile`.
-        integrator: see `smile`.
-        decoherence_length: see `smile`.
-        key: see `smile`.
-
-    Returns:
-        An Optax transformation, see `smile`.
-
-    Raises:
-        ValueError: see `smile`.
-
-    Cost: as `smile`.
+        step_size: length of one step, needed. Other arguments, what is returned, errors and cost as
+            `smile`; no explicit noise by default.
 
     Example:
         >>> import jax.numpy as jnp, optax_smile
         >>> state = optax_smile.smile_naive(1e-3, num_data=500).init(jnp.zeros(7))
 
-    Source: Sommer et al., ICML 2026, section 3.1.
+    Source: Sommer et al., ICML 2026, section 3.1. Differs: leapfrog with one gradient per step; the
+    SMILE-naive of the paper, minimal norm with two, is `published.smile_naive`.
     """
-    has_key = key is not None
-    return compose(
-        "smile_naive",
-        Potential(num_data, prior_precision, temperature, prior_mean),
-        preconditioner=preconditioner.identity(),
-        momentum=momentum.microcanonical("smile_naive", integrator, decoherence_length, has_key),
-        guardrail=guardrail("smile_naive"),
-        step_size=step_size,
-        key=key,
-    )
+    posterior = Potential(num_data, prior_precision, temperature, prior_mean)
+    given = posterior, step_size, integrator, decoherence_length, key
+    return _build("smile_naive", *given, is_scaled=False)
 
 
 @_settings.recorded
 def psmile_naive(
-    step_size: float | jax.Array | optax.Schedule,
+    step_size: StepSize,
     *,
     num_data: float | jax.Array,
     prior_precision: Any = 1.0,
@@ -259,39 +211,49 @@ def psmile_naive(
 ) -> optax.GradientTransformationExtraArgs:
     """Sample like `psmile` with the step size as given and no test of the energy error.
 
-    By default without explicit noise: the scale is then that of the noise alone, see `psmile`.
+    Without explicit noise the scale is that of the noise of the gradients alone, see `psmile`.
 
     Args:
-        step_size: see `psmile`; likewise all others.
-        num_data: see `psmile`.
-        prior_precision: see `psmile`.
-        prior_mean: see `psmile`.
-        temperature: see `psmile`.
-        integrator: see `psmile`.
-        decoherence_length: see `psmile`.
-        key: see `psmile`.
-
-    Returns:
-        An Optax transformation, see `smile`.
-
-    Raises:
-        ValueError: see `smile`.
-
-    Cost: as `psmile`.
+        step_size: length of one step, needed. Other arguments, what is returned, errors and cost as
+            `psmile`; no explicit noise by default.
 
     Example:
         >>> import jax.numpy as jnp, optax_smile
         >>> state = optax_smile.psmile_naive(1e-3, num_data=500).init(jnp.zeros(7))
 
-    Source: Sommer et al., ICML 2026, section 3.2.
+    Source: Sommer et al., ICML 2026, section 3.2. Differs: as `smile_naive`, and in the scale;
+    `published.psmile_naive` is that of the paper.
     """
+    posterior = Potential(num_data, prior_precision, temperature, prior_mean)
+    given = posterior, step_size, integrator, decoherence_length, key
+    return _build("psmile_naive", *given, is_scaled=True)
+
+
+def _build(
+    name: str,
+    posterior: Potential,
+    step_size: StepSize | None,
+    integrator: str,
+    decoherence_length: float | jax.Array | str | None,
+    key: jax.Array | int | None,
+    *,
+    is_scaled: bool,
+    tuner: tuning.Tuner | None = None,
+    reject_quantile: float | None = None,
+    reject_momentum: str = "zero",
+) -> optax.GradientTransformationExtraArgs:
+    """Choose the stages of one of the four."""
     has_key = key is not None
+    scale = preconditioner.identity()
+    if is_scaled:
+        scale = preconditioner.mean_square(differences=decoherence_length is None)
     return compose(
-        "psmile_naive",
-        Potential(num_data, prior_precision, temperature, prior_mean),
-        preconditioner=preconditioner.mean_square(differences=decoherence_length is None),
-        momentum=momentum.microcanonical("psmile_naive", integrator, decoherence_length, has_key),
-        guardrail=guardrail("psmile_naive"),
+        name,
+        posterior,
+        preconditioner=scale,
+        momentum=momentum.microcanonical(name, integrator, decoherence_length, has_key),
+        guardrail=guardrail(name, reject_quantile, reject_momentum, has_key),
+        tuner=tuner,
         step_size=step_size,
         key=key,
     )
