@@ -487,7 +487,7 @@ def test_a_schedule_of_optax_is_described():
 
     def described(rate):
         schedule = optax.exponential_decay(0.05, 100, rate)
-        return _settings.of(optax_smile.smile_naive(schedule, num_data=NUM_DATA))
+        return _settings.of(optax_smile.smile_naive(schedule, num_data=NUM_DATA), jnp.zeros(2))
 
     assert described(0.2) == described(0.2) != described(0.3)
 
@@ -495,7 +495,9 @@ def test_a_schedule_of_optax_is_described():
 def test_another_large_array_is_another_run():
     def described(last):
         table = jnp.append(jnp.full(20, 0.1), last)
-        return _settings.of(optax_smile.smile_naive(lambda at: table[at], num_data=NUM_DATA))
+        return _settings.of(
+            optax_smile.smile_naive(lambda at: table[at], num_data=NUM_DATA), jnp.zeros(2)
+        )
 
     assert described(0.1) == described(0.1) != described(0.2)
 
@@ -546,7 +548,8 @@ def test_a_run_holds_its_directory_and_lets_go_of_it(tmp_path):
 
     run(tmp_path, callback=second, num_draws=1)
     assert refused == [3, 7]
-    _checkpoint.Lock("test", tmp_path).release()
+    with _checkpoint.lock("test", tmp_path):
+        pass
 
 
 @pytest.mark.parametrize("damage", ["truncate", "empty", "remove"])

@@ -91,7 +91,7 @@ def test_the_papers_samplers(name):
     """`published` is the same driver with the paper's stages."""
     tx = getattr(optax_smile.published, name)(0.1, num_data=10, prior_mean=0.5)
     # What the summary of a run judges rejections and drifts by.
-    told: Any = _settings.of(tx)
+    told: Any = _settings.of(tx, PARAMS)
     tuned = not name.endswith("naive")
     assert told["name"] == f"published.{name}" and told["integrator"] == "minimal_norm"
     assert told["reject_quantile"] == (0.98 if tuned else None)

@@ -1,6 +1,5 @@
 """All chains on their devices, and what a host loop asks of them."""
 
-import zlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -33,18 +32,9 @@ class Chain(NamedTuple):
 
 
 class Chains:
-    """Many chains: `packed` is all that they are, `advance` replaces it, `layout` describes it.
+    """Many chains: `tree` is all that they are, `like` the shapes of one; `advance` moves them on.
 
-    Args:
-        loss_fn: see `sample`; likewise all others.
-        sampler: that takes extra arguments.
-        params: see `sample`.
-        key: see `sample`.
-        aux: see `sample`.
-        stochastic: see `sample`.
-        per_chain: see `sample`.
-        mesh: see `sample`.
-        specs: see `sample`.
+    Arguments are those of `sample`; `key` is a typed one.
     """
 
     def __init__(
@@ -62,7 +52,7 @@ class Chains:
     ):
         self.mesh, self.per_chain = mesh, per_chain
         self.number = parallel.num_chains("sample", (params, aux))
-        self.loss = _loss_of_chain(loss_fn, aux is not None, stochastic)
+        self.loss = _loop.loss_of(loss_fn, aux is not None, stochastic)
         sampler_key, loss_key = jax.random.split(key) if stochastic else (key, None)
         params = parallel.place(params, mesh=mesh, specs=specs)
         chains = Chain(
@@ -73,10 +63,12 @@ class Chains:
         )
         self.gradients_per_step = find(chains.state).gradients_per_step
         # Parameters that are sharded inside a chain keep their arrays.
-        self.packing = packing = Packing(_loop.one_of(chains), SMALL if specs is None else 0)
-        small, large = packing.split(chains)
-        self.packed = Packed(self._compile(packing.join)(small) if small else {}, large)
-        self.layout = _layout((chains, self.packed))
+        self.like = _loop.one_of(chains)
+        self.packing = packing = Packing(self.like, SMALL if specs is None else 0)
+        has_small = bool(packing.groups)
+        self._join = self._compile(packing.join) if has_small else packing.join
+        self._part = self._compile(packing.part) if has_small else packing.part
+        self.tree = chains
 
         one_call = _call_of_chain(self.loss, sampler)
 
@@ -124,6 +116,16 @@ class Chains:
         """Do the call, or the calls, of a batch."""
         self.packed = (self._many if is_stacked else self._one)(self.packed, batch)
 
+    @property
+    def tree(self) -> Chain:
+        """All that the chains are, arrays `[chain, ...]` as their names say."""
+        return self.packing.assemble(self._part(self.packed.small), self.packed.large)
+
+    @tree.setter
+    def tree(self, tree: Chain):
+        small, large = self.packing.split(tree)
+        self.packed = Packed(self._join(small), large)
+
     def stats(self) -> dict[str, np.ndarray]:
         """What the sampler says, arrays `[chain]` of the chains of this process."""
         return _tree.local(self._stats(self.packed))
@@ -131,26 +133,6 @@ class Chains:
     def draw(self) -> Any:
         """Last accepted step ends, device arrays `[chain, ...]` that outlive the next call."""
         return self._draw(self.packed)
-
-
-def _layout(tree: Any) -> str:
-    """Digest of names, shapes and dtypes: packed arrays of another layout must not be unpacked."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    named = [(jax.tree_util.keystr(path), leaf.shape, str(leaf.dtype)) for path, leaf in leaves]
-    return f"{zlib.crc32(repr(named).encode()):08x}"
-
-
-def _loss_of_chain(loss_fn: Callable, has_aux: bool, is_stochastic: bool) -> Callable:
-    """Give every loss the form `(params, aux, key, batch) -> (loss, aux)`."""
-
-    def loss(params, aux, key, batch):
-        extras = {"aux": aux} if has_aux else {}
-        if is_stochastic:
-            extras["key"] = key
-        found = loss_fn(params, batch, **extras)
-        return found if has_aux else (found, None)
-
-    return loss
 
 
 def _call_of_chain(loss: Callable, sampler: optax.GradientTransformationExtraArgs) -> Callable:

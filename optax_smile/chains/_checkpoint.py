@@ -1,7 +1,9 @@
 """What a killed run needs to go on: checkpoints, and a lock against a second run."""
 
+import contextlib
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -102,34 +104,28 @@ class Checkpoints:
         self.manager.close()
 
 
-class Lock:
-    """Keeps a second run out of a directory; a killed process lets go of it.
+@contextlib.contextmanager
+def lock(where: str, directory: Path) -> Iterator[None]:
+    """Keep a second run out of a directory; a killed process lets go of it.
 
     Raises:
         ValueError: another live process holds it.
     """
-
-    def __init__(self, where: str, directory: Path):
-        directory.mkdir(parents=True, exist_ok=True)
-        self.file = (directory / f".lock-{jax.process_index()}").open("a+")
-        try:
+    directory.mkdir(parents=True, exist_ok=True)
+    with (directory / f".lock-{jax.process_index()}").open("a+") as file:
+        with contextlib.suppress(ImportError):
             import fcntl
-        except ImportError:
-            return
-        try:
-            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            self.file.seek(0)
-            got = f"{directory}, where process {self.file.read()} is at work"
-            self.file.close()
-            _check.fail(where, "directory", "in use by no live run", got)
-        self.file.truncate(0)
-        self.file.write(str(os.getpid()))
-        self.file.flush()
 
-    def release(self):
-        """Let another run in."""
-        self.file.close()
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                file.seek(0)
+                got = f"{directory}, where process {file.read()} is at work"
+                _check.fail(where, "directory", "in use by no live run", got)
+            file.truncate(0)
+            file.write(str(os.getpid()))
+            file.flush()
+        yield
 
 
 def any_process(*flags: bool) -> list[bool]:

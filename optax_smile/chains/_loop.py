@@ -6,7 +6,7 @@ import queue
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -51,6 +51,22 @@ def check_loss(
         _check.fail(where, "loss_fn", "a function that returns a scalar mean loss", f"shape {got}")
 
 
+class Position(NamedTuple):
+    """A place in a `Stream`, as JSON can hold it.
+
+    Attributes:
+        passes: whole passes before.
+        taken: batches of this one.
+        state: of the iterator where it tells one, or None.
+        is_bytes: whether that is text in base 64 for bytes.
+    """
+
+    passes: int
+    taken: int
+    state: Any = None
+    is_bytes: bool = False
+
+
 class Stream:
     """Batches again and again, with the place in them, which a checkpoint can hold.
 
@@ -79,26 +95,24 @@ class Stream:
         self.taken += 1
         return batch
 
-    def place(self) -> dict[str, Any]:
-        """Tell where the next batch comes from, as JSON can hold it."""
-        place: dict[str, Any] = {"passes": self.passes, "taken": self.taken}
+    def position(self) -> Position:
+        """Tell where the next batch comes from."""
+        state, is_bytes = None, False
         if hasattr(self.iterator, "get_state"):
             state = self.iterator.get_state()
-            place["bytes" if isinstance(state, bytes) else "state"] = (
-                base64.b64encode(state).decode() if isinstance(state, bytes) else state
-            )
-        return place
+            if is_bytes := isinstance(state, bytes):
+                state = base64.b64encode(state).decode()
+        return Position(self.passes, self.taken, state, is_bytes)
 
-    def go_to(self, place: dict[str, Any]):
-        """Continue where `place` was told."""
-        if "bytes" in place or "state" in place:
-            self.passes, self.taken = place["passes"], place["taken"]
-            state = place.get("state")
-            self.iterator.set_state(base64.b64decode(place["bytes"]) if state is None else state)
+    def go_to(self, position: Position):
+        """Continue where `position` was told."""
+        if position.state is not None:
+            self.passes, self.taken, state, is_bytes = position
+            self.iterator.set_state(base64.b64decode(state) if is_bytes else state)
             return
         if isinstance(self.batches, Sequence):
-            self.passes = place["passes"]
-        wanted = place["passes"], place["taken"]
+            self.passes = position.passes
+        wanted = position.passes, position.taken
         with contextlib.suppress(StopIteration):
             while (self.passes, self.taken) < wanted:
                 next(self)
@@ -197,12 +211,39 @@ def stop_signals() -> Iterator[Callable[[], str | None]]:
             signal.signal(number, handler)
 
 
-def progress_bar(total: int, label: str, show: bool) -> Any:
-    """Make a tqdm bar, or None where it is not wanted or tqdm is not installed."""
-    if not show or jax.process_index():
-        return None
-    try:
-        from tqdm.auto import tqdm
-    except ImportError:
-        return None
-    return tqdm(total=total, desc=label)
+class Bar:
+    """A progress bar by tqdm; nothing where it is not wanted or tqdm is not installed."""
+
+    def __init__(self, total: int, label: str, show: bool):
+        self._bar: Any = None
+        if show and not jax.process_index():
+            with contextlib.suppress(ImportError):
+                from tqdm.auto import tqdm
+
+                self._bar = tqdm(total=total, desc=label)
+
+    def show(self, done: int, **told: Any):
+        """Move on to so many, and tell some figures."""
+        if self._bar is not None:
+            self._bar.set_postfix(told, refresh=False)
+            self._bar.update(done - self._bar.n)
+
+    def close(self):
+        """Leave it as it is."""
+        if self._bar is not None:
+            self._bar.close()
+
+
+def loss_of(
+    loss_fn: Callable[..., Any], has_aux: bool, is_stochastic: bool
+) -> Callable[[Any, Any, Any, Any], tuple[jax.Array, Any]]:
+    """Give every loss the form `(params, aux, key, batch) -> (loss, aux)`."""
+
+    def loss(params, aux, key, batch):
+        extras = {"aux": aux} if has_aux else {}
+        if is_stochastic:
+            extras["key"] = key
+        found = loss_fn(params, batch, **extras)
+        return found if has_aux else (found, None)
+
+    return loss

@@ -61,13 +61,23 @@ class Packing:
         small, large = self.split(tree)
         return Packed(self.join(small), large)
 
-    def unpack(self, packed: Packed) -> Any:
-        """Take them apart."""
-        leaves: dict[int, Any] = dict(zip(self.large, packed.large, strict=True))
+    def part(self, joined: dict[str, jax.Array]) -> list[Any]:
+        """Take joined leaves apart, in the order in which `split` gives them."""
+        small = []
         for dtype, places in self.groups.items():
             begun = 0
             for place in places:
                 end = begun + self.sizes[place]
-                leaves[place] = packed.small[dtype][begun:end].reshape(self.shapes[place])
+                small.append(joined[dtype][begun:end].reshape(self.shapes[place]))
                 begun = end
+        return small
+
+    def assemble(self, small: list[Any], large: list[Any]) -> Any:
+        """Build the tree of the leaves that `split` gives."""
+        places = [place for places in self.groups.values() for place in places] + self.large
+        leaves = dict(zip(places, [*small, *large], strict=True))
         return jax.tree.unflatten(self.structure, [leaves[place] for place in range(len(leaves))])
+
+    def unpack(self, packed: Packed) -> Any:
+        """Take the small leaves of a tree apart."""
+        return self.assemble(self.part(packed.small), packed.large)

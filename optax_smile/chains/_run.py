@@ -3,16 +3,33 @@
 import json
 import os
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from optax_smile import _check, _tree
 from optax_smile.chains import _checkpoint, _loop
+from optax_smile.chains._chains import Chains
+from optax_smile.chains._loop import Position
 from optax_smile.draws import _files
 from optax_smile.draws.snapshots import Snapshots, StoredSnapshots, load_snapshots
+
+
+class Place(NamedTuple):
+    """How far a run has got.
+
+    Attributes:
+        num_gradients: of each chain.
+        num_kept: draws of each chain that are kept.
+        position: of the next batch.
+    """
+
+    num_gradients: int
+    num_kept: int
+    position: Position
 
 
 class MemoryRun:
@@ -22,7 +39,7 @@ class MemoryRun:
         self.start, self.settings = _tree.local(start), settings
         self.draws, self.trace = [], []
 
-    def restore(self, carry: Any) -> None:
+    def restore(self, like: Any) -> None:
         """There is nothing to go on with."""
 
     def tick(self, stats: Mapping[str, np.ndarray]):
@@ -37,11 +54,8 @@ class MemoryRun:
         """There are no checkpoints."""
         return False
 
-    def checkpoint(self, carry: Any, place: Mapping[str, Any]):
+    def checkpoint(self, chains: Chains, place: Place):
         """There are no checkpoints."""
-
-    def close(self):
-        """Nothing is open."""
 
     def result(self) -> Snapshots:
         """Draws `[chain, draw, ...]` and the trace `[chain, tick]`."""
@@ -59,9 +73,10 @@ class DirectoryRun:
     Args:
         directory: new, empty, or that of the same run.
         start: stacked parameters `[chain, ...]` before the first step.
+        closing: closes what is opened here.
         settings: what tells a run from another, as JSON can hold it.
         num_draws: draws wanted, which may grow from one call to the next.
-        dtype: see `SnapshotWriter`.
+        dtype: what the draws are rounded to, or None.
         resume: whether to go on with a run that is there.
         minutes: between two checkpoints.
 
@@ -73,6 +88,7 @@ class DirectoryRun:
         self,
         directory: str | os.PathLike,
         start: Any,
+        closing: ExitStack,
         *,
         settings: Mapping[str, Any],
         num_draws: int,
@@ -82,24 +98,22 @@ class DirectoryRun:
     ):
         _files.import_safetensors()
         self.directory, self.like = Path(directory), _loop.one_of(start)
-        self.lock = _checkpoint.Lock("sample", self.directory)
-        try:
-            if jax.process_index() == 0:
-                _files.remove_drafts(self.directory)
-            # Waits for all processes.
-            self.checkpoints = _checkpoint.Checkpoints(self.directory, minutes)
-            manifest = _files.manifest(start, dtype, settings)
-            self.resumed = self._is_resumed(manifest, resume)
-            if jax.process_index() == 0:
-                manifest["num_draws"] = num_draws
-                content = json.dumps(manifest, indent=1).encode()
-                _files.write(self.directory / _files.MANIFEST, content)
-            self.writer = _files.SnapshotWriter(
-                self.directory, start, dtype=dtype, resumed=self.resumed
-            )
-        except BaseException:
-            self.lock.release()
-            raise
+        closing.enter_context(_checkpoint.lock("sample", self.directory))
+        if jax.process_index() == 0:
+            _files.remove_drafts(self.directory)
+        # Waits for all processes.
+        self.checkpoints = _checkpoint.Checkpoints(self.directory, minutes)
+        closing.callback(self.checkpoints.close)
+        manifest = _files.manifest(start, dtype, settings)
+        self.resumed = self._is_resumed(manifest, resume)
+        if jax.process_index() == 0:
+            manifest["num_draws"] = num_draws
+            content = json.dumps(manifest, indent=1).encode()
+            _files.write(self.directory / _files.MANIFEST, content)
+        self.writer = _files.SnapshotWriter(
+            self.directory, start, dtype=dtype, resumed=self.resumed
+        )
+        closing.callback(self.writer.close)
 
     def _is_resumed(self, manifest: dict[str, Any], resume: bool) -> bool:
         """Whether there is something to go on with; an error where it is something else."""
@@ -127,9 +141,14 @@ class DirectoryRun:
                 _check.fail("sample", "directory", rule, got, remedy)
         return True
 
-    def restore(self, carry: Any) -> tuple[Any, dict[str, Any]] | None:
-        """Read the newest checkpoint, if there is one."""
-        return self.checkpoints.restore(carry)
+    def restore(self, like: Any) -> tuple[Any, Place] | None:
+        """Read the newest checkpoint into arrays like these, if there is one."""
+        found = self.checkpoints.restore(like)
+        if found is None:
+            return None
+        carry, told = found
+        position = Position(**told["position"])
+        return carry, Place(told["num_gradients"], told["num_kept"], position)
 
     def tick(self, stats: Mapping[str, np.ndarray]):
         """The statistics go to disk with the draws."""
@@ -142,18 +161,11 @@ class DirectoryRun:
         """Whether it is time for a checkpoint."""
         return self.checkpoints.is_due()
 
-    def checkpoint(self, carry: Any, place: dict[str, Any]):
+    def checkpoint(self, chains: Chains, place: Place):
         """Write a checkpoint, after the draws before it."""
         self.writer.flush()
-        self.checkpoints.save(place["gradient"], carry, place)
-
-    def close(self):
-        """Write the draws that wait; let other runs in."""
-        try:
-            self.writer.close()
-        finally:
-            self.checkpoints.close()
-            self.lock.release()
+        told = place._asdict() | {"position": place.position._asdict()}
+        self.checkpoints.save(place.num_gradients, chains.tree, told)
 
     def result(self) -> StoredSnapshots:
         """The draws, as they are read from the directory."""

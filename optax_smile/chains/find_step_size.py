@@ -110,22 +110,14 @@ def find_step_size(
     the run that is planned.
 
     Args:
-        loss_fn: see `sample`; likewise the arguments not named here.
-        params: see `sample`.
         batches: gone through anew for each step size; not an iterator, which cannot be. If they are
             shuffled anew as well, step sizes see different ones.
         make_sampler: gives the sampler with a step size, such as
             `lambda step_size: optax_smile.psmile_naive(step_size, num_data=N)`.
-        apply_fn: see `predict`.
-        validation: pair of `inputs` and `targets`, see `predict`.
-        likelihood: see `predict`.
-        num_warmup: see `sample`.
-        num_draws: see `sample`.
-        thin: see `sample`.
-        key: see `sample`.
+        validation: pair of `inputs` and `targets` for `predict`.
         step_sizes: at least 2, > 0, ascending; the default is for the family of `psmile`.
-        steps_per_dispatch: see `sample`.
-        progress: show a progress bar over the step sizes, if tqdm is installed.
+        progress: show a progress bar over the step sizes, if tqdm is installed. Other arguments as
+            `sample` and `predict`.
 
     Returns:
         A `StepSizeSearch`: print it, or draw it with `plots.step_size_search`. A step size scores
@@ -153,70 +145,51 @@ def find_step_size(
         0.03
     """
     step_sizes = _check_step_sizes(step_sizes)
-    for name, value, smallest in (
-        ("num_warmup", num_warmup, 0),
-        ("num_draws", num_draws, 1),
-        ("thin", thin, 1),
-        ("steps_per_dispatch", steps_per_dispatch, 1),
-    ):
-        _check.whole("find_step_size", name, value, smallest)
+    steps: dict[str, Any] = {"num_warmup": num_warmup, "num_draws": num_draws, "thin": thin}
+    steps |= {"steps_per_dispatch": steps_per_dispatch}
+    for name, value in steps.items():
+        _check.whole("find_step_size", name, value, 0 if name == "num_warmup" else 1)
     if isinstance(batches, Iterator):
         rule = "an iterable that can be gone through again, such as a list"
         _check.fail("find_step_size", "batches", rule, f"a {type(batches).__name__}")
     if not isinstance(validation, (tuple, list)) or len(validation) != 2 or validation[1] is None:
         rule = "a pair of inputs and targets"
         _check.fail("find_step_size", "validation", rule, jax.tree.map(np.shape, validation))
-    inputs, targets = validation
     samplers = _make_samplers(make_sampler, step_sizes)
     parallel.num_chains("find_step_size", params)
+    num_ticks = -(-num_warmup // thin) + num_draws
 
     def judge(snapshots: Snapshots | StoredSnapshots) -> list[np.ndarray]:
         """Log density of all chains together `[input]`, and that of each on average `[chain]`."""
-        prediction = predict(
-            apply_fn, snapshots, inputs, likelihood=likelihood, targets=targets, per="chain"
-        )
+        given = {"likelihood": likelihood, "targets": validation[1], "per": "chain"}
+        prediction = predict(apply_fn, snapshots, validation[0], **given)
         densities = prediction.log_density, prediction.each.log_density
         return [np.mean(x.reshape(len(x), -1), axis=1, dtype=float) for x in densities]
 
     start = judge(Snapshots.from_members(params))
-    judged, rejected = [], []
-    num_ticks = -(-num_warmup // thin) + num_draws
-    bar = _loop.progress_bar(len(step_sizes), "step sizes", progress)
-    try:
-        for step_size, sampler in zip(step_sizes, samplers, strict=True):
-            draws = sample(
-                loss_fn,
-                params,
-                batches,
-                sampler,
-                num_warmup=num_warmup,
-                num_draws=num_draws,
-                thin=thin,
-                key=key,
-                steps_per_dispatch=steps_per_dispatch,
-                progress=False,
-            )
-            if draws.trace["num_gradients"].shape[1] < num_ticks:
-                raise KeyboardInterrupt(f"`find_step_size` was stopped at step size {step_size:g}.")
-            calls, rejections, nonfinite = (
-                draws.trace[name][:, -1]
-                for name in ("num_gradients", "num_rejected", "num_nonfinite")
-            )
-            rejected.append(np.sum(rejections + nonfinite) / np.sum(calls))
-            found = [np.full_like(x, -np.inf) for x in start]
-            # Else a chain that cannot leave the start would score like it.
-            if np.all(nonfinite <= MOST_NONFINITE * calls):
-                # At the start all was well: what is wrong now are predictions that are not finite.
-                with contextlib.suppress(ValueError):
-                    found = judge(draws)
-            judged.append(found)
-            if bar is not None:
-                bar.set_postfix({"last": f"{step_size:.3g}", "LPPD": f"{found[0].mean():.4g}"})
-                bar.update()
-    finally:
-        if bar is not None:
-            bar.close()
 
+    def try_out(step_size: float, sampler: Any) -> tuple[list[np.ndarray], float]:
+        """Judge short chains, and count their rejected steps per gradient."""
+        draws = sample(loss_fn, params, batches, sampler, **steps, key=key, progress=False)
+        if draws.trace["num_gradients"].shape[1] < num_ticks:
+            raise KeyboardInterrupt(f"`find_step_size` was stopped at step size {step_size:g}.")
+        names = "num_gradients", "num_rejected", "num_nonfinite"
+        gradients, rejections, nonfinite = (draws.trace[name][:, -1] for name in names)
+        found = [np.full_like(x, -np.inf) for x in start]
+        # Else a chain that cannot leave the start would score like it.
+        if np.all(nonfinite <= MOST_NONFINITE * gradients):
+            # At the start all was well: what is wrong now are predictions that are not finite.
+            with contextlib.suppress(ValueError):
+                found = judge(draws)
+        return found, np.sum(rejections + nonfinite) / np.sum(gradients)
+
+    judged, rejected = [], []
+    with contextlib.closing(_loop.Bar(len(step_sizes), "step sizes", progress)) as bar:
+        for number, (step_size, sampler) in enumerate(zip(step_sizes, samplers, strict=True), 1):
+            found, share = try_out(step_size, sampler)
+            judged.append(found)
+            rejected.append(share)
+            bar.show(number, last=f"{step_size:.3g}", LPPD=f"{found[0].mean():.4g}")
     density, chain_lppd = (np.stack(found) for found in zip(*judged, strict=True))
     lppd = density.mean(axis=1)
     if np.isneginf(lppd).all():

@@ -3,6 +3,7 @@
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -15,7 +16,8 @@ from optax_smile import _check, _settings
 from optax_smile.chains import _loop
 from optax_smile.chains._chains import Chains
 from optax_smile.chains._checkpoint import any_process
-from optax_smile.chains._run import DirectoryRun, MemoryRun
+from optax_smile.chains._loop import Position
+from optax_smile.chains._run import DirectoryRun, MemoryRun, Place
 from optax_smile.draws import _files
 from optax_smile.draws.snapshots import Snapshots, StoredSnapshots
 
@@ -32,7 +34,7 @@ class Plan(NamedTuple):
         gradients_per_step: gradients per step.
         gradients_per_batch: gradients from one batch.
         steps_per_dispatch: the most steps run in one go.
-        gradient_axis: along which the batches of several calls are stacked.
+        gradient_axis: along which the batches of several gradients are stacked.
     """
 
     num_steps: int
@@ -52,16 +54,16 @@ class Dispatch(NamedTuple):
     """Work for the devices.
 
     Attributes:
-        end: calls that each chain has done after it.
-        batch: of one call, or of several along an axis of their own.
+        end: gradients that each chain has done after it.
+        batch: of one gradient, or of several along an axis of their own.
         is_stacked: whether of several.
-        place: in the stream of batches, where it ends a step; None in the middle of one.
+        position: in the stream of batches, where it ends a step; None in the middle of one.
     """
 
     end: int
     batch: Any
     is_stacked: bool
-    place: dict[str, Any] | None
+    position: Position | None
 
 
 def sample(
@@ -126,8 +128,8 @@ def sample(
             it may ask for more draws than before. False: the directory must hold none.
         checkpoint_minutes: between two checkpoints, >= 0. There is one at the start and at the end.
         dtype: what the draws are rounded to on disk: `"float16"`, `"float32"`, `"float64"`; None
-            rounds nothing.
-        progress: show a progress bar with step size, energy error and rejections, if tqdm is
+            rounds nothing, and without a `directory` nothing else will do.
+        progress: show a progress bar with step size, energy error and rejected steps, if tqdm is
             installed.
         callback: `callback(step, stats)` at every thinning tick, with the arrays `[chain]` that
             `optax_smile.stats` gives.
@@ -175,19 +177,12 @@ def sample(
     _check.number("sample", "checkpoint_minutes", checkpoint_minutes, ">= 0", lambda x: x >= 0)
     if dtype is not None:
         _check.choice("sample", "dtype", dtype, _files.STORED_DTYPES)
+        if directory is None:
+            _check.fail("sample", "dtype", "None without a `directory`", repr(dtype))
     typed: Any = _check.key("sample", key)
     sampler = optax.with_extra_args_support(sampler)
-    chains = Chains(
-        loss_fn,
-        sampler,
-        params,
-        typed,
-        aux=aux,
-        stochastic=stochastic,
-        per_chain=per_chain,
-        mesh=mesh,
-        specs=specs,
-    )
+    shared: dict[str, Any] = {"stochastic": stochastic, "per_chain": per_chain}
+    chains = Chains(loss_fn, sampler, params, typed, aux=aux, mesh=mesh, specs=specs, **shared)
     plan = Plan(
         num_steps=num_warmup + num_draws * thin,
         num_warmup=num_warmup,
@@ -197,127 +192,139 @@ def sample(
         steps_per_dispatch=steps_per_dispatch,
         gradient_axis=int(per_chain),
     )
-    if directory is None:
-        run = MemoryRun(chains.draw(), _settings.of(sampler))
-    else:
-        run = DirectoryRun(
-            directory,
-            chains.draw(),
-            settings={
-                "num_warmup": num_warmup,
-                "thin": thin,
-                "batch_per": batch_per,
-                "key": np.asarray(jax.random.key_data(typed)).tolist(),
-                "per_chain": per_chain,
-                "stochastic": stochastic,
-                "sampler": _settings.of(sampler),
-                "state": chains.layout,
-            },
-            num_draws=num_draws,
-            dtype=dtype,
-            resume=resume,
-            minutes=checkpoint_minutes,
-        )
-    bar = _loop.progress_bar(plan.num_steps, "sampling", progress)
-
-    stream, stop = _loop.Stream(batches), False
-    place = {"gradient": 0, "num_kept": 0, "stream": stream.place()}
-    try:
-        if found := run.restore(chains.packed):
-            chains.packed, place = found
-            stream.go_to(place["stream"])
+    settings = _settings.of(sampler, chains.like.params)
+    with ExitStack() as closing:
+        if directory is None:
+            run = MemoryRun(chains.draw(), settings)
         else:
-            run.checkpoint(chains.packed, place)
-        work = _dispatches(stream, plan, place["gradient"], chains)
-        with _loop.stop_signals() as wish:
-            for dispatch in _loop.prefetched(work, prefetch):
-                chains.advance(dispatch.batch, dispatch.is_stacked)
-                if dispatch.place is None:
-                    continue
-                step = dispatch.end // plan.gradients_per_step
-                num_kept, is_tick = place["num_kept"], plan.to_tick(step) == thin
-                if is_tick:
-                    seen = chains.stats()
-                    run.tick(seen)
-                    if step > num_warmup and np.all(seen["is_draw"]):
-                        run.put(num_kept, step, chains.draw(), seen)
-                        num_kept += 1
-                place = {"gradient": dispatch.end, "num_kept": num_kept, "stream": dispatch.place}
-                if is_tick and bar is not None:
-                    _show(bar, step, seen)
-                if is_tick and callback is not None:
-                    callback(step, seen)
-                if is_tick or jax.process_count() == 1:
-                    stop, due = any_process(wish() is not None, run.is_due())
-                    if stop:
-                        break
-                    if due:
-                        run.checkpoint(chains.packed, place)
-            run.checkpoint(chains.packed, place)
-    except _loop.SecondInterrupt:
-        raise
-    except KeyboardInterrupt:
-        stop = True
-    finally:
-        if bar is not None:
-            bar.close()
-        run.close()
-    _check_end(plan, place["gradient"], place["num_kept"], num_draws, stop)
+            steps = {"num_warmup": num_warmup, "thin": thin, "batch_per": batch_per}
+            words = np.asarray(jax.random.key_data(typed)).tolist()
+            run = DirectoryRun(
+                directory,
+                chains.draw(),
+                closing,
+                settings={**steps, **shared, "key": words, "sampler": settings},
+                num_draws=num_draws,
+                dtype=dtype,
+                resume=resume,
+                minutes=checkpoint_minutes,
+            )
+        bar = _loop.Bar(plan.num_steps, "sampling", progress)
+        closing.callback(bar.close)
+
+        def watch(step: int, seen: Mapping[str, np.ndarray]):
+            _show(bar, step, seen)
+            if callback is not None:
+                callback(step, seen)
+
+        place, is_stopped = _go_on(chains, plan, run, _loop.Stream(batches), prefetch, watch)
+    _check_end(plan, place, num_draws, is_stopped)
     return run.result()
 
 
-def _check_end(plan: Plan, gradient: int, num_kept: int, num_draws: int, stopped: bool):
+def _go_on(
+    chains: Chains,
+    plan: Plan,
+    run: MemoryRun | DirectoryRun,
+    stream: _loop.Stream,
+    prefetch: int,
+    watch: Callable[[int, Mapping[str, np.ndarray]], None],
+) -> tuple[Place, bool]:
+    """Run the chains from where they are to the end, or to the wish to stop.
+
+    Returns:
+        How far they have got, and whether someone wished them to stop.
+    """
+    place = Place(0, 0, stream.position())
+    try:
+        if found := run.restore(chains.tree):
+            chains.tree, place = found
+            stream.go_to(place.position)
+        else:
+            run.checkpoint(chains, place)
+        work = _dispatches(stream, plan, place.num_gradients, chains)
+        with _loop.stop_signals() as wish:
+            for dispatch in _loop.prefetched(work, prefetch):
+                chains.advance(dispatch.batch, dispatch.is_stacked)
+                if dispatch.position is None:
+                    continue
+                step, num_kept = dispatch.end // plan.gradients_per_step, place.num_kept
+                if is_tick := plan.to_tick(step) == plan.thin:
+                    seen = chains.stats()
+                    run.tick(seen)
+                    if step > plan.num_warmup and np.all(seen["is_draw"]):
+                        run.put(num_kept, step, chains.draw(), seen)
+                        num_kept += 1
+                place = Place(dispatch.end, num_kept, dispatch.position)
+                if is_tick:
+                    watch(step, seen)
+                if is_tick or jax.process_count() == 1:
+                    is_stopped, is_due = any_process(wish() is not None, run.is_due())
+                    if is_stopped:
+                        run.checkpoint(chains, place)
+                        return place, True
+                    if is_due:
+                        run.checkpoint(chains, place)
+            run.checkpoint(chains, place)
+    except _loop.SecondInterrupt:
+        raise
+    except KeyboardInterrupt:
+        return place, True
+    return place, False
+
+
+def _check_end(plan: Plan, place: Place, num_draws: int, is_stopped: bool):
     """Say why there are fewer draws than wanted; raise where there are none."""
-    step = gradient // plan.gradients_per_step
-    if not num_kept:
-        if stopped:
+    step = place.num_gradients // plan.gradients_per_step
+    if not place.num_kept:
+        if is_stopped:
             raise KeyboardInterrupt("`sample` was stopped before the first draw.")
         if step == plan.num_steps:
-            rule = f"so many that the sampler calls one of the {step} steps a sample"
+            rule = f"so many that the sampler calls one of the {step} steps a draw"
             remedy = "See its argument `adapt_steps` or `exploration`."
             _check.fail("sample", "num_draws", rule, num_draws, remedy)
         num_batches = plan.num_steps * plan.gradients_per_step // plan.gradients_per_batch
-        rule = f"an iterable with a batch for each of the {num_batches} calls"
+        rule = f"an iterable with a batch for each of the {num_batches} gradients"
         _check.fail("sample", "batches", rule, "one that ran out before the first draw")
-    if num_kept < num_draws:
-        early = "ended early" if step < plan.num_steps else "kept what the sampler calls a sample,"
-        message = f"`sample` {early} with {num_kept} of {num_draws} draws per chain."
+    if place.num_kept < num_draws:
+        early = "ended early" if step < plan.num_steps else "kept what the sampler calls a draw,"
+        message = f"`sample` {early} with {place.num_kept} of {num_draws} draws per chain."
         warnings.warn(message, stacklevel=3)
 
 
-def _dispatches(stream: _loop.Stream, plan: Plan, call: int, chains: Chains) -> Iterator[Dispatch]:
-    """Cut the run into pieces of work, from a call on; none goes beyond a tick."""
-    num_gradients, is_new = plan.num_steps * plan.gradients_per_step, call == 0
+def _dispatches(stream: _loop.Stream, plan: Plan, done: int, chains: Chains) -> Iterator[Dispatch]:
+    """Cut the run into pieces of work, from a gradient on; none goes beyond a tick."""
+    num_gradients, is_new = plan.num_steps * plan.gradients_per_step, done == 0
     per_step = plan.gradients_per_step // plan.gradients_per_batch
-    while call < num_gradients:
-        taken, place = [], None
-        for _ in range(min(plan.steps_per_dispatch, plan.to_tick(call // plan.gradients_per_step))):
+    while done < num_gradients:
+        taken, position = [], None
+        step = done // plan.gradients_per_step
+        for _ in range(min(plan.steps_per_dispatch, plan.to_tick(step))):
             of_step = list(islice(stream, per_step))
             if len(of_step) < per_step:
                 break
             taken += of_step
-            place = stream.place()
+            position = stream.position()
         if not taken:
             return
         if is_new:
             chains.check(taken[0])
             is_new = False
-        calls = [batch for batch in taken for _ in range(plan.gradients_per_batch)]
+        batches = [batch for batch in taken for _ in range(plan.gradients_per_batch)]
         several = len(taken) > per_step
-        stacked = _loop.stack(calls, axis=plan.gradient_axis) if several else None
+        stacked = _loop.stack(batches, axis=plan.gradient_axis) if several else None
         if stacked is not None:
-            call += len(calls)
-            yield Dispatch(call, chains.put(stacked, True), True, place)
+            done += len(batches)
+            yield Dispatch(done, chains.put(stacked, True), True, position)
             continue
-        for left, batch in zip(reversed(range(len(calls))), calls, strict=True):
-            call += 1
-            yield Dispatch(call, chains.put(batch), False, None if left else place)
+        for left, batch in zip(reversed(range(len(batches))), batches, strict=True):
+            done += 1
+            yield Dispatch(done, chains.put(batch), False, None if left else position)
 
 
-def _show(bar: Any, step: int, stats: Mapping[str, np.ndarray]):
+def _show(bar: _loop.Bar, step: int, stats: Mapping[str, np.ndarray]):
     """Move the bar on, with what a person watches while a chain runs."""
-    shown = {"step_size": f"{np.median(stats['step_size']):.2e}"}
+    told = {"step_size": f"{np.median(stats['step_size']):.2e}"}
     if np.all(np.isfinite(stats["energy_mean"])):
-        shown["energy"] = f"{np.median(stats['energy_mean']):.2g}"
-    bar.set_postfix(shown, refresh=False, rejections=int(np.sum(stats["num_rejected"])))
-    bar.update(step - bar.n)
+        told["energy"] = f"{np.median(stats['energy_mean']):.2g}"
+    bar.show(step, **told, rejected=int(np.sum(stats["num_rejected"])))

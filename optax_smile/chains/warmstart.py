@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ from jax.sharding import Mesh
 
 from optax_smile import _check, _tree, parallel
 from optax_smile.chains import _loop
-from optax_smile.chains._checkpoint import Checkpoints, Lock, any_process
+from optax_smile.chains._checkpoint import Checkpoints, any_process, lock
 
 
 class Members(NamedTuple):
@@ -22,14 +23,18 @@ class Members(NamedTuple):
     Attributes:
         params: after the last step.
         state: of the optimizer.
+        aux: auxiliary state of the model, or None.
+        key: of a stochastic loss, or None.
         loss: of the last batch.
-        best: parameters with the smallest validation loss so far.
+        best: parameters with the smallest validation loss so far, and their auxiliary state.
         best_loss: that loss.
         stale: epochs since then, int32.
     """
 
     params: Any
     state: Any
+    aux: Any
+    key: jax.Array | None
     loss: jax.Array
     best: Any
     best_loss: jax.Array
@@ -37,7 +42,7 @@ class Members(NamedTuple):
 
 
 def warmstart(
-    loss_fn: Callable[[optax.Params, Any], jax.Array],
+    loss_fn: Callable[..., Any],
     init_fn: Callable[[jax.Array], optax.Params],
     batches: Iterable[Any],
     optimizer: optax.GradientTransformation,
@@ -47,6 +52,8 @@ def warmstart(
     num_epochs: int = 100,
     validation: Any = None,
     patience: int = 10,
+    aux: Any = None,
+    stochastic: bool = False,
     per_member: bool = False,
     mesh: Mesh | None = None,
     specs: Any = None,
@@ -57,7 +64,8 @@ def warmstart(
     """Train the members of a deep ensemble side by side, each stopped early on its own.
 
     Args:
-        loss_fn: mean loss `loss_fn(params, batch)`, scalar, without the prior.
+        loss_fn: mean loss `loss_fn(params, batch)`, scalar, without the prior. With `aux` it is
+            called with `aux=` and returns `(loss, new_aux)`; if `stochastic` it gets `key=`.
         init_fn: `init_fn(key)` gives the initial parameters of a member.
         batches: one pass is one epoch; it is gone through again for each. Batches of one shape
             compile once.
@@ -68,6 +76,10 @@ def warmstart(
         validation: a batch on which the loss decides, after each epoch, which weights of a member
             are its best so far; None keeps the last ones.
         patience: epochs without improvement after which a member is done, >= 1.
+        aux: auxiliary state of the model before the first step, such as running means of
+            BatchNorm, each leaf `[member, ...]`.
+        stochastic: whether the loss draws random numbers, such as dropout: it gets a fresh key at
+            each step, and one for the validation.
         per_member: whether each batch has a leading member axis; otherwise members share them.
         mesh: devices over whose axis `"chain"` the members are spread, see `parallel`.
         specs: how the parameters of one member are sharded, see `parallel.place`.
@@ -79,7 +91,8 @@ def warmstart(
         progress: show a progress bar, if tqdm is installed.
 
     Returns:
-        Parameters of all members, each leaf `[member, ...]`: the best ones by validation loss.
+        Parameters of all members, each leaf `[member, ...]`: the best ones by validation loss;
+        with `aux` `{"params": ..., "aux": ...}`.
         Ctrl-C ends the training after the epoch and returns what there is, and so does SIGTERM
         without a directory.
 
@@ -111,97 +124,136 @@ def warmstart(
     _check.whole("warmstart", "patience", patience, 1)
     _check.number("warmstart", "checkpoint_minutes", checkpoint_minutes, ">= 0", lambda x: x >= 0)
     optimizer = optax.with_extra_args_support(optimizer)
-
-    def train_one(member: Members, batch: Any) -> Members:
-        loss, grads = jax.value_and_grad(loss_fn)(member.params, batch)
-        updates, state = optimizer.update(grads, member.state, member.params, value=loss)
-        params = optax.apply_updates(member.params, updates)
-        return member._replace(params=params, state=state, loss=loss)
-
-    def judge_one(member: Members, batch: Any) -> Members:
-        loss = member.loss if validation is None else loss_fn(member.params, batch)
-        better = (loss < member.best_loss) & (member.stale < patience) | (validation is None)
-        return member._replace(
-            best=_tree.where(better, member.params, member.best),
-            best_loss=jnp.where(better, loss, member.best_loss),
-            stale=jnp.where(better, 0, member.stale + 1),
-        )
-
-    shapes = jax.eval_shape(jax.vmap(init_fn), parallel.split_key(key, num_members))
-    own = parallel.shardings(shapes, mesh=mesh, specs=specs)
-    initialize = jax.jit(parallel.over_chains(init_fn, mesh=mesh), out_shardings=own)
-    params = initialize(parallel.split_key(key, num_members, mesh=mesh))
-    unknown = np.full(num_members, np.inf, _tree.dtype(params))
-    members = Members(
-        params=params,
-        state=parallel.init(optimizer, params, mesh=mesh, specs=specs),
-        loss=parallel.place(unknown, mesh=mesh),
-        best=parallel.place(params, mesh=mesh, specs=specs),
-        best_loss=parallel.place(unknown, mesh=mesh),
-        stale=parallel.place(np.zeros(num_members, np.int32), mesh=mesh),
-    )
-    train = parallel.step(train_one, members, mesh=mesh, per_chain=per_member)
-    judge = parallel.step(judge_one, members, mesh=mesh)
-    in_axes = (0, 0 if per_member else None)
-    losses = parallel.over_chains(loss_fn, mesh=mesh, in_axes=in_axes)
-    validation_batch = ()
-    if validation is not None:
-        validation_batch = parallel.place_batch(validation, mesh=mesh)
+    loss = _loop.loss_of(loss_fn, aux is not None, stochastic)
+    typed: Any = _check.key("warmstart", key)
+    key, loss_key = jax.random.split(typed) if stochastic else (typed, None)
+    members = _begin(init_fn, optimizer, num_members, key, loss_key, aux, mesh=mesh, specs=specs)
+    train, judge = _steps(loss, optimizer, patience, validation is None)
+    train = parallel.step(train, members, mesh=mesh, per_chain=per_member)
+    judge = parallel.step(judge, members, mesh=mesh)
+    held_out = () if validation is None else parallel.place_batch(validation, mesh=mesh)
 
     def put(batch):
         return parallel.place_batch(batch, mesh=mesh, per_chain=per_member)
 
-    lock = checkpoints = None
-    bar = _loop.progress_bar(num_epochs, "warm start", progress)
-    epoch, stop, is_killed = 0, False, False
-    try:
+    def check(batch):
+        def of_member(member, batch):
+            return loss(member.params, member.aux, member.key, batch)[0]
+
+        in_axes = (0, 0 if per_member else None)
+        losses = parallel.over_chains(of_member, mesh=mesh, in_axes=in_axes)
+        _loop.check_loss("warmstart", losses, members, batch, put, per_member, num_members)
+
+    epoch, is_stopped, is_killed, checkpoints = 0, False, False, None
+    with ExitStack() as closing:
         if directory is not None:
-            lock = Lock("warmstart", Path(directory))
+            closing.enter_context(lock("warmstart", Path(directory)))
             checkpoints = Checkpoints(Path(directory), checkpoint_minutes)
+            closing.callback(checkpoints.close)
             if found := checkpoints.restore(members):
                 members, epoch = found[0], found[1]["epoch"]
-        with _loop.stop_signals() as stop_signal:
-            if epoch < num_epochs and not _are_done(members, patience):
-                _loop.skip_passes(batches, epoch)
-            while epoch < num_epochs and not stop and not _are_done(members, patience):
-                num_batches = 0
-                for num_batches, batch in enumerate(batches, 1):
-                    if epoch == 0 and num_batches == 1:
-                        arguments = members.params, batch, put, per_member, num_members
-                        _loop.check_loss("warmstart", losses, *arguments)
-                    members = train(members, put(batch))
-                if not num_batches:
-                    rule = "an iterable that yields batches in every epoch, such as a list"
-                    _check.fail("warmstart", "batches", rule, f"none in epoch {epoch + 1}")
-                members = judge(members, validation_batch)
-                epoch += 1
-                if bar is not None:
-                    loss = np.mean(_tree.local(members.best_loss))
-                    bar.set_postfix(refresh=False, loss=f"{loss:.4f}")
-                    bar.update(epoch - bar.n)
-                due = checkpoints is not None and checkpoints.is_due()
-                wish = stop_signal()
-                stop, is_killed, due = any_process(wish is not None, wish == "SIGTERM", due)
-                if checkpoints is not None and due:
-                    checkpoints.save(epoch, members, {"epoch": epoch})
+        bar = _loop.Bar(num_epochs, "warm start", progress)
+        closing.callback(bar.close)
+        wish = closing.enter_context(_loop.stop_signals())
+        if epoch < num_epochs and not _are_done(members, patience):
+            _loop.skip_passes(batches, epoch)
+        while epoch < num_epochs and not is_stopped and not _are_done(members, patience):
+            num_batches = 0
+            for num_batches, batch in enumerate(batches, 1):
+                if epoch == 0 and num_batches == 1:
+                    check(batch)
+                members = train(members, put(batch))
+            if not num_batches:
+                rule = "an iterable that yields batches in every epoch, such as a list"
+                _check.fail("warmstart", "batches", rule, f"none in epoch {epoch + 1}")
+            members = judge(members, held_out)
+            epoch += 1
+            bar.show(epoch, loss=f"{np.mean(_tree.local(members.best_loss)):.4f}")
+            due = checkpoints is not None and checkpoints.is_due()
+            is_stopped, is_killed, due = any_process(wish() is not None, wish() == "SIGTERM", due)
+            if checkpoints is not None and due:
+                checkpoints.save(epoch, members, {"epoch": epoch})
         if checkpoints is not None:
             checkpoints.save(epoch, members, {"epoch": epoch})
             if is_killed:
                 raise KeyboardInterrupt(
                     "`warmstart` was stopped by SIGTERM: run it again to go on."
                 )
-    finally:
-        if bar is not None:
-            bar.close()
-        if checkpoints is not None:
-            checkpoints.close()
-        if lock is not None:
-            lock.release()
     lost = np.flatnonzero(~np.isfinite(_tree.local(members.best_loss))).tolist()
     if lost:
         rule = "one under which every member reaches a finite loss"
         _check.fail("warmstart", "optimizer", rule, f"none for the members {lost}")
-    return members.best
+    return members.best["params"] if aux is None else members.best
+
+
+def _begin(
+    init_fn: Callable[[jax.Array], optax.Params],
+    optimizer: optax.GradientTransformationExtraArgs,
+    num_members: int,
+    key: Any,
+    loss_key: jax.Array | None,
+    aux: Any,
+    *,
+    mesh: Mesh | None,
+    specs: Any,
+) -> Members:
+    """Members before the first step, each on the devices of its row."""
+    if aux is not None and parallel.num_chains("warmstart", aux, "aux") != num_members:
+        rule = f"a tree whose leaves have a leading axis of {num_members} members"
+        _check.fail("warmstart", "aux", rule, jax.tree.map(jnp.shape, aux))
+    shapes = jax.eval_shape(jax.vmap(init_fn), parallel.split_key(key, num_members))
+    own = parallel.shardings(shapes, mesh=mesh, specs=specs)
+    initialize = jax.jit(parallel.over_chains(init_fn, mesh=mesh), out_shardings=own)
+    params = initialize(parallel.split_key(key, num_members, mesh=mesh))
+    unknown = np.full(num_members, np.inf, _tree.dtype(params))
+
+    def copy_of_aux():
+        return None if aux is None else parallel.place(aux, mesh=mesh)
+
+    return Members(
+        params=params,
+        state=parallel.init(optimizer, params, mesh=mesh, specs=specs),
+        aux=copy_of_aux(),
+        key=None if loss_key is None else parallel.split_key(loss_key, num_members, mesh=mesh),
+        loss=parallel.place(unknown, mesh=mesh),
+        best={
+            "params": parallel.place(params, mesh=mesh, specs=specs),
+            "aux": copy_of_aux(),
+        },
+        best_loss=parallel.place(unknown, mesh=mesh),
+        stale=parallel.place(np.zeros(num_members, np.int32), mesh=mesh),
+    )
+
+
+def _steps(
+    loss: Callable[..., tuple[jax.Array, Any]],
+    optimizer: optax.GradientTransformationExtraArgs,
+    patience: int,
+    keeps_last: bool,
+) -> tuple[Callable[[Members, Any], Members], Callable[[Members, Any], Members]]:
+    """The step of one member, and what an epoch ends with."""
+
+    def train(member: Members, batch: Any) -> Members:
+        key, used = (None, None) if member.key is None else jax.random.split(member.key)
+        value_and_grad = jax.value_and_grad(loss, has_aux=True)
+        (value, aux), grads = value_and_grad(member.params, member.aux, used, batch)
+        updates, state = optimizer.update(grads, member.state, member.params, value=value)
+        params = optax.apply_updates(member.params, updates)
+        return member._replace(params=params, state=state, aux=aux, key=key, loss=value)
+
+    def judge(member: Members, batch: Any) -> Members:
+        value = member.loss
+        if not keeps_last:
+            value, _ = loss(member.params, member.aux, member.key, batch)
+        better = (value < member.best_loss) & (member.stale < patience) | keeps_last
+        now = {"params": member.params, "aux": member.aux}
+        return member._replace(
+            best=_tree.where(better, now, member.best),
+            best_loss=jnp.where(better, value, member.best_loss),
+            stale=jnp.where(better, 0, member.stale + 1),
+        )
+
+    return train, judge
 
 
 def _are_done(members: Members, patience: int) -> bool:

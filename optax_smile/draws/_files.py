@@ -16,7 +16,7 @@ import numpy as np
 
 from optax_smile import _check, _tree
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST = "manifest.json"
 # What numbers may be rounded to on their way to disk.
 STORED_DTYPES = ("float16", "float32", "float64")
