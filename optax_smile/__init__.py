@@ -17,6 +17,7 @@ from optax_smile.samplers.mclmc import mclmc
 from optax_smile.samplers.scale_adapted_sghmc import scale_adapted_sghmc
 from optax_smile.samplers.sghmc import sghmc
 from optax_smile.samplers.sgld import psgld, sgld
+from optax_smile.samplers.sgnht import sgnht
 from optax_smile.samplers.smile import psmile, psmile_naive, smile, smile_naive
 from optax_smile.samplers.tune_mclmc import MclmcSettings, tune_mclmc
 from optax_smile.stages.preconditioner import scale_by_gradient_noise
@@ -60,6 +61,7 @@ __all__ = [
     "scale_by_gradient_noise",
     "sghmc",
     "sgld",
+    "sgnht",
     "smile",
     "smile_naive",
     "stats",

@@ -15,7 +15,7 @@ from paper import PAPER
 import optax_smile
 
 MICROCANONICAL = ["smile", "psmile", "smile_naive", "psmile_naive", "mclmc"]
-LANGEVIN = ["sgld", "psgld", "sghmc", "scale_adapted_sghmc", "cyclical_sgld"]
+LANGEVIN = ["sgld", "psgld", "sghmc", "sgnht", "scale_adapted_sghmc", "cyclical_sgld"]
 ALL = MICROCANONICAL + LANGEVIN
 TUNED = ["smile", "psmile"]
 KEY = jax.random.key(0)

@@ -32,7 +32,7 @@ NOISE_OF_THE_BATCH = RNG.normal(size=(400, SIZE))
 # Up and down by factors between 0.3 and 3.
 FACTORS = np.exp(RNG.uniform(np.log(0.3), np.log(3.0), size=400))
 OF_STEP_SIZE = 1e-3
-FAMILY = ["sgld", "psgld", "sghmc", "scale_adapted_sghmc", "cyclical_sgld"]
+FAMILY = ["sgld", "psgld", "sghmc", "sgnht", "scale_adapted_sghmc", "cyclical_sgld"]
 every_sampler = pytest.mark.parametrize("name", FAMILY)
 
 

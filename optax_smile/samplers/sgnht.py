@@ -1,0 +1,105 @@
+"""SGHMC whose friction adapts to noise of unknown strength: a thermostat."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optax_smile import _check, _settings, _tree, potential
+from optax_smile.samplers import _langevin
+
+FRICTION = 0.05
+# A step loses at most all of its velocity: beyond it would turn round, beyond twice that it grows.
+LARGEST_SHARE = 1.0
+
+
+class Thermostat(NamedTuple):
+    """What the chain remembers besides its velocity.
+
+    Attributes:
+        thermostat: share xi of the velocity that the next step loses, scalar, at most 1; where
+            it is negative the step gains.
+    """
+
+    thermostat: jax.Array
+
+
+@_settings.recorded
+def sgnht(
+    step_size: float | jax.Array | optax.Schedule,
+    *,
+    num_data: float | jax.Array,
+    prior_precision: Any = 1.0,
+    prior_mean: Any = 0.0,
+    temperature: float | jax.Array = 1.0,
+    friction: float | jax.Array = FRICTION,
+    key: jax.Array | int,
+) -> optax.GradientTransformationExtraArgs:
+    """Sample with the stochastic gradient Nosé-Hoover thermostat.
+
+    `sghmc` whose friction xi rises while the velocity r is larger than a standard normal one, and
+    falls while it is smaller. For d parameters
+
+        r <- (1 - xi) r - eps grad U + sqrt(2 f) z,  z ~ N(0, I)
+        theta <- theta + eps r
+        xi <- min(xi + eps^2 ((1 - xi / 2) |r|^2 / d - 1), 1)
+
+    Mini-batch gradients bring noise of a variance V that `sghmc` must be told. Here xi settles
+    around f + eps^2 V / 2, the friction that balances both, with a standard deviation of about
+    eps / sqrt(d). It is one number for all parameters: noise that differs between them, or from
+    place to place, is right on average over them only. With eps^2 V / 2 near 1 no friction
+    suffices: smaller steps or larger batches are needed.
+
+    Args:
+        step_size: eps > 0, about how far one parameter moves in a step, see `sghmc`: a number or
+            an Optax schedule of the number of steps.
+        num_data: see `sgld`; likewise the arguments not named here.
+        prior_precision: see `sgld`.
+        prior_mean: see `sgld`.
+        temperature: see `sgld`.
+        friction: share f of the velocity that the noise which is added makes up for, in (0, 1);
+            xi starts there.
+        key: see `sgld`.
+
+    Returns:
+        An Optax transformation, see `sgld`.
+
+    Raises:
+        ValueError: see `sgld`.
+
+    Cost: as `sgld`, and one scalar of state more.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, optax, optax_smile
+        >>> tx = optax_smile.sgnht(1e-3, num_data=100, key=jax.random.key(0))
+        >>> state = tx.init(jnp.zeros(3))
+        >>> round(float(optax.tree.get(state, "thermostat")), 3)
+        0.05
+
+    Source: Ding, Fang, Babbush, Chen, Skeel, Neven, NeurIPS 2014, algorithm 2 with h = eps, p = r,
+    A = f / eps and their xi times h. Differs: the kinetic energy |r|^2 has the factor 1 - xi / 2,
+    that of velocities halfway through the friction. Without it the velocity of the Euler step is
+    held too small, and the variance of theta is xi / 2 of itself too small however small the step
+    size. xi is at most 1, else a chain from a bad start may run away. The velocity starts at zero.
+    """
+    _check.probability("sgnht", "friction", friction)
+
+    def init(params: Any) -> Thermostat:
+        return Thermostat(jnp.asarray(friction, _tree.dtype(params)))
+
+    def move(memory: Thermostat, call: _langevin.Move):
+        xi, eps = memory.thermostat, call.step_size
+        kept, amplitude = (1 - xi) * call.step_ratio, eps * jnp.sqrt(2 * friction)
+
+        def leaf(displacement, g, z):
+            return (kept * displacement - eps**2 * g + amplitude * z).astype(g.dtype)
+
+        displacement = jax.tree.map(leaf, call.displacement, call.gradient, call.noise)
+        # eps^2 |r|^2 / d, by which a step size of zero divides nothing.
+        square = _tree.inner(displacement, displacement) / _tree.size(displacement)
+        xi = jnp.minimum(xi + (1 - xi / 2) * square - eps**2, LARGEST_SHARE)
+        return displacement, Thermostat(xi.astype(memory.thermostat.dtype))
+
+    posterior = potential.Potential(num_data, prior_precision, temperature, prior_mean)
+    return _langevin.sampler("sgnht", step_size, posterior, key, _langevin.Rule(init, move))
