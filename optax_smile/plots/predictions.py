@@ -242,6 +242,8 @@ def lppd(log_likelihood: ArrayLike, *, ax: "Axes | None" = None) -> "Axes":
     ax.set(title=f"LPPD of all draws: {together[-1]:.4g} (higher is better)")
     ax.set(xlabel="draws per chain", ylabel="LPPD (nats per input)", xscale="log")
     ax.xaxis.set_major_formatter("{x:,g}")
+    # Within a decade the small ticks are the only ones.
+    ax.xaxis.set_minor_formatter("{x:,g}" if num_draws < 10 else "")
     make_room(ax, bottom=0.25)
     add_legend(ax, "lower right")
     return ax
@@ -272,10 +274,11 @@ def entropy(entropies: Mapping[str, ArrayLike], *, ax: "Axes | None" = None) -> 
     where = "plots.entropy"
     if not isinstance(entropies, Mapping) or not entropies:
         _check.fail(where, "entropies", "a dict of arrays [input], at least one", repr(entropies))
-    rule = {"rule": ">= 0 and finite"}
-    rule["holds"] = lambda x: (x >= -ENTROPY_TOLERANCE) & np.isfinite(x)
+    rule = ">= 0 and finite"
     arrays = {
-        name: _check.array(where, f"entropies[{name!r}]", array, "[input]", **rule)
+        name: _check.array(
+            where, f"entropies[{name!r}]", array, "[input]", rule=rule, holds=_is_entropy
+        )
         for name, array in entropies.items()
     }
     largest = max(array.max() for array in arrays.values())
@@ -295,6 +298,11 @@ def entropy(entropies: Mapping[str, ArrayLike], *, ax: "Axes | None" = None) -> 
     if levels.max() > 10 * LINEAR_SPREAD * levels.min():
         ax.set_yscale("log")
         ax.set_ylim(bottom=levels.min() / 2)
+    make_room(ax, top=0.2)
     ax.set(title="Predictive entropy", xlabel="entropy (nats)", ylabel="density (1 / nats)")
     add_legend(ax)
     return ax
+
+
+def _is_entropy(values: np.ndarray) -> np.ndarray:
+    return (values >= -ENTROPY_TOLERANCE) & np.isfinite(values)
