@@ -36,12 +36,57 @@ def numbers(where: str, argument: str, value: Any, rule: str, holds: Callable[[A
         array = np.asarray(value)
         if not np.issubdtype(array.dtype, np.number) and array.dtype != jnp.bfloat16:
             fail(where, argument, f"numbers {rule}", f"an array of {array.dtype}")
-        wrong = ~np.asarray(holds(array), bool)
-        if wrong.any():
-            place = tuple(int(i) for i in np.argwhere(wrong)[0])
-            fail(where, argument, rule, f"{array[place]} at {place}")
-        return
+        return _every(where, argument, array, rule, holds)
     number(where, argument, value, rule, holds)
+
+
+def array(
+    where: str,
+    argument: str,
+    value: Any,
+    axes: str = "",
+    *,
+    like: tuple[str, tuple[int, ...]] | None = None,
+    rule: str = "free of NaN",
+    holds: Callable[[np.ndarray], np.ndarray] = lambda array: ~np.isnan(array),
+    dtype: Any = float,
+) -> np.ndarray:
+    """Make an array on the host, not empty, whose every number satisfies `rule`.
+
+    Args:
+        where: the function that asks.
+        argument: its argument.
+        value: what it was given.
+        axes: names of the axes, `"[input, class]"`; `"..."` stands for any more, `" or "` for a
+            choice; empty: whatever they are.
+        like: name and shape of an argument that this one has to go with.
+        rule: in words.
+        holds: `holds(array)`, where it is satisfied.
+        dtype: None keeps that of the value.
+
+    Raises:
+        ValueError: the array is another one.
+    """
+    array = np.asarray(value, dtype)
+    if not array.size or not any(_has_axes(array.ndim, one) for one in axes.split(" or ")):
+        named = f"an array {axes}, not empty" if axes else "not empty"
+        fail(where, argument, named, f"shape {array.shape}")
+    if like is not None and array.shape != like[1]:
+        fail(where, argument, f"of shape {like[1]} to go with `{like[0]}`", f"shape {array.shape}")
+    _every(where, argument, array, rule, holds)
+    return array
+
+
+def _has_axes(number: int, axes: str) -> bool:
+    names = axes.strip("[]").split(", ")
+    return number >= len(names) - 1 if names[-1] in ("", "...") else number == len(names)
+
+
+def _every(where: str, argument: str, array: np.ndarray, rule: str, holds: Callable[[Any], Any]):
+    wrong = ~np.asarray(holds(array), bool)
+    if wrong.any():
+        place = tuple(np.argwhere(wrong)[0].tolist())
+        fail(where, argument, rule, f"{array[place]} at {place}")
 
 
 def positive(where: str, argument: str, value: Any):
@@ -87,3 +132,12 @@ def key(where: str, value: Any) -> jax.Array | None:
     if whole and jnp.ndim(value) == 0:
         return jax.random.key(value)
     fail(where, "key", "a JAX key such as jax.random.key(0), a single one, or a seed", repr(value))
+
+
+def needed_key(where: str, value: Any, purpose: str = "") -> jax.Array:
+    """Make a typed key as `key` does where there has to be one, such as `"for a jitter"`."""
+    typed = key(where, value)
+    if typed is None:
+        rule = "a JAX key such as jax.random.key(0), or a seed"
+        fail(where, "key", f"{rule} {purpose}".rstrip(), None)
+    return typed

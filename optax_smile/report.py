@@ -17,20 +17,23 @@ import json
 import os
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
+from math import isnan
 from pathlib import Path
+from typing import Any
 
+import jax
 import numpy as np
 from numpy.typing import ArrayLike
 
 from optax_smile import _check, diagnostics, metrics, plots
 from optax_smile.draws import _files
 from optax_smile.draws.prediction import Outcome, Prediction
-from optax_smile.draws.snapshots import StoredSnapshots, load_snapshots
+from optax_smile.draws.snapshots import StoredSnapshots
 
 FILE, LEVEL = "prediction-{}.npz", 0.95
 # Of a prediction that are kept.
 FIELDS = ("mean", "log_density", "total", "aleatoric", "epistemic", "uncertainty")
-# Parameters that are read to draw the paths of the chains; 512 MiB in float32.
+# Parameters that stay in memory to draw the paths of the chains; 512 MiB in float32.
 MOST_PARAMETERS = 1 << 27
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 1000px; margin: 2em auto; padding: 0 1em;
@@ -51,13 +54,20 @@ def score(prediction: Prediction, targets: ArrayLike) -> dict[str, float]:
         targets: the same ones.
 
     Returns:
-        LPPD with accuracy, F1, Brier score, ECE and AURC for classes; with RMSE, CRPS, and the
-        coverage and width of the 95 % interval where there is a variance, for which the prediction
-        counts as a normal distribution. The perplexity alone for `"tokens"`. See
-        `optax_smile.metrics`.
+        Scores of `optax_smile.metrics` by name: LPPD with accuracy, F1, Brier score, ECE and AURC
+        for classes; with RMSE, CRPS, and the coverage and width of the 95 % interval where there is
+        a variance, for which the prediction counts as a normal distribution. The perplexity alone
+        for `"tokens"`.
 
     Raises:
         ValueError: a prediction without log densities, targets that do not fit.
+
+    Example:
+        >>> import numpy as np, optax_smile
+        >>> probabilities, density = np.array([[0.9, 0.1]]), np.log([0.9])
+        >>> prediction = optax_smile.Prediction(probabilities, density, uncertainty="entropy")
+        >>> optax_smile.report.score(prediction, [0])["accuracy"]
+        1.0
     """
     if prediction.log_density is None:
         rule = "one made with targets"
@@ -113,8 +123,8 @@ def store(
         name: of the data, such as `"test"` or `"shuffled pixels"`: at most 100 letters, digits,
             spaces, `-` and `_`.
         prediction: what `predict` gave; with `per="draw"` the report can tell whether the chains
-            agree, as long as there are no more draws. Of single draws it keeps one number per
-            input: log density and mean, but no class probabilities.
+            agree, as long as there are no more draws. Of `each`, the `Outcome` of single draws, it
+            keeps one number per input: log density and mean, but no class probabilities.
         targets: what was observed.
         scores: to show, by name; None: those of `score(prediction, targets)`, if there are
             targets.
@@ -122,6 +132,11 @@ def store(
     Raises:
         ValueError: a directory without a run, a name that is none, scores that are no numbers.
         OSError: a file that cannot be written.
+
+    Example:
+        Beside the draws of which the prediction is::
+
+            optax_smile.report.store("run", "test", prediction, targets=labels)
     """
     directory = Path(directory)
     _files.read_manifest("report.store", directory)
@@ -150,7 +165,7 @@ class Stored:
 
     Attributes:
         name: of the data.
-        prediction: without curve; `each` is None or has log density and mean.
+        prediction: without curve; `each` is None or an `Outcome` of log density and mean.
         targets: or None.
         scores: by name.
 
@@ -190,15 +205,22 @@ def write(directory: str | os.PathLike, output: str | os.PathLike | None = None)
         ValueError: a directory without a run, or without draws; a damaged file.
         ImportError: matplotlib or arviz is not installed.
         OSError: a file that cannot be read or written.
+
+    Cost: each draw is read once, and forgotten but for a few that the picture of the paths needs.
+
+    Example:
+        As `python -m optax_smile.report run`::
+
+            optax_smile.report.write("run")
     """
     directory = Path(directory)
     output = directory / "report.html" if output is None else Path(output)
-    snapshots = load_snapshots(directory)
+    snapshots = _ReadOnce(directory, _files.read_manifest("report.write", directory), None, False)
     if not snapshots.num_draws:
         _check.fail("report.write", "directory", "a directory with draws", directory)
     stored = [Stored(file) for file in sorted(directory.glob(FILE.format("*")))]
-    parts = [*_head(directory, snapshots), *_scores(stored), *_diagnostics(snapshots, stored)]
-    parts += [*_pictures(snapshots, stored), *_settings(snapshots)]
+    parts = [*_head(directory, snapshots), *_scores(stored), *_chains(snapshots, stored)]
+    parts += [*_predictions(stored), *_settings(snapshots)]
     title = f"<title>{html.escape(directory.name)}</title>"
     page = f'<!doctype html><meta charset="utf-8">{title}<style>{STYLE}</style>' + "\n".join(parts)
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -206,14 +228,36 @@ def write(directory: str | os.PathLike, output: str | os.PathLike | None = None)
     return output
 
 
-def _head(directory: Path, snapshots: StoredSnapshots) -> Iterator[str]:
-    size = sum(int(np.prod(leaf.shape)) for leaf in snapshots.leaves)
+class _ReadOnce(StoredSnapshots):
+    """Draws on disk of which a few stay in memory, as `kept`, when somebody has gone over them."""
+
+    @property
+    def size(self) -> int:
+        """Number of parameters of a chain."""
+        return sum(int(np.prod(leaf.shape)) for leaf in self.leaves)
+
+    def __iter__(self) -> Iterator[Any]:
+        every, kept = -(-len(self) * self.size // MOST_PARAMETERS), []
+        for number, params in enumerate(super().__iter__()):
+            # The last draw is among them.
+            if (self.num_draws - 1 - number // self.num_chains) % every == 0:
+                kept.append(params)
+            yield params
+
+        def by_chain(*leaves):
+            by_draw = np.stack(leaves).reshape(-1, self.num_chains, *leaves[0].shape)
+            return by_draw.swapaxes(0, 1)
+
+        self.kept = jax.tree.map(by_chain, *kept)
+
+
+def _head(directory: Path, snapshots: _ReadOnce) -> Iterator[str]:
     settings = snapshots.manifest["settings"]
     name = (settings["sampler"] or {}).get("name", "a sampler")
     yield f"<h1>{html.escape(str(directory))}</h1>"
     yield (
         f"<p>{snapshots.num_chains} chains of {html.escape(name)}, {snapshots.num_draws} draws"
-        f" each, {size:,} parameters. Draws are {settings['thin']} steps apart, after"
+        f" each, {snapshots.size:,} parameters. Draws are {settings['thin']} steps apart, after"
         f" {settings['num_warmup']:,} steps of warm-up.</p>"
     )
 
@@ -235,7 +279,7 @@ def _scores(stored: list[Stored]) -> Iterator[str]:
     yield _table(["data", *names], rows)
 
 
-def _diagnostics(snapshots: StoredSnapshots, stored: list[Stored]) -> Iterator[str]:
+def _chains(snapshots: _ReadOnce, stored: list[Stored]) -> Iterator[str]:
     yield "<h2>Can the chains be trusted?</h2>"
     axes = snapshots.num_chains, snapshots.num_draws
     by_draw = [one for one in stored if one.prediction.each is not None]
@@ -247,6 +291,15 @@ def _diagnostics(snapshots: StoredSnapshots, stored: list[Stored]) -> Iterator[s
         )
     summary = diagnostics.summary(snapshots, told[0].prediction if told else None)
     yield f"<pre>{html.escape(str(summary))}</pre>"
+    yield "<h2>The chains</h2>"
+    trace, nominal = snapshots.trace, summary.nominal_rate
+    draw = [
+        lambda ax: plots.step_size(trace, ax=ax),
+        lambda ax: plots.energy_error(trace, ax=ax),
+        lambda ax: plots.rejections(trace, nominal=None if isnan(nominal) else nominal, ax=ax),
+        lambda ax: plots.chain_paths(snapshots.kept, start=snapshots.start, ax=ax),
+    ]
+    yield _image(draw)
 
 
 def _settings(snapshots: StoredSnapshots) -> Iterator[str]:
@@ -264,20 +317,7 @@ def _table(head: list[str], rows: list[list[str]]) -> str:
     return f"<table>{line(head, 'th')}{''.join(line(row, 'td') for row in rows)}</table>"
 
 
-def _pictures(snapshots: StoredSnapshots, stored: list[Stored]) -> Iterator[str]:
-    yield "<h2>The chains</h2>"
-    trace = snapshots.trace
-    quantile = (snapshots.settings or {}).get("reject_quantile")
-    nominal = None if quantile is None else 1 - quantile
-    size = len(snapshots) * sum(int(np.prod(leaf.shape)) for leaf in snapshots.leaves)
-    some = snapshots.thinned(-(-size // MOST_PARAMETERS))
-    draw = [
-        lambda ax: plots.step_size(trace, ax=ax),
-        lambda ax: plots.energy_error(trace, ax=ax),
-        lambda ax: plots.rejections(trace, nominal=nominal, ax=ax),
-        lambda ax: plots.chain_paths(some.params, start=snapshots.start, ax=ax),
-    ]
-    yield _image(draw)
+def _predictions(stored: list[Stored]) -> Iterator[str]:
     for each in stored:
         if draw := list(_of_prediction(each)):
             yield f"<h2>Predictions: {html.escape(each.name)}</h2>{_image(draw)}"

@@ -214,7 +214,7 @@ def trace(num_ticks=100, **entries):
     return plain | entries
 
 
-def test_reset_rate_counts_from_the_first_draw():
+def test_rejection_rate_counts_from_the_first_draw():
     rejections = np.concatenate([np.arange(40) * 5, 195 + np.arange(61)[1:]])[None]
     whole = trace(num_rejected=rejections)
     assert diagnostics.rejection_rate(whole)[0] == pytest.approx((195 + 60) / 990)
@@ -226,7 +226,7 @@ def test_reset_rate_counts_from_the_first_draw():
     assert got[0] == pytest.approx((5 + 58) / 590)
 
 
-def test_drift_compares_tenths():
+def test_the_trend_of_the_step_size_compares_tenths():
     sizes = np.geomspace(1, 0.01, 100)[None]
     got = diagnostics.step_size_trend(trace(step_size=sizes))[0]
     assert got == pytest.approx(np.median(sizes[0, 90:]) / np.median(sizes[0, 10:20]))
@@ -353,10 +353,10 @@ def test_summary_holds_the_figures_of_the_other_functions():
     assert found.chain_lppd[2] == pytest.approx(alone, abs=1e-5)
     assert found.nominal_rate == pytest.approx(0.02)
     trace: Any = draws.trace
-    rejections, calls = (
+    rejected, gradients = (
         trace[name][:, -1] - trace[name][:, -60] for name in ("num_rejected", "num_gradients")
     )
-    np.testing.assert_allclose(found.rejection_rate, rejections / calls)
+    np.testing.assert_allclose(found.rejection_rate, rejected / gradients)
     travelled = diagnostics.travel(draws.params, draws.start)[:, -1]
     np.testing.assert_allclose(found.travelled, travelled)
     rows = str(found).splitlines()
@@ -381,14 +381,14 @@ def test_a_chain_with_steps_below_its_resolution_is_frozen():
     assert kinds(found) == {("frozen", (2,)), ("diverged", (2,))}
 
 
-@pytest.mark.parametrize(("adapt_rate", "kind"), [(0.02, "drift"), (0.1, "frozen")])
+@pytest.mark.parametrize(("adapt_rate", "kind"), [(0.02, "step size"), (0.1, "frozen")])
 def test_a_tuner_that_never_ends_is_told(adapt_rate, kind):
     """The published rule has no fixed point: with noisy energies the step size falls and falls."""
     tuner = optax_smile.quantile_tuner(adapt_rate=adapt_rate)
     sampler = optax_smile.smile(0.05, **PUBLISHED | {"tuner": tuner})
     draws = run(sampler, num_warmup=480, thin=40, steps_per_dispatch=40, batch_size=1)
     # Smaller steps heat the chain less, so that its energy falls as well.
-    told = {(kind, ALL)} | ({("still on its way", ALL)} if kind == "drift" else set())
+    told = {(kind, ALL)} | ({("still on its way", ALL)} if kind == "step size" else set())
     assert kinds(diagnostics.summary(draws)) == told
 
 
@@ -483,7 +483,7 @@ def synthetic(params, trace=None, settings=None):
     return Snapshots({"w": params}, repeated, settings, {"w": np.ones((4, params.shape[2]))})
 
 
-def test_far_too_many_resets():
+def test_far_too_many_rejections():
     settings = {"name": "smile", "reject_quantile": 0.98}
     params = autoregressive((4, 100, 5))
     for per_tick, expected in ((0, set()), (0.4, set()), (0.8, {("rejected steps", ALL)})):
@@ -495,10 +495,12 @@ def test_far_too_many_resets():
     assert twice.nominal_rate == pytest.approx(0.01)
 
 
-def test_drift_is_for_tuners_and_small_steps_that_mix_are_fine():
+def test_a_trend_is_told_of_tuners_and_small_steps_that_mix_are_fine():
     params, falls = autoregressive((4, 100, 5)), np.geomspace(1, 0.01, 100)[None]
     fell = trace(step_size=falls)
-    assert kinds(diagnostics.summary(synthetic(params, fell, {"tuner": "x"}))) == {("drift", ALL)}
+    assert kinds(diagnostics.summary(synthetic(params, fell, {"tuner": "x"}))) == {
+        ("step size", ALL)
+    }
     assert kinds(diagnostics.summary(synthetic(params, fell, {"tuner": None}))) == set()
     walk = 0.1 * np.cumsum(RNG(0).normal(size=(4, 100, 5)), axis=1)
     found = diagnostics.summary(synthetic(walk, fell, {"tuner": "x"}))
@@ -538,7 +540,7 @@ def test_weights_without_a_sampler_get_a_short_summary():
     assert "step size" not in bare and "Nothing looks wrong" in bare
     found = diagnostics.summary(members, predict(members))
     assert np.isfinite(found.chain_lppd).all() and np.isnan(found.mcse)
-    assert "LPPD" in str(found) and "drift" not in str(found)
+    assert "LPPD" in str(found) and "trend" not in str(found)
 
 
 @pytest.mark.parametrize("num_draws", [1, 2, 4, 7, 8])

@@ -1,6 +1,7 @@
 """The page about a run: what the run stored is in it, whatever the run stored."""
 
 import base64
+import collections
 import html
 import io
 import re
@@ -17,6 +18,7 @@ import pytest
 
 import optax_smile
 from optax_smile import metrics, report
+from optax_smile.draws import _files
 
 RNG = np.random.default_rng(0)
 INPUTS = RNG.normal(size=(40, 3)).astype(np.float32)
@@ -202,6 +204,26 @@ def test_huge_runs_are_thinned_for_the_picture_of_their_paths(run, draws, monkey
     np.testing.assert_array_equal(thinned["w"][:, -1], all_draws["w"][:, -1])
     np.testing.assert_array_equal(start["w"], draws.start["w"])
     assert rates == pytest.approx([0.02, 0.02])
+
+
+def test_every_draw_is_read_once(run, draws, monkeypatch):
+    report.store(run, "test", classify(draws, per="draw"), targets=LABELS)
+    names = {file.name for file in run.glob("*.safetensors")}
+    reads = {}
+    for function in ("read_arrays", "read_header"):
+        counter, original = collections.Counter(), getattr(_files, function)
+
+        def counted(file, counter=counter, original=original):
+            counter[file.name] += 1
+            return original(file)
+
+        reads[function] = counter
+        monkeypatch.setattr(_files, function, counted)
+    report.write(run)
+    assert len(names) == DRAWS + 1 and reads["read_arrays"] == dict.fromkeys(names, 1)
+    # Headers hold the trace, and the checksum of the arrays.
+    headers = {name: 1 if name.startswith("start") else 2 for name in names}
+    assert reads["read_header"] == headers
 
 
 def test_one_draw(run, draws, tmp_path):

@@ -41,93 +41,112 @@ class Run(NamedTuple):
     density: np.ndarray | None
 
 
+# Which chains, how it shows, what to try.
+Sign = tuple[np.ndarray, str, str]
+
+
 def judge(found: Summary, run: Run) -> list[Finding]:
     """Judge each chain; a kind of trouble is told once per chain, by its first sign."""
-    findings, sick = [], np.zeros(len(found.drift), bool)
-
-    def find(chains: np.ndarray, problem: str, advice: str):
-        if chains.any():
-            findings.append(Finding(tuple(np.flatnonzero(chains).tolist()), problem, advice))
-
     rhats = np.array([median_of(chain) for chain in found.rhat_within])
-    for signs, kind, advice in (
-        (
-            _diverged(run),
+    lost = [
+        *_by_first_sign(
             "diverged",
+            _diverged(run),
             "a smaller step size, or a start closer by; leave these chains out of the prediction.",
         ),
-        (
-            _frozen(found, run, mixes=rhats < HIGH_RHAT),
+        *_by_first_sign(
             "frozen",
+            _frozen(found, run, mixes=rhats < HIGH_RHAT),
             "larger steps; `angle_tuner()`, or `quantile_tuner(adapt_steps=...)` with few steps.",
         ),
-    ):
-        told = np.zeros_like(sick)
-        for chains, problem in signs:
-            find(chains & ~told, f"{kind}: {problem}", advice)
-            told |= chains
-        sick |= told
+    ]
+    sick = np.any([np.zeros(len(rhats), bool), *(chains for chains, *_ in lost)], axis=0)
     falling = np.zeros_like(sick)
     if "on_its_way" in run.trace:
         falling = (_ends(np.asarray(run.trace["on_its_way"], float))[1] > 0.5) & ~sick
-    find(
-        falling,
-        "still on its way: the gradients say that the energy was falling until the end.",
-        "a larger num_warmup; a start from trained weights, as `warmstart` makes them.",
-    )
     enough = found.num_draws >= LEAST_DRAWS_JUDGED
     bound = HIGH_WEIGHT_RHAT if run.values is None else HIGH_RHAT
     unsettled = (rhats > bound) & enough & ~sick & ~falling
-    find(
-        unsettled,
-        "not settled: the draws at the beginning differ from those at the end (R-hat above"
-        f" {bound:g}).",
-        "a larger num_warmup, if there is a trend; a larger thin, more draws or a larger step size,"
-        " if the chain moves too slowly.",
-    )
-    steady = ~sick & ~unsettled & ~falling
-    if run.values is not None and enough:
-        members = np.flatnonzero(steady)
-        groups = [members[group].tolist() for group in _groups(run.values[steady])]
-        if len(groups) > 1:
-            listed = f": {' and '.join(map(str, groups))}" if len(groups) <= MOST_GROUPS else ""
-            find(
-                steady,
-                f"different modes: {len(groups)} groups of steady chains predict differently"
-                f"{listed}.",
-                "nothing, for networks, where this is normal: average over all chains, and do not"
-                " read R-hat across chains as convergence to one posterior. More chains or"
-                " `cyclical_sgld` find more modes.",
-            )
+    signs = [
+        *lost,
+        (
+            falling,
+            "still on its way: the gradients say that the energy was falling until the end.",
+            "a larger num_warmup; a start from trained weights, as `warmstart` makes them.",
+        ),
+        (
+            unsettled,
+            "not settled: the draws at the beginning differ from those at the end (R-hat above"
+            f" {bound:g}).",
+            "a larger num_warmup, if there is a trend; a larger thin, more draws or a larger step"
+            " size, if the chain moves too slowly.",
+        ),
+    ]
+    if enough:
+        signs += _different_modes(run.values, steady=~(sick | falling | unsettled))
     if run.trace:
-        rejections = np.asarray(run.trace["num_rejected"], float)
-        often = found.rejection_rate > np.maximum(
-            MOST_REJECTIONS * found.nominal_rate, LEAST_REJECTION_RATE
-        )
-        find(
-            often & (rejections[:, -1] - rejections[:, 0] >= LEAST_EVENTS),
-            f"rejected steps: over {MOST_REJECTIONS:g} times as many as `reject_quantile` means.",
-            "a smaller step size, larger batches, or a higher `reject_quantile`, up to 0.9999.",
-        )
-        # Without a tuner the step size follows a schedule that was asked for.
-        tuned = not run.settings or run.settings.get("tuner") is not None
-        find(
-            (np.maximum(found.drift, 1 / found.drift) > MOST_TREND) & tuned & ~sick,
-            f"drift: the step size changed more than {MOST_TREND:g}-fold among the draws.",
-            "a longer warm-up: the steps of `angle_tuner` follow the gradients, whose size still"
-            " changes; `quantile_tuner` needs `adapt_steps` within it.",
-        )
-    return findings
+        signs += [_often_rejected(found, run), _step_size_changed(found, run, sick)]
+    return [
+        Finding(tuple(np.flatnonzero(chains).tolist()), problem, advice)
+        for chains, problem, advice in signs
+        if chains.any()
+    ]
+
+
+def _by_first_sign(
+    kind: str, signs: Iterator[tuple[np.ndarray, str]], advice: str
+) -> Iterator[Sign]:
+    told = np.array(False)
+    for chains, problem in signs:
+        yield chains & ~told, f"{kind}: {problem}", advice
+        told = told | chains
+
+
+def _different_modes(values: np.ndarray | None, steady: np.ndarray) -> Iterator[Sign]:
+    chains = np.flatnonzero(steady)
+    groups = [] if values is None else [chains[x].tolist() for x in _groups(values[steady])]
+    if len(groups) < 2:
+        return
+    listed = f": {' and '.join(map(str, groups))}" if len(groups) <= MOST_GROUPS else ""
+    yield (
+        steady,
+        f"different modes: {len(groups)} groups of steady chains predict differently{listed}.",
+        "nothing, for networks, where this is normal: average over all chains, and do not read"
+        " R-hat across chains as convergence to one posterior. More chains or `cyclical_sgld` find"
+        " more modes.",
+    )
+
+
+def _often_rejected(found: Summary, run: Run) -> Sign:
+    events = np.asarray(run.trace["num_rejected"], float)
+    most = np.maximum(MOST_REJECTIONS * found.nominal_rate, LEAST_REJECTION_RATE)
+    return (
+        (found.rejection_rate > most) & (events[:, -1] - events[:, 0] >= LEAST_EVENTS),
+        f"rejected steps: over {MOST_REJECTIONS:g} times as many as `reject_quantile` means.",
+        "a smaller step size, larger batches, or a higher `reject_quantile`, up to 0.9999.",
+    )
+
+
+def _step_size_changed(found: Summary, run: Run, sick: np.ndarray) -> Sign:
+    # Without a tuner the step size follows a schedule that was asked for.
+    tuned = not run.settings or run.settings.get("tuner") is not None
+    trend = found.step_size_trend
+    return (
+        (np.maximum(trend, 1 / trend) > MOST_TREND) & tuned & ~sick,
+        f"step size: it changed more than {MOST_TREND:g}-fold among the draws.",
+        "a longer warm-up: the steps of `angle_tuner` follow the gradients, whose size still"
+        " changes; `quantile_tuner` needs `adapt_steps` within it.",
+    )
 
 
 def _diverged(run: Run) -> Iterator[tuple[np.ndarray, str]]:
     """Signs that a chain has left the region of good parameters."""
     if run.trace:
-        broken, calls = (
+        broken, gradients = (
             values[:, -1] - values[:, 0]
             for values in (run.trace["num_nonfinite"], run.trace["num_gradients"])
         )
-        yield broken > MOST_NONFINITE * calls, "gradients keep being infinite or NaN."
+        yield broken > MOST_NONFINITE * gradients, "gradients keep being infinite or NaN."
     precision, temperature = (run.settings.get(x) for x in ("prior_precision", "temperature"))
     prior = 0.0
     # From a start near 0 a chain may grow to the norm of a draw from the prior.
@@ -177,12 +196,12 @@ def _groups(values: np.ndarray) -> list[list[int]]:
         agrees = (excess > HIGH_RHAT**2 - 1).mean(axis=1) < MANY_INPUTS
         joined = [group for group in groups if agrees[group].any()]
         groups = [group for group in groups if group not in joined]
-        groups.append(sorted([chain, *(member for group in joined for member in group)]))
+        groups.append(sorted([chain, *(other for group in joined for other in group)]))
     return sorted(groups)
 
 
 def nominal_rate(settings: Mapping[str, Any]) -> float:
-    """Undone steps per gradient if energy errors are as fitted; NaN without an outlier test."""
+    """Rejected steps per gradient if energy errors are as fitted; NaN without an outlier test."""
     quantile = settings.get("reject_quantile")
     if not isinstance(quantile, float):
         return np.nan

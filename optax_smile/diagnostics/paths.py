@@ -6,7 +6,7 @@ import jax
 import numpy as np
 
 from optax_smile import _check
-from optax_smile.diagnostics.statistics import LEAST_DRAWS_WITHIN, checked_values, rhat_within
+from optax_smile.diagnostics.statistics import LEAST_DRAWS_WITHIN, check_draws, rhat_within
 from optax_smile.draws.snapshots import Snapshots, StoredSnapshots
 
 
@@ -44,13 +44,20 @@ def weight_rhat(params: Any, *, num_weights: int = 100, seed: int = 0) -> np.nda
     Raises:
         ValueError: an argument out of range, too few draws, NaN.
         ImportError: ArviZ is missing.
+
+    Example:
+        >>> import numpy as np
+        >>> from optax_smile import diagnostics
+        >>> params = {"w": np.random.default_rng(0).normal(size=(2, 99, 5)), "b": np.ones((2, 99))}
+        >>> diagnostics.weight_rhat(params).shape
+        (2, 5)
     """
     _check.whole("weight_rhat", "num_weights", num_weights, 1)
     _check.whole("weight_rhat", "seed", seed, 0)
     weights = walk(Snapshots(params), num_weights, seed).weights
     if not weights.shape[2]:
         return np.empty(weights.shape[::2])
-    return rhat_within(checked_values("weight_rhat", "params", weights, LEAST_DRAWS_WITHIN))
+    return rhat_within(check_draws("weight_rhat", "params", weights, LEAST_DRAWS_WITHIN))
 
 
 def travel(params: Any, start: Any) -> np.ndarray:

@@ -39,15 +39,18 @@ class Summary:
         of: what the R-hats are of: `"predictions"` or `"weights"`.
         first_step_size: at the first tick, `[chain]`.
         last_step_size: at the last tick, `[chain]`.
-        drift: see `step_size_trend`, of the draws, `[chain]`.
-        rejection_rate: see `rejection_rate`, of the draws, `[chain]`.
+        step_size_trend: step size at the end of the draws over that near their beginning,
+            `[chain]`.
+        rejection_rate: rejected steps per gradient among the draws, `[chain]`.
         nominal_rate: what `reject_quantile` makes of it for a perfect fit; NaN without one.
-        energy_distance: see `energy_fit`, of the draws, `[chain]`.
-        num_nonfinite: calls with a non-finite gradient or value, `[chain]`.
-        travelled: see `travel`, at the last draw, `[chain]`.
-        rhat_within: see `rhat_within`, `[chain, point]`: of single predictions, or weights.
-        rhat_across: see `rhat`, of predictions, `[point]`; empty without them.
-        ess: see `ess`, of predictions, `[point]`; empty without them.
+        energy_distance: Kolmogorov-Smirnov distance of the energy errors of the draws from the
+            Gamma distribution fitted to them, 0 to 1, `[chain]`.
+        num_nonfinite: gradients or values that were not finite, `[chain]`.
+        travelled: distance of the last draw from the start over the norm of the start, `[chain]`.
+        rhat_within: R-hat of the quarters of one chain, `[chain, point]`: of single predictions,
+            or weights.
+        rhat_across: R-hat of all chains, `[point]`: of predictions; empty without them.
+        ess: effective sample size of all chains, `[point]`: of predictions; empty without them.
         chain_lppd: log pointwise predictive density of each chain alone, nats, `[chain]`.
         lppd: of all chains together.
         mcse: Monte Carlo standard error of `lppd`.
@@ -58,7 +61,7 @@ class Summary:
     of: str
     first_step_size: np.ndarray
     last_step_size: np.ndarray
-    drift: np.ndarray
+    step_size_trend: np.ndarray
     rejection_rate: np.ndarray
     nominal_rate: float
     energy_distance: np.ndarray
@@ -89,7 +92,7 @@ class Summary:
             "step size": [
                 x if x == "-" else f"{x} -> {y}" for x, y in zip(first, last, strict=True)
             ],
-            "drift": column(self.drift, ".2f"),
+            "trend": column(self.step_size_trend, ".2f"),
             "rejections": column(rate, ".2g"),
             "non-finite": column(self.num_nonfinite, ".0f"),
             "travelled": column(self.travelled, ".2g"),
@@ -99,11 +102,11 @@ class Summary:
         return aligned({head: cells for head, cells in columns.items() if set(cells) != {"-"}})
 
     def _notes(self) -> list[str]:
-        num_chains, num_draws = len(self.drift), self.num_draws
+        num_chains, num_draws = len(self.step_size_trend), self.num_draws
         notes = [f"chains: {num_chains}, draws of each: {num_draws}"]
         if not np.isnan(self.first_step_size).all():
             of = f" / the nominal {self.nominal_rate:.2g}" if self.nominal_rate > 0 else ""
-            notes.append("drift: step size at the end of the draws / at their beginning")
+            notes.append("trend: step size at the end of the draws / at their beginning")
             notes.append(f"rejections: rejected steps per gradient{of}")
         if not np.isnan(self.energy_distance).all():
             worst = np.nanmax(self.energy_distance)
@@ -137,9 +140,10 @@ class Summary:
                 f", but that is hard to tell from fewer than {LEAST_DRAWS_JUDGED} draws of a chain"
             )
             return [f"Nothing looks wrong{seen}{few * (self.num_draws < LEAST_DRAWS_JUDGED)}."]
+        num_chains = len(self.step_size_trend)
         return [
-            f"{_named(finding.chains, len(self.drift))}: {finding.problem}\n  Try: {finding.advice}"
-            for finding in self.findings
+            f"{_named(chains, num_chains)}: {problem}\n  Try: {advice}"
+            for chains, problem, advice in self.findings
         ]
 
 

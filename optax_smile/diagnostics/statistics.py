@@ -7,8 +7,7 @@ import jax
 import numpy as np
 from numpy.typing import ArrayLike
 
-from optax_smile import _check
-from optax_smile.diagnostics.traces import of_draws
+from optax_smile import _check, _trace
 from optax_smile.draws.prediction import Prediction
 from optax_smile.draws.snapshots import Snapshots, StoredSnapshots
 
@@ -46,9 +45,9 @@ def rhat(values: ArrayLike) -> np.ndarray:
 
     Source: Vehtari, Gelman, Simpson, Carpenter, Buerkner, Bayesian Analysis 2021, by ArviZ.
     """
-    values = checked_values("rhat", "values", values, LEAST_DRAWS)
+    values = check_draws("rhat", "values", values, LEAST_DRAWS)
     if len(values) < 2:
-        remedy = "See `rhat_within` for chains alone."
+        remedy = "`rhat_within` takes chains alone."
         _check.fail("rhat", "values", "of at least two chains", f"shape {values.shape}", remedy)
     return _by_arviz("rhat", values)
 
@@ -69,9 +68,16 @@ def rhat_within(values: ArrayLike) -> np.ndarray:
         ValueError: another shape, too few draws, NaN.
         ImportError: ArviZ is missing.
 
+    Example:
+        >>> import numpy as np
+        >>> from optax_smile import diagnostics
+        >>> chains = np.random.default_rng(0).normal(size=(2, 500))
+        >>> diagnostics.rhat_within(chains + [[0], [1]] * np.linspace(0, 9, 500)).round(1)
+        array([1. , 2.4])
+
     Source: the idea of a chainwise R-hat is of Sommer et al., Connecting the dots, ICML 2024.
     """
-    values = checked_values("rhat_within", "values", values, LEAST_DRAWS_WITHIN)
+    values = check_draws("rhat_within", "values", values, LEAST_DRAWS_WITHIN)
     num_chains, num_draws, *rest = values.shape
     halves = values[:, num_draws % 2 :].reshape(num_chains, 2, num_draws // 2, *rest)
     return _by_arviz("rhat", np.moveaxis(halves, 0, 2))
@@ -92,10 +98,17 @@ def ess(values: ArrayLike, method: str = "bulk") -> np.ndarray:
         ValueError: another shape, too few draws, NaN, an unknown method.
         ImportError: ArviZ is missing.
 
-    Source: see `rhat`.
+    Example:
+        >>> import numpy as np
+        >>> from optax_smile import diagnostics
+        >>> chains = np.random.default_rng(0).normal(size=(4, 500, 1))
+        >>> bool(1_500 < diagnostics.ess(chains)[0] < 2_500)
+        True
+
+    Source: Vehtari et al., Bayesian Analysis 2021, by ArviZ.
     """
     _check.choice("ess", "method", method, ESS_METHODS)
-    values = checked_values("ess", "values", values, LEAST_DRAWS)
+    values = check_draws("ess", "values", values, LEAST_DRAWS)
     tails = {"prob": (0.05, 0.95)} if method == "tail" else {}
     size = _by_arviz("ess", values, method=method, **tails)
     return np.where(np.ptp(values, axis=(0, 1)) > 0, size, np.nan)
@@ -124,10 +137,17 @@ def mcse_lppd(log_likelihood: ArrayLike) -> float:
         ValueError: another shape, too few draws, NaN, plus infinity, an input that no draw allows.
         ImportError: ArviZ is missing.
 
-    Source: the delta method; the error of an average from its ESS: see `rhat`.
+    Example:
+        >>> import numpy as np
+        >>> from optax_smile import diagnostics
+        >>> log_likelihood = np.random.default_rng(0).normal(size=(4, 500, 3))
+        >>> round(diagnostics.mcse_lppd(log_likelihood), 2)
+        0.02
+
+    Source: the delta method; the error of an average from its ESS: Vehtari et al. 2021.
     """
     axes = "[chain, draw, input]"
-    values = checked_values("mcse_lppd", "log_likelihood", log_likelihood, LEAST_DRAWS, axes, 3)
+    values = check_draws("mcse_lppd", "log_likelihood", log_likelihood, LEAST_DRAWS, axes)
     average = log_mean_exp(values, (0, 1))
     if not np.isfinite(average).all():
         rule, got = "finite in at least one draw of each input", average[~np.isfinite(average)][0]
@@ -152,12 +172,18 @@ def disagreement(mean: ArrayLike, *, classes: bool = True) -> np.ndarray:
 
     Raises:
         ValueError: another shape, NaN.
+
+    Example:
+        >>> import numpy as np
+        >>> from optax_smile import diagnostics
+        >>> one, other = [[0.9, 0.1], [0.8, 0.2]], [[0.9, 0.1], [0.3, 0.7]]
+        >>> diagnostics.disagreement([one, other])
+        array([[0. , 0.5],
+               [0.5, 0. ]])
     """
-    values = checked_values("disagreement", "mean", mean, 1, "[chain, draw, input, ...]")
-    rule = "an array [chain, draw, input, class] or [chain, input, class]"
-    if not (values.ndim in (3, 4) if classes else values.ndim >= 3):
-        rule = rule if classes else "an array [chain, draw, input, ...]"
-        _check.fail("disagreement", "mean", rule, f"shape {values.shape}")
+    axes = "[chain, draw, input, class] or [chain, input, class]"
+    axes = axes if classes else "[chain, draw, input, ...]"
+    values = _check.array("disagreement", "mean", mean, axes)
     if classes:
         top = (values.mean(axis=1) if values.ndim == 4 else values).argmax(axis=-1)
         return (top[:, None] != top).mean(axis=-1)
@@ -183,8 +209,14 @@ def autocorrelation(values: ArrayLike, max_lag: int) -> np.ndarray:
         ValueError: an argument out of range, NaN.
 
     Cost: a fast Fourier transform.
+
+    Example:
+        >>> import numpy as np
+        >>> from optax_smile import diagnostics
+        >>> diagnostics.autocorrelation(np.array([[1.0, -1.0, 1.0, -1.0]]), 2)
+        array([[ 1.  , -0.75,  0.5 ]])
     """
-    values = checked_values("autocorrelation", "values", values, 2)
+    values = check_draws("autocorrelation", "values", values, 2)
     _check.whole("autocorrelation", "max_lag", max_lag, 0)
     num_draws = values.shape[1]
     if max_lag >= num_draws:
@@ -215,13 +247,19 @@ def to_arviz(snapshots: Snapshots | StoredSnapshots, prediction: Prediction | No
         ImportError: ArviZ is missing.
 
     Cost: the draws in memory.
+
+    Example:
+        >>> import numpy as np, optax_smile
+        >>> draws = optax_smile.Snapshots({"layer": {"w": np.zeros((2, 5, 3))}})
+        >>> list(optax_smile.diagnostics.to_arviz(draws).posterior.data_vars)
+        ['layer.w']
     """
     arviz = _import_arviz()
     leaves = jax.tree_util.tree_leaves_with_path(snapshots.params)
     named = {jax.tree_util.keystr(path, simple=True, separator="."): x for path, x in leaves}
     # The DataTree keeps "/" for its groups.
     groups = {"posterior": {name.replace("/", ".") or "params": x for name, x in named.items()}}
-    if stats := of_draws(snapshots.trace, snapshots.num_draws):
+    if stats := _trace.of_draws(snapshots.trace, snapshots.num_draws):
         groups["sample_stats"] = stats | {"energy_error": stats.pop("energy_change")}
     if prediction is not None:
         groups["log_likelihood"] = {"target": log_density_of("to_arviz", snapshots, prediction)}
@@ -258,24 +296,18 @@ def _by_arviz(statistic: str, values: np.ndarray, **options: Any) -> np.ndarray:
         return function(data, **options)["x"].values.reshape(values.shape[2:])
 
 
-def checked_values(
+def check_draws(
     where: str,
     argument: str,
     values: ArrayLike,
     least_draws: int,
     axes: str = "[chain, draw, ...]",
-    ndim: int | None = None,
 ) -> np.ndarray:
-    """Require an array of chains without NaN."""
-    array = np.asarray(values, float)
-    if array.ndim < 2 or array.ndim != (ndim or array.ndim) or 0 in array.shape:
-        _check.fail(where, argument, f"an array {axes}, not empty", f"shape {array.shape}")
+    """Require an array of chains without NaN, and so many draws of each."""
+    array = _check.array(where, argument, values, axes)
     if array.shape[1] < least_draws:
         rule = f"at least {least_draws} draws per chain, {axes}"
         _check.fail(where, argument, rule, f"shape {array.shape}")
-    if np.isnan(array).any():
-        index = tuple(np.argwhere(np.isnan(array))[0].tolist())
-        _check.fail(where, argument, "free of NaN", f"nan at {index}")
     return array
 
 

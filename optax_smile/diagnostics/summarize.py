@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from optax_smile import _check
+from optax_smile import _check, _trace
 from optax_smile.diagnostics import statistics, traces
 from optax_smile.diagnostics.findings import Run, judge, nominal_rate
 from optax_smile.diagnostics.paths import relative, walk
@@ -53,7 +53,7 @@ def summary(
     _check.whole("summary", "seed", seed, 0)
     num_draws, paths = snapshots.num_draws, walk(snapshots, max_inputs, seed)
     trace, settings = snapshots.trace, snapshots.settings or {}
-    seen = traces.of_draws(trace, num_draws)
+    seen = _trace.of_draws(trace, num_draws)
     unknown, values, density = np.full(snapshots.num_chains, np.nan), None, None
     figures: dict[str, Any] = {field.name: unknown for field in dataclasses.fields(Summary)}
     figures |= {"num_draws": num_draws, "of": "weights", "lppd": np.nan, "mcse": np.nan}
@@ -63,7 +63,7 @@ def summary(
         figures |= {
             "first_step_size": np.asarray(trace["step_size"], float)[:, 0],
             "last_step_size": np.asarray(seen["step_size"], float)[:, -1],
-            "drift": traces.step_size_trend(seen),
+            "step_size_trend": traces.step_size_trend(seen),
             "rejection_rate": traces.rejection_rate(seen),
             "energy_distance": traces.energy_fit(seen).distance,
             "num_nonfinite": np.asarray(seen["num_nonfinite"], float)[:, -1],

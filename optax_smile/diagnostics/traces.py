@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from optax_smile import _check
+from optax_smile import _trace
 
 
 class EnergyFit(NamedTuple):
@@ -28,18 +28,24 @@ def rejection_rate(trace: Mapping[str, Any], num_draws: int | None = None) -> np
 
     Args:
         trace: arrays `[chain, tick]`, with `num_rejected` and `num_gradients`.
-        num_draws: count the draws alone, the last so many ticks that are samples; None: all ticks.
+        num_draws: take these alone, the last so many ticks that are samples; None: all ticks.
 
     Returns:
         Rate `[chain]`, 0 to 1; NaN from a single tick. For a perfect fit of the energy errors a
         `reject_quantile` of 0.98 gives 0.02, with two gradients per step 0.01.
 
     Raises:
-        ValueError: entries that the trace lacks.
+        ValueError: entries that the trace lacks, or of other shapes.
+
+    Example:
+        >>> trace = {"num_rejected": [[0, 1, 1]], "num_gradients": [[10, 20, 30]]}
+        >>> rejection_rate(trace)
+        array([0.05])
     """
-    rejections, calls = _read("rejection_rate", trace, num_draws, "num_rejected", "num_gradients")
+    names = "num_rejected", "num_gradients"
+    rejected, gradients = _trace.read("rejection_rate", trace, *names, num_draws=num_draws)
     with np.errstate(invalid="ignore"):
-        return (rejections[:, -1] - rejections[:, 0]) / (calls[:, -1] - calls[:, 0])
+        return (rejected[:, -1] - rejected[:, 0]) / (gradients[:, -1] - gradients[:, 0])
 
 
 def step_size_trend(trace: Mapping[str, Any], num_draws: int | None = None) -> np.ndarray:
@@ -47,16 +53,20 @@ def step_size_trend(trace: Mapping[str, Any], num_draws: int | None = None) -> n
 
     Args:
         trace: arrays `[chain, tick]`, with `step_size`.
-        num_draws: see `rejection_rate`.
+        num_draws: take these alone, the last so many ticks that are samples; None: all ticks.
 
     Returns:
         Median of the last tenth of the ticks / median of the second tenth, `[chain]`: 1 for a
         constant step size.
 
     Raises:
-        ValueError: entries that the trace lacks.
+        ValueError: entries that the trace lacks, or of other shapes.
+
+    Example:
+        >>> step_size_trend({"step_size": [[0.5] * 10 + [0.2] * 10]})
+        array([0.4])
     """
-    (sizes,) = _read("step_size_trend", trace, num_draws, "step_size")
+    (sizes,) = _trace.read("step_size_trend", trace, "step_size", num_draws=num_draws)
     tenth = max(1, sizes.shape[1] // 10)
     second = sizes[:, tenth : 2 * tenth] if sizes.shape[1] > 1 else sizes
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -68,19 +78,23 @@ def energy_fit(trace: Mapping[str, Any], num_draws: int | None = None) -> Energy
 
     Args:
         trace: arrays `[chain, tick]`, with `energy_change`.
-        num_draws: see `rejection_rate`.
+        num_draws: take these alone, the last so many ticks that are samples; None: all ticks.
 
     Returns:
         An `EnergyFit`; the fit by moments of all ticks weighs them alike, the sampler the recent.
 
     Raises:
-        ValueError: entries that the trace lacks.
+        ValueError: entries that the trace lacks, or of other shapes.
+
+    Example:
+        >>> energy_fit({"energy_change": [[0.1, -0.3, 0.2]]}).shape.round(2)
+        array([6.])
 
     Source: Sommer et al., ICML 2026: the fit; the test statistic of Kolmogorov 1933.
     """
     from scipy.special import gammainc
 
-    (energies,) = _read("energy_fit", trace, num_draws, "energy_change")
+    (energies,) = _trace.read("energy_fit", trace, "energy_change", num_draws=num_draws)
     fits = []
     for chain in np.abs(energies):
         energy = np.sort(chain[np.isfinite(chain)])
@@ -92,24 +106,3 @@ def energy_fit(trace: Mapping[str, Any], num_draws: int | None = None) -> Energy
         distance = max(np.max(fitted - below), np.max(below + 1 / energy.size - fitted))
         fits.append((shape, scale, distance))
     return EnergyFit(*np.array(fits).T)
-
-
-def of_draws(trace: Mapping[str, Any], num_draws: int | None) -> dict[str, np.ndarray]:
-    """The trace at the draws, the last ticks that were samples in all chains; None: all of it."""
-    if num_draws is None or not trace:
-        return {name: np.asarray(values) for name, values in trace.items()}
-    is_draw = np.asarray(trace.get("is_draw", trace["num_gradients"]), bool)
-    ticks = np.flatnonzero(is_draw.all(axis=0))[-num_draws:]
-    return {name: np.asarray(values)[:, ticks] for name, values in trace.items()}
-
-
-def _read(
-    where: str, trace: Mapping[str, Any], num_draws: int | None, *names: str
-) -> list[np.ndarray]:
-    """Entries of a trace as numbers."""
-    for name in names:
-        if name not in trace:
-            rule = f"a trace with {name!r}, such as `Snapshots.trace`"
-            _check.fail(where, "trace", rule, sorted(trace))
-    draws = of_draws(trace, num_draws)
-    return [draws[name].astype(float) for name in names]

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import functools
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -124,7 +125,7 @@ class StoredSnapshots:
         """Where the chains began, a tree of arrays `[chain, ...]`."""
         return self._tree(self._start())
 
-    @property
+    @functools.cached_property
     def trace(self) -> dict[str, np.ndarray]:
         """What `optax_smile.stats` said at each draw, arrays `[chain, draw]`, and the steps."""
         draws = []
@@ -143,6 +144,7 @@ class StoredSnapshots:
         """Keep every so many-th draw, the last among them; nothing is read."""
         _check.whole("thinned", "every", every, 1)
         thinned = copy.copy(self)
+        vars(thinned).pop("trace", None)
         thinned.draws = self.draws[::-1][::every][::-1]
         return thinned
 

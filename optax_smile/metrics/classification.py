@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from optax_smile import _check
-from optax_smile.metrics._checks import check_classes, confident, share_below
+from optax_smile.metrics._checks import check_classes, check_probabilities, share_below
 
 
 class Reliability(NamedTuple):
@@ -35,28 +35,55 @@ class RiskCoverage(NamedTuple):
     risk: np.ndarray
 
 
+def _confident(
+    where: str, probabilities: ArrayLike, labels: ArrayLike
+) -> tuple[np.ndarray, np.ndarray]:
+    """Probability of the predicted class, and whether it is right."""
+    probabilities, labels = check_classes(where, probabilities, labels)
+    return probabilities.max(axis=1), probabilities.argmax(axis=1) == labels
+
+
 def accuracy(probabilities: ArrayLike, labels: ArrayLike) -> float:
-    """Share of inputs whose most probable class is the label, in [0, 1].
+    """Share of inputs whose most probable class is the label; higher is better.
+
+    Args:
+        probabilities: of the classes, `[input, class]`, >= 0, rows that sum to 1.
+        labels: true classes, integers `[input]`.
+
+    Returns:
+        A share, in [0, 1].
+
+    Raises:
+        ValueError: no inputs, probabilities or labels that are none.
 
     Example:
         >>> accuracy([[0.9, 0.1], [0.8, 0.2]], [0, 1])
         0.5
     """
-    probabilities, labels = check_classes("accuracy", probabilities, labels)
-    return float(np.mean(probabilities.argmax(axis=1) == labels))
+    return float(np.mean(_confident("accuracy", probabilities, labels)[1]))
 
 
 def f1(probabilities: ArrayLike, labels: ArrayLike) -> float:
-    """Harmonic mean of precision and recall, averaged over classes, in [0, 1]; higher is better.
+    """Harmonic mean of precision and recall, averaged over classes; higher is better.
 
     Per class 2 · (labels predicted) / (labels + predictions), a plain mean over the classes that
     occur in either ("macro"); a class that is never predicted rightly has 0.
 
-    Source: van Rijsbergen 1979.
+    Args:
+        probabilities: of the classes, `[input, class]`, >= 0, rows that sum to 1.
+        labels: true classes, integers `[input]`.
+
+    Returns:
+        In [0, 1].
+
+    Raises:
+        ValueError: no inputs, probabilities or labels that are none.
 
     Example:
         >>> round(f1([[0.9, 0.1], [0.8, 0.2], [0.3, 0.7]], [0, 1, 1]), 3)
         0.667
+
+    Source: van Rijsbergen 1979.
     """
     probabilities, labels = check_classes("f1", probabilities, labels)
     num_classes = probabilities.shape[1]
@@ -67,17 +94,27 @@ def f1(probabilities: ArrayLike, labels: ArrayLike) -> float:
 
 
 def auroc(probabilities: ArrayLike, labels: ArrayLike) -> float:
-    """Area under the receiver operating characteristic, in [0, 1]; higher is better, 1/2 is chance.
+    """Area under the receiver operating characteristic; higher is better.
 
     The share of pairs of an input of the class and one of another class in which the first has the
     higher probability of the class, ties half. Two classes: of class 1. More: each against the
-    rest, a plain mean ("one-vs-rest, macro"). Every class has to occur in the labels.
+    rest, a plain mean ("one-vs-rest, macro").
 
-    Source: Hanley and McNeil 1982.
+    Args:
+        probabilities: of two classes or more, `[input, class]`, >= 0, rows that sum to 1.
+        labels: true classes, integers `[input]`, each class at least once.
+
+    Returns:
+        In [0, 1]; 1/2 is chance.
+
+    Raises:
+        ValueError: no inputs, probabilities or labels that are none.
 
     Example:
         >>> auroc([[0.9, 0.1], [0.4, 0.6], [0.3, 0.7], [0.6, 0.4]], [0, 0, 1, 1])
         0.75
+
+    Source: Hanley and McNeil 1982.
     """
     probabilities, labels = check_classes("auroc", probabilities, labels)
     num_classes = probabilities.shape[1]
@@ -95,13 +132,23 @@ def auroc(probabilities: ArrayLike, labels: ArrayLike) -> float:
 
 
 def brier(probabilities: ArrayLike, labels: ArrayLike) -> float:
-    """Squared distance to the one-hot label, summed over classes, in [0, 2]; lower is better.
+    """Squared distance to the one-hot label, summed over classes; lower is better.
 
-    Source: Brier 1950.
+    Args:
+        probabilities: of the classes, `[input, class]`, >= 0, rows that sum to 1.
+        labels: true classes, integers `[input]`.
+
+    Returns:
+        In [0, 2].
+
+    Raises:
+        ValueError: no inputs, probabilities or labels that are none.
 
     Example:
         >>> brier([[1.0, 0.0], [1.0, 0.0]], [0, 1])
         1.0
+
+    Source: Brier 1950.
     """
     probabilities, labels = check_classes("brier", probabilities, labels)
     one_hot = np.eye(probabilities.shape[1])[labels]
@@ -109,13 +156,22 @@ def brier(probabilities: ArrayLike, labels: ArrayLike) -> float:
 
 
 def entropy(probabilities: ArrayLike) -> np.ndarray:
-    """Entropy of every row in nats, `[input]`, in [0, log(number of classes)].
+    """Entropy of every row; how unsure a prediction is.
+
+    Args:
+        probabilities: of the classes, `[input, class]`, >= 0, rows that sum to 1.
+
+    Returns:
+        Nats, `[input]`, in [0, log(number of classes)].
+
+    Raises:
+        ValueError: no inputs, probabilities that are none.
 
     Example:
         >>> entropy([[1.0, 0.0], [0.5, 0.5]]).round(3).tolist()
         [0.0, 0.693]
     """
-    probabilities, _ = check_classes("entropy", probabilities)
+    probabilities = check_probabilities("entropy", probabilities)
     positive = np.where(probabilities > 0, probabilities, 1)
     return np.sum(positive * np.log(1 / positive), axis=1)
 
@@ -126,21 +182,27 @@ def reliability(
     """Compare confidence with accuracy in bins of confidence.
 
     Args:
-        probabilities: `[input, class]`.
-        labels: `[input]`.
-        num_bins: at least 1.
+        probabilities: of the classes, `[input, class]`, >= 0, rows that sum to 1.
+        labels: true classes, integers `[input]`.
+        num_bins: >= 1.
         equal: `"width"`, bins cut [0, 1] evenly and hold their upper edge; or `"mass"`, bins hold
             counts that differ by one at most, except that equal confidences stay together.
 
-    Source: DeGroot and Fienberg 1983; equal mass: Nixon et al. 2019.
+    Returns:
+        A `Reliability`.
+
+    Raises:
+        ValueError: no inputs, probabilities or labels that are none, an option out of range.
 
     Example:
         >>> reliability([[0.9, 0.1], [0.8, 0.2]], [0, 1], num_bins=2, equal="mass").accuracy
         array([0., 1.])
+
+    Source: DeGroot and Fienberg 1983; equal mass: Nixon et al. 2019.
     """
     _check.whole("reliability", "num_bins", num_bins, 1)
     _check.choice("reliability", "equal", equal, ("width", "mass"))
-    confidence, right = confident("reliability", probabilities, labels)
+    confidence, right = _confident("reliability", probabilities, labels)
     if equal == "width":
         bins = np.ceil(confidence * num_bins).astype(int) - 1
     else:
@@ -158,15 +220,19 @@ def reliability(
 def ece(
     probabilities: ArrayLike, labels: ArrayLike, num_bins: int = 15, equal: str = "width"
 ) -> float:
-    """Expected calibration error, in [0, 1]; lower is better.
+    """Expected calibration error; lower is better.
 
-    The mean of |accuracy - confidence| over `reliability` bins, weighted with their counts.
+    The mean of |accuracy - confidence| over bins, weighted with their counts. Arguments and errors
+    as of `reliability`.
 
-    Source: Guo et al. 2017; `equal="mass"`: Nixon et al. 2019.
+    Returns:
+        In [0, 1].
 
     Example:
         >>> round(ece([[0.75, 0.25], [0.75, 0.25]], [0, 1], num_bins=10), 3)
         0.25
+
+    Source: Guo et al. 2017; `equal="mass"`: Nixon et al. 2019.
     """
     bins = reliability(probabilities, labels, num_bins, equal)
     gaps = np.where(bins.count > 0, np.abs(bins.accuracy - bins.confidence), 0)
@@ -179,13 +245,23 @@ def risk_coverage(probabilities: ArrayLike, labels: ArrayLike) -> RiskCoverage:
     Inputs sorted by falling probability of the predicted class; risk `k` is the share of wrong ones
     among the first `k`, in expectation over random orders of equal confidences.
 
-    Source: Geifman and El-Yaniv 2017.
+    Args:
+        probabilities: of the classes, `[input, class]`, >= 0, rows that sum to 1.
+        labels: true classes, integers `[input]`.
+
+    Returns:
+        A `RiskCoverage`.
+
+    Raises:
+        ValueError: no inputs, probabilities or labels that are none.
 
     Example:
         >>> risk_coverage([[0.9, 0.1], [0.8, 0.2]], [0, 1]).risk
         array([0. , 0.5])
+
+    Source: Geifman and El-Yaniv 2017.
     """
-    confidence, right = confident("risk_coverage", probabilities, labels)
+    confidence, right = _confident("risk_coverage", probabilities, labels)
     _, group, size = np.unique(-confidence, return_inverse=True, return_counts=True)
     # In a random order every place among equals is wrong as often as they are on average.
     wrong = np.repeat(np.bincount(group, ~right) / size, size)
@@ -194,16 +270,19 @@ def risk_coverage(probabilities: ArrayLike, labels: ArrayLike) -> RiskCoverage:
 
 
 def aurc(probabilities: ArrayLike, labels: ArrayLike) -> float:
-    """Area under the risk-coverage curve, in [0, 1]; lower is better, the error rate is chance.
+    """Area under the risk-coverage curve: the mean of `risk_coverage(...).risk`; lower is better.
 
-    The mean of `risk_coverage(...).risk`. Sommer et al. 2026 write "area under the reliability
+    Arguments and errors as of `risk_coverage`. Sommer et al. 2026 write "area under the reliability
     curve" for AURC; their figures (.016 at 90 % accuracy, .065 at 77 %) have the scale of the
     risk-coverage curve, which is what is computed here.
 
-    Source: Geifman et al. 2019.
+    Returns:
+        In [0, 1]; the error rate is chance.
 
     Example:
         >>> aurc([[0.9, 0.1], [0.8, 0.2]], [0, 1])
         0.25
+
+    Source: Geifman et al. 2019.
     """
     return float(np.mean(risk_coverage(probabilities, labels).risk))

@@ -3,38 +3,62 @@
 import numpy as np
 from numpy.typing import ArrayLike
 
-from optax_smile.metrics._checks import check_scores, share_below
+from optax_smile import _check
+from optax_smile.metrics._checks import share_below
+
+
+def _check_scores(where: str, inside: ArrayLike, outside: ArrayLike) -> list[np.ndarray]:
+    scores = {"inside": inside, "outside": outside}
+    return [_check.array(where, name, value, "[input]") for name, value in scores.items()]
 
 
 def ood_auroc(inside: ArrayLike, outside: ArrayLike) -> float:
-    """Chance that an input from outside scores above one from inside, ties half, in [0, 1].
+    """Chance that an input from outside scores above one from inside; higher is better.
 
-    Higher is better, 1/2 is chance. `inside` and `outside`, `[input]` each, are a score that is
-    higher for foreign inputs, such as `entropy`, of inputs like the training data and of others.
+    Args:
+        inside: a score that is higher for foreign inputs, such as `entropy`, of inputs like the
+            training data, `[input]`.
+        outside: the same score of other inputs, `[input]`.
 
-    Source: Hendrycks and Gimpel 2017.
+    Returns:
+        A share of pairs, ties half, in [0, 1]; 1/2 is chance.
+
+    Raises:
+        ValueError: another shape, no inputs, NaN.
 
     Example:
         >>> ood_auroc([0.1, 0.3], [0.2, 0.4])
         0.75
+
+    Source: Hendrycks and Gimpel 2017.
     """
-    inside, outside = check_scores("ood_auroc", inside, outside)
+    inside, outside = _check_scores("ood_auroc", inside, outside)
     return float(np.mean(share_below(inside, outside)))
 
 
 def fpr95(inside: ArrayLike, outside: ArrayLike) -> float:
-    """Share of foreign inputs taken for familiar where 95 % of the familiar are, in [0, 1].
+    """Share of foreign inputs taken for familiar where 95 % of the familiar are; lower is better.
 
-    Lower is better, .95 is chance. Inside counts as positive: the threshold is the smallest score
-    with at least 95 % of `inside` at or below it, the result the share of `outside` at or below it.
-    `inside` and `outside`, `[input]` each, are as in `ood_auroc`.
+    Inside counts as positive: the threshold is the smallest score with at least 95 % of `inside` at
+    or below it, the result the share of `outside` at or below it.
 
-    Source: Liang et al. 2018. (Hendrycks et al. 2019 count outside as positive: other results.)
+    Args:
+        inside: a score that is higher for foreign inputs, such as `entropy`, of inputs like the
+            training data, `[input]`.
+        outside: the same score of other inputs, `[input]`.
+
+    Returns:
+        A share, in [0, 1]; .95 is chance.
+
+    Raises:
+        ValueError: another shape, no inputs, NaN.
 
     Example:
         >>> fpr95(range(100), [93, 94, 95, 96])
         0.5
+
+    Source: Liang et al. 2018. (Hendrycks et al. 2019 count outside as positive: other results.)
     """
-    inside, outside = check_scores("fpr95", inside, outside)
+    inside, outside = _check_scores("fpr95", inside, outside)
     kept = -(-95 * inside.size // 100)  # 95 % rounded up, in integers as 0.95 is not exact
     return float(np.mean(outside <= np.sort(inside)[kept - 1]))

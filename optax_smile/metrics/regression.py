@@ -39,10 +39,18 @@ def _mean_absolute(mean: np.ndarray, std: np.ndarray) -> np.ndarray:
 
 
 def rmse(mean: ArrayLike, targets: ArrayLike) -> float:
-    """Root of the mean squared error, in units of the target, at least 0; lower is better.
+    """Root of the mean squared error; lower is better.
 
-    Both are `[input, ...]` of the very same shape: `[input, 1]` against `[input]` is an error, it
-    would compare every prediction with every target.
+    Args:
+        mean: what is predicted, `[input, ...]`.
+        targets: what was observed, of the very same shape: `[input, 1]` against `[input]` would
+            compare every prediction with every target.
+
+    Returns:
+        In units of the target, at least 0.
+
+    Raises:
+        ValueError: shapes that differ, no inputs, NaN.
 
     Example:
         >>> rmse([1.0, 2.0], [4.0, 6.0]) == (25 / 2) ** 0.5
@@ -58,10 +66,13 @@ def interval(mean: ArrayLike, std: ArrayLike, level: float = 0.95) -> tuple[np.n
     Args:
         mean: `[input]` of a normal, or `[draw, input]` of a mixture of normals in equal parts.
         std: of the same shape, a scalar or `[draw, 1]`, > 0.
-        level: probability inside, between 0 and 1.
+        level: probability inside, between 0 and 1 (exclusive).
 
     Returns:
         Lower and upper end, both `[input]`, to rounding error of the spread of the draws.
+
+    Raises:
+        ValueError: shapes that do not fit, no inputs, numbers out of range.
 
     Cost: about 100 evaluations of the normal distribution function per draw and input; memory for
     a few arrays `[draw, input]`.
@@ -79,9 +90,18 @@ def interval(mean: ArrayLike, std: ArrayLike, level: float = 0.95) -> tuple[np.n
 
 
 def coverage(lower: ArrayLike, upper: ArrayLike, targets: ArrayLike) -> float:
-    """Share of targets inside their interval, ends included, in [0, 1]; best near its level.
+    """Share of targets inside their interval, ends included; best near its level.
 
-    All three are `[input]`, the ends as from `interval`.
+    Args:
+        lower: lower ends `[input]`, as of `interval`.
+        upper: upper ends `[input]`.
+        targets: what was observed, `[input]`.
+
+    Returns:
+        A share, in [0, 1].
+
+    Raises:
+        ValueError: shapes that differ, no inputs, NaN.
 
     Example:
         >>> coverage([0.0, 0.0], [1.0, 1.0], [0.5, 2.0])
@@ -92,7 +112,17 @@ def coverage(lower: ArrayLike, upper: ArrayLike, targets: ArrayLike) -> float:
 
 
 def interval_width(lower: ArrayLike, upper: ArrayLike) -> float:
-    """Mean width of intervals, in units of the target; lower is better at equal `coverage`.
+    """Mean width of intervals; lower is better at equal `coverage`.
+
+    Args:
+        lower: lower ends `[input]`, as of `interval`.
+        upper: upper ends `[input]`.
+
+    Returns:
+        In units of the target.
+
+    Raises:
+        ValueError: shapes that differ, no inputs, NaN.
 
     Example:
         >>> interval_width([0.0, 0.0], [1.0, 3.0])
@@ -103,21 +133,30 @@ def interval_width(lower: ArrayLike, upper: ArrayLike) -> float:
 
 
 def crps(mean: ArrayLike, std: ArrayLike, targets: ArrayLike) -> float:
-    """Continuous ranked probability score, in units of the target, at least 0; lower is better.
+    """Continuous ranked probability score; lower is better.
 
     The mean over inputs of `∫ (F(x) - [x >= y])² dx = E|X - y| - E|X - X'| / 2`, F the predictive
     distribution function, X and X' independent draws from it, y the target; in closed form.
 
-    Targets are `[input]`; mean and standard deviation as in `interval`.
+    Args:
+        mean: `[input]` of a normal, or `[draw, input]` of a mixture of normals in equal parts.
+        std: of the same shape, a scalar or `[draw, 1]`, > 0.
+        targets: what was observed, `[input]`.
+
+    Returns:
+        In units of the target, at least 0.
+
+    Raises:
+        ValueError: shapes that do not fit, no inputs, numbers out of range.
 
     Cost: (number of draws)² normal distribution functions per input; memory for a few arrays
     `[draw, input]`.
 
-    Source: Gneiting and Raftery 2007, equations 20 and 21; mixtures: Grimit et al. 2006.
-
     Example:
         >>> round(crps([0.0], 1.0, [0.0]), 4)
         0.2337
+
+    Source: Gneiting and Raftery 2007, equations 20 and 21; mixtures: Grimit et al. 2006.
     """
     mean, std = check_normals("crps", mean, std)
     _, targets = alike("crps", mean=mean[0], targets=targets)

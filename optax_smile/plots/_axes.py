@@ -1,11 +1,8 @@
-"""What the pictures share: axes, colours, legends, and what they require of arrays."""
+"""What the pictures share: axes, colours, legends, windows."""
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-
-from optax_smile import _check
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -71,48 +68,11 @@ def make_room(ax: "Axes", top: float = 0.0, bottom: float = 0.0):
 
 
 def count_gradients(ax: "Axes"):
+    """Name the horizontal axis of pictures of a trace."""
     ax.set_xlabel("gradients per chain")
     ax.xaxis.set_major_formatter("{x:,.0f}")
     ax.locator_params(axis="x", nbins=6)
     ax.margins(x=0.02)
-
-
-def listed(shapes: Mapping[str, tuple]) -> str:
-    return ", ".join(f"{name} {shape}" for name, shape in shapes.items()) or "nothing"
-
-
-def read_trace(where: str, trace: Any, *names: str) -> list[np.ndarray]:
-    """Return the arrays `[chain, tick]` of a trace, all of one shape."""
-    remedy = "Pass the `trace` of what `sample` returned."
-    if not isinstance(trace, Mapping):
-        _check.fail(where, "trace", "a dict of arrays", type(trace).__name__, remedy)
-    missing = [name for name in names if name not in trace]
-    if missing:
-        rule = f"a dict with {', '.join(map(repr, missing))}"
-        _check.fail(where, "trace", rule, f"the keys {sorted(trace)}", remedy)
-    arrays = [np.asarray(trace[name], float) for name in names]
-    shapes = {name: array.shape for name, array in zip(names, arrays, strict=True)}
-    if len(set(shapes.values())) != 1 or arrays[0].ndim != 2 or not arrays[0].size:
-        rule = "a dict of arrays of one shape [chain, tick] with at least one of each"
-        _check.fail(where, "trace", rule, listed(shapes), remedy)
-    return arrays
-
-
-def check_array(
-    where: str, argument: str, value: Any, axes: str, shape: tuple | None = None
-) -> np.ndarray:
-    """Return an array without NaN whose axes have these names, and this shape if given."""
-    array: np.ndarray = np.asarray(value)
-    if not np.issubdtype(array.dtype, np.floating):
-        array = array.astype(float)
-    if array.ndim != len(axes.split(", ")) or not array.size or shape not in (None, array.shape):
-        exact = "" if shape is None else f" and shape {shape}"
-        rule = f"an array [{axes}] with at least one of each{exact}"
-        _check.fail(where, argument, rule, f"shape {array.shape}")
-    if np.isnan(array).any():
-        at = tuple(int(index) for index in np.argwhere(np.isnan(array))[0])
-        _check.fail(where, argument, "without NaN", f"NaN at {at}")
-    return array
 
 
 def split_windows(num_ticks: int, least: float = 1) -> list[np.ndarray]:

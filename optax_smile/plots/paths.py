@@ -6,7 +6,7 @@ import jax
 import numpy as np
 
 from optax_smile import _check
-from optax_smile.plots._axes import MOST_NAMED_CHAINS, add_legend, listed, open_axes, pick_colors
+from optax_smile.plots._axes import MOST_NAMED_CHAINS, add_legend, open_axes, pick_colors
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -21,10 +21,11 @@ def _points(where: str, params: Any, start: Any) -> tuple[list[np.ndarray], tupl
     """Return the leaves as `[point, column]`: all draws, then the starts; and chains and draws."""
     leaves, structure = jax.tree.flatten_with_path(params)
     shapes = {jax.tree_util.keystr(path) or "array": np.shape(leaf) for path, leaf in leaves}
+    listed = ", ".join(f"{name} {shape}" for name, shape in shapes.items()) or "nothing"
     axes = {shape[:2] for shape in shapes.values()}
     if len(axes) != 1 or len(next(iter(axes))) != 2 or 0 in next(iter(axes)):
         rule = "arrays [chain, draw, ...] with the same two leading axes, none of them empty"
-        _check.fail(where, "params", rule, listed(shapes))
+        _check.fail(where, "params", rule, listed)
     num_chains, num_draws = next(iter(axes))
     starts = [None] * len(leaves)
     if start is not None:
@@ -44,7 +45,7 @@ def _points(where: str, params: Any, start: Any) -> tuple[list[np.ndarray], tupl
                 _check.fail(where, argument, "finite", f"NaN or inf in {name}")
         matrices.append(np.concatenate([rows, first]) if len(first) else rows)
     if not sum(rows.shape[1] for rows in matrices):
-        _check.fail(where, "params", "of at least one dimension", listed(shapes))
+        _check.fail(where, "params", "of at least one dimension", listed)
     return matrices, (num_chains, num_draws)
 
 

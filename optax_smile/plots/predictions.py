@@ -13,7 +13,6 @@ from optax_smile.plots._axes import (
     PALETTE,
     add_legend,
     chain_style,
-    check_array,
     dot_if_single,
     make_room,
     next_color,
@@ -57,7 +56,7 @@ def reliability(
         gives the expected calibration error (ECE) with these bins.
 
     Raises:
-        ValueError: as `optax_smile.metrics.reliability`, or no inputs.
+        ValueError: as `optax_smile.metrics.reliability`, which is asked.
         ImportError: matplotlib is missing.
 
     Example:
@@ -66,19 +65,17 @@ def reliability(
         >>> ax.get_legend().get_texts()[0].get_text()
         'ECE 0.250'
     """
-    where = "plots.reliability"
-    probabilities = check_array(where, "probabilities", probabilities, "input, class")
     bins = metrics.reliability(probabilities, labels, num_bins)
     error = metrics.ece(probabilities, labels, num_bins)
     ax = open_axes(ax)
-    color = next_color(ax, where)
+    color = next_color(ax, "reliability")
     if color == PALETTE[0]:
         ax.plot([0, 1], [0, 1], color="0.5", ls=":", lw=1)
     filled = bins.count > 0
     confidence, accuracy = bins.confidence[filled], bins.accuracy[filled]
     areas = np.maximum(SMALLEST_DOT, LARGEST_DOT * bins.count[filled] / bins.count.sum())
     name = f"ECE {error:.3f}" if label is None else f"{label} (ECE {error:.3f})"
-    ax.plot(confidence, accuracy, color=color, lw=1.2, gid=where, label=name)
+    ax.plot(confidence, accuracy, color=color, lw=1.2, gid="reliability", label=name)
     ax.scatter(confidence, accuracy, areas, color=color, alpha=0.7, lw=0, zorder=3)
     ax.set(title="Reliability (dot area: share of inputs)", xlabel="confidence", ylabel="accuracy")
     ax.set(xlim=(-0.02, 1.05), ylim=(-0.02, 1.05))
@@ -108,7 +105,7 @@ def risk_coverage(
         confident ones first.
 
     Raises:
-        ValueError: as `optax_smile.metrics.risk_coverage`, or no inputs.
+        ValueError: as `optax_smile.metrics.risk_coverage`, which is asked.
         ImportError: matplotlib is missing.
 
     Example:
@@ -117,12 +114,10 @@ def risk_coverage(
         >>> ax.get_ylabel()
         'share wrong among them'
     """
-    where = "plots.risk_coverage"
-    probabilities = check_array(where, "probabilities", probabilities, "input, class")
     coverage, risk = metrics.risk_coverage(probabilities, labels)
     ax = open_axes(ax)
-    color = next_color(ax, where)
-    ax.plot(coverage, risk, color=color, lw=1.5, gid=where, label=label)
+    color = next_color(ax, "risk_coverage")
+    ax.plot(coverage, risk, color=color, lw=1.5, gid="risk_coverage", label=label)
     ax.set(title="Risk against coverage", ylabel="share wrong among them")
     ax.set(xlabel="share of inputs answered, the most confident first", xlim=(0, 1))
     ax.set_ylim(bottom=0)
@@ -146,7 +141,7 @@ def regression_band(
     Args:
         inputs: one-dimensional, `[input]`, in any order; None, for inputs of more dimensions, puts
             the predictions in the order of their means.
-        mean: predictive mean, `[input]`, or of each member of a Gaussian mixture, `[draw, input]`.
+        mean: predictive mean, `[input]`, or of each draw of a Gaussian mixture, `[draw, input]`.
         std: predictive standard deviation, noise included, > 0: of the shape of `mean`, a scalar,
             or `[draw, 1]`.
         targets: what was observed, `[input]`.
@@ -157,7 +152,8 @@ def regression_band(
         The axes: mean, band, and the targets as dots; the title gives the share of targets inside.
 
     Raises:
-        ValueError: shapes that do not fit, NaN, no inputs; as `optax_smile.metrics.interval`.
+        ValueError: shapes that do not fit, NaN, no inputs; `mean`, `std` and `level` as
+            `optax_smile.metrics.interval`, which is asked.
         ImportError: matplotlib is missing.
 
     Example:
@@ -167,20 +163,18 @@ def regression_band(
         '95 % band: holds 50.0 % of 2 targets'
     """
     where = "plots.regression_band"
-    axes = "draw, input" if np.ndim(mean) == 2 else "input"
-    means = np.atleast_2d(check_array(where, "mean", mean, axes))
     lower, upper = metrics.interval(mean, std, level)
-    middle, size = means.mean(axis=0), means.shape[1:]
+    middle, like = np.atleast_2d(np.asarray(mean, float)).mean(axis=0), ("mean", lower.shape)
     if inputs is None:
         order, horizontal = np.argsort(middle, kind="stable"), np.arange(middle.size)
     else:
-        horizontal = check_array(where, "inputs", inputs, "input", size)
+        horizontal = _check.array(where, "inputs", inputs, "[input]", like=like)
         order = np.argsort(horizontal, kind="stable")
         horizontal = horizontal[order]
     title = f"Predictive mean and {100 * level:g} % band"
     observed = None
     if targets is not None:
-        observed = check_array(where, "targets", targets, "input", size)
+        observed = _check.array(where, "targets", targets, "[input]", like=like)
         share = metrics.coverage(lower, upper, observed)
         title = f"{100 * level:g} % band: holds {100 * share:.1f} % of {len(observed)} targets"
     ax = open_axes(ax)
@@ -227,9 +221,9 @@ def lppd(log_likelihood: ArrayLike, *, ax: "Axes | None" = None) -> "Axes":
         [-1.609, -0.916]
     """
     where = "plots.lppd"
-    log_likelihood = check_array(where, "log_likelihood", log_likelihood, "chain, draw, input")
-    if np.isposinf(log_likelihood).any():
-        _check.fail(where, "log_likelihood", "below infinity", np.inf)
+    rule = {"rule": "below infinity, not NaN", "holds": lambda x: x < np.inf, "dtype": None}
+    axes = "[chain, draw, input]"
+    log_likelihood = _check.array(where, "log_likelihood", log_likelihood, axes, **rule)
     num_chains, num_draws, _ = log_likelihood.shape
     single, together = np.empty((num_chains, num_draws)), np.empty(num_draws)
     total = np.full_like(log_likelihood[:, 0], -np.inf, float)
@@ -248,6 +242,8 @@ def lppd(log_likelihood: ArrayLike, *, ax: "Axes | None" = None) -> "Axes":
     ax.set(title=f"LPPD of all draws: {together[-1]:.4g} (higher is better)")
     ax.set(xlabel="draws per chain", ylabel="LPPD (nats per input)", xscale="log")
     ax.xaxis.set_major_formatter("{x:,g}")
+    # Within a decade the small ticks are the only ones.
+    ax.xaxis.set_minor_formatter("{x:,g}" if num_draws < 10 else "")
     make_room(ax, bottom=0.25)
     add_legend(ax, "lower right")
     return ax
@@ -278,14 +274,13 @@ def entropy(entropies: Mapping[str, ArrayLike], *, ax: "Axes | None" = None) -> 
     where = "plots.entropy"
     if not isinstance(entropies, Mapping) or not entropies:
         _check.fail(where, "entropies", "a dict of arrays [input], at least one", repr(entropies))
+    rule = ">= 0 and finite"
     arrays = {
-        name: check_array(where, f"entropies[{name!r}]", array, "input")
+        name: _check.array(
+            where, f"entropies[{name!r}]", array, "[input]", rule=rule, holds=_is_entropy
+        )
         for name, array in entropies.items()
     }
-    for name, array in arrays.items():
-        if array.min() < -ENTROPY_TOLERANCE or np.isposinf(array).any():
-            got = f"{array.min():g} to {array.max():g}"
-            _check.fail(where, f"entropies[{name!r}]", ">= 0 and finite", got)
     largest = max(array.max() for array in arrays.values())
     # Twice the square root of the number of values, a rule of thumb.
     number = 2 * np.sqrt(min(array.size for array in arrays.values()))
@@ -303,6 +298,11 @@ def entropy(entropies: Mapping[str, ArrayLike], *, ax: "Axes | None" = None) -> 
     if levels.max() > 10 * LINEAR_SPREAD * levels.min():
         ax.set_yscale("log")
         ax.set_ylim(bottom=levels.min() / 2)
+    make_room(ax, top=0.2)
     ax.set(title="Predictive entropy", xlabel="entropy (nats)", ylabel="density (1 / nats)")
     add_legend(ax)
     return ax
+
+
+def _is_entropy(values: np.ndarray) -> np.ndarray:
+    return (values >= -ENTROPY_TOLERANCE) & np.isfinite(values)

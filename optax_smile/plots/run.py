@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import ArrayLike
 
-from optax_smile import _check
+from optax_smile import _check, _trace
 from optax_smile.plots._axes import (
     BAND_ALPHA,
     LINEAR_SPREAD,
@@ -18,7 +18,6 @@ from optax_smile.plots._axes import (
     dot_if_single,
     make_room,
     open_axes,
-    read_trace,
     split_windows,
 )
 
@@ -56,13 +55,13 @@ def step_size(trace: Mapping[str, ArrayLike], *, ax: "Axes | None" = None) -> "A
         >>> step_size(trace, ax=Figure().subplots()).get_ylabel()
         'step size'
     """
-    sizes, calls = read_trace("plots.step_size", trace, "step_size", "num_gradients")
+    sizes, gradients = _trace.read("plots.step_size", trace, "step_size", "num_gradients")
     ax = open_axes(ax)
     for chain, style in enumerate(chain_style(len(sizes))):
-        ax.plot(calls[chain], sizes[chain], **style, **dot_if_single(sizes.shape[1]))
+        ax.plot(gradients[chain], sizes[chain], **style, **dot_if_single(sizes.shape[1]))
     if len(sizes) > MOST_NAMED_CHAINS:
         label = f"median of {len(sizes)} chains"
-        ax.plot(np.median(calls, 0), np.median(sizes, 0), "k", lw=1.5, label=label)
+        ax.plot(np.median(gradients, 0), np.median(sizes, 0), "k", lw=1.5, label=label)
     known = sizes[np.isfinite(sizes) & (sizes > 0)]
     if known.size and known.max() > LINEAR_SPREAD * known.min():
         ax.set_yscale("log")
@@ -101,10 +100,10 @@ def energy_error(trace: Mapping[str, ArrayLike], *, ax: "Axes | None" = None) ->
         'log'
     """
     where = "plots.energy_error"
-    change, calls = read_trace(where, trace, "energy_change", "num_gradients")
+    change, gradients = _trace.read(where, trace, "energy_change", "num_gradients")
     accepted = np.ones_like(change)
     if "accepted" in trace:
-        _, accepted = read_trace(where, trace, "energy_change", "accepted")
+        _, accepted = _trace.read(where, trace, "energy_change", "accepted")
     error = np.where(np.isfinite(change), np.abs(change), np.nan)
     ax = open_axes(ax)
     ax.set(title="Energy error of the steps", ylabel="|energy change| (nats)")
@@ -112,7 +111,7 @@ def energy_error(trace: Mapping[str, ArrayLike], *, ax: "Axes | None" = None) ->
     if np.isnan(error).all():
         text = "no energy: the loop passed no value"
         ax.text(0.5, 0.5, text, transform=ax.transAxes, ha="center", va="center", wrap=True)
-        ax.set(xlim=(0, calls.max()), yticks=[])
+        ax.set(xlim=(0, gradients.max()), yticks=[])
         return ax
     if np.nanmax(error) > 0:
         ax.set_yscale("log")
@@ -121,14 +120,16 @@ def energy_error(trace: Mapping[str, ArrayLike], *, ax: "Axes | None" = None) ->
         shown = (accepted == kept) & (error > 0)
         if shown.any():
             dots = {"ms": 3 if kept else 6, "alpha": 0.5, "label": label, "rasterized": True}
-            # Undone steps are few, and thinning would lose them.
+            # Rejected steps are few, and thinning would lose them.
             thin = slice(None, None, every if kept else 1)
-            ax.plot(calls[shown][thin], error[shown][thin], ".", color=color, mec="none", **dots)
+            ax.plot(
+                gradients[shown][thin], error[shown][thin], ".", color=color, mec="none", **dots
+            )
     middle, quantiles = [], []
     for window in split_windows(error.shape[1], -(-LEAST_VALUES // len(error))):
         known = error[:, window][~np.isnan(error[:, window])]
         if known.size:
-            middle.append(calls[:, window].mean())
+            middle.append(gradients[:, window].mean())
             quantiles.append(np.quantile(known, [0.05, 0.5, 0.95]))
     low, median, high = np.transpose(quantiles)
     ax.fill_between(middle, low, high, color=PALETTE[0], alpha=BAND_ALPHA, lw=0, label="5 to 95 %")
@@ -169,15 +170,15 @@ def rejections(
         'nominal: 0.1'
     """
     where = "plots.rejections"
-    rejected, calls = read_trace(where, trace, "num_rejected", "num_gradients")
-    if rejected.shape[1] < 2 or not (np.diff(calls) > 0).all():
+    rejected, gradients = _trace.read(where, trace, "num_rejected", "num_gradients")
+    if rejected.shape[1] < 2 or not (np.diff(gradients) > 0).all():
         rule = "of at least 2 ticks with gradients in between"
-        _check.fail(where, "trace", rule, f"num_gradients {calls.tolist()}"[:200])
+        _check.fail(where, "trace", rule, f"num_gradients {gradients.tolist()}"[:200])
     if nominal is not None:
         _check.number(where, "nominal", nominal, "in [0, 1]", lambda x: 0 <= x <= 1)
     num_nonfinite = 0.0
     if "num_nonfinite" in trace:
-        _, count = read_trace(where, trace, "num_rejected", "num_nonfinite")
+        _, count = _trace.read(where, trace, "num_rejected", "num_nonfinite")
         num_nonfinite = (count[:, -1] - count[:, 0]).sum()
     ax = open_axes(ax)
     total = (rejected[:, -1] - rejected[:, 0]).sum()
@@ -185,18 +186,18 @@ def rejections(
     num_lines = len(rejected) if len(rejected) <= MOST_NAMED_CHAINS else 1
     windows = split_windows(num_gaps, LEAST_EVENTS * num_lines * num_gaps / max(total, 1))
     ends = np.array([0, *(window[-1] + 1 for window in windows)])
-    rejected, calls = rejected[:, ends], calls[:, ends]
-    rates = np.diff(rejected) / np.diff(calls)
+    rejected, gradients = rejected[:, ends], gradients[:, ends]
+    rates = np.diff(rejected) / np.diff(gradients)
     if len(rates) > MOST_NAMED_CHAINS:
         band = {"color": PALETTE[0], "alpha": BAND_ALPHA, "label": "range of the chains"}
-        edges = calls.mean(axis=0)
+        edges = gradients.mean(axis=0)
         ax.stairs(rates.max(axis=0), edges, baseline=rates.min(axis=0), fill=True, lw=0, **band)
     else:
         for chain, style in enumerate(chain_style(len(rates))):
-            ax.stairs(rates[chain], calls[chain], baseline=None, **style)
-    together = np.diff(rejected.sum(axis=0)) / np.diff(calls.sum(axis=0))
+            ax.stairs(rates[chain], gradients[chain], baseline=None, **style)
+    together = np.diff(rejected.sum(axis=0)) / np.diff(gradients.sum(axis=0))
     label = f"all {len(rates)} chains"
-    ax.stairs(together, calls.mean(axis=0), baseline=None, color="k", lw=2, label=label)
+    ax.stairs(together, gradients.mean(axis=0), baseline=None, color="k", lw=2, label=label)
     levels = np.append(rates[rates > 0], nominal or [])
     if nominal is not None:
         ax.axhline(nominal, color="k", ls="--", lw=1, label=f"nominal: {nominal:.2g}")
@@ -207,9 +208,9 @@ def rejections(
         ax.set_ylim(0, 1.1 * levels.max() if levels.size else 1)
         ax.ticklabel_format(axis="y", scilimits=(-2, 3))
     make_room(ax, top=0.3)
-    overall = total / (calls[:, -1] - calls[:, 0]).sum()
+    overall = total / (gradients[:, -1] - gradients[:, 0]).sum()
     title = f"Rejections: {total:,.0f} steps rejected, {overall:.2g} per gradient"
-    broken = f"\n{num_nonfinite:,.0f} non-finite calls" if num_nonfinite else ""
+    broken = f"\n{num_nonfinite:,.0f} non-finite gradients or values" if num_nonfinite else ""
     ax.set(title=title + broken, ylabel="rejected steps per gradient")
     count_gradients(ax)
     add_legend(ax)

@@ -1,0 +1,42 @@
+"""Read the trace of a run: arrays `[chain, tick]`, a tick every `thin` steps."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from optax_smile import _check
+
+REMEDY = "Pass the `trace` of what `sample` returned."
+
+
+def of_draws(trace: Mapping[str, Any], num_draws: int | None) -> dict[str, np.ndarray]:
+    """The trace at the draws, the last ticks that were samples in all chains; None: all of it."""
+    arrays = {name: np.asarray(values) for name, values in trace.items()}
+    if num_draws is None or not arrays:
+        return arrays
+    shape = next(iter(arrays.values())).shape
+    is_draw = np.broadcast_to(arrays.get("is_draw", np.array(True)), shape).astype(bool)
+    ticks = np.flatnonzero(is_draw.all(axis=0))[-num_draws:]
+    return {name: values[:, ticks] for name, values in arrays.items()}
+
+
+def read(where: str, trace: Any, *names: str, num_draws: int | None = None) -> list[np.ndarray]:
+    """Entries of a trace as numbers, all of one shape `[chain, tick]`; of the draws alone, if so.
+
+    Raises:
+        ValueError: no dict, entries that it lacks, or of other shapes.
+    """
+    if not isinstance(trace, Mapping):
+        _check.fail(where, "trace", "a dict of arrays", type(trace).__name__, REMEDY)
+    if any(name not in trace for name in names):
+        rule = f"a dict with {', '.join(map(repr, names))}"
+        _check.fail(where, "trace", rule, f"the keys {sorted(trace)}", REMEDY)
+    shapes = {name: np.shape(trace[name]) for name in names}
+    shape = shapes[names[0]]
+    if set(shapes.values()) != {shape} or len(shape) != 2 or 0 in shape:
+        rule = "a dict of arrays of one shape [chain, tick] with at least one of each"
+        got = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
+        _check.fail(where, "trace", rule, got, REMEDY)
+    draws = of_draws(trace, num_draws)
+    return [draws[name].astype(float) for name in names]
