@@ -75,3 +75,7 @@ def __getattr__(name: str) -> Any:
     if name == "report":
         return importlib.import_module("optax_smile.report")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return [*__all__, *(name for name in globals() if name.startswith("__"))]

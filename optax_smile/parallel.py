@@ -1,5 +1,7 @@
 """Many chains as a leading axis, on one device or on a mesh of them."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any, TypeVar
 

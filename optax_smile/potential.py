@@ -5,6 +5,8 @@
 This is -log posterior / temperature up to a constant. No other file multiplies by `num_data`.
 """
 
+from __future__ import annotations
+
 from typing import Any, NamedTuple
 
 import jax

@@ -14,6 +14,8 @@ appendix. Differs: as `optax_smile.smile` says of the sign of e and of rejected 
 the averages start.
 """
 
+from __future__ import annotations
+
 from typing import Any
 
 import jax

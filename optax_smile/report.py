@@ -9,6 +9,8 @@ Example:
     Then `python -m optax_smile.report run` writes `run/report.html`.
 """
 
+from __future__ import annotations
+
 import argparse
 import base64
 import html

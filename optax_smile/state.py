@@ -1,5 +1,7 @@
 """What every sampler's state can be asked for, wherever it lies inside a larger state."""
 
+from __future__ import annotations
+
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax

@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import inspect
 import pathlib
 import subprocess
 import sys
@@ -120,11 +121,22 @@ def test_no_module_is_hidden_by_a_name_of_its_package():
             ) or (module not in sys.modules)
 
 
+def test_size_of_files_and_functions():
+    for module, path in MODULES.items():
+        assert len(path.read_text().splitlines()) <= 400, module
+        for node in ast.walk(parse(path)):
+            if isinstance(node, ast.FunctionDef):
+                docstring = ast.get_docstring(node, clean=False) or ""
+                length = (node.end_lineno or 0) - node.lineno + 1 - len(docstring.splitlines())
+                assert length <= 80, f"{module}.{node.name}"
+
+
 @pytest.mark.parametrize("module", [name for name in MODULES if part_of(name, "samplers")])
 def test_samplers_import_no_other_sampler(module):
-    """What a family shares is no sampler."""
+    """What a family shares is no sampler, and neither is what tunes one."""
     shared = {f"optax_smile.samplers.{name}" for name in ("_call", "_langevin", "_microcanonical")}
-    assert not {name for name in own_imports(module) if part_of(name, "samplers")} - shared
+    tuned = {module.replace("samplers.tune_", "samplers.")} - {module}
+    assert not {name for name in own_imports(module) if part_of(name, "samplers")} - shared - tuned
 
 
 @pytest.mark.parametrize("module", [name for name in MODULES if name != "optax_smile.potential"])
@@ -174,6 +186,32 @@ def test_import_loads_no_optional_dependency():
 def test_public_names_exist():
     assert sorted(optax_smile.__all__) == list(optax_smile.__all__)
     assert all(hasattr(optax_smile, name) for name in optax_smile.__all__)
+    shown = [name for name in dir(optax_smile) if not name.startswith("__")]
+    assert shown == optax_smile.__all__
+
+
+def public_objects():
+    """Public functions and classes, and those of the public modules, by name."""
+    for name in optax_smile.__all__:
+        found = getattr(optax_smile, name)
+        if isinstance(found, types.ModuleType):
+            names = getattr(found, "__all__", None) or [
+                each
+                for each, value in vars(found).items()
+                if not each.startswith("_") and getattr(value, "__module__", None) == found.__name__
+            ]
+            yield from ((f"{name}.{each}", getattr(found, each)) for each in names)
+        else:
+            yield name, found
+
+
+@pytest.mark.parametrize(("name", "found"), public_objects(), ids=lambda x: str(x)[:40])
+def test_public_docstrings(name, found):
+    """A sentence for each, and `help` that fits a page's width."""
+    assert inspect.getdoc(found), name
+    if inspect.isfunction(found):
+        signature = str(inspect.signature(found))
+        assert "Union[" not in signature and "typing." not in signature, signature
 
 
 # `as_shipped.py` replaces a part of a stage: that is its purpose.

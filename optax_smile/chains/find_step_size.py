@@ -1,5 +1,7 @@
 """Which step size? Short chains with each of several, judged by what they predict."""
 
+from __future__ import annotations
+
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple

@@ -1,5 +1,7 @@
 """The loop around a sampler: warm-up, thinning, draws, and going on after a kill."""
 
+from __future__ import annotations
+
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping

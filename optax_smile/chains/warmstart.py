@@ -1,5 +1,7 @@
 """A deep ensemble: where the chains of a Bayesian neural network start."""
 
+from __future__ import annotations
+
 import os
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack

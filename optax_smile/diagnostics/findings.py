@@ -1,5 +1,7 @@
 """What is wrong with a run, and what to do about it."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 

@@ -1,5 +1,7 @@
 """How far chains travel in weight space."""
 
+from __future__ import annotations
+
 from typing import Any, NamedTuple
 
 import jax

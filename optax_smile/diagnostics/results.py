@@ -1,5 +1,7 @@
 """What `summary` tells, and how it is printed."""
 
+from __future__ import annotations
+
 import dataclasses
 from typing import NamedTuple
 

@@ -1,5 +1,7 @@
 """Statistics of chains: R-hat, effective sample size, Monte Carlo errors."""
 
+from __future__ import annotations
+
 import warnings
 from typing import Any
 

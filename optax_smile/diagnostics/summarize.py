@@ -1,5 +1,7 @@
 """Judge a run."""
 
+from __future__ import annotations
+
 import dataclasses
 from typing import Any
 

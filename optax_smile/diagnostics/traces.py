@@ -1,5 +1,7 @@
 """What the trace of a run tells: rejected steps, step size, energy errors."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 

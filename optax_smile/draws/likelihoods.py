@@ -1,5 +1,7 @@
 """How the outputs of a model are read."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple

@@ -1,5 +1,7 @@
 """The Bayesian model average, one draw at a time."""
 
+from __future__ import annotations
+
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any

@@ -1,5 +1,7 @@
 """The Bayesian model average, one draw at a time, in pieces."""
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, cast

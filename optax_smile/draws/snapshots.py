@@ -1,5 +1,7 @@
 """Posterior draws, in memory and on disk."""
 
+from __future__ import annotations
+
 import copy
 import dataclasses
 import functools
@@ -48,7 +50,7 @@ class Snapshots:
             _check.fail("Snapshots", "params", rule, sorted(axes))
 
     @classmethod
-    def from_members(cls, params: optax.Params) -> "Snapshots":
+    def from_members(cls, params: optax.Params) -> Snapshots:
         """Take stacked members `[member, ...]`, such as `warmstart` returns, as one draw each."""
         return cls(jax.tree.map(lambda x: np.asarray(x)[:, None], params))
 
@@ -140,7 +142,7 @@ class StoredSnapshots:
         names = draws[0] if draws else ()
         return {name: np.stack([seen[name] for seen in draws], axis=1) for name in names}
 
-    def thinned(self, every: int) -> "StoredSnapshots":
+    def thinned(self, every: int) -> StoredSnapshots:
         """Keep every so many-th draw, the last among them; nothing is read."""
         _check.whole("thinned", "every", every, 1)
         thinned = copy.copy(self)

@@ -1,5 +1,7 @@
 """Scores of class probabilities."""
 
+from __future__ import annotations
+
 from typing import NamedTuple
 
 import numpy as np

@@ -1,5 +1,7 @@
 """Scores of log densities."""
 
+from __future__ import annotations
+
 import numpy as np
 from numpy.typing import ArrayLike
 

@@ -1,5 +1,7 @@
 """Scores of normal distributions and mixtures of them."""
 
+from __future__ import annotations
+
 import math
 import statistics
 

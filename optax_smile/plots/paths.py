@@ -1,5 +1,7 @@
 """Where the chains went."""
 
+from __future__ import annotations
+
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -80,7 +82,7 @@ def _principal_plane(matrices: list[np.ndarray], num_draws: int) -> tuple[np.nda
     return places, shares
 
 
-def chain_paths(params: Any, *, start: Any = None, ax: "Axes | None" = None) -> "Axes":
+def chain_paths(params: Any, *, start: Any = None, ax: Axes | None = None) -> Axes:
     """Draw the ways of the chains in the plane in which the draws differ most.
 
     Chains that walk over each other have found the same region; separate clouds are different

@@ -1,5 +1,7 @@
 """What the draws predict."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -37,8 +39,8 @@ def reliability(
     *,
     num_bins: int = 10,
     label: str | None = None,
-    ax: "Axes | None" = None,
-) -> "Axes":
+    ax: Axes | None = None,
+) -> Axes:
     """Draw accuracy against confidence; on the diagonal the probabilities mean what they say.
 
     Dots below it are overconfident, above it underconfident. Calls with the same `ax` compare
@@ -88,8 +90,8 @@ def risk_coverage(
     labels: ArrayLike,
     *,
     label: str | None = None,
-    ax: "Axes | None" = None,
-) -> "Axes":
+    ax: Axes | None = None,
+) -> Axes:
     """Draw the error among the most confident inputs; a good model is wrong where it is unsure.
 
     Then the curve falls towards zero on the left. Calls with the same `ax` compare methods.
@@ -132,8 +134,8 @@ def regression_band(
     targets: ArrayLike | None = None,
     *,
     level: float = 0.95,
-    ax: "Axes | None" = None,
-) -> "Axes":
+    ax: Axes | None = None,
+) -> Axes:
     """Draw predictive mean and central band; a good band holds as many targets as it says.
 
     It should widen where there were no training data.
@@ -191,7 +193,7 @@ def regression_band(
     return ax
 
 
-def lppd(log_likelihood: ArrayLike, *, ax: "Axes | None" = None) -> "Axes":
+def lppd(log_likelihood: ArrayLike, *, ax: Axes | None = None) -> Axes:
     """Draw the log pointwise predictive density (LPPD) of more and more draws; higher is better.
 
     Flat at the end: more draws would not help. The distance from the single chains to all of them
@@ -249,7 +251,7 @@ def lppd(log_likelihood: ArrayLike, *, ax: "Axes | None" = None) -> "Axes":
     return ax
 
 
-def entropy(entropies: Mapping[str, ArrayLike], *, ax: "Axes | None" = None) -> "Axes":
+def entropy(entropies: Mapping[str, ArrayLike], *, ax: Axes | None = None) -> Axes:
     """Draw histograms of predictive entropies; foreign data should lie to the right of known data.
 
     Args:

@@ -1,5 +1,7 @@
 """How a run went: step size, energy error, rejected steps."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -32,7 +34,7 @@ LEAST_EVENTS = 5
 MOST_DOTS = 5_000
 
 
-def step_size(trace: Mapping[str, ArrayLike], *, ax: "Axes | None" = None) -> "Axes":
+def step_size(trace: Mapping[str, ArrayLike], *, ax: Axes | None = None) -> Axes:
     """Draw the step size of every chain; a good run ends on a level on which the chains agree.
 
     A step size that still falls at the end asks for a longer warm-up.
@@ -74,7 +76,7 @@ def step_size(trace: Mapping[str, ArrayLike], *, ax: "Axes | None" = None) -> "A
     return ax
 
 
-def energy_error(trace: Mapping[str, ArrayLike], *, ax: "Axes | None" = None) -> "Axes":
+def energy_error(trace: Mapping[str, ArrayLike], *, ax: Axes | None = None) -> Axes:
     """Draw |energy change| of the steps; a good run keeps a flat, narrow band.
 
     The band is the central 90 % over all chains and neighbouring ticks. It rises when a step size
@@ -139,8 +141,8 @@ def energy_error(trace: Mapping[str, ArrayLike], *, ax: "Axes | None" = None) ->
 
 
 def rejections(
-    trace: Mapping[str, ArrayLike], *, nominal: float | None = None, ax: "Axes | None" = None
-) -> "Axes":
+    trace: Mapping[str, ArrayLike], *, nominal: float | None = None, ax: Axes | None = None
+) -> Axes:
     """Draw how often steps were rejected; after the warm-up a good run stays near the nominal rate.
 
     Args:

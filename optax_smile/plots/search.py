@@ -1,5 +1,7 @@
 """Which step size."""
 
+from __future__ import annotations
+
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,7 +18,7 @@ if TYPE_CHECKING:
 FAR_FROM_BEST = 1.0
 
 
-def step_size_search(search: "StepSizeSearch", *, ax: "Axes | None" = None) -> "Axes":
+def step_size_search(search: StepSizeSearch, *, ax: Axes | None = None) -> Axes:
     """Draw what chains with each step size predict; a good search has its best in the middle.
 
     To the left the chains hardly leave their start, to the right they miss the posterior.

@@ -1,5 +1,7 @@
 """SGLD whose step size falls in cycles: find a mode, sample it, leave it."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import jax

@@ -1,5 +1,7 @@
 """Microcanonical Langevin Monte Carlo with full-batch gradients."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import jax

@@ -1,5 +1,7 @@
 """SGHMC with a mass per parameter, measured during the burn-in."""
 
+from __future__ import annotations
+
 from typing import Any, NamedTuple
 
 import jax

@@ -1,5 +1,7 @@
 """Stochastic gradient Hamiltonian Monte Carlo."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import jax

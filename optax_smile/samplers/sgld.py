@@ -1,5 +1,7 @@
 """Stochastic gradient Langevin dynamics, plain and with the preconditioner of RMSprop."""
 
+from __future__ import annotations
+
 from typing import Any, NamedTuple
 
 import jax

@@ -1,5 +1,7 @@
 """SGHMC whose friction adapts to noise of unknown strength: a thermostat."""
 
+from __future__ import annotations
+
 from typing import Any, NamedTuple
 
 import jax

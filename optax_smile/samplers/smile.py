@@ -1,5 +1,7 @@
 """SMILE and pSMILE: stochastic microcanonical Langevin samplers as Optax transformations."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import jax

@@ -1,5 +1,7 @@
 """Step size and decoherence length of MCLMC."""
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -192,8 +194,8 @@ def _advance(loss_fn: Callable, sampler: Any, chain: Any, step_size: jax.Array) 
 
 
 def _adapting_phase(
-    advance: Callable, chain: Any, controller: "_Controller", aim: float, steps: int
-) -> tuple[Any, "_Controller", "_Moments"]:
+    advance: Callable, chain: Any, controller: _Controller, aim: float, steps: int
+) -> tuple[Any, _Controller, _Moments]:
     """Steps that adapt their size, and the moments of the path that they take."""
 
     def adapt(carry, _):

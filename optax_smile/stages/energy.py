@@ -1,5 +1,7 @@
 """The energy error of a step, and the averages that judge the next ones."""
 
+from __future__ import annotations
+
 from typing import Any, NamedTuple
 
 import jax

@@ -3,6 +3,8 @@
 The stages tell each other nothing but this: `Evidence` of one call, and the averages behind it.
 """
 
+from __future__ import annotations
+
 from typing import Any, NamedTuple
 
 import jax

@@ -4,6 +4,8 @@ Every sampler rejects a step that ends in a non-finite number. With a `reject_qu
 rejects a step whose energy error is an outlier among those before it.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

@@ -1,5 +1,7 @@
 """One kick of the isokinetic momentum by a gradient."""
 
+from __future__ import annotations
+
 from typing import NamedTuple
 
 import jax

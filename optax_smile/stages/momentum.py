@@ -5,6 +5,8 @@ parameters along u. What becomes of u in a call lies in the space of u, e and th
 it is computed with scalars (`Heading`), and u itself is turned once (`turn`).
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -64,13 +66,13 @@ class Momentum(NamedTuple):
         uses_key: whether it draws random numbers.
     """
 
-    init: Callable[..., "MomentumState"]
+    init: Callable[..., MomentumState]
     draw: Callable[..., optax.Updates | None]
     last_drift: Callable[..., optax.Updates]
-    close: Callable[..., "Closed"]
-    open: Callable[..., "Opened"]
-    turn: Callable[..., "MomentumState"]
-    stop: Callable[..., "MomentumState"]
+    close: Callable[..., Closed]
+    open: Callable[..., Opened]
+    turn: Callable[..., MomentumState]
+    stop: Callable[..., MomentumState]
     displace: Callable[..., optax.Updates]
     uses_key: bool
 

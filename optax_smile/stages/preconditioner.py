@@ -5,6 +5,8 @@ A diagonal scale s brings it closer to that: the sampler works with the whitened
 grad U / s, and divides a displacement by s on its way back to the parameters.
 """
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple

@@ -1,5 +1,7 @@
 """The inner products of a call: one pass over the trees."""
 
+from __future__ import annotations
+
 from typing import Any, NamedTuple
 
 import jax

@@ -4,6 +4,8 @@ A tuner is a pair of functions on a state with the field `step_size_factor`; the
 step_size(count) times that factor.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
