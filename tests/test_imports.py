@@ -205,7 +205,7 @@ def public_objects():
             yield name, found
 
 
-@pytest.mark.parametrize(("name", "found"), public_objects(), ids=lambda x: str(x)[:40])
+@pytest.mark.parametrize(("name", "found"), list(public_objects()), ids=lambda x: str(x)[:40])
 def test_public_docstrings(name, found):
     """A sentence for each, and `help` that fits a page's width."""
     assert inspect.getdoc(found), name

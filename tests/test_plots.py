@@ -480,18 +480,11 @@ BAD = {
         lambda: plots.reliability(MEAN, LABELS),
         r"reliability\(probabilities=...\)` must be an array \[input, class\]",
     ),
-    "reliability, NaN": (
-        lambda: plots.reliability(with_nan(PROBABILITIES), LABELS),
-        r">= 0, got nan at \(0, 3\)",
-    ),
-    "reliability, sums": (lambda: plots.reliability(2 * PROBABILITIES, LABELS), "sum to 1"),
     "reliability, labels": (lambda: plots.reliability(PROBABILITIES, LABELS[:9]), "labels"),
     "reliability, bins": (lambda: plots.reliability(PROBABILITIES, LABELS, num_bins=0), "num_bins"),
     "risk, empty": (lambda: plots.risk_coverage(np.ones((0, 3)), []), "risk_coverage"),
     "band, mean": (lambda: plots.regression_band(None, 1.0, 1.0), r"interval\(mean=...\)"),
     "band, std": (lambda: plots.regression_band(MEAN, MEAN, -STD), r"std=...\)` must be > 0"),
-    "band, shape": (lambda: plots.regression_band(MEAN, MEAN, STD[:5]), "std"),
-    "band, level": (lambda: plots.regression_band(MEAN, MEAN, STD, level=95), "level"),
     "band, inputs": (
         lambda: plots.regression_band(np.ones((12, 2)), MEAN, STD),
         r"inputs=...\)` must be an array \[input\], not empty, got shape \(12, 2\)",

@@ -361,7 +361,11 @@ SAY = r"`predict\({}=...\)` must be "
         ({"likelihood": "bernoulli"}, "targets", r"of the shape of the mean, \(30, 5\), got \(30,"),
         ({"targets": 3}, "targets", r"arrays \[input, ...\] of 30 inputs"),
         ({"targets": list("ab" * 15)}, "targets", "numbers, got <U1"),
-        ({"snapshots": ONE[0]}, "snapshots", "an iterable of parameter trees, got dict. See"),
+        (
+            {"snapshots": ONE[0]},
+            "snapshots",
+            "an iterable of parameter trees, got dict. `Snapshots`",
+        ),
         ({"snapshots": "run"}, "snapshots", "an iterable of parameter trees, got str"),
         ({"snapshots": None}, "snapshots", "an iterable of parameter trees, got NoneType"),
         ({"snapshots": Draws(ONE), "per": "chain"}, "snapshots", "as many draws of each of the 2"),

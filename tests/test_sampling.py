@@ -208,7 +208,7 @@ def test_points_that_are_no_samples_are_traced_but_not_kept():
         exploration=0.5,
         key=jax.random.key(0),
     )
-    with pytest.warns(UserWarning, match="kept what the sampler calls a sample, with 5 of 12"):
+    with pytest.warns(UserWarning, match="kept what the sampler calls a draw, with 5 of 12"):
         got = draw(cyclical, num_warmup=0, num_draws=12, thin=1)
     marked = got.trace["is_draw"][0]
     # After call k the last accepted point is the end of step k - 1, counted from 0.

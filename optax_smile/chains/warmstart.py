@@ -121,31 +121,28 @@ def warmstart(
 
     Source: Lakshminarayanan et al. 2017; as the start of chains Sommer et al. 2024.
     """
-    for name, value in (("num_members", num_members), ("num_epochs", num_epochs)):
+    counts = {"num_members": num_members, "num_epochs": num_epochs, "patience": patience}
+    for name, value in counts.items():
         _check.whole("warmstart", name, value, 1)
-    _check.whole("warmstart", "patience", patience, 1)
     _check.number("warmstart", "checkpoint_minutes", checkpoint_minutes, ">= 0", lambda x: x >= 0)
     optimizer = optax.with_extra_args_support(optimizer)
     loss = _loop.loss_of(loss_fn, aux is not None, stochastic)
     typed: Any = _check.key("warmstart", key)
     key, loss_key = jax.random.split(typed) if stochastic else (typed, None)
     members = _begin(init_fn, optimizer, num_members, key, loss_key, aux, mesh=mesh, specs=specs)
-    train, judge = _steps(loss, optimizer, patience, validation is None)
-    train = parallel.step(train, members, mesh=mesh, per_chain=per_member)
-    judge = parallel.step(judge, members, mesh=mesh)
+    train_one, judge_one = _steps(loss, optimizer, patience, validation is None)
+    train = parallel.step(train_one, members, mesh=mesh, per_chain=per_member)
+    judge = parallel.step(judge_one, members, mesh=mesh)
     held_out = () if validation is None else parallel.place_batch(validation, mesh=mesh)
 
     def put(batch):
         return parallel.place_batch(batch, mesh=mesh, per_chain=per_member)
 
-    def check(batch):
-        def of_member(member, batch):
-            return loss(member.params, member.aux, member.key, batch)[0]
+    def loss_of_member(member, batch):
+        return loss(member.params, member.aux, member.key, batch)[0]
 
-        in_axes = (0, 0 if per_member else None)
-        losses = parallel.over_chains(of_member, mesh=mesh, in_axes=in_axes)
-        _loop.check_loss("warmstart", losses, members, batch, put, per_member, num_members)
-
+    rows = per_member, num_members
+    losses = parallel.over_chains(loss_of_member, mesh=mesh, in_axes=(0, 0 if per_member else None))
     epoch, is_stopped, is_killed, checkpoints = 0, False, False, None
     with ExitStack() as closing:
         if directory is not None:
@@ -163,13 +160,13 @@ def warmstart(
             num_batches = 0
             for num_batches, batch in enumerate(batches, 1):
                 if epoch == 0 and num_batches == 1:
-                    check(batch)
+                    _loop.check_loss("warmstart", losses, members, batch, put, *rows)
                 members = train(members, put(batch))
+            epoch += 1
             if not num_batches:
                 rule = "an iterable that yields batches in every epoch, such as a list"
-                _check.fail("warmstart", "batches", rule, f"none in epoch {epoch + 1}")
+                _check.fail("warmstart", "batches", rule, f"none in epoch {epoch}")
             members = judge(members, held_out)
-            epoch += 1
             bar.show(epoch, loss=f"{np.mean(_tree.local(members.best_loss)):.4f}")
             due = checkpoints is not None and checkpoints.is_due()
             is_stopped, is_killed, due = any_process(wish() is not None, wish() == "SIGTERM", due)
@@ -178,9 +175,7 @@ def warmstart(
         if checkpoints is not None:
             checkpoints.save(epoch, members, {"epoch": epoch})
             if is_killed:
-                raise KeyboardInterrupt(
-                    "`warmstart` was stopped by SIGTERM: run it again to go on."
-                )
+                raise KeyboardInterrupt("`warmstart` was stopped by SIGTERM: run again to go on.")
     lost = np.flatnonzero(~np.isfinite(_tree.local(members.best_loss))).tolist()
     if lost:
         rule = "one under which every member reaches a finite loss"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -101,32 +102,21 @@ def walk(snapshots: Snapshots | StoredSnapshots, num_weights: int, seed: int) ->
     starts = [_leaves(jax.tree.map(lambda x, c=c: x[c], start)) for c in range(num_chains)]
     norm, from_start = np.full((2, num_chains, num_draws), np.nan)
     moved = norm[:, 1:].copy()
-    before: list[list[np.ndarray]] = [[] for _ in range(num_chains)]
-    waiting, chosen, weights = [], None, []
-
-    def pick(leaves: list[np.ndarray]):
-        weights.append([leaves[leaf].flat[place] for leaf, place in chosen or ()])
-
-    for number, params in enumerate(snapshots):
-        draw, chain = divmod(number, num_chains)
-        leaves = _leaves(params)
-        norm[chain, draw] = _distance(leaves)
-        if starts[chain]:
-            from_start[chain, draw] = _distance(leaves, starts[chain])
+    each, before, chosen, weights = map(_leaves, snapshots), [], [], []
+    for draw, chains in enumerate(zip(*[each] * num_chains, strict=False)):
+        norm[:, draw] = [_distance(leaves) for leaves in chains]
+        if start is not None:
+            from_start[:, draw] = [_distance(*pair) for pair in zip(chains, starts, strict=True)]
         if draw:
-            moved[chain, draw - 1] = _distance(leaves, before[chain])
-        before[chain] = leaves
-        if chosen is not None:
-            pick(leaves)
-            continue
-        waiting.append(leaves)
+            moved[:, draw - 1] = [_distance(*pair) for pair in zip(chains, before, strict=True)]
         # Two draws tell which leaves move at all.
-        if number + 1 == num_chains * min(2, num_draws):
+        if draw == min(1, num_draws - 1):
             # More than are asked for, since single entries may not move.
-            chosen = _choose(waiting, num_chains, 4 * num_weights, seed)
-            for leaves in waiting:
-                pick(leaves)
-            waiting = []
+            chosen = _choose(before or chains, chains, 4 * num_weights, seed)
+            weights += [_pick(leaves, chosen) for leaves in before]
+        if chosen:
+            weights += [_pick(leaves, chosen) for leaves in chains]
+        before = chains
     series = np.array(weights, float).reshape(num_draws, num_chains, -1).swapaxes(0, 1)
     moves = (series != series[:, :1]).any(axis=(0, 1))
     return Paths(
@@ -139,19 +129,24 @@ def walk(snapshots: Snapshots | StoredSnapshots, num_weights: int, seed: int) ->
     )
 
 
-def _leaves(tree: Any) -> list[np.ndarray]:
+Leaves = list[np.ndarray]
+
+
+def _leaves(tree: Any) -> Leaves:
     return [np.asarray(leaf) for leaf in jax.tree.leaves(tree)]
 
 
+def _pick(leaves: Leaves, places: list[tuple[int, int]]) -> list[float]:
+    return [leaves[leaf].flat[place] for leaf, place in places]
+
+
 def _choose(
-    draws: list[list[np.ndarray]], num_chains: int, number: int, seed: int
+    first: Sequence[Leaves], second: Sequence[Leaves], number: int, seed: int
 ) -> list[tuple[int, int]]:
     """Choose scalars of leaves that differ between two draws, as pairs of leaf and place."""
-    pairs = list(zip(draws[:num_chains], draws[num_chains:], strict=False))
-    moves = [any(np.any(x[leaf] != y[leaf]) for x, y in pairs) for leaf in range(len(draws[0]))]
-    sizes = np.array(
-        [x.size * (move or not any(moves)) for x, move in zip(draws[0], moves, strict=True)]
-    )
+    pairs = [list(zip(x, y, strict=True)) for x, y in zip(first, second, strict=True)]
+    moves = np.any([[np.any(x != y) for x, y in pair] for pair in pairs], axis=0)
+    sizes = np.array([leaf.size for leaf in first[0]]) * (moves | ~moves.any())
     ends, total = np.cumsum(sizes), int(sizes.sum())
     places = np.random.default_rng(seed).choice(total, min(number, total), replace=False)
     leaves = np.searchsorted(ends, places, side="right")
@@ -159,7 +154,7 @@ def _choose(
     return [(int(leaf), int(at - firsts[leaf])) for leaf, at in zip(leaves, places, strict=True)]
 
 
-def _distance(leaves: list[np.ndarray], others: list[np.ndarray] | None = None) -> float:
+def _distance(leaves: Leaves, others: Leaves | None = None) -> float:
     """Norm of the difference, in float64."""
     total = 0.0
     for index, leaf in enumerate(leaves):

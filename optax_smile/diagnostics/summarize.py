@@ -50,6 +50,12 @@ def summary(
 
     Cost: a millisecond per chain and prediction, and a pass over the draws, which need not fit into
     memory.
+
+    Example:
+        >>> import numpy as np, optax_smile
+        >>> draws = optax_smile.Snapshots(np.random.default_rng(0).normal(size=(2, 40, 3)))
+        >>> optax_smile.diagnostics.summary(draws).findings
+        ()
     """
     _check.whole("summary", "max_inputs", max_inputs, 1)
     _check.whole("summary", "seed", seed, 0)

@@ -103,9 +103,11 @@ def read_header(file: Path) -> dict[str, Any]:
 
 def read_arrays(file: Path) -> dict[str, np.ndarray]:
     """Read the arrays of a file and test its checksum."""
-    checksum = read_header(file)["checksum"]
+    safetensors = import_safetensors()
     try:
-        arrays = import_safetensors().numpy.load_file(file)
+        with safetensors.safe_open(file, framework="numpy") as content:
+            checksum = json.loads(content.metadata()["optax_smile"])["checksum"]
+            arrays = {name: content.get_tensor(name) for name in content.keys()}
     except Exception as error:
         raise _damaged(file, error) from error
     if _checksum(arrays) != checksum:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -30,6 +31,20 @@ class Likelihood(NamedTuple):
             shape of the mean, to split uncertainty by instead.
         check: `check(outputs, targets)` raises a ValueError where the targets (or None) do not fit
             the outputs, whose shapes and dtypes it gets.
+
+    Example:
+        >>> import jax, optax_smile
+        >>> poisson = optax_smile.Likelihood(
+        ...     mean=jax.numpy.exp,
+        ...     log_density=lambda log_rate, count: jax.scipy.stats.poisson.logpmf(
+        ...         count, jax.numpy.exp(log_rate)
+        ...     ),
+        ...     variance=jax.numpy.exp,
+        ... )
+        >>> optax_smile.predict(
+        ...     lambda params, x: x * params, [0.0], jax.numpy.ones(2), likelihood=poisson
+        ... ).mean.tolist()
+        [1.0, 1.0]
     """
 
     mean: Callable[[Any], Any] | None
@@ -43,7 +58,7 @@ def _fail(argument: str, rule: str, got: str):
     _check.fail("predict", argument, rule, got)
 
 
-def _check_logits(outputs: Any, targets: Any, name: str, axes: str, smallest_label: int = 0):
+def _check_logits(name: str, axes: str, smallest_label: int, outputs: Any, targets: Any):
     """Require logits `axes` and the integer labels that go with them."""
     if not hasattr(outputs, "shape") or len(outputs.shape) != axes.count(",") + 1:
         rule = f"one that fits the outputs; {name!r} takes logits {axes}"
@@ -58,14 +73,6 @@ def _check_logits(outputs: Any, targets: Any, name: str, axes: str, smallest_lab
     if targets.size and not smallest_label <= targets.min() <= targets.max() < num_classes:
         rule = f"classes from {smallest_label} to {num_classes - 1}"
         _fail("targets", rule, f"{targets.min()} to {targets.max()}")
-
-
-def _check_categorical(outputs: Any, targets: Any):
-    _check_logits(outputs, targets, "categorical", "[input, class]")
-
-
-def _check_tokens(outputs: Any, targets: Any):
-    _check_logits(outputs, targets, "tokens", "[input, token, class]", smallest_label=-1)
 
 
 def _check_bernoulli(outputs: Any, targets: Any):
@@ -149,7 +156,7 @@ NAMED = {
         jax.nn.softmax,
         _categorical_log_density,
         entropy=_categorical_entropy,
-        check=_check_categorical,
+        check=partial(_check_logits, "categorical", "[input, class]", 0),
     ),
     "bernoulli": Likelihood(
         jax.nn.sigmoid, _bernoulli_log_density, entropy=_bernoulli_entropy, check=_check_bernoulli
@@ -160,5 +167,9 @@ NAMED = {
         variance=_gaussian_variance,
         check=_check_gaussian,
     ),
-    "tokens": Likelihood(None, _tokens_log_density, check=_check_tokens),
+    "tokens": Likelihood(
+        None,
+        _tokens_log_density,
+        check=partial(_check_logits, "tokens", "[input, token, class]", -1),
+    ),
 }

@@ -54,10 +54,11 @@ def predict(
         curve: numbers of snapshots, ascending, after which the average so far is told, too. They
             come draw by draw: of 4 chains, 8 are two draws of each.
         per: `"draw"`: also what each draw predicts, `"chain"`: also the average of each chain; in
-            host memory.
-        mesh: devices, see `parallel.place`: the axis `"chain"` takes as many snapshots at a time,
-            the axis `"data"` spreads the inputs.
-        specs: how the parameters of one snapshot are sharded, see `parallel.place`.
+            host memory, as the `Outcome` `each`.
+        mesh: devices: the axis `"chain"` takes as many snapshots at a time, the axis `"data"`
+            spreads the inputs; None: where JAX puts arrays.
+        specs: a tree of `jax.P` like one snapshot that tells how each array is sharded over the
+            other axes of the mesh; None: not at all.
 
     Returns:
         A `Prediction`.
@@ -90,7 +91,7 @@ def predict(
     wrong = isinstance(snapshots, (Mapping, str, os.PathLike))
     if wrong or not hasattr(snapshots, "__iter__"):
         rule = "an iterable of parameter trees"
-        remedy = "See `Snapshots`, `Snapshots.from_members` and `load_snapshots`."
+        remedy = "`Snapshots`, `Snapshots.from_members` and `load_snapshots` give some."
         _check.fail("predict", "snapshots", rule, type(snapshots).__name__, remedy)
     if list(curve) != sorted(set(curve)):
         _check.fail("predict", "curve", "ascending", curve)

@@ -11,6 +11,15 @@ class Outcome(NamedTuple):
         variance: of the predictive distribution, `[input, ...]`.
         entropy: of the predictive distribution, nats, `[input, ...]`.
         log_density: log likelihood of each target, nats, `[input, ...]`.
+
+    Example:
+        >>> import numpy as np, optax_smile
+        >>> draws = optax_smile.Snapshots(np.zeros((2, 5)))
+        >>> prediction = optax_smile.predict(
+        ...     lambda params, x: x * params, draws, np.ones(4), likelihood="bernoulli", per="draw"
+        ... )
+        >>> isinstance(prediction.each, optax_smile.Outcome), prediction.each.mean.shape
+        (True, (2, 5, 4))
     """
 
     mean: Any
@@ -20,7 +29,7 @@ class Outcome(NamedTuple):
 
 
 class Prediction(NamedTuple):
-    """Average over all snapshots, NumPy arrays.
+    """Average over all snapshots, NumPy arrays, as `predict` gives it.
 
     Attributes:
         mean: predictive mean or class probabilities, `[input, ...]`; None for `"tokens"`.
@@ -33,9 +42,9 @@ class Prediction(NamedTuple):
         epistemic: their difference, at least 0, what more data would resolve: the mutual
             information of target and parameters, or the variance of the means of the snapshots.
         uncertainty: what they are: `"entropy"`, `"variance"`, or None.
-        each: with `per`, an `Outcome` of single draws, arrays `[chain, draw, input, ...]`, or of
-            the averages of single chains, `[chain, input, ...]`: fields `mean`, `variance`,
-            `entropy` and `log_density`, the uncertainties those of a draw or in total of a chain.
+        each: with `per`, an `optax_smile.Outcome` of single draws, arrays
+            `[chain, draw, input, ...]`, or of the averages of single chains, `[chain, input, ...]`;
+            its uncertainties are those of a draw, or in total of a chain.
         curve: with `curve`, a `Prediction` for each of these numbers of snapshots, without
             `each`.
     """

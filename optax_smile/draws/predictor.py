@@ -24,8 +24,8 @@ PER = ("chain", "draw")
 class Predictor:
     """The average of `predict` in pieces: `update` with each snapshot, `finalize` at any time.
 
-    For loops that keep no snapshots. Arguments as of `predict`; `num_chains` is how many chains the
-    snapshots come from, draw by draw: for `per`, and to name a draw in an error.
+    For loops that keep no snapshots. Arguments and errors as of `predict`; `num_chains` is how many
+    chains the snapshots come from, draw by draw: for `per`, and to name a draw in an error.
 
     Example:
         >>> import jax.numpy as jnp, optax_smile
@@ -92,7 +92,12 @@ class Predictor:
         self.count, self._waiting, self._first, self._averages, self._draws = 0, [], None, [], []
 
     def update(self, params: optax.Params):
-        """Take one snapshot in: a parameter tree."""
+        """Take one snapshot in: a parameter tree.
+
+        Raises:
+            ValueError: another tree than the first, or one whose outputs the likelihood cannot read
+                or the targets do not fit.
+        """
         if self._first is None:
             self._first = jax.eval_shape(lambda x: x, params)
             self._require_fit(self._first)
@@ -104,7 +109,12 @@ class Predictor:
             self._evaluate()
 
     def finalize(self) -> Prediction:
-        """Give the average over the snapshots so far; more may follow."""
+        """Give the average over the snapshots so far, a `Prediction`; more may follow.
+
+        Raises:
+            ValueError: no snapshot, or none of some chain where `per` asks for each; predictions
+                that are not finite, naming chain and draw.
+        """
         if self.per is not None and self.count % cast(int, self.num_chains):
             rule = f"as many draws of each of the {self.num_chains} chains"
             _check.fail("predict", "snapshots", rule, f"{self.count}")

@@ -71,15 +71,10 @@ def f1(probabilities: ArrayLike, labels: ArrayLike) -> float:
     Per class 2 · (labels predicted) / (labels + predictions), a plain mean over the classes that
     occur in either ("macro"); a class that is never predicted rightly has 0.
 
-    Args:
-        probabilities: of the classes, `[input, class]`, >= 0, rows that sum to 1.
-        labels: true classes, integers `[input]`.
+    Arguments and errors as of `accuracy`.
 
     Returns:
         In [0, 1].
-
-    Raises:
-        ValueError: no inputs, probabilities or labels that are none.
 
     Example:
         >>> round(f1([[0.9, 0.1], [0.8, 0.2], [0.3, 0.7]], [0, 1, 1]), 3)
@@ -136,15 +131,10 @@ def auroc(probabilities: ArrayLike, labels: ArrayLike) -> float:
 def brier(probabilities: ArrayLike, labels: ArrayLike) -> float:
     """Squared distance to the one-hot label, summed over classes; lower is better.
 
-    Args:
-        probabilities: of the classes, `[input, class]`, >= 0, rows that sum to 1.
-        labels: true classes, integers `[input]`.
+    Arguments and errors as of `accuracy`.
 
     Returns:
         In [0, 2].
-
-    Raises:
-        ValueError: no inputs, probabilities or labels that are none.
 
     Example:
         >>> brier([[1.0, 0.0], [1.0, 0.0]], [0, 1])
@@ -247,15 +237,10 @@ def risk_coverage(probabilities: ArrayLike, labels: ArrayLike) -> RiskCoverage:
     Inputs sorted by falling probability of the predicted class; risk `k` is the share of wrong ones
     among the first `k`, in expectation over random orders of equal confidences.
 
-    Args:
-        probabilities: of the classes, `[input, class]`, >= 0, rows that sum to 1.
-        labels: true classes, integers `[input]`.
+    Arguments and errors as of `accuracy`.
 
     Returns:
         A `RiskCoverage`.
-
-    Raises:
-        ValueError: no inputs, probabilities or labels that are none.
 
     Example:
         >>> risk_coverage([[0.9, 0.1], [0.8, 0.2]], [0, 1]).risk

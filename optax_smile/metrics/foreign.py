@@ -44,16 +44,10 @@ def fpr95(inside: ArrayLike, outside: ArrayLike) -> float:
     Inside counts as positive: the threshold is the smallest score with at least 95 % of `inside` at
     or below it, the result the share of `outside` at or below it.
 
-    Args:
-        inside: a score that is higher for foreign inputs, such as `entropy`, of inputs like the
-            training data, `[input]`.
-        outside: the same score of other inputs, `[input]`.
+    Arguments and errors as of `ood_auroc`.
 
     Returns:
         A share, in [0, 1]; .95 is chance.
-
-    Raises:
-        ValueError: another shape, no inputs, NaN.
 
     Example:
         >>> fpr95(range(100), [93, 94, 95, 96])

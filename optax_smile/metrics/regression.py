@@ -116,15 +116,10 @@ def coverage(lower: ArrayLike, upper: ArrayLike, targets: ArrayLike) -> float:
 def interval_width(lower: ArrayLike, upper: ArrayLike) -> float:
     """Mean width of intervals; lower is better at equal `coverage`.
 
-    Args:
-        lower: lower ends `[input]`, as of `interval`.
-        upper: upper ends `[input]`.
+    Arguments and errors as of `coverage`.
 
     Returns:
         In units of the target.
-
-    Raises:
-        ValueError: shapes that differ, no inputs, NaN.
 
     Example:
         >>> interval_width([0.0, 0.0], [1.0, 3.0])
@@ -141,8 +136,8 @@ def crps(mean: ArrayLike, std: ArrayLike, targets: ArrayLike) -> float:
     distribution function, X and X' independent draws from it, y the target; in closed form.
 
     Args:
-        mean: `[input]` of a normal, or `[draw, input]` of a mixture of normals in equal parts.
-        std: of the same shape, a scalar or `[draw, 1]`, > 0.
+        mean: as of `interval`, `[input]` or `[draw, input]`.
+        std: as of `interval`.
         targets: what was observed, `[input]`.
 
     Returns:
