@@ -26,8 +26,9 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "optax_smile"
 # Seconds after which a test counts as hanging.
 LONGEST = 300
-# What pytest's exit status says; all else is no verdict.
-VERDICTS = {0: "survived", 1: "caught"}
+# Pytest's exit status; all else is no verdict.
+PASSED, FAILED = "passed", "failed"
+STATUS = {0: PASSED, 1: FAILED}
 
 # "# file | tests", and for each defect "= what is broken | -k expression", with "| survives" where
 # no fast test catches it yet; then the lines of the old text and those of the new one.
@@ -328,7 +329,7 @@ class Copy:
         except subprocess.TimeoutExpired:
             return f"no end within {LONGEST} s", []
         failed = re.findall(r"^(?:FAILED|ERROR) \S+?::(.+?)(?: - .*)?$", done.stdout, re.MULTILINE)
-        return VERDICTS.get(done.returncode, f"pytest ended with {done.returncode}"), failed
+        return STATUS.get(done.returncode, f"pytest ended with {done.returncode}"), failed
 
     def judge(self, mutation: Mutation) -> dict[str, Any]:
         """Try one mutation."""
@@ -339,10 +340,11 @@ class Copy:
             result, failed = self.test(mutation.tests, mutation.expression)
         finally:
             path.write_text(whole)
-        told = {"file": str(path.relative_to(self.package)), "result": result, "by": failed}
-        if result not in VERDICTS.values():
-            told |= {"result": "broken", "reason": result}
-        return told | {"seconds": round(time.monotonic() - begun, 1)}
+        told: dict[str, Any] = {"file": str(path.relative_to(self.package))}
+        told["result"] = {PASSED: "survived", FAILED: "caught"}.get(result, "broken")
+        if told["result"] == "broken":
+            told["reason"] = result
+        return told | {"by": failed, "seconds": round(time.monotonic() - begun, 1)}
 
 
 def main():
@@ -364,14 +366,15 @@ def main():
         for tests in dict.fromkeys(one.tests for one in chosen):
             wanted = dict.fromkeys(f"({one.expression})" for one in chosen if one.tests == tests)
             sound[tests] = copy.test(tests, " or ".join(wanted))
-            print(f"unmutated: {tests} {sound[tests]} {time.monotonic() - begun:.0f} s", flush=True)
+            seconds = time.monotonic() - begun
+            print("unmutated:", tests, *sound[tests], f"{seconds:.0f} s", flush=True)
         for one in chosen:
             told: dict[str, Any] = {"name": one.name, "tests": f"{one.tests} -k '{one.expression}'"}
             try:
                 told |= copy.judge(one)
             except LookupError as error:
                 told |= {"result": "broken", "reason": str(error)}
-            if sound[one.tests][0] != "survived":
+            if sound[one.tests][0] != PASSED:
                 told |= {"result": "broken", "reason": f"unmutated: {sound[one.tests]}"}
             print(json.dumps(told), flush=True)
             if given.output is not None:
