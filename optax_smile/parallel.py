@@ -78,15 +78,10 @@ def shardings(tree: Any, *, mesh: Mesh | None = None, specs: Any = None) -> Any:
     """Tell where `place` puts each array.
 
     Args:
-        tree: arrays `[chain, ...]` or their shapes.
-        mesh: see `place`.
-        specs: see `place`.
+        tree: arrays `[chain, ...]` or their shapes. Other arguments and errors as `place`.
 
     Returns:
         A tree like `tree` of `NamedSharding`; None without a mesh.
-
-    Raises:
-        ValueError: see `place`.
     """
     check_mesh("place", mesh, num_chains("place", tree, "tree"))
     if mesh is None:
@@ -112,7 +107,7 @@ def place_batch(
     Args:
         batch: arrays `[example, ...]`, the same in every process; `[chain, example, ...]` with
             `per_chain`. JAX arrays that lie on several devices already stay as they are.
-        mesh: see `place`; None does nothing.
+        mesh: devices; None does nothing.
         per_chain: whether each chain has examples of its own.
         stacked: whether an axis of calls stands before the examples, `[call, example, ...]` or
             `[chain, call, example, ...]`.
@@ -146,7 +141,7 @@ def over_chains(function: Callable, *, mesh: Mesh | None = None, in_axes: Any = 
 
     Args:
         function: of arrays of one chain.
-        mesh: see `place`.
+        mesh: devices, or None.
         in_axes: for each argument 0 or None, as for `jax.vmap`: whether it has a chain axis.
 
     Returns:
@@ -175,8 +170,9 @@ def init(
     Args:
         sampler: or any other Optax transformation.
         params: placed parameters `[chain, ...]`, such as `place` returns.
-        mesh: see `place`.
-        specs: see `place`; arrays of the state that are like parameters are sharded like them.
+        mesh: devices, or None.
+        specs: of the parameters, as `place` takes them; arrays of the state that are like
+            parameters are sharded like them.
         key: JAX key or seed, from which the `key` of each chain's state is made, if it has one;
             None leaves them as the sampler made them.
 
@@ -254,7 +250,7 @@ def step(
         function: `function(carry, batch)` of one chain; gives the next carry.
         carry: placed parameters, state and what else travels from step to step, every leaf
             `[chain, ...]`. Its shardings are those of every later carry.
-        mesh: see `place`. Chains on different devices need no communication; what is sharded
+        mesh: devices, or None. Chains on different devices need no communication; what is sharded
             inside a chain, batch or parameters, is the compiler's.
         per_chain: whether each chain has a batch of its own.
 

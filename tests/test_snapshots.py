@@ -190,7 +190,7 @@ def test_errors_of_load_snapshots(tmp_path):
         optax_smile.load_snapshots(tmp_path, like=other)
     manifest = json.loads((tmp_path / "manifest.json").read_text())
     (tmp_path / "manifest.json").write_text(json.dumps(manifest | {"format": 99}))
-    with pytest.raises(ValueError, match=start_form + ".* format 1, got format 99 in .*manifest"):
+    with pytest.raises(ValueError, match=start_form + ".* format 2, got format 99 in .*manifest"):
         optax_smile.load_snapshots(tmp_path)
     (tmp_path / "manifest.json").write_text("{")
     with pytest.raises(ValueError, match=start_form + ".* readable manifest.json, got .*manifest"):

@@ -10,6 +10,7 @@ import optax
 
 from optax_smile import _check, _settings, _tree, potential
 from optax_smile.samplers import _langevin
+from optax_smile.samplers._call import StepSize
 
 FRICTION = 0.05
 # A step loses at most all of its velocity: beyond it would turn round, beyond twice that it grows.
@@ -29,7 +30,7 @@ class Thermostat(NamedTuple):
 
 @_settings.recorded
 def sgnht(
-    step_size: float | jax.Array | optax.Schedule,
+    step_size: StepSize,
     *,
     num_data: float | jax.Array,
     prior_precision: Any = 1.0,
@@ -56,19 +57,9 @@ def sgnht(
     Args:
         step_size: eps > 0, about how far one parameter moves in a step, see `sghmc`: a number or
             an Optax schedule of the number of steps.
-        num_data: see `sgld`; likewise the arguments not named here.
-        prior_precision: see `sgld`.
-        prior_mean: see `sgld`.
-        temperature: see `sgld`.
         friction: share f of the velocity that the noise which is added makes up for, in (0, 1);
             xi starts there.
-        key: see `sgld`.
-
-    Returns:
-        An Optax transformation, see `sgld`.
-
-    Raises:
-        ValueError: see `sgld`.
+        key: JAX key or seed. Other arguments, what is returned and errors as `sgld`.
 
     Cost: as `sgld`, and one scalar of state more.
 

@@ -16,7 +16,7 @@ import optax
 from optax_smile import _check, _tree
 from optax_smile.stages.energy import EnergyAverages, EnergyError, quantile, settled
 
-RESET_MOMENTA = ("zero", "refresh")
+REJECT_MOMENTA = ("zero", "refresh")
 # A few non-finite inputs are accidents of a batch; from the fifth in a row the step may be to
 # blame and is halved, down to a sixteenth, until a hundred good calls have passed.
 TOLERATED_NONFINITE = 4
@@ -73,7 +73,7 @@ def guardrail(
     reject_momentum: str = "zero",
     has_key: bool = False,
 ) -> Guardrail:
-    """Undo non-finite steps, and with a quantile those whose energy error is an outlier.
+    """Reject non-finite steps, and with a quantile those whose energy error is an outlier.
 
     Args:
         where: name of the sampler, for errors.
@@ -108,7 +108,7 @@ def check(where: str, reject_quantile: float | None, reject_momentum: str, has_k
     """Require a probability or None, a known momentum, and a key to draw it with."""
     if reject_quantile is not None:
         _check.probability(where, "reject_quantile", reject_quantile)
-    _check.choice(where, "reject_momentum", reject_momentum, RESET_MOMENTA)
+    _check.choice(where, "reject_momentum", reject_momentum, REJECT_MOMENTA)
     if reject_momentum == "refresh" and not has_key:
         _check.fail(where, "key", 'a JAX key for reject_momentum="refresh"', None)
 
