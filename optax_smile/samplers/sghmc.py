@@ -47,7 +47,8 @@ def sghmc(
         friction: share f of the velocity that a step loses, in (0, 1).
         friction_step: `"euler"`, as published, or `"exact"`, which solves the Ornstein-Uhlenbeck
             process of friction and noise: 2 f - f^2 in place of 2 f. With `"euler"` the velocity
-            has variance 1 / (1 - f / 2) instead of 1.
+            has variance 1 / (1 - f / 2) instead of 1 and the parameters the right one for small
+            steps; with `"exact"` the velocity has 1, the parameters 1 - f / 2 times theirs.
         gradient_noise: variance V of the mini-batch gradient of U in each parameter, >= 0.
         key: JAX key or seed. Other arguments, what is returned and errors as `sgld`.
 
