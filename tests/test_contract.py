@@ -389,6 +389,9 @@ def test_multi_steps_samples_with_mean_gradient_and_last_value(case, no_jit):
     inner = make(case)
     tx = optax.MultiSteps(inner, every_k_schedule=2)
     params, state = PARAMS, tx.init(PARAMS)
+    with jax.disable_jit(False):
+        update = functools.partial(tx.update, value=jnp.float32(1))
+        assert types(jax.eval_shape(update, PARAMS, state, PARAMS)[1]) == types(state)
     expected_params, expected_state = PARAMS, inner.init(PARAMS)
     for call in (0, 2, 6):
         grads = [jax.grad(mean_loss)(params, batch(call + i)) for i in range(2)]
@@ -407,14 +410,6 @@ def test_multi_steps_samples_with_mean_gradient_and_last_value(case, no_jit):
         last_accepted(state, params),
         last_accepted(expected_state, expected_params),
     )
-
-
-@rich_cases
-def test_multi_steps_under_jit(case):
-    tx = optax.MultiSteps(make(case), every_k_schedule=2)
-    state = tx.init(PARAMS)
-    update = functools.partial(tx.update, value=jnp.float32(1))
-    assert types(jax.eval_shape(update, PARAMS, state, PARAMS)[1]) == types(state)
 
 
 @rich_cases
@@ -549,19 +544,13 @@ def test_half_precision_gradients_give_full_precision_updates(case, dtype, no_ji
 def test_donated_buffers(case):
     key = jax.random.key(0)
     tx = make(case, key=key) if accepts(CASES[case][0], "key") else make(case)
-    first = jax.tree.map(jnp.copy, PARAMS)
-    start = first, tx.init(first)
-    step = jax.jit(
-        lambda tree: jax.tree.map(lambda x: x | True if x.dtype == bool else x + 1, tree),
-        donate_argnums=0,
-    )
-    expected = run(compiled(case), *jax.tree.map(jnp.copy, start), range(2))
+    start = jax.tree.map(jnp.copy, PARAMS)
+    start = start, tx.init(start)
+    step = jax.jit(lambda x: jax.tree.map(lambda x: x * jnp.ones_like(x), x), donate_argnums=0)
     # No buffer twice, none of the user's: XLA refuses the one, and takes the other away.
     jax.block_until_ready(step(start))
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(start))
     assert 0 < jax.random.uniform(key) < 1
-    again = make(case, key=key) if accepts(CASES[case][0], "key") else tx
-    assert_equal(run(compiled(case), PARAMS, again.init(PARAMS), range(2)), expected)
 
 
 @rich_cases

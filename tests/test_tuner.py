@@ -144,12 +144,6 @@ def test_averages_are_bias_corrected_exponential_averages():
     np.testing.assert_array_equal(got.num_energies, np.arange(1, 501))
 
 
-def test_first_energy_is_the_mean():
-    got = observe_all(known([-3.5]))
-    np.testing.assert_allclose(got.energy_mean, [3.5], rtol=1e-5)
-    np.testing.assert_allclose(got.energy_std, [0], atol=1e-5)
-
-
 @pytest.mark.parametrize("jump", [-1e9, 1e9, 1e30, 3e38])
 def test_a_jump_enters_with_three_times_the_threshold(jump):
     rng = np.random.default_rng(1)
@@ -210,27 +204,19 @@ def test_an_energy_is_unknown_where_a_number_is_not_finite():
         assert not bool(error.known) and bool(error.finite)
 
 
-@pytest.mark.parametrize("jump", [1e3, 1e6, 1e12, 1e18, 1e25, 3e38])
+@pytest.mark.parametrize("jump", [1e3, 1e6, 1e12, 1e18, 1e20, 1e25, 3e38])
 @pytest.mark.parametrize("at", range(10))
 def test_a_jump_among_the_first_energies_is_no_trap(jump, at):
     """It may make the test lenient, but never one that takes every later step for an outlier."""
     energies = np.random.default_rng(at).gamma(2.0, 1.0, 3000)
     energies[at] = jump
     got = observe_all(known(energies))
+    # The square of some overflows.
+    assert np.all(np.isfinite(got.energy_mean)) and np.all(np.isfinite(got.energy_std))
     thresholds = np.asarray(measured.quantile(got, REJECT_QUANTILE))
     outliers = energies[10:] > thresholds[9:-1]
     # At most one in five of any hundred steps: .02 is the rate of the settled averages.
     assert outliers[:2900].reshape(-1, 100).mean(1).max() <= 0.2
-
-
-@pytest.mark.parametrize("jump", [1e18, 1e20, 1e25, 3e38])
-@pytest.mark.parametrize("at", [0, 1, 9])
-def test_a_jump_whose_square_overflows_leaves_finite_averages(jump, at):
-    energies = np.random.default_rng(at).gamma(2.0, 1.0, 100)
-    energies[at] = jump
-    got = observe_all(known(energies))
-    assert np.all(np.isfinite(got.energy_mean))
-    assert np.all(np.isfinite(got.energy_std))
 
 
 @pytest.mark.parametrize("jump", [1e3, 1e6])
