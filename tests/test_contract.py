@@ -646,13 +646,14 @@ def through_numpy(state, folder):
 @rich_cases
 def test_save_and_restore_is_exact(case, tmp_path):
     tx, step = make(case), compiled(case)
-    halfway = run(step, PARAMS, tx.init(PARAMS), range(9))
-    expected = run(step, *halfway, range(9, CALLS))
+    params, state = halfway = run(step, PARAMS, tx.init(PARAMS), range(9))
+    expected = run(step, params, state, range(9, CALLS))
     for round_trip in (through_orbax, through_numpy):
         restored = round_trip(halfway, tmp_path)
         assert types(restored) == types(halfway)
         assert_equal(restored, halfway)
-    assert_equal(run(step, *restored, range(9, CALLS)), expected)
+    params, state = restored
+    assert_equal(run(step, params, state, range(9, CALLS)), expected)
 
 
 @rich_cases

@@ -350,7 +350,7 @@ def test_threshold_is_that_of_the_energies_before_the_step(name):
 
 @pytest.mark.parametrize("name", ["psmile", "smile_naive"])
 def test_naive_forms_and_no_quantile_keep_an_outlier(name):
-    arguments = {"reject_quantile": None} if name in GUARDED else {}
+    arguments: Any = {"reject_quantile": None} if name in GUARDED else {}
     tx, update = build(name, **arguments)
     grads, values = draw_inputs(7, 41)
     values[30] = HUGE
