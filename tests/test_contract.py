@@ -45,6 +45,12 @@ last_accepted: Any = optax_smile.last_accepted
 
 # A step size of the user's, a tuner and a guardrail that need energies.
 PUBLISHED: Any = PAPER | {"integrator": "leapfrog"}
+# What is enough of samplers that share a driver; between smile and psmile any two choices meet.
+ENOUGH = {
+    "smile": ["leapfrog", "minimal_norm-own", "leapfrog-random"],
+    "psmile": ["minimal_norm", "leapfrog-own", "minimal_norm-random"],
+    **dict.fromkeys(["smile_naive", "psmile_naive", "mclmc"], ["minimal_norm-random"]),
+}
 # Neither.
 OWN_STEP_SIZE = {
     "step_size": None,
@@ -96,10 +102,20 @@ CASES = {
     for name, fn in SAMPLERS.items()
     for label, options in find_cases(fn)
 }
-PLAIN = [f"{name}-{next(find_cases(fn))[0]}" for name, fn in SAMPLERS.items()]
-RICH = [f"{name}-{list(find_cases(fn))[-1][0]}" for name, fn in SAMPLERS.items()]
-every_case = pytest.mark.parametrize("case", CASES)
-scheduled_cases = pytest.mark.parametrize("case", [case for case in CASES if "own" not in case])
+LABELS = {
+    name: ENOUGH.get(name, [label for label, _ in find_cases(fn)]) for name, fn in SAMPLERS.items()
+}
+PLAIN = [f"{name}-{labels[0]}" for name, labels in LABELS.items()]
+RICH = [f"{name}-{labels[-1]}" for name, labels in LABELS.items()]
+
+
+def marked(case):
+    """The other combinations are nightly."""
+    name, label = case.split("-", 1)
+    return pytest.param(case, marks=() if label in LABELS[name] else pytest.mark.nightly)
+
+
+every_case = pytest.mark.parametrize("case", list(map(marked, CASES)))
 outer_cases = pytest.mark.parametrize("case", sorted({*PLAIN, *RICH}))
 plain_cases = pytest.mark.parametrize("case", PLAIN)
 rich_cases = pytest.mark.parametrize("case", RICH)
@@ -192,17 +208,18 @@ def test_init_needs_shapes_only(case):
 
 @every_case
 def test_jit_equals_eager(case):
+    """At the start, at a number that is not finite, at an outlier, and right after each."""
     tx = make(case)
-    state = tx.init(PARAMS)
-    eager = functools.partial(advance, tx)
-    random = "random" in case
-    calls = range(8 if random else CALLS)
-    with jax.disable_jit() if random else contextlib.nullcontext():
-        expected = run(eager, PARAMS, state, calls)
-    actual = run(compiled(case), PARAMS, state, calls)
-    assert_close(actual, expected)
-    chex.assert_trees_all_close(actual[0], expected[0], rtol=0, atol=1e-5)
-    assert optax_smile.stats(actual[1])["num_nonfinite"] == 1
+    params, state = PARAMS, tx.init(PARAMS)
+    for call in range(CALLS):
+        actual = compiled(case)(params, state, batch(call))
+        if call in (0, 1, NAN_CALL, NAN_CALL + 1, OUTLIER_CALL, OUTLIER_CALL + 1):
+            with jax.disable_jit():
+                expected = advance(tx, params, state, batch(call))
+            assert_close(actual, expected)
+            chex.assert_trees_all_close(actual[0], expected[0], rtol=0, atol=1e-5)
+        params, state = actual
+    assert optax_smile.stats(state)["num_nonfinite"] == 1
 
 
 @every_case
@@ -271,7 +288,7 @@ def test_missing_value_warns_once_per_trace(case):
 
 
 @plain_cases
-def test_unknown_extra_args_change_nothing(case):
+def test_unknown_extra_args_change_nothing(case, no_jit):
     tx = make(case)
     state = tx.init(PARAMS)
     expected = tx.update(PARAMS, state, PARAMS, value=2.0)
@@ -279,7 +296,7 @@ def test_unknown_extra_args_change_nothing(case):
     assert_equal(actual, expected)
 
 
-@scheduled_cases
+@outer_cases
 def test_schedule_is_read_once_per_step(case, no_jit):
     def schedule(count):
         return 1e-2 / (1 + count)
@@ -299,7 +316,7 @@ def test_schedule_is_read_once_per_step(case, no_jit):
 
 
 @plain_cases
-def test_a_schedule_may_touch_zero(case):
+def test_a_schedule_may_touch_zero(case, no_jit):
     changes = {"tuner": None} if accepts(CASES[case][0], "tuner") else {}
     tx = make(case, step_size=lambda count: jnp.where(count % 3 == 0, 0, 1e-2), **changes)
     params, state = run(functools.partial(advance, tx), PARAMS, tx.init(PARAMS), range(5))
@@ -308,15 +325,14 @@ def test_a_schedule_may_touch_zero(case):
 
 
 @plain_cases
-def test_a_leaf_without_gradient_takes_no_long_steps(case):
+def test_a_leaf_without_gradient_takes_no_long_steps(case, no_jit):
     """Such as the bias of a dead unit: averages over its gradients are exactly zero."""
     tx = make(case, prior_precision=0.0)
-    step: Any = jax.jit(tx.update)
     params, state = PARAMS, tx.init(PARAMS)
     for call in range(5):
         grads = jax.grad(mean_loss)(params, batch(call if call < NAN_CALL else 0))
         grads["layer"]["b"] = jnp.zeros(8)
-        updates, state = step(grads, state, params, value=1.0)
+        updates, state = tx.update(grads, state, params, value=1.0)
         params = apply_updates(params, updates)
         lengths = {name: jnp.abs(x).max() for name, x in updates["layer"].items()}
         assert lengths["b"] <= 100 * lengths["w"]
@@ -329,11 +345,12 @@ def injected(case, **changes):
     return build(optax.inject_hyperparams(fn, static_args=static), **options | changes)
 
 
-@outer_cases
-def test_inject_hyperparams_changes_nothing(case, no_jit):
-    tx, inner = injected(case), make(case)
-    expected = run(functools.partial(advance, inner), PARAMS, inner.init(PARAMS), range(6))
-    params, state = run(functools.partial(advance, tx), PARAMS, tx.init(PARAMS), range(6))
+@rich_cases
+def test_inject_hyperparams_changes_nothing(case):
+    tx = injected(case)
+    expected = run(compiled(case), PARAMS, make(case).init(PARAMS), range(6))
+    with jax.disable_jit():
+        params, state = run(functools.partial(advance, tx), PARAMS, tx.init(PARAMS), range(6))
     assert_close((params, state.inner_state), expected)
     assert_equal(optax_smile.stats(state), optax_smile.stats(state.inner_state))
     assert_close(last_accepted(state, params), state.inner_state.last_accepted(params))
@@ -342,30 +359,39 @@ def test_inject_hyperparams_changes_nothing(case, no_jit):
 
 @plain_cases
 def test_inject_hyperparams_sets_the_step_size_under_jit(case):
+    """The step size comes out of a program in which it is an argument: of init, the smallest."""
     tx = injected(case)
-    update: Any = jax.jit(tx.update)
-    _, state = update(PARAMS, tx.init(PARAMS), PARAMS, value=1.0)
-    state = optax.tree.set(state, step_size=jnp.float32(0.5))
-    _, state = update(PARAMS, state, PARAMS, value=1.0)
-    np.testing.assert_allclose(optax_smile.stats(state)["step_size"], 0.5, rtol=1e-5)
-    assert update._cache_size() == 1
+
+    @jax.jit
+    def step_size_after(size):
+        state = optax.tree.set(tx.init(PARAMS), step_size=size)
+        _, after = tx.update(PARAMS, state, PARAMS, value=1.0)
+        assert types(after) == types(state)
+        return optax_smile.stats(after)["step_size"]
+
+    np.testing.assert_allclose(step_size_after(jnp.float32(0.5)), 0.5, rtol=1e-5)
 
 
 @plain_cases
-def test_inject_hyperparams_takes_a_schedule(case):
+def test_inject_hyperparams_takes_a_schedule(case, no_jit):
     tx = injected(case, step_size=lambda count: 0.5**count)
     state = tx.init(PARAMS)
     for call in range(3):
         _, state = tx.update(PARAMS, state, PARAMS, value=1.0)
         size = optax_smile.stats(state)["step_size"]
-        np.testing.assert_allclose(size, 0.5**call, rtol=1e-5)
+        # The wrapper counts calls, and a sampler looks where a step begins.
+        begun = call - call % 2 if "minimal_norm" in case else call
+        np.testing.assert_allclose(size, 0.5**begun, rtol=1e-5)
 
 
-@outer_cases
+@rich_cases
 def test_multi_steps_samples_with_mean_gradient_and_last_value(case, no_jit):
     inner = make(case)
     tx = optax.MultiSteps(inner, every_k_schedule=2)
     params, state = PARAMS, tx.init(PARAMS)
+    with jax.disable_jit(False):
+        update = functools.partial(tx.update, value=jnp.float32(1))
+        assert types(jax.eval_shape(update, PARAMS, state, PARAMS)[1]) == types(state)
     expected_params, expected_state = PARAMS, inner.init(PARAMS)
     for call in (0, 2, 6):
         grads = [jax.grad(mean_loss)(params, batch(call + i)) for i in range(2)]
@@ -386,15 +412,7 @@ def test_multi_steps_samples_with_mean_gradient_and_last_value(case, no_jit):
     )
 
 
-@outer_cases
-def test_multi_steps_under_jit(case):
-    tx = optax.MultiSteps(make(case), every_k_schedule=2)
-    state = tx.init(PARAMS)
-    update = functools.partial(tx.update, value=jnp.float32(1))
-    assert types(jax.eval_shape(update, PARAMS, state, PARAMS)[1]) == types(state)
-
-
-@outer_cases
+@rich_cases
 def test_chain_behind_clipping(case, no_jit):
     inner = make(case)
     clip = optax.clip_by_global_norm(0.1)
@@ -428,27 +446,27 @@ def partitioned_part(tx):
     return optax.partition(parts, labels)
 
 
-@outer_cases
-@pytest.mark.parametrize("nest", [masked_part, partitioned_part])
-def test_part_of_the_network(case, nest, no_jit):
-    inner = make(case)
-    tx = nest(inner)
-    start = PARAMS["layer"]
-    params, state = start, tx.init(start)
+@rich_cases
+def test_part_of_the_network(case, no_jit):
+    inner, start = make(case), PARAMS["layer"]
+    calls = [jax.value_and_grad(mean_loss)({"layer": start}, batch(call)) for call in range(3)]
     part, part_state = {"w": start["w"]}, inner.init({"w": start["w"]})
-    for call in range(4):
-        loss, grads = jax.value_and_grad(mean_loss)({"layer": params}, batch(call))
-        updates, state = tx.update(grads["layer"], state, params, value=loss)
-        params = apply_updates(params, updates)
+    for loss, grads in calls:
         grad = {"w": grads["layer"]["w"]}
         updates, part_state = inner.update(grad, part_state, part, value=loss)
         part = apply_updates(part, updates)
-    assert moved(start, params) == {"w": True, "b": False}
-    assert_close(params["w"], part["w"])
-    assert_close(optax_smile.stats(state), optax_smile.stats(part_state))
-    last = last_accepted(state, params)
-    assert_close(last["w"], last_accepted(part_state, part)["w"])
-    assert_equal(last["b"], start["b"])
+    for nest in (masked_part, partitioned_part):
+        tx = nest(inner)
+        params, state = start, tx.init(start)
+        for loss, grads in calls:
+            updates, state = tx.update(grads["layer"], state, params, value=loss)
+            params = apply_updates(params, updates)
+        assert moved(start, params) == {"w": True, "b": False}
+        assert_close(params["w"], part["w"])
+        assert_close(optax_smile.stats(state), optax_smile.stats(part_state))
+        last = last_accepted(state, params)
+        assert_close(last["w"], last_accepted(part_state, part)["w"])
+        assert_equal(last["b"], start["b"])
 
 
 @every_case
@@ -456,13 +474,14 @@ def test_field_names_are_unique(case):
     state = make(case).init(PARAMS)
     names = [name for name, _ in fields(state)]
     assert len(names) == len(set(names))
+    outer = injected(case).init(PARAMS)
     for name, value in fields(state):
         assert_equal(optax.tree.get(state, name), value)
-        assert_equal(optax.tree.get(injected(case).init(PARAMS), name), value)
+        assert_equal(optax.tree.get(outer, name), value)
 
 
 @plain_cases
-def test_set_step_size_factor(case):
+def test_set_step_size_factor(case, no_jit):
     tx = make(case)
     state = optax.tree.set(tx.init(PARAMS), step_size_factor=jnp.float32(0.25))
     _, state = tx.update(PARAMS, state, PARAMS, value=1.0)
@@ -487,30 +506,30 @@ def cast(tree, w, b):
     return {"layer": {"w": tree["layer"]["w"].astype(w), "b": tree["layer"]["b"].astype(b)}}
 
 
-@outer_cases
+@rich_cases
 @pytest.mark.parametrize(
     ("w", "b"), [("float32", "float32"), ("float64", "float64"), ("float64", "float32")]
 )
-def test_precision_of_the_parameters_is_kept_under_x64(case, w, b, no_jit):
+def test_precision_of_the_parameters_is_kept_under_x64(case, w, b):
     tx = make(case)
     with jax.enable_x64(True):
         params = cast(PARAMS, w, b)
-        state = start = tx.init(params)
-        for call in range(2):
-            loss, grads = jax.value_and_grad(mean_loss)(params, batch(call))
-            updates, state = tx.update(grads, state, params, value=loss)
-            chex.assert_trees_all_equal_dtypes(updates, params)
-            params = apply_updates(params, updates)
-            assert types(state) == types(start)
+        start = tx.init(params)
+        after, state = jax.eval_shape(functools.partial(advance, tx), params, start, batch(0))
+        chex.assert_trees_all_equal_dtypes(after, params)
+        assert types(state) == types(start)
         floats = {x.dtype.name for x in jax.tree.leaves(state) if "float" in str(x.dtype)}
         assert floats == {w, b}
-        assert optax_smile.stats(state)["step_size"].dtype == w
-        chex.assert_trees_all_equal_dtypes(last_accepted(state, params), params)
+        stats, last = jax.eval_shape(
+            lambda *x: (optax_smile.stats(x[0]), last_accepted(*x)), state, after
+        )
+        assert stats["step_size"].dtype == w
+        chex.assert_trees_all_equal_dtypes(last, params)
 
 
 @plain_cases
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_half_precision_gradients_give_full_precision_updates(case, dtype):
+def test_half_precision_gradients_give_full_precision_updates(case, dtype, no_jit):
     """With so many data that num_data times the gradient leaves float16."""
     tx = make(case, num_data=1e6)
     grads = jax.tree.map(lambda x: x.astype(dtype), PARAMS)
@@ -525,12 +544,13 @@ def test_half_precision_gradients_give_full_precision_updates(case, dtype):
 def test_donated_buffers(case):
     key = jax.random.key(0)
     tx = make(case, key=key) if accepts(CASES[case][0], "key") else make(case)
-    step = jax.jit(functools.partial(advance, tx), donate_argnums=(0, 1))
-    first = jax.tree.map(jnp.copy, PARAMS)
-    donated = run(step, first, tx.init(first), range(6))
-    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(first))
+    start = jax.tree.map(jnp.copy, PARAMS)
+    start = start, tx.init(start)
+    step = jax.jit(lambda x: jax.tree.map(lambda x: x * jnp.ones_like(x), x), donate_argnums=0)
+    # No buffer twice, none of the user's: XLA refuses the one, and takes the other away.
+    jax.block_until_ready(step(start))
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(start))
     assert 0 < jax.random.uniform(key) < 1
-    assert_close(donated, run(compiled(case), PARAMS, make(case).init(PARAMS), range(6)))
 
 
 @rich_cases
@@ -568,25 +588,39 @@ def assert_sharded_like(state, params):
             assert leaf.sharding.is_equivalent_to(expected.sharding, leaf.ndim)
 
 
-@rich_cases
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
-def test_state_is_sharded_like_the_parameters(case, axis_type):
+def shard(axis_type):
     mesh = jax.make_mesh((8,), ("model",), axis_types=(axis_type,))
     specs = {"layer": {"w": jax.P(None, "model"), "b": jax.P("model")}}
+    shardings = jax.tree.map(lambda spec: jax.NamedSharding(mesh, spec), specs)
+    return mesh, jax.device_put(PARAMS, shardings)
+
+
+@rich_cases
+def test_state_is_sharded_like_the_parameters(case):
+    mesh, params = shard(AxisType.Auto)
     tx = make(case)
     expected = run(compiled(case), PARAMS, tx.init(PARAMS), range(8))
     with jax.set_mesh(mesh):
-        params = jax.device_put(
-            PARAMS, jax.tree.map(lambda spec: jax.NamedSharding(mesh, spec), specs)
-        )
         state = tx.init(params)
         assert_sharded_like(state, params)
-        if axis_type == AxisType.Explicit:
-            assert_sharded_like(jax.jit(tx.init)(params), params)
         step = jax.jit(functools.partial(advance, tx))
         after, state = run(step, params, state, range(8))
         assert_sharded_like((after, state), params)
         assert_close((after, state), expected)
+
+
+@rich_cases
+def test_state_is_sharded_like_the_parameters_where_types_say_so(case):
+    """Explicit axes: no program is needed to see where everything is."""
+    mesh, params = shard(AxisType.Explicit)
+    tx = make(case)
+    with jax.set_mesh(mesh):
+        assert_sharded_like(tx.init(params), params)
+        params = jax.eval_shape(lambda x: x, params)
+        start = jax.eval_shape(tx.init, params)
+        after = jax.eval_shape(functools.partial(advance, tx), params, start, batch(0))
+        for state in (start, after):
+            assert_sharded_like(state, params)
 
 
 def through_orbax(state, folder) -> Any:
@@ -610,13 +644,14 @@ def through_numpy(state, folder):
 
 
 @rich_cases
-@pytest.mark.parametrize("round_trip", [through_orbax, through_numpy])
-def test_save_and_restore_is_exact(case, round_trip, tmp_path):
+def test_save_and_restore_is_exact(case, tmp_path):
     tx, step = make(case), compiled(case)
-    expected = run(step, PARAMS, tx.init(PARAMS), range(CALLS))
-    halfway = run(step, PARAMS, tx.init(PARAMS), range(9))
-    restored = round_trip(halfway, tmp_path)
-    assert jax.tree.structure(restored) == jax.tree.structure(halfway)
+    params, state = halfway = run(step, PARAMS, tx.init(PARAMS), range(9))
+    expected = run(step, params, state, range(9, CALLS))
+    for round_trip in (through_orbax, through_numpy):
+        restored = round_trip(halfway, tmp_path)
+        assert types(restored) == types(halfway)
+        assert_equal(restored, halfway)
     params, state = restored
     assert_equal(run(step, params, state, range(9, CALLS)), expected)
 
@@ -642,7 +677,7 @@ SHAPES = st.sampled_from([(), (1,), (3,), (2, 3)])
 TREES = st.recursive(SHAPES.map(np.ones) | st.none(), containers, max_leaves=5)
 
 
-@plain_cases
+@pytest.mark.parametrize("case", [case for case in PLAIN if "random" not in case])
 @hypothesis.settings(max_examples=8, deadline=None, derandomize=True)
 @hypothesis.given(tree=TREES)
 def test_any_tree(case, tree):
@@ -653,7 +688,8 @@ def test_any_tree(case, tree):
     noise = np.random.default_rng(0)
     for call in range(3):
         grads = jax.tree.map(lambda x: jnp.asarray(noise.normal(size=x.shape), x.dtype), params)
-        updates, state = tx.update(grads, state, params, value=1.0 + call)
+        with jax.disable_jit():
+            updates, state = tx.update(grads, state, params, value=1.0 + call)
         chex.assert_trees_all_equal_shapes_and_dtypes(updates, params)
         params = apply_updates(params, updates)
         direction = optax.tree.get(state, "direction")

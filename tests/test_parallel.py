@@ -230,7 +230,7 @@ def test_a_sampler_on_a_mesh():
     assert_as_on_one_device("clipped psmile", make_mesh((8, 1)))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["adamw", "clipped psmile"])
 @pytest.mark.parametrize("shape", MESHES)
 @pytest.mark.parametrize("axis_type", [AUTO, EXPLICIT])

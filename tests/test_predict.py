@@ -1,3 +1,4 @@
+import functools
 import subprocess
 import sys
 from typing import Any
@@ -39,6 +40,12 @@ def classify(snapshots: Any = SNAPSHOTS, inputs=INPUTS, targets: Any = LABELS, *
     )
 
 
+@functools.cache
+def classified(**arguments):
+    """What several tests compare with."""
+    return classify(**arguments)
+
+
 def in_memory():
     """All log probabilities at once `[chain, draw, input, class]`, float64."""
     logits = np.einsum("ij,cdjk->cdik", INPUTS.astype(float), WEIGHTS.astype(float))
@@ -60,7 +67,7 @@ def assert_equal(got, expected, tolerance=2e-6):
 
 
 def test_categorical_equals_the_average_over_everything_at_once():
-    got, log_probabilities = classify(per="draw"), in_memory()
+    got, log_probabilities = classified(per="draw"), in_memory()
     probabilities = np.exp(log_probabilities)
     chosen = log_probabilities[:, :, np.arange(INPUTS_COUNT), LABELS]
     average = probabilities.mean((0, 1))
@@ -154,7 +161,7 @@ def test_tokens_are_averaged_each_for_itself_and_padding_counts_nothing():
         likelihood="tokens",
         targets=tokens,
     )
-    expected = np.where(tokens < 0, 0, classify().log_density.reshape(6, 5))
+    expected = np.where(tokens < 0, 0, classified().log_density.reshape(6, 5))
     np.testing.assert_allclose(got.log_density, expected, atol=1e-6)
     assert got.mean is None and got.total is None
 
@@ -172,7 +179,7 @@ def test_one_own_likelihood_and_a_generator_without_targets():
 
 @pytest.mark.parametrize("batch_size", [1, 7, 15, 100])
 def test_batches_of_inputs_change_nothing(batch_size):
-    assert_equal(classify(batch_size=batch_size, per="draw"), classify(per="draw"))
+    assert_equal(classify(batch_size=batch_size, per="draw"), classified(per="draw"))
 
 
 @pytest.mark.parametrize(
@@ -190,7 +197,7 @@ def test_on_a_mesh(chain, data, kind, per):
     """100 snapshots on 8 rows of devices leave the last rows empty."""
     mesh = jax.make_mesh((chain, data), ("chain", "data"), axis_types=(kind,) * 2)
     arguments: dict[str, Any] = {"per": per, "curve": (3, 50), "batch_size": 16}
-    assert_equal(classify(**arguments, mesh=mesh), classify(**arguments), 1e-5)
+    assert_equal(classify(**arguments, mesh=mesh), classified(**arguments), 1e-5)
 
 
 def test_parameters_sharded_inside_a_chain():

@@ -24,6 +24,8 @@ SPREADS = {
     "half": np.array([2.0, 2, 2, 0, 0, 0]),
     "log-spaced": np.geomspace(0.1, 10, 6),
 }
+# Where the rules for the noise differ most; the rest is nightly.
+RULES = "none", "isotropic .5", "half"
 
 
 def relative_variances(sampler, spread):
@@ -52,8 +54,13 @@ def relative_variances(sampler, spread):
     return found / np.diag(np.linalg.inv(precision))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SPREADS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name in RULES else pytest.mark.nightly)
+        for name in SPREADS
+    ],
+)
 def test_variances(name):
     """The variance about a moving mean gave 2 to 4 times too much with noise up to .5.
 

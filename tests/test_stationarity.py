@@ -236,7 +236,13 @@ def claims(name, noise):
     return noise == 0 or needs is None or needs.default is not inspect.Parameter.empty
 
 
-CASES = [(name, label) for name in SAMPLERS for label in NOISES if claims(name, NOISES[label])]
+# Without tuner and outlier test `smile` and `psmile` are the naive forms.
+CASES = [
+    pytest.param(name, label, marks=pytest.mark.nightly if "naive" in name else ())
+    for name in SAMPLERS
+    for label in NOISES
+    if claims(name, NOISES[label])
+]
 
 
 @pytest.mark.parametrize("name, label", CASES)

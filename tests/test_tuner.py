@@ -144,12 +144,6 @@ def test_averages_are_bias_corrected_exponential_averages():
     np.testing.assert_array_equal(got.num_energies, np.arange(1, 501))
 
 
-def test_first_energy_is_the_mean():
-    got = observe_all(known([-3.5]))
-    np.testing.assert_allclose(got.energy_mean, [3.5], rtol=1e-5)
-    np.testing.assert_allclose(got.energy_std, [0], atol=1e-5)
-
-
 @pytest.mark.parametrize("jump", [-1e9, 1e9, 1e30, 3e38])
 def test_a_jump_enters_with_three_times_the_threshold(jump):
     rng = np.random.default_rng(1)
@@ -210,27 +204,19 @@ def test_an_energy_is_unknown_where_a_number_is_not_finite():
         assert not bool(error.known) and bool(error.finite)
 
 
-@pytest.mark.parametrize("jump", [1e3, 1e6, 1e12, 1e18, 1e25, 3e38])
+@pytest.mark.parametrize("jump", [1e3, 1e6, 1e12, 1e18, 1e20, 1e25, 3e38])
 @pytest.mark.parametrize("at", range(10))
 def test_a_jump_among_the_first_energies_is_no_trap(jump, at):
     """It may make the test lenient, but never one that takes every later step for an outlier."""
     energies = np.random.default_rng(at).gamma(2.0, 1.0, 3000)
     energies[at] = jump
     got = observe_all(known(energies))
+    # The square of some overflows.
+    assert np.all(np.isfinite(got.energy_mean)) and np.all(np.isfinite(got.energy_std))
     thresholds = np.asarray(measured.quantile(got, REJECT_QUANTILE))
     outliers = energies[10:] > thresholds[9:-1]
     # At most one in five of any hundred steps: .02 is the rate of the settled averages.
     assert outliers[:2900].reshape(-1, 100).mean(1).max() <= 0.2
-
-
-@pytest.mark.parametrize("jump", [1e18, 1e20, 1e25, 3e38])
-@pytest.mark.parametrize("at", [0, 1, 9])
-def test_a_jump_whose_square_overflows_leaves_finite_averages(jump, at):
-    energies = np.random.default_rng(at).gamma(2.0, 1.0, 100)
-    energies[at] = jump
-    got = observe_all(known(energies))
-    assert np.all(np.isfinite(got.energy_mean))
-    assert np.all(np.isfinite(got.energy_std))
 
 
 @pytest.mark.parametrize("jump", [1e3, 1e6])
@@ -490,25 +476,27 @@ def test_steps_of_the_angle_tuner_grow_at_most_tenfold():
 
 
 @pytest.mark.parametrize("sampler", [optax_smile.smile, optax_smile.psmile])
-@pytest.mark.parametrize("start", [0.0, 1e-12, 1e-6, 1e-3])
-def test_a_start_where_the_gradient_vanishes(sampler, start):
+def test_a_start_where_the_gradient_vanishes(sampler):
     """In the mode of a Gaussian: the chain neither stays there nor is thrown out."""
     size, num_data, num_gradients = 20, 99, 3000
     tx = sampler(num_data=num_data, key=jax.random.key(0))
-    params = jnp.full(size, start)
 
     def step(carry, _):
         params, state = carry
         updates, state = tx.update(params, state, params)
         params = optax.apply_updates(params, updates)
-        return (params, state), params
+        return (params, state), jnp.linalg.norm(params)
 
-    carry = (params, tx.init(params))
-    path = jax.jit(lambda carry: jax.lax.scan(step, carry, None, length=num_gradients)[1])(carry)
+    @jax.jit
+    @jax.vmap
+    def chain(start):
+        params = jnp.full(size, start)
+        return jax.lax.scan(step, (params, tx.init(params)), None, length=num_gradients)[1]
+
     sizes = 0.1 * np.sqrt(size)
-    norms = np.linalg.norm(np.asarray(path), axis=1)
-    assert norms.max() < 4 * sizes
-    assert 0.7 * sizes < norms[num_gradients // 2 :].mean() < 1.3 * sizes
+    for norms in np.asarray(chain(jnp.array([0.0, 1e-12, 1e-6, 1e-3]))):
+        assert norms.max() < 4 * sizes
+        assert 0.7 * sizes < norms[num_gradients // 2 :].mean() < 1.3 * sizes
 
 
 def test_a_step_without_a_finite_gradient_keeps_the_step_size():
@@ -567,33 +555,41 @@ def follow(sampler, gradient_of, num_gradients, params):
     return jax.lax.scan(call, (params, sampler.init(params)), jnp.arange(num_gradients))[1]
 
 
-@pytest.mark.parametrize("step_size", [None, 1e-6, 1.0])
-@pytest.mark.parametrize("unit", [1e-3, 1e4])
-def test_any_first_step_size_and_any_unit_give_the_same_angle(step_size, unit):
-    sampler = optax_smile.smile(
-        step_size, num_data=1, prior_precision=0.0, tuner=angle_tuner(0.01), key=jax.random.key(0)
-    )
-
-    def gradient_of(params, count):
-        return unit * jax.random.normal(jax.random.fold_in(jax.random.key(1), count), params.shape)
-
-    lengths, angles = follow(sampler, gradient_of, 300, jnp.zeros(50))
-    assert np.abs(np.asarray(angles)[10:] / 0.01 - 1).max() < 0.5
-    assert np.mean(np.asarray(angles)[10:]) == pytest.approx(0.01, rel=0.03)
-    assert np.asarray(lengths)[-1] == pytest.approx(0.01 * 49 / (unit * 50**0.5), rel=0.05)
+def noise(params, count):
+    return jax.random.normal(jax.random.fold_in(jax.random.key(1), count), params.shape)
 
 
-@pytest.mark.parametrize("jump", [1e3, 1e10])
-def test_a_jump_of_the_gradient_shortens_its_own_step_alone(jump):
+def test_any_first_step_size_and_any_unit_give_the_same_angle():
+    def chain(unit, step_size=None):
+        common: dict[str, Any] = {"num_data": 1, "prior_precision": 0.0, "key": jax.random.key(0)}
+        sampler = optax_smile.smile(step_size, tuner=angle_tuner(0.01), **common)
+        return follow(sampler, lambda *call: unit * noise(*call), 300, jnp.zeros(50))
+
+    units, step_sizes = jnp.array([1e-3, 1e4]), jnp.array([1e-6, 1.0])
+    each_unit = jax.vmap(chain, in_axes=(0, None))
+    numbers = jax.jit(jax.vmap(each_unit, in_axes=(None, 0)))(units, step_sizes)
+    own = jax.jit(jax.vmap(chain))(units)
+    runs = jax.tree.map(lambda x, y: np.append(x, y[None], 0), numbers, own)
+    for lengths, angles in zip(*runs, strict=True):
+        assert np.abs(angles[:, 10:] / 0.01 - 1).max() < 0.5
+        np.testing.assert_allclose(angles[:, 10:].mean(axis=1), 0.01, rtol=0.03)
+        np.testing.assert_allclose(lengths[:, -1], 0.01 * 49 / (units * 50**0.5), rtol=0.05)
+
+
+def test_a_jump_of_the_gradient_shortens_its_own_step_alone():
     sampler = optax_smile.smile(num_data=1, prior_precision=0.0, key=jax.random.key(0))
 
-    def gradient_of(params, count):
-        noise = jax.random.normal(jax.random.fold_in(jax.random.key(1), count), params.shape)
-        return noise * jnp.where(count == 100, jump, 1)
+    @jax.jit
+    @jax.vmap
+    def chain(jump):
+        def gradient_of(params, count):
+            return noise(params, count) * jnp.where(count == 100, jump, 1)
 
-    lengths, angles = map(np.asarray, follow(sampler, gradient_of, 200, jnp.zeros(50)))
-    assert angles.max() < 3.001 * tuning.ANGLE
-    assert lengths[100] < 0.02 * lengths[99]
-    # From the shortest on ten times as long with each step, so that they are soon what they were.
-    assert np.all(lengths[102:115] < 10.01 * lengths[101:114])
-    assert lengths[115:] == pytest.approx(lengths[99], rel=0.3)
+        return follow(sampler, gradient_of, 200, jnp.zeros(50))
+
+    for lengths, angles in zip(*map(np.asarray, chain(jnp.array([1e3, 1e10]))), strict=True):
+        assert angles.max() < 3.001 * tuning.ANGLE
+        assert lengths[100] < 0.02 * lengths[99]
+        # From the shortest on ten times as long with each step: soon what they were.
+        assert np.all(lengths[102:115] < 10.01 * lengths[101:114])
+        assert lengths[115:] == pytest.approx(lengths[99], rel=0.3)
