@@ -302,9 +302,7 @@ def chains_from_weights(
     chains = jax.tree.map(lambda *leaves: jnp.stack([jnp.asarray(x) for x in leaves]), *chosen)
     if not jitter:
         return chains
-    drawn = _check.key(where, key)
-    if drawn is None:
-        _check.fail(where, "key", "a JAX key for a jitter", None)
+    drawn = _check.needed_key(where, key, "for a jitter")
 
     def disturb(x, noise):
         axes = tuple(range(1, x.ndim))
