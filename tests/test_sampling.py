@@ -173,6 +173,7 @@ def test_control_c():
         ({"num_warmup": 1.5}, "must be an integer >= 0, got 1.5"),
         ({"per_chain": True}, r"leading axis of 3, got the leading axes \[\(20,\)\]"),
         ({"batches": []}, "ran out before the first draw"),
+        ({"key": None}, r"`sample\(key=...\)` must be a JAX key .* got None"),
     ],
 )
 def test_bad_arguments(arguments, message):

@@ -74,6 +74,7 @@ def test_batches_per_member():
     [
         ([TARGET], {"num_members": 0}, r"`warmstart\(num_members=...\)` must be an integer >= 1"),
         ([TARGET], {"patience": 0}, r"`warmstart\(patience=...\)` must be an integer >= 1, got 0"),
+        ([TARGET], {"key": None}, r"`warmstart\(key=...\)` must be a JAX key .* got None"),
         ([], {}, r"`warmstart\(batches=...\)` must be .*got none in epoch 1"),
         ([TARGET], {"per_member": True}, r"leading axis of 3, got the leading axes \[\(2,\)\]"),
         (
