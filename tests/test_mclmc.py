@@ -22,6 +22,7 @@ from test_momentum import (
 
 import optax_smile
 from optax_smile import _tree
+from optax_smile.samplers.tune_mclmc import _steps_per_draw
 
 MINIMAL_NORM_KICK = 0.1931833275037836
 SCHEMES = {
@@ -414,3 +415,12 @@ def test_wrong_arguments_of_the_tuning(argument, value, rule):
     named = rf"^`tune_mclmc\({argument}=...\)` must be .*{rule}.*, got "
     with pytest.raises(ValueError, match=named):
         optax_smile.tune_mclmc(**arguments | {argument: value})
+
+
+def test_tuning_does_not_depend_on_where_the_posterior_lies():
+    """The number of steps per independent draw is that of centred draws."""
+    draws = jnp.cumsum(jax.random.normal(jax.random.key(0), (300, 4)), axis=0)
+    near, far = (
+        _steps_per_draw(x) for x in (draws - draws.mean(axis=0, keepdims=True), draws + 100)
+    )
+    np.testing.assert_allclose(far, near, rtol=1e-2)

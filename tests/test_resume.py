@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
@@ -771,3 +772,22 @@ def test_a_start_without_a_finite_loss_names_its_chains(tmp_path):
     with pytest.raises(ValueError, match=rule):
         run(tmp_path, params=params)
     assert run(tmp_path, params=start()).num_draws == SAMPLES
+
+
+def test_checkpoints_name_parameters_and_fields_of_the_state(half):
+    """Whatever way the arrays travel."""
+    step = half / "checkpoints" / str(newest_checkpoint(half)) / "carry"
+    read: Any = ocp.StandardCheckpointer().metadata(step.absolute())
+    leaves = jax.tree_util.tree_leaves_with_path(read.item_metadata.tree)
+    shapes = {jax.tree_util.keystr(x, simple=True, separator="."): y.shape for x, y in leaves}
+    assert shapes["params.w"] == shapes["state.momentum.direction.w"] == (CHAINS, 2)
+    assert shapes["state.num_steps"] == shapes["state.guardrail.num_rejected"] == (CHAINS,)
+
+
+def test_a_directory_of_the_first_format_is_refused(copied):
+    file = copied / "manifest.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"format": 1}))
+    rule = rf"\(directory=...\)` must be .* of format 2, got format 1 in {file}"
+    for name, read in (("sample", run), ("load_snapshots", optax_smile.load_snapshots)):
+        with pytest.raises(ValueError, match=f"`{name}{rule}"):
+            read(copied)

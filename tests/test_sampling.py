@@ -11,6 +11,7 @@ import pytest
 from paper import PAPER
 
 import optax_smile
+from optax_smile import _settings
 
 CHAINS = 3
 
@@ -50,7 +51,11 @@ def draw(sampler, **arguments):
         "progress": False,
     }
     return optax_smile.sample(
-        mean_loss, start(), arguments.pop("batches", batches()), sampler, **defaults | arguments
+        arguments.pop("loss", mean_loss),
+        start(),
+        arguments.pop("batches", batches()),
+        sampler,
+        **defaults | arguments,
     )
 
 
@@ -168,6 +173,7 @@ def test_control_c():
         ({"num_warmup": 1.5}, "must be an integer >= 0, got 1.5"),
         ({"per_chain": True}, r"leading axis of 3, got the leading axes \[\(20,\)\]"),
         ({"batches": []}, "ran out before the first draw"),
+        ({"key": None}, r"`sample\(key=...\)` must be a JAX key .* got None"),
     ],
 )
 def test_bad_arguments(arguments, message):
@@ -228,3 +234,77 @@ def test_a_second_field_for_the_key_is_named():
     injected = optax.inject_hyperparams(optax_smile.sgld)
     with pytest.raises(ValueError, match=r"`init\(sampler=...\)` must be .*static_args"):
         draw(injected(1e-4, num_data=200, key=jax.random.PRNGKey(0)))
+
+
+NAIVE = optax_smile.smile_naive(0.02, num_data=200)
+EVERY: dict[str, Any] = {"num_warmup": 0, "thin": 1}
+
+
+def test_several_steps_in_one_go_see_the_batches_of_their_chain():
+    """Three steps of three chains: a wrong axis would have the right length."""
+    rows = batches(9 * CHAINS)
+    groups = [rows[i : i + CHAINS] for i in range(0, len(rows), CHAINS)]
+    own = [jax.tree.map(lambda *x: np.stack(x), *group) for group in groups]
+    arguments: dict[str, Any] = EVERY | {"batches": own, "per_chain": True, "thin": 3}
+    one, three = (
+        draw(NAIVE, num_draws=3, steps_per_dispatch=number, **arguments) for number in (1, 3)
+    )
+    np.testing.assert_allclose(three.params["w"], one.params["w"], atol=1e-6)
+
+
+def test_a_random_loss_draws_new_numbers_in_every_step_and_chain():
+    def loss(params, batch, *, aux, key):
+        return mean_loss(params, batch), jnp.roll(aux, 1).at[0].set(jax.random.uniform(key))
+
+    arguments = EVERY | {"thin": 3, "steps_per_dispatch": 3, "stochastic": True}
+    drawn = draw(NAIVE, loss=loss, aux=jnp.zeros((CHAINS, 12)), **arguments).params["aux"][:, -1]
+    assert len(np.unique(drawn)) == CHAINS * 12
+
+
+def test_auxiliary_state_follows_the_accepted_points():
+    """The fifth batch is not finite: its step is rejected, and what it did to the state."""
+    rows: Any = batches(8)
+    rows[4] = jax.tree.map(lambda x: x * np.nan, rows[4])
+
+    def loss(params, batch, *, aux):
+        seen = {"count": aux["count"] + 1, "sum": aux["sum"] + batch[0]}
+        return mean_loss(params, batch), seen
+
+    aux = {"count": jnp.zeros(CHAINS), "sum": jnp.zeros((CHAINS, 20, 2))}
+    got = draw(NAIVE, loss=loss, batches=rows, num_draws=8, aux=aux, **EVERY)
+    accepted = np.cumsum(got.trace["accepted"], axis=1)
+    assert not got.trace["accepted"][:, 4].any() and accepted[:, -1].tolist() == [7] * CHAINS
+    np.testing.assert_array_equal(got.params["aux"]["count"], accepted)
+    total = np.sum([x for number, (x, _) in enumerate(rows) if number != 4], axis=0)
+    np.testing.assert_allclose(got.params["aux"]["sum"][:, -1], [total] * CHAINS, atol=1e-5)
+
+
+SAMPLED = {"w": "sampled", "b": "still"}
+WRAPPERS = {
+    "alone": lambda tx: tx,
+    "chain": lambda tx: optax.chain(optax.clip_by_global_norm(1.0), tx),
+    "masked": lambda tx: optax.masked(tx, {"w": True, "b": False}),
+    "partition": lambda tx: optax.partition({"sampled": tx, "still": optax.set_to_zero()}, SAMPLED),
+    "injected": lambda tx: optax.inject_hyperparams(optax_smile.smile_naive)(0.02, num_data=200),
+}
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_settings_hold_what_was_not_given_as_well(wrapper):
+    told: Any = _settings.of(WRAPPERS[wrapper](NAIVE), jax.tree.map(lambda x: x[0], start()))
+    numbers = [told[x] for x in ("step_size", "num_data", "prior_precision", "temperature")]
+    assert told["name"] == "smile_naive" and told["integrator"] == "leapfrog"
+    assert numbers == pytest.approx([0.02, 200, 1, 1])
+
+
+def test_an_injected_quantile_is_the_nominal_rejection_rate():
+    injected: Any = optax.inject_hyperparams(optax_smile.smile, static_args=("key", "tuner"))
+    tx = injected(0.02, num_data=200, reject_quantile=0.9, tuner=None, key=jax.random.key(0))
+    told = _settings.of(tx, jax.tree.map(lambda x: x[0], start()))
+    found = optax_smile.diagnostics.summary(optax_smile.Snapshots(np.zeros((2, 4, 3)), {}, told))
+    assert found.nominal_rate == pytest.approx(0.1)
+
+
+def test_rounded_draws_need_a_directory():
+    with pytest.raises(ValueError, match=r"`sample\(dtype=...\)` must be None without a `dir"):
+        draw(NAIVE, dtype="float16")

@@ -104,3 +104,18 @@ def test_the_papers_samplers(name):
     assert np.abs(moved["b"] - 0.5).max() > 0.01
     with pytest.raises(ValueError, match=r"`published\.\w+\(step_size=...\)` must be > 0"):
         getattr(optax_smile.published, name)(-0.1, num_data=10)
+
+
+def test_the_papers_samplers_know_the_posterior():
+    """Four times the data and the precision at four times the temperature are the same."""
+
+    def moved(num_data, precision, temperature) -> Any:
+        posterior = {"num_data": num_data, "prior_precision": precision, "prior_mean": 0.5}
+        build = optax_smile.published.psmile_naive
+        return path(build(0.1, temperature=temperature, **posterior), 4)["w"]
+
+    one, hot, other = jax.jit(jax.vmap(moved))(
+        jnp.array([1.0, 4.0, 1.0]), jnp.array([3.0, 12.0, 0.3]), jnp.array([1.0, 4.0, 1.0])
+    )
+    np.testing.assert_allclose(hot, one, atol=1e-5)
+    assert np.abs(other - one).max() > 1e-3

@@ -230,3 +230,15 @@ def test_missing_safetensors_is_no_damage(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "safetensors.numpy", None)
     with pytest.raises(ImportError, match=r"pip install 'optax-smile\[storage\]'"):
         next(iter(draws))
+
+
+def test_a_leaf_that_moves_in_one_chain_alone_comes_back_right(tmp_path):
+    still = np.zeros((2, 3), np.float32)
+    begin, moved = {"w": still, "v": still}, {"w": np.array([[1] * 3, [0] * 3]), "v": still}
+    writer = _files.SnapshotWriter(tmp_path, begin)
+    writer.put(0, 1, moved, {})
+    writer.close()
+    leaves = _files.describe(begin)
+    blocks = _files.find(tmp_path, 2)[0]
+    got = _files.read_chains(blocks, leaves, 2, lambda: _files.read_start(tmp_path, leaves, 2))
+    assert_same(got, moved)

@@ -74,6 +74,7 @@ def test_batches_per_member():
     [
         ([TARGET], {"num_members": 0}, r"`warmstart\(num_members=...\)` must be an integer >= 1"),
         ([TARGET], {"patience": 0}, r"`warmstart\(patience=...\)` must be an integer >= 1, got 0"),
+        ([TARGET], {"key": None}, r"`warmstart\(key=...\)` must be a JAX key .* got None"),
         ([], {}, r"`warmstart\(batches=...\)` must be .*got none in epoch 1"),
         ([TARGET], {"per_member": True}, r"leading axis of 3, got the leading axes \[\(2,\)\]"),
         (
@@ -342,10 +343,46 @@ ONE = {"w": jnp.ones(3)}
         ([ONE], {"num_chains": 0}, r"num_chains=...\)` must be an integer >= 1, got 0"),
         ([ONE], {"jitter": -0.1}, r"jitter=...\)` must be >= 0 and finite, got -0.1"),
         ([ONE], {"jitter": float("inf")}, r"jitter=...\)` must be >= 0 and finite, got inf"),
-        ([ONE], {"jitter": 0.1}, r"key=...\)` must be a JAX key for a jitter, got None"),
+        ([ONE], {"jitter": 0.1}, r"key=...\)` must be a JAX key .* for a jitter, got None"),
         ([ONE], {"jitter": 0.1, "key": 3.5}, r"key=...\)` must be a JAX key such as"),
     ],
 )
 def test_bad_weights(weights, arguments, message):
     with pytest.raises(ValueError, match=rf"`chains_from_weights\({message}"):
         optax_smile.chains_from_weights(weights, **arguments)
+
+
+def counting_loss(params, batch, *, aux, key):
+    """Counts its steps, keeps the last number it drew, and goes down."""
+    drawn = jax.random.uniform(key)
+    seen = {"count": aux["count"] + 1, "drawn": aux["drawn"].at[aux["count"]].set(drawn)}
+    return jnp.mean((params["w"] - batch) ** 2), seen
+
+
+def test_auxiliary_state_is_that_of_the_best_epoch_and_keys_are_fresh():
+    """The weights walk past the optimum of the validation and are best after epoch three."""
+    away = optax.GradientTransformation(
+        lambda params: optax.EmptyState(),
+        lambda updates, state, params=None: (jax.tree.map(jnp.ones_like, updates), state),
+    )
+    got: Any = optax_smile.warmstart(
+        counting_loss,
+        lambda key: {"w": jnp.zeros(2)},
+        [TARGET, TARGET],
+        away,
+        num_members=3,
+        key=0,
+        num_epochs=5,
+        validation=jnp.full(2, 6.0),
+        aux={"count": jnp.zeros(3, int), "drawn": jnp.zeros((3, 10))},
+        stochastic=True,
+        progress=False,
+    )
+    np.testing.assert_array_equal(got["params"]["w"], np.full((3, 2), 6.0))
+    assert got["aux"]["count"].tolist() == [6] * 3
+    assert len(np.unique(got["aux"]["drawn"][:, :6])) == 3 * 6
+
+
+def test_auxiliary_state_of_another_number_of_members():
+    with pytest.raises(ValueError, match=r"`warmstart\(aux=...\)` must be .* axis of 3 members"):
+        train([TARGET], aux={"count": jnp.zeros(2)})

@@ -181,7 +181,7 @@ def sample(
         _check.choice("sample", "dtype", dtype, _files.STORED_DTYPES)
         if directory is None:
             _check.fail("sample", "dtype", "None without a `directory`", repr(dtype))
-    typed: Any = _check.key("sample", key)
+    typed = _check.needed_key("sample", key)
     sampler = optax.with_extra_args_support(sampler)
     shared: dict[str, Any] = {"stochastic": stochastic, "per_chain": per_chain}
     chains = Chains(loss_fn, sampler, params, typed, aux=aux, mesh=mesh, specs=specs, **shared)

@@ -127,7 +127,7 @@ def warmstart(
     _check.number("warmstart", "checkpoint_minutes", checkpoint_minutes, ">= 0", lambda x: x >= 0)
     optimizer = optax.with_extra_args_support(optimizer)
     loss = _loop.loss_of(loss_fn, aux is not None, stochastic)
-    typed: Any = _check.key("warmstart", key)
+    typed = _check.needed_key("warmstart", key)
     key, loss_key = jax.random.split(typed) if stochastic else (typed, None)
     members = _begin(init_fn, optimizer, num_members, key, loss_key, aux, mesh=mesh, specs=specs)
     train_one, judge_one = _steps(loss, optimizer, patience, validation is None)
@@ -302,9 +302,7 @@ def chains_from_weights(
     chains = jax.tree.map(lambda *leaves: jnp.stack([jnp.asarray(x) for x in leaves]), *chosen)
     if not jitter:
         return chains
-    drawn = _check.key(where, key)
-    if drawn is None:
-        _check.fail(where, "key", "a JAX key for a jitter", None)
+    drawn = _check.needed_key(where, key, "for a jitter")
 
     def disturb(x, noise):
         axes = tuple(range(1, x.ndim))

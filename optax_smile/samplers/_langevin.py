@@ -135,9 +135,7 @@ def sampler(
     if not callable(step_size):
         _check.positive(name, "step_size", step_size)
     potential.check(name, posterior)
-    seed = _check.key(name, key)
-    if seed is None:
-        _check.fail(name, "key", "a JAX key such as jax.random.key(0), or a seed", key)
+    seed = _check.needed_key(name, key)
     of = _Parts(name, posterior, rule, guardrail(name), _call.schedule(step_size), seed)
 
     def init(params: Any) -> Any:

@@ -118,9 +118,7 @@ def tune_mclmc(
     _check.positive(where, "first_step_size", first_step_size)
     _check.choice(where, "integrator", integrator, momentum.INTEGRATORS)
     _check.positive(where, "energy_variance", energy_variance)
-    seed = _check.key(where, key)
-    if seed is None:
-        _check.fail(where, "key", "a JAX key such as jax.random.key(0), or a seed", key)
+    seed = _check.needed_key(where, key)
     params = jax.tree.map(jnp.array, params)
     _check_start(where, loss_fn, params)
     dtype, size = _tree.dtype(params), _tree.size(params)
