@@ -129,7 +129,7 @@ def main():
     parser.add_argument("--coordinator", help="address of the first process, such as host:12321")
     parser.add_argument("--num-processes", type=int, help="default: as the cluster says")
     parser.add_argument("--process-id", type=int, help="from 0; default: as the cluster says")
-    parser.add_argument("--num-samples", type=int, default=Config.num_draws)
+    parser.add_argument("--num-draws", type=int, default=Config.num_draws)
     parser.add_argument("--smoke", action="store_true", help="run seconds instead of minutes")
     arguments = parser.parse_args()
     config = Config(num_draws=arguments.num_draws)

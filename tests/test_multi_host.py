@@ -29,7 +29,7 @@ def start(directory: Path, log: Path, devices: int, *options: str) -> subprocess
     environment = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)}
     with log.open("a") as output:
         return subprocess.Popen(
-            [*command, "--num-samples", str(SAMPLES)],
+            [*command, "--num-draws", str(SAMPLES)],
             stdout=output,
             stderr=output,
             env={**os.environ, **environment},

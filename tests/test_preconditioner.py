@@ -295,7 +295,7 @@ def test_both_gradients_of_a_step_may_share_a_batch():
         updates, state = update(jnp.asarray(noise), state, params)
         params: Any = optax.apply_updates(params, updates)
     # 69 differences of 70 batches, 64 of them in the first window; the first count for less.
-    assert (state.preconditioner.num_gradients, state.preconditioner.window) == (5, 96)
+    assert (state.preconditioner.num_in_window, state.preconditioner.window) == (5, 96)
     np.testing.assert_allclose(scale_of(state.preconditioner), slow_scale(noises), rtol=0.02)
     latest = np.mean(np.diff(noises[-6:], axis=0) ** 2 / 2, axis=0)
     np.testing.assert_allclose(state.preconditioner.mean_square, latest, rtol=1e-5)

@@ -168,7 +168,7 @@ class MeanSquareState(NamedTuple):
         mean_square: of the gradients of the open window, or of their differences, likewise.
         mean: of `mean_square` over all parameters, scalar.
         last_gradient: the one before, likewise; None where differences do not matter.
-        num_gradients: how many entered in the open window, int32; -1 before the first difference.
+        num_in_window: how many entered in the open window, int32; -1 before the first difference.
         window: length of the open window in gradients, int32.
     """
 
@@ -176,7 +176,7 @@ class MeanSquareState(NamedTuple):
     mean_square: optax.Updates
     mean: jax.Array
     last_gradient: optax.Updates | None
-    num_gradients: jax.Array
+    num_in_window: jax.Array
     window: jax.Array
 
     def inverse_scale(self) -> optax.Updates:
@@ -221,7 +221,7 @@ def mean_square(differences: bool = False) -> Preconditioner:
             mean_square=jax.tree.map(jnp.zeros_like, params),
             mean=jnp.zeros((), _tree.dtype(params)),
             last_gradient=jax.tree.map(jnp.zeros_like, params) if differences else None,
-            num_gradients=jnp.full((), none_yet, jnp.int32),
+            num_in_window=jnp.full((), none_yet, jnp.int32),
             window=jnp.full((), FIRST_WINDOW, jnp.int32),
         )
 
@@ -231,7 +231,7 @@ def mean_square(differences: bool = False) -> Preconditioner:
         return jax.tree.map(jnp.subtract, gradient, state.last_gradient)
 
     def observe(state, gradient, worth, direction):
-        number = _tree.count(jnp.where(worth.anew, none_yet, state.num_gradients), worth.counts)
+        number = _tree.count(jnp.where(worth.anew, none_yet, state.num_in_window), worth.counts)
         window = jnp.where(worth.anew, FIRST_WINDOW, state.window)
         rate = jnp.where(worth.counts & (number > 0), 1 / jnp.maximum(number, 1), 0)
         share = rate * jnp.square(worth.trust) / (2 if differences else 1)
@@ -258,7 +258,7 @@ def mean_square(differences: bool = False) -> Preconditioner:
             mean_square=squares,
             mean=mean,
             last_gradient=last,
-            num_gradients=jnp.where(closes, 0, number),
+            num_in_window=jnp.where(closes, 0, number),
             window=jnp.where(closes, jnp.minimum(window + window // 2, LONGEST_WINDOW), window),
         )
 
