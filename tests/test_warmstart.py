@@ -247,7 +247,7 @@ def test_a_signal_ends_the_training_after_the_epoch(number, in_one_go, tmp_path)
     """A job that SIGTERM ends must not sample from members half trained: it will come back."""
     handler, batches = signal.getsignal(number), Batches(3, send(number))
     if number == signal.SIGTERM:
-        with pytest.raises(KeyboardInterrupt, match="stopped by SIGTERM: run it again"):
+        with pytest.raises(KeyboardInterrupt, match="stopped by SIGTERM: run again"):
             train_long(batches, directory=tmp_path, checkpoint_minutes=60)
         got = train_long(Batches(3, send(number)))
     else:
