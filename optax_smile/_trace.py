@@ -11,7 +11,7 @@ REMEDY = "Pass the `trace` of what `sample` returned."
 
 
 def of_draws(trace: Mapping[str, Any], num_draws: int | None) -> dict[str, np.ndarray]:
-    """The trace at the draws, the last ticks that were samples in all chains; None: all of it."""
+    """The trace at the draws, the last ticks that were draws in all chains; None: all of it."""
     arrays = {name: np.asarray(values) for name, values in trace.items()}
     if num_draws is None or not arrays:
         return arrays

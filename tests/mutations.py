@@ -99,8 +99,8 @@ DEFECTS = r"""
 + momentum=after
 # samplers/smile.py | test_potential.py
 = psmile without its noise | prior_of_trees and psmile
-- momentum.microcanonical(name, integrator, decoherence_length, has_key)
-+ momentum.microcanonical(name, integrator, None, has_key)
+- momentum.microcanonical(name, integrator, decoherence_length, key)
++ momentum.microcanonical(name, integrator, None, key)
 # published.py | test_slots.py
 = temperature lost | know_the_posterior
 - Potential(num_data, prior_precision, temperature, prior_mean)

@@ -16,10 +16,10 @@ from optax_smile.state import find, last_accepted, stats
 
 
 class Chain(NamedTuple):
-    """What travels from call to call in one chain.
+    """What travels from gradient to gradient in one chain.
 
     Attributes:
-        params: a proposal, which the next call judges.
+        params: a proposal, which the next gradient judges.
         state: of the sampler.
         aux: auxiliary state of the model at the last accepted point, or None.
         key: of a stochastic loss, or None.
@@ -62,8 +62,8 @@ class Chains:
             key=None if loss_key is None else parallel.split_key(loss_key, self.number, mesh=mesh),
         )
         self.gradients_per_step = find(chains.state).gradients_per_step
-        # Parameters that are sharded inside a chain keep their arrays.
         self.like = _loop.one_of(chains)
+        # Parameters that are sharded inside a chain keep their arrays.
         self.packing = packing = Packing(self.like, SMALL if specs is None else 0)
         has_small = bool(packing.groups)
         self._join = self._compile(packing.join) if has_small else packing.join
@@ -76,10 +76,10 @@ class Chains:
             return packing.pack(one_call(packing.unpack(packed), batch))
 
         def many(packed, batches):
-            def call(chain, batch):
+            def step(chain, batch):
                 return one_call(chain, batch), None
 
-            return packing.pack(jax.lax.scan(call, packing.unpack(packed), batches)[0])
+            return packing.pack(jax.lax.scan(step, packing.unpack(packed), batches)[0])
 
         self._one = parallel.step(one, self.packed, mesh=mesh, per_chain=per_chain)
         self._many = parallel.step(many, self.packed, mesh=mesh, per_chain=per_chain)
@@ -92,7 +92,7 @@ class Chains:
         return jax.jit(mapped, out_shardings=own)
 
     def put(self, batch: Any, is_stacked: bool = False) -> Any:
-        """Bring a batch of one call, or of several, onto the devices."""
+        """Bring a batch of one gradient, or of several, onto the devices."""
         arguments: dict[str, Any] = {"per_chain": self.per_chain, "stacked": is_stacked}
         return parallel.place_batch(batch, mesh=self.mesh, **arguments)
 
@@ -113,7 +113,7 @@ class Chains:
             _check.fail("sample", "params", rule, f"{found[lost[0]]} in the chains {lost}")
 
     def advance(self, batch: Any, is_stacked: bool):
-        """Do the call, or the calls, of a batch."""
+        """Do the update, or the updates, of a batch."""
         self.packed = (self._many if is_stacked else self._one)(self.packed, batch)
 
     @property
@@ -131,7 +131,7 @@ class Chains:
         return _tree.local(self._stats(self.packed))
 
     def draw(self) -> Any:
-        """Last accepted step ends, device arrays `[chain, ...]` that outlive the next call."""
+        """Last accepted step ends, device arrays `[chain, ...]` that outlive the next step."""
         return self._draw(self.packed)
 
 

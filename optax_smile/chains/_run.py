@@ -39,7 +39,7 @@ class MemoryRun:
         self.start, self.settings = _tree.local(start), settings
         self.draws, self.trace = [], []
 
-    def restore(self, like: Any) -> None:
+    def restore(self, chains: Chains) -> None:
         """There is nothing to go on with."""
 
     def tick(self, stats: Mapping[str, np.ndarray]):
@@ -141,14 +141,13 @@ class DirectoryRun:
                 _check.fail("sample", "directory", rule, got, remedy)
         return True
 
-    def restore(self, like: Any) -> tuple[Any, Place] | None:
-        """Read the newest checkpoint into arrays like these, if there is one."""
-        found = self.checkpoints.restore(like)
+    def restore(self, chains: Chains) -> Place | None:
+        """Bring the chains to where the newest checkpoint is, if there is one, and tell where."""
+        found = self.checkpoints.restore(chains.tree)
         if found is None:
             return None
-        carry, told = found
-        position = Position(**told["position"])
-        return carry, Place(told["num_gradients"], told["num_kept"], position)
+        chains.tree, told = found
+        return Place(told["num_gradients"], told["num_kept"], Position(**told["position"]))
 
     def tick(self, stats: Mapping[str, np.ndarray]):
         """The statistics go to disk with the draws."""

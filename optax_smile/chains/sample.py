@@ -33,7 +33,7 @@ class Plan(NamedTuple):
         num_steps: of each chain.
         num_warmup: of them before the first draw.
         thin: steps from tick to tick; a tick falls on the end of the warm-up and of the run.
-        gradients_per_step: gradients per step.
+        gradients_per_step: that a step takes.
         gradients_per_batch: gradients from one batch.
         steps_per_dispatch: the most steps run in one go.
         gradient_axis: along which the batches of several gradients are stacked.
@@ -113,7 +113,7 @@ def sample(
             `[chain, ...]`. It follows the accepted points, and draws are then
             `{"params": ..., "aux": ...}`.
         stochastic: whether the loss draws random numbers, such as dropout: it gets a fresh key at
-            each call.
+            each gradient.
         per_chain: whether each batch has a leading chain axis; otherwise chains share them.
         batch_per: `"gradient"`: each gets a batch; `"step"`: the two gradients of a step of
             `"minimal_norm"` share one, as published.
@@ -146,13 +146,13 @@ def sample(
     Raises:
         ValueError: an argument out of range, leading axes that disagree, a loss that is not a
             scalar or not finite at the start, a state without a sampler, a mesh that does not fit,
-            batches that run out before the first draw, a sampler that has not begun to sample at
-            the end; a `directory` in use, or of another run.
+            batches that run out before the first draw, a sampler that has not begun to give
+            draws at the end; a `directory` in use, or of another run.
         OSError: a draw or a checkpoint that cannot be written, such as on a full disk: the message
             names the file, and the draws before it can be loaded.
         KeyboardInterrupt: stopped before the first draw, or by a second Ctrl-C.
 
-    Cost: one gradient per chain and call (a step of `"minimal_norm"` is two calls). Without
+    Cost: one gradient per chain and step, two with `"minimal_norm"`. Without
     `directory` the draws lie in host memory. With `specs` a draw is brought together on each device
     of its chain before it is kept.
 
@@ -239,8 +239,8 @@ def _go_on(
     """
     place = Place(0, 0, stream.position())
     try:
-        if found := run.restore(chains.tree):
-            chains.tree, place = found
+        if found := run.restore(chains):
+            place = found
             stream.go_to(place.position)
         else:
             run.checkpoint(chains, place)

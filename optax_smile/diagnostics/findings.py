@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from optax_smile.diagnostics import paths
+from optax_smile.diagnostics.paths import Paths
 from optax_smile.diagnostics.results import LEAST_DRAWS_JUDGED, Finding, Summary, median_of
 from optax_smile.state import MOST_NONFINITE
 
@@ -36,7 +36,7 @@ MOST_GROUPS = 6
 class Run(NamedTuple):
     """What findings are made from: paths, settings, the trace at the draws, single predictions."""
 
-    paths: paths.Paths
+    paths: Paths
     settings: Mapping[str, Any]
     trace: dict[str, np.ndarray]
     values: np.ndarray | None

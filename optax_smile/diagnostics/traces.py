@@ -30,7 +30,7 @@ def rejection_rate(trace: Mapping[str, Any], num_draws: int | None = None) -> np
 
     Args:
         trace: arrays `[chain, tick]`, with `num_rejected` and `num_gradients`.
-        num_draws: take these alone, the last so many ticks that are samples; None: all ticks.
+        num_draws: take these alone, the last so many ticks that are draws; None: all ticks.
 
     Returns:
         Rate `[chain]`, 0 to 1; NaN from a single tick. For a perfect fit of the energy errors a
@@ -55,7 +55,7 @@ def step_size_trend(trace: Mapping[str, Any], num_draws: int | None = None) -> n
 
     Args:
         trace: arrays `[chain, tick]`, with `step_size`.
-        num_draws: take these alone, the last so many ticks that are samples; None: all ticks.
+        num_draws: take these alone, the last so many ticks that are draws; None: all ticks.
 
     Returns:
         Median of the last tenth of the ticks / median of the second tenth, `[chain]`: 1 for a
@@ -80,7 +80,7 @@ def energy_fit(trace: Mapping[str, Any], num_draws: int | None = None) -> Energy
 
     Args:
         trace: arrays `[chain, tick]`, with `energy_change`.
-        num_draws: take these alone, the last so many ticks that are samples; None: all ticks.
+        num_draws: take these alone, the last so many ticks that are draws; None: all ticks.
 
     Returns:
         An `EnergyFit`; the fit by moments of all ticks weighs them alike, the sampler the recent.

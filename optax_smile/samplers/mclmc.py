@@ -52,12 +52,11 @@ def mclmc(
     """
     if decoherence_length is None:
         _check.fail("mclmc", "decoherence_length", "> 0 and finite", None)
-    has_key = key is not None
     return compose(
         "mclmc",
         potential.Potential(num_data, prior_precision, temperature, prior_mean),
         preconditioner=preconditioner.identity(),
-        momentum=momentum.microcanonical("mclmc", integrator, decoherence_length, has_key),
+        momentum=momentum.microcanonical("mclmc", integrator, decoherence_length, key),
         guardrail=guardrail("mclmc"),
         step_size=step_size,
         key=key,

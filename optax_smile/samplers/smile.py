@@ -245,7 +245,6 @@ def _build(
     reject_momentum: str = "zero",
 ) -> optax.GradientTransformationExtraArgs:
     """Choose the stages of one of the four."""
-    has_key = key is not None
     scale = preconditioner.identity()
     if is_scaled:
         scale = preconditioner.mean_square(differences=decoherence_length is None)
@@ -253,8 +252,8 @@ def _build(
         name,
         posterior,
         preconditioner=scale,
-        momentum=momentum.microcanonical(name, integrator, decoherence_length, has_key),
-        guardrail=guardrail(name, reject_quantile, reject_momentum, has_key),
+        momentum=momentum.microcanonical(name, integrator, decoherence_length, key),
+        guardrail=guardrail(name, reject_quantile, reject_momentum, key),
         tuner=tuner,
         step_size=step_size,
         key=key,

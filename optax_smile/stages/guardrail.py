@@ -71,7 +71,7 @@ def guardrail(
     where: str = "guardrail",
     reject_quantile: float | None = None,
     reject_momentum: str = "zero",
-    has_key: bool = False,
+    key: jax.Array | int | None = None,
 ) -> Guardrail:
     """Reject non-finite steps, and with a quantile those whose energy error is an outlier.
 
@@ -79,12 +79,12 @@ def guardrail(
         where: name of the sampler, for errors.
         reject_quantile: of the energy errors, in (0, 1); None rejects non-finite steps alone.
         reject_momentum: of a rejected chain: `"zero"`, or `"refresh"` for a random direction.
-        has_key: whether there is a key to draw it with.
+        key: with which it is drawn; needed for that alone.
 
     Raises:
         ValueError: an argument out of range.
     """
-    check(where, reject_quantile, reject_momentum, has_key)
+    check(where, reject_quantile, reject_momentum, key)
     refreshes = reject_momentum == "refresh"
 
     def judge(state, error, energies=None):
@@ -104,13 +104,15 @@ def guardrail(
     )
 
 
-def check(where: str, reject_quantile: float | None, reject_momentum: str, has_key: bool):
+def check(
+    where: str, reject_quantile: float | None, reject_momentum: str, key: jax.Array | int | None
+):
     """Require a probability or None, a known momentum, and a key to draw it with."""
     if reject_quantile is not None:
         _check.probability(where, "reject_quantile", reject_quantile)
     _check.choice(where, "reject_momentum", reject_momentum, REJECT_MOMENTA)
-    if reject_momentum == "refresh" and not has_key:
-        _check.fail(where, "key", 'a JAX key for reject_momentum="refresh"', None)
+    if reject_momentum == "refresh":
+        _check.needed_key(where, key, 'for reject_momentum="refresh"')
 
 
 def init(dtype: jnp.dtype) -> GuardrailState:

@@ -81,7 +81,7 @@ def microcanonical(
     where: str = "microcanonical",
     integrator: str = "leapfrog",
     decoherence_length: float | jax.Array | str | None = None,
-    has_key: bool = False,
+    key: jax.Array | int | None = None,
 ) -> Momentum:
     """Move with constant speed; the gradient turns the direction, and so may explicit noise.
 
@@ -89,12 +89,12 @@ def microcanonical(
         where: name of the sampler, for errors.
         integrator: a name in `INTEGRATORS`.
         decoherence_length: of the explicit noise, > 0 or `"matched"`; None for none.
-        has_key: whether there is a key to draw it with.
+        key: with which that is drawn; needed for it alone.
 
     Raises:
         ValueError: an argument out of range.
     """
-    scheme = check(where, integrator, decoherence_length, has_key)
+    scheme = check(where, integrator, decoherence_length, key)
 
     def draw(key, params):
         return None if decoherence_length is None else _tree.isotropic_like(key, params)
@@ -380,7 +380,7 @@ def check(
     where: str,
     integrator: str,
     decoherence_length: float | jax.Array | str | None,
-    has_key: bool,
+    key: jax.Array | int | None,
 ) -> Integrator:
     """Look the integrator up; explicit noise needs a positive length and a key."""
     _check.choice(where, "integrator", integrator, INTEGRATORS)
@@ -389,6 +389,5 @@ def check(
             _check.choice(where, "decoherence_length", decoherence_length, (MATCHED,))
         else:
             _check.positive(where, "decoherence_length", decoherence_length)
-        if not has_key:
-            _check.fail(where, "key", "a JAX key where `decoherence_length` is set", None)
+        _check.needed_key(where, key, "where `decoherence_length` is set")
     return INTEGRATORS[integrator]
