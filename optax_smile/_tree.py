@@ -58,13 +58,13 @@ def sums(trees: list[Any]) -> list[jax.Array]:
     a time, since the compiler joins only so many of the sums that cross devices.
     """
     columns = list(zip(*(jax.tree.leaves(tree) for tree in trees), strict=True))
-    parts = [_block_sums(leaves) for leaves in columns if not _is_shared(leaves[0])]
-    parts += _shared_sums([leaves for leaves in columns if _is_shared(leaves[0])])
+    parts = [_block_sums(leaves) for leaves in columns if not is_shared(leaves[0])]
+    parts += _shared_sums([leaves for leaves in columns if is_shared(leaves[0])])
     joined = [jnp.concatenate(column) for column in zip(*parts, strict=True)]
     return list(jnp.sum(jnp.stack(joined), axis=1))
 
 
-def _is_shared(leaf: jax.Array) -> bool:
+def is_shared(leaf: jax.Array) -> bool:
     """Tell whether an array may lie on several devices, as far as a compiled program knows."""
     mesh = jax.typeof(leaf).sharding.mesh
     axes = zip(mesh.axis_sizes, mesh.axis_types, strict=True)

@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from optax_smile import _check
+
 # Share of the gradients that are not finite; healthy runs have none or a handful.
 MOST_NONFINITE = 0.01
 
@@ -65,20 +67,45 @@ class SamplerState(Protocol):
         ...
 
 
-def find(state: Any) -> SamplerState:
+def find(state: Any, where: str, argument: str = "state") -> SamplerState:
     """Find the one sampler state inside a larger state.
 
+    Args:
+        state: what `init` or `update` of a transformation returned.
+        where: the function that asks.
+        argument: its argument.
+
     Raises:
-        ValueError: there is none, or more than one.
+        ValueError: there is none, or more than one, or something comes after it in a chain.
     """
-    nodes = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, SamplerState))
-    found = [node for node in nodes if isinstance(node, SamplerState)]
+    found, chains = _samplers(state)
     if len(found) != 1:
         raise ValueError(
             f"The state must hold exactly one optax_smile sampler, got {len(found)}: pass what"
             " `init` or `update` of the transformation returned."
         )
+    for chain in chains:
+        place = next((i for i, part in enumerate(chain) if _samplers(part)[0]), len(chain))
+        # The states of transformations, unlike what else may lie beside one in a loop's tuple.
+        later = [type(part).__name__ for part in chain[place + 1 :] if hasattr(part, "_fields")]
+        if later:
+            rule = "that of a chain whose last transformation is the sampler"
+            remedy = "What comes after it changes its steps, and no draws are right: put it before."
+            _check.fail(where, argument, rule, f"one followed by {', '.join(later)}", remedy)
     return found[0]
+
+
+def _samplers(state: Any) -> tuple[list[Any], list[tuple[Any, ...]]]:
+    """Samplers inside a state, and plain tuples, which the state of an `optax.chain` is."""
+    chains = []
+
+    def is_sampler(node: Any) -> bool:
+        if type(node) is tuple:
+            chains.append(node)
+        return isinstance(node, SamplerState)
+
+    leaves = jax.tree.leaves(state, is_leaf=is_sampler)
+    return [leaf for leaf in leaves if isinstance(leaf, SamplerState)], chains
 
 
 def stats(state: Any) -> dict[str, jax.Array]:
@@ -113,9 +140,15 @@ def stats(state: Any) -> dict[str, jax.Array]:
           samplers that do not tell.
         - on_its_way: whether that is more than 3: these points are no draws yet.
         - below_resolution: the step is too short to move the parameters in their precision.
+        - num_altered: calls that found a few parameters elsewhere than the call before had sent
+          them: a transformation after the sampler, a projection, an average. Calls after a
+          rejected step cannot tell.
+        - is_altered: whether the last three calls that can tell found them off by more than a
+          thousandth of the step: these points are no draws.
 
     Raises:
-        ValueError: the state holds no sampler, or more than one.
+        ValueError: the state holds no sampler, or more than one, or another transformation comes
+            after it in an `optax.chain`.
 
     Example:
         >>> import jax.numpy as jnp, optax_smile
@@ -123,7 +156,7 @@ def stats(state: Any) -> dict[str, jax.Array]:
         >>> round(float(optax_smile.stats(state)["step_size"]), 3)
         0.01
     """
-    return find(state).stats()
+    return find(state, "stats").stats()
 
 
 def last_accepted(state: Any, params: Any) -> Any:
@@ -141,7 +174,8 @@ def last_accepted(state: Any, params: Any) -> Any:
         come back as they are.
 
     Raises:
-        ValueError: the state holds no sampler, or more than one.
+        ValueError: the state holds no sampler, or more than one, or another transformation comes
+            after it in an `optax.chain`.
 
     Cost: one pass over the parameters; no gradient.
 
@@ -154,4 +188,4 @@ def last_accepted(state: Any, params: Any) -> Any:
         >>> [round(float(x), 5) for x in last]
         [1.0, 1.0]
     """
-    return find(state).last_accepted(params)
+    return find(state, "last_accepted").last_accepted(params)

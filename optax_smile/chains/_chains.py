@@ -61,7 +61,7 @@ class Chains:
             aux=None if aux is None else parallel.place(aux, mesh=mesh),
             key=None if loss_key is None else parallel.split_key(loss_key, self.number, mesh=mesh),
         )
-        self.gradients_per_step = find(chains.state).gradients_per_step
+        self.gradients_per_step = find(chains.state, "sample", "sampler").gradients_per_step
         self.like = _loop.one_of(chains)
         # Parameters that are sharded inside a chain keep their arrays.
         self.packing = packing = Packing(self.like, SMALL if specs is None else 0)

@@ -14,7 +14,7 @@ import optax
 
 from optax_smile import _check, _tree, potential
 from optax_smile.samplers import _call
-from optax_smile.stages import energy, evidence
+from optax_smile.stages import energy, evidence, probe
 from optax_smile.stages.guardrail import Guardrail, GuardrailState, guardrail
 from optax_smile.state import LastUpdate, no_update
 
@@ -66,6 +66,7 @@ class LangevinState(NamedTuple):
         step_length: step size of the open step, or of the rejected one.
         step_size_factor: what multiplies the user's step size, scalar.
         guardrail: counters of rejected steps.
+        probe: whether the parameters arrive where they were sent.
         num_steps: steps begun, the count that a step-size schedule gets, int32.
         key: for the noise of the next call, as raw numbers, uint32.
         last_update: what the last call found out.
@@ -76,6 +77,7 @@ class LangevinState(NamedTuple):
     step_length: jax.Array
     step_size_factor: jax.Array
     guardrail: GuardrailState
+    probe: probe.ProbeState
     num_steps: jax.Array
     key: jax.Array
     last_update: LastUpdate
@@ -88,16 +90,20 @@ class LangevinState(NamedTuple):
     def stats(self) -> dict[str, jax.Array]:
         """Scalars that describe the last call, see `optax_smile.stats`."""
         unknown = jnp.full_like(self.step_length, jnp.nan)
-        return self.last_update._asdict() | {
-            "step_size": self.step_length,
-            "energy_mean": unknown,
-            "energy_std": unknown,
-            "num_rejected": self.guardrail.num_rejected,
-            "num_nonfinite": self.guardrail.num_nonfinite,
-            "num_outlying": jnp.zeros_like(self.guardrail.num_nonfinite),
-            "descent": unknown,
-            "on_its_way": jnp.zeros_like(self.last_update.accepted),
-        }
+        return (
+            self.last_update._asdict()
+            | self.probe.stats()
+            | {
+                "step_size": self.step_length,
+                "energy_mean": unknown,
+                "energy_std": unknown,
+                "num_rejected": self.guardrail.num_rejected,
+                "num_nonfinite": self.guardrail.num_nonfinite,
+                "num_outlying": jnp.zeros_like(self.guardrail.num_nonfinite),
+                "descent": unknown,
+                "on_its_way": jnp.zeros_like(self.last_update.accepted),
+            }
+        )
 
     def last_accepted(self, params: optax.Params) -> optax.Params:
         """Start of the open step, see `optax_smile.last_accepted`."""
@@ -168,6 +174,7 @@ def _init(of: _Parts, params: Any) -> LangevinState:
         step_length=jnp.asarray(of.step_size(count), dtype),
         step_size_factor=jnp.ones((), dtype),
         guardrail=of.guardrail.init(dtype),
+        probe=probe.init(params),
         num_steps=count,
         key=jnp.copy(jax.random.key_data(of.seed)),
         last_update=no_update(dtype)._replace(is_draw=of.rule.is_draw(count - 1)),
@@ -211,6 +218,9 @@ def _update(of: _Parts, updates: Any, state: Any, params: Any, value: Any) -> tu
         step_length=step_length,
         step_size_factor=state.step_size_factor,
         guardrail=guard,
+        probe=probe.look(
+            state.probe, probe.entries(params), probe.entries(state.displacement), reject
+        ),
         num_steps=_tree.count(state.num_steps, ~reject),
         key=jax.random.key_data(key),
         last_update=LastUpdate(

@@ -9,7 +9,7 @@ import optax
 
 from optax_smile import _check, _tree, potential
 from optax_smile.samplers import _call
-from optax_smile.stages import energy, evidence, momentum, products
+from optax_smile.stages import energy, evidence, momentum, probe, products
 from optax_smile.stages import tuner as tuning
 from optax_smile.stages.guardrail import Guardrail, GuardrailState
 from optax_smile.stages.preconditioner import Preconditioner
@@ -25,6 +25,7 @@ class MicrocanonicalState(NamedTuple):
         guardrail: counters of rejected steps.
         tuner: state of the tuner, with the field `step_size_factor`.
         evidence: what the calls so far have shown.
+        probe: whether the parameters arrive where they were sent.
         num_steps: steps begun, the count that a step-size schedule gets, int32.
         key: for explicit noise and fresh momenta, as raw numbers, uint32; None if neither is used.
         last_update: what the last call found out.
@@ -35,6 +36,7 @@ class MicrocanonicalState(NamedTuple):
     guardrail: GuardrailState
     tuner: Any
     evidence: evidence.EvidenceState
+    probe: probe.ProbeState
     num_steps: jax.Array
     key: jax.Array | None
     last_update: LastUpdate
@@ -46,16 +48,20 @@ class MicrocanonicalState(NamedTuple):
 
     def stats(self) -> dict[str, jax.Array]:
         """Scalars that describe the last call, see `optax_smile.stats`."""
-        return self.last_update._asdict() | {
-            "step_size": self.momentum.step_length,
-            "energy_mean": self.evidence.energies.energy_mean,
-            "energy_std": self.evidence.energies.energy_std,
-            "num_rejected": self.guardrail.num_rejected,
-            "num_nonfinite": self.guardrail.num_nonfinite,
-            "num_outlying": self.evidence.turns.num_outlying,
-            "descent": self.evidence.descent.descent_score,
-            "on_its_way": self.evidence.descent.on_its_way,
-        }
+        return (
+            self.last_update._asdict()
+            | self.probe.stats()
+            | {
+                "step_size": self.momentum.step_length,
+                "energy_mean": self.evidence.energies.energy_mean,
+                "energy_std": self.evidence.energies.energy_std,
+                "num_rejected": self.guardrail.num_rejected,
+                "num_nonfinite": self.guardrail.num_nonfinite,
+                "num_outlying": self.evidence.turns.num_outlying,
+                "descent": self.evidence.descent.descent_score,
+                "on_its_way": self.evidence.descent.on_its_way,
+            }
+        )
 
     def last_accepted(self, params: optax.Params) -> optax.Params:
         """Start of the open step, see `optax_smile.last_accepted`."""
@@ -128,6 +134,7 @@ def _init(of: _Parts, params: Any) -> MicrocanonicalState:
         guardrail=of.guardrail.init(dtype),
         tuner=start,
         evidence=evidence.init(dtype),
+        probe=probe.init(params),
         num_steps=count,
         key=None if seed is None else jnp.copy(jax.random.key_data(seed)),
         last_update=no_update(dtype),
@@ -150,6 +157,8 @@ def _update(of: _Parts, updates: Any, state: Any, params: Any, value: Any) -> tu
     closed = of.momentum.close(here, sums)
     error = energy.energy_error(of.posterior, past.open_step, closed, sums, value)
     guard, reject = of.guardrail.judge(state.guardrail, error, past.energies)
+    probed = probe.look(state.probe, *_sent(of, state, params), reject)
+    reject = reject & probed.is_made()
 
     # Choose the length of the next step, and open it.
     base = jnp.asarray(of.step_size(state.num_steps), here.step_length.dtype)
@@ -178,6 +187,7 @@ def _update(of: _Parts, updates: Any, state: Any, params: Any, value: Any) -> tu
         guardrail=guard,
         tuner=tuned,
         evidence=evidence.remember(past, shown, step, of.guardrail.winsor_quantile),
+        probe=probed,
         num_steps=num_steps,
         key=key,
         last_update=_told(shown, closed, after, reject, value),
@@ -208,6 +218,14 @@ def _look(
         deviation=of.preconditioner.deviation(scale, gradient),
         prior_terms=potential.prior_terms(of.posterior, params, back),
     )
+
+
+def _sent(of: _Parts, state: Any, params: Any) -> tuple[list[jax.Array], list[jax.Array]]:
+    """A few entries of the parameters, and how far the last drift moved them."""
+    scale = _inverse_scale(state.preconditioner)
+    few = state.momentum._replace(direction=probe.entries(state.momentum.direction))
+    moved = of.momentum.last_drift(few, None if scale is None else probe.entries(scale))
+    return probe.entries(params), moved
 
 
 def _told(
