@@ -18,8 +18,8 @@ from optax_smile import _check, _tree, parallel
 from optax_smile.chains import _loop
 from optax_smile.chains._checkpoint import Checkpoints, any_process, lock
 
-# Chains that start from equal weights: by so much of their size, which changes a prediction by a
-# per cent or so, do they start apart.
+# Of the size of the weights, see `chains_from_weights`. It changes the LPPD of trained networks by
+# .01 nats, at most .05 (energy, concrete, diabetes); 0.1 would by up to two.
 JITTER = 0.01
 
 
