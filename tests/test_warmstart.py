@@ -295,6 +295,20 @@ def test_one_chain_for_each_of_the_weights():
     assert chains["w"].dtype == jnp.float32
 
 
+def test_members_of_an_optimizer_with_noise_draw_their_own():
+    members: Any = optax_smile.warmstart(
+        lambda params, batch: jnp.mean((params["w"] - batch) ** 2),
+        lambda key: {"w": jnp.zeros(2)},
+        [TARGET],
+        optax_smile.sgld(0.01, num_data=10, key=0),
+        num_members=3,
+        key=0,
+        num_epochs=2,
+        progress=False,
+    )
+    assert len(np.unique(members["w"], axis=0)) == 3
+
+
 def test_more_chains_than_weights_go_round():
     weights = [{"w": jnp.full(2, float(i))} for i in range(3)]
     chains: Any = optax_smile.chains_from_weights(weights, num_chains=7, jitter=0)
