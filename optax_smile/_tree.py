@@ -1,6 +1,7 @@
 """Arithmetic on parameter trees that Optax does not have, and the checks of a tree."""
 
 import functools
+import hashlib
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -167,6 +168,24 @@ def local(tree: Any) -> Any:
     none = [np.empty((0, *leaf.shape[1:]), leaf.dtype) for leaf in leaves]
     columns = zip(none, *(block for _, _, block in local_blocks(tree)), strict=True)
     return jax.tree.unflatten(structure, [np.concatenate(column) for column in columns])
+
+
+def first_alike(tree: Any) -> list[int]:
+    """Tell for each chain the first one whose arrays are the same, bit for bit.
+
+    Args:
+        tree: arrays `[chain, ...]` on the host or on one device.
+
+    Returns:
+        Numbers of chains: its own where no chain before it is alike.
+    """
+    first: dict[bytes, int] = {}
+    alike = []
+    chains = zip(*map(np.asarray, jax.tree.leaves(tree)), strict=True)
+    for chain, leaves in enumerate(chains):
+        content = hashlib.sha256(b"".join(leaf.tobytes() for leaf in leaves)).digest()
+        alike.append(first.setdefault(content, chain))
+    return alike
 
 
 def normal_like(key: jax.Array, tree: Any) -> Any:

@@ -31,11 +31,11 @@ def check_mesh(where: str, mesh: Mesh | None, num_chains: int = 0):
 
 
 def num_chains(where: str, tree: Any, argument: str = "params") -> int:
-    """Length of the leading axis that all leaves share."""
+    """Length of the leading axis that all leaves share, at least one."""
     shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(tree)]
     lengths = {shape[:1] for shape in shapes}
-    if len(lengths) != 1 or lengths == {()}:
-        rule = "a tree whose leaves share a leading chain axis"
+    if len(lengths) != 1 or lengths <= {(), (0,)}:
+        rule = "a tree of at least one chain whose leaves share a leading chain axis"
         _check.fail(where, argument, rule, f"the shapes {shapes}")
     return shapes[0][0]
 
@@ -174,13 +174,14 @@ def init(
         specs: of the parameters, as `place` takes them; arrays of the state that are like
             parameters are sharded like them.
         key: JAX key or seed, from which the `key` of each chain's state is made, if it has one;
-            None leaves them as the sampler made them.
+            then None will do for a single chain alone: several would draw the same numbers.
 
     Returns:
         The state, every leaf with a leading chain axis, scalars and keys included.
 
     Raises:
-        ValueError: as `place`; a state with several random keys called `key`.
+        ValueError: as `place`; several chains that draw random numbers, without a key; a state with
+            several random keys called `key`.
 
     Cost: `sampler.init` for every chain.
     """
@@ -197,7 +198,7 @@ def init(
             transform_non_params=lambda _: chain_sharding(mesh),
         )
     state = jax.jit(of_chains, out_shardings=own)(params)
-    if key is None:
+    if key is None and chains == 1:
         return state
     try:
         known = optax.tree.get(state, "key", filtering=_is_random_key)
@@ -207,7 +208,8 @@ def init(
         _check.fail("init", "sampler", rule, "several", remedy)
     if known is None:
         return state
-    keys = split_key(key, chains, mesh=mesh, raw=True)
+    needed = _check.needed_key("init", key, f"from which each of the {chains} chains gets its own")
+    keys = split_key(needed, chains, mesh=mesh, raw=True)
     if keys.shape != known.shape:
         rule = f"a key whose data are {known.shape[-1]} words, as the sampler's"
         _check.fail("init", "key", rule, f"{keys.shape[-1]} words")

@@ -1,6 +1,7 @@
 """Statistics against textbook formulas, and findings on runs that are broken on purpose."""
 
 import functools
+import re
 import warnings
 from statistics import NormalDist
 from typing import Any
@@ -14,7 +15,8 @@ from paper import PAPER
 from scipy import stats
 
 import optax_smile
-from optax_smile import Snapshots, diagnostics
+from optax_smile import Snapshots, _settings, diagnostics
+from optax_smile.diagnostics.advice import ADVICE, STEP_SIZES
 
 with warnings.catch_warnings():
     # Version 0.23 announces the next one.
@@ -172,7 +174,14 @@ def test_travel_is_the_norm_over_all_leaves():
         point = np.append(params["a"][chain, draw], params["b"][chain, draw])
         expected = np.linalg.norm(point - origin) / np.linalg.norm(origin)
         np.testing.assert_allclose(diagnostics.travel(params, start)[chain, draw], expected)
-    assert np.isinf(diagnostics.travel(params, jax.tree.map(np.zeros_like, start))).all()
+
+
+def test_travel_from_zero_is_finite():
+    """Over the norm of the first draw that is not zero; a chain that stays has gone nowhere."""
+    draws = np.zeros((2, 4, 3))
+    draws[0, 1:] = np.array([[2.0], [4.0], [-6.0]])
+    got = diagnostics.travel(draws, np.zeros((2, 3)))
+    np.testing.assert_allclose(got, [[0, 1, 2, 3], [0, 0, 0, 0]])
 
 
 def test_disagreement_counts_classes_and_measures_numbers():
@@ -307,6 +316,7 @@ HEALTHY = {
         0.05, **PUBLISHED | {"tuner": optax_smile.quantile_tuner(adapt_steps=100)}
     ),
     "psmile": optax_smile.psmile(0.05, **PUBLISHED | {"tuner": None}),
+    "psmile_naive": optax_smile.psmile_naive(0.05, **OPTIONS),
     "smile_naive": optax_smile.smile_naive(0.05, decoherence_length=0.5, key=KEY, **OPTIONS),
     "sgld": optax_smile.sgld(1e-3, key=KEY, **OPTIONS),
     "sghmc": optax_smile.sghmc(0.02, friction=0.2, key=KEY, **OPTIONS),
@@ -336,7 +346,10 @@ def test_nothing_is_found_in_a_healthy_run(name, seed):
     assert diagnostics.summary(draws).findings == ()
     found = diagnostics.summary(draws, prediction)
     assert found.findings == ()
-    assert str(found).endswith("Nothing looks wrong.")
+    told = str(found).splitlines()[-1]
+    share = np.mean(found.rhat_within > 1.1)
+    assert told.startswith("Nothing looks wrong")
+    assert share < 0.005 or f", but {share:.0%} of the R-hats within" in told
     assert found.mcse < 0.01 and np.median(found.rhat_across) < 1.1
 
 
@@ -369,7 +382,7 @@ def test_a_step_size_that_falls_to_nothing_is_frozen():
     for prediction in (None, predict(draws)):
         found = diagnostics.summary(draws, prediction)
         assert kinds(found) == {("frozen", ALL)}
-        assert "angle_tuner()" in str(found) and "All 4 chains: frozen" in str(found)
+        assert "All 4 chains: frozen" in str(found) and "a schedule of larger steps" in str(found)
 
 
 def test_a_chain_with_steps_below_its_resolution_is_frozen():
@@ -483,6 +496,287 @@ def synthetic(params, trace=None, settings=None):
     return Snapshots({"w": params}, repeated, settings, {"w": np.ones((4, params.shape[2]))})
 
 
+NUM_DRAWS, NUM_INPUTS, LAST = 100, 30, slice(-40, None)
+
+
+def made(**changes):
+    """Four healthy chains in all that `summary` looks at, and what is changed in them."""
+    shape, ones = (4, NUM_DRAWS), np.ones((4, NUM_DRAWS))
+    parts: dict[str, Any] = {
+        "params": 3 + autoregressive((*shape, 5), 0.2),
+        "mean": autoregressive((*shape, NUM_INPUTS), 0.2, seed=1),
+        "density": -1 + 0.3 * autoregressive((*shape, NUM_INPUTS), 0.2, seed=2),
+        "settings": {"name": "smile", "reject_quantile": 0.98, "tuner": "some tuner"},
+        "start": np.full((4, 5), 3.0),
+        "step_size": ones,
+        "energy_change": RNG(3).gamma(2, 1, shape),
+        "num_gradients": 10 * np.cumsum(ones, axis=1).astype(int),
+        "num_rejected": np.zeros(shape, int),
+        "num_nonfinite": np.zeros(shape, int),
+        "num_altered": np.zeros(shape, int),
+        "below_resolution": np.zeros(shape, bool),
+        "on_its_way": np.zeros(shape, bool),
+        "is_draw": np.ones(shape, bool),
+    }
+    for name, change in changes.items():
+        parts[name] = change(np.array(parts[name])) if callable(change) else change
+    params, mean, density, settings, origin = (
+        parts.pop(name) for name in ("params", "mean", "density", "settings", "start")
+    )
+    each = optax_smile.Outcome(mean, None, None, density)
+    prediction = optax_smile.Prediction(None, None, each=each)
+    return Snapshots(params, parts, settings, origin), prediction
+
+
+def changed(chains, draws, values):
+    """Values put into some draws of some chains."""
+
+    def change(array):
+        array[np.ix_(chains, np.arange(NUM_DRAWS)[draws])] = values
+        return array
+
+    return change
+
+
+def copied(array):
+    array[3] = array[1]
+    return array
+
+
+def outliers(array):
+    """Single draws fail badly at a few inputs each, which their averages do not."""
+    array[1, LAST] -= 60 * (RNG(0).random((40, NUM_INPUTS)) < 0.1)
+    return array
+
+
+ANY: Any = slice(None)
+COUNT = np.arange(NUM_DRAWS)
+SICK: dict[str, tuple[dict[str, Any], tuple[int, ...], str]] = {
+    "copies": ({"params": copied}, (1, 3), r"100 of 100 draws are those .*: \[1, 3\]"),
+    "copies, in the end": (
+        {"params": lambda x: changed([3], LAST, x[:1, LAST])(x)},
+        (0, 3),
+        "40 of 100 draws are those",
+    ),
+    "altered": (
+        {"num_altered": changed([0, 2], LAST, [[7], [9]])},
+        (0, 2),
+        "7 to 9 of 1000 updates",
+    ),
+    "diverged": (
+        {"num_nonfinite": changed([1], ANY, 2 * COUNT)},
+        (1,),
+        r"20\.00% of the gradients",
+    ),
+    "diverged, far away": (
+        {"params": lambda x: changed([1, 2], ANY, 40 * x[1:3])(x), "start": np.ones((4, 5))},
+        (1, 2),
+        r"1\d\d to 1\d\d times as large as start or prior make them \(above 10\)",
+    ),
+    "diverged, below others": (
+        {"density": lambda x: x - 2 * np.array([0, 0, 1, 0])[:, None, None]},
+        (2,),
+        r"of most inputs is (1\.9\d|2|2\.0\d) nats below the other chains' \(above 0.3\)",
+    ),
+    "diverged, by and by": (
+        {"density": lambda x: x - 0.03 * COUNT[:, None]},
+        ALL,
+        r"(1\.9\d|2|2\.0\d)( to .*)? nats below where it was at first",
+    ),
+    "frozen": ({"params": changed([2], slice(30, None), 2.0)}, (2,), "69 of 99 draws are the draw"),
+    "frozen, below resolution": (
+        {"below_resolution": changed([3], slice(20, None), True)},
+        (3,),
+        "steps of 80% of the draws",
+    ),
+    "frozen, by its step size": (
+        {"step_size": changed([0], LAST, 0.02), "mean": lambda x: changed([0], LAST, 9)(x)},
+        (0,),
+        r"the step size is 0.02 of the first \(below 0.1\)",
+    ),
+    "frozen, by its draws": (
+        {
+            "params": lambda x: changed([0], ANY, 3 + (x[0] - 3) / 100)(x),
+            "mean": lambda x: changed([0], ANY, 0.1 * COUNT[:, None])(x),
+        },
+        (0,),
+        r"draws are 0\.01\d+ times as far apart",
+    ),
+    "still on its way": (
+        {"on_its_way": changed([1], slice(80, None), True)},
+        (1,),
+        "falling at 61% of the last draws",
+    ),
+    "not settled": (
+        {"mean": lambda x: x + np.array([0, 0, 0.1, 0])[:, None, None] * COUNT[:, None]},
+        (2,),
+        r"median R-hat is \d\.\d\d \(above 1.3\)",
+    ),
+    "slow": (
+        {"mean": autoregressive((4, NUM_DRAWS, NUM_INPUTS), 0.8)},
+        ALL,
+        r"\d\d% to \d\d% of the R-hats within the chain are above 1.1",
+    ),
+    "different modes": (
+        {"mean": lambda x: x + np.array([0, 9, 0, 0])[:, None, None]},
+        ALL,
+        r"2 groups .* at 100% of the inputs.*: \[0, 2, 3\] and \[1\]",
+    ),
+    "chains differ": (
+        {"mean": lambda x: x + np.array([0, 0.9, 0, 0.9])[:, None, None]},
+        ALL,
+        r"\d+% of the R-hats across these chains are above 1.1",
+    ),
+    "rejected steps": (
+        {"num_rejected": changed([0], ANY, COUNT)},
+        (0,),
+        r"5 times as many as `reject_quantile` means \(above 3\)",
+    ),
+    "step size": ({"step_size": changed([1], LAST, 3)}, (1,), r"changed 3-fold .* \(above 2\)"),
+}
+
+
+def test_every_kind_of_finding_is_shown_on_a_sick_run():
+    assert {name.partition(",")[0] for name in SICK} == set(ADVICE)
+
+
+def test_nothing_is_found_in_the_healthy_run_that_they_are_made_of():
+    for settings in ({"name": "smile", "reject_quantile": 0.98, "tuner": "some tuner"}, None):
+        draws, prediction = made(settings=settings)
+        assert diagnostics.summary(draws, prediction).findings == ()
+        assert diagnostics.summary(draws).findings == ()
+
+
+@pytest.mark.parametrize("name", SICK)
+def test_a_sick_run_has_its_finding_alone_and_it_tells_the_number(name):
+    changes, chains, message = SICK[name]
+    found = diagnostics.summary(*made(**changes))
+    assert kinds(found) == {(name.partition(",")[0], chains)}
+    assert re.search(message, found.findings[0].problem), found.findings[0].problem
+
+
+def test_single_draws_that_fail_at_single_inputs_are_no_divergence():
+    """As on UCI energy, where the best chain was called diverged for the mean over its draws."""
+    draws, prediction = made(density=outliers)
+    density = prediction.each.log_density
+    single, together = density.mean(axis=1), np.log(np.exp(density).mean(axis=1))
+    assert single[1].mean() < single[0].mean() - 2 and together[1].mean() > together[0].mean() - 0.1
+    assert diagnostics.summary(draws, prediction).findings == ()
+
+
+def test_a_few_inputs_do_not_make_a_chain_diverged():
+    draws, prediction = made(density=lambda x: x - 60 * (np.arange(NUM_INPUTS) == 7) * (x[1] == x))
+    assert diagnostics.summary(draws, prediction).findings == ()
+
+
+def test_a_chain_that_comes_closer_has_not_diverged():
+    rises = 0.05 * (COUNT - NUM_DRAWS)[:, None]
+    one = np.array([0, 1, 0, 0])[:, None, None]
+    assert diagnostics.summary(*made(density=lambda x: x + one * rises)).findings == ()
+    found = diagnostics.summary(*made(density=lambda x: x + one * (rises - 9)))
+    assert kinds(found) == {("diverged", (1,))}
+
+
+def test_the_trace_of_an_older_run_lacks_what_is_new():
+    draws, prediction = made()
+    trace: Any = {name: x for name, x in draws.trace.items() if name != "num_altered"}
+    older = Snapshots(draws.params, trace, draws.settings, draws.start)
+    assert diagnostics.summary(older, prediction).findings == ()
+
+
+def test_copies_count_once():
+    """In ESS, R-hat across chains and Monte Carlo error; nothing else is a copy's fault."""
+    alone = diagnostics.summary(*made())
+    same = functools.partial(jax.tree.map, lambda x: np.concatenate([x, x[:2]]))
+    draws, prediction = made()
+    found = diagnostics.summary(
+        Snapshots(same(draws.params), same(dict(draws.trace)), draws.settings, same(draws.start)),
+        prediction._replace(each=same(prediction.each)),
+    )
+    assert kinds(found) == {("copies", (0, 1, 4, 5))} and "[0, 4] and [1, 5]" in str(found)
+    assert found.copy_of.tolist() == [0, 1, 2, 3, 0, 1]
+    np.testing.assert_array_equal(found.ess, alone.ess)
+    np.testing.assert_array_equal(found.rhat_across, alone.rhat_across)
+    assert found.mcse == alone.mcse and "of 400 draws" in str(found)
+
+
+def test_chains_from_one_weight_without_jitter_or_noise_are_copies():
+    weights = [jax.tree.map(lambda x: x[0], start())]
+    params = optax_smile.chains_from_weights(weights, num_chains=4, jitter=0)
+    draws = run(HEALTHY["psmile_naive"], params=params)
+    for found in (diagnostics.summary(draws), diagnostics.summary(draws, predict(draws))):
+        assert ("copies", ALL) in kinds(found) and "60 of 60 draws" in str(found)
+    assert found.rhat_across.size == 0 and np.nanmedian(found.ess) <= 1.5 * 60
+    apart = optax_smile.chains_from_weights(weights, num_chains=4, key=0)
+    others = run(HEALTHY["psmile_naive"], params=apart)
+    assert "copies" not in {kind for kind, _ in kinds(diagnostics.summary(others))}
+
+
+def test_members_that_are_equal_are_told():
+    members = jax.tree.map(lambda x: x.at[2].set(x[0]), start())
+    found = diagnostics.summary(Snapshots.from_members(members))
+    assert kinds(found) == {("copies", (0, 2))} and "1 of 1 draws" in str(found)
+
+
+@pytest.mark.parametrize(("share", "finding"), [(0.3, True), (0.2, False)])
+def test_r_hats_above_the_bound_never_stand_under_a_silent_sentence(share, finding):
+    bad = np.arange(NUM_INPUTS) < share * NUM_INPUTS
+    slow = autoregressive((4, NUM_DRAWS, NUM_INPUTS), 0.9)
+    draws, prediction = made(mean=lambda x: np.where(bad, slow, x))
+    found = diagnostics.summary(draws, prediction)
+    assert bool(found.findings) == finding
+    within, across = (np.mean(x > 1.1) for x in (found.rhat_within, found.rhat_across))
+    if not finding:
+        assert within > 0.1 and f"but {within:.0%} of the R-hats within" in str(found)
+    # Weights wander: it is told, and is no finding.
+    alone = diagnostics.summary(Snapshots(slow))
+    told = str(alone).splitlines()[-1]
+    assert alone.findings == () and re.search("weights and trace, but 8.% .* above 1.1, as", told)
+
+
+TUNERS: dict[str, Any] = {"decoherence_length": None, "key": None, "num_data": 10}
+CHOOSERS: dict[str, Any] = {
+    "angle_tuner": optax_smile.psmile(num_data=10, key=0),
+    "angle_tuner, with a step size": optax_smile.psmile(0.1, num_data=10, key=0),
+    "quantile_tuner": optax_smile.smile(0.1, tuner=optax_smile.quantile_tuner(), **TUNERS),
+    "quantile_tuner, published": optax_smile.published.psmile(0.1, num_data=10),
+    "schedule": optax_smile.smile_naive(optax.constant_schedule(0.1), num_data=10),
+    "schedule, no tuner": optax_smile.smile(optax.constant_schedule(0.1), tuner=None, **TUNERS),
+    "number": optax_smile.sgld(0.1, num_data=10, key=0),
+    "number, inside a chain": optax.chain(
+        optax.clip(1.0), optax_smile.smile(0.1, tuner=None, **TUNERS)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHOOSERS)
+def test_advice_fits_who_chooses_the_step_size(name):
+    kind = name.partition(",")[0]
+    settings = _settings.of(CHOOSERS[name], jnp.zeros(3))
+    draws, _ = made(settings=settings, num_nonfinite=changed([1], ANY, 2 * COUNT))
+    (finding,) = diagnostics.summary(draws).findings
+    assert finding.advice.startswith(STEP_SIZES[kind]["shorter"])
+    assert ("smaller step size" in finding.advice) == (kind in ("number", "quantile_tuner"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "shown"),
+    [
+        ({"name": "psmile", "tuner": None, "reject_quantile": None}, False),
+        (None, False),
+        ({"name": "psmile", "tuner": None, "reject_quantile": 0.98}, True),
+        (_settings.of(CHOOSERS["quantile_tuner"], jnp.zeros(3)), True),
+    ],
+)
+def test_a_gamma_fit_is_spoken_of_where_the_sampler_has_one(settings, shown):
+    found = diagnostics.summary(made(settings=settings)[0])
+    assert ("Gamma" in str(found)) == np.isfinite(found.energy_distance).all() == shown
+    rejects = bool(settings) and settings["reject_quantile"] is not None
+    assert ("rejections" in str(found)) == rejects
+    some = diagnostics.summary(made(settings=settings, num_rejected=changed([0], LAST, 1))[0])
+    assert "rejections: " in str(some)
+
+
 def test_far_too_many_rejections():
     settings = {"name": "smile", "reject_quantile": 0.98}
     params = autoregressive((4, 100, 5))
@@ -531,7 +825,7 @@ def test_a_chain_much_slower_than_the_others_is_frozen():
     assert kinds(diagnostics.summary(synthetic(params))) == {("frozen", (1,))}
     params[1] = 3.0
     found = diagnostics.summary(synthetic(params))
-    assert kinds(found) == {("frozen", (1,))} and "not move at all" in str(found)
+    assert kinds(found) == {("frozen", (1,))} and "99 of 99 draws are the" in str(found)
 
 
 def test_weights_without_a_sampler_get_a_short_summary():
@@ -626,7 +920,13 @@ WRONG = {
     "rhat_within values": [np.zeros(8), np.zeros((2, 7)), NAN],
     "ess values": [np.zeros(4), np.zeros((2, 3)), NAN],
     "mcse_lppd log_likelihood": [np.zeros((2, 8)), np.zeros((2, 3, 4)), NAN, GOOD - np.inf],
-    "weight_rhat params": [{}, {"a": GOOD, "b": GOOD[:1]}, GOOD[:, :7] + RNG(0).normal(), NAN],
+    "weight_rhat params": [
+        {},
+        GOOD[:0],
+        {"a": GOOD, "b": GOOD[:1]},
+        GOOD[:, :7] + RNG(0).normal(),
+        NAN,
+    ],
     "disagreement mean": [np.zeros((2, 3)), np.zeros((2, 3, 4, 5, 6)), NAN],
     "autocorrelation values": [np.zeros(4), np.zeros((2, 1)), NAN],
     "rejection_rate trace": [{}, {"num_gradients": np.ones((1, 2))}],

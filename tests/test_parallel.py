@@ -189,6 +189,24 @@ def test_a_layer_may_be_called_key(key):
     chex.assert_trees_all_equal(state, expected)
 
 
+NOISY = {
+    "psmile": optax_smile.psmile(num_data=10, key=0),
+    "sgld in a chain": optax.chain(optax.clip(1.0), optax_smile.sgld(0.1, num_data=10, key=0)),
+}
+
+
+@pytest.mark.parametrize("name", NOISY)
+def test_chains_with_noise_need_a_key(name):
+    """Otherwise each would draw the same numbers, and chains from one start be copies."""
+    with pytest.raises(ValueError, match=r"`init\(key=...\)` must be a JAX key .* the 3 chains"):
+        parallel.init(NOISY[name], start(3))
+    keys = optax.tree.get(parallel.init(NOISY[name], start(3), key=1), "key")
+    assert len(np.unique(keys, axis=0)) == 3
+    alone = optax.tree.get(parallel.init(NOISY[name], start(1)), "key")
+    assert alone.shape == (1, *keys.shape[1:])
+    parallel.init(optax_smile.psmile_naive(0.1, num_data=10), start(3))
+
+
 def assert_as_on_one_device(name, mesh, is_sharded=False, **options):
     got = run(name, mesh, is_sharded, **options)
     assert_close(got.carry, run(name, **options).carry)
@@ -377,6 +395,7 @@ OTHER_AXES = make_mesh((4, 2), names=("model", "data"))
         ),
         ({"tree": {"w": np.float32(1)}}, "share a leading chain axis"),
         ({"tree": {}}, "share a leading chain axis"),
+        ({"tree": {"w": np.ones((0, 4))}}, "of at least one chain .* got the shapes"),
         (
             {"specs": {"w": jax.P()}},
             r"`place\(specs=...\)` must be a tree of jax.P of the structure of params, .*'out'",

@@ -193,6 +193,9 @@ def test_bad_functions():
         optax_smile.sample(mean_loss, start(), batches(), optax.sgd(0.1), **arguments)
     with pytest.raises(ValueError, match=r"`sample\(params=...\)` must be .*leading chain axis"):
         optax_smile.sample(mean_loss, {"w": jnp.ones((3, 2)), "b": 0.0}, batches(), tx, **arguments)
+    none = {"w": jnp.ones((0, 2)), "b": jnp.ones(0)}
+    with pytest.raises(ValueError, match=r"`sample\(params=...\)` must be .*at least one chain"):
+        optax_smile.sample(mean_loss, none, batches(), tx, **arguments)
     with pytest.raises(ValueError, match=r"`sample\(loss_fn=...\)` must be .*scalar mean loss"):
         optax_smile.sample(
             lambda params, batch: batch[1] @ batch[0], start(), batches(), tx, **arguments

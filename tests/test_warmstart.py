@@ -295,12 +295,48 @@ def test_one_chain_for_each_of_the_weights():
     assert chains["w"].dtype == jnp.float32
 
 
+def test_members_of_an_optimizer_with_noise_draw_their_own():
+    members: Any = optax_smile.warmstart(
+        lambda params, batch: jnp.mean((params["w"] - batch) ** 2),
+        lambda key: {"w": jnp.zeros(2)},
+        [TARGET],
+        optax_smile.sgld(0.01, num_data=10, key=0),
+        num_members=3,
+        key=0,
+        num_epochs=2,
+        progress=False,
+    )
+    assert len(np.unique(members["w"], axis=0)) == 3
+
+
 def test_more_chains_than_weights_go_round():
     weights = [{"w": jnp.full(2, float(i))} for i in range(3)]
-    chains: Any = optax_smile.chains_from_weights(weights, num_chains=7)
+    chains: Any = optax_smile.chains_from_weights(weights, num_chains=7, jitter=0)
     np.testing.assert_array_equal(chains["w"][:, 0], [0, 1, 2, 0, 1, 2, 0])
-    fewer: Any = optax_smile.chains_from_weights(weights, num_chains=2)
-    np.testing.assert_array_equal(fewer["w"][:, 0], [0, 1])
+
+
+@pytest.mark.parametrize(
+    ("weights", "num_chains"),
+    [
+        ([{"w": np.ones(3), "b": np.zeros(2)}], 4),
+        ([{"w": np.ones(3)}, {"w": np.full(3, 2.0)}, {"w": np.ones(3)}], None),
+        ([{"w": np.zeros(3), "b": np.zeros(())}], 2),
+        ([{"w": np.zeros(3)}, {"w": np.ones(3)}], 4),
+    ],
+    ids=["one network", "the same twice", "zeros", "zeros and others"],
+)
+def test_chains_from_equal_weights_start_apart(weights, num_chains):
+    given: dict[str, Any] = {"num_chains": num_chains, "key": 0}
+    chains: Any = optax_smile.chains_from_weights(weights, **given)
+    exact: Any = optax_smile.chains_from_weights(weights, jitter=0, **given)
+    number = num_chains or len(weights)
+    assert len(np.unique(chains["w"], axis=0)) == number > len(np.unique(exact["w"], axis=0))
+    unit = np.where(exact["w"] == 0, 1, exact["w"])
+    largest = np.abs((chains["w"] - exact["w"]) / unit).max()
+    assert 0 < largest < 5 * 0.01
+    without_key = given | {"key": None}
+    with pytest.raises(ValueError, match=r"key=...\)` must be a JAX key .* for a jitter, which ke"):
+        optax_smile.chains_from_weights(weights, **without_key)
 
 
 def test_jitter_is_relative_to_each_array_of_each_chain():
@@ -340,10 +376,15 @@ ONE = {"w": jnp.ones(3)}
             r"weights=...\)` must be a tree of the structure of the fi",
         ),
         ([ONE, {"w": jnp.ones(4)}], {}, r"weights=...\)` must be of shape \(3,\) at \['w'\], .*4"),
+        (
+            [ONE, ONE],
+            {"num_chains": 1},
+            r"num_chains=...\)` must be at least 2, a chain for each of the weights, got 1. Give",
+        ),
         ([ONE], {"num_chains": 0}, r"num_chains=...\)` must be an integer >= 1, got 0"),
         ([ONE], {"jitter": -0.1}, r"jitter=...\)` must be >= 0 and finite, got -0.1"),
         ([ONE], {"jitter": float("inf")}, r"jitter=...\)` must be >= 0 and finite, got inf"),
-        ([ONE], {"jitter": 0.1}, r"key=...\)` must be a JAX key .* for a jitter, got None"),
+        ([ONE], {"jitter": 0.1}, r"key=...\)` must be a JAX key .* for a jitter, which keeps"),
         ([ONE], {"jitter": 0.1, "key": 3.5}, r"key=...\)` must be a JAX key such as"),
     ],
 )

@@ -1,4 +1,4 @@
-"""What is wrong with a run, and what to do about it."""
+"""What is wrong with a run, and how it shows; what to try is in `advice`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from optax_smile.diagnostics.advice import advise
 from optax_smile.diagnostics.paths import Paths
-from optax_smile.diagnostics.results import LEAST_DRAWS_JUDGED, Finding, Summary, median_of
+from optax_smile.diagnostics.results import (
+    GOOD_RHATS,
+    LEAST_DRAWS_JUDGED,
+    Finding,
+    Summary,
+    median_of,
+    share_above,
+)
+from optax_smile.diagnostics.statistics import log_mean_exp, rhat
 from optax_smile.state import MOST_NONFINITE
 
 # The four quarters of a chain with n independent draws have an R-hat of about 1 + 2 / n: beyond
@@ -19,6 +28,9 @@ HIGH_RHAT = 1.3
 HIGH_WEIGHT_RHAT = 2.0
 # Differences at single inputs are chance or a matter of taste.
 MANY_INPUTS = 0.25
+# Of fewer draws independent ones too have R-hats above 1.1: 28 % at 20 draws, 8 % at 40, 2 % at 60,
+# simulated.
+LEAST_DRAWS_SLOW = 60
 # Step sizes and distances of healthy chains differ by factors of two or three.
 MUCH = 10.0
 # A step size that changes more while it samples targets no single distribution.
@@ -29,6 +41,8 @@ MOST_REJECTIONS = 3.0
 LEAST_EVENTS, LEAST_REJECTION_RATE = 10, 0.01
 # Nats per input by which the modes of one posterior hardly differ: targets 26 % less probable.
 FAR_BELOW = 0.3
+# Two chains may meet in a draw, rounded to float16; copies do so in all of them, or from a draw on.
+MOST_EQUAL = 0.1
 # More groups of chains are counted, not listed.
 MOST_GROUPS = 6
 
@@ -43,163 +57,251 @@ class Run(NamedTuple):
     density: np.ndarray | None
 
 
-# Which chains, how it shows, what to try.
-Sign = tuple[np.ndarray, str, str]
+class Sign(NamedTuple):
+    """That something is wrong.
+
+    Attributes:
+        kind: a key of `advice.ADVICE`.
+        chains: which ones, booleans `[chain]`.
+        values: the number that was tested, `[chain]`.
+        text: how it shows, with "{}" for the numbers of these chains.
+        form: of a number.
+    """
+
+    kind: str
+    chains: np.ndarray
+    values: np.ndarray
+    text: str
+    form: str = ".3g"
 
 
 def judge(found: Summary, run: Run) -> list[Finding]:
-    """Judge each chain; a kind of trouble is told once per chain, by its first sign."""
+    """Judge each chain; that it does not arrive or move is told once, by the first sign."""
     rhats = np.array([median_of(chain) for chain in found.rhat_within])
-    lost = [
-        *_by_first_sign(
-            "diverged",
-            _diverged(run),
-            "a smaller step size, or a start closer by; leave these chains out of the prediction.",
-        ),
-        *_by_first_sign(
-            "frozen",
-            _frozen(found, run, mixes=rhats < HIGH_RHAT),
-            "larger steps; `angle_tuner()`, or `quantile_tuner(adapt_steps=...)` with few steps.",
-        ),
-    ]
-    sick = np.any([np.zeros(len(rhats), bool), *(chains for chains, *_ in lost)], axis=0)
-    falling = np.zeros_like(sick)
-    if "on_its_way" in run.trace:
-        falling = (_ends(np.asarray(run.trace["on_its_way"], float))[1] > 0.5) & ~sick
-    enough = found.num_draws >= LEAST_DRAWS_JUDGED
-    bound = HIGH_WEIGHT_RHAT if run.values is None else HIGH_RHAT
-    unsettled = (rhats > bound) & enough & ~sick & ~falling
-    signs = [
-        *lost,
-        (
-            falling,
-            "still on its way: the gradients say that the energy was falling until the end.",
-            "a larger num_warmup; a start from trained weights, as `warmstart` makes them.",
-        ),
-        (
-            unsettled,
-            "not settled: the draws at the beginning differ from those at the end (R-hat above"
-            f" {bound:g}).",
-            "a larger num_warmup, if there is a trend; a larger thin, more draws or a larger step"
-            " size, if the chain moves too slowly.",
-        ),
-    ]
-    if enough:
-        signs += _different_modes(run.values, steady=~(sick | falling | unsettled))
+    none = np.zeros(len(rhats), bool)
+    lost = [*_once(_diverged(run)), *_once(_frozen(found, run, mixes=rhats < HIGH_RHAT))]
+    sick = np.any([none, *(sign.chains for sign in lost)], axis=0)
+    signs = [*_copied(found, run), *_altered(run), *lost]
+    arrives = ~sick
+    for sign in (*_on_its_way(run), *_unsettled(found, rhats, run)):
+        signs.append(sign._replace(chains=sign.chains & arrives))
+        arrives = arrives & ~sign.chains
+    signs += _mixing(found, run, arrives)
     if run.trace:
         signs += [_often_rejected(found, run), _step_size_changed(found, run, sick)]
-    return [
-        Finding(tuple(np.flatnonzero(chains).tolist()), problem, advice)
-        for chains, problem, advice in signs
-        if chains.any()
-    ]
+    return [_finding(sign, run.settings) for sign in signs if sign.chains.any()]
 
 
-def _by_first_sign(
-    kind: str, signs: Iterator[tuple[np.ndarray, str]], advice: str
-) -> Iterator[Sign]:
+def _finding(sign: Sign, settings: Mapping[str, Any]) -> Finding:
+    tested = sign.values[sign.chains]
+    ends = dict.fromkeys(format(end, sign.form) for end in (tested.min(), tested.max()))
+    problem = f"{sign.kind}: {sign.text.format(' to '.join(ends))}"
+    chains = tuple(np.flatnonzero(sign.chains).tolist())
+    return Finding(chains, problem, advise(sign.kind, settings))
+
+
+def _once(signs: Iterator[Sign]) -> Iterator[Sign]:
+    """Tell a chain's first sign alone."""
     told = np.array(False)
-    for chains, problem in signs:
-        yield chains & ~told, f"{kind}: {problem}", advice
-        told = told | chains
+    for sign in signs:
+        yield sign._replace(chains=sign.chains & ~told)
+        told = told | sign.chains
 
 
-def _different_modes(values: np.ndarray | None, steady: np.ndarray) -> Iterator[Sign]:
-    chains = np.flatnonzero(steady)
-    groups = [] if values is None else [chains[x].tolist() for x in _groups(values[steady])]
-    if len(groups) < 2:
-        return
-    listed = f": {' and '.join(map(str, groups))}" if len(groups) <= MOST_GROUPS else ""
-    yield (
-        steady,
-        f"different modes: {len(groups)} groups of steady chains predict differently{listed}.",
-        "nothing, for networks, where this is normal: average over all chains, and do not read"
-        " R-hat across chains as convergence to one posterior. More chains or `cyclical_sgld` find"
-        " more modes.",
+def _copied(found: Summary, run: Run) -> Iterator[Sign]:
+    first = found.copy_of
+    groups = [np.flatnonzero(first == chain).tolist() for chain in np.unique(first)]
+    groups = [group for group in groups if len(group) > 1]
+    shared = shared_draws(run.paths)
+    np.fill_diagonal(shared, 0)
+    yield Sign(
+        "copies",
+        np.isin(np.arange(len(first)), sum(groups, [])),
+        shared.max(axis=1),
+        f"{{}} of {found.num_draws} draws are those of another chain, bit for bit"
+        f"{_listed(groups)}.",
+        ".0f",
     )
 
 
-def _often_rejected(found: Summary, run: Run) -> Sign:
-    events = np.asarray(run.trace["num_rejected"], float)
-    most = np.maximum(MOST_REJECTIONS * found.nominal_rate, LEAST_REJECTION_RATE)
-    return (
-        (found.rejection_rate > most) & (events[:, -1] - events[:, 0] >= LEAST_EVENTS),
-        f"rejected steps: over {MOST_REJECTIONS:g} times as many as `reject_quantile` means.",
-        "a smaller step size, larger batches, or a higher `reject_quantile`, up to 0.9999.",
-    )
+def shared_draws(paths: Paths) -> np.ndarray:
+    """Number of draws that are the same in two chains, `[chain, chain]`."""
+    return np.array([(paths.alike == chain).sum(axis=1) for chain in paths.alike])
 
 
-def _step_size_changed(found: Summary, run: Run, sick: np.ndarray) -> Sign:
-    # Without a tuner the step size follows a schedule that was asked for.
-    tuned = not run.settings or run.settings.get("tuner") is not None
-    trend = found.step_size_trend
-    return (
-        (np.maximum(trend, 1 / trend) > MOST_TREND) & tuned & ~sick,
-        f"step size: it changed more than {MOST_TREND:g}-fold among the draws.",
-        "a longer warm-up: the steps of `angle_tuner` follow the gradients, whose size still"
-        " changes; `quantile_tuner` needs `adapt_steps` within it.",
-    )
+def copy_of(paths: Paths) -> np.ndarray:
+    """The first chain of which each is a copy, `[chain]`; its own number, if of none."""
+    return (shared_draws(paths) > MOST_EQUAL * paths.alike.shape[1]).argmax(axis=1)
 
 
-def _diverged(run: Run) -> Iterator[tuple[np.ndarray, str]]:
+def _altered(run: Run) -> Iterator[Sign]:
+    if "num_altered" in run.trace:
+        altered, gradients = (
+            np.asarray(run.trace[name], float)[:, -1] for name in ("num_altered", "num_gradients")
+        )
+        yield Sign(
+            "altered",
+            altered > 0,
+            altered,
+            f"{{}} of {gradients.max():.0f} updates were altered on their way to the parameters,"
+            " which are not where the sampler moved them.",
+            ".0f",
+        )
+
+
+def _diverged(run: Run) -> Iterator[Sign]:
     """Signs that a chain has left the region of good parameters."""
     if run.trace:
         broken, gradients = (
             values[:, -1] - values[:, 0]
             for values in (run.trace["num_nonfinite"], run.trace["num_gradients"])
         )
-        yield broken > MOST_NONFINITE * gradients, "gradients keep being infinite or NaN."
+        text = "{} of the gradients are infinite or NaN."
+        yield Sign("diverged", broken > MOST_NONFINITE * gradients, broken / gradients, text, ".2%")
     precision, temperature = (run.settings.get(x) for x in ("prior_precision", "temperature"))
     prior = 0.0
     # From a start near 0 a chain may grow to the norm of a draw from the prior.
     if isinstance(precision, int | float) and isinstance(temperature, int | float) and precision:
         prior = np.sqrt(run.paths.size * temperature / precision)
     expected = np.maximum(run.paths.start_norm, prior)
-    blown = (expected > 0) & (_ends(run.paths.norm)[1] > MUCH * expected)
-    yield blown, f"the parameters are more than {MUCH:g} times as large as at the start."
+    size = _ends(run.paths.norm)[1] / expected
+    text = f"the parameters are {{}} times as large as start or prior make them (above {MUCH:g})."
+    yield Sign("diverged", (expected > 0) & (size > MUCH), size, text)
     if run.density is not None:
-        by_draw, by_input = run.density.mean(axis=2), run.density.mean(axis=1)
-        spread = np.subtract(*np.quantile(by_input, (0.75, 0.25), axis=1))
+        # Of what the draws of a third predict together: single draws are far off here and there
+        # where their average is not. Impossible targets are far below possible ones.
+        third = max(1, run.density.shape[1] // 3)
+        first, last = (
+            np.maximum(log_mean_exp(draws, (1,)), np.finfo(np.float32).min)
+            for draws in (run.density[:, :third], run.density[:, -third:])
+        )
         # Where likelihoods differ a lot from input to input, less is no news.
+        spread = np.subtract(*np.quantile(last, (0.75, 0.25), axis=1))
         far = max(FAR_BELOW, float(np.median(spread)))
-        first, last = _ends(by_draw)
-        yield _others(last) - last > far, "the log likelihood is far below the other chains'."
-        yield first - last > far, "the log likelihood fell far below where it was at first."
+        text = f"the log likelihood of most inputs is {{}} nats below {{}} (above {far:.3g})."
+        below, fallen = _middle(_others(last) - last), _middle(first - last)
+        # A chain that has come closer by more than what is left is not settled, which takes so many
+        # draws to tell.
+        closer = (-fallen > below) & (run.density.shape[1] >= LEAST_DRAWS_JUDGED)
+        of_others = text.format("{}", "the other chains'")
+        yield Sign("diverged", (below > far) & ~closer, below, of_others)
+        yield Sign("diverged", fallen > far, fallen, text.format("{}", "where it was at first"))
 
 
-def _frozen(found: Summary, run: Run, mixes: np.ndarray) -> Iterator[tuple[np.ndarray, str]]:
+def _frozen(found: Summary, run: Run, mixes: np.ndarray) -> Iterator[Sign]:
     """Signs that a chain moves too little; small steps are no harm if it mixes all the same."""
     if found.num_draws < 2:
         return
-    moves = run.paths.moved
-    yield moves.max(axis=1) == 0, "the parameters do not move at all."
+    moves, still = run.paths.moved, (run.paths.moved == 0).sum(axis=1)
+    text = f"{{}} of {moves.shape[1]} draws are the draw before, the parameters do not move."
+    yield Sign("frozen", still > moves.shape[1] / 2, still, text, ".0f")
     if run.trace:
-        below = np.mean(run.trace["below_resolution"], axis=1) > 0.5
-        yield below, "the steps are too short for the precision of the parameters."
+        below = np.mean(run.trace["below_resolution"], axis=1)
+        text = "the steps of {} of the draws are too short for the precision of the parameters."
+        yield Sign("frozen", below > 0.5, below, text, ".0%")
         # The largest of the last third, for a schedule that goes in cycles.
         sizes = np.asarray(run.trace["step_size"], float)
         size = sizes[:, 2 * sizes.shape[1] // 3 :].max(axis=1)
-        fell = (MUCH * size < found.first_step_size) & ~mixes
-        yield fell, f"the step size fell more than {MUCH:g}-fold."
-        small = (MUCH * size < _others(size)) & ~mixes
-        yield small, f"the step size is less than 1/{MUCH:g} of the other chains'."
+        for before, than in ((found.first_step_size, "first"), (_others(size), "other chains'")):
+            share = size / before
+            text = f"the step size is {{}} of the {than} (below {1 / MUCH:g})."
+            yield Sign("frozen", (share < 1 / MUCH) & ~mixes, share, text)
     last = _ends(moves)[1]
-    near = (MUCH * last < _others(last)) & ~mixes
-    yield near, f"draws are less than 1/{MUCH:g} as far apart as in the other chains."
+    share = last / _others(last)
+    text = f"draws are {{}} times as far apart as in the other chains (below {1 / MUCH:g})."
+    yield Sign("frozen", (share < 1 / MUCH) & ~mixes, share, text)
 
 
-def _groups(values: np.ndarray) -> list[list[int]]:
-    """Join chains of which a series of pairs agrees, in the averages of most values."""
+def _on_its_way(run: Run) -> Iterator[Sign]:
+    if "on_its_way" in run.trace:
+        falls = np.asarray(run.trace["on_its_way"], float)
+        share = falls[:, -max(1, falls.shape[1] // 3) :].mean(axis=1)
+        text = "the gradients say that the energy was falling at {} of the last draws."
+        yield Sign("still on its way", share > 0.5, share, text, ".0%")
+
+
+def _unsettled(found: Summary, rhats: np.ndarray, run: Run) -> Iterator[Sign]:
+    if found.num_draws >= LEAST_DRAWS_JUDGED:
+        bound = HIGH_WEIGHT_RHAT if run.values is None else HIGH_RHAT
+        text = (
+            "the draws at the beginning differ from those at the end: their median R-hat is {}"
+            f" (above {bound:g})."
+        )
+        yield Sign("not settled", rhats > bound, rhats, text, ".2f")
+
+
+def _mixing(found: Summary, run: Run, arrived: np.ndarray) -> Iterator[Sign]:
+    """Signs that there are few independent draws, or that chains do not agree."""
+    if run.values is None or found.num_draws < LEAST_DRAWS_JUDGED or not arrived.any():
+        return
+    bound, least = GOOD_RHATS[-1], found.num_draws >= LEAST_DRAWS_SLOW
+    share = np.array([share_above(chain) for chain in found.rhat_within])
+    # All chains together: in a single one many inputs may go wrong by one and the same chance.
+    is_slow = least and share_above(found.rhat_within[arrived]) > MANY_INPUTS
+    text = (
+        f"{{}} of the R-hats within the chain are above {bound}, as of fewer than"
+        f" {2 / (bound - 1):.0f} independent draws."
+    )
+    yield Sign("slow", arrived & is_slow & (share > MANY_INPUTS), share, text, ".0%")
+    steady = arrived & (found.copy_of == np.arange(len(arrived)))
+    if steady.sum() < 2:
+        return
+    chains = np.flatnonzero(steady)
+    groups, apart = _groups(run.values[steady])
+    across = np.full(len(steady), share_above(rhat(run.values[steady])))
+    if len(groups) > 1:
+        text = (
+            f"{len(groups)} groups of chains predict differently at {apart:.0%} of the inputs, or"
+            f" more (from {MANY_INPUTS:.0%} on){_listed([chains[x].tolist() for x in groups])}."
+        )
+        yield Sign("different modes", steady, across, text)
+    elif not is_slow:
+        text = f"{{}} of the R-hats across these chains are above {bound}."
+        yield Sign("chains differ", steady & (across > MANY_INPUTS) & least, across, text, ".0%")
+
+
+def _listed(groups: list[list[int]]) -> str:
+    return f": {' and '.join(map(str, groups))}" if len(groups) <= MOST_GROUPS else ""
+
+
+def _often_rejected(found: Summary, run: Run) -> Sign:
+    events = np.asarray(run.trace["num_rejected"], float)
+    most = np.maximum(MOST_REJECTIONS * found.nominal_rate, LEAST_REJECTION_RATE)
+    return Sign(
+        "rejected steps",
+        (found.rejection_rate > most) & (events[:, -1] - events[:, 0] >= LEAST_EVENTS),
+        found.rejection_rate / found.nominal_rate,
+        f"{{}} times as many as `reject_quantile` means (above {MOST_REJECTIONS:g}).",
+    )
+
+
+def _step_size_changed(found: Summary, run: Run, sick: np.ndarray) -> Sign:
+    # Without a tuner the step size follows a schedule that was asked for.
+    tuned = not run.settings or run.settings.get("tuner") is not None
+    changed = np.maximum(found.step_size_trend, 1 / found.step_size_trend)
+    text = f"it changed {{}}-fold among the draws (above {MOST_TREND:g})."
+    return Sign("step size", (changed > MOST_TREND) & tuned & ~sick, changed, text)
+
+
+def _groups(values: np.ndarray) -> tuple[list[list[int]], float]:
+    """Join chains of which a series of pairs agrees, in the averages of most values.
+
+    Returns:
+        The groups, and the smallest share of values at which two chains of different ones differ.
+    """
     centre, variance = values.mean(axis=1), values.var(axis=1)
     groups: list[list[int]] = []
+    apart = np.zeros((len(values), len(values)))
     for chain in range(len(values)):
         # (R-hat)^2 - 1 of two long chains.
         excess = (centre - centre[chain]) ** 2 / (variance + variance[chain])
-        agrees = (excess > HIGH_RHAT**2 - 1).mean(axis=1) < MANY_INPUTS
+        apart[chain] = (excess > HIGH_RHAT**2 - 1).mean(axis=1)
+        agrees = apart[chain] < MANY_INPUTS
         joined = [group for group in groups if agrees[group].any()]
         groups = [group for group in groups if group not in joined]
         groups.append(sorted([chain, *(other for group in joined for other in group)]))
-    return sorted(groups)
+    least = [apart[np.ix_(one, other)].min() for one in groups for other in groups if one != other]
+    return sorted(groups), min(least, default=0.0)
 
 
 def nominal_rate(settings: Mapping[str, Any]) -> float:
@@ -218,4 +320,12 @@ def _ends(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def _others(values: np.ndarray) -> np.ndarray:
     """Median of the other chains, for each; NaN for a chain alone."""
-    return np.array([median_of(np.delete(values, chain)) for chain in range(len(values))])
+    if len(values) == 1:
+        return np.full_like(values, np.nan)
+    return np.array([np.median(np.delete(values, c, axis=0), axis=0) for c in range(len(values))])
+
+
+def _middle(values: np.ndarray) -> np.ndarray:
+    """Average of the middle half of the inputs `[chain, input]`: a few of them decide nothing."""
+    quarter = values.shape[1] // 4
+    return np.sort(values, axis=1)[:, quarter : values.shape[1] - quarter].mean(axis=1)

@@ -23,6 +23,8 @@ class Paths(NamedTuple):
         start_norm: of the start, `[chain]`; NaN without one.
         weights: a random choice of the scalar parameters that move, `[chain, draw, weight]`.
         size: number of parameters of a chain.
+        alike: the first chain with the same draw, bit for bit, `[chain, draw]`; its own number if
+            there is none before it.
     """
 
     norm: np.ndarray
@@ -31,6 +33,7 @@ class Paths(NamedTuple):
     start_norm: np.ndarray
     weights: np.ndarray
     size: int
+    alike: np.ndarray
 
 
 def weight_rhat(params: Any, *, num_weights: int = 100, seed: int = 0) -> np.ndarray:
@@ -71,7 +74,8 @@ def travel(params: Any, start: Any) -> np.ndarray:
         start: tree of arrays `[chain, ...]`, as `Snapshots.start`.
 
     Returns:
-        |theta - start| / |start| over all parameters, `[chain, draw]`; infinite for a start at 0.
+        |theta - start| / |start| over all parameters, `[chain, draw]`. For a start at 0, whose norm
+        measures nothing, over the norm of the first draw that is not; 0 if there is none.
 
     Raises:
         ValueError: trees or shapes that do not fit.
@@ -91,9 +95,10 @@ def travel(params: Any, start: Any) -> np.ndarray:
 
 
 def relative(paths: Paths) -> np.ndarray:
-    """Distances from the start over its norm, `[chain, draw]`."""
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return paths.from_start / paths.start_norm[:, None]
+    """Distances from the start over its norm, `[chain, draw]`, finite as `travel` says."""
+    lengths = np.column_stack([paths.start_norm, paths.norm])
+    unit = np.take_along_axis(lengths, (lengths != 0).argmax(axis=1)[:, None], axis=1)
+    return paths.from_start / np.where(unit == 0, 1, unit)
 
 
 def walk(snapshots: Snapshots | StoredSnapshots, num_weights: int, seed: int) -> Paths:
@@ -101,10 +106,12 @@ def walk(snapshots: Snapshots | StoredSnapshots, num_weights: int, seed: int) ->
     num_chains, num_draws, start = snapshots.num_chains, snapshots.num_draws, snapshots.start
     starts = [_leaves(jax.tree.map(lambda x, c=c: x[c], start)) for c in range(num_chains)]
     norm, from_start = np.full((2, num_chains, num_draws), np.nan)
+    alike = np.zeros((num_chains, num_draws), int)
     moved = norm[:, 1:].copy()
     each, before, chosen, weights = map(_leaves, snapshots), [], [], []
     for draw, chains in enumerate(zip(*[each] * num_chains, strict=False)):
         norm[:, draw] = [_distance(leaves) for leaves in chains]
+        alike[:, draw] = _first_alike(chains, norm[:, draw])
         if start is not None:
             from_start[:, draw] = [_distance(*pair) for pair in zip(chains, starts, strict=True)]
         if draw:
@@ -126,6 +133,7 @@ def walk(snapshots: Snapshots | StoredSnapshots, num_weights: int, seed: int) ->
         start_norm=np.array([_distance(leaves) if leaves else np.nan for leaves in starts]),
         weights=series[:, :, moves][:, :, :num_weights],
         size=sum(leaf.size for leaf in before[0]),
+        alike=alike,
     )
 
 
@@ -134,6 +142,19 @@ Leaves = list[np.ndarray]
 
 def _leaves(tree: Any) -> Leaves:
     return [np.asarray(leaf) for leaf in jax.tree.leaves(tree)]
+
+
+def _first_alike(chains: Sequence[Leaves], norms: np.ndarray) -> list[int]:
+    """Find the first chain with the same arrays; few have the same norm and are looked at."""
+
+    def is_alike(one: int, other: int) -> bool:
+        same = norms[one] == norms[other]
+        return bool(same) and all(map(np.array_equal, chains[one], chains[other]))
+
+    return [
+        next((other for other in range(chain) if is_alike(other, chain)), chain)
+        for chain in range(len(chains))
+    ]
 
 
 def _pick(leaves: Leaves, places: list[tuple[int, int]]) -> list[float]:

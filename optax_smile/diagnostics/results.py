@@ -46,9 +46,12 @@ class Summary:
         rejection_rate: rejected steps per gradient among the draws, `[chain]`.
         nominal_rate: what `reject_quantile` makes of it for a perfect fit; NaN without one.
         energy_distance: Kolmogorov-Smirnov distance of the energy errors of the draws from the
-            Gamma distribution fitted to them, 0 to 1, `[chain]`.
+            Gamma distribution fitted to them, 0 to 1, `[chain]`; NaN where the sampler fits none.
         num_nonfinite: gradients or values that were not finite, `[chain]`.
-        travelled: distance of the last draw from the start over the norm of the start, `[chain]`.
+        travelled: distance of the last draw from the start over the norm of the start, `[chain]`;
+            for a start at 0 see `travel`.
+        copy_of: the first chain with the same draws, bit for bit, `[chain]`; its own number if
+            there is none before it. Copies count once in `rhat_across`, `ess` and `mcse`.
         rhat_within: R-hat of the quarters of one chain, `[chain, point]`: of single predictions,
             or weights.
         rhat_across: R-hat of all chains, `[point]`: of predictions; empty without them.
@@ -69,6 +72,7 @@ class Summary:
     energy_distance: np.ndarray
     num_nonfinite: np.ndarray
     travelled: np.ndarray
+    copy_of: np.ndarray
     rhat_within: np.ndarray
     rhat_across: np.ndarray
     ess: np.ndarray
@@ -95,7 +99,7 @@ class Summary:
                 x if x == "-" else f"{x} -> {y}" for x, y in zip(first, last, strict=True)
             ],
             "trend": column(self.step_size_trend, ".2f"),
-            "rejections": column(rate, ".2g"),
+            "rejections": column(rate, ".2g") if self._rejects() else ["-"],
             "non-finite": column(self.num_nonfinite, ".0f"),
             "travelled": column(self.travelled, ".2g"),
             "R-hat": column(rhats, ".2f", median_of(self.rhat_across)),
@@ -103,16 +107,21 @@ class Summary:
         }
         return aligned({head: cells for head, cells in columns.items() if set(cells) != {"-"}})
 
+    def _rejects(self) -> bool:
+        """Whether there is something to tell of rejected steps."""
+        return self.nominal_rate > 0 or bool((self.rejection_rate > 0).any())
+
     def _notes(self) -> list[str]:
         num_chains, num_draws = len(self.step_size_trend), self.num_draws
         notes = [f"chains: {num_chains}, draws of each: {num_draws}"]
         if not np.isnan(self.first_step_size).all():
             of = f" / the nominal {self.nominal_rate:.2g}" if self.nominal_rate > 0 else ""
             notes.append("trend: step size at the end of the draws / at their beginning")
-            notes.append(f"rejections: rejected steps per gradient{of}")
+            if self._rejects():
+                notes.append(f"rejections: rejected steps per gradient{of}")
         if not np.isnan(self.energy_distance).all():
             worst = np.nanmax(self.energy_distance)
-            notes[-1] += f"; the energy errors miss their Gamma fit by up to {worst:.2g}"
+            notes.append(f"The energy errors miss the sampler's Gamma fit by up to {worst:.2g}.")
         if not np.isnan(self.travelled).all():
             notes.append("travelled: distance of the last draw from the start / norm of the start")
         if num_draws < LEAST_DRAWS_WITHIN:
@@ -124,7 +133,8 @@ class Summary:
             notes.append(f"  across chains (all) {_shares(self.rhat_across)}")
         if self.ess.size:
             size = _figure(median_of(self.ess), ".0f")
-            notes.append(f"ESS: median of the predictions {size} of {num_chains * num_draws} draws")
+            number = len(np.unique(self.copy_of)) * num_draws
+            notes.append(f"ESS: median of the predictions {size} of {number} draws")
             notes.append(
                 f"Monte Carlo standard error of the LPPD of all: {_figure(self.mcse, '.2g')}"
             )
@@ -138,15 +148,31 @@ class Summary:
     def _judgement(self) -> list[str]:
         if not self.findings:
             seen = " in weights and trace" if self.of == "weights" else ""
-            few = (
-                f", but that is hard to tell from fewer than {LEAST_DRAWS_JUDGED} draws of a chain"
-            )
-            return [f"Nothing looks wrong{seen}{few * (self.num_draws < LEAST_DRAWS_JUDGED)}."]
+            return [f"Nothing looks wrong{seen}{self._reservation()}."]
         num_chains = len(self.step_size_trend)
         return [
             f"{_named(chains, num_chains)}: {problem}\n  Try: {advice}"
             for chains, problem, advice in self.findings
         ]
+
+    def _reservation(self) -> str:
+        """What stands against it."""
+        if self.num_draws < LEAST_DRAWS_JUDGED:
+            few = f"fewer than {LEAST_DRAWS_JUDGED} draws of a chain"
+            return f", but that is hard to tell from {few}"
+        bound = GOOD_RHATS[-1]
+        shares = {"within": share_above(self.rhat_within), "across": share_above(self.rhat_across)}
+        told = [f"{share:.0%} of the R-hats {of}" for of, share in shares.items() if share >= 0.005]
+        if not told:
+            return ""
+        apart = ", as those of weights may be while predictions agree" * (self.of == "weights")
+        return f", but {' and '.join(told)} chains are above {bound}{apart}"
+
+
+def share_above(rhats: np.ndarray) -> float:
+    """Share of the known R-hats that are above the bound for good ones; NaN where none is known."""
+    known = rhats[~np.isnan(rhats)]
+    return float(np.mean(known > GOOD_RHATS[-1])) if known.size else np.nan
 
 
 def median_of(values: np.ndarray) -> float:

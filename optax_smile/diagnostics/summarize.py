@@ -9,7 +9,8 @@ import numpy as np
 
 from optax_smile import _check, _trace
 from optax_smile.diagnostics import statistics, traces
-from optax_smile.diagnostics.findings import Run, judge, nominal_rate
+from optax_smile.diagnostics.advice import fits_energies
+from optax_smile.diagnostics.findings import Run, copy_of, judge, nominal_rate
 from optax_smile.diagnostics.paths import relative, walk
 from optax_smile.diagnostics.results import Summary
 from optax_smile.diagnostics.statistics import LEAST_DRAWS, LEAST_DRAWS_WITHIN
@@ -26,10 +27,11 @@ def summary(
 ) -> Summary:
     """Look at a whole run and say what looks wrong and what to try.
 
-    Found are chains that have diverged, are frozen, still on their way or not settled; different
-    modes among the others; far more rejections than nominal; a tuner that still changes the step
-    size. The module's constants are the bounds. From weights alone it cannot tell different modes,
-    nor chains that all predict badly.
+    Found are chains that are copies, whose updates were altered, that have diverged, are frozen,
+    still on their way, not settled or slow; different modes among the others, or chains that differ
+    in their predictions; far more rejections than nominal; a tuner that still changes the step
+    size. Each finding tells the number that was tested. From weights alone it cannot tell slow
+    chains or different modes, nor chains that all predict badly.
 
     Args:
         snapshots: what `sample` or `load_snapshots` returns; weights without a sampler, such as a
@@ -73,9 +75,11 @@ def summary(
             "last_step_size": np.asarray(seen["step_size"], float)[:, -1],
             "step_size_trend": traces.step_size_trend(seen),
             "rejection_rate": traces.rejection_rate(seen),
-            "energy_distance": traces.energy_fit(seen).distance,
             "num_nonfinite": np.asarray(seen["num_nonfinite"], float)[:, -1],
         }
+        if fits_energies(settings):
+            figures["energy_distance"] = traces.energy_fit(seen).distance
+    figures["copy_of"] = copies = copy_of(paths)
     figures["travelled"] = relative(paths)[:, -1]
     if prediction is not None:
         density = statistics.log_density_of("summary", snapshots, prediction)
@@ -84,10 +88,11 @@ def summary(
         lppd = float(statistics.log_mean_exp(by_chain, (0,)).mean())
         figures |= {"of": "predictions", "chain_lppd": by_chain.mean(axis=1), "lppd": lppd}
         if num_draws >= LEAST_DRAWS:
-            figures["ess"] = statistics.ess(values)
-            figures["mcse"] = statistics.mcse_lppd(density) if np.isfinite(lppd) else np.nan
-            if len(values) > 1:
-                figures["rhat_across"] = statistics.rhat(values)
+            own = np.unique(copies)
+            figures["ess"] = statistics.ess(values[own])
+            figures["mcse"] = statistics.mcse_lppd(density[own]) if np.isfinite(lppd) else np.nan
+            if len(own) > 1:
+                figures["rhat_across"] = statistics.rhat(values[own])
     series = paths.weights if values is None else values
     if num_draws >= LEAST_DRAWS_WITHIN and series.shape[2]:
         figures["rhat_within"] = statistics.rhat_within(series)

@@ -45,8 +45,8 @@ class Snapshots:
 
     def __post_init__(self):
         axes = {np.shape(leaf)[:2] for leaf in jax.tree.leaves(self.params)}
-        if len(axes) != 1 or len(next(iter(axes))) != 2:
-            rule = "a tree of arrays [chain, draw, ...] with the same two leading axes"
+        if len(axes) != 1 or len(next(iter(axes))) != 2 or 0 in next(iter(axes)):
+            rule = "a tree of arrays [chain, draw, ...] with the same two leading axes, none empty"
             _check.fail("Snapshots", "params", rule, sorted(axes))
 
     @classmethod

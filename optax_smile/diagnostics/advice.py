@@ -1,0 +1,73 @@
+"""Every kind of finding, and what to try: it depends on how the sampler gets its step size."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+# Words in braces are those of the sampler, in `STEP_SIZES`.
+ADVICE = {
+    "copies": "a start of its own for each chain (`chains_from_weights` with a jitter), and a key"
+    " of its own (`parallel.init(key=...)`). Copies count once in R-hat, ESS and Monte Carlo"
+    " error.",
+    "altered": "the sampler as the last of `optax.chain`, and its updates added to the parameters"
+    " as they are: nothing may come after the sampler, neither clipping, a learning rate, weight"
+    " decay, a projection nor an average of parameters.",
+    "diverged": "{shorter}, or a start closer by; leave these chains out of the prediction.",
+    "frozen": "{longer}.",
+    "still on its way": "a larger num_warmup; a start from trained weights, as `warmstart` makes"
+    " them.",
+    "not settled": "a larger num_warmup, if there is a trend; a larger thin, more draws or"
+    " {longer}, if the chain moves too slowly.",
+    "slow": "more draws, a larger thin, or {longer}. Averages over all draws are as good as their"
+    " Monte Carlo standard error; what is told of single inputs needs more.",
+    "different modes": "nothing, for networks, where this is normal: average over all chains, and"
+    " do not read R-hat across chains as convergence to one posterior. More chains or"
+    " `cyclical_sgld` find more modes.",
+    "chains differ": "more draws or a larger thin, if they would meet in time; else as for"
+    " different modes: average over all chains, and trust no single one.",
+    "rejected steps": "{shorter}, larger batches, or a higher `reject_quantile`, up to 0.9999.",
+    "step size": "{steadier}.",
+}
+STEP_SIZES = {
+    "angle_tuner": {
+        "shorter": "a smaller `angle_tuner(angle=...)`",
+        "longer": "a larger `angle_tuner(angle=...)`",
+        "steadier": "a larger num_warmup: the steps of `angle_tuner` follow the gradients, whose"
+        " size still changes",
+    },
+    "quantile_tuner": {
+        "shorter": "a smaller step size to begin with",
+        "longer": "a sampler with `angle_tuner()`, or with `quantile_tuner(adapt_steps=...)` that"
+        " ends early",
+        "steadier": "`quantile_tuner(adapt_steps=...)` that ends within num_warmup: it has no fixed"
+        " point",
+    },
+    "other tuner": {
+        "shorter": "a tuner that makes shorter steps",
+        "longer": "a tuner that makes longer steps",
+        "steadier": "a tuner that comes to rest within num_warmup",
+    },
+    "schedule": {"shorter": "a schedule of smaller steps", "longer": "a schedule of larger steps"},
+    "number": {"shorter": "a smaller step size", "longer": "a larger step size"},
+}
+
+
+def advise(kind: str, settings: Mapping[str, Any]) -> str:
+    """Tell what to try against a kind of finding with this sampler."""
+    return ADVICE[kind].format(**STEP_SIZES[chooser(settings)])
+
+
+def chooser(settings: Mapping[str, Any]) -> str:
+    """Tell who chooses the step size, a key of `STEP_SIZES`, by what `Snapshots.settings` hold."""
+    tuner, step_size = settings.get("tuner"), settings.get("step_size")
+    if tuner is not None:
+        named = (name for name in ("angle_tuner", "quantile_tuner") if f".{name}." in str(tuner))
+        return next(named, "other tuner")
+    # A function is a list of its name and what it encloses.
+    return "schedule" if isinstance(step_size, list) else "number"
+
+
+def fits_energies(settings: Mapping[str, Any]) -> bool:
+    """Tell whether the sampler fits a Gamma distribution to its energy errors."""
+    return settings.get("reject_quantile") is not None or chooser(settings) == "quantile_tuner"
