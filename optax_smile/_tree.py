@@ -3,7 +3,7 @@
 import functools
 import hashlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -138,6 +138,24 @@ def map_sampled(function: Callable, sampled: Any, params: Any) -> Any:
         return x if is_masked(seen) else function(seen, x)
 
     return jax.tree.map(leaf, sampled, params, is_leaf=is_masked)
+
+
+def entry(key: Any) -> list[Any]:
+    """Tell the kind (`key`, `index` or `attribute`) and the entry of one step of a path."""
+    for kind, attribute in (("key", "key"), ("index", "idx"), ("attribute", "name")):
+        if hasattr(key, attribute):
+            found = getattr(key, attribute)
+            return [kind, found if isinstance(found, (str, int)) else str(found)]
+    return ["key", str(key)]
+
+
+def name(path: Iterable[Iterable[Any]], separator: str = "/") -> str:
+    """Join the entries of a path, pairs of kind and entry, so that no two paths have one name.
+
+    A `~`, a `/` and the separator are written `~0`, `~1` and `~2` where they are part of an entry.
+    """
+    codes = {char: f"~{number}" for number, char in enumerate(dict.fromkeys("~/" + separator))}
+    return separator.join(str(entry).translate(str.maketrans(codes)) for _, entry in path)
 
 
 def local_blocks(tree: Any) -> Iterator[tuple[int, int, list[np.ndarray]]]:

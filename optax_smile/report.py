@@ -17,7 +17,6 @@ import html
 import io
 import json
 import os
-import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from math import isnan
 from pathlib import Path
@@ -27,14 +26,14 @@ import jax
 import numpy as np
 from numpy.typing import ArrayLike
 
-from optax_smile import _check, diagnostics, metrics, plots
-from optax_smile.draws import _files
+from optax_smile import _check, _disk, diagnostics, metrics, plots
+from optax_smile.draws import _manifest
 from optax_smile.draws.prediction import Outcome, Prediction
 from optax_smile.draws.snapshots import StoredSnapshots
 
-FILE, LEVEL = "prediction-{}.npz", 0.95
+FILE, LEVEL = "prediction-{}.safetensors", 0.95
 # Of a prediction that are kept.
-FIELDS = ("mean", "log_density", "total", "aleatoric", "epistemic", "uncertainty")
+FIELDS = ("mean", "log_density", "total", "aleatoric", "epistemic")
 # Parameters that stay in memory to draw the paths of the chains; 512 MiB in float32.
 MOST_PARAMETERS = 1 << 27
 STYLE = """
@@ -141,8 +140,8 @@ def store(
             optax_smile.report.store("run", "test", prediction, targets=labels)
     """
     directory = Path(directory)
-    _files.read_manifest("report.store", directory)
-    if not 0 < len(name) <= 100 or not all(x.isalnum() or x in " -_" for x in name):
+    _manifest.read("report.store", directory)
+    if not _is_name(name):
         rule = "a name of letters, digits, spaces, - and _, at most 100"
         _check.fail("report.store", "name", rule, repr(name))
     if scores is None:
@@ -157,9 +156,15 @@ def store(
         kept |= {"each_log_density": draws.log_density}
         kept |= {"each_mean": draws.mean if np.ndim(draws.mean) == 3 else None}
     arrays = {field: np.asarray(array) for field, array in kept.items() if array is not None}
-    content = io.BytesIO()
-    np.savez(content, allow_pickle=False, scores=json.dumps(scores), **arrays)
-    _files.write(directory / FILE.format(name), content.getvalue())
+    if targets is not None and arrays["targets"].dtype.kind not in "biuf":
+        _check.fail("report.store", "targets", "numbers", f"an array of {arrays['targets'].dtype}")
+    header = {"name": name, "scores": scores, "uncertainty": prediction.uncertainty}
+    _disk.write(directory / FILE.format(name), _disk.pack(header, arrays))
+
+
+def _is_name(name: Any) -> bool:
+    is_text = isinstance(name, str) and 0 < len(name) <= 100
+    return is_text and all(x.isalnum() or x in " -_" for x in name)
 
 
 class Stored:
@@ -177,20 +182,20 @@ class Stored:
 
     def __init__(self, file: Path):
         self.name = file.stem.removeprefix("prediction-")
-        try:
-            with file.open("rb") as opened, np.load(opened, allow_pickle=False) as arrays:
-                kept = {field: arrays[field] for field in arrays.files}
-            self.scores: dict[str, float] = json.loads(str(kept["scores"]))
-        except (ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
-            raise ValueError(
-                f"The stored prediction {file} is damaged ({error}). Remove it, or store it again."
-            ) from error
+
+        def check(header: Mapping[str, Any]):
+            if header["name"] != self.name or not _is_name(self.name):
+                raise ValueError(f"it is the one named {header['name']!r}")
+            if not {type(score) for score in header["scores"].values()} <= {int, float}:
+                raise ValueError("its scores are no numbers")
+
+        with _disk.naming(file, "stored prediction", "Remove it, or store it again."):
+            header, kept = _disk.read(file, check)
+        self.scores: dict[str, float] = header["scores"]
         self.targets, each = kept.get("targets"), kept.get("each_log_density")
         outcome = None if each is None else Outcome(kept.get("each_mean"), None, None, each)
-        if "uncertainty" in kept:
-            kept["uncertainty"] = str(kept["uncertainty"])
         fields = {field: kept.get(field) for field in FIELDS}
-        self.prediction = Prediction(**fields, each=outcome)
+        self.prediction = Prediction(**fields, uncertainty=header["uncertainty"], each=outcome)
 
 
 def write(directory: str | os.PathLike, output: str | os.PathLike | None = None) -> Path:
@@ -217,7 +222,7 @@ def write(directory: str | os.PathLike, output: str | os.PathLike | None = None)
     """
     directory = Path(directory)
     output = directory / "report.html" if output is None else Path(output)
-    snapshots = _ReadOnce(directory, _files.read_manifest("report.write", directory), None, False)
+    snapshots = _ReadOnce(directory, _manifest.read("report.write", directory), None, False)
     if not snapshots.num_draws:
         _check.fail("report.write", "directory", "a directory with draws", directory)
     stored = [Stored(file) for file in sorted(directory.glob(FILE.format("*")))]
@@ -226,7 +231,7 @@ def write(directory: str | os.PathLike, output: str | os.PathLike | None = None)
     title = f"<title>{html.escape(directory.name)}</title>"
     page = f'<!doctype html><meta charset="utf-8">{title}<style>{STYLE}</style>' + "\n".join(parts)
     output.parent.mkdir(parents=True, exist_ok=True)
-    _files.write(output, page.encode())
+    _disk.write(output, page.encode())
     return output
 
 
@@ -255,12 +260,13 @@ class _ReadOnce(StoredSnapshots):
 
 def _head(directory: Path, snapshots: _ReadOnce) -> Iterator[str]:
     settings = snapshots.manifest["settings"]
-    name = (settings["sampler"] or {}).get("name", "a sampler")
+    name = (settings.get("sampler") or {}).get("name", "a sampler")
+    thin, num_warmup = (html.escape(str(settings.get(x, "?"))) for x in ("thin", "num_warmup"))
     yield f"<h1>{html.escape(str(directory))}</h1>"
     yield (
         f"<p>{snapshots.num_chains} chains of {html.escape(name)}, {snapshots.num_draws} draws"
-        f" each, {snapshots.size:,} parameters. Draws are {settings['thin']} steps apart, after"
-        f" {settings['num_warmup']:,} steps of warm-up.</p>"
+        f" each, {snapshots.size:,} parameters. Draws are {thin} steps apart, after"
+        f" {num_warmup} steps of warm-up.</p>"
     )
 
 
@@ -307,7 +313,7 @@ def _chains(snapshots: _ReadOnce, stored: list[Stored]) -> Iterator[str]:
 def _settings(snapshots: StoredSnapshots) -> Iterator[str]:
     yield "<h2>Settings</h2>"
     told = {**snapshots.manifest["settings"], **snapshots.manifest["versions"]}
-    sampler = told.pop("sampler") or {}
+    sampler = told.pop("sampler", None) or {}
     for entries in (sampler, told):
         yield _table(["", ""], [[name, json.dumps(value)] for name, value in entries.items()])
 

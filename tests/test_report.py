@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import matplotlib.image
 import numpy as np
 import pytest
+import safetensors.numpy
 
 import optax_smile
 from optax_smile import metrics, report
@@ -208,14 +209,14 @@ def test_huge_runs_are_thinned_for_the_picture_of_their_paths(run, draws, monkey
 
 def test_every_draw_is_read_once(run, draws, monkeypatch):
     report.store(run, "test", classify(draws, per="draw"), targets=LABELS)
-    names = {file.name for file in run.glob("*.safetensors")}
+    names = {file.name for kind in ("draw", "start") for file in run.glob(f"{kind}*")}
     reads = {}
     for function in ("read_arrays", "read_header"):
         counter, original = collections.Counter(), getattr(_files, function)
 
-        def counted(file, counter=counter, original=original):
-            counter[file.name] += 1
-            return original(file)
+        def counted(block, *leaves, counter=counter, original=original):
+            counter[block.path.name] += 1
+            return original(block, *leaves)
 
         reads[function] = counter
         monkeypatch.setattr(_files, function, counted)
@@ -239,10 +240,10 @@ def test_one_draw(run, draws, tmp_path):
 @pytest.mark.parametrize("damage", ["cut", "empty", "no scores", "garbage"])
 def test_a_damaged_prediction_is_named(run, draws, damage):
     report.store(run, "test", classify(draws), targets=LABELS)
-    file = run / "prediction-test.npz"
+    file = run / "prediction-test.safetensors"
     content = file.read_bytes()
     if damage == "no scores":
-        np.savez(file, mean=np.zeros(3))
+        file.write_bytes(safetensors.numpy.save({"mean": np.zeros(3)}))
     else:
         file.write_bytes({"cut": content[:-200], "empty": b"", "garbage": b"x" * 99}[damage])
     with pytest.raises(ValueError, match=f"The stored prediction {file} is damaged"):
@@ -257,7 +258,7 @@ def test_a_run_that_stored_nothing(run, draws):
 def test_what_is_stored_comes_back(run, draws):
     prediction = classify(draws, per="draw")
     report.store(run, "test", prediction, targets=LABELS, scores={"mine": 0.25})
-    stored = report.Stored(run / "prediction-test.npz")
+    stored = report.Stored(run / "prediction-test.safetensors")
     assert (stored.name, stored.scores) == ("test", {"mine": 0.25})
     np.testing.assert_array_equal(stored.targets, LABELS)
     for field in ("mean", "log_density", "total", "aleatoric"):
@@ -297,7 +298,7 @@ def test_bad_input(run, draws, tmp_path):
         report.store(tmp_path, "test", prediction)
     report.store(run, "test", prediction, scores={"mine": np.float32(1e-7)})  # pyright: ignore
     assert "<td>1e-07</td>" in report.write(run, tmp_path / "new" / "page.html").read_text()
-    (run / "prediction-test.npz").unlink()
+    (run / "prediction-test.safetensors").unlink()
     with pytest.raises(ValueError, match="classes from 0 to 3, got 1 to 4"):
         report.store(run, "test", prediction, targets=LABELS + 1)
     assert not list(run.glob("prediction-*"))

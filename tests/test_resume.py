@@ -508,7 +508,7 @@ def test_another_large_array_is_another_run():
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (lambda old: json.dumps({**json.loads(old), "format": 99}).encode(), "format 2, got fo"),
+        (lambda old: json.dumps({**json.loads(old), "format": 99}).encode(), "format 3, got fo"),
         (lambda old: old[: len(old) // 2], "readable manifest.json, got .*/manifest.json"),
         (lambda old: None, "directory with a manifest.json, got"),
     ],
@@ -553,6 +553,39 @@ def test_a_run_holds_its_directory_and_lets_go_of_it(tmp_path):
     assert refused == [3, 7]
     with _checkpoint.lock("test", tmp_path):
         pass
+
+
+def test_a_process_that_was_forked_meanwhile_does_not_hold_the_directory(tmp_path):
+    """As the workers of a data loader are: they share the open file."""
+    with _checkpoint.lock("test", tmp_path):
+        held = [
+            name for name in os.listdir("/proc/self/fd") if _is_open(name, tmp_path / ".lock-0")
+        ]
+        shared = [os.dup(int(name)) for name in held]
+    try:
+        with _checkpoint.lock("test", tmp_path):
+            assert len(shared) == 1
+    finally:
+        for descriptor in shared:
+            os.close(descriptor)
+
+
+def _is_open(descriptor: str, path: Path) -> bool:
+    with contextlib.suppress(FileNotFoundError):
+        return os.readlink(f"/proc/self/fd/{descriptor}") == str(path)
+    return False
+
+
+@pytest.mark.parametrize("wrong", ["rows", "later"])
+def test_after_wrong_batches_the_right_ones_will_do(tmp_path, whole, wrong):
+    def ends_badly():
+        yield from regression(5)
+        raise Crash
+
+    batches = [np.zeros(3)] if wrong == "rows" else ends_badly()
+    with pytest.raises((Crash, ValueError, TypeError)):
+        run(tmp_path, batches=batches)
+    assert_same_bits(run(tmp_path), whole)
 
 
 @pytest.mark.parametrize("damage", ["truncate", "empty", "remove"])
@@ -774,6 +807,12 @@ def test_a_start_without_a_finite_loss_names_its_chains(tmp_path):
     assert run(tmp_path, params=start()).num_draws == SAMPLES
 
 
+def test_a_checkpoint_that_was_not_finished_is_none(copied, whole):
+    """As a kill leaves it between its last file and its checksums."""
+    (copied / "checkpoints" / "10" / _checkpoint.SUMS).unlink()
+    assert_same_bits(run(copied), whole)
+
+
 def test_checkpoints_name_parameters_and_fields_of_the_state(half):
     """Whatever way the arrays travel."""
     step = half / "checkpoints" / str(newest_checkpoint(half)) / "carry"
@@ -787,7 +826,7 @@ def test_checkpoints_name_parameters_and_fields_of_the_state(half):
 def test_a_directory_of_the_first_format_is_refused(copied):
     file = copied / "manifest.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"format": 1}))
-    rule = rf"\(directory=...\)` must be .* of format 2, got format 1 in {file}"
+    rule = rf"\(directory=...\)` must be .* of format 3, got format 1 in {file}"
     for name, read in (("sample", run), ("load_snapshots", optax_smile.load_snapshots)):
         with pytest.raises(ValueError, match=f"`{name}{rule}"):
             read(copied)

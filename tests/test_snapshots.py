@@ -2,9 +2,12 @@
 
 import errno
 import json
+import os
+import shutil
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -13,7 +16,8 @@ import numpy as np
 import pytest
 
 import optax_smile
-from optax_smile.draws import _files
+from optax_smile import _disk
+from optax_smile.draws import _files, _manifest
 
 CHAINS, SAMPLES = 3, 5
 
@@ -80,8 +84,7 @@ class Network(NamedTuple):
 
 def test_trees_come_back_nested_flat_or_as_they_were(tmp_path):
     written = Network({"a": np.ones((2, 3), np.float32)}, [np.zeros((2,), np.float32)])
-    manifest = _files.manifest(written, None, {})
-    _files.write(tmp_path / "manifest.json", json.dumps(manifest).encode())
+    _manifest.write(tmp_path, _manifest.of_run(written, None, {}))
     writer = _files.SnapshotWriter(tmp_path, jax.tree.map(np.zeros_like, written))
     writer.put(0, 7, written, {"step_size": np.ones(2)})
     writer.close()
@@ -135,7 +138,7 @@ def test_nothing_but_whole_files_has_the_name_of_a_draw(tmp_path, monkeypatch):
     def fail(descriptor):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(_files.os, "fsync", fail)
+    monkeypatch.setattr(_disk.os, "fsync", fail)
     with pytest.raises(OSError, match="No space left.*manifest.json"):
         draw(tmp_path / "run")
     assert not [
@@ -144,15 +147,15 @@ def test_nothing_but_whole_files_has_the_name_of_a_draw(tmp_path, monkeypatch):
 
 
 def test_a_full_disk_leaves_the_earlier_draws(tmp_path, monkeypatch):
-    write, calls = _files.write, []
+    write, calls = _disk.write, []
 
     def full(path, content):
         calls.append(path)
-        if len(calls) > 4:  # manifest, start and two draws
+        if len(calls) > 5:  # manifest, start, sums of the first checkpoint, and two draws
             raise OSError(errno.ENOSPC, "No space left on device", str(path))
         write(path, content)
 
-    monkeypatch.setattr(_files, "write", full)
+    monkeypatch.setattr(_disk, "write", full)
     with pytest.raises(OSError, match="No space left on device: .*draw-00000002"):
         draw(tmp_path, num_draws=50)
     expected = draw(num_draws=50).params["b"][:, :2]
@@ -190,7 +193,7 @@ def test_errors_of_load_snapshots(tmp_path):
         optax_smile.load_snapshots(tmp_path, like=other)
     manifest = json.loads((tmp_path / "manifest.json").read_text())
     (tmp_path / "manifest.json").write_text(json.dumps(manifest | {"format": 99}))
-    with pytest.raises(ValueError, match=start_form + ".* format 2, got format 99 in .*manifest"):
+    with pytest.raises(ValueError, match=start_form + ".* format 3, got format 99 in .*manifest"):
         optax_smile.load_snapshots(tmp_path)
     (tmp_path / "manifest.json").write_text("{")
     with pytest.raises(ValueError, match=start_form + ".* readable manifest.json, got .*manifest"):
@@ -225,6 +228,74 @@ def test_a_run_that_failed_before_its_first_step_does_not_block_the_directory(tm
     assert_same(draw(tmp_path).params, draw().params)
 
 
+@pytest.mark.parametrize("batches", [None, 3])
+def test_batches_that_are_none_make_no_directory(tmp_path, batches):
+    arguments: dict[str, Any] = {"num_warmup": 0, "num_draws": 1, "key": 3, "progress": False}
+    with pytest.raises((TypeError, ValueError)):
+        optax_smile.sample(
+            mean_loss,
+            start(),
+            batches,
+            optax_smile.smile_naive(0.1, num_data=20),
+            directory=tmp_path / "run",
+            **arguments,
+        )
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_goes_on_and_is_read_where_it_began(tmp_path, monkeypatch):
+    """Whatever folder the process works in meanwhile."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    stored = draw("run", callback=lambda step, stats: os.chdir(tmp_path / "elsewhere"))
+    assert_same(stored.params, draw().params)
+    os.chdir(tmp_path)
+    loaded = optax_smile.load_snapshots("run")
+    os.chdir(tmp_path / "elsewhere")
+    assert_same(loaded.params, stored.params)
+    assert loaded.directory == tmp_path / "run"
+    assert not list((tmp_path / "elsewhere").iterdir())
+
+
+def test_whole_numbers_are_not_rounded(tmp_path):
+    begin = {"w": np.zeros((2, 1), np.float32), "count": np.zeros(2, np.int32)}
+    counted = {"w": begin["w"] + np.float32(0.1), "count": np.array([2049, 2**24 + 1], np.int32)}
+    _manifest.write(tmp_path, _manifest.of_run(begin, "float16", {}))
+    writer = _files.SnapshotWriter(tmp_path, begin, dtype="float16")
+    writer.put(0, 1, counted, {})
+    writer.close()
+    params = optax_smile.load_snapshots(tmp_path).params
+    assert params["count"][:, 0].tolist() == [2049, 2**24 + 1]
+    assert params["w"].ravel().tolist() == [float(np.float16(0.1))] * 2
+
+
+def test_a_source_tree_needs_no_installation(tmp_path):
+    package = Path(optax_smile.__file__).parent
+    shutil.copytree(package, tmp_path / "optax_smile", ignore=shutil.ignore_patterns("__pycache__"))
+    script = (
+        "from importlib import metadata\n"
+        "version = metadata.version\n"
+        "def missing(name):\n"
+        "    if name == 'optax-smile': raise metadata.PackageNotFoundError(name)\n"
+        "    return version(name)\n"
+        "metadata.version = missing\n"
+        "import jax.numpy as jnp, optax_smile\n"
+        "draws = optax_smile.sample(lambda params, batch: jnp.sum(params**2), jnp.ones((2, 2)),\n"
+        "    [0], optax_smile.smile_naive(0.1, num_data=9), num_warmup=0, num_draws=1, key=0,\n"
+        "    directory='run', progress=False)\n"
+        "print(optax_smile.__file__, draws.manifest['versions']['optax-smile'])\n"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+    )
+    expected = f"{tmp_path / 'optax_smile' / '__init__.py'} {optax_smile.__version__}\n"
+    assert (run.stdout, run.returncode) == (expected, 0), run.stderr
+
+
 def test_missing_safetensors_is_no_damage(tmp_path, monkeypatch):
     draws = draw(tmp_path)
     monkeypatch.setitem(sys.modules, "safetensors.numpy", None)
@@ -234,11 +305,14 @@ def test_missing_safetensors_is_no_damage(tmp_path, monkeypatch):
 
 def test_a_leaf_that_moves_in_one_chain_alone_comes_back_right(tmp_path):
     still = np.zeros((2, 3), np.float32)
-    begin, moved = {"w": still, "v": still}, {"w": np.array([[1] * 3, [0] * 3]), "v": still}
+    begin, moved = (
+        {"w": still, "v": still},
+        {"w": np.array([[1.0] * 3, [0.0] * 3], np.float32), "v": still},
+    )
     writer = _files.SnapshotWriter(tmp_path, begin)
     writer.put(0, 1, moved, {})
     writer.close()
-    leaves = _files.describe(begin)
+    leaves = _manifest.leaves_of(begin)
     blocks = _files.find(tmp_path, 2)[0]
     got = _files.read_chains(blocks, leaves, 2, lambda: _files.read_start(tmp_path, leaves, 2))
     assert_same(got, moved)

@@ -1,6 +1,7 @@
 """What a killed run needs to go on: checkpoints, and a lock against a second run."""
 
 import contextlib
+import json
 import os
 import time
 from collections.abc import Iterator
@@ -10,10 +11,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from optax_smile import _check
+from optax_smile import _check, _disk, _tree
 
 # The newest and, should the disk have eaten it, the one before.
 KEPT = 2
+# In the folder of a checkpoint, written last: sizes and checksums of all its files. One without it
+# is unfinished.
+SUMS = "checksums.json"
 
 
 def _import_orbax() -> Any:
@@ -36,21 +40,29 @@ class Checkpoints:
 
     def __init__(self, directory: Path, minutes: float):
         self.orbax = _import_orbax()
-        self.directory, self.minutes = directory / "checkpoints", minutes
+        self.directory, self.minutes = directory.absolute() / "checkpoints", minutes
+        if self.directory.is_symlink() or self.directory.exists():
+            for path in (self.directory, *self.directory.iterdir()):
+                _disk.check_own(path)
         options = self.orbax.CheckpointManagerOptions(
             max_to_keep=KEPT, cleanup_tmp_directories=True, enable_async_checkpointing=False
         )
-        self.manager = self.orbax.CheckpointManager(self.directory.absolute(), options=options)
+        self.manager = self.orbax.CheckpointManager(self.directory, options=options)
+        self.finished = [n for n in self.manager.all_steps() if self._sums(n).exists()]
         self.saved_at = time.monotonic()
+
+    def _sums(self, number: int) -> Path:
+        return self.directory / str(number) / SUMS
 
     def newest(self) -> int | None:
         """Number of the newest checkpoint; None without one."""
-        return self.manager.latest_step()
+        return max(self.finished, default=None)
 
     def remove(self):
         """Forget the checkpoints of a run that did not get anywhere."""
         for number in self.manager.all_steps():
             self.manager.delete(number)
+        self.finished = []
 
     def is_due(self) -> bool:
         """Whether so many minutes have passed."""
@@ -61,16 +73,22 @@ class Checkpoints:
         args = self.orbax.args
         if self.newest() != number:
             try:
-                self.manager.save(
-                    number,
-                    args=args.Composite(carry=args.StandardSave(carry), place=args.JsonSave(place)),
-                    force=True,
+                for unfinished in set(self.manager.all_steps()) - set(self.finished):
+                    self.manager.delete(unfinished)
+                both = args.Composite(
+                    carry=args.StandardSave(_flat(carry)), place=args.JsonSave(place)
                 )
+                self.manager.save(number, args=both, force=True)
+                if jax.process_index() == 0:
+                    sums = _disk.sums(self.directory / str(number), SUMS)
+                    content = json.dumps({"number": number, "files": sums}, indent=1)
+                    _disk.write(self._sums(number), content.encode())
             except Exception as error:
                 raise OSError(
                     f"The checkpoint {self.directory / str(number)} could not be written ({error})."
                     " The draws and the checkpoint before it are safe: make room and run again."
                 ) from error
+            self.finished.append(number)
         self.saved_at = time.monotonic()
 
     def restore(self, like: Any) -> tuple[Any, dict[str, Any]] | None:
@@ -84,24 +102,30 @@ class Checkpoints:
 
         args, file = self.orbax.args, self.directory / str(number)
         try:
-            read = self.manager.restore(
-                number,
-                args=args.Composite(
-                    carry=args.StandardRestore(jax.tree.map(abstract, like)),
-                    place=args.JsonRestore(),
-                ),
-            )
+            told = {"number": number, "files": _disk.sums(file, SUMS)}
+            if json.loads(_disk.read_text(self._sums(number))) != told:
+                raise ValueError(f"{SUMS} does not fit its files")
+            wanted = _flat(jax.tree.map(abstract, like))
+            both = args.Composite(carry=args.StandardRestore(wanted), place=args.JsonRestore())
+            read = self.manager.restore(number, args=both)
+            leaves = [read.carry[name] for name in wanted]
         except Exception as error:
             raise ValueError(
                 f"The checkpoint {file} cannot be read ({error}). It is damaged, or the model or"
                 " the sampler has changed. Remove it to go on from the one before; the draws stay"
                 " readable."
             ) from error
-        return read.carry, read.place
+        return jax.tree.unflatten(jax.tree.structure(like), leaves), read.place
 
     def close(self):
         """Let go of the files."""
         self.manager.close()
+
+
+def _flat(tree: Any) -> dict[str, Any]:
+    """Name the leaves of a tree: Orbax takes `a.b` and `b` inside `a` for the same."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {_tree.name(map(_tree.entry, path), "."): leaf for path, leaf in leaves}
 
 
 @contextlib.contextmanager
@@ -109,10 +133,17 @@ def lock(where: str, directory: Path) -> Iterator[None]:
     """Keep a second run out of a directory; a killed process lets go of it.
 
     Raises:
-        ValueError: another live process holds it.
+        ValueError: another live process holds it, or its file is a link.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    with (directory / f".lock-{jax.process_index()}").open("a+") as file:
+    path = directory / f".lock-{jax.process_index()}"
+    if os.path.lexists(path):
+        _disk.check_own(path)
+    with contextlib.ExitStack() as closing:
+        file = closing.enter_context(path.open("a+"))
+        if os.fstat(file.fileno()).st_nlink > 1:
+            got = f"{path}, which has another name elsewhere"
+            _check.fail(where, "directory", "one with files of its own", got, "Remove it.")
         with contextlib.suppress(ImportError):
             import fcntl
 
@@ -120,8 +151,10 @@ def lock(where: str, directory: Path) -> Iterator[None]:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
                 file.seek(0)
-                got = f"{directory}, where process {file.read()} is at work"
+                got = f"{directory}, where process {file.read(20)} is at work"
                 _check.fail(where, "directory", "in use by no live run", got)
+            # A process forked meanwhile, such as to read batches, would hold it on.
+            closing.callback(fcntl.flock, file, fcntl.LOCK_UN)
             file.truncate(0)
             file.write(str(os.getpid()))
             file.flush()

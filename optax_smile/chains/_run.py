@@ -1,6 +1,5 @@
 """Where a run keeps its draws, and what it needs to go on: in memory or in a directory."""
 
-import json
 import os
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -10,11 +9,11 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from optax_smile import _check, _tree
+from optax_smile import _check, _disk, _tree
 from optax_smile.chains import _checkpoint, _loop
 from optax_smile.chains._chains import Chains
 from optax_smile.chains._loop import Position
-from optax_smile.draws import _files
+from optax_smile.draws import _files, _manifest
 from optax_smile.draws.snapshots import Snapshots, StoredSnapshots, load_snapshots
 
 
@@ -96,20 +95,19 @@ class DirectoryRun:
         resume: bool,
         minutes: float,
     ):
-        _files.import_safetensors()
-        self.directory, self.like = Path(directory), _loop.one_of(start)
+        _disk.import_safetensors()
+        self.directory, self.like = Path(directory).absolute(), _loop.one_of(start)
         closing.enter_context(_checkpoint.lock("sample", self.directory))
         if jax.process_index() == 0:
-            _files.remove_drafts(self.directory)
+            _disk.remove_drafts(self.directory)
         # Waits for all processes.
         self.checkpoints = _checkpoint.Checkpoints(self.directory, minutes)
         closing.callback(self.checkpoints.close)
-        manifest = _files.manifest(start, dtype, settings)
+        manifest = _manifest.of_run(start, dtype, settings)
         self.resumed = self._is_resumed(manifest, resume)
         if jax.process_index() == 0:
             manifest["num_draws"] = num_draws
-            content = json.dumps(manifest, indent=1).encode()
-            _files.write(self.directory / _files.MANIFEST, content)
+            _manifest.write(self.directory, manifest)
         self.writer = _files.SnapshotWriter(
             self.directory, start, dtype=dtype, resumed=self.resumed
         )
@@ -131,7 +129,7 @@ class DirectoryRun:
             _check.fail("sample", "directory", rule, got, "Choose another, or remove it.")
         if not has_checkpoint:
             return False
-        before = _files.read_manifest("sample", self.directory)
+        before = _manifest.read("sample", self.directory)
         for name, mine in _flat({**manifest, "versions": None}).items():
             theirs = _flat({**before, "versions": None}).get(name)
             if mine != theirs:

@@ -20,7 +20,7 @@ from optax_smile.chains._chains import Chains
 from optax_smile.chains._checkpoint import any_process
 from optax_smile.chains._loop import Position
 from optax_smile.chains._run import DirectoryRun, MemoryRun, Place
-from optax_smile.draws import _files
+from optax_smile.draws import _manifest
 from optax_smile.draws.snapshots import Snapshots, StoredSnapshots
 
 BATCH_PER = ("gradient", "step")
@@ -178,7 +178,7 @@ def sample(
     _check.choice("sample", "batch_per", batch_per, BATCH_PER)
     _check.number("sample", "checkpoint_minutes", checkpoint_minutes, ">= 0", lambda x: x >= 0)
     if dtype is not None:
-        _check.choice("sample", "dtype", dtype, _files.STORED_DTYPES)
+        _check.choice("sample", "dtype", dtype, _manifest.STORED_DTYPES)
         if directory is None:
             _check.fail("sample", "dtype", "None without a `directory`", repr(dtype))
     typed = _check.needed_key("sample", key)
@@ -194,7 +194,7 @@ def sample(
         steps_per_dispatch=steps_per_dispatch,
         gradient_axis=int(per_chain),
     )
-    settings = _settings.of(sampler, chains.like.params)
+    settings, stream = _settings.of(sampler, chains.like.params), _loop.Stream(batches)
     with ExitStack() as closing:
         if directory is None:
             run = MemoryRun(chains.draw(), settings)
@@ -219,7 +219,7 @@ def sample(
             if callback is not None:
                 callback(step, seen)
 
-        place, is_stopped = _go_on(chains, plan, run, _loop.Stream(batches), prefetch, watch)
+        place, is_stopped = _go_on(chains, plan, run, stream, prefetch, watch)
     _check_end(plan, place, num_draws, is_stopped)
     return run.result()
 

@@ -1,25 +1,21 @@
 """The format of draws on disk, and the thread that writes them."""
 
-import json
 import os
 import queue
 import re
 import threading
-import zlib
 from collections.abc import Callable, Iterator, Mapping
-from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from optax_smile import _check, _tree
+from optax_smile import _disk, _tree
+from optax_smile.draws import _manifest
+from optax_smile.draws._manifest import Leaf
 
-FORMAT = 2
-MANIFEST = "manifest.json"
-# What numbers may be rounded to on their way to disk.
-STORED_DTYPES = ("float16", "float32", "float64")
 # Draws that may wait for the disk: more would only hide that it is too slow.
 QUEUE_SIZE = 2
 # Parameters before the first step, from which leaves that never move are read.
@@ -27,52 +23,18 @@ START = "start"
 _FILE = re.compile(r"(draw-(\d+)|start)\.chains-(\d+)-(\d+)\.safetensors")
 
 
-class Leaf(NamedTuple):
-    """One array of the parameter tree, as the manifest describes it.
-
-    Attributes:
-        name: path of the leaf, joined by slashes; the name of the array in the files.
-        path: the same as pairs of kind (`key`, `index` or `attribute`) and entry.
-        shape: of one chain.
-        dtype: of the parameters in the run; a file may hold a shorter one.
-    """
-
-    name: str
-    path: list[list[Any]]
-    shape: list[int]
-    dtype: str
-
-
-def describe(params: Any) -> list[Leaf]:
-    """Describe the leaves of stacked parameters `[chain, ...]`."""
-
-    def entry(key) -> list[Any]:
-        for kind, attribute in (("key", "key"), ("index", "idx"), ("attribute", "name")):
-            if hasattr(key, attribute):
-                return [kind, getattr(key, attribute)]
-        return ["key", str(key)]
-
-    return [
-        Leaf(
-            name=jax.tree_util.keystr(path, simple=True, separator="/") or "params",
-            path=[entry(key) for key in path],
-            shape=list(leaf.shape[1:]),
-            dtype=str(leaf.dtype),
-        )
-        for path, leaf in jax.tree_util.tree_leaves_with_path(params)
-    ]
-
-
 class Block(NamedTuple):
-    """A file and the chains in it.
+    """A file and what its name says.
 
     Attributes:
         path: of the file.
+        draw: its number, or `START`.
         first: its first chain.
         last: its last chain.
     """
 
     path: Path
+    draw: int | str
     first: int
     last: int
 
@@ -83,36 +45,60 @@ def find(directory: Path, num_chains: int) -> dict[int | str, list[Block]]:
     for path in sorted(directory.glob("*.safetensors")):
         if match := _FILE.fullmatch(path.name):
             draw = START if match[2] is None else int(match[2])
-            blocks.setdefault(draw, []).append(Block(path, int(match[3]), int(match[4])))
+            block = Block(path, draw, int(match[3]), int(match[4]))
+            if block.first <= block.last < num_chains:
+                blocks.setdefault(draw, []).append(block)
 
     def is_whole(parts):
-        return len({c for part in parts for c in range(part.first, part.last + 1)}) == num_chains
+        done = 0
+        for part in sorted(parts, key=lambda part: part.first):
+            if part.first <= done:
+                done = max(done, part.last + 1)
+        return done == num_chains
 
     return {draw: parts for draw, parts in blocks.items() if is_whole(parts)}
 
 
-def read_header(file: Path) -> dict[str, Any]:
-    """Read what a file says about its draw."""
-    safetensors = import_safetensors()
-    try:
-        with safetensors.safe_open(file, framework="numpy") as content:
-            return json.loads(content.metadata()["optax_smile"])
-    except Exception as error:
-        raise _damaged(file, error) from error
+def _check_header(header: Mapping[str, Any], block: Block):
+    """Require a header that fits the name of its file."""
+    _, draw, first, last = block
+    if (header["draw"], header["chains"]) != (draw, [first, last]):
+        raise ValueError(f"it holds draw {header['draw']} of the chains {header['chains']}")
+    values = {"step": [header["step"]] * (last - first + 1), **header["stats"]}
+    for name, of_chains in values.items():
+        kinds = {type(x) for x in of_chains}
+        if not kinds <= {int, float, bool} or len(of_chains) != last - first + 1:
+            raise ValueError(f"its `{name}` is no number for each chain")
 
 
-def read_arrays(file: Path) -> dict[str, np.ndarray]:
-    """Read the arrays of a file and test its checksum."""
-    safetensors = import_safetensors()
-    try:
-        with safetensors.safe_open(file, framework="numpy") as content:
-            checksum = json.loads(content.metadata()["optax_smile"])["checksum"]
-            arrays = {name: content.get_tensor(name) for name in content.keys()}
-    except Exception as error:
-        raise _damaged(file, error) from error
-    if _checksum(arrays) != checksum:
-        raise _damaged(file, "its checksum does not fit its content")
-    return arrays
+def read_header(block: Block) -> dict[str, Any]:
+    """Read what a file says about its draw, and test its checksum."""
+    with _disk.naming(block.path):
+        return _disk.read_header(block.path, lambda header: _check_header(header, block))
+
+
+def _is_rounded(dtype: Any) -> bool:
+    """Whether numbers may lose digits on their way to disk: whole ones may not."""
+    return dtype is not None and jnp.issubdtype(dtype, jnp.floating)
+
+
+def read_arrays(block: Block, leaves: list[Leaf]) -> dict[str, np.ndarray]:
+    """Read the arrays of a file and test their checksums."""
+
+    def check(header: Mapping[str, Any]):
+        _check_header(header, block)
+        told, rows = header["arrays"], block.last - block.first + 1
+        expected = {leaf.name: ([rows, *leaf.shape], leaf.dtype) for leaf in leaves}
+        for name, (dtype, shape, _) in told.items():
+            wanted, own = expected.get(name, (None, None))
+            rounded = _manifest.STORED_DTYPES if _is_rounded(own) else ()
+            if shape != wanted or dtype not in (own, *rounded):
+                raise ValueError(f"its array {name!r}, {dtype} {shape}, is none of the manifest's")
+        if block.draw == START and told.keys() != expected.keys():
+            raise ValueError(f"it lacks {sorted(expected.keys() - told.keys())}")
+
+    with _disk.naming(block.path):
+        return _disk.read(block.path, check)[1]
 
 
 def read_chains(
@@ -122,12 +108,16 @@ def read_chains(
     start: Callable[[], dict[str, np.ndarray]],
 ) -> dict[str, np.ndarray]:
     """Read a draw of all chains, arrays `[chain, ...]`; what a file lacks is as at the start."""
-    stored = [(slice(first, last + 1), read_arrays(file)) for file, first, last in blocks]
+    stored = [(slice(block.first, block.last + 1), read_arrays(block, leaves)) for block in blocks]
     arrays = {}
     for name, _, shape, dtype in leaves:
+        # All are there before memory is asked for.
+        parts = [
+            (rows, here[name] if name in here else start()[name][rows]) for rows, here in stored
+        ]
         arrays[name] = np.empty((num_chains, *shape), dtype)
-        for rows, block in stored:
-            arrays[name][rows] = block[name] if name in block else start()[name][rows]
+        for rows, part in parts:
+            arrays[name][rows] = part
     return arrays
 
 
@@ -146,106 +136,12 @@ def read_start(directory: Path, leaves: list[Leaf], num_chains: int) -> dict[str
     return read_chains(blocks, leaves, num_chains, dict)
 
 
-def _damaged(file: Path, error: Any) -> ValueError:
-    return ValueError(
-        f"The snapshot {file} is damaged ({error}). Remove it: the other draws stay readable."
-    )
-
-
-def _checksum(arrays: Mapping[str, np.ndarray]) -> str:
-    value = 0
-    for name in sorted(arrays):
-        value = zlib.crc32(
-            np.ascontiguousarray(arrays[name]).data, zlib.crc32(name.encode(), value)
-        )
-    return f"{value:08x}"
-
-
-def write(path: Path, content: bytes):
-    """Write a file that is either whole or absent, also after a power failure."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with draft.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(draft, path)
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
-    except OSError as error:
-        draft.unlink(missing_ok=True)
-        raise OSError(
-            error.errno,
-            f"{error.strerror}: this file could not be written. The draws before it are safe and"
-            " can be loaded; make room or choose another directory",
-            str(path),
-        ) from error
-
-
-def remove_drafts(directory: Path):
-    """Remove what killed runs were about to write."""
-    for draft in directory.glob(".*.safetensors.*"):
-        draft.unlink(missing_ok=True)
-
-
-def import_safetensors() -> Any:
-    """Import safetensors, or say how to get it."""
-    try:
-        import safetensors.numpy
-    except ImportError as error:
-        raise ImportError(
-            "Draws on disk need safetensors: pip install 'optax-smile[storage]'."
-        ) from error
-    return safetensors
-
-
-def read_manifest(where: str, directory: Path) -> dict[str, Any]:
-    """Read the manifest of a directory.
-
-    Raises:
-        ValueError: there is none, it cannot be read, or it is of another format.
-    """
-    file = directory / MANIFEST
-    if not file.exists():
-        _check.fail(where, "directory", f"a directory with a {MANIFEST}", directory)
-    try:
-        manifest = json.loads(file.read_text())
-        version = manifest["format"]
-    except (ValueError, KeyError, TypeError, OSError) as error:
-        rule = f"a directory with a readable {MANIFEST}"
-        _check.fail(where, "directory", rule, f"{file} ({error})")
-    if version != FORMAT:
-        rule = f"a directory of snapshots of format {FORMAT}"
-        remedy = "Read it with the version of optax_smile that its manifest names."
-        _check.fail(where, "directory", rule, f"format {version} in {file}", remedy)
-    return manifest
-
-
-def manifest(params: Any, dtype: str | None, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Describe a run: its tree, its settings, the libraries."""
-    described = {
-        "format": FORMAT,
-        "num_chains": int(jax.tree.leaves(params)[0].shape[0]),
-        "leaves": [leaf._asdict() for leaf in describe(params)],
-        "stored_dtype": dtype,
-        "settings": dict(settings),
-        "versions": {
-            name: metadata.version(name)
-            for name in ("optax-smile", "jax", "optax", "numpy", "safetensors")
-        },
-    }
-    return json.loads(json.dumps(described))
-
-
 class SnapshotWriter:
     """Write draws into a directory from a thread of its own.
 
     The chains of a draw that one process holds are one safetensors file of arrays `[chain, ...]`
     (on several processes one per device), written under another name first and then renamed. Its
-    header holds, as JSON, what `optax_smile.stats` said, the step, and a checksum. Leaves that
+    header holds, as JSON, what `optax_smile.stats` said, the step, and checksums. Leaves that
     equal those of the start, such as the frozen part of a network, are stored there alone.
 
     Args:
@@ -268,8 +164,8 @@ class SnapshotWriter:
         dtype: str | None = None,
         resumed: bool = False,
     ):
-        self.directory, self.dtype = Path(directory), dtype
-        leaves = describe(start)
+        self.directory, self.dtype = Path(directory).absolute(), dtype
+        leaves = _manifest.leaves_of(start)
         self.names = [leaf.name for leaf in leaves]
         if resumed:
             num_chains = jax.tree.leaves(start)[0].shape[0]
@@ -324,7 +220,10 @@ class SnapshotWriter:
     def _blocks(self, params: Any) -> Iterator[tuple[int, int, dict[str, np.ndarray]]]:
         """Chains of this process, rounded as they are stored."""
         for first, last, leaves in _tree.local_blocks(params):
-            rounded = [np.ascontiguousarray(np.asarray(x, dtype=self.dtype)) for x in leaves]
+            rounded = [
+                np.ascontiguousarray(x, self.dtype if _is_rounded(x.dtype) else None)
+                for x in leaves
+            ]
             yield first, last, dict(zip(self.names, rounded, strict=True))
 
     def _moved(self, first: int, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -342,12 +241,10 @@ class SnapshotWriter:
             arrays = arrays if draw == START else self._moved(first, arrays)
             header = {
                 "draw": draw,
+                "chains": [first, last],
                 "step": step,
                 "stats": {name: np.asarray(value)[rows].tolist() for name, value in stats.items()},
-                "checksum": _checksum(arrays),
             }
-            save = import_safetensors().numpy.save
-            content = save(arrays, metadata={"optax_smile": json.dumps(header)})
             file = f"{stem}.chains-{first:05d}-{last:05d}.safetensors"
-            write(self.directory / file, content)
+            _disk.write(self.directory / file, _disk.pack(header, arrays))
             done = rows.stop

@@ -14,8 +14,8 @@ import jax
 import numpy as np
 import optax
 
-from optax_smile import _check
-from optax_smile.draws import _files
+from optax_smile import _check, _disk
+from optax_smile.draws import _files, _manifest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,10 +83,11 @@ class StoredSnapshots:
     """
 
     def __init__(self, directory: Path, manifest: Mapping[str, Any], like: Any, flat: bool):
-        self.directory, self.manifest, self.flat = directory, manifest, flat
-        self.leaves = [_files.Leaf(**leaf) for leaf in manifest["leaves"]]
+        # Draws are read later, when the process may work elsewhere.
+        self.directory, self.manifest, self.flat = directory.absolute(), manifest, flat
+        self.leaves = [_manifest.Leaf(**leaf) for leaf in manifest["leaves"]]
         self.structure = None if like is None else jax.tree.structure(like)
-        found = _files.find(directory, self.num_chains)
+        found = _files.find(self.directory, self.num_chains)
         found.pop(_files.START, None)
         self.arrays_of_start: dict[str, np.ndarray] | None = None
         self.draws = [found[draw] for draw in sorted(found)]
@@ -99,7 +100,7 @@ class StoredSnapshots:
     @property
     def settings(self) -> Mapping[str, Any] | None:
         """Name and arguments of the sampler."""
-        return self.manifest["settings"]["sampler"]
+        return self.manifest["settings"].get("sampler")
 
     @property
     def num_draws(self) -> int:
@@ -133,11 +134,14 @@ class StoredSnapshots:
         draws = []
         for blocks in self.draws:
             seen: dict[str, np.ndarray] = {}
-            for file, first, last in blocks:
-                header = _files.read_header(file)
+            for block in blocks:
+                header = _files.read_header(block)
                 for name, values in {**header["stats"], "step": header["step"]}.items():
                     default = np.empty(self.num_chains, np.asarray(values).dtype)
-                    seen.setdefault(name, default)[first : last + 1] = values
+                    seen.setdefault(name, default)[block.first : block.last + 1] = values
+                with _disk.naming(block.path):
+                    if draws and seen.keys() != draws[0].keys():
+                        raise ValueError(f"it tells {sorted(seen)}, not {sorted(draws[0])}")
             draws.append(seen)
         names = draws[0] if draws else ()
         return {name: np.stack([seen[name] for seen in draws], axis=1) for name in names}
@@ -190,17 +194,19 @@ def load_snapshots(
         directory: where the draws are.
         like: parameters of one chain, or their shapes, whose tree the draws get back. Without it
             they are nested dicts and lists.
-        flat: give each draw as a dict from path to array instead.
+        flat: give each draw as a dict from path to array instead: entries of a path are joined by
+            slashes, and a `~` or a `/` in an entry is written `~0` or `~1`.
 
     Returns:
         `StoredSnapshots`, an iterable of parameter trees that `predict` takes. Draws that are
         written later are found by loading again.
 
     Raises:
-        ValueError: no manifest, a manifest of another format, `like` with other leaves than the
-            draws; when a draw is read, a damaged file, which the message names.
+        ValueError: no manifest, a damaged one, or one of another format, `like` with other leaves
+            than the draws; when a draw is read, a damaged file or a link, which the message names.
 
-    Cost: reads the manifest and the names of the files; a draw is read when it is asked for.
+    Cost: reads the manifest and the names of the files; a draw is read when it is asked for, and
+    its checksums are tested then.
 
     Example:
         >>> import jax, jax.numpy as jnp, optax_smile, tempfile
@@ -216,10 +222,10 @@ def load_snapshots(
         (15, (3, 5, 2))
     """
     directory = Path(directory)
-    manifest = _files.read_manifest("load_snapshots", directory)
+    manifest = _manifest.read("load_snapshots", directory)
     if like is not None:
         stacked = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype), like)
-        given = [(leaf.name, leaf.shape) for leaf in _files.describe(stacked)]
+        given = [(leaf.name, leaf.shape) for leaf in _manifest.leaves_of(stacked)]
         stored = [(leaf["name"], leaf["shape"]) for leaf in manifest["leaves"]]
         if given != stored:
             differing = [pair for pair in given if pair not in stored] or given

@@ -1,0 +1,175 @@
+"""What a run says about itself in its directory: its tree, its settings, the libraries."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import optax_smile
+from optax_smile import _check, _disk, _tree
+
+FORMAT = 3
+FILE = "manifest.json"
+# What numbers may be rounded to on their way to disk.
+STORED_DTYPES = ("float16", "float32", "float64")
+# Python goes no deeper than 1,000 calls.
+LONGEST_PATH = 500
+REMEDY = "Bring it back: a run with the same arguments in a new directory writes the same one."
+
+
+class Leaf(NamedTuple):
+    """One array of the parameter tree.
+
+    Attributes:
+        name: path of the leaf, joined by slashes as `_tree.name` does; that of the array in the
+            files. No two leaves have the same.
+        path: the same as pairs of kind (`key`, `index` or `attribute`) and entry.
+        shape: of one chain.
+        dtype: of the parameters in the run; a file may hold a shorter one.
+    """
+
+    name: str
+    path: list[list[Any]]
+    shape: list[int]
+    dtype: str
+
+
+def _name(path: list[list[Any]]) -> str:
+    """Name a leaf; an array alone has no path, and safetensors keeps one name for itself."""
+    name = _tree.name(path) if path else "params"
+    return "~" + name if name == "__metadata__" else name
+
+
+def leaves_of(params: Any) -> list[Leaf]:
+    """Describe the leaves of stacked parameters `[chain, ...]`."""
+    leaves = []
+    for keys, leaf in jax.tree_util.tree_leaves_with_path(params):
+        path = [_tree.entry(key) for key in keys]
+        leaves.append(Leaf(_name(path), path, list(leaf.shape[1:]), str(leaf.dtype)))
+    return leaves
+
+
+def of_run(params: Any, dtype: str | None, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Describe a run of stacked parameters whose draws are rounded to `dtype`."""
+    leaves = leaves_of(params)
+    if len({leaf.name for leaf in leaves}) < len(leaves):
+        rule = "a tree whose leaves have different paths"
+        _check.fail("sample", "params", rule, sorted(leaf.name for leaf in leaves))
+    libraries = {"jax": jax, "optax": optax, "numpy": np, "safetensors": _disk.import_safetensors()}
+    described = {
+        "format": FORMAT,
+        "num_chains": int(jax.tree.leaves(params)[0].shape[0]),
+        "leaves": [leaf._asdict() for leaf in leaves],
+        "stored_dtype": dtype,
+        "settings": dict(settings),
+        "versions": {
+            "optax-smile": optax_smile.__version__,
+            **{name: library.__version__ for name, library in libraries.items()},
+        },
+    }
+    return json.loads(json.dumps(described))
+
+
+def _checksum(manifest: Mapping[str, Any]) -> str:
+    return _disk.checksum(json.dumps(manifest, sort_keys=True))
+
+
+def write(directory: Path, manifest: Mapping[str, Any]):
+    """Write a manifest with its checksum."""
+    content = json.dumps({**manifest, "checksum": _checksum(manifest)}, indent=1)
+    _disk.write(directory / FILE, content.encode())
+
+
+def read(where: str, directory: Path) -> dict[str, Any]:
+    """Read the manifest of a directory.
+
+    Raises:
+        ValueError: there is none, it cannot be read, it is of another format, its checksum does
+            not fit, or a field is none that a run writes.
+    """
+    file = directory / FILE
+    if not file.is_symlink() and not file.exists():
+        _check.fail(where, "directory", f"a directory with a {FILE}", directory)
+    try:
+        manifest = json.loads(_disk.read_text(file))
+        version = manifest["format"]
+    except (ValueError, KeyError, TypeError, OSError, RecursionError) as error:
+        rule = f"a directory with a readable {FILE}"
+        _check.fail(where, "directory", rule, f"{file} ({error})", REMEDY)
+    if type(version) is not int or version != FORMAT:
+        rule = f"a directory of snapshots of format {FORMAT}"
+        remedy = "Read it with the version of optax_smile that its manifest names."
+        _check.fail(where, "directory", rule, f"format {str(version)[:80]} in {file}", remedy)
+    if manifest.pop("checksum", None) != _checksum(manifest):
+        rule = f"a directory whose {FILE} has the checksum of its content"
+        _check.fail(where, "directory", rule, file, REMEDY)
+    _check_fields(where, file, manifest)
+    return manifest
+
+
+def _check_fields(where: str, file: Path, manifest: Mapping[str, Any]):
+    """Require the fields that a run writes, whoever wrote the checksum."""
+
+    def need(field: str, value: Any, rule: str, holds: Any):
+        if not holds:
+            rule = f"a directory whose {FILE} has {rule} as `{field}`"
+            _check.fail(where, "directory", rule, f"{str(value)[:80]!r} in {file}", REMEDY)
+
+    def is_whole(value: Any, smallest: int) -> bool:
+        return type(value) is int and value >= smallest
+
+    fields = ("num_chains", "leaves", "stored_dtype", "settings", "versions")
+    values: Any = map(manifest.get, fields)
+    number, leaves, dtype, settings, versions = values
+    need("num_chains", number, "an integer >= 1", is_whole(number, 1))
+    is_known = dtype is None or isinstance(dtype, str) and dtype in STORED_DTYPES
+    need("stored_dtype", dtype, f"null or one of {', '.join(STORED_DTYPES)}", is_known)
+    need("settings", settings, "names and values", isinstance(settings, dict))
+    sampler = settings.get("sampler")
+    is_named = isinstance(sampler, dict) and isinstance(sampler.get("name"), str)
+    need("settings.sampler", sampler, "null or what has a name", sampler is None or is_named)
+    for name, smallest in (("num_warmup", 0), ("thin", 1)):
+        value = settings.get(name, smallest)
+        need(f"settings.{name}", value, f"an integer >= {smallest}", is_whole(value, smallest))
+    need("versions", versions, "names and values", isinstance(versions, dict))
+    need("leaves", leaves, "at least one leaf", isinstance(leaves, list) and leaves)
+    for number, leaf in enumerate(leaves):
+        at = f"leaves[{number}]"
+        is_leaf = isinstance(leaf, dict) and leaf.keys() == set(Leaf._fields)
+        need(at, leaf, f"the fields {', '.join(Leaf._fields)}", is_leaf)
+        name, path, shape, dtype = (leaf[field] for field in Leaf._fields)
+        need(f"{at}.path", path, "pairs of kind and entry", _is_path(path))
+        need(f"{at}.name", name, "the name of its path", name == _name(path))
+        is_shape = isinstance(shape, list) and all(is_whole(size, 0) for size in shape)
+        need(f"{at}.shape", shape, "integers >= 0", is_shape)
+        need(f"{at}.dtype", dtype, "a type of numbers", _is_dtype(dtype))
+    need("leaves", leaves, "one tree", _are_a_tree([leaf["path"] for leaf in leaves]))
+
+
+def _is_path(path: Any) -> bool:
+    kinds = {"key": (str, int), "attribute": (str, int), "index": int}
+
+    def is_entry(entry):
+        is_pair = isinstance(entry, list) and len(entry) == 2 and isinstance(entry[0], str)
+        return is_pair and isinstance(entry[1], kinds.get(entry[0], ()))
+
+    return isinstance(path, list) and len(path) < LONGEST_PATH and all(map(is_entry, path))
+
+
+def _is_dtype(name: Any) -> bool:
+    try:
+        return isinstance(name, str) and jnp.issubdtype(name, jnp.number) or name == "bool"
+    except TypeError:
+        return False
+
+
+def _are_a_tree(paths: list[list[list[Any]]]) -> bool:
+    """Whether no path is another one or goes on from its end."""
+    ends = {tuple(entry for _, entry in path) for path in paths}
+    begun = {end[:length] for end in ends for length in range(len(end))}
+    return len(ends) == len(paths) and not ends & begun
