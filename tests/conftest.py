@@ -1,5 +1,7 @@
 """Eight virtual CPU devices, no silent broadcasting, and short windows for modules that ask.
 
+`--full` makes the campaigns of `tests/faults` whole, which record what they found then.
+
 Compiling is most of what the suite costs, so what is compiled is kept between runs, for the
 processes that tests start as well.
 """
@@ -21,6 +23,10 @@ jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+def pytest_addoption(parser):
+    parser.addoption("--full", action="store_true", help="campaigns of tests/faults as a whole")
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -1,0 +1,43 @@
+"""What the campaigns share: how large they are, and where their figures go."""
+
+import json
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+RECORDS = ROOT / "benchmarks" / "results" / "faults.jsonl"
+
+
+@pytest.fixture(scope="session")
+def full(request) -> bool:
+    """Whether the campaigns run as a whole: `pytest tests/faults --full -m ""`."""
+    return request.config.getoption("full")
+
+
+@pytest.fixture(scope="session")
+def record(full):
+    """Write what a whole campaign found: `record(campaign, cases=, silent=, raw=, lost=)`.
+
+    `silent` are wrong results without a word, `raw` tracebacks that are not ours, `lost` draws or
+    chains. The short form writes nothing.
+    """
+
+    def write(campaign: str, **figures):
+        if not full:
+            return
+        describe = ["git", "describe", "--always", "--dirty"]
+        commit = subprocess.run(describe, capture_output=True, text=True, cwd=ROOT, check=False)
+        told = {
+            "date": time.strftime("%Y-%m-%d"),
+            "commit": commit.stdout.strip(),
+            "command": shlex.join(["pytest", *sys.argv[1:]]),
+        }
+        with RECORDS.open("a", encoding="utf-8") as lines:
+            lines.write(json.dumps({"campaign": campaign, **figures, **told}) + "\n")
+
+    return write
