@@ -269,7 +269,7 @@ def test_kill_at_any_moment(tmp_path, compiled, form, full, record):
             process.kill()
         kept.append(check_draws(life, expected, kept[-1]))
     assert len(set(kept)) > kills / 4, kept
-    assert (kept[1] == 0) == (form == "warm start"), kept
+    assert form != "warm start" or kept[1] == 0, kept
     finish(life, compiled, expected)
     record("kills at random moments", of=form, cases=kills, silent=0, raw=0, lost=0)
 
