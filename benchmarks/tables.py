@@ -3,8 +3,8 @@
     python benchmarks/tables.py            rewrite what stands between markers
     python benchmarks/tables.py --check    say what is stale, and exit with 1
 
-Pages are `README.md` and `notes/*.md`; records are `results/*.jsonl`, those of the paper
-`results/paper.jsonl`. Markers, a table on lines of its own, a figure within a line:
+Pages are `README.md`, `notes/*.md` and `../docs/faults.md`; records are `results/*.jsonl`, those of
+the paper `results/paper.jsonl`. Markers, a table on lines of its own, a figure within a line:
 
     <!-- table NAME --> <!-- end -->
     ... better by <!-- figure NAME -->0.05 ± 0.01<!-- end --> nats ...
@@ -22,6 +22,7 @@ from tabulated import (
     analytic,
     analytic_figures,
     costs,
+    faults,
     lenet,
     paper_protocol,
     quickstart,
@@ -74,6 +75,7 @@ TABLES: dict[str, tuple[Callable[..., Table], tuple[str, ...]]] = {
     "compilation": (costs.compilation, ("step_cost",)),
     "predictions": (costs.predictions, ("predict_cost",)),
     "loops": (costs.loops, ("loop_overhead",)),
+    "faults": (faults.campaigns, ("faults",)),
 }
 FIGURES: dict[str, tuple[Callable[..., str], tuple[str, ...]]] = {
     **{
@@ -160,12 +162,13 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="change nothing, tell what is stale")
     arguments = parser.parse_args()
     wrong = []
-    for page in (FOLDER / "README.md", *sorted((FOLDER / "notes").glob("*.md"))):
+    notes = sorted((FOLDER / "notes").glob("*.md"))
+    for page in (FOLDER / "README.md", *notes, FOLDER.parent / "docs" / "faults.md"):
         text = page.read_text(encoding="utf-8")
         if not arguments.check:
             text = rewritten(text)
             page.write_text(text, encoding="utf-8")
-        wrong += complaints(text, f"benchmarks/{page.relative_to(FOLDER).as_posix()}")
+        wrong += complaints(text, page.relative_to(FOLDER.parent).as_posix())
     print(*wrong, sep="\n", end="\n" if wrong else "")
     return 1 if wrong else 0
 

@@ -166,23 +166,3 @@ def test_the_turn_rate_is_what_the_gradient_turns():
     for cosine, share in ((0.0, 1.0), (0.6, 0.64), (1.0, 0.03), (-1.0, 1.0)):
         rate = evidence.turn_rate(sums, jnp.float32(cosine), 9)
         assert rate == pytest.approx(4 / 8 * share, rel=1e-5)
-
-
-def test_counters_stop_at_their_largest_value():
-    tx = optax_smile.psmile(num_data=NUM_DATA, key=0)
-    params = jnp.asarray(MEAN, jnp.float32)
-    state: Any = tx.init(params)
-    most = jnp.iinfo(jnp.int32).max
-    gradient = jax.grad(mean_loss)(params, jnp.arange(NUM_DATA // NUM_BATCHES))
-    update: Any = jax.jit(tx.update)
-    _, state = update(gradient, state, params)
-    full: Any = jax.tree.map(
-        lambda x: jnp.full_like(x, most) if x.dtype == jnp.int32 and x.ndim == 0 else x, state
-    )
-    full = full._replace(momentum=state.momentum)
-    updates: Any = None
-    for _ in range(3):
-        updates, full = update(gradient, full, params)
-    counters = full.last_update.num_gradients, full.num_steps, full.evidence.turns.num_turns
-    assert all(int(counter) == most for counter in counters)
-    assert np.all(np.isfinite(updates)) and full.momentum.step_length > 1e-5

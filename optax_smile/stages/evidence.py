@@ -24,6 +24,8 @@ from optax_smile.stages.products import LARGEST_ENERGY, Sums
 # The average of the turns looks back over this share of all gradients, so that it settles as a
 # chain goes on.
 SHARE = 0.25
+# And over no more of them: float32 loses what weighs less.
+LONGEST_AVERAGE = 2**22
 # A gradient counts for at most so many times the average, so that one jump cannot stop the chain.
 LARGEST_RATIO = 3.0
 # A chain whose `descent` is larger still goes down: by chance in less than one in a hundred.
@@ -175,7 +177,8 @@ def observe_turn(
     """Take the rate of one gradient into the average, where the call is kept.
 
     mean <- (1 - w) mean + w trust rate with w = 1 / (SHARE t), at most 1, after t gradients: the
-    first four replace what was before, so that no first gradient is too absurd to be forgotten.
+    first four replace what was before, so that no first gradient is too absurd to be forgotten,
+    and from 2^24 gradients on w stays.
     """
     evident = kept & (trust > 0)
     count = _tree.count(average.num_turns, evident)
@@ -188,7 +191,8 @@ def observe_turn(
 
 def _average(mean: jax.Array, new: jax.Array, count: jax.Array, enters: jax.Array) -> jax.Array:
     """Average over the last `SHARE` of all entries, of which this one is number `count`."""
-    weight = jnp.minimum(1 / (SHARE * jnp.maximum(count, 1)), 1)
+    number = jnp.minimum(SHARE * jnp.maximum(count, 1), LONGEST_AVERAGE)
+    weight = jnp.minimum(1 / number, 1)
     # Not mean + weight * (new - mean), which leaves nothing of a small new after an absurd mean.
     return jnp.where(enters, (1 - weight) * mean + weight * new, mean).astype(mean.dtype)
 
@@ -215,7 +219,7 @@ def observe_descent(
     most = jnp.minimum(trust * closed.largest_fall, LARGEST_ENERGY)
     fall = _average(average.energy_fall, most * closed.cosine, count, enters)
     square = _average(average.fall_square, most**2 / closed.num_parameters, count, enters)
-    number = SHARE * count.astype(square.dtype)
+    number = jnp.minimum(SHARE * count.astype(square.dtype), LONGEST_AVERAGE)
     own = jnp.minimum(number**2 * square, closed.num_parameters / 2)
     # The weights of `_average` give an average the variance of one over n (2 - SHARE) equal ones.
     deviation = jnp.sqrt(own + number * square / (2 - SHARE))

@@ -24,8 +24,8 @@ SMALLEST_RELATIVE_VARIANCE = 1e-4
 LARGEST_RELATIVE_VARIANCE = 1e4
 # Weight of the old value in the moving averages; 1 - alpha in the paper.
 NOISE_DECAY = 0.99
-# Gradients in the first window of `mean_square`, and in the longest.
-FIRST_WINDOW, LONGEST_WINDOW = 64, 2**30
+# Gradients in the first window of `mean_square`, and in the longest: float32 loses smaller weights.
+FIRST_WINDOW, LONGEST_WINDOW = 64, 2**22
 # So many gradients of a window weigh as much as that all coordinates are alike.
 ISOTROPIC = 10
 

@@ -1,9 +1,7 @@
 """What the campaigns share: how large they are, and where their figures go."""
 
 import json
-import shlex
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -19,12 +17,12 @@ def full(request) -> bool:
     return request.config.getoption("full")
 
 
-@pytest.fixture(scope="session")
-def record(full):
-    """Write what a whole campaign found: `record(campaign, cases=, silent=, raw=, lost=)`.
+@pytest.fixture
+def record(full, request):
+    """Write what a whole campaign found; the short form writes nothing.
 
-    `silent` are wrong results without a word, `raw` tracebacks that are not ours, `lost` draws or
-    chains. The short form writes nothing.
+    `record(campaign, cases=, silent=, raw=, lost=)`, and `of=` where a campaign has parts: `silent`
+    are wrong results without a word, `raw` tracebacks that are not ours, `lost` draws or chains.
     """
 
     def write(campaign: str, **figures):
@@ -35,7 +33,7 @@ def record(full):
         told = {
             "date": time.strftime("%Y-%m-%d"),
             "commit": commit.stdout.strip(),
-            "command": shlex.join(["pytest", *sys.argv[1:]]),
+            "command": f'pytest {request.path.relative_to(ROOT).as_posix()} --full -m ""',
         }
         with RECORDS.open("a", encoding="utf-8") as lines:
             lines.write(json.dumps({"campaign": campaign, **figures, **told}) + "\n")

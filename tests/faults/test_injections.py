@@ -1,0 +1,239 @@
+"""Gradients, losses and batches that are broken for a while: what becomes of a chain.
+
+A case is data: what is written over which numbers, from which call on and for how long. All cases
+of a sampler are one compiled program, in which every poisoned chain has a sound neighbour.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from test_contract import SAMPLERS as PUBLIC
+
+import optax_smile
+from optax_smile import published
+
+# Calls of a run, and where a fault begins: at the first, early, in the warm-up, late.
+CALLS = 800
+PHASES = ((0, 1), (1, 10), (10, 150), (150, 350))
+LONGEST = 50
+# What is written, and what a gradient is multiplied by.
+KINDS = (np.nan, np.inf, -np.inf, 1e30, -1e30, 1e38, 1e-40, 0.0)
+FACTORS = (1e6, 1e15)
+PLACES = ("entry", "leaf", "gradient", "value", "batch")
+# What stands before the sampler in a chain.
+CLIPS: tuple[Any, ...] = (
+    optax.identity(),
+    optax.clip_by_global_norm(1.0),
+    optax.clip(1.0),
+)
+
+NUM_DATA, BATCH, NUM_WEIGHTS = 100, 20, 4
+RNG = np.random.default_rng(0)
+INPUTS = RNG.normal(size=(NUM_DATA, NUM_WEIGHTS)).astype(np.float32)
+TARGETS = (INPUTS.sum(axis=1) + RNG.normal(size=NUM_DATA)).astype(np.float32)
+ROWS = RNG.integers(NUM_DATA, size=(CALLS, BATCH))
+START = {"w": jnp.zeros(NUM_WEIGHTS), "b": jnp.zeros(1)}
+
+GIVEN: dict[str, Any] = {"num_data": NUM_DATA, "key": 0}
+MAKE = {
+    "smile": lambda: optax_smile.smile(**GIVEN),
+    "psmile": lambda: optax_smile.psmile(**GIVEN),
+    "smile_naive": lambda: optax_smile.smile_naive(0.03, **GIVEN),
+    "psmile_naive": lambda: optax_smile.psmile_naive(0.03, **GIVEN),
+    "mclmc": lambda: optax_smile.mclmc(0.05, decoherence_length=0.5, **GIVEN),
+    "sgld": lambda: optax_smile.sgld(1e-3, **GIVEN),
+    "psgld": lambda: optax_smile.psgld(5e-4, **GIVEN),
+    "sghmc": lambda: optax_smile.sghmc(0.02, **GIVEN),
+    "sgnht": lambda: optax_smile.sgnht(0.02, **GIVEN),
+    "scale_adapted_sghmc": lambda: optax_smile.scale_adapted_sghmc(0.05, adapt_steps=400, **GIVEN),
+    "cyclical_sgld": lambda: optax_smile.cyclical_sgld(
+        2e-3, total_steps=CALLS, num_cycles=2, **GIVEN
+    ),
+    **{
+        f"published.{name}": functools.partial(getattr(published, name), 0.03, num_data=NUM_DATA)
+        for name in ("smile", "psmile", "smile_naive", "psmile_naive")
+    },
+}
+# Without energies to judge a step by, they follow a finite gradient, however large: back from
+# there it takes them as long as their steps are short. The mass of an adaptive one has taken it in,
+# so that it hardly moves: psgld for log(V) / 0.01 gradients, scale_adapted_sghmc for good.
+LANGEVIN = ("sgld", "psgld", "sghmc", "sgnht", "scale_adapted_sghmc", "cyclical_sgld")
+ADAPTIVE = ("psgld", "scale_adapted_sghmc")
+# The quick form has one of each driver and stage.
+MARKS = dict.fromkeys(
+    ("smile_naive", *(f"published.{x}" for x in ("smile", "smile_naive", "psmile_naive"))),
+    pytest.mark.slow,
+)
+# Calls at the end that are compared, and the share of them that a chain at rest accepts.
+LAST, MOST_ACCEPTED = 100, 0.9
+
+
+class Fault(NamedTuple):
+    """What is broken in a run; with a length of zero nothing."""
+
+    number: Any
+    multiplies: Any
+    gradient: Any
+    value: Any
+    batch: Any
+    start: Any
+    length: Any
+    clip: Any
+
+
+def draw_faults(seed: int, number: int) -> list[Fault]:
+    """Draw a number of them; every place comes in turn."""
+    generator = np.random.default_rng(seed)
+    written = [(x, False) for x in KINDS] + [(x, True) for x in FACTORS]
+    faults = []
+    for case in range(number):
+        place = PLACES[case % len(PLACES)]
+        value, multiplies = written[generator.integers(len(written))]
+        leaf = generator.choice(["w", "b"])
+        mask = {name: np.full(x.shape, place == "gradient") for name, x in START.items()}
+        if place in ("entry", "leaf"):
+            mask[leaf][:] = place == "leaf"
+            mask[leaf][generator.integers(mask[leaf].size)] = True
+        first, last = PHASES[generator.integers(len(PHASES))]
+        faults.append(
+            Fault(
+                number=np.float32(value),
+                multiplies=multiplies,
+                gradient=mask,
+                value=place == "value",
+                batch=place == "batch",
+                start=generator.integers(first, last),
+                length=1 if generator.random() < 0.5 else generator.integers(2, LONGEST + 1),
+                clip=generator.choice(len(CLIPS), p=[0.6, 0.2, 0.2]),
+            )
+        )
+    return faults
+
+
+class Call(NamedTuple):
+    """What a chain shows after each call."""
+
+    params: Any
+    finite: Any
+    energy: Any
+    step_size: Any
+    accepted: Any
+    num_nonfinite: Any
+
+
+def mean_loss(params, inputs, targets):
+    return jnp.mean((inputs @ params["w"] + params["b"] - targets) ** 2) / 2
+
+
+@functools.cache
+def program(name: str) -> Any:
+    """Run chains: of keys and faults, whether all is finite, the energy and the step size."""
+    tx: Any = MAKE[name]()
+
+    def chain(key, fault: Fault):
+        state = tx.init(START)
+        if optax.tree.get(state, "key") is not None:
+            state = optax.tree.set(state, key=jax.random.key_data(key))
+
+        def broken(x, here, call):
+            worse = jnp.where(fault.multiplies, x * fault.number, fault.number)
+            active = (call >= fault.start) & (call < fault.start + fault.length)
+            return jnp.where(active & here, worse, x)
+
+        def step(carry, seen):
+            (params, state), (call, rows) = carry, seen
+            inputs = jnp.asarray(INPUTS)[rows]
+            inputs = inputs.at[0, 0].set(broken(inputs[0, 0], fault.batch, call))
+            loss, grads = jax.value_and_grad(mean_loss)(params, inputs, jnp.asarray(TARGETS)[rows])
+            grads = jax.tree.map(lambda g, here: broken(g, here, call), grads, fault.gradient)
+            clipped = [clip.update(grads, clip.init(params))[0] for clip in CLIPS]
+            grads = jax.tree.map(lambda *x: jnp.stack(x)[fault.clip], *clipped)
+            value = broken(loss, fault.value, call)
+            updates, state = tx.update(grads, state, params, value=value)
+            params: Any = optax.apply_updates(params, updates)
+            draw = optax_smile.last_accepted(state, params)
+            numbers = jnp.concatenate(jax.tree.leaves((params, draw)))
+            told = optax_smile.stats(state)
+            return (params, state), Call(
+                params=params,
+                finite=jnp.all(jnp.isfinite(numbers)),
+                energy=NUM_DATA * mean_loss(draw, jnp.asarray(INPUTS), jnp.asarray(TARGETS)),
+                step_size=told["step_size"],
+                accepted=told["accepted"],
+                num_nonfinite=told["num_nonfinite"],
+            )
+
+        return jax.lax.scan(step, (START, state), (jnp.arange(CALLS), ROWS))
+
+    return jax.jit(jax.vmap(chain))
+
+
+def run(name: str, faults: list[Fault]) -> tuple[Any, Any]:
+    """Run pairs of chains, one poisoned and its neighbour, without the faults and with them.
+
+    Returns:
+        End and calls `[2 * fault, ...]`, of both runs.
+    """
+    pairs = [x for fault in faults for x in (fault, fault._replace(length=0))]
+    stacked: Any = jax.tree.map(lambda *x: np.stack(x), *pairs)
+    keys = jax.random.split(jax.random.key(2), len(pairs))
+    sound = program(name)(keys, stacked._replace(length=np.zeros_like(stacked.length)))
+    return jax.tree.map(np.asarray, (sound, program(name)(keys, stacked)))
+
+
+def late(values):
+    """Mean of each chain over the last calls, which begin 350 after the last fault can."""
+    return np.mean(values[:, -LAST:], axis=1)
+
+
+def is_followed(name: str, fault: Fault) -> bool:
+    """Whether a sampler follows a finite gradient however large, as its equation says."""
+    return name in LANGEVIN and fault.multiplies and not fault.clip and not fault.value
+
+
+@pytest.mark.parametrize("name", [pytest.param(x, marks=MARKS.get(x, ())) for x in MAKE])
+def test_injections(name, full, record):
+    """No parameter is lost, no neighbour disturbed, no number that is not finite uncounted.
+
+    A single fault is forgotten 350 gradients later: energy and step size are those of the chains
+    without one, but for what `is_followed`. After a burst, too, steps are accepted again.
+    """
+    faults = draw_faults(1, 1_000 if full else 60)
+    (_, sound), (_, found) = ends = run(name, faults)
+    assert np.all(sound.finite)
+    lost = np.sum(~np.all(found.finite, axis=1))
+    for before, after in zip(*map(jax.tree.leaves, ends), strict=True):
+        np.testing.assert_array_equal(before[1::2], after[1::2])
+
+    poisoned = jax.tree.map(lambda x: x[::2], found)
+    trapped = late(poisoned.accepted) < MOST_ACCEPTED
+    counted = poisoned.num_nonfinite[:, -1]
+    silent = sum(
+        counted[case] != fault.length
+        for case, fault in enumerate(faults)
+        if not np.isfinite(fault.number) and not fault.clip
+    )
+    usual, energies = np.max(late(sound.energy)), late(poisoned.energy)
+    ratios = late(poisoned.step_size) / late(sound.step_size[::2])
+    for case, fault in enumerate(faults):
+        told = (case, fault, energies[case], ratios[case])
+        if fault.length > 1:
+            continue
+        if not is_followed(name, fault):
+            assert energies[case] < 1.1 * usual, told
+            assert 1 / 2 < ratios[case] < 2, told
+        elif name in ADAPTIVE:
+            assert energies[case] < 1.1 * np.max(sound.energy), told
+        else:
+            assert energies[case] < max(np.max(poisoned.energy[case]) / 10, 1.1 * usual), told
+    assert (lost, np.sum(trapped), silent) == (0, 0, 0)
+    record("injections", of=name, cases=len(faults), silent=0, raw=0, lost=0)
+
+
+def test_every_sampler_is_injected():
+    assert set(MAKE) == set(PUBLIC) | {f"published.{x}" for x in PUBLIC if hasattr(published, x)}

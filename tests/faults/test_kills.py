@@ -1,0 +1,296 @@
+"""A run that is killed at any moment loses no draw and ends with the bits of one never killed.
+
+Three forms of it: a plain run, one on a mesh of two devices, and one whose start is trained in the
+same directory. Started as a script this file is the run: `python test_kills.py LIFE COMPILED`.
+"""
+
+import functools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType
+
+import optax_smile
+
+FORMS = ("plain", "mesh", "warm start")
+# Seconds at every step and epoch: 60 of them outlast a life of up to a second on any machine.
+PAUSE, DRAWS_PER_LIFE = 0.02, 60
+CHAINS, DEVICES, EPOCHS = 4, 2, 100
+# Kills of a whole campaign, and of its quick form.
+KILLS, FEW_KILLS = 25, 5
+# Seconds that a run may take to start; a machine that compiles the first time needs some.
+PATIENCE = 120
+
+# Where a run can be told to die: just before the n-th file operation of a kind, on paths with a
+# part, after its first draw. "/run" is the folder itself, opened to make a draw's new name last.
+PLACES = {
+    "before a draw is written": ("open", "/.draw-", 1),
+    "before a draw has its name": ("os.rename", "/.draw-", 3),
+    "after a draw has its name": ("open", "/run", 2),
+    "before a checkpoint": ("os.mkdir", "checkpoints/", 1),
+    "inside a checkpoint": ("os.mkdir", "array_metadatas", 2),
+    "in the last act of a checkpoint": ("os.rename", "orbax-checkpoint-tmp", 6),
+    "after a checkpoint, on a slow disk": ("os.rmdir", "", 3),
+}
+# The same while the start is trained, after the first file of its first checkpoint is written.
+WARM_PLACES = {
+    "before a checkpoint of the start": ("os.mkdir", "checkpoints/", 1),
+    "inside a checkpoint of the start": ("os.mkdir", "array_metadatas", 2),
+    "in the last act of a checkpoint of the start": ("os.rename", "orbax-checkpoint-tmp", 6),
+}
+
+
+class Life(NamedTuple):
+    """One process.
+
+    Attributes:
+        form: of the run.
+        directory: of the run; None for one in memory.
+        num_draws: to keep.
+        minutes: between checkpoints.
+        pause: seconds at every step.
+        place: where it is to die.
+    """
+
+    form: str
+    directory: str | None
+    num_draws: int
+    minutes: float = 60
+    pause: float = 0
+    place: str | None = None
+
+
+class Batches(list):
+    """Batches that tell of every pass."""
+
+    def __init__(self, batches, tell):
+        super().__init__(batches)
+        self.tell = tell
+
+    def __iter__(self):
+        self.tell()
+        return super().__iter__()
+
+
+def noisy_loss(params, batch, *, key):
+    x, y = batch
+    x = x + 0.1 * jax.random.normal(key, x.shape)
+    return jnp.mean((x @ params["w"] + params["b"] - y) ** 2) / 2
+
+
+def start_of(directory: str) -> Path:
+    return Path(directory).with_name("start")
+
+
+def train(life: Life, batches: list[Any]) -> Any:
+    directory = None if life.directory is None else start_of(life.directory)
+    return optax_smile.warmstart(
+        noisy_loss,
+        lambda key: {"w": jax.random.normal(key, (2,)), "b": jnp.zeros(())},
+        batches,
+        optax.adam(0.01),
+        num_members=CHAINS,
+        num_epochs=EPOCHS,
+        patience=EPOCHS,
+        validation=batches[0],
+        key=jax.random.key(1),
+        stochastic=True,
+        directory=directory,
+        checkpoint_minutes=life.minutes,
+        progress=False,
+    )
+
+
+def run(life: Life, tell=lambda: None) -> Any:
+    """Draws of one of the three forms; `tell` is called at every epoch and step."""
+    generator = np.random.default_rng(0)
+    x = generator.normal(size=(7, 20, 2)).astype(np.float32)
+    y = (x.sum(axis=-1) + generator.normal(size=(7, 20))).astype(np.float32)
+    batches, mesh = list(zip(x, y, strict=True)), None
+    params: Any = {"w": jnp.arange(2.0 * CHAINS).reshape(CHAINS, 2), "b": jnp.zeros(CHAINS)}
+    if life.form == "warm start":
+        params = train(life, Batches(batches, tell))
+    if life.form == "mesh":
+        devices = jax.devices()[:DEVICES]
+        mesh = jax.make_mesh((DEVICES,), ("chain",), (AxisType.Auto,), devices=devices)
+    return optax_smile.sample(
+        noisy_loss,
+        params,
+        batches,
+        optax_smile.smile_naive(
+            0.02,
+            num_data=140,
+            integrator="minimal_norm",
+            decoherence_length=0.1,
+            key=jax.random.key(5),
+        ),
+        num_warmup=5,
+        num_draws=life.num_draws,
+        thin=1,
+        key=jax.random.key(0),
+        stochastic=True,
+        prefetch=2,
+        mesh=mesh,
+        directory=life.directory,
+        checkpoint_minutes=life.minutes,
+        progress=False,
+        callback=lambda step, stats: tell(),
+    )
+
+
+def die_at(place: str, directory: str):
+    """Kill this process right before a file operation of `PLACES`."""
+    if place in WARM_PLACES:
+        first, directory = ("os.rename", "orbax-checkpoint-tmp"), str(start_of(directory))
+    else:
+        first = "open", "/.draw-"
+    operation, part, left = (PLACES | WARM_PLACES)[place]
+    has_begun = False
+
+    def watch(event, arguments):
+        nonlocal has_begun, left
+        path = str(arguments[0]) if arguments else ""
+        if not path.startswith(directory):
+            return
+        has_begun = has_begun or event == first[0] and first[1] in path
+        if "slow disk" in place and event == "os.rename" and "/.draw-" in path:
+            time.sleep(1)
+        is_there = path.endswith(part) if part == "/run" else part in path
+        if event == operation and has_begun and is_there:
+            left -= 1
+            if not left:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(watch)
+
+
+def main(arguments: str, compiled: str):
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", DEVICES)
+    jax.config.update("jax_compilation_cache_dir", compiled)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    life = Life(*json.loads(arguments))
+    if life.place is not None:
+        assert life.directory is not None
+        die_at(life.place, life.directory)
+    lines = iter(["running"])
+
+    def tell():
+        for line in lines:
+            print(line, flush=True)
+        time.sleep(life.pause)
+
+    run(life, tell)
+    print("finished", flush=True)
+
+
+def begin(life: Life, compiled: Path) -> subprocess.Popen:
+    arguments = [__file__, json.dumps(life), str(compiled)]
+    return subprocess.Popen([sys.executable, *arguments], stdout=subprocess.PIPE, text=True)
+
+
+def check_draws(life: Life, expected: Any, at_least: int) -> int:
+    """Require draws 0, 1, ... without a gap, no fewer than before, each with the right bits."""
+    assert life.directory is not None
+    directory = Path(life.directory)
+    files = sorted(path.name for path in directory.glob("draw-*"))
+    chains = f"chains-00000-{CHAINS - 1:05d}"
+    assert files == [f"draw-{i:08d}.{chains}.safetensors" for i in range(len(files))]
+    assert len(files) >= at_least
+    if not files:
+        return 0
+    stored = optax_smile.load_snapshots(directory)
+    assert stored.num_draws == len(files)
+    for name, values in stored.params.items():
+        wanted = expected.params[name][:, : len(files)]
+        assert (values.dtype, values.tobytes()) == (wanted.dtype, wanted.tobytes())
+    assert stored.trace["step"].tolist() == [list(range(6, 6 + len(files)))] * CHAINS
+    return len(files)
+
+
+def wait_for_a_draw(life: Life, num_before: int):
+    """However slow the machine is: a life without a draw has nothing to lose."""
+    assert life.directory is not None
+    end = time.monotonic() + PATIENCE
+    while len(list(Path(life.directory).glob("draw-*"))) <= num_before:
+        assert time.monotonic() < end
+        time.sleep(PAUSE)
+
+
+def finish(life: Life, compiled: Path, expected: Any):
+    with begin(life._replace(minutes=60, pause=0, place=None), compiled) as process:
+        output, _ = process.communicate(timeout=2 * PATIENCE)
+    assert process.returncode == 0 and output.endswith("finished\n")
+    assert check_draws(life, expected, life.num_draws) == life.num_draws
+    drafts = [name for name in os.listdir(life.directory) if name.startswith(".draw")]
+    assert not drafts
+
+
+@functools.cache
+def expected_of(form: str, num_draws: int) -> Any:
+    return run(Life(form, None, num_draws))
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    return tmp_path_factory.mktemp("compiled")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", FORMS)
+def test_kill_at_any_moment(tmp_path, compiled, form, full, record):
+    """With a checkpoint at every step, and, every other time, with many draws between two.
+
+    The first kill of a warm start falls into its training, and more of the first half may.
+    """
+    kills = KILLS if full else FEW_KILLS
+    life = Life(form, str(tmp_path / "run"), kills * DRAWS_PER_LIFE, pause=PAUSE)
+    expected = expected_of(form, life.num_draws)
+    generator, kept = np.random.default_rng(FORMS.index(form)), [0]
+    for kill in range(kills):
+        with begin(life._replace(minutes=0.0 if kill % 2 else 0.003), compiled) as process:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "running\n"
+            if kill % 2 and (form != "warm start" or kill > kills / 2):
+                wait_for_a_draw(life, kept[-1])
+            time.sleep(generator.uniform(0, 1))
+            assert process.poll() is None, "the run was too short to be killed so often"
+            process.kill()
+        kept.append(check_draws(life, expected, kept[-1]))
+    assert len(set(kept)) > kills / 4, kept
+    assert form != "warm start" or kept[1] == 0, kept
+    finish(life, compiled, expected)
+    record("kills at random moments", of=form, cases=kills, silent=0, raw=0, lost=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "form", ["plain", "warm start", pytest.param("mesh", marks=pytest.mark.nightly)]
+)
+def test_kill_at_the_worst_moments(tmp_path, compiled, form, record):
+    places = {"plain": PLACES, "mesh": PLACES, "warm start": WARM_PLACES}[form]
+    life = Life(form, str(tmp_path / "run"), FEW_KILLS * DRAWS_PER_LIFE, minutes=0)
+    expected, kept = expected_of(form, life.num_draws), 0
+    for place in places:
+        with begin(life._replace(place=place), compiled) as process:
+            process.communicate(timeout=PATIENCE)
+        assert process.returncode == -signal.SIGKILL, place
+        kept = check_draws(life, expected, kept)
+    assert kept < 50 and (kept > 0) == (form != "warm start")
+    finish(life, compiled, expected)
+    record("kills in named places", of=form, cases=len(places), silent=0, raw=0, lost=0)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
