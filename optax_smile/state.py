@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from optax_smile import _check
+
 # Share of the gradients that are not finite; healthy runs have none or a handful.
 MOST_NONFINITE = 0.01
 
@@ -65,19 +67,18 @@ class SamplerState(Protocol):
         ...
 
 
-def find(state: Any) -> SamplerState:
+def find(state: Any, where: str = "stats", argument: str = "state") -> SamplerState:
     """Find the one sampler state inside a larger state.
 
     Raises:
-        ValueError: there is none, or more than one.
+        ValueError: there is none, or more than one, in the words of who asks.
     """
     nodes = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, SamplerState))
     found = [node for node in nodes if isinstance(node, SamplerState)]
     if len(found) != 1:
-        raise ValueError(
-            f"The state must hold exactly one optax_smile sampler, got {len(found)}: pass what"
-            " `init` or `update` of the transformation returned."
-        )
+        remedy = "Pass what `init` or `update` of the transformation returned."
+        rule = "one with exactly one optax_smile sampler"
+        _check.fail(where, argument, rule, len(found), remedy if argument == "state" else "")
     return found[0]
 
 
@@ -154,4 +155,10 @@ def last_accepted(state: Any, params: Any) -> Any:
         >>> [round(float(x), 5) for x in last]
         [1.0, 1.0]
     """
-    return find(state).last_accepted(params)
+    try:
+        return find(state, "last_accepted").last_accepted(params)
+    except (ValueError, TypeError) as error:
+        if str(error).startswith("`"):
+            raise
+        rule = "a tree like the one given to `init`"
+        _check.fail("last_accepted", "params", rule, jax.tree.structure(params))
