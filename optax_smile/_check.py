@@ -319,8 +319,9 @@ def step_size(where: str, value: Any):
 def function(where: str, argument: str, value: Any, form: str):
     """Require a function that can be called as `form` says, such as `"(params, batch, key=)"`."""
     rule, names = f"a function of {form}", form.strip("()").split(", ")
-    if not callable(value) or isinstance(value, type):
-        remedy = "Pass its `apply`." if hasattr(value, "apply") else ""
+    is_model = hasattr(value, "apply") and hasattr(value, "init")
+    if not callable(value) or isinstance(value, type) or is_model:
+        remedy = "A model is none: its `apply` is, or its `init`." if is_model else ""
         fail(where, argument, rule, show(value), remedy)
     keywords = {name.removesuffix("="): None for name in names if name.endswith("=")}
     try:
@@ -331,8 +332,7 @@ def function(where: str, argument: str, value: Any, form: str):
     try:
         signature.bind(*names[: len(names) - len(keywords)], **keywords)
     except TypeError as error:
-        remedy = "Pass its `apply`." if hasattr(value, "apply") else ""
-        fail(where, argument, rule, f"one with the arguments {signature} ({error})", remedy)
+        fail(where, argument, rule, f"one with the arguments {signature} ({error})")
 
 
 def traced(where: str, argument: str, function: Callable, *given: Any, rule: str) -> Any:

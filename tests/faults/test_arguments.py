@@ -5,9 +5,13 @@ name of the function that was called and that of the argument. An exception from
 or Python, or a success that means nothing, fails. All of it: `pytest tests/faults --full`.
 """
 
+import datetime
 import inspect
+import json
+import pathlib
 import random
 import re
+import subprocess
 import warnings
 from typing import Any
 
@@ -450,6 +454,11 @@ SLOW = ("sample", "warmstart", "find_step_size", "tune_mclmc", "predict", "Predi
 SLOW += ("report.write", "diagnostics.summary")
 
 
+RESULTS = pathlib.Path(__file__).parents[2] / "benchmarks" / "results" / "faults.jsonl"
+# Number of calls of each family, and what went wrong.
+TOLD: dict[str, tuple[int, list[str]]] = {}
+
+
 def chosen(name: str, arguments: dict[str, Any], full: bool) -> list[tuple[str, str]]:
     """Pairs of an argument and the hostile value in its place."""
     pairs = [(which, value) for which in arguments for value in HOSTILE]
@@ -463,7 +472,7 @@ def chosen(name: str, arguments: dict[str, Any], full: bool) -> list[tuple[str, 
 
 
 @pytest.mark.parametrize("which", FAMILIES)
-def test_wrong_calls(which, run_of_sample, full, tmp_path, monkeypatch, record_property):
+def test_wrong_calls(which, run_of_sample, full, tmp_path, monkeypatch):
     found, number = {}, 0
     for name, function, arguments in family(which, run_of_sample):
         # Where the text "x" is a directory.
@@ -476,8 +485,27 @@ def test_wrong_calls(which, run_of_sample, full, tmp_path, monkeypatch, record_p
             verdict, number = judge(name, function, arguments, argument, value), number + 1
             if verdict != "right":
                 found[name, argument, value] = verdict
-    record_property("cases", number)
+    TOLD[which] = number, list(found.values())
     assert not found
+
+
+def test_the_campaign_is_recorded(full):
+    """A line in the results, where all of it has run."""
+    if not full or set(TOLD) != set(FAMILIES):
+        pytest.skip("the quick form")
+    verdicts = [verdict for _, found in TOLD.values() for verdict in found]
+    commit = ["git", "-C", str(RESULTS.parent), "rev-parse", "--short", "HEAD"]
+    line = {
+        "campaign": "arguments",
+        "cases": sum(number for number, _ in TOLD.values()),
+        "raw": sum(verdict.startswith("raw") for verdict in verdicts),
+        "silent": verdicts.count("silent"),
+        "date": datetime.date.today().isoformat(),
+        "commit": subprocess.run(commit, capture_output=True, text=True).stdout.strip(),
+        "command": "python -m pytest tests/faults/test_arguments.py --full",
+    }
+    with RESULTS.open("a") as file:
+        file.write(json.dumps(line) + "\n")
 
 
 def test_every_public_function_is_called(run_of_sample):
