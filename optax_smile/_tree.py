@@ -57,7 +57,8 @@ def sums(trees: list[Any]) -> list[jax.Array]:
     such a reduction would gather its arrays: there every tree is summed by itself, a few leaves at
     a time, since the compiler joins only so many of the sums that cross devices.
     """
-    columns = list(zip(*(jax.tree.leaves(tree) for tree in trees), strict=True))
+    columns = zip(*(jax.tree.leaves(tree) for tree in trees), strict=True)
+    columns = [leaves for leaves in columns if leaves[0].size]
     parts = [_block_sums(leaves) for leaves in columns if not _is_shared(leaves[0])]
     parts += _shared_sums([leaves for leaves in columns if _is_shared(leaves[0])])
     joined = [jnp.concatenate(column) for column in zip(*parts, strict=True)]
