@@ -10,8 +10,12 @@ from optax_smile import _check
 REMEDY = "Pass the `trace` of what `sample` returned."
 
 
-def of_draws(trace: Mapping[str, Any], num_draws: int | None) -> dict[str, np.ndarray]:
+def of_draws(
+    trace: Mapping[str, Any], num_draws: int | None, where: str = "Snapshots"
+) -> dict[str, np.ndarray]:
     """The trace at the draws, the last ticks that were draws in all chains; None: all of it."""
+    if num_draws is not None:
+        _check.whole(where, "num_draws", num_draws, 1)
     arrays = {name: np.asarray(values) for name, values in trace.items()}
     if num_draws is None or not arrays:
         return arrays
@@ -32,11 +36,12 @@ def read(where: str, trace: Any, *names: str, num_draws: int | None = None) -> l
     if any(name not in trace for name in names):
         rule = f"a dict with {', '.join(map(repr, names))}"
         _check.fail(where, "trace", rule, f"the keys {sorted(trace)}", REMEDY)
-    shapes = {name: np.shape(trace[name]) for name in names}
+    given = {name: _check.host(where, "trace", trace[name]) for name in names}
+    shapes = {name: values.shape for name, values in given.items()}
     shape = shapes[names[0]]
     if set(shapes.values()) != {shape} or len(shape) != 2 or 0 in shape:
         rule = "a dict of arrays of one shape [chain, tick] with at least one of each"
         got = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
         _check.fail(where, "trace", rule, got, REMEDY)
-    draws = of_draws(trace, num_draws)
+    draws = of_draws(trace, num_draws, where)
     return [draws[name].astype(float) for name in names]

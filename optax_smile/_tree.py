@@ -58,7 +58,8 @@ def sums(trees: list[Any]) -> list[jax.Array]:
     such a reduction would gather its arrays: there every tree is summed by itself, a few leaves at
     a time, since the compiler joins only so many of the sums that cross devices.
     """
-    columns = list(zip(*(jax.tree.leaves(tree) for tree in trees), strict=True))
+    columns = zip(*(jax.tree.leaves(tree) for tree in trees), strict=True)
+    columns = [leaves for leaves in columns if leaves[0].size]
     parts = [_block_sums(leaves) for leaves in columns if not is_shared(leaves[0])]
     parts += _shared_sums([leaves for leaves in columns if is_shared(leaves[0])])
     joined = [jnp.concatenate(column) for column in zip(*parts, strict=True)]
@@ -135,7 +136,12 @@ def map_sampled(function: Callable, sampled: Any, params: Any) -> Any:
         return isinstance(node, optax.MaskedNode)
 
     def leaf(seen, x):
-        return x if is_masked(seen) else function(seen, x)
+        if is_masked(seen):
+            return x
+        if jnp.shape(x) != jnp.shape(seen) or getattr(x, "dtype", None) != seen.dtype:
+            rule = f"a tree like the one given to `init`, with {_check.show(seen)}"
+            _check.fail("last_accepted", "params", rule, _check.show(x))
+        return function(seen, x)
 
     return jax.tree.map(leaf, sampled, params, is_leaf=is_masked)
 
@@ -282,6 +288,15 @@ def check_params(where: str, params: Any, smallest: int):
         _check.fail(where, "params", f"a tree of at least {smallest} parameters", f"{size(params)}")
 
 
+def check_gradients(where: str, updates: Any, params: Any, name: str):
+    """Require gradients of these parameters, of whatever floating-point precision."""
+    check_alike(where, "updates", updates, params, name)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(updates):
+        if not jnp.issubdtype(getattr(leaf, "dtype", type(leaf)), jnp.floating):
+            got = f"{_check.show(leaf)} at {jax.tree_util.keystr(path) or 'the only leaf'}"
+            _check.fail(where, "updates", "a tree of floating-point gradients", got)
+
+
 def check_alike(where: str, argument: str, tree: Any, expected: Any, expected_name: str):
     """Require the structure and the leaf shapes of `expected`."""
     if jax.tree.structure(tree) != jax.tree.structure(expected):
@@ -293,10 +308,10 @@ def check_alike(where: str, argument: str, tree: Any, expected: Any, expected_na
         )
     shapes = jax.tree_util.tree_leaves_with_path(expected)
     for (path, want), leaf in zip(shapes, jax.tree.leaves(tree), strict=True):
-        if jnp.shape(leaf) != jnp.shape(want):
+        if np.shape(leaf) != jnp.shape(want):
             _check.fail(
                 where,
                 argument,
                 f"of shape {jnp.shape(want)} at {jax.tree_util.keystr(path)}, as {expected_name}",
-                jnp.shape(leaf),
+                np.shape(leaf),
             )

@@ -32,10 +32,11 @@ def check_mesh(where: str, mesh: Mesh | None, num_chains: int = 0):
 
 def num_chains(where: str, tree: Any, argument: str = "params") -> int:
     """Length of the leading axis that all leaves share, at least one."""
+    rule = "a tree of at least one chain whose leaves share a leading chain axis"
+    _check.leaves(where, argument, tree, rule)
     shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(tree)]
     lengths = {shape[:1] for shape in shapes}
-    if len(lengths) != 1 or lengths <= {(), (0,)}:
-        rule = "a tree of at least one chain whose leaves share a leading chain axis"
+    if len(lengths) != 1 or lengths & {(), (0,)}:
         _check.fail(where, argument, rule, f"the shapes {shapes}")
     return shapes[0][0]
 
@@ -70,7 +71,8 @@ def place(tree: Any, *, mesh: Mesh | None = None, specs: Any = None) -> Any:
         ValueError: leading axes that disagree, a mesh without the axis, or one that does not divide
             the chains; specs without a mesh.
     """
-    own = shardings(tree, mesh=mesh, specs=specs)
+    with _check.called("parallel.place", "parallel.shardings"):
+        own = shardings(tree, mesh=mesh, specs=specs)
     return _copy(tree if own is None else jax.tree.map(_put, tree, own))
 
 
@@ -83,20 +85,25 @@ def shardings(tree: Any, *, mesh: Mesh | None = None, specs: Any = None) -> Any:
     Returns:
         A tree like `tree` of `NamedSharding`; None without a mesh.
     """
-    check_mesh("place", mesh, num_chains("place", tree, "tree"))
+    where = "parallel.shardings"
+    check_mesh(where, mesh, num_chains(where, tree, "tree"))
     if mesh is None:
         if specs is not None:
-            _check.fail("place", "specs", "None where there is no mesh", specs)
+            _check.fail(where, "specs", "None where there is no mesh", _check.show(specs))
         return None
     if specs is None:
         return jax.tree.map(lambda _: chain_sharding(mesh), tree)
-    of_chain = jax.tree.structure(specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
+    given, of_chain = jax.tree.flatten(specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
+    rule = f"a tree of jax.P of the structure of params, {jax.tree.structure(tree)}"
     if of_chain != jax.tree.structure(tree):
-        rule = f"a tree of jax.P of the structure of params, {jax.tree.structure(tree)}"
-        _check.fail("place", "specs", rule, of_chain)
-    return jax.tree.map(
-        lambda _, spec: NamedSharding(mesh, PartitionSpec(CHAIN, *spec)), tree, specs
-    )
+        _check.fail(where, "specs", rule, of_chain)
+    for spec in given:
+        _check.kind(where, "specs", spec, PartitionSpec, rule)
+    try:
+        own = [NamedSharding(mesh, PartitionSpec(CHAIN, *spec)) for spec in given]
+    except ValueError as error:
+        _check.fail(where, "specs", f"a tree of jax.P with axes of {mesh}", str(error)[:200])
+    return jax.tree.unflatten(of_chain, own)
 
 
 def place_batch(
@@ -115,8 +122,12 @@ def place_batch(
     Returns:
         The batch as JAX arrays.
     """
+    where = "parallel.place_batch"
+    _check.flags(where, per_chain=per_chain, stacked=stacked)
     if mesh is None:
         return batch
+    check_mesh(where, mesh)
+    _check.leaves(where, "batch", batch)
     before = (CHAIN,) * per_chain + (None,) * stacked
     size = mesh.shape.get(DATA, 1)
 
@@ -147,6 +158,13 @@ def over_chains(function: Callable, *, mesh: Mesh | None = None, in_axes: Any = 
     Returns:
         A function to be compiled; all that it returns has a leading chain axis.
     """
+    where = "parallel.over_chains"
+    check_mesh(where, mesh)
+    if not callable(function):
+        _check.fail(where, "function", "a function", _check.show(function))
+    axes = in_axes if isinstance(in_axes, tuple) and in_axes else (in_axes,)
+    if any(axis is not None and (type(axis) is not int or axis) for axis in axes):
+        _check.fail(where, "in_axes", "0, or a tuple of 0 and None", _check.show(in_axes))
     mapped = jax.vmap(function, in_axes=in_axes)
     if mesh is None:
         return mapped
@@ -185,8 +203,13 @@ def init(
 
     Cost: `sampler.init` for every chain.
     """
-    chains = num_chains("init", params)
-    check_mesh("init", mesh, chains)
+    where = "parallel.init"
+    _check.transformation(where, "sampler", sampler)
+    chains = num_chains(where, params)
+    check_mesh(where, mesh, chains)
+    with _check.called(where, "parallel.shardings", tree="params"):
+        of_params = shardings(params, mesh=mesh, specs=specs)
+    typed = _check.key(where, key)
     of_chains = over_chains(sampler.init, mesh=mesh)
     own = None
     if mesh is not None:
@@ -194,25 +217,25 @@ def init(
             sampler,
             lambda _, like: like,
             jax.eval_shape(jax.vmap(sampler.init), params),
-            shardings(params, mesh=mesh, specs=specs),
+            of_params,
             transform_non_params=lambda _: chain_sharding(mesh),
         )
     state = jax.jit(of_chains, out_shardings=own)(params)
-    if key is None and chains == 1:
+    if typed is None and chains == 1:
         return state
     try:
         known = optax.tree.get(state, "key", filtering=_is_random_key)
     except KeyError:
         rule = "a sampler whose state has one field `key`"
         remedy = 'Pass static_args=("key",) to optax.inject_hyperparams.'
-        _check.fail("init", "sampler", rule, "several", remedy)
+        _check.fail(where, "sampler", rule, "several", remedy)
     if known is None:
         return state
-    needed = _check.needed_key("init", key, f"from which each of the {chains} chains gets its own")
+    needed = _check.needed_key(where, typed, f"from which each of the {chains} chains gets its own")
     keys = split_key(needed, chains, mesh=mesh, raw=True)
     if keys.shape != known.shape:
         rule = f"a key whose data are {known.shape[-1]} words, as the sampler's"
-        _check.fail("init", "key", rule, f"{keys.shape[-1]} words")
+        _check.fail(where, "key", rule, f"{keys.shape[-1]} words")
     return optax.tree.set(state, _is_random_key, key=keys)
 
 
@@ -236,7 +259,7 @@ def split_key(
         keys = jax.random.split(key, chains)
         return jax.random.key_data(keys) if raw else keys
 
-    return jax.jit(split, out_shardings=own)(_check.key("init", key))
+    return jax.jit(split, out_shardings=own)(_check.key("parallel.init", key))
 
 
 def step(
@@ -278,6 +301,10 @@ def step(
         >>> optax_smile.stats(state)["num_gradients"].tolist()
         [1, 1, 1, 1]
     """
+    where = "parallel.step"
+    _check.function(where, "function", function, "(carry, batch)")
+    _check.flags(where, per_chain=per_chain)
+    check_mesh(where, mesh, num_chains(where, carry, "carry"))
     mapped = over_chains(function, mesh=mesh, in_axes=(0, 0 if per_chain else None))
     if mesh is None:
         return jax.jit(mapped, donate_argnums=0)

@@ -17,8 +17,8 @@ from optax_smile import _check, _tree
 
 # What the parts of the prior must be: argument, rule in words, rule for arrays.
 PRIOR_RULES = (
-    ("prior_precision", ">= 0 and finite", lambda x: (x >= 0) & (x < float("inf"))),
-    ("prior_mean", "finite", lambda x: abs(x) < float("inf")),
+    ("prior_precision", ">= 0 and finite", lambda x: (x >= 0) & _check.is_finite(x)),
+    ("prior_mean", "finite", _check.is_finite),
 )
 
 
@@ -49,7 +49,8 @@ def check(where: str, potential: Potential):
         "num_data",
         potential.num_data,
         ">= 1 and finite",
-        lambda x: 1 <= x < float("inf"),
+        lambda x: 1 <= x <= _check.largest(),
+        large=True,
     )
     for argument, rule, holds in PRIOR_RULES:
         for value in jax.tree.leaves(getattr(potential, argument)):
@@ -116,7 +117,7 @@ def gradient(
     potential: Potential, mean_loss_gradient: optax.Updates, params: optax.Params
 ) -> optax.Updates:
     """Compute grad U from the gradient of the mean loss, in nats per unit of the parameter."""
-    weight = potential.num_data / potential.temperature
+    weight = _weight(potential)
 
     def leaf(precision, mean, grad, x):
         return (weight * grad.astype(x.dtype) + precision * (x - mean)).astype(x.dtype)
@@ -144,4 +145,12 @@ def energy_change(
     potential: Potential, loss_change: jax.Array, prior_change: jax.Array
 ) -> jax.Array:
     """Compute the change of U in nats from that of the mean loss and that of the prior's part."""
-    return potential.num_data / potential.temperature * loss_change + prior_change
+    return _weight(potential) * loss_change + prior_change
+
+
+def _weight(potential: Potential) -> Any:
+    """num_data over the temperature; the integers of JAX would end at 2 10^9 tokens."""
+    num_data = potential.num_data
+    if not isinstance(num_data, jax.Array):
+        num_data = float(num_data)
+    return num_data / potential.temperature

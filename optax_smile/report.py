@@ -32,6 +32,9 @@ from optax_smile.draws.prediction import Outcome, Prediction
 from optax_smile.draws.snapshots import StoredSnapshots
 
 FILE, LEVEL = "prediction-{}.safetensors", 0.95
+# What `score` calls the arguments of metrics.
+IN_SCORE = {"labels": "targets", "mask": "targets", "log_density": "prediction"}
+IN_SCORE |= dict.fromkeys(("probabilities", "mean", "std"), "prediction")
 # Of a prediction that are kept.
 FIELDS = ("mean", "log_density", "total", "aleatoric", "epistemic")
 # Parameters that stay in memory to draw the paths of the chains; 512 MiB in float32.
@@ -42,11 +45,11 @@ body { font: 15px/1.5 system-ui, sans-serif; max-width: 1000px; margin: 2em auto
 table { border-collapse: collapse; margin: 1em 0; }
 th, td { padding: .2em .9em; border-bottom: 1px solid #ddd; text-align: right; }
 th:first-child, td:first-child { text-align: left; }
-pre { background: #f6f6f6; padding: 1em; overflow-x: auto; }
-img { max-width: 100%; }
+pre { background: #f6f6f6; padding: 1em; overflow-x: auto; } img { max-width: 100%; }
 """
 
 
+@_check.called("report.score", *metrics.__all__, **IN_SCORE)
 def score(prediction: Prediction, targets: ArrayLike) -> dict[str, float]:
     """Score a prediction by what is usual for its kind.
 
@@ -70,10 +73,11 @@ def score(prediction: Prediction, targets: ArrayLike) -> dict[str, float]:
         >>> optax_smile.report.score(prediction, [0])["accuracy"]
         1.0
     """
+    _check.kind("report.score", "prediction", prediction, Prediction, "what `predict` returned")
     if prediction.log_density is None:
         rule = "one made with targets"
         _check.fail("report.score", "prediction", rule, "none", "Give them to `predict`.")
-    mean, targets = prediction.mean, np.asarray(targets)
+    mean, targets = prediction.mean, _check.host("report.score", "targets", targets)
     if mean is None and prediction.log_density.ndim == targets.ndim == 2:
         return {"perplexity": metrics.perplexity(prediction.log_density, targets >= 0)}
     told = {"LPPD": metrics.lppd(prediction.log_density)}
@@ -139,18 +143,20 @@ def store(
 
             optax_smile.report.store("run", "test", prediction, targets=labels)
     """
-    directory = Path(directory)
+    directory = _check.path("report.store", "directory", directory)
     _manifest.read("report.store", directory)
+    _check.kind("report.store", "prediction", prediction, Prediction, "what `predict` returned")
     if not _is_name(name):
         rule = "a name of letters, digits, spaces, - and _, at most 100"
-        _check.fail("report.store", "name", rule, repr(name))
+        _check.fail("report.store", "name", rule, _check.show(name))
     if scores is None:
-        scores = {} if targets is None else score(prediction, targets)
+        told = _check.called("report.store", "report.score")(score)
+        scores = {} if targets is None else told(prediction, targets)
+    _check.kind("report.store", "scores", scores, Mapping, "a dict of numbers by name")
     for value in scores.values():
         _check.number("report.store", "scores", value, "a number each", lambda _: True)
     scores = {metric: float(value) for metric, value in scores.items()}
-    kept = {field: getattr(prediction, field) for field in FIELDS}
-    kept |= {"targets": targets}
+    kept = {field: getattr(prediction, field) for field in FIELDS} | {"targets": targets}
     draws = prediction.each
     if draws is not None and np.ndim(draws.log_density) == np.ndim(prediction.log_density) + 2:
         kept |= {"each_log_density": draws.log_density}
@@ -220,8 +226,11 @@ def write(directory: str | os.PathLike, output: str | os.PathLike | None = None)
 
             optax_smile.report.write("run")
     """
-    directory = Path(directory)
-    output = directory / "report.html" if output is None else Path(output)
+    directory = _check.path("report.write", "directory", directory)
+    page_of = directory / "report.html" if output is None else output
+    output = _check.path("report.write", "output", page_of)
+    if output.suffix not in (".html", ".htm"):
+        _check.fail("report.write", "output", "a file .html or .htm", output)
     snapshots = _ReadOnce(directory, _manifest.read("report.write", directory), None, False)
     if not snapshots.num_draws:
         _check.fail("report.write", "directory", "a directory with draws", directory)

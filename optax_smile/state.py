@@ -80,10 +80,9 @@ def find(state: Any, where: str, argument: str = "state") -> SamplerState:
     """
     found, chains = _samplers(state)
     if len(found) != 1:
-        raise ValueError(
-            f"The state must hold exactly one optax_smile sampler, got {len(found)}: pass what"
-            " `init` or `update` of the transformation returned."
-        )
+        remedy = "Pass what `init` or `update` of the transformation returned."
+        rule = "one with exactly one optax_smile sampler"
+        _check.fail(where, argument, rule, len(found), remedy if argument == "state" else "")
     for chain in chains:
         place = next((i for i, part in enumerate(chain) if _samplers(part)[0]), len(chain))
         # The states of transformations, unlike what else may lie beside one in a loop's tuple.
@@ -188,4 +187,10 @@ def last_accepted(state: Any, params: Any) -> Any:
         >>> [round(float(x), 5) for x in last]
         [1.0, 1.0]
     """
-    return find(state, "last_accepted").last_accepted(params)
+    try:
+        return find(state, "last_accepted").last_accepted(params)
+    except (ValueError, TypeError) as error:
+        if str(error).startswith("`"):
+            raise
+        rule = "a tree like the one given to `init`"
+        _check.fail("last_accepted", "params", rule, jax.tree.structure(params))

@@ -210,8 +210,10 @@ def test_a_key_of_another_kind_is_refused():
     params = {"w": jnp.ones(4)}
     ours = optax_smile.psmile(num_data=50, key=0)
     theirs = optax_smile.psmile(num_data=50, key=jax.random.key(0, impl="rbg"))
-    with pytest.raises(ValueError, match=r"`psmile\(state=...\)` must be .* uint32\[2\], got .*4"):
+    with pytest.raises(
+        ValueError, match=r"`psmile.update\(state=...\)` must be .* uint32\[2\], got .*4"
+    ):
         ours.update(params, theirs.init(params), params)
     chains = {"w": jnp.ones((3, 4))}
-    with pytest.raises(ValueError, match=r"`init\(key=...\)` must be .* 2 words.*, got 4 words"):
+    with pytest.raises(ValueError, match=r"`parallel.init\(key=...\)` must be .* 2 words.*got 4"):
         optax_smile.parallel.init(ours, chains, key=jax.random.key(0, impl="rbg"))

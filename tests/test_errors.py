@@ -13,6 +13,8 @@ import pytest
 from paper import PAPER
 
 import optax_smile
+from optax_smile.potential import Potential
+from optax_smile.potential import gradient as potential_gradient
 
 MICROCANONICAL = ["smile", "psmile", "smile_naive", "psmile_naive", "mclmc"]
 LANGEVIN = ["sgld", "psgld", "sghmc", "sgnht", "scale_adapted_sghmc", "cyclical_sgld"]
@@ -40,6 +42,14 @@ def build(name, **options):
 
 def with_leaf(leaf):
     return {"layer": {"w": leaf, "b": jnp.ones(3)}}
+
+
+def in_init(name, rule, got):
+    return house_form(f"{name}.init", "params", rule, got)
+
+
+def in_update(name, argument, rule, got):
+    return house_form(f"{name}.update", argument, rule, got)
 
 
 def house_form(name, argument, rule, got):
@@ -259,14 +269,14 @@ def test_key_is_not_one_key(name, value):
 @every_sampler
 @pytest.mark.parametrize("tree", [{}, [], None, {"a": None, "b": ()}], ids=str)
 def test_empty_tree(name, tree):
-    with pytest.raises(ValueError, match=house_form(name, "params", "at least 2", "0")):
+    with pytest.raises(ValueError, match=in_init(name, "at least 2", "0")):
         build(name).init(tree)
 
 
 @every_sampler
 @pytest.mark.parametrize("tree", [jnp.ones(()), jnp.ones(1), {"a": jnp.ones((1, 1)), "b": None}])
 def test_one_parameter_is_too_few(name, tree):
-    with pytest.raises(ValueError, match=house_form(name, "params", "at least 2", "1")):
+    with pytest.raises(ValueError, match=in_init(name, "at least 2", "1")):
         build(name).init(tree)
 
 
@@ -274,7 +284,7 @@ def test_one_parameter_is_too_few(name, tree):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "int32", "uint8", "bool", "complex64"])
 def test_dtype_of_the_parameters(name, dtype):
     got = re.escape(f"{dtype} at ['layer']['w']")
-    rule = house_form(name, "params", "float32 or float64", got)
+    rule = in_init(name, "float32 or float64", got)
     for leaf in (jnp.ones((2, 3), dtype), jax.ShapeDtypeStruct((2, 3), jnp.dtype(dtype))):
         with pytest.raises(ValueError, match=rule):
             build(name).init(with_leaf(leaf))
@@ -282,13 +292,17 @@ def test_dtype_of_the_parameters(name, dtype):
 
 @pytest.mark.parametrize(("leaf", "got"), [(1.0, "float"), (2, "int"), ("w", "str")])
 def test_parameters_that_are_not_arrays(leaf, got):
-    rule = house_form("psmile", "params", "float32 or float64", re.escape(f"{got} at ['layer']"))
+    rule = house_form(
+        "psmile.init", "params", "float32 or float64", re.escape(f"{got} at ['layer']")
+    )
     with pytest.raises(ValueError, match=rule):
         build("psmile").init(with_leaf(leaf))
 
 
 def test_key_as_a_parameter():
-    rule = house_form("psmile", "params", "float32 or float64", re.escape("key<fry> at ['layer']"))
+    rule = house_form(
+        "psmile.init", "params", "float32 or float64", re.escape("key<fry> at ['layer']")
+    )
     with pytest.raises(ValueError, match=rule):
         build("psmile").init(with_leaf(KEY))
 
@@ -328,7 +342,7 @@ WITH_NONE = {"layer": {"w": jnp.ones((2, 3)), "b": None}}
 @pytest.mark.parametrize("tree", [FLAT, SHORT, WITH_NONE, None])
 def test_structure_of_updates(name, tree):
     tx = build(name)
-    rule = house_form(name, "updates", "a tree of the structure of params", "PyTreeDef")
+    rule = in_update(name, "updates", "a tree of the structure of params", "PyTreeDef")
     with pytest.raises(ValueError, match=rule):
         tx.update(tree, tx.init(PARAMS), PARAMS, value=1.0)
 
@@ -337,7 +351,7 @@ def test_structure_of_updates(name, tree):
 def test_shape_of_updates(name):
     tx = build(name)
     where = re.escape("of shape (2, 3) at ['layer']['w']")
-    with pytest.raises(ValueError, match=house_form(name, "updates", where, r"\(3, 2\)")):
+    with pytest.raises(ValueError, match=in_update(name, "updates", where, r"\(3, 2\)")):
         tx.update(RESHAPED, tx.init(PARAMS), PARAMS, value=1.0)
 
 
@@ -346,7 +360,9 @@ def test_shape_of_updates(name):
 def test_structure_that_changes_between_calls(name, tree):
     tx = build(name)
     _, state = tx.update(PARAMS, tx.init(PARAMS), PARAMS, value=1.0)
-    rule = house_form(name, "params", "a tree of the structure of the one given to init", "")
+    rule = house_form(
+        f"{name}.update", "params", "a tree of the structure of the one given to init", ""
+    )
     with pytest.raises(ValueError, match=rule):
         tx.update(tree, state, tree, value=1.0)
 
@@ -356,7 +372,7 @@ def test_shape_that_changes_between_calls(name):
     tx = build(name)
     _, state = tx.update(PARAMS, tx.init(PARAMS), PARAMS, value=1.0)
     where = re.escape("of shape (2, 3) at ['layer']['w'], as the one given to init")
-    with pytest.raises(ValueError, match=house_form(name, "params", where, r"\(3, 2\)")):
+    with pytest.raises(ValueError, match=in_update(name, "params", where, r"\(3, 2\)")):
         tx.update(RESHAPED, state, RESHAPED, value=1.0)
 
 
@@ -364,7 +380,9 @@ def test_shape_that_changes_between_calls(name):
 @pytest.mark.parametrize("shape", [(1,), (16,), (1, 1), (0,)])
 def test_shape_of_value(name, shape):
     tx = build(name)
-    rule = house_form(name, "value", "the scalar mean loss", re.escape(f"shape {shape}"))
+    rule = house_form(
+        f"{name}.update", "value", "the scalar mean loss", re.escape(f"shape {shape}")
+    )
     with pytest.raises(ValueError, match=rule):
         tx.update(PARAMS, tx.init(PARAMS), PARAMS, value=jnp.ones(shape))
     with pytest.raises(ValueError, match=rule):
@@ -374,8 +392,8 @@ def test_shape_of_value(name, shape):
 @pytest.mark.parametrize("name", ["smile", "sgld"])
 @pytest.mark.parametrize("value", [(0.5, {}), {"loss": 0.5}, "0.5"], ids=str)
 def test_value_is_no_number(name, value):
-    tx, got = build(name), type(value).__name__
-    with pytest.raises(ValueError, match=house_form(name, "value", "scalar", got)):
+    tx, got = build(name), "'0.5'" if value == "0.5" else f"a {type(value).__name__}"
+    with pytest.raises(ValueError, match=in_update(name, "value", "scalar", got)):
         tx.update(PARAMS, tx.init(PARAMS), PARAMS, value=value)
 
 
@@ -452,3 +470,350 @@ def test_num_data_is_required_and_named():
         optax_smile.smile(1e-2)  # pyright: ignore[reportCallIssue]
     with pytest.raises(TypeError, match="positional"):
         optax_smile.smile(1e-2, 100)  # pyright: ignore[reportCallIssue]
+
+
+def first(name="psmile", **options):
+    tx: Any = build(name, **{"key": KEY} | options)
+    return tx, tx.init(PARAMS)
+
+
+class NotCalled:
+    """A model of which `apply` is the function."""
+
+    def init(self):
+        """As Flax has it."""
+
+    def apply(self, params, inputs):
+        """Outputs."""
+
+    def __call__(self, inputs):
+        raise RuntimeError("not bound")
+
+
+ODD_FUNCTIONS = [None, 3, "x", [], dict, lambda: None, NotCalled(), jnp.ones(2)]
+ODD_FUNCTION_NAMES = ["None", "int", "str", "list", "class", "arity", "model", "array"]
+odd_functions = pytest.mark.parametrize("wrong", ODD_FUNCTIONS, ids=ODD_FUNCTION_NAMES)
+STARTS = {"w": jnp.ones((2, 3))}
+
+
+def mean_loss(params, batch):
+    return jnp.mean((params["w"] - batch) ** 2)
+
+
+def sample_with(**changes):
+    given: dict[str, Any] = {"loss_fn": mean_loss, "params": STARTS, "batches": [jnp.ones(3)]}
+    given |= {"sampler": build("smile_naive"), "num_warmup": 0, "num_draws": 2, "key": 0}
+    return optax_smile.sample(**given | {"progress": False} | changes)
+
+
+def warm_with(**changes):
+    given: dict[str, Any] = {"loss_fn": mean_loss, "batches": [jnp.ones(3)], "num_members": 2}
+    given |= {"init_fn": lambda key: {"w": jnp.ones(3)}, "optimizer": optax.sgd(0.1), "key": 0}
+    return optax_smile.warmstart(**given | {"num_epochs": 1, "progress": False} | changes)
+
+
+def predict_with(**changes):
+    given: dict[str, Any] = {"apply_fn": lambda params, x: x * params, "snapshots": [jnp.ones(())]}
+    given |= {"inputs": jnp.ones((3, 2)), "likelihood": "categorical"}
+    return optax_smile.predict(**given | changes)
+
+
+FUNCTIONS = {
+    "sample.loss_fn": sample_with,
+    "sample.callback": sample_with,
+    "warmstart.loss_fn": warm_with,
+    "warmstart.init_fn": warm_with,
+    "predict.apply_fn": predict_with,
+}
+
+
+@odd_functions
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_what_is_no_function_of_these_arguments(name, wrong):
+    called, argument = name.split(".")
+    if argument == "callback" and wrong is None:
+        return
+    with pytest.raises(ValueError, match=rf"^`{called}\({argument}=...\)` must be a function of"):
+        FUNCTIONS[name](**{argument: wrong})
+
+
+def test_a_model_is_told_to_pass_its_function():
+    with pytest.raises(ValueError, match="A model is none: its `apply` is"):
+        predict_with(apply_fn=NotCalled())
+
+
+LOSSES: dict[str, tuple[Any, str]] = {
+    "tuple": (lambda params, batch: (mean_loss(params, batch), {}), "With `aux=`"),
+    "vector": (lambda params, batch: (params["w"] - batch) ** 2, "scalar mean loss"),
+    "dict": (lambda params, batch: {"loss": mean_loss(params, batch)}, "scalar mean loss"),
+    "integer": (lambda params, batch: jnp.sum(batch > 0), "scalar mean loss, got int"),
+    "unknown leaf": (lambda params, batch: params["v"], "got KeyError: 'v'"),
+    "branch": (lambda params, batch: 1.0 if batch.sum() > 0 else 0.0, "got TracerBoolConv"),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("called", ["sample", "warmstart"])
+def test_a_loss_that_is_none(called, name):
+    loss, message = LOSSES[name]
+    form = rf"(?s)^`{called}\(loss_fn=...\)` must be .*{re.escape(message)}"
+    with pytest.raises(ValueError, match=form):
+        {"sample": sample_with, "warmstart": warm_with}[called](loss_fn=loss)
+
+
+def test_an_error_of_the_users_own_comes_through():
+    def broken(params, batch):
+        raise FloatingPointError("mine")
+
+    with pytest.raises(FloatingPointError, match="mine"):
+        sample_with(loss_fn=broken)
+
+
+@pytest.mark.parametrize("wrong", [None, 3, "x", [], optax.adam, dict, NotCalled()], ids=str)
+@pytest.mark.parametrize(
+    ("call", "argument"), [(sample_with, "sampler"), (warm_with, "optimizer")], ids=str
+)
+def test_what_is_no_transformation(call, argument, wrong):
+    with pytest.raises(ValueError, match=rf"\({argument}=...\)` must be an Optax transformation"):
+        call(**{argument: wrong})
+
+
+@pytest.mark.parametrize("call", [sample_with, warm_with])
+@pytest.mark.parametrize("wrong", [None, 3, "x", {"x": 1}, lambda: [1]], ids=str)
+def test_what_are_no_batches(call, wrong):
+    with pytest.raises(ValueError, match=r"\(batches=...\)` must be an iterable of batches, got"):
+        call(batches=wrong)
+    with pytest.raises(ValueError, match=r"\(batches=...\)` must be an iterable of batches, trees"):
+        call(batches=[np.array(["x", "y"])])
+
+
+@pytest.mark.parametrize("argument", ["progress", "resume", "stochastic", "per_chain"])
+@pytest.mark.parametrize("wrong", ["yes", 1, None])
+def test_flags_are_true_or_false(argument, wrong):
+    form = rf"^`sample\({argument}=...\)` must be True or False, got {wrong!r}"
+    with pytest.raises(ValueError, match=form):
+        sample_with(**{argument: wrong})
+
+
+def test_flags_of_other_functions(tmp_path):
+    for call in (
+        lambda: optax_smile.load_snapshots(tmp_path, flat="x"),  # pyright: ignore
+        lambda: optax_smile.diagnostics.disagreement(np.ones((2, 2, 2)), classes="no"),  # pyright: ignore
+        lambda: warm_with(progress="yes"),
+    ):
+        with pytest.raises(ValueError, match=r"=...\)` must be True or False"):
+            call()
+
+
+@pytest.mark.parametrize("name", ["psmile", "smile", "sgld", "psgld", "mclmc"])
+def test_the_state_of_another_transformation(name):
+    tx, _ = first(name)
+    others = [build(other, key=KEY).init(PARAMS) for other in ALL if other != name]
+    others += [optax.adam(1e-3).init(PARAMS), (), None, PARAMS, jnp.ones(3)]
+    own = tx.init(PARAMS)
+    alike = [x for x in others if jax.tree.structure(x) == jax.tree.structure(own)]
+    for state in others:
+        if any(state is x for x in alike):
+            continue
+        with pytest.raises(
+            ValueError, match=in_update(name, "state", f"returned.*{name}|{name}", "")
+        ):
+            tx.update(PARAMS, state, PARAMS, value=1.0)
+    assert len(alike) <= 2
+
+
+@pytest.mark.parametrize("options", [{"integrator": "leapfrog"}, {"decoherence_length": 1.0}])
+def test_the_state_of_a_sampler_built_otherwise(options):
+    tx, _ = first()
+    with pytest.raises(
+        ValueError, match=in_update("psmile", "state", "returned", "one of a sampler")
+    ):
+        tx.update(PARAMS, first(**options)[1], PARAMS, value=1.0)
+
+
+@every_sampler
+@pytest.mark.parametrize("bad", [jnp.nan, jnp.inf])
+def test_parameters_that_are_not_finite(name, bad):
+    tree = with_leaf(jnp.ones((2, 3)).at[1, 1].set(bad))
+    with pytest.raises(
+        ValueError, match=in_init(name, "finite", r"nan or inf at \['layer'\]\['w'\]")
+    ):
+        build(name).init(tree)
+
+
+def test_parameters_that_are_not_finite_elsewhere():
+    """Also where the loss does not see them."""
+    bad = {"w": jnp.ones((2, 3)), "unused": jnp.array([1.0, jnp.nan])}
+    with pytest.raises(ValueError, match=r"^`sample\(params=...\)` must be finite, .*'unused'"):
+        sample_with(params=bad)
+    with pytest.raises(ValueError, match=r"^`chains_from_weights\(weights=...\)` must be finite"):
+        optax_smile.chains_from_weights([{"w": jnp.full(3, jnp.nan)}])
+
+
+@pytest.mark.parametrize("value", [1e-320, 1e-39, 1e39])
+def test_step_sizes_that_are_zero_or_infinite_in_float32(value):
+    assert_rejected("psmile_naive", "step_size", value, "> 0 and finite in float32")
+
+
+def test_step_sizes_that_float64_knows():
+    with jax.enable_x64(True):
+        build("psmile_naive", step_size=1e-39)
+
+
+@pytest.mark.parametrize("value", [0, 2.0, 10, -0.1, math.nan])
+def test_an_angle_is_one(value):
+    form = house_form("angle_tuner", "angle", "> 0 and at most pi / 2", re.escape(repr(value)))
+    with pytest.raises(ValueError, match=form):
+        optax_smile.angle_tuner(value)
+    optax_smile.angle_tuner(math.pi / 2)
+
+
+@pytest.mark.parametrize("schedule", [lambda: 0.1, lambda count: "0.1", lambda count: None, dict])
+def test_what_is_no_schedule(schedule):
+    for name in ("smile_naive", "sgld", "cyclical_sgld"):
+        with pytest.raises(ValueError, match=rf"^`{name}\(step_size=...\)` must be a (func|sched)"):
+            build(name, step_size=schedule).init(PARAMS)
+
+
+@every_sampler
+@pytest.mark.parametrize("misnamed", ["loss", "values", "val"])
+def test_a_loss_by_another_name(name, misnamed):
+    tx, state = first(name)
+    with pytest.raises(ValueError, match=in_update(name, misnamed, "named `value`", "")):
+        tx.update(PARAMS, state, PARAMS, **{misnamed: 1.0})
+
+
+def test_keywords_of_other_transformations_pass():
+    tx, state = first("psmile_naive")
+    tx.update(PARAMS, state, PARAMS, value=1.0, loss=2.0, grad=PARAMS, value_fn=None, hessian=1)
+    tx.update(PARAMS, state, PARAMS, grad=PARAMS, value_fn=None, hessian=1)
+
+
+@every_sampler
+@pytest.mark.parametrize("dtype", ["int32", "bool", "complex64"])
+def test_gradients_are_floating_point(name, dtype):
+    tx, state = first(name)
+    wrong = jax.tree.map(lambda x: x.astype(dtype), PARAMS)
+    with pytest.raises(ValueError, match=in_update(name, "updates", "floating-point", dtype)):
+        tx.update(wrong, state, PARAMS, value=1.0)
+
+
+def test_what_gradients_in_bfloat16_cost():
+    """The variance of a normal posterior, from the gradients as the sampler sees them."""
+    x = jnp.linspace(-8, 8, 4001)
+    posterior = Potential(num_data=1e6, prior_precision=0.0, temperature=1e6)
+    force = np.asarray(potential_gradient(posterior, x.astype(jnp.bfloat16), x), float)
+    energy = np.concatenate([[0], np.cumsum((force[1:] + force[:-1]) / 2)]) * float(x[1] - x[0])
+    weight = np.exp(energy.min() - energy)
+    variance = np.sum(weight * np.asarray(x, float) ** 2) / weight.sum()
+    assert force.dtype == float and np.abs(force - np.asarray(x)).max() > 0.01
+    assert abs(variance - 1) < 2**-9
+
+
+def test_more_data_than_int32_holds():
+    """Under a traced temperature NumPy's integers wrapped round in silence."""
+    for number in (10**10, np.int64(10**10)):
+
+        def first_update(temperature, number=number):
+            tx = build("sgld", num_data=number, temperature=temperature)
+            return tx.update(PARAMS, tx.init(PARAMS), PARAMS)[0]["layer"]["w"]
+
+        expected = first_update(jnp.float32(2), 1e10)
+        np.testing.assert_allclose(jax.jit(first_update)(2.0), expected, rtol=1e-5)
+
+
+def test_from_members_needs_members():
+    for network in (
+        {"w": jnp.ones((2, 3)), "b": jnp.ones(3)},
+        {"w": jnp.ones(3), "s": jnp.ones(())},
+    ):
+        form = r"^`Snapshots.from_members\(params=...\)` must be a tree .* leading chain axis"
+        with pytest.raises(ValueError, match=form):
+            optax_smile.Snapshots.from_members(network)
+
+
+@pytest.mark.parametrize("name", ["summary", "to_arviz"])
+@pytest.mark.parametrize("tree", [PARAMS, np.ones((2, 3)), None, optax_smile.Snapshots])
+def test_a_tree_is_no_run(name, tree):
+    form = rf"^`{name}\(snapshots=...\)` must be what `sample` or `load_snapshots` returns"
+    with pytest.raises(ValueError, match=form):
+        getattr(optax_smile.diagnostics, name)(tree)
+
+
+NO_ARRAYS = [
+    [[1.0, 2.0], [3.0]],
+    ["1", "2"],
+    np.array(["1.0"]),
+    {"a": 1.0},
+    None,
+    1j,
+    KEY,
+    object(),
+]
+
+
+@pytest.mark.parametrize("wrong", NO_ARRAYS, ids=lambda x: type(x).__name__)
+def test_what_metrics_take(wrong):
+    ones, metrics = np.ones(2), optax_smile.metrics
+    for call in (
+        lambda: metrics.rmse(wrong, ones),
+        lambda: metrics.accuracy(wrong, [0, 1]),
+        lambda: metrics.accuracy([[1.0, 0.0]], wrong),
+        lambda: metrics.lppd(wrong),
+        lambda: metrics.perplexity(ones, wrong) if wrong is not None else metrics.perplexity(None),  # pyright: ignore
+        lambda: metrics.crps(ones, ones, wrong),
+        lambda: metrics.ood_auroc(ones, wrong),
+    ):
+        with pytest.raises(ValueError, match=r"^`\w+\(\w+=...\)` must be an array of numbers, got"):
+            call()
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf])
+def test_infinite_predictions_are_no_score(bad):
+    wrong, ones, metrics = np.array([1.0, bad]), np.ones(2), optax_smile.metrics
+    for call in (
+        lambda: metrics.rmse(wrong, ones),
+        lambda: metrics.rmse(ones, wrong),
+        lambda: metrics.crps(ones, ones, wrong),
+        lambda: metrics.interval_width(wrong, ones),
+    ):
+        with pytest.raises(ValueError, match="must be finite, got -?inf at"):
+            call()
+    if bad > 0:
+        with pytest.raises(ValueError, match="must be below infinity"):
+            metrics.lppd(wrong)
+    else:
+        assert metrics.lppd(wrong) == bad
+
+
+def test_errors_name_the_function_that_was_called(tmp_path):
+    metrics, diagnostics, plots = optax_smile.metrics, optax_smile.diagnostics, optax_smile.plots
+    mesh: Any = "x"
+    for name, call in {
+        "sample(mesh": lambda: sample_with(mesh=mesh),
+        "sample(specs": lambda: sample_with(specs=STARTS),
+        "warmstart(mesh": lambda: warm_with(mesh=mesh),
+        "warmstart(specs": lambda: warm_with(specs=STARTS),
+        "predict(mesh": lambda: predict_with(mesh=mesh),
+        "predict(specs": lambda: predict_with(specs=STARTS),
+        "predict(inputs": lambda: predict_with(inputs=3.0),
+        "ece(labels": lambda: metrics.ece([[1.0]], ["x"]),
+        "aurc(labels": lambda: metrics.aurc([[1.0]], ["x"]),
+        "travel(params": lambda: diagnostics.travel(np.ones(2), np.ones(2)),
+        "weight_rhat(params": lambda: diagnostics.weight_rhat(np.ones(2)),
+        "plots.reliability(labels": lambda: plots.reliability([[1.0]], ["x"]),
+        "plots.regression_band(std": lambda: plots.regression_band(None, [1.0], [-1.0]),
+        "parallel.init(params": lambda: optax_smile.parallel.init(build("sgld"), PARAMS),
+        "load_snapshots(directory": lambda: optax_smile.load_snapshots(tmp_path),
+        "report.write(directory": lambda: optax_smile.report.write(tmp_path),
+    }.items():
+        with pytest.raises(ValueError) as error:
+            call()
+        assert str(error.value).startswith(f"`{name}=...)` must be "), error.value
+
+
+def test_a_report_is_a_page(tmp_path):
+    for output in (tmp_path / "page.pdf", tmp_path / "page"):
+        form = r"^`report.write\(output=...\)` must be a file .html or .htm"
+        with pytest.raises(ValueError, match=form):
+            optax_smile.report.write(tmp_path, output)

@@ -386,16 +386,24 @@ ONES = np.ones(4)
 @pytest.mark.parametrize(
     ("score", "arguments", "message"),
     [
-        (metrics.lppd, ([-1.0, np.nan],), "`lppd(log_density=...)` must be free of NaN, got nan"),
-        (metrics.nll, ([[-1.0], [np.nan]],), "`nll(log_density=...)` must be free of NaN, got nan"),
+        (
+            metrics.lppd,
+            ([-1.0, np.nan],),
+            "`lppd(log_density=...)` must be below infinity",
+        ),
+        (
+            metrics.nll,
+            ([[-1.0], [np.nan]],),
+            "`nll(log_density=...)` must be below infinity",
+        ),
         (metrics.nll, ([],), "`nll(log_density=...)` must be not empty, got shape (0,)"),
-        (metrics.perplexity, ([-1.0, np.nan],), "free of NaN, got nan at (1,)"),
+        (metrics.perplexity, ([-1.0, np.nan],), "below infinity, not NaN, got nan at (1,)"),
         (metrics.perplexity, ([],), "`perplexity(log_density=...)` must be not empty"),
         (metrics.perplexity, (-ONES, ONES), "booleans of shape (4,), got float64 of shape (4,)"),
         (metrics.perplexity, (-ONES, [True]), "booleans of shape (4,), got bool of shape (1,)"),
         (metrics.perplexity, (-ONES, ONES < 0), "True for one token or more, got False for all"),
         (metrics.rmse, (ONES[:, None], ONES), "`rmse(targets=...)` must be of shape (4, 1) to go"),
-        (metrics.rmse, (ONES, ONES * np.nan), "`rmse(targets=...)` must be free of NaN"),
+        (metrics.rmse, (ONES, ONES * np.nan), "`rmse(targets=...)` must be finite, got nan"),
         (
             metrics.auroc,
             (PROBABILITIES, LABELS * 0),
@@ -419,7 +427,7 @@ ONES = np.ones(4)
         (metrics.coverage, (ONES, ONES, ONES[:, None]), "(4,) to go with `lower`, got shape (4,"),
         (metrics.interval_width, (ONES, ONES[:1]), "`interval_width(upper=...)` must be of shape"),
         (metrics.crps, (ONES, ONES, ONES[:1]), "`crps(targets=...)` must be of shape (4,) to"),
-        (metrics.crps, (ONES, ONES, ONES * np.nan), "`crps(targets=...)` must be free of NaN"),
+        (metrics.crps, (ONES, ONES, ONES * np.nan), "`crps(targets=...)` must be finite, got nan"),
     ],
 )
 def test_bad_input(score, arguments, message):

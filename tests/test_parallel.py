@@ -381,27 +381,30 @@ OTHER_AXES = make_mesh((4, 2), names=("model", "data"))
     [
         (
             {"mesh": OTHER_AXES},
-            r"`place\(mesh=...\)` must be a jax.sharding.Mesh with an axis 'chain', got the axes"
+            r"`parallel.place\(mesh=...\)` must be a jax.sharding.Mesh with .*, got the axes"
             r" \('model', 'data'\). Make one by jax.make_mesh",
         ),
-        ({"mesh": 8}, r"`place\(mesh=...\)` must be a jax.sharding.Mesh .*, got 8. Make one"),
+        (
+            {"mesh": 8},
+            r"`parallel.place\(mesh=...\)` must be a jax.sharding.Mesh .*, got 8. Make one",
+        ),
         (
             {"tree": start(6), "specs": None},
-            r"`place\(mesh=...\)` must be .* divides the 6 chains, got 4 rows of devices",
+            r"`parallel.place\(mesh=...\)` must be .* divides the 6 chains, got 4 rows of devices",
         ),
         (
             {"tree": {"w": np.ones((4, 2)), "b": np.ones(3)}},
-            r"`place\(tree=...\)` must be .* share a leading chain axis, got .*\(3,\)",
+            r"`parallel.place\(tree=...\)` must be .* share a leading chain axis, got .*\(3,\)",
         ),
         ({"tree": {"w": np.float32(1)}}, "share a leading chain axis"),
         ({"tree": {}}, "share a leading chain axis"),
         ({"tree": {"w": np.ones((0, 4))}}, "of at least one chain .* got the shapes"),
         (
             {"specs": {"w": jax.P()}},
-            r"`place\(specs=...\)` must be a tree of jax.P of the structure of params, .*'out'",
+            r"`parallel.place\(specs=...\)` must be a tree of jax.P of the structure .*'out'",
         ),
-        ({"specs": jax.P("data")}, r"`place\(specs=...\)` must be a tree of jax.P"),
-        ({"mesh": None}, r"`place\(specs=...\)` must be None where there is no mesh, got"),
+        ({"specs": jax.P("data")}, r"`parallel.place\(specs=...\)` must be a tree of jax.P"),
+        ({"mesh": None}, r"`parallel.place\(specs=...\)` must be None where there is no mesh, got"),
     ],
 )
 def test_bad_places(changes, message):
@@ -412,8 +415,14 @@ def test_bad_places(changes, message):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"mesh": OTHER_AXES}, r"`init\(mesh=...\)` must be .* an axis 'chain', got the axes"),
-        ({"mesh": make_mesh((8, 1))}, r"`init\(mesh=...\)` must be .* the 4 chains, got 8 rows"),
+        (
+            {"mesh": OTHER_AXES},
+            r"`parallel.init\(mesh=...\)` must be .* an axis 'chain', got the axes",
+        ),
+        (
+            {"mesh": make_mesh((8, 1))},
+            r"`parallel.init\(mesh=...\)` must be .* the 4 chains, got 8 rows",
+        ),
         ({"specs": {"w": jax.P()}}, r"\(specs=...\)` must be a tree of jax.P"),
     ],
 )

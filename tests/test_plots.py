@@ -483,7 +483,7 @@ BAD = {
     "reliability, labels": (lambda: plots.reliability(PROBABILITIES, LABELS[:9]), "labels"),
     "reliability, bins": (lambda: plots.reliability(PROBABILITIES, LABELS, num_bins=0), "num_bins"),
     "risk, empty": (lambda: plots.risk_coverage(np.ones((0, 3)), []), "risk_coverage"),
-    "band, mean": (lambda: plots.regression_band(None, 1.0, 1.0), r"interval\(mean=...\)"),
+    "band, mean": (lambda: plots.regression_band(None, 1.0, 1.0), r"regression_band\(mean=...\)"),
     "band, std": (lambda: plots.regression_band(MEAN, MEAN, -STD), r"std=...\)` must be > 0"),
     "band, inputs": (
         lambda: plots.regression_band(np.ones((12, 2)), MEAN, STD),

@@ -292,7 +292,7 @@ def test_bad_input(run, draws, tmp_path):
         report.store(run, "x" * 101, prediction)
     with pytest.raises(ValueError, match=r"`report.store\(scores=...\)` must be a number a number"):
         report.store(run, "test", prediction, scores={"LPPD": "high"})  # pyright: ignore
-    with pytest.raises(ValueError, match=r"`report.score\(prediction=...\)` must be one made with"):
+    with pytest.raises(ValueError, match=r"`report.store\(prediction=...\)` must be one made with"):
         report.store(run, "test", classify(draws, None), targets=LABELS)
     with pytest.raises(ValueError, match=r"`report.store\(directory=...\)` must be a directory"):
         report.store(tmp_path, "test", prediction)

@@ -436,7 +436,10 @@ OTHER_STEP = optax_smile.smile_naive(
         ({"params": WIDER}, r"leaves = .*'shape': \[4\]"),
         ({"params": {**start(), "c": jnp.zeros(CHAINS)}}, "leaves = .*'name': 'c'"),
         ({"params": FEWER}, r"num_chains = 2, got .* with 3\."),
-        ({"aux": aux(), "loss": None}, "leaves = .*'name': 'aux/mean'"),
+        (
+            {"aux": aux(), "loss": lambda params, batch, aux: (0.0, aux)},
+            "leaves = .*'name': 'aux/mean'",
+        ),
         ({"dtype": "float16"}, r"stored_dtype = 'float16', got .* with None\."),
     ],
 )
@@ -784,7 +787,7 @@ def test_memory_does_not_grow_with_the_draws(tmp_path):
         ({"batch_per": "epoch"}, r"`sample\(batch_per=...\)` must be one of 'gradient', 'step'"),
         (
             {"aux": {"mean": jnp.zeros((2, 2))}},
-            r"`sample\(params=...\)` must be .*share a leading chain axis, got .*\(2, 2\)",
+            r"`sample\(aux=...\)` must be .* a leading axis of 3 chains, got .*\(2, 2\)",
         ),
     ],
 )

@@ -235,7 +235,7 @@ def test_a_sampler_that_never_samples_is_an_error():
 
 def test_a_second_field_for_the_key_is_named():
     injected = optax.inject_hyperparams(optax_smile.sgld)
-    with pytest.raises(ValueError, match=r"`init\(sampler=...\)` must be .*static_args"):
+    with pytest.raises(ValueError, match=r"`sample\(sampler=...\)` must be .*static_args"):
         draw(injected(1e-4, num_data=200, key=jax.random.PRNGKey(0)))
 
 

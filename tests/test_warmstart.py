@@ -425,5 +425,9 @@ def test_auxiliary_state_is_that_of_the_best_epoch_and_keys_are_fresh():
 
 
 def test_auxiliary_state_of_another_number_of_members():
+    def counting(params, batch, aux):
+        return mean_loss(params, batch), aux
+
     with pytest.raises(ValueError, match=r"`warmstart\(aux=...\)` must be .* axis of 3 members"):
-        train([TARGET], aux={"count": jnp.zeros(2)})
+        given: dict[str, Any] = {"num_members": 3, "key": 0, "aux": {"count": jnp.zeros(2)}}
+        optax_smile.warmstart(counting, init, [TARGET], optax.sgd(0.2), **given)

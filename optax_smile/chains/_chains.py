@@ -51,8 +51,11 @@ class Chains:
         specs: Any,
     ):
         self.mesh, self.per_chain = mesh, per_chain
-        self.number = parallel.num_chains("sample", (params, aux))
-        self.loss = _loop.loss_of(loss_fn, aux is not None, stochastic)
+        self.number = parallel.num_chains("sample", params)
+        if aux is not None and parallel.num_chains("sample", aux, "aux") != self.number:
+            rule = f"a tree whose leaves have a leading axis of {self.number} chains"
+            _check.fail("sample", "aux", rule, jax.tree.map(jnp.shape, aux))
+        self.loss = _loop.loss_of("sample", loss_fn, aux is not None, stochastic)
         sampler_key, loss_key = jax.random.split(key) if stochastic else (key, None)
         params = parallel.place(params, mesh=mesh, specs=specs)
         chains = Chain(
@@ -110,7 +113,10 @@ class Chains:
         lost = np.flatnonzero(~np.isfinite(found)).tolist()
         if lost:
             rule = "a start at which the loss of every chain is finite"
-            _check.fail("sample", "params", rule, f"{found[lost[0]]} in the chains {lost}")
+            got, remedy = f"{found[lost[0]]} in the chains {lost}", "Are the batches finite?"
+            _check.fail("sample", "params", rule, got, remedy)
+        # Also those that the loss does not use.
+        _check.finite("sample", "params", self.tree.params)
 
     def advance(self, batch: Any, is_stacked: bool):
         """Do the update, or the updates, of a batch."""

@@ -40,15 +40,19 @@ def check_loss(
         has_rows: whether a batch has a leading chain axis.
         num_rows: number of chains.
     """
+    _check.leaves(where, "batches", batch, "an iterable of batches, trees of arrays of numbers")
     if has_rows:
         rows = {jnp.shape(leaf)[:1] for leaf in jax.tree.leaves(batch)}
         if rows != {(num_rows,)}:
             rule = f"batches whose leaves have a leading axis of {num_rows}"
             _check.fail(where, "batches", rule, f"the leading axes {sorted(rows)}")
-    found = jax.eval_shape(losses, carry, put(batch))
+    rule = "a function that returns a scalar mean loss"
+    found = _check.traced(where, "loss_fn", losses, carry, put(batch), rule=rule)
     if not hasattr(found, "shape") or found.shape != (num_rows,):
         got = jax.tree.map(lambda x: x.shape[1:], found)
-        _check.fail(where, "loss_fn", "a function that returns a scalar mean loss", f"shape {got}")
+        _check.fail(where, "loss_fn", rule, f"shape {got}")
+    if not jnp.issubdtype(found.dtype, jnp.floating):
+        _check.fail(where, "loss_fn", rule, str(found.dtype))
 
 
 class Position(NamedTuple):
@@ -235,15 +239,25 @@ class Bar:
 
 
 def loss_of(
-    loss_fn: Callable[..., Any], has_aux: bool, is_stochastic: bool
+    where: str, loss_fn: Callable[..., Any], has_aux: bool, is_stochastic: bool
 ) -> Callable[[Any, Any, Any, Any], tuple[jax.Array, Any]]:
     """Give every loss the form `(params, aux, key, batch) -> (loss, aux)`."""
 
-    def loss(params, aux, key, batch):
+    form = ["params", "batch", *["aux="] * has_aux, *["key="] * is_stochastic]
+    _check.function(where, "loss_fn", loss_fn, f"({', '.join(form)})")
+
+    def loss(params, aux, key, batch) -> Any:
         extras = {"aux": aux} if has_aux else {}
         if is_stochastic:
             extras["key"] = key
         found = loss_fn(params, batch, **extras)
+        if has_aux and not (isinstance(found, tuple) and len(found) == 2):
+            rule = "a function that with `aux` returns a pair of loss and new aux"
+            _check.fail(where, "loss_fn", rule, f"one that returns {_check.show(found)}")
+        if not has_aux and isinstance(found, tuple):
+            rule = "a function that returns a scalar mean loss"
+            remedy = "With `aux=` it returns a pair of loss and new aux."
+            _check.fail(where, "loss_fn", rule, "one that returns a tuple", remedy)
         return found if has_aux else (found, None)
 
     return loss

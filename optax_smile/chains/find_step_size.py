@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.core
 import numpy as np
 import optax
 
@@ -151,12 +152,7 @@ def find_step_size(
     steps |= {"steps_per_dispatch": steps_per_dispatch}
     for name, value in steps.items():
         _check.whole("find_step_size", name, value, 0 if name == "num_warmup" else 1)
-    if isinstance(batches, Iterator):
-        rule = "an iterable that can be gone through again, such as a list"
-        _check.fail("find_step_size", "batches", rule, f"a {type(batches).__name__}")
-    if not isinstance(validation, (tuple, list)) or len(validation) != 2 or validation[1] is None:
-        rule = "a pair of inputs and targets"
-        _check.fail("find_step_size", "validation", rule, jax.tree.map(np.shape, validation))
+    _check_kinds(loss_fn, batches, validation, key, progress)
     samplers = _make_samplers(make_sampler, step_sizes)
     parallel.num_chains("find_step_size", params)
     num_ticks = -(-num_warmup // thin) + num_draws
@@ -168,11 +164,16 @@ def find_step_size(
         densities = prediction.log_density, prediction.each.log_density
         return [np.mean(x.reshape(len(x), -1), axis=1, dtype=float) for x in densities]
 
-    start = judge(Snapshots.from_members(params))
+    names = {"inputs": "validation", "targets": "validation", "snapshots": "params"}
+    parts = "predict", "sample", "Snapshots.from_members"
+    called = _check.called("find_step_size", *parts, sampler="make_sampler", **names)
+    judge = called(judge)
+    start = judge(called(Snapshots.from_members)(params))
 
     def try_out(step_size: float, sampler: Any) -> tuple[list[np.ndarray], float]:
         """Judge short chains, and count their rejected steps per gradient."""
-        draws = sample(loss_fn, params, batches, sampler, **steps, key=key, progress=False)
+        run = called(sample)
+        draws = run(loss_fn, params, batches, sampler, **steps, key=key, progress=False)
         if draws.trace["num_gradients"].shape[1] < num_ticks:
             raise KeyboardInterrupt(f"`find_step_size` was stopped at step size {step_size:g}.")
         names = "num_gradients", "num_rejected", "num_nonfinite"
@@ -208,14 +209,28 @@ def find_step_size(
     )
 
 
+def _check_kinds(loss_fn: Any, batches: Any, validation: Any, key: Any, progress: Any):
+    """Require arguments of the right kind."""
+    where = "find_step_size"
+    _check.function(where, "loss_fn", loss_fn, "(params, batch)")
+    _check.batches(where, batches)
+    if isinstance(batches, Iterator):
+        rule = "an iterable that can be gone through again, such as a list"
+        _check.fail(where, "batches", rule, f"a {type(batches).__name__}")
+    if not isinstance(validation, (tuple, list)) or len(validation) != 2 or validation[1] is None:
+        _check.fail(where, "validation", "a pair of inputs and targets", _check.show(validation))
+    _check.needed_key(where, key)
+    _check.flags(where, progress=progress)
+
+
 def _check_step_sizes(step_sizes: Any) -> tuple[float, ...]:
     """Require ascending numbers above zero, at least two."""
     rule = "at least 2 ascending numbers"
-    if not np.iterable(step_sizes):
-        _check.fail("find_step_size", "step_sizes", rule, repr(step_sizes))
+    if not np.iterable(step_sizes) or isinstance(step_sizes, jax.core.Tracer):
+        _check.fail("find_step_size", "step_sizes", rule, _check.show(step_sizes))
     step_sizes = tuple(step_sizes)
     for step_size in step_sizes:
-        _check.positive("find_step_size", "step_sizes", step_size)
+        _check.positive("find_step_size", "step_sizes", step_size, traced=False)
     step_sizes = tuple(map(float, step_sizes))
     if len(step_sizes) < 2 or list(step_sizes) != sorted(set(step_sizes)):
         _check.fail("find_step_size", "step_sizes", rule, step_sizes)
@@ -224,11 +239,10 @@ def _check_step_sizes(step_sizes: Any) -> tuple[float, ...]:
 
 def _make_samplers(make_sampler: Any, step_sizes: tuple[float, ...]) -> list[Any]:
     rule = "a function that gives a sampler of a step size"
-    if not callable(make_sampler):
-        _check.fail("find_step_size", "make_sampler", rule, f"a {type(make_sampler).__name__}")
+    _check.function("find_step_size", "make_sampler", make_sampler, "(step_size)")
     samplers = [make_sampler(step_size) for step_size in step_sizes]
     if not isinstance(samplers[0], optax.GradientTransformation):
-        got = f"one that gives a {type(samplers[0]).__name__}"
+        got = f"one that gives {_check.show(samplers[0])}"
         _check.fail("find_step_size", "make_sampler", rule, got)
     return samplers
 

@@ -176,15 +176,14 @@ def sample(
     ):
         _check.whole("sample", name, value, smallest)
     _check.choice("sample", "batch_per", batch_per, BATCH_PER)
-    _check.number("sample", "checkpoint_minutes", checkpoint_minutes, ">= 0", lambda x: x >= 0)
-    if dtype is not None:
-        _check.choice("sample", "dtype", dtype, _manifest.STORED_DTYPES)
-        if directory is None:
-            _check.fail("sample", "dtype", "None without a `directory`", repr(dtype))
+    _check.minutes("sample", checkpoint_minutes)
     typed = _check.needed_key("sample", key)
+    _check_kinds(batches, sampler, callback, directory, dtype)
     sampler = optax.with_extra_args_support(sampler)
     shared: dict[str, Any] = {"stochastic": stochastic, "per_chain": per_chain}
-    chains = Chains(loss_fn, sampler, params, typed, aux=aux, mesh=mesh, specs=specs, **shared)
+    _check.flags("sample", **shared, resume=resume, progress=progress)
+    with _check.called("sample", "parallel.place", "parallel.init", tree="params"):
+        chains = Chains(loss_fn, sampler, params, typed, aux=aux, mesh=mesh, specs=specs, **shared)
     plan = Plan(
         num_steps=num_warmup + num_draws * thin,
         num_warmup=num_warmup,
@@ -222,6 +221,20 @@ def sample(
         place, is_stopped = _go_on(chains, plan, run, stream, prefetch, watch)
     _check_end(plan, place, num_draws, is_stopped)
     return run.result()
+
+
+def _check_kinds(batches: Any, sampler: Any, callback: Any, directory: Any, dtype: Any):
+    """Require arguments of the right kind."""
+    _check.batches("sample", batches)
+    _check.transformation("sample", "sampler", sampler)
+    if callback is not None:
+        _check.function("sample", "callback", callback, "(step, stats)")
+    if directory is not None:
+        _check.path("sample", "directory", directory)
+    if dtype is not None:
+        _check.choice("sample", "dtype", dtype, _manifest.STORED_DTYPES)
+        if directory is None:
+            _check.fail("sample", "dtype", "None without a `directory`", repr(dtype))
 
 
 def _go_on(

@@ -21,6 +21,9 @@ from optax_smile.chains._checkpoint import Checkpoints, any_process, lock
 # Of the size of the weights, see `chains_from_weights`. It changes the LPPD of trained networks by
 # .01 nats, at most .05 (energy, concrete, diabetes); 0.1 would by up to two.
 JITTER = 0.01
+# What else errors may come from.
+PARTS = "parallel.shardings", "parallel.place", "parallel.init"
+OF_VALIDATION = {"loss_fn": "validation", "batches": "validation"}
 
 
 class Members(NamedTuple):
@@ -125,12 +128,12 @@ def warmstart(
 
     Source: Lakshminarayanan et al. 2017; as the start of chains Sommer et al. 2024.
     """
-    counts = {"num_members": num_members, "num_epochs": num_epochs, "patience": patience}
-    for name, value in counts.items():
-        _check.whole("warmstart", name, value, 1)
-    _check.number("warmstart", "checkpoint_minutes", checkpoint_minutes, ">= 0", lambda x: x >= 0)
+    _check_counts(num_members=num_members, num_epochs=num_epochs, patience=patience)
+    _check.minutes("warmstart", checkpoint_minutes)
+    _check.flags("warmstart", stochastic=stochastic, per_member=per_member, progress=progress)
+    _check_kinds(init_fn, batches, optimizer, validation, directory)
     optimizer = optax.with_extra_args_support(optimizer)
-    loss = _loop.loss_of(loss_fn, aux is not None, stochastic)
+    loss = _loop.loss_of("warmstart", loss_fn, aux is not None, stochastic)
     typed = _check.needed_key("warmstart", key)
     key, loss_key = jax.random.split(typed) if stochastic else (typed, None)
     members = _begin(init_fn, optimizer, num_members, key, loss_key, aux, mesh=mesh, specs=specs)
@@ -142,11 +145,7 @@ def warmstart(
     def put(batch):
         return parallel.place_batch(batch, mesh=mesh, per_chain=per_member)
 
-    def loss_of_member(member, batch):
-        return loss(member.params, member.aux, member.key, batch)[0]
-
     rows = per_member, num_members
-    losses = parallel.over_chains(loss_of_member, mesh=mesh, in_axes=(0, 0 if per_member else None))
     epoch, is_stopped, is_killed, checkpoints = 0, False, False, None
     with ExitStack() as closing:
         if directory is not None:
@@ -164,7 +163,10 @@ def warmstart(
             num_batches = 0
             for num_batches, batch in enumerate(batches, 1):
                 if epoch == 0 and num_batches == 1:
-                    _loop.check_loss("warmstart", losses, members, batch, put, *rows)
+                    _check_loss(loss, members, batch, put, *rows, mesh)
+                    if validation is not None:
+                        with _check.called("warmstart", "warmstart", **OF_VALIDATION):
+                            _check_loss(loss, members, held_out, put, False, num_members, mesh)
                 members = train(members, put(batch))
             epoch += 1
             if not num_batches:
@@ -183,10 +185,47 @@ def warmstart(
     lost = np.flatnonzero(~np.isfinite(_tree.local(members.best_loss))).tolist()
     if lost:
         rule = "one under which every member reaches a finite loss"
-        _check.fail("warmstart", "optimizer", rule, f"none for the members {lost}")
+        remedy = "Are the batches and the validation finite?"
+        _check.fail("warmstart", "optimizer", rule, f"none for the members {lost}", remedy)
     return members.best["params"] if aux is None else members.best
 
 
+def _check_counts(**counts: Any):
+    """Require numbers of at least one."""
+    for name, value in counts.items():
+        _check.whole("warmstart", name, value, 1)
+
+
+def _check_kinds(init_fn: Any, batches: Any, optimizer: Any, validation: Any, directory: Any):
+    """Require arguments of the right kind."""
+    _check.function("warmstart", "init_fn", init_fn, "(key)")
+    _check.batches("warmstart", batches)
+    _check.transformation("warmstart", "optimizer", optimizer)
+    _check.leaves("warmstart", "validation", validation, traced=False)
+    if directory is not None:
+        _check.path("warmstart", "directory", directory)
+
+
+def _check_loss(
+    loss: Callable,
+    members: Members,
+    batch: Any,
+    put: Callable,
+    has_rows: bool,
+    rows: int,
+    mesh: Any,
+):
+    """Require a scalar loss of each member."""
+
+    def loss_of_member(member, batch):
+        return loss(member.params, member.aux, member.key, batch)[0]
+
+    in_axes = 0, 0 if has_rows else None
+    losses = parallel.over_chains(loss_of_member, mesh=mesh, in_axes=in_axes)
+    _loop.check_loss("warmstart", losses, members, batch, put, has_rows, rows)
+
+
+@_check.called("warmstart", *PARTS, tree="params", sampler="optimizer")
 def _begin(
     init_fn: Callable[[jax.Array], optax.Params],
     optimizer: optax.GradientTransformationExtraArgs,
@@ -202,7 +241,12 @@ def _begin(
     if aux is not None and parallel.num_chains("warmstart", aux, "aux") != num_members:
         rule = f"a tree whose leaves have a leading axis of {num_members} members"
         _check.fail("warmstart", "aux", rule, jax.tree.map(jnp.shape, aux))
-    shapes = jax.eval_shape(jax.vmap(init_fn), parallel.split_key(key, num_members))
+    parallel.check_mesh("warmstart", mesh, num_members)
+    rule = "a function that gives a tree of arrays of parameters"
+    keys = parallel.split_key(key, num_members)
+    shapes = _check.traced("warmstart", "init_fn", jax.vmap(init_fn), keys, rule=rule)
+    if not jax.tree.leaves(shapes):
+        _check.fail("warmstart", "init_fn", rule, f"one that gives {shapes}")
     own = parallel.shardings(shapes, mesh=mesh, specs=specs)
     initialize = jax.jit(parallel.over_chains(init_fn, mesh=mesh), out_shardings=own)
     params = initialize(parallel.split_key(key, num_members, mesh=mesh))
@@ -301,8 +345,13 @@ def chains_from_weights(
         (4, 3)
     """
     where = "chains_from_weights"
+    rule = "a list of at least one parameter tree"
     if not isinstance(weights, (list, tuple)) or not weights:
-        _check.fail(where, "weights", "a list of at least one parameter tree", repr(weights)[:80])
+        _check.fail(where, "weights", rule, repr(weights)[:80])
+    _check.leaves(where, "weights", weights, rule)
+    _check.finite(where, "weights", weights)
+    if not jax.tree.leaves(weights[0]):
+        _check.fail(where, "weights", rule, "trees without arrays")
     for tree in weights[1:]:
         _tree.check_alike(where, "weights", tree, weights[0], "the first tree")
     num_chains = len(weights) if num_chains is None else num_chains
@@ -311,7 +360,7 @@ def chains_from_weights(
         rule = f"at least {len(weights)}, a chain for each of the weights"
         _check.fail(where, "num_chains", rule, num_chains, "Give fewer weights to leave some out.")
     if jitter is not None:
-        _check.number(where, "jitter", jitter, ">= 0 and finite", lambda x: 0 <= x < float("inf"))
+        _check.nonnegative(where, "jitter", jitter, traced=False)
     chosen = [weights[chain % len(weights)] for chain in range(num_chains)]
     chains = jax.tree.map(lambda *leaves: jnp.stack([jnp.asarray(x) for x in leaves]), *chosen)
     if jitter is None:

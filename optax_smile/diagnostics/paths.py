@@ -60,7 +60,8 @@ def weight_rhat(params: Any, *, num_weights: int = 100, seed: int = 0) -> np.nda
     """
     _check.whole("weight_rhat", "num_weights", num_weights, 1)
     _check.whole("weight_rhat", "seed", seed, 0)
-    weights = walk(Snapshots(params), num_weights, seed).weights
+    with _check.called("weight_rhat", "Snapshots"):
+        weights = walk(Snapshots(params), num_weights, seed).weights
     if not weights.shape[2]:
         return np.empty(weights.shape[::2])
     return rhat_within(check_draws("weight_rhat", "params", weights, LEAST_DRAWS_WITHIN))
@@ -87,11 +88,11 @@ def travel(params: Any, start: Any) -> np.ndarray:
         >>> diagnostics.travel({"w": start[:, None] * [[1], [2]]}, {"w": start})
         array([[0., 1.]])
     """
-    shapes = jax.tree.map(lambda x: (*np.shape(x)[:1], *np.shape(x)[2:]), params)
-    if jax.tree.map(np.shape, start) != shapes:
-        rule = f"a tree of arrays [chain, ...] as in `params`, {shapes}"
-        _check.fail("travel", "start", rule, jax.tree.map(np.shape, start))
-    return relative(walk(Snapshots(params, start=start), 1, 0))
+    if start is None:
+        _check.fail("travel", "start", "a tree of arrays [chain, ...]", start)
+    with _check.called("travel", "Snapshots"):
+        snapshots = Snapshots(params, start=start)
+    return relative(walk(snapshots, 1, 0))
 
 
 def relative(paths: Paths) -> np.ndarray:

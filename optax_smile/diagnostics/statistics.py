@@ -183,6 +183,7 @@ def disagreement(mean: ArrayLike, *, classes: bool = True) -> np.ndarray:
         array([[0. , 0.5],
                [0.5, 0. ]])
     """
+    _check.flags("disagreement", classes=classes)
     axes = "[chain, draw, input, class] or [chain, input, class]"
     axes = axes if classes else "[chain, draw, input, ...]"
     values = _check.array("disagreement", "mean", mean, axes)
@@ -256,6 +257,7 @@ def to_arviz(snapshots: Snapshots | StoredSnapshots, prediction: Prediction | No
         >>> list(optax_smile.diagnostics.to_arviz(draws).posterior.data_vars)
         ['layer.w']
     """
+    check_snapshots("to_arviz", snapshots)
     arviz = _import_arviz()
     leaves = jax.tree_util.tree_leaves_with_path(snapshots.params)
     named = {jax.tree_util.keystr(path, simple=True, separator="."): x for path, x in leaves}
@@ -313,6 +315,13 @@ def check_draws(
     return array
 
 
+def check_snapshots(where: str, snapshots: Any):
+    """Require draws, in memory or on disk."""
+    remedy = "`Snapshots` holds arrays [chain, draw, ...], `Snapshots.from_members` members."
+    rule = "what `sample` or `load_snapshots` returns"
+    _check.kind(where, "snapshots", snapshots, (Snapshots, StoredSnapshots), rule, remedy)
+
+
 def log_mean_exp(values: np.ndarray, axes: tuple[int, ...]) -> np.ndarray:
     """Logarithm of the mean of exponentials over axes."""
     number = np.prod([values.shape[axis] for axis in axes])
@@ -323,6 +332,7 @@ def log_mean_exp(values: np.ndarray, axes: tuple[int, ...]) -> np.ndarray:
 
 def log_density_of(where: str, snapshots: Any, prediction: Prediction) -> np.ndarray:
     """Log likelihoods `[chain, draw, target]` of a prediction by draw."""
+    _check.kind(where, "prediction", prediction, Prediction, "what `predict` returned, or None")
     axes, each = (snapshots.num_chains, snapshots.num_draws), prediction.each
     density = None if each is None else each.log_density
     if density is None or density.ndim < 3 or density.shape[:2] != axes:

@@ -59,6 +59,7 @@ def summary(
         >>> optax_smile.diagnostics.summary(draws).findings
         ()
     """
+    statistics.check_snapshots("summary", snapshots)
     _check.whole("summary", "max_inputs", max_inputs, 1)
     _check.whole("summary", "seed", seed, 0)
     num_draws, paths = snapshots.num_draws, walk(snapshots, max_inputs, seed)

@@ -17,6 +17,11 @@ from optax_smile import _check
 PADDING = 0.0
 
 
+# How the parts of a likelihood are called.
+FORMS = {"mean": "(outputs)", "variance": "(outputs)", "entropy": "(mean)"}
+FORMS |= {"log_density": "(outputs, targets)", "check": "(outputs, targets)"}
+
+
 class Likelihood(NamedTuple):
     """How a model's outputs are read.
 
@@ -55,7 +60,7 @@ class Likelihood(NamedTuple):
 
 
 def _fail(argument: str, rule: str, got: str):
-    _check.fail("predict", argument, rule, got)
+    _check.fail("Predictor", argument, rule, got)
 
 
 def _check_logits(name: str, axes: str, smallest_label: int, outputs: Any, targets: Any):

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import jax.core
 import numpy as np
 import optax
 from jax.sharding import Mesh
@@ -83,19 +84,20 @@ def predict(
 
     Source: entropy and mutual information: Depeweg et al. 2018.
     """
-    if not np.iterable(curve):
-        _check.fail("predict", "curve", "a sequence of integers", repr(curve))
+    if not np.iterable(curve) or isinstance(curve, jax.core.Tracer):
+        _check.fail("predict", "curve", "a sequence of integers", _check.show(curve))
     for number in curve:
         _check.whole("predict", "curve", number, 1)
     curve = tuple(int(number) for number in curve)
-    wrong = isinstance(snapshots, (Mapping, str, os.PathLike))
+    wrong = isinstance(snapshots, (Mapping, str, bytes, os.PathLike, type))
     if wrong or not hasattr(snapshots, "__iter__"):
         rule = "an iterable of parameter trees"
         remedy = "`Snapshots`, `Snapshots.from_members` and `load_snapshots` give some."
-        _check.fail("predict", "snapshots", rule, type(snapshots).__name__, remedy)
+        _check.fail("predict", "snapshots", rule, _check.show(snapshots), remedy)
     if list(curve) != sorted(set(curve)):
         _check.fail("predict", "curve", "ascending", curve)
-    predictor = Predictor(
+    of_predictor = _check.called("predict", "Predictor", "Predictor.update", params="snapshots")
+    predictor = of_predictor(Predictor)(
         apply_fn,
         inputs,
         likelihood=likelihood,
@@ -108,10 +110,10 @@ def predict(
     )
     so_far = []
     for params in snapshots:
-        predictor.update(params)
+        of_predictor(predictor.update)(params)
         if predictor.count in curve:
-            so_far.append(predictor._join()[0])
+            so_far.append(of_predictor(predictor._join)()[0])
     if len(so_far) < len(curve) and predictor.count:
         rule = f"at most the {predictor.count} snapshots"
         _check.fail("predict", "curve", rule, curve)
-    return predictor.finalize()._replace(curve=tuple(so_far))
+    return of_predictor(predictor.finalize)()._replace(curve=tuple(so_far))

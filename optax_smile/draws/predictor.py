@@ -52,32 +52,37 @@ class Predictor:
         specs: Any = None,
     ):
         if not isinstance(likelihood, Likelihood):
-            _check.choice("predict", "likelihood", likelihood, likelihoods.NAMED)
+            _check.choice("Predictor", "likelihood", likelihood, likelihoods.NAMED)
             likelihood = likelihoods.NAMED[likelihood]
+        _check.function("Predictor", "apply_fn", apply_fn, "(params, inputs)")
+        for name, part in likelihood._asdict().items():
+            if part is not None:
+                form = likelihoods.FORMS[name]
+                _check.function("Predictor", f"likelihood.{name}", part, form)
+        rule = "arrays [input, ...] of one length, at least 1"
+        _check.leaves("Predictor", "inputs", inputs, rule)
         lengths = {np.shape(leaf)[:1] for leaf in jax.tree.leaves(inputs)}
         if len(lengths) != 1 or lengths & {(), (0,)}:
-            rule = "arrays [input, ...] of one length, at least 1"
-            _check.fail("predict", "inputs", rule, jax.tree.map(np.shape, inputs))
+            _check.fail("Predictor", "inputs", rule, jax.tree.map(np.shape, inputs))
         self.num_inputs = int(next(iter(lengths))[0])
         if batch_size is not None:
-            _check.whole("predict", "batch_size", batch_size, 1)
+            _check.whole("Predictor", "batch_size", batch_size, 1)
         if per is not None:
-            _check.choice("predict", "per", per, PER)
+            _check.choice("Predictor", "per", per, PER)
             if num_chains is None:
                 rule = "None for snapshots that do not tell their `num_chains`"
                 remedy = "Give them as `Snapshots`, or `num_chains` to `Predictor`."
-                _check.fail("predict", "per", rule, repr(per), remedy)
+                _check.fail("Predictor", "per", rule, repr(per), remedy)
         if num_chains is not None:
             _check.whole("Predictor", "num_chains", num_chains, 1)
         if targets is not None and likelihood in likelihoods.NAMED.values():
-            targets = np.asarray(targets)
-            if targets.dtype.kind in "OSUV":
-                _check.fail("predict", "targets", "numbers", f"{targets.dtype}")
+            targets = _check.host("Predictor", "targets", targets)
+        _check.leaves("Predictor", "targets", targets)
         lengths = {np.shape(leaf)[:1] for leaf in jax.tree.leaves(targets)}
         if lengths - {(self.num_inputs,)}:
             rule = f"arrays [input, ...] of {self.num_inputs} inputs"
-            _check.fail("predict", "targets", rule, jax.tree.map(np.shape, targets))
-        parallel.check_mesh("predict", mesh, num_chains if per == "chain" and num_chains else 0)
+            _check.fail("Predictor", "targets", rule, jax.tree.map(np.shape, targets))
+        parallel.check_mesh("Predictor", mesh, num_chains if per == "chain" and num_chains else 0)
         self.apply_fn, self.likelihood, self.targets = apply_fn, likelihood, targets
         self.mesh, self.specs, self.per, self.num_chains = mesh, specs, per, num_chains
         self._rows = 1 if mesh is None else mesh.shape[parallel.CHAIN]
@@ -99,6 +104,7 @@ class Predictor:
                 or the targets do not fit.
         """
         if self._first is None:
+            _check.leaves("Predictor.update", "params", params)
             self._first = jax.eval_shape(lambda x: x, params)
             self._require_fit(self._first)
         self._require_alike(params)
@@ -117,14 +123,14 @@ class Predictor:
         """
         if self.per is not None and self.count % cast(int, self.num_chains):
             rule = f"as many draws of each of the {self.num_chains} chains"
-            _check.fail("predict", "snapshots", rule, f"{self.count}")
+            _check.fail("Predictor.update", "params", rule, f"{self.count}")
         average, chains = self._join()
         return average._replace(each=self._by_draw() if self.per == "draw" else chains)
 
     def _join(self) -> tuple[Prediction, Outcome | None]:
         """Average over all snapshots, and over those of each chain."""
         if self._first is None:
-            _check.fail("predict", "snapshots", "at least one parameter tree", "none")
+            _check.fail("Predictor.update", "params", "at least one parameter tree", "none")
         if self._waiting:
             self._evaluate()
         batches = [
@@ -136,7 +142,7 @@ class Predictor:
                 rule = "snapshots whose predictions are finite"
                 got = f"nan or inf from {self._name(int(invalid))}"
                 remedy = "Are the inputs finite? Else leave that chain out."
-                _check.fail("predict", "snapshots", rule, got, remedy)
+                _check.fail("Predictor.update", "params", rule, got, remedy)
         averages, chains, _ = zip(*batches, strict=True)
         average = _concatenate(averages)._replace(uncertainty=self._uncertainty())
         return average, _concatenate(chains, axis=1)
@@ -152,8 +158,9 @@ class Predictor:
             lambda x: jax.ShapeDtypeStruct((self.num_inputs, *x.shape[1:]), x.dtype),
             self._batches[0],
         )
+        rule, given = "a function that takes each snapshot and the inputs", (params, batch[0])
+        outputs = _check.traced("Predictor", "apply_fn", self.apply_fn, *given, rule=rule)
         if self.likelihood.check is not None:
-            outputs = jax.eval_shape(self.apply_fn, params, batch[0])
             self.likelihood.check(outputs, self.targets)
         of, needs = self.likelihood, None
         if of.mean is None and (of.variance is not None or of.entropy is not None):
@@ -161,16 +168,17 @@ class Predictor:
         if of.log_density is None and self.targets is not None:
             needs = "a `log_density` for the targets"
         if needs is not None:
-            _check.fail("predict", "likelihood", f"one with {needs}", "none")
-        outcome = jax.eval_shape(self._outcome, params, batch)
+            _check.fail("Predictor", "likelihood", f"one with {needs}", "none")
+        rule = "one whose functions read the outputs"
+        outcome = _check.traced("Predictor", "likelihood", self._outcome, params, batch, rule=rule)
         shapes = jax.tree.map(np.shape, (outcome.mean, outcome.variance))
         if outcome.variance is not None and shapes[0] != shapes[1]:
             rule = f"one whose variance has the shape of its mean, {shapes[0]}"
-            _check.fail("predict", "likelihood", rule, shapes[1])
+            _check.fail("Predictor", "likelihood", rule, shapes[1])
         for leaf in jax.tree.leaves(outcome):
             if leaf.shape[:1] != (self.num_inputs,):
                 rule = f"one that gives arrays [input, ...] of {self.num_inputs} inputs"
-                _check.fail("predict", "likelihood", rule, f"shape {leaf.shape}")
+                _check.fail("Predictor", "likelihood", rule, f"shape {leaf.shape}")
 
     def _begin(self, params: Any):
         """Make the averages over no snapshot, where the compiler puts the outputs."""
@@ -246,7 +254,8 @@ class Predictor:
             numbers[number % self._rows], rows[number % self._rows] = number, params
         taken = numbers >= 0
         stacked = jax.tree.map(lambda *x: np.stack([np.asarray(each) for each in x]), *rows)
-        params = parallel.place(stacked, mesh=self.mesh, specs=self.specs)
+        with _check.called("Predictor", "parallel.place", tree="params"):
+            params = parallel.place(stacked, mesh=self.mesh, specs=self.specs)
         numbers = parallel.place(numbers, mesh=self.mesh)
         if not self._averages:
             self._begin(params)
@@ -280,11 +289,14 @@ class Predictor:
         return f"chain {number % self.num_chains}, draw {number // self.num_chains}"
 
     def _require_alike(self, params: Any):
+        _check.leaves("Predictor.update", "params", params)
         shapes = jax.tree.map(lambda x: np.shape(x), params)
         expected = jax.tree.map(lambda x: x.shape, self._first)
         if shapes != expected:
             rule = f"snapshots of one model, as the first with {expected}"
-            _check.fail("predict", "snapshots", rule, f"{shapes} from {self._name(self.count)}")
+            _check.fail(
+                "Predictor.update", "params", rule, f"{shapes} from {self._name(self.count)}"
+            )
 
 
 def _in_full_precision(x: Any) -> jax.Array:

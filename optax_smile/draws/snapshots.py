@@ -14,7 +14,7 @@ import jax
 import numpy as np
 import optax
 
-from optax_smile import _check, _disk
+from optax_smile import _check, _disk, parallel
 from optax_smile.draws import _files, _manifest
 
 
@@ -44,14 +44,28 @@ class Snapshots:
     start: Any = None
 
     def __post_init__(self):
+        rule = "a tree of arrays [chain, draw, ...] with the same two leading axes"
+        _check.leaves("Snapshots", "params", self.params, rule, keys=False)
         axes = {np.shape(leaf)[:2] for leaf in jax.tree.leaves(self.params)}
         if len(axes) != 1 or len(next(iter(axes))) != 2 or 0 in next(iter(axes)):
             rule = "a tree of arrays [chain, draw, ...] with the same two leading axes, none empty"
             _check.fail("Snapshots", "params", rule, sorted(axes))
+        _check.kind("Snapshots", "trace", self.trace, Mapping, "a dict of arrays [chain, tick]")
+        if self.settings is not None:
+            _check.kind("Snapshots", "settings", self.settings, Mapping, "a dict or None")
+        if self.start is not None:
+            _check.leaves("Snapshots", "start", self.start)
+            shapes = jax.tree.map(lambda x: (*np.shape(x)[:1], *np.shape(x)[2:]), self.params)
+            if (got := jax.tree.map(np.shape, self.start)) != shapes:
+                rule = f"a tree of arrays [chain, ...] as in `params`, {shapes}"
+                _check.fail("Snapshots", "start", rule, got)
 
     @classmethod
     def from_members(cls, params: optax.Params) -> Snapshots:
         """Take stacked members `[member, ...]`, such as `warmstart` returns, as one draw each."""
+        rule = "a tree of arrays [member, ...]"
+        _check.leaves("Snapshots.from_members", "params", params, rule, keys=False)
+        parallel.num_chains("Snapshots.from_members", params)
         return cls(jax.tree.map(lambda x: np.asarray(x)[:, None], params))
 
     @property
@@ -221,10 +235,13 @@ def load_snapshots(
         >>> len(draws), draws.params["w"].shape
         (15, (3, 5, 2))
     """
-    directory = Path(directory)
+    directory = _check.path("load_snapshots", "directory", directory)
+    _check.flags("load_snapshots", flat=flat)
+    _check.leaves("load_snapshots", "like", like)
     manifest = _manifest.read("load_snapshots", directory)
     if like is not None:
-        stacked = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype), like)
+        shapes = jax.eval_shape(lambda x: x, like)
+        stacked = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype), shapes)
         given = [(leaf.name, leaf.shape) for leaf in _manifest.leaves_of(stacked)]
         stored = [(leaf["name"], leaf["shape"]) for leaf in manifest["leaves"]]
         if given != stored:

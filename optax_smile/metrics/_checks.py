@@ -13,7 +13,8 @@ def alike(where: str, **arguments: ArrayLike) -> list[np.ndarray]:
     """Require one shape, so that `[n, 1]` and `[n]` do not broadcast to `[n, n]`."""
     like, arrays = None, []
     for name, value in arguments.items():
-        arrays.append(_check.array(where, name, value, like=like))
+        finite = {"rule": "finite", "holds": np.isfinite}
+        arrays.append(_check.array(where, name, value, like=like, **finite))
         like = like or (name, arrays[0].shape)
     return arrays
 
@@ -34,7 +35,8 @@ def check_classes(
     where: str, probabilities: ArrayLike, labels: ArrayLike
 ) -> tuple[np.ndarray, np.ndarray]:
     """Require class probabilities and the labels that go with them."""
-    probabilities, labels = check_probabilities(where, probabilities), np.asarray(labels)
+    probabilities = check_probabilities(where, probabilities)
+    labels = _check.host(where, "labels", labels)
     num_inputs, num_classes = probabilities.shape
     if labels.shape != (num_inputs,) or not np.issubdtype(labels.dtype, np.integer):
         rule = f"integers of shape ({num_inputs},)"

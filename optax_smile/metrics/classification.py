@@ -226,7 +226,8 @@ def ece(
 
     Source: Guo et al. 2017; `equal="mass"`: Nixon et al. 2019.
     """
-    bins = reliability(probabilities, labels, num_bins, equal)
+    with _check.called("ece", "reliability"):
+        bins = reliability(probabilities, labels, num_bins, equal)
     gaps = np.where(bins.count > 0, np.abs(bins.accuracy - bins.confidence), 0)
     return float(np.sum(bins.count * gaps) / np.sum(bins.count))
 
@@ -272,4 +273,5 @@ def aurc(probabilities: ArrayLike, labels: ArrayLike) -> float:
 
     Source: Geifman et al. 2019.
     """
-    return float(np.mean(risk_coverage(probabilities, labels).risk))
+    with _check.called("aurc", "risk_coverage"):
+        return float(np.mean(risk_coverage(probabilities, labels).risk))

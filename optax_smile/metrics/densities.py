@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import ArrayLike
 
 from optax_smile import _check
+
+# A target may be impossible.
+POSSIBLE: dict[str, Any] = {"rule": "below infinity, not NaN", "holds": lambda x: x < np.inf}
 
 
 def lppd(log_density: ArrayLike) -> float:
@@ -26,7 +31,7 @@ def lppd(log_density: ArrayLike) -> float:
         >>> lppd([-1.0, -2.0])
         -1.5
     """
-    return float(np.mean(_check.array("lppd", "log_density", log_density)))
+    return float(np.mean(_check.array("lppd", "log_density", log_density, **POSSIBLE)))
 
 
 def nll(log_density: ArrayLike) -> float:
@@ -50,7 +55,7 @@ def nll(log_density: ArrayLike) -> float:
         >>> nll([-1.0, -2.0])
         1.5
     """
-    return -float(np.mean(_check.array("nll", "log_density", log_density)))
+    return -float(np.mean(_check.array("nll", "log_density", log_density, **POSSIBLE)))
 
 
 def perplexity(log_density: ArrayLike, mask: ArrayLike | None = None) -> float:
@@ -73,12 +78,14 @@ def perplexity(log_density: ArrayLike, mask: ArrayLike | None = None) -> float:
 
     Source: Jelinek et al. 1977.
     """
-    log_density = np.asarray(log_density, float)
-    keep = np.ones(log_density.shape, bool) if mask is None else np.asarray(mask)
+    log_density = _check.host("perplexity", "log_density", log_density)
+    everywhere = np.ones(log_density.shape, bool)
+    keep = everywhere if mask is None else _check.host("perplexity", "mask", mask)
     if keep.shape != log_density.shape or keep.dtype != bool:
-        rule = f"booleans of shape {log_density.shape}"
+        rule = f"booleans of shape {log_density.shape}, that of `log_density`"
         _check.fail("perplexity", "mask", rule, f"{keep.dtype} of shape {keep.shape}")
-    log_density = _check.array("perplexity", "log_density", np.where(keep, log_density, 0))
+    log_density = np.where(keep, log_density, 0)
+    log_density = _check.array("perplexity", "log_density", log_density, **POSSIBLE)
     if not keep.any():
         _check.fail("perplexity", "mask", "True for one token or more", "False for all")
     with np.errstate(over="ignore"):

@@ -84,7 +84,7 @@ def interval(mean: ArrayLike, std: ArrayLike, level: float = 0.95) -> tuple[np.n
         >>> lower.round(3).tolist(), upper.round(3).tolist()
         ([-1.282], [5.282])
     """
-    _check.probability("interval", "level", level)
+    _check.probability("interval", "level", level, traced=False)
     mean, std = check_normals("interval", mean, std)
     tail = (1 - level) / 2
     # The upper end from the mirrored lower tail, where small probabilities are exact.
@@ -156,7 +156,8 @@ def crps(mean: ArrayLike, std: ArrayLike, targets: ArrayLike) -> float:
     Source: Gneiting and Raftery 2007, equations 20 and 21; mixtures: Grimit et al. 2006.
     """
     mean, std = check_normals("crps", mean, std)
-    _, targets = alike("crps", mean=mean[0], targets=targets)
+    like, finite = ("mean", mean[0].shape), {"rule": "finite", "holds": np.isfinite}
+    targets = _check.array("crps", "targets", targets, like=like, **finite)
     to_target = _mean_absolute(mean - targets, std).mean(axis=0)
     pairs = zip(mean, std, strict=True)
     between = sum(_mean_absolute(mean - m, np.hypot(std, s)).mean(axis=0) for m, s in pairs)

@@ -4,6 +4,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from optax_smile import _check
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
@@ -18,15 +20,23 @@ LINEAR_SPREAD = 3.0
 MOST_WINDOWS = 40
 
 
-def open_axes(ax: "Axes | None") -> "Axes":
+def open_axes(where: str, ax: "Axes | None") -> "Axes":
     """Return `ax`, or the axes of a new figure."""
     try:
         import matplotlib.pyplot as plt
+        from matplotlib.axes import Axes
     except ImportError as error:
         raise ImportError(
             "`optax_smile.plots` needs matplotlib: pip install 'optax-smile[plots]'"
         ) from error
+    if ax is not None:
+        _check.kind(where, "ax", ax, Axes, "matplotlib axes, or None")
     return plt.subplots(figsize=(6.0, 4.2), layout="constrained")[1] if ax is None else ax
+
+
+def check_label(where: str, label: Any):
+    """Require a name for the legend, or none."""
+    _check.kind(where, "label", label, (str, type(None)), "a name, or None")
 
 
 def pick_colors(number: int) -> list[Any]:

@@ -21,6 +21,8 @@ RANK_TOLERANCE = 1e-12
 
 def _points(where: str, params: Any, start: Any) -> tuple[list[np.ndarray], tuple[int, int]]:
     """Return the leaves as `[point, column]`: all draws, then the starts; and chains and draws."""
+    _check.leaves(where, "params", params)
+    _check.leaves(where, "start", start)
     leaves, structure = jax.tree.flatten_with_path(params)
     shapes = {jax.tree_util.keystr(path) or "array": np.shape(leaf) for path, leaf in leaves}
     listed = ", ".join(f"{name} {shape}" for name, shape in shapes.items()) or "nothing"
@@ -121,7 +123,7 @@ def chain_paths(params: Any, *, start: Any = None, ax: Axes | None = None) -> Ax
     places, shares = _principal_plane(matrices, num_chains * num_draws)
     paths = places[: num_chains * num_draws].reshape(num_chains, num_draws, 2)
     begins = paths[:, 0] if start is None else places[num_chains * num_draws :]
-    ax = open_axes(ax)
+    ax = open_axes("plots.chain_paths", ax)
     named = num_chains <= MOST_NAMED_CHAINS
     for chain, color in enumerate(pick_colors(num_chains)):
         label = f"chain {chain}" if named else None

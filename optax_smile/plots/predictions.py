@@ -15,6 +15,7 @@ from optax_smile.plots._axes import (
     PALETTE,
     add_legend,
     chain_style,
+    check_label,
     dot_if_single,
     make_room,
     next_color,
@@ -33,6 +34,7 @@ LEAST_BINS, MOST_BINS = 5, 30
 ENTROPY_TOLERANCE = 1e-5
 
 
+@_check.called("plots.reliability", "reliability", "ece")
 def reliability(
     probabilities: ArrayLike,
     labels: ArrayLike,
@@ -69,7 +71,8 @@ def reliability(
     """
     bins = metrics.reliability(probabilities, labels, num_bins)
     error = metrics.ece(probabilities, labels, num_bins)
-    ax = open_axes(ax)
+    check_label("plots.reliability", label)
+    ax = open_axes("plots.reliability", ax)
     color = next_color(ax, "reliability")
     if color == PALETTE[0]:
         ax.plot([0, 1], [0, 1], color="0.5", ls=":", lw=1)
@@ -85,6 +88,7 @@ def reliability(
     return ax
 
 
+@_check.called("plots.risk_coverage", "risk_coverage")
 def risk_coverage(
     probabilities: ArrayLike,
     labels: ArrayLike,
@@ -117,7 +121,8 @@ def risk_coverage(
         'share wrong among them'
     """
     coverage, risk = metrics.risk_coverage(probabilities, labels)
-    ax = open_axes(ax)
+    check_label("plots.risk_coverage", label)
+    ax = open_axes("plots.risk_coverage", ax)
     color = next_color(ax, "risk_coverage")
     ax.plot(coverage, risk, color=color, lw=1.5, gid="risk_coverage", label=label)
     ax.set(title="Risk against coverage", ylabel="share wrong among them")
@@ -127,6 +132,7 @@ def risk_coverage(
     return ax
 
 
+@_check.called("plots.regression_band", "interval")
 def regression_band(
     inputs: ArrayLike | None,
     mean: ArrayLike,
@@ -179,7 +185,7 @@ def regression_band(
         observed = _check.array(where, "targets", targets, "[input]", like=like)
         share = metrics.coverage(lower, upper, observed)
         title = f"{100 * level:g} % band: holds {100 * share:.1f} % of {len(observed)} targets"
-    ax = open_axes(ax)
+    ax = open_axes(where, ax)
     band = {"color": PALETTE[0], "alpha": BAND_ALPHA, "lw": 0, "label": f"{100 * level:g} % band"}
     ax.fill_between(horizontal, lower[order], upper[order], **band)
     if observed is not None:
@@ -234,7 +240,7 @@ def lppd(log_likelihood: ArrayLike, *, ax: Axes | None = None) -> Axes:
         single[:, draw] = (total - np.log(draw + 1)).mean(axis=1)
         averaged = np.logaddexp.reduce(total, axis=0) - np.log(num_chains * (draw + 1))
         together[draw] = averaged.mean()
-    ax = open_axes(ax)
+    ax = open_axes(where, ax)
     draws, mark = np.arange(1, num_draws + 1), dot_if_single(num_draws)
     if num_chains > 1:
         for chain, style in enumerate(chain_style(num_chains)):
@@ -275,7 +281,8 @@ def entropy(entropies: Mapping[str, ArrayLike], *, ax: Axes | None = None) -> Ax
     """
     where = "plots.entropy"
     if not isinstance(entropies, Mapping) or not entropies:
-        _check.fail(where, "entropies", "a dict of arrays [input], at least one", repr(entropies))
+        rule = "a dict of arrays [input], at least one"
+        _check.fail(where, "entropies", rule, _check.show(entropies))
     rule = ">= 0 and finite"
     arrays = {
         name: _check.array(
@@ -288,7 +295,7 @@ def entropy(entropies: Mapping[str, ArrayLike], *, ax: Axes | None = None) -> Ax
     number = 2 * np.sqrt(min(array.size for array in arrays.values()))
     number = int(np.clip(number, LEAST_BINS, MOST_BINS))
     edges = np.linspace(0, largest if largest > 0 else 1, number + 1)
-    ax = open_axes(ax)
+    ax = open_axes(where, ax)
     heights = {
         name: np.histogram(np.maximum(array, 0), edges, density=True)[0]
         for name, array in arrays.items()

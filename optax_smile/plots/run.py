@@ -58,7 +58,7 @@ def step_size(trace: Mapping[str, ArrayLike], *, ax: Axes | None = None) -> Axes
         'step size'
     """
     sizes, gradients = _trace.read("plots.step_size", trace, "step_size", "num_gradients")
-    ax = open_axes(ax)
+    ax = open_axes("plots.step_size", ax)
     for chain, style in enumerate(chain_style(len(sizes))):
         ax.plot(gradients[chain], sizes[chain], **style, **dot_if_single(sizes.shape[1]))
     if len(sizes) > MOST_NAMED_CHAINS:
@@ -107,7 +107,7 @@ def energy_error(trace: Mapping[str, ArrayLike], *, ax: Axes | None = None) -> A
     if "accepted" in trace:
         _, accepted = _trace.read(where, trace, "energy_change", "accepted")
     error = np.where(np.isfinite(change), np.abs(change), np.nan)
-    ax = open_axes(ax)
+    ax = open_axes(where, ax)
     ax.set(title="Energy error of the steps", ylabel="|energy change| (nats)")
     count_gradients(ax)
     if np.isnan(error).all():
@@ -177,12 +177,12 @@ def rejections(
         rule = "of at least 2 ticks with gradients in between"
         _check.fail(where, "trace", rule, f"num_gradients {gradients.tolist()}"[:200])
     if nominal is not None:
-        _check.number(where, "nominal", nominal, "in [0, 1]", lambda x: 0 <= x <= 1)
+        _check.number(where, "nominal", nominal, "in [0, 1]", _is_share, traced=False)
     num_nonfinite = 0.0
     if "num_nonfinite" in trace:
         _, count = _trace.read(where, trace, "num_rejected", "num_nonfinite")
         num_nonfinite = (count[:, -1] - count[:, 0]).sum()
-    ax = open_axes(ax)
+    ax = open_axes(where, ax)
     total = (rejected[:, -1] - rejected[:, 0]).sum()
     num_gaps = rejected.shape[1] - 1
     num_lines = len(rejected) if len(rejected) <= MOST_NAMED_CHAINS else 1
@@ -217,3 +217,8 @@ def rejections(
     count_gradients(ax)
     add_legend(ax)
     return ax
+
+
+def _is_share(number: float) -> bool:
+    # matplotlib's scales know no denormal numbers.
+    return number == 0 or _check.smallest() <= number <= 1

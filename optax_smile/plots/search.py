@@ -47,16 +47,16 @@ def step_size_search(search: StepSizeSearch, *, ax: Axes | None = None) -> Axes:
         >>> step_size_search(search, ax=Figure().subplots()).get_title()
         'Best step size: 0.1, LPPD -2'
     """
-    if not hasattr(search, "start_chain_lppd"):
+    if not hasattr(search, "start_chain_lppd") or isinstance(search, type):
         rule = "what `find_step_size` returned"
-        _check.fail("plots.step_size_search", "search", rule, f"a {type(search).__name__}")
+        _check.fail("plots.step_size_search", "search", rule, _check.show(search))
     sizes, lppd, chain_lppd = search.step_sizes, search.lppd, search.chain_lppd
     best, num_chains = lppd.max(), chain_lppd.shape[1]
     shown = np.concatenate([[search.start_lppd], lppd, chain_lppd.ravel()])
     shown = shown[shown >= best - FAR_FROM_BEST]
     failed = np.isneginf(lppd)
     below = ~failed & (lppd < shown.min())
-    ax = open_axes(ax)
+    ax = open_axes("plots.step_size_search", ax)
     ax.axhline(
         search.start_lppd, color="0.5", ls="--", lw=1, label=f"start: {search.start_lppd:.4g}"
     )

@@ -1,5 +1,6 @@
 """What every sampler checks when a loop calls `update`."""
 
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import jax
@@ -10,6 +11,57 @@ import optax
 from optax_smile import _check, _tree
 
 StepSize: TypeAlias = float | jax.Array | optax.Schedule
+# What loops call the mean loss by mistake; other keywords are for other parts of a chain.
+MISNAMED = ("loss", "losses", "loss_value", "mean_loss", "val", "values")
+
+
+def transformation(
+    where: str,
+    init: Callable[[Any], Any],
+    update: Callable[[Any, Any, Any, Any], tuple[Any, Any]],
+    kind: type,
+    like: Callable[[Any], Any],
+) -> optax.GradientTransformationExtraArgs:
+    """Make an Optax transformation that checks what it is called with.
+
+    Args:
+        where: name of the sampler.
+        init: `init(params)`, the state.
+        update: `update(updates, state, params, value)`, displacement and state.
+        kind: of the state.
+        like: a tree of a state that is like the parameters given to `init`.
+    """
+    structures: dict[Any, Any] = {}
+
+    def checked_init(params: Any) -> Any:
+        _tree.check_params(f"{where}.init", params, smallest=2)
+        _check.finite(f"{where}.init", "params", params)
+        return init(params)
+
+    def checked_update(
+        updates: Any, state: Any, params: Any = None, *, value: Any = None, **others: Any
+    ) -> Any:
+        if params is None:
+            raise ValueError(_tree.MISSING_PARAMS)
+        if value is None and (misnamed := [name for name in MISNAMED if name in others]):
+            rule = "named `value`, if it is the mean loss"
+            got = "nothing of that name"
+            _check.fail(f"{where}.update", misnamed[0], rule, got, "Else pass `value` as well.")
+        _check_state(state)
+        return update(updates, state, params, value)
+
+    def _check_state(state: Any):
+        rule, got = f"what `init` or `update` of {where} returned", _check.show(state)
+        if not isinstance(state, kind):
+            _check.fail(f"{where}.update", "state", rule, got)
+        params = like(state)
+        key = jax.tree.structure(params)
+        if key not in structures:
+            structures[key] = jax.tree.structure(jax.eval_shape(init, params))
+        if jax.tree.structure(state) != structures[key]:
+            _check.fail(f"{where}.update", "state", rule, "one of a sampler built otherwise")
+
+    return optax.GradientTransformationExtraArgs(checked_init, checked_update)
 
 
 def check(
@@ -25,15 +77,14 @@ def check(
         known: a tree of the state that is like the parameters given to `init`.
         dtype: precision of the state's scalars.
     """
-    if params is None:
-        raise ValueError(_tree.MISSING_PARAMS)
+    where = f"{where}.update"
     _tree.check_params(where, params, smallest=2)
     _tree.check_alike(where, "params", params, known, "the one given to init")
-    _tree.check_alike(where, "updates", updates, params, "params")
+    _tree.check_gradients(where, updates, params, "params")
     if value is None:
         return None
-    if not isinstance(value, (int, float, np.number, np.ndarray, jax.Array)):
-        _check.fail(where, "value", "the scalar mean loss", type(value).__name__)
+    if isinstance(value, bool) or not _check.is_real(getattr(value, "dtype", type(value))):
+        _check.fail(where, "value", "the scalar mean loss", _check.show(value))
     if jnp.shape(value) != ():
         _check.fail(where, "value", "the scalar mean loss", f"shape {jnp.shape(value)}")
     return jnp.asarray(value, dtype)
@@ -45,10 +96,21 @@ def key(where: str, data: jax.Array, like: jax.Array) -> jax.Array:
     if jnp.shape(data) != expected.shape or jnp.result_type(data) != expected.dtype:
         rule = f"the state of {where}, whose key is {expected.dtype}{list(expected.shape)}"
         got = f"a key of {jnp.result_type(data)}{list(jnp.shape(data))}"
-        _check.fail(where, "state", rule, got)
+        _check.fail(f"{where}.update", "state", rule, got)
     return jax.random.wrap_key_data(data, impl=jax.random.key_impl(like))
 
 
-def schedule(step_size: StepSize) -> optax.Schedule:
-    """Take a number as a schedule that stays."""
-    return step_size if callable(step_size) else lambda count: step_size
+def schedule(where: str, step_size: StepSize) -> optax.Schedule:
+    """Take a number as a schedule that stays, and require numbers of any other."""
+    if not callable(step_size):
+        return lambda count: step_size
+
+    def size(count: Any) -> Any:
+        found = step_size(count)
+        is_number = _check.is_real(getattr(found, "dtype", type(found))) and np.ndim(found) == 0
+        if not is_number or isinstance(found, bool):
+            rule = "a schedule that gives a number for each count of steps"
+            _check.fail(where, "step_size", rule, f"one that gives {_check.show(found)}")
+        return found
+
+    return size

@@ -5,6 +5,7 @@ energy, the step size, the random keys, and the guardrail that rejects a step th
 non-finite number.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -138,19 +139,13 @@ def sampler(
     rule: Rule,
 ) -> optax.GradientTransformationExtraArgs:
     """Build the transformation that moves by a rule."""
-    if not callable(step_size):
-        _check.positive(name, "step_size", step_size)
+    _check.step_size(name, step_size)
     potential.check(name, posterior)
     seed = _check.needed_key(name, key)
-    of = _Parts(name, posterior, rule, guardrail(name), _call.schedule(step_size), seed)
+    of = _Parts(name, posterior, rule, guardrail(name), _call.schedule(name, step_size), seed)
 
-    def init(params: Any) -> Any:
-        return _init(of, params)
-
-    def update(updates: Any, state: Any, params: Any = None, *, value: Any = None, **_: Any) -> Any:
-        return _update(of, updates, state, params, value)
-
-    return optax.GradientTransformationExtraArgs(init, update)
+    init, update = functools.partial(_init, of), functools.partial(_update, of)
+    return _call.transformation(name, init, update, LangevinState, lambda state: state.displacement)
 
 
 class _Parts(NamedTuple):
@@ -165,7 +160,6 @@ class _Parts(NamedTuple):
 
 
 def _init(of: _Parts, params: Any) -> LangevinState:
-    _tree.check_params(of.name, params, smallest=2)
     potential.check_prior(of.name, of.posterior, params)
     dtype, count = _tree.dtype(params), jnp.zeros((), jnp.int32)
     return LangevinState(

@@ -1,5 +1,6 @@
 """The driver of SMILE, pSMILE and MCLMC: one call of `update` through four exchangeable stages."""
 
+import functools
 import warnings
 from typing import Any, NamedTuple
 
@@ -110,20 +111,19 @@ def compose(
     """
     tuner = tuning.check(name, tuner, step_size)
     potential.check(name, posterior)
-    seed, schedule = _check.key(name, key), _call.schedule(1.0 if step_size is None else step_size)
+    seed, schedule = (
+        _check.key(name, key),
+        _call.schedule(name, 1.0 if step_size is None else step_size),
+    )
     of = _Parts(name, posterior, preconditioner, momentum, guardrail, tuner, schedule, seed)
 
-    def init(params: Any) -> Any:
-        return _init(of, params)
-
-    def update(updates: Any, state: Any, params: Any = None, *, value: Any = None, **_: Any) -> Any:
-        return _update(of, updates, state, params, value)
-
-    return optax.GradientTransformationExtraArgs(init, update)
+    init, update = functools.partial(_init, of), functools.partial(_update, of)
+    return _call.transformation(
+        name, init, update, MicrocanonicalState, lambda state: state.momentum.direction
+    )
 
 
 def _init(of: _Parts, params: Any) -> MicrocanonicalState:
-    _tree.check_params(of.name, params, smallest=2)
     potential.check_prior(of.name, of.posterior, params)
     dtype, count = _tree.dtype(params), jnp.zeros((), jnp.int32)
     start = of.tuner.init(dtype)
@@ -220,7 +220,7 @@ def _look(
     )
 
 
-def _sent(of: _Parts, state: Any, params: Any) -> tuple[list[jax.Array], list[jax.Array]]:
+def _sent(of: _Parts, state: Any, params: Any) -> tuple[list[jax.Array], Any]:
     """A few entries of the parameters, and how far the last drift moved them."""
     scale = _inverse_scale(state.preconditioner)
     few = state.momentum._replace(direction=probe.entries(state.momentum.direction))
@@ -252,5 +252,5 @@ def _warn_without_value(where: str):
         f"`{where}` got no `value`: without energies `quantile_tuner` keeps the step size and"
         " `reject_quantile` rejects non-finite steps alone. Pass `value=loss` to `update`, or leave"
         " both out.",
-        stacklevel=3,
+        stacklevel=4,
     )

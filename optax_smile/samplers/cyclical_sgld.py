@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_smile import _check, _settings, potential
-from optax_smile.samplers import _langevin
+from optax_smile.samplers import _call, _langevin
 from optax_smile.samplers._call import StepSize
 
 # 5,000 steps per cycle and a third of each for the search, as Sommer et al. 2026 ran it.
@@ -58,10 +58,12 @@ def cyclical_sgld(
     Source: Zhang, Li, Zhang, Chen, Wilson, ICLR 2020, equation 1 and algorithm 1, without the
     share of the noise that the gradient brings.
     """
-    _check.whole("cyclical_sgld", "num_cycles", num_cycles, 1)
-    _check.whole("cyclical_sgld", "total_steps", total_steps, num_cycles)
+    _check.whole("cyclical_sgld", "num_cycles", num_cycles, 1, traced=True)
+    _check.whole("cyclical_sgld", "total_steps", total_steps, num_cycles, traced=True)
     rule = "in [0, 1)"
     _check.number("cyclical_sgld", "exploration", exploration, rule, lambda x: 0 <= x < 1)
+    _check.step_size("cyclical_sgld", step_size)
+    schedule = _call.schedule("cyclical_sgld", step_size)
     cycle_length = -(-total_steps // num_cycles)
 
     def is_draw(count: jax.Array) -> jax.Array:
@@ -70,7 +72,7 @@ def cyclical_sgld(
         return (in_cycle >= exploration * cycle_length) & (count >= 0)
 
     def size(count: Any) -> Any:
-        largest = step_size(count) if callable(step_size) else step_size
+        largest = schedule(count)
         place = (jnp.asarray(count) % cycle_length) / cycle_length
         # (1 + cos(pi r)) / 2, which would lose its digits at the end of a cycle.
         return largest * jnp.cos(jnp.pi / 2 * place) ** 2
@@ -79,8 +81,6 @@ def cyclical_sgld(
         amplitude = jnp.where(is_draw(call.num_steps), jnp.sqrt(2 * call.step_size), 0)
         return _langevin.euler_step(call, amplitude), memory
 
-    if not callable(step_size):
-        _check.positive("cyclical_sgld", "step_size", step_size)
     posterior = potential.Potential(num_data, prior_precision, temperature, prior_mean)
     rule = _langevin.Rule(lambda params: None, move, is_draw)
     return _langevin.sampler("cyclical_sgld", size, posterior, key, rule)

@@ -77,7 +77,7 @@ def scale_adapted_sghmc(
     divided by sqrt(num_data).
     """
     _check.probability("scale_adapted_sghmc", "friction", friction)
-    _check.whole("scale_adapted_sghmc", "adapt_steps", adapt_steps, 1)
+    _check.whole("scale_adapted_sghmc", "adapt_steps", adapt_steps, 1, traced=True)
 
     def init(params: Any) -> GradientScale:
         return GradientScale(

@@ -64,8 +64,7 @@ def sghmc(
     """
     _check.probability("sghmc", "friction", friction)
     _check.choice("sghmc", "friction_step", friction_step, FRICTION_STEPS)
-    rule = ">= 0 and finite"
-    _check.number("sghmc", "gradient_noise", gradient_noise, rule, lambda x: 0 <= x < float("inf"))
+    _check.nonnegative("sghmc", "gradient_noise", gradient_noise)
     balance = 2 * friction - (friction**2 if friction_step == "exact" else 0)
 
     def move(memory: None, call: _langevin.Move):

@@ -84,10 +84,11 @@ def smile(
         is traced.
 
     Raises:
-        ValueError: an argument out of range; in `init` a tree that is not float32 or float64 or
-            has fewer than two parameters; in `update` missing params, a tree that changed, a
-            `value` that is not a scalar. Numerical trouble never raises: such steps are rejected
-            and counted.
+        ValueError: an argument out of range; in `init` a tree that is not float32 or float64, is
+            not finite, or has fewer than two parameters; in `update` missing params, a tree that
+            changed, the state of another transformation, gradients that are no floating-point
+            numbers, a `value` that is not a scalar or is called `loss`. Numerical trouble never
+            raises: such steps are rejected and counted.
 
     Cost: one gradient per call; one parameter-sized array of state, two with `"minimal_norm"`.
 

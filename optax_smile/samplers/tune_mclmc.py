@@ -119,6 +119,7 @@ def tune_mclmc(
     _check.choice(where, "integrator", integrator, momentum.INTEGRATORS)
     _check.positive(where, "energy_variance", energy_variance)
     seed = _check.needed_key(where, key)
+    _check.finite(where, "params", params)
     params = jax.tree.map(jnp.array, params)
     _check_start(where, loss_fn, params)
     dtype, size = _tree.dtype(params), _tree.size(params)
@@ -165,9 +166,11 @@ def tune_mclmc(
 
 def _check_start(where: str, loss_fn: Callable[[Any], jax.Array], params: Any):
     """Require a scalar loss that is finite with its gradient."""
-    loss = jax.eval_shape(loss_fn, params)
-    if not hasattr(loss, "shape") or loss.shape != ():
-        _check.fail(where, "loss_fn", "a function that returns a scalar mean loss", loss)
+    rule = "a function of `params` that returns a scalar mean loss"
+    _check.function(where, "loss_fn", loss_fn, "(params)")
+    loss = _check.traced(where, "loss_fn", loss_fn, params, rule=rule)
+    if getattr(loss, "shape", None) != () or not jnp.issubdtype(loss.dtype, jnp.floating):
+        _check.fail(where, "loss_fn", rule, loss)
     start = jax.jit(jax.value_and_grad(loss_fn))(params)
     known = not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(start))
     if known and not all(bool(jnp.all(jnp.isfinite(x))) for x in jax.tree.leaves(start)):

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_smile import _tree
+from optax_smile import _check, _tree
 from optax_smile.stages.evidence import Worth
 
 # Bounds of (sigma / rms(sigma))^2: a coordinate without noise moves at most 100 times as far as
@@ -286,14 +286,19 @@ def scale_by_gradient_noise() -> optax.GradientTransformation:
 
     Source: Sommer et al., ICML 2026, section 3.2, noise preconditioning. Differs: see `psmile`.
     """
-    noise = mean_square(differences=True)
+    where, noise = "scale_by_gradient_noise", mean_square(differences=True)
 
     def init_fn(params: Any) -> Any:
-        _tree.check_params("scale_by_gradient_noise", params, smallest=1)
+        _tree.check_params(f"{where}.init", params, smallest=1)
+        _check.finite(f"{where}.init", "params", params)
         return noise.init(params)
 
     def update_fn(updates: Any, state: Any, params: Any = None):
         del params
+        rule = "what `init` or `update` of it returned"
+        _check.kind(f"{where}.update", "state", state, MeanSquareState, rule)
+        known = state.mean_square
+        _tree.check_gradients(f"{where}.update", updates, known, "the one given to init")
         square = _tree.inner(updates, updates)
         counts = jnp.isfinite(square) & (square >= jnp.finfo(square.dtype).tiny)
         finite = _tree.where(counts, updates, jax.tree.map(jnp.zeros_like, updates))

@@ -141,7 +141,8 @@ def angle_tuner(angle: float = ANGLE, adapt_steps: int | None = None) -> Tuner:
     mode that the gradient vanishes, the rule alone would throw it out.
 
     Args:
-        angle: by which the gradient of one batch turns a momentum across it, in radians, > 0.
+        angle: by which the gradient of one batch turns a momentum across it, in radians, > 0 and
+            at most pi / 2, which turns it all the way.
         adapt_steps: number of calls of `update` after which the average stays (large gradients
             still shorten their step), >= 1; None: never.
 
@@ -160,7 +161,8 @@ def angle_tuner(angle: float = ANGLE, adapt_steps: int | None = None) -> Tuner:
 
     Source: ours; benchmarks/README.md has the evidence.
     """
-    _check.positive("angle_tuner", "angle", angle)
+    rule, smallest = "> 0 and at most pi / 2", _check.smallest()
+    _check.number("angle_tuner", "angle", angle, rule, lambda x: smallest <= x <= math.pi / 2)
     last_update = _last_gradient("angle_tuner", adapt_steps, 1)
 
     def start(dtype: jnp.dtype) -> AngleState:
@@ -186,7 +188,7 @@ def _last_gradient(where: str, adapt_steps: int | None, smallest: int) -> float:
     """Number of calls after which a tuner stays."""
     if adapt_steps is None:
         return math.inf
-    _check.whole(where, "adapt_steps", adapt_steps, smallest)
+    _check.whole(where, "adapt_steps", adapt_steps, smallest, traced=True)
     return adapt_steps
 
 
@@ -198,9 +200,8 @@ def check(where: str, tuner: Tuner | None, step_size: Any) -> Tuner:
         _check.fail(where, "tuner", "a tuner such as angle_tuner(), or None", repr(tuner))
     if step_size is None and tuner.sets_step_size:
         return tuner
-    if not callable(step_size):
-        _check.positive(where, "step_size", step_size)
-    elif tuner.sets_step_size:
+    _check.step_size(where, step_size)
+    if callable(step_size) and tuner.sets_step_size:
         rule, remedy = "a number or None with this tuner", "Take tuner=None to keep a schedule."
         _check.fail(where, "step_size", rule, repr(step_size), remedy)
     return tuner

@@ -1,0 +1,188 @@
+"""Trees of all kinds through samplers, metrics and predictions: kept as they are, or refused."""
+
+import dataclasses
+import re
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+import optax_smile
+from optax_smile import metrics
+
+FORM = re.compile(r"`[\w.]+\([\w.\[\]']+=\.\.\.\)` must be ")
+QUICK, FULL = 10, 300
+
+
+class Layer(NamedTuple):
+    w: Any
+    b: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Block:
+    inner: Any
+    gate: Any
+
+
+SHAPES = [(), (1,), (3,), (2, 2), (0,), (2, 0)]
+PRECISE = st.builds(lambda shape: np.full(shape, 0.5, np.float32), st.sampled_from(SHAPES))
+OTHERS = st.builds(
+    lambda shape, dtype: jnp.ones(shape, dtype),
+    st.sampled_from(SHAPES),
+    st.sampled_from([jnp.bfloat16, jnp.float16, jnp.int32, jnp.bool_, jnp.complex64]),
+)
+
+
+def trees(leaves):
+    """Nested containers, empty ones as well."""
+    return st.recursive(
+        leaves | st.none(),
+        lambda inner: (
+            st.dictionaries(st.sampled_from("abc/→ "), inner, max_size=3)
+            | st.lists(inner, max_size=3)
+            | st.tuples(inner, inner)
+            | st.builds(Layer, inner, inner)
+            | st.builds(Block, inner, inner)
+        ),
+        max_leaves=5,
+    )
+
+
+@pytest.fixture
+def many(full):
+    """Settings of hypothesis: the same examples in each quick run."""
+    number = FULL if full else QUICK
+    return settings(
+        max_examples=number,
+        derandomize=not full,
+        deadline=None,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
+
+
+def kinds(tree):
+    return jax.tree.map(lambda x: (np.shape(x), str(x.dtype)), tree)
+
+
+@pytest.mark.parametrize("name", ["sgld", "psmile"])
+def test_a_sampler_keeps_a_tree_or_refuses_it(name, many):
+    tx: Any = getattr(optax_smile, name)(1e-2, num_data=10, key=0)
+    empty = np.full(3, 0.5, np.float32), np.zeros((2, 0), np.float32)
+
+    @many
+    @example(empty)
+    @given(trees(PRECISE) | trees(PRECISE | OTHERS))
+    def follow(tree):
+        leaves = jax.tree.leaves(tree)
+        is_lawful = all(x.dtype == np.float32 for x in leaves) and sum(x.size for x in leaves) > 1
+        if not leaves and isinstance(tree, Block):
+            # Nodes of one's own without a leaf pass: Optax maps over states with such placeholders.
+            return
+        if not is_lawful:
+            with pytest.raises(ValueError, match=FORM):
+                tx.init(tree)
+            return
+        state = tx.init(tree)
+        updates, after = tx.update(tree, state, tree, value=1.0)
+        assert kinds(updates) == kinds(tree) and kinds(after) == kinds(state)
+        moved = jax.tree.map(jnp.add, tree, updates)
+        last = optax_smile.last_accepted(after, moved)
+        assert kinds(last) == kinds(tree)
+        for x, y in zip(jax.tree.leaves(last), leaves, strict=True):
+            np.testing.assert_allclose(x, y, rtol=1e-6)
+        assert all(np.shape(value) == () for value in optax_smile.stats(after).values())
+
+    follow()
+
+
+SCORES = {
+    "lppd": ("log_density",),
+    "nll": ("log_density",),
+    "rmse": ("mean", "targets"),
+    "interval_width": ("lower", "upper"),
+    "coverage": ("lower", "upper", "targets"),
+    "crps": ("mean", "std", "targets"),
+    "accuracy": ("probabilities", "labels"),
+    "brier": ("probabilities", "labels"),
+    "ece": ("probabilities", "labels"),
+    "aurc": ("probabilities", "labels"),
+}
+NUMBERS = st.floats(-1e6, 1e6) | st.sampled_from([0.0, np.nan, np.inf, -np.inf, 1e-320])
+ARRAYS = st.one_of(
+    st.lists(NUMBERS, max_size=4),
+    st.lists(st.lists(NUMBERS, max_size=3), max_size=3),
+    st.lists(st.integers(-2, 3), max_size=4),
+    st.lists(st.text(max_size=2), max_size=2),
+    st.none(),
+)
+
+
+@pytest.mark.parametrize("name", SCORES)
+def test_a_score_is_a_number_or_an_error(name, many):
+    @many
+    @given(st.data())
+    def ask(data):
+        arguments = {argument: data.draw(ARRAYS, argument) for argument in SCORES[name]}
+        try:
+            score = getattr(metrics, name)(**arguments)
+        except ValueError as error:
+            assert str(error).startswith(f"`{name}(") and FORM.match(str(error))
+        else:
+            assert isinstance(score, float) and not np.isnan(score)
+
+    ask()
+
+
+@pytest.mark.parametrize("name", SCORES)
+def test_a_score_does_not_know_the_order_of_the_inputs(name, many):
+    @many
+    @given(st.integers(1, 20), st.integers(0, 2**32 - 1))
+    def ask(number, seed):
+        random = np.random.default_rng(seed)
+        weights = random.uniform(0.1, 1, (number, 3))
+        values = random.normal(size=number)
+        known = {
+            "probabilities": weights / weights.sum(1, keepdims=True),
+            "labels": random.integers(0, 3, number),
+            "std": random.uniform(0.1, 2, number),
+            "lower": values,
+            "upper": values + 1,
+        }
+        arguments = {x: known.get(x, random.normal(size=number)) for x in SCORES[name]}
+        order = random.permutation(number)
+        shuffled = {argument: array[order] for argument, array in arguments.items()}
+        score = getattr(metrics, name)
+        np.testing.assert_allclose(score(**shuffled), score(**arguments), rtol=1e-9, atol=1e-12)
+
+    ask()
+
+
+def test_predictions_average_over_trees(many):
+    inputs = np.linspace(-1, 1, 3, dtype=np.float32)
+
+    def apply_fn(params, inputs):
+        return inputs * sum(jnp.sum(x.astype(jnp.float32)) for x in jax.tree.leaves(params))
+
+    @many
+    @given(trees(PRECISE), st.integers(1, 3), st.booleans())
+    def ask(tree, number, is_changed):
+        if not jax.tree.leaves(tree):
+            return
+        draws = [jax.tree.map(lambda x, s=s: x * s, tree) for s in range(1, number + 1)]
+        if is_changed:
+            with pytest.raises(ValueError, match=r"^`predict\(snapshots=...\)` must be "):
+                optax_smile.predict(apply_fn, [*draws, {"?": 0.5}], inputs, likelihood="bernoulli")
+            return
+        got = optax_smile.predict(apply_fn, draws, inputs, likelihood="bernoulli")
+        total = sum(float(x.sum()) for x in jax.tree.leaves(tree))
+        each = [1 / (1 + np.exp(-inputs * total * s)) for s in range(1, number + 1)]
+        np.testing.assert_allclose(got.mean, np.mean(each, axis=0), rtol=1e-5)
+
+    ask()
