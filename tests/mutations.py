@@ -85,6 +85,10 @@ DEFECTS = r"""
 = rejected steps enter the turns | enter_the_turns
 - evident = kept & (trust > 0)
 + evident = trust > 0
+# stages/evidence.py | faults/test_counters.py
+= averages that stand still in the end | counters
+- LONGEST_AVERAGE = 2**22
++ LONGEST_AVERAGE = 2**40
 # stages/evidence.py | test_guardrail.py
 = rejected gradients enter the scale | point_survives
 - counts=closed.opens_step & (trusted > 0) & kept,

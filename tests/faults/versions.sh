@@ -28,7 +28,7 @@ for age in ${@:-oldest newest}; do
   python3 -m venv "$work/$age"
   requirements "$age" > "$work/$age.txt"
   "$work/$age/bin/pip" install -qq --upgrade --upgrade-strategy eager \
-    -r "$work/$age.txt" pytest pytest-xdist hypothesis chex equinox grain
+    . -r "$work/$age.txt" pytest pytest-xdist hypothesis chex equinox grain
   echo "== $age: $("$work/$age/bin/pip" freeze | grep -E "$TOLD" | tr '\n' ' ')"
   # Packages of another time deprecate what is theirs.
   "$work/$age/bin/python" -m pytest -q -n 2 -p no:cacheprovider \
