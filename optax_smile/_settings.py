@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import inspect
+import json
 import zlib
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
@@ -19,6 +20,7 @@ Builder = TypeVar("Builder", bound=Callable)
 LARGEST_ARRAY = 16
 # Functions inside functions inside functions, such as joined schedules.
 DEEPEST = 4
+WHOLE = 16
 _LISTENERS: ContextVar[tuple[dict[str, Any], ...]] = ContextVar("listeners", default=())
 
 
@@ -70,6 +72,15 @@ def of(transformation: optax.GradientTransformation, params: Any) -> dict[str, A
     return {name: _describe(value) for name, value in (heard | injected).items()} or None
 
 
+def checksum(transformation: optax.GradientTransformation) -> str:
+    """Tell a whole transformation, such as a chain, from another: it has no names and arguments.
+
+    It goes by the names of functions and by what they enclose, which hangs on the version of Optax.
+    """
+    told = _describe(tuple(transformation), deepest=WHOLE)
+    return f"{zlib.crc32(json.dumps(told, sort_keys=True).encode()):08x}"
+
+
 def _enclosed(function: Any) -> list[Any]:
     """Values of a function's closure; a variable that was never set has none."""
     values = []
@@ -79,7 +90,7 @@ def _enclosed(function: Any) -> list[Any]:
     return values
 
 
-def _describe(value: Any, depth: int = 0) -> Any:
+def _describe(value: Any, depth: int = 0, deepest: int = DEEPEST) -> Any:
     """Put a value into JSON, the same in every process."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
@@ -93,12 +104,17 @@ def _describe(value: Any, depth: int = 0) -> Any:
             return array.tolist()
         return f"array {array.shape} {zlib.crc32(np.ascontiguousarray(array).data):08x}"
     if isinstance(value, (tuple, list)):
-        return [_describe(entry, depth + 1) for entry in value]
+        return [_describe(entry, depth + 1, deepest) for entry in value]
     if isinstance(value, Mapping):
-        return {str(name): _describe(entry, depth + 1) for name, entry in value.items()}
+        return {str(name): _describe(entry, depth + 1, deepest) for name, entry in value.items()}
+    if isinstance(value, functools.partial):
+        parts = value.func, value.args, value.keywords
+        return [_describe(entry, depth + 1, deepest) for entry in parts]
     if callable(value):
-        enclosed = _enclosed(value) if depth < DEEPEST else ()
-        inside = [_describe(entry, depth + 1) for entry in enclosed]
+        enclosed = [*_enclosed(value)] if depth < deepest else []
+        if depth < deepest and inspect.ismethod(value):
+            enclosed.append(getattr(value.__self__, "__dict__", None))
+        inside = [_describe(entry, depth + 1, deepest) for entry in enclosed]
         return [
             f"{value.__module__}.{getattr(value, '__qualname__', type(value).__name__)}",
             inside,

@@ -1,6 +1,7 @@
 """All chains on their devices, and what a host loop asks of them."""
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -50,7 +51,7 @@ class Chains:
         mesh: Mesh | None,
         specs: Any,
     ):
-        self.mesh, self.per_chain = mesh, per_chain
+        self.mesh, self.specs, self.per_chain = mesh, specs, per_chain
         self.number = parallel.num_chains("sample", params)
         if aux is not None and parallel.num_chains("sample", aux, "aux") != self.number:
             rule = f"a tree whose leaves have a leading axis of {self.number} chains"
@@ -87,6 +88,10 @@ class Chains:
         self._one = parallel.step(one, self.packed, mesh=mesh, per_chain=per_chain)
         self._many = parallel.step(many, self.packed, mesh=mesh, per_chain=per_chain)
         self._stats = self._compile(lambda packed: stats(packing.unpack(packed).state))
+        self._losses = self._compile(
+            lambda chain, batch: self.loss(chain.params, chain.aux, chain.key, batch)[0],
+            in_axes=(0, 0 if per_chain else None),
+        )
         self._draw = self._compile(lambda packed: _draw_of_chain(packing.unpack(packed)))
 
     def _compile(self, function: Callable, in_axes: Any = 0) -> Callable:
@@ -99,17 +104,21 @@ class Chains:
         arguments: dict[str, Any] = {"per_chain": self.per_chain, "stacked": is_stacked}
         return parallel.place_batch(batch, mesh=self.mesh, **arguments)
 
+    def losses(self, batch: Any, start: Any = None) -> jax.Array:
+        """Loss of each chain `[chain]`, where it is, or where the draw `start` is."""
+        chains = self.tree
+        if start is not None:
+            params, aux = (start, None) if chains.aux is None else (start["params"], start["aux"])
+            params = parallel.place(params, mesh=self.mesh, specs=self.specs)
+            aux = None if aux is None else parallel.place(aux, mesh=self.mesh)
+            chains = chains._replace(params=params, aux=aux)
+        return self._losses(chains, self.put(batch))
+
     def check(self, batch: Any):
-        """Require a loss of every chain that is a scalar and finite."""
-
-        def loss_of_chain(packed, batch):
-            chain = self.packing.unpack(packed)
-            return self.loss(chain.params, chain.aux, chain.key, batch)[0]
-
-        losses = self._compile(loss_of_chain, in_axes=(0, 0 if self.per_chain else None))
-        arguments = self.packed, batch, self.put, self.per_chain, self.number
-        _loop.check_loss("sample", losses, *arguments)
-        found = _tree.local(losses(self.packed, self.put(batch)))
+        """Require a loss of every chain that is a scalar and finite, and chains that differ."""
+        arguments = self.tree, batch, self.put, self.per_chain, self.number
+        _loop.check_loss("sample", self._losses, *arguments)
+        found = _tree.local(self.losses(batch))
         lost = np.flatnonzero(~np.isfinite(found)).tolist()
         if lost:
             rule = "a start at which the loss of every chain is finite"
@@ -117,6 +126,29 @@ class Chains:
             _check.fail("sample", "params", rule, got, remedy)
         # Also those that the loss does not use.
         _check.finite("sample", "params", self.tree.params)
+        if len(set(found.tolist())) < len(found) and not self.per_chain:
+            self._check_different()
+
+    def _check_different(self):
+        """Require chains that differ in anything, such as the key of their noise."""
+        first = _tree.first_alike(_tree.local(self.tree))
+        copies = [chain for chain, like in enumerate(first) if like != chain]
+        if copies:
+            rule = "chains that start apart, or a sampler or a loss that draws random numbers"
+            remedy = "Copies stay copies. See `chains_from_weights`, or the sampler's `key`."
+            _check.fail("sample", "params", rule, f"copies in the chains {copies}", remedy)
+
+    def warn(self, batch: Any, settings: Mapping[str, Any] | None, is_stochastic: bool):
+        """Warn of a loss that looks like a sum, and of a number of examples below the batch's."""
+        if not is_stochastic:
+            _loop.warn_of_sum("sample", self.losses, batch, self.per_chain, self.mesh)
+        rows, number = _loop.num_rows(batch, self.per_chain), (settings or {}).get("num_data")
+        if rows is not None and isinstance(number, (int, float)) and number < rows:
+            message = (
+                f"The sampler has num_data={number}, fewer than the {rows} examples of the first"
+                " batch: it is the number of examples in the whole data set."
+            )
+            warnings.warn(message, stacklevel=2)
 
     def advance(self, batch: Any, is_stacked: bool):
         """Do the update, or the updates, of a batch."""

@@ -91,6 +91,31 @@ class Checkpoints:
             self.finished.append(number)
         self.saved_at = time.monotonic()
 
+    def place(self) -> dict[str, Any] | None:
+        """What JSON holds of the newest checkpoint; None without one."""
+        number = self.newest()
+        if number is None:
+            return None
+        with self._reading(number):
+            args = self.orbax.args.Composite(place=self.orbax.args.JsonRestore())
+            return self.manager.restore(number, args=args).place
+
+    @contextlib.contextmanager
+    def _reading(self, number: int) -> Iterator[None]:
+        """Require the files that were written, and say which checkpoint cannot be read."""
+        file = self.directory / str(number)
+        try:
+            told = {"number": number, "files": _disk.sums(file, SUMS)}
+            if json.loads(_disk.read_text(self._sums(number))) != told:
+                raise ValueError(f"{SUMS} does not fit its files")
+            yield
+        except Exception as error:
+            raise ValueError(
+                f"The checkpoint {file} cannot be read ({error}). It is damaged, or the model or"
+                " the sampler has changed. Remove it to go on from the one before; the draws stay"
+                " readable."
+            ) from error
+
     def restore(self, like: Any) -> tuple[Any, dict[str, Any]] | None:
         """Read the newest checkpoint into the shapes and shardings of `like`; None without one."""
         number = self.newest()
@@ -100,21 +125,12 @@ class Checkpoints:
         def abstract(leaf):
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
 
-        args, file = self.orbax.args, self.directory / str(number)
-        try:
-            told = {"number": number, "files": _disk.sums(file, SUMS)}
-            if json.loads(_disk.read_text(self._sums(number))) != told:
-                raise ValueError(f"{SUMS} does not fit its files")
+        args = self.orbax.args
+        with self._reading(number):
             wanted = _flat(jax.tree.map(abstract, like))
             both = args.Composite(carry=args.StandardRestore(wanted), place=args.JsonRestore())
             read = self.manager.restore(number, args=both)
             leaves = [read.carry[name] for name in wanted]
-        except Exception as error:
-            raise ValueError(
-                f"The checkpoint {file} cannot be read ({error}). It is damaged, or the model or"
-                " the sampler has changed. Remove it to go on from the one before; the draws stay"
-                " readable."
-            ) from error
         return jax.tree.unflatten(jax.tree.structure(like), leaves), read.place
 
     def close(self):

@@ -5,14 +5,19 @@ import contextlib
 import queue
 import signal
 import threading
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
-from optax_smile import _check
+from optax_smile import _check, _tree
+
+# A loss whose halves add up to so nearly the whole is a sum.
+NEAR_ONE = 0.05
 
 
 def one_of(chains: Any) -> Any:
@@ -53,6 +58,54 @@ def check_loss(
         _check.fail(where, "loss_fn", rule, f"shape {got}")
     if not jnp.issubdtype(found.dtype, jnp.floating):
         _check.fail(where, "loss_fn", rule, str(found.dtype))
+
+
+def warn_of_sum(
+    where: str, losses: Callable[[Any], Any], batch: Any, per_chain: bool, mesh: Mesh | None
+):
+    """Warn of a loss that looks like a sum: those of two halves add up to that of the whole.
+
+    Silent where it cannot be told: no axis of examples that all leaves share, or a loss that takes
+    no half batch.
+
+    Args:
+        where: the public function.
+        losses: of all chains, from a batch.
+        batch: the first one.
+        per_chain: whether it has a leading chain axis.
+        mesh: over whose axis `"data"` the examples have to fit.
+    """
+    rows, least = num_rows(batch, per_chain), 1 if mesh is None else mesh.shape.get("data", 1)
+    half = 0 if rows is None else rows // 2 // least * least
+    if not half:
+        return
+
+    def part(first: int) -> Any:
+        rows = slice(first, first + half)
+        return jax.tree.map(lambda x: x[:, rows] if per_chain else x[rows], batch)
+
+    try:
+        whole, *halves = (
+            np.asarray(_tree.local(losses(one)), float) for one in (batch, part(0), part(half))
+        )
+    except Exception:
+        return
+    with np.errstate(all="ignore"):
+        ratio = float(np.median(sum(halves) / whole))
+    if abs(ratio - 1) < NEAR_ONE:
+        message = (
+            f"`{where}(loss_fn=...)` must be a mean over the examples, and looks like a sum: the"
+            f" losses of two halves of the first batch add up to {ratio:.3f} of that of the whole;"
+            " those of a mean, to 2. Divide by the number of examples, or pass check=False."
+        )
+        warnings.warn(message, stacklevel=2)
+
+
+def num_rows(batch: Any, per_chain: bool) -> int | None:
+    """Number of examples, the common length of the first axis after that of chains, if any."""
+    axis = int(per_chain)
+    lengths = {np.shape(leaf)[axis : axis + 1] for leaf in jax.tree.leaves(batch)}
+    return lengths.pop()[0] if len(lengths) == 1 and lengths != {()} else None
 
 
 class Position(NamedTuple):

@@ -1,7 +1,9 @@
 """Where a run keeps its draws, and what it needs to go on: in memory or in a directory."""
 
 import os
-from collections.abc import Mapping
+import time
+import warnings
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,7 +12,7 @@ import jax
 import numpy as np
 
 from optax_smile import _check, _disk, _tree
-from optax_smile.chains import _checkpoint, _loop
+from optax_smile.chains import _checkpoint, _identity, _loop
 from optax_smile.chains._chains import Chains
 from optax_smile.chains._loop import Position
 from optax_smile.draws import _files, _manifest
@@ -40,6 +42,9 @@ class MemoryRun:
 
     def restore(self, chains: Chains) -> None:
         """There is nothing to go on with."""
+
+    def tell_finished(self):
+        """Nothing is finished before it begins."""
 
     def tick(self, stats: Mapping[str, np.ndarray]):
         """Note what a sampler said at a tick."""
@@ -78,6 +83,8 @@ class DirectoryRun:
         dtype: what the draws are rounded to, or None.
         resume: whether to go on with a run that is there.
         minutes: between two checkpoints.
+        told: what `_identity.of_run` tells, from the start of the chains as it is stored.
+        accept: what of it may differ from the run in the directory.
 
     Raises:
         ValueError: a directory in use, of another run, or with draws and no checkpoint.
@@ -94,6 +101,8 @@ class DirectoryRun:
         dtype: str | None,
         resume: bool,
         minutes: float,
+        told: Callable[[Any], dict[str, Any]],
+        accept: tuple[str, ...],
     ):
         _disk.import_safetensors()
         self.directory, self.like = Path(directory).absolute(), _loop.one_of(start)
@@ -104,17 +113,25 @@ class DirectoryRun:
         self.checkpoints = _checkpoint.Checkpoints(self.directory, minutes)
         closing.callback(self.checkpoints.close)
         manifest = _manifest.of_run(start, dtype, settings)
-        self.resumed = self._is_resumed(manifest, resume)
+        before = self._resumed(manifest, resume)
+        self.resumed, self.num_draws = before is not None, num_draws
+        rounded = _files.rounded(start, dtype)
+        if before is not None:
+            stored = self.result(whole=True).start
+            _warn_of_start(self.directory, rounded, stored)
+            rounded = stored
+        manifest |= told(rounded)
+        if before is not None:
+            _identity.check_same("sample", self.directory, before, manifest, accept)
         if jax.process_index() == 0:
-            manifest["num_draws"] = num_draws
             _manifest.write(self.directory, manifest)
         self.writer = _files.SnapshotWriter(
             self.directory, start, dtype=dtype, resumed=self.resumed
         )
         closing.callback(self.writer.close)
 
-    def _is_resumed(self, manifest: dict[str, Any], resume: bool) -> bool:
-        """Whether there is something to go on with; an error where it is something else."""
+    def _resumed(self, manifest: dict[str, Any], resume: bool) -> dict[str, Any] | None:
+        """The manifest of the run to go on with, if any; an error where it is something else."""
         has_draws = any(self.directory.glob("draw-*"))
         if not has_draws and self.checkpoints.newest() == 0:
             self.checkpoints.remove()
@@ -128,16 +145,20 @@ class DirectoryRun:
             got = f"{self.directory}, which holds draws alone"
             _check.fail("sample", "directory", rule, got, "Choose another, or remove it.")
         if not has_checkpoint:
-            return False
+            return None
         before = _manifest.read("sample", self.directory)
-        for name, mine in _flat({**manifest, "versions": None}).items():
-            theirs = _flat({**before, "versions": None}).get(name)
-            if mine != theirs:
+        theirs, other = _flat(before), {"versions", "data", "loss"}
+        if before["versions"] != manifest["versions"]:
+            # Another version of Optax may have other names inside.
+            other.add("settings.chain")
+        for name, mine in _flat(manifest).items():
+            is_compared = not other & {name, name.split(".")[0]}
+            if is_compared and mine != theirs.get(name):
                 rule = f"a new one or that of the same run, with {name} = {mine!r}"
                 remedy = "Choose another, or give the arguments of that run."
-                got = f"{self.directory} with {theirs!r}"
+                got = f"{self.directory} with {theirs.get(name)!r}"
                 _check.fail("sample", "directory", rule, got, remedy)
-        return True
+        return before
 
     def restore(self, chains: Chains) -> Place | None:
         """Bring the chains to where the newest checkpoint is, if there is one, and tell where."""
@@ -146,6 +167,14 @@ class DirectoryRun:
             return None
         chains.tree, told = found
         return Place(told["num_gradients"], told["num_kept"], Position(**told["position"]))
+
+    def tell_finished(self):
+        """Say that there was nothing to do."""
+        draws = self.result()
+        newest = max(block.path.stat().st_mtime for block in draws.draws[-1])
+        date = time.strftime("%Y-%m-%d", time.localtime(newest))
+        message = f"{draws.num_draws} draws of {date} loaded from {self.directory}: it is finished."
+        warnings.warn(f"`sample`: {message}", stacklevel=4)
 
     def tick(self, stats: Mapping[str, np.ndarray]):
         """The statistics go to disk with the draws."""
@@ -164,9 +193,25 @@ class DirectoryRun:
         told = place._asdict() | {"position": place.position._asdict()}
         self.checkpoints.save(place.num_gradients, chains.tree, told)
 
-    def result(self) -> StoredSnapshots:
-        """The draws, as they are read from the directory."""
-        return load_snapshots(self.directory, like=self.like)
+    def result(self, whole: bool = False) -> StoredSnapshots:
+        """The draws that were asked for, or all there are, as they are read from the directory."""
+        found = load_snapshots(self.directory, like=self.like)
+        if not whole:
+            found.draws = found.draws[: self.num_draws]
+        return found
+
+
+def _warn_of_start(directory: Path, given: Any, stored: Any):
+    """Say that the run goes on from its own start, where another one was passed."""
+    if jax.process_count() == 1 and not all(
+        np.array_equal(mine, theirs, equal_nan=True)
+        for mine, theirs in zip(jax.tree.leaves(given), jax.tree.leaves(stored), strict=True)
+    ):
+        message = (
+            f"`sample`: the run in {directory} goes on from its checkpoint. It began at another"
+            " start than the `params` passed now, which are not used."
+        )
+        warnings.warn(message, stacklevel=5)
 
 
 def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:

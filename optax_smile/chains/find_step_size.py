@@ -101,6 +101,7 @@ def find_step_size(
     key: jax.Array | int,
     step_sizes: Sequence[float] = STEP_SIZES,
     steps_per_dispatch: int = 1,
+    check: bool = True,
     progress: bool = True,
 ) -> StepSizeSearch:
     """Find the step size with which short chains predict validation data best.
@@ -119,6 +120,7 @@ def find_step_size(
             `lambda step_size: optax_smile.psmile_naive(step_size, num_data=N)`.
         validation: pair of `inputs` and `targets` for `predict`.
         step_sizes: at least 2, > 0, ascending; the default is for the family of `psmile`.
+        check: warn of a loss that looks like a sum, see `sample`, once.
         progress: show a progress bar over the step sizes, if tqdm is installed. Other arguments as
             `sample` and `predict`.
 
@@ -152,7 +154,8 @@ def find_step_size(
     steps |= {"steps_per_dispatch": steps_per_dispatch}
     for name, value in steps.items():
         _check.whole("find_step_size", name, value, 0 if name == "num_warmup" else 1)
-    _check_kinds(loss_fn, batches, validation, key, progress)
+    _check_kinds(loss_fn, batches, validation, key)
+    _check.flags("find_step_size", check=check, progress=progress)
     samplers = _make_samplers(make_sampler, step_sizes)
     parallel.num_chains("find_step_size", params)
     num_ticks = -(-num_warmup // thin) + num_draws
@@ -173,7 +176,8 @@ def find_step_size(
     def try_out(step_size: float, sampler: Any) -> tuple[list[np.ndarray], float]:
         """Judge short chains, and count their rejected steps per gradient."""
         run = called(sample)
-        draws = run(loss_fn, params, batches, sampler, **steps, key=key, progress=False)
+        given = {**steps, "check": check and not judged, "key": key}
+        draws = run(loss_fn, params, batches, sampler, **given, progress=False)
         if draws.trace["num_gradients"].shape[1] < num_ticks:
             raise KeyboardInterrupt(f"`find_step_size` was stopped at step size {step_size:g}.")
         names = "num_gradients", "num_rejected", "num_nonfinite"
@@ -209,7 +213,7 @@ def find_step_size(
     )
 
 
-def _check_kinds(loss_fn: Any, batches: Any, validation: Any, key: Any, progress: Any):
+def _check_kinds(loss_fn: Any, batches: Any, validation: Any, key: Any):
     """Require arguments of the right kind."""
     where = "find_step_size"
     _check.function(where, "loss_fn", loss_fn, "(params, batch)")
@@ -220,7 +224,6 @@ def _check_kinds(loss_fn: Any, batches: Any, validation: Any, key: Any, progress
     if not isinstance(validation, (tuple, list)) or len(validation) != 2 or validation[1] is None:
         _check.fail(where, "validation", "a pair of inputs and targets", _check.show(validation))
     _check.needed_key(where, key)
-    _check.flags(where, progress=progress)
 
 
 def _check_step_sizes(step_sizes: Any) -> tuple[float, ...]:

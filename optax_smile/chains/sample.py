@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import islice
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ import optax
 from jax.sharding import Mesh
 
 from optax_smile import _check, _settings
-from optax_smile.chains import _loop
+from optax_smile.chains import _identity, _loop
 from optax_smile.chains._chains import Chains
 from optax_smile.chains._checkpoint import any_process
 from optax_smile.chains._loop import Position
@@ -88,6 +88,8 @@ def sample(
     specs: Any = None,
     directory: str | os.PathLike | None = None,
     resume: bool = True,
+    accept: Sequence[str] = (),
+    check: bool = True,
     checkpoint_minutes: float = 5.0,
     dtype: str | None = None,
     progress: bool = True,
@@ -126,8 +128,17 @@ def sample(
         specs: how the parameters of one chain are sharded, see `parallel.place`.
         directory: where the draws are written, by a thread of its own while the chains run on,
             and checkpoints. None keeps the draws in host memory.
-        resume: go on with the run in the directory, if there is one, from its newest checkpoint;
-            it may ask for more draws than before. False: the directory must hold none.
+        resume: go on with the run in the directory, if there is one, from its newest checkpoint.
+            It must be the same run: the same sampler, key and other arguments, and the same data
+            and loss, which are compared where `batches` is a list or a tuple, in whatever order
+            the examples come. Draws, `mesh`, `progress` and the like may differ: with more draws
+            it goes on, with as many or fewer it gives those that are there and says so. Other
+            `params` than those that it began with are not used; a warning says so. False: the
+            directory must hold none.
+        accept: names of what may differ all the same, `"data"` and `"loss"`.
+        check: warn, from the first batch, of a loss that looks like a sum over the examples, and
+            of a `num_data` of the sampler below the size of a batch. It costs forward passes of
+            two halves of a batch.
         checkpoint_minutes: between two checkpoints, >= 0. There is one at the start and at the end.
         dtype: what the draws are rounded to on disk: `"float16"`, `"float32"`, `"float64"`; None
             rounds nothing, and without a `directory` nothing else will do.
@@ -145,9 +156,11 @@ def sample(
 
     Raises:
         ValueError: an argument out of range, leading axes that disagree, a loss that is not a
-            scalar or not finite at the start, a state without a sampler, a mesh that does not fit,
-            batches that run out before the first draw, a sampler that has not begun to give
-            draws at the end; a `directory` in use, or of another run.
+            scalar or not finite at the start, chains that are copies and would stay so, a state
+            without a sampler, a sampler that is not the last in its chain or whose steps do not
+            arrive as they were sent, a mesh that does not fit, batches that run out before the
+            first draw, a sampler that has not begun to give draws at the end; a `directory` in
+            use, or of another run.
         OSError: a draw or a checkpoint that cannot be written, such as on a full disk: the message
             names the file, and the draws before it can be loaded.
         KeyboardInterrupt: stopped before the first draw, or by a second Ctrl-C.
@@ -179,9 +192,10 @@ def sample(
     _check.minutes("sample", checkpoint_minutes)
     typed = _check.needed_key("sample", key)
     _check_kinds(batches, sampler, callback, directory, dtype)
+    accept = _identity.check_accept("sample", accept)
     sampler = optax.with_extra_args_support(sampler)
     shared: dict[str, Any] = {"stochastic": stochastic, "per_chain": per_chain}
-    _check.flags("sample", **shared, resume=resume, progress=progress)
+    _check.flags("sample", **shared, resume=resume, check=check, progress=progress)
     with _check.called("sample", "parallel.place", "parallel.init", tree="params"):
         chains = Chains(loss_fn, sampler, params, typed, aux=aux, mesh=mesh, specs=specs, **shared)
     plan = Plan(
@@ -200,11 +214,15 @@ def sample(
         else:
             steps = {"num_warmup": num_warmup, "thin": thin, "batch_per": batch_per}
             words = np.asarray(jax.random.key_data(typed)).tolist()
+            own = {"key": words, "sampler": settings, "chain": _settings.checksum(sampler)}
+            data = _identity.of_batches(batches, per_chain)
             run = DirectoryRun(
                 directory,
                 chains.draw(),
                 closing,
-                settings={**steps, **shared, "key": words, "sampler": settings},
+                settings={**steps, **shared, **own},
+                told=lambda start: _identity.of_run(data, lambda x: chains.losses(x, start)),
+                accept=accept,
                 num_draws=num_draws,
                 dtype=dtype,
                 resume=resume,
@@ -218,8 +236,13 @@ def sample(
             if callback is not None:
                 callback(step, seen)
 
-        place, is_stopped = _go_on(chains, plan, run, stream, prefetch, watch)
-    _check_end(plan, place, num_draws, is_stopped)
+        def judge(batch: Any):
+            chains.check(batch)
+            if check:
+                chains.warn(batch, settings, stochastic)
+
+        place, is_stopped = _go_on(chains, plan, run, stream, prefetch, judge, watch)
+    _check_end(plan, place, num_draws, is_stopped, directory)
     return run.result()
 
 
@@ -243,6 +266,7 @@ def _go_on(
     run: MemoryRun | DirectoryRun,
     stream: _loop.Stream,
     prefetch: int,
+    judge: Callable[[Any], None],
     watch: Callable[[int, Mapping[str, np.ndarray]], None],
 ) -> tuple[Place, bool]:
     """Run the chains from where they are to the end, or to the wish to stop.
@@ -254,10 +278,13 @@ def _go_on(
     try:
         if found := run.restore(chains):
             place = found
+            if place.num_gradients >= plan.num_steps * plan.gradients_per_step:
+                run.tell_finished()
+                return place, False
             stream.go_to(place.position)
         else:
             run.checkpoint(chains, place)
-        work = _dispatches(stream, plan, place.num_gradients, chains)
+        work = _dispatches(stream, plan, place.num_gradients, chains, judge)
         with _loop.stop_signals() as wish:
             for dispatch in _loop.prefetched(work, prefetch):
                 chains.advance(dispatch.batch, dispatch.is_stacked)
@@ -266,6 +293,7 @@ def _go_on(
                 step, num_kept = dispatch.end // plan.gradients_per_step, place.num_kept
                 if is_tick := plan.to_tick(step) == plan.thin:
                     seen = chains.stats()
+                    _check_unaltered(seen)
                     run.tick(seen)
                     if step > plan.num_warmup and np.all(seen["is_draw"]):
                         run.put(num_kept, step, chains.draw(), seen)
@@ -288,12 +316,15 @@ def _go_on(
     return place, False
 
 
-def _check_end(plan: Plan, place: Place, num_draws: int, is_stopped: bool):
+def _check_end(plan: Plan, place: Place, num_draws: int, is_stopped: bool, directory: Any):
     """Say why there are fewer draws than wanted; raise where there are none."""
     step = place.num_gradients // plan.gradients_per_step
     if not place.num_kept:
         if is_stopped:
-            raise KeyboardInterrupt("`sample` was stopped before the first draw.")
+            told = "Without a `directory` nothing of it is kept."
+            if directory is not None:
+                told = f"A checkpoint is in {directory}: call it again in the same way to go on."
+            raise KeyboardInterrupt(f"`sample` was stopped before the first draw. {told}")
         if step == plan.num_steps:
             rule = f"so many that the sampler calls one of the {step} steps a draw"
             remedy = "See its argument `adapt_steps` or `exploration`."
@@ -307,7 +338,19 @@ def _check_end(plan: Plan, place: Place, num_draws: int, is_stopped: bool):
         warnings.warn(message, stacklevel=3)
 
 
-def _dispatches(stream: _loop.Stream, plan: Plan, done: int, chains: Chains) -> Iterator[Dispatch]:
+def _check_unaltered(stats: Mapping[str, np.ndarray]):
+    """Require steps that arrive as the sampler sent them."""
+    altered = np.flatnonzero(stats["is_altered"]).tolist()
+    if altered:
+        rule = "one whose steps arrive as they were sent"
+        got = f"other parameters, three times running, in the chains {altered}"
+        remedy = "Nothing may come after the sampler: no clip, learning rate or weight decay."
+        _check.fail("sample", "sampler", rule, got, remedy)
+
+
+def _dispatches(
+    stream: _loop.Stream, plan: Plan, done: int, chains: Chains, judge: Callable[[Any], None]
+) -> Iterator[Dispatch]:
     """Cut the run into pieces of work, from a gradient on; none goes beyond a tick."""
     num_gradients, is_new = plan.num_steps * plan.gradients_per_step, done == 0
     per_step = plan.gradients_per_step // plan.gradients_per_batch
@@ -323,7 +366,7 @@ def _dispatches(stream: _loop.Stream, plan: Plan, done: int, chains: Chains) -> 
         if not taken:
             return
         if is_new:
-            chains.check(taken[0])
+            judge(taken[0])
             is_new = False
         batches = [batch for batch in taken for _ in range(plan.gradients_per_batch)]
         several = len(taken) > per_step

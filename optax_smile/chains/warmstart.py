@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,9 +15,10 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from optax_smile import _check, _tree, parallel
-from optax_smile.chains import _loop
+from optax_smile import _check, _settings, _tree, parallel
+from optax_smile.chains import _identity, _loop
 from optax_smile.chains._checkpoint import Checkpoints, any_process, lock
+from optax_smile.draws import _manifest
 
 # Of the size of the weights, see `chains_from_weights`. It changes the LPPD of trained networks by
 # .01 nats, at most .05 (energy, concrete, diabetes); 0.1 would by up to two.
@@ -67,6 +69,8 @@ def warmstart(
     mesh: Mesh | None = None,
     specs: Any = None,
     directory: str | os.PathLike | None = None,
+    accept: Sequence[str] = (),
+    check: bool = True,
     checkpoint_minutes: float = 5.0,
     progress: bool = True,
 ) -> optax.Params:
@@ -93,22 +97,25 @@ def warmstart(
         mesh: devices over whose axis `"chain"` the members are spread, see `parallel`.
         specs: how the parameters of one member are sharded, see `parallel.place`.
         directory: where checkpoints are written after an epoch. A training that is found there
-            goes on, and a finished one is returned at once: it must have the same arguments.
-            Batches are read again up to there, so that those that shuffle come in the same order;
-            a list is not.
+            goes on, and a finished one is returned at once: it must have the same arguments, and
+            the same data and loss where `batches` is a list or a tuple, see `sample`; `num_epochs`
+            may differ. Batches are read again up to there, so that those that shuffle come in the
+            same order; a list is not.
+        accept: names of what may differ all the same, `"data"` and `"loss"`.
+        check: warn, from the first batch, of a loss that looks like a sum over the examples.
         checkpoint_minutes: between two checkpoints, >= 0; there is one at the end.
         progress: show a progress bar, if tqdm is installed.
 
     Returns:
         Parameters of all members, each leaf `[member, ...]`: the best ones by validation loss;
         with `aux` `{"params": ..., "aux": ...}`.
-        Ctrl-C ends the training after the epoch and returns what there is, and so does SIGTERM
-        without a directory.
+        Ctrl-C ends the training after the epoch and returns what there is, with a warning, and so
+        does SIGTERM without a directory.
 
     Raises:
         ValueError: an argument out of range, a loss that is not a scalar, no batches, a mesh that
-            does not fit, a directory in use or of another model, or a member whose loss never was
-            finite.
+            does not fit, a directory in use or of another training, or a member whose loss never
+            was finite.
         KeyboardInterrupt: SIGTERM with a directory, after a checkpoint, so that no chain starts
             from members half trained; a second Ctrl-C.
 
@@ -130,7 +137,9 @@ def warmstart(
     """
     _check_counts(num_members=num_members, num_epochs=num_epochs, patience=patience)
     _check.minutes("warmstart", checkpoint_minutes)
-    _check.flags("warmstart", stochastic=stochastic, per_member=per_member, progress=progress)
+    flags = {"stochastic": stochastic, "per_member": per_member}
+    _check.flags("warmstart", **flags, check=check, progress=progress)
+    accept = _identity.check_accept("warmstart", accept)
     _check_kinds(init_fn, batches, optimizer, validation, directory)
     optimizer = optax.with_extra_args_support(optimizer)
     loss = _loop.loss_of("warmstart", loss_fn, aux is not None, stochastic)
@@ -145,13 +154,30 @@ def warmstart(
     def put(batch):
         return parallel.place_batch(batch, mesh=mesh, per_chain=per_member)
 
-    rows = per_member, num_members
-    epoch, is_stopped, is_killed, checkpoints = 0, False, False, None
+    losses, rows = _losses(loss, per_member, mesh), (per_member, num_members)
+
+    def loss_at(batch):
+        return losses(members, put(batch))
+
+    epoch, is_stopped, is_killed, checkpoints, told = 0, False, False, None, {}
     with ExitStack() as closing:
         if directory is not None:
             closing.enter_context(lock("warmstart", Path(directory)))
             checkpoints = Checkpoints(Path(directory), checkpoint_minutes)
             closing.callback(checkpoints.close)
+            before = checkpoints.place()
+            numbers = {"num_members": num_members, "patience": patience}
+            words = np.asarray(jax.random.key_data(typed)).tolist()
+            own = {"key": words, "optimizer": _settings.checksum(optimizer)}
+            own["validation"] = validation is not None
+            told = {
+                "arguments": numbers | flags | own,
+                "versions": _manifest.versions(),
+                "validation": _identity.of_batches([validation], False).told,
+                **_identity.of_run(_identity.of_batches(batches, per_member), loss_at),
+            }
+            if before is not None:
+                _check_same(Path(directory), before["run"], told, accept)
             if found := checkpoints.restore(members):
                 members, epoch = found[0], found[1]["epoch"]
         bar = _loop.Bar(num_epochs, "warm start", progress)
@@ -159,14 +185,20 @@ def warmstart(
         wish = closing.enter_context(_loop.stop_signals())
         if epoch < num_epochs and not _are_done(members, patience):
             _loop.skip_passes(batches, epoch)
+        elif epoch:
+            message = f"{num_members} members of {epoch} epochs loaded from {directory}"
+            warnings.warn(f"`warmstart`: {message}: it is finished.", stacklevel=2)
         while epoch < num_epochs and not is_stopped and not _are_done(members, patience):
             num_batches = 0
             for num_batches, batch in enumerate(batches, 1):
                 if epoch == 0 and num_batches == 1:
-                    _check_loss(loss, members, batch, put, *rows, mesh)
+                    _loop.check_loss("warmstart", losses, members, batch, put, *rows)
+                    if check and not stochastic:
+                        _loop.warn_of_sum("warmstart", loss_at, batch, per_member, mesh)
                     if validation is not None:
+                        of_held_out = _losses(loss, False, mesh), members, held_out, put
                         with _check.called("warmstart", "warmstart", **OF_VALIDATION):
-                            _check_loss(loss, members, held_out, put, False, num_members, mesh)
+                            _loop.check_loss("warmstart", *of_held_out, False, num_members)
                 members = train(members, put(batch))
             epoch += 1
             if not num_batches:
@@ -177,17 +209,27 @@ def warmstart(
             due = checkpoints is not None and checkpoints.is_due()
             is_stopped, is_killed, due = any_process(wish() is not None, wish() == "SIGTERM", due)
             if checkpoints is not None and due:
-                checkpoints.save(epoch, members, {"epoch": epoch})
+                checkpoints.save(epoch, members, {"epoch": epoch, "run": told})
         if checkpoints is not None:
-            checkpoints.save(epoch, members, {"epoch": epoch})
+            checkpoints.save(epoch, members, {"epoch": epoch, "run": told})
             if is_killed:
                 raise KeyboardInterrupt("`warmstart` was stopped by SIGTERM: run again to go on.")
+    if is_stopped:
+        _warn_of_stop(epoch, num_epochs, directory)
     lost = np.flatnonzero(~np.isfinite(_tree.local(members.best_loss))).tolist()
     if lost:
         rule = "one under which every member reaches a finite loss"
         remedy = "Are the batches and the validation finite?"
         _check.fail("warmstart", "optimizer", rule, f"none for the members {lost}", remedy)
     return members.best["params"] if aux is None else members.best
+
+
+def _warn_of_stop(epoch: int, num_epochs: int, directory: Any):
+    """Say that the members may be half trained."""
+    message = f"`warmstart` was stopped after {epoch} of at most {num_epochs} epochs."
+    if directory is not None:
+        message += f" A checkpoint is in {directory}: call it again in the same way to go on."
+    warnings.warn(message, stacklevel=3)
 
 
 def _check_counts(**counts: Any):
@@ -206,23 +248,27 @@ def _check_kinds(init_fn: Any, batches: Any, optimizer: Any, validation: Any, di
         _check.path("warmstart", "directory", directory)
 
 
-def _check_loss(
-    loss: Callable,
-    members: Members,
-    batch: Any,
-    put: Callable,
-    has_rows: bool,
-    rows: int,
-    mesh: Any,
-):
-    """Require a scalar loss of each member."""
+def _losses(loss: Callable, has_rows: bool, mesh: Mesh | None) -> Callable[[Members, Any], Any]:
+    """The loss of each member."""
 
     def loss_of_member(member, batch):
         return loss(member.params, member.aux, member.key, batch)[0]
 
     in_axes = 0, 0 if has_rows else None
-    losses = parallel.over_chains(loss_of_member, mesh=mesh, in_axes=in_axes)
-    _loop.check_loss("warmstart", losses, members, batch, put, has_rows, rows)
+    return jax.jit(parallel.over_chains(loss_of_member, mesh=mesh, in_axes=in_axes))
+
+
+def _check_same(directory: Path, before: Any, now: dict[str, Any], accept: Sequence[str]):
+    """Require the training that the directory holds."""
+    theirs = before["arguments"]
+    for name, mine in now["arguments"].items():
+        # Another version of Optax may have other names inside.
+        is_compared = name != "optimizer" or before["versions"] == now["versions"]
+        if is_compared and mine != theirs.get(name):
+            rule = f"as in the training in {directory}, whose {name} is {theirs.get(name)!r}"
+            remedy = "Choose another directory, or give the arguments of that training."
+            _check.fail("warmstart", name, rule, repr(mine), remedy)
+    _identity.check_same("warmstart", directory, before, now, accept)
 
 
 @_check.called("warmstart", *PARTS, tree="params", sampler="optimizer")

@@ -82,6 +82,16 @@ def _is_rounded(dtype: Any) -> bool:
     return dtype is not None and jnp.issubdtype(dtype, jnp.floating)
 
 
+def rounded(params: Any, dtype: str | None) -> Any:
+    """Parameters as they come back from a disk on which they are rounded."""
+    return jax.tree.map(
+        lambda x: (
+            x.astype(dtype).astype(x.dtype) if _is_rounded(dtype) and _is_rounded(x.dtype) else x
+        ),
+        params,
+    )
+
+
 def read_arrays(block: Block, leaves: list[Leaf]) -> dict[str, np.ndarray]:
     """Read the arrays of a file and test their checksums."""
 

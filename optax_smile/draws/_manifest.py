@@ -54,23 +54,28 @@ def leaves_of(params: Any) -> list[Leaf]:
     return leaves
 
 
+def versions() -> dict[str, str]:
+    """Versions of this library and of those that it needs to write a run."""
+    libraries = {"jax": jax, "optax": optax, "numpy": np, "safetensors": _disk.import_safetensors()}
+    told = {name: library.__version__ for name, library in libraries.items()}
+    return {"optax-smile": optax_smile.__version__, **told}
+
+
 def of_run(params: Any, dtype: str | None, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Describe a run of stacked parameters whose draws are rounded to `dtype`."""
     leaves = leaves_of(params)
     if len({leaf.name for leaf in leaves}) < len(leaves):
         rule = "a tree whose leaves have different paths"
         _check.fail("sample", "params", rule, sorted(leaf.name for leaf in leaves))
-    libraries = {"jax": jax, "optax": optax, "numpy": np, "safetensors": _disk.import_safetensors()}
     described = {
         "format": FORMAT,
         "num_chains": int(jax.tree.leaves(params)[0].shape[0]),
         "leaves": [leaf._asdict() for leaf in leaves],
         "stored_dtype": dtype,
         "settings": dict(settings),
-        "versions": {
-            "optax-smile": optax_smile.__version__,
-            **{name: library.__version__ for name, library in libraries.items()},
-        },
+        "data": {},
+        "loss": None,
+        "versions": versions(),
     }
     return json.loads(json.dumps(described))
 
@@ -136,6 +141,10 @@ def _check_fields(where: str, file: Path, manifest: Mapping[str, Any]):
     for name, smallest in (("num_warmup", 0), ("thin", 1)):
         value = settings.get(name, smallest)
         need(f"settings.{name}", value, f"an integer >= {smallest}", is_whole(value, smallest))
+    data, loss = manifest.get("data"), manifest.get("loss")
+    need("data", data, "names and values", isinstance(data, dict))
+    is_list = isinstance(loss, list) and all(isinstance(x, float) for x in loss)
+    need("loss", loss, "null or a number for each chain", loss is None or is_list)
     need("versions", versions, "names and values", isinstance(versions, dict))
     need("leaves", leaves, "at least one leaf", isinstance(leaves, list) and leaves)
     for number, leaf in enumerate(leaves):
