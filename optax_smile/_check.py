@@ -335,7 +335,9 @@ def function(where: str, argument: str, value: Any, form: str):
         fail(where, argument, rule, f"one with the arguments {signature} ({error})")
 
 
-def traced(where: str, argument: str, function: Callable, *given: Any, rule: str) -> Any:
+def traced(
+    where: str, argument: str, function: Callable, *given: Any, rule: str, remedy: str = ""
+) -> Any:
     """Shapes of what a user's function gives.
 
     An error that wrong arguments make is the cause of one in the form; others pass.
@@ -346,6 +348,7 @@ def traced(where: str, argument: str, function: Callable, *given: Any, rule: str
         function: it, or what calls it.
         given: what it gets.
         rule: what it has to be.
+        remedy: what else may be wrong.
     """
     try:
         return jax.eval_shape(function, *given)
@@ -353,7 +356,7 @@ def traced(where: str, argument: str, function: Callable, *given: Any, rule: str
         if str(error).startswith("`"):
             raise
         first = (str(error).strip().splitlines() or [""])[0][:LONGEST].rstrip(".")
-        fail(where, argument, rule, f"{type(error).__name__}: {first}")
+        fail(where, argument, rule, f"{type(error).__name__}: {first}", remedy)
 
 
 def choice(where: str, argument: str, value: Any, choices: Any):
