@@ -316,12 +316,12 @@ def step_size(where: str, value: Any):
     function(where, "step_size", value, "(count)")
 
 
-def function(where: str, argument: str, value: Any, form: str):
+def function(where: str, argument: str, value: Any, form: str, remedy: str = ""):
     """Require a function that can be called as `form` says, such as `"(params, batch, key=)"`."""
     rule, names = f"a function of {form}", form.strip("()").split(", ")
     is_model = hasattr(value, "apply") and hasattr(value, "init")
     if not callable(value) or isinstance(value, type) or is_model:
-        remedy = "A model is none: its `apply` is, or its `init`." if is_model else ""
+        remedy = "A model is none: its `apply` is, or its `init`." if is_model else remedy
         fail(where, argument, rule, show(value), remedy)
     keywords = {name.removesuffix("="): None for name in names if name.endswith("=")}
     try:
@@ -332,7 +332,7 @@ def function(where: str, argument: str, value: Any, form: str):
     try:
         signature.bind(*names[: len(names) - len(keywords)], **keywords)
     except TypeError as error:
-        fail(where, argument, rule, f"one with the arguments {signature} ({error})")
+        fail(where, argument, rule, f"one with the arguments {signature} ({error})", remedy)
 
 
 def traced(
