@@ -316,12 +316,12 @@ def step_size(where: str, value: Any):
     function(where, "step_size", value, "(count)")
 
 
-def function(where: str, argument: str, value: Any, form: str):
+def function(where: str, argument: str, value: Any, form: str, remedy: str = ""):
     """Require a function that can be called as `form` says, such as `"(params, batch, key=)"`."""
     rule, names = f"a function of {form}", form.strip("()").split(", ")
     is_model = hasattr(value, "apply") and hasattr(value, "init")
     if not callable(value) or isinstance(value, type) or is_model:
-        remedy = "A model is none: its `apply` is, or its `init`." if is_model else ""
+        remedy = "A model is none: its `apply` is, or its `init`." if is_model else remedy
         fail(where, argument, rule, show(value), remedy)
     keywords = {name.removesuffix("="): None for name in names if name.endswith("=")}
     try:
@@ -332,10 +332,12 @@ def function(where: str, argument: str, value: Any, form: str):
     try:
         signature.bind(*names[: len(names) - len(keywords)], **keywords)
     except TypeError as error:
-        fail(where, argument, rule, f"one with the arguments {signature} ({error})")
+        fail(where, argument, rule, f"one with the arguments {signature} ({error})", remedy)
 
 
-def traced(where: str, argument: str, function: Callable, *given: Any, rule: str) -> Any:
+def traced(
+    where: str, argument: str, function: Callable, *given: Any, rule: str, remedy: str = ""
+) -> Any:
     """Shapes of what a user's function gives.
 
     An error that wrong arguments make is the cause of one in the form; others pass.
@@ -346,6 +348,7 @@ def traced(where: str, argument: str, function: Callable, *given: Any, rule: str
         function: it, or what calls it.
         given: what it gets.
         rule: what it has to be.
+        remedy: what else may be wrong.
     """
     try:
         return jax.eval_shape(function, *given)
@@ -353,7 +356,7 @@ def traced(where: str, argument: str, function: Callable, *given: Any, rule: str
         if str(error).startswith("`"):
             raise
         first = (str(error).strip().splitlines() or [""])[0][:LONGEST].rstrip(".")
-        fail(where, argument, rule, f"{type(error).__name__}: {first}")
+        fail(where, argument, rule, f"{type(error).__name__}: {first}", remedy)
 
 
 def choice(where: str, argument: str, value: Any, choices: Any):

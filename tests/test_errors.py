@@ -503,7 +503,8 @@ def mean_loss(params, batch):
 def sample_with(**changes):
     given: dict[str, Any] = {"loss_fn": mean_loss, "params": STARTS, "batches": [jnp.ones(3)]}
     given |= {"sampler": build("smile_naive"), "num_warmup": 0, "num_draws": 2, "key": 0}
-    return optax_smile.sample(**given | {"progress": False} | changes)
+    given |= {"progress": False, **changes}
+    return optax_smile.sample(**given)
 
 
 def warm_with(**changes):
@@ -714,7 +715,7 @@ def test_more_data_than_int32_holds():
     """Under a traced temperature NumPy's integers wrapped round in silence."""
     for number in (10**10, np.int64(10**10)):
 
-        def first_update(temperature, number=number):
+        def first_update(temperature, number: Any = number):
             tx = build("sgld", num_data=number, temperature=temperature)
             return tx.update(PARAMS, tx.init(PARAMS), PARAMS)[0]["layer"]["w"]
 

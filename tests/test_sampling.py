@@ -171,7 +171,7 @@ def test_control_c():
         ({"num_draws": 0}, r"`sample\(num_draws=...\)` must be an integer >= 1, got 0"),
         ({"num_warmup": -1}, r"`sample\(num_warmup=...\)` must be an integer >= 0, got -1"),
         ({"num_warmup": 1.5}, "must be an integer >= 0, got 1.5"),
-        ({"per_chain": True}, r"leading axis of 3, got the leading axes \[\(20,\)\]"),
+        ({"per_chain": True}, r"axis of 3, with `per_chain`, got the leading axes \[\(20,\)\]"),
         ({"batches": []}, "ran out before the first draw"),
         ({"key": None}, r"`sample\(key=...\)` must be a JAX key .* got None"),
     ],

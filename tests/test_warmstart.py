@@ -76,7 +76,11 @@ def test_batches_per_member():
         ([TARGET], {"patience": 0}, r"`warmstart\(patience=...\)` must be an integer >= 1, got 0"),
         ([TARGET], {"key": None}, r"`warmstart\(key=...\)` must be a JAX key .* got None"),
         ([], {}, r"`warmstart\(batches=...\)` must be .*got none in epoch 1"),
-        ([TARGET], {"per_member": True}, r"leading axis of 3, got the leading axes \[\(2,\)\]"),
+        (
+            [TARGET],
+            {"per_member": True},
+            r"axis of 3, with `per_member`, got the leading axes \[\(2,\)\]",
+        ),
         (
             [TARGET * jnp.nan],
             {"num_epochs": 2},

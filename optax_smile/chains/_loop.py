@@ -49,10 +49,13 @@ def check_loss(
     if has_rows:
         rows = {jnp.shape(leaf)[:1] for leaf in jax.tree.leaves(batch)}
         if rows != {(num_rows,)}:
-            rule = f"batches whose leaves have a leading axis of {num_rows}"
+            name = "per_member" if where == "warmstart" else "per_chain"
+            rule = f"batches whose leaves have a leading axis of {num_rows}, with `{name}`"
             _check.fail(where, "batches", rule, f"the leading axes {sorted(rows)}")
     rule = "a function that returns a scalar mean loss"
-    found = _check.traced(where, "loss_fn", losses, carry, put(batch), rule=rule)
+    shapes = jax.tree.map(np.shape, batch)
+    told = {"rule": rule, "remedy": f"It got `params` and the first of `batches`, {shapes}."}
+    found = _check.traced(where, "loss_fn", losses, carry, put(batch), **told)
     if not hasattr(found, "shape") or found.shape != (num_rows,):
         got = jax.tree.map(lambda x: x.shape[1:], found)
         _check.fail(where, "loss_fn", rule, f"shape {got}")
@@ -297,7 +300,8 @@ def loss_of(
     """Give every loss the form `(params, aux, key, batch) -> (loss, aux)`."""
 
     form = ["params", "batch", *["aux="] * has_aux, *["key="] * is_stochastic]
-    _check.function(where, "loss_fn", loss_fn, f"({', '.join(form)})")
+    remedy = "It gets `aux` where there is one, and `key` if it is `stochastic`."
+    _check.function(where, "loss_fn", loss_fn, f"({', '.join(form)})", remedy)
 
     def loss(params, aux, key, batch) -> Any:
         extras = {"aux": aux} if has_aux else {}

@@ -158,7 +158,7 @@ class Predictor:
             lambda x: jax.ShapeDtypeStruct((self.num_inputs, *x.shape[1:]), x.dtype),
             self._batches[0],
         )
-        rule, given = "a function that takes each snapshot and the inputs", (params, batch[0])
+        rule, given = "a function of `params`, a snapshot, and `inputs`", (params, batch[0])
         outputs = _check.traced("Predictor", "apply_fn", self.apply_fn, *given, rule=rule)
         if self.likelihood.check is not None:
             self.likelihood.check(outputs, self.targets)

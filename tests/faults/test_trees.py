@@ -63,7 +63,7 @@ def many(full):
         derandomize=not full,
         deadline=None,
         database=None,
-        suppress_health_check=list(HealthCheck),
+        suppress_health_check=[*HealthCheck],  # pyright: ignore
     )
 
 
