@@ -907,8 +907,13 @@ def test_arviz_reads_a_run():
     assert arviz.summary(told, var_names=["b"]).shape[0] == 1
     nested = Snapshots({"layer": {"w": np.zeros((5, 2, 3))}, "a/b": [np.ones((5, 2))]})
     told = diagnostics.to_arviz(nested)
-    assert set(told.posterior.data_vars) == {"layer.w", "a.b.0"}
+    assert set(told.posterior.data_vars) == {"layer.w", "a~1b.0"}
     assert set(diagnostics.to_arviz(Snapshots(np.zeros((2, 5)))).posterior.data_vars) == {"params"}
+    twins = Snapshots(
+        {"a.b": np.zeros((2, 5)), "a/b": np.zeros((2, 5)), "a": {"b": np.ones((2, 5))}}
+    )
+    told = diagnostics.to_arviz(twins).posterior
+    assert set(told.data_vars) == {"a~2b", "a~1b", "a.b"} and np.all(told["a.b"] == 1)
 
 
 # Wrong arguments.

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from numpy.typing import ArrayLike
 
-from optax_smile import _check, _trace
+from optax_smile import _check, _trace, _tree
 from optax_smile.draws.prediction import Prediction
 from optax_smile.draws.snapshots import Snapshots, StoredSnapshots
 
@@ -260,9 +260,9 @@ def to_arviz(snapshots: Snapshots | StoredSnapshots, prediction: Prediction | No
     check_snapshots("to_arviz", snapshots)
     arviz = _import_arviz()
     leaves = jax.tree_util.tree_leaves_with_path(snapshots.params)
-    named = {jax.tree_util.keystr(path, simple=True, separator="."): x for path, x in leaves}
     # The DataTree keeps "/" for its groups.
-    groups = {"posterior": {name.replace("/", ".") or "params": x for name, x in named.items()}}
+    named = {_tree.name(map(_tree.entry, path), ".") or "params": x for path, x in leaves}
+    groups = {"posterior": named}
     if stats := _trace.of_draws(snapshots.trace, snapshots.num_draws):
         groups["sample_stats"] = stats | {"energy_error": stats.pop("energy_change")}
     if prediction is not None:

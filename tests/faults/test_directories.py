@@ -30,7 +30,7 @@ CHAINS, DRAWS, CRASH = 3, 4, 4
 # Flipped bits of a whole campaign and of the short one; a tenth as many files are cut, and so on.
 WHOLE, SHORT = 5_000, 300
 # Of so many damages one is met by a whole run that goes on; otherwise what it begins with is read.
-RESUMED = 50
+RESUMED = 100
 # Seconds to refuse a lie on a busy machine; a set of all chains of a name took 45.
 AT_ONCE = 5.0
 # Names that need care, and a leaf that never moves.
@@ -255,10 +255,7 @@ def harm(
     before = {path: path.read_bytes() for path in files}
     harmed = damage(files[generator.integers(len(files))], files, generator)
     parts = [path.relative_to(directory).parts for path in harmed]
-    if {part[0] for part in parts} & {"manifest.json"}:
-        names = ["manifest.json"]
-    else:
-        names = ["/".join(part[:2]) for part in parts]
+    names = ["/".join(part[:2]) for part in parts]
     names += [name.partition(".")[0] for name in names if name.startswith("start")]
     verdicts = []
     if resumes:
