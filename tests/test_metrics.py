@@ -399,8 +399,16 @@ ONES = np.ones(4)
         (metrics.nll, ([],), "`nll(log_density=...)` must be not empty, got shape (0,)"),
         (metrics.perplexity, ([-1.0, np.nan],), "below infinity, not NaN, got nan at (1,)"),
         (metrics.perplexity, ([],), "`perplexity(log_density=...)` must be not empty"),
-        (metrics.perplexity, (-ONES, ONES), "booleans of shape (4,), got float64 of shape (4,)"),
-        (metrics.perplexity, (-ONES, [True]), "booleans of shape (4,), got bool of shape (1,)"),
+        (
+            metrics.perplexity,
+            (-ONES, ONES),
+            "booleans of shape (4,), that of `log_density`, got float64 of shape (4,)",
+        ),
+        (
+            metrics.perplexity,
+            (-ONES, [True]),
+            "booleans of shape (4,), that of `log_density`, got bool of shape (1,)",
+        ),
         (metrics.perplexity, (-ONES, ONES < 0), "True for one token or more, got False for all"),
         (metrics.rmse, (ONES[:, None], ONES), "`rmse(targets=...)` must be of shape (4, 1) to go"),
         (metrics.rmse, (ONES, ONES * np.nan), "`rmse(targets=...)` must be finite, got nan"),

@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import matplotlib.pyplot as plt
 import numpy as np
 import optax
 import pytest
@@ -492,6 +493,8 @@ def test_wrong_calls(which, run_of_sample, full, tmp_path, monkeypatch):
             verdict, number = judge(name, function, arguments, argument, value), number + 1
             if verdict != "right":
                 found[name, argument, value] = verdict
+    # Without `ax` a plot opens a figure.
+    plt.close("all")
     TOLD[which] = number, list(found.values())
     assert not found
 
