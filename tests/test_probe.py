@@ -1,7 +1,7 @@
 """What comes after the sampler: by the structure of a state, and by where parameters arrive."""
 
 import functools
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -149,12 +149,12 @@ def test_averages_projections_and_late_transformations_are_counted():
 
 def test_lookahead_is_counted():
     tx = optax.lookahead(naive(), sync_period=5, slow_step_size=0.5)
-    params = optax.LookaheadParams.init_synced(START)
+    params: Any = optax.LookaheadParams.init_synced(START)
     state = tx.init(params)
     for _ in range(24):
         grads = jax.tree.map(lambda x: x + 0.1, params.fast)
         updates, state = tx.update(grads, state, params)
-        params = optax.apply_updates(params, updates)
+        params = cast(Any, optax.apply_updates(params, updates))
     assert int(optax_smile.stats(state)["num_altered"]) >= 3
 
 

@@ -280,7 +280,7 @@ def test_a_source_tree_needs_no_installation(tmp_path):
         "    return version(name)\n"
         "metadata.version = missing\n"
         "import jax.numpy as jnp, optax_smile\n"
-        "draws = optax_smile.sample(lambda params, batch: jnp.sum(params**2), jnp.ones((2, 2)),\n"
+        "draws = optax_smile.sample(lambda params, batch: jnp.sum(params**2), jnp.eye(2),\n"
         "    [0], optax_smile.smile_naive(0.1, num_data=9), num_warmup=0, num_draws=1, key=0,\n"
         "    directory='run', progress=False)\n"
         "print(optax_smile.__file__, draws.manifest['versions']['optax-smile'])\n"

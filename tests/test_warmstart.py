@@ -226,7 +226,8 @@ def test_checkpoints_wait_for_their_time(in_one_go, tmp_path):
 def test_a_finished_training_is_returned_at_once(arguments, tmp_path):
     expected = train_long(Batches(), directory=tmp_path, **arguments)
     never = Batches(1, crash)
-    assert_same_bits(train_long(never, directory=tmp_path, **arguments), expected)
+    with pytest.warns(UserWarning, match=r"\d+ epochs loaded from .*: it is finished"):
+        assert_same_bits(train_long(never, directory=tmp_path, **arguments), expected)
     assert never.passes == 0
 
 
@@ -253,9 +254,11 @@ def test_a_signal_ends_the_training_after_the_epoch(number, in_one_go, tmp_path)
     if number == signal.SIGTERM:
         with pytest.raises(KeyboardInterrupt, match="stopped by SIGTERM: run again"):
             train_long(batches, directory=tmp_path, checkpoint_minutes=60)
-        got = train_long(Batches(3, send(number)))
+        with pytest.warns(UserWarning, match=r"stopped after 3 of at most 40 epochs\.$"):
+            got = train_long(Batches(3, send(number)))
     else:
-        got = train_long(batches, directory=tmp_path, checkpoint_minutes=60)
+        with pytest.warns(UserWarning, match=r"stopped after 3 of at most 40 .* go on\."):
+            got = train_long(batches, directory=tmp_path, checkpoint_minutes=60)
     assert signal.getsignal(number) is handler
     assert batches.passes == 3
     assert_same_bits(got, train_long(Batches(), num_epochs=3))
@@ -286,7 +289,7 @@ def test_a_directory_in_use_is_refused(in_one_go, tmp_path):
 @pytest.mark.parametrize("arguments", [slow({"num_members": 5}), {"optimizer": optax.sgd(0.1)}])
 def test_the_directory_of_another_training_is_refused(arguments, tmp_path):
     train_long(Batches(), directory=tmp_path, num_epochs=2)
-    message = r"(?s)The checkpoint .*2 cannot be read .* or the model or the sampler has changed"
+    message = rf"must be as in the training in .*, whose {next(iter(arguments))} is"
     with pytest.raises(ValueError, match=message):
         train_long(Batches(), directory=tmp_path, **arguments)
 

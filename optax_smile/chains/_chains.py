@@ -114,8 +114,14 @@ class Chains:
             chains = chains._replace(params=params, aux=aux)
         return self._losses(chains, self.put(batch))
 
-    def check(self, batch: Any):
-        """Require a loss of every chain that is a scalar and finite, and chains that differ."""
+    def check(self, batch: Any, settings: Mapping[str, Any] | None, warns: bool):
+        """Require a loss of every chain that is a scalar and finite, and chains that differ.
+
+        Args:
+            batch: the first one.
+            settings: of the sampler.
+            warns: whether to warn of what looks wrong in the loss and in `num_data`.
+        """
         arguments = self.tree, batch, self.put, self.per_chain, self.number
         _loop.check_loss("sample", self._losses, *arguments)
         found = _tree.local(self.losses(batch))
@@ -128,6 +134,8 @@ class Chains:
         _check.finite("sample", "params", self.tree.params)
         if len(set(found.tolist())) < len(found) and not self.per_chain:
             self._check_different()
+        if warns:
+            self._warn(batch, settings)
 
     def _check_different(self):
         """Require chains that differ in anything, such as the key of their noise."""
@@ -138,9 +146,8 @@ class Chains:
             remedy = "Copies stay copies. See `chains_from_weights`, or the sampler's `key`."
             _check.fail("sample", "params", rule, f"copies in the chains {copies}", remedy)
 
-    def warn(self, batch: Any, settings: Mapping[str, Any] | None, is_stochastic: bool):
-        """Warn of a loss that looks like a sum, and of a number of examples below the batch's."""
-        if not is_stochastic:
+    def _warn(self, batch: Any, settings: Mapping[str, Any] | None):
+        if self.like.key is None:
             _loop.warn_of_sum("sample", self.losses, batch, self.per_chain, self.mesh)
         rows, number = _loop.num_rows(batch, self.per_chain), (settings or {}).get("num_data")
         if rows is not None and isinstance(number, (int, float)) and number < rows:

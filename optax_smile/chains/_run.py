@@ -3,7 +3,7 @@
 import os
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -76,15 +76,15 @@ class DirectoryRun:
 
     Args:
         directory: new, empty, or that of the same run.
-        start: stacked parameters `[chain, ...]` before the first step.
+        chains: before the first step.
         closing: closes what is opened here.
         settings: what tells a run from another, as JSON can hold it.
         num_draws: draws wanted, which may grow from one call to the next.
         dtype: what the draws are rounded to, or None.
         resume: whether to go on with a run that is there.
         minutes: between two checkpoints.
-        told: what `_identity.of_run` tells, from the start of the chains as it is stored.
-        accept: what of it may differ from the run in the directory.
+        data: what can be told of the batches.
+        accept: what may differ from the run in the directory, see `_identity`.
 
     Raises:
         ValueError: a directory in use, of another run, or with draws and no checkpoint.
@@ -93,7 +93,7 @@ class DirectoryRun:
     def __init__(
         self,
         directory: str | os.PathLike,
-        start: Any,
+        chains: Chains,
         closing: ExitStack,
         *,
         settings: Mapping[str, Any],
@@ -101,10 +101,11 @@ class DirectoryRun:
         dtype: str | None,
         resume: bool,
         minutes: float,
-        told: Callable[[Any], dict[str, Any]],
+        data: _identity.Data,
         accept: tuple[str, ...],
     ):
         _disk.import_safetensors()
+        start = chains.draw()
         self.directory, self.like = Path(directory).absolute(), _loop.one_of(start)
         closing.enter_context(_checkpoint.lock("sample", self.directory))
         if jax.process_index() == 0:
@@ -120,7 +121,7 @@ class DirectoryRun:
             stored = self.result(whole=True).start
             _warn_of_start(self.directory, rounded, stored)
             rounded = stored
-        manifest |= told(rounded)
+        manifest |= _identity.of_run(data, lambda batch: chains.losses(batch, rounded))
         if before is not None:
             _identity.check_same("sample", self.directory, before, manifest, accept)
         if jax.process_index() == 0:

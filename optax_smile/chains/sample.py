@@ -173,21 +173,15 @@ def sample(
         >>> import jax, jax.numpy as jnp, optax_smile
         >>> loss_fn = lambda params, batch: jnp.sum((params["w"] - batch) ** 2) / 2
         >>> draws = optax_smile.sample(
-        ...     loss_fn, {"w": jnp.zeros((3, 2))}, [jnp.ones(2)],
+        ...     loss_fn, {"w": jnp.eye(3, 2)}, [jnp.ones(2)],
         ...     optax_smile.smile_naive(0.1, num_data=10),
         ...     num_warmup=20, num_draws=5, thin=2, key=jax.random.key(0), progress=False,
         ... )
         >>> draws.params["w"].shape
         (3, 5, 2)
     """
-    for name, value, smallest in (
-        ("num_warmup", num_warmup, 0),
-        ("num_draws", num_draws, 1),
-        ("thin", thin, 1),
-        ("steps_per_dispatch", steps_per_dispatch, 1),
-        ("prefetch", prefetch, 0),
-    ):
-        _check.whole("sample", name, value, smallest)
+    _check_counts(0, num_warmup=num_warmup, prefetch=prefetch)
+    _check_counts(1, num_draws=num_draws, thin=thin, steps_per_dispatch=steps_per_dispatch)
     _check.choice("sample", "batch_per", batch_per, BATCH_PER)
     _check.minutes("sample", checkpoint_minutes)
     typed = _check.needed_key("sample", key)
@@ -215,13 +209,12 @@ def sample(
             steps = {"num_warmup": num_warmup, "thin": thin, "batch_per": batch_per}
             words = np.asarray(jax.random.key_data(typed)).tolist()
             own = {"key": words, "sampler": settings, "chain": _settings.checksum(sampler)}
-            data = _identity.of_batches(batches, per_chain)
             run = DirectoryRun(
                 directory,
-                chains.draw(),
+                chains,
                 closing,
                 settings={**steps, **shared, **own},
-                told=lambda start: _identity.of_run(data, lambda x: chains.losses(x, start)),
+                data=_identity.of_batches(batches, per_chain),
                 accept=accept,
                 num_draws=num_draws,
                 dtype=dtype,
@@ -237,13 +230,17 @@ def sample(
                 callback(step, seen)
 
         def judge(batch: Any):
-            chains.check(batch)
-            if check:
-                chains.warn(batch, settings, stochastic)
+            chains.check(batch, settings, check)
 
         place, is_stopped = _go_on(chains, plan, run, stream, prefetch, judge, watch)
     _check_end(plan, place, num_draws, is_stopped, directory)
     return run.result()
+
+
+def _check_counts(smallest: int, **counts: Any):
+    """Require integers."""
+    for name, value in counts.items():
+        _check.whole("sample", name, value, smallest)
 
 
 def _check_kinds(batches: Any, sampler: Any, callback: Any, directory: Any, dtype: Any):

@@ -227,7 +227,7 @@ def load_snapshots(
         >>> loss_fn = lambda params, batch: jnp.sum((params["w"] - batch) ** 2) / 2
         >>> directory = tempfile.mkdtemp()
         >>> _ = optax_smile.sample(
-        ...     loss_fn, {"w": jnp.zeros((3, 2))}, [jnp.ones(2)],
+        ...     loss_fn, {"w": jnp.eye(3, 2)}, [jnp.ones(2)],
         ...     optax_smile.smile_naive(0.1, num_data=10), num_warmup=0, num_draws=5,
         ...     key=jax.random.key(0), directory=directory, progress=False,
         ... )
