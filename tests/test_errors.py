@@ -570,9 +570,13 @@ def test_an_error_of_the_users_own_comes_through():
         sample_with(loss_fn=broken)
 
 
-@pytest.mark.parametrize("wrong", [None, 3, "x", [], optax.adam, dict, NotCalled()], ids=str)
 @pytest.mark.parametrize(
-    ("call", "argument"), [(sample_with, "sampler"), (warm_with, "optimizer")], ids=str
+    "wrong", [None, 3, "x", [], optax.adam, dict, NotCalled()], ids=lambda x: type(x).__name__
+)
+@pytest.mark.parametrize(
+    ("call", "argument"),
+    [(sample_with, "sampler"), (warm_with, "optimizer")],
+    ids=["sample", "warmstart"],
 )
 def test_what_is_no_transformation(call, argument, wrong):
     with pytest.raises(ValueError, match=rf"\({argument}=...\)` must be an Optax transformation"):
@@ -580,7 +584,9 @@ def test_what_is_no_transformation(call, argument, wrong):
 
 
 @pytest.mark.parametrize("call", [sample_with, warm_with])
-@pytest.mark.parametrize("wrong", [None, 3, "x", {"x": 1}, lambda: [1]], ids=str)
+@pytest.mark.parametrize(
+    "wrong", [None, 3, "x", {"x": 1}, lambda: [1]], ids=lambda x: type(x).__name__
+)
 def test_what_are_no_batches(call, wrong):
     with pytest.raises(ValueError, match=r"\(batches=...\)` must be an iterable of batches, got"):
         call(batches=wrong)

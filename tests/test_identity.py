@@ -234,7 +234,7 @@ def test_the_same_training_is_found(trained):
         with pytest.warns(
             UserWarning, match="2 members of 2 epochs loaded from .*: it is finished"
         ):
-            again = warm(trained[0], validation=batches()[0], **arguments)
+            again: Any = warm(trained[0], validation=batches()[0], **arguments)
         np.testing.assert_array_equal(again["w"], trained[1])
 
 
