@@ -9,6 +9,7 @@ import optax
 import pytest
 
 import optax_smile
+from optax_smile import _settings
 from optax_smile.chains import _identity, _loop
 
 ROWS = 60
@@ -350,3 +351,29 @@ def test_rows_of_batches():
     assert _loop.num_rows((np.ones((3, 2)), np.ones((3, 2))), True) == 2
     assert _loop.num_rows((np.ones((3, 2)), np.ones(4)), False) is None
     assert _loop.num_rows(np.ones(()), False) is None
+
+
+def test_a_transformation_is_told_from_others_and_not_from_itself():
+    schedules = [optax.cosine_decay_schedule(0.1, steps) for steps in (100, 200)]
+    made = [
+        lambda: psmile(),
+        lambda: psmile(num_data=7),
+        lambda: optax.chain(optax.clip(1.0), psmile()),
+        lambda: optax.chain(optax.clip(2.0), psmile()),
+        lambda: optax.adamw(1e-3),
+        lambda: optax.adamw(1e-3, b1=0.8),
+        lambda: optax.adamw(1e-3, weight_decay=0.1),
+        lambda: optax.adam(schedules[0]),
+        lambda: optax.adam(schedules[1]),
+        lambda: optax.MultiSteps(optax.sgd(0.1), 2).gradient_transformation(),
+        lambda: optax.MultiSteps(optax.sgd(0.1), 3).gradient_transformation(),
+        lambda: optax.inject_hyperparams(optax.sgd)(0.1),
+        lambda: optax.inject_hyperparams(optax.sgd)(0.2),
+    ]
+    params, sums = jnp.ones(3), []
+    for make in made:
+        tx = make()
+        sums.append(_settings.checksum(tx))
+        tx.update(params, tx.init(params), params)
+        assert _settings.checksum(tx) == _settings.checksum(make()) == sums[-1]
+    assert len(set(sums)) == len(made)

@@ -143,6 +143,8 @@ def runs(path):
         "mesh": None,
         "specs": None,
         "directory": None,
+        "accept": (),
+        "check": True,
         "checkpoint_minutes": 5.0,
         "progress": False,
     }
@@ -158,7 +160,8 @@ def runs(path):
     searched |= {"make_sampler": lambda size: optax_smile.smile_naive(size, num_data=10)}
     searched |= {"apply_fn": apply_fn, "validation": (INPUTS, LABELS), "thin": 1}
     searched |= {"likelihood": "categorical", "num_warmup": 0, "num_draws": 2}
-    searched |= {"step_sizes": (0.01, 0.1), "steps_per_dispatch": 1, "progress": False}
+    searched |= {"step_sizes": (0.01, 0.1), "steps_per_dispatch": 1, "check": False}
+    searched |= {"progress": False}
     yield "find_step_size", optax_smile.find_step_size, searched
     weights = {"weights": [PARAMS, PARAMS], "num_chains": 2, "jitter": 0.1, "key": KEY}
     yield "chains_from_weights", optax_smile.chains_from_weights, weights
@@ -327,6 +330,8 @@ LAWFUL: dict[str, set[str]] = {
     **dict.fromkeys(("mesh", "specs", "per", "targets", "batch_size", "prediction"), {"none"}),
     **dict.fromkeys(("callback", "dtype", "aux", "mask", "output", "start", "ax"), {"none"}),
     **dict.fromkeys(("tuner", "num_draws", "num_chains", "inputs", "like"), {"none"}),
+    "accept": {"list"},
+    "check": {"true"},
     **dict.fromkeys(("flat", "progress", "resume", "classes", "stacked", "per_chain"), {"true"}),
     # Any number of the range; traced where a sampler may be built inside a compiled function.
     **dict.fromkeys(("step_size", "temperature", "smallest_root", "angle"), {"tracer"}),
