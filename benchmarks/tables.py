@@ -21,6 +21,7 @@ from tabulated import (
     agreement,
     analytic,
     analytic_figures,
+    before_sampler,
     costs,
     faults,
     lenet,
@@ -76,6 +77,7 @@ TABLES: dict[str, tuple[Callable[..., Table], tuple[str, ...]]] = {
     "predictions": (costs.predictions, ("predict_cost",)),
     "loops": (costs.loops, ("loop_overhead",)),
     "faults": (faults.campaigns, ("faults",)),
+    "before-sampler": (before_sampler.variances, ("before_sampler",)),
 }
 FIGURES: dict[str, tuple[Callable[..., str], tuple[str, ...]]] = {
     **{

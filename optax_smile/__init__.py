@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 from optax_smile import diagnostics, metrics, parallel, plots, published
 from optax_smile.chains.find_step_size import StepSizeSearch, find_step_size
 from optax_smile.chains.sample import sample
-from optax_smile.chains.warmstart import chains_from_weights, warmstart
+from optax_smile.chains.starts import chains_from_weights
+from optax_smile.chains.warmstart import warmstart
 from optax_smile.draws.likelihoods import Likelihood
 from optax_smile.draws.predict import predict
 from optax_smile.draws.prediction import Outcome, Prediction

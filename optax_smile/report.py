@@ -28,15 +28,14 @@ from numpy.typing import ArrayLike
 
 from optax_smile import _check, _disk, diagnostics, metrics, plots
 from optax_smile.draws import _manifest
-from optax_smile.draws.prediction import Outcome, Prediction
+from optax_smile.draws._stored import FIELDS, FILE, Stored, is_name
+from optax_smile.draws.prediction import Prediction
 from optax_smile.draws.snapshots import StoredSnapshots
 
-FILE, LEVEL = "prediction-{}.safetensors", 0.95
+LEVEL = 0.95
 # What `score` calls the arguments of metrics.
 IN_SCORE = {"labels": "targets", "mask": "targets", "log_density": "prediction"}
 IN_SCORE |= dict.fromkeys(("probabilities", "mean", "std"), "prediction")
-# Of a prediction that are kept.
-FIELDS = ("mean", "log_density", "total", "aleatoric", "epistemic")
 # Parameters that stay in memory to draw the paths of the chains; 512 MiB in float32.
 MOST_PARAMETERS = 1 << 27
 STYLE = """
@@ -146,7 +145,7 @@ def store(
     directory = _check.path("report.store", "directory", directory)
     _manifest.read("report.store", directory)
     _check.kind("report.store", "prediction", prediction, Prediction, "what `predict` returned")
-    if not _is_name(name):
+    if not is_name(name):
         rule = "a name of letters, digits, spaces, - and _, at most 100"
         _check.fail("report.store", "name", rule, _check.show(name))
     if scores is None:
@@ -166,42 +165,6 @@ def store(
         _check.fail("report.store", "targets", "numbers", f"an array of {arrays['targets'].dtype}")
     header = {"name": name, "scores": scores, "uncertainty": prediction.uncertainty}
     _disk.write(directory / FILE.format(name), _disk.pack(header, arrays))
-
-
-def _is_name(name: Any) -> bool:
-    is_text = isinstance(name, str) and 0 < len(name) <= 100
-    return is_text and all(x.isalnum() or x in " -_" for x in name)
-
-
-class Stored:
-    """A prediction that `store` has kept.
-
-    Attributes:
-        name: of the data.
-        prediction: without curve; `each` is None or an `Outcome` of log density and mean.
-        targets: or None.
-        scores: by name.
-
-    Raises:
-        ValueError: a damaged file.
-    """
-
-    def __init__(self, file: Path):
-        self.name = file.stem.removeprefix("prediction-")
-
-        def check(header: Mapping[str, Any]):
-            if header["name"] != self.name or not _is_name(self.name):
-                raise ValueError(f"it is the one named {header['name']!r}")
-            if not {type(score) for score in header["scores"].values()} <= {int, float}:
-                raise ValueError("its scores are no numbers")
-
-        with _disk.naming(file, "stored prediction", "Remove it, or store it again."):
-            header, kept = _disk.read(file, check)
-        self.scores: dict[str, float] = header["scores"]
-        self.targets, each = kept.get("targets"), kept.get("each_log_density")
-        outcome = None if each is None else Outcome(kept.get("each_mean"), None, None, each)
-        fields = {field: kept.get(field) for field in FIELDS}
-        self.prediction = Prediction(**fields, uncertainty=header["uncertainty"], each=outcome)
 
 
 def write(directory: str | os.PathLike, output: str | os.PathLike | None = None) -> Path:

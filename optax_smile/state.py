@@ -86,11 +86,15 @@ def find(state: Any, where: str, argument: str = "state") -> SamplerState:
     for chain in chains:
         place = next((i for i, part in enumerate(chain) if _samplers(part)[0]), len(chain))
         # The states of transformations, unlike what else may lie beside one in a loop's tuple.
-        later = [type(part).__name__ for part in chain[place + 1 :] if hasattr(part, "_fields")]
+        later = [part for part in chain[place + 1 :] if hasattr(part, "_fields")]
+        if any(isinstance(part, optax.MaskedState) for part in chain[place : place + 1]):
+            # Which leaves are whose the states do not tell.
+            later = [part for part in later if not isinstance(part, optax.MaskedState)]
         if later:
             rule = "that of a chain whose last transformation is the sampler"
+            got = f"one followed by {', '.join(type(part).__name__ for part in later)}"
             remedy = "What comes after it changes its steps, and no draws are right: put it before."
-            _check.fail(where, argument, rule, f"one followed by {', '.join(later)}", remedy)
+            _check.fail(where, argument, rule, got, remedy)
     return found[0]
 
 

@@ -36,8 +36,8 @@ STATUS = {0: PASSED, 1: FAILED}
 DEFECTS = r"""
 # potential.py | test_potential.py
 = no temperature in the gradient | gradient
-- weight = potential.num_data / potential.temperature
-+ weight = potential.num_data
+- return num_data / potential.temperature
++ return num_data
 = prior mean left out | prior_of_trees_has
 - precision * (x - mean)).astype
 + precision * x).astype

@@ -198,7 +198,9 @@ NOISY = {
 @pytest.mark.parametrize("name", NOISY)
 def test_chains_with_noise_need_a_key(name):
     """Otherwise each would draw the same numbers, and chains from one start be copies."""
-    with pytest.raises(ValueError, match=r"`init\(key=...\)` must be a JAX key .* the 3 chains"):
+    with pytest.raises(
+        ValueError, match=r"`parallel.init\(key=...\)` must be a JAX key .* the 3 chains"
+    ):
         parallel.init(NOISY[name], start(3))
     keys = optax.tree.get(parallel.init(NOISY[name], start(3), key=1), "key")
     assert len(np.unique(keys, axis=0)) == 3
@@ -598,7 +600,8 @@ def test_warmstart_on_a_mesh(tmp_path):
     got = train(mesh, specs, directory=tmp_path, checkpoint_minutes=0)
     assert_close(bare(got), bare(trained()))
     assert_spread(shardings_of(got), mesh, specs)
-    finished = train(mesh, specs, directory=tmp_path, batches=[])
+    with pytest.warns(UserWarning, match="epochs loaded from .* is finished"):
+        finished = train(mesh, specs, directory=tmp_path)
     chex.assert_trees_all_equal(bare(finished), bare(got))
     assert_spread(shardings_of(finished), mesh, specs)
 

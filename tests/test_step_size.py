@@ -185,6 +185,8 @@ def test_all_get_the_same_start_key_and_budget(monkeypatch):
 
     search = find_step_size(**arguments(batches=batches, make_sampler=make_sampler))
     assert sizes == [1e-8, 5e-4, 1e3] and len(fake.sampled) == 3 and len(fake.predicted) == 4
+    checks = [options.pop("check") for *_, options in fake.sampled]
+    assert checks == [True, False, False]
     for loss_fn, params, got, _, options in fake.sampled:
         assert loss_fn is mean_loss and params is START and got is batches
         assert options.pop("key") == jax.random.key(0)

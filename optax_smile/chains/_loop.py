@@ -83,14 +83,14 @@ def warn_of_sum(
     if not half:
         return
 
-    def part(first: int) -> Any:
-        rows = slice(first, first + half)
-        return jax.tree.map(lambda x: x[:, rows] if per_chain else x[rows], batch)
+    def of_part(first: int, stop: int) -> np.ndarray:
+        rows = slice(first, stop)
+        part = jax.tree.map(lambda x: x[:, rows] if per_chain else x[rows], batch)
+        return np.asarray(_tree.local(losses(part)), float)
 
     try:
-        whole, *halves = (
-            np.asarray(_tree.local(losses(one)), float) for one in (batch, part(0), part(half))
-        )
+        halves = of_part(0, half), of_part(half, 2 * half)
+        whole = of_part(0, 2 * half)
     except Exception:
         return
     with np.errstate(all="ignore"):

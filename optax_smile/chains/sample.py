@@ -6,6 +6,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -229,9 +230,7 @@ def sample(
             if callback is not None:
                 callback(step, seen)
 
-        def judge(batch: Any):
-            chains.check(batch, settings, check)
-
+        judge = partial(chains.check, settings=settings, warns=check)
         place, is_stopped = _go_on(chains, plan, run, stream, prefetch, judge, watch)
     _check_end(plan, place, num_draws, is_stopped, directory)
     return run.result()

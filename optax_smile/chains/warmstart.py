@@ -20,9 +20,6 @@ from optax_smile.chains import _identity, _loop
 from optax_smile.chains._checkpoint import Checkpoints, any_process, lock
 from optax_smile.draws import _manifest
 
-# Of the size of the weights, see `chains_from_weights`. It changes the LPPD of trained networks by
-# .01 nats, at most .05 (energy, concrete, diabetes); 0.1 would by up to two.
-JITTER = 0.01
 # What else errors may come from.
 PARTS = "parallel.shardings", "parallel.place", "parallel.init"
 OF_VALIDATION = {"loss_fn": "validation", "batches": "validation"}
@@ -354,76 +351,3 @@ def _are_done(members: Members, patience: int) -> bool:
     """Whether no member has got better for so many epochs."""
     (running,) = any_process(bool(np.any(_tree.local(members.stale) < patience)))
     return not running
-
-
-def chains_from_weights(
-    weights: Sequence[optax.Params],
-    *,
-    num_chains: int | None = None,
-    jitter: float | None = None,
-    key: jax.Array | int | None = None,
-) -> optax.Params:
-    """Start chains from weights that are trained already, such as those of checkpoints.
-
-    Args:
-        weights: parameter trees of one network each, all alike.
-        num_chains: at least as many as weights: chain i starts from `weights[i % len(weights)]`;
-            None: one chain for each.
-        jitter: standard deviation of Gaussian noise in units of the root mean square of each
-            array, >= 0; arrays of zeros stay as they are, unless all are: then the unit is 1. None:
-            0.01 if two chains would start from equal weights, else 0. Such chains stay together
-            where they share batches and draw no noise of their own.
-        key: JAX key or seed, needed for a jitter.
-
-    Returns:
-        Parameters `[chain, ...]` for `sample`.
-
-    Raises:
-        ValueError: no weights, trees that differ, fewer chains than weights, an argument out of
-            range, no key.
-
-    Example:
-        >>> import jax, jax.numpy as jnp, optax_smile
-        >>> chains = optax_smile.chains_from_weights(
-        ...     [{"w": jnp.ones(3)}], num_chains=4, key=jax.random.key(0)
-        ... )
-        >>> chains["w"].shape
-        (4, 3)
-    """
-    where = "chains_from_weights"
-    rule = "a list of at least one parameter tree"
-    if not isinstance(weights, (list, tuple)) or not weights:
-        _check.fail(where, "weights", rule, repr(weights)[:80])
-    _check.leaves(where, "weights", weights, rule)
-    _check.finite(where, "weights", weights)
-    if not jax.tree.leaves(weights[0]):
-        _check.fail(where, "weights", rule, "trees without arrays")
-    for tree in weights[1:]:
-        _tree.check_alike(where, "weights", tree, weights[0], "the first tree")
-    num_chains = len(weights) if num_chains is None else num_chains
-    _check.whole(where, "num_chains", num_chains, 1)
-    if num_chains < len(weights):
-        rule = f"at least {len(weights)}, a chain for each of the weights"
-        _check.fail(where, "num_chains", rule, num_chains, "Give fewer weights to leave some out.")
-    if jitter is not None:
-        _check.nonnegative(where, "jitter", jitter, traced=False)
-    chosen = [weights[chain % len(weights)] for chain in range(num_chains)]
-    chains = jax.tree.map(lambda *leaves: jnp.stack([jnp.asarray(x) for x in leaves]), *chosen)
-    if jitter is None:
-        jitter = JITTER if len(set(_tree.first_alike(chains))) < num_chains else 0
-    if not jitter:
-        return chains
-    purpose = "for a jitter, which keeps chains apart that start from equal weights"
-    drawn = _check.needed_key(where, key, purpose)
-
-    def size(x):
-        return jnp.sqrt(jnp.mean(x**2, axis=tuple(range(1, x.ndim)), keepdims=True))
-
-    sizes = jnp.stack([size(x).ravel() for x in jax.tree.leaves(chains)])
-    are_zero = jnp.all(sizes == 0, axis=0)
-
-    def disturb(x, noise):
-        unit = jnp.where(are_zero.reshape(-1, *[1] * (x.ndim - 1)), 1, size(x))
-        return x + jitter * unit * noise
-
-    return jax.tree.map(disturb, chains, _tree.normal_like(drawn, chains))

@@ -22,15 +22,19 @@ class ProbeState(NamedTuple):
     """What is known of the entries that are looked at.
 
     Attributes:
-        start: where the last call found them `[entry]`; NaN where the next call cannot tell: before
-            the first one and after a rejected step.
+        start: where the last call found them `[entry]`.
+        is_known: whether the next call can tell by them; False before the first one and after a
+            rejected step.
         num_altered: calls that found them elsewhere than the last one had sent them, int32.
         num_running: the latest calls in a row that found them off by a share of the step, int32.
+        is_altered: whether those are too many for an accident.
     """
 
     start: jax.Array
+    is_known: jax.Array
     num_altered: jax.Array
     num_running: jax.Array
+    is_altered: jax.Array
 
     def is_made(self) -> jax.Array:
         """True, which the compiler cannot know: what waits for it is written after the look."""
@@ -38,15 +42,18 @@ class ProbeState(NamedTuple):
 
     def stats(self) -> dict[str, jax.Array]:
         """Scalars for `optax_smile.stats`."""
-        is_altered = self.num_running >= MOST_RUNNING
-        return {"num_altered": self.num_altered, "is_altered": is_altered}
+        return {"num_altered": self.num_altered, "is_altered": self.is_altered}
 
 
 def init(params: optax.Params) -> ProbeState:
     """Nothing is known before the first call."""
-    none = jnp.zeros((), jnp.int32)
-    start = [jnp.full((), jnp.nan, leaf.dtype) for leaf in _chosen(params)]
-    return ProbeState(_stack(start), none, none)
+    return ProbeState(
+        start=_stack([jnp.zeros((), leaf.dtype) for leaf in _chosen(params)]),
+        is_known=jnp.zeros((), bool),
+        num_altered=jnp.zeros((), jnp.int32),
+        num_running=jnp.zeros((), jnp.int32),
+        is_altered=jnp.zeros((), bool),
+    )
 
 
 def look(
@@ -64,15 +71,17 @@ def look(
     rounding = ROUNDING * max((float(jnp.finfo(x.dtype).eps) for x in found), default=0.0)
     size = jnp.maximum(jnp.maximum(jnp.abs(here), jnp.abs(state.start)), jnp.abs(step))
     off = jnp.abs(here - (state.start + step))
-    is_known = jnp.isfinite(off)
-    off = jnp.where(is_known, off, 0)
+    off = jnp.where(state.is_known & jnp.isfinite(off), off, 0)
     altered = jnp.any(off > rounding * size)
     running = altered & (jnp.linalg.norm(off) > SMALLEST_SHARE * jnp.linalg.norm(step))
     row = jnp.where(running, _tree.count(state.num_running), 0)
+    row = jnp.where(state.is_known, row, state.num_running)
     return ProbeState(
-        start=jnp.where(reject, jnp.nan, here),
+        start=jnp.where(reject, 0, here),
+        is_known=~reject,
         num_altered=_tree.count(state.num_altered, altered),
-        num_running=jnp.where(jnp.any(is_known), row, state.num_running),
+        num_running=row,
+        is_altered=row >= MOST_RUNNING,
     )
 
 
@@ -92,12 +101,12 @@ def _stack(numbers: list[jax.Array]) -> jax.Array:
 
 
 def _middle(leaf: jax.Array) -> jax.Array:
-    """The number in the middle of a leaf; NaN if it is large and lies on several devices."""
+    """The number in the middle of a leaf; 0 if it is large and lies on several devices."""
     place = tuple(length // 2 for length in leaf.shape)
     if not _tree.is_shared(leaf):
         return jax.lax.slice(leaf, place, tuple(at + 1 for at in place)).reshape(())
     if leaf.size > LARGEST_SHARED:
-        return jnp.full((), jnp.nan, leaf.dtype)
+        return jnp.zeros((), leaf.dtype)
     for axis, at in enumerate(place):
         here = jax.lax.broadcasted_iota(jnp.int32, leaf.shape, axis) == at
         leaf = jnp.where(here, leaf, 0)

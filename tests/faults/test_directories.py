@@ -390,10 +390,7 @@ def test_a_name_that_lies_is_no_draw(intact, damaged, last):
     (file,) = damaged.glob("draw-00000001.*")
     shutil.copy(file, damaged / f"draw-00000007.chains-00000-{last}.safetensors")
     begun = time.monotonic()
-    assert (
-        optax_smile.load_snapshots(damaged).num_draws
-        == intact.expected["manifest"]["num_draws"] - 1
-    )
+    assert optax_smile.load_snapshots(damaged).num_draws == DRAWS - 1
     assert time.monotonic() - begun < AT_ONCE
 
 

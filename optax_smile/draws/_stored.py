@@ -1,0 +1,49 @@
+"""Predictions on disk, beside the draws that they come from."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from optax_smile import _disk
+from optax_smile.draws.prediction import Outcome, Prediction
+
+FILE = "prediction-{}.safetensors"
+# Of a prediction that are kept.
+FIELDS = ("mean", "log_density", "total", "aleatoric", "epistemic")
+
+
+def is_name(name: Any) -> bool:
+    """Whether a file can be called after it."""
+    is_text = isinstance(name, str) and 0 < len(name) <= 100
+    return is_text and all(x.isalnum() or x in " -_" for x in name)
+
+
+class Stored:
+    """A prediction that `report.store` has kept.
+
+    Attributes:
+        name: of the data.
+        prediction: without curve; `each` is None or an `Outcome` of log density and mean.
+        targets: or None.
+        scores: by name.
+
+    Raises:
+        ValueError: a damaged file.
+    """
+
+    def __init__(self, file: Path):
+        self.name = file.stem.removeprefix("prediction-")
+
+        def check(header: Mapping[str, Any]):
+            if header["name"] != self.name or not is_name(self.name):
+                raise ValueError(f"it is the one named {header['name']!r}")
+            if not {type(score) for score in header["scores"].values()} <= {int, float}:
+                raise ValueError("its scores are no numbers")
+
+        with _disk.naming(file, "stored prediction", "Remove it, or store it again."):
+            header, kept = _disk.read(file, check)
+        self.scores: dict[str, float] = header["scores"]
+        self.targets, each = kept.get("targets"), kept.get("each_log_density")
+        outcome = None if each is None else Outcome(kept.get("each_mean"), None, None, each)
+        fields = {field: kept.get(field) for field in FIELDS}
+        self.prediction = Prediction(**fields, uncertainty=header["uncertainty"], each=outcome)
