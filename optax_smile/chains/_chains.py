@@ -105,8 +105,10 @@ class Chains:
         return parallel.place_batch(batch, mesh=self.mesh, **arguments)
 
     def losses(self, batch: Any, start: Any = None) -> jax.Array:
-        """Loss of each chain `[chain]`, where it is, or where the draw `start` is."""
+        """Loss of each chain `[chain]`, where it is, or where the draw `start` is; a scalar."""
         chains = self.tree
+        arguments = chains, batch, self.put, self.per_chain, self.number
+        _loop.check_loss("sample", self._losses, *arguments)
         if start is not None:
             params, aux = (start, None) if chains.aux is None else (start["params"], start["aux"])
             params = parallel.place(params, mesh=self.mesh, specs=self.specs)
@@ -122,8 +124,6 @@ class Chains:
             settings: of the sampler.
             warns: whether to warn of what looks wrong in the loss and in `num_data`.
         """
-        arguments = self.tree, batch, self.put, self.per_chain, self.number
-        _loop.check_loss("sample", self._losses, *arguments)
         found = _tree.local(self.losses(batch))
         lost = np.flatnonzero(~np.isfinite(found)).tolist()
         if lost:

@@ -6,6 +6,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -147,34 +148,13 @@ def warmstart(
     train = parallel.step(train_one, members, mesh=mesh, per_chain=per_member)
     judge = parallel.step(judge_one, members, mesh=mesh)
     held_out = () if validation is None else parallel.place_batch(validation, mesh=mesh)
-
-    def put(batch):
-        return parallel.place_batch(batch, mesh=mesh, per_chain=per_member)
-
-    losses, rows = _losses(loss, per_member, mesh), (per_member, num_members)
-
-    def loss_at(batch):
-        return losses(members, put(batch))
-
+    losses = _Losses(loss, num_members, per_member, mesh)
     epoch, is_stopped, is_killed, checkpoints, told = 0, False, False, None, {}
     with ExitStack() as closing:
         if directory is not None:
-            closing.enter_context(lock("warmstart", Path(directory)))
-            checkpoints = Checkpoints(Path(directory), checkpoint_minutes)
-            closing.callback(checkpoints.close)
-            before = checkpoints.place()
-            numbers = {"num_members": num_members, "patience": patience}
-            words = np.asarray(jax.random.key_data(typed)).tolist()
-            own = {"key": words, "optimizer": _settings.checksum(optimizer)}
-            own["validation"] = validation is not None
-            told = {
-                "arguments": numbers | flags | own,
-                "versions": _manifest.versions(),
-                "validation": _identity.of_batches([validation], False).told,
-                **_identity.of_run(_identity.of_batches(batches, per_member), loss_at),
-            }
-            if before is not None:
-                _check_same(Path(directory), before["run"], told, accept)
+            own = flags | {"num_members": num_members, "patience": patience}
+            told = _tell(own, typed, optimizer, batches, validation, losses, members)
+            checkpoints = _open(Path(directory), checkpoint_minutes, closing, told, accept)
             if found := checkpoints.restore(members):
                 members, epoch = found[0], found[1]["epoch"]
         bar = _loop.Bar(num_epochs, "warm start", progress)
@@ -183,20 +163,16 @@ def warmstart(
         if epoch < num_epochs and not _are_done(members, patience):
             _loop.skip_passes(batches, epoch)
         elif epoch:
-            message = f"{num_members} members of {epoch} epochs loaded from {directory}"
-            warnings.warn(f"`warmstart`: {message}: it is finished.", stacklevel=2)
+            _warn_of_end(num_members, epoch, directory)
         while epoch < num_epochs and not is_stopped and not _are_done(members, patience):
             num_batches = 0
             for num_batches, batch in enumerate(batches, 1):
                 if epoch == 0 and num_batches == 1:
-                    _loop.check_loss("warmstart", losses, members, batch, put, *rows)
-                    if check and not stochastic:
-                        _loop.warn_of_sum("warmstart", loss_at, batch, per_member, mesh)
+                    losses.check(members, batch, check and not stochastic)
                     if validation is not None:
-                        of_held_out = _losses(loss, False, mesh), members, held_out, put
                         with _check.called("warmstart", "warmstart", **OF_VALIDATION):
-                            _loop.check_loss("warmstart", *of_held_out, False, num_members)
-                members = train(members, put(batch))
+                            losses.of_shared().check(members, validation, False)
+                members = train(members, losses.put(batch))
             epoch += 1
             if not num_batches:
                 rule = "an iterable that yields batches in every epoch, such as a list"
@@ -213,12 +189,23 @@ def warmstart(
                 raise KeyboardInterrupt("`warmstart` was stopped by SIGTERM: run again to go on.")
     if is_stopped:
         _warn_of_stop(epoch, num_epochs, directory)
+    _check_finite(members)
+    return members.best["params"] if aux is None else members.best
+
+
+def _check_finite(members: Members):
+    """Require a finite loss of every member."""
     lost = np.flatnonzero(~np.isfinite(_tree.local(members.best_loss))).tolist()
     if lost:
         rule = "one under which every member reaches a finite loss"
         remedy = "Are the batches and the validation finite?"
         _check.fail("warmstart", "optimizer", rule, f"none for the members {lost}", remedy)
-    return members.best["params"] if aux is None else members.best
+
+
+def _warn_of_end(num_members: int, epoch: int, directory: Any):
+    """Say that there was nothing to do."""
+    message = f"{num_members} members of {epoch} epochs loaded from {directory}: it is finished."
+    warnings.warn(f"`warmstart`: {message}", stacklevel=3)
 
 
 def _warn_of_stop(epoch: int, num_epochs: int, directory: Any):
@@ -245,14 +232,72 @@ def _check_kinds(init_fn: Any, batches: Any, optimizer: Any, validation: Any, di
         _check.path("warmstart", "directory", directory)
 
 
-def _losses(loss: Callable, has_rows: bool, mesh: Mesh | None) -> Callable[[Members, Any], Any]:
-    """The loss of each member."""
+class _Losses:
+    """The loss of each member on a batch."""
 
-    def loss_of_member(member, batch):
-        return loss(member.params, member.aux, member.key, batch)[0]
+    def __init__(self, loss: Callable, number: int, per_member: bool, mesh: Mesh | None):
+        self.loss, self.number, self.per_member, self.mesh = loss, number, per_member, mesh
 
-    in_axes = 0, 0 if has_rows else None
-    return jax.jit(parallel.over_chains(loss_of_member, mesh=mesh, in_axes=in_axes))
+        def of_member(member, batch):
+            return loss(member.params, member.aux, member.key, batch)[0]
+
+        in_axes = 0, 0 if per_member else None
+        self.compiled = jax.jit(parallel.over_chains(of_member, mesh=mesh, in_axes=in_axes))
+
+    def of_shared(self) -> _Losses:
+        """The same of a batch that all members share."""
+        return _Losses(self.loss, self.number, False, self.mesh) if self.per_member else self
+
+    def put(self, batch: Any) -> Any:
+        """Bring a batch onto the devices."""
+        return parallel.place_batch(batch, mesh=self.mesh, per_chain=self.per_member)
+
+    def check(self, members: Members, batch: Any, warns: bool):
+        """Require a scalar loss of each member; warn of one that looks like a sum."""
+        arguments = self.compiled, members, batch, self.put, self.per_member, self.number
+        _loop.check_loss("warmstart", *arguments)
+        if warns:
+            losses = partial(self, members)
+            _loop.warn_of_sum("warmstart", losses, batch, self.per_member, self.mesh)
+
+    def __call__(self, members: Members, batch: Any) -> jax.Array:
+        """Compute them `[member]`, a scalar of each."""
+        self.check(members, batch, False)
+        return self.compiled(members, self.put(batch))
+
+
+def _tell(
+    arguments: dict[str, Any],
+    key: jax.Array,
+    optimizer: optax.GradientTransformation,
+    batches: Any,
+    validation: Any,
+    losses: _Losses,
+    members: Members,
+) -> dict[str, Any]:
+    """What tells this training from others."""
+    words = np.asarray(jax.random.key_data(key)).tolist()
+    own = {"key": words, "optimizer": _settings.checksum(optimizer)}
+    data = _identity.of_batches(batches, losses.per_member)
+    return {
+        "arguments": arguments | own | {"validation": validation is not None},
+        "versions": _manifest.versions(),
+        "validation": _identity.of_batches([validation], False).told,
+        **_identity.of_run(data, partial(losses, members)),
+    }
+
+
+def _open(
+    directory: Path, minutes: float, closing: ExitStack, told: dict[str, Any], accept: Sequence[str]
+) -> Checkpoints:
+    """Hold the directory, and require that it has no other training."""
+    closing.enter_context(lock("warmstart", directory))
+    checkpoints = Checkpoints(directory, minutes)
+    closing.callback(checkpoints.close)
+    before = checkpoints.place()
+    if before is not None:
+        _check_same(directory, before["run"], told, accept)
+    return checkpoints
 
 
 def _check_same(directory: Path, before: Any, now: dict[str, Any], accept: Sequence[str]):
