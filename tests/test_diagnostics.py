@@ -449,8 +449,11 @@ def test_a_chain_of_nonfinite_gradients_has_diverged():
 
 
 def test_steps_far_too_large_have_diverged():
+    """Steps of 1,000 drown the noise: chains fall into one orbit and may meet in it to the bit."""
     draws = run(optax_smile.smile_naive(1e3, **OPTIONS))
-    assert kinds(diagnostics.summary(draws)) == {("diverged", ALL)}
+    found = kinds(diagnostics.summary(draws))
+    assert ("diverged", ALL) in found
+    assert {kind for kind, _ in found} <= {"diverged", "copies"}
 
 
 def plateau(params: Any, batch):

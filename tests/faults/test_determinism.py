@@ -86,7 +86,6 @@ def one_device(name: str, directory: Path) -> dict[str, np.ndarray]:
 
 EXACT: dict[str, Any] = {
     "again": lambda name, directory: numbers(run(name)),
-    "fewer chains": lambda name, directory: numbers(run(name, FEWER)),
     "a thread reads": lambda name, directory: numbers(run(name, prefetch=2)),
     "on disk": lambda name, directory: numbers(run(name, directory=directory)),
     "another process, one device": one_device,
@@ -116,17 +115,22 @@ def on_a_mesh(name: str) -> Any:
 
 # Other compiled programs for the same numbers: XLA fuses, and sums, in another order.
 ROUNDED: dict[str, Any] = {
+    "fewer chains": lambda name: run(name, FEWER),
     "a single chain": lambda name: run(name, 1),
     "several steps in one go": lambda name: run(name, steps_per_dispatch=4),
     "a chain on each of four devices": on_a_mesh,
 }
 
 
-@pytest.mark.slow
 @every_sampler
-@pytest.mark.parametrize("case", ROUNDED)
+@pytest.mark.parametrize(
+    "case", [x if x == "fewer chains" else pytest.param(x, marks=pytest.mark.slow) for x in ROUNDED]
+)
 def test_rounding(name, case):
-    """Up to 4e-7 in parameters, and 6e-5 in energies of 200 nats, was measured."""
+    """Up to 4e-7 in parameters, and 6e-5 in energies of 200 nats, was measured.
+
+    Fewer chains than before, but not one, have the same bits with jax 0.10.2, not with 0.12.0.
+    """
     got, expected = numbers(ROUNDED[case](name)), usual(name)
     assert set(got) == set(expected)
     for field, values in got.items():
