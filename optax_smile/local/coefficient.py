@@ -149,7 +149,7 @@ def llc(
     beta: float | None = None,
     localization: float = 100.0,
     draws: Snapshots | StoredSnapshots | None = None,
-    make_sampler: Callable[..., optax.GradientTransformation] = _around.sampler,
+    make_sampler: Callable[..., optax.GradientTransformation] = _around.SAMPLER,
     num_chains: int = 4,
     num_warmup: int = 2000,
     num_draws: int = 200,
