@@ -3,9 +3,9 @@
 A perceptron on scikit-learn's digits (d = 55,210, N = 1,000) and a convolutional network on MNIST
 (d = 52,186, N = 2,048, images of $OPTAX_SMILE_DATA), trained by SGD with momentum. For each seed:
 `local_precision` by its defaults, then one chain from the weights with its precision; and, for
-comparison, 1,000 calls of `psmile` by its defaults, with the prior N(0, 1). LPPD of the average over
-the last half of the first 64, 1,000 and 10,000 calls on test images, loss of single draws, and of the
-weights. Batches of 50 and 64 without replacement, in the same order for every run.
+comparison, 1,000 calls of `psmile` by its defaults, with the prior N(0, 1). LPPD of the average
+over the last half of the first 64, 1,000 and 10,000 calls on test images, loss of single draws, and
+of the weights. Batches of 50 and 64 without replacement, in the same order for every run.
 
     python benchmarks/local.py --output benchmarks/results/local.jsonl
 """
