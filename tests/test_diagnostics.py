@@ -521,6 +521,8 @@ def made(**changes):
         "below_resolution": np.zeros(shape, bool),
         "on_its_way": np.zeros(shape, bool),
         "is_draw": np.ones(shape, bool),
+        "loss": 0.5 * ones,
+        "start_loss": 0.2 * ones,
     }
     for name, change in changes.items():
         parts[name] = change(np.array(parts[name])) if callable(change) else change
@@ -630,6 +632,11 @@ SICK: dict[str, tuple[dict[str, Any], tuple[int, ...], str]] = {
         {"mean": lambda x: x + np.array([0, 0.9, 0, 0.9])[:, None, None]},
         ALL,
         r"\d+% of the R-hats across these chains are above 1.1",
+    ),
+    "worse than the start": (
+        {"loss": changed([1, 3], ANY, 2.2)},
+        (1, 3),
+        r"2 nats per example above that of the start \(above 1\)",
     ),
     "rejected steps": (
         {"num_rejected": changed([0], ANY, COUNT)},

@@ -16,6 +16,7 @@ Example:
     True
 """
 
+from optax_smile.plots.around import learning_coefficient, precision_search
 from optax_smile.plots.paths import chain_paths
 from optax_smile.plots.predictions import entropy, lppd, regression_band, reliability, risk_coverage
 from optax_smile.plots.run import energy_error, rejections, step_size
@@ -25,7 +26,9 @@ __all__ = [
     "chain_paths",
     "energy_error",
     "entropy",
+    "learning_coefficient",
     "lppd",
+    "precision_search",
     "regression_band",
     "reliability",
     "rejections",

@@ -1,0 +1,79 @@
+"""Around trained weights: how strong a prior, how quickly the loss grows."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from optax_smile import _check
+from optax_smile.plots._axes import PALETTE, add_legend, chain_style, open_axes
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from optax_smile.local import LearningCoefficient, PrecisionSearch
+
+
+def precision_search(search: PrecisionSearch, *, ax: Axes | None = None) -> Axes:
+    """Draw what draws cost with each precision of a prior around trained weights.
+
+    Args:
+        search: what `optax_smile.local.local_precision` returned.
+        ax: where to draw; None makes a new figure.
+
+    Returns:
+        The axes: excess loss of single draws against precision, both logarithmic, with standard
+        errors, the one that was chosen as a star, and what was allowed as a line.
+
+    Raises:
+        ValueError: something else than a `PrecisionSearch`.
+        ImportError: matplotlib is missing.
+    """
+    where = "plots.precision_search"
+    if not hasattr(search, "precisions") or isinstance(search, type):
+        _check.fail(where, "search", "what `local_precision` returned", _check.show(search))
+    ax = open_axes(where, ax)
+    order = np.argsort(search.precisions)
+    error = np.nan_to_num(search.standard_error[order])
+    line = {"fmt": "o-", "color": PALETTE[0], "label": "draws"}
+    ax.errorbar(search.precisions[order], search.excess[order], error, **line)
+    best = search.prior_precision, search.excess[search.best]
+    ax.plot(*best, "*", color=PALETTE[1], ms=14, zorder=3, label="chosen")
+    label = f"allowed: {search.allowed:g}"
+    ax.axhline(search.allowed, color="0.5", ls="--", lw=1, label=label)
+    ax.set(xscale="log", yscale="log" if np.all(search.excess > 0) else "linear")
+    ax.set(title=f"Prior precision {search.prior_precision:.3g}, excess loss {best[1]:.2g}")
+    ax.set(xlabel="prior precision", ylabel="excess loss of single draws (nats per example)")
+    add_legend(ax)
+    return ax
+
+
+def learning_coefficient(found: LearningCoefficient, *, ax: Axes | None = None) -> Axes:
+    """Draw the loss of each chain's draws, in the units of the coefficient: do they still fall?
+
+    Args:
+        found: what `optax_smile.local.llc` returned.
+        ax: where to draw; None makes a new figure.
+
+    Returns:
+        The axes: n beta (L - L(w)) of each chain, draw by draw, and the coefficient with its
+        standard error as a band.
+
+    Raises:
+        ValueError: something else than a `LearningCoefficient`.
+        ImportError: matplotlib is missing.
+    """
+    where = "plots.learning_coefficient"
+    if not hasattr(found, "balance") or isinstance(found, type):
+        _check.fail(where, "found", "what `llc` returned", _check.show(found))
+    ax = open_axes(where, ax)
+    for style, trace in zip(chain_style(len(found.trace)), found.trace, strict=True):
+        ax.plot(np.arange(1, len(trace) + 1), trace, **style)
+    error = np.nan_to_num(found.standard_error)
+    ax.axhspan(found.llc - error, found.llc + error, color="0.5", alpha=0.4, zorder=3)
+    ax.axhline(found.llc, color="k", lw=1, zorder=3, label="llc")
+    ax.set(title=f"Learning coefficient {found.llc:.4g} +- {found.standard_error:.2g}")
+    ax.set(xlabel="draw", ylabel="n beta (L - L(w))")
+    add_legend(ax)
+    return ax

@@ -1,0 +1,454 @@
+"""Sampling around trained weights, against closed forms and refits."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optax_smile
+from optax_smile import local
+from optax_smile.local import LearningCoefficient, PrecisionSearch
+from optax_smile.local.coefficient import _blocks, _trend
+from optax_smile.potential import Potential, excess_loss
+from optax_smile.stages import momentum
+from optax_smile.stages.kick import Heading
+from optax_smile.stages.products import Sums
+
+NUM_DATA, SIZE = 200, 400
+CURVATURES = np.geomspace(1e-2, 3, SIZE)
+BATCHES = [np.zeros((10, 1), np.float32)] * 2
+QUIET: dict[str, Any] = {"key": 0, "progress": False}
+
+
+def bowl(params, batch):
+    """A quadratic whose minimum, 0.3, is at 1."""
+    return jnp.sum(CURVATURES.astype(np.float32) * (params["w"] - 1) ** 2) / 2 + 0.3 + batch.mean()
+
+
+WEIGHTS = {"w": jnp.ones(SIZE)}
+
+
+def excess_of(precision, temperature=1.0):
+    """Mean excess loss of the posterior around the minimum."""
+    return temperature / 2 * np.sum(CURVATURES / (NUM_DATA * CURVATURES + precision))
+
+
+class TestPrior:
+    @pytest.mark.parametrize("name", ["smile", "psmile", "mclmc", "sgld", "sghmc", "sgnht"])
+    def test_around_the_start_is_around_these_weights(self, name):
+        extra = {} if "smile" in name else {"step_size": 0.01}
+        extra |= {"decoherence_length": 1.0} if name == "mclmc" else {}
+        make = functools.partial(
+            getattr(optax_smile, name), num_data=10, prior_precision=50.0, key=0, **extra
+        )
+        start = {"a": jnp.arange(3.0), "b": jnp.full((2, 2), -1.0)}
+
+        def path(tx):
+            def call(carry, count):
+                params, state = carry
+                grads = jax.tree.map(lambda x: 0.1 * jnp.cos(x + count), params)
+                updates, state = tx.update(grads, state, params)
+                params = optax.apply_updates(params, updates)
+                return (params, state), params
+
+            return jax.lax.scan(call, (start, tx.init(start)), jnp.arange(40.0))[1]
+
+        got, expected = (
+            jax.jit(path, static_argnums=0)(make(prior_mean=x)) for x in ("start", start)
+        )
+        for one, other in zip(*map(jax.tree.leaves, (got, expected)), strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+        moved = np.abs(np.asarray(got["a"])[-1] - start["a"])
+        assert moved.max() > 1e-3
+
+    def test_each_chain_has_its_own(self):
+        tx = optax_smile.psmile(
+            num_data=1, prior_precision=1e4, prior_mean="start", decoherence_length="turning", key=0
+        )
+        chains = {"w": jnp.array([[0.0] * 5, [7.0] * 5])}
+        draws = optax_smile.sample(
+            lambda params, batch: 0.0 * jnp.sum(params["w"]), chains, BATCHES, tx,
+            num_warmup=200, num_draws=100, thin=5, check=False, **QUIET,
+        )  # fmt: skip
+        np.testing.assert_allclose(draws.params["w"].mean(axis=(1, 2)), [0, 7], atol=0.01)
+        assert 0.005 < draws.params["w"][1].std() < 0.02
+
+    def test_start_is_a_copy_that_may_be_donated_with_the_parameters(self):
+        tx = optax_smile.smile(num_data=1, prior_mean="start", key=0)
+        params = {"w": jnp.ones(4)}
+        state = tx.init(params)
+        step = jax.jit(
+            lambda params, state: tx.update(params, state, params), donate_argnums=(0, 1)
+        )
+        step(params, state)
+
+    def test_inside_a_mask(self):
+        tx = optax.masked(
+            optax_smile.sgld(1e-3, num_data=1, prior_mean="start", key=0), {"a": True, "b": False}
+        )
+        params = {"a": jnp.ones(3), "b": jnp.ones(2)}
+        updates, _ = tx.update(params, tx.init(params), params)
+        np.testing.assert_array_equal(updates["b"], 1)
+
+    def test_tune_mclmc_takes_it(self):
+        given = {"num_data": 10, "prior_precision": 9.0, "num_steps": 60, "key": 0}
+        loss_fn, start = lambda params: jnp.sum(params**2) / 2, jnp.full(20, 2.0)
+        one, other = (
+            optax_smile.tune_mclmc(loss_fn, start, prior_mean=x, **given) for x in ("start", start)
+        )
+        np.testing.assert_array_equal(one.step_size, other.step_size)
+
+    def test_another_word(self):
+        with pytest.raises(ValueError, match=r'prior_mean=.*finite, or "start", got'):
+            optax_smile.psmile(num_data=1, prior_mean="begin", key=0)
+
+    def test_by_fan_in(self):
+        params = {"k": jnp.ones((3, 3, 8, 16)), "b": jnp.ones(16), "s": jnp.ones(())}
+        assert local.fan_in_precision(params, scale=2.0) == {"k": 36.0, "b": 0.5, "s": 0.5}
+        assert local.fan_in_precision(jnp.ones((5, 7)), out_axis=0) == 7.0
+        with pytest.raises(ValueError, match="out_axis"):
+            local.fan_in_precision(params, out_axis=1)
+        with pytest.raises(ValueError, match="scale"):
+            local.fan_in_precision(params, scale=0.0)
+
+
+def test_turning_noise_forgets_over_a_radius():
+    """The same as the number that it stands for, here 1 / 0.25."""
+    state = momentum.MomentumState(
+        direction={"w": jnp.array([0.6, 0.8])}, drift_index=jnp.int32(1), anchor=None,
+        moving=jnp.array(True), step_length=jnp.float32(0.2),
+    )  # fmt: skip
+    scheme = momentum.INTEGRATORS["leapfrog"]
+    one = jnp.float32(1)
+    heading = Heading(*[one / 2 for _ in Heading._fields])._replace(moving=jnp.array(True))
+    sums = Sums(*[one / 3] * 10)
+    rate = jnp.float32(0.25)
+    got, expected = (
+        momentum.diffuse(state, scheme, heading, sums, length, rate) for length in ("turning", 4.0)
+    )
+    np.testing.assert_allclose(jnp.stack(got), jnp.stack(expected), rtol=1e-6)
+
+
+class TestRise:
+    def test_bound_is_exact_for_one_curvature_and_above_for_several(self):
+        posterior = Potential(NUM_DATA, 3.0, 2.0)
+        exact = 2 / 2 * SIZE * 0.5 / (NUM_DATA * 0.5 + 3)
+        assert excess_loss(posterior, 0.5 * SIZE, SIZE) == pytest.approx(exact)
+        assert (
+            excess_of(3.0, 2.0)
+            < excess_loss(posterior, CURVATURES.sum(), SIZE)
+            < 3 * excess_of(3.0, 2.0)
+        )
+        assert excess_loss(posterior, np.inf, SIZE) == pytest.approx(2 * SIZE / NUM_DATA / 2)
+        assert excess_loss(posterior, 0.0, SIZE) == 0
+
+    @pytest.mark.parametrize("changes", [{}, {"prior_precision": {"w": 1.0}}])
+    def test_is_told_before_the_run(self, changes):
+        tx = optax_smile.psmile(**{"num_data": 20, "prior_precision": 1.0, "key": 0} | changes)
+        with pytest.warns(UserWarning, match=r"loss will rise.* d / N = 20.*up to 9 .* 0.3"):
+            self.run(tx)
+
+    @pytest.mark.parametrize(
+        "changes", [{"prior_precision": 1e4}, {"temperature": 0.01}, {"num_data": 1000}]
+    )
+    def test_is_not_told_where_there_is_none(self, changes):
+        self.run(optax_smile.psmile(**{"num_data": 20, "key": 0} | changes))
+
+    def test_is_not_told_without_check(self):
+        self.run(optax_smile.psmile(num_data=20, key=0), check=False)
+
+    def run(self, tx, **options):
+        start = jax.tree.map(lambda x: x[None], WEIGHTS)
+        steps = {"num_warmup": 0, "num_draws": 1}
+        return optax_smile.sample(bowl, start, BATCHES, tx, **steps, **options, **QUIET)
+
+    def test_the_trace_has_the_losses(self):
+        draws = self.run(optax_smile.psmile_naive(1e-3, num_data=20), check=False)
+        np.testing.assert_allclose(draws.trace["start_loss"], 0.3, rtol=1e-5)
+        here = bowl({"w": draws.params["w"][0, 0]}, BATCHES[0])
+        np.testing.assert_allclose(draws.trace["loss"], [[0.3]], rtol=1e-3)
+        assert here == pytest.approx(0.3, rel=1e-3)
+
+
+class TestPrecision:
+    @pytest.mark.parametrize("temperature, allowed", [(1.0, 0.05), (0.2, 0.05), (1.0, 0.3)])
+    def test_costs_what_is_allowed(self, temperature, allowed):
+        options = {"num_data": NUM_DATA, "temperature": temperature, "allowed": allowed, **QUIET}
+        search = local.local_precision(bowl, WEIGHTS, BATCHES, **options)
+        assert 1 / 1.25 <= search.excess[search.best] / allowed <= 1.25
+        exact = excess_of(search.prior_precision, temperature)
+        assert exact == pytest.approx(allowed, rel=0.4)
+        assert search.start_loss == pytest.approx(0.3, rel=1e-5)
+        assert f"{search.prior_precision:.3g}" in str(search)
+
+    def test_is_that_of_the_width_alone_where_the_weights_are_no_minimum(self):
+        """Linear, so that draws find smaller losses and cost nothing, and a little curvature."""
+
+        def slope(params, batch):
+            return jnp.sum(params["w"]) + jnp.sum(params["w"] ** 2) / 20 + batch.mean()
+
+        search = local.local_precision(slope, WEIGHTS, BATCHES, num_data=1, allowed=0.1, **QUIET)
+        assert search.loss[search.best] < search.start_loss
+        assert 1 / 1.25 <= search.excess[search.best] / 0.1 <= 1.25
+
+    def test_its_sampler_is_the_one_that_was_searched_for(self):
+        options = {"num_data": NUM_DATA, "allowed": 0.1, **QUIET}
+        search = local.local_precision(bowl, WEIGHTS, BATCHES, **options)
+        start = jax.tree.map(lambda x: jnp.stack([x, x]), WEIGHTS)
+        draws = optax_smile.sample(
+            bowl,
+            start,
+            BATCHES,
+            search.sampler(key=1),
+            num_warmup=200,
+            num_draws=50,
+            thin=5,
+            **QUIET,
+        )
+        settings = draws.settings
+        assert settings["prior_precision"] == search.prior_precision
+        assert (settings["prior_mean"], settings["num_data"]) == ("start", NUM_DATA)
+        found = np.sum(CURVATURES * (draws.params["w"] - 1) ** 2, axis=-1).mean() / 2
+        assert found == pytest.approx(excess_of(search.prior_precision), rel=0.3)
+
+    @pytest.mark.parametrize(
+        "changes, message",
+        [
+            ({"allowed": 0.0}, r"allowed=...\)` must be > 0"),
+            ({"temperature": -1.0}, "temperature"),
+            ({"num_data": 0}, "num_data"),
+            ({"max_runs": 0}, "max_runs"),
+            ({"num_chains": 1.5}, "num_chains"),
+            ({"num_warmup": -1}, "num_warmup"),
+            ({"batches": iter(BATCHES)}, "an iterable that can be gone through again"),
+            ({"batches": []}, "at least one batch"),
+            ({"params": {"w": jnp.full(SIZE, jnp.nan)}}, "params"),
+            ({"loss_fn": lambda params, batch: params["w"]}, "mean loss, a scalar"),
+            ({"loss_fn": lambda params, batch: jnp.sum(params["w"]) + jnp.inf}, "loss is finite"),
+            ({"loss_fn": lambda params, batch: 0.0 * jnp.sum(params["w"])}, "grows around"),
+            ({"make_sampler": optax_smile.psmile_naive}, "make_sampler"),
+            ({"make_sampler": lambda **posterior: 3}, "gives a sampler"),
+            ({"key": None}, "key"),
+        ],
+    )
+    def test_wrong_arguments(self, changes, message):
+        given = {"loss_fn": bowl, "params": WEIGHTS, "batches": BATCHES, "num_data": NUM_DATA}
+        with pytest.raises(ValueError, match=message) as error:
+            local.local_precision(**given | QUIET | {"check": False} | changes)
+        assert str(error.value).startswith("`local_precision(") or "num_data" in changes
+
+
+def coefficient(trace, balance=None, **changes):
+    """A result with the given series `[chain, draw]`, n beta = 1 and 1 parameter."""
+    balance = np.ones_like(trace) if balance is None else balance
+    given: dict[str, Any] = {"loss": trace, "slope": balance, "square": np.zeros_like(trace)}
+    given |= {"start_loss": 0.0, "num_parameters": 1, "num_data": 1.0, "beta": 1.0}
+    return LearningCoefficient(**given | {"localization": 0.0} | changes)
+
+
+class TestCoefficient:
+    def test_is_that_of_a_degenerate_loss(self):
+        """Sum of w^4: d / 4."""
+        found = local.llc(
+            lambda w, batch: jnp.sum(w**4) + 0.1, jnp.zeros(60), [np.zeros(1)],
+            num_data=10**6, localization=0.0, num_draws=100, **QUIET,
+        )  # fmt: skip
+        assert found.llc == pytest.approx(15, abs=0.01)
+        error = found.trace.mean(axis=1).std(ddof=1) / 2
+        assert abs(found.trace.mean() - 15) < 4 * error < 3
+        assert found.findings == () and "Nothing looks wrong" in str(found)
+        assert found.beta == pytest.approx(1 / np.log(10**6))
+
+    def test_of_draws_that_are_stored_is_the_same(self, tmp_path):
+        options = {"num_data": NUM_DATA, "beta": 0.5, "localization": 10.0}
+        online = local.llc(
+            bowl,
+            WEIGHTS,
+            BATCHES,
+            num_warmup=50,
+            num_draws=6,
+            thin=5,
+            num_chains=2,
+            **options,
+            **QUIET,
+        )
+        tx = optax_smile.psmile(
+            num_data=NUM_DATA, temperature=2.0, prior_precision=20.0, prior_mean="start",
+            decoherence_length="turning", key=jax.random.key(0),
+        )  # fmt: skip
+        start = jax.tree.map(lambda x: jnp.stack([x, x]), WEIGHTS)
+        steps: dict[str, Any] = {"num_warmup": 50, "num_draws": 6, "thin": 5, "check": False}
+        steps["directory"] = tmp_path / "run"
+        draws = optax_smile.sample(bowl, start, BATCHES, tx, **steps, **QUIET)
+        stored = local.llc(bowl, WEIGHTS, BATCHES, draws=draws, **options)
+        np.testing.assert_allclose(stored.loss, online.loss, rtol=1e-6)
+        np.testing.assert_allclose(stored.square, online.square, rtol=1e-5)
+        with pytest.raises(
+            ValueError, match=r"draws=...\)` must be those of a run with temperature=5"
+        ):
+            local.llc(bowl, WEIGHTS, BATCHES, draws=draws, **options | {"beta": 0.2})
+        with pytest.raises(ValueError, match="prior_precision=2"):
+            local.llc(bowl, WEIGHTS, BATCHES, draws=draws, **options | {"localization": 1.0})
+
+    def test_with_another_sampler_and_in_a_directory(self, tmp_path):
+        sgld = functools.partial(optax_smile.sgld, 1e-5)
+        given: dict[str, Any] = {"num_warmup": 0, "num_draws": 3, "num_chains": 2, **QUIET}
+        given |= {"num_data": NUM_DATA, "make_sampler": sgld, "directory": tmp_path / "run"}
+        first = local.llc(bowl, WEIGHTS, BATCHES, **given)
+        with pytest.warns(UserWarning, match="3 draws of .* loaded"):
+            again = local.llc(bowl, WEIGHTS, BATCHES, **given)
+        np.testing.assert_array_equal(first.loss, again.loss)
+
+    def test_corrects_by_what_is_known(self):
+        noise = np.random.default_rng(0).normal(size=(4, 200))
+        found = coefficient(5 + 2 * noise, 1 + noise)
+        assert found.llc == pytest.approx(3 + 2) and found.standard_error < 1e-9
+        # What explains half of the variance, or a mean that is off, is left alone.
+        other = np.random.default_rng(1).normal(size=(4, 200))
+        half = coefficient(5 + noise + other, 1 + noise)
+        assert half.llc == pytest.approx((5 + noise + other).mean())
+        off = coefficient(5 + 2 * noise, 2 + noise)
+        assert off.llc == pytest.approx((5 + 2 * noise).mean())
+        assert "out of balance" in off.findings[0]
+
+    def test_findings(self):
+        noise = 0.5 * np.random.default_rng(0).normal(size=(4, 200))
+        slow = np.linspace(0, 1, 200)
+        assert coefficient(5 + noise).findings == ()
+        assert coefficient(5 + noise - slow).findings[0].startswith("still falling: -")
+        assert coefficient(5 + noise + slow).findings[0].startswith("still rising: +")
+        assert coefficient(-5 + noise).findings[0].startswith("negative")
+        assert coefficient(5 + noise + np.arange(4)[:, None]).findings[0].startswith("uncertain")
+        broken = 5 + noise
+        broken[1, 3] = np.nan
+        assert coefficient(broken).findings[0].startswith("not finite")
+
+    def test_alone_has_no_error(self):
+        found = coefficient(np.full((1, 5), 2.0))
+        assert found.llc == 2 and np.isnan(found.standard_error)
+
+    def test_trend_of_noise_alone_is_within_its_errors(self):
+        """Beyond two in 4.6 % of the cases; 1,000 of them."""
+        noise = np.random.default_rng(0).normal(size=(1000, 4, 200))
+        ratios = [slope / error for slope, error in (_trend(_blocks(x)) for x in noise)]
+        assert 0.9 < np.std(ratios) < 1.12
+
+    @pytest.mark.parametrize(
+        "changes, message",
+        [
+            ({"num_data": 1}, "num_data"),
+            ({"beta": 0.0}, "beta"),
+            ({"localization": -1.0}, "localization"),
+            ({"key": None}, "for new draws"),
+            ({"num_chains": 0}, "num_chains"),
+            ({"draws": [WEIGHTS]}, "what `sample` returned"),
+            ({"num_draws": 0}, r"`llc\(num_draws=...\)` must be"),
+            ({"batches": iter(BATCHES)}, "gone through again"),
+        ],
+    )
+    def test_wrong_arguments(self, changes, message):
+        given = {"loss_fn": bowl, "params": WEIGHTS, "batches": BATCHES, "num_data": NUM_DATA}
+        with pytest.raises(ValueError, match=message):
+            local.llc(**given | QUIET | changes)
+
+
+def logistic(params, examples):
+    x, y = examples
+    return jnp.logaddexp(0, -y * (x @ params["w"]))
+
+
+def linear(params, x):
+    return x @ params["w"]
+
+
+class TestInfluence:
+    def test_is_the_covariance(self):
+        losses = np.random.default_rng(0).normal(size=(150, 7))
+        draws = ({"x": jnp.asarray(row, jnp.float32)} for row in losses)
+        examples, queries = np.arange(5), np.arange(5, 7)
+        got = local.influence(
+            lambda params, index: params["x"][index], draws, examples, queries, temperature=2.0,
+            batch_size=3,
+        )  # fmt: skip
+        np.testing.assert_allclose(got, np.cov(losses.T)[5:, :5] / 2, atol=1e-5)
+
+    def test_tells_what_leaving_out_does(self):
+        """Against refits by Newton's method, of the losses of new examples."""
+        rng = np.random.default_rng(0)
+        x = rng.normal(size=(120, 3))
+        y = np.sign(x @ [1.0, -2.0, 0.5] + rng.logistic(size=120))
+        train, new = (x[:80], y[:80]), (x[80:], y[80:])
+
+        def fit(kept):
+            w = np.zeros(3)
+            for _ in range(20):
+                p = 1 / (1 + np.exp(train[1] * (train[0] @ w)))
+                gradient = w - (kept * train[1] * p) @ train[0]
+                hessian = np.eye(3) + (train[0].T * (kept * p * (1 - p))) @ train[0]
+                w = w - np.linalg.solve(hessian, gradient)
+            return np.logaddexp(0, -new[1] * (new[0] @ w))
+
+        whole = fit(np.ones(80))
+        refits = np.stack([fit(1.0 - np.eye(80)[i]) - whole for i in range(80)], axis=1)
+        arrays = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), (train, new))
+        tx = optax_smile.psmile(num_data=80, decoherence_length="turning", key=0)
+        draws = optax_smile.sample(
+            lambda params, batch: logistic(params, batch).mean(), {"w": jnp.zeros((4, 3))},
+            [arrays[0]], tx, num_warmup=500, num_draws=250, thin=20, **QUIET,
+        )  # fmt: skip
+        got = local.influence(logistic, draws, *arrays)
+        ranks = [np.argsort(np.argsort(values, axis=1), axis=1) for values in (got, refits)]
+        each = [np.corrcoef(*pair)[0, 1] for pair in zip(*ranks, strict=True)]
+        assert np.mean(each) > 0.9
+        assert np.polyfit(refits.ravel(), got.ravel(), 1)[0] == pytest.approx(1, abs=0.2)
+
+    def test_takes_the_temperature_of_the_draws(self):
+        params = {"w": np.random.default_rng(0).normal(size=(1, 20, 2))}
+        draws = optax_smile.Snapshots(params, settings={"temperature": 4.0})
+        got = local.influence(linear, draws, np.eye(2))
+        np.testing.assert_allclose(got, np.cov(params["w"][0].T) / 4, rtol=1e-4)
+        with pytest.raises(ValueError, match="must be that of the draws, 4"):
+            local.influence(linear, draws, np.eye(2), temperature=1.0)
+
+    @pytest.mark.parametrize(
+        "changes, message",
+        [
+            ({"draws": 3}, "an iterable of parameter trees"),
+            ({"draws": []}, "at least two draws"),
+            ({"examples": np.zeros((0, 2))}, "not empty"),
+            ({"queries": np.zeros((3, 5))}, "arrays like the examples"),
+            ({"batch_size": 0}, "batch_size"),
+            ({"temperature": 0.0}, "temperature"),
+            ({"losses_fn": lambda params, x: x.mean()}, "loss of each example"),
+            ({"losses_fn": lambda params, x: x[:, 0] + jnp.inf}, "finite"),
+            ({"losses_fn": 3}, "losses_fn"),
+        ],
+    )
+    def test_wrong_arguments(self, changes, message):
+        given: dict[str, Any] = {
+            "losses_fn": lambda params, x: x @ params["w"],
+            "examples": np.eye(2),
+        }
+        given["draws"] = [{"w": jnp.ones(2)}, {"w": jnp.zeros(2)}]
+        with pytest.raises(ValueError, match=message):
+            local.influence(**given | changes)
+
+
+def test_pictures():
+    plots = optax_smile.plots
+    search = PrecisionSearch(
+        np.array([10.0, 100.0]), np.array([0.1, 0.012]), np.array([0.01, np.nan]),
+        np.array([1.0, 0.9]), np.array([3.0, 1.0]), 0.8, 0.01, 10.0, 20, 1.0, optax_smile.psmile,
+    )  # fmt: skip
+    ax = plots.precision_search(search)
+    assert ax.get_title() == "Prior precision 100, excess loss 0.012"
+    assert ax.get_xscale() == ax.get_yscale() == "log"
+    ax = plots.learning_coefficient(coefficient(np.random.default_rng(0).normal(5, 1, (3, 50))))
+    assert len(ax.lines) == 4 and "Learning coefficient 5.063 +- 0.03" in ax.get_title()
+    for draw in (plots.precision_search, plots.learning_coefficient):
+        with pytest.raises(ValueError, match="returned"):
+            draw(3)
