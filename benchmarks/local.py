@@ -57,7 +57,8 @@ def linear(layer: dict[str, jax.Array], x: jax.Array) -> jax.Array:
 
 def mlp() -> Problem:
     """Two hidden layers of 200."""
-    x, y = load_digits(return_X_y=True)
+    digits: Any = load_digits()
+    x, y = digits.data, digits.target
     order = np.random.default_rng(0).permutation(len(x))
     x, y = (x[order] / 16).astype(np.float32), y[order].astype(np.int32)
 
@@ -167,7 +168,8 @@ def run(cell: dict[str, Any]) -> dict[str, Any]:
         found = optax_smile.local.local_precision(loss, weights, list(passes), **options)
     searched = time.perf_counter() - began
     plain = optax_smile.psmile(num_data=num_data, key=seed)
-    tx = plain if found is None else found.sampler(key=seed)
+    chosen = plain if found is None else found.sampler(key=seed)
+    tx = optax.with_extra_args_support(chosen)
 
     @jax.jit
     def step(params, state, batch):

@@ -25,6 +25,7 @@ from tabulated import (
     costs,
     faults,
     lenet,
+    local,
     paper_protocol,
     quickstart,
     small_noise,
@@ -78,6 +79,7 @@ TABLES: dict[str, tuple[Callable[..., Table], tuple[str, ...]]] = {
     "loops": (costs.loops, ("loop_overhead",)),
     "faults": (faults.campaigns, ("faults",)),
     "before-sampler": (before_sampler.variances, ("before_sampler",)),
+    "around-trained-weights": (local.around, ("local",)),
 }
 FIGURES: dict[str, tuple[Callable[..., str], tuple[str, ...]]] = {
     **{

@@ -162,7 +162,7 @@ def _trend(blocks: np.ndarray) -> tuple[float, float]:
 
 
 def llc(
-    loss_fn: Callable[[optax.Params, Any], jax.Array],
+    loss_fn: Callable[[Any, Any], jax.Array],
     params: optax.Params,
     batches: Iterable[Any],
     *,

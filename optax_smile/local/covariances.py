@@ -17,7 +17,7 @@ DRAWS_AT_ONCE = 64
 
 
 def influence(
-    losses_fn: Callable[[optax.Params, Any], jax.Array],
+    losses_fn: Callable[[Any, Any], jax.Array],
     draws: Iterable[optax.Params],
     examples: Any,
     queries: Any = None,

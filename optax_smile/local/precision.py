@@ -107,7 +107,7 @@ class PrecisionSearch(NamedTuple):
 
 
 def local_precision(
-    loss_fn: Callable[[optax.Params, Any], jax.Array],
+    loss_fn: Callable[[Any, Any], jax.Array],
     params: optax.Params,
     batches: Iterable[Any],
     *,

@@ -36,8 +36,14 @@ def precision_search(search: PrecisionSearch, *, ax: Axes | None = None) -> Axes
     ax = open_axes(where, ax)
     order = np.argsort(search.precisions)
     error = np.nan_to_num(search.standard_error[order])
-    line = {"fmt": "o-", "color": PALETTE[0], "label": "draws"}
-    ax.errorbar(search.precisions[order], search.excess[order], error, **line)
+    ax.errorbar(
+        search.precisions[order],
+        search.excess[order],
+        error,
+        fmt="o-",
+        color=PALETTE[0],
+        label="draws",
+    )
     best = search.prior_precision, search.excess[search.best]
     ax.plot(*best, "*", color=PALETTE[1], ms=14, zorder=3, label="chosen")
     label = f"allowed: {search.allowed:g}"
