@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import numpy as np
+
 from tabulated.table import Record, Table, number
 
 NAMES = {"mlp": "perceptron, digits", "cnn": "convolutions, MNIST"}

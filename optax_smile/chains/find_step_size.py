@@ -40,6 +40,7 @@ class StepSizeSearch(NamedTuple):
         rejected: rejected steps per gradient, all chains together, `[candidate]`.
         start_lppd: `lppd` of the start of the chains.
         start_chain_lppd: `chain_lppd` of the start, `[chain]`.
+        name: of the number that was tried.
     """
 
     step_sizes: np.ndarray
@@ -49,6 +50,7 @@ class StepSizeSearch(NamedTuple):
     rejected: np.ndarray
     start_lppd: float
     start_chain_lppd: np.ndarray
+    name: str = "step size"
 
     @property
     def best(self) -> float:
@@ -61,7 +63,7 @@ class StepSizeSearch(NamedTuple):
 
         alone = np.array([self.start_chain_lppd, *self.chain_lppd]).mean(axis=1)
         table = {
-            "step size": ["start", *column(self.step_sizes, ".3g")],
+            self.name: ["start", *column(self.step_sizes, ".3g")],
             "LPPD": column(np.array([self.start_lppd, *self.lppd]), ".5g"),
             "of one chain": column(alone, ".5g"),
             "below best": ["-", *column(self.lppd.max() - self.lppd, ".2g")],
@@ -77,11 +79,11 @@ class StepSizeSearch(NamedTuple):
         if others:
             yield f"Not clearly worse ({CLEAR_ERRORS:g} standard errors): {', '.join(others)}"
         if self.best == self.step_sizes[0]:
-            yield "The best is the smallest step size that was tried: try smaller ones."
+            yield f"The best is the smallest {self.name} that was tried: try smaller ones."
         if self.best == self.step_sizes[-1]:
-            yield "The best is the largest step size that was tried: try larger ones."
+            yield f"The best is the largest {self.name} that was tried: try larger ones."
         if self.start_lppd >= self.lppd.max():
-            yield "No step size predicts better than the start: give the chains more steps."
+            yield f"No {self.name} predicts better than the start: give the chains more steps."
         if np.isneginf(self.lppd).any():
             yield "-inf: chains or predictions left the finite numbers."
 
@@ -100,6 +102,7 @@ def find_step_size(
     thin: int = 1,
     key: jax.Array | int,
     step_sizes: Sequence[float] = STEP_SIZES,
+    name: str = "step size",
     steps_per_dispatch: int = 1,
     check: bool = True,
     progress: bool = True,
@@ -109,6 +112,12 @@ def find_step_size(
     It is a loop of `sample` and `predict`; with each step size from the same start, with the same
     key and as many steps. Sample with the best one, kept constant, from the same start:
     `make_sampler(search.best)`.
+
+    Another number of the sampler is tried likewise, where validation data are to decide: with
+    `name="temperature"`, `step_sizes=(0.01, 0.1, 1)` and
+    `lambda temperature: optax_smile.psmile(num_data=N, temperature=temperature, key=0)`, or a
+    `prior_precision`. A temperature below 1 samples no posterior, and what it predicts better than
+    one tells of prior, likelihood or data augmentation (Wenzel et al. 2020, Aitchison 2021).
 
     Short chains from a good start favour step sizes that hardly leave it: give them the warm-up of
     the run that is planned.
@@ -120,6 +129,7 @@ def find_step_size(
             `lambda step_size: optax_smile.psmile_naive(step_size, num_data=N)`.
         validation: pair of `inputs` and `targets` for `predict`.
         step_sizes: at least 2, > 0, ascending; the default is for the family of `psmile`.
+        name: what these numbers are, for table, picture and errors.
         check: warn of a loss that looks like a sum, see `sample`, once.
         progress: show a progress bar over the step sizes, if tqdm is installed. Other arguments as
             `sample` and `predict`.
@@ -155,6 +165,7 @@ def find_step_size(
     for name, value in steps.items():
         _check.whole("find_step_size", name, value, 0 if name == "num_warmup" else 1)
     _check_kinds(loss_fn, batches, validation, key)
+    _check.kind("find_step_size", "name", name, str, "a name")
     _check.flags("find_step_size", check=check, progress=progress)
     samplers = _make_samplers(make_sampler, step_sizes)
     parallel.num_chains("find_step_size", params)
@@ -210,6 +221,7 @@ def find_step_size(
         rejected=np.array(rejected),
         start_lppd=float(start[0].mean()),
         start_chain_lppd=start[1],
+        name=name,
     )
 
 

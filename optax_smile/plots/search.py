@@ -74,7 +74,7 @@ def step_size_search(search: StepSizeSearch, *, ax: Axes | None = None) -> Axes:
     # A scale of no height has no room.
     ax.set(xscale="log", ylim=(shown.min() - 1e-3, shown.max() + 1e-3))
     make_room(ax, top=0.1, bottom=0.25)
-    ax.set(title=f"Best step size: {search.best:.3g}, LPPD {best:.4g}")
-    ax.set(xlabel="step size", ylabel="LPPD of validation data (nats per input)")
+    ax.set(title=f"Best {search.name}: {search.best:.3g}, LPPD {best:.4g}")
+    ax.set(xlabel=search.name, ylabel="LPPD of validation data (nats per input)")
     add_legend(ax, "lower left", columns=3)
     return ax
