@@ -293,9 +293,9 @@ class TestCoefficient:
         np.testing.assert_allclose(stored.loss, online.loss, rtol=1e-6)
         np.testing.assert_allclose(stored.square, online.square, rtol=1e-5)
         with pytest.raises(ValueError, match="must be those of a run with prior_precision=50"):
-            local.llc(bowl, WEIGHTS, BATCHES, draws=draws, **options | {"beta": 0.2})
+            local.llc(bowl, WEIGHTS, BATCHES, draws=draws, **dict(options, beta=0.2))
         with pytest.raises(ValueError, match="prior_precision=2"):
-            local.llc(bowl, WEIGHTS, BATCHES, draws=draws, **options | {"localization": 1.0})
+            local.llc(bowl, WEIGHTS, BATCHES, draws=draws, **dict(options, localization=1.0))
 
     def test_with_another_sampler_and_in_a_directory(self, tmp_path):
         sgld = functools.partial(optax_smile.sgld, 1e-5)

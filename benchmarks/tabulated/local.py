@@ -16,7 +16,7 @@ def around(found: Sequence[Record]) -> Table:
         mine = [x for x in found if (x["cell"]["network"], x["cell"]["prior"]) == (network, prior)]
         for calls in dict.fromkeys(name for x in mine for name in x["calls"]):
             seen = [x["calls"][calls] for x in mine if calls in x["calls"]]
-            start = np.mean([x["start_loss"] for x in mine])
+            start = float(np.mean([x["start_loss"] for x in mine]))
             precisions = [x["precision"] for x in mine]
             ends = sorted({f"{min(precisions):.3g}", f"{max(precisions):.3g}"}, key=float)
             rows.append(
