@@ -3,7 +3,7 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from optax_smile import diagnostics, metrics, parallel, plots, published
+from optax_smile import diagnostics, local, metrics, parallel, plots, published
 from optax_smile.chains.find_step_size import StepSizeSearch, find_step_size
 from optax_smile.chains.sample import sample
 from optax_smile.chains.starts import chains_from_weights
@@ -46,6 +46,7 @@ __all__ = [
     "find_step_size",
     "last_accepted",
     "load_snapshots",
+    "local",
     "mclmc",
     "metrics",
     "parallel",

@@ -72,8 +72,8 @@ def of(transformation: optax.GradientTransformation, params: Any) -> dict[str, A
     return {name: _describe(value) for name, value in (heard | injected).items()} or None
 
 
-def checksum(transformation: optax.GradientTransformation) -> str:
-    """Tell a whole transformation, such as a chain, from another: it has no names and arguments.
+def checksum(transformation: tuple[Any, ...]) -> str:
+    """Tell a whole transformation, such as a chain, from another, or other functions.
 
     It goes by the names of functions and by what they enclose, which hangs on the version of Optax.
     """

@@ -7,6 +7,7 @@ This is -log posterior / temperature up to a constant. No other file multiplies 
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -18,8 +19,10 @@ from optax_smile import _check, _tree
 # What the parts of the prior must be: argument, rule in words, rule for arrays.
 PRIOR_RULES = (
     ("prior_precision", ">= 0 and finite", lambda x: (x >= 0) & _check.is_finite(x)),
-    ("prior_mean", "finite", _check.is_finite),
+    ("prior_mean", 'finite, or "start"', _check.is_finite),
 )
+# A prior around the parameters that a chain begins with.
+START = "start"
 
 
 class Potential(NamedTuple):
@@ -33,7 +36,7 @@ class Potential(NamedTuple):
             number, or a prefix of the parameter tree with, for each part, a number or, for a leaf,
             an array of its shape.
         temperature: of the posterior, > 0; 1 is Bayes.
-        prior_mean: centre of the prior, finite, given like `prior_precision`.
+        prior_mean: centre of the prior, finite, given like `prior_precision`, or `"start"`.
     """
 
     num_data: float | jax.Array
@@ -54,7 +57,8 @@ def check(where: str, potential: Potential):
     )
     for argument, rule, holds in PRIOR_RULES:
         for value in jax.tree.leaves(getattr(potential, argument)):
-            _check.numbers(where, argument, value, rule, holds)
+            if not (argument == "prior_mean" and _is_start(potential.prior_mean)):
+                _check.numbers(where, argument, value, rule, holds)
     _check.positive(where, "temperature", potential.temperature)
 
 
@@ -62,6 +66,8 @@ def check_prior(where: str, potential: Potential, params: optax.Params):
     """Require the prior to be numbers or prefixes of the parameter tree that fit its leaves."""
     for argument, _, _ in PRIOR_RULES:
         prefix = getattr(potential, argument)
+        if argument == "prior_mean" and _is_start(prefix):
+            continue
         try:
             spread = _spread(prefix, params)
         except (ValueError, TypeError) as error:
@@ -73,6 +79,22 @@ def check_prior(where: str, potential: Potential, params: optax.Params):
                 at = jax.tree_util.keystr(path) or "the only leaf"
                 rule = f"a number or of the shape {leaf.shape} at {at}"
                 _check.fail(where, argument, rule, jnp.shape(value))
+
+
+def centre(potential: Potential, params: optax.Params) -> optax.Params | None:
+    """Give what a state has to keep of the parameters that a chain begins with: a copy, or None."""
+    if not _is_start(potential.prior_mean):
+        return None
+    return jax.tree.map(lambda x: jnp.array(x, copy=True), params)
+
+
+def around(potential: Potential, centre: optax.Params | None) -> Potential:
+    """Put the prior around what a state has kept."""
+    return potential if centre is None else potential._replace(prior_mean=centre)
+
+
+def _is_start(prior_mean: Any) -> bool:
+    return isinstance(prior_mean, str) and prior_mean == START
 
 
 def _spread(prefix: Any, params: optax.Params) -> optax.Params:
@@ -105,11 +127,11 @@ def energy(potential: Potential, mean_loss: jax.Array, params: optax.Params) -> 
         7.0
     """
     _, mean = _prior(potential, params)
-    centre = jax.tree.map(
+    origin = jax.tree.map(
         lambda m, x: jnp.broadcast_to(jnp.asarray(m, x.dtype), x.shape), mean, params
     )
-    displacement = jax.tree.map(jnp.subtract, params, centre)
-    terms = prior_terms(potential, centre, displacement)
+    displacement = jax.tree.map(jnp.subtract, params, origin)
+    terms = prior_terms(potential, origin, displacement)
     return energy_change(potential, mean_loss, _tree.total(terms))
 
 
@@ -146,6 +168,38 @@ def energy_change(
 ) -> jax.Array:
     """Compute the change of U in nats from that of the mean loss and that of the prior's part."""
     return _weight(potential) * loss_change + prior_change
+
+
+def excess_loss(potential: Potential, curvature: float, num_parameters: int) -> float:
+    """Bound the mean loss of draws above that of the minimum at the prior's mean.
+
+    A direction in which the mean loss has the curvature h adds T h / (2 (N h + P)), concave in h:
+    with the trace H of the Hessian all d directions add at most
+
+        T / 2 * H d / (N H + P d)
+
+    Args:
+        potential: the posterior, with numbers.
+        curvature: H, >= 0.
+        num_parameters: d.
+
+    Returns:
+        Nats per example; at most T d / (2 N), and T H / (2 P).
+    """
+    if curvature <= 0:
+        return 0.0
+    prior = potential.prior_precision / potential.temperature * num_parameters / curvature
+    return num_parameters / (2 * (_weight(potential) + prior))
+
+
+def watanabe_beta(num_data: float) -> float:
+    """Inverse temperature 1 / log n, at which draws tell the evidence (Watanabe 2013)."""
+    return 1 / math.log(num_data)
+
+
+def coefficient(potential: Potential, excess: Any) -> Any:
+    """Compute N / T times the excess of the mean loss: that of the likelihood's energy, nats."""
+    return _weight(potential) * excess
 
 
 def _weight(potential: Potential) -> Any:

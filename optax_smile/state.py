@@ -12,6 +12,8 @@ from optax_smile import _check
 
 # Share of the gradients that are not finite; healthy runs have none or a handful.
 MOST_NONFINITE = 0.01
+# Nats per example by which draws may be worse than the start: targets 63 % less probable.
+MOST_RISE = 1.0
 
 
 class LastUpdate(NamedTuple):

@@ -71,10 +71,11 @@ ROOMS = {
     "published": {"potential", "stages", "samplers"},
     "parallel": set(),
     "draws": {"parallel"},
-    "chains": {"parallel", "state", "draws"},
+    "chains": {"parallel", "potential", "state", "draws"},
     "diagnostics": {"state", "draws"},
     "metrics": set(),
     "plots": {"metrics"},
+    "local": {"chains", "draws", "parallel", "potential", "samplers"},
     "report": {"draws", "diagnostics", "metrics", "plots"},
 }
 EVIDENCE = {"evidence", "energy", "products"}

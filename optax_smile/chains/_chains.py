@@ -13,7 +13,11 @@ from jax.sharding import Mesh
 from optax_smile import _check, _tree, parallel
 from optax_smile.chains import _loop
 from optax_smile.chains._packing import SMALL, Packed, Packing
+from optax_smile.chains._rise import warn_of_rise
 from optax_smile.state import find, last_accepted, stats
+
+# What a chain tells in its trace besides what its sampler does.
+LOSSES = ("loss", "start_loss")
 
 
 class Chain(NamedTuple):
@@ -24,12 +28,16 @@ class Chain(NamedTuple):
         state: of the sampler.
         aux: auxiliary state of the model at the last accepted point, or None.
         key: of a stochastic loss, or None.
+        loss: of a batch at the last accepted step end, scalar.
+        start_loss: of the first batch at the start, scalar.
     """
 
     params: Any
     state: Any
     aux: Any
     key: jax.Array | None
+    loss: jax.Array
+    start_loss: jax.Array
 
 
 class Chains:
@@ -50,8 +58,9 @@ class Chains:
         per_chain: bool,
         mesh: Mesh | None,
         specs: Any,
+        observe: Callable[[Any], Any] | None,
     ):
-        self.mesh, self.specs, self.per_chain = mesh, specs, per_chain
+        self.mesh, self.specs, self.per_chain, self.observe = mesh, specs, per_chain, observe
         self.number = parallel.num_chains("sample", params)
         if aux is not None and parallel.num_chains("sample", aux, "aux") != self.number:
             rule = f"a tree whose leaves have a leading axis of {self.number} chains"
@@ -64,6 +73,7 @@ class Chains:
             state=parallel.init(sampler, params, mesh=mesh, specs=specs, key=sampler_key),
             aux=None if aux is None else parallel.place(aux, mesh=mesh),
             key=None if loss_key is None else parallel.split_key(loss_key, self.number, mesh=mesh),
+            **parallel.place(dict.fromkeys(LOSSES, jnp.zeros(self.number)), mesh=mesh),
         )
         self.gradients_per_step = find(chains.state, "sample", "sampler").gradients_per_step
         self.like = _loop.one_of(chains)
@@ -87,7 +97,7 @@ class Chains:
 
         self._one = parallel.step(one, self.packed, mesh=mesh, per_chain=per_chain)
         self._many = parallel.step(many, self.packed, mesh=mesh, per_chain=per_chain)
-        self._stats = self._compile(lambda packed: stats(packing.unpack(packed).state))
+        self._stats = self._compile(lambda packed: _stats_of_chain(packing.unpack(packed)))
         self._losses = self._compile(
             lambda chain, batch: self.loss(chain.params, chain.aux, chain.key, batch)[0],
             in_axes=(0, 0 if per_chain else None),
@@ -116,6 +126,10 @@ class Chains:
             chains = chains._replace(params=params, aux=aux)
         return self._losses(chains, self.put(batch))
 
+    def _losses_at(self, batch: Any, params: Any) -> jax.Array:
+        aux = self.tree.aux
+        return self.losses(batch, params if aux is None else {"params": params, "aux": aux})
+
     def check(self, batch: Any, settings: Mapping[str, Any] | None, warns: bool):
         """Require a loss of every chain that is a scalar and finite, and chains that differ.
 
@@ -136,6 +150,7 @@ class Chains:
             self._check_different()
         if warns:
             self._warn(batch, settings)
+            warn_of_rise("sample", self._losses_at, batch, self.tree.params, found, settings)
 
     def _check_different(self):
         """Require chains that differ in anything, such as the key of their noise."""
@@ -176,8 +191,18 @@ class Chains:
         return _tree.local(self._stats(self.packed))
 
     def draw(self) -> Any:
-        """Last accepted step ends, device arrays `[chain, ...]` that outlive the next step."""
-        return self._draw(self.packed)
+        """Last accepted step ends, or what is observed of them, arrays `[chain, ...]` to keep."""
+        draw = self._draw(self.packed)
+        return draw if self.observe is None else self._observed(self.observe(draw))
+
+    def _observed(self, found: Any) -> Any:
+        """Require arrays of all chains."""
+        rule = f"a function that gives a tree of arrays [chain, ...] of the {self.number} chains"
+        shapes = [np.shape(x)[:1] for x in jax.tree.leaves(found)]
+        if not shapes or set(shapes) != {(self.number,)}:
+            got = f"one that gives {_check.show(jax.tree.map(np.shape, found))}"
+            _check.fail("sample", "observe", rule, got)
+        return found
 
 
 def _call_of_chain(loss: Callable, sampler: optax.GradientTransformationExtraArgs) -> Callable:
@@ -188,14 +213,22 @@ def _call_of_chain(loss: Callable, sampler: optax.GradientTransformationExtraArg
         value_and_grad = jax.value_and_grad(loss, has_aux=True)
         (value, aux), grads = value_and_grad(chain.params, chain.aux, used, batch)
         updates, state = sampler.update(grads, chain.state, chain.params, value=value)
+        told, value = stats(state), value.astype(chain.loss.dtype)
+        is_first = told["num_gradients"] == 1
         return Chain(
             params=optax.apply_updates(chain.params, updates),
             state=state,
-            aux=_tree.where(stats(state)["accepted"], aux, chain.aux),
+            aux=_tree.where(told["accepted"], aux, chain.aux),
             key=key,
+            loss=jnp.where(told["accepted"] & (told["step_end"] | is_first), value, chain.loss),
+            start_loss=jnp.where(is_first, value, chain.start_loss),
         )
 
     return one_call
+
+
+def _stats_of_chain(chain: Chain) -> dict[str, jax.Array]:
+    return stats(chain.state) | {name: getattr(chain, name) for name in LOSSES}
 
 
 def _draw_of_chain(chain: Chain) -> Any:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from optax_smile import _check
+from optax_smile import _check, _settings
 from optax_smile.chains._loop import num_rows
 
 # What may differ from the run in a directory where the user says so.
@@ -29,6 +29,18 @@ class Data(NamedTuple):
 
     told: dict[str, Any]
     batch: Any
+
+
+def of_sampler(
+    sampler: Any, settings: Mapping[str, Any] | None, key: jax.Array, observe: Any
+) -> dict[str, Any]:
+    """Tell the transformation, its key, and what is kept of the draws."""
+    told = {
+        "key": np.asarray(jax.random.key_data(key)).tolist(),
+        "sampler": settings,
+        "chain": _settings.checksum(sampler),
+    }
+    return told if observe is None else told | {"observe": _settings.checksum((observe,))}
 
 
 def of_batches(batches: Any, per_chain: bool) -> Data:

@@ -121,7 +121,9 @@ class DirectoryRun:
             stored = self.result(whole=True).start
             _warn_of_start(self.directory, rounded, stored)
             rounded = stored
-        manifest |= _identity.of_run(data, lambda batch: chains.losses(batch, rounded))
+        # What was observed of the start of an earlier run does not tell its loss.
+        at = None if chains.observe else rounded
+        manifest |= _identity.of_run(data, lambda batch: chains.losses(batch, at))
         if before is not None:
             _identity.check_same("sample", self.directory, before, manifest, accept)
         if jax.process_index() == 0:
@@ -151,7 +153,7 @@ class DirectoryRun:
         theirs, other = _flat(before), {"versions", "data", "loss"}
         if before["versions"] != manifest["versions"]:
             # Another version of Optax may have other names inside.
-            other.add("settings.chain")
+            other |= {"settings.chain", "settings.observe"}
         for name, mine in _flat(manifest).items():
             is_compared = not other & {name, name.split(".")[0]}
             if is_compared and mine != theirs.get(name):

@@ -95,6 +95,7 @@ def sample(
     dtype: str | None = None,
     progress: bool = True,
     callback: Callable[[int, Mapping[str, np.ndarray]], None] | None = None,
+    observe: Callable[[Any], Any] | None = None,
 ) -> Snapshots | StoredSnapshots:
     """Run many chains and keep every `thin`-th accepted step end after the warm-up.
 
@@ -147,6 +148,9 @@ def sample(
             installed.
         callback: `callback(step, stats)` at every thinning tick, with the arrays `[chain]` that
             `optax_smile.stats` gives.
+        observe: `observe(draw)` takes the draws of all chains, arrays `[chain, ...]` on the
+            devices, and gives a tree of arrays `[chain, ...]`, such as losses: these are kept in
+            place of the draws, with a `directory` as well.
 
     Returns:
         `Snapshots` with `params` `[chain, draw, ...]` and the statistics at every tick; with a
@@ -186,13 +190,14 @@ def sample(
     _check.choice("sample", "batch_per", batch_per, BATCH_PER)
     _check.minutes("sample", checkpoint_minutes)
     typed = _check.needed_key("sample", key)
-    _check_kinds(batches, sampler, callback, directory, dtype)
+    _check_kinds(batches, sampler, callback, observe, directory, dtype)
     accept = _identity.check_accept("sample", accept)
     sampler = optax.with_extra_args_support(sampler)
     shared: dict[str, Any] = {"stochastic": stochastic, "per_chain": per_chain}
     _check.flags("sample", **shared, resume=resume, check=check, progress=progress)
+    own = {"aux": aux, "mesh": mesh, "specs": specs, "observe": observe}
     with _check.called("sample", "parallel.place", "parallel.init", tree="params"):
-        chains = Chains(loss_fn, sampler, params, typed, aux=aux, mesh=mesh, specs=specs, **shared)
+        chains = Chains(loss_fn, sampler, params, typed, **shared, **own)
     plan = Plan(
         num_steps=num_warmup + num_draws * thin,
         num_warmup=num_warmup,
@@ -208,13 +213,11 @@ def sample(
             run = MemoryRun(chains.draw(), settings)
         else:
             steps = {"num_warmup": num_warmup, "thin": thin, "batch_per": batch_per}
-            words = np.asarray(jax.random.key_data(typed)).tolist()
-            own = {"key": words, "sampler": settings, "chain": _settings.checksum(sampler)}
             run = DirectoryRun(
                 directory,
                 chains,
                 closing,
-                settings={**steps, **shared, **own},
+                settings=steps | shared | _identity.of_sampler(sampler, settings, typed, observe),
                 data=_identity.of_batches(batches, per_chain),
                 accept=accept,
                 num_draws=num_draws,
@@ -242,12 +245,16 @@ def _check_counts(smallest: int, **counts: Any):
         _check.whole("sample", name, value, smallest)
 
 
-def _check_kinds(batches: Any, sampler: Any, callback: Any, directory: Any, dtype: Any):
+def _check_kinds(
+    batches: Any, sampler: Any, callback: Any, observe: Any, directory: Any, dtype: Any
+):
     """Require arguments of the right kind."""
     _check.batches("sample", batches)
     _check.transformation("sample", "sampler", sampler)
     if callback is not None:
         _check.function("sample", "callback", callback, "(step, stats)")
+    if observe is not None:
+        _check.function("sample", "observe", observe, "(draw)")
     if directory is not None:
         _check.path("sample", "directory", directory)
     if dtype is not None:

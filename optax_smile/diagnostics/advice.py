@@ -26,6 +26,10 @@ ADVICE = {
     " `cyclical_sgld` find more modes.",
     "chains differ": "more draws or a larger thin, if they would meet in time; else as for"
     " different modes: average over all chains, and trust no single one.",
+    "worse than the start": "a stronger prior around the start (`local.local_precision` chooses"
+    " one) or a lower temperature, if this is to be sampling around trained weights. Else nothing:"
+    " with many parameters for few examples single draws are worse than their average, which is"
+    " what counts.",
     "rejected steps": "{shorter}, larger batches, or a higher `reject_quantile`, up to 0.9999.",
     "step size": "{steadier}.",
 }

@@ -18,7 +18,7 @@ from optax_smile.diagnostics.results import (
     share_above,
 )
 from optax_smile.diagnostics.statistics import log_mean_exp, rhat
-from optax_smile.state import MOST_NONFINITE
+from optax_smile.state import MOST_NONFINITE, MOST_RISE
 
 # The four quarters of a chain with n independent draws have an R-hat of about 1 + 2 / n: beyond
 # this it says no more than six. Two chains with it differ by more than a standard deviation.
@@ -87,6 +87,8 @@ def judge(found: Summary, run: Run) -> list[Finding]:
         signs.append(sign._replace(chains=sign.chains & arrives))
         arrives = arrives & ~sign.chains
     signs += _mixing(found, run, arrives)
+    if "start_loss" in run.trace:
+        signs.append(_risen(found, run, sick))
     if run.trace:
         signs += [_often_rejected(found, run), _step_size_changed(found, run, sick)]
     return [_finding(sign, run.settings) for sign in signs if sign.chains.any()]
@@ -258,6 +260,17 @@ def _mixing(found: Summary, run: Run, arrived: np.ndarray) -> Iterator[Sign]:
     elif not is_slow:
         text = f"{{}} of the R-hats across these chains are above {bound}."
         yield Sign("chains differ", steady & (across > MANY_INPUTS) & least, across, text, ".0%")
+
+
+def _risen(found: Summary, run: Run, sick: np.ndarray) -> Sign:
+    losses, start = (np.asarray(run.trace[name], float) for name in ("loss", "start_loss"))
+    with np.errstate(invalid="ignore"):
+        rise = losses[:, -found.num_draws :].mean(axis=1) - start[:, -1]
+    text = (
+        "the loss of the draws is {} nats per example above that of the start (above"
+        f" {MOST_RISE:g})."
+    )
+    return Sign("worse than the start", (rise > MOST_RISE) & ~sick, rise, text)
 
 
 def _listed(groups: list[list[int]]) -> str:

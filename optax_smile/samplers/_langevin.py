@@ -68,6 +68,7 @@ class LangevinState(NamedTuple):
         step_size_factor: what multiplies the user's step size, scalar.
         guardrail: counters of rejected steps.
         probe: whether the parameters arrive where they were sent.
+        prior_mean: the parameters that the chain began with, if the prior is around them; or None.
         num_steps: steps begun, the count that a step-size schedule gets, int32.
         key: for the noise of the next call, as raw numbers, uint32.
         last_update: what the last call found out.
@@ -79,6 +80,7 @@ class LangevinState(NamedTuple):
     step_size_factor: jax.Array
     guardrail: GuardrailState
     probe: probe.ProbeState
+    prior_mean: Any
     num_steps: jax.Array
     key: jax.Array
     last_update: LastUpdate
@@ -169,6 +171,7 @@ def _init(of: _Parts, params: Any) -> LangevinState:
         step_size_factor=jnp.ones((), dtype),
         guardrail=of.guardrail.init(dtype),
         probe=probe.init(params),
+        prior_mean=potential.centre(of.posterior, params),
         num_steps=count,
         key=jnp.copy(jax.random.key_data(of.seed)),
         last_update=no_update(dtype)._replace(is_draw=of.rule.is_draw(count - 1)),
@@ -178,7 +181,8 @@ def _init(of: _Parts, params: Any) -> LangevinState:
 def _update(of: _Parts, updates: Any, state: Any, params: Any, value: Any) -> tuple[Any, Any]:
     dtype, last = state.step_length.dtype, state.last_update
     value = _call.check(of.name, updates, params, value, state.displacement, dtype)
-    gradient = potential.gradient(of.posterior, updates, params)
+    posterior = potential.around(of.posterior, state.prior_mean)
+    gradient = potential.gradient(posterior, updates, params)
     given = (_tree.inner(gradient, gradient), *(() if value is None else (value,)))
     error = energy.error(None, last.accepted, given)
     guard, reject = of.guardrail.judge(state.guardrail, error)
@@ -215,6 +219,7 @@ def _update(of: _Parts, updates: Any, state: Any, params: Any, value: Any) -> tu
         probe=probe.look(
             state.probe, probe.entries(params), probe.entries(state.displacement), reject
         ),
+        prior_mean=state.prior_mean,
         num_steps=_tree.count(state.num_steps, ~reject),
         key=jax.random.key_data(key),
         last_update=LastUpdate(

@@ -27,6 +27,7 @@ class MicrocanonicalState(NamedTuple):
         tuner: state of the tuner, with the field `step_size_factor`.
         evidence: what the calls so far have shown.
         probe: whether the parameters arrive where they were sent.
+        prior_mean: the parameters that the chain began with, if the prior is around them; or None.
         num_steps: steps begun, the count that a step-size schedule gets, int32.
         key: for explicit noise and fresh momenta, as raw numbers, uint32; None if neither is used.
         last_update: what the last call found out.
@@ -38,6 +39,7 @@ class MicrocanonicalState(NamedTuple):
     tuner: Any
     evidence: evidence.EvidenceState
     probe: probe.ProbeState
+    prior_mean: Any
     num_steps: jax.Array
     key: jax.Array | None
     last_update: LastUpdate
@@ -135,6 +137,7 @@ def _init(of: _Parts, params: Any) -> MicrocanonicalState:
         tuner=start,
         evidence=evidence.init(dtype),
         probe=probe.init(params),
+        prior_mean=potential.centre(of.posterior, params),
         num_steps=count,
         key=None if seed is None else jnp.copy(jax.random.key_data(seed)),
         last_update=no_update(dtype),
@@ -142,6 +145,7 @@ def _init(of: _Parts, params: Any) -> MicrocanonicalState:
 
 
 def _update(of: _Parts, updates: Any, state: Any, params: Any, value: Any) -> tuple[Any, Any]:
+    of = of._replace(posterior=potential.around(of.posterior, state.prior_mean))
     here, past = state.momentum, state.evidence
     value = _call.check(of.name, updates, params, value, here.direction, here.step_length.dtype)
     if value is None and (of.tuner.uses_energy or of.guardrail.uses_energy):
@@ -188,6 +192,7 @@ def _update(of: _Parts, updates: Any, state: Any, params: Any, value: Any) -> tu
         tuner=tuned,
         evidence=evidence.remember(past, shown, step, of.guardrail.winsor_quantile),
         probe=probed,
+        prior_mean=state.prior_mean,
         num_steps=num_steps,
         key=key,
         last_update=_told(shown, closed, after, reject, value),

@@ -55,7 +55,7 @@ def sgld(
         prior_precision: of the Gaussian prior, >= 0: a number, or a prefix of the parameter tree
             with numbers or arrays like its leaves. Leave weight decay and penalties out of the
             loss.
-        prior_mean: centre of that prior, given likewise.
+        prior_mean: centre of that prior, given likewise, or `"start"` as in `smile`.
         temperature: of the posterior, > 0; 1 is Bayes.
         key: JAX key or seed for the noise. Chains under `vmap` get keys of their own by
             `optax_smile.parallel.init(sampler, params, key=key)`.

@@ -60,7 +60,8 @@ def smile(
         prior_precision: of the Gaussian prior, >= 0: a number, or a prefix of the parameter tree
             with numbers or arrays like its leaves. Leave weight decay and penalties out of the
             loss.
-        prior_mean: centre of that prior, given likewise.
+        prior_mean: centre of that prior, given likewise, or `"start"`: the parameters that the
+            chain begins with, which its state then holds. See `optax_smile.local`.
         temperature: of the posterior, > 0; 1 is Bayes.
         integrator: `"leapfrog"`, or `"minimal_norm"` as published, with two calls per step.
         tuner: rule for the step size: `angle_tuner()`, `quantile_tuner()` as published, or None,
@@ -72,7 +73,9 @@ def smile(
         decoherence_length: adds isotropic noise after each step, by which u forgets itself over
             this distance, > 0; a chain at rest then starts in a random direction. `"matched"`: as
             much as the gradients turn u, which halves what anisotropic gradient noise does to the
-            posterior. None adds none, as published.
+            posterior. `"turning"`: the radius of the curve that the gradients make it follow, which
+            is ten times quicker where they have little noise, such as under a strong prior around
+            trained weights, and slower where they are noise. None adds none, as published.
         key: JAX key or seed, needed for `decoherence_length` and `"refresh"`; else None will do.
             Chains under `vmap` get keys of their own by
             `optax_smile.parallel.init(sampler, params, key=key)`.

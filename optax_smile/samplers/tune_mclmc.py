@@ -121,6 +121,7 @@ def tune_mclmc(
     seed = _check.needed_key(where, key)
     _check.finite(where, "params", params)
     params = jax.tree.map(jnp.array, params)
+    prior_mean = params if prior_mean == potential.START else prior_mean
     _check_start(where, loss_fn, params)
     dtype, size = _tree.dtype(params), _tree.size(params)
 

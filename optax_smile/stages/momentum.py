@@ -44,8 +44,9 @@ INTEGRATORS = {
         drifts=(0.5, 0.5),
     ),
 }
-# Explicit noise that turns u by as much as the gradients do.
-MATCHED = "matched"
+# Explicit noise that turns u by as much as the gradients do; or by which u forgets itself over the
+# radius of the curve that the gradients make it follow, which is what clean gradients need.
+MATCHED, TURNING = "matched", "turning"
 
 
 class Momentum(NamedTuple):
@@ -88,7 +89,7 @@ def microcanonical(
     Args:
         where: name of the sampler, for errors.
         integrator: a name in `INTEGRATORS`.
-        decoherence_length: of the explicit noise, > 0 or `"matched"`; None for none.
+        decoherence_length: of the explicit noise, > 0, `"matched"` or `"turning"`; None for none.
         key: with which that is drawn; needed for it alone.
 
     Raises:
@@ -284,12 +285,15 @@ def diffuse(
 
     u <- (u + nu z) / |u + nu z|, nu^2 = (exp(2 eps / L) - 1) / d, z of covariance I and
     L = decoherence_length (Robnik and Seljak 2024, Fluctuation without dissipation), or
-    L = 2 / (eps r^2) where it matches the rate r at which the gradients turn u: by eps r in a step.
+    L = 2 / (eps r^2) where it matches the rate r at which the gradients turn u, by eps r in a step,
+    or L = 1 / r, the radius of that curve, for `"turning"`.
     Between the kicks of one step it would turn up in the energy error of that step, as eps^(3/2).
     """
     length = jnp.where(is_step_end(state, integrator), state.step_length, 0)
-    if isinstance(decoherence_length, str):
+    if isinstance(decoherence_length, str) and decoherence_length == MATCHED:
         exponent = (length * turn_rate) ** 2
+    elif isinstance(decoherence_length, str):
+        exponent = 2 * length * turn_rate
     else:
         exponent = 2 * length / decoherence_length
     exponent = jnp.minimum(exponent, FORGOTTEN)
@@ -386,7 +390,7 @@ def check(
     _check.choice(where, "integrator", integrator, INTEGRATORS)
     if decoherence_length is not None:
         if isinstance(decoherence_length, str):
-            _check.choice(where, "decoherence_length", decoherence_length, (MATCHED,))
+            _check.choice(where, "decoherence_length", decoherence_length, (MATCHED, TURNING))
         else:
             _check.positive(where, "decoherence_length", decoherence_length)
         _check.needed_key(where, key, "where `decoherence_length` is set")

@@ -1,0 +1,114 @@
+"""What runs around trained weights share: their sampler, and the loss of their draws."""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+from optax_smile import _check
+from optax_smile.chains import _loop
+from optax_smile.potential import START
+from optax_smile.samplers.smile import psmile
+
+Losses = Callable[[Any], np.ndarray]
+
+
+def sampler(**posterior: Any) -> optax.GradientTransformationExtraArgs:
+    """Take `psmile` with the noise that clean gradients need: the default of every run here."""
+    return psmile(decoherence_length="turning", **posterior)
+
+
+def build(
+    where: str, make_sampler: Any, key: jax.Array, **posterior: Any
+) -> optax.GradientTransformation:
+    """Make the sampler of a posterior around the start of its chains."""
+    form = "(num_data=, prior_precision=, prior_mean=, temperature=, key=)"
+    remedy = "Bind other arguments by functools.partial, such as the step size of `sgld`."
+    _check.function(where, "make_sampler", make_sampler, form, remedy)
+    made = make_sampler(prior_mean=START, key=key, **posterior)
+    if not isinstance(made, optax.GradientTransformation):
+        got = f"one that gives {_check.show(made)}"
+        _check.fail(where, "make_sampler", f"a function of {form} that gives a sampler", got)
+    return made
+
+
+def check(where: str, loss_fn: Any, params: Any, batches: Any):
+    """Require the arguments that describe a model and its data."""
+    _check.function(where, "loss_fn", loss_fn, "(params, batch)")
+    _check.leaves(where, "params", params)
+    _check.finite(where, "params", params)
+    _check.batches(where, batches)
+    if isinstance(batches, Iterator):
+        rule = "an iterable that can be gone through again, such as a list"
+        _check.fail(where, "batches", rule, f"a {type(batches).__name__}")
+
+
+def over_batches(
+    of_batch: Callable[[Any, Any], Any], batches: Iterable[Any]
+) -> Callable[[Any], Any]:
+    """Make a function of draws `[chain, ...]` that averages over all batches what is in each.
+
+    Batches count by their examples, where that can be told.
+
+    Args:
+        of_batch: `of_batch(draw, batch)` of a single draw, a tree of scalars.
+        batches: gone through for each call.
+
+    Returns:
+        A function that gives a tree of float64 arrays `[chain]`.
+    """
+    mapped = jax.jit(jax.vmap(of_batch, in_axes=(0, None)))
+
+    def average(draws: Any) -> Any:
+        total, number = None, 0
+        for batch in batches:
+            rows = _loop.num_rows(batch, False) or 1
+            found = jax.tree.map(lambda x, n=rows: n * np.asarray(x, float), mapped(draws, batch))
+            total = found if total is None else jax.tree.map(np.add, total, found)
+            number += rows
+        return jax.tree.map(lambda x: x / number, total)
+
+    return average
+
+
+def check_loss(where: str, loss_fn: Any, params: Any, batches: Any, warns: bool) -> float:
+    """Require a finite scalar loss of trained weights, and give that over all batches.
+
+    Args:
+        where: the public function.
+        loss_fn: mean loss `loss_fn(params, batch)`.
+        params: of one network.
+        batches: of the data.
+        warns: whether to warn of a loss that looks like a sum.
+    """
+    first = next(iter(batches), None)
+    if first is None:
+        _check.fail(where, "batches", "at least one batch", "none")
+    rule = "a function that gives the mean loss, a scalar"
+    found = _check.traced(where, "loss_fn", loss_fn, params, first, rule=rule)
+    if getattr(found, "shape", None) != ():
+        _check.fail(where, "loss_fn", rule, f"one that gives {_check.show(found)}")
+    alone = copies(params, 1)
+    if warns:
+        _loop.warn_of_sum(
+            where, lambda part: over_batches(loss_fn, [part])(alone), first, False, None
+        )
+    loss = float(over_batches(loss_fn, batches)(alone)[0])
+    if not np.isfinite(loss):
+        rule = "weights at which the loss is finite"
+        _check.fail(where, "params", rule, loss, "Are the batches finite?")
+    return loss
+
+
+def copies(params: Any, number: int) -> Any:
+    """Start that many chains from the same weights; the keys of their samplers differ."""
+    return jax.tree.map(lambda x: np.repeat(np.asarray(x)[None], number, axis=0), params)
+
+
+def mean_and_error(values: np.ndarray) -> tuple[float, float]:
+    """Mean over the chains `[chain]`, and its standard error; NaN of a single one."""
+    number = len(values)
+    error = values.std(ddof=1) / np.sqrt(number) if number > 1 else np.nan
+    return float(values.mean()), float(error)

@@ -1,0 +1,284 @@
+"""The local learning coefficient: how quickly the loss grows around trained weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from optax_smile import _check, _tree
+from optax_smile._table import aligned
+from optax_smile.chains.sample import sample
+from optax_smile.draws.snapshots import Snapshots, StoredSnapshots
+from optax_smile.local import _around
+from optax_smile.potential import Potential, coefficient, watanabe_beta
+
+# A trend of more standard errors is hardly chance, and one of a smaller share does no harm.
+CLEAR_ERRORS = 3.0
+MOST_TREND = 0.05
+
+
+class LearningCoefficient(NamedTuple):
+    """What `llc` finds; `str(found)` is a table in plain words.
+
+    Attributes:
+        loss: of the draws v, over all batches, `[chain, draw]`.
+        slope: (v - w) . grad L(v), likewise.
+        square: |v - w|^2, likewise.
+        start_loss: of the weights w.
+        num_parameters: d.
+        num_data: n.
+        beta: inverse temperature.
+        localization: gamma.
+    """
+
+    loss: np.ndarray
+    slope: np.ndarray
+    square: np.ndarray
+    start_loss: float
+    num_parameters: int
+    num_data: float
+    beta: float
+    localization: float
+
+    @property
+    def trace(self) -> np.ndarray:
+        """n beta (L(v) - L(w)) of each draw, `[chain, draw]`, whose mean is the coefficient."""
+        return self._nats(self.loss - self.start_loss)
+
+    @property
+    def balance(self) -> np.ndarray:
+        """(v - w) . grad U(v) / d of each draw, `[chain, draw]`, whose mean is 1 at equilibrium."""
+        push = self._nats(self.slope) + self.localization * self.square
+        return push / self.num_parameters
+
+    @property
+    def is_balanced(self) -> bool:
+        """Whether the mean of `balance` is 1 within three standard errors over the chains."""
+        mean, error = _around.mean_and_error(self.balance.mean(axis=1))
+        return bool(abs(mean - 1) <= CLEAR_ERRORS * error)
+
+    @property
+    def per_chain(self) -> np.ndarray:
+        """The coefficient that each chain finds, `[chain]`.
+
+        The mean of `trace`, less what `balance`, whose mean is known, explains of its chance.
+        """
+        trace, balance = self.trace, self.balance
+        if not self.is_balanced:
+            return trace.mean(axis=1)
+        within = balance - balance.mean(axis=1, keepdims=True)
+        variance = np.sum(within**2)
+        factor = np.sum(within * trace) / variance if variance > 0 else 0.0
+        return (trace - factor * (balance - 1)).mean(axis=1)
+
+    @property
+    def llc(self) -> float:
+        """The local learning coefficient."""
+        return _around.mean_and_error(self.per_chain)[0]
+
+    @property
+    def standard_error(self) -> float:
+        """Standard error of the coefficient over the chains; NaN of a single one."""
+        return _around.mean_and_error(self.per_chain)[1]
+
+    @property
+    def findings(self) -> tuple[str, ...]:
+        """What speaks against the coefficient, in plain words; empty if nothing does."""
+        return tuple(self._findings())
+
+    def _nats(self, loss: np.ndarray) -> np.ndarray:
+        return coefficient(Potential(self.num_data, temperature=1 / self.beta), loss)
+
+    def _findings(self) -> Iterator[str]:
+        if not np.all(np.isfinite(self.loss)):
+            yield "not finite: the loss of some draws is infinite or NaN. Try shorter steps."
+            return
+        third = max(1, self.loss.shape[1] // 3)
+        trend = self.trace[:, -third:].mean(axis=1) - self.trace[:, :third].mean(axis=1)
+        change, error = _around.mean_and_error(trend)
+        is_clear = np.isnan(error) or abs(change) > CLEAR_ERRORS * error
+        if is_clear and abs(change) > MOST_TREND * abs(self.llc):
+            word = "falling" if change < 0 else "rising"
+            yield (
+                f"still {word}: the last third of the draws is {change:+.3g} from the first. Try a"
+                " larger num_warmup or more draws; a stronger localization, if the loss falls for"
+                " ever along flat directions."
+            )
+        if self.llc < 0:
+            yield (
+                "negative: the draws have a smaller loss than the weights, which are no minimum of"
+                " this loss. Try to train them for longer, or a stronger localization."
+            )
+        balance = self.balance.mean()
+        if not self.is_balanced and abs(balance - 1) > MOST_TREND:
+            yield (
+                f"out of balance: (v - w) . grad U / d is {balance:.3g} on average, and 1 at"
+                " equilibrium: the chains have not arrived, or noise and step size change what they"
+                " sample. Try a larger num_warmup, larger batches or shorter steps."
+            )
+        if self.standard_error > MOST_TREND * abs(self.llc):
+            yield "uncertain: the standard error is above 5 %. Try more draws or more chains."
+
+    def __str__(self) -> str:
+        table = {
+            "chain": [str(chain) for chain in range(len(self.loss))] + ["all"],
+            "llc": [f"{x:.4g}" for x in (*self.per_chain, self.llc)],
+            "error": ["-"] * len(self.loss) + [f"{self.standard_error:.2g}"],
+            "loss": [f"{x:.5g}" for x in (*self.loss.mean(axis=1), self.loss.mean())],
+        }
+        about = (
+            f"loss of the weights {self.start_loss:.5g}, n = {self.num_data:g}, beta ="
+            f" {self.beta:.4g}, localization = {self.localization:g}, draws of each chain:"
+            f" {self.loss.shape[1]}"
+        )
+        told = self.findings or ("Nothing looks wrong.",)
+        return "\n".join([*aligned(table), "", about, *told])
+
+
+def llc(
+    loss_fn: Callable[[optax.Params, Any], jax.Array],
+    params: optax.Params,
+    batches: Iterable[Any],
+    *,
+    num_data: float,
+    beta: float | None = None,
+    localization: float = 100.0,
+    draws: Snapshots | StoredSnapshots | None = None,
+    make_sampler: Callable[..., optax.GradientTransformation] = _around.sampler,
+    num_chains: int = 4,
+    num_warmup: int = 2000,
+    num_draws: int = 200,
+    thin: int = 20,
+    key: jax.Array | int | None = None,
+    check: bool = True,
+    progress: bool = True,
+    **run: Any,
+) -> LearningCoefficient:
+    """Estimate the local learning coefficient of trained weights.
+
+    With draws v from exp(-n beta L(v) - gamma / 2 |v - w|^2) around the weights w
+
+        llc = n beta (E[L(v)] - L(w))
+
+    which is d / 2 for a regular model with d parameters and less where the loss is degenerate
+    (Watanabe 2013; Lau et al. 2023). Where a chain is at equilibrium (v - w) . grad U is d on
+    average, for any loss: `balance` tells that, and takes much of the chance out of the mean
+    (exactly all of it where the loss is homogeneous around w, such as quadratic).
+
+    Args:
+        loss_fn: mean loss `loss_fn(params, batch)`, as that of `sample`, without random numbers.
+        params: w, trained weights of one network.
+        batches: of the data, gone through again and again; not an iterator. The loss of a draw is
+            that over all of them.
+        num_data: n >= 2, the number of terms that the mean loss stands for, see `psmile`.
+        beta: inverse temperature, > 0; None: 1 / log n.
+        localization: gamma >= 0, not tempered. 0 where the loss alone holds the chain.
+        draws: of a run with this posterior, in memory or on disk; None: new ones, each of which
+            is forgotten when its loss is known.
+        make_sampler: called with `num_data=`, `prior_precision=`, `prior_mean=`, `temperature=` and
+            `key=`, such as `functools.partial(optax_smile.sgld, 1e-5)`; the default is `psmile`
+            with `decoherence_length="turning"`, which finds its step size.
+        num_chains: >= 1, with two or more for error bars.
+        num_warmup: steps of each chain before the first draw, >= 0.
+        num_draws: of each chain, >= 1.
+        thin: steps between draws, >= 1.
+        key: JAX key or seed, needed without `draws`.
+        check: warn of a loss that looks like a sum, see `sample`.
+        progress: show a progress bar, if tqdm is installed.
+        run: further arguments of `sample`, such as `directory` or `steps_per_dispatch`.
+
+    Returns:
+        A `LearningCoefficient`: print it, or draw it with `plots.learning_coefficient`.
+
+    Raises:
+        ValueError: an argument out of range, a loss that is not finite, `draws` of another
+            posterior; as `sample`.
+
+    Cost: `num_warmup + num_draws * thin` gradients of each chain, and for each draw a pass through
+    the batches, of about two forward passes.
+
+    Example:
+        >>> import jax.numpy as jnp, optax_smile
+        >>> found = optax_smile.local.llc(
+        ...     lambda w, batch: jnp.sum(w**2), jnp.zeros(20), [jnp.zeros(1)], num_data=1000,
+        ...     localization=0.0, num_draws=200, key=0, progress=False,
+        ... )
+        >>> 9 < found.llc < 11
+        True
+
+    Source: Watanabe 2013; Lau et al., The local learning coefficient, AISTATS 2025.
+    """
+    where = "llc"
+    _around.check(where, loss_fn, params, batches)
+    _check.number(where, "num_data", num_data, ">= 2 and finite", lambda x: 2 <= x < np.inf)
+    beta = watanabe_beta(num_data) if beta is None else beta
+    _check.positive(where, "beta", beta, traced=False)
+    _check.nonnegative(where, "localization", localization, traced=False)
+    _check.flags(where, check=check, progress=progress)
+    posterior = {
+        "num_data": num_data,
+        "prior_precision": localization / beta,
+        "temperature": 1 / beta,
+    }
+    start_loss = _around.check_loss(where, loss_fn, params, batches, check)
+    observe = _observer(loss_fn, params, batches)
+    told: dict[str, Any] = {
+        "start_loss": start_loss,
+        "num_parameters": _tree.size(params),
+        "num_data": float(num_data),
+        "beta": float(beta),
+        "localization": float(localization),
+    }
+    if draws is not None:
+        _check.kind(where, "draws", draws, (Snapshots, StoredSnapshots), "what `sample` returned")
+        _check_posterior(where, draws.settings, posterior)
+        stacked = (jax.tree.map(lambda x: np.asarray(x)[None], draw) for draw in draws)
+        seen = jax.tree.map(lambda *x: np.concatenate(x), *map(observe, stacked))
+        seen = {name: x.reshape(-1, draws.num_chains).T for name, x in seen.items()}
+        return LearningCoefficient(**seen, **told)
+    _check.whole(where, "num_chains", num_chains, 1)
+    typed = _check.needed_key(where, key, "for new draws")
+    sampler = _around.build(where, make_sampler, typed, **posterior)
+    with _check.called(where, "sample", sampler="make_sampler"):
+        kept = sample(
+            loss_fn,
+            _around.copies(params, num_chains),
+            batches,
+            sampler,
+            num_warmup=num_warmup,
+            num_draws=num_draws,
+            thin=thin,
+            key=typed,
+            observe=observe,
+            check=False,
+            progress=progress,
+            **run,
+        )
+    return LearningCoefficient(**kept.params, **told)
+
+
+def _observer(loss_fn: Callable, params: Any, batches: Iterable[Any]) -> Callable[[Any], Any]:
+    """Make a function of draws `[chain, ...]` that gives the attributes of each, `[chain]`."""
+
+    def of_batch(draw: Any, batch: Any) -> dict[str, Any]:
+        moved = jax.tree.map(lambda x, w: (x - w).astype(x.dtype), draw, params)
+        loss, slope = jax.jvp(lambda v: loss_fn(v, batch), (draw,), (moved,))
+        square = sum(jnp.sum(x**2) for x in jax.tree.leaves(moved))
+        return {"loss": loss, "slope": slope, "square": square}
+
+    return _around.over_batches(of_batch, batches)
+
+
+def _check_posterior(where: str, settings: Mapping[str, Any] | None, posterior: Mapping[str, Any]):
+    """Require draws of the posterior that is asked for, as far as their run tells it."""
+    for name, wanted in posterior.items():
+        got = (settings or {}).get(name, wanted)
+        if isinstance(got, int | float) and not np.isclose(got, wanted, rtol=1e-4):
+            rule = f"those of a run with {name}={wanted:.6g}"
+            remedy = "Pass the `num_data`, `beta` and `localization` of that run."
+            _check.fail(where, "draws", rule, f"{name}={got:.6g}", remedy)

@@ -1,0 +1,157 @@
+"""Which examples count: covariances of losses over the draws."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from optax_smile import _check
+
+# Draws whose losses are held at a time.
+DRAWS_AT_ONCE = 64
+
+
+def influence(
+    losses_fn: Callable[[optax.Params, Any], jax.Array],
+    draws: Iterable[optax.Params],
+    examples: Any,
+    queries: Any = None,
+    *,
+    temperature: float | None = None,
+    batch_size: int | None = None,
+) -> np.ndarray:
+    """Predict what each example does to the loss of each query, from draws of one posterior.
+
+    If an example is left out of the data the expected loss of a query changes by about
+
+        Cov(loss of the query, loss of the example) / temperature
+
+    over the draws, the first order in the weight of the example: no fit is repeated (Bayesian
+    influence function).
+
+    Args:
+        losses_fn: `losses_fn(params, examples)`, the loss of each, `[example]`, in nats: those
+            whose mean the sampler's `num_data` stands for.
+        draws: parameter trees: what `sample` returns, in memory or on disk, or any other iterable,
+            also a generator that a loop of one's own feeds, which is gone through once.
+        examples: what `losses_fn` takes, arrays `[example, ...]`, at least one.
+        queries: likewise, `[query, ...]`; None: the examples.
+        temperature: of the posterior, > 0; None: as the draws tell, or 1.
+        batch_size: examples to run at once, >= 1; None: all.
+
+    Returns:
+        Nats `[query, example]`: positive where leaving the example out makes the query's loss
+        larger.
+
+    Raises:
+        ValueError: an argument out of range, fewer than two draws, losses that are not finite or
+            not `[example]`, a `temperature` that is not that of the draws.
+
+    Cost: a forward pass over examples and queries for each draw. Memory for the result in float64,
+    and for the losses of 64 draws.
+
+    Example:
+        >>> import jax.numpy as jnp, optax_smile
+        >>> draws = ({"w": jnp.array([w, -w])} for w in (-1.0, 0.0, 1.0))
+        >>> losses_fn = lambda params, x: x @ params["w"]
+        >>> optax_smile.local.influence(losses_fn, draws, jnp.eye(2)).tolist()
+        [[1.0, -1.0], [-1.0, 1.0]]
+
+    Source: Kreer et al., Bayesian influence functions, 2025; Giordano, Broderick and Jordan 2018,
+    for the covariance as a derivative.
+    """
+    where = "influence"
+    _check.function(where, "losses_fn", losses_fn, "(params, examples)")
+    if not np.iterable(draws) or isinstance(draws, dict):
+        _check.fail(where, "draws", "an iterable of parameter trees", _check.show(draws))
+    if batch_size is not None:
+        _check.whole(where, "batch_size", batch_size, 1)
+    temperature = _temperature(where, draws, temperature)
+    number = _rows(where, "examples", examples)
+    whole, num_queries = examples, 0
+    if queries is not None:
+        num_queries = _rows(where, "queries", queries)
+        try:
+            whole = jax.tree.map(lambda x, y: np.concatenate([x, y]), examples, queries)
+        except ValueError as error:
+            rule = "arrays like the examples but for the first axis"
+            _check.fail(where, "queries", rule, str(error).splitlines()[0])
+    size = number + num_queries
+    step = size if batch_size is None else batch_size
+    slices = [slice(first, first + step) for first in range(0, size, step)]
+    blocks = [jax.tree.map(lambda x, rows=rows: jnp.asarray(x[rows]), whole) for rows in slices]
+    compiled = jax.jit(losses_fn)
+
+    def losses(draw: Any) -> np.ndarray:
+        found = [np.asarray(compiled(draw, block), float) for block in blocks]
+        shapes = [np.shape(x) for x in found]
+        if [*map(len, shapes)].count(1) < len(shapes) or sum(x[0] for x in shapes) != size:
+            rule = "a function that gives the loss of each example, [example]"
+            _check.fail(where, "losses_fn", rule, f"one that gives {shapes[0]}")
+        return np.concatenate(found)
+
+    moments = _Moments(slice(number, None) if num_queries else slice(number), slice(number))
+    held: list[np.ndarray] = []
+    for draw in draws:
+        held.append(losses(draw))
+        if not np.isfinite(held[-1]).all():
+            got = f"some that are not for draw {moments.count + len(held) - 1}"
+            _check.fail(where, "losses_fn", "losses that are finite", got)
+        if len(held) == DRAWS_AT_ONCE:
+            moments.add(np.stack(held))
+            held = []
+    if held:
+        moments.add(np.stack(held))
+    if moments.count < 2:
+        _check.fail(where, "draws", "at least two draws", moments.count)
+    return moments.covariance() / temperature
+
+
+class _Moments:
+    """Covariance of some columns with others, from blocks of rows (Chan, Golub, LeVeque 1983)."""
+
+    def __init__(self, rows: slice, columns: slice):
+        self.rows, self.columns, self.count = rows, columns, 0
+        self.mean: Any = 0.0
+        self.products: Any = 0.0
+
+    def add(self, block: np.ndarray):
+        """Take in more rows."""
+        mean, count = block.mean(axis=0), len(block)
+        centred, shift = block - mean, mean - self.mean
+        weight = self.count * count / (self.count + count)
+        between = weight * np.outer(shift[self.rows], shift[self.columns])
+        self.products = self.products + centred[:, self.rows].T @ centred[:, self.columns] + between
+        self.count += count
+        self.mean = self.mean + shift * count / self.count
+
+    def covariance(self) -> np.ndarray:
+        """Unbiased covariance of all rows so far."""
+        return self.products / (self.count - 1)
+
+
+def _rows(where: str, argument: str, tree: Any) -> int:
+    """Common length of the first axis, at least one."""
+    _check.leaves(where, argument, tree, keys=False, traced=False)
+    lengths = {np.shape(x)[:1] for x in jax.tree.leaves(tree)}
+    if len(lengths) != 1 or lengths & {(), (0,)}:
+        rule = "a tree of arrays with the same first axis, not empty"
+        _check.fail(where, argument, rule, jax.tree.map(np.shape, tree))
+    return lengths.pop()[0]
+
+
+def _temperature(where: str, draws: Any, given: float | None) -> float:
+    """That of the draws, as far as they tell it."""
+    told = (getattr(draws, "settings", None) or {}).get("temperature")
+    told = float(told) if isinstance(told, int | float) else None
+    if given is None:
+        return 1.0 if told is None else told
+    _check.positive(where, "temperature", given, traced=False)
+    if told is not None and not np.isclose(told, given, rtol=1e-4):
+        _check.fail(where, "temperature", f"that of the draws, {told:g}", given)
+    return float(given)

@@ -1,0 +1,292 @@
+"""How strong a prior keeps draws near trained weights? By the loss that they may cost."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from optax_smile import _check, _tree
+from optax_smile._table import aligned
+from optax_smile.chains import _loop
+from optax_smile.chains.sample import sample
+from optax_smile.local import _around
+
+# An excess within this factor of what is allowed is near enough, ...
+NEAR = 1.25
+# ... and so is that of isotropic noise, from which the first run begins.
+MOST_WIDTHS = 12
+# The first noise, of the size of the weights, and the largest.
+FIRST_WIDTH, LARGEST_WIDTH = 0.01, 1.0
+# Short chains judge a precision by what it does at first; a jump further is a guess.
+LARGEST_JUMP = 10.0
+# Where the likelihood narrows the draws the excess falls more slowly than 1 / precision.
+FLATTEST = 0.3
+
+
+class PrecisionSearch(NamedTuple):
+    """What `local_precision` finds; `str(search)` is a table in plain words.
+
+    Attributes:
+        precisions: that were tried, in that order, `[candidate]`.
+        excess: loss that the draws' distance from the weights costs, nats per example,
+            `[candidate]`.
+        standard_error: of that over the chains, `[candidate]`.
+        loss: of single draws on average, `[candidate]`.
+        distance: Euclidean, of the draws from the weights, `[candidate]`.
+        start_loss: of the weights.
+        allowed: the excess that was asked for.
+        num_data: number of examples.
+        num_parameters: of one network.
+        temperature: of the posterior.
+    """
+
+    precisions: np.ndarray
+    excess: np.ndarray
+    standard_error: np.ndarray
+    loss: np.ndarray
+    distance: np.ndarray
+    start_loss: float
+    allowed: float
+    num_data: float
+    num_parameters: int
+    temperature: float
+
+    @property
+    def best(self) -> int:
+        """Number of the candidate whose excess is nearest to what was allowed, as a ratio."""
+        return int(np.argmin(np.abs(np.log(np.maximum(self.excess, 1e-12) / self.allowed))))
+
+    @property
+    def prior_precision(self) -> float:
+        """The precision to sample with."""
+        return float(self.precisions[self.best])
+
+    def __str__(self) -> str:
+        table = {
+            "precision": [f"{x:.3g}" for x in self.precisions],
+            "excess loss": [f"{x:.3g}" for x in self.excess],
+            "error": [f"{x:.1g}" for x in self.standard_error],
+            "loss of draws": [f"{x:.4g}" for x in self.loss],
+            "distance": [f"{x:.3g}" for x in self.distance],
+        }
+        return "\n".join([*aligned(table), "", *self._notes()])
+
+    def _notes(self) -> Iterator[str]:
+        yield (
+            f"Prior precision {self.prior_precision:.3g} around the weights: excess loss"
+            f" {self.excess[self.best]:.3g}, allowed {self.allowed:g}; loss of the weights"
+            f" {self.start_loss:.4g}."
+        )
+        yield f"{self.num_parameters} parameters, {self.num_data:g} examples."
+        if not 1 / NEAR <= self.excess[self.best] / self.allowed <= NEAR:
+            yield "No precision that was tried comes near: give more runs or longer ones."
+
+
+def local_precision(
+    loss_fn: Callable[[optax.Params, Any], jax.Array],
+    params: optax.Params,
+    batches: Iterable[Any],
+    *,
+    num_data: float,
+    allowed: float = 0.01,
+    temperature: float = 1.0,
+    make_sampler: Callable[..., optax.GradientTransformation] = _around.sampler,
+    num_chains: int = 2,
+    num_warmup: int = 150,
+    num_draws: int = 15,
+    thin: int = 10,
+    max_runs: int = 5,
+    key: jax.Array | int,
+    check: bool = True,
+    progress: bool = True,
+) -> PrecisionSearch:
+    """Choose how strong a prior around trained weights has to be, by the loss that it allows.
+
+    A network with more parameters than data has a posterior that is far wider than the
+    neighbourhood of its trained weights w. With a prior N(w, 1 / g) draws stay there, and cost
+
+        excess = E[L(w + x) + L(w - x)] / 2 - L(w),  x = draw - w
+
+    nats per example: what the width of the draws costs, without what they gain downhill where w is
+    no minimum. g is searched for by short chains until the excess is what is allowed; the first
+    guess is the noise N(0, 1 / g) itself, which the likelihood then narrows. Sample with
+
+        psmile(num_data=num_data, prior_mean="start", prior_precision=search.prior_precision,
+               decoherence_length="turning", key=0)
+
+    Args:
+        loss_fn: mean loss `loss_fn(params, batch)`, as that of `sample`, without random numbers.
+        params: trained weights of one network.
+        batches: gone through again and again; not an iterator. The loss of the draws is that over
+            all of them.
+        num_data: number of terms that the mean loss stands for, see `psmile`.
+        allowed: excess loss of a single draw, nats per example, > 0.
+        temperature: of the posterior, > 0.
+        make_sampler: called with `num_data=`, `prior_precision=`, `prior_mean=`, `temperature=` and
+            `key=`; None: `psmile` with `decoherence_length="turning"`.
+        num_chains: for each precision, >= 1.
+        num_warmup: steps of each before the first draw, >= 0.
+        num_draws: of each, >= 1.
+        thin: steps between draws, >= 1.
+        max_runs: precisions to try, >= 1.
+        key: JAX key or seed.
+        check: warn of a loss that looks like a sum, see `sample`.
+        progress: show a progress bar, if tqdm is installed.
+
+    Returns:
+        A `PrecisionSearch`: print it, or draw it with `plots.precision_search`.
+
+    Raises:
+        ValueError: an argument out of range; a loss that is not finite; a loss that does not change
+            around the weights.
+        KeyboardInterrupt: stopped before the last run is done.
+
+    Cost: for each precision, of which there are two or three, `num_warmup + num_draws * thin`
+    gradients of each chain, two passes through the batches for each draw, and compiling.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, optax_smile
+        >>> loss_fn = lambda params, batch: jnp.mean(jnp.sum((params - batch) ** 2, axis=1)) / 2
+        >>> search = optax_smile.local.local_precision(
+        ...     loss_fn, jnp.zeros((1, 50)), [jnp.zeros((10, 50))],
+        ...     num_data=10, key=0, progress=False,
+        ... )
+        >>> 1e3 < search.prior_precision < 4e3
+        True
+    """
+    where = "local_precision"
+    _around.check(where, loss_fn, params, batches)
+    for name, value in (("allowed", allowed), ("temperature", temperature)):
+        _check.positive(where, name, value, traced=False)
+    steps: dict[str, Any] = {"num_warmup": num_warmup, "num_draws": num_draws, "thin": thin}
+    _check.whole(where, "num_chains", num_chains, 1)
+    _check.whole(where, "max_runs", max_runs, 1)
+    _check.flags(where, check=check, progress=progress)
+    typed = _check.needed_key(where, key)
+    start_loss = _around.check_loss(where, loss_fn, params, batches, check)
+    losses, chains = _around.over_batches(loss_fn, batches), _around.copies(params, num_chains)
+
+    def observe(draws: Any) -> dict[str, Any]:
+        mirrored = jax.tree.map(lambda w, x: 2 * w - x, chains, draws)
+        loss = losses(draws)
+        return {
+            "loss": loss,
+            "excess": (loss + losses(mirrored)) / 2 - start_loss,
+            "distance": _distance(chains, draws),
+        }
+
+    def run(precision: float) -> tuple[float, ...]:
+        posterior = {"num_data": num_data, "temperature": temperature}
+        sampler = _around.build(where, make_sampler, typed, prior_precision=precision, **posterior)
+        with _check.called(where, "sample", sampler="make_sampler"):
+            draws = sample(
+                loss_fn,
+                chains,
+                batches,
+                sampler,
+                **steps,
+                key=typed,
+                observe=observe,
+                check=False,
+                progress=False,
+            )
+        if draws.num_draws < num_draws:
+            raise KeyboardInterrupt(f"`{where}` was stopped at precision {precision:g}.")
+        seen = draws.params
+        error = _around.mean_and_error(seen["excess"].mean(axis=1))
+        return precision, *error, float(seen["loss"].mean()), float(seen["distance"].mean())
+
+    tried = [run(1 / _width(where, observe, chains, typed, allowed) ** 2)]
+    with contextlib.closing(_loop.Bar(max_runs, "precisions", progress)) as bar:
+        while len(tried) < max_runs and not 1 / NEAR <= tried[-1][1] / allowed <= NEAR:
+            bar.show(len(tried), last=f"{tried[-1][0]:.3g}", excess=f"{tried[-1][1]:.3g}")
+            tried.append(run(_next(tried, allowed)))
+    precisions, excess, error, loss, distance = map(np.array, zip(*tried, strict=True))
+    return PrecisionSearch(
+        precisions=precisions,
+        excess=excess,
+        standard_error=error,
+        loss=loss,
+        distance=distance,
+        start_loss=start_loss,
+        allowed=float(allowed),
+        num_data=float(num_data),
+        num_parameters=_tree.size(params),
+        temperature=float(temperature),
+    )
+
+
+def _distance(one: Any, other: Any) -> np.ndarray:
+    """Euclidean distance of trees `[chain, ...]`, `[chain]`."""
+    squares = jax.tree.map(lambda x, y: jnp.sum((x - y) ** 2, axis=range(1, x.ndim)), one, other)
+    return np.sqrt(np.asarray(sum(jax.tree.leaves(squares)), float))
+
+
+def _width(where: str, observe: Callable, chains: Any, key: jax.Array, allowed: float) -> float:
+    """Standard deviation of isotropic noise around the weights that costs what is allowed."""
+    noise, leaves = _tree.normal_like(key, chains), jax.tree.leaves(chains)
+    square = sum(np.sum(np.asarray(x, float) ** 2) for x in leaves)
+    size = float(np.sqrt(square / sum(x.size for x in leaves))) or 1.0
+    width = FIRST_WIDTH * size
+    for _ in range(MOST_WIDTHS):
+        moved = jax.tree.map(lambda x, z, s=width: (x + s * z).astype(x.dtype), chains, noise)
+        excess = float(np.median(observe(moved)["excess"]))
+        if 1 / NEAR <= excess / allowed <= NEAR:
+            break
+        if width > LARGEST_WIDTH * size and excess <= 0:
+            rule = "one that grows around the weights"
+            got = f"an excess of {excess:.2g} at a distance as large as the weights"
+            _check.fail(where, "loss_fn", rule, got)
+        factor = np.sqrt(allowed / excess) if excess > 0 else LARGEST_JUMP
+        width *= float(np.clip(factor, 1 / LARGEST_JUMP, LARGEST_JUMP))
+    return width
+
+
+def _next(tried: list[tuple[float, ...]], allowed: float) -> float:
+    """Precision where a line through the last runs, in logarithms, has the allowed excess."""
+    logs = np.log([(x[0], max(x[1], allowed / LARGEST_JUMP)) for x in tried[-2:]])
+    slope = -1.0
+    if len(logs) == 2 and logs[0, 0] != logs[1, 0]:
+        slope = min(-FLATTEST, (logs[1, 1] - logs[0, 1]) / (logs[1, 0] - logs[0, 0]))
+    most = np.log(LARGEST_JUMP)
+    jump = np.clip((np.log(allowed) - logs[-1, 1]) / slope, -most, most)
+    return float(np.exp(logs[-1, 0] + jump))
+
+
+def fan_in_precision(params: optax.Params, *, scale: float = 1.0, out_axis: int = -1) -> Any:
+    """Give the precision of the prior by which weights are initialised: their fan-in.
+
+    Args:
+        params: of one network, or their shapes.
+        scale: variance of a weight times its fan-in, > 0: 1 for LeCun's rule, 2 for He's.
+        out_axis: axis of the outputs in arrays with two or more, -1 in Flax, 0 in Equinox; the
+            other axes together are the fan-in.
+
+    Returns:
+        A tree of numbers like the parameters, for `prior_precision`: fan-in / scale, and
+        1 / scale for biases and other arrays with fewer than two axes.
+
+    Raises:
+        ValueError: an argument out of range, leaves that are no arrays.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> fan_in_precision({"w": jnp.ones((30, 5)), "b": jnp.ones(5)})
+        {'b': 1.0, 'w': 30.0}
+    """
+    where = "fan_in_precision"
+    _check.leaves(where, "params", params, keys=False)
+    _check.positive(where, "scale", scale, traced=False)
+    _check.choice(where, "out_axis", str(out_axis), ("0", "-1"))
+
+    def precision(x: Any) -> float:
+        shape = np.shape(x)
+        return float(np.prod(shape) / shape[out_axis] / scale) if len(shape) > 1 else 1.0 / scale
+
+    return jax.tree.map(precision, params)
