@@ -252,6 +252,11 @@ def balanced(target: np.ndarray, widths: Sequence[int]) -> list[np.ndarray]:
     return layers
 
 
+def size(params: Any) -> int:
+    """Number of parameters."""
+    return sum(leaf.size for leaf in jax.tree.leaves(params))
+
+
 def _separable(loss: Callable, count: int, localization: float, each: Callable, asymptotic: float):
     num_data = 1_000_000
     strength = sharpness(num_data)
