@@ -3,11 +3,9 @@ r"""The local learning coefficient where it is known, by defaults; and SGLD besi
 Models and their exact values are in `known_coefficients.py`. A cell is a model, a seed and a
 sampler: `psmile`, which is the default and finds its step size, or `sgld` with one of five. All
 have as many chains, draws and gradients, those of the defaults of `llc`; only num_data and the
-localization are told. The part `transformer` is another: two layers, 10^5 parameters, for
-several seeds and for ten times as many steps.
+localization are told.
 
     python benchmarks/llc.py --output benchmarks/results/llc.jsonl
-    python benchmarks/llc.py --part transformer --output benchmarks/results/llc.jsonl
 """
 
 import argparse
@@ -32,7 +30,7 @@ SGLD_SEEDS = (0,)
 DEFAULTS = {
     name: parameter.default
     for name, parameter in inspect.signature(llc).parameters.items()
-    if name in ("num_chains", "num_warmup", "num_draws", "thin")
+    if name in ("num_warmup", "thin")
 }
 # Calls of the compiled step are what small models cost.
 STEPS_PER_DISPATCH = 10
@@ -42,11 +40,11 @@ def cells_of_models() -> Iterator[dict[str, Any]]:
     """Defaults first, then SGLD at each step size."""
     for model in MODELS:
         for seed in SEEDS:
-            yield {"part": "known", "model": model, "sampler": "psmile", "seed": seed}
+            yield {"model": model, "sampler": "psmile", "seed": seed}
     for model in MODELS:
         for step_size in STEP_SIZES:
             for seed in SGLD_SEEDS:
-                cell = {"part": "known", "model": model, "sampler": "sgld"}
+                cell = {"model": model, "sampler": "sgld"}
                 yield {**cell, "step_size": step_size, "seed": seed}
 
 
@@ -84,10 +82,12 @@ def run_known(cell: dict[str, Any]) -> dict[str, Any]:
         "localization": model.localization,
         "num_batches": len(model.batches),
     }
-    return told | estimate(found, begun, DEFAULTS["thin"])
+    return told | estimate(found, begun, DEFAULTS["num_warmup"], DEFAULTS["thin"])
 
 
-def estimate(found: LearningCoefficient, begun: float, thin: int) -> dict[str, Any]:
+def estimate(
+    found: LearningCoefficient, begun: float, num_warmup: int, thin: int
+) -> dict[str, Any]:
     """What is recorded of a result; None stands for what is not finite."""
     num_chains, num_draws = found.loss.shape
     plain = found.trace.mean(axis=1)
@@ -103,7 +103,7 @@ def estimate(found: LearningCoefficient, begun: float, thin: int) -> dict[str, A
     return told | {
         "is_balanced": found.is_balanced,
         "findings": list(found.findings),
-        "gradients": num_chains * (DEFAULTS["num_warmup"] + num_draws * thin),
+        "gradients": num_chains * (num_warmup + num_draws * thin),
         "chains": num_chains,
         "seconds": time.perf_counter() - begun,
     }
@@ -111,7 +111,6 @@ def estimate(found: LearningCoefficient, begun: float, thin: int) -> dict[str, A
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--part", choices=("known", "transformer"), default="known")
     parser.add_argument("--model", choices=tuple(MODELS), help="one of them")
     parser.add_argument("--sampler", choices=("psmile", "sgld"), help="one of them")
     arguments = records.arguments_of(parser)
