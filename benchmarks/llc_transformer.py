@@ -1,7 +1,7 @@
 r"""The local learning coefficient of a small transformer: do seeds agree, and a tenfold run?
 
 Two layers, 64 wide, context 32: 108,992 parameters that predict the next character of Shakespeare,
-trained by AdamW on the 100,000 characters that n counts. Batches of 25 pieces of 32 characters.
+trained by AdamW on the 100,000 characters that n counts. Batches of 5 pieces of 32 characters.
 A cell is a localization, a seed, and how many steps and draws; `--times 10` makes ten times as many
 steps of warm-up and between draws, with as many draws.
 
@@ -27,9 +27,9 @@ from llc import estimate
 
 from optax_smile.local import llc
 
-CONTEXT, WIDTH, HEADS, NUM_DATA, PIECES_OF_BATCH = 32, 64, 4, 100_000, 25
+CONTEXT, WIDTH, HEADS, NUM_DATA, PIECES_OF_BATCH = 32, 64, 4, 100_000, 5
 TRAINING_STEPS, TRAINING_PIECES = 4_000, 32
-NUM_CHAINS, NUM_WARMUP, NUM_DRAWS, THIN = 4, 400, 20, 40
+NUM_CHAINS, NUM_WARMUP, NUM_DRAWS, THIN = 2, 400, 10, 60
 
 
 @functools.cache

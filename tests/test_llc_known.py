@@ -1,4 +1,7 @@
-"""The exact coefficients that `llc` is measured against, each by two ways that share nothing."""
+"""The exact coefficients that `llc` is measured against, each by two ways that share nothing.
+
+And `llc` against them, by its own number of steps.
+"""
 
 import sys
 from pathlib import Path
@@ -8,6 +11,8 @@ import pytest
 
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
 import known_coefficients as known
+
+from optax_smile.local import llc
 
 
 @pytest.mark.parametrize("power", [2, 4, 6, 10])
@@ -103,3 +108,27 @@ def test_at_a_smooth_point_it_is_half_the_rank_of_the_derivative(widths):
 def test_a_multiplicity_above_one_is_refused():
     with pytest.raises(ValueError, match="multiplicity"):
         known.linear_asymptotic((4, 3, 4), 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["the same, gamma 100", "w^4, 60, gamma 100"])
+def test_llc_is_the_exact_value(name):
+    """With 16 chains, 4.5 standard errors are passed by chance in one of 2,000 runs."""
+    model = known.MODELS[name]()
+    found = llc(
+        model.loss_fn,
+        model.params,
+        model.batches,
+        num_data=model.num_data,
+        localization=model.localization,
+        num_chains=16,
+        key=0,
+        progress=False,
+    )
+    expected = model.exact().value
+    assert found.standard_error < 0.02 * expected
+    assert abs(found.llc - expected) < 4.5 * found.standard_error
+    # The loss alone, which its balance has not corrected.
+    plain = found.trace.mean(axis=1)
+    assert abs(plain.mean() - expected) < 4.5 * plain.std(ddof=1) / 4
+    assert found.is_balanced and not found.findings
