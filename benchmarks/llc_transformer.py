@@ -29,7 +29,7 @@ from optax_smile.local import llc
 
 CONTEXT, WIDTH, HEADS, NUM_DATA, PIECES_OF_BATCH = 32, 64, 4, 100_000, 5
 TRAINING_STEPS, TRAINING_PIECES = 4_000, 32
-NUM_CHAINS, NUM_WARMUP, NUM_DRAWS, THIN = 2, 400, 10, 60
+NUM_CHAINS, NUM_WARMUP, NUM_DRAWS, THIN = 2, 300, 5, 40
 
 
 @functools.cache
@@ -150,7 +150,7 @@ def run(cell: dict[str, Any], weights: Path | None) -> dict[str, Any]:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--weights", type=Path, help="file that keeps the trained weights")
-    parser.add_argument("--localizations", nargs="+", type=float, default=[100.0])
+    parser.add_argument("--localizations", nargs="+", type=float, default=[10_000.0])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2, 3])
     parser.add_argument("--times", type=int, default=1)
     parser.add_argument("--warmup", type=int, default=NUM_WARMUP)
