@@ -75,7 +75,7 @@ ROOMS = {
     "diagnostics": {"state", "draws"},
     "metrics": set(),
     "plots": {"metrics"},
-    "local": {"chains", "draws", "parallel", "potential", "samplers"},
+    "local": {"chains", "draws", "potential", "samplers", "stages"},
     "report": {"draws", "diagnostics", "metrics", "plots"},
 }
 EVIDENCE = {"evidence", "energy", "products"}

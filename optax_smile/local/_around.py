@@ -1,5 +1,6 @@
 """What runs around trained weights share: their sampler, and the loss of their draws."""
 
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -15,9 +16,8 @@ from optax_smile.samplers.smile import psmile
 Losses = Callable[[Any], np.ndarray]
 
 
-def sampler(**posterior: Any) -> optax.GradientTransformationExtraArgs:
-    """Take `psmile` with the noise that clean gradients need: the default of every run here."""
-    return psmile(decoherence_length="turning", **posterior)
+# The noise that clean gradients need: the default of every run here.
+SAMPLER = functools.partial(psmile, decoherence_length="turning")
 
 
 def build(

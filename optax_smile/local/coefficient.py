@@ -20,6 +20,10 @@ from optax_smile.potential import Potential, coefficient, watanabe_beta
 # A trend of more standard errors is hardly chance, and one of a smaller share does no harm.
 CLEAR_ERRORS = 3.0
 MOST_TREND = 0.05
+# Parts of a chain whose means are nearly independent, and the share of their variance that has to
+# be explained: what explains less is right within a part and wrong from part to part.
+NUM_BLOCKS = 10
+LEAST_EXPLAINED = 0.95
 
 
 class LearningCoefficient(NamedTuple):
@@ -58,23 +62,25 @@ class LearningCoefficient(NamedTuple):
 
     @property
     def is_balanced(self) -> bool:
-        """Whether the mean of `balance` is 1 within three standard errors over the chains."""
-        mean, error = _around.mean_and_error(self.balance.mean(axis=1))
-        return bool(abs(mean - 1) <= CLEAR_ERRORS * error)
+        """Whether the mean of `balance` is 1 within three standard errors."""
+        blocks = _blocks(self.balance)
+        return bool(abs(blocks.mean() - 1) <= CLEAR_ERRORS * blocks.std() / np.sqrt(blocks.size))
 
     @property
     def per_chain(self) -> np.ndarray:
         """The coefficient that each chain finds, `[chain]`.
 
-        The mean of `trace`, less what `balance`, whose mean is known, explains of its chance.
+        The mean of `trace`, less what `balance`, whose mean is known, explains of its chance, where
+        that is nearly all of it.
         """
-        trace, balance = self.trace, self.balance
-        if not self.is_balanced:
-            return trace.mean(axis=1)
-        within = balance - balance.mean(axis=1, keepdims=True)
-        variance = np.sum(within**2)
-        factor = np.sum(within * trace) / variance if variance > 0 else 0.0
-        return (trace - factor * (balance - 1)).mean(axis=1)
+        trace, balance = (_blocks(x) - x.mean() for x in (self.trace, self.balance))
+        square = np.sum(balance**2)
+        factor = np.sum(trace * balance) / square if square > 0 else 0.0
+        left = np.sum((trace - factor * balance) ** 2)
+        is_explained = left <= (1 - LEAST_EXPLAINED) * np.sum(trace**2)
+        if not (self.is_balanced and is_explained):
+            factor = 0.0
+        return (self.trace - factor * (self.balance - 1)).mean(axis=1)
 
     @property
     def llc(self) -> float:
@@ -98,15 +104,12 @@ class LearningCoefficient(NamedTuple):
         if not np.all(np.isfinite(self.loss)):
             yield "not finite: the loss of some draws is infinite or NaN. Try shorter steps."
             return
-        third = max(1, self.loss.shape[1] // 3)
-        trend = self.trace[:, -third:].mean(axis=1) - self.trace[:, :third].mean(axis=1)
-        change, error = _around.mean_and_error(trend)
-        is_clear = np.isnan(error) or abs(change) > CLEAR_ERRORS * error
-        if is_clear and abs(change) > MOST_TREND * abs(self.llc):
+        change, error = _trend(_blocks(self.trace))
+        if abs(change) > max(CLEAR_ERRORS * error, MOST_TREND * abs(self.llc)):
             word = "falling" if change < 0 else "rising"
             yield (
-                f"still {word}: the last third of the draws is {change:+.3g} from the first. Try a"
-                " larger num_warmup or more draws; a stronger localization, if the loss falls for"
+                f"still {word}: {change:+.3g} from the first draws to the last. Try a larger"
+                " num_warmup or more draws; a stronger localization, if the loss falls for"
                 " ever along flat directions."
             )
         if self.llc < 0:
@@ -140,6 +143,24 @@ class LearningCoefficient(NamedTuple):
         return "\n".join([*aligned(table), "", about, *told])
 
 
+def _blocks(values: np.ndarray) -> np.ndarray:
+    """Means over the parts of each chain, `[chain, part]`."""
+    parts = np.array_split(values, min(NUM_BLOCKS, values.shape[1]), axis=1)
+    return np.stack([part.mean(axis=1) for part in parts], axis=1)
+
+
+def _trend(blocks: np.ndarray) -> tuple[float, float]:
+    """Change along the chains by a line through their parts, and its standard error."""
+    chains, parts = blocks.shape
+    if parts < 3:
+        return 0.0, np.inf
+    time = np.linspace(-0.5, 0.5, parts)
+    centred = blocks - blocks.mean(axis=1, keepdims=True)
+    slope = np.sum(centred * time) / (chains * np.sum(time**2))
+    rest = np.sum((centred - slope * time) ** 2) / (chains * (parts - 1) - 1)
+    return float(slope), float(np.sqrt(rest / (chains * np.sum(time**2))))
+
+
 def llc(
     loss_fn: Callable[[optax.Params, Any], jax.Array],
     params: optax.Params,
@@ -149,7 +170,7 @@ def llc(
     beta: float | None = None,
     localization: float = 100.0,
     draws: Snapshots | StoredSnapshots | None = None,
-    make_sampler: Callable[..., optax.GradientTransformation] = _around.sampler,
+    make_sampler: Callable[..., optax.GradientTransformation] = _around.SAMPLER,
     num_chains: int = 4,
     num_warmup: int = 2000,
     num_draws: int = 200,

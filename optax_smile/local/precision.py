@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -16,7 +17,11 @@ from optax_smile._table import aligned
 from optax_smile.chains import _loop
 from optax_smile.chains.sample import sample
 from optax_smile.local import _around
+from optax_smile.stages.tuner import angle_tuner
 
+# A strong prior makes the posterior so round that steps of 0.1 of its radius are right: after 64 of
+# them a chain has seen several independent draws (`benchmarks/notes/around-trained-weights.md`).
+LONG_STEPS = functools.partial(_around.SAMPLER, tuner=angle_tuner(angle=0.1))
 # An excess within this factor of what is allowed is near enough, ...
 NEAR = 1.25
 # ... and so is that of isotropic noise, from which the first run begins.
@@ -44,6 +49,7 @@ class PrecisionSearch(NamedTuple):
         num_data: number of examples.
         num_parameters: of one network.
         temperature: of the posterior.
+        make_sampler: what makes the sampler of a posterior.
     """
 
     precisions: np.ndarray
@@ -56,6 +62,7 @@ class PrecisionSearch(NamedTuple):
     num_data: float
     num_parameters: int
     temperature: float
+    make_sampler: Callable[..., optax.GradientTransformation]
 
     @property
     def best(self) -> int:
@@ -66,6 +73,17 @@ class PrecisionSearch(NamedTuple):
     def prior_precision(self) -> float:
         """The precision to sample with."""
         return float(self.precisions[self.best])
+
+    def sampler(self, *, key: jax.Array | int) -> optax.GradientTransformation:
+        """Make the sampler of the best candidate, with the prior around each chain's start."""
+        return _around.build(
+            "PrecisionSearch.sampler",
+            self.make_sampler,
+            _check.needed_key("PrecisionSearch.sampler", key),
+            num_data=self.num_data,
+            prior_precision=self.prior_precision,
+            temperature=self.temperature,
+        )
 
     def __str__(self) -> str:
         table = {
@@ -96,11 +114,11 @@ def local_precision(
     num_data: float,
     allowed: float = 0.01,
     temperature: float = 1.0,
-    make_sampler: Callable[..., optax.GradientTransformation] = _around.sampler,
+    make_sampler: Callable[..., optax.GradientTransformation] = LONG_STEPS,
     num_chains: int = 2,
-    num_warmup: int = 150,
-    num_draws: int = 15,
-    thin: int = 10,
+    num_warmup: int = 100,
+    num_draws: int = 20,
+    thin: int = 5,
     max_runs: int = 5,
     key: jax.Array | int,
     check: bool = True,
@@ -115,10 +133,8 @@ def local_precision(
 
     nats per example: what the width of the draws costs, without what they gain downhill where w is
     no minimum. g is searched for by short chains until the excess is what is allowed; the first
-    guess is the noise N(0, 1 / g) itself, which the likelihood then narrows. Sample with
-
-        psmile(num_data=num_data, prior_mean="start", prior_precision=search.prior_precision,
-               decoherence_length="turning", key=0)
+    guess is the noise N(0, 1 / g) itself, which the likelihood then narrows. Sample with what was
+    searched for, `search.sampler(key=0)`.
 
     Args:
         loss_fn: mean loss `loss_fn(params, batch)`, as that of `sample`, without random numbers.
@@ -129,7 +145,8 @@ def local_precision(
         allowed: excess loss of a single draw, nats per example, > 0.
         temperature: of the posterior, > 0.
         make_sampler: called with `num_data=`, `prior_precision=`, `prior_mean=`, `temperature=` and
-            `key=`; None: `psmile` with `decoherence_length="turning"`.
+            `key=`; the default is `psmile` with `decoherence_length="turning"` and steps three
+            times as long as usual, which a posterior allows that is mostly its prior.
         num_chains: for each precision, >= 1.
         num_warmup: steps of each before the first draw, >= 0.
         num_draws: of each, >= 1.
@@ -219,6 +236,7 @@ def local_precision(
         num_data=float(num_data),
         num_parameters=_tree.size(params),
         temperature=float(temperature),
+        make_sampler=make_sampler,
     )
 
 

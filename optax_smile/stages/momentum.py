@@ -44,9 +44,10 @@ INTEGRATORS = {
         drifts=(0.5, 0.5),
     ),
 }
-# Explicit noise that turns u by as much as the gradients do; or by which u forgets itself over the
-# radius of the curve that the gradients make it follow, which is what clean gradients need.
+# Explicit noise that turns u by as much as the gradients do; or by which u forgets itself over so
+# many radii of the curve that the gradients make it follow, which is what clean gradients need.
 MATCHED, TURNING = "matched", "turning"
+NUM_RADII = 1.0
 
 
 class Momentum(NamedTuple):
@@ -293,7 +294,7 @@ def diffuse(
     if isinstance(decoherence_length, str) and decoherence_length == MATCHED:
         exponent = (length * turn_rate) ** 2
     elif isinstance(decoherence_length, str):
-        exponent = 2 * length * turn_rate
+        exponent = 2 * length * turn_rate / NUM_RADII
     else:
         exponent = 2 * length / decoherence_length
     exponent = jnp.minimum(exponent, FORGOTTEN)
