@@ -26,6 +26,8 @@ METHODS = (
 COLORS = {method: plt.get_cmap("tab10")(i) for i, method in enumerate(METHODS)}
 NUM_GRADIENTS = 60_000
 LARGE = 10**7
+# Where psmile stands on the axis of step sizes.
+PSMILE_PLACE = 5e-9
 
 
 def _against_step_size(axis: Any, found: list[Record], depth: float):
@@ -182,6 +184,34 @@ def energy_errors(errors: np.ndarray, fit: np.ndarray, threshold: float) -> Figu
     return drawn
 
 
+def llc(found: list[Record]) -> Figure:
+    """Relative error of the mean loss by SGLD against its step size, by psmile at the left."""
+    drawn, axis = plt.subplots(figsize=(10, 5.5), layout="constrained")
+    models = list(dict.fromkeys(record["cell"]["model"] for record in found))
+    colors, bottom, top = plt.get_cmap("tab20"), 1e-3, 30.0
+    for place, model in enumerate(models):
+        of = [record for record in found if record["cell"]["model"] == model]
+        points: dict[float, list[float]] = {}
+        for record in of:
+            size = record["cell"].get("step_size") or PSMILE_PLACE
+            level = record["plain"]
+            off = top if level is None else abs(level / record["exact"] - 1)
+            points.setdefault(size, []).append(min(max(off, bottom), top))
+        look: dict[str, Any] = {"color": colors(place % 20), "ms": 5}
+        sizes = sorted(size for size in points if size != PSMILE_PLACE)
+        middle = [float(np.median(points[size])) for size in sizes]
+        axis.plot(sizes, middle, "o-", lw=1, label=model, **look)
+        ours = points.get(PSMILE_PLACE, [])
+        axis.plot([PSMILE_PLACE * 1.12 ** (place - len(models) / 2)] * len(ours), ours, "_", **look)
+    axis.axhline(0.05, color="k", ls=":", lw=1)
+    ticks = {PSMILE_PLACE: "psmile", **{10.0**k: f"$10^{{{k}}}$" for k in range(-7, -2)}}
+    axis.set(xscale="log", yscale="log", xlabel="step size of SGLD", ylim=(bottom / 1.3, top * 1.3))
+    axis.set_xticks(list(ticks), list(ticks.values()))
+    axis.set_ylabel(f"|relative error| of n beta (E[L] - L(w)); at {top:g}: or more, or lost")
+    axis.legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
+    return drawn
+
+
 # Name: what draws it, and the files whose records it takes.
 PICTURES: dict[str, tuple[Callable[..., Figure], tuple[str, ...]]] = {
     "uci": (uci, ("uci", "lenet_small")),
@@ -189,9 +219,10 @@ PICTURES: dict[str, tuple[Callable[..., Figure], tuple[str, ...]]] = {
     "lognormal": (lognormal, ("analytic",)),
     "decoherence": (decoherence, ("analytic_figures",)),
     "decay": (decay, ("analytic_figures",)),
+    "llc": (llc, ("llc",)),
 }
 # Decay has no records yet.
-SHOWN = ("uci", "step_cost", "lognormal", "decoherence")
+SHOWN = ("uci", "step_cost", "lognormal", "decoherence", "llc")
 
 
 def main():

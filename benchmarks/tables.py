@@ -25,6 +25,7 @@ from tabulated import (
     costs,
     faults,
     lenet,
+    llc,
     local,
     paper_protocol,
     quickstart,
@@ -80,6 +81,9 @@ TABLES: dict[str, tuple[Callable[..., Table], tuple[str, ...]]] = {
     "faults": (faults.campaigns, ("faults",)),
     "before-sampler": (before_sampler.variances, ("before_sampler",)),
     "around-trained-weights": (local.around, ("local",)),
+    "known-coefficients": (llc.known, ("llc",)),
+    "coefficients-sgld": (llc.beside_sgld, ("llc",)),
+    "transformer-coefficient": (llc.transformer, ("llc_transformer",)),
 }
 FIGURES: dict[str, tuple[Callable[..., str], tuple[str, ...]]] = {
     **{
@@ -101,6 +105,9 @@ FIGURES: dict[str, tuple[Callable[..., str], tuple[str, ...]]] = {
         f"step {network}, psmile": (costs.whole_step(network, "psmile"), ("step_cost",))
         for network in ("lenet", "gpt")
     },
+    "coefficients met": (llc.met("llc"), ("llc",)),
+    "coefficients met, mean loss": (llc.met("plain"), ("llc",)),
+    "coefficients met, sgld": (llc.sgld_met, ("llc",)),
     **{f"update {m}": (costs.update(m), ("step_cost",)) for m in ("smile", "psmile")},
 }
 MARKED = re.compile(r"<!-- (table|figure) ([^>]*?) -->(.*?)<!-- end -->", re.DOTALL)
