@@ -44,7 +44,7 @@ def scores(found: Sequence[Record]) -> Table:
     best = _best(found)
     if not best.get(MAP):
         return Table((), (), ())
-    names = found[0]["scores"]
+    names: list[str] = list(found[0]["scores"])
     rows = []
     for method, records in best.items():
         columns = [[record["scores"][name] for record in records.values()] for name in names]

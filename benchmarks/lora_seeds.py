@@ -4,7 +4,7 @@ Every seed has its own GPT (examples/lora.py), piece of the second text, low-ran
 chain. A cell is one seed, method and prior precision; both methods get the precision that is best
 on validation text, and the MAP is stopped early there. A chain starts from the MAP of its prior.
 
-    OPTAX_SMILE_DATA=... python benchmarks/lora.py --output out/lora.jsonl
+    OPTAX_SMILE_DATA=... python benchmarks/lora_seeds.py --output out/lora.jsonl
 """
 
 import argparse
@@ -34,7 +34,7 @@ METHODS = ("MAP", "psmile", "psmile, two chains", "psmile, around the MAP", "smi
 
 
 @functools.cache
-def pretrained(config: lora.Config) -> tuple[dict[str, np.ndarray], nnx.Module, Any]:
+def pretrained(config: lora.Config) -> tuple[dict[str, np.ndarray], lora.GPT, Any]:
     """Texts, the frozen GPT and its low-rank weights as they begin."""
     texts = lora.load(config)
     model = lora.pretrain(config, texts["base"])
@@ -47,7 +47,7 @@ def mode(base: lora.Config, config: lora.Config) -> Any:
     texts, model, start = pretrained(base)
     nnx.update(model, start)
     valid = lora.windows(texts["valid"], config.context)
-    return lora.fit_map(model, config, lora.Batches(texts["train"], config), valid)
+    return lora.fit_map(model, config, lora.batches_of(texts["train"], config), valid)
 
 
 def run_cell(cell: dict[str, Any]) -> dict[str, Any]:
@@ -56,22 +56,22 @@ def run_cell(cell: dict[str, Any]) -> dict[str, Any]:
     config = dataclasses.replace(base, prior_precision=cell["precision"])
     (texts, model, start), begun = pretrained(base), time.monotonic()
     best = mode(base, config)
-    batches = lora.Batches(texts["train"], config)
+    batches = lora.batches_of(texts["train"], config)
     nnx.update(model, start)
     whole = nnx.as_pure(nnx.state(model))
     nnx.update(model, best)
     told: dict[str, Any] = {}
     sampler, _, variant = cell["method"].partition(", ")
+    centre = {"two chains": whole, "around the MAP": best}.get(variant, start)
     if sampler == "MAP":
         draws: Any = [best]
-    elif variant == "two chains":
-        tx = lora.make_sampler(sampler, config, whole)
-        draws = lora.sample_partition(model, config, batches, tx)
-        told["summary"] = str(optax_smile.diagnostics.summary(draws))
     else:
-        centre = best if variant == "around the MAP" else start
-        tx = lora.make_sampler(sampler, config, centre)
-        draws = lora.sample_in_loop(model, config, batches, tx)
+        prior = {"prior_mean": centre, "prior_precision": config.prior_precision}
+        tx = getattr(optax_smile, sampler)(num_data=config.num_train, **prior, key=config.seed)
+        sample = lora.sample_partition if variant == "two chains" else lora.sample_loop
+        draws = sample(model, config, batches, tx)
+    if variant == "two chains":
+        told["summary"] = str(optax_smile.diagnostics.summary(draws))
     cut = {name: lora.windows(texts[name], config.context) for name in ("valid", "test", "foreign")}
     table, density = lora.score(model, draws, cut["test"], cut["foreign"][0])
     valid, _ = lora.score(model, draws, cut["valid"], cut["foreign"][0][:1])
