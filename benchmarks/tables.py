@@ -27,6 +27,7 @@ from tabulated import (
     lenet,
     llc,
     local,
+    lora,
     paper_protocol,
     quickstart,
     small_noise,
@@ -51,6 +52,8 @@ TABLES: dict[str, tuple[Callable[..., Table], tuple[str, ...]]] = {
     "networks": (lenet.summary, ("lenet_small",)),
     "networks-all": (lenet.cells, ("lenet_small",)),
     "angles": (lenet.angles, ("uci", "uci_before", "lenet_small")),
+    "lora": (lora.scores, ("lora",)),
+    "lora-all": (lora.cells, ("lora",)),
     "posteriors": (agreement.posteriors, ("agreement",)),
     "nuts-networks": (agreement.networks, ("agreement",)),
     "nuts-references": (agreement.references, ("agreement",)),
@@ -97,6 +100,7 @@ FIGURES: dict[str, tuple[Callable[..., str], tuple[str, ...]]] = {
         f"paper's LeNet, {method}": (lenet.paper_gain(method), ("paper",))
         for method in ("scale_adapted_sghmc", "psmile_naive", "smile")
     },
+    "lora LPPD": (lora.difference("psmile", "LPPD"), ("lora",)),
     "posteriors met": (agreement.posteriors_met, ("agreement",)),
     "bias competitive": (analytic.competitive, ("analytic",)),
     "bias behind paper": (analytic.behind, ("analytic", "paper")),

@@ -104,7 +104,9 @@ def _describe(value: Any, depth: int = 0, deepest: int = DEEPEST) -> Any:
         array = np.asarray(value)
         if array.size <= LARGEST_ARRAY:
             return array.tolist()
-        return f"array {array.shape} {zlib.crc32(np.ascontiguousarray(array).data):08x}"
+        return (
+            f"array {array.shape} {zlib.crc32(np.ascontiguousarray(array).view(np.uint8).data):08x}"
+        )
     if isinstance(value, (tuple, list)):
         return [_describe(entry, depth + 1, deepest) for entry in value]
     if isinstance(value, Mapping):

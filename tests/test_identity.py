@@ -378,3 +378,10 @@ def test_a_transformation_is_told_from_others_and_not_from_itself():
         tx.update(params, tx.init(params), params)
         assert _settings.checksum(tx) == _settings.checksum(make()) == sums[-1]
     assert len(set(sums)) == len(made)
+
+
+def test_large_arrays_of_any_dtype_have_a_checksum():
+    """Such as the mean of a prior on all weights of a network, some of them in bfloat16."""
+    made = [jnp.arange(20, dtype=x) for x in (jnp.float32, jnp.bfloat16, jnp.int32)]
+    tx = [optax_smile.psmile_naive(0.1, num_data=9, prior_mean=x) for x in [*made, made[1] + 1]]
+    assert len({_settings.checksum(x) for x in tx}) == len(tx)

@@ -1,0 +1,126 @@
+"""The example of low-rank weights: what is sampled, what stays, and what it needs."""
+
+import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import optax_smile
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+sys.path.insert(0, str(EXAMPLES))
+import lora  # noqa: E402
+
+CONFIG = lora.Config(
+    width=8, context=8, rank=2, base_steps=2, num_train=200, num_test=200, batch_size=4
+)
+CONFIG = dataclasses.replace(CONFIG, map_steps=2, num_warmup=2, num_draws=4, thin=2)
+LETTERS = np.random.default_rng(0).integers(lora.NUM_LETTERS, size=CONFIG.num_train)
+
+
+def psmile(config, prior_mean):
+    prior = {"prior_mean": prior_mean, "prior_precision": config.prior_precision}
+    return optax_smile.psmile(num_data=config.num_train, **prior, key=0)
+
+
+def by_kind(params):
+    """Leaves of low-rank weights, and the others, by path."""
+    kinds = {True: {}, False: {}}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(nnx.as_pure(params)):
+        name = jax.tree_util.keystr(path)
+        kinds["lora" in name][name] = leaf
+    return kinds[True], kinds[False]
+
+
+@pytest.fixture(scope="module")
+def network():
+    """Model, its batches, and all its weights as they begin."""
+    model = lora.pretrain(CONFIG, LETTERS)
+    return model, lora.batches_of(LETTERS, CONFIG), nnx.as_pure(nnx.state(model))
+
+
+def bits(x):
+    return np.asarray(x).view(np.uint16 if x.dtype == jnp.bfloat16 else np.uint32)
+
+
+def test_dtypes(network):
+    sampled, frozen = by_kind(network[2])
+    assert len(sampled) == 2 * 2 * len(lora.MATRICES)
+    assert {x.dtype for x in sampled.values()} == {jnp.dtype(jnp.float32)}
+    assert {x.dtype for x in frozen.values()} == {jnp.dtype(jnp.bfloat16)}
+    assert jax.eval_shape(lambda x: network[0](x), LETTERS[None, :8]).dtype == jnp.float32
+
+
+@pytest.mark.parametrize(
+    "method", [lora.sample_loop, pytest.param(lora.sample_partition, marks=pytest.mark.slow)]
+)
+def test_low_rank_weights_move_and_the_others_keep_their_bits(network, method):
+    model, batches, whole = network
+    nnx.update(model, whole)
+    is_loop = method is lora.sample_loop
+    prior_mean = lora.low_rank(model) if is_loop else whole
+    draws = method(model, CONFIG, batches, psmile(CONFIG, prior_mean))
+    draws = list(draws)
+    assert len(draws) == 4
+    sampled, frozen = by_kind(whole)
+    for draw in draws:
+        moved, stayed = by_kind(draw)
+        assert {x.dtype for x in moved.values()} == {jnp.dtype(jnp.float32)}
+        assert all(np.any(bits(moved[name]) != bits(sampled[name])) for name in sampled)
+        # Draws of the loop are the low-rank weights alone: the others are the model's.
+        stayed = by_kind(nnx.state(model))[1] if is_loop else stayed
+        assert stayed.keys() == frozen.keys()
+        for name, leaf in frozen.items():
+            assert stayed[name].dtype == jnp.bfloat16
+            np.testing.assert_array_equal(bits(stayed[name]), bits(leaf))
+
+
+def test_last_accepted_is_where_the_loop_was(network):
+    """The parameters of the loop are a proposal; the draw is the point that it was given."""
+    model, batches, whole = network
+    nnx.update(model, whole)
+    tx = psmile(CONFIG, lora.low_rank(model))
+    before = lora.low_rank(model)
+    for _, optimizer in lora.train(model, tx, nnx.LoRAParam, batches, 3):
+        state, params = nnx.as_pure(optimizer.opt_state), lora.low_rank(model)
+        last = optax_smile.last_accepted(state, params)
+        assert jax.tree.structure(last) == jax.tree.structure(params)
+        for found, expected in zip(jax.tree.leaves(last), jax.tree.leaves(before), strict=True):
+            np.testing.assert_allclose(found, expected, atol=1e-6)
+        before = params
+
+
+def test_a_missing_folder_is_told(tmp_path):
+    run = subprocess.run(
+        [sys.executable, str(EXAMPLES / "lora.py"), "--smoke"],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"OPTAX_SMILE_DATA": str(tmp_path)},
+    )
+    assert run.returncode == 1 and "Traceback" not in run.stderr
+    assert "Set OPTAX_SMILE_DATA to a folder with text/modern_shakespeare.txt and" in run.stderr
+
+
+@pytest.mark.slow
+def test_smoke_without_data():
+    environment = {name: x for name, x in os.environ.items() if name != "OPTAX_SMILE_DATA"}
+    run = subprocess.run(
+        [sys.executable, str(EXAMPLES / "lora.py"), "--smoke", "--sampler", "smile"],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=environment,
+    )
+    header, *rows = run.stdout.splitlines()
+    assert header.split()[:4] == ["held-out", "text", "LPPD", "perplexity"]
+    assert [row.split("  ")[0] for row in rows] == ["MAP", "smile, loop", "smile, partition"]
+    for row in rows:
+        lppd, perplexity = map(float, row[20:].split()[:2])
+        assert perplexity == pytest.approx(np.exp(-lppd), rel=1e-3)
