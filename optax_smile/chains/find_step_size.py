@@ -23,6 +23,8 @@ from optax_smile.state import MOST_NONFINITE
 # Lengths of steps with `psmile_naive` and its family: from chains that hardly move to networks that
 # do not survive.
 STEP_SIZES = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0)
+# What is counted of the chains.
+COUNTED = "num_gradients", "num_rejected", "num_nonfinite"
 # A difference of more standard errors is hardly chance.
 CLEAR_ERRORS = 2.0
 
@@ -164,8 +166,7 @@ def find_step_size(
     steps |= {"steps_per_dispatch": steps_per_dispatch}
     for name, value in steps.items():
         _check.whole("find_step_size", name, value, 0 if name == "num_warmup" else 1)
-    _check_kinds(loss_fn, batches, validation, key)
-    _check.kind("find_step_size", "name", name, str, "a name")
+    _check_kinds(loss_fn, batches, validation, name, key)
     _check.flags("find_step_size", check=check, progress=progress)
     samplers = _make_samplers(make_sampler, step_sizes)
     parallel.num_chains("find_step_size", params)
@@ -186,13 +187,11 @@ def find_step_size(
 
     def try_out(step_size: float, sampler: Any) -> tuple[list[np.ndarray], float]:
         """Judge short chains, and count their rejected steps per gradient."""
-        run = called(sample)
         given = {**steps, "check": check and not judged, "key": key}
-        draws = run(loss_fn, params, batches, sampler, **given, progress=False)
+        draws = called(sample)(loss_fn, params, batches, sampler, **given, progress=False)
         if draws.trace["num_gradients"].shape[1] < num_ticks:
             raise KeyboardInterrupt(f"`find_step_size` was stopped at step size {step_size:g}.")
-        names = "num_gradients", "num_rejected", "num_nonfinite"
-        gradients, rejections, nonfinite = (draws.trace[name][:, -1] for name in names)
+        gradients, rejections, nonfinite = (draws.trace[name][:, -1] for name in COUNTED)
         found = [np.full_like(x, -np.inf) for x in start]
         # Else a chain that cannot leave the start would score like it.
         if np.all(nonfinite <= MOST_NONFINITE * gradients):
@@ -225,7 +224,7 @@ def find_step_size(
     )
 
 
-def _check_kinds(loss_fn: Any, batches: Any, validation: Any, key: Any):
+def _check_kinds(loss_fn: Any, batches: Any, validation: Any, name: Any, key: Any):
     """Require arguments of the right kind."""
     where = "find_step_size"
     _check.function(where, "loss_fn", loss_fn, "(params, batch)")
@@ -235,6 +234,7 @@ def _check_kinds(loss_fn: Any, batches: Any, validation: Any, key: Any):
         _check.fail(where, "batches", rule, f"a {type(batches).__name__}")
     if not isinstance(validation, (tuple, list)) or len(validation) != 2 or validation[1] is None:
         _check.fail(where, "validation", "a pair of inputs and targets", _check.show(validation))
+    _check.kind(where, "name", name, str, "a name")
     _check.needed_key(where, key)
 
 

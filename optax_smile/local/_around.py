@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import optax
 
-from optax_smile import _check
+from optax_smile import _check, _tree
 from optax_smile.chains import _loop
 from optax_smile.potential import START
 from optax_smile.samplers.smile import psmile
@@ -16,33 +16,38 @@ from optax_smile.samplers.smile import psmile
 Losses = Callable[[Any], np.ndarray]
 
 
+# What the maker of a sampler is called with.
+POSTERIOR = "(num_data=, prior_precision=, prior_mean=, temperature=, key=)"
 # The noise that clean gradients need: the default of every run here.
 SAMPLER = functools.partial(psmile, decoherence_length="turning")
+
+
+def check(
+    where: str, loss_fn: Any, params: Any, batches: Any, num_data: Any, least: int, sampler: Any
+):
+    """Require the arguments that describe a model, its data, at least so many, and its sampler."""
+    rule = f">= {least} and finite"
+    _check.number(where, "num_data", num_data, rule, lambda x: least <= x < np.inf, traced=False)
+    _check.function(where, "loss_fn", loss_fn, "(params, batch)")
+    _tree.check_params(where, params, smallest=2)
+    _check.finite(where, "params", params)
+    _check.batches(where, batches)
+    if isinstance(batches, Iterator):
+        rule = "an iterable that can be gone through again, such as a list"
+        _check.fail(where, "batches", rule, f"a {type(batches).__name__}")
+    remedy = "Bind other arguments by functools.partial, such as the step size of `sgld`."
+    _check.function(where, "make_sampler", sampler, POSTERIOR, remedy)
 
 
 def build(
     where: str, make_sampler: Any, key: jax.Array, **posterior: Any
 ) -> optax.GradientTransformation:
     """Make the sampler of a posterior around the start of its chains."""
-    form = "(num_data=, prior_precision=, prior_mean=, temperature=, key=)"
-    remedy = "Bind other arguments by functools.partial, such as the step size of `sgld`."
-    _check.function(where, "make_sampler", make_sampler, form, remedy)
     made = make_sampler(prior_mean=START, key=key, **posterior)
     if not isinstance(made, optax.GradientTransformation):
-        got = f"one that gives {_check.show(made)}"
-        _check.fail(where, "make_sampler", f"a function of {form} that gives a sampler", got)
+        rule, got = f"a function of {POSTERIOR} that gives a sampler", _check.show(made)
+        _check.fail(where, "make_sampler", rule, f"one that gives {got}")
     return made
-
-
-def check(where: str, loss_fn: Any, params: Any, batches: Any):
-    """Require the arguments that describe a model and its data."""
-    _check.function(where, "loss_fn", loss_fn, "(params, batch)")
-    _check.leaves(where, "params", params)
-    _check.finite(where, "params", params)
-    _check.batches(where, batches)
-    if isinstance(batches, Iterator):
-        rule = "an iterable that can be gone through again, such as a list"
-        _check.fail(where, "batches", rule, f"a {type(batches).__name__}")
 
 
 def over_batches(
@@ -87,7 +92,8 @@ def check_loss(where: str, loss_fn: Any, params: Any, batches: Any, warns: bool)
     if first is None:
         _check.fail(where, "batches", "at least one batch", "none")
     rule = "a function that gives the mean loss, a scalar"
-    found = _check.traced(where, "loss_fn", loss_fn, params, first, rule=rule)
+    remedy = "Is it made for these `params` and `batches`?"
+    found = _check.traced(where, "loss_fn", loss_fn, params, first, rule=rule, remedy=remedy)
     if getattr(found, "shape", None) != ():
         _check.fail(where, "loss_fn", rule, f"one that gives {_check.show(found)}")
     alone = copies(params, 1)

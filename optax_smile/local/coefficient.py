@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -176,9 +177,10 @@ def llc(
     num_draws: int = 200,
     thin: int = 20,
     key: jax.Array | int | None = None,
+    steps_per_dispatch: int = 1,
+    directory: str | os.PathLike | None = None,
     check: bool = True,
     progress: bool = True,
-    **run: Any,
 ) -> LearningCoefficient:
     """Estimate the local learning coefficient of trained weights.
 
@@ -209,9 +211,10 @@ def llc(
         num_draws: of each chain, >= 1.
         thin: steps between draws, >= 1.
         key: JAX key or seed, needed without `draws`.
+        steps_per_dispatch: steps to run in one go, >= 1, see `sample`.
+        directory: where what was seen of the draws is kept, and a run that was killed goes on.
         check: warn of a loss that looks like a sum, see `sample`.
         progress: show a progress bar, if tqdm is installed.
-        run: further arguments of `sample`, such as `directory` or `steps_per_dispatch`.
 
     Returns:
         A `LearningCoefficient`: print it, or draw it with `plots.learning_coefficient`.
@@ -235,8 +238,16 @@ def llc(
     Source: Watanabe 2013; Lau et al., The local learning coefficient, AISTATS 2025.
     """
     where = "llc"
-    _around.check(where, loss_fn, params, batches)
-    _check.number(where, "num_data", num_data, ">= 2 and finite", lambda x: 2 <= x < np.inf)
+    _around.check(where, loss_fn, params, batches, num_data, 2, make_sampler)
+    if draws is not None:
+        _check.kind(where, "draws", draws, (Snapshots, StoredSnapshots), "what `sample` returned")
+    elif directory is not None:
+        _check.path(where, "directory", directory)
+    steps = {"num_warmup": num_warmup, "num_draws": num_draws, "thin": thin}
+    steps |= {"num_chains": num_chains, "steps_per_dispatch": steps_per_dispatch}
+    for name, value in steps.items():
+        _check.whole(where, name, value, 0 if name == "num_warmup" else 1)
+    typed = None if draws is not None else _check.needed_key(where, key, "for new draws")
     beta = watanabe_beta(num_data) if beta is None else beta
     _check.positive(where, "beta", beta, traced=False)
     _check.nonnegative(where, "localization", localization, traced=False)
@@ -256,14 +267,11 @@ def llc(
         "localization": float(localization),
     }
     if draws is not None:
-        _check.kind(where, "draws", draws, (Snapshots, StoredSnapshots), "what `sample` returned")
         _check_posterior(where, draws.settings, posterior)
         stacked = (jax.tree.map(lambda x: np.asarray(x)[None], draw) for draw in draws)
         seen = jax.tree.map(lambda *x: np.concatenate(x), *map(observe, stacked))
         seen = {name: x.reshape(-1, draws.num_chains).T for name, x in seen.items()}
         return LearningCoefficient(**seen, **told)
-    _check.whole(where, "num_chains", num_chains, 1)
-    typed = _check.needed_key(where, key, "for new draws")
     sampler = _around.build(where, make_sampler, typed, **posterior)
     with _check.called(where, "sample", sampler="make_sampler"):
         kept = sample(
@@ -277,8 +285,9 @@ def llc(
             key=typed,
             observe=observe,
             check=False,
+            steps_per_dispatch=steps_per_dispatch,
+            directory=directory,
             progress=progress,
-            **run,
         )
     return LearningCoefficient(**kept.params, **told)
 

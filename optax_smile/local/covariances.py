@@ -98,6 +98,10 @@ def influence(
     moments = _Moments(slice(number, None) if num_queries else slice(number), slice(number))
     held: list[np.ndarray] = []
     for draw in draws:
+        if not moments.count and not held:
+            rule = "a function that gives the loss of each example, [example]"
+            remedy = "Is it made for these `draws`, `examples` and `queries`?"
+            _check.traced(where, "losses_fn", losses_fn, draw, blocks[0], rule=rule, remedy=remedy)
         held.append(losses(draw))
         if not np.isfinite(held[-1]).all():
             got = f"some that are not for draw {moments.count + len(held) - 1}"

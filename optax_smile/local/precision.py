@@ -178,11 +178,12 @@ def local_precision(
         True
     """
     where = "local_precision"
-    _around.check(where, loss_fn, params, batches)
+    _around.check(where, loss_fn, params, batches, num_data, 1, make_sampler)
     for name, value in (("allowed", allowed), ("temperature", temperature)):
         _check.positive(where, name, value, traced=False)
     steps: dict[str, Any] = {"num_warmup": num_warmup, "num_draws": num_draws, "thin": thin}
-    _check.whole(where, "num_chains", num_chains, 1)
+    for name, value in {**steps, "num_chains": num_chains}.items():
+        _check.whole(where, name, value, 0 if name == "num_warmup" else 1)
     _check.whole(where, "max_runs", max_runs, 1)
     _check.flags(where, check=check, progress=progress)
     typed = _check.needed_key(where, key)
@@ -299,7 +300,11 @@ def fan_in_precision(params: optax.Params, *, scale: float = 1.0, out_axis: int 
         {'b': 1.0, 'w': 30.0}
     """
     where = "fan_in_precision"
-    _check.leaves(where, "params", params, keys=False)
+    leaves, rule = jax.tree.leaves(params), "a tree of arrays of floating-point numbers, not empty"
+    for x in leaves or [None]:
+        is_real = jnp.issubdtype(getattr(x, "dtype", object), jnp.floating)
+        if not is_real or 0 in x.shape:
+            _check.fail(where, "params", rule, _check.show(x))
     _check.positive(where, "scale", scale, traced=False)
     _check.choice(where, "out_axis", str(out_axis), ("0", "-1"))
 

@@ -6,6 +6,7 @@ or Python, or a success that means nothing, fails. All of it: `pytest tests/faul
 """
 
 import datetime
+import functools
 import inspect
 import json
 import pathlib
@@ -25,7 +26,7 @@ from matplotlib.figure import Figure
 from test_imports import public_objects
 
 import optax_smile
-from optax_smile import diagnostics, metrics, parallel, plots, published, report
+from optax_smile import diagnostics, local, metrics, parallel, plots, published, report
 from optax_smile._tree import MISSING_PARAMS
 
 KEY = jax.random.key(0)
@@ -150,7 +151,7 @@ def runs(path):
     }
     sampled = {"params": CHAINS, "sampler": sampler, "num_warmup": 0, "num_draws": 2, "thin": 1}
     sampled |= {"per_chain": False, "batch_per": "gradient", "steps_per_dispatch": 1}
-    sampled |= {"prefetch": 0, "resume": True, "dtype": None, "callback": None}
+    sampled |= {"prefetch": 0, "resume": True, "dtype": None, "callback": None, "observe": None}
     yield "sample", optax_smile.sample, chains | sampled
     trained = {"init_fn": lambda key: {"w": jax.random.normal(key, (3,)), "b": jnp.ones(1)}}
     trained |= {"optimizer": optax.adam(1e-2), "num_members": 2, "num_epochs": 1}
@@ -161,7 +162,7 @@ def runs(path):
     searched |= {"apply_fn": apply_fn, "validation": (INPUTS, LABELS), "thin": 1}
     searched |= {"likelihood": "categorical", "num_warmup": 0, "num_draws": 2}
     searched |= {"step_sizes": (0.01, 0.1), "steps_per_dispatch": 1, "check": False}
-    searched |= {"progress": False}
+    searched |= {"progress": False, "name": "step size"}
     yield "find_step_size", optax_smile.find_step_size, searched
     weights = {"weights": [PARAMS, PARAMS], "num_chains": 2, "jitter": 0.1, "key": KEY}
     yield "chains_from_weights", optax_smile.chains_from_weights, weights
@@ -176,6 +177,34 @@ def runs(path):
     draws = {"params": SERIES, "trace": {}, "settings": None, "start": None}
     yield "Snapshots", optax_smile.Snapshots, draws
     yield "Snapshots.from_members", optax_smile.Snapshots.from_members, {"params": CHAINS}
+
+
+def bowl(params, batch):
+    return jnp.mean((params["w"] - 1) ** 2) + jnp.mean(params["b"] ** 2) + 0 * jnp.mean(batch)
+
+
+def around(path):
+    given: dict[str, Any] = {"loss_fn": bowl, "params": PARAMS, "batches": [jnp.ones(3)]}
+    given |= {"num_data": 100, "key": KEY, "check": True, "progress": False}
+    given |= {"make_sampler": functools.partial(optax_smile.sgld, 1e-6)}
+    steps = {"num_chains": 2, "num_warmup": 0, "num_draws": 2, "thin": 1}
+    searched = given | steps | {"allowed": 0.01, "temperature": 1.0, "max_runs": 1}
+    yield "local.local_precision", local.local_precision, searched
+    search = local.local_precision(**searched)
+    yield "PrecisionSearch.sampler", search.sampler, {"key": KEY}
+    estimated = {"beta": 0.5, "localization": 1.0, "draws": None, "steps_per_dispatch": 1}
+    yield "local.llc", local.llc, given | steps | estimated | {"directory": None}
+    given = {"losses_fn": lambda params, x: x @ params["b"], "draws": [PARAMS, PARAMS]}
+    given |= {"examples": INPUTS, "queries": INPUTS, "temperature": 1.0, "batch_size": 2}
+    yield "local.influence", local.influence, given
+    given = {"params": PARAMS, "scale": 1.0, "out_axis": -1}
+    yield "local.fan_in_precision", local.fan_in_precision, given
+    drawn = {"search": search, "ax": FRESH}
+    yield "plots.precision_search", on_axes(plots.precision_search), drawn
+    series = np.ones((2, 3))
+    found = local.LearningCoefficient(series, series, series, 0.0, 3, 10.0, 1.0, 1.0)
+    drawn = {"found": found, "ax": FRESH}
+    yield "plots.learning_coefficient", on_axes(plots.learning_coefficient), drawn
 
 
 def predictions(path):
@@ -303,6 +332,7 @@ def placed():
 FAMILIES: dict[str, Any] = {
     "samplers": samplers,
     "runs": runs,
+    "around": around,
     "predictions": predictions,
     "scores": scores,
     "placed": placed,
@@ -317,6 +347,7 @@ NOT_CALLED = {
     *("parallel.chain_sharding", "parallel.split_key"),
     # The command line is read by argparse.
     "report.main",
+    *("local.PrecisionSearch", "local.LearningCoefficient"),
 }
 
 # What an argument may be besides the value of the valid call: by its name, or by function and name.
@@ -394,6 +425,13 @@ LAWFUL: dict[str, set[str]] = {
     "plots.lppd.log_likelihood": set(),
     "std": POSITIVE,
     "report.store.name": {"text"},
+    # Rows of an array are batches.
+    **dict.fromkeys(("local_precision.batches", "llc.batches"), {"odd"}),
+    **dict.fromkeys(("local_precision.check", "llc.check"), {"true"}),
+    **dict.fromkeys(("llc.beta", "llc.draws", "queries", "influence.temperature"), {"none"}),
+    "localization": {"zero", "denormal"},
+    "fan_in_precision.params": {*TREES, "nans", "tracer"},
+    "out_axis": {"minus", "zero"},
     "report.store.scores": {"none", "dict"},
     "label": {"none", "text"},
 }
@@ -416,7 +454,7 @@ STAYS = {"psmile.update.params": MISSING_PARAMS, "sgld.update.params": MISSING_P
 def family(name: str, path: Any) -> list[tuple[str, Any, dict[str, Any]]]:
     """Functions with a valid call each."""
     made = FAMILIES[name]
-    return list(made(path) if name in ("runs", "predictions") else made())
+    return list(made(path) if name in ("runs", "around", "predictions") else made())
 
 
 def attempt(function: Any, arguments: dict[str, Any], which: str, value: str):
@@ -464,7 +502,7 @@ def run_of_sample(tmp_path_factory):
 # Each success of these compiles or draws: their hostile calls are in the full campaign alone, but
 # for a few.
 SLOW = ("sample", "warmstart", "find_step_size", "tune_mclmc", "predict", "Predictor", "Likelihood")
-SLOW += ("report.write", "diagnostics.summary")
+SLOW += ("report.write", "diagnostics.summary", "local.local_precision", "local.llc")
 
 
 RESULTS = pathlib.Path(__file__).parents[2] / "benchmarks" / "results" / "faults.jsonl"
