@@ -247,7 +247,7 @@ def llc(
     steps |= {"num_chains": num_chains, "steps_per_dispatch": steps_per_dispatch}
     for name, value in steps.items():
         _check.whole(where, name, value, 0 if name == "num_warmup" else 1)
-    typed = None if draws is not None else _check.needed_key(where, key, "for new draws")
+    typed: Any = None if draws is not None else _check.needed_key(where, key, "for new draws")
     beta = watanabe_beta(num_data) if beta is None else beta
     _check.positive(where, "beta", beta, traced=False)
     _check.nonnegative(where, "localization", localization, traced=False)

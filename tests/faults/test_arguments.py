@@ -188,7 +188,7 @@ def around(path):
     given |= {"num_data": 100, "key": KEY, "check": True, "progress": False}
     given |= {"make_sampler": functools.partial(optax_smile.sgld, 1e-6)}
     steps = {"num_chains": 2, "num_warmup": 0, "num_draws": 2, "thin": 1}
-    searched = given | steps | {"allowed": 0.01, "temperature": 1.0, "max_runs": 1}
+    searched: dict[str, Any] = given | steps | {"allowed": 0.01, "temperature": 1.0, "max_runs": 1}
     yield "local.local_precision", local.local_precision, searched
     search = local.local_precision(**searched)
     yield "PrecisionSearch.sampler", search.sampler, {"key": KEY}
