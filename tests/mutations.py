@@ -201,12 +201,12 @@ DEFECTS = r"""
 - draw = last_accepted(chain.state, chain.params)
 + draw = chain.params
 = a loss draws the same numbers in every step | random_loss
--             aux=_tree.where(stats(state)["accepted"], aux, chain.aux),
+-             aux=_tree.where(told["accepted"], aux, chain.aux),
 -             key=key,
-+             aux=_tree.where(stats(state)["accepted"], aux, chain.aux),
++             aux=_tree.where(told["accepted"], aux, chain.aux),
 +             key=chain.key,
 = a rejected step moves the auxiliary state | auxiliary_state_follows
-- aux=_tree.where(stats(state)["accepted"], aux, chain.aux)
+- aux=_tree.where(told["accepted"], aux, chain.aux)
 + aux=aux
 # chains/_run.py | test_sampling.py
 = chains and draws swapped | shapes
@@ -286,6 +286,36 @@ DEFECTS = r"""
 = axes of the reliability diagram swapped | reliability
 - ax.plot(confidence, accuracy, color=color, lw=1.2
 + ax.plot(accuracy, confidence, color=color, lw=1.2
+# potential.py | test_local.py
+= local: bound without the prior | bound_is_exact
+- (_weight(potential) + prior))
++ (_weight(potential)))
+= local: around zero, not the start | each_chain_has
+- potential._replace(prior_mean=centre)
++ potential._replace(prior_mean=0.0)
+# stages/momentum.py | test_local.py
+= local: forgets over half a radius | forgets_over
+- exponent = 2 * length * turn_rate / NUM_RADII
++ exponent = 4 * length * turn_rate / NUM_RADII
+# chains/_rise.py | test_local.py
+= local: rise without temperature | not_told_where
+- Potential(number, min(precisions), temperature)
++ Potential(number, min(precisions), 1.0)
+# local/precision.py | test_local.py
+= local: excess on one side alone | no_minimum
+- "excess": (loss + losses(mirrored)) / 2 - start_loss,
++ "excess": loss - start_loss,
+# local/coefficient.py | test_local.py
+= local: balance without localization | balance_counts
+- self._nats(self.slope) + self.localization * self.square
++ self._nats(self.slope)
+= local: localization is tempered | stored_is_the_same
+- "prior_precision": localization / beta,
++ "prior_precision": localization,
+# local/covariances.py | test_local.py
+= local: blocks without what is between | is_the_covariance
+- centred[:, self.columns] + between
++ centred[:, self.columns]
 """
 
 

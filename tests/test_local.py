@@ -318,6 +318,11 @@ class TestCoefficient:
         assert off.llc == pytest.approx((5 + 2 * noise).mean())
         assert "out of balance" in off.findings[0]
 
+    def test_balance_counts_the_localization(self):
+        ones = np.ones((2, 3))
+        found = coefficient(ones, 2 * ones, square=3 * ones, localization=5.0, num_parameters=34)
+        np.testing.assert_allclose(found.balance, (2 + 5 * 3) / 34)
+
     def test_findings(self):
         noise = 0.5 * np.random.default_rng(0).normal(size=(4, 200))
         slow = np.linspace(0, 1, 200)
