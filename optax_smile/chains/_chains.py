@@ -202,7 +202,13 @@ class Chains:
         if not shapes or set(shapes) != {(self.number,)}:
             got = f"one that gives {_check.show(jax.tree.map(np.shape, found))}"
             _check.fail("sample", "observe", rule, got)
-        return found
+
+        def in_precision_of_jax(x: Any) -> Any:
+            """In which it comes back from a directory."""
+            own = jax.dtypes.canonicalize_dtype(x.dtype)
+            return x if isinstance(x, jax.Array) else np.asarray(x, own)
+
+        return jax.tree.map(in_precision_of_jax, found)
 
 
 def _call_of_chain(loss: Callable, sampler: optax.GradientTransformationExtraArgs) -> Callable:
