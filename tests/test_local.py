@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from matplotlib.figure import Figure
 
 import optax_smile
 from optax_smile import local
@@ -452,10 +453,11 @@ def test_pictures():
         np.array([10.0, 100.0]), np.array([0.1, 0.012]), np.array([0.01, np.nan]),
         np.array([1.0, 0.9]), np.array([3.0, 1.0]), 0.8, 0.01, 10.0, 20, 1.0, optax_smile.psmile,
     )  # fmt: skip
-    ax = plots.precision_search(search)
+    ax = plots.precision_search(search, ax=Figure().subplots())
     assert ax.get_title() == "Prior precision 100, excess loss 0.012"
     assert ax.get_xscale() == ax.get_yscale() == "log"
-    ax = plots.learning_coefficient(coefficient(np.random.default_rng(0).normal(5, 1, (3, 50))))
+    found = coefficient(np.random.default_rng(0).normal(5, 1, (3, 50)))
+    ax = plots.learning_coefficient(found, ax=Figure().subplots())
     assert len(ax.lines) == 4 and "Learning coefficient 5.063 +- 0.03" in ax.get_title()
     draws: Any = plots.precision_search, plots.learning_coefficient
     for draw in draws:
