@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from statistics import fmean
 
-from tabulated.table import Record, Table, mean_error, number, short
+from tabulated.table import Record, Table, mean_error, number
 
 MAP = "MAP"
 TITLES = {"entropy": "entropy, held-out", "foreign": "entropy, foreign"}
@@ -73,10 +73,9 @@ def cells(found: Sequence[Record]) -> Table:
         valid = [record["valid"] for record in records]
         test = [record["scores"]["LPPD"] for record in records]
         seeds = ", ".join(str(record["cell"]["seed"]) for record in records)
-        row = [method, f"{precision:g}", seeds, mean_error(valid, 4), mean_error(test, 4)]
-        rows.append([*row, short(fmean(record["seconds"] for record in records))])
+        rows.append([method, f"{precision:g}", seeds, mean_error(valid, 4), mean_error(test, 4)])
     header = ["method", "prior precision", "seeds", "LPPD, validation", "LPPD, held-out"]
-    return Table([*header, "seconds"], rows, found)
+    return Table(header, rows, found)
 
 
 def difference(method: str, score: str):
