@@ -5,8 +5,8 @@ another by low-rank weights in float32: with AdamW, the prior as a penalty and e
 in the same loop with a sampler where AdamW was; in chains of all weights with `optax.partition`.
 The prior is normal around the low-rank weights as they begin, where the network is the frozen one.
 Data: modern and original Shakespeare in the folder `OPTAX_SMILE_DATA` if that is set, else Python's
-documentation, its last fifth as the other text; foreign text is the source of `argparse`. Seven
-minutes on two cores; LPPD on held-out Shakespeare about -2.10 (MAP) and -2.06 (psmile, loop).
+documentation, its last fifth as the other text; foreign text is the source of `argparse`. Eight
+minutes of processor time; LPPD on held-out Shakespeare -2.10 (MAP) and -2.06 (psmile, loop).
 
     python examples/lora.py             # --sampler smile: another sampler, one changed word
 """
@@ -39,7 +39,7 @@ LETTERS = optax_smile.Likelihood(  # "tokens", for large vocabularies, keeps no 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Settings; prior precision and learning rate are the best on validation text."""
+    """Settings; prior precision and learning rate were chosen for the MAP on validation text."""
 
     width: int = 64
     context: int = 64
