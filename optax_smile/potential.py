@@ -55,19 +55,18 @@ def check(where: str, potential: Potential):
         lambda x: 1 <= x <= _check.largest(),
         large=True,
     )
+    potential = _anywhere(potential)
     for argument, rule, holds in PRIOR_RULES:
         for value in jax.tree.leaves(getattr(potential, argument)):
-            if not (argument == "prior_mean" and _is_start(potential.prior_mean)):
-                _check.numbers(where, argument, value, rule, holds)
+            _check.numbers(where, argument, value, rule, holds)
     _check.positive(where, "temperature", potential.temperature)
 
 
 def check_prior(where: str, potential: Potential, params: optax.Params):
     """Require the prior to be numbers or prefixes of the parameter tree that fit its leaves."""
+    potential = _anywhere(potential)
     for argument, _, _ in PRIOR_RULES:
         prefix = getattr(potential, argument)
-        if argument == "prior_mean" and _is_start(prefix):
-            continue
         try:
             spread = _spread(prefix, params)
         except (ValueError, TypeError) as error:
@@ -95,6 +94,11 @@ def around(potential: Potential, centre: optax.Params | None) -> Potential:
 
 def _is_start(prior_mean: Any) -> bool:
     return isinstance(prior_mean, str) and prior_mean == START
+
+
+def _anywhere(potential: Potential) -> Potential:
+    """Take any start for one that is not known yet."""
+    return potential._replace(prior_mean=0.0) if _is_start(potential.prior_mean) else potential
 
 
 def _spread(prefix: Any, params: optax.Params) -> optax.Params:
@@ -195,11 +199,6 @@ def excess_loss(potential: Potential, curvature: float, num_parameters: int) -> 
 def watanabe_beta(num_data: float) -> float:
     """Inverse temperature 1 / log n, at which draws tell the evidence (Watanabe 2013)."""
     return 1 / math.log(num_data)
-
-
-def coefficient(potential: Potential, excess: Any) -> Any:
-    """Compute N / T times the excess of the mean loss: that of the likelihood's energy, nats."""
-    return _weight(potential) * excess
 
 
 def _weight(potential: Potential) -> Any:

@@ -200,6 +200,18 @@ class TestPrecision:
         assert search.loss[search.best] < search.start_loss
         assert 1 / 1.25 <= search.excess[search.best] / 0.1 <= 1.25
 
+    def test_chains_that_leave_the_finite_numbers_are_no_candidate(self):
+        """The loss ends at a distance of 1 from the minimum, where .05 nats are far beyond."""
+
+        def walled(params, batch):
+            square = jnp.sum((params["w"] - 1) ** 2)
+            return jnp.where(square < 1, square * 1e-3, jnp.nan) + batch.mean()
+
+        options = {"num_data": 1, "allowed": 5e-4, "check": False, **QUIET}
+        search = local.local_precision(walled, WEIGHTS, BATCHES, **options)
+        assert np.isfinite(search.excess[search.best]) and np.isfinite(search.precisions).all()
+        assert search.distance[search.best] < 1
+
     def test_its_sampler_is_the_one_that_was_searched_for(self):
         options = {"num_data": NUM_DATA, "allowed": 0.1, **QUIET}
         search = local.local_precision(bowl, WEIGHTS, BATCHES, **options)
@@ -297,6 +309,9 @@ class TestCoefficient:
             local.llc(bowl, WEIGHTS, BATCHES, draws=draws, **dict(options, beta=0.2))
         with pytest.raises(ValueError, match="prior_precision=2"):
             local.llc(bowl, WEIGHTS, BATCHES, draws=draws, **dict(options, localization=1.0))
+        elsewhere = {"w": jnp.full(SIZE, 1.5)}
+        with pytest.raises(ValueError, match="with its prior around `params`"):
+            local.llc(bowl, elsewhere, BATCHES, draws=draws, **options)
 
     def test_with_another_sampler_and_in_a_directory(self, tmp_path):
         sgld = functools.partial(optax_smile.sgld, 1e-5)

@@ -10,6 +10,8 @@ import optax
 
 from optax_smile import _check, _tree
 from optax_smile.chains import _loop
+from optax_smile.chains.sample import sample
+from optax_smile.draws.snapshots import Snapshots, StoredSnapshots
 from optax_smile.potential import START
 from optax_smile.samplers.smile import psmile
 
@@ -48,6 +50,26 @@ def build(
         rule, got = f"a function of {POSTERIOR} that gives a sampler", _check.show(made)
         _check.fail(where, "make_sampler", rule, f"one that gives {got}")
     return made
+
+
+def watch(
+    where: str,
+    model: tuple[Any, Any, Any],
+    sampler: optax.GradientTransformation,
+    observe: Callable[[Any], Any],
+    **run: Any,
+) -> Snapshots | StoredSnapshots:
+    """Sample, and keep what is observed of the draws.
+
+    Args:
+        where: the public function.
+        model: loss, chains and batches, the first arguments of `sample`.
+        sampler: what `build` made.
+        observe: see `sample`.
+        run: its other arguments.
+    """
+    with _check.called(where, "sample", sampler="make_sampler"):
+        return sample(*model, sampler, observe=observe, check=False, **run)
 
 
 def over_batches(

@@ -13,10 +13,9 @@ import optax
 
 from optax_smile import _check, _tree
 from optax_smile._table import aligned
-from optax_smile.chains.sample import sample
 from optax_smile.draws.snapshots import Snapshots, StoredSnapshots
 from optax_smile.local import _around
-from optax_smile.potential import Potential, coefficient, watanabe_beta
+from optax_smile.potential import START, Potential, energy_change, watanabe_beta
 
 # A trend of more standard errors is hardly chance, and one of a smaller share does no harm.
 CLEAR_ERRORS = 3.0
@@ -98,8 +97,8 @@ class LearningCoefficient(NamedTuple):
         """What speaks against the coefficient, in plain words; empty if nothing does."""
         return tuple(self._findings())
 
-    def _nats(self, loss: np.ndarray) -> np.ndarray:
-        return coefficient(Potential(self.num_data, temperature=1 / self.beta), loss)
+    def _nats(self, loss: np.ndarray) -> Any:
+        return energy_change(Potential(self.num_data, temperature=1 / self.beta), loss, 0.0)
 
     def _findings(self) -> Iterator[str]:
         if not np.all(np.isfinite(self.loss)):
@@ -267,28 +266,23 @@ def llc(
         "localization": float(localization),
     }
     if draws is not None:
-        _check_posterior(where, draws.settings, posterior)
+        _check_posterior(where, draws, posterior, params)
         stacked = (jax.tree.map(lambda x: np.asarray(x)[None], draw) for draw in draws)
         seen = jax.tree.map(lambda *x: np.concatenate(x), *map(observe, stacked))
         seen = {name: x.reshape(-1, draws.num_chains).T for name, x in seen.items()}
         return LearningCoefficient(**seen, **told)
-    sampler = _around.build(where, make_sampler, typed, **posterior)
-    with _check.called(where, "sample", sampler="make_sampler"):
-        kept = sample(
-            loss_fn,
-            _around.copies(params, num_chains),
-            batches,
-            sampler,
-            num_warmup=num_warmup,
-            num_draws=num_draws,
-            thin=thin,
-            key=typed,
-            observe=observe,
-            check=False,
-            steps_per_dispatch=steps_per_dispatch,
-            directory=directory,
-            progress=progress,
-        )
+    del steps["num_chains"]
+    chains = _around.copies(params, num_chains)
+    kept = _around.watch(
+        where,
+        (loss_fn, chains, batches),
+        _around.build(where, make_sampler, typed, **posterior),
+        observe,
+        **steps,
+        key=typed,
+        directory=directory,
+        progress=progress,
+    )
     return LearningCoefficient(**kept.params, **told)
 
 
@@ -304,11 +298,25 @@ def _observer(loss_fn: Callable, params: Any, batches: Iterable[Any]) -> Callabl
     return _around.over_batches(of_batch, batches)
 
 
-def _check_posterior(where: str, settings: Mapping[str, Any] | None, posterior: Mapping[str, Any]):
+def _check_posterior(
+    where: str,
+    draws: Snapshots | StoredSnapshots,
+    posterior: Mapping[str, Any],
+    params: optax.Params,
+):
     """Require draws of the posterior that is asked for, as far as their run tells it."""
+    settings = draws.settings or {}
     for name, wanted in posterior.items():
-        got = (settings or {}).get(name, wanted)
+        got = settings.get(name, wanted)
         if isinstance(got, int | float) and not np.isclose(got, wanted, rtol=1e-4):
             rule = f"those of a run with {name}={wanted:.6g}"
             remedy = "Pass the `num_data`, `beta` and `localization` of that run."
             _check.fail(where, "draws", rule, f"{name}={got:.6g}", remedy)
+    mean = settings.get("prior_mean")
+    if not posterior["prior_precision"] or not (mean == START or isinstance(mean, int | float)):
+        return
+    centre = draws.start if mean == START else jax.tree.map(lambda x: mean, params)
+    near = jax.tree.map(lambda m, x: np.allclose(m, x, rtol=1e-3, atol=1e-6), centre, params)
+    if not all(jax.tree.leaves(near)):
+        rule = "those of a run with its prior around `params`"
+        _check.fail(where, "draws", rule, f"prior_mean={mean!r} and another centre")

@@ -15,7 +15,6 @@ import optax
 from optax_smile import _check, _tree
 from optax_smile._table import aligned
 from optax_smile.chains import _loop
-from optax_smile.chains.sample import sample
 from optax_smile.local import _around
 from optax_smile.stages.tuner import angle_tuner
 
@@ -202,22 +201,15 @@ def local_precision(
     def run(precision: float) -> tuple[float, ...]:
         posterior = {"num_data": num_data, "temperature": temperature}
         sampler = _around.build(where, make_sampler, typed, prior_precision=precision, **posterior)
-        with _check.called(where, "sample", sampler="make_sampler"):
-            draws = sample(
-                loss_fn,
-                chains,
-                batches,
-                sampler,
-                **steps,
-                key=typed,
-                observe=observe,
-                check=False,
-                progress=False,
-            )
+        model = loss_fn, chains, batches
+        draws = _around.watch(where, model, sampler, observe, **steps, key=typed, progress=False)
         if draws.num_draws < num_draws:
             raise KeyboardInterrupt(f"`{where}` was stopped at precision {precision:g}.")
         seen = draws.params
-        error = _around.mean_and_error(seen["excess"].mean(axis=1))
+        # Chains that have left the finite numbers cost more than anything.
+        excess = np.nan_to_num(seen["excess"].mean(axis=1), nan=np.inf)
+        with np.errstate(invalid="ignore"):
+            error = _around.mean_and_error(excess)
         return precision, *error, float(seen["loss"].mean()), float(seen["distance"].mean())
 
     tried = [run(1 / _width(where, observe, chains, typed, allowed) ** 2)]
@@ -255,7 +247,7 @@ def _width(where: str, observe: Callable, chains: Any, key: jax.Array, allowed: 
     width = FIRST_WIDTH * size
     for _ in range(MOST_WIDTHS):
         moved = jax.tree.map(lambda x, z, s=width: (x + s * z).astype(x.dtype), chains, noise)
-        excess = float(np.median(observe(moved)["excess"]))
+        excess = float(np.median(np.nan_to_num(observe(moved)["excess"], nan=np.inf)))
         if 1 / NEAR <= excess / allowed <= NEAR:
             break
         if width > LARGEST_WIDTH * size and excess <= 0:
@@ -269,7 +261,8 @@ def _width(where: str, observe: Callable, chains: Any, key: jax.Array, allowed: 
 
 def _next(tried: list[tuple[float, ...]], allowed: float) -> float:
     """Precision where a line through the last runs, in logarithms, has the allowed excess."""
-    logs = np.log([(x[0], max(x[1], allowed / LARGEST_JUMP)) for x in tried[-2:]])
+    ends = allowed / LARGEST_JUMP, allowed * LARGEST_JUMP
+    logs = np.log([(x[0], np.clip(x[1], *ends)) for x in tried[-2:]])
     slope = -1.0
     if len(logs) == 2 and logs[0, 0] != logs[1, 0]:
         slope = min(-FLATTEST, (logs[1, 1] - logs[0, 1]) / (logs[1, 0] - logs[0, 0]))
