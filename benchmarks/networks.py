@@ -1,0 +1,216 @@
+r"""The paper's large tables: networks on images and text, by samplers, ensembles and others.
+
+A cell is a task in a form, a method with its options, and a seed. Its unit of work is one chain
+with its warm start: log-probabilities of the test data go to the folder `--work`, where a chain
+that is there is not run again. When all chains of a cell are there, it becomes one JSON line.
+
+    python benchmarks/networks.py --task lenet --methods "deep ensemble" psmile --seeds 0 1 2 \
+        --work out/networks --output benchmarks/results/networks.jsonl
+
+`--form paper` is the paper's setting, for a GPU; `small` what two cores can do.
+`--members 0 1` runs these chains alone, without a record: with it each call fits ten minutes.
+"""
+
+import argparse
+import dataclasses
+import functools
+import json
+import resource
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import experiment
+import jax
+import lenet
+import numpy as np
+import optax
+import records
+from experiment import Experiment, Settings
+from scipy.special import logsumexp
+
+import optax_smile
+from optax_smile import metrics
+
+BUILDS = {"lenet": lenet.build}
+FORMS = {
+    "small": {"lenet": Settings()},
+    "paper": {"lenet": lenet.PRESETS["paper"]},
+}
+ENSEMBLE = "deep ensemble"
+
+
+def make_sampler(method: str, options: Mapping[str, Any], **common: Any) -> Any:
+    """Build the sampler of a method."""
+    options = dict(options)
+    if "angle" in options:
+        options["tuner"] = optax_smile.angle_tuner(options.pop("angle"))
+    if "published" in method:
+        del common["key"]
+        return getattr(optax_smile.published, method.split()[0])(**options, **common)
+    if method.endswith("naive"):
+        del common["key"]
+    return getattr(optax_smile, method)(**options, **common)
+
+
+@functools.cache
+def load(task: str, settings: Settings) -> Experiment:
+    """Network and data."""
+    return BUILDS[task](settings)
+
+
+def name_of(*parts: Any) -> str:
+    """Name of a file."""
+    text = "-".join(json.dumps(p, sort_keys=True) if isinstance(p, dict) else str(p) for p in parts)
+    return "".join(c if c.isalnum() or c in "-." else "_" for c in text)
+
+
+def run_chain(cell: dict[str, Any], settings: Settings, member: int, work: Path) -> Path:
+    """Train a member, run a chain from it, and keep what it predicts."""
+    method, options = cell["method"], cell["options"]
+    path = work / (
+        name_of(cell["task"], cell["form"], method, options, cell["seed"], member) + ".npz"
+    )
+    if path.exists():
+        return path
+    begun = time.monotonic()
+    task, seed = load(cell["task"], settings), 100 * cell["seed"] + member
+    start = experiment.warm_start(
+        task,
+        settings,
+        2 * seed,
+        1,
+        directory=work / name_of("warm", cell["task"], cell["form"], cell["seed"], member),
+        progress=False,
+    )
+    trained, told = time.monotonic() - begun, {}
+    draws: Any = optax_smile.Snapshots.from_members(start)
+    if method != ENSEMBLE:
+        common = {"num_data": task.num_data, "key": jax.random.key(seed)}
+        sampler = make_sampler(method, options, **common)
+        halves = {"batch_per": "step"} if "published" in method else {}
+        if halves:
+            parts = {k: getattr(settings, k) // 2 for k in ("num_warmup", "thin")}
+            settings = dataclasses.replace(settings, **parts)
+        draws = experiment.draw(
+            task, settings, start, sampler, 2 * seed + 1, check=False, progress=False, **halves
+        )
+        trace = draws.trace
+        last = jax.tree.map(lambda x: x[-1], draws.params)
+        gone = optax.tree.norm(jax.tree.map(lambda a, b: a - b, last, draws.start))
+        steps = trace["step_size"][0]
+        told = {
+            "steps": [float(steps[int(part * len(steps))]) for part in (0.15, 0.5, 0.95)],
+            "loss": float(np.mean(trace["loss"][0, -len(steps) // 4 :])),
+            "num_rejected": int(trace["num_rejected"][0, -1]),
+            "distance": float(gone),
+            "norms": [float(optax.tree.norm(x)) for x in (draws.start, last)],
+        }
+    sampled = time.monotonic() - begun - trained
+    found = predictions(task, draws)
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    told |= {"seconds": [trained, sampled], "peak_mib": memory}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(".part.npz")
+    np.savez(part, told=json.dumps(told), **found)
+    part.rename(path)
+    print(path.name, {k: v for k, v in told.items() if k != "peak_mib"}, flush=True)
+    return path
+
+
+def predictions(task: Experiment, draws: Any) -> dict[str, np.ndarray]:
+    """Log-probabilities `[input, class]` by a chain's average, or log densities of characters."""
+    inputs, targets = task.splits.test
+    kept = {"likelihood": task.likelihood, "batch_size": 500}
+    found = optax_smile.predict(
+        task.outputs_of, draws, inputs, targets=targets, curve=(1,), per="draw", **kept
+    )
+    if task.likelihood == "tokens":
+        correct = np.asarray([0.0])
+        return {"test": found.log_density, "correct": correct}
+    told = {"test": np.log(found.mean), "draws": found.each.log_density.mean(axis=-1)}
+    if task.unseen:
+        unseen = optax_smile.predict(task.outputs_of, draws, task.unseen[1], **kept)
+        told["unseen"] = np.log(unseen.mean)
+    return told
+
+
+def averaged(chains: list[np.ndarray]) -> np.ndarray:
+    """Log of the mean over chains."""
+    return logsumexp(np.stack(chains), axis=0) - np.log(len(chains))
+
+
+def scores(task: Experiment, chains: list[Mapping[str, np.ndarray]]) -> dict[str, float]:
+    """Of the average of chains."""
+    logs, targets = averaged([chain["test"] for chain in chains]), task.splits.test[1]
+    if task.likelihood == "tokens":
+        lppd = float(np.mean(logs))
+        return {"lppd": lppd, "perplexity": float(np.exp(-lppd))}
+    density = np.take_along_axis(logs, targets[:, None], axis=-1)[:, 0]
+    mean = np.exp(logs) / np.exp(logs).sum(axis=-1, keepdims=True)
+    told = {
+        "lppd": metrics.lppd(density),
+        "accuracy": metrics.accuracy(mean, targets),
+        "ece": metrics.ece(mean, targets),
+        "brier": metrics.brier(mean, targets),
+        "f1": metrics.f1(mean, targets),
+        "aurc": metrics.aurc(mean, targets),
+        "auroc": metrics.auroc(mean, targets),
+    }
+    if "unseen" in chains[0]:
+        foreign = np.exp(averaged([chain["unseen"] for chain in chains]))
+        entropies = (-np.sum(p * np.log(np.maximum(p, 1e-30)), axis=-1) for p in (mean, foreign))
+        told["ood_auroc"] = metrics.ood_auroc(*entropies)
+    return {name: float(x) for name, x in told.items()}
+
+
+def run_cell(cell: dict[str, Any], settings: Settings, work: Path) -> dict[str, Any]:
+    """Run all chains of a cell, and score their average and each alone."""
+    paths = [run_chain(cell, settings, i, work) for i in range(cell["num_chains"])]
+    chains = [dict(np.load(path)) for path in paths]
+    task = load(cell["task"], settings)
+    alone = [scores(task, [chain]) for chain in chains]
+    told = [json.loads(str(chain["told"])) for chain in chains]
+    single = {name: float(np.mean([x[name] for x in alone])) for name in alone[0]}
+    return scores(task, chains) | {"single": single, "chains": told}
+
+
+def main():
+    """Run the chains that are missing, record the cells that are complete."""
+    parser = argparse.ArgumentParser(description="The paper's networks.")
+    parser.add_argument("--task", choices=BUILDS, default="lenet")
+    parser.add_argument("--form", choices=FORMS, default="small")
+    parser.add_argument("--methods", nargs="+", default=[ENSEMBLE, "psmile"])
+    parser.add_argument("--options", type=json.loads, nargs="+", default=[{}], help="JSON objects")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--members", type=int, nargs="+", help="chains to run, without a record")
+    parser.add_argument("--settings", type=json.loads, default={}, help="other settings, JSON")
+    parser.add_argument("--work", type=Path, default=Path("out/networks"))
+    arguments = records.arguments_of(parser)
+    settings = dataclasses.replace(FORMS[arguments.form][arguments.task], **arguments.settings)
+    cells = [
+        {
+            "task": arguments.task,
+            "form": arguments.form,
+            "method": method,
+            "options": options if method != ENSEMBLE else {},
+            "seed": seed,
+            "num_chains": settings.num_members,
+        }
+        | arguments.settings
+        for seed in arguments.seeds
+        for method in arguments.methods
+        for options in arguments.options
+    ]
+    if arguments.members is not None:
+        for cell in cells:
+            for member in arguments.members:
+                run_chain(cell, settings, member, arguments.work)
+        return
+    run = functools.partial(run_cell, settings=settings, work=arguments.work)
+    records.complete(arguments, cells, run, "lppd")
+
+
+if __name__ == "__main__":
+    main()
