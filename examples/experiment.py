@@ -1,10 +1,7 @@
 """The loop that the scripts of large networks share: train, sample, predict, report."""
 
-import argparse
 import dataclasses
-import tempfile
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -15,7 +12,6 @@ import optax
 from data import Batches, Splits
 
 import optax_smile
-from optax_smile import report
 
 
 @dataclasses.dataclass(frozen=True)

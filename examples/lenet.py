@@ -4,7 +4,6 @@ import functools
 from typing import Any
 
 import data
-import experiment
 import jax
 import models
 import optax
