@@ -24,21 +24,58 @@ from typing import Any
 import experiment
 import jax
 import lenet
+import nanogpt
 import numpy as np
 import optax
 import records
+import resnet
+import vit
 from experiment import Experiment, Settings
 from scipy.special import logsumexp
 
 import optax_smile
 from optax_smile import metrics
 
-BUILDS = {"lenet": lenet.build}
+BUILDS = {
+    "lenet": lenet.build,
+    "resnet7": functools.partial(resnet.build, network="resnet7"),
+    "resnet18": functools.partial(resnet.build, network="resnet18"),
+    "vit": vit.build,
+    "nanogpt": nanogpt.build,
+}
+SCRIPTS = {
+    "lenet": lenet,
+    "resnet7": resnet,
+    "resnet18": resnet,
+    "vit": vit,
+    "nanogpt": nanogpt,
+}
+# What a form changes in the preset of the script that has its name.
+TINY: dict[str, Any] = {"num_members": 2, "num_epochs": 4, "num_warmup": 300, "num_draws": 10}
+TINY |= {"thin": 60, "num_train": 4_000, "num_test": 1_000, "sampling_batch_size": 64}
 FORMS = {
-    "small": {"lenet": Settings()},
-    "paper": {"lenet": lenet.PRESETS["paper"]},
+    "small": {"resnet7": {"width": 0.25}, "resnet18": {"width": 0.125}},
+    "tiny": {
+        "lenet": TINY,
+        "resnet7": TINY | {"num_train": 2_000, "width": 0.125},
+        "resnet18": TINY | {"num_train": 1_000, "width": 0.0625, "num_warmup": 100, "thin": 20},
+        "vit": TINY | {"num_train": 2_000, "width": 0.125, "depth": 2},
+        "nanogpt": TINY | {"num_test": 200, "depth": 1, "width": 1 / 12},
+    },
+    "paper": {},
 }
 ENSEMBLE = "deep ensemble"
+LETTERS = optax_smile.Likelihood(  # "tokens", for large vocabularies, keeps no probabilities
+    mean=jax.nn.softmax,
+    log_density=lambda x, y: -optax.softmax_cross_entropy_with_integer_labels(x, y),
+    entropy=lambda mean: jax.scipy.special.entr(mean).sum(axis=-1),
+)
+
+
+def settings_of(task: str, form: str, changed: Mapping[str, Any]) -> Settings:
+    """Settings of a form: the script's preset, and what differs from it."""
+    preset = SCRIPTS[task].PRESETS["paper" if form == "paper" else "laptop"]
+    return dataclasses.replace(preset, **FORMS[form].get(task, {}) | changed)
 
 
 def make_sampler(method: str, options: Mapping[str, Any], **common: Any) -> Any:
@@ -97,18 +134,19 @@ def run_chain(cell: dict[str, Any], settings: Settings, member: int, work: Path)
             task, settings, start, sampler, 2 * seed + 1, check=False, progress=False, **halves
         )
         trace = draws.trace
-        last = jax.tree.map(lambda x: x[-1], draws.params)
-        gone = optax.tree.norm(jax.tree.map(lambda a, b: a - b, last, draws.start))
+        first = jax.tree.map(lambda x: x[0], draws.start)
+        last = jax.tree.map(lambda x: x[0, -1], draws.params)
+        gone = optax.tree.norm(jax.tree.map(lambda a, b: a - b, last, first))
         steps = trace["step_size"][0]
         told = {
             "steps": [float(steps[int(part * len(steps))]) for part in (0.15, 0.5, 0.95)],
             "loss": float(np.mean(trace["loss"][0, -len(steps) // 4 :])),
             "num_rejected": int(trace["num_rejected"][0, -1]),
             "distance": float(gone),
-            "norms": [float(optax.tree.norm(x)) for x in (draws.start, last)],
+            "norms": [float(optax.tree.norm(x)) for x in (first, last)],
         }
     sampled = time.monotonic() - begun - trained
-    found = predictions(task, draws)
+    found = predictions(task, draws, settings.test_batch_size)
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     told |= {"seconds": [trained, sampled], "peak_mib": memory}
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -119,17 +157,14 @@ def run_chain(cell: dict[str, Any], settings: Settings, member: int, work: Path)
     return path
 
 
-def predictions(task: Experiment, draws: Any) -> dict[str, np.ndarray]:
-    """Log-probabilities `[input, class]` by a chain's average, or log densities of characters."""
-    inputs, targets = task.splits.test
-    kept = {"likelihood": task.likelihood, "batch_size": 500}
-    found = optax_smile.predict(
-        task.outputs_of, draws, inputs, targets=targets, curve=(1,), per="draw", **kept
-    )
-    if task.likelihood == "tokens":
-        correct = np.asarray([0.0])
-        return {"test": found.log_density, "correct": correct}
-    told = {"test": np.log(found.mean), "draws": found.each.log_density.mean(axis=-1)}
+def predictions(task: Experiment, draws: Any, batch_size: int) -> dict[str, np.ndarray]:
+    """Log-probabilities `[input, class]` of the average, and the mean log density of each draw."""
+    (inputs, targets), likelihood = task.splits.test, task.likelihood
+    kept: dict[str, Any] = {"likelihood": LETTERS if likelihood == "tokens" else likelihood}
+    kept["batch_size"] = min(batch_size, len(inputs))
+    found = optax_smile.predict(task.outputs_of, draws, inputs, targets=targets, per="draw", **kept)
+    each = found.each.log_density
+    told = {"test": np.log(found.mean), "draws": each.reshape(len(each), -1).mean(axis=-1)}
     if task.unseen:
         unseen = optax_smile.predict(task.outputs_of, draws, task.unseen[1], **kept)
         told["unseen"] = np.log(unseen.mean)
@@ -143,10 +178,8 @@ def averaged(chains: list[np.ndarray]) -> np.ndarray:
 
 def scores(task: Experiment, chains: list[Mapping[str, np.ndarray]]) -> dict[str, float]:
     """Of the average of chains."""
-    logs, targets = averaged([chain["test"] for chain in chains]), task.splits.test[1]
-    if task.likelihood == "tokens":
-        lppd = float(np.mean(logs))
-        return {"lppd": lppd, "perplexity": float(np.exp(-lppd))}
+    logs = averaged([chain["test"] for chain in chains])
+    logs, targets = logs.reshape(-1, logs.shape[-1]), task.splits.test[1].reshape(-1)
     density = np.take_along_axis(logs, targets[:, None], axis=-1)[:, 0]
     mean = np.exp(logs) / np.exp(logs).sum(axis=-1, keepdims=True)
     told = {
@@ -156,8 +189,11 @@ def scores(task: Experiment, chains: list[Mapping[str, np.ndarray]]) -> dict[str
         "brier": metrics.brier(mean, targets),
         "f1": metrics.f1(mean, targets),
         "aurc": metrics.aurc(mean, targets),
-        "auroc": metrics.auroc(mean, targets),
     }
+    if task.likelihood == "tokens":
+        told["perplexity"] = metrics.perplexity(density)
+    else:
+        told["auroc"] = metrics.auroc(mean, targets)
     if "unseen" in chains[0]:
         foreign = np.exp(averaged([chain["unseen"] for chain in chains]))
         entropies = (-np.sum(p * np.log(np.maximum(p, 1e-30)), axis=-1) for p in (mean, foreign))
@@ -188,7 +224,7 @@ def main():
     parser.add_argument("--settings", type=json.loads, default={}, help="other settings, JSON")
     parser.add_argument("--work", type=Path, default=Path("out/networks"))
     arguments = records.arguments_of(parser)
-    settings = dataclasses.replace(FORMS[arguments.form][arguments.task], **arguments.settings)
+    settings = settings_of(arguments.task, arguments.form, arguments.settings)
     cells = [
         {
             "task": arguments.task,

@@ -88,8 +88,8 @@ def crop_and_flip(images: np.ndarray, generator: np.random.Generator) -> np.ndar
 
 def standardize(images: Any, name: str) -> Any:
     """Images of 0 to 255 as the network wants them, by the training images of a data set."""
-    mean, deviation = STANDARDS[name]
-    return (images / 255.0 - np.asarray(mean, np.float32)) / np.asarray(deviation, np.float32)
+    mean, deviation = np.asarray(STANDARDS[name], np.float32)[:, None, None, None]
+    return (images / 255.0 - mean) / deviation
 
 
 def _folder() -> Path:
@@ -161,3 +161,8 @@ def shakespeare(name: str = "modern_shakespeare", context: int = 256) -> Splits:
 def _pieces(tokens: np.ndarray, context: int) -> Arrays:
     end = (len(tokens) - 1) // context * context
     return tokens[:end].reshape(-1, context), tokens[1 : end + 1].reshape(-1, context)
+
+
+def cifar100_test() -> Arrays:
+    """Objects of a hundred other kinds."""
+    return _unpack(_folder() / "ood" / "cifar100_test_2000.npz")

@@ -1,7 +1,11 @@
 """The loop that the scripts of large networks share: train, sample, predict, report."""
 
+import argparse
 import dataclasses
-from collections.abc import Callable
+import functools
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -12,11 +16,17 @@ import optax
 from data import Batches, Splits
 
 import optax_smile
+from optax_smile import report
+
+SAMPLERS = ("psmile", "smile", "psmile_naive", "smile_naive")
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """Of one run. A width below one, fewer training examples and fewer draws make it small."""
+    """Of one run; width, depth, training examples and pixels make it small.
+
+    `step_size` is that of the naive forms, the others find theirs.
+    """
 
     num_members: int = 4
     num_epochs: int = 100
@@ -27,11 +37,15 @@ class Settings:
     thin: int = 160
     sampling_batch_size: int = 128
     num_train: int | None = None
+    num_test: int | None = None
     width: float = 1.0
     depth: int | None = None
     context: int = 256
     pixels: int = 160
     dtype: str = "float32"
+    step_size: float = 1e-3
+    test_batch_size: int = 500
+    num_letters: int = 400
     seed: int = 0
 
 
@@ -80,6 +94,17 @@ class Experiment(NamedTuple):
         return Batches(self.splits.train, size, seed, self.augment)
 
 
+def shortened(splits: Splits, settings: Settings) -> Splits:
+    """Keep the first examples of each part."""
+    train, valid, test = (
+        tuple(x[:count] for x in part)
+        for part, count in zip(
+            splits[:3], (settings.num_train, settings.num_test, settings.num_test), strict=True
+        )
+    )
+    return splits._replace(train=train, valid=valid, test=test)
+
+
 def warm_start(
     experiment: Experiment, settings: Settings, seed: int, num_members: int, **options: Any
 ) -> Any:
@@ -100,7 +125,12 @@ def warm_start(
 
 
 def draw(
-    experiment: Experiment, settings: Settings, members: Any, sampler: Any, seed: int, **options
+    experiment: Experiment,
+    settings: Settings,
+    members: Any,
+    sampler: optax.GradientTransformation,
+    seed: int,
+    **options: Any,
 ) -> Any:
     """Run a chain from every member."""
     return optax_smile.sample(
@@ -114,3 +144,101 @@ def draw(
         key=jax.random.key(seed),
         **options,
     )
+
+
+def run(
+    experiment: Experiment, settings: Settings, sampler: str, directory: Path
+) -> tuple[dict[str, dict[str, float]], Any]:
+    """Train, sample, predict; what is found is kept in the directory and read when run again.
+
+    Returns:
+        Scores on test data by method, and the draws.
+    """
+    mesh = over_devices(settings.num_members)
+    members = warm_start(
+        experiment,
+        settings,
+        settings.seed,
+        settings.num_members,
+        mesh=mesh,
+        directory=directory / "warmstart",
+    )
+    options: dict[str, Any] = {"num_data": experiment.num_data}
+    if sampler.endswith("naive"):
+        options["step_size"] = settings.step_size
+    else:
+        options["key"] = settings.seed
+    transformation = getattr(optax_smile, sampler)(**options)
+    seed = settings.seed + 1
+    where = directory / "draws"
+    draws = draw(experiment, settings, members, transformation, seed, mesh=mesh, directory=where)
+
+    inputs, targets = experiment.splits.test
+    ensemble = optax_smile.Snapshots.from_members(members)
+    read = {"likelihood": experiment.likelihood, "batch_size": settings.test_batch_size}
+    table = {}
+    for name, snapshots in {"deep ensemble": ensemble, sampler: draws}.items():
+        prediction = optax_smile.predict(
+            experiment.outputs_of, snapshots, inputs, targets=targets, per="chain", **read
+        )
+        if snapshots is ensemble:
+            prediction = prediction._replace(each=None)
+        table[name] = report.score(prediction, targets)
+        report.store(where, name, prediction, targets=targets, scores=table[name])
+        if experiment.unseen:
+            other, images = experiment.unseen
+            unseen = optax_smile.predict(experiment.outputs_of, snapshots, images, **read)
+            report.store(where, f"{name} on {other}", unseen)
+            table[name] |= {"entropy": prediction.total.mean(), other: unseen.total.mean()}
+    return table, draws
+
+
+def over_devices(num_chains: int) -> jax.sharding.Mesh | None:
+    """All devices, if the chains divide among them."""
+    count = jax.device_count()
+    if count == 1 or num_chains % count:
+        return None
+    return jax.make_mesh((count,), ("chain",), axis_types=(jax.sharding.AxisType.Auto,))
+
+
+def main(
+    name: str,
+    description: str,
+    presets: Mapping[str, Settings],
+    build: Callable[..., Experiment],
+    networks: Sequence[str] = (),
+    after: Callable[[Experiment, Settings, Any, Path], None] | None = None,
+):
+    """Parse the arguments, run, print the table, write the report, and what comes `after`.
+
+    Where there are several `networks`, `build` gets the chosen one as `network`.
+    """
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--sampler", default="psmile", choices=SAMPLERS)
+    if networks:
+        parser.add_argument("--network", default=networks[0], choices=networks)
+    parser.add_argument("--preset", default="laptop", choices=presets)
+    parser.add_argument("--smoke", action="store_true", help="the same as --preset smoke")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--directory", type=Path, help="keeps a run that goes on when run again")
+    parser.add_argument("--output", type=Path, default=Path(f"{name}.html"))
+    arguments = parser.parse_args()
+    preset = "smoke" if arguments.smoke else arguments.preset
+    settings = dataclasses.replace(presets[preset], seed=arguments.seed)
+    try:
+        chosen = functools.partial(build, network=arguments.network) if networks else build
+        experiment = chosen(settings)
+    except (FileNotFoundError, ModuleNotFoundError) as error:
+        raise SystemExit(str(error)) from None
+
+    with tempfile.TemporaryDirectory() as folder:
+        directory = arguments.directory or Path(folder) / name
+        table, draws = run(experiment, settings, arguments.sampler, directory)
+        print(f"{'test set':15}" + "".join(f"{score:>10}" for score in table["deep ensemble"]))
+        for method, row in table.items():
+            print(f"{method:15}" + "".join(f"{value:10.4f}" for value in row.values()))
+        print(f"report: {report.write(directory / 'draws', arguments.output)}")
+        if after:
+            after(experiment, settings, draws, arguments.output)

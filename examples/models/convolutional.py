@@ -61,10 +61,11 @@ class FilterResponse(nn.Module):
     @nn.compact
     def __call__(self, x):
         """Normalise images `[input, row, column, channel]`."""
-        shape = (x.shape[-1],)
-        scale = self.param("scale", nn.initializers.ones, shape).astype(x.dtype)
-        shift = self.param("shift", nn.initializers.zeros, shape).astype(x.dtype)
-        tau = self.param("tau", nn.initializers.zeros, shape).astype(x.dtype)
+        ones, zeros = nn.initializers.ones, nn.initializers.zeros
+        scale, shift, tau = (
+            self.param(name, value, (x.shape[-1],)).astype(x.dtype)[None, None, None]
+            for name, value in (("scale", ones), ("shift", zeros), ("tau", zeros))
+        )
         square = jnp.mean(jnp.square(x.astype(jnp.float32)), axis=(1, 2), keepdims=True)
         x = x * jax.lax.rsqrt(square + 1e-6).astype(x.dtype)
         return jnp.maximum(scale * x + shift, tau)
