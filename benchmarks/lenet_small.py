@@ -28,7 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import records
-from predict_cost import LeNet
+from models import GPT, LeNet
 from tabulated.lenet import cells as shown
 from tabulated.table import markdown
 
@@ -39,26 +39,6 @@ NUM_GRADIENTS = {"lenet": 2_400, "gpt": 1_200}
 NUM_EPOCHS = {"lenet": 4, "gpt": 12}
 MEAN, STD = 0.2860, 0.3530
 CONTEXT = 64
-
-
-class SmallGPT(nn.Module):
-    """Logits of the next character."""
-
-    num_tokens: int
-    width: int = 128
-
-    @nn.compact
-    def __call__(self, tokens):
-        """Map characters `[input, token]`."""
-        place = self.param("place", nn.initializers.normal(0.02), (CONTEXT, self.width))
-        x = nn.Embed(self.num_tokens, self.width)(tokens) + place[None]
-        mask = nn.make_causal_mask(tokens)
-        for _ in range(2):
-            seen = nn.LayerNorm(use_bias=False)(x)
-            x += nn.MultiHeadDotProductAttention(num_heads=4, use_bias=False)(seen, mask=mask)
-            wide = nn.Dense(4 * self.width, use_bias=False)(nn.LayerNorm(use_bias=False)(x))
-            x += nn.Dense(self.width, use_bias=False)(nn.gelu(wide))
-        return nn.Dense(self.num_tokens, use_bias=False)(nn.LayerNorm(use_bias=False)(x))
 
 
 class Task(NamedTuple):
@@ -122,7 +102,7 @@ def gpt() -> Task:
         rate = optax.warmup_cosine_decay_schedule(0, 3e-3, num_steps // 20, num_steps, 1e-4)
         return optax.adamw(rate, b2=0.95, weight_decay=0.05)
 
-    network = SmallGPT(len(characters))
+    network = GPT(len(characters), context=CONTEXT, features=128, depth=2, num_heads=4)
     return Task(network, train, test, train[0].size, "tokens", optimizer, 64, 64)
 
 

@@ -17,31 +17,17 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import records
+from models import LeNet
 from tabulated.costs import predictions
 from tabulated.table import markdown
 
 import optax_smile
 
 WARM_UP, SNAPSHOTS = 2, 3
-
-
-class LeNet(nn.Module):
-    """Two convolutions and three dense layers; logits of ten classes."""
-
-    @nn.compact
-    def __call__(self, x):
-        """Map images `[input, 28, 28, 1]` to logits `[input, 10]`."""
-        x = nn.avg_pool(nn.gelu(nn.Conv(6, (5, 5))(x)), (2, 2), (2, 2))
-        x = nn.avg_pool(nn.gelu(nn.Conv(16, (5, 5), padding="VALID")(x)), (2, 2), (2, 2))
-        x = x.reshape(len(x), -1)
-        for width in (120, 84):
-            x = nn.gelu(nn.Dense(width)(x))
-        return nn.Dense(10)(x)
 
 
 def peak_mib() -> float:

@@ -23,11 +23,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import models
 import numpy as np
 import optax
 import records
-from lenet_small import CONTEXT, SmallGPT
-from predict_cost import LeNet
 from tabulated import costs
 from tabulated.table import markdown
 
@@ -37,8 +36,19 @@ WARM_UP = 3
 # Updates of so many parameters in all are done in one program.
 PER_PROGRAM = 2_000_000
 WIDTHS = {"mlp 705": (8, 16, 16, 16, 1), "mlp 10^7": (784, 3000, 2400, 200, 10)}
-NETWORKS = {"mlp 705": 256, "lenet": 256, "gpt": 64, "mlp 10^7": 128}
 NUM_TOKENS = 65
+SMALL_GPT = models.GPT(NUM_TOKENS, context=64, features=128, depth=2, num_heads=4)
+# Network and size of its batch; of a perceptron the widths are above.
+NETWORKS: dict[str, tuple[Any, tuple[int, ...]]] = {
+    "mlp 705": (None, (256,)),
+    "lenet": (models.LeNet(), (256, 28, 28, 1)),
+    "gpt": (SMALL_GPT, (64, 64)),
+    "mlp 10^7": (None, (128,)),
+    "resnet-7": (models.ResNet7(), (64, 32, 32, 3)),
+    "resnet-18": (models.ResNet18(), (32, 32, 32, 3)),
+    "vit": (models.ViT(), (8, 160, 160, 3)),
+    "nanogpt": (models.GPT(), (8, 256)),
+}
 USUAL = {"part": "update", "leaves": 20, "chains": 1, "grads": "float32"}
 
 
@@ -113,21 +123,19 @@ def multilayer_perceptron(widths: tuple[int, ...], key: jax.Array) -> tuple[Any,
 def network_problem(cell: dict[str, Any]) -> tuple[Any, Callable, Any]:
     """Parameters, mean loss of them and a batch, and a batch."""
     name, key = cell["network"], jax.random.key(0)
-    size = NETWORKS[name]
+    network, shape = NETWORKS[name]
     if name in WIDTHS:
         widths = WIDTHS[name]
         params, outputs = multilayer_perceptron(widths, key)
-        inputs = jax.random.normal(key, (size, widths[0]))
-        targets = jax.random.normal(key, (size, widths[-1]))
+        inputs = jax.random.normal(key, (shape[0], widths[0]))
+        targets = jax.random.normal(key, (shape[0], widths[-1]))
         return params, lambda p, b: jnp.mean((outputs(p, b[0]) - b[1]) ** 2) / 2, (inputs, targets)
-    if name == "lenet":
-        network: Any = LeNet()
-        inputs: Any = jax.random.normal(key, (size, 28, 28, 1))
-        targets = jax.random.randint(key, (size,), 0, 10)
-    else:
-        network = SmallGPT(NUM_TOKENS)
-        inputs = jax.random.randint(key, (size, CONTEXT), 0, NUM_TOKENS)
+    if isinstance(network, models.GPT):
+        inputs: Any = jax.random.randint(key, shape, 0, NUM_TOKENS)
         targets = jnp.roll(inputs, -1, axis=1)
+    else:
+        inputs = jax.random.normal(key, shape)
+        targets = jax.random.randint(key, shape[:1], 0, 10)
     params = network.init(key, inputs[:1])
 
     def loss(params, batch):
@@ -273,6 +281,7 @@ def main():
     """Run the cells that are missing, print the tables."""
     parser = argparse.ArgumentParser(description="Cost of updates and steps.")
     parser.add_argument("--parts", nargs="+", choices=("update", "network"), default=None)
+    parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=list(NETWORKS))
     parser.add_argument("--largest", type=int, default=10**8, help="parameters of a cell")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--repetitions", type=int, default=21)
@@ -284,6 +293,7 @@ def main():
     cells = list(gpu_cells()) if arguments.gpu else [*update_cells(), *network_cells()]
     cells = [cell for cell in cells if cell["part"] in (arguments.parts or (cell["part"],))]
     cells = [cell for cell in cells if cell.get("parameters", 0) <= arguments.largest]
+    cells = [cell for cell in cells if cell.get("network") in (None, *arguments.networks)]
     run = functools.partial(measure, methods=methods, repetitions=arguments.repetitions)
     found = records.complete(arguments, cells, run, "ratio")
     for shown in (costs.steps(found), costs.details(found), costs.compilation(found)):

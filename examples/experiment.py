@@ -203,7 +203,7 @@ def over_devices(num_chains: int) -> jax.sharding.Mesh | None:
 
 def main(
     name: str,
-    description: str,
+    description: str | None,
     presets: Mapping[str, Settings],
     build: Callable[..., Experiment],
     networks: Sequence[str] = (),
