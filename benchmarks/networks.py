@@ -1,8 +1,9 @@
 r"""The paper's large tables: networks on images and text, by samplers, ensembles and others.
 
 A cell is a task in a form, a method with its options, and a seed. Its unit of work is one chain
-with its warm start: log-probabilities of the test data go to the folder `--work`, where a chain
-that is there is not run again. When all chains of a cell are there, it becomes one JSON line.
+with its warm start: weights, draws and log-probabilities of the test data go to the folder
+`--work`, where what is there is not run again, and what was cut off goes on. When all chains of a
+cell are there, it becomes one JSON line.
 
     python benchmarks/networks.py --task lenet --methods "deep ensemble" psmile --seeds 0 1 2 \
         --work out/networks --output benchmarks/results/networks.jsonl
@@ -103,57 +104,70 @@ def name_of(*parts: Any) -> str:
     return "".join(c if c.isalnum() or c in "-." else "_" for c in text)
 
 
-def run_chain(cell: dict[str, Any], settings: Settings, member: int, work: Path) -> Path:
-    """Train a member, run a chain from it, and keep what it predicts."""
-    method, options = cell["method"], cell["options"]
-    path = work / (
-        name_of(cell["task"], cell["form"], method, options, cell["seed"], member) + ".npz"
-    )
-    if path.exists():
-        return path
-    begun = time.monotonic()
-    task, seed = load(cell["task"], settings), 100 * cell["seed"] + member
-    start = experiment.warm_start(
-        task,
+def member_of(cell: dict[str, Any], member: int) -> int:
+    """Seed of a member."""
+    return 100 * cell["seed"] + member
+
+
+def warm_member(cell: dict[str, Any], settings: Settings, member: int, work: Path) -> Any:
+    """Train a member, or read it: other methods of the task start from it, too."""
+    return experiment.warm_start(
+        load(cell["task"], settings),
         settings,
-        2 * seed,
+        2 * member_of(cell, member),
         1,
         directory=work / name_of("warm", cell["task"], cell["form"], cell["seed"], member),
         progress=False,
     )
+
+
+def chain_of(
+    cell: dict[str, Any], settings: Settings, start: Any, member: int, directory: Path
+) -> tuple[Any, dict[str, Any]]:
+    """Draws of a chain, and how it went."""
+    method, seed = cell["method"], member_of(cell, member)
+    task = load(cell["task"], settings)
+    common = {"num_data": task.num_data, "key": jax.random.key(seed)}
+    sampler = make_sampler(method, cell["options"], **common)
+    options: dict[str, Any] = {"check": False, "progress": False, "directory": directory}
+    if "published" in method:
+        options["batch_per"] = "step"
+        halves = {name: getattr(settings, name) // 2 for name in ("num_warmup", "thin")}
+        settings = dataclasses.replace(settings, **halves)
+    draws = experiment.draw(task, settings, start, sampler, 2 * seed + 1, **options)
+    trace, *_, last = draws.trace, *draws
+    first = jax.tree.map(lambda x: x[0], draws.start)
+    gone = optax.tree.norm(jax.tree.map(lambda a, b: a - b, last, first))
+    steps = trace["step_size"][0]
+    return draws, {
+        "steps": [float(steps[int(part * len(steps))]) for part in (0.15, 0.5, 0.95)],
+        "loss": float(np.mean(trace["loss"][0, -(len(steps) // 4) :])),
+        "num_rejected": int(trace["num_rejected"][0, -1]),
+        "distance": float(gone),
+        "norms": [float(optax.tree.norm(x)) for x in (first, last)],
+    }
+
+
+def run_chain(cell: dict[str, Any], settings: Settings, member: int, work: Path) -> Path:
+    """Train a member, run a chain from it, and keep what it predicts."""
+    name = name_of(*(cell[x] for x in ("task", "form", "method", "options", "seed")), member)
+    path = work / f"{name}.npz"
+    if path.exists():
+        return path
+    begun = time.monotonic()
+    start = warm_member(cell, settings, member, work)
     trained, told = time.monotonic() - begun, {}
     draws: Any = optax_smile.Snapshots.from_members(start)
-    if method != ENSEMBLE:
-        common = {"num_data": task.num_data, "key": jax.random.key(seed)}
-        sampler = make_sampler(method, options, **common)
-        halves = {"batch_per": "step"} if "published" in method else {}
-        if halves:
-            parts = {k: getattr(settings, k) // 2 for k in ("num_warmup", "thin")}
-            settings = dataclasses.replace(settings, **parts)
-        draws = experiment.draw(
-            task, settings, start, sampler, 2 * seed + 1, check=False, progress=False, **halves
-        )
-        trace = draws.trace
-        first = jax.tree.map(lambda x: x[0], draws.start)
-        last = jax.tree.map(lambda x: x[0, -1], draws.params)
-        gone = optax.tree.norm(jax.tree.map(lambda a, b: a - b, last, first))
-        steps = trace["step_size"][0]
-        told = {
-            "steps": [float(steps[int(part * len(steps))]) for part in (0.15, 0.5, 0.95)],
-            "loss": float(np.mean(trace["loss"][0, -len(steps) // 4 :])),
-            "num_rejected": int(trace["num_rejected"][0, -1]),
-            "distance": float(gone),
-            "norms": [float(optax.tree.norm(x)) for x in (first, last)],
-        }
+    if cell["method"] != ENSEMBLE:
+        draws, told = chain_of(cell, settings, start, member, work / name)
     sampled = time.monotonic() - begun - trained
-    found = predictions(task, draws, settings.test_batch_size)
+    found = predictions(load(cell["task"], settings), draws, settings.test_batch_size)
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     told |= {"seconds": [trained, sampled], "peak_mib": memory}
-    path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(".part.npz")
     np.savez(part, told=json.dumps(told), **found)
     part.rename(path)
-    print(path.name, {k: v for k, v in told.items() if k != "peak_mib"}, flush=True)
+    print(path.name, told, flush=True)
     return path
 
 
