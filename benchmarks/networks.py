@@ -65,6 +65,8 @@ FORMS = {
     },
     "paper": {},
 }
+# Settings on which the warm start depends.
+TRAINING = ("num_epochs", "patience", "batch_size", "num_train", "width", "depth", "context")
 ENSEMBLE = "deep ensemble"
 LETTERS = optax_smile.Likelihood(  # "tokens", for large vocabularies, keeps no probabilities
     mean=jax.nn.softmax,
@@ -111,12 +113,14 @@ def member_of(cell: dict[str, Any], member: int) -> int:
 
 def warm_member(cell: dict[str, Any], settings: Settings, member: int, work: Path) -> Any:
     """Train a member, or read it: other methods of the task start from it, too."""
+    form, *changed = cell["form"].split()
+    training = [x for x in changed if x.split("=")[0] in TRAINING]
     return experiment.warm_start(
         load(cell["task"], settings),
         settings,
         2 * member_of(cell, member),
         1,
-        directory=work / name_of("warm", cell["task"], cell["form"], cell["seed"], member),
+        directory=work / name_of("warm", cell["task"], form, *training, cell["seed"], member),
         progress=False,
     )
 
@@ -239,16 +243,16 @@ def main():
     parser.add_argument("--work", type=Path, default=Path("out/networks"))
     arguments = records.arguments_of(parser)
     settings = settings_of(arguments.task, arguments.form, arguments.settings)
+    form = " ".join([arguments.form, *(f"{k}={v}" for k, v in arguments.settings.items())])
     cells = [
         {
             "task": arguments.task,
-            "form": arguments.form,
+            "form": form,
             "method": method,
             "options": options if method != ENSEMBLE else {},
             "seed": seed,
             "num_chains": settings.num_members,
         }
-        | arguments.settings
         for seed in arguments.seeds
         for method in arguments.methods
         for options in arguments.options
