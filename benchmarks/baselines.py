@@ -9,11 +9,10 @@ Each is `name(task, settings, start, seed, options)` and gives draws to predict 
     seed: of the batches and of all that is random.
     options: numbers that differ from the method's `DEFAULTS`.
 
-The draws are `Snapshots` of one chain, an iterable of parameter trees without a chain axis. Their
+The draws are `Snapshots` of one chain, which iterate as parameter trees without a chain axis; their
 `settings` tell the name, the options and what was found.
 """
 
-import collections
 import functools
 import itertools
 import math
@@ -54,18 +53,13 @@ def checkpoints(
 ) -> optax_smile.Snapshots:
     """Go on with AdamW at a constant rate; keep every `thin`-th weights after the warm-up.
 
-    Args:
-        task, settings, start, seed: see the module.
-        options: `learning_rate` and `weight_decay` of `optax.adamw`. Its moments begin at zero, as
-            a warm start keeps weights alone.
+    Options: `learning_rate` and `weight_decay` of `optax.adamw`. Its moments begin at zero, as a
+    warm start keeps weights alone.
     """
     chosen = _chosen("checkpoints", options)
-    optimizer = optax.adamw(**chosen)
+    steps = train(task, settings, start, seed, optax.adamw(**chosen))
     # Copied, as the next step overwrites them.
-    draws = [
-        jax.tree.map(np.array, params)
-        for params, _ in train(task, settings, start, seed, optimizer)
-    ]
+    draws = [jax.tree.map(np.array, params) for params, _ in steps]
     return _snapshots("checkpoints", chosen, start, draws)
 
 
@@ -74,11 +68,9 @@ def ivon(
 ) -> optax_smile.Snapshots:
     """Fit a diagonal Gaussian around the weights by IVON and draw from it.
 
-    Args:
-        task, settings, start, seed: see the module.
-        options: see `ivon_optimizer`; the learning rate falls to zero along a cosine. A
-            `weight_decay` of `prior_precision / num_data` is the prior of the samplers. At the end
-            `hess_init` has the weight `hessian_decay ** steps` in the variance: much in few steps.
+    Options: those of `ivon_optimizer`. The learning rate falls to zero along a cosine. A
+    `weight_decay` of `prior_precision / num_data` is the prior of the samplers. At the end
+    `hess_init` has the weight `hessian_decay ** steps` in the Hessian: much in few steps.
     """
     chosen = _chosen("ivon", options)
     num_steps = settings.num_warmup + settings.num_draws * settings.thin
@@ -88,11 +80,9 @@ def ivon(
     def precision_of(state):
         return jax.tree.map(lambda h: task.num_data * (h + chosen["weight_decay"]), state.hessian)
 
-    def place(key, params, state):
-        return gaussian(key, params, precision_of(state))
-
-    steps = train(task, settings, start, seed, optimizer, place)
-    mean, state = collections.deque(steps, maxlen=1).pop()
+    *_, (mean, state) = train(
+        task, settings, start, seed, optimizer, lambda key, m, s: gaussian(key, m, precision_of(s))
+    )
     draws = list(_drawn(seed, mean, precision_of(state), settings.num_draws))
     return _snapshots("ivon", chosen, start, draws)
 
@@ -105,45 +95,36 @@ def laplace(
     N is the number of targets, F the Fisher diagonal of each by `fisher`, delta the precision of
     the prior whose draws predict the validation data best.
 
-    Args:
-        task, settings, start, seed: see the module.
-        options: `prior_precisions`, what delta is chosen from; `num_tried`, draws that decide;
-            `chunk_size`, examples whose gradients are in memory together.
-
-    Returns:
-        Draws; `settings` tell delta, `prior_precision`, and the LPPDs that chose it, `tried`.
-
-    Raises:
-        ValueError: a likelihood without classes.
+    Options: `prior_precisions`, what delta is chosen from; `num_tried`, draws that decide;
+    `chunk_size`, examples whose gradients are in memory together. The draws' settings tell delta,
+    `prior_precision`, and the LPPD of each, `tried`. Raises a ValueError without classes.
 
     Cost: one gradient per example, and `num_tried` predictions of the validation data per delta.
 
     Source: Ritter, Botev & Barber, ICLR 2018; delta by validation: Daxberger et al., NeurIPS 2021.
     Differs: own code, as laplax 0.0.2 takes one product with the Gauss-Newton matrix for each
-    parameter (`laplax.util.mv.diagonal`), 61,706 for LeNet. The draws go through the network, not
-    through its linearisation, as all methods here do.
+    parameter (`laplax.util.mv.diagonal`), 61,706 for LeNet. Draws go through the network as it is.
     """
     chosen = _chosen("laplace", options)
     if task.likelihood not in ("categorical", "tokens"):
         raise ValueError(f"`laplace` takes classes or tokens, got {task.likelihood!r}.")
-    mean = _own(start)
+    mean = jax.tree.map(_own, start)
     information = fisher(task, settings, mean, seed, chosen["chunk_size"])
 
     def drawn(delta, number):
         precision = jax.tree.map(lambda x: task.num_data * x + delta, information)
         return _drawn(seed, mean, precision, number)
 
-    inputs, targets = task.splits.valid
-    kept = {"targets": targets, "likelihood": task.likelihood, "batch_size": 500}
-    deltas, tried = chosen["prior_precisions"], []
-    for delta in deltas:
-        draws = drawn(delta, chosen["num_tried"])
-        found = optax_smile.predict(task.outputs_of, draws, inputs, **kept)
-        tried.append(float(np.mean(found.log_density)))
+    def lppd(draws):
+        inputs, targets = task.splits.valid
+        kept = {"targets": targets, "likelihood": task.likelihood, "batch_size": 500}
+        return float(optax_smile.predict(task.outputs_of, draws, inputs, **kept).log_density.mean())
+
+    deltas = chosen["prior_precisions"]
+    tried = [lppd(drawn(delta, chosen["num_tried"])) for delta in deltas]
     best = int(np.argmax(tried))
     if len(deltas) > 1 and best in (0, len(deltas) - 1):
-        message = f"`laplace`: {deltas[best]:g} is best, an end of `prior_precisions`."
-        warnings.warn(message, stacklevel=2)
+        warnings.warn(f"`laplace`: best at {deltas[best]:g}, an end of the grid.", stacklevel=2)
     chosen |= {"prior_precision": deltas[best], "tried": tried}
     return _snapshots("laplace", chosen, start, list(drawn(deltas[best], settings.num_draws)))
 
@@ -173,7 +154,7 @@ def train(
         updates, state = optimizer.update(gradient, state, params, point=point)
         return optax.apply_updates(params, updates), state
 
-    params, key = _own(start), jax.random.key(seed)
+    params, key = jax.tree.map(_own, start), jax.random.key(seed)
     state = optimizer.init(params)
     # Each `iter` of the batches is another pass.
     batches = task.batches(settings.sampling_batch_size, seed)
@@ -206,20 +187,17 @@ def ivon_optimizer(
     r"""Improved variational online Newton: a Gaussian N(m, sigma^2) with a diagonal covariance.
 
     The gradient g' of the mean loss belongs to theta ~ N(m, sigma^2), which the update gets as
-    `point`; the parameters are m.
+    `point`; the parameters are m. The last term of h keeps h + delta positive.
 
         h' = g' (theta - m) / sigma^2,                  sigma^2 = 1 / (lambda (h + delta))
         g <- beta1 g + (1 - beta1) g'
         h <- beta2 h + (1 - beta2) h' + (1 - beta2)^2 (h - h')^2 / (2 (h + delta))
         m <- m - alpha (h_0 + delta) (g / (1 - beta1^t) + delta m) / (h + delta)
 
-    The last term of h keeps h + delta positive.
-
     Args:
         learning_rate: alpha, a number or a schedule.
         num_data: lambda, the effective sample size.
-        momentum_decay: beta1, in [0, 1).
-        hessian_decay: beta2, in [0, 1).
+        momentum_decay, hessian_decay: beta1 and beta2, in [0, 1).
         hess_init: h_0, > 0.
         weight_decay: delta, > 0: the prior's precision over lambda.
 
@@ -231,19 +209,16 @@ def ivon_optimizer(
         return IvonState(jnp.zeros((), jnp.int32), jax.tree.map(jnp.zeros_like, params), hessian)
 
     def update(updates, state, params=None, *, point=None, **_):
-        rate = learning_rate(state.count) if callable(learning_rate) else learning_rate
+        rate: Any = learning_rate(state.count) if callable(learning_rate) else learning_rate
         count = state.count + 1
 
         def averaged(h, g, theta, m):
-            estimate = g * (theta - m) * num_data * (h + weight_decay)
-            new = 1 - hessian_decay
-            correction = (new * (h - estimate)) ** 2 / (2 * (h + weight_decay))
-            return hessian_decay * h + new * estimate + correction
+            change = (1 - hessian_decay) * (g * (theta - m) * num_data * (h + weight_decay) - h)
+            return h + change + change**2 / (2 * (h + weight_decay))
 
         def moved(g, h, m):
-            unbiased = g / (1 - momentum_decay**count)
-            scale = rate * (hess_init + weight_decay)
-            return -scale * (unbiased + weight_decay * m) / (h + weight_decay)
+            force = g / (1 - momentum_decay**count) + weight_decay * m
+            return -rate * (hess_init + weight_decay) * force / (h + weight_decay)
 
         momentum = optax.tree.update_moment(updates, state.momentum, momentum_decay, 1)
         hessian = jax.tree.map(averaged, state.hessian, updates, point, params)
@@ -258,9 +233,9 @@ def fisher(task: Experiment, settings: Settings, params: Any, seed: int, chunk_s
 
     Targets are drawn from the network itself. Those of one example, such as the tokens of a piece,
     are independent and their scores have mean zero: the square of their sum has the mean of the
-    sum of their squares, and one gradient per example is enough. So many gradients are in memory
-    together as divide both `chunk_size` and the batch.
+    sum of their squares, and one gradient per example is enough.
     """
+    # As many gradients in memory as divide the batch.
     size = math.gcd(settings.sampling_batch_size, chunk_size)
 
     def squared(params, key, inputs):
@@ -294,6 +269,11 @@ def gaussian(key: jax.Array, mean: Any, precision: Any) -> Any:
     return jax.tree.map(lambda m, z, p: m + z / jnp.sqrt(p), mean, noise, precision)
 
 
+def _own(x: Any) -> jax.Array:
+    """Leaf of the one member, in a buffer that may be donated."""
+    return jnp.array(np.asarray(x)[0])
+
+
 def _drawn(seed: int, mean: Any, precision: Any, number: int) -> Iterator[Any]:
     """Draws of a Gaussian on the host."""
     # The numbers of steps and batches begin at one.
@@ -306,12 +286,7 @@ def _chosen(method: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """Options with defaults; none that the method does not know."""
     if unknown := sorted(set(options) - set(DEFAULTS[method])):
         raise ValueError(f"`{method}` takes the options {list(DEFAULTS[method])}, got {unknown}.")
-    return DEFAULTS[method] | dict(options)
-
-
-def _own(start: Any) -> Any:
-    """Weights of the one member, in buffers that may be donated."""
-    return jax.tree.map(lambda x: jnp.array(np.asarray(x)[0]), start)
+    return {**DEFAULTS[method], **options}
 
 
 def _snapshots(
