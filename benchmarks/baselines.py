@@ -1,0 +1,298 @@
+r"""Baselines of `networks.py` that are no samplers: checkpoints, IVON, Laplace's approximation.
+
+Each is `name(task, settings, start, seed, options)` and gives draws to predict with:
+
+    task: network and data.
+    settings: as many gradients as a sampler takes, on the batches that `experiment.draw` gives it
+        with the same seed.
+    start: trained weights of one member `[1, ...]`, as `experiment.warm_start` gives them.
+    seed: of the batches and of all that is random.
+    options: numbers that differ from the method's `DEFAULTS`.
+
+The draws are `Snapshots` of one chain, which iterate as parameter trees without a chain axis; their
+`settings` tell the name, the options and what was found.
+"""
+
+import functools
+import itertools
+import math
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from experiment import Experiment, Settings
+
+import optax_smile
+
+DEFAULTS: dict[str, dict[str, Any]] = {
+    # Those of the warm start, `lenet.build`.
+    "checkpoints": {"learning_rate": 1e-3, "weight_decay": 0.02},
+    # Of the authors' runs on CIFAR-10: ivon-experiments, bdl_indomain/train_ivon.sh.
+    "ivon": {
+        "learning_rate": 0.2,
+        "momentum_decay": 0.9,
+        "hessian_decay": 0.99999,
+        "hess_init": 0.5,
+        "weight_decay": 2e-4,
+    },
+    # From the samplers' prior up, by half decades.
+    "laplace": {
+        "prior_precisions": [10 ** (power / 2) for power in range(15)],
+        "num_tried": 10,
+        "chunk_size": 16,
+    },
+}
+
+
+def checkpoints(
+    task: Experiment, settings: Settings, start: Any, seed: int, options: Mapping[str, Any]
+) -> optax_smile.Snapshots:
+    """Go on with AdamW at a constant rate; keep every `thin`-th weights after the warm-up.
+
+    Options: `learning_rate` and `weight_decay` of `optax.adamw`. Its moments begin at zero, as a
+    warm start keeps weights alone.
+    """
+    chosen = _chosen("checkpoints", options)
+    steps = train(task, settings, start, seed, optax.adamw(**chosen))
+    # Copied, as the next step overwrites them.
+    draws = [jax.tree.map(np.array, params) for params, _ in steps]
+    return _snapshots("checkpoints", chosen, start, draws)
+
+
+def ivon(
+    task: Experiment, settings: Settings, start: Any, seed: int, options: Mapping[str, Any]
+) -> optax_smile.Snapshots:
+    """Fit a diagonal Gaussian around the weights by IVON and draw from it.
+
+    Options: those of `ivon_optimizer`. The learning rate falls to zero along a cosine. A
+    `weight_decay` of `prior_precision / num_data` is the prior of the samplers. At the end
+    `hess_init` has the weight `hessian_decay ** steps` in the Hessian: much in few steps.
+    """
+    chosen = _chosen("ivon", options)
+    num_steps = settings.num_warmup + settings.num_draws * settings.thin
+    rate = optax.cosine_decay_schedule(chosen["learning_rate"], num_steps)
+    optimizer = ivon_optimizer(**chosen | {"learning_rate": rate, "num_data": task.num_data})
+
+    def precision_of(state):
+        return jax.tree.map(lambda h: task.num_data * (h + chosen["weight_decay"]), state.hessian)
+
+    *_, (mean, state) = train(
+        task, settings, start, seed, optimizer, lambda key, m, s: gaussian(key, m, precision_of(s))
+    )
+    draws = list(_drawn(seed, mean, precision_of(state), settings.num_draws))
+    return _snapshots("ivon", chosen, start, draws)
+
+
+def laplace(
+    task: Experiment, settings: Settings, start: Any, seed: int, options: Mapping[str, Any]
+) -> optax_smile.Snapshots:
+    r"""Draw from N(start, 1 / (N F + delta)), with a diagonal precision.
+
+    N is the number of targets, F the Fisher diagonal of each by `fisher`, delta the precision of
+    the prior whose draws predict the validation data best.
+
+    Options: `prior_precisions`, what delta is chosen from; `num_tried`, draws that decide;
+    `chunk_size`, examples whose gradients are in memory together. The draws' settings tell delta,
+    `prior_precision`, and the LPPD of each, `tried`. Raises a ValueError without classes.
+
+    Cost: one gradient per example, and `num_tried` predictions of the validation data per delta.
+
+    Source: Ritter, Botev & Barber, ICLR 2018; delta by validation: Daxberger et al., NeurIPS 2021.
+    Differs: own code, as laplax 0.0.2 takes one product with the Gauss-Newton matrix for each
+    parameter (`laplax.util.mv.diagonal`), 61,706 for LeNet. Draws go through the network as it is.
+    """
+    chosen = _chosen("laplace", options)
+    if task.likelihood not in ("categorical", "tokens"):
+        raise ValueError(f"`laplace` takes classes or tokens, got {task.likelihood!r}.")
+    mean = jax.tree.map(_own, start)
+    information = fisher(task, settings, mean, seed, chosen["chunk_size"])
+
+    def drawn(delta, number):
+        precision = jax.tree.map(lambda x: task.num_data * x + delta, information)
+        return _drawn(seed, mean, precision, number)
+
+    def lppd(draws):
+        inputs, targets = task.splits.valid
+        kept = {"targets": targets, "likelihood": task.likelihood, "batch_size": 500}
+        return float(optax_smile.predict(task.outputs_of, draws, inputs, **kept).log_density.mean())
+
+    deltas = chosen["prior_precisions"]
+    tried = [lppd(drawn(delta, chosen["num_tried"])) for delta in deltas]
+    best = int(np.argmax(tried))
+    if len(deltas) > 1 and best in (0, len(deltas) - 1):
+        warnings.warn(f"`laplace`: best at {deltas[best]:g}, an end of the grid.", stacklevel=2)
+    chosen |= {"prior_precision": deltas[best], "tried": tried}
+    return _snapshots("laplace", chosen, start, list(drawn(deltas[best], settings.num_draws)))
+
+
+METHODS = {"checkpoints": checkpoints, "ivon": ivon, "laplace": laplace}
+
+
+def train(
+    task: Experiment,
+    settings: Settings,
+    start: Any,
+    seed: int,
+    optimizer: optax.GradientTransformation,
+    place: Callable[[jax.Array, Any, Any], Any] = lambda key, params, state: params,
+) -> Iterator[tuple[Any, Any]]:
+    """Train on the batches of a sampler; yield weights and state where it would make a draw.
+
+    The next step overwrites what was yielded. `place(key, params, state)` gives the weights at
+    which the gradient is taken, and the optimizer's update gets them as `point`.
+    """
+    optimizer = optax.with_extra_args_support(optimizer)
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(params, state, key, number, batch):
+        point = place(jax.random.fold_in(key, number), params, state)
+        gradient = jax.grad(task.mean_loss)(point, batch)
+        updates, state = optimizer.update(gradient, state, params, point=point)
+        return optax.apply_updates(params, updates), state
+
+    params, key = jax.tree.map(_own, start), jax.random.key(seed)
+    state = optimizer.init(params)
+    # Each `iter` of the batches is another pass.
+    batches = task.batches(settings.sampling_batch_size, seed)
+    passes = itertools.chain.from_iterable(itertools.repeat(batches))
+    num_steps = settings.num_warmup + settings.num_draws * settings.thin
+    for number, batch in enumerate(itertools.islice(passes, num_steps), 1):
+        params, state = step(params, state, key, number, batch)
+        after = number - settings.num_warmup
+        if after > 0 and after % settings.thin == 0:
+            yield params, state
+
+
+class IvonState(NamedTuple):
+    """Steps so far, and moving averages of the gradient and of the Hessian's diagonal per datum."""
+
+    count: jax.Array
+    momentum: Any
+    hessian: Any
+
+
+def ivon_optimizer(
+    learning_rate: optax.ScalarOrSchedule,
+    *,
+    num_data: float,
+    momentum_decay: float,
+    hessian_decay: float,
+    hess_init: float,
+    weight_decay: float,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Improved variational online Newton: a Gaussian N(m, sigma^2) with a diagonal covariance.
+
+    The gradient g' of the mean loss belongs to theta ~ N(m, sigma^2), which the update gets as
+    `point`; the parameters are m. The last term of h keeps h + delta positive.
+
+        h' = g' (theta - m) / sigma^2,                  sigma^2 = 1 / (lambda (h + delta))
+        g <- beta1 g + (1 - beta1) g'
+        h <- beta2 h + (1 - beta2) h' + (1 - beta2)^2 (h - h')^2 / (2 (h + delta))
+        m <- m - alpha (h_0 + delta) (g / (1 - beta1^t) + delta m) / (h + delta)
+
+    Args:
+        learning_rate: alpha, a number or a schedule.
+        num_data: lambda, the effective sample size.
+        momentum_decay, hessian_decay: beta1 and beta2, in [0, 1).
+        hess_init: h_0, > 0.
+        weight_decay: delta, > 0: the prior's precision over lambda.
+
+    Source: Shen et al., ICML 2024, algorithm 1, with its rescaling of alpha by h_0 + delta.
+    """
+
+    def init(params):
+        hessian = jax.tree.map(lambda x: jnp.full_like(x, hess_init), params)
+        return IvonState(jnp.zeros((), jnp.int32), jax.tree.map(jnp.zeros_like, params), hessian)
+
+    def update(updates, state, params=None, *, point=None, **_):
+        rate: Any = learning_rate(state.count) if callable(learning_rate) else learning_rate
+        count = state.count + 1
+
+        def averaged(h, g, theta, m):
+            change = (1 - hessian_decay) * (g * (theta - m) * num_data * (h + weight_decay) - h)
+            return h + change + change**2 / (2 * (h + weight_decay))
+
+        def moved(g, h, m):
+            force = g / (1 - momentum_decay**count) + weight_decay * m
+            return -rate * (hess_init + weight_decay) * force / (h + weight_decay)
+
+        momentum = optax.tree.update_moment(updates, state.momentum, momentum_decay, 1)
+        hessian = jax.tree.map(averaged, state.hessian, updates, point, params)
+        moves = jax.tree.map(moved, momentum, hessian, params)
+        return moves, IvonState(count, momentum, hessian)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def fisher(task: Experiment, settings: Settings, params: Any, seed: int, chunk_size: int) -> Any:
+    r"""Estimate the Fisher diagonal E[(grad log p(y | x))^2] per target, on one pass of batches.
+
+    Targets are drawn from the network itself. Those of one example, such as the tokens of a piece,
+    are independent and their scores have mean zero: the square of their sum has the mean of the
+    sum of their squares, and one gradient per example is enough.
+    """
+    # As many gradients in memory as divide the batch.
+    size = math.gcd(settings.sampling_batch_size, chunk_size)
+
+    def squared(params, key, inputs):
+        logits, pull = jax.vjp(lambda p: task.outputs_of(p, inputs[None]), params)
+        targets = jax.random.categorical(key, logits)
+        (score,) = pull(jax.nn.one_hot(targets, logits.shape[-1]) - jax.nn.softmax(logits))
+        return jax.tree.map(jnp.square, score)
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def add(total, params, key, number, inputs):
+        def of_chunk(total, chunk):
+            found = jax.vmap(squared, (None, 0, 0))(params, *chunk)
+            return jax.tree.map(lambda a, b: a + jnp.sum(b, axis=0), total, found), None
+
+        keys = jax.random.split(jax.random.fold_in(key, number), (len(inputs) // size, size))
+        chunks = inputs.reshape(-1, size, *inputs.shape[1:])
+        return jax.lax.scan(of_chunk, total, (keys, chunks))[0]
+
+    total, num_targets, key = jax.tree.map(jnp.zeros_like, params), 0, jax.random.key(seed)
+    batches = task.batches(settings.sampling_batch_size, seed)
+    for number, (inputs, targets) in enumerate(batches, 1):
+        total = add(total, params, key, number, inputs)
+        num_targets += targets.size
+    return jax.tree.map(lambda x: x / num_targets, total)
+
+
+@jax.jit
+def gaussian(key: jax.Array, mean: Any, precision: Any) -> Any:
+    """Draw from a Gaussian with a diagonal precision."""
+    noise = optax.tree.random_like(key, mean)
+    return jax.tree.map(lambda m, z, p: m + z / jnp.sqrt(p), mean, noise, precision)
+
+
+def _own(x: Any) -> jax.Array:
+    """Leaf of the one member, in a buffer that may be donated."""
+    return jnp.array(np.asarray(x)[0])
+
+
+def _drawn(seed: int, mean: Any, precision: Any, number: int) -> Iterator[Any]:
+    """Draws of a Gaussian on the host."""
+    # The numbers of steps and batches begin at one.
+    key = jax.random.fold_in(jax.random.key(seed), 0)
+    for i in range(number):
+        yield jax.device_get(gaussian(jax.random.fold_in(key, i), mean, precision))
+
+
+def _chosen(method: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options with defaults; none that the method does not know."""
+    if unknown := sorted(set(options) - set(DEFAULTS[method])):
+        raise ValueError(f"`{method}` takes the options {list(DEFAULTS[method])}, got {unknown}.")
+    return {**DEFAULTS[method], **options}
+
+
+def _snapshots(
+    method: str, chosen: Mapping[str, Any], start: Any, draws: Sequence[Any]
+) -> optax_smile.Snapshots:
+    """One chain of draws."""
+    params = jax.tree.map(lambda *leaves: np.stack(leaves)[None], *draws)
+    told = {"name": method, **chosen}
+    return optax_smile.Snapshots(params, settings=told, start=jax.tree.map(np.asarray, start))

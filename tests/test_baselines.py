@@ -1,0 +1,207 @@
+"""Checkpoints, IVON and Laplace's approximation of `benchmarks/`, against closed forms."""
+
+import sys
+import types
+from pathlib import Path
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from scipy.special import log_softmax, logsumexp, softmax
+
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "benchmarks")]
+import baselines  # noqa: E402
+from data import Splits  # noqa: E402
+from experiment import Experiment, Settings  # noqa: E402
+
+SETTINGS = Settings(num_warmup=5, num_draws=3, thin=2, sampling_batch_size=8)
+NUMBERS = {"momentum_decay": 0.9, "hessian_decay": 0.999, "hess_init": 0.5, "weight_decay": 0.1}
+# A row's inputs are far from zero mean, and its classes far from equally likely.
+SCALES = np.array([0.5, 1.0, 2.0])
+KERNEL = np.array([[1.0, -0.5, 0.2], [0.3, 0.8, -1.0], [-0.4, 0.1, 0.6]])
+
+
+def logistic(shape, likelihood, seed=0):
+    """Softmax regression without a bias; inputs `[*shape, 3]`, targets as its kernel has them."""
+    generator = np.random.default_rng(seed)
+    inputs = (SCALES * generator.normal(0.3, 1.0, (*shape, 3))).astype(np.float32)
+    noisy = inputs @ KERNEL + generator.gumbel(size=(*shape, 3))
+    both = inputs, noisy.argmax(-1).astype(np.int32)
+    splits = Splits(both, tuple(x[: len(x) // 2] for x in both), both)
+    network = nn.Dense(3, use_bias=False)
+    return Experiment(network, splits, likelihood, lambda num_steps: optax.sgd(0.1))
+
+
+def weights(kernel):
+    return {"params": {"kernel": np.asarray(kernel, np.float32)}}
+
+
+def member(params):
+    """As a warm start gives it."""
+    return jax.tree.map(lambda x: jnp.asarray(x)[None], params)
+
+
+def assert_same(mine, theirs):
+    jax.tree.map(np.testing.assert_array_equal, mine, theirs)
+
+
+def test_checkpoints_are_those_of_adamw():
+    """Bit for bit, over the end of a pass: 11 steps of 4 batches a pass."""
+    task, start = logistic((35,), "categorical"), weights(KERNEL)
+    optimizer = optax.adamw(0.03, weight_decay=0.2)
+
+    @jax.jit
+    def step(params, state, batch):
+        updates, state = optimizer.update(jax.grad(task.mean_loss)(params, batch), state, params)
+        return optax.apply_updates(params, updates), state
+
+    batches, kept = task.batches(SETTINGS.sampling_batch_size, 7), []
+    params, state = start, optimizer.init(start)
+    for number in range(11):
+        params, state = step(params, state, batches[number])
+        if number + 1 in (7, 9, 11):
+            kept.append(params)
+    options = {"learning_rate": 0.03, "weight_decay": 0.2}
+    given = member(start)
+    draws = baselines.checkpoints(task, SETTINGS, given, 7, options)
+    assert len(kept) == len(draws) == 3
+    for mine, theirs in zip(draws, kept, strict=True):
+        assert_same(mine, theirs)
+    assert_same(given, member(start))
+    assert draws.settings == {"name": "checkpoints", **options}
+
+
+def test_ivon_steps_are_those_of_the_paper():
+    """Algorithm 1 in NumPy and float64, three steps with given gradients."""
+    generator = np.random.default_rng(1)
+    lam, delta, b1, b2, h0, rate = 20.0, 0.1, 0.9, 0.8, 0.5, (0.3, 0.2, 0.1)
+    gradients, shifts = generator.normal(size=(2, 3, 50))
+    # Some estimates of the Hessian are so negative that they alone would make the variance so.
+    gradients, shifts = 5 * gradients, 0.5 * shifts
+    start = generator.normal(size=50)
+    numbers = NUMBERS | {"hessian_decay": b2, "num_data": lam}
+    optimizer = baselines.ivon_optimizer(lambda count: jnp.asarray(rate)[count], **numbers)
+    params = jnp.asarray(start, jnp.float32)
+    state = optimizer.init(params)
+    m, g, h = start, np.zeros(50), np.full(50, h0)
+    lowest = np.inf
+    for t in (1, 2, 3):
+        theta, gradient = m + shifts[t - 1], gradients[t - 1]
+        sigma2 = 1 / (lam * (h + delta))
+        estimate = gradient * (theta - m) / sigma2
+        lowest = min(lowest, np.min(b2 * h + (1 - b2) * estimate + delta))
+        g = b1 * g + (1 - b1) * gradient
+        h = b2 * h + (1 - b2) * estimate + 0.5 * (1 - b2) ** 2 * (h - estimate) ** 2 / (h + delta)
+        m = m - rate[t - 1] * (h0 + delta) * (g / (1 - b1**t) + delta * m) / (h + delta)
+        point = jnp.asarray(theta, jnp.float32)
+        gradient = jnp.asarray(gradient, jnp.float32)
+        moves, state = optimizer.update(gradient, state, params, point=point)
+        params = optax.apply_updates(params, moves)
+        np.testing.assert_allclose(state.hessian, h, rtol=2e-3)
+        np.testing.assert_allclose(state.momentum, g, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(params, m, rtol=1e-3, atol=1e-4)
+    assert lowest < 0 < np.min(h) + delta
+
+
+def test_ivon_finds_a_gaussian():
+    """Of a quadratic loss: (A + delta)^-1 A mu, variance 1 / (lambda (diag A + delta)).
+
+    400 copies with the same A, which is not diagonal. Of one, h has a standard deviation of about
+    3 % (hessian_decay 0.999), the mean of the copies 0.2 %, and the quadratic term a bias of 0.1 %.
+    """
+    matrix, goal, lam, delta = np.array([[2.0, 0.6], [0.6, 0.5]]), np.array([1.0, -2.0]), 1e3, 0.1
+
+    def mean_loss(params, batch):
+        away = params - goal.astype(np.float32)
+        return jnp.sum(away * (away @ matrix.astype(np.float32))) / 2
+
+    task = types.SimpleNamespace(
+        mean_loss=mean_loss, num_data=lam, batches=lambda size, seed: [np.zeros(1)]
+    )
+    settings = Settings(num_warmup=7_000, num_draws=500, thin=2)
+    options = NUMBERS | {"learning_rate": 0.05}
+    start = jnp.zeros((1, 400, 2))
+    task_of_type: object = task
+    draws = baselines.ivon(task_of_type, settings, start, 3, options).params[0]
+    mean, variance = draws.mean((0, 1)), draws.var(0).mean(0)
+    # Noise: 200,000 independent draws per coordinate, and what is left of the last steps.
+    expected = np.linalg.solve(matrix + delta * np.eye(2), matrix @ goal)
+    np.testing.assert_allclose(mean, expected, atol=2e-3)
+    np.testing.assert_allclose(variance, 1 / (lam * (np.diag(matrix) + delta)), rtol=0.015)
+
+
+@pytest.mark.parametrize(
+    "shape, likelihood", [((4096,), "categorical"), ((512, 8), "tokens")], ids=str
+)
+def test_fisher_is_that_of_softmax_regression(shape, likelihood):
+    """Mean of x_j^2 p_c (1 - p_c), within 4.5 of its standard errors: false alarms 1 in 8,000.
+
+    Targets that are given have no part in it, nor has the size of a chunk.
+    """
+    task = logistic(shape, likelihood)
+    task = task._replace(splits=task.splits._replace(train=(task.splits.train[0], np.zeros(shape))))
+    params, settings = weights(KERNEL), Settings(sampling_batch_size=128)
+    found = [baselines.fisher(task, settings, params, seed, 48) for seed in (0, 1)]
+    mine = np.mean([x["params"]["kernel"] for x in found], axis=0)
+    x = task.splits.train[0].reshape(-1, 3, 1).astype(float)
+    p = softmax(x[..., 0] @ KERNEL, axis=-1)[:, None]
+    expected = np.mean(x**2 * p * (1 - p), axis=0)
+    # Of the square of the sum of the scores of a piece: at most that of Gaussians, 2 F^2 a piece.
+    pieces = (x**2 * p * (1 - p)).reshape(shape[0], -1, 3, 3)
+    fourth = (x**4 * p * (1 - p) * ((1 - p) ** 3 + p**3)).reshape(pieces.shape)
+    of_one = fourth - 3 * pieces**2
+    variance = np.sum(of_one, axis=1) + 2 * np.sum(pieces, axis=1) ** 2
+    error = np.sqrt(np.sum(variance, axis=0) / 2) / len(x)
+    assert np.max(error / expected) < 0.06
+    assert np.max(np.abs(mine - expected) / error) < 4.5
+
+
+def test_laplace_has_the_precision_of_data_and_prior():
+    """Variance 1 / (N F + delta), of 4,000 draws: 2.2 % each, 10 % at 4.5 standard errors."""
+    task, start = logistic((256,), "categorical"), weights(KERNEL)
+    settings = Settings(num_draws=4_000, sampling_batch_size=64)
+    options = {"prior_precisions": [30.0], "num_tried": 1}
+    draws = baselines.laplace(task, settings, member(start), 5, options).params["params"]["kernel"]
+    information = baselines.fisher(task, settings, start, 5, 16)["params"]["kernel"]
+    expected = 1 / (256 * np.asarray(information) + 30.0)
+    np.testing.assert_allclose(draws[0].var(0), expected, rtol=0.1)
+    bound = 4.5 * np.sqrt(expected / 4_000)
+    assert np.all(np.abs(draws[0].mean(0) - KERNEL) < bound)
+    # Neither part is negligible.
+    assert np.max(expected) > 1.5 * np.min(expected) and np.max(expected) < 0.9 / 30
+
+
+@pytest.mark.parametrize("scale, best", [(1.0, 1e3), (8.0, 1.0)], ids=["trained", "too sure"])
+def test_laplace_chooses_its_prior_by_validation(scale, best):
+    """By the LPPD of its draws, computed here in NumPy; weights too large want more variance."""
+    task, start = logistic((256,), "categorical"), member(weights(scale * KERNEL))
+    settings = Settings(num_draws=10, sampling_batch_size=64)
+    inputs, targets = task.splits.valid
+
+    def lppd(draws):
+        logs = log_softmax(inputs @ draws.params["params"]["kernel"][0], axis=-1)
+        density = logs[:, np.arange(len(targets)), targets]
+        return np.mean(logsumexp(density, axis=0) - np.log(len(density)))
+
+    grid = [1.0, 1e3]
+    alone = [
+        baselines.laplace(task, settings, start, 5, {"prior_precisions": [delta]}) for delta in grid
+    ]
+    with pytest.warns(UserWarning, match="an end of the grid"):
+        found = baselines.laplace(task, settings, start, 5, {"prior_precisions": grid})
+    told = found.settings
+    assert told is not None and told["prior_precision"] == best
+    np.testing.assert_allclose(told["tried"], [lppd(draws) for draws in alone], rtol=1e-5)
+    assert_same(found.params, alone[grid.index(best)].params)
+
+
+def test_laplace_says_what_it_cannot():
+    task, start = logistic((16,), "gaussian"), member(weights(KERNEL))
+    with pytest.raises(ValueError, match="classes or tokens, got 'gaussian'"):
+        baselines.laplace(task, SETTINGS, start, 0, {})
+    with pytest.raises(ValueError, match=r"got \['chunks'\]"):
+        baselines.laplace(task, SETTINGS, start, 0, {"chunks": 3})
