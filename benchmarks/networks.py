@@ -5,23 +5,28 @@ with its warm start: weights, draws and log-probabilities of the test data go to
 `--work`, where what is there is not run again, and what was cut off goes on. When all chains of a
 cell are there, it becomes one JSON line.
 
-    python benchmarks/networks.py --task lenet --methods "deep ensemble" psmile --seeds 0 1 2 \
-        --work out/networks --output benchmarks/results/networks.jsonl
+    python benchmarks/networks.py --table lenet --output benchmarks/results/networks.jsonl
+    python benchmarks/networks.py --table lenet --form small --methods "deep ensemble" psmile \
+        --seeds 0 1 2 --output benchmarks/results/networks.jsonl
+    python benchmarks/networks.py --table resnet18 --form paper --members 0 --work out/networks
 
-`--form paper` is the paper's setting, for a GPU; `small` what two cores can do.
-`--members 0 1` runs these chains alone, without a record: with it each call fits ten minutes.
+`--form paper` is the paper's setting, for a GPU; `small` what two cores can do in an hour; `tiny`
+runs every cell in a minute. `--members 0 1` runs these chains alone, without a record: where time
+is short, each call goes on where the last one was cut off.
 """
 
 import argparse
 import dataclasses
 import functools
+import itertools
 import json
 import resource
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import baselines
 import experiment
 import jax
 import lenet
@@ -65,9 +70,95 @@ FORMS = {
     },
     "paper": {},
 }
+PAPER_TUNING = {"reject_quantile": 0.98, "adapt_probability": 0.1}
+TWO_GRADIENTS = ("published", "paper's")
 # Settings on which the warm start depends.
 TRAINING = ("num_epochs", "patience", "batch_size", "num_train", "width", "depth", "context")
 ENSEMBLE = "deep ensemble"
+
+
+def at(method: str, steps: Iterable[float]) -> list[tuple[str, dict[str, Any]]]:
+    """A method at several step sizes."""
+    return [(method, {"step_size": step}) for step in steps]
+
+
+GRID = (1e-4, 1e-3, 1e-2)
+OURS = [(ENSEMBLE, {}), ("psmile", {}), ("smile", {})]
+OTHERS = [("checkpoints", {}), ("ivon", {}), ("laplace", {})]
+PAPERS = ("smile_naive", "psmile_naive", "smile published", "psmile published")
+CYCLES = [("cyclical_sgld", {"step_size": step, "num_cycles": 4}) for step in (1e-7, 1e-6)]
+GPT_STEPS = (2e-6, 2e-5, 2e-4, 2e-3)
+# Methods and options, and settings that are gone through; the first value is the form's own.
+TABLES: dict[str, tuple[str, list[tuple[str, dict[str, Any]]], dict[str, Sequence[Any]]]] = {
+    "lenet": (
+        "lenet",
+        [
+            *OURS,
+            *OTHERS,
+            *(cell for method in (*PAPERS, "scale_adapted_sghmc") for cell in at(method, GRID)),
+            *at("sgld", (1e-6, 1e-5)),
+            *CYCLES,
+        ],
+        {},
+    ),
+    "lenet batch": ("lenet", OURS, {"sampling_batch_size": (64, 32, 256, 512)}),
+    "resnet7": (
+        "resnet7",
+        [*OURS, *at("psmile published", GRID), *at("smile_naive", GRID), *CYCLES[1:]],
+        {},
+    ),
+    "resnet7 batch": ("resnet7", at("smile_naive", (1e-3,)), {"sampling_batch_size": (64, 256)}),
+    "resnet18": (
+        "resnet18",
+        [
+            *OURS,
+            *OTHERS,
+            *CYCLES[1:],
+            ("scale_adapted_sghmc", {"step_size": 1e-3, "friction": 0.05}),
+            *(cell for method in PAPERS for cell in at(method, (0.015,))),
+        ],
+        {},
+    ),
+    "kappa": (
+        "resnet18",
+        [
+            ("paper's smile", {"step_size": 0.015, "reject_quantile": kappa})
+            for kappa in (0.9, 0.95, 0.98, 0.99, None)
+        ],
+        {},
+    ),
+    "a": (
+        "resnet18",
+        [
+            ("paper's smile", {"step_size": 0.015, "adapt_probability": a})
+            for a in (0.0, 0.05, 0.1, 0.2, 0.4)
+        ],
+        {},
+    ),
+    "vit": (
+        "vit",
+        [
+            *OURS,
+            *at("psmile published", (0.2, 0.15, 0.1, 0.05)),
+            *at("scale_adapted_sghmc", (5e-5, 1e-4, 1.5e-4, 5e-4, 1e-3)),
+            *CYCLES,
+        ],
+        {},
+    ),
+    "nanogpt": (
+        "nanogpt",
+        [
+            *OURS,
+            *(
+                cell
+                for method in ("scale_adapted_sghmc", "smile published", "psmile published")
+                for cell in at(method, GPT_STEPS)
+            ),
+        ],
+        {},
+    ),
+}
+BASELINES = baselines.METHODS
 LETTERS = optax_smile.Likelihood(  # "tokens", for large vocabularies, keeps no probabilities
     mean=jax.nn.softmax,
     log_density=lambda x, y: -optax.softmax_cross_entropy_with_integer_labels(x, y),
@@ -81,17 +172,30 @@ def settings_of(task: str, form: str, changed: Mapping[str, Any]) -> Settings:
     return dataclasses.replace(preset, **FORMS[form].get(task, {}) | changed)
 
 
-def make_sampler(method: str, options: Mapping[str, Any], **common: Any) -> Any:
-    """Build the sampler of a method."""
-    options = dict(options)
+def make_sampler(cell: Mapping[str, Any], settings: Settings, **common: Any) -> Any:
+    """Build the sampler of a cell."""
+    method, options = cell["method"], dict(cell["options"])
+    num_steps = settings.num_warmup + settings.num_draws * settings.thin
+    if method == "paper's smile":
+        quantile, probability = (options.pop(name, x) for name, x in PAPER_TUNING.items())
+        options |= {"tuner": optax_smile.quantile_tuner(probability), "reject_quantile": quantile}
+        options |= {"integrator": "minimal_norm", "reject_momentum": "zero"}
+        return optax_smile.smile(**options, decoherence_length=None, key=None, **_keyless(common))
+    if "published" in method:
+        return getattr(optax_smile.published, method.split()[0])(**options, **_keyless(common))
+    if method.endswith("naive"):
+        return getattr(optax_smile, method)(**options, **_keyless(common))
     if "angle" in options:
         options["tuner"] = optax_smile.angle_tuner(options.pop("angle"))
-    if "published" in method:
-        del common["key"]
-        return getattr(optax_smile.published, method.split()[0])(**options, **common)
-    if method.endswith("naive"):
-        del common["key"]
+    if method == "cyclical_sgld":
+        options["total_steps"] = num_steps
+    if method == "scale_adapted_sghmc":
+        options["adapt_steps"] = max(1, settings.num_warmup)
     return getattr(optax_smile, method)(**options, **common)
+
+
+def _keyless(common: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: x for name, x in common.items() if name != "key"}
 
 
 @functools.cache
@@ -132,9 +236,9 @@ def chain_of(
     method, seed = cell["method"], member_of(cell, member)
     task = load(cell["task"], settings)
     common = {"num_data": task.num_data, "key": jax.random.key(seed)}
-    sampler = make_sampler(method, cell["options"], **common)
+    sampler = make_sampler(cell, settings, **common)
     options: dict[str, Any] = {"check": False, "progress": False, "directory": directory}
-    if "published" in method:
+    if any(word in method for word in TWO_GRADIENTS):
         options["batch_per"] = "step"
         halves = {name: getattr(settings, name) // 2 for name in ("num_warmup", "thin")}
         settings = dataclasses.replace(settings, **halves)
@@ -162,10 +266,15 @@ def run_chain(cell: dict[str, Any], settings: Settings, member: int, work: Path)
     start = warm_member(cell, settings, member, work)
     trained, told = time.monotonic() - begun, {}
     draws: Any = optax_smile.Snapshots.from_members(start)
-    if cell["method"] != ENSEMBLE:
+    task, seed = load(cell["task"], settings), member_of(cell, member)
+    if cell["method"] in BASELINES:
+        baseline = BASELINES[cell["method"]]
+        draws = baseline(task, settings, start, 2 * seed + 1, cell["options"])
+        told = {"settings": {k: v for k, v in draws.settings.items() if k != "name"}}
+    elif cell["method"] != ENSEMBLE:
         draws, told = chain_of(cell, settings, start, member, work / name)
     sampled = time.monotonic() - begun - trained
-    found = predictions(load(cell["task"], settings), draws, settings.test_batch_size)
+    found = predictions(task, draws, settings.test_batch_size)
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     told |= {"seconds": [trained, sampled], "peak_mib": memory}
     part = path.with_suffix(".part.npz")
@@ -230,40 +339,48 @@ def run_cell(cell: dict[str, Any], settings: Settings, work: Path) -> dict[str, 
     return scores(task, chains) | {"single": single, "chains": told}
 
 
+def cells_of(
+    table: str, form: str, seeds: Sequence[int], changed: Mapping[str, Any]
+) -> Iterator[tuple[dict[str, Any], Settings]]:
+    """Cells of a table, each with its settings."""
+    task, methods, swept = TABLES[table]
+    variants = [{name: x} for name, values in swept.items() for x in values] or [{}]
+    for seed, variant in itertools.product(seeds, variants):
+        differs = {**changed, **variant}
+        settings = settings_of(task, form, differs)
+        told = " ".join([form, *(f"{name}={x}" for name, x in differs.items())])
+        for method, options in methods:
+            cell = {"task": task, "form": told, "method": method, "options": options}
+            yield cell | {"seed": seed, "num_chains": settings.num_members}, settings
+
+
 def main():
     """Run the chains that are missing, record the cells that are complete."""
     parser = argparse.ArgumentParser(description="The paper's networks.")
-    parser.add_argument("--task", choices=BUILDS, default="lenet")
-    parser.add_argument("--form", choices=FORMS, default="small")
-    parser.add_argument("--methods", nargs="+", default=[ENSEMBLE, "psmile"])
-    parser.add_argument("--options", type=json.loads, nargs="+", default=[{}], help="JSON objects")
+    parser.add_argument("--table", choices=TABLES, default="lenet")
+    parser.add_argument("--form", choices=FORMS, default="tiny")
+    parser.add_argument("--methods", nargs="+", help="of the table; default: all")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--members", type=int, nargs="+", help="chains to run, without a record")
     parser.add_argument("--settings", type=json.loads, default={}, help="other settings, JSON")
     parser.add_argument("--work", type=Path, default=Path("out/networks"))
     arguments = records.arguments_of(parser)
-    settings = settings_of(arguments.task, arguments.form, arguments.settings)
-    form = " ".join([arguments.form, *(f"{k}={v}" for k, v in arguments.settings.items())])
-    cells = [
-        {
-            "task": arguments.task,
-            "form": form,
-            "method": method,
-            "options": options if method != ENSEMBLE else {},
-            "seed": seed,
-            "num_chains": settings.num_members,
-        }
-        for seed in arguments.seeds
-        for method in arguments.methods
-        for options in arguments.options
+    found = cells_of(arguments.table, arguments.form, arguments.seeds, arguments.settings)
+    pairs = [
+        (cell, settings)
+        for cell, settings in found
+        if arguments.methods is None or cell["method"] in arguments.methods
     ]
     if arguments.members is not None:
-        for cell in cells:
-            for member in arguments.members:
-                run_chain(cell, settings, member, arguments.work)
+        for (cell, settings), member in itertools.product(pairs, arguments.members):
+            run_chain(cell, settings, member, arguments.work)
         return
-    run = functools.partial(run_cell, settings=settings, work=arguments.work)
-    records.complete(arguments, cells, run, "lppd")
+
+    def run(cell):
+        settings = next(settings for other, settings in pairs if other == cell)
+        return run_cell(cell, settings, arguments.work)
+
+    records.complete(arguments, [cell for cell, _ in pairs], run, "lppd")
 
 
 if __name__ == "__main__":
