@@ -1,0 +1,179 @@
+"""The paper's networks, in small and in full, and the ladder of sizes."""
+
+from collections.abc import Sequence
+from statistics import fmean
+
+from tabulated.table import Record, Table, mean_error, number, short, thousands
+
+NAMES = {
+    "lenet": "LeNet",
+    "resnet7": "ResNet-7",
+    "resnet18": "ResNet-18",
+    "vit": "ViT",
+    "nanogpt": "GPT",
+}
+ENSEMBLE = "deep ensemble"
+SCORES = {"LPPD": "lppd", "accuracy": "accuracy", "ECE": "ece", "AUROC, foreign": "ood_auroc"}
+SIZES = ("1e4", "1e5", "1e6", "1e7")
+ANGLES = (0.003, 0.01, 0.03, 0.1)
+LADDER = {"LPPD": 4, "accuracy": 4, "single": 3, "loss": 3, "norm": 0, "distance": 1, "r_hat": 2}
+
+
+def _groups(found: Sequence[Record]) -> dict[tuple, list[Record]]:
+    """Records of one cell but for the seed, in the order of tasks."""
+    groups: dict[tuple, list[Record]] = {}
+    for record in sorted(found, key=lambda r: list(NAMES).index(r["cell"]["task"])):
+        cell = record["cell"]
+        options = tuple(sorted(cell["options"].items(), key=str))
+        key = cell["task"], cell["form"], cell["method"], options
+        groups.setdefault(key, []).append(record)
+    return groups
+
+
+def _paired(group: Sequence[Record], base: Sequence[Record], score: str) -> list[float]:
+    of = {record["cell"]["seed"]: record for record in base}
+    pairs = [(record, of.get(record["cell"]["seed"])) for record in group]
+    return [a[score] - b[score] for a, b in pairs if b and a.get(score) is not None]
+
+
+def gains(found: Sequence[Record]) -> Table:
+    """`psmile` and an ensemble of checkpoints above the deep ensemble, in the small form."""
+    groups, rows, used = _groups(found), [], []
+    for (task, form, method, options), group in groups.items():
+        if not form.startswith("small") or method == ENSEMBLE or options:
+            continue
+        base = groups.get((task, form, ENSEMBLE, ()), [])
+        differences = [_paired(group, base, score) for score in SCORES.values()]
+        if not differences[0]:
+            continue
+        used += [*group, *base]
+        rows.append(
+            [
+                *(NAMES[task], method),
+                mean_error([r["lppd"] for r in base], 4),
+                mean_error([r["lppd"] for r in group], 4),
+                *(mean_error(values, 4, "+") for values in differences),
+                str(len(group)),
+            ]
+        )
+    header = ["network", "method", "deep ensemble", "LPPD"]
+    return Table([*header, *(f"{s}, gain" for s in SCORES), "seeds"], rows, used)
+
+
+def cells(found: Sequence[Record]) -> Table:
+    """Every method, mean over the seeds; time is that of one chain."""
+    rows, used = [], []
+    for (task, form, method, options), group in _groups(found).items():
+        used += group
+        told = ", ".join(f"{k} {short(v) if v else v}" for k, v in options)
+        chains = [chain for record in group for chain in record["chains"]]
+        rows.append(
+            [
+                *(NAMES[task], form, method, told),
+                *(mean_error([r[s] for r in group if s in r], 4) for s in SCORES.values()),
+                number(fmean(r["single"]["lppd"] for r in group), 4),
+                number(fmean(chain["seconds"][1] for chain in chains), 0),
+                number(max(chain["peak_mib"] for chain in chains), 0),
+            ]
+        )
+    header = ["network", "form", "method", "options", *SCORES]
+    return Table([*header, "one chain", "seconds", "MiB"], rows, used)
+
+
+def corruptions(found: Sequence[Record]) -> Table:
+    """LPPD of corrupted images by severity, and what `psmile` gains."""
+    groups: dict[tuple, list[Record]] = {}
+    for record in found:
+        groups.setdefault((record["cell"]["task"], record["cell"]["method"]), []).append(record)
+    severities = sorted({s for r in found for s in r["severities"]}, key=int)
+    rows = []
+    for (task, method), group in groups.items():
+        base = groups.get((task, ENSEMBLE), [])
+        row = [NAMES[task], method]
+        for severity in severities:
+            of = {r["cell"]["seed"]: r["severities"][severity]["lppd"] for r in base}
+            values = {r["cell"]["seed"]: r["severities"][severity]["lppd"] for r in group}
+            row.append(mean_error(list(values.values()), 4))
+            shared = [values[s] - of[s] for s in values if s in of and method != ENSEMBLE]
+            row.append(mean_error(shared, 4, "+"))
+        rows.append(row)
+    header = [x for s in severities for x in (f"severity {s}", "gain")]
+    return Table(["network", "method", *header], rows, found)
+
+
+def paper(found: Sequence[Record], told: Sequence[Record]) -> Table:
+    """LPPD of the paper's large networks, and ours in the same form."""
+    groups, rows, used = _groups(found), [], []
+    for record in told:
+        cell = record["cell"]
+        if record["quantity"] not in ("lppd", "perplexity") or cell.get("task") not in NAMES:
+            continue
+        if cell["task"] == "lenet" or "beside" in cell or cell.keys() & {"probability"}:
+            continue
+        options = {k: v for k, v in cell.items() if k not in ("task", "method")}
+        ours = [
+            r[record["quantity"]]
+            for (task, form, method, _), group in groups.items()
+            for r in group
+            if (task, form, method) == (cell["task"], "paper", cell["method"])
+            and options.items() <= r["cell"]["options"].items()
+        ]
+        used.append(record)
+        rows.append(
+            [
+                NAMES[cell["task"]],
+                cell["method"],
+                ", ".join(f"{k} {short(v) if v else v}" for k, v in options.items()),
+                record["quantity"].replace("lppd", "LPPD"),
+                number(record["value"], 4),
+                mean_error(ours, 4) if ours else "not run",
+            ]
+        )
+    return Table(["network", "method", "options", "score", "paper", "ours"], rows, used)
+
+
+def ladder(found: Sequence[Record]) -> Table:
+    """LPPD above the ensemble of the starts, by size, prior and angle, at both budgets."""
+    rows, used = [], []
+    for size in SIZES:
+        for prior in dict.fromkeys(r["cell"]["prior"] for r in found):
+            of = {
+                r["cell"]["angle"]: r
+                for r in found
+                if (r["cell"]["size"], r["cell"]["prior"]) == (size, prior)
+            }
+            if not of:
+                continue
+            used += list(of.values())
+            some = next(iter(of.values()))
+            ratio = some["num_parameters"] / some["num_data"]
+            row = [thousands(some["num_parameters"]), number(ratio, 2), prior]
+            for angle in ANGLES:
+                told = of.get(angle, {})
+                row.append(
+                    " / ".join(
+                        number(told[b]["lppd"] - told["ensemble"]["lppd"], 3, "+")
+                        for b in ("3000", "12000")
+                        if b in told
+                    )
+                )
+            rows.append(row)
+    header = ["weights", "d / N", "prior", *(f"angle {angle}" for angle in ANGLES)]
+    return Table(header, rows, used)
+
+
+def ladder_cells(found: Sequence[Record]) -> Table:
+    """Everything that was seen of each run, at its longest budget."""
+    rows = []
+    for record in sorted(found, key=lambda r: (r["cell"]["size"], r["cell"]["prior"])):
+        cell, budget = record["cell"], max((b for b in record if b.isdigit()), key=int)
+        seen = {k.lower(): v for k, v in record[budget].items()}
+        rows.append(
+            [
+                *(cell["size"], cell["prior"], str(cell["angle"]), f"{int(budget):,}"),
+                short(record["precision"]) if record["precision"] else "",
+                *(number(seen[name.lower()], digits) for name, digits in LADDER.items()),
+            ]
+        )
+    header = ["weights", "prior", "angle", "gradients", "precision", *LADDER]
+    return Table([x.replace("r_hat", "R-hat") for x in header], rows, found)
