@@ -5,6 +5,7 @@ OpenML (`sources`, `tables`). Images stay uint8 until a network standardizes the
 """
 
 from data.batches import Arrays, Batches, Splits, crop_and_flip, hold_out, loader
+from data.corruptions import CORRUPTIONS, corrupt
 from data.images import (
     STANDARDS,
     cifar10,
@@ -19,12 +20,14 @@ from data.tables import uci
 from data.text import shakespeare
 
 __all__ = [
+    "CORRUPTIONS",
     "STANDARDS",
     "Arrays",
     "Batches",
     "Splits",
     "cifar10",
     "cifar100_test",
+    "corrupt",
     "crop_and_flip",
     "fashion_mnist",
     "hold_out",

@@ -48,7 +48,8 @@ class Batches:
             )
         if not 1 <= size <= count:
             raise ValueError(
-                f"`Batches(size=...)` must be from 1 to the number of examples, {count}, got {size}."
+                f"`Batches(size=...)` must be from 1 to the number of examples, {count},"
+                f" got {size}."
             )
         if seed < 0:
             raise ValueError(f"`Batches(seed=...)` must be >= 0, got {seed}.")
@@ -90,8 +91,8 @@ class _Passes:
     def __len__(self) -> int:
         return self.length
 
-    def __getitem__(self, number: int) -> Arrays:
-        return self.batches[number]
+    def __getitem__(self, index: int) -> Arrays:
+        return self.batches[index]
 
 
 def loader(batches: Batches, num_passes: int | None = None, read_ahead: int = 16) -> Any:
@@ -121,8 +122,9 @@ def loader(batches: Batches, num_passes: int | None = None, read_ahead: int = 16
         raise ImportError(
             "`loader` needs Grain: pip install 'optax-smile[data]'. `Batches` alone does not."
         ) from error
+    passes: Any = _Passes(batches, num_passes)
     options = grain.ReadOptions(num_threads=min(read_ahead, 4), prefetch_buffer_size=read_ahead)
-    return grain.MapDataset.source(_Passes(batches, num_passes)).to_iter_dataset(options)
+    return grain.MapDataset.source(passes).to_iter_dataset(options)
 
 
 def crop_and_flip(images: np.ndarray, generator: np.random.Generator) -> np.ndarray:

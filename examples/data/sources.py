@@ -56,7 +56,7 @@ def prepared(name: str, file: str, split: str, read: Callable[[Any], Any]) -> li
         raise ImportError(
             f"{name} is prepared in {root}; to read it: pip install 'optax-smile[data]'."
         ) from error
-    source = tensorflow_datasets.data_source(
+    source: Any = tensorflow_datasets.data_source(
         f"{name}:{version}", split=split, data_dir=root, download=False
     )
     return [read(source[i]) for i in range(len(source))]

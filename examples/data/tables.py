@@ -1,5 +1,7 @@
 """Regression on tables of the UCI repository."""
 
+from typing import Any
+
 import numpy as np
 
 from data import sources
@@ -50,9 +52,13 @@ def uci(name: str, seed: int = 0, download: bool = True) -> Splits:
     # A fifth, and an eighth of what is left, both rounded up.
     rest, test = _split(table, -(-len(table) // 5), seed)
     train, valid = _split(rest, -(-len(rest) // 8), seed)
+    center = np.mean(train, axis=0)
     scale = np.where(np.ptp(train, axis=0) > 0, np.std(train, axis=0), 1.0)
-    parts = ((part - np.mean(train, axis=0)) / scale for part in (train, valid, test))
-    return Splits(*((x[:, :-1].astype(np.float32), x[:, -1].astype(np.float32)) for x in parts))
+    parts = ((part - center) / scale for part in (train, valid, test))
+    train, valid, test = (
+        (part[:, :-1].astype(np.float32), part[:, -1].astype(np.float32)) for part in parts
+    )
+    return Splits(train, valid, test)
 
 
 def _split(table: np.ndarray, count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -66,7 +72,8 @@ def _read(name: str, download: bool) -> np.ndarray:
     if name == "diabetes":
         from sklearn.datasets import load_diabetes
 
-        return np.column_stack(load_diabetes(return_X_y=True))
+        features, targets = load_diabetes(return_X_y=True)
+        return _joined(features, targets)
     file = f"uci/{FILES[name]}"
     if paths := sources.files(file):
         table = np.loadtxt(paths[0])
@@ -85,4 +92,8 @@ def _read(name: str, download: bool) -> np.ndarray:
         raise FileNotFoundError(
             f"No data for {name}: OpenML cannot be reached ({error}). {remedy}"
         ) from error
+    return _joined(features, targets)
+
+
+def _joined(features: Any, targets: Any) -> np.ndarray:
     return np.column_stack([np.asarray(features, float), np.asarray(targets, float)])

@@ -28,7 +28,8 @@ def shakespeare(name: str = "modern_shakespeare", context: int = 256) -> Splits:
         raise ValueError(
             f"`shakespeare(context=...)` must be from 1 to {longest} for this text, got {context}."
         )
-    return Splits(*(_pieces(part, context) for part in parts), list(characters))
+    train, valid, test = (_pieces(part, context) for part in parts)
+    return Splits(train, valid, test, list(characters))
 
 
 def _read(name: str) -> str:
