@@ -13,7 +13,6 @@ OpenML; `diabetes` comes with scikit-learn. A minute on two cores.
 
 import argparse
 import dataclasses
-import os
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -23,18 +22,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from sklearn.datasets import fetch_openml, load_diabetes
-from sklearn.model_selection import train_test_split
+from data import Splits, uci
 
 import optax_smile
 from optax_smile import report
-
-FILES = {"energy": "energy.data", "airfoil": "airfoil.data", "concrete": "concrete.txt"}
-OPENML = {
-    "energy": "energy_efficiency",
-    "airfoil": "airfoil_self_noise",
-    "concrete": "concrete_compressive_strength",
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,29 +61,12 @@ class Network(nn.Module):
         return nn.Dense(1)(x)[:, 0], log_std
 
 
-def load(name: str, seed: int):
-    """Split into training, validation and test data, standardized by the training data."""
-    if name == "diabetes":
-        features, targets = load_diabetes(return_X_y=True)
-    elif folder := os.environ.get("OPTAX_SMILE_DATA"):
-        table = np.loadtxt(Path(folder) / "uci" / FILES[name])
-        features, targets = table[:, :-1], table[:, -1]
-    else:
-        try:
-            features, targets = fetch_openml(
-                OPENML[name], version=1, return_X_y=True, as_frame=False, parser="liac-arff"
-            )
-        except OSError as error:
-            raise SystemExit(
-                f"OpenML cannot be reached ({error}). Set OPTAX_SMILE_DATA to a folder with"
-                f" uci/{FILES[name]}, or take --data diabetes, which needs no network."
-            ) from error
-    data = np.column_stack([np.asarray(features, float), np.asarray(targets, float)])
-    rest, test = train_test_split(data, test_size=0.2, random_state=seed)
-    train, valid = train_test_split(rest, test_size=0.125, random_state=seed)
-    center, scale = np.mean(train, axis=0), np.std(train, axis=0)
-    splits = ((split - center) / scale for split in (train, valid, test))
-    return [(x[:, :-1].astype(np.float32), x[:, -1].astype(np.float32)) for x in splits]
+def load(name: str, seed: int) -> Splits:
+    """Data of `data.uci`; what is not to be had ends the script."""
+    try:
+        return uci(name, seed)
+    except FileNotFoundError as error:
+        raise SystemExit(f"{error}, or take --data diabetes, which needs no network.") from error
 
 
 def make_sampler(name: str, config: Config, num_data: int):
@@ -115,7 +89,8 @@ def batches_of(data, batch_size: int, seed: int):
 
 def run(config: Config, data: str, sampler: str, directory: Path) -> dict[str, dict[str, float]]:
     """Train, sample, predict; scores on test data by method."""
-    (train, valid, (inputs, targets)), network = load(data, config.seed), Network(config.width)
+    train, valid, (inputs, targets), _ = load(data, config.seed)
+    network = Network(config.width)
     key = jax.random.key(config.seed)
 
     def outputs_of(params, features) -> Any:
@@ -174,7 +149,9 @@ def run(config: Config, data: str, sampler: str, directory: Path) -> dict[str, d
 def main():
     """Parse the arguments, run, print the table, write the report."""
     parser = argparse.ArgumentParser(description="Bayesian regression on UCI data.")
-    parser.add_argument("--data", default="energy", choices=[*FILES, "diabetes"])
+    parser.add_argument(
+        "--data", default="energy", choices=["energy", "airfoil", "concrete", "diabetes"]
+    )
     parser.add_argument(
         "--sampler",
         default="psmile",
