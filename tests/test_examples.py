@@ -75,3 +75,49 @@ def test_multi_device(tmp_path):
     assert multi_device(*arguments) == [mesh, chains, ensemble, sampled]
     again = [path.stat().st_mtime_ns for path in sorted((tmp_path / "draws").glob("draw-*"))]
     assert again == written
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["lenet", "resnet", "vit", "nanogpt"])
+def test_networks_of_the_paper(name, tmp_path):
+    """The second run reads what the first one left, and finds the same."""
+    if "OPTAX_SMILE_DATA" not in os.environ:
+        pytest.skip("needs the folder OPTAX_SMILE_DATA")
+    page = tmp_path / f"{name}.html"
+    command = [
+        EXAMPLES / f"{name}.py",
+        "--smoke",
+        "--output",
+        page,
+        "--directory",
+        tmp_path / "run",
+    ]
+
+    def lines():
+        words = [sys.executable, *map(str, command)]
+        run = subprocess.run(words, capture_output=True, text=True, check=True)
+        return run.stdout.splitlines()
+
+    header, ensemble, sampled, *written = found = lines()
+    scores = ["perplexity"] if name == "nanogpt" else ["LPPD", "accuracy", "F1"]
+    assert header.split()[: 2 + len(scores)] == ["test", "set", *scores]
+    assert ensemble.startswith("deep ensemble") and sampled.startswith("psmile")
+    assert ensemble.split()[2:] != sampled.split()[1:]
+    assert written[0] == f"report: {page}" and "data:image/png" in page.read_text()
+    if name == "nanogpt":
+        text = tmp_path / "nanogpt-text.html"
+        assert written[1] == f"text: {text}" and text.read_text().count('nats" style') > 30
+        assert lines() == found
+
+
+def test_networks_without_data():
+    """At once, with the command that prepares them; nothing is downloaded."""
+    pytest.importorskip("tensorflow_datasets")
+    hidden = {"OPTAX_SMILE_DATA", "TFDS_DATA_DIR"}
+    environment = {name: x for name, x in os.environ.items() if name not in hidden}
+    command = [sys.executable, str(EXAMPLES / "lenet.py"), "--smoke"]
+    run = subprocess.run(
+        command, capture_output=True, text=True, env=environment | {"TFDS_DATA_DIR": "/nowhere"}
+    )
+    assert run.returncode == 1 and "Traceback" not in run.stderr
+    assert "tfds build fashion_mnist" in run.stderr and "OPTAX_SMILE_DATA" in run.stderr
