@@ -162,7 +162,7 @@ def scores(logs: np.ndarray, targets: np.ndarray) -> dict[str, float]:
 def r_hat(logs: np.ndarray, targets: np.ndarray) -> float:
     """Median over 200 test images of the split R-hat of their log densities."""
     density = density_of(logs, targets)[:, :, ::10]
-    return float(np.median(arviz.rhat({"x": density}, method="split")["x"]))
+    return float(np.nanmedian(arviz.rhat({"x": density}, method="split")["x"]))
 
 
 def main():

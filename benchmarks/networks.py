@@ -85,7 +85,7 @@ def at(method: str, steps: Iterable[float]) -> list[tuple[str, dict[str, Any]]]:
 
 NUM_CORRUPTED, NUM_DRAWS_CORRUPTED, SEVERITIES = 1_000, 16, (1, 3, 5)
 GRID = (1e-4, 1e-3, 1e-2)
-OURS = [(ENSEMBLE, {}), ("psmile", {}), ("smile", {})]
+OURS = [(ENSEMBLE, {}), ("psmile", {}), ("psmile", {"allowed": 0.01}), ("smile", {})]
 OTHERS = [("checkpoints", {}), ("ivon", {}), ("laplace", {})]
 PAPERS = ("smile_naive", "psmile_naive", "smile published", "psmile published")
 CYCLES = [("cyclical_sgld", {"step_size": step, "num_cycles": 4}) for step in (1e-7, 1e-6)]
@@ -174,7 +174,25 @@ def settings_of(task: str, form: str, changed: Mapping[str, Any]) -> Settings:
     return dataclasses.replace(preset, **FORMS[form].get(task, {}) | changed)
 
 
-def make_sampler(cell: Mapping[str, Any], settings: Settings, **common: Any) -> Any:
+def around(allowed: float, task: Experiment, start: Any, key: jax.Array) -> dict[str, Any]:
+    """Find a prior around the start that allows single draws some nats per example."""
+    one = jax.tree.map(lambda x: x[0], start)
+    few = [tuple(x[i : i + 500] for x in task.splits.train) for i in range(0, 4_000, 500)]
+    search = optax_smile.local.local_precision(
+        task.mean_loss,
+        one,
+        few,
+        num_data=task.num_data,
+        allowed=allowed,
+        key=key,
+        check=False,
+        progress=False,
+    )
+    precision = {"prior_mean": "start", "prior_precision": search.prior_precision}
+    return precision | {"decoherence_length": "turning"}
+
+
+def make_sampler(cell: Mapping[str, Any], settings: Settings, start: Any, **common: Any) -> Any:
     """Build the sampler of a cell."""
     method, options = cell["method"], dict(cell["options"])
     num_steps = settings.num_warmup + settings.num_draws * settings.thin
@@ -187,6 +205,10 @@ def make_sampler(cell: Mapping[str, Any], settings: Settings, **common: Any) -> 
         return getattr(optax_smile.published, method.split()[0])(**options, **_keyless(common))
     if method.endswith("naive"):
         return getattr(optax_smile, method)(**options, **_keyless(common))
+    if "allowed" in options:
+        options |= around(
+            options.pop("allowed"), load(cell["task"], settings), start, common["key"]
+        )
     if "angle" in options:
         options["tuner"] = optax_smile.angle_tuner(options.pop("angle"))
     if method == "cyclical_sgld":
@@ -238,7 +260,7 @@ def chain_of(
     method, seed = cell["method"], member_of(cell, member)
     task = load(cell["task"], settings)
     common = {"num_data": task.num_data, "key": jax.random.key(seed)}
-    sampler = make_sampler(cell, settings, **common)
+    sampler = make_sampler(cell, settings, start, **common)
     options: dict[str, Any] = {"check": False, "progress": False, "directory": directory}
     if any(word in method for word in TWO_GRADIENTS):
         options["batch_per"] = "step"
@@ -250,6 +272,7 @@ def chain_of(
     gone = optax.tree.norm(jax.tree.map(lambda a, b: a - b, last, first))
     steps = trace["step_size"][0]
     return draws, {
+        "precision": (draws.settings or {}).get("prior_precision"),
         "steps": [float(steps[int(part * len(steps))]) for part in (0.15, 0.5, 0.95)],
         "loss": float(np.mean(trace["loss"][0, -(len(steps) // 4) :])),
         "num_rejected": int(trace["num_rejected"][0, -1]),
@@ -399,6 +422,7 @@ def main():
     parser.add_argument("--table", choices=TABLES, default="lenet")
     parser.add_argument("--form", choices=FORMS, default="tiny")
     parser.add_argument("--methods", nargs="+", help="of the table; default: all")
+    parser.add_argument("--options", type=json.loads, help="of these methods, JSON; default: all")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--members", type=int, nargs="+", help="chains to run, without a record")
     parser.add_argument("--settings", type=json.loads, default={}, help="other settings, JSON")
@@ -409,7 +433,8 @@ def main():
     pairs = [
         (cell, settings)
         for cell, settings in found
-        if arguments.methods is None or cell["method"] in arguments.methods
+        if cell["method"] in (arguments.methods or [cell["method"]])
+        and arguments.options in (None, cell["options"])
     ]
     if arguments.members is not None:
         for (cell, settings), member in itertools.product(pairs, arguments.members):
