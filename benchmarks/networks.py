@@ -61,7 +61,12 @@ SCRIPTS = {
 TINY: dict[str, Any] = {"num_members": 2, "num_epochs": 4, "num_warmup": 300, "num_draws": 10}
 TINY |= {"thin": 60, "num_train": 4_000, "num_test": 1_000, "sampling_batch_size": 64}
 FORMS = {
-    "small": {"resnet7": {"width": 0.25}, "resnet18": {"width": 0.125}},
+    "small": {
+        "lenet": {"sampling_batch_size": 64, "num_draws": 32, "thin": 250},
+        "resnet7": {"width": 0.25, "num_epochs": 8, "num_test": 2_500},
+        "resnet18": {"width": 0.125, "num_test": 2_500},
+        "nanogpt": {"num_epochs": 4},
+    },
     "tiny": {
         "lenet": TINY,
         "resnet7": TINY | {"num_train": 2_000, "width": 0.125},
@@ -174,25 +179,30 @@ def settings_of(task: str, form: str, changed: Mapping[str, Any]) -> Settings:
     return dataclasses.replace(preset, **FORMS[form].get(task, {}) | changed)
 
 
-def around(allowed: float, task: Experiment, start: Any, key: jax.Array) -> dict[str, Any]:
-    """Find a prior around the start that allows single draws some nats per example."""
-    one = jax.tree.map(lambda x: x[0], start)
-    few = [tuple(x[i : i + 500] for x in task.splits.train) for i in range(0, 4_000, 500)]
-    search = optax_smile.local.local_precision(
-        task.mean_loss,
-        one,
-        few,
-        num_data=task.num_data,
-        allowed=allowed,
-        key=key,
-        check=False,
-        progress=False,
-    )
-    precision = {"prior_mean": "start", "prior_precision": search.prior_precision}
+def around(cell: Mapping[str, Any], settings: Settings, work: Path) -> dict[str, Any]:
+    """Find a prior around trained weights, for all members by the first one; it is kept."""
+    allowed = cell["options"]["allowed"]
+    path = work / (name_of("around", cell["task"], cell["form"], cell["seed"], allowed) + ".json")
+    if not path.exists():
+        task, start = load(cell["task"], settings), warm_member(cell, settings, 0, work)
+        few = [tuple(x[i : i + 500] for x in task.splits.train) for i in range(0, 2_000, 500)]
+        search = optax_smile.local.local_precision(
+            task.mean_loss,
+            jax.tree.map(lambda x: x[0], start),
+            few,
+            num_data=task.num_data,
+            allowed=allowed,
+            num_chains=1,
+            key=cell["seed"],
+            check=False,
+            progress=False,
+        )
+        path.write_text(json.dumps(search.prior_precision))
+    precision = {"prior_mean": "start", "prior_precision": json.loads(path.read_text())}
     return precision | {"decoherence_length": "turning"}
 
 
-def make_sampler(cell: Mapping[str, Any], settings: Settings, start: Any, **common: Any) -> Any:
+def make_sampler(cell: Mapping[str, Any], settings: Settings, work: Path, **common: Any) -> Any:
     """Build the sampler of a cell."""
     method, options = cell["method"], dict(cell["options"])
     num_steps = settings.num_warmup + settings.num_draws * settings.thin
@@ -206,9 +216,8 @@ def make_sampler(cell: Mapping[str, Any], settings: Settings, start: Any, **comm
     if method.endswith("naive"):
         return getattr(optax_smile, method)(**options, **_keyless(common))
     if "allowed" in options:
-        options |= around(
-            options.pop("allowed"), load(cell["task"], settings), start, common["key"]
-        )
+        del options["allowed"]
+        options |= around(cell, settings, work)
     if "angle" in options:
         options["tuner"] = optax_smile.angle_tuner(options.pop("angle"))
     if method == "cyclical_sgld":
@@ -260,7 +269,7 @@ def chain_of(
     method, seed = cell["method"], member_of(cell, member)
     task = load(cell["task"], settings)
     common = {"num_data": task.num_data, "key": jax.random.key(seed)}
-    sampler = make_sampler(cell, settings, start, **common)
+    sampler = make_sampler(cell, settings, directory.parent, **common)
     options: dict[str, Any] = {"check": False, "progress": False, "directory": directory}
     if any(word in method for word in TWO_GRADIENTS):
         options["batch_per"] = "step"
