@@ -3,6 +3,7 @@
 import sys
 import types
 from pathlib import Path
+from typing import Any, cast
 
 import flax.linen as nn
 import jax
@@ -31,7 +32,8 @@ def logistic(shape, likelihood, seed=0):
     inputs = (SCALES * generator.normal(0.3, 1.0, (*shape, 3))).astype(np.float32)
     noisy = inputs @ KERNEL + generator.gumbel(size=(*shape, 3))
     both = inputs, noisy.argmax(-1).astype(np.int32)
-    splits = Splits(both, tuple(x[: len(x) // 2] for x in both), both)
+    half = shape[0] // 2
+    splits = Splits(both, (both[0][:half], both[1][:half]), both)
     network = nn.Dense(3, use_bias=False)
     return Experiment(network, splits, likelihood, lambda num_steps: optax.sgd(0.1))
 
@@ -84,7 +86,7 @@ def test_ivon_steps_are_those_of_the_paper():
     gradients, shifts = 5 * gradients, 0.5 * shifts
     start = generator.normal(size=50)
     numbers = NUMBERS | {"hessian_decay": b2, "num_data": lam}
-    optimizer = baselines.ivon_optimizer(lambda count: jnp.asarray(rate)[count], **numbers)
+    optimizer = cast(Any, baselines.ivon_optimizer)(lambda t: jnp.asarray(rate)[t], **numbers)
     params = jnp.asarray(start, jnp.float32)
     state = optimizer.init(params)
     m, g, h = start, np.zeros(50), np.full(50, h0)
@@ -110,28 +112,28 @@ def test_ivon_steps_are_those_of_the_paper():
 def test_ivon_finds_a_gaussian():
     """Of a quadratic loss: (A + delta)^-1 A mu, variance 1 / (lambda (diag A + delta)).
 
-    400 copies with the same A, which is not diagonal. Of one, h has a standard deviation of about
-    3 % (hessian_decay 0.999), the mean of the copies 0.2 %, and the quadratic term a bias of 0.1 %.
+    400 copies with the same A, which is not diagonal. Of the variance over copies and draws 0.5 %
+    is noise, and the quadratic term in the step of h makes it up to 1 % smaller; the mean has noise
+    of 2e-4.
     """
     matrix, goal, lam, delta = np.array([[2.0, 0.6], [0.6, 0.5]]), np.array([1.0, -2.0]), 1e3, 0.1
 
     def mean_loss(params, batch):
-        away = params - goal.astype(np.float32)
-        return jnp.sum(away * (away @ matrix.astype(np.float32))) / 2
+        away = params - jnp.asarray(goal, jnp.float32)[None]
+        return jnp.sum(away * (away @ jnp.asarray(matrix, jnp.float32))) / 2
 
-    task = types.SimpleNamespace(
+    task: Any = types.SimpleNamespace(
         mean_loss=mean_loss, num_data=lam, batches=lambda size, seed: [np.zeros(1)]
     )
-    settings = Settings(num_warmup=7_000, num_draws=500, thin=2)
-    options = NUMBERS | {"learning_rate": 0.05}
-    start = jnp.zeros((1, 400, 2))
-    task_of_type: object = task
-    draws = baselines.ivon(task_of_type, settings, start, 3, options).params[0]
-    mean, variance = draws.mean((0, 1)), draws.var(0).mean(0)
-    # Noise: 200,000 independent draws per coordinate, and what is left of the last steps.
+    settings = Settings(num_warmup=1_750, num_draws=250, thin=1)
+    options = NUMBERS | {"learning_rate": 0.1, "hessian_decay": 0.995}
+    draws = baselines.ivon(task, settings, jnp.zeros((1, 400, 2)), 3, options).params[0]
     expected = np.linalg.solve(matrix + delta * np.eye(2), matrix @ goal)
-    np.testing.assert_allclose(mean, expected, atol=2e-3)
-    np.testing.assert_allclose(variance, 1 / (lam * (np.diag(matrix) + delta)), rtol=0.015)
+    np.testing.assert_allclose(draws.mean((0, 1)), expected, atol=2e-3)
+    variance = 1 / (lam * (np.diag(matrix) + delta))
+    np.testing.assert_allclose(draws.var(0).mean(0), variance, rtol=0.03)
+    # The rate falls to zero: where it ends is hardly noisier than the mean of the draws.
+    assert np.all(draws.mean(0).std(0) < 1.6 * np.sqrt(variance / 250))
 
 
 @pytest.mark.parametrize(
@@ -150,29 +152,28 @@ def test_fisher_is_that_of_softmax_regression(shape, likelihood):
     x = task.splits.train[0].reshape(-1, 3, 1).astype(float)
     p = softmax(x[..., 0] @ KERNEL, axis=-1)[:, None]
     expected = np.mean(x**2 * p * (1 - p), axis=0)
-    # Of the square of the sum of the scores of a piece: at most that of Gaussians, 2 F^2 a piece.
+    # Variance of the square of a sum of independent scores: cumulants, and twice F^2.
     pieces = (x**2 * p * (1 - p)).reshape(shape[0], -1, 3, 3)
     fourth = (x**4 * p * (1 - p) * ((1 - p) ** 3 + p**3)).reshape(pieces.shape)
-    of_one = fourth - 3 * pieces**2
-    variance = np.sum(of_one, axis=1) + 2 * np.sum(pieces, axis=1) ** 2
+    variance = np.sum(fourth - 3 * pieces**2, axis=1) + 2 * np.sum(pieces, axis=1) ** 2
     error = np.sqrt(np.sum(variance, axis=0) / 2) / len(x)
     assert np.max(error / expected) < 0.06
     assert np.max(np.abs(mine - expected) / error) < 4.5
 
 
 def test_laplace_has_the_precision_of_data_and_prior():
-    """Variance 1 / (N F + delta), of 4,000 draws: 2.2 % each, 10 % at 4.5 standard errors."""
+    """Variance 1 / (N F + delta), of 900 draws: 4.7 % each, 21 % at 4.5 standard errors."""
     task, start = logistic((256,), "categorical"), weights(KERNEL)
-    settings = Settings(num_draws=4_000, sampling_batch_size=64)
+    settings = Settings(num_draws=900, sampling_batch_size=64)
     options = {"prior_precisions": [30.0], "num_tried": 1}
     draws = baselines.laplace(task, settings, member(start), 5, options).params["params"]["kernel"]
     information = baselines.fisher(task, settings, start, 5, 16)["params"]["kernel"]
     expected = 1 / (256 * np.asarray(information) + 30.0)
-    np.testing.assert_allclose(draws[0].var(0), expected, rtol=0.1)
-    bound = 4.5 * np.sqrt(expected / 4_000)
+    np.testing.assert_allclose(draws[0].var(0), expected, rtol=0.21)
+    bound = 4.5 * np.sqrt(expected / 900)
     assert np.all(np.abs(draws[0].mean(0) - KERNEL) < bound)
     # Neither part is negligible.
-    assert np.max(expected) > 1.5 * np.min(expected) and np.max(expected) < 0.9 / 30
+    assert np.min(expected) < 0.5 / 30 and np.max(expected) > 0.3 / 30
 
 
 @pytest.mark.parametrize("scale, best", [(1.0, 1e3), (8.0, 1.0)], ids=["trained", "too sure"])
