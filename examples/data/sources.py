@@ -6,6 +6,7 @@ be read without TensorFlow. Nothing is downloaded: what is in neither place is a
 """
 
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -70,8 +71,9 @@ def _version(folder: Path) -> str | None:
     """
     found = [
         path.parent
-        for path in folder.glob("*.*.*/dataset_info.json")
-        if any(path.parent.glob("*.array_record*"))
+        for path in folder.glob("*/dataset_info.json")
+        if re.fullmatch(r"\d+\.\d+\.\d+", path.parent.name)
+        and any(path.parent.glob("*.array_record*"))
     ]
     numbers = {tuple(int(part) for part in path.name.split(".")): path.name for path in found}
     return numbers[max(numbers)] if numbers else None

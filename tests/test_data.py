@@ -1,0 +1,317 @@
+"""Data of the examples: splits, batches and their loader, and where the sets come from."""
+
+import gzip
+import itertools
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+sys.path.insert(0, str(EXAMPLES))
+import data  # noqa: E402
+from data import tables  # noqa: E402
+
+REAL = pytest.mark.skipif(
+    "OPTAX_SMILE_DATA" not in os.environ, reason="needs OPTAX_SMILE_DATA, the folder of data"
+)
+NUMBERS = np.random.default_rng(0)
+PICTURES = NUMBERS.integers(256, size=(40, 28, 28, 1), dtype=np.uint8)
+LABELS = np.arange(40) % 10
+COLOURS = NUMBERS.integers(256, size=(40, 32, 32, 3), dtype=np.uint8)
+
+
+@pytest.fixture
+def folder(monkeypatch, tmp_path):
+    """An empty folder of data, and nothing prepared elsewhere."""
+    monkeypatch.setenv("OPTAX_SMILE_DATA", str(tmp_path / "folder"))
+    monkeypatch.setenv("TFDS_DATA_DIR", str(tmp_path / "prepared"))
+    return tmp_path / "folder"
+
+
+def text_of(splits: data.Splits, tokens: np.ndarray) -> str:
+    return "".join(str(splits.classes[i]) for i in tokens.ravel())
+
+
+def rows_of(splits: data.Splits) -> list[set[bytes]]:
+    return [{row.tobytes() for row in part[0]} for part in splits[:3]]
+
+
+def assert_disjoint(splits: data.Splits):
+    for one, other in itertools.combinations(rows_of(splits), 2):
+        assert not one & other
+
+
+# Batches.
+
+
+def batches(count=10, size=3, seed=0, **options) -> data.Batches:
+    return data.Batches((np.arange(count), 10 * np.arange(count)), size, seed, **options)
+
+
+def test_a_pass_has_every_example_at_most_once():
+    some = batches()
+    passes = [[list(inputs) for inputs, _ in some] for _ in range(3)]
+    assert all(len(set(sum(each, []))) == 9 for each in passes)
+    assert passes[0] != passes[1] != passes[2]
+    assert all((targets == 10 * inputs).all() for inputs, targets in some)
+
+
+def test_a_batch_is_a_function_of_seed_and_number():
+    one = batches()
+    in_order = [inputs for _ in range(2) for inputs, _ in one]
+    for number in (5, 0, 3, 2):
+        assert (batches()[number][0] == in_order[number]).all()
+    assert any((batches(seed=1)[i][0] != in_order[i]).any() for i in range(3))
+
+
+def test_augmentation_is_a_function_of_seed_and_number():
+    def make(seed=0):
+        return data.Batches((COLOURS, LABELS), 20, seed, data.crop_and_flip)
+
+    third = make()[2][0]
+    assert (make()[2][0] == third).all() and (make(1)[2][0] != third).any()
+    plain = data.Batches((COLOURS, LABELS), 20, 0)
+    assert (plain[2][0] != third).any() and (plain[2][1] == make()[2][1]).all()
+
+
+def test_crop_and_flip_gives_windows_of_the_padded_image():
+    count = 200
+    same = np.repeat(COLOURS[:1], count, axis=0)
+    changed = data.crop_and_flip(same, np.random.default_rng(0))
+    padded = np.pad(COLOURS[0], ((4, 4), (4, 4), (0, 0)), mode="reflect")
+    windows = {}
+    for top, left in itertools.product(range(9), repeat=2):
+        window = padded[top : top + 32, left : left + 32]
+        windows[window.tobytes()] = top, left, False
+        windows[window[:, ::-1].tobytes()] = top, left, True
+    found = [windows[image.tobytes()] for image in changed]
+    # Sides of a coin: 100 +- 7; each row and column of nine is missed by 200 in 5e-10 of all runs.
+    assert 70 < sum(flipped for _, _, flipped in found) < 130
+    assert {top for top, _, _ in found} == {left for _, left, _ in found} == set(range(9))
+    assert changed.dtype == np.uint8 and (same == COLOURS[0]).all()
+
+
+def test_hold_out():
+    (rest, _), (held, targets) = data.hold_out((np.arange(10), -np.arange(10)), 3, seed=1)
+    assert sorted([*rest, *held]) == [*range(10)] and len(held) == 3
+    assert (targets == -held).all()
+
+
+# The loader of Grain.
+
+
+def test_loader_gives_the_same_batches_and_resumes_in_the_middle_of_a_pass():
+    pytest.importorskip("grain")
+
+    def make() -> Any:
+        return data.Batches((COLOURS, LABELS), 6, 3, data.crop_and_flip)
+
+    loader = data.loader(make(), num_passes=3, read_ahead=4)
+    iterator = iter(loader)
+    before = [next(iterator) for _ in range(8)]
+    state = iterator.get_state()
+    after = list(iterator)
+    assert len(before) + len(after) == 3 * len(make())
+    for number, (inputs, targets) in enumerate([*before, *after]):
+        expected = make()[number]
+        assert (inputs == expected[0]).all() and (targets == expected[1]).all()
+    other = iter(data.loader(make(), num_passes=3))
+    other.set_state(state)
+    resumed = list(other)
+    assert len(resumed) == len(after)
+    for one, two in zip(resumed, after, strict=True):
+        assert (one[0] == two[0]).all() and (one[1] == two[1]).all()
+
+
+def test_loader_without_end():
+    pytest.importorskip("grain")
+    found = itertools.islice(iter(data.loader(batches())), 20)
+    assert all((x == batches()[i][0]).all() for i, (x, _) in enumerate(found))
+
+
+def test_loader_without_grain(monkeypatch):
+    monkeypatch.setitem(sys.modules, "grain", None)
+    with pytest.raises(ImportError, match=r"pip install 'optax-smile\[data\]'"):
+        data.loader(batches())
+
+
+# Sets that lie in the folder.
+
+
+def idx(path: Path, array: np.ndarray):
+    """Write MNIST's format: two zeros, type 8, rank, sizes, bytes."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    head = bytes([0, 0, 8, array.ndim]) + np.asarray(array.shape, ">i4").tobytes()
+    path.write_bytes(gzip.compress(head + array.astype(np.uint8).tobytes()))
+
+
+def grey_files(folder: Path, name: str):
+    for stem, last in (("train", 40), ("t10k", 10)):
+        idx(folder / name / f"{stem}-images-idx3-ubyte.gz", PICTURES[:last, ..., 0])
+        idx(folder / name / f"{stem}-labels-idx1-ubyte.gz", LABELS[:last])
+
+
+@pytest.mark.parametrize("name", ["mnist", "fashion_mnist"])
+def test_grey_images(folder, name):
+    grey_files(folder, name)
+    splits = getattr(data, name)(seed=1)
+    assert [len(part[0]) for part in splits[:3]] == [36, 4, 10]
+    assert splits.train[0].dtype == np.uint8 and splits.train[1].dtype == np.int32
+    train, valid, test = rows_of(splits)
+    assert train | valid == {x.tobytes() for x in PICTURES} and not train & valid
+    assert (splits.test[0] == PICTURES[:10]).all() and (splits.test[1] == LABELS[:10]).all()
+    again, other = getattr(data, name)(seed=1), getattr(data, name)(seed=2)
+    assert (again.valid[0] == splits.valid[0]).all() and (other.valid[0] != splits.valid[0]).any()
+
+
+def test_mnist_test(folder):
+    grey_files(folder, "mnist")
+    assert (data.mnist_test()[0] == PICTURES[:10]).all()
+
+
+TEXT = "".join(chr(97 + i) for i in np.random.default_rng(0).integers(26, size=1_000)) + "–é"
+
+
+def test_shakespeare(folder):
+    (folder / "text").mkdir(parents=True)
+    (folder / "text" / "modern_shakespeare.txt").write_text(TEXT, encoding="utf-8")
+    splits = data.shakespeare(context=8)
+    assert splits.train[0].shape == (112, 8) and splits.valid[0].shape == (6, 8)
+    assert splits.train[0].dtype == np.int32
+    for (inputs, targets), first in zip(splits[:3], (0, 901, 951), strict=True):
+        assert text_of(splits, inputs) == TEXT[first:][: inputs.size]
+        assert (targets.ravel()[:-1] == inputs.ravel()[1:]).all()
+
+
+def table_files(folder: Path):
+    folder = folder / "uci"
+    folder.mkdir(parents=True)
+    table = NUMBERS.normal(size=(103, 6)) * [1, 5, 1, 1, 1, 3] + 7
+    table[:, 2] = 0.977
+    np.savetxt(folder / "energy.data", table)
+    np.savetxt(folder / "naval-propulsion-plant.txt.gz", np.hstack([table, table[:, :1]]))
+    return table
+
+
+def test_uci_is_split_and_standardized_by_the_training_part(folder):
+    from sklearn.model_selection import train_test_split
+
+    table = table_files(folder)
+    splits = data.uci("energy", seed=3)
+    rest, test = train_test_split(table, test_size=0.2, random_state=3)
+    train, valid = train_test_split(rest, test_size=0.125, random_state=3)
+    scale = np.std(train, axis=0) + (np.arange(6) == 2)
+    for part, (inputs, targets) in zip((train, valid, test), splits[:3], strict=True):
+        expected = (part - np.mean(train, axis=0)) / scale
+        np.testing.assert_allclose(inputs, expected[:, :-1], rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(targets, expected[:, -1], rtol=1e-5, atol=1e-6)
+        assert inputs.dtype == targets.dtype == np.float32
+    assert [len(x) for x, _ in splits[:3]] == [71, 11, 21]
+    assert_disjoint(splits)
+    naval = data.uci("naval", seed=3)
+    assert (naval.train[0] == splits.train[0]).all() and (naval.test[1] == splits.test[1]).all()
+
+
+def test_diabetes_needs_no_folder(folder):
+    splits = data.uci("diabetes")
+    assert splits.train[0].shape == (308, 10) and abs(np.mean(splits.train[1])) < 1e-6
+
+
+def test_uci_without_network(folder, monkeypatch):
+    from sklearn import datasets
+
+    def unreachable(*_, **__):
+        raise OSError("no route to host")
+
+    monkeypatch.setattr(datasets, "fetch_openml", unreachable)
+    text = "OpenML cannot be reached .no route to host.*OPTAX_SMILE_DATA.*uci/airfoil.data"
+    with pytest.raises(FileNotFoundError, match=text):
+        data.uci("airfoil")
+    with pytest.raises(FileNotFoundError, match="yacht, which is not on OpenML.*uci/yacht.txt"):
+        data.uci("yacht")
+    monkeypatch.setattr(datasets, "fetch_openml", None)
+    with pytest.raises(FileNotFoundError, match="not to be downloaded"):
+        data.uci("airfoil", download=False)
+
+
+# Wrong arguments.
+
+PAIR = np.arange(5), np.arange(5)
+WRONG = {
+    "must be from 1 to the number of examples, 5, got 6": lambda: data.Batches(PAIR, 6, 0),
+    "`Batches(size=...)` must be from 1": lambda: data.Batches(PAIR, 0, 0),
+    "`Batches(seed=...)` must be >= 0, got -1": lambda: data.Batches(PAIR, 2, -1),
+    "as many targets as inputs, got 4 and 5": lambda: data.Batches((PAIR[0], PAIR[0][:4]), 2, 0),
+    "`loader(read_ahead=...)` must be >= 1, got 0": lambda: data.loader(batches(), read_ahead=0),
+    "`loader(num_passes=...)` must be >= 1, got 0": lambda: data.loader(batches(), num_passes=0),
+    "`hold_out(count=...)`": lambda: data.hold_out(PAIR, 5, 0),
+    "`standardize(name=...)` must be one of": lambda: data.standardize(PICTURES, "svhn"),
+    "`cifar10(num_train=...)` must be from 1 to 45000, got 0": lambda: data.cifar10(num_train=0),
+    "to 45000, got 45001": lambda: data.cifar10(num_train=45_001),
+    "`imagenette(pixels=...)` must be >= 1, got 0": lambda: data.imagenette(pixels=0),
+    "`shakespeare(name=...)` must be one of": lambda: data.shakespeare("marlowe"),
+    "`uci(name=...)` must be one of": lambda: data.uci("boston"),
+}
+
+
+@pytest.mark.parametrize("text", WRONG)
+def test_wrong_arguments(text):
+    with pytest.raises(ValueError) as caught:
+        WRONG[text]()
+    assert text in str(caught.value)
+
+
+def test_wrong_context_and_number(folder):
+    (folder / "text").mkdir(parents=True)
+    (folder / "text" / "modern_shakespeare.txt").write_text("a" * 100)
+    for context in (0, 5):
+        with pytest.raises(ValueError, match=f"must be from 1 to 4 for this text, got {context}"):
+            data.shakespeare(context=context)
+    with pytest.raises(IndexError, match="must be >= 0, got -1"):
+        batches()[-1]
+
+
+# The data of the paper.
+
+
+@REAL
+def test_real_grey_images():
+    splits = data.fashion_mnist()
+    assert [len(part[0]) for part in splits[:3]] == [54_000, 6_000, 10_000]
+    assert (np.bincount(splits.train[1]) > 5_200).all()
+    standard = data.standardize(splits.train[0][::10], "fashion_mnist")
+    assert abs(np.mean(standard)) < 0.02 and abs(np.std(standard) - 1) < 0.02
+    assert not set(map(bytes, splits.test[0])) & set(map(bytes, splits.valid[0][:1_000]))
+
+
+@REAL
+def test_real_tables_and_texts():
+    for name in (name for name in tables.FILES if name != "protein"):
+        splits = data.uci(name)
+        sizes = np.array([len(part[0]) for part in splits[:3]])
+        assert np.allclose(sizes / sum(sizes), (0.7, 0.1, 0.2), atol=0.005)
+        assert all(np.isfinite(array).all() for part in splits[:3] for array in part)
+        assert splits.train[0].shape[1] == splits.test[0].shape[1]
+    for name in ("modern_shakespeare", "tiny_shakespeare"):
+        assert len(data.shakespeare(name).classes) == 65
+
+
+@REAL
+def test_real_unseen_images():
+    assert data.cifar100_test()[0].shape == (2_000, 32, 32, 3)
+    assert data.mnist_test()[0].shape == (10_000, 28, 28, 1)
+
+
+@REAL
+@pytest.mark.slow
+def test_real_colour_images():
+    splits = data.cifar10(num_train=9_001)
+    assert [len(part[0]) for part in splits[:3]] == [9_001, 2_000, 10_000]
+    assert_disjoint(splits)
+    splits = data.imagenette(pixels=32)
+    assert [len(part[0]) for part in splits[:3]] == [3_600, 400, 1_000]
+    assert (np.bincount(splits.test[1]) == 100).all()
