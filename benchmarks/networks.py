@@ -90,7 +90,7 @@ def at(method: str, steps: Iterable[float]) -> list[tuple[str, dict[str, Any]]]:
 
 NUM_CORRUPTED, NUM_DRAWS_CORRUPTED, SEVERITIES = 1_000, 16, (1, 3, 5)
 GRID = (1e-4, 1e-3, 1e-2)
-OURS = [(ENSEMBLE, {}), ("psmile", {}), ("psmile", {"allowed": 0.01}), ("smile", {})]
+OURS = [(ENSEMBLE, {}), ("psmile", {}), ("psmile", {"allowed": 0.03}), ("smile", {})]
 OTHERS = [("checkpoints", {}), ("ivon", {}), ("laplace", {})]
 PAPERS = ("smile_naive", "psmile_naive", "smile published", "psmile published")
 CYCLES = [("cyclical_sgld", {"step_size": step, "num_cycles": 4}) for step in (1e-7, 1e-6)]

@@ -212,6 +212,35 @@ def llc(found: list[Record]) -> Figure:
     return drawn
 
 
+def ladder(found: list[Record]) -> Figure:
+    """LPPD above the ensemble of the starts against the angle, by size and prior."""
+    sizes = sorted({record["cell"]["size"] for record in found}, key=float)
+    drawn, axes = plt.subplots(
+        1, len(sizes), figsize=(3 * len(sizes), 3.6), sharey=True, layout="constrained"
+    )
+    colors = {"N(0, 1)": RED, "fan in": GREEN, "around the start": BLUE}
+    for axis, size in zip(axes, sizes, strict=True):
+        of = [record for record in found if record["cell"]["size"] == size]
+        for prior, color in colors.items():
+            for budget, style in (("3000", "o-"), ("12000", "s--")):
+                points = sorted(
+                    (r["cell"]["angle"], r[budget]["lppd"] - r["ensemble"]["lppd"])
+                    for r in of
+                    if r["cell"]["prior"] == prior and budget in r
+                )
+                if points:
+                    label = f"{prior}, {int(budget):,} gradients"
+                    axis.plot(*zip(*points, strict=True), style, color=color, label=label, ms=4)
+        axis.axhline(0, color="k", lw=0.8)
+        ratio = of[0]["num_parameters"] / of[0]["num_data"]
+        axis.set(
+            xscale="log", xlabel="angle", title=f"$10^{size[-1]}$ weights, d / N = {ratio:.2g}"
+        )
+    axes[0].set_ylabel("LPPD - that of the starts (nats)")
+    drawn.legend(*axes[1].get_legend_handles_labels(), ncols=3, loc="outside lower center")
+    return drawn
+
+
 # Name: what draws it, and the files whose records it takes.
 PICTURES: dict[str, tuple[Callable[..., Figure], tuple[str, ...]]] = {
     "uci": (uci, ("uci", "lenet_small")),
@@ -220,9 +249,10 @@ PICTURES: dict[str, tuple[Callable[..., Figure], tuple[str, ...]]] = {
     "decoherence": (decoherence, ("analytic_figures",)),
     "decay": (decay, ("analytic_figures",)),
     "llc": (llc, ("llc",)),
+    "ladder": (ladder, ("ladder",)),
 }
 # Decay has no records yet.
-SHOWN = ("uci", "step_cost", "lognormal", "decoherence", "llc")
+SHOWN = ("uci", "step_cost", "lognormal", "decoherence", "llc", "ladder")
 
 
 def main():

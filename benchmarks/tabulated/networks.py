@@ -1,5 +1,6 @@
 """The paper's networks, in small and in full, and the ladder of sizes."""
 
+import math
 from collections.abc import Sequence
 from statistics import fmean
 
@@ -172,7 +173,10 @@ def ladder_cells(found: Sequence[Record]) -> Table:
             [
                 *(cell["size"], cell["prior"], str(cell["angle"]), f"{int(budget):,}"),
                 short(record["precision"]) if record["precision"] else "",
-                *(number(seen[name.lower()], digits) for name, digits in LADDER.items()),
+                *(
+                    "n/a" if math.isnan(seen[name.lower()]) else number(seen[name.lower()], digits)
+                    for name, digits in LADDER.items()
+                ),
             ]
         )
     header = ["weights", "prior", "angle", "gradients", "precision", *LADDER]
