@@ -102,7 +102,7 @@ def test_ivon_steps_are_those_of_the_paper():
         point = jnp.asarray(theta, jnp.float32)
         gradient = jnp.asarray(gradient, jnp.float32)
         moves, state = optimizer.update(gradient, state, params, point=point)
-        params = optax.apply_updates(params, moves)
+        params = params + moves
         np.testing.assert_allclose(state.hessian, h, rtol=2e-3)
         np.testing.assert_allclose(state.momentum, g, rtol=1e-5, atol=1e-6)
         np.testing.assert_allclose(params, m, rtol=1e-3, atol=1e-4)
