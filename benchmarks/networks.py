@@ -208,7 +208,8 @@ def make_sampler(cell: Mapping[str, Any], settings: Settings, work: Path, **comm
     num_steps = settings.num_warmup + settings.num_draws * settings.thin
     if method == "paper's smile":
         quantile, probability = (options.pop(name, x) for name, x in PAPER_TUNING.items())
-        options |= {"tuner": optax_smile.quantile_tuner(probability), "reject_quantile": quantile}
+        tuner = optax_smile.quantile_tuner(probability) if probability else None
+        options |= {"tuner": tuner, "reject_quantile": quantile}
         options |= {"integrator": "minimal_norm", "reject_momentum": "zero"}
         return optax_smile.smile(**options, decoherence_length=None, key=None, **_keyless(common))
     if "published" in method:

@@ -46,7 +46,7 @@ NETWORKS: dict[str, tuple[Any, tuple[int, ...]]] = {
     "mlp 10^7": (None, (128,)),
     "resnet-7": (models.ResNet7(), (64, 32, 32, 3)),
     "resnet-18": (models.ResNet18(), (32, 32, 32, 3)),
-    "vit": (models.ViT(), (8, 160, 160, 3)),
+    "vit": (models.ViT(), (16, 160, 160, 3)),
     "nanogpt": (models.GPT(), (8, 256)),
 }
 USUAL = {"part": "update", "leaves": 20, "chains": 1, "grads": "float32"}
