@@ -56,7 +56,6 @@ TABLES: dict[str, tuple[Callable[..., Table], tuple[str, ...]]] = {
     "scale-paper": (networks.paper, ("networks", "paper")),
     "ladder": (networks.ladder, ("ladder",)),
     "ladder-cells": (networks.ladder_cells, ("ladder",)),
-    "networks": (lenet.summary, ("lenet_small",)),
     "networks-all": (lenet.cells, ("lenet_small",)),
     "angles": (lenet.angles, ("uci", "uci_before", "lenet_small")),
     "lora": (lora.scores, ("lora",)),

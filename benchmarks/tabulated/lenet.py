@@ -7,41 +7,7 @@ from tabulated.table import Record, Table, mean_error, number, short
 from tabulated.uci import DATA, USUAL, by_split, select
 
 TASKS = {"lenet": "LeNet", "gpt": "small GPT"}
-SUMMARY = ("deep ensemble", "psmile", "scale_adapted_sghmc", "psmile_naive")
 ANGLES = {"psmile": "0.03", "psmile, angle .04": "0.04", "psmile, angle .05": "0.05"}
-
-
-def _of(found: Sequence[Record], task: str, seed: int, method: str) -> list[Record]:
-    wanted = {"task": task, "seed": seed, "method": method}
-    return [record for record in found if wanted.items() <= record["cell"].items()]
-
-
-def summary(found: Sequence[Record]) -> Table:
-    """LPPD of the main methods, each at its best step size."""
-    rows, used = [], []
-    for task, seed in (("lenet", 0), ("lenet", 1), ("gpt", 0)):
-        best = {}
-        for method in SUMMARY:
-            group = _of(found, task, seed, method)
-            used += group
-            if group:
-                best[method] = max(group, key=lambda record: record["lppd"])
-        if "psmile" not in best:
-            continue
-        gain = best["psmile"]["lppd"] - best["deep ensemble"]["lppd"]
-        cells = [_shown(best.get(method)) for method in SUMMARY]
-        cells.insert(2, number(gain, 4, "+"))
-        rows.append([f"{TASKS[task]}, seed {seed}", *cells])
-    header = ["test LPPD", "deep ensemble of 2", "**psmile**, its own step", "gain"]
-    header += ["scale-adapted SGHMC, best step", "psmile_naive, best step"]
-    return Table(header, rows, used)
-
-
-def _shown(record: Record | None) -> str:
-    if record is None:
-        return ""
-    size = record["cell"]["step_size"]
-    return number(record["lppd"], 4) + (f" ({short(size)})" if size else "")
 
 
 def paper_gain(method: str) -> Callable[[Sequence[Record]], str]:

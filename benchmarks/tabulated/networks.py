@@ -41,7 +41,8 @@ def gains(found: Sequence[Record]) -> Table:
     """`psmile` and an ensemble of checkpoints above the deep ensemble, in the small form."""
     groups, rows, used = _groups(found), [], []
     for (task, form, method, options), group in groups.items():
-        if not form.startswith("small") or method == ENSEMBLE or options:
+        prior = ", around the start" if dict(options).keys() == {"allowed"} else ""
+        if not form.startswith("small") or method == ENSEMBLE or options and not prior:
             continue
         base = groups.get((task, form, ENSEMBLE, ()), [])
         differences = [_paired(group, base, score) for score in SCORES.values()]
@@ -50,7 +51,7 @@ def gains(found: Sequence[Record]) -> Table:
         used += [*group, *base]
         rows.append(
             [
-                *(NAMES[task], method),
+                *(NAMES[task], method + prior),
                 mean_error([r["lppd"] for r in base], 4),
                 mean_error([r["lppd"] for r in group], 4),
                 *(mean_error(values, 4, "+") for values in differences),
