@@ -162,7 +162,8 @@ def scores(logs: np.ndarray, targets: np.ndarray) -> dict[str, float]:
 def r_hat(logs: np.ndarray, targets: np.ndarray) -> float:
     """Median over 200 test images of the split R-hat of their log densities."""
     density = density_of(logs, targets)[:, :, ::10]
-    return float(np.nanmedian(arviz.rhat({"x": density}, method="split")["x"]))
+    found: Any = arviz.rhat({"x": density}, method="split")
+    return float(np.nanmedian(found["x"]))
 
 
 def main():

@@ -18,11 +18,10 @@ is short, each call goes on where the last one was cut off.
 import argparse
 import dataclasses
 import functools
-import itertools
 import json
 import resource
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +37,7 @@ import records
 import resnet
 import vit
 from experiment import Experiment, Settings
+from network_cells import ENSEMBLE, FORMS, TABLES, cells_of
 from scipy.special import logsumexp
 
 import optax_smile
@@ -50,139 +50,23 @@ BUILDS = {
     "vit": vit.build,
     "nanogpt": nanogpt.build,
 }
-SCRIPTS = {
-    "lenet": lenet,
-    "resnet7": resnet,
-    "resnet18": resnet,
-    "vit": vit,
-    "nanogpt": nanogpt,
-}
-# What a form changes in the preset of the script that has its name.
-TINY: dict[str, Any] = {"num_members": 2, "num_epochs": 4, "num_warmup": 300, "num_draws": 10}
-TINY |= {"thin": 60, "num_train": 4_000, "num_test": 1_000, "sampling_batch_size": 64}
-FORMS = {
-    "small": {
-        "lenet": {"sampling_batch_size": 64, "num_draws": 32, "thin": 250},
-        "resnet7": {"width": 0.25, "num_epochs": 8, "num_test": 2_500},
-        "resnet18": {"width": 0.125, "num_test": 2_500},
-        "nanogpt": {"num_epochs": 4},
-    },
-    "tiny": {
-        "lenet": TINY,
-        "resnet7": TINY | {"num_train": 2_000, "width": 0.125},
-        "resnet18": TINY | {"num_train": 1_000, "width": 0.0625, "num_warmup": 100, "thin": 20},
-        "vit": TINY | {"num_train": 2_000, "width": 0.125, "depth": 2},
-        "nanogpt": TINY | {"num_test": 200, "depth": 1, "width": 1 / 12},
-    },
-    "paper": {},
-}
-PAPER_TUNING = {"reject_quantile": 0.98, "adapt_probability": 0.1}
-TWO_GRADIENTS = ("published", "paper's")
-# Settings on which the warm start depends.
-TRAINING = ("num_epochs", "patience", "batch_size", "num_train", "width", "depth", "context")
-ENSEMBLE = "deep ensemble"
-
-
-def at(method: str, steps: Iterable[float]) -> list[tuple[str, dict[str, Any]]]:
-    """A method at several step sizes."""
-    return [(method, {"step_size": step}) for step in steps]
-
-
-NUM_CORRUPTED, NUM_DRAWS_CORRUPTED, SEVERITIES = 1_000, 16, (1, 3, 5)
-GRID = (1e-4, 1e-3, 1e-2)
-OURS = [(ENSEMBLE, {}), ("psmile", {}), ("psmile", {"allowed": 0.03}), ("smile", {})]
-OTHERS = [("checkpoints", {}), ("ivon", {}), ("laplace", {})]
-PAPERS = ("smile_naive", "psmile_naive", "smile published", "psmile published")
-CYCLES = [("cyclical_sgld", {"step_size": step, "num_cycles": 4}) for step in (1e-7, 1e-6)]
-GPT_STEPS = (2e-6, 2e-5, 2e-4, 2e-3)
-# Methods and options, and settings that are gone through; the first value is the form's own.
-TABLES: dict[str, tuple[str, list[tuple[str, dict[str, Any]]], dict[str, Sequence[Any]]]] = {
-    "lenet": (
-        "lenet",
-        [
-            *OURS,
-            *OTHERS,
-            *(cell for method in (*PAPERS, "scale_adapted_sghmc") for cell in at(method, GRID)),
-            *at("sgld", (1e-6, 1e-5)),
-            *CYCLES,
-        ],
-        {},
-    ),
-    "lenet batch": ("lenet", OURS, {"sampling_batch_size": (64, 32, 256, 512)}),
-    "resnet7": (
-        "resnet7",
-        [*OURS, *at("psmile published", GRID), *at("smile_naive", GRID), *CYCLES[1:]],
-        {},
-    ),
-    "resnet7 batch": ("resnet7", at("smile_naive", (1e-3,)), {"sampling_batch_size": (64, 256)}),
-    "resnet18": (
-        "resnet18",
-        [
-            *OURS,
-            *OTHERS,
-            *CYCLES[1:],
-            ("scale_adapted_sghmc", {"step_size": 1e-3, "friction": 0.05}),
-            *(cell for method in PAPERS for cell in at(method, (0.015,))),
-        ],
-        {},
-    ),
-    "kappa": (
-        "resnet18",
-        [
-            ("paper's smile", {"step_size": 0.015, "reject_quantile": kappa})
-            for kappa in (0.9, 0.95, 0.98, 0.99, None)
-        ],
-        {},
-    ),
-    "a": (
-        "resnet18",
-        [
-            ("paper's smile", {"step_size": 0.015, "adapt_probability": a})
-            for a in (0.0, 0.05, 0.1, 0.2, 0.4)
-        ],
-        {},
-    ),
-    "vit": (
-        "vit",
-        [
-            *OURS,
-            *at("psmile published", (0.2, 0.15, 0.1, 0.05)),
-            *at("scale_adapted_sghmc", (5e-5, 1e-4, 1.5e-4, 5e-4, 1e-3)),
-            *CYCLES,
-        ],
-        {},
-    ),
-    "nanogpt": (
-        "nanogpt",
-        [
-            *OURS,
-            *(
-                cell
-                for method in ("scale_adapted_sghmc", "smile published", "psmile published")
-                for cell in at(method, GPT_STEPS)
-            ),
-        ],
-        {},
-    ),
-}
 BASELINES = baselines.METHODS
 LETTERS = optax_smile.Likelihood(  # "tokens", for large vocabularies, keeps no probabilities
     mean=jax.nn.softmax,
     log_density=lambda x, y: -optax.softmax_cross_entropy_with_integer_labels(x, y),
     entropy=lambda mean: jax.scipy.special.entr(mean).sum(axis=-1),
 )
+NUM_CORRUPTED, NUM_DRAWS_CORRUPTED, SEVERITIES = 1_000, 16, (1, 3, 5)
+PAPER_TUNING = {"reject_quantile": 0.98, "adapt_probability": 0.1}
+TWO_GRADIENTS = ("published", "paper's")
+# Settings on which the warm start depends.
+TRAINING = ("num_epochs", "patience", "batch_size", "num_train", "width", "depth", "context")
 
 
-def settings_of(task: str, form: str, changed: Mapping[str, Any]) -> Settings:
-    """Settings of a form: the script's preset, and what differs from it."""
-    preset = SCRIPTS[task].PRESETS["paper" if form == "paper" else "laptop"]
-    return dataclasses.replace(preset, **FORMS[form].get(task, {}) | changed)
-
-
-def around(cell: Mapping[str, Any], settings: Settings, work: Path) -> dict[str, Any]:
-    """Find a prior around trained weights, for all members by the first one; it is kept."""
-    allowed = cell["options"]["allowed"]
-    path = work / (name_of("around", cell["task"], cell["form"], cell["seed"], allowed) + ".json")
+def around(cell: dict[str, Any], settings: Settings, work: Path) -> dict[str, Any]:
+    """Find a prior around trained weights, by the first member of seed 0 for all; it is kept."""
+    allowed, cell = cell["options"]["allowed"], cell | {"seed": 0}
+    path = work / (name_of("around", cell["task"], cell["form"], allowed) + ".json")
     if not path.exists():
         task, start = load(cell["task"], settings), warm_member(cell, settings, 0, work)
         few = [tuple(x[i : i + 500] for x in task.splits.train) for i in range(0, 2_000, 500)]
@@ -202,7 +86,7 @@ def around(cell: Mapping[str, Any], settings: Settings, work: Path) -> dict[str,
     return precision | {"decoherence_length": "turning"}
 
 
-def make_sampler(cell: Mapping[str, Any], settings: Settings, work: Path, **common: Any) -> Any:
+def make_sampler(cell: dict[str, Any], settings: Settings, work: Path, **common: Any) -> Any:
     """Build the sampler of a cell."""
     method, options = cell["method"], dict(cell["options"])
     num_steps = settings.num_warmup + settings.num_draws * settings.thin
@@ -318,7 +202,8 @@ def run_chain(cell: dict[str, Any], settings: Settings, member: int, work: Path)
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     told |= {"seconds": [trained, sampled], "peak_mib": memory}
     part = path.with_suffix(".part.npz")
-    np.savez(part, told=json.dumps(told), **found)
+    kept: dict[str, Any] = {"told": json.dumps(told), **found}
+    np.savez(part, **kept)
     part.rename(path)
     print(path.name, told, flush=True)
     return path
@@ -375,7 +260,7 @@ def averaged(chains: list[np.ndarray]) -> np.ndarray:
     return logsumexp(np.stack(chains), axis=0) - np.log(len(chains))
 
 
-def scores(task: Experiment, chains: list[Mapping[str, np.ndarray]]) -> dict[str, float]:
+def scores(task: Experiment, chains: Sequence[Mapping[str, np.ndarray]]) -> dict[str, float]:
     """Of the average of chains."""
     logs = averaged([chain["test"] for chain in chains])
     logs, targets = logs.reshape(-1, logs.shape[-1]), task.splits.test[1].reshape(-1)
@@ -411,21 +296,6 @@ def run_cell(cell: dict[str, Any], settings: Settings, work: Path) -> dict[str, 
     return scores(task, chains) | {"single": single, "chains": told}
 
 
-def cells_of(
-    table: str, form: str, seeds: Sequence[int], changed: Mapping[str, Any]
-) -> Iterator[tuple[dict[str, Any], Settings]]:
-    """Cells of a table, each with its settings."""
-    task, methods, swept = TABLES[table]
-    variants = [{name: x} for name, values in swept.items() for x in values] or [{}]
-    for seed, variant in itertools.product(seeds, variants):
-        differs = {**changed, **variant}
-        settings = settings_of(task, form, differs)
-        told = " ".join([form, *(f"{name}={x}" for name, x in differs.items())])
-        for method, options in methods:
-            cell = {"task": task, "form": told, "method": method, "options": options}
-            yield cell | {"seed": seed, "num_chains": settings.num_members}, settings
-
-
 def main():
     """Run the chains that are missing, record the cells that are complete."""
     parser = argparse.ArgumentParser(description="The paper's networks.")
@@ -439,16 +309,18 @@ def main():
     parser.add_argument("--corrupted", action="store_true", help="score corrupted images instead")
     parser.add_argument("--work", type=Path, default=Path("out/networks"))
     arguments = records.arguments_of(parser)
-    found = cells_of(arguments.table, arguments.form, arguments.seeds, arguments.settings)
     pairs = [
         (cell, settings)
-        for cell, settings in found
+        for cell, settings in cells_of(
+            arguments.table, arguments.form, arguments.seeds, arguments.settings
+        )
         if cell["method"] in (arguments.methods or [cell["method"]])
         and arguments.options in (None, cell["options"])
     ]
     if arguments.members is not None:
-        for (cell, settings), member in itertools.product(pairs, arguments.members):
-            run_chain(cell, settings, member, arguments.work)
+        for cell, settings in pairs:
+            for member in arguments.members:
+                run_chain(cell, settings, member, arguments.work)
         return
 
     def run(cell):

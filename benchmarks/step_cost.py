@@ -139,7 +139,7 @@ def network_problem(cell: dict[str, Any]) -> tuple[Any, Callable, Any]:
     params = network.init(key, inputs[:1])
 
     def loss(params, batch):
-        logits = network.apply(params, batch[0])
+        logits: Any = network.apply(params, batch[0])
         found = optax.softmax_cross_entropy_with_integer_labels(logits, batch[1])
         return jnp.mean(found)
 

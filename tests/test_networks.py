@@ -12,6 +12,7 @@ from scipy.special import log_softmax
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "examples")]
 import data  # noqa: E402
+import network_cells  # noqa: E402
 import networks  # noqa: E402
 from experiment import Experiment  # noqa: E402
 
@@ -57,21 +58,21 @@ def test_scores_of_tokens():
     assert found["perplexity"] == pytest.approx(np.exp(-logs.mean()))
 
 
-@pytest.mark.parametrize("form", networks.FORMS)
-@pytest.mark.parametrize("table", networks.TABLES)
+@pytest.mark.parametrize("form", network_cells.FORMS)
+@pytest.mark.parametrize("table", network_cells.TABLES)
 def test_every_cell_of_every_table_can_be_built(table, form, tmp_path, monkeypatch):
     """The samplers are made as they will be; only the search for a precision is left out."""
     found = {"prior_mean": "start", "prior_precision": 10.0}
     monkeypatch.setattr(networks, "around", lambda *_: found)
     names = set()
-    for cell, settings in networks.cells_of(table, form, [0, 1], {}):
+    for cell, settings in network_cells.cells_of(table, form, [0, 1], {}):
         known = cell["method"] in (networks.ENSEMBLE, *networks.BASELINES)
         if not known:
             made = networks.make_sampler(cell, settings, tmp_path, num_data=100, key=0)
             assert callable(made.update)
         assert json.loads(json.dumps(cell)) == cell and cell["num_chains"] == settings.num_members
         names.add(networks.path_of(cell, 0, tmp_path).name)
-    assert len(names) == len(list(networks.cells_of(table, form, [0, 1], {})))
+    assert len(names) == len(list(network_cells.cells_of(table, form, [0, 1], {})))
 
 
 def test_a_sweep_of_the_batch_shares_its_warm_start(tmp_path, monkeypatch):
@@ -80,7 +81,7 @@ def test_a_sweep_of_the_batch_shares_its_warm_start(tmp_path, monkeypatch):
     monkeypatch.setattr(
         networks.experiment, "warm_start", lambda *_, directory, **__: seen.append(directory)
     )
-    for cell, settings in networks.cells_of("lenet batch", "tiny", [0], {"num_epochs": 2}):
+    for cell, settings in network_cells.cells_of("lenet batch", "tiny", [0], {"num_epochs": 2}):
         networks.warm_member(cell, settings, 0, tmp_path)
     assert len(set(seen)) == 1 and "num_epochs_2" in seen[0].name
 
@@ -92,7 +93,7 @@ def test_a_cell_runs_and_is_not_run_again(tmp_path, capsys):
         pytest.skip("needs the folder OPTAX_SMILE_DATA")
     changed = {"num_epochs": 1, "num_warmup": 4, "num_draws": 4, "thin": 2, "num_test": 50}
     changed |= {"num_train": 256, "width": 0.5}
-    pairs = list(networks.cells_of("lenet", "tiny", [0], changed))
+    pairs = list(network_cells.cells_of("lenet", "tiny", [0], changed))
     for method in (networks.ENSEMBLE, "psmile", "checkpoints"):
         cell, settings = next(pair for pair in pairs if pair[0]["method"] == method)
         record = networks.run_cell(cell, settings, tmp_path)

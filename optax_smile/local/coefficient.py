@@ -97,8 +97,10 @@ class LearningCoefficient(NamedTuple):
         """What speaks against the coefficient, in plain words; empty if nothing does."""
         return tuple(self._findings())
 
-    def _nats(self, loss: np.ndarray) -> Any:
-        return energy_change(Potential(self.num_data, temperature=1 / self.beta), loss, 0.0)
+    def _nats(self, loss: Any) -> Any:
+        potential = Potential(self.num_data, temperature=1 / self.beta)
+        same: Any = 0.0
+        return energy_change(potential, loss, same)
 
     def _findings(self) -> Iterator[str]:
         if not np.all(np.isfinite(self.loss)):
