@@ -57,6 +57,8 @@ LETTERS = optax_smile.Likelihood(  # "tokens", for large vocabularies, keeps no 
     entropy=lambda mean: jax.scipy.special.entr(mean).sum(axis=-1),
 )
 NUM_CORRUPTED, NUM_DRAWS_CORRUPTED, SEVERITIES = 1_000, 16, (1, 3, 5)
+# Of the absolute energy error, and its standard deviation.
+OVER_TIME = ("step_size", "energy_mean", "energy_std")
 PAPER_TUNING = {"reject_quantile": 0.98, "adapt_probability": 0.1}
 TWO_GRADIENTS = ("published", "paper's")
 # Settings on which the warm start depends.
@@ -147,6 +149,12 @@ def warm_member(cell: dict[str, Any], settings: Settings, member: int, work: Pat
     )
 
 
+def over_time(values: np.ndarray) -> list[float | None]:
+    """Means of the tenths of a run; None where there is nothing to be told."""
+    parts = [part[np.isfinite(part)] for part in np.array_split(values, 10)]
+    return [float(part.mean()) if len(part) else None for part in parts]
+
+
 def chain_of(
     cell: dict[str, Any], settings: Settings, start: Any, member: int, directory: Path
 ) -> tuple[Any, dict[str, Any]]:
@@ -170,6 +178,7 @@ def chain_of(
         "steps": [float(steps[int(part * len(steps))]) for part in (0.15, 0.5, 0.95)],
         "loss": float(np.mean(trace["loss"][0, -(len(steps) // 4) :])),
         "num_rejected": int(trace["num_rejected"][0, -1]),
+        **{name: over_time(trace[name][0]) for name in OVER_TIME if name in trace},
         "distance": float(gone),
         "norms": [float(optax.tree.norm(x)) for x in (first, last)],
     }

@@ -1,12 +1,13 @@
 """Regression on UCI data: every sampler at the same number of gradients, from the same warm start.
 
-Networks 16-16-16-1 with one sampled log sigma, under two protocols:
+Networks 16-16-16-1 with one sampled log sigma, under three protocols:
 
     paper   deep ensemble by squared error (sigma = 1), chains start at log sigma = 0;
             50,000 + 10,000 minimal-norm steps, both gradients of a step on one batch,
             step size 1e-3; MILE as many full-batch steps
     joint   deep ensemble by the likelihood, so that log sigma is warm-started;
             60,000 gradients for every method, the last two thirds sampled
+    distributional   as joint, and the network predicts log sigma for each input
 
 With `--epoch-wise` mini-batch methods get as many passes through the data as MILE makes steps.
 With `--batches-per-pass` batches are not of 256 rows, with `--replacement` not of permutations.
@@ -76,6 +77,7 @@ class Protocol:
         num_gradients: per chain (twice as many for minimal norm where the paper counts steps).
         warmup: share of the steps that comes before the first draw.
         num_draws: draws per chain.
+        predicts_sigma: whether the network predicts log sigma, which otherwise is one parameter.
     """
 
     learns_sigma: bool
@@ -83,38 +85,47 @@ class Protocol:
     num_gradients: int
     warmup: float
     num_draws: int
+    predicts_sigma: bool = False
 
 
 PROTOCOLS = {
     "paper": Protocol(False, 10, 60_000, 5 / 6, 1000),
     "joint": Protocol(True, 10, 60_000, 1 / 3, 400),
+    "distributional": Protocol(True, 10, 60_000, 1 / 3, 400, predicts_sigma=True),
 }
 
 
 class Network(nn.Module):
-    """Mean `[input]` and one log sigma."""
+    """Mean `[input]` and log sigma: one for all inputs, or `[input]`."""
+
+    predicts_sigma: bool = False
 
     @nn.compact
     def __call__(self, x):
         """Map features `[input, feature]`."""
         for _ in range(3):
             x = nn.relu(nn.Dense(16)(x))
+        if self.predicts_sigma:
+            x = nn.Dense(2)(x)
+            return x[:, 0], x[:, 1]
         return nn.Dense(1)(x)[:, 0], self.param("log_std", nn.initializers.zeros, ())
 
 
 NETWORK = Network()
+DISTRIBUTION = Network(predicts_sigma=True)
 
 
 def outputs_of(params, features) -> Any:
     """Mean and log sigma."""
-    return NETWORK.apply(params, features)
+    has_sigma = "log_std" in params["params"]
+    return (NETWORK if has_sigma else DISTRIBUTION).apply(params, features)
 
 
 def mean_loss(params, batch):
     """Negative log likelihood per example, up to a constant."""
     features, targets = batch
     mean, log_std = outputs_of(params, features)
-    return jnp.mean((targets - mean) ** 2) * jnp.exp(-2 * log_std) / 2 + log_std
+    return jnp.mean((targets - mean) ** 2 * jnp.exp(-2 * log_std) / 2 + log_std)
 
 
 def squared_error(params, batch):
@@ -163,12 +174,13 @@ def drawn(data, size: int) -> Iterator[Any]:
 
 
 @functools.cache
-def warm(data: str, split: int, learns_sigma: bool, num_chains: int) -> tuple[Any, Any]:
+def warm(data: str, split: int, protocol: Protocol, num_chains: int) -> tuple[Any, Any]:
     """Split and deep ensemble."""
     parts = load(data, split)
+    network = DISTRIBUTION if protocol.predicts_sigma else NETWORK
     members = optax_smile.warmstart(
-        mean_loss if learns_sigma else squared_error,
-        lambda key: NETWORK.init(key, parts[0][0][:1]),
+        mean_loss if protocol.learns_sigma else squared_error,
+        lambda key: network.init(key, parts[0][0][:1]),
         batches_of(parts[0], 64, 1),
         optax.adamw(1e-2, weight_decay=5e-3),
         num_members=num_chains,
@@ -264,14 +276,15 @@ def score(snapshots: Any, test) -> dict[str, Any]:
     }
     if snapshots.trace:
         summary = optax_smile.diagnostics.summary(snapshots, found, max_inputs=MAX_INPUTS)
-        log_std = np.asarray(snapshots.params["params"]["log_std"])
         told |= {
             "chain_lppd": np.round(summary.chain_lppd, 3).tolist(),
             "num_lost": int(np.sum(~(summary.chain_lppd > USELESS))),
             "rhat_across": float(np.mean(summary.rhat_across < 1.05)),
             "rhat_within": float(np.mean(summary.rhat_within < 1.05)),
-            "sigma": np.exp(np.mean(log_std, axis=0))[[0, len(log_std[0]) // 2, -1]].tolist(),
         }
+        if "log_std" in snapshots.params["params"]:
+            log_std = np.mean(np.asarray(snapshots.params["params"]["log_std"]), axis=0)
+            told["sigma"] = np.exp(log_std)[[0, len(log_std) // 2, -1]].tolist()
     return told
 
 
@@ -279,7 +292,7 @@ def run_cell(cell: dict[str, Any]) -> dict[str, Any]:
     """Sample and score."""
     protocol = PROTOCOLS[cell["protocol"]]
     num_chains, num_gradients = cell["num_chains"], cell["num_gradients"]
-    (train, _, test), members = warm(cell["data"], cell["split"], protocol.learns_sigma, num_chains)
+    (train, _, test), members = warm(cell["data"], cell["split"], protocol, num_chains)
     members = jax.tree.map(jnp.copy, members)
     if cell["method"] == "deep ensemble":
         if not protocol.learns_sigma:
