@@ -52,7 +52,7 @@ def gains(found: Sequence[Record]) -> Table:
         differences = [_paired(group, base, score) for score in SCORES.values()]
         if not differences[0]:
             continue
-        used += [*group, *base]
+        used += [r for r in (*group, *base) if r not in used]
         rows.append(
             [
                 *(NAMES[task], method + prior),
