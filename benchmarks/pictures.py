@@ -257,7 +257,9 @@ SHOWN = ("uci", "step_cost", "lognormal", "decoherence", "llc", "ladder")
 
 def main():
     """Draw some pictures."""
-    parser = argparse.ArgumentParser(description="Pictures of the pages, from the records.")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("names", nargs="*", default=SHOWN, help=f"of {', '.join(PICTURES)}")
     for name in parser.parse_args().names:
         draw, files = PICTURES[name]

@@ -160,7 +160,9 @@ def run(config: Config, sampler_name: str, directory: Path) -> dict[str, dict[st
 
 def main():
     """Parse the arguments, run, print the table, write the report."""
-    parser = argparse.ArgumentParser(description="A Bayesian ensemble on handwritten digits.")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
         "--sampler",
         default="psmile",

@@ -148,7 +148,9 @@ def run(config: Config, data: str, sampler: str, directory: Path) -> dict[str, d
 
 def main():
     """Parse the arguments, run, print the table, write the report."""
-    parser = argparse.ArgumentParser(description="Bayesian regression on UCI data.")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
         "--data", default="energy", choices=["energy", "airfoil", "concrete", "diabetes"]
     )

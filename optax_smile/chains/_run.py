@@ -92,7 +92,7 @@ class DirectoryRun:
 
     def __init__(
         self,
-        directory: str | os.PathLike,
+        directory: str | os.PathLike[str],
         chains: Chains,
         closing: ExitStack,
         *,

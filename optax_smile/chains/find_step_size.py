@@ -201,7 +201,7 @@ def find_step_size(
         return found, np.sum(rejections + nonfinite) / np.sum(gradients)
 
     judged, rejected = [], []
-    with contextlib.closing(_loop.Bar(len(step_sizes), "step sizes", progress)) as bar:
+    with _loop.Bar(len(step_sizes), "step sizes", progress) as bar:
         for number, (step_size, sampler) in enumerate(zip(step_sizes, samplers, strict=True), 1):
             found, share = try_out(step_size, sampler)
             judged.append(found)
