@@ -7,7 +7,6 @@ Nothing is fetched.
 
 import os
 import re
-import tempfile
 from pathlib import Path
 
 import optax_smile
@@ -36,13 +35,12 @@ for name, value in {
     "JAX_COMPILATION_CACHE_DIR": str(compiled),
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     "JAX_PLATFORMS": "cpu",
-    "IPYTHONDIR": tempfile.mkdtemp(),
     "PYDEVD_DISABLE_FILE_VALIDATION": "1",
 }.items():
     os.environ.setdefault(name, value)
-os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "examples"), os.getenv("PYTHONPATH", "")])
+os.environ["PYTHONPATH"] = f"{ROOT / 'examples'}{os.pathsep}{os.getenv('PYTHONPATH', '')}"
 nb_execution_mode, nb_execution_in_temp = "auto", True
-nb_execution_timeout, nb_execution_raise_on_error = 240, True
+nb_execution_timeout, nb_execution_show_tb = 900, True
 nb_output_stderr, nb_merge_streams = "error", True
 myst_heading_anchors = 3
 
@@ -52,7 +50,6 @@ autodoc_typehints_format = "short"
 autodoc_type_aliases = {"ArrayLike": "ArrayLike", "StepSize": "StepSize"}
 napoleon_use_ivar, napoleon_numpy_docstring = True, False
 
-HEADER = re.compile(r"(Args|Attributes|Example|Raises|Returns|Yields):$")
 # Defaults that are functions, as a person would write them.
 WRITTEN = {
     r", tuner=Tuner\(.*?sets_step_size=True\)": "",
@@ -70,24 +67,28 @@ def to_rest(_app, _what, _name, _object, _options, lines):
 
 
 def _blocks(lines):
-    """Yield text with its marks, examples and formulas as they are."""
-    text, previous, literal = [], "", None
+    """Yield text with its marks; examples and formulas stay as they are."""
+    text, previous, kind, depth = [], "", "text", 0
     for line in lines:
-        indent, is_new = len(line) - len(line.lstrip()), not (text and text[-1].strip())
-        if literal is not None and line and indent < literal:
-            literal = None
-        is_example = literal is None and line.lstrip().startswith(">>>")
-        is_formula = previous[:1].strip() and not HEADER.match(previous) and is_new and indent
-        if literal is None and line and (is_example or is_formula or previous.endswith("::")):
-            yield _marked("\n".join(text))
-            if is_formula and not previous.endswith("::"):
-                yield "..  code-block:: text\n"
-            text, literal = [], 1 if is_formula else indent
-        if literal is None:
+        indent = len(line) - len(line.lstrip())
+        if (kind == "block" and line and indent < depth) or (kind == "example" and not line):
+            kind = "text"
+        if kind == "text" and line:
+            follows = bool(text) and not text[-1]
+            is_formula = follows and indent and not previous.startswith(" ")
+            if line.lstrip().startswith(">>>"):
+                kind = "example"
+            elif is_formula or previous.endswith("::"):
+                kind, depth = "block", indent
+            if kind != "text":
+                yield _marked("\n".join(text))
+                text = []
+            if kind == "block" and not previous.endswith("::"):
+                yield ".. code-block:: text\n"
+        if kind == "text":
             text.append(":returns:" if line == "Returns:" else line)
         else:
             yield line
-            literal = None if is_example and not line else literal
         previous = line or previous
     yield _marked("\n".join(text))
 
