@@ -50,10 +50,12 @@ GRID = (1e-4, 1e-3, 1e-2)
 OURS = [(ENSEMBLE, {}), ("psmile", {}), ("psmile", {"allowed": 0.03}), ("smile", {})]
 OTHERS: Methods = [("checkpoints", {}), ("ivon", {}), ("laplace", {})]
 OTHERS.insert(2, ("ivon", {"learning_rate": 0.05}))
-PAPERS = ("smile_naive", "psmile_naive", "smile published", "psmile published")
-CYCLES = [("cyclical_sgld", {"step_size": step, "num_cycles": 4}) for step in (1e-7, 1e-6)]
+PAPERS = tuple(f"{name} published" for name in ("smile_naive", "psmile_naive", "smile", "psmile"))
+CYCLES = [
+    ("cyclical_sgld", {"step_size": step, "num_cycles": 4}) for step in (1e-6, 5e-7, 1e-7, 5e-8)
+]
 GPT_STEPS = (2e-6, 2e-5, 2e-4, 2e-3)
-# Methods and options, and settings that are gone through; the first value is the form's own.
+# Methods and options, and settings that are gone through.
 TABLES: dict[str, tuple[str, list[tuple[str, dict[str, Any]]], dict[str, Sequence[Any]]]] = {
     "lenet": (
         "lenet",
@@ -62,7 +64,7 @@ TABLES: dict[str, tuple[str, list[tuple[str, dict[str, Any]]], dict[str, Sequenc
             *OTHERS,
             *(cell for method in (*PAPERS, "scale_adapted_sghmc") for cell in at(method, GRID)),
             *at("sgld", (1e-6, 1e-5)),
-            *CYCLES,
+            *CYCLES[::2],
         ],
         {},
     ),
@@ -78,7 +80,7 @@ TABLES: dict[str, tuple[str, list[tuple[str, dict[str, Any]]], dict[str, Sequenc
         [
             *OURS,
             *OTHERS,
-            *CYCLES[1:],
+            CYCLES[0],
             ("scale_adapted_sghmc", {"step_size": 1e-3, "friction": 0.05}),
             *(cell for method in PAPERS for cell in at(method, (0.015,))),
         ],

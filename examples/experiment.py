@@ -225,12 +225,14 @@ def main(
     parser.add_argument("--directory", type=Path, help="keeps a run that goes on when run again")
     parser.add_argument("--output", type=Path, default=Path(f"{name}.html"))
     arguments = parser.parse_args()
+    if arguments.seed < 0:
+        parser.error(f"--seed must be >= 0, got {arguments.seed}")
     preset = "smoke" if arguments.smoke else arguments.preset
     settings = dataclasses.replace(presets[preset], seed=arguments.seed)
     try:
         chosen = functools.partial(build, network=arguments.network) if networks else build
         experiment = chosen(settings)
-    except (FileNotFoundError, ModuleNotFoundError) as error:
+    except (FileNotFoundError, ModuleNotFoundError, ValueError) as error:
         raise SystemExit(str(error)) from None
 
     with tempfile.TemporaryDirectory() as folder:

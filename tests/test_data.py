@@ -275,6 +275,13 @@ def test_wrong_context_and_number(folder):
         batches()[-1]
 
 
+def test_a_sample_of_small_images_is_not_passed_off_as_large_ones(folder):
+    (folder / "imagenette").mkdir(parents=True)
+    (folder / "imagenette" / "train_64.npz").touch()
+    with pytest.raises(ValueError, match="at most 64 with the sample .*, got 160"):
+        data.imagenette()
+
+
 # The data of the paper.
 
 

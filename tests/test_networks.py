@@ -1,7 +1,9 @@
 """The benchmark of the paper's networks: its tables, its scores, and that a chain goes on."""
 
+import dataclasses
 import json
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -13,6 +15,7 @@ ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "examples")]
 import data  # noqa: E402
 import network_cells  # noqa: E402
+import network_chains  # noqa: E402
 import networks  # noqa: E402
 from experiment import Experiment  # noqa: E402
 
@@ -26,9 +29,15 @@ def task(likelihood="categorical", labels=LABELS) -> Experiment:
     return Experiment(no_one, splits, likelihood, no_one)  # type: ignore[arg-type]
 
 
-def chain(seed, shape=(4, 3)):
-    generator = np.random.default_rng(seed)
-    return {"test": log_softmax(generator.normal(size=shape), axis=-1)}
+def chain(seed, labels=LABELS, scale=1.0):
+    logits = scale * np.random.default_rng(seed).normal(size=(*labels.shape, 3))
+    return of(log_softmax(logits, axis=-1), labels)
+
+
+def of(logs, labels=LABELS):
+    density = np.take_along_axis(logs, labels[..., None], axis=-1)[..., 0]
+    with np.errstate(divide="ignore"):
+        return {"test": np.log(np.exp(logs)), "density": density}
 
 
 def test_the_average_is_that_of_probabilities():
@@ -48,14 +57,48 @@ def test_scores_of_an_average():
 
 def test_foreign_inputs_that_are_less_sure_are_told_apart():
     sure, unsure = np.log([[0.98, 0.01, 0.01]] * 4), np.log([[0.4, 0.3, 0.3]] * 4)
-    assert networks.scores(task(), [{"test": sure, "unseen": unsure}])["ood_auroc"] == 1
+    assert networks.scores(task(), [of(sure) | {"unseen": unsure}])["ood_auroc"] == 1
+
+
+def test_a_target_that_underflows_is_not_impossible():
+    found = networks.scores(task(), [chain(0, scale=1_000.0)])
+    assert found["lppd"] == pytest.approx(chain(0, scale=1_000.0)["density"].mean())
+    assert np.isinf(chain(0, scale=1_000.0)["test"]).any()
 
 
 def test_scores_of_tokens():
     labels = np.array([[0, 1], [2, 2]])
-    found = networks.scores(task("tokens", labels), [chain(0, (2, 2, 3))])
-    logs = chain(0, (2, 2, 3))["test"].reshape(4, 3)[np.arange(4), labels.ravel()]
+    found = networks.scores(task("tokens", labels), [chain(0, labels)])
+    logs = chain(0, labels)["test"].reshape(4, 3)[np.arange(4), labels.ravel()]
     assert found["perplexity"] == pytest.approx(np.exp(-logs.mean()))
+
+
+@pytest.mark.parametrize(
+    "given, told",
+    [
+        (["--methods", "psmil"], "--methods must be of .*psmile.*got .*psmil"),
+        (["--options", '{"allowed": 3}'], "--options must be of"),
+        (["--settings", '{"num_epoch": 3}'], "--settings must be of .*num_epochs"),
+        (["--seeds", "-1"], "must be >= 0, got -1"),
+        (["--corrupted", "--methods", "laplace"], "--methods must be of"),
+    ],
+    ids=str,
+)
+def test_what_no_cell_has_is_refused(given, told, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["networks.py", *given])
+    with pytest.raises(SystemExit):
+        networks.main()
+    assert re.search(told, capsys.readouterr().err)
+
+
+def test_scores_of_corrupted_images_are_cells_of_their_own(monkeypatch):
+    asked: list[dict] = []
+    monkeypatch.setattr(networks.records, "complete", lambda _, cells, *__: asked.extend(cells))
+    for given in ([], ["--corrupted"]):
+        monkeypatch.setattr(sys, "argv", ["networks.py", "--methods", "psmile", *given])
+        networks.main()
+    plain, corrupted = (asked[: len(asked) // 2], asked[len(asked) // 2 :])
+    assert [cell | {"scores": "corrupted"} for cell in plain] == corrupted
 
 
 @pytest.mark.parametrize("form", network_cells.FORMS)
@@ -63,26 +106,26 @@ def test_scores_of_tokens():
 def test_every_cell_of_every_table_can_be_built(table, form, tmp_path, monkeypatch):
     """The samplers are made as they will be; only the search for a precision is left out."""
     found = {"prior_mean": "start", "prior_precision": 10.0}
-    monkeypatch.setattr(networks, "around", lambda *_: found)
+    monkeypatch.setattr(network_chains, "around", lambda *_: found)
     names = set()
     for cell, settings in network_cells.cells_of(table, form, [0, 1], {}):
-        known = cell["method"] in (networks.ENSEMBLE, *networks.BASELINES)
+        known = cell["method"] in (networks.ENSEMBLE, *network_chains.BASELINES)
         if not known:
-            made = networks.make_sampler(cell, settings, tmp_path, num_data=100, key=0)
+            made = network_chains.make_sampler(cell, settings, tmp_path, num_data=100, key=0)
             assert callable(made.update)
         assert json.loads(json.dumps(cell)) == cell and cell["num_chains"] == settings.num_members
-        names.add(networks.path_of(cell, 0, tmp_path).name)
+        names.add(network_chains.path_of(cell, 0, tmp_path).name)
     assert len(names) == len(list(network_cells.cells_of(table, form, [0, 1], {})))
 
 
 def test_a_sweep_of_the_batch_shares_its_warm_start(tmp_path, monkeypatch):
     seen = []
-    monkeypatch.setattr(networks, "load", lambda *_: None)
+    monkeypatch.setattr(network_chains, "load", lambda *_: None)
     monkeypatch.setattr(
-        networks.experiment, "warm_start", lambda *_, directory, **__: seen.append(directory)
+        network_chains.experiment, "warm_start", lambda *_, directory, **__: seen.append(directory)
     )
     for cell, settings in network_cells.cells_of("lenet batch", "tiny", [0], {"num_epochs": 2}):
-        networks.warm_member(cell, settings, 0, tmp_path)
+        network_chains.warm_member(cell, settings, 0, tmp_path)
     assert len(set(seen)) == 1 and "num_epochs_2" in seen[0].name
 
 
@@ -101,3 +144,6 @@ def test_a_cell_runs_and_is_not_run_again(tmp_path, capsys):
         capsys.readouterr()
         assert networks.run_cell(cell, settings, tmp_path) == record
         assert capsys.readouterr().out == ""
+    other = dataclasses.replace(settings, thin=3)
+    with pytest.raises(SystemExit, match="of other settings: thin 2, not 3"):
+        networks.run_cell(cell, other, tmp_path)

@@ -37,12 +37,16 @@ def _paired(group: Sequence[Record], base: Sequence[Record], score: str) -> list
     return [a[score] - b[score] for a, b in pairs if b and a.get(score) is not None]
 
 
+def _prior(options: tuple) -> str:
+    return ", around the start" if dict(options).keys() == {"allowed"} else ""
+
+
 def gains(found: Sequence[Record]) -> Table:
     """`psmile` and an ensemble of checkpoints above the deep ensemble, in the small form."""
     groups, rows, used = _groups(found), [], []
     for (task, form, method, options), group in groups.items():
-        prior = ", around the start" if dict(options).keys() == {"allowed"} else ""
-        if not form.startswith("small") or method == ENSEMBLE or options and not prior:
+        prior = _prior(options)
+        if form != "small" or method == ENSEMBLE or options and not prior:
             continue
         base = groups.get((task, form, ENSEMBLE, ()), [])
         differences = [_paired(group, base, score) for score in SCORES.values()]
@@ -69,12 +73,13 @@ def cells(found: Sequence[Record]) -> Table:
         used += group
         told = ", ".join(f"{k} {short(v) if v else v}" for k, v in options)
         chains = [chain for record in group for chain in record["chains"]]
+        seconds = [x["seconds"][1] for x in chains if x["seconds"][1] is not None]
         rows.append(
             [
                 *(NAMES[task], form, method, told),
                 *(mean_error([r[s] for r in group if s in r], 4) for s in SCORES.values()),
                 number(fmean(r["single"]["lppd"] for r in group), 4),
-                number(fmean(chain["seconds"][1] for chain in chains), 0),
+                number(fmean(seconds), 0) if seconds else "resumed",
                 number(max(chain["peak_mib"] for chain in chains), 0),
             ]
         )
@@ -83,15 +88,13 @@ def cells(found: Sequence[Record]) -> Table:
 
 
 def corruptions(found: Sequence[Record]) -> Table:
-    """LPPD of corrupted images by severity, and what `psmile` gains."""
-    groups: dict[tuple, list[Record]] = {}
-    for record in found:
-        groups.setdefault((record["cell"]["task"], record["cell"]["method"]), []).append(record)
+    """LPPD of corrupted images by severity, and what a method gains."""
+    groups = _groups(found)
     severities = sorted({s for r in found for s in r["severities"]}, key=int)
     rows = []
-    for (task, method), group in groups.items():
-        base = groups.get((task, ENSEMBLE), [])
-        row = [NAMES[task], method]
+    for (task, form, method, options), group in groups.items():
+        base = groups.get((task, form, ENSEMBLE, ()), [])
+        row = [NAMES[task], form, method + _prior(options)]
         for severity in severities:
             of = {r["cell"]["seed"]: r["severities"][severity]["lppd"] for r in base}
             values = {r["cell"]["seed"]: r["severities"][severity]["lppd"] for r in group}
@@ -100,7 +103,7 @@ def corruptions(found: Sequence[Record]) -> Table:
             row.append(mean_error(shared, 4, "+"))
         rows.append(row)
     header = [x for s in severities for x in (f"severity {s}", "gain")]
-    return Table(["network", "method", *header], rows, found)
+    return Table(["network", "form", "method", *header], rows, found)
 
 
 def paper(found: Sequence[Record], told: Sequence[Record]) -> Table:
@@ -134,31 +137,28 @@ def paper(found: Sequence[Record], told: Sequence[Record]) -> Table:
     return Table(["network", "method", "options", "score", "paper", "ours"], rows, used)
 
 
+def _gain(record: Record, budget: str) -> float:
+    return record[budget]["lppd"] - record["ensemble"]["lppd"]
+
+
 def ladder(found: Sequence[Record]) -> Table:
     """LPPD above the ensemble of the starts, by size, prior and angle, at both budgets."""
     rows, used = [], []
     for size in SIZES:
         for prior in dict.fromkeys(r["cell"]["prior"] for r in found):
-            of = {
-                r["cell"]["angle"]: r
-                for r in found
-                if (r["cell"]["size"], r["cell"]["prior"]) == (size, prior)
-            }
+            of = [r for r in found if (r["cell"]["size"], r["cell"]["prior"]) == (size, prior)]
             if not of:
                 continue
-            used += list(of.values())
-            some = next(iter(of.values()))
+            used += of
+            some = of[0]
             ratio = some["num_parameters"] / some["num_data"]
             row = [thousands(some["num_parameters"]), number(ratio, 2), prior]
             for angle in ANGLES:
-                told = of.get(angle, {})
-                row.append(
-                    " / ".join(
-                        number(told[b]["lppd"] - told["ensemble"]["lppd"], 3, "+")
-                        for b in ("3000", "12000")
-                        if b in told
-                    )
-                )
+                gains = {
+                    b: [_gain(r, b) for r in of if r["cell"]["angle"] == angle and b in r]
+                    for b in ("3000", "12000")
+                }
+                row.append(" / ".join(mean_error(x, 3, "+") for x in gains.values() if x))
             rows.append(row)
     header = ["weights", "d / N", "prior", *(f"angle {angle}" for angle in ANGLES)]
     return Table(header, rows, used)

@@ -21,6 +21,8 @@ STANDARDS = {
 
 # Of a training file of CIFAR-10, and what is left of it to train on.
 BLOCK, BLOCK_TO_TRAIN = 10_000, 9_000
+# A side of the images of Imagenette in the folder.
+SAMPLED_PIXELS = 64
 # Of each class of CIFAR-100: 2,000 images.
 PER_CLASS = 20
 
@@ -85,6 +87,12 @@ def imagenette(seed: int = 0, pixels: int = 160) -> Splits:
     """
     if pixels < 1:
         raise ValueError(f"`imagenette(pixels=...)` must be >= 1, got {pixels}.")
+    if pixels > SAMPLED_PIXELS and sources.files("imagenette/train_64.npz"):
+        raise ValueError(
+            f"`imagenette(pixels=...)` must be at most {SAMPLED_PIXELS} with the sample in the"
+            f" folder OPTAX_SMILE_DATA, got {pixels}. Set OPTAX_SMILE_DATA to another folder to"
+            " read what TensorFlow Datasets has prepared."
+        )
     train, test = _squeezed("train", "train", pixels), _squeezed("val", "validation", pixels)
     train, valid = hold_out(train, len(train[0]) // 10, seed)
     return Splits(train, valid, test)
