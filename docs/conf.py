@@ -9,6 +9,8 @@ import os
 import re
 from pathlib import Path
 
+from sphinx.errors import ExtensionError
+
 import optax_smile
 
 ROOT = Path(__file__).parents[1]
@@ -38,6 +40,7 @@ for name, value in {
     "PYDEVD_DISABLE_FILE_VALIDATION": "1",
 }.items():
     os.environ.setdefault(name, value)
+os.environ.pop("MPLBACKEND", None)  # another one than Jupyter's leaves the pictures out
 os.environ["PYTHONPATH"] = f"{ROOT / 'examples'}{os.pathsep}{os.getenv('PYTHONPATH', '')}"
 nb_execution_mode, nb_execution_in_temp = "auto", True
 nb_execution_timeout, nb_execution_show_tb = 900, True
@@ -119,8 +122,17 @@ def with_defaults(_app, _what, _name, _object, _options, signature, returns):
     return signature, returns
 
 
+def opens_without_network(app, error):
+    """Refuse pages that load a script or style from elsewhere."""
+    fetched = re.compile(r'<(script|link)[^>]* (src|href)="(https?:)?//')
+    pages = [] if error else Path(app.outdir).rglob("*.html")
+    if found := [page.name for page in pages if fetched.search(page.read_text())]:
+        raise ExtensionError(f"needs a network: {found}")
+
+
 def setup(app):
     """Convert docstrings before Napoleon reads them."""
     app.connect("autodoc-process-docstring", to_rest, priority=400)
     app.connect("autodoc-skip-member", is_field)
     app.connect("autodoc-process-signature", with_defaults)
+    app.connect("build-finished", opens_without_network)
