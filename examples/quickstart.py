@@ -158,7 +158,7 @@ def run(config: Config, sampler_name: str, directory: Path) -> dict[str, dict[st
             prediction,
             targets=labels,
             scores=table[name],
-            images=images.reshape(-1, 4, 4),
+            images=np.reshape(images, (-1, 4, 4)),
         )
         report.store(directory, f"{name} on shuffled pixels", unseen)
         table[name] |= {"entropy": prediction.total.mean(), "shuffled": unseen.total.mean()}

@@ -75,6 +75,12 @@ def few_pixels_and_files(monkeypatch, request):
         monkeypatch.setattr(_pictures, "FORMATS", {})
 
 
+@pytest.fixture
+def blank(monkeypatch):
+    """For what a page says."""
+    monkeypatch.setattr(_pictures.Pictures, "_draw", lambda *_: "")
+
+
 def classify(draws, targets: Any = LABELS, **arguments):
     return optax_smile.predict(
         logits, draws, INPUTS, likelihood="categorical", targets=targets, **arguments
@@ -134,6 +140,7 @@ def test_regression(run, draws):
     assert ">→ 0.95</span>" in page
 
 
+@pytest.mark.usefixtures("blank")
 def test_tokens(run, draws):
     labels = LABELS.reshape(8, 5).copy()
     labels[0, 2:] = -1
@@ -197,6 +204,7 @@ def test_an_own_likelihood(draws):
     }
 
 
+@pytest.mark.usefixtures("blank")
 def test_the_page_says_whether_predictions_were_judged(run, draws):
     report.store(run, "test", classify(draws, per="draw"), targets=LABELS)
     assert "Monte Carlo standard error of the LPPD" in report.write(run).read_text()
@@ -226,6 +234,7 @@ def test_huge_runs_are_thinned_for_the_picture_of_their_paths(run, draws, monkey
     assert rates == pytest.approx([0.02, 0.02])
 
 
+@pytest.mark.usefixtures("blank")
 def test_every_draw_is_read_once(run, draws, monkeypatch):
     report.store(run, "test", classify(draws, per="draw"), targets=LABELS)
     names = {file.name for kind in ("draw", "start") for file in run.glob(f"{kind}*")}
@@ -304,6 +313,7 @@ def test_the_command(run, draws, tmp_path):
     assert "must be a directory with a manifest.json, got" in wrong.stderr
 
 
+@pytest.mark.usefixtures("blank")
 def test_bad_input(run, draws, tmp_path):
     prediction = classify(draws)
     with pytest.raises(ValueError, match=r"`report.store\(name=...\)` must be a name of letters"):
@@ -388,6 +398,7 @@ def test_images_of_other_inputs_are_damage(run, draws):
     report.store(run, "test", prediction, targets=LABELS, images=IMAGES)
     kept = Stored(run / "prediction-test.safetensors")
     arrays = {"shown": kept.shown, "images": kept.images, "mean": prediction.mean[:2]}
+    arrays |= {"total": prediction.total}
     header = {"name": "test", "scores": {}, "uncertainty": "entropy"}
     (run / "prediction-test.safetensors").write_bytes(_disk.pack(header, arrays))
     with pytest.raises(ValueError, match="is damaged .its images are of other inputs"):
@@ -419,10 +430,11 @@ def lights(page: str) -> list[tuple[str, str]]:
     return re.findall(r'<span class="light \w+">(\w+)</span><span><b>([^<]+)</b>', page)
 
 
+@pytest.mark.usefixtures("blank")
 def test_lights_tell_every_test_its_number_and_what_to_do(run, draws):
     report.store(run, "test", classify(draws, per="draw"), targets=LABELS)
     page = report.write(run).read_text()
-    summary = diagnostics.summary(draws, classify(draws, per="draw"))
+    summary = diagnostics.summary(draws, Stored(run / "prediction-test.safetensors").prediction)
     shown = lights(page)
     bad = [finding.problem.split(": ")[0] for finding in summary.findings]
     assert sorted(kind for light, kind in shown if light != "fine") == sorted(bad)
@@ -435,7 +447,7 @@ def test_lights_tell_every_test_its_number_and_what_to_do(run, draws):
 
 
 def test_trouble_comes_first_and_is_named():
-    made = diagnostics.summary(np.random.default_rng(0).normal(size=(3, 24, 5)))
+    made = diagnostics.summary(optax_smile.Snapshots(RNG.normal(size=(3, 24, 5))))
     found = (
         diagnostics.Finding((0, 1, 2), "slow: 30% of `them`.", "a larger `thin`."),
         diagnostics.Finding((1,), "diverged: far < off.", "a smaller step."),
@@ -490,6 +502,7 @@ def test_times_in_words():
     assert set(_words.times([]).values()) == {"not recorded"}
 
 
+@pytest.mark.usefixtures("blank")
 def test_a_run_tells_when_and_where_it_ran(run, draws):
     (session,) = _sessions.read(run)
     assert abs(time.time() - session.began) < 3600 and 0 < session.seconds < 3600
@@ -556,6 +569,7 @@ def test_every_picture_is_a_file_too_and_the_page_needs_nothing_else(run, draws,
     assert before == {file: (tmp_path / file).read_bytes() for file in files}
 
 
+@pytest.mark.usefixtures("blank")
 def test_a_page_that_cannot_be_finished_leaves_the_one_before(run, draws, tmp_path, monkeypatch):
     page = report.write(run, tmp_path / "page.html")
     before = page.read_bytes()

@@ -46,10 +46,10 @@ class Stored:
 
         with _disk.naming(file, "stored prediction", "Remove it, or store it again."):
             header, kept = _disk.read(file, check)
-            self.images, self.shown = kept.get("images"), kept.get("shown")
+            self.images, self.shown = kept.get("images"), kept.get("shown", np.empty(0, int))
             if self.images is not None:
-                places = np.arange(len(kept["mean"]))
-                if self.images.shape[:1] != self.shown.shape or set(self.shown) - set(places):
+                number = min(len(kept["mean"]), len(kept["total"]))
+                if len(self.images) != len(self.shown) or set(self.shown) - {*range(number)}:
                     raise ValueError("its images are of other inputs")
         self.scores: dict[str, float] = header["scores"]
         self.targets, each = kept.get("targets"), kept.get("each_log_density")

@@ -113,12 +113,13 @@ def examples(
             # Heights are counted downwards.
             place = {"extent": (left, left + 1, top + height, top), "interpolation": "nearest"}
             ax.imshow(images[at], cmap="gray", vmin=0, vmax=1, zorder=2, **place)
-            caption, is_wrong = _caption(mean[at], uncertainty[at], targets, at)
+            caption, is_wrong = _caption(mean[at], float(uncertainty[at]), targets, at)
             color = PALETTE[1] if is_wrong else "black"
-            text = {"ha": "center", "va": "top", "size": "x-small", "color": color}
+            text: Any = {"ha": "center", "va": "top", "size": "x-small", "color": color}
             ax.text(left + 0.5, top + height + 0.04, caption, **text)
         top += height + CAPTION
     ax.set(xlim=(0, columns * (1 + GAP) - GAP), ylim=(top, 0), aspect="equal")
+    ax.set_title("Images and what is predicted of them")
     ax.set_axis_off()
     return ax
 

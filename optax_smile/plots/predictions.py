@@ -130,8 +130,9 @@ def risk_coverage(
     ax.plot(coverage, risk, **style, lw=1.5, label=name)
     ax.set(title="Risk against coverage", ylabel="share wrong among them")
     ax.set(xlabel="share of inputs answered, the most confident first", xlim=(0, 1))
+    curves = [line.get_ydata() for line in ax.lines if line.get_gid() == "risk_coverage"]
+    top = max(float(np.max(curve)) for curve in curves)
     # Where nothing is wrong there is no height.
-    top = max(line.get_ydata().max() for line in ax.lines if line.get_gid() == "risk_coverage")
     ax.set_ylim(0, 1.05 * top if top > 0 else 1)
     add_legend(ax)
     return ax

@@ -172,7 +172,7 @@ def _head(snapshots: _ReadOnce) -> Iterator[str]:
     )
     seeds = {"sample": settings.get("key"), sampler["name"]: sampler.get("key")}
     told = {name: _words.seed(key) for name, key in seeds.items()}
-    facts = _words.times(_sessions.read(snapshots.directory))
+    facts: dict[str, str | None] = {**_words.times(_sessions.read(snapshots.directory))}
     facts["seed"] = ", ".join(f"{x} ({name})" for name, x in told.items() if x is not None)
     facts["data"] = _words.data(manifest["data"], sampler.get("num_data"))
     facts["libraries"] = ", ".join(f"{name} {of}" for name, of in manifest["versions"].items())

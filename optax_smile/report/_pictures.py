@@ -132,9 +132,9 @@ def of_predictions(stored: list[Stored]) -> Iterator[Picture]:
     """Pictures of what was predicted, methods and data laid over each other where they can be."""
     classified = {}
     for one in stored:
-        has_classes = one.prediction.uncertainty == "entropy" and one.prediction.mean is not None
-        if has_classes and one.targets is not None:
-            classified[_label(one)] = labelled(one.prediction.mean, one.targets)
+        mean, of = one.prediction.mean, one.prediction.uncertainty
+        if of == "entropy" and mean is not None and one.targets is not None:
+            classified[_label(one)] = labelled(mean, one.targets)
 
     def overlaid(plot):
         def draw(ax):
@@ -211,7 +211,8 @@ def _draw_examples(stored: Stored, ax: Any):
     if prediction.uncertainty == "entropy":
         mean = classes(mean, np.shape(prediction.total))
     targets = None if stored.targets is None else stored.targets[shown]
-    plots.examples(stored.images, mean[shown], prediction.total[shown], targets, ax=ax)
+    images: Any = stored.images
+    plots.examples(images, mean[shown], prediction.total[shown], targets, ax=ax)
 
 
 def _label(stored: Stored) -> str:
