@@ -260,8 +260,9 @@ def _lights(summary: diagnostics.Summary) -> Iterator[str]:
     known |= {"different modes"} & known or {"different modes"}
     if untested := [kind for kind in ADVICE if kind not in known]:
         yield (
-            f'<p class="note">Not tested: {", ".join(untested)}. That takes more draws, a loss at'
-            " every step, or a prediction of every draw, and chains that arrive.</p>"
+            f'<p class="note">Not tested: {", ".join(untested)}. What is missing is one of these:'
+            " more draws, a prediction of every draw, a loss at every step, a sampler that rejects,"
+            " chains that arrive and move fast enough.</p>"
         )
     if not summary.findings:
         yield f"<p>{html.escape(str(summary).splitlines()[-1])}</p>"

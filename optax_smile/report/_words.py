@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import math
 import re
 import time
 from collections.abc import Iterable, Mapping
@@ -87,7 +88,7 @@ def data(told: Mapping[str, Any], num_data: Any) -> str | None:
     A list of batches may hold an example several times; the sampler was told how many there are.
     """
     batches, parts = told.get("num_batches"), []
-    if type(num_data) in (int, float):
+    if type(num_data) in (int, float) and math.isfinite(num_data):
         parts.append(count(round(num_data), "example"))
     if type(batches) is int:
         parts.append(f"{batches:,} batch{'' if batches == 1 else 'es'}")
