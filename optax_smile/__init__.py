@@ -3,7 +3,7 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from optax_smile import diagnostics, local, metrics, parallel, plots, published
+from optax_smile import diagnostics, interop, local, metrics, parallel, plots, published
 from optax_smile.chains.find_step_size import StepSizeSearch, find_step_size
 from optax_smile.chains.sample import sample
 from optax_smile.chains.starts import chains_from_weights
@@ -44,6 +44,7 @@ __all__ = [
     "cyclical_sgld",
     "diagnostics",
     "find_step_size",
+    "interop",
     "last_accepted",
     "load_snapshots",
     "local",

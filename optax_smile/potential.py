@@ -2,12 +2,15 @@
 
     U(theta) = (num_data * mean_loss(theta) + prior_precision / 2 * |theta|^2) / temperature
 
+and with a prior that is a function -log_prior(theta) in place of the second term.
+
 This is -log posterior / temperature up to a constant. No other file multiplies by `num_data`.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -37,12 +40,15 @@ class Potential(NamedTuple):
             an array of its shape.
         temperature: of the posterior, > 0; 1 is Bayes.
         prior_mean: centre of the prior, finite, given like `prior_precision`, or `"start"`.
+        log_prior: log density of another prior, `log_prior(params)`, a scalar in nats, up to a
+            constant; it replaces the Gaussian, whose precision must then be 0.
     """
 
     num_data: float | jax.Array
     prior_precision: Any = 1.0
     temperature: float | jax.Array = 1.0
     prior_mean: Any = 0.0
+    log_prior: Callable[[Any], jax.Array] | None = None
 
 
 def check(where: str, potential: Potential):
@@ -60,6 +66,12 @@ def check(where: str, potential: Potential):
         for value in jax.tree.leaves(getattr(potential, argument)):
             _check.numbers(where, argument, value, rule, holds)
     _check.positive(where, "temperature", potential.temperature)
+    if potential.log_prior is not None:
+        _check.function(where, "log_prior", potential.log_prior, "(params)")
+        precision = jax.tree.leaves(potential.prior_precision)
+        if not all(isinstance(x, int | float) and x == 0 for x in precision):
+            rule, remedy = "0 where `log_prior` is the prior", "Pass `prior_precision=0`."
+            _check.fail(where, "prior_precision", rule, potential.prior_precision, remedy)
 
 
 def check_prior(where: str, potential: Potential, params: optax.Params):
@@ -78,6 +90,36 @@ def check_prior(where: str, potential: Potential, params: optax.Params):
                 at = jax.tree_util.keystr(path) or "the only leaf"
                 rule = f"a number or of the shape {leaf.shape} at {at}"
                 _check.fail(where, argument, rule, jnp.shape(value))
+    if potential.log_prior is not None:
+        rule = "a function of `params` that returns a scalar, the log density in nats"
+        density = _check.traced(where, "log_prior", potential.log_prior, params, rule=rule)
+        is_scalar = getattr(density, "shape", None) == ()
+        if not (is_scalar and jnp.issubdtype(density.dtype, jnp.floating)):
+            _check.fail(where, "log_prior", rule, density)
+
+
+def with_log_prior(
+    potential: Potential, updates: optax.Updates, value: jax.Array | None, params: optax.Params
+) -> tuple[optax.Updates, jax.Array | None]:
+    """Take a prior that is a function for a part of the mean loss, -log_prior / num_data.
+
+    Where it has no density the loss is infinite, and the guardrail rejects the step.
+
+    Args:
+        potential: the posterior.
+        updates: gradient of the mean loss.
+        value: the mean loss, or None.
+        params: where they belong to.
+
+    Returns:
+        Gradient and mean loss of data and prior together.
+    """
+    if potential.log_prior is None:
+        return updates, value
+    density, slope = jax.value_and_grad(potential.log_prior)(params)
+    number = _count(potential)
+    updates = jax.tree.map(lambda g, s: (g - s / number).astype(s.dtype), updates, slope)
+    return updates, None if value is None else (value - density / number).astype(value.dtype)
 
 
 def centre(potential: Potential, params: optax.Params) -> optax.Params | None:
@@ -201,9 +243,12 @@ def watanabe_beta(num_data: float) -> float:
     return 1 / math.log(num_data)
 
 
-def _weight(potential: Potential) -> Any:
-    """num_data over the temperature; the integers of JAX would end at 2 10^9 tokens."""
+def _count(potential: Potential) -> Any:
+    """num_data; the integers of JAX would end at 2 10^9 tokens."""
     num_data = potential.num_data
-    if not isinstance(num_data, jax.Array):
-        num_data = float(num_data)
-    return num_data / potential.temperature
+    return num_data if isinstance(num_data, jax.Array) else float(num_data)
+
+
+def _weight(potential: Potential) -> Any:
+    """num_data over the temperature."""
+    return _count(potential) / potential.temperature

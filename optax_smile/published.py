@@ -16,6 +16,7 @@ the averages start.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -46,11 +47,12 @@ def _published(name: str, preconditioner: Preconditioner, tuned: bool):
         num_data: float | jax.Array,
         prior_precision: Any = 1.0,
         prior_mean: Any = 0.0,
+        log_prior: Callable[[Any], jax.Array] | None = None,
         temperature: float | jax.Array = 1.0,
     ) -> optax.GradientTransformationExtraArgs:
         return compose(
             where,
-            Potential(num_data, prior_precision, temperature, prior_mean),
+            Potential(num_data, prior_precision, temperature, prior_mean, log_prior),
             preconditioner=preconditioner,
             momentum=microcanonical(where, INTEGRATOR),
             guardrail=guardrail(where, reject_quantile, REJECT_MOMENTUM),

@@ -129,8 +129,8 @@ DEFECTS = r"""
 + momentum.microcanonical(name, integrator, None, key)
 # published.py | test_slots.py
 = temperature lost | know_the_posterior
-- Potential(num_data, prior_precision, temperature, prior_mean)
-+ Potential(num_data, prior_precision, 1.0, prior_mean)
+- Potential(num_data, prior_precision, temperature, prior_mean, log_prior)
++ Potential(num_data, prior_precision, 1.0, prior_mean, log_prior)
 # samplers/tune_mclmc.py | test_mclmc.py
 = correlations of numbers not centred | where_the_posterior_lies
 - centered = draws - draws.mean(axis=0, keepdims=True)

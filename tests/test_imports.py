@@ -77,6 +77,7 @@ ROOMS = {
     "plots": {"metrics"},
     "local": {"chains", "draws", "potential", "samplers", "stages"},
     "report": {"draws", "diagnostics", "metrics", "plots"},
+    "interop": {"draws", "diagnostics"},
 }
 EVIDENCE = {"evidence", "energy", "products"}
 
@@ -180,7 +181,9 @@ def test_import_loads_no_optional_dependency():
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     loaded = set(run.stdout.split())
     assert {"optax_smile", "jax", "optax"} <= loaded
-    optional = "flax matplotlib tqdm sklearn orbax safetensors arviz equinox tensorflow grain"
+    optional = (
+        "flax matplotlib tqdm sklearn orbax safetensors arviz equinox tensorflow grain numpyro"
+    )
     assert not loaded & set(optional.split())
 
 

@@ -29,8 +29,8 @@ def warn_of_rise(
 ):
     """Warn of a posterior whose draws have a far larger loss than the start.
 
-    Silent where it cannot be told: no sampler's settings, or a precision in arrays; in a tree of
-    numbers the smallest counts.
+    Silent where it cannot be told: no sampler's settings, a prior that is a function, or a
+    precision in arrays; in a tree of numbers the smallest counts.
 
     Args:
         where: the public function.
@@ -43,7 +43,9 @@ def warn_of_rise(
     told: Mapping[str, Any] = settings or {}
     precisions = jax.tree.leaves(told.get("prior_precision"))
     number, temperature = (told.get(name, "unknown") for name in ("num_data", "temperature"))
-    if not all(isinstance(x, int | float) for x in (number, temperature, *(precisions or "?"))):
+    numbers = number, temperature, *(precisions or "?")
+    is_function = told.get("log_prior") is not None
+    if is_function or not all(isinstance(x, int | float) for x in numbers):
         return
     posterior = Potential(number, min(precisions), temperature)
     size = sum(math.prod(x.shape[1:]) for x in jax.tree.leaves(params))

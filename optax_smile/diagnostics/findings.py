@@ -182,7 +182,9 @@ def _diverged(run: Run) -> Iterator[Sign]:
     expected = np.maximum(run.paths.start_norm, prior)
     size = _ends(run.paths.norm)[1] / expected
     text = f"the parameters are {{}} times as large as start or prior make them (above {MUCH:g})."
-    yield Sign("diverged", (expected > 0) & (size > MUCH), size, text)
+    # How large another prior lets them be is not known.
+    if run.settings.get("log_prior") is None:
+        yield Sign("diverged", (expected > 0) & (size > MUCH), size, text)
     if run.density is not None:
         # Of what the draws of a third predict together: single draws are far off here and there
         # where their average is not. Impossible targets are far below possible ones.

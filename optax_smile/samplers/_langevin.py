@@ -182,7 +182,8 @@ def _update(of: _Parts, updates: Any, state: Any, params: Any, value: Any) -> tu
     dtype, last = state.step_length.dtype, state.last_update
     value = _call.check(of.name, updates, params, value, state.displacement, dtype)
     posterior = potential.around(of.posterior, state.prior_mean)
-    gradient = potential.gradient(posterior, updates, params)
+    slope, value = potential.with_log_prior(posterior, updates, value, params)
+    gradient = potential.gradient(posterior, slope, params)
     given = (_tree.inner(gradient, gradient), *(() if value is None else (value,)))
     error = energy.error(None, last.accepted, given)
     guard, reject = of.guardrail.judge(state.guardrail, error)

@@ -148,6 +148,7 @@ def _update(of: _Parts, updates: Any, state: Any, params: Any, value: Any) -> tu
     of = of._replace(posterior=potential.around(of.posterior, state.prior_mean))
     here, past = state.momentum, state.evidence
     value = _call.check(of.name, updates, params, value, here.direction, here.step_length.dtype)
+    updates, value = potential.with_log_prior(of.posterior, updates, value, params)
     if value is None and (of.tuner.uses_energy or of.guardrail.uses_energy):
         _warn_without_value(of.name)
     key, noise_key, reject_key = _split(of, state.key)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -25,6 +26,7 @@ def cyclical_sgld(
     num_data: float | jax.Array,
     prior_precision: Any = 1.0,
     prior_mean: Any = 0.0,
+    log_prior: Callable[[Any], jax.Array] | None = None,
     temperature: float | jax.Array = 1.0,
     total_steps: int = TOTAL_STEPS,
     num_cycles: int = NUM_CYCLES,
@@ -81,6 +83,6 @@ def cyclical_sgld(
         amplitude = jnp.where(is_draw(call.num_steps), jnp.sqrt(2 * call.step_size), 0)
         return _langevin.euler_step(call, amplitude), memory
 
-    posterior = potential.Potential(num_data, prior_precision, temperature, prior_mean)
+    posterior = potential.Potential(num_data, prior_precision, temperature, prior_mean, log_prior)
     rule = _langevin.Rule(lambda params: None, move, is_draw)
     return _langevin.sampler("cyclical_sgld", size, posterior, key, rule)

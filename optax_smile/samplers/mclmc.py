@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -22,6 +23,7 @@ def mclmc(
     decoherence_length: float | jax.Array,
     prior_precision: Any = 1.0,
     prior_mean: Any = 0.0,
+    log_prior: Callable[[Any], jax.Array] | None = None,
     temperature: float | jax.Array = 1.0,
     integrator: str = "minimal_norm",
     key: jax.Array | int,
@@ -54,7 +56,7 @@ def mclmc(
         _check.fail("mclmc", "decoherence_length", "> 0 and finite", None)
     return compose(
         "mclmc",
-        potential.Potential(num_data, prior_precision, temperature, prior_mean),
+        potential.Potential(num_data, prior_precision, temperature, prior_mean, log_prior),
         preconditioner=preconditioner.identity(),
         momentum=momentum.microcanonical("mclmc", integrator, decoherence_length, key),
         guardrail=guardrail("mclmc"),

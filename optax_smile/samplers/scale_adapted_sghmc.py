@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -39,6 +40,7 @@ def scale_adapted_sghmc(
     num_data: float | jax.Array,
     prior_precision: Any = 1.0,
     prior_mean: Any = 0.0,
+    log_prior: Callable[[Any], jax.Array] | None = None,
     temperature: float | jax.Array = 1.0,
     friction: float | jax.Array = FRICTION,
     adapt_steps: int = ADAPT_STEPS,
@@ -113,6 +115,6 @@ def scale_adapted_sghmc(
         displacement = jax.tree.map(leaf, call.displacement, metric, call.gradient, call.noise)
         return displacement, memory
 
-    posterior = potential.Potential(num_data, prior_precision, temperature, prior_mean)
+    posterior = potential.Potential(num_data, prior_precision, temperature, prior_mean, log_prior)
     rule = _langevin.Rule(init, move, is_draw=lambda count: count >= adapt_steps)
     return _langevin.sampler("scale_adapted_sghmc", step_size, posterior, key, rule)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -23,6 +24,7 @@ def sghmc(
     num_data: float | jax.Array,
     prior_precision: Any = 1.0,
     prior_mean: Any = 0.0,
+    log_prior: Callable[[Any], jax.Array] | None = None,
     temperature: float | jax.Array = 1.0,
     friction: float | jax.Array = FRICTION,
     friction_step: str = "euler",
@@ -77,6 +79,6 @@ def sghmc(
 
         return jax.tree.map(leaf, call.displacement, call.gradient, call.noise), memory
 
-    posterior = potential.Potential(num_data, prior_precision, temperature, prior_mean)
+    posterior = potential.Potential(num_data, prior_precision, temperature, prior_mean, log_prior)
     rule = _langevin.Rule(lambda params: None, move)
     return _langevin.sampler("sghmc", step_size, posterior, key, rule)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -37,6 +38,7 @@ def sgld(
     num_data: float | jax.Array,
     prior_precision: Any = 1.0,
     prior_mean: Any = 0.0,
+    log_prior: Callable[[Any], jax.Array] | None = None,
     temperature: float | jax.Array = 1.0,
     key: jax.Array | int,
 ) -> optax.GradientTransformationExtraArgs:
@@ -56,6 +58,9 @@ def sgld(
             with numbers or arrays like its leaves. Leave weight decay and penalties out of the
             loss.
         prior_mean: centre of that prior, given likewise, or `"start"` as in `smile`.
+        log_prior: log density of another prior, `log_prior(params)`, a scalar in nats, up to a
+            constant, differentiable; it replaces the Gaussian, so `prior_precision=0` with it.
+            Where it is -inf a step is rejected.
         temperature: of the posterior, > 0; 1 is Bayes.
         key: JAX key or seed for the noise. Chains under `vmap` get keys of their own by
             `optax_smile.parallel.init(sampler, params, key=key)`.
@@ -85,7 +90,7 @@ def sgld(
         amplitude = jnp.sqrt(2 * call.step_size)
         return _langevin.euler_step(call, amplitude), memory
 
-    posterior = potential.Potential(num_data, prior_precision, temperature, prior_mean)
+    posterior = potential.Potential(num_data, prior_precision, temperature, prior_mean, log_prior)
     rule = _langevin.Rule(lambda params: None, move)
     return _langevin.sampler("sgld", step_size, posterior, key, rule)
 
@@ -97,6 +102,7 @@ def psgld(
     num_data: float | jax.Array,
     prior_precision: Any = 1.0,
     prior_mean: Any = 0.0,
+    log_prior: Callable[[Any], jax.Array] | None = None,
     temperature: float | jax.Array = 1.0,
     square_decay: float = SQUARE_DECAY,
     smallest_root: float = SMALLEST_ROOT,
@@ -161,6 +167,6 @@ def psgld(
         displacement = jax.tree.map(leaf, metric, call.gradient, call.noise)
         return displacement, SquareAverage(squares, weight.astype(memory.start_weight.dtype))
 
-    posterior = potential.Potential(num_data, prior_precision, temperature, prior_mean)
+    posterior = potential.Potential(num_data, prior_precision, temperature, prior_mean, log_prior)
     rule = _langevin.Rule(init, move)
     return _langevin.sampler("psgld", step_size, posterior, key, rule)

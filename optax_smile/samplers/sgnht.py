@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -35,6 +36,7 @@ def sgnht(
     num_data: float | jax.Array,
     prior_precision: Any = 1.0,
     prior_mean: Any = 0.0,
+    log_prior: Callable[[Any], jax.Array] | None = None,
     temperature: float | jax.Array = 1.0,
     friction: float | jax.Array = FRICTION,
     key: jax.Array | int,
@@ -94,5 +96,5 @@ def sgnht(
         xi = jnp.minimum(xi + (1 - xi / 2) * square - eps**2, LARGEST_SHARE)
         return displacement, Thermostat(xi.astype(memory.thermostat.dtype))
 
-    posterior = potential.Potential(num_data, prior_precision, temperature, prior_mean)
+    posterior = potential.Potential(num_data, prior_precision, temperature, prior_mean, log_prior)
     return _langevin.sampler("sgnht", step_size, posterior, key, _langevin.Rule(init, move))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -25,6 +26,7 @@ def smile(
     num_data: float | jax.Array,
     prior_precision: Any = 1.0,
     prior_mean: Any = 0.0,
+    log_prior: Callable[[Any], jax.Array] | None = None,
     temperature: float | jax.Array = 1.0,
     integrator: str = "leapfrog",
     tuner: tuning.Tuner | None = DEFAULT_TUNER,
@@ -62,6 +64,9 @@ def smile(
             loss.
         prior_mean: centre of that prior, given likewise, or `"start"`: the parameters that the
             chain begins with, which its state then holds. See `optax_smile.local`.
+        log_prior: log density of another prior, `log_prior(params)`, a scalar in nats, up to a
+            constant, differentiable; it replaces the Gaussian, so `prior_precision=0` with it.
+            Where it is -inf a step is rejected.
         temperature: of the posterior, > 0; 1 is Bayes.
         integrator: `"leapfrog"`, or `"minimal_norm"` as published, with two calls per step.
         tuner: rule for the step size: `angle_tuner()`, `quantile_tuner()` as published, or None,
@@ -113,7 +118,7 @@ def smile(
     sign of e; a rejected point leaves neither its gradient nor its value behind. Step size and
     explicit noise: ours, `benchmarks/notes/which-angle.md`.
     """
-    posterior = Potential(num_data, prior_precision, temperature, prior_mean)
+    posterior = Potential(num_data, prior_precision, temperature, prior_mean, log_prior)
     given = posterior, step_size, integrator, decoherence_length, key
     rejects = {"reject_quantile": reject_quantile, "reject_momentum": reject_momentum}
     return _build("smile", *given, is_scaled=False, tuner=tuner, **rejects)
@@ -126,6 +131,7 @@ def psmile(
     num_data: float | jax.Array,
     prior_precision: Any = 1.0,
     prior_mean: Any = 0.0,
+    log_prior: Callable[[Any], jax.Array] | None = None,
     temperature: float | jax.Array = 1.0,
     integrator: str = "leapfrog",
     tuner: tuning.Tuner | None = DEFAULT_TUNER,
@@ -164,7 +170,7 @@ def psmile(
     and its windows are ours, since the published variance about a moving mean follows the gradient
     along the path where there is little noise and loses the posterior (`published.psmile` has it).
     """
-    posterior = Potential(num_data, prior_precision, temperature, prior_mean)
+    posterior = Potential(num_data, prior_precision, temperature, prior_mean, log_prior)
     given = posterior, step_size, integrator, decoherence_length, key
     rejects = {"reject_quantile": reject_quantile, "reject_momentum": reject_momentum}
     return _build("psmile", *given, is_scaled=True, tuner=tuner, **rejects)
@@ -177,6 +183,7 @@ def smile_naive(
     num_data: float | jax.Array,
     prior_precision: Any = 1.0,
     prior_mean: Any = 0.0,
+    log_prior: Callable[[Any], jax.Array] | None = None,
     temperature: float | jax.Array = 1.0,
     integrator: str = "leapfrog",
     decoherence_length: float | jax.Array | str | None = None,
@@ -198,7 +205,7 @@ def smile_naive(
     Source: Sommer et al., ICML 2026, section 3.1. Differs: leapfrog with one gradient per step; the
     SMILE-naive of the paper, minimal norm with two, is `published.smile_naive`.
     """
-    posterior = Potential(num_data, prior_precision, temperature, prior_mean)
+    posterior = Potential(num_data, prior_precision, temperature, prior_mean, log_prior)
     given = posterior, step_size, integrator, decoherence_length, key
     return _build("smile_naive", *given, is_scaled=False)
 
@@ -210,6 +217,7 @@ def psmile_naive(
     num_data: float | jax.Array,
     prior_precision: Any = 1.0,
     prior_mean: Any = 0.0,
+    log_prior: Callable[[Any], jax.Array] | None = None,
     temperature: float | jax.Array = 1.0,
     integrator: str = "leapfrog",
     decoherence_length: float | jax.Array | str | None = None,
@@ -230,7 +238,7 @@ def psmile_naive(
     Source: Sommer et al., ICML 2026, section 3.2. Differs: as `smile_naive`, and in the scale;
     `published.psmile_naive` is that of the paper.
     """
-    posterior = Potential(num_data, prior_precision, temperature, prior_mean)
+    posterior = Potential(num_data, prior_precision, temperature, prior_mean, log_prior)
     given = posterior, step_size, integrator, decoherence_length, key
     return _build("psmile_naive", *given, is_scaled=True)
 

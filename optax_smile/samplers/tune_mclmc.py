@@ -61,6 +61,7 @@ def tune_mclmc(
     num_data: float | jax.Array,
     prior_precision: Any = 1.0,
     prior_mean: Any = 0.0,
+    log_prior: Callable[[Any], jax.Array] | None = None,
     temperature: float | jax.Array = 1.0,
     integrator: str = "minimal_norm",
     num_steps: int = 10_000,
@@ -110,7 +111,7 @@ def tune_mclmc(
     relative to the current eps, since eps^6 leaves float32.
     """
     where = "tune_mclmc"
-    posterior = potential.Potential(num_data, prior_precision, temperature, prior_mean)
+    posterior = potential.Potential(num_data, prior_precision, temperature, prior_mean, log_prior)
     potential.check(where, posterior)
     _tree.check_params(where, params, smallest=2)
     potential.check_prior(where, posterior, params)
@@ -121,7 +122,8 @@ def tune_mclmc(
     seed = _check.needed_key(where, key)
     _check.finite(where, "params", params)
     params = jax.tree.map(jnp.array, params)
-    prior_mean = params if prior_mean == potential.START else prior_mean
+    start = potential.centre(posterior, params)
+    prior_mean = prior_mean if start is None else start
     _check_start(where, loss_fn, params)
     dtype, size = _tree.dtype(params), _tree.size(params)
 
@@ -132,6 +134,7 @@ def tune_mclmc(
             decoherence_length=length,
             prior_precision=prior_precision,
             prior_mean=prior_mean,
+            log_prior=log_prior,
             temperature=temperature,
             integrator=integrator,
             key=key,

@@ -1,0 +1,344 @@
+"""Models of NumPyro, sampled by mini-batches."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from optax_smile import _check
+from optax_smile.diagnostics.statistics import to_arviz
+from optax_smile.draws.snapshots import Snapshots, StoredSnapshots
+
+WHERE = "from_numpyro"
+# What prior and deterministic values may differ by between batches, relative.
+TOLERANCE = 1e-5
+# Starts are uniform in [-2, 2] in unconstrained space, as NumPyro has it.
+SEED = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class NumpyroModel:
+    """A model of NumPyro as `sample` takes it. Made by `from_numpyro`.
+
+    Parameters are a dict from the name of a latent site to its unconstrained value, an array.
+
+    Attributes:
+        model: as it was given.
+        plate: name of the plate over the data.
+        num_data: its size.
+        batch: the example, from which shapes come.
+    """
+
+    model: Callable[..., Any]
+    plate: str
+    num_data: int
+    batch: Any = dataclasses.field(repr=False)
+
+    @property
+    def posterior(self) -> dict[str, Any]:
+        """What a sampler needs: `psmile(**model.posterior, key=0)`."""
+        return {"num_data": self.num_data, "prior_precision": 0.0, "log_prior": self.log_prior}
+
+    def loss_fn(self, params: Mapping[str, jax.Array], batch: Any) -> jax.Array:
+        """Minus the mean log likelihood of a batch, a scalar in nats per example."""
+        run = _run(self, params, batch)
+        # NumPyro has scaled them to the size of the plate.
+        inside = [x for name, x in run.log_densities.items() if name in run.inside]
+        return -jnp.asarray(sum(inside)) / run.size
+
+    def log_prior(self, params: Mapping[str, jax.Array]) -> jax.Array:
+        """Log density of the latent sites in unconstrained space, a scalar in nats."""
+        run = _run(self, params, self.batch)
+        return run.log_jacobian + sum(
+            x for name, x in run.log_densities.items() if name not in run.inside
+        )
+
+    def init(self, num_chains: int, *, key: jax.Array | int) -> dict[str, jax.Array]:
+        """Draw starts where the density is finite.
+
+        Args:
+            num_chains: >= 1.
+            key: JAX key or seed.
+
+        Returns:
+            Parameters, arrays `[chain, ...]`, uniform in [-2, 2] as NumPyro has it.
+
+        Raises:
+            ValueError: an argument out of range.
+            RuntimeError: NumPyro finds no valid start.
+        """
+        _check.whole("NumpyroModel.init", "num_chains", num_chains, 1)
+        keys = jax.random.split(_check.needed_key("NumpyroModel.init", key), num_chains)
+        util = _import_numpyro().infer.util
+        arguments, keywords, _ = _arguments(self, self.batch)
+        found = util.initialize_model(
+            keys, self.model, model_args=arguments, model_kwargs=keywords
+        ).param_info.z
+        return {name: jnp.asarray(x) for name, x in found.items()}
+
+    def constrain(self, draws: Snapshots | StoredSnapshots) -> Snapshots:
+        """Give the draws as the model knows them.
+
+        Args:
+            draws: of `sample`.
+
+        Returns:
+            Draws whose parameters are a dict from the name of a site to its values,
+            `[chain, draw, ...]`: latent sites, and deterministic ones that hang on no example.
+        """
+        rule = "draws of this model, as `sample` returns them"
+        _check.kind("NumpyroModel.constrain", "draws", draws, (Snapshots, StoredSnapshots), rule)
+        names = sorted(_run(self, _example(self), self.batch).latent)
+        if not isinstance(draws.params, Mapping) or sorted(draws.params) != names:
+            got = sorted(draws.params) if isinstance(draws.params, Mapping) else "another tree"
+            _check.fail("NumpyroModel.constrain", "draws", f"{rule}, of {names}", got)
+        kept = _kept(self)
+
+        @jax.jit
+        @jax.vmap
+        @jax.vmap
+        def values(params):
+            run = _run(self, params, self.batch)
+            return {name: run.values[name] for name in kept}
+
+        params = {name: np.asarray(x) for name, x in values(dict(draws.params)).items()}
+        return Snapshots(params, trace=draws.trace, settings=draws.settings)
+
+    def to_arviz(self, draws: Snapshots | StoredSnapshots) -> Any:
+        """Convert draws for ArviZ, under the model's names: see `diagnostics.to_arviz`."""
+        return to_arviz(self.constrain(draws))
+
+
+def from_numpyro(
+    model: Callable[..., Any], batch: Any, *, num_data: int, plate: str = "data"
+) -> NumpyroModel:
+    """Take a model of NumPyro for mini-batch sampling.
+
+    The likelihood is what the model observes inside the plate over the data; everything else is
+    prior. Constrained sites are sampled in NumPyro's unconstrained space.
+
+    Args:
+        model: called as `model(*batch)` for a tuple, `model(**batch)` for a dict, else
+            `model(batch)`. It says how large the data are, and how much of them a call sees:
+            `with numpyro.plate("data", num_data, subsample_size=len(x))`. Bind other arguments
+            with `functools.partial`.
+        batch: an example of a batch, arrays with the examples as first axis. A model that holds
+            all data and reads the indices of its plate gets them as `{"data": indices}`.
+        num_data: number of examples in all, >= 1.
+        plate: name of the plate over the data.
+
+    Returns:
+        A `NumpyroModel`: `loss_fn`, `init`, `posterior`, and `to_arviz` for the draws.
+
+    Raises:
+        ValueError: a plate that is not there or of another size; no observed site in it; latent
+            sites that are discrete, or inside it; a prior that hangs on the batch; indices that
+            the model reads and the batch does not give; `numpyro.param`, or random numbers.
+        ImportError: NumPyro is missing.
+
+    Cost: a step of the sampler traces the model for likelihood and prior each; both are compiled.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, numpyro, numpyro.distributions as dist, optax_smile
+        >>> def model(x, y):
+        ...     w = numpyro.sample("w", dist.Normal(0, 1).expand([2]).to_event(1))
+        ...     noise = numpyro.sample("noise", dist.HalfNormal(1))
+        ...     with numpyro.plate("data", 100, subsample_size=len(x)):
+        ...         numpyro.sample("y", dist.Normal(x @ w, noise), obs=y)
+        >>> x = jax.random.normal(jax.random.key(0), (100, 2))
+        >>> batches = [(x[i : i + 10], x[i : i + 10, 0]) for i in range(0, 100, 10)]
+        >>> bridge = optax_smile.interop.from_numpyro(model, batches[0], num_data=100)
+        >>> draws = optax_smile.sample(
+        ...     bridge.loss_fn, bridge.init(2, key=0), batches * 10,
+        ...     optax_smile.psmile(**bridge.posterior, key=0),
+        ...     num_warmup=50, num_draws=5, thin=10, key=0, progress=False,
+        ... )
+        >>> sorted(bridge.to_arviz(draws).posterior.data_vars)
+        ['noise', 'w']
+    """
+    _import_numpyro()
+    _check.whole(WHERE, "num_data", num_data, 1)
+    _check.kind(WHERE, "plate", plate, str, "the name of a plate")
+    if not callable(model):
+        _check.fail(WHERE, "model", "a function with sites of NumPyro", _check.show(model))
+    bridge = NumpyroModel(model, plate, num_data, batch)
+    params = _example(bridge)
+    run = _run(bridge, params, batch)
+    others = [_run(bridge, params, _other(batch)), _run(bridge, params, batch, turn=True)]
+    _check_prior(run, others[0])
+    turned = [name for name in run.inside if not _same(run, others[1], name)]
+    if turned:
+        rule = f"with the indices that the model reads, {{{plate!r}: indices, ...}}"
+        _check.fail(WHERE, "batch", rule, f"one without, for the site {turned[0]!r}")
+    return bridge
+
+
+@dataclasses.dataclass(frozen=True)
+class _Run:
+    """What a run of the model found.
+
+    By name of the site its log density and value; which sites are latent, which inside the plate
+    over the data; the sum of log |Jacobian|, and the size of the plate.
+    """
+
+    log_densities: dict[str, jax.Array]
+    values: dict[str, jax.Array]
+    latent: list[str]
+    inside: list[str]
+    log_jacobian: jax.Array
+    size: int
+
+
+def _run(
+    bridge: NumpyroModel, params: Mapping[str, jax.Array], batch: Any, turn: bool = False
+) -> _Run:
+    """Run the model at unconstrained values; `turn` gives its plate other indices."""
+    numpyro = _import_numpyro()
+    arguments, keywords, indices = _arguments(bridge, batch)
+    jacobians = []
+
+    def value_of(message: Any) -> Any:
+        if message["type"] == "plate" and message["name"] == bridge.plate:
+            size, rows = message["args"]
+            _check_plate(bridge, size, rows)
+            if indices is None:
+                counted = jnp.arange(rows or size)
+                return size - 1 - counted if turn else counted
+            return jnp.asarray(indices)
+        if _is_latent(message):
+            transform = numpyro.distributions.biject_to(message["fn"].support)
+            at = params[message["name"]]
+            value = transform(at)
+            jacobians.append(jnp.sum(transform.log_abs_det_jacobian(at, value)))
+            return value
+        return None
+
+    model = numpyro.handlers.substitute(bridge.model, substitute_fn=value_of)
+    log_densities, trace = numpyro.infer.util.compute_log_probs(model, arguments, keywords, {})
+    told = {name: s for name, s in trace.items() if s["type"] in ("sample", "deterministic")}
+    return _Run(
+        log_densities,
+        {name: site["value"] for name, site in told.items()},
+        [name for name, site in told.items() if _is_latent(site)],
+        [name for name, site in told.items() if _is_inside(bridge, site)],
+        jnp.asarray(sum(jacobians, start=0.0)),
+        trace[bridge.plate]["args"][0],
+    )
+
+
+def _is_inside(bridge: NumpyroModel, site: Mapping[str, Any]) -> bool:
+    return any(frame.name == bridge.plate for frame in site["cond_indep_stack"])
+
+
+def _is_latent(site: Mapping[str, Any]) -> bool:
+    return site["type"] == "sample" and not site["is_observed"]
+
+
+def _example(bridge: NumpyroModel) -> dict[str, jax.Array]:
+    """Check the sites of the model, and give parameters at which it can be run."""
+    numpyro = _import_numpyro()
+    arguments, keywords, _ = _arguments(bridge, bridge.batch)
+    rule = "without `numpyro.param`, state or random numbers of its own"
+
+    class Refuse(numpyro.primitives.Messenger):
+        def process_message(self, message: Any):
+            if message["type"] in ("param", "mutable", "prng_key"):
+                got = f"the {message['type']} {message.get('name') or ''}".strip()
+                _check.fail(WHERE, "model", rule, got)
+
+    seeded = numpyro.handlers.seed(Refuse(bridge.model), jax.random.key(SEED))
+    trace = numpyro.handlers.trace(seeded).get_trace(*arguments, **keywords)
+    plates = {name: site for name, site in trace.items() if site["type"] == "plate"}
+    if bridge.plate not in plates:
+        rule = f"one of the model's plates, {sorted(plates)}"
+        _check.fail(WHERE, "plate", rule, bridge.plate)
+    _check_plate(bridge, *plates[bridge.plate]["args"])
+    for name, site in trace.items():
+        if _is_latent(site):
+            if _is_inside(bridge, site):
+                rule = f"without latent sites in the plate {bridge.plate!r}"
+                remedy = "Integrate it out: a batch would move the values of its examples alone."
+                _check.fail(WHERE, "model", rule, f"the site {name!r}", remedy)
+            if site["fn"].support.is_discrete:
+                rule = "without discrete latent sites"
+                remedy = "Sum over its values, for example by `dist.MixtureSameFamily`."
+                _check.fail(WHERE, "model", rule, f"the site {name!r}", remedy)
+    samples = [site for site in trace.values() if site["type"] == "sample"]
+    if not any(site["is_observed"] and _is_inside(bridge, site) for site in samples):
+        _check.fail(WHERE, "model", f"with an observed site in the plate {bridge.plate!r}", "none")
+    return {
+        name: numpyro.distributions.biject_to(site["fn"].support).inv(site["value"])
+        for name, site in trace.items()
+        if _is_latent(site)
+    }
+
+
+def _check_plate(bridge: NumpyroModel, size: int, rows: int | None):
+    if size != bridge.num_data:
+        rule = f"the size of the plate {bridge.plate!r}, {size}"
+        remedy = (
+            f"In the model: numpyro.plate({bridge.plate!r}, {bridge.num_data},"
+            " subsample_size=len(x))."
+        )
+        _check.fail(WHERE, "num_data", rule, bridge.num_data, remedy)
+
+
+def _arguments(bridge: NumpyroModel, batch: Any) -> tuple[tuple, dict[str, Any], Any]:
+    """Arguments of the model, by place and by name, and the indices of its plate or None."""
+    if isinstance(batch, Mapping):
+        named = dict(batch)
+        indices = named.pop(bridge.plate, None)
+        return (), named, indices
+    return (tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)), {}, None
+
+
+def _other(batch: Any) -> Any:
+    """Other examples of the same shapes."""
+
+    def leaf(x: Any) -> Any:
+        x = jnp.asarray(x)[::-1]
+        return 2 * x + 1 if jnp.issubdtype(x.dtype, jnp.floating) else x
+
+    return jax.tree.map(leaf, batch)
+
+
+def _same(run: _Run, other: _Run, name: str) -> bool:
+    """Whether two runs agree on a site, in log density and value."""
+
+    def close(a: Any, b: Any) -> bool:
+        same_shape = np.shape(a) == np.shape(b)
+        return same_shape and np.allclose(a, b, rtol=TOLERANCE, atol=TOLERANCE, equal_nan=True)
+
+    densities = (x.log_densities.get(name, 0.0) for x in (run, other))
+    return close(*densities) and (name in run.inside or close(run.values[name], other.values[name]))
+
+
+def _check_prior(run: _Run, other: _Run):
+    for name in run.log_densities:
+        if name not in run.inside and not _same(run, other, name):
+            rule = "of a model whose prior is the same for every batch"
+            _check.fail(WHERE, "batch", rule, f"one on which the site {name!r} hangs")
+
+
+def _kept(bridge: NumpyroModel) -> list[str]:
+    """Sites that are values of the model, not of its batch."""
+    params = _example(bridge)
+    run, other = (_run(bridge, params, x) for x in (bridge.batch, _other(bridge.batch)))
+    return [name for name in run.values if name not in run.inside and _same(run, other, name)]
+
+
+def _import_numpyro() -> Any:
+    try:
+        import numpyro
+        import numpyro.distributions
+        import numpyro.handlers
+        import numpyro.infer.util
+        import numpyro.primitives
+    except ImportError as error:
+        raise ImportError(
+            "`optax_smile.interop.from_numpyro` needs NumPyro: pip install 'optax-smile[numpyro]'"
+        ) from error
+    return numpyro

@@ -1,0 +1,264 @@
+"""Models of NumPyro: the density, the draws against NUTS, and models that cannot be sampled so."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions
+import pytest
+from numpyro.infer import MCMC, NUTS
+from numpyro.infer.util import potential_energy
+
+import optax_smile
+from optax_smile.interop import from_numpyro
+
+NUM_DATA, BATCH = 400, 40
+# Sites have one type for everything that they can be.
+sample: Any = numpyro.sample
+param: Any = numpyro.param
+prng_key: Any = numpyro.prng_key
+dist: Any = numpyro.distributions
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(NUM_DATA, 3)).astype(np.float32)
+GROUP = RNG.integers(0, 8, NUM_DATA)
+
+
+@pytest.fixture(autouse=True)
+def promotion():
+    """NumPyro's distributions need it."""
+    with jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def logistic(x, y):
+    w = sample("w", dist.Normal(0, 1).expand([3]).to_event(1))
+    offset = sample("offset", dist.StudentT(3, 0, 2))
+    numpyro.deterministic("norm", jnp.linalg.norm(w))
+    with numpyro.plate("data", NUM_DATA, subsample_size=len(x)):
+        sample("y", dist.Bernoulli(logits=x @ w + offset), obs=y)
+
+
+def hierarchical(group, y):
+    mean = sample("mean", dist.Normal(0, 2))
+    spread = sample("spread", dist.HalfNormal(1))
+    noise = sample("noise", dist.LogNormal(0, 0.5))
+    with numpyro.plate("groups", 8):
+        height = sample("height", dist.Normal(0, 1))
+    effect: Any = numpyro.deterministic("effect", mean + spread * height)
+    with numpyro.plate("data", NUM_DATA, subsample_size=len(y)):
+        sample("y", dist.Normal(effect[group], noise), obs=y)
+
+
+def mixture(y):
+    weight = sample("weight", dist.Dirichlet(jnp.full(2, 2.0)))
+    first = sample("first", dist.Normal(0, 3))
+    # A support that hangs on another site.
+    second = sample("second", dist.TruncatedNormal(0, 5, low=first))
+    scale = sample("scale", dist.HalfNormal(2))
+    parts = dist.Normal(jnp.stack([first, second]), scale)
+    with numpyro.plate("data", NUM_DATA, subsample_size=len(y)):
+        sample("y", dist.MixtureSameFamily(dist.Categorical(weight), parts), obs=y)
+
+
+def data_of(model):
+    if model is logistic:
+        logits = X @ np.array([1.0, -0.5, 0.0], np.float32) + 0.3
+        return X, (RNG.random(NUM_DATA) < 1 / (1 + np.exp(-logits))).astype(np.int32)
+    if model is hierarchical:
+        effect = RNG.normal(1.0, 0.7, size=8)[GROUP]
+        return GROUP, (effect + RNG.normal(size=NUM_DATA)).astype(np.float32)
+    place = np.where(RNG.random(NUM_DATA) < 0.3, -1.5, 1.5)
+    return ((place + 0.8 * RNG.normal(size=NUM_DATA)).astype(np.float32),)
+
+
+MODELS: dict[str, tuple[Any, Any]] = {
+    f.__name__: (f, data_of(f)) for f in (logistic, hierarchical, mixture)
+}
+every_model = pytest.mark.parametrize("name", MODELS)
+
+
+def rows(data, index):
+    return tuple(x[index] for x in data)
+
+
+def shuffled(data, num_epochs, seed=0):
+    rng = np.random.default_rng(seed)
+    for _ in range(num_epochs):
+        order = rng.permutation(NUM_DATA)
+        yield from (rows(data, order[i : i + BATCH]) for i in range(0, NUM_DATA, BATCH))
+
+
+@every_model
+def test_the_density_is_that_of_numpyro(name):
+    model, data = MODELS[name]
+    bridge = from_numpyro(model, rows(data, slice(0, BATCH)), num_data=NUM_DATA)
+    params = bridge.init(6, key=1)
+    for chain in range(6):
+        at = {name: x[chain] for name, x in params.items()}
+        expected = -potential_energy(model, data, {}, at)
+        batches = list(shuffled(data, 1))
+        loss = np.mean([bridge.loss_fn(at, batch) for batch in batches])
+        np.testing.assert_allclose(-NUM_DATA * loss + bridge.log_prior(at), expected, rtol=2e-5)
+        np.testing.assert_allclose(bridge.loss_fn(at, data), loss, rtol=2e-5)
+
+
+def run(bridge, data, num_chains, num_draws, num_warmup=500, thin=10):
+    num_epochs = 1 + (num_warmup + num_draws * thin) * BATCH // NUM_DATA
+    return optax_smile.sample(
+        bridge.loss_fn,
+        bridge.init(num_chains, key=0),
+        shuffled(data, num_epochs),
+        optax_smile.psmile(**bridge.posterior, key=0),
+        num_warmup=num_warmup,
+        num_draws=num_draws,
+        thin=thin,
+        key=0,
+        progress=False,
+    )
+
+
+def test_draws_have_the_names_and_shapes_of_the_model():
+    data = MODELS["hierarchical"][1]
+    bridge = from_numpyro(hierarchical, rows(data, slice(0, BATCH)), num_data=NUM_DATA)
+    assert "array" not in repr(bridge).lower()
+    draws = run(bridge, data, 2, 5, num_warmup=20, thin=2)
+    posterior = bridge.to_arviz(draws).posterior
+    shapes = {name: posterior[name].shape for name in posterior.data_vars}
+    scalars = dict.fromkeys(["mean", "spread", "noise"], (2, 5))
+    assert shapes == scalars | dict.fromkeys(["height", "effect"], (2, 5, 8))
+    values = {name: posterior[name].values for name in shapes}
+    assert (values["noise"] > 0).all() and (values["spread"] > 0).all()
+    expected = values["mean"][..., None] + values["spread"][..., None] * values["height"]
+    np.testing.assert_allclose(values["effect"], expected, rtol=1e-5)
+    with pytest.raises(ValueError, match=r"draws=.*draws of this model"):
+        bridge.to_arviz(optax_smile.Snapshots({"other": np.zeros((1, 1, 2))}))
+
+
+def test_a_model_that_holds_the_data_gets_indices():
+    x, y = MODELS["logistic"][1]
+
+    def model(indices=None):
+        w = sample("w", dist.Normal(0, 1).expand([3]).to_event(1))
+        with numpyro.plate("data", NUM_DATA, subsample_size=BATCH) as index:
+            sample("y", dist.Bernoulli(logits=x[index] @ w), obs=y[index])
+
+    with pytest.raises(ValueError, match=r"batch=.*the indices that the model reads, {'data'"):
+        from_numpyro(model, (), num_data=NUM_DATA)
+    index = np.arange(100, 100 + BATCH)
+    bridge = from_numpyro(model, {"data": index}, num_data=NUM_DATA)
+    w = jnp.array([0.5, 1.0, -1.0])
+    expected = -dist.Bernoulli(logits=x[index] @ w).log_prob(y[index]).mean()
+    np.testing.assert_allclose(bridge.loss_fn({"w": w}, {"data": index}), expected, rtol=1e-5)
+
+
+def observe(mean, y, size=NUM_DATA, name="data"):
+    with numpyro.plate(name, size, subsample_size=len(y)):
+        sample("y", dist.Normal(mean, 1), obs=y)
+
+
+def without_subsample(y):
+    mean = sample("mean", dist.Normal(0, 1))
+    with numpyro.plate("data", len(y)):
+        sample("y", dist.Normal(mean, 1), obs=y)
+
+
+def without_plate(y):
+    mean = sample("mean", dist.Normal(0, 1))
+    sample("y", dist.Normal(mean, 1), obs=y)
+
+
+def unobserved(y):
+    mean = sample("mean", dist.Normal(0, 1))
+    with numpyro.plate("data", NUM_DATA, subsample_size=len(y)):
+        numpyro.deterministic("y", y - mean)
+
+
+def local(y):
+    with numpyro.plate("data", NUM_DATA, subsample_size=len(y)):
+        mean = sample("each", dist.Normal(0, 1))
+        sample("y", dist.Normal(mean, 1), obs=y)
+
+
+def discrete(y):
+    observe(sample("which", dist.Bernoulli(0.5)), y)
+
+
+def with_param(y):
+    observe(param("mean", 0.0) + sample("a", dist.Normal(0, 1)), y)
+
+
+def with_noise(y):
+    noise = jax.random.normal(prng_key())
+    observe(noise + sample("a", dist.Normal(0, 1)), y)
+
+
+def empirical(y):
+    observe(sample("mean", dist.Normal(y.mean(), 1)), y)
+
+
+WRONG = {
+    without_subsample: r"num_data=.*the size of the plate 'data', 40, got 400",
+    without_plate: r"plate=.*one of the model's plates, \[\], got data",
+    unobserved: r"model=.*an observed site in the plate 'data', got none",
+    local: r"model=.*without latent sites in the plate 'data', got the site 'each'",
+    discrete: r"model=.*without discrete latent sites, got the site 'which'",
+    with_param: r"model=.*without `numpyro.param`.*, got the param mean",
+    with_noise: r"model=.*random numbers of its own, got the prng_key",
+    empirical: r"batch=.*prior is the same for every batch, got .*'mean'",
+}
+
+
+@pytest.mark.parametrize("model", WRONG, ids=lambda f: f.__name__)
+def test_models_that_would_be_sampled_wrongly_are_refused(model):
+    y = np.linspace(0, 1, BATCH, dtype=np.float32)
+    with pytest.raises(ValueError, match=WRONG[model]):
+        from_numpyro(model, y, num_data=NUM_DATA)
+
+
+def test_wrong_arguments_are_named():
+    x, y = MODELS["logistic"][1]
+    batch = x[:BATCH], y[:BATCH]
+    with pytest.raises(ValueError, match=r"num_data=.*size of the plate 'data', 400, got 300"):
+        from_numpyro(logistic, batch, num_data=300)
+    with pytest.raises(ValueError, match=r"num_data=.*got 0"):
+        from_numpyro(logistic, batch, num_data=0)
+    with pytest.raises(ValueError, match=r"model=.*got 'logistic'"):
+        wrong: Any = "logistic"
+        from_numpyro(wrong, batch, num_data=NUM_DATA)
+    bridge = from_numpyro(logistic, batch, num_data=NUM_DATA)
+    with pytest.raises(ValueError, match=r"num_chains=.*got 0"):
+        bridge.init(0, key=0)
+
+
+@functools.cache
+def nuts(name):
+    model, data = MODELS[name]
+    kernel = NUTS(model)
+    mcmc = MCMC(
+        kernel,
+        num_warmup=1_000,
+        num_samples=4_000,
+        num_chains=4,
+        chain_method="vectorized",
+        progress_bar=False,
+    )
+    mcmc.run(jax.random.key(0), *data)
+    return {name: np.asarray(x, float) for name, x in mcmc.get_samples().items()}
+
+
+@pytest.mark.slow
+@every_model
+def test_draws_agree_with_nuts(name):
+    model, data = MODELS[name]
+    bridge = from_numpyro(model, rows(data, slice(0, BATCH)), num_data=NUM_DATA)
+    draws = bridge.constrain(run(bridge, data, 8, 2_000, num_warmup=4_000, thin=20))
+    for site, expected in nuts(name).items():
+        found = draws.params[site].reshape(-1, *expected.shape[1:])
+        offset = (found.mean(0) - expected.mean(0)) / expected.std(0)
+        ratio = found.std(0) / expected.std(0)
+        print(name, site, np.round(offset, 3), np.round(ratio, 3))
+        assert (np.abs(offset) < 0.1).all(), site
+        assert (np.abs(ratio - 1) < 0.1).all(), site
