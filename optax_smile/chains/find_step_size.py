@@ -165,8 +165,7 @@ def find_step_size(
     steps: dict[str, Any] = {"num_warmup": num_warmup, "num_draws": num_draws, "thin": thin}
     steps |= {"steps_per_dispatch": steps_per_dispatch}
     for argument, value in steps.items():
-        least = 0 if argument == "num_warmup" else 1
-        _check.whole("find_step_size", argument, value, least)
+        _check.whole("find_step_size", argument, value, 0 if argument == "num_warmup" else 1)
     _check_kinds(loss_fn, batches, validation, name, key)
     _check.flags("find_step_size", check=check, progress=progress)
     samplers = _make_samplers(make_sampler, step_sizes)
