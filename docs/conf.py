@@ -2,7 +2,7 @@
 
 The root is Sphinx's source folder, so that the links of a page work in the repository as well, and
 those to benchmarks, changelog and README are checked. Pages with `{code-cell}` run while building.
-Nothing is fetched.
+Nothing is fetched, and a page needs no network but for the README's badges.
 """
 
 import os
@@ -53,8 +53,9 @@ autodoc_typehints_format = "short"
 autodoc_type_aliases = {"ArrayLike": "ArrayLike", "StepSize": "StepSize"}
 napoleon_use_ivar, napoleon_numpy_docstring = True, False
 
-# Defaults that are functions, as a person would write them.
+# Aliases, and defaults that are functions, as a person would write them.
 WRITTEN = {
+    r"TypeAliasForwardRef\('(\w+)'\)": r"\1",
     r", tuner=Tuner\(.*?sets_step_size=True\)": "",
     r"functools\.partial\(<function (\w+)>, (.*?)\)": r"\1(\2)",
     r"\(<function (\w+)\.<locals>[^)]*\)": r"\1()",
@@ -116,7 +117,7 @@ def is_field(_app, _what, _name, found, skip, _options):
 
 
 def with_defaults(_app, _what, _name, _object, _options, signature, returns):
-    """Write the defaults of a signature."""
+    """Write a signature as its author did."""
     for found, written in WRITTEN.items():
         signature = signature and re.sub(found, written, signature)
     return signature, returns
