@@ -32,6 +32,19 @@ class Finding(NamedTuple):
     advice: str
 
 
+class Passed(NamedTuple):
+    """A test that found nothing wrong.
+
+    Attributes:
+        kind: what it looks for, as a `Finding` begins.
+        shown: the number that was tested, over the chains that arrive, and in brackets where
+            trouble would begin.
+    """
+
+    kind: str
+    shown: str
+
+
 @dataclasses.dataclass(frozen=True)
 class Summary:
     """Figures of a run, NaN where something is unknown; `str(summary)` is a table in plain words.
@@ -60,6 +73,7 @@ class Summary:
         lppd: of all chains together.
         mcse: Monte Carlo standard error of `lppd`.
         findings: what looks wrong.
+        passed: what was tested and does not.
     """
 
     num_draws: int
@@ -80,6 +94,7 @@ class Summary:
     lppd: float
     mcse: float
     findings: tuple[Finding, ...] = ()
+    passed: tuple[Passed, ...] = ()
 
     def __str__(self) -> str:
         return "\n".join([*self._table(), "", *self._notes(), "", *self._judgement()])
