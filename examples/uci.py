@@ -138,10 +138,8 @@ def run(config: Config, data: str, sampler: str, directory: Path) -> dict[str, d
         "deep ensemble": report.score(ensemble, targets),
         sampler: report.score(posterior, targets),
     }
-    report.store(directory, "test", posterior, targets=targets)
-    report.store(
-        directory, "deep ensemble", ensemble._replace(each=None), scores=scores["deep ensemble"]
-    )
+    report.store(directory, sampler, posterior, targets=targets)
+    report.store(directory, "deep ensemble", ensemble._replace(each=None), targets=targets)
     print(optax_smile.diagnostics.summary(draws, posterior))
     return scores
 
@@ -172,7 +170,8 @@ def main():
     print(f"\n{'test set':15}" + "".join(f"{score:>15}" for score in table["deep ensemble"]))
     for name, row in table.items():
         print(f"{name:15}" + "".join(f"{value:15.4f}" for value in row.values()))
-    print(f"report: {report.write(directory)}")
+    title = f"UCI {arguments.data}: {arguments.sampler} beside a deep ensemble"
+    print(f"report: {report.write(directory, title=title)}")
 
 
 if __name__ == "__main__":

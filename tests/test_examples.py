@@ -18,7 +18,7 @@ def test_quickstart(tmp_path):
     header, ensemble, sampled = run.stdout.splitlines()[:3]
     assert header.split()[:5] == ["test", "set", "LPPD", "accuracy", "F1"]
     assert ensemble.startswith("deep ensemble") and sampled.startswith(sampler)
-    assert page.read_text().count("data:image/png") == 4
+    assert page.read_text().count("data:image/png") == 9
 
 
 @pytest.mark.slow
@@ -36,7 +36,7 @@ def test_uci(tmp_path):
     assert header.split()[:5] == ["test", "set", "LPPD", "RMSE", "CRPS"]
     assert ensemble.startswith("deep ensemble") and sampled.startswith("psmile")
     assert written == f"report: {tmp_path / 'report.html'}"
-    assert (tmp_path / "report.html").read_text().count("data:image/png") == 2
+    assert (tmp_path / "report.html").read_text().count("data:image/png") == 6
     assert table() == [header, ensemble, sampled, written]
 
 
