@@ -18,7 +18,7 @@ def test_quickstart(tmp_path):
     header, ensemble, sampled = run.stdout.splitlines()[:3]
     assert header.split()[:5] == ["test", "set", "LPPD", "accuracy", "F1"]
     assert ensemble.startswith("deep ensemble") and sampled.startswith(sampler)
-    assert page.read_text().count("data:image/png") == 10
+    assert page.read_text().count("data:image/png") == 9
 
 
 @pytest.mark.slow
