@@ -1,0 +1,56 @@
+"""The page of findings: it shows each of them, and its runs are sick and healthy as it says."""
+
+import importlib.util
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from optax_smile.diagnostics.advice import ADVICE
+
+pytest.importorskip("matplotlib")
+from PIL import Image
+
+ROOT = Path(__file__).parents[1]
+spec = importlib.util.spec_from_file_location("findings_page", ROOT / "docs" / "findings.py")
+assert spec and spec.loader
+findings = sys.modules["findings_page"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(findings)
+BLOCK = re.compile(r"<!-- finding (.*?) -->\n(.*?)\n<!-- end -->", re.DOTALL)
+
+
+def blocks():
+    return dict(BLOCK.findall(findings.PAGE.read_text()))
+
+
+def test_every_finding_has_a_case():
+    assert set(findings.cases()) == set(ADVICE) | set(findings.UNTOLD)
+
+
+def test_the_page_shows_every_case_and_what_summary_says_of_it():
+    shown = blocks()
+    assert set(shown) == {"healthy", *findings.cases()}
+    for name, case in findings.cases().items():
+        path = findings.path_of(name).relative_to(findings.FOLDER)
+        assert f"![{case.alt}]({path.as_posix()})" in shown[name]
+        said = "Nothing looks wrong" if name in findings.UNTOLD else f": {name}: "
+        assert said in shown[name]
+    assert shown["healthy"].endswith("Nothing looks wrong.\n```")
+
+
+def test_pictures_are_small_and_of_one_size():
+    files = list(findings.PICTURES.glob("*.png"))
+    assert {file.stem for file in files} == {findings.path_of(x).stem for x in findings.cases()}
+    sizes = set()
+    for file in files:
+        with Image.open(file) as image:
+            sizes.add(image.size)
+    assert len(sizes) == 1
+    assert sum(file.stat().st_size for file in files) < 1_500_000
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", findings.cases())
+def test_summary_tells_it_of_the_sick_run_alone(name):
+    findings.judge(name)
