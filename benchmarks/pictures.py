@@ -258,7 +258,8 @@ def regression() -> Figure:
     network = nn.Sequential([nn.Dense(16), nn.tanh, nn.Dense(16), nn.tanh, nn.Dense(1)])
 
     def outputs(params: Any, x: Any) -> tuple[Any, Any]:
-        return network.apply(params, x)[..., 0], jnp.log(noise)
+        fitted: Any = network.apply(params, x)
+        return fitted[..., 0], jnp.log(noise)
 
     def mean_loss(params: Any, batch: Any) -> jax.Array:
         return jnp.mean((outputs(params, batch[0])[0] - batch[1]) ** 2) / (2 * noise**2)

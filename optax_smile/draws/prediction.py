@@ -76,7 +76,8 @@ class Prediction(NamedTuple):
 
     def _rows(self) -> dict[str, str]:
         rows = _shapes(self._replace(uncertainty=None, each=None, curve=None))
-        averaged = dict.fromkeys(("total", "aleatoric", "epistemic"), f" ({self.uncertainty})")
+        uncertainties = "total", "aleatoric", "epistemic"
+        averaged: dict[str, str] = dict.fromkeys(uncertainties, f" ({self.uncertainty})")
         if np.ndim(self.log_density) == 1:  # of tokens some have no target
             averaged["log_density"] = ""
         for name, kind in averaged.items():
