@@ -289,7 +289,9 @@ def run_cell(cell: dict[str, Any], scale: Scale, folder: Path) -> dict[str, Any]
 
 def main():
     """Run the cells that are missing, print the tables."""
-    parser = argparse.ArgumentParser(description="Samplers against NUTS, and their calibration.")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--part", choices=DATA, required=True)
     parser.add_argument("--data", nargs="+", help="some networks, posteriors or models alone")
     parser.add_argument("--methods", nargs="+", choices=[*METHODS, NUTS])

@@ -356,7 +356,9 @@ def preset(name: str) -> list[dict[str, Any]]:
 
 def main():
     """Run the cells of a preset that are not in the file yet; print the table."""
-    parser = argparse.ArgumentParser(description="Bias of the samplers on known posteriors.")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--preset", choices=["quick", "paper"], default="quick")
     parser.add_argument("--output", type=Path, help="JSON lines, read first and appended to")
     parser.add_argument("--samplers", nargs="+", choices=SAMPLERS, help="some columns alone")

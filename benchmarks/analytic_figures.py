@@ -410,7 +410,9 @@ FIGURES = {
 
 def main():
     """Draw one figure."""
-    parser = argparse.ArgumentParser(description="Pictures of the analytic benchmark.")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("figure", choices=FIGURES)
     parser.add_argument("--output", type=Path, help="JSON lines, appended to")
     parser.add_argument("--pictures", type=Path, default=Path("out"), help="folder")

@@ -87,6 +87,10 @@ def run(cell: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    arguments = records.arguments_of(argparse.ArgumentParser(description=__doc__))
+    arguments = records.arguments_of(
+        argparse.ArgumentParser(
+            description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
+    )
     cells = [{"sampler": name, "before": way} for way in BEFORE for name in ("smile", "psmile")]
     records.complete(arguments, cells, run, told="ratio")

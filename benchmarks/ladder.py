@@ -168,7 +168,9 @@ def r_hat(logs: np.ndarray, targets: np.ndarray) -> float:
 
 def main():
     """Run the cells that are missing."""
-    parser = argparse.ArgumentParser(description="A ladder of sizes.")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--sizes", nargs="+", choices=WIDTHS, default=["1e4"])
     parser.add_argument("--angles", nargs="+", type=float, default=[0.003, 0.01, 0.03, 0.1])
     parser.add_argument("--priors", nargs="+", choices=PRIORS, default=[PRIORS[0]])

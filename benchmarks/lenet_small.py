@@ -237,7 +237,9 @@ def run_cell(cell: dict[str, Any], ensembles: Path | None) -> dict[str, Any]:
 
 def main():
     """Run the cells that are missing, print the table."""
-    parser = argparse.ArgumentParser(description="LeNet and a small GPT.")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--task", choices=TASKS, default="lenet")
     parser.add_argument("--methods", nargs="+", choices=ALL, default=["deep ensemble", "psmile"])
     parser.add_argument("--step-sizes", nargs="+", type=float, default=[None])

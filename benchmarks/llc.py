@@ -110,7 +110,9 @@ def estimate(
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", choices=tuple(MODELS), help="one of them")
     parser.add_argument("--sampler", choices=("psmile", "sgld"), help="one of them")
     arguments = records.arguments_of(parser)

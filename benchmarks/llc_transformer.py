@@ -148,7 +148,9 @@ def run(cell: dict[str, Any], weights: Path | None) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--weights", type=Path, help="file that keeps the trained weights")
     parser.add_argument("--localizations", nargs="+", type=float, default=[10_000.0])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2, 3])

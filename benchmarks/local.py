@@ -220,7 +220,9 @@ def run(cell: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--networks", nargs="+", default=["mlp", "cnn"], choices=["mlp", "cnn"])
     parser.add_argument("--calls", nargs="+", type=int, default=list(CALLS), choices=list(CALLS))
     parser.add_argument("--seeds", type=int, default=SEEDS)

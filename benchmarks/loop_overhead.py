@@ -181,7 +181,9 @@ PARTS: dict[str, Callable[[int], Iterator[dict[str, Any]]]] = {
 
 def main():
     """Run, print the table."""
-    parser = argparse.ArgumentParser(description="What `sample` adds to a training loop.")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--part", choices=PARTS, action="append")
     parser.add_argument("--pieces", type=int, default=20)
     parser.add_argument("--output", type=Path)

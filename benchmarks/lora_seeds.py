@@ -88,7 +88,9 @@ def run_cell(cell: dict[str, Any]) -> dict[str, Any]:
 
 def main():
     """Run the cells that are missing, print the table."""
-    parser = argparse.ArgumentParser(description="Low-rank weights of a small GPT.")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=["MAP", "psmile"])
     parser.add_argument("--precisions", nargs="+", type=float, default=[100.0, 300.0, 1000.0])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])

@@ -116,7 +116,9 @@ def run_cell(cell: dict[str, Any], settings: Settings, work: Path) -> dict[str, 
 
 def main():
     """Run the chains that are missing, record the cells that are complete."""
-    parser = argparse.ArgumentParser(description="The paper's networks.")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--table", choices=TABLES, default="lenet")
     parser.add_argument("--form", choices=FORMS, default="tiny")
     parser.add_argument("--methods", nargs="+", help="of the table; default: all")

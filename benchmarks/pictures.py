@@ -11,11 +11,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
+import optax
 from matplotlib.figure import Figure
 from tabulated.table import Record, read
 from tabulated.uci import select
+
+import optax_smile
 
 FOLDER = Path(__file__).parent
 BLUE, RED, GREEN = "#0072B2", "#D55E00", "#009E73"
@@ -64,7 +70,8 @@ def _against_length(axis: Any, found: list[Record]):
 
 def uci(found: list[Record], lenet: list[Record]) -> Figure:
     """LPPD against the first step size, and on energy against the length; split 0 and seed 0."""
-    drawn, axes = plt.subplots(1, 4, figsize=(20, 4.5), layout="constrained")
+    drawn, axes = plt.subplots(2, 2, figsize=(9, 7), layout="constrained")
+    axes = axes.ravel()
     of = {
         data: select(found, protocol="joint", split=0, num_chains=10, data=data)
         for data in ("energy", "airfoil")
@@ -73,7 +80,7 @@ def uci(found: list[Record], lenet: list[Record]) -> Figure:
         usual = [r for r in records if r["cell"]["num_gradients"] == NUM_GRADIENTS]
         _against_step_size(axis, usual, 2)
         axis.set(title=f"{data}, {NUM_GRADIENTS:,} gradients")
-    axes[0].legend(fontsize=7)
+    drawn.legend(*axes[0].get_legend_handles_labels(), ncols=3, loc="outside lower center")
     first = [r for r in lenet if (r["cell"]["task"], r["cell"]["seed"]) == ("lenet", 0)]
     _against_step_size(axes[2], first, 0.15)
     axes[2].set(title="LeNet, Fashion-MNIST, 2,400 gradients")
@@ -241,6 +248,59 @@ def ladder(found: list[Record]) -> Figure:
     return drawn
 
 
+def regression() -> Figure:
+    """AdamW's fit to 80 points beside draws from eight chains."""
+    generator, noise, wide = np.random.default_rng(1), 0.15, (-6.0, 6.0)
+    inputs = np.concatenate([generator.uniform(-4, -1, 40), generator.uniform(1.5, 4, 40)])
+    targets = np.sin(inputs) + noise * generator.normal(size=80)
+    pairs = inputs[:, None].astype(np.float32), targets.astype(np.float32)
+    batches = [(pairs[0][i::4], pairs[1][i::4]) for i in range(4)]
+    network = nn.Sequential([nn.Dense(16), nn.tanh, nn.Dense(16), nn.tanh, nn.Dense(1)])
+
+    def outputs(params: Any, x: Any) -> tuple[Any, Any]:
+        return network.apply(params, x)[..., 0], jnp.log(noise)
+
+    def mean_loss(params: Any, batch: Any) -> jax.Array:
+        return jnp.mean((outputs(params, batch[0])[0] - batch[1]) ** 2) / (2 * noise**2)
+
+    members = optax_smile.warmstart(
+        mean_loss,
+        lambda key: network.init(key, pairs[0]),
+        batches,
+        optax.adamw(1e-2),
+        num_members=8,
+        num_epochs=500,
+        key=0,
+        progress=False,
+    )
+    draws = optax_smile.sample(
+        mean_loss,
+        members,
+        batches,
+        optax_smile.psmile(num_data=len(inputs), key=0),
+        num_warmup=4_000,
+        num_draws=100,
+        thin=100,
+        key=1,
+        check=False,
+        progress=False,
+    )
+    grid = np.linspace(*wide, 241, dtype=np.float32)[:, None]
+    found = optax_smile.predict(outputs, draws, grid, likelihood="gaussian")
+    one = outputs(jax.tree.map(lambda x: x[0], members), grid)[0]
+    drawn, axes = plt.subplots(1, 2, figsize=(9, 3), sharey=True, layout="constrained")
+    axes[0].plot(grid, one, color=RED, lw=2)
+    mean, deviation = np.asarray(found.mean), np.sqrt(np.asarray(found.total))
+    band = mean - 2 * deviation, mean + 2 * deviation
+    axes[1].fill_between(grid[:, 0], *band, color=BLUE, alpha=0.2)
+    axes[1].plot(grid, mean, color=BLUE, lw=2)
+    for axis, title in zip(axes, ("AdamW: one fit", "pSMILE: mean ± 2 sd"), strict=True):
+        axis.plot(inputs, targets, "k.", ms=3)
+        axis.set(title=title, xlim=wide, ylim=(-3, 3), xlabel="input")
+    axes[0].set_ylabel("target")
+    return drawn
+
+
 # Name: what draws it, and the files whose records it takes.
 PICTURES: dict[str, tuple[Callable[..., Figure], tuple[str, ...]]] = {
     "uci": (uci, ("uci", "lenet_small")),
@@ -250,14 +310,17 @@ PICTURES: dict[str, tuple[Callable[..., Figure], tuple[str, ...]]] = {
     "decay": (decay, ("analytic_figures",)),
     "llc": (llc, ("llc",)),
     "ladder": (ladder, ("ladder",)),
+    "regression": (regression, ()),
 }
 # Decay has no records yet.
-SHOWN = ("uci", "step_cost", "lognormal", "decoherence", "llc", "ladder")
+SHOWN = tuple(name for name in PICTURES if name != "decay")
 
 
 def main():
     """Draw some pictures."""
-    parser = argparse.ArgumentParser(description="Pictures of the pages, from the records.")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("names", nargs="*", default=SHOWN, help=f"of {', '.join(PICTURES)}")
     for name in parser.parse_args().names:
         draw, files = PICTURES[name]

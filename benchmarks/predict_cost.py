@@ -82,7 +82,9 @@ def measure(num_inputs: int, batch_size: int, repetitions: int) -> dict[str, flo
 
 def main():
     """Measure, print the table."""
-    parser = argparse.ArgumentParser(description="Cost of the Bayesian model average.")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--num-inputs", type=int, default=10_000)
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[500, 2_000, 10_000])
     parser.add_argument("--repetitions", type=int, default=15)

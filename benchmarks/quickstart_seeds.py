@@ -24,7 +24,9 @@ import quickstart  # noqa: E402
 
 def main():
     """Run the seeds, print the table."""
-    parser = argparse.ArgumentParser(description="Quickstart over several seeds.")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--sampler", default="psmile")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--first-seed", type=int, default=0)

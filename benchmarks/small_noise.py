@@ -133,7 +133,9 @@ def run_cell(cell: dict[str, Any]) -> dict[str, float]:
 
 def main():
     """Run the cells that are missing, print the table."""
-    parser = argparse.ArgumentParser(description="Variances under little noise.")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--num-chains", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     arguments = records.arguments_of(parser)

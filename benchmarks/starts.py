@@ -172,7 +172,9 @@ def run(cell: dict[str, Any]) -> dict[str, Any]:
 
 def main():
     """Run the cells that are missing, print the table."""
-    parser = argparse.ArgumentParser(description="Starts near and far.")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--problems", nargs="+", choices=PROBLEMS, default=list(PROBLEMS))
     parser.add_argument("--samplers", nargs="+", default=["psmile", "smile"])
     arguments = records.arguments_of(parser)

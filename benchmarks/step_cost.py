@@ -279,7 +279,9 @@ def copy_bandwidth(size: int = 10**8) -> float:
 
 def main():
     """Run the cells that are missing, print the tables."""
-    parser = argparse.ArgumentParser(description="Cost of updates and steps.")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--parts", nargs="+", choices=("update", "network"), default=None)
     parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=list(NETWORKS))
     parser.add_argument("--largest", type=int, default=10**8, help="parameters of a cell")

@@ -179,7 +179,9 @@ def complaints(text: str, told: str) -> Iterator[str]:
 
 def main() -> int:
     """Rewrite the pages, or check them."""
-    parser = argparse.ArgumentParser(description="Tables of the pages, from the records.")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--check", action="store_true", help="change nothing, tell what is stale")
     arguments = parser.parse_args()
     wrong = []

@@ -382,7 +382,9 @@ def cells_of(arguments) -> list[dict[str, Any]]:
 
 def main():
     """Run the cells that are missing, print the table."""
-    parser = argparse.ArgumentParser(description="Samplers on UCI regression.")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--protocol", choices=PROTOCOLS, default="joint")
     parser.add_argument("--data", nargs="+", choices=FILES, default=list(FILES))
     parser.add_argument("--splits", nargs="+", type=int, default=[0, 1, 2])

@@ -184,7 +184,8 @@ def run(
         if snapshots is ensemble:
             prediction = prediction._replace(each=None)
         table[name] = report.score(prediction, targets)
-        report.store(where, name, prediction, targets=targets, scores=table[name])
+        images = inputs if np.ndim(inputs) == 4 else None
+        report.store(where, name, prediction, targets=targets, scores=table[name], images=images)
         if experiment.unseen:
             other, images = experiment.unseen
             unseen = optax_smile.predict(experiment.outputs_of, snapshots, images, **read)
@@ -241,6 +242,7 @@ def main(
         print(f"{'test set':15}" + "".join(f"{score:>10}" for score in table["deep ensemble"]))
         for method, row in table.items():
             print(f"{method:15}" + "".join(f"{value:10.4f}" for value in row.values()))
-        print(f"report: {report.write(directory / 'draws', arguments.output)}")
+        title = f"{name}: {arguments.sampler} beside a deep ensemble"
+        print(f"report: {report.write(directory / 'draws', arguments.output, title=title)}")
         if after:
             after(experiment, settings, draws, arguments.output)

@@ -176,7 +176,7 @@ def sample_loop(model: GPT, config: Config, batches: Any, sampler: Any) -> list[
     """Sample in the loop that trained, with the sampler where AdamW was."""
     steps = config.num_warmup + config.num_draws * config.thin
     return [
-        optax_smile.last_accepted(nnx.as_pure(optimizer.opt_state), low_rank(model))
+        optax_smile.last_accepted(optimizer.opt_state, low_rank(model))
         for step, optimizer in train(model, sampler, nnx.LoRAParam, batches, steps)
         if step > config.num_warmup and (steps - step) % config.thin == 0
     ]
@@ -232,7 +232,9 @@ def run(config: Config, sampler: str) -> dict[str, dict[str, float]]:
 
 def main():
     """Parse the arguments, run, print the table."""
-    parser = argparse.ArgumentParser(description="Sampling low-rank weights of a small GPT.")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--sampler", default="psmile", choices=["psmile", "smile"])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--smoke", action="store_true", help="run seconds instead of minutes")

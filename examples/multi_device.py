@@ -114,9 +114,26 @@ def run(config: Config, mesh: jax.sharding.Mesh, directory: Path | None):
     return members, {"deep ensemble": lppd(ensemble), "psmile": lppd(draws)}
 
 
+def all_devices(per_chain: int) -> jax.sharding.Mesh:
+    """Spread chains, and the examples of their batches, over all devices."""
+    count, kind = jax.device_count(), jax.devices()[0].platform
+    if count == 1:
+        raise SystemExit(
+            f"JAX sees a single device ({kind}). Set JAX_NUM_CPU_DEVICES=8 for eight virtual ones"
+            " of the CPU (JAX_PLATFORMS=cpu, too, beside a GPU):\n\n"
+            "    JAX_NUM_CPU_DEVICES=8 python examples/multi_device.py"
+        )
+    if per_chain < 1 or count % per_chain:
+        raise SystemExit(f"--data must divide the number of devices, {count}, got {per_chain}.")
+    kinds = (jax.sharding.AxisType.Auto,) * 2
+    return jax.make_mesh((count // per_chain, per_chain), ("chain", "data"), axis_types=kinds)
+
+
 def main():
     """Parse the arguments, make the mesh, run, print."""
-    parser = argparse.ArgumentParser(description="Chains on a mesh of devices.")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--data", type=int, default=1, help="devices that share a chain")
     parser.add_argument("--directory", type=Path, help="write there, and go on from there")
     parser.add_argument("--smoke", action="store_true", help="run seconds instead of a minute")
@@ -124,11 +141,7 @@ def main():
     config = Config()
     if arguments.smoke:
         config = dataclasses.replace(config, num_epochs=2, num_warmup=20, num_draws=5, thin=2)
-    mesh = jax.make_mesh(
-        (jax.device_count() // arguments.data, arguments.data),
-        ("chain", "data"),
-        axis_types=(jax.sharding.AxisType.Auto,) * 2,
-    )
+    mesh = all_devices(arguments.data)
     members, table = run(config, mesh, arguments.directory)
     print(f"mesh: {dict(mesh.shape)} of {jax.device_count()} devices, {jax.devices()[0].platform}")
     kernel = jax.tree.leaves(members)[-1]

@@ -123,7 +123,9 @@ def run(config: Config, directory: Path, devices_per_batch: int) -> dict[str, fl
 
 def main():
     """Join the other processes, run, print the scores."""
-    parser = argparse.ArgumentParser(description="Chains on the devices of many processes.")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("directory", type=Path, help="seen by all processes")
     parser.add_argument("--data", type=int, default=1, help="devices that share a batch")
     parser.add_argument("--coordinator", help="address of the first process, such as host:12321")

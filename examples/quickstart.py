@@ -152,7 +152,14 @@ def run(config: Config, sampler_name: str, directory: Path) -> dict[str, dict[st
         table[name] = report.score(prediction, labels)
         if snapshots is ensemble:
             prediction = prediction._replace(each=None)
-        report.store(directory, name, prediction, targets=labels, scores=table[name])
+        report.store(
+            directory,
+            name,
+            prediction,
+            targets=labels,
+            scores=table[name],
+            images=np.reshape(images, (-1, 4, 4)),
+        )
         report.store(directory, f"{name} on shuffled pixels", unseen)
         table[name] |= {"entropy": prediction.total.mean(), "shuffled": unseen.total.mean()}
     return table
@@ -160,7 +167,9 @@ def run(config: Config, sampler_name: str, directory: Path) -> dict[str, dict[st
 
 def main():
     """Parse the arguments, run, print the table, write the report."""
-    parser = argparse.ArgumentParser(description="A Bayesian ensemble on handwritten digits.")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
         "--sampler",
         default="psmile",
@@ -182,7 +191,8 @@ def main():
         print(f"{'test set':15}" + "".join(f"{score:>10}" for score in table["deep ensemble"]))
         for name, row in table.items():
             print(f"{name:15}" + "".join(f"{value:10.4f}" for value in row.values()))
-        print(f"report: {report.write(directory, arguments.output)}")
+        title = f"Handwritten digits: {arguments.sampler} beside a deep ensemble"
+        print(f"report: {report.write(directory, arguments.output, title=title)}")
 
 
 if __name__ == "__main__":

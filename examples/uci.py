@@ -138,17 +138,17 @@ def run(config: Config, data: str, sampler: str, directory: Path) -> dict[str, d
         "deep ensemble": report.score(ensemble, targets),
         sampler: report.score(posterior, targets),
     }
-    report.store(directory, "test", posterior, targets=targets)
-    report.store(
-        directory, "deep ensemble", ensemble._replace(each=None), scores=scores["deep ensemble"]
-    )
+    report.store(directory, sampler, posterior, targets=targets)
+    report.store(directory, "deep ensemble", ensemble._replace(each=None), targets=targets)
     print(optax_smile.diagnostics.summary(draws, posterior))
     return scores
 
 
 def main():
     """Parse the arguments, run, print the table, write the report."""
-    parser = argparse.ArgumentParser(description="Bayesian regression on UCI data.")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
         "--data", default="energy", choices=["energy", "airfoil", "concrete", "diabetes"]
     )
@@ -172,7 +172,8 @@ def main():
     print(f"\n{'test set':15}" + "".join(f"{score:>15}" for score in table["deep ensemble"]))
     for name, row in table.items():
         print(f"{name:15}" + "".join(f"{value:15.4f}" for value in row.values()))
-    print(f"report: {report.write(directory)}")
+    title = f"UCI {arguments.data}: {arguments.sampler} beside a deep ensemble"
+    print(f"report: {report.write(directory, title=title)}")
 
 
 if __name__ == "__main__":

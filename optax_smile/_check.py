@@ -391,5 +391,6 @@ def needed_key(where: str, value: Any, purpose: str = "") -> jax.Array:
     typed = key(where, value)
     if typed is None:
         rule = "a JAX key such as jax.random.key(0), or a seed"
-        fail(where, "key", f"{rule} {purpose}".rstrip(), None)
+        remedy = "Write `key=0`, or any other seed, among the arguments."
+        fail(where, "key", f"{rule} {purpose}".rstrip(), None, remedy)
     return typed

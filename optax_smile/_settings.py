@@ -30,10 +30,14 @@ def recorded(build: Builder, **fixed: Any) -> Builder:
     It tells them in `init`, which every wrapper of Optax calls, and to those alone who listen.
     """
 
+    signature = inspect.signature(build)
+
     @functools.wraps(build)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
+        # Without a key the samplers that need one say what to write.
+        kwargs = {"key": None} | kwargs if "key" in signature.parameters else kwargs
         transformation = build(*args, **kwargs)
-        given = inspect.signature(build).bind(*args, **kwargs)
+        given = signature.bind(*args, **kwargs)
         given.apply_defaults()
         settings = {"name": build.__name__, **fixed, **given.arguments}
 

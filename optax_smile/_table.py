@@ -1,6 +1,15 @@
-"""Tables of plain text."""
+"""Tables, in plain text and in HTML."""
 
-from collections.abc import Mapping
+import html
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax
+
+from optax_smile import _check
+
+# Letters of a row that names what there are many of.
+LONGEST_ROW = 80
 
 
 def aligned(columns: Mapping[str, list[str]]) -> list[str]:
@@ -11,3 +20,51 @@ def aligned(columns: Mapping[str, list[str]]) -> list[str]:
         "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
         for row in zip(*with_heads, strict=True)
     ]
+
+
+def described(title: str, rows: Mapping[str, str]) -> str:
+    """A title and a line for each row, what `repr` of an object gives."""
+    width = max(map(len, rows), default=0)
+    return "\n".join([title, *(f"  {head.ljust(width)}  {text}" for head, text in rows.items())])
+
+
+def described_in_html(title: str, rows: Mapping[str, str]) -> str:
+    """The same for a notebook."""
+    return f"<p><b>{html.escape(title)}</b></p>{in_html(rows.items())}"
+
+
+def in_html(rows: Iterable[Iterable[str]], head: Iterable[str] = ()) -> str:
+    """A table for a notebook."""
+
+    def line(cells: Iterable[str], tag: str) -> str:
+        made = (f'<{tag} style="text-align: left">{html.escape(cell)}</{tag}>' for cell in cells)
+        return f"<tr>{''.join(made)}</tr>"
+
+    lines = [line(cells, "th") for cells in (tuple(head),) if cells]
+    return f"<table>{''.join([*lines, *(line(cells, 'td') for cells in rows)])}</table>"
+
+
+def some(texts: Iterable[str]) -> str:
+    """As many of the texts as a row has room for, at least one, and how many more there are."""
+    texts, shown = list(texts), 1
+    while shown < len(texts) and len(", ".join(texts[: shown + 1])) <= LONGEST_ROW:
+        shown += 1
+    more = [f"{len(texts) - shown} more"] * (shown < len(texts))
+    return ", ".join([*texts[:shown], *more])
+
+
+def shape(tree: Any) -> str:
+    """Precision and shape of an array, or of those of a tree."""
+    return some(_check.show(x) for x in jax.tree.leaves(tree))
+
+
+def counted(number: int, noun: str) -> str:
+    """So many of what a noun names."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
+def memory(number: int) -> str:
+    """So many bytes, in the unit in which they are at least one."""
+    units = ("bytes", "kB", "MB", "GB", "TB")
+    power = min(max(len(str(number)) - 1, 0) // 3, len(units) - 1)
+    return f"{number / 1000**power:.3g} {units[power]}"

@@ -130,20 +130,32 @@ def where(condition: jax.Array, yes: Any, no: Any) -> Any:
 
 
 def map_sampled(function: Callable, sampled: Any, params: Any) -> Any:
-    """Map over the leaves that the sampler sees; the others, masked by Optax, stay as they are."""
+    """Map over the leaves that the sampler sees; others, masked or none of its, stay as they are.
 
-    def is_masked(node):
-        return isinstance(node, optax.MaskedNode)
+    Leaves are found by the names on their paths: of a module they are those of its state.
+    """
 
-    def leaf(seen, x):
-        if is_masked(seen):
+    def names(path):
+        return tuple(entry(key)[1] for key in path)
+
+    seen = {names(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(sampled)}
+
+    def leaf(path, x):
+        if (at := names(path)) not in seen:
             return x
-        if jnp.shape(x) != jnp.shape(seen) or getattr(x, "dtype", None) != seen.dtype:
-            rule = f"a tree like the one given to `init`, with {_check.show(seen)}"
+        move = seen.pop(at)
+        if jnp.shape(x) != jnp.shape(move) or getattr(x, "dtype", None) != move.dtype:
+            place = jax.tree_util.keystr(path)
+            rule = f"a tree like the one given to `init`, with {_check.show(move)} at {place}"
             _check.fail("last_accepted", "params", rule, _check.show(x))
-        return function(seen, x)
+        return function(move, x)
 
-    return jax.tree.map(leaf, sampled, params, is_leaf=is_masked)
+    mapped = jax.tree_util.tree_map_with_path(leaf, params)
+    if seen:
+        rule = "a tree with the leaves of the one given to `init`"
+        missing = ", ".join(name(zip(at, at, strict=True)) for at in seen)
+        _check.fail("last_accepted", "params", rule, f"none called {missing[: _check.LONGEST]}")
+    return mapped
 
 
 def entry(key: Any) -> list[Any]:

@@ -13,6 +13,17 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from optax_smile import _check
 
+__all__ = [
+    "chain_sharding",
+    "init",
+    "over_chains",
+    "place",
+    "place_batch",
+    "shardings",
+    "split_key",
+    "step",
+]
+
 Carry = TypeVar("Carry")
 CHAIN, DATA = "chain", "data"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
@@ -80,7 +81,7 @@ def find(state: Any, where: str, argument: str = "state") -> SamplerState:
     Raises:
         ValueError: there is none, or more than one, or something comes after it in a chain.
     """
-    found, chains = _samplers(state)
+    found, chains = _samplers(_without_variables(state))
     if len(found) != 1:
         remedy = "Pass what `init` or `update` of the transformation returned."
         rule = "one with exactly one optax_smile sampler"
@@ -98,6 +99,11 @@ def find(state: Any, where: str, argument: str = "state") -> SamplerState:
             remedy = "What comes after it changes its steps, and no draws are right: put it before."
             _check.fail(where, argument, rule, got, remedy)
     return found[0]
+
+
+def _without_variables(tree: Any) -> Any:
+    """Take arrays out of the variables of Flax nnx; none are there before it is imported."""
+    return getattr(sys.modules.get("flax.nnx"), "as_pure", lambda same: same)(tree)
 
 
 def _samplers(state: Any) -> tuple[list[Any], list[tuple[Any, ...]]]:
@@ -170,17 +176,21 @@ def last_accepted(state: Any, params: Any) -> Any:
     The parameters in a loop are a proposal until the next call of `update` has judged them.
 
     Args:
-        state: state after `update`, alone or inside a larger one. A state with a leading chain
-            axis goes through `jax.vmap(last_accepted)`.
+        state: state after `update`, alone or inside a larger one, such as the `opt_state` of an
+            `nnx.Optimizer`. A state with a leading chain axis goes through
+            `jax.vmap(last_accepted)`.
         params: parameters after `optax.apply_updates`.
 
     Returns:
-        Parameters like `params`. Leaves that the sampler does not see (masked, partitioned)
-        come back as they are.
+        Parameters like `params`; variables of Flax nnx come back as their arrays, which
+        `nnx.update(model, ...)` takes. Leaves that the sampler does not see (masked, partitioned,
+        or none of those given to `init`, such as functions and running statistics) come back as
+        they are.
 
     Raises:
         ValueError: the state holds no sampler, or more than one, or another transformation comes
-            after it in an `optax.chain`.
+            after it in an `optax.chain`, or it is one of several chains; `params` lacks leaves of
+            those given to `init`, or has them in another shape or precision.
 
     Cost: one pass over the parameters; no gradient.
 
@@ -193,10 +203,14 @@ def last_accepted(state: Any, params: Any) -> Any:
         >>> [round(float(x), 5) for x in last]
         [1.0, 1.0]
     """
+    sampler = find(state, "last_accepted")
+    if axes := jnp.shape(sampler.stats()["num_gradients"]):
+        rule, remedy = "that of a single chain", "Use `jax.vmap(optax_smile.last_accepted)`."
+        _check.fail("last_accepted", "state", rule, f"one with the leading axes {axes}", remedy)
     try:
-        return find(state, "last_accepted").last_accepted(params)
+        return sampler.last_accepted(_without_variables(params))
     except (ValueError, TypeError) as error:
         if str(error).startswith("`"):
             raise
         rule = "a tree like the one given to `init`"
-        _check.fail("last_accepted", "params", rule, jax.tree.structure(params))
+        _check.fail("last_accepted", "params", rule, _check.show(params))

@@ -589,7 +589,7 @@ SICK: dict[str, tuple[dict[str, Any], tuple[int, ...], str]] = {
         ALL,
         r"(1\.9\d|2|2\.0\d)( to .*)? nats below where it was at first",
     ),
-    "frozen": ({"params": changed([2], slice(30, None), 2.0)}, (2,), "69 of 99 draws are the draw"),
+    "frozen": ({"params": changed([2], slice(30, None), 2.0)}, (2,), "69 of 99 draws are the same"),
     "frozen, below resolution": (
         {"below_resolution": changed([3], slice(20, None), True)},
         (3,),
@@ -616,7 +616,7 @@ SICK: dict[str, tuple[dict[str, Any], tuple[int, ...], str]] = {
     "not settled": (
         {"mean": lambda x: x + np.array([0, 0, 0.1, 0])[:, None, None] * COUNT[:, None]},
         (2,),
-        r"median R-hat is \d\.\d\d \(above 1.3\)",
+        r"median R-hat of \d\.\d\d \(above 1.3\)",
     ),
     "slow": (
         {"mean": autoregressive((4, NUM_DRAWS, NUM_INPUTS), 0.8)},
@@ -664,6 +664,27 @@ def test_a_sick_run_has_its_finding_alone_and_it_tells_the_number(name):
     found = diagnostics.summary(*made(**changes))
     assert kinds(found) == {(name.partition(",")[0], chains)}
     assert re.search(message, found.findings[0].problem), found.findings[0].problem
+
+
+def test_a_test_that_finds_nothing_tells_its_number_too():
+    shown = diagnostics.summary(*made()).passed
+    assert {kind for kind, _ in shown} == set(ADVICE) - {"different modes"}
+    assert ("copies", "0 of 100 draws are those of another chain, bit for bit.") in shown
+    assert ("step size", "it changed 1-fold among the draws (above 2).") in shown
+    assert not any("nan" in text or "inf " in text for _, text in shown)
+    few = diagnostics.summary(made()[0]).passed
+    assert {"slow", "chains differ"}.isdisjoint(kind for kind, _ in few)
+
+
+def test_the_numbers_of_what_passed_are_those_of_chains_that_arrive():
+    """Chain 1 has diverged and is not told of again, though its step size has changed."""
+    changes, _, _ = SICK["diverged"]
+    found = diagnostics.summary(*made(**changes, step_size=changed([1], LAST, 3)))
+    assert kinds(found) == {("diverged", (1,))}
+    assert ("step size", "it changed 1-fold among the draws (above 2).") in found.passed
+    assert all(chains == (1,) for chains, _, _ in found.findings)
+    everywhere = {"num_nonfinite": changed(ALL, ANY, 2 * COUNT)}
+    assert diagnostics.summary(*made(**everywhere)).passed == ()
 
 
 def test_single_draws_that_fail_at_single_inputs_are_no_divergence():

@@ -104,7 +104,7 @@ def nnx_loop(tx):
         return loss_fn(copy, inputs, targets)
 
     params = nnx.as_pure(nnx.state(model, nnx.Param))
-    return losses, start, params, nnx.as_pure(optimizer.opt_state), loss_at
+    return losses, start, params, optimizer.opt_state, loss_at
 
 
 def equinox_loop(tx):
@@ -173,7 +173,70 @@ def test_stats_of_an_nnx_optimizer_state():
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
     grads = nnx.grad(lambda model: jnp.sum(model(jnp.ones((1, 3))) ** 2))(model)
     optimizer.update(model, grads, value=1.0)
-    assert int(optax_smile.stats(optimizer.opt_state)["num_gradients"]) == 1
+    stats = optax_smile.stats(optimizer.opt_state)
+    assert int(stats["num_gradients"]) == 1
+    assert all(isinstance(value, jax.Array) for value in stats.values())
+
+
+# What `last_accepted` is given by those who do not think of it.
+
+
+def is_array(leaf):
+    return isinstance(leaf, jax.Array)
+
+
+@pytest.mark.parametrize("sampler", ["psmile_naive", "sgld"])
+def test_last_accepted_of_an_nnx_optimizer_and_a_state_with_more_in_it(sampler):
+    model = nnx.Sequential(
+        nnx.Linear(3, 2, rngs=nnx.Rngs(0)), nnx.BatchNorm(2, rngs=nnx.Rngs(0)), jnp.tanh
+    )
+    tx = getattr(optax_smile, sampler)(1e-2, num_data=10, key=0)
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    before = jax.tree.map(jnp.copy, nnx.as_pure(nnx.state(model)))
+    grads = nnx.grad(lambda model: jnp.sum(model(INPUTS[:4, :3]) ** 3))(model)
+    optimizer.update(model, grads, value=1.0)
+    last = optax_smile.last_accepted(optimizer.opt_state, nnx.state(model))
+    assert all(map(is_array, jax.tree.leaves(last, is_leaf=lambda x: isinstance(x, nnx.Variable))))
+    # The step is taken back, and the running statistics stay what the loop made of them.
+    now = nnx.as_pure(nnx.state(model))
+    for part, name in [(0, "kernel"), (1, "scale"), (1, "bias")]:
+        got = last["layers"][part][name]
+        np.testing.assert_allclose(got, before["layers"][part][name], rtol=1e-6, atol=1e-7)
+        assert np.any(got != now["layers"][part][name])
+    np.testing.assert_array_equal(last["layers"][1]["mean"], now["layers"][1]["mean"])
+    nnx.update(model, last)
+    np.testing.assert_array_equal(model.layers[0].kernel[...], last["layers"][0]["kernel"])
+    alone = optax_smile.last_accepted(optimizer.opt_state, nnx.state(model, nnx.Param))
+    assert set(alone["layers"][1]) == {"scale", "bias"}
+
+
+def test_last_accepted_of_a_whole_equinox_model():
+    model = eqx.nn.MLP(3, "scalar", 4, 1, jnp.tanh, key=jax.random.key(0))
+    tx = optax_smile.smile_naive(1e-2, num_data=10)
+    params = eqx.filter(model, eqx.is_inexact_array)
+    updates, state = tx.update(params, tx.init(params), params)
+    moved = eqx.apply_updates(model, updates)
+    last = optax_smile.last_accepted(state, moved)
+    assert last.activation is model.activation
+    np.testing.assert_allclose(last(jnp.ones(3)), model(jnp.ones(3)), rtol=1e-5)
+    assert abs(moved(jnp.ones(3)) - model(jnp.ones(3))) > 1e-4
+
+
+def test_errors_of_last_accepted_name_the_argument():
+    tx, params = optax_smile.smile_naive(1e-2, num_data=10), {"a": {"w": jnp.ones(3)}}
+    state, last = tx.init(params), optax_smile.last_accepted
+    of_params = r"^`last_accepted\(params=...\)` must be a tree "
+    with pytest.raises(ValueError, match=of_params + "with the leaves of .*, got none called a/w"):
+        last(state, {"a": {"v": jnp.ones(3)}})
+    with pytest.raises(ValueError, match=of_params + r".*float32\[3\] at \['a'\]\['w'\], got"):
+        last(state, {"a": {"w": jnp.ones(4)}})
+    with pytest.raises(ValueError, match=r"^`last_accepted\(state=...\)` must be one with exactly"):
+        last(params, state)
+    chains = {"a": {"w": jnp.ones((2, 3))}}
+    states, got = jax.vmap(tx.init)(chains), r"one with the leading axes \(2,\)\. Use `jax.vmap"
+    with pytest.raises(ValueError, match=rf"^`last_accepted\(state=...\)` must .*, got {got}"):
+        last(states, chains)
+    assert jax.vmap(last)(states, chains)["a"]["w"].shape == (2, 3)
 
 
 # A state of nothing but arrays, which any checkpoint library can hold.

@@ -251,8 +251,17 @@ def test_explicit_noise_needs_a_key(name):
 @pytest.mark.parametrize("name", LANGEVIN)
 def test_langevin_noise_needs_a_key(name):
     assert_rejected(name, "key", None, "a JAX key")
-    with pytest.raises(TypeError, match="'key'"):
+    with pytest.raises(ValueError, match=house_form(name, "key", "a JAX key .*", None)):
         getattr(optax_smile, name)(1e-2, num_data=100)
+
+
+@pytest.mark.parametrize("name", ["smile", "psmile"])
+def test_a_sampler_without_a_key_says_what_to_write(name):
+    with pytest.raises(ValueError, match="got None. Write `key=0`, or any other seed") as error:
+        getattr(optax_smile, name)(num_data=100)
+    assert str(error.value).startswith(f"`{name}(key=...)` must be a JAX key such as")
+    with pytest.raises(TypeError, match="num_data"):
+        getattr(optax_smile, name)(key=0)
 
 
 @pytest.mark.parametrize(

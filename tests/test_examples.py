@@ -18,7 +18,7 @@ def test_quickstart(tmp_path):
     header, ensemble, sampled = run.stdout.splitlines()[:3]
     assert header.split()[:5] == ["test", "set", "LPPD", "accuracy", "F1"]
     assert ensemble.startswith("deep ensemble") and sampled.startswith(sampler)
-    assert page.read_text().count("data:image/png") == 4
+    assert page.read_text().count("data:image/png") == 9
 
 
 @pytest.mark.slow
@@ -36,7 +36,7 @@ def test_uci(tmp_path):
     assert header.split()[:5] == ["test", "set", "LPPD", "RMSE", "CRPS"]
     assert ensemble.startswith("deep ensemble") and sampled.startswith("psmile")
     assert written == f"report: {tmp_path / 'report.html'}"
-    assert (tmp_path / "report.html").read_text().count("data:image/png") == 2
+    assert (tmp_path / "report.html").read_text().count("data:image/png") == 6
     assert table() == [header, ensemble, sampled, written]
 
 
@@ -49,15 +49,29 @@ def test_uci_without_data_or_network(tmp_path):
     assert "Set OPTAX_SMILE_DATA to a folder with uci/energy.data, or take" in run.stderr
 
 
-def multi_device(*arguments) -> list[str]:
-    run = subprocess.run(
+def run_multi_device(*arguments, num_devices) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
         [sys.executable, str(EXAMPLES / "multi_device.py"), "--smoke", *map(str, arguments)],
         capture_output=True,
         text=True,
-        check=True,
-        env=os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8"},
+        env=os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(num_devices)},
     )
+
+
+def multi_device(*arguments) -> list[str]:
+    run = run_multi_device(*arguments, num_devices=8)
+    run.check_returncode()
     return run.stdout.splitlines()
+
+
+@pytest.mark.slow
+def test_multi_device_says_what_to_set():
+    alone = run_multi_device(num_devices=1)
+    assert alone.returncode == 1 and "Traceback" not in alone.stderr
+    assert "JAX_NUM_CPU_DEVICES=8 python examples/multi_device.py" in alone.stderr
+    uneven = run_multi_device("--data", 3, num_devices=4)
+    rule = "--data must divide the number of devices, 4, got 3."
+    assert (uneven.returncode, uneven.stderr.strip()) == (1, rule)
 
 
 @pytest.mark.slow

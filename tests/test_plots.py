@@ -22,6 +22,7 @@ GENERATOR = np.random.default_rng(0)
 MEAN, STD = GENERATOR.normal(size=12), GENERATOR.uniform(0.5, 2, 12)
 PROBABILITIES = GENERATOR.dirichlet(np.ones(4), 200)
 LABELS = GENERATOR.integers(0, 4, 200)
+IMAGES = GENERATOR.normal(size=(9, 4, 3, 1))
 LOG_LIKELIHOOD = GENERATOR.normal(-1, 2, (NUM_CHAINS, 7, 5))
 DRAWS = np.cumsum(GENERATOR.normal(size=(NUM_CHAINS, 9, 40)), axis=1)
 LPPD = np.array([-0.9, -0.7, -0.4, -0.5, -8, -np.inf])
@@ -73,6 +74,8 @@ DRAW = {
     "entropy": lambda ax: plots.entropy({"test": STD, "OOD": STD + 1}, ax=ax),
     "step_size_search": lambda ax: plots.step_size_search(SEARCH, ax=ax),
     "chain_paths": lambda ax: plots.chain_paths(DRAWS, ax=ax),
+    "examples": lambda ax: plots.examples(IMAGES, PROBABILITIES[:9], STD[:9], LABELS[:9], ax=ax),
+    "examples, numbers": lambda ax: plots.examples(IMAGES, MEAN[:9], STD[:9], ax=ax),
 }
 
 
@@ -107,7 +110,8 @@ def test_draws_and_renders_on_new_and_on_given_axes(name):
     new = DRAW[name](None)
     assert new.figure is not figure and len(plt.get_fignums()) == 2
     for ax in right, new:
-        assert ax.get_title() and ax.get_xlabel() and ax.get_ylabel()
+        # Images have no scales.
+        assert ax.get_title() and (ax.images or ax.get_xlabel() and ax.get_ylabel())
         ax.figure.canvas.draw()
 
 
@@ -287,8 +291,10 @@ def test_risk_coverage_by_a_loop():
     for share, risk in zip(line.get_xdata(), line.get_ydata(), strict=True):
         k = round(share * 200)
         assert k == 0 or risk == pytest.approx(expected[k - 1])
-    assert ax.get_legend() is None
-    plots.risk_coverage(PROBABILITIES, LABELS, label="again", ax=ax)
+    assert legend_of(ax) == [f"AURC {np.mean(expected):.3g}"]
+    # Methods have other numbers of inputs, and one may never be wrong.
+    plots.risk_coverage(PROBABILITIES[:50], PROBABILITIES[:50].argmax(1), label="right", ax=ax)
+    assert ax.get_ylim() == (0, 1.05 * max(expected))
     assert lines_of(ax)[0].get_color() != lines_of(ax)[1].get_color()
 
 
@@ -358,6 +364,79 @@ def test_entropy_histograms_share_bins_and_have_area_one():
     in_first_bin = np.mean(inside < first.edges[1]) / first.edges[1]
     assert first.values[0] == pytest.approx(in_first_bin)
     plots.entropy({"certain": np.zeros(3) - 1e-7}).figure.canvas.draw()
+
+
+def test_examples_by_hand():
+    """Surest and least sure, and of the wrong ones first whose class was given least."""
+    ones = np.array([0.9, 0.6, 0.2, 0.45, 0.05])
+    probabilities, labels = np.stack([1 - ones, ones], axis=1), [1, 1, 1, 1, 1]
+    images = np.arange(5)[:, None, None, None] * np.array([100.0, 200, 300])
+    ax = plots.examples(images + np.zeros((5, 3, 2, 1)), probabilities, ones, labels, number=2)
+    told = [text.get_text() for text in ax.texts]
+    assert told == [
+        "the surest",
+        "0: 95 %\nis 1",
+        "0: 80 %\nis 1",
+        "the least sure",
+        "1: 90 %\n0.90 nats",
+        "1: 60 %\n0.60 nats",
+        "wrong, the worst first",
+        "0: 95 %\nis 1",
+        "0: 80 %\nis 1",
+    ]
+    shown = [4, 2, 0, 1, 4, 2]
+    for image, at in zip(ax.images, shown, strict=True):
+        expected = at * np.array([100, 200, 300]) / 1200
+        np.testing.assert_allclose(np.asarray(image.get_array())[0, 0], expected)
+        # Two wide and three high, the first row at the top.
+        left, right, bottom, top = image.get_extent()
+        assert (bottom - top) / (right - left) == pytest.approx(3 / 2)
+    assert ax.get_ylim()[0] > ax.get_ylim()[1]
+    right = plots.examples(np.zeros((5, 2, 2)), probabilities, ones, probabilities.argmax(1))
+    assert len(right.images) == 10 and not any("wrong" in x.get_text() for x in right.texts)
+
+
+def test_examples_of_numbers_by_hand():
+    mean, variance, targets = np.array([1.0, 20, 3]), np.array([1.0, 4, 0.25]), np.array([3, 20, 2])
+    ax = plots.examples(np.ones((3, 2, 2)), mean, variance, targets, number=1)
+    assert [text.get_text() for text in ax.texts] == [
+        "the surest",
+        "3 ± 0.5\nwas 2",
+        "the least sure",
+        "20 ± 2\nwas 20",
+        "furthest off, in standard deviations",
+        "1 ± 1\nwas 3",
+    ]
+
+
+def test_a_legend_covers_nothing():
+    """It lies below the axes and their label, and within the figure, for few and for long names."""
+    long = "a name of a method that is so long that it has to go on in another row of the legend"
+    entropies = {f"{number} {long}"[:100]: STD for number in range(3)}
+    axes = [plots.step_size(make_trace()), plots.chain_paths(DRAWS), plots.entropy(entropies)]
+    axes.append(plots.reliability(PROBABILITIES, LABELS, label=long))
+    for ax in axes:
+        figure: Any = ax.figure
+        figure.canvas.draw()
+        legend: Any = ax.get_legend()
+        below: Any = ax.xaxis.get_tightbbox()
+        box = legend.get_window_extent()
+        assert box.y1 <= below.y0 and box.y0 >= 0
+        assert box.x0 >= 0 and box.x1 <= figure.bbox.x1
+
+
+def test_more_methods_than_colours_have_lines_of_their_own():
+    ax = plots.reliability(PROBABILITIES, LABELS, label="0")
+    for number in range(1, 9):
+        plots.reliability(PROBABILITIES, LABELS, label=str(number), ax=ax)
+    lines = [(x.get_color(), x.get_linestyle()) for x in lines_of(ax) if x.get_gid()]
+    assert len(set(lines)) == 9 and len(lines_of(ax)) == 10
+
+
+def test_bins_are_those_of_the_metric():
+    error = optax_smile.metrics.ece(PROBABILITIES, LABELS)
+    assert error != optax_smile.metrics.ece(PROBABILITIES, LABELS, 10)
+    assert legend_of(plots.reliability(PROBABILITIES, LABELS)) == [f"ECE {error:.3f}"]
 
 
 def test_step_size_search_marks_the_best_and_what_lies_below():
@@ -504,6 +583,31 @@ BAD = {
         r"entropies\['test'\]=...\)` must",
     ),
     "entropy, NaN": (lambda: plots.entropy({"test": with_nan(STD)}), "finite, got nan"),
+    "examples, images": (
+        lambda: plots.examples(MEAN, MEAN, STD),
+        r"plots.examples\(images=...\)` must be an array \[input, height, width\] or",
+    ),
+    "examples, channels": (
+        lambda: plots.examples(np.ones((12, 2, 2, 5)), MEAN, STD),
+        r"images=...\)` must be images with 1, 3, 4 channels as the last axis, got shape",
+    ),
+    "examples, infinite": (
+        lambda: plots.examples(np.full((12, 2, 2), np.inf), MEAN, STD),
+        r"images=...\)` must be finite, got inf",
+    ),
+    "examples, mean": (lambda: plots.examples(IMAGES, MEAN, STD[:9]), r"mean=...\)` must be of 9"),
+    "examples, uncertainty": (
+        lambda: plots.examples(IMAGES, MEAN[:9], -STD[:9]),
+        r"uncertainty=...\)` must be >= 0 and finite",
+    ),
+    "examples, classes": (
+        lambda: plots.examples(IMAGES, PROBABILITIES[:9], STD[:9], LABELS[:9] + 4),
+        r"targets=...\)` must be classes from 0 to 3, got 4 to",
+    ),
+    "examples, number": (
+        lambda: plots.examples(IMAGES, MEAN[:9], STD[:9], number=0),
+        r"plots.examples\(number=...\)` must be",
+    ),
     "search": (
         lambda: plots.step_size_search(cast(Any, {"lppd": LPPD})),
         r"plots.step_size_search\(search=...\)` must be what `find_step_size` .*, got a dict",

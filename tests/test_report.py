@@ -2,24 +2,32 @@
 
 import base64
 import collections
+import dataclasses
 import html
 import io
+import json
 import re
+import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import jax
 import jax.numpy as jnp
+import matplotlib.figure
 import matplotlib.image
 import numpy as np
 import pytest
 import safetensors.numpy
 
 import optax_smile
-from optax_smile import metrics, report
-from optax_smile.draws import _files
+from optax_smile import _disk, diagnostics, metrics, plots, report
+from optax_smile.draws import _files, _sessions
+from optax_smile.draws._stored import Stored
+from optax_smile.report import _page, _pictures, _words
 
 RNG = np.random.default_rng(0)
 INPUTS = RNG.normal(size=(40, 3)).astype(np.float32)
@@ -59,6 +67,20 @@ def draws(run):
     return optax_smile.load_snapshots(run)
 
 
+@pytest.fixture(autouse=True)
+def few_pixels_and_files(monkeypatch, request):
+    """Most of the time of a page goes into its pictures."""
+    monkeypatch.setattr(_pictures, "DENSITY", 50)
+    if request.node.get_closest_marker("slow") is None:
+        monkeypatch.setattr(_pictures, "FORMATS", {})
+
+
+@pytest.fixture
+def blank(monkeypatch):
+    """For what a page says."""
+    monkeypatch.setattr(_pictures.Pictures, "_draw", lambda *_: "")
+
+
 def classify(draws, targets: Any = LABELS, **arguments):
     return optax_smile.predict(
         logits, draws, INPUTS, likelihood="categorical", targets=targets, **arguments
@@ -84,13 +106,17 @@ def test_classification(run, draws, tmp_path):
         "F1": metrics.f1(prediction.mean, LABELS),
         "AURC": metrics.aurc(prediction.mean, LABELS),
     }.items():
-        assert f"<th>{name}</th>" in page and f"<td>{score:.4g}</td>" in page
+        arrow = "↑" if name in ("LPPD", "accuracy", "F1") else "↓"
+        assert re.search(rf"<th>{name} <span [^>]*>{arrow}</span></th>", page)
+        assert f"<td>{score:.4g}</td>" in page
     assert html.escape(str(run)) in page and "<1>" not in page
+    assert "<title>psmile: 3 chains of 24 draws</title>" in page
     assert "3 chains of psmile, 24 draws each, 12 parameters" in page
     assert "across chains" in page
-    assert [image.shape[1] for image in pictures(page)] == [1100] * 3
+    # Three of the chains, calibration, risk, entropies of both, LPPD.
+    assert len(pictures(page)) == 8
     assert all(np.ptp(image) > 0.5 for image in pictures(page))
-    assert "reject_quantile" in page and "0.98" in page
+    assert "reject_quantile=0.98" in page
 
 
 def test_regression(run, draws):
@@ -110,9 +136,11 @@ def test_regression(run, draws):
         metrics.interval_width(lower, upper),
     ):
         assert f"<td>{score:.4g}</td>" in page
-    assert len(pictures(page)) == 2
+    assert len(pictures(page)) == 6
+    assert ">→ 0.95</span>" in page
 
 
+@pytest.mark.usefixtures("blank")
 def test_tokens(run, draws):
     labels = LABELS.reshape(8, 5).copy()
     labels[0, 2:] = -1
@@ -145,7 +173,7 @@ def test_yes_or_no_are_two_classes(run, draws, outputs):
     assert got["accuracy"] == np.mean((ones > 0.5) == labels.ravel())
     assert got["Brier"] == pytest.approx(2 * np.mean((ones - labels.ravel()) ** 2), abs=1e-6)
     report.store(run, "test", prediction, targets=labels)
-    assert len(pictures(report.write(run).read_text())) == 2
+    assert len(pictures(report.write(run).read_text())) == 7
 
 
 def test_several_outputs(run, draws):
@@ -163,7 +191,7 @@ def test_several_outputs(run, draws):
     for name in ("one", "two"):
         report.store(run, name, prediction, targets=targets)
     page = report.write(run).read_text()
-    assert len(pictures(page)) == 1 and "has not seen" not in page
+    assert len(pictures(page)) == 4 and "What they predict" not in page
 
 
 def test_an_own_likelihood(draws):
@@ -176,29 +204,28 @@ def test_an_own_likelihood(draws):
     }
 
 
+@pytest.mark.usefixtures("blank")
 def test_the_page_says_whether_predictions_were_judged(run, draws):
     report.store(run, "test", classify(draws, per="draw"), targets=LABELS)
     assert "Monte Carlo standard error of the LPPD" in report.write(run).read_text()
     report.store(run, "test", classify(draws, per="chain"), targets=LABELS)
     page = report.write(run).read_text()
-    assert "Monte Carlo" not in page and "pass what" in page
+    assert "Monte Carlo standard error of" not in page and "pass what" in page
     # As a run leaves them that went on later.
     report.store(run, "test", classify(draws.thinned(2), per="draw"), targets=LABELS)
     page = report.write(run).read_text()
-    assert "are of fewer draws than there are now" in page and len(pictures(page)) == 2
+    assert "are of fewer draws than there are now" in page
 
 
 def test_huge_runs_are_thinned_for_the_picture_of_their_paths(run, draws, monkeypatch):
     drawn = []
     monkeypatch.setattr(
-        report.plots, "chain_paths", lambda params, start, ax: drawn.append((params, start))
+        plots, "chain_paths", lambda params, start, ax: drawn.append((params, start))
     )
     rates = []
-    monkeypatch.setattr(
-        report.plots, "rejections", lambda trace, nominal, ax: rates.append(nominal)
-    )
+    monkeypatch.setattr(plots, "rejections", lambda trace, nominal, ax: rates.append(nominal))
     report.write(run)
-    monkeypatch.setattr(report, "MOST_PARAMETERS", CHAINS * 12 * DRAWS // 3)
+    monkeypatch.setattr(_page, "MOST_PARAMETERS", CHAINS * 12 * DRAWS // 3)
     report.write(run)
     (all_draws, start), (thinned, _) = drawn
     assert all_draws["w"].shape[1] == DRAWS and thinned["w"].shape[1] == DRAWS // 3
@@ -207,6 +234,7 @@ def test_huge_runs_are_thinned_for_the_picture_of_their_paths(run, draws, monkey
     assert rates == pytest.approx([0.02, 0.02])
 
 
+@pytest.mark.usefixtures("blank")
 def test_every_draw_is_read_once(run, draws, monkeypatch):
     report.store(run, "test", classify(draws, per="draw"), targets=LABELS)
     names = {file.name for kind in ("draw", "start") for file in run.glob(f"{kind}*")}
@@ -234,7 +262,8 @@ def test_one_draw(run, draws, tmp_path):
     for file in run.glob("draw-00000000*"):
         (tmp_path / file.name).write_bytes(file.read_bytes())
     page = report.write(tmp_path).read_text()
-    assert len(pictures(page)) == 1 and "1 draws each" in page
+    assert len(pictures(page)) == 3 and "1 draw each" in page
+    assert "No picture of the rejections: <code>plots.rejections(trace=...)</code> must be" in page
 
 
 @pytest.mark.parametrize("damage", ["cut", "empty", "no scores", "garbage"])
@@ -252,13 +281,13 @@ def test_a_damaged_prediction_is_named(run, draws, damage):
 
 def test_a_run_that_stored_nothing(run, draws):
     page = report.write(run).read_text()
-    assert "The run stored none" in page and len(pictures(page)) == 1
+    assert "The run stored none" in page and len(pictures(page)) == 4
 
 
 def test_what_is_stored_comes_back(run, draws):
     prediction = classify(draws, per="draw")
     report.store(run, "test", prediction, targets=LABELS, scores={"mine": 0.25})
-    stored = report.Stored(run / "prediction-test.safetensors")
+    stored = Stored(run / "prediction-test.safetensors")
     assert (stored.name, stored.scores) == ("test", {"mine": 0.25})
     np.testing.assert_array_equal(stored.targets, LABELS)
     for field in ("mean", "log_density", "total", "aleatoric"):
@@ -284,6 +313,7 @@ def test_the_command(run, draws, tmp_path):
     assert "must be a directory with a manifest.json, got" in wrong.stderr
 
 
+@pytest.mark.usefixtures("blank")
 def test_bad_input(run, draws, tmp_path):
     prediction = classify(draws)
     with pytest.raises(ValueError, match=r"`report.store\(name=...\)` must be a name of letters"):
@@ -308,3 +338,288 @@ def test_bad_input(run, draws, tmp_path):
         report.write(run)
     for draw in tmp_path.glob("draw-*"):
         draw.rename(run / draw.name)
+    with pytest.raises(ValueError, match=r"`report.write\(title=...\)` must be a text, or None"):
+        report.write(run, title=7)  # pyright: ignore
+    (tmp_path / "a-pictures").write_text("mine")
+    with pytest.raises(ValueError, match=r"`report.write\(output=...\)` must be a page beside"):
+        report.write(run, tmp_path / "a.html")
+    assert (tmp_path / "a-pictures").read_text() == "mine" and not (tmp_path / "a.html").exists()
+
+
+IMAGES = np.arange(40 * 4, dtype=np.uint8).reshape(40, 2, 2)
+
+
+@pytest.mark.parametrize(
+    "images, message",
+    {
+        "another number": (IMAGES[:39], r"prediction=...\)` must be of 39 inputs"),
+        "no images": (INPUTS, r"images=...\)` must be an array \[input, height, width\] or"),
+        "two channels": (np.zeros((40, 5, 5, 2)), r"images=...\)` must be images with 1, 3, 4 ch"),
+        "NaN": (np.full((40, 2, 2), np.nan), r"images=...\)` must be finite"),
+    }.values(),
+)
+def test_images_that_do_not_fit_are_named(run, draws, images, message):
+    with pytest.raises(ValueError, match=r"`report.store\(" + message):
+        report.store(run, "test", classify(draws), targets=LABELS, images=images)
+    assert not list(run.glob("prediction-*"))
+
+
+def test_images_need_an_uncertainty(run, draws):
+    likelihood = optax_smile.Likelihood(mean=None, log_density=lambda outputs, _: outputs[:, 0])
+    prediction = optax_smile.predict(
+        logits, draws, INPUTS, likelihood=likelihood, targets=np.zeros(40)
+    )
+    with pytest.raises(ValueError, match=r"`report.store\(images=...\)` must be left out, where"):
+        report.store(run, "test", prediction, images=IMAGES)
+
+
+@pytest.mark.parametrize("targets", [LABELS, None])
+def test_the_few_images_that_are_kept_are_those_that_all_would_show(run, draws, targets):
+    """Drawn of what is kept or of everything, it is the same picture."""
+    prediction = classify(draws, targets)
+    report.store(run, "test", prediction, targets=targets, images=IMAGES, scores={})
+    stored = Stored(run / "prediction-test.safetensors")
+    assert stored.images is not None and 12 <= len(stored.shown) <= 18
+    figure = matplotlib.figure.Figure()
+    of_all, of_kept = figure.subplots(1, 2)
+    plots.examples(IMAGES, prediction.mean, prediction.total, targets, ax=of_all)
+    (picture,) = _pictures.of_images([stored])
+    picture.draw(of_kept)
+    told = [[text.get_text() for text in ax.texts] for ax in (of_all, of_kept)]
+    assert told[0] == told[1] and len(told[0]) == (21 if targets is not None else 14)
+    for one, other in zip(of_all.images, of_kept.images, strict=True):
+        # Bytes of 256 levels between the smallest and the largest that are kept.
+        np.testing.assert_allclose(one.get_array(), other.get_array(), atol=0.1)
+    assert '<h2>Examples</h2><div class="pictures"><figure>' in report.write(run).read_text()
+
+
+def test_images_of_other_inputs_are_damage(run, draws):
+    prediction = classify(draws)
+    report.store(run, "test", prediction, targets=LABELS, images=IMAGES)
+    kept = Stored(run / "prediction-test.safetensors")
+    arrays = {"shown": kept.shown, "images": kept.images, "mean": prediction.mean[:2]}
+    arrays |= {"total": prediction.total}
+    header = {"name": "test", "scores": {}, "uncertainty": "entropy"}
+    (run / "prediction-test.safetensors").write_bytes(_disk.pack(header, arrays))
+    with pytest.raises(ValueError, match="is damaged .its images are of other inputs"):
+        report.write(run)
+
+
+def test_methods_share_their_figures(run, draws):
+    """As many as were stored, in one figure each, with the ECE of the table."""
+    prediction = classify(draws)
+    for name in ("psmile", "_deep ensemble"):
+        report.store(run, name, prediction, targets=LABELS)
+    stored = [Stored(file) for file in sorted(run.glob("prediction-*"))]
+    found = {picture.name: picture for picture in _pictures.of_predictions(stored)}
+    assert set(found) == {"reliability", "risk and coverage", "entropy"}
+    scores = report.score(prediction, LABELS)
+    for name, score in {
+        "reliability": f"ECE {scores['ECE']:.3f}",
+        "risk and coverage": f"AURC {scores['AURC']:.3g}",
+    }.items():
+        ax = matplotlib.figure.Figure().subplots()
+        found[name].draw(ax)
+        legend: Any = ax.get_legend()
+        told = [text.get_text() for text in legend.get_texts()]
+        assert told == [f" _deep ensemble ({score})", f"psmile ({score})"]
+    assert ax.get_xlim() == (0, 1)
+
+
+def lights(page: str) -> list[tuple[str, str]]:
+    return re.findall(r'<span class="light \w+">(\w+)</span><span><b>([^<]+)</b>', page)
+
+
+@pytest.mark.usefixtures("blank")
+def test_lights_tell_every_test_its_number_and_what_to_do(run, draws):
+    report.store(run, "test", classify(draws, per="draw"), targets=LABELS)
+    page = report.write(run).read_text()
+    summary = diagnostics.summary(draws, Stored(run / "prediction-test.safetensors").prediction)
+    shown = lights(page)
+    bad = [finding.problem.split(": ")[0] for finding in summary.findings]
+    assert sorted(kind for light, kind in shown if light != "fine") == sorted(bad)
+    good = dict.fromkeys(x.kind for x in summary.passed if x.kind not in bad)
+    assert [kind for light, kind in shown if light == "fine"] == list(good)
+    told = html.unescape(re.sub("</?code>", "`", page.split("<details>")[0]))
+    for _, problem, advice in summary.findings:
+        assert problem.split(": ", 1)[1] in told and advice in told
+    assert all(shown in told for kind, shown in summary.passed if kind not in bad)
+
+
+def test_trouble_comes_first_and_is_named():
+    made = diagnostics.summary(optax_smile.Snapshots(RNG.normal(size=(3, 24, 5))))
+    found = (
+        diagnostics.Finding((0, 1, 2), "slow: 30% of `them`.", "a larger `thin`."),
+        diagnostics.Finding((1,), "diverged: far < off.", "a smaller step."),
+    )
+    passed = (diagnostics.Passed("copies", "0 of 24 draws."),)
+    page = "".join(_page._lights(dataclasses.replace(made, findings=found, passed=passed)))
+    assert lights(page) == [("trouble", "diverged"), ("look", "slow"), ("fine", "copies")]
+    assert "<b>diverged</b> (chain 1): far &lt; off." in page
+    assert "<b>slow</b> (all chains): 30% of <code>them</code>." in page
+    assert "<b>Try</b> a larger <code>thin</code>." in page
+    assert "Not tested: altered, frozen" in page
+
+
+def test_settings_are_written_as_a_person_would():
+    tuner = [
+        ["optax_smile.stages.tuner.angle_tuner.<locals>.start", []],
+        ["optax_smile.stages.tuner.angle_tuner.<locals>.update", [0.03]],
+        False,
+    ]
+    schedule = ["optax.schedules._schedule.exponential_decay.<locals>.schedule", [0.5, None]]
+    assert _words.call("psmile", {"tuner": tuner, "key": [0, 7], "prior_mean": None}) == (
+        "psmile(tuner=angle_tuner(...), key=jax.random.key(7), prior_mean=None)"
+    )
+    assert _words.call("sgld", {"step_size": schedule, "prior_precision": [1.0, 2]}) == (
+        "sgld(step_size=exponential_decay(...), prior_precision=[1.0, 2])"
+    )
+    assert _words.call("f", {"loss": ["my.module.loss", []]}) == "f(loss=loss)"
+    long = _words.call("f", {"a" * 40: 1e-3, "b" * 40: "start"})
+    assert long == f"f(\n    {'a' * 40}=0.001,\n    {'b' * 40}='start',\n)"
+    assert (_words.seed([1, 2]), _words.seed([1, 2, 3, 4]), _words.seed(None)) == (
+        2**32 + 2,
+        None,
+        None,
+    )
+
+
+def test_times_in_words():
+    assert [_words.duration(x) for x in (0.2, 59.4, 59.6, 3599, 3600, 90_061)] == [
+        "less than a second",
+        "59 s",
+        "1 min 0 s",
+        "59 min 59 s",
+        "1 h 0 min",
+        "25 h 1 min",
+    ]
+    sessions = [_sessions.Session(0.0, 30.0, "a"), _sessions.Session(90.0, 45, "b & c")]
+    assert _words.times(sessions) == {
+        "begun": "1970-01-01 00:00 UTC",
+        "run time": "1 min 15 s in 2 sessions",
+        "machine": "a; b & c",
+    }
+    assert set(_words.times([]).values()) == {"not recorded"}
+
+
+@pytest.mark.usefixtures("blank")
+def test_a_run_tells_when_and_where_it_ran(run, draws):
+    (session,) = _sessions.read(run)
+    assert abs(time.time() - session.began) < 3600 and 0 < session.seconds < 3600
+    page = report.write(run, title="Digits & more").read_text()
+    assert "<h1>Digits &amp; more</h1>" in page and "<title>Digits &amp; more</title>" in page
+    assert f"<dd>{_words.times([session])['begun']}</dd>" in page
+    assert f"<dd>{html.escape(session.machine)}</dd>" in page
+    assert "0 (sample), 1 (psmile)" in page
+    assert "<dd>10 examples in 2 batches</dd>" in page
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "{}", "[]", '{"sessions": [], "checksum": "0"}', "NaN", "\udcff", "a link"],
+)
+def test_damaged_times_are_named(tmp_path, content):
+    file = tmp_path / _sessions.FILE
+    if content == "a link":
+        file.symlink_to(tmp_path / "elsewhere")
+    else:
+        file.write_bytes(content.encode(errors="surrogateescape"))
+    with pytest.raises(ValueError, match=f"The record of times {file} is damaged"):
+        _sessions.read(tmp_path)
+
+
+@pytest.mark.parametrize("began", [-1, 1e300, float("nan"), True, "0", None])
+def test_times_that_are_none_are_damage(tmp_path, began):
+    sessions = [{"began": began, "seconds": 1, "machine": "a"}]
+    told = {"sessions": sessions, "checksum": _disk.checksum(json.dumps(sessions))}
+    (tmp_path / _sessions.FILE).write_text(json.dumps(told))
+    with pytest.raises(ValueError, match="its entries are no sessions"):
+        _sessions.read(tmp_path)
+
+
+def test_sessions_follow_each_other(tmp_path):
+    assert _sessions.read(tmp_path) == []
+    for resumed in (False, True):
+        clock = _sessions.Clock(tmp_path, resumed)
+        clock.write()
+        clock.write()
+    first, second = _sessions.read(tmp_path)
+    assert first.began <= second.began and first.machine == _sessions.machine()
+    _sessions.Clock(tmp_path, resumed=False).write()
+    assert len(_sessions.read(tmp_path)) == 1
+
+
+@pytest.mark.slow
+def test_every_picture_is_a_file_too_and_the_page_needs_nothing_else(run, draws, tmp_path):
+    report.store(run, "test", classify(draws), targets=LABELS, images=IMAGES)
+    report.store(run, "TEST", classify(draws), images=IMAGES)
+    page = report.write(run, tmp_path / "a b.html").read_text()
+    links = [unquote(link) for link in re.findall(r'<a href="([^"]+)"', page)]
+    files = {f"a b-pictures/{file.name}" for file in (tmp_path / "a b-pictures").iterdir()}
+    assert set(links) == files and len(links) == len(files) == 2 * len(pictures(page))
+    assert {"a b-pictures/examples-test.svg", "a b-pictures/examples-test-2.pdf"} <= files
+    for link in links:
+        content = (tmp_path / link).read_bytes()
+        assert content.startswith(b"%PDF" if link.endswith("pdf") else b"<?xml")
+    sources = re.findall(r'\b(?:src|href)="([^"]*)"', page)
+    assert all(source.startswith(("data:", "a%20b-pictures/")) for source in sources)
+    assert "@import" not in page and "url(" not in page and "<script" not in page
+    before = {file: (tmp_path / file).read_bytes() for file in files}
+    assert report.write(run, tmp_path / "a b.html").read_text() == page
+    assert before == {file: (tmp_path / file).read_bytes() for file in files}
+
+
+@pytest.mark.usefixtures("blank")
+def test_a_page_that_cannot_be_finished_leaves_the_one_before(run, draws, tmp_path, monkeypatch):
+    page = report.write(run, tmp_path / "page.html")
+    before = page.read_bytes()
+
+    def fail(*_):
+        raise OSError("no room")
+
+    monkeypatch.setattr(_page._disk, "write", fail)
+    with pytest.raises(OSError, match="no room"):
+        report.write(run, page, title="another")
+    assert page.read_bytes() == before
+    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["page.html"]
+
+
+def browser() -> str:
+    """A Chromium or Chrome, or a reason to skip."""
+    names = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+    found = next(filter(None, map(shutil.which, names)), None)
+    return found or pytest.skip(f"no browser: none of {', '.join(names)} is installed")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [1200, 400])
+def test_a_browser_shows_the_page(run, draws, tmp_path, width):
+    """Without network, with text and pictures, and no wider than its window."""
+    report.store(run, "test", classify(draws), targets=LABELS, images=IMAGES)
+    page = report.write(run, tmp_path / "page.html")
+    # A window has a smallest width, a frame has none; the title tells how wide the page is in it.
+    measure = "document.title = contentDocument.documentElement.scrollWidth"
+    frame = tmp_path / "frame.html"
+    frame.write_text(
+        f'<style>* {{ margin: 0; border: 0 }}</style><iframe width="{width}" height="3000"'
+        f' onload="{measure}" srcdoc="{html.escape(page.read_text())}"></iframe>'
+    )
+    words = [browser(), "--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
+    words += [f"--user-data-dir={tmp_path / 'profile'}", "--proxy-server=127.0.0.1:9"]
+    words += [f"--window-size={max(width, 500)},3000"]
+
+    def browse(argument: str) -> str:
+        return subprocess.run(
+            [*words, argument, frame.as_uri()],
+            check=True,
+            timeout=300,
+            capture_output=True,
+            text=True,
+        ).stdout
+
+    assert f"<title>{width}</title>" in browse("--dump-dom")
+    shot = tmp_path / "shot.png"
+    browse(f"--screenshot={shot}")
+    image = matplotlib.image.imread(shot)[:, :width, :3]
+    # No fifth of it is of one colour, as it is where text or pictures are missing.
+    assert all(np.ptp(part, axis=(0, 1)).min() > 0.5 for part in np.array_split(image, 5))

@@ -311,3 +311,31 @@ def test_an_injected_quantile_is_the_nominal_rejection_rate():
 def test_rounded_draws_need_a_directory():
     with pytest.raises(ValueError, match=r"`sample\(dtype=...\)` must be None without a `dir"):
         draw(NAIVE, dtype="float16")
+
+
+@pytest.mark.parametrize("label", ["sampling", "warm start"])
+def test_the_bar_says_that_it_compiles_until_the_first_step_is_done(label, capsys):
+    at_tick = []
+    if label == "sampling":
+        tx = optax_smile.smile_naive(0.01, num_data=200)
+        look = lambda step, stats: at_tick.append(capsys.readouterr().err)  # noqa: E731
+        draw(tx, progress=True, thin=3, num_warmup=0, num_draws=2, callback=look)
+    else:
+        one: Any = jax.tree.map(lambda x: x[0], start())
+        optax_smile.warmstart(
+            mean_loss,
+            lambda key: one,
+            batches(),
+            optax.sgd(0.1),
+            num_members=2,
+            num_epochs=2,
+            key=0,
+        )
+    lines = "".join([*at_tick, capsys.readouterr().err]).split("\r")
+    lines = [line for line in lines if line.startswith(f"{label}:")]
+    compiling = [number for number, line in enumerate(lines) if "compiling" in line]
+    told = [number for number, line in enumerate(lines) if "step_size=" in line or "loss=" in line]
+    assert compiling and told and max(compiling) + 1 < min(told)
+    assert all(" 0/" in lines[number] for number in compiling)
+    # It stops saying so before there is anything to tell.
+    assert " 0/" in lines[max(compiling) + 1]

@@ -151,7 +151,7 @@ def test_a_full_disk_leaves_the_earlier_draws(tmp_path, monkeypatch):
 
     def full(path, content):
         calls.append(path)
-        if len(calls) > 5:  # manifest, start, sums of the first checkpoint, and two draws
+        if len(calls) > 6:  # manifest, start, first checkpoint and session, two draws
             raise OSError(errno.ENOSPC, "No space left on device", str(path))
         write(path, content)
 

@@ -76,7 +76,7 @@ def exact_lppd():
 
 def test_the_best_predicts_like_the_posterior_and_absurd_ones_do_not():
     search = searched()
-    assert search.best == 5e-4
+    assert search.best == 5e-4 and str(search).split("LPPD")[0].strip() == "step size"
     # Chains that hardly move, that reach the posterior, and that try to go where no loss is.
     assert search.lppd[0] == pytest.approx(search.start_lppd, abs=0.01)
     assert search.lppd[1] == pytest.approx(exact_lppd(), abs=0.02)

@@ -271,16 +271,32 @@ def stop_signals() -> Iterator[Callable[[], str | None]]:
             signal.signal(number, handler)
 
 
-class Bar:
-    """A progress bar by tqdm; nothing where it is not wanted or tqdm is not installed."""
+class Bar(contextlib.AbstractContextManager["Bar"]):
+    """A progress bar by tqdm; nothing where it is not wanted or tqdm is not installed.
 
-    def __init__(self, total: int, label: str, show: bool):
+    Args:
+        total: of what there is to do.
+        label: in front of it.
+        show: whether it is wanted.
+        compiles: whether it says "compiling" until `begin`.
+    """
+
+    def __init__(self, total: int, label: str, show: bool, *, compiles: bool = False):
         self._bar: Any = None
+        self._compiles = compiles
         if show and not jax.process_index():
             with contextlib.suppress(ImportError):
                 from tqdm.auto import tqdm
 
                 self._bar = tqdm(total=total, desc=label)
+                if compiles:
+                    self._bar.set_postfix_str("compiling")
+
+    def begin(self):
+        """Say that the first step is done, once."""
+        if self._bar is not None and self._compiles:
+            self._bar.set_postfix_str("")
+        self._compiles = False
 
     def show(self, done: int, **told: Any):
         """Move on to so many, and tell some figures."""
@@ -288,8 +304,7 @@ class Bar:
             self._bar.set_postfix(told, refresh=False)
             self._bar.update(done - self._bar.n)
 
-    def close(self):
-        """Leave it as it is."""
+    def __exit__(self, *_: object):
         if self._bar is not None:
             self._bar.close()
 

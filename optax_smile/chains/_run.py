@@ -15,7 +15,7 @@ from optax_smile import _check, _disk, _tree
 from optax_smile.chains import _checkpoint, _identity, _loop
 from optax_smile.chains._chains import Chains
 from optax_smile.chains._loop import Position
-from optax_smile.draws import _files, _manifest
+from optax_smile.draws import _files, _manifest, _sessions
 from optax_smile.draws.snapshots import Snapshots, StoredSnapshots, load_snapshots
 
 
@@ -92,7 +92,7 @@ class DirectoryRun:
 
     def __init__(
         self,
-        directory: str | os.PathLike,
+        directory: str | os.PathLike[str],
         chains: Chains,
         closing: ExitStack,
         *,
@@ -116,6 +116,7 @@ class DirectoryRun:
         manifest = _manifest.of_run(start, dtype, settings)
         before = self._resumed(manifest, resume)
         self.resumed, self.num_draws = before is not None, num_draws
+        self.clock = _sessions.Clock(self.directory, self.resumed)
         rounded = _files.rounded(start, dtype)
         if before is not None:
             stored = self.result(whole=True).start
@@ -195,6 +196,8 @@ class DirectoryRun:
         self.writer.flush()
         told = place._asdict() | {"position": place.position._asdict()}
         self.checkpoints.save(place.num_gradients, chains.tree, told)
+        if jax.process_index() == 0:
+            self.clock.write()
 
     def result(self, whole: bool = False) -> StoredSnapshots:
         """The draws that were asked for, or all there are, as they are read from the directory."""

@@ -164,8 +164,8 @@ def find_step_size(
     step_sizes = _check_step_sizes(step_sizes)
     steps: dict[str, Any] = {"num_warmup": num_warmup, "num_draws": num_draws, "thin": thin}
     steps |= {"steps_per_dispatch": steps_per_dispatch}
-    for name, value in steps.items():
-        _check.whole("find_step_size", name, value, 0 if name == "num_warmup" else 1)
+    for argument, value in steps.items():
+        _check.whole("find_step_size", argument, value, 0 if argument == "num_warmup" else 1)
     _check_kinds(loss_fn, batches, validation, name, key)
     _check.flags("find_step_size", check=check, progress=progress)
     samplers = _make_samplers(make_sampler, step_sizes)
@@ -201,7 +201,7 @@ def find_step_size(
         return found, np.sum(rejections + nonfinite) / np.sum(gradients)
 
     judged, rejected = [], []
-    with contextlib.closing(_loop.Bar(len(step_sizes), "step sizes", progress)) as bar:
+    with _loop.Bar(len(step_sizes), "step sizes", progress) as bar:
         for number, (step_size, sampler) in enumerate(zip(step_sizes, samplers, strict=True), 1):
             found, share = try_out(step_size, sampler)
             judged.append(found)

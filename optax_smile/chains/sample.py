@@ -87,7 +87,7 @@ def sample(
     prefetch: int = 0,
     mesh: Mesh | None = None,
     specs: Any = None,
-    directory: str | os.PathLike | None = None,
+    directory: str | os.PathLike[str] | None = None,
     resume: bool = True,
     accept: Sequence[str] = (),
     check: bool = True,
@@ -225,12 +225,11 @@ def sample(
                 resume=resume,
                 minutes=checkpoint_minutes,
             )
-        bar = _loop.Bar(plan.num_steps, "sampling", progress)
-        closing.callback(bar.close)
+        bar = closing.enter_context(_loop.Bar(plan.num_steps, "sampling", progress, compiles=True))
 
-        def watch(step: int, seen: Mapping[str, np.ndarray]):
+        def watch(step: int, seen: Mapping[str, np.ndarray] | None):
             _show(bar, step, seen)
-            if callback is not None:
+            if seen is not None and callback is not None:
                 callback(step, seen)
 
         judge = partial(chains.check, settings=settings, warns=check)
@@ -270,7 +269,7 @@ def _go_on(
     stream: _loop.Stream,
     prefetch: int,
     judge: Callable[[Any], None],
-    watch: Callable[[int, Mapping[str, np.ndarray]], None],
+    watch: Callable[[int, Mapping[str, np.ndarray] | None], None],
 ) -> tuple[Place, bool]:
     """Run the chains from where they are to the end, or to the wish to stop.
 
@@ -294,6 +293,7 @@ def _go_on(
                 if dispatch.position is None:
                     continue
                 step, num_kept = dispatch.end // plan.gradients_per_step, place.num_kept
+                seen = None
                 if is_tick := plan.to_tick(step) == plan.thin:
                     seen = chains.stats()
                     _check_unaltered(seen)
@@ -302,8 +302,7 @@ def _go_on(
                         run.put(num_kept, step, chains.draw(), seen)
                         num_kept += 1
                 place = Place(dispatch.end, num_kept, dispatch.position)
-                if is_tick:
-                    watch(step, seen)
+                watch(step, seen)
                 if is_tick or jax.process_count() == 1:
                     is_stopped, is_due = any_process(wish() is not None, run.is_due())
                     if is_stopped:
@@ -383,8 +382,11 @@ def _dispatches(
             yield Dispatch(done, chains.put(batch), False, None if left else position)
 
 
-def _show(bar: _loop.Bar, step: int, stats: Mapping[str, np.ndarray]):
-    """Move the bar on, with what a person watches while a chain runs."""
+def _show(bar: _loop.Bar, step: int, stats: Mapping[str, np.ndarray] | None):
+    """Move the bar on at a tick, with what a person watches while a chain runs."""
+    bar.begin()
+    if stats is None:
+        return
     told = {"step_size": f"{np.median(stats['step_size']):.2e}"}
     if np.all(np.isfinite(stats["energy_mean"])):
         told["energy"] = f"{np.median(stats['energy_mean']):.2g}"

@@ -66,7 +66,7 @@ def warmstart(
     per_member: bool = False,
     mesh: Mesh | None = None,
     specs: Any = None,
-    directory: str | os.PathLike | None = None,
+    directory: str | os.PathLike[str] | None = None,
     accept: Sequence[str] = (),
     check: bool = True,
     checkpoint_minutes: float = 5.0,
@@ -157,8 +157,7 @@ def warmstart(
             checkpoints = _open(Path(directory), checkpoint_minutes, closing, told, accept)
             if found := checkpoints.restore(members):
                 members, epoch = found[0], found[1]["epoch"]
-        bar = _loop.Bar(num_epochs, "warm start", progress)
-        closing.callback(bar.close)
+        bar = closing.enter_context(_loop.Bar(num_epochs, "warm start", progress, compiles=True))
         wish = closing.enter_context(_loop.stop_signals())
         if epoch < num_epochs and not _are_done(members, patience):
             _loop.skip_passes(batches, epoch)
@@ -173,6 +172,7 @@ def warmstart(
                         with _check.called("warmstart", "warmstart", **OF_VALIDATION):
                             losses.of_shared().check(members, validation, False)
                 members = train(members, losses.put(batch))
+                bar.begin()
             epoch += 1
             if not num_batches:
                 rule = "an iterable that yields batches in every epoch, such as a list"

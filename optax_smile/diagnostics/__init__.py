@@ -20,7 +20,7 @@ Example:
 """
 
 from optax_smile.diagnostics.paths import travel, weight_rhat
-from optax_smile.diagnostics.results import Finding, Summary
+from optax_smile.diagnostics.results import Finding, Passed, Summary
 from optax_smile.diagnostics.statistics import (
     autocorrelation,
     disagreement,
@@ -36,6 +36,7 @@ from optax_smile.diagnostics.traces import EnergyFit, energy_fit, rejection_rate
 __all__ = [
     "EnergyFit",
     "Finding",
+    "Passed",
     "Summary",
     "autocorrelation",
     "disagreement",

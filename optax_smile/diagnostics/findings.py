@@ -13,6 +13,7 @@ from optax_smile.diagnostics.results import (
     GOOD_RHATS,
     LEAST_DRAWS_JUDGED,
     Finding,
+    Passed,
     Summary,
     median_of,
     share_above,
@@ -75,8 +76,12 @@ class Sign(NamedTuple):
     form: str = ".3g"
 
 
-def judge(found: Summary, run: Run) -> list[Finding]:
-    """Judge each chain; that it does not arrive or move is told once, by the first sign."""
+def judge(found: Summary, run: Run) -> tuple[list[Finding], list[Passed]]:
+    """Judge each chain; that it does not arrive or move is told once, by the first sign.
+
+    Returns:
+        What was found, and the tests that found nothing among the chains that arrive.
+    """
     rhats = np.array([median_of(chain) for chain in found.rhat_within])
     none = np.zeros(len(rhats), bool)
     lost = [*_once(_diverged(run)), *_once(_frozen(found, run, mixes=rhats < HIGH_RHAT))]
@@ -90,14 +95,23 @@ def judge(found: Summary, run: Run) -> list[Finding]:
     if "start_loss" in run.trace:
         signs.append(_risen(found, run, sick))
     if run.trace:
-        signs += [_often_rejected(found, run), _step_size_changed(found, run, sick)]
-    return [_finding(sign, run.settings) for sign in signs if sign.chains.any()]
+        signs += [_often_rejected(found, run), *_step_size_changed(found, run, sick)]
+    passed = [sign for sign in signs if not sign.chains.any()]
+    known = [np.isfinite(sign.values) & arrives for sign in passed]
+    return (
+        [_finding(sign, run.settings) for sign in signs if sign.chains.any()],
+        [Passed(x.kind, _shown(x, at)) for x, at in zip(passed, known, strict=True) if at.any()],
+    )
+
+
+def _shown(sign: Sign, chains: np.ndarray) -> str:
+    tested = sign.values[chains]
+    ends = dict.fromkeys(format(end, sign.form) for end in (tested.min(), tested.max()))
+    return sign.text.format(" to ".join(ends))
 
 
 def _finding(sign: Sign, settings: Mapping[str, Any]) -> Finding:
-    tested = sign.values[sign.chains]
-    ends = dict.fromkeys(format(end, sign.form) for end in (tested.min(), tested.max()))
-    problem = f"{sign.kind}: {sign.text.format(' to '.join(ends))}"
+    problem = f"{sign.kind}: {_shown(sign, sign.chains)}"
     chains = tuple(np.flatnonzero(sign.chains).tolist())
     return Finding(chains, problem, advise(sign.kind, settings))
 
@@ -145,8 +159,8 @@ def _altered(run: Run) -> Iterator[Sign]:
             "altered",
             altered > 0,
             altered,
-            f"{{}} of {gradients.max():.0f} updates were altered on their way to the parameters,"
-            " which are not where the sampler moved them.",
+            f"{{}} of {gradients.max():.0f} updates did not arrive at the parameters as the sampler"
+            " sent them.",
             ".0f",
         )
 
@@ -197,7 +211,7 @@ def _frozen(found: Summary, run: Run, mixes: np.ndarray) -> Iterator[Sign]:
     if found.num_draws < 2:
         return
     moves, still = run.paths.moved, (run.paths.moved == 0).sum(axis=1)
-    text = f"{{}} of {moves.shape[1]} draws are the draw before, the parameters do not move."
+    text = f"{{}} of {moves.shape[1]} draws are the same as the draw before."
     yield Sign("frozen", still > moves.shape[1] / 2, still, text, ".0f")
     if run.trace:
         below = np.mean(run.trace["below_resolution"], axis=1)
@@ -228,7 +242,7 @@ def _unsettled(found: Summary, rhats: np.ndarray, run: Run) -> Iterator[Sign]:
     if found.num_draws >= LEAST_DRAWS_JUDGED:
         bound = HIGH_WEIGHT_RHAT if run.values is None else HIGH_RHAT
         text = (
-            "the draws at the beginning differ from those at the end: their median R-hat is {}"
+            "the draws at the beginning and those at the end have a median R-hat of {}"
             f" (above {bound:g})."
         )
         yield Sign("not settled", rhats > bound, rhats, text, ".2f")
@@ -244,9 +258,10 @@ def _mixing(found: Summary, run: Run, arrived: np.ndarray) -> Iterator[Sign]:
     is_slow = least and share_above(found.rhat_within[arrived]) > MANY_INPUTS
     text = (
         f"{{}} of the R-hats within the chain are above {bound}, as of fewer than"
-        f" {2 / (bound - 1):.0f} independent draws."
+        f" {2 / (bound - 1):.0f} independent draws (above {MANY_INPUTS:.0%})."
     )
-    yield Sign("slow", arrived & is_slow & (share > MANY_INPUTS), share, text, ".0%")
+    if least:
+        yield Sign("slow", arrived & is_slow & (share > MANY_INPUTS), share, text, ".0%")
     steady = arrived & (found.copy_of == np.arange(len(arrived)))
     if steady.sum() < 2:
         return
@@ -259,9 +274,11 @@ def _mixing(found: Summary, run: Run, arrived: np.ndarray) -> Iterator[Sign]:
             f" more (from {MANY_INPUTS:.0%} on){_listed([chains[x].tolist() for x in groups])}."
         )
         yield Sign("different modes", steady, across, text)
-    elif not is_slow:
-        text = f"{{}} of the R-hats across these chains are above {bound}."
-        yield Sign("chains differ", steady & (across > MANY_INPUTS) & least, across, text, ".0%")
+    elif least and not is_slow:
+        text = (
+            f"{{}} of the R-hats across these chains are above {bound} (above {MANY_INPUTS:.0%})."
+        )
+        yield Sign("chains differ", steady & (across > MANY_INPUTS), across, text, ".0%")
 
 
 def _risen(found: Summary, run: Run, sick: np.ndarray) -> Sign:
@@ -276,7 +293,7 @@ def _risen(found: Summary, run: Run, sick: np.ndarray) -> Sign:
 
 
 def _listed(groups: list[list[int]]) -> str:
-    return f": {' and '.join(map(str, groups))}" if len(groups) <= MOST_GROUPS else ""
+    return f": {' and '.join(map(str, groups))}" if 0 < len(groups) <= MOST_GROUPS else ""
 
 
 def _often_rejected(found: Summary, run: Run) -> Sign:
@@ -290,12 +307,12 @@ def _often_rejected(found: Summary, run: Run) -> Sign:
     )
 
 
-def _step_size_changed(found: Summary, run: Run, sick: np.ndarray) -> Sign:
+def _step_size_changed(found: Summary, run: Run, sick: np.ndarray) -> Iterator[Sign]:
     # Without a tuner the step size follows a schedule that was asked for.
-    tuned = not run.settings or run.settings.get("tuner") is not None
-    changed = np.maximum(found.step_size_trend, 1 / found.step_size_trend)
-    text = f"it changed {{}}-fold among the draws (above {MOST_TREND:g})."
-    return Sign("step size", (changed > MOST_TREND) & tuned & ~sick, changed, text)
+    if not run.settings or run.settings.get("tuner") is not None:
+        changed = np.maximum(found.step_size_trend, 1 / found.step_size_trend)
+        text = f"it changed {{}}-fold among the draws (above {MOST_TREND:g})."
+        yield Sign("step size", (changed > MOST_TREND) & ~sick, changed, text)
 
 
 def _groups(values: np.ndarray) -> tuple[list[list[int]], float]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import html
+import textwrap
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from optax_smile._table import aligned
+from optax_smile import _table
 from optax_smile.diagnostics.statistics import LEAST_DRAWS_WITHIN
 
 # With fewer independent draws the R-hat within a chain is above `HIGH_RHAT` by chance at one value
@@ -16,6 +18,8 @@ from optax_smile.diagnostics.statistics import LEAST_DRAWS_WITHIN
 LEAST_DRAWS_JUDGED = 20
 # Reported beside each other: the usual bound of Gelman and Rubin and half of it.
 GOOD_RHATS = (1.05, 1.1)
+# Findings that `repr` shows, and letters of each.
+MOST_SHOWN, LONGEST_SHOWN = 4, 100
 
 
 class Finding(NamedTuple):
@@ -32,9 +36,22 @@ class Finding(NamedTuple):
     advice: str
 
 
-@dataclasses.dataclass(frozen=True)
+class Passed(NamedTuple):
+    """A test that found nothing wrong.
+
+    Attributes:
+        kind: what it looks for, as a `Finding` begins.
+        shown: the number that was tested, over the chains that arrive, and in brackets where
+            trouble would begin.
+    """
+
+    kind: str
+    shown: str
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
 class Summary:
-    """Figures of a run, NaN where something is unknown; `str(summary)` is a table in plain words.
+    """Figures of a run, NaN where something is unknown; `print(summary)` tells it in plain words.
 
     Attributes:
         num_draws: per chain.
@@ -60,6 +77,7 @@ class Summary:
         lppd: of all chains together.
         mcse: Monte Carlo standard error of `lppd`.
         findings: what looks wrong.
+        passed: what was tested and does not.
     """
 
     num_draws: int
@@ -80,11 +98,46 @@ class Summary:
     lppd: float
     mcse: float
     findings: tuple[Finding, ...] = ()
+    passed: tuple[Passed, ...] = ()
 
     def __str__(self) -> str:
-        return "\n".join([*self._table(), "", *self._notes(), "", *self._judgement()])
+        table = _table.aligned(self._columns())
+        return "\n".join([*table, "", *self._notes(), "", *self._judgement()])
 
-    def _table(self) -> list[str]:
+    def __repr__(self) -> str:
+        return _table.described(self._title(), self._rows())
+
+    def _repr_html_(self) -> str:
+        columns = self._columns()
+        table = _table.in_html(zip(*columns.values(), strict=True), head=columns)
+        told = (html.escape("\n".join(part)) for part in (self._notes(), self._judgement()))
+        notes, judgement = (f'<p style="white-space: pre-line">{part}</p>' for part in told)
+        return f"<p><b>{html.escape(self._title())}</b></p>{table}{judgement}{notes}"
+
+    def _title(self) -> str:
+        chains = _table.counted(len(self.step_size_trend), "chain")
+        return f"Summary: {chains} of {_table.counted(self.num_draws, 'draw')}"
+
+    def _rows(self) -> dict[str, str]:
+        """What matters most, and the findings without what to try."""
+        rhats = [median_of(rhats) for rhats in (self.rhat_within, self.rhat_across)]
+        error = "" if np.isnan(self.mcse) else f", Monte Carlo standard error {self.mcse:.2g}"
+        rows = {"LPPD": f"{self.lppd:.5g}{error}"} if not np.isnan(self.lppd) else {}
+        if not np.all(np.isnan(rhats)):
+            within, across = (_figure(rhat, ".2f") for rhat in rhats)
+            rows["R-hat"] = f"median {within} within chains, {across} across"
+        judgement = [line for line in self._judgement() if line]
+        shown = judgement[:MOST_SHOWN]
+        for number, line in enumerate(shown, 1):
+            line = textwrap.shorten(line.splitlines()[0], LONGEST_SHOWN, placeholder=" ...")
+            rows[f"finding {number}" if self.findings else "findings"] = line
+        if self.findings:
+            more = _table.counted(len(judgement) - len(shown), "more finding")
+            more = f"{more}, and " * (judgement != shown)
+            rows["print it"] = f"for {more}what to try"
+        return rows
+
+    def _columns(self) -> dict[str, list[str]]:
         def column(values: ArrayLike, form: str, overall: float = np.nan) -> list[str]:
             return [_figure(value, form) for value in (*np.asarray(values), overall)]
 
@@ -105,7 +158,7 @@ class Summary:
             "R-hat": column(rhats, ".2f", median_of(self.rhat_across)),
             "LPPD": column(self.chain_lppd, ".5g", self.lppd),
         }
-        return aligned({head: cells for head, cells in columns.items() if set(cells) != {"-"}})
+        return {head: cells for head, cells in columns.items() if set(cells) != {"-"}}
 
     def _rejects(self) -> bool:
         """Whether there is something to tell of rejected steps."""

@@ -69,7 +69,7 @@ def summary(
     figures: dict[str, Any] = {field.name: unknown for field in dataclasses.fields(Summary)}
     figures |= {"num_draws": num_draws, "of": "weights", "lppd": np.nan, "mcse": np.nan}
     figures |= {"rhat_within": unknown[:, None], "rhat_across": np.empty(0), "ess": np.empty(0)}
-    figures |= {"nominal_rate": nominal_rate(settings), "findings": ()}
+    figures |= {"nominal_rate": nominal_rate(settings), "findings": (), "passed": ()}
     if trace:
         figures |= {
             "first_step_size": np.asarray(trace["step_size"], float)[:, 0],
@@ -99,8 +99,8 @@ def summary(
         figures["rhat_within"] = statistics.rhat_within(series)
     found = Summary(**figures)
     with np.errstate(divide="ignore", invalid="ignore"):
-        findings = judge(found, Run(paths, settings, seen, values, density))
-    return dataclasses.replace(found, findings=tuple(findings))
+        findings, passed = judge(found, Run(paths, settings, seen, values, density))
+    return dataclasses.replace(found, findings=tuple(findings), passed=tuple(passed))
 
 
 def _scalars(prediction: Prediction, density: np.ndarray, max_inputs: int, seed: int) -> np.ndarray:

@@ -168,7 +168,7 @@ class SnapshotWriter:
 
     def __init__(
         self,
-        directory: str | os.PathLike,
+        directory: str | os.PathLike[str],
         start: Any,
         *,
         dtype: str | None = None,

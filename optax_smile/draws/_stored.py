@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from optax_smile import _disk
 from optax_smile.draws.prediction import Outcome, Prediction
 
@@ -26,6 +28,8 @@ class Stored:
         prediction: without curve; `each` is None or an `Outcome` of log density and mean.
         targets: or None.
         scores: by name.
+        images: few of the inputs, as bytes `[shown, height, width, ...]`, or None.
+        shown: which inputs these are.
 
     Raises:
         ValueError: a damaged file.
@@ -42,6 +46,11 @@ class Stored:
 
         with _disk.naming(file, "stored prediction", "Remove it, or store it again."):
             header, kept = _disk.read(file, check)
+            self.images, self.shown = kept.get("images"), kept.get("shown", np.empty(0, int))
+            if self.images is not None:
+                number = min(len(kept["mean"]), len(kept["total"]))
+                if len(self.images) != len(self.shown) or set(self.shown) - {*range(number)}:
+                    raise ValueError("its images are of other inputs")
         self.scores: dict[str, float] = header["scores"]
         self.targets, each = kept.get("targets"), kept.get("each_log_density")
         outcome = None if each is None else Outcome(kept.get("each_mean"), None, None, each)

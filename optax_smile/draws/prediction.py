@@ -2,6 +2,10 @@
 
 from typing import Any, NamedTuple
 
+import numpy as np
+
+from optax_smile import _table
+
 
 class Outcome(NamedTuple):
     """What one snapshot predicts, or what many do on average; None for what is not asked.
@@ -26,6 +30,12 @@ class Outcome(NamedTuple):
     variance: Any
     entropy: Any
     log_density: Any
+
+    def __repr__(self) -> str:
+        return _table.described("Outcome", _shapes(self))
+
+    def _repr_html_(self) -> str:
+        return _table.described_in_html("Outcome", _shapes(self))
 
 
 class Prediction(NamedTuple):
@@ -57,3 +67,27 @@ class Prediction(NamedTuple):
     uncertainty: str | None = None
     each: Any = None
     curve: Any = ()
+
+    def __repr__(self) -> str:
+        return _table.described("Prediction", self._rows())
+
+    def _repr_html_(self) -> str:
+        return _table.described_in_html("Prediction", self._rows())
+
+    def _rows(self) -> dict[str, str]:
+        rows = _shapes(self._replace(uncertainty=None, each=None, curve=None))
+        averaged = dict.fromkeys(("total", "aleatoric", "epistemic"), f" ({self.uncertainty})")
+        if np.ndim(self.log_density) == 1:  # of tokens some have no target
+            averaged["log_density"] = ""
+        for name, kind in averaged.items():
+            if isinstance(x := getattr(self, name), np.ndarray) and x.size:
+                rows[name] += f", on average {x.mean():.4f}{kind}"
+        if self.each is not None:
+            rows["each"] = _table.some(f"{k} {x}" for k, x in _shapes(self.each).items())
+        if self.curve:
+            rows["curve"] = f"predictions after {len(self.curve)} numbers of snapshots"
+        return rows
+
+
+def _shapes(fields: Any) -> dict[str, str]:
+    return {name: _table.shape(x) for name, x in fields._asdict().items() if x is not None}

@@ -94,9 +94,10 @@ class Predictor:
             for batch in _split((inputs, targets), batch_size or self.num_inputs)
         ]
         self._everywhere = None if mesh is None else NamedSharding(mesh, PartitionSpec())
-        self.count, self._waiting, self._first, self._averages, self._draws = 0, [], None, [], []
+        self.count: int = 0
+        self._waiting, self._first, self._averages, self._draws = [], None, [], []
 
-    def update(self, params: optax.Params):
+    def update(self, params: optax.Params) -> None:
         """Take one snapshot in: a parameter tree.
 
         Raises:

@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import functools
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +14,18 @@ import jax
 import numpy as np
 import optax
 
-from optax_smile import _check, _disk, parallel
+from optax_smile import _check, _disk, _table, parallel
 from optax_smile.draws import _files, _manifest
+from optax_smile.draws._sequence import Draws
 
 
-@dataclasses.dataclass(frozen=True)
-class Snapshots:
-    """Draws of several chains, an iterable of parameter trees draw by draw.
+@dataclasses.dataclass(frozen=True, repr=False)
+class Snapshots(Draws):
+    """Draws of several chains, a sequence of parameter trees draw by draw.
+
+    First come the first draws of all chains, then the second ones: `draws[i]` is the draw
+    `i // num_chains` of the chain `i % num_chains`, and `len(draws)` counts all draws of all
+    chains. A slice is a list of trees, which `predict` takes. All draws of a chain are in `params`.
 
     Attributes:
         params: tree of NumPy arrays, each `[chain, draw, ...]`.
@@ -33,9 +38,13 @@ class Snapshots:
 
     Example:
         >>> import numpy as np, optax_smile
-        >>> draws = optax_smile.Snapshots({"w": np.zeros((2, 5, 3))})
-        >>> len(draws), next(iter(draws))["w"].shape
-        (10, (3,))
+        >>> draws = optax_smile.Snapshots({"w": np.arange(30.0).reshape(2, 5, 3)})
+        >>> len(draws), draws[-1]["w"], len(draws[4:6])
+        (10, array([27., 28., 29.]), 2)
+        >>> draws
+        Snapshots: 2 chains of 5 draws
+          size    3 numbers in a draw, 240 bytes in all
+          arrays  w float64[3]
     """
 
     params: Any
@@ -43,7 +52,7 @@ class Snapshots:
     settings: Mapping[str, Any] | None = None
     start: Any = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         rule = "a tree of arrays [chain, draw, ...] with the same two leading axes"
         _check.leaves("Snapshots", "params", self.params, rule, keys=False)
         axes = {np.shape(leaf)[:2] for leaf in jax.tree.leaves(self.params)}
@@ -78,19 +87,26 @@ class Snapshots:
         """Number of draws per chain."""
         return jax.tree.leaves(self.params)[0].shape[1]
 
-    def __len__(self) -> int:
-        return self.num_chains * self.num_draws
+    def _of_draw(self, draw: int, chains: Sequence[int]) -> Iterator[Any]:
+        for chain in chains:
+            yield jax.tree.map(lambda x, at=(chain, draw): x[at], self.params)
 
-    def __iter__(self) -> Iterator[Any]:
-        for draw in range(self.num_draws):
-            for chain in range(self.num_chains):
-                yield jax.tree.map(lambda x, at=(chain, draw): x[at], self.params)
+    def _arrays(self) -> list[_manifest.Leaf]:
+        return _manifest.leaves_of(
+            jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), self.params)
+        )
+
+    def _place(self) -> dict[str, str]:
+        ticks = {np.shape(values)[-1] for values in self.trace.values()}
+        told = f"{_table.some(self.trace)} at {_table.counted(max(ticks, default=0), 'tick')}"
+        return {"trace": told} if self.trace else {}
 
 
-class StoredSnapshots:
-    """Draws in a directory, read when they are needed: an iterable of trees draw by draw.
+class StoredSnapshots(Draws):
+    """Draws in a directory, read when they are needed: a sequence of trees draw by draw.
 
-    Made by `load_snapshots`. `trace` holds the statistics of the draws, `[chain, draw]`; `params`
+    Made by `load_snapshots`. Numbers, slices and length are those of `Snapshots`, and `draws[i]`
+    reads one draw. `trace` holds the statistics of the draws, `[chain, draw]`; `params`
     reads all draws into memory, `[chain, draw, ...]`, `start` where the chains began,
     `[chain, ...]`; `manifest` is the file's content, and `settings` name and arguments of the
     sampler in it.
@@ -98,13 +114,15 @@ class StoredSnapshots:
 
     def __init__(self, directory: Path, manifest: Mapping[str, Any], like: Any, flat: bool):
         # Draws are read later, when the process may work elsewhere.
-        self.directory, self.manifest, self.flat = directory.absolute(), manifest, flat
-        self.leaves = [_manifest.Leaf(**leaf) for leaf in manifest["leaves"]]
-        self.structure = None if like is None else jax.tree.structure(like)
+        self.directory: Path = directory.absolute()
+        self.manifest: Mapping[str, Any] = manifest
+        self.flat: bool = flat
+        self.leaves: list[_manifest.Leaf] = [_manifest.Leaf(**leaf) for leaf in manifest["leaves"]]
+        self.structure: Any = None if like is None else jax.tree.structure(like)
         found = _files.find(self.directory, self.num_chains)
         found.pop(_files.START, None)
         self.arrays_of_start: dict[str, np.ndarray] | None = None
-        self.draws = [found[draw] for draw in sorted(found)]
+        self.draws: list[list[_files.Block]] = [found[draw] for draw in sorted(found)]
 
     @property
     def num_chains(self) -> int:
@@ -121,14 +139,16 @@ class StoredSnapshots:
         """Number of draws per chain that were on disk when the directory was loaded."""
         return len(self.draws)
 
-    def __len__(self) -> int:
-        return self.num_chains * self.num_draws
+    def _arrays(self) -> list[_manifest.Leaf]:
+        return self.leaves
 
-    def __iter__(self) -> Iterator[Any]:
-        for blocks in self.draws:
-            arrays = self._read(blocks)
-            for chain in range(self.num_chains):
-                yield self._tree({name: array[chain] for name, array in arrays.items()})
+    def _place(self) -> dict[str, str]:
+        return {"folder": str(self.directory)}
+
+    def _of_draw(self, draw: int, chains: Sequence[int]) -> Iterator[Any]:
+        arrays = self._read(self.draws[draw])
+        for chain in chains:
+            yield self._tree({name: array[chain] for name, array in arrays.items()})
 
     @property
     def params(self) -> Any:
@@ -198,7 +218,7 @@ def _nest(leaves: list[tuple[list[list[Any]], np.ndarray]]) -> Any:
 
 
 def load_snapshots(
-    directory: str | os.PathLike, *, like: Any = None, flat: bool = False
+    directory: str | os.PathLike[str], *, like: Any = None, flat: bool = False
 ) -> StoredSnapshots:
     """Open the draws that `sample(directory=...)` wrote, also while it still writes.
 

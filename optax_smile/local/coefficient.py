@@ -179,7 +179,7 @@ def llc(
     thin: int = 20,
     key: jax.Array | int | None = None,
     steps_per_dispatch: int = 1,
-    directory: str | os.PathLike | None = None,
+    directory: str | os.PathLike[str] | None = None,
     check: bool = True,
     progress: bool = True,
 ) -> LearningCoefficient:

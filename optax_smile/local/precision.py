@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
@@ -213,7 +212,7 @@ def local_precision(
         return precision, *error, float(seen["loss"].mean()), float(seen["distance"].mean())
 
     tried = [run(1 / _width(where, observe, chains, typed, allowed) ** 2)]
-    with contextlib.closing(_loop.Bar(max_runs, "precisions", progress)) as bar:
+    with _loop.Bar(max_runs, "precisions", progress) as bar:
         while len(tried) < max_runs and not 1 / NEAR <= tried[-1][1] / allowed <= NEAR:
             bar.show(len(tried), last=f"{tried[-1][0]:.3g}", excess=f"{tried[-1][1]:.3g}")
             tried.append(run(_next(tried, allowed)))

@@ -10,6 +10,9 @@ from numpy.typing import ArrayLike
 from optax_smile import _check
 from optax_smile.metrics._checks import check_classes, check_probabilities, share_below
 
+# Of confidence, where nobody says another number; as Guo et al. 2017 have it.
+NUM_BINS = 15
+
 
 class Reliability(NamedTuple):
     """Predictions sorted into bins by confidence, the probability of the predicted class.
@@ -169,7 +172,7 @@ def entropy(probabilities: ArrayLike) -> np.ndarray:
 
 
 def reliability(
-    probabilities: ArrayLike, labels: ArrayLike, num_bins: int = 15, equal: str = "width"
+    probabilities: ArrayLike, labels: ArrayLike, num_bins: int = NUM_BINS, equal: str = "width"
 ) -> Reliability:
     """Compare confidence with accuracy in bins of confidence.
 
@@ -210,7 +213,7 @@ def reliability(
 
 
 def ece(
-    probabilities: ArrayLike, labels: ArrayLike, num_bins: int = 15, equal: str = "width"
+    probabilities: ArrayLike, labels: ArrayLike, num_bins: int = NUM_BINS, equal: str = "width"
 ) -> float:
     """Expected calibration error; lower is better.
 

@@ -17,6 +17,7 @@ Example:
 """
 
 from optax_smile.plots.around import learning_coefficient, precision_search
+from optax_smile.plots.images import examples
 from optax_smile.plots.paths import chain_paths
 from optax_smile.plots.predictions import entropy, lppd, regression_band, reliability, risk_coverage
 from optax_smile.plots.run import energy_error, rejections, step_size
@@ -26,6 +27,7 @@ __all__ = [
     "chain_paths",
     "energy_error",
     "entropy",
+    "examples",
     "learning_coefficient",
     "lppd",
     "precision_search",

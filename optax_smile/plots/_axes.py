@@ -1,5 +1,6 @@
 """What the pictures share: axes, colours, legends, windows."""
 
+import textwrap
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,9 +12,17 @@ if TYPE_CHECKING:
 
 # Okabe and Ito 2008, tellable apart by the colour-blind; without yellow, too pale for a line.
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+# Of lines when the colours are used up.
+DASHES = ("-", "--", "-.", ":")
 BAND_ALPHA = 0.25
+# Of a figure of its own, in inches.
+FIGURE_SIZE = (5.6, 4.4)
 # More names than that cover the picture.
 MOST_NAMED_CHAINS = 10
+# Letters of a row of a legend; longer names go on in the next one.
+LEGEND_WIDTH = 60
+# What a legend needs beside a name, in letters; how far below the axes it begins, in font sizes.
+LEGEND_HANDLE, BELOW_AXES = 6, 3.6
 # A linear axis shows smaller spreads well.
 LINEAR_SPREAD = 3.0
 # Enough to see a trend, few enough that each window averages over many ticks.
@@ -31,7 +40,7 @@ def open_axes(where: str, ax: "Axes | None") -> "Axes":
         ) from error
     if ax is not None:
         _check.kind(where, "ax", ax, Axes, "matplotlib axes, or None")
-    return plt.subplots(figsize=(6.0, 4.2), layout="constrained")[1] if ax is None else ax
+    return plt.subplots(figsize=FIGURE_SIZE, layout="constrained")[1] if ax is None else ax
 
 
 def check_label(where: str, label: Any):
@@ -48,9 +57,11 @@ def pick_colors(number: int) -> list[Any]:
     return list(matplotlib.colormaps["viridis"](np.linspace(0, 0.9, number)))
 
 
-def next_color(ax: "Axes", what: str) -> str:
-    """Give the colour of one more method drawn onto the same axes; `what` marks its line."""
-    return PALETTE[sum(line.get_gid() == what for line in ax.lines) % len(PALETTE)]
+def next_style(ax: "Axes", what: str) -> dict[str, Any]:
+    """Give the style of one more method drawn onto the same axes; `what` marks its line."""
+    before = sum(line.get_gid() == what for line in ax.lines)
+    dashes = DASHES[before // len(PALETTE) % len(DASHES)]
+    return {"color": PALETTE[before % len(PALETTE)], "ls": dashes, "gid": what}
 
 
 def chain_style(num_chains: int) -> list[dict[str, Any]]:
@@ -61,20 +72,23 @@ def chain_style(num_chains: int) -> list[dict[str, Any]]:
     return [{"color": PALETTE[0], "lw": 0.6, "alpha": 0.4}] * num_chains
 
 
-def add_legend(ax: "Axes", loc: Any = "upper right", columns: int | None = None):
-    """Name what has a label; the place is fixed because matplotlib's search for one is slow."""
-    handles, _ = ax.get_legend_handles_labels()
-    if handles:
-        columns = columns or (1 if len(handles) <= 4 else 2)
-        ax.legend(loc=loc, fontsize="small", ncols=columns, framealpha=0.8)
+def add_legend(ax: "Axes"):
+    """Name what has a label, below the axes, where nothing is covered."""
+    handles, labels = ax.get_legend_handles_labels()
+    if not handles:
+        return
+    import matplotlib
+    from matplotlib.transforms import ScaledTranslation
 
-
-def make_room(ax: "Axes", top: float = 0.0, bottom: float = 0.0):
-    """Lengthen the vertical axis by these shares of it, for a legend."""
-    scale = ax.yaxis.get_transform()
-    low, high = scale.transform(ax.get_ylim())
-    ends = [low - bottom * (high - low), high + top * (high - low)]
-    ax.set_ylim(*scale.inverted().transform(ends))
+    down = BELOW_AXES * matplotlib.rcParams["font.size"] / 72
+    below = ax.transAxes + ScaledTranslation(0, -down, ax.figure.dpi_scale_trans)
+    longest = max(map(len, labels))
+    columns = min(len(labels), max(1, LEGEND_WIDTH // (longest + LEGEND_HANDLE)))
+    lines = [textwrap.fill(label, LEGEND_WIDTH) for label in labels]
+    place = {"loc": "upper center", "bbox_to_anchor": (0.5, 0), "bbox_transform": below}
+    ax.legend(
+        handles, lines, **place, ncols=columns, borderaxespad=0, fontsize="small", frameon=False
+    )
 
 
 def count_gradients(ax: "Axes"):

@@ -136,10 +136,6 @@ def chain_paths(params: Any, *, start: Any = None, ax: Axes | None = None) -> Ax
     ax.plot([], [], "o", color="0.3", label="last draw")
     first, second = (f"principal axis ({100 * share:.1f} % of variance)" for share in shares)
     ax.set(title="Paths of the chains", xlabel=f"first {first}", ylabel=f"second {second}")
-    # Room for the legend; fixed limits would not go together with equal axes.
-    low, high = places[:, 1].min(), places[:, 1].max()
-    ax.update_datalim([(places[:, 0].mean(), high + 0.25 * (high - low))])
-    ax.autoscale_view()
     ax.set_aspect("equal", adjustable="datalim")
     add_legend(ax)
     return ax

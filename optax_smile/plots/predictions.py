@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from optax_smile import _check, metrics
+from optax_smile.metrics.classification import NUM_BINS
 from optax_smile.plots._axes import (
     BAND_ALPHA,
     LINEAR_SPREAD,
@@ -17,8 +18,7 @@ from optax_smile.plots._axes import (
     chain_style,
     check_label,
     dot_if_single,
-    make_room,
-    next_color,
+    next_style,
     open_axes,
     pick_colors,
 )
@@ -39,7 +39,7 @@ def reliability(
     probabilities: ArrayLike,
     labels: ArrayLike,
     *,
-    num_bins: int = 10,
+    num_bins: int = NUM_BINS,
     label: str | None = None,
     ax: Axes | None = None,
 ) -> Axes:
@@ -73,22 +73,23 @@ def reliability(
     error = metrics.ece(probabilities, labels, num_bins)
     check_label("plots.reliability", label)
     ax = open_axes("plots.reliability", ax)
-    color = next_color(ax, "reliability")
-    if color == PALETTE[0]:
+    style = next_style(ax, "reliability")
+    if not any(line.get_gid() == "reliability" for line in ax.lines):
         ax.plot([0, 1], [0, 1], color="0.5", ls=":", lw=1)
     filled = bins.count > 0
     confidence, accuracy = bins.confidence[filled], bins.accuracy[filled]
     areas = np.maximum(SMALLEST_DOT, LARGEST_DOT * bins.count[filled] / bins.count.sum())
     name = f"ECE {error:.3f}" if label is None else f"{label} (ECE {error:.3f})"
-    ax.plot(confidence, accuracy, color=color, lw=1.2, gid="reliability", label=name)
-    ax.scatter(confidence, accuracy, areas, color=color, alpha=0.7, lw=0, zorder=3)
+    # The dots count: a line through bins of single inputs says little.
+    ax.plot(confidence, accuracy, **style, lw=1, alpha=0.5, label=name)
+    ax.scatter(confidence, accuracy, areas, color=style["color"], alpha=0.7, lw=0, zorder=3)
     ax.set(title="Reliability (dot area: share of inputs)", xlabel="confidence", ylabel="accuracy")
-    ax.set(xlim=(-0.02, 1.05), ylim=(-0.02, 1.05))
-    add_legend(ax, "upper left")
+    ax.set(xlim=(-0.03, 1.03), ylim=(-0.03, 1.03), aspect="equal")
+    add_legend(ax)
     return ax
 
 
-@_check.called("plots.risk_coverage", "risk_coverage")
+@_check.called("plots.risk_coverage", "risk_coverage", "aurc")
 def risk_coverage(
     probabilities: ArrayLike,
     labels: ArrayLike,
@@ -108,7 +109,7 @@ def risk_coverage(
 
     Returns:
         The axes: the share that is wrong against the share of inputs that are answered, the most
-        confident ones first.
+        confident ones first. The legend gives the area under the curve (AURC).
 
     Raises:
         ValueError: as `optax_smile.metrics.risk_coverage`, which is asked.
@@ -121,14 +122,19 @@ def risk_coverage(
         'share wrong among them'
     """
     coverage, risk = metrics.risk_coverage(probabilities, labels)
+    area = metrics.aurc(probabilities, labels)
     check_label("plots.risk_coverage", label)
     ax = open_axes("plots.risk_coverage", ax)
-    color = next_color(ax, "risk_coverage")
-    ax.plot(coverage, risk, color=color, lw=1.5, gid="risk_coverage", label=label)
+    style = next_style(ax, "risk_coverage")
+    name = f"AURC {area:.3g}" if label is None else f"{label} (AURC {area:.3g})"
+    ax.plot(coverage, risk, **style, lw=1.5, label=name)
     ax.set(title="Risk against coverage", ylabel="share wrong among them")
     ax.set(xlabel="share of inputs answered, the most confident first", xlim=(0, 1))
-    ax.set_ylim(bottom=0)
-    add_legend(ax, "upper left")
+    curves = [line.get_ydata() for line in ax.lines if line.get_gid() == "risk_coverage"]
+    top = max(float(np.max(curve)) for curve in curves)
+    # Where nothing is wrong there is no height.
+    ax.set_ylim(0, 1.05 * top if top > 0 else 1)
+    add_legend(ax)
     return ax
 
 
@@ -194,8 +200,7 @@ def regression_band(
     ax.plot(horizontal, middle[order], color=PALETTE[0], lw=1.5, label="mean")
     rank = "rank of the predicted mean"
     ax.set(title=title, xlabel=rank if inputs is None else "input", ylabel="target")
-    make_room(ax, top=0.12)
-    add_legend(ax, "upper left", columns=3)
+    add_legend(ax)
     return ax
 
 
@@ -252,8 +257,7 @@ def lppd(log_likelihood: ArrayLike, *, ax: Axes | None = None) -> Axes:
     ax.xaxis.set_major_formatter("{x:,g}")
     # Within a decade the small ticks are the only ones.
     ax.xaxis.set_minor_formatter("{x:,g}" if num_draws < 10 else "")
-    make_room(ax, bottom=0.25)
-    add_legend(ax, "lower right")
+    add_legend(ax)
     return ax
 
 
@@ -307,7 +311,6 @@ def entropy(entropies: Mapping[str, ArrayLike], *, ax: Axes | None = None) -> Ax
     if levels.max() > 10 * LINEAR_SPREAD * levels.min():
         ax.set_yscale("log")
         ax.set_ylim(bottom=levels.min() / 2)
-    make_room(ax, top=0.2)
     ax.set(title="Predictive entropy", xlabel="entropy (nats)", ylabel="density (1 / nats)")
     add_legend(ax)
     return ax

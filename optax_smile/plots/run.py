@@ -18,7 +18,6 @@ from optax_smile.plots._axes import (
     chain_style,
     count_gradients,
     dot_if_single,
-    make_room,
     open_axes,
     split_windows,
 )
@@ -69,7 +68,6 @@ def step_size(trace: Mapping[str, ArrayLike], *, ax: Axes | None = None) -> Axes
         ax.set_yscale("log")
     else:
         ax.set_ylim(0, 1.1 * known.max() if known.size else 1)
-        make_room(ax, top=0.3)
     ax.set(title="Step size", ylabel="step size")
     count_gradients(ax)
     add_legend(ax)
@@ -209,7 +207,6 @@ def rejections(
     else:
         ax.set_ylim(0, 1.1 * levels.max() if levels.size else 1)
         ax.ticklabel_format(axis="y", scilimits=(-2, 3))
-    make_room(ax, top=0.3)
     overall = total / (gradients[:, -1] - gradients[:, 0]).sum()
     title = f"Rejections: {total:,.0f} steps rejected, {overall:.2g} per gradient"
     broken = f"\n{num_nonfinite:,.0f} non-finite gradients or values" if num_nonfinite else ""

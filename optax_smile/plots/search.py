@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from optax_smile import _check
-from optax_smile.plots._axes import PALETTE, add_legend, make_room, open_axes
+from optax_smile.plots._axes import PALETTE, add_legend, open_axes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -72,9 +72,9 @@ def step_size_search(search: StepSizeSearch, *, ax: Axes | None = None) -> Axes:
         if marked.any():
             ax.plot(sizes[marked], 0 * sizes[marked], marker=marker, label=label, **at_bottom)
     # A scale of no height has no room.
-    ax.set(xscale="log", ylim=(shown.min() - 1e-3, shown.max() + 1e-3))
-    make_room(ax, top=0.1, bottom=0.25)
+    room = max(0.06 * np.ptp(shown), 1e-3)
+    ax.set(xscale="log", ylim=(shown.min() - room, shown.max() + room))
     ax.set(title=f"Best {search.name}: {search.best:.3g}, LPPD {best:.4g}")
     ax.set(xlabel=search.name, ylabel="LPPD of validation data (nats per input)")
-    add_legend(ax, "lower left", columns=3)
+    add_legend(ax)
     return ax

@@ -259,8 +259,13 @@ def predictions(path):
         yield f"diagnostics.{name}", getattr(diagnostics, name), given
     yield "report.score", report.score, {"prediction": prediction, "targets": LABELS}
     stored = {"directory": path, "name": "test", "prediction": prediction, "targets": LABELS}
-    yield "report.store", report.store, stored | {"scores": None}
-    yield "report.write", report.write, {"directory": path, "output": path / "page.html"}
+    yield (
+        "report.store",
+        report.store,
+        stored | {"scores": None, "images": np.ones((len(LABELS), 2, 2))},
+    )
+    given = {"directory": path, "output": path / "page.html", "title": "a run"}
+    yield "report.write", report.write, given
 
 
 def on_axes(plot):
@@ -301,6 +306,8 @@ def scores():
     drawn: dict[str, Any] = {
         "chain_paths": {"params": SERIES, "start": SERIES[:, 0]},
         "entropy": {"entropies": {"test": VECTOR}},
+        "examples": {"images": np.ones((len(VECTOR), 2, 2)), "mean": VECTOR, "number": 2}
+        | {"uncertainty": VECTOR, "targets": VECTOR},
         "lppd": {"log_likelihood": SERIES},
         "regression_band": {"inputs": VECTOR, "targets": VECTOR, "level": 0.9} | normal,
         "reliability": classes | {"num_bins": 3, "label": "one"},
@@ -340,13 +347,12 @@ FAMILIES: dict[str, Any] = {
 # Nothing for users to call: records that functions return, and what the package is made of.
 NOT_CALLED = {
     *("MclmcSettings", "Outcome", "Prediction", "StepSizeSearch", "StoredSnapshots"),
-    *("diagnostics.EnergyFit", "diagnostics.Finding", "diagnostics.Summary", "report.Stored"),
+    *("diagnostics.EnergyFit", "diagnostics.Finding", "diagnostics.Summary"),
+    "diagnostics.Passed",
     *("metrics.Reliability", "metrics.RiskCoverage", "parallel.Carry"),
     # Called with what the package has checked.
     *("parallel.check_mesh", "parallel.num_chains"),
     *("parallel.chain_sharding", "parallel.split_key"),
-    # The command line is read by argparse.
-    "report.main",
     *("local.PrecisionSearch", "local.LearningCoefficient"),
 }
 
@@ -425,6 +431,9 @@ LAWFUL: dict[str, set[str]] = {
     "plots.lppd.log_likelihood": set(),
     "std": POSITIVE,
     "report.store.name": {"text"},
+    "report.store.images": {"none"},
+    "report.write.title": {"none", "text"},
+    "plots.examples.mean": set(),
     # Rows of an array are batches.
     **dict.fromkeys(("local_precision.batches", "llc.batches"), {"odd"}),
     **dict.fromkeys(("local_precision.check", "llc.check"), {"true"}),

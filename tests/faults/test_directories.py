@@ -24,7 +24,7 @@ import safetensors.numpy
 import optax_smile
 from optax_smile import _disk, report
 from optax_smile.chains._checkpoint import SUMS, Checkpoints
-from optax_smile.draws import _manifest
+from optax_smile.draws import _manifest, _stored
 
 CHAINS, DRAWS, CRASH = 3, 4, 4
 # Flipped bits of a whole campaign and of the short one; a tenth as many files are cut, and so on.
@@ -137,8 +137,8 @@ def told(of: Callable[[], Any]) -> Any:
 def read(directory: Path) -> dict[str, Any]:
     """Everything that can be read of the draws, each thing or the error that it gives."""
     found = {}
-    for file in directory.glob(report.FILE.format("*")):
-        found["prediction"] = told(lambda file=file: vars(report.Stored(file)))
+    for file in directory.glob(_stored.FILE.format("*")):
+        found["prediction"] = told(lambda file=file: vars(_stored.Stored(file)))
     draws = told(lambda: optax_smile.load_snapshots(directory))
     if isinstance(draws, Exception):
         return found | {"manifest": draws}

@@ -1,0 +1,139 @@
+"""The documentation, from the repository's root: `sphinx-build -W -j 2 -c docs . docs/_build/html`.
+
+The root is Sphinx's source folder, so that the links of a page work in the repository as well, and
+those to benchmarks, changelog and README are checked. Pages with `{code-cell}` run while building.
+Nothing is fetched, and a page needs no network but for the README's badges.
+"""
+
+import os
+import re
+from pathlib import Path
+
+from sphinx.errors import ExtensionError
+
+import optax_smile
+
+ROOT = Path(__file__).parents[1]
+
+project, author = "optax_smile", "the authors of optax_smile"
+version = release = optax_smile.__version__
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
+root_doc = "docs/index"
+include_patterns = ["*.md", "docs/**", "benchmarks/README.md", "benchmarks/notes/*.md"]
+exclude_patterns = [".*", "docs/_*", "out", "build", "dist", "**/__pycache__"]
+nitpicky = True
+# Types of others, and of ours those that are no public names.
+nitpick_ignore_regex = [("py:.*", r"(?!optax_smile\b).*|optax_smile\.(stages\..*|parallel\.Carry)")]
+
+html_theme, html_title = "furo", f"{project} {version}"
+html_static_path, templates_path = ["_static"], ["_templates"]
+html_css_files = ["pages.css"]
+html_additional_pages = {"index": "redirect.html"}
+html_copy_source = html_show_copyright = False
+
+# What pages run is small. Compiled programs are kept where the tests keep theirs.
+compiled = ROOT / ".pytest_cache" / "jax"
+for name, value in {
+    "JAX_COMPILATION_CACHE_DIR": str(compiled),
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    "JAX_PLATFORMS": "cpu",
+    "PYDEVD_DISABLE_FILE_VALIDATION": "1",
+}.items():
+    os.environ.setdefault(name, value)
+os.environ.pop("MPLBACKEND", None)  # another one than Jupyter's leaves the pictures out
+os.environ["PYTHONPATH"] = f"{ROOT / 'examples'}{os.pathsep}{os.getenv('PYTHONPATH', '')}"
+nb_execution_mode, nb_execution_in_temp = "auto", True
+nb_execution_timeout, nb_execution_show_tb = 900, True
+nb_output_stderr, nb_merge_streams = "error", True
+myst_heading_anchors = 3
+
+python_maximum_signature_line_length = 88
+autodoc_member_order = "bysource"
+autodoc_typehints_format = "short"
+autodoc_type_aliases = {"ArrayLike": "ArrayLike", "StepSize": "StepSize"}
+napoleon_use_ivar, napoleon_numpy_docstring = True, False
+
+# Aliases, and defaults that are functions, as a person would write them.
+WRITTEN = {
+    r"TypeAliasForwardRef\('(\w+)'\)": r"\1",
+    r", tuner=Tuner\(.*?sets_step_size=True\)": "",
+    r"functools\.partial\(<function (\w+)>, (.*?)\)": r"\1(\2)",
+    r"\(<function (\w+)\.<locals>[^)]*\)": r"\1()",
+}
+# Words in stars stay as they are; other stars, bars and the ends of names are no marks.
+SIGNS = re.compile(r"(\*\w+\*)|[*|\\]|(?<=\w)_(?!\w)")
+PUBLIC = {name: f"optax_smile.{name}" for name in optax_smile.__all__}
+
+
+def to_rest(_app, _what, _name, _object, _options, lines):
+    """Write a docstring of this library, plain text with `code` in it, as reStructuredText."""
+    lines[:] = "\n".join(_blocks(lines)).split("\n")
+
+
+def _blocks(lines):
+    """Yield text with its marks; examples and formulas stay as they are."""
+    text, previous, kind, depth = [], "", "text", 0
+    for line in lines:
+        indent = len(line) - len(line.lstrip())
+        if (kind == "block" and line and indent < depth) or (kind == "example" and not line):
+            kind = "text"
+        if kind == "text" and line:
+            follows = bool(text) and not text[-1]
+            is_formula = follows and indent and not previous.startswith(" ")
+            if line.lstrip().startswith(">>>"):
+                kind = "example"
+            elif is_formula or previous.endswith("::"):
+                kind, depth = "block", indent
+            if kind != "text":
+                yield _marked("\n".join(text))
+                text = []
+            if kind == "block" and not previous.endswith("::"):
+                yield ".. code-block:: text\n"
+        if kind == "text":
+            text.append(":returns:" if line == "Returns:" else line)
+        else:
+            yield line
+        previous = line or previous
+    yield _marked("\n".join(text))
+
+
+def _marked(text):
+    """Mark code, link public names, and keep signs that reStructuredText reads as marks."""
+    words = re.split(r"`([^`]+)`", text)
+    words[::2] = [SIGNS.sub(lambda sign: sign[1] or f"\\{sign[0]}", word) for word in words[::2]]
+    words[1::2] = [_code(" ".join(word.split())) for word in words[1::2]]
+    return re.sub(r"^(Cost|Source):|\b(Differs):", r"**\1\2:**", "".join(words), flags=re.M)
+
+
+def _code(word):
+    name = PUBLIC.get(word, word)
+    is_public = re.fullmatch(r"optax_smile(\.[a-z]\w*)*(\.\w+)", name)
+    return f":py:obj:`{word} <{name}>`" if is_public else f"``{word}``"
+
+
+def is_field(_app, _what, _name, found, skip, _options):
+    """Leave out fields of tuples, which the docstring of the class tells."""
+    return True if type(found).__name__ == "_tuplegetter" else skip
+
+
+def with_defaults(_app, _what, _name, _object, _options, signature, returns):
+    """Write a signature as its author did."""
+    for found, written in WRITTEN.items():
+        signature = signature and re.sub(found, written, signature)
+    return signature, returns
+
+
+def opens_without_network(app, error):
+    """Refuse pages that load a script or style from elsewhere."""
+    fetched = re.compile(r'<(script|link)[^>]* (src|href)="(https?:)?//')
+    pages = [] if error else Path(app.outdir).rglob("*.html")
+    if found := [page.name for page in pages if fetched.search(page.read_text())]:
+        raise ExtensionError(f"needs a network: {found}")
+
+
+def setup(app):
+    """Convert docstrings before Napoleon reads them."""
+    app.connect("autodoc-process-docstring", to_rest, priority=400)
+    app.connect("autodoc-skip-member", is_field)
+    app.connect("autodoc-process-signature", with_defaults)
+    app.connect("build-finished", opens_without_network)

@@ -1,0 +1,108 @@
+"""Draws as a sequence of parameter trees: length, iteration and indexing agree."""
+
+import abc
+import itertools
+import math
+import operator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, SupportsIndex, overload
+
+import numpy as np
+
+from optax_smile import _check, _table
+from optax_smile.draws._manifest import Leaf
+
+
+class Draws(abc.ABC):
+    """Parameter trees draw by draw: the first draw of every chain, the second of every chain, ...
+
+    Tree i is draw `i // num_chains` of chain `i % num_chains`.
+    """
+
+    @property
+    @abc.abstractmethod
+    def num_chains(self) -> int:
+        """Number of chains."""
+
+    @property
+    @abc.abstractmethod
+    def num_draws(self) -> int:
+        """Number of draws per chain."""
+
+    @property
+    @abc.abstractmethod
+    def settings(self) -> Mapping[str, Any] | None:
+        """Name and arguments of the sampler."""
+
+    @abc.abstractmethod
+    def _arrays(self) -> list[Leaf]:
+        """Describe the arrays of one draw of one chain."""
+
+    @abc.abstractmethod
+    def _place(self) -> dict[str, str]:
+        """Tell where the draws are and what is known of them, in words."""
+
+    @abc.abstractmethod
+    def _of_draw(self, draw: int, chains: Sequence[int]) -> Iterator[Any]:
+        """Give one draw of some chains."""
+
+    def __len__(self) -> int:
+        return self.num_chains * self.num_draws
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._pick(range(len(self)))
+
+    @overload
+    def __getitem__(self, index: SupportsIndex) -> Any: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Any]: ...
+    def __getitem__(self, index):
+        if isinstance(index, slice):
+            return list(self._pick(range(len(self))[index]))
+        try:
+            number = operator.index(index)
+        except TypeError:
+            raise TypeError(self._wrong("an integer or a slice", _check.show(index))) from None
+        if not -len(self) <= number < len(self):
+            rule = f"at least {-len(self)} and below {len(self)}"
+            raise IndexError(self._wrong(rule, number))
+        return next(self._pick([number % len(self)]))
+
+    def _wrong(self, rule: str, got: Any) -> str:
+        remedy = "All draws of one chain are `params`, arrays [chain, draw, ...], at that chain."
+        return f"`{type(self).__name__}[...]` must be {rule}, got {got}. {remedy}"
+
+    def _pick(self, numbers: Iterable[int]) -> Iterator[Any]:
+        """Give trees by their numbers; neighbours of one draw are read at once."""
+        num_chains = self.num_chains
+        for draw, group in itertools.groupby(numbers, lambda number: number // num_chains):
+            yield from self._of_draw(draw, [number % num_chains for number in group])
+
+    def __repr__(self) -> str:
+        return _table.described(self._title(), self._rows())
+
+    def _repr_html_(self) -> str:
+        return _table.described_in_html(self._title(), self._rows())
+
+    def _title(self) -> str:
+        chains = _table.counted(self.num_chains, "chain")
+        return f"{type(self).__name__}: {chains} of {_table.counted(self.num_draws, 'draw')}"
+
+    def _rows(self) -> dict[str, str]:
+        leaves = self._arrays()
+        sizes = [math.prod(leaf.shape) for leaf in leaves]
+        held = sum(size * np.dtype(x.dtype).itemsize for size, x in zip(sizes, leaves, strict=True))
+        arrays = _table.some(f"{leaf.name} {leaf.dtype}{leaf.shape}" for leaf in leaves)
+        numbers = _table.counted(sum(sizes), "number")
+        size = f"{numbers} in a draw, {_table.memory(held * len(self))} in all"
+        rows = {"size": size, "arrays": arrays}
+        if self.settings is not None:
+            rows["sampler"] = _sampler(self.settings)
+        return rows | self._place()
+
+
+def _sampler(settings: Mapping[str, Any]) -> str:
+    """Name a sampler with those of its arguments that are numbers."""
+    known = {name: x for name, x in settings.items() if name != "key"}
+    told = ((name, x) for name, x in known.items() if type(x) in (int, float))
+    return f"{settings.get('name')}({', '.join(f'{name}={x}' for name, x in told)})"

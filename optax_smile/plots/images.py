@@ -1,0 +1,189 @@
+"""Images beside what is predicted of them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from optax_smile import _check
+from optax_smile.plots._axes import PALETTE, open_axes
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+AXES = "[input, height, width] or [input, height, width, channel]"
+# Grey, red-green-blue, and the same with opacity.
+CHANNELS = (1, 3, 4)
+# Entropies from probabilities in float32 miss zero by less.
+TOLERANCE = 1e-5
+# Images of a row.
+NUMBER = 6
+# Whatever the numbers are: they are looked at later, where only some are.
+ANYTHING: dict[str, Any] = {"holds": lambda images: np.ones(1, bool)}
+# In widths of an image: between images, and for a caption and the name of a row.
+GAP, CAPTION, NAME = 0.12, 0.5, 0.3
+
+
+def pick(
+    mean: np.ndarray, uncertainty: np.ndarray, targets: np.ndarray | None, number: int
+) -> dict[str, np.ndarray]:
+    """Pick inputs for rows by their names, the most extreme first.
+
+    Of what was picked the same is picked again.
+
+    Args:
+        mean: class probabilities `[input, class]`, or numbers `[input]`.
+        uncertainty: entropies, or variances, `[input]`.
+        targets: labels or numbers, `[input]`, or None.
+        number: of each row, at most.
+    """
+    order = np.argsort(uncertainty, kind="stable")
+    rows = {"the surest": order[:number], "the least sure": order[::-1][:number]}
+    if targets is None:
+        return rows
+    if mean.ndim == 2:
+        labels = targets.astype(int)
+        wrong = np.flatnonzero(mean.argmax(axis=1) != labels)
+        off = -mean[wrong, labels[wrong]]
+    else:
+        wrong = np.arange(len(mean))
+        off = np.abs(targets - mean) / np.sqrt(np.maximum(uncertainty, _check.smallest()))
+    worst = wrong[np.argsort(-off, kind="stable")][:number]
+    name = "wrong, the worst first"
+    if mean.ndim == 1:
+        name = "furthest off, in standard deviations"
+    return rows | ({name: worst} if len(worst) else {})
+
+
+def examples(
+    images: ArrayLike,
+    mean: ArrayLike,
+    uncertainty: ArrayLike,
+    targets: ArrayLike | None = None,
+    *,
+    number: int = NUMBER,
+    ax: Axes | None = None,
+) -> Axes:
+    """Draw the images of which a prediction is surest, least sure, and furthest from the truth.
+
+    Look whether you would be sure of the first ones as well, and unsure of the others.
+
+    Args:
+        images: `[input, height, width]`, or with 1, 3 or 4 channels as a last axis; numbers of any
+            range, of which the smallest of all becomes black and the largest white.
+        mean: class probabilities `[input, class]`, or predicted numbers `[input]`.
+        uncertainty: entropy in nats of the probabilities, or variance of the numbers, `[input]`,
+            such as `Prediction.total`.
+        targets: labels, or numbers, `[input]`.
+        number: images in a row, >= 1.
+        ax: where to draw; None makes a new figure.
+
+    Returns:
+        The axes: a row of images each, the third one with targets, and only if one is wrong. Below
+        an image are the class with its probability, or the number with its standard deviation, then
+        the entropy or, in another colour where a class is wrong, the target.
+
+    Raises:
+        ValueError: images that are none, shapes that do not fit, NaN.
+        ImportError: matplotlib is missing.
+
+    Example:
+        >>> import numpy as np
+        >>> from matplotlib.figure import Figure
+        >>> images, probabilities = np.arange(8.0).reshape(2, 2, 2), [[0.9, 0.1], [0.4, 0.6]]
+        >>> ax = examples(images, probabilities, [0.33, 0.67], [0, 0], ax=Figure().subplots())
+        >>> [text.get_text() for text in ax.texts][:2]
+        ['the surest', '0: 90 %\\n0.33 nats']
+    """
+    where = "plots.examples"
+    images = _scaled(where, _check.array(where, "images", images, AXES, dtype=None, **ANYTHING))
+    mean, uncertainty, targets = _checked(len(images), mean, uncertainty, targets)
+    _check.whole(where, "number", number, 1)
+    ax = open_axes(where, ax)
+    rows = pick(mean, uncertainty, targets, number)
+    columns, height = max(map(len, rows.values())), images.shape[1] / images.shape[2]
+    top = 0.0
+    for name, chosen in rows.items():
+        ax.text(0, top + NAME * 0.6, name, ha="left", va="center", size="small", weight="bold")
+        top += NAME
+        for column, at in enumerate(chosen):
+            left = column * (1 + GAP)
+            # Heights are counted downwards.
+            place = {"extent": (left, left + 1, top + height, top), "interpolation": "nearest"}
+            ax.imshow(images[at], cmap="gray", vmin=0, vmax=1, zorder=2, **place)
+            caption, is_wrong = _caption(mean[at], float(uncertainty[at]), targets, at)
+            color = PALETTE[1] if is_wrong else "black"
+            text: Any = {"ha": "center", "va": "top", "size": "x-small", "color": color}
+            ax.text(left + 0.5, top + height + 0.04, caption, **text)
+        top += height + CAPTION
+    ax.set(xlim=(0, columns * (1 + GAP) - GAP), ylim=(top, 0), aspect="equal")
+    ax.set_title("Images and what is predicted of them")
+    ax.set_axis_off()
+    return ax
+
+
+def _caption(
+    mean: np.ndarray, uncertainty: float, targets: np.ndarray | None, at: int
+) -> tuple[str, bool]:
+    """What is predicted of an image, and whether it is another class than the target."""
+    if mean.ndim == 0:
+        told = f"{mean:.3g} ± {np.sqrt(max(uncertainty, 0)):.2g}"
+        return told + ("" if targets is None else f"\nwas {targets[at]:.3g}"), False
+    first = mean.argmax()
+    told = f"{first}: {mean[first]:.0%}".replace("%", " %")
+    if targets is not None and first != targets[at]:
+        return f"{told}\nis {targets[at]:.0f}", True
+    return f"{told}\n{max(uncertainty, 0):.2f} nats", False
+
+
+def _checked(
+    number: int, mean: ArrayLike, uncertainty: ArrayLike, targets: ArrayLike | None
+) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    """Require a prediction of so many images."""
+    where, like = "plots.examples", ("images", (number,))
+    mean = _check.array(where, "mean", mean, "[input, class] or [input]")
+    if len(mean) != number:
+        _check.fail(where, "mean", f"of {number} inputs to go with `images`", f"shape {mean.shape}")
+    rule = {"rule": ">= 0 and finite", "holds": lambda x: np.isfinite(x) & (x >= -TOLERANCE)}
+    uncertainty = _check.array(where, "uncertainty", uncertainty, "[input]", like=like, **rule)
+    if targets is None:
+        return mean, uncertainty, None
+    targets = _check.array(where, "targets", targets, "[input]", like=like)
+    if mean.ndim == 2 and not np.isin(targets, np.arange(mean.shape[1])).all():
+        rule = f"classes from 0 to {mean.shape[1] - 1}"
+        _check.fail(where, "targets", rule, f"{targets.min():g} to {targets.max():g}")
+    return mean, uncertainty, targets
+
+
+def _scaled(where: str, images: np.ndarray) -> np.ndarray:
+    """Make images of numbers from 0 to 1, without an axis for one channel."""
+    if images.ndim == 4 and images.shape[-1] not in CHANNELS:
+        rule = f"images with {', '.join(map(str, CHANNELS))} channels as the last axis"
+        _check.fail(where, "images", rule, f"shape {images.shape}")
+    rule = {"rule": "finite", "holds": np.isfinite}
+    images = _check.array(where, "images", images, **rule)
+    # The difference of two finite numbers may be infinite, that of their shares is not.
+    images = images / (np.abs(images).max() or 1)
+    low, spread = images.min(), np.ptp(images)
+    scaled = (images - low) / spread if spread > 0 else np.zeros_like(images)
+    return scaled[..., 0] if scaled.ndim == 4 and scaled.shape[-1] == 1 else scaled
+
+
+def keep(
+    images: ArrayLike,
+    mean: ArrayLike,
+    uncertainty: ArrayLike,
+    targets: ArrayLike | None,
+    number: int = NUMBER,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Keep of many images those that `examples` draws: their places, and them as bytes.
+
+    Arguments and errors as of `examples`, but that only what is kept has to be finite.
+    """
+    where = "plots.examples"
+    images = _check.array(where, "images", images, AXES, dtype=None, **ANYTHING)
+    rows = pick(*_checked(len(images), mean, uncertainty, targets), number)
+    places = np.unique(np.concatenate(list(rows.values())))
+    return places, np.round(255 * _scaled(where, images[places])).astype(np.uint8)

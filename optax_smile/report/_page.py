@@ -1,0 +1,289 @@
+"""The page."""
+
+from __future__ import annotations
+
+import html
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from optax_smile import _check, _disk, diagnostics
+from optax_smile.diagnostics.advice import ADVICE
+from optax_smile.draws import _manifest, _sessions
+from optax_smile.draws._stored import FILE, Stored
+from optax_smile.draws.snapshots import StoredSnapshots
+from optax_smile.metrics.classification import NUM_BINS
+from optax_smile.report import _pictures, _words
+from optax_smile.report._scores import BETTER
+
+# Parameters that stay in memory to draw the paths of the chains; 512 MiB in float32.
+MOST_PARAMETERS = 1 << 27
+# Findings after which the draws are not those of the posterior; the others ask for a look.
+TROUBLE = {"copies", "altered", "diverged", "frozen", "still on its way", "not settled"}
+STYLE = """
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 1120px; margin: 0 auto; padding: 1em;
+       color: #222; background: #fff; overflow-wrap: break-word; }
+h1 { font-size: 1.6em; line-height: 1.25; margin: .5em 0; }
+h2 { font-size: 1.2em; margin: 2em 0 .5em; border-bottom: 2px solid #0072b2; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
+th, td { padding: .25em .8em; border-bottom: 1px solid #ddd; text-align: right;
+         white-space: nowrap; }
+th:first-child, td:first-child { text-align: left; padding-left: 0; }
+.wide { overflow-x: auto; margin: .5em 0; }
+dl { display: grid; grid-template-columns: max-content minmax(0, 1fr); gap: .1em 1em; }
+dt { color: #666; } dd { margin: 0; }
+.lights { list-style: none; padding: 0; }
+.lights li { display: grid; grid-template-columns: 4.6em minmax(0, 1fr); gap: .7em;
+             padding: .4em 0; border-bottom: 1px solid #ddd; }
+.light { align-self: start; border-radius: 1em; text-align: center; font-size: .85em;
+         font-weight: 600; padding: .05em 0; }
+.trouble { background: #b3261e; color: #fff; } .look { background: #f3c13a; color: #222; }
+.fine { background: #1c7c54; color: #fff; }
+.lights li > span + span { white-space: pre-line; } .advice { display: block; }
+.pictures { display: grid; gap: 1em 2em;
+            grid-template-columns: repeat(auto-fit, minmax(min(100%, 420px), 1fr)); }
+figure { margin: 0; max-width: 620px; break-inside: avoid; } img { width: 100%; height: auto; }
+figcaption, .note { font-size: .9em; color: #555; } figcaption span { white-space: nowrap; }
+@media (max-width: 500px) { th, td { padding: .25em .4em; font-size: .9em; } }
+pre { background: #f6f6f6; padding: .8em; overflow-x: auto; font-size: .85em; }
+"""
+
+
+def write(
+    directory: str | os.PathLike,
+    output: str | os.PathLike | None = None,
+    *,
+    title: str | None = None,
+) -> Path:
+    """Write a page about a run: settings, scores, diagnostics, pictures.
+
+    Args:
+        directory: what `sample(directory=...)` wrote, and `store`, if it was called.
+        output: the HTML file; None: `report.html` in the directory.
+        title: of the page; None: sampler, chains and draws.
+
+    Returns:
+        The path of the file. It holds everything that it shows and needs no network; each picture
+        is also an SVG and a PDF file in a folder beside it, such as `report-pictures`. The page is
+        written last: where something goes wrong the one before it stays.
+
+    Raises:
+        ValueError: a directory without a run, or without draws; a damaged file; a file or a link
+            where the pictures have to go.
+        ImportError: matplotlib or arviz is not installed.
+        OSError: a file that cannot be read or written.
+
+    Cost: each draw is read once, and forgotten but for a few that the picture of the paths needs.
+
+    Example:
+        As `python -m optax_smile.report run`::
+
+            optax_smile.report.write("run")
+    """
+    where = "report.write"
+    directory = _check.path(where, "directory", directory)
+    page_of = directory / "report.html" if output is None else output
+    output = _check.path(where, "output", page_of)
+    if output.suffix not in (".html", ".htm"):
+        _check.fail(where, "output", "a file .html or .htm", output)
+    _check.kind(where, "title", title, (str, type(None)), "a text, or None")
+    folder = output.with_name(f"{output.stem}-pictures")
+    if folder.is_symlink() or folder.exists() and not folder.is_dir():
+        rule = f"a page beside which {folder.name} is a folder, or nothing"
+        _check.fail(where, "output", rule, f"{folder}, which is a file or a link")
+    snapshots = _ReadOnce(directory, _manifest.read(where, directory), None, False)
+    if not snapshots.num_draws:
+        _check.fail(where, "directory", "a directory with draws", directory)
+    stored = [Stored(file) for file in sorted(directory.glob(FILE.format("*")))]
+    pictures = _pictures.Pictures(folder.name)
+    title = html.escape(title or _title(snapshots))
+    parts = [
+        f"<h1>{title}</h1>",
+        *_head(snapshots),
+        *_scores(stored),
+        *_chains(snapshots, stored, pictures),
+        *_predictions(stored, pictures),
+        *_settings(snapshots),
+    ]
+    page = (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{title}</title><style>{STYLE}</style></head><body>"
+        + "\n".join(parts)
+        + "</body></html>"
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in pictures.files.items():
+        _disk.write(folder / name, content)
+    _disk.write(output, page.encode(errors="replace"))
+    return output
+
+
+class _ReadOnce(StoredSnapshots):
+    """Draws on disk of which a few stay in memory, as `kept`, when somebody has gone over them."""
+
+    @property
+    def size(self) -> int:
+        """Number of parameters of a chain."""
+        return sum(int(np.prod(leaf.shape)) for leaf in self.leaves)
+
+    def __iter__(self) -> Iterator[Any]:
+        every, kept = -(-len(self) * self.size // MOST_PARAMETERS), []
+        for number, params in enumerate(super().__iter__()):
+            # The last draw is among them.
+            if (self.num_draws - 1 - number // self.num_chains) % every == 0:
+                kept.append(params)
+            yield params
+
+        def by_chain(*leaves):
+            by_draw = np.stack(leaves).reshape(-1, self.num_chains, *leaves[0].shape)
+            return by_draw.swapaxes(0, 1)
+
+        self.kept = jax.tree.map(by_chain, *kept)
+
+
+def _sampler(snapshots: _ReadOnce) -> dict[str, Any]:
+    """Name and arguments of the sampler, as far as they are known."""
+    return snapshots.manifest["settings"].get("sampler") or {"name": "a sampler"}
+
+
+def _title(snapshots: _ReadOnce) -> str:
+    chains = _words.count(snapshots.num_chains, "chain")
+    return f"{_sampler(snapshots)['name']}: {chains} of {_words.count(snapshots.num_draws, 'draw')}"
+
+
+def _head(snapshots: _ReadOnce) -> Iterator[str]:
+    manifest = snapshots.manifest
+    settings, sampler = manifest["settings"], _sampler(snapshots)
+    chains, draws = (
+        _words.count(*of) for of in ((snapshots.num_chains, "chain"), (snapshots.num_draws, "draw"))
+    )
+    apart = _words.count(settings.get("thin", 1), "step")
+    warmup = _words.count(settings.get("num_warmup", 0), "step")
+    yield (
+        f"<p>{chains} of {html.escape(sampler['name'])}, {draws} each,"
+        f" {_words.count(snapshots.size, 'parameter')}. A draw every {apart}, after {warmup} of"
+        " warm-up.</p>"
+    )
+    seeds = {"sample": settings.get("key"), sampler["name"]: sampler.get("key")}
+    told = {name: _words.seed(key) for name, key in seeds.items()}
+    facts: dict[str, str | None] = {**_words.times(_sessions.read(snapshots.directory))}
+    facts["seed"] = ", ".join(f"{x} ({name})" for name, x in told.items() if x is not None)
+    facts["data"] = _words.data(manifest["data"], sampler.get("num_data"))
+    facts["libraries"] = ", ".join(f"{name} {of}" for name, of in manifest["versions"].items())
+    facts["directory"] = str(snapshots.directory)
+    shown = {name: html.escape(text) for name, text in facts.items() if text}
+    yield f"<dl>{''.join(f'<dt>{name}</dt><dd>{text}</dd>' for name, text in shown.items())}</dl>"
+
+
+def _scores(stored: list[Stored]) -> Iterator[str]:
+    yield "<h2>Scores</h2>"
+    scored = [each for each in stored if each.scores]
+    if not scored:
+        yield (
+            "<p>The run stored none: <code>optax_smile.report.store(directory, name, prediction,"
+            " targets=...)</code> does.</p>"
+        )
+        return
+    names = list(dict.fromkeys(name for each in scored for name in each.scores))
+    rows = [
+        [
+            html.escape(each.name),
+            *(f"{each.scores[name]:.4g}" if name in each.scores else "" for name in names),
+        ]
+        for each in scored
+    ]
+    yield _words.table(["", *map(_with_arrow, names)], rows)
+    if "ECE" in names:
+        yield f'<p class="note">ECE in {NUM_BINS} bins of equal width, here and below.</p>'
+
+
+def _with_arrow(score: str) -> str:
+    if score not in BETTER:
+        return html.escape(score)
+    sign, meaning = BETTER[score]
+    return f'{html.escape(score)} <span title="{meaning}">{sign}</span>'
+
+
+def _chains(
+    snapshots: _ReadOnce, stored: list[Stored], pictures: _pictures.Pictures
+) -> Iterator[str]:
+    yield "<h2>Can the chains be trusted?</h2>"
+    axes = snapshots.num_chains, snapshots.num_draws
+    by_draw = [one for one in stored if one.prediction.each is not None]
+    told = [one for one in by_draw if one.prediction.each.log_density.shape[:2] == axes]
+    if by_draw and not told:
+        yield (
+            "<p>The stored predictions are of fewer draws than there are now: store them again to"
+            " have the chains judged by what they predict.</p>"
+        )
+    summary = diagnostics.summary(snapshots, told[0].prediction if told else None)
+    if told:
+        yield f"<p>Judged by the prediction “{html.escape(told[0].name)}”.</p>"
+    yield from _lights(summary)
+    yield (
+        "<details><summary>All figures, chain by chain</summary>"
+        f"<pre>{html.escape(str(summary))}</pre></details>"
+    )
+    yield "<h2>How the chains ran</h2>"
+    yield pictures.draw(list(_pictures.of_chains(snapshots, summary.nominal_rate)))
+
+
+def _lights(summary: diagnostics.Summary) -> Iterator[str]:
+    """A light for each test, what it tested, and what to do, the worst first."""
+    rows = []
+    for chains, problem, advice in summary.findings:
+        kind, shown = problem.split(": ", 1)
+        of = "all chains" if len(chains) == len(summary.copy_of) else "chain"
+        of += "" if of == "all chains" else f"{'s' * (len(chains) > 1)} {str(chains)[1:-1]}"
+        light = "trouble" if kind in TROUBLE else "look"
+        rows.append((light, kind, f" ({of.rstrip(',')}): {shown}", advice))
+    rows.sort(key=lambda row: row[0] != "trouble")
+    bad, passed = {kind for _, kind, _, _ in rows}, dict[str, list[str]]()
+    for kind, shown in summary.passed:
+        # One test of a kind that finds something is enough.
+        if kind not in bad:
+            passed.setdefault(kind, []).append(shown)
+    rows += [("fine", kind, ": " + chr(10).join(shown), "") for kind, shown in passed.items()]
+    items = []
+    for light, kind, shown, advice in rows:
+        tried = f'<span class="advice"><b>Try</b> {_words.marked(advice)}</span>' if advice else ""
+        text = f"<span><b>{html.escape(kind)}</b>{_words.marked(shown)}{tried}</span>"
+        items.append(f'<li><span class="light {light}">{light}</span>{text}</li>')
+    yield f'<ul class="lights">{"".join(items)}</ul>'
+    known = {kind for _, kind, _, _ in rows}
+    known |= {"different modes"} & known or {"different modes"}
+    if untested := [kind for kind in ADVICE if kind not in known]:
+        yield (
+            f'<p class="note">Not tested: {", ".join(untested)}. What is missing is one of these:'
+            " more draws, a prediction of every draw, a loss at every step, a sampler that rejects,"
+            " chains that arrive and move fast enough.</p>"
+        )
+    if not summary.findings:
+        yield f"<p>{html.escape(str(summary).splitlines()[-1])}</p>"
+
+
+def _predictions(stored: list[Stored], pictures: _pictures.Pictures) -> Iterator[str]:
+    if drawn := pictures.draw(list(_pictures.of_predictions(stored))):
+        yield f"<h2>What they predict</h2>{drawn}"
+    if drawn := pictures.draw(list(_pictures.of_images(stored))):
+        yield f"<h2>Examples</h2>{drawn}"
+
+
+def _settings(snapshots: StoredSnapshots) -> Iterator[str]:
+    yield "<h2>Settings</h2>"
+    settings = dict(snapshots.manifest["settings"])
+    written = []
+    if sampler := dict(settings.get("sampler") or {}):
+        written.append(_words.call(sampler.pop("name"), sampler))
+    loop = {name: x for name, x in settings.items() if name not in _words.NOT_WRITTEN}
+    written.append(_words.call("sample", {"num_draws": snapshots.num_draws, **loop}))
+    yield f"<pre>{html.escape(chr(10).join(written))}</pre>"
+    told = {name: snapshots.manifest[name] for name in ("settings", "data", "loss", "versions")}
+    whole = html.escape(json.dumps(told, indent=1))
+    yield f"<details><summary>As the manifest has them</summary><pre>{whole}</pre></details>"

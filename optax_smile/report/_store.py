@@ -1,0 +1,93 @@
+"""Keep what a run predicted beside its draws."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from optax_smile import _check, _disk
+from optax_smile.draws import _manifest
+from optax_smile.draws._stored import FIELDS, FILE, is_name
+from optax_smile.draws.prediction import Prediction
+from optax_smile.plots import images as _images
+from optax_smile.report._scores import classes, score
+
+
+def store(
+    directory: str | os.PathLike,
+    name: str,
+    prediction: Prediction,
+    *,
+    targets: ArrayLike | None = None,
+    scores: Mapping[str, float] | None = None,
+    images: ArrayLike | None = None,
+):
+    """Keep a prediction beside the draws it came from, for the report.
+
+    Args:
+        directory: of the run.
+        name: of the data, such as `"test"` or `"shuffled pixels"`: at most 100 letters, digits,
+            spaces, `-` and `_`.
+        prediction: what `predict` gave; with `per="draw"` the report can tell whether the chains
+            agree, as long as there are no more draws. Of `each`, the `Outcome` of single draws, it
+            keeps one number per input: log density and mean, but no class probabilities.
+        targets: what was observed.
+        scores: to show, by name; None: those of `score(prediction, targets)`, if there are
+            targets.
+        images: the inputs, if they are images, `[input, height, width]` or with 1, 3 or 4 channels
+            as a last axis: the page shows those of which the prediction is surest and least sure
+            and those furthest off, and no others are kept.
+
+    Raises:
+        ValueError: a directory without a run, a name that is none, scores that are no numbers,
+            images of another number, or of a prediction without one uncertainty for each.
+        OSError: a file that cannot be written.
+
+    Example:
+        Beside the draws of which the prediction is::
+
+            optax_smile.report.store("run", "test", prediction, targets=labels)
+    """
+    directory = _check.path("report.store", "directory", directory)
+    _manifest.read("report.store", directory)
+    _check.kind("report.store", "prediction", prediction, Prediction, "what `predict` returned")
+    if not is_name(name):
+        rule = "a name of letters, digits, spaces, - and _, at most 100"
+        _check.fail("report.store", "name", rule, _check.show(name))
+    if scores is None:
+        told = _check.called("report.store", "report.score")(score)
+        scores = {} if targets is None else told(prediction, targets)
+    _check.kind("report.store", "scores", scores, Mapping, "a dict of numbers by name")
+    for value in scores.values():
+        _check.number("report.store", "scores", value, "a number each", lambda _: True)
+    scores = {metric: float(value) for metric, value in scores.items()}
+    kept = {field: getattr(prediction, field) for field in FIELDS} | {"targets": targets}
+    draws = prediction.each
+    if draws is not None and np.ndim(draws.log_density) == np.ndim(prediction.log_density) + 2:
+        kept |= {"each_log_density": draws.log_density}
+        kept |= {"each_mean": draws.mean if np.ndim(draws.mean) == 3 else None}
+    arrays = {field: np.asarray(array) for field, array in kept.items() if array is not None}
+    if targets is not None and arrays["targets"].dtype.kind not in "biuf":
+        _check.fail("report.store", "targets", "numbers", f"an array of {arrays['targets'].dtype}")
+    if images is not None:
+        arrays |= _kept(images, prediction, targets)
+    header = {"name": name, "scores": scores, "uncertainty": prediction.uncertainty}
+    _disk.write(directory / FILE.format(name), _disk.pack(header, arrays))
+
+
+@_check.called("report.store", "plots.examples", mean="prediction", uncertainty="prediction")
+def _kept(
+    images: ArrayLike, prediction: Prediction, targets: ArrayLike | None
+) -> dict[str, np.ndarray]:
+    """Those of the images that the page shows."""
+    if prediction.mean is None or np.ndim(prediction.total) != 1:
+        rule = "left out, where there is not one uncertainty for each input"
+        _check.fail("report.store", "images", rule, _check.show(images))
+    mean = prediction.mean
+    if prediction.uncertainty == "entropy":
+        mean = classes(mean, np.shape(prediction.total))
+    shown, kept = _images.keep(images, mean, prediction.total, targets)
+    return {"shown": shown, "images": kept}

@@ -1,0 +1,110 @@
+"""What a run says about itself, in words and as a person would write it."""
+
+from __future__ import annotations
+
+import html
+import math
+import re
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from optax_smile.draws._sessions import Session
+
+# Letters of a line of code.
+LONGEST_LINE = 76
+# Of these the page tells elsewhere, or they are checksums, which nobody writes.
+NOT_WRITTEN = ("sampler", "chain", "observe")
+DOTTED = re.compile(r"[A-Za-z_][\w.<>]*\.[\w<>]+")
+MINUTE, HOUR = 60, 3600
+
+
+def seed(key: Any) -> int | None:
+    """The number from which `jax.random.key` made a key; None if it is of another kind."""
+    is_key = isinstance(key, list) and len(key) == 2 and {type(word) for word in key} == {int}
+    return (key[0] << 32) + key[1] if is_key else None
+
+
+def call(name: str, arguments: Mapping[str, Any]) -> str:
+    """Write a call with its arguments."""
+    written = [f"{argument}={_value(argument, value)}" for argument, value in arguments.items()]
+    line = f"{name}({', '.join(written)})"
+    if len(line) <= LONGEST_LINE:
+        return line
+    return "\n".join([f"{name}(", *(f"    {argument}," for argument in written), ")"])
+
+
+def _value(argument: str, value: Any) -> str:
+    if argument == "key" and seed(value) is not None:
+        return f"jax.random.key({seed(value)})"
+    if isinstance(value, list):
+        built = {_builder(part) for part in value if isinstance(part, list)}
+        whole = _builder(value)
+        if whole or len(built) == 1 and None not in built:
+            return whole or built.pop() or ""
+        return f"[{', '.join(_value('', part) for part in value)}]"
+    return repr(value)
+
+
+def _builder(value: list[Any]) -> str | None:
+    """What a function was made by, of `_settings`' name for it; None for what is no function."""
+    if len(value) != 2 or not isinstance(value[0], str) or not DOTTED.fullmatch(value[0]):
+        return None
+    builder, *inside = value[0].split(".<locals>", 1)
+    return builder.rsplit(".", 1)[-1] + ("(...)" if inside else "")
+
+
+def duration(seconds: float) -> str:
+    """Tell a time in the two largest units that it has."""
+    if seconds < 1:
+        return "less than a second"
+    whole = round(seconds)
+    if whole < MINUTE:
+        return f"{whole} s"
+    if whole < HOUR:
+        return f"{whole // MINUTE} min {whole % MINUTE} s"
+    return f"{whole // HOUR:,} h {whole % HOUR // MINUTE} min"
+
+
+def times(sessions: list[Session]) -> dict[str, str]:
+    """Date, run time and machine, of which a run may have had several."""
+    if not sessions:
+        return dict.fromkeys(("begun", "run time", "machine"), "not recorded")
+    told = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(sessions[0].began))
+    ran = duration(sum(session.seconds for session in sessions))
+    several = f" in {len(sessions)} sessions" if len(sessions) > 1 else ""
+    machines = dict.fromkeys(session.machine for session in sessions)
+    return {"begun": told, "run time": ran + several, "machine": "; ".join(machines)}
+
+
+def count(number: int, what: str) -> str:
+    """Tell how many."""
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
+def data(told: Mapping[str, Any], num_data: Any) -> str | None:
+    """Tell what is known of the data; None if that is nothing.
+
+    A list of batches may hold an example several times; the sampler was told how many there are.
+    """
+    batches, parts = told.get("num_batches"), []
+    if type(num_data) in (int, float) and math.isfinite(num_data):
+        parts.append(count(round(num_data), "example"))
+    if type(batches) is int:
+        parts.append(f"{batches:,} batch{'' if batches == 1 else 'es'}")
+    return " in ".join(parts) or None
+
+
+def marked(text: str) -> str:
+    """Make HTML of a text in which code stands between backticks."""
+    return re.sub(r"`([^`]*)`", r"<code>\1</code>", html.escape(text))
+
+
+def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """Make a table of HTML that may be wider than the page."""
+
+    def line(cells, tag):
+        return "<tr>" + "".join(f"<{tag}>{cell}</{tag}>" for cell in cells) + "</tr>"
+
+    body = "".join(line(row, "td") for row in rows)
+    return f'<div class="wide"><table>{line(head, "th")}{body}</table></div>'

@@ -1,0 +1,246 @@
+"""What draws, predictions and summaries look like, and how draws are counted."""
+
+import html.parser
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import optax_smile
+from optax_smile import diagnostics
+from optax_smile.draws import _files, _manifest
+
+CHAINS, DRAWS = 3, 4
+ALL = CHAINS * DRAWS
+# In a notebook nobody may read <b> in a name as a tag.
+PARAMS = {"<b>": np.arange(2.0 * ALL, dtype=np.float32).reshape(CHAINS, DRAWS, 2)}
+KEPT = optax_smile.Snapshots(
+    PARAMS, {"step_size": np.ones((CHAINS, 9))}, {"name": "sgld", "num_data": 7, "tuner": None}
+)
+
+
+@pytest.fixture
+def stored(tmp_path):
+    start = jax.tree.map(lambda x: np.full_like(x[:, 0], -1), PARAMS)
+    _manifest.write(tmp_path, _manifest.of_run(start, None, {"sampler": {"name": "sgld"}}))
+    writer = _files.SnapshotWriter(tmp_path, start)
+    for draw in range(DRAWS):
+        writer.put(draw, draw, {"<b>": PARAMS["<b>"][:, draw]}, {})
+    writer.close()
+    return optax_smile.load_snapshots(tmp_path)
+
+
+@pytest.fixture(params=["memory", "disk"])
+def draws(request):
+    return KEPT if request.param == "memory" else request.getfixturevalue("stored")
+
+
+def first_entry(params):
+    return float(params["<b>"][0])
+
+
+# Tree i is draw i // CHAINS of chain i % CHAINS, whose first entry counts through `PARAMS`.
+IN_ORDER = [2.0 * (chain * DRAWS + draw) for draw in range(DRAWS) for chain in range(CHAINS)]
+
+
+def test_length_iteration_and_numbers_agree(draws):
+    assert len(draws) == ALL
+    assert [first_entry(params) for params in draws] == IN_ORDER
+    assert [first_entry(draws[number]) for number in range(ALL)] == IN_ORDER
+    assert [first_entry(draws[np.int32(number)]) for number in range(-ALL, 0)] == IN_ORDER
+    assert [first_entry(params) for params in reversed(draws)] == IN_ORDER[::-1]
+    assert draws[5]["<b>"].shape == (2,)
+
+
+SLICES = [slice(4, 9), slice(None, None, 5), slice(-2, None), slice(9, 2, -3), slice(7, 7)]
+
+
+@pytest.mark.parametrize("part", [*SLICES, slice(8, 99)], ids=str)
+def test_a_slice_is_the_list_that_it_would_be_of_a_list(draws, part):
+    assert isinstance(draws[part], list)
+    assert [first_entry(params) for params in draws[part]] == IN_ORDER[part]
+
+
+@pytest.mark.parametrize("number", [ALL, -ALL - 1, 10**12])
+def test_a_number_beyond_the_draws(draws, number):
+    rule = rf"Snapshots\[\.\.\.\]` must be at least -{ALL} and below {ALL}, got {number}\."
+    with pytest.raises(IndexError, match=rule):
+        draws[number]
+
+
+@pytest.mark.parametrize("wrong, got", [("w", "'w'"), (1.5, "1.5"), ((0, 1), "a tuple")])
+def test_what_is_no_number_of_a_draw(draws, wrong, got):
+    rule = rf"must be an integer or a slice, got {got}\. All draws of one chain are `params`"
+    with pytest.raises(TypeError, match=rule):
+        draws[wrong]
+
+
+def test_stored_draws_are_read_one_by_one(stored, monkeypatch):
+    read, arrays_of = [], _files.read_arrays
+
+    def noted(block, leaves):
+        read.append(block.draw)
+        return arrays_of(block, leaves)
+
+    monkeypatch.setattr(_files, "read_arrays", noted)
+    assert first_entry(stored[-1]) == IN_ORDER[-1] and read == [DRAWS - 1]
+    read.clear()
+    assert len(stored[1:8]) == 7 and read == [0, 1, 2]
+    read.clear()
+    with pytest.raises(IndexError):
+        stored[ALL]
+    assert len(repr(stored)) + len(stored._repr_html_()) and read == []
+    assert first_entry(next(iter(stored))) == IN_ORDER[0] and read == [0]
+
+
+def test_predict_takes_a_slice():
+    def outputs(params, inputs):
+        return inputs * params["<b>"][0], 0.0
+
+    part = optax_smile.predict(outputs, KEPT[3:9], jnp.ones(1), likelihood="gaussian")
+    np.testing.assert_allclose(part.mean, [np.mean(IN_ORDER[3:9])], rtol=1e-6)
+
+
+def large() -> optax_smile.Snapshots:
+    """A network of many arrays with long names."""
+    layers = {
+        f"layer_with_a_long_name_{i}": {"kernel": np.ones((8, 50, 9, 9), np.float32)}
+        for i in range(40)
+    }
+    settings = {"name": "psmile", "num_data": 50_000, "tuner": ["angle_tuner", []]}
+    return optax_smile.Snapshots(layers, {"step_size": np.ones((8, 70))}, settings)
+
+
+def classes(per=None):
+    def logits(params, inputs):
+        return inputs * params["<b>"][0] / 10
+
+    inputs, labels = np.ones((50, 3), np.float32), np.zeros(50, int)
+    return optax_smile.predict(
+        logits, KEPT, inputs, likelihood="categorical", targets=labels, per=per, curve=(1, 2)
+    )
+
+
+def sick() -> diagnostics.Summary:
+    """Chains with more findings than a few lines have room for."""
+    findings = tuple(
+        diagnostics.Finding((i,), f"problem {i}: {'it shows ' * 30}", "<try> this")
+        for i in range(9)
+    )
+    none = np.full(9, np.nan)
+    return diagnostics.Summary(
+        num_draws=50,
+        of="predictions",
+        rhat_within=np.full((9, 3), 1.234),
+        rhat_across=np.full(3, 2.5),
+        ess=np.full(3, 99.0),
+        copy_of=np.arange(9),
+        rejection_rate=none,
+        nominal_rate=np.nan,
+        lppd=-0.5,
+        mcse=0.01,
+        findings=findings,
+        **dict.fromkeys(("first_step_size", "last_step_size", "step_size_trend"), np.ones(9)),
+        **dict.fromkeys(("energy_distance", "num_nonfinite", "travelled", "chain_lppd"), none),
+    )
+
+
+OBJECTS = {
+    "draws": lambda: KEPT,
+    "large": large,
+    "array": lambda: optax_smile.Snapshots(np.ones((2, 3))),
+    "prediction": classes,
+    "each": lambda: classes("draw"),
+    "outcome": lambda: classes("draw").each,
+    "bare": lambda: optax_smile.Prediction(None, None),
+    "summary": lambda: diagnostics.summary(optax_smile.Snapshots(PARAMS)),
+    "sick": sick,
+}
+
+
+class Tags(html.parser.HTMLParser):
+    """Which tags there are, and whether each is closed."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen: set[str] = set()
+        self.is_open: list[str] = []
+        self.text = ""
+
+    def handle_starttag(self, tag: str, attrs: Any):
+        self.seen.add(tag)
+        self.is_open.append(tag)
+
+    def handle_endtag(self, tag: str):
+        assert self.is_open.pop() == tag
+
+    def handle_data(self, data: str):
+        self.text += data
+
+
+def assert_prints_well(shown):
+    text = repr(shown)
+    assert 1 <= len(text.splitlines()) <= 10
+    assert max(map(len, text.splitlines())) <= 120
+    assert "array(" not in text and " at 0x" not in text
+    tags = Tags()
+    tags.feed(shown._repr_html_())
+    tags.close()
+    assert not tags.is_open and tags.seen <= {"p", "b", "table", "tr", "th", "td"}
+    assert text.splitlines()[0] in tags.text
+
+
+@pytest.mark.parametrize("name", OBJECTS)
+def test_one_to_ten_lines(name):
+    assert_prints_well(OBJECTS[name]())
+
+
+def test_one_to_ten_lines_of_stored_draws(stored):
+    assert_prints_well(stored)
+    lines = repr(stored).splitlines()
+    assert lines[0] == "StoredSnapshots: 3 chains of 4 draws"
+    assert lines[-1] == f"  folder   {stored.directory}"
+
+
+def test_what_the_lines_say():
+    assert repr(KEPT).splitlines() == [
+        "Snapshots: 3 chains of 4 draws",
+        "  size     2 numbers in a draw, 96 bytes in all",
+        "  arrays   <b> float32[2]",
+        "  sampler  sgld(num_data=7)",
+        "  trace    step_size at 9 ticks",
+    ]
+    assert "3,240 numbers in a draw, 5.18 MB in all" in repr(large())
+    assert "kernel float32[9, 9], 39 more" in repr(large())
+    found = classes("draw")
+    density = f"log_density  float32[50], on average {np.mean(found.log_density):.4f}"
+    assert density in repr(found) and "(entropy)" in repr(found)
+    assert "mean float32[3, 4, 50, 3]" in repr(found)
+    assert "predictions after 2 numbers of snapshots" in repr(found)
+    single = optax_smile.Snapshots(np.ones((1, 1)), {"step_size": np.ones((1, 1))})
+    assert repr(single).splitlines()[0] == "Snapshots: 1 chain of 1 draw"
+    assert "1 number in a draw" in repr(single) and "at 1 tick" in repr(single)
+
+
+def test_what_is_traced_prints():
+    """In an error inside `jit`, or in a debugger there."""
+    shown = []
+    jax.eval_shape(lambda x: shown.append(repr(optax_smile.Prediction(x, x))), jnp.ones(3))
+    (lines,) = shown
+    assert [line.split() for line in lines.splitlines()] == [
+        ["Prediction"],
+        ["mean", "a", "traced", "float32[3]"],
+        ["log_density", "a", "traced", "float32[3]"],
+    ]
+
+
+def test_a_summary_in_short_names_what_is_wrong():
+    text, page = repr(sick()), sick()._repr_html_()
+    assert "Summary: 9 chains of 50 draws" in text and "LPPD" in text and "-0.5" in text
+    assert "median 1.23 within chains, 2.50 across" in text
+    assert "Chain 3: problem 3" in text and "problem 4" not in text
+    assert "for 5 more findings, and what to try" in text
+    assert page.count("&lt;try&gt; this") == 9 and page.count("<tr>") == 1 + 9 + 1
+    assert "Nothing looks wrong" in repr(sick().__class__(**{**vars(sick()), "findings": ()}))
