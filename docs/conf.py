@@ -9,6 +9,8 @@ import os
 import re
 from pathlib import Path
 
+from docutils.nodes import SkipNode
+from latex2mathml.converter import convert
 from sphinx.errors import ExtensionError
 
 import optax_smile
@@ -46,6 +48,7 @@ nb_execution_mode, nb_execution_in_temp = "auto", True
 nb_execution_timeout, nb_execution_show_tb = 900, True
 nb_output_stderr, nb_merge_streams = "error", True
 myst_heading_anchors = 3
+myst_enable_extensions, html_math_renderer = ["dollarmath"], "mathml"
 
 python_maximum_signature_line_length = 88
 autodoc_member_order = "bysource"
@@ -123,6 +126,16 @@ def with_defaults(_app, _what, _name, _object, _options, signature, returns):
     return signature, returns
 
 
+def formula(display):
+    """Write formulas as MathML, which browsers show by themselves."""
+
+    def visit(translator, node):
+        translator.body.append(convert(node.astext(), display=display))
+        raise SkipNode
+
+    return visit, None
+
+
 def opens_without_network(app, error):
     """Refuse pages that load a script or style from elsewhere."""
     fetched = re.compile(r'<(script|link)[^>]* (src|href)="(https?:)?//')
@@ -136,4 +149,5 @@ def setup(app):
     app.connect("autodoc-process-docstring", to_rest, priority=400)
     app.connect("autodoc-skip-member", is_field)
     app.connect("autodoc-process-signature", with_defaults)
+    app.add_html_math_renderer("mathml", formula("inline"), formula("block"))
     app.connect("build-finished", opens_without_network)
