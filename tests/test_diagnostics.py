@@ -636,7 +636,7 @@ SICK: dict[str, tuple[dict[str, Any], tuple[int, ...], str]] = {
     "worse than the start": (
         {"loss": changed([1, 3], ANY, 2.2)},
         (1, 3),
-        r"2 nats per example above that of the start \(above 1\)",
+        r"2 nats per example above that of the start \(above 1, and what batches differ by\)",
     ),
     "rejected steps": (
         {"num_rejected": changed([0], ANY, COUNT)},
@@ -649,6 +649,14 @@ SICK: dict[str, tuple[dict[str, Any], tuple[int, ...], str]] = {
 
 def test_every_kind_of_finding_is_shown_on_a_sick_run():
     assert {name.partition(",")[0] for name in SICK} == set(ADVICE)
+
+
+def test_a_first_batch_without_the_outlier_is_not_a_better_start():
+    """The loss at the start is that of one batch; here every tenth has a loss of 60."""
+    losses = changed([0, 1, 2, 3], slice(None, None, 10), 60.0)
+    draws, prediction = made(loss=losses)
+    assert (draws.trace["loss"].mean(axis=1) - draws.trace["start_loss"][:, 0] > 5).all()
+    assert diagnostics.summary(draws, prediction).findings == ()
 
 
 def test_nothing_is_found_in_the_healthy_run_that_they_are_made_of():
