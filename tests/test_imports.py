@@ -74,6 +74,7 @@ ROOMS = {
     "chains": {"parallel", "potential", "state", "draws"},
     "diagnostics": {"state", "draws"},
     "metrics": set(),
+    "calibrate": {"metrics"},
     "plots": {"metrics"},
     "local": {"chains", "draws", "potential", "samplers", "stages"},
     "report": {"draws", "diagnostics", "metrics", "plots"},
