@@ -37,9 +37,9 @@ def splits(num_inputs: int, seed: int) -> Iterator[tuple[np.ndarray, np.ndarray]
     generator = np.random.default_rng(seed)
     for _ in range(NUM_HALVINGS):
         order = generator.permutation(num_inputs)
-        halves = order[: num_inputs // 2], order[num_inputs // 2 :]
-        yield halves
-        yield halves[::-1]
+        first, second = order[: num_inputs // 2], order[num_inputs // 2 :]
+        yield first, second
+        yield second, first
 
 
 def of_classes(probabilities: np.ndarray, labels: np.ndarray, seed: int) -> Scores:

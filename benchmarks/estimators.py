@@ -37,9 +37,11 @@ def split(data: str, seed: int, test_size: float = 0.2) -> tuple[Rows, Rows]:
     if data == "digits":
         x, y = load_digits(return_X_y=True)
     else:
-        parts = uci(data, seed, download=False)
-        x, y = (np.concatenate([part[axis] for part in parts]) for axis in range(2))
-    x, new_x, y, new_y = train_test_split(x, y, test_size=test_size, random_state=seed)
+        splits = uci(data, seed, download=False)
+        rows = splits.train, splits.valid, splits.test
+        x, y = (np.concatenate([part[axis] for part in rows]) for axis in range(2))
+    parts: Any = train_test_split(x, y, test_size=test_size, random_state=seed)
+    x, new_x, y, new_y = parts
     return (x, y), (new_x, new_y)
 
 

@@ -249,9 +249,9 @@ def prediction_intervals(
     (mean,), (std,) = check_normals(where, mean, std, "[input]")
     targets = _check.array(where, "targets", targets, like=("mean", mean.shape), **FINITE)
     with _check.called(where, where, mean="new_mean", std="new_std"):
-        (new_mean,), (new_std,) = check_normals(where, new_mean, new_std, "[input]")
-    reach = _limit(where, np.abs(targets - mean) / std, level) * new_std
-    return new_mean - reach, new_mean + reach
+        (center,), (scale,) = check_normals(where, new_mean, new_std, "[input]")
+    reach = _limit(where, np.abs(targets - mean) / std, level) * scale
+    return center - reach, center + reach
 
 
 def _check_sets(where: str, sets: ArrayLike) -> np.ndarray:

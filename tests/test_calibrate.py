@@ -4,6 +4,7 @@ import math
 import re
 import warnings
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 import pytest
@@ -38,7 +39,7 @@ def textbook_loss(inverse, probabilities, labels):
 def test_temperature_against_a_minimiser(seed, heat):
     logits, labels = random_classes(seed)
     probabilities = softmax(logits * heat)
-    found = scipy.optimize.minimize_scalar(
+    found: Any = scipy.optimize.minimize_scalar(
         lambda log: textbook_loss(math.exp(log), probabilities, labels),
         bounds=(-4, 4),
         method="bounded",

@@ -18,38 +18,17 @@ from optax_smile.chains.sample import sample
 from optax_smile.chains.warmstart import warmstart
 from optax_smile.draws.likelihoods import NAMED
 from optax_smile.draws.predict import Prediction, predict
+from optax_smile.interop import _network
 from optax_smile.samplers.smile import psmile
 
 # Small batches train, large ones sample.
 OPTIMIZER, HELD_OUT, BATCH, LARGE_BATCH = optax.adamw(3e-3), 0.1, 64, 256
 
 
-class _Batches:
-    def __init__(self, size: int, seed: int, *data: np.ndarray):
-        self.rng, self.data, self.size = np.random.default_rng(seed), data, min(size, len(data[0]))
-
-    def __iter__(self):
-        order = self.rng.permutation(len(self.data[0]))
-        for end in range(self.size, len(order) + 1, self.size):
-            yield tuple(x[order[end - self.size : end]] for x in self.data)
-
-
-def _init(key: jax.Array, sizes: Sequence[int]) -> list[tuple[jax.Array, jax.Array]]:
-    he, keys = jax.nn.initializers.he_normal(), jax.random.split(key, len(sizes) - 1)
-    shapes = zip(keys, sizes[:-1], sizes[1:], strict=True)
-    return [(he(key, (n, m)), jnp.zeros((1, m))) for key, n, m in shapes]
-
-
-def _apply(layers: Any, x: jax.Array) -> jax.Array:
-    for weight, bias in layers[:-1]:
-        x = jax.nn.relu(x @ weight + bias)
-    return x @ layers[-1][0] + layers[-1][1]
-
-
 @dataclasses.dataclass(eq=False, repr=False, kw_only=True)
 class _Bayesian(BaseEstimator):
     init: Callable[..., Any] | None = None
-    apply: Callable[..., Any] = _apply
+    apply: Callable[..., Any] = _network.apply
     widths: Sequence[int] = (32, 32)
     sampler: Callable[..., optax.GradientTransformation] = psmile
     prior_precision: float = 1.0
@@ -59,31 +38,41 @@ class _Bayesian(BaseEstimator):
     num_draws: int = 50
     thin: int = 40
     random_state: Any = None
+    _likelihood, center_ = "categorical", np.float64(0)  # Without annotation, so no fields.
 
     def prediction(self, X: Any, y: Any = None) -> Prediction:
         """Average over the draws with its uncertainties, and with `y` its log densities."""
         validation.check_is_fitted(self)
-        x = self.scaler_.transform(validation.validate_data(self, X, reset=False)).astype("f4")
+        X = validation.validate_data(self, X, reset=False)
+        x = np.asarray(self.scaler_.transform(X), np.float32)
         y = y if y is None else self._code(y)
         found = predict(self._outputs, self.draws_, x, likelihood=self._likelihood, targets=y)
         return found._replace(mean=found.mean + self.center_)
 
+    def _code(self, y: Any) -> np.ndarray:
+        return (np.asarray(y) - self.center_).astype(np.float32)
+
+    def _outputs(self, params: Any, x: jax.Array) -> Any:
+        return self.apply(params["network"], x)
+
     def _fit(self, x: np.ndarray, y: np.ndarray, num_outputs: int, **others: jax.Array):
         self.scaler_ = StandardScaler().fit(x)
-        data = self.scaler_.transform(x).astype("f4"), self._code(y)
+        data = np.asarray(self.scaler_.transform(x), np.float32), self._code(y)
         seed = int(check_random_state(self.random_state).randint(2**31 - 1))
-        x, held_x, y, held_y = train_test_split(*data, test_size=HELD_OUT, random_state=seed)
+        split: Any = train_test_split(*data, test_size=HELD_OUT, random_state=seed)
+        x, held_x, y, held_y = split
         sizes = x.shape[1], *self.widths, num_outputs
 
         def init_fn(key):
-            network = self.init(key, x[:1]) if self.init else _init(key, sizes)
+            network = self.init(key, x[:1]) if self.init else _network.init(key, sizes)
             return {"network": network, **others}
 
         def loss_fn(params, batch):
             outputs = self._outputs(params, batch[0])
             return -NAMED[self._likelihood].log_density(outputs, batch[1]).mean()
 
-        small, large = _Batches(BATCH, seed, x, y), _Batches(LARGE_BATCH, seed, *data)
+        small = _network.Batches(BATCH, seed, x, y)
+        large = _network.Batches(LARGE_BATCH, seed, *data)
         posterior: Any = {"num_data": len(data[0]), "prior_precision": self.prior_precision}
         begin: Any = {"num_members": self.num_chains, "num_epochs": self.num_epochs}
         steps: Any = {x: getattr(self, x) for x in ("num_warmup", "num_draws", "thin")}
@@ -105,16 +94,13 @@ class BayesianClassifier(ClassifierMixin, _Bayesian):
         init, apply: `init(key, x)` for x `[1, feature]`, and `apply(params, x)`, logits
             `[input, class]`; left out, ReLU layers of `widths`.
         sampler: called with `num_data=`, `prior_precision=`, `key=`.
-        num_chains, num_epochs, num_warmup, num_draws, thin: as of `warmstart` and `sample`.
-        random_state: as scikit-learn has it.
+        num_chains, num_epochs, num_warmup, num_draws, thin: as `warmstart` and `sample` have them.
 
     Example:
         >>> short = BayesianClassifier(num_chains=2, num_warmup=20, num_draws=5, random_state=0)
         >>> short.fit([[0], [1], [2], [3]], ["no", "no", "yes", "yes"]).predict([[9]]).tolist()
         ['yes']
     """
-
-    _likelihood, center_ = "categorical", np.float64(0)
 
     def fit(self, X: Any, y: Any):
         """Train and sample: `X` `[input, feature]`, `y` `[input]`."""
@@ -130,13 +116,11 @@ class BayesianClassifier(ClassifierMixin, _Bayesian):
 
     def predict(self, X: Any) -> np.ndarray:
         """Most probable classes, `[input]`."""
-        return self.classes_[self.prediction(X).mean.argmax(axis=1)]
+        most = self.predict_proba(X).argmax(axis=1)
+        return self.classes_[most]
 
     def _code(self, y: Any) -> np.ndarray:
         return LabelEncoder().fit(self.classes_).transform(y)
-
-    def _outputs(self, params: Any, x: jax.Array) -> jax.Array:
-        return self.apply(params["network"], x)
 
 
 class BayesianRegressor(RegressorMixin, _Bayesian):
@@ -160,9 +144,6 @@ class BayesianRegressor(RegressorMixin, _Bayesian):
     def predict_std(self, X: Any) -> np.ndarray:
         """Standard deviation of noise and doubt about the network together, `[input]`."""
         return np.sqrt(self.prediction(X).total)
-
-    def _code(self, y: Any) -> np.ndarray:
-        return (np.asarray(y) - self.center_).astype("f4")
 
     def _outputs(self, params: Any, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         mean = self.width_ * self.apply(params["network"], x).reshape(len(x))
