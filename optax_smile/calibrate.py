@@ -246,12 +246,12 @@ def prediction_intervals(
     Source: Lei et al. 2018, section 5.2; Papadopoulos et al. 2008.
     """
     where = "prediction_intervals"
-    (mean,), (std,) = check_normals(where, mean, std, "[input]")
-    targets = _check.array(where, "targets", targets, like=("mean", mean.shape), **FINITE)
+    means, stds = check_normals(where, mean, std, "[input]")
+    targets = _check.array(where, "targets", targets, like=("mean", means.shape[1:]), **FINITE)
     with _check.called(where, where, mean="new_mean", std="new_std"):
-        (center,), (scale,) = check_normals(where, new_mean, new_std, "[input]")
-    reach = _limit(where, np.abs(targets - mean) / std, level) * scale
-    return center - reach, center + reach
+        new_means, new_stds = check_normals(where, new_mean, new_std, "[input]")
+    reach = _limit(where, np.abs(targets - means[0]) / stds[0], level) * new_stds[0]
+    return new_means[0] - reach, new_means[0] + reach
 
 
 def _check_sets(where: str, sets: ArrayLike) -> np.ndarray:
