@@ -1,5 +1,7 @@
 """Models of NumPyro, sampled by mini-batches."""
 
+from __future__ import annotations
+
 import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
