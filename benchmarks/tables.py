@@ -22,7 +22,9 @@ from tabulated import (
     analytic,
     analytic_figures,
     before_sampler,
+    calibration,
     costs,
+    estimators,
     faults,
     lenet,
     llc,
@@ -93,6 +95,9 @@ TABLES: dict[str, tuple[Callable[..., Table], tuple[str, ...]]] = {
     "known-coefficients": (llc.known, ("llc",)),
     "coefficients-sgld": (llc.beside_sgld, ("llc",)),
     "transformer-coefficient": (llc.transformer, ("llc_transformer",)),
+    "temperature": (calibration.temperatures, ("calibration",)),
+    "conformal": (calibration.sets_and_intervals, ("calibration",)),
+    "estimators": (estimators.scores, ("estimators",)),
 }
 FIGURES: dict[str, tuple[Callable[..., str], tuple[str, ...]]] = {
     **{
@@ -119,6 +124,9 @@ FIGURES: dict[str, tuple[Callable[..., str], tuple[str, ...]]] = {
     "coefficients met, mean loss": (llc.met("plain"), ("llc",)),
     "coefficients met, sgld": (llc.sgld_met, ("llc",)),
     **{f"update {m}": (costs.update(m), ("step_cost",)) for m in ("smile", "psmile")},
+    "ECE after temperature": (calibration.after("ECE"), ("calibration",)),
+    "LPPD after temperature": (calibration.after("LPPD"), ("calibration",)),
+    "estimators won": (estimators.won, ("estimators",)),
 }
 MARKED = re.compile(r"<!-- (table|figure) ([^>]*?) -->(.*?)<!-- end -->", re.DOTALL)
 OPENED = re.compile(r"<!-- (?:table|figure) ([^>]*?) -->")

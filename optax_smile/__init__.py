@@ -3,7 +3,7 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from optax_smile import diagnostics, interop, local, metrics, parallel, plots, published
+from optax_smile import calibrate, diagnostics, interop, local, metrics, parallel, plots, published
 from optax_smile.chains.find_step_size import StepSizeSearch, find_step_size
 from optax_smile.chains.sample import sample
 from optax_smile.chains.starts import chains_from_weights
@@ -40,6 +40,7 @@ __all__ = [
     "StepSizeSearch",
     "StoredSnapshots",
     "angle_tuner",
+    "calibrate",
     "chains_from_weights",
     "cyclical_sgld",
     "diagnostics",

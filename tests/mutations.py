@@ -282,6 +282,20 @@ DEFECTS = r"""
 = ECE not weighted | ece
 - np.sum(bins.count * gaps) / np.sum(bins.count)
 + np.mean(gaps)
+# calibrate.py | test_calibrate.py
+= conformal: rank among n, not n + 1 | exchangeable
+- math.ceil((scores.size + 1) * written)
++ math.ceil(scores.size * written)
+= temperature for its inverse | undoes_one
+- return 2 / (low + high)
++ return (low + high) / 2
+# interop/estimators.py | test_estimators.py
+= estimator: means without the target's | units
+- mean=found.mean + self.center_
++ mean=found.mean
+= estimator: noise in units of another | units
+- params["log_std"] + np.log(self.width_)
++ params["log_std"]
 # plots/predictions.py | test_plots.py
 = axes of the reliability diagram swapped | reliability
 - ax.plot(confidence, accuracy, color=color, lw=1.2

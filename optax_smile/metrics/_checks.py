@@ -1,5 +1,7 @@
 """What the scores share: what they require of their arrays, and ranks."""
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import ArrayLike
 
@@ -9,12 +11,14 @@ from optax_smile import _check
 ROW_SUM_TOLERANCE = 1e-3
 
 
-def alike(where: str, **arguments: ArrayLike) -> list[np.ndarray]:
+FINITE: dict[str, Any] = {"rule": "finite", "holds": np.isfinite}
+
+
+def alike(where: str, require: dict[str, Any], **arguments: ArrayLike) -> list[np.ndarray]:
     """Require one shape, so that `[n, 1]` and `[n]` do not broadcast to `[n, n]`."""
     like, arrays = None, []
     for name, value in arguments.items():
-        finite = {"rule": "finite", "holds": np.isfinite}
-        arrays.append(_check.array(where, name, value, like=like, **finite))
+        arrays.append(_check.array(where, name, value, like=like, **require))
         like = like or (name, arrays[0].shape)
     return arrays
 
@@ -36,21 +40,26 @@ def check_classes(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Require class probabilities and the labels that go with them."""
     probabilities = check_probabilities(where, probabilities)
+    return probabilities, check_labels(where, labels, *probabilities.shape)
+
+
+def check_labels(where: str, labels: ArrayLike, num_inputs: int, num_classes: int) -> np.ndarray:
+    """Require classes of the inputs."""
     labels = _check.host(where, "labels", labels)
-    num_inputs, num_classes = probabilities.shape
     if labels.shape != (num_inputs,) or not np.issubdtype(labels.dtype, np.integer):
         rule = f"integers of shape ({num_inputs},)"
         _check.fail(where, "labels", rule, f"{labels.dtype} of shape {labels.shape}")
     if not (0 <= labels.min() and labels.max() < num_classes):
         rule = f"classes from 0 to {num_classes - 1}"
         _check.fail(where, "labels", rule, f"{labels.min()} to {labels.max()}")
-    return probabilities, labels
+    return labels
 
 
-def check_normals(where: str, mean: ArrayLike, std: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
+def check_normals(
+    where: str, mean: ArrayLike, std: ArrayLike, axes: str = "[input] or [draw, input]"
+) -> tuple[np.ndarray, np.ndarray]:
     """Mean and standard deviation of the mixture's parts, both `[draw, input]`."""
-    axes = "[input] or [draw, input]"
-    mean = _check.array(where, "mean", mean, axes, rule="finite", holds=np.isfinite)
+    mean = _check.array(where, "mean", mean, axes, **FINITE)
     positive = {"rule": "> 0 and finite", "holds": lambda std: (std > 0) & np.isfinite(std)}
     std = _check.array(where, "std", std, **positive)
     if std.shape not in ((), mean.shape, (*mean.shape[:-1], 1)):

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 import statistics
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from optax_smile import _check
-from optax_smile.metrics._checks import alike, check_normals
+from optax_smile.metrics._checks import FINITE, alike, check_normals
 
 # Halvings that shrink a bracket to the rounding error of its first width, 2**-53.
 BISECTIONS = 53
+# Intervals may be endless, as of `calibrate.prediction_intervals`.
+ENDS: dict[str, Any] = {"rule": "free of NaN", "holds": lambda ends: ~np.isnan(ends)}
 
 
 def _normal_cdf(standardized: np.ndarray) -> np.ndarray:
@@ -58,7 +61,7 @@ def rmse(mean: ArrayLike, targets: ArrayLike) -> float:
         >>> rmse([1.0, 2.0], [4.0, 6.0]) == (25 / 2) ** 0.5
         True
     """
-    mean, targets = alike("rmse", mean=mean, targets=targets)
+    mean, targets = alike("rmse", FINITE, mean=mean, targets=targets)
     return float(np.sqrt(np.mean((mean - targets) ** 2)))
 
 
@@ -95,7 +98,7 @@ def coverage(lower: ArrayLike, upper: ArrayLike, targets: ArrayLike) -> float:
     """Share of targets inside their interval, ends included; best near its level.
 
     Args:
-        lower: lower ends `[input]`, as of `interval`.
+        lower: lower ends `[input]`, as of `interval`; they may be infinite.
         upper: upper ends `[input]`.
         targets: what was observed, `[input]`.
 
@@ -109,7 +112,9 @@ def coverage(lower: ArrayLike, upper: ArrayLike, targets: ArrayLike) -> float:
         >>> coverage([0.0, 0.0], [1.0, 1.0], [0.5, 2.0])
         0.5
     """
-    lower, upper, targets = alike("coverage", lower=lower, upper=upper, targets=targets)
+    lower, upper = alike("coverage", ENDS, lower=lower, upper=upper)
+    like = "lower", lower.shape
+    targets = _check.array("coverage", "targets", targets, like=like, **FINITE)
     return float(np.mean((lower <= targets) & (targets <= upper)))
 
 
@@ -125,7 +130,7 @@ def interval_width(lower: ArrayLike, upper: ArrayLike) -> float:
         >>> interval_width([0.0, 0.0], [1.0, 3.0])
         2.0
     """
-    lower, upper = alike("interval_width", lower=lower, upper=upper)
+    lower, upper = alike("interval_width", ENDS, lower=lower, upper=upper)
     return float(np.mean(upper - lower))
 
 
@@ -156,8 +161,8 @@ def crps(mean: ArrayLike, std: ArrayLike, targets: ArrayLike) -> float:
     Source: Gneiting and Raftery 2007, equations 20 and 21; mixtures: Grimit et al. 2006.
     """
     mean, std = check_normals("crps", mean, std)
-    like, finite = ("mean", mean[0].shape), {"rule": "finite", "holds": np.isfinite}
-    targets = _check.array("crps", "targets", targets, like=like, **finite)
+    like = "mean", mean[0].shape
+    targets = _check.array("crps", "targets", targets, like=like, **FINITE)
     to_target = _mean_absolute(mean - targets, std).mean(axis=0)
     pairs = zip(mean, std, strict=True)
     between = sum(_mean_absolute(mean - m, np.hypot(std, s)).mean(axis=0) for m, s in pairs)

@@ -1,0 +1,150 @@
+"""Bayesian neural networks as estimators of scikit-learn (extra `sklearn`)."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
+from sklearn.model_selection import train_test_split
+from sklearn.preprocessing import LabelEncoder, StandardScaler
+from sklearn.utils import check_random_state, multiclass, validation
+
+from optax_smile import _check
+from optax_smile.chains.sample import sample
+from optax_smile.chains.warmstart import warmstart
+from optax_smile.draws.likelihoods import NAMED
+from optax_smile.draws.predict import Prediction, predict
+from optax_smile.interop import _network
+from optax_smile.samplers.smile import psmile
+
+# Small batches train, large ones sample.
+OPTIMIZER, HELD_OUT, BATCH, LARGE_BATCH = optax.adamw(3e-3), 0.1, 64, 256
+
+
+@dataclasses.dataclass(eq=False, repr=False, kw_only=True)
+class _Bayesian(BaseEstimator):
+    init: Callable[..., Any] | None = None
+    apply: Callable[..., Any] = _network.apply
+    widths: Sequence[int] = (32, 32)
+    sampler: Callable[..., optax.GradientTransformation] = psmile
+    prior_precision: float = 1.0
+    num_chains: int = 8
+    num_epochs: int = 500
+    num_warmup: int = 1_000
+    num_draws: int = 50
+    thin: int = 40
+    random_state: Any = None
+    _likelihood, center_ = "categorical", np.float64(0)  # Without annotation, so no fields.
+
+    def prediction(self, X: Any, y: Any = None) -> Prediction:
+        """Average over the draws with its uncertainties, and with `y` its log densities."""
+        validation.check_is_fitted(self)
+        X = validation.validate_data(self, X, reset=False)
+        x = np.asarray(self.scaler_.transform(X), np.float32)
+        y = y if y is None else self._code(y)
+        found = predict(self._outputs, self.draws_, x, likelihood=self._likelihood, targets=y)
+        return found._replace(mean=found.mean + self.center_)
+
+    def _code(self, y: Any) -> np.ndarray:
+        return (np.asarray(y) - self.center_).astype(np.float32)
+
+    def _outputs(self, params: Any, x: jax.Array) -> Any:
+        return self.apply(params["network"], x)
+
+    def _fit(self, x: np.ndarray, y: np.ndarray, num_outputs: int, **others: jax.Array):
+        self.scaler_ = StandardScaler().fit(x)
+        data = np.asarray(self.scaler_.transform(x), np.float32), self._code(y)
+        seed = int(check_random_state(self.random_state).randint(2**31 - 1))
+        split: Any = train_test_split(*data, test_size=HELD_OUT, random_state=seed)
+        x, held_x, y, held_y = split
+        sizes = x.shape[1], *self.widths, num_outputs
+
+        def init_fn(key):
+            network = self.init(key, x[:1]) if self.init else _network.init(key, sizes)
+            return {"network": network, **others}
+
+        def loss_fn(params, batch):
+            outputs = self._outputs(params, batch[0])
+            return -NAMED[self._likelihood].log_density(outputs, batch[1]).mean()
+
+        small = _network.Batches(BATCH, seed, x, y)
+        large = _network.Batches(LARGE_BATCH, seed, *data)
+        posterior: Any = {"num_data": len(data[0]), "prior_precision": self.prior_precision}
+        begin: Any = {"num_members": self.num_chains, "num_epochs": self.num_epochs}
+        steps: Any = {x: getattr(self, x) for x in ("num_warmup", "num_draws", "thin")}
+        begin["validation"], steps["steps_per_dispatch"] = (held_x, held_y), self.thin
+        told: Any = {"key": seed, "check": False, "progress": False}
+        with _check.called("fit", "warmstart", "sample", num_members="num_chains"):
+            self.members_ = warmstart(loss_fn, init_fn, small, OPTIMIZER, **begin, **told)
+            sampler = self.sampler(**posterior, key=seed)
+            self.draws_ = sample(loss_fn, self.members_, large, sampler, **steps, **told)
+        return self
+
+
+class BayesianClassifier(ClassifierMixin, _Bayesian):
+    """A deep ensemble with a chain from each member, averaged over the draws.
+
+    Features are standardised. A tenth of the rows stops the members early; chains see all.
+
+    Args:
+        init, apply: `init(key, x)` for x `[1, feature]`, and `apply(params, x)`, logits
+            `[input, class]`; left out, ReLU layers of `widths`.
+        sampler: called with `num_data=`, `prior_precision=`, `key=`.
+        num_chains, num_epochs, num_warmup, num_draws, thin: as `warmstart` and `sample` have them.
+
+    Example:
+        >>> short = BayesianClassifier(num_chains=2, num_warmup=20, num_draws=5, random_state=0)
+        >>> short.fit([[0], [1], [2], [3]], ["no", "no", "yes", "yes"]).predict([[9]]).tolist()
+        ['yes']
+    """
+
+    def fit(self, X: Any, y: Any):
+        """Train and sample: `X` `[input, feature]`, `y` `[input]`."""
+        X, y = validation.validate_data(self, X, y, ensure_min_samples=2)
+        multiclass.check_classification_targets(y)
+        self.classes_ = np.unique(y)
+        return self._fit(X, y, len(self.classes_))
+
+    def predict_proba(self, X: Any) -> np.ndarray:
+        """Probabilities of `classes_`, `[input, class]`."""
+        found = self.prediction(X).mean
+        return found / found.sum(axis=1, keepdims=True)
+
+    def predict(self, X: Any) -> np.ndarray:
+        """Most probable classes, `[input]`."""
+        most = self.predict_proba(X).argmax(axis=1)
+        return self.classes_[most]
+
+    def _code(self, y: Any) -> np.ndarray:
+        return LabelEncoder().fit(self.classes_).transform(y)
+
+
+class BayesianRegressor(RegressorMixin, _Bayesian):
+    """The same for a target, standardised, with normal noise: its log std is sampled as well.
+
+    Args: as `BayesianClassifier`; `apply` gives means `[input]` or `[input, 1]`.
+    """
+
+    _likelihood = "gaussian"
+
+    def fit(self, X: Any, y: Any):
+        """Train and sample: `X` `[input, feature]`, `y` `[input]`."""
+        X, y = validation.validate_data(self, X, y, ensure_min_samples=2, y_numeric=True)
+        self.center_, self.width_ = np.mean(y, dtype=float), float(np.std(y)) or 1.0
+        return self._fit(X, y, 1, log_std=jnp.zeros(()))
+
+    def predict(self, X: Any) -> np.ndarray:
+        """Predictive mean, `[input]`."""
+        return self.prediction(X).mean
+
+    def predict_std(self, X: Any) -> np.ndarray:
+        """Standard deviation of noise and doubt about the network together, `[input]`."""
+        return np.sqrt(self.prediction(X).total)
+
+    def _outputs(self, params: Any, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        mean = self.width_ * self.apply(params["network"], x).reshape(len(x))
+        return mean, params["log_std"] + np.log(self.width_)

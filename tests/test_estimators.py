@@ -1,0 +1,154 @@
+"""Estimators of scikit-learn: units, labels, what it wants of parameters, and its own checks."""
+
+import pickle
+import re
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+from sklearn.base import clone
+from sklearn.exceptions import NotFittedError
+from sklearn.model_selection import GridSearchCV
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import PolynomialFeatures
+from sklearn.utils.estimator_checks import parametrize_with_checks
+
+import optax_smile
+from optax_smile import interop
+from optax_smile.interop.estimators import BayesianClassifier, BayesianRegressor
+
+SHORT: dict[str, Any] = {
+    "num_chains": 2,
+    "num_epochs": 3,
+    "num_warmup": 4,
+    "num_draws": 4,
+    "thin": 2,
+}
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(60, 2))
+LABELS = np.where(X[:, 0] + X[:, 1] > 0, "yes", "no")
+TARGETS = X[:, 0] - 2 * X[:, 1] + 0.3 * RNG.normal(size=60)
+
+
+def short_classifier(**changes) -> Any:
+    return BayesianClassifier(widths=(4,), random_state=0, **SHORT | changes)
+
+
+def short_regressor(**changes) -> Any:
+    return BayesianRegressor(widths=(4,), random_state=0, **SHORT | changes)
+
+
+@pytest.fixture(scope="module")
+def classifier():
+    return short_classifier(num_epochs=200).fit(X, LABELS)
+
+
+def test_labels_and_probabilities(classifier):
+    assert classifier.classes_.tolist() == ["no", "yes"]
+    assert classifier.n_features_in_ == 2
+    probabilities = classifier.predict_proba(X)
+    np.testing.assert_allclose(probabilities.sum(axis=1), 1, rtol=1e-12)
+    expected = np.where(probabilities[:, 1] > 0.5, "yes", "no")
+    np.testing.assert_array_equal(classifier.predict(X), expected)
+    assert classifier.score(X, LABELS) > 0.9
+    of_label = probabilities[np.arange(60), (LABELS == "yes").astype(int)]
+    found = classifier.prediction(X, LABELS)
+    np.testing.assert_allclose(found.log_density, np.log(of_label), rtol=1e-5)
+    with pytest.raises(ValueError, match="unseen labels"):
+        classifier.prediction(X, np.where(LABELS == "yes", "maybe", "no"))
+
+
+def test_chains_begin_at_the_members_and_leave_them(classifier):
+    members, draws = classifier.members_["network"], classifier.draws_.params["network"]
+    assert draws[0][0].shape == (2, 4, 2, 4) and members[0][0].shape == (2, 2, 4)
+    assert isinstance(classifier.draws_, optax_smile.Snapshots)
+    assert np.all(np.any(draws[0][0][:, -1] != np.asarray(members[0][0]), axis=(1, 2)))
+
+
+@pytest.mark.slow
+def test_pickle_and_the_same_seed(classifier):
+    again = pickle.loads(pickle.dumps(classifier))
+    np.testing.assert_array_equal(again.predict_proba(X), classifier.predict_proba(X))
+    same: Any = clone(classifier)
+    same.fit(X, LABELS)
+    np.testing.assert_array_equal(same.predict_proba(X), classifier.predict_proba(X))
+    other = same.set_params(random_state=1).fit(X, LABELS)
+    assert np.abs(other.predict_proba(X) - classifier.predict_proba(X)).max() > 1e-3
+
+
+def test_units_of_features_and_target_do_not_matter():
+    fitted = short_regressor().fit(X, TARGETS)
+    moved_x, moved_y = 1e3 * X - 7e4, 0.01 * TARGETS + 5
+    moved = short_regressor().fit(moved_x, moved_y)
+    np.testing.assert_allclose(
+        moved.predict(moved_x), 0.01 * fitted.predict(X) + 5, rtol=0, atol=1e-4
+    )
+    np.testing.assert_allclose(moved.predict_std(moved_x), 0.01 * fitted.predict_std(X), rtol=1e-2)
+    densities = [fitted.prediction(X, TARGETS), moved.prediction(moved_x, moved_y)]
+    np.testing.assert_allclose(
+        densities[1].log_density, densities[0].log_density - np.log(0.01), atol=0.02
+    )
+
+
+@pytest.mark.slow
+def test_a_linear_network_finds_the_least_squares_and_the_noise():
+    """60 targets: within a few hundredths of the closed form, and the noise within its error."""
+    network = {
+        "init": lambda key, x: {"w": np.zeros((x.shape[1], 1), np.float32)},
+        "apply": lambda params, x: x @ params["w"],
+    }
+    lengths = {"num_epochs": 300, "num_warmup": 300, "num_draws": 50, "thin": 10}
+    regressor = short_regressor(**network, **lengths).fit(X, TARGETS)
+    predicted = regressor.predict(X)
+    centred = X - X.mean(axis=0)
+    weights, *_ = np.linalg.lstsq(centred, TARGETS - TARGETS.mean())
+    exact = TARGETS.mean() + centred @ weights
+    assert np.abs(predicted - exact).max() < 0.15
+    residual = np.std(TARGETS - exact)
+    assert regressor.predict_std(X).mean() == pytest.approx(residual, rel=0.25)
+
+
+def test_parameters_and_clones(classifier):
+    copy: Any = clone(classifier)
+    assert copy.get_params() == classifier.get_params() and not hasattr(copy, "draws_")
+    assert copy.set_params(thin=3).thin == 3 and classifier.thin == SHORT["thin"]
+    with pytest.raises(NotFittedError):
+        copy.predict(X)
+    with pytest.raises(ValueError, match="features"):
+        classifier.predict(X[:, :1])
+    message = re.escape("`fit(num_chains=...)` must be an integer >= 1, got 0.")
+    with pytest.raises(ValueError, match=message):
+        copy.set_params(num_chains=0).fit(X, LABELS)
+
+
+def test_a_pipeline_in_a_grid_search():
+    pipeline = make_pipeline(PolynomialFeatures(2, include_bias=False), short_regressor())
+    grid = {"bayesianregressor__prior_precision": [0.1, 1e6]}
+    # One shape, which compiles once.
+    search = GridSearchCV(pipeline, grid, cv=[(np.arange(60), np.arange(60))])
+    search.fit(X, X[:, 0] ** 2)
+    assert search.best_estimator_.predict(X).shape == (60,)
+    assert len(search.cv_results_["params"]) == 2
+    assert np.isfinite(search.cv_results_["mean_test_score"]).all()
+
+
+def test_without_scikit_learn(monkeypatch):
+    monkeypatch.delitem(sys.modules, "optax_smile.interop.estimators")
+    monkeypatch.delattr(interop, "estimators")
+    monkeypatch.setitem(sys.modules, "sklearn.base", None)
+    with pytest.raises(ImportError, match=r"needs scikit-learn: pip install 'optax-smile\["):
+        _ = interop.estimators
+
+
+# What scikit-learn asks that they do not keep, and why.
+EXPECTED = {}
+
+
+@pytest.mark.nightly
+@parametrize_with_checks(
+    [short_classifier(num_epochs=100), short_regressor(num_epochs=100)],
+    expected_failed_checks=lambda estimator: EXPECTED,
+)
+def test_what_scikit_learn_checks(estimator, check):
+    check(estimator)
