@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -19,6 +20,8 @@ WHERE = "from_numpyro"
 TOLERANCE = 1e-5
 # Starts are uniform in [-2, 2] in unconstrained space, as NumPyro has it.
 SEED = 0
+# Letters of what the model says.
+LONGEST = 200
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,10 +167,13 @@ def from_numpyro(
     _check.kind(WHERE, "plate", plate, str, "the name of a plate")
     if not callable(model):
         _check.fail(WHERE, "model", "a function with sites of NumPyro", _check.show(model))
+    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(batch)):
+        _check.fail(WHERE, "batch", "arrays outside of compiled functions", "a tracer")
     bridge = NumpyroModel(model, plate, num_data, batch)
-    params = _example(bridge)
-    run = _run(bridge, params, batch)
-    others = [_run(bridge, params, _other(batch)), _run(bridge, params, batch, turn=True)]
+    with _naming_the_batch():
+        params = _example(bridge)
+        run = _run(bridge, params, batch)
+        others = [_run(bridge, params, _other(batch)), _run(bridge, params, batch, turn=True)]
     _check_prior(run, others[0])
     turned = [name for name in run.inside if not _same(run, others[1], name)]
     if turned:
@@ -274,6 +280,18 @@ def _example(bridge: NumpyroModel) -> dict[str, jax.Array]:
         for name, site in trace.items()
         if _is_latent(site)
     }
+
+
+@contextlib.contextmanager
+def _naming_the_batch() -> Iterator[None]:
+    """Say what went wrong inside of the model in the form of the house."""
+    try:
+        yield
+    except (TypeError, ValueError, AttributeError, LookupError, AssertionError) as error:
+        if str(error).startswith("`"):
+            raise
+        got = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:LONGEST]}"
+        _check.fail(WHERE, "batch", "arrays that the model can be called with", got.rstrip("."))
 
 
 def _check_plate(bridge: NumpyroModel, size: int, rows: int | None):

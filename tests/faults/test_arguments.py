@@ -20,13 +20,15 @@ import jax
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
+import numpyro
+import numpyro.distributions as dist
 import optax
 import pytest
 from matplotlib.figure import Figure
 from test_imports import public_objects
 
 import optax_smile
-from optax_smile import diagnostics, local, metrics, parallel, plots, published, report
+from optax_smile import calibrate, diagnostics, local, metrics, parallel, plots, published, report
 from optax_smile._tree import MISSING_PARAMS
 
 KEY = jax.random.key(0)
@@ -95,6 +97,7 @@ def first_steps(sampler):
 
 def samplers():
     common = {"prior_precision": 1.0, "prior_mean": 0.0, "temperature": 1.0, "num_data": 100}
+    common |= {"log_prior": None}
     own: dict[str, Any] = {
         "mclmc": {"decoherence_length": 1.0, "integrator": "leapfrog"},
         "sgld": {},
@@ -168,7 +171,7 @@ def runs(path):
     yield "chains_from_weights", optax_smile.chains_from_weights, weights
     tuned = {"loss_fn": lambda params: jnp.sum(params["w"] ** 2), "params": PARAMS, "num_data": 9}
     tuned |= {"prior_precision": 1.0, "prior_mean": 0.0, "temperature": 1.0, "key": KEY}
-    tuned |= {"integrator": "leapfrog", "num_steps": 30}
+    tuned |= {"integrator": "leapfrog", "num_steps": 30, "log_prior": None}
     tuned |= {"first_step_size": 0.1, "energy_variance": 1e-3}
     yield "tune_mclmc", optax_smile.tune_mclmc, tuned
     loading = {"directory": path, "like": None, "flat": False}
@@ -336,6 +339,30 @@ def placed():
     yield "parallel.over_chains", parallel.over_chains, given
 
 
+def bridges():
+    classes = {"probabilities": PROBABILITIES, "labels": LABELS}
+    ends = {"smallest": 0.1, "largest": 10.0}
+    yield "calibrate.fit_temperature", calibrate.fit_temperature, classes | ends
+    given: dict[str, Any] = {"probabilities": PROBABILITIES, "temperature": 2.0}
+    yield "calibrate.with_temperature", calibrate.with_temperature, given
+    given = classes | {"new_probabilities": PROBABILITIES, "level": 0.5}
+    yield "calibrate.prediction_sets", calibrate.prediction_sets, given
+    given = {"mean": VECTOR, "std": VECTOR, "targets": VECTOR, "level": 0.5}
+    given |= {"new_mean": VECTOR, "new_std": VECTOR}
+    yield "calibrate.prediction_intervals", calibrate.prediction_intervals, given
+    sets = PROBABILITIES > 0.2
+    yield "calibrate.set_coverage", calibrate.set_coverage, {"sets": sets, "labels": LABELS}
+    yield "calibrate.set_size", calibrate.set_size, {"sets": sets}
+
+    def model(x):
+        mean: Any = numpyro.sample("mean", dist.Normal(0, 1))
+        with numpyro.plate("data", 10, subsample_size=len(x)):
+            numpyro.sample("x", dist.Normal(mean, 1), obs=x)
+
+    given = {"model": model, "batch": VECTOR, "num_data": 10, "plate": "data"}
+    yield "interop.from_numpyro", optax_smile.interop.from_numpyro, given
+
+
 FAMILIES: dict[str, Any] = {
     "samplers": samplers,
     "runs": runs,
@@ -343,6 +370,7 @@ FAMILIES: dict[str, Any] = {
     "predictions": predictions,
     "scores": scores,
     "placed": placed,
+    "bridges": bridges,
 }
 # Nothing for users to call: records that functions return, and what the package is made of.
 NOT_CALLED = {
@@ -353,7 +381,9 @@ NOT_CALLED = {
     # Called with what the package has checked.
     *("parallel.check_mesh", "parallel.num_chains"),
     *("parallel.chain_sharding", "parallel.split_key"),
-    *("local.PrecisionSearch", "local.LearningCoefficient"),
+    *("local.PrecisionSearch", "local.LearningCoefficient", "interop.NumpyroModel"),
+    # A module of classes that scikit-learn checks: `test_estimators.py`.
+    "interop.estimators",
 }
 
 # What an argument may be besides the value of the valid call: by its name, or by function and name.
@@ -383,6 +413,7 @@ LAWFUL: dict[str, set[str]] = {
     "quantile_tuner.adapt_steps": {"none", "zero", "tracer"},
     "prior_precision": {"zero", "denormal", "ints", "tracer"},
     "prior_mean": {"minus", "zero", "denormal", "ints", "tracer"},
+    "log_prior": {"none"},
     "value": {"none", "nan", "inf", "minus", "zero", "denormal", "huge", "tracer"},
     "checkpoint_minutes": {"inf", "zero", "denormal"},
     "jitter": {"zero", "denormal"},
@@ -429,8 +460,10 @@ LAWFUL: dict[str, set[str]] = {
     "diagnostics.mcse_lppd.log_likelihood": set(),
     **dict.fromkeys(("lppd.log_density", "nll.log_density"), NUMBER | {"odd"}),
     "plots.lppd.log_likelihood": set(),
-    "std": POSITIVE,
+    **dict.fromkeys(("std", "new_std"), POSITIVE),
     "report.store.name": {"text"},
+    # Shapes count.
+    "interop.from_numpyro.batch": {"nans"},
     "report.store.images": {"none"},
     "report.write.title": {"none", "text"},
     "plots.examples.mean": set(),
