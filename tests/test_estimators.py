@@ -141,14 +141,7 @@ def test_without_scikit_learn(monkeypatch):
         _ = interop.estimators
 
 
-# What scikit-learn asks that they do not keep, and why.
-EXPECTED = {}
-
-
 @pytest.mark.nightly
-@parametrize_with_checks(
-    [short_classifier(num_epochs=100), short_regressor(num_epochs=100)],
-    expected_failed_checks=lambda estimator: EXPECTED,
-)
+@parametrize_with_checks([short_classifier(num_epochs=100), short_regressor(num_epochs=100)])
 def test_what_scikit_learn_checks(estimator, check):
     check(estimator)
