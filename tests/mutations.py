@@ -36,8 +36,8 @@ STATUS = {0: PASSED, 1: FAILED}
 DEFECTS = r"""
 # potential.py | test_potential.py
 = no temperature in the gradient | gradient
-- return num_data / potential.temperature
-+ return num_data
+- return _count(potential) / potential.temperature
++ return _count(potential)
 = prior mean left out | prior_of_trees_has
 - precision * (x - mean)).astype
 + precision * x).astype
@@ -298,8 +298,8 @@ DEFECTS = r"""
 + params["log_std"]
 # plots/predictions.py | test_plots.py
 = axes of the reliability diagram swapped | reliability
-- ax.plot(confidence, accuracy, color=color, lw=1.2
-+ ax.plot(accuracy, confidence, color=color, lw=1.2
+- ax.plot(confidence, accuracy, **style
++ ax.plot(accuracy, confidence, **style
 # potential.py | test_local.py
 = local: bound without the prior | bound_is_exact
 - (_weight(potential) + prior))
