@@ -791,15 +791,20 @@ def test_infinite_predictions_are_no_score(bad):
         lambda: metrics.rmse(wrong, ones),
         lambda: metrics.rmse(ones, wrong),
         lambda: metrics.crps(ones, ones, wrong),
-        lambda: metrics.interval_width(wrong, ones),
     ):
         with pytest.raises(ValueError, match="must be finite, got -?inf at"):
             call()
     if bad > 0:
         with pytest.raises(ValueError, match="must be below infinity"):
             metrics.lppd(wrong)
+        with pytest.raises(ValueError, match=r"`interval_width\(upper=.*below `lower`, got 1.0 ab"):
+            metrics.interval_width(wrong, ones)
+        assert metrics.interval_width(ones, wrong) == bad
     else:
         assert metrics.lppd(wrong) == bad
+        assert metrics.interval_width(wrong, ones) == -bad
+        with pytest.raises(ValueError, match=r"`coverage\(upper=.*below `lower`, got -inf above"):
+            metrics.coverage(ones, wrong, ones)
 
 
 def test_errors_name_the_function_that_was_called(tmp_path):

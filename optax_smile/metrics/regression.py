@@ -94,25 +94,35 @@ def interval(mean: ArrayLike, std: ArrayLike, level: float = 0.95) -> tuple[np.n
     return _quantile(mean, std, tail), -_quantile(-mean, std, tail)
 
 
+def _ends(where: str, lower: ArrayLike, upper: ArrayLike) -> list[np.ndarray]:
+    """Require ends of intervals."""
+    ends = alike(where, ENDS, lower=lower, upper=upper)
+    if (outside := ~((ends[0] < np.inf) & (ends[1] >= ends[0]) & (ends[1] > -np.inf))).any():
+        at = np.argmax(outside)
+        got = f"{ends[1].flat[at]} above {ends[0].flat[at]}"
+        _check.fail(where, "upper", "an end that is not below `lower`", got)
+    return ends
+
+
 def coverage(lower: ArrayLike, upper: ArrayLike, targets: ArrayLike) -> float:
     """Share of targets inside their interval, ends included; best near its level.
 
     Args:
-        lower: lower ends `[input]`, as of `interval`; they may be infinite.
-        upper: upper ends `[input]`.
+        lower: lower ends `[input]`, as of `interval`; minus infinity for no end.
+        upper: upper ends `[input]`, >= `lower`; infinity for no end.
         targets: what was observed, `[input]`.
 
     Returns:
         A share, in [0, 1].
 
     Raises:
-        ValueError: shapes that differ, no inputs, NaN.
+        ValueError: shapes that differ, no inputs, NaN, ends that cross.
 
     Example:
         >>> coverage([0.0, 0.0], [1.0, 1.0], [0.5, 2.0])
         0.5
     """
-    lower, upper = alike("coverage", ENDS, lower=lower, upper=upper)
+    lower, upper = _ends("coverage", lower, upper)
     like = "lower", lower.shape
     targets = _check.array("coverage", "targets", targets, like=like, **FINITE)
     return float(np.mean((lower <= targets) & (targets <= upper)))
@@ -130,7 +140,7 @@ def interval_width(lower: ArrayLike, upper: ArrayLike) -> float:
         >>> interval_width([0.0, 0.0], [1.0, 3.0])
         2.0
     """
-    lower, upper = alike("interval_width", ENDS, lower=lower, upper=upper)
+    lower, upper = _ends("interval_width", lower, upper)
     return float(np.mean(upper - lower))
 
 
