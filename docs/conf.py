@@ -43,6 +43,7 @@ for name, value in {
 }.items():
     os.environ.setdefault(name, value)
 os.environ.pop("MPLBACKEND", None)  # another one than Jupyter's leaves the pictures out
+os.environ["PYTHONWARNINGS"] = "ignore:IProgress not found"  # tqdm, in NumPyro, wants a widget
 os.environ["PYTHONPATH"] = f"{ROOT / 'examples'}{os.pathsep}{os.getenv('PYTHONPATH', '')}"
 nb_execution_mode, nb_execution_in_temp = "auto", True
 nb_execution_timeout, nb_execution_show_tb = 900, True
