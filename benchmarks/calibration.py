@@ -113,7 +113,9 @@ DATA: dict[str, Callable[[int], dict[str, Scores]]] = {"digits": digits, "energy
 
 def main():
     """Run the cells that are missing, print the tables."""
-    parser = argparse.ArgumentParser(description="Calibration after the fact.")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--data", nargs="+", choices=DATA, default=list(DATA))
     parser.add_argument("--seeds", nargs="+", type=int, default=list(range(5)))
     arguments = records.arguments_of(parser)

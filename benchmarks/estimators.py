@@ -72,7 +72,9 @@ def run_cell(cell: dict[str, Any]) -> dict[str, Any]:
 
 def main():
     """Run the cells that are missing, print the table."""
-    parser = argparse.ArgumentParser(description="Estimators by default settings.")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--data", nargs="+", choices=DATA, default=list(DATA))
     parser.add_argument("--seeds", nargs="+", type=int, default=list(range(5)))
     arguments = records.arguments_of(parser)
