@@ -289,9 +289,7 @@ def run_cell(cell: dict[str, Any], scale: Scale, folder: Path) -> dict[str, Any]
 
 def main():
     """Run the cells that are missing, print the tables."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = records.parser(__doc__)
     parser.add_argument("--part", choices=DATA, required=True)
     parser.add_argument("--data", nargs="+", help="some networks, posteriors or models alone")
     parser.add_argument("--methods", nargs="+", choices=[*METHODS, NUTS])
@@ -300,7 +298,6 @@ def main():
     parser.add_argument("--smoke", action="store_true", help="tiny runs, to see that all works")
     parser.add_argument("--only-references", action="store_true")
     parser.add_argument("--references", type=Path, default=Path("out/references"))
-    parser.add_argument("--output", type=Path, help="JSON lines, read first and appended to")
     arguments = parser.parse_args()
     found = records.read(arguments.output)
     scale = SMOKE if arguments.smoke else FULL

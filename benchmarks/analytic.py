@@ -10,12 +10,10 @@ One JSON line per cell; cells that the file already holds are skipped.
     python benchmarks/analytic.py --preset paper --output out/analytic.jsonl
 """
 
-import argparse
 import dataclasses
 import functools
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -356,11 +354,8 @@ def preset(name: str) -> list[dict[str, Any]]:
 
 def main():
     """Run the cells of a preset that are not in the file yet; print the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = records.parser(__doc__)
     parser.add_argument("--preset", choices=["quick", "paper"], default="quick")
-    parser.add_argument("--output", type=Path, help="JSON lines, read first and appended to")
     parser.add_argument("--samplers", nargs="+", choices=SAMPLERS, help="some columns alone")
     parser.add_argument("--part", default="0/1", help="i/n: every n-th cell from the i-th on")
     parser.add_argument("--seed", type=int, default=0)

@@ -10,7 +10,6 @@ and so on with `energy`, `decay`, `baseline`, `sgld`, `rotations`, `friction`. `
 `energy` also draw what no record holds, draws and energy errors, into the folder `--pictures`.
 """
 
-import argparse
 import functools
 import itertools
 import time
@@ -410,11 +409,8 @@ FIGURES = {
 
 def main():
     """Draw one figure."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = records.parser(__doc__)
     parser.add_argument("figure", choices=FIGURES)
-    parser.add_argument("--output", type=Path, help="JSON lines, appended to")
     parser.add_argument("--pictures", type=Path, default=Path("out"), help="folder")
     parser.add_argument("--steps", type=int, default=1_000_000)
     arguments = parser.parse_args()

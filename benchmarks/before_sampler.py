@@ -8,7 +8,6 @@ and how far the mean lies off, in deviations of the posterior.
     python benchmarks/before_sampler.py --output benchmarks/results/before_sampler.jsonl
 """
 
-import argparse
 from collections.abc import Callable
 from typing import Any
 
@@ -87,10 +86,6 @@ def run(cell: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    arguments = records.arguments_of(
-        argparse.ArgumentParser(
-            description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-        )
-    )
+    arguments = records.parser(__doc__).parse_args()
     cells = [{"sampler": name, "before": way} for way in BEFORE for name in ("smile", "psmile")]
     records.complete(arguments, cells, run, told="ratio")

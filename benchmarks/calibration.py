@@ -10,7 +10,6 @@ so that the luck of a half mostly cancels.
 Energy needs `OPTAX_SMILE_DATA`.
 """
 
-import argparse
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -113,12 +112,10 @@ DATA: dict[str, Callable[[int], dict[str, Scores]]] = {"digits": digits, "energy
 
 def main():
     """Run the cells that are missing, print the tables."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = records.parser(__doc__)
     parser.add_argument("--data", nargs="+", choices=DATA, default=list(DATA))
     parser.add_argument("--seeds", nargs="+", type=int, default=list(range(5)))
-    arguments = records.arguments_of(parser)
+    arguments = parser.parse_args()
     cells = [{"data": data, "seed": seed} for data in arguments.data for seed in arguments.seeds]
 
     def run(cell: dict[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,6 @@ are standardized, so that LPPD is in nats of that. Every seed has its own split,
 UCI tables need `OPTAX_SMILE_DATA`.
 """
 
-import argparse
 import copy
 import sys
 import time
@@ -72,12 +71,10 @@ def run_cell(cell: dict[str, Any]) -> dict[str, Any]:
 
 def main():
     """Run the cells that are missing, print the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = records.parser(__doc__)
     parser.add_argument("--data", nargs="+", choices=DATA, default=list(DATA))
     parser.add_argument("--seeds", nargs="+", type=int, default=list(range(5)))
-    arguments = records.arguments_of(parser)
+    arguments = parser.parse_args()
     cells = [{"data": data, "seed": seed} for seed in arguments.seeds for data in arguments.data]
     found = records.complete(arguments, cells, run_cell, "scores")
     print(markdown(scores(found)))

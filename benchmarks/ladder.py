@@ -10,7 +10,6 @@ start, with the precision that `local_precision` finds.
     python benchmarks/ladder.py --sizes 1e7 --chains 1 --steps 3000 --output ...
 """
 
-import argparse
 import dataclasses
 import functools
 import time
@@ -168,9 +167,7 @@ def r_hat(logs: np.ndarray, targets: np.ndarray) -> float:
 
 def main():
     """Run the cells that are missing."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = records.parser(__doc__)
     parser.add_argument("--sizes", nargs="+", choices=WIDTHS, default=["1e4"])
     parser.add_argument("--angles", nargs="+", type=float, default=[0.003, 0.01, 0.03, 0.1])
     parser.add_argument("--priors", nargs="+", choices=PRIORS, default=[PRIORS[0]])
@@ -178,7 +175,7 @@ def main():
     parser.add_argument("--chains", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--work", type=Path, default=Path("out/networks"))
-    arguments = records.arguments_of(parser)
+    arguments = parser.parse_args()
     cells = [
         {
             "size": size,

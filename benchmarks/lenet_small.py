@@ -13,7 +13,6 @@ ensemble that lies in the folder `--ensembles`. The seed is that of ensemble, ba
         --output out/lenet_small.jsonl
 """
 
-import argparse
 import functools
 import gzip
 import os
@@ -237,9 +236,7 @@ def run_cell(cell: dict[str, Any], ensembles: Path | None) -> dict[str, Any]:
 
 def main():
     """Run the cells that are missing, print the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = records.parser(__doc__)
     parser.add_argument("--task", choices=TASKS, default="lenet")
     parser.add_argument("--methods", nargs="+", choices=ALL, default=["deep ensemble", "psmile"])
     parser.add_argument("--step-sizes", nargs="+", type=float, default=[None])
@@ -247,7 +244,7 @@ def main():
     parser.add_argument("--num-epochs", type=int, help="of the ensemble, instead of the task's")
     parser.add_argument("--num-gradients", type=int, help="per chain, instead of the task's")
     parser.add_argument("--ensembles", type=Path, help="folder that keeps the trained ensembles")
-    arguments = records.arguments_of(parser)
+    arguments = parser.parse_args()
     task = arguments.task
     cells = [
         {

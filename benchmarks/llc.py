@@ -8,7 +8,6 @@ localization are told.
     python benchmarks/llc.py --output benchmarks/results/llc.jsonl
 """
 
-import argparse
 import functools
 import inspect
 import time
@@ -110,12 +109,10 @@ def estimate(
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = records.parser(__doc__)
     parser.add_argument("--model", choices=tuple(MODELS), help="one of them")
     parser.add_argument("--sampler", choices=("psmile", "sgld"), help="one of them")
-    arguments = records.arguments_of(parser)
+    arguments = parser.parse_args()
     cells = list(cells_of_models())
     for name in ("model", "sampler"):
         wanted = getattr(arguments, name)

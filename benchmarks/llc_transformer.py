@@ -9,7 +9,6 @@ steps of warm-up and between draws, with as many draws.
         --output benchmarks/results/llc_transformer.jsonl
 """
 
-import argparse
 import functools
 import os
 import time
@@ -148,15 +147,13 @@ def run(cell: dict[str, Any], weights: Path | None) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = records.parser(__doc__)
     parser.add_argument("--weights", type=Path, help="file that keeps the trained weights")
     parser.add_argument("--localizations", nargs="+", type=float, default=[10_000.0])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2, 3])
     parser.add_argument("--times", type=int, default=1)
     parser.add_argument("--warmup", type=int, default=NUM_WARMUP)
-    arguments = records.arguments_of(parser)
+    arguments = parser.parse_args()
     cells = [
         {
             "localization": localization,

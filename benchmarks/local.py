@@ -10,7 +10,6 @@ of the weights. Batches of 50 and 64 without replacement, in the same order for 
     python benchmarks/local.py --output benchmarks/results/local.jsonl
 """
 
-import argparse
 import gzip
 import os
 import time
@@ -220,13 +219,11 @@ def run(cell: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = records.parser(__doc__)
     parser.add_argument("--networks", nargs="+", default=["mlp", "cnn"], choices=["mlp", "cnn"])
     parser.add_argument("--calls", nargs="+", type=int, default=list(CALLS), choices=list(CALLS))
     parser.add_argument("--seeds", type=int, default=SEEDS)
-    arguments = records.arguments_of(parser)
+    arguments = parser.parse_args()
     cells = [
         {"network": network, "prior": prior, "seed": seed, "calls": calls}
         for network in arguments.networks

@@ -6,7 +6,6 @@ the median of the ratios of their pieces.
     python benchmarks/loop_overhead.py --output out/loop_overhead.jsonl
 """
 
-import argparse
 import itertools
 import queue
 import tempfile
@@ -181,12 +180,9 @@ PARTS: dict[str, Callable[[int], Iterator[dict[str, Any]]]] = {
 
 def main():
     """Run, print the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = records.parser(__doc__)
     parser.add_argument("--part", choices=PARTS, action="append")
     parser.add_argument("--pieces", type=int, default=20)
-    parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     found = []
     for part in arguments.part or PARTS:

@@ -7,7 +7,6 @@ on validation text, and the MAP is stopped early there. A chain starts from the 
     OPTAX_SMILE_DATA=... python benchmarks/lora_seeds.py --output out/lora.jsonl
 """
 
-import argparse
 import dataclasses
 import functools
 import itertools
@@ -88,13 +87,11 @@ def run_cell(cell: dict[str, Any]) -> dict[str, Any]:
 
 def main():
     """Run the cells that are missing, print the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = records.parser(__doc__)
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=["MAP", "psmile"])
     parser.add_argument("--precisions", nargs="+", type=float, default=[100.0, 300.0, 1000.0])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    arguments = records.arguments_of(parser)
+    arguments = parser.parse_args()
     if not os.environ.get("OPTAX_SMILE_DATA"):
         parser.error("set OPTAX_SMILE_DATA, a folder with the texts of examples/lora.py")
     product = itertools.product(arguments.seeds, arguments.precisions, arguments.methods)

@@ -116,9 +116,7 @@ def run_cell(cell: dict[str, Any], settings: Settings, work: Path) -> dict[str, 
 
 def main():
     """Run the chains that are missing, record the cells that are complete."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = records.parser(__doc__)
     parser.add_argument("--table", choices=TABLES, default="lenet")
     parser.add_argument("--form", choices=FORMS, default="tiny")
     parser.add_argument("--methods", nargs="+", help="of the table; default: all")
@@ -128,7 +126,7 @@ def main():
     parser.add_argument("--settings", type=json.loads, default={}, help="other settings, JSON")
     parser.add_argument("--corrupted", action="store_true", help="score corrupted images instead")
     parser.add_argument("--work", type=Path, default=Path("out/networks"))
-    arguments = records.arguments_of(parser)
+    arguments = parser.parse_args()
     pairs = _chosen(parser, arguments)
     if arguments.members is not None:
         for cell, settings in pairs:

@@ -8,13 +8,11 @@ the first repetition to the last. Prints a table and appends one JSON line per b
     python benchmarks/predict_cost.py --output out/predict_cost.jsonl
 """
 
-import argparse
 import multiprocessing
 import resource
 import statistics
 import time
 from concurrent.futures import ProcessPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -82,13 +80,10 @@ def measure(num_inputs: int, batch_size: int, repetitions: int) -> dict[str, flo
 
 def main():
     """Measure, print the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = records.parser(__doc__)
     parser.add_argument("--num-inputs", type=int, default=10_000)
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[500, 2_000, 10_000])
     parser.add_argument("--repetitions", type=int, default=15)
-    parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     found = []
     for batch_size in arguments.batch_sizes:

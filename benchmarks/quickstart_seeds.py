@@ -7,7 +7,6 @@ standard errors; appends one JSON line per seed.
     python benchmarks/quickstart_seeds.py --output out/quickstart_seeds.jsonl
 """
 
-import argparse
 import dataclasses
 import sys
 import tempfile
@@ -24,13 +23,10 @@ import quickstart  # noqa: E402
 
 def main():
     """Run the seeds, print the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = records.parser(__doc__)
     parser.add_argument("--sampler", default="psmile")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--first-seed", type=int, default=0)
-    parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
 
     found = []

@@ -36,10 +36,13 @@ def append(path: Path | None, record: dict[str, Any]):
         lines.write(("\n" if is_cut else "") + json.dumps(record) + "\n")
 
 
-def arguments_of(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """Parse the command line, with the options that `complete` reads."""
-    parser.add_argument("--output", type=Path, help="JSON lines, read first and appended to")
-    return parser.parse_args()
+def parser(told: str | None) -> argparse.ArgumentParser:
+    """A command line whose help is the docstring of its script, with what `complete` reads."""
+    made = argparse.ArgumentParser(
+        description=told, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    made.add_argument("--output", type=Path, help="JSON lines, read first and appended to")
+    return made
 
 
 def complete(
@@ -51,7 +54,7 @@ def complete(
     """Run the cells that a file lacks, and give its records with the new ones.
 
     Args:
-        arguments: of `arguments_of`. Without `--output` nothing is written.
+        arguments: of `parser`. Without `--output` nothing is written.
         cells: what is asked for.
         run: what a cell gives.
         told: field that is printed after each cell.

@@ -8,7 +8,6 @@ left: b^2 is the mean squared relative error of the variances over the coordinat
     python benchmarks/small_noise.py --output benchmarks/results/small_noise.jsonl
 """
 
-import argparse
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -133,12 +132,10 @@ def run_cell(cell: dict[str, Any]) -> dict[str, float]:
 
 def main():
     """Run the cells that are missing, print the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = records.parser(__doc__)
     parser.add_argument("--num-chains", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
-    arguments = records.arguments_of(parser)
+    arguments = parser.parse_args()
     cells = [
         {"case": name, "method": method, "num_chains": arguments.num_chains, "seed": arguments.seed}
         for name in cases()

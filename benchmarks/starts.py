@@ -9,7 +9,6 @@ A cell is one line of the output; cells that it already holds are skipped.
     python benchmarks/starts.py --output benchmarks/results/starts.jsonl
 """
 
-import argparse
 import itertools
 import sys
 from collections.abc import Callable
@@ -172,12 +171,10 @@ def run(cell: dict[str, Any]) -> dict[str, Any]:
 
 def main():
     """Run the cells that are missing, print the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = records.parser(__doc__)
     parser.add_argument("--problems", nargs="+", choices=PROBLEMS, default=list(PROBLEMS))
     parser.add_argument("--samplers", nargs="+", default=["psmile", "smile"])
-    arguments = records.arguments_of(parser)
+    arguments = parser.parse_args()
     places = itertools.product(arguments.problems, arguments.samplers, STARTS)
     cells = [{"problem": p, "sampler": s, "start": start} for p, s, start in places]
     found = records.complete(arguments, cells, run, "on_its_way")

@@ -14,7 +14,6 @@ A cell is one line of the output; cells that it already holds are skipped.
 The last one is for a GPU: 10^8 parameters with and without barriers, and the bandwidth of a copy.
 """
 
-import argparse
 import contextlib
 import functools
 import time
@@ -279,9 +278,7 @@ def copy_bandwidth(size: int = 10**8) -> float:
 
 def main():
     """Run the cells that are missing, print the tables."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = records.parser(__doc__)
     parser.add_argument("--parts", nargs="+", choices=("update", "network"), default=None)
     parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=list(NETWORKS))
     parser.add_argument("--largest", type=int, default=10**8, help="parameters of a cell")
@@ -290,7 +287,7 @@ def main():
     parser.add_argument(
         "--gpu", action="store_true", help="10^8 parameters, with and without barriers"
     )
-    arguments = records.arguments_of(parser)
+    arguments = parser.parse_args()
     methods = ["adamw", *(name for name in arguments.methods if name != "adamw")]
     cells = list(gpu_cells()) if arguments.gpu else [*update_cells(), *network_cells()]
     cells = [cell for cell in cells if cell["part"] in (arguments.parts or (cell["part"],))]

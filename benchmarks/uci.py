@@ -17,7 +17,6 @@ that the file already holds are skipped.
     python benchmarks/uci.py --protocol joint --data energy airfoil --output out/uci.jsonl
 """
 
-import argparse
 import dataclasses
 import functools
 import itertools
@@ -382,9 +381,7 @@ def cells_of(arguments) -> list[dict[str, Any]]:
 
 def main():
     """Run the cells that are missing, print the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = records.parser(__doc__)
     parser.add_argument("--protocol", choices=PROTOCOLS, default="joint")
     parser.add_argument("--data", nargs="+", choices=FILES, default=list(FILES))
     parser.add_argument("--splits", nargs="+", type=int, default=[0, 1, 2])
@@ -396,7 +393,7 @@ def main():
     parser.add_argument("--num-chains", type=int, default=10)
     parser.add_argument("--epoch-wise", action="store_true", help="count passes, not steps")
     parser.add_argument("--num-gradients", type=int, help="per chain, instead of the protocol's")
-    arguments = records.arguments_of(parser)
+    arguments = parser.parse_args()
     cells = cells_of(arguments)
     found = records.complete(arguments, cells, run_cell, "lppd")
     print(markdown(overview(found)))

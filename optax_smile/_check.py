@@ -350,9 +350,16 @@ def traced(
         rule: what it has to be.
         remedy: what else may be wrong.
     """
-    try:
+    with calling(where, argument, rule, remedy):
         return jax.eval_shape(function, *given)
-    except (TypeError, ValueError, AttributeError, LookupError) as error:
+
+
+@contextlib.contextmanager
+def calling(where: str, argument: str, rule: str, remedy: str = "") -> Iterator[None]:
+    """Make an error of a user's function that wrong arguments make the cause of one in the form."""
+    try:
+        yield
+    except (TypeError, ValueError, AttributeError, LookupError, AssertionError) as error:
         if str(error).startswith("`"):
             raise
         first = (str(error).strip().splitlines() or [""])[0][:LONGEST].rstrip(".")

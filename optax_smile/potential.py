@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import optax
 
@@ -96,6 +97,10 @@ def check_prior(where: str, potential: Potential, params: optax.Params):
         is_scalar = getattr(density, "shape", None) == ()
         if not (is_scalar and jnp.issubdtype(density.dtype, jnp.floating)):
             _check.fail(where, "log_prior", rule, density)
+        start = potential.log_prior(params)
+        if not isinstance(start, jax.core.Tracer) and not math.isfinite(start):
+            rule = "a function that is finite at the parameters at which the chain starts"
+            _check.fail(where, "log_prior", rule, float(start), "No step from there is accepted.")
 
 
 def with_log_prior(

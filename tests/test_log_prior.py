@@ -120,6 +120,22 @@ def test_wrong_priors_are_named():
     for wrong in (lambda params: params["layer"]["b"], lambda params: params["none"], lambda _: 1):
         with pytest.raises(ValueError, match=r"log_prior=.*that returns a scalar"):
             make(wrong, prior_precision=0).init(PARAMS)
+    with pytest.raises(ValueError, match=r"log_prior=.*finite at the parameters.*got -inf"):
+        make(lambda _: -jnp.inf * jnp.ones(()), prior_precision=0).init(PARAMS)
+
+
+def test_hyperparameters_take_it_as_static():
+    """Other functions are schedules to them."""
+    static = "log_prior", "prior_precision"
+    injected = optax.inject_hyperparams(optax_smile.psmile, static_args=static)
+    arguments: Any = {"num_data": 192, "prior_precision": 0, "log_prior": gaussian}
+    tx, plain = injected(**arguments, key=jax.random.key(0)), optax_smile.psmile(**arguments, key=0)
+    grads = jax.grad(lambda params: loss_fn(params, (INPUTS[0], TARGETS[0])))(PARAMS)
+    found, expected = (
+        optax.tree.norm(t.update(grads, t.init(PARAMS), PARAMS, value=jnp.float32(0.5))[0])
+        for t in (tx, plain)
+    )
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
 def test_a_run_tells_its_prior():

@@ -229,6 +229,17 @@ def test_models_that_would_be_sampled_wrongly_are_refused(model):
         from_numpyro(model, y, num_data=NUM_DATA)
 
 
+def test_counts_outside_the_plate_are_refused():
+    def model(y):
+        rate = sample("rate", dist.Gamma(2, 1))
+        sample("sum", dist.Poisson(10 * rate), obs=y.sum())
+        with numpyro.plate("data", NUM_DATA, subsample_size=len(y)):
+            sample("y", dist.Poisson(rate), obs=y)
+
+    with pytest.raises(ValueError, match=r"batch=.*same for every batch, got .*'sum'"):
+        from_numpyro(model, np.arange(BATCH) % 4, num_data=NUM_DATA)
+
+
 def test_wrong_arguments_are_named():
     x, y = MODELS["logistic"][1]
     batch = x[:BATCH], y[:BATCH]

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -19,10 +18,8 @@ from optax_smile.draws.snapshots import Snapshots, StoredSnapshots
 WHERE = "from_numpyro"
 # What prior and deterministic values may differ by between batches, relative.
 TOLERANCE = 1e-5
-# Starts are uniform in [-2, 2] in unconstrained space, as NumPyro has it.
+# Of the values at which a model is looked at.
 SEED = 0
-# Letters of what the model says.
-LONGEST = 200
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,11 +86,12 @@ class NumpyroModel:
         """
         rule = "draws of this model, as `sample` returns them"
         _check.kind("NumpyroModel.constrain", "draws", draws, (Snapshots, StoredSnapshots), rule)
-        names = sorted(_run(self, _example(self), self.batch).latent)
+        example = _example(self)
+        names = sorted(example)
         if not isinstance(draws.params, Mapping) or sorted(draws.params) != names:
             got = sorted(draws.params) if isinstance(draws.params, Mapping) else "another tree"
             _check.fail("NumpyroModel.constrain", "draws", f"{rule}, of {names}", got)
-        kept = _kept(self)
+        kept = _kept(self, example)
 
         @jax.jit
         @jax.vmap
@@ -171,7 +169,7 @@ def from_numpyro(
     if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(batch)):
         _check.fail(WHERE, "batch", "arrays outside of compiled functions", "a tracer")
     bridge = NumpyroModel(model, plate, num_data, batch)
-    with _naming_the_batch():
+    with _check.calling(WHERE, "batch", "arrays that the model can be called with"):
         params = _example(bridge)
         run = _run(bridge, params, batch)
         others = [_run(bridge, params, _other(batch)), _run(bridge, params, batch, turn=True)]
@@ -187,13 +185,12 @@ def from_numpyro(
 class _Run:
     """What a run of the model found.
 
-    By name of the site its log density and value; which sites are latent, which inside the plate
-    over the data; the sum of log |Jacobian|, and the size of the plate.
+    By name of the site its log density and value; which sites are inside the plate over the data;
+    the sum of log |Jacobian|, and the size of the plate.
     """
 
     log_densities: dict[str, jax.Array]
     values: dict[str, jax.Array]
-    latent: list[str]
     inside: list[str]
     log_jacobian: jax.Array
     size: int
@@ -229,7 +226,6 @@ def _run(
     return _Run(
         log_densities,
         {name: site["value"] for name, site in told.items()},
-        [name for name, site in told.items() if _is_latent(site)],
         [name for name, site in told.items() if _is_inside(bridge, site)],
         jnp.asarray(sum(jacobians, start=0.0)),
         trace[bridge.plate]["args"][0],
@@ -283,18 +279,6 @@ def _example(bridge: NumpyroModel) -> dict[str, jax.Array]:
     }
 
 
-@contextlib.contextmanager
-def _naming_the_batch() -> Iterator[None]:
-    """Say what went wrong inside of the model in the form of the house."""
-    try:
-        yield
-    except (TypeError, ValueError, AttributeError, LookupError, AssertionError) as error:
-        if str(error).startswith("`"):
-            raise
-        got = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:LONGEST]}"
-        _check.fail(WHERE, "batch", "arrays that the model can be called with", got.rstrip("."))
-
-
 def _check_plate(bridge: NumpyroModel, size: int, rows: int | None):
     if size != bridge.num_data:
         rule = f"the size of the plate {bridge.plate!r}, {size}"
@@ -315,11 +299,13 @@ def _arguments(bridge: NumpyroModel, batch: Any) -> tuple[tuple, dict[str, Any],
 
 
 def _other(batch: Any) -> Any:
-    """Other examples of the same shapes."""
+    """Other examples of the same shapes; integers are those of the first example."""
 
     def leaf(x: Any) -> Any:
-        x = jnp.asarray(x)[::-1]
-        return 2 * x + 1 if jnp.issubdtype(x.dtype, jnp.floating) else x
+        x = jnp.asarray(x)
+        if jnp.issubdtype(x.dtype, jnp.floating):
+            return 2 * x[::-1] + 1
+        return jnp.broadcast_to(x[:1], x.shape)
 
     return jax.tree.map(leaf, batch)
 
@@ -342,9 +328,8 @@ def _check_prior(run: _Run, other: _Run):
             _check.fail(WHERE, "batch", rule, f"one on which the site {name!r} hangs")
 
 
-def _kept(bridge: NumpyroModel) -> list[str]:
+def _kept(bridge: NumpyroModel, params: Mapping[str, jax.Array]) -> list[str]:
     """Sites that are values of the model, not of its batch."""
-    params = _example(bridge)
     run, other = (_run(bridge, params, x) for x in (bridge.batch, _other(bridge.batch)))
     return [name for name in run.values if name not in run.inside and _same(run, other, name)]
 

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from optax_smile import _check, _disk, diagnostics
+from optax_smile import _check, _disk, _table, diagnostics
 from optax_smile.diagnostics.advice import ADVICE
 from optax_smile.draws import _manifest, _sessions
 from optax_smile.draws._stored import FILE, Stored
@@ -153,21 +153,24 @@ def _sampler(snapshots: _ReadOnce) -> dict[str, Any]:
 
 
 def _title(snapshots: _ReadOnce) -> str:
-    chains = _words.count(snapshots.num_chains, "chain")
-    return f"{_sampler(snapshots)['name']}: {chains} of {_words.count(snapshots.num_draws, 'draw')}"
+    chains, draws = _size(snapshots)
+    return f"{_sampler(snapshots)['name']}: {chains} of {draws}"
+
+
+def _size(snapshots: _ReadOnce) -> tuple[str, str]:
+    counted = _table.counted
+    return counted(snapshots.num_chains, "chain"), counted(snapshots.num_draws, "draw")
 
 
 def _head(snapshots: _ReadOnce) -> Iterator[str]:
     manifest = snapshots.manifest
     settings, sampler = manifest["settings"], _sampler(snapshots)
-    chains, draws = (
-        _words.count(*of) for of in ((snapshots.num_chains, "chain"), (snapshots.num_draws, "draw"))
-    )
-    apart = _words.count(settings.get("thin", 1), "step")
-    warmup = _words.count(settings.get("num_warmup", 0), "step")
+    chains, draws = _size(snapshots)
+    apart = _table.counted(settings.get("thin", 1), "step")
+    warmup = _table.counted(settings.get("num_warmup", 0), "step")
     yield (
         f"<p>{chains} of {html.escape(sampler['name'])}, {draws} each,"
-        f" {_words.count(snapshots.size, 'parameter')}. A draw every {apart}, after {warmup} of"
+        f" {_table.counted(snapshots.size, 'parameter')}. A draw every {apart}, after {warmup} of"
         " warm-up.</p>"
     )
     seeds = {"sample": settings.get("key"), sampler["name"]: sampler.get("key")}

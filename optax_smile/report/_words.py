@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from optax_smile import _table
 from optax_smile.draws._sessions import Session
 
 # Letters of a line of code.
@@ -77,11 +78,6 @@ def times(sessions: list[Session]) -> dict[str, str]:
     return {"begun": told, "run time": ran + several, "machine": "; ".join(machines)}
 
 
-def count(number: int, what: str) -> str:
-    """Tell how many."""
-    return f"{number:,} {what}{'' if number == 1 else 's'}"
-
-
 def data(told: Mapping[str, Any], num_data: Any) -> str | None:
     """Tell what is known of the data; None if that is nothing.
 
@@ -89,7 +85,7 @@ def data(told: Mapping[str, Any], num_data: Any) -> str | None:
     """
     batches, parts = told.get("num_batches"), []
     if type(num_data) in (int, float) and math.isfinite(num_data):
-        parts.append(count(round(num_data), "example"))
+        parts.append(_table.counted(round(num_data), "example"))
     if type(batches) is int:
         parts.append(f"{batches:,} batch{'' if batches == 1 else 'es'}")
     return " in ".join(parts) or None

@@ -60,7 +60,7 @@ def sgld(
         prior_mean: centre of that prior, given likewise, or `"start"` as in `smile`.
         log_prior: log density of another prior, `log_prior(params)`, a scalar in nats, up to a
             constant, differentiable; it replaces the Gaussian, so `prior_precision=0` with it.
-            Where it is -inf a step is rejected.
+            Where it is -inf a step is rejected, see `smile`.
         temperature: of the posterior, > 0; 1 is Bayes.
         key: JAX key or seed for the noise. Chains under `vmap` get keys of their own by
             `optax_smile.parallel.init(sampler, params, key=key)`.

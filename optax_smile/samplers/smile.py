@@ -66,7 +66,9 @@ def smile(
             chain begins with, which its state then holds. See `optax_smile.local`.
         log_prior: log density of another prior, `log_prior(params)`, a scalar in nats, up to a
             constant, differentiable; it replaces the Gaussian, so `prior_precision=0` with it.
-            Where it is -inf a step is rejected.
+            Where it is -inf a step is rejected: draws close to such an edge are distorted, so
+            transform bounded parameters. For `optax.inject_hyperparams` it is one of
+            `static_args`, with `prior_precision`.
         temperature: of the posterior, > 0; 1 is Bayes.
         integrator: `"leapfrog"`, or `"minimal_norm"` as published, with two calls per step.
         tuner: rule for the step size: `angle_tuner()`, `quantile_tuner()` as published, or None,
@@ -93,10 +95,10 @@ def smile(
 
     Raises:
         ValueError: an argument out of range; in `init` a tree that is not float32 or float64, is
-            not finite, or has fewer than two parameters; in `update` missing params, a tree that
-            changed, the state of another transformation, gradients that are no floating-point
-            numbers, a `value` that is not a scalar or is called `loss`. Numerical trouble never
-            raises: such steps are rejected and counted.
+            not finite, has fewer than two parameters, or where `log_prior` is not finite; in
+            `update` missing params, a tree that changed, the state of another transformation,
+            gradients that are no floating-point numbers, a `value` that is not a scalar or is
+            called `loss`. Numerical trouble never raises: such steps are rejected and counted.
 
     Cost: one gradient per call; one parameter-sized array of state, two with `"minimal_norm"`.
 
