@@ -191,7 +191,7 @@ def measure(cell: dict[str, Any], methods: list[str], repetitions: int) -> dict[
     size = sum(leaf.size for leaf in jax.tree.leaves(params))
     chains = cell["chains"]
     num_steps = min(max(1, PER_PROGRAM // (size * chains)), 100) if size < 10**6 else 1
-    # On the CPU convolutions are several times as slow inside a loop.
+    # On the CPU convolutions are up to thirty times as slow inside a loop.
     if cell["part"] == "network" and cell["network"] != "mlp 705":
         num_steps = 1
     found, programs, states = {}, {}, {}

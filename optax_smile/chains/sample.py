@@ -122,7 +122,8 @@ def sample(
         batch_per: `"gradient"`: each gets a batch; `"step"`: the two gradients of a step of
             `"minimal_norm"` share one, as published.
         steps_per_dispatch: steps to run in one go, >= 1, at most up to the next thinning tick. More
-            than one pays for small networks, where starting a step costs more than the step.
+            than one pays for small networks, where starting a step costs more than the step; not
+            for convolutions on a CPU, whose gradients are many times slower inside a loop.
         prefetch: batches to bring onto the devices ahead of their use, by a thread of its own,
             >= 0.
         mesh: devices with the axes `"chain"`, over which chains are spread, and `"data"`, over
