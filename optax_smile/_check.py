@@ -338,17 +338,14 @@ def function(where: str, argument: str, value: Any, form: str, remedy: str = "")
 def traced(
     where: str, argument: str, function: Callable, *given: Any, rule: str, remedy: str = ""
 ) -> Any:
-    """Shapes of what a user's function gives.
-
-    An error that wrong arguments make is the cause of one in the form; others pass.
+    """Shapes of what a user's function gives, `calling` it.
 
     Args:
         where: the public function.
         argument: the function, called with `given`.
         function: it, or what calls it.
         given: what it gets.
-        rule: what it has to be.
-        remedy: what else may be wrong.
+        rule, remedy: as in `fail`.
     """
     with calling(where, argument, rule, remedy):
         return jax.eval_shape(function, *given)
@@ -356,7 +353,7 @@ def traced(
 
 @contextlib.contextmanager
 def calling(where: str, argument: str, rule: str, remedy: str = "") -> Iterator[None]:
-    """Make an error of a user's function that wrong arguments make the cause of one in the form."""
+    """Make an error that wrong arguments make the cause of one in the form; others pass."""
     try:
         yield
     except (TypeError, ValueError, AttributeError, LookupError, AssertionError) as error:
