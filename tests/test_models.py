@@ -58,10 +58,10 @@ def test_has_the_papers_size(name):
 def test_computes_in_half_precision_on_float32_parameters(name):
     kind, options, shape = SMALL[name]
     x = inputs_of(shape)
-    params = kind(**options).init(jax.random.key(0), x)
+    params = jax.jit(kind(**options).init)(jax.random.key(0), x)
     half = kind(**options, dtype=jnp.bfloat16)
     assert jax.tree.all(jax.tree.map(lambda x: x.dtype == jnp.float32, params))
-    full, rough = kind(**options).apply(params, x), half.apply(params, x)
+    full, rough = (jax.jit(network.apply)(params, x) for network in (kind(**options), half))
     assert full.dtype == rough.dtype == jnp.float32
     assert 0 < jnp.abs(full - rough).max() < 0.1
     assert "bf16" in str(jax.make_jaxpr(half.apply)(params, x))
@@ -73,17 +73,17 @@ def test_computes_in_half_precision_on_float32_parameters(name):
 def test_no_example_sees_another(name):
     kind, options, shape = SMALL[name]
     x = inputs_of(shape)
-    params = kind(**options).init(jax.random.key(0), x)
-    both, alone = (kind(**options).apply(params, y) for y in (x, x[:1]))
+    params, apply = jax.jit(kind(**options).init)(jax.random.key(0), x), kind(**options).apply
+    both, alone = (jax.jit(apply)(params, y) for y in (x, x[:1]))
     np.testing.assert_allclose(both[:1], alone, atol=1e-5)
 
 
 def test_gpt_sees_no_later_letter():
     kind, options, shape = SMALL["GPT"]
     tokens = inputs_of(shape)
-    params = kind(**options).init(jax.random.key(0), tokens)
+    params = jax.jit(kind(**options).init)(jax.random.key(0), tokens)
     changed = tokens.at[:, 5].add(1)
-    one, other = (kind(**options).apply(params, x) for x in (tokens, changed))
+    one, other = (jax.jit(kind(**options).apply)(params, x) for x in (tokens, changed))
     np.testing.assert_allclose(one[:, :5], other[:, :5], atol=1e-6)
     assert jnp.abs(one[:, 5:] - other[:, 5:]).min(axis=-1).max() > 0
 
