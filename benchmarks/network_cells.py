@@ -48,8 +48,8 @@ def at(method: str, steps: Iterable[float]) -> list[tuple[str, dict[str, Any]]]:
 
 GRID = (1e-4, 1e-3, 1e-2)
 OURS = [(ENSEMBLE, {}), ("psmile", {}), ("psmile", {"allowed": 0.03}), ("smile", {})]
-OTHERS: Methods = [("checkpoints", {}), ("ivon", {}), ("laplace", {})]
-OTHERS.insert(2, ("ivon", {"learning_rate": 0.05}))
+CHECKPOINTS = ("checkpoints", {})
+OTHERS: Methods = [CHECKPOINTS, ("ivon", {}), ("ivon", {"learning_rate": 0.05}), ("laplace", {})]
 PAPERS = tuple(f"{name} published" for name in ("smile_naive", "psmile_naive", "smile", "psmile"))
 CYCLES = [
     ("cyclical_sgld", {"step_size": step, "num_cycles": 4}) for step in (1e-6, 5e-7, 1e-7, 5e-8)
@@ -71,7 +71,13 @@ TABLES: dict[str, tuple[str, list[tuple[str, dict[str, Any]]], dict[str, Sequenc
     "lenet batch": ("lenet", OURS, {"sampling_batch_size": (64, 32, 256, 512)}),
     "resnet7": (
         "resnet7",
-        [*OURS, *at("psmile published", GRID), *at("smile_naive", GRID), *CYCLES[1:]],
+        [
+            *OURS,
+            CHECKPOINTS,
+            *at("psmile published", GRID),
+            *at("smile_naive", GRID),
+            *CYCLES[1:],
+        ],
         {},
     ),
     "resnet7 batch": ("resnet7", at("smile_naive", (1e-3,)), {"sampling_batch_size": (64, 256)}),
@@ -106,6 +112,7 @@ TABLES: dict[str, tuple[str, list[tuple[str, dict[str, Any]]], dict[str, Sequenc
         "vit",
         [
             *OURS,
+            CHECKPOINTS,
             *at("psmile published", (0.2, 0.15, 0.1, 0.05)),
             *at("scale_adapted_sghmc", (5e-5, 1e-4, 1.5e-4, 5e-4, 1e-3)),
             *CYCLES,
@@ -116,6 +123,7 @@ TABLES: dict[str, tuple[str, list[tuple[str, dict[str, Any]]], dict[str, Sequenc
         "nanogpt",
         [
             *OURS,
+            CHECKPOINTS,
             *(
                 cell
                 for method in ("scale_adapted_sghmc", "smile published", "psmile published")

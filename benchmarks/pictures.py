@@ -223,7 +223,7 @@ def ladder(found: list[Record]) -> Figure:
     """LPPD above the ensemble of the starts against the angle, by size and prior."""
     sizes = sorted({record["cell"]["size"] for record in found}, key=float)
     drawn, axes = plt.subplots(
-        1, len(sizes), figsize=(3 * len(sizes), 3.6), sharey=True, layout="constrained"
+        1, len(sizes), figsize=(3 * len(sizes), 3.6), sharex=True, sharey=True, layout="constrained"
     )
     colors = {"N(0, 1)": RED, "fan in": GREEN, "around the start": BLUE}
     for axis, size in zip(axes, sizes, strict=True):
@@ -241,7 +241,7 @@ def ladder(found: list[Record]) -> Figure:
         axis.axhline(0, color="k", lw=0.8)
         ratio = of[0]["num_parameters"] / of[0]["num_data"]
         axis.set(
-            xscale="log", xlabel="angle", title=f"$10^{size[-1]}$ weights, d / N = {ratio:.2g}"
+            xscale="log", xlabel="angle", title=f"$10^{size[-1]}$ weights, d / N = {ratio:.3g}"
         )
     axes[0].set_ylabel("LPPD - that of the starts (nats)")
     drawn.legend(*axes[1].get_legend_handles_labels(), ncols=3, loc="outside lower center")
