@@ -20,7 +20,7 @@ SCRIPTS = {
     "nanogpt": nanogpt,
 }
 # What a form changes in the preset of the script that has its name.
-TINY: dict[str, Any] = {"num_members": 2, "num_epochs": 4, "num_warmup": 300, "num_draws": 10}
+TINY: dict[str, Any] = {"num_members": 2, "num_epochs": 12, "num_warmup": 300, "num_draws": 10}
 TINY |= {"thin": 60, "num_train": 4_000, "num_test": 1_000, "sampling_batch_size": 64}
 FORMS = {
     "small": {
@@ -31,9 +31,9 @@ FORMS = {
     },
     "tiny": {
         "lenet": TINY,
-        "resnet7": TINY | {"num_train": 2_000, "width": 0.125},
-        "resnet18": TINY | {"num_train": 1_000, "width": 0.0625, "num_warmup": 100, "thin": 20},
-        "vit": TINY | {"num_train": 2_000, "width": 0.125, "depth": 2},
+        "resnet7": TINY | {"width": 0.125},
+        "resnet18": TINY | {"width": 0.0625, "num_warmup": 100, "thin": 20},
+        "vit": TINY | {"width": 0.125, "depth": 2},
         "nanogpt": TINY | {"num_test": 200, "depth": 1, "width": 1 / 12},
     },
     "paper": {},
@@ -48,6 +48,7 @@ def at(method: str, steps: Iterable[float]) -> list[tuple[str, dict[str, Any]]]:
 
 GRID = (1e-4, 1e-3, 1e-2)
 OURS = [(ENSEMBLE, {}), ("psmile", {}), ("psmile", {"allowed": 0.03}), ("smile", {})]
+ANGLES = [("psmile", {"angle": angle}) for angle in (0.01, 0.1)]
 CHECKPOINTS = ("checkpoints", {})
 OTHERS: Methods = [CHECKPOINTS, ("ivon", {}), ("ivon", {"learning_rate": 0.05}), ("laplace", {})]
 PAPERS = tuple(f"{name} published" for name in ("smile_naive", "psmile_naive", "smile", "psmile"))
@@ -61,6 +62,7 @@ TABLES: dict[str, tuple[str, list[tuple[str, dict[str, Any]]], dict[str, Sequenc
         "lenet",
         [
             *OURS,
+            *ANGLES,
             *OTHERS,
             *(cell for method in (*PAPERS, "scale_adapted_sghmc") for cell in at(method, GRID)),
             *at("sgld", (1e-6, 1e-5)),
@@ -123,6 +125,7 @@ TABLES: dict[str, tuple[str, list[tuple[str, dict[str, Any]]], dict[str, Sequenc
         "nanogpt",
         [
             *OURS,
+            *ANGLES,
             CHECKPOINTS,
             *(
                 cell

@@ -54,6 +54,7 @@ TABLES: dict[str, tuple[Callable[..., Table], tuple[str, ...]]] = {
     "uci-epoch-wise": (paper_protocol.epoch_wise, ("uci", "paper")),
     "scale": (networks.gains, ("networks",)),
     "scale-cells": (networks.cells, ("networks",)),
+    "scale-tiny": (networks.tiny, ("networks",)),
     "scale-corruptions": (networks.corruptions, ("corruptions",)),
     "scale-paper": (networks.paper, ("networks", "paper")),
     "ladder": (networks.ladder, ("ladder",)),

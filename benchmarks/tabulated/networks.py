@@ -66,25 +66,67 @@ def gains(found: Sequence[Record]) -> Table:
     return Table([*header, *(f"{s}, gain" for s in SCORES), "seeds"], rows, used)
 
 
+def _told(options: Sequence[tuple]) -> str:
+    return ", ".join(f"{name} {short(x) if x else x}" for name, x in options)
+
+
 def cells(found: Sequence[Record]) -> Table:
-    """Every method, mean over the seeds; time is that of one chain."""
+    """Every method of the small form, mean over the seeds; time is that of one chain."""
     rows, used = [], []
     for (task, form, method, options), group in _groups(found).items():
+        if form != "small":
+            continue
         used += group
-        told = ", ".join(f"{k} {short(v) if v else v}" for k, v in options)
         chains = [chain for record in group for chain in record["chains"]]
         seconds = [x["seconds"][1] for x in chains if x["seconds"][1] is not None]
         rows.append(
             [
-                *(NAMES[task], form, method, told),
+                *(NAMES[task], method, _told(options)),
                 *(mean_error([r[s] for r in group if s in r], 4) for s in SCORES.values()),
                 number(fmean(r["single"]["lppd"] for r in group), 4),
                 number(fmean(seconds), 0) if seconds else "resumed",
                 number(max(chain["peak_mib"] for chain in chains), 0),
             ]
         )
-    header = ["network", "form", "method", "options", *SCORES]
+    header = ["network", "method", "options", *SCORES]
     return Table([*header, "one chain", "seconds", "MiB"], rows, used)
+
+
+def tiny(found: Sequence[Record]) -> Table:
+    """Every method and setting of the paper's tables in the tiny form, and how its chains went.
+
+    Energy errors are those of the first and of the last tenth of a run; paths are in units of the
+    norm of the weights that they began with.
+    """
+    groups, rows, used = _groups(found), [], []
+    for (task, form, method, options), group in groups.items():
+        kind, *settings = form.split()
+        if kind != "tiny":
+            continue
+        used += group
+        varied = [setting.split("=") for setting in settings]
+        base = groups.get((task, form, ENSEMBLE, ()), [])
+        chains = [chain for record in group for chain in record["chains"]]
+        energies = [[x[0], x[-1]] for c in chains if (x := c.get("energy_mean"))]
+        ends = [short(fmean(x)) for x in zip(*energies, strict=True) if None not in x]
+        gone = [c["distance"] / c["norms"][0] for c in chains if "distance" in c]
+        undone = [c["num_rejected"] for c in chains if "num_rejected" in c]
+        rows.append(
+            [
+                NAMES[task],
+                method,
+                _told([*options, *((name, float(x)) for name, x in varied)]),
+                mean_error([r["lppd"] for r in group], 4),
+                "" if method == ENSEMBLE else mean_error(_paired(group, base, "lppd"), 4, "+"),
+                mean_error([r["accuracy"] for r in group], 3),
+                number(fmean(r["single"]["lppd"] for r in group), 4),
+                " to ".join(ends),
+                number(fmean(undone), 0) if undone else "",
+                short(fmean(gone)) if gone else "",
+            ]
+        )
+    header = ["network", "method", "options", "LPPD", "gain", "accuracy", "one chain"]
+    return Table([*header, "energy error", "undone", "path"], rows, used)
 
 
 def corruptions(found: Sequence[Record]) -> Table:
@@ -128,7 +170,7 @@ def paper(found: Sequence[Record], told: Sequence[Record]) -> Table:
             [
                 NAMES[cell["task"]],
                 cell["method"],
-                ", ".join(f"{k} {short(v) if v else v}" for k, v in options.items()),
+                _told([*options.items()]),
                 record["quantity"].replace("lppd", "LPPD"),
                 number(record["value"], 4),
                 mean_error(ours, 4) if ours else "not run",
