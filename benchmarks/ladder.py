@@ -171,7 +171,7 @@ def main():
     parser.add_argument("--sizes", nargs="+", choices=WIDTHS, default=["1e4"])
     parser.add_argument("--angles", nargs="+", type=float, default=[0.003, 0.01, 0.03, 0.1])
     parser.add_argument("--priors", nargs="+", choices=PRIORS, default=[PRIORS[0]])
-    parser.add_argument("--steps", type=int, default=12_000)
+    parser.add_argument("--steps", type=int, choices=BUDGETS, default=12_000)
     parser.add_argument("--chains", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--work", type=Path, default=Path("out/networks"))

@@ -82,7 +82,15 @@ TABLES: dict[str, tuple[str, list[tuple[str, dict[str, Any]]], dict[str, Sequenc
         ],
         {},
     ),
-    "resnet7 batch": ("resnet7", at("smile_naive", (1e-3,)), {"sampling_batch_size": (64, 256)}),
+    "resnet7 batch": (
+        "resnet7",
+        [
+            (method, {"step_size": 1e-3, **schedule})
+            for method in ("smile_naive", "psmile_naive")
+            for schedule in ({}, {"schedule": "cosine"})
+        ],
+        {"sampling_batch_size": (64, 256)},
+    ),
     "resnet18": (
         "resnet18",
         [

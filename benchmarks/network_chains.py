@@ -5,6 +5,7 @@ import functools
 import json
 import resource
 import time
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,6 @@ LETTERS = optax_smile.Likelihood(  # "tokens", for large vocabularies, keeps no 
 # Of the absolute energy error, and its standard deviation.
 OVER_TIME = ("step_size", "energy_mean", "energy_std")
 PAPER_TUNING = {"reject_quantile": 0.98, "adapt_probability": 0.1}
-TWO_GRADIENTS = ("published", "paper's")
 # Settings on which the warm start depends.
 TRAINING = ("num_epochs", "patience", "batch_size", "num_train", "width", "depth", "context")
 
@@ -81,6 +81,8 @@ def make_sampler(cell: dict[str, Any], settings: Settings, work: Path, **common:
         return optax_smile.smile(**options, decoherence_length=None, key=None, **_keyless(common))
     if "published" in method:
         return getattr(optax_smile.published, method.split()[0])(**options, **_keyless(common))
+    if options.pop("schedule", None) == "cosine":
+        options["step_size"] = optax.cosine_decay_schedule(options["step_size"], num_steps)
     if method.endswith("naive"):
         return getattr(optax_smile, method)(**options, **_keyless(common))
     if "allowed" in options:
@@ -136,6 +138,26 @@ def over_time(values: np.ndarray) -> list[float | None]:
     return [float(part.mean()) if len(part) else None for part in parts]
 
 
+def takes_two(method: str) -> bool:
+    """Tell whether a step takes two gradients."""
+    return "published" in method or "paper's" in method
+
+
+def counted(cell: dict[str, Any], settings: Settings) -> Settings:
+    """Settings in the steps of a method, so that all take as many gradients.
+
+    Those with two gradients a step make half as many; the paper's own form counts steps. Cycles
+    take the place of a warm-up: each begins with a search, of which nothing is kept.
+    """
+    if cell["method"] == "cyclical_sgld":
+        num_ticks = settings.num_warmup // settings.thin + settings.num_draws
+        return dataclasses.replace(settings, num_warmup=0, num_draws=num_ticks)
+    if takes_two(cell["method"]) and not cell["form"].startswith("paper"):
+        halves = {name: max(1, getattr(settings, name) // 2) for name in ("num_warmup", "thin")}
+        return dataclasses.replace(settings, **halves)
+    return settings
+
+
 def chain_of(
     cell: dict[str, Any], settings: Settings, start: Any, member: int, directory: Path
 ) -> tuple[Any, dict[str, Any]]:
@@ -143,20 +165,21 @@ def chain_of(
     method, seed = cell["method"], member_of(cell, member)
     task = load(cell["task"], settings)
     common = {"num_data": task.num_data, "key": jax.random.key(seed)}
+    settings = counted(cell, settings)
     sampler = make_sampler(cell, settings, directory.parent, **common)
     options: dict[str, Any] = {"check": False, "progress": False, "directory": directory}
-    if any(word in method for word in TWO_GRADIENTS):
+    if takes_two(method):
         options["batch_per"] = "step"
-        # As many gradients as the others; the paper's own form counts steps.
-        if not cell["form"].startswith("paper"):
-            halves = {name: max(1, getattr(settings, name) // 2) for name in ("num_warmup", "thin")}
-            settings = dataclasses.replace(settings, **halves)
-    draws = experiment.draw(task, settings, start, sampler, 2 * seed + 1, **options)
+    with warnings.catch_warnings():
+        # Less than was asked for would be scored as if it were all.
+        warnings.filterwarnings("error", message="`sample` ended early")
+        draws = experiment.draw(task, settings, start, sampler, 2 * seed + 1, **options)
     trace, *_, last = draws.trace, *draws
     first = jax.tree.map(lambda x: x[0], draws.start)
     gone = optax.tree.norm(jax.tree.map(lambda a, b: a - b, last, first))
     steps = trace["step_size"][0]
     return draws, {
+        "num_draws": draws.num_draws,
         "precision": (draws.settings or {}).get("prior_precision"),
         "steps": [float(steps[int(part * len(steps))]) for part in (0.15, 0.5, 0.95)],
         "loss": float(np.mean(trace["loss"][0, -(len(steps) // 4) :])),

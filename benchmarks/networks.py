@@ -39,21 +39,18 @@ NUM_CORRUPTED, NUM_DRAWS_CORRUPTED, SEVERITIES = 1_000, 16, (1, 3, 5)
 def run_corrupted(cell: dict[str, Any], settings: Settings, work: Path) -> dict[str, Any]:
     """Scores on corrupted test images, by severity: the mean over the fifteen corruptions.
 
-    Of a chain that has run these are 16 of its draws, on the first 1,000 test images.
+    These are of 16 draws of each chain, on the first 1,000 test images.
     """
     task, seed = network_chains.load(cell["task"], settings), cell["seed"]
     images, labels = (x[:NUM_CORRUPTED] for x in task.splits.test)
     chains = []
     for member in range(cell["num_chains"]):
+        path = network_chains.run_chain(cell, settings, member, work)
         if cell["method"] == ENSEMBLE:
             start = network_chains.warm_member(cell, settings, member, work)
             chains.append(list(optax_smile.Snapshots.from_members(start)))
         else:
-            draws = list(
-                optax_smile.load_snapshots(
-                    network_chains.path_of(cell, member, work).with_suffix("")
-                )
-            )
+            draws = list(optax_smile.load_snapshots(path.with_suffix("")))
             every = max(1, len(draws) // NUM_DRAWS_CORRUPTED)
             chains.append(draws[::every][:NUM_DRAWS_CORRUPTED])
     draws = [draw for chain in chains for draw in chain]
@@ -156,6 +153,9 @@ def _chosen(
         methods = {name: None for name in methods if name not in network_chains.BASELINES}
     if unknown := [x for x in arguments.methods or [] if x not in methods]:
         parser.error(f"--methods must be of {[*methods]}, got {unknown}")
+    if highest := [x for x in arguments.members or [] if x >= cells[0][0]["num_chains"]]:
+        count = cells[0][0]["num_chains"]
+        parser.error(f"--members must be below the number of chains, {count}, got {highest[0]}")
     kept = {"scores": "corrupted"} if arguments.corrupted else {}
     pairs = [
         (cell | kept, settings)

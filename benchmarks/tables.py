@@ -52,6 +52,7 @@ TABLES: dict[str, tuple[Callable[..., Table], tuple[str, ...]]] = {
     "uci-few-chains": (uci.few_chains, ("uci",)),
     "uci-batch-wise": (paper_protocol.batch_wise, ("uci", "paper")),
     "uci-epoch-wise": (paper_protocol.epoch_wise, ("uci", "paper")),
+    "uci-distributional": (paper_protocol.distributional, ("uci",)),
     "scale": (networks.gains, ("networks",)),
     "scale-cells": (networks.cells, ("networks",)),
     "scale-tiny": (networks.tiny, ("networks",)),

@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import functools
 import tempfile
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -108,20 +109,23 @@ def shortened(splits: Splits, settings: Settings) -> Splits:
 def warm_start(
     experiment: Experiment, settings: Settings, seed: int, num_members: int, **options: Any
 ) -> Any:
-    """Train members side by side; the weights with the best validation loss."""
+    """Train members side by side; the weights with the best validation loss. Ctrl-C raises."""
     batches = experiment.batches(settings.batch_size, seed)
-    return optax_smile.warmstart(
-        experiment.mean_loss,
-        experiment.init,
-        batches,
-        experiment.optimizer(settings.num_epochs * len(batches)),
-        num_members=num_members,
-        num_epochs=settings.num_epochs,
-        patience=settings.patience,
-        validation=experiment.splits.valid,
-        key=jax.random.key(seed),
-        **options,
-    )
+    with warnings.catch_warnings():
+        # Half-trained weights would be taken for trained ones.
+        warnings.filterwarnings("error", message="`warmstart` was stopped")
+        return optax_smile.warmstart(
+            experiment.mean_loss,
+            experiment.init,
+            batches,
+            experiment.optimizer(settings.num_epochs * len(batches)),
+            num_members=num_members,
+            num_epochs=settings.num_epochs,
+            patience=settings.patience,
+            validation=experiment.splits.valid,
+            key=jax.random.key(seed),
+            **options,
+        )
 
 
 def draw(
@@ -163,15 +167,10 @@ def run(
         mesh=mesh,
         directory=directory / "warmstart",
     )
-    options: dict[str, Any] = {"num_data": experiment.num_data}
-    if sampler.endswith("naive"):
-        options["step_size"] = settings.step_size
-    else:
-        options["key"] = settings.seed
-    transformation = getattr(optax_smile, sampler)(**options)
-    seed = settings.seed + 1
-    where = directory / "draws"
-    draws = draw(experiment, settings, members, transformation, seed, mesh=mesh, directory=where)
+    is_naive, seed, where = sampler.endswith("naive"), settings.seed, directory / "draws"
+    own: dict[str, Any] = {"step_size": settings.step_size} if is_naive else {"key": seed}
+    made = getattr(optax_smile, sampler)(num_data=experiment.num_data, **own)
+    draws = draw(experiment, settings, members, made, seed + 1, mesh=mesh, directory=where)
 
     inputs, targets = experiment.splits.test
     ensemble = optax_smile.Snapshots.from_members(members)
@@ -228,6 +227,8 @@ def main(
     arguments = parser.parse_args()
     if arguments.seed < 0:
         parser.error(f"--seed must be >= 0, got {arguments.seed}")
+    if arguments.output.suffix != ".html":
+        parser.error(f"--output must end in .html, got {arguments.output}")
     preset = "smoke" if arguments.smoke else arguments.preset
     settings = dataclasses.replace(presets[preset], seed=arguments.seed)
     try:

@@ -88,12 +88,19 @@ def build(settings: Settings) -> Experiment:
     return Experiment(network, experiment.shortened(splits, settings), "tokens", train)
 
 
+def spread(num_chains: int, num_draws: int) -> list[int]:
+    """Places of `NUM_VOICES` draws, as many of each chain, where draws alternate between chains."""
+    places = np.arange(num_chains * num_draws).reshape(num_draws, num_chains).T.ravel()
+    chosen = np.linspace(0, len(places) - 1, min(len(places), NUM_VOICES))
+    return [int(places[round(i)]) for i in chosen]
+
+
 def write_text(task: Experiment, settings: Settings, draws: Any, page: Path):
     """Write letters from the average of some draws, coloured by their disagreement."""
-    letters = list(task.splits.classes)
-    count = draws.num_chains * draws.num_draws
-    voices = list(draws)[:: max(1, count // NUM_VOICES)]
-    voices = jax.tree.map(lambda *x: jnp.stack(x), *voices)
+    letters, kept = list(task.splits.classes), list(draws)
+    voices = jax.tree.map(
+        lambda *x: jnp.stack(x), *(kept[i] for i in spread(draws.num_chains, draws.num_draws))
+    )
 
     @jax.jit
     def next_letter(voices, tokens, place, key):

@@ -5,9 +5,11 @@ import json
 import os
 import re
 import sys
+import warnings
 from pathlib import Path
 
 import numpy as np
+import optax
 import pytest
 from scipy.special import log_softmax
 
@@ -17,7 +19,9 @@ import data  # noqa: E402
 import network_cells  # noqa: E402
 import network_chains  # noqa: E402
 import networks  # noqa: E402
-from experiment import Experiment  # noqa: E402
+from experiment import Experiment, Settings  # noqa: E402
+
+import optax_smile  # noqa: E402
 
 LABELS = np.array([0, 1, 2, 1])
 
@@ -27,6 +31,11 @@ def task(likelihood="categorical", labels=LABELS) -> Experiment:
     splits = data.Splits(part, part, part)
     no_one: object = None
     return Experiment(no_one, splits, likelihood, no_one)  # type: ignore[arg-type]
+
+
+def trained() -> Experiment:
+    """A task whose training is never looked at."""
+    return task()._replace(optimizer=lambda num_steps: optax.sgd(0.1))
 
 
 def chain(seed, labels=LABELS, scale=1.0):
@@ -80,6 +89,7 @@ def test_scores_of_tokens():
         (["--options", '{"allowed": 3}'], "--options must be of"),
         (["--settings", '{"num_epoch": 3}'], "--settings must be of .*num_epochs"),
         (["--seeds", "-1"], "must be >= 0, got -1"),
+        (["--members", "2"], "--members must be below the number of chains, 2, got 2"),
         (["--corrupted", "--methods", "laplace"], "--methods must be of"),
     ],
     ids=str,
@@ -147,3 +157,65 @@ def test_a_cell_runs_and_is_not_run_again(tmp_path, capsys):
     other = dataclasses.replace(settings, thin=3)
     with pytest.raises(SystemExit, match="of other settings: thin 2, not 3"):
         networks.run_cell(cell, other, tmp_path)
+
+
+def cell_of(method, form="tiny", **options):
+    cell = {"task": "lenet", "form": form, "method": method, "options": options}
+    return cell | {"seed": 0, "num_chains": 2}
+
+
+@pytest.mark.parametrize(
+    "method, form, expected",
+    [
+        ("psmile", "tiny", (300, 10, 60)),
+        ("psmile published", "tiny", (150, 10, 30)),
+        ("paper's smile", "tiny", (150, 10, 30)),
+        ("psmile published", "paper", (300, 10, 60)),
+        ("cyclical_sgld", "tiny", (0, 15, 60)),
+    ],
+)
+def test_all_methods_take_as_many_gradients(method, form, expected):
+    settings = network_cells.settings_of("lenet", "tiny", {})
+    found = network_chains.counted(cell_of(method, form), settings)
+    assert (found.num_warmup, found.num_draws, found.thin) == expected
+
+
+@pytest.mark.parametrize(
+    "method, options, expected",
+    [
+        ("cyclical_sgld", {"num_cycles": 3}, [1.0, 0.5, 1.0, 0.5]),
+        ("smile_naive", {"schedule": "cosine"}, [1.0, 0.75, 0.25, 0.0]),
+    ],
+)
+def test_schedules_span_the_whole_run(method, options, expected, tmp_path):
+    """Six steps: cycles of two, and a cosine whose steps one, two, four and six are told."""
+    cell = cell_of(method, step_size=1.0, **options)
+    settings = network_chains.counted(cell, Settings(num_warmup=2, num_draws=4, thin=1))
+    sampler = network_chains.make_sampler(cell, settings, tmp_path, num_data=1.0, key=0)
+    params, gradient = np.zeros(3, np.float32), np.ones(3, np.float32)
+    state, sizes = sampler.init(params), []
+    for _ in range(7):
+        _, state = sampler.update(gradient, state, params, value=0.0)
+        sizes.append(float(optax_smile.stats(state)["step_size"]))
+    places = [0, 1, 2, 3] if method == "cyclical_sgld" else [0, 2, 4, 6]
+    np.testing.assert_allclose([sizes[i] for i in places], expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("stage", ["warm", "chain"])
+def test_what_a_signal_has_cut_short_is_not_kept(stage, tmp_path, monkeypatch):
+    """Neither half-trained weights nor a part of the draws are taken for the whole."""
+    message = {"warm": "`warmstart` was stopped after 1", "chain": "`sample` ended early with 2"}
+    start = {"w": np.zeros((1, 3), np.float32)}
+
+    def cut(*_, **__):
+        warnings.warn(message[stage], stacklevel=1)
+        return start
+
+    changed = {"warm": "warmstart", "chain": "sample"}
+    settings = Settings(num_epochs=2, batch_size=2, sampling_batch_size=2)
+    monkeypatch.setattr(network_chains.experiment.optax_smile, "warmstart", lambda *_, **__: start)
+    monkeypatch.setattr(network_chains.experiment.optax_smile, changed[stage], cut)
+    monkeypatch.setattr(network_chains, "load", lambda *_: trained())
+    with pytest.raises(UserWarning, match=message[stage]):
+        network_chains.run_chain(cell_of("psmile"), settings, 0, tmp_path)
+    assert not list(tmp_path.glob("*.npz"))

@@ -67,7 +67,7 @@ def gains(found: Sequence[Record]) -> Table:
 
 
 def _told(options: Sequence[tuple]) -> str:
-    return ", ".join(f"{name} {short(x) if x else x}" for name, x in options)
+    return ", ".join(f"{name} {short(x) if isinstance(x, float) else x}" for name, x in options)
 
 
 def cells(found: Sequence[Record]) -> Table:

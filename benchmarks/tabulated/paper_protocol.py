@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from tabulated.table import Record, Table, mean_error, value_error
+from tabulated.table import Record, Table, mean_error, short, value_error
 from tabulated.uci import select
 
 DATA = ("energy", "airfoil", "bikesharing")
@@ -64,3 +64,21 @@ def batch_wise(found: Sequence[Record], paper: Sequence[Record]) -> Table:
 def epoch_wise(found: Sequence[Record], paper: Sequence[Record]) -> Table:
     """As many passes through the data for every method."""
     return _table("epoch-wise", EPOCH_WISE, found, paper)
+
+
+def distributional(found: Sequence[Record]) -> Table:
+    """LPPD on bike sharing by step size and batches of a pass; other methods in batches of 256."""
+    wanted = {"protocol": "distributional", "data": "bikesharing", "num_chains": 3}
+    found = [r for r in found if wanted.items() <= r["cell"].items()]
+    counts = sorted({r["cell"].get("batches_per_pass", 0) for r in found} - {0}, reverse=True)
+    rows: dict[str, dict[int | None, list[float]]] = {}
+    for record in found:
+        cell = record["cell"]
+        step = f", step {short(cell['step_size'])}" if cell["step_size"] else ""
+        row = rows.setdefault(cell["method"] + step, {})
+        row.setdefault(cell.get("batches_per_pass"), []).append(record["lppd"])
+    cells = [
+        [name, *(mean_error(row.get(n, [])) for n in (*counts, None))] for name, row in rows.items()
+    ]
+    header = ["method", *(f"{n} batches a pass" for n in counts), "256 rows a batch"]
+    return Table(header, cells, found)
