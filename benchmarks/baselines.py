@@ -1,6 +1,6 @@
 r"""Baselines of `networks.py` that are no samplers: checkpoints, IVON, Laplace's approximation.
 
-Each is `name(task, settings, start, seed, options)` and gives draws to predict with:
+Each is `name(task, settings, start, seed, options, directory)` and gives draws to predict with:
 
     task: network and data.
     settings: as many gradients as a sampler takes, on the batches that `experiment.draw` gives it
@@ -8,16 +8,20 @@ Each is `name(task, settings, start, seed, options)` and gives draws to predict 
     start: trained weights of one member `[1, ...]`, as `experiment.warm_start` gives them.
     seed: of the batches and of all that is random.
     options: numbers that differ from the method's `DEFAULTS`.
+    directory: folder from which training that was cut off goes on.
 
 The draws are `Snapshots` of one chain, which iterate as parameter trees without a chain axis; their
 `settings` tell the name, the options and what was found.
 """
 
+import dataclasses
 import functools
 import itertools
+import json
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -25,11 +29,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from experiment import Experiment, Settings
+from flax import serialization
 
 import optax_smile
 
 DEFAULTS: dict[str, dict[str, Any]] = {
-    # Those of the warm start, `lenet.build`.
+    # Those of LeNet's warm start, for every network: it is not the training of the others that
+    # goes on.
     "checkpoints": {"learning_rate": 1e-3, "weight_decay": 0.02},
     # Of the authors' runs on CIFAR-10: ivon-experiments, bdl_indomain/train_ivon.sh.
     "ivon": {
@@ -49,7 +55,12 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 
 
 def checkpoints(
-    task: Experiment, settings: Settings, start: Any, seed: int, options: Mapping[str, Any]
+    task: Experiment,
+    settings: Settings,
+    start: Any,
+    seed: int,
+    options: Mapping[str, Any],
+    directory: Path,
 ) -> optax_smile.Snapshots:
     """Go on with AdamW at a constant rate; keep every `thin`-th weights after the warm-up.
 
@@ -57,14 +68,20 @@ def checkpoints(
     warm start keeps weights alone.
     """
     chosen = _chosen("checkpoints", options)
-    steps = train(task, settings, start, seed, optax.adamw(**chosen))
-    # Copied, as the next step overwrites them.
-    draws = [jax.tree.map(np.array, params) for params, _ in steps]
+    paths = [directory / f"draw-{i}.msgpack" for i in range(settings.num_draws)]
+    for number, params, _ in train(task, settings, start, seed, optax.adamw(**chosen), directory):
+        _save(paths[number], params)
+    draws = [serialization.from_bytes(_one(start), path.read_bytes()) for path in paths]
     return _snapshots("checkpoints", chosen, start, draws)
 
 
 def ivon(
-    task: Experiment, settings: Settings, start: Any, seed: int, options: Mapping[str, Any]
+    task: Experiment,
+    settings: Settings,
+    start: Any,
+    seed: int,
+    options: Mapping[str, Any],
+    directory: Path,
 ) -> optax_smile.Snapshots:
     """Fit a diagonal Gaussian around the weights by IVON and draw from it.
 
@@ -80,15 +97,21 @@ def ivon(
     def precision_of(state):
         return jax.tree.map(lambda h: task.num_data * (h + chosen["weight_decay"]), state.hessian)
 
-    *_, (mean, state) = train(
-        task, settings, start, seed, optimizer, lambda key, m, s: gaussian(key, m, precision_of(s))
-    )
+    def place(key, mean, state):
+        return gaussian(key, mean, precision_of(state))
+
+    *_, (_, mean, state) = train(task, settings, start, seed, optimizer, directory, place)
     draws = list(_drawn(seed, mean, precision_of(state), settings.num_draws))
     return _snapshots("ivon", chosen, start, draws)
 
 
 def laplace(
-    task: Experiment, settings: Settings, start: Any, seed: int, options: Mapping[str, Any]
+    task: Experiment,
+    settings: Settings,
+    start: Any,
+    seed: int,
+    options: Mapping[str, Any],
+    directory: Path,
 ) -> optax_smile.Snapshots:
     r"""Draw from N(start, 1 / (N F + delta)), with a diagonal precision.
 
@@ -100,11 +123,13 @@ def laplace(
     `prior_precision`, and the LPPD of each, `tried`. Raises a ValueError without classes.
 
     Cost: one gradient per example, and `num_tried` predictions of the validation data per delta.
+    Keeps nothing in the directory.
 
     Source: Ritter, Botev & Barber, ICLR 2018; delta by validation: Daxberger et al., NeurIPS 2021.
     Differs: own code, as laplax 0.0.2 takes one product with the Gauss-Newton matrix for each
     parameter (`laplax.util.mv.diagonal`), 61,706 for LeNet. Draws go through the network as it is.
     """
+    del directory
     chosen = _chosen("laplace", options)
     if task.likelihood not in ("categorical", "tokens"):
         raise ValueError(f"`laplace` takes classes or tokens, got {task.likelihood!r}.")
@@ -138,12 +163,16 @@ def train(
     start: Any,
     seed: int,
     optimizer: optax.GradientTransformation,
+    directory: Path,
     place: Callable[[jax.Array, Any, Any], Any] = lambda key, params, state: params,
-) -> Iterator[tuple[Any, Any]]:
-    """Train on the batches of a sampler; yield weights and state where it would make a draw.
+) -> Iterator[tuple[int, Any, Any]]:
+    """Train on the batches of a sampler; yield number, weights and state where it makes a draw.
 
-    The next step overwrites what was yielded. `place(key, params, state)` gives the weights at
-    which the gradient is taken, and the optimizer's update gets them as `point`.
+    The next step overwrites what was yielded, and begins when it is in the directory: what was cut
+    off goes on at the draw that was yielded last, and yields it again.
+
+    `place(key, params, state)` gives the weights at which the gradient is taken, and the
+    optimizer's update gets them as `point`.
     """
     optimizer = optax.with_extra_args_support(optimizer)
 
@@ -155,16 +184,28 @@ def train(
         return optax.apply_updates(params, updates), state
 
     params, key = jax.tree.map(_own, start), jax.random.key(seed)
-    state = optimizer.init(params)
+    state, drawn = optimizer.init(params), 0
+    directory.mkdir(parents=True, exist_ok=True)
+    last, told = directory / "last.msgpack", json.dumps(dataclasses.asdict(settings))
+    if last.exists():
+        like = told, drawn, params, state
+        found: Any = serialization.from_bytes(like, last.read_bytes())
+        before, drawn, params, state = found
+        if before != told:
+            raise SystemExit(f"{directory} is of other settings: {before}. Delete it.")
+        yield drawn - 1, params, state
     # Each `iter` of the batches is another pass.
     batches = task.batches(settings.sampling_batch_size, seed)
     passes = itertools.chain.from_iterable(itertools.repeat(batches))
     num_steps = settings.num_warmup + settings.num_draws * settings.thin
-    for number, batch in enumerate(itertools.islice(passes, num_steps), 1):
+    done = settings.num_warmup + drawn * settings.thin if drawn else 0
+    for number, batch in enumerate(itertools.islice(passes, done, num_steps), done + 1):
         params, state = step(params, state, key, number, batch)
         after = number - settings.num_warmup
         if after > 0 and after % settings.thin == 0:
-            yield params, state
+            drawn = after // settings.thin
+            yield drawn - 1, params, state
+            _save(last, (told, drawn, params, state))
 
 
 class IvonState(NamedTuple):
@@ -267,6 +308,18 @@ def gaussian(key: jax.Array, mean: Any, precision: Any) -> Any:
     """Draw from a Gaussian with a diagonal precision."""
     noise = optax.tree.random_like(key, mean)
     return jax.tree.map(lambda m, z, p: m + z / jnp.sqrt(p), mean, noise, precision)
+
+
+def _save(path: Path, tree: Any):
+    """Write a file that is whole or not there."""
+    part = path.with_suffix(".part")
+    part.write_bytes(serialization.to_bytes(jax.device_get(tree)))
+    part.rename(path)
+
+
+def _one(start: Any) -> Any:
+    """Weights of the one member, on the host."""
+    return jax.tree.map(lambda x: np.asarray(x)[0], start)
 
 
 def _own(x: Any) -> jax.Array:

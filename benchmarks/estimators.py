@@ -36,7 +36,7 @@ def split(data: str, seed: int, test_size: float = 0.2) -> tuple[Rows, Rows]:
     if data == "digits":
         x, y = load_digits(return_X_y=True)
     else:
-        splits = uci(data, seed, download=False)
+        splits = uci(data, seed)
         rows = splits.train, splits.valid, splits.test
         x, y = (np.concatenate([part[axis] for part in rows]) for axis in range(2))
     parts: Any = train_test_split(x, y, test_size=test_size, random_state=seed)

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import resource
+import shutil
 import time
 import warnings
 from collections.abc import Mapping
@@ -213,7 +214,8 @@ def run_chain(cell: dict[str, Any], settings: Settings, member: int, work: Path)
     task, seed = load(cell["task"], settings), member_of(cell, member)
     if cell["method"] in BASELINES:
         baseline = BASELINES[cell["method"]]
-        draws = baseline(task, settings, start, 2 * seed + 1, cell["options"])
+        where, options = path.with_suffix(""), cell["options"]
+        draws = baseline(task, settings, start, 2 * seed + 1, options, where)
         told = {"settings": {k: v for k, v in draws.settings.items() if k != "name"}}
     elif cell["method"] != ENSEMBLE:
         draws, told = chain_of(cell, settings, start, member, path.with_suffix(""))
@@ -226,6 +228,8 @@ def run_chain(cell: dict[str, Any], settings: Settings, member: int, work: Path)
     kept: dict[str, Any] = {"told": json.dumps(told), **found}
     np.savez(part, **kept)
     part.rename(path)
+    if cell["method"] in BASELINES:
+        shutil.rmtree(path.with_suffix(""), ignore_errors=True)
     print(path.name, told, flush=True)
     return path
 

@@ -4,8 +4,8 @@ Trains a deep ensemble with AdamW that predicts mean and noise, starts one pSMIL
 its members, compares the two on test data, and writes everything into a directory, with a report
 that tells whether the chains can be trusted.
 
-Data: `energy`, `airfoil` or `concrete` from the folder that OPTAX_SMILE_DATA names, else from
-OpenML; `diabetes` comes with scikit-learn. A minute on two cores.
+Data: `energy`, `airfoil` or `concrete` from the folder that OPTAX_SMILE_DATA names, or with
+`--download` from OpenML; `diabetes` comes with scikit-learn. A minute on two cores.
 
     python examples/uci.py --data energy --directory run     # writes run/report.html
     python examples/uci.py --sampler smile                   # another sampler: one changed word
@@ -61,10 +61,10 @@ class Network(nn.Module):
         return nn.Dense(1)(x)[:, 0], log_std
 
 
-def load(name: str, seed: int) -> Splits:
+def load(name: str, seed: int, download: bool) -> Splits:
     """Data of `data.uci`; what is not to be had ends the script."""
     try:
-        return uci(name, seed)
+        return uci(name, seed, download)
     except FileNotFoundError as error:
         raise SystemExit(f"{error}, or take --data diabetes, which needs no network.") from error
 
@@ -87,9 +87,11 @@ def batches_of(data, batch_size: int, seed: int):
     return [tuple(array[batch] for array in data) for batch in rows]
 
 
-def run(config: Config, data: str, sampler: str, directory: Path) -> dict[str, dict[str, float]]:
+def run(
+    config: Config, data: str, sampler: str, directory: Path, download: bool = False
+) -> dict[str, dict[str, float]]:
     """Train, sample, predict; scores on test data by method."""
-    train, valid, (inputs, targets), _ = load(data, config.seed)
+    train, valid, (inputs, targets), _ = load(data, config.seed, download)
     network = Network(config.width)
     key = jax.random.key(config.seed)
 
@@ -152,6 +154,7 @@ def main():
     parser.add_argument(
         "--data", default="energy", choices=["energy", "airfoil", "concrete", "diabetes"]
     )
+    parser.add_argument("--download", action="store_true", help="ask OpenML where data are missing")
     parser.add_argument(
         "--sampler",
         default="psmile",
@@ -168,7 +171,7 @@ def main():
         )
     directory = arguments.directory or Path(tempfile.mkdtemp(prefix="uci-"))
 
-    table = run(config, arguments.data, arguments.sampler, directory)
+    table = run(config, arguments.data, arguments.sampler, directory, arguments.download)
     print(f"\n{'test set':15}" + "".join(f"{score:>15}" for score in table["deep ensemble"]))
     for name, row in table.items():
         print(f"{name:15}" + "".join(f"{value:15.4f}" for value in row.values()))

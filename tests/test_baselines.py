@@ -1,5 +1,6 @@
 """Checkpoints, IVON and Laplace's approximation of `benchmarks/`, against closed forms."""
 
+import dataclasses
 import sys
 import types
 from pathlib import Path
@@ -51,7 +52,7 @@ def assert_same(mine, theirs):
     jax.tree.map(np.testing.assert_array_equal, mine, theirs)
 
 
-def test_checkpoints_are_those_of_adamw():
+def test_checkpoints_are_those_of_adamw(tmp_path):
     """Bit for bit, over the end of a pass: 11 steps of 4 batches a pass."""
     task, start = logistic((35,), "categorical"), weights(KERNEL)
     optimizer = optax.adamw(0.03, weight_decay=0.2)
@@ -69,12 +70,49 @@ def test_checkpoints_are_those_of_adamw():
             kept.append(params)
     options = {"learning_rate": 0.03, "weight_decay": 0.2}
     given = member(start)
-    draws = baselines.checkpoints(task, SETTINGS, given, 7, options)
+    draws = baselines.checkpoints(task, SETTINGS, given, 7, options, tmp_path)
     assert len(kept) == len(draws) == 3
     for mine, theirs in zip(draws, kept, strict=True):
         assert_same(mine, theirs)
     assert_same(given, member(start))
     assert draws.settings == {"name": "checkpoints", **options}
+
+
+@pytest.mark.parametrize("method", ["checkpoints", "ivon"])
+@pytest.mark.parametrize("cut", [1, 8, 10, 11])
+def test_training_that_was_cut_off_goes_on(method, cut, tmp_path, monkeypatch):
+    """Bit for bit: before the first draw, between draws, after the last."""
+    task, start = logistic((35,), "categorical"), member(weights(KERNEL))
+    baseline = baselines.METHODS[method]
+    whole = baseline(task, SETTINGS, start, 7, {}, tmp_path / "whole")
+
+    class Cut(Exception): ...
+
+    passes = task.batches(8, 7)
+
+    class Batches:
+        def __iter__(self):
+            for batch in passes:
+                if self.left == 0:
+                    raise Cut
+                self.left -= 1
+                yield batch
+
+        left = cut
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Experiment, "batches", lambda *_: Batches())
+        if cut < 11:
+            with pytest.raises(Cut):
+                baseline(task, SETTINGS, start, 7, {}, tmp_path / "cut")
+        else:
+            baseline(task, SETTINGS, start, 7, {}, tmp_path / "cut")
+    found = baseline(task, SETTINGS, start, 7, {}, tmp_path / "cut")
+    assert_same(found.params, whole.params)
+    if cut > 7:
+        other = dataclasses.replace(SETTINGS, thin=3)
+        with pytest.raises(SystemExit, match="is of other settings"):
+            baseline(task, other, start, 7, {}, tmp_path / "cut")
 
 
 def test_ivon_steps_are_those_of_the_paper():
@@ -109,7 +147,7 @@ def test_ivon_steps_are_those_of_the_paper():
     assert lowest < 0 < np.min(h) + delta
 
 
-def test_ivon_finds_a_gaussian():
+def test_ivon_finds_a_gaussian(tmp_path):
     """Of a quadratic loss: (A + delta)^-1 A mu, variance 1 / (lambda (diag A + delta)).
 
     400 copies with the same A, which is not diagonal. Of the variance over copies and draws 0.5 %
@@ -127,7 +165,7 @@ def test_ivon_finds_a_gaussian():
     )
     settings = Settings(num_warmup=1_750, num_draws=250, thin=1)
     options = NUMBERS | {"learning_rate": 0.1, "hessian_decay": 0.995}
-    draws = baselines.ivon(task, settings, jnp.zeros((1, 400, 2)), 3, options).params[0]
+    draws = baselines.ivon(task, settings, jnp.zeros((1, 400, 2)), 3, options, tmp_path).params[0]
     expected = np.linalg.solve(matrix + delta * np.eye(2), matrix @ goal)
     np.testing.assert_allclose(draws.mean((0, 1)), expected, atol=2e-3)
     variance = 1 / (lam * (np.diag(matrix) + delta))
@@ -166,7 +204,8 @@ def test_laplace_has_the_precision_of_data_and_prior():
     task, start = logistic((256,), "categorical"), weights(KERNEL)
     settings = Settings(num_draws=900, sampling_batch_size=64)
     options = {"prior_precisions": [30.0], "num_tried": 1}
-    draws = baselines.laplace(task, settings, member(start), 5, options).params["params"]["kernel"]
+    found = baselines.laplace(task, settings, member(start), 5, options, Path())
+    draws = found.params["params"]["kernel"]
     information = baselines.fisher(task, settings, start, 5, 16)["params"]["kernel"]
     expected = 1 / (256 * np.asarray(information) + 30.0)
     np.testing.assert_allclose(draws[0].var(0), expected, rtol=0.21)
@@ -189,11 +228,13 @@ def test_laplace_chooses_its_prior_by_validation(scale, best):
         return np.mean(logsumexp(density, axis=0) - np.log(len(density)))
 
     grid = [1.0, 1e3]
-    alone = [
-        baselines.laplace(task, settings, start, 5, {"prior_precisions": [delta]}) for delta in grid
-    ]
+
+    def of(grid):
+        return baselines.laplace(task, settings, start, 5, {"prior_precisions": grid}, Path())
+
+    alone = [of([delta]) for delta in grid]
     with pytest.warns(UserWarning, match="an end of the grid"):
-        found = baselines.laplace(task, settings, start, 5, {"prior_precisions": grid})
+        found = of(grid)
     told = found.settings
     assert told is not None and told["prior_precision"] == best
     np.testing.assert_allclose(told["tried"], [lppd(draws) for draws in alone], rtol=1e-5)
@@ -203,6 +244,6 @@ def test_laplace_chooses_its_prior_by_validation(scale, best):
 def test_laplace_says_what_it_cannot():
     task, start = logistic((16,), "gaussian"), member(weights(KERNEL))
     with pytest.raises(ValueError, match="classes or tokens, got 'gaussian'"):
-        baselines.laplace(task, SETTINGS, start, 0, {})
+        baselines.laplace(task, SETTINGS, start, 0, {}, Path())
     with pytest.raises(ValueError, match=r"got \['chunks'\]"):
-        baselines.laplace(task, SETTINGS, start, 0, {"chunks": 3})
+        baselines.laplace(task, SETTINGS, start, 0, {"chunks": 3}, Path())

@@ -230,12 +230,12 @@ def test_uci_without_network(folder, monkeypatch):
     monkeypatch.setattr(datasets, "fetch_openml", unreachable)
     text = "OpenML cannot be reached .no route to host.*OPTAX_SMILE_DATA.*uci/airfoil.data"
     with pytest.raises(FileNotFoundError, match=text):
-        data.uci("airfoil")
+        data.uci("airfoil", download=True)
     with pytest.raises(FileNotFoundError, match="yacht, which is not on OpenML.*uci/yacht.txt"):
         data.uci("yacht")
     monkeypatch.setattr(datasets, "fetch_openml", None)
-    with pytest.raises(FileNotFoundError, match="not to be downloaded"):
-        data.uci("airfoil", download=False)
+    with pytest.raises(FileNotFoundError, match="`download=True` .* asks OpenML"):
+        data.uci("airfoil")
 
 
 # Wrong arguments.

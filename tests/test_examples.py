@@ -3,6 +3,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -44,9 +45,11 @@ def test_uci_without_data_or_network(tmp_path):
     command = [sys.executable, str(EXAMPLES / "uci.py"), "--smoke", "--data", "energy"]
     environment = {name: x for name, x in os.environ.items() if name != "OPTAX_SMILE_DATA"}
     environment |= {"SCIKIT_LEARN_DATA": str(tmp_path), "https_proxy": "http://127.0.0.1:9"}
-    run = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert run.returncode == 1 and "Traceback" not in run.stderr
-    assert "Set OPTAX_SMILE_DATA to a folder with uci/energy.data, or take" in run.stderr
+    for asked, told in ([], "`--download`) asks OpenML"), (["--download"], "OpenML cannot be"):
+        run = subprocess.run([*command, *asked], capture_output=True, text=True, env=environment)
+        assert run.returncode == 1 and "Traceback" not in run.stderr
+        assert "Set OPTAX_SMILE_DATA to a folder with uci/energy.data, or take" in run.stderr
+        assert told in run.stderr
 
 
 def run_multi_device(*arguments, num_devices) -> subprocess.CompletedProcess[str]:
@@ -122,6 +125,23 @@ def test_networks_of_the_paper(name, tmp_path):
         text = tmp_path / "nanogpt-text.html"
         assert written[1] == f"text: {text}" and text.read_text().count('nats" style') > 30
         assert lines() == found
+
+
+def test_a_report_that_is_no_page_is_refused_before_the_run():
+    command = [sys.executable, str(EXAMPLES / "lenet.py"), "--smoke", "--output", "page.txt"]
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert run.returncode == 2 and "--output must end in .html, got page.txt" in run.stderr
+
+
+@pytest.mark.parametrize("num_chains, num_draws", [(2, 16), (4, 10), (3, 2), (1, 1), (8, 1)])
+def test_text_is_written_by_draws_of_every_chain(num_chains, num_draws):
+    sys.path[:0] = [str(EXAMPLES)]
+    import nanogpt
+
+    chosen = nanogpt.spread(num_chains, num_draws)
+    assert len(set(chosen)) == min(nanogpt.NUM_VOICES, num_chains * num_draws)
+    counts = np.bincount([place % num_chains for place in chosen], minlength=num_chains)
+    assert counts.max() - counts.min() <= 1
 
 
 def test_networks_without_data():

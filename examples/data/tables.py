@@ -31,7 +31,7 @@ OPENML = {
 TWO_TARGETS = ("naval",)
 
 
-def uci(name: str, seed: int = 0, download: bool = True) -> Splits:
+def uci(name: str, seed: int = 0, download: bool = False) -> Splits:
     """70 % to train, 10 % and 20 %, standardized by the training part.
 
     Args:
@@ -79,9 +79,12 @@ def _read(name: str, download: bool) -> np.ndarray:
         table = np.loadtxt(paths[0])
         return table[:, :-1] if name in TWO_TARGETS else table
     remedy = f"Set OPTAX_SMILE_DATA to a folder with {file}"
-    if not (download and name in OPENML):
-        reason = "not to be downloaded" if name in OPENML else "not on OpenML in this form"
-        raise FileNotFoundError(f"No data for {name}, which is {reason}. {remedy}")
+    if name not in OPENML:
+        told = f"No data for {name}, which is not on OpenML in this form. {remedy}"
+        raise FileNotFoundError(told)
+    if not download:
+        told = f"No data for {name}. `download=True` (`--download`) asks OpenML for it. {remedy}"
+        raise FileNotFoundError(told)
     from sklearn.datasets import fetch_openml
 
     try:
