@@ -74,14 +74,15 @@ def cells(found: Sequence[Record]) -> Table:
     """Every method of the small form, mean over the seeds; time is that of one chain."""
     rows, used = [], []
     for (task, form, method, options), group in _groups(found).items():
-        if form != "small":
+        kind, *varied = form.split()
+        if kind != "small":
             continue
         used += group
         chains = [chain for record in group for chain in record["chains"]]
         seconds = [x["seconds"][1] for x in chains if x["seconds"][1] is not None]
         rows.append(
             [
-                *(NAMES[task], method, _told(options)),
+                *(", ".join([NAMES[task], *varied]), method, _told(options)),
                 *(mean_error([r[s] for r in group if s in r], 4) for s in SCORES.values()),
                 number(fmean(r["single"]["lppd"] for r in group), 4),
                 number(fmean(seconds), 0) if seconds else "resumed",
@@ -95,8 +96,8 @@ def cells(found: Sequence[Record]) -> Table:
 def tiny(found: Sequence[Record]) -> Table:
     """Every method and setting of the paper's tables in the tiny form, and how its chains went.
 
-    Energy errors are those of the first and of the last tenth of a run; paths are in units of the
-    norm of the weights that they began with.
+    Energy errors are those of the first and of the last tenth of the draws; paths are in units of
+    the norm of the weights that they began with.
     """
     groups, rows, used = _groups(found), [], []
     for (task, form, method, options), group in groups.items():
@@ -104,29 +105,33 @@ def tiny(found: Sequence[Record]) -> Table:
         if kind != "tiny":
             continue
         used += group
-        varied = [setting.split("=") for setting in settings]
+        varied = [(name, x) for name, _, x in (setting.partition("=") for setting in settings)]
         base = groups.get((task, form, ENSEMBLE, ()), [])
         chains = [chain for record in group for chain in record["chains"]]
-        energies = [[x[0], x[-1]] for c in chains if (x := c.get("energy_mean"))]
-        ends = [short(fmean(x)) for x in zip(*energies, strict=True) if None not in x]
         gone = [c["distance"] / c["norms"][0] for c in chains if "distance" in c]
         undone = [c["num_rejected"] for c in chains if "num_rejected" in c]
         rows.append(
             [
                 NAMES[task],
                 method,
-                _told([*options, *((name, float(x)) for name, x in varied)]),
+                _told([*options, *varied]),
                 mean_error([r["lppd"] for r in group], 4),
                 "" if method == ENSEMBLE else mean_error(_paired(group, base, "lppd"), 4, "+"),
                 mean_error([r["accuracy"] for r in group], 3),
                 number(fmean(r["single"]["lppd"] for r in group), 4),
-                " to ".join(ends),
+                *(_ends(chains, name) for name in ("energy_mean", "energy_std")),
                 number(fmean(undone), 0) if undone else "",
                 short(fmean(gone)) if gone else "",
             ]
         )
     header = ["network", "method", "options", "LPPD", "gain", "accuracy", "one chain"]
-    return Table([*header, "energy error", "undone", "path"], rows, used)
+    return Table([*header, "energy error", "its SD", "undone", "path"], rows, used)
+
+
+def _ends(chains: Sequence[Record], name: str) -> str:
+    """Means over chains of the first and the last tenth of the draws."""
+    tenths = [[x[0], x[-1]] for chain in chains if (x := chain.get(name))]
+    return " to ".join(number(fmean(x), 0) for x in zip(*tenths, strict=True) if None not in x)
 
 
 def corruptions(found: Sequence[Record]) -> Table:
