@@ -1,16 +1,7 @@
 r"""Baselines of `networks.py` that are no samplers: checkpoints, IVON, Laplace's approximation.
 
-Each is `name(task, settings, start, seed, options, directory)` and gives draws to predict with:
-
-    task: network and data.
-    settings: as many gradients as a sampler takes, on the batches that `experiment.draw` gives it
-        with the same seed.
-    start: trained weights of one member `[1, ...]`, as `experiment.warm_start` gives them.
-    seed: of the batches and of all that is random.
-    options: numbers that differ from the method's `DEFAULTS`.
-    directory: folder from which training that was cut off goes on.
-
-The draws are `Snapshots` of one chain, which iterate as parameter trees without a chain axis; their
+Each is `name(run, options)`, with the numbers that differ from the method's `DEFAULTS` as options,
+and gives draws to predict with. The draws are `Snapshots` of one chain, which iterate as parameter trees without a chain axis; their
 `settings` tell the name, the options and what was found.
 """
 
@@ -54,42 +45,47 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 }
 
 
-def checkpoints(
-    task: Experiment,
-    settings: Settings,
-    start: Any,
-    seed: int,
-    options: Mapping[str, Any],
-    directory: Path,
-) -> optax_smile.Snapshots:
+class Run(NamedTuple):
+    """Where a baseline begins and how long it is.
+
+    Attributes:
+        task: network and data.
+        settings: as many gradients as a sampler takes, on the batches that `experiment.draw` gives
+            it with the same seed.
+        start: trained weights of one member `[1, ...]`, as `experiment.warm_start` gives them.
+        seed: of the batches and of all that is random.
+        directory: folder from which training that was cut off goes on.
+    """
+
+    task: Experiment
+    settings: Settings
+    start: Any
+    seed: int
+    directory: Path
+
+
+def checkpoints(run: Run, options: Mapping[str, Any]) -> optax_smile.Snapshots:
     """Go on with AdamW at a constant rate; keep every `thin`-th weights after the warm-up.
 
     Options: `learning_rate` and `weight_decay` of `optax.adamw`. Its moments begin at zero, as a
     warm start keeps weights alone.
     """
     chosen = _chosen("checkpoints", options)
-    paths = [directory / f"draw-{i}.msgpack" for i in range(settings.num_draws)]
-    for number, params, _ in train(task, settings, start, seed, optax.adamw(**chosen), directory):
+    paths = [run.directory / f"draw-{i}.msgpack" for i in range(run.settings.num_draws)]
+    for number, params, _ in train(run, optax.adamw(**chosen)):
         _save(paths[number], params)
-    draws = [serialization.from_bytes(_one(start), path.read_bytes()) for path in paths]
-    return _snapshots("checkpoints", chosen, start, draws)
+    draws = [serialization.from_bytes(run.start, path.read_bytes()) for path in paths]
+    return _snapshots("checkpoints", chosen, run.start, draws)
 
 
-def ivon(
-    task: Experiment,
-    settings: Settings,
-    start: Any,
-    seed: int,
-    options: Mapping[str, Any],
-    directory: Path,
-) -> optax_smile.Snapshots:
+def ivon(run: Run, options: Mapping[str, Any]) -> optax_smile.Snapshots:
     """Fit a diagonal Gaussian around the weights by IVON and draw from it.
 
     Options: those of `ivon_optimizer`. The learning rate falls to zero along a cosine. A
     `weight_decay` of `prior_precision / num_data` is the prior of the samplers. At the end
     `hess_init` has the weight `hessian_decay ** steps` in the Hessian: much in few steps.
     """
-    chosen = _chosen("ivon", options)
+    chosen, task, settings = _chosen("ivon", options), run.task, run.settings
     num_steps = settings.num_warmup + settings.num_draws * settings.thin
     rate = optax.cosine_decay_schedule(chosen["learning_rate"], num_steps)
     optimizer = ivon_optimizer(**chosen | {"learning_rate": rate, "num_data": task.num_data})
@@ -100,19 +96,12 @@ def ivon(
     def place(key, mean, state):
         return gaussian(key, mean, precision_of(state))
 
-    *_, (_, mean, state) = train(task, settings, start, seed, optimizer, directory, place)
-    draws = list(_drawn(seed, mean, precision_of(state), settings.num_draws))
-    return _snapshots("ivon", chosen, start, draws)
+    *_, (_, mean, state) = train(run, optimizer, place)
+    draws = list(_drawn(run.seed, mean, precision_of(state), settings.num_draws))
+    return _snapshots("ivon", chosen, run.start, draws)
 
 
-def laplace(
-    task: Experiment,
-    settings: Settings,
-    start: Any,
-    seed: int,
-    options: Mapping[str, Any],
-    directory: Path,
-) -> optax_smile.Snapshots:
+def laplace(run: Run, options: Mapping[str, Any]) -> optax_smile.Snapshots:
     r"""Draw from N(start, 1 / (N F + delta)), with a diagonal precision.
 
     N is the number of targets, F the Fisher diagonal of each by `fisher`, delta the precision of
@@ -129,8 +118,8 @@ def laplace(
     Differs: own code, as laplax 0.0.2 takes one product with the Gauss-Newton matrix for each
     parameter (`laplax.util.mv.diagonal`), 61,706 for LeNet. Draws go through the network as it is.
     """
-    del directory
     chosen = _chosen("laplace", options)
+    task, settings, start, seed, _ = run
     if task.likelihood not in ("categorical", "tokens"):
         raise ValueError(f"`laplace` takes classes or tokens, got {task.likelihood!r}.")
     mean = jax.tree.map(_own, start)
@@ -158,12 +147,8 @@ METHODS = {"checkpoints": checkpoints, "ivon": ivon, "laplace": laplace}
 
 
 def train(
-    task: Experiment,
-    settings: Settings,
-    start: Any,
-    seed: int,
+    run: Run,
     optimizer: optax.GradientTransformation,
-    directory: Path,
     place: Callable[[jax.Array, Any, Any], Any] = lambda key, params, state: params,
 ) -> Iterator[tuple[int, Any, Any]]:
     """Train on the batches of a sampler; yield number, weights and state where it makes a draw.
@@ -174,6 +159,7 @@ def train(
     `place(key, params, state)` gives the weights at which the gradient is taken, and the
     optimizer's update gets them as `point`.
     """
+    task, settings, start, seed, directory = run
     optimizer = optax.with_extra_args_support(optimizer)
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
@@ -315,11 +301,6 @@ def _save(path: Path, tree: Any):
     part = path.with_suffix(".part")
     part.write_bytes(serialization.to_bytes(jax.device_get(tree)))
     part.rename(path)
-
-
-def _one(start: Any) -> Any:
-    """Weights of the one member, on the host."""
-    return jax.tree.map(lambda x: np.asarray(x)[0], start)
 
 
 def _own(x: Any) -> jax.Array:

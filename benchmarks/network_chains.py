@@ -214,8 +214,8 @@ def run_chain(cell: dict[str, Any], settings: Settings, member: int, work: Path)
     task, seed = load(cell["task"], settings), member_of(cell, member)
     if cell["method"] in BASELINES:
         baseline = BASELINES[cell["method"]]
-        where, options = path.with_suffix(""), cell["options"]
-        draws = baseline(task, settings, start, 2 * seed + 1, options, where)
+        run = baselines.Run(task, settings, start, 2 * seed + 1, path.with_suffix(""))
+        draws = baseline(run, cell["options"])
         told = {"settings": {k: v for k, v in draws.settings.items() if k != "name"}}
     elif cell["method"] != ENSEMBLE:
         draws, told = chain_of(cell, settings, start, member, path.with_suffix(""))

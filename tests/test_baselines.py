@@ -1,5 +1,6 @@
 """Checkpoints, IVON and Laplace's approximation of `benchmarks/`, against closed forms."""
 
+import contextlib
 import dataclasses
 import sys
 import types
@@ -17,6 +18,7 @@ from scipy.special import log_softmax, logsumexp, softmax
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "benchmarks")]
 import baselines  # noqa: E402
+from baselines import Run  # noqa: E402
 from data import Splits  # noqa: E402
 from experiment import Experiment, Settings  # noqa: E402
 
@@ -70,7 +72,7 @@ def test_checkpoints_are_those_of_adamw(tmp_path):
             kept.append(params)
     options = {"learning_rate": 0.03, "weight_decay": 0.2}
     given = member(start)
-    draws = baselines.checkpoints(task, SETTINGS, given, 7, options, tmp_path)
+    draws = baselines.checkpoints(Run(task, SETTINGS, given, 7, tmp_path), options)
     assert len(kept) == len(draws) == 3
     for mine, theirs in zip(draws, kept, strict=True):
         assert_same(mine, theirs)
@@ -83,14 +85,15 @@ def test_checkpoints_are_those_of_adamw(tmp_path):
 def test_training_that_was_cut_off_goes_on(method, cut, tmp_path, monkeypatch):
     """Bit for bit: before the first draw, between draws, after the last."""
     task, start = logistic((35,), "categorical"), member(weights(KERNEL))
-    baseline = baselines.METHODS[method]
-    whole = baseline(task, SETTINGS, start, 7, {}, tmp_path / "whole")
+    baseline, passes = baselines.METHODS[method], task.batches(8, 7)
+    run = Run(task, SETTINGS, start, 7, tmp_path / "cut")
+    whole = baseline(run._replace(directory=tmp_path / "whole"), {})
 
     class Cut(Exception): ...
 
-    passes = task.batches(8, 7)
-
     class Batches:
+        left = cut
+
         def __iter__(self):
             for batch in passes:
                 if self.left == 0:
@@ -98,21 +101,15 @@ def test_training_that_was_cut_off_goes_on(method, cut, tmp_path, monkeypatch):
                 self.left -= 1
                 yield batch
 
-        left = cut
-
     with monkeypatch.context() as patch:
         patch.setattr(Experiment, "batches", lambda *_: Batches())
-        if cut < 11:
-            with pytest.raises(Cut):
-                baseline(task, SETTINGS, start, 7, {}, tmp_path / "cut")
-        else:
-            baseline(task, SETTINGS, start, 7, {}, tmp_path / "cut")
-    found = baseline(task, SETTINGS, start, 7, {}, tmp_path / "cut")
-    assert_same(found.params, whole.params)
+        with pytest.raises(Cut) if cut < 11 else contextlib.nullcontext():
+            baseline(run, {})
+    assert_same(baseline(run, {}).params, whole.params)
     if cut > 7:
         other = dataclasses.replace(SETTINGS, thin=3)
         with pytest.raises(SystemExit, match="is of other settings"):
-            baseline(task, other, start, 7, {}, tmp_path / "cut")
+            baseline(run._replace(settings=other), {})
 
 
 def test_ivon_steps_are_those_of_the_paper():
@@ -165,7 +162,8 @@ def test_ivon_finds_a_gaussian(tmp_path):
     )
     settings = Settings(num_warmup=1_750, num_draws=250, thin=1)
     options = NUMBERS | {"learning_rate": 0.1, "hessian_decay": 0.995}
-    draws = baselines.ivon(task, settings, jnp.zeros((1, 400, 2)), 3, options, tmp_path).params[0]
+    run = Run(task, settings, jnp.zeros((1, 400, 2)), 3, tmp_path)
+    draws = baselines.ivon(run, options).params[0]
     expected = np.linalg.solve(matrix + delta * np.eye(2), matrix @ goal)
     np.testing.assert_allclose(draws.mean((0, 1)), expected, atol=2e-3)
     variance = 1 / (lam * (np.diag(matrix) + delta))
@@ -204,7 +202,7 @@ def test_laplace_has_the_precision_of_data_and_prior():
     task, start = logistic((256,), "categorical"), weights(KERNEL)
     settings = Settings(num_draws=900, sampling_batch_size=64)
     options = {"prior_precisions": [30.0], "num_tried": 1}
-    found = baselines.laplace(task, settings, member(start), 5, options, Path())
+    found = baselines.laplace(Run(task, settings, member(start), 5, Path()), options)
     draws = found.params["params"]["kernel"]
     information = baselines.fisher(task, settings, start, 5, 16)["params"]["kernel"]
     expected = 1 / (256 * np.asarray(information) + 30.0)
@@ -227,10 +225,10 @@ def test_laplace_chooses_its_prior_by_validation(scale, best):
         density = logs[:, np.arange(len(targets)), targets]
         return np.mean(logsumexp(density, axis=0) - np.log(len(density)))
 
-    grid = [1.0, 1e3]
+    grid, run = [1.0, 1e3], Run(task, settings, start, 5, Path())
 
     def of(grid):
-        return baselines.laplace(task, settings, start, 5, {"prior_precisions": grid}, Path())
+        return baselines.laplace(run, {"prior_precisions": grid})
 
     alone = [of([delta]) for delta in grid]
     with pytest.warns(UserWarning, match="an end of the grid"):
@@ -242,8 +240,8 @@ def test_laplace_chooses_its_prior_by_validation(scale, best):
 
 
 def test_laplace_says_what_it_cannot():
-    task, start = logistic((16,), "gaussian"), member(weights(KERNEL))
+    run = Run(logistic((16,), "gaussian"), SETTINGS, member(weights(KERNEL)), 0, Path())
     with pytest.raises(ValueError, match="classes or tokens, got 'gaussian'"):
-        baselines.laplace(task, SETTINGS, start, 0, {}, Path())
+        baselines.laplace(run, {})
     with pytest.raises(ValueError, match=r"got \['chunks'\]"):
-        baselines.laplace(task, SETTINGS, start, 0, {"chunks": 3}, Path())
+        baselines.laplace(run, {"chunks": 3})
