@@ -1,13 +1,22 @@
-"""One form for every error: `` `psmile(step_size=...)` must be > 0, got -0.1. ``."""
+"""Constraints of arguments, declared once per function, and the error of a value that breaks one.
+
+A public function declares what its arguments have to be, and the decorator checks them:
+
+    @_check.arguments(thin=_check.Whole(1), mesh=_check._kind(Mesh, "a mesh") | None)
+    def sample(..., thin=1, mesh=None): ...
+
+`DECLARED` has the declarations of all functions; the tests of bad input are made from it.
+"""
 
 import contextlib
+import functools
 import inspect
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextvars import ContextVar
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar, cast, get_args
 
 import jax
 import jax.core
@@ -18,104 +27,420 @@ import numpy as np
 LARGEST_WHOLE = 2**31 - 1
 # Letters of a value that an error shows.
 LONGEST = 200
-_CALLED: ContextVar[tuple[tuple[str, tuple[str, ...], dict[str, str]], ...]] = ContextVar(
-    "called", default=()
-)
+CALL_IT = "Call it."
+NOTHING: Mapping[str, Any] = {}
+# What wrong arguments of a user's function raise inside it.
+MISUSE = (TypeError, ValueError, AttributeError, LookupError, AssertionError)
+
+DECLARED: dict[str, tuple[Callable, Mapping[str, "Constraint"]]] = {}
+Function_ = TypeVar("Function_", bound=Callable)
+
+
+class ArgumentError(ValueError):
+    """An argument that breaks its rule: `` `psmile(step_size=...)` must be > 0, got -0.1. ``
+
+    Attributes:
+        function: name of the function that was called.
+        argument: name of its argument.
+        rule: what the argument must be.
+        got: what it is.
+        advice: what to do; may be empty.
+    """
+
+    def __init__(self, function: str, argument: str, rule: str, got: Any, advice: str = ""):
+        super().__init__(function, argument, rule, got, advice)
+        self.function, self.argument = function, argument
+        self.rule, self.got, self.advice = rule, str(got), advice
+
+    def __str__(self) -> str:
+        message = f"`{self.function}({self.argument}=...)` must be {self.rule}, got {self.got}."
+        return f"{message} {self.advice}".rstrip()
+
+
+def fail(where: str, argument: str, rule: str, got: Any, advice: str = "") -> NoReturn:
+    """Raise the error of an argument that breaks a rule."""
+    raise ArgumentError(where, argument, rule, got, advice)
 
 
 @contextlib.contextmanager
 def called(where: str, *parts: str, **arguments: str) -> Iterator[None]:
-    """Let errors of functions that another one calls speak of the one that the user called.
+    """Let errors of functions that another one calls name the one that the user called.
 
     Args:
         where: the function that the user called.
         parts: functions that it calls.
         arguments: what their arguments are called there, such as `tree="params"`.
     """
-    token = _CALLED.set((*_CALLED.get(), (where, parts, arguments)))
     try:
         yield
-    finally:
-        _CALLED.reset(token)
+    except ArgumentError as error:
+        if error.function in parts:
+            error.function = where
+            error.argument = arguments.get(error.argument, error.argument)
+        raise
 
 
-def fail(where: str, argument: str, rule: str, got: Any, remedy: str = "") -> NoReturn:
-    """Raise the ValueError of the house form."""
-    for name, parts, arguments in reversed(_CALLED.get()):
-        if where in parts:
-            where, argument = name, arguments.get(argument, argument)
-    message = f"`{where}({argument}=...)` must be {rule}, got {got}."
-    raise ValueError(f"{message} {remedy}".rstrip())
+@contextlib.contextmanager
+def calling(where: str, argument: str, rule: str, advice: str = "") -> Iterator[None]:
+    """Turn what a user's function raises when it gets wrong arguments into an `ArgumentError`."""
+    try:
+        yield
+    except ArgumentError:
+        raise
+    except MISUSE as error:
+        first = (str(error).strip().splitlines() or [""])[0][:LONGEST].rstrip(".")
+        fail(where, argument, rule, f"{type(error).__name__}: {first}", advice)
 
 
-def show(value: Any) -> str:
-    """Tell in a few words what was given."""
-    if isinstance(value, (np.ndarray, jax.Array)):
-        traced = "a traced " if isinstance(value, jax.core.Tracer) else ""
-        return f"{traced}{value.dtype}{list(value.shape)}"
-    if isinstance(value, type):
-        return f"the class {value.__name__}"
-    if value is None or isinstance(value, (bool, int, float, complex, str, bytes)):
-        return repr(value)[:LONGEST]
-    return f"a {type(value).__name__}"
+def traced(
+    where: str, argument: str, function: Callable, *given: Any, rule: str, advice: str = ""
+) -> Any:
+    """Return the shapes of what a user's function returns, without running it."""
+    with calling(where, argument, rule, advice):
+        return jax.eval_shape(function, *given)
 
 
-def _repr(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= LONGEST else show(value)
+def arguments(name: str = "", /, **constraints: "Constraint") -> Callable:
+    """Check the arguments of a function, defaults included, before it runs.
 
-
-def is_real(dtype: Any) -> bool:
-    """Tell integers and floating-point numbers, of half precision as well, from everything else."""
-    return jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
-
-
-def number(
-    where: str,
-    argument: str,
-    value: Any,
-    rule: str,
-    holds: Callable[[float], bool],
-    *,
-    traced: bool = True,
-    large: bool = False,
-):
-    """Require a scalar that satisfies `rule`.
+    A constraint may convert its argument: the function gets the result.
 
     Args:
-        where: the function that asks.
-        argument: its argument.
-        value: what it was given.
-        rule: in words.
-        holds: `holds(value)`, whether it is satisfied.
-        traced: whether traced values pass, unchecked.
-        large: whether integers beyond those of JAX do.
+        name: of the function, for errors, where it is not its `__name__`.
+        constraints: by argument.
     """
-    if isinstance(value, jax.core.Tracer) and traced and value.ndim == 0:
-        return
-    is_number = not isinstance(value, (bool, jax.core.Tracer))
-    is_number &= is_real(getattr(value, "dtype", type(value) if is_number else bool))
-    if not is_number or np.ndim(value) != 0:
-        fail(where, argument, f"a number {rule}", _repr(value))
-    try:
-        number = float(value)
-    except OverflowError:
-        number = math.copysign(math.inf, value)
-    if math.isnan(number) or not holds(number):
-        fail(where, argument, rule, _repr(value))
-    if isinstance(value, int) and abs(value) > LARGEST_WHOLE and not large:
-        fail(where, argument, f"{rule}, a float beyond {LARGEST_WHOLE}", _repr(value))
+
+    def decorate(function: Function_) -> Function_:
+        where = name or function.__name__
+        signature = inspect.signature(function)
+        assert set(constraints) <= set(signature.parameters), (where, set(constraints))
+
+        @functools.wraps(function)
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            try:
+                bound = signature.bind(*args, **kwargs)
+            except TypeError:
+                # Python's own error names the function.
+                return function(*args, **kwargs)
+            bound.apply_defaults()
+            given = bound.arguments
+            for argument, constraint in constraints.items():
+                given[argument] = constraint(where, argument, given[argument], given)
+            return function(*bound.args, **bound.kwargs)
+
+        DECLARED[where] = checked, constraints
+        return cast(Function_, checked)
+
+    return decorate
 
 
-def numbers(where: str, argument: str, value: Any, rule: str, holds: Callable[[Any], Any]):
-    """Require a number, or an array of numbers, that satisfies `rule`; traced values pass."""
-    if isinstance(value, (np.ndarray, jax.Array)) and np.ndim(value) > 0:
-        if not is_real(value.dtype):
-            fail(where, argument, f"numbers {rule}", f"an array of {value.dtype}")
-        if isinstance(value, jax.core.Tracer):
-            return
-        return _every(where, argument, np.asarray(value), rule, holds)
-    number(where, argument, value, rule, holds)
+class Constraint:
+    """A rule for an argument. Calling it returns the value as the function takes it, or raises."""
+
+    text: str
+
+    @property
+    def rule(self) -> str:
+        """The rule in words, for errors."""
+        return self.text
+
+    def __call__(
+        self, where: str, argument: str, value: Any, given: Mapping[str, Any] = NOTHING
+    ) -> Any:
+        """Check a value; `given` has the arguments with constraints declared before, checked."""
+        raise NotImplementedError
+
+    def __or__(self, other: "Constraint | None") -> "Constraint":
+        return Either((self, NONE if other is None else other))
+
+
+@dataclass(frozen=True)
+class Either(Constraint):
+    """A value that satisfies one of several constraints."""
+
+    options: tuple[Constraint, ...]
+
+    @property
+    def rule(self) -> str:
+        """The rules of all options."""
+        return ", or ".join(option.rule for option in self.options)
+
+    def __call__(self, where, argument, value, given=NOTHING):
+        errors = []
+        for option in self.options:
+            try:
+                return option(where, argument, value, given)
+            except ArgumentError as error:
+                errors.append(error)
+        others = [option.rule for option in self.options[1:]]
+        first = errors[0]
+        fail(where, argument, ", or ".join([first.rule, *others]), first.got, first.advice)
+
+
+@dataclass(frozen=True)
+class Where(Constraint):
+    """A value for which `holds(value)`."""
+
+    text: str
+    holds: Callable[[Any], Any]
+    advice: str = ""
+
+    def __call__(self, where, argument, value, given=NOTHING):
+        if not self.holds(value):
+            is_maker = self.advice == CALL_IT and not callable(value)
+            fail(where, argument, self.text, show(value), "" if is_maker else self.advice)
+        return value
+
+
+def kind(kinds: Any, text: str, advice: str = "") -> Where:
+    """Require an instance of a class, or of one of several."""
+    return Where(text, lambda value: isinstance(value, kinds), advice)
+
+
+@dataclass(frozen=True)
+class OneOf(Constraint):
+    """One of the words of a `Literal` type, or of a mapping."""
+
+    words: Any
+
+    @property
+    def rule(self) -> str:
+        """The words."""
+        return f"one of {', '.join(map(repr, get_args(self.words) or self.words))}"
+
+    def __call__(self, where, argument, value, given=NOTHING):
+        if not isinstance(value, str) or value not in (get_args(self.words) or self.words):
+            fail(where, argument, self.rule, written(value))
+        return value
+
+
+@dataclass(frozen=True)
+class Real(Constraint):
+    """A number in an interval, finite as JAX holds it: in float32, unless x64 is on.
+
+    Attributes:
+        low, high: ends of the interval.
+        open: which of them do not belong to it: "low", "high", "both" or "".
+        traced: whether traced scalars pass, unchecked.
+        large: whether integers beyond those of JAX do.
+        infinite: whether infinite numbers do.
+    """
+
+    low: float = -math.inf
+    high: float = math.inf
+    open: str = ""
+    traced: bool = True
+    large: bool = False
+    infinite: bool = False
+
+    @property
+    def rule(self) -> str:
+        """The interval, as docstrings write it."""
+        left, right = self.open in ("low", "both"), self.open in ("high", "both")
+        if not math.isinf(self.high):
+            high = "pi / 2" if self.high == math.pi / 2 else f"{self.high:g}"
+            return f"in {'[('[left]}{self.low:g}, {high}{'])'[right]}"
+        above = "" if math.isinf(self.low) else f"{'>' if left else '>='} {self.low:g}"
+        return " and ".join(x for x in (above, "" if self.infinite else "finite") if x) or "not NaN"
+
+    def holds(self, numbers: Any) -> Any:
+        """Whether numbers lie in the interval; JAX flushes denormal ones to zero."""
+        kind = np.finfo(jax.dtypes.canonicalize_dtype(np.float64))
+        above, below = numbers >= self.low, numbers <= self.high
+        if self.open in ("low", "both"):
+            above = numbers >= kind.tiny if self.low == 0 else numbers > self.low
+        if self.open in ("high", "both"):
+            below = numbers < self.high
+        return above & below & (self.infinite | (abs(numbers) <= kind.max))
+
+    def __call__(self, where, argument, value, given=NOTHING):
+        if isinstance(value, jax.core.Tracer) and self.traced and value.ndim == 0:
+            return value
+        is_number = not isinstance(value, (bool, jax.core.Tracer))
+        is_number = is_number and is_real(getattr(value, "dtype", type(value)))
+        if not is_number or np.ndim(value) != 0:
+            fail(where, argument, f"a number {self.rule}", written(value))
+        try:
+            number = np.float64(value)
+        except OverflowError:
+            number = np.float64(math.copysign(math.inf, value))
+        if not self.holds(number):
+            fail(where, argument, self.rule, written(value))
+        if isinstance(value, int) and abs(value) > LARGEST_WHOLE and not self.large:
+            fail(where, argument, f"{self.rule}, a float beyond {LARGEST_WHOLE}", written(value))
+        return value
+
+
+@dataclass(frozen=True)
+class Whole(Constraint):
+    """An integer of at least `low` that fits an int32; traced ones pass where they may."""
+
+    low: int
+    traced: bool = False
+
+    @property
+    def rule(self) -> str:
+        """The range."""
+        return f"an integer >= {self.low}"
+
+    def __call__(self, where, argument, value, given=NOTHING):
+        is_traced = isinstance(value, jax.core.Tracer)
+        if is_traced and self.traced:
+            return value
+        is_whole = not isinstance(value, bool) and not is_traced
+        is_whole = is_whole and jnp.issubdtype(getattr(value, "dtype", type(value)), jnp.integer)
+        if not is_whole or np.ndim(value) or value < self.low:
+            fail(where, argument, self.rule, written(value))
+        if value > LARGEST_WHOLE:
+            fail(where, argument, f"an integer <= {LARGEST_WHOLE}", written(value))
+        return value
+
+
+@dataclass(frozen=True)
+class PathLike(Constraint):
+    """The name of a file or folder, which becomes a `Path`."""
+
+    text = "a path"
+
+    def __call__(self, where, argument, value, given=NOTHING):
+        if not isinstance(value, (str, os.PathLike)) or not os.fspath(value):
+            fail(where, argument, self.text, show(value))
+        return Path(os.fsdecode(value))
+
+
+@dataclass(frozen=True)
+class Key(Constraint):
+    """A single JAX key or an integer seed, which becomes a typed key.
+
+    Attributes:
+        purpose: what it is needed for, such as "for a jitter"; None: it is not needed.
+    """
+
+    purpose: str | None = None
+
+    @property
+    def rule(self) -> str:
+        """What it is, and what it is for."""
+        rule = "a JAX key such as jax.random.key(0), a single one, or a seed"
+        return f"{rule} {self.purpose or ''}".rstrip()
+
+    def __call__(self, where, argument, value, given=NOTHING):
+        if value is None and self.purpose is None:
+            return None
+        # What is no key in itself may be the words of none, or a seed beyond 64 bits.
+        with contextlib.suppress(ValueError, TypeError, OverflowError):
+            dtype, ndim = getattr(value, "dtype", type(value)), np.ndim(value)
+            if jnp.issubdtype(dtype, jax.dtypes.prng_key) and ndim == 0:
+                return value
+            if isinstance(value, jax.Array) and dtype == jnp.uint32 and ndim == 1:
+                return jax.random.wrap_key_data(value)
+            if jnp.issubdtype(dtype, jnp.integer) and type(value) is not bool and ndim == 0:
+                return jax.random.key(cast(int, value))
+        advice = "Write `key=0`, or any other seed, among the arguments." if value is None else ""
+        fail(where, argument, self.rule, written(value), advice)
+
+
+@dataclass(frozen=True)
+class Function(Constraint):
+    """A function that can be called as `form` says, such as "(params, batch, key=)"."""
+
+    form: str
+    advice: str = ""
+
+    @property
+    def rule(self) -> str:
+        """What it is a function of."""
+        return f"a function of {self.form}"
+
+    def __call__(self, where, argument, value, given=NOTHING):
+        is_model = hasattr(value, "apply") and hasattr(value, "init")
+        if not callable(value) or isinstance(value, type) or is_model:
+            advice = "Pass a model's `apply`, or its `init`." if is_model else self.advice
+            fail(where, argument, self.rule, show(value), advice)
+        names = [name for name in self.form.strip("()").split(", ") if name]
+        keywords = {name.removesuffix("="): None for name in names if name.endswith("=")}
+        try:
+            signature = inspect.signature(value)
+        except ValueError:
+            # Some that are built in have none.
+            return value
+        try:
+            signature.bind(*names[: len(names) - len(keywords)], **keywords)
+        except TypeError as error:
+            fail(where, argument, self.rule, f"one with the arguments {signature} ({error})")
+        return value
+
+
+@dataclass(frozen=True)
+class Tree(Constraint):
+    """A tree of numbers, or arrays of them; of finite ones, if so, on whatever devices."""
+
+    text: str = "a tree of arrays of numbers"
+    keys: bool = True
+    traced: bool = True
+    finite: bool = False
+
+    def __call__(self, where, argument, value, given=NOTHING):
+        kinds = (jnp.number, jnp.bool_, *(jax.dtypes.prng_key,) * self.keys)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(value):
+            at, is_traced = jax.tree_util.keystr(path), isinstance(leaf, jax.core.Tracer)
+            is_known = isinstance(leaf, (bool, int, float, complex)) or hasattr(leaf, "shape")
+            is_known &= self.traced or not is_traced
+            is_known &= not isinstance(leaf, int) or abs(leaf) <= LARGEST_WHOLE
+            dtype = getattr(leaf, "dtype", type(leaf))
+            if not is_known or not any(jnp.issubdtype(dtype, one) for one in kinds):
+                fail(where, argument, self.text, f"{show(leaf)} at {at}" if at else show(leaf))
+            is_array = isinstance(leaf, (np.ndarray, jax.Array)) and not is_traced
+            # Of several processes each would have to ask at the same time.
+            if self.finite and is_array and getattr(leaf, "is_fully_addressable", True):
+                with jax.ensure_compile_time_eval():
+                    if not bool(jnp.isfinite(leaf).all()):
+                        fail(where, argument, "finite", f"nan or inf at {at or 'the only leaf'}")
+        return value
+
+
+@dataclass(frozen=True)
+class Array(Constraint):
+    """An array on the host, not empty, whose every number satisfies a rule.
+
+    Attributes:
+        axes: their names, "[input, class]"; "..." stands for any more, " or " for a choice; empty:
+            whatever they are.
+        each: rule of the numbers.
+        like: name of an argument declared before whose shape it must have.
+        dtype: to which it is converted; None keeps its own.
+    """
+
+    axes: str = ""
+    each: Real = Real(infinite=True)
+    like: str = ""
+    dtype: Any = float
+
+    @property
+    def rule(self) -> str:
+        """Its axes."""
+        return f"an array {self.axes}, not empty" if self.axes else "an array, not empty"
+
+    def __call__(self, where, argument, value, given=NOTHING):
+        array = host(where, argument, value)
+        array = array if self.dtype is None else array.astype(self.dtype)
+        if not array.size or not any(_has_axes(array.ndim, x) for x in self.axes.split(" or ")):
+            fail(where, argument, self.rule, f"shape {array.shape}")
+        like = np.shape(given[self.like]) if self.like in given else array.shape
+        if array.shape != like:
+            fail(
+                where, argument, f"of shape {like} to go with `{self.like}`", f"shape {array.shape}"
+            )
+        wrong = ~np.asarray(self.each.holds(array), bool)
+        if wrong.any():
+            place = tuple(np.argwhere(wrong)[0].tolist())
+            fail(where, argument, self.each.rule, f"{array[place]} at {place}")
+        return array
+
+
+def _has_axes(number: int, axes: str) -> bool:
+    names = axes.strip("[]").split(", ")
+    return number >= len(names) - 1 if names[-1] in ("", "...") else number == len(names)
 
 
 def host(where: str, argument: str, value: Any) -> np.ndarray:
@@ -132,269 +457,194 @@ def host(where: str, argument: str, value: Any) -> np.ndarray:
     return found
 
 
-def array(
-    where: str,
-    argument: str,
-    value: Any,
-    axes: str = "",
-    *,
-    like: tuple[str, tuple[int, ...]] | None = None,
-    rule: str = "free of NaN",
-    holds: Callable[[np.ndarray], np.ndarray] = lambda array: ~np.isnan(array),
-    dtype: Any = float,
-) -> np.ndarray:
-    """Make an array on the host, not empty, whose every number satisfies `rule`.
-
-    Args:
-        where: the function that asks.
-        argument: its argument.
-        value: what it was given.
-        axes: names of the axes, `"[input, class]"`; `"..."` stands for any more, `" or "` for a
-            choice; empty: whatever they are.
-        like: name and shape of an argument that this one has to go with.
-        rule: in words.
-        holds: `holds(array)`, where it is satisfied.
-        dtype: None keeps that of the value.
-
-    Raises:
-        ValueError: the array is another one.
-    """
-    array = host(where, argument, value)
-    array = array if dtype is None else array.astype(dtype)
-    if not array.size or not any(_has_axes(array.ndim, one) for one in axes.split(" or ")):
-        named = f"an array {axes}, not empty" if axes else "not empty"
-        fail(where, argument, named, f"shape {array.shape}")
-    if like is not None and array.shape != like[1]:
-        fail(where, argument, f"of shape {like[1]} to go with `{like[0]}`", f"shape {array.shape}")
-    _every(where, argument, array, rule, holds)
-    return array
+def is_real(dtype: Any) -> bool:
+    """Tell integers and floating-point numbers, of half precision as well, from everything else."""
+    return jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
 
 
-def _has_axes(number: int, axes: str) -> bool:
-    names = axes.strip("[]").split(", ")
-    return number >= len(names) - 1 if names[-1] in ("", "...") else number == len(names)
+def show(value: Any) -> str:
+    """Describe in a few words what was given."""
+    if isinstance(value, (np.ndarray, jax.Array)):
+        is_traced = "a traced " if isinstance(value, jax.core.Tracer) else ""
+        return f"{is_traced}{value.dtype}{list(value.shape)}"
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    if value is None or isinstance(value, (bool, int, float, complex, str, bytes)):
+        return repr(value)[:LONGEST]
+    return f"a {type(value).__name__}"
 
 
-def _every(where: str, argument: str, array: np.ndarray, rule: str, holds: Callable[[Any], Any]):
+def written(value: Any) -> str:
+    """Write a value as code, or describe it where that is long."""
+    text = repr(value)
+    return text if len(text) <= LONGEST else show(value)
+
+
+NONE = Where("None", lambda value: value is None)
+FLAG = Where("True or False", lambda value: isinstance(value, (bool, np.bool_)))
+POSITIVE = Real(0, open="low")
+NONNEGATIVE = Real(0)
+PROBABILITY = Real(0, 1, open="both")
+STEP_SIZE = POSITIVE | Function("(count)")
+TRANSFORMATION = Where(
+    "an Optax transformation",
+    lambda value: (
+        not isinstance(value, type)
+        and all(callable(getattr(value, name, None)) for name in ("init", "update"))
+    ),
+    CALL_IT,
+)
+BATCHES = Where(
+    "an iterable of batches, such as a list",
+    lambda value: (
+        isinstance(value, Iterable)
+        and not isinstance(value, (str, bytes, Mapping))
+        and not (isinstance(value, (np.ndarray, jax.Array)) and not value.ndim)
+    ),
+    CALL_IT,
+)
+
+
+# --- Transitional: to be removed once every call site declares its constraints. ---
+def number(where, argument, value, rule, holds, *, traced=True, large=False):
+    if isinstance(value, jax.core.Tracer) and traced and value.ndim == 0:
+        return
+    Real(infinite=True, traced=traced, large=large)(where, argument, value)
+    if not holds(float(value)):
+        fail(where, argument, rule, written(value))
+
+
+def numbers(where, argument, value, rule, holds):
+    if isinstance(value, (np.ndarray, jax.Array)) and np.ndim(value) > 0:
+        if not is_real(value.dtype):
+            fail(where, argument, f"numbers {rule}", f"an array of {value.dtype}")
+        if isinstance(value, jax.core.Tracer):
+            return
+        return _every(where, argument, np.asarray(value), rule, holds)
+    number(where, argument, value, rule, holds)
+
+
+def _every(where, argument, array, rule, holds):
     wrong = ~np.asarray(holds(array), bool)
     if wrong.any():
         place = tuple(np.argwhere(wrong)[0].tolist())
         fail(where, argument, rule, f"{array[place]} at {place}")
 
 
-def _precision() -> np.finfo:
-    """What JAX makes of a number: float32, unless x64 is on."""
-    return np.finfo(jax.dtypes.canonicalize_dtype(np.float64))
+def array(
+    where,
+    argument,
+    value,
+    axes="",
+    *,
+    like=None,
+    rule="free of NaN",
+    holds=lambda array: ~np.isnan(array),
+    dtype=float,
+):
+    array = Array(axes, dtype=dtype, each=Real(infinite=True) if dtype is float else ANY)(
+        where, argument, value
+    )
+    if like is not None and array.shape != like[1]:
+        fail(where, argument, f"of shape {like[1]} to go with `{like[0]}`", f"shape {array.shape}")
+    _every(where, argument, array, rule, holds)
+    return array
 
 
-def smallest() -> float:
-    """The smallest number that is not zero in JAX, which knows no denormal ones."""
-    return float(_precision().tiny)
+class _Any(Real):
+    def holds(self, numbers):
+        return np.ones_like(numbers, bool)
 
 
-def largest() -> float:
-    """The largest number that is finite in JAX."""
-    return float(_precision().max)
+ANY = _Any()
 
 
-def nonnegative(where: str, argument: str, value: Any, *, traced: bool = True):
-    """Require a number that is zero or more, and finite as JAX holds it."""
-    number(where, argument, value, ">= 0 and finite", lambda x: 0 <= x <= largest(), traced=traced)
+def smallest():
+    return float(np.finfo(jax.dtypes.canonicalize_dtype(np.float64)).tiny)
 
 
-def is_finite(number: Any) -> Any:
-    """Whether a number is finite as JAX holds it, too."""
+def largest():
+    return float(np.finfo(jax.dtypes.canonicalize_dtype(np.float64)).max)
+
+
+def is_finite(number):
     return abs(number) <= largest()
 
 
-def positive(where: str, argument: str, value: Any, *, traced: bool = True):
-    """Require a number that is above zero and finite, as JAX holds it, too."""
-    rule = f"> 0 and finite in {_precision().dtype}"
-    number(where, argument, value, rule, lambda x: smallest() <= x <= largest(), traced=traced)
+def nonnegative(where, argument, value, *, traced=True):
+    Real(0, traced=traced)(where, argument, value)
 
 
-def probability(where: str, argument: str, value: Any, *, traced: bool = True):
-    """Require a number strictly between zero and one."""
-    rule = "between 0 and 1 (exclusive)"
-    number(where, argument, value, rule, lambda x: smallest() <= x < 1, traced=traced)
+def positive(where, argument, value, *, traced=True):
+    Real(0, open="low", traced=traced)(where, argument, value)
 
 
-def whole(where: str, argument: str, value: Any, smallest: Any, *, traced: bool = False):
-    """Require an integer of at least `smallest`; traced values pass unchecked if they may."""
-    if traced and any(isinstance(x, jax.core.Tracer) for x in (value, smallest)):
+def probability(where, argument, value, *, traced=True):
+    Real(0, 1, open="both", traced=traced)(where, argument, value)
+
+
+def whole(where, argument, value, smallest, *, traced=False):
+    if traced and isinstance(smallest, jax.core.Tracer):
         return
-    is_whole = not isinstance(value, (bool, jax.core.Tracer))
-    is_whole = is_whole and jnp.issubdtype(getattr(value, "dtype", type(value)), jnp.integer)
-    if not is_whole or np.ndim(value) or value < smallest:
-        fail(where, argument, f"an integer >= {smallest}", _repr(value))
-    if value > LARGEST_WHOLE:
-        fail(where, argument, f"an integer <= {LARGEST_WHOLE}", _repr(value))
+    Whole(smallest, traced)(where, argument, value)
 
 
-def flags(where: str, **values: Any):
-    """Require True or False of each argument."""
+def flags(where, **values):
     for argument, value in values.items():
-        if not isinstance(value, (bool, np.bool_)):
-            fail(where, argument, "True or False", show(value))
+        FLAG(where, argument, value)
 
 
-def minutes(where: str, value: Any):
-    """Require the time between two checkpoints."""
-    number(where, "checkpoint_minutes", value, ">= 0", lambda x: x >= 0, traced=False)
+def minutes(where, value):
+    Real(0, infinite=True, traced=False)(where, "checkpoint_minutes", value)
 
 
-def kind(where: str, argument: str, value: Any, kinds: Any, rule: str, remedy: str = ""):
-    """Require an instance of a class, or of one of several."""
-    if not isinstance(value, kinds):
-        fail(where, argument, rule, show(value), remedy)
+def _kind(where, argument, value, kinds, rule, remedy=""):
+    kind(kinds, rule, remedy)(where, argument, value)
 
 
-def path(where: str, argument: str, value: Any) -> Path:
-    """Require the name of a file or folder."""
-    kind(where, argument, value, (str, os.PathLike), "a path")
-    if not os.fspath(value):
-        fail(where, argument, "a path", repr(value))
-    return Path(value)
+def path(where, argument, value):
+    return PathLike()(where, argument, value)
 
 
-def batches(where: str, value: Any):
-    """Require something that can be gone through, and is no single batch for certain."""
-    if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
-        remedy = "Call it." if callable(value) else "A list of batches is one."
-        fail(where, "batches", "an iterable of batches", show(value), remedy)
-    if isinstance(value, (np.ndarray, jax.Array)) and not value.ndim:
-        fail(where, "batches", "an iterable of batches", show(value))
+def batches(where, value):
+    BATCHES(where, "batches", value)
 
 
-def transformation(where: str, argument: str, value: Any):
-    """Require an Optax transformation."""
-    parts = (getattr(value, name, None) for name in ("init", "update"))
-    if isinstance(value, type) or not all(callable(part) for part in parts):
-        remedy = "Call it." if callable(value) else ""
-        fail(where, argument, "an Optax transformation", show(value), remedy)
+def transformation(where, argument, value):
+    TRANSFORMATION(where, argument, value)
 
 
-def leaves(
-    where: str,
-    argument: str,
-    tree: Any,
-    rule: str = "a tree of arrays of numbers",
-    *,
-    keys: bool = True,
-    traced: bool = True,
-):
-    """Require numbers, or arrays of them, as leaves; keys and traced ones pass where they may."""
-    kinds = (jnp.number, jnp.bool_, *(jax.dtypes.prng_key,) * keys)
-    for at, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        dtype = getattr(leaf, "dtype", type(leaf))
-        is_known = isinstance(leaf, (bool, int, float, complex)) or hasattr(leaf, "shape")
-        is_known &= traced or not isinstance(leaf, jax.core.Tracer)
-        is_known &= not isinstance(leaf, int) or abs(leaf) <= LARGEST_WHOLE
-        if not is_known or not any(jnp.issubdtype(dtype, one) for one in kinds):
-            name = jax.tree_util.keystr(at)
-            fail(where, argument, rule, f"{show(leaf)} at {name}" if name else show(leaf))
+def leaves(where, argument, tree, rule="a tree of arrays of numbers", *, keys=True, traced=True):
+    Tree(rule, keys, traced)(where, argument, tree)
 
 
-def finite(where: str, argument: str, tree: Any):
-    """Require numbers that are finite, on whatever devices; traced values and shapes pass."""
-    for at, leaf in jax.tree_util.tree_leaves_with_path(tree):
+def finite(where, argument, tree):
+    for path_, leaf in jax.tree_util.tree_leaves_with_path(tree):
         if isinstance(leaf, jax.core.Tracer) or not isinstance(leaf, (np.ndarray, jax.Array)):
             continue
-        # Of several processes each would have to ask at the same time.
         if not getattr(leaf, "is_fully_addressable", True):
             continue
         with jax.ensure_compile_time_eval():
             if not bool(jnp.isfinite(leaf).all()):
-                name = jax.tree_util.keystr(at) or "the only leaf"
-                fail(where, argument, "finite", f"nan or inf at {name}")
+                at = jax.tree_util.keystr(path_) or "the only leaf"
+                fail(where, argument, "finite", f"nan or inf at {at}")
 
 
-def step_size(where: str, value: Any):
-    """Require a step size, or a schedule of step sizes."""
-    if not callable(value):
-        return positive(where, "step_size", value)
-    function(where, "step_size", value, "(count)")
+def step_size(where, value):
+    STEP_SIZE(where, "step_size", value)
 
 
-def function(where: str, argument: str, value: Any, form: str, remedy: str = ""):
-    """Require a function that can be called as `form` says, such as `"(params, batch, key=)"`."""
-    rule, names = f"a function of {form}", form.strip("()").split(", ")
-    is_model = hasattr(value, "apply") and hasattr(value, "init")
-    if not callable(value) or isinstance(value, type) or is_model:
-        remedy = "A model is none: its `apply` is, or its `init`." if is_model else remedy
-        fail(where, argument, rule, show(value), remedy)
-    keywords = {name.removesuffix("="): None for name in names if name.endswith("=")}
-    try:
-        signature = inspect.signature(value)
-    except ValueError:
-        # Some that are built in have none.
-        return
-    try:
-        signature.bind(*names[: len(names) - len(keywords)], **keywords)
-    except TypeError as error:
-        fail(where, argument, rule, f"one with the arguments {signature} ({error})", remedy)
+def function(where, argument, value, form, remedy=""):
+    Function(form, remedy)(where, argument, value)
 
 
-def traced(
-    where: str, argument: str, function: Callable, *given: Any, rule: str, remedy: str = ""
-) -> Any:
-    """Shapes of what a user's function gives, `calling` it.
-
-    Args:
-        where: the public function.
-        argument: the function, called with `given`.
-        function: it, or what calls it.
-        given: what it gets.
-        rule, remedy: as in `fail`.
-    """
-    with calling(where, argument, rule, remedy):
-        return jax.eval_shape(function, *given)
+def choice(where, argument, value, choices):
+    OneOf(choices)(where, argument, value)
 
 
-@contextlib.contextmanager
-def calling(where: str, argument: str, rule: str, remedy: str = "") -> Iterator[None]:
-    """Make an error that wrong arguments make the cause of one in the form; others pass."""
-    try:
-        yield
-    except (TypeError, ValueError, AttributeError, LookupError, AssertionError) as error:
-        if str(error).startswith("`"):
-            raise
-        first = (str(error).strip().splitlines() or [""])[0][:LONGEST].rstrip(".")
-        fail(where, argument, rule, f"{type(error).__name__}: {first}", remedy)
+def key(where, value):
+    return Key()(where, "key", value)
 
 
-def choice(where: str, argument: str, value: Any, choices: Any):
-    """Require one of the names in `choices`."""
-    if not isinstance(value, str) or value not in choices:
-        names = ", ".join(repr(name) for name in choices)
-        fail(where, argument, f"one of {names}", _repr(value))
-
-
-def key(where: str, value: Any) -> jax.Array | None:
-    """Make a typed key of one JAX key or an integer seed; None stays None.
-
-    Many chains write theirs into the state, so that only a single key will do here.
-    """
-    if value is None:
-        return None
-    # What is no key in itself may be the words of none, or a seed beyond 64 bits.
-    with contextlib.suppress(ValueError, TypeError, OverflowError):
-        dtype, ndim = getattr(value, "dtype", type(value)), np.ndim(value)
-        if jnp.issubdtype(dtype, jax.dtypes.prng_key) and ndim == 0:
-            return value
-        if isinstance(value, jax.Array) and dtype == jnp.uint32 and ndim == 1:
-            return jax.random.wrap_key_data(value)
-        if jnp.issubdtype(dtype, jnp.integer) and type(value) is not bool and ndim == 0:
-            return jax.random.key(value)
-    rule = "a JAX key such as jax.random.key(0), a single one, or a seed"
-    fail(where, "key", rule, _repr(value))
-
-
-def needed_key(where: str, value: Any, purpose: str = "") -> jax.Array:
-    """Make a typed key as `key` does where there has to be one, such as `"for a jitter"`."""
-    typed = key(where, value)
-    if typed is None:
-        rule = "a JAX key such as jax.random.key(0), or a seed"
-        remedy = "Write `key=0`, or any other seed, among the arguments."
-        fail(where, "key", f"{rule} {purpose}".rstrip(), None, remedy)
-    return typed
+def needed_key(where, value, purpose=""):
+    return Key(purpose)(where, "key", value)

@@ -109,7 +109,7 @@ def shardings(tree: Any, *, mesh: Mesh | None = None, specs: Any = None) -> Any:
     if of_chain != jax.tree.structure(tree):
         _check.fail(where, "specs", rule, of_chain)
     for spec in given:
-        _check.kind(where, "specs", spec, PartitionSpec, rule)
+        _check._kind(where, "specs", spec, PartitionSpec, rule)
     try:
         own = [NamedSharding(mesh, PartitionSpec(CHAIN, *spec)) for spec in given]
     except ValueError as error:

@@ -210,7 +210,7 @@ def last_accepted(state: Any, params: Any) -> Any:
     try:
         return sampler.last_accepted(_without_variables(params))
     except (ValueError, TypeError) as error:
-        if str(error).startswith("`"):
+        if isinstance(error, _check.ArgumentError):
             raise
         rule = "a tree like the one given to `init`"
         _check.fail("last_accepted", "params", rule, _check.show(params))

@@ -54,7 +54,7 @@ def check_loss(
             _check.fail(where, "batches", rule, f"the leading axes {sorted(rows)}")
     rule = "a function that returns a scalar mean loss"
     shapes = jax.tree.map(np.shape, batch)
-    told = {"rule": rule, "remedy": f"It got `params` and the first of `batches`, {shapes}."}
+    told = {"rule": rule, "advice": f"It got `params` and the first of `batches`, {shapes}."}
     found = _check.traced(where, "loss_fn", losses, carry, put(batch), **told)
     if not hasattr(found, "shape") or found.shape != (num_rows,):
         got = jax.tree.map(lambda x: x.shape[1:], found)

@@ -234,7 +234,7 @@ def _check_kinds(loss_fn: Any, batches: Any, validation: Any, name: Any, key: An
         _check.fail(where, "batches", rule, f"a {type(batches).__name__}")
     if not isinstance(validation, (tuple, list)) or len(validation) != 2 or validation[1] is None:
         _check.fail(where, "validation", "a pair of inputs and targets", _check.show(validation))
-    _check.kind(where, "name", name, str, "a name")
+    _check._kind(where, "name", name, str, "a name")
     _check.needed_key(where, key)
 
 

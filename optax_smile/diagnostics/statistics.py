@@ -319,7 +319,7 @@ def check_snapshots(where: str, snapshots: Any):
     """Require draws, in memory or on disk."""
     remedy = "`Snapshots` holds arrays [chain, draw, ...], `Snapshots.from_members` members."
     rule = "what `sample` or `load_snapshots` returns"
-    _check.kind(where, "snapshots", snapshots, (Snapshots, StoredSnapshots), rule, remedy)
+    _check._kind(where, "snapshots", snapshots, (Snapshots, StoredSnapshots), rule, remedy)
 
 
 def log_mean_exp(values: np.ndarray, axes: tuple[int, ...]) -> np.ndarray:
@@ -332,7 +332,7 @@ def log_mean_exp(values: np.ndarray, axes: tuple[int, ...]) -> np.ndarray:
 
 def log_density_of(where: str, snapshots: Any, prediction: Prediction) -> np.ndarray:
     """Log likelihoods `[chain, draw, target]` of a prediction by draw."""
-    _check.kind(where, "prediction", prediction, Prediction, "what `predict` returned, or None")
+    _check._kind(where, "prediction", prediction, Prediction, "what `predict` returned, or None")
     axes, each = (snapshots.num_chains, snapshots.num_draws), prediction.each
     density = None if each is None else each.log_density
     if density is None or density.ndim < 3 or density.shape[:2] != axes:

@@ -59,9 +59,9 @@ class Snapshots(Draws):
         if len(axes) != 1 or len(next(iter(axes))) != 2 or 0 in next(iter(axes)):
             rule = "a tree of arrays [chain, draw, ...] with the same two leading axes, none empty"
             _check.fail("Snapshots", "params", rule, sorted(axes))
-        _check.kind("Snapshots", "trace", self.trace, Mapping, "a dict of arrays [chain, tick]")
+        _check._kind("Snapshots", "trace", self.trace, Mapping, "a dict of arrays [chain, tick]")
         if self.settings is not None:
-            _check.kind("Snapshots", "settings", self.settings, Mapping, "a dict or None")
+            _check._kind("Snapshots", "settings", self.settings, Mapping, "a dict or None")
         if self.start is not None:
             _check.leaves("Snapshots", "start", self.start)
             shapes = jax.tree.map(lambda x: (*np.shape(x)[:1], *np.shape(x)[2:]), self.params)

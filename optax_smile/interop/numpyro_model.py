@@ -85,7 +85,7 @@ class NumpyroModel:
             `[chain, draw, ...]`: latent sites, and deterministic ones that hang on no example.
         """
         rule = "draws of this model, as `sample` returns them"
-        _check.kind("NumpyroModel.constrain", "draws", draws, (Snapshots, StoredSnapshots), rule)
+        _check._kind("NumpyroModel.constrain", "draws", draws, (Snapshots, StoredSnapshots), rule)
         example = _example(self)
         names = sorted(example)
         if not isinstance(draws.params, Mapping) or sorted(draws.params) != names:
@@ -163,7 +163,7 @@ def from_numpyro(
     """
     _import_numpyro()
     _check.whole(WHERE, "num_data", num_data, 1)
-    _check.kind(WHERE, "plate", plate, str, "the name of a plate")
+    _check._kind(WHERE, "plate", plate, str, "the name of a plate")
     if not callable(model):
         _check.fail(WHERE, "model", "a function with sites of NumPyro", _check.show(model))
     if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(batch)):

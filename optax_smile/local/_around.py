@@ -115,7 +115,7 @@ def check_loss(where: str, loss_fn: Any, params: Any, batches: Any, warns: bool)
         _check.fail(where, "batches", "at least one batch", "none")
     rule = "a function that gives the mean loss, a scalar"
     remedy = "Is it made for these `params` and `batches`?"
-    found = _check.traced(where, "loss_fn", loss_fn, params, first, rule=rule, remedy=remedy)
+    found = _check.traced(where, "loss_fn", loss_fn, params, first, rule=rule, advice=remedy)
     if getattr(found, "shape", None) != ():
         _check.fail(where, "loss_fn", rule, f"one that gives {_check.show(found)}")
     alone = copies(params, 1)

@@ -241,7 +241,7 @@ def llc(
     where = "llc"
     _around.check(where, loss_fn, params, batches, num_data, 2, make_sampler)
     if draws is not None:
-        _check.kind(where, "draws", draws, (Snapshots, StoredSnapshots), "what `sample` returned")
+        _check._kind(where, "draws", draws, (Snapshots, StoredSnapshots), "what `sample` returned")
     elif directory is not None:
         _check.path(where, "directory", directory)
     steps = {"num_warmup": num_warmup, "num_draws": num_draws, "thin": thin}

@@ -101,7 +101,7 @@ def influence(
         if not moments.count and not held:
             rule = "a function that gives the loss of each example, [example]"
             remedy = "Is it made for these `draws`, `examples` and `queries`?"
-            _check.traced(where, "losses_fn", losses_fn, draw, blocks[0], rule=rule, remedy=remedy)
+            _check.traced(where, "losses_fn", losses_fn, draw, blocks[0], rule=rule, advice=remedy)
         held.append(losses(draw))
         if not np.isfinite(held[-1]).all():
             got = f"some that are not for draw {moments.count + len(held) - 1}"

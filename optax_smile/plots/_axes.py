@@ -39,13 +39,13 @@ def open_axes(where: str, ax: "Axes | None") -> "Axes":
             "`optax_smile.plots` needs matplotlib: pip install 'optax-smile[plots]'"
         ) from error
     if ax is not None:
-        _check.kind(where, "ax", ax, Axes, "matplotlib axes, or None")
+        _check._kind(where, "ax", ax, Axes, "matplotlib axes, or None")
     return plt.subplots(figsize=FIGURE_SIZE, layout="constrained")[1] if ax is None else ax
 
 
 def check_label(where: str, label: Any):
     """Require a name for the legend, or none."""
-    _check.kind(where, "label", label, (str, type(None)), "a name, or None")
+    _check._kind(where, "label", label, (str, type(None)), "a name, or None")
 
 
 def pick_colors(number: int) -> list[Any]:

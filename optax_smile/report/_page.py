@@ -91,7 +91,7 @@ def write(
     output = _check.path(where, "output", page_of)
     if output.suffix not in (".html", ".htm"):
         _check.fail(where, "output", "a file .html or .htm", output)
-    _check.kind(where, "title", title, (str, type(None)), "a text, or None")
+    _check._kind(where, "title", title, (str, type(None)), "a text, or None")
     folder = output.with_name(f"{output.stem}-pictures")
     if folder.is_symlink() or folder.exists() and not folder.is_dir():
         rule = f"a page beside which {folder.name} is a folder, or nothing"

@@ -44,7 +44,7 @@ def score(prediction: Prediction, targets: ArrayLike) -> dict[str, float]:
         >>> optax_smile.report.score(prediction, [0])["accuracy"]
         1.0
     """
-    _check.kind("report.score", "prediction", prediction, Prediction, "what `predict` returned")
+    _check._kind("report.score", "prediction", prediction, Prediction, "what `predict` returned")
     if prediction.log_density is None:
         rule = "one made with targets"
         _check.fail("report.score", "prediction", rule, "none", "Give them to `predict`.")

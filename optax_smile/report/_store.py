@@ -53,14 +53,14 @@ def store(
     """
     directory = _check.path("report.store", "directory", directory)
     _manifest.read("report.store", directory)
-    _check.kind("report.store", "prediction", prediction, Prediction, "what `predict` returned")
+    _check._kind("report.store", "prediction", prediction, Prediction, "what `predict` returned")
     if not is_name(name):
         rule = "a name of letters, digits, spaces, - and _, at most 100"
         _check.fail("report.store", "name", rule, _check.show(name))
     if scores is None:
         told = _check.called("report.store", "report.score")(score)
         scores = {} if targets is None else told(prediction, targets)
-    _check.kind("report.store", "scores", scores, Mapping, "a dict of numbers by name")
+    _check._kind("report.store", "scores", scores, Mapping, "a dict of numbers by name")
     for value in scores.values():
         _check.number("report.store", "scores", value, "a number each", lambda _: True)
     scores = {metric: float(value) for metric, value in scores.items()}

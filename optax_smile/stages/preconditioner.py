@@ -296,7 +296,7 @@ def scale_by_gradient_noise() -> optax.GradientTransformation:
     def update_fn(updates: Any, state: Any, params: Any = None):
         del params
         rule = "what `init` or `update` of it returned"
-        _check.kind(f"{where}.update", "state", state, MeanSquareState, rule)
+        _check._kind(f"{where}.update", "state", state, MeanSquareState, rule)
         known = state.mean_square
         _tree.check_gradients(f"{where}.update", updates, known, "the one given to init")
         square = _tree.inner(updates, updates)
