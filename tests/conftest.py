@@ -1,38 +1,83 @@
-"""Eight virtual CPU devices, no silent broadcasting, and short windows for modules that ask.
+"""How the suite runs: devices, compiler options, memory, and what a module may ask for.
 
-`--full` makes the campaigns of `tests/faults` whole, which record what they found then.
+`pytest -n 3` starts two workers with one CPU device, for most files, and one with eight virtual
+devices for `tests/devices`: the number of devices is fixed when a process first uses JAX. A single
+process has eight.
 
-Compiling is most of what the suite costs, so what is compiled is kept between runs, for the
-processes that tests start as well.
+Compiling is most of what the suite costs. What is compiled is kept between runs, also for the
+processes that tests start, and most optimizations are off except in slow tests and in modules with
+`OPTIMIZED = True`: those that measure memory or statistics.
+
+`--full` runs the campaigns of `tests/faults` in full; they then record what they found.
 """
 
+import gc
 import os
 import pathlib
 
 import jax
 import pytest
+from xdist.scheduler import LoadFileScheduling
 
 from optax_smile.stages import preconditioner
 
 COMPILED = pathlib.Path(__file__).parents[1] / ".pytest_cache" / "jax"
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(COMPILED))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+NUM_DEVICES = 8
+# The worker with several devices, where there are others.
+DEVICE_WORKER, DEVICE_TESTS = "gw0", "tests/devices/"
+NUM_WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
+IS_SINGLE = NUM_WORKERS > 1 and os.environ["PYTEST_XDIST_WORKER"] != DEVICE_WORKER
 
 jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 jax.config.update("jax_platforms", "cpu")
-jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_num_cpu_devices", 1 if IS_SINGLE else NUM_DEVICES)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
+class DevicesApart(LoadFileScheduling):
+    """Give the files of `tests/devices` to one worker, and all others to the other workers."""
+
+    def _assign_work_unit(self, node):
+        wants_devices = node.gateway.id == DEVICE_WORKER
+        for scope in self.workqueue:
+            if (DEVICE_TESTS in scope) == wants_devices:
+                self.workqueue.move_to_end(scope, last=False)
+                return super()._assign_work_unit(node)
+        # A worker runs its last test when it knows that no other follows.
+        node.shutdown()
+
+
+def pytest_xdist_make_scheduler(config, log):
+    if config.getoption("numprocesses") and config.getoption("numprocesses") > 1:
+        return DevicesApart(config, log)
+
+
 def pytest_addoption(parser):
-    parser.addoption("--full", action="store_true", help="campaigns of tests/faults as a whole")
+    parser.addoption("--full", action="store_true", help="campaigns of tests/faults in full")
 
 
 @pytest.fixture(autouse=True, scope="module")
-def short_windows(request):
-    """Where a module asks for it, psmile measures its scale within the few calls of a test."""
+def module_settings(request):
+    """Apply what a module asks for, and free its compiled programs afterwards.
+
+    `SHORT_WINDOWS = True`: psmile measures its scale within the few calls of a test.
+    """
     with pytest.MonkeyPatch.context() as patch:
         if getattr(request.module, "SHORT_WINDOWS", False):
             patch.setattr(preconditioner, "FIRST_WINDOW", 4)
         yield
+    jax.clear_caches()
+    gc.collect()
+
+
+@pytest.fixture(autouse=True)
+def optimizations(request):
+    """Compile quickly, except where memory or statistics are measured."""
+    is_optimized = getattr(request.module, "OPTIMIZED", False)
+    is_optimized |= any(request.node.get_closest_marker(name) for name in ("slow", "nightly"))
+    jax.config.update("jax_disable_most_optimizations", not is_optimized)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)

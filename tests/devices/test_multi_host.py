@@ -16,7 +16,7 @@ import pytest
 
 import optax_smile
 
-EXAMPLE = Path(__file__).parents[1] / "examples" / "multi_host.py"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "multi_host.py"
 SAMPLES, CHAINS = 30, 8
 # Seconds for two processes that start, compile and sample on one busy core.
 PATIENCE = 300
