@@ -19,6 +19,7 @@ from typing import Any
 import jax
 import numpy as np
 import records
+import samplers
 from flax import nnx
 from tabulated.lora import scores
 from tabulated.table import markdown
@@ -66,7 +67,7 @@ def run_cell(cell: dict[str, Any]) -> dict[str, Any]:
         draws: Any = [best]
     else:
         prior = {"prior_mean": centre, "prior_precision": config.prior_precision}
-        tx = getattr(optax_smile, sampler)(num_data=config.num_train, **prior, key=config.seed)
+        tx = samplers.build(sampler, num_data=config.num_train, **prior, key=config.seed)
         sample = lora.sample_partition if variant == "two chains" else lora.sample_loop
         draws = sample(model, config, batches, tx)
     if variant == "two chains":
