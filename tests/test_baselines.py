@@ -81,7 +81,7 @@ def test_checkpoints_are_those_of_adamw(tmp_path):
 
 
 @pytest.mark.parametrize("method", ["checkpoints", "ivon"])
-@pytest.mark.parametrize("cut", [1, 8, 10, 11])
+@pytest.mark.parametrize("cut", [1, 8, 11])
 def test_training_that_was_cut_off_goes_on(method, cut, tmp_path, monkeypatch):
     """Bit for bit: before the first draw, between draws, after the last."""
     task, start = logistic((35,), "categorical"), member(weights(KERNEL))
@@ -239,9 +239,7 @@ def test_laplace_chooses_its_prior_by_validation(scale, best):
     assert_same(found.params, alone[grid.index(best)].params)
 
 
-def test_laplace_says_what_it_cannot():
+def test_laplace_needs_classes():
     run = Run(logistic((16,), "gaussian"), SETTINGS, member(weights(KERNEL)), 0, Path())
     with pytest.raises(ValueError, match="classes or tokens, got 'gaussian'"):
         baselines.laplace(run, {})
-    with pytest.raises(ValueError, match=r"got \['chunks'\]"):
-        baselines.laplace(run, {"chunks": 3})

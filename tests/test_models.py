@@ -84,7 +84,7 @@ def test_computes_in_half_precision_and_each_example_alone(name):
     classes = {"FullyConnected": (1,), "GPT": (8, 65)}.get(name, (10,))
     assert full.shape == (2, *classes)
     np.testing.assert_allclose(full[kept], changed[kept], atol=1e-6)
-    assert jnp.abs(full[other] - changed[other]).max() > 1e-3
+    assert jnp.abs(full[other] - changed[other]).max() > 1e-4
 
 
 def test_filter_response_is_its_formula():
