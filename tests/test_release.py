@@ -1,10 +1,14 @@
 """What a release says about itself fits the package."""
 
+import json
 import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 import optax_smile
@@ -30,3 +34,29 @@ def test_classifiers_begin_with_the_oldest_python_that_is_supported():
     oldest = ".".join(map(str, min(python)))
     assert PROJECT["requires-python"] == f">={oldest}"
     assert python == sorted(python) and len(python) == python[-1][1] - python[0][1] + 1
+
+
+WRONG_WORDS = (
+    ("psmile(num_data=100, key=1)", 'psmile(num_data=100, key=1, integrator="leapfrogg")'),
+    ("psmile(num_data=100, key=1)", 'psmile(num_data=100, key=1, decoherence_length="match")'),
+    ("num_draws=4,", 'num_draws=4, batch_per="call",'),
+    ('per="draw"', 'per="draws"'),
+    ("stats(state).step_size", "stats(state).step_sise"),
+)
+
+
+@pytest.mark.slow
+def test_a_wrong_word_is_an_error_of_the_type_checker(tmp_path):
+    """In a user's file, which is right as it stands."""
+    text = (ROOT / "tests" / "user.py").read_text()
+    wrong = {right_wrong[1]: text.replace(*right_wrong) for right_wrong in WRONG_WORDS}
+    assert all(changed != text for changed in wrong.values())
+    for number, changed in enumerate([*wrong.values(), text]):
+        (tmp_path / f"user_{number}.py").write_text(changed)
+    (tmp_path / "pyrightconfig.json").write_text(json.dumps({"extraPaths": [str(ROOT)]}))
+    command = [sys.executable, "-m", "pyright", "--outputjson", "--pythonpath", sys.executable]
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    errors = json.loads(run.stdout)["generalDiagnostics"]
+    found = {int(re.findall(r"user_(\d+)", error["file"])[0]) for error in errors}
+    assert [word for number, word in enumerate(wrong) if number not in found] == []
+    assert len(wrong) not in found, errors
