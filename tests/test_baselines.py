@@ -172,9 +172,7 @@ def test_ivon_finds_a_gaussian(tmp_path):
     assert np.all(draws.mean(0).std(0) < 1.6 * np.sqrt(variance / 250))
 
 
-@pytest.mark.parametrize(
-    "shape, likelihood", [((4096,), "categorical"), ((512, 8), "tokens")], ids=str
-)
+@pytest.mark.parametrize("shape, likelihood", [((4096,), "categorical"), ((512, 8), "tokens")])
 def test_fisher_is_that_of_softmax_regression(shape, likelihood):
     """Mean of x_j^2 p_c (1 - p_c), within 4.5 of its standard errors: false alarms 1 in 8,000.
 

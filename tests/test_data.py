@@ -52,23 +52,18 @@ def batches(count=10, size=3, seed=0, **options) -> data.Batches:
     return data.Batches((np.arange(count), 10 * np.arange(count)), size, seed, **options)
 
 
-def test_a_pass_has_every_example_at_most_once():
+def test_a_batch_is_a_function_of_seed_and_number():
+    """A pass has every example at most once."""
     some = batches()
     passes = [[list(inputs) for inputs, _ in some] for _ in range(3)]
     assert all(len(set(sum(each, []))) == 9 for each in passes)
     assert passes[0] != passes[1] != passes[2]
     assert all((targets == 10 * inputs).all() for inputs, targets in some)
-
-
-def test_a_batch_is_a_function_of_seed_and_number():
-    one = batches()
-    in_order = [inputs for _ in range(2) for inputs, _ in one]
     for number in (5, 0, 3, 2):
-        assert (batches()[number][0] == in_order[number]).all()
-    assert any((batches(seed=1)[i][0] != in_order[i]).any() for i in range(3))
+        assert list(batches()[number][0]) == passes[number // 3][number % 3]
+    assert any(list(batches(seed=1)[i][0]) != passes[0][i] for i in range(3))
 
-
-def test_augmentation_is_a_function_of_seed_and_number():
+    # With augmentation.
     def make(seed=0):
         return data.Batches((COLOURS, LABELS), 20, seed, data.crop_and_flip)
 
@@ -93,12 +88,6 @@ def test_crop_and_flip_gives_windows_of_the_padded_image():
     assert 70 < sum(flipped for _, _, flipped in found) < 130
     assert {top for top, _, _ in found} == {left for _, left, _ in found} == set(range(9))
     assert changed.dtype == np.uint8 and (same == COLOURS[0]).all()
-
-
-def test_hold_out():
-    (rest, _), (held, targets) = data.hold_out((np.arange(10), -np.arange(10)), 3, seed=1)
-    assert sorted([*rest, *held]) == [*range(10)] and len(held) == 3
-    assert (targets == -held).all()
 
 
 # The loader of Grain.
@@ -127,13 +116,10 @@ def test_loader_gives_the_same_batches_and_resumes_in_the_middle_of_a_pass():
         assert (one[0] == two[0]).all() and (one[1] == two[1]).all()
 
 
-def test_loader_without_end():
+def test_loader_without_end_and_without_grain(monkeypatch):
     pytest.importorskip("grain")
     found = itertools.islice(iter(data.loader(batches())), 20)
     assert all((x == batches()[i][0]).all() for i, (x, _) in enumerate(found))
-
-
-def test_loader_without_grain(monkeypatch):
     monkeypatch.setitem(sys.modules, "grain", None)
     with pytest.raises(ImportError, match=r"pip install 'optax-smile\[data\]'"):
         data.loader(batches())
@@ -267,13 +253,15 @@ def test_a_sample_of_small_images_is_not_passed_off_as_large_ones(folder):
 
 
 @REAL
-def test_real_grey_images():
+def test_real_images():
     splits = data.fashion_mnist()
     assert [len(part[0]) for part in splits[:3]] == [54_000, 6_000, 10_000]
     assert (np.bincount(splits.train[1]) > 5_200).all()
     standard = data.standardize(splits.train[0][::10], "fashion_mnist")
     assert abs(np.mean(standard)) < 0.02 and abs(np.std(standard) - 1) < 0.02
     assert not set(map(bytes, splits.test[0])) & set(map(bytes, splits.valid[0][:1_000]))
+    assert data.cifar100_test()[0].shape == (2_000, 32, 32, 3)
+    assert data.mnist_test()[0].shape == (10_000, 28, 28, 1)
 
 
 @REAL
@@ -289,13 +277,7 @@ def test_real_tables_and_texts():
 
 
 @REAL
-def test_real_unseen_images():
-    assert data.cifar100_test()[0].shape == (2_000, 32, 32, 3)
-    assert data.mnist_test()[0].shape == (10_000, 28, 28, 1)
-
-
-@REAL
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_real_colour_images():
     splits = data.cifar10(num_train=9_001)
     assert [len(part[0]) for part in splits[:3]] == [9_001, 2_000, 10_000]

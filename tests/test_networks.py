@@ -49,33 +49,20 @@ def of(logs, labels=LABELS):
         return {"test": np.log(np.exp(logs)), "density": density}
 
 
-def test_the_average_is_that_of_probabilities():
-    logs = [chain(seed)["test"] for seed in range(3)]
-    expected = np.log(np.mean([np.exp(x) for x in logs], axis=0))
-    np.testing.assert_allclose(networks.averaged(logs), expected)
-
-
-def test_scores_of_an_average():
+def test_scores_are_of_the_average_of_probabilities():
     chains = [chain(0), chain(1)]
     mean = np.mean([np.exp(x["test"]) for x in chains], axis=0)
     found = networks.scores(task(), chains)
     assert found["lppd"] == pytest.approx(np.log(mean[np.arange(4), LABELS]).mean())
     assert found["accuracy"] == np.mean(mean.argmax(axis=1) == LABELS)
     assert "ood_auroc" not in found and "perplexity" not in found
-
-
-def test_foreign_inputs_that_are_less_sure_are_told_apart():
+    # Foreign inputs that are less sure are told apart.
     sure, unsure = np.log([[0.98, 0.01, 0.01]] * 4), np.log([[0.4, 0.3, 0.3]] * 4)
     assert networks.scores(task(), [of(sure) | {"unseen": unsure}])["ood_auroc"] == 1
-
-
-def test_a_target_that_underflows_is_not_impossible():
+    # A target that underflows is not impossible.
     found = networks.scores(task(), [chain(0, scale=1_000.0)])
     assert found["lppd"] == pytest.approx(chain(0, scale=1_000.0)["density"].mean())
     assert np.isinf(chain(0, scale=1_000.0)["test"]).any()
-
-
-def test_scores_of_tokens():
     labels = np.array([[0, 1], [2, 2]])
     found = networks.scores(task("tokens", labels), [chain(0, labels)])
     logs = chain(0, labels)["test"].reshape(4, 3)[np.arange(4), labels.ravel()]
