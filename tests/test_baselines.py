@@ -2,25 +2,21 @@
 
 import contextlib
 import dataclasses
-import sys
 import types
 from pathlib import Path
 from typing import Any, cast
 
+import baselines
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from baselines import Run
+from data import Splits
+from experiment import Experiment, Settings
 from scipy.special import log_softmax, logsumexp, softmax
-
-ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "benchmarks")]
-import baselines  # noqa: E402
-from baselines import Run  # noqa: E402
-from data import Splits  # noqa: E402
-from experiment import Experiment, Settings  # noqa: E402
 
 SETTINGS = Settings(num_warmup=5, num_draws=3, thin=2, sampling_batch_size=8)
 NUMBERS = {"momentum_decay": 0.9, "hessian_decay": 0.999, "hess_init": 0.5, "weight_decay": 0.1}

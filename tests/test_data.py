@@ -7,13 +7,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import data
 import numpy as np
 import pytest
-
-EXAMPLES = Path(__file__).parents[1] / "examples"
-sys.path.insert(0, str(EXAMPLES))
-import data  # noqa: E402
-from data import tables  # noqa: E402
+from data import tables
 
 REAL = pytest.mark.skipif(
     "OPTAX_SMILE_DATA" not in os.environ, reason="needs OPTAX_SMILE_DATA, the folder of data"
@@ -201,23 +198,6 @@ def test_uci_is_split_and_standardized_by_the_training_part(folder):
 def test_diabetes_needs_no_folder(folder):
     splits = data.uci("diabetes")
     assert splits.train[0].shape == (308, 10) and abs(np.mean(splits.train[1])) < 1e-6
-
-
-def test_uci_without_network(folder, monkeypatch):
-    from sklearn import datasets
-
-    def unreachable(*_, **__):
-        raise OSError("no route to host")
-
-    monkeypatch.setattr(datasets, "fetch_openml", unreachable)
-    text = "OpenML cannot be reached .no route to host.*OPTAX_SMILE_DATA.*uci/airfoil.data"
-    with pytest.raises(FileNotFoundError, match=text):
-        data.uci("airfoil", download=True)
-    with pytest.raises(FileNotFoundError, match="yacht, which is not on OpenML.*uci/yacht.txt"):
-        data.uci("yacht")
-    monkeypatch.setattr(datasets, "fetch_openml", None)
-    with pytest.raises(FileNotFoundError, match="`download=True` .* asks OpenML"):
-        data.uci("airfoil")
 
 
 # What cannot be.

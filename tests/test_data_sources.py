@@ -4,15 +4,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import data
 import numpy as np
 import pytest
-
-EXAMPLES = Path(__file__).parents[1] / "examples"
-sys.path.insert(0, str(EXAMPLES))
-import data  # noqa: E402
-import test_data  # noqa: E402
-from data import images, sources  # noqa: E402
-from test_data import COLOURS, PICTURES, TEXT, grey_files, rows_of, text_of  # noqa: E402
+import test_data
+from data import images, sources
+from test_data import COLOURS, PICTURES, TEXT, grey_files, rows_of, text_of
 
 # A fixture: an empty folder of data, beside what is prepared.
 folder = test_data.folder

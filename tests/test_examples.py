@@ -4,11 +4,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import lenet
+import nanogpt
 import numpy as np
 import pytest
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-sys.path.insert(0, str(EXAMPLES))
 
 
 def lines_of(script: str, *arguments, **environment: str) -> list[str]:
@@ -114,18 +115,21 @@ def test_uci_without_data_or_network(monkeypatch):
     monkeypatch.delenv("OPTAX_SMILE_DATA", raising=False)
     monkeypatch.setattr(datasets, "fetch_openml", unreachable)
     load = runpy.run_path(str(EXAMPLES / "uci.py"))["load"]
-    for download, told in (False, "`--download`) asks OpenML"), (True, "OpenML cannot be"):
+    for name, download, told in (
+        ("energy.data", False, "`--download`) asks OpenML"),
+        ("energy.data", True, "OpenML cannot be reached (no route to host"),
+        ("yacht.txt", True, "yacht, which is not on OpenML"),
+    ):
         with pytest.raises(SystemExit) as caught:
-            load("energy", 0, download)
+            load(name.partition(".")[0], 0, download)
         text = str(caught.value)
-        assert "Set OPTAX_SMILE_DATA to a folder with uci/energy.data, or take" in text
+        assert f"Set OPTAX_SMILE_DATA to a folder with uci/{name}, or take" in text
         assert told in text
 
 
 def test_networks_end_at_once_without_data_or_page(monkeypatch, capsys):
     """With the command that prepares the data; nothing is downloaded."""
     pytest.importorskip("tensorflow_datasets")
-    import lenet
 
     def end(*given: str) -> str:
         monkeypatch.setattr(sys, "argv", ["lenet.py", "--smoke", *given])
@@ -142,8 +146,6 @@ def test_networks_end_at_once_without_data_or_page(monkeypatch, capsys):
 
 @pytest.mark.parametrize("num_chains, num_draws", [(2, 16), (4, 10), (3, 2), (1, 1), (8, 1)])
 def test_text_is_written_by_draws_of_every_chain(num_chains, num_draws):
-    import nanogpt
-
     chosen = nanogpt.spread(num_chains, num_draws)
     assert len(set(chosen)) == min(nanogpt.NUM_VOICES, num_chains * num_draws)
     counts = np.bincount([place % num_chains for place in chosen], minlength=num_chains)

@@ -1,19 +1,14 @@
 """The example networks: sizes as the paper tells them, and what makes each what it is."""
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import models
 import numpy as np
 import pytest
-
-EXAMPLES = Path(__file__).parents[1] / "examples"
-sys.path.insert(0, str(EXAMPLES))
-import models  # noqa: E402
-from models.convolutional import FilterResponse, row_products  # noqa: E402
+from models.convolutional import FilterResponse, row_products
 
 COLOUR, GREY, LETTERS = (2, 32, 32, 3), (2, 28, 28, 1), (2, 256)
 NETWORKS = {

@@ -2,9 +2,9 @@
 
 import os
 import runpy
-import sys
 from pathlib import Path
 
+import data
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,9 +14,6 @@ import pytest
 import optax_smile
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-sys.path.insert(0, str(EXAMPLES))
-import data  # noqa: E402
-
 NUM_CHAINS = 4
 
 

@@ -4,19 +4,16 @@ import ast
 import json
 import runpy
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+import records
+import samplers
+import tables
+
+import optax_smile
 
 ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "examples")]
-import records  # noqa: E402
-import samplers  # noqa: E402
-import tables  # noqa: E402
-
-import optax_smile  # noqa: E402
-
 SCRIPTS = [
     path
     for folder in ("examples", "benchmarks")
@@ -30,7 +27,7 @@ def test_help_is_the_docstring(monkeypatch, capsys):
     """As it stands there, in a process that has imported what all of them import."""
     assert len(SCRIPTS) > 25
     for path in SCRIPTS:
-        monkeypatch.setattr(sys, "argv", [str(path), "--help"])
+        monkeypatch.setattr("sys.argv", [str(path), "--help"])
         monkeypatch.syspath_prepend(str(path.parent))
         with pytest.raises(SystemExit) as end:
             runpy.run_path(str(path), run_name="__main__")
