@@ -7,6 +7,7 @@ import re
 import warnings
 
 import data
+import jax
 import network_cells
 import network_chains
 import networks
@@ -168,9 +169,10 @@ def test_schedules_span_the_whole_run(method, options, expected, tmp_path):
     settings = network_chains.counted(cell, Settings(num_warmup=2, num_draws=4, thin=1))
     sampler = network_chains.make_sampler(cell, settings, tmp_path, num_data=1.0, key=0)
     params, gradient = np.zeros(3, np.float32), np.ones(3, np.float32)
+    update = jax.jit(lambda state: sampler.update(gradient, state, params, value=0.0)[1])
     state, sizes = sampler.init(params), []
     for _ in range(6):
-        _, state = sampler.update(gradient, state, params, value=0.0)
+        state = update(state)
         sizes.append(float(optax_smile.stats(state).step_size))
     np.testing.assert_allclose(sizes, expected, atol=1e-6)
 
