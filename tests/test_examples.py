@@ -52,7 +52,7 @@ def test_uci(tmp_path):
 DEVICES = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8"}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_multi_device(tmp_path):
     """The second run computes nothing: it predicts from what the first one wrote."""
     arguments = "multi_device.py", "--data", 2, "--directory", tmp_path
@@ -81,13 +81,8 @@ def test_multi_device_says_what_to_set():
         assert rule in caught.value.stderr
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param("lenet", marks=pytest.mark.slow),
-        *(pytest.param(name, marks=pytest.mark.nightly) for name in ("resnet", "vit", "nanogpt")),
-    ],
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["lenet", "resnet", "vit", "nanogpt"])
 @pytest.mark.skipif("OPTAX_SMILE_DATA" not in os.environ, reason="needs OPTAX_SMILE_DATA")
 def test_networks_of_the_paper(name, tmp_path):
     """The second run reads what the first one left, and finds the same."""
