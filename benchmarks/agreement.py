@@ -306,12 +306,13 @@ def main():
         for name in dict.fromkeys(cell["data"] for cell in cells_of(arguments)):
             print(name, setting_of(arguments.part, name, scale, folder)[1].told, flush=True)
         return
-    for cell in cells_of(arguments):
-        if any((r["cell"], r["scale"]) == (cell, list(scale)) for r in found):
-            continue
+    done = [r["cell"] for r in found if r["scale"] == list(scale)]
+    missing = (cell for cell in cells_of(arguments) if cell not in done)
+    for cell in itertools.islice(missing, arguments.cells):
         began = time.monotonic()
         record = {"cell": cell, "scale": list(scale), **run_cell(cell, scale, folder)}
-        record |= {"seconds": time.monotonic() - began, **records.environment()}
+        record |= {"seconds": time.monotonic() - began}
+        record |= records.environment(arguments.allow_dirty)
         records.append(arguments.output, record)
         found.append(record)
         print(*cell.values(), f"{record['seconds']:.0f} s", flush=True)

@@ -12,6 +12,7 @@ One JSON line per cell; cells that the file already holds are skipped.
 
 import dataclasses
 import functools
+import itertools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import records
+import samplers
 from tabulated.analytic import everything
 from tabulated.table import markdown
 
@@ -157,8 +159,8 @@ def standardized_noise(kind: str, key: jax.Array, shape: tuple[int, ...]) -> jax
 
 
 PUBLISHED, LEAPFROG = {"integrator": "minimal_norm"}, {"integrator": "leapfrog"}
-# Column: public name and arguments, or functions of the step size that give them. Every sampler
-# also gets num_data and prior, those that are searched a step size, those that draw a key.
+# Column: name for `samplers.build`, and arguments or functions of the step size that give them.
+# Every sampler also gets num_data, prior and key, and those that are searched a step size.
 SAMPLERS: dict[str, tuple[str, dict[str, Any]]] = {
     "smile_naive": ("smile_naive", PUBLISHED),
     "sgld": ("sgld", {}),
@@ -182,12 +184,9 @@ OURS = "psmile_naive leapfrog"
 def make_sampler(column: str, step_size: jax.Array, key: jax.Array) -> Any:
     """Build the sampler of a column for an energy that is the loss itself."""
     name, options = SAMPLERS[column]
-    if name not in ("smile_naive", "psmile_naive") or "decoherence_length" in options:
-        options = options | {"key": key}
     options = {k: v(step_size) if callable(v) else v for k, v in options.items()}
-    build: Any = getattr(optax_smile, name)
-    first = () if column in DEFAULTS else (step_size,)
-    return build(*first, num_data=1, prior_precision=0.0, **options)
+    chosen = None if column in DEFAULTS else step_size
+    return samplers.build(name, chosen, key=key, num_data=1, prior_precision=0.0, **options)
 
 
 @functools.partial(jax.jit, static_argnames=("column", "target", "noise", "kind", "num_chunks"))
@@ -211,7 +210,7 @@ def run_chains(column, target, noise, kind, num_chunks, step_sizes, keys):
             gradient = jax.grad(posterior.energy)(params) + root(params) @ noise
             updates, state = tx.update(gradient, state, params)
             seen = optax_smile.stats(state)
-            counts = seen["step_end"] & seen["accepted"] & seen["is_draw"]
+            counts = seen.step_end & seen.accepted & seen.is_draw
             total = total + jnp.where(counts, params**2, 0)
             return (optax.apply_updates(params, updates), state, total, count + counts), None
 
@@ -367,14 +366,14 @@ def main():
     part, num_parts = map(int, arguments.part.split("/"))
     chosen = arguments.samplers or SAMPLERS
     cells_asked = [c for c in preset(arguments.preset) if c["sampler"] in chosen]
-    for cell in cells_asked[part::num_parts]:
-        if any((r["cell"], r["settings"]) == (cell, settings) for r in found):
-            continue
+    done = [r["cell"] for r in found if r["settings"] == settings]
+    missing = (cell for cell in cells_asked[part::num_parts] if cell not in done)
+    for cell in itertools.islice(missing, arguments.cells):
         record = {
             "cell": cell,
             "settings": settings,
             **run_cell(cell, *settings),
-            **records.environment(),
+            **records.environment(arguments.allow_dirty),
         }
         found.append(record)
         jax.clear_caches()  # each compiled loop keeps memory maps, of which a process has 65,530

@@ -23,6 +23,7 @@ import numpy as np
 import optax
 import pictures
 import records
+import samplers
 from analytic import DIM
 
 import optax_smile
@@ -75,16 +76,15 @@ def explore(name: str, options: tuple, step_size, keys, num_gradients: int):
     """
 
     def one_chain(key):
-        build: Any = getattr(optax_smile, name)
         key, noise_key = jax.random.split(key)
-        keyed = {"key": key} if name == "cyclical_sgld" else {}
-        tx = build(step_size, num_data=1, prior_precision=0.0, **dict(options), **keyed)
+        given = dict(options, num_data=1, prior_precision=0.0)
+        tx = samplers.build(name, step_size, key=key, **given)
 
         def call(carry, noise):
             params, state, nearest, inside = carry
             updates, state = tx.update(mixture_gradient(params) + noise, state, params)
             seen = optax_smile.stats(state)
-            counts = seen["step_end"] & seen["accepted"] & seen["is_draw"]
+            counts = seen.step_end & seen.accepted & seen.is_draw
             distances = jnp.sum((params[None, :2] - CENTERS) ** 2, axis=1)
             mode = jnp.argmin(distances)
             nearest = nearest.at[mode].add(counts)
@@ -95,7 +95,7 @@ def explore(name: str, options: tuple, step_size, keys, num_gradients: int):
         def chunk(carry, key):
             noises = NOISE_STD * jax.random.normal(key, (THIN, DIM))
             (params, state, *visited), norms = jax.lax.scan(call, carry, noises)
-            is_draw = optax_smile.stats(state)["is_draw"]
+            is_draw = optax_smile.stats(state).is_draw
             seen = jnp.asarray(params)[:2], is_draw, norms.mean()
             return (params, state, *visited), seen
 
@@ -167,7 +167,7 @@ def energy(folder: Path, num_steps: int) -> list[dict[str, Any]]:
     """Energy errors of pSMILE-naive on the Gaussian against the Gamma with their moments."""
     target = analytic.TARGETS["gaussian"]
     root = analytic.noise_root("correlated", target)
-    tx = optax_smile.psmile_naive(0.01, num_data=1, prior_precision=0.0)
+    tx = samplers.build("psmile_naive", 0.01, num_data=1, prior_precision=0.0)
 
     def call(carry, key):
         params, state = carry
@@ -180,7 +180,7 @@ def energy(folder: Path, num_steps: int) -> list[dict[str, Any]]:
     start = jnp.asarray(target.mean, jnp.float32)
     keys = jax.random.split(jax.random.key(0), num_steps)
     _, seen = jax.jit(lambda carry: jax.lax.scan(call, carry, keys))((start, tx.init(start)))
-    errors = np.abs(np.asarray(seen["energy_change"], float)[1:])
+    errors = np.abs(np.asarray(seen.energy_change, float)[1:])
     mean, std = errors.mean(), errors.std()
     fit = np.random.default_rng(0).gamma((mean / std) ** 2, std**2 / mean, 1_000_000)
     threshold = float(np.quantile(fit, 0.98))
@@ -417,7 +417,8 @@ def main():
     arguments.pictures.mkdir(parents=True, exist_ok=True)
     begun = time.perf_counter()
     for record in FIGURES[arguments.figure](arguments.pictures, arguments.steps):
-        record |= {"seconds": time.perf_counter() - begun, **records.environment()}
+        record |= {"seconds": time.perf_counter() - begun}
+        record |= records.environment(arguments.allow_dirty)
         records.append(arguments.output, record)
         print(record)
 

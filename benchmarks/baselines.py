@@ -1,8 +1,8 @@
 r"""Baselines of `networks.py` that are no samplers: checkpoints, IVON, Laplace's approximation.
 
 Each is `name(run, options)`, with the numbers that differ from the method's `DEFAULTS` as options,
-and gives draws to predict with. The draws are `Snapshots` of one chain, which iterate as parameter trees without a chain axis; their
-`settings` tell the name, the options and what was found.
+and gives draws to predict with: `Snapshots` of one chain, which iterate as trees without a chain
+axis; their `settings` have the name, the options and what was found.
 """
 
 import dataclasses

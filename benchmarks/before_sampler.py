@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import records
+import samplers
 
 import optax_smile
 
@@ -49,7 +50,7 @@ def problem() -> tuple[jax.Array, jax.Array, np.ndarray, np.ndarray]:
 def run(cell: dict[str, Any]) -> dict[str, Any]:
     """Variance and mean of one sampler behind one transformation."""
     inputs, targets, mean, variance = problem()
-    sampler = getattr(optax_smile, cell["sampler"])(num_data=NUM_DATA, key=0)
+    sampler = samplers.build(cell["sampler"], num_data=NUM_DATA, key=0)
     tx = optax.chain(BEFORE[cell["before"]](), sampler)
 
     def loss(params, rows):

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import samplers
 from posteriors import Posterior
 
 import optax_smile
@@ -59,9 +60,8 @@ def simple(name: str, *step_sizes: float) -> Method:
     """A method that is one function of the library."""
 
     def make(step_size, num_data, key):
-        first = (step_size,) if step_sizes else ()
-        build = getattr(optax_smile, name)
-        return build(*first, num_data=num_data, prior_precision=0.0, key=key)
+        chosen = step_size if step_sizes else None
+        return samplers.build(name, chosen, num_data=num_data, prior_precision=0.0, key=key)
 
     return Method(make, step_sizes)
 
@@ -137,7 +137,7 @@ def chain_of(
         def draw(carry, steps):
             (theta, state), _ = jax.lax.scan(step, carry, steps)
             at = optax_smile.last_accepted(state, theta)
-            told = optax_smile.stats(state)["step_size"]
+            told = optax_smile.stats(state).step_size
             return (theta, state), (posterior.quantities(at, rows), told)
 
         steps = jnp.arange(num_gradients // thin * thin).reshape(-1, thin)

@@ -96,12 +96,12 @@ def batches() -> list[tuple[np.ndarray, ...]]:
     return [tuple(part[rows] for part in text()[1]) for rows in order.reshape(-1, PIECES_OF_BATCH)]
 
 
-def trained(path: Path | None) -> Any:
+def trained(path: Path | None, num_steps: int) -> Any:
     """Weights after AdamW, read from a file if it is there."""
     params: Any = fresh(jax.random.key(0))
     if path is not None and path.exists():
         return jax.tree.map(jnp.asarray, serialization.from_bytes(params, path.read_bytes()))
-    rate = optax.warmup_cosine_decay_schedule(0, 3e-3, 100, TRAINING_STEPS, 1e-5)
+    rate = optax.warmup_cosine_decay_schedule(0, 3e-3, min(100, num_steps // 2), num_steps, 1e-5)
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, b2=0.98, weight_decay=0.1))
     state = tx.init(params)
 
@@ -111,7 +111,7 @@ def trained(path: Path | None) -> Any:
         return optax.apply_updates(params, updates), state
 
     rng, parts = np.random.default_rng(0), text()[1]
-    for _ in range(TRAINING_STEPS):
+    for _ in range(num_steps):
         rows = rng.integers(0, len(parts[0]), TRAINING_PIECES)
         params, state = step(params, state, tuple(part[rows] for part in parts))
     if path is not None:
@@ -120,9 +120,9 @@ def trained(path: Path | None) -> Any:
     return params
 
 
-def run(cell: dict[str, Any], weights: Path | None) -> dict[str, Any]:
+def run(cell: dict[str, Any], weights: Path | None, training_steps: int) -> dict[str, Any]:
     """One estimate."""
-    params = trained(weights)
+    params = trained(weights, training_steps)
     begun = time.perf_counter()
     steps = {name: cell[name] for name in ("num_chains", "num_warmup", "num_draws", "thin")}
     found = llc(
@@ -149,6 +149,7 @@ def run(cell: dict[str, Any], weights: Path | None) -> dict[str, Any]:
 if __name__ == "__main__":
     parser = records.parser(__doc__)
     parser.add_argument("--weights", type=Path, help="file that keeps the trained weights")
+    parser.add_argument("--training-steps", type=int, default=TRAINING_STEPS)
     parser.add_argument("--localizations", nargs="+", type=float, default=[10_000.0])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2, 3])
     parser.add_argument("--times", type=int, default=1)
@@ -166,6 +167,5 @@ if __name__ == "__main__":
         for localization in arguments.localizations
         for seed in arguments.seeds
     ]
-    records.complete(
-        arguments, cells, functools.partial(run, weights=arguments.weights), told="llc"
-    )
+    given = {"weights": arguments.weights, "training_steps": arguments.training_steps}
+    records.complete(arguments, cells, functools.partial(run, **given), told="llc")

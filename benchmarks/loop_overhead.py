@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import records
+import samplers
 from tabulated.costs import loops
 from tabulated.table import markdown
 
@@ -161,7 +162,7 @@ def chains(pieces: int) -> Iterator[dict[str, Any]]:
 def disk(pieces: int) -> Iterator[dict[str, Any]]:
     """Eleven million parameters written every 100 steps."""
     batches, steps = make_batches(LARGE, 24, 10), 100
-    tx = optax_smile.smile_naive(1e-2, num_data=1000)
+    tx = samplers.build("smile_naive", 1e-2, num_data=1000)
     with tempfile.TemporaryDirectory() as folder:
         with_disk = sampled(tx, batches, steps, sizes=LARGE, directory=folder)
         without = sampled(tx, batches, steps, sizes=LARGE)
@@ -187,7 +188,7 @@ def main():
     found = []
     for part in arguments.part or PARTS:
         for record in PARTS[part](arguments.pieces):
-            record |= records.environment()
+            record |= records.environment(arguments.allow_dirty)
             print(record["what"], record["against"], record["ratio"], flush=True)
             records.append(arguments.output, record)
             found.append(record)

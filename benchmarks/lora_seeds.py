@@ -19,6 +19,7 @@ from typing import Any
 import jax
 import numpy as np
 import records
+import samplers
 from flax import nnx
 from tabulated.lora import scores
 from tabulated.table import markdown
@@ -49,9 +50,9 @@ def mode(base: lora.Config, config: lora.Config) -> Any:
     return lora.fit_map(model, config, lora.batches_of(texts["train"], config), valid)
 
 
-def run_cell(cell: dict[str, Any]) -> dict[str, Any]:
+def run_cell(cell: dict[str, Any], **short: Any) -> dict[str, Any]:
     """Sample, and score on validation and test text."""
-    base = lora.Config(seed=cell["seed"])
+    base = lora.Config(seed=cell["seed"], **short)
     config = dataclasses.replace(base, prior_precision=cell["precision"])
     (texts, model, start), begun = pretrained(base), time.monotonic()
     best = mode(base, config)
@@ -66,7 +67,7 @@ def run_cell(cell: dict[str, Any]) -> dict[str, Any]:
         draws: Any = [best]
     else:
         prior = {"prior_mean": centre, "prior_precision": config.prior_precision}
-        tx = getattr(optax_smile, sampler)(num_data=config.num_train, **prior, key=config.seed)
+        tx = samplers.build(sampler, num_data=config.num_train, **prior, key=config.seed)
         sample = lora.sample_partition if variant == "two chains" else lora.sample_loop
         draws = sample(model, config, batches, tx)
     if variant == "two chains":
@@ -91,12 +92,14 @@ def main():
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=["MAP", "psmile"])
     parser.add_argument("--precisions", nargs="+", type=float, default=[100.0, 300.0, 1000.0])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--smoke", action="store_true", help="seconds, to see that all works")
     arguments = parser.parse_args()
     if not os.environ.get("OPTAX_SMILE_DATA"):
         parser.error("set OPTAX_SMILE_DATA, a folder with the texts of examples/lora.py")
     product = itertools.product(arguments.seeds, arguments.precisions, arguments.methods)
     cells = [{"seed": seed, "method": m, "precision": precision} for seed, precision, m in product]
-    print(markdown(scores(records.complete(arguments, cells, run_cell, "valid"))))
+    run = functools.partial(run_cell, **(lora.SMOKE if arguments.smoke else {}))
+    print(markdown(scores(records.complete(arguments, cells, run, "valid"))))
 
 
 if __name__ == "__main__":

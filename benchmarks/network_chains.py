@@ -7,7 +7,6 @@ import resource
 import shutil
 import time
 import warnings
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ import numpy as np
 import optax
 import records
 import resnet
+import samplers
 import vit
 from experiment import Experiment, Settings
 from network_cells import ENSEMBLE
@@ -79,13 +79,11 @@ def make_sampler(cell: dict[str, Any], settings: Settings, work: Path, **common:
         tuner = optax_smile.quantile_tuner(probability) if probability else None
         options |= {"tuner": tuner, "reject_quantile": quantile}
         options |= {"integrator": "minimal_norm", "reject_momentum": "zero"}
-        return optax_smile.smile(**options, decoherence_length=None, key=None, **_keyless(common))
+        return samplers.build("smile_naive", **options, **common)
     if "published" in method:
-        return getattr(optax_smile.published, method.split()[0])(**options, **_keyless(common))
+        return samplers.build(method, **options, **common)
     if options.pop("schedule", None) == "cosine":
         options["step_size"] = optax.cosine_decay_schedule(options["step_size"], num_steps)
-    if method.endswith("naive"):
-        return getattr(optax_smile, method)(**options, **_keyless(common))
     if "allowed" in options:
         del options["allowed"]
         options |= around(cell, settings, work)
@@ -95,11 +93,7 @@ def make_sampler(cell: dict[str, Any], settings: Settings, work: Path, **common:
         options["total_steps"] = num_steps
     if method == "scale_adapted_sghmc":
         options["adapt_steps"] = max(1, settings.num_warmup)
-    return getattr(optax_smile, method)(**options, **common)
-
-
-def _keyless(common: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: x for name, x in common.items() if name != "key"}
+    return samplers.build(method, **options, **common)
 
 
 @functools.cache
@@ -223,7 +217,7 @@ def run_chain(cell: dict[str, Any], settings: Settings, member: int, work: Path)
     found = predictions(task, draws, settings.test_batch_size)
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     told |= {"seconds": [trained, None if resumed else sampled], "peak_mib": memory}
-    told |= {"used": used, **records.environment()}
+    told |= {"used": used, **records.environment(allow_dirty=True)}
     part = path.with_suffix(".part.npz")
     kept: dict[str, Any] = {"told": json.dumps(told), **found}
     np.savez(part, **kept)

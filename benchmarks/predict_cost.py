@@ -91,7 +91,7 @@ def main():
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as alone:
             told = alone.submit(measure, *sizes).result()
         record = {
-            **records.environment(),
+            **records.environment(arguments.allow_dirty),
             "num_inputs": arguments.num_inputs,
             "batch_size": batch_size,
             "repetitions": arguments.repetitions,

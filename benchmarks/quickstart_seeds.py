@@ -36,7 +36,7 @@ def main():
         with tempfile.TemporaryDirectory() as folder:
             table = quickstart.run(config, arguments.sampler, Path(folder))
         record = {
-            **records.environment(),
+            **records.environment(arguments.allow_dirty),
             "sampler": arguments.sampler,
             "config": dataclasses.asdict(config),
             "scores": {

@@ -1,6 +1,8 @@
 """What every benchmark writes down: one JSON line per run, with what it was run on."""
 
 import argparse
+import functools
+import itertools
 import json
 import platform
 import subprocess
@@ -13,17 +15,51 @@ from typing import Any
 import jax
 from tabulated.table import read
 
+ROOT = Path(__file__).parents[1]
+# New files elsewhere are no part of what runs; records and figures are what it writes.
+CODE = ("optax_smile", "benchmarks", "examples")
+WRITTEN = (":(exclude)benchmarks/results", ":(exclude)benchmarks/figures")
 
-def environment() -> dict[str, str]:
-    """Commit, version, device and date of this run."""
-    command = ["git", "describe", "--always", "--dirty"]
-    commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
-    return {
-        "commit": commit,
+
+def environment(allow_dirty: bool = False) -> dict[str, Any]:
+    """Commit, version, device and date of this run.
+
+    Args:
+        allow_dirty: whether files may differ from the commit; they are listed as `dirty`.
+    """
+    commit, changed = tree(ROOT)
+    refuse(changed, allow_dirty)
+    told = {
+        "commit": f"{commit}-dirty" if changed else commit,
         "jax": jax.__version__,
         "device": f"{jax.devices()[0].device_kind} {platform.machine()}",
         "time": time.strftime("%Y-%m-%d %H:%M"),
     }
+    return told | {"dirty": changed} if changed else told
+
+
+@functools.cache
+def tree(root: Path) -> tuple[str, list[str]]:
+    """Commit of a checkout and the files that differ from it, when the process first asks."""
+
+    def git(*arguments: str) -> list[str]:
+        command = ["git", "-C", str(root), *arguments]
+        return subprocess.run(command, capture_output=True, text=True).stdout.splitlines()
+
+    commit = git("describe", "--always")
+    changed = git("diff", "--name-only", "HEAD", "--", ".", *WRITTEN)
+    changed += git("ls-files", "--others", "--exclude-standard", "--", *CODE, *WRITTEN)
+    return (commit[0], changed) if commit else ("", ["no checkout of git"])
+
+
+def refuse(changed: list[str], allow_dirty: bool):
+    """End a run whose record would name a commit that is not what ran."""
+    if changed and not allow_dirty:
+        shown = ", ".join(changed[:5]) + ", ..." * (len(changed) > 5)
+        raise SystemExit(
+            f"These files differ from the commit that the record would name: {shown}. Commit them, "
+            "or pass --allow-dirty: the record is marked, and `tables.py --check` rejects it."
+        )
 
 
 def append(path: Path | None, record: dict[str, Any]):
@@ -36,12 +72,25 @@ def append(path: Path | None, record: dict[str, Any]):
         lines.write(("\n" if is_cut else "") + json.dumps(record) + "\n")
 
 
-def parser(told: str | None) -> argparse.ArgumentParser:
+class Parser(argparse.ArgumentParser):
+    """A command line that refuses, before anything runs, to record what no commit has."""
+
+    def parse_args(self, *arguments, **options) -> Any:
+        """Without `--output` nothing is recorded, and files may differ."""
+        found = super().parse_args(*arguments, **options)
+        found.allow_dirty |= found.output is None
+        refuse(tree(ROOT)[1], found.allow_dirty)
+        return found
+
+
+def parser(told: str | None) -> Parser:
     """A command line whose help is the docstring of its script, with what `complete` reads."""
-    made = argparse.ArgumentParser(
-        description=told, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    made = Parser(description=told, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--output", type=Path, help="JSON lines, read first and appended to")
+    made.add_argument(
+        "--allow-dirty", action="store_true", help="mark records of files that are not committed"
+    )
+    made.add_argument("--cells", type=int, help="run only so many cells of those that are missing")
     return made
 
 
@@ -62,10 +111,9 @@ def complete(
     found = read(arguments.output)
     # A cell that a signal has cut short is not recorded.
     warnings.filterwarnings("error", message="`sample` ended early")
-    for cell in cells:
-        if any(record["cell"] == cell for record in found):
-            continue
-        record = {"cell": cell, **run(cell), **environment()}
+    missing = (cell for cell in cells if all(record["cell"] != cell for record in found))
+    for cell in itertools.islice(missing, arguments.cells):
+        record = {"cell": cell, **run(cell), **environment(arguments.allow_dirty)}
         append(arguments.output, record)
         found.append(record)
         jax.clear_caches()

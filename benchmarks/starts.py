@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import records
+import samplers
 import uci
 from tabulated.starts import cells as shown
 from tabulated.table import markdown
@@ -148,7 +149,7 @@ def run(cell: dict[str, Any]) -> dict[str, Any]:
         problem.mean_loss,
         start,
         uci.batches_of(problem.train, problem.batch_size, 50),
-        getattr(optax_smile, cell["sampler"])(num_data=num_data, key=0),
+        samplers.build(cell["sampler"], num_data=num_data, key=0),
         num_warmup=0,
         num_draws=NUM_GRADIENTS // THIN,
         thin=THIN,

@@ -26,6 +26,7 @@ import models
 import numpy as np
 import optax
 import records
+import samplers
 from tabulated import costs
 from tabulated.table import markdown
 
@@ -71,9 +72,9 @@ METHODS: dict[str, Callable[[], Any]] = {
     "sgd": lambda: optax.sgd(1e-3),
     "blackjax sgld": blackjax_sgld,
     "sgld": lambda: optax_smile.sgld(1e-7, num_data=50_000, key=0),
-    "smile_naive": lambda: optax_smile.smile_naive(1e-2, num_data=50_000),
+    "smile_naive": lambda: samplers.build("smile_naive", 1e-2, num_data=50_000),
     "smile": lambda: optax_smile.smile(num_data=50_000, key=0),
-    "psmile_naive": lambda: optax_smile.psmile_naive(1e-2, num_data=50_000),
+    "psmile_naive": lambda: samplers.build("psmile_naive", 1e-2, num_data=50_000),
     "psmile": lambda: optax_smile.psmile(num_data=50_000, key=0),
 }
 

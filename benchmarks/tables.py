@@ -187,6 +187,16 @@ def complaints(text: str, told: str) -> Iterator[str]:
         yield f"{told}: a table stands outside markers: `{tables[0][:60]}`."
 
 
+def uncommitted() -> Iterator[str]:
+    """Sentences on records of runs whose files were not those of a commit."""
+    for path in sorted((FOLDER / "results").glob("*.jsonl")):
+        for number, record in enumerate(read(path), 1):
+            chains = record.get("chains")
+            parts = [record, *(chains if isinstance(chains, list) else [])]
+            if any(isinstance(part, dict) and part.get("dirty") for part in parts):
+                yield f"{path.name}: record {number} was made with --allow-dirty."
+
+
 def main() -> int:
     """Rewrite the pages, or check them."""
     parser = argparse.ArgumentParser(
@@ -202,6 +212,8 @@ def main() -> int:
             text = rewritten(text)
             page.write_text(text, encoding="utf-8")
         wrong += complaints(text, page.relative_to(FOLDER.parent).as_posix())
+    if arguments.check:
+        wrong += uncommitted()
     print(*wrong, sep="\n", end="\n" if wrong else "")
     return 1 if wrong else 0
 

@@ -32,6 +32,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import records
+import samplers
 from as_shipped import as_shipped
 from tabulated.table import markdown
 from tabulated.uci import OPTIONAL, overview
@@ -211,8 +212,7 @@ def simple(name: str, *step_sizes: float | None, batch_per: str = "gradient", **
     """A method that is one function of the library."""
 
     def make(step_size, num_data, key):
-        first = () if step_size is None else (step_size,)
-        return getattr(optax_smile, name)(*first, num_data=num_data, key=key, **options)
+        return samplers.build(name, step_size, num_data=num_data, key=key, **options)
 
     return Method(make, batch_per, step_sizes)
 
@@ -231,8 +231,7 @@ def published(name: str, *step_sizes: float) -> Method:
     """A method with the settings of the paper."""
 
     def make(step_size, num_data, key):
-        del key
-        return getattr(optax_smile.published, name)(step_size, num_data=num_data)
+        return samplers.build(f"{name} published", step_size, num_data=num_data, key=key)
 
     return Method(make, "step", step_sizes)
 
@@ -242,7 +241,7 @@ METHODS = {
     FULL_BATCH: Method(mile, "step", (0.01, 0.02, 0.04)),
     "sgld": simple("sgld", 1e-7, 1e-6, 1e-5, 1e-4),
     "scale_adapted_sghmc": simple("scale_adapted_sghmc", 1e-4, 1e-3, 3e-3, 1e-2, 2e-2, 1e-1),
-    "cyclical_sgld": Method(cyclical, "call", (1e-7, 1e-6, 1e-5, 1e-4)),
+    "cyclical_sgld": Method(cyclical, "gradient", (1e-7, 1e-6, 1e-5, 1e-4)),
     "smile_naive published": published("smile_naive", 1e-4, 1e-3, 3e-3, 1e-2),
     "psmile_naive published": published("psmile_naive", 1e-4, 1e-3, 3e-3, 1e-2),
     "smile_naive as shipped": Method(None, "step", (1e-3,), "smile_naive"),

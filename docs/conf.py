@@ -2,6 +2,7 @@
 
 The root is Sphinx's source folder, so that the links of a page work in the repository as well, and
 those to benchmarks, changelog and README are checked. Pages with `{code-cell}` run while building.
+With `-D nb_execution_mode=cache` only pages whose code has changed are run, with `off` none.
 Nothing is fetched, and a page needs no network but for the README's badges.
 """
 
@@ -12,6 +13,7 @@ from pathlib import Path
 from docutils.nodes import SkipNode
 from latex2mathml.converter import convert
 from sphinx.errors import ExtensionError
+from sphinx.util.inspect import TypeAliasForwardRef
 
 import optax_smile
 
@@ -47,6 +49,8 @@ os.environ["PYTHONWARNINGS"] = "ignore:IProgress not found"  # tqdm, in NumPyro,
 os.environ["PYTHONPATH"] = f"{ROOT / 'examples'}{os.pathsep}{os.getenv('PYTHONPATH', '')}"
 nb_execution_mode, nb_execution_in_temp = "auto", True
 nb_execution_timeout, nb_execution_show_tb = 900, True
+# Without running a page there is no lexer for its cells.
+suppress_warnings = ["myst-nb.lexer"]
 nb_output_stderr, nb_merge_streams = "error", True
 myst_heading_anchors = 3
 myst_enable_extensions, html_math_renderer = ["dollarmath"], "mathml"
@@ -55,15 +59,10 @@ python_maximum_signature_line_length = 88
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
 autodoc_type_aliases = {"ArrayLike": "ArrayLike", "StepSize": "StepSize"}
+# Sphinx 9 writes an alias in a union by its repr.
+TypeAliasForwardRef.__repr__ = lambda alias: alias.name
 napoleon_use_ivar, napoleon_numpy_docstring = True, False
 
-# Aliases, and defaults that are functions, as a person would write them.
-WRITTEN = {
-    r"TypeAliasForwardRef\('(\w+)'\)": r"\1",
-    r", tuner=Tuner\(.*?sets_step_size=True\)": "",
-    r"functools\.partial\(<function (\w+)>, (.*?)\)": r"\1(\2)",
-    r"\(<function (\w+)\.<locals>[^)]*\)": r"\1()",
-}
 # Words in stars stay as they are; other stars, bars and the ends of names are no marks.
 SIGNS = re.compile(r"(\*\w+\*)|[*|\\]|(?<=\w)_(?!\w)")
 PUBLIC = {name: f"optax_smile.{name}" for name in optax_smile.__all__}
@@ -120,13 +119,6 @@ def is_field(_app, _what, _name, found, skip, _options):
     return True if type(found).__name__ == "_tuplegetter" else skip
 
 
-def with_defaults(_app, _what, _name, _object, _options, signature, returns):
-    """Write a signature as its author did."""
-    for found, written in WRITTEN.items():
-        signature = signature and re.sub(found, written, signature)
-    return signature, returns
-
-
 def formula(display):
     """Write formulas as MathML, which browsers show by themselves."""
 
@@ -149,6 +141,5 @@ def setup(app):
     """Convert docstrings before Napoleon reads them."""
     app.connect("autodoc-process-docstring", to_rest, priority=400)
     app.connect("autodoc-skip-member", is_field)
-    app.connect("autodoc-process-signature", with_defaults)
     app.add_html_math_renderer("mathml", formula("inline"), formula("block"))
     app.connect("build-finished", opens_without_network)

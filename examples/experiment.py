@@ -19,14 +19,14 @@ from data import Batches, Splits
 import optax_smile
 from optax_smile import report
 
-SAMPLERS = ("psmile", "smile", "psmile_naive", "smile_naive")
+SAMPLERS = ("psmile", "smile")
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
     """Of one run; width, depth, training examples and pixels make it small.
 
-    `step_size` is that of the naive forms, the others find theirs.
+    Without `step_size` the sampler finds it.
     """
 
     num_members: int = 4
@@ -44,7 +44,7 @@ class Settings:
     context: int = 256
     pixels: int = 160
     dtype: str = "float32"
-    step_size: float = 1e-3
+    step_size: float | None = None
     test_batch_size: int = 500
     num_letters: int = 400
     seed: int = 0
@@ -167,9 +167,9 @@ def run(
         mesh=mesh,
         directory=directory / "warmstart",
     )
-    is_naive, seed, where = sampler.endswith("naive"), settings.seed, directory / "draws"
-    own: dict[str, Any] = {"step_size": settings.step_size} if is_naive else {"key": seed}
-    made = getattr(optax_smile, sampler)(num_data=experiment.num_data, **own)
+    seed, where = settings.seed, directory / "draws"
+    build, num_data = getattr(optax_smile, sampler), experiment.num_data
+    made = build(settings.step_size, num_data=num_data, key=seed)
     draws = draw(experiment, settings, members, made, seed + 1, mesh=mesh, directory=where)
 
     inputs, targets = experiment.splits.test
@@ -217,6 +217,7 @@ def main(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--sampler", default="psmile", choices=SAMPLERS)
+    parser.add_argument("--step-size", type=float, help="instead of the one that the sampler finds")
     if networks:
         parser.add_argument("--network", default=networks[0], choices=networks)
     parser.add_argument("--preset", default="laptop", choices=presets)
@@ -230,7 +231,8 @@ def main(
     if arguments.output.suffix != ".html":
         parser.error(f"--output must end in .html, got {arguments.output}")
     preset = "smoke" if arguments.smoke else arguments.preset
-    settings = dataclasses.replace(presets[preset], seed=arguments.seed)
+    given = {"seed": arguments.seed, "step_size": arguments.step_size}
+    settings = dataclasses.replace(presets[preset], **given)
     try:
         chosen = functools.partial(build, network=arguments.network) if networks else build
         experiment = chosen(settings)

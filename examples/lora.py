@@ -229,6 +229,11 @@ def run(config: Config, sampler: str) -> dict[str, dict[str, float]]:
     return {name: score(model, found, test, foreign[0])[0] for name, found in draws.items()}
 
 
+# Seconds, to see that all works.
+SMOKE = {"width": 16, "base_steps": 2, "map_steps": 8, "num_test": 4_000}
+SMOKE |= {"num_warmup": 4, "num_draws": 4, "thin": 2}
+
+
 def main():
     """Parse the arguments, run, print the table."""
     style = argparse.RawDescriptionHelpFormatter
@@ -237,9 +242,7 @@ def main():
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--smoke", action="store_true", help="run seconds instead of minutes")
     arguments = parser.parse_args()
-    short = {"width": 16, "base_steps": 2, "map_steps": 8, "num_test": 4_000}
-    short |= {"num_warmup": 4, "num_draws": 4, "thin": 2}
-    config = Config(seed=arguments.seed, **(short if arguments.smoke else {}))
+    config = Config(seed=arguments.seed, **(SMOKE if arguments.smoke else {}))
     table = run(config, arguments.sampler)
     print(f"{'held-out text':20}" + "".join(f"{score:>12}" for score in table["MAP"]))
     for name, row in table.items():

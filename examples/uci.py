@@ -39,7 +39,7 @@ class Config:
     num_epochs: int = 300
     batch_size: int = 64
     sampling_batch_size: int = 256
-    step_size: float = 2e-3
+    step_size: float | None = None
     num_warmup: int = 20_000
     num_draws: int = 200
     thin: int = 100
@@ -70,13 +70,9 @@ def load(name: str, seed: int, download: bool) -> Splits:
 
 
 def make_sampler(name: str, config: Config, num_data: int):
-    """Build the sampler by its name; the naive forms need a step size, the others find theirs."""
-    arguments: dict[str, Any] = {"num_data": num_data}
-    if name.endswith("naive"):
-        arguments["step_size"] = config.step_size
-    else:
-        arguments["key"] = jax.random.key(config.seed)
-    return getattr(optax_smile, name)(**arguments)
+    """Build the sampler by its name; without a step size it finds its own."""
+    key = jax.random.key(config.seed)
+    return getattr(optax_smile, name)(config.step_size, num_data=num_data, key=key)
 
 
 def batches_of(data, batch_size: int, seed: int):
@@ -155,16 +151,13 @@ def main():
         "--data", default="energy", choices=["energy", "airfoil", "concrete", "diabetes"]
     )
     parser.add_argument("--download", action="store_true", help="ask OpenML where data are missing")
-    parser.add_argument(
-        "--sampler",
-        default="psmile",
-        choices=["psmile", "smile", "psmile_naive", "smile_naive"],
-    )
+    parser.add_argument("--sampler", default="psmile", choices=["psmile", "smile"])
+    parser.add_argument("--step-size", type=float, help="instead of the one that the sampler finds")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--directory", type=Path, help="of the run (default: a temporary one)")
     parser.add_argument("--smoke", action="store_true", help="run seconds instead of a minute")
     arguments = parser.parse_args()
-    config = Config(seed=arguments.seed)
+    config = Config(seed=arguments.seed, step_size=arguments.step_size)
     if arguments.smoke:
         config = dataclasses.replace(
             config, num_chains=2, num_epochs=2, num_warmup=20, num_draws=10, thin=5

@@ -2,25 +2,21 @@
 
 import contextlib
 import dataclasses
-import sys
 import types
 from pathlib import Path
 from typing import Any, cast
 
+import baselines
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from baselines import Run
+from data import Splits
+from experiment import Experiment, Settings
 from scipy.special import log_softmax, logsumexp, softmax
-
-ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "benchmarks")]
-import baselines  # noqa: E402
-from baselines import Run  # noqa: E402
-from data import Splits  # noqa: E402
-from experiment import Experiment, Settings  # noqa: E402
 
 SETTINGS = Settings(num_warmup=5, num_draws=3, thin=2, sampling_batch_size=8)
 NUMBERS = {"momentum_decay": 0.9, "hessian_decay": 0.999, "hess_init": 0.5, "weight_decay": 0.1}
@@ -81,7 +77,7 @@ def test_checkpoints_are_those_of_adamw(tmp_path):
 
 
 @pytest.mark.parametrize("method", ["checkpoints", "ivon"])
-@pytest.mark.parametrize("cut", [1, 8, 10, 11])
+@pytest.mark.parametrize("cut", [1, 8, 11])
 def test_training_that_was_cut_off_goes_on(method, cut, tmp_path, monkeypatch):
     """Bit for bit: before the first draw, between draws, after the last."""
     task, start = logistic((35,), "categorical"), member(weights(KERNEL))
@@ -172,9 +168,7 @@ def test_ivon_finds_a_gaussian(tmp_path):
     assert np.all(draws.mean(0).std(0) < 1.6 * np.sqrt(variance / 250))
 
 
-@pytest.mark.parametrize(
-    "shape, likelihood", [((4096,), "categorical"), ((512, 8), "tokens")], ids=str
-)
+@pytest.mark.parametrize("shape, likelihood", [((4096,), "categorical"), ((512, 8), "tokens")])
 def test_fisher_is_that_of_softmax_regression(shape, likelihood):
     """Mean of x_j^2 p_c (1 - p_c), within 4.5 of its standard errors: false alarms 1 in 8,000.
 
@@ -239,9 +233,7 @@ def test_laplace_chooses_its_prior_by_validation(scale, best):
     assert_same(found.params, alone[grid.index(best)].params)
 
 
-def test_laplace_says_what_it_cannot():
+def test_laplace_needs_classes():
     run = Run(logistic((16,), "gaussian"), SETTINGS, member(weights(KERNEL)), 0, Path())
     with pytest.raises(ValueError, match="classes or tokens, got 'gaussian'"):
         baselines.laplace(run, {})
-    with pytest.raises(ValueError, match=r"got \['chunks'\]"):
-        baselines.laplace(run, {"chunks": 3})

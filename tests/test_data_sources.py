@@ -4,15 +4,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import data
 import numpy as np
 import pytest
-
-EXAMPLES = Path(__file__).parents[1] / "examples"
-sys.path.insert(0, str(EXAMPLES))
-import data  # noqa: E402
-import test_data  # noqa: E402
-from data import images, sources  # noqa: E402
-from test_data import COLOURS, PICTURES, TEXT, grey_files, rows_of, text_of  # noqa: E402
+import test_data
+from data import images, sources
+from test_data import COLOURS, PICTURES, TEXT, grey_files, rows_of, text_of
 
 # A fixture: an empty folder of data, beside what is prepared.
 folder = test_data.folder
@@ -156,32 +153,28 @@ def test_newest_complete_version(tmp_path):
 NOWHERE = {
     "mnist": "mnist/train-images-idx3-ubyte.gz",
     "mnist_test": "mnist/t10k-images-idx3-ubyte.gz",
-    "fashion_mnist": "fashion_mnist/train-images-idx3-ubyte.gz",
     "cifar10": "cifar10/train_1.npz",
     "cifar100_test": "ood/cifar100_test_2000.npz",
     "imagenette": "imagenette/train_64.npz",
 }
 
 
-@pytest.mark.parametrize("name", NOWHERE)
 @pytest.mark.parametrize("is_set", [True, False])
-def test_missing_images_say_how_to_get_them(folder, monkeypatch, name, is_set):
+def test_missing_data_say_how_to_get_them(folder, monkeypatch, is_set):
     """At once: TensorFlow Datasets, which would try for minutes, is not even imported."""
     monkeypatch.setitem(sys.modules, "tensorflow_datasets", None)
     if not is_set:
         monkeypatch.delenv("OPTAX_SMILE_DATA")
-    with pytest.raises(FileNotFoundError) as caught:
-        getattr(data, name)()
-    text = str(caught.value)
-    stem = name.removesuffix("_test")
-    assert f"No data for {stem}" in text and NOWHERE[name] in text
-    assert ("OPTAX_SMILE_DATA" in text) and ("is not set" in text) != is_set
-    assert f"`tfds build {stem}" in text and "--file_format=array_record`" in text
-    assert "pip install tensorflow tensorflow-datasets importlib_resources" in text
-    assert str(folder.parent / "prepared") in text
-
-
-def test_missing_text(folder):
+    for name, file in NOWHERE.items():
+        with pytest.raises(FileNotFoundError) as caught:
+            getattr(data, name)()
+        text = str(caught.value)
+        stem = name.removesuffix("_test")
+        assert f"No data for {stem}" in text and file in text
+        assert ("OPTAX_SMILE_DATA" in text) and ("is not set" in text) != is_set
+        assert f"`tfds build {stem}" in text and "--file_format=array_record`" in text
+        assert "pip install tensorflow tensorflow-datasets importlib_resources" in text
+        assert str(folder.parent / "prepared") in text
     with pytest.raises(FileNotFoundError, match="modern_shakespeare.txt.*has no public loader"):
         data.shakespeare()
     with pytest.raises(FileNotFoundError, match="tfds build tiny_shakespeare --file_format"):

@@ -1,9 +1,8 @@
-"""The documentation as text; `.ci/run` builds it, which runs its code and follows its links."""
+"""The documentation as text; `.ci/run` builds it, and `.ci/nightly` runs its code."""
 
 import re
 from pathlib import Path
 
-import pytest
 from test_imports import public_objects
 
 ROOT = Path(__file__).parents[1]
@@ -13,20 +12,19 @@ RECIPES = sorted((ROOT / "docs" / "recipes").glob("[!i]*.md"))
 NOT_RUN = {"bash", "text", "diff", "{toctree}", "{eval-rst}"}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_blocks_of_code_are_cells(page):
+def test_blocks_of_code_are_cells():
     """Only `{code-cell}` is run, and only on pages that say that they are notebooks."""
-    text = page.read_text()
-    kinds = set(re.findall(r"^ *(?:```|:::)(\S+)", text, re.MULTILINE))
-    assert kinds <= NOT_RUN | {"{code-cell}"}
-    assert ("{code-cell}" in kinds) == text.startswith("---\nfile_format: mystnb\n")
+    for page in PAGES:
+        text = page.read_text()
+        kinds = set(re.findall(r"^ *(?:```|:::)(\S+)", text, re.MULTILINE))
+        assert kinds <= NOT_RUN | {"{code-cell}"}, page
+        assert ("{code-cell}" in kinds) == text.startswith("---\nfile_format: mystnb\n"), page
 
 
-@pytest.mark.parametrize("page", RECIPES, ids=lambda page: page.stem)
-def test_recipes_end_in_a_prediction_that_is_checked(page):
-    text = page.read_text()
-    predicted = text.index("optax_smile.predict(")
-    assert "± {sd" in text[predicted:] and "\nassert abs(mean" in text[predicted:]
+def test_recipes_end_in_a_prediction_that_is_checked():
+    for page in RECIPES:
+        _, _, rest = page.read_text().partition("optax_smile.predict(")
+        assert "± {sd" in rest and "\nassert abs(mean" in rest, page
 
 
 def test_reference_has_every_public_name():
@@ -42,17 +40,14 @@ def test_reference_has_every_public_name():
     assert {name.partition(".")[0] for name in public if "." in name} == modules
 
 
-@pytest.mark.parametrize("folder", ["recipes", "notebooks", "api"])
-def test_two_clicks(folder):
-    """From the first page to a folder, and from there to each of its pages."""
+def test_every_page_is_two_clicks_away():
+    """From the first page to a page or a folder, and from there to each of its pages."""
     docs = ROOT / "docs"
-    assert f"{folder}/index" in (docs / "index.md").read_text()
-    index = (docs / folder / "index.md").read_text()
-    for page in (docs / folder).glob("[!i]*.md"):
-        assert f"({page.name})" in index and f"\n{page.stem}\n" in index, page.name
-
-
-def test_every_page_is_in_the_index():
-    index = (ROOT / "docs" / "index.md").read_text()
-    for page in (ROOT / "docs").glob("[!i]*.md"):
-        assert re.search(rf"^(.* <)?{page.stem}>?$", index, re.MULTILINE), page.name
+    first = (docs / "index.md").read_text()
+    for page in docs.glob("[!i]*.md"):
+        assert re.search(rf"^(.* <)?{page.stem}>?$", first, re.MULTILINE), page.name
+    for folder in ("recipes", "notebooks", "api"):
+        assert f"{folder}/index" in first
+        index = (docs / folder / "index.md").read_text()
+        for page in (docs / folder).glob("[!i]*.md"):
+            assert f"({page.name})" in index and f"\n{page.stem}\n" in index, page.name

@@ -1,4 +1,4 @@
-"""The README: what it shows is what happens, what it names exists, and it stays short."""
+"""The README: what it shows is what happens, and what it names exists."""
 
 import re
 import tomllib
@@ -54,7 +54,3 @@ def test_links_lead_somewhere():
     links = re.findall(r"\]\((?!https?:)([^)#]+)", TEXT)
     assert len(links) > 10
     assert not [link for link in links if not (ROOT / link).exists()]
-
-
-def test_length():
-    assert 600 <= len(TEXT.split()) <= 900

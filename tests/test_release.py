@@ -1,11 +1,14 @@
 """What a release says about itself fits the package."""
 
-import os
+import json
 import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 import optax_smile
@@ -33,13 +36,27 @@ def test_classifiers_begin_with_the_oldest_python_that_is_supported():
     assert python == sorted(python) and len(python) == python[-1][1] - python[0][1] + 1
 
 
-def test_nothing_is_published_before_a_person_turns_it_on():
-    jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "release.yml").read_text())["jobs"]
-    publishes = [
-        name for name, job in jobs.items() if "pypi-publish" in str(job) or "id-token" in str(job)
-    ]
-    assert publishes == ["publish"] and jobs["publish"]["needs"] == "build"
-    assert "vars.PUBLISH == 'true'" in jobs["publish"]["if"]
-    assert "refs/tags/" in jobs["publish"]["if"]
-    assert {"run": ".ci/package"} in jobs["build"]["steps"]
-    assert os.access(ROOT / ".ci" / "package", os.X_OK)
+WRONG_WORDS = (
+    ("psmile(num_data=100, key=1)", 'psmile(num_data=100, key=1, integrator="leapfrogg")'),
+    ("psmile(num_data=100, key=1)", 'psmile(num_data=100, key=1, decoherence_length="match")'),
+    ("num_draws=4,", 'num_draws=4, batch_per="call",'),
+    ('per="draw"', 'per="draws"'),
+    ("stats(state).step_size", "stats(state).step_sise"),
+)
+
+
+@pytest.mark.slow
+def test_a_wrong_word_is_an_error_of_the_type_checker(tmp_path):
+    """In a user's file, which is right as it stands."""
+    text = (ROOT / "tests" / "user.py").read_text()
+    wrong = {right_wrong[1]: text.replace(*right_wrong) for right_wrong in WRONG_WORDS}
+    assert all(changed != text for changed in wrong.values())
+    for number, changed in enumerate([*wrong.values(), text]):
+        (tmp_path / f"user_{number}.py").write_text(changed)
+    (tmp_path / "pyrightconfig.json").write_text(json.dumps({"extraPaths": [str(ROOT)]}))
+    command = [sys.executable, "-m", "pyright", "--outputjson", "--pythonpath", sys.executable]
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    errors = json.loads(run.stdout)["generalDiagnostics"]
+    found = {int(re.findall(r"user_(\d+)", error["file"])[0]) for error in errors}
+    assert [word for number, word in enumerate(wrong) if number not in found] == []
+    assert len(wrong) not in found, errors

@@ -1,11 +1,17 @@
-"""`--help` of every script says what it does."""
+"""Scripts of examples and benchmarks: what `--help` says, and what a record says it was run on."""
 
 import ast
+import json
 import runpy
-import sys
+import subprocess
 from pathlib import Path
 
 import pytest
+import records
+import samplers
+import tables
+
+import optax_smile
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = [
@@ -16,21 +22,108 @@ SCRIPTS = [
 ]
 
 
-def test_the_scripts_are_found():
-    names = {path.name for path in SCRIPTS}
-    assert {"quickstart.py", "lenet.py", "uci.py", "tables.py", "networks.py"} <= names
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: f"{path.parent.name}/{path.name}")
-def test_help_is_the_docstring(path, monkeypatch, capsys):
+def test_help_is_the_docstring(monkeypatch, capsys):
     """As it stands there, in a process that has imported what all of them import."""
-    monkeypatch.setattr(sys, "argv", [str(path), "--help"])
-    folders = [str(path.parent), *(str(ROOT / name) for name in ("examples", "benchmarks"))]
-    monkeypatch.setattr(sys, "path", [*folders, *sys.path])
-    with pytest.raises(SystemExit) as end:
-        runpy.run_path(str(path), run_name="__main__")
-    shown = capsys.readouterr().out
-    told = ast.get_docstring(ast.parse(path.read_text()))
-    assert end.value.code == 0
-    assert told and told in shown and f"usage: {path.name}" in shown
+    assert len(SCRIPTS) > 25
+    for path in SCRIPTS:
+        monkeypatch.setattr("sys.argv", [str(path), "--help"])
+        monkeypatch.syspath_prepend(str(path.parent))
+        with pytest.raises(SystemExit) as end:
+            runpy.run_path(str(path), run_name="__main__")
+        shown = capsys.readouterr().out
+        told = ast.get_docstring(ast.parse(path.read_text()))
+        assert end.value.code == 0, path
+        assert told and told in shown and f"usage: {path.name}" in shown, path
+
+
+@pytest.fixture
+def checkout(tmp_path, monkeypatch):
+    """A repository with a committed package, where `records` looks."""
+    for name in ("optax_smile/a.py", "docs/a.md", "benchmarks/results/a.jsonl"):
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).touch()
+    author = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    for command in (["init", "-q"], ["add", "."], [*author, "commit", "-q", "-m", "all"]):
+        subprocess.run(["git", "-C", str(tmp_path), *command], check=True)
+    monkeypatch.setattr(records, "ROOT", tmp_path)
+    monkeypatch.setattr(records, "tree", records.tree.__wrapped__)
+    return tmp_path
+
+
+CHANGES = {
+    "optax_smile/a.py": True,
+    "docs/a.md": True,
+    "optax_smile/new.py": True,
+    "examples/new.py": True,
+    "benchmarks/new.py": True,
+    # What a run writes, and what runs nothing.
+    "benchmarks/results/a.jsonl": False,
+    "benchmarks/results/new.jsonl": False,
+    "benchmarks/figures/new.png": False,
+    "docs/new.md": False,
+}
+
+
+@pytest.mark.parametrize("name, is_dirty", CHANGES.items())
+def test_a_record_is_of_a_commit(checkout, name, is_dirty):
+    clean = records.environment()
+    assert len(clean["commit"]) >= 7 and "dirty" not in clean
+    path = checkout / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("changed")
+    output = ["--output", str(checkout / "benchmarks" / "results" / "a.jsonl")]
+    parse = records.parser("").parse_args
+    if not is_dirty:
+        assert records.environment() == clean | {"time": records.environment()["time"]}
+        assert not parse(output).allow_dirty
+        return
+    for refused in (records.environment, lambda: parse(output)):
+        with pytest.raises(SystemExit, match=f"{name}.*--allow-dirty"):
+            refused()
+    # Nothing is recorded, or the record is marked.
+    assert parse([]).allow_dirty and parse([*output, "--allow-dirty"]).allow_dirty
+    marked = records.environment(allow_dirty=True)
+    assert marked["dirty"] == [name] and marked["commit"] == f"{clean['commit']}-dirty"
+
+
+def test_a_folder_without_git_has_no_commit(tmp_path, monkeypatch):
+    monkeypatch.setattr(records, "ROOT", tmp_path)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    with pytest.raises(SystemExit, match="no checkout of git"):
+        records.environment()
+
+
+def test_tables_reject_what_no_commit_has(tmp_path, monkeypatch):
+    assert not list(tables.uncommitted())
+    monkeypatch.setattr(tables, "FOLDER", tmp_path)
+    (tmp_path / "results").mkdir()
+    found = [{"commit": "a-dirty"}, {"dirty": ["a.py"]}, {"chains": [{}, {"dirty": ["a.py"]}]}]
+    lines = "".join(json.dumps(record) + "\n" for record in [*found, {"chains": 4}])
+    (tmp_path / "results" / "a.jsonl").write_text(lines)
+    told = [f"a.jsonl: record {number} was made with --allow-dirty." for number in (2, 3)]
+    assert list(tables.uncommitted()) == told
+
+
+def test_only_so_many_cells_are_run_and_none_twice(tmp_path):
+    cells = [{"seed": seed} for seed in range(4)]
+    given = ["--allow-dirty", "--cells", "2", "--output", str(tmp_path / "a.jsonl")]
+    arguments = records.parser("").parse_args(given)
+    for expected in ([0, 1], [0, 1, 2, 3]):
+        found = records.complete(arguments, cells, lambda cell: {"told": cell["seed"]}, "told")
+        assert [record["told"] for record in found] == expected
+
+
+def test_rows_name_samplers():
+    """Also those that the library no longer has by that name; keys go where numbers are drawn."""
+    given = {"num_data": 10, "key": 0}
+    for name, step_size in (("psmile", None), ("psmile", 0.1), ("sgld", 0.1)):
+        assert samplers.build(name, step_size, **given).update
+    naive = samplers.build("psmile_naive", 0.1, **given)
+    plain = optax_smile.psmile(0.1, decoherence_length=None, num_data=10)
+    published = samplers.build("psmile_naive published", 0.1, **given)
+    theirs = optax_smile.published.psmile_naive(0.1, num_data=10)
+    for made, expected in ((naive, plain), (published, theirs)):
+        params = {"w": records.jax.numpy.ones(3)}
+        state, same = made.init(params), expected.init(params)
+        assert str(state) == str(same)

@@ -34,7 +34,7 @@ def own_loop(sampler: optax.GradientTransformationExtraArgs) -> list[Any]:
         updates, state = sampler.update(grads, state, params, value=loss)
         params = optax.apply_updates(params, updates)
         draws.append(optax_smile.last_accepted(state, params))
-    assert_type(optax_smile.stats(state), dict[str, jax.Array])
+    assert_type(optax_smile.stats(state).step_size, jax.Array)
     return draws
 
 
