@@ -16,7 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from blackjax.sgmcmc import diffusions, sgld
 from test_contract import SAMPLERS, accepts
 
 import optax_smile
@@ -270,89 +269,6 @@ def test_moments_with_a_step_size_of_its_own(name):
     assert_moments(moments, COVARIANCE)
 
 
-@pytest.mark.parametrize("name", ["sgld", "psgld", "sghmc", "cyclical_sgld"])
-def test_closed_forms_tend_to_the_target(name):
-    """The reference of the test above, for small steps and full batches.
-
-    Those of cyclical SGLD need longer cycles, too, in which the search is forgotten. That of
-    scale-adapted SGHMC does not: it leaves out noise for mini-batches that are none.
-    """
-    step_size, covariance = LINEAR[name]
-    longer = [{"cycle": CYCLE}, {"cycle": 25 * CYCLE}] if name == "cyclical_sgld" else [{}, {}]
-    biases = [
-        np.abs(covariance(eps, 0.0, None, **options) - COVARIANCE).max()
-        for eps, options in zip((step_size, step_size / 5), longer, strict=True)
-    ]
-    assert biases[0] > 0.01
-    assert biases[1] < 1.5 * biases[0] / 5 ** (2 if name == "sghmc" else 1)
-
-
-@pytest.mark.parametrize("friction_step", ["euler", "exact"])
-def test_sghmc_with_its_gradient_noise_given(friction_step):
-    """What the gradient brings is left out: the covariance is that of full batches, nearly."""
-    noise, eps = 8.0, 0.06
-    options = {"friction_step": friction_step, "gradient_noise": noise**2}
-    moments = sample(build("sghmc", eps, **options), noise)
-    expected = sghmc_covariance(eps, noise, None, **options)
-    assert_moments(moments, expected)
-    full_batch = sghmc_covariance(eps, 0.0, None, friction_step)
-    np.testing.assert_allclose(expected, full_batch, rtol=1e-10)
-    assert np.abs(sghmc_covariance(eps, noise, None) / full_batch - 1).max() > 0.3
-
-
-# BlackJAX.
-
-
-def log_density_gradient(x):
-    return -jnp.asarray(PRECISION, x.dtype) @ (x - jnp.asarray(MEAN, x.dtype))
-
-
-def difference(ours, theirs, expected):
-    """Largest of the moments' differences less the expected one, in standard errors."""
-    upper = np.triu_indices(DIM)
-    rows = [
-        np.concatenate([moments.mean, moments.second[:, *upper]], axis=1)
-        for moments in (ours, theirs)
-    ]
-    expected = np.append(np.zeros(DIM), expected[upper])
-    error = rows[0].mean(axis=0) - rows[1].mean(axis=0) - expected
-    squares = [row.var(axis=0, ddof=1) / len(row) for row in rows]
-    return np.abs(error / np.sqrt(squares[0] + squares[1])).max()
-
-
-def test_sgld_has_the_moments_of_blackjax():
-    kernel = sgld.build_kernel()
-
-    def call(x, key):
-        moved: Any = kernel(key, x, lambda x, batch: log_density_gradient(x), 0, 0.05)
-        return moved, sums_of(moved, 1.0)
-
-    theirs = moments_of(lambda x, key: x, call, 250, 16_000, 1_000, seed=1)
-    ours = sample(build("sgld", 0.05), 0.0)
-    assert difference(ours, theirs, np.zeros((DIM, DIM))) < LIMIT
-
-
-def test_sghmc_has_the_moments_of_blackjax():
-    """Up to the order of momentum and position: BlackJAX turns the momentum with the gradient of
-    the place that it has just left, which costs more bias. Both biases are known.
-    """
-    eps = 0.08
-    step = diffusions.sghmc(alpha=FRICTION / eps)
-
-    def call(state, key):
-        x, momentum = state
-        moved: Any = step(key, x, momentum, log_density_gradient(x), eps)
-        return moved, sums_of(moved[0], 1.0)
-
-    theirs = moments_of(lambda x, key: (x, jnp.zeros(DIM)), call, 250, 16_000, 1_000, seed=1)
-    ours = sample(build("sghmc", eps), 0.0)
-    explicit = np.block([[EYE, eps * EYE], [-eps * PRECISION, (1 - FRICTION) * EYE]])
-    added = np.kron(np.diag([0.0, 2 * FRICTION]), EYE)
-    expected = sghmc_covariance(eps, 0.0, None) - stationary(explicit, added)[:DIM, :DIM]
-    assert difference(ours, theirs, expected) < LIMIT
-    assert difference(ours, theirs, np.zeros((DIM, DIM))) > LIMIT
-
-
 # The direction under noise alone: what biases SMILE where the noise is not isotropic.
 
 
@@ -422,33 +338,3 @@ def test_anisotropic_noise_on_the_circle():
     for power in (0, 1):
         other = on_the_circle(deviations, power)
         assert np.abs(in_standard_errors(moments, other)).max() > 10 * LIMIT
-
-
-def simulated_directions(deviations, drift, num_chains=2_000, num_steps=4_000):
-    """Moments of du = (I - u u^T) (eta dW + drift eta^2 u dt) on the sphere, by Euler in float64.
-
-    Ito's equation has no drift along the sphere. Stratonovich's has -1/2 more, as
-    sum_i eta_i^2 / 2 times the derivative of sigma_i along itself, which is -u_i sigma_i.
-    """
-    rng, eta = np.random.default_rng(0), np.asarray(deviations) / max(deviations)
-    time_step, sums = 0.01, np.zeros((num_chains, 2 * eta.size + 1))
-    u = rng.normal(size=(num_chains, eta.size))
-    for step in range(num_steps):
-        u = u / np.linalg.norm(u, axis=1, keepdims=True)
-        if step >= num_steps // 4:
-            sums = sums + np.concatenate([u**2, u**4, (u[:, :1] * u[:, 1:2]) ** 2], axis=1)
-        kick = np.sqrt(time_step) * eta * rng.normal(size=u.shape) + time_step * drift * eta**2 * u
-        u = u + kick - np.sum(kick * u, axis=1, keepdims=True) * u
-    return sums / (num_steps - num_steps // 4)
-
-
-def test_anisotropic_noise_on_the_sphere():
-    """Noise-induced drift: directions with more noise are more likely, as the SDE says."""
-    deviations = 1.0, 1.0, 2.0, 4.0
-    moments = direction_moments(deviations)
-    for drift, agrees in ((-1 / 2, True), (0.0, False)):
-        simulated = simulated_directions(deviations, drift)
-        their_errors = simulated.std(axis=0, ddof=1) / np.sqrt(len(simulated))
-        off = np.abs(in_standard_errors(moments, simulated.mean(axis=0), their_errors)).max()
-        assert off < LIMIT if agrees else off > 5 * LIMIT
-    assert np.abs(in_standard_errors(moments[:, :4], 1 / 4)).max() > 10 * LIMIT
