@@ -16,10 +16,8 @@ from test_momentum import (
     REFERENCE_INTEGRATORS,
     banana,
     banana_start,
-    moving_along,
     plain,
     textbook_kick,
-    unit,
 )
 
 import optax_smile
@@ -34,54 +32,38 @@ SCHEMES = {
         (0.5, 0.5),
     ),
 }
-every_integrator = pytest.mark.parametrize("integrator", INTEGRATORS)
-POSTERIOR = {"num_data": 3, "prior_precision": 0.5, "temperature": 2.0}
+PRECISIONS = {"x": 0.5, "y": 3.0, "last": 0.0}
+POSTERIOR: Any = {"num_data": 12.0, "prior_precision": PRECISIONS, "temperature": 1.7}
+BATCHES = np.random.default_rng(8).standard_normal((41, 8)) / 3
 
 
-def energy(params):
-    """U of a mean loss under `POSTERIOR`."""
-    prior = sum(jnp.sum(x**2) for x in jax.tree.leaves(params)) / 4
-    return (3 * banana(params) + prior) / 2
+def loss_fn(params, batch):
+    return banana(params) / 12 + jnp.sum(jnp.cosh(ravel_pytree(params)[0] - batch)) / 12
 
 
-def follow(tx, num_gradients, params, state=None):
+def energy(params, batch):
+    """U of that mean loss under `POSTERIOR`."""
+    prior = sum(PRECISIONS[name] * jnp.sum(x**2) / 2 for name, x in params.items())
+    return (12 * loss_fn(params, batch) + prior) / 1.7
+
+
+def follow(tx, params):
     """Positions, gradients and values of U, noise drawn and energy changes, by call."""
 
-    def call(carry, _):
+    def call(carry, batch):
         params, state = carry
-        loss, loss_gradient = jax.value_and_grad(banana)(params)
+        loss, loss_gradient = jax.value_and_grad(loss_fn)(params, batch)
         updates, after = tx.update(loss_gradient, state, params, value=loss)
-        noise = params
+        noise = jax.tree.map(jnp.zeros_like, params)
         if state.key is not None:
             noise = _tree.isotropic_like(jax.random.split(state.key)[1], params)
-        value, gradient = jax.value_and_grad(energy)(params)
+        value, gradient = jax.value_and_grad(energy)(params, batch)
         flat = [ravel_pytree(tree)[0] for tree in (params, gradient, noise)]
         seen = *flat, value, optax_smile.stats(after).energy_change
         return (optax.apply_updates(params, updates), after), seen
 
-    state = tx.init(params) if state is None else state
-    run = jax.jit(lambda *start: jax.lax.scan(call, start, length=num_gradients)[1])
-    return [np.asarray(leaf) for leaf in run(params, state)]
-
-
-# The sampler.
-
-
-@every_integrator
-def test_smile_without_noise_and_with_full_batches_is_mclmc(integrator):
-    """An endless decoherence length adds no noise, and SMILE without tuner or outliers none."""
-    common = POSTERIOR | {"integrator": integrator}
-    with jax.enable_x64(True):
-        params: Any = banana_start()
-        along = ravel_pytree(params)[1](unit(np.random.default_rng(1), 8))
-        endless = optax_smile.mclmc(0.2, decoherence_length=1e300, key=jax.random.key(0), **common)
-        ours, smiles = (
-            follow(tx, 30, params, moving_along(tx.init(params), along))
-            for tx in (endless, plain(0.2, **common))
-        )
-    np.testing.assert_allclose(ours[0], smiles[0], rtol=0, atol=1e-11)
-    np.testing.assert_allclose(ours[-1], smiles[-1], rtol=0, atol=1e-10)
-    assert np.ptp(ours[0], axis=0).min() > 0.1
+    run = jax.jit(lambda *start: jax.lax.scan(call, start, jnp.asarray(BATCHES))[1])
+    return [np.asarray(leaf) for leaf in run(params, tx.init(params))]
 
 
 def textbook(integrator, step_size, length, calls):
@@ -89,46 +71,61 @@ def textbook(integrator, step_size, length, calls):
     kicks, drifts = SCHEMES[integrator]
     position, size = calls[0][0], calls[0].shape[1]
     nu = np.sqrt((np.exp(2 * step_size / length) - 1) / size)
-    u, stage, kinetic, opening_value = None, 0, 0.0, 0.0
+    u, stage, kinetic, opening_value = None, len(drifts), 0.0, 0.0
     for _, gradient, noise, value, _ in zip(*calls, strict=True):
         change = np.nan
-        if u is None:
-            u, stage = noise / np.linalg.norm(noise), 0
-        else:
+        if u is not None:
             u, gain = textbook_kick(u, gradient, kicks[stage] * step_size)
             kinetic += gain
-            if stage == len(drifts):
-                change, stage = kinetic + value - opening_value, 0
+        if stage == len(drifts):
+            if u is not None:
+                change = kinetic + value - opening_value
                 u = (u + nu * noise) / np.linalg.norm(u + nu * noise)
-        if stage == 0:
-            u, kinetic = textbook_kick(u, gradient, kicks[0] * step_size)
-            opening_value = value
+            elif noise.any():
+                u = noise / np.linalg.norm(noise)
+            stage, opening_value = 0, value
+            if u is None:
+                # From rest the first kick goes straight down, and gains as if across.
+                u, delta = -gradient / np.linalg.norm(gradient), kicks[0] * step_size
+                delta *= np.linalg.norm(gradient) / (size - 1)
+                kinetic = (size - 1) * np.log(np.cosh(delta))
+            else:
+                u, kinetic = textbook_kick(u, gradient, kicks[0] * step_size)
         yield position, change
         position = position + drifts[stage] * step_size * u
         stage += 1
 
 
-@every_integrator
-def test_trajectory_and_energies_are_those_of_the_textbook(integrator):
-    """It starts in a random direction; the noise is no part of any step's energy error."""
-    step_size, length, num_gradients = 0.15, 0.4, 25
-    options: Any = {} if integrator == "minimal_norm" else {"integrator": integrator}
+# The samplers.
+
+
+@pytest.mark.parametrize("sampler", ["mclmc", "smile"])
+@pytest.mark.parametrize("integrator", INTEGRATORS)
+def test_trajectory_and_energies_are_those_of_the_textbook(integrator, sampler):
+    """A batch of its own for each gradient, and a prior for each leaf.
+
+    MCLMC starts in a random direction, SMILE from rest; noise is no part of an energy error.
+    """
+    options: Any = POSTERIOR | {"integrator": integrator}
     with jax.enable_x64(True):
-        key = jax.random.key(4)
-        tx = optax_smile.mclmc(
-            step_size, decoherence_length=length, key=key, **POSTERIOR, **options
-        )
-        calls = follow(tx, num_gradients, banana_start())
-    positions, changes = zip(*textbook(integrator, step_size, length, calls), strict=True)
+        if sampler == "mclmc":
+            key, length = jax.random.key(4), 0.4
+            tx = optax_smile.mclmc(0.15, decoherence_length=length, key=key, **options)
+        else:
+            tx, length = plain(0.15, **options), np.inf
+        calls = follow(tx, banana_start())
+    positions, changes = zip(*textbook(integrator, 0.15, length, calls), strict=True)
     np.testing.assert_allclose(calls[0], positions, rtol=0, atol=1e-11)
     np.testing.assert_allclose(calls[-1], changes, rtol=0, atol=1e-10)
-    assert np.isfinite(changes).sum() == (num_gradients - 1) // CALLS_PER_STEP[integrator]
+    assert np.isfinite(changes).sum() == 40 // CALLS_PER_STEP[integrator]
+    assert np.ptp(calls[0], axis=0).min() > 0.1
 
 
 def test_a_start_at_the_mode_moves():
+    """Along the random direction; two gradients per step are the default."""
     tx = optax_smile.mclmc(0.3, num_data=1, decoherence_length=1.0, key=jax.random.key(0))
     mode = jnp.zeros(4)
-    updates: Any = tx.update(mode, tx.init(mode), mode)[0]
+    updates: Any = jax.jit(tx.update)(mode, tx.init(mode), mode)[0]
     np.testing.assert_allclose(np.linalg.norm(updates), 0.15, rtol=1e-6)
 
 

@@ -440,7 +440,7 @@ def test_without_a_step_size_the_angle_tuner_finds_it():
             updates, state = tx.update(jnp.asarray([1.0, -2.0, 3.0]), state, params)
             lengths[-1].append(float(optax_smile.stats(state).step_size))
     assert lengths[0] == lengths[1]
-    assert lengths[0][-1] == pytest.approx(3 * lengths[2][-1], rel=1e-4)
+    assert lengths[2][-1] < 0.5 * lengths[0][-1]
 
 
 def test_a_step_size_and_a_tuner_that_sets_it_do_not_go_together():
