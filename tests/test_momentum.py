@@ -241,8 +241,8 @@ def banana_start(seed=6):
 
 def plain(step_size, sampler=optax_smile.smile, **options) -> Any:
     """A sampler with the step size as given, no prior, and no noise but that of the gradients."""
-    options = {"decoherence_length": None, "key": None, "num_data": 1} | options
-    return sampler(step_size, **{"prior_precision": 0.0, "tuner": None} | options)
+    options = {"num_data": 1, "prior_precision": 0.0, "decoherence_length": None} | options
+    return sampler(step_size, **options)
 
 
 def moving_along(state, direction):

@@ -10,7 +10,6 @@ from scipy import stats as distributions
 
 import optax_smile
 from optax_smile import angle_tuner, quantile_tuner
-from optax_smile._check import ArgumentError
 from optax_smile.stages import energy as measured
 from optax_smile.stages import evidence as shown
 from optax_smile.stages import products
@@ -444,11 +443,11 @@ def test_without_a_step_size_the_angle_tuner_finds_it():
 
 
 def test_a_step_size_and_a_tuner_that_sets_it_do_not_go_together():
+    """And that of the paper needs one to begin with."""
     for step_size in (1e-3, lambda count: 1e-3):
-        with pytest.raises(ArgumentError, match=r"psmile\(step_size=\.\.\.\)"):
+        with pytest.raises(optax_smile.ArgumentError, match=r"psmile\(tuner=\.\.\.\)"):
             optax_smile.psmile(step_size, tuner=angle_tuner(), num_data=7, key=0)
-    # That of the paper needs one to begin with.
-    with pytest.raises(ArgumentError, match=r"smile\(step_size=\.\.\.\)"):
+    with pytest.raises(optax_smile.ArgumentError, match=r"smile\(step_size=\.\.\.\)"):
         optax_smile.smile(tuner=quantile_tuner(), num_data=7, key=0)
 
 
