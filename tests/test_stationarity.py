@@ -31,7 +31,6 @@ MEAN = np.array([1.0, -0.5, 0.0, 2.0])
 POSTERIOR: dict[str, Any] = {"num_data": 20.0, "prior_precision": 0.4, "temperature": 2.0}
 # Standard deviation of the gradient of U from batch to batch; that of its mean is at most 1.8.
 NOISES = {"full batch": 0.0, "isotropic noise": 8.0}
-NO_CLAIM = "mclmc", "isotropic noise"
 BLOCK = 100
 # Options of the samplers that have them.
 FRICTION, CYCLE, EXPLORATION = 0.2, 128, 0.25
@@ -227,8 +226,15 @@ def build(name, step_size, **options) -> Any:
     return fn(step_size, key=jax.random.key(0), **POSTERIOR, **options)
 
 
-# MCLMC, which cannot do without explicit noise, is made for full batches.
-CASES = [(name, label) for name in SAMPLERS for label in NOISES if (name, label) != NO_CLAIM]
+# MCLMC, which cannot do without explicit noise, is made for full batches. The formulas of the others
+# show as well without noise of the batches, and for SMILE that is what matters.
+FIRST = {"smile": "isotropic noise", "psmile": "isotropic noise"}
+CASES = [
+    pytest.param(name, x, marks=[] if x == FIRST.get(name, "full batch") else pytest.mark.nightly)
+    for name in SAMPLERS
+    for x in NOISES
+    if (name, x) != ("mclmc", "isotropic noise")
+]
 
 
 @pytest.mark.parametrize("name, label", CASES)
@@ -248,7 +254,7 @@ def test_moments(name, label):
     assert_moments(sample(build(name, STEP_SIZES[label], **options), noise, **run), COVARIANCE)
 
 
-@pytest.mark.parametrize("name", ["smile", "psmile"])
+@pytest.mark.parametrize("name", [pytest.param("smile", marks=pytest.mark.nightly), "psmile"])
 def test_moments_with_a_step_size_of_its_own(name):
     """The tuner goes on for ever; at the default angle chains would be three times as long."""
     sampler = build(name, None, tuner=optax_smile.angle_tuner(0.1))
@@ -292,6 +298,7 @@ def in_standard_errors(moments, expected):
     return np.abs((moments.mean(axis=0) - expected) / errors).max()
 
 
+@pytest.mark.nightly
 def test_isotropic_noise_makes_all_directions_equally_likely():
     size = 4
     expected = np.repeat([1 / size, 3 / (size * (size + 2))], size)
