@@ -65,8 +65,8 @@ DEFECTS = r"""
 + return moved if True else
 # stages/tuner.py | test_tuner.py
 = upper threshold too high | rises_after
-- 1 - 2 * adapt_probability / 3
-+ 1 - adapt_probability / 3
+- 1 - 2 * self.adapt_probability / 3
++ 1 - self.adapt_probability / 3
 = angle tuner never settles | stays_after
 - jnp.where(adapts, shown.turns.mean_turn_rate, state.turn_rate)
 + shown.turns.mean_turn_rate

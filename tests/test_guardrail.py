@@ -242,8 +242,9 @@ def test_refreshed_momenta_are_isotropic_and_differ_between_resets_and_chains():
     params, state, _ = at_an_open_step(tx, update, "minimal_norm")
     grads, values = draw_inputs(10, 2)
 
-    def call(params, state, value):
-        updates, state = tx.update(at(grads, 0), state, params, value=value)
+    def call(params, before, value):
+        updates, after = tx.update(at(grads, 0), before, params, value=value)
+        state: Any = after
         direction = [jnp.ravel(leaf) for leaf in jax.tree.leaves(state.momentum.direction)]
         accepted = state.last_update.accepted
         return optax.apply_updates(params, updates), state, jnp.concatenate(direction), accepted

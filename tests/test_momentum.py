@@ -96,7 +96,7 @@ def test_kinetic_energy_of_kicks_at_ten_million_parameters():
     norm, size = np.float32(1e4), NUM_PARAMETERS - 1
     length = np.append(np.geomspace(1e-6, 1e3, 2001), np.geomspace(1e3, 1e7, 2001))
     length = length.astype(np.float32)
-    p = np.repeat(np.float32(COSINES)[:, None], length.size, axis=1)
+    p = np.repeat(np.array(COSINES, np.float32)[:, None], length.size, axis=1)
 
     def full(x):
         return jnp.full(p.shape, x, jnp.float32)

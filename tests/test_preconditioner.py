@@ -282,7 +282,9 @@ def test_extreme_gradients_stay_finite():
     signs = np.where(calls % 2, -1, 1)[None, :, None]
     alone = (np.array(list(EXTREME.values()), np.float32)[:, None] * signs).astype(np.float32)
     mixed = np.where(
-        ((calls % 3 == 0) & (calls < 30))[None, :, None], np.float32([1.0, -2.0, 0.5, 0.0]), alone
+        ((calls % 3 == 0) & (calls < 30))[None, :, None],
+        np.array([1.0, -2.0, 0.5, 0.0], np.float32),
+        alone,
     )
 
     def call(state, gradient):

@@ -226,8 +226,8 @@ def build(name, step_size, **options) -> Any:
     return fn(step_size, key=jax.random.key(0), **POSTERIOR, **options)
 
 
-# MCLMC, which cannot do without explicit noise, is made for full batches. The formulas of the others
-# show as well without noise of the batches, and for SMILE that is what matters.
+# MCLMC, which cannot do without explicit noise, is made for full batches. Formulas of the others
+# show as well without noise of the batches, which is what matters for SMILE.
 FIRST = {"smile": "isotropic noise", "psmile": "isotropic noise"}
 CASES = [
     pytest.param(name, x, marks=[] if x == FIRST.get(name, "full batch") else pytest.mark.nightly)

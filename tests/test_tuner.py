@@ -382,7 +382,8 @@ def test_a_given_step_size_is_the_step_size(sampler):
 def test_without_a_step_size_the_angle_tuner_finds_it():
     """As it does where it is asked for: the first step is the shortest, all others grow from it."""
     params, lengths = jnp.zeros(3), []
-    for options in ({}, {"tuner": angle_tuner()}, {"tuner": angle_tuner(0.01)}):
+    cases: list[dict[str, Any]] = [{}, {"tuner": angle_tuner()}, {"tuner": angle_tuner(0.01)}]
+    for options in cases:
         tx = optax_smile.psmile(num_data=7, key=0, **options)
         state = tx.init(params)
         assert optax_smile.stats(state).step_size == 0
