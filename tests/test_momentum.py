@@ -401,6 +401,10 @@ def test_explicit_noise_turns_the_direction_by_the_right_angle(
     assert np.all(np.asarray(step_sizes) == np.float32(STEP))
     gradients, directions = np.asarray(gradients, float), np.asarray(directions, float)
     assert np.abs(np.linalg.norm(directions, axis=2) - 1).max() < 1e-5
+    if slope == 0:
+        # Nothing is drawn before the first step has ended.
+        first = directions[:, :calls]
+        np.testing.assert_allclose(first, np.broadcast_to(start, first.shape), atol=1e-6)
     added, expected, its_error = (
         [],
         *expected_cosine(np.sqrt(np.expm1(EXPONENTS[decoherence_length]) / size), size),

@@ -99,7 +99,8 @@ def test_a_kick_by_noise_has_the_generator_of_stratonovich():
         assert abs(found - stratonovich) < 1e-4 * abs(more)
 
 
-# Densities that stay as they are, by derivatives of the Fokker-Planck equation.
+# Densities that stay as they are, by derivatives of the Fokker-Planck equation: nightly, since they
+# test what the page says and not the package.
 
 SIZE = 3
 
@@ -161,11 +162,13 @@ def changes(**options):
     return u, np.asarray(run(jnp.asarray(theta), jnp.asarray(u)))
 
 
+@pytest.mark.nightly
 def test_isotropic_noise_keeps_the_target_though_its_strength_depends_on_the_place():
     with jax.enable_x64(True):
         assert np.abs(changes()[1]).max() < 1e-12
 
 
+@pytest.mark.nightly
 def test_anisotropic_noise_changes_the_target_at_a_rate():
     """Ito's generator of the paper does so d / (d - 1) times as fast."""
     root = np.random.default_rng(3).standard_normal((SIZE, SIZE))
@@ -181,6 +184,7 @@ def test_anisotropic_noise_changes_the_target_at_a_rate():
         np.testing.assert_allclose(change - extra, change * SIZE / (SIZE - 1), rtol=1e-9)
 
 
+@pytest.mark.nightly
 def test_a_scale_that_depends_on_the_place_becomes_a_factor_of_the_target():
     """One for all parameters by itself, one for each by the product, a constant one not at all."""
 

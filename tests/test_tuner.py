@@ -275,6 +275,36 @@ def test_what_is_rejected_does_not_enter_the_turns():
     assert np.all(np.isfinite(got.mean_turn_rate))
 
 
+def test_what_a_gradient_says_of_the_turns():
+    """One along the momentum turns it by little; one that is zero says nothing at first."""
+    sums = products.Sums(*[jnp.full(4, 9.0)] * 10)
+    rates = shown.turn_rate(sums, jnp.array([-0.9, 0.0, 0.6, 1.0]), 4)
+    np.testing.assert_allclose(rates, [1, 1, 0.64, 0.03], rtol=1e-6)
+    average = shown.TurnAverage(jnp.float32(2), jnp.int32(9), jnp.int32(0))
+    sums = products.Sums(*[jnp.ones(())] * 10)
+    for rate, calls, others, expected in [
+        (5.0, 9, {}, 1.0),
+        (12.0, 9, {}, 0.5),
+        (5.0, 99, {"loss_square": 0.0}, 0.0),
+        (5.0, 100, {"loss_square": 0.0}, 1.0),
+        (5.0, 100, {"gradient_square": 1e-40}, 0.0),
+        (5.0, 100, {"gradient_square": np.inf}, 0.0),
+    ]:
+        others = {name: jnp.float32(x) for name, x in others.items()}
+        got = shown.trust(average, jnp.float32(rate), sums._replace(**others), jnp.int32(calls))
+        np.testing.assert_allclose(got, expected, rtol=1e-6)
+
+
+def test_the_usual_rate_is_a_third_of_the_present_one_or_more():
+    """If that says anything."""
+    given = evidence(0.0, averages(1.0, 0.5))
+    given = given._replace(turns=given.turns._replace(mean_turn_rate=jnp.float32(2)))
+    for rate, trust, expected in [(12, 0.5, 4), (3, 1, 2), (12, 0, 2)]:
+        worth = given.worth._replace(trust=jnp.float32(trust))
+        now = given._replace(turn_rate=jnp.float32(rate), worth=worth)
+        np.testing.assert_allclose(shown.usual_rate(now), expected)
+
+
 LONG: Any = tuning.AngleState(jnp.float32(1e6), jnp.float32(0))
 
 
