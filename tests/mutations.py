@@ -65,8 +65,8 @@ DEFECTS = r"""
 + return moved if True else
 # stages/tuner.py | test_tuner.py
 = upper threshold too high | rises_after
-- 1 - 2 * adapt_probability / 3
-+ 1 - adapt_probability / 3
+- 1 - 2 * self.adapt_probability / 3
++ 1 - self.adapt_probability / 3
 = angle tuner never settles | stays_after
 - jnp.where(adapts, shown.turns.mean_turn_rate, state.turn_rate)
 + shown.turns.mean_turn_rate
@@ -116,7 +116,7 @@ DEFECTS = r"""
 - copies = [chain for chain, like in enumerate(first) if like != chain]
 + copies = []
 # samplers/_microcanonical.py | test_momentum.py
-= noise key never advances | noise_differs
+= noise key never advances | right_angle
 - return jax.random.key_data(keys[0]), keys[1], keys[-1]
 + return data, keys[1], keys[-1]
 # samplers/_microcanonical.py | test_guardrail.py
@@ -135,7 +135,7 @@ DEFECTS = r"""
 = correlations of numbers not centred | where_the_posterior_lies
 - centered = draws - draws.mean(axis=0, keepdims=True)
 + centered = draws
-= step size goes the wrong way | another_aim
+= step size goes the wrong way | same_settings
 - mean ** (-1 / 6)
 + mean ** (1 / 6)
 # samplers/sgld.py | test_langevin.py
@@ -150,7 +150,7 @@ DEFECTS = r"""
 - Thermostat(xi.astype(memory.thermostat.dtype))
 + memory
 # samplers/sghmc.py | test_langevin.py
-= gradient noise not subtracted | test_sghmc and not blackjax
+= gradient noise not subtracted | test_sghmc
 - balance - eps**2 * gradient_noise
 + balance
 # samplers/cyclical_sgld.py | test_langevin.py
