@@ -27,7 +27,6 @@ BATCHES = np.random.default_rng(0).integers(len(TARGETS), size=(STEPS, BATCH_SIZ
 TRANSFORMATIONS = {
     "adamw": optax.adamw(1e-2),
     "psmile": optax_smile.psmile(num_data=len(TARGETS), key=jax.random.key(0)),
-    "smile_naive": optax_smile.smile_naive(0.1, num_data=len(TARGETS)),
 }
 
 
@@ -156,10 +155,10 @@ def test_one_line_swap(loop, tx):
         return
 
     stats = optax_smile.stats(state)
-    assert stats["num_gradients"] == STEPS
-    assert stats["energy_level"] == level
-    assert stats["num_nonfinite"] == 0
-    assert stats["accepted"]
+    assert stats.num_gradients == STEPS
+    assert stats.energy_level == level
+    assert stats.num_nonfinite == 0
+    assert stats.accepted
     last = optax_smile.last_accepted(state, params)
     assert jax.tree.structure(last) == jax.tree.structure(params)
     batch = INPUTS[BATCHES[-1]], TARGETS[BATCHES[-1]]
@@ -167,26 +166,11 @@ def test_one_line_swap(loop, tx):
     assert abs(loss_at(params, *batch) / losses[-1] - 1) > 1e-3
 
 
-def test_stats_of_an_nnx_optimizer_state():
-    model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
-    tx = optax_smile.psmile_naive(1e-2, num_data=10)
-    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-    grads = nnx.grad(lambda model: jnp.sum(model(jnp.ones((1, 3))) ** 2))(model)
-    optimizer.update(model, grads, value=1.0)
-    stats = optax_smile.stats(optimizer.opt_state)
-    assert int(stats["num_gradients"]) == 1
-    assert all(isinstance(value, jax.Array) for value in stats.values())
+# `last_accepted` of what loops hold besides the parameters of the sampler.
 
 
-# What `last_accepted` is given by those who do not think of it.
-
-
-def is_array(leaf):
-    return isinstance(leaf, jax.Array)
-
-
-@pytest.mark.parametrize("sampler", ["psmile_naive", "sgld"])
-def test_last_accepted_of_an_nnx_optimizer_and_a_state_with_more_in_it(sampler):
+@pytest.mark.parametrize("sampler", ["smile", "sgld"])
+def test_an_nnx_optimizer_and_a_state_with_more_in_it(sampler):
     model = nnx.Sequential(
         nnx.Linear(3, 2, rngs=nnx.Rngs(0)), nnx.BatchNorm(2, rngs=nnx.Rngs(0)), jnp.tanh
     )
@@ -195,8 +179,11 @@ def test_last_accepted_of_an_nnx_optimizer_and_a_state_with_more_in_it(sampler):
     before = jax.tree.map(jnp.copy, nnx.as_pure(nnx.state(model)))
     grads = nnx.grad(lambda model: jnp.sum(model(INPUTS[:4, :3]) ** 3))(model)
     optimizer.update(model, grads, value=1.0)
+    stats = optax_smile.stats(optimizer.opt_state)
+    assert int(stats.num_gradients) == 1
     last = optax_smile.last_accepted(optimizer.opt_state, nnx.state(model))
-    assert all(map(is_array, jax.tree.leaves(last, is_leaf=lambda x: isinstance(x, nnx.Variable))))
+    leaves = jax.tree.leaves(last, is_leaf=lambda x: isinstance(x, nnx.Variable))
+    assert all(isinstance(leaf, jax.Array) for leaf in (*leaves, *stats))
     # The step is taken back, and the running statistics stay what the loop made of them.
     now = nnx.as_pure(nnx.state(model))
     for part, name in [(0, "kernel"), (1, "scale"), (1, "bias")]:
@@ -210,31 +197,33 @@ def test_last_accepted_of_an_nnx_optimizer_and_a_state_with_more_in_it(sampler):
     assert set(alone["layers"][1]) == {"scale", "bias"}
 
 
-def test_last_accepted_of_a_whole_equinox_model():
+def test_a_whole_equinox_model():
     model = eqx.nn.MLP(3, "scalar", 4, 1, jnp.tanh, key=jax.random.key(0))
-    tx = optax_smile.smile_naive(1e-2, num_data=10)
+    tx = optax_smile.sgld(1e-2, num_data=10, key=0)
     params = eqx.filter(model, eqx.is_inexact_array)
-    updates, state = tx.update(params, tx.init(params), params)
-    moved = eqx.apply_updates(model, updates)
-    last = optax_smile.last_accepted(state, moved)
-    assert last.activation is model.activation
-    np.testing.assert_allclose(last(jnp.ones(3)), model(jnp.ones(3)), rtol=1e-5)
-    assert abs(moved(jnp.ones(3)) - model(jnp.ones(3))) > 1e-4
+    with jax.disable_jit():
+        updates, state = tx.update(params, tx.init(params), params)
+        moved = eqx.apply_updates(model, updates)
+        last = optax_smile.last_accepted(state, moved)
+        assert last.activation is model.activation
+        np.testing.assert_allclose(last(jnp.ones(3)), model(jnp.ones(3)), rtol=1e-5)
+        assert abs(moved(jnp.ones(3)) - model(jnp.ones(3))) > 1e-4
 
 
-def test_errors_of_last_accepted_name_the_argument():
-    tx, params = optax_smile.smile_naive(1e-2, num_data=10), {"a": {"w": jnp.ones(3)}}
+def test_parameters_of_another_tree_and_states_of_several_chains_are_refused():
+    tx, params = optax_smile.sgld(1e-2, num_data=10, key=0), {"a": {"w": jnp.ones(3)}}
     state, last = tx.init(params), optax_smile.last_accepted
-    of_params = r"^`last_accepted\(params=...\)` must be a tree "
-    with pytest.raises(ValueError, match=of_params + "with the leaves of .*, got none called a/w"):
+    of_params = r"^`last_accepted\(params=...\)` must be a tree .*"
+    with pytest.raises(ValueError, match=of_params + "a/w"):
         last(state, {"a": {"v": jnp.ones(3)}})
-    with pytest.raises(ValueError, match=of_params + r".*float32\[3\] at \['a'\]\['w'\], got"):
+    with pytest.raises(ValueError, match=of_params + r"float32\[3\] at \['a'\]\['w'\]"):
         last(state, {"a": {"w": jnp.ones(4)}})
-    with pytest.raises(ValueError, match=r"^`last_accepted\(state=...\)` must be one with exactly"):
-        last(params, state)
+    for wrong in (params, (state, state)):
+        with pytest.raises(ValueError, match=r"`stats\(state=...\)` must be one with exactly one"):
+            optax_smile.stats(wrong)
     chains = {"a": {"w": jnp.ones((2, 3))}}
-    states, got = jax.vmap(tx.init)(chains), r"one with the leading axes \(2,\)\. Use `jax.vmap"
-    with pytest.raises(ValueError, match=rf"^`last_accepted\(state=...\)` must .*, got {got}"):
+    states = jax.vmap(tx.init)(chains)
+    with pytest.raises(ValueError, match=r"`last_accepted\(state=...\)` must .*Use `jax.vmap"):
         last(states, chains)
     assert jax.vmap(last)(states, chains)["a"]["w"].shape == (2, 3)
 
@@ -242,13 +231,10 @@ def test_errors_of_last_accepted_name_the_argument():
 # A state of nothing but arrays, which any checkpoint library can hold.
 
 
-@pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
-@pytest.mark.parametrize("sampler", [optax_smile.psmile, optax_smile.mclmc, optax_smile.sgld])
+@pytest.mark.parametrize(("sampler", "impl"), [("psmile", "rbg"), ("sgld", "threefry2x32")])
 def test_states_survive_other_libraries(sampler, impl, tmp_path):
-    options = {"step_size": 0.01} | (
-        {"decoherence_length": 1.0} if sampler is optax_smile.mclmc else {}
-    )
-    tx = sampler(num_data=50, key=jax.random.key(7, impl=impl), **options)
+    key = jax.random.key(7, impl=impl)
+    tx = getattr(optax_smile, sampler)(0.01, num_data=50, key=key)
     params = {"w": jnp.ones((4, 3)), "b": jnp.zeros(3)}
     update = jax.jit(tx.update)
     state = tx.init(params)
@@ -256,27 +242,21 @@ def test_states_survive_other_libraries(sampler, impl, tmp_path):
         updates, state = update(params, state, params)
     expected, _ = update(params, state, params)
     assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(state))
-    assert not any(
-        jnp.issubdtype(leaf.dtype, jax.dtypes.extended) for leaf in jax.tree.leaves(state)
-    )
+    assert not any(jnp.issubdtype(x.dtype, jax.dtypes.extended) for x in jax.tree.leaves(state))
     eqx.tree_serialise_leaves(tmp_path / "state.eqx", state)
     for copy in (
         serialization.from_bytes(tx.init(params), serialization.to_bytes(state)),
-        jax.tree.map(lambda a: a * 1, state),
         eqx.tree_deserialise_leaves(tmp_path / "state.eqx", tx.init(params)),
     ):
-        got, _ = update(params, copy, params)
-        chex.assert_trees_all_equal(got, expected)
+        chex.assert_trees_all_equal(update(params, copy, params)[0], expected)
 
 
 def test_a_key_of_another_kind_is_refused():
     params = {"w": jnp.ones(4)}
     ours = optax_smile.psmile(num_data=50, key=0)
     theirs = optax_smile.psmile(num_data=50, key=jax.random.key(0, impl="rbg"))
-    with pytest.raises(
-        ValueError, match=r"`psmile.update\(state=...\)` must be .* uint32\[2\], got .*4"
-    ):
+    with pytest.raises(ValueError, match=r"`psmile.update\(state=...\)` must be .* uint32\[2\]"):
         ours.update(params, theirs.init(params), params)
     chains = {"w": jnp.ones((3, 4))}
-    with pytest.raises(ValueError, match=r"`parallel.init\(key=...\)` must be .* 2 words.*got 4"):
+    with pytest.raises(ValueError, match=r"`parallel.init\(key=...\)` must be .* 2 words"):
         optax_smile.parallel.init(ours, chains, key=jax.random.key(0, impl="rbg"))

@@ -1,7 +1,7 @@
 """What comes after the sampler: by the structure of a state, and by where parameters arrive."""
 
 import functools
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,16 +20,32 @@ SAMPLERS: dict[str, Any] = {
     ),
     "sghmc": lambda: optax_smile.sghmc(1e-3, num_data=100, key=KEY),
 }
+every_sampler = pytest.mark.parametrize("name", SAMPLERS)
 START = {"matrix": jnp.ones((30, 20)), "offset": jnp.ones(7), "scalar": jnp.ones(())}
 NUM_GRADIENTS = 200
+# What a loop makes of updates: `factor * updates - decay * params + offset`; and lost gradients.
+NOTHING = {"factor": 1.0, "decay": 0.0, "offset": 0.0, "is_poisoned": False}
+RUNS: dict[str, dict[str, Any]] = {
+    "as sent": {},
+    "poisoned": {"is_poisoned": True},
+    "half": {"factor": 0.5},
+    "turned": {"factor": -1.0},
+    "decayed": {"decay": 1e-3},
+    "shifted": {"offset": 1e-3},
+    "less than a thousandth": {"factor": 1 + 5e-4},
+    **{
+        f"{n} in a row": {"factor": np.where(np.arange(NUM_GRADIENTS) // n == 24 // n, 0.5, 1)}
+        for n in (1, 2, 3)
+    },
+}
 
 
 @functools.cache
-def loop(name):
-    """What `stats` says after a loop that adds `factor * updates - decay * params + offset`."""
+def told(name):
+    """What `stats` says in all of `RUNS`, `[call]` each."""
     tx = SAMPLERS[name]()
 
-    def run(factors, decay, offset, is_poisoned):
+    def chain(factors, decay, offset, is_poisoned):
         def step(carry, count):
             params, state = carry
             noise = optax.tree.random_like(jax.random.fold_in(KEY, count), params)
@@ -44,142 +60,124 @@ def loop(name):
 
         return jax.lax.scan(step, (START, tx.init(START)), jnp.arange(NUM_GRADIENTS))[1]
 
-    return jax.jit(run)
+    cases = [(NOTHING | changes).values() for changes in RUNS.values()]
+    factors, decay, offset, is_poisoned = map(list, zip(*cases, strict=True))
+    factors = np.stack([np.broadcast_to(x, NUM_GRADIENTS) for x in factors]).astype(np.float32)
+    others = np.float32(decay), np.float32(offset), np.array(is_poisoned)
+    found = jax.tree.map(np.asarray, jax.jit(jax.vmap(chain))(factors, *others))
+    return {run: jax.tree.map(lambda x, i=i: x[i], found) for i, run in enumerate(RUNS)}
 
 
-def told(name, factors: Any = 1.0, decay=0.0, offset=0.0, is_poisoned=False):
-    factors = jnp.broadcast_to(jnp.asarray(factors, jnp.float32), NUM_GRADIENTS)
-    found = loop(name)(factors, decay, offset, is_poisoned)
-    return {name: np.asarray(values) for name, values in found.items()}
+@every_sampler
+def test_what_arrives_as_sent_is_silent(name):
+    for run in ("as sent", "poisoned"):
+        seen = told(name)[run]
+        assert seen.num_altered[-1] == 0 and not seen.is_altered.any()
+        assert (seen.num_nonfinite[-1] > 0) == (run == "poisoned")
+        assert (seen.num_rejected[-1] > 0) == ("rejections" in name)
 
 
-@pytest.mark.parametrize("is_poisoned", [False, True])
-@pytest.mark.parametrize("name", SAMPLERS)
-def test_what_arrives_as_sent_is_silent(name, is_poisoned):
-    seen = told(name, is_poisoned=is_poisoned)
-    assert seen["num_altered"][-1] == 0 and not seen["is_altered"].any()
-    assert (seen["num_nonfinite"][-1] > 0) == is_poisoned
-    assert (seen["num_rejected"][-1] > 0) == ("rejections" in name)
+@every_sampler
+def test_what_is_changed_on_its_way_is_counted(name):
+    for run in ("half", "turned", "decayed", "shifted"):
+        seen = told(name)[run]
+        assert seen.is_altered[-1] and not seen.is_altered[:3].any()
+        assert seen.num_altered[-1] > 0.5 * NUM_GRADIENTS
+    # A change below a thousandth of the step is counted alone.
+    seen = told("smile")["less than a thousandth"]
+    assert seen.num_altered[-1] > 0.5 * NUM_GRADIENTS and not seen.is_altered.any()
 
 
-@pytest.mark.parametrize(
-    "change", [{"factors": 0.5}, {"factors": -1.0}, {"decay": 1e-3}, {"offset": 1e-3}], ids=str
-)
-@pytest.mark.parametrize("name", SAMPLERS)
-def test_what_is_changed_on_its_way_is_counted(name, change):
-    seen = told(name, **change)
-    assert seen["is_altered"][-1] and not seen["is_altered"][:3].any()
-    assert seen["num_altered"][-1] > 0.5 * NUM_GRADIENTS
-
-
-@pytest.mark.parametrize("name", SAMPLERS)
-def test_three_times_running(name):
-    """Two are counted, and the third tells; what is as sent again begins anew."""
+@every_sampler
+def test_three_in_a_row(name):
+    """Two are counted, and the third sets the flag; one that arrives as sent clears it."""
     for number in (1, 2, 3):
-        changed = (np.arange(NUM_GRADIENTS) >= 20) & (np.arange(NUM_GRADIENTS) < 20 + number)
-        seen = told(name, np.where(changed, 0.5, 1.0))
-        assert seen["num_altered"][-1] <= number
+        seen = told(name)[f"{number} in a row"]
+        assert seen.num_altered[-1] <= number
         if "rejections" not in name:
-            assert seen["num_altered"][-1] == number
-            assert seen["is_altered"].sum() == (number == 3)
+            assert seen.num_altered[-1] == number
+            assert seen.is_altered.sum() == (number == 3)
 
 
-def test_a_change_below_a_thousandth_of_the_step_is_counted_alone():
-    seen = told("smile", factors=1 + 5e-4)
-    assert seen["num_altered"][-1] > 0.5 * NUM_GRADIENTS and not seen["is_altered"].any()
+SMILE = optax_smile.smile(0.3, num_data=100, tuner=None, decoherence_length=None)
 
 
-def after(tx, post=lambda params: params, num_gradients=24, lost_at=()):
-    """`stats` after a loop of any transformation, and after each call whether it was altered."""
+def altered(tx, post=lambda params: params, lost_at=()):
+    """`num_altered` after a loop of any transformation."""
     params, state = START, tx.init(START)
-    update: Any = jax.jit(tx.update)
-    altered = []
-    for count in range(num_gradients):
-        grads = jax.tree.map(lambda x: x + 0.1, params)
-        if count in lost_at:
-            grads = jax.tree.map(lambda x: x * jnp.nan, grads)
-        updates, state = update(grads, state, params)
-        params = post(optax.apply_updates(params, updates))
-        altered.append(int(optax_smile.stats(state)["num_altered"]))
-    return altered
 
-
-def naive():
-    return optax_smile.smile_naive(0.3, num_data=100)
-
-
-@pytest.mark.parametrize(
-    "wrap",
-    [
-        lambda tx: optax.chain(optax.clip_by_global_norm(1.0), optax.add_decayed_weights(0.1), tx),
-        lambda tx: optax.MultiSteps(tx, 3),
-        lambda tx: optax.apply_if_finite(tx, 5),
-        lambda tx: optax.masked(tx, {"matrix": True, "offset": False, "scalar": True}),
-        lambda tx: optax.partition(
-            {"sampled": tx, "trained": optax.sgd(0.1)},
-            {"matrix": "sampled", "offset": "trained", "scalar": "sampled"},
-        ),
-        optax.flatten,
-        lambda tx: optax.named_chain(("clip", optax.clip(1.0)), ("sampler", tx)),
-    ],
-    ids=["before", "MultiSteps", "apply_if_finite", "masked", "partition", "flatten", "named"],
-)
-def test_wrappers_that_leave_the_steps_alone_are_silent(wrap):
-    assert after(wrap(naive()))[-1] == 0
-
-
-def test_undone_and_resumed_steps_are_silent():
-    assert after(optax.apply_if_finite(naive(), 5), lost_at=(3, 4, 11))[-1] == 0
-    assert after(naive(), lost_at=(3, 4, 11))[-1] == 0
-
-
-def test_averages_projections_and_late_transformations_are_counted():
-    def projected(params):
-        return jax.tree.map(lambda x: jnp.maximum(x, 0.97), params)
-
-    def averaged(params):
-        return jax.tree.map(lambda x, y: 0.9 * x + 0.1 * y, params, START)
-
-    assert after(naive(), post=projected)[-1] > 0
-    assert after(naive(), post=averaged)[-1] > 10
-    # In a `named_chain` the order is lost, so that only the parameters can tell.
-    late = optax.named_chain(("sampler", naive()), ("rate", optax.scale(0.5)))
-    assert after(late)[-1] > 10
-
-
-def test_lookahead_is_counted():
-    tx = optax.lookahead(naive(), sync_period=5, slow_step_size=0.5)
-    params: Any = optax.LookaheadParams.init_synced(START)
-    state = tx.init(params)
-    for _ in range(24):
-        grads = jax.tree.map(lambda x: x + 0.1, params.fast)
+    @jax.jit
+    def step(params, state, factor):
+        grads = jax.tree.map(lambda x: factor * (x + 0.1), params)
         updates, state = tx.update(grads, state, params)
-        params = cast(Any, optax.apply_updates(params, updates))
-    assert int(optax_smile.stats(state)["num_altered"]) >= 3
+        return post(optax.apply_updates(params, updates)), state
+
+    for count in range(18):
+        params, state = step(params, state, jnp.nan if count in lost_at else 1.0)
+    return int(optax_smile.stats(state).num_altered)
 
 
-LATE = {
-    "scale": (lambda: optax.scale(-1.0), "followed by"),
-    "clip": (lambda: optax.clip(1.0), "followed by"),
-    "decay": (lambda: optax.add_decayed_weights(1e-4), "followed by"),
-    "schedule": (
-        lambda: optax.scale_by_schedule(lambda count: 0.5),
-        "followed by ScaleByScheduleState",
+WRAPPERS: dict[str, Any] = {
+    "before": lambda tx: optax.named_chain(
+        ("clip", optax.chain(optax.clip_by_global_norm(1.0), optax.add_decayed_weights(0.1))),
+        ("sampler", optax.MultiSteps(tx, 3)),
     ),
+    "lost": lambda tx: optax.apply_if_finite(optax.flatten(tx), 5),
+    "masked": lambda tx: optax.masked(tx, {"matrix": True, "offset": False, "scalar": True}),
+    "partition": lambda tx: optax.partition(
+        {"sampled": tx, "trained": optax.sgd(0.1)},
+        {"matrix": "sampled", "offset": "trained", "scalar": "sampled"},
+    ),
+    "itself, lost": lambda tx: tx,
 }
 
 
-@pytest.mark.parametrize("name", LATE)
-def test_a_chain_that_goes_on_after_the_sampler_is_refused(name):
-    make, got = LATE[name]
-    tx = optax.chain(optax.clip(1.0), naive(), make())
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_wrappers_that_leave_the_steps_alone_are_silent(name):
+    """Also where steps are undone, or resumed after a number that is not finite."""
+    lost_at = (3, 4, 11) if "lost" in name else ()
+    assert altered(WRAPPERS[name](SMILE), lost_at=lost_at) == 0
+
+
+def lookahead_parameters(params):
+    return jax.tree.map(lambda x, y: 0.9 * x + 0.1 * y, params, START)
+
+
+def test_averages_projections_and_late_transformations_are_counted():
+    assert altered(SMILE, lambda params: jax.tree.map(lambda x: jnp.maximum(x, 0.97), params)) > 0
+    assert altered(SMILE, lookahead_parameters) > 10
+    # In a `named_chain` the order is lost, so that only the parameters can tell.
+    assert altered(optax.named_chain(("sampler", SMILE), ("rate", optax.scale(0.5)))) > 10
+
+
+def test_lookahead_is_counted():
+    tx = optax.lookahead(SMILE, sync_period=5, slow_step_size=0.5)
+    params: Any = optax.LookaheadParams.init_synced(START)
+    state = tx.init(params)
+
+    @jax.jit
+    def step(params, state):
+        grads = jax.tree.map(lambda x: x + 0.1, params.fast)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    for _ in range(20):
+        params, state = step(params, state)
+    assert int(optax_smile.stats(state).num_altered) >= 3
+
+
+@pytest.mark.parametrize(
+    "late", [optax.scale(-1.0), optax.scale_by_schedule(lambda count: 0.5)], ids=["scale", "count"]
+)
+def test_a_chain_that_goes_on_after_the_sampler_is_refused(late):
+    tx = optax.chain(optax.clip(1.0), SMILE, late)
     state = tx.init(START)
-    rule = "must be that of a chain whose last transformation is the sampler, got one"
-    with pytest.raises(ValueError, match=rf"`stats\(state=...\)` {rule} {got}"):
+    rule = "must be that of a chain whose last transformation is the sampler"
+    with pytest.raises(ValueError, match=rf"`stats\(state=...\)` {rule}"):
         optax_smile.stats(state)
-    with pytest.raises(ValueError, match=rf"`last_accepted\(state=...\)` {rule} {got}"):
+    with pytest.raises(ValueError, match=rf"`last_accepted\(state=...\)` {rule}"):
         optax_smile.last_accepted(state, START)
-    with pytest.raises(ValueError, match=rf"`sample\(sampler=...\)` {rule} {got}"):
+    with pytest.raises(ValueError, match=rf"`sample\(sampler=...\)` {rule}"):
         optax_smile.sample(
             lambda params, batch: jnp.sum(params**2),
             jnp.ones((2, 3)),
@@ -189,11 +187,9 @@ def test_a_chain_that_goes_on_after_the_sampler_is_refused(name):
             num_draws=1,
             key=0,
         )
-
-
-def test_a_loops_own_tuple_is_no_chain():
-    state = naive().init(START)
-    assert optax_smile.stats((state, jnp.zeros(3), {"ema": START}))["num_altered"] == 0
+    # A tuple of a loop's own is no chain.
+    state = SMILE.init(START)
+    assert optax_smile.stats((state, jnp.zeros(3), {"ema": START})).num_altered == 0
 
 
 def test_entries_are_few_and_of_every_kind_of_leaf():

@@ -7,15 +7,17 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from test_contract import SAMPLERS, make
 
 import optax_smile
 from optax_smile import metrics
 
 FORM = re.compile(r"`[\w.]+\([\w.\[\]']+=\.\.\.\)` must be ")
-QUICK, FULL = 10, 300
+SAMPLE, FULL = 10, 300
 
 
 class Layer(NamedTuple):
@@ -56,10 +58,9 @@ def trees(leaves):
 
 @pytest.fixture
 def many(full):
-    """Settings of hypothesis: the same examples in each quick run."""
-    number = FULL if full else QUICK
+    """Settings of hypothesis: the same examples in each sample."""
     return settings(
-        max_examples=number,
+        max_examples=FULL if full else SAMPLE,
         derandomize=not full,
         deadline=None,
         database=None,
@@ -71,9 +72,10 @@ def kinds(tree):
     return jax.tree.map(lambda x: (np.shape(x), str(x.dtype)), tree)
 
 
-@pytest.mark.parametrize("name", ["sgld", "psmile"])
+@pytest.mark.parametrize("name", SAMPLERS)
 def test_a_sampler_keeps_a_tree_or_refuses_it(name, many):
-    tx: Any = getattr(optax_smile, name)(1e-2, num_data=10, key=0)
+    """And a direction stays one."""
+    tx: Any = make(name)
     empty = np.full(3, 0.5, np.float32), np.zeros((2, 0), np.float32)
 
     @many
@@ -89,15 +91,21 @@ def test_a_sampler_keeps_a_tree_or_refuses_it(name, many):
             with pytest.raises(ValueError, match=FORM):
                 tx.init(tree)
             return
-        state = tx.init(tree)
-        updates, after = tx.update(tree, state, tree, value=1.0)
-        assert kinds(updates) == kinds(tree) and kinds(after) == kinds(state)
-        moved = jax.tree.map(jnp.add, tree, updates)
-        last = optax_smile.last_accepted(after, moved)
-        assert kinds(last) == kinds(tree)
-        for x, y in zip(jax.tree.leaves(last), leaves, strict=True):
-            np.testing.assert_allclose(x, y, rtol=1e-6)
-        assert all(np.shape(value) == () for value in optax_smile.stats(after).values())
+        params, state = jax.tree.map(jnp.asarray, tree), tx.init(tree)
+        for call in range(2):
+            before = state, params
+            with jax.disable_jit():
+                updates, state = tx.update(tree, state, params, value=1.0 + call)
+            assert kinds(updates) == kinds(tree) and kinds(state) == kinds(before[0])
+            params = jax.tree.map(jnp.add, params, updates)
+            last = optax_smile.last_accepted(state, params)
+            assert kinds(last) == kinds(tree)
+            for x, y in zip(jax.tree.leaves(last), jax.tree.leaves(before[1]), strict=True):
+                np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
+        assert all(np.shape(value) == () for value in optax_smile.stats(state))
+        direction = optax.tree.get(state, "direction")
+        if direction is not None:
+            np.testing.assert_allclose(optax.tree.norm(direction), 1, atol=1e-5)
 
     follow()
 
