@@ -18,7 +18,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 import pytest
 from paper import PAPER
 
@@ -339,30 +338,6 @@ def test_field_names_are_unique(case):
 
 
 @shared_cases
-@pytest.mark.filterwarnings("ignore:.*got no `value`")
-def test_state_is_stable_in_control_flow(case):
-    tx = make(case)
-
-    def with_value(params, state):
-        return tx.update(PARAMS, state, params, value=jnp.float32(1))
-
-    def without_value(params, state):
-        return tx.update(PARAMS, state, params)
-
-    def skip(params, state):
-        return jax.tree.map(jnp.zeros_like, params), state
-
-    def body(carry, branch):
-        params, state = carry
-        updates, state = jax.lax.switch(branch, (with_value, without_value, skip), params, state)
-        return (apply_updates(params, updates), state), stats(state)
-
-    start = PARAMS, tx.init(PARAMS)
-    end, _ = jax.eval_shape(functools.partial(jax.lax.scan, body), start, jnp.arange(3))
-    assert types(end) == types(start)
-
-
-@shared_cases
 def test_value_is_optional(case, no_jit):
     """A warning in each trace names the sampler if a stage needs energies."""
     warns = pytest.warns(UserWarning, match="`psmile` got no `value`")
@@ -468,31 +443,3 @@ def test_donated_buffers(case):
     jax.block_until_ready(step(start))
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(start))
     assert 0 < jax.random.uniform(key) < 1
-
-
-def through_orbax(state, folder) -> Any:
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(folder / "state", state)
-        checkpointer.wait_until_finished()
-        abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
-        return checkpointer.restore(folder / "state", abstract)
-
-
-def through_numpy(state, folder):
-    leaves, structure = jax.tree.flatten(state)
-    np.savez(folder / "state.npz", *leaves)
-    with np.load(folder / "state.npz") as file:
-        return jax.tree.unflatten(structure, [jnp.asarray(file[name]) for name in file])
-
-
-@shared_cases
-def test_save_and_restore_is_exact(case, tmp_path):
-    tx, step = make(case), compiled(case)
-    params, state = halfway = run(step, PARAMS, tx.init(PARAMS), range(9))
-    expected = run(step, params, state, range(9, CALLS))
-    for round_trip in (through_orbax, through_numpy):
-        restored = round_trip(halfway, tmp_path)
-        assert types(restored) == types(halfway)
-        assert_equal(restored, halfway)
-    params, state = restored
-    assert_equal(run(step, params, state, range(9, CALLS)), expected)

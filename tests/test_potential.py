@@ -7,8 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import optax_smile
 from optax_smile import _tree, potential
@@ -123,26 +121,6 @@ def test_double_precision_is_kept():
         (got,) = jax.tree.leaves(potential.gradient(posterior, params, params))
         assert got.dtype == jnp.float64
         np.testing.assert_allclose(got, 3.7 * double(params)[0] / 1.9, rtol=1e-14)
-
-
-@settings(max_examples=12, deadline=None, derandomize=True)
-@given(
-    num_data=st.floats(1, 1e6),
-    precision=st.floats(0, 1e3),
-    temperature=st.floats(0.01, 10),
-    seed=st.integers(0, 2**16),
-)
-def test_any_posterior(num_data, precision, temperature, seed):
-    params, grads = draw(seed), draw(seed + 1)
-    posterior = Potential(num_data, precision, temperature)
-    got = potential.gradient(posterior, grads, params)
-    for a, g, x in zip(double(got), double(grads), double(params), strict=True):
-        terms = num_data * np.abs(g) + precision * np.abs(x)
-        expected = (num_data * g + precision * x) / temperature
-        assert a.shape == x.shape
-        assert np.all(np.abs(a - expected) <= 1e-6 * terms / temperature)
-    got = potential.energy(posterior, jnp.float32(0.25), params)
-    np.testing.assert_allclose(got, slow_energy(posterior, 0.25, params), rtol=1e-5)
 
 
 SAMPLERS: dict[str, Any] = {

@@ -1,7 +1,5 @@
 """Another stage is one file and one argument; `published` is the driver with other stages."""
 
-import importlib.util
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import chex
@@ -70,16 +68,6 @@ def test_a_preconditioner_of_ones_own():
         chex.assert_trees_all_close(path(composed(own)), expected, rtol=1e-5, atol=1e-6)
     moved = path(composed(fixed_scale({"w": 10 * ones["w"], "b": ones["b"]})), 1)
     assert np.abs(moved["w"] - 1).max() < 0.2 * np.abs(moved["b"] - 0.5).max()
-
-
-def test_the_published_code_is_an_exchanged_stage():
-    file = Path(__file__).parent.parent / "benchmarks" / "as_shipped.py"
-    spec: Any = importlib.util.spec_from_file_location("as_shipped", file)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    moved = path(module.as_shipped("psmile_naive", 0.1, 10, 100))
-    chex.assert_tree_all_finite(moved)
-    assert np.abs(moved["b"] - 0.5).max() > 0.01
 
 
 @pytest.mark.parametrize("name", ["smile", "psmile", "smile_naive", "psmile_naive"])

@@ -28,28 +28,36 @@ SPREADS = {
 RULES = "none", "isotropic .5", "half"
 
 
-def relative_variances(sampler, spread):
-    """Variances of 160 chains together over the true ones."""
-    rotation = np.linalg.qr(np.random.default_rng(1).normal(size=(6, 6)))[0]
-    precision = rotation.T @ np.diag(np.geomspace(0.2, 3.1, 6)) @ rotation
-    curvature = jnp.asarray(precision, jnp.float32)
-    tx = sampler(num_data=1, prior_precision=0.0, key=0)
+def mean_squares(sampler, centre, gradient, num_data=1):
+    """Squared distances from a centre, over 160 chains together and their last three quarters."""
+    tx = sampler(num_data=num_data, prior_precision=0.0, key=0)
 
     def chain(key):
-        state: Any = optax.tree.set(tx.init(jnp.zeros(6)), key=jax.random.key_data(key))
-
         def call(carry, count):
             params, state, total = carry
-            drawn = jax.random.normal(jax.random.fold_in(key, count), (6,))
-            updates, state = tx.update(curvature @ params + spread * drawn, state, params)
+            updates, state = tx.update(gradient(params, key, count), state, params)
             params: Any = optax.apply_updates(params, updates)
-            return (params, state, total + (count >= NUM_CALLS // 4) * params**2), None
+            return (params, state, total + (count >= NUM_CALLS // 4) * (params - centre) ** 2), None
 
-        start = jnp.zeros(6), state, jnp.zeros(6)
+        state: Any = optax.tree.set(tx.init(centre), key=jax.random.key_data(key))
+        start = centre, state, jnp.zeros_like(centre)
         return jax.lax.scan(call, start, jnp.arange(NUM_CALLS))[0][2]
 
     totals = jax.jit(jax.vmap(chain))(jax.random.split(jax.random.key(3), NUM_CHAINS))
-    found = np.asarray(totals, float).mean(0) / (NUM_CALLS - NUM_CALLS // 4)
+    return np.asarray(totals, float).mean(0) / (NUM_CALLS - NUM_CALLS // 4)
+
+
+def relative_variances(sampler, spread):
+    """Variances over the true ones."""
+    rotation = np.linalg.qr(np.random.default_rng(1).normal(size=(6, 6)))[0]
+    precision = rotation.T @ np.diag(np.geomspace(0.2, 3.1, 6)) @ rotation
+    curvature = jnp.asarray(precision, jnp.float32)
+
+    def gradient(params, key, count):
+        drawn = jax.random.normal(jax.random.fold_in(key, count), (6,))
+        return curvature @ params + spread * drawn
+
+    found = mean_squares(sampler, jnp.zeros(6), gradient)
     return found / np.diag(np.linalg.inv(precision))
 
 
@@ -83,7 +91,7 @@ def grouped_variances():
     centre ~ N(0, 1), group ~ N(centre, 1), row ~ N(group, 1); the centre comes first.
     """
     group = np.repeat(np.arange(NUM_GROUPS), ROWS_PER_GROUP)
-    num_data, num_passes = len(group), NUM_CALLS // NUM_BATCHES
+    num_data = len(group)
     rows = np.random.default_rng(0).normal(size=num_data)
     precision = np.eye(NUM_GROUPS + 1) * (1 + ROWS_PER_GROUP)
     precision[0], precision[:, 0] = -1, -1
@@ -92,30 +100,16 @@ def grouped_variances():
     mean = covariance @ np.append(0, np.bincount(group, rows))
     centre, target = jnp.asarray(mean, jnp.float32), jnp.asarray(rows, jnp.float32)
     members = jnp.asarray(group)
-    tx = optax_smile.psmile(num_data=num_data, prior_precision=0.0, key=0)
 
     def loss(theta, batch):
         prior = (theta[0] ** 2 + jnp.sum((theta[1:] - theta[0]) ** 2)) / 2
         return jnp.mean((target[batch] - theta[1:][members[batch]]) ** 2) / 2 + prior / num_data
 
-    def chain(key):
-        def one_pass(carry, count):
-            def call(carry, batch):
-                params, state, total = carry
-                updates, state = tx.update(jax.grad(loss)(params, batch), state, params)
-                params: Any = optax.apply_updates(params, updates)
-                squares = (params - centre) ** 2
-                return (params, state, total + (count >= num_passes // 4) * squares), None
+    def gradient(params, key, count):
+        order = jax.random.permutation(jax.random.fold_in(key, count // NUM_BATCHES), num_data)
+        return jax.grad(loss)(params, order.reshape(NUM_BATCHES, -1)[count % NUM_BATCHES])
 
-            order = jax.random.permutation(jax.random.fold_in(key, count), num_data)
-            return jax.lax.scan(call, carry, order.reshape(NUM_BATCHES, -1))[0], None
-
-        state: Any = optax.tree.set(tx.init(centre), key=jax.random.key_data(key))
-        start = centre, state, jnp.zeros_like(centre)
-        return jax.lax.scan(one_pass, start, jnp.arange(num_passes))[0][2]
-
-    totals = jax.jit(jax.vmap(chain))(jax.random.split(jax.random.key(3), NUM_CHAINS))
-    found = np.asarray(totals, float).mean(0) / (num_passes - num_passes // 4) / NUM_BATCHES
+    found = mean_squares(optax_smile.psmile, centre, gradient, num_data)
     return found / np.diag(covariance)
 
 
