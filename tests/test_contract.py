@@ -382,6 +382,9 @@ def test_a_given_step_size_is_the_step_size(case, no_jit):
     tx = with_step_size(case, 0.5)
     state = tx.init(PARAMS)
     assert stats(tx.update(PARAMS, state, PARAMS, value=1.0)[1]).step_size == 0.5
+    if accepts(CASES[case][0], "tuner"):
+        with pytest.raises(ValueError, match=r"`psmile\(tuner=...\)` must be None"):
+            make(case, step_size=0.5, tuner=optax_smile.angle_tuner())
     state = optax.tree.set(state, step_size_factor=jnp.float32(0.25))
     assert stats(tx.update(PARAMS, state, PARAMS, value=1.0)[1]).step_size == 0.125
 

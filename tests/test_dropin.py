@@ -213,7 +213,7 @@ def test_a_whole_equinox_model():
         assert abs(moved(jnp.ones(3)) - model(jnp.ones(3))) > 1e-4
 
 
-def test_parameters_of_another_tree_and_states_of_several_chains_are_refused():
+def test_other_trees_and_states_are_refused():
     tx, params = optax_smile.sgld(1e-2, num_data=10, key=0), {"a": {"w": jnp.ones(3)}}
     state, last = tx.init(params), optax_smile.last_accepted
     of_params = r"^`last_accepted\(params=...\)` must be a tree .*"
@@ -224,6 +224,8 @@ def test_parameters_of_another_tree_and_states_of_several_chains_are_refused():
     for wrong in (params, (state, state)):
         with pytest.raises(ValueError, match=r"`stats\(state=...\)` must be one with exactly one"):
             optax_smile.stats(wrong)
+    with pytest.raises(ValueError, match=r"`stats\(state=...\)` must be a state of format"):
+        optax_smile.stats((optax.tree.set(state, state_format=state.state_format + 1),))
     chains = {"a": {"w": jnp.ones((2, 3))}}
     states = jax.vmap(tx.init)(chains)
     with pytest.raises(ValueError, match=r"`last_accepted\(state=...\)` must .*Use `jax.vmap"):

@@ -146,27 +146,28 @@ def test_lookahead_is_counted():
     assert int(optax_smile.stats(state).num_altered) >= 3
 
 
-@pytest.mark.parametrize(
-    "late", [optax.scale(-1.0), optax.scale_by_schedule(lambda count: 0.5)], ids=["scale", "count"]
-)
-def test_a_chain_that_goes_on_after_the_sampler_is_refused(late):
-    tx = optax.chain(optax.clip(1.0), SMILE, late)
+LATE = {
+    "scale": (SMILE, optax.scale(-1.0)),
+    "count": (SMILE, optax.scale_by_schedule(lambda count: 0.5)),
+    "masked": (
+        optax.masked(SMILE, {"matrix": True, "offset": True, "scalar": False}),
+        optax.clip(1.0),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LATE)
+def test_a_chain_that_goes_on_after_the_sampler_is_refused(name):
+    tx = optax.chain(optax.clip(1.0), *LATE[name])
     state = tx.init(START)
     rule = "must be that of a chain whose last transformation is the sampler"
     with pytest.raises(ValueError, match=rf"`stats\(state=...\)` {rule}"):
         optax_smile.stats(state)
     with pytest.raises(ValueError, match=rf"`last_accepted\(state=...\)` {rule}"):
         optax_smile.last_accepted(state, START)
+    start, counts = jax.tree.map(lambda x: x[None], START), {"num_warmup": 1, "num_draws": 1}
     with pytest.raises(ValueError, match=rf"`sample\(sampler=...\)` {rule}"):
-        optax_smile.sample(
-            lambda params, batch: jnp.sum(params**2),
-            jnp.ones((2, 3)),
-            [0],
-            tx,
-            num_warmup=1,
-            num_draws=1,
-            key=0,
-        )
+        optax_smile.sample(lambda params, batch: params["scalar"], start, [0], tx, **counts, key=0)
     # A tuple of a loop's own is no chain.
     state = SMILE.init(START)
     assert optax_smile.stats((state, jnp.zeros(3), {"ema": START})).num_altered == 0

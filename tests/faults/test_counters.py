@@ -33,7 +33,7 @@ COUNTERS = (
     "finite_run",
 )
 OTHERS = ("nonfinite_run", "energy_level", "drift_index", "num_in_window", "window")
-OTHERS += ("num_altered", "num_running")
+OTHERS += ("num_altered", "num_running", "state_format")
 ARRIVED, BATCH = 5_000, 20
 NAMES = ("psmile", "smile", "published.psmile", "psgld", "scale_adapted_sghmc")
 
