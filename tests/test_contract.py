@@ -42,7 +42,7 @@ PARAMS = {
 # Of calls without a model: gradients and losses.
 GRADIENTS = [
     (jax.tree.map(lambda x: jnp.asarray(RNG.normal(size=x.shape), x.dtype), PARAMS), loss)
-    for loss in (2.0, 2.1, np.nan, 1.9, 2.2)
+    for loss in (2.0, 2.1, np.nan, 1.9)
 ]
 apply_updates: Any = optax.apply_updates
 last_accepted: Any = optax_smile.last_accepted
@@ -122,11 +122,6 @@ def advance(tx, params, state, batch):
     return apply_updates(params, updates), state
 
 
-@functools.cache
-def compiled(case) -> Any:
-    return jax.jit(functools.partial(advance, make(case)))
-
-
 def run(step, params, state, calls) -> Any:
     for call in calls:
         params, state = step(params, state, batch(call))
@@ -186,41 +181,32 @@ def test_a_sampler_is_a_transformation_that_shows_its_arguments(case):
     assert shown == repr(make(case, prior_precision=0.625)) != repr(make(case))
 
 
+def chain(tree, i):
+    return jax.tree.map(lambda x: x[i], tree)
+
+
 @every_case
-def test_jit_equals_eager(case):
+def test_chains_under_jit_and_vmap_equal_eager_ones(case):
     """At the start, at a number that is not finite, at an outlier, and right after each."""
-    tx, step = make(case), compiled(case)
-    params, state = PARAMS, tx.init(PARAMS)
-    for call in range(CALLS):
-        actual = step(params, state, batch(call))
-        if call in (0, 1, NAN_CALL, NAN_CALL + 1, OUTLIER_CALL):
-            with jax.disable_jit():
-                expected = advance(tx, params, state, batch(call))
-            assert_close(actual, expected)
-            chex.assert_trees_all_close(actual[0], expected[0], rtol=0, atol=1e-5)
-        params, state = actual
-    assert stats(state).num_nonfinite == 1
-    step(params, jax.jit(tx.init)(PARAMS), batch(0))
-    assert step._cache_size() == 1
-
-
-@every_case
-def test_vmap_equals_a_loop_over_chains(case):
     tx, keys = make(case), jax.random.key_data(jax.random.split(jax.random.key(7), 3))
-    starts = jax.tree.map(lambda x: jnp.stack([x, x + 0.1, x]), PARAMS)
-    states, has_key = jax.vmap(tx.init)(starts), tx.init(PARAMS).key is not None
+    params = jax.tree.map(lambda x: jnp.stack([x, x + 0.1, x]), PARAMS)
+    state, has_key = jax.vmap(tx.init)(params), tx.init(PARAMS).key is not None
     if has_key:
-        states = optax.tree.set(states, key=keys)
+        state = optax.tree.set(state, key=keys)
     step = jax.jit(jax.vmap(functools.partial(advance, tx), in_axes=(0, 0, None)))
-    params, states = run(step, starts, states, range(CALLS))
-    lasts = jax.vmap(last_accepted)(states, params)
-    for chain, key in enumerate(keys):
-        start = jax.tree.map(lambda x, i=chain: x[i], starts)
-        state = optax.tree.set(tx.init(start), key=key) if has_key else tx.init(start)
-        expected = run(compiled(case), start, state, range(CALLS))
-        last = last_accepted(expected[1], expected[0])
-        actual = jax.tree.map(lambda x, i=chain: x[i], (params, states, lasts))
-        assert_close(actual, (*expected, last))
+    for call in range(CALLS):
+        after = step(params, state, batch(call))
+        if call in (0, 1, NAN_CALL, NAN_CALL + 1, OUTLIER_CALL, OUTLIER_CALL + 1):
+            with jax.disable_jit():
+                expected = advance(tx, chain(params, call % 3), chain(state, call % 3), batch(call))
+            assert_close(chain(after, call % 3), expected)
+            chex.assert_trees_all_close(chain(after[0], call % 3), expected[0], rtol=0, atol=1e-5)
+        params, state = after
+    assert step._cache_size() == 1
+    assert (stats(state).num_nonfinite == 1).all()
+    with jax.disable_jit():
+        last = last_accepted(chain(state, 0), chain(params, 0))
+    assert_close(chain(jax.vmap(last_accepted)(state, params), 0), last)
     first, second, third = params["layer"]["w"]
     assert jnp.all(first != second) and jnp.all(second != third)
     assert jnp.all(first != third) or not has_key
@@ -278,14 +264,14 @@ def test_update_keeps_nothing(case):
 
         return types(jax.eval_shape(calls, tree))
 
-    expected = [types_after(make(case), tree) for tree in trees] * 2
-    assert [types_after(tx, tree) for tree in trees * 2] == expected
-    with concurrent.futures.ThreadPoolExecutor(4) as pool:
-        assert list(pool.map(functools.partial(types_after, tx), trees * 2)) == expected
-    # What a trace has left behind would be an error here.
+    expected = [types_after(make(case), tree) for tree in trees]
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(functools.partial(types_after, tx), trees)) == expected
+    assert types_after(tx, PARAMS) == expected[0]
+    # What a trace has left behind would be an error here, or of other shapes.
     with jax.disable_jit():
-        after = advance(tx, PARAMS, tx.init(PARAMS), batch(0))
-    assert_close(after, compiled(case)(PARAMS, tx.init(PARAMS), batch(0)))
+        after = [advance(x, PARAMS, x.init(PARAMS), batch(0)) for x in (tx, make(case))]
+    assert_equal(*after)
 
 
 @pytest.mark.parametrize("case", PLAIN)

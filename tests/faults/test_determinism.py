@@ -49,14 +49,8 @@ def numbers(snapshots: Any) -> dict[str, np.ndarray]:
     return {name: np.asarray(x) for name, x in snapshots.params.items()} | trace
 
 
-def unoptimized() -> bool:
-    """What the compiler does; the bits depend on it."""
-    return bool(jax.config.jax_disable_most_optimizations)  # pyright: ignore
-
-
 @functools.cache
-def usual(unoptimized: bool) -> dict[str, np.ndarray]:
-    del unoptimized
+def usual() -> dict[str, np.ndarray]:
     return numbers(run())
 
 
@@ -64,25 +58,12 @@ def other_devices(directory: Path) -> dict[str, np.ndarray]:
     """Draws of a process with three devices, which runs this file as a script."""
     command = [sys.executable, __file__, str(directory)]
     environment = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "3"}
-    environment["JAX_DISABLE_MOST_OPTIMIZATIONS"] = str(unoptimized())
     subprocess.run(command, check=True, env=os.environ | environment)
     return numbers(optax_smile.load_snapshots(directory))
 
 
-EXACT: dict[str, Any] = {
-    "a thread reads": lambda directory: numbers(run(prefetch=2)),
-    "on disk": lambda directory: numbers(run(directory=directory)),
-    "another process": other_devices,
-}
-
-
-@pytest.mark.parametrize(
-    "case",
-    [*EXACT][:2] + [pytest.param("another process", marks=pytest.mark.nightly)],
-)
-def test_bits(case, tmp_path):
+def assert_same_bits(got, expected):
     """The trace on disk has the draws alone, with their steps, and numbers of Python."""
-    got, expected = EXACT[case](tmp_path / "run"), usual(unoptimized())
     assert set(got) - set(expected) <= {"trace step"}
     for field, wanted in expected.items():
         values = got[field]
@@ -91,13 +72,30 @@ def test_bits(case, tmp_path):
         assert values.dtype == wanted.dtype or field.startswith("trace")
 
 
+def test_bits_where_a_thread_reads():
+    assert_same_bits(numbers(run(prefetch=2)), usual())
+
+
+def test_bits_on_disk(tmp_path):
+    assert_same_bits(numbers(run(directory=tmp_path / "run")), usual())
+
+
+# Nightly tests are optimized, and so are other processes: the bits depend on it.
+
+
+@pytest.mark.nightly
+def test_bits_of_another_process(tmp_path):
+    assert_same_bits(other_devices(tmp_path / "run"), numbers(run()))
+
+
+@pytest.mark.nightly
 def test_rounding():
     """Of fewer chains, a program that fuses and sums in another order.
 
     Up to 4e-7 in parameters, and 6e-5 in energies of 200 nats, was measured. The bits are the same
     with jax 0.10.2, not with 0.12.0.
     """
-    got, expected = numbers(run(FEWER)), usual(unoptimized())
+    got, expected = numbers(run(FEWER)), numbers(run())
     assert set(got) == set(expected)
     for field, values in got.items():
         wanted = expected[field][:FEWER]
