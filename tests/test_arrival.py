@@ -1,6 +1,5 @@
 """Starts far from the mode, gradients that are absurd, and what a chain says of itself."""
 
-import functools
 from typing import Any
 
 import jax
@@ -38,11 +37,10 @@ def mean_loss(params, rows):
     return jnp.mean((FEATURES[rows] @ params - TARGETS[rows]) ** 2) / 2
 
 
-@functools.cache
-def told(name):
+@pytest.fixture(scope="module")
+def told():
     """Of each run draws `[chain, call, parameter]`, stats and path lengths."""
-    tx = getattr(optax_smile, name)(num_data=NUM_DATA, key=0)
-    runs = RUNS if name == "psmile" else {"from zeros": RUNS["from zeros"]}
+    tx = optax_smile.psmile(num_data=NUM_DATA, key=0)
 
     def chain(key, start, factors, offsets):
         state: Any = optax.tree.set(tx.init(start), key=jax.random.key_data(key))
@@ -60,19 +58,18 @@ def told(name):
         return jax.lax.scan(call, (start, state), CALL)[1]
 
     keys = jax.random.split(jax.random.key(1), NUM_CHAINS)
-    given = [np.stack(x).astype(np.float32) for x in zip(*runs.values(), strict=True)]
+    given = [np.stack(x).astype(np.float32) for x in zip(*RUNS.values(), strict=True)]
     program = jax.jit(jax.vmap(jax.vmap(chain, (0, None, None, None)), (None, 0, 0, 0)))
     found = jax.tree.map(np.asarray, program(keys, *given))
-    return {run: jax.tree.map(lambda x, i=i: x[i], found) for i, run in enumerate(runs)}
+    return {run: jax.tree.map(lambda x, i=i: x[i], found) for i, run in enumerate(RUNS)}
 
 
-@pytest.mark.parametrize("name", ["smile", "psmile"])
-def test_chains_from_zeros_arrive(name):
+def test_chains_from_zeros_arrive(told):
     """The first block of the README, 45 posterior deviations away.
 
     Pooled over 8 chains the deviations have a Monte Carlo error of a tenth, single ones half.
     """
-    draws, stats, _ = told(name)["from zeros"]
+    draws, stats, _ = told["from zeros"]
     z = (np.asarray(draws, float)[:, 2000:] - MEAN) / DEVIATION
     assert np.abs(z.mean(axis=1)).max() < 0.3
     assert np.abs(z.mean(axis=(0, 1))).max() < 0.1
@@ -108,10 +105,10 @@ def test_a_chain_that_has_arrived_is_silent():
     assert told[:, :, 20:].mean(axis=(1, 2)).max() < 0.02
 
 
-def assert_like_undisturbed(run, after, before):
+def assert_like_undisturbed(told, run, after, before):
     """Step sizes, and paths of 2,000 calls, are those of the run without disturbance."""
-    _, stats, lengths = run
-    _, clean, expected = told("psmile")["undisturbed"]
+    _, stats, lengths = told[run]
+    _, clean, expected = told["undisturbed"]
     ratio = stats.step_size[:, after] / clean.step_size[:, before]
     assert 1 / 1.5 < np.median(ratio) < 1.5
     path = np.sum(lengths[:, after : after + 2000], axis=1)
@@ -120,22 +117,21 @@ def assert_like_undisturbed(run, after, before):
 
 
 @pytest.mark.parametrize(("at", "factor"), ABSURD)
-def test_an_absurd_gradient_is_forgotten(at, factor):
-    run = told("psmile")[at, factor]
-    assert_like_undisturbed(run, at + 201, at + 201)
-    stats = run[1]
+def test_an_absurd_gradient_is_forgotten(told, at, factor):
+    assert_like_undisturbed(told, (at, factor), at + 201, at + 201)
+    _, stats, _ = told[at, factor]
     if at:
         counted = stats.num_outlying[:, at] - stats.num_outlying[:, at - 1]
         assert np.all(counted + stats.num_nonfinite[:, at] >= 1)
 
 
 @pytest.mark.parametrize("tiny", [0.0, 1e-40])
-def test_gradients_of_zero_do_not_throw_the_chain_out(tiny):
+def test_gradients_of_zero_do_not_throw_the_chain_out(told, tiny):
     """The run is that without them, fifty calls later."""
-    run = told("psmile")[tiny]
-    assert np.abs((np.asarray(run[0], float) - MEAN) / DEVIATION).max() < 8
-    assert np.all(run[1].num_outlying[:, 49] == 50)
-    assert_like_undisturbed(run, 250, 200)
+    draws, stats, _ = told[tiny]
+    assert np.abs((np.asarray(draws, float) - MEAN) / DEVIATION).max() < 8
+    assert np.all(stats.num_outlying[:, 49] == 50)
+    assert_like_undisturbed(told, tiny, 250, 200)
 
 
 def test_a_flat_likelihood_is_sampled_all_the_same():

@@ -6,7 +6,7 @@ gradients are twice as large from then on: what is averaged has to follow.
 
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,16 +36,6 @@ OTHERS = ("nonfinite_run", "energy_level", "drift_index", "num_in_window", "wind
 OTHERS += ("num_altered", "num_running", "state_format")
 ARRIVED, BATCH = 5_000, 20
 NAMES = ("psmile", "smile", "published.psmile", "psgld", "scale_adapted_sghmc")
-
-
-class Seen(NamedTuple):
-    """What is known of a chain since its counters were set."""
-
-    finite: Any
-    smallest: Any
-    energy: Any
-    shortest: Any
-    num_accepted: Any
 
 
 def int32_names(state) -> set[str]:
@@ -78,13 +68,14 @@ def program(name: str) -> Any:
         told = optax_smile.stats(state)
         leaves = jax.tree.leaves((params, state._replace(last_update=None)))
         finite = jnp.stack([jnp.all(jnp.isfinite(x)) for x in leaves])
-        seen = Seen(
-            finite=seen.finite & jnp.all(finite),
-            smallest=jnp.minimum(seen.smallest, jnp.min(counters_of(state))),
-            energy=seen.energy + mean_loss(params, jnp.asarray(INPUTS), jnp.asarray(TARGETS)),
-            shortest=jnp.minimum(seen.shortest, told.step_size),
-            num_accepted=seen.num_accepted + told.accepted,
-        )
+        energy = mean_loss(params, jnp.asarray(INPUTS), jnp.asarray(TARGETS))
+        seen = {
+            "finite": seen["finite"] & jnp.all(finite),
+            "smallest": jnp.minimum(seen["smallest"], jnp.min(counters_of(state))),
+            "energy": seen["energy"] + energy,
+            "shortest": jnp.minimum(seen["shortest"], told.step_size),
+            "num_accepted": seen["num_accepted"] + told.accepted,
+        }
         return inner, seen, call + 1, factor
 
     def chain(count, num_steps, factor):
@@ -96,8 +87,9 @@ def program(name: str) -> Any:
             at = optax.tree.get(state, field)
             if at is not None:
                 state = optax.tree.set(state, **{field: jnp.maximum(at, count)})
-        zero, one = jnp.zeros(()), jnp.ones(())
-        seen = Seen(jnp.ones((), bool), jnp.full((), MOST), zero, jnp.inf * one, zero)
+        seen = {"finite": jnp.array(True), "smallest": jnp.full((), MOST)}
+        seen |= {"energy": jnp.zeros(()), "num_accepted": jnp.zeros(())}
+        seen["shortest"] = jnp.full((), jnp.inf)
         carry = (params, state), seen, jnp.zeros((), jnp.int32), factor
         (_, after), seen, _, _ = jax.lax.fori_loop(0, num_steps, go_on, carry)
         return state, after, seen
@@ -115,12 +107,12 @@ def test_counters(name, full, record):
         np.asarray, program(name)(jnp.array(COUNTS), num_steps, jnp.float32(2))
     )
     assert int32_names(before) <= {*COUNTERS, *OTHERS}
-    assert np.all(seen.finite) and np.all(seen.smallest >= 0)
+    assert np.all(seen["finite"]) and np.all(seen["smallest"] >= 0)
     # None is stuck, and none leaves the posterior: the energies of all are alike.
-    assert np.all(seen.num_accepted > 0.9 * num_steps)
+    assert np.all(seen["num_accepted"] > 0.9 * num_steps)
     # Down to the resolution, where `quantile_tuner` ends.
-    assert np.all(seen.shortest > 1e-7)
-    energies = NUM_DATA * seen.energy / num_steps
+    assert np.all(seen["shortest"] > 1e-7)
+    energies = NUM_DATA * seen["energy"] / num_steps
     assert np.ptp(energies) < 2, energies
     counts = np.asarray(after.last_update.num_gradients)
     assert counts.tolist() == [min(max(ARRIVED, x) + num_steps, MOST) for x in COUNTS]

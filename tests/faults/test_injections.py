@@ -110,17 +110,6 @@ def draw_faults(seed: int, number: int) -> list[Fault]:
     return faults
 
 
-class Call(NamedTuple):
-    """A chain after each call."""
-
-    params: Any
-    finite: Any
-    energy: Any
-    step_size: Any
-    accepted: Any
-    num_nonfinite: Any
-
-
 def mean_loss(params, inputs, targets):
     return jnp.mean((inputs @ params["w"] + params["b"] - targets) ** 2) / 2
 
@@ -153,15 +142,12 @@ def program(name: str) -> Any:
             params: Any = optax.apply_updates(params, updates)
             draw = optax_smile.last_accepted(state, params)
             numbers = jnp.concatenate(jax.tree.leaves((params, draw)))
-            told = optax_smile.stats(state)
-            return (params, state), Call(
-                params=params,
-                finite=jnp.all(jnp.isfinite(numbers)),
-                energy=NUM_DATA * mean_loss(draw, jnp.asarray(INPUTS), jnp.asarray(TARGETS)),
-                step_size=told.step_size,
-                accepted=told.accepted,
-                num_nonfinite=told.num_nonfinite,
-            )
+            return (params, state), {
+                "params": params,
+                "finite": jnp.all(jnp.isfinite(numbers)),
+                "energy": NUM_DATA * mean_loss(draw, jnp.asarray(INPUTS), jnp.asarray(TARGETS)),
+                **optax_smile.stats(state)._asdict(),
+            }
 
         return jax.lax.scan(step, (START, state), (jnp.arange(CALLS), ROWS))
 
@@ -202,21 +188,21 @@ def test_injections(name, full, record):
     """
     faults = draw_faults(1, 1_000 if full else 50)
     (_, sound), (_, found) = ends = run(name, faults)
-    assert np.all(sound.finite)
-    lost = np.sum(~np.all(found.finite, axis=1))
+    assert np.all(sound["finite"])
+    lost = np.sum(~np.all(found["finite"], axis=1))
     for before, after in zip(*map(jax.tree.leaves, ends), strict=True):
         np.testing.assert_array_equal(before[1::2], after[1::2])
 
     poisoned = jax.tree.map(lambda x: x[::2], found)
-    trapped = late(poisoned.accepted) < MOST_ACCEPTED
-    counted = poisoned.num_nonfinite[:, -1]
+    trapped = late(poisoned["accepted"]) < MOST_ACCEPTED
+    counted = poisoned["num_nonfinite"][:, -1]
     silent = sum(
         counted[case] != fault.length
         for case, fault in enumerate(faults)
         if not np.isfinite(fault.number) and not fault.clip
     )
-    usual, energies = np.max(late(sound.energy)), late(poisoned.energy)
-    ratios = late(poisoned.step_size) / late(sound.step_size[::2])
+    usual, energies = np.max(late(sound["energy"])), late(poisoned["energy"])
+    ratios = late(poisoned["step_size"]) / late(sound["step_size"][::2])
     for case, fault in enumerate(faults):
         told = (case, fault, energies[case], ratios[case])
         if fault.length > 1:
@@ -225,9 +211,9 @@ def test_injections(name, full, record):
             assert energies[case] < 1.1 * usual, told
             assert 1 / 2 < ratios[case] < 2, told
         elif name in ADAPTIVE:
-            assert energies[case] < 1.1 * np.max(sound.energy), told
+            assert energies[case] < 1.1 * np.max(sound["energy"]), told
         else:
-            assert energies[case] < max(np.max(poisoned.energy[case]) / 10, 1.1 * usual), told
+            assert energies[case] < max(np.max(poisoned["energy"][case]) / 10, 1.1 * usual), told
     assert (lost, np.sum(trapped), silent) == (0, 0, 0)
     record("injections", of=name, cases=len(faults), silent=0, raw=0, lost=0)
 
