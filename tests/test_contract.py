@@ -193,7 +193,7 @@ def test_chains_under_jit_and_vmap_equal_eager_ones(case):
     state, has_key = jax.vmap(tx.init)(params), tx.init(PARAMS).key is not None
     if has_key:
         state = optax.tree.set(state, key=keys)
-    step = jax.jit(jax.vmap(functools.partial(advance, tx), in_axes=(0, 0, None)))
+    step: Any = jax.jit(jax.vmap(functools.partial(advance, tx), in_axes=(0, 0, None)))
     for call in range(CALLS):
         after = step(params, state, batch(call))
         if call in (0, 1, NAN_CALL, NAN_CALL + 1, OUTLIER_CALL, OUTLIER_CALL + 1):

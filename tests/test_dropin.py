@@ -204,7 +204,8 @@ def test_an_nnx_optimizer_and_a_state_with_more_in_it():
 
 def test_other_trees_and_states_are_refused():
     tx, params = optax_smile.sgld(1e-2, num_data=10, key=0), {"a": {"w": jnp.ones(3)}}
-    state, last = tx.init(params), optax_smile.last_accepted
+    state: Any = tx.init(params)
+    last = optax_smile.last_accepted
     of_params = r"^`last_accepted\(params=...\)` must be a tree .*"
     with pytest.raises(ValueError, match=of_params + "a/w"):
         last(state, {"a": {"v": jnp.ones(3)}})

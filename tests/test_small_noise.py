@@ -65,7 +65,7 @@ def marked(name):
     return pytest.param(name, marks=pytest.mark.slow if name in RULES else pytest.mark.nightly)
 
 
-@pytest.mark.parametrize("name", map(marked, SPREADS))
+@pytest.mark.parametrize("name", list(map(marked, SPREADS)))
 def test_variances(name):
     """The variance about a moving mean gave 2 to 4 times too much with noise up to .5.
 

@@ -37,7 +37,7 @@ def run(chains: int = CHAINS, **arguments) -> Any:
     shapes = {"in": (CHAINS, 3, WIDTH), "bias": (CHAINS, WIDTH), "out": (CHAINS, WIDTH)}
     start = {k: generator.normal(size=shape)[:chains] for k, shape in shapes.items()}
     batches = list(zip(x, np.sin(x.sum(axis=-1)), strict=True))
-    options = DEFAULTS | {"stochastic": True, "progress": False} | arguments
+    options: Any = DEFAULTS | {"stochastic": True, "progress": False} | arguments
     start = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), start)
     return optax_smile.sample(
         loss, start, batches, optax_smile.psmile(num_data=NUM_DATA, key=0), **options
