@@ -185,7 +185,7 @@ def chain(tree, i):
     return jax.tree.map(lambda x: x[i], tree)
 
 
-@every_case
+@pytest.mark.parametrize("case", [*PLAIN, "psmile, rich"])
 def test_chains_under_jit_and_vmap_equal_eager_ones(case):
     """At the start, at a number that is not finite, at an outlier, and right after each."""
     tx, keys = make(case), jax.random.key_data(jax.random.split(jax.random.key(7), 3))
@@ -404,9 +404,8 @@ def test_wrappers_change_nothing(case, no_jit):
     calls = [(grads["layer"], loss) for grads, loss in GRADIENTS]
     expected = follow(inner, start, calls)
     assert_close(follow(injected(case), start, calls), expected)
-    clipped = [(scale(0.1 / optax.tree.norm(g), g), loss) for g, loss in calls]
-    chained = optax.chain(optax.clip_by_global_norm(0.1), inner)
-    assert_close(follow(chained, start, calls), follow(inner, start, clipped))
+    doubles = [(scale(2.0, grads), loss) for grads, loss in calls]
+    assert_close(follow(optax.chain(optax.scale(0.5), inner), start, doubles), expected)
     # The mean gradient of several batches, and the last loss.
     halves = [half for g, x in calls for half in ((scale(0.5, g), 1e3), (scale(1.5, g), x))]
     assert_close(follow(optax.MultiSteps(inner, 2), start, halves), expected)

@@ -129,9 +129,8 @@ def equinox_loop(tx):
         model, state, loss = step(model, state, INPUTS[rows], TARGETS[rows])
         losses.append(loss)
     params, static = eqx.partition(model, eqx.is_inexact_array)
-    if tx is not TRANSFORMATIONS["adamw"]:
-        whole = optax_smile.last_accepted(state, model)
-        assert whole.activation is model.activation
+    whole = optax_smile.last_accepted(state, model)
+    assert whole.activation is model.activation
 
     def loss_at(params, inputs, targets):
         return loss_fn(eqx.combine(params, static), inputs, targets)
@@ -147,8 +146,7 @@ LOOPS = {
 }
 
 
-@pytest.mark.parametrize("loop", LOOPS)
-@pytest.mark.parametrize("tx", TRANSFORMATIONS)
+@pytest.mark.parametrize(("loop", "tx"), [("optax", "adamw"), *((x, "psmile") for x in LOOPS)])
 def test_one_line_swap(loop, tx):
     train, level = LOOPS[loop]
     losses, start, params, state, loss_at = train(TRANSFORMATIONS[tx])
@@ -240,10 +238,8 @@ def through_flax(state, folder):
     return serialization.from_bytes(state, serialization.to_bytes(state))
 
 
-@pytest.mark.parametrize(("sampler", "impl"), [("psmile", "rbg"), ("sgld", "threefry2x32")])
-def test_a_state_of_arrays_survives_any_library(sampler, impl, tmp_path):
-    key = jax.random.key(7, impl=impl)
-    tx = getattr(optax_smile, sampler)(0.01, num_data=50, key=key)
+def test_a_state_of_arrays_survives_any_library(tmp_path):
+    tx = optax_smile.psmile(0.01, num_data=50, key=jax.random.key(7, impl="rbg"))
     params = {"w": jnp.ones((4, 3)), "b": jnp.zeros(3)}
     update = jax.jit(tx.update)
     _, state = update(params, tx.init(params), params)

@@ -25,7 +25,7 @@ SPREADS = {
     "log-spaced": np.geomspace(0.1, 10, 6),
 }
 # Where the rules for the noise differ most; the rest is nightly.
-RULES = "none", "isotropic .5", "half"
+RULES = "isotropic .5", "half"
 
 
 def mean_squares(sampler, centre, gradient, num_data=1):
@@ -113,7 +113,7 @@ def grouped_variances():
     return found / np.diag(covariance)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_permuted_batches():
     """Explicit noise shaped to fill up that of the gradients had 1.28 for the centre.
 

@@ -26,7 +26,9 @@ TRAFFIC = {
 }
 
 
-@pytest.mark.parametrize("name", TRAFFIC)
+@pytest.mark.parametrize(
+    "name", [pytest.param("smile", marks=pytest.mark.nightly), "psmile", "psmile without noise"]
+)
 def test_a_call_moves_and_keeps_little(name):
     """AdamW moves 10; 0.15 of the parameters besides, and no array is copied whole."""
     fn, options, traffic = TRAFFIC[name]

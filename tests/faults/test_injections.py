@@ -63,7 +63,7 @@ MAKE = {
 LANGEVIN = ("sgld", "psgld", "sghmc", "sgnht", "scale_adapted_sghmc", "cyclical_sgld")
 ADAPTIVE = ("psgld", "scale_adapted_sghmc")
 # The sample has one of each driver, and each kind of memory; the rest is nightly.
-SAMPLE = ("psmile", "published.psmile", "psgld", "sghmc", "sgnht", "scale_adapted_sghmc")
+SAMPLE = ("psmile", "published.psmile", "psgld", "sgnht", "scale_adapted_sghmc")
 # Calls at the end that are compared, and the share of them that a chain at rest accepts.
 LAST, MOST_ACCEPTED = 100, 0.9
 
