@@ -201,6 +201,12 @@ def test_chains_under_jit_and_vmap_equal_eager_ones(case):
                 expected = advance(tx, chain(params, call % 3), chain(state, call % 3), batch(call))
             assert_close(chain(after, call % 3), expected)
             chex.assert_trees_all_close(chain(after[0], call % 3), expected[0], rtol=0, atol=1e-5)
+        assert stats(after[1]).accepted.all() or call >= NAN_CALL
+        if call == NAN_CALL:
+            # The open step is taken back.
+            assert not stats(after[1]).accepted.any()
+            ends = [jax.vmap(last_accepted)(s, p) for p, s in ((params, state), after)]
+            assert_close(*ends)
         params, state = after
     assert step._cache_size() == 1
     assert (stats(state).num_nonfinite == 1).all()
@@ -309,10 +315,14 @@ def test_field_names_are_unique(case):
     state = tx.init(PARAMS)
     names = [name for name, _ in fields(state)]
     assert len(names) == len(set(names))
-    outer = injected(case).init(PARAMS)
+    wrapped = injected(case)
+    outer = wrapped.init(PARAMS)
     for name, value in fields(state):
         assert_equal(optax.tree.get(state, name), value)
         assert_equal(optax.tree.get(outer, name), value)
+    # Hyperparameters may be traced.
+    update = functools.partial(wrapped.update, value=1.0)
+    assert types(jax.eval_shape(update, PARAMS, outer, PARAMS)[1]) == types(outer)
     names: Any = {"layer": {"w": "W", "b": "B"}}
     mapped = optax.tree.map_params(
         tx, lambda _, name: name, state, names, transform_non_params=lambda _: None
