@@ -135,22 +135,6 @@ def test_averages_projections_and_late_transformations_are_counted():
     assert altered(optax.named_chain(("sampler", SMILE), ("rate", optax.scale(0.5)))) > 10
 
 
-def test_lookahead_is_counted():
-    tx = optax.lookahead(SMILE, sync_period=5, slow_step_size=0.5)
-    params: Any = optax.LookaheadParams.init_synced(START)
-    state = tx.init(params)
-
-    @jax.jit
-    def step(params, state):
-        grads = jax.tree.map(lambda x: x + 0.1, params.fast)
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    for _ in range(20):
-        params, state = step(params, state)
-    assert int(optax_smile.stats(state).num_altered) >= 3
-
-
 LATE = {
     "scale": (SMILE, optax.scale(-1.0)),
     "count": (SMILE, optax.scale_by_schedule(lambda count: 0.5)),

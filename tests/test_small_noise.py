@@ -15,17 +15,8 @@ import pytest
 import optax_smile
 
 NUM_CHAINS, NUM_CALLS = 160, 40_000
-SPREADS = {
-    "none": np.zeros(6),
-    "isotropic .1": np.full(6, 0.1),
-    "isotropic .5": np.full(6, 0.5),
-    "isotropic 2": np.full(6, 2.0),
-    "one": np.array([2.0, 0, 0, 0, 0, 0]),
-    "half": np.array([2.0, 2, 2, 0, 0, 0]),
-    "log-spaced": np.geomspace(0.1, 10, 6),
-}
-# Where the rules for the noise differ most; the rest is nightly.
-RULES = "isotropic .5", "half"
+# Where the rules for the noise differ most; `benchmarks/small_noise.py` has more.
+SPREADS = {"isotropic .5": np.full(6, 0.5), "half": np.array([2.0, 2, 2, 0, 0, 0])}
 
 
 def mean_squares(sampler, centre, gradient, num_data=1):
@@ -61,11 +52,8 @@ def relative_variances(sampler, spread):
     return found / np.diag(np.linalg.inv(precision))
 
 
-def marked(name):
-    return pytest.param(name, marks=pytest.mark.slow if name in RULES else pytest.mark.nightly)
-
-
-@pytest.mark.parametrize("name", list(map(marked, SPREADS)))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SPREADS)
 def test_variances(name):
     """The variance about a moving mean gave 2 to 4 times too much with noise up to .5.
 

@@ -111,9 +111,7 @@ def test_a_sampler_keeps_a_tree_or_refuses_it(name, many):
 
 SCORES = {
     "lppd": ("log_density",),
-    "nll": ("log_density",),
     "rmse": ("mean", "targets"),
-    "interval_width": ("lower", "upper"),
     "coverage": ("lower", "upper", "targets"),
     "crps": ("mean", "std", "targets"),
     "accuracy": ("probabilities", "labels"),
