@@ -100,7 +100,9 @@ def traced(
         return jax.eval_shape(function, *given)
 
 
-def arguments(name: str = "", /, **constraints: "Constraint") -> Callable:
+def arguments(
+    name: str = "", /, **constraints: "Constraint"
+) -> Callable[[Function_], Function_]:
     """Check the arguments of a function, defaults included, before it runs.
 
     A constraint may convert its argument: the function gets the result.

@@ -38,7 +38,7 @@ DEFECTS = r"""
 = no temperature in the gradient | gradient
 - return _count(potential) / potential.temperature
 + return _count(potential)
-= prior mean left out | prior_of_trees_has
+= prior mean left out | gradient
 - precision * (x - mean)).astype
 + precision * x).astype
 = prior change without its half | prior_change

@@ -1,4 +1,4 @@
-"""The Nosé-Hoover thermostat: its formula, and that it absorbs noise that nobody told it of."""
+"""The Nosé-Hoover thermostat: its formula, and that it absorbs noise of unknown strength."""
 
 from typing import Any
 
@@ -6,28 +6,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
-from test_langevin import (
-    FACTORS,
-    SIZE,
-    assert_moves,
-    build,
-    follow,
-    textbook,
-)
+from test_langevin import FACTORS, SIZE, assert_moves, build, follow, textbook
 
 import optax_smile
 from optax_smile import diagnostics
 
+# Long loops of few numbers run twice as fast.
+OPTIMIZED = True
 # A test on a fresh seed would fail by chance once in 50,000 times for each of its statistics.
 LIMIT = 4.5
 PRECISIONS = np.geomspace(0.5, 2, 8)
 STEP_SIZE, FRICTION = 0.05, 0.1
 # Standard deviations of the gradient's noise; the larger one is as strong as the noise added.
 NOISES = (0.0, np.sqrt(2 * FRICTION) / STEP_SIZE)
-
-
-# The formula.
 
 
 def thermostats(trace):
@@ -75,16 +66,13 @@ def test_changing_step_sizes_and_the_largest_friction():
     assert 1 in xi
 
 
-# Where it settles. The gradient of the loss gets noise of a strength that the sampler is not told.
-
-
-def chains(name, noises, num_chains, num_steps, every=10, **options):
+def chains(num_chains, num_steps, every=10):
     """Squares in units of the target's, `[noise, chain, draw, d]`, and the states at the draws.
 
     Chains start from the target; the first fifth is left out.
     """
-    tx: Any = getattr(optax_smile, name)(
-        STEP_SIZE, num_data=1, prior_precision=0.0, friction=FRICTION, key=0, **options
+    tx: Any = optax_smile.sgnht(
+        STEP_SIZE, num_data=1, prior_precision=0.0, friction=FRICTION, key=0
     )
     precisions = jnp.asarray(PRECISIONS, jnp.float32)
 
@@ -103,8 +91,8 @@ def chains(name, noises, num_chains, num_steps, every=10, **options):
         path = jax.lax.scan(call, (x, state), jax.random.split(key, num_steps))[1]
         return jax.tree.map(lambda values: values[num_steps // 5 :: every], path)
 
-    keys = jax.random.split(jax.random.key(1), (len(noises), num_chains))
-    noises = jnp.asarray(noises, jnp.float32)
+    keys = jax.random.split(jax.random.key(1), (len(NOISES), num_chains))
+    noises = jnp.asarray(NOISES, jnp.float32)
     both = jax.vmap(jax.vmap(chain, in_axes=(None, 0)))
     return jax.tree.map(lambda values: np.asarray(values, float), jax.jit(both)(noises, keys))
 
@@ -119,7 +107,7 @@ def in_standard_errors(values, expected):
 
 
 def test_variance_and_friction_with_noise_of_unknown_strength():
-    squares, memory = chains("sgnht", NOISES, num_chains=128, num_steps=5_000)
+    squares, memory = chains(num_chains=128, num_steps=5_000)
     for noise, square, thermostat in zip(NOISES, squares, memory.thermostat, strict=True):
         assert abs(in_standard_errors(square.mean(axis=-1), 1)) < LIMIT
         friction = FRICTION + STEP_SIZE**2 * noise**2 / 2
@@ -143,36 +131,5 @@ def test_a_chain_from_a_bad_start_comes_back():
     start = jnp.full(8, 1e4)
     run = jax.jit(lambda x, state: jax.lax.scan(call, (x, state), length=1000)[0])
     x, state = run(start, tx.init(start))
-    assert optax_smile.stats(state)["num_nonfinite"] == 0
+    assert optax_smile.stats(state).num_nonfinite == 0
     assert np.abs(x).max() < 5 and state.memory.thermostat < 1
-
-
-@pytest.mark.slow
-def test_noise_that_differs_between_parameters_is_absorbed_on_average_only():
-    """Each of them gets a temperature of its own, (f + eps^2 V_i / 2) / xi; SGHMC gets all."""
-    noises = np.outer([1.0], NOISES[1] * np.sqrt(np.repeat([0.5, 1.5], 4)))
-    shares = FRICTION + STEP_SIZE**2 * noises[0] ** 2 / 2
-    for name, friction in (("sgnht", shares.mean()), ("sghmc", FRICTION)):
-        squares, _ = chains(name, noises, num_chains=64, num_steps=100_000)
-        for square, share in zip(np.moveaxis(squares[0], -1, 0), shares, strict=True):
-            assert abs(in_standard_errors(square, share / friction)) < LIMIT
-
-
-@pytest.mark.slow
-def test_the_published_kinetic_energy_is_too_cold():
-    """What the factor 1 - xi / 2 is for, by Ding's algorithm 2 without it, in NumPy."""
-    rng, num_chains = np.random.default_rng(0), 400
-    x = rng.normal(size=(num_chains, 8)) / np.sqrt(PRECISIONS)
-    velocity, xi, sums = np.zeros_like(x), np.full(num_chains, FRICTION), 0.0
-    for step in range(8000):
-        kick = STEP_SIZE * PRECISIONS * x + STEP_SIZE * NOISES[1] * rng.normal(size=x.shape)
-        added = np.sqrt(2 * FRICTION) * rng.normal(size=x.shape)
-        velocity = (1 - xi[:, None]) * velocity - kick + added
-        x = x + STEP_SIZE * velocity
-        xi = xi + STEP_SIZE**2 * (np.mean(velocity**2, axis=1) - 1)
-        sums = sums + PRECISIONS * x**2 * (step >= 2000) / 6000
-    chain_means = np.mean(sums, axis=1)
-    error = chain_means.std() / np.sqrt(num_chains)
-    # To first order in the friction, which is 2 f here.
-    np.testing.assert_allclose(chain_means.mean(), 1 - FRICTION, atol=0.02)
-    assert error < 0.005

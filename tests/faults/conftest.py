@@ -13,16 +13,16 @@ RECORDS = ROOT / "benchmarks" / "results" / "faults.jsonl"
 
 @pytest.fixture(scope="session")
 def full(request) -> bool:
-    """Whether the campaigns run as a whole: `pytest tests/faults --full -m ""`."""
+    """Whether the campaigns run in full: `pytest tests/faults --full -m ""`."""
     return request.config.getoption("full")
 
 
 @pytest.fixture
 def record(full, request):
-    """Write what a whole campaign found; the short form writes nothing.
+    """Write what a campaign in full found; a sample writes nothing.
 
     `record(campaign, cases=, silent=, raw=, lost=)`, and `of=` where a campaign has parts: `silent`
-    are wrong results without a word, `raw` tracebacks that are not ours, `lost` draws or chains.
+    are wrong results without an error, `raw` tracebacks that are not ours, `lost` draws or chains.
     """
 
     def write(campaign: str, **figures):
@@ -30,12 +30,10 @@ def record(full, request):
             return
         describe = ["git", "describe", "--always", "--dirty"]
         commit = subprocess.run(describe, capture_output=True, text=True, cwd=ROOT, check=False)
-        told = {
-            "date": time.strftime("%Y-%m-%d"),
-            "commit": commit.stdout.strip(),
-            "command": f'pytest {request.path.relative_to(ROOT).as_posix()} --full -m ""',
-        }
+        figures["date"], figures["commit"] = time.strftime("%Y-%m-%d"), commit.stdout.strip()
+        file = request.path.relative_to(ROOT).as_posix()
+        figures["command"] = f'pytest {file} --full -m ""'
         with RECORDS.open("a", encoding="utf-8") as lines:
-            lines.write(json.dumps({"campaign": campaign, **figures, **told}) + "\n")
+            lines.write(json.dumps({"campaign": campaign, **figures}) + "\n")
 
     return write

@@ -1,0 +1,113 @@
+"""States of samplers, and their sums, where each array lies on several devices."""
+
+import functools
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType
+from test_contract import PARAMS, advance, assert_close, batch, make, run, shared_cases
+
+import optax_smile
+from optax_smile import _tree
+
+SHORT_WINDOWS = True
+COLLECTIVES = r"(all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute)(?:-start)?\("
+
+
+def assert_sharded_like(state, params):
+    structure = jax.tree.structure(PARAMS)
+
+    def is_like(node):
+        return jax.tree.structure(node) == structure
+
+    trees = [node for node in jax.tree.leaves(state, is_leaf=is_like) if is_like(node)]
+    assert trees
+    for tree in trees:
+        for leaf, expected in zip(jax.tree.leaves(tree), jax.tree.leaves(params), strict=True):
+            assert leaf.sharding.is_equivalent_to(expected.sharding, leaf.ndim)
+
+
+def shard(axis_type):
+    mesh = jax.make_mesh((8,), ("model",), axis_types=(axis_type,))
+    specs = {"layer": {"w": jax.P(None, "model"), "b": jax.P("model")}}
+    shardings = jax.tree.map(lambda spec: jax.NamedSharding(mesh, spec), specs)
+    return mesh, jax.device_put(PARAMS, shardings)
+
+
+@pytest.mark.parametrize("case", ["sghmc", "psmile, rich"])
+def test_state_is_sharded_like_the_parameters(case):
+    mesh, params = shard(AxisType.Auto)
+    tx = make(case)
+    step = functools.partial(advance, tx)
+    with jax.disable_jit():
+        expected = run(step, PARAMS, tx.init(PARAMS), range(7))
+    with jax.set_mesh(mesh):
+        state = tx.init(params)
+        assert_sharded_like(state, params)
+        after, state = run(jax.jit(step), params, state, range(7))
+        assert_sharded_like((after, state), params)
+        assert_close((after, state), expected)
+
+
+@shared_cases
+def test_state_is_sharded_like_the_parameters_where_types_say_so(case):
+    """Explicit axes: no program is needed to see where everything is."""
+    mesh, params = shard(AxisType.Explicit)
+    tx = make(case)
+    with jax.set_mesh(mesh):
+        assert_sharded_like(tx.init(params), params)
+        params = jax.eval_shape(lambda x: x, params)
+        start = jax.eval_shape(tx.init, params)
+        after = jax.eval_shape(functools.partial(advance, tx), params, start, batch(0))
+        for state in (start, after):
+            assert_sharded_like(state, params)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_sums_across_devices(kind):
+    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(kind,) * 2)
+    rng = np.random.default_rng(1)
+    spec = {"w": jax.P("a", "b"), "v": jax.P("a", "b"), "b": jax.P(None), "s": jax.P()}
+    shapes = {"w": (200, 320), "v": (200, 320), "b": (40,), "s": ()}
+    tree = {k: np.float32(1 + rng.normal(size=shape)) for k, shape in shapes.items()}
+    expected = [sum(np.sum(np.float64(x) ** power) for x in tree.values()) for power in (1, 2)]
+    with jax.set_mesh(mesh):
+        placed = {k: jax.device_put(x, jax.NamedSharding(mesh, spec[k])) for k, x in tree.items()}
+        got = jax.jit(lambda x: _tree.sums([x, jax.tree.map(jnp.square, x)]))(placed)
+    np.testing.assert_allclose(got, expected, rtol=3e-6)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(AxisType.Auto, marks=pytest.mark.slow),
+        pytest.param(AxisType.Explicit, marks=pytest.mark.nightly),
+    ],
+)
+def test_three_hundred_sharded_leaves_take_three_collectives(kind):
+    """Sharded along either axis; the compiler joins no more than 256 sums that cross devices."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(kind,))
+    specs = {(64, 128): jax.P("data", None), (128, 64): jax.P(None, "data"), (64,): jax.P("data")}
+    own = {shape: jax.NamedSharding(mesh, spec) for shape, spec in specs.items()}
+    whole = jax.NamedSharding(mesh, jax.P())
+    params: Any = [jax.ShapeDtypeStruct(x, jnp.float32) for x in [*specs] * 100]
+    tx: Any = optax_smile.psmile(num_data=1000, key=jax.random.key(0))
+
+    def place(leaf):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=own.get(leaf.shape, whole))
+
+    def step(params, state, grads, value):
+        updates, state = tx.update(grads, state, params, value=value)
+        return optax.apply_updates(params, updates), state
+
+    with jax.set_mesh(mesh):
+        params, state = jax.tree.map(place, (params, jax.eval_shape(tx.init, params)))
+        given = params, state, params, jax.ShapeDtypeStruct((), jnp.float32)
+        quick = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+        text: Any = jax.jit(step, donate_argnums=(0, 1)).lower(*given).compile(quick).as_text()
+    assert 1 <= len(re.findall(COLLECTIVES, text)) <= 3
