@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from numpy.typing import ArrayLike
 
 from optax_smile import _check
-
-# A target may be impossible.
-POSSIBLE: dict[str, Any] = {"rule": "below infinity, not NaN", "holds": lambda x: x < np.inf}
+from optax_smile.metrics._checks import DENSITIES, Booleans, Unchecked
 
 
+@_check.arguments(log_density=DENSITIES)
 def lppd(log_density: ArrayLike) -> float:
     """Log pointwise predictive density: the mean of log densities; higher is better.
 
@@ -31,9 +28,10 @@ def lppd(log_density: ArrayLike) -> float:
         >>> lppd([-1.0, -2.0])
         -1.5
     """
-    return float(np.mean(_check.array("lppd", "log_density", log_density, **POSSIBLE)))
+    return float(np.asarray(log_density).mean())
 
 
+@_check.arguments(log_density=DENSITIES)
 def nll(log_density: ArrayLike) -> float:
     """Negative log likelihood: minus the mean of log densities; lower is better.
 
@@ -55,9 +53,12 @@ def nll(log_density: ArrayLike) -> float:
         >>> nll([-1.0, -2.0])
         1.5
     """
-    return -float(np.mean(_check.array("nll", "log_density", log_density, **POSSIBLE)))
+    return -float(np.asarray(log_density).mean())
 
 
+@_check.arguments(
+    log_density=_check.Array(each=Unchecked()), mask=Booleans(like="log_density") | None
+)
 def perplexity(log_density: ArrayLike, mask: ArrayLike | None = None) -> float:
     """Exponential of the mean negative log likelihood of a token; lower is better.
 
@@ -78,14 +79,8 @@ def perplexity(log_density: ArrayLike, mask: ArrayLike | None = None) -> float:
 
     Source: Jelinek et al. 1977.
     """
-    log_density = _check.host("perplexity", "log_density", log_density)
-    everywhere = np.ones(log_density.shape, bool)
-    keep = everywhere if mask is None else _check.host("perplexity", "mask", mask)
-    if keep.shape != log_density.shape or keep.dtype != bool:
-        rule = f"booleans of shape {log_density.shape}, that of `log_density`"
-        _check.fail("perplexity", "mask", rule, f"{keep.dtype} of shape {keep.shape}")
-    log_density = np.where(keep, log_density, 0)
-    log_density = _check.array("perplexity", "log_density", log_density, **POSSIBLE)
+    keep = np.ones(np.shape(log_density), bool) if mask is None else np.asarray(mask)
+    log_density = DENSITIES("perplexity", "log_density", np.where(keep, log_density, 0))
     if not keep.any():
         _check.fail("perplexity", "mask", "True for one token or more", "False for all")
     with np.errstate(over="ignore"):
