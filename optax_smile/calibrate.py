@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from optax_smile import _check
-from optax_smile.metrics._checks import FINITE, Booleans, Labels, Probabilities, Spreads
+from optax_smile.metrics._checks import BOOLEAN, FINITE, Labels, Probabilities, Spreads
 
 __all__ = [
     "fit_temperature",
@@ -30,7 +30,8 @@ __all__ = [
 BISECTIONS = 53
 POSITIVE = _check.Real(0, open="low", traced=False)
 LEVEL = _check.Real(0, 1, open="both", traced=False)
-MEANS, SETS = _check.Array("[input]", FINITE), Booleans("[input, class]")
+MEANS = _check.Array("[input]", FINITE)
+SETS = _check.Array("[input, class]", BOOLEAN, dtype=None)
 
 
 def _log(probabilities: np.ndarray) -> np.ndarray:

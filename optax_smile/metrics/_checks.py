@@ -1,5 +1,6 @@
 """Constraints that scores share, and ranks."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,35 +17,31 @@ class Double(_check.Real):
     """A number in an interval, finite in float64, in which scores are computed."""
 
     def holds(self, numbers: Any) -> Any:
-        """Whether numbers lie in the interval."""
         with jax.enable_x64(True):
             return super().holds(numbers)
 
 
-class Density(_check.Real):
-    """A log density; minus infinity where a target is impossible."""
+@dataclass(frozen=True)
+class Each(_check.Real):
+    """Numbers for which `test` holds."""
+
+    text: str = ""
+    test: Callable[[Any], Any] = np.isfinite
 
     @property
     def rule(self) -> str:
-        """The range."""
-        return "below infinity, not NaN"
+        return self.text
 
     def holds(self, numbers: Any) -> Any:
-        """Whether numbers can be log densities."""
-        return numbers < np.inf
+        return self.test(numbers)
 
 
-class Unchecked(_check.Real):
-    """Any number: which ones count depends on another argument."""
-
-    def holds(self, numbers: Any) -> Any:
-        """Whether numbers are numbers."""
-        return np.ones_like(numbers, bool)
-
-
-FINITE = Double()
-NUMBERS = _check.Array(each=FINITE)
-DENSITIES = _check.Array(each=Density())
+FINITE, POSITIVE, NONNEGATIVE = Double(), Double(0, open="low"), Double(0, infinite=True)
+# A target may be impossible.
+DENSITY = Each(text="below infinity, not NaN", test=lambda density: density < np.inf)
+BOOLEAN = Each(text="booleans", test=lambda found: np.full(found.shape, found.dtype == bool))
+# Where another argument decides which numbers count.
+ANY = Each(infinite=True, text="a number", test=lambda numbers: np.ones_like(numbers, bool))
 
 
 @dataclass(frozen=True)
@@ -52,7 +49,7 @@ class Probabilities(_check.Array):
     """Class probabilities, rows that sum to 1."""
 
     axes: str = "[input, class]"
-    each: _check.Real = Double(0, infinite=True)
+    each: _check.Real = NONNEGATIVE
 
     def __call__(self, where, argument, value, given=_check.NOTHING):
         array = super().__call__(where, argument, value, given)
@@ -66,18 +63,10 @@ class Probabilities(_check.Array):
 
 @dataclass(frozen=True)
 class Labels(_check.Constraint):
-    """Classes of inputs.
-
-    Attributes:
-        of: argument declared before, an array `[input, class]`.
-    """
+    """Classes of inputs; `of` is an argument declared before, an array `[input, class]`."""
 
     of: str = "probabilities"
-
-    @property
-    def rule(self) -> str:
-        """What they go with."""
-        return f"integers [input], classes of `{self.of}`"
+    text: str = "integers [input], one class each"
 
     def __call__(self, where, argument, value, given=_check.NOTHING):
         num_inputs, num_classes = given[self.of].shape
@@ -93,13 +82,9 @@ class Labels(_check.Constraint):
 
 @dataclass(frozen=True)
 class Spreads(_check.Array):
-    """Standard deviations, broadcast to the shape of the means.
+    """Standard deviations, which get the shape of the means, the argument `of`."""
 
-    Attributes:
-        of: argument declared before, the means.
-    """
-
-    each: _check.Real = Double(0, open="low")
+    each: _check.Real = POSITIVE
     of: str = "mean"
 
     def __call__(self, where, argument, value, given=_check.NOTHING):
@@ -108,24 +93,6 @@ class Spreads(_check.Array):
             rule = f"a scalar or of shape {shape} or {(*shape[:-1], 1)}"
             _check.fail(where, argument, rule, f"shape {std.shape}")
         return np.broadcast_to(std, shape)
-
-
-@dataclass(frozen=True)
-class Booleans(_check.Array):
-    """Booleans, and no numbers that stand for them."""
-
-    dtype: Any = None
-
-    @property
-    def rule(self) -> str:
-        """Its axes."""
-        return super().rule.replace("array", "array of booleans")
-
-    def __call__(self, where, argument, value, given=_check.NOTHING):
-        array = super().__call__(where, argument, value, given)
-        if array.dtype != bool:
-            _check.fail(where, argument, self.rule, f"{array.dtype} of shape {array.shape}")
-        return array
 
 
 def share_below(reference: np.ndarray, values: np.ndarray) -> np.ndarray:

@@ -6,7 +6,9 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from optax_smile import _check
-from optax_smile.metrics._checks import DENSITIES, Booleans, Unchecked
+from optax_smile.metrics._checks import ANY, BOOLEAN, DENSITY
+
+DENSITIES = _check.Array(each=DENSITY)
 
 
 @_check.arguments(log_density=DENSITIES)
@@ -57,7 +59,8 @@ def nll(log_density: ArrayLike) -> float:
 
 
 @_check.arguments(
-    log_density=_check.Array(each=Unchecked()), mask=Booleans(like="log_density") | None
+    log_density=_check.Array(each=ANY),
+    mask=_check.Array(each=BOOLEAN, like="log_density", dtype=None) | None,
 )
 def perplexity(log_density: ArrayLike, mask: ArrayLike | None = None) -> float:
     """Exponential of the mean negative log likelihood of a token; lower is better.
