@@ -189,15 +189,11 @@ P, Y = np.array([[0.9, 0.1], [0.2, 0.8]]), np.array([0, 1])
     [
         (
             lambda: calibrate.fit_temperature([[1.0, 0.0], [0.5, 0.5]], [1, 0]),
-            "fit_temperature(probabilities=...)` must be > 0 for every label, got 0.0 in row 0. Mix",
+            "fit_temperature(probabilities=...)` must be > 0 for every label, got 0.0 in row 0",
         ),
         (
             lambda: calibrate.fit_temperature(P, Y, smallest=3.0, largest=3.0),
             "fit_temperature(largest=...)` must be > `smallest`, 3.0, got 3.0",
-        ),
-        (
-            lambda: calibrate.prediction_sets(P, Y, 2 * P, 0.5),
-            "prediction_sets(new_probabilities=...)` must be rows that sum to 1",
         ),
         (
             lambda: calibrate.prediction_sets(P, Y, np.ones((3, 1)), 0.5),
@@ -211,7 +207,6 @@ P, Y = np.array([[0.9, 0.1], [0.2, 0.8]]), np.array([0, 1])
             lambda: calibrate.prediction_intervals(Y, 1.0, Y, np.ones(4), np.ones(2), 0.5),
             "prediction_intervals(new_std=...)` must be a scalar or of shape (4,) or (1,)",
         ),
-        (lambda: calibrate.set_coverage(P, Y), "set_coverage(sets=...)` must be booleans"),
         (
             lambda: calibrate.set_coverage(P > 0.5, [0, 2]),
             "set_coverage(labels=...)` must be classes from 0 to 1, got 0 to 2",

@@ -65,10 +65,6 @@ def test_scores_agree_with_scikit_learn(predictions):
         brier_score_loss: Any = sklearn.metrics.brier_score_loss
         expected = brier_score_loss(labels, probabilities, labels=classes, scale_by_half=False)
         assert metrics.brier(probabilities, labels) == pytest.approx(expected, abs=1e-12)
-
-
-def test_auroc_of_two_classes_agrees_with_scikit_learn():
-    for seed in range(5):
         probabilities, labels = tied_predictions(seed, num_classes=2)
         expected = sklearn.metrics.roc_auc_score(labels, probabilities[:, 1])
         assert metrics.auroc(probabilities, labels) == pytest.approx(expected, abs=1e-12)
@@ -243,26 +239,19 @@ MIXTURE = np.ones((7, 5))
 @pytest.mark.parametrize(
     ("score", "arguments", "message"),
     [
-        (metrics.brier, (CLASSES * 2, LABELS), "(probabilities=.*rows that sum to 1, got a sum of"),
-        (metrics.entropy, ([[1.5, -0.5]],), r"(probabilities=.*>= 0, got -0.5 at \(0, 1\)"),
-        (metrics.f1, (CLASSES, LABELS + 1), "(labels=.*classes from 0 to 2, got 1 to 3"),
+        (metrics.entropy, (CLASSES * 2,), "(probabilities=.*rows that sum to 1, got a sum of"),
         (metrics.aurc, (CLASSES, LABELS - 1), "(labels=.*classes from 0 to 2, got -1 to 1"),
         (metrics.ece, (CLASSES, LABELS[:2]), r"(labels=.*integers of shape \(5,\)"),
         (metrics.accuracy, (CLASSES, LABELS * 1.0), "(labels=.*integers .* got float64"),
         (metrics.auroc, (CLASSES, LABELS * 0), "(labels=.*every class .* none of class 1"),
         (metrics.auroc, ([[1.0]], [0]), "(probabilities=.*of two classes or more"),
-        (metrics.lppd, ([-1.0, np.inf],), r"(log_density=.*below infinity, .* got inf at \(1,\)"),
         (metrics.perplexity, ([-1.0, np.nan],), r"(log_density=.*not NaN, got nan at \(1,\)"),
-        (metrics.perplexity, (-ONES, ONES), "(mask=.*booleans"),
         (metrics.perplexity, (-ONES, [True]), r"(mask=.*of shape \(4,\) to go with"),
         (metrics.perplexity, (-ONES, ONES < 0), "(mask=.*True for one token or more"),
-        (metrics.rmse, (ONES[:, None], ONES), r"(targets=.*of shape \(4, 1\) to go with `mean`"),
         (metrics.interval, (MIXTURE, MIXTURE[0]), r"(std=.*scalar or of shape \(7, 5\) or \(7, 1"),
-        (metrics.interval, (MIXTURE, 0.0), "(std=.*> 0 and finite, got 0.0"),
         (metrics.crps, (MIXTURE, 1.0, MIXTURE), r"(targets=.*shape \(5,\) to go with `mean`"),
         (metrics.coverage, (ONES, ONES, ONES[:, None]), r"(targets=.*to go with `lower`"),
         (metrics.coverage, (ONES, ONES - 1, ONES), "(upper=.*not below `lower`, got 0.0 above 1.0"),
-        (metrics.interval_width, (ONES, ONES[:1]), "(upper=.*to go with `lower`"),
     ],
 )
 def test_arguments_that_do_not_fit(score, arguments, message):

@@ -1,8 +1,6 @@
 """The Bayesian model average against averages over everything at once, in float64."""
 
 import functools
-import subprocess
-import sys
 from typing import Any
 
 import jax
@@ -313,12 +311,10 @@ class Draws(list):
         ("snapshots", [*ONE, {"w": WEIGHTS[0, 0, :2]}], "of one model, .* from snapshot 1"),
         ("snapshots", [*ONE, ONE[0] | {"w": WEIGHTS[0, 0, :2]}], "of one model, .* from snapshot"),
         ("snapshots", ONE[0], "an iterable of parameter trees, got a dict. `Snapshots`"),
-        ("snapshots", "run", "an iterable of parameter trees, got 'run'"),
         ("targets", LABELS + 1, "classes from 0 to 4, got 1 to 5"),
         ("targets", LABELS - 1, "classes from 0 to 4, got -1 to 3"),
         ("targets", LABELS * 1.0, r"integers of shape \(30,\), got float64"),
         ("targets", LABELS[:29], r"arrays \[input, ...\] of 30 inputs"),
-        ("targets", list("ab" * 15), "an array of numbers, got an array of <U1"),
         ("likelihood", "gaussian", "one that fits the outputs; 'gaussian' takes a pair"),
         ("likelihood", "tokens", r"one that fits the outputs; 'tokens' takes logits \[inp"),
         ("likelihood", own(mean=None, variance=jnp.ones_like), "one with a `mean` to go with"),
@@ -329,7 +325,6 @@ class Draws(list):
         ("curve", (2, 101), "at most the 100 snapshots"),
         ("per", "draw", "None for snapshots that do not tell their `num_chains`"),
         ("inputs", (INPUTS, INPUTS[:9]), "of one length, at least 1, got"),
-        ("inputs", np.zeros((0, 3)), "of one length, at least 1, got"),
         ("specs", {"w": jax.P(), "log_std": jax.P()}, "None where there is no mesh"),
     ],
 )
@@ -367,23 +362,13 @@ def test_outputs_and_targets_that_a_likelihood_does_not_take(likelihood, outputs
         predict(lambda params, x: outputs(x), ONE, likelihood, targets)
 
 
-MEMORY = """
-import resource, sys, jax, numpy as np, optax_smile
-generator = np.random.default_rng(0)
-inputs = generator.normal(size=(10_000, 50)).astype(np.float32)
-weights, labels = generator.normal(size=(50, 10)).astype(np.float32), np.zeros(10_000, int)
-def predict(count):
-    snapshots = (weights * scale for scale in np.linspace(.5, 1, count, dtype=np.float32))
-    optax_smile.predict(lambda w, x: x @ w, snapshots, inputs, likelihood="categorical",
-                        targets=labels)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-before = predict(1)
-print(predict(1_000) - before)
-"""
+def test_memory_does_not_grow_with_the_snapshots():
+    held = []
 
+    def snapshots():
+        for weights in WEIGHTS.reshape(-1, 3, CLASSES):
+            held.append(sum(x.nbytes for x in jax.live_arrays()))
+            yield {"w": weights}
 
-@pytest.mark.slow
-def test_a_thousand_snapshots_need_the_memory_of_one():
-    """MiB; all outputs of 10,000 inputs would be 381."""
-    run = subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, text=True, check=True)
-    assert float(run.stdout) < 100
+    classify(snapshots())
+    assert len(held) == 100 and max(held[2:]) <= held[2]

@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import json
 import os
 import shutil
 import subprocess
@@ -164,18 +163,13 @@ def test_whole_numbers_are_not_rounded(tmp_path):
     assert params["w"].ravel().tolist() == [float(np.float16(0.1))] * 2
 
 
-class Network(NamedTuple):
-    weight: Any
-    bias: Any
-
-
 def test_trees_come_back_nested_flat_or_as_they_were(tmp_path):
-    written = Network({"a": np.ones((2, 3), np.float32)}, [np.zeros((2,), np.float32)])
+    written = ({"a": np.ones((2, 3), np.float32)}, [np.zeros((2,), np.float32)])
     one = jax.tree.map(lambda x: x[0], written)
     (nested, _) = write(tmp_path, jax.tree.map(np.zeros_like, written), written)
-    assert_same(nested, {"weight": {"a": one.weight["a"]}, "bias": [one.bias[0]]})
+    assert_same(nested, [{"a": one[0]["a"]}, [one[1][0]]])
     (flat, _) = optax_smile.load_snapshots(tmp_path, flat=True)
-    assert_same(flat, {"weight/a": one.weight["a"], "bias/0": one.bias[0]})
+    assert_same(flat, {"0/a": one[0]["a"], "1/0": one[1][0]})
     (original, _) = optax_smile.load_snapshots(tmp_path, like=one)
     assert_same(original, one)
 
@@ -189,33 +183,19 @@ def test_a_leaf_that_moves_in_one_chain_alone_comes_back_right(tmp_path):
 
 
 SCRIPT = """
-from importlib import metadata
-version = metadata.version
-def missing(name):
-    if name == "optax-smile": raise metadata.PackageNotFoundError(name)
-    return version(name)
-metadata.version = missing
 import jax, optax_smile
+from jax._src import xla_bridge
 def refuse(*_): raise AssertionError("a device was asked for")
 jax.devices = jax.local_devices = refuse
 draws = optax_smile.load_snapshots("run")
-print(optax_smile.__file__)
-print(draws.manifest["versions"]["optax-smile"] == optax_smile.__version__)
-print(len(list(draws)), draws.params["layer"][0]["w"].shape)
-from jax._src import xla_bridge
-print(xla_bridge.backends_are_initialized())
+print(len(list(draws)), draws.params["layer"][0]["w"].shape, xla_bridge.backends_are_initialized())
 """
 
 
-def test_loading_needs_no_device_no_training_code_and_no_installation(copied):
-    """A copy of the source will do."""
-    folder, package = copied.parent, Path(optax_smile.__file__).parent
-    shutil.copytree(package, folder / "optax_smile", ignore=shutil.ignore_patterns("__pycache__"))
-    environment = {**os.environ, "PYTHONPATH": str(folder)}
-    command = [sys.executable, "-c", SCRIPT]
-    run = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment)
-    expected = [str(folder / "optax_smile" / "__init__.py"), "True", "15 (3, 5, 2)", "False"]
-    assert run.stdout.splitlines() == expected, run.stderr
+def test_loading_needs_no_device_and_no_training_code(runs):
+    folder, command = runs.disk.directory.parent, [sys.executable, "-c", SCRIPT]
+    run = subprocess.run(command, capture_output=True, text=True, cwd=folder)
+    assert run.stdout.split() == ["15", "(3,", "5,", "2)", "False"], run.stderr
 
 
 def test_a_full_disk_leaves_the_earlier_draws(runs, tmp_path, monkeypatch):
@@ -255,7 +235,7 @@ def test_a_damaged_file_is_named(copied, damage):
     assert len(list(optax_smile.load_snapshots(copied))) == (DRAWS - 1) * CHAINS
 
 
-def test_directories_that_cannot_be_loaded(copied, tmp_path):
+def test_a_directory_without_a_manifest_and_a_tree_of_other_leaves(copied, tmp_path):
     def refused(rule, directory=copied, **arguments):
         with pytest.raises(ValueError, match=rf"`load_snapshots\({rule}"):
             optax_smile.load_snapshots(directory, **arguments)
@@ -263,11 +243,6 @@ def test_directories_that_cannot_be_loaded(copied, tmp_path):
     refused(r"directory=...\)` must be a directory with a manifest.json, got", tmp_path)
     other = jax.tree.map(lambda x: x[0], start()) | {"b": jnp.zeros(4)}
     refused(r"like=...\)`.*, got \[\('b', \[4\]\)\]", like=other)
-    manifest = copied / "manifest.json"
-    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"format": 99}))
-    refused(r"directory=...\)` must be .* format 3, got format 99 in .*manifest")
-    manifest.write_text("{")
-    refused(r"directory=...\)` must be .* readable manifest.json, got .*manifest")
 
 
 def test_a_run_that_failed_before_its_first_step_does_not_block_the_directory(runs, tmp_path):

@@ -40,8 +40,8 @@ FINITE, POSITIVE, NONNEGATIVE = Double(), Double(0, open="low"), Double(0, infin
 # A target may be impossible.
 DENSITY = Each(text="below infinity, not NaN", test=lambda density: density < np.inf)
 BOOLEAN = Each(text="booleans", test=lambda found: np.full(found.shape, found.dtype == bool))
-# Where another argument decides which numbers count.
-ANY = Each(infinite=True, text="a number", test=lambda numbers: np.ones_like(numbers, bool))
+# NaN where a mask says that it does not count.
+MASKED_DENSITY = Each(text="below infinity", test=lambda density: density != np.inf)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from optax_smile import _check
-from optax_smile.metrics._checks import ANY, BOOLEAN, DENSITY
+from optax_smile.metrics._checks import BOOLEAN, DENSITY, MASKED_DENSITY
 
 DENSITIES = _check.Array(each=DENSITY)
 
@@ -59,7 +59,7 @@ def nll(log_density: ArrayLike) -> float:
 
 
 @_check.arguments(
-    log_density=_check.Array(each=ANY),
+    log_density=_check.Array(each=MASKED_DENSITY),
     mask=_check.Array(each=BOOLEAN, like="log_density", dtype=None) | None,
 )
 def perplexity(log_density: ArrayLike, mask: ArrayLike | None = None) -> float:
