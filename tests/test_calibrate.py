@@ -1,5 +1,6 @@
 """Calibration on held-out data against slow textbook versions, and its promise of coverage."""
 
+import itertools
 import math
 import re
 import warnings
@@ -12,8 +13,6 @@ import scipy.optimize
 import scipy.special
 
 from optax_smile import calibrate, metrics
-
-LEVELS = [0.5, 0.55, 0.8, 0.9, 0.95]
 
 
 def random_classes(seed, num_inputs=200, num_classes=4, spread=2.0):
@@ -103,8 +102,12 @@ def textbook_sets(probabilities, labels, new, level):
     return [[1 - Fraction(float(p)) <= limit for p in row] for row in new]
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("num_inputs", [19, 20, 99])
+CASES = pytest.mark.parametrize(
+    ("num_inputs", "level"), [*itertools.product([19, 20, 99], [0.5, 0.55, 0.8, 0.9, 0.95])]
+)
+
+
+@CASES
 def test_sets_against_the_textbook(num_inputs, level):
     logits, labels = random_classes(num_inputs, num_inputs)
     probabilities = softmax(logits).astype(np.float32)
@@ -115,47 +118,35 @@ def test_sets_against_the_textbook(num_inputs, level):
     assert got.tolist() == textbook_sets(probabilities, labels, new, level)
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("num_inputs", [19, 20, 99])
+@CASES
 def test_intervals_against_the_textbook(num_inputs, level):
     generator = np.random.default_rng(num_inputs)
     mean, targets, new_mean = generator.normal(size=(3, num_inputs))
     std, new_std = generator.gamma(3, size=(2, num_inputs))
-    ratios = sorted(abs(y - m) / s for y, m, s in zip(targets, mean, std, strict=True))
-    width = ratios[textbook_rank(num_inputs, level) - 1]
-    got = calibrate.prediction_intervals(mean, std, targets, new_mean, new_std, level)
-    expected = new_mean - width * new_std, new_mean + width * new_std
-    np.testing.assert_allclose(got, expected, rtol=1e-12)
-    shared = calibrate.prediction_intervals(mean, 1.0, targets, new_mean, 1.0, level)
-    whole = calibrate.prediction_intervals(
-        mean, np.ones(num_inputs), targets, new_mean, np.ones(num_inputs), level
-    )
-    np.testing.assert_array_equal(shared, whole)
+    for scales in ((std, new_std), (1.0, 2.0)):
+        ratios = sorted(abs(targets - mean) / scales[0])
+        width = ratios[textbook_rank(num_inputs, level) - 1] * scales[1]
+        got = calibrate.prediction_intervals(mean, scales[0], targets, new_mean, scales[1], level)
+        np.testing.assert_allclose(got, (new_mean - width, new_mean + width), rtol=1e-12)
 
 
 @pytest.mark.parametrize(("num_inputs", "level"), [(19, 0.9), (10, 0.5), (30, 0.95)])
-def test_coverage_of_exchangeable_draws_is_exact(num_inputs, level):
-    """Of scores without ties ceil((n + 1) level) / (n + 1), within 4.5 standard errors."""
-    exact = textbook_rank(num_inputs, level) / (num_inputs + 1)
-    assert level <= exact < level + 1 / (num_inputs + 1)
-    generator, shares = np.random.default_rng(0), []
-    for _ in range(1000):
-        # Nothing has to be right about the model: means are off, and standard deviations too.
-        targets = generator.standard_t(3, size=num_inputs + 5)
-        mean = targets + generator.exponential(size=targets.size)
-        std = generator.gamma(2, size=targets.size)
-        old, new = slice(None, num_inputs), slice(num_inputs, None)
-        ends = calibrate.prediction_intervals(
-            mean[old], std[old], targets[old], mean[new], std[new], level
-        )
-        in_interval = metrics.coverage(*ends, targets[new])
-        logits, labels = random_classes(generator.integers(1 << 30), targets.size)
-        probabilities = softmax(3 * logits)
+def test_coverage_of_exchangeable_inputs_is_exact(num_inputs, level):
+    """Each of n + 1 inputs in turn is the new one, whatever the model, and scores have no ties."""
+    generator, inside = np.random.default_rng(0), []
+    targets = generator.standard_t(3, size=num_inputs + 1)
+    mean, std = targets + generator.exponential(size=targets.size), generator.gamma(2, size=(1,))
+    logits, labels = random_classes(0, targets.size)
+    probabilities = softmax(3 * logits)
+    for new in range(num_inputs + 1):
+        old, new = np.arange(num_inputs + 1) != new, [new]
+        ends = calibrate.prediction_intervals(mean[old], std, targets[old], mean[new], std, level)
         sets = calibrate.prediction_sets(probabilities[old], labels[old], probabilities[new], level)
-        shares.append((in_interval, calibrate.set_coverage(sets, labels[new])))
-    errors = np.std(shares, axis=0, ddof=1) / math.sqrt(len(shares))
-    assert np.all(np.abs(np.mean(shares, axis=0) - exact) < 4.5 * errors)
-    assert np.all(errors < 0.01)
+        inside.append(
+            (metrics.coverage(*ends, targets[new]), calibrate.set_coverage(sets, labels[new]))
+        )
+    for share in np.mean(inside, axis=0):
+        assert level <= share + 1e-12 and share < level + 1 / (num_inputs + 1)
 
 
 def test_too_few_held_out_inputs():

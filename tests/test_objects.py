@@ -86,14 +86,6 @@ def test_stored_draws_are_read_one_by_one(stored, monkeypatch):
     assert first_entry(next(iter(stored))) == IN_ORDER[0] and read == [0]
 
 
-def test_predict_takes_a_slice():
-    def outputs(params, inputs):
-        return inputs * params["<b>"][0], 0.0
-
-    part = optax_smile.predict(outputs, KEPT[3:9], jnp.ones(1), likelihood="gaussian")
-    np.testing.assert_allclose(part.mean, [np.mean(IN_ORDER[3:9])], rtol=1e-6)
-
-
 def test_arrays_that_are_no_draws():
     def refused(rule, *given, **arguments):
         with pytest.raises(ValueError, match=rule):

@@ -86,16 +86,15 @@ def test_categorical_equals_the_average_over_everything_at_once(batch_size):
 
 
 def test_each_chain_alone():
-    got = classify(per="chain").each
-    average = np.exp(LOG_PROBABILITIES).mean(1)
+    got, average = classify(per="chain").each, np.exp(LOG_PROBABILITIES).mean(1)
     np.testing.assert_allclose(got.mean, average, atol=1e-6)
     np.testing.assert_allclose(got.entropy, entropy(average), atol=1e-5)
     np.testing.assert_allclose(got.log_density, log_mean(CHOSEN, 1), rtol=1e-5, atol=1e-5)
 
 
-def test_in_pieces_by_one_program():
-    """More snapshots may follow a prediction, and nothing is compiled again for them."""
-    traced = []
+def test_in_pieces_by_one_program_in_constant_memory():
+    """More snapshots may follow a prediction; nothing is compiled or kept for them."""
+    traced, held = [], []
 
     def counted(params, inputs):
         traced.append(len(inputs))
@@ -106,10 +105,12 @@ def test_in_pieces_by_one_program():
     )
     for count, params in enumerate(SNAPSHOTS, start=1):
         predictor.update(params)
+        held.append(sum(x.nbytes for x in jax.live_arrays()))
         if count == 8:
             assert_average(predictor.finalize(), IN_ORDER[:8])
             after_eight = len(traced)
     assert_average(predictor.finalize(), IN_ORDER)
+    assert max(held[2:]) <= held[2]
     assert len(traced) == after_eight and set(traced) <= {NUM_INPUTS, 10} and 10 in traced
 
 
@@ -323,6 +324,7 @@ class Draws(list):
         ("likelihood", own(mean=jnp.mean), "one that gives arrays .* of 30 inputs"),
         ("curve", (2, 1), r"a sequence of integers >= 1, ascending, got \(2, 1\)"),
         ("curve", (2, 101), "at most the 100 snapshots"),
+        ("snapshots", Draws(ONE), "as many draws of each of the 2 chains, got 1"),
         ("per", "draw", "None for snapshots that do not tell their `num_chains`"),
         ("inputs", (INPUTS, INPUTS[:9]), "of one length, at least 1, got"),
         ("specs", {"w": jax.P(), "log_std": jax.P()}, "None where there is no mesh"),
@@ -333,13 +335,10 @@ def test_what_does_not_fit_is_named(argument, value, message):
     arguments |= {"likelihood": "categorical", argument: value}
     if argument == "per":
         arguments["snapshots"] = iter(SNAPSHOTS)
+    if isinstance(value, Draws):
+        arguments["per"] = "chain"
     with pytest.raises(ValueError, match=rf"`predict\({argument}=...\)` must be .*{message}"):
         optax_smile.predict(apply_fn, **arguments)
-
-
-def test_draws_of_some_chains_alone_have_no_average_of_each():
-    with pytest.raises(ValueError, match=r"`predict\(snapshots=.* as many draws of each of the 2"):
-        classify(Draws(ONE), per="chain")
 
 
 @pytest.mark.parametrize(
@@ -360,15 +359,3 @@ def test_draws_of_some_chains_alone_have_no_average_of_each():
 def test_outputs_and_targets_that_a_likelihood_does_not_take(likelihood, outputs, targets, message):
     with pytest.raises(ValueError, match=r"`predict\(\w+=...\)` must be .*" + message):
         predict(lambda params, x: outputs(x), ONE, likelihood, targets)
-
-
-def test_memory_does_not_grow_with_the_snapshots():
-    held = []
-
-    def snapshots():
-        for weights in WEIGHTS.reshape(-1, 3, CLASSES):
-            held.append(sum(x.nbytes for x in jax.live_arrays()))
-            yield {"w": weights}
-
-    classify(snapshots())
-    assert len(held) == 100 and max(held[2:]) <= held[2]
