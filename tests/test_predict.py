@@ -45,7 +45,7 @@ def classified(batch_size=None):
     return classify(per="draw", curve=(1, 8, 100), batch_size=batch_size)
 
 
-def predict(outputs, snapshots, likelihood, targets=None, inputs=INPUTS, **arguments):
+def predict(outputs, snapshots, likelihood, targets=None, inputs: Any = INPUTS, **arguments):
     """Average models whose outputs are a function of parameters and inputs."""
     return optax_smile.predict(
         outputs, snapshots, inputs, likelihood=likelihood, targets=targets, **arguments

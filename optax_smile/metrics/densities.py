@@ -83,8 +83,8 @@ def perplexity(log_density: ArrayLike, mask: ArrayLike | None = None) -> float:
     Source: Jelinek et al. 1977.
     """
     keep = np.ones(np.shape(log_density), bool) if mask is None else np.asarray(mask)
-    log_density = DENSITIES("perplexity", "log_density", np.where(keep, log_density, 0))
+    tokens = DENSITIES("perplexity", "log_density", np.where(keep, log_density, 0))
     if not keep.any():
         _check.fail("perplexity", "mask", "True for one token or more", "False for all")
     with np.errstate(over="ignore"):
-        return float(np.exp(-np.mean(log_density[keep])))
+        return float(np.exp(-np.mean(tokens[keep])))
