@@ -15,13 +15,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from optax_smile import _check
-from optax_smile.metrics._checks import (
-    FINITE,
-    check_classes,
-    check_labels,
-    check_normals,
-    check_probabilities,
-)
+from optax_smile.metrics._checks import BOOLEAN, FINITE, Labels, Probabilities, Spreads
 
 __all__ = [
     "fit_temperature",
@@ -34,6 +28,10 @@ __all__ = [
 
 # Halvings that shrink a bracket to the rounding error of its upper end.
 BISECTIONS = 53
+POSITIVE = _check.Real(0, open="low", traced=False)
+LEVEL = _check.Real(0, 1, open="both", traced=False)
+MEANS = _check.Array("[input]", FINITE)
+SETS = _check.Array("[input, class]", BOOLEAN, dtype=None)
 
 
 def _log(probabilities: np.ndarray) -> np.ndarray:
@@ -47,6 +45,9 @@ def _tempered(log: np.ndarray, inverse: float) -> np.ndarray:
     return weights / weights.sum(axis=1, keepdims=True)
 
 
+@_check.arguments(
+    probabilities=Probabilities(), labels=Labels(), smallest=POSITIVE, largest=POSITIVE
+)
 def fit_temperature(
     probabilities: ArrayLike,
     labels: ArrayLike,
@@ -67,7 +68,7 @@ def fit_temperature(
             to 1, > 0 for every label.
         labels: true classes, integers `[input]`.
         smallest: temperature, > 0.
-        largest: temperature, > `smallest`.
+        largest: temperature, > 0, and > `smallest`.
 
     Returns:
         Temperature, in [smallest, largest]: above 1 for overconfident predictions.
@@ -86,9 +87,7 @@ def fit_temperature(
     is tempered, as Rahaman and Thiery 2021 recommend ("pool, then calibrate").
     """
     where = "fit_temperature"
-    probabilities, labels = check_classes(where, probabilities, labels)
-    _check.positive(where, "smallest", smallest, traced=False)
-    _check.positive(where, "largest", largest, traced=False)
+    probabilities, labels = np.asarray(probabilities), np.asarray(labels)
     if not smallest < largest:
         _check.fail(where, "largest", f"> `smallest`, {smallest}", largest)
     of_label = probabilities[np.arange(len(labels)), labels]
@@ -112,7 +111,7 @@ def fit_temperature(
     if first >= 0 or last <= 0:
         end = float(largest if first >= 0 else smallest)
         message = f"the likelihood still rises where the range ends at {end:g}"
-        warnings.warn(f"`{where}`: {message}; more held-out inputs?", stacklevel=2)
+        warnings.warn(f"`{where}`: {message}; more held-out inputs?", stacklevel=3)
         return end
     for _ in range(BISECTIONS):
         middle = (low + high) / 2
@@ -120,6 +119,7 @@ def fit_temperature(
     return 2 / (low + high)
 
 
+@_check.arguments(probabilities=Probabilities(), temperature=POSITIVE)
 def with_temperature(probabilities: ArrayLike, temperature: float) -> np.ndarray:
     """Temper probabilities: `p_c^(1/T) / sum_k p_k^(1/T)`.
 
@@ -140,14 +140,11 @@ def with_temperature(probabilities: ArrayLike, temperature: float) -> np.ndarray
 
     Source: Guo et al. 2017.
     """
-    _check.positive("with_temperature", "temperature", temperature, traced=False)
-    probabilities = check_probabilities("with_temperature", probabilities)
-    return _tempered(_log(probabilities), 1 / temperature)
+    return _tempered(_log(np.asarray(probabilities)), 1 / temperature)
 
 
 def _limit(where: str, scores: np.ndarray, level: float) -> float:
     """Score that a new one does not exceed with probability `level`; infinite if too few."""
-    _check.probability(where, "level", level, traced=False)
     # The level as it is written: in floating point 0.55 * 100 is above 55.
     written = Fraction(repr(float(level)))
     rank = math.ceil((scores.size + 1) * written)
@@ -155,10 +152,16 @@ def _limit(where: str, scores: np.ndarray, level: float) -> float:
         return float(np.partition(scores, rank - 1)[rank - 1])
     takes = math.ceil(written / (1 - written))
     message = f"{scores.size} held-out inputs are too few for level {level}, which takes {takes}"
-    warnings.warn(f"`{where}`: {message}: nothing is left out.", stacklevel=3)
+    warnings.warn(f"`{where}`: {message}: nothing is left out.", stacklevel=4)
     return math.inf
 
 
+@_check.arguments(
+    probabilities=Probabilities(),
+    labels=Labels(),
+    new_probabilities=Probabilities(),
+    level=LEVEL,
+)
 def prediction_sets(
     probabilities: ArrayLike,
     labels: ArrayLike,
@@ -177,8 +180,9 @@ def prediction_sets(
         probabilities: of the classes for held-out inputs, `[input, class]`, >= 0, rows that sum to
             1.
         labels: true classes of these, integers `[input]`.
-        new_probabilities: for the inputs whose sets are asked, `[new input, class]`.
-        level: between 0 and 1 (exclusive).
+        new_probabilities: for the inputs whose sets are asked, `[new input, class]`, >= 0, rows
+            that sum to 1.
+        level: in (0, 1).
 
     Returns:
         Booleans `[new input, class]`. Where n < level / (1 - level) all are True, and a warning
@@ -195,10 +199,8 @@ def prediction_sets(
 
     Source: Sadinle et al. 2019; Vovk et al. 2005; coverage: Lei et al. 2018, theorem 2.
     """
-    where = "prediction_sets"
-    probabilities, labels = check_classes(where, probabilities, labels)
-    with _check.called(where, where, probabilities="new_probabilities"):
-        new = check_probabilities(where, new_probabilities)
+    where, new = "prediction_sets", np.asarray(new_probabilities)
+    probabilities, labels = np.asarray(probabilities), np.asarray(labels)
     num_classes = probabilities.shape[1]
     if new.shape[1] != num_classes:
         _check.fail(where, "new_probabilities", f"of {num_classes} classes", f"shape {new.shape}")
@@ -206,6 +208,14 @@ def prediction_sets(
     return -new <= _limit(where, -probabilities[np.arange(len(labels)), labels], level)
 
 
+@_check.arguments(
+    mean=MEANS,
+    std=Spreads(),
+    targets=_check.Array(each=FINITE, like="mean"),
+    new_mean=MEANS,
+    new_std=Spreads(of="new_mean"),
+    level=LEVEL,
+)
 def prediction_intervals(
     mean: ArrayLike,
     std: ArrayLike,
@@ -227,7 +237,7 @@ def prediction_intervals(
         targets: what was observed, `[input]`.
         new_mean: for the inputs whose intervals are asked, `[new input]`.
         new_std: their standard deviation, `[new input]` or a scalar, > 0.
-        level: between 0 and 1 (exclusive).
+        level: in (0, 1).
 
     Returns:
         Lower and upper ends, both `[new input]`, in units of the target; infinite where
@@ -245,23 +255,12 @@ def prediction_intervals(
 
     Source: Lei et al. 2018, section 5.2; Papadopoulos et al. 2008.
     """
-    where = "prediction_intervals"
-    means, stds = check_normals(where, mean, std, "[input]")
-    targets = _check.array(where, "targets", targets, like=("mean", means.shape[1:]), **FINITE)
-    with _check.called(where, where, mean="new_mean", std="new_std"):
-        new_means, new_stds = check_normals(where, new_mean, new_std, "[input]")
-    reach = _limit(where, np.abs(targets - means[0]) / stds[0], level) * new_stds[0]
-    return new_means[0] - reach, new_means[0] + reach
+    scores = np.abs(np.subtract(targets, mean)) / std
+    reach = np.multiply(_limit("prediction_intervals", scores, level), new_std)
+    return new_mean - reach, new_mean + reach
 
 
-def _check_sets(where: str, sets: ArrayLike) -> np.ndarray:
-    found = _check.host(where, "sets", sets)
-    if found.dtype != bool or found.ndim != 2 or not found.size:
-        got = f"{found.dtype} of shape {found.shape}"
-        _check.fail(where, "sets", "booleans [input, class], not empty", got)
-    return found
-
-
+@_check.arguments(sets=SETS, labels=Labels(of="sets"))
 def set_coverage(sets: ArrayLike, labels: ArrayLike) -> float:
     """Share of labels inside their set; best near its level.
 
@@ -279,11 +278,11 @@ def set_coverage(sets: ArrayLike, labels: ArrayLike) -> float:
         >>> set_coverage([[True, True], [True, False]], [0, 1])
         0.5
     """
-    sets = _check_sets("set_coverage", sets)
-    labels = check_labels("set_coverage", labels, *sets.shape)
+    sets, labels = np.asarray(sets), np.asarray(labels)
     return float(np.mean(sets[np.arange(len(labels)), labels]))
 
 
+@_check.arguments(sets=SETS)
 def set_size(sets: ArrayLike) -> float:
     """Mean number of classes in a set; lower is better at equal `set_coverage`.
 
@@ -300,4 +299,4 @@ def set_size(sets: ArrayLike) -> float:
         >>> set_size([[True, True], [True, False]])
         1.5
     """
-    return float(np.mean(np.sum(_check_sets("set_size", sets), axis=1)))
+    return float(np.mean(np.sum(sets, axis=1)))

@@ -271,6 +271,7 @@ DEFECTS = r"""
 = draws of the chains mixed up | categorical_equals
 - np.swapaxes(by_draw, 0, 1)
 + by_draw.reshape(by_draw.shape[1], -1, *flat.shape[1:])
+# draws/predictor.py | devices/test_predict_on_meshes.py
 = chains on a mesh averaged together | on_a_mesh
 - group = first // self._rows % self._num_groups
 + group = first // self._rows % self._num_groups // 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,11 +15,10 @@ from optax_smile import _check
 
 # Log likelihood of a token that is padding.
 PADDING = 0.0
-
-
 # How the parts of a likelihood are called.
 FORMS = {"mean": "(outputs)", "variance": "(outputs)", "entropy": "(mean)"}
 FORMS |= {"log_density": "(outputs, targets)", "check": "(outputs, targets)"}
+Name = Literal["categorical", "bernoulli", "gaussian", "tokens"]
 
 
 class Likelihood(NamedTuple):
@@ -156,7 +155,7 @@ def _bernoulli_entropy(probability: jax.Array) -> jax.Array:
     return entr(probability) + entr(1 - probability)
 
 
-NAMED = {
+NAMED: dict[Name, Likelihood] = {
     "categorical": Likelihood(
         jax.nn.softmax,
         _categorical_log_density,

@@ -2,31 +2,30 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import jax.core
-import numpy as np
 import optax
 from jax.sharding import Mesh
 
 from optax_smile import _check
-from optax_smile.draws.likelihoods import Likelihood
+from optax_smile.draws import _checks
+from optax_smile.draws.likelihoods import Likelihood, Name
 from optax_smile.draws.prediction import Prediction
-from optax_smile.draws.predictor import Predictor
+from optax_smile.draws.predictor import READ, Per, Predictor
 
 
+@_check.arguments(snapshots=_checks.SNAPSHOTS, **READ, curve=_checks.Curve())
 def predict(
     apply_fn: Callable[[optax.Params, Any], Any],
     snapshots: Iterable[optax.Params],
     inputs: Any,
     *,
-    likelihood: str | Likelihood,
+    likelihood: Name | Likelihood,
     targets: Any = None,
     batch_size: int | None = None,
     curve: Sequence[int] = (),
-    per: str | None = None,
+    per: Per | None = None,
     mesh: Mesh | None = None,
     specs: Any = None,
 ) -> Prediction:
@@ -39,7 +38,7 @@ def predict(
     Args:
         apply_fn: `apply_fn(params, inputs)`, the outputs of one model for the inputs.
         snapshots: parameter trees: what `sample` returns, `Snapshots.from_members(members)` for a
-            deep ensemble, or any other iterable, also a generator, which is gone through once.
+            deep ensemble, or any other iterable; it is read once, so a generator will do.
         inputs: what `apply_fn` takes, arrays `[input, ...]`; they stay on the device.
         likelihood: how the outputs are read, and what the targets are:
 
@@ -52,14 +51,14 @@ def predict(
             - a `Likelihood` of one's own.
         targets: what was observed, `[input, ...]`.
         batch_size: inputs to run at once, >= 1; None: all.
-        curve: numbers of snapshots, ascending, after which the average so far is told, too. They
-            come draw by draw: of 4 chains, 8 are two draws of each.
+        curve: numbers of snapshots, >= 1, ascending, after which the average so far is returned as
+            well. They come draw by draw: of 4 chains, 8 are two draws of each.
         per: `"draw"`: also what each draw predicts, `"chain"`: also the average of each chain; in
             host memory, as the `Outcome` `each`.
         mesh: devices: the axis `"chain"` takes as many snapshots at a time, the axis `"data"`
             spreads the inputs; None: where JAX puts arrays.
-        specs: a tree of `jax.P` like one snapshot that tells how each array is sharded over the
-            other axes of the mesh; None: not at all.
+        specs: a tree of `jax.P` like one snapshot: how each array is sharded over the other axes of
+            the mesh; None: not at all.
 
     Returns:
         A `Prediction`.
@@ -84,18 +83,6 @@ def predict(
 
     Source: entropy and mutual information: Depeweg et al. 2018.
     """
-    if not np.iterable(curve) or isinstance(curve, jax.core.Tracer):
-        _check.fail("predict", "curve", "a sequence of integers", _check.show(curve))
-    for number in curve:
-        _check.whole("predict", "curve", number, 1)
-    curve = tuple(int(number) for number in curve)
-    wrong = isinstance(snapshots, (Mapping, str, bytes, os.PathLike, type))
-    if wrong or not hasattr(snapshots, "__iter__"):
-        rule = "an iterable of parameter trees"
-        remedy = "`Snapshots`, `Snapshots.from_members` and `load_snapshots` give some."
-        _check.fail("predict", "snapshots", rule, _check.show(snapshots), remedy)
-    if list(curve) != sorted(set(curve)):
-        _check.fail("predict", "curve", "ascending", curve)
     of_predictor = _check.called("predict", "Predictor", "Predictor.update", params="snapshots")
     predictor = of_predictor(Predictor)(
         apply_fn,

@@ -1,10 +1,12 @@
 """What draws predict."""
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from optax_smile import _table
+
+Uncertainty = Literal["entropy", "variance"]
 
 
 class Outcome(NamedTuple):
@@ -64,7 +66,7 @@ class Prediction(NamedTuple):
     total: Any = None
     aleatoric: Any = None
     epistemic: Any = None
-    uncertainty: str | None = None
+    uncertainty: Uncertainty | None = None
     each: Any = None
     curve: Any = ()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import jax
 import jax.numpy as jnp
@@ -13,12 +13,23 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from optax_smile import _check, parallel
-from optax_smile.draws import _average, likelihoods
+from optax_smile.draws import _average, _checks
 from optax_smile.draws._average import Average
-from optax_smile.draws.likelihoods import Likelihood
-from optax_smile.draws.prediction import Outcome, Prediction
+from optax_smile.draws.likelihoods import Likelihood, Name
+from optax_smile.draws.prediction import Outcome, Prediction, Uncertainty
 
-PER = ("chain", "draw")
+Per = Literal["chain", "draw"]
+
+
+# Of what `predict` and `Predictor` both take.
+READ: dict[str, _check.Constraint] = {
+    "apply_fn": _check.Function("(params, inputs)"),
+    "inputs": _checks.Inputs(),
+    "likelihood": _checks.Reading(),
+    "targets": _checks.Targets(),
+    "batch_size": _check.Whole(1) | None,
+    "per": _check.OneOf(Per) | None,
+}
 
 
 class Predictor:
@@ -38,52 +49,28 @@ class Predictor:
         [[0.5, 0.5], [0.5, 0.5]]
     """
 
+    @_check.arguments("Predictor", **READ, num_chains=_check.Whole(1) | None)
     def __init__(
         self,
         apply_fn: Callable[[optax.Params, Any], Any],
         inputs: Any,
         *,
-        likelihood: str | Likelihood,
+        likelihood: Name | Likelihood,
         targets: Any = None,
         batch_size: int | None = None,
         num_chains: int | None = None,
-        per: str | None = None,
+        per: Per | None = None,
         mesh: Mesh | None = None,
         specs: Any = None,
     ):
-        if not isinstance(likelihood, Likelihood):
-            _check.choice("Predictor", "likelihood", likelihood, likelihoods.NAMED)
-            likelihood = likelihoods.NAMED[likelihood]
-        _check.function("Predictor", "apply_fn", apply_fn, "(params, inputs)")
-        for name, part in likelihood._asdict().items():
-            if part is not None:
-                form = likelihoods.FORMS[name]
-                _check.function("Predictor", f"likelihood.{name}", part, form)
-        rule = "arrays [input, ...] of one length, at least 1"
-        _check.leaves("Predictor", "inputs", inputs, rule)
-        lengths = {np.shape(leaf)[:1] for leaf in jax.tree.leaves(inputs)}
-        if len(lengths) != 1 or lengths & {(), (0,)}:
-            _check.fail("Predictor", "inputs", rule, jax.tree.map(np.shape, inputs))
-        self.num_inputs = int(next(iter(lengths))[0])
-        if batch_size is not None:
-            _check.whole("Predictor", "batch_size", batch_size, 1)
-        if per is not None:
-            _check.choice("Predictor", "per", per, PER)
-            if num_chains is None:
-                rule = "None for snapshots that do not tell their `num_chains`"
-                remedy = "Give them as `Snapshots`, or `num_chains` to `Predictor`."
-                _check.fail("Predictor", "per", rule, repr(per), remedy)
-        if num_chains is not None:
-            _check.whole("Predictor", "num_chains", num_chains, 1)
-        if targets is not None and likelihood in likelihoods.NAMED.values():
-            targets = _check.host("Predictor", "targets", targets)
-        _check.leaves("Predictor", "targets", targets)
-        lengths = {np.shape(leaf)[:1] for leaf in jax.tree.leaves(targets)}
-        if lengths - {(self.num_inputs,)}:
-            rule = f"arrays [input, ...] of {self.num_inputs} inputs"
-            _check.fail("Predictor", "targets", rule, jax.tree.map(np.shape, targets))
+        if per is not None and num_chains is None:
+            rule = "None for snapshots that do not tell their `num_chains`"
+            remedy = "Give them as `Snapshots`, or `num_chains` to `Predictor`."
+            _check.fail("Predictor", "per", rule, repr(per), remedy)
+        self.num_inputs = _checks.num_inputs(inputs)
         parallel.check_mesh("Predictor", mesh, num_chains if per == "chain" and num_chains else 0)
-        self.apply_fn, self.likelihood, self.targets = apply_fn, likelihood, targets
+        self.apply_fn, self.targets = apply_fn, targets
+        self.likelihood = cast(Likelihood, likelihood)
         self.mesh, self.specs, self.per, self.num_chains = mesh, specs, per, num_chains
         self._rows = 1 if mesh is None else mesh.shape[parallel.CHAIN]
         self._num_groups = cast(int, num_chains) // self._rows if per == "chain" else 1
@@ -97,6 +84,7 @@ class Predictor:
         self.count: int = 0
         self._waiting, self._first, self._averages, self._draws = [], None, [], []
 
+    @_check.arguments("Predictor.update", params=_check.Tree())
     def update(self, params: optax.Params) -> None:
         """Take one snapshot in: a parameter tree.
 
@@ -105,7 +93,6 @@ class Predictor:
                 or the targets do not fit.
         """
         if self._first is None:
-            _check.leaves("Predictor.update", "params", params)
             self._first = jax.eval_shape(lambda x: x, params)
             self._require_fit(self._first)
         self._require_alike(params)
@@ -148,7 +135,7 @@ class Predictor:
         average = _concatenate(averages)._replace(uncertainty=self._uncertainty())
         return average, _concatenate(chains, axis=1)
 
-    def _uncertainty(self) -> str | None:
+    def _uncertainty(self) -> Uncertainty | None:
         if self.likelihood.variance is not None:
             return "variance"
         return None if self.likelihood.entropy is None else "entropy"
@@ -290,7 +277,6 @@ class Predictor:
         return f"chain {number % self.num_chains}, draw {number // self.num_chains}"
 
     def _require_alike(self, params: Any):
-        _check.leaves("Predictor.update", "params", params)
         shapes = jax.tree.map(lambda x: np.shape(x), params)
         expected = jax.tree.map(lambda x: x.shape, self._first)
         if shapes != expected:

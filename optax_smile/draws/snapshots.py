@@ -15,11 +15,11 @@ import numpy as np
 import optax
 
 from optax_smile import _check, _disk, _table, parallel
-from optax_smile.draws import _files, _manifest
+from optax_smile.draws import _checks, _files, _manifest
 from optax_smile.draws._sequence import Draws
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
+@dataclasses.dataclass(frozen=True, repr=False, init=False)
 class Snapshots(Draws):
     """Draws of several chains, a sequence of parameter trees draw by draw.
 
@@ -48,32 +48,38 @@ class Snapshots(Draws):
     """
 
     params: Any
-    trace: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
+    trace: Mapping[str, np.ndarray]
     settings: Mapping[str, Any] | None = None
     start: Any = None
 
-    def __post_init__(self) -> None:
-        rule = "a tree of arrays [chain, draw, ...] with the same two leading axes"
-        _check.leaves("Snapshots", "params", self.params, rule, keys=False)
-        axes = {np.shape(leaf)[:2] for leaf in jax.tree.leaves(self.params)}
-        if len(axes) != 1 or len(next(iter(axes))) != 2 or 0 in next(iter(axes)):
-            rule = "a tree of arrays [chain, draw, ...] with the same two leading axes, none empty"
-            _check.fail("Snapshots", "params", rule, sorted(axes))
-        _check._kind("Snapshots", "trace", self.trace, Mapping, "a dict of arrays [chain, tick]")
-        if self.settings is not None:
-            _check._kind("Snapshots", "settings", self.settings, Mapping, "a dict or None")
-        if self.start is not None:
-            _check.leaves("Snapshots", "start", self.start)
-            shapes = jax.tree.map(lambda x: (*np.shape(x)[:1], *np.shape(x)[2:]), self.params)
-            if (got := jax.tree.map(np.shape, self.start)) != shapes:
+    @_check.arguments(
+        "Snapshots",
+        params=_checks.Stacked(),
+        trace=_check.kind(Mapping, "a dict of arrays [chain, tick]"),
+        settings=_check.kind(Mapping, "a dict") | None,
+        start=_check.Tree(),
+    )
+    def __init__(
+        self,
+        params: Any,
+        trace: Mapping[str, np.ndarray] = _check.NOTHING,
+        settings: Mapping[str, Any] | None = None,
+        start: Any = None,
+    ):
+        if start is not None:
+            shapes = jax.tree.map(lambda x: (*np.shape(x)[:1], *np.shape(x)[2:]), params)
+            if (got := jax.tree.map(np.shape, start)) != shapes:
                 rule = f"a tree of arrays [chain, ...] as in `params`, {shapes}"
                 _check.fail("Snapshots", "start", rule, got)
+        # Nothing can be assigned to a frozen dataclass.
+        vars(self).update(params=params, trace=dict(trace), settings=settings, start=start)
 
     @classmethod
+    @_check.arguments(
+        "Snapshots.from_members", params=_check.Tree("a tree of arrays [member, ...]", keys=False)
+    )
     def from_members(cls, params: optax.Params) -> Snapshots:
         """Take stacked members `[member, ...]`, such as `warmstart` returns, as one draw each."""
-        rule = "a tree of arrays [member, ...]"
-        _check.leaves("Snapshots.from_members", "params", params, rule, keys=False)
         parallel.num_chains("Snapshots.from_members", params)
         return cls(jax.tree.map(lambda x: np.asarray(x)[:, None], params))
 
@@ -180,9 +186,9 @@ class StoredSnapshots(Draws):
         names = draws[0] if draws else ()
         return {name: np.stack([seen[name] for seen in draws], axis=1) for name in names}
 
+    @_check.arguments(every=_check.Whole(1))
     def thinned(self, every: int) -> StoredSnapshots:
-        """Keep every so many-th draw, the last among them; nothing is read."""
-        _check.whole("thinned", "every", every, 1)
+        """Keep the last draw and each `every`-th (>= 1) before it; nothing is read."""
         thinned = copy.copy(self)
         vars(thinned).pop("trace", None)
         thinned.draws = self.draws[::-1][::every][::-1]
@@ -217,6 +223,7 @@ def _nest(leaves: list[tuple[list[list[Any]], np.ndarray]]) -> Any:
     return list(nested.values()) if is_list else nested
 
 
+@_check.arguments(directory=_check.PathLike(), like=_check.Tree(), flat=_check.FLAG)
 def load_snapshots(
     directory: str | os.PathLike[str], *, like: Any = None, flat: bool = False
 ) -> StoredSnapshots:
@@ -255,9 +262,7 @@ def load_snapshots(
         >>> len(draws), draws.params["w"].shape
         (15, (3, 5, 2))
     """
-    directory = _check.path("load_snapshots", "directory", directory)
-    _check.flags("load_snapshots", flat=flat)
-    _check.leaves("load_snapshots", "like", like)
+    directory = Path(directory)
     manifest = _manifest.read("load_snapshots", directory)
     if like is not None:
         shapes = jax.eval_shape(lambda x: x, like)

@@ -1,9 +1,11 @@
-"""What the scores share: what they require of their arrays, and ranks."""
+"""Constraints that scores share, and ranks."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
+import jax
 import numpy as np
-from numpy.typing import ArrayLike
 
 from optax_smile import _check
 
@@ -11,61 +13,86 @@ from optax_smile import _check
 ROW_SUM_TOLERANCE = 1e-3
 
 
-FINITE: dict[str, Any] = {"rule": "finite", "holds": np.isfinite}
+class Double(_check.Real):
+    """A number in an interval, finite in float64, in which scores are computed."""
+
+    def holds(self, numbers: Any) -> Any:
+        with jax.enable_x64(True):
+            return super().holds(numbers)
 
 
-def alike(where: str, require: dict[str, Any], **arguments: ArrayLike) -> list[np.ndarray]:
-    """Require one shape, so that `[n, 1]` and `[n]` do not broadcast to `[n, n]`."""
-    like, arrays = None, []
-    for name, value in arguments.items():
-        arrays.append(_check.array(where, name, value, like=like, **require))
-        like = like or (name, arrays[0].shape)
-    return arrays
+@dataclass(frozen=True)
+class Each(_check.Real):
+    """Numbers for which `test` holds."""
+
+    text: str = ""
+    test: Callable[[Any], Any] = np.isfinite
+
+    @property
+    def rule(self) -> str:
+        return self.text
+
+    def holds(self, numbers: Any) -> Any:
+        return self.test(numbers)
 
 
-def check_probabilities(where: str, probabilities: ArrayLike) -> np.ndarray:
-    """Require class probabilities `[input, class]`."""
-    rule = {"rule": ">= 0", "holds": lambda value: value >= 0}
-    array = _check.array(where, "probabilities", probabilities, "[input, class]", **rule)
-    sums = array.sum(axis=1)
-    off = ~(np.abs(sums - 1) <= ROW_SUM_TOLERANCE)
-    if off.any():
-        got = f"a sum of {sums[off][0]} in row {np.argmax(off)}"
-        _check.fail(where, "probabilities", "rows that sum to 1", got)
-    return array
+FINITE, POSITIVE, NONNEGATIVE = Double(), Double(0, open="low"), Double(0, infinite=True)
+# A target may be impossible.
+DENSITY = Each(text="below infinity, not NaN", test=lambda density: density < np.inf)
+BOOLEAN = Each(text="booleans", test=lambda found: np.full(found.shape, found.dtype == bool))
+# NaN where a mask says that it does not count.
+MASKED_DENSITY = Each(text="below infinity", test=lambda density: density != np.inf)
 
 
-def check_classes(
-    where: str, probabilities: ArrayLike, labels: ArrayLike
-) -> tuple[np.ndarray, np.ndarray]:
-    """Require class probabilities and the labels that go with them."""
-    probabilities = check_probabilities(where, probabilities)
-    return probabilities, check_labels(where, labels, *probabilities.shape)
+@dataclass(frozen=True)
+class Probabilities(_check.Array):
+    """Class probabilities, rows that sum to 1."""
+
+    axes: str = "[input, class]"
+    each: _check.Real = NONNEGATIVE
+
+    def __call__(self, where, argument, value, given=_check.NOTHING):
+        array = super().__call__(where, argument, value, given)
+        sums = array.sum(axis=1)
+        off = ~(np.abs(sums - 1) <= ROW_SUM_TOLERANCE)
+        if off.any():
+            got = f"a sum of {sums[off][0]} in row {np.argmax(off)}"
+            _check.fail(where, argument, "rows that sum to 1", got)
+        return array
 
 
-def check_labels(where: str, labels: ArrayLike, num_inputs: int, num_classes: int) -> np.ndarray:
-    """Require classes of the inputs."""
-    labels = _check.host(where, "labels", labels)
-    if labels.shape != (num_inputs,) or not np.issubdtype(labels.dtype, np.integer):
-        rule = f"integers of shape ({num_inputs},)"
-        _check.fail(where, "labels", rule, f"{labels.dtype} of shape {labels.shape}")
-    if not (0 <= labels.min() and labels.max() < num_classes):
-        rule = f"classes from 0 to {num_classes - 1}"
-        _check.fail(where, "labels", rule, f"{labels.min()} to {labels.max()}")
-    return labels
+@dataclass(frozen=True)
+class Labels(_check.Constraint):
+    """Classes of inputs; `of` is an argument declared before, an array `[input, class]`."""
+
+    of: str = "probabilities"
+    text: str = "integers [input], one class each"
+
+    def __call__(self, where, argument, value, given=_check.NOTHING):
+        num_inputs, num_classes = given[self.of].shape
+        labels = _check.host(where, argument, value)
+        if labels.shape != (num_inputs,) or not np.issubdtype(labels.dtype, np.integer):
+            got = f"{labels.dtype} of shape {labels.shape}"
+            _check.fail(where, argument, f"integers of shape ({num_inputs},)", got)
+        if not (0 <= labels.min() and labels.max() < num_classes):
+            got = f"{labels.min()} to {labels.max()}"
+            _check.fail(where, argument, f"classes from 0 to {num_classes - 1}", got)
+        return labels
 
 
-def check_normals(
-    where: str, mean: ArrayLike, std: ArrayLike, axes: str = "[input] or [draw, input]"
-) -> tuple[np.ndarray, np.ndarray]:
-    """Mean and standard deviation of the mixture's parts, both `[draw, input]`."""
-    mean = _check.array(where, "mean", mean, axes, **FINITE)
-    positive = {"rule": "> 0 and finite", "holds": lambda std: (std > 0) & np.isfinite(std)}
-    std = _check.array(where, "std", std, **positive)
-    if std.shape not in ((), mean.shape, (*mean.shape[:-1], 1)):
-        rule = f"a scalar or of shape {mean.shape} or {(*mean.shape[:-1], 1)}"
-        _check.fail(where, "std", rule, f"shape {std.shape}")
-    return np.atleast_2d(mean), np.atleast_2d(np.broadcast_to(std, mean.shape))
+@dataclass(frozen=True)
+class Spreads(_check.Array):
+    """Standard deviations, which get the shape of the means, the argument `of`."""
+
+    each: _check.Real = POSITIVE
+    of: str = "mean"
+
+    def __call__(self, where, argument, value, given=_check.NOTHING):
+        std, shape = super().__call__(where, argument, value, given), given[self.of].shape
+        if std.shape not in ((), shape, (*shape[:-1], 1)):
+            rule = f"a scalar or of shape {shape} or {(*shape[:-1], 1)}"
+            _check.fail(where, argument, rule, f"shape {std.shape}")
+        return np.broadcast_to(std, shape)
 
 
 def share_below(reference: np.ndarray, values: np.ndarray) -> np.ndarray:

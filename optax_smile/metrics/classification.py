@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from optax_smile import _check
-from optax_smile.metrics._checks import check_classes, check_probabilities, share_below
+from optax_smile.metrics._checks import Labels, Probabilities, share_below
 
-# Of confidence, where nobody says another number; as Guo et al. 2017 have it.
+# Of bins of confidence.
+Equal = Literal["width", "mass"]
+
+# Of confidence, unless another number is given; as in Guo et al. 2017.
 NUM_BINS = 15
+BINNED: dict[str, _check.Constraint] = {
+    "probabilities": Probabilities(),
+    "labels": Labels(),
+    "num_bins": _check.Whole(1),
+    "equal": _check.OneOf(Equal),
+}
 
 
 class Reliability(NamedTuple):
@@ -40,14 +49,12 @@ class RiskCoverage(NamedTuple):
     risk: np.ndarray
 
 
-def _confident(
-    where: str, probabilities: ArrayLike, labels: ArrayLike
-) -> tuple[np.ndarray, np.ndarray]:
+def _confident(probabilities: ArrayLike, labels: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
     """Probability of the predicted class, and whether it is right."""
-    probabilities, labels = check_classes(where, probabilities, labels)
-    return probabilities.max(axis=1), probabilities.argmax(axis=1) == labels
+    return np.max(probabilities, axis=1), np.argmax(probabilities, axis=1) == labels
 
 
+@_check.arguments(probabilities=Probabilities(), labels=Labels())
 def accuracy(probabilities: ArrayLike, labels: ArrayLike) -> float:
     """Share of inputs whose most probable class is the label; higher is better.
 
@@ -65,9 +72,10 @@ def accuracy(probabilities: ArrayLike, labels: ArrayLike) -> float:
         >>> accuracy([[0.9, 0.1], [0.8, 0.2]], [0, 1])
         0.5
     """
-    return float(np.mean(_confident("accuracy", probabilities, labels)[1]))
+    return float(np.mean(_confident(probabilities, labels)[1]))
 
 
+@_check.arguments(probabilities=Probabilities(), labels=Labels())
 def f1(probabilities: ArrayLike, labels: ArrayLike) -> float:
     """Harmonic mean of precision and recall, averaged over classes; higher is better.
 
@@ -85,14 +93,14 @@ def f1(probabilities: ArrayLike, labels: ArrayLike) -> float:
 
     Source: van Rijsbergen 1979.
     """
-    probabilities, labels = check_classes("f1", probabilities, labels)
-    num_classes = probabilities.shape[1]
-    predicted = probabilities.argmax(axis=1)
+    labels, predicted = np.asarray(labels), np.argmax(probabilities, axis=1)
+    num_classes = np.shape(probabilities)[1]
     right = np.bincount(labels[predicted == labels], minlength=num_classes)
     either = np.bincount(np.concatenate([labels, predicted]), minlength=num_classes)
     return float(np.mean(2 * right[either > 0] / either[either > 0]))
 
 
+@_check.arguments(probabilities=Probabilities(), labels=Labels())
 def auroc(probabilities: ArrayLike, labels: ArrayLike) -> float:
     """Area under the receiver operating characteristic; higher is better.
 
@@ -116,7 +124,7 @@ def auroc(probabilities: ArrayLike, labels: ArrayLike) -> float:
 
     Source: Hanley and McNeil 1982.
     """
-    probabilities, labels = check_classes("auroc", probabilities, labels)
+    probabilities, labels = np.asarray(probabilities), np.asarray(labels)
     num_classes = probabilities.shape[1]
     if num_classes < 2:
         _check.fail("auroc", "probabilities", "of two classes or more", "one class")
@@ -131,6 +139,7 @@ def auroc(probabilities: ArrayLike, labels: ArrayLike) -> float:
     return float(areas[1] if num_classes == 2 else np.mean(areas))
 
 
+@_check.arguments(probabilities=Probabilities(), labels=Labels())
 def brier(probabilities: ArrayLike, labels: ArrayLike) -> float:
     """Squared distance to the one-hot label, summed over classes; lower is better.
 
@@ -145,11 +154,11 @@ def brier(probabilities: ArrayLike, labels: ArrayLike) -> float:
 
     Source: Brier 1950.
     """
-    probabilities, labels = check_classes("brier", probabilities, labels)
-    one_hot = np.eye(probabilities.shape[1])[labels]
-    return float(np.mean(np.sum((probabilities - one_hot) ** 2, axis=1)))
+    one_hot = np.eye(np.shape(probabilities)[1])[np.asarray(labels)]
+    return float(np.mean(np.sum(np.subtract(probabilities, one_hot) ** 2, axis=1)))
 
 
+@_check.arguments(probabilities=Probabilities())
 def entropy(probabilities: ArrayLike) -> np.ndarray:
     """Entropy of every row; how unsure a prediction is.
 
@@ -166,13 +175,14 @@ def entropy(probabilities: ArrayLike) -> np.ndarray:
         >>> entropy([[1.0, 0.0], [0.5, 0.5]]).round(3).tolist()
         [0.0, 0.693]
     """
-    probabilities = check_probabilities("entropy", probabilities)
+    probabilities = np.asarray(probabilities)
     positive = np.where(probabilities > 0, probabilities, 1)
     return np.sum(positive * np.log(1 / positive), axis=1)
 
 
+@_check.arguments(**BINNED)
 def reliability(
-    probabilities: ArrayLike, labels: ArrayLike, num_bins: int = NUM_BINS, equal: str = "width"
+    probabilities: ArrayLike, labels: ArrayLike, num_bins: int = NUM_BINS, equal: Equal = "width"
 ) -> Reliability:
     """Compare confidence with accuracy in bins of confidence.
 
@@ -195,9 +205,7 @@ def reliability(
 
     Source: DeGroot and Fienberg 1983; equal mass: Nixon et al. 2019.
     """
-    _check.whole("reliability", "num_bins", num_bins, 1)
-    _check.choice("reliability", "equal", equal, ("width", "mass"))
-    confidence, right = _confident("reliability", probabilities, labels)
+    confidence, right = _confident(probabilities, labels)
     if equal == "width":
         bins = np.ceil(confidence * num_bins).astype(int) - 1
     else:
@@ -212,8 +220,9 @@ def reliability(
         )
 
 
+@_check.arguments(**BINNED)
 def ece(
-    probabilities: ArrayLike, labels: ArrayLike, num_bins: int = NUM_BINS, equal: str = "width"
+    probabilities: ArrayLike, labels: ArrayLike, num_bins: int = NUM_BINS, equal: Equal = "width"
 ) -> float:
     """Expected calibration error; lower is better.
 
@@ -229,12 +238,12 @@ def ece(
 
     Source: Guo et al. 2017; `equal="mass"`: Nixon et al. 2019.
     """
-    with _check.called("ece", "reliability"):
-        bins = reliability(probabilities, labels, num_bins, equal)
+    bins = reliability(probabilities, labels, num_bins, equal)
     gaps = np.where(bins.count > 0, np.abs(bins.accuracy - bins.confidence), 0)
     return float(np.sum(bins.count * gaps) / np.sum(bins.count))
 
 
+@_check.arguments(probabilities=Probabilities(), labels=Labels())
 def risk_coverage(probabilities: ArrayLike, labels: ArrayLike) -> RiskCoverage:
     """Error rate of a classifier that answers only where it is most confident.
 
@@ -252,7 +261,7 @@ def risk_coverage(probabilities: ArrayLike, labels: ArrayLike) -> RiskCoverage:
 
     Source: Geifman and El-Yaniv 2017.
     """
-    confidence, right = _confident("risk_coverage", probabilities, labels)
+    confidence, right = _confident(probabilities, labels)
     _, group, size = np.unique(-confidence, return_inverse=True, return_counts=True)
     # In a random order every place among equals is wrong as often as they are on average.
     wrong = np.repeat(np.bincount(group, ~right) / size, size)
@@ -260,6 +269,7 @@ def risk_coverage(probabilities: ArrayLike, labels: ArrayLike) -> RiskCoverage:
     return RiskCoverage(coverage=first / wrong.size, risk=np.cumsum(wrong) / first)
 
 
+@_check.arguments(probabilities=Probabilities(), labels=Labels())
 def aurc(probabilities: ArrayLike, labels: ArrayLike) -> float:
     """Area under the risk-coverage curve: the mean of `risk_coverage(...).risk`; lower is better.
 
@@ -276,5 +286,4 @@ def aurc(probabilities: ArrayLike, labels: ArrayLike) -> float:
 
     Source: Geifman et al. 2019.
     """
-    with _check.called("aurc", "risk_coverage"):
-        return float(np.mean(risk_coverage(probabilities, labels).risk))
+    return float(np.mean(risk_coverage(probabilities, labels).risk))

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from numpy.typing import ArrayLike
 
 from optax_smile import _check
+from optax_smile.metrics._checks import BOOLEAN, DENSITY, MASKED_DENSITY
 
-# A target may be impossible.
-POSSIBLE: dict[str, Any] = {"rule": "below infinity, not NaN", "holds": lambda x: x < np.inf}
+DENSITIES = _check.Array(each=DENSITY)
 
 
+@_check.arguments(log_density=DENSITIES)
 def lppd(log_density: ArrayLike) -> float:
     """Log pointwise predictive density: the mean of log densities; higher is better.
 
@@ -31,9 +30,10 @@ def lppd(log_density: ArrayLike) -> float:
         >>> lppd([-1.0, -2.0])
         -1.5
     """
-    return float(np.mean(_check.array("lppd", "log_density", log_density, **POSSIBLE)))
+    return float(np.asarray(log_density).mean())
 
 
+@_check.arguments(log_density=DENSITIES)
 def nll(log_density: ArrayLike) -> float:
     """Negative log likelihood: minus the mean of log densities; lower is better.
 
@@ -55,9 +55,13 @@ def nll(log_density: ArrayLike) -> float:
         >>> nll([-1.0, -2.0])
         1.5
     """
-    return -float(np.mean(_check.array("nll", "log_density", log_density, **POSSIBLE)))
+    return -float(np.asarray(log_density).mean())
 
 
+@_check.arguments(
+    log_density=_check.Array(each=MASKED_DENSITY),
+    mask=_check.Array(each=BOOLEAN, like="log_density", dtype=None) | None,
+)
 def perplexity(log_density: ArrayLike, mask: ArrayLike | None = None) -> float:
     """Exponential of the mean negative log likelihood of a token; lower is better.
 
@@ -78,15 +82,9 @@ def perplexity(log_density: ArrayLike, mask: ArrayLike | None = None) -> float:
 
     Source: Jelinek et al. 1977.
     """
-    log_density = _check.host("perplexity", "log_density", log_density)
-    everywhere = np.ones(log_density.shape, bool)
-    keep = everywhere if mask is None else _check.host("perplexity", "mask", mask)
-    if keep.shape != log_density.shape or keep.dtype != bool:
-        rule = f"booleans of shape {log_density.shape}, that of `log_density`"
-        _check.fail("perplexity", "mask", rule, f"{keep.dtype} of shape {keep.shape}")
-    log_density = np.where(keep, log_density, 0)
-    log_density = _check.array("perplexity", "log_density", log_density, **POSSIBLE)
+    keep = np.ones(np.shape(log_density), bool) if mask is None else np.asarray(mask)
+    tokens = DENSITIES("perplexity", "log_density", np.where(keep, log_density, 0))
     if not keep.any():
         _check.fail("perplexity", "mask", "True for one token or more", "False for all")
     with np.errstate(over="ignore"):
-        return float(np.exp(-np.mean(log_density[keep])))
+        return float(np.exp(-np.mean(tokens[keep])))

@@ -8,12 +8,10 @@ from numpy.typing import ArrayLike
 from optax_smile import _check
 from optax_smile.metrics._checks import share_below
 
-
-def _check_scores(where: str, inside: ArrayLike, outside: ArrayLike) -> list[np.ndarray]:
-    scores = {"inside": inside, "outside": outside}
-    return [_check.array(where, name, value, "[input]") for name, value in scores.items()]
+SCORES = _check.Array("[input]")
 
 
+@_check.arguments(inside=SCORES, outside=SCORES)
 def ood_auroc(inside: ArrayLike, outside: ArrayLike) -> float:
     """Chance that an input from outside scores above one from inside; higher is better.
 
@@ -34,10 +32,10 @@ def ood_auroc(inside: ArrayLike, outside: ArrayLike) -> float:
 
     Source: Hendrycks and Gimpel 2017.
     """
-    inside, outside = _check_scores("ood_auroc", inside, outside)
-    return float(np.mean(share_below(inside, outside)))
+    return float(np.mean(share_below(np.asarray(inside), np.asarray(outside))))
 
 
+@_check.arguments(inside=SCORES, outside=SCORES)
 def fpr95(inside: ArrayLike, outside: ArrayLike) -> float:
     """Share of foreign inputs taken for familiar where 95 % of the familiar are; lower is better.
 
@@ -55,6 +53,5 @@ def fpr95(inside: ArrayLike, outside: ArrayLike) -> float:
 
     Source: Liang et al. 2018. (Hendrycks et al. 2019 count outside as positive: other results.)
     """
-    inside, outside = _check_scores("fpr95", inside, outside)
-    kept = -(-95 * inside.size // 100)  # 95 % rounded up, in integers as 0.95 is not exact
+    kept = -(-95 * np.size(inside) // 100)  # 95 % rounded up, in integers as 0.95 is not exact
     return float(np.mean(outside <= np.sort(inside)[kept - 1]))

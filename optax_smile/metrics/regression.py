@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import math
 import statistics
-from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from optax_smile import _check
-from optax_smile.metrics._checks import FINITE, alike, check_normals
+from optax_smile.metrics._checks import FINITE, Spreads
 
 # Halvings that shrink a bracket to the rounding error of its first width, 2**-53.
 BISECTIONS = 53
+NUMBERS = _check.Array(each=FINITE)
+MEANS = _check.Array("[input] or [draw, input]", FINITE)
+LEVEL = _check.Real(0, 1, open="both", traced=False)
 # Intervals may be endless, as of `calibrate.prediction_intervals`.
-ENDS: dict[str, Any] = {"rule": "free of NaN", "holds": lambda ends: ~np.isnan(ends)}
+ENDS = _check.Array()
 
 
 def _normal_cdf(standardized: np.ndarray) -> np.ndarray:
@@ -43,6 +45,7 @@ def _mean_absolute(mean: np.ndarray, std: np.ndarray) -> np.ndarray:
     return 2 * std * density + mean * (2 * _normal_cdf(z) - 1)
 
 
+@_check.arguments(mean=NUMBERS, targets=_check.Array(each=FINITE, like="mean"))
 def rmse(mean: ArrayLike, targets: ArrayLike) -> float:
     """Root of the mean squared error; lower is better.
 
@@ -61,17 +64,17 @@ def rmse(mean: ArrayLike, targets: ArrayLike) -> float:
         >>> rmse([1.0, 2.0], [4.0, 6.0]) == (25 / 2) ** 0.5
         True
     """
-    mean, targets = alike("rmse", FINITE, mean=mean, targets=targets)
-    return float(np.sqrt(np.mean((mean - targets) ** 2)))
+    return float(np.sqrt(np.mean(np.subtract(mean, targets) ** 2)))
 
 
+@_check.arguments(mean=MEANS, std=Spreads(), level=LEVEL)
 def interval(mean: ArrayLike, std: ArrayLike, level: float = 0.95) -> tuple[np.ndarray, np.ndarray]:
     """Central interval of the predictive distribution, (1 - level) / 2 of it on either side.
 
     Args:
         mean: `[input]` of a normal, or `[draw, input]` of a mixture of normals in equal parts.
         std: of the same shape, a scalar or `[draw, 1]`, > 0.
-        level: probability inside, between 0 and 1 (exclusive).
+        level: probability inside, in (0, 1).
 
     Returns:
         Lower and upper end, both `[input]`, to rounding error of the spread of the draws.
@@ -87,23 +90,23 @@ def interval(mean: ArrayLike, std: ArrayLike, level: float = 0.95) -> tuple[np.n
         >>> lower.round(3).tolist(), upper.round(3).tolist()
         ([-1.282], [5.282])
     """
-    _check.probability("interval", "level", level, traced=False)
-    mean, std = check_normals("interval", mean, std)
+    mean, std = np.atleast_2d(mean, std)
     tail = (1 - level) / 2
     # The upper end from the mirrored lower tail, where small probabilities are exact.
     return _quantile(mean, std, tail), -_quantile(-mean, std, tail)
 
 
-def _ends(where: str, lower: ArrayLike, upper: ArrayLike) -> list[np.ndarray]:
-    """Require ends of intervals."""
-    ends = alike(where, ENDS, lower=lower, upper=upper)
-    if (outside := ~((ends[0] < np.inf) & (ends[1] >= ends[0]) & (ends[1] > -np.inf))).any():
+def _require_order(where: str, lower: np.ndarray, upper: np.ndarray):
+    outside = ~((lower < np.inf) & (upper >= lower) & (upper > -np.inf))
+    if outside.any():
         at = np.argmax(outside)
-        got = f"{ends[1].flat[at]} above {ends[0].flat[at]}"
+        got = f"{upper.flat[at]} above {lower.flat[at]}"
         _check.fail(where, "upper", "an end that is not below `lower`", got)
-    return ends
 
 
+@_check.arguments(
+    lower=ENDS, upper=_check.Array(like="lower"), targets=_check.Array(each=FINITE, like="lower")
+)
 def coverage(lower: ArrayLike, upper: ArrayLike, targets: ArrayLike) -> float:
     """Share of targets inside their interval, ends included; best near its level.
 
@@ -122,12 +125,12 @@ def coverage(lower: ArrayLike, upper: ArrayLike, targets: ArrayLike) -> float:
         >>> coverage([0.0, 0.0], [1.0, 1.0], [0.5, 2.0])
         0.5
     """
-    lower, upper = _ends("coverage", lower, upper)
-    like = "lower", lower.shape
-    targets = _check.array("coverage", "targets", targets, like=like, **FINITE)
+    lower, upper = np.asarray(lower), np.asarray(upper)
+    _require_order("coverage", lower, upper)
     return float(np.mean((lower <= targets) & (targets <= upper)))
 
 
+@_check.arguments(lower=ENDS, upper=_check.Array(like="lower"))
 def interval_width(lower: ArrayLike, upper: ArrayLike) -> float:
     """Mean width of intervals; lower is better at equal `coverage`.
 
@@ -140,10 +143,12 @@ def interval_width(lower: ArrayLike, upper: ArrayLike) -> float:
         >>> interval_width([0.0, 0.0], [1.0, 3.0])
         2.0
     """
-    lower, upper = _ends("interval_width", lower, upper)
+    lower, upper = np.asarray(lower), np.asarray(upper)
+    _require_order("interval_width", lower, upper)
     return float(np.mean(upper - lower))
 
 
+@_check.arguments(mean=MEANS, std=Spreads(), targets=NUMBERS)
 def crps(mean: ArrayLike, std: ArrayLike, targets: ArrayLike) -> float:
     """Continuous ranked probability score; lower is better.
 
@@ -170,9 +175,11 @@ def crps(mean: ArrayLike, std: ArrayLike, targets: ArrayLike) -> float:
 
     Source: Gneiting and Raftery 2007, equations 20 and 21; mixtures: Grimit et al. 2006.
     """
-    mean, std = check_normals("crps", mean, std)
-    like = "mean", mean[0].shape
-    targets = _check.array("crps", "targets", targets, like=like, **FINITE)
+    mean, std = np.atleast_2d(mean, std)
+    shape = mean[0].shape
+    if np.shape(targets) != shape:
+        rule = f"of shape {shape} to go with `mean`"
+        _check.fail("crps", "targets", rule, f"shape {np.shape(targets)}")
     to_target = _mean_absolute(mean - targets, std).mean(axis=0)
     pairs = zip(mean, std, strict=True)
     between = sum(_mean_absolute(mean - m, np.hypot(std, s)).mean(axis=0) for m, s in pairs)

@@ -1,0 +1,91 @@
+"""Predictions on eight virtual CPU devices, against averages over everything at once."""
+
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import scipy.special
+from jax.sharding import AxisType
+
+import optax_smile
+
+AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
+GENERATOR = np.random.default_rng(0)
+CHAINS, DRAWS, NUM_INPUTS, CLASSES = 4, 7, 30, 4
+WEIGHTS = GENERATOR.normal(size=(CHAINS, DRAWS, 3, CLASSES)).astype(np.float32) * 3
+INPUTS = GENERATOR.normal(size=(NUM_INPUTS, 3)).astype(np.float32)
+LABELS = GENERATOR.integers(0, CLASSES, NUM_INPUTS)
+PROBABILITIES = scipy.special.softmax(np.einsum("ij,cdjk->cdik", INPUTS, WEIGHTS), -1)
+# As snapshots come: the first draw of each chain, then the second ones.
+IN_ORDER = PROBABILITIES.swapaxes(0, 1).reshape(-1, NUM_INPUTS, CLASSES)
+
+
+def apply_fn(params: Any, inputs) -> Any:
+    return inputs @ params["w"]
+
+
+def make_mesh(kind, *shape):
+    names = ("chain", "data", "model")[: len(shape)]
+    return jax.make_mesh(shape, names, axis_types=(kind,) * len(shape))
+
+
+def classify(mesh, **arguments):
+    snapshots = optax_smile.Snapshots({"w": WEIGHTS})
+    given: dict[str, Any] = {"likelihood": "categorical", "targets": LABELS, "mesh": mesh}
+    return optax_smile.predict(apply_fn, snapshots, INPUTS, **given, **arguments)
+
+
+def density(probabilities):
+    return np.log(probabilities[..., np.arange(NUM_INPUTS), LABELS])
+
+
+def assert_average(got, probabilities):
+    """A prediction is the average over probabilities `[snapshot, input, class]`."""
+    np.testing.assert_allclose(got.mean, probabilities.mean(0), atol=1e-5)
+    np.testing.assert_allclose(got.log_density, density(probabilities.mean(0)), atol=1e-4)
+    aleatoric = scipy.special.entr(probabilities).sum(-1).mean(0)
+    np.testing.assert_allclose(got.aleatoric, aleatoric, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("shape", "kind", "per", "axis"),
+    [
+        ((8, 1), EXPLICIT, "draw", None),
+        ((4, 2), EXPLICIT, "chain", None),
+        ((1, 4), AUTO, "draw", "data"),
+        ((2, 2, 2), AUTO, "chain", "model"),
+        ((2, 2, 2), EXPLICIT, None, "model"),
+    ],
+)
+def test_on_a_mesh(shape, kind, per, axis):
+    """Also with classes spread over devices, where a gather of labels' logits ended the process.
+
+    28 snapshots on 8 rows of devices leave the last rows empty; 2 rows have 2 chains each.
+    """
+    specs = None if axis is None else {"w": jax.P(None, axis)}
+    got = classify(make_mesh(kind, *shape), per=per, curve=(3, 18), batch_size=16, specs=specs)
+    assert_average(got, IN_ORDER)
+    for count, point in zip((3, 18), got.curve, strict=True):
+        assert_average(point, IN_ORDER[:count])
+    if per is not None:
+        each = PROBABILITIES if per == "draw" else PROBABILITIES.mean(1)
+        np.testing.assert_allclose(got.each.mean, each, atol=1e-5)
+        np.testing.assert_allclose(got.each.log_density, density(each), rtol=1e-5, atol=1e-4)
+
+
+def test_arrays_may_change_while_they_wait():
+    predictor = optax_smile.Predictor(
+        apply_fn, INPUTS, likelihood="categorical", mesh=make_mesh(AUTO, 4, 1)
+    )
+    params = {"w": np.empty_like(WEIGHTS[0, 0])}
+    for weights in WEIGHTS[0, :6]:
+        params["w"][:] = weights
+        predictor.update(params)
+    expected = PROBABILITIES[0, :6].mean(0)
+    np.testing.assert_allclose(predictor.finalize().mean, expected, atol=1e-5)
+
+
+def test_chains_that_do_not_divide_over_the_rows():
+    with pytest.raises(ValueError, match=r"`predict\(mesh=...\)` must be .* divides the 4 chains"):
+        classify(make_mesh(AUTO, 8), per="chain")
