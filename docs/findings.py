@@ -402,7 +402,7 @@ def cases() -> dict[str, Case]:
     """Make them: the findings, and what none of them tells."""
     units = {**OPTIONS, "prior_precision": {"w": 1.0, "b": 1.0, "r": 1e-6}}
     around: dict[str, Any] = {"prior_mean": "start", "prior_precision": 300.0}
-    outliers = optax_smile.psmile(0.02, tuner=None, reject_quantile=0.993, **OPTIONS)
+    outliers = optax_smile.psmile(0.02, reject_quantile=0.993, **OPTIONS)
     return {
         "copies": Case(
             draw_paths,
@@ -430,7 +430,9 @@ def cases() -> dict[str, Case]:
             Run(
                 CURVE,
                 optax_smile.smile(
-                    optax.cosine_decay_schedule(0.05, 7_000), num_data=NUM_DATA, decoherence_length=None,
+                    optax.cosine_decay_schedule(0.05, 7_000),
+                    num_data=NUM_DATA,
+                    decoherence_length=None,
                 ),
             ),
             PLAIN,
@@ -441,7 +443,7 @@ def cases() -> dict[str, Case]:
             draw_losses,
             Run(
                 ONE_HIDDEN,
-                optax_smile.psmile(0.005, tuner=None, **OPTIONS),
+                optax_smile.psmile(0.005, **OPTIONS),
                 thin=4,
                 num_warmup=0,
                 num_epochs=0,

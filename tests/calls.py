@@ -313,6 +313,9 @@ def bridges():
 
     given = {"model": model, "batch": VECTOR, "num_data": 10, "plate": "data"}
     yield "interop.from_numpyro", optax_smile.interop.from_numpyro, given
+    bridge = optax_smile.interop.from_numpyro(**given)
+    draws = optax_smile.Snapshots({"mean": np.zeros((1, 2), np.float32)})
+    yield "NumpyroModel.constrain", bridge.constrain, {"draws": draws}
 
 
 FAMILIES: dict[str, Any] = {

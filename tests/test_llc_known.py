@@ -15,15 +15,15 @@ import known_coefficients as known
 from optax_smile.local import llc
 
 
-@pytest.mark.parametrize("power", [2, 4, 6, 10])
-def test_a_monomial_without_localization(power):
-    assert known.monomial(power, 7e4, 0.0) == pytest.approx(1 / power, rel=1e-9)
+def test_a_monomial_without_localization():
+    for power in (2, 4, 6, 10):
+        assert known.monomial(power, 7e4, 0.0) == pytest.approx(1 / power, rel=1e-9)
 
 
-@pytest.mark.parametrize("localization", [1.0, 1e3, 1e6])
-def test_a_square_by_quadrature_is_the_closed_form(localization):
-    expected = known.quadratic(np.array([2.0]), 7e4, localization)
-    assert known.monomial(2, 7e4, localization) == pytest.approx(expected, rel=1e-9)
+def test_a_square_by_quadrature_is_the_closed_form():
+    for localization in (1.0, 1e3, 1e6):
+        expected = known.quadratic(np.array([2.0]), 7e4, localization)
+        assert known.monomial(2, 7e4, localization) == pytest.approx(expected, rel=1e-9)
 
 
 def test_a_quartic_against_draws():
@@ -110,8 +110,13 @@ def test_a_multiplicity_above_one_is_refused():
         known.linear_asymptotic((4, 3, 4), 0)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["the same, gamma 100", "w^4, 60, gamma 100"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("the same, gamma 100", marks=pytest.mark.slow),
+        pytest.param("w^4, 60, gamma 100", marks=pytest.mark.nightly),
+    ],
+)
 def test_llc_is_the_exact_value(name):
     """With 16 chains, 4.5 standard errors are passed by chance in one of 2,000 runs."""
     model = known.MODELS[name]()

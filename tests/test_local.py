@@ -13,7 +13,6 @@ from matplotlib.figure import Figure
 import optax_smile
 from optax_smile import local
 from optax_smile.local import LearningCoefficient, PrecisionSearch
-from optax_smile.local.coefficient import _blocks, _trend
 from optax_smile.potential import Potential, excess_loss
 from optax_smile.stages import momentum
 from optax_smile.stages.kick import Heading
@@ -31,6 +30,7 @@ def bowl(params, batch):
 
 
 WEIGHTS = {"w": jnp.ones(SIZE)}
+PAIR = {"w": jnp.ones((2, SIZE))}
 
 
 def excess_of(precision, temperature=1.0):
@@ -38,21 +38,24 @@ def excess_of(precision, temperature=1.0):
     return temperature / 2 * np.sum(CURVATURES / (NUM_DATA * CURVATURES + precision))
 
 
-def half_square(params: Any):
-    return jnp.sum(params**2) / 2
+def half_square(params):
+    return 0.01 * jnp.sum(params["a"] ** 2)
 
 
 class TestPrior:
-    @pytest.mark.parametrize("name", ["smile", "psmile", "mclmc", "sgld", "sghmc", "sgnht"])
+    @pytest.mark.parametrize("name", ["psmile", "sgld", "tune_mclmc"])
     def test_around_the_start_is_around_these_weights(self, name):
-        extra = {} if "smile" in name else {"step_size": 0.01}
-        extra |= {"decoherence_length": 1.0} if name == "mclmc" else {}
-        make = functools.partial(
-            getattr(optax_smile, name), num_data=10, prior_precision=50.0, key=0, **extra
-        )
         start = {"a": jnp.arange(3.0), "b": jnp.full((2, 2), -1.0)}
+        given: dict[str, Any] = {"num_data": 10, "prior_precision": 50.0, "key": 0}
 
-        def path(tx):
+        def path(prior_mean):
+            if name == "tune_mclmc":
+                steps = {"num_steps": 30, "prior_mean": prior_mean}
+                return optax_smile.tune_mclmc(half_square, start, **given, **steps).step_size
+            make = {"psmile": optax_smile.psmile, "sgld": optax_smile.sgld}[name]
+            extra = {} if name == "psmile" else {"step_size": 0.01}
+            tx = make(prior_mean=prior_mean, **given, **extra)
+
             def call(carry, count):
                 params, state = carry
                 grads = jax.tree.map(lambda x: 0.1 * jnp.cos(x + count), params)
@@ -60,15 +63,11 @@ class TestPrior:
                 params = optax.apply_updates(params, updates)
                 return (params, state), params
 
-            return jax.lax.scan(call, (start, tx.init(start)), jnp.arange(40.0))[1]
+            scan = jax.jit(lambda state: jax.lax.scan(call, (start, state), jnp.arange(40.0))[1])
+            return scan(tx.init(start))
 
-        got, expected = (
-            jax.jit(path, static_argnums=0)(make(prior_mean=x)) for x in ("start", start)
-        )
-        for one, other in zip(*map(jax.tree.leaves, (got, expected)), strict=True):
-            np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
-        moved = np.abs(np.asarray(got["a"])[-1] - start["a"])
-        assert moved.max() > 1e-3
+        got, expected = map(path, ("start", start))
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4), got, expected)
 
     def test_each_chain_has_its_own(self):
         tx = optax_smile.psmile(
@@ -83,42 +82,27 @@ class TestPrior:
         assert 0.005 < draws.params["w"][1].std() < 0.02
 
     def test_start_is_a_copy_that_may_be_donated_with_the_parameters(self):
-        tx = optax_smile.smile(num_data=1, prior_mean="start", key=0)
+        tx = optax_smile.sgld(0.1, num_data=1, prior_mean="start", key=0)
         params = {"w": jnp.ones(4)}
-        state = tx.init(params)
         step = jax.jit(
             lambda params, state: tx.update(params, state, params), donate_argnums=(0, 1)
         )
-        step(params, state)
+        step(params, tx.init(params))
 
     def test_inside_a_mask(self):
         tx = optax.masked(
             optax_smile.sgld(1e-3, num_data=1, prior_mean="start", key=0), {"a": True, "b": False}
         )
         params = {"a": jnp.ones(3), "b": jnp.ones(2)}
-        updates: Any = tx.update(params, tx.init(params), params)[0]
+        updates: Any = jax.jit(lambda params: tx.update(params, tx.init(params), params)[0])(params)
         np.testing.assert_array_equal(updates["b"], 1)
-
-    def test_tune_mclmc_takes_it(self):
-        given = {"num_data": 10, "prior_precision": 9.0, "num_steps": 60, "key": 0}
-        loss_fn, start = lambda params: jnp.sum(params**2) / 2, jnp.full(20, 2.0)
-        one, other = (
-            optax_smile.tune_mclmc(loss_fn, start, prior_mean=x, **given) for x in ("start", start)
-        )
-        np.testing.assert_array_equal(one.step_size, other.step_size)
-
-    def test_another_word(self):
-        with pytest.raises(ValueError, match=r'prior_mean=.*finite, or "start", got'):
-            optax_smile.psmile(num_data=1, prior_mean="begin", key=0)
 
     def test_by_fan_in(self):
         params = {"k": jnp.ones((3, 3, 8, 16)), "b": jnp.ones(16), "s": jnp.ones(())}
         assert local.fan_in_precision(params, scale=2.0) == {"k": 36.0, "b": 0.5, "s": 0.5}
         assert local.fan_in_precision(jnp.ones((5, 7)), out_axis=0) == 7.0
-        with pytest.raises(ValueError, match="out_axis"):
-            local.fan_in_precision(params, out_axis=1)
-        with pytest.raises(ValueError, match="scale"):
-            local.fan_in_precision(params, scale=0.0)
+        with pytest.raises(ValueError, match=r"params=.*floating-point numbers, .*got int32\[2\]"):
+            local.fan_in_precision({"a": jnp.ones(2), "b": jnp.ones(2, jnp.int32)})
 
 
 def test_turning_noise_forgets_over_a_radius():
@@ -143,52 +127,63 @@ class TestRise:
         posterior = Potential(NUM_DATA, 3.0, 2.0)
         exact = 2 / 2 * SIZE * 0.5 / (NUM_DATA * 0.5 + 3)
         assert excess_loss(posterior, 0.5 * SIZE, SIZE) == pytest.approx(exact)
-        assert (
-            excess_of(3.0, 2.0)
-            < excess_loss(posterior, CURVATURES.sum(), SIZE)
-            < 3 * excess_of(3.0, 2.0)
-        )
+        bound = excess_loss(posterior, CURVATURES.sum(), SIZE)
+        assert excess_of(3.0, 2.0) < bound < 3 * excess_of(3.0, 2.0)
         assert excess_loss(posterior, np.inf, SIZE) == pytest.approx(2 * SIZE / NUM_DATA / 2)
         assert excess_loss(posterior, 0.0, SIZE) == 0
 
-    @pytest.mark.parametrize("changes", [{}, {"prior_precision": {"w": 1.0}}])
-    def test_is_told_before_the_run(self, changes):
-        tx = optax_smile.psmile(**{"num_data": 20, "prior_precision": 1.0, "key": 0} | changes)
-        with pytest.warns(UserWarning, match=r"loss will rise.*d / N = 20.*up to 9 .* 0.3"):
-            self.run(tx)
+    def run(self, check=True, **posterior):
+        tx = optax_smile.sgld(1e-9, **{"num_data": 20, "key": 0} | posterior)
+        start, steps = {"w": jnp.ones((1, SIZE))}, {"num_warmup": 0, "num_draws": 1}
+        return optax_smile.sample(bowl, start, BATCHES, tx, check=check, **steps, **QUIET)
 
-    @pytest.mark.parametrize(
-        "changes", [{"prior_precision": 1e4}, {"temperature": 0.01}, {"num_data": 1000}]
-    )
-    def test_is_not_told_where_there_is_none(self, changes):
-        self.run(optax_smile.psmile(**{"num_data": 20, "key": 0} | changes))
+    @pytest.mark.parametrize("prior_precision", [1.0, {"w": 1.0}])
+    def test_is_told_before_the_run(self, prior_precision):
+        with pytest.warns(UserWarning, match=r"loss will rise.*d / N = 20.*up to 9 .* 0.3"):
+            self.run(prior_precision=prior_precision)
+
+    def test_is_not_told_where_there_is_none(self):
+        self.run(prior_precision=1e4)
+        self.run(temperature=0.01)
+        self.run(num_data=1000)
 
     def test_is_not_told_without_check(self):
-        self.run(optax_smile.psmile(num_data=20, key=0), check=False)
-
-    def run(self, tx, **options):
-        start = jax.tree.map(lambda x: x[None], WEIGHTS)
-        steps = {"num_warmup": 0, "num_draws": 1}
-        return optax_smile.sample(bowl, start, BATCHES, tx, **steps, **options, **QUIET)
-
-    def test_the_trace_has_the_losses(self):
-        draws = self.run(optax_smile.psmile_naive(1e-3, num_data=20), check=False)
+        draws = self.run(check=False)
         np.testing.assert_allclose(draws.trace["start_loss"], 0.3, rtol=1e-5)
-        here = bowl({"w": draws.params["w"][0, 0]}, BATCHES[0])
         np.testing.assert_allclose(draws.trace["loss"], [[0.3]], rtol=1e-3)
-        assert here == pytest.approx(0.3, rel=1e-3)
+
+
+@pytest.fixture(scope="module")
+def search():
+    """The likelihood narrows the draws, so that the first guess is far off."""
+    make = functools.partial(optax_smile.sgld, 2e-4)
+    options = {"temperature": 0.5, "allowed": 0.1, "make_sampler": make, **QUIET}
+    return local.local_precision(bowl, WEIGHTS, BATCHES, num_data=NUM_DATA, **options)
 
 
 class TestPrecision:
-    @pytest.mark.parametrize("temperature, allowed", [(1.0, 0.05), (0.2, 0.05), (1.0, 0.3)])
-    def test_costs_what_is_allowed(self, temperature, allowed):
-        options = {"num_data": NUM_DATA, "temperature": temperature, "allowed": allowed, **QUIET}
-        search = local.local_precision(bowl, WEIGHTS, BATCHES, **options)
-        assert 1 / 1.25 <= search.excess[search.best] / allowed <= 1.25
-        exact = excess_of(search.prior_precision, temperature)
-        assert exact == pytest.approx(allowed, rel=0.4)
+    def test_costs_what_is_allowed(self, search):
+        assert len(search.precisions) > 1
+        assert 1 / 1.25 <= search.excess[search.best] / 0.1 <= 1.25
+        assert excess_of(search.prior_precision, 0.5) == pytest.approx(0.1, rel=0.4)
         assert search.start_loss == pytest.approx(0.3, rel=1e-5)
         assert f"{search.prior_precision:.3g}" in str(search)
+        assert "No precision that was tried comes near" not in str(search)
+        far = search._replace(allowed=1.0)
+        assert "No precision that was tried comes near" in str(far)
+
+    def test_its_sampler_samples_with_the_best(self, search):
+        steps: dict[str, Any] = {"num_warmup": 200, "num_draws": 50, "thin": 5}
+        draws = optax_smile.sample(bowl, PAIR, BATCHES, search.sampler(key=1), **steps, **QUIET)
+        settings: Any = draws.settings
+        assert settings["prior_precision"] == search.prior_precision
+        assert settings["prior_mean"] == "start"
+        assert (settings["num_data"], settings["temperature"]) == (NUM_DATA, 0.5)
+        squares = (draws.params["w"] - 1) ** 2
+        excess = np.sum(CURVATURES * squares, axis=-1).mean() / 2
+        assert excess == pytest.approx(excess_of(search.prior_precision, 0.5), rel=0.3)
+        distance = np.sqrt(squares.sum(axis=-1)).mean()
+        assert search.distance[search.best] == pytest.approx(distance, rel=0.2)
 
     def test_is_that_of_the_width_alone_where_the_weights_are_no_minimum(self):
         """Linear, so that draws find smaller losses and cost nothing, and a little curvature."""
@@ -212,51 +207,23 @@ class TestPrecision:
         assert np.isfinite(search.excess[search.best]) and np.isfinite(search.precisions).all()
         assert search.distance[search.best] < 1
 
-    def test_its_sampler_is_the_one_that_was_searched_for(self):
-        options = {"num_data": NUM_DATA, "allowed": 0.1, **QUIET}
-        search = local.local_precision(bowl, WEIGHTS, BATCHES, **options)
-        start = jax.tree.map(lambda x: jnp.stack([x, x]), WEIGHTS)
-        draws = optax_smile.sample(
-            bowl,
-            start,
-            BATCHES,
-            search.sampler(key=1),
-            num_warmup=200,
-            num_draws=50,
-            thin=5,
-            **QUIET,
-        )
-        settings: Any = draws.settings
-        assert settings["prior_precision"] == search.prior_precision
-        assert (settings["prior_mean"], settings["num_data"]) == ("start", NUM_DATA)
-        found = np.sum(CURVATURES * (draws.params["w"] - 1) ** 2, axis=-1).mean() / 2
-        assert found == pytest.approx(excess_of(search.prior_precision), rel=0.3)
-
     @pytest.mark.parametrize(
         "changes, message",
         [
-            ({"allowed": 0.0}, r"allowed=...\)` must be > 0"),
-            ({"temperature": -1.0}, "temperature"),
-            ({"num_data": 0}, "num_data"),
-            ({"max_runs": 0}, "max_runs"),
-            ({"num_chains": 1.5}, "num_chains"),
-            ({"num_warmup": -1}, "num_warmup"),
-            ({"batches": iter(BATCHES)}, "an iterable that can be gone through again"),
+            ({"batches": iter(BATCHES)}, "batches that can be repeated"),
             ({"batches": []}, "at least one batch"),
-            ({"params": {"w": jnp.full(SIZE, jnp.nan)}}, "params"),
             ({"loss_fn": lambda params, batch: params["w"]}, "mean loss, a scalar"),
             ({"loss_fn": lambda params, batch: jnp.sum(params["w"]) + jnp.inf}, "loss is finite"),
             ({"loss_fn": lambda params, batch: 0.0 * jnp.sum(params["w"])}, "grows around"),
-            ({"make_sampler": optax_smile.psmile_naive}, "make_sampler"),
+            ({"make_sampler": optax_smile.sgld}, "missing a required argument: .step_size"),
             ({"make_sampler": lambda **posterior: 3}, "gives a sampler"),
-            ({"key": None}, "key"),
         ],
     )
-    def test_wrong_arguments(self, changes, message):
+    def test_wrong_models(self, changes, message):
         given = {"loss_fn": bowl, "params": WEIGHTS, "batches": BATCHES, "num_data": NUM_DATA}
         with pytest.raises(ValueError, match=message) as error:
             local.local_precision(**given | QUIET | {"check": False} | changes)
-        assert str(error.value).startswith("`local_precision(") or "num_data" in changes
+        assert str(error.value).startswith("`local_precision(")
 
 
 def coefficient(trace, balance=None, **changes):
@@ -273,38 +240,34 @@ class TestCoefficient:
         """Sum of w^4: d / 4."""
         found = local.llc(
             lambda w, batch: jnp.sum(w**4) + 0.1, jnp.zeros(60), [np.zeros(1)],
-            num_data=10**6, localization=0.0, num_draws=100, **QUIET,
+            num_data=10**6, localization=0.0, num_draws=100, steps_per_dispatch=20, **QUIET,
         )  # fmt: skip
         assert found.llc == pytest.approx(15, abs=0.01)
         error = found.trace.mean(axis=1).std(ddof=1) / 2
         assert abs(found.trace.mean() - 15) < 4 * error < 3
         assert found.findings == () and "Nothing looks wrong" in str(found)
         assert found.beta == pytest.approx(1 / np.log(10**6))
+        assert (found.num_parameters, found.num_data) == (60, 10**6)
 
     def test_of_draws_that_are_stored_is_the_same(self, tmp_path):
         options: dict[str, Any] = {"num_data": NUM_DATA, "beta": 0.5, "localization": 10.0}
-        online = local.llc(
-            bowl,
-            WEIGHTS,
-            BATCHES,
-            num_warmup=50,
-            num_draws=6,
-            thin=5,
-            num_chains=2,
-            **options,
-            **QUIET,
-        )
-        tx = optax_smile.psmile(
-            num_data=NUM_DATA, temperature=2.0, prior_precision=20.0, prior_mean="start",
-            decoherence_length="turning", key=jax.random.key(0),
-        )  # fmt: skip
-        start = jax.tree.map(lambda x: jnp.stack([x, x]), WEIGHTS)
-        steps: dict[str, Any] = {"num_warmup": 50, "num_draws": 6, "thin": 5, "check": False}
-        steps["directory"] = tmp_path / "run"
-        draws = optax_smile.sample(bowl, start, BATCHES, tx, **steps, **QUIET)
+        steps: dict[str, Any] = {"num_warmup": 5, "num_draws": 6, "thin": 3}
+        make = functools.partial(optax_smile.sgld, 1e-4)
+        given: dict[str, Any] = {"num_chains": 2, "directory": tmp_path / "llc", **options, **steps}
+        online = local.llc(bowl, WEIGHTS, BATCHES, make_sampler=make, **given, **QUIET)
+        with pytest.warns(UserWarning, match="6 draws of .* loaded"):
+            again = local.llc(bowl, WEIGHTS, BATCHES, make_sampler=make, **given, **QUIET)
+        np.testing.assert_array_equal(again.loss, online.loss)
+        posterior: dict[str, Any] = {"temperature": 2.0, "prior_precision": 20.0}
+        tx = make(num_data=NUM_DATA, prior_mean="start", key=jax.random.key(0), **posterior)
+        steps |= {"check": False, "directory": tmp_path / "run"}
+        draws = optax_smile.sample(bowl, PAIR, BATCHES, tx, **steps, **QUIET)
         stored = local.llc(bowl, WEIGHTS, BATCHES, draws=draws, **options)
+        assert stored.loss.shape == (2, 6) and stored.square.min() > 0
         np.testing.assert_allclose(stored.loss, online.loss, rtol=1e-6)
         np.testing.assert_allclose(stored.square, online.square, rtol=1e-5)
+        away = np.asarray(draws.params["w"]) - 1
+        np.testing.assert_allclose(stored.slope, np.sum(CURVATURES * away**2, axis=-1), rtol=1e-4)
         with pytest.raises(ValueError, match="must be those of a run with prior_precision=50"):
             local.llc(bowl, WEIGHTS, BATCHES, draws=draws, **dict(options, beta=0.2))
         with pytest.raises(ValueError, match="prior_precision=2"):
@@ -312,15 +275,8 @@ class TestCoefficient:
         elsewhere = {"w": jnp.full(SIZE, 1.5)}
         with pytest.raises(ValueError, match="with its prior around `params`"):
             local.llc(bowl, elsewhere, BATCHES, draws=draws, **options)
-
-    def test_with_another_sampler_and_in_a_directory(self, tmp_path):
-        sgld = functools.partial(optax_smile.sgld, 1e-5)
-        given: dict[str, Any] = {"num_warmup": 0, "num_draws": 3, "num_chains": 2, **QUIET}
-        given |= {"num_data": NUM_DATA, "make_sampler": sgld, "directory": tmp_path / "run"}
-        first = local.llc(bowl, WEIGHTS, BATCHES, **given)
-        with pytest.warns(UserWarning, match="3 draws of .* loaded"):
-            again = local.llc(bowl, WEIGHTS, BATCHES, **given)
-        np.testing.assert_array_equal(first.loss, again.loss)
+        with pytest.raises(ValueError, match="for new draws"):
+            local.llc(bowl, WEIGHTS, BATCHES, num_data=NUM_DATA)
 
     def test_corrects_by_what_is_known(self):
         noise = np.random.default_rng(0).normal(size=(4, 200))
@@ -338,6 +294,9 @@ class TestCoefficient:
         ones = np.ones((2, 3))
         found = coefficient(ones, 2 * ones, square=3 * ones, localization=5.0, num_parameters=34)
         np.testing.assert_allclose(found.balance, (2 + 5 * 3) / 34)
+        found = found._replace(num_data=6.0, beta=0.5, start_loss=0.25)
+        np.testing.assert_allclose(found.balance, (6 * 0.5 * 2 + 5 * 3) / 34)
+        np.testing.assert_allclose(found.trace, 6 * 0.5 * (1 - 0.25))
 
     def test_findings(self):
         noise = 0.5 * np.random.default_rng(0).normal(size=(4, 200))
@@ -355,29 +314,11 @@ class TestCoefficient:
         found = coefficient(np.full((1, 5), 2.0))
         assert found.llc == 2 and np.isnan(found.standard_error)
 
-    def test_trend_of_noise_alone_is_within_its_errors(self):
-        """Beyond two in 4.6 % of the cases; 1,000 of them."""
-        noise = np.random.default_rng(0).normal(size=(1000, 4, 200))
-        ratios = [slope / error for slope, error in (_trend(_blocks(x)) for x in noise)]
-        assert 0.9 < np.std(ratios) < 1.12
-
-    @pytest.mark.parametrize(
-        "changes, message",
-        [
-            ({"num_data": 1}, "num_data"),
-            ({"beta": 0.0}, "beta"),
-            ({"localization": -1.0}, "localization"),
-            ({"key": None}, "for new draws"),
-            ({"num_chains": 0}, "num_chains"),
-            ({"draws": [WEIGHTS]}, "what `sample` returned"),
-            ({"num_draws": 0}, r"`llc\(num_draws=...\)` must be"),
-            ({"batches": iter(BATCHES)}, "gone through again"),
-        ],
-    )
-    def test_wrong_arguments(self, changes, message):
-        given = {"loss_fn": bowl, "params": WEIGHTS, "batches": BATCHES, "num_data": NUM_DATA}
-        with pytest.raises(ValueError, match=message):
-            local.llc(**given | QUIET | changes)
+    def test_noise_alone_hardly_ever_shows_a_trend(self):
+        """Beyond three standard errors in 0.5 % of the cases, by Student's t; 1,000 of them."""
+        noise = np.random.default_rng(0).normal(size=(1000, 4, 50))
+        found = [any("still" in x for x in coefficient(one).findings) for one in noise]
+        assert 1 <= sum(found) <= 12
 
 
 def logistic(params: Any, examples):
@@ -401,30 +342,33 @@ class TestInfluence:
         np.testing.assert_allclose(got, np.cov(losses.T)[5:, :5] / 2, atol=1e-5)
 
     def test_tells_what_leaving_out_does(self):
-        """Against refits by Newton's method, of the losses of new examples."""
+        """Draws of Metropolis' algorithm against refits, both of the losses of new examples."""
         rng = np.random.default_rng(0)
         x = rng.normal(size=(120, 3))
         y = np.sign(x @ [1.0, -2.0, 0.5] + rng.logistic(size=120))
-        train, new = (x[:80], y[:80]), (x[80:], y[80:])
+        (x, y), (new_x, new_y) = (x[:80], y[:80]), (x[80:], y[80:])
 
         def fit(kept):
             w = np.zeros(3)
             for _ in range(20):
-                p = 1 / (1 + np.exp(train[1] * (train[0] @ w)))
-                gradient = w - (kept * train[1] * p) @ train[0]
-                hessian = np.eye(3) + (train[0].T * (kept * p * (1 - p))) @ train[0]
-                w = w - np.linalg.solve(hessian, gradient)
-            return np.logaddexp(0, -new[1] * (new[0] @ w))
+                p = 1 / (1 + np.exp(y * (x @ w)))
+                hessian = np.eye(3) + (x.T * (kept * p * (1 - p))) @ x
+                w = w - np.linalg.solve(hessian, w - (kept * y * p) @ x)
+            return w, np.logaddexp(0, -new_y * (new_x @ w))
 
-        whole = fit(np.ones(80))
-        refits = np.stack([fit(1.0 - np.eye(80)[i]) - whole for i in range(80)], axis=1)
-        arrays = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), (train, new))
-        tx = optax_smile.psmile(num_data=80, decoherence_length="turning", key=0)
-        draws = optax_smile.sample(
-            lambda params, batch: logistic(params, batch).mean(), {"w": jnp.zeros((4, 3))},
-            [arrays[0]], tx, num_warmup=500, num_draws=250, thin=20, **QUIET,
-        )  # fmt: skip
-        got = local.influence(logistic, draws, *arrays)
+        def energy(w):
+            return np.logaddexp(0, -y * (w @ x.T)).sum(axis=1) + np.sum(w**2, axis=1) / 2
+
+        mode, whole = fit(np.ones(80))
+        refits = np.stack([fit(1.0 - np.eye(80)[i])[1] - whole for i in range(80)], axis=1)
+        w, draws = np.tile(mode, (250, 1)), []
+        for step in range(320):
+            proposal = w + 0.4 * rng.normal(size=w.shape)
+            accepted = np.log(rng.random(250)) < energy(w) - energy(proposal)
+            w = np.where(accepted[:, None], proposal, w)
+            if step % 80 == 79:
+                draws += [{"w": row} for row in w.astype(np.float32)]
+        got = local.influence(logistic, draws, (x, y), (new_x, new_y))
         ranks = [np.argsort(np.argsort(values, axis=1), axis=1) for values in (got, refits)]
         each = [np.corrcoef(*pair)[0, 1] for pair in zip(*ranks, strict=True)]
         assert np.mean(each) > 0.9
@@ -438,28 +382,20 @@ class TestInfluence:
         with pytest.raises(ValueError, match="must be that of the draws, 4"):
             local.influence(linear, draws, np.eye(2), temperature=1.0)
 
-    @pytest.mark.parametrize(
-        "changes, message",
-        [
-            ({"draws": 3}, "an iterable of parameter trees"),
-            ({"draws": []}, "at least two draws"),
-            ({"examples": np.zeros((0, 2))}, "not empty"),
-            ({"queries": np.zeros((3, 5))}, "arrays like the examples"),
-            ({"batch_size": 0}, "batch_size"),
-            ({"temperature": 0.0}, "temperature"),
-            ({"losses_fn": lambda params, x: x.mean()}, "loss of each example"),
-            ({"losses_fn": lambda params, x: x[:, 0] + jnp.inf}, "finite"),
-            ({"losses_fn": 3}, "losses_fn"),
-        ],
-    )
-    def test_wrong_arguments(self, changes, message):
-        given: dict[str, Any] = {
-            "losses_fn": lambda params, x: x @ params["w"],
-            "examples": np.eye(2),
-        }
+    def test_wrong_losses_and_examples(self):
+        given: dict[str, Any] = {"losses_fn": linear, "examples": np.eye(2)}
         given["draws"] = [{"w": jnp.ones(2)}, {"w": jnp.zeros(2)}]
-        with pytest.raises(ValueError, match=message):
-            local.influence(**given | changes)
+        wrong: list[tuple[dict[str, Any], str]] = [
+            ({"draws": given["draws"][:1]}, "at least two draws, got 1"),
+            ({"examples": np.zeros((0, 2))}, "the same first axis, not empty"),
+            ({"queries": np.zeros((3, 5))}, "arrays like the examples"),
+            ({"losses_fn": lambda params, x: x.mean()}, "loss of each example"),
+            ({"losses_fn": lambda params, x: x[:1, 0]}, "loss of each example"),
+            ({"losses_fn": lambda params, x: x[:, 0] + jnp.inf}, "losses that are finite"),
+        ]
+        for changes, message in wrong:
+            with pytest.raises(ValueError, match=message):
+                local.influence(**given | changes)
 
 
 def test_pictures():
@@ -474,7 +410,3 @@ def test_pictures():
     found = coefficient(np.random.default_rng(0).normal(5, 1, (3, 50)))
     ax = plots.learning_coefficient(found, ax=Figure().subplots())
     assert len(ax.lines) == 4 and "Learning coefficient 5.063 +- 0.03" in ax.get_title()
-    draws: Any = plots.precision_search, plots.learning_coefficient
-    for draw in draws:
-        with pytest.raises(ValueError, match="returned"):
-            draw(3)

@@ -97,7 +97,8 @@ class BayesianClassifier(ClassifierMixin, _Bayesian):
         num_chains, num_epochs, num_warmup, num_draws, thin: as `warmstart` and `sample` have them.
 
     Example:
-        >>> short = BayesianClassifier(num_chains=2, num_warmup=20, num_draws=5, random_state=0)
+        >>> few = {"num_chains": 2, "num_warmup": 20, "num_draws": 5, "thin": 4}
+        >>> short = BayesianClassifier(widths=(8,), **few, random_state=0)
         >>> short.fit([[0], [1], [2], [3]], ["no", "no", "yes", "yes"]).predict([[9]]).tolist()
         ['yes']
     """

@@ -16,6 +16,7 @@ from optax_smile.diagnostics.statistics import to_arviz
 from optax_smile.draws.snapshots import Snapshots, StoredSnapshots
 
 WHERE = "from_numpyro"
+DRAWS = "draws of this model, as `sample` returns them"
 # What prior and deterministic values may differ by between batches, relative.
 TOLERANCE = 1e-5
 # Of the values at which a model is looked at.
@@ -74,6 +75,10 @@ class NumpyroModel:
         found = initialize(key, self.model, model_args=arguments, model_kwargs=keywords)
         return {name: jnp.asarray(x) for name, x in found.param_info.z.items()}
 
+    @_check.arguments(
+        "NumpyroModel.constrain",
+        draws=_check.kind((Snapshots, StoredSnapshots), DRAWS),
+    )
     def constrain(self, draws: Snapshots | StoredSnapshots) -> Snapshots:
         """Give the draws as the model knows them.
 
@@ -82,15 +87,14 @@ class NumpyroModel:
 
         Returns:
             Draws whose parameters are a dict from the name of a site to its values,
-            `[chain, draw, ...]`: latent sites, and deterministic ones that hang on no example.
+            `[chain, draw, ...]`: latent sites, and deterministic ones that do not depend on the
+            examples.
         """
-        rule = "draws of this model, as `sample` returns them"
-        _check._kind("NumpyroModel.constrain", "draws", draws, (Snapshots, StoredSnapshots), rule)
         example = _example(self)
         names = sorted(example)
         if not isinstance(draws.params, Mapping) or sorted(draws.params) != names:
             got = sorted(draws.params) if isinstance(draws.params, Mapping) else "another tree"
-            _check.fail("NumpyroModel.constrain", "draws", f"{rule}, of {names}", got)
+            _check.fail("NumpyroModel.constrain", "draws", f"{DRAWS}, of {names}", got)
         kept = _kept(self, example)
 
         @jax.jit
@@ -108,6 +112,17 @@ class NumpyroModel:
         return to_arviz(self.constrain(draws))
 
 
+def _is_concrete(batch: Any) -> bool:
+    return not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(batch))
+
+
+@_check.arguments(
+    WHERE,
+    model=_check.Where("a function with sites of NumPyro", callable),
+    batch=_check.Where("arrays outside of compiled functions", _is_concrete),
+    num_data=_check.Whole(1),
+    plate=_check.kind(str, "the name of a plate"),
+)
 def from_numpyro(
     model: Callable[..., Any], batch: Any, *, num_data: int, plate: str = "data"
 ) -> NumpyroModel:
@@ -132,7 +147,7 @@ def from_numpyro(
 
     Raises:
         ValueError: a plate that is not there or of another size; no observed site in it; latent
-            sites that are discrete, or inside it; a prior that hangs on the batch; indices that
+            sites that are discrete, or inside it; a prior that depends on the batch; indices that
             the model reads and the batch does not give; `numpyro.param`, or random numbers.
         ImportError: NumPyro is missing.
 
@@ -158,16 +173,10 @@ def from_numpyro(
         ...     optax_smile.psmile(**bridge.posterior, key=0),
         ...     num_warmup=50, num_draws=5, thin=10, key=0, progress=False,
         ... )
-        >>> sorted(bridge.to_arviz(draws).posterior.data_vars)
-        ['noise', 'w']
+        >>> {name: x.shape for name, x in bridge.constrain(draws).params.items()}
+        {'noise': (2, 5), 'w': (2, 5, 2)}
     """
     _import_numpyro()
-    _check.whole(WHERE, "num_data", num_data, 1)
-    _check._kind(WHERE, "plate", plate, str, "the name of a plate")
-    if not callable(model):
-        _check.fail(WHERE, "model", "a function with sites of NumPyro", _check.show(model))
-    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(batch)):
-        _check.fail(WHERE, "batch", "arrays outside of compiled functions", "a tracer")
     bridge = NumpyroModel(model, plate, num_data, batch)
     with _check.calling(WHERE, "batch", "arrays that the model can be called with"):
         params = _example(bridge)
@@ -325,7 +334,7 @@ def _check_prior(run: _Run, other: _Run):
     for name in run.log_densities:
         if name not in run.inside and not _same(run, other, name):
             rule = "of a model whose prior is the same for every batch"
-            _check.fail(WHERE, "batch", rule, f"one on which the site {name!r} hangs")
+            _check.fail(WHERE, "batch", rule, f"one on which the site {name!r} depends")
 
 
 def _kept(bridge: NumpyroModel, params: Mapping[str, jax.Array]) -> list[str]:

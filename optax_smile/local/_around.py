@@ -24,21 +24,31 @@ POSTERIOR = "(num_data=, prior_precision=, prior_mean=, temperature=, key=)"
 SAMPLER = functools.partial(psmile, decoherence_length="turning")
 
 
-def check(
-    where: str, loss_fn: Any, params: Any, batches: Any, num_data: Any, least: int, sampler: Any
-):
-    """Require the arguments that describe a model, its data, at least so many, and its sampler."""
-    rule = f">= {least} and finite"
-    _check.number(where, "num_data", num_data, rule, lambda x: least <= x < np.inf, traced=False)
-    _check.function(where, "loss_fn", loss_fn, "(params, batch)")
-    _tree.check_params(where, params, smallest=2)
-    _check.finite(where, "params", params)
-    _check.batches(where, batches)
-    if isinstance(batches, Iterator):
-        rule = "an iterable that can be gone through again, such as a list"
-        _check.fail(where, "batches", rule, f"a {type(batches).__name__}")
-    remedy = "Bind other arguments by functools.partial, such as the step size of `sgld`."
-    _check.function(where, "make_sampler", sampler, POSTERIOR, remedy)
+class Weights(_check.Constraint):
+    """Trained weights of one network."""
+
+    text = "a tree of finite float32 or float64 arrays with at least 2 parameters"
+
+    def __call__(self, where, argument, value, given=_check.NOTHING):
+        _tree.check_params(where, value, smallest=2)
+        return _check.Tree(self.text, traced=False, finite=True)(where, argument, value)
+
+
+def constraints(least: int) -> dict[str, _check.Constraint]:
+    """Constraints of the model, of its data, at least so many, and of its sampler."""
+    batches = _check.Where(
+        "an iterable of batches that can be repeated, such as a list",
+        lambda value: _check.BATCHES.holds(value) and not isinstance(value, Iterator),
+        _check.CALL_IT,
+    )
+    advice = "Bind other arguments by functools.partial, such as the step size of `sgld`."
+    return {
+        "loss_fn": _check.Function("(params, batch)"),
+        "params": Weights(),
+        "batches": batches,
+        "num_data": _check.Real(least, traced=False),
+        "make_sampler": _check.Function(POSTERIOR, advice),
+    }
 
 
 def build(

@@ -163,6 +163,21 @@ def _trend(blocks: np.ndarray) -> tuple[float, float]:
     return float(slope), float(np.sqrt(rest / (chains * np.sum(time**2))))
 
 
+@_check.arguments(
+    **_around.constraints(2),
+    beta=_check.Real(0, open="low", traced=False) | None,
+    localization=_check.Real(0, traced=False),
+    draws=_check.kind((Snapshots, StoredSnapshots), "what `sample` returned") | None,
+    num_chains=_check.Whole(1),
+    num_warmup=_check.Whole(0),
+    num_draws=_check.Whole(1),
+    thin=_check.Whole(1),
+    key=_check.Key(),
+    steps_per_dispatch=_check.Whole(1),
+    directory=_check.PathLike() | None,
+    check=_check.FLAG,
+    progress=_check.FLAG,
+)
 def llc(
     loss_fn: Callable[[Any, Any], jax.Array],
     params: optax.Params,
@@ -197,7 +212,7 @@ def llc(
     Args:
         loss_fn: mean loss `loss_fn(params, batch)`, as that of `sample`, without random numbers.
         params: w, trained weights of one network.
-        batches: of the data, gone through again and again; not an iterator. The loss of a draw is
+        batches: of the data, repeated as often as needed; not an iterator. The loss of a draw is
             that over all of them.
         num_data: n >= 2, the number of terms that the mean loss stands for, see `psmile`.
         beta: inverse temperature, > 0; None: 1 / log n.
@@ -231,7 +246,7 @@ def llc(
         >>> import jax.numpy as jnp, optax_smile
         >>> found = optax_smile.local.llc(
         ...     lambda w, batch: jnp.sum(w**2), jnp.zeros(20), [jnp.zeros(1)], num_data=1000,
-        ...     localization=0.0, num_draws=200, key=0, progress=False,
+        ...     localization=0.0, num_warmup=200, num_draws=50, key=0, progress=False,
         ... )
         >>> 9 < found.llc < 11
         True
@@ -239,20 +254,7 @@ def llc(
     Source: Watanabe 2013; Lau et al., The local learning coefficient, AISTATS 2025.
     """
     where = "llc"
-    _around.check(where, loss_fn, params, batches, num_data, 2, make_sampler)
-    if draws is not None:
-        _check._kind(where, "draws", draws, (Snapshots, StoredSnapshots), "what `sample` returned")
-    elif directory is not None:
-        _check.path(where, "directory", directory)
-    steps = {"num_warmup": num_warmup, "num_draws": num_draws, "thin": thin}
-    steps |= {"num_chains": num_chains, "steps_per_dispatch": steps_per_dispatch}
-    for name, value in steps.items():
-        _check.whole(where, name, value, 0 if name == "num_warmup" else 1)
-    typed: Any = None if draws is not None else _check.needed_key(where, key, "for new draws")
     beta = watanabe_beta(num_data) if beta is None else beta
-    _check.positive(where, "beta", beta, traced=False)
-    _check.nonnegative(where, "localization", localization, traced=False)
-    _check.flags(where, check=check, progress=progress)
     posterior = {
         "num_data": num_data,
         "prior_precision": localization / beta,
@@ -273,14 +275,17 @@ def llc(
         seen = jax.tree.map(lambda *x: np.concatenate(x), *map(observe, stacked))
         seen = {name: x.reshape(-1, draws.num_chains).T for name, x in seen.items()}
         return LearningCoefficient(**seen, **told)
-    del steps["num_chains"]
+    typed: Any = _check.Key("for new draws")(where, "key", key)
     chains = _around.copies(params, num_chains)
     kept = _around.watch(
         where,
         (loss_fn, chains, batches),
         _around.build(where, make_sampler, typed, **posterior),
         observe,
-        **steps,
+        num_warmup=num_warmup,
+        num_draws=num_draws,
+        thin=thin,
+        steps_per_dispatch=steps_per_dispatch,
         key=typed,
         directory=directory,
         progress=progress,

@@ -16,6 +16,17 @@ from optax_smile import _check
 DRAWS_AT_ONCE = 64
 
 
+@_check.arguments(
+    losses_fn=_check.Function("(params, examples)"),
+    draws=_check.Where(
+        "an iterable of parameter trees",
+        lambda draws: np.iterable(draws) and not isinstance(draws, (dict, str, bytes)),
+    ),
+    examples=_check.Tree(keys=False, traced=False),
+    queries=_check.Tree(keys=False, traced=False) | None,
+    temperature=_check.Real(0, open="low", traced=False) | None,
+    batch_size=_check.Whole(1) | None,
+)
 def influence(
     losses_fn: Callable[[Any, Any], jax.Array],
     draws: Iterable[optax.Params],
@@ -38,7 +49,7 @@ def influence(
         losses_fn: `losses_fn(params, examples)`, the loss of each, `[example]`, in nats: those
             whose mean the sampler's `num_data` stands for.
         draws: parameter trees: what `sample` returns, in memory or on disk, or any other iterable,
-            also a generator that a loop of one's own feeds, which is gone through once.
+            also a generator that a loop of your own feeds; it is read once.
         examples: what `losses_fn` takes, arrays `[example, ...]`, at least one.
         queries: likewise, `[query, ...]`; None: the examples.
         temperature: of the posterior, > 0; None: as the draws tell, or 1.
@@ -66,11 +77,6 @@ def influence(
     for the covariance as a derivative.
     """
     where = "influence"
-    _check.function(where, "losses_fn", losses_fn, "(params, examples)")
-    if not np.iterable(draws) or isinstance(draws, dict):
-        _check.fail(where, "draws", "an iterable of parameter trees", _check.show(draws))
-    if batch_size is not None:
-        _check.whole(where, "batch_size", batch_size, 1)
     temperature = _temperature(where, draws, temperature)
     number = _rows(where, "examples", examples)
     whole, num_queries = examples, 0
@@ -141,7 +147,6 @@ class _Moments:
 
 def _rows(where: str, argument: str, tree: Any) -> int:
     """Common length of the first axis, at least one."""
-    _check.leaves(where, argument, tree, keys=False, traced=False)
     lengths = {np.shape(x)[:1] for x in jax.tree.leaves(tree)}
     if len(lengths) != 1 or lengths & {(), (0,)}:
         rule = "a tree of arrays with the same first axis, not empty"
@@ -155,7 +160,6 @@ def _temperature(where: str, draws: Any, given: float | None) -> float:
     told = float(told) if isinstance(told, int | float) else None
     if given is None:
         return 1.0 if told is None else told
-    _check.positive(where, "temperature", given, traced=False)
     if told is not None and not np.isclose(told, given, rtol=1e-4):
         _check.fail(where, "temperature", f"that of the draws, {told:g}", given)
     return float(given)

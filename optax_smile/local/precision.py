@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -72,12 +72,13 @@ class PrecisionSearch(NamedTuple):
         """The precision to sample with."""
         return float(self.precisions[self.best])
 
+    @_check.arguments("PrecisionSearch.sampler", key=_check.Key(""))
     def sampler(self, *, key: jax.Array | int) -> optax.GradientTransformation:
         """Make the sampler of the best candidate, with the prior around each chain's start."""
         return _around.build(
             "PrecisionSearch.sampler",
             self.make_sampler,
-            _check.needed_key("PrecisionSearch.sampler", key),
+            cast(jax.Array, key),
             num_data=self.num_data,
             prior_precision=self.prior_precision,
             temperature=self.temperature,
@@ -104,6 +105,19 @@ class PrecisionSearch(NamedTuple):
             yield "No precision that was tried comes near: give more runs or longer ones."
 
 
+@_check.arguments(
+    **_around.constraints(1),
+    allowed=_check.Real(0, open="low", traced=False),
+    temperature=_check.Real(0, open="low", traced=False),
+    num_chains=_check.Whole(1),
+    num_warmup=_check.Whole(0),
+    num_draws=_check.Whole(1),
+    thin=_check.Whole(1),
+    max_runs=_check.Whole(1),
+    key=_check.Key(""),
+    check=_check.FLAG,
+    progress=_check.FLAG,
+)
 def local_precision(
     loss_fn: Callable[[Any, Any], jax.Array],
     params: optax.Params,
@@ -130,16 +144,16 @@ def local_precision(
         excess = E[L(w + x) + L(w - x)] / 2 - L(w),  x = draw - w
 
     nats per example: what the width of the draws costs, without what they gain downhill where w is
-    no minimum. g is searched for by short chains until the excess is what is allowed; the first
-    guess is the noise N(0, 1 / g) itself, which the likelihood then narrows. Sample with what was
-    searched for, `search.sampler(key=0)`.
+    no minimum. Short chains search for the g whose excess is what is allowed; the first guess is
+    the noise N(0, 1 / g) itself, which the likelihood then narrows. Sample with
+    `search.sampler(key=0)`.
 
     Args:
         loss_fn: mean loss `loss_fn(params, batch)`, as that of `sample`, without random numbers.
         params: trained weights of one network.
-        batches: gone through again and again; not an iterator. The loss of the draws is that over
+        batches: repeated as often as needed; not an iterator. The loss of the draws is that over
             all of them.
-        num_data: number of terms that the mean loss stands for, see `psmile`.
+        num_data: >= 1, the number of terms that the mean loss stands for, see `psmile`.
         allowed: excess loss of a single draw, nats per example, > 0.
         temperature: of the posterior, > 0.
         make_sampler: called with `num_data=`, `prior_precision=`, `prior_mean=`, `temperature=` and
@@ -169,22 +183,15 @@ def local_precision(
         >>> import jax, jax.numpy as jnp, optax_smile
         >>> loss_fn = lambda params, batch: jnp.mean(jnp.sum((params - batch) ** 2, axis=1)) / 2
         >>> search = optax_smile.local.local_precision(
-        ...     loss_fn, jnp.zeros((1, 50)), [jnp.zeros((10, 50))],
-        ...     num_data=10, key=0, progress=False,
+        ...     loss_fn, jnp.zeros((1, 500)), [jnp.zeros((10, 500))],
+        ...     num_data=10, allowed=0.1, key=0, progress=False,
         ... )
-        >>> 1e3 < search.prior_precision < 4e3
+        >>> 2e3 < search.prior_precision < 3e3
         True
     """
     where = "local_precision"
-    _around.check(where, loss_fn, params, batches, num_data, 1, make_sampler)
-    for name, value in (("allowed", allowed), ("temperature", temperature)):
-        _check.positive(where, name, value, traced=False)
     steps: dict[str, Any] = {"num_warmup": num_warmup, "num_draws": num_draws, "thin": thin}
-    for name, value in {**steps, "num_chains": num_chains}.items():
-        _check.whole(where, name, value, 0 if name == "num_warmup" else 1)
-    _check.whole(where, "max_runs", max_runs, 1)
-    _check.flags(where, check=check, progress=progress)
-    typed = _check.needed_key(where, key)
+    typed = cast(jax.Array, key)
     start_loss = _around.check_loss(where, loss_fn, params, batches, check)
     losses, chains = _around.over_batches(loss_fn, batches), _around.copies(params, num_chains)
 
@@ -270,14 +277,34 @@ def _next(tried: list[tuple[float, ...]], allowed: float) -> float:
     return float(np.exp(logs[-1, 0] + jump))
 
 
-def fan_in_precision(params: optax.Params, *, scale: float = 1.0, out_axis: int = -1) -> Any:
+class _Floating(_check.Constraint):
+    text = "a tree of arrays of floating-point numbers, not empty"
+
+    def __call__(self, where, argument, value, given=_check.NOTHING):
+        for x in jax.tree.leaves(value) or [None]:
+            is_real = jnp.issubdtype(getattr(x, "dtype", object), jnp.floating)
+            if not is_real or 0 in x.shape:
+                _check.fail(where, argument, self.text, _check.show(x))
+        return value
+
+
+@_check.arguments(
+    params=_Floating(),
+    scale=_check.Real(0, open="low", traced=False),
+    out_axis=_check.Where(
+        "0 or -1", lambda axis: not isinstance(axis, str) and str(axis) in ("0", "-1")
+    ),
+)
+def fan_in_precision(
+    params: optax.Params, *, scale: float = 1.0, out_axis: Literal[0, -1] = -1
+) -> Any:
     """Give the precision of the prior by which weights are initialised: their fan-in.
 
     Args:
         params: of one network, or their shapes.
         scale: variance of a weight times its fan-in, > 0: 1 for LeCun's rule, 2 for He's.
-        out_axis: axis of the outputs in arrays with two or more, -1 in Flax, 0 in Equinox; the
-            other axes together are the fan-in.
+        out_axis: axis of the outputs in arrays with two or more, 0 or -1: -1 in Flax, 0 in
+            Equinox; the other axes together are the fan-in.
 
     Returns:
         A tree of numbers like the parameters, for `prior_precision`: fan-in / scale, and
@@ -291,14 +318,6 @@ def fan_in_precision(params: optax.Params, *, scale: float = 1.0, out_axis: int 
         >>> fan_in_precision({"w": jnp.ones((30, 5)), "b": jnp.ones(5)})
         {'b': 1.0, 'w': 30.0}
     """
-    where = "fan_in_precision"
-    leaves, rule = jax.tree.leaves(params), "a tree of arrays of floating-point numbers, not empty"
-    for x in leaves or [None]:
-        is_real = jnp.issubdtype(getattr(x, "dtype", object), jnp.floating)
-        if not is_real or 0 in x.shape:
-            _check.fail(where, "params", rule, _check.show(x))
-    _check.positive(where, "scale", scale, traced=False)
-    _check.choice(where, "out_axis", str(out_axis), ("0", "-1"))
 
     def precision(x: Any) -> float:
         shape = np.shape(x)
