@@ -66,12 +66,19 @@ def pytest_addoption(parser):
     parser.addoption("--full", action="store_true", help="campaigns of tests/faults in full")
 
 
+def optimize(is_optimized):
+    """Set what this process and those that it starts compile with."""
+    jax.config.update("jax_disable_most_optimizations", not is_optimized)
+    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = str(int(not is_optimized))
+
+
 @pytest.fixture(autouse=True, scope="module")
 def module_settings(request):
     """Apply what a module asks for, and free its compiled programs afterwards.
 
     `SHORT_WINDOWS = True`: psmile measures its scale within the few calls of a test.
     """
+    optimize(getattr(request.module, "OPTIMIZED", False))
     with pytest.MonkeyPatch.context() as patch:
         if getattr(request.module, "SHORT_WINDOWS", False):
             patch.setattr(preconditioner, "FIRST_WINDOW", 4)
@@ -84,7 +91,7 @@ def module_settings(request):
 def optimizations(request):
     """Compile quickly, except where memory or statistics are measured."""
     is_optimized = getattr(request.module, "OPTIMIZED", False)
-    is_optimized |= any(request.node.get_closest_marker(name) for name in ("slow", "nightly"))
-    jax.config.update("jax_disable_most_optimizations", not is_optimized)
+    is_slow = any(request.node.get_closest_marker(name) for name in ("slow", "nightly"))
+    optimize(is_optimized or is_slow)
     yield
-    jax.config.update("jax_disable_most_optimizations", True)
+    optimize(is_optimized)
