@@ -1,9 +1,8 @@
 """Where a run keeps its draws, and what it needs to go on: in memory or in a directory."""
 
-import os
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -92,21 +91,21 @@ class DirectoryRun:
 
     def __init__(
         self,
-        directory: str | os.PathLike[str],
+        directory: Path,
         chains: Chains,
         closing: ExitStack,
         *,
         settings: Mapping[str, Any],
         num_draws: int,
-        dtype: str | None,
+        dtype: _manifest.StoredDtype | None,
         resume: bool,
         minutes: float,
         data: _identity.Data,
-        accept: tuple[str, ...],
+        accept: Sequence[_identity.Accepted],
     ):
         _disk.import_safetensors()
         start = chains.draw()
-        self.directory, self.like = Path(directory).absolute(), _loop.one_of(start)
+        self.directory, self.like = directory.absolute(), _loop.one_of(start)
         closing.enter_context(_checkpoint.lock("sample", self.directory))
         if jax.process_index() == 0:
             _disk.remove_drafts(self.directory)

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,8 @@ from optax_smile import _check, _disk, _tree
 FORMAT = 3
 FILE = "manifest.json"
 # What numbers may be rounded to on their way to disk.
-STORED_DTYPES = ("float16", "float32", "float64")
+StoredDtype = Literal["float16", "float32", "float64"]
+STORED_DTYPES = get_args(StoredDtype)
 # Python goes no deeper than 1,000 calls.
 LONGEST_PATH = 500
 REMEDY = "Bring it back: a run with the same arguments in a new directory writes the same one."
