@@ -6,8 +6,8 @@ process has eight.
 
 Compiling is most of what the suite costs. What is compiled is kept between runs, also for the
 processes that tests start, and most optimizations are off except in slow tests and in modules with
-`OPTIMIZED = True`: those that measure memory or statistics. With `OPTIMIZED = False` they are off in
-its slow tests as well, so that these may compare bits with what a fixture made.
+`OPTIMIZED = True`: those that measure memory or statistics. With `OPTIMIZED = False` they are off
+in slow tests as well, so that these may compare bits with what a fixture made.
 
 `--full` runs the campaigns of `tests/faults` in full; they then record what they found.
 """

@@ -156,6 +156,9 @@ class Chains:
 
     def _check_different(self):
         """Require chains that differ in anything, such as the key of their noise."""
+        if self.like.key is not None:
+            # Each chain has a key of its own for its loss.
+            return
         first = _tree.first_alike(_tree.local(self.tree))
         copies = [chain for chain, like in enumerate(first) if like != chain]
         if copies:
