@@ -39,17 +39,18 @@ def start() -> Any:
     return {"w": jnp.arange(2.0 * CHAINS).reshape(CHAINS, 2) / 10, "b": jnp.zeros(CHAINS)}
 
 
-def quiet(step_size=0.02, **arguments):
+def quiet(step_size: Any = 0.02, **arguments):
     """A sampler without noise."""
-    return optax_smile.smile_naive(step_size, num_data=NUM_DATA, **arguments)
+    arguments = {"decoherence_length": None, "num_data": NUM_DATA, **arguments}
+    return optax_smile.smile(step_size, **arguments)
 
 
-def noisy(step_size=0.02, **arguments):
+def noisy(step_size: Any = 0.02, **arguments):
     """A sampler with a random number for each step."""
     return quiet(step_size, decoherence_length=0.1, key=5, **arguments)
 
 
-def run(directory: Path | None = None, loss=mean_loss, params=None, sampler=None, **arguments):
+def run(directory: Any = None, loss=mean_loss, params=None, sampler=None, **arguments):
     """Sample, with a checkpoint at the start and at the end unless asked for others."""
     defaults: dict[str, Any] = {
         "num_warmup": WARMUP,

@@ -48,6 +48,7 @@ import optax_smile
 from optax_smile import _settings
 from optax_smile.chains import _checkpoint
 from optax_smile.draws import _files, _manifest
+from optax_smile.state import STATE_FORMAT
 
 # Also slow tests compare bits with those of fixtures.
 OPTIMIZED = False
@@ -343,6 +344,39 @@ def test_what_cannot_be_resumed(copied):
     shutil.rmtree(copied / "checkpoints")
     with pytest.raises(ValueError, match=form + "a directory with a checkpoint .* draws alone"):
         run(copied)
+
+
+@pytest.mark.parametrize("number", [None, 1])
+def test_a_checkpoint_of_another_format_is_refused(tmp_path, monkeypatch, number):
+    """Here and in `warmstart`, whose optimizer may be a sampler."""
+
+    def train(directory, optimizer):
+        init = {"w": jnp.zeros(2), "b": jnp.zeros(())}
+        arguments: dict[str, Any] = {"num_members": 2, "key": 0, "progress": False}
+        arguments |= {"num_epochs": 1, "directory": directory}
+        return optax_smile.warmstart(
+            mean_loss, lambda _: init, regression(), optimizer, **arguments
+        )
+
+    runs: dict[str, Any] = {
+        "sample": lambda: run(tmp_path / "run"),
+        "warmstart": lambda: train(tmp_path / "start", noisy()),
+    }
+    for name, make in runs.items():
+        with monkeypatch.context() as patch:
+            patch.setattr(_checkpoint, "state_format", lambda tree: number)
+            make()
+        rule = (
+            rf"`{name}\(directory=...\)` must be one whose checkpoints have a sampler's state of"
+            rf" format {STATE_FORMAT}, got .*checkpoints/\d+ of "
+            + ("an older format, without a number" if number is None else f"format {number}")
+        )
+        with pytest.raises(optax_smile.ArgumentError, match=rule):
+            make()
+    assert optax_smile.load_snapshots(tmp_path / "run").num_draws == DRAWS
+    adam = tmp_path / "adam"
+    with pytest.warns(UserWarning, match="it is finished"):
+        train(adam, optax.adam(0.1)), train(adam, optax.adam(0.1))
 
 
 @pytest.mark.parametrize(

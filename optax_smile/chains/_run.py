@@ -113,7 +113,7 @@ class DirectoryRun:
         self.checkpoints = _checkpoint.Checkpoints(self.directory, minutes)
         closing.callback(self.checkpoints.close)
         manifest = _manifest.of_run(start, dtype, settings)
-        before = self._resumed(manifest, resume)
+        before = self._resumed(manifest, chains, resume)
         self.resumed, self.num_draws = before is not None, num_draws
         self.clock = _sessions.Clock(self.directory, self.resumed)
         rounded = _files.rounded(start, dtype)
@@ -133,7 +133,9 @@ class DirectoryRun:
         )
         closing.callback(self.writer.close)
 
-    def _resumed(self, manifest: dict[str, Any], resume: bool) -> dict[str, Any] | None:
+    def _resumed(
+        self, manifest: dict[str, Any], chains: Chains, resume: bool
+    ) -> dict[str, Any] | None:
         """The manifest of the run to go on with, if any; an error where it is something else."""
         has_draws = any(self.directory.glob("draw-*"))
         if not has_draws and self.checkpoints.newest() == 0:
@@ -149,6 +151,7 @@ class DirectoryRun:
             _check.fail("sample", "directory", rule, got, "Choose another, or remove it.")
         if not has_checkpoint:
             return None
+        self.checkpoints.check_format("sample", chains.tree)
         before = _manifest.read("sample", self.directory)
         theirs, other = _flat(before), {"versions", "data", "loss"}
         if before["versions"] != manifest["versions"]:

@@ -198,7 +198,7 @@ def find_step_size(
         >>> loss_fn = lambda params, y: jnp.mean((apply_fn(params, x)[0] - y) ** 2) / 2
         >>> search = optax_smile.find_step_size(
         ...     loss_fn, {"w": jnp.eye(2)}, [2 * x],
-        ...     lambda step_size: optax_smile.smile(step_size, num_data=20, decoherence_length=None),
+        ...     lambda size: optax_smile.smile(size, num_data=20, decoherence_length=None),
         ...     apply_fn, (x, 2 * x), likelihood="gaussian", num_warmup=30, num_draws=30,
         ...     key=jax.random.key(0), step_sizes=(0.03, 3.0), progress=False,
         ... )

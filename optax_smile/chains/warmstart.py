@@ -171,7 +171,7 @@ def warmstart(
             own = {"stochastic": stochastic, "per_member": per_member}
             own |= {"num_members": num_members, "patience": patience}
             told = _tell(own, typed, optimizer, batches, validation, losses, members)
-            checkpoints = _open(Path(directory), checkpoint_minutes, closing, told, accept)
+            checkpoints = _open(Path(directory), checkpoint_minutes, closing, told, accept, members)
             if found := checkpoints.restore(members):
                 members, epoch = found[0], found[1]["epoch"]
         bar = closing.enter_context(_loop.Bar(num_epochs, "warm start", progress, compiles=True))
@@ -296,11 +296,13 @@ def _open(
     closing: ExitStack,
     told: dict[str, Any],
     accept: Sequence[_identity.Accepted],
+    members: Members,
 ) -> Checkpoints:
     """Hold the directory, and require that it has no other training."""
     closing.enter_context(lock("warmstart", directory))
     checkpoints = Checkpoints(directory, minutes)
     closing.callback(checkpoints.close)
+    checkpoints.check_format("warmstart", members)
     before = checkpoints.place()
     if before is not None:
         _check_same(directory, before["run"], told, accept)
