@@ -113,7 +113,7 @@ def test_the_first_ctrl_c_ends_the_search():
         find_step_size(**arguments(batches=Interrupted(), num_warmup=0))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_on_real_data_the_best_predicts_as_well_as_a_regression_that_is_solved():
     data: Any = load_diabetes()
     inputs = np.asarray(data.data / np.std(data.data, axis=0), np.float32)

@@ -21,7 +21,8 @@ SAMPLES, CHAINS = 30, 8
 # Seconds for two processes that start, compile and sample on one busy core.
 PATIENCE = 300
 
-pytestmark = pytest.mark.slow
+# Processes start and compile for half a minute.
+pytestmark = pytest.mark.nightly
 
 
 def start(directory: Path, log: Path, devices: int, *options: str) -> subprocess.Popen:
@@ -86,15 +87,6 @@ def assert_same_bits(actual: Any, expected: Any):
         assert x.dtype == y.dtype and x.tobytes() == y[:, :count].tobytes()
     for name, values in actual.trace.items():
         np.testing.assert_array_equal(values, expected.trace[name][:, :count])
-
-
-@pytest.fixture(autouse=True, scope="module")
-def compile_once(tmp_path_factory):
-    """The processes of all tests run the same programs."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path_factory.mktemp("compiled")))
-        patch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
-        yield
 
 
 @pytest.fixture(scope="module")
