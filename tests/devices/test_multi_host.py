@@ -21,9 +21,6 @@ SAMPLES, CHAINS = 30, 8
 # Seconds for two processes that start, compile and sample on one busy core.
 PATIENCE = 300
 
-# Processes start and compile for half a minute.
-pytestmark = pytest.mark.nightly
-
 
 def start(directory: Path, log: Path, devices: int, *options: str) -> subprocess.Popen:
     command = [sys.executable, str(EXAMPLE), str(directory), "--smoke", *options]
@@ -100,6 +97,7 @@ def reference(tmp_path_factory):
     return draws
 
 
+@pytest.mark.slow
 def test_a_signal_to_one_process_ends_both_in_order(tmp_path, reference):
     """And the two give the draws of one process bit for bit."""
     run = tmp_path / "run"
@@ -122,6 +120,7 @@ def test_a_signal_to_one_process_ends_both_in_order(tmp_path, reference):
     assert_same_bits(stored, reference)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("killed", [0, 1])
 def test_a_dead_process_ends_the_other_and_loses_no_draw(tmp_path, reference, killed):
     run = tmp_path / "run"
@@ -139,6 +138,7 @@ def test_a_dead_process_ends_the_other_and_loses_no_draw(tmp_path, reference, ki
     assert_same_bits(stored, reference)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("devices_per_batch", [2, 4])
 def test_devices_that_share_a_batch(tmp_path, devices_per_batch):
     """Two devices of one process, or all four: then one process holds all chains, and sums over
