@@ -161,13 +161,18 @@ def test_points_that_are_no_samples_are_traced_but_not_kept():
 
 
 def test_several_steps_in_one_go_see_the_batches_of_their_chain():
-    """Three steps of three chains: a wrong axis would have the right length."""
-    arguments: dict[str, Any] = {"batches": own_batches(9), "per_chain": True, "thin": 3}
+    """Three steps of three chains: a wrong axis would have the right length. The batches of the
+    last three steps cannot be stacked.
+    """
+    rows = own_batches(8)
+    rows.append(jax.tree.map(lambda x: x[:, :12], rows[0]))
+    arguments: dict[str, Any] = {"batches": rows, "per_chain": True, "thin": 3}
     one, three = (
         run(sampler=quiet(), num_warmup=0, num_draws=3, steps_per_dispatch=number, **arguments)
         for number in (1, 3)
     )
     np.testing.assert_allclose(three.params["w"], one.params["w"], atol=1e-6)
+    assert three.trace["num_gradients"][0].tolist() == [3, 6, 9]
 
 
 def test_the_two_gradients_of_a_step_may_share_a_batch():

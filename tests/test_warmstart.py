@@ -254,14 +254,6 @@ def test_a_directory_in_use_is_refused(in_one_go, tmp_path):
     assert_same_bits(train_long(Batches(2, happens), directory=tmp_path), in_one_go[0])
 
 
-def test_one_chain_for_each_of_the_weights():
-    weights = [{"w": np.full(3, float(i)), "b": jnp.float32(i)} for i in range(3)]
-    chains: Any = optax_smile.chains_from_weights(weights)
-    np.testing.assert_array_equal(chains["w"], [[0.0] * 3, [1.0] * 3, [2.0] * 3])
-    np.testing.assert_array_equal(chains["b"], [0.0, 1.0, 2.0])
-    assert chains["w"].dtype == jnp.float32
-
-
 def test_members_of_an_optimizer_with_noise_draw_their_own():
     members: Any = optax_smile.warmstart(
         lambda params, batch: jnp.mean((params["w"] - batch) ** 2),
@@ -276,34 +268,36 @@ def test_members_of_an_optimizer_with_noise_draw_their_own():
     assert len(np.unique(members["w"], axis=0)) == 3
 
 
-def test_more_chains_than_weights_go_round():
-    weights = [{"w": jnp.full(2, float(i))} for i in range(3)]
-    chains: Any = optax_smile.chains_from_weights(weights, num_chains=7, jitter=0)
+def test_a_chain_for_each_of_the_weights_or_more_that_go_round():
+    weights = [{"w": np.full(2, i, np.float32), "b": jnp.float32(i)} for i in range(3)]
+    chains: Any = optax_smile.chains_from_weights(weights)
+    np.testing.assert_array_equal(chains["w"], [[0, 0], [1, 1], [2, 2]])
+    np.testing.assert_array_equal(chains["b"], [0, 1, 2])
+    assert chains["w"].dtype == jnp.float32
+    chains = optax_smile.chains_from_weights(weights, num_chains=7, jitter=0)
     np.testing.assert_array_equal(chains["w"][:, 0], [0, 1, 2, 0, 1, 2, 0])
 
 
-@pytest.mark.parametrize(
-    ("weights", "num_chains"),
-    [
+def test_chains_from_equal_weights_start_apart():
+    """One network, the same one twice, zeros, zeros and others."""
+    for weights, num_chains in (
         ([{"w": np.ones(3), "b": np.zeros(2)}], 4),
         ([{"w": np.ones(3)}, {"w": np.full(3, 2.0)}, {"w": np.ones(3)}], None),
         ([{"w": np.zeros(3), "b": np.zeros(())}], 2),
         ([{"w": np.zeros(3)}, {"w": np.ones(3)}], 4),
-    ],
-    ids=["one network", "the same twice", "zeros", "zeros and others"],
-)
-def test_chains_from_equal_weights_start_apart(weights, num_chains):
-    given: dict[str, Any] = {"num_chains": num_chains, "key": 0}
-    chains: Any = optax_smile.chains_from_weights(weights, **given)
-    exact: Any = optax_smile.chains_from_weights(weights, jitter=0, **given)
-    number = num_chains or len(weights)
-    assert len(np.unique(chains["w"], axis=0)) == number > len(np.unique(exact["w"], axis=0))
-    unit = np.where(exact["w"] == 0, 1, exact["w"])
-    largest = np.abs((chains["w"] - exact["w"]) / unit).max()
-    assert 0 < largest < 5 * 0.01
-    without_key = given | {"key": None}
-    with pytest.raises(ValueError, match=r"key=...\)` must be a JAX key .* for a jitter, which ke"):
-        optax_smile.chains_from_weights(weights, **without_key)
+    ):
+        given: dict[str, Any] = {"num_chains": num_chains, "key": 0}
+        chains: Any = optax_smile.chains_from_weights(weights, **given)
+        exact: Any = optax_smile.chains_from_weights(weights, jitter=0, **given)
+        number = num_chains or len(weights)
+        assert len(np.unique(chains["w"], axis=0)) == number > len(np.unique(exact["w"], axis=0))
+        unit = np.where(exact["w"] == 0, 1, exact["w"])
+        assert 0 < np.abs((chains["w"] - exact["w"]) / unit).max() < 5 * 0.01
+        without_key = given | {"key": None}
+        with pytest.raises(
+            ValueError, match=r"key=...\)` must be a JAX key .* for a jitter, which"
+        ):
+            optax_smile.chains_from_weights(weights, **without_key)
 
 
 def test_jitter_is_relative_to_each_array_of_each_chain():
@@ -327,6 +321,14 @@ def test_jitter_is_relative_to_each_array_of_each_chain():
         assert np.abs(chains["w"][one] - chains["w"][other]).min() > 0
     correlation = np.corrcoef(chains["w"][0], chains["v"][0])[0, 1]
     assert abs(correlation) < 5 / np.sqrt(size)
+
+
+def test_auxiliary_state_of_another_number_of_members():
+    given: dict[str, Any] = {"num_members": 3, "key": 0, "aux": {"count": jnp.zeros(2)}}
+    with pytest.raises(ValueError, match=r"`warmstart\(aux=...\)` must be .* axis of 3 members"):
+        optax_smile.warmstart(
+            lambda params, batch, aux: (0.0, aux), init, [TARGET], optax.sgd(0.2), **given
+        )
 
 
 def test_weights_that_do_not_fit_together():
@@ -372,12 +374,3 @@ def test_auxiliary_state_is_that_of_the_best_epoch_and_keys_are_fresh():
     np.testing.assert_array_equal(got["params"]["w"], np.full((3, 2), 6.0))
     assert got["aux"]["count"].tolist() == [6] * 3
     assert len(np.unique(got["aux"]["drawn"][:, :6])) == 3 * 6
-
-
-def test_auxiliary_state_of_another_number_of_members():
-    def counting(params, batch, aux):
-        return mean_loss(params, batch), aux
-
-    with pytest.raises(ValueError, match=r"`warmstart\(aux=...\)` must be .* axis of 3 members"):
-        given: dict[str, Any] = {"num_members": 3, "key": 0, "aux": {"count": jnp.zeros(2)}}
-        optax_smile.warmstart(counting, init, [TARGET], optax.sgd(0.2), **given)

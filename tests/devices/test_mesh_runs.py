@@ -34,8 +34,8 @@ import optax_smile
 SHORT_WINDOWS = True
 
 
-def quiet(**arguments):
-    return optax_smile.smile(0.02, num_data=NUM_DATA, decoherence_length=None, **arguments)
+def quiet():
+    return optax_smile.smile(0.02, num_data=NUM_DATA, decoherence_length=None)
 
 
 SAMPLERS: dict[str, Any] = {"quiet": quiet, **OPTIMIZERS}
@@ -118,43 +118,12 @@ def test_a_summed_loss_is_warned_of():
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(
-    ("shape", "axis_type", "specs"),
-    [
-        ((8, 1), AUTO, None),
-        ((4, 2), AUTO, SPECS),
-        ((4, 2), EXPLICIT, None),
-        ((2, 4), EXPLICIT, SPECS),
-    ],
-)
-@pytest.mark.parametrize(
-    ("arguments", "is_stored"),
-    [({}, False), ({}, True), ({"steps_per_dispatch": 4}, False), ({"prefetch": 2}, True)],
-    ids=["plain", "stored", "in one go", "stored and prefetched"],
-)
-def test_sample_on_every_mesh(shape, axis_type, specs, arguments, is_stored, tmp_path):
-    mesh, directory = make_mesh(shape, axis_type), tmp_path if is_stored else None
-    got = draw(quiet(), mesh, specs, directory=directory, **arguments)
-    assert_same_draws(got, drawn())
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(
     ("name", "axis_type", "specs"),
     [("clipped psmile", AUTO, None), ("psmile", EXPLICIT, SPECS), ("sghmc", AUTO, SPECS)],
 )
 def test_sample_with_other_samplers(name, axis_type, specs):
     got = draw(SAMPLERS[name](), make_mesh((4, 2), axis_type), specs, steps_per_dispatch=4)
     assert_same_draws(got, drawn(name))
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("batch_per", ["gradient", "step"])
-@pytest.mark.parametrize("steps_per_dispatch", [1, 4])
-def test_sample_with_batches_of_their_own(batch_per, steps_per_dispatch):
-    options: dict[str, Any] = {"batches": batches(8), "per_chain": True, "batch_per": batch_per}
-    options |= {"steps_per_dispatch": steps_per_dispatch}
-    sampler = quiet(integrator="minimal_norm")
-    assert_same_draws(draw(sampler, make_mesh((4, 2)), **options), draw(sampler, **options))
 
 
 def train(mesh=None, specs=None, **arguments) -> Any:
@@ -192,23 +161,11 @@ def test_warmstart_on_a_mesh(tmp_path):
     assert_spread(shardings_of(finished), mesh, SPECS)
 
 
-@pytest.mark.parametrize("shape", [(4, 2), pytest.param((8, 1), marks=pytest.mark.nightly)])
-def test_warmstart_with_batches_of_their_own(shape):
+def test_warmstart_with_batches_of_their_own():
     own: dict[str, Any] = {"batches": batches(8), "per_member": True}
     expected = bare(train(**own))
-    assert_close(bare(train(make_mesh(shape), **own)), expected)
+    assert_close(bare(train(make_mesh((4, 2)), **own)), expected)
     assert np.abs(expected["in"] - bare(trained())["in"]).max() > 0.01
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("axis_type", [AUTO, EXPLICIT])
-@pytest.mark.parametrize("shape", [(8, 1), (4, 2), (1, 8)])
-@pytest.mark.parametrize("specs", [None, SPECS], ids=["whole", "sharded"])
-def test_warmstart_on_every_mesh(axis_type, shape, specs):
-    mesh = make_mesh(shape, axis_type)
-    got = train(mesh, specs)
-    assert_close(bare(got), bare(trained()))
-    assert_spread(shardings_of(got), mesh, specs)
 
 
 def test_meshes_that_do_not_fit():

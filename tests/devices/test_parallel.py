@@ -246,21 +246,11 @@ def test_a_sampler_on_a_mesh():
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("name", ["adamw", "clipped psmile"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("shape", [(8, 1), (4, 2), (2, 4), (1, 8)])
 @pytest.mark.parametrize("axis_type", [AUTO, EXPLICIT])
 @pytest.mark.parametrize("is_sharded", [False, True])
 def test_every_mesh(name, shape, axis_type, is_sharded):
-    assert_as_on_one_device(name, make_mesh(shape, axis_type), is_sharded)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", ["psmile", "sghmc"])
-@pytest.mark.parametrize(
-    ("shape", "axis_type", "is_sharded"),
-    [((8, 1), AUTO, False), ((4, 2), AUTO, True), ((4, 2), EXPLICIT, True), ((1, 8), AUTO, False)],
-)
-def test_random_numbers_on_a_mesh(name, shape, axis_type, is_sharded):
     assert_as_on_one_device(name, make_mesh(shape, axis_type), is_sharded)
 
 
