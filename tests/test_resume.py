@@ -143,7 +143,7 @@ class Cursor:
         self.at = (json.loads(state) if isinstance(state, bytes) else state)["at"]
 
 
-def psmile(integrator="leapfrog"):
+def psmile(integrator: Any = "leapfrog"):
     return optax_smile.psmile(num_data=NUM_DATA, integrator=integrator, key=5)
 
 
@@ -368,7 +368,8 @@ def test_a_checkpoint_of_another_format_is_refused(tmp_path, monkeypatch, number
     assert optax_smile.load_snapshots(tmp_path / "run").num_draws == DRAWS
     adam = tmp_path / "adam"
     with pytest.warns(UserWarning, match="it is finished"):
-        train(adam, optax.adam(0.1)), train(adam, optax.adam(0.1))
+        for _ in range(2):
+            train(adam, optax.adam(0.1))
 
 
 def test_a_directory_of_the_first_format_is_refused(copied):

@@ -341,8 +341,9 @@ def test_weights_that_do_not_fit_together():
         ([one, one], {"num_chains": 1}, r"num_chains=...\)` must be at least 2, .* got 1. Give"),
         ([one], {"jitter": 0.1}, r"key=...\)` must be a JAX key .* for a jitter, which keeps"),
     ):
+        given: dict[str, Any] = arguments
         with pytest.raises(ValueError, match=rf"`chains_from_weights\({message}"):
-            optax_smile.chains_from_weights(weights, **arguments)
+            optax_smile.chains_from_weights(weights, **given)
 
 
 def counting_loss(params, batch, *, aux, key):

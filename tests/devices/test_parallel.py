@@ -328,13 +328,14 @@ def test_examples_are_spread_over_the_data_axis():
         ((5, 16, 3), {"stacked": True}, (None, "data")),
         ((8, 5, 16), {"stacked": True, "per_chain": True}, ("chain", None, "data")),
     ):
+        given: dict[str, Any] = options
         leaf = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
         chains = jax.P(*spec[:1]) if "per_chain" in options else jax.P()
         for on, wanted in ((mesh, jax.P(*spec)), (alone, chains)):
-            placed = parallel.place_batch({"x": leaf}, mesh=on, **options)["x"]
+            placed = parallel.place_batch({"x": leaf}, mesh=on, **given)["x"]
             assert placed.sharding.is_equivalent_to(NamedSharding(on, wanted), leaf.ndim)
             np.testing.assert_array_equal(placed, leaf)
-        assert parallel.place_batch({"x": leaf}, **options)["x"] is leaf
+        assert parallel.place_batch({"x": leaf}, **given)["x"] is leaf
 
 
 def test_a_batch_that_is_spread_already_stays():
