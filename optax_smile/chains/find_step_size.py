@@ -21,7 +21,7 @@ from optax_smile.draws.predict import predict
 from optax_smile.draws.snapshots import Snapshots, StoredSnapshots
 from optax_smile.state import MOST_NONFINITE
 
-# Lengths of steps with `psmile_naive` and its family: from chains that hardly move to networks that
+# Lengths of steps with `psmile` and its family: from chains that hardly move to networks that
 # do not survive.
 STEP_SIZES = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0)
 # What is counted of the chains.

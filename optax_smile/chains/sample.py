@@ -194,7 +194,7 @@ def sample(
             without a sampler, a sampler that is not the last in its chain or whose steps do not
             arrive as they were sent, a mesh that does not fit, batches that run out before the
             first draw, a sampler that has not begun to give draws at the end; a `directory` in
-            use, or of another run.
+            use, of another run, or whose checkpoints another version wrote in another format.
         OSError: a draw or a checkpoint that cannot be written, such as on a full disk: the message
             names the file, and the draws before it can be loaded.
         KeyboardInterrupt: stopped before the first draw, or by a second Ctrl-C.
