@@ -15,7 +15,7 @@ def of_draws(
 ) -> dict[str, np.ndarray]:
     """The trace at the draws, the last ticks that were draws in all chains; None: all of it."""
     if num_draws is not None:
-        _check.whole(where, "num_draws", num_draws, 1)
+        _check.Whole(1)(where, "num_draws", num_draws)
     arrays = {name: np.asarray(values) for name, values in trace.items()}
     if num_draws is None or not arrays:
         return arrays

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import jax
@@ -28,28 +29,62 @@ Carry = TypeVar("Carry")
 CHAIN, DATA = "chain", "data"
 
 
+@dataclass(frozen=True)
+class ChainMesh(_check.Constraint):
+    """A mesh of devices with an axis for the chains."""
+
+    text = f"a jax.sharding.Mesh with an axis {CHAIN!r}"
+
+    def __call__(self, where, argument, value, given=_check.NOTHING):
+        if not isinstance(value, Mesh) or CHAIN not in value.shape:
+            got = f"the axes {tuple(value.shape)}" if isinstance(value, Mesh) else repr(value)
+            advice = 'Make one by jax.make_mesh((4, 2), ("chain", "data"), axis_types=...).'
+            _check.fail(where, argument, self.text, got, advice)
+        return value
+
+
+@dataclass(frozen=True)
+class Stacked(_check.Constraint):
+    """A tree of arrays `[chain, ...]`, with at least one chain."""
+
+    text = "a tree of at least one chain whose leaves share a leading chain axis"
+
+    def __call__(self, where, argument, value, given=_check.NOTHING):
+        _check.Tree(self.text)(where, argument, value)
+        shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(value)]
+        lengths = {shape[:1] for shape in shapes}
+        if len(lengths) != 1 or lengths & {(), (0,)}:
+            _check.fail(where, argument, self.text, f"the shapes {shapes}")
+        return value
+
+
+def _are_specs(tree: Any) -> bool:
+    leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, PartitionSpec))
+    return all(isinstance(leaf, PartitionSpec) for leaf in leaves)
+
+
+def _are_axes(in_axes: Any) -> bool:
+    axes = in_axes if isinstance(in_axes, tuple) else (in_axes,)
+    are_known = all(axis is None or type(axis) is int and axis == 0 for axis in axes)
+    return are_known and any(axis == 0 for axis in axes)
+
+
+STACKED = Stacked()
+MESH = ChainMesh() | None
+SPECS = _check.Where("a tree of jax.P", _are_specs) | None
+
+
 def check_mesh(where: str, mesh: Mesh | None, num_chains: int = 0):
     """Require a mesh whose `chain` axis divides the chains."""
-    if mesh is None:
-        return
-    if not isinstance(mesh, Mesh) or CHAIN not in mesh.shape:
-        got = f"the axes {tuple(mesh.shape)}" if isinstance(mesh, Mesh) else repr(mesh)
-        remedy = 'Make one by jax.make_mesh((4, 2), ("chain", "data"), axis_types=...).'
-        _check.fail(where, "mesh", f"a jax.sharding.Mesh with an axis {CHAIN!r}", got, remedy)
-    if num_chains % mesh.shape[CHAIN]:
+    MESH(where, "mesh", mesh)
+    if mesh is not None and num_chains % mesh.shape[CHAIN]:
         rule = f"a mesh whose axis {CHAIN!r} divides the {num_chains} chains"
         _check.fail(where, "mesh", rule, f"{mesh.shape[CHAIN]} rows of devices")
 
 
 def num_chains(where: str, tree: Any, argument: str = "params") -> int:
     """Length of the leading axis that all leaves share, at least one."""
-    rule = "a tree of at least one chain whose leaves share a leading chain axis"
-    _check.leaves(where, argument, tree, rule)
-    shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(tree)]
-    lengths = {shape[:1] for shape in shapes}
-    if len(lengths) != 1 or lengths & {(), (0,)}:
-        _check.fail(where, argument, rule, f"the shapes {shapes}")
-    return shapes[0][0]
+    return jnp.shape(jax.tree.leaves(STACKED(where, argument, tree))[0])[0]
 
 
 def _put(leaf: Any, sharding: NamedSharding) -> jax.Array:
@@ -66,6 +101,7 @@ def _copy(tree: Any) -> Any:
     return jax.tree.map(jnp.copy, tree)
 
 
+@_check.arguments("parallel.place", tree=STACKED, mesh=MESH, specs=SPECS)
 def place(tree: Any, *, mesh: Mesh | None = None, specs: Any = None) -> Any:
     """Copy a tree with a leading chain axis onto the devices.
 
@@ -87,6 +123,7 @@ def place(tree: Any, *, mesh: Mesh | None = None, specs: Any = None) -> Any:
     return _copy(tree if own is None else jax.tree.map(_put, tree, own))
 
 
+@_check.arguments("parallel.shardings", tree=STACKED, mesh=MESH, specs=SPECS)
 def shardings(tree: Any, *, mesh: Mesh | None = None, specs: Any = None) -> Any:
     """Tell where `place` puts each array.
 
@@ -97,7 +134,7 @@ def shardings(tree: Any, *, mesh: Mesh | None = None, specs: Any = None) -> Any:
         A tree like `tree` of `NamedSharding`; None without a mesh.
     """
     where = "parallel.shardings"
-    check_mesh(where, mesh, num_chains(where, tree, "tree"))
+    check_mesh(where, mesh, num_chains(where, tree))
     if mesh is None:
         if specs is not None:
             _check.fail(where, "specs", "None where there is no mesh", _check.show(specs))
@@ -108,8 +145,6 @@ def shardings(tree: Any, *, mesh: Mesh | None = None, specs: Any = None) -> Any:
     rule = f"a tree of jax.P of the structure of params, {jax.tree.structure(tree)}"
     if of_chain != jax.tree.structure(tree):
         _check.fail(where, "specs", rule, of_chain)
-    for spec in given:
-        _check._kind(where, "specs", spec, PartitionSpec, rule)
     try:
         own = [NamedSharding(mesh, PartitionSpec(CHAIN, *spec)) for spec in given]
     except ValueError as error:
@@ -117,6 +152,13 @@ def shardings(tree: Any, *, mesh: Mesh | None = None, specs: Any = None) -> Any:
     return jax.tree.unflatten(of_chain, own)
 
 
+@_check.arguments(
+    "parallel.place_batch",
+    batch=_check.Tree(),
+    mesh=MESH,
+    per_chain=_check.FLAG,
+    stacked=_check.FLAG,
+)
 def place_batch(
     batch: Any, *, mesh: Mesh | None = None, per_chain: bool = False, stacked: bool = False
 ) -> Any:
@@ -133,12 +175,8 @@ def place_batch(
     Returns:
         The batch as JAX arrays.
     """
-    where = "parallel.place_batch"
-    _check.flags(where, per_chain=per_chain, stacked=stacked)
     if mesh is None:
         return batch
-    check_mesh(where, mesh)
-    _check.leaves(where, "batch", batch)
     before = (CHAIN,) * per_chain + (None,) * stacked
     size = mesh.shape.get(DATA, 1)
 
@@ -155,6 +193,12 @@ def place_batch(
     return jax.tree.map(put, batch)
 
 
+@_check.arguments(
+    "parallel.over_chains",
+    function=_check.Where("a function", callable),
+    mesh=MESH,
+    in_axes=_check.Where("0, or a tuple of 0 and None", _are_axes),
+)
 def over_chains(function: Callable, *, mesh: Mesh | None = None, in_axes: Any = 0) -> Callable:
     """Map a function of one chain over all of them.
 
@@ -169,13 +213,6 @@ def over_chains(function: Callable, *, mesh: Mesh | None = None, in_axes: Any = 
     Returns:
         A function to be compiled; all that it returns has a leading chain axis.
     """
-    where = "parallel.over_chains"
-    check_mesh(where, mesh)
-    if not callable(function):
-        _check.fail(where, "function", "a function", _check.show(function))
-    axes = in_axes if isinstance(in_axes, tuple) and in_axes else (in_axes,)
-    if any(axis is not None and (type(axis) is not int or axis) for axis in axes):
-        _check.fail(where, "in_axes", "0, or a tuple of 0 and None", _check.show(in_axes))
     mapped = jax.vmap(function, in_axes=in_axes)
     if mesh is None:
         return mapped
@@ -186,6 +223,14 @@ def over_chains(function: Callable, *, mesh: Mesh | None = None, in_axes: Any = 
     return jax.shard_map(mapped, mesh=mesh, in_specs=in_specs, out_specs=own, axis_names={CHAIN})
 
 
+@_check.arguments(
+    "parallel.init",
+    sampler=_check.TRANSFORMATION,
+    params=STACKED,
+    mesh=MESH,
+    specs=SPECS,
+    key=_check.Key(),
+)
 def init(
     sampler: optax.GradientTransformation,
     params: optax.Params,
@@ -215,12 +260,10 @@ def init(
     Cost: `sampler.init` for every chain.
     """
     where = "parallel.init"
-    _check.transformation(where, "sampler", sampler)
     chains = num_chains(where, params)
     check_mesh(where, mesh, chains)
     with _check.called(where, "parallel.shardings", tree="params"):
         of_params = shardings(params, mesh=mesh, specs=specs)
-    typed = _check.key(where, key)
     of_chains = over_chains(sampler.init, mesh=mesh)
     own = None
     if mesh is not None:
@@ -232,7 +275,7 @@ def init(
             transform_non_params=lambda _: chain_sharding(mesh),
         )
     state = jax.jit(of_chains, out_shardings=own)(params)
-    if typed is None and chains == 1:
+    if key is None and chains == 1:
         return state
     try:
         known = optax.tree.get(state, "key", filtering=_is_random_key)
@@ -242,7 +285,8 @@ def init(
         _check.fail(where, "sampler", rule, "several", remedy)
     if known is None:
         return state
-    needed = _check.needed_key(where, typed, f"from which each of the {chains} chains gets its own")
+    purpose = f"from which each of the {chains} chains gets its own"
+    needed: Any = _check.Key(purpose)(where, "key", key)
     keys = split_key(needed, chains, mesh=mesh, raw=True)
     if keys.shape != known.shape:
         rule = f"a key whose data are {known.shape[-1]} words, as the sampler's"
@@ -255,11 +299,13 @@ def _is_random_key(_, value: Any) -> bool:
     return getattr(value, "dtype", None) == jnp.uint32
 
 
+@_check.arguments("parallel.chain_sharding", mesh=ChainMesh())
 def chain_sharding(mesh: Mesh) -> NamedSharding:
     """Sharding of an array `[chain, ...]` over the chains alone."""
     return NamedSharding(mesh, PartitionSpec(CHAIN))
 
 
+@_check.arguments("parallel.split_key", key=_check.Key(""), chains=_check.Whole(1), mesh=MESH)
 def split_key(
     key: jax.Array | int, chains: int, *, mesh: Mesh | None = None, raw: bool = False
 ) -> jax.Array:
@@ -270,9 +316,16 @@ def split_key(
         keys = jax.random.split(key, chains)
         return jax.random.key_data(keys) if raw else keys
 
-    return jax.jit(split, out_shardings=own)(_check.key("parallel.init", key))
+    return jax.jit(split, out_shardings=own)(key)
 
 
+@_check.arguments(
+    "parallel.step",
+    function=_check.Function("(carry, batch)"),
+    carry=STACKED,
+    mesh=MESH,
+    per_chain=_check.FLAG,
+)
 def step(
     function: Callable[[Carry, Any], Carry],
     carry: Carry,
@@ -313,8 +366,6 @@ def step(
         [1, 1, 1, 1]
     """
     where = "parallel.step"
-    _check.function(where, "function", function, "(carry, batch)")
-    _check.flags(where, per_chain=per_chain)
     check_mesh(where, mesh, num_chains(where, carry, "carry"))
     mapped = over_chains(function, mesh=mesh, in_axes=(0, 0 if per_chain else None))
     if mesh is None:

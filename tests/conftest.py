@@ -6,7 +6,8 @@ process has eight.
 
 Compiling is most of what the suite costs. What is compiled is kept between runs, also for the
 processes that tests start, and most optimizations are off except in slow tests and in modules with
-`OPTIMIZED = True`: those that measure memory or statistics.
+`OPTIMIZED = True`: those that measure memory or statistics. With `OPTIMIZED = False` they are off
+in slow tests as well, so that these may compare bits with what a fixture made.
 
 `--full` runs the campaigns of `tests/faults` in full; they then record what they found.
 """
@@ -82,7 +83,10 @@ def module_settings(request):
     with pytest.MonkeyPatch.context() as patch:
         if getattr(request.module, "SHORT_WINDOWS", False):
             patch.setattr(preconditioner, "FIRST_WINDOW", 4)
+        # Fixtures of a module compile as its tests do, or they have other bits.
+        optimize(getattr(request.module, "OPTIMIZED", False))
         yield
+        optimize(True)
     jax.clear_caches()
     gc.collect()
 
@@ -90,8 +94,20 @@ def module_settings(request):
 @pytest.fixture(autouse=True)
 def optimizations(request):
     """Compile quickly, except where memory or statistics are measured."""
+<<<<<<< HEAD
     is_optimized = getattr(request.module, "OPTIMIZED", False)
     is_slow = any(request.node.get_closest_marker(name) for name in ("slow", "nightly"))
     optimize(is_optimized or is_slow)
     yield
     optimize(is_optimized)
+=======
+    is_long = any(request.node.get_closest_marker(name) for name in ("slow", "nightly"))
+    of_module = getattr(request.module, "OPTIMIZED", None)
+    optimize(is_long if of_module is None else of_module)
+    yield
+    optimize(bool(of_module))
+
+
+def optimize(is_optimized: bool):
+    jax.config.update("jax_disable_most_optimizations", not is_optimized)
+>>>>>>> w-chains

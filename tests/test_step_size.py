@@ -1,4 +1,4 @@
-"""The search for a step size, where the posterior is known and on real data."""
+"""The search for a step size, where the posterior is known."""
 
 import functools
 import signal
@@ -13,8 +13,6 @@ matplotlib.use("Agg")
 import numpy as np
 import pytest
 from scipy.stats import norm
-from sklearn.datasets import load_diabetes
-from sklearn.linear_model import BayesianRidge
 
 import optax_smile
 from optax_smile import StepSizeSearch, find_step_size
@@ -113,45 +111,6 @@ def test_the_first_ctrl_c_ends_the_search():
         find_step_size(**arguments(batches=Interrupted(), num_warmup=0))
 
 
-@pytest.mark.slow
-def test_on_real_data_the_best_predicts_as_well_as_a_regression_that_is_solved():
-    data: Any = load_diabetes()
-    inputs = np.asarray(data.data / np.std(data.data, axis=0), np.float32)
-    targets = np.asarray((data.target - data.target.mean()) / data.target.std(), np.float32)
-    rows = np.random.default_rng(0).permutation(len(targets))
-    train, valid = rows[:300], rows[300:]
-    ridge = BayesianRidge().fit(inputs[train], targets[train])
-    mean, std = ridge.predict(inputs[valid], return_std=True)
-
-    def predicted(params, inputs):
-        return inputs @ params["w"], params["log_std"]
-
-    def loss_fn(params, batch):
-        mean, log_std = predicted(params, batch[0])
-        return jnp.mean((batch[1] - mean) ** 2) * jnp.exp(-2 * log_std) / 2 + log_std
-
-    halves = [np.random.default_rng(seed).permutation(train)[:150] for seed in range(20)]
-    search = find_step_size(
-        loss_fn,
-        {"w": 0.1 * jax.random.normal(jax.random.key(1), (2, 10)), "log_std": jnp.zeros(2)},
-        [(inputs[half], targets[half]) for half in halves],
-        lambda size: optax_smile.psmile_naive(size, num_data=len(train)),
-        predicted,
-        (inputs[valid], targets[valid]),
-        likelihood="gaussian",
-        num_warmup=400,
-        num_draws=60,
-        thin=10,
-        key=jax.random.key(0),
-        step_sizes=searching.STEP_SIZES[::2],
-        steps_per_dispatch=10,
-        progress=False,
-    )
-    assert 1e-5 < search.best < 1
-    assert search.lppd.max() > norm.logpdf(targets[valid], mean, std).mean() - 0.03
-    assert search.lppd.max() > search.start_lppd + 0.1
-
-
 class Fake:
     """`sample` and `predict` that give what they are told, and note what they got."""
 
@@ -225,14 +184,10 @@ def test_scores_of_tokens_and_of_a_single_input(monkeypatch):
     Fake(monkeypatch, densities[:, :, :1])
     search = find_step_size(**arguments(step_sizes=(0.1, 1)))
     assert np.isnan(search.standard_error).all() and str(search)
-
-
-def test_a_target_may_be_impossible(monkeypatch):
-    densities = np.zeros((3, 2, 50))
+    # A target may be impossible.
     densities[1, :, 4] = -np.inf
     Fake(monkeypatch, densities)
-    search = find_step_size(**arguments(step_sizes=(0.1, 1)))
-    assert search.lppd.tolist() == [-np.inf, 0] and search.best == 1
+    assert find_step_size(**arguments(step_sizes=(0.1, 1))).lppd[0] == -np.inf
 
 
 def test_more_than_one_percent_of_the_gradients_may_not_be_broken(monkeypatch):
@@ -274,61 +229,40 @@ def test_table():
     ]
 
 
-@pytest.mark.parametrize(
-    ("lppd", "start", "notes"),
-    [
+def test_notes():
+    for lppd, start, notes in (
         ([-2, -1, -2], -9, []),
         ([-1, -2, -3], -9, ["The best is the smallest step size that was tried: try smaller"]),
         ([-3, -2, -1], -9, ["The best is the largest step size that was tried: try larger"]),
         ([-2, -1, -2], -1, ["No step size predicts better than the start"]),
-    ],
-)
-def test_notes(lppd, start, notes):
-    _, last = str(make_search(lppd, start)).split("\n\n")
-    best, *rest = last.splitlines()
-    assert best.startswith("Best: ") and len(rest) == len(notes)
-    assert all(line.startswith(note) for line, note in zip(rest, notes, strict=True))
+    ):
+        best, *rest = str(make_search(lppd, start)).split("\n\n")[1].splitlines()
+        assert best.startswith("Best: ") and len(rest) == len(notes)
+        assert all(line.startswith(note) for line, note in zip(rest, notes, strict=True))
 
 
 def no_work(*_, **__):
     raise AssertionError("something ran before the arguments were checked")
 
 
-BAD: dict[str, tuple[str, Any, str, str]] = {
-    "one step size": ("step_sizes", [0.1], "at least 2 ascending numbers", r"\(0.1,\)"),
-    "falling": ("step_sizes", (1.0, 0.1), "at least 2 ascending numbers", r"\(1.0, 0.1\)"),
-    "twice": ("step_sizes", [0.1, 0.1, 1], "at least 2 ascending numbers", r"\(0.1, 0.1, 1.0\)"),
-    "a number": ("step_sizes", 0.1, "at least 2 ascending numbers", "0.1"),
-    "zero": ("step_sizes", [0, 1], "> 0 and finite", "0"),
-    "infinite": ("step_sizes", [1, np.inf], "> 0 and finite", "inf"),
-    "text": ("step_sizes", "ab", "a number > 0 and finite", "'a'"),
-    "num_warmup": ("num_warmup", -1, "an integer >= 0", "-1"),
-    "num_draws": ("num_draws", 0, "an integer >= 1", "0"),
-    "thin": ("thin", 1.5, "an integer >= 1", "1.5"),
-    "steps_per_dispatch": ("steps_per_dispatch", 0, "an integer >= 1", "0"),
-    "iterator": ("batches", iter([TRAIN]), "gone through again, such as a list", "a list_iterator"),
-    "generator": ("batches", (x for x in [TRAIN]), "gone through again", "a generator"),
-    "inputs alone": ("validation", VALID[0], "a pair of inputs and targets", ".*50, 3"),
-    "no targets": ("validation", (VALID[0], None), "a pair of inputs", "a tuple"),
-    "a sampler": ("make_sampler", make_sgld(0.1), r"a function of \(step_size\)", "a Gradient"),
-    "no sampler": ("make_sampler", lambda size: None, "a function", "one that gives None"),
-    "no chains": ("params", {"w": jnp.zeros(())}, "share a leading chain axis", ".*shapes"),
-}
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_bad_arguments_are_named_before_any_work(name):
-    argument, value, rule, got = BAD[name]
-    match = rf"^`find_step_size\({argument}=...\)` must be .*{rule}.*, got {got}"
-    with pytest.raises(ValueError, match=match):
-        find_step_size(**arguments(loss_fn=no_work, apply_fn=no_work, **{argument: value}))
+def test_bad_arguments_are_named_before_any_work():
+    for argument, value, rule, got in (
+        ("step_sizes", (1.0, 0.1), "at least 2 ascending numbers > 0", r"\(1.0, 0.1\)"),
+        ("step_sizes", [0, 1], "> 0 and finite", "0"),
+        ("batches", iter([TRAIN]), "can be read again, such as a list", "a list_iterator"),
+        ("validation", (VALID[0], None), "a pair of inputs and targets", "a tuple"),
+        ("make_sampler", lambda size: None, "a function", "one that gives None"),
+    ):
+        match = rf"^`find_step_size\({argument}=...\)` must be .*{rule}.*, got {got}"
+        with pytest.raises(ValueError, match=match):
+            find_step_size(**arguments(loss_fn=no_work, apply_fn=no_work, **{argument: value}))
 
 
 def test_a_sampler_that_cannot_be_built_ends_the_search_at_once():
     def make_sampler(size):
-        return optax_smile.smile_naive(size, num_data=-1)
+        return optax_smile.sgld(size, num_data=-1, key=0)
 
-    with pytest.raises(ValueError, match=r"`smile_naive\(num_data=...\)` must be"):
+    with pytest.raises(ValueError, match=r"`sgld\(num_data=...\)` must be"):
         find_step_size(**arguments(make_sampler=make_sampler, apply_fn=no_work))
 
 

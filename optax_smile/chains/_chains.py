@@ -111,6 +111,8 @@ class Chains:
 
     def put(self, batch: Any, is_stacked: bool = False) -> Any:
         """Bring a batch of one gradient, or of several, onto the devices."""
+        if self.mesh is None:
+            return batch
         arguments: dict[str, Any] = {"per_chain": self.per_chain, "stacked": is_stacked}
         return parallel.place_batch(batch, mesh=self.mesh, **arguments)
 
@@ -145,7 +147,7 @@ class Chains:
             got, remedy = f"{found[lost[0]]} in the chains {lost}", "Are the batches finite?"
             _check.fail("sample", "params", rule, got, remedy)
         # Also those that the loss does not use.
-        _check.finite("sample", "params", self.tree.params)
+        _check.Tree(finite=True)("sample", "params", self.tree.params)
         if len(set(found.tolist())) < len(found) and not self.per_chain:
             self._check_different()
         if warns:
@@ -154,6 +156,9 @@ class Chains:
 
     def _check_different(self):
         """Require chains that differ in anything, such as the key of their noise."""
+        if self.like.key is not None:
+            # Each chain has a key of its own for its loss.
+            return
         first = _tree.first_alike(_tree.local(self.tree))
         copies = [chain for chain, like in enumerate(first) if like != chain]
         if copies:

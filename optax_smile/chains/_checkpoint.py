@@ -12,12 +12,15 @@ import jax
 import numpy as np
 
 from optax_smile import _check, _disk, _tree
+from optax_smile.state import STATE_FORMAT
 
 # The newest and, should the disk have eaten it, the one before.
 KEPT = 2
 # In the folder of a checkpoint, written last: sizes and checksums of all its files. One without it
 # is unfinished.
 SUMS = "checksums.json"
+# Field of the samplers' states, and entry of what JSON holds of a checkpoint.
+FORMAT = "state_format"
 
 
 def _import_orbax() -> Any:
@@ -28,6 +31,13 @@ def _import_orbax() -> Any:
             "Runs in a directory need Orbax: pip install 'optax-smile[storage]'."
         ) from error
     return orbax.checkpoint
+
+
+def state_format(tree: Any) -> int | None:
+    """Format of the samplers' states in a tree; None without a sampler."""
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(tree) if path]
+    has_sampler = any(_tree.entry(path[-1]) == ["attribute", FORMAT] for path in paths)
+    return STATE_FORMAT if has_sampler else None
 
 
 class Checkpoints:
@@ -75,6 +85,7 @@ class Checkpoints:
             try:
                 for unfinished in set(self.manager.all_steps()) - set(self.finished):
                     self.manager.delete(unfinished)
+                place = place | {FORMAT: state_format(carry)}
                 both = args.Composite(
                     carry=args.StandardSave(_flat(carry)), place=args.JsonSave(place)
                 )
@@ -99,6 +110,21 @@ class Checkpoints:
         with self._reading(number):
             args = self.orbax.args.Composite(place=self.orbax.args.JsonRestore())
             return self.manager.restore(number, args=args).place
+
+    def check_format(self, where: str, tree: Any):
+        """Require that the newest checkpoint has samplers' states of the format of `tree`."""
+        place, mine = self.place(), state_format(tree)
+        if place is None or mine is None or place.get(FORMAT) == mine:
+            return
+        theirs = place.get(FORMAT)
+        found = "an older format, without a number" if theirs is None else f"format {theirs}"
+        rule = f"one whose checkpoints have a sampler's state of format {mine}"
+        advice = (
+            "Continue that run with the version of optax_smile that wrote it, or choose another"
+            " directory. The draws stay readable."
+        )
+        got = f"{self.directory / str(self.newest())} of {found}"
+        _check.fail(where, "directory", rule, got, advice)
 
     @contextlib.contextmanager
     def _reading(self, number: int) -> Iterator[None]:

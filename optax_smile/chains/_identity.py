@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence, Sized
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import numpy as np
@@ -11,7 +11,14 @@ from optax_smile import _check, _settings
 from optax_smile.chains._loop import num_rows
 
 # What may differ from the run in a directory where the user says so.
-ACCEPTED = ("data", "loss")
+Accepted = Literal["data", "loss"]
+ACCEPT = _check.Where(
+    f"a tuple of names among {get_args(Accepted)}",
+    lambda value: (
+        isinstance(value, (tuple, list))
+        and all(isinstance(name, str) and name in get_args(Accepted) for name in value)
+    ),
+)
 # Relative differences that another machine may make, in the loss and in sums over all examples.
 LOSS_TOLERANCE, SUM_TOLERANCE = 1e-3, 1e-6
 
@@ -122,7 +129,7 @@ def check_same(
     directory: Path,
     before: Mapping[str, Any],
     now: Mapping[str, Any],
-    accept: Sequence[str],
+    accept: Sequence[Accepted],
 ):
     """Require the data and the loss of the run in a directory.
 
@@ -131,7 +138,7 @@ def check_same(
         directory: of the run.
         before: what `of_run` told when it began.
         now: what it tells today.
-        accept: names in `ACCEPTED` that may differ.
+        accept: names that may differ.
 
     Raises:
         ValueError: they differ, in the words of the first thing that does.
@@ -173,10 +180,3 @@ def _is_same(name: str, theirs: Any, mine: Any) -> bool:
         and abs(first - second) <= room
         and abs(square - other_square) <= SUM_TOLERANCE * square
     )
-
-
-def check_accept(where: str, accept: Any) -> tuple[str, ...]:
-    """Require names in `ACCEPTED`."""
-    if not isinstance(accept, (tuple, list)) or any(name not in ACCEPTED for name in accept):
-        _check.fail(where, "accept", f"a tuple of names among {ACCEPTED}", repr(accept))
-    return tuple(accept)

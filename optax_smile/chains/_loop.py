@@ -7,6 +7,7 @@ import signal
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -45,7 +46,8 @@ def check_loss(
         has_rows: whether a batch has a leading chain axis.
         num_rows: number of chains.
     """
-    _check.leaves(where, "batches", batch, "an iterable of batches, trees of arrays of numbers")
+    of_arrays = _check.Tree("an iterable of batches, trees of arrays of numbers")
+    of_arrays(where, "batches", batch)
     if has_rows:
         rows = {jnp.shape(leaf)[:1] for leaf in jax.tree.leaves(batch)}
         if rows != {(num_rows,)}:
@@ -309,14 +311,23 @@ class Bar(contextlib.AbstractContextManager["Bar"]):
             self._bar.close()
 
 
+@dataclass(frozen=True)
+class Loss(_check.Constraint):
+    """A loss, with the arguments that `aux` and `stochastic` ask for."""
+
+    text = "a function of (params, batch), of `aux=` if there is one and of `key=` if `stochastic`"
+
+    def __call__(self, where, argument, value, given=_check.NOTHING):
+        extras = ["aux="] * (given["aux"] is not None) + ["key="] * bool(given["stochastic"])
+        advice = "It gets `aux` where there is one, and `key` if it is `stochastic`."
+        form = ", ".join(["params", "batch", *extras])
+        return _check.Function(f"({form})", advice)(where, argument, value)
+
+
 def loss_of(
     where: str, loss_fn: Callable[..., Any], has_aux: bool, is_stochastic: bool
 ) -> Callable[[Any, Any, Any, Any], tuple[jax.Array, Any]]:
     """Give every loss the form `(params, aux, key, batch) -> (loss, aux)`."""
-
-    form = ["params", "batch", *["aux="] * has_aux, *["key="] * is_stochastic]
-    remedy = "It gets `aux` where there is one, and `key` if it is `stochastic`."
-    _check.function(where, "loss_fn", loss_fn, f"({', '.join(form)})", remedy)
 
     def loss(params, aux, key, batch) -> Any:
         extras = {"aux": aux} if has_aux else {}

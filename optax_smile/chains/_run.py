@@ -1,9 +1,8 @@
 """Where a run keeps its draws, and what it needs to go on: in memory or in a directory."""
 
-import os
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -92,21 +91,21 @@ class DirectoryRun:
 
     def __init__(
         self,
-        directory: str | os.PathLike[str],
+        directory: Path,
         chains: Chains,
         closing: ExitStack,
         *,
         settings: Mapping[str, Any],
         num_draws: int,
-        dtype: str | None,
+        dtype: _manifest.StoredDtype | None,
         resume: bool,
         minutes: float,
         data: _identity.Data,
-        accept: tuple[str, ...],
+        accept: Sequence[_identity.Accepted],
     ):
         _disk.import_safetensors()
         start = chains.draw()
-        self.directory, self.like = Path(directory).absolute(), _loop.one_of(start)
+        self.directory, self.like = directory.absolute(), _loop.one_of(start)
         closing.enter_context(_checkpoint.lock("sample", self.directory))
         if jax.process_index() == 0:
             _disk.remove_drafts(self.directory)
@@ -114,7 +113,7 @@ class DirectoryRun:
         self.checkpoints = _checkpoint.Checkpoints(self.directory, minutes)
         closing.callback(self.checkpoints.close)
         manifest = _manifest.of_run(start, dtype, settings)
-        before = self._resumed(manifest, resume)
+        before = self._resumed(manifest, chains, resume)
         self.resumed, self.num_draws = before is not None, num_draws
         self.clock = _sessions.Clock(self.directory, self.resumed)
         rounded = _files.rounded(start, dtype)
@@ -134,7 +133,9 @@ class DirectoryRun:
         )
         closing.callback(self.writer.close)
 
-    def _resumed(self, manifest: dict[str, Any], resume: bool) -> dict[str, Any] | None:
+    def _resumed(
+        self, manifest: dict[str, Any], chains: Chains, resume: bool
+    ) -> dict[str, Any] | None:
         """The manifest of the run to go on with, if any; an error where it is something else."""
         has_draws = any(self.directory.glob("draw-*"))
         if not has_draws and self.checkpoints.newest() == 0:
@@ -150,6 +151,7 @@ class DirectoryRun:
             _check.fail("sample", "directory", rule, got, "Choose another, or remove it.")
         if not has_checkpoint:
             return None
+        self.checkpoints.check_format("sample", chains.tree)
         before = _manifest.read("sample", self.directory)
         theirs, other = _flat(before), {"versions", "data", "loss"}
         if before["versions"] != manifest["versions"]:

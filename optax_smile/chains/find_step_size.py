@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -20,8 +21,13 @@ from optax_smile.draws.predict import predict
 from optax_smile.draws.snapshots import Snapshots, StoredSnapshots
 from optax_smile.state import MOST_NONFINITE
 
+<<<<<<< HEAD
 # Lengths of steps of `psmile` and `smile`: from chains that hardly move to networks that do not
 # survive.
+=======
+# Lengths of steps with `psmile` and its family: from chains that hardly move to networks that
+# do not survive.
+>>>>>>> w-chains
 STEP_SIZES = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0)
 # What is counted of the chains.
 COUNTED = "num_gradients", "num_rejected", "num_nonfinite"
@@ -90,6 +96,49 @@ class StepSizeSearch(NamedTuple):
             yield "-inf: chains or predictions left the finite numbers."
 
 
+@dataclass(frozen=True)
+class _Ascending(_check.Constraint):
+    """At least two numbers above zero, which become a tuple of floats."""
+
+    text = "at least 2 ascending numbers > 0"
+
+    def __call__(self, where, argument, value, given=_check.NOTHING):
+        if not np.iterable(value) or isinstance(value, jax.core.Tracer):
+            _check.fail(where, argument, self.text, _check.show(value))
+        positive = _check.Real(0, open="low", traced=False)
+        numbers = tuple(float(positive(where, argument, number)) for number in value)
+        if len(numbers) < 2 or list(numbers) != sorted(set(numbers)):
+            _check.fail(where, argument, self.text, numbers)
+        return numbers
+
+
+REPEATABLE = _check.Where(
+    "an iterable of batches that can be read again, such as a list",
+    lambda value: _check.BATCHES.holds(value) and not isinstance(value, Iterator),
+    _check.CALL_IT,
+)
+INPUTS_AND_TARGETS = _check.Where(
+    "a pair of inputs and targets",
+    lambda value: isinstance(value, (tuple, list)) and len(value) == 2 and value[1] is not None,
+)
+
+
+@_check.arguments(
+    loss_fn=_check.Function("(params, batch)"),
+    params=parallel.STACKED,
+    batches=REPEATABLE,
+    make_sampler=_check.Function("(step_size)"),
+    validation=INPUTS_AND_TARGETS,
+    num_warmup=_check.Whole(0),
+    num_draws=_check.Whole(1),
+    thin=_check.Whole(1),
+    key=_check.Key(""),
+    step_sizes=_Ascending(),
+    name=_check.kind(str, "a name"),
+    steps_per_dispatch=_check.Whole(1),
+    check=_check.FLAG,
+    progress=_check.FLAG,
+)
 def find_step_size(
     loss_fn: Callable[[optax.Params, Any], jax.Array],
     params: optax.Params,
@@ -154,22 +203,20 @@ def find_step_size(
         >>> loss_fn = lambda params, y: jnp.mean((apply_fn(params, x)[0] - y) ** 2) / 2
         >>> search = optax_smile.find_step_size(
         ...     loss_fn, {"w": jnp.eye(2)}, [2 * x],
-        ...     lambda step_size: optax_smile.smile(step_size, num_data=20, decoherence_length=None),
+        ...     lambda size: optax_smile.smile(size, num_data=20, decoherence_length=None),
         ...     apply_fn, (x, 2 * x), likelihood="gaussian", num_warmup=30, num_draws=30,
         ...     key=jax.random.key(0), step_sizes=(0.03, 3.0), progress=False,
         ... )
         >>> search.best
         0.03
     """
-    step_sizes = _check_step_sizes(step_sizes)
     steps: dict[str, Any] = {"num_warmup": num_warmup, "num_draws": num_draws, "thin": thin}
     steps |= {"steps_per_dispatch": steps_per_dispatch}
-    for argument, value in steps.items():
-        _check.whole("find_step_size", argument, value, 0 if argument == "num_warmup" else 1)
-    _check_kinds(loss_fn, batches, validation, name, key)
-    _check.flags("find_step_size", check=check, progress=progress)
-    samplers = _make_samplers(make_sampler, step_sizes)
-    parallel.num_chains("find_step_size", params)
+    samplers = [make_sampler(step_size) for step_size in step_sizes]
+    if not isinstance(samplers[0], optax.GradientTransformation):
+        rule = "a function that gives a sampler of a step size"
+        got = f"one that gives {_check.show(samplers[0])}"
+        _check.fail("find_step_size", "make_sampler", rule, got)
     num_ticks = -(-num_warmup // thin) + num_draws
 
     def judge(snapshots: Snapshots | StoredSnapshots) -> list[np.ndarray]:
@@ -222,44 +269,6 @@ def find_step_size(
         start_chain_lppd=start[1],
         name=name,
     )
-
-
-def _check_kinds(loss_fn: Any, batches: Any, validation: Any, name: Any, key: Any):
-    """Require arguments of the right kind."""
-    where = "find_step_size"
-    _check.function(where, "loss_fn", loss_fn, "(params, batch)")
-    _check.batches(where, batches)
-    if isinstance(batches, Iterator):
-        rule = "an iterable that can be gone through again, such as a list"
-        _check.fail(where, "batches", rule, f"a {type(batches).__name__}")
-    if not isinstance(validation, (tuple, list)) or len(validation) != 2 or validation[1] is None:
-        _check.fail(where, "validation", "a pair of inputs and targets", _check.show(validation))
-    _check._kind(where, "name", name, str, "a name")
-    _check.needed_key(where, key)
-
-
-def _check_step_sizes(step_sizes: Any) -> tuple[float, ...]:
-    """Require ascending numbers above zero, at least two."""
-    rule = "at least 2 ascending numbers"
-    if not np.iterable(step_sizes) or isinstance(step_sizes, jax.core.Tracer):
-        _check.fail("find_step_size", "step_sizes", rule, _check.show(step_sizes))
-    step_sizes = tuple(step_sizes)
-    for step_size in step_sizes:
-        _check.positive("find_step_size", "step_sizes", step_size, traced=False)
-    step_sizes = tuple(map(float, step_sizes))
-    if len(step_sizes) < 2 or list(step_sizes) != sorted(set(step_sizes)):
-        _check.fail("find_step_size", "step_sizes", rule, step_sizes)
-    return step_sizes
-
-
-def _make_samplers(make_sampler: Any, step_sizes: tuple[float, ...]) -> list[Any]:
-    rule = "a function that gives a sampler of a step size"
-    _check.function("find_step_size", "make_sampler", make_sampler, "(step_size)")
-    samplers = [make_sampler(step_size) for step_size in step_sizes]
-    if not isinstance(samplers[0], optax.GradientTransformation):
-        got = f"one that gives {_check.show(samplers[0])}"
-        _check.fail("find_step_size", "make_sampler", rule, got)
-    return samplers
 
 
 def _standard_error(values: np.ndarray) -> np.ndarray:

@@ -8,14 +8,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from itertools import islice
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from optax_smile import _check, _settings
+from optax_smile import _check, _settings, parallel
 from optax_smile.chains import _identity, _loop
 from optax_smile.chains._chains import Chains
 from optax_smile.chains._checkpoint import any_process
@@ -24,7 +25,7 @@ from optax_smile.chains._run import DirectoryRun, MemoryRun, Place
 from optax_smile.draws import _manifest
 from optax_smile.draws.snapshots import Snapshots, StoredSnapshots
 
-BATCH_PER = ("gradient", "step")
+BatchPer = Literal["gradient", "step"]
 
 
 class Plan(NamedTuple):
@@ -69,6 +70,33 @@ class Dispatch(NamedTuple):
     position: Position | None
 
 
+@_check.arguments(
+    params=parallel.STACKED,
+    batches=_check.BATCHES,
+    sampler=_check.TRANSFORMATION,
+    num_warmup=_check.Whole(0),
+    num_draws=_check.Whole(1),
+    thin=_check.Whole(1),
+    key=_check.Key(""),
+    aux=parallel.STACKED | None,
+    stochastic=_check.FLAG,
+    loss_fn=_loop.Loss(),
+    per_chain=_check.FLAG,
+    batch_per=_check.OneOf(BatchPer),
+    steps_per_dispatch=_check.Whole(1),
+    prefetch=_check.Whole(0),
+    mesh=parallel.MESH,
+    specs=parallel.SPECS,
+    directory=_check.PathLike() | None,
+    resume=_check.FLAG,
+    accept=_identity.ACCEPT,
+    check=_check.FLAG,
+    checkpoint_minutes=_check.Real(0, infinite=True, traced=False),
+    dtype=_check.OneOf(_manifest.StoredDtype) | None,
+    progress=_check.FLAG,
+    callback=_check.Function("(step, stats)") | None,
+    observe=_check.Function("(draw)") | None,
+)
 def sample(
     loss_fn: Callable[..., Any],
     params: optax.Params,
@@ -82,17 +110,17 @@ def sample(
     aux: Any = None,
     stochastic: bool = False,
     per_chain: bool = False,
-    batch_per: str = "gradient",
+    batch_per: BatchPer = "gradient",
     steps_per_dispatch: int = 1,
     prefetch: int = 0,
     mesh: Mesh | None = None,
     specs: Any = None,
     directory: str | os.PathLike[str] | None = None,
     resume: bool = True,
-    accept: Sequence[str] = (),
+    accept: Sequence[_identity.Accepted] = (),
     check: bool = True,
     checkpoint_minutes: float = 5.0,
-    dtype: str | None = None,
+    dtype: _manifest.StoredDtype | None = None,
     progress: bool = True,
     callback: Callable[[int, Mapping[str, np.ndarray]], None] | None = None,
     observe: Callable[[Any], Any] | None = None,
@@ -166,7 +194,7 @@ def sample(
             without a sampler, a sampler that is not the last in its chain or whose steps do not
             arrive as they were sent, a mesh that does not fit, batches that run out before the
             first draw, a sampler that has not begun to give draws at the end; a `directory` in
-            use, or of another run.
+            use, of another run, or whose checkpoints another version wrote in another format.
         OSError: a draw or a checkpoint that cannot be written, such as on a full disk: the message
             names the file, and the draws before it can be loaded.
         KeyboardInterrupt: stopped before the first draw, or by a second Ctrl-C.
@@ -186,16 +214,12 @@ def sample(
         >>> draws.params["w"].shape
         (3, 5, 2)
     """
-    _check_counts(0, num_warmup=num_warmup, prefetch=prefetch)
-    _check_counts(1, num_draws=num_draws, thin=thin, steps_per_dispatch=steps_per_dispatch)
-    _check.choice("sample", "batch_per", batch_per, BATCH_PER)
-    _check.minutes("sample", checkpoint_minutes)
-    typed = _check.needed_key("sample", key)
-    _check_kinds(batches, sampler, callback, observe, directory, dtype)
-    accept = _identity.check_accept("sample", accept)
+    if dtype is not None and directory is None:
+        _check.fail("sample", "dtype", "None without a `directory`", repr(dtype))
     sampler = optax.with_extra_args_support(sampler)
+    # Checking has made a typed key of a seed.
+    typed: Any = key
     shared: dict[str, Any] = {"stochastic": stochastic, "per_chain": per_chain}
-    _check.flags("sample", **shared, resume=resume, check=check, progress=progress)
     own = {"aux": aux, "mesh": mesh, "specs": specs, "observe": observe}
     with _check.called("sample", "parallel.place", "parallel.init", tree="params"):
         chains = Chains(loss_fn, sampler, params, typed, **shared, **own)
@@ -215,7 +239,7 @@ def sample(
         else:
             steps = {"num_warmup": num_warmup, "thin": thin, "batch_per": batch_per}
             run = DirectoryRun(
-                directory,
+                Path(directory),
                 chains,
                 closing,
                 settings=steps | shared | _identity.of_sampler(sampler, settings, typed, observe),
@@ -237,30 +261,6 @@ def sample(
         place, is_stopped = _go_on(chains, plan, run, stream, prefetch, judge, watch)
     _check_end(plan, place, num_draws, is_stopped, directory)
     return run.result()
-
-
-def _check_counts(smallest: int, **counts: Any):
-    """Require integers."""
-    for name, value in counts.items():
-        _check.whole("sample", name, value, smallest)
-
-
-def _check_kinds(
-    batches: Any, sampler: Any, callback: Any, observe: Any, directory: Any, dtype: Any
-):
-    """Require arguments of the right kind."""
-    _check.batches("sample", batches)
-    _check.transformation("sample", "sampler", sampler)
-    if callback is not None:
-        _check.function("sample", "callback", callback, "(step, stats)")
-    if observe is not None:
-        _check.function("sample", "observe", observe, "(draw)")
-    if directory is not None:
-        _check.path("sample", "directory", directory)
-    if dtype is not None:
-        _check.choice("sample", "dtype", dtype, _manifest.STORED_DTYPES)
-        if directory is None:
-            _check.fail("sample", "dtype", "None without a `directory`", repr(dtype))
 
 
 def _go_on(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +17,27 @@ from optax_smile import _check, _tree
 JITTER = 0.01
 
 
+@dataclass(frozen=True)
+class _Weights(_check.Constraint):
+    """Parameter trees of trained networks."""
+
+    text = "a list of at least one parameter tree"
+
+    def __call__(self, where, argument, value, given=_check.NOTHING):
+        if not isinstance(value, (list, tuple)) or not value:
+            _check.fail(where, argument, self.text, repr(value)[:80])
+        _check.Tree(self.text, finite=True)(where, argument, value)
+        if not jax.tree.leaves(value[0]):
+            _check.fail(where, argument, self.text, "trees without arrays")
+        return value
+
+
+@_check.arguments(
+    weights=_Weights(),
+    num_chains=_check.Whole(1) | None,
+    jitter=_check.Real(0, traced=False) | None,
+    key=_check.Key(),
+)
 def chains_from_weights(
     weights: Sequence[optax.Params],
     *,
@@ -26,8 +49,8 @@ def chains_from_weights(
 
     Args:
         weights: parameter trees of one network each, all alike.
-        num_chains: at least as many as weights: chain i starts from `weights[i % len(weights)]`;
-            None: one chain for each.
+        num_chains: >= 1, at least as many as weights: chain i starts from
+            `weights[i % len(weights)]`; None: one chain for each.
         jitter: standard deviation of Gaussian noise in units of the root mean square of each
             array, >= 0; arrays of zeros stay as they are, unless all are: then the unit is 1. None:
             0.01 if two chains would start from equal weights, else 0. Such chains stay together
@@ -50,22 +73,12 @@ def chains_from_weights(
         (4, 3)
     """
     where = "chains_from_weights"
-    rule = "a list of at least one parameter tree"
-    if not isinstance(weights, (list, tuple)) or not weights:
-        _check.fail(where, "weights", rule, repr(weights)[:80])
-    _check.leaves(where, "weights", weights, rule)
-    _check.finite(where, "weights", weights)
-    if not jax.tree.leaves(weights[0]):
-        _check.fail(where, "weights", rule, "trees without arrays")
     for tree in weights[1:]:
         _tree.check_alike(where, "weights", tree, weights[0], "the first tree")
     num_chains = len(weights) if num_chains is None else num_chains
-    _check.whole(where, "num_chains", num_chains, 1)
     if num_chains < len(weights):
         rule = f"at least {len(weights)}, a chain for each of the weights"
         _check.fail(where, "num_chains", rule, num_chains, "Give fewer weights to leave some out.")
-    if jitter is not None:
-        _check.nonnegative(where, "jitter", jitter, traced=False)
     chosen = [weights[chain % len(weights)] for chain in range(num_chains)]
     chains = jax.tree.map(lambda *leaves: jnp.stack([jnp.asarray(x) for x in leaves]), *chosen)
     if jitter is None:
@@ -73,7 +86,7 @@ def chains_from_weights(
     if not jitter:
         return chains
     purpose = "for a jitter, which keeps chains apart that start from equal weights"
-    drawn = _check.needed_key(where, key, purpose)
+    drawn: Any = _check.Key(purpose)(where, "key", key)
 
     def size(x):
         return jnp.sqrt(jnp.mean(x**2, axis=tuple(range(1, x.ndim)), keepdims=True))

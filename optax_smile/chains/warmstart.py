@@ -22,7 +22,7 @@ from optax_smile.chains._checkpoint import Checkpoints, any_process, lock
 from optax_smile.draws import _manifest
 
 # What else errors may come from.
-PARTS = "parallel.shardings", "parallel.place", "parallel.init"
+PARTS = "parallel.shardings", "parallel.place", "parallel.init", "parallel.split_key"
 OF_VALIDATION = {"loss_fn": "validation", "batches": "validation"}
 
 
@@ -50,6 +50,27 @@ class Members(NamedTuple):
     stale: jax.Array
 
 
+@_check.arguments(
+    init_fn=_check.Function("(key)"),
+    batches=_check.BATCHES,
+    optimizer=_check.TRANSFORMATION,
+    num_members=_check.Whole(1),
+    key=_check.Key(""),
+    num_epochs=_check.Whole(1),
+    validation=_check.Tree(traced=False),
+    patience=_check.Whole(1),
+    aux=parallel.STACKED | None,
+    stochastic=_check.FLAG,
+    loss_fn=_loop.Loss(),
+    per_member=_check.FLAG,
+    mesh=parallel.MESH,
+    specs=parallel.SPECS,
+    directory=_check.PathLike() | None,
+    accept=_identity.ACCEPT,
+    check=_check.FLAG,
+    checkpoint_minutes=_check.Real(0, infinite=True, traced=False),
+    progress=_check.FLAG,
+)
 def warmstart(
     loss_fn: Callable[..., Any],
     init_fn: Callable[[jax.Array], optax.Params],
@@ -67,7 +88,7 @@ def warmstart(
     mesh: Mesh | None = None,
     specs: Any = None,
     directory: str | os.PathLike[str] | None = None,
-    accept: Sequence[str] = (),
+    accept: Sequence[_identity.Accepted] = (),
     check: bool = True,
     checkpoint_minutes: float = 5.0,
     progress: bool = True,
@@ -133,15 +154,10 @@ def warmstart(
 
     Source: Lakshminarayanan et al. 2017; as the start of chains Sommer et al. 2024.
     """
-    _check_counts(num_members=num_members, num_epochs=num_epochs, patience=patience)
-    _check.minutes("warmstart", checkpoint_minutes)
-    flags = {"stochastic": stochastic, "per_member": per_member}
-    _check.flags("warmstart", **flags, check=check, progress=progress)
-    accept = _identity.check_accept("warmstart", accept)
-    _check_kinds(init_fn, batches, optimizer, validation, directory)
     optimizer = optax.with_extra_args_support(optimizer)
     loss = _loop.loss_of("warmstart", loss_fn, aux is not None, stochastic)
-    typed = _check.needed_key("warmstart", key)
+    # Checking has made a typed key of a seed.
+    typed: Any = key
     key, loss_key = jax.random.split(typed) if stochastic else (typed, None)
     members = _begin(init_fn, optimizer, num_members, key, loss_key, aux, mesh=mesh, specs=specs)
     train_one, judge_one = _steps(loss, optimizer, patience, validation is None)
@@ -152,9 +168,10 @@ def warmstart(
     epoch, is_stopped, is_killed, checkpoints, told = 0, False, False, None, {}
     with ExitStack() as closing:
         if directory is not None:
-            own = flags | {"num_members": num_members, "patience": patience}
+            own = {"stochastic": stochastic, "per_member": per_member}
+            own |= {"num_members": num_members, "patience": patience}
             told = _tell(own, typed, optimizer, batches, validation, losses, members)
-            checkpoints = _open(Path(directory), checkpoint_minutes, closing, told, accept)
+            checkpoints = _open(Path(directory), checkpoint_minutes, closing, told, accept, members)
             if found := checkpoints.restore(members):
                 members, epoch = found[0], found[1]["epoch"]
         bar = closing.enter_context(_loop.Bar(num_epochs, "warm start", progress, compiles=True))
@@ -216,22 +233,6 @@ def _warn_of_stop(epoch: int, num_epochs: int, directory: Any):
     warnings.warn(message, stacklevel=3)
 
 
-def _check_counts(**counts: Any):
-    """Require numbers of at least one."""
-    for name, value in counts.items():
-        _check.whole("warmstart", name, value, 1)
-
-
-def _check_kinds(init_fn: Any, batches: Any, optimizer: Any, validation: Any, directory: Any):
-    """Require arguments of the right kind."""
-    _check.function("warmstart", "init_fn", init_fn, "(key)")
-    _check.batches("warmstart", batches)
-    _check.transformation("warmstart", "optimizer", optimizer)
-    _check.leaves("warmstart", "validation", validation, traced=False)
-    if directory is not None:
-        _check.path("warmstart", "directory", directory)
-
-
 class _Losses:
     """The loss of each member on a batch."""
 
@@ -250,6 +251,8 @@ class _Losses:
 
     def put(self, batch: Any) -> Any:
         """Bring a batch onto the devices."""
+        if self.mesh is None:
+            return batch
         return parallel.place_batch(batch, mesh=self.mesh, per_chain=self.per_member)
 
     def check(self, members: Members, batch: Any, warns: bool):
@@ -288,19 +291,27 @@ def _tell(
 
 
 def _open(
-    directory: Path, minutes: float, closing: ExitStack, told: dict[str, Any], accept: Sequence[str]
+    directory: Path,
+    minutes: float,
+    closing: ExitStack,
+    told: dict[str, Any],
+    accept: Sequence[_identity.Accepted],
+    members: Members,
 ) -> Checkpoints:
     """Hold the directory, and require that it has no other training."""
     closing.enter_context(lock("warmstart", directory))
     checkpoints = Checkpoints(directory, minutes)
     closing.callback(checkpoints.close)
+    checkpoints.check_format("warmstart", members)
     before = checkpoints.place()
     if before is not None:
         _check_same(directory, before["run"], told, accept)
     return checkpoints
 
 
-def _check_same(directory: Path, before: Any, now: dict[str, Any], accept: Sequence[str]):
+def _check_same(
+    directory: Path, before: Any, now: dict[str, Any], accept: Sequence[_identity.Accepted]
+):
     """Require the training that the directory holds."""
     theirs = before["arguments"]
     for name, mine in now["arguments"].items():

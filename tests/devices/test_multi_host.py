@@ -21,8 +21,6 @@ SAMPLES, CHAINS = 30, 8
 # Seconds for two processes that start, compile and sample on one busy core.
 PATIENCE = 300
 
-pytestmark = pytest.mark.slow
-
 
 def start(directory: Path, log: Path, devices: int, *options: str) -> subprocess.Popen:
     command = [sys.executable, str(EXAMPLE), str(directory), "--smoke", *options]
@@ -88,15 +86,6 @@ def assert_same_bits(actual: Any, expected: Any):
         np.testing.assert_array_equal(values, expected.trace[name][:, :count])
 
 
-@pytest.fixture(autouse=True, scope="module")
-def compile_once(tmp_path_factory):
-    """The processes of all tests run the same programs."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path_factory.mktemp("compiled")))
-        patch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
-        yield
-
-
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory):
     """One process with four devices."""
@@ -108,6 +97,7 @@ def reference(tmp_path_factory):
     return draws
 
 
+@pytest.mark.slow
 def test_a_signal_to_one_process_ends_both_in_order(tmp_path, reference):
     """And the two give the draws of one process bit for bit."""
     run = tmp_path / "run"
@@ -130,6 +120,7 @@ def test_a_signal_to_one_process_ends_both_in_order(tmp_path, reference):
     assert_same_bits(stored, reference)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("killed", [0, 1])
 def test_a_dead_process_ends_the_other_and_loses_no_draw(tmp_path, reference, killed):
     run = tmp_path / "run"
@@ -147,6 +138,7 @@ def test_a_dead_process_ends_the_other_and_loses_no_draw(tmp_path, reference, ki
     assert_same_bits(stored, reference)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("devices_per_batch", [2, 4])
 def test_devices_that_share_a_batch(tmp_path, devices_per_batch):
     """Two devices of one process, or all four: then one process holds all chains, and sums over

@@ -43,6 +43,8 @@ PLACES = {
     "in the last act of a checkpoint": ("os.rename", "orbax-checkpoint-tmp", 6),
     "after a checkpoint, on a slow disk": ("os.rmdir", "", 3),
 }
+# What a pull request is tested with.
+QUICK = ("before a draw has its name", "in the last act of a checkpoint")
 # The same while the start is trained, after the first file of its first checkpoint is written.
 WARM_PLACES = {
     "before a checkpoint of the start": ("os.mkdir", "checkpoints/", 1),
@@ -128,7 +130,7 @@ def run(life: Life, tell=lambda: None) -> Any:
         noisy_loss,
         params,
         batches,
-        optax_smile.smile_naive(
+        optax_smile.smile(
             0.02,
             num_data=140,
             integrator="minimal_norm",
@@ -247,7 +249,7 @@ def compiled(tmp_path_factory):
     return tmp_path_factory.mktemp("compiled")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("form", FORMS)
 def test_kill_at_any_moment(tmp_path, compiled, form, full, record):
     """With a checkpoint at every step, and, every other time, with many draws between two.
@@ -274,12 +276,16 @@ def test_kill_at_any_moment(tmp_path, compiled, form, full, record):
     record("kills at random moments", of=form, cases=kills, silent=0, raw=0, lost=0)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    "form", ["plain", "warm start", pytest.param("mesh", marks=pytest.mark.nightly)]
+    "form",
+    [
+        pytest.param("quick", marks=pytest.mark.slow),
+        *(pytest.param(form, marks=pytest.mark.nightly) for form in FORMS),
+    ],
 )
 def test_kill_at_the_worst_moments(tmp_path, compiled, form, record):
-    places = {"plain": PLACES, "mesh": PLACES, "warm start": WARM_PLACES}[form]
+    places = WARM_PLACES if form == "warm start" else QUICK if form == "quick" else PLACES
+    form = "plain" if form == "quick" else form
     life = Life(form, str(tmp_path / "run"), FEW_KILLS * DRAWS_PER_LIFE, minutes=0)
     expected, kept = expected_of(form, life.num_draws), 0
     for place in places:
