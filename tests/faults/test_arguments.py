@@ -375,8 +375,7 @@ FAMILIES: dict[str, Any] = {
 # Nothing for users to call: records that functions return, and what the package is made of.
 NOT_CALLED = {
     *("MclmcSettings", "Outcome", "Prediction", "StepSizeSearch", "StoredSnapshots"),
-    *("diagnostics.EnergyFit", "diagnostics.Finding", "diagnostics.Summary"),
-    "diagnostics.Passed",
+    *("diagnostics.EnergyFit", "diagnostics.Check", "diagnostics.Summary"),
     *("metrics.Reliability", "metrics.RiskCoverage", "parallel.Carry"),
     # Called with what the package has checked.
     *("parallel.check_mesh", "parallel.num_chains"),
