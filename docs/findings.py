@@ -380,7 +380,7 @@ def shrunk(sampler: optax.GradientTransformationExtraArgs) -> Any:
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
         updates, state = sampler.update(updates, state, params, **extra)
-        share = 0.02 * (optax_smile.stats(state)["num_gradients"] % 10 == 0)
+        share = 0.02 * (optax_smile.stats(state).num_gradients % 10 == 0)
         return jax.tree.map(lambda move, x: move - share * x, updates, params), state
 
     return optax.GradientTransformationExtraArgs(sampler.init, update)
@@ -420,7 +420,7 @@ def cases() -> dict[str, Case]:
         ),
         "diverged": Case(
             draw_norms,
-            Run(CURVE, optax_smile.smile_naive(100.0, num_data=NUM_DATA)),
+            Run(CURVE, optax_smile.smile(100.0, num_data=NUM_DATA, decoherence_length=None)),
             PLAIN,
             ("diverged: steps of length 100", "healthy: psmile finds its step size"),
             "Left, the norm of the parameters is far above that on the right",
@@ -429,8 +429,8 @@ def cases() -> dict[str, Case]:
             draw_paths,
             Run(
                 CURVE,
-                optax_smile.smile_naive(
-                    optax.cosine_decay_schedule(0.05, 7_000), num_data=NUM_DATA
+                optax_smile.smile(
+                    optax.cosine_decay_schedule(0.05, 7_000), num_data=NUM_DATA, decoherence_length=None,
                 ),
             ),
             PLAIN,

@@ -4,6 +4,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from optax_smile import calibrate, diagnostics, interop, local, metrics, parallel, plots, published
+from optax_smile._check import ArgumentError
 from optax_smile.chains.find_step_size import StepSizeSearch, find_step_size
 from optax_smile.chains.sample import sample
 from optax_smile.chains.starts import chains_from_weights
@@ -19,11 +20,11 @@ from optax_smile.samplers.scale_adapted_sghmc import scale_adapted_sghmc
 from optax_smile.samplers.sghmc import sghmc
 from optax_smile.samplers.sgld import psgld, sgld
 from optax_smile.samplers.sgnht import sgnht
-from optax_smile.samplers.smile import psmile, psmile_naive, smile, smile_naive
+from optax_smile.samplers.smile import psmile, smile
 from optax_smile.samplers.tune_mclmc import MclmcSettings, tune_mclmc
 from optax_smile.stages.preconditioner import scale_by_gradient_noise
 from optax_smile.stages.tuner import angle_tuner, quantile_tuner
-from optax_smile.state import last_accepted, stats
+from optax_smile.state import Stats, last_accepted, stats
 
 if TYPE_CHECKING:
     from optax_smile import report
@@ -31,12 +32,14 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "ArgumentError",
     "Likelihood",
     "MclmcSettings",
     "Outcome",
     "Prediction",
     "Predictor",
     "Snapshots",
+    "Stats",
     "StepSizeSearch",
     "StoredSnapshots",
     "angle_tuner",
@@ -56,7 +59,6 @@ __all__ = [
     "predict",
     "psgld",
     "psmile",
-    "psmile_naive",
     "published",
     "quantile_tuner",
     "report",
@@ -67,7 +69,6 @@ __all__ = [
     "sgld",
     "sgnht",
     "smile",
-    "smile_naive",
     "stats",
     "tune_mclmc",
     "warmstart",

@@ -165,7 +165,7 @@ class Either(Constraint):
         """The rules of all options."""
         return ", or ".join(option.rule for option in self.options)
 
-    def __call__(self, where, argument, value, given=NOTHING):
+    def __call__(self, where, argument, value, given=NOTHING) -> Any:
         errors = []
         for option in self.options:
             try:
@@ -185,7 +185,7 @@ class Where(Constraint):
     holds: Callable[[Any], Any]
     advice: str = ""
 
-    def __call__(self, where, argument, value, given=NOTHING):
+    def __call__(self, where, argument, value, given=NOTHING) -> Any:
         if not self.holds(value):
             is_maker = self.advice == CALL_IT and not callable(value)
             fail(where, argument, self.text, show(value), "" if is_maker else self.advice)
@@ -208,7 +208,7 @@ class OneOf(Constraint):
         """The words."""
         return f"one of {', '.join(map(repr, get_args(self.words) or self.words))}"
 
-    def __call__(self, where, argument, value, given=NOTHING):
+    def __call__(self, where, argument, value, given=NOTHING) -> Any:
         if not isinstance(value, str) or value not in (get_args(self.words) or self.words):
             fail(where, argument, self.rule, written(value))
         return value
@@ -253,7 +253,7 @@ class Real(Constraint):
             below = numbers < self.high
         return above & below & (self.infinite | (abs(numbers) <= kind.max))
 
-    def __call__(self, where, argument, value, given=NOTHING):
+    def __call__(self, where, argument, value, given=NOTHING) -> Any:
         if isinstance(value, jax.core.Tracer) and self.traced and value.ndim == 0:
             return value
         is_number = not isinstance(value, (bool, jax.core.Tracer))
@@ -283,7 +283,7 @@ class Whole(Constraint):
         """The range."""
         return f"an integer >= {self.low}"
 
-    def __call__(self, where, argument, value, given=NOTHING):
+    def __call__(self, where, argument, value, given=NOTHING) -> Any:
         is_traced = isinstance(value, jax.core.Tracer)
         if is_traced and self.traced:
             return value
@@ -302,7 +302,7 @@ class PathLike(Constraint):
 
     text = "a path"
 
-    def __call__(self, where, argument, value, given=NOTHING):
+    def __call__(self, where, argument, value, given=NOTHING) -> Any:
         if not isinstance(value, (str, os.PathLike)) or not os.fspath(value):
             fail(where, argument, self.text, show(value))
         return Path(os.fsdecode(value))
@@ -324,7 +324,7 @@ class Key(Constraint):
         rule = "a JAX key such as jax.random.key(0), a single one, or a seed"
         return f"{rule} {self.purpose or ''}".rstrip()
 
-    def __call__(self, where, argument, value, given=NOTHING):
+    def __call__(self, where, argument, value, given=NOTHING) -> Any:
         if value is None and self.purpose is None:
             return None
         # What is no key in itself may be the words of none, or a seed beyond 64 bits.
@@ -352,7 +352,7 @@ class Function(Constraint):
         """What it is a function of."""
         return f"a function of {self.form}"
 
-    def __call__(self, where, argument, value, given=NOTHING):
+    def __call__(self, where, argument, value, given=NOTHING) -> Any:
         is_model = hasattr(value, "apply") and hasattr(value, "init")
         if not callable(value) or isinstance(value, type) or is_model:
             advice = "Pass a model's `apply`, or its `init`." if is_model else self.advice
@@ -380,7 +380,7 @@ class Tree(Constraint):
     traced: bool = True
     finite: bool = False
 
-    def __call__(self, where, argument, value, given=NOTHING):
+    def __call__(self, where, argument, value, given=NOTHING) -> Any:
         kinds = (jnp.number, jnp.bool_, *(jax.dtypes.prng_key,) * self.keys)
         for path, leaf in jax.tree_util.tree_leaves_with_path(value):
             at, is_traced = jax.tree_util.keystr(path), isinstance(leaf, jax.core.Tracer)
@@ -421,7 +421,7 @@ class Array(Constraint):
         """Its axes."""
         return f"an array {self.axes}, not empty" if self.axes else "an array, not empty"
 
-    def __call__(self, where, argument, value, given=NOTHING):
+    def __call__(self, where, argument, value, given=NOTHING) -> Any:
         array = host(where, argument, value)
         array = array if self.dtype is None else array.astype(self.dtype)
         if not array.size or not any(_has_axes(array.ndim, x) for x in self.axes.split(" or ")):

@@ -1,6 +1,7 @@
 """What a sampler was built with, for the manifest of a run."""
 
 import contextlib
+import dataclasses
 import functools
 import inspect
 import json
@@ -15,6 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from optax_smile import _check
+
 Builder = TypeVar("Builder", bound=Callable)
 # Larger arrays are described by shape and checksum.
 LARGEST_ARRAY = 16
@@ -24,29 +27,54 @@ WHOLE = 16
 _LISTENERS: ContextVar[tuple[dict[str, Any], ...]] = ContextVar("listeners", default=())
 
 
-def recorded(build: Builder, **fixed: Any) -> Builder:
-    """Let the transformation that a builder returns tell name, arguments and what is fixed.
+class Sampler(optax.GradientTransformationExtraArgs):
+    """An Optax transformation that knows how it was built.
 
-    It tells them in `init`, which every wrapper of Optax calls, and to those alone who listen.
+    Attributes:
+        name: of the function that built it.
+        arguments: with which it was built, defaults included.
+        chosen: arguments that the function chose itself.
     """
 
+    name = "sampler"
+    arguments: Mapping[str, Any] = {}
+    chosen: Mapping[str, Any] = {}
+
+    def __new__(cls, init: Callable, update: Callable, **told: Any):
+        built = super().__new__(cls, init, update)
+        vars(built).update(told)
+        return built
+
+    def __repr__(self) -> str:
+        written = (f"{name}={_check.written(value)}" for name, value in self.arguments.items())
+        return f"{self.name}({', '.join(written)})"
+
+
+def recorded(build: Builder, **fixed: Any) -> Builder:
+    """Let the transformation that a builder returns know its name and arguments.
+
+    In `init`, which every wrapper of Optax calls, it also tells them to whoever asks with `of`.
+
+    Args:
+        build: function that returns a transformation.
+        fixed: arguments that it has no parameter for.
+    """
     signature = inspect.signature(build)
 
     @functools.wraps(build)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        # Without a key the samplers that need one say what to write.
-        kwargs = {"key": None} | kwargs if "key" in signature.parameters else kwargs
-        transformation = build(*args, **kwargs)
+        built = build(*args, **kwargs)
         given = signature.bind(*args, **kwargs)
         given.apply_defaults()
-        settings = {"name": build.__name__, **fixed, **given.arguments}
+        arguments = {**given.arguments, **getattr(built, "chosen", {})}
+        settings = {"name": build.__name__, **fixed, **arguments}
 
         def init(params: Any) -> Any:
             for listener in _LISTENERS.get():
                 listener.update(settings)
-            return transformation.init(params)
+            return built.init(params)
 
-        return transformation._replace(init=init)
+        return Sampler(init, built.update, name=build.__name__, arguments=arguments)
 
     return cast(Builder, wrapper)
 
@@ -115,6 +143,9 @@ def _describe(value: Any, depth: int = 0, deepest: int = DEEPEST) -> Any:
         return [_describe(entry, depth + 1, deepest) for entry in value]
     if isinstance(value, Mapping):
         return {str(name): _describe(entry, depth + 1, deepest) for name, entry in value.items()}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        named = {"name": getattr(value, "name", type(value).__name__), **vars(value)}
+        return _describe(named, depth, deepest)
     if isinstance(value, functools.partial):
         parts = value.func, value.args, value.keywords
         return [_describe(entry, depth + 1, deepest) for entry in parts]

@@ -296,7 +296,7 @@ def step(
     Example:
         >>> import jax, jax.numpy as jnp, optax, optax_smile
         >>> from optax_smile import parallel
-        >>> tx = optax_smile.smile_naive(0.1, num_data=10)
+        >>> tx = optax_smile.smile(0.1, num_data=10, decoherence_length=None)
         >>> def one_step(carry, batch):
         ...     params, state = carry
         ...     grads = jax.grad(lambda w: jnp.mean((w - batch) ** 2))(params)
@@ -309,7 +309,7 @@ def step(
         >>> carry = params, parallel.init(tx, params, mesh=mesh)
         >>> advance = parallel.step(one_step, carry, mesh=mesh)
         >>> params, state = advance(carry, parallel.place_batch(jnp.ones(3), mesh=mesh))
-        >>> optax_smile.stats(state)["num_gradients"].tolist()
+        >>> optax_smile.stats(state).num_gradients.tolist()
         [1, 1, 1, 1]
     """
     where = "parallel.step"

@@ -11,22 +11,43 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import jax.core
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from optax_smile import _check, _tree
 
-# What the parts of the prior must be: argument, rule in words, rule for arrays.
-PRIOR_RULES = (
-    ("prior_precision", ">= 0 and finite", lambda x: (x >= 0) & _check.is_finite(x)),
-    ("prior_mean", 'finite, or "start"', _check.is_finite),
-)
 # A prior around the parameters that a chain begins with.
 START = "start"
+PRIOR = "prior_precision", "prior_mean"
+
+
+@dataclass(frozen=True)
+class PerParameter(_check.Constraint):
+    """A number, or a tree of numbers and arrays of them; traced ones pass."""
+
+    each: _check.Real
+
+    @property
+    def rule(self) -> str:
+        """That of the numbers."""
+        return self.each.rule
+
+    def __call__(self, where, argument, value, given=_check.NOTHING):
+        for leaf in jax.tree.leaves(value):
+            if not isinstance(leaf, (np.ndarray, jax.Array)) or not leaf.ndim:
+                self.each(where, argument, leaf, given)
+            elif not _check.is_real(leaf.dtype):
+                rule = f"numbers {self.rule}"
+                _check.fail(where, argument, rule, f"an array of {leaf.dtype}")
+            elif not isinstance(leaf, jax.core.Tracer):
+                _check.Array(each=self.each, dtype=None)(where, argument, leaf)
+        return value
 
 
 class Potential(NamedTuple):
@@ -53,32 +74,18 @@ class Potential(NamedTuple):
 
 
 def check(where: str, potential: Potential):
-    """Require the ranges that `Potential` gives; traced values pass."""
-    _check.number(
-        where,
-        "num_data",
-        potential.num_data,
-        ">= 1 and finite",
-        lambda x: 1 <= x <= _check.largest(),
-        large=True,
-    )
-    potential = _anywhere(potential)
-    for argument, rule, holds in PRIOR_RULES:
-        for value in jax.tree.leaves(getattr(potential, argument)):
-            _check.numbers(where, argument, value, rule, holds)
-    _check.positive(where, "temperature", potential.temperature)
+    """Require that one prior alone is given."""
     if potential.log_prior is not None:
-        _check.function(where, "log_prior", potential.log_prior, "(params)")
         precision = jax.tree.leaves(potential.prior_precision)
         if not all(isinstance(x, int | float) and x == 0 for x in precision):
-            rule, remedy = "0 where `log_prior` is the prior", "Pass `prior_precision=0`."
-            _check.fail(where, "prior_precision", rule, potential.prior_precision, remedy)
+            rule, advice = "0 where `log_prior` is the prior", "Pass `prior_precision=0`."
+            _check.fail(where, "prior_precision", rule, potential.prior_precision, advice)
 
 
 def check_prior(where: str, potential: Potential, params: optax.Params):
     """Require the prior to be numbers or prefixes of the parameter tree that fit its leaves."""
     potential = _anywhere(potential)
-    for argument, _, _ in PRIOR_RULES:
+    for argument in PRIOR:
         prefix = getattr(potential, argument)
         try:
             spread = _spread(prefix, params)

@@ -22,14 +22,17 @@ from typing import Any
 import jax
 import optax
 
-from optax_smile import _settings
+from optax_smile import _check, _settings
 from optax_smile.potential import Potential
+from optax_smile.samplers._call import POSTERIOR
 from optax_smile.samplers._microcanonical import compose
 from optax_smile.stages.guardrail import guardrail
 from optax_smile.stages.momentum import microcanonical
 from optax_smile.stages.preconditioner import Preconditioner, identity, moving_variance
 from optax_smile.stages.tuner import quantile_tuner
 
+PUBLISHED = {name: rule for name, rule in POSTERIOR.items() if name != "key"}
+PUBLISHED |= {"step_size": _check.STEP_SIZE}
 # kappa, and what becomes of the momentum of a rejected step.
 REJECT_QUANTILE = 0.98
 REJECT_MOMENTUM = "zero"
@@ -41,6 +44,7 @@ def _published(name: str, preconditioner: Preconditioner, tuned: bool):
     where = f"published.{name}"
     tuner, reject_quantile = (quantile_tuner(), REJECT_QUANTILE) if tuned else (None, None)
 
+    @_check.arguments(where, **PUBLISHED)
     def build(
         step_size: float | jax.Array | optax.Schedule,
         *,

@@ -6,11 +6,15 @@ import sys
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
+import jax.core
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from optax_smile import _check
 
+# Of the states of all samplers; a state of another format cannot be continued.
+STATE_FORMAT = 2
 # Share of the gradients that are not finite; healthy runs have none or a handful.
 MOST_NONFINITE = 0.01
 # Nats per example by which draws may be worse than the start: targets 63 % less probable.
@@ -52,6 +56,59 @@ def no_update(dtype: jnp.dtype) -> LastUpdate:
     )
 
 
+class Stats(NamedTuple):
+    """Scalars that describe the last call of a sampler, see `stats`.
+
+    Attributes:
+        step_size: length of the step now open, or of the next one, in whitened coordinates.
+        energy_change: energy gained by the step that ended, nats, positive = gained; NaN where the
+            call ended none or had no energy.
+        energy_mean, energy_std: moving averages of its absolute value, nats; NaN for samplers
+            without an energy error, such as `sgld`.
+        energy_level: what the loop passes: 0 gradients only, 1 also `value`.
+        accepted: False if the step that ended there was rejected.
+        step_end: whether the parameters passed in were the end of a whole step.
+        is_draw: whether `last_accepted` gives a draw from the posterior; False in the exploration
+            part of `cyclical_sgld`.
+        num_rejected: steps rejected for an outlying energy.
+        num_nonfinite: calls with a gradient or a value that is not finite.
+        num_outlying: gradients with a reduced weight: zero, or over three times as large as the
+            average; 0 for samplers without averages.
+        num_gradients: calls of `update` so far.
+        descent: energy that the chain has lost over the last quarter of its gradients, according to
+            them, in standard deviations of what a converged chain loses by chance; NaN for samplers
+            that do not measure it.
+        on_its_way: whether `descent` is more than 3: these points are no draws yet.
+        below_resolution: whether the step is too short to move the parameters in their precision.
+        num_altered: calls that found a few parameters elsewhere than the call before had sent them:
+            a transformation after the sampler, a projection, an average. Calls after a rejected
+            step cannot tell.
+        is_altered: whether the last three calls that can tell found them off by more than a
+            thousandth of the step: these points are no draws.
+    """
+
+    step_size: jax.Array
+    energy_change: jax.Array
+    energy_mean: jax.Array
+    energy_std: jax.Array
+    energy_level: jax.Array
+    accepted: jax.Array
+    step_end: jax.Array
+    is_draw: jax.Array
+    num_rejected: jax.Array
+    num_nonfinite: jax.Array
+    num_outlying: jax.Array
+    num_gradients: jax.Array
+    descent: jax.Array
+    on_its_way: jax.Array
+    below_resolution: jax.Array
+    num_altered: jax.Array
+    is_altered: jax.Array
+
+    def __str__(self) -> str:
+        return "\n".join(f"{name:<17} {value}" for name, value in self._asdict().items())
+
+
 @runtime_checkable
 class SamplerState(Protocol):
     """Protocol of the NamedTuple that a sampler's `init` returns."""
@@ -61,7 +118,12 @@ class SamplerState(Protocol):
         """Gradients, and calls of `update`, per step."""
         ...
 
-    def stats(self) -> dict[str, jax.Array]:
+    @property
+    def state_format(self) -> jax.Array:
+        """`STATE_FORMAT` of the version that made the state."""
+        ...
+
+    def stats(self) -> Stats:
         """Scalars that describe the last call, see `optax_smile.stats`."""
         ...
 
@@ -98,7 +160,21 @@ def find(state: Any, where: str, argument: str = "state") -> SamplerState:
             got = f"one followed by {', '.join(type(part).__name__ for part in later)}"
             remedy = "What comes after it changes its steps, and no draws are right: put it before."
             _check.fail(where, argument, rule, got, remedy)
+    check_format(where, argument, found[0])
     return found[0]
+
+
+def check_format(where: str, argument: str, state: SamplerState):
+    """Require the format of this version; a traced number passes."""
+    number = state.state_format
+    if isinstance(number, jax.core.Tracer) or not getattr(number, "is_fully_addressable", True):
+        return
+    # A state that only holds shapes has no numbers.
+    if isinstance(number, jax.ShapeDtypeStruct) or np.all(np.asarray(number) == STATE_FORMAT):
+        return
+    rule, got = f"a state of format {STATE_FORMAT}", f"format {np.max(np.asarray(number))}"
+    remedy = "Another version of optax_smile wrote it: continue the chain with that version."
+    _check.fail(where, argument, rule, got, remedy)
 
 
 def _without_variables(tree: Any) -> Any:
@@ -119,10 +195,10 @@ def _samplers(state: Any) -> tuple[list[Any], list[tuple[Any, ...]]]:
     return [leaf for leaf in leaves if isinstance(leaf, SamplerState)], chains
 
 
-def stats(state: Any) -> dict[str, jax.Array]:
-    """Describe the last call of a sampler by a dict of scalars.
+def stats(state: Any) -> Stats:
+    """Describe the last call of a sampler by scalars with names.
 
-    `accepted`, `step_end` and `energy_change` speak of the parameters that were passed *in*; the
+    `accepted`, `step_end` and `energy_change` describe the parameters that were passed *in*; the
     parameters after `optax.apply_updates` are a proposal that the next call judges.
 
     Args:
@@ -131,40 +207,16 @@ def stats(state: Any) -> dict[str, jax.Array]:
             value has it, too.
 
     Returns:
-        - step_size: length of the step now open, or of the next one, in whitened coordinates.
-        - energy_change: energy gained by the step that ended, nats, positive = gained; NaN where
-          the call ended none or had no energy.
-        - energy_mean, energy_std: moving averages of its absolute value, nats; NaN for samplers
-          that have no energy error, such as `sgld`.
-        - energy_level: what the loop passes: 0 gradients only, 1 also `value`.
-        - accepted: False if the step that ended there was rejected.
-        - step_end: whether the parameters passed in were the end of a whole step.
-        - is_draw: whether `last_accepted` gives a draw from the posterior; False in the
-          exploration part of `cyclical_sgld`.
-        - num_rejected, num_nonfinite: steps rejected for an outlying energy; gradients or values
-          that are not finite.
-        - num_outlying: gradients that counted for less than they are: zero, or over three times
-          as large as the average; 0 for samplers without averages.
-        - num_gradients: calls of `update` so far.
-        - descent: energy that the chain has lost over the last quarter of its gradients, according
-          to them, in standard deviations of what chance makes of a chain that has arrived; NaN for
-          samplers that do not tell.
-        - on_its_way: whether that is more than 3: these points are no draws yet.
-        - below_resolution: the step is too short to move the parameters in their precision.
-        - num_altered: calls that found a few parameters elsewhere than the call before had sent
-          them: a transformation after the sampler, a projection, an average. Calls after a
-          rejected step cannot tell.
-        - is_altered: whether the last three calls that can tell found them off by more than a
-          thousandth of the step: these points are no draws.
+        A `Stats`, a named tuple of scalars that prints one per line.
 
     Raises:
         ValueError: the state holds no sampler, or more than one, or another transformation comes
-            after it in an `optax.chain`.
+            after it in an `optax.chain`, or another version of the library made it.
 
     Example:
         >>> import jax.numpy as jnp, optax_smile
-        >>> state = optax_smile.psmile_naive(1e-2, num_data=100).init(jnp.zeros(3))
-        >>> round(float(optax_smile.stats(state)["step_size"]), 3)
+        >>> sampler = optax_smile.psmile(1e-2, num_data=100, key=0)
+        >>> round(float(optax_smile.stats(sampler.init(jnp.zeros(3))).step_size), 3)
         0.01
     """
     return find(state, "stats").stats()
@@ -196,7 +248,7 @@ def last_accepted(state: Any, params: Any) -> Any:
 
     Example:
         >>> import jax.numpy as jnp, optax, optax_smile
-        >>> tx = optax_smile.smile_naive(0.1, num_data=1)
+        >>> tx = optax_smile.smile(0.1, num_data=1, key=0)
         >>> start = jnp.ones(2)
         >>> updates, state = tx.update(start, tx.init(start), start)
         >>> last = optax_smile.last_accepted(state, optax.apply_updates(start, updates))
@@ -204,7 +256,7 @@ def last_accepted(state: Any, params: Any) -> Any:
         [1.0, 1.0]
     """
     sampler = find(state, "last_accepted")
-    if axes := jnp.shape(sampler.stats()["num_gradients"]):
+    if axes := jnp.shape(sampler.stats().num_gradients):
         rule, remedy = "that of a single chain", "Use `jax.vmap(optax_smile.last_accepted)`."
         _check.fail("last_accepted", "state", rule, f"one with the leading axes {axes}", remedy)
     try:

@@ -220,13 +220,13 @@ def _call_of_chain(loss: Callable, sampler: optax.GradientTransformationExtraArg
         (value, aux), grads = value_and_grad(chain.params, chain.aux, used, batch)
         updates, state = sampler.update(grads, chain.state, chain.params, value=value)
         told, value = stats(state), value.astype(chain.loss.dtype)
-        is_first = told["num_gradients"] == 1
+        is_first = told.num_gradients == 1
         return Chain(
             params=optax.apply_updates(chain.params, updates),
             state=state,
-            aux=_tree.where(told["accepted"], aux, chain.aux),
+            aux=_tree.where(told.accepted, aux, chain.aux),
             key=key,
-            loss=jnp.where(told["accepted"] & (told["step_end"] | is_first), value, chain.loss),
+            loss=jnp.where(told.accepted & (told.step_end | is_first), value, chain.loss),
             start_loss=jnp.where(is_first, value, chain.start_loss),
         )
 
@@ -234,7 +234,7 @@ def _call_of_chain(loss: Callable, sampler: optax.GradientTransformationExtraArg
 
 
 def _stats_of_chain(chain: Chain) -> dict[str, jax.Array]:
-    return stats(chain.state) | {name: getattr(chain, name) for name in LOSSES}
+    return stats(chain.state)._asdict() | {name: getattr(chain, name) for name in LOSSES}
 
 
 def _draw_of_chain(chain: Chain) -> Any:

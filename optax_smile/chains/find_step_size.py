@@ -128,7 +128,7 @@ def find_step_size(
         batches: gone through anew for each step size; not an iterator, which cannot be. If they are
             shuffled anew as well, step sizes see different ones.
         make_sampler: gives the sampler with a step size, such as
-            `lambda step_size: optax_smile.psmile_naive(step_size, num_data=N)`.
+            `lambda step_size: optax_smile.psmile(step_size, num_data=N, decoherence_length=None)`.
         validation: pair of `inputs` and `targets` for `predict`.
         step_sizes: at least 2, > 0, ascending; the default is for the family of `psmile`.
         name: what these numbers are, for table, picture and errors.
@@ -154,7 +154,7 @@ def find_step_size(
         >>> loss_fn = lambda params, y: jnp.mean((apply_fn(params, x)[0] - y) ** 2) / 2
         >>> search = optax_smile.find_step_size(
         ...     loss_fn, {"w": jnp.eye(2)}, [2 * x],
-        ...     lambda step_size: optax_smile.smile_naive(step_size, num_data=20),
+        ...     lambda step_size: optax_smile.smile(step_size, num_data=20, decoherence_length=None),
         ...     apply_fn, (x, 2 * x), likelihood="gaussian", num_warmup=30, num_draws=30,
         ...     key=jax.random.key(0), step_sizes=(0.03, 3.0), progress=False,
         ... )

@@ -1,7 +1,7 @@
 """What every sampler checks when a loop calls `update`."""
 
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -9,8 +9,19 @@ import numpy as np
 import optax
 
 from optax_smile import _check, _tree
+from optax_smile.potential import PerParameter
+from optax_smile.state import check_format
 
 StepSize: TypeAlias = float | jax.Array | optax.Schedule
+# Constraints of the arguments that all samplers share.
+POSTERIOR: dict[str, _check.Constraint] = {
+    "num_data": _check.Real(1, large=True),
+    "prior_precision": PerParameter(_check.NONNEGATIVE),
+    "prior_mean": PerParameter(_check.Real()) | _check.OneOf(Literal["start"]),
+    "log_prior": _check.Function("(params)") | None,
+    "temperature": _check.POSITIVE,
+    "key": _check.Key(),
+}
 # What loops call the mean loss by mistake; other keywords are for other parts of a chain.
 MISNAMED = ("loss", "losses", "loss_value", "mean_loss", "val", "values")
 
@@ -31,11 +42,10 @@ def transformation(
         kind: of the state.
         like: a tree of a state that is like the parameters given to `init`.
     """
-    structures: dict[Any, Any] = {}
 
     def checked_init(params: Any) -> Any:
         _tree.check_params(f"{where}.init", params, smallest=2)
-        _check.finite(f"{where}.init", "params", params)
+        _check.Tree(finite=True)(f"{where}.init", "params", params)
         return init(params)
 
     def checked_update(
@@ -54,11 +64,9 @@ def transformation(
         rule, got = f"what `init` or `update` of {where} returned", _check.show(state)
         if not isinstance(state, kind):
             _check.fail(f"{where}.update", "state", rule, got)
-        params = like(state)
-        key = jax.tree.structure(params)
-        if key not in structures:
-            structures[key] = jax.tree.structure(jax.eval_shape(init, params))
-        if jax.tree.structure(state) != structures[key]:
+        check_format(f"{where}.update", "state", state)
+        expected = jax.eval_shape(init, like(state))
+        if jax.tree.structure(state) != jax.tree.structure(expected):
             _check.fail(f"{where}.update", "state", rule, "one of a sampler built otherwise")
 
     return optax.GradientTransformationExtraArgs(checked_init, checked_update)

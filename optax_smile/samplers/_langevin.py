@@ -17,7 +17,7 @@ from optax_smile import _check, _tree, potential
 from optax_smile.samplers import _call
 from optax_smile.stages import energy, evidence, probe
 from optax_smile.stages.guardrail import Guardrail, GuardrailState, guardrail
-from optax_smile.state import LastUpdate, no_update
+from optax_smile.state import STATE_FORMAT, LastUpdate, Stats, no_update
 
 
 class Move(NamedTuple):
@@ -72,6 +72,7 @@ class LangevinState(NamedTuple):
         num_steps: steps begun, the count that a step-size schedule gets, int32.
         key: for the noise of the next call, as raw numbers, uint32.
         last_update: what the last call found out.
+        state_format: `state.STATE_FORMAT` of the version that made the state, int32.
     """
 
     memory: Any
@@ -84,28 +85,28 @@ class LangevinState(NamedTuple):
     num_steps: jax.Array
     key: jax.Array
     last_update: LastUpdate
+    state_format: jax.Array
 
     @property
     def gradients_per_step(self) -> int:
         """Gradients, and calls of `update`, per step."""
         return 1
 
-    def stats(self) -> dict[str, jax.Array]:
+    def stats(self) -> Stats:
         """Scalars that describe the last call, see `optax_smile.stats`."""
         unknown = jnp.full_like(self.step_length, jnp.nan)
-        return (
-            self.last_update._asdict()
-            | self.probe.stats()
-            | {
-                "step_size": self.step_length,
-                "energy_mean": unknown,
-                "energy_std": unknown,
-                "num_rejected": self.guardrail.num_rejected,
-                "num_nonfinite": self.guardrail.num_nonfinite,
-                "num_outlying": jnp.zeros_like(self.guardrail.num_nonfinite),
-                "descent": unknown,
-                "on_its_way": jnp.zeros_like(self.last_update.accepted),
-            }
+        return Stats(
+            step_size=self.step_length,
+            energy_mean=unknown,
+            energy_std=unknown,
+            num_rejected=self.guardrail.num_rejected,
+            num_nonfinite=self.guardrail.num_nonfinite,
+            num_outlying=jnp.zeros_like(self.guardrail.num_nonfinite),
+            descent=unknown,
+            on_its_way=jnp.zeros_like(self.last_update.accepted),
+            num_altered=self.probe.num_altered,
+            is_altered=self.probe.is_altered,
+            **self.last_update._asdict(),
         )
 
     def last_accepted(self, params: optax.Params) -> optax.Params:
@@ -137,13 +138,12 @@ def sampler(
     name: str,
     step_size: float | jax.Array | optax.Schedule,
     posterior: potential.Potential,
-    key: jax.Array | int,
+    key: jax.Array | int | None,
     rule: Rule,
 ) -> optax.GradientTransformationExtraArgs:
     """Build the transformation that moves by a rule."""
-    _check.step_size(name, step_size)
     potential.check(name, posterior)
-    seed = _check.needed_key(name, key)
+    seed = _check.Key("")(name, "key", key)
     of = _Parts(name, posterior, rule, guardrail(name), _call.schedule(name, step_size), seed)
 
     init, update = functools.partial(_init, of), functools.partial(_update, of)
@@ -175,6 +175,7 @@ def _init(of: _Parts, params: Any) -> LangevinState:
         num_steps=count,
         key=jnp.copy(jax.random.key_data(of.seed)),
         last_update=no_update(dtype)._replace(is_draw=of.rule.is_draw(count - 1)),
+        state_format=jnp.asarray(STATE_FORMAT, jnp.int32),
     )
 
 
@@ -232,4 +233,5 @@ def _update(of: _Parts, updates: Any, state: Any, params: Any, value: Any) -> tu
             below_resolution=_tree.inner(displacement, displacement) < resolution**2,
             num_gradients=_tree.count(last.num_gradients),
         ),
+        state_format=state.state_format,
     )

@@ -8,17 +8,17 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_smile import _check, _tree, potential
+from optax_smile import _check, _settings, _tree, potential
 from optax_smile.samplers import _call
 from optax_smile.stages import energy, evidence, momentum, probe, products
 from optax_smile.stages import tuner as tuning
 from optax_smile.stages.guardrail import Guardrail, GuardrailState
 from optax_smile.stages.preconditioner import Preconditioner
-from optax_smile.state import LastUpdate, no_update
+from optax_smile.state import STATE_FORMAT, LastUpdate, Stats, no_update
 
 
 class MicrocanonicalState(NamedTuple):
-    """State of `smile`, `psmile`, the naive forms, `mclmc`: four stages and what joins them.
+    """State of `smile`, `psmile` and `mclmc`: four stages and what joins them.
 
     Attributes:
         preconditioner: averages over the gradients of the kept calls; None without one.
@@ -31,6 +31,7 @@ class MicrocanonicalState(NamedTuple):
         num_steps: steps begun, the count that a step-size schedule gets, int32.
         key: for explicit noise and fresh momenta, as raw numbers, uint32; None if neither is used.
         last_update: what the last call found out.
+        state_format: `state.STATE_FORMAT` of the version that made the state, int32.
     """
 
     preconditioner: Any
@@ -43,27 +44,27 @@ class MicrocanonicalState(NamedTuple):
     num_steps: jax.Array
     key: jax.Array | None
     last_update: LastUpdate
+    state_format: jax.Array
 
     @property
     def gradients_per_step(self) -> int:
         """Gradients, and calls of `update`, per step."""
         return 1 if self.momentum.anchor is None else 2
 
-    def stats(self) -> dict[str, jax.Array]:
+    def stats(self) -> Stats:
         """Scalars that describe the last call, see `optax_smile.stats`."""
-        return (
-            self.last_update._asdict()
-            | self.probe.stats()
-            | {
-                "step_size": self.momentum.step_length,
-                "energy_mean": self.evidence.energies.energy_mean,
-                "energy_std": self.evidence.energies.energy_std,
-                "num_rejected": self.guardrail.num_rejected,
-                "num_nonfinite": self.guardrail.num_nonfinite,
-                "num_outlying": self.evidence.turns.num_outlying,
-                "descent": self.evidence.descent.descent_score,
-                "on_its_way": self.evidence.descent.on_its_way,
-            }
+        return Stats(
+            step_size=self.momentum.step_length,
+            energy_mean=self.evidence.energies.energy_mean,
+            energy_std=self.evidence.energies.energy_std,
+            num_rejected=self.guardrail.num_rejected,
+            num_nonfinite=self.guardrail.num_nonfinite,
+            num_outlying=self.evidence.turns.num_outlying,
+            descent=self.evidence.descent.descent_score,
+            on_its_way=self.evidence.descent.on_its_way,
+            num_altered=self.probe.num_altered,
+            is_altered=self.probe.is_altered,
+            **self.last_update._asdict(),
         )
 
     def last_accepted(self, params: optax.Params) -> optax.Params:
@@ -107,22 +108,21 @@ def compose(
         preconditioner: in which coordinates.
         momentum: by which dynamics.
         guardrail: which steps are rejected.
-        tuner: how long the steps are; None keeps `step_size`.
+        tuner: how long the steps are; None: as `step_size` says, or `angle_tuner()` without one.
         step_size: length of a step, a schedule, or None where the tuner finds it.
         key: for explicit noise and fresh momenta.
     """
-    tuner = tuning.check(name, tuner, step_size)
+    tuner = tuning.choose(name, tuner, step_size)
     potential.check(name, posterior)
-    seed, schedule = (
-        _check.key(name, key),
-        _call.schedule(name, 1.0 if step_size is None else step_size),
-    )
+    seed = _check.Key()(name, "key", key)
+    schedule = _call.schedule(name, 1.0 if step_size is None else step_size)
     of = _Parts(name, posterior, preconditioner, momentum, guardrail, tuner, schedule, seed)
 
     init, update = functools.partial(_init, of), functools.partial(_update, of)
-    return _call.transformation(
+    built = _call.transformation(
         name, init, update, MicrocanonicalState, lambda state: state.momentum.direction
     )
+    return _settings.Sampler(*built, chosen={"tuner": tuner})
 
 
 def _init(of: _Parts, params: Any) -> MicrocanonicalState:
@@ -141,6 +141,7 @@ def _init(of: _Parts, params: Any) -> MicrocanonicalState:
         num_steps=count,
         key=None if seed is None else jnp.copy(jax.random.key_data(seed)),
         last_update=no_update(dtype),
+        state_format=jnp.asarray(STATE_FORMAT, jnp.int32),
     )
 
 
@@ -197,6 +198,7 @@ def _update(of: _Parts, updates: Any, state: Any, params: Any, value: Any) -> tu
         num_steps=num_steps,
         key=key,
         last_update=_told(shown, closed, after, reject, value),
+        state_format=state.state_format,
     )
 
 

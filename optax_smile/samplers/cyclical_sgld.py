@@ -6,12 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import optax
 
 from optax_smile import _check, _settings, potential
 from optax_smile.samplers import _call, _langevin
-from optax_smile.samplers._call import StepSize
+from optax_smile.samplers._call import POSTERIOR, StepSize
 
 # 5,000 steps per cycle and a third of each for the search, as Sommer et al. 2026 ran it.
 TOTAL_STEPS = 20_000
@@ -20,6 +21,13 @@ EXPLORATION = 0.33
 
 
 @_settings.recorded
+@_check.arguments(
+    **POSTERIOR,
+    step_size=_check.STEP_SIZE,
+    total_steps=_check.Whole(1, traced=True),
+    num_cycles=_check.Whole(1, traced=True),
+    exploration=_check.Real(0, 1, open="high"),
+)
 def cyclical_sgld(
     step_size: StepSize,
     *,
@@ -31,14 +39,14 @@ def cyclical_sgld(
     total_steps: int = TOTAL_STEPS,
     num_cycles: int = NUM_CYCLES,
     exploration: float = EXPLORATION,
-    key: jax.Array | int,
+    key: jax.Array | int | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Sample like `sgld` in cycles, each of which begins with a search for a new mode.
 
         eps_k = eps / 2 (1 + cos(pi r)),  r = (k mod K) / K,  K = ceil(total_steps / num_cycles)
         theta <- theta - eps_k grad U + sqrt(2 eps_k) z where r >= exploration, else without z
 
-    While it explores, a point is no draw: `stats(state)["is_draw"]` tells, and `sample` keeps
+    While it explores, a point is no draw: `stats(state).is_draw` tells, and `sample` keeps
     none of them.
 
     Args:
@@ -48,7 +56,7 @@ def cyclical_sgld(
             in cycles of the same length.
         num_cycles: number of cycles in `total_steps`, >= 1.
         exploration: share of a cycle without noise, in [0, 1).
-        key: JAX key or seed. Other arguments, what is returned and errors as `sgld`.
+        key: JAX key or seed, needed. Other arguments, what is returned and errors as `sgld`.
 
     Cost: as `sgld`.
 
@@ -60,11 +68,10 @@ def cyclical_sgld(
     Source: Zhang, Li, Zhang, Chen, Wilson, ICLR 2020, equation 1 and algorithm 1, without the
     share of the noise that the gradient brings.
     """
-    _check.whole("cyclical_sgld", "num_cycles", num_cycles, 1, traced=True)
-    _check.whole("cyclical_sgld", "total_steps", total_steps, num_cycles, traced=True)
-    rule = "in [0, 1)"
-    _check.number("cyclical_sgld", "exploration", exploration, rule, lambda x: 0 <= x < 1)
-    _check.step_size("cyclical_sgld", step_size)
+    is_traced = any(isinstance(x, jax.core.Tracer) for x in (total_steps, num_cycles))
+    if not is_traced and total_steps < num_cycles:
+        rule = f"an integer >= {num_cycles}, a step for each of `num_cycles`"
+        _check.fail("cyclical_sgld", "total_steps", rule, total_steps)
     schedule = _call.schedule("cyclical_sgld", step_size)
     cycle_length = -(-total_steps // num_cycles)
 

@@ -9,13 +9,20 @@ import jax
 import optax
 
 from optax_smile import _check, _settings, potential
-from optax_smile.samplers._call import StepSize
+from optax_smile.samplers._call import POSTERIOR, StepSize
 from optax_smile.samplers._microcanonical import compose
 from optax_smile.stages import momentum, preconditioner
 from optax_smile.stages.guardrail import guardrail
+from optax_smile.stages.momentum import IntegratorName
 
 
 @_settings.recorded
+@_check.arguments(
+    **POSTERIOR,
+    step_size=_check.STEP_SIZE,
+    decoherence_length=_check.POSITIVE,
+    integrator=_check.OneOf(IntegratorName),
+)
 def mclmc(
     step_size: StepSize,
     *,
@@ -25,10 +32,10 @@ def mclmc(
     prior_mean: Any = 0.0,
     log_prior: Callable[[Any], jax.Array] | None = None,
     temperature: float | jax.Array = 1.0,
-    integrator: str = "minimal_norm",
-    key: jax.Array | int,
+    integrator: IntegratorName = "minimal_norm",
+    key: jax.Array | int | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Sample with microcanonical Langevin Monte Carlo: `smile_naive` for full-batch gradients.
+    """Sample with microcanonical Langevin Monte Carlo: `smile` for full-batch gradients.
 
     The gradient brings no noise, so the direction u gets an explicit one after each drift of
     length h: u <- (u + nu z) / |u + nu z|, nu^2 = (exp(2 h / L) - 1) / d, z ~ N(0, I).
@@ -38,7 +45,8 @@ def mclmc(
         decoherence_length: L > 0, the distance after which u has forgotten itself. `tune_mclmc`
             finds it together with `step_size`.
         integrator: `"minimal_norm"` with two gradients per step, `"leapfrog"` with one.
-        key: JAX key or seed for the noise. Other arguments, what is returned and errors as `smile`.
+        key: JAX key or seed for the noise, needed. Other arguments, what is returned and errors as
+            `psmile`.
 
     Cost: as `smile`, and as many random numbers as parameters per call.
 
@@ -52,8 +60,6 @@ def mclmc(
     Source: Robnik and Seljak, Fluctuation without dissipation, AABI 2024; as the members of MILE
     (Sommer et al., ICLR 2025).
     """
-    if decoherence_length is None:
-        _check.fail("mclmc", "decoherence_length", "> 0 and finite", None)
     return compose(
         "mclmc",
         potential.Potential(num_data, prior_precision, temperature, prior_mean, log_prior),

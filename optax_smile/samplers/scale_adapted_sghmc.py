@@ -11,7 +11,7 @@ import optax
 
 from optax_smile import _check, _settings, potential
 from optax_smile.samplers import _langevin
-from optax_smile.samplers._call import StepSize
+from optax_smile.samplers._call import POSTERIOR, StepSize
 
 FRICTION = 0.05
 ADAPT_STEPS = 5_000
@@ -34,6 +34,12 @@ class GradientScale(NamedTuple):
 
 
 @_settings.recorded
+@_check.arguments(
+    **POSTERIOR,
+    step_size=_check.STEP_SIZE,
+    friction=_check.PROBABILITY,
+    adapt_steps=_check.Whole(1, traced=True),
+)
 def scale_adapted_sghmc(
     step_size: StepSize,
     *,
@@ -44,7 +50,7 @@ def scale_adapted_sghmc(
     temperature: float | jax.Array = 1.0,
     friction: float | jax.Array = FRICTION,
     adapt_steps: int = ADAPT_STEPS,
-    key: jax.Array | int,
+    key: jax.Array | int | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Sample like `sghmc` with a mass for each parameter, measured in the first steps.
 
@@ -63,7 +69,7 @@ def scale_adapted_sghmc(
             moves by about eps V^(-1/4) in a step.
         friction: share f of the velocity that a step loses, in (0, 1).
         adapt_steps: steps during which the mass adapts, >= 1. Draws count from then on.
-        key: JAX key or seed. Other arguments, what is returned and errors as `sgld`.
+        key: JAX key or seed, needed. Other arguments, what is returned and errors as `sgld`.
 
     Cost: as `sgld`, and three parameter-sized arrays of state more.
 
@@ -78,8 +84,6 @@ def scale_adapted_sghmc(
     1 / (tau + 1), as in the authors' code, since a window of one step would never grow; eps is not
     divided by sqrt(num_data).
     """
-    _check.probability("scale_adapted_sghmc", "friction", friction)
-    _check.whole("scale_adapted_sghmc", "adapt_steps", adapt_steps, 1, traced=True)
 
     def init(params: Any) -> GradientScale:
         return GradientScale(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -11,13 +11,20 @@ import optax
 
 from optax_smile import _check, _settings, potential
 from optax_smile.samplers import _langevin
-from optax_smile.samplers._call import StepSize
+from optax_smile.samplers._call import POSTERIOR, StepSize
 
 FRICTION = 0.05
-FRICTION_STEPS = ("euler", "exact")
+FrictionStep = Literal["euler", "exact"]
 
 
 @_settings.recorded
+@_check.arguments(
+    **POSTERIOR,
+    step_size=_check.STEP_SIZE,
+    friction=_check.PROBABILITY,
+    friction_step=_check.OneOf(FrictionStep),
+    gradient_noise=_check.NONNEGATIVE,
+)
 def sghmc(
     step_size: StepSize,
     *,
@@ -27,9 +34,9 @@ def sghmc(
     log_prior: Callable[[Any], jax.Array] | None = None,
     temperature: float | jax.Array = 1.0,
     friction: float | jax.Array = FRICTION,
-    friction_step: str = "euler",
+    friction_step: FrictionStep = "euler",
     gradient_noise: float | jax.Array = 0.0,
-    key: jax.Array | int,
+    key: jax.Array | int | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Sample with stochastic gradient Hamiltonian Monte Carlo.
 
@@ -52,7 +59,7 @@ def sghmc(
             has variance 1 / (1 - f / 2) instead of 1 and the parameters the right one for small
             steps; with `"exact"` the velocity has 1, the parameters 1 - f / 2 times theirs.
         gradient_noise: variance V of the mini-batch gradient of U in each parameter, >= 0.
-        key: JAX key or seed. Other arguments, what is returned and errors as `sgld`.
+        key: JAX key or seed, needed. Other arguments, what is returned and errors as `sgld`.
 
     Cost: as `sgld`.
 
@@ -64,9 +71,6 @@ def sghmc(
     Source: Chen, Fox, Guestrin, ICML 2014, equation 15 with eta = eps^2, alpha = f and
     beta = eps^2 V / 2. Differs: the momentum is never resampled.
     """
-    _check.probability("sghmc", "friction", friction)
-    _check.choice("sghmc", "friction_step", friction_step, FRICTION_STEPS)
-    _check.nonnegative("sghmc", "gradient_noise", gradient_noise)
     balance = 2 * friction - (friction**2 if friction_step == "exact" else 0)
 
     def move(memory: None, call: _langevin.Move):

@@ -11,7 +11,7 @@ import optax
 
 from optax_smile import _check, _settings, _tree, potential
 from optax_smile.samplers import _langevin
-from optax_smile.samplers._call import StepSize
+from optax_smile.samplers._call import POSTERIOR, StepSize
 
 # Of the moving average of squared gradients; Li et al. 2016.
 SQUARE_DECAY = 0.99
@@ -32,6 +32,7 @@ class SquareAverage(NamedTuple):
 
 
 @_settings.recorded
+@_check.arguments(**POSTERIOR, step_size=_check.STEP_SIZE)
 def sgld(
     step_size: StepSize,
     *,
@@ -40,7 +41,7 @@ def sgld(
     prior_mean: Any = 0.0,
     log_prior: Callable[[Any], jax.Array] | None = None,
     temperature: float | jax.Array = 1.0,
-    key: jax.Array | int,
+    key: jax.Array | int | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Sample with stochastic gradient Langevin dynamics.
 
@@ -62,7 +63,7 @@ def sgld(
             constant, differentiable; it replaces the Gaussian, so `prior_precision=0` with it.
             Where it is -inf a step is rejected, see `smile`.
         temperature: of the posterior, > 0; 1 is Bayes.
-        key: JAX key or seed for the noise. Chains under `vmap` get keys of their own by
+        key: JAX key or seed for the noise, needed. Chains under `vmap` get keys of their own by
             `optax_smile.parallel.init(sampler, params, key=key)`.
 
     Returns:
@@ -96,6 +97,12 @@ def sgld(
 
 
 @_settings.recorded
+@_check.arguments(
+    **POSTERIOR,
+    step_size=_check.STEP_SIZE,
+    square_decay=_check.PROBABILITY,
+    smallest_root=_check.POSITIVE,
+)
 def psgld(
     step_size: StepSize,
     *,
@@ -106,7 +113,7 @@ def psgld(
     temperature: float | jax.Array = 1.0,
     square_decay: float = SQUARE_DECAY,
     smallest_root: float = SMALLEST_ROOT,
-    key: jax.Array | int,
+    key: jax.Array | int | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Sample like `sgld` with one step size per parameter, from the averages of RMSprop.
 
@@ -126,7 +133,7 @@ def psgld(
         smallest_root: r > 0, what is added to the root of a parameter's average, in units of the
             root of the mean average. A parameter without loss gradients, on which the prior alone
             acts, has G = 1 / (r sqrt(mean(V))) and needs eps G prior_precision < 2.
-        key: JAX key or seed. Other arguments, what is returned and errors as `sgld`.
+        key: JAX key or seed, needed. Other arguments, what is returned and errors as `sgld`.
 
     Cost: as `sgld`, and one parameter-sized array of state more.
 
@@ -139,8 +146,6 @@ def psgld(
     first step would be ten times the following ones; r is relative, where theirs, 1e-5, depends on
     the unit of the loss; eps is half of theirs.
     """
-    _check.probability("psgld", "square_decay", square_decay)
-    _check.positive("psgld", "smallest_root", smallest_root)
 
     def init(params: Any) -> SquareAverage:
         return SquareAverage(

@@ -11,7 +11,7 @@ import optax
 
 from optax_smile import _check, _settings, _tree, potential
 from optax_smile.samplers import _langevin
-from optax_smile.samplers._call import StepSize
+from optax_smile.samplers._call import POSTERIOR, StepSize
 
 FRICTION = 0.05
 # A step loses at most all of its velocity: beyond it would turn round, beyond twice that it grows.
@@ -30,6 +30,7 @@ class Thermostat(NamedTuple):
 
 
 @_settings.recorded
+@_check.arguments(**POSTERIOR, step_size=_check.STEP_SIZE, friction=_check.PROBABILITY)
 def sgnht(
     step_size: StepSize,
     *,
@@ -39,7 +40,7 @@ def sgnht(
     log_prior: Callable[[Any], jax.Array] | None = None,
     temperature: float | jax.Array = 1.0,
     friction: float | jax.Array = FRICTION,
-    key: jax.Array | int,
+    key: jax.Array | int | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Sample with the stochastic gradient Nosé-Hoover thermostat.
 
@@ -61,7 +62,7 @@ def sgnht(
             an Optax schedule of the number of steps.
         friction: share f of the velocity that the noise which is added makes up for, in (0, 1);
             xi starts there.
-        key: JAX key or seed. Other arguments, what is returned and errors as `sgld`.
+        key: JAX key or seed, needed. Other arguments, what is returned and errors as `sgld`.
 
     Cost: as `sgld`, and one scalar of state more.
 
@@ -78,7 +79,6 @@ def sgnht(
     held too small, and the variance of theta is xi / 2 of itself too small however small the step
     size. xi is at most 1, else a chain from a bad start may run away. The velocity starts at zero.
     """
-    _check.probability("sgnht", "friction", friction)
 
     def init(params: Any) -> Thermostat:
         return Thermostat(jnp.asarray(friction, _tree.dtype(params)))

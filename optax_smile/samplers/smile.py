@@ -8,18 +8,27 @@ from typing import Any
 import jax
 import optax
 
-from optax_smile import _settings
+from optax_smile import _check, _settings
 from optax_smile.potential import Potential
-from optax_smile.samplers._call import StepSize
+from optax_smile.samplers._call import POSTERIOR, StepSize
 from optax_smile.samplers._microcanonical import compose
 from optax_smile.stages import momentum, preconditioner
 from optax_smile.stages import tuner as tuning
-from optax_smile.stages.guardrail import guardrail
+from optax_smile.stages.guardrail import RejectMomentum, guardrail
+from optax_smile.stages.momentum import Decoherence, IntegratorName, Noise
 
-DEFAULT_TUNER = tuning.angle_tuner()
+CONSTRAINTS = POSTERIOR | {
+    "step_size": _check.STEP_SIZE | None,
+    "integrator": _check.OneOf(IntegratorName),
+    "tuner": _check.kind(tuning.Tuner, "a tuner such as angle_tuner()", _check.CALL_IT) | None,
+    "reject_quantile": _check.PROBABILITY | None,
+    "reject_momentum": _check.OneOf(RejectMomentum),
+    "decoherence_length": _check.POSITIVE | _check.OneOf(Noise) | None,
+}
 
 
 @_settings.recorded
+@_check.arguments(**CONSTRAINTS)
 def smile(
     step_size: StepSize | None = None,
     *,
@@ -28,12 +37,12 @@ def smile(
     prior_mean: Any = 0.0,
     log_prior: Callable[[Any], jax.Array] | None = None,
     temperature: float | jax.Array = 1.0,
-    integrator: str = "leapfrog",
-    tuner: tuning.Tuner | None = DEFAULT_TUNER,
+    integrator: IntegratorName = "leapfrog",
+    tuner: tuning.Tuner | None = None,
     reject_quantile: float | None = None,
-    reject_momentum: str = "zero",
-    decoherence_length: float | jax.Array | str | None = momentum.MATCHED,
-    key: jax.Array | int | None,
+    reject_momentum: RejectMomentum = "zero",
+    decoherence_length: Decoherence | None = "matched",
+    key: jax.Array | int | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Sample with stochastic microcanonical Langevin dynamics, which find their own step size.
 
@@ -54,51 +63,8 @@ def smile(
 
     Args:
         step_size: Euclidean length of one step of the whole parameter vector, > 0: a number or an
-            Optax schedule of the number of steps. About sqrt(d) times what one weight moves.
-            Needed with tuners that start from it: `quantile_tuner`, None. `angle_tuner` has its
-            own; a number makes no difference to it and a schedule is an error.
-        num_data: number of terms that the mean loss averages, >= 1: examples, or tokens. A summed
-            loss cannot be detected and makes the posterior too narrow by that factor.
-        prior_precision: of the Gaussian prior, >= 0: a number, or a prefix of the parameter tree
-            with numbers or arrays like its leaves. Leave weight decay and penalties out of the
-            loss.
-        prior_mean: centre of that prior, given likewise, or `"start"`: the parameters that the
-            chain begins with, which its state then holds. See `optax_smile.local`.
-        log_prior: log density of another prior, `log_prior(params)`, a scalar in nats, up to a
-            constant, differentiable; it replaces the Gaussian, so `prior_precision=0` with it.
-            Where it is -inf a step is rejected: draws close to such an edge are distorted, so
-            transform bounded parameters. For `optax.inject_hyperparams` it is one of
-            `static_args`, with `prior_precision`.
-        temperature: of the posterior, > 0; 1 is Bayes.
-        integrator: `"leapfrog"`, or `"minimal_norm"` as published, with two calls per step.
-        tuner: rule for the step size: `angle_tuner()`, `quantile_tuner()` as published, or None,
-            which keeps `step_size`.
-        reject_quantile: a step is rejected if |energy change| exceeds this quantile of a Gamma fit
-            to those before it, in (0, 1); None rejects non-finite steps alone.
-        reject_momentum: after a rejected step `"zero"` (as published: the chain starts again down
-            the gradient) or `"refresh"` (in a random direction).
-        decoherence_length: adds isotropic noise after each step, by which u forgets itself over
-            this distance, > 0; a chain at rest then starts in a random direction. `"matched"`: as
-            much as the gradients turn u, which halves what anisotropic gradient noise does to the
-            posterior. `"turning"`: the radius of the curve that the gradients make it follow, which
-            is ten times quicker where they have little noise, such as under a strong prior around
-            trained weights, and slower where they are noise. None adds none, as published.
-        key: JAX key or seed, needed for `decoherence_length` and `"refresh"`; else None will do.
-            Chains under `vmap` get keys of their own by
-            `optax_smile.parallel.init(sampler, params, key=key)`.
-
-    Returns:
-        An Optax transformation, the last of a chain. `update(grads, state, params, value=loss)`
-        takes the mean loss that belongs to `grads`, for the energy errors in `stats`. Only
-        `quantile_tuner` and `reject_quantile` need it, and a warning says so when a call without it
-        is traced.
-
-    Raises:
-        ValueError: an argument out of range; in `init` a tree that is not float32 or float64, is
-            not finite, has fewer than two parameters, or where `log_prior` is not finite; in
-            `update` missing params, a tree that changed, the state of another transformation,
-            gradients that are no floating-point numbers, a `value` that is not a scalar or is
-            called `loss`. Numerical trouble never raises: such steps are rejected and counted.
+            Optax schedule of the number of steps. None: `angle_tuner` finds it. Other arguments,
+            what is returned and errors as `psmile`.
 
     Cost: one gradient per call; one parameter-sized array of state, two with `"minimal_norm"`.
 
@@ -112,7 +78,7 @@ def smile(
         ...     loss, grads = jax.value_and_grad(loss_fn)(params)
         ...     updates, state = tx.update(grads, state, params, value=loss)
         ...     params = optax.apply_updates(params, updates)
-        >>> int(optax_smile.stats(state)["num_gradients"])
+        >>> int(optax_smile.stats(state).num_gradients)
         20
 
     Source: Sommer et al., Stochastic microcanonical Langevin ensembles, ICML 2026, algorithm 1.
@@ -121,12 +87,20 @@ def smile(
     explicit noise: ours, `benchmarks/notes/which-angle.md`.
     """
     posterior = Potential(num_data, prior_precision, temperature, prior_mean, log_prior)
-    given = posterior, step_size, integrator, decoherence_length, key
-    rejects = {"reject_quantile": reject_quantile, "reject_momentum": reject_momentum}
-    return _build("smile", *given, is_scaled=False, tuner=tuner, **rejects)
+    return compose(
+        "smile",
+        posterior,
+        preconditioner=preconditioner.identity(),
+        momentum=momentum.microcanonical("smile", integrator, decoherence_length, key),
+        guardrail=guardrail("smile", reject_quantile, reject_momentum, key),
+        tuner=tuner,
+        step_size=step_size,
+        key=key,
+    )
 
 
 @_settings.recorded
+@_check.arguments(**CONSTRAINTS)
 def psmile(
     step_size: StepSize | None = None,
     *,
@@ -135,12 +109,12 @@ def psmile(
     prior_mean: Any = 0.0,
     log_prior: Callable[[Any], jax.Array] | None = None,
     temperature: float | jax.Array = 1.0,
-    integrator: str = "leapfrog",
-    tuner: tuning.Tuner | None = DEFAULT_TUNER,
+    integrator: IntegratorName = "leapfrog",
+    tuner: tuning.Tuner | None = None,
     reject_quantile: float | None = None,
-    reject_momentum: str = "zero",
-    decoherence_length: float | jax.Array | str | None = momentum.MATCHED,
-    key: jax.Array | int | None,
+    reject_momentum: RejectMomentum = "zero",
+    decoherence_length: Decoherence | None = "matched",
+    key: jax.Array | int | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Sample like `smile`, in coordinates in which every gradient is about equally large.
 
@@ -157,8 +131,54 @@ def psmile(
     (g - g_before)^2 / 2, the noise alone, which becomes isotropic by itself, as published.
 
     Args:
-        step_size: length of one step in the scaled coordinates. Other arguments, what is returned
-            and errors as `smile`.
+        step_size: Euclidean length of one step of the whole parameter vector in the scaled
+            coordinates, > 0: a number or an Optax schedule of the number of steps. About sqrt(d)
+            times what one weight moves, so no learning rate. None: `angle_tuner` finds it.
+        num_data: number of terms that the mean loss averages, >= 1: examples, or tokens. A summed
+            loss cannot be detected and makes the posterior too narrow by that factor.
+        prior_precision: of the Gaussian prior, >= 0: a number, or a prefix of the parameter tree
+            with numbers or arrays like its leaves. Leave weight decay and penalties out of the
+            loss.
+        prior_mean: centre of that prior, given likewise, or `"start"`: the parameters that the
+            chain begins with, which its state then holds. See `optax_smile.local`.
+        log_prior: log density of another prior, `log_prior(params)`, a scalar in nats, up to a
+            constant, differentiable; it replaces the Gaussian, so `prior_precision=0` with it.
+            Where it is -inf a step is rejected: draws close to such an edge are distorted, so
+            transform bounded parameters. For `optax.inject_hyperparams` it is one of
+            `static_args`, with `prior_precision`.
+        temperature: of the posterior, > 0; 1 is Bayes.
+        integrator: `"leapfrog"`, or `"minimal_norm"` as published, with two calls per step.
+        tuner: rule for the step size. None: `step_size` as given, or `angle_tuner()` without one.
+            `angle_tuner(...)` finds the step size and is an error beside a given one;
+            `quantile_tuner(...)`, as published, starts from it.
+        reject_quantile: a step is rejected if |energy change| exceeds this quantile of a Gamma fit
+            to those before it, in (0, 1); None rejects non-finite steps alone.
+        reject_momentum: after a rejected step `"zero"` (as published: the chain starts again down
+            the gradient) or `"refresh"` (in a random direction).
+        decoherence_length: adds isotropic noise after each step, by which u forgets itself over
+            this distance, > 0; a chain at rest then starts in a random direction. `"matched"`: as
+            much as the gradients turn u, which halves what anisotropic gradient noise does to the
+            posterior. `"turning"`: the radius of the curve that the gradients make it follow, which
+            is ten times quicker where they have little noise, such as under a strong prior around
+            trained weights, and slower where they are noise. None adds none, as published.
+        key: JAX key or seed, needed where random numbers are drawn: for `decoherence_length` and
+            `"refresh"`.
+            Chains under `vmap` get keys of their own by
+            `optax_smile.parallel.init(sampler, params, key=key)`.
+
+    Returns:
+        An Optax transformation, the last of a chain. `update(grads, state, params, value=loss)`
+        takes the mean loss that belongs to `grads`, for the energy errors in `stats`. Only
+        `quantile_tuner` and `reject_quantile` need it, and a warning says so when a call without it
+        is traced.
+
+    Raises:
+        ArgumentError: a ValueError: an argument out of range, or a key that is missing; in `init` a
+            tree that is not float32 or float64, is not finite, has fewer than two parameters, or
+            where `log_prior` is not finite; in `update` missing params, a tree that changed, the
+            state of another transformation or version, gradients that are no floating-point
+            numbers, a `value` that is not a scalar or is called `loss`. Numerical trouble never
+            raises: such steps are rejected and counted.
 
     Cost: one gradient per call; three parameter-sized arrays of state, one more without explicit
     noise, one more with `"minimal_norm"`.
@@ -173,101 +193,12 @@ def psmile(
     along the path where there is little noise and loses the posterior (`published.psmile` has it).
     """
     posterior = Potential(num_data, prior_precision, temperature, prior_mean, log_prior)
-    given = posterior, step_size, integrator, decoherence_length, key
-    rejects = {"reject_quantile": reject_quantile, "reject_momentum": reject_momentum}
-    return _build("psmile", *given, is_scaled=True, tuner=tuner, **rejects)
-
-
-@_settings.recorded
-def smile_naive(
-    step_size: StepSize,
-    *,
-    num_data: float | jax.Array,
-    prior_precision: Any = 1.0,
-    prior_mean: Any = 0.0,
-    log_prior: Callable[[Any], jax.Array] | None = None,
-    temperature: float | jax.Array = 1.0,
-    integrator: str = "leapfrog",
-    decoherence_length: float | jax.Array | str | None = None,
-    key: jax.Array | int | None = None,
-) -> optax.GradientTransformationExtraArgs:
-    """Sample like `smile` with the step size as given and no test of the energy error.
-
-    What to take for small networks with a step size known to work, and where a loop cannot pass
-    `value`. A step that ends in a non-finite number is rejected here, too.
-
-    Args:
-        step_size: length of one step, needed. Other arguments, what is returned, errors and cost as
-            `smile`; no explicit noise by default.
-
-    Example:
-        >>> import jax.numpy as jnp, optax_smile
-        >>> state = optax_smile.smile_naive(1e-3, num_data=500).init(jnp.zeros(7))
-
-    Source: Sommer et al., ICML 2026, section 3.1. Differs: leapfrog with one gradient per step; the
-    SMILE-naive of the paper, minimal norm with two, is `published.smile_naive`.
-    """
-    posterior = Potential(num_data, prior_precision, temperature, prior_mean, log_prior)
-    given = posterior, step_size, integrator, decoherence_length, key
-    return _build("smile_naive", *given, is_scaled=False)
-
-
-@_settings.recorded
-def psmile_naive(
-    step_size: StepSize,
-    *,
-    num_data: float | jax.Array,
-    prior_precision: Any = 1.0,
-    prior_mean: Any = 0.0,
-    log_prior: Callable[[Any], jax.Array] | None = None,
-    temperature: float | jax.Array = 1.0,
-    integrator: str = "leapfrog",
-    decoherence_length: float | jax.Array | str | None = None,
-    key: jax.Array | int | None = None,
-) -> optax.GradientTransformationExtraArgs:
-    """Sample like `psmile` with the step size as given and no test of the energy error.
-
-    Without explicit noise the scale is that of the noise of the gradients alone, see `psmile`.
-
-    Args:
-        step_size: length of one step, needed. Other arguments, what is returned, errors and cost as
-            `psmile`; no explicit noise by default.
-
-    Example:
-        >>> import jax.numpy as jnp, optax_smile
-        >>> state = optax_smile.psmile_naive(1e-3, num_data=500).init(jnp.zeros(7))
-
-    Source: Sommer et al., ICML 2026, section 3.2. Differs: as `smile_naive`, and in the scale;
-    `published.psmile_naive` is that of the paper.
-    """
-    posterior = Potential(num_data, prior_precision, temperature, prior_mean, log_prior)
-    given = posterior, step_size, integrator, decoherence_length, key
-    return _build("psmile_naive", *given, is_scaled=True)
-
-
-def _build(
-    name: str,
-    posterior: Potential,
-    step_size: StepSize | None,
-    integrator: str,
-    decoherence_length: float | jax.Array | str | None,
-    key: jax.Array | int | None,
-    *,
-    is_scaled: bool,
-    tuner: tuning.Tuner | None = None,
-    reject_quantile: float | None = None,
-    reject_momentum: str = "zero",
-) -> optax.GradientTransformationExtraArgs:
-    """Choose the stages of one of the four."""
-    scale = preconditioner.identity()
-    if is_scaled:
-        scale = preconditioner.mean_square(differences=decoherence_length is None)
     return compose(
-        name,
+        "psmile",
         posterior,
-        preconditioner=scale,
-        momentum=momentum.microcanonical(name, integrator, decoherence_length, key),
-        guardrail=guardrail(name, reject_quantile, reject_momentum, key),
+        preconditioner=preconditioner.mean_square(differences=decoherence_length is None),
+        momentum=momentum.microcanonical("psmile", integrator, decoherence_length, key),
+        guardrail=guardrail("psmile", reject_quantile, reject_momentum, key),
         tuner=tuner,
         step_size=step_size,
         key=key,

@@ -12,8 +12,9 @@ import jax.numpy as jnp
 import optax
 
 from optax_smile import _check, _tree, potential
+from optax_smile.samplers._call import POSTERIOR
 from optax_smile.samplers.mclmc import mclmc
-from optax_smile.stages import momentum
+from optax_smile.stages.momentum import IntegratorName
 from optax_smile.state import last_accepted, stats
 
 # Per step and parameter, nats^2, that the tuned step size aims at.
@@ -54,6 +55,15 @@ class MclmcSettings(NamedTuple):
     params: Any
 
 
+@_check.arguments(
+    **POSTERIOR | {"key": _check.Key("for the noise")},
+    loss_fn=_check.Function("(params)"),
+    params=_check.Tree(finite=True),
+    num_steps=_check.Whole(30),
+    first_step_size=_check.POSITIVE,
+    energy_variance=_check.POSITIVE,
+    integrator=_check.OneOf(IntegratorName),
+)
 def tune_mclmc(
     loss_fn: Callable[[Any], jax.Array],
     params: Any,
@@ -63,11 +73,11 @@ def tune_mclmc(
     prior_mean: Any = 0.0,
     log_prior: Callable[[Any], jax.Array] | None = None,
     temperature: float | jax.Array = 1.0,
-    integrator: str = "minimal_norm",
+    integrator: IntegratorName = "minimal_norm",
     num_steps: int = 10_000,
     first_step_size: float = FIRST_STEP_SIZE,
     energy_variance: float = ENERGY_VARIANCE,
-    key: jax.Array | int,
+    key: jax.Array | int | None = None,
 ) -> MclmcSettings:
     """Find step size and decoherence length for `mclmc` in three phases of one chain.
 
@@ -115,12 +125,7 @@ def tune_mclmc(
     potential.check(where, posterior)
     _tree.check_params(where, params, smallest=2)
     potential.check_prior(where, posterior, params)
-    _check.whole(where, "num_steps", num_steps, 30)
-    _check.positive(where, "first_step_size", first_step_size)
-    _check.choice(where, "integrator", integrator, momentum.INTEGRATORS)
-    _check.positive(where, "energy_variance", energy_variance)
-    seed = _check.needed_key(where, key)
-    _check.finite(where, "params", params)
+    seed = _check.Key("")(where, "key", key)
     params = jax.tree.map(jnp.array, params)
     start = potential.centre(posterior, params)
     prior_mean = prior_mean if start is None else start
@@ -171,7 +176,6 @@ def tune_mclmc(
 def _check_start(where: str, loss_fn: Callable[[Any], jax.Array], params: Any):
     """Require a scalar loss that is finite with its gradient."""
     rule = "a function of `params` that returns a scalar mean loss"
-    _check.function(where, "loss_fn", loss_fn, "(params)")
     loss = _check.traced(where, "loss_fn", loss_fn, params, rule=rule)
     if getattr(loss, "shape", None) != () or not jnp.issubdtype(loss.dtype, jnp.floating):
         _check.fail(where, "loss_fn", rule, loss)
@@ -193,8 +197,8 @@ def _advance(loss_fn: Callable, sampler: Any, chain: Any, step_size: jax.Array) 
         params = optax.apply_updates(params, updates)
         seen.append(stats(state))
     # The first call judges the step before; the second can reject the one that it opened.
-    whole = seen[-1]["accepted"]
-    told = seen[0] | {"accepted": seen[0]["accepted"] & whole}
+    whole = seen[-1].accepted
+    told = seen[0]._replace(accepted=seen[0].accepted & whole)
     return (params, state), (told, jnp.where(whole, tried, state.momentum.step_length))
 
 
@@ -234,14 +238,14 @@ def _adapt(state: _Controller, seen: Any, tried: jax.Array, aim: float) -> _Cont
     Squared errors grow with eps^6: `seen` at the size `tried` predicts those at others.
     """
     decay = (MEMORY - 1) / (MEMORY + 1)
-    known = jnp.isfinite(seen["energy_change"])
-    error = jnp.clip(jnp.where(known, seen["energy_change"], 0) ** 2 / aim, *ERROR_RANGE)
+    known = jnp.isfinite(seen.energy_change)
+    error = jnp.clip(jnp.where(known, seen.energy_change, 0) ** 2 / aim, *ERROR_RANGE)
     measured = known & (error > ERROR_RANGE[0])
     weight = jnp.exp(-0.5 * (jnp.log(error) / (6 * TRUST)) ** 2) * measured
     error_sum = decay * state.error_sum + weight * error * (state.step_size / tried) ** 6
     weight_sum = decay * state.weight_sum + weight
     retreated = jnp.minimum(state.largest, RETREAT * tried)
-    largest = jnp.where(seen["accepted"], state.largest * (1 + 1 / MEMORY), retreated)
+    largest = jnp.where(seen.accepted, state.largest * (1 + 1 / MEMORY), retreated)
     any_measured = weight_sum > 0
     mean = error_sum / jnp.where(any_measured, weight_sum, 1)
     mean = jnp.where(any_measured, mean, jnp.where(known, ERROR_RANGE[0], 1))

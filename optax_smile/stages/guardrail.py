@@ -1,4 +1,4 @@
-"""Stage 4: which steps are rejected.
+"""Stage 3: which steps are rejected.
 
 Every sampler rejects a step that ends in a non-finite number. With a `reject_quantile` it also
 rejects a step whose energy error is an outlier among those before it.
@@ -7,7 +7,7 @@ rejects a step whose energy error is an outlier among those before it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ import optax
 from optax_smile import _check, _tree
 from optax_smile.stages.energy import EnergyAverages, EnergyError, quantile, settled
 
-REJECT_MOMENTA = ("zero", "refresh")
+RejectMomentum = Literal["zero", "refresh"]
 # A few non-finite inputs are accidents of a batch; from the fifth in a row the step may be to
 # blame and is halved, down to a sixteenth, until a hundred good calls have passed.
 TOLERATED_NONFINITE = 4
@@ -70,7 +70,7 @@ class Guardrail(NamedTuple):
 def guardrail(
     where: str = "guardrail",
     reject_quantile: float | None = None,
-    reject_momentum: str = "zero",
+    reject_momentum: RejectMomentum = "zero",
     key: jax.Array | int | None = None,
 ) -> Guardrail:
     """Reject non-finite steps, and with a quantile those whose energy error is an outlier.
@@ -82,10 +82,11 @@ def guardrail(
         key: with which it is drawn; needed for that alone.
 
     Raises:
-        ValueError: an argument out of range.
+        ValueError: a key that is missing.
     """
-    check(where, reject_quantile, reject_momentum, key)
     refreshes = reject_momentum == "refresh"
+    if refreshes:
+        _check.Key('for reject_momentum="refresh"')(where, "key", key)
 
     def judge(state, error, energies=None):
         return _judge(state, energies, error, reject_quantile)
@@ -102,17 +103,6 @@ def guardrail(
         uses_key=refreshes,
         winsor_quantile=WINSOR_QUANTILE if reject_quantile is None else reject_quantile,
     )
-
-
-def check(
-    where: str, reject_quantile: float | None, reject_momentum: str, key: jax.Array | int | None
-):
-    """Require a probability or None, a known momentum, and a key to draw it with."""
-    if reject_quantile is not None:
-        _check.probability(where, "reject_quantile", reject_quantile)
-    _check.choice(where, "reject_momentum", reject_momentum, REJECT_MOMENTA)
-    if reject_momentum == "refresh":
-        _check.needed_key(where, key, 'for reject_momentum="refresh"')
 
 
 def init(dtype: jnp.dtype) -> GuardrailState:

@@ -8,7 +8,7 @@ it is computed with scalars (`Heading`), and u itself is turned once (`turn`).
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -44,10 +44,13 @@ INTEGRATORS = {
         drifts=(0.5, 0.5),
     ),
 }
+IntegratorName = Literal["leapfrog", "minimal_norm"]
 # Explicit noise that turns u by as much as the gradients do; or by which u forgets itself over so
 # many radii of the curve that the gradients make it follow, which is what clean gradients need.
 MATCHED, TURNING = "matched", "turning"
 NUM_RADII = 1.0
+Noise = Literal["matched", "turning"]
+Decoherence = float | jax.Array | Noise
 
 
 class Momentum(NamedTuple):
@@ -81,8 +84,8 @@ class Momentum(NamedTuple):
 
 def microcanonical(
     where: str = "microcanonical",
-    integrator: str = "leapfrog",
-    decoherence_length: float | jax.Array | str | None = None,
+    integrator: IntegratorName = "leapfrog",
+    decoherence_length: Decoherence | None = None,
     key: jax.Array | int | None = None,
 ) -> Momentum:
     """Move with constant speed; the gradient turns the direction, and so may explicit noise.
@@ -94,9 +97,11 @@ def microcanonical(
         key: with which that is drawn; needed for it alone.
 
     Raises:
-        ValueError: an argument out of range.
+        ValueError: a key that is missing.
     """
-    scheme = check(where, integrator, decoherence_length, key)
+    scheme = INTEGRATORS[integrator]
+    if decoherence_length is not None:
+        _check.Key("where `decoherence_length` is set")(where, "key", key)
 
     def draw(key, params):
         return None if decoherence_length is None else _tree.isotropic_like(key, params)
@@ -279,7 +284,7 @@ def diffuse(
     integrator: Integrator,
     towards: Heading,
     sums: Sums,
-    decoherence_length: float | jax.Array | str,
+    decoherence_length: Decoherence,
     turn_rate: jax.Array,
 ) -> Heading:
     """Add explicit isotropic noise where a step has just ended; draw u where the chain is at rest.
@@ -379,20 +384,3 @@ def step_start(
     length = jnp.where(is_open, state.step_length, 0)
     drifted = drift(state.direction, length, inverse_scale)
     return _tree.map_sampled(lambda move, x: x - move, drifted, params)
-
-
-def check(
-    where: str,
-    integrator: str,
-    decoherence_length: float | jax.Array | str | None,
-    key: jax.Array | int | None,
-) -> Integrator:
-    """Look the integrator up; explicit noise needs a positive length and a key."""
-    _check.choice(where, "integrator", integrator, INTEGRATORS)
-    if decoherence_length is not None:
-        if isinstance(decoherence_length, str):
-            _check.choice(where, "decoherence_length", decoherence_length, (MATCHED, TURNING))
-        else:
-            _check.positive(where, "decoherence_length", decoherence_length)
-        _check.needed_key(where, key, "where `decoherence_length` is set")
-    return INTEGRATORS[integrator]

@@ -270,7 +270,7 @@ def scale_by_gradient_noise() -> optax.GradientTransformation:
 
     After it the noise of the gradient has about the same variance in every coordinate, while
     isotropic noise passes unchanged: updates <- updates / s with mean(s^2) = 1 and the scale s of
-    `psmile_naive`, from the gradients before this one; s = 1 for the first 65.
+    `psmile(decoherence_length=None)`, from the gradients before this one; s = 1 for the first 65.
 
     Returns:
         An Optax transformation. A non-finite gradient passes through and leaves the averages
@@ -290,13 +290,14 @@ def scale_by_gradient_noise() -> optax.GradientTransformation:
 
     def init_fn(params: Any) -> Any:
         _tree.check_params(f"{where}.init", params, smallest=1)
-        _check.finite(f"{where}.init", "params", params)
+        _check.Tree(finite=True)(f"{where}.init", "params", params)
         return noise.init(params)
 
     def update_fn(updates: Any, state: Any, params: Any = None):
         del params
-        rule = "what `init` or `update` of it returned"
-        _check._kind(f"{where}.update", "state", state, MeanSquareState, rule)
+        if not isinstance(state, MeanSquareState):
+            rule = "what `init` or `update` of it returned"
+            _check.fail(f"{where}.update", "state", rule, _check.show(state))
         known = state.mean_square
         _tree.check_gradients(f"{where}.update", updates, known, "the one given to init")
         square = _tree.inner(updates, updates)

@@ -40,10 +40,6 @@ class ProbeState(NamedTuple):
         """True, which the compiler cannot know: what waits for it is written after the look."""
         return self.num_altered >= 0
 
-    def stats(self) -> dict[str, jax.Array]:
-        """Scalars for `optax_smile.stats`."""
-        return {"num_altered": self.num_altered, "is_altered": self.is_altered}
-
 
 def init(params: optax.Params) -> ProbeState:
     """Nothing is known before the first call."""

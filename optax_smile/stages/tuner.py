@@ -1,13 +1,13 @@
-"""Stage 3: the step size, from what the last step showed.
+"""Stage 4: the step size, from what the last step showed.
 
-A tuner is a pair of functions on a state with the field `step_size_factor`; the step size is
+A tuner is a pair of pure functions on a state with the field `step_size_factor`; the step size is
 step_size(count) times that factor.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -25,20 +25,29 @@ ANGLE = 0.03
 GROWTH = 10.0
 
 
-class Tuner(NamedTuple):
-    """A rule for the step size: two pure functions.
+class Tuner:
+    """A rule for the step size.
 
     Attributes:
-        init: `init(dtype)`, the first state.
-        update: `update(state, shown)` by the `Evidence` of a call, the next one.
+        name: of the function that builds it.
         uses_energy: whether it needs the `value` of a loop.
         sets_step_size: whether the step size is its own and not a multiple of the user's.
     """
 
-    init: Callable[[jnp.dtype], Any]
-    update: Callable[[Any, Evidence], Any]
-    uses_energy: bool = False
-    sets_step_size: bool = False
+    name = "tuner"
+    uses_energy = False
+    sets_step_size = False
+
+    def init(self, dtype: jnp.dtype) -> Any:
+        """Return the first state."""
+        return FactorState(jnp.ones((), dtype))
+
+    def update(self, state: Any, shown: Evidence) -> Any:
+        """Return the next state, by the evidence of a call."""
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        return f"{self.name}({', '.join(f'{x}={value!r}' for x, value in vars(self).items())})"
 
 
 class FactorState(NamedTuple):
@@ -52,15 +61,46 @@ class FactorState(NamedTuple):
     step_size_factor: jax.Array
 
 
-def _start(dtype: jnp.dtype) -> FactorState:
-    return FactorState(jnp.ones((), dtype))
-
-
-def fixed() -> Tuner:
+@dataclass(frozen=True, repr=False)
+class Fixed(Tuner):
     """Keep the user's step size."""
-    return Tuner(init=_start, update=lambda state, shown: state)
+
+    name = "fixed"
+
+    def update(self, state: FactorState, shown: Evidence) -> FactorState:
+        """Change nothing."""
+        return state
 
 
+@dataclass(frozen=True, repr=False)
+class QuantileTuner(Tuner):
+    """The rule of `quantile_tuner`, with its arguments."""
+
+    adapt_probability: float
+    adapt_rate: float
+    adapt_steps: int | None
+    name = "quantile_tuner"
+    uses_energy = True
+
+    def update(self, state: FactorState, shown: Evidence) -> FactorState:
+        """Compare the energy error with those before it."""
+        low, high = self.adapt_probability / 3, 1 - 2 * self.adapt_probability / 3
+        factor = state.step_size_factor
+        energy, averages = jnp.abs(shown.error.change), shown.energies
+        raised = jnp.where(energy < quantile(averages, low), 1 + self.adapt_rate, 1)
+        lowered = jnp.where(energy > quantile(averages, high), 1 - self.adapt_rate, raised)
+        floor = jnp.minimum(shown.resolution / shown.base, factor)
+        adapts = shown.error.known & settled(averages)
+        adapts &= shown.num_gradients < _last(self.adapt_steps)
+        adapted = jnp.maximum(factor * lowered, floor)
+        return FactorState(jnp.where(adapts, adapted, factor).astype(factor.dtype))
+
+
+@_check.arguments(
+    adapt_probability=_check.PROBABILITY,
+    adapt_rate=_check.PROBABILITY,
+    adapt_steps=_check.Whole(0, traced=True) | None,
+)
 def quantile_tuner(
     adapt_probability: float = 0.1, adapt_rate: float = 0.02, adapt_steps: int | None = None
 ) -> Tuner:
@@ -77,7 +117,7 @@ def quantile_tuner(
     Args:
         adapt_probability: share of the steps that change the step size, in (0, 1).
         adapt_rate: relative change, in (0, 1).
-        adapt_steps: number of calls of `update` after which the factor stays; None: never.
+        adapt_steps: number of calls of `update` after which the factor stays, >= 0; None: never.
 
     Returns:
         A tuner for the argument `tuner` of `smile` and `psmile`.
@@ -91,29 +131,13 @@ def quantile_tuner(
         >>> import optax_smile
         >>> tuner = optax_smile.quantile_tuner(adapt_steps=5_000)
         >>> sampler = optax_smile.smile(
-        ...     1e-2, num_data=50_000, tuner=tuner, decoherence_length=None, key=None
+        ...     1e-2, num_data=50_000, tuner=tuner, decoherence_length=None
         ... )
 
     Source: Sommer et al., ICML 2026, equation of the adaptive step size and appendix on the
     Wilson-Hilferty quantiles. Differs: no adaptation below the resolution of float32.
     """
-    _check.probability("quantile_tuner", "adapt_probability", adapt_probability)
-    _check.probability("quantile_tuner", "adapt_rate", adapt_rate)
-    last_update = _last_gradient("quantile_tuner", adapt_steps, 0)
-    low, high = adapt_probability / 3, 1 - 2 * adapt_probability / 3
-
-    def update(state: FactorState, shown: Evidence) -> FactorState:
-        factor = state.step_size_factor
-        energy, averages = jnp.abs(shown.error.change), shown.energies
-        raised = jnp.where(energy < quantile(averages, low), 1 + adapt_rate, 1)
-        lowered = jnp.where(energy > quantile(averages, high), 1 - adapt_rate, raised)
-        floor = jnp.minimum(shown.resolution / shown.base, factor)
-        adapts = shown.error.known & settled(averages)
-        adapts &= shown.num_gradients < last_update
-        adapted = jnp.maximum(factor * lowered, floor)
-        return FactorState(jnp.where(adapts, adapted, factor).astype(factor.dtype))
-
-    return Tuner(init=_start, update=update, uses_energy=True)
+    return QuantileTuner(adapt_probability, adapt_rate, adapt_steps)
 
 
 class AngleState(NamedTuple):
@@ -128,6 +152,38 @@ class AngleState(NamedTuple):
     turn_rate: jax.Array
 
 
+@dataclass(frozen=True, repr=False)
+class AngleTuner(Tuner):
+    """The rule of `angle_tuner`, with its arguments."""
+
+    angle: float
+    adapt_steps: int | None
+    name = "angle_tuner"
+    sets_step_size = True
+
+    def init(self, dtype: jnp.dtype) -> AngleState:
+        """Return the state before the first gradient."""
+        return AngleState(jnp.zeros((), dtype), jnp.zeros((), dtype))
+
+    def update(self, state: AngleState, shown: Evidence) -> AngleState:
+        """Follow the average rate at which gradients turn the momentum."""
+        adapts = shown.error.finite & (shown.num_gradients < _last(self.adapt_steps))
+        mean = jnp.where(adapts, shown.turns.mean_turn_rate, state.turn_rate)
+        shortest = jnp.maximum(shown.resolution, jnp.finfo(mean.dtype).eps)
+        longest = jnp.maximum(shortest, GROWTH * state.step_size_factor * shown.base)
+        longest = jnp.where(shown.turns.num_turns > 0, longest, shortest)
+        length = self.angle / jnp.where(mean > 0, mean, self.angle)
+        length = jnp.maximum(jnp.minimum(length, longest), shown.resolution)
+        now = jnp.where(shown.error.finite & (shown.worth.trust > 0), shown.turn_rate, 0)
+        largest = evidence.LARGEST_RATIO * self.angle / jnp.where(now > 0, now, 1)
+        length = jnp.where(now > 0, jnp.minimum(length, largest), length)
+        return AngleState((length / shown.base).astype(mean.dtype), mean)
+
+
+@_check.arguments(
+    angle=_check.Real(0, math.pi / 2, open="low"),
+    adapt_steps=_check.Whole(1, traced=True) | None,
+)
 def angle_tuner(angle: float = ANGLE, adapt_steps: int | None = None) -> Tuner:
     """Make steps so long that the gradients turn the momentum by a given angle.
 
@@ -141,8 +197,8 @@ def angle_tuner(angle: float = ANGLE, adapt_steps: int | None = None) -> Tuner:
     mode that the gradient vanishes, the rule alone would throw it out.
 
     Args:
-        angle: by which the gradient of one batch turns a momentum across it, in radians, > 0 and
-            at most pi / 2, which turns it all the way.
+        angle: by which the gradient of one batch turns a momentum across it, in radians, in
+            (0, pi / 2], where pi / 2 turns it all the way.
         adapt_steps: number of calls of `update` after which the average stays (large gradients
             still shorten their step), >= 1; None: never.
 
@@ -161,47 +217,29 @@ def angle_tuner(angle: float = ANGLE, adapt_steps: int | None = None) -> Tuner:
 
     Source: ours; benchmarks/README.md has the evidence.
     """
-    rule, smallest = "> 0 and at most pi / 2", _check.smallest()
-    _check.number("angle_tuner", "angle", angle, rule, lambda x: smallest <= x <= math.pi / 2)
-    last_update = _last_gradient("angle_tuner", adapt_steps, 1)
-
-    def start(dtype: jnp.dtype) -> AngleState:
-        return AngleState(jnp.zeros((), dtype), jnp.zeros((), dtype))
-
-    def update(state: AngleState, shown: Evidence) -> AngleState:
-        adapts = shown.error.finite & (shown.num_gradients < last_update)
-        mean = jnp.where(adapts, shown.turns.mean_turn_rate, state.turn_rate)
-        shortest = jnp.maximum(shown.resolution, jnp.finfo(mean.dtype).eps)
-        longest = jnp.maximum(shortest, GROWTH * state.step_size_factor * shown.base)
-        longest = jnp.where(shown.turns.num_turns > 0, longest, shortest)
-        length = angle / jnp.where(mean > 0, mean, angle)
-        length = jnp.maximum(jnp.minimum(length, longest), shown.resolution)
-        now = jnp.where(shown.error.finite & (shown.worth.trust > 0), shown.turn_rate, 0)
-        largest = evidence.LARGEST_RATIO * angle / jnp.where(now > 0, now, 1)
-        length = jnp.where(now > 0, jnp.minimum(length, largest), length)
-        return AngleState((length / shown.base).astype(mean.dtype), mean)
-
-    return Tuner(init=start, update=update, sets_step_size=True)
+    return AngleTuner(angle, adapt_steps)
 
 
-def _last_gradient(where: str, adapt_steps: int | None, smallest: int) -> float:
+def _last(adapt_steps: int | None) -> float:
     """Number of calls after which a tuner stays."""
-    if adapt_steps is None:
-        return math.inf
-    _check.whole(where, "adapt_steps", adapt_steps, smallest, traced=True)
-    return adapt_steps
+    return math.inf if adapt_steps is None else adapt_steps
 
 
-def check(where: str, tuner: Tuner | None, step_size: Any) -> Tuner:
-    """Require a tuner or None, which keeps the user's step size, and a step size that suits it."""
+def choose(where: str, tuner: Tuner | None, step_size: Any) -> Tuner:
+    """Return the tuner that goes with the arguments of a sampler.
+
+    Args:
+        where: name of the sampler.
+        tuner: a tuner that was asked for, or None.
+        step_size: a step size that was given, or None.
+    """
     if tuner is None:
-        tuner = fixed()
-    if not isinstance(tuner, Tuner):
-        _check.fail(where, "tuner", "a tuner such as angle_tuner(), or None", repr(tuner))
-    if step_size is None and tuner.sets_step_size:
-        return tuner
-    _check.step_size(where, step_size)
-    if callable(step_size) and tuner.sets_step_size:
-        rule, remedy = "a number or None with this tuner", "Take tuner=None to keep a schedule."
-        _check.fail(where, "step_size", rule, repr(step_size), remedy)
+        return angle_tuner() if step_size is None else Fixed()
+    if tuner.sets_step_size and step_size is not None:
+        rule = "None, or a tuner that starts from a step size, where `step_size` is given"
+        advice = "Leave out one of the two: this tuner finds the step size by itself."
+        _check.fail(where, "tuner", rule, tuner, advice)
+    if not tuner.sets_step_size and step_size is None:
+        rule = f"> 0, or a schedule, to start from with {tuner.name}"
+        _check.fail(where, "step_size", rule, None)
     return tuner
