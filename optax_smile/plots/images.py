@@ -160,13 +160,12 @@ def _checked(
         if array is not None and len(array) != number:
             rule = f"of {number} inputs to go with `images`"
             _check.fail(where, argument, rule, f"shape {array.shape}")
-    mean, uncertainty, targets = arrays.values()
-    if targets is None:
-        return mean, uncertainty, None
-    if mean.ndim == 2 and not np.isin(targets, np.arange(mean.shape[1])).all():
-        rule = f"classes from 0 to {mean.shape[1] - 1}"
-        _check.fail(where, "targets", rule, f"{targets.min():g} to {targets.max():g}")
-    return mean, uncertainty, targets
+    means, labels = arrays["mean"], arrays["targets"]
+    is_class = labels is not None and means.ndim == 2
+    if is_class and not np.isin(labels, np.arange(means.shape[1])).all():
+        rule = f"classes from 0 to {means.shape[1] - 1}"
+        _check.fail(where, "targets", rule, f"{labels.min():g} to {labels.max():g}")
+    return means, arrays["uncertainty"], labels
 
 
 def _scaled(images: np.ndarray) -> np.ndarray:

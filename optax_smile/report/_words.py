@@ -22,6 +22,8 @@ MINUTE, HOUR = 60, 3600
 
 def seed(key: Any) -> int | None:
     """The number from which `jax.random.key` made a key; None if it is of another kind."""
+    if type(key) is int:
+        return key
     is_key = isinstance(key, list) and len(key) == 2 and {type(word) for word in key} == {int}
     return (key[0] << 32) + key[1] if is_key else None
 
@@ -36,7 +38,7 @@ def call(name: str, arguments: Mapping[str, Any]) -> str:
 
 
 def _value(argument: str, value: Any) -> str:
-    if argument == "key" and seed(value) is not None:
+    if argument == "key" and isinstance(value, list) and seed(value) is not None:
         return f"jax.random.key({seed(value)})"
     if isinstance(value, list):
         built = {_builder(part) for part in value if isinstance(part, list)}
@@ -46,9 +48,10 @@ def _value(argument: str, value: Any) -> str:
         return f"[{', '.join(_value('', part) for part in value)}]"
     if isinstance(value, Mapping) and isinstance(value.get("name"), str):
         # A part of the sampler, such as a tuner.
-        settings = {setting: x for setting, x in value.items() if setting != "name"}
-        written = (f"{setting}={_value(setting, x)}" for setting, x in settings.items())
-        return f"{value['name']}({', '.join(written)})"
+        if value["name"] == "fixed":
+            return "None"
+        settings = (f"{key}={_value(key, x)}" for key, x in value.items() if key != "name")
+        return f"{value['name']}({', '.join(settings)})"
     return repr(value)
 
 
