@@ -2,7 +2,7 @@
 
 A public function declares what its arguments have to be, and the decorator checks them:
 
-    @_check.arguments(thin=_check.Whole(1), mesh=_check._kind(Mesh, "a mesh") | None)
+    @_check.arguments(thin=_check.Whole(1), mesh=_check.kind(Mesh, "a mesh") | None)
     def sample(..., thin=1, mesh=None): ...
 
 `DECLARED` has the declarations of all functions; the tests of bad input are made from it.
@@ -367,7 +367,8 @@ class Function(Constraint):
         try:
             signature.bind(*names[: len(names) - len(keywords)], **keywords)
         except TypeError as error:
-            fail(where, argument, self.rule, f"one with the arguments {signature} ({error})")
+            got = f"one with the arguments {signature} ({error})"
+            fail(where, argument, self.rule, got, self.advice)
         return value
 
 

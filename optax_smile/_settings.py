@@ -66,7 +66,8 @@ def recorded(build: Builder, **fixed: Any) -> Builder:
         built = build(*args, **kwargs)
         given = signature.bind(*args, **kwargs)
         given.apply_defaults()
-        arguments = {**given.arguments, **getattr(built, "chosen", {})}
+        chosen = getattr(built, "chosen", {})
+        arguments = {name: chosen.get(name, x) for name, x in given.arguments.items()}
         settings = {"name": build.__name__, **fixed, **arguments}
 
         def init(params: Any) -> Any:

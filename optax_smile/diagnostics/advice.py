@@ -65,11 +65,9 @@ def advise(kind: str, settings: Mapping[str, Any]) -> str:
 def chooser(settings: Mapping[str, Any]) -> str:
     """Find what chooses the step size, a key of `STEP_SIZES`, in what `Snapshots.settings` hold."""
     tuner = settings.get("tuner")
-    name = tuner.get("name") if isinstance(tuner, Mapping) else tuner
-    if name in ("angle_tuner", "quantile_tuner"):
-        return name
-    if name not in (None, "fixed"):
-        return "other tuner"
+    if tuner is not None:
+        name = tuner.get("name") if isinstance(tuner, Mapping) else None
+        return name if name in ("angle_tuner", "quantile_tuner") else "other tuner"
     # A function is a list of its name and what it encloses.
     return "schedule" if isinstance(settings.get("step_size"), list) else "number"
 

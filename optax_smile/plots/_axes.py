@@ -31,23 +31,7 @@ MOST_WINDOWS = 40
 
 
 # Entropies from probabilities in float32 miss zero by less.
-ENTROPY_TOLERANCE = 1e-5
-
-
-class AboutZero(_check.Real):
-    """A number in an interval that begins at zero, up to rounding."""
-
-    def holds(self, numbers: Any) -> Any:
-        """Whether numbers do."""
-        return super().holds(numbers + ENTROPY_TOLERANCE)
-
-
-class Anything(_check.Real):
-    """Any number, NaN as well: what is used of them is checked later."""
-
-    def holds(self, numbers: Any) -> Any:
-        """Whether numbers do."""
-        return np.ones(np.shape(numbers), bool)
+UNCERTAINTY = _check.Array("[input]", _check.Real(-1e-5))
 
 
 def _is_axes(value: Any) -> bool:

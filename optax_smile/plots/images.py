@@ -8,16 +8,23 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from optax_smile import _check
-from optax_smile.plots._axes import AXES, PALETTE, AboutZero, Anything, open_axes
+from optax_smile.plots._axes import AXES, PALETTE, UNCERTAINTY, open_axes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+
+class _Anything(_check.Real):
+    """Any number, NaN as well: of many images those that are used are checked later."""
+
+    def holds(self, numbers: Any) -> Any:
+        return np.ones(np.shape(numbers), bool)
+
+
 IMAGES = _check.Array(
-    "[input, height, width] or [input, height, width, channel]", Anything(), dtype=None
+    "[input, height, width] or [input, height, width, channel]", _Anything(), dtype=None
 )
 MEAN = _check.Array("[input, class] or [input]")
-UNCERTAINTY = _check.Array("[input]", AboutZero(0))
 TARGETS = _check.Array("[input]") | None
 # Grey, red-green-blue, and the same with opacity.
 CHANNELS = (1, 3, 4)

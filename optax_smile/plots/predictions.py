@@ -16,7 +16,7 @@ from optax_smile.plots._axes import (
     LABEL,
     LINEAR_SPREAD,
     PALETTE,
-    AboutZero,
+    UNCERTAINTY,
     add_legend,
     chain_style,
     dot_if_single,
@@ -310,9 +310,8 @@ def entropy(entropies: Mapping[str, ArrayLike], *, ax: Axes | None = None) -> Ax
         >>> [text.get_text() for text in ax.get_legend().get_texts()]
         ['test: mean 0.15', 'OOD: mean 1']
     """
-    one = _check.Array("[input]", AboutZero(0))
     arrays = {
-        name: one("plots.entropy", f"entropies[{name!r}]", array)
+        name: UNCERTAINTY("plots.entropy", f"entropies[{name!r}]", array)
         for name, array in entropies.items()
     }
     largest = max(array.max() for array in arrays.values())

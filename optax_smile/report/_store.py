@@ -22,7 +22,7 @@ from optax_smile.report._scores import classes, score
     directory=_check.PathLike(),
     name=_check.Where("a name of letters, digits, spaces, - and _, at most 100", is_name),
     prediction=_check.kind(Prediction, "what `predict` returned"),
-    targets=_check.Array(each=_images.Anything(), dtype=None) | None,
+    targets=_check.Array(dtype=None) | None,
     scores=_check.kind(Mapping, "a dict of numbers by name") | None,
 )
 def store(

@@ -48,8 +48,6 @@ def _value(argument: str, value: Any) -> str:
         return f"[{', '.join(_value('', part) for part in value)}]"
     if isinstance(value, Mapping) and isinstance(value.get("name"), str):
         # A part of the sampler, such as a tuner.
-        if value["name"] == "fixed":
-            return "None"
         settings = (f"{key}={_value(key, x)}" for key, x in value.items() if key != "name")
         return f"{value['name']}({', '.join(settings)})"
     return repr(value)

@@ -122,7 +122,7 @@ def compose(
     built = _call.transformation(
         name, init, update, MicrocanonicalState, lambda state: state.momentum.direction
     )
-    return _settings.Sampler(*built, chosen={"tuner": tuner})
+    return _settings.Sampler(*built, chosen={"tuner": tuner} if tuner.sets_step_size else {})
 
 
 def _init(of: _Parts, params: Any) -> MicrocanonicalState:

@@ -41,7 +41,7 @@ def mclmc(
     length h: u <- (u + nu z) / |u + nu z|, nu^2 = (exp(2 h / L) - 1) / d, z ~ N(0, I).
 
     Args:
-        step_size: length of one step.
+        step_size: length of one step, > 0: a number or an Optax schedule of the number of steps.
         decoherence_length: L > 0, the distance after which u has forgotten itself. `tune_mclmc`
             finds it together with `step_size`.
         integrator: `"minimal_norm"` with two gradients per step, `"leapfrog"` with one.

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import jax.scipy.special
 
 from optax_smile import _tree
 from optax_smile.stages.energy import (

@@ -1,0 +1,473 @@
+"""Bad input: a test made from declared constraints, and messages picked by hand.
+
+Each declared constraint gets values that it must refuse, in a call that is valid otherwise. The
+error names the function that was called and the argument. What functions refuse beyond their
+constraints (relations, trees, states) has a message here or a test beside the feature.
+"""
+
+import inspect
+import math
+import re
+from typing import Any, get_args
+
+import calls
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from calls import FAMILIES, KEY, PARAMS, family
+
+import optax_smile
+from optax_smile import ArgumentError, _check, published
+from optax_smile.potential import PerParameter, Potential
+from optax_smile.potential import gradient as potential_gradient
+
+NOT_NUMBERS = ["x", None, True, np.ones(2), 1j]
+
+
+class Model:
+    """A model of which `apply` is the function."""
+
+    def init(self):
+        """As Flax has it."""
+
+    def apply(self, params, inputs):
+        """Outputs."""
+
+    __call__ = apply
+
+
+def wrong(constraint: Any) -> list[Any]:
+    """Values that a constraint has to refuse."""
+    match constraint:
+        case _check.Either():
+            values = [value for option in constraint.options for value in wrong(option)]
+            return [v for v in values if all(refuses(option, v) for option in constraint.options)]
+        case _check.Real(low=low, high=high):
+            outside = [math.nextafter(low, -math.inf)] * (low > -math.inf)
+            outside += [math.nextafter(high, math.inf)] * (high < math.inf)
+            outside += [low] * (constraint.open in ("low", "both"))
+            outside += [1e-320] * (low == 0 and constraint.open in ("low", "both"))
+            outside += [high] * (constraint.open in ("high", "both"))
+            outside += [math.inf] * (not constraint.infinite)
+            return [*outside, math.nan, np.float32(math.nan), *NOT_NUMBERS]
+        case _check.Whole(low=low):
+            return [low - 1, low + 0.5, float(low), 2**31, math.nan, *NOT_NUMBERS]
+        case _check.OneOf():
+            words = get_args(constraint.words) or list(constraint.words)
+            return ["", words[0].upper() + "x", None, 3, ["x"]]
+        case _check.Key():
+            many = jax.random.split(KEY, 2)
+            return ["x", 1.5, True, many, *[None] * (constraint.purpose is not None)]
+        case _check.Function():
+            return [None, 3, "x", [], dict, Model(), jnp.ones(2), lambda a, b, c, d, e, f, g: None]
+        case _check.Tree():
+            nans = [{"w": np.full(3, np.nan)}] * constraint.finite
+            return ["x", {"w": "x"}, {"w": object()}, {"w": 10**30}, *nans]
+        case _check.Array(axes=axes, each=each):
+            values = [None, "x", {}, [[1.0], [1.0, 2.0]], np.array(["1"]), KEY, np.zeros((0, 3))]
+            sized = np.ones((1,) * (7 if "..." not in axes else 0)) if axes else None
+            if sized is not None and not _check._has_axes(sized.ndim, axes.split(" or ")[0]):
+                values.append(sized)
+            number = next((x for x in wrong(each) if isinstance(x, float)), None)
+            return values if number is None else [*values, np.full((2,) * axes_of(axes), number)]
+        case PerParameter():
+            bad = [x for x in wrong(constraint.each) if isinstance(x, float)]
+            return [
+                "x",
+                True,
+                {"w": "x"},
+                np.ones(3, bool),
+                *bad,
+                *({"w": np.full(3, x)} for x in bad),
+            ]
+        case _check.Where() if constraint is _check.TRANSFORMATION:
+            return [None, 3, "x", optax.adam, dict, Model]
+        case _check.Where() if constraint is _check.BATCHES:
+            return [None, 3, "x", {"x": 1}, lambda: [1], np.ones(())]
+        case _check.Where():
+            return [object(), 3 + 1j]
+        case _:
+            return [object()]
+
+
+def axes_of(axes: str) -> int:
+    names = axes.split(" or ")[0].strip("[]").split(", ")
+    return len([name for name in names if name not in ("", "...")]) or 1
+
+
+def refuses(constraint, value) -> bool:
+    try:
+        constraint("f", "x", value)
+    except ArgumentError:
+        return True
+    return False
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """Directory of a run."""
+    return calls.run_in(tmp_path_factory.mktemp("arguments") / "run")
+
+
+def declared_as(name: str) -> str | None:
+    """What a function of `calls` is called in `DECLARED`."""
+    return next((x for x in (name, name.rpartition(".")[2]) if x in _check.DECLARED), None)
+
+
+@pytest.mark.parametrize("which", FAMILIES)
+def test_values_that_constraints_refuse(which, run, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    faults, number = [], 0
+    for name, function, arguments in family(which, run):
+        if (declared := declared_as(name)) is None:
+            continue
+        for argument, constraint in _check.DECLARED[declared][1].items():
+            values = wrong(constraint)
+            assert values, (name, argument)
+            for value in values:
+                number += 1
+                try:
+                    function(**arguments | {argument: value})
+                    faults.append(f"{name}({argument}={value!r}) passed")
+                except ArgumentError as error:
+                    if (error.function, error.argument) != (declared, argument) or not error.got:
+                        faults.append(f"{name}({argument}={value!r}): {error}")
+    assert not faults, "\n".join(faults)
+    assert number > 20
+
+
+def test_every_declaration_has_a_valid_call(run):
+    known = {declared_as(name) for which in FAMILIES for name, _, _ in family(which, run)}
+    assert set(_check.DECLARED) == known - {None}
+
+
+def documented(function) -> dict[str, str]:
+    """Entries of the section Args of a docstring."""
+    text = inspect.getdoc(function) or ""
+    section = re.search(r"^Args:\n(.*?)(?=^\S|\Z)", text, re.DOTALL | re.MULTILINE)
+    entries = re.split(r"^    (?=\w)", section[1] if section else "", flags=re.MULTILINE)[1:]
+    found = {}
+    for entry in entries:
+        names, _, told = entry.partition(": ")
+        found |= {name.strip(): " ".join(told.split()) for name in names.split(",")}
+    return found
+
+
+def bounds(constraint) -> list[str]:
+    """Ranges of numbers in a constraint, as docstrings write them."""
+    if isinstance(constraint, _check.Either):
+        return [bound for option in constraint.options for bound in bounds(option)]
+    if isinstance(constraint, PerParameter):
+        return bounds(constraint.each)
+    if isinstance(constraint, _check.Whole):
+        return [f">= {constraint.low}"]
+    if isinstance(constraint, _check.Real):
+        return [constraint.rule.removesuffix("finite").removesuffix(" and ").removeprefix("in ")]
+    return []
+
+
+def test_docstrings_tell_the_ranges():
+    """Of each number; those that refer to another function have fewer entries."""
+    faults = []
+    for name, (function, constraints) in _check.DECLARED.items():
+        entries = documented(function)
+        for argument, constraint in constraints.items():
+            for bound in bounds(constraint):
+                if bound and argument in entries and bound not in entries[argument]:
+                    faults.append(f"{name}({argument}): {bound!r} not in {entries[argument]!r}")
+    assert not faults, "\n".join(faults)
+
+
+# ----------------------------------------------------------------- messages and relations
+
+SAMPLERS = ["smile", "psmile", "mclmc", "sgld", "psgld", "sghmc", "sgnht"]
+SAMPLERS += ["scale_adapted_sghmc", "cyclical_sgld"]
+
+
+def build(name, **options) -> Any:
+    needed = {"decoherence_length": 1.0} if name == "mclmc" else {}
+    given = {"step_size": 1e-2, "num_data": 100, "key": KEY} | needed | options
+    return getattr(optax_smile, name)(**given)
+
+
+def update(name="psmile", updates=PARAMS, state=None, params=PARAMS, **given):
+    tx = build(name)
+    return tx.update(updates, tx.init(PARAMS) if state is None else state, params, **given)
+
+
+def loss_fn(params, batch):
+    return jnp.mean((params["w"] - batch) ** 2)
+
+
+def sample(**changes):
+    given: dict[str, Any] = {"loss_fn": loss_fn, "params": {"w": jnp.ones((2, 3))}, "key": 0}
+    given |= {"batches": [jnp.ones(3)], "sampler": calls.fixed(), "num_warmup": 0, "num_draws": 2}
+    return optax_smile.sample(**given | {"progress": False} | changes)
+
+
+def warmstart(**changes):
+    given: dict[str, Any] = {"loss_fn": loss_fn, "batches": [jnp.ones(3)], "num_members": 2}
+    given |= {"init_fn": lambda key: {"w": jnp.ones(3)}, "optimizer": optax.sgd(0.1), "key": 0}
+    return optax_smile.warmstart(**given | {"num_epochs": 1, "progress": False} | changes)
+
+
+BAD = {"w": jnp.ones((2, 3)).at[1, 1].set(jnp.nan), "b": jnp.ones(3)}
+HALF = {"w": jnp.ones((2, 3), "bfloat16"), "b": jnp.ones(3)}
+metrics, psmile = optax_smile.metrics, optax_smile.psmile
+ones = np.ones(2)
+MESSAGES: list[tuple[Any, str]] = [
+    # How a sampler gets its step size, and its key.
+    (lambda: psmile(-0.1, num_data=9, key=0), "`psmile(step_size=...)` must be > 0 and finite"),
+    (lambda: psmile(1e-3, num_data=9), "Write `key=0`, or any other seed, among the arguments."),
+    (
+        lambda: build("sgld", key=None),
+        "`sgld(key=...)` must be a JAX key such as jax.random.key(0)",
+    ),
+    (
+        lambda: psmile(1e-3, tuner=optax_smile.angle_tuner(), num_data=9, key=0),
+        "`psmile(tuner=...)` must be None, or a tuner that starts from a step size, where"
+        " `step_size` is given, got angle_tuner(angle=0.03, adapt_steps=None). Leave out one",
+    ),
+    (
+        lambda: psmile(tuner=optax_smile.quantile_tuner(), num_data=9, key=0),
+        "`psmile(step_size=...)` must be > 0, or a schedule, to start from with quantile_tuner",
+    ),
+    (lambda: build("smile", tuner=optax_smile.quantile_tuner), "got a function. Call it."),
+    (
+        lambda: build("psmile", integrator="Leapfrog"),
+        "one of 'leapfrog', 'minimal_norm', got 'Leap",
+    ),
+    (
+        lambda: build("psmile", decoherence_length="match"),
+        "or one of 'matched', 'turning', or None",
+    ),
+    (
+        lambda: build("smile", key=None, decoherence_length=None, reject_momentum="refresh"),
+        'or a seed for reject_momentum="refresh", got None',
+    ),
+    (
+        lambda: build("cyclical_sgld", total_steps=6, num_cycles=7),
+        "an integer >= 7, a step for each",
+    ),
+    (lambda: build("sgld", step_size=lambda count: "x").init(PARAMS), "one that gives 'x'"),
+    (
+        lambda: build("psmile", log_prior=jnp.sum),
+        "must be 0 where `log_prior` is the prior, got 1.0",
+    ),
+    (
+        lambda: build("psmile", prior_precision={"x": 1.0}).init(PARAMS),
+        "`psmile(prior_precision=...)` must be a number or a prefix of the parameter tree",
+    ),
+    (
+        lambda: build("sgld", prior_mean={"w": np.ones((3, 2)), "b": 0.0}).init(PARAMS),
+        "`sgld(prior_mean=...)` must be a number or of the shape (2, 3) at ['w'], got (3, 2)",
+    ),
+    (
+        lambda: optax.inject_hyperparams(optax_smile.sgld)(-1.0, num_data=9, key=0).init(PARAMS),
+        "`sgld(step_size=...)` must be > 0",
+    ),
+    # Parameters.
+    (
+        lambda: build("psmile").init({}),
+        "`psmile.init(params=...)` must be a tree of at least 2 para",
+    ),
+    (lambda: build("sgld").init(jnp.ones(1)), "must be a tree of at least 2 parameters, got 1"),
+    (lambda: build("psmile").init(HALF), "got bfloat16 at ['w']. Keep the sampled parameters in"),
+    (lambda: build("sghmc").init({"w": 1.0}), "got float at ['w']"),
+    (lambda: build("mclmc").init(BAD), "must be finite, got nan or inf at ['w']"),
+    # A call of `update`.
+    (
+        lambda: update(updates={"w": PARAMS["w"]}),
+        "`psmile.update(updates=...)` must be a tree of the",
+    ),
+    (
+        lambda: update(updates=PARAMS | {"b": jnp.ones(2)}),
+        "of shape (3,) at ['b'], as params, got (2,)",
+    ),
+    (lambda: update(updates=jax.tree.map(jnp.int32, PARAMS)), "a tree of floating-point gradients"),
+    (lambda: update(params=PARAMS | {"b": jnp.ones(2)}), "as the one given to init, got (2,)"),
+    (lambda: update(value=jnp.ones(3)), "must be the scalar mean loss, got shape (3,)"),
+    (lambda: update("sgld", value=(0.5, {})), "must be the scalar mean loss, got a tuple"),
+    (
+        lambda: update(loss=0.5),
+        "`psmile.update(loss=...)` must be named `value`, if it is the mean",
+    ),
+    (
+        lambda: update(state=optax.adam(1.0).init(PARAMS)),
+        "must be what `init` or `update` of psmile",
+    ),
+    (
+        lambda: update(state=build("psmile", integrator="minimal_norm").init(PARAMS)),
+        "got one of a sampler built otherwise",
+    ),
+    (
+        lambda: update(state=optax.tree.set(build("psmile").init(PARAMS), state_format=1)),
+        "must be a state of format 2, got format 1. Another version of optax_smile wrote it",
+    ),
+    # What a state can be asked for.
+    (lambda: optax_smile.stats(()), "`stats(state=...)` must be one with exactly one optax_smile"),
+    (
+        lambda: optax_smile.stats(optax.chain(build("sgld"), build("sgld")).init(PARAMS)),
+        "exactly one optax_smile sampler, got 2",
+    ),
+    (
+        lambda: optax_smile.last_accepted(
+            optax.chain(build("sgld"), optax.scale_by_adam()).init(PARAMS), PARAMS
+        ),
+        "must be that of a chain whose last transformation is the sampler, got one followed by",
+    ),
+    # Losses and models.
+    (lambda: sample(loss_fn=Model()), "a function of (params, batch), got a Model. Pass a model's"),
+    (lambda: sample(loss_fn=lambda p, b: (p["w"] - b) ** 2), "`sample(loss_fn=...)` must be a"),
+    (lambda: sample(loss_fn=lambda p, b: (loss_fn(p, b), {})), "With `aux=`"),
+    (lambda: warmstart(loss_fn=lambda p, b: p["v"]), "got KeyError: 'v'"),
+    (lambda: warmstart(loss_fn=lambda p, b: 1.0 if b.sum() > 0 else 0.0), "TracerBoolConv"),
+    (
+        lambda: sample(params={"w": jnp.ones((2, 3)), "unused": jnp.full((2, 1), jnp.nan)}),
+        "`sample(params=...)` must be finite, got nan or inf at ['unused']",
+    ),
+    (lambda: sample(batches=[np.array(["x"])]), "`sample(batches=...)` must be an iterable of bat"),
+    (lambda: sample(mesh="x"), "`sample(mesh=...)` must be"),
+    (lambda: sample(dtype="float16"), "must be None without a `directory`, got 'float16'"),
+    # Scores.
+    (lambda: metrics.ece([[1.0]], ["x"]), "`ece(labels=...)` must be"),
+    (lambda: metrics.accuracy([[0.5, 0.2]], [0]), "rows that sum to 1, got a sum of 0.7 in row 0"),
+    (lambda: metrics.accuracy([[0.5, 0.5]], [2]), "classes from 0 to 1, got 2 to 2"),
+    (
+        lambda: metrics.rmse(ones, np.ones((2, 1))),
+        "of shape (2,) to go with `mean`, got shape (2, 1)",
+    ),
+    (lambda: metrics.interval_width(ones, ones - 1), "`interval_width(upper=...)` must be"),
+    (lambda: optax_smile.diagnostics.summary(PARAMS), "`summary(snapshots=...)` must be what `sam"),
+]
+
+
+@pytest.mark.parametrize("number", range(len(MESSAGES)))
+def test_messages(number):
+    call, text = MESSAGES[number]
+    with pytest.raises(ArgumentError) as error:
+        call()
+    assert text in str(error.value)
+    assert isinstance(error.value, ValueError)
+
+
+def test_missing_params():
+    """In the words of Optax."""
+    weights = optax.add_decayed_weights(0.1)
+    with pytest.raises(ValueError) as expected:
+        weights.update(PARAMS, weights.init(PARAMS), None)
+    for name in ("psmile", "sgld"):
+        with pytest.raises(ValueError) as error:
+            update(name, params=None)
+        assert str(error.value) == str(expected.value)
+
+
+def test_python_says_what_is_missing():
+    with pytest.raises(TypeError, match=r"smile\(\) missing 1 required .*'num_data'"):
+        optax_smile.smile(1e-2)  # pyright: ignore[reportCallIssue]
+    with pytest.raises(TypeError, match="positional"):
+        optax_smile.smile(1e-2, 100)  # pyright: ignore[reportCallIssue]
+
+
+def test_an_error_of_the_users_own_comes_through():
+    def broken(params, batch):
+        raise FloatingPointError("mine")
+
+    with pytest.raises(FloatingPointError, match="mine"):
+        sample(loss_fn=broken)
+
+
+def test_traced_numbers_pass_and_mean_the_same():
+    """Wherever a sampler may be built inside a compiled function."""
+    numbers = {"num_data": 50.0, "prior_precision": 2.0, "temperature": 2.0, "step_size": 0.5}
+    for argument, number in numbers.items():
+
+        def first_update(number, argument=argument):
+            tx = build("psmile", **{argument: number})
+            return tx.update(PARAMS, tx.init(PARAMS), PARAMS, value=1.0)[0]
+
+        traced, plain = jax.jit(first_update)(number), first_update(number)
+        np.testing.assert_allclose(traced["w"], plain["w"], rtol=1e-5)
+        jax.eval_shape(first_update, -1.0)
+    options = {"psmile": ["decoherence_length", "reject_quantile"], "psgld": ["square_decay"]}
+    options |= {"sghmc": ["friction", "gradient_noise"], "cyclical_sgld": ["exploration"]}
+    for name, arguments in options.items():
+        for argument in arguments:
+            jax.eval_shape(lambda x, n=name, a=argument: build(n, **{a: x}).init(PARAMS), 0.9)
+
+
+def test_ends_of_ranges_pass():
+    build("cyclical_sgld", exploration=0, total_steps=np.int64(7), num_cycles=jnp.asarray(7))
+    build("sghmc", gradient_noise=0, friction=1e-9)
+    build("scale_adapted_sghmc", adapt_steps=1, friction=1 - 1e-9)
+    build("sgld", prior_precision=0, num_data=1)
+    build("psmile", step_size=np.float64(1e30), prior_mean="start")
+    optax_smile.angle_tuner(math.pi / 2)
+    with jax.enable_x64(True):
+        build("sgld", step_size=1e-39)
+    for constraint, value in ((_check.Real(0, 1), 1), (_check.Real(0, 1), 0), (_check.Whole(3), 3)):
+        assert constraint("f", "x", value) == value
+
+
+def test_seeds_are_keys():
+    for name in ("psmile", "sgld"):
+        expected = build(name, key=jax.random.key(7)).init(PARAMS).key
+        for seed in (7, np.int64(7), jnp.int32(7), jax.random.PRNGKey(7)):
+            np.testing.assert_array_equal(build(name, key=seed).init(PARAMS).key, expected)
+
+
+def test_every_scalar_is_a_value():
+    for value in (1, 1.5, np.float64(2), np.ones(()), jnp.float32(3)):
+        assert optax_smile.stats(update("sgld", value=value)[1]).energy_level == 1
+    update(value=1.0, loss=2.0, grad=PARAMS, value_fn=None, hessian=1)
+
+
+def test_states_of_other_samplers_are_refused():
+    states = {name: build(name).init(PARAMS) for name in SAMPLERS}
+    states["published.psmile"] = published.psmile(1e-2, num_data=9).init(PARAMS)
+    for name in ("psmile", "smile", "sgld", "psgld"):
+        own = jax.tree.structure(states[name])
+        others = [x for x in states.values() if jax.tree.structure(x) != own]
+        assert len(others) >= len(states) - 3
+        for state in others:
+            with pytest.raises(ArgumentError, match=rf"`{name}.update\(state="):
+                update(name, state=state)
+
+
+def test_errors_survive_pickling_and_renaming():
+    import pickle
+
+    error = ArgumentError("f", "x", "> 0", -1, "Try 1.")
+    assert str(pickle.loads(pickle.dumps(error))) == str(error)
+    with pytest.raises(ArgumentError, match=r"`g\(y=...\)` must be > 0, got -1. Try 1."):
+        with _check.called("g", "f", x="y"):
+            raise error
+    with pytest.raises(ArgumentError, match=r"`g\(y=...\)`"):
+        with _check.called("h", "f"):
+            raise error
+
+
+def test_gradients_in_bfloat16_move_the_variance_by_less_than_a_ulp():
+    """Of a normal posterior, integrated from the gradients as the sampler sees them."""
+    x = jnp.linspace(-8, 8, 4001)
+    posterior = Potential(num_data=1e6, prior_precision=0.0, temperature=1e6)
+    force = np.asarray(potential_gradient(posterior, x.astype(jnp.bfloat16), x), float)
+    energy = np.concatenate([[0], np.cumsum((force[1:] + force[:-1]) / 2)]) * float(x[1] - x[0])
+    weight = np.exp(energy.min() - energy)
+    variance = np.sum(weight * np.asarray(x, float) ** 2) / weight.sum()
+    assert force.dtype == float and np.abs(force - np.asarray(x)).max() > 0.01
+    assert abs(variance - 1) < 2**-9
+
+
+def test_more_data_than_int32_holds():
+    """Under a traced temperature NumPy's integers wrapped round in silence."""
+    for number in (10**10, np.int64(10**10)):
+
+        def first_update(temperature, number: Any = number):
+            tx = build("sgld", num_data=number, temperature=temperature)
+            return tx.update(PARAMS, tx.init(PARAMS), PARAMS)[0]["w"]
+
+        expected = first_update(jnp.float32(2), 1e10)
+        np.testing.assert_allclose(jax.jit(first_update)(2.0), expected, rtol=1e-5)
