@@ -268,16 +268,8 @@ def start(seed=0, num_chains=4) -> Any:
 
 def run(sampler, seed=0, **arguments):
     rows = [RNG([seed, i]).choice(NUM_DATA, 20, replace=False) for i in range(50)]
-    defaults: dict[str, Any] = {
-        "params": start(seed),
-        "num_warmup": 195,
-        "num_draws": 60,
-        "thin": 15,
-        "steps_per_dispatch": 15,
-        "progress": False,
-        "key": jax.random.key(seed),
-    }
-    given = defaults | arguments
+    given: dict[str, Any] = {"params": start(seed), "num_warmup": 195, "num_draws": 60, "thin": 15}
+    given |= {"steps_per_dispatch": 15, "progress": False, "key": seed} | arguments
     batches = [(X[r], Y[r]) for r in rows]
     return optax_smile.sample(mean_loss, given.pop("params"), batches, sampler, **given)
 
@@ -386,10 +378,8 @@ def test_a_real_run_with_a_diverged_and_a_frozen_chain():
 def test_chains_that_are_copied_and_members_that_are_equal():
     """As a loop of one's own makes them; `sample` refuses them."""
     one, _ = healthy("psmile")
-    params, trace = jax.tree.map(
-        lambda x: np.repeat(x[:1], 4, axis=0), (one.params, dict(one.trace))
-    )
-    draws = Snapshots(params, trace, one.settings)
+    same = functools.partial(jax.tree.map, lambda x: np.repeat(x[:1], 4, axis=0))
+    draws = Snapshots(same(one.params), same(dict(one.trace)), one.settings)
     for found in (diagnostics.summary(draws), diagnostics.summary(draws, predict(draws))):
         assert ("copies", ALL) in kinds(found) and "60 of 60 draws" in str(found)
     assert found.rhat_across.size == 0 and np.nanmedian(found.ess) <= 1.5 * 60
@@ -450,6 +440,10 @@ def copied(array):
     return array
 
 
+def met(x):
+    return changed([3], LAST, x[:1, LAST])(x)
+
+
 def outliers(array):
     """Single draws fail badly at a few inputs each, which their averages do not."""
     array[1, LAST] -= 60 * (RNG(0).random((40, NUM_INPUTS)) < 0.1)
@@ -470,31 +464,30 @@ def shifted(chains, by):
     return change
 
 
-BY_AND_BY = 0.1 * COUNT[:, None]
+def scaled(x):
+    return changed([1, 2], ANY, 40 * x[1:3])(x)
+
+
+def narrow(x):
+    return changed([0], ANY, 3 + (x[0] - 3) / 100)(x)
+
+
+RISES, LATE = 0.1 * COUNT[:, None], slice(80, None)
+SOME, SLOW = 9 * (np.arange(NUM_INPUTS) < 12), autoregressive((4, NUM_DRAWS, NUM_INPUTS), 0.8)
+FAR = {"params": scaled, "start": np.ones((4, 5))}
+NATS = r"of most inputs is (1\.9\d|2|2\.0\d)( to .*)? nats below"
 SICK: dict[str, tuple[dict[str, Any], tuple[int, ...], str]] = {
     "copies": ({"params": copied}, (1, 3), r"100 of 100 draws are those .*: \[1, 3\]"),
-    "copies, in the end": (
-        {"params": lambda x: changed([3], LAST, x[:1, LAST])(x)},
-        (0, 3),
-        "40 of 100 draws are those",
-    ),
+    "copies, in the end": ({"params": met}, (0, 3), "40 of 100 draws are those"),
     "altered": ({"num_altered": changed([0, 2], LAST, [[7], [9]])}, (0, 2), "7 to 9 of 1000 upd"),
     "diverged": ({"num_nonfinite": changed([1], ANY, 2 * COUNT)}, (1,), r"20\.00% of the grad"),
-    "diverged, far away": (
-        {"params": lambda x: changed([1, 2], ANY, 40 * x[1:3])(x), "start": np.ones((4, 5))},
-        (1, 2),
-        r"1\d\d to 1\d\d times as large as start or prior make them \(above 10\)",
-    ),
+    "diverged, far away": (FAR, (1, 2), r"1\d\d to 1\d\d times as large .* \(above 10\)"),
     "diverged, below others": (
         {"density": shifted([2], -2)},
         (2,),
-        r"of most inputs is (1\.9\d|2|2\.0\d) nats below the other chains' \(above 0.3\)",
+        NATS + r" the other chains' \(above 0.3\)",
     ),
-    "diverged, by and by": (
-        {"density": shifted(ALL, -0.3 * BY_AND_BY)},
-        ALL,
-        r"(1\.9\d|2|2\.0\d)( to .*)? nats below where it was at first",
-    ),
+    "diverged, by and by": ({"density": shifted(ALL, -0.3 * RISES)}, ALL, NATS + ".* at first"),
     "frozen": ({"params": changed([2], slice(30, None), 2.0)}, (2,), "69 of 99 draws are the same"),
     "frozen, below resolution": (
         {"below_resolution": changed([3], slice(20, None), True)},
@@ -507,49 +500,34 @@ SICK: dict[str, tuple[dict[str, Any], tuple[int, ...], str]] = {
         r"the step size is 0.02 of the first \(below 0.1\)",
     ),
     "frozen, by its draws": (
-        {
-            "params": lambda x: changed([0], ANY, 3 + (x[0] - 3) / 100)(x),
-            "mean": changed([0], ANY, BY_AND_BY),
-        },
+        {"params": narrow, "mean": changed([0], ANY, RISES)},
         (0,),
         r"draws are 0\.01\d+ times as far apart",
     ),
     "still on its way": (
-        {"on_its_way": changed([1], slice(80, None), True)},
+        {"on_its_way": changed([1], LATE, True)},
         (1,),
-        "falling at 61% of the last draws",
+        "at 61% of the last draws",
     ),
-    "not settled": ({"mean": shifted([2], BY_AND_BY)}, (2,), r"R-hat of \d\.\d\d \(above 1.3\)"),
-    "slow": (
-        {"mean": autoregressive((4, NUM_DRAWS, NUM_INPUTS), 0.8)},
-        ALL,
-        r"\d\d% to \d\d% of the R-hats within the chain are above 1.1",
-    ),
-    "different modes": (
-        {"mean": shifted([1], 9)},
-        ALL,
-        r"2 groups .* at 100% of the inputs.*: \[0, 2, 3\] and \[1\]",
-    ),
+    "not settled": ({"mean": shifted([2], RISES)}, (2,), r"R-hat of \d\.\d\d \(above 1.3\)"),
+    "slow": ({"mean": SLOW}, ALL, r"\d\d% to \d\d% of the R-hats within the chain are above 1.1"),
+    "different modes": ({"mean": shifted([1], 9)}, ALL, r"at 100% .*: \[0, 2, 3\] and \[1\]"),
     "different modes, of some inputs": (
-        {"mean": shifted([0, 2], 9 * (np.arange(NUM_INPUTS) < 12))},
+        {"mean": shifted([0, 2], SOME)},
         ALL,
         r"2 groups .* at 40% of the inputs.*: \[0, 2\] and \[1, 3\]",
     ),
     "chains differ": (
         {"mean": shifted([1, 3], 0.9)},
         ALL,
-        r"\d+% of the R-hats across these chains are above 1.1",
+        r"\d+% of the R-hats across .* above 1.1",
     ),
     "worse than the start": (
         {"loss": changed([1, 3], ANY, 2.2)},
         (1, 3),
-        r"2 nats per example above that of the start \(above 1, and what batches differ by\)",
+        r"2 nats .*\(above 1, and",
     ),
-    "rejected steps": (
-        {"num_rejected": changed([0], ANY, COUNT)},
-        (0,),
-        r"5 times as many as `reject_quantile` means \(above 3\)",
-    ),
+    "rejected steps": ({"num_rejected": changed([0], ANY, COUNT)}, (0,), r"5 times .* \(above 3\)"),
     "step size": ({"step_size": changed([1], LAST, 3)}, (1,), r"changed 3-fold .* \(above 2\)"),
 }
 # Of these the healthy values are above the bound.
@@ -614,27 +592,24 @@ def test_what_is_no_finding():
     apart = made(params=shifted([1, 3], 2))[0]
     assert diagnostics.summary(apart).findings == ()
     # Entries that older runs lack.
-    trace: Any = {name: x for name, x in draws.trace.items() if name != "num_altered"}
     draws, prediction = made()
+    trace: Any = {name: x for name, x in draws.trace.items() if name != "num_altered"}
     older = Snapshots(draws.params, trace, draws.settings, draws.start)
     assert diagnostics.summary(older, prediction).findings == ()
 
 
-def test_single_draws_that_fail_at_single_inputs_are_no_divergence():
-    """As on UCI energy, where the best chain was called diverged for the mean over its draws."""
+def test_what_is_no_divergence():
+    # Single draws that fail at single inputs, as on UCI energy, where the best chain was called
+    # diverged for the mean over its draws.
     draws, prediction = made(density=outliers)
     density = prediction.each.log_density
     single, together = density.mean(axis=1), np.log(np.exp(density).mean(axis=1))
     assert single[1].mean() < single[0].mean() - 2 and together[1].mean() > together[0].mean() - 0.1
     assert diagnostics.summary(draws, prediction).findings == ()
-
-
-def test_a_few_inputs_do_not_make_a_chain_diverged():
-    draws, prediction = made(density=lambda x: x - 60 * (np.arange(NUM_INPUTS) == 7) * (x[1] == x))
-    assert diagnostics.summary(draws, prediction).findings == ()
-
-
-def test_a_chain_that_comes_closer_has_not_diverged():
+    # A few inputs.
+    one = shifted([1], -60.0 * (np.arange(NUM_INPUTS) == 7))
+    assert diagnostics.summary(*made(density=one)).findings == ()
+    # A chain that comes closer.
     rises = 0.05 * (COUNT - NUM_DRAWS)[:, None]
     assert diagnostics.summary(*made(density=shifted([1], rises))).findings == ()
     found = diagnostics.summary(*made(density=shifted([1], rises - 9)))
@@ -728,10 +703,8 @@ def test_weights_that_wander_are_no_finding_but_predictions_are():
     walk = np.cumsum(RNG(0).normal(size=(4, NUM_DRAWS, 40)), axis=1)
     around: dict[str, Any] = {"start": np.full((4, 40), 1.0), "settings": None}
     assert diagnostics.summary(made(params=0.1 * walk, **around)[0]).findings == ()
-    trend = walk + 2 * COUNT[:, None]
-    assert kinds(diagnostics.summary(made(params=0.01 * trend, **around)[0])) == {
-        ("not settled", ALL)
-    }
+    trend = 0.01 * walk + 0.02 * COUNT[:, None]
+    assert kinds(diagnostics.summary(made(params=trend, **around)[0])) == {("not settled", ALL)}
     found = diagnostics.summary(*made(mean=walk))
     assert {kind for kind, _ in kinds(found)} == {"not settled"}
 
@@ -753,14 +726,12 @@ def test_runs_of_few_draws_are_summarized():
 
 def test_one_chain_and_impossible_targets_are_summarized():
     draws, prediction = healthy("sgld")
-    params, trace, each = jax.tree.map(
-        lambda x: x[:1], (draws.params, dict(draws.trace), prediction.each)
-    )
+    first = functools.partial(jax.tree.map, lambda x: x[:1])
+    draws = Snapshots(first(draws.params), first(dict(draws.trace)), draws.settings)
+    each = first(prediction.each)
     impossible = np.where(np.arange(NUM_DATA) == 0, -np.inf, each.log_density)
     for one in each, each._replace(log_density=impossible):
-        found = diagnostics.summary(
-            Snapshots(params, trace, draws.settings), prediction._replace(each=one)
-        )
+        found = diagnostics.summary(draws, prediction._replace(each=one))
         assert found.findings == () and found.rhat_across.size == 0 and str(found)
 
 
@@ -788,22 +759,20 @@ def test_arviz_reads_a_run():
     draws, prediction = healthy("sgld")
     converted = diagnostics.to_arviz(draws, prediction)
     assert set(converted.posterior.data_vars) == {"w", "b"}
-    np.testing.assert_array_equal(converted.posterior["w"].values, draws.params["w"])
-    np.testing.assert_array_equal(
-        converted.sample_stats["step_size"].values, draws.trace["step_size"][:, -60:]
-    )
-    assert {"energy_error", "num_rejected"} <= set(converted.sample_stats.data_vars)
-    np.testing.assert_allclose(
-        converted.log_likelihood["target"].values, prediction.each.log_density, rtol=1e-6
-    )
+    for values, expected in (
+        (converted.posterior["w"], draws.params["w"]),
+        (converted.sample_stats["step_size"], draws.trace["step_size"][:, -60:]),
+        (converted.sample_stats["energy_error"], draws.trace["energy_change"][:, -60:]),
+        (converted.log_likelihood["target"], prediction.each.log_density),
+    ):
+        np.testing.assert_allclose(values.values, expected, rtol=1e-6)
     assert arviz.summary(converted, var_names=["b"]).shape[0] == 1
     nested = Snapshots({"layer": {"w": np.zeros((5, 2, 3))}, "a/b": [np.ones((5, 2))]})
     converted = diagnostics.to_arviz(nested)
     assert set(converted.posterior.data_vars) == {"layer.w", "a~1b.0"}
     assert set(diagnostics.to_arviz(Snapshots(np.zeros((2, 5)))).posterior.data_vars) == {"params"}
-    twins = Snapshots(
-        {"a.b": np.zeros((2, 5)), "a/b": np.zeros((2, 5)), "a": {"b": np.ones((2, 5))}}
-    )
+    zeros = np.zeros((2, 5))
+    twins = Snapshots({"a.b": zeros, "a/b": zeros, "a": {"b": zeros + 1}})
     converted = diagnostics.to_arviz(twins).posterior
     assert set(converted.data_vars) == {"a~2b", "a~1b", "a.b"} and np.all(converted["a.b"] == 1)
 

@@ -26,14 +26,10 @@ IMAGES = GENERATOR.normal(size=(9, 4, 3, 1))
 LOG_LIKELIHOOD = GENERATOR.normal(-1, 2, (NUM_CHAINS, 7, 5))
 DRAWS = np.cumsum(GENERATOR.normal(size=(NUM_CHAINS, 9, 40)), axis=1)
 LPPD = np.array([-0.9, -0.7, -0.4, -0.5, -8, -np.inf])
+ERROR = np.where(LPPD > -9, 0.1 * (LPPD + 0.4), np.nan) ** 2
+EACH = LPPD[:, None] - np.array([[0.1, 0.2, 0.3]])
 SEARCH = optax_smile.StepSizeSearch(
-    step_sizes=10.0 ** np.arange(-6, 0),
-    lppd=LPPD,
-    standard_error=np.where(LPPD > -9, 0.1 * (LPPD + 0.4), np.nan) ** 2,
-    chain_lppd=LPPD[:, None] - np.array([[0.1, 0.2, 0.3]]),
-    rejected=np.zeros(6),
-    start_lppd=-0.95,
-    start_chain_lppd=np.array([-1.0, -1.2, -1.3]),
+    10.0 ** np.arange(-6, 0), LPPD, ERROR, EACH, np.zeros(6), -0.95, np.array([-1.0, -1.2, -1.3])
 )
 
 
@@ -505,7 +501,6 @@ BAD = (
         lambda: plots.energy_error(with_trace(num_gradients=np.ones((2, 60)))),
         r"plots.energy_error\(trace=...\)` must be .* one shape",
     ),
-    (lambda: plots.step_size({"step_size": [1.0], "num_gradients": [1]}), "chain, tick"),
     (lambda: plots.step_size(make_trace(2, 0)), "at least one of each"),
     (lambda: plots.energy_error(with_trace(accepted=np.ones((3, 5)))), r"energy_error\(trace"),
     (lambda: plots.rejections(make_trace(2, 1)), "at least 2 ticks"),

@@ -144,13 +144,13 @@ def _caption(
 ) -> tuple[str, bool]:
     """What is predicted of an image, and whether it is another class than the target."""
     if mean.ndim == 0:
-        told = f"{mean:.3g} ± {np.sqrt(max(uncertainty, 0)):.2g}"
-        return told + ("" if targets is None else f"\nwas {targets[at]:.3g}"), False
+        text = f"{mean:.3g} ± {np.sqrt(max(uncertainty, 0)):.2g}"
+        return text + ("" if targets is None else f"\nwas {targets[at]:.3g}"), False
     first = mean.argmax()
-    told = f"{first}: {mean[first]:.0%}".replace("%", " %")
+    text = f"{first}: {mean[first]:.0%}".replace("%", " %")
     if targets is not None and first != targets[at]:
-        return f"{told}\nis {targets[at]:.0f}", True
-    return f"{told}\n{max(uncertainty, 0):.2f} nats", False
+        return f"{text}\nis {targets[at]:.0f}", True
+    return f"{text}\n{max(uncertainty, 0):.2f} nats", False
 
 
 def _checked(
@@ -167,9 +167,11 @@ def _checked(
         if array is not None and len(array) != number:
             rule = f"of {number} inputs to go with `images`"
             _check.fail(where, argument, rule, f"shape {array.shape}")
-    means, labels = arrays["mean"], arrays["targets"]
-    is_class = labels is not None and means.ndim == 2
-    if is_class and not np.isin(labels, np.arange(means.shape[1])).all():
+    means: np.ndarray = arrays["mean"]
+    labels: np.ndarray | None = arrays["targets"]
+    if labels is None or means.ndim == 1:
+        return means, arrays["uncertainty"], labels
+    if not np.isin(labels, np.arange(means.shape[1])).all():
         rule = f"classes from 0 to {means.shape[1] - 1}"
         _check.fail(where, "targets", rule, f"{labels.min():g} to {labels.max():g}")
     return means, arrays["uncertainty"], labels
@@ -199,7 +201,7 @@ def keep(
 
     Arguments and errors as of `examples`, but that only what is kept has to be finite.
     """
-    images = IMAGES("plots.examples", "images", images)
-    rows = pick(*_checked(len(images), mean, uncertainty, targets), number)
+    given: np.ndarray = IMAGES("plots.examples", "images", images)
+    rows = pick(*_checked(len(given), mean, uncertainty, targets), number)
     places = np.unique(np.concatenate(list(rows.values())))
-    return places, np.round(255 * _scaled(images[places])).astype(np.uint8)
+    return places, np.round(255 * _scaled(given[places])).astype(np.uint8)
