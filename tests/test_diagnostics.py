@@ -361,6 +361,10 @@ def test_summary_holds_the_figures_of_the_other_functions():
     np.testing.assert_allclose(found.travelled, travelled)
     rows = str(found).splitlines()
     assert len({len(row) for row in rows[:6]}) == 1 and rows[5].split()[0] == "all"
+    cells = rows[3].split()
+    assert cells[4:6] == ["1.00", f"{found.rejection_rate[2] / 0.02:.2g}"]
+    assert cells[-2:] == [f"{np.median(found.rhat_within[2]):.2f}", f"{found.chain_lppd[2]:.5g}"]
+    assert f"{np.mean(found.rhat_across < 1.05):.0%} below 1.05" in str(found)
 
 
 def test_a_real_run_with_a_diverged_and_a_frozen_chain():
@@ -596,6 +600,16 @@ def test_what_is_no_finding():
     trace: Any = {name: x for name, x in draws.trace.items() if name != "num_altered"}
     older = Snapshots(draws.params, trace, draws.settings, draws.start)
     assert diagnostics.summary(older, prediction).findings == ()
+
+
+def test_of_several_outputs_the_one_that_varies_most_counts():
+    for order in (0, 1), (1, 0):
+
+        def outputs(x, order=order):
+            pair = 0.1 * x, shifted([1], 9)(x.copy())
+            return np.stack([pair[at] for at in order], axis=-1)
+
+        assert kinds(diagnostics.summary(*made(mean=outputs))) == {("different modes", ALL)}
 
 
 def test_what_is_no_divergence():

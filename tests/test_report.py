@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -25,6 +26,7 @@ import safetensors.numpy
 
 import optax_smile
 from optax_smile import _disk, diagnostics, metrics, plots, report
+from optax_smile.diagnostics.advice import ADVICE
 from optax_smile.draws import _files, _sessions
 from optax_smile.draws._stored import Stored
 from optax_smile.report import _page, _pictures, _words
@@ -233,6 +235,9 @@ def test_huge_runs_are_thinned_for_the_picture_of_their_paths(run, draws, monkey
     np.testing.assert_array_equal(thinned["w"][:, -1], all_draws["w"][:, -1])
     np.testing.assert_array_equal(start["w"], draws.start["w"])
     assert rates == pytest.approx([0.02, 0.02])
+    quiet: Any = {"num_rejected": np.zeros((1, 2)), "energy_change": np.full((1, 2), np.nan)}
+    names = [one.name for one in _pictures.of_chains(types.SimpleNamespace(trace=quiet), np.nan)]
+    assert names == ["step size", "paths"]
 
 
 def test_every_draw_is_read_once(run, draws, monkeypatch):
@@ -422,6 +427,12 @@ def test_trouble_comes_first_and_is_named():
     assert "<b>slow</b> (all chains): <code>30%</code>." in page
     assert "<b>Try</b> a larger <code>thin</code>." in page
     assert "Not tested: altered, still on its way, not settled, different modes" in page
+    # Some findings ask for a look alone.
+    found = [diagnostics.Check(kind, (1,), (1.0,), 0.0, False, "x", "y") for kind in ADVICE]
+    page = "".join(_page._lights(dataclasses.replace(made, checks=tuple(found))))
+    look = {"slow", "different modes", "chains differ", "worse than the start"}
+    look |= {"rejected steps", "step size"}
+    assert {kind for light, kind in lights(page) if light == "look"} == look
 
 
 def test_settings_are_written_as_a_person_would():
