@@ -595,6 +595,9 @@ def test_what_is_no_finding():
     # Weights of networks in different modes never agree.
     apart = made(params=shifted([1, 3], 2))[0]
     assert diagnostics.summary(apart).findings == ()
+    # Draws of one norm that are no copies.
+    mirrored = made(params=lambda x: np.concatenate([x[:3], -x[1:2]]))[0]
+    assert diagnostics.summary(mirrored).findings == ()
     # Entries that older runs lack.
     draws, prediction = made()
     trace: Any = {name: x for name, x in draws.trace.items() if name != "num_altered"}
@@ -711,6 +714,10 @@ def test_small_steps_that_mix_are_fine():
     assert kinds(diagnostics.summary(*made(step_size=falls))) == {("step size", ALL)}
     walk = 0.1 * np.cumsum(RNG(0).normal(size=(4, NUM_DRAWS, NUM_INPUTS)), axis=1)
     assert kinds(diagnostics.summary(*made(step_size=falls, mean=walk))) == {("frozen", ALL)}
+    # A schedule that goes in cycles.
+    cycles = np.tile(np.geomspace(1, 0.01, 20), (4, 5))
+    found = diagnostics.summary(*made(step_size=cycles, mean=walk))
+    assert {kind for kind, _ in kinds(found)} == {"not settled"}
 
 
 def test_weights_that_wander_are_no_finding_but_predictions_are():

@@ -462,6 +462,9 @@ def test_chain_paths_against_svd():
         assert f"{100 * shares[0]:.1f} %" in ax.get_xlabel()
         assert f"{100 * shares[1]:.1f} %" in ax.get_ylabel()
         assert legend_of(ax)[-2:] == ["first draw", "last draw"]
+        for marker, draw in {"x": 0, "o": -1}.items():
+            ends = [line.get_xydata() for line in lines_of(ax) if line.get_marker() == marker]
+            np.testing.assert_array_equal(np.concatenate(ends), points[:, draw])
         # They begin at the start, which does not turn the plane.
         start = 100 + GENERATOR.normal(size=(NUM_CHAINS, size))
         got = points_of(plots.chain_paths(draws, start=start), NUM_CHAINS)

@@ -367,13 +367,19 @@ def test_images_that_do_not_fit_are_named(run, draws):
 
 def test_the_few_images_that_are_kept_are_those_that_all_would_show(run, draws):
     """Drawn of what is kept or of everything, it is the same picture."""
-    for targets, num_texts in (None, 14), (LABELS, 21):
-        prediction = classify(draws, targets)
+    binary = predict(draws, lambda p, x: logits(p, x)[:, 0], "bernoulli", LABELS % 2, per=None)
+    ones = np.asarray(binary.mean)
+    for prediction, targets, mean, num_texts in (
+        (binary, LABELS % 2, np.stack([1 - ones, ones], axis=1), 21),
+        (classify(draws, None), None, None, 14),
+        (classify(draws), LABELS, None, 21),
+    ):
+        mean = prediction.mean if mean is None else mean
         report.store(run, "test", prediction, targets=targets, images=IMAGES, scores={})
         stored = Stored(run / "prediction-test.safetensors")
         assert stored.images is not None and 12 <= len(stored.shown) <= 18
         of_all, of_kept = matplotlib.figure.Figure().subplots(1, 2)
-        plots.examples(IMAGES, prediction.mean, prediction.total, targets, ax=of_all)
+        plots.examples(IMAGES, mean, prediction.total, targets, ax=of_all)
         (picture,) = _pictures.of_images([stored])
         picture.draw(of_kept)
         texts = [[text.get_text() for text in ax.texts] for ax in (of_all, of_kept)]
