@@ -35,15 +35,22 @@ jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 1 if IS_SINGLE else NUM_DEVICES)
 jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_disable_most_optimizations", True)
 
 
 class DevicesApart(LoadFileScheduling):
     """Give the files of `tests/devices` to one worker, and all others to the other workers."""
 
+    def schedule(self):
+        # Of more workers than files the last ones end at once.
+        for node in sorted(self.assigned_work, key=lambda node: node.gateway.id):
+            self.assigned_work.move_to_end(node)
+        super().schedule()
+
     def _assign_work_unit(self, node):
-        wants_devices = node.gateway.id == DEVICE_WORKER
+        wants_devices, is_alone = node.gateway.id == DEVICE_WORKER, len(self.assigned_work) == 1
         for scope in self.workqueue:
-            if (DEVICE_TESTS in scope) == wants_devices:
+            if is_alone or (DEVICE_TESTS in scope) == wants_devices:
                 self.workqueue.move_to_end(scope, last=False)
                 return super()._assign_work_unit(node)
         # A worker runs its last test when it knows that no other follows.
@@ -80,4 +87,4 @@ def optimizations(request):
     is_optimized |= any(request.node.get_closest_marker(name) for name in ("slow", "nightly"))
     jax.config.update("jax_disable_most_optimizations", not is_optimized)
     yield
-    jax.config.update("jax_disable_most_optimizations", False)
+    jax.config.update("jax_disable_most_optimizations", True)
