@@ -430,7 +430,9 @@ def cases() -> dict[str, Case]:
             Run(
                 CURVE,
                 optax_smile.smile(
-                    optax.cosine_decay_schedule(0.05, 7_000), num_data=NUM_DATA, decoherence_length=None,
+                    optax.cosine_decay_schedule(0.05, 7_000),
+                    num_data=NUM_DATA,
+                    decoherence_length=None,
                 ),
             ),
             PLAIN,
