@@ -101,9 +101,9 @@ class Done(NamedTuple):
     summary: diagnostics.Summary
 
     @property
-    def told(self) -> set[str]:
-        """First words of the findings."""
-        return {finding.problem.partition(":")[0] for finding in self.summary.findings}
+    def found(self) -> set[str]:
+        """Kinds of the findings."""
+        return {finding.kind for finding in self.summary.findings}
 
 
 class Case(NamedTuple):
@@ -545,10 +545,10 @@ def judge(name: str) -> Case:
     case = cases()[name]
     sick, healthy = do(case.sick), do(case.healthy)
     if name in UNTOLD:
-        assert not sick.told, f"{name}: {sick.told}"
+        assert not sick.found, f"{name}: {sick.found}"
         return case
-    assert sick.told == {name}, f"{name}: {sick.told}"
-    assert not healthy.told, f"healthy beside {name}: {healthy.told}"
+    assert sick.found == {name}, f"{name}: {sick.found}"
+    assert not healthy.found, f"healthy beside {name}: {healthy.found}"
     return case
 
 

@@ -8,6 +8,7 @@ import numpy as np
 from optax_smile import _check
 
 REMEDY = "Pass the `trace` of what `sample` returned."
+TRACE = _check.kind(Mapping, "a dict of arrays", REMEDY)
 
 
 def of_draws(
@@ -29,10 +30,8 @@ def read(where: str, trace: Any, *names: str, num_draws: int | None = None) -> l
     """Entries of a trace as numbers, all of one shape `[chain, tick]`; of the draws alone, if so.
 
     Raises:
-        ValueError: no dict, entries that it lacks, or of other shapes.
+        ValueError: entries that it lacks, or of other shapes.
     """
-    if not isinstance(trace, Mapping):
-        _check.fail(where, "trace", "a dict of arrays", type(trace).__name__, REMEDY)
     if any(name not in trace for name in names):
         rule = f"a dict with {', '.join(map(repr, names))}"
         _check.fail(where, "trace", rule, f"the keys {sorted(trace)}", REMEDY)

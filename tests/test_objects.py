@@ -125,8 +125,8 @@ def classes():
 
 def sick() -> diagnostics.Summary:
     """Chains with more findings than a few lines have room for."""
-    findings = tuple(
-        diagnostics.Finding((i,), f"problem {i}: {'it shows ' * 30}", "<try> this")
+    checks = tuple(
+        diagnostics.Check(f"problem {i}", (i,), (2.0,), 1.0, False, "<try> this", "it shows " * 30)
         for i in range(9)
     )
     none = np.full(9, np.nan)
@@ -141,7 +141,7 @@ def sick() -> diagnostics.Summary:
         nominal_rate=np.nan,
         lppd=-0.5,
         mcse=0.01,
-        findings=findings,
+        checks=checks,
         **dict.fromkeys(("first_step_size", "last_step_size", "step_size_trend"), np.ones(9)),
         **dict.fromkeys(("energy_distance", "num_nonfinite", "travelled", "chain_lppd"), none),
     )
@@ -230,4 +230,4 @@ def test_a_summary_in_short_names_what_is_wrong():
     assert "Chain 3: problem 3" in text and "problem 4" not in text
     assert "for 5 more findings, and what to try" in text
     assert page.count("&lt;try&gt; this") == 9 and page.count("<tr>") == 1 + 9 + 1
-    assert "Nothing looks wrong" in repr(sick().__class__(**{**vars(sick()), "findings": ()}))
+    assert "Nothing looks wrong" in repr(sick().__class__(**{**vars(sick()), "checks": ()}))

@@ -20,18 +20,11 @@ spec.loader.exec_module(findings)
 BLOCK = re.compile(r"<!-- finding (.*?) -->\n(.*?)\n<!-- end -->", re.DOTALL)
 
 
-def blocks():
-    return dict(BLOCK.findall(findings.PAGE.read_text()))
-
-
-def test_every_finding_has_a_case():
-    assert set(findings.cases()) == set(ADVICE) | set(findings.UNTOLD)
-
-
 def test_the_page_shows_every_case_and_what_summary_says_of_it():
-    shown = blocks()
-    assert set(shown) == {"healthy", *findings.cases()}
-    for name, case in findings.cases().items():
+    cases, shown = findings.cases(), dict(BLOCK.findall(findings.PAGE.read_text()))
+    assert set(cases) == set(ADVICE) | set(findings.UNTOLD)
+    assert set(shown) == {"healthy", *cases}
+    for name, case in cases.items():
         path = findings.path_of(name).relative_to(findings.FOLDER)
         assert f"![{case.alt}]({path.as_posix()})" in shown[name]
         said = "Nothing looks wrong" if name in findings.UNTOLD else f": {name}: "
@@ -50,7 +43,7 @@ def test_pictures_are_small_and_of_one_size():
     assert sum(file.stat().st_size for file in files) < 1_500_000
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", findings.cases())
-def test_summary_tells_it_of_the_sick_run_alone(name):
+def test_summary_finds_it_in_the_sick_run_alone(name):
     findings.judge(name)

@@ -20,7 +20,7 @@ Example:
 """
 
 from optax_smile.diagnostics.paths import travel, weight_rhat
-from optax_smile.diagnostics.results import Finding, Passed, Summary
+from optax_smile.diagnostics.results import Check, Summary
 from optax_smile.diagnostics.statistics import (
     autocorrelation,
     disagreement,
@@ -34,9 +34,8 @@ from optax_smile.diagnostics.summarize import summary
 from optax_smile.diagnostics.traces import EnergyFit, energy_fit, rejection_rate, step_size_trend
 
 __all__ = [
+    "Check",
     "EnergyFit",
-    "Finding",
-    "Passed",
     "Summary",
     "autocorrelation",
     "disagreement",

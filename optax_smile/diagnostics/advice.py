@@ -1,4 +1,4 @@
-"""Every kind of finding, and what to try: it depends on how the sampler gets its step size."""
+"""Every kind of finding, and what to try: it depends on what chooses the step size."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ADVICE = {
     "not settled": "a larger num_warmup, if there is a trend; a larger thin, more draws or"
     " {longer}, if the chain moves too slowly.",
     "slow": "more draws, a larger thin, or {longer}. Averages over all draws are as good as their"
-    " Monte Carlo standard error; what is told of single inputs needs more.",
+    " Monte Carlo standard error; what they say of single inputs needs more.",
     "different modes": "nothing, for networks, where this is normal: average over all chains, and"
     " do not read R-hat across chains as convergence to one posterior. More chains or"
     " `cyclical_sgld` find more modes.",
@@ -58,20 +58,25 @@ STEP_SIZES = {
 
 
 def advise(kind: str, settings: Mapping[str, Any]) -> str:
-    """Tell what to try against a kind of finding with this sampler."""
+    """Say what to try against a kind of finding with this sampler."""
     return ADVICE[kind].format(**STEP_SIZES[chooser(settings)])
 
 
 def chooser(settings: Mapping[str, Any]) -> str:
-    """Tell who chooses the step size, a key of `STEP_SIZES`, by what `Snapshots.settings` hold."""
-    tuner, step_size = settings.get("tuner"), settings.get("step_size")
+    """Find what chooses the step size, a key of `STEP_SIZES`, in what `Snapshots.settings` hold."""
+    tuner = settings.get("tuner")
     if tuner is not None:
-        named = (name for name in ("angle_tuner", "quantile_tuner") if f".{name}." in str(tuner))
-        return next(named, "other tuner")
+        name = tuner.get("name") if isinstance(tuner, Mapping) else None
+        return name if name in ("angle_tuner", "quantile_tuner") else "other tuner"
     # A function is a list of its name and what it encloses.
-    return "schedule" if isinstance(step_size, list) else "number"
+    return "schedule" if isinstance(settings.get("step_size"), list) else "number"
+
+
+def has_tuner(settings: Mapping[str, Any]) -> bool:
+    """Whether the sampler changes the step size itself."""
+    return chooser(settings) not in ("schedule", "number")
 
 
 def fits_energies(settings: Mapping[str, Any]) -> bool:
-    """Tell whether the sampler fits a Gamma distribution to its energy errors."""
+    """Whether the sampler fits a Gamma distribution to its energy errors."""
     return settings.get("reject_quantile") is not None or chooser(settings) == "quantile_tuner"

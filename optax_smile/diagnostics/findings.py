@@ -1,4 +1,4 @@
-"""What is wrong with a run, and how it shows; what to try is in `advice`."""
+"""The tests of a run, and how it shows if one fails; what to try is in `advice`."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from optax_smile.diagnostics.advice import advise
+from optax_smile.diagnostics.advice import advise, has_tuner
 from optax_smile.diagnostics.paths import Paths
 from optax_smile.diagnostics.results import (
     GOOD_RHATS,
     LEAST_DRAWS_JUDGED,
-    Finding,
-    Passed,
+    Check,
     Summary,
     median_of,
     share_above,
@@ -49,7 +48,7 @@ MOST_GROUPS = 6
 
 
 class Run(NamedTuple):
-    """What findings are made from: paths, settings, the trace at the draws, single predictions."""
+    """What is tested: paths, settings, the trace at the draws, single predictions."""
 
     paths: Paths
     settings: Mapping[str, Any]
@@ -59,28 +58,29 @@ class Run(NamedTuple):
 
 
 class Sign(NamedTuple):
-    """That something is wrong.
+    """A test of all chains.
 
     Attributes:
         kind: a key of `advice.ADVICE`.
-        chains: which ones, booleans `[chain]`.
+        chains: where something is wrong, booleans `[chain]`.
         values: the number that was tested, `[chain]`.
-        text: how it shows, with "{}" for the numbers of these chains.
+        bound: of healthy values.
+        text: how it shows, with "{}" for the numbers of some chains.
         form: of a number.
     """
 
     kind: str
     chains: np.ndarray
     values: np.ndarray
+    bound: float
     text: str
     form: str = ".3g"
 
 
-def judge(found: Summary, run: Run) -> tuple[list[Finding], list[Passed]]:
-    """Judge each chain; that it does not arrive or move is told once, by the first sign.
+def judge(found: Summary, run: Run) -> list[Check]:
+    """Judge each chain; that it does not arrive or move is reported once, by the first sign.
 
-    Returns:
-        What was found, and the tests that found nothing among the chains that arrive.
+    Tests that pass are reported of the chains that arrive, where these have known numbers.
     """
     rhats = np.array([median_of(chain) for chain in found.rhat_within])
     none = np.zeros(len(rhats), bool)
@@ -96,32 +96,34 @@ def judge(found: Summary, run: Run) -> tuple[list[Finding], list[Passed]]:
         signs.append(_risen(found, run, sick))
     if run.trace:
         signs += [_often_rejected(found, run), *_step_size_changed(found, run, sick)]
-    passed = [sign for sign in signs if not sign.chains.any()]
-    known = [np.isfinite(sign.values) & arrives for sign in passed]
-    return (
-        [_finding(sign, run.settings) for sign in signs if sign.chains.any()],
-        [Passed(x.kind, _shown(x, at)) for x, at in zip(passed, known, strict=True) if at.any()],
+    checks = (_check_of(sign, arrives, run.settings) for sign in signs)
+    return [check for check in checks if check.chains]
+
+
+def _check_of(sign: Sign, arrives: np.ndarray, settings: Mapping[str, Any]) -> Check:
+    passed = not sign.chains.any()
+    chains = np.isfinite(sign.values) & arrives if passed else sign.chains
+    value = tuple(sign.values[chains].tolist())
+    ends = (
+        dict.fromkeys(format(end, sign.form) for end in (min(value), max(value))) if value else ""
+    )
+    return Check(
+        kind=sign.kind,
+        chains=tuple(np.flatnonzero(chains).tolist()),
+        value=value,
+        bound=float(sign.bound),
+        passed=passed,
+        advice="" if passed else advise(sign.kind, settings),
+        text=sign.text.format(" to ".join(ends)),
     )
 
 
-def _shown(sign: Sign, chains: np.ndarray) -> str:
-    tested = sign.values[chains]
-    ends = dict.fromkeys(format(end, sign.form) for end in (tested.min(), tested.max()))
-    return sign.text.format(" to ".join(ends))
-
-
-def _finding(sign: Sign, settings: Mapping[str, Any]) -> Finding:
-    problem = f"{sign.kind}: {_shown(sign, sign.chains)}"
-    chains = tuple(np.flatnonzero(sign.chains).tolist())
-    return Finding(chains, problem, advise(sign.kind, settings))
-
-
 def _once(signs: Iterator[Sign]) -> Iterator[Sign]:
-    """Tell a chain's first sign alone."""
-    told = np.array(False)
+    """Leave of each chain its first sign."""
+    before = np.array(False)
     for sign in signs:
-        yield sign._replace(chains=sign.chains & ~told)
-        told = told | sign.chains
+        yield sign._replace(chains=sign.chains & ~before)
+        before = before | sign.chains
 
 
 def _copied(found: Summary, run: Run) -> Iterator[Sign]:
@@ -134,6 +136,7 @@ def _copied(found: Summary, run: Run) -> Iterator[Sign]:
         "copies",
         np.isin(np.arange(len(first)), sum(groups, [])),
         shared.max(axis=1),
+        MOST_EQUAL * found.num_draws,
         f"{{}} of {found.num_draws} draws are those of another chain, bit for bit"
         f"{_listed(groups)}.",
         ".0f",
@@ -159,6 +162,7 @@ def _altered(run: Run) -> Iterator[Sign]:
             "altered",
             altered > 0,
             altered,
+            0,
             f"{{}} of {gradients.max():.0f} updates did not arrive at the parameters as the sampler"
             " sent them.",
             ".0f",
@@ -173,7 +177,8 @@ def _diverged(run: Run) -> Iterator[Sign]:
             for values in (run.trace["num_nonfinite"], run.trace["num_gradients"])
         )
         text = "{} of the gradients are infinite or NaN."
-        yield Sign("diverged", broken > MOST_NONFINITE * gradients, broken / gradients, text, ".2%")
+        share, is_broken = broken / gradients, broken > MOST_NONFINITE * gradients
+        yield Sign("diverged", is_broken, share, MOST_NONFINITE, text, ".2%")
     precision, temperature = (run.settings.get(x) for x in ("prior_precision", "temperature"))
     prior = 0.0
     # From a start near 0 a chain may grow to the norm of a draw from the prior.
@@ -184,7 +189,7 @@ def _diverged(run: Run) -> Iterator[Sign]:
     text = f"the parameters are {{}} times as large as start or prior make them (above {MUCH:g})."
     # How large another prior lets them be is not known.
     if run.settings.get("log_prior") is None:
-        yield Sign("diverged", (expected > 0) & (size > MUCH), size, text)
+        yield Sign("diverged", (expected > 0) & (size > MUCH), size, MUCH, text)
     if run.density is not None:
         # Of what the draws of a third predict together: single draws are far off here and there
         # where their average is not. Impossible targets are far below possible ones.
@@ -201,9 +206,10 @@ def _diverged(run: Run) -> Iterator[Sign]:
         # A chain that has come closer by more than what is left is not settled, which takes so many
         # draws to tell.
         closer = (-fallen > below) & (run.density.shape[1] >= LEAST_DRAWS_JUDGED)
-        of_others = text.format("{}", "the other chains'")
-        yield Sign("diverged", (below > far) & ~closer, below, of_others)
-        yield Sign("diverged", fallen > far, fallen, text.format("{}", "where it was at first"))
+        of_others, at_first = "the other chains'", "where it was at first"
+        is_below = (below > far) & ~closer
+        yield Sign("diverged", is_below, below, far, text.format("{}", of_others))
+        yield Sign("diverged", fallen > far, fallen, far, text.format("{}", at_first))
 
 
 def _frozen(found: Summary, run: Run, mixes: np.ndarray) -> Iterator[Sign]:
@@ -211,23 +217,24 @@ def _frozen(found: Summary, run: Run, mixes: np.ndarray) -> Iterator[Sign]:
     if found.num_draws < 2:
         return
     moves, still = run.paths.moved, (run.paths.moved == 0).sum(axis=1)
+    half = moves.shape[1] / 2
     text = f"{{}} of {moves.shape[1]} draws are the same as the draw before."
-    yield Sign("frozen", still > moves.shape[1] / 2, still, text, ".0f")
+    yield Sign("frozen", still > half, still, half, text, ".0f")
     if run.trace:
         below = np.mean(run.trace["below_resolution"], axis=1)
         text = "the steps of {} of the draws are too short for the precision of the parameters."
-        yield Sign("frozen", below > 0.5, below, text, ".0%")
+        yield Sign("frozen", below > 0.5, below, 0.5, text, ".0%")
         # The largest of the last third, for a schedule that goes in cycles.
         sizes = np.asarray(run.trace["step_size"], float)
         size = sizes[:, 2 * sizes.shape[1] // 3 :].max(axis=1)
         for before, than in ((found.first_step_size, "first"), (_others(size), "other chains'")):
             share = size / before
             text = f"the step size is {{}} of the {than} (below {1 / MUCH:g})."
-            yield Sign("frozen", (share < 1 / MUCH) & ~mixes, share, text)
+            yield Sign("frozen", (share < 1 / MUCH) & ~mixes, share, 1 / MUCH, text)
     last = _ends(moves)[1]
     share = last / _others(last)
     text = f"draws are {{}} times as far apart as in the other chains (below {1 / MUCH:g})."
-    yield Sign("frozen", (share < 1 / MUCH) & ~mixes, share, text)
+    yield Sign("frozen", (share < 1 / MUCH) & ~mixes, share, 1 / MUCH, text)
 
 
 def _on_its_way(run: Run) -> Iterator[Sign]:
@@ -235,7 +242,7 @@ def _on_its_way(run: Run) -> Iterator[Sign]:
         falls = np.asarray(run.trace["on_its_way"], float)
         share = falls[:, -max(1, falls.shape[1] // 3) :].mean(axis=1)
         text = "the gradients say that the energy was falling at {} of the last draws."
-        yield Sign("still on its way", share > 0.5, share, text, ".0%")
+        yield Sign("still on its way", share > 0.5, share, 0.5, text, ".0%")
 
 
 def _unsettled(found: Summary, rhats: np.ndarray, run: Run) -> Iterator[Sign]:
@@ -245,7 +252,7 @@ def _unsettled(found: Summary, rhats: np.ndarray, run: Run) -> Iterator[Sign]:
             "the draws at the beginning and those at the end have a median R-hat of {}"
             f" (above {bound:g})."
         )
-        yield Sign("not settled", rhats > bound, rhats, text, ".2f")
+        yield Sign("not settled", rhats > bound, rhats, bound, text, ".2f")
 
 
 def _mixing(found: Summary, run: Run, arrived: np.ndarray) -> Iterator[Sign]:
@@ -261,24 +268,35 @@ def _mixing(found: Summary, run: Run, arrived: np.ndarray) -> Iterator[Sign]:
         f" {2 / (bound - 1):.0f} independent draws (above {MANY_INPUTS:.0%})."
     )
     if least:
-        yield Sign("slow", arrived & is_slow & (share > MANY_INPUTS), share, text, ".0%")
+        slow = arrived & is_slow & (share > MANY_INPUTS)
+        yield Sign("slow", slow, share, MANY_INPUTS, text, ".0%")
     steady = arrived & (found.copy_of == np.arange(len(arrived)))
     if steady.sum() < 2:
         return
     chains = np.flatnonzero(steady)
-    groups, apart = _groups(run.values[steady])
-    across = np.full(len(steady), share_above(rhat(run.values[steady])))
+    groups, nearest = _groups(run.values[steady])
+    apart = np.full(len(steady), np.nan)
+    apart[steady] = nearest
     if len(groups) > 1:
         text = (
-            f"{len(groups)} groups of chains predict differently at {apart:.0%} of the inputs, or"
-            f" more (from {MANY_INPUTS:.0%} on){_listed([chains[x].tolist() for x in groups])}."
+            f"{len(groups)} groups of chains predict differently at {nearest.min():.0%} of the"
+            f" inputs, or more (from {MANY_INPUTS:.0%} on)"
+            f"{_listed([chains[x].tolist() for x in groups])}."
         )
-        yield Sign("different modes", steady, across, text)
-    elif least and not is_slow:
+        yield Sign("different modes", steady, apart, MANY_INPUTS, text)
+        return
+    text = (
+        "a chain and the one most like it predict differently at {} of the inputs"
+        f" (from {MANY_INPUTS:.0%} on)."
+    )
+    yield Sign("different modes", np.zeros_like(steady), apart, MANY_INPUTS, text, ".0%")
+    if least and not is_slow:
+        across = np.full(len(steady), share_above(rhat(run.values[steady])))
+        differ = steady & (across > MANY_INPUTS)
         text = (
             f"{{}} of the R-hats across these chains are above {bound} (above {MANY_INPUTS:.0%})."
         )
-        yield Sign("chains differ", steady & (across > MANY_INPUTS), across, text, ".0%")
+        yield Sign("chains differ", differ, across, MANY_INPUTS, text, ".0%")
 
 
 def _risen(found: Summary, run: Run, sick: np.ndarray) -> Sign:
@@ -292,7 +310,8 @@ def _risen(found: Summary, run: Run, sick: np.ndarray) -> Sign:
         "the loss of the draws is {} nats per example above that of the start (above"
         f" {MOST_RISE:g}, and what batches differ by)."
     )
-    return Sign("worse than the start", (rise > MOST_RISE + noise) & ~sick, rise, text)
+    has_risen = (rise > MOST_RISE + noise) & ~sick
+    return Sign("worse than the start", has_risen, rise, MOST_RISE, text)
 
 
 def _listed(groups: list[list[int]]) -> str:
@@ -306,23 +325,25 @@ def _often_rejected(found: Summary, run: Run) -> Sign:
         "rejected steps",
         (found.rejection_rate > most) & (events[:, -1] - events[:, 0] >= LEAST_EVENTS),
         found.rejection_rate / found.nominal_rate,
+        MOST_REJECTIONS,
         f"{{}} times as many as `reject_quantile` means (above {MOST_REJECTIONS:g}).",
     )
 
 
 def _step_size_changed(found: Summary, run: Run, sick: np.ndarray) -> Iterator[Sign]:
     # Without a tuner the step size follows a schedule that was asked for.
-    if not run.settings or run.settings.get("tuner") is not None:
+    if not run.settings or has_tuner(run.settings):
         changed = np.maximum(found.step_size_trend, 1 / found.step_size_trend)
         text = f"it changed {{}}-fold among the draws (above {MOST_TREND:g})."
-        yield Sign("step size", (changed > MOST_TREND) & ~sick, changed, text)
+        yield Sign("step size", (changed > MOST_TREND) & ~sick, changed, MOST_TREND, text)
 
 
-def _groups(values: np.ndarray) -> tuple[list[list[int]], float]:
+def _groups(values: np.ndarray) -> tuple[list[list[int]], np.ndarray]:
     """Join chains of which a series of pairs agrees, in the averages of most values.
 
     Returns:
-        The groups, and the smallest share of values at which two chains of different ones differ.
+        The groups, and the share of values at which each chain differs from the one most like it:
+        of another group, if there are several.
     """
     centre, variance = values.mean(axis=1), values.var(axis=1)
     groups: list[list[int]] = []
@@ -335,8 +356,9 @@ def _groups(values: np.ndarray) -> tuple[list[list[int]], float]:
         joined = [group for group in groups if agrees[group].any()]
         groups = [group for group in groups if group not in joined]
         groups.append(sorted([chain, *(other for group in joined for other in group)]))
-    least = [apart[np.ix_(one, other)].min() for one in groups for other in groups if one != other]
-    return sorted(groups), min(least, default=0.0)
+    of = np.array([[chain in group for chain in range(len(values))] for group in groups])
+    same = of.T @ of if len(groups) > 1 else np.eye(len(values), dtype=bool)
+    return sorted(groups), np.where(same, np.inf, apart).min(axis=1)
 
 
 def nominal_rate(settings: Mapping[str, Any]) -> float:

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from optax_smile import _check
-from optax_smile.diagnostics.statistics import LEAST_DRAWS_WITHIN, check_draws, rhat_within
+from optax_smile.diagnostics.statistics import LEAST_DRAWS_WITHIN, Chains, rhat_within
 from optax_smile.draws.snapshots import Snapshots, StoredSnapshots
 
 
@@ -36,6 +36,7 @@ class Paths(NamedTuple):
     alike: np.ndarray
 
 
+@_check.arguments(params=_check.Tree(), num_weights=_check.Whole(1), seed=_check.Whole(0))
 def weight_rhat(params: Any, *, num_weights: int = 100, seed: int = 0) -> np.ndarray:
     """Compute `rhat_within` for a random choice of the weights that move.
 
@@ -58,15 +59,17 @@ def weight_rhat(params: Any, *, num_weights: int = 100, seed: int = 0) -> np.nda
         >>> diagnostics.weight_rhat(params).shape
         (2, 5)
     """
-    _check.whole("weight_rhat", "num_weights", num_weights, 1)
-    _check.whole("weight_rhat", "seed", seed, 0)
     with _check.called("weight_rhat", "Snapshots"):
         weights = walk(Snapshots(params), num_weights, seed).weights
     if not weights.shape[2]:
         return np.empty(weights.shape[::2])
-    return rhat_within(check_draws("weight_rhat", "params", weights, LEAST_DRAWS_WITHIN))
+    return rhat_within(Chains(least=LEAST_DRAWS_WITHIN)("weight_rhat", "params", weights))
 
 
+@_check.arguments(
+    params=_check.Tree(),
+    start=_check.Where("a tree of arrays [chain, ...]", lambda start: start is not None),
+)
 def travel(params: Any, start: Any) -> np.ndarray:
     """Distance of every draw from the start of its chain, relative to the norm of the start.
 
@@ -88,8 +91,6 @@ def travel(params: Any, start: Any) -> np.ndarray:
         >>> diagnostics.travel({"w": start[:, None] * [[1], [2]]}, {"w": start})
         array([[0., 1.]])
     """
-    if start is None:
-        _check.fail("travel", "start", "a tree of arrays [chain, ...]", start)
     with _check.called("travel", "Snapshots"):
         snapshots = Snapshots(params, start=start)
     return relative(walk(snapshots, 1, 0))
@@ -117,7 +118,7 @@ def walk(snapshots: Snapshots | StoredSnapshots, num_weights: int, seed: int) ->
             from_start[:, draw] = [_distance(*pair) for pair in zip(chains, starts, strict=True)]
         if draw:
             moved[:, draw - 1] = [_distance(*pair) for pair in zip(chains, before, strict=True)]
-        # Two draws tell which leaves move at all.
+        # Two draws show which leaves move at all.
         if draw == min(1, num_draws - 1):
             # More than are asked for, since single entries may not move.
             chosen = _choose(before or chains, chains, 4 * num_weights, seed)

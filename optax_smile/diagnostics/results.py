@@ -1,4 +1,4 @@
-"""What `summary` tells, and how it is printed."""
+"""What `summary` returns, and how it is printed."""
 
 from __future__ import annotations
 
@@ -22,36 +22,32 @@ GOOD_RHATS = (1.05, 1.1)
 MOST_SHOWN, LONGEST_SHOWN = 4, 100
 
 
-class Finding(NamedTuple):
-    """Something that looks wrong.
+class Check(NamedTuple):
+    """A test of chains, and what it found.
 
     Attributes:
-        chains: in which chains.
-        problem: a word for it and how it shows.
-        advice: what to try.
-    """
-
-    chains: tuple[int, ...]
-    problem: str
-    advice: str
-
-
-class Passed(NamedTuple):
-    """A test that found nothing wrong.
-
-    Attributes:
-        kind: what it looks for, as a `Finding` begins.
-        shown: the number that was tested, over the chains that arrive, and in brackets where
-            trouble would begin.
+        kind: what it looks for, such as "frozen".
+        chains: where it found that; of a test that passed, which chains it judged.
+        value: what was measured in each of these chains.
+        bound: of healthy values. Some tests ask for more than a value beyond it, such as a chain
+            that does not mix either.
+        passed: whether nothing looks wrong.
+        advice: what to try; empty if it passed.
+        text: a sentence with the numbers.
     """
 
     kind: str
-    shown: str
+    chains: tuple[int, ...]
+    value: tuple[float, ...]
+    bound: float
+    passed: bool
+    advice: str
+    text: str
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Summary:
-    """Figures of a run, NaN where something is unknown; `print(summary)` tells it in plain words.
+    """Figures of a run, NaN where something is unknown; `print(summary)` says it in plain words.
 
     Attributes:
         num_draws: per chain.
@@ -76,8 +72,8 @@ class Summary:
         chain_lppd: log pointwise predictive density of each chain alone, nats, `[chain]`.
         lppd: of all chains together.
         mcse: Monte Carlo standard error of `lppd`.
-        findings: what looks wrong.
-        passed: what was tested and does not.
+        checks: every test that there was enough to make, passed or not.
+        findings: those that did not pass.
     """
 
     num_draws: int
@@ -97,8 +93,12 @@ class Summary:
     chain_lppd: np.ndarray
     lppd: float
     mcse: float
-    findings: tuple[Finding, ...] = ()
-    passed: tuple[Passed, ...] = ()
+    checks: tuple[Check, ...] = ()
+
+    @property
+    def findings(self) -> tuple[Check, ...]:
+        """What looks wrong."""
+        return tuple(check for check in self.checks if not check.passed)
 
     def __str__(self) -> str:
         table = _table.aligned(self._columns())
@@ -110,8 +110,8 @@ class Summary:
     def _repr_html_(self) -> str:
         columns = self._columns()
         table = _table.in_html(zip(*columns.values(), strict=True), head=columns)
-        told = (html.escape("\n".join(part)) for part in (self._notes(), self._judgement()))
-        notes, judgement = (f'<p style="white-space: pre-line">{part}</p>' for part in told)
+        texts = (html.escape("\n".join(part)) for part in (self._notes(), self._judgement()))
+        notes, judgement = (f'<p style="white-space: pre-line">{text}</p>' for text in texts)
         return f"<p><b>{html.escape(self._title())}</b></p>{table}{judgement}{notes}"
 
     def _title(self) -> str:
@@ -161,7 +161,7 @@ class Summary:
         return {head: cells for head, cells in columns.items() if set(cells) != {"-"}}
 
     def _rejects(self) -> bool:
-        """Whether there is something to tell of rejected steps."""
+        """Whether rejected steps are worth a column."""
         return self.nominal_rate > 0 or bool((self.rejection_rate > 0).any())
 
     def _notes(self) -> list[str]:
@@ -204,8 +204,8 @@ class Summary:
             return [f"Nothing looks wrong{seen}{self._reservation()}."]
         num_chains = len(self.step_size_trend)
         return [
-            f"{_named(chains, num_chains)}: {problem}\n  Try: {advice}"
-            for chains, problem, advice in self.findings
+            f"{_named(x.chains, num_chains)}: {x.kind}: {x.text}\n  Try: {x.advice}"
+            for x in self.findings
         ]
 
     def _reservation(self) -> str:
@@ -215,11 +215,11 @@ class Summary:
             return f", but that is hard to tell from {few}"
         bound = GOOD_RHATS[-1]
         shares = {"within": share_above(self.rhat_within), "across": share_above(self.rhat_across)}
-        told = [f"{share:.0%} of the R-hats {of}" for of, share in shares.items() if share >= 0.005]
-        if not told:
+        above = [f"{share:.0%} of the R-hats {x}" for x, share in shares.items() if share >= 0.005]
+        if not above:
             return ""
         apart = ", as those of weights may be while predictions agree" * (self.of == "weights")
-        return f", but {' and '.join(told)} chains are above {bound}{apart}"
+        return f", but {' and '.join(above)} chains are above {bound}{apart}"
 
 
 def share_above(rhats: np.ndarray) -> float:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -13,11 +14,38 @@ from optax_smile import _check, _trace, _tree
 from optax_smile.draws.prediction import Prediction
 from optax_smile.draws.snapshots import Snapshots, StoredSnapshots
 
-ESS_METHODS = ("bulk", "tail", "mean")
+EssMethod = Literal["bulk", "tail", "mean"]
 # What ArviZ needs of a chain; within a chain its halves are the chains.
 LEAST_DRAWS, LEAST_DRAWS_WITHIN = 4, 8
+SNAPSHOTS = _check.kind(
+    (Snapshots, StoredSnapshots),
+    "what `sample` or `load_snapshots` returns",
+    "`Snapshots` holds arrays [chain, draw, ...], `Snapshots.from_members` members.",
+)
+PREDICTION = _check.kind(Prediction, "what `predict` returned")
 
 
+@dataclass(frozen=True)
+class Chains(_check.Array):
+    """An array of chains without NaN, with at least so many draws of each."""
+
+    axes: str = "[chain, draw, ...]"
+    least: int = LEAST_DRAWS
+
+    @property
+    def rule(self) -> str:
+        """Its axes, and how many draws."""
+        return f"an array {self.axes} with at least {self.least} draws per chain"
+
+    def __call__(self, where, argument, value, given=_check.NOTHING):
+        """Check the numbers, then the draws."""
+        array = super().__call__(where, argument, value, given)
+        if array.shape[1] < self.least:
+            _check.fail(where, argument, self.rule, f"shape {array.shape}")
+        return array
+
+
+@_check.arguments(values=Chains())
 def rhat(values: ArrayLike) -> np.ndarray:
     """Compare chains with each other: rank-normalised split R-hat.
 
@@ -47,13 +75,14 @@ def rhat(values: ArrayLike) -> np.ndarray:
 
     Source: Vehtari, Gelman, Simpson, Carpenter, Buerkner, Bayesian Analysis 2021, by ArviZ.
     """
-    values = check_draws("rhat", "values", values, LEAST_DRAWS)
+    values = np.asarray(values)
     if len(values) < 2:
-        remedy = "`rhat_within` takes chains alone."
-        _check.fail("rhat", "values", "of at least two chains", f"shape {values.shape}", remedy)
+        advice = "`rhat_within` takes chains alone."
+        _check.fail("rhat", "values", "of at least two chains", f"shape {values.shape}", advice)
     return _by_arviz("rhat", values)
 
 
+@_check.arguments(values=Chains(least=LEAST_DRAWS_WITHIN))
 def rhat_within(values: ArrayLike) -> np.ndarray:
     """Compare the beginning of each chain with its end: R-hat of the quarters of one chain.
 
@@ -79,14 +108,15 @@ def rhat_within(values: ArrayLike) -> np.ndarray:
 
     Source: the idea of a chainwise R-hat is of Sommer et al., Connecting the dots, ICML 2024.
     """
-    values = check_draws("rhat_within", "values", values, LEAST_DRAWS_WITHIN)
+    values = np.asarray(values)
     num_chains, num_draws, *rest = values.shape
     halves = values[:, num_draws % 2 :].reshape(num_chains, 2, num_draws // 2, *rest)
     return _by_arviz("rhat", np.moveaxis(halves, 0, 2))
 
 
-def ess(values: ArrayLike, method: str = "bulk") -> np.ndarray:
-    """Effective sample size: the number of independent draws that would tell as much.
+@_check.arguments(values=Chains(), method=_check.OneOf(EssMethod))
+def ess(values: ArrayLike, method: EssMethod = "bulk") -> np.ndarray:
+    """Effective sample size: the number of independent draws that are worth as much.
 
     Args:
         values: arrays `[chain, draw, ...]` of at least four draws.
@@ -109,13 +139,13 @@ def ess(values: ArrayLike, method: str = "bulk") -> np.ndarray:
 
     Source: Vehtari et al., Bayesian Analysis 2021, by ArviZ.
     """
-    _check.choice("ess", "method", method, ESS_METHODS)
-    values = check_draws("ess", "values", values, LEAST_DRAWS)
+    values = np.asarray(values)
     tails = {"prob": (0.05, 0.95)} if method == "tail" else {}
     size = _by_arviz("ess", values, method=method, **tails)
     return np.where(np.ptp(values, axis=(0, 1)) > 0, size, np.nan)
 
 
+@_check.arguments(log_likelihood=Chains("[chain, draw, input]"))
 def mcse_lppd(log_likelihood: ArrayLike) -> float:
     """Monte Carlo standard error of the log pointwise predictive density, by the delta method.
 
@@ -148,8 +178,7 @@ def mcse_lppd(log_likelihood: ArrayLike) -> float:
 
     Source: the delta method; the error of an average from its ESS: Vehtari et al. 2021.
     """
-    axes = "[chain, draw, input]"
-    values = check_draws("mcse_lppd", "log_likelihood", log_likelihood, LEAST_DRAWS, axes)
+    values = np.asarray(log_likelihood)
     average = log_mean_exp(values, (0, 1))
     if not np.isfinite(average).all():
         rule, got = "finite in at least one draw of each input", average[~np.isfinite(average)][0]
@@ -157,8 +186,9 @@ def mcse_lppd(log_likelihood: ArrayLike) -> float:
     return float(_by_arviz("mcse", np.exp(values - average).mean(axis=2), method="mean"))
 
 
+@_check.arguments(mean=_check.Array(), classes=_check.FLAG)
 def disagreement(mean: ArrayLike, *, classes: bool = True) -> np.ndarray:
-    """Tell how much each pair of chains differs in what it predicts.
+    """Measure how much each pair of chains differs in what it predicts.
 
     Args:
         mean: what the draws of each chain predict, as `each.mean` of `predict(..., per="draw")`:
@@ -183,10 +213,9 @@ def disagreement(mean: ArrayLike, *, classes: bool = True) -> np.ndarray:
         array([[0. , 0.5],
                [0.5, 0. ]])
     """
-    _check.flags("disagreement", classes=classes)
     axes = "[chain, draw, input, class] or [chain, input, class]"
     axes = axes if classes else "[chain, draw, input, ...]"
-    values = _check.array("disagreement", "mean", mean, axes)
+    values = _check.Array(axes)("disagreement", "mean", mean)
     if classes:
         top = (values.mean(axis=1) if values.ndim == 4 else values).argmax(axis=-1)
         return (top[:, None] != top).mean(axis=-1)
@@ -197,6 +226,7 @@ def disagreement(mean: ArrayLike, *, classes: bool = True) -> np.ndarray:
     return np.where(differences == 0, 0.0, relative)
 
 
+@_check.arguments(values=Chains(least=2), max_lag=_check.Whole(0))
 def autocorrelation(values: ArrayLike, max_lag: int) -> np.ndarray:
     """Correlation of each chain with itself some draws later.
 
@@ -219,8 +249,7 @@ def autocorrelation(values: ArrayLike, max_lag: int) -> np.ndarray:
         >>> diagnostics.autocorrelation(np.array([[1.0, -1.0, 1.0, -1.0]]), 2)
         array([[ 1.  , -0.75,  0.5 ]])
     """
-    values = check_draws("autocorrelation", "values", values, 2)
-    _check.whole("autocorrelation", "max_lag", max_lag, 0)
+    values = np.asarray(values)
     num_draws = values.shape[1]
     if max_lag >= num_draws:
         rule = f"less than the {num_draws} draws"
@@ -233,6 +262,7 @@ def autocorrelation(values: ArrayLike, max_lag: int) -> np.ndarray:
     return np.where(moves, products, np.nan) / np.where(moves, products[:, :1], 1)
 
 
+@_check.arguments(snapshots=SNAPSHOTS, prediction=PREDICTION | None)
 def to_arviz(snapshots: Snapshots | StoredSnapshots, prediction: Prediction | None = None) -> Any:
     """Convert a run for ArviZ and what builds on it.
 
@@ -257,7 +287,6 @@ def to_arviz(snapshots: Snapshots | StoredSnapshots, prediction: Prediction | No
         >>> list(optax_smile.diagnostics.to_arviz(draws).posterior.data_vars)
         ['layer.w']
     """
-    check_snapshots("to_arviz", snapshots)
     arviz = _import_arviz()
     leaves = jax.tree_util.tree_leaves_with_path(snapshots.params)
     # The DataTree keeps "/" for its groups.
@@ -300,28 +329,6 @@ def _by_arviz(statistic: str, values: np.ndarray, **options: Any) -> np.ndarray:
         return function(data, **options)["x"].values.reshape(values.shape[2:])
 
 
-def check_draws(
-    where: str,
-    argument: str,
-    values: ArrayLike,
-    least_draws: int,
-    axes: str = "[chain, draw, ...]",
-) -> np.ndarray:
-    """Require an array of chains without NaN, and so many draws of each."""
-    array = _check.array(where, argument, values, axes)
-    if array.shape[1] < least_draws:
-        rule = f"at least {least_draws} draws per chain, {axes}"
-        _check.fail(where, argument, rule, f"shape {array.shape}")
-    return array
-
-
-def check_snapshots(where: str, snapshots: Any):
-    """Require draws, in memory or on disk."""
-    remedy = "`Snapshots` holds arrays [chain, draw, ...], `Snapshots.from_members` members."
-    rule = "what `sample` or `load_snapshots` returns"
-    _check._kind(where, "snapshots", snapshots, (Snapshots, StoredSnapshots), rule, remedy)
-
-
 def log_mean_exp(values: np.ndarray, axes: tuple[int, ...]) -> np.ndarray:
     """Logarithm of the mean of exponentials over axes."""
     number = np.prod([values.shape[axis] for axis in axes])
@@ -332,7 +339,6 @@ def log_mean_exp(values: np.ndarray, axes: tuple[int, ...]) -> np.ndarray:
 
 def log_density_of(where: str, snapshots: Any, prediction: Prediction) -> np.ndarray:
     """Log likelihoods `[chain, draw, target]` of a prediction by draw."""
-    _check._kind(where, "prediction", prediction, Prediction, "what `predict` returned, or None")
     axes, each = (snapshots.num_chains, snapshots.num_draws), prediction.each
     density = None if each is None else each.log_density
     if density is None or density.ndim < 3 or density.shape[:2] != axes:

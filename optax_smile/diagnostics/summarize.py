@@ -18,6 +18,12 @@ from optax_smile.draws.prediction import Prediction
 from optax_smile.draws.snapshots import Snapshots, StoredSnapshots
 
 
+@_check.arguments(
+    snapshots=statistics.SNAPSHOTS,
+    prediction=statistics.PREDICTION | None,
+    max_inputs=_check.Whole(1),
+    seed=_check.Whole(0),
+)
 def summary(
     snapshots: Snapshots | StoredSnapshots,
     prediction: Prediction | None = None,
@@ -30,8 +36,8 @@ def summary(
     Found are chains that are copies, whose updates were altered, that have diverged, are frozen,
     still on their way, not settled or slow; different modes among the others, or chains that differ
     in their predictions; far more rejections than nominal; a tuner that still changes the step
-    size. Each finding tells the number that was tested. From weights alone it cannot tell slow
-    chains or different modes, nor chains that all predict badly.
+    size. Each of the `checks` has the numbers that were tested. From weights alone it finds neither
+    slow chains nor different modes, nor chains that all predict badly.
 
     Args:
         snapshots: what `sample` or `load_snapshots` returns; weights without a sampler, such as a
@@ -59,9 +65,6 @@ def summary(
         >>> optax_smile.diagnostics.summary(draws).findings
         ()
     """
-    statistics.check_snapshots("summary", snapshots)
-    _check.whole("summary", "max_inputs", max_inputs, 1)
-    _check.whole("summary", "seed", seed, 0)
     num_draws, paths = snapshots.num_draws, walk(snapshots, max_inputs, seed)
     trace, settings = snapshots.trace, snapshots.settings or {}
     seen = _trace.of_draws(trace, num_draws)
@@ -69,7 +72,7 @@ def summary(
     figures: dict[str, Any] = {field.name: unknown for field in dataclasses.fields(Summary)}
     figures |= {"num_draws": num_draws, "of": "weights", "lppd": np.nan, "mcse": np.nan}
     figures |= {"rhat_within": unknown[:, None], "rhat_across": np.empty(0), "ess": np.empty(0)}
-    figures |= {"nominal_rate": nominal_rate(settings), "findings": (), "passed": ()}
+    figures |= {"nominal_rate": nominal_rate(settings), "checks": ()}
     if trace:
         figures |= {
             "first_step_size": np.asarray(trace["step_size"], float)[:, 0],
@@ -99,8 +102,8 @@ def summary(
         figures["rhat_within"] = statistics.rhat_within(series)
     found = Summary(**figures)
     with np.errstate(divide="ignore", invalid="ignore"):
-        findings, passed = judge(found, Run(paths, settings, seen, values, density))
-    return dataclasses.replace(found, findings=tuple(findings), passed=tuple(passed))
+        checks = judge(found, Run(paths, settings, seen, values, density))
+    return dataclasses.replace(found, checks=tuple(checks))
 
 
 def _scalars(prediction: Prediction, density: np.ndarray, max_inputs: int, seed: int) -> np.ndarray:

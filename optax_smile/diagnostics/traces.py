@@ -1,4 +1,4 @@
-"""What the trace of a run tells: rejected steps, step size, energy errors."""
+"""What the trace of a run shows: rejected steps, step size, energy errors."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from optax_smile import _trace
+from optax_smile import _check, _trace
+
+NUM_DRAWS = _check.Whole(1) | None
 
 
 class EnergyFit(NamedTuple):
@@ -25,12 +27,13 @@ class EnergyFit(NamedTuple):
     distance: np.ndarray
 
 
+@_check.arguments(trace=_trace.TRACE, num_draws=NUM_DRAWS)
 def rejection_rate(trace: Mapping[str, Any], num_draws: int | None = None) -> np.ndarray:
     """Count rejected steps per gradient, from the first tick to the last.
 
     Args:
         trace: arrays `[chain, tick]`, with `num_rejected` and `num_gradients`.
-        num_draws: take these alone, the last so many ticks that are draws; None: all ticks.
+        num_draws: take these alone, the last so many ticks that are draws, >= 1; None: all ticks.
 
     Returns:
         Rate `[chain]`, 0 to 1; NaN from a single tick. For a perfect fit of the energy errors a
@@ -50,12 +53,13 @@ def rejection_rate(trace: Mapping[str, Any], num_draws: int | None = None) -> np
         return (rejected[:, -1] - rejected[:, 0]) / (gradients[:, -1] - gradients[:, 0])
 
 
+@_check.arguments(trace=_trace.TRACE, num_draws=NUM_DRAWS)
 def step_size_trend(trace: Mapping[str, Any], num_draws: int | None = None) -> np.ndarray:
     """Compare the step size at the end with that near the beginning: is this still a sampler?
 
     Args:
         trace: arrays `[chain, tick]`, with `step_size`.
-        num_draws: take these alone, the last so many ticks that are draws; None: all ticks.
+        num_draws: take these alone, the last so many ticks that are draws, >= 1; None: all ticks.
 
     Returns:
         Median of the last tenth of the ticks / median of the second tenth, `[chain]`: 1 for a
@@ -75,12 +79,13 @@ def step_size_trend(trace: Mapping[str, Any], num_draws: int | None = None) -> n
         return np.median(sizes[:, -tenth:], axis=1) / np.median(second, axis=1)
 
 
+@_check.arguments(trace=_trace.TRACE, num_draws=NUM_DRAWS)
 def energy_fit(trace: Mapping[str, Any], num_draws: int | None = None) -> EnergyFit:
     """Fit a Gamma distribution to |energy change|, as the outlier test and the tuner do.
 
     Args:
         trace: arrays `[chain, tick]`, with `energy_change`.
-        num_draws: take these alone, the last so many ticks that are draws; None: all ticks.
+        num_draws: take these alone, the last so many ticks that are draws, >= 1; None: all ticks.
 
     Returns:
         An `EnergyFit`; the fit by moments of all ticks weighs them alike, the sampler the recent.

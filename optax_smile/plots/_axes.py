@@ -1,5 +1,6 @@
-"""What the pictures share: axes, colours, legends, windows."""
+"""What the pictures share: arguments, axes, colours, legends, windows."""
 
+import sys
 import textwrap
 from typing import TYPE_CHECKING, Any
 
@@ -29,23 +30,29 @@ LINEAR_SPREAD = 3.0
 MOST_WINDOWS = 40
 
 
-def open_axes(where: str, ax: "Axes | None") -> "Axes":
+# Entropies from probabilities in float32 miss zero by less.
+UNCERTAINTY = _check.Array("[input]", _check.Real(-1e-5))
+
+
+def _is_axes(value: Any) -> bool:
+    # What matplotlib made imported it.
+    axes = sys.modules.get("matplotlib.axes")
+    return axes is not None and isinstance(value, axes.Axes)
+
+
+AXES = _check.Where("matplotlib axes", _is_axes) | None
+LABEL = _check.kind(str, "a name") | None
+
+
+def open_axes(ax: "Axes | None") -> "Axes":
     """Return `ax`, or the axes of a new figure."""
     try:
         import matplotlib.pyplot as plt
-        from matplotlib.axes import Axes
     except ImportError as error:
         raise ImportError(
             "`optax_smile.plots` needs matplotlib: pip install 'optax-smile[plots]'"
         ) from error
-    if ax is not None:
-        _check._kind(where, "ax", ax, Axes, "matplotlib axes, or None")
     return plt.subplots(figsize=FIGURE_SIZE, layout="constrained")[1] if ax is None else ax
-
-
-def check_label(where: str, label: Any):
-    """Require a name for the legend, or none."""
-    _check._kind(where, "label", label, (str, type(None)), "a name, or None")
 
 
 def pick_colors(number: int) -> list[Any]:

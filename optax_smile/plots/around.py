@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from optax_smile import _check
-from optax_smile.plots._axes import PALETTE, add_legend, chain_style, open_axes
+from optax_smile.plots._axes import AXES, PALETTE, add_legend, chain_style, open_axes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -15,6 +15,14 @@ if TYPE_CHECKING:
     from optax_smile.local import LearningCoefficient, PrecisionSearch
 
 
+@_check.arguments(
+    "plots.precision_search",
+    search=_check.Where(
+        "what `local_precision` returned",
+        lambda search: hasattr(search, "precisions") and not isinstance(search, type),
+    ),
+    ax=AXES,
+)
 def precision_search(search: PrecisionSearch, *, ax: Axes | None = None) -> Axes:
     """Draw what draws cost with each precision of a prior around trained weights.
 
@@ -30,10 +38,7 @@ def precision_search(search: PrecisionSearch, *, ax: Axes | None = None) -> Axes
         ValueError: something else than a `PrecisionSearch`.
         ImportError: matplotlib is missing.
     """
-    where = "plots.precision_search"
-    if not hasattr(search, "precisions") or isinstance(search, type):
-        _check.fail(where, "search", "what `local_precision` returned", _check.show(search))
-    ax = open_axes(where, ax)
+    ax = open_axes(ax)
     order = np.argsort(search.precisions)
     error = np.nan_to_num(search.standard_error[order])
     ax.errorbar(
@@ -55,6 +60,14 @@ def precision_search(search: PrecisionSearch, *, ax: Axes | None = None) -> Axes
     return ax
 
 
+@_check.arguments(
+    "plots.learning_coefficient",
+    found=_check.Where(
+        "what `llc` returned",
+        lambda found: hasattr(found, "balance") and not isinstance(found, type),
+    ),
+    ax=AXES,
+)
 def learning_coefficient(found: LearningCoefficient, *, ax: Axes | None = None) -> Axes:
     """Draw the loss of each chain's draws, in the units of the coefficient: do they still fall?
 
@@ -70,10 +83,7 @@ def learning_coefficient(found: LearningCoefficient, *, ax: Axes | None = None) 
         ValueError: something else than a `LearningCoefficient`.
         ImportError: matplotlib is missing.
     """
-    where = "plots.learning_coefficient"
-    if not hasattr(found, "balance") or isinstance(found, type):
-        _check.fail(where, "found", "what `llc` returned", _check.show(found))
-    ax = open_axes(where, ax)
+    ax = open_axes(ax)
     for style, trace in zip(chain_style(len(found.trace)), found.trace, strict=True):
         ax.plot(np.arange(1, len(trace) + 1), trace, **style)
     error = np.nan_to_num(found.standard_error)

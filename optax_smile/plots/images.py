@@ -8,20 +8,28 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from optax_smile import _check
-from optax_smile.plots._axes import PALETTE, open_axes
+from optax_smile.plots._axes import AXES, PALETTE, UNCERTAINTY, open_axes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-AXES = "[input, height, width] or [input, height, width, channel]"
+
+class _Anything(_check.Real):
+    """Any number, NaN as well: of many images those that are used are checked later."""
+
+    def holds(self, numbers: Any) -> Any:
+        return np.ones(np.shape(numbers), bool)
+
+
+IMAGES = _check.Array(
+    "[input, height, width] or [input, height, width, channel]", _Anything(), dtype=None
+)
+MEAN = _check.Array("[input, class] or [input]")
+TARGETS = _check.Array("[input]") | None
 # Grey, red-green-blue, and the same with opacity.
 CHANNELS = (1, 3, 4)
-# Entropies from probabilities in float32 miss zero by less.
-TOLERANCE = 1e-5
 # Images of a row.
 NUMBER = 6
-# Whatever the numbers are: they are looked at later, where only some are.
-ANYTHING: dict[str, Any] = {"holds": lambda images: np.ones(1, bool)}
 # In widths of an image: between images, and for a caption and the name of a row.
 GAP, CAPTION, NAME = 0.12, 0.5, 0.3
 
@@ -49,7 +57,7 @@ def pick(
         off = -mean[wrong, labels[wrong]]
     else:
         wrong = np.arange(len(mean))
-        off = np.abs(targets - mean) / np.sqrt(np.maximum(uncertainty, _check.smallest()))
+        off = np.abs(targets - mean) / np.sqrt(np.maximum(uncertainty, np.finfo(float).tiny))
     worst = wrong[np.argsort(-off, kind="stable")][:number]
     name = "wrong, the worst first"
     if mean.ndim == 1:
@@ -57,6 +65,15 @@ def pick(
     return rows | ({name: worst} if len(worst) else {})
 
 
+@_check.arguments(
+    "plots.examples",
+    images=IMAGES,
+    mean=MEAN,
+    uncertainty=UNCERTAINTY,
+    targets=TARGETS,
+    number=_check.Whole(1),
+    ax=AXES,
+)
 def examples(
     images: ArrayLike,
     mean: ArrayLike,
@@ -97,11 +114,9 @@ def examples(
         >>> [text.get_text() for text in ax.texts][:2]
         ['the surest', '0: 90 %\\n0.33 nats']
     """
-    where = "plots.examples"
-    images = _scaled(where, _check.array(where, "images", images, AXES, dtype=None, **ANYTHING))
+    images = _scaled(np.asarray(images))
     mean, uncertainty, targets = _checked(len(images), mean, uncertainty, targets)
-    _check.whole(where, "number", number, 1)
-    ax = open_axes(where, ax)
+    ax = open_axes(ax)
     rows = pick(mean, uncertainty, targets, number)
     columns, height = max(map(len, rows.values())), images.shape[1] / images.shape[2]
     top = 0.0
@@ -129,41 +144,45 @@ def _caption(
 ) -> tuple[str, bool]:
     """What is predicted of an image, and whether it is another class than the target."""
     if mean.ndim == 0:
-        told = f"{mean:.3g} ± {np.sqrt(max(uncertainty, 0)):.2g}"
-        return told + ("" if targets is None else f"\nwas {targets[at]:.3g}"), False
+        text = f"{mean:.3g} ± {np.sqrt(max(uncertainty, 0)):.2g}"
+        return text + ("" if targets is None else f"\nwas {targets[at]:.3g}"), False
     first = mean.argmax()
-    told = f"{first}: {mean[first]:.0%}".replace("%", " %")
+    text = f"{first}: {mean[first]:.0%}".replace("%", " %")
     if targets is not None and first != targets[at]:
-        return f"{told}\nis {targets[at]:.0f}", True
-    return f"{told}\n{max(uncertainty, 0):.2f} nats", False
+        return f"{text}\nis {targets[at]:.0f}", True
+    return f"{text}\n{max(uncertainty, 0):.2f} nats", False
 
 
 def _checked(
     number: int, mean: ArrayLike, uncertainty: ArrayLike, targets: ArrayLike | None
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
     """Require a prediction of so many images."""
-    where, like = "plots.examples", ("images", (number,))
-    mean = _check.array(where, "mean", mean, "[input, class] or [input]")
-    if len(mean) != number:
-        _check.fail(where, "mean", f"of {number} inputs to go with `images`", f"shape {mean.shape}")
-    rule = {"rule": ">= 0 and finite", "holds": lambda x: np.isfinite(x) & (x >= -TOLERANCE)}
-    uncertainty = _check.array(where, "uncertainty", uncertainty, "[input]", like=like, **rule)
-    if targets is None:
-        return mean, uncertainty, None
-    targets = _check.array(where, "targets", targets, "[input]", like=like)
-    if mean.ndim == 2 and not np.isin(targets, np.arange(mean.shape[1])).all():
-        rule = f"classes from 0 to {mean.shape[1] - 1}"
-        _check.fail(where, "targets", rule, f"{targets.min():g} to {targets.max():g}")
-    return mean, uncertainty, targets
+    where = "plots.examples"
+    arrays: dict[str, Any] = {
+        "mean": MEAN(where, "mean", mean),
+        "uncertainty": UNCERTAINTY(where, "uncertainty", uncertainty),
+        "targets": TARGETS(where, "targets", targets),
+    }
+    for argument, array in arrays.items():
+        if array is not None and len(array) != number:
+            rule = f"of {number} inputs to go with `images`"
+            _check.fail(where, argument, rule, f"shape {array.shape}")
+    means: np.ndarray = arrays["mean"]
+    labels: np.ndarray | None = arrays["targets"]
+    if labels is None or means.ndim == 1:
+        return means, arrays["uncertainty"], labels
+    if not np.isin(labels, np.arange(means.shape[1])).all():
+        rule = f"classes from 0 to {means.shape[1] - 1}"
+        _check.fail(where, "targets", rule, f"{labels.min():g} to {labels.max():g}")
+    return means, arrays["uncertainty"], labels
 
 
-def _scaled(where: str, images: np.ndarray) -> np.ndarray:
+def _scaled(images: np.ndarray) -> np.ndarray:
     """Make images of numbers from 0 to 1, without an axis for one channel."""
     if images.ndim == 4 and images.shape[-1] not in CHANNELS:
         rule = f"images with {', '.join(map(str, CHANNELS))} channels as the last axis"
-        _check.fail(where, "images", rule, f"shape {images.shape}")
-    rule = {"rule": "finite", "holds": np.isfinite}
-    images = _check.array(where, "images", images, **rule)
+        _check.fail("plots.examples", "images", rule, f"shape {images.shape}")
+    images = _check.Array(each=_check.Real())("plots.examples", "images", images)
     # The difference of two finite numbers may be infinite, that of their shares is not.
     images = images / (np.abs(images).max() or 1)
     low, spread = images.min(), np.ptp(images)
@@ -182,8 +201,7 @@ def keep(
 
     Arguments and errors as of `examples`, but that only what is kept has to be finite.
     """
-    where = "plots.examples"
-    images = _check.array(where, "images", images, AXES, dtype=None, **ANYTHING)
-    rows = pick(*_checked(len(images), mean, uncertainty, targets), number)
+    given: np.ndarray = IMAGES("plots.examples", "images", images)
+    rows = pick(*_checked(len(given), mean, uncertainty, targets), number)
     places = np.unique(np.concatenate(list(rows.values())))
-    return places, np.round(255 * _scaled(where, images[places])).astype(np.uint8)
+    return places, np.round(255 * _scaled(given[places])).astype(np.uint8)

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from optax_smile import _check
-from optax_smile.plots._axes import MOST_NAMED_CHAINS, add_legend, open_axes, pick_colors
+from optax_smile.plots._axes import AXES, MOST_NAMED_CHAINS, add_legend, open_axes, pick_colors
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -21,8 +21,6 @@ RANK_TOLERANCE = 1e-12
 
 def _points(where: str, params: Any, start: Any) -> tuple[list[np.ndarray], tuple[int, int]]:
     """Return the leaves as `[point, column]`: all draws, then the starts; and chains and draws."""
-    _check.leaves(where, "params", params)
-    _check.leaves(where, "start", start)
     leaves, structure = jax.tree.flatten_with_path(params)
     shapes = {jax.tree_util.keystr(path) or "array": np.shape(leaf) for path, leaf in leaves}
     listed = ", ".join(f"{name} {shape}" for name, shape in shapes.items()) or "nothing"
@@ -84,6 +82,7 @@ def _principal_plane(matrices: list[np.ndarray], num_draws: int) -> tuple[np.nda
     return places, shares
 
 
+@_check.arguments("plots.chain_paths", params=_check.Tree(), start=_check.Tree() | None, ax=AXES)
 def chain_paths(params: Any, *, start: Any = None, ax: Axes | None = None) -> Axes:
     """Draw the ways of the chains in the plane in which the draws differ most.
 
@@ -123,7 +122,7 @@ def chain_paths(params: Any, *, start: Any = None, ax: Axes | None = None) -> Ax
     places, shares = _principal_plane(matrices, num_chains * num_draws)
     paths = places[: num_chains * num_draws].reshape(num_chains, num_draws, 2)
     begins = paths[:, 0] if start is None else places[num_chains * num_draws :]
-    ax = open_axes("plots.chain_paths", ax)
+    ax = open_axes(ax)
     named = num_chains <= MOST_NAMED_CHAINS
     for chain, color in enumerate(pick_colors(num_chains)):
         label = f"chain {chain}" if named else None

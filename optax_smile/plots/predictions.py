@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -11,12 +11,14 @@ from numpy.typing import ArrayLike
 from optax_smile import _check, metrics
 from optax_smile.metrics.classification import NUM_BINS
 from optax_smile.plots._axes import (
+    AXES,
     BAND_ALPHA,
+    LABEL,
     LINEAR_SPREAD,
     PALETTE,
+    UNCERTAINTY,
     add_legend,
     chain_style,
-    check_label,
     dot_if_single,
     next_style,
     open_axes,
@@ -30,10 +32,20 @@ if TYPE_CHECKING:
 LARGEST_DOT, SMALLEST_DOT = 350.0, 12.0
 # Of a histogram.
 LEAST_BINS, MOST_BINS = 5, 30
-# Entropies from probabilities in float32 miss zero by less.
-ENTROPY_TOLERANCE = 1e-5
 
 
+class _LogLikelihood(_check.Real):
+    """The logarithm of a density, which may be zero."""
+
+    @property
+    def rule(self) -> str:
+        return "below infinity, not NaN"
+
+    def holds(self, numbers: Any) -> Any:
+        return numbers < np.inf
+
+
+@_check.arguments("plots.reliability", num_bins=_check.Whole(1), label=LABEL, ax=AXES)
 @_check.called("plots.reliability", "reliability", "ece")
 def reliability(
     probabilities: ArrayLike,
@@ -71,8 +83,7 @@ def reliability(
     """
     bins = metrics.reliability(probabilities, labels, num_bins)
     error = metrics.ece(probabilities, labels, num_bins)
-    check_label("plots.reliability", label)
-    ax = open_axes("plots.reliability", ax)
+    ax = open_axes(ax)
     style = next_style(ax, "reliability")
     if not any(line.get_gid() == "reliability" for line in ax.lines):
         ax.plot([0, 1], [0, 1], color="0.5", ls=":", lw=1)
@@ -89,6 +100,7 @@ def reliability(
     return ax
 
 
+@_check.arguments("plots.risk_coverage", label=LABEL, ax=AXES)
 @_check.called("plots.risk_coverage", "risk_coverage", "aurc")
 def risk_coverage(
     probabilities: ArrayLike,
@@ -123,8 +135,7 @@ def risk_coverage(
     """
     coverage, risk = metrics.risk_coverage(probabilities, labels)
     area = metrics.aurc(probabilities, labels)
-    check_label("plots.risk_coverage", label)
-    ax = open_axes("plots.risk_coverage", ax)
+    ax = open_axes(ax)
     style = next_style(ax, "risk_coverage")
     name = f"AURC {area:.3g}" if label is None else f"{label} (AURC {area:.3g})"
     ax.plot(coverage, risk, **style, lw=1.5, label=name)
@@ -138,6 +149,13 @@ def risk_coverage(
     return ax
 
 
+@_check.arguments(
+    "plots.regression_band",
+    inputs=_check.Array("[input]") | None,
+    targets=_check.Array("[input]") | None,
+    level=_check.PROBABILITY,
+    ax=AXES,
+)
 @_check.called("plots.regression_band", "interval")
 def regression_band(
     inputs: ArrayLike | None,
@@ -159,7 +177,7 @@ def regression_band(
         std: predictive standard deviation, noise included, > 0: of the shape of `mean`, a scalar,
             or `[draw, 1]`.
         targets: what was observed, `[input]`.
-        level: probability inside the band, between 0 and 1 (exclusive).
+        level: probability inside the band, in (0, 1).
         ax: where to draw; None makes a new figure.
 
     Returns:
@@ -178,20 +196,20 @@ def regression_band(
     """
     where = "plots.regression_band"
     lower, upper = metrics.interval(mean, std, level)
-    middle, like = np.atleast_2d(np.asarray(mean, float)).mean(axis=0), ("mean", lower.shape)
+    middle, like = np.atleast_2d(np.asarray(mean, float)).mean(axis=0), {"mean": lower}
     if inputs is None:
         order, horizontal = np.argsort(middle, kind="stable"), np.arange(middle.size)
     else:
-        horizontal = _check.array(where, "inputs", inputs, "[input]", like=like)
+        horizontal = _check.Array(like="mean")(where, "inputs", inputs, like)
         order = np.argsort(horizontal, kind="stable")
         horizontal = horizontal[order]
     title = f"Predictive mean and {100 * level:g} % band"
     observed = None
     if targets is not None:
-        observed = _check.array(where, "targets", targets, "[input]", like=like)
+        observed = _check.Array(like="mean")(where, "targets", targets, like)
         share = metrics.coverage(lower, upper, observed)
         title = f"{100 * level:g} % band: holds {100 * share:.1f} % of {len(observed)} targets"
-    ax = open_axes(where, ax)
+    ax = open_axes(ax)
     band = {"color": PALETTE[0], "alpha": BAND_ALPHA, "lw": 0, "label": f"{100 * level:g} % band"}
     ax.fill_between(horizontal, lower[order], upper[order], **band)
     if observed is not None:
@@ -204,6 +222,11 @@ def regression_band(
     return ax
 
 
+@_check.arguments(
+    "plots.lppd",
+    log_likelihood=_check.Array("[chain, draw, input]", _LogLikelihood(), dtype=None),
+    ax=AXES,
+)
 def lppd(log_likelihood: ArrayLike, *, ax: Axes | None = None) -> Axes:
     """Draw the log pointwise predictive density (LPPD) of more and more draws; higher is better.
 
@@ -233,10 +256,7 @@ def lppd(log_likelihood: ArrayLike, *, ax: Axes | None = None) -> Axes:
         >>> ax.lines[-1].get_ydata().round(3).tolist()
         [-1.609, -0.916]
     """
-    where = "plots.lppd"
-    rule = {"rule": "below infinity, not NaN", "holds": lambda x: x < np.inf, "dtype": None}
-    axes = "[chain, draw, input]"
-    log_likelihood = _check.array(where, "log_likelihood", log_likelihood, axes, **rule)
+    log_likelihood = np.asarray(log_likelihood)
     num_chains, num_draws, _ = log_likelihood.shape
     single, together = np.empty((num_chains, num_draws)), np.empty(num_draws)
     total = np.full_like(log_likelihood[:, 0], -np.inf, float)
@@ -245,7 +265,7 @@ def lppd(log_likelihood: ArrayLike, *, ax: Axes | None = None) -> Axes:
         single[:, draw] = (total - np.log(draw + 1)).mean(axis=1)
         averaged = np.logaddexp.reduce(total, axis=0) - np.log(num_chains * (draw + 1))
         together[draw] = averaged.mean()
-    ax = open_axes(where, ax)
+    ax = open_axes(ax)
     draws, mark = np.arange(1, num_draws + 1), dot_if_single(num_draws)
     if num_chains > 1:
         for chain, style in enumerate(chain_style(num_chains)):
@@ -261,6 +281,13 @@ def lppd(log_likelihood: ArrayLike, *, ax: Axes | None = None) -> Axes:
     return ax
 
 
+@_check.arguments(
+    "plots.entropy",
+    entropies=_check.Where(
+        "a dict of arrays [input], at least one", lambda x: isinstance(x, Mapping) and x
+    ),
+    ax=AXES,
+)
 def entropy(entropies: Mapping[str, ArrayLike], *, ax: Axes | None = None) -> Axes:
     """Draw histograms of predictive entropies; foreign data should lie to the right of known data.
 
@@ -283,15 +310,8 @@ def entropy(entropies: Mapping[str, ArrayLike], *, ax: Axes | None = None) -> Ax
         >>> [text.get_text() for text in ax.get_legend().get_texts()]
         ['test: mean 0.15', 'OOD: mean 1']
     """
-    where = "plots.entropy"
-    if not isinstance(entropies, Mapping) or not entropies:
-        rule = "a dict of arrays [input], at least one"
-        _check.fail(where, "entropies", rule, _check.show(entropies))
-    rule = ">= 0 and finite"
     arrays = {
-        name: _check.array(
-            where, f"entropies[{name!r}]", array, "[input]", rule=rule, holds=_is_entropy
-        )
+        name: UNCERTAINTY("plots.entropy", f"entropies[{name!r}]", array)
         for name, array in entropies.items()
     }
     largest = max(array.max() for array in arrays.values())
@@ -299,7 +319,7 @@ def entropy(entropies: Mapping[str, ArrayLike], *, ax: Axes | None = None) -> Ax
     number = 2 * np.sqrt(min(array.size for array in arrays.values()))
     number = int(np.clip(number, LEAST_BINS, MOST_BINS))
     edges = np.linspace(0, largest if largest > 0 else 1, number + 1)
-    ax = open_axes(where, ax)
+    ax = open_axes(ax)
     heights = {
         name: np.histogram(np.maximum(array, 0), edges, density=True)[0]
         for name, array in arrays.items()
@@ -314,7 +334,3 @@ def entropy(entropies: Mapping[str, ArrayLike], *, ax: Axes | None = None) -> Ax
     ax.set(title="Predictive entropy", xlabel="entropy (nats)", ylabel="density (1 / nats)")
     add_legend(ax)
     return ax
-
-
-def _is_entropy(values: np.ndarray) -> np.ndarray:
-    return (values >= -ENTROPY_TOLERANCE) & np.isfinite(values)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from optax_smile import _check, _trace
 from optax_smile.plots._axes import (
+    AXES,
     BAND_ALPHA,
     LINEAR_SPREAD,
     MOST_NAMED_CHAINS,
@@ -33,6 +34,15 @@ LEAST_EVENTS = 5
 MOST_DOTS = 5_000
 
 
+class _Share(_check.Real):
+    """A share; scales of matplotlib have no room for denormal numbers."""
+
+    def holds(self, numbers: Any) -> Any:
+        tiny = np.finfo(np.float32).tiny
+        return super().holds(numbers) & ((numbers == 0) | (numbers >= tiny))
+
+
+@_check.arguments("plots.step_size", trace=_trace.TRACE, ax=AXES)
 def step_size(trace: Mapping[str, ArrayLike], *, ax: Axes | None = None) -> Axes:
     """Draw the step size of every chain; a good run ends on a level on which the chains agree.
 
@@ -57,7 +67,7 @@ def step_size(trace: Mapping[str, ArrayLike], *, ax: Axes | None = None) -> Axes
         'step size'
     """
     sizes, gradients = _trace.read("plots.step_size", trace, "step_size", "num_gradients")
-    ax = open_axes("plots.step_size", ax)
+    ax = open_axes(ax)
     for chain, style in enumerate(chain_style(len(sizes))):
         ax.plot(gradients[chain], sizes[chain], **style, **dot_if_single(sizes.shape[1]))
     if len(sizes) > MOST_NAMED_CHAINS:
@@ -74,6 +84,7 @@ def step_size(trace: Mapping[str, ArrayLike], *, ax: Axes | None = None) -> Axes
     return ax
 
 
+@_check.arguments("plots.energy_error", trace=_trace.TRACE, ax=AXES)
 def energy_error(trace: Mapping[str, ArrayLike], *, ax: Axes | None = None) -> Axes:
     """Draw |energy change| of the steps; a good run keeps a flat, narrow band.
 
@@ -105,7 +116,7 @@ def energy_error(trace: Mapping[str, ArrayLike], *, ax: Axes | None = None) -> A
     if "accepted" in trace:
         _, accepted = _trace.read(where, trace, "energy_change", "accepted")
     error = np.where(np.isfinite(change), np.abs(change), np.nan)
-    ax = open_axes(where, ax)
+    ax = open_axes(ax)
     ax.set(title="Energy error of the steps", ylabel="|energy change| (nats)")
     count_gradients(ax)
     if np.isnan(error).all():
@@ -138,6 +149,12 @@ def energy_error(trace: Mapping[str, ArrayLike], *, ax: Axes | None = None) -> A
     return ax
 
 
+@_check.arguments(
+    "plots.rejections",
+    trace=_trace.TRACE,
+    nominal=_Share(0, 1, traced=False) | None,
+    ax=AXES,
+)
 def rejections(
     trace: Mapping[str, ArrayLike], *, nominal: float | None = None, ax: Axes | None = None
 ) -> Axes:
@@ -174,13 +191,11 @@ def rejections(
     if rejected.shape[1] < 2 or not (np.diff(gradients) > 0).all():
         rule = "of at least 2 ticks with gradients in between"
         _check.fail(where, "trace", rule, f"num_gradients {gradients.tolist()}"[:200])
-    if nominal is not None:
-        _check.number(where, "nominal", nominal, "in [0, 1]", _is_share, traced=False)
     num_nonfinite = 0.0
     if "num_nonfinite" in trace:
         _, count = _trace.read(where, trace, "num_rejected", "num_nonfinite")
         num_nonfinite = (count[:, -1] - count[:, 0]).sum()
-    ax = open_axes(where, ax)
+    ax = open_axes(ax)
     total = (rejected[:, -1] - rejected[:, 0]).sum()
     num_gaps = rejected.shape[1] - 1
     num_lines = len(rejected) if len(rejected) <= MOST_NAMED_CHAINS else 1
@@ -214,8 +229,3 @@ def rejections(
     count_gradients(ax)
     add_legend(ax)
     return ax
-
-
-def _is_share(number: float) -> bool:
-    # matplotlib's scales know no denormal numbers.
-    return number == 0 or _check.smallest() <= number <= 1

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from optax_smile import _check
-from optax_smile.plots._axes import PALETTE, add_legend, open_axes
+from optax_smile.plots._axes import AXES, PALETTE, add_legend, open_axes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -18,6 +18,14 @@ if TYPE_CHECKING:
 FAR_FROM_BEST = 1.0
 
 
+@_check.arguments(
+    "plots.step_size_search",
+    search=_check.Where(
+        "what `find_step_size` returned",
+        lambda search: hasattr(search, "start_chain_lppd") and not isinstance(search, type),
+    ),
+    ax=AXES,
+)
 def step_size_search(search: StepSizeSearch, *, ax: Axes | None = None) -> Axes:
     """Draw what chains with each step size predict; a good search has its best in the middle.
 
@@ -47,16 +55,13 @@ def step_size_search(search: StepSizeSearch, *, ax: Axes | None = None) -> Axes:
         >>> step_size_search(search, ax=Figure().subplots()).get_title()
         'Best step size: 0.1, LPPD -2'
     """
-    if not hasattr(search, "start_chain_lppd") or isinstance(search, type):
-        rule = "what `find_step_size` returned"
-        _check.fail("plots.step_size_search", "search", rule, _check.show(search))
     sizes, lppd, chain_lppd = search.step_sizes, search.lppd, search.chain_lppd
     best, num_chains = lppd.max(), chain_lppd.shape[1]
     shown = np.concatenate([[search.start_lppd], lppd, chain_lppd.ravel()])
     shown = shown[shown >= best - FAR_FROM_BEST]
     failed = np.isneginf(lppd)
     below = ~failed & (lppd < shown.min())
-    ax = open_axes("plots.step_size_search", ax)
+    ax = open_axes(ax)
     ax.axhline(
         search.start_lppd, color="0.5", ls="--", lw=1, label=f"start: {search.start_lppd:.4g}"
     )

@@ -54,6 +54,12 @@ pre { background: #f6f6f6; padding: .8em; overflow-x: auto; font-size: .85em; }
 """
 
 
+@_check.arguments(
+    "report.write",
+    directory=_check.PathLike(),
+    output=_check.PathLike() | None,
+    title=_check.kind(str, "a text") | None,
+)
 def write(
     directory: str | os.PathLike,
     output: str | os.PathLike | None = None,
@@ -85,13 +91,10 @@ def write(
 
             optax_smile.report.write("run")
     """
-    where = "report.write"
-    directory = _check.path(where, "directory", directory)
-    page_of = directory / "report.html" if output is None else output
-    output = _check.path(where, "output", page_of)
+    where, directory = "report.write", Path(directory)
+    output = directory / "report.html" if output is None else Path(output)
     if output.suffix not in (".html", ".htm"):
         _check.fail(where, "output", "a file .html or .htm", output)
-    _check._kind(where, "title", title, (str, type(None)), "a text, or None")
     folder = output.with_name(f"{output.stem}-pictures")
     if folder.is_symlink() or folder.exists() and not folder.is_dir():
         rule = f"a page beside which {folder.name} is a folder, or nothing"
@@ -174,9 +177,9 @@ def _head(snapshots: _ReadOnce) -> Iterator[str]:
         " warm-up.</p>"
     )
     seeds = {"sample": settings.get("key"), sampler["name"]: sampler.get("key")}
-    told = {name: _words.seed(key) for name, key in seeds.items()}
+    known = {name: _words.seed(key) for name, key in seeds.items()}
     facts: dict[str, str | None] = {**_words.times(_sessions.read(snapshots.directory))}
-    facts["seed"] = ", ".join(f"{x} ({name})" for name, x in told.items() if x is not None)
+    facts["seed"] = ", ".join(f"{x} ({name})" for name, x in known.items() if x is not None)
     facts["data"] = _words.data(manifest["data"], sampler.get("num_data"))
     facts["libraries"] = ", ".join(f"{name} {of}" for name, of in manifest["versions"].items())
     facts["directory"] = str(snapshots.directory)
@@ -219,15 +222,15 @@ def _chains(
     yield "<h2>Can the chains be trusted?</h2>"
     axes = snapshots.num_chains, snapshots.num_draws
     by_draw = [one for one in stored if one.prediction.each is not None]
-    told = [one for one in by_draw if one.prediction.each.log_density.shape[:2] == axes]
-    if by_draw and not told:
+    fitting = [one for one in by_draw if one.prediction.each.log_density.shape[:2] == axes]
+    if by_draw and not fitting:
         yield (
             "<p>The stored predictions are of fewer draws than there are now: store them again to"
             " have the chains judged by what they predict.</p>"
         )
-    summary = diagnostics.summary(snapshots, told[0].prediction if told else None)
-    if told:
-        yield f"<p>Judged by the prediction “{html.escape(told[0].name)}”.</p>"
+    summary = diagnostics.summary(snapshots, fitting[0].prediction if fitting else None)
+    if fitting:
+        yield f"<p>Judged by the prediction “{html.escape(fitting[0].name)}”.</p>"
     yield from _lights(summary)
     yield (
         "<details><summary>All figures, chain by chain</summary>"
@@ -239,36 +242,45 @@ def _chains(
 
 def _lights(summary: diagnostics.Summary) -> Iterator[str]:
     """A light for each test, what it tested, and what to do, the worst first."""
-    rows = []
-    for chains, problem, advice in summary.findings:
-        kind, shown = problem.split(": ", 1)
-        of = "all chains" if len(chains) == len(summary.copy_of) else "chain"
-        of += "" if of == "all chains" else f"{'s' * (len(chains) > 1)} {str(chains)[1:-1]}"
-        light = "trouble" if kind in TROUBLE else "look"
-        rows.append((light, kind, f" ({of.rstrip(',')}): {shown}", advice))
-    rows.sort(key=lambda row: row[0] != "trouble")
-    bad, passed = {kind for _, kind, _, _ in rows}, dict[str, list[str]]()
-    for kind, shown in summary.passed:
+    num_chains = len(summary.copy_of)
+    found = sorted(summary.findings, key=lambda check: check.kind not in TROUBLE)
+    items = [
+        _light(
+            "trouble" if check.kind in TROUBLE else "look",
+            check.kind,
+            f" ({_chosen(check.chains, num_chains)}): {check.text}",
+            check.advice,
+        )
+        for check in found
+    ]
+    passed: dict[str, list[str]] = {}
+    for check in summary.checks:
         # One test of a kind that finds something is enough.
-        if kind not in bad:
-            passed.setdefault(kind, []).append(shown)
-    rows += [("fine", kind, ": " + chr(10).join(shown), "") for kind, shown in passed.items()]
-    items = []
-    for light, kind, shown, advice in rows:
-        tried = f'<span class="advice"><b>Try</b> {_words.marked(advice)}</span>' if advice else ""
-        text = f"<span><b>{html.escape(kind)}</b>{_words.marked(shown)}{tried}</span>"
-        items.append(f'<li><span class="light {light}">{light}</span>{text}</li>')
+        if check.kind not in {x.kind for x in found}:
+            passed.setdefault(check.kind, []).append(check.text)
+    items += [_light("fine", kind, ": " + chr(10).join(texts)) for kind, texts in passed.items()]
     yield f'<ul class="lights">{"".join(items)}</ul>'
-    known = {kind for _, kind, _, _ in rows}
-    known |= {"different modes"} & known or {"different modes"}
-    if untested := [kind for kind in ADVICE if kind not in known]:
+    tested = {check.kind for check in summary.checks}
+    if untested := [kind for kind in ADVICE if kind not in tested]:
         yield (
             f'<p class="note">Not tested: {", ".join(untested)}. What is missing is one of these:'
             " more draws, a prediction of every draw, a loss at every step, a sampler that rejects,"
-            " chains that arrive and move fast enough.</p>"
+            " chains that arrive, move fast enough and share their modes.</p>"
         )
-    if not summary.findings:
+    if not found:
         yield f"<p>{html.escape(str(summary).splitlines()[-1])}</p>"
+
+
+def _light(light: str, kind: str, shown: str, advice: str = "") -> str:
+    tried = f'<span class="advice"><b>Try</b> {_words.marked(advice)}</span>' if advice else ""
+    text = f"<span><b>{html.escape(kind)}</b>{_words.marked(shown)}{tried}</span>"
+    return f'<li><span class="light {light}">{light}</span>{text}</li>'
+
+
+def _chosen(chains: tuple[int, ...], num_chains: int) -> str:
+    if len(chains) == num_chains:
+        return "all chains"
+    return f"chain{'s' * (len(chains) > 1)} {', '.join(map(str, chains))}"
 
 
 def _predictions(stored: list[Stored], pictures: _pictures.Pictures) -> Iterator[str]:
@@ -287,6 +299,6 @@ def _settings(snapshots: StoredSnapshots) -> Iterator[str]:
     loop = {name: x for name, x in settings.items() if name not in _words.NOT_WRITTEN}
     written.append(_words.call("sample", {"num_draws": snapshots.num_draws, **loop}))
     yield f"<pre>{html.escape(chr(10).join(written))}</pre>"
-    told = {name: snapshots.manifest[name] for name in ("settings", "data", "loss", "versions")}
-    whole = html.escape(json.dumps(told, indent=1))
+    parts = {name: snapshots.manifest[name] for name in ("settings", "data", "loss", "versions")}
+    whole = html.escape(json.dumps(parts, indent=1))
     yield f"<details><summary>As the manifest has them</summary><pre>{whole}</pre></details>"

@@ -69,8 +69,8 @@ class Pictures:
             picture.draw(axes)
         except ValueError as error:
             # One picture less, such as of a single draw, is no reason to have none.
-            told = html.escape(picture.name)
-            return f'<p class="note">No picture of the {told}: {marked(str(error))}</p>'
+            missing = html.escape(picture.name)
+            return f'<p class="note">No picture of the {missing}: {marked(str(error))}</p>'
         name = self._name(picture.name)
         shown = io.BytesIO()
         figure.savefig(shown, dpi=DENSITY)

@@ -20,6 +20,11 @@ BETTER |= dict.fromkeys(("RMSE", "CRPS", "95 % width"), LOWER)
 BETTER |= {"95 % coverage": ("→ 0.95", "nearer to 0.95 is better")}
 
 
+@_check.arguments(
+    "report.score",
+    prediction=_check.kind(Prediction, "what `predict` returned"),
+    targets=_check.Array(dtype=None),
+)
 @_check.called("report.score", *metrics.__all__, **IN_SCORE)
 def score(prediction: Prediction, targets: ArrayLike) -> dict[str, float]:
     """Score a prediction by what is usual for its kind.
@@ -44,14 +49,13 @@ def score(prediction: Prediction, targets: ArrayLike) -> dict[str, float]:
         >>> optax_smile.report.score(prediction, [0])["accuracy"]
         1.0
     """
-    _check._kind("report.score", "prediction", prediction, Prediction, "what `predict` returned")
     if prediction.log_density is None:
         rule = "one made with targets"
         _check.fail("report.score", "prediction", rule, "none", "Give them to `predict`.")
-    mean, targets = prediction.mean, _check.host("report.score", "targets", targets)
+    mean, targets = prediction.mean, np.asarray(targets)
     if mean is None and prediction.log_density.ndim == targets.ndim == 2:
         return {"perplexity": metrics.perplexity(prediction.log_density, targets >= 0)}
-    told = {"LPPD": metrics.lppd(prediction.log_density)}
+    scores = {"LPPD": metrics.lppd(prediction.log_density)}
     if prediction.uncertainty == "entropy":
         probabilities, labels = labelled(prediction.mean, targets)
         of = {
@@ -61,14 +65,14 @@ def score(prediction: Prediction, targets: ArrayLike) -> dict[str, float]:
             "ECE": metrics.ece,
             "AURC": metrics.aurc,
         }
-        return told | {name: metric(probabilities, labels) for name, metric in of.items()}
+        return scores | {name: metric(probabilities, labels) for name, metric in of.items()}
     if mean is not None and np.shape(mean) == targets.shape:
-        told["RMSE"] = metrics.rmse(mean, targets)
+        scores["RMSE"] = metrics.rmse(mean, targets)
     if prediction.uncertainty != "variance" or mean is None:
-        return told
+        return scores
     mean, std, targets = (np.ravel(x) for x in (mean, np.sqrt(prediction.total), targets))
     ends = metrics.interval(mean, std, LEVEL)
-    return told | {
+    return scores | {
         "CRPS": metrics.crps(mean, std, targets),
         "95 % coverage": metrics.coverage(*ends, targets),
         "95 % width": metrics.interval_width(*ends),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -16,6 +17,14 @@ from optax_smile.plots import images as _images
 from optax_smile.report._scores import classes, score
 
 
+@_check.arguments(
+    "report.store",
+    directory=_check.PathLike(),
+    name=_check.Where("a name of letters, digits, spaces, - and _, at most 100", is_name),
+    prediction=_check.kind(Prediction, "what `predict` returned"),
+    targets=_check.Array(dtype=None) | None,
+    scores=_check.kind(Mapping, "a dict of numbers by name") | None,
+)
 def store(
     directory: str | os.PathLike,
     name: str,
@@ -51,18 +60,13 @@ def store(
 
             optax_smile.report.store("run", "test", prediction, targets=labels)
     """
-    directory = _check.path("report.store", "directory", directory)
+    directory = Path(directory)
     _manifest.read("report.store", directory)
-    _check._kind("report.store", "prediction", prediction, Prediction, "what `predict` returned")
-    if not is_name(name):
-        rule = "a name of letters, digits, spaces, - and _, at most 100"
-        _check.fail("report.store", "name", rule, _check.show(name))
     if scores is None:
-        told = _check.called("report.store", "report.score")(score)
-        scores = {} if targets is None else told(prediction, targets)
-    _check._kind("report.store", "scores", scores, Mapping, "a dict of numbers by name")
-    for value in scores.values():
-        _check.number("report.store", "scores", value, "a number each", lambda _: True)
+        with _check.called("report.store", "report.score"):
+            scores = {} if targets is None else score(prediction, targets)
+    for metric, value in scores.items():
+        _check.Real(infinite=True)("report.store", f"scores[{metric!r}]", value)
     scores = {metric: float(value) for metric, value in scores.items()}
     kept = {field: getattr(prediction, field) for field in FIELDS} | {"targets": targets}
     draws = prediction.each

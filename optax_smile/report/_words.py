@@ -1,4 +1,4 @@
-"""What a run says about itself, in words and as a person would write it."""
+"""Settings, times and data of a run, written as a person would."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from optax_smile.draws._sessions import Session
 
 # Letters of a line of code.
 LONGEST_LINE = 76
-# Of these the page tells elsewhere, or they are checksums, which nobody writes.
+# These are elsewhere on the page, or checksums, which nobody writes.
 NOT_WRITTEN = ("sampler", "chain", "observe")
 DOTTED = re.compile(r"[A-Za-z_][\w.<>]*\.[\w<>]+")
 MINUTE, HOUR = 60, 3600
@@ -22,6 +22,8 @@ MINUTE, HOUR = 60, 3600
 
 def seed(key: Any) -> int | None:
     """The number from which `jax.random.key` made a key; None if it is of another kind."""
+    if type(key) is int:
+        return key
     is_key = isinstance(key, list) and len(key) == 2 and {type(word) for word in key} == {int}
     return (key[0] << 32) + key[1] if is_key else None
 
@@ -36,7 +38,7 @@ def call(name: str, arguments: Mapping[str, Any]) -> str:
 
 
 def _value(argument: str, value: Any) -> str:
-    if argument == "key" and seed(value) is not None:
+    if argument == "key" and isinstance(value, list) and seed(value) is not None:
         return f"jax.random.key({seed(value)})"
     if isinstance(value, list):
         built = {_builder(part) for part in value if isinstance(part, list)}
@@ -44,6 +46,10 @@ def _value(argument: str, value: Any) -> str:
         if whole or len(built) == 1 and None not in built:
             return whole or built.pop() or ""
         return f"[{', '.join(_value('', part) for part in value)}]"
+    if isinstance(value, Mapping) and isinstance(value.get("name"), str):
+        # A part of the sampler, such as a tuner.
+        settings = (f"{key}={_value(key, x)}" for key, x in value.items() if key != "name")
+        return f"{value['name']}({', '.join(settings)})"
     return repr(value)
 
 
@@ -56,7 +62,7 @@ def _builder(value: list[Any]) -> str | None:
 
 
 def duration(seconds: float) -> str:
-    """Tell a time in the two largest units that it has."""
+    """Write a time in its two largest units."""
     if seconds < 1:
         return "less than a second"
     whole = round(seconds)
@@ -71,19 +77,19 @@ def times(sessions: list[Session]) -> dict[str, str]:
     """Date, run time and machine, of which a run may have had several."""
     if not sessions:
         return dict.fromkeys(("begun", "run time", "machine"), "not recorded")
-    told = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(sessions[0].began))
+    began = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(sessions[0].began))
     ran = duration(sum(session.seconds for session in sessions))
     several = f" in {len(sessions)} sessions" if len(sessions) > 1 else ""
     machines = dict.fromkeys(session.machine for session in sessions)
-    return {"begun": told, "run time": ran + several, "machine": "; ".join(machines)}
+    return {"begun": began, "run time": ran + several, "machine": "; ".join(machines)}
 
 
-def data(told: Mapping[str, Any], num_data: Any) -> str | None:
-    """Tell what is known of the data; None if that is nothing.
+def data(described: Mapping[str, Any], num_data: Any) -> str | None:
+    """Say how much data there are; None if that is unknown.
 
-    A list of batches may hold an example several times; the sampler was told how many there are.
+    A list of batches may hold an example several times; the sampler knows how many there are.
     """
-    batches, parts = told.get("num_batches"), []
+    batches, parts = described.get("num_batches"), []
     if type(num_data) in (int, float) and math.isfinite(num_data):
         parts.append(_table.counted(round(num_data), "example"))
     if type(batches) is int:

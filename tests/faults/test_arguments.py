@@ -60,7 +60,7 @@ HOSTILE: dict[str, Any] = {
 NOT_CALLED = {
     *("MclmcSettings", "Outcome", "Prediction", "StepSizeSearch", "StoredSnapshots"),
     *("diagnostics.EnergyFit", "diagnostics.Check", "diagnostics.Summary"),
-    *("ArgumentError", "Stats", "diagnostics.Finding", "diagnostics.Passed"),
+    *("ArgumentError", "Stats"),
     *("metrics.Reliability", "metrics.RiskCoverage", "parallel.Carry"),
     # Called with what the package has checked.
     *("parallel.check_mesh", "parallel.num_chains"),
