@@ -79,14 +79,11 @@ def module_settings(request):
 
     `SHORT_WINDOWS = True`: psmile measures its scale within the few calls of a test.
     """
-    optimize(getattr(request.module, "OPTIMIZED", False))
+    optimize(bool(getattr(request.module, "OPTIMIZED", False)))
     with pytest.MonkeyPatch.context() as patch:
         if getattr(request.module, "SHORT_WINDOWS", False):
             patch.setattr(preconditioner, "FIRST_WINDOW", 4)
-        # Fixtures of a module compile as its tests do, or they have other bits.
-        optimize(getattr(request.module, "OPTIMIZED", False))
         yield
-        optimize(True)
     jax.clear_caches()
     gc.collect()
 
@@ -94,20 +91,8 @@ def module_settings(request):
 @pytest.fixture(autouse=True)
 def optimizations(request):
     """Compile quickly, except where memory or statistics are measured."""
-<<<<<<< HEAD
-    is_optimized = getattr(request.module, "OPTIMIZED", False)
-    is_slow = any(request.node.get_closest_marker(name) for name in ("slow", "nightly"))
-    optimize(is_optimized or is_slow)
-    yield
-    optimize(is_optimized)
-=======
     is_long = any(request.node.get_closest_marker(name) for name in ("slow", "nightly"))
     of_module = getattr(request.module, "OPTIMIZED", None)
     optimize(is_long if of_module is None else of_module)
     yield
     optimize(bool(of_module))
-
-
-def optimize(is_optimized: bool):
-    jax.config.update("jax_disable_most_optimizations", not is_optimized)
->>>>>>> w-chains

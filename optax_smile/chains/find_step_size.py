@@ -21,13 +21,8 @@ from optax_smile.draws.predict import predict
 from optax_smile.draws.snapshots import Snapshots, StoredSnapshots
 from optax_smile.state import MOST_NONFINITE
 
-<<<<<<< HEAD
 # Lengths of steps of `psmile` and `smile`: from chains that hardly move to networks that do not
 # survive.
-=======
-# Lengths of steps with `psmile` and its family: from chains that hardly move to networks that
-# do not survive.
->>>>>>> w-chains
 STEP_SIZES = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0)
 # What is counted of the chains.
 COUNTED = "num_gradients", "num_rejected", "num_nonfinite"
