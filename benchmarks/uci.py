@@ -24,7 +24,7 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -203,12 +203,12 @@ class Method(NamedTuple):
     """
 
     make: Any
-    batch_per: str
+    batch_per: Literal["gradient", "step"]
     step_sizes: tuple[float | None, ...]
     shipped: str = ""
 
 
-def simple(name: str, *step_sizes: float | None, batch_per: str = "gradient", **options) -> Method:
+def simple(name: str, *step_sizes: float | None, batch_per: Any = "gradient", **options) -> Method:
     """A method that is one function of the library."""
 
     def make(step_size, num_data, key):

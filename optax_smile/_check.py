@@ -329,7 +329,7 @@ class Key(Constraint):
             return None
         # What is no key in itself may be the words of none, or a seed beyond 64 bits.
         with contextlib.suppress(ValueError, TypeError, OverflowError):
-            dtype, ndim = getattr(value, "dtype", type(value)), np.ndim(value)
+            dtype, ndim = getattr(value, "dtype", type(value)), np.ndim(cast(Any, value))
             if jnp.issubdtype(dtype, jax.dtypes.prng_key) and ndim == 0:
                 return value
             if isinstance(value, jax.Array) and dtype == jnp.uint32 and ndim == 1:

@@ -38,7 +38,8 @@ class PerParameter(_check.Constraint):
         """That of the numbers."""
         return self.each.rule
 
-    def __call__(self, where, argument, value, given=_check.NOTHING):
+    def __call__(self, where, argument, value, given=_check.NOTHING) -> Any:
+        """Check every leaf, see `_check.Constraint`."""
         for leaf in jax.tree.leaves(value):
             if not isinstance(leaf, (np.ndarray, jax.Array)) or not leaf.ndim:
                 self.each(where, argument, leaf, given)

@@ -8,7 +8,7 @@ constraints (relations, trees, states) has a message here or a test beside the f
 import inspect
 import math
 import re
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 import calls
 import jax
@@ -204,7 +204,8 @@ def loss_fn(params, batch):
 def sample(**changes):
     given: dict[str, Any] = {"loss_fn": loss_fn, "params": {"w": jnp.ones((2, 3))}, "key": 0}
     given |= {"batches": [jnp.ones(3)], "sampler": calls.fixed(), "num_warmup": 0, "num_draws": 2}
-    return optax_smile.sample(**given | {"progress": False} | changes)
+    given |= {"progress": False} | changes
+    return optax_smile.sample(**given)
 
 
 def warmstart(**changes):
@@ -340,7 +341,10 @@ MESSAGES: list[tuple[Any, str]] = [
         "of shape (2,) to go with `mean`, got shape (2, 1)",
     ),
     (lambda: metrics.interval_width(ones, ones - 1), "`interval_width(upper=...)` must be"),
-    (lambda: optax_smile.diagnostics.summary(PARAMS), "`summary(snapshots=...)` must be what `sam"),
+    (
+        lambda: optax_smile.diagnostics.summary(cast(Any, PARAMS)),
+        "`summary(snapshots=...)` must be what `sam",
+    ),
 ]
 
 

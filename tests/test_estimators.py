@@ -37,11 +37,13 @@ def sgld(**posterior):
 
 
 def short_classifier(**changes) -> Any:
-    return BayesianClassifier(widths=(4,), random_state=0, **SHORT | {"sampler": sgld} | changes)
+    given: dict[str, Any] = SHORT | {"sampler": sgld}
+    return BayesianClassifier(widths=(4,), random_state=0, **given | changes)
 
 
 def short_regressor(**changes) -> Any:
-    return BayesianRegressor(widths=(4,), random_state=0, **SHORT | {"sampler": sgld} | changes)
+    given: dict[str, Any] = SHORT | {"sampler": sgld}
+    return BayesianRegressor(widths=(4,), random_state=0, **given | changes)
 
 
 @pytest.fixture(scope="module")

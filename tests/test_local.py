@@ -133,7 +133,8 @@ class TestRise:
         assert excess_loss(posterior, 0.0, SIZE) == 0
 
     def run(self, check=True, **posterior):
-        tx = optax_smile.sgld(1e-9, **{"num_data": 20, "key": 0} | posterior)
+        given: dict[str, Any] = {"num_data": 20, "key": 0} | posterior
+        tx = optax_smile.sgld(1e-9, **given)
         start, steps = {"w": jnp.ones((1, SIZE))}, {"num_warmup": 0, "num_draws": 1}
         return optax_smile.sample(bowl, start, BATCHES, tx, check=check, **steps, **QUIET)
 

@@ -255,7 +255,7 @@ def load_snapshots(
         >>> directory = tempfile.mkdtemp()
         >>> _ = optax_smile.sample(
         ...     loss_fn, {"w": jnp.eye(3, 2)}, [jnp.ones(2)],
-        ...     optax_smile.smile(0.1, num_data=10, decoherence_length=None), num_warmup=0, num_draws=5,
+        ...     optax_smile.smile(0.1, num_data=10, key=0), num_warmup=0, num_draws=5,
         ...     key=jax.random.key(0), directory=directory, progress=False,
         ... )
         >>> draws = optax_smile.load_snapshots(directory)

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from sklearn.utils import check_random_state, multiclass, validation
 from optax_smile import _check
 from optax_smile.chains.sample import sample
 from optax_smile.chains.warmstart import warmstart
-from optax_smile.draws.likelihoods import NAMED
+from optax_smile.draws.likelihoods import NAMED, Name
 from optax_smile.draws.predict import Prediction, predict
 from optax_smile.interop import _network
 from optax_smile.samplers.smile import psmile
@@ -38,7 +38,8 @@ class _Bayesian(BaseEstimator):
     num_draws: int = 50
     thin: int = 40
     random_state: Any = None
-    _likelihood, center_ = "categorical", np.float64(0)  # Without annotation, so no fields.
+    _likelihood: ClassVar[Name] = "categorical"
+    center_ = np.float64(0)  # Without annotation, so no field.
 
     def prediction(self, X: Any, y: Any = None) -> Prediction:
         """Average over the draws with its uncertainties, and with `y` its log densities."""
