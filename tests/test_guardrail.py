@@ -20,10 +20,7 @@ SHORT_WINDOWS = True
 LEAVES = {"large": (1e3, (4,)), "one": (1.0, ()), "small": (1e-2, (2, 3)), "tiny": (1e-6, (3,))}
 SIZE = 14
 RNG = np.random.default_rng(0)
-PARAMS = {
-    name: np.asarray(magnitude * RNG.standard_normal(shape), np.float32)
-    for name, (magnitude, shape) in LEAVES.items()
-}
+PARAMS = {name: np.float32(x * RNG.standard_normal(y))[...] for name, (x, y) in LEAVES.items()}
 # A value that makes any step an outlier.
 HUGE = 1e7
 NAN, INF = np.nan, np.inf
@@ -359,18 +356,16 @@ class Replay:
         assert np.max(error / np.spacing(self.reach)) <= 2 + 2 * self.num_back
 
 
-WITH_NOISE = {"decoherence_length": 0.2}
-
-
 @pytest.mark.parametrize(
     "case, options, is_fused",
     [
         (SCALED, {"reject_momentum": "zero"}, False),
         (ANCHORED, {"reject_momentum": "refresh"}, False),
         # Noise turns the direction whether or not the step is rejected.
-        pytest.param(SCALED, WITH_NOISE, True, marks=pytest.mark.slow),
-        pytest.param(ANCHORED, WITH_NOISE, True, marks=pytest.mark.slow),
-        pytest.param(("psmile", "minimal_norm"), WITH_NOISE, True, marks=pytest.mark.slow),
+        *[
+            pytest.param(case, {"decoherence_length": 0.2}, True, marks=pytest.mark.slow)
+            for case in (SCALED, ANCHORED, ("psmile", "minimal_norm"))
+        ],
     ],
 )
 def test_rejected_steps_are_taken_back_to_two_ulp(case, options, is_fused):
@@ -414,21 +409,11 @@ def test_a_value_at_one_end_only_gives_no_energy():
         updates, after = update(at(grads, index), state, params, value=value)
         return add(params, updates), after, optax_smile.stats(after)
 
-    # (value at the end, whether the step that ends has an energy, whether it is kept)
-    script = [
-        (0.0, True, True),
-        (None, False, True),
-        (None, False, True),
-        (HUGE, False, True),
-        (HUGE, True, True),
-        (None, False, True),
-        (0.1, False, True),
-        (HUGE, True, False),
-        # No step is open after a rejected one.
-        (0.2, False, True),
-        (0.1, True, True),
-    ]
-    for index, (value, has_energy, kept) in enumerate(script):
+    # No step is open after a rejected one.
+    values = 0.0, None, None, HUGE, HUGE, None, 0.1, HUGE, 0.2, 0.1
+    with_energy, accepted = (0, 4, 7, 9), (0, 1, 2, 3, 4, 5, 6, 8, 9)
+    for index, value in enumerate(values):
+        has_energy, kept = index in with_energy, index in accepted
         before = optax_smile.stats(state)
         params, state, stats = call(2 * index, value)
         assert int(stats.energy_level) == (value is not None)

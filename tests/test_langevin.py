@@ -7,6 +7,7 @@ import itertools
 from fractions import Fraction
 from typing import Any, NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -31,6 +32,7 @@ NOISE_OF_THE_BATCH = RNG.normal(size=(400, SIZE))
 FACTORS = np.exp(RNG.uniform(np.log(0.3), np.log(3.0), size=400))
 OF_STEP_SIZE = 1e-3
 FAMILY = ["sgld", "psgld", "sghmc", "sgnht", "scale_adapted_sghmc", "cyclical_sgld"]
+ALL_DRAWS = {"cyclical_sgld": {"exploration": 0.0}, "scale_adapted_sghmc": {"adapt_steps": 10}}
 every_sampler = pytest.mark.parametrize("name", FAMILY)
 
 
@@ -44,9 +46,8 @@ def schedule(count):
 
 
 def build(name, step_size: Any = OF_STEP_SIZE, **options) -> Any:
-    fn = getattr(optax_smile, name)
-    common = {"num_data": NUM_DATA, "prior_precision": PRIOR, "temperature": TEMPERATURE}
-    return fn(step_size, **common | {"key": jax.random.key(3)} | options)
+    common = {"num_data": NUM_DATA, "prior_precision": PRIOR, "temperature": TEMPERATURE, "key": 3}
+    return getattr(optax_smile, name)(step_size, **common | options)
 
 
 def as_tree(vector, dtype: Any = None):
@@ -102,12 +103,8 @@ def textbook(move, noise):
 
 def assert_moves(trace, move):
     assert np.abs(np.diff(trace.positions, axis=0)).min(axis=1).min() > 0
-    np.testing.assert_allclose(
-        trace.positions, textbook(move, trace.noise), rtol=1e-11, atol=1e-12 * np.abs(START).max()
-    )
-
-
-# The formulas.
+    expected, atol = textbook(move, trace.noise), 1e-12 * np.abs(START).max()
+    np.testing.assert_allclose(trace.positions, expected, rtol=1e-11, atol=atol)
 
 
 def test_sgld():
@@ -142,24 +139,19 @@ def test_psgld(decay, smallest_root):
 )
 def test_sghmc(friction, friction_step, gradient_noise):
     """With a velocity as in the formula, not the displacement that the state holds."""
-    velocity, eps_scale = np.zeros(SIZE), 1e-2
+    velocity, amplitudes = np.zeros(SIZE), []
     balance = 2 * friction if friction_step == "euler" else 1 - (1 - friction) ** 2
-    amplitudes = []
 
     def move(call, gradient, history, z):
         nonlocal velocity
-        eps = eps_scale * FACTORS[call]
+        eps = 1e-2 * FACTORS[call]
         amplitudes.append(np.sqrt(np.maximum(balance - eps**2 * gradient_noise, 0)))
         velocity = (1 - friction) * velocity - eps * gradient + amplitudes[-1] * z
         return eps * velocity
 
-    options = {
-        "friction": friction,
-        "friction_step": friction_step,
-        "gradient_noise": gradient_noise,
-    }
-    tx = build("sghmc", lambda count: 10 * schedule(count), **options)
-    assert_moves(follow(tx), move)
+    options = {"friction": friction, "friction_step": friction_step}
+    options["gradient_noise"] = gradient_noise
+    assert_moves(follow(build("sghmc", lambda count: 10 * schedule(count), **options)), move)
     # With the large gradient noise some calls add nothing and others something.
     clamped = np.equal(amplitudes, 0)
     assert clamped.any() == (gradient_noise > 0) and not clamped.all()
@@ -168,11 +160,11 @@ def test_sghmc(friction, friction_step, gradient_noise):
 def test_scale_adapted_sghmc():
     friction, adapt_steps, calls = 0.2, 5, 9
     velocity, mean, square = np.zeros(SIZE), np.zeros(SIZE), np.zeros(SIZE)
-    window, scales = np.ones(SIZE), []
+    window, scales, variances = np.ones(SIZE), [], []
 
     def move(call, gradient, history, z):
         nonlocal velocity, mean, square, window
-        eps = 30 * OF_STEP_SIZE * FACTORS[call]
+        eps = 300 * OF_STEP_SIZE * FACTORS[call]
         if call < adapt_steps:
             rate = 1 / (window + 1)
             mean = (1 - rate) * mean + rate * gradient
@@ -181,16 +173,19 @@ def test_scale_adapted_sghmc():
         scales.append((window, mean, square))
         root = np.sqrt(square) + 1e-3 * root_mean_square(np.sqrt(square))
         velocity = (1 - friction) * velocity - eps * gradient / root
-        velocity = velocity + np.sqrt(2 * friction / root - eps**2) * z
+        variances.append(2 * friction / root - eps**2)
+        velocity = velocity + np.sqrt(np.maximum(variances[-1], 0)) * z
         return eps * velocity
 
     options = {"friction": friction, "adapt_steps": adapt_steps}
-    tx = build("scale_adapted_sghmc", lambda count: 30 * schedule(count), **options)
+    tx = build("scale_adapted_sghmc", lambda count: 300 * schedule(count), **options)
     trace = follow(tx, calls)
     assert_moves(trace, move)
+    # What would have a negative variance is left out.
+    assert 0.05 < np.mean(np.less(variances, 0)) < 0.95
     for scale, state in zip(scales, trace.states[1:], strict=True):
         np.testing.assert_allclose([flat(tree) for tree in state.memory], scale, rtol=1e-11)
-    memories = [np.concatenate([flat(tree) for tree in s.memory]) for s in trace.states]
+    memories = [flat(state.memory) for state in trace.states]
     changes = [bool(np.any(a != b)) for a, b in itertools.pairwise(memories)]
     assert changes == [True] * adapt_steps + [False] * (calls - adapt_steps)
     # The point that the call was given is the end of the step before it.
@@ -200,66 +195,32 @@ def test_scale_adapted_sghmc():
 
 
 @pytest.mark.parametrize("name", ["psgld", "scale_adapted_sghmc"])
-def test_parameters_without_a_gradient(name):
-    """They move as those with a thousandth of the root mean square; if all are so, none moves."""
-    tx = build(name, prior_precision=0.0)
-    some = {"b": jnp.zeros(3), "w": {"inner": jnp.full((2, 2), 2.0), "outer": jnp.full((), -2.0)}}
-    none = jax.tree.map(jnp.zeros_like, some)
-    state = tx.init(some)
-    updates, _ = tx.update(none, state, some)
-    assert not np.any(flat(updates))
-    updates, after = tx.update(some, state, some)
-    z = noise_of(state, some)
-    if name == "psgld":
-        step = OF_STEP_SIZE / (1e-3 * 2 * np.sqrt(5 / 8))
-        expected = np.sqrt(2 * step) * z
-    else:
-        metric = 1 / (1e-3 * np.sqrt(5 / 8 / 2) * 2 * NUM_DATA / TEMPERATURE)
-        expected = np.sqrt(2 * 0.05 * OF_STEP_SIZE**2 * metric - OF_STEP_SIZE**4) * z
-    np.testing.assert_allclose(flat(updates)[:3], expected[:3], rtol=1e-5)
-    assert np.all(np.isfinite(flat(after.displacement)))
-
-
-def test_noise_that_would_have_negative_variance_is_left_out():
-    """Scale-adapted SGHMC takes eps^4 off 2 f eps^2 V^(-1/2), which may be less."""
-    tx = build("scale_adapted_sghmc", 0.5, friction=0.01)
-    trace = follow(tx, 1)
-    g = (NUM_DATA * loss_gradient(START, 0) + PRIOR_OF_EACH * START) / TEMPERATURE
-    root = np.sqrt(g**2 / 2) + 1e-3 * root_mean_square(np.sqrt(g**2 / 2))
-    variance = 2 * 0.01 * 0.5**2 / root - 0.5**4
-    assert (variance < 0).any()
-    expected = -(0.5**2) * g / root + np.sqrt(np.maximum(variance, 0)) * trace.noise[0]
-    np.testing.assert_allclose(np.diff(trace.positions, axis=0)[0], expected, rtol=1e-10)
+def test_without_any_gradient_nothing_moves(name):
+    tx, zeros = build(name, prior_precision=0.0), as_tree(np.zeros(SIZE))
+    updates, after = tx.update(zeros, tx.init(zeros), zeros)
+    assert not np.any(flat(updates)) and np.all(np.isfinite(flat(after.displacement)))
 
 
 @pytest.mark.parametrize("total, cycles, exploration", [(15, 2, 0.3), (10, 1, 0.99)])
 def test_cyclical_sgld(total, cycles, exploration):
     """Two cycles and a half: it goes on after `total_steps` as before."""
     length = int(np.ceil(total / cycles))
-    calls = 5 * length // 2
-
-    def step_size(call):
-        """Zhang et al. equation 1, with k = call + 1."""
-        place = ((call + 1) - 1) % int(np.ceil(total / cycles)) / np.ceil(total / cycles)
-        return OF_STEP_SIZE * FACTORS[call] / 2 * (np.cos(np.pi * place) + 1)
-
-    def explores(call):
-        return (call % length) / length < exploration
-
+    counts = np.arange(5 * length // 2)
+    place = counts % length / length
+    # Zhang et al. equation 1, with k = call + 1.
+    expected = OF_STEP_SIZE * FACTORS[: len(counts)] / 2 * (np.cos(np.pi * place) + 1)
     options = {"total_steps": total, "num_cycles": cycles, "exploration": exploration}
-    trace = follow(build("cyclical_sgld", schedule, **options), calls)
+    trace = follow(build("cyclical_sgld", schedule, **options), len(counts))
     # The place in the cycle is a float32 number, whatever the parameters are.
-    sizes = trace.stat("step_size")[1:]
-    np.testing.assert_allclose(sizes, [step_size(call) for call in range(calls)], rtol=1e-5)
+    sizes, samples = trace.stat("step_size")[1:], place >= exploration
+    np.testing.assert_allclose(sizes, expected, rtol=1e-5)
 
     def move(call, gradient, history, z):
-        return -sizes[call] * gradient + (0 if explores(call) else np.sqrt(2 * sizes[call]) * z)
+        return -sizes[call] * gradient + np.sqrt(2 * sizes[call]) * z * samples[call]
 
     assert_moves(trace, move)
-    judged = [not explores(call) for call in range(calls - 1)]
     # Nothing is a draw before the first step has ended.
-    assert not trace.stat("is_draw")[1]
-    np.testing.assert_array_equal(trace.stat("is_draw")[2:], judged)
+    np.testing.assert_array_equal(trace.stat("is_draw")[1:], [False, *samples[:-1]])
 
 
 def cyclical(counts, length, exploration, step_size=1e-2):
@@ -267,14 +228,8 @@ def cyclical(counts, length, exploration, step_size=1e-2):
 
     A division by a constant may then become a product with its rounded inverse.
     """
-    tx: Any = optax_smile.cyclical_sgld(
-        step_size,
-        num_data=1,
-        total_steps=4 * length,
-        num_cycles=4,
-        exploration=exploration,
-        key=jax.random.key(0),
-    )
+    cycles: Any = {"total_steps": 4 * length, "num_cycles": 4, "exploration": exploration}
+    tx: Any = optax_smile.cyclical_sgld(step_size, num_data=1, key=0, **cycles)
     params = jnp.ones(2)
     _, state = tx.update(params, tx.init(params), params)
 
@@ -304,9 +259,6 @@ def test_cyclical_step_sizes_keep_their_digits_at_the_end_of_a_cycle():
     np.testing.assert_allclose(got, exact, rtol=1e-2)
 
 
-# Schedules that begin or end at zero, as a warm-up or a cosine decay does.
-
-
 @every_sampler
 def test_a_step_size_of_zero_stands_still(name):
     sizes = 0, 0, 1e-3, 1e-3, 0, 1e-3
@@ -315,9 +267,6 @@ def test_a_step_size_of_zero_stands_still(name):
     moved = np.any(np.diff(trace.positions, axis=0) != 0, axis=1)
     np.testing.assert_array_equal(moved, np.not_equal(sizes, 0))
     assert np.all(np.isfinite(trace.positions))
-
-
-# Non-finite gradients and values.
 
 
 def good_call(params, call=0):
@@ -349,22 +298,16 @@ def run(tx, params, state, calls):
     return trail
 
 
-def bare(memory):
-    return [np.asarray(leaf) for leaf in jax.tree.leaves(memory)]
-
-
 @every_sampler
 def test_nonfinite_inputs_are_taken_back(name):
-    options = {"adapt_steps": 10} if name == "scale_adapted_sghmc" else {}
-    options |= {"exploration": 0.0} if name == "cyclical_sgld" else {}
-    tx = build(name, **options)
+    tx = build(name, **ALL_DRAWS.get(name, {}))
     start = as_tree(START, jnp.float32)
     # At the first call there is nothing to take back.
     grads, value = next(bad_inputs(start))
     first = tx.init(start)
     updates, after = tx.update(grads, first, start, value=value)
     assert not np.any(flat(updates)) and after.num_steps == 0
-    np.testing.assert_equal(bare(after.memory), bare(first.memory))
+    chex.assert_trees_all_equal(after.memory, first.memory)
 
     (judged, _), (params, state) = run(tx, start, tx.init(start), range(4))[-2:]
     for grads, value in bad_inputs(params):
@@ -379,18 +322,17 @@ def test_nonfinite_inputs_are_taken_back(name):
         assert np.isnan(stats.energy_change)
         assert after.num_steps == state.num_steps
         assert not np.any(flat(after.displacement))
-        np.testing.assert_equal(bare(after.memory), bare(state.memory))
+        chex.assert_trees_all_equal(after.memory, state.memory)
         assert np.all(flat(optax_smile.last_accepted(after, back)) == flat(back))
 
         # The chain goes on from there, at rest and with fresh noise.
-        noise = noise_of(after, back)
-        assert np.all(noise != noise_of(state, params))
-        (_, _), (_, onwards) = run(tx, back, after, [4])
+        assert np.all(noise_of(after, back) != noise_of(state, params))
+        onwards = run(tx, back, after, [4])[-1][1]
         stats = optax_smile.stats(onwards)
         assert stats.accepted and not stats.step_end and stats.num_nonfinite == 1
         twin = after._replace(displacement=jax.tree.map(jnp.zeros_like, back))
-        rested = run(tx, back, twin, [4])[-1]
-        np.testing.assert_array_equal(flat(onwards.displacement), flat(rested[1].displacement))
+        rested = run(tx, back, twin, [4])[-1][1]
+        chex.assert_trees_all_equal(onwards.displacement, rested.displacement)
         assert onwards.num_steps == state.num_steps + 1
 
 
@@ -421,9 +363,6 @@ def test_is_sample_speaks_of_the_last_accepted_step_end():
     assert optax_smile.stats(kept).is_draw
 
 
-# What a loop asks for.
-
-
 @every_sampler
 def test_last_accepted_is_the_point_that_was_judged(name):
     tx, start = build(name), as_tree(START, jnp.float32)
@@ -446,8 +385,7 @@ def test_below_resolution(name):
     """Whether float32 parameters feel the displacements."""
     params = jax.tree.map(lambda x: 1e6 + 0 * x, as_tree(START, jnp.float32))
     grads = jax.tree.map(lambda x: 1e-6 * x, params)
-    options = {"exploration": 0.0} if name == "cyclical_sgld" else {}
     for step_size, expected in ((1e-16, True), (10.0, False)):
-        tx = build(name, step_size, prior_precision=0.0, **options)
+        tx = build(name, step_size, prior_precision=0.0, **ALL_DRAWS.get(name, {}))
         _, state = tx.update(grads, tx.init(params), params)
         assert optax_smile.stats(state).below_resolution == expected
