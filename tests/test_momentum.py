@@ -112,8 +112,8 @@ def test_kick_is_that_of_the_textbook(size):
         np.testing.assert_allclose(gains[index], [gain], rtol=1e-10, atol=1e-12 * size)
 
 
-def test_a_chain_at_rest_starts_down_the_gradient():
-    """Whatever direction it still holds."""
+def test_limits_of_a_kick():
+    """A chain at rest starts down the gradient, whatever direction it still holds."""
     g = jnp.tile(jnp.asarray([3.0, -4.0, 12.0], jnp.float32), (5, 1))
     delta = np.array([1e-7, 1e-3, 0.5, 3.0, 200.0])
     growth = np.where(delta < 1e-2, delta**2 / 2, np.logaddexp(delta, -delta) - np.log(2))
@@ -123,9 +123,7 @@ def test_a_chain_at_rest_starts_down_the_gradient():
         np.testing.assert_allclose(got, -g / 13, rtol=1e-6)
         assert np.all(heading.moving)
         np.testing.assert_allclose(gains[:, 0], 2 * growth, rtol=1e-5)
-
-
-def test_no_gradient_and_one_straight_uphill_leave_the_direction():
+    # No gradient changes nothing, and one straight uphill the energy alone.
     u = jnp.asarray(unit(np.random.default_rng(4), 6), jnp.float32)[None]
     zeros, lengths = jnp.zeros((1, 6)), jnp.full((1, 2), 0.5)
     for start, moving in ((u, True), (zeros, False)):
@@ -223,9 +221,8 @@ def trajectory(integrator, step_size, energy, num_steps, params, direction):
     return jax.tree.map(lambda x: x[calls::calls], seen)
 
 
-@pytest.mark.parametrize("integrator", ["minimal_norm"])
-def test_full_batch_trajectory_and_energies_are_those_of_blackjax(integrator):
-    num_steps, step_size = 100, 0.2
+def test_full_batch_trajectory_and_energies_are_those_of_blackjax():
+    integrator, num_steps, step_size = "minimal_norm", 100, 0.2
     with jax.enable_x64(True):
         position, unravel = ravel_pytree(banana_start())
         direction = jnp.asarray(unit(np.random.default_rng(7), position.size))
@@ -276,13 +273,10 @@ def test_energy_error_falls_with_the_third_power_of_the_step_size():
     assert np.min(np.divide(errors["leapfrog"], errors["minimal_norm"])) >= 10
 
 
-def expected_cosine(nu, size):
-    """E[u . normalise(u + nu z)] for a unit vector u, by a million draws, with standard error."""
-    rng = np.random.default_rng(10)
-    along = 1 + nu * rng.standard_normal(1_000_000)
-    across = nu**2 * rng.chisquare(size - 1, 1_000_000)
-    cosine = along / np.sqrt(along**2 + across)
-    return cosine.mean(), cosine.std() / 1000
+def each_kick(directions, gradients, length):
+    """Textbook kicks, backwards in time for negative lengths, of rows."""
+    pairs = zip(directions, gradients, strict=True)
+    return np.array([textbook_kick(u, g, length)[0] for u, g in pairs])
 
 
 STEP, LENGTH = 0.35, 0.7
@@ -292,12 +286,10 @@ EXPONENTS = {LENGTH: 2 * STEP / LENGTH, "matched": (STEP * RATE) ** 2, "turning"
 
 
 @pytest.mark.parametrize(
-    "integrator, size, decoherence_length",
+    "integrator, size, length",
     [("minimal_norm", 5, LENGTH), ("leapfrog", 100, "matched"), ("leapfrog", 100, "turning")],
 )
-def test_explicit_noise_turns_the_direction_by_the_right_angle(
-    integrator, size, decoherence_length
-):
+def test_explicit_noise_turns_the_direction_by_the_right_angle(integrator, size, length):
     """It is drawn between two steps, other numbers each time; kicks before and after are undone.
 
     A decoherence length L turns u by a mean cosine of exp(-eps / L) where there are many
@@ -307,11 +299,10 @@ def test_explicit_noise_turns_the_direction_by_the_right_angle(
     """
     num_chains, calls = 4_000, CALLS_PER_STEP[integrator]
     kick = 0.5 if integrator == "leapfrog" else 0.1931833275037836
-    options = {"integrator": integrator, "decoherence_length": decoherence_length}
-    tx = plain(STEP, key=jax.random.key(0), **options)
+    tx = plain(STEP, integrator=integrator, decoherence_length=length, key=0)
     start, across = jnp.eye(size)[:2]
     # Far along the second axis, so that every gradient lies across u where it counts.
-    slope = (size - 1) * RATE if isinstance(decoherence_length, str) else 0.0
+    slope = (size - 1) * RATE if isinstance(length, str) else 0.0
 
     def call(carry, _):
         params, state = carry
@@ -323,8 +314,7 @@ def test_explicit_noise_turns_the_direction_by_the_right_angle(
         return (optax.apply_updates(params, updates), state), seen
 
     def one(key):
-        state = moving_along(tx.init(jnp.zeros(size)), start)
-        state = state._replace(key=jax.random.key_data(key))
+        state = moving_along(tx.init(jnp.zeros(size)), start)._replace(key=jax.random.key_data(key))
         return jax.lax.scan(call, (jnp.zeros(size), state), length=2 * calls + 1)[1]
 
     keys = jax.random.split(jax.random.key(11), num_chains)
@@ -334,10 +324,13 @@ def test_explicit_noise_turns_the_direction_by_the_right_angle(
     assert np.abs(np.linalg.norm(directions, axis=2) - 1).max() < 1e-5
     if slope == 0:
         # Nothing is drawn before the first step has ended.
-        first = directions[:, :calls]
-        np.testing.assert_allclose(first, np.broadcast_to(start, first.shape), atol=1e-6)
-    exponent, added = EXPONENTS[decoherence_length], []
-    expected, its_error = expected_cosine(np.sqrt(np.expm1(exponent) / size), size)
+        assert np.abs(directions[:, :calls] - np.asarray(start)).max() < 1e-6
+    # E[u . normalise(u + nu z)] for a unit vector u, by a million draws, with standard error.
+    exponent, added, rng = EXPONENTS[length], [], np.random.default_rng(10)
+    nu = np.sqrt(np.expm1(exponent) / size)
+    along = 1 + nu * rng.standard_normal(1_000_000)
+    cosine = along / np.sqrt(along**2 + nu**2 * rng.chisquare(size - 1, 1_000_000))
+    expected, its_error = cosine.mean(), cosine.std() / 1000
     for end in (calls, 2 * calls):
         # The kick that closed the step, and the one that opened the next, taken back.
         g = gradients[:, end]
@@ -356,12 +349,6 @@ def test_explicit_noise_turns_the_direction_by_the_right_angle(
     products = np.sum(added[0] * added[1], axis=1)
     products = products / np.prod([np.linalg.norm(x, axis=1) for x in added], axis=0)
     assert np.abs(products).mean() < 2 / np.sqrt(size)
-
-
-def each_kick(directions, gradients, length):
-    """Textbook kicks, backwards in time for negative lengths, of rows."""
-    pairs = zip(directions, gradients, strict=True)
-    return np.array([textbook_kick(u, g, length)[0] for u, g in pairs])
 
 
 def test_isotropic_noise_of_a_network_has_unit_covariance():

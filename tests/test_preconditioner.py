@@ -57,12 +57,8 @@ windowed = pytest.mark.parametrize("estimate", ["differences", "squares"])
 def observe(estimate, state, gradient, trust=1.0, counts=True, anew=False):
     """One gradient, as a sampler passes it on."""
     deviation = ESTIMATES[estimate].deviation(state, gradient)
-    worth = Worth(
-        trust=jnp.float32(trust),
-        counts=jnp.asarray(counts, bool),
-        anew=jnp.asarray(anew, bool),
-        square=_tree.inner(deviation, deviation),
-    )
+    square = _tree.inner(deviation, deviation)
+    worth = Worth(jnp.float32(trust), jnp.asarray(counts), jnp.asarray(anew), square)
     return ESTIMATES[estimate].observe(state, gradient, worth, gradient)
 
 
