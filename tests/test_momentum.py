@@ -14,8 +14,6 @@ from optax_smile import _tree
 from optax_smile.stages import kick as kicking
 from optax_smile.stages import momentum
 
-NUM_PARAMETERS = 10**7
-COSINES = (-1, -0.9, -1e-3, 0, 1e-3, 0.9, 1)
 INTEGRATORS = tuple(momentum.INTEGRATORS)
 CALLS_PER_STEP = {"leapfrog": 1, "minimal_norm": 2}
 REFERENCE_INTEGRATORS = {
@@ -50,87 +48,63 @@ def unit(rng, size):
     return vector / np.linalg.norm(vector)
 
 
-def with_cosine(rng, g, cosine):
-    """A unit vector at a given cosine to the descent direction of g."""
-    e = -g / np.linalg.norm(g)
-    other = unit(rng, g.size)
-    other -= (other @ e) * e
-    u = cosine * e + np.sqrt(1 - cosine**2) * other / np.linalg.norm(other)
-    return u / np.linalg.norm(u)
-
-
-def standing(u, moving=True):
-    """The momentum stage with the direction u and no open step."""
+def kick_and_turn(u, g, *lengths, moving: Any = True) -> Any:
+    """Kick with one gradient for each of the lengths, then turn the direction u once."""
     state = momentum.init(u, momentum.INTEGRATORS["leapfrog"], jnp.asarray(1.0, u.dtype))
-    return state._replace(direction=u, moving=jnp.asarray(moving))
-
-
-def kick_and_turn(state, g, *lengths) -> Any:
-    """Kick with one gradient for each of the lengths, then turn the tree once."""
-    u = state.direction
+    state = state._replace(direction=u, moving=jnp.asarray(moving))
     heading = kicking.heading(state.moving, jnp.vdot(u, u), jnp.vdot(u, g), jnp.vdot(g, g))
-    gained = []
+    gains = []
     for length in lengths:
         heading, change = kicking.kick(heading, jnp.asarray(length, u.dtype), u.size)
-        gained.append(change)
-    opened = momentum.Opened(heading, gained[-1], *[jnp.zeros(())] * 3)
-    return momentum.turn(state, opened, g, None, u).direction, heading, gained
+        gains.append(change)
+    opened = momentum.Opened(heading, gains[-1], *[jnp.zeros(())] * 3)
+    return momentum.turn(state, opened, g, None, u).direction, heading, jnp.stack(gains)
 
 
 @jax.jit
 def kicked(directions, gradients, lengths, moving=True):
     """Directions after kicks `[case, kick]`, headings and kinetic energies gained, by case."""
-
-    def one(u, g, lengths):
-        got, heading, gains = kick_and_turn(standing(u, moving), g, *lengths)
-        return got, heading, jnp.stack(gains)
-
-    return jax.vmap(one)(directions, gradients, lengths)
-
-
-# The kinetic energy in float32.
+    one = partial(kick_and_turn, moving=moving)
+    return jax.vmap(lambda u, g, lengths: one(u, g, *lengths))(directions, gradients, lengths)
 
 
 def test_kinetic_energy_of_kicks_at_ten_million_parameters():
     """From kicks that are hardly felt to those that turn u all the way, in float32."""
-    norm, size = np.float32(1e4), NUM_PARAMETERS - 1
+    norm, size = np.float32(1e4), 10**7
     length = np.append(np.geomspace(1e-6, 1e3, 2001), np.geomspace(1e3, 1e7, 2001))
     length = length.astype(np.float32)
-    p = np.repeat(np.array(COSINES, np.float32)[:, None], length.size, axis=1)
-
-    def full(x):
-        return jnp.full(p.shape, x, jnp.float32)
-
+    cosines = np.array([-1, -0.9, -1e-3, 0, 1e-3, 0.9, 1], np.float32)
+    p = np.repeat(cosines[:, None], length.size, axis=1)
+    full = partial(jnp.full, p.shape, dtype=jnp.float32)
+    moving = jnp.ones(p.shape, bool)
     heading = kicking.Heading(
-        jnp.asarray(p), full(1), full(0), full(0), full(1).astype(bool), full(norm), full(1)
+        jnp.asarray(p), full(1), full(0), full(0), moving, full(norm), full(1)
     )
-    _, got = kicking.kick(heading, jnp.broadcast_to(length, p.shape), NUM_PARAMETERS)
+    _, got = kicking.kick(heading, jnp.broadcast_to(length, p.shape), size)
     assert got.dtype == jnp.float32
-    delta = length.astype(float) * float(norm) / size
-    exact = size * exact_log_growth(p.astype(float), delta)
+    delta = length.astype(float) * float(norm) / (size - 1)
+    exact = (size - 1) * exact_log_growth(p.astype(float), delta)
     error = np.abs(np.asarray(got, float) - exact)
     assert delta.min() < 2e-9 and delta.max() > 9e3
     assert np.all(error[:, :2001] <= 1e-3 + 1e-6 * np.abs(exact[:, :2001]))
-    assert np.all(error[:, 2001:] <= 1e-6 * size * delta[2001:])
-
-
-# Kick and turn against the textbook formula.
+    assert np.all(error[:, 2001:] <= 1e-6 * (size - 1) * delta[2001:])
 
 
 @pytest.mark.parametrize("size", [2, 3, 57])
 def test_kick_is_that_of_the_textbook(size):
     rng = np.random.default_rng(size)
     cosines, deltas = (-0.999, -0.7, -0.01, 0.0, 0.2, 0.99, 1.0), (1e-8, 0.03, 0.9, 1.1, 3.0, 12.0)
-    cases = [(cosine, delta) for cosine in cosines for delta in deltas]
-    gradients = 40 * rng.standard_normal((len(cases), size))
-    starts = [with_cosine(rng, g, case[0]) for g, case in zip(gradients, cases, strict=True)]
-    lengths = [
-        delta * (size - 1) / np.linalg.norm(g)
-        for g, (_, delta) in zip(gradients, cases, strict=True)
-    ]
+    cosines, deltas = np.repeat(cosines, len(deltas)), np.tile(deltas, len(cosines))
+    gradients, other = rng.standard_normal((2, len(cosines), size))
+    norms = np.linalg.norm(gradients, axis=1, keepdims=True)
+    e = -gradients / norms
+    other -= np.sum(other * e, axis=1, keepdims=True) * e
+    other /= np.linalg.norm(other, axis=1, keepdims=True)
+    starts = cosines[:, None] * e + np.sqrt(1 - cosines[:, None] ** 2) * other
+    gradients, lengths = 40 * gradients, deltas * (size - 1) / (40 * norms[:, 0])
     with jax.enable_x64(True):
         got, _, gains = kicked(jnp.asarray(starts), gradients, jnp.asarray(lengths)[:, None])
-    for index, (cosine, _) in enumerate(cases):
+    for index, cosine in enumerate(cosines):
         expected, gain = textbook_kick(starts[index], gradients[index], lengths[index])
         # Near p = -1 a rounded cosine is worth 1 / (1 + p) rounding errors.
         atol = 1e-12 / (1 + cosine + 1e-2)
@@ -138,24 +112,18 @@ def test_kick_is_that_of_the_textbook(size):
         np.testing.assert_allclose(gains[index], [gain], rtol=1e-10, atol=1e-12 * size)
 
 
-# Limits.
-
-
-def test_a_chain_at_rest_starts_down_the_gradient():
-    """Whatever direction it still holds."""
+def test_limits_of_a_kick():
+    """A chain at rest starts down the gradient, whatever direction it still holds."""
     g = jnp.tile(jnp.asarray([3.0, -4.0, 12.0], jnp.float32), (5, 1))
     delta = np.array([1e-7, 1e-3, 0.5, 3.0, 200.0])
+    growth = np.where(delta < 1e-2, delta**2 / 2, np.logaddexp(delta, -delta) - np.log(2))
     for stale in ([0.0, 0.0, 0.0], [0.6, 0.8, 0.0]):
         start, lengths = jnp.tile(jnp.float32(stale), (5, 1)), jnp.float32(delta * 2 / 13)[:, None]
         got, heading, gains = kicked(start, g, lengths, moving=False)
-        expected = np.tile([-3 / 13, 4 / 13, -12 / 13], (5, 1))
-        np.testing.assert_allclose(got, expected, rtol=1e-6)
+        np.testing.assert_allclose(got, -g / 13, rtol=1e-6)
         assert np.all(heading.moving)
-        growth = np.where(delta < 1e-2, delta**2 / 2, np.logaddexp(delta, -delta) - np.log(2))
         np.testing.assert_allclose(gains[:, 0], 2 * growth, rtol=1e-5)
-
-
-def test_no_gradient_changes_nothing():
+    # No gradient changes nothing, and one straight uphill the energy alone.
     u = jnp.asarray(unit(np.random.default_rng(4), 6), jnp.float32)[None]
     zeros, lengths = jnp.zeros((1, 6)), jnp.full((1, 2), 0.5)
     for start, moving in ((u, True), (zeros, False)):
@@ -163,12 +131,8 @@ def test_no_gradient_changes_nothing():
         np.testing.assert_allclose(got, start, rtol=0, atol=1e-7)
         np.testing.assert_array_equal(gains, [[0, 0]])
         assert np.all(np.equal(heading.moving, moving))
-
-
-def test_straight_uphill_changes_nothing_but_the_energy():
-    delta = jnp.asarray([1e-6, 0.1, 5.0, 300.0])
-    g, u = jnp.tile(2.0 * jnp.eye(4)[1], (4, 1)), jnp.tile(jnp.eye(4)[1], (4, 1))
-    got, heading, gains = kicked(u, g, (delta * 3 / 2)[:, None])
+    delta, u = jnp.asarray([1e-6, 0.1, 5.0, 300.0]), jnp.tile(jnp.eye(4)[1], (4, 1))
+    got, heading, gains = kicked(u, 2 * u, (delta * 3 / 2)[:, None])
     np.testing.assert_array_equal(got, u)
     np.testing.assert_allclose(gains[:, 0], -3 * delta, rtol=1e-6)
     np.testing.assert_array_equal(heading.cosine, -np.ones(4))
@@ -187,9 +151,6 @@ def test_no_nan_at_any_size_of_kick_and_gradient():
         assert np.all((np.abs(norm - 1) < 1e-5) | ((norm == 0) & ~np.asarray(heading.moving)))
 
 
-# The norm.
-
-
 @pytest.mark.parametrize("size, largest_delta", [(2, 1.0), (10, 10.0), (1000, 1e3)])
 def test_norm_after_many_kicks(size, largest_delta):
     """Random gradients and lengths, float32: 100,000 kicks, and 5,000 of many parameters."""
@@ -199,7 +160,7 @@ def test_norm_after_many_kicks(size, largest_delta):
     lengths = deltas * (size - 1) / np.linalg.norm(gradients, axis=1)
 
     def step(u, inputs):
-        turned, _, _ = kick_and_turn(standing(u), *inputs)
+        turned, _, _ = kick_and_turn(u, *inputs)
         return turned, jnp.abs(jnp.linalg.norm(turned) - 1)
 
     inputs = jnp.asarray(gradients), jnp.asarray(lengths, jnp.float32)
@@ -222,21 +183,14 @@ def test_norm_after_a_long_kick_of_an_almost_opposed_direction():
     assert np.abs(np.linalg.norm(np.asarray(again, float), axis=1) - 1).max() <= 1e-6
 
 
-# Whole trajectories in float64.
-
-
 def banana(params):
     x, y = jnp.append(params["x"], params["last"]), jnp.ravel(params["y"])
     return jnp.sum(x**2) / 2 + jnp.sum((y - x**2 + 0.1 * jnp.roll(x, 1)) ** 2) / 1.4
 
 
 def banana_start(seed=6):
-    rng = np.random.default_rng(seed)
-    return {
-        "x": jnp.asarray(rng.standard_normal(3)),
-        "y": jnp.asarray(rng.standard_normal((2, 2))),
-        "last": jnp.asarray(rng.standard_normal()),
-    }
+    rng, shapes = np.random.default_rng(seed), {"x": (3,), "y": (2, 2), "last": ()}
+    return {name: jnp.asarray(rng.standard_normal(shape)) for name, shape in shapes.items()}
 
 
 def plain(step_size, sampler=optax_smile.smile, **options) -> Any:
@@ -251,73 +205,51 @@ def moving_along(state, direction):
     return state._replace(momentum=state.momentum._replace(direction=direction, moving=moving))
 
 
-@pytest.mark.parametrize(
-    "integrator", ["minimal_norm", pytest.param("leapfrog", marks=pytest.mark.nightly)]
-)
-def test_full_batch_trajectory_and_energies_are_those_of_blackjax(integrator):
-    num_steps, calls, step_size = 100, CALLS_PER_STEP[integrator], 0.2
+def trajectory(integrator, step_size, energy, num_steps, params, direction):
+    """Positions and energy changes at the ends of the steps."""
+    tx, calls = plain(step_size, integrator=integrator), CALLS_PER_STEP[integrator]
+
+    def call(carry, _):
+        params, state = carry
+        value, grads = jax.value_and_grad(energy)(params)
+        updates, state = tx.update(grads, state, params, value=value)
+        seen = ravel_pytree(params)[0], optax_smile.stats(state).energy_change
+        return (optax.apply_updates(params, updates), state), seen
+
+    start = params, moving_along(tx.init(params), direction)
+    seen = jax.lax.scan(call, start, length=1 + calls * num_steps)[1]
+    return jax.tree.map(lambda x: x[calls::calls], seen)
+
+
+def test_full_batch_trajectory_and_energies_are_those_of_blackjax():
+    integrator, num_steps, step_size = "minimal_norm", 100, 0.2
     with jax.enable_x64(True):
-        params = banana_start()
-        position, unravel = ravel_pytree(params)
+        position, unravel = ravel_pytree(banana_start())
         direction = jnp.asarray(unit(np.random.default_rng(7), position.size))
 
         def log_density(flat):
             return -banana(unravel(flat))
 
-        def reference_step(state, _):
+        def step(state, _):
             state, kinetic_change = REFERENCE_INTEGRATORS[integrator](log_density)(state, step_size)
             return state, (state, kinetic_change)
 
-        start = blackjax_integrators.IntegratorState(
-            position, direction, *jax.value_and_grad(log_density)(position)
-        )
-        reference = jax.jit(lambda x: jax.lax.scan(reference_step, x, length=num_steps)[1])
-        ends, kinetic_changes = reference(start)
-        energies = -np.append(start.logdensity, ends.logdensity)
-
-        tx = plain(step_size, integrator=integrator)
-
-        def call(carry, _):
-            params, state = carry
-            value, grads = jax.value_and_grad(banana)(params)
-            updates, state = tx.update(grads, state, params, value=value)
-            judged = ravel_pytree(params)[0], optax_smile.stats(state).energy_change
-            return (optax.apply_updates(params, updates), state), judged
-
-        started = params, moving_along(tx.init(params), unravel(direction))
-        num_gradients = 1 + calls * num_steps
-        chain = jax.jit(lambda x: jax.lax.scan(call, x, length=num_gradients)[1])
-        judged, changes = chain(started)
-    np.testing.assert_allclose(judged[calls::calls], ends.position, rtol=0, atol=1e-10)
-    expected = np.asarray(kinetic_changes) + np.diff(energies)
-    np.testing.assert_allclose(changes[calls::calls], expected, rtol=0, atol=1e-10)
+        start = position, direction, *jax.value_and_grad(log_density)(position)
+        start = blackjax_integrators.IntegratorState(*start)
+        ends, kinetic = jax.jit(lambda x: jax.lax.scan(step, x, length=num_steps)[1])(start)
+        expected = kinetic - jnp.diff(ends.logdensity, prepend=start.logdensity)
+        chain = jax.jit(partial(trajectory, integrator, step_size, banana, num_steps))
+        positions, changes = chain(unravel(position), unravel(direction))
+    np.testing.assert_allclose(positions, ends.position, rtol=0, atol=1e-10)
+    np.testing.assert_allclose(changes, expected, rtol=0, atol=1e-10)
     # The chain has been somewhere, and its energy error is far above the tolerance.
     assert np.ptp(ends.position, axis=0).min() > 1
     assert np.abs(expected).max() > 1e-3
 
 
-def energy_errors(integrator, step_size, positions, directions, potential):
-    """Energy change of one step from each of many states."""
-    tx = plain(step_size, integrator=integrator)
-
-    def one(params, direction):
-        def call(carry, _):
-            params, state = carry
-            value, grads = jax.value_and_grad(potential)(params)
-            updates, state = tx.update(grads, state, params, value=value)
-            energy_change = optax_smile.stats(state).energy_change
-            return (optax.apply_updates(params, updates), state), energy_change
-
-        start = params, moving_along(tx.init(params), direction)
-        return jax.lax.scan(call, start, length=CALLS_PER_STEP[integrator] + 1)[1][-1]
-
-    return jax.vmap(one)(positions, directions)
-
-
 def test_energy_error_falls_with_the_third_power_of_the_step_size():
     """Over 400 exact draws of the posterior and an isotropic momentum: the stationary states."""
-    num_states, pairs = 400, 20
-    step_sizes = np.geomspace(0.01, 0.08, 6)
+    num_states, pairs, step_sizes = 400, 20, np.geomspace(0.01, 0.08, 6)
     with jax.enable_x64(True):
         keys = jax.random.split(jax.random.key(9), 3)
         x = jax.random.normal(keys[0], (num_states, pairs))
@@ -328,11 +260,10 @@ def test_energy_error_falls_with_the_third_power_of_the_step_size():
         def potential(params):
             return jnp.sum(params["x"] ** 2 + (params["y"] - params["x"] ** 2) ** 2) / 2
 
-        positions, directions = {"x": x, "y": y}, {"x": u[:, 0], "y": u[:, 1]}
-
         @partial(jax.jit, static_argnums=0)
         def error(integrator, step_size):
-            changes = energy_errors(integrator, step_size, positions, directions, potential)
+            step = jax.vmap(partial(trajectory, integrator, step_size, potential, 1))
+            _, changes = step({"x": x, "y": y}, {"x": u[:, 0], "y": u[:, 1]})
             return jnp.sqrt(jnp.mean(changes**2))
 
         errors = {name: [float(error(name, eps)) for eps in step_sizes] for name in INTEGRATORS}
@@ -342,16 +273,10 @@ def test_energy_error_falls_with_the_third_power_of_the_step_size():
     assert np.min(np.divide(errors["leapfrog"], errors["minimal_norm"])) >= 10
 
 
-# Explicit noise.
-
-
-def expected_cosine(nu, size):
-    """E[u . normalise(u + nu z)] for a unit vector u, by a million draws, with standard error."""
-    rng = np.random.default_rng(10)
-    along = 1 + nu * rng.standard_normal(1_000_000)
-    across = nu**2 * rng.chisquare(size - 1, 1_000_000)
-    cosine = along / np.sqrt(along**2 + across)
-    return cosine.mean(), cosine.std() / 1000
+def each_kick(directions, gradients, length):
+    """Textbook kicks, backwards in time for negative lengths, of rows."""
+    pairs = zip(directions, gradients, strict=True)
+    return np.array([textbook_kick(u, g, length)[0] for u, g in pairs])
 
 
 STEP, LENGTH = 0.35, 0.7
@@ -361,12 +286,10 @@ EXPONENTS = {LENGTH: 2 * STEP / LENGTH, "matched": (STEP * RATE) ** 2, "turning"
 
 
 @pytest.mark.parametrize(
-    "integrator, size, decoherence_length",
+    "integrator, size, length",
     [("minimal_norm", 5, LENGTH), ("leapfrog", 100, "matched"), ("leapfrog", 100, "turning")],
 )
-def test_explicit_noise_turns_the_direction_by_the_right_angle(
-    integrator, size, decoherence_length
-):
+def test_explicit_noise_turns_the_direction_by_the_right_angle(integrator, size, length):
     """It is drawn between two steps, other numbers each time; kicks before and after are undone.
 
     A decoherence length L turns u by a mean cosine of exp(-eps / L) where there are many
@@ -376,24 +299,22 @@ def test_explicit_noise_turns_the_direction_by_the_right_angle(
     """
     num_chains, calls = 4_000, CALLS_PER_STEP[integrator]
     kick = 0.5 if integrator == "leapfrog" else 0.1931833275037836
-    noise_key = jax.random.key(0)
-    tx = plain(STEP, integrator=integrator, decoherence_length=decoherence_length, key=noise_key)
-    start = jnp.eye(size)[0]
+    tx = plain(STEP, integrator=integrator, decoherence_length=length, key=0)
+    start, across = jnp.eye(size)[:2]
     # Far along the second axis, so that every gradient lies across u where it counts.
-    slope = (size - 1) * RATE if isinstance(decoherence_length, str) else 0.0
+    slope = (size - 1) * RATE if isinstance(length, str) else 0.0
 
     def call(carry, _):
         params, state = carry
         u = state.momentum.direction
-        across = jnp.eye(size)[1] - u * u[1]
-        gradient = slope * across / jnp.linalg.norm(across)
+        lateral = across - u * u[1]
+        gradient = slope * lateral / jnp.linalg.norm(lateral)
         updates, state = tx.update(gradient, state, params)
         seen = gradient, state.momentum.direction, optax_smile.stats(state).step_size
         return (optax.apply_updates(params, updates), state), seen
 
     def one(key):
-        state = moving_along(tx.init(jnp.zeros(size)), start)
-        state = state._replace(key=jax.random.key_data(key))
+        state = moving_along(tx.init(jnp.zeros(size)), start)._replace(key=jax.random.key_data(key))
         return jax.lax.scan(call, (jnp.zeros(size), state), length=2 * calls + 1)[1]
 
     keys = jax.random.split(jax.random.key(11), num_chains)
@@ -403,12 +324,13 @@ def test_explicit_noise_turns_the_direction_by_the_right_angle(
     assert np.abs(np.linalg.norm(directions, axis=2) - 1).max() < 1e-5
     if slope == 0:
         # Nothing is drawn before the first step has ended.
-        first = directions[:, :calls]
-        np.testing.assert_allclose(first, np.broadcast_to(start, first.shape), atol=1e-6)
-    added, expected, its_error = (
-        [],
-        *expected_cosine(np.sqrt(np.expm1(EXPONENTS[decoherence_length]) / size), size),
-    )
+        assert np.abs(directions[:, :calls] - np.asarray(start)).max() < 1e-6
+    # E[u . normalise(u + nu z)] for a unit vector u, by a million draws, with standard error.
+    exponent, added, rng = EXPONENTS[length], [], np.random.default_rng(10)
+    nu = np.sqrt(np.expm1(exponent) / size)
+    along = 1 + nu * rng.standard_normal(1_000_000)
+    cosine = along / np.sqrt(along**2 + nu**2 * rng.chisquare(size - 1, 1_000_000))
+    expected, its_error = cosine.mean(), cosine.std() / 1000
     for end in (calls, 2 * calls):
         # The kick that closed the step, and the one that opened the next, taken back.
         g = gradients[:, end]
@@ -423,16 +345,10 @@ def test_explicit_noise_turns_the_direction_by_the_right_angle(
         error = added[-1].std(axis=0) / np.sqrt(num_chains) + 1e-6
         assert np.abs(added[-1].mean(axis=0) / error).max() < 5
     if size == 100:
-        assert abs(expected - np.exp(-EXPONENTS[decoherence_length] / 2)) < 2 / size
+        assert abs(expected - np.exp(-exponent / 2)) < 2 / size
     products = np.sum(added[0] * added[1], axis=1)
     products = products / np.prod([np.linalg.norm(x, axis=1) for x in added], axis=0)
     assert np.abs(products).mean() < 2 / np.sqrt(size)
-
-
-def each_kick(directions, gradients, length):
-    """Textbook kicks, backwards in time for negative lengths, of rows."""
-    pairs = zip(directions, gradients, strict=True)
-    return np.array([textbook_kick(u, g, length)[0] for u, g in pairs])
 
 
 def test_isotropic_noise_of_a_network_has_unit_covariance():
@@ -440,8 +356,7 @@ def test_isotropic_noise_of_a_network_has_unit_covariance():
     tree = {"w": jnp.zeros((20, 10)), "large": jnp.zeros((800, 45)), "b": jnp.zeros(()), "v": {}}
     draw = jax.jit(_tree.isotropic_like)
     draws = [draw(key, tree) for key in jax.random.split(jax.random.key(0), 400)]
-    parts = [[*np.ravel(x["w"]), x["b"], *np.ravel(x["large"][:4])] for x in draws]
-    parts = np.array(parts)
+    parts = np.array([[*np.ravel(x["w"]), x["b"], *np.ravel(x["large"][:4])] for x in draws])
     assert set(np.unique(parts)) == {-1, 1}
     # 6 standard errors for the largest of 381 means and 72,390 covariances.
     assert np.abs(parts.mean(axis=0)).max() < 6 / 400**0.5
@@ -456,12 +371,10 @@ def test_isotropic_noise_has_no_memory():
     A hash of two multiplications instead of three is 6 standard errors off at some of them.
     """
     lags, size, num_keys = (1, 2, 3, 4, 5, 7, 8, 16, 32, 100, 256, 1000, 1024, 2**16), 2**22, 4
-
     draw, found = jax.jit(lambda key: _tree.isotropic_like(key, jnp.zeros(size))), []
     for pair in jax.random.split(jax.random.key(0), (num_keys, 2)):
         z, after = (np.asarray(draw(key)) for key in pair)
         # Sums of so many signs are exact in float32.
         sums = [np.sum(z), z @ after, *(z[:-lag] @ z[lag:] for lag in lags)]
         found.append(np.array(sums, float) / size)
-    found = np.mean(found, axis=0)
-    assert np.abs(found).max() < 4 / (num_keys * size) ** 0.5
+    assert np.abs(np.mean(found, axis=0)).max() < 4 / (num_keys * size) ** 0.5
