@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from test_langevin import FACTORS, SIZE, assert_moves, build, follow, textbook
+from test_langevin import FACTORS, SIZE, build, follow, textbook
 
 import optax_smile
 from optax_smile import diagnostics
@@ -21,30 +21,11 @@ STEP_SIZE, FRICTION = 0.05, 0.1
 NOISES = (0.0, np.sqrt(2 * FRICTION) / STEP_SIZE)
 
 
-def thermostats(trace):
-    return [float(state.memory.thermostat) for state in trace.states]
+def test_algorithm_2_of_ding_with_changing_step_sizes():
+    """With the kinetic energy taken halfway through the friction, which is at most one.
 
-
-def test_algorithm_2_of_ding():
-    """In their symbols, with the kinetic energy taken halfway through the friction."""
-    h, friction = 0.05, 0.2
-    p, noise_strength = np.zeros(SIZE), friction / h
-    xi = [noise_strength]
-
-    def move(call, gradient, history, z):
-        nonlocal p
-        p = p - xi[-1] * p * h - gradient * h + np.sqrt(2 * noise_strength * h) * z
-        xi.append(xi[-1] + ((1 - xi[-1] * h / 2) * (p @ p) / SIZE - 1) * h)
-        return p * h
-
-    trace = follow(build("sgnht", h, friction=friction), 40)
-    assert_moves(trace, move)
-    np.testing.assert_allclose(thermostats(trace), np.multiply(xi, h), rtol=1e-10)
-    assert np.ptp(xi) * h > 0.01 and max(xi) * h < 1
-
-
-def test_changing_step_sizes_and_the_largest_friction():
-    """A step of no length leaves the thermostat as it is, and the next one starts from rest."""
+    A step of no length leaves the thermostat as it is, and the next one starts from rest.
+    """
     friction, sizes = 0.4, 0.25 * FACTORS[:40]
     sizes[[10, 11, 25]] = 0
     velocity, xi = np.zeros(SIZE), [friction]
@@ -62,7 +43,8 @@ def test_changing_step_sizes_and_the_largest_friction():
     moved = np.any(np.diff(trace.positions, axis=0) != 0, axis=1)
     np.testing.assert_array_equal(moved, sizes > 0)
     np.testing.assert_allclose(trace.positions, textbook(move, trace.noise), rtol=1e-9)
-    np.testing.assert_allclose(thermostats(trace), xi, rtol=1e-9)
+    thermostats = [float(state.memory.thermostat) for state in trace.states]
+    np.testing.assert_allclose(thermostats, xi, rtol=1e-9)
     assert 1 in xi
 
 
@@ -71,9 +53,8 @@ def chains(num_chains, num_steps, every=10):
 
     Chains start from the target; the first fifth is left out.
     """
-    tx: Any = optax_smile.sgnht(
-        STEP_SIZE, num_data=1, prior_precision=0.0, friction=FRICTION, key=0
-    )
+    options: Any = {"num_data": 1, "prior_precision": 0.0, "friction": FRICTION, "key": 0}
+    tx: Any = optax_smile.sgnht(STEP_SIZE, **options)
     precisions = jnp.asarray(PRECISIONS, jnp.float32)
 
     def chain(noise, key):
@@ -92,16 +73,15 @@ def chains(num_chains, num_steps, every=10):
         return jax.tree.map(lambda values: values[num_steps // 5 :: every], path)
 
     keys = jax.random.split(jax.random.key(1), (len(NOISES), num_chains))
-    noises = jnp.asarray(NOISES, jnp.float32)
-    both = jax.vmap(jax.vmap(chain, in_axes=(None, 0)))
-    return jax.tree.map(lambda values: np.asarray(values, float), jax.jit(both)(noises, keys))
+    both = jax.jit(jax.vmap(jax.vmap(chain, in_axes=(None, 0))))
+    found = both(jnp.asarray(NOISES, jnp.float32), keys)
+    return jax.tree.map(lambda values: np.asarray(values, float), found)
 
 
 def in_standard_errors(values, expected):
     """How far the mean of `[chain, draw]` is off, by the chains' own effective sample size."""
     size = diagnostics.ess(values, method="mean")
     error = values.std() / np.sqrt(size)
-    # The comparison says something.
     assert error < 0.01 * expected
     return (values.mean() - expected) / error
 
@@ -129,7 +109,6 @@ def test_a_chain_from_a_bad_start_comes_back():
         return (optax.apply_updates(x, updates), state), None
 
     start = jnp.full(8, 1e4)
-    run = jax.jit(lambda x, state: jax.lax.scan(call, (x, state), length=1000)[0])
-    x, state = run(start, tx.init(start))
+    x, state = jax.lax.scan(call, (start, tx.init(start)), length=1000)[0]
     assert optax_smile.stats(state).num_nonfinite == 0
     assert np.abs(x).max() < 5 and state.memory.thermostat < 1

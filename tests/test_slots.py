@@ -18,8 +18,8 @@ from optax_smile.stages.guardrail import guardrail
 from optax_smile.stages.momentum import microcanonical
 from optax_smile.stages.preconditioner import Preconditioner, identity, moving_variance, whiten
 
+LOSSES = 2.0 + 0.1 * np.arange(8)
 PARAMS = {"w": jnp.arange(1.0, 7).reshape(2, 3) / 4, "b": jnp.full(3, 0.5)}
-NAIVE: Any = {"tuner": None, "decoherence_length": None, "num_data": 10}
 
 
 class Fixed(NamedTuple):
@@ -41,29 +41,20 @@ def fixed_scale(known) -> Preconditioner:
 
 
 def path(tx, num_gradients=8) -> Any:
-    calls = [
-        (jax.tree.map(lambda x, call=call: jnp.sin(9 * x + 2 * call), PARAMS), 2.0 + 0.1 * call)
-        for call in range(num_gradients)
-    ]
+    grads = [jax.tree.map(lambda x, n=n: jnp.sin(9 * x + 2 * n), PARAMS) for n in range(8)]
     with jax.disable_jit():
-        return follow(tx, PARAMS, calls)[0]
+        return follow(tx, PARAMS, list(zip(grads, LOSSES, strict=True))[:num_gradients])[0]
 
 
 def composed(preconditioner):
-    return compose(
-        "mine",
-        Potential(10),
-        preconditioner=preconditioner,
-        momentum=microcanonical("mine", "leapfrog"),
-        guardrail=guardrail("mine"),
-        step_size=0.1,
-    )
+    stages = {"momentum": microcanonical("mine", "leapfrog"), "guardrail": guardrail("mine")}
+    return compose("mine", Potential(10), preconditioner=preconditioner, step_size=0.1, **stages)
 
 
 def test_a_preconditioner_of_ones_own():
     """A scale of one changes nothing; another one moves along u / s."""
     ones = jax.tree.map(jnp.ones_like, PARAMS)
-    expected = path(optax_smile.smile(0.1, **NAIVE))
+    expected = path(optax_smile.smile(0.1, tuner=None, decoherence_length=None, num_data=10))
     for own in (identity(), fixed_scale(ones)):
         chex.assert_trees_all_close(path(composed(own)), expected, rtol=1e-5, atol=1e-6)
     moved = path(composed(fixed_scale({"w": 10 * ones["w"], "b": ones["b"]})), 1)
@@ -77,19 +68,17 @@ def test_the_papers_samplers(name):
     tx = getattr(optax_smile.published, name)(0.1, **prior)
     # What the summary of a run judges rejections and drifts by.
     told: Any = _settings.of(tx, PARAMS)
-    naive = name.endswith("naive")
+    naive, state = name.endswith("naive"), tx.init(PARAMS)
     assert told["name"] == f"published.{name}" and told["integrator"] == "minimal_norm"
     assert told["reject_quantile"] == (None if naive else 0.98)
     assert told["tuner"] is None if naive else told["tuner"]["name"] == "quantile_tuner"
-    state: Any = tx.init(PARAMS)
     assert state.gradients_per_step == 2 and state.key is None
     if name.startswith("psmile"):
-        expected = jax.tree.structure(moving_variance().init(PARAMS))
-        assert jax.tree.structure(state.preconditioner) == expected
+        chex.assert_trees_all_equal_structs(state.preconditioner, moving_variance().init(PARAMS))
         assert np.abs(path(tx)["b"] - 0.5).max() > 0.01
-        return
-    options = PAPER | ({"tuner": None, "reject_quantile": None} if naive else {})
-    chex.assert_trees_all_equal(path(tx), path(optax_smile.smile(0.1, **options, **prior)))
+    else:
+        options = PAPER | ({"tuner": None, "reject_quantile": None} if naive else {})
+        chex.assert_trees_all_equal(path(tx), path(optax_smile.smile(0.1, **options, **prior)))
 
 
 def test_the_papers_samplers_know_the_posterior():
