@@ -6,11 +6,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
+from runs import follow
 
 import optax_smile
-from optax_smile.stages import evidence, products
 
 # Long loops of few numbers run twice as fast.
 OPTIMIZED = True
@@ -39,19 +38,8 @@ def mean_loss(params, rows):
     return jnp.mean((FEATURES[rows] @ params - TARGETS[rows]) ** 2) / 2
 
 
-def follow(tx, key, params, gradient, calls):
-    """Draws, stats and lengths of the updates of a chain whose gradients are a function."""
-    state: Any = tx.init(params)
-    state = optax.tree.set(state, key=jax.random.key_data(key))
-
-    def call(carry, count):
-        params, state = carry
-        updates, state = tx.update(gradient(params, count), state, params)
-        params = optax.apply_updates(params, updates)
-        draw = optax_smile.last_accepted(state, params)
-        return (params, state), (draw, optax_smile.stats(state), jnp.linalg.norm(updates))
-
-    return jax.lax.scan(call, (params, state), calls)[1]
+def seen(state, draw, updates):
+    return draw, optax_smile.stats(state), jnp.linalg.norm(updates)
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +53,7 @@ def told():
             rows = order.reshape(NUM_BATCHES, -1)[count % NUM_BATCHES]
             return jax.grad(mean_loss)(params, rows) * factors[count] + offsets[count]
 
-        return follow(tx, key, start, gradient, CALL)
+        return follow(tx, key, start, gradient, CALL, seen)
 
     keys = jax.random.split(jax.random.key(1), NUM_CHAINS)
     given = [np.stack(x).astype(np.float32) for x in zip(*RUNS.values(), strict=True)]
@@ -100,7 +88,7 @@ def test_a_chain_that_has_arrived_is_silent():
             return curvature * params + noise * drawn
 
         params, own = jax.random.normal(key, (6,)) / jnp.sqrt(curvature), jax.random.fold_in(key, 0)
-        return follow(tx, own, params, gradient, jnp.arange(1, 3001))[1].on_its_way
+        return follow(tx, own, params, gradient, jnp.arange(1, 3001), seen)[1].on_its_way
 
     program = jax.jit(jax.vmap(jax.vmap(chain, (None, 0)), (0, None)))
     keys = jax.random.split(jax.random.key(2), 100)
@@ -140,13 +128,5 @@ def test_gradients_of_zero_do_not_throw_the_chain_out(told):
 def test_a_flat_likelihood_is_sampled_all_the_same():
     """After some patience the gradients of the prior count, so that a chain can sample it."""
     tx, key = optax_smile.smile(num_data=10, prior_precision=4.0, key=0), jax.random.key(0)
-    draws, *_ = follow(tx, key, jnp.ones(20), lambda *_: jnp.zeros(20), jnp.arange(20_000))
+    draws = follow(tx, key, jnp.ones(20), lambda *_: jnp.zeros(20), jnp.arange(20_000))
     assert np.mean(np.asarray(draws)[5000:] ** 2) == pytest.approx(0.25, rel=0.15)
-
-
-def test_the_turn_rate_is_what_the_gradient_turns():
-    """Of a gradient across u all, along it downhill little, uphill all."""
-    sums = products.Sums(*(jnp.float32(x) for x in (1, 0, 16.0, 1, 1, *[0] * 5)))
-    for cosine, share in ((0.0, 1.0), (0.6, 0.64), (1.0, 0.03), (-1.0, 1.0)):
-        rate = evidence.turn_rate(sums, jnp.float32(cosine), 9)
-        assert rate == pytest.approx(4 / 8 * share, rel=1e-5)

@@ -1,7 +1,7 @@
-"""Four training loops whose argument `tx` is a sampler, and what else holds states and parameters.
+"""Training loops whose `tx` is a sampler, and what else holds states and parameters.
 
-They are those of any optimizer: AdamW ignores the `value=loss` that three of them pass, as
-everything does that `optax.chain` makes. `TrainState.apply_gradients` can pass no value.
+They are those of any optimizer, which ignores the `value=loss`. `TrainState.apply_gradients` can
+pass none.
 """
 
 from typing import Any
@@ -43,24 +43,6 @@ def train(step, *carry):
     return losses, *carry
 
 
-def optax_loop(tx):
-    keys = jax.random.split(jax.random.key(0))
-    hidden = jax.random.normal(keys[0], (10, 8)) / 3
-    start = {"hidden": hidden, "output": jax.random.normal(keys[1], (8,)) / 3}
-
-    def loss_fn(params, inputs, targets):
-        return loss_of(jnp.tanh(inputs @ params["hidden"]) @ params["output"], targets)
-
-    @jax.jit
-    def step(params, state, inputs, targets):
-        loss, grads = jax.value_and_grad(loss_fn)(params, inputs, targets)
-        updates, state = tx.update(grads, state, params, value=loss)
-        return optax.apply_updates(params, updates), state, loss
-
-    losses, params, state = train(step, start, tx.init(start))
-    return losses, start, params, state, loss_fn
-
-
 def train_state_loop(tx):
     model = linen.Sequential([linen.Dense(8), jnp.tanh, linen.Dense(1), jnp.ravel])
     start = model.init(jax.random.key(0), INPUTS)["params"]
@@ -75,33 +57,6 @@ def train_state_loop(tx):
 
     losses, state = train(step, TrainState.create(apply_fn=model.apply, params=start, tx=tx))
     return losses, start, state.params, state.opt_state, loss_fn
-
-
-def nnx_loop(tx):
-    rngs = nnx.Rngs(0)
-    layers = nnx.Linear(10, 8, rngs=rngs), jnp.tanh, nnx.Linear(8, 1, rngs=rngs), jnp.ravel
-    model = nnx.Sequential(*layers)
-    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-    start = jax.tree.map(jnp.copy, nnx.as_pure(nnx.state(model, nnx.Param)))
-
-    def loss_fn(model, inputs, targets):
-        return loss_of(model(inputs), targets)
-
-    @nnx.jit
-    def step(model, optimizer, inputs, targets):
-        loss, grads = nnx.value_and_grad(loss_fn)(model, inputs, targets)
-        optimizer.update(model, grads, value=loss)
-        return loss
-
-    losses = [step(model, optimizer, INPUTS[rows], TARGETS[rows]) for rows in BATCHES]
-
-    def loss_at(params, inputs, targets):
-        copy = nnx.clone(model)
-        nnx.update(copy, params)
-        return loss_fn(copy, inputs, targets)
-
-    params = nnx.as_pure(nnx.state(model, nnx.Param))
-    return losses, start, params, optimizer.opt_state, loss_at
 
 
 def equinox_loop(tx):
@@ -128,7 +83,7 @@ def equinox_loop(tx):
     return losses, start, params, state, loss_at
 
 
-@pytest.mark.parametrize("loop", [optax_loop, train_state_loop, nnx_loop, equinox_loop])
+@pytest.mark.parametrize("loop", [train_state_loop, equinox_loop])
 def test_one_line_swap(loop):
     losses, start, params, state, loss_at = loop(SAMPLER)
     assert np.all(np.isfinite(losses))
@@ -144,9 +99,6 @@ def test_one_line_swap(loop):
     batch = INPUTS[BATCHES[-1]], TARGETS[BATCHES[-1]]
     np.testing.assert_allclose(loss_at(last, *batch), losses[-1], rtol=1e-4)
     assert abs(loss_at(params, *batch) / losses[-1] - 1) > 1e-3
-
-
-# `last_accepted` of what loops hold besides the parameters of the sampler.
 
 
 def test_an_nnx_optimizer_and_a_state_with_more_in_it():

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import runs
 from test_contract import CASES, GRADIENTS, PARAMS, SAMPLERS, SHARED, follow, injected, make
 
 import optax_smile
@@ -44,19 +45,12 @@ def test_a_gaussian_function_is_the_gaussian_prior(case):
             assert optax.tree.norm(optax.tree.sub(other, params)) > 1e-4, change
 
 
-def draws_of(tx, params, num_steps, num_chains=16, num_warmup=500):
+def draws_of(tx, params, num_steps, num_chains=16):
     """Draws `[chain, step, d]` of the prior alone: the loss is zero."""
 
     def chain(key):
-        state = optax.tree.set(tx.init(params), key=jax.random.key_data(key))
-
-        def call(carry, _):
-            at, state = carry
-            updates, state = tx.update(jnp.zeros_like(at), state, at, value=jnp.zeros(()))
-            after = optax.apply_updates(at, updates)
-            return (after, state), optax_smile.last_accepted(state, after)
-
-        return jax.lax.scan(call, (params, state), length=num_warmup + num_steps)[1][num_warmup:]
+        calls = jnp.arange(num_steps)
+        return runs.follow(tx, key, params, lambda x, _: jnp.zeros_like(x), calls, value=0.0)
 
     return np.asarray(jax.jit(jax.vmap(chain))(jax.random.split(jax.random.key(0), num_chains)))
 
@@ -69,7 +63,7 @@ def test_another_prior_is_sampled():
 
     prior: Any = {"prior_precision": 0, "log_prior": log_prior}
     tx = optax_smile.smile(num_data=7, tuner=optax_smile.angle_tuner(0.1), key=0, **prior)
-    draws = draws_of(tx, jnp.linspace(-2, 2, 20), 2_000)
+    draws = draws_of(tx, jnp.linspace(-2, 2, 20), 2_500)[:, 500:]
     for values, expected in ((draws**2, np.pi**2 / 3), (np.abs(draws), 2 * np.log(2)), (draws, 0)):
         chains = values.mean(axis=(1, 2))
         error = chains.std(ddof=1) / np.sqrt(len(chains))
@@ -84,7 +78,7 @@ def test_where_there_is_no_density_a_step_is_rejected(name, step_size):
         return jnp.where(inside, -jnp.sum(jnp.where(inside, x, 1.0)), -jnp.inf)
 
     tx: Any = SAMPLERS[name](step_size, num_data=7, prior_precision=0, log_prior=log_prior, key=0)
-    draws = draws_of(tx, jnp.ones(20), 300, num_chains=4, num_warmup=0)
+    draws = draws_of(tx, jnp.ones(20), 300, num_chains=4)
     assert (draws > 0).all() and draws.std() > 0.1
 
 

@@ -1,13 +1,13 @@
 """The energy, its gradient and the prior's part of its change, against float64."""
 
-from typing import Any, cast
+from typing import Any
 
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
+from runs import follow
 
 import optax_smile
 from optax_smile import _tree, potential
@@ -123,15 +123,11 @@ def test_samplers_sample_a_prior_of_trees(name, given):
     prior: Any = {"prior_mean": {"w": mean}, "prior_precision": {"w": precision}}
     tx = getattr(optax_smile, name)(*given, num_data=1, key=0, **prior)
 
-    def call(carry, count):
-        params, state = carry
-        drawn = jax.random.normal(jax.random.fold_in(jax.random.key(1), count), (20,))
-        updates, state = tx.update({"w": 0.3 * drawn}, state, params)
-        params = optax.apply_updates(params, updates)
-        return (params, state), cast(Any, params)["w"]
+    def gradient(params, call):
+        drawn = jax.random.normal(jax.random.fold_in(jax.random.key(1), call), (20,))
+        return {"w": 0.3 * drawn}
 
-    carry = {"w": mean}, tx.init({"w": mean})
-    path = jax.jit(lambda carry: jax.lax.scan(call, carry, jnp.arange(40_000))[1])(carry)
+    path: Any = follow(tx, jax.random.key(0), {"w": mean}, gradient, jnp.arange(40_000))["w"]
     draws = np.asarray(path, float)[5000:].reshape(-1, 2, 10)
     np.testing.assert_allclose(draws.mean(axis=(0, 2)), [5, -3], atol=0.15)
     np.testing.assert_allclose(draws.std(axis=0).mean(axis=1), [1, 0.5], rtol=0.12)

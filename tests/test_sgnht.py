@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
+import runs
 from test_langevin import FACTORS, SIZE, build, follow, textbook
 
 import optax_smile
@@ -60,16 +60,14 @@ def chains(num_chains, num_steps, every=10):
     def chain(noise, key):
         start_key, own_key, key = jax.random.split(key, 3)
         x = jax.random.normal(start_key, (len(PRECISIONS),)) / jnp.sqrt(precisions)
-        state = optax.tree.set(tx.init(x), key=jax.random.key_data(own_key))
 
-        def call(carry, key):
-            x, state = carry
-            gradient = precisions * x + noise * jax.random.normal(key, x.shape)
-            updates, state = tx.update(gradient, state, x)
-            x: Any = optax.apply_updates(x, updates)
-            return (x, state), (precisions * x**2, state.memory)
+        def gradient(x, key):
+            return precisions * x + noise * jax.random.normal(key, x.shape)
 
-        path = jax.lax.scan(call, (x, state), jax.random.split(key, num_steps))[1]
+        def see(state, x, _):
+            return precisions * x**2, state.memory
+
+        path = runs.follow(tx, own_key, x, gradient, jax.random.split(key, num_steps), see)
         return jax.tree.map(lambda values: values[num_steps // 5 :: every], path)
 
     keys = jax.random.split(jax.random.key(1), (len(NOISES), num_chains))
@@ -101,14 +99,10 @@ def test_variance_and_friction_with_noise_of_unknown_strength():
 
 def test_a_chain_from_a_bad_start_comes_back():
     """Without the bound of one the first steps would leave a friction that makes chains explode."""
-    tx: Any = optax_smile.sgnht(0.3, num_data=1, prior_precision=0.0, key=0)
-
-    def call(carry, _):
-        x, state = carry
-        updates, state = tx.update(x, state, x)
-        return (optax.apply_updates(x, updates), state), None
-
-    start = jnp.full(8, 1e4)
-    x, state = jax.lax.scan(call, (start, tx.init(start)), length=1000)[0]
+    tx, start = optax_smile.sgnht(0.3, num_data=1, prior_precision=0.0, key=0), jnp.full(8, 1e4)
+    seen = runs.follow(
+        tx, jax.random.key(0), start, lambda x, _: x, jnp.arange(1000), lambda *x: x[:2]
+    )
+    state, x = jax.tree.map(lambda values: values[-1], seen)
     assert optax_smile.stats(state).num_nonfinite == 0
     assert np.abs(x).max() < 5 and state.memory.thermostat < 1

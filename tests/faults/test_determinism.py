@@ -8,43 +8,30 @@ hand (`test_sampling.py`), jitted against eager calls (`test_contract.py`).
 
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+from runs import NUM_DATA, mean_loss, run
 
 import optax_smile
 
-CHAINS, WIDTH, NUM_DATA = 4, 8, 120
-DEFAULTS: dict[str, Any] = {"num_warmup": 40, "num_draws": 10, "thin": 4, "key": jax.random.key(3)}
 
-
-def loss(params, batch, *, key):
+def noisy_loss(params, batch, *, key):
     x, y = batch
-    hidden = jnp.tanh(x @ params["in"] + params["bias"][None])
-    kept = jax.random.bernoulli(key, 0.9, hidden.shape)
-    return jnp.mean((jnp.where(kept, hidden, 0) @ params["out"] - y) ** 2) / 2
-
-
-def run(**arguments) -> Any:
-    generator = np.random.default_rng(0)
-    x = generator.normal(size=(6, 20, 3)).astype(np.float32)
-    shapes = {"in": (CHAINS, 3, WIDTH), "bias": (CHAINS, WIDTH), "out": (CHAINS, WIDTH)}
-    start = {k: jnp.float32(generator.normal(size=shape)) for k, shape in shapes.items()}
-    batches = list(zip(x, np.sin(x.sum(axis=-1)), strict=True))
-    options: Any = DEFAULTS | {"stochastic": True, "progress": False} | arguments
-    sampler = optax_smile.psmile(num_data=NUM_DATA, key=0)
-    return optax_smile.sample(loss, start, batches, sampler, **options)
+    return mean_loss(params, (jnp.where(jax.random.bernoulli(key, 0.9, x.shape), x, 0), y))
 
 
 def test_bits_where_a_thread_reads_and_on_disk(tmp_path):
     """The trace on disk has the draws alone, with their steps, and numbers of Python."""
-    usual = run()
-    for got in (run(prefetch=2), run(directory=tmp_path / "run")):
-        assert set(got.params) == set(usual.params)
-        assert set(got.trace) - set(usual.trace) <= {"step"} and set(usual.trace) <= set(got.trace)
-        for field, values in usual.params.items():
-            np.testing.assert_array_equal(got.params[field], values, field)
-            assert got.params[field].dtype == values.dtype
+    sampler = optax_smile.psmile(num_data=NUM_DATA, key=0)
+    others = {}, {"prefetch": 2}, {"directory": tmp_path / "run"}
+    common: Any = {"loss": noisy_loss, "sampler": sampler, "stochastic": True}
+    usual, *found = (run(**common | x) for x in others)
+    for got in found:
+        jax.tree.map(np.testing.assert_array_equal, got.params, usual.params)
+        chex.assert_trees_all_equal_shapes_and_dtypes(got.params, usual.params)
+        assert set(usual.trace) <= set(got.trace) <= {*usual.trace, "step"}
         for field, values in usual.trace.items():
-            values, found = np.asarray(values), np.asarray(got.trace[field])
-            np.testing.assert_array_equal(found, values[:, -found.shape[1] :], field)
+            values, on_disk = np.asarray(values), np.asarray(got.trace[field])
+            np.testing.assert_array_equal(on_disk, values[:, -on_disk.shape[1] :], field)

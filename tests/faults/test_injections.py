@@ -4,8 +4,9 @@ A case is data: what is written over which numbers, from which call on and for h
 of a sampler are one compiled program, in which every poisoned chain has a sound neighbour.
 """
 
+import collections
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -62,20 +63,12 @@ SAMPLE = ("psmile", "published.psmile", "psgld", "sgnht", "scale_adapted_sghmc")
 LAST, MOST_ACCEPTED = 100, 0.9
 
 
-class Fault(NamedTuple):
-    """What is broken in a run; with a length of zero nothing."""
-
-    number: Any
-    multiplies: Any
-    gradient: Any
-    value: Any
-    batch: Any
-    start: Any
-    length: Any
-    clip: Any
+# What is broken in a run; with a length of zero nothing.
+FIELDS = "number multiplies gradient value batch start length clip"
+Fault: Any = collections.namedtuple("Fault", FIELDS)
 
 
-def draw_fault(generator, place: str) -> Fault:
+def draw_fault(generator, place: str):
     value, multiplies = WRITTEN[generator.integers(len(WRITTEN))]
     leaf = generator.choice(["w", "b"])
     mask = {name: np.full(x.shape, place == "gradient") for name, x in START.items()}
@@ -98,7 +91,7 @@ def program(name: str) -> Any:
     """Run chains: of keys and faults, whether all is finite, the energy and the step size."""
     tx: Any = MAKE[name]()
 
-    def chain(key, fault: Fault):
+    def chain(key, fault):
         state = tx.init(START)
         if optax.tree.get(state, "key") is not None:
             state = optax.tree.set(state, key=jax.random.key_data(key))
@@ -133,7 +126,7 @@ def program(name: str) -> Any:
     return jax.jit(jax.vmap(chain))
 
 
-def run(name: str, faults: list[Fault]) -> tuple[Any, Any]:
+def run(name: str, faults: list) -> tuple[Any, Any]:
     """End and calls `[2 * fault, ...]` of pairs of chains, without the faults and with them.
 
     Of each pair the first one is poisoned.
@@ -150,11 +143,6 @@ def late(values):
     return np.mean(values[:, -LAST:], axis=1)
 
 
-def is_followed(name: str, fault: Fault) -> bool:
-    """Whether a sampler follows a finite gradient however large, as its equation says."""
-    return name in LANGEVIN and fault.multiplies and not fault.clip and not fault.value
-
-
 @pytest.mark.parametrize(
     "name", [x if x in SAMPLE else pytest.param(x, marks=pytest.mark.nightly) for x in MAKE]
 )
@@ -162,7 +150,7 @@ def test_injections(name, full, record):
     """No parameter is lost, no neighbour disturbed, no number that is not finite uncounted.
 
     A single fault is forgotten 350 gradients later: energy and step size are those of the chains
-    without one, but for what `is_followed`. After a burst, too, steps are accepted again.
+    without one, but where it is followed. After a burst, too, steps are accepted again.
     """
     generator = np.random.default_rng(1)
     # Every place in turn.
@@ -182,7 +170,8 @@ def test_injections(name, full, record):
         if not np.isfinite(fault.number) and not fault.clip:
             silent += poisoned["num_nonfinite"][case, -1] != fault.length
         told, bound = (case, fault, energies[case], ratios[case]), 1.1 * usual
-        if is_followed(name, fault):
+        # As its equation says it follows a finite gradient however large.
+        if name in LANGEVIN and fault.multiplies and not fault.clip and not fault.value:
             highest = np.max(poisoned["energy"][case]) / 10
             bound = 1.1 * np.max(sound["energy"]) if name in ADAPTIVE else max(highest, bound)
         else:
