@@ -11,7 +11,7 @@ import importlib
 import inspect
 import pkgutil
 import warnings
-from typing import Any
+from typing import Any, NamedTuple
 
 import chex
 import jax
@@ -22,7 +22,12 @@ import pytest
 from paper import PAPER
 
 import optax_smile
-from optax_smile import published, samplers
+from optax_smile import _settings, published, samplers
+from optax_smile.potential import Potential
+from optax_smile.samplers._microcanonical import compose
+from optax_smile.stages.guardrail import guardrail
+from optax_smile.stages.momentum import microcanonical
+from optax_smile.stages.preconditioner import Preconditioner, identity, moving_variance, whiten
 
 # A scale within the few calls of a test: see conftest.py.
 SHORT_WINDOWS = True
@@ -37,7 +42,7 @@ W, B = (jnp.asarray(RNG.normal(size=shape), jnp.float32) for shape in ((4, 8), 8
 PARAMS = {"layer": {"w": W, "b": B}}
 # Of calls without a model: gradients and losses.
 GRADIENTS = [
-    (jax.tree.map(lambda x: jnp.asarray(RNG.normal(size=x.shape), x.dtype), PARAMS), loss)
+    (jax.tree.map(lambda x: jnp.float32(RNG.normal(size=x.shape)), PARAMS), loss)
     for loss in (2.0, 2.1, np.nan, 1.9)
 ]
 apply_updates: Any = optax.apply_updates
@@ -94,8 +99,7 @@ def make(case, **changes) -> Any:
 
 
 def with_step_size(case, step_size, **changes) -> Any:
-    """A sampler that takes its steps from a schedule or a number."""
-    tuner = {"tuner": None} if accepts(CASES[case][0], "tuner") else {}
+    tuner = {"tuner": None} if "rich" in case else {}
     return make(case, step_size=step_size, **tuner, **changes)
 
 
@@ -234,10 +238,7 @@ def test_update_keeps_nothing(case):
     tx, trees = make(case), [PARAMS, {"other": jnp.ones(3)}]
 
     def types_after(tx, tree):
-        def calls(tree):
-            return tx.update(tree, tx.init(tree), tree, value=1.0)
-
-        return types(jax.eval_shape(calls, tree))
+        return types(jax.eval_shape(lambda x: tx.update(x, tx.init(x), x, value=1.0), tree))
 
     expected = [types_after(make(case), tree) for tree in trees]
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
@@ -407,3 +408,53 @@ def test_donated_buffers(case):
     jax.block_until_ready(step(start))
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(start))
     assert 0 < jax.random.uniform(key) < 1
+
+
+class Fixed(NamedTuple):
+    """A scale that was known before."""
+
+    known: Any
+
+    def inverse_scale(self):
+        return jax.tree.map(jnp.reciprocal, self.known)
+
+
+def test_a_preconditioner_of_ones_own(no_jit):
+    """A scale of one changes nothing; another one moves along u / s."""
+    stages: Any = {"momentum": microcanonical("mine", "leapfrog"), "guardrail": guardrail("mine")}
+
+    def end(w, calls=GRADIENTS, own=None):
+        scale = Fixed({"layer": {"w": jnp.full_like(W, w), "b": jnp.ones_like(B)}})
+        fixed = Preconditioner(lambda _: scale, whiten, lambda *_: None, lambda state, *_: state)
+        own = own or fixed
+        tx = compose("mine", Potential(10), preconditioner=own, step_size=0.1, **stages)
+        return follow(tx, PARAMS, calls)[0]
+
+    plain = optax_smile.smile(0.1, tuner=None, decoherence_length=None, num_data=10)
+    expected = follow(plain, PARAMS, GRADIENTS)[0]
+    for found in (end(1), end(1, own=identity())):
+        chex.assert_trees_all_close(found, expected, rtol=1e-5, atol=1e-6)
+    moved = optax.tree.sub(end(100, GRADIENTS[:1]), PARAMS)["layer"]
+    assert np.abs(moved["w"]).max() < 0.2 * np.abs(moved["b"]).max()
+
+
+@pytest.mark.parametrize("name", ["smile", "psmile", "smile_naive", "psmile_naive"])
+def test_the_papers_samplers(name, no_jit):
+    """The paper's arguments of `smile`; `psmile` has another preconditioner."""
+    prior = {"prior_mean": 0.5, "prior_precision": 2.0, "temperature": 3.0, "num_data": 10}
+    tx = getattr(published, name)(0.1, **prior)
+    # What the summary of a run judges rejections and drifts by.
+    told: Any = _settings.of(tx, PARAMS)
+    naive, state = name.endswith("naive"), tx.init(PARAMS)
+    assert told["name"] == f"published.{name}" and told["integrator"] == "minimal_norm"
+    assert told["reject_quantile"] == (None if naive else 0.98)
+    assert told["tuner"] is None if naive else told["tuner"]["name"] == "quantile_tuner"
+    assert state.gradients_per_step == 2 and state.key is None
+    params, *_ = follow(tx, PARAMS, GRADIENTS)
+    assert all_moved(params)
+    if name.startswith("psmile"):
+        chex.assert_trees_all_equal_structs(state.preconditioner, moving_variance().init(PARAMS))
+    else:
+        options = PAPER | ({"tuner": None, "reject_quantile": None} if naive else {})
+        expected, *_ = follow(optax_smile.smile(0.1, **options, **prior), PARAMS, GRADIENTS)
+        assert_equal(params, expected)

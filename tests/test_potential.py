@@ -27,7 +27,6 @@ POTENTIALS = {
     "hot": Potential(num_data=50, prior_precision=2, temperature=3.0, prior_mean=0.5),
     "arrays": Potential(num_data=30, prior_precision=ARRAYS, temperature=2.0, prior_mean=MEAN),
 }
-every_potential = pytest.mark.parametrize("name", POTENTIALS)
 
 
 def draw(seed, scale=1.0):
@@ -63,9 +62,9 @@ def mean_loss(params):
     return jnp.mean(jnp.cos(params["dense"]["kernel"])) + jnp.sum(params["scale"] ** 4) / 7
 
 
-@every_potential
-def test_energy_and_prior_change(name):
-    posterior, params, move = POTENTIALS[name], draw(0), draw(5, scale=0.1)
+@pytest.mark.parametrize("name", POTENTIALS)
+def test_energy_its_gradient_and_prior_change(name):
+    posterior, params, grads, move = POTENTIALS[name], draw(0), draw(3), draw(5, scale=0.1)
     potential.check_prior("test", posterior, params)
     loss = jnp.float32(0.731)
     got = potential.energy(posterior, loss, params)
@@ -77,11 +76,6 @@ def test_energy_and_prior_change(name):
     got = potential.energy_change(posterior, jnp.float32(-0.03), jnp.float32(1.5))
     expected = -0.03 * posterior.num_data / posterior.temperature + 1.5
     np.testing.assert_allclose(got, expected, rtol=1e-6)
-
-
-@every_potential
-def test_gradient_is_that_of_the_energy_and_of_float64(name):
-    posterior, params, grads = POTENTIALS[name], draw(2), draw(3)
     found = double(potential.gradient(posterior, grads, params))
     parts = double(grads), double(params), *weights_and_means(posterior, params)
     for got, g, x, w, m in zip(found, *parts, strict=True):

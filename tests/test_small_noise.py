@@ -3,13 +3,13 @@
 A scale or explicit noise that reckons with its full strength heats coordinates that have none.
 """
 
-from typing import Any
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
+from runs import follow
 
 import optax_smile
 
@@ -23,18 +23,12 @@ def mean_squares(sampler, centre, gradient, num_data=1):
     tx = sampler(num_data=num_data, prior_precision=0.0, key=0)
 
     def chain(key):
-        def call(carry, count):
-            params, state, total = carry
-            updates, state = tx.update(gradient(params, key, count), state, params)
-            params: Any = optax.apply_updates(params, updates)
-            return (params, state, total + (count >= NUM_CALLS // 4) * (params - centre) ** 2), None
+        of_call = functools.partial(gradient, key)
+        draws = follow(tx, key, centre, of_call, jnp.arange(NUM_CALLS))[NUM_CALLS // 4 :]
+        return jnp.mean((draws - centre) ** 2, axis=0)
 
-        state: Any = optax.tree.set(tx.init(centre), key=jax.random.key_data(key))
-        start = centre, state, jnp.zeros_like(centre)
-        return jax.lax.scan(call, start, jnp.arange(NUM_CALLS))[0][2]
-
-    totals = jax.jit(jax.vmap(chain))(jax.random.split(jax.random.key(3), NUM_CHAINS))
-    return np.asarray(totals, float).mean(0) / (NUM_CALLS - NUM_CALLS // 4)
+    found = jax.jit(jax.vmap(chain))(jax.random.split(jax.random.key(3), NUM_CHAINS))
+    return np.asarray(found, float).mean(axis=0)
 
 
 def relative_variances(sampler, spread):
@@ -43,7 +37,7 @@ def relative_variances(sampler, spread):
     precision = rotation.T @ np.diag(np.geomspace(0.2, 3.1, 6)) @ rotation
     curvature = jnp.asarray(precision, jnp.float32)
 
-    def gradient(params, key, count):
+    def gradient(key, params, count):
         drawn = jax.random.normal(jax.random.fold_in(key, count), (6,))
         return curvature @ params + spread * drawn
 
@@ -91,7 +85,7 @@ def test_permuted_batches():
         prior = (theta[0] ** 2 + jnp.sum((theta[1:] - theta[0]) ** 2)) / 2
         return jnp.mean((target[batch] - theta[1:][members[batch]]) ** 2) / 2 + prior / len(rows)
 
-    def gradient(params, key, count):
+    def gradient(key, params, count):
         order = jax.random.permutation(jax.random.fold_in(key, count // NUM_BATCHES), len(rows))
         return jax.grad(loss)(params, order.reshape(NUM_BATCHES, -1)[count % NUM_BATCHES])
 

@@ -58,7 +58,6 @@ def test_sums_keep_their_digits(shape):
 
 def test_sums_of_two_precisions():
     with jax.enable_x64(True):
-        tree = {"a": jnp.full(10, 0.1, jnp.float32), "b": jnp.full(10, 0.1, jnp.float64)}
-        (got,) = _tree.sums([tree])
+        (got,) = _tree.sums([{x: jnp.full(10, 0.1, x) for x in ("float32", "float64")}])
         assert got.dtype == jnp.float64
         np.testing.assert_allclose(got, 10 * np.float64(np.float32(0.1)) + 1, rtol=1e-7)

@@ -37,20 +37,20 @@ ROWS = RNG.integers(NUM_DATA, size=(CALLS, BATCH))
 START = {"w": jnp.zeros(NUM_WEIGHTS), "b": jnp.zeros(1)}
 
 SETTINGS: dict[str, Any] = {
-    **{"smile": {}, "psmile": {}, "mclmc": {"step_size": 0.05, "decoherence_length": 0.5}},
+    "smile": {},
+    "psmile": {},
+    "mclmc": {"step_size": 0.05, "decoherence_length": 0.5},
     "sgld": {"step_size": 1e-3},
     "psgld": {"step_size": 5e-4},
-    **dict.fromkeys(("sghmc", "sgnht"), {"step_size": 0.02}),
+    "sghmc": {"step_size": 0.02},
+    "sgnht": {"step_size": 0.02},
     "scale_adapted_sghmc": {"step_size": 0.05, "adapt_steps": 400},
     "cyclical_sgld": {"step_size": 2e-3, "total_steps": CALLS, "num_cycles": 2},
 }
+PAPERS = {f"published.{x}": x for x in ("smile", "psmile", "smile_naive", "psmile_naive")}
 MAKE = {
-    name: functools.partial(getattr(optax_smile, name), num_data=NUM_DATA, key=0, **given)
-    for name, given in SETTINGS.items()
-}
-MAKE |= {
-    f"published.{name}": functools.partial(getattr(published, name), 0.03, num_data=NUM_DATA)
-    for name in ("smile", "psmile", "smile_naive", "psmile_naive")
+    **{x: functools.partial(getattr(optax_smile, x), key=0, **y) for x, y in SETTINGS.items()},
+    **{x: functools.partial(getattr(published, y), 0.03) for x, y in PAPERS.items()},
 }
 # Without energies to judge a step by, they follow a finite gradient, however large, and return by
 # steps of their usual length. In the mass of an adaptive one it stays, so that the chain hardly
@@ -89,7 +89,7 @@ def mean_loss(params, inputs, targets):
 @functools.cache
 def program(name: str) -> Any:
     """Run chains: of keys and faults, whether all is finite, the energy and the step size."""
-    tx: Any = MAKE[name]()
+    tx: Any = MAKE[name](num_data=NUM_DATA)
 
     def chain(key, fault):
         state = tx.init(START)
@@ -170,7 +170,7 @@ def test_injections(name, full, record):
         if not np.isfinite(fault.number) and not fault.clip:
             silent += poisoned["num_nonfinite"][case, -1] != fault.length
         told, bound = (case, fault, energies[case], ratios[case]), 1.1 * usual
-        # As its equation says it follows a finite gradient however large.
+        # As its equation says, it follows a finite gradient, however large.
         if name in LANGEVIN and fault.multiplies and not fault.clip and not fault.value:
             highest = np.max(poisoned["energy"][case]) / 10
             bound = 1.1 * np.max(sound["energy"]) if name in ADAPTIVE else max(highest, bound)

@@ -1,7 +1,6 @@
-"""Trees of all kinds through samplers, and arrays through scores: kept as they are, or refused."""
+"""Trees of all kinds through samplers: kept as they are, or refused."""
 
 import dataclasses
-import inspect
 import re
 from typing import Any, NamedTuple
 
@@ -15,7 +14,6 @@ from hypothesis import strategies as st
 from test_contract import make
 
 import optax_smile
-from optax_smile import metrics
 
 FORM = re.compile(r"`[\w.]+\([\w.\[\]']+=\.\.\.\)` must be ")
 SAMPLE, FULL = 10, 300
@@ -54,25 +52,19 @@ def trees(leaves):
     )
 
 
-@pytest.fixture
-def many(full):
-    """Settings of hypothesis: the same examples in each sample."""
-    number, checks = FULL if full else SAMPLE, [*HealthCheck]  # pyright: ignore
-    quiet: Any = {"deadline": None, "database": None, "suppress_health_check": checks}
-    return settings(max_examples=number, derandomize=not full, **quiet)
-
-
 def kinds(tree):
     return jax.tree.map(lambda x: (np.shape(x), str(x.dtype)), tree)
 
 
 @pytest.mark.parametrize("name", ["psmile", "sgld", "psgld", "sghmc", "sgnht"])
-def test_a_sampler_keeps_a_tree_or_refuses_it(name, many):
-    """And a direction stays one."""
+def test_a_sampler_keeps_a_tree_or_refuses_it(name, full):
+    """And a direction stays one; the same examples in each sample."""
+    number, checks = FULL if full else SAMPLE, [*HealthCheck]  # pyright: ignore
+    quiet: Any = {"deadline": None, "database": None, "suppress_health_check": checks}
     tx: Any = make(name)
     empty = np.full(3, 0.5, np.float32), np.zeros((2, 0), np.float32)
 
-    @many
+    @settings(max_examples=number, derandomize=not full, **quiet)
     @example(empty)
     @given(trees(PRECISE) | trees(PRECISE | OTHERS))
     def follow(tree):
@@ -97,31 +89,3 @@ def test_a_sampler_keeps_a_tree_or_refuses_it(name, many):
             np.testing.assert_allclose(optax.tree.norm(direction), 1, atol=1e-5)
 
     follow()
-
-
-SCORES = ("lppd", "rmse", "coverage", "crps", "accuracy", "brier", "ece", "aurc")
-NUMBERS = st.floats(-1e6, 1e6) | st.sampled_from([0.0, np.nan, np.inf, -np.inf, 1e-320])
-ARRAYS = st.one_of(
-    st.lists(NUMBERS, max_size=4),
-    st.lists(st.lists(NUMBERS, max_size=3), max_size=3),
-    st.lists(st.integers(-2, 3), max_size=4),
-    st.lists(st.text(max_size=2), max_size=2),
-    st.none(),
-)
-
-
-@pytest.mark.parametrize("name", SCORES)
-def test_a_score_is_a_number_or_an_error(name, many):
-    @many
-    @given(st.data())
-    def ask(data):
-        parameters = inspect.signature(score := getattr(metrics, name)).parameters.values()
-        needed = [x.name for x in parameters if x.default is x.empty]
-        try:
-            score = score(**{argument: data.draw(ARRAYS, argument) for argument in needed})
-        except ValueError as error:
-            assert str(error).startswith(f"`{name}(") and FORM.match(str(error))
-        else:
-            assert isinstance(score, float) and not np.isnan(score)
-
-    ask()
