@@ -125,8 +125,8 @@ DEFECTS = r"""
 + momentum=after
 # samplers/smile.py | test_potential.py
 = psmile without its noise | prior_of_trees and psmile
-- momentum.microcanonical(name, integrator, decoherence_length, key)
-+ momentum.microcanonical(name, integrator, None, key)
+- momentum.microcanonical("psmile", integrator, decoherence_length, key)
++ momentum.microcanonical("psmile", integrator, None, key)
 # published.py | test_log_prior.py
 = temperature lost | gaussian_function and published
 - Potential(num_data, prior_precision, temperature, prior_mean, log_prior)

@@ -25,7 +25,7 @@ def mean_squares(sampler, centre, gradient, num_data=1):
     def chain(key):
         of_call = functools.partial(gradient, key)
         draws = follow(tx, key, centre, of_call, jnp.arange(NUM_CALLS))[NUM_CALLS // 4 :]
-        return jnp.mean((draws - centre) ** 2, axis=0)
+        return jnp.mean((draws - centre[None]) ** 2, axis=0)
 
     found = jax.jit(jax.vmap(chain))(jax.random.split(jax.random.key(3), NUM_CHAINS))
     return np.asarray(found, float).mean(axis=0)
