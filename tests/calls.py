@@ -289,7 +289,11 @@ def placed():
     yield "parallel.step", parallel.step, given | {"per_chain": False}
     given = {"function": lambda x: x, "mesh": None, "in_axes": 0}
     yield "parallel.over_chains", parallel.over_chains, given
-    yield "parallel.split_key", parallel.split_key, {"key": KEY, "chains": 2, "mesh": None}
+    yield (
+        "parallel.split_key",
+        parallel.split_key,
+        {"key": KEY, "chains": 2, "mesh": None, "raw": True},
+    )
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("chain",))
     yield "parallel.chain_sharding", parallel.chain_sharding, {"mesh": mesh}
 

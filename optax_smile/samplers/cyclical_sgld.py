@@ -52,8 +52,8 @@ def cyclical_sgld(
     Args:
         step_size: largest eps > 0 of a cycle, see `sgld`: a number or an Optax schedule of the
             number of steps.
-        total_steps: length of the run that the cycles divide, >= 1 and >= `num_cycles`. A longer run
-            goes on in cycles of the same length.
+        total_steps: length of the run that the cycles divide, >= 1 and >= `num_cycles`. A longer
+            run goes on in cycles of the same length.
         num_cycles: number of cycles in `total_steps`, >= 1.
         exploration: share of a cycle without noise, in [0, 1).
         key: JAX key or seed, needed. Other arguments, what is returned and errors as `sgld`.
