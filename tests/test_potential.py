@@ -42,14 +42,10 @@ def double(tree):
     return [np.asarray(leaf, np.float64) for leaf in jax.tree.leaves(tree)]
 
 
-def each_leaf(prefix, tree):
-    """What a prefix has for each leaf."""
-    spread = jax.tree.map(lambda x, part: jax.tree.map(lambda _: x, part), prefix, tree)
-    return double(spread)
-
-
 def weights_and_means(posterior, params):
-    return [each_leaf(x, params) for x in (posterior.prior_precision, posterior.prior_mean)]
+    """Of each leaf, where the posterior has prefixes."""
+    for prefix in (posterior.prior_precision, posterior.prior_mean):
+        yield double(jax.tree.map(lambda x, part: jax.tree.map(lambda _: x, part), prefix, params))
 
 
 def slow_energy(posterior, loss, params):

@@ -95,14 +95,3 @@ def test_variance_and_friction_with_noise_of_unknown_strength():
         factor = (2 - 2 * friction + friction**2) / (2 - friction)
         deviation = STEP_SIZE * np.sqrt(factor / len(PRECISIONS))
         np.testing.assert_allclose(thermostat.std(), deviation, rtol=0.03)
-
-
-def test_a_chain_from_a_bad_start_comes_back():
-    """Without the bound of one the first steps would leave a friction that makes chains explode."""
-    tx, start = optax_smile.sgnht(0.3, num_data=1, prior_precision=0.0, key=0), jnp.full(8, 1e4)
-    seen = runs.follow(
-        tx, jax.random.key(0), start, lambda x, _: x, jnp.arange(1000), lambda *x: x[:2]
-    )
-    state, x = jax.tree.map(lambda values: values[-1], seen)
-    assert optax_smile.stats(state).num_nonfinite == 0
-    assert np.abs(x).max() < 5 and state.memory.thermostat < 1

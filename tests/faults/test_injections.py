@@ -126,18 +126,6 @@ def program(name: str) -> Any:
     return jax.jit(jax.vmap(chain))
 
 
-def run(name: str, faults: list) -> tuple[Any, Any]:
-    """End and calls `[2 * fault, ...]` of pairs of chains, without the faults and with them.
-
-    Of each pair the first one is poisoned.
-    """
-    pairs = [x for fault in faults for x in (fault, fault._replace(length=0))]
-    stacked: Any = jax.tree.map(lambda *x: np.stack(x), *pairs)
-    keys = jax.random.split(jax.random.key(2), len(pairs))
-    sound = program(name)(keys, stacked._replace(length=np.zeros_like(stacked.length)))
-    return jax.tree.map(np.asarray, (sound, program(name)(keys, stacked)))
-
-
 def late(values):
     """Mean of each chain over the last calls, which begin 350 after the last fault can."""
     return np.mean(values[:, -LAST:], axis=1)
@@ -156,7 +144,14 @@ def test_injections(name, full, record):
     # Every place in turn.
     places = PLACES * (200 if full else 10)
     faults = [draw_fault(generator, place) for place in places]
-    (_, sound), (_, found) = ends = run(name, faults)
+    # Of each pair of chains the first one is poisoned.
+    pairs = [x for fault in faults for x in (fault, fault._replace(length=0))]
+    broken: Any = jax.tree.map(lambda *x: np.stack(x), *pairs)
+    given = broken._replace(length=np.zeros_like(broken.length)), broken
+    keys = jax.random.split(jax.random.key(2), len(pairs))
+    (_, sound), (_, found) = ends = [
+        jax.tree.map(np.asarray, program(name)(keys, x)) for x in given
+    ]
     assert np.all(sound["finite"])
     lost = np.sum(~np.all(found["finite"], axis=1))
     for before, after in zip(*map(jax.tree.leaves, ends), strict=True):
