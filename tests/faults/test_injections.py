@@ -149,9 +149,8 @@ def test_injections(name, full, record):
     broken: Any = jax.tree.map(lambda *x: np.stack(x), *pairs)
     given = broken._replace(length=np.zeros_like(broken.length)), broken
     keys = jax.random.split(jax.random.key(2), len(pairs))
-    (_, sound), (_, found) = ends = [
-        jax.tree.map(np.asarray, program(name)(keys, x)) for x in given
-    ]
+    ends = jax.tree.map(np.asarray, [program(name)(keys, x) for x in given])
+    (_, sound), (_, found) = ends
     assert np.all(sound["finite"])
     lost = np.sum(~np.all(found["finite"], axis=1))
     for before, after in zip(*map(jax.tree.leaves, ends), strict=True):
