@@ -77,7 +77,7 @@ def equinox_loop(tx):
 
 @pytest.mark.parametrize("loop", [train_state_loop, equinox_loop])
 def test_one_line_swap(loop):
-    tx = optax_smile.psmile(num_data=100, key=0)
+    tx = optax_smile.psmile(0.5, num_data=100, key=0)
     loss, start, params, state, loss_at = loop(tx)
     chex.assert_tree_all_finite(params)
     moved = jax.tree.map(lambda x, y: bool(jnp.all(x != y)), start, params)
