@@ -1,4 +1,4 @@
-"""A small regression and runs of it, for the tests of `sample` and its directories."""
+"""A small regression and runs of it, for the tests of `sample`, and chains by hand."""
 
 import os
 import shutil
@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 import optax_smile
 
@@ -110,3 +111,20 @@ def assert_same_bits(actual: Any, expected: Any):
         assert jax.tree.structure(mine) == jax.tree.structure(other)
         for x, y in zip(jax.tree.leaves(mine), jax.tree.leaves(other), strict=True):
             assert (x.shape, x.dtype, x.tobytes()) == (y.shape, y.dtype, y.tobytes())
+
+
+def follow(tx, key, params, gradient, calls, see=None, **given) -> Any:
+    """Draws `[call, ...]` of a chain with `gradient(params, call)`, or `see(state, draw, updates)`.
+
+    Compiled as one program; `given` goes to `update`.
+    """
+    state: Any = optax.tree.set(tx.init(params), key=jax.random.key_data(key))
+
+    def step(carry, call):
+        params, state = carry
+        updates, state = tx.update(gradient(params, call), state, params, **given)
+        params = optax.apply_updates(params, updates)
+        draw = optax_smile.last_accepted(state, params)
+        return (params, state), draw if see is None else see(state, draw, updates)
+
+    return jax.lax.scan(step, (params, state), calls)[1]

@@ -11,7 +11,7 @@ import importlib
 import inspect
 import pkgutil
 import warnings
-from typing import Any
+from typing import Any, NamedTuple
 
 import chex
 import jax
@@ -22,7 +22,12 @@ import pytest
 from paper import PAPER
 
 import optax_smile
-from optax_smile import published, samplers
+from optax_smile import _settings, published, samplers
+from optax_smile.potential import Potential
+from optax_smile.samplers._microcanonical import compose
+from optax_smile.stages.guardrail import guardrail
+from optax_smile.stages.momentum import microcanonical
+from optax_smile.stages.preconditioner import Preconditioner, identity, moving_variance, whiten
 
 # A scale within the few calls of a test: see conftest.py.
 SHORT_WINDOWS = True
@@ -33,21 +38,18 @@ INPUTS = RNG.normal(size=(CALLS, 16, 4)).astype(np.float32)
 TARGETS = RNG.normal(size=(CALLS, 16, 8)).astype(np.float32)
 INPUTS[NAN_CALL, 0, 0] = np.nan
 TARGETS[OUTLIER_CALL] *= 10
-PARAMS = {
-    "layer": {
-        "w": jnp.asarray(RNG.normal(size=(4, 8)), jnp.float32),
-        "b": jnp.asarray(RNG.normal(size=8), jnp.float32),
-    }
-}
+W, B = (jnp.asarray(RNG.normal(size=shape), jnp.float32) for shape in ((4, 8), 8))
+PARAMS = {"layer": {"w": W, "b": B}}
 # Of calls without a model: gradients and losses.
 GRADIENTS = [
-    (jax.tree.map(lambda x: jnp.asarray(RNG.normal(size=x.shape), x.dtype), PARAMS), loss)
+    (jax.tree.map(lambda x: jnp.float32(RNG.normal(size=x.shape)), PARAMS), loss)
     for loss in (2.0, 2.1, np.nan, 1.9)
 ]
 apply_updates: Any = optax.apply_updates
 last_accepted: Any = optax_smile.last_accepted
 scale: Any = optax.tree.scale
 stats = optax_smile.stats
+assert_equal = chex.assert_trees_all_equal
 
 
 def accepts(fn, *names):
@@ -55,21 +57,18 @@ def accepts(fn, *names):
 
 
 def build(fn, **options) -> Any:
-    values = {"step_size": 1e-2, "num_data": 100, "decoherence_length": 1.0}
-    parameters = inspect.signature(fn).parameters.values()
-    needed = {
-        p.name: values[p.name] for p in parameters if p.default is p.empty and p.name in values
-    }
-    if accepts(fn, "key"):
-        needed["key"] = jax.random.key(0)
-    return fn(**needed | options)
+    values: Any = {"step_size": 1e-2, "num_data": 100, "decoherence_length": 1.0}
+    values["key"] = jax.random.key(0)
+    parameters = inspect.signature(fn).parameters.items()
+    needed = {name for name, x in parameters if x.default is x.empty or name == "key"}
+    return fn(**{name: x for name, x in values.items() if name in needed} | options)
 
 
 def find_samplers():
     for info in pkgutil.iter_modules(samplers.__path__, "optax_smile.samplers."):
         for name, fn in vars(importlib.import_module(info.name)).items():
-            public = inspect.isfunction(fn) and fn.__module__ == info.name and name[0] != "_"
-            if public and accepts(fn, "step_size", "num_data"):
+            is_own = inspect.isfunction(fn) and fn.__module__ == info.name
+            if is_own and name[0] != "_" and accepts(fn, "step_size", "num_data"):
                 yield name, fn
 
 
@@ -78,8 +77,8 @@ SAMPLERS = dict(find_samplers())
 OPTIONS: dict[str, Any] = {"cyclical_sgld": {"total_steps": 24, "num_cycles": 2}}
 PLAIN = {name: (fn, OPTIONS.get(name, {})) for name, fn in SAMPLERS.items()}
 # Stages that need energies, in a step of two gradients.
-RICH: Any = PAPER | {"step_size": 1e-2, "reject_momentum": "refresh"}
-RICH |= {"decoherence_length": "turning", "key": jax.random.key(0)}
+RICH: Any = PAPER | {"step_size": 1e-2, "reject_momentum": "refresh", "key": jax.random.key(0)}
+RICH["decoherence_length"] = "turning"
 CASES: dict[str, Any] = PLAIN | {
     "psmile, rich": (optax_smile.psmile, RICH),
     "published.psmile": (published.psmile, {}),
@@ -101,8 +100,7 @@ def make(case, **changes) -> Any:
 
 
 def with_step_size(case, step_size, **changes) -> Any:
-    """A sampler that takes its steps from a schedule or a number."""
-    tuner = {"tuner": None} if accepts(CASES[case][0], "tuner") else {}
+    tuner = {"tuner": None} if "rich" in case else {}
     return make(case, step_size=step_size, **tuner, **changes)
 
 
@@ -141,9 +139,6 @@ def types(tree):
     return jax.tree.map(lambda x: (x.shape, x.dtype, getattr(x, "weak_type", False)), tree)
 
 
-assert_equal = chex.assert_trees_all_equal
-
-
 def assert_close(actual, expected):
     chex.assert_trees_all_close(actual, expected, rtol=1e-3, atol=2e-4)
 
@@ -153,12 +148,8 @@ def all_moved(after):
     return all(np.any(x != y) for x, y in zip(before, jax.tree.leaves(after), strict=True))
 
 
-def fields(state):
-    for name, value in zip(state._fields, state, strict=True):
-        if jax.tree.leaves(value):
-            yield name, value
-        if hasattr(value, "_fields"):
-            yield from fields(value)
+def chain(tree, i):
+    return jax.tree.map(lambda x: x[i], tree)
 
 
 # Every sampler.
@@ -170,28 +161,13 @@ def test_samplers_are_found():
     assert all(getattr(optax_smile, name) is fn for name, fn in SAMPLERS.items())
 
 
-@every_case
-def test_a_sampler_is_a_transformation_that_shows_its_arguments(case):
-    tx = make(case, prior_precision=0.625)
-    assert isinstance(tx, optax.GradientTransformationExtraArgs)
-    assert isinstance(tx, tuple) and tuple(tx) == (tx.init, tx.update)
-    shown = repr(tx)
-    assert shown.startswith(f"{case.split(',')[0]}(")
-    assert "num_data=100" in shown and "prior_precision=0.625" in shown
-    assert shown == repr(make(case, prior_precision=0.625)) != repr(make(case))
-
-
-def chain(tree, i):
-    return jax.tree.map(lambda x: x[i], tree)
-
-
 @pytest.mark.parametrize("case", [*PLAIN, "psmile, rich"])
 def test_chains_under_jit_and_vmap_equal_eager_ones(case):
     """At the start, at a number that is not finite, at an outlier, and right after each."""
     tx, keys = make(case), jax.random.key_data(jax.random.split(jax.random.key(7), 3))
     params = jax.tree.map(lambda x: jnp.stack([x, x + 0.1, x]), PARAMS)
-    state, has_key = jax.vmap(tx.init)(params), tx.init(PARAMS).key is not None
-    if has_key:
+    state = jax.vmap(tx.init)(params)
+    if has_key := state.key is not None:
         state = optax.tree.set(state, key=keys)
     step: Any = jax.jit(jax.vmap(functools.partial(advance, tx), in_axes=(0, 0, None)))
     for call in range(CALLS):
@@ -218,10 +194,6 @@ def test_chains_under_jit_and_vmap_equal_eager_ones(case):
     assert jnp.all(first != third) or not has_key
 
 
-def cast(tree, w, b):
-    return {"layer": {"w": tree["layer"]["w"].astype(w), "b": tree["layer"]["b"].astype(b)}}
-
-
 @every_case
 def test_types_of_a_state_stay(case):
     """From shapes alone; under x64 those of the parameters, and full precision in any case."""
@@ -229,31 +201,30 @@ def test_types_of_a_state_stay(case):
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), PARAMS)
     expected = types(tx.init(PARAMS))
     assert types(tx.init(abstract)) == types(jax.eval_shape(tx.init, PARAMS)) == expected
-    grads = jax.tree.map(lambda x: x.astype(jnp.bfloat16), PARAMS)
+    grads = optax.tree.cast(PARAMS, jnp.bfloat16)
     for value in (jnp.bfloat16(1), None):
         with warnings.catch_warnings(action="ignore"):
             found = jax.eval_shape(tx.update, grads, tx.init(PARAMS), PARAMS, value=value)
         assert types(found) == (types(PARAMS), expected)
     for w, b in [("float64", "float64"), ("float64", "float32"), ("float32", "float32")]:
         with jax.enable_x64(True):
-            params = cast(PARAMS, w, b)
+            params = {"layer": {"w": W.astype(w), "b": B.astype(b)}}
             start = tx.init(params)
             after, state = jax.eval_shape(functools.partial(advance, tx), params, start, batch(0))
-            assert types(after) == types(params)
-            assert types(state) == types(start)
-            floats = {x.dtype.name for x in jax.tree.leaves(state) if "float" in str(x.dtype)}
-            assert floats == {w, b}
             told, last = jax.eval_shape(lambda *x: (stats(x[0]), last_accepted(*x)), state, after)
-            assert told.step_size.dtype == w
-            assert types(last) == types(params)
+        assert types(after) == types(last) == types(params)
+        assert types(state) == types(start)
+        floats = {x.dtype.name for x in jax.tree.leaves(state) if "float" in str(x.dtype)}
+        assert floats == {w, b}
+        assert told.step_size.dtype == w
 
 
 @every_case
 def test_half_precision_gradients(case, no_jit):
     """With so many data that num_data times the gradient leaves float16."""
-    tx = make(case, num_data=1e6)
-    grads = jax.tree.map(lambda x: x.astype(jnp.float16), PARAMS)
-    expected, _ = tx.update(cast(grads, "float32", "float32"), tx.init(PARAMS), PARAMS, value=1.0)
+    tx, grads = make(case, num_data=1e6), optax.tree.cast(PARAMS, jnp.float16)
+    single = optax.tree.cast(grads, jnp.float32)
+    expected, _ = tx.update(single, tx.init(PARAMS), PARAMS, value=1.0)
     updates, after = tx.update(grads, tx.init(PARAMS), PARAMS, value=jnp.float16(1))
     assert stats(after).num_nonfinite == 0
     chex.assert_trees_all_close(updates, expected, rtol=1e-6)
@@ -265,10 +236,7 @@ def test_update_keeps_nothing(case):
     tx, trees = make(case), [PARAMS, {"other": jnp.ones(3)}]
 
     def types_after(tx, tree):
-        def calls(tree):
-            return tx.update(tree, tx.init(tree), tree, value=1.0)
-
-        return types(jax.eval_shape(calls, tree))
+        return types(jax.eval_shape(lambda x: tx.update(x, tx.init(x), x, value=1.0), tree))
 
     expected = [types_after(make(case), tree) for tree in trees]
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
@@ -281,16 +249,12 @@ def test_update_keeps_nothing(case):
 
 
 @pytest.mark.parametrize("case", PLAIN)
-def test_a_schedule_may_touch_zero(case, no_jit):
+def test_steps_of_no_length_and_leaves_without_gradient(case, no_jit):
+    """Averages over the gradients of a dead unit's bias are zero: it takes no long steps."""
     tx = with_step_size(case, lambda count: jnp.where(count % 3 == 0, 0, 1e-2))
     params, state = run(functools.partial(advance, tx), PARAMS, tx.init(PARAMS), range(4))
     assert all_moved(params)
     chex.assert_tree_all_finite((params, last_accepted(state, params)))
-
-
-@pytest.mark.parametrize("case", PLAIN)
-def test_a_leaf_without_gradient_takes_no_long_steps(case, no_jit):
-    """Such as the bias of a dead unit: averages over its gradients are exactly zero."""
     tx = with_step_size(case, 1e-2, prior_precision=0.0)
     params, state = PARAMS, tx.init(PARAMS)
     for call in range(4):
@@ -309,24 +273,36 @@ def injected(case, **changes):
     return build(optax.inject_hyperparams(fn, static_args=static), **options | changes)
 
 
+def fields(state):
+    for name, value in zip(state._fields, state, strict=True):
+        if jax.tree.leaves(value):
+            yield name, value
+        if hasattr(value, "_fields"):
+            yield from fields(value)
+
+
 @every_case
-def test_field_names_are_unique(case):
-    tx = make(case)
-    state = tx.init(PARAMS)
+def test_a_transformation_its_arguments_and_field_names(case):
+    tx, other = make(case), make(case, prior_precision=0.625)
+    assert isinstance(tx, optax.GradientTransformationExtraArgs)
+    assert isinstance(tx, tuple) and tuple(tx) == (tx.init, tx.update)
+    shown = repr(other)
+    assert shown.startswith(f"{case.split(',')[0]}(")
+    assert "num_data=100" in shown and "prior_precision=0.625" in shown
+    assert shown == repr(make(case, prior_precision=0.625)) != repr(tx)
+    wrapped, state = injected(case), tx.init(PARAMS)
+    outer = wrapped.init(PARAMS)
     names = [name for name, _ in fields(state)]
     assert len(names) == len(set(names))
-    wrapped = injected(case)
-    outer = wrapped.init(PARAMS)
     for name, value in fields(state):
         assert_equal(optax.tree.get(state, name), value)
         assert_equal(optax.tree.get(outer, name), value)
     # Hyperparameters may be traced.
     update = functools.partial(wrapped.update, value=1.0)
     assert types(jax.eval_shape(update, PARAMS, outer, PARAMS)[1]) == types(outer)
-    names: Any = {"layer": {"w": "W", "b": "B"}}
-    mapped = optax.tree.map_params(
-        tx, lambda _, name: name, state, names, transform_non_params=lambda _: None
-    )
+    kinds: Any = {"layer": {"w": "W", "b": "B"}}
+    drop: Any = {"transform_non_params": lambda _: None}
+    mapped = optax.tree.map_params(tx, lambda _, kind: kind, state, kinds, **drop)
     assert set(jax.tree.leaves(mapped)) == {"W", "B"}
 
 
@@ -334,17 +310,16 @@ def test_field_names_are_unique(case):
 
 
 @shared_cases
-def test_value_is_optional(case, no_jit):
+def test_values_are_optional_and_other_arguments_change_nothing(case, no_jit):
     """A warning in each trace names the sampler if a stage needs energies."""
-    warns = pytest.warns(UserWarning, match="`psmile` got no `value`")
-    tx, warns = make(case), warns if "rich" in case else contextlib.nullcontext()
-    params, state = PARAMS, tx.init(PARAMS)
+    is_rich = "rich" in case
+    tx, params, state = make(case), PARAMS, make(case).init(PARAMS)
     for _ in range(2):
-        with warns:
+        warns = pytest.warns(UserWarning, match="`psmile` got no `value`")
+        with warns if is_rich else contextlib.nullcontext():
             updates, state = tx.update(PARAMS, state, params)
         params = apply_updates(params, updates)
-    assert stats(state).energy_level == 0
-    assert jnp.isnan(stats(state).energy_change)
+    assert stats(state).energy_level == 0 and jnp.isnan(stats(state).energy_change)
     assert all_moved(params)
     _, state = tx.update(PARAMS, state, params, value=1.0)
     assert stats(state).energy_level == 1
@@ -352,11 +327,8 @@ def test_value_is_optional(case, no_jit):
         warnings.simplefilter("always")
         for _ in range(3):
             jax.eval_shape(tx.update, PARAMS, state, PARAMS)
-    assert len(caught) <= 1 and ("rich" in case or not caught)
-
-
-@shared_cases
-def test_extra_arguments_and_old_keys_change_nothing(case, no_jit):
+    assert len(caught) <= 1 and (is_rich or not caught)
+    # Other arguments, and keys of before.
     tx, old = make(case, key=jax.random.key(5)), make(case, key=jax.random.PRNGKey(5))
     state = tx.init(PARAMS)
     expected = tx.update(PARAMS, state, PARAMS, value=2.0)
@@ -376,35 +348,25 @@ def test_a_given_step_size_is_the_step_size(case, no_jit):
         np.testing.assert_allclose(size, 1e-2 / (1 + call // per_step), rtol=1e-6)
         assert size.dtype == jnp.float32
     tx = with_step_size(case, 0.5)
-    state = tx.init(PARAMS)
-    assert stats(tx.update(PARAMS, state, PARAMS, value=1.0)[1]).step_size == 0.5
+    for factor in (1, 0.25):
+        state = optax.tree.set(tx.init(PARAMS), step_size_factor=jnp.float32(factor))
+        assert stats(tx.update(PARAMS, state, PARAMS, value=1.0)[1]).step_size == 0.5 * factor
     if accepts(CASES[case][0], "tuner"):
         with pytest.raises(ValueError, match=r"`psmile\(tuner=...\)` must be None"):
             make(case, step_size=0.5, tuner=optax_smile.angle_tuner())
-    state = optax.tree.set(state, step_size_factor=jnp.float32(0.25))
-    assert stats(tx.update(PARAMS, state, PARAMS, value=1.0)[1]).step_size == 0.125
-
-
-@shared_cases
-def test_inject_hyperparams_sets_the_step_size(case):
-    """Under jit as an argument, and by a schedule of the calls, where a step begins."""
-    tx = injected(case, step_size=0.25)
-
-    @jax.jit
-    def step_size_after(size):
-        state = optax.tree.set(tx.init(PARAMS), step_size=size)
-        _, after = tx.update(PARAMS, state, PARAMS, value=1.0)
-        assert types(after) == types(state)
-        return stats(after).step_size
-
-    np.testing.assert_allclose(step_size_after(jnp.float32(0.5)), 0.5, rtol=1e-5)
+    # By `inject_hyperparams`, from a schedule of the calls, and under jit as an argument.
     tx = injected(case, step_size=lambda count: 0.5**count)
-    with jax.disable_jit():
-        state = tx.init(PARAMS)
-        for call in range(3):
-            _, state = tx.update(PARAMS, state, PARAMS, value=1.0)
-            begun = call - call % 2 if "rich" in case else call
-            np.testing.assert_allclose(stats(state).step_size, 0.5**begun, rtol=1e-5)
+    state = tx.init(PARAMS)
+    for call in range(3):
+        _, state = tx.update(PARAMS, state, PARAMS, value=1.0)
+        begun = call // per_step * per_step
+        np.testing.assert_allclose(stats(state).step_size, 0.5**begun, rtol=1e-5)
+    tx = injected(case, step_size=0.25)
+    state = optax.tree.set(tx.init(PARAMS), step_size=jnp.float32(0.5))
+    with jax.disable_jit(False):
+        after: Any = jax.jit(functools.partial(tx.update, value=1.0))(PARAMS, state, PARAMS)[1]
+    assert types(after) == types(state)
+    np.testing.assert_allclose(stats(after).step_size, 0.5, rtol=1e-5)
 
 
 @shared_cases
@@ -421,23 +383,70 @@ def test_wrappers_change_nothing(case, no_jit):
     assert_close(follow(optax.MultiSteps(inner, 2), start, halves), expected)
     params, told, last = follow(inner, {"w": start["w"]}, [({"w": g["w"]}, x) for g, x in calls])
     frozen = optax.set_to_zero()
-    masked = optax.chain(
-        optax.masked(inner, {"w": True, "b": False}),
-        optax.masked(frozen, {"w": False, "b": True}),
-    )
+    of_w = optax.masked(inner, {"w": True, "b": False})
+    masked = optax.chain(of_w, optax.masked(frozen, {"w": False, "b": True}))
     labels: Any = {"w": "sampled", "b": "frozen"}
+    alone = {**params, "b": start["b"]}, told, {**last, "b": start["b"]}
     for part in (masked, optax.partition({"sampled": inner, "frozen": frozen}, labels)):
-        alone = {**params, "b": start["b"]}, told, {**last, "b": start["b"]}
         assert_close(follow(part, start, calls), alone)
 
 
 @shared_cases
 def test_donated_buffers(case):
-    key = jax.random.key(0)
-    tx, start = make(case, key=key), jax.tree.map(jnp.copy, PARAMS)
-    start = start, tx.init(start)
+    key, params = jax.random.key(0), jax.tree.map(jnp.copy, PARAMS)
+    start = params, make(case, key=key).init(params)
     step = jax.jit(lambda x: jax.tree.map(lambda x: x * jnp.ones_like(x), x), donate_argnums=0)
     # No buffer twice, none of the user's: XLA refuses the one, and takes the other away.
     jax.block_until_ready(step(start))
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(start))
     assert 0 < jax.random.uniform(key) < 1
+
+
+class Fixed(NamedTuple):
+    """A scale that was known before."""
+
+    known: Any
+
+    def inverse_scale(self):
+        return jax.tree.map(jnp.reciprocal, self.known)
+
+
+def test_a_preconditioner_of_ones_own(no_jit):
+    """A scale of one changes nothing; another one moves along u / s."""
+    stages: Any = {"momentum": microcanonical("mine", "leapfrog"), "guardrail": guardrail("mine")}
+
+    def end(w, calls=GRADIENTS, own=None):
+        scale = Fixed({"layer": {"w": jnp.full_like(W, w), "b": jnp.ones_like(B)}})
+        fixed = Preconditioner(lambda _: scale, whiten, lambda *_: None, lambda state, *_: state)
+        own = own or fixed
+        tx = compose("mine", Potential(10), preconditioner=own, step_size=0.1, **stages)
+        return follow(tx, PARAMS, calls)[0]
+
+    plain = optax_smile.smile(0.1, tuner=None, decoherence_length=None, num_data=10)
+    expected = follow(plain, PARAMS, GRADIENTS)[0]
+    for found in (end(1), end(1, own=identity())):
+        chex.assert_trees_all_close(found, expected, rtol=1e-5, atol=1e-6)
+    moved = optax.tree.sub(end(100, GRADIENTS[:1]), PARAMS)["layer"]
+    assert np.abs(moved["w"]).max() < 0.2 * np.abs(moved["b"]).max()
+
+
+@pytest.mark.parametrize("name", ["smile", "psmile", "smile_naive", "psmile_naive"])
+def test_the_papers_samplers(name, no_jit):
+    """The paper's arguments of `smile`; `psmile` has another preconditioner."""
+    prior = {"prior_mean": 0.5, "prior_precision": 2.0, "temperature": 3.0, "num_data": 10}
+    tx = getattr(published, name)(0.1, **prior)
+    # What the summary of a run judges rejections and drifts by.
+    told: Any = _settings.of(tx, PARAMS)
+    naive, state = name.endswith("naive"), tx.init(PARAMS)
+    assert told["name"] == f"published.{name}" and told["integrator"] == "minimal_norm"
+    assert told["reject_quantile"] == (None if naive else 0.98)
+    assert told["tuner"] is None if naive else told["tuner"]["name"] == "quantile_tuner"
+    assert state.gradients_per_step == 2 and state.key is None
+    params, *_ = follow(tx, PARAMS, GRADIENTS)
+    assert all_moved(params)
+    if name.startswith("psmile"):
+        chex.assert_trees_all_equal_structs(state.preconditioner, moving_variance().init(PARAMS))
+    else:
+        options = PAPER | ({"tuner": None, "reject_quantile": None} if naive else {})
+        expected, *_ = follow(optax_smile.smile(0.1, **options, **prior), PARAMS, GRADIENTS)
+        assert_equal(params, expected)

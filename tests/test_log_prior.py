@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import runs
 from test_contract import CASES, GRADIENTS, PARAMS, SAMPLERS, SHARED, follow, injected, make
 
 import optax_smile
@@ -36,30 +37,20 @@ def test_a_gaussian_function_is_the_gaussian_prior(case):
         assert told.num_rejected == told.num_nonfinite == 0
         np.testing.assert_allclose(told.energy_change, seen.energy_change, rtol=1e-3, atol=2e-3)
         # A prior around the start follows it.
-        start, here = (
-            follow(make(case, **gauss | {"prior_mean": mean}), PARAMS, calls)[0]
-            for mean in ("start", PARAMS)
-        )
-        chex.assert_trees_all_equal(start, here)
+        around = [make(case, **gauss | {"prior_mean": mean}) for mean in ("start", PARAMS)]
+        chex.assert_trees_all_equal(*(follow(tx, PARAMS, calls)[0] for tx in around))
         changes = {"prior_mean": 0.0, "prior_precision": 0.5, "temperature": 2.0, "num_data": 6}
         for change in changes.items():
             other, _, _ = follow(make(case, **gauss | dict([change])), PARAMS, calls)
             assert optax.tree.norm(optax.tree.sub(other, params)) > 1e-4, change
 
 
-def draws_of(tx, params, num_steps, num_chains=16, num_warmup=500):
+def draws_of(tx, params, num_steps, num_chains=16):
     """Draws `[chain, step, d]` of the prior alone: the loss is zero."""
 
     def chain(key):
-        state = optax.tree.set(tx.init(params), key=jax.random.key_data(key))
-
-        def call(carry, _):
-            at, state = carry
-            updates, state = tx.update(jnp.zeros_like(at), state, at, value=jnp.zeros(()))
-            after = optax.apply_updates(at, updates)
-            return (after, state), optax_smile.last_accepted(state, after)
-
-        return jax.lax.scan(call, (params, state), length=num_warmup + num_steps)[1][num_warmup:]
+        calls = jnp.arange(num_steps)
+        return runs.follow(tx, key, params, lambda x, _: jnp.zeros_like(x), calls, value=0.0)
 
     return np.asarray(jax.jit(jax.vmap(chain))(jax.random.split(jax.random.key(0), num_chains)))
 
@@ -70,9 +61,9 @@ def test_another_prior_is_sampled():
     def log_prior(x):
         return jnp.sum(-x - 2 * jnp.log1p(jnp.exp(-x)))
 
-    tuner = optax_smile.angle_tuner(0.1)
-    tx = optax_smile.smile(num_data=7, prior_precision=0, log_prior=log_prior, tuner=tuner, key=0)
-    draws = draws_of(tx, jnp.linspace(-2, 2, 20), 2_000)
+    prior: Any = {"prior_precision": 0, "log_prior": log_prior}
+    tx = optax_smile.smile(num_data=7, tuner=optax_smile.angle_tuner(0.1), key=0, **prior)
+    draws = draws_of(tx, jnp.linspace(-2, 2, 20), 2_500)[:, 500:]
     for values, expected in ((draws**2, np.pi**2 / 3), (np.abs(draws), 2 * np.log(2)), (draws, 0)):
         chains = values.mean(axis=(1, 2))
         error = chains.std(ddof=1) / np.sqrt(len(chains))
@@ -87,9 +78,8 @@ def test_where_there_is_no_density_a_step_is_rejected(name, step_size):
         return jnp.where(inside, -jnp.sum(jnp.where(inside, x, 1.0)), -jnp.inf)
 
     tx: Any = SAMPLERS[name](step_size, num_data=7, prior_precision=0, log_prior=log_prior, key=0)
-    draws = draws_of(tx, jnp.ones(20), 300, num_chains=4, num_warmup=0)
-    assert (draws > 0).all()
-    assert draws.std() > 0.1
+    draws = draws_of(tx, jnp.ones(20), 300, num_chains=4)
+    assert (draws > 0).all() and draws.std() > 0.1
 
 
 def test_a_function_has_no_precision_and_gives_a_finite_scalar():
@@ -99,16 +89,14 @@ def test_a_function_has_no_precision_and_gives_a_finite_scalar():
         with pytest.raises(ValueError, match=r"log_prior=.*that returns a scalar"):
             make("psmile", log_prior=wrong, prior_precision=0).init(PARAMS)
     with pytest.raises(ValueError, match=r"log_prior=.*finite at the parameters.*got -inf"):
-        nowhere = make("psmile", log_prior=lambda _: -jnp.inf * jnp.ones(()), prior_precision=0)
-        nowhere.init(PARAMS)
+        make("psmile", log_prior=lambda _: jnp.float32(-jnp.inf), prior_precision=0).init(PARAMS)
 
 
 def test_hyperparameters_and_settings_know_it():
     """Other functions than `static_args` are schedules to `inject_hyperparams`."""
     function: Any = {"prior_precision": 0, "log_prior": gaussian}
-    plain, tx = make("psmile", **function), injected("psmile", **function)
+    both = plain, _ = make("psmile", **function), injected("psmile", **function)
     with jax.disable_jit():
-        chex.assert_trees_all_close(
-            follow(tx, PARAMS, GRADIENTS[:2])[0], follow(plain, PARAMS, GRADIENTS[:2])[0], rtol=1e-5
-        )
+        ends = [follow(tx, PARAMS, GRADIENTS[:2])[0] for tx in both]
+    chex.assert_trees_all_close(*ends, rtol=1e-5)
     assert "gaussian" in str((_settings.of(plain, PARAMS) or {})["log_prior"])

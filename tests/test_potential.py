@@ -1,12 +1,13 @@
 """The energy, its gradient and the prior's part of its change, against float64."""
 
-from typing import Any, cast
+from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
+from runs import follow
 
 import optax_smile
 from optax_smile import _tree, potential
@@ -17,11 +18,8 @@ SHAPES = {"bias": (), "dense": {"kernel": (4, 3), "offset": (3,)}, "scale": (5,)
 # Prefixes of that tree: one number for both leaves of "dense", arrays for others.
 PREFIX = {"bias": 0.25, "dense": 3.0, "scale": 0.0}
 ARRAYS = {"bias": 0.5, "dense": 2.0, "scale": RNG.gamma(2.0, size=5)}
-MEAN = {
-    "bias": -1.0,
-    "dense": {"kernel": RNG.normal(size=(4, 3)), "offset": 3.0},
-    "scale": RNG.normal(size=5),
-}
+KERNEL = RNG.normal(size=(4, 3))
+MEAN = {"bias": -1.0, "dense": {"kernel": KERNEL, "offset": 3.0}, "scale": RNG.normal(size=5)}
 POTENTIALS = {
     "defaults": Potential(num_data=1234),
     "flat prior": Potential(num_data=50, prior_precision=0.0),
@@ -29,38 +27,30 @@ POTENTIALS = {
     "hot": Potential(num_data=50, prior_precision=2, temperature=3.0, prior_mean=0.5),
     "arrays": Potential(num_data=30, prior_precision=ARRAYS, temperature=2.0, prior_mean=MEAN),
 }
-every_potential = pytest.mark.parametrize("name", POTENTIALS)
 
 
 def draw(seed, scale=1.0):
     rng = np.random.default_rng(seed)
-    return jax.tree.map(
-        lambda shape: jnp.asarray(scale * rng.standard_normal(shape), jnp.float32),
-        SHAPES,
-        is_leaf=lambda node: isinstance(node, tuple),
-    )
+
+    def leaf(shape):
+        return jnp.asarray(scale * rng.standard_normal(shape), jnp.float32)
+
+    return jax.tree.map(leaf, SHAPES, is_leaf=lambda node: isinstance(node, tuple))
 
 
 def double(tree):
     return [np.asarray(leaf, np.float64) for leaf in jax.tree.leaves(tree)]
 
 
-def each_leaf(prefix, tree):
-    """What a prefix has for each leaf."""
-    spread = jax.tree.map(lambda x, part: jax.tree.map(lambda _: x, part), prefix, tree)
-    return double(spread)
+def weights_and_means(posterior, params):
+    """Of each leaf, where the posterior has prefixes."""
+    for prefix in (posterior.prior_precision, posterior.prior_mean):
+        yield double(jax.tree.map(lambda x, part: jax.tree.map(lambda _: x, part), prefix, params))
 
 
 def slow_energy(posterior, loss, params):
-    prior = sum(
-        np.sum(w / 2 * (x - m) ** 2)
-        for w, m, x in zip(
-            each_leaf(posterior.prior_precision, params),
-            each_leaf(posterior.prior_mean, params),
-            double(params),
-            strict=True,
-        )
-    )
+    leaves = zip(double(params), *weights_and_means(posterior, params), strict=True)
+    prior = sum(np.sum(w / 2 * (x - m) ** 2) for x, w, m in leaves)
     return (posterior.num_data * np.float64(loss) + prior) / posterior.temperature
 
 
@@ -68,9 +58,9 @@ def mean_loss(params):
     return jnp.mean(jnp.cos(params["dense"]["kernel"])) + jnp.sum(params["scale"] ** 4) / 7
 
 
-@every_potential
-def test_energy_and_prior_change(name):
-    posterior, params, move = POTENTIALS[name], draw(0), draw(5, scale=0.1)
+@pytest.mark.parametrize("name", POTENTIALS)
+def test_energy_its_gradient_and_prior_change(name):
+    posterior, params, grads, move = POTENTIALS[name], draw(0), draw(3), draw(5, scale=0.1)
     potential.check_prior("test", posterior, params)
     loss = jnp.float32(0.731)
     got = potential.energy(posterior, loss, params)
@@ -82,24 +72,14 @@ def test_energy_and_prior_change(name):
     got = potential.energy_change(posterior, jnp.float32(-0.03), jnp.float32(1.5))
     expected = -0.03 * posterior.num_data / posterior.temperature + 1.5
     np.testing.assert_allclose(got, expected, rtol=1e-6)
-
-
-@every_potential
-def test_gradient_is_that_of_the_energy_and_of_float64(name):
-    posterior, params, grads = POTENTIALS[name], draw(2), draw(3)
-    got = double(potential.gradient(posterior, grads, params))
-    weights, means = (
-        each_leaf(x, params) for x in (posterior.prior_precision, posterior.prior_mean)
-    )
-    leaves = zip(got, double(grads), double(params), weights, means, strict=True)
-    for a, g, x, w, m in leaves:
+    found = double(potential.gradient(posterior, grads, params))
+    parts = double(grads), double(params), *weights_and_means(posterior, params)
+    for got, g, x, w, m in zip(found, *parts, strict=True):
         expected = (posterior.num_data * g + w * (x - m)) / posterior.temperature
-        np.testing.assert_allclose(a, expected, rtol=1e-6, atol=1e-5)
+        np.testing.assert_allclose(got, expected, rtol=1e-6, atol=1e-5)
     expected = jax.grad(lambda p: potential.energy(posterior, mean_loss(p), p))(params)
     got = potential.gradient(posterior, jax.grad(mean_loss)(params), params)
-    assert jax.tree.structure(got) == jax.tree.structure(params)
-    for a, b in zip(double(got), double(expected), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+    chex.assert_trees_all_close(got, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_prior_change_at_a_million_parameters_where_the_difference_of_norms_fails():
@@ -123,31 +103,21 @@ def test_double_precision_is_kept():
         np.testing.assert_allclose(got, 3.7 * double(params)[0] / 1.9, rtol=1e-14)
 
 
-SAMPLERS: dict[str, Any] = {
-    "psmile": lambda **prior: optax_smile.psmile(num_data=1, key=0, **prior),
-    "sghmc": lambda **prior: optax_smile.sghmc(0.1, num_data=1, friction=0.1, key=0, **prior),
-}
-
-
-@pytest.mark.parametrize("name", SAMPLERS)
-def test_samplers_sample_a_prior_of_trees(name):
+@pytest.mark.parametrize(("name", "given"), [("psmile", ()), ("sghmc", (0.1,))])
+def test_samplers_sample_a_prior_of_trees(name, given):
     """Without data, from its mean: half of the coordinates around 5, half around -3 +- 1/2.
 
     Noise of variance 1 on the gradients of the loss, which have nothing else.
     """
     mean, precision = jnp.repeat(jnp.array([5.0, -3.0]), 10), np.repeat([1.0, 4.0], 10)
-    tx = SAMPLERS[name](prior_mean={"w": mean}, prior_precision={"w": precision})
+    prior: Any = {"prior_mean": {"w": mean}, "prior_precision": {"w": precision}}
+    tx = getattr(optax_smile, name)(*given, num_data=1, key=0, **prior)
 
-    def call(carry, count):
-        params, state = carry
-        drawn = jax.random.normal(jax.random.fold_in(jax.random.key(1), count), (20,))
-        updates, state = tx.update({"w": 0.3 * drawn}, state, params)
-        params = optax.apply_updates(params, updates)
-        return (params, state), cast(Any, params)["w"]
+    def gradient(params, call):
+        drawn = jax.random.normal(jax.random.fold_in(jax.random.key(1), call), (20,))
+        return {"w": 0.3 * drawn}
 
-    start = {"w": mean}
-    carry = start, tx.init(start)
-    path = jax.jit(lambda carry: jax.lax.scan(call, carry, jnp.arange(40_000))[1])(carry)
+    path: Any = follow(tx, jax.random.key(0), {"w": mean}, gradient, jnp.arange(40_000))["w"]
     draws = np.asarray(path, float)[5000:].reshape(-1, 2, 10)
     np.testing.assert_allclose(draws.mean(axis=(0, 2)), [5, -3], atol=0.15)
     np.testing.assert_allclose(draws.std(axis=0).mean(axis=1), [1, 0.5], rtol=0.12)

@@ -1,6 +1,7 @@
 """What comes after the sampler: by the structure of a state, and by where parameters arrive."""
 
 import functools
+import re
 from typing import Any
 
 import jax
@@ -10,7 +11,6 @@ import optax
 import pytest
 
 import optax_smile
-from optax_smile.stages import probe
 
 KEY = jax.random.key(0)
 SAMPLERS: dict[str, Any] = {
@@ -19,12 +19,10 @@ SAMPLERS: dict[str, Any] = {
     ),
     "sghmc": lambda: optax_smile.sghmc(1e-3, num_data=100, key=KEY),
 }
-every_sampler = pytest.mark.parametrize("name", SAMPLERS)
 START = {"matrix": jnp.ones((30, 20)), "offset": jnp.ones(7), "scalar": jnp.ones(())}
 NUM_GRADIENTS = 200
 IN_A_ROW = [1 - 0.5 * ((np.arange(200) >= 20) & (np.arange(200) < 20 + n)) for n in (1, 2, 3)]
-# What a loop makes of updates, `factor * updates - decay * params + offset`, and whether gradients
-# are lost.
+# Of `factor * updates - decay * params + offset` the numbers, and whether gradients are lost.
 RUNS: dict[Any, Any] = {
     "as sent": (1, 0, 0, False),
     "poisoned": (1, 0, 0, True),
@@ -50,10 +48,9 @@ def told(name):
             grads = jax.tree.map(lambda x, z: x + 0.3 * z + lost, params, noise)
             value = optax.tree.norm(params, squared=True) / 2
             updates, state = tx.update(grads, state, params, value=value)
-            altered = jax.tree.map(
-                lambda u, x: factors[count] * u - decay * x + offset, updates, params
-            )
-            return (optax.apply_updates(params, altered), state), optax_smile.stats(state)
+            sent = jax.tree.map(lambda u, x: factors[count] * u - decay * x, updates, params)
+            params = jax.tree.map(lambda x, y: x + (y + offset), params, sent)
+            return (params, state), optax_smile.stats(state)
 
         return jax.lax.scan(step, (START, tx.init(START)), jnp.arange(NUM_GRADIENTS))[1]
 
@@ -64,35 +61,27 @@ def told(name):
     return {run: jax.tree.map(lambda x, i=i: x[i], found) for i, run in enumerate(RUNS)}
 
 
-@every_sampler
-def test_what_arrives_as_sent_is_silent(name):
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_what_is_changed_on_its_way_is_counted_all_else_is_silent(name):
+    """Two in a row are counted, and the third sets the flag; one as sent clears it."""
     for run in ("as sent", "poisoned"):
         seen = told(name)[run]
         assert seen.num_altered[-1] == 0 and not seen.is_altered.any()
         assert (seen.num_nonfinite[-1] > 0) == (run == "poisoned")
         assert (seen.num_rejected[-1] > 0) == ("rejections" in name)
-
-
-@every_sampler
-def test_what_is_changed_on_its_way_is_counted(name):
     for run in ("half", "turned", "decayed", "shifted"):
         seen = told(name)[run]
         assert seen.is_altered[-1] and not seen.is_altered[:3].any()
         assert seen.num_altered[-1] > 0.5 * NUM_GRADIENTS
-    # A change below a thousandth of the step is counted alone.
-    seen = told("sghmc")["less than a thousandth"]
-    assert seen.num_altered[-1] > 0.5 * NUM_GRADIENTS and not seen.is_altered.any()
-
-
-@every_sampler
-def test_three_in_a_row(name):
-    """Two are counted, and the third sets the flag; one that arrives as sent clears it."""
     for number in (1, 2, 3):
         seen = told(name)[number]
         assert seen.num_altered[-1] <= number
         if "rejections" not in name:
             assert seen.num_altered[-1] == number
             assert seen.is_altered.sum() == (number == 3)
+    # A change below a thousandth of the step is counted alone.
+    seen = told("sghmc")["less than a thousandth"]
+    assert seen.num_altered[-1] > 0.5 * NUM_GRADIENTS and not seen.is_altered.any()
 
 
 SMILE = optax_smile.smile(0.3, num_data=100, tuner=None, decoherence_length=None)
@@ -100,71 +89,59 @@ SMILE = optax_smile.smile(0.3, num_data=100, tuner=None, decoherence_length=None
 
 @functools.cache
 def program(tx):
-    """A step of any transformation, with what a loop makes of the parameters afterwards."""
+    """`num_altered` after a loop with a projection, or an average with the start."""
 
-    @jax.jit
-    def step(params, state, factor, floor, share):
+    def step(floor, share, carry, factor):
+        params, state = carry
         grads = jax.tree.map(lambda x: factor * (x + 0.1), params)
         updates, state = tx.update(grads, state, params)
         params = optax.apply_updates(params, updates)
         params = jax.tree.map(lambda x: jnp.maximum(x, floor), params)
-        return jax.tree.map(lambda x, y: x + share * (y - x), params, START), state
+        return (jax.tree.map(lambda x, y: x + share * (y - x), params, START), state), None
 
-    return step
+    def run(floor, share, factors):
+        one = functools.partial(step, floor, share)
+        (_, state), _ = jax.lax.scan(one, (START, tx.init(START)), factors)
+        return optax_smile.stats(state).num_altered
+
+    return jax.jit(run)
 
 
 def altered(tx, lost_at=(), floor=-np.inf, share=0.0):
-    """`num_altered` after a loop with a projection, or an average with the start."""
-    params, state = START, tx.init(START)
-    for count in range(18):
-        factor = jnp.nan if count in lost_at else 1.0
-        params, state = program(tx)(params, state, factor, floor, share)
-    return int(optax_smile.stats(state).num_altered)
+    return program(tx)(floor, share, jnp.ones(18).at[jnp.array(lost_at, int)].set(jnp.nan))
 
 
-def test_undone_and_resumed_steps_are_silent():
-    """What leaves the steps alone is silent: see also `test_wrappers_change_nothing`."""
+def test_projections_are_counted_and_undone_steps_are_not():
+    """Wrappers that leave the steps alone: see also `test_wrappers_change_nothing`."""
     for tx in (SMILE, optax.apply_if_finite(optax.flatten(SMILE), 5)):
         assert altered(tx, lost_at=(3, 4, 11)) == 0
-
-
-def test_averages_projections_and_late_transformations_are_counted():
     assert altered(SMILE, floor=0.97) > 0
     assert altered(SMILE, share=0.1) > 10
     # In a `named_chain` the order is lost, so that only the parameters can tell.
     assert altered(optax.named_chain(("sampler", SMILE), ("rate", optax.scale(0.5)))) > 10
 
 
+IS_MASKED = {"matrix": True, "offset": True, "scalar": False}
 LATE = {
     "scale": (SMILE, optax.scale(-1.0)),
     "count": (SMILE, optax.scale_by_schedule(lambda count: 0.5)),
-    "masked": (
-        optax.masked(SMILE, {"matrix": True, "offset": True, "scalar": False}),
-        optax.clip(1.0),
-    ),
+    "masked": (optax.masked(SMILE, IS_MASKED), optax.clip(1.0)),
 }
 
 
 @pytest.mark.parametrize("name", LATE)
 def test_a_chain_that_goes_on_after_the_sampler_is_refused(name):
     tx = optax.chain(optax.clip(1.0), *LATE[name])
-    state = tx.init(START)
-    rule = "must be that of a chain whose last transformation is the sampler"
-    with pytest.raises(ValueError, match=rf"`stats\(state=...\)` {rule}"):
-        optax_smile.stats(state)
-    with pytest.raises(ValueError, match=rf"`last_accepted\(state=...\)` {rule}"):
-        optax_smile.last_accepted(state, START)
-    start: Any = jax.tree.map(lambda x: x[None], START)
+    state, start = tx.init(START), jax.tree.map(lambda x: x[None], START)
     counts: Any = {"num_warmup": 1, "num_draws": 1, "key": 0}
-    with pytest.raises(ValueError, match=rf"`sample\(sampler=...\)` {rule}"):
-        optax_smile.sample(lambda params, batch: params["scalar"], start, [0], tx, **counts)
+    sample: Any = functools.partial(optax_smile.sample, lambda params, batch: params["scalar"])
+    for function, argument, *given in (
+        (optax_smile.stats, "stats(state", state),
+        (optax_smile.last_accepted, "last_accepted(state", state, START),
+        (functools.partial(sample, **counts), "sample(sampler", start, [0], tx),
+    ):
+        rule = re.escape(f"`{argument}=...)` must be that of a chain whose last transformation is")
+        with pytest.raises(ValueError, match=rule):
+            function(*given)
     # A tuple of a loop's own is no chain.
-    state = SMILE.init(START)
-    assert optax_smile.stats((state, jnp.zeros(3), {"ema": START})).num_altered == 0
-
-
-def test_entries_are_few_and_of_every_kind_of_leaf():
-    tree = {f"leaf {i:02}": jnp.full((3, 5 + i), float(i)) for i in range(40)}
-    entries = probe.init(tree | {"none": jnp.zeros((0, 3))}).start
-    assert entries.shape == (probe.MOST_LEAVES,)
-    assert probe.init({"scalar": jnp.ones(()), "short": jnp.ones(2)}).start.shape == (2,)
+    assert optax_smile.stats((SMILE.init(START), jnp.zeros(3), {"ema": START})).num_altered == 0
