@@ -9,10 +9,8 @@ import numpy as np
 import optax
 import pytest
 from test_parallel import (
-    AUTO,
     EXPLICIT,
     NUM_DATA,
-    OPTIMIZERS,
     SHAPES,
     SPECS,
     STEPS,
@@ -34,34 +32,19 @@ import optax_smile
 SHORT_WINDOWS = True
 
 
-def quiet():
-    return optax_smile.smile(0.02, num_data=NUM_DATA, decoherence_length=None)
-
-
-SAMPLERS: dict[str, Any] = {"quiet": quiet, **OPTIMIZERS}
-
-
 def batches(chains=None):
     return [batch_of(call, chains) for call in range(STEPS)]
 
 
-def draw(sampler, mesh=None, specs=None, **arguments) -> Any:
-    defaults: dict[str, Any] = {"num_warmup": 4, "num_draws": 3, "thin": 4}
-    defaults |= {"key": 0, "progress": False}
-    return optax_smile.sample(
-        arguments.pop("loss_fn", loss_for(mesh, specs)),
-        start(),
-        arguments.pop("batches", batches()),
-        sampler,
-        mesh=mesh,
-        specs=specs,
-        **defaults | arguments,
-    )
+def draw(mesh=None, specs=None, loss_fn=None, **arguments) -> Any:
+    defaults: dict[str, Any] = {"num_warmup": 4, "num_draws": 3, "thin": 4, "key": 0}
+    defaults |= {"progress": False, "batches": batches(), "mesh": mesh, "specs": specs}
+    sampler = optax_smile.smile(0.02, num_data=NUM_DATA, decoherence_length=None)
+    loss_fn = loss_fn or loss_for(mesh, specs)
+    return optax_smile.sample(loss_fn, start(), sampler=sampler, **defaults | arguments)
 
 
-@functools.cache
-def drawn(name="quiet") -> Any:
-    return draw(SAMPLERS[name]())
+drawn = functools.cache(draw)
 
 
 def assert_same_draws(got, expected):
@@ -71,7 +54,6 @@ def assert_same_draws(got, expected):
 
 
 def test_sample_on_a_mesh(tmp_path):
-    """Everything at once; apart in the nightly tests."""
     seen = set()
 
     def watched_loss(params, batch):
@@ -79,7 +61,7 @@ def test_sample_on_a_mesh(tmp_path):
         return gathering_loss(params, batch)
 
     options: dict[str, Any] = {"loss_fn": watched_loss, "directory": tmp_path, "prefetch": 2}
-    got = draw(quiet(), make_mesh((4, 2), EXPLICIT), SPECS, steps_per_dispatch=4, **options)
+    got = draw(make_mesh((4, 2), EXPLICIT), SPECS, steps_per_dispatch=4, **options)
     assert_same_draws(got, drawn())
     assert seen == {(jax.P(None, "data"), jax.P("data", None))}
 
@@ -92,62 +74,39 @@ def noisy_loss(params, batch, aux, key):
 def test_sample_with_auxiliary_state_random_losses_and_batches_of_their_own():
     options: dict[str, Any] = {"loss_fn": noisy_loss, "aux": np.zeros(8, np.float32)}
     options |= {"stochastic": True, "batches": batches(8), "per_chain": True}
-    got = draw(quiet(), make_mesh((4, 2)), steps_per_dispatch=4, **options)
-    assert_same_draws(got, draw(quiet(), steps_per_dispatch=4, **options))
+    got = draw(make_mesh((4, 2)), steps_per_dispatch=4, **options)
+    assert_same_draws(got, draw(steps_per_dispatch=4, **options))
     assert np.ptp(got.params["aux"], axis=0).min() > 0
 
 
 def test_a_run_goes_on_on_another_mesh(tmp_path):
     for mesh, number in ((make_mesh((8, 1)), 1), (make_mesh((4, 2)), 2), (None, 3)):
-        got = draw(quiet(), mesh, directory=tmp_path, num_draws=number)
+        got = draw(mesh, directory=tmp_path, num_draws=number)
         assert got.num_draws == number
     assert_same_draws(got, drawn())
 
 
 def test_a_summed_loss_is_warned_of():
+    def summed(params, batch):
+        return len(batch[0]) * mean_loss(params, batch)
+
     with pytest.warns(UserWarning, match=r"looks like a sum.* 1\.000 of"):
-        draw(
-            quiet(),
-            make_mesh((2, 4)),
-            loss_fn=lambda params, batch: len(batch[0]) * mean_loss(params, batch),
-            num_warmup=0,
-            num_draws=1,
-            thin=1,
-        )
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(
-    ("name", "axis_type", "specs"),
-    [("clipped psmile", AUTO, None), ("psmile", EXPLICIT, SPECS), ("sghmc", AUTO, SPECS)],
-)
-def test_sample_with_other_samplers(name, axis_type, specs):
-    got = draw(SAMPLERS[name](), make_mesh((4, 2), axis_type), specs, steps_per_dispatch=4)
-    assert_same_draws(got, drawn(name))
+        draw(make_mesh((2, 4)), loss_fn=summed, num_warmup=0, num_draws=1, thin=1)
 
 
 def train(mesh=None, specs=None, **arguments) -> Any:
-    defaults: dict[str, Any] = {"num_members": 8, "key": 0, "num_epochs": 3}
-    defaults |= {"validation": batch_of(0), "progress": False}
+    defaults: dict[str, Any] = {"num_members": 8, "key": 0, "num_epochs": 3, "progress": False}
+    defaults |= {"validation": batch_of(0), "batches": batches(), "mesh": mesh, "specs": specs}
 
     def initial(key):
         numbers = jax.random.normal(key, (48,))
         return {"in": numbers[:32].reshape(SHAPES["in"]), "out": numbers[32:].reshape(8, 2)}
 
-    return optax_smile.warmstart(
-        loss_for(mesh, specs),
-        initial,
-        arguments.pop("batches", batches()),
-        optax.adamw(optax.cosine_decay_schedule(1e-2, 50)),
-        mesh=mesh,
-        specs=specs,
-        **defaults | arguments,
-    )
+    optimizer, loss = optax.adamw(optax.cosine_decay_schedule(1e-2, 50)), loss_for(mesh, specs)
+    return optax_smile.warmstart(loss, initial, optimizer=optimizer, **defaults | arguments)
 
 
-@functools.cache
-def trained() -> Any:
-    return train()
+trained = functools.cache(train)
 
 
 def test_warmstart_on_a_mesh(tmp_path):
@@ -169,16 +128,12 @@ def test_warmstart_with_batches_of_their_own():
 
 
 def test_meshes_that_do_not_fit():
-    for function, name in ((functools.partial(draw, quiet()), "sample"), (train, "warmstart")):
-        for arguments, message in (
-            (
-                {"mesh": make_mesh((4, 2), names=("model", "data"))},
-                r"mesh=...\)` .* an axis 'chain'",
-            ),
-            ({"mesh": make_mesh((1, 8)), "specs": {}}, r"specs=...\)` must be a tree of jax.P"),
-        ):
-            with pytest.raises(ValueError, match=rf"`{name}\({message}"):
-                function(**arguments)
+    other = make_mesh((4, 2), names=("model", "data"))
+    for function, name in ((draw, "sample"), (train, "warmstart")):
+        with pytest.raises(ValueError, match=rf"`{name}\(mesh=...\)` .* an axis 'chain'"):
+            function(other)
+        with pytest.raises(ValueError, match=rf"`{name}\(specs=...\)` must be a tree of jax.P"):
+            function(make_mesh((1, 8)), {})
     message = r"mesh=...\)` must be a mesh whose axis 'chain' divides the 6 chains, got 8 rows"
     with pytest.raises(ValueError, match=message):
         train(make_mesh((8, 1)), num_members=6)
