@@ -15,9 +15,10 @@ import optax_smile
 from optax_smile import _settings
 from optax_smile.chains import _identity, _loop
 
-ROWS = 60
-INPUTS = np.random.default_rng(0).normal(size=(ROWS, 2)).astype(np.float32)
-TARGETS = (INPUTS.sum(1) + np.random.default_rng(1).normal(size=ROWS)).astype(np.float32)
+INPUTS = np.random.default_rng(0).normal(size=(60, 2)).astype(np.float32)
+TARGETS = (INPUTS.sum(1) + np.random.default_rng(1).normal(size=60)).astype(np.float32)
+CHANGED = INPUTS.copy()
+CHANGED[7, 1] += 1
 
 
 def other_loss(params, batch):
@@ -25,19 +26,12 @@ def other_loss(params, batch):
 
 
 def batches(inputs=INPUTS, order: Any = None, size=12):
-    order = np.arange(ROWS) if order is None else order
-    places = [order[i : i + size] for i in range(0, ROWS, size)]
-    return [(inputs[place], TARGETS[place]) for place in places]
+    order = np.arange(60) if order is None else order
+    return [(inputs[at], TARGETS[at]) for at in np.split(order, 60 // size)]
 
 
-def shuffled(seed=2, **changes):
-    return batches(order=np.random.default_rng(seed).permutation(ROWS), **changes)
-
-
-def changed():
-    inputs = INPUTS.copy()
-    inputs[7, 1] += 1
-    return inputs
+def shuffled(inputs=INPUTS):
+    return batches(inputs, np.random.default_rng(2).permutation(60))
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +45,7 @@ ADDED: dict[str, Any] = {"stochastic": True, "loss": lambda p, batch, *, key: me
 AUX = {"aux": {"mean": jnp.zeros((CHAINS, 2))}, "loss": lambda p, b, *, aux: (mean_loss(p, b), aux)}
 SHIFTED, WIDER = start() | {"w": start()["w"] + 1}, start() | {"w": jnp.zeros((CHAINS, 4))}
 OTHER_BATCHES: list[tuple[Any, str]] = [
-    (shuffled(inputs=changed()), DATA),
+    (shuffled(CHANGED), DATA),
     ([(x, y[::-1]) for x, y in batches()], DATA),
     (batches(size=20), SHAPES),
     (batches()[:4], "batches are so many"),
@@ -97,7 +91,7 @@ LAWFUL: list[dict[str, Any]] = [
     {"batches": [(x * np.float32(1 + 1e-7), y) for x, y in batches()]},
     {"batches": batches(), "loss": other_loss, "accept": ["loss"]},
     {"batches": batches(), "loss": lambda p, b: mean_loss(p, b) * (1 + 1e-5)},
-    {"batches": batches(changed()), "accept": ("data",)},
+    {"batches": batches(CHANGED), "accept": ("data",)},
 ]
 
 
@@ -109,7 +103,7 @@ def test_the_same_run_goes_on(finished, tmp_path):
         np.testing.assert_array_equal(again.params["w"], finished.params["w"])
     # What was accepted is the run from now on.
     with pytest.warns(UserWarning, match=FINISHED):
-        run(directory, num_draws=2, batches=batches(changed()))
+        run(directory, num_draws=2, batches=batches(CHANGED))
     with pytest.raises(ValueError, match=DATA):
         run(directory, num_draws=2, batches=batches())
 
@@ -134,9 +128,9 @@ def test_batches_without_examples():
     data = [{"a": np.ones((2, 3)), "b": np.float32(i)} for i in range(4)]
     found, batch = _identity.of_batches(data, False)
     assert found["examples"][0] == 4 and batch["b"] in range(4)
-    rows = [((3, 2), (3,), False), ((3, 2), (3, 2), True), ((3, 2), (4,), False), ((), (), False)]
-    found = [_loop.num_rows((np.ones(x), np.ones(y)), own) for x, y, own in rows]
-    assert found == [3, 2, None, None]
+    rows = ((3, 2), (3,), 0, 3), ((3, 2), (3, 2), 1, 2), ((3, 2), (4,), 0, None), ((), (), 0, None)
+    for x, y, own, number in rows:
+        assert _loop.num_rows((np.ones(x), np.ones(y)), bool(own)) == number
 
 
 def warm(directory=None, loss=mean_loss, **arguments) -> Any:
@@ -154,7 +148,7 @@ TRAINED: list[tuple[dict[str, Any], str, str]] = [
     ({"key": 1}, "key", "key is"),
     ({"num_members": 3}, "num_members", "num_members is 2"),
     ({"patience": 3}, "patience", "patience is 10"),
-    ({"batches": batches(changed())}, "batches", DATA),
+    ({"batches": batches(CHANGED)}, "batches", DATA),
     ({"loss": other_loss}, "loss_fn", LOSS),
     ({"validation": batches()[1]}, "validation", "validation have the number of"),
     ({"validation": None}, "validation", "validation is True"),
@@ -193,10 +187,10 @@ def test_a_summed_loss_and_a_small_num_data_are_warned_of():
     assert len(seen) == 2 and "num_data=5, fewer than the 12 examples of the first" in messages
     with pytest.warns(UserWarning, match=SUM.format("sample")):
         run(loss=summed, **arguments | {"sampler": quiet(0.01)})
-    run(loss=summed, check=False, **arguments)
-    run(loss=dropped, stochastic=True, **arguments | {"sampler": quiet(0.01)})
     with pytest.warns(UserWarning, match=SUM.format("warmstart")):
         warm(loss=summed, num_epochs=1)
+    run(loss=summed, check=False, **arguments)
+    run(loss=dropped, stochastic=True, **arguments | {"sampler": quiet(0.01)})
     warm(loss=summed, num_epochs=1, check=False)
 
 
@@ -214,14 +208,13 @@ def test_a_sum_is_told_from_a_mean_by_the_halves_of_a_batch(recwarn):
 
     batch = {"x": INPUTS[:12], "y": TARGETS[:12]}
     own = jax.tree.map(lambda x: np.stack([x, x]), batch)
-    silent = [
+    for loss, data in (
         (square_mean, batch),
         (square_mean, jax.tree.map(lambda x: x[:3], batch)),
         (square_sum, jax.tree.map(lambda x: x[:1], batch)),
         (square_sum, batch | {"weight": np.ones(3)}),
         (lambda w, batch: square_sum(w, {"x": batch["x"].reshape(12, 2), "y": batch["y"]}), batch),
-    ]
-    for loss, data in silent:
+    ):
         _loop.warn_of_sum("sample", of_chains(loss), data, False, None)
     assert not recwarn.list
     for data, per_chain in ((batch, False), (own, True)):
@@ -239,8 +232,7 @@ def test_copies_are_refused():
 
 def test_sample_stops_where_steps_are_changed():
     """In a `named_chain` the order is lost, so that the structure cannot tell."""
-    decay = optax.add_decayed_weights(0.1)
-    late = optax.named_chain(("sampler", noisy()), ("weight decay", decay))
+    late = optax.named_chain(("sampler", noisy()), ("decay", optax.add_decayed_weights(0.1)))
     with pytest.raises(ValueError, match=r"`sample\(sampler=...\)` .* in the chains \[0, 1, 2\]"):
         run(sampler=late, params=start() | {"b": jnp.ones(CHAINS)}, check=False)
 

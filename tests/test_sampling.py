@@ -55,19 +55,15 @@ def test_shapes_trace_callback_and_the_start_of_the_user():
     for number, (_, stats) in enumerate(seen):
         assert stats.keys() == got.trace.keys()
         np.testing.assert_array_equal(stats["loss"], got.trace["loss"][:, number])
-    listed = list(got)
-    np.testing.assert_array_equal(listed[4]["w"], got.params["w"][1, 1])
-    jax.tree.map(np.testing.assert_array_equal, params, start())
-    jax.tree.map(np.testing.assert_array_equal, got.start, start())
+    np.testing.assert_array_equal(list(got)[4]["w"], got.params["w"][1, 1])
+    for kept in (params, got.start):
+        jax.tree.map(np.testing.assert_array_equal, kept, start())
 
 
 def test_chains_get_their_own_keys_and_batches():
     """Each alone keeps chains apart that begin at the same place."""
-    same = jax.tree.map(jnp.zeros_like, start())
-    for arguments in (
-        {"sampler": noisy()},
-        {"sampler": quiet(), "batches": own_batches(3), "per_chain": True},
-    ):
+    same, own = jax.tree.map(jnp.zeros_like, start()), {"batches": own_batches(3)}
+    for arguments in ({"sampler": noisy()}, {"sampler": quiet(), "per_chain": True, **own}):
         got = run(params=same, num_warmup=2, num_draws=1, thin=1, **arguments)
         assert len(np.unique(got.params["w"][:, 0], axis=0)) == CHAINS
 
@@ -77,10 +73,13 @@ def test_batches_that_run_out_and_interrupts_end_the_run_with_what_there_is():
         if step == 3:
             raise KeyboardInterrupt
 
-    whole = run(sampler=quiet(), num_draws=4, **EVERY).params["w"]
+    whole = run(sampler=quiet(), **EVERY).params["w"]
     for arguments in ({"batches": iter(regression()[:3])}, {"callback": interrupt}):
-        got = runs.run_early(3, sampler=quiet(), num_draws=4, **EVERY, **arguments)
+        got = runs.run_early(3, sampler=quiet(), **EVERY, **arguments)
         np.testing.assert_array_equal(got.params["w"], whole[:, :3])
+    # What is observed of the draws is kept in their place.
+    seen = run(sampler=quiet(), observe=lambda draw: {"sum": draw["w"].sum(1)}, **EVERY)
+    np.testing.assert_allclose(seen.params["sum"], whole.sum(-1), rtol=1e-6)
 
 
 INJECTED = optax.inject_hyperparams(optax_smile.sgld)(1e-4, num_data=9, key=jax.random.PRNGKey(0))
@@ -89,18 +88,12 @@ MISFITS: list[tuple[dict[str, Any], str]] = [
     ({"params": {"w": jnp.ones((3, 2)), "b": 0.0}}, r"params=...\)` must be .*leading chain axis"),
     ({"loss": lambda p, batch: batch[1] @ batch[0]}, r"loss_fn=...\)` .* got shape \(2,\)"),
     ({"loss": lambda p, batch: (0.0, None)}, r"loss_fn=...\)` .* returns a tuple. With `aux=`"),
-    (
-        {"loss": lambda p, batch, aux: 0.0, "aux": jnp.zeros(CHAINS)},
-        r"loss_fn=...\)` must be a function that with `aux` returns a pair",
-    ),
+    ({"loss": lambda p, b, aux: 0.0, "aux": jnp.zeros(3)}, r"loss_fn=...\)` .* returns a pair"),
     ({"loss": lambda p, batch: jnp.zeros((), int)}, r"loss_fn=...\)` must be .*, got int32"),
     ({"aux": jnp.zeros(CHAINS)}, r"loss_fn=...\)` must be a function of \(params, ba"),
     ({"sampler": INJECTED}, r"sampler=...\)` must be .*static_args"),
     ({"dtype": "float16"}, r"dtype=...\)` must be None without a `directory`"),
-    (
-        {"observe": lambda draw: draw["w"][0], **EVERY},
-        r"observe=...\)` must be .* arrays \[chain, ...\] of the 3 chains, got one that gives",
-    ),
+    ({"observe": lambda draw: draw["w"][0], **EVERY}, r"observe=...\)` .* \[chain, ...\] of the 3"),
     ({"per_chain": True}, r"batches=...\)` must be .*axis of 3, with `per_chain`, .* \[\(20,\)\]"),
     ({"batches": []}, r"batches=...\)` must be .* the 14 gradients, got one that ran out before"),
     ({"batches": iter(regression()[:4])}, r"batches=...\)` must be .*before the first draw"),
@@ -113,17 +106,10 @@ def test_what_does_not_fit_together():
             run(**{"sampler": quiet(), **arguments})
 
 
-def test_what_is_observed_of_the_draws_is_kept_in_their_place():
-    got = run(sampler=quiet(), num_draws=3, **EVERY)
-    seen = run(sampler=quiet(), num_draws=3, observe=lambda x: {"sum": x["w"].sum(1)}, **EVERY)
-    np.testing.assert_allclose(seen.params["sum"], got.params["w"].sum(-1), rtol=1e-6)
-
-
 def test_points_that_are_no_samples_are_traced_but_not_kept():
     """Cycles of six steps, the first three of each without noise."""
-    cyclical = optax_smile.cyclical_sgld(
-        1e-4, num_data=runs.NUM_DATA, total_steps=12, num_cycles=2, exploration=0.5, key=0
-    )
+    cycles: dict[str, Any] = {"total_steps": 12, "num_cycles": 2, "exploration": 0.5, "key": 0}
+    cyclical = optax_smile.cyclical_sgld(1e-4, num_data=runs.NUM_DATA, **cycles)
     with pytest.warns(UserWarning, match="kept what the sampler calls a draw, with 5 of 12"):
         got = run(sampler=cyclical, num_draws=12, **EVERY)
     marked = got.trace["is_draw"][0]
@@ -135,9 +121,7 @@ def test_points_that_are_no_samples_are_traced_but_not_kept():
 
 
 def test_several_steps_in_one_go_see_the_batches_of_their_chain():
-    """Three steps of three chains: a wrong axis would have the right length. The batches of the
-    last three steps cannot be stacked.
-    """
+    """A wrong axis would have the right length; the last three batches cannot be stacked."""
     rows = own_batches(8)
     rows.append(jax.tree.map(lambda x: x[:, :12], rows[0]))
     arguments: dict[str, Any] = {"batches": rows, "per_chain": True, "thin": 3}
@@ -182,8 +166,7 @@ def test_auxiliary_state_follows_the_accepted_points():
     total = np.sum([x for number, (x, _) in enumerate(rows) if number != 4], axis=0)
     np.testing.assert_allclose(got.params["aux"]["sum"][:, -1], [total] * CHAINS, atol=1e-5)
     # The loss of a rejected step is not that of the point where the chain is.
-    losses = got.trace["loss"]
-    np.testing.assert_array_equal(losses[:, 4], losses[:, 3])
+    np.testing.assert_array_equal(got.trace["loss"][:, 4], got.trace["loss"][:, 3])
     expected = [mean_loss(jax.tree.map(lambda x: x[0], start()), rows[0])]
     np.testing.assert_allclose(got.trace["start_loss"][0], expected * 8, rtol=1e-6)
 
@@ -206,26 +189,24 @@ def test_settings_hold_what_was_not_given_as_well():
 def test_an_injected_quantile_is_the_nominal_rejection_rate():
     injected: Any = optax.inject_hyperparams(optax_smile.smile, static_args=("key", "tuner"))
     tx = injected(0.02, num_data=200, reject_quantile=0.9, tuner=None, key=jax.random.key(0))
-    settings = _settings.of(tx, jax.tree.map(lambda x: x[0], start()))
-    draws = optax_smile.Snapshots(np.zeros((2, 4, 3)), {}, settings)
+    draws = optax_smile.Snapshots(np.zeros((2, 4, 3)), {}, _settings.of(tx, {"w": jnp.zeros(2)}))
     assert optax_smile.diagnostics.summary(draws).nominal_rate == pytest.approx(0.1)
 
 
 @pytest.mark.parametrize("label", ["sampling", "warm start"])
 def test_the_bar_says_that_it_compiles_until_the_first_step_is_done(label, capsys):
-    at_tick = []
+    told = []
     if label == "sampling":
-        look = lambda step, stats: at_tick.append(capsys.readouterr().err)  # noqa: E731
+        look = lambda step, stats: told.append(capsys.readouterr().err)  # noqa: E731
         run(sampler=quiet(), progress=True, num_warmup=0, num_draws=2, callback=look)
     else:
-        one: Any = jax.tree.map(lambda x: x[0], start())
         given: dict[str, Any] = {"num_members": 2, "num_epochs": 2, "key": 0}
-        optax_smile.warmstart(mean_loss, lambda key: one, regression(), optax.sgd(0.1), **given)
-    lines = "".join([*at_tick, capsys.readouterr().err]).split("\r")
+        given |= {"init_fn": lambda key: {"w": jnp.zeros(2), "b": 0.0}, "batches": regression()}
+        optax_smile.warmstart(mean_loss, optimizer=optax.sgd(0.1), **given)
+    lines = "".join([*told, capsys.readouterr().err]).split("\r")
     lines = [line for line in lines if line.startswith(f"{label}:")]
     compiling = [number for number, line in enumerate(lines) if "compiling" in line]
     shown = [number for number, line in enumerate(lines) if "step_size=" in line or "loss=" in line]
     assert compiling and shown and max(compiling) + 1 < min(shown)
-    assert all(" 0/" in lines[number] for number in compiling)
     # It stops saying so before there is anything to show.
-    assert " 0/" in lines[max(compiling) + 1]
+    assert all(" 0/" in lines[number] for number in (*compiling, max(compiling) + 1))

@@ -66,12 +66,10 @@ def test_the_best_predicts_like_the_posterior_and_absurd_ones_do_not(search):
 
 
 def test_each_is_a_run_of_sample_and_predict_by_hand(search):
-    draws = optax_smile.sample(
-        mean_loss, START, [TRAIN], make_sgld(5e-4), key=jax.random.key(0), progress=False, **BUDGET
-    )
-    prediction = optax_smile.predict(
-        apply_fn, draws, VALID[0], likelihood="gaussian", targets=VALID[1], per="chain"
-    )
+    steps = BUDGET | {"key": jax.random.key(0), "progress": False}
+    draws = optax_smile.sample(mean_loss, START, [TRAIN], make_sgld(5e-4), **steps)
+    given: dict[str, Any] = {"likelihood": "gaussian", "targets": VALID[1], "per": "chain"}
+    prediction = optax_smile.predict(apply_fn, draws, VALID[0], **given)
     assert search.lppd[1] == optax_smile.metrics.lppd(prediction.log_density)
     chain_lppd = [optax_smile.metrics.lppd(chain) for chain in prediction.each.log_density]
     assert search.chain_lppd[1].tolist() == chain_lppd
@@ -176,7 +174,7 @@ def make_search(lppd: Any, start=-9.0) -> StepSizeSearch:
         step_sizes=10.0 ** np.arange(-len(lppd), 0),
         lppd=lppd,
         standard_error=np.where(finite, 0.1 * (lppd < lppd.max()), np.nan),
-        chain_lppd=np.stack([lppd - 0.1, lppd - 0.3], axis=1),
+        chain_lppd=lppd[:, None] - [0.1, 0.3],
         rejected=np.where(finite, 0, 0.5),
         start_lppd=start,
         start_chain_lppd=np.array([start, start - 1]),
@@ -222,6 +220,5 @@ def test_what_does_not_fit_ends_the_search_at_once(monkeypatch):
     monkeypatch.setattr(searching, "sample", crash)
     with pytest.raises(ValueError, match=r"`find_step_size\(likelihood=...\)` must be"):
         find(likelihood="categorical")
-    broken = START.at[1, 0].set(jnp.nan)
     with pytest.raises(ValueError, match="predictions are finite, got nan or inf from chain 1"):
-        find(params=broken)
+        find(params=START.at[1, 0].set(jnp.nan))

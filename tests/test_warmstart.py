@@ -122,12 +122,24 @@ def in_one_go():
 
 
 def test_a_training_in_pieces_gives_the_bits_of_one_in_one_go(in_one_go, tmp_path):
-    for at in (1, 3, 9):
+    """A crash before the time of a checkpoint loses what came after the last one."""
+
+    def crash_in(at, **arguments):
         with pytest.raises(Crash):
-            train_long(Batches(at, crash), directory=tmp_path)
-    rest, (expected, epochs) = Batches(), in_one_go
+            train_long(Batches(at, crash), directory=tmp_path, **arguments)
+
+    (expected, epochs), rest, never = in_one_go, Batches(), Batches(1, crash)
+    crash_in(1)
+    crash_in(3)
+    train_long(Batches(), directory=tmp_path, num_epochs=4)
+    crash_in(6, checkpoint_minutes=60)
+    assert max(int(path.name) for path in (tmp_path / "checkpoints").iterdir()) == 4
+    crash_in(9)
     assert_same_bits(train_long(rest, directory=tmp_path), expected)
     assert rest.passes == epochs  # those before are read again
+    with pytest.warns(UserWarning, match=r"\d+ epochs loaded from .*: it is finished"):
+        assert_same_bits(train_long(never, directory=tmp_path), expected)
+    assert never.passes == 0
 
 
 def test_stops_when_no_member_improves():
@@ -152,22 +164,6 @@ def test_a_member_that_is_done_stays_done():
     given = {"num_members": 2, "validation": (), "patience": 2, "num_epochs": 6}
     members = train([()], loss, start, count, key=key, **given)
     assert members["epoch"].tolist() == [1.0, 5.0]
-
-
-def test_a_longer_training_goes_on_and_a_finished_one_is_returned_at_once(in_one_go, tmp_path):
-    """A crash before the time of a checkpoint loses what came after the last one."""
-    expected, epochs = in_one_go
-    train_long(Batches(), directory=tmp_path, num_epochs=4)
-    with pytest.raises(Crash):
-        train_long(Batches(6, crash), directory=tmp_path, checkpoint_minutes=60)
-    assert [path.name for path in (tmp_path / "checkpoints").iterdir() if path.name > "4"] == []
-    rest = Batches()
-    assert_same_bits(train_long(rest, directory=tmp_path), expected)
-    assert rest.passes == epochs
-    never = Batches(1, crash)
-    with pytest.warns(UserWarning, match=r"\d+ epochs loaded from .*: it is finished"):
-        assert_same_bits(train_long(never, directory=tmp_path), expected)
-    assert never.passes == 0
 
 
 def test_a_signal_ends_the_training_after_the_epoch(in_one_go, tmp_path):
