@@ -222,16 +222,13 @@ def test_a_sum_is_told_from_a_mean_by_the_halves_of_a_batch(recwarn):
             _loop.warn_of_sum("sample", of_chains(square_sum, per_chain), data, per_chain, None)
 
 
-def test_copies_are_refused():
+def test_copies_and_steps_that_are_changed_are_refused():
     same = jax.tree.map(jnp.zeros_like, start())
     with pytest.raises(ValueError, match=r"`sample\(params=...\)` .* in the chains \[1, 2\]"):
         run(params=same, sampler=quiet())
     # The losses of all chains are equal, and their keys are not.
     run(params=same, sampler=quiet(), **ADDED, **SHORT)
-
-
-def test_sample_stops_where_steps_are_changed():
-    """In a `named_chain` the order is lost, so that the structure cannot tell."""
+    # In a `named_chain` the order is lost, so that the structure cannot tell.
     late = optax.named_chain(("sampler", noisy()), ("decay", optax.add_decayed_weights(0.1)))
     with pytest.raises(ValueError, match=r"`sample\(sampler=...\)` .* in the chains \[0, 1, 2\]"):
         run(sampler=late, params=start() | {"b": jnp.ones(CHAINS)}, check=False)

@@ -171,7 +171,7 @@ def test_auxiliary_state_follows_the_accepted_points():
     np.testing.assert_allclose(got.trace["start_loss"][0], expected * 8, rtol=1e-6)
 
 
-def test_settings_hold_what_was_not_given_as_well():
+def test_settings_hold_what_was_not_given_and_what_is_injected():
     labels = {"w": "sampled", "b": "still"}
     injected: Any = optax.inject_hyperparams(optax_smile.sgld, static_args=("key",))
     for name, tx in (
@@ -184,10 +184,7 @@ def test_settings_hold_what_was_not_given_as_well():
         settings: Any = _settings.of(tx, jax.tree.map(lambda x: x[0], start()))
         numbers = [settings[x] for x in ("step_size", "num_data", "prior_precision", "temperature")]
         assert settings["name"] == name and numbers == pytest.approx([0.02, runs.NUM_DATA, 1, 1])
-
-
-def test_an_injected_quantile_is_the_nominal_rejection_rate():
-    injected: Any = optax.inject_hyperparams(optax_smile.smile, static_args=("key", "tuner"))
+    injected = optax.inject_hyperparams(optax_smile.smile, static_args=("key", "tuner"))
     tx = injected(0.02, num_data=200, reject_quantile=0.9, tuner=None, key=jax.random.key(0))
     draws = optax_smile.Snapshots(np.zeros((2, 4, 3)), {}, _settings.of(tx, {"w": jnp.zeros(2)}))
     assert optax_smile.diagnostics.summary(draws).nominal_rate == pytest.approx(0.1)

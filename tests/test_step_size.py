@@ -63,9 +63,7 @@ def test_the_best_predicts_like_the_posterior_and_absurd_ones_do_not(search):
     # The last ones are still at the start, but must not score like it.
     assert search.lppd[2] == -np.inf and np.all(search.chain_lppd[2] == -np.inf)
     assert search.rejected[:2].tolist() == [0, 0] and search.rejected[2] > 0.4
-
-
-def test_each_is_a_run_of_sample_and_predict_by_hand(search):
+    # Each is a run of `sample` and `predict`.
     steps = BUDGET | {"key": jax.random.key(0), "progress": False}
     draws = optax_smile.sample(mean_loss, START, [TRAIN], make_sgld(5e-4), **steps)
     given: dict[str, Any] = {"likelihood": "gaussian", "targets": VALID[1], "per": "chain"}
@@ -200,25 +198,19 @@ def test_table_and_notes():
         assert all(line.startswith(note) for line, note in zip(rest, notes, strict=True))
 
 
-def test_bad_arguments_are_named_before_any_work():
-    for argument, value, rule, got in (
-        ("step_sizes", (1.0, 0.1), "at least 2 ascending numbers > 0", r"\(1.0, 0.1\)"),
-        ("step_sizes", [0, 1], "> 0 and finite", "0"),
-        ("batches", iter([TRAIN]), "can be read again, such as a list", "a list_iterator"),
-        ("validation", (VALID[0], None), "a pair of inputs and targets", "a tuple"),
-        ("make_sampler", lambda size: None, "a function", "one that gives None"),
-    ):
-        match = rf"^`find_step_size\({argument}=...\)` must be .*{rule}.*, got {got}"
-        with pytest.raises(ValueError, match=match):
-            find(loss_fn=crash, apply_fn=crash, **{argument: value})
-
-
 def test_what_does_not_fit_ends_the_search_at_once(monkeypatch):
     """And is no step size that failed."""
     with pytest.raises(ValueError, match=r"`sgld\(num_data=...\)` must be"):
         find(make_sampler=lambda size: optax_smile.sgld(size, num_data=-1, key=0), apply_fn=crash)
     monkeypatch.setattr(searching, "sample", crash)
-    with pytest.raises(ValueError, match=r"`find_step_size\(likelihood=...\)` must be"):
-        find(likelihood="categorical")
+    for changes, rule in (
+        ({"step_sizes": (1.0, 0.1)}, r"step_sizes=...\)` must be at least 2 ascending numbers > 0"),
+        ({"batches": iter([TRAIN])}, r"batches=...\)` must be .*can be read again, such as a list"),
+        ({"validation": (VALID[0], None)}, r"validation=...\)` must be a pair of inputs and ta"),
+        ({"make_sampler": lambda size: None}, r"make_sampler=...\)` .* got one that gives None"),
+        ({"likelihood": "categorical"}, r"likelihood=...\)` must be"),
+    ):
+        with pytest.raises(ValueError, match=rf"^`find_step_size\({rule}"):
+            find(**changes)
     with pytest.raises(ValueError, match="predictions are finite, got nan or inf from chain 1"):
         find(params=START.at[1, 0].set(jnp.nan))

@@ -19,6 +19,8 @@ import optax_smile
 EXAMPLE = Path(__file__).parents[2] / "examples" / "multi_host.py"
 # Seconds are for two processes that start, compile and sample on one busy core.
 SAMPLES, PATIENCE = 30, 300
+# Slow tests compare bits with those of a fixture.
+OPTIMIZED = False
 
 
 def start(directory: Path, log: Path, devices: int, *options: str) -> subprocess.Popen:
@@ -129,9 +131,7 @@ def test_a_dead_process_ends_the_other_and_loses_no_draw(tmp_path, reference, ki
 @pytest.mark.nightly
 @pytest.mark.parametrize("devices_per_batch", [2, 4])
 def test_devices_that_share_a_batch(tmp_path, devices_per_batch):
-    """Two devices of one process, or all four: then one process holds all chains, and sums over
-    two processes are rounded otherwise than sums over four devices.
-    """
+    """Four: one process holds all chains, and sums over two processes are rounded otherwise."""
     option = ("--data", str(devices_per_batch))
     expected = alone(tmp_path / "one", tmp_path, *option)
     actual = finish(tmp_path / "two", tmp_path, *option)
