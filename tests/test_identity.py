@@ -108,7 +108,7 @@ def test_the_same_run_goes_on(finished, tmp_path):
         run(directory, num_draws=2, batches=batches())
 
 
-def test_the_examples_of_a_shuffle_are_found_again():
+def test_the_examples_of_a_shuffle_are_found_again_if_there_are_any():
     def stacked(data):
         pairs = zip(data, data[::-1], strict=True)
         return [jax.tree.map(lambda *x: np.stack(x), *pair) for pair in pairs]
@@ -120,9 +120,6 @@ def test_the_examples_of_a_shuffle_are_found_again():
         np.testing.assert_allclose(first.told["examples"], second.told["examples"], rtol=1e-6)
         assert jax.tree.map(np.shape, first.batch) == jax.tree.map(np.shape, data[0][0])
         jax.tree.map(np.testing.assert_array_equal, first.batch, second.batch)
-
-
-def test_batches_without_examples():
     for data in (iter([1]), [object()], [], ["text"], [None], [jax.random.key(0)]):
         assert _identity.of_batches(data, False).batch is None
     data = [{"a": np.ones((2, 3)), "b": np.float32(i)} for i in range(4)]

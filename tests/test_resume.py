@@ -75,6 +75,10 @@ def normalised_loss(params, batch, *, aux, key):
     return runs.mean_loss(params, (jnp.where(kept, x - mean[None], 0.0), y)), {"mean": mean}
 
 
+def loss_of_wide(params, batch):
+    return runs.mean_loss(params, batch) + jnp.sum(params["wide"] ** 2) / 2
+
+
 class Again:
     """Batches that can be read again, without a place of their own."""
 
@@ -105,18 +109,13 @@ class Positioned:
 CASES: dict[str, Any] = {
     "aux": lambda: {
         "loss": normalised_loss,
-        "stochastic": True,
         "aux": {"mean": jnp.ones((CHAINS, 2)) * jnp.arange(CHAINS)[:, None]},
         "sampler": noisy(integrator="minimal_norm"),
-        "batch_per": "step",
-        "steps_per_dispatch": 3,
-        "batches": Again(),
+        **dict(batch_per="step", steps_per_dispatch=3, stochastic=True, batches=Again()),
     },
     "a generator": lambda: {
         "sampler": optax.chain(optax.clip_by_global_norm(1.0), noisy()),
-        "per_chain": True,
-        "batches": (x for x in runs.own_batches(20)),
-        "prefetch": 2,
+        **dict(batches=(x for x in runs.own_batches(20)), per_chain=True, prefetch=2),
     },
 }
 
@@ -316,6 +315,10 @@ def test_after_wrong_arguments_the_right_ones_will_do(tmp_path, whole):
 
     nan: Any = start() | {"b": jnp.array([0, jnp.nan, 0])}
     rule = r"`sample\(params=...\)` must be a start at .* finite, got nan in the chains \[1\]"
+    # Arguments are judged before anything is written.
+    with pytest.raises(ValueError, match=r"`sample\(aux=...\)` must be .* axis of 3 chains, got"):
+        run(tmp_path / "aux", loss=crash, aux=jnp.zeros((2, 2)))
+    assert not (tmp_path / "aux").exists()
     for name, arguments, message in (
         ("rows", {"batches": [np.zeros(3)]}, None),
         ("later", {"batches": ends_badly(), "prefetch": 2}, None),
@@ -343,15 +346,12 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_serves(copied, whole, 
     assert_same_bits(run(copied), whole)
 
 
-def test_a_checkpoint_is_due_after_so_many_minutes(tmp_path):
+def test_checkpoints_are_due_and_name_parameters_and_fields_of_the_state(half, tmp_path):
     checkpoints = _checkpoint.Checkpoints(tmp_path, 0.5)
     for seconds, is_due in ((20, False), (31, True)):
         checkpoints.saved_at = time.monotonic() - seconds
         assert checkpoints.is_due() is is_due
     checkpoints.close()
-
-
-def test_checkpoints_name_parameters_and_fields_of_the_state(half):
     step = half / "checkpoints" / str(newest_checkpoint(half)) / "carry"
     read: Any = ocp.StandardCheckpointer().metadata(step.absolute())
     leaves = jax.tree_util.tree_leaves_with_path(read.item_metadata.tree)
@@ -368,13 +368,10 @@ def test_a_full_disk_names_the_file_and_room_lets_it_go_on(tmp_path, full):
     frozen = np.random.default_rng(0).normal(size=(CHAINS, 60_000)).astype(np.float32)
     labels = {"w": "sampled", "b": "sampled", "wide": "sampled", "frozen": "frozen"}
     transforms = {"sampled": noisy(), "frozen": optax.set_to_zero()}
-    arguments: dict[str, Any] = {
-        "loss": lambda p, batch: runs.mean_loss(p, batch) + jnp.sum(p["wide"] ** 2) / 2,
-        "params": start() | {"frozen": jnp.asarray(frozen), "wide": jnp.zeros((CHAINS, 6_000))},
-        "sampler": optax.partition(transforms, labels),
-        "check": False,
-        "checkpoint_minutes": 60 if full == "draws" else 0,
-    }
+    params = start() | {"frozen": jnp.asarray(frozen), "wide": jnp.zeros((CHAINS, 6_000))}
+    arguments: dict[str, Any] = {"loss": loss_of_wide, "params": params, "check": False}
+    arguments["sampler"] = optax.partition(transforms, labels)
+    arguments["checkpoint_minutes"] = 60 if full == "draws" else 0
     expected, pieces = run(tmp_path / "whole", **arguments), tmp_path / "pieces"
     size, (soft, hard) = 20_000 if full == "draws" else 100_000, resource.getrlimit(FILE_SIZE)
     with contextlib.ExitStack() as stack:
@@ -423,12 +420,9 @@ def test_frozen_leaves_are_stored_once_and_others_come_back_right(tmp_path):
     labels = {"w": "sampled", "b": "sampled", "frozen": "frozen", "late": "late"}
     late = optax.sgd(lambda count: jnp.where(jnp.less(count, 6), 0.0, 0.1))
     transforms = {"sampled": runs.quiet(), "frozen": optax.set_to_zero(), "late": late}
-    arguments: dict[str, Any] = {
-        "loss": lambda p, batch: runs.mean_loss(p, batch) + jnp.sum((p["late"] - 1.0) ** 2),
-        "params": params,
-        "check": False,
-        "sampler": optax.partition(transforms, labels),
-    }
+    arguments: dict[str, Any] = {"params": params, "check": False}
+    arguments["loss"] = lambda p, b: runs.mean_loss(p, b) + jnp.sum((p["late"] - 1.0) ** 2)
+    arguments["sampler"] = optax.partition(transforms, labels)
     stop_at_third(tmp_path, **arguments)
     got, expected = run(tmp_path, **arguments).params, run(**arguments).params
     jax.tree.map(np.testing.assert_array_equal, got, expected)
@@ -457,25 +451,13 @@ def test_memory_does_not_grow_with_the_draws(tmp_path):
             host[step] = pages * os.sysconf("SC_PAGE_SIZE")
             alive.append(sum(ref() is not None for ref in seen))
 
-    def loss(params, batch):
-        return runs.mean_loss(params, batch) + jnp.sum(params["wide"] ** 2)
-
-    steps: dict[str, Any] = {"num_warmup": 0, "num_draws": 701, "thin": 1}
-    run(tmp_path, loss=loss, params=params, check=False, callback=look, **steps)
-    early = max(live[step] for step in range(5, 10))
-    for begin in (300, 600):
-        late = max(live[step] for step in range(begin, begin + 10))
-        assert late - early <= (_files.QUEUE_SIZE + 1) * size
+    steps: dict[str, Any] = {"num_warmup": 0, "num_draws": 701, "thin": 1, "check": False}
+    run(tmp_path, loss=loss_of_wide, params=params, callback=look, **steps)
+    early, *later = (max(live[i] for i in range(j - 5, j)) for j in (10, 305, 310, 605, 610))
+    assert max(later) - early <= (_files.QUEUE_SIZE + 1) * size
     assert host[700] - host[200] < 10e6
     # Those of this step, of the step before, and of the draws that wait.
     assert max(alive) <= _files.QUEUE_SIZE + 3
-
-
-def test_arguments_are_judged_before_anything_is_written(tmp_path):
-    rule = r"`sample\(aux=...\)` must be .* a leading axis of 3 chains, got .*\(2, 2"
-    with pytest.raises(ValueError, match=rule):
-        run(tmp_path / "run", loss=crash, aux=jnp.zeros((2, 2)))
-    assert not (tmp_path / "run").exists()
 
 
 def test_a_schedule_is_described_by_its_values():

@@ -129,10 +129,7 @@ def test_several_steps_in_one_go_see_the_batches_of_their_chain():
     one, three = (run(steps_per_dispatch=number, **arguments) for number in (1, 3))
     np.testing.assert_allclose(three.params["w"], one.params["w"], atol=1e-6)
     assert three.trace["num_gradients"][0].tolist() == [3, 6, 9]
-
-
-def test_the_two_gradients_of_a_step_may_share_a_batch():
-    """As if each batch came twice."""
+    # The two gradients of a step may share a batch, as if each came twice.
     tx = quiet(integrator="minimal_norm")
     twice = [batch for batch in regression() for _ in range(2)]
     shared = run(sampler=tx, num_draws=5, batch_per="step", **EVERY)

@@ -154,9 +154,7 @@ def test_scores_of_tokens_and_of_a_single_input(monkeypatch):
     # A target may be impossible.
     densities[1, :, 4] = -np.inf
     assert search_of(densities).lppd[0] == -np.inf
-
-
-def test_more_than_one_percent_of_the_gradients_may_not_be_broken(monkeypatch):
+    # More than one percent of the gradients may not be broken.
     Fake(monkeypatch, nonfinite=2)
     assert np.all(np.isfinite(find().lppd))
     Fake(monkeypatch, nonfinite=3)

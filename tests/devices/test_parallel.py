@@ -185,19 +185,17 @@ def test_a_mesh_changes_nothing_but_the_place():
         ("clipped psmile", (4, 2), EXPLICIT, True),
     ):
         assert_as_on_one_device(name, make_mesh(shape, axis_type), is_sharded)
+    # More chains than devices, and batches of their own.
+    for shape, per_chain in (((8,), False), ((4, 2), True)):
+        assert_as_on_one_device("adamw", make_mesh(shape), chains=16, per_chain=per_chain)
+    shared, own = run("adamw", chains=16).carry, run("adamw", chains=16, per_chain=True).carry
+    assert np.abs(shared[0]["in"] - own[0]["in"]).max() > 0.01
     with jax.set_mesh(mesh := make_mesh((4, 2), EXPLICIT)):
         assert_close(run.__wrapped__("adamw", mesh).carry, run("adamw").carry)
     # XLA writes groups of devices either as rows of all of them or one by one.
     text, written = run("adamw", make_mesh((2, 4))).text, {"[2,4]<=[8]", "[[0,1,2,3],[4,5,6,7]]"}
     groups = re.findall(r"(?:replica_groups|source_target_pairs)=(\{\{.*?\}\}|.*?\])[, ]", text)
     assert groups and {x.translate(str.maketrans("{}", "[]")) for x in groups} <= written
-
-
-def test_more_chains_than_devices_and_batches_of_their_own():
-    for shape, per_chain in (((8,), False), ((4, 2), True)):
-        assert_as_on_one_device("adamw", make_mesh(shape), chains=16, per_chain=per_chain)
-    shared, own = run("adamw", chains=16).carry, run("adamw", chains=16, per_chain=True).carry
-    assert np.abs(shared[0]["in"] - own[0]["in"]).max() > 0.01
 
 
 @pytest.mark.parametrize("specs", [None, SPECS], ids=["one device", "4x2"])
@@ -287,12 +285,11 @@ def test_sample_on_a_mesh(tmp_path):
     assert seen == {(jax.P(None, "data"), jax.P("data", None))}
 
 
-def noisy_loss(params, batch, aux, key):
-    loss = mean_loss(params, batch) + 0.1 * jax.random.normal(key, ()) * jnp.sum(params["in"])
-    return loss, aux + loss
-
-
 def test_sample_with_auxiliary_state_random_losses_and_batches_of_their_own():
+    def noisy_loss(params, batch, aux, key):
+        loss = mean_loss(params, batch) + 0.1 * jax.random.normal(key, ()) * jnp.sum(params["in"])
+        return loss, aux + loss
+
     options: dict[str, Any] = {"loss_fn": noisy_loss, "aux": np.zeros(8, np.float32)}
     options |= {"stochastic": True, "batches": batches(8), "per_chain": True}
     got = draw(make_mesh((4, 2)), steps_per_dispatch=4, **options)
