@@ -67,8 +67,7 @@ def run_early(num_draws: int, /, *given, **arguments):
     return got
 
 
-class Crash(Exception):
-    """What a test throws into a run."""
+class Crash(Exception): ...
 
 
 def crash(*_, **__):

@@ -66,37 +66,32 @@ OTHER_SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"dtype": "float16"}, r"stored_dtype = 'float16', got .* with None\."),
     ({"observe": lambda draw: draw}, r"settings\.observe ="),
 ]
-REFUSED: list[tuple[dict[str, Any], str, str]] = [
-    *[({"batches": other}, "batches", what) for other, what in OTHER_BATCHES],
-    ({"loss": other_loss, "batches": shuffled()}, "loss_fn", LOSS),
-    ({"loss": other_loss, "params": SHIFTED}, "loss_fn", LOSS),
-    *[(arguments, "directory", what) for arguments, what in OTHER_SETTINGS],
-]
 
 
 @pytest.mark.filterwarnings("ignore:.*began at another start")
 def test_another_run_is_refused(finished):
     """Also where no more draws are asked for than there are."""
-    before = content_of(finished.directory)
-    for number, (arguments, argument, what) in enumerate(REFUSED):
+    before, losses = content_of(finished.directory), ({"batches": shuffled()}, {"params": SHIFTED})
+    refused = [({"batches": other}, "batches", what) for other, what in OTHER_BATCHES]
+    refused += [({"loss": other_loss, **given}, "loss_fn", LOSS) for given in losses]
+    refused += [(arguments, "directory", what) for arguments, what in OTHER_SETTINGS]
+    for number, (arguments, argument, what) in enumerate(refused):
         arguments = {"batches": batches(), **arguments, "num_draws": 2 + number % 2}
         with pytest.raises(ValueError, match=rf"`sample\({argument}=...\)` must be .*{what}"):
             run(finished.directory, **arguments)
     assert content_of(finished.directory) == before
 
 
-LAWFUL: list[dict[str, Any]] = [
-    {"batches": shuffled()},
-    {"batches": tuple(jax.tree.map(jnp.asarray, batches()))},
-    {"batches": [(x * np.float32(1 + 1e-7), y) for x, y in batches()]},
-    {"batches": batches(), "loss": other_loss, "accept": ["loss"]},
-    {"batches": batches(), "loss": lambda p, b: mean_loss(p, b) * (1 + 1e-5)},
-    {"batches": batches(CHANGED), "accept": ("data",)},
-]
-
-
 def test_the_same_run_goes_on(finished, tmp_path):
-    for number, arguments in enumerate(LAWFUL):
+    lawful: list[dict[str, Any]] = [
+        {"batches": shuffled()},
+        {"batches": tuple(jax.tree.map(jnp.asarray, batches()))},
+        {"batches": [(x * np.float32(1 + 1e-7), y) for x, y in batches()]},
+        {"batches": batches(), "loss": other_loss, "accept": ["loss"]},
+        {"batches": batches(), "loss": lambda p, b: mean_loss(p, b) * (1 + 1e-5)},
+        {"batches": batches(CHANGED), "accept": ("data",)},
+    ]
+    for number, arguments in enumerate(lawful):
         directory = shutil.copytree(finished.directory, tmp_path / str(number))
         with pytest.warns(UserWarning, match=FINISHED):
             again = run(directory, num_draws=2, **arguments)
@@ -140,21 +135,19 @@ def warm(directory=None, loss=mean_loss, **arguments) -> Any:
     return optax_smile.warmstart(loss, init, directory=directory, **defaults | arguments)
 
 
-TRAINED: list[tuple[dict[str, Any], str, str]] = [
-    ({"optimizer": optax.adam(0.1, b1=0.8)}, "optimizer", "optimizer is"),
-    ({"key": 1}, "key", "key is"),
-    ({"num_members": 3}, "num_members", "num_members is 2"),
-    ({"patience": 3}, "patience", "patience is 10"),
-    ({"batches": batches(CHANGED)}, "batches", DATA),
-    ({"loss": other_loss}, "loss_fn", LOSS),
-    ({"validation": batches()[1]}, "validation", "validation have the number of"),
-    ({"validation": None}, "validation", "validation is True"),
-]
-
-
 def test_another_training_is_refused_and_the_same_is_found(tmp_path):
+    others: list[tuple[dict[str, Any], str, str]] = [
+        ({"optimizer": optax.adam(0.1, b1=0.8)}, "optimizer", "optimizer is"),
+        ({"key": 1}, "key", "key is"),
+        ({"num_members": 3}, "num_members", "num_members is 2"),
+        ({"patience": 3}, "patience", "patience is 10"),
+        ({"batches": batches(CHANGED)}, "batches", DATA),
+        ({"loss": other_loss}, "loss_fn", LOSS),
+        ({"validation": batches()[1]}, "validation", "validation have the number of"),
+        ({"validation": None}, "validation", "validation is True"),
+    ]
     trained = warm(tmp_path)["w"]
-    for arguments, argument, what in TRAINED:
+    for arguments, argument, what in others:
         with pytest.raises(ValueError, match=rf"`warmstart\({argument}=...\)` must be .*{what}"):
             warm(tmp_path, **arguments)
     finds = "2 members of 2 epochs loaded from .*: it is finished"
