@@ -72,7 +72,7 @@ OTHER_SETTINGS: list[tuple[dict[str, Any], str]] = [
 def test_another_run_is_refused(finished):
     """Also where no more draws are asked for than there are."""
     before, losses = content_of(finished.directory), ({"batches": shuffled()}, {"params": SHIFTED})
-    refused = [({"batches": other}, "batches", what) for other, what in OTHER_BATCHES]
+    refused: list[Any] = [({"batches": other}, "batches", what) for other, what in OTHER_BATCHES]
     refused += [({"loss": other_loss, **given}, "loss_fn", LOSS) for given in losses]
     refused += [(arguments, "directory", what) for arguments, what in OTHER_SETTINGS]
     for number, (arguments, argument, what) in enumerate(refused):

@@ -27,7 +27,8 @@ TARGETS = RNG.normal(size=(STEPS, 16, 2)).astype(np.float32)
 # No two shapes of one chain are alike: the shape tells which parameter an array is like.
 SHAPES = {"in": (4, 8), "out": (8, 2)}
 SPECS = {"in": jax.P(None, "data"), "out": jax.P("data")}
-CLIP, KEYED = optax.clip_by_global_norm(1.0), {"num_data": NUM_DATA, "key": 1}
+CLIP = optax.clip_by_global_norm(1.0)
+KEYED: dict[str, Any] = {"num_data": NUM_DATA, "key": 1}
 OPTIMIZERS: dict[str, Any] = {
     "adamw": lambda: optax.adamw(1e-2),
     "clipped psmile": lambda: optax.chain(CLIP, optax_smile.psmile(**KEYED)),
