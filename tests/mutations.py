@@ -189,7 +189,7 @@ DEFECTS = r"""
 - (self.num_warmup - step - 1) % self.thin + 1
 + (self.num_warmup - step) % self.thin + 1
 # chains/_loop.py | test_warmstart.py
-= one pass too few is skipped | shuffled
+= one pass too few is skipped | training_in_pieces
 - for _ in range(passes):
 + for _ in range(passes - 1):
 # chains/_loop.py | test_sampling.py

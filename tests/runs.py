@@ -1,7 +1,6 @@
 """A small regression and runs of it, for the tests of `sample`, and chains by hand."""
 
 import os
-import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 import optax_smile
 
@@ -26,9 +26,8 @@ def regression(count: int = 7, size: int = 20) -> list[Any]:
 
 def own_batches(count: int = 7) -> list[Any]:
     """A batch for each chain, along a leading axis."""
-    rows = regression(count * CHAINS)
-    groups = [rows[i : i + CHAINS] for i in range(0, len(rows), CHAINS)]
-    return [jax.tree.map(lambda *x: np.stack(x), *group) for group in groups]
+    x, y = (np.stack(part) for part in zip(*regression(count * CHAINS), strict=True))
+    return list(zip(x.reshape(count, CHAINS, -1, 2), y.reshape(count, CHAINS, -1), strict=True))
 
 
 def mean_loss(params, batch):
@@ -53,51 +52,36 @@ def noisy(step_size: Any = 0.02, **arguments):
 
 def run(directory: Any = None, loss=mean_loss, params=None, sampler=None, **arguments):
     """Sample, with a checkpoint at the start and at the end unless asked for others."""
-    defaults: dict[str, Any] = {
-        "num_warmup": WARMUP,
-        "num_draws": DRAWS,
-        "thin": THIN,
-        "key": 0,
-        "progress": False,
-        "checkpoint_minutes": 60,
-    }
-    return optax_smile.sample(
-        loss,
-        start() if params is None else params,
-        arguments.pop("batches", regression()),
-        noisy() if sampler is None else sampler,
-        directory=directory,
-        **defaults | arguments,
-    )
+    defaults: dict[str, Any] = {"num_warmup": WARMUP, "num_draws": DRAWS, "thin": THIN, "key": 0}
+    defaults |= {"progress": False, "checkpoint_minutes": 60}
+    params, sampler = params or start(), sampler or noisy()
+    batches = arguments.pop("batches", regression())
+    given = defaults | arguments
+    return optax_smile.sample(loss, params, batches, sampler, directory=directory, **given)
 
 
-class Crash(Exception):
-    """What a test throws into a run."""
+def run_early(num_draws: int, /, *given, **arguments):
+    """A run that ends early, with so many draws."""
+    with pytest.warns(UserWarning, match=f"^`sample` ended early with {num_draws} of "):
+        got = run(*given, **arguments)
+    assert got.num_draws == num_draws
+    return got
 
 
-def crash_at(at: int):
-    def callback(step, stats):
-        if step == at:
-            raise Crash
-
-    return callback
+class Crash(Exception): ...
 
 
-def signal_at(at: int, *numbers: signal.Signals):
-    def callback(step, stats):
-        if step == at:
-            for number in numbers:
-                os.kill(os.getpid(), number)
-
-    return callback
+def crash(*_, **__):
+    raise Crash
 
 
-def refuse(*_, **__):
-    raise AssertionError("this must not be called")
+def send(*numbers: signal.Signals):
+    return lambda: [os.kill(os.getpid(), number) for number in numbers]
 
 
-def copy(directory: Path, to: Path) -> Path:
-    return Path(shutil.copytree(directory, to / "copy"))
+def at(step: int, happens):
+    """A callback that does something at a step."""
+    return lambda now, stats: happens() if now == step else None
 
 
 def content_of(directory: Path) -> dict[str, bytes]:
@@ -107,10 +91,10 @@ def content_of(directory: Path) -> dict[str, bytes]:
 
 def assert_same_bits(actual: Any, expected: Any):
     """Draws and their trace, bit for bit."""
-    for mine, other in ((actual.params, expected.params), (actual.trace, expected.trace)):
-        assert jax.tree.structure(mine) == jax.tree.structure(other)
-        for x, y in zip(jax.tree.leaves(mine), jax.tree.leaves(other), strict=True):
-            assert (x.shape, x.dtype, x.tobytes()) == (y.shape, y.dtype, y.tobytes())
+    mine, other = ((one.params, one.trace) for one in (actual, expected))
+    assert jax.tree.structure(mine) == jax.tree.structure(other)
+    for x, y in zip(jax.tree.leaves(mine), jax.tree.leaves(other), strict=True):
+        assert (x.shape, x.dtype, x.tobytes()) == (y.shape, y.dtype, y.tobytes())
 
 
 def follow(tx, key, params, gradient, calls, see=None, **given) -> Any:

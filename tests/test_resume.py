@@ -2,18 +2,18 @@
 
 import contextlib
 import gc
-import itertools
 import json
 import os
 import resource
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
 import time
 import weakref
+from functools import partial
 from pathlib import Path
+from signal import SIGINT, SIGTERM, getsignal
 from typing import Any
 
 import jax
@@ -22,27 +22,10 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
+import runs
 from jax.experimental.compilation_cache import compilation_cache
-from runs import (
-    CHAINS,
-    DRAWS,
-    NUM_DATA,
-    STEPS,
-    Crash,
-    assert_same_bits,
-    content_of,
-    copy,
-    crash_at,
-    mean_loss,
-    noisy,
-    own_batches,
-    quiet,
-    refuse,
-    regression,
-    run,
-    signal_at,
-    start,
-)
+from runs import CHAINS, DRAWS, assert_same_bits, at, content_of, crash, noisy, run, send, start
+from safetensors.numpy import load_file
 
 import optax_smile
 from optax_smile import _settings
@@ -50,30 +33,26 @@ from optax_smile.chains import _checkpoint
 from optax_smile.draws import _files, _manifest
 from optax_smile.state import STATE_FORMAT
 
+FILE_SIZE = resource.RLIMIT_FSIZE
 # Also slow tests compare bits with those of fixtures.
 OPTIMIZED = False
 # Ticks and draws of a run are at steps 2, 5, 8, 11 and 14; half a run crashes at the second draw.
 SECOND, THIRD = 8, 11
+stop_at_second = partial(runs.run_early, 2, callback=at(SECOND, send(SIGTERM)))
+stop_at_third = partial(runs.run_early, 3, callback=at(THIRD, send(SIGTERM)))
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory) -> Path:
-    directory = tmp_path_factory.mktemp("finished")
-    run(directory)
-    return directory
-
-
-@pytest.fixture(scope="module")
-def whole(finished):
-    return optax_smile.load_snapshots(finished, like=jax.tree.map(lambda x: x[0], start()))
+def whole(tmp_path_factory) -> Any:
+    return run(tmp_path_factory.mktemp("finished"))
 
 
 @pytest.fixture(scope="module")
 def half(tmp_path_factory) -> Path:
     """A run that crashed, with two draws and checkpoints after the two steps before."""
     directory = tmp_path_factory.mktemp("half")
-    with pytest.raises(Crash):
-        run(directory, callback=crash_at(SECOND), checkpoint_minutes=0)
+    with pytest.raises(runs.Crash):
+        run(directory, callback=at(SECOND, crash), checkpoint_minutes=0)
     assert sorted(path.name for path in (directory / "checkpoints").iterdir()) == ["6", "7"]
     assert optax_smile.load_snapshots(directory).num_draws == 2
     return directory
@@ -81,16 +60,11 @@ def half(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def copied(half, tmp_path) -> Path:
-    return copy(half, tmp_path)
+    return shutil.copytree(half, tmp_path / "copy")
 
 
 def newest_checkpoint(directory: Path) -> int:
     return max(int(path.name) for path in (directory / "checkpoints").iterdir())
-
-
-def noisy_loss(params, batch, *, key):
-    x, y = batch
-    return mean_loss(params, (x + 0.1 * jax.random.normal(key, x.shape), y))
 
 
 def normalised_loss(params, batch, *, aux, key):
@@ -98,243 +72,177 @@ def normalised_loss(params, batch, *, aux, key):
     x, y = batch
     mean = 0.9 * aux["mean"] + 0.1 * jnp.mean(x, axis=0)
     kept = jax.random.bernoulli(key, 0.8, x.shape)
-    return mean_loss(params, (jnp.where(kept, x - mean[None], 0.0), y)), {"mean": mean}
+    return runs.mean_loss(params, (jnp.where(kept, x - mean[None], 0.0), y)), {"mean": mean}
+
+
+def loss_of_wide(params, batch):
+    return runs.mean_loss(params, batch) + jnp.sum(params["wide"] ** 2) / 2
 
 
 class Again:
     """Batches that can be read again, without a place of their own."""
 
-    def __init__(self, rows):
-        self.rows = rows
-
     def __iter__(self):
-        yield from self.rows
+        yield from runs.regression()
 
 
 class Positioned:
-    """Batches whose iterators have a place that can be set, as Grain's."""
+    """Endless batches with a place that can be set."""
 
-    def __init__(self, rows, as_bytes):
-        self.rows, self.as_bytes, self.num_read = rows, as_bytes, 0
-
-    def __iter__(self):
-        return Cursor(self)
-
-
-class Cursor:
-    def __init__(self, owner):
-        self.owner, self.at = owner, 0
+    at = num_read = 0
 
     def __iter__(self):
         return self
 
     def __next__(self):
-        if self.at == len(self.owner.rows):
-            raise StopIteration
-        self.at, self.owner.num_read = self.at + 1, self.owner.num_read + 1
-        return self.owner.rows[self.at - 1]
+        self.at, self.num_read = self.at + 1, self.num_read + 1
+        return runs.regression()[(self.at - 1) % 7]
 
     def get_state(self):
-        state = {"at": self.at, "nested": {"name": "cursor"}}
-        return json.dumps(state).encode() if self.owner.as_bytes else state
+        return json.dumps({"at": self.at}).encode()
 
     def set_state(self, state):
-        assert isinstance(state, bytes if self.owner.as_bytes else dict)
-        self.at = (json.loads(state) if isinstance(state, bytes) else state)["at"]
-
-
-def psmile(integrator: Any = "leapfrog"):
-    return optax_smile.psmile(num_data=NUM_DATA, integrator=integrator, key=5)
+        self.at = json.loads(state.decode())["at"]
 
 
 # Functions, since some iterables remember how far they were read.
 CASES: dict[str, Any] = {
     "aux": lambda: {
         "loss": normalised_loss,
-        "stochastic": True,
         "aux": {"mean": jnp.ones((CHAINS, 2)) * jnp.arange(CHAINS)[:, None]},
         "sampler": noisy(integrator="minimal_norm"),
-        "steps_per_dispatch": 3,
+        **dict(batch_per="step", steps_per_dispatch=3, stochastic=True, batches=Again()),
     },
-    "a generator": lambda: {"batches": (x for x in regression(60)), "prefetch": 2},
-    "psmile": lambda: {"sampler": psmile(), "prefetch": 2},
-    "minimal_norm": lambda: {"sampler": psmile("minimal_norm"), "batches": Again(regression())},
-    "a batch per step": lambda: {
-        "sampler": noisy(integrator="minimal_norm"),
-        "batch_per": "step",
-        "steps_per_dispatch": 3,
-        "batches": Again(regression()),
-    },
-    "a batch per chain": lambda: {
-        "per_chain": True,
-        "batches": own_batches(),
-        "steps_per_dispatch": 3,
-        "prefetch": 2,
-    },
-    "inside a chain": lambda: {
+    "a generator": lambda: {
         "sampler": optax.chain(optax.clip_by_global_norm(1.0), noisy()),
-        "batches": itertools.cycle(regression()),
+        **dict(batches=(x for x in runs.own_batches(20)), per_chain=True, prefetch=2),
     },
 }
-FAST = "aux", "a generator"
 
 
-@pytest.mark.parametrize(
-    "case", [x if x in FAST else pytest.param(x, marks=pytest.mark.nightly) for x in CASES]
-)
+@pytest.mark.parametrize("case", CASES)
 def test_a_run_in_pieces_gives_the_bits_of_one_in_one_go(tmp_path, case):
     """A crash, whose last checkpoint is before its last draw; a signal; the rest."""
-    expected = run(tmp_path / "whole", **CASES[case]())
-    pieces = tmp_path / "pieces"
-    with pytest.raises(Crash):
-        run(pieces, callback=crash_at(SECOND), checkpoint_minutes=0, **CASES[case]())
+    expected, pieces = run(tmp_path / "whole", **CASES[case]()), tmp_path / "pieces"
+    with pytest.raises(runs.Crash):
+        run(pieces, callback=at(SECOND, crash), checkpoint_minutes=0, **CASES[case]())
     assert 0 < newest_checkpoint(pieces) < 2 * SECOND
-    with pytest.warns(UserWarning, match="ended early with 3 of 4 draws"):
-        run(pieces, callback=signal_at(THIRD, signal.SIGTERM), **CASES[case]())
+    stop_at_third(pieces, **CASES[case]())
     assert_same_bits(run(pieces, **CASES[case]()), expected)
 
 
-@pytest.mark.parametrize("as_bytes", [False, True])
-def test_batches_with_a_place_are_not_read_again(tmp_path, whole, as_bytes):
-    batches = Positioned(regression(), as_bytes)
-    with pytest.warns(UserWarning, match="ended early with 2 of 4 draws"):
-        run(tmp_path, batches=batches, callback=signal_at(SECOND, signal.SIGTERM))
-    again = Positioned(regression(), as_bytes)
+def test_batches_with_a_place_are_not_read_again(tmp_path, whole):
+    stop_at_second(tmp_path, batches=Positioned())
+    again = Positioned()
     assert_same_bits(run(tmp_path, batches=again), whole)
-    assert again.num_read == STEPS - SECOND
+    assert again.num_read == runs.STEPS - SECOND
 
 
 def test_grain_goes_on_where_it_was(tmp_path):
     grain = pytest.importorskip("grain")
-    x, y = (np.concatenate(part) for part in zip(*regression(4), strict=True))
+    rows = [row for batch in runs.regression(4) for row in zip(*batch, strict=True)]
 
     def batches():
-        rows = list(zip(x, y, strict=True))
         return grain.MapDataset.source(rows).shuffle(seed=3).batch(20).to_iter_dataset()
 
-    expected = run(batches=batches())
-    with pytest.warns(UserWarning, match="ended early with 2 of 4 draws"):
-        run(tmp_path, batches=batches(), prefetch=2, callback=signal_at(SECOND, signal.SIGTERM))
-    got = run(tmp_path, batches=batches(), prefetch=2)
+    stop_at_second(tmp_path, batches=batches(), prefetch=2)
+    got, expected = run(tmp_path, batches=batches(), prefetch=2), run(batches=batches())
     np.testing.assert_array_equal(got.params["w"], expected.params["w"])
 
 
 def test_batches_that_ran_out_may_grow(tmp_path):
     """Thirteen batches are six steps of two and a rest, which the next run takes again."""
-    arguments: dict[str, Any] = {"sampler": noisy(integrator="minimal_norm"), "num_draws": 2}
-    arguments |= {"num_warmup": 1}
 
-    def batches(count):
-        return iter(regression(18)[:count])
+    def go(name, count, begin=run):
+        given: dict[str, Any] = {"sampler": noisy(integrator="minimal_norm"), "num_warmup": 1}
+        batches = iter(runs.regression(18)[:count])
+        return begin(tmp_path / name, num_draws=2, batches=batches, **given)
 
-    expected = run(tmp_path / "whole", batches=batches(18), **arguments)
-    pieces = tmp_path / "pieces"
-    with pytest.warns(UserWarning, match="ended early with 1 of 2 draws"):
-        assert run(pieces, batches=batches(13), **arguments).num_draws == 1
+    go("pieces", 13, partial(runs.run_early, 1))
     rule = r"`sample\(batches=...\)` must be those of the run .* took 12 in pass 0, got 9 in pass 0"
     with pytest.raises(ValueError, match=rule):
-        run(pieces, batches=batches(9), **arguments)
-    assert_same_bits(run(pieces, batches=batches(18), **arguments), expected)
+        go("pieces", 9)
+    assert_same_bits(go("pieces", 18), go("whole", 18))
 
 
-@pytest.mark.parametrize(("number", "prefetch"), [(signal.SIGTERM, 0), (signal.SIGINT, 2)])
-def test_a_signal_ends_the_run_in_order(tmp_path, number, prefetch):
+def test_signals_end_a_run_in_order_and_a_second_control_c_at_once(tmp_path, whole):
     """The step is finished, a checkpoint written; afterwards signals mean what they did before."""
-    received = []
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    before = {each: signal.signal(each, lambda *_: received.append(_)) for each in numbers}
-    handlers = {each: signal.getsignal(each) for each in numbers}
-    try:
-        with pytest.warns(UserWarning, match=r"^`sample` ended early with 3 of 4 draws"):
-            got = run(tmp_path, callback=signal_at(THIRD, number), prefetch=prefetch)
-        assert {each: signal.getsignal(each) for each in numbers} == handlers and not received
-    finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)
-    assert got.num_draws == 3 and newest_checkpoint(tmp_path) == THIRD
-
-
-def test_a_second_control_c_raises_at_once(tmp_path, whole):
-    handler = signal.getsignal(signal.SIGINT)
+    before = [getsignal(number) for number in (SIGINT, SIGTERM)]
+    for number, prefetch in ((SIGTERM, 0), (SIGINT, 2)):
+        directory = tmp_path / number.name
+        runs.run_early(3, directory, callback=at(THIRD, send(number)), prefetch=prefetch)
+        assert newest_checkpoint(directory) == THIRD
+    twice = tmp_path / "twice"
     with pytest.raises(KeyboardInterrupt):
-        run(tmp_path, callback=signal_at(THIRD, signal.SIGINT, signal.SIGINT))
-    assert signal.getsignal(signal.SIGINT) is handler
-    assert_same_bits(run(tmp_path), whole)
+        run(twice, callback=at(THIRD, send(SIGINT, SIGINT)))
+    assert [getsignal(number) for number in (SIGINT, SIGTERM)] == before
+    assert_same_bits(run(twice), whole)
 
 
-def test_a_run_stopped_before_the_first_draw_says_how_to_go_on(tmp_path, whole):
-    stop = signal_at(2, signal.SIGTERM)
+def test_a_run_stopped_before_the_first_draw_goes_on_and_grows(tmp_path, whole):
+    stop = at(2, send(SIGTERM))
     message = f"before the first draw. A checkpoint is in {tmp_path}: call it again in the same way"
     with pytest.raises(KeyboardInterrupt, match=message):
         run(tmp_path, callback=stop)
     assert newest_checkpoint(tmp_path) == 2
     with pytest.raises(KeyboardInterrupt, match="Without a `directory` nothing of it is kept"):
         run(callback=stop)
-    assert_same_bits(run(tmp_path), whole)
-
-
-def test_more_draws_make_a_run_longer(tmp_path, whole):
     assert run(tmp_path, num_draws=2).num_draws == 2
     assert_same_bits(run(tmp_path), whole)
 
 
-def test_a_finished_run_computes_nothing(finished, whole):
-    before = content_of(finished)
-    with pytest.warns(
-        UserWarning, match=r"`sample`: 4 draws of 20\d\d-\d\d-\d\d loaded from .*: it is finished"
-    ):
-        assert_same_bits(run(finished, callback=refuse), whole)
+def test_a_finished_run_computes_nothing(whole):
+    before = content_of(whole.directory)
+    with pytest.warns(UserWarning, match=r"4 draws of 20\d\d-\d\d-\d\d loaded from .*is finished"):
+        assert_same_bits(run(whole.directory, callback=crash), whole)
     with pytest.warns(UserWarning, match="`sample`: 2 draws of .* loaded"):
-        fewer = run(finished, num_draws=2, callback=refuse)
+        fewer = run(whole.directory, num_draws=2, callback=crash)
     np.testing.assert_array_equal(fewer.params["w"], whole.params["w"][:, :2])
-    draws = [name for name in before if name.startswith("draw")]
-    assert {x: content_of(finished)[x] for x in draws} == {x: before[x] for x in draws}
+    after = content_of(whole.directory)
+    assert all(after[name] == before[name] for name in before if name.startswith("draw"))
 
 
-def test_another_start_is_not_used_and_a_warning_says_so(copied, whole):
+def test_another_start_is_not_used_and_the_same_rounded_is_known(copied, whole, tmp_path):
     other = start() | {"w": start()["w"] + 1}
     with pytest.warns(UserWarning, match="goes on from its checkpoint. It began at another start"):
         assert_same_bits(run(copied, params=other), whole)
-
-
-def test_a_rounded_run_knows_its_start(tmp_path):
-    arguments: dict[str, Any] = {"num_warmup": 0, "num_draws": 1, "dtype": "float16"}
-    params = start() | {"b": jnp.full(CHAINS, 0.1)}
-    got = run(tmp_path, params=params, **arguments)
-    assert got.params["w"].dtype == np.float32
+    tenths = start() | {"b": jnp.full(CHAINS, 0.1)}
+    halves = partial(run, params=tenths, num_warmup=0, num_draws=1, dtype="float16")
+    assert halves(tmp_path / "halves").params["w"].dtype == np.float32
     with pytest.warns(UserWarning) as seen:
-        run(tmp_path, params=params, **arguments)
+        halves(tmp_path / "halves")
     assert len(seen) == 1 and "is finished" in str(seen[0].message)
 
 
 def test_a_state_of_other_arrays_is_refused(copied):
-    """A chain with something new in front, or what a later version of Optax might have."""
-    before = content_of(copied)
-    other = optax.chain(optax.trace(0.9), noisy())
-    with pytest.raises(ValueError, match=r"that of the same run, with settings.chain = "):
-        run(copied, sampler=other)
-    assert content_of(copied) == before
+    """As a later version of Optax might have."""
     manifest = _manifest.read("sample", copied)
     _manifest.write(copied, manifest | {"versions": {"optax": "0.1"}})
-    with pytest.raises(
-        ValueError, match=r"(?s)checkpoint .*/7 cannot be read .*sampler has changed"
-    ):
-        run(copied, sampler=other)
+    rule = r"(?s)checkpoint .*/7 cannot be read .*sampler has changed"
+    with pytest.raises(ValueError, match=rule):
+        run(copied, sampler=optax.chain(optax.trace(0.9), noisy()))
 
 
-def test_what_cannot_be_resumed(copied):
+def test_what_cannot_be_resumed_and_the_first_format(half, copied):
     form = r"`sample\(directory=...\)` must be "
     with pytest.raises(ValueError, match=form + "a directory without draws where `resume` is Fa"):
         run(copied, resume=False)
     (start_file,) = copied.glob("start.*")
-    content = start_file.read_bytes()
     start_file.unlink()
     with pytest.raises(ValueError, match=r"lacks the file start.chains-\*.safetensors"):
         run(copied)
     assert np.all(np.isfinite(optax_smile.load_snapshots(copied).params["w"]))
-    start_file.write_bytes(content)
     shutil.rmtree(copied / "checkpoints")
     with pytest.raises(ValueError, match=form + "a directory with a checkpoint .* draws alone"):
+        run(copied)
+    shutil.copytree(half, copied, dirs_exist_ok=True)
+    file = copied / "manifest.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"format": 1}))
+    for name, read in (("sample", run), ("load_snapshots", optax_smile.load_snapshots)):
+        with pytest.raises(ValueError, match=rf"`{name}.* of format 3, got format 1 in {file}"):
+            read(copied)
+    file.unlink()
+    with pytest.raises(ValueError, match=form + ".* with a manifest.j"):
         run(copied)
 
 
@@ -342,55 +250,31 @@ def test_what_cannot_be_resumed(copied):
 def test_a_checkpoint_of_another_format_is_refused(tmp_path, monkeypatch, number):
     """Here and in `warmstart`, whose optimizer may be a sampler."""
 
-    def train(directory, optimizer):
-        init = {"w": jnp.zeros(2), "b": jnp.zeros(())}
-        arguments: dict[str, Any] = {"num_members": 2, "key": 0, "progress": False}
-        arguments |= {"num_epochs": 1, "directory": directory}
-        return optax_smile.warmstart(
-            mean_loss, lambda _: init, regression(), optimizer, **arguments
-        )
+    def train(name, optimizer):
+        given: dict[str, Any] = {"num_members": 2, "key": 0, "progress": False, "num_epochs": 1}
+        given |= {"init_fn": lambda _: {"w": jnp.zeros(2), "b": 0.0}, "optimizer": optimizer}
+        given |= {"loss_fn": runs.mean_loss, "batches": runs.regression()}
+        return optax_smile.warmstart(directory=tmp_path / name, **given)
 
-    runs: dict[str, Any] = {
-        "sample": lambda: run(tmp_path / "run"),
-        "warmstart": lambda: train(tmp_path / "start", noisy()),
-    }
-    for name, make in runs.items():
+    makes = partial(run, tmp_path / "run"), partial(train, "start", noisy())
+    written = f"format {number}" if number else "an older format, without a number"
+    for name, make in zip(("sample", "warmstart"), makes, strict=True):
         with monkeypatch.context() as patch:
             patch.setattr(_checkpoint, "state_format", lambda tree: number)
             make()
-        rule = (
-            rf"`{name}\(directory=...\)` must be one whose checkpoints have a sampler's state of"
-            rf" format {STATE_FORMAT}, got .*checkpoints/\d+ of "
-            + ("an older format, without a number" if number is None else f"format {number}")
-        )
+        rule = rf"`{name}\(directory=...\)` must be one whose checkpoints have a sampler's state of"
+        rule += rf" format {STATE_FORMAT}, got .*checkpoints/\d+ of {written}"
         with pytest.raises(optax_smile.ArgumentError, match=rule):
             make()
     assert optax_smile.load_snapshots(tmp_path / "run").num_draws == DRAWS
-    adam = tmp_path / "adam"
     with pytest.warns(UserWarning, match="it is finished"):
         for _ in range(2):
-            train(adam, optax.adam(0.1))
-
-
-def test_a_directory_of_the_first_format_is_refused(copied):
-    file = copied / "manifest.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"format": 1}))
-    rule = rf"\(directory=...\)` must be .* of format 3, got format 1 in {file}"
-    for name, read in (("sample", run), ("load_snapshots", optax_smile.load_snapshots)):
-        with pytest.raises(ValueError, match=f"`{name}{rule}"):
-            read(copied)
-    file.unlink()
-    with pytest.raises(
-        ValueError, match=r"`sample\(directory=...\)` must be .* with a manifest.js"
-    ):
-        run(copied)
+            train("adam", optax.adam(0.1))
 
 
 def test_a_directory_in_use_is_refused_until_its_process_ends(copied, whole):
-    hold = (
-        "import fcntl, sys; file = open(sys.argv[1], 'a+'); fcntl.flock(file, fcntl.LOCK_EX);"
-        "file.truncate(0); file.write('4711'); file.flush(); print('held', flush=True); input()"
-    )
+    hold = "import fcntl, sys; file = open(sys.argv[1], 'a+'); fcntl.flock(file, fcntl.LOCK_EX);"
+    hold += "file.truncate(0); file.write('4711'); file.flush(); print('held', flush=True); input()"
     command = [sys.executable, "-c", hold, str(copied / ".lock-0")]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         assert other.stdout is not None and other.stdout.readline() == b"held\n"
@@ -413,50 +297,40 @@ def test_a_run_holds_its_directory_and_lets_go_of_it(tmp_path):
 
     run(tmp_path, callback=second, num_warmup=0, num_draws=1)
     assert refused == [3]
+    # A process that was forked meanwhile, as by a data loader, has the file open as well.
     with _checkpoint.lock("test", tmp_path):
-        pass
-
-
-def test_a_process_that_was_forked_meanwhile_does_not_hold_the_directory(tmp_path):
-    """As the workers of a data loader are: they share the open file."""
-
-    def is_open(descriptor: str) -> bool:
-        with contextlib.suppress(FileNotFoundError):
-            return os.readlink(f"/proc/self/fd/{descriptor}") == str(tmp_path / ".lock-0")
-        return False
-
+        opened = {x: os.path.realpath(f"/proc/self/fd/{x}") for x in os.listdir("/proc/self/fd")}
+        (held,) = (x for x, file in opened.items() if file == str(tmp_path / ".lock-0"))
+        shared = os.dup(int(held))
     with _checkpoint.lock("test", tmp_path):
-        held = [name for name in os.listdir("/proc/self/fd") if is_open(name)]
-        shared = [os.dup(int(name)) for name in held]
-    try:
-        with _checkpoint.lock("test", tmp_path):
-            assert len(shared) == 1
-    finally:
-        for descriptor in shared:
-            os.close(descriptor)
+        os.close(shared)
 
 
-@pytest.mark.parametrize("wrong", ["rows", "later", "start"])
-def test_after_wrong_arguments_the_right_ones_will_do(tmp_path, whole, wrong):
+def test_after_wrong_arguments_the_right_ones_will_do(tmp_path, whole):
     def ends_badly():
-        yield from regression()[:5]
-        raise Crash
+        yield from runs.regression()[:5]
+        raise runs.Crash
 
-    arguments, rule = {
-        "rows": ({"batches": [np.zeros(3)]}, None),
-        "later": ({"batches": ends_badly(), "prefetch": 2}, None),
-        "start": (
-            {"params": start() | {"b": jnp.array([0, jnp.nan, 0])}},
-            r"`sample\(params=...\)` must be a start at .* finite, got nan in the chains \[1\]",
-        ),
-    }[wrong]
-    with pytest.raises((Crash, ValueError, TypeError), match=rule):
-        run(tmp_path, **arguments)
-    assert_same_bits(run(tmp_path), whole)
+    nan: Any = start() | {"b": jnp.array([0, jnp.nan, 0])}
+    rule = r"`sample\(params=...\)` must be a start at .* finite, got nan in the chains \[1\]"
+    # Arguments are judged before anything is written.
+    with pytest.raises(ValueError, match=r"`sample\(aux=...\)` must be .* axis of 3 chains, got"):
+        run(tmp_path / "aux", loss=crash, aux=jnp.zeros((2, 2)))
+    assert not (tmp_path / "aux").exists()
+    for name, arguments, message in (
+        ("rows", {"batches": [np.zeros(3)]}, None),
+        ("later", {"batches": ends_badly(), "prefetch": 2}, None),
+        ("start", {"params": nan}, rule),
+    ):
+        given: dict[str, Any] = arguments
+        with pytest.raises((runs.Crash, ValueError, TypeError), match=message):
+            run(tmp_path / name, **given)
+        assert_same_bits(run(tmp_path / name), whole)
 
 
 @pytest.mark.parametrize("damage", ["truncate", "remove"])
 def test_a_damaged_checkpoint_is_named_and_the_one_before_serves(copied, whole, damage):
+    """A kill between its last file and its checksums leaves one that was not finished."""
     newest = copied / "checkpoints" / "7"
     if damage == "remove":
         shutil.rmtree(newest / "carry")
@@ -466,26 +340,16 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_serves(copied, whole, 
     with pytest.raises(ValueError, match=f"The checkpoint {newest} cannot be read .*one before"):
         run(copied)
     assert len(list(optax_smile.load_snapshots(copied))) == 2 * CHAINS
-    shutil.rmtree(newest)
+    shutil.rmtree(newest) if damage == "remove" else (newest / _checkpoint.SUMS).unlink()
     assert_same_bits(run(copied), whole)
 
 
-def test_a_checkpoint_that_was_not_finished_is_none(copied, whole):
-    """As a kill leaves it between its last file and its checksums."""
-    (copied / "checkpoints" / "7" / _checkpoint.SUMS).unlink()
-    assert_same_bits(run(copied), whole)
-
-
-def test_a_checkpoint_is_due_after_so_many_minutes(tmp_path):
+def test_checkpoints_are_due_and_name_parameters_and_fields_of_the_state(half, tmp_path):
     checkpoints = _checkpoint.Checkpoints(tmp_path, 0.5)
     for seconds, is_due in ((20, False), (31, True)):
         checkpoints.saved_at = time.monotonic() - seconds
         assert checkpoints.is_due() is is_due
     checkpoints.close()
-
-
-def test_checkpoints_name_parameters_and_fields_of_the_state(half):
-    """Whatever way the arrays travel."""
     step = half / "checkpoints" / str(newest_checkpoint(half)) / "carry"
     read: Any = ocp.StandardCheckpointer().metadata(step.absolute())
     leaves = jax.tree_util.tree_leaves_with_path(read.item_metadata.tree)
@@ -494,49 +358,31 @@ def test_checkpoints_name_parameters_and_fields_of_the_state(half):
     assert shapes["state.num_steps"] == shapes["state.guardrail.num_rejected"] == (CHAINS,)
 
 
-@contextlib.contextmanager
-def largest_file(size: int):
-    """Let writing beyond so many bytes fail, as on a full disk."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
 # Where a save fails Orbax drops other writes of it in the middle, which are reported one by one.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("full", ["draws", pytest.param("checkpoints", marks=pytest.mark.nightly)])
 def test_a_full_disk_names_the_file_and_room_lets_it_go_on(tmp_path, full):
     """Draws have 72 kB and checkpoints 800 kB, of a leaf that is frozen and random numbers."""
     frozen = np.random.default_rng(0).normal(size=(CHAINS, 60_000)).astype(np.float32)
-    wide = {"frozen": jnp.asarray(frozen), "wide": jnp.zeros((CHAINS, 6_000))}
     labels = {"w": "sampled", "b": "sampled", "wide": "sampled", "frozen": "frozen"}
-
-    def loss(params, batch):
-        return mean_loss(params, batch) + jnp.sum(params["wide"] ** 2) / 2
-
-    arguments: dict[str, Any] = {
-        "loss": loss,
-        "params": start() | wide,
-        "sampler": optax.partition({"sampled": noisy(), "frozen": optax.set_to_zero()}, labels),
-        "check": False,
-        "checkpoint_minutes": 60 if full == "draws" else 0,
-    }
-    expected = run(tmp_path / "whole", **arguments)
-    pieces = tmp_path / "pieces"
+    transforms = {"sampled": noisy(), "frozen": optax.set_to_zero()}
+    params = start() | {"frozen": jnp.asarray(frozen), "wide": jnp.zeros((CHAINS, 6_000))}
+    arguments: dict[str, Any] = {"loss": loss_of_wide, "params": params, "check": False}
+    arguments["sampler"] = optax.partition(transforms, labels)
+    arguments["checkpoint_minutes"] = 60 if full == "draws" else 0
+    expected, pieces = run(tmp_path / "whole", **arguments), tmp_path / "pieces"
+    size, (soft, hard) = 20_000 if full == "draws" else 100_000, resource.getrlimit(FILE_SIZE)
     with contextlib.ExitStack() as stack:
+        stack.callback(resource.setrlimit, FILE_SIZE, (soft, hard))
 
-        def fill(step, stats):
-            if step == SECOND:
-                while optax_smile.load_snapshots(pieces).num_draws < 2:
-                    time.sleep(0.01)
-                stack.enter_context(largest_file(20_000 if full == "draws" else 100_000))
+        def fill():
+            while optax_smile.load_snapshots(pieces).num_draws < 2:
+                time.sleep(0.01)
+            resource.setrlimit(FILE_SIZE, (size, hard))
 
         name = r": .*/pieces/draw-00000002" if full == "draws" else ".*/pieces/checkpoints/8 could"
         with pytest.raises(OSError, match=name):
-            run(pieces, callback=fill, **arguments)
+            run(pieces, callback=at(SECOND, fill), **arguments)
     kept = optax_smile.load_snapshots(pieces)
     assert kept.num_draws == 2
     np.testing.assert_array_equal(kept.params["wide"], expected.params["wide"][:, :2])
@@ -548,32 +394,21 @@ def test_a_directory_that_cannot_be_written_is_named(half):
     compiled = getattr(jax.config, "jax_compilation_cache_dir")  # noqa: B009
     with contextlib.ExitStack() as stack:
         outside = Path(stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True)))
-        directory = copy(half, outside)
+        directory = shutil.copytree(half, outside / "copy")
         stack.callback(jax.config.update, "jax_compilation_cache_dir", compiled)
         stack.callback(compilation_cache.reset_cache)
         jax.config.update("jax_compilation_cache_dir", None)
         compilation_cache.reset_cache()
-        for path in (outside, directory):
-            path.chmod(0o555)
-        (directory / ".lock-0").chmod(0o444)
+        for path, mode in ((outside, 0o555), (directory, 0o555), (directory / ".lock-0", 0o444)):
+            stack.callback(path.chmod, 0o755)
+            path.chmod(mode)
         if (me := os.geteuid()) == 0:
+            stack.callback(os.seteuid, me)
             os.seteuid(65534)
-        try:
-            for place in (directory, outside / "new"):
-                with pytest.raises(PermissionError, match=str(place)):
-                    run(place)
-            assert optax_smile.load_snapshots(directory).num_draws == 2
-        finally:
-            os.seteuid(me)
-            for path in (outside, directory):
-                path.chmod(0o755)
-
-
-def names_in(file: Path) -> set[str]:
-    """Names of the arrays in a safetensors file."""
-    content = file.read_bytes()
-    names = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
-    return set(names) - {"__metadata__"}
+        for place in (directory, outside / "new"):
+            with pytest.raises(PermissionError, match=str(place)):
+                run(place)
+        assert optax_smile.load_snapshots(directory).num_draws == 2
 
 
 def test_frozen_leaves_are_stored_once_and_others_come_back_right(tmp_path):
@@ -581,31 +416,20 @@ def test_frozen_leaves_are_stored_once_and_others_come_back_right(tmp_path):
     params = {**start(), "frozen": {"deep": jnp.arange(15.0).reshape(CHAINS, 5)}}
     params["late"] = jnp.zeros((CHAINS, 2))
     labels = {"w": "sampled", "b": "sampled", "frozen": "frozen", "late": "late"}
-    transforms: dict[Any, Any] = {
-        "sampled": quiet(),
-        "frozen": optax.set_to_zero(),
-        "late": optax.sgd(lambda count: jnp.where(jnp.less(count, 6), 0.0, 0.1)),
-    }
-
-    def loss(params, batch):
-        return mean_loss(params, batch) + jnp.sum((params["late"] - 1.0) ** 2)
-
-    arguments: dict[str, Any] = {"loss": loss, "params": params, "check": False}
+    late = optax.sgd(lambda count: jnp.where(jnp.less(count, 6), 0.0, 0.1))
+    transforms = {"sampled": runs.quiet(), "frozen": optax.set_to_zero(), "late": late}
+    arguments: dict[str, Any] = {"params": params, "check": False}
+    arguments["loss"] = lambda p, b: runs.mean_loss(p, b) + jnp.sum((p["late"] - 1.0) ** 2)
     arguments["sampler"] = optax.partition(transforms, labels)
-    with pytest.warns(UserWarning, match="ended early with 3 of 4 draws"):
-        run(tmp_path, callback=signal_at(THIRD, signal.SIGTERM), **arguments)
-    got, expected = run(tmp_path, **arguments), run(**arguments)
-    jax.tree.map(np.testing.assert_array_equal, got.params, expected.params)
-    late = got.params["late"]
-    assert not late[:, 0].any() and np.all(np.diff(late[:, 1:], axis=1) > 0)
-    np.testing.assert_array_equal(
-        got.params["frozen"]["deep"], np.repeat(params["frozen"]["deep"][:, None], DRAWS, axis=1)
-    )
-    files = sorted(tmp_path.glob("draw-*"))
-    assert [("late" in names_in(file)) for file in files] == [False] + [True] * (DRAWS - 1)
-    assert not any("frozen/deep" in names_in(file) for file in files)
-    (begin,) = tmp_path.glob("start.*")
-    assert names_in(begin) == {"w", "b", "frozen/deep", "late"}
+    stop_at_third(tmp_path, **arguments)
+    got, expected = run(tmp_path, **arguments).params, run(**arguments).params
+    jax.tree.map(np.testing.assert_array_equal, got, expected)
+    assert not got["late"][:, 0].any() and np.all(np.diff(got["late"][:, 1:], axis=1) > 0)
+    frozen = np.repeat(params["frozen"]["deep"][:, None], DRAWS, axis=1)
+    np.testing.assert_array_equal(got["frozen"]["deep"], frozen)
+    stored = [set(load_file(file)) for file in sorted(tmp_path.glob("*.safetensors"))]
+    moving = {"w", "b", "late"}
+    assert stored == [{"w", "b"}, *[moving] * (DRAWS - 1), moving | {"frozen/deep"}]
 
 
 @pytest.mark.slow
@@ -625,46 +449,22 @@ def test_memory_does_not_grow_with_the_draws(tmp_path):
             host[step] = pages * os.sysconf("SC_PAGE_SIZE")
             alive.append(sum(ref() is not None for ref in seen))
 
-    run(
-        tmp_path,
-        loss=lambda params, batch: mean_loss(params, batch) + jnp.sum(params["wide"] ** 2),
-        params=params,
-        num_warmup=0,
-        num_draws=701,
-        thin=1,
-        check=False,
-        callback=look,
-    )
-    early = max(live[step] for step in range(5, 10))
-    for begin in (300, 600):
-        late = max(live[step] for step in range(begin, begin + 10))
-        assert late - early <= (_files.QUEUE_SIZE + 1) * size
+    steps: dict[str, Any] = {"num_warmup": 0, "num_draws": 701, "thin": 1, "check": False}
+    run(tmp_path, loss=loss_of_wide, params=params, callback=look, **steps)
+    early, *later = (max(live[i] for i in range(j - 5, j)) for j in (10, 305, 310, 605, 610))
+    assert max(later) - early <= (_files.QUEUE_SIZE + 1) * size
     assert host[700] - host[200] < 10e6
     # Those of this step, of the step before, and of the draws that wait.
     assert max(alive) <= _files.QUEUE_SIZE + 3
 
 
-def test_arguments_are_judged_before_anything_is_written(tmp_path):
-    directory = tmp_path / "run"
-    aux: Any = {"mean": jnp.zeros((2, 2))}
-    for arguments, message in (
-        ({"prefetch": -1}, r"`sample\(prefetch=...\)` must be an integer >= 0, got -1"),
-        ({"aux": aux}, r"`sample\(aux=...\)` must be .* a leading axis of 3 chains, got .*\(2, 2"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            run(directory, loss=refuse, **arguments)
-    assert not directory.exists()
-
-
 def test_a_schedule_is_described_by_its_values():
     """A branch of this schedule leaves a variable unset; large arrays are summed up."""
 
-    def of_rate(rate):
-        return _settings.of(quiet(optax.exponential_decay(0.05, 100, rate)), jnp.zeros(2))
+    def table(last):
+        values = jnp.append(jnp.full(20, 0.1), last)
+        return lambda at: values[at]
 
-    def of_table(last):
-        table = jnp.append(jnp.full(20, 0.1), last)
-        return _settings.of(quiet(lambda at: table[at]), jnp.zeros(2))
-
-    assert of_rate(0.2) == of_rate(0.2) != of_rate(0.3)
-    assert of_table(0.1) == of_table(0.1) != of_table(0.2)
+    for make in (partial(optax.exponential_decay, 0.05, 100), table):
+        one, same, other = (_settings.of(noisy(make(x)), jnp.zeros(2)) for x in (0.2, 0.2, 0.3))
+        assert one == same != other

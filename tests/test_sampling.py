@@ -1,6 +1,6 @@
 """What `sample` draws, traces and hands to a loss."""
 
-import itertools
+import functools
 from typing import Any
 
 import jax
@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import runs
 from paper import PAPER
-from runs import CHAINS, NUM_DATA, mean_loss, noisy, own_batches, quiet, regression, run, start
+from runs import CHAINS, mean_loss, noisy, own_batches, quiet, regression, run, start
 
 import optax_smile
 from optax_smile import _settings
@@ -20,28 +21,22 @@ EVERY: dict[str, Any] = {"num_warmup": 0, "thin": 1}
 @pytest.mark.parametrize("integrator", ["leapfrog", "minimal_norm"])
 def test_draws_are_those_of_a_hand_written_loop(integrator):
     published: Any = PAPER | {"integrator": integrator}
-    tx = optax_smile.psmile(0.02, num_data=NUM_DATA, **published)
-    gradients_per_step = {"leapfrog": 1, "minimal_norm": 2}[integrator]
+    tx = optax_smile.psmile(0.02, num_data=runs.NUM_DATA, **published)
+    gradients_per_step = 1 + (integrator == "minimal_norm")
     got = run(sampler=tx, num_warmup=3, num_draws=3, thin=2)
 
     @jax.jit
-    @jax.vmap
-    def begin(params):
-        return params, tx.init(params)
+    @functools.partial(jax.vmap, in_axes=(0, 0, None))
+    def step(params, state, batch):
+        loss, grads = jax.value_and_grad(mean_loss)(params, batch)
+        updates, state = tx.update(grads, state, params, value=loss)
+        params = optax.apply_updates(params, updates)
+        return params, state, optax_smile.last_accepted(state, params)["w"]
 
-    @jax.jit
-    def step(carry, batch):
-        def one(params, state):
-            loss, grads = jax.value_and_grad(mean_loss)(params, batch)
-            updates, state = tx.update(grads, state, params, value=loss)
-            params = optax.apply_updates(params, updates)
-            return (params, state), optax_smile.last_accepted(state, params)["w"]
-
-        return jax.vmap(one)(*carry)
-
-    carry, stream, expected = begin(start()), itertools.cycle(regression()), []
-    for _ in range(9 * gradients_per_step):
-        carry, last = step(carry, next(stream))
+    params, expected = start(), []
+    state = jax.jit(jax.vmap(tx.init))(params)
+    for call in range(9 * gradients_per_step):
+        params, state, last = step(params, state, regression()[call % 7])
         expected.append(last)
     at = np.array([5, 7, 9]) * gradients_per_step - 1
     np.testing.assert_allclose(got.params["w"], np.stack(expected, 1)[:, at], atol=2e-6)
@@ -60,19 +55,15 @@ def test_shapes_trace_callback_and_the_start_of_the_user():
     for number, (_, stats) in enumerate(seen):
         assert stats.keys() == got.trace.keys()
         np.testing.assert_array_equal(stats["loss"], got.trace["loss"][:, number])
-    listed = list(got)
-    np.testing.assert_array_equal(listed[4]["w"], got.params["w"][1, 1])
-    jax.tree.map(np.testing.assert_array_equal, params, start())
-    jax.tree.map(np.testing.assert_array_equal, got.start, start())
+    np.testing.assert_array_equal(list(got)[4]["w"], got.params["w"][1, 1])
+    for kept in (params, got.start):
+        jax.tree.map(np.testing.assert_array_equal, kept, start())
 
 
 def test_chains_get_their_own_keys_and_batches():
     """Each alone keeps chains apart that begin at the same place."""
-    same = jax.tree.map(jnp.zeros_like, start())
-    for arguments in (
-        {"sampler": noisy()},
-        {"sampler": quiet(), "batches": own_batches(3), "per_chain": True},
-    ):
+    same, own = jax.tree.map(jnp.zeros_like, start()), {"batches": own_batches(3)}
+    for arguments in ({"sampler": noisy()}, {"sampler": quiet(), "per_chain": True, **own}):
         got = run(params=same, num_warmup=2, num_draws=1, thin=1, **arguments)
         assert len(np.unique(got.params["w"][:, 0], axis=0)) == CHAINS
 
@@ -82,74 +73,43 @@ def test_batches_that_run_out_and_interrupts_end_the_run_with_what_there_is():
         if step == 3:
             raise KeyboardInterrupt
 
-    whole = run(sampler=quiet(), num_draws=4, **EVERY).params["w"]
+    whole = run(sampler=quiet(), **EVERY).params["w"]
     for arguments in ({"batches": iter(regression()[:3])}, {"callback": interrupt}):
-        with pytest.warns(UserWarning, match="`sample` ended early with 3 of 4 draws per chain"):
-            got = run(sampler=quiet(), num_draws=4, **EVERY, **arguments)
+        got = runs.run_early(3, sampler=quiet(), **EVERY, **arguments)
         np.testing.assert_array_equal(got.params["w"], whole[:, :3])
-
-
-def test_batches_that_do_not_suffice():
-    for arguments, message in (
-        ({"per_chain": True}, r"axis of 3, with `per_chain`, got the leading axes \[\(20,\)\]"),
-        ({"batches": []}, "a batch for each of the 14 gradients, got one that ran out before the"),
-        ({"batches": iter(regression()[:4])}, "ran out before the first draw"),
-    ):
-        with pytest.raises(ValueError, match=rf"`sample\(batches=...\)` must be .*{message}"):
-            run(sampler=quiet(), **arguments)
+    # What is observed of the draws is kept in their place.
+    seen = run(sampler=quiet(), observe=lambda draw: {"sum": draw["w"].sum(1)}, **EVERY)
+    np.testing.assert_allclose(seen.params["sum"], whole.sum(-1), rtol=1e-6)
 
 
 INJECTED = optax.inject_hyperparams(optax_smile.sgld)(1e-4, num_data=9, key=jax.random.PRNGKey(0))
-MISFITS: dict[str, tuple[dict[str, Any], str]] = {
-    "no sampler": ({"sampler": optax.sgd(0.1)}, r"sampler=...\)` must be .*exactly one .*got 0"),
-    "no chains": (
-        {"params": {"w": jnp.ones((3, 2)), "b": 0.0}},
-        r"params=...\)` must be .*leading chain axis",
-    ),
-    "a vector": (
-        {"loss": lambda params, batch: batch[1] @ batch[0]},
-        r"loss_fn=...\)` must be .*scalar mean loss, got shape \(2,\)",
-    ),
-    "a pair": (
-        {"loss": lambda params, batch: (0.0, None)},
-        r"loss_fn=...\)` .* one that returns a tuple. With `aux=` it returns a pair",
-    ),
-    "no pair": (
-        {"loss": lambda params, batch, aux: 0.0, "aux": jnp.zeros(CHAINS)},
-        r"loss_fn=...\)` must be a function that with `aux` returns a pair",
-    ),
-    "integers": (
-        {"loss": lambda params, batch: jnp.zeros((), int)},
-        r"loss_fn=...\)` must be .* scalar mean loss, got int32",
-    ),
-    "no aux": ({"aux": jnp.zeros(CHAINS)}, r"loss_fn=...\)` must be a function of \(params, ba"),
-    "two keys": ({"sampler": INJECTED}, r"sampler=...\)` must be .*static_args"),
-    "rounded": ({"dtype": "float16"}, r"dtype=...\)` must be None without a `directory`"),
-    "observed": (
-        {"observe": lambda draw: draw["w"][0], **EVERY},
-        r"observe=...\)` must be .* arrays \[chain, ...\] of the 3 chains, got one that gives",
-    ),
-}
+MISFITS: list[tuple[dict[str, Any], str]] = [
+    ({"sampler": optax.sgd(0.1)}, r"sampler=...\)` must be .*exactly one .*got 0"),
+    ({"params": {"w": jnp.ones((3, 2)), "b": 0.0}}, r"params=...\)` must be .*leading chain axis"),
+    ({"loss": lambda p, batch: batch[1] @ batch[0]}, r"loss_fn=...\)` .* got shape \(2,\)"),
+    ({"loss": lambda p, batch: (0.0, None)}, r"loss_fn=...\)` .* returns a tuple. With `aux=`"),
+    ({"loss": lambda p, b, aux: 0.0, "aux": jnp.zeros(3)}, r"loss_fn=...\)` .* returns a pair"),
+    ({"loss": lambda p, batch: jnp.zeros((), int)}, r"loss_fn=...\)` must be .*, got int32"),
+    ({"aux": jnp.zeros(CHAINS)}, r"loss_fn=...\)` must be a function of \(params, ba"),
+    ({"sampler": INJECTED}, r"sampler=...\)` must be .*static_args"),
+    ({"dtype": "float16"}, r"dtype=...\)` must be None without a `directory`"),
+    ({"observe": lambda draw: draw["w"][0], **EVERY}, r"observe=...\)` .* \[chain, ...\] of the 3"),
+    ({"per_chain": True}, r"batches=...\)` must be .*axis of 3, with `per_chain`, .* \[\(20,\)\]"),
+    ({"batches": []}, r"batches=...\)` must be .* the 14 gradients, got one that ran out before"),
+    ({"batches": iter(regression()[:4])}, r"batches=...\)` must be .*before the first draw"),
+]
 
 
-@pytest.mark.parametrize("name", MISFITS)
-def test_what_does_not_fit_together(name):
-    arguments, message = MISFITS[name]
-    with pytest.raises(ValueError, match=rf"`sample\({message}"):
-        run(**{"sampler": quiet(), **arguments})
-
-
-def test_what_is_observed_of_the_draws_is_kept_in_their_place():
-    got = run(sampler=quiet(), num_draws=3, **EVERY)
-    seen = run(sampler=quiet(), num_draws=3, observe=lambda x: {"sum": x["w"].sum(1)}, **EVERY)
-    np.testing.assert_allclose(seen.params["sum"], got.params["w"].sum(-1), rtol=1e-6)
+def test_what_does_not_fit_together():
+    for arguments, message in MISFITS:
+        with pytest.raises(ValueError, match=rf"`sample\({message}"):
+            run(**{"sampler": quiet(), **arguments})
 
 
 def test_points_that_are_no_samples_are_traced_but_not_kept():
     """Cycles of six steps, the first three of each without noise."""
-    cyclical = optax_smile.cyclical_sgld(
-        1e-4, num_data=NUM_DATA, total_steps=12, num_cycles=2, exploration=0.5, key=0
-    )
+    cycles: dict[str, Any] = {"total_steps": 12, "num_cycles": 2, "exploration": 0.5, "key": 0}
+    cyclical = optax_smile.cyclical_sgld(1e-4, num_data=runs.NUM_DATA, **cycles)
     with pytest.warns(UserWarning, match="kept what the sampler calls a draw, with 5 of 12"):
         got = run(sampler=cyclical, num_draws=12, **EVERY)
     marked = got.trace["is_draw"][0]
@@ -161,22 +121,15 @@ def test_points_that_are_no_samples_are_traced_but_not_kept():
 
 
 def test_several_steps_in_one_go_see_the_batches_of_their_chain():
-    """Three steps of three chains: a wrong axis would have the right length. The batches of the
-    last three steps cannot be stacked.
-    """
+    """A wrong axis would have the right length; the last three batches cannot be stacked."""
     rows = own_batches(8)
     rows.append(jax.tree.map(lambda x: x[:, :12], rows[0]))
     arguments: dict[str, Any] = {"batches": rows, "per_chain": True, "thin": 3}
-    one, three = (
-        run(sampler=quiet(), num_warmup=0, num_draws=3, steps_per_dispatch=number, **arguments)
-        for number in (1, 3)
-    )
+    arguments |= {"sampler": quiet(), "num_warmup": 0, "num_draws": 3}
+    one, three = (run(steps_per_dispatch=number, **arguments) for number in (1, 3))
     np.testing.assert_allclose(three.params["w"], one.params["w"], atol=1e-6)
     assert three.trace["num_gradients"][0].tolist() == [3, 6, 9]
-
-
-def test_the_two_gradients_of_a_step_may_share_a_batch():
-    """As if each batch came twice."""
+    # The two gradients of a step may share a batch, as if each came twice.
     tx = quiet(integrator="minimal_norm")
     twice = [batch for batch in regression() for _ in range(2)]
     shared = run(sampler=tx, num_draws=5, batch_per="step", **EVERY)
@@ -210,53 +163,44 @@ def test_auxiliary_state_follows_the_accepted_points():
     total = np.sum([x for number, (x, _) in enumerate(rows) if number != 4], axis=0)
     np.testing.assert_allclose(got.params["aux"]["sum"][:, -1], [total] * CHAINS, atol=1e-5)
     # The loss of a rejected step is not that of the point where the chain is.
-    losses = got.trace["loss"]
-    np.testing.assert_array_equal(losses[:, 4], losses[:, 3])
+    np.testing.assert_array_equal(got.trace["loss"][:, 4], got.trace["loss"][:, 3])
     expected = [mean_loss(jax.tree.map(lambda x: x[0], start()), rows[0])]
     np.testing.assert_allclose(got.trace["start_loss"][0], expected * 8, rtol=1e-6)
 
 
-def test_settings_hold_what_was_not_given_as_well():
+def test_settings_hold_what_was_not_given_and_what_is_injected():
     labels = {"w": "sampled", "b": "still"}
-    wrapped = {
-        "alone": quiet(),
-        "chain": optax.chain(optax.clip_by_global_norm(1.0), quiet()),
-        "masked": optax.masked(quiet(), {"w": True, "b": False}),
-        "partition": optax.partition({"sampled": quiet(), "still": optax.set_to_zero()}, labels),
-        "injected": optax.inject_hyperparams(optax_smile.sgld, static_args=("key",))(
-            0.02, num_data=NUM_DATA, key=0
-        ),
-    }
-    for name, tx in wrapped.items():
+    injected: Any = optax.inject_hyperparams(optax_smile.sgld, static_args=("key",))
+    for name, tx in (
+        ("smile", quiet()),
+        ("smile", optax.chain(optax.clip_by_global_norm(1.0), quiet())),
+        ("smile", optax.masked(quiet(), {"w": True, "b": False})),
+        ("smile", optax.partition({"sampled": quiet(), "still": optax.set_to_zero()}, labels)),
+        ("sgld", injected(0.02, num_data=runs.NUM_DATA, key=0)),
+    ):
         settings: Any = _settings.of(tx, jax.tree.map(lambda x: x[0], start()))
         numbers = [settings[x] for x in ("step_size", "num_data", "prior_precision", "temperature")]
-        assert settings["name"] == "sgld" if name == "injected" else "smile" in settings["name"]
-        assert numbers == pytest.approx([0.02, NUM_DATA, 1, 1]), name
-
-
-def test_an_injected_quantile_is_the_nominal_rejection_rate():
-    injected: Any = optax.inject_hyperparams(optax_smile.smile, static_args=("key", "tuner"))
+        assert settings["name"] == name and numbers == pytest.approx([0.02, runs.NUM_DATA, 1, 1])
+    injected = optax.inject_hyperparams(optax_smile.smile, static_args=("key", "tuner"))
     tx = injected(0.02, num_data=200, reject_quantile=0.9, tuner=None, key=jax.random.key(0))
-    settings = _settings.of(tx, jax.tree.map(lambda x: x[0], start()))
-    draws = optax_smile.Snapshots(np.zeros((2, 4, 3)), {}, settings)
+    draws = optax_smile.Snapshots(np.zeros((2, 4, 3)), {}, _settings.of(tx, {"w": jnp.zeros(2)}))
     assert optax_smile.diagnostics.summary(draws).nominal_rate == pytest.approx(0.1)
 
 
 @pytest.mark.parametrize("label", ["sampling", "warm start"])
 def test_the_bar_says_that_it_compiles_until_the_first_step_is_done(label, capsys):
-    at_tick = []
+    told = []
     if label == "sampling":
-        look = lambda step, stats: at_tick.append(capsys.readouterr().err)  # noqa: E731
+        look = lambda step, stats: told.append(capsys.readouterr().err)  # noqa: E731
         run(sampler=quiet(), progress=True, num_warmup=0, num_draws=2, callback=look)
     else:
-        one: Any = jax.tree.map(lambda x: x[0], start())
         given: dict[str, Any] = {"num_members": 2, "num_epochs": 2, "key": 0}
-        optax_smile.warmstart(mean_loss, lambda key: one, regression(), optax.sgd(0.1), **given)
-    lines = "".join([*at_tick, capsys.readouterr().err]).split("\r")
+        given |= {"init_fn": lambda key: {"w": jnp.zeros(2), "b": 0.0}, "batches": regression()}
+        optax_smile.warmstart(mean_loss, optimizer=optax.sgd(0.1), **given)
+    lines = "".join([*told, capsys.readouterr().err]).split("\r")
     lines = [line for line in lines if line.startswith(f"{label}:")]
     compiling = [number for number, line in enumerate(lines) if "compiling" in line]
     shown = [number for number, line in enumerate(lines) if "step_size=" in line or "loss=" in line]
     assert compiling and shown and max(compiling) + 1 < min(shown)
-    assert all(" 0/" in lines[number] for number in compiling)
     # It stops saying so before there is anything to show.
-    assert " 0/" in lines[max(compiling) + 1]
+    assert all(" 0/" in lines[number] for number in (*compiling, max(compiling) + 1))

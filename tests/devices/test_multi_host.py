@@ -17,21 +17,18 @@ import pytest
 import optax_smile
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "multi_host.py"
-SAMPLES, CHAINS = 30, 8
-# Seconds for two processes that start, compile and sample on one busy core.
-PATIENCE = 300
+# Seconds are for two processes that start, compile and sample on one busy core.
+SAMPLES, PATIENCE = 30, 300
+# Slow tests compare bits with those of a fixture.
+OPTIMIZED = False
 
 
 def start(directory: Path, log: Path, devices: int, *options: str) -> subprocess.Popen:
     command = [sys.executable, str(EXAMPLE), str(directory), "--smoke", *options]
-    environment = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)}
+    command += ["--num-draws", str(SAMPLES)]
+    own = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)}
     with log.open("a") as output:
-        return subprocess.Popen(
-            [*command, "--num-draws", str(SAMPLES)],
-            stdout=output,
-            stderr=output,
-            env={**os.environ, **environment},
-        )
+        return subprocess.Popen(command, stdout=output, stderr=output, env=own)
 
 
 @contextlib.contextmanager
@@ -41,10 +38,8 @@ def pair(directory: Path, logs: Path, *options: str):
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
     options = (*options, "--coordinator", address, "--num-processes", "2", "--process-id")
-    processes = [
-        start(directory, logs / f"process-{number}.log", 2, *options, str(number))
-        for number in range(2)
-    ]
+    names = [(logs / f"process-{number}.log", 2, *options, str(number)) for number in range(2)]
+    processes = [start(directory, *each) for each in names]
     try:
         yield processes
     finally:
@@ -59,41 +54,47 @@ def draws_in(directory: Path) -> Any:
 
 def wait_for_draws(directory: Path, count: int, processes: list[subprocess.Popen]):
     deadline = time.monotonic() + PATIENCE
-    while time.monotonic() < deadline:
+    written = directory / "draws" / "manifest.json"
+    while not (written.exists() and draws_in(directory).num_draws >= count):
         assert all(process.poll() is None for process in processes)
-        if (directory / "draws" / "manifest.json").exists():
-            if draws_in(directory).num_draws >= count:
-                return
+        assert time.monotonic() < deadline
         time.sleep(0.1)
-    raise TimeoutError(f"no {count} draws in {PATIENCE} s")
 
 
-def finish(directory: Path, logs: Path, *options: str):
+def finish(directory: Path, logs: Path, *options: str, stop=False) -> Any:
+    """Run a pair to its end, or send a signal to one of them in the middle."""
     with pair(directory, logs, *options) as processes:
+        if stop:
+            wait_for_draws(directory, 5, processes)
+            processes[1].send_signal(signal.SIGTERM)
         assert [process.wait(PATIENCE) for process in processes] == [0, 0], show(logs)
+    return draws_in(directory)
+
+
+def alone(directory: Path, logs: Path, *options: str) -> Any:
+    """One process with four devices."""
+    process = start(directory, logs / "one.log", 4, "--num-processes", "1", *options)
+    assert process.wait(PATIENCE) == 0, show(logs)
+    return draws_in(directory)
 
 
 def show(logs: Path) -> str:
     return "\n".join(f"{log.name}: {log.read_text()[-3000:]}" for log in logs.glob("*.log"))
 
 
-def assert_same_bits(actual: Any, expected: Any):
-    """The draws of one run are the first ones of another."""
-    count = actual.num_draws
-    for x, y in zip(*map(jax.tree.leaves, (actual.params, expected.params)), strict=True):
+def assert_same_bits(actual: Any, expected: Any, count: int = SAMPLES):
+    """So many draws are those of the beginning of another run."""
+    assert actual.num_draws == count
+    mine, other = ((run.params, dict(run.trace)) for run in (actual, expected))
+    for x, y in zip(*map(jax.tree.leaves, (mine, other)), strict=True):
         assert x.dtype == y.dtype and x.tobytes() == y[:, :count].tobytes()
-    for name, values in actual.trace.items():
-        np.testing.assert_array_equal(values, expected.trace[name][:, :count])
 
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory):
-    """One process with four devices."""
     directory = tmp_path_factory.mktemp("reference")
-    process = start(directory, directory / "log", 4, "--num-processes", "1")
-    assert process.wait(PATIENCE) == 0, (directory / "log").read_text()[-3000:]
-    draws = draws_in(directory)
-    assert draws.num_draws == SAMPLES and draws.num_chains == CHAINS
+    draws = alone(directory, directory)
+    assert (draws.num_chains, draws.num_draws) == (8, SAMPLES)
     return draws
 
 
@@ -101,23 +102,15 @@ def reference(tmp_path_factory):
 def test_a_signal_to_one_process_ends_both_in_order(tmp_path, reference):
     """And the two give the draws of one process bit for bit."""
     run = tmp_path / "run"
-    with pair(run, tmp_path) as processes:
-        wait_for_draws(run, 5, processes)
-        processes[1].send_signal(signal.SIGTERM)
-        assert [process.wait(PATIENCE) for process in processes] == [0, 0], show(tmp_path)
+    some = finish(run, tmp_path, stop=True)
     for number in range(2):
         said = (tmp_path / f"process-{number}.log").read_text()
         assert f"process {number} of 2" in said and "`sample` ended early with" in said
-    some = draws_in(run)
     assert 5 <= some.num_draws < SAMPLES
-    newest = max(int(path.name) for path in (run / "draws" / "checkpoints").iterdir())
+    newest = max(int(path.name) for path in run.glob("draws/checkpoints/*"))
     assert newest == some.trace["step"][0, -1]
-    files = len(list((run / "draws").glob("draw-*")))
-    assert files == some.num_draws * 4
-    finish(run, tmp_path)
-    stored = draws_in(run)
-    assert stored.num_draws == SAMPLES
-    assert_same_bits(stored, reference)
+    assert len([*run.glob("draws/draw-*")]) == some.num_draws * 4
+    assert_same_bits(finish(run, tmp_path), reference)
 
 
 @pytest.mark.nightly
@@ -131,27 +124,19 @@ def test_a_dead_process_ends_the_other_and_loses_no_draw(tmp_path, reference, ki
         assert processes[1 - killed].wait(60) != 0
     stored = draws_in(run)
     assert SAMPLES > stored.num_draws >= kept.num_draws >= 5
-    assert_same_bits(stored, reference)
-    finish(run, tmp_path)
-    stored = draws_in(run)
-    assert stored.num_draws == SAMPLES
-    assert_same_bits(stored, reference)
+    assert_same_bits(stored, reference, stored.num_draws)
+    assert_same_bits(finish(run, tmp_path), reference)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("devices_per_batch", [2, 4])
 def test_devices_that_share_a_batch(tmp_path, devices_per_batch):
-    """Two devices of one process, or all four: then one process holds all chains, and sums over
-    two processes are rounded otherwise than sums over four devices.
-    """
+    """Four: one process holds all chains, and sums over two processes are rounded otherwise."""
     option = ("--data", str(devices_per_batch))
-    one = start(tmp_path / "one", tmp_path / "one.log", 4, "--num-processes", "1", *option)
-    assert one.wait(PATIENCE) == 0, show(tmp_path)
-    finish(tmp_path / "two", tmp_path, *option)
-    expected, actual = draws_in(tmp_path / "one"), draws_in(tmp_path / "two")
+    expected = alone(tmp_path / "one", tmp_path, *option)
+    actual = finish(tmp_path / "two", tmp_path, *option)
     assert actual.num_draws == expected.num_draws == SAMPLES
-    files = len(list((tmp_path / "two" / "draws").glob("draw-*")))
-    assert files == SAMPLES * 4 // devices_per_batch
+    assert len([*tmp_path.glob("two/draws/draw-*")]) == SAMPLES * 4 // devices_per_batch
     if devices_per_batch == 2:
         assert_same_bits(actual, expected)
     for x, y in zip(*map(jax.tree.leaves, (actual.params, expected.params)), strict=True):

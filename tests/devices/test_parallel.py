@@ -1,9 +1,10 @@
-"""Many chains on eight virtual CPU devices, see conftest.py: what lies where, what is equal."""
+"""Many chains, `sample` and `warmstart` on eight devices: what lies where, what is equal."""
 
+import collections
 import functools
 import itertools
 import re
-from typing import Any, NamedTuple
+from typing import Any
 
 import chex
 import jax
@@ -26,39 +27,17 @@ TARGETS = RNG.normal(size=(STEPS, 16, 2)).astype(np.float32)
 # No two shapes of one chain are alike: the shape tells which parameter an array is like.
 SHAPES = {"in": (4, 8), "out": (8, 2)}
 SPECS = {"in": jax.P(None, "data"), "out": jax.P("data")}
+CLIP = optax.clip_by_global_norm(1.0)
+KEYED: dict[str, Any] = {"num_data": NUM_DATA, "key": 1}
 OPTIMIZERS: dict[str, Any] = {
     "adamw": lambda: optax.adamw(1e-2),
-    "clipped psmile": lambda: optax.chain(
-        optax.clip_by_global_norm(1.0), optax_smile.psmile(num_data=NUM_DATA, key=jax.random.key(1))
-    ),
-    "psmile": lambda: optax_smile.psmile(
-        0.02,
-        num_data=NUM_DATA,
-        integrator="minimal_norm",
-        decoherence_length=1.0,
-        key=jax.random.key(0),
-    ),
-    "sghmc": lambda: optax_smile.sghmc(1e-3, num_data=NUM_DATA, key=jax.random.key(0)),
+    "clipped psmile": lambda: optax.chain(CLIP, optax_smile.psmile(**KEYED)),
 }
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
-# Gradients, and with them parameters and energies, are summed in another order: 20 steps of
-# rounding gave relative differences of up to 5e-5 in the state.
-TOLERANCES = {"rtol": 1e-3, "atol": 2e-5}
-COLLECTIVES = r"all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute"
 
 
-class Run(NamedTuple):
-    """Twenty compiled steps.
-
-    Attributes:
-        text: of the compiled program.
-        carry: parameters and state after them, on the host.
-        shardings: of the carry, before and after.
-    """
-
-    text: str
-    carry: Any
-    shardings: tuple[Any, Any]
+# Program and carry of twenty steps, and shardings of the carry before and after.
+Run = collections.namedtuple("Run", "text carry shardings")
 
 
 def make_mesh(shape, axis_type=AUTO, names=("chain", "data")) -> Mesh:
@@ -66,11 +45,8 @@ def make_mesh(shape, axis_type=AUTO, names=("chain", "data")) -> Mesh:
 
 
 def start(chains=8) -> Any:
-    generator = np.random.default_rng(1)
-    return {
-        name: (generator.normal(size=(chains, *shape)) / 2).astype(np.float32)
-        for name, shape in SHAPES.items()
-    }
+    draw = np.random.default_rng(1).normal
+    return {x: (draw(size=(chains, *SHAPES[x])) / 2).astype(np.float32) for x in SHAPES}
 
 
 def batch_of(call, chains=None):
@@ -92,8 +68,7 @@ def gathering_loss(params, batch):
 
 
 def loss_for(mesh, specs):
-    explicit = isinstance(mesh, Mesh) and EXPLICIT in mesh.axis_types
-    return gathering_loss if explicit and specs is not None else mean_loss
+    return gathering_loss if specs and mesh and EXPLICIT in mesh.axis_types else mean_loss
 
 
 def one_step(optimizer, loss_fn):
@@ -108,21 +83,18 @@ def one_step(optimizer, loss_fn):
     return advance
 
 
-def begin(optimizer, mesh=None, specs=None, chains=8):
-    params = parallel.place(start(chains), mesh=mesh, specs=specs)
-    key = jax.random.key(3)
-    return params, parallel.init(optimizer, params, mesh=mesh, specs=specs, key=key)
+def begin(optimizer, mesh=None, specs=None, given=None):
+    params = parallel.place(start() if given is None else given, mesh=mesh, specs=specs)
+    return params, parallel.init(optimizer, params, mesh=mesh, specs=specs, key=jax.random.key(3))
 
 
 @functools.cache
 def run(name, mesh=None, is_sharded=False, chains=8, per_chain=False) -> Run:
     """A compiled program refuses arrays of other types or shardings than it was made for."""
     specs, optimizer = SPECS if is_sharded else None, OPTIMIZERS[name]()
-    carry = begin(optimizer, mesh, specs, chains)
-    before = shardings_of(carry)
-    step: Any = parallel.step(
-        one_step(optimizer, loss_for(mesh, specs)), carry, mesh=mesh, per_chain=per_chain
-    )
+    carry = begin(optimizer, mesh, specs, start(chains))
+    before, one = shardings_of(carry), one_step(optimizer, loss_for(mesh, specs))
+    step: Any = parallel.step(one, carry, mesh=mesh, per_chain=per_chain)
 
     def batch(call):
         found = batch_of(call, chains if per_chain else None)
@@ -134,12 +106,8 @@ def run(name, mesh=None, is_sharded=False, chains=8, per_chain=False) -> Run:
     return Run(compiled.as_text(), bare(carry), (before, shardings_of(carry)))
 
 
-def is_key(leaf):
-    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-
-
 def bare(tree):
-    return jax.tree.map(lambda x: np.asarray(jax.random.key_data(x) if is_key(x) else x), tree)
+    return jax.tree.map(np.asarray, tree)
 
 
 def shardings_of(carry):
@@ -147,7 +115,8 @@ def shardings_of(carry):
 
 
 def assert_close(actual, expected):
-    chex.assert_trees_all_close(actual, expected, **TOLERANCES)
+    """Sums in another order gave relative differences of up to 5e-5 after 20 steps."""
+    chex.assert_trees_all_close(actual, expected, rtol=1e-3, atol=2e-5)
 
 
 def assert_spread(shardings, mesh, specs):
@@ -159,40 +128,26 @@ def assert_spread(shardings, mesh, specs):
 
 
 @pytest.mark.parametrize("name", ["adamw", "clipped psmile"])
-@pytest.mark.parametrize(("axis_type", "specs"), [(AUTO, SPECS), (EXPLICIT, SPECS)])
-def test_state_is_spread_over_the_chains(name, axis_type, specs):
-    mesh = make_mesh((4, 2), axis_type)
-    optimizer = OPTIMIZERS[name]()
-    params, state = begin(optimizer, mesh, specs)
-    assert_spread(shardings_of((params, state)), mesh, specs)
+@pytest.mark.parametrize("axis_type", [AUTO, EXPLICIT])
+def test_state_is_spread_over_the_chains(name, axis_type):
+    mesh, optimizer = make_mesh((4, 2), axis_type), OPTIMIZERS[name]()
+    params, state = begin(optimizer, mesh, SPECS)
+    assert_spread(shardings_of((params, state)), mesh, SPECS)
     shapes = {shape[1:] for shape, _ in shardings_of(state)}
     assert {(), *SHAPES.values()} <= shapes, "scalars, and arrays like each parameter"
     chex.assert_trees_all_equal(bare(params), start())
     plain = jax.vmap(optimizer.init)(start())
-    key = optax.tree.get(plain, "key")
-    if key is not None:
+    if optax.tree.get(plain, "key") is not None:
         keys = jax.random.key_data(jax.random.split(jax.random.key(3), 8))
         plain = optax.tree.set(plain, key=keys)
     chex.assert_trees_all_equal(bare(state), bare(plain))
 
 
-def test_a_layer_may_be_called_key():
-    """As in attention; the averages over its gradients are no random key."""
-    params: Any = {"key": {"kernel": jnp.ones((3, 2))}, "value": jnp.ones((3, 2))}
-    sampler = optax_smile.psmile(num_data=10, key=0)
-    state = parallel.init(sampler, params, key=jax.random.key(1))
-    expected: Any = jax.vmap(sampler.init)(params)
-    keys = jax.random.split(jax.random.key(1), 3)
-    expected = expected._replace(key=jax.random.key_data(keys))
-    chex.assert_trees_all_equal(state, expected)
-
-
 def test_chains_with_noise_need_a_key():
     """Otherwise each would draw the same numbers, and chains from one start be copies."""
     noisy = optax.chain(optax.clip(1.0), optax_smile.sgld(0.1, num_data=10, key=0))
-    with pytest.raises(
-        ValueError, match=r"`parallel.init\(key=...\)` must be a JAX key .* the 3 chains"
-    ):
+    rule = r"`parallel.init\(key=...\)` must be a "
+    with pytest.raises(ValueError, match=rule + "JAX key .* the 3 chains"):
         parallel.init(noisy, start(3))
     keys = optax.tree.get(parallel.init(noisy, start(3), key=1), "key")
     assert len(np.unique(keys, axis=0)) == 3
@@ -200,82 +155,52 @@ def test_chains_with_noise_need_a_key():
     assert alone.shape == (1, *keys.shape[1:])
     quiet = optax_smile.smile(0.1, num_data=10, decoherence_length=None)
     parallel.init(quiet, start(3))
-    with pytest.raises(ValueError, match=r"`parallel.init\(key=...\)` must be a key whose data a"):
+    with pytest.raises(ValueError, match=rule + "key whose data are"):
         parallel.init(noisy, start(3), key=jax.random.key(0, impl="rbg"))
+    # A layer may be called `key`, as in attention; averages over its gradients are no random key.
+    attention: Any = {"key": {"kernel": jnp.ones((3, 2))}, "value": jnp.ones((3, 2))}
+    state = parallel.init(sampler := optax_smile.psmile(**KEYED), attention, key=1)
+    expected: Any = jax.vmap(sampler.init)(attention)
+    keys = jax.random.key_data(jax.random.split(jax.random.key(1), 3))
+    chex.assert_trees_all_equal(state, expected._replace(key=keys))
 
 
 def assert_as_on_one_device(name, mesh, is_sharded=False, **options):
     got = run(name, mesh, is_sharded, **options)
     assert_close(got.carry, run(name, **options).carry)
-    assert_spread(got.shardings[0], mesh, SPECS if is_sharded else None)
-    assert_spread(got.shardings[1], mesh, SPECS if is_sharded else None)
-    collectives = set(re.findall(COLLECTIVES, got.text))
-    if mesh.shape["chain"] == mesh.size:
-        assert not collectives
-    else:
-        assert "all-reduce" in collectives
+    for shardings in got.shardings:
+        assert_spread(shardings, mesh, SPECS if is_sharded else None)
+    pattern = "all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute"
+    found, is_alone = re.findall(pattern, got.text), mesh.shape["chain"] == mesh.size
+    assert not found if is_alone else "all-reduce" in found
 
 
-@pytest.mark.parametrize(
-    ("shape", "axis_type", "is_sharded"),
-    [
-        ((8, 1), AUTO, False),
-        ((2, 4), AUTO, False),
-        ((4, 2), AUTO, True),
-        ((4, 2), EXPLICIT, True),
-    ],
-)
-def test_a_mesh_changes_nothing_but_the_place(shape, axis_type, is_sharded):
+def test_a_mesh_changes_nothing_but_the_place():
     """Devices communicate only where a chain has several."""
-    assert_as_on_one_device("adamw", make_mesh(shape, axis_type), is_sharded)
-
-
-def test_devices_of_different_chains_do_not_communicate():
-    """XLA writes groups of devices either as rows of all of them or one by one."""
-    shape = (2, 4)
-    text = run("adamw", make_mesh(shape)).text
-    rows = np.arange(8).reshape(shape).tolist()
-    written = f"[{shape[0]},{shape[1]}]<=[8]", str(rows).replace(" ", "")
-    groups = re.findall(r"(?:replica_groups|source_target_pairs)=(\{\{.*?\}\}|.*?\])[, ]", text)
-    assert groups
-    assert {group.translate(str.maketrans("{}", "[]")) for group in groups} <= set(written)
-
-
-def test_a_sampler_on_a_mesh():
-    assert_as_on_one_device("clipped psmile", make_mesh((8, 1)))
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("shape", [(8, 1), (4, 2), (2, 4), (1, 8)])
-@pytest.mark.parametrize("axis_type", [AUTO, EXPLICIT])
-@pytest.mark.parametrize("is_sharded", [False, True])
-def test_every_mesh(name, shape, axis_type, is_sharded):
-    assert_as_on_one_device(name, make_mesh(shape, axis_type), is_sharded)
-
-
-@pytest.mark.parametrize(("shape", "per_chain"), [((8,), False), ((4, 2), True)])
-def test_more_chains_than_devices(shape, per_chain):
-    assert_as_on_one_device("adamw", make_mesh(shape), chains=16, per_chain=per_chain)
-
-
-def test_batches_of_their_own_tell_chains_apart():
-    """Else a batch per chain that were shared after all would go unseen."""
+    for name, shape, axis_type, is_sharded in (
+        ("adamw", (8, 1), AUTO, False),
+        ("adamw", (2, 4), AUTO, False),
+        ("adamw", (4, 2), AUTO, True),
+        ("adamw", (4, 2), EXPLICIT, True),
+        ("clipped psmile", (8, 1), AUTO, False),
+        ("clipped psmile", (4, 2), EXPLICIT, True),
+    ):
+        assert_as_on_one_device(name, make_mesh(shape, axis_type), is_sharded)
+    # More chains than devices, and batches of their own.
+    for shape, per_chain in (((8,), False), ((4, 2), True)):
+        assert_as_on_one_device("adamw", make_mesh(shape), chains=16, per_chain=per_chain)
     shared, own = run("adamw", chains=16).carry, run("adamw", chains=16, per_chain=True).carry
     assert np.abs(shared[0]["in"] - own[0]["in"]).max() > 0.01
-
-
-@pytest.mark.nightly
-def test_within_set_mesh():
-    mesh = make_mesh((4, 2), EXPLICIT)
-    with jax.set_mesh(mesh):
-        got = run.__wrapped__("adamw", mesh)
-    assert_close(got.carry, run("adamw").carry)
+    with jax.set_mesh(mesh := make_mesh((4, 2), EXPLICIT)):
+        assert_close(run.__wrapped__("adamw", mesh).carry, run("adamw").carry)
+    # XLA writes groups of devices either as rows of all of them or one by one.
+    text, written = run("adamw", make_mesh((2, 4))).text, {"[2,4]<=[8]", "[[0,1,2,3],[4,5,6,7]]"}
+    groups = re.findall(r"(?:replica_groups|source_target_pairs)=(\{\{.*?\}\}|.*?\])[, ]", text)
+    assert groups and {x.translate(str.maketrans("{}", "[]")) for x in groups} <= written
 
 
 @pytest.mark.parametrize("specs", [None, SPECS], ids=["one device", "4x2"])
-@pytest.mark.parametrize("name", ["adamw", pytest.param("psmile", marks=pytest.mark.nightly)])
-def test_one_compilation_donation_and_the_parameters_of_the_user(specs, name, caplog):
+def test_one_compilation_donation_and_the_parameters_of_the_user(specs, caplog):
     mesh = None if specs is None else make_mesh((4, 2), EXPLICIT)
     traced = itertools.count()
 
@@ -283,12 +208,8 @@ def test_one_compilation_donation_and_the_parameters_of_the_user(specs, name, ca
         next(traced)
         return loss_for(mesh, specs)(params, batch)
 
-    given = jax.tree.map(jnp.asarray, start())
-    if mesh is not None:
-        given = parallel.place(given, mesh=mesh, specs=specs)
-    optimizer = OPTIMIZERS[name]()
-    params = parallel.place(given, mesh=mesh, specs=specs)
-    carry = params, parallel.init(optimizer, params, mesh=mesh, specs=specs, key=jax.random.key(0))
+    given = parallel.place(start(), mesh=mesh, specs=specs)
+    carry = begin(optimizer := OPTIMIZERS["adamw"](), mesh, specs, given)
     step = parallel.step(one_step(optimizer, counted), carry, mesh=mesh)
     for call in range(4):
         before, traces = carry, next(traced)
@@ -311,12 +232,6 @@ def test_the_carry_keeps_its_place_whatever_is_written_into_it():
     np.testing.assert_array_equal(after, np.full((8, 16), 2.0))
 
 
-def test_place_keeps_the_parameters_of_the_user_on_one_device():
-    given = jnp.ones((8, 3))
-    jax.jit(lambda x: 2 * x, donate_argnums=0)(parallel.place(given))
-    assert given.sum() == 24
-
-
 def test_examples_are_spread_over_the_data_axis():
     mesh, alone = make_mesh((4, 2)), make_mesh((8,))
     for shape, options, spec in (
@@ -336,44 +251,114 @@ def test_examples_are_spread_over_the_data_axis():
             assert placed.sharding.is_equivalent_to(NamedSharding(on, wanted), leaf.ndim)
             np.testing.assert_array_equal(placed, leaf)
         assert parallel.place_batch({"x": leaf}, **given)["x"] is leaf
-
-
-def test_a_batch_that_is_spread_already_stays():
-    mesh = make_mesh((4, 2))
+    # A batch that is spread already stays.
     spread = jax.device_put(np.ones((16, 3)), NamedSharding(mesh, jax.P(None, None)))
     assert parallel.place_batch(spread, mesh=mesh) is spread
     lone = jax.device_put(np.ones((16, 3)), jax.devices()[3])
     assert len(parallel.place_batch(lone, mesh=mesh).sharding.device_set) == 8
 
 
+def batches(chains=None):
+    return [batch_of(call, chains) for call in range(STEPS)]
+
+
+def draw(mesh=None, specs=None, loss_fn=None, **arguments) -> Any:
+    defaults: dict[str, Any] = {"num_warmup": 4, "num_draws": 3, "thin": 4, "key": 0}
+    defaults |= {"progress": False, "batches": batches(), "mesh": mesh, "specs": specs}
+    sampler = optax_smile.smile(0.02, num_data=NUM_DATA, decoherence_length=None)
+    loss_fn = loss_fn or loss_for(mesh, specs)
+    return optax_smile.sample(loss_fn, start(), sampler=sampler, **defaults | arguments)
+
+
+def test_sample_on_a_mesh(tmp_path):
+    seen = set()
+
+    def watched_loss(params, batch):
+        seen.add((jax.typeof(params["in"]).sharding.spec, jax.typeof(batch[0]).sharding.spec))
+        return gathering_loss(params, batch)
+
+    options: dict[str, Any] = {"loss_fn": watched_loss, "directory": tmp_path, "prefetch": 2}
+    got = draw(make_mesh((4, 2), EXPLICIT), SPECS, steps_per_dispatch=4, **options)
+    assert_close(got.params, draw().params)
+    assert seen == {(jax.P(None, "data"), jax.P("data", None))}
+
+
+def test_sample_with_auxiliary_state_random_losses_and_batches_of_their_own():
+    def noisy_loss(params, batch, aux, key):
+        loss = mean_loss(params, batch) + 0.1 * jax.random.normal(key, ()) * jnp.sum(params["in"])
+        return loss, aux + loss
+
+    options: dict[str, Any] = {"loss_fn": noisy_loss, "aux": np.zeros(8, np.float32)}
+    options |= {"stochastic": True, "batches": batches(8), "per_chain": True}
+    got = draw(make_mesh((4, 2)), steps_per_dispatch=4, **options)
+    expected = draw(steps_per_dispatch=4, **options)
+    assert_close((got.params, dict(got.trace)), (expected.params, dict(expected.trace)))
+    assert np.ptp(got.params["aux"], axis=0).min() > 0
+
+
+def test_a_run_goes_on_on_another_mesh(tmp_path):
+    for mesh, number in ((make_mesh((8, 1)), 1), (make_mesh((4, 2)), 2), (None, 3)):
+        got = draw(mesh, directory=tmp_path, num_draws=number)
+        assert got.num_draws == number
+    assert_close(got.params, draw().params)
+
+
+def test_a_summed_loss_is_warned_of():
+    short: dict[str, Any] = {"num_warmup": 0, "num_draws": 1, "thin": 1}
+    with pytest.warns(UserWarning, match=r"looks like a sum.* 1\.000 of"):
+        draw(make_mesh((2, 4)), loss_fn=lambda p, b: len(b[0]) * mean_loss(p, b), **short)
+
+
+def train(mesh=None, specs=None, **arguments) -> Any:
+    defaults: dict[str, Any] = {"num_members": 8, "key": 0, "num_epochs": 3, "progress": False}
+    defaults |= {"validation": batch_of(0), "batches": batches(), "mesh": mesh, "specs": specs}
+
+    def initial(key):
+        numbers = jax.random.normal(key, (48,))
+        return {"in": numbers[:32].reshape(SHAPES["in"]), "out": numbers[32:].reshape(8, 2)}
+
+    optimizer, loss = optax.adamw(optax.cosine_decay_schedule(1e-2, 50)), loss_for(mesh, specs)
+    return optax_smile.warmstart(loss, initial, optimizer=optimizer, **defaults | arguments)
+
+
+def test_warmstart_on_a_mesh(tmp_path):
+    mesh, alone = make_mesh((4, 2)), train()
+    got = train(mesh, SPECS, directory=tmp_path)
+    assert_close(bare(got), bare(alone))
+    assert_spread(shardings_of(got), mesh, SPECS)
+    with pytest.warns(UserWarning, match="epochs loaded from .* is finished"):
+        finished = train(mesh, SPECS, directory=tmp_path)
+    jax.tree.map(np.testing.assert_array_equal, bare(finished), bare(got))
+    assert_spread(shardings_of(finished), mesh, SPECS)
+    own: dict[str, Any] = {"batches": batches(8), "per_member": True}
+    expected = bare(train(**own))
+    assert_close(bare(train(make_mesh((4, 2)), **own)), expected)
+    assert np.abs(expected["in"] - bare(alone)["in"]).max() > 0.01
+
+
 def test_meshes_and_specs_that_do_not_fit():
     mesh, other = make_mesh((4, 2)), make_mesh((4, 2), names=("model", "data"))
     for changes, message in (
-        (
-            {"mesh": other},
-            r"mesh=...\)` must be .*, got the axes \('model', 'data'\).* Make one by",
-        ),
-        (
-            {"tree": start(6), "specs": None},
-            r"mesh=...\)` must be .* divides the 6 chains, got 4 ro",
-        ),
-        (
-            {"tree": {"w": np.ones((4, 2)), "b": np.ones(3)}},
-            r"tree=...\)` .* leading chain axis, go",
-        ),
-        (
-            {"specs": {"w": jax.P()}},
-            r"specs=...\)` must be a tree of jax.P of the structure .*'out'",
-        ),
+        ({"mesh": other}, r"mesh=...\)` must be .*, got the axes \('model', 'data'\).* Make one"),
+        ({"tree": start(6), "specs": None}, r"mesh=...\)` must be .* the 6 chains, got 4 ro"),
+        ({"tree": {"w": np.ones((4, 2)), "b": np.ones(3)}}, r"tree=...\)` .* leading chain axis"),
+        ({"specs": {"w": jax.P()}}, r"specs=...\)` must be a tree of jax.P of the .*'out'"),
         ({"specs": SPECS | {"in": jax.P("model")}}, r"specs=...\)` must be .* with axes of"),
         ({"mesh": None}, r"specs=...\)` must be None where there is no mesh, got"),
     ):
         given: dict[str, Any] = {"tree": start(), "mesh": mesh, "specs": SPECS} | changes
         with pytest.raises(ValueError, match=rf"`parallel.place\({message}"):
             parallel.place(given.pop("tree"), **given)
-    with pytest.raises(
-        ValueError, match=r"`parallel.init\(mesh=...\)` .* the 4 chains, got 8 rows"
-    ):
+    rule = r"`parallel.init\(mesh=...\)` .* the 4 chains, got 8 rows"
+    with pytest.raises(ValueError, match=rule):
         parallel.init(optax.adamw(0.1), start(4), mesh=make_mesh((8, 1)))
     with pytest.raises(ValueError, match=r"`parallel.init\(specs=...\)` must be a tree of jax.P"):
         parallel.init(optax.adamw(0.1), start(4), mesh=mesh, specs={"w": jax.P()})
+    for function, name in ((draw, "sample"), (train, "warmstart")):
+        with pytest.raises(ValueError, match=rf"`{name}\(mesh=...\)` .* an axis 'chain'"):
+            function(other)
+        with pytest.raises(ValueError, match=rf"`{name}\(specs=...\)` must be a tree of jax.P"):
+            function(make_mesh((1, 8)), {})
+    message = r"mesh=...\)` must be a mesh whose axis 'chain' divides the 6 chains, got 8 rows"
+    with pytest.raises(ValueError, match=message):
+        train(make_mesh((8, 1)), num_members=6)
