@@ -1,6 +1,5 @@
 """The Bayesian model average against averages over everything at once, in float64."""
 
-import functools
 from typing import Any
 
 import jax
@@ -34,22 +33,15 @@ def apply_fn(params: Any, inputs) -> Any:
     return inputs @ params["w"]
 
 
-def classify(snapshots: Any = SNAPSHOTS, targets: Any = LABELS, **arguments):
-    return optax_smile.predict(
-        apply_fn, snapshots, INPUTS, likelihood="categorical", targets=targets, **arguments
-    )
-
-
-@functools.cache
-def classified(batch_size=None):
-    return classify(per="draw", curve=(1, 8, 100), batch_size=batch_size)
-
-
 def predict(outputs, snapshots, likelihood, targets=None, inputs: Any = INPUTS, **arguments):
     """Average models whose outputs are a function of parameters and inputs."""
     return optax_smile.predict(
         outputs, snapshots, inputs, likelihood=likelihood, targets=targets, **arguments
     )
+
+
+def classify(**arguments):
+    return predict(apply_fn, SNAPSHOTS, "categorical", LABELS, **arguments)
 
 
 def entropy(probabilities):
@@ -76,17 +68,16 @@ def assert_average(got, log_probabilities):
 
 @pytest.mark.parametrize("batch_size", [None, 7])
 def test_categorical_equals_the_average_over_everything_at_once(batch_size):
-    got = classified(batch_size)
+    got = classify(per="draw", curve=(1, 8, 100), batch_size=batch_size)
     assert_average(got, IN_ORDER)
-    np.testing.assert_allclose(got.each.mean, np.exp(LOG_PROBABILITIES), atol=1e-5)
+    probabilities = np.exp(LOG_PROBABILITIES)
+    np.testing.assert_allclose(got.each.mean, probabilities, atol=1e-5)
     np.testing.assert_allclose(got.each.log_density, CHOSEN, rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(got.each.entropy, entropy(np.exp(LOG_PROBABILITIES)), atol=1e-5)
+    np.testing.assert_allclose(got.each.entropy, entropy(probabilities), atol=1e-5)
     for count, point in zip((1, 8, 100), got.curve, strict=True):
         assert_average(point, IN_ORDER[:count])
-
-
-def test_each_chain_alone():
-    got, average = classify(per="chain").each, np.exp(LOG_PROBABILITIES).mean(1)
+    # Each chain alone.
+    got, average = classify(per="chain", batch_size=batch_size).each, probabilities.mean(1)
     np.testing.assert_allclose(got.mean, average, atol=1e-6)
     np.testing.assert_allclose(got.entropy, entropy(average), atol=1e-5)
     np.testing.assert_allclose(got.log_density, log_mean(CHOSEN, 1), rtol=1e-5, atol=1e-5)
@@ -115,13 +106,10 @@ def test_in_pieces_by_one_program_in_constant_memory():
 
 
 def test_gaussian():
-    got = predict(
-        lambda params, x: ((x @ params["w"])[:, 0], params["log_std"]),
-        SNAPSHOTS,
-        "gaussian",
-        TARGETS,
-        per="chain",
-    )
+    def outputs(params, x):
+        return (x @ params["w"])[:, 0], params["log_std"]
+
+    got = predict(outputs, SNAPSHOTS, "gaussian", TARGETS, per="chain")
     means, std = LOGITS[..., 0], np.exp(LOG_STD.astype(float))[..., None]
     densities = scipy.stats.norm.logpdf(TARGETS, means, std)
     np.testing.assert_allclose(got.mean, means.mean((0, 1)), atol=1e-5)
@@ -138,20 +126,20 @@ def test_gaussian():
 def test_log_densities_of_several_outputs_are_summed():
     """Labels of any type: of unsigned ones nothing can be subtracted."""
     targets, two = GENERATOR.normal(size=(2, NUM_INPUTS, 2)).astype(np.float32)
-    got = predict(
-        lambda params, x: (x[:, :2], params[None]),
-        [np.array([0.0, 1.0], np.float32)],
-        "gaussian",
-        targets,
-    )
-    expected = scipy.stats.norm.logpdf(targets, INPUTS[:, :2], [[1, np.e]]).sum(1)
-    np.testing.assert_allclose(got.log_density, expected, rtol=1e-5)
-    assert got.total.shape == (NUM_INPUTS, 2)
+    log_stds = [np.array([0.0, 1.0], np.float32)]
     labels = (two > 0).astype(np.uint8)
-    got = predict(lambda params, x: x[:, :2], ONE, "bernoulli", labels)
-    expected = -np.logaddexp(0, np.where(labels == 1, -1, 1) * INPUTS[:, :2]).sum(1)
-    np.testing.assert_allclose(got.log_density, expected, rtol=1e-5)
-    assert got.total.shape == (NUM_INPUTS, 2)
+    for got, expected in (
+        (
+            predict(lambda params, x: (x[:, :2], params[None]), log_stds, "gaussian", targets),
+            scipy.stats.norm.logpdf(targets, INPUTS[:, :2], [[1, np.e]]),
+        ),
+        (
+            predict(lambda params, x: x[:, :2], ONE, "bernoulli", labels),
+            -np.logaddexp(0, np.where(labels == 1, -1, 1) * INPUTS[:, :2]),
+        ),
+    ):
+        np.testing.assert_allclose(got.log_density, expected.sum(1), rtol=1e-5)
+        assert got.total.shape == (NUM_INPUTS, 2)
 
 
 def test_bernoulli():
@@ -190,6 +178,11 @@ def test_extreme_log_densities_do_not_underflow():
     params = [{"w": jnp.tile(100.0 * jnp.arange(5), (3, 1))}] * 3
     got = predict(apply_fn, params, "categorical", np.array([0]), jnp.ones((1, 3)))
     np.testing.assert_allclose(got.log_density, [-1200.0], rtol=1e-6)
+    # What is impossible for one draw or all is no error.
+    likelihood = own(log_density=lambda outputs, _: jnp.log(outputs))
+    draws = [jnp.array([0.0, 0.0]), jnp.array([0.5, 0.0])]
+    got = predict(lambda params, x: params * x, draws, likelihood, np.zeros(2), jnp.ones(2))
+    np.testing.assert_allclose(got.log_density, [np.log(0.25), -np.inf])
 
 
 def own(**fields):
@@ -198,38 +191,25 @@ def own(**fields):
     return optax_smile.Likelihood(**whole | fields)
 
 
-def test_what_is_impossible_for_one_draw_or_all_is_no_error():
-    likelihood = own(log_density=lambda outputs, _: jnp.log(outputs))
-    draws = [jnp.array([0.0, 0.0]), jnp.array([0.5, 0.0])]
-    got = predict(lambda params, x: params * x, draws, likelihood, np.zeros(2), jnp.ones(2))
-    np.testing.assert_allclose(got.log_density, [np.log(0.25), -np.inf])
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
+def test_what_is_not_finite_besides_the_mean_is_refused():
+    for fields in (
         {"variance": lambda x: jnp.full_like(x, jnp.nan)},
         {"variance": jnp.ones_like, "log_density": lambda x, _: jnp.full_like(x, jnp.inf)},
-    ],
-)
-def test_what_is_not_finite_besides_the_mean_is_refused(fields):
-    with pytest.raises(ValueError, match="finite, got nan or inf from snapshot 0"):
-        predict(lambda params, x: x, [0.0], own(**fields), np.zeros(3), np.ones(3, np.float32))
+    ):
+        with pytest.raises(ValueError, match="finite, got nan or inf from snapshot 0"):
+            predict(lambda _, x: x, [0.0], own(**fields), np.zeros(3), np.ones(3, np.float32))
 
 
 def test_half_precision_outputs_are_averaged_in_full_precision():
-    half, full = (
-        predict(
-            lambda params, x, dtype=dtype: apply_fn(params, x).astype(jnp.bfloat16).astype(dtype),
-            SNAPSHOTS[:8],
-            "categorical",
-            LABELS,
-        )
-        for dtype in (jnp.bfloat16, jnp.float32)
-    )
-    assert half.mean.dtype == np.float32
-    for one, other in zip(half[:5], full[:5], strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-7, atol=1e-7)
+    def rounded(dtype):
+        def outputs(params, x):
+            return apply_fn(params, x).astype(jnp.bfloat16).astype(dtype)
+
+        return predict(outputs, SNAPSHOTS[:8], "categorical", LABELS)[:5]
+
+    for half, full in zip(rounded(jnp.bfloat16), rounded(jnp.float32), strict=True):
+        np.testing.assert_allclose(half, full, rtol=1e-7, atol=1e-7)
+        assert half.dtype == np.float32
 
 
 def test_averages_join_as_if_they_were_one():
@@ -280,10 +260,8 @@ def test_means_far_from_zero_keep_their_digits():
     assert np.all(abs(got.mean - exact.mean(0)) <= 1.01 * half_ulp)
     # Of the deviations from a mean that float32 holds to a hundredth of the spread at worst.
     np.testing.assert_allclose(got.epistemic, exact.var(0), rtol=1e-3)
-
-
-def test_double_precision_is_kept():
-    values = np.random.default_rng(1).normal(size=50) + 1e6
+    # Double precision is kept.
+    values = noise[:50, 0] + 1e6
     with jax.enable_x64(True):
         got = predict(lambda params, x: (x * params, 0.0), values, "gaussian", inputs=np.ones(1))
     np.testing.assert_allclose(got.mean, values.mean(), rtol=1e-15)
@@ -322,7 +300,6 @@ class Draws(list):
         ("likelihood", own(log_density=None), "one with a `log_density` for the targets"),
         ("likelihood", own(variance=lambda x: x[:, :1]), r"shape of its mean, \(30, 5\), got"),
         ("likelihood", own(mean=jnp.mean), "one that gives arrays .* of 30 inputs"),
-        ("curve", (2, 1), r"a sequence of integers >= 1, ascending, got \(2, 1\)"),
         ("curve", (2, 101), "at most the 100 snapshots"),
         ("snapshots", Draws(ONE), "as many draws of each of the 2 chains, got 1"),
         ("per", "draw", "None for snapshots that do not tell their `num_chains`"),
@@ -331,14 +308,14 @@ class Draws(list):
     ],
 )
 def test_what_does_not_fit_is_named(argument, value, message):
-    arguments: dict[str, Any] = {"snapshots": SNAPSHOTS, "inputs": INPUTS, "targets": LABELS}
-    arguments |= {"likelihood": "categorical", argument: value}
+    given: dict[str, Any] = {"snapshots": SNAPSHOTS, "targets": LABELS, "outputs": apply_fn}
+    given |= {"likelihood": "categorical", argument: value}
     if argument == "per":
-        arguments["snapshots"] = iter(SNAPSHOTS)
+        given["snapshots"] = iter(SNAPSHOTS)
     if isinstance(value, Draws):
-        arguments["per"] = "chain"
+        given["per"] = "chain"
     with pytest.raises(ValueError, match=rf"`predict\({argument}=...\)` must be .*{message}"):
-        optax_smile.predict(apply_fn, **arguments)
+        predict(**given)
 
 
 @pytest.mark.parametrize(

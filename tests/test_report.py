@@ -72,12 +72,11 @@ def draws(run):
 
 @pytest.fixture
 def rendered():
-    """For tests that look at pictures."""
+    """For tests that look at pictures: most of the time of a page goes into them."""
 
 
 @pytest.fixture(autouse=True)
 def few_pixels(monkeypatch, request):
-    """Most of the time of a page goes into its pictures."""
     monkeypatch.setattr(_pictures, "DENSITY", 50)
     if "rendered" not in request.fixturenames:
         monkeypatch.setattr(_pictures, "FORMATS", {})
@@ -100,6 +99,17 @@ def pictures(page: str) -> list[np.ndarray]:
 
 def num_pictures(page: str) -> int:
     return page.count("<figure>")
+
+
+def page_of(run, prediction, targets, names=("test",)) -> str:
+    """Store a prediction under some names and write the page."""
+    for name in names:
+        report.store(run, name, prediction, targets=targets)
+    return report.write(run).read_text()
+
+
+def lights(page: str) -> list[tuple[str, str]]:
+    return re.findall(r'<span class="light \w+">(\w+)</span><span><b>([^<]+)</b>', page)
 
 
 @pytest.mark.usefixtures("rendered")
@@ -146,15 +156,9 @@ def test_classification(run, draws, tmp_path, monkeypatch):
     assert all(x.text in text for x in summary.checks if x.kind in good)
 
 
-def lights(page: str) -> list[tuple[str, str]]:
-    return re.findall(r'<span class="light \w+">(\w+)</span><span><b>([^<]+)</b>', page)
-
-
 def test_regression(run, draws):
     prediction = predict(draws, lambda p, x: (logits(p, x)[:, 0], 0.3), "gaussian", TARGETS)
-    report.store(run, "test", prediction, targets=TARGETS)
-    page = report.write(run).read_text()
-    std = np.sqrt(prediction.total)
+    page, std = page_of(run, prediction, TARGETS), np.sqrt(prediction.total)
     ends = metrics.interval(prediction.mean, std, 0.95)
     for score in (
         metrics.crps(prediction.mean, std, TARGETS),
@@ -169,20 +173,22 @@ def test_regression(run, draws):
     several = predict(draws, lambda p, x: (logits(p, x), 0.3), "gaussian", targets, per=None)
     assert several.uncertainty == "variance"
     assert report.score(several, targets)["RMSE"] == metrics.rmse(several.mean, targets)
-    for name in ("test", "other"):
-        report.store(run, name, several, targets=targets)
-    page = report.write(run).read_text()
+    page = page_of(run, several, targets, ("test", "other"))
     assert num_pictures(page) == 4 and "What they predict" not in page
 
 
-def test_tokens(run, draws):
-    labels = LABELS.reshape(8, 5).copy()
+def test_tokens_and_an_own_likelihood(run, draws):
+    labels, inputs = LABELS.reshape(8, 5).copy(), INPUTS.reshape(8, 5, 3)
     labels[0, 2:] = -1
-    inputs = INPUTS.reshape(8, 5, 3)
     prediction = predict(draws, lambda p, x: x @ p["w"][None], "tokens", labels, inputs)
-    report.store(run, "test", prediction, targets=labels)
     perplexity = np.exp(-classify(draws).log_density.reshape(8, 5)[labels >= 0].mean())
-    assert f"<td>{perplexity:.4g}</td>" in report.write(run).read_text()
+    assert f"<td>{perplexity:.4g}</td>" in page_of(run, prediction, labels)
+    likelihood = optax_smile.Likelihood(mean=None, log_density=lambda outputs, _: outputs[:, 0])
+    prediction = predict(draws, logits, likelihood, np.zeros(40), per=None)
+    lppd = pytest.approx(prediction.log_density.mean())
+    assert report.score(prediction, np.zeros(40)) == {"LPPD": lppd}
+    with pytest.raises(ValueError, match=r"`report.store\(images=...\)` must be left out, where"):
+        report.store(run, "test", prediction, images=IMAGES)
 
 
 def test_yes_or_no_are_two_classes(run, draws):
@@ -193,17 +199,7 @@ def test_yes_or_no_are_two_classes(run, draws):
         got, ones = report.score(prediction, targets), prediction.mean
         assert got["accuracy"] == np.mean((ones > 0.5) == targets)
         assert got["Brier"] == pytest.approx(2 * np.mean((ones - targets) ** 2), abs=1e-6)
-        report.store(run, "test", prediction, targets=targets)
-        assert num_pictures(report.write(run).read_text()) == 7
-
-
-def test_an_own_likelihood(run, draws):
-    likelihood = optax_smile.Likelihood(mean=None, log_density=lambda outputs, _: outputs[:, 0])
-    prediction = predict(draws, logits, likelihood, np.zeros(40), per=None)
-    lppd = pytest.approx(prediction.log_density.mean())
-    assert report.score(prediction, np.zeros(40)) == {"LPPD": lppd}
-    with pytest.raises(ValueError, match=r"`report.store\(images=...\)` must be left out, where"):
-        report.store(run, "test", prediction, images=IMAGES)
+        assert num_pictures(page_of(run, prediction, targets)) == 7
 
 
 def test_the_page_says_whether_predictions_were_judged(run, draws):
@@ -214,16 +210,13 @@ def test_the_page_says_whether_predictions_were_judged(run, draws):
         # As a run leaves them that went on later.
         (draws.thinned(2), "draw", {"are of fewer draws than there are now": True}),
     ):
-        report.store(run, "test", classify(kept, per=per), targets=LABELS)
-        page = report.write(run).read_text()
+        page = page_of(run, classify(kept, per=per), LABELS)
         assert {text: text in page for text in expected} == expected
 
 
 def test_huge_runs_are_thinned_for_the_picture_of_their_paths(run, draws, monkeypatch):
     drawn, rates = [], []
-    monkeypatch.setattr(
-        plots, "chain_paths", lambda params, start, ax: drawn.append([params, start])
-    )
+    monkeypatch.setattr(plots, "chain_paths", lambda x, start, ax: drawn.append((x, start)))
     monkeypatch.setattr(plots, "rejections", lambda trace, nominal, ax: rates.append(nominal))
     report.write(run)
     monkeypatch.setattr(_page, "MOST_PARAMETERS", CHAINS * 12 * DRAWS // 3)
@@ -281,23 +274,34 @@ def test_a_damaged_prediction_is_named(run, draws):
             report.write(run)
 
 
-def test_a_run_that_stored_nothing(run, draws):
-    page = report.write(run, title="Digits & more").read_text()
+def test_a_run_that_stored_nothing(run, draws, tmp_path, monkeypatch):
+    path = report.write(run, tmp_path / "page.html", title="Digits & more")
+    page = path.read_text()
     assert "The run stored none" in page and num_pictures(page) == 4
     assert "<h1>Digits &amp; more</h1>" in page and "<title>Digits &amp; more</title>" in page
+
+    def fail(*_):
+        raise OSError("no room")
+
+    # A page that cannot be finished leaves the one before.
+    monkeypatch.setattr(_page._disk, "write", fail)
+    with pytest.raises(OSError, match="no room"):
+        report.write(run, path, title="another")
+    assert path.read_text() == page
+    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["page.html"]
 
 
 def test_what_is_stored_comes_back(run, draws):
     prediction = classify(draws, per="draw")
-    report.store(run, "test", prediction, targets=LABELS, scores={"mine": 0.25})
+    given: dict[str, Any] = {"scores": {"mine": np.float32(1e-7)}, "targets": LABELS}
+    report.store(run, "test", prediction, **given)
     stored = Stored(run / "prediction-test.safetensors")
-    assert (stored.name, stored.scores) == ("test", {"mine": 0.25})
+    assert (stored.name, stored.scores) == ("test", {"mine": pytest.approx(1e-7)})
     np.testing.assert_array_equal(stored.targets, LABELS)
     for field in ("mean", "log_density", "total", "aleatoric"):
         kept, given = getattr(stored.prediction, field), getattr(prediction, field)
         np.testing.assert_array_equal(kept, given)
     np.testing.assert_array_equal(stored.prediction.each.log_density, prediction.each.log_density)
-    report.store(run, "test", prediction, scores={"mine": np.float32(1e-7)})  # pyright: ignore
     assert "<td>1e-07</td>" in report.write(run).read_text()
 
 
@@ -427,7 +431,7 @@ def test_trouble_comes_first_and_is_named():
     assert {kind for light, kind in found if light == "look"} == look
 
 
-def test_settings_are_written_as_a_person_would():
+def test_settings_and_times_in_words():
     tuner = {"name": "angle_tuner", "angle": 0.03, "adapt_steps": None}
     decay = ["optax.schedules._schedule.exponential_decay.<locals>.schedule", [0.5, None]]
     a, b = "a" * 40, "b" * 40
@@ -442,22 +446,26 @@ def test_settings_are_written_as_a_person_would():
         assert _words.call("f", given) == written
     seeds = [_words.seed(key) for key in ([1, 2], 7, [1, 2, 3, 4], None)]
     assert seeds == [2**32 + 2, 7, None, None]
-
-
-def test_times_in_words():
     written = [_words.duration(x) for x in (0.2, 59.4, 59.6, 3599, 3600, 90_061)]
     assert written[:3] == ["less than a second", "59 s", "1 min 0 s"]
     assert written[3:] == ["59 min 59 s", "1 h 0 min", "25 h 1 min"]
     sessions = [_sessions.Session(0.0, 30.0, "a"), _sessions.Session(90.0, 45, "b & c")]
-    assert _words.times(sessions) == {
-        "begun": "1970-01-01 00:00 UTC",
-        "run time": "1 min 15 s in 2 sessions",
-        "machine": "a; b & c",
-    }
+    told = ["1970-01-01 00:00 UTC", "1 min 15 s in 2 sessions", "a; b & c"]
+    names = ["begun", "run time", "machine"]
+    assert _words.times(sessions) == dict(zip(names, told, strict=True))
     assert set(_words.times([]).values()) == {"not recorded"}
 
 
-def test_damaged_times_are_named(tmp_path):
+def test_times_follow_each_other_and_damaged_ones_are_named(tmp_path):
+    assert _sessions.read(tmp_path) == []
+    for resumed in (False, True):
+        clock = _sessions.Clock(tmp_path, resumed)
+        clock.write()
+        clock.write()
+    first, second = _sessions.read(tmp_path)
+    assert first.began <= second.began and first.machine == _sessions.machine()
+    _sessions.Clock(tmp_path, resumed=False).write()
+    assert len(_sessions.read(tmp_path)) == 1
     file = tmp_path / _sessions.FILE
 
     def refused(rule=f"The record of times {file} is damaged"):
@@ -477,18 +485,6 @@ def test_damaged_times_are_named(tmp_path):
     refused()
 
 
-def test_sessions_follow_each_other(tmp_path):
-    assert _sessions.read(tmp_path) == []
-    for resumed in (False, True):
-        clock = _sessions.Clock(tmp_path, resumed)
-        clock.write()
-        clock.write()
-    first, second = _sessions.read(tmp_path)
-    assert first.began <= second.began and first.machine == _sessions.machine()
-    _sessions.Clock(tmp_path, resumed=False).write()
-    assert len(_sessions.read(tmp_path)) == 1
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("rendered")
 def test_every_picture_is_a_file_too_and_the_page_needs_nothing_else(run, draws, tmp_path):
@@ -499,26 +495,11 @@ def test_every_picture_is_a_file_too_and_the_page_needs_nothing_else(run, draws,
     files = {f"a b-pictures/{file.name}" for file in (tmp_path / "a b-pictures").iterdir()}
     assert set(links) == files and len(links) == len(files) == 2 * len(pictures(page))
     assert {"a b-pictures/examples-test.svg", "a b-pictures/examples-test-2.pdf"} <= files
-    for link in links:
-        content = (tmp_path / link).read_bytes()
+    before = {file: (tmp_path / file).read_bytes() for file in files}
+    for link, content in before.items():
         assert content.startswith(b"%PDF" if link.endswith("pdf") else b"<?xml")
     sources = re.findall(r'\b(?:src|href)="([^"]*)"', page)
     assert all(source.startswith(("data:", "a%20b-pictures/")) for source in sources)
-    assert "@import" not in page and "url(" not in page and "<script" not in page
-    before = {file: (tmp_path / file).read_bytes() for file in files}
+    assert not any(word in page for word in ("@import", "url(", "<script"))
     assert report.write(run, tmp_path / "a b.html").read_text() == page
     assert before == {file: (tmp_path / file).read_bytes() for file in files}
-
-
-def test_a_page_that_cannot_be_finished_leaves_the_one_before(run, draws, tmp_path, monkeypatch):
-    page = report.write(run, tmp_path / "page.html")
-    before = page.read_bytes()
-
-    def fail(*_):
-        raise OSError("no room")
-
-    monkeypatch.setattr(_page._disk, "write", fail)
-    with pytest.raises(OSError, match="no room"):
-        report.write(run, page, title="another")
-    assert page.read_bytes() == before
-    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["page.html"]
