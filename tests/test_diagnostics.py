@@ -59,9 +59,8 @@ def textbook_rhat(x):
 
 def test_rhats_are_the_textbooks():
     for shape in (2, 4), (3, 9), (4, 50):
-        values = autoregressive((*shape, 2, 3), 0.8)
+        values, half = autoregressive((*shape, 2, 3), 0.8), shape[1] // 2
         values[0] += 0.7
-        half = shape[1] // 2
         split = np.concatenate([values[:, :half], values[:, -half:]])
         expected = [[textbook_rhat(split[:, :, i, j]) for j in range(3)] for i in range(2)]
         np.testing.assert_allclose(diagnostics.rhat(values), expected, rtol=1e-9)
@@ -72,13 +71,11 @@ def test_rhats_are_the_textbooks():
     expected = [[textbook_rhat(chain[..., point]) for point in range(2)] for chain in quarters]
     np.testing.assert_allclose(got, expected, rtol=1e-9)
     assert got[1].min() > 1.9 > 1.6 > got[[0, 2]].max()
-    for rhat, few, message in (
-        (diagnostics.rhat, values[:1], "at least two chains"),
-        (diagnostics.rhat, values[:, :3], "at least 4 draws"),
-        (diagnostics.rhat_within, values[:, :7], "at least 8 draws"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            rhat(few)
+    with pytest.raises(ValueError, match="at least two chains"):
+        diagnostics.rhat(values[:1])
+    for rhat, least in ((diagnostics.rhat, 4), (diagnostics.rhat_within, 8)):
+        with pytest.raises(ValueError, match=f"at least {least} draws"):
+            rhat(values[:, : least - 1])
 
 
 def test_ess_is_that_of_an_autoregression():
@@ -93,9 +90,7 @@ def test_ess_is_that_of_an_autoregression():
         ends = [values <= np.quantile(values, q, axis=(0, 1)) for q in (0.05, 0.95)]
         tails = np.min([diagnostics.ess(end, "mean") for end in ends], axis=0)
         np.testing.assert_allclose(diagnostics.ess(values, "tail"), tails, rtol=0.02)
-
-
-def test_values_that_do_not_move_have_neither():
+    # Values that do not move have neither ESS nor R-hat.
     values = autoregressive((2, 40, 3))
     values[..., 1] = values[0, :, 2] = 7.0
     for function in diagnostics.rhat, diagnostics.ess:
@@ -112,18 +107,14 @@ def test_mcse_is_the_spread_of_the_lppd_over_replications():
     lppds = [np.mean(np.log(np.mean(np.exp(x), axis=(0, 1)))) for x in densities]
     errors = [diagnostics.mcse_lppd(x) for x in densities[:40]]
     np.testing.assert_allclose(np.mean(errors), np.std(lppds), rtol=0.15)
-
-
-def test_mcse_counts_correlated_draws_as_few():
     independent = diagnostics.mcse_lppd(autoregressive((4, 500, 20), 0.0))
     shared = np.repeat(autoregressive((4, 500, 1), 0.95), 20, axis=2)
     # One value in place of 20, (1 + rho) / (1 - rho) = 39 draws in place of one.
-    ratio = diagnostics.mcse_lppd(shared) / independent
-    assert 0.5 < ratio / np.sqrt(20 * 39) < 1.6
+    assert 0.5 < diagnostics.mcse_lppd(shared) / independent / np.sqrt(20 * 39) < 1.6
     impossible = np.zeros((2, 50, 3))
+    assert diagnostics.mcse_lppd(impossible) == 0
     impossible[0, 0, 0] = -np.inf
     assert np.isfinite(diagnostics.mcse_lppd(impossible))
-    assert diagnostics.mcse_lppd(np.zeros((2, 50, 3))) == 0
     with pytest.raises(ValueError, match="finite in at least one draw of each input"):
         diagnostics.mcse_lppd(impossible - np.array([0, 0, np.inf]))
 
@@ -159,11 +150,10 @@ def test_travel_is_the_norm_over_all_leaves():
 def test_disagreement_counts_classes_and_measures_numbers():
     tops = np.array([[0, 1, 2, 0], [0, 1, 2, 1], [2, 2, 2, 2]])
     averages = np.eye(3)[tops] * 0.7 + 0.1
-    expected = [[0, 0.25, 0.75], [0.25, 0, 0.75], [0.75, 0.75, 0]]
-    np.testing.assert_allclose(diagnostics.disagreement(averages), expected)
     draws = averages[:, None] + np.array([-0.2, 0.2])[:, None, None] * [1, -1, 0]
-    np.testing.assert_allclose(diagnostics.disagreement(draws), expected)
-
+    for means in averages, draws:
+        expected = [[0, 0.25, 0.75], [0.25, 0, 0.75], [0.75, 0.75, 0]]
+        np.testing.assert_allclose(diagnostics.disagreement(means), expected)
     numbers = np.array([0.0, 3.0])[:, None, None] + np.array([-1.0, 1.0])[:, None] + np.zeros(5)
     np.testing.assert_allclose(diagnostics.disagreement(numbers, classes=False), [[0, 3], [3, 0]])
 
@@ -180,12 +170,10 @@ def test_autocorrelation_is_the_sum_over_pairs():
         diagnostics.autocorrelation(values, 30)
 
 
-TICKS = {"num_gradients": 10 * np.arange(1, 101)[None], "is_draw": np.ones((1, 100), bool)}
-
-
-def test_rejection_rate_counts_from_the_first_draw():
+def test_figures_of_a_trace_count_from_the_first_draw():
     rejections = np.concatenate([np.arange(40) * 5, 195 + np.arange(61)[1:]])[None]
-    whole = TICKS | {"num_rejected": rejections}
+    whole = {"num_gradients": 10 * np.arange(1, 101)[None], "is_draw": np.ones((1, 100), bool)}
+    whole |= {"num_rejected": rejections}
     assert diagnostics.rejection_rate(whole)[0] == pytest.approx((195 + 60) / 990)
     assert diagnostics.rejection_rate(whole, num_draws=60)[0] == pytest.approx(0.1)
     assert np.isnan(diagnostics.rejection_rate(whole, num_draws=1)).all()
@@ -193,15 +181,11 @@ def test_rejection_rate_counts_from_the_first_draw():
     explores = whole | {"is_draw": np.arange(100)[None] < 98}
     got = diagnostics.rejection_rate(explores, num_draws=60)
     assert got[0] == pytest.approx((5 + 58) / 590)
-
-
-def test_the_trend_of_the_step_size_compares_tenths():
+    # The trend of the step size compares tenths.
     sizes = np.geomspace(1, 0.01, 100)[None]
     got = diagnostics.step_size_trend({"step_size": sizes})[0]
     assert got == pytest.approx(np.median(sizes[0, 90:]) / np.median(sizes[0, 10:20]))
     assert diagnostics.step_size_trend({"step_size": sizes[:, :1]}).tolist() == [1.0]
-    with pytest.raises(ValueError, match=r"`step_size_trend\(trace=...\)` must be a dict with"):
-        diagnostics.step_size_trend({"num_gradients": sizes})
 
 
 def test_energy_fit_recovers_a_gamma_distribution_and_tells_another():
@@ -237,22 +221,22 @@ def regression(params, x):
     return x @ params["w"] + params["b"], jnp.log(NOISE)
 
 
-def start(seed=0, num_chains=4) -> Any:
-    w, b = jax.random.split(jax.random.key(seed))
-    return {"w": jax.random.normal(w, (num_chains, 3)), "b": jax.random.normal(b, (num_chains,))}
+def start() -> Any:
+    w, b = jax.random.split(jax.random.key(0))
+    return {"w": jax.random.normal(w, (4, 3)), "b": jax.random.normal(b, (4,))}
 
 
-def run(sampler, seed=0, **arguments):
-    rows = [RNG([seed, i]).choice(NUM_DATA, 20, replace=False) for i in range(50)]
-    given: dict[str, Any] = {"params": start(seed), "num_warmup": 195, "num_draws": 60, "thin": 15}
-    given |= {"steps_per_dispatch": 15, "progress": False, "key": seed} | arguments
-    batches = [(X[r], Y[r]) for r in rows]
-    return optax_smile.sample(mean_loss, given.pop("params"), batches, sampler, **given)
+def run(sampler, params=None, **arguments):
+    rows = [RNG([0, i]).choice(NUM_DATA, 20, replace=False) for i in range(50)]
+    given: dict[str, Any] = {"num_warmup": 195, "num_draws": 60, "thin": 15, "key": 0}
+    given |= {"steps_per_dispatch": 15, "progress": False} | arguments
+    params, batches = start() if params is None else params, [(X[r], Y[r]) for r in rows]
+    return optax_smile.sample(mean_loss, params, batches, sampler, **given)
 
 
-def predict(draws, **arguments):
-    defaults: dict[str, Any] = {"per": "draw", "targets": Y, "likelihood": "gaussian"}
-    return optax_smile.predict(regression, draws, X, **defaults | arguments)
+def predict(draws):
+    given: dict[str, Any] = {"per": "draw", "targets": Y, "likelihood": "gaussian"}
+    return optax_smile.predict(regression, draws, X, **given)
 
 
 def kinds(found):
@@ -261,18 +245,16 @@ def kinds(found):
 
 
 ALL = (0, 1, 2, 3)
-OPTIONS: dict[str, Any] = {"num_data": NUM_DATA}
-PUBLISHED: Any = OPTIONS | PAPER | {"integrator": "leapfrog", "tuner": None}
+OF_PAPER = PAPER | {"integrator": "leapfrog", "tuner": None}
 HEALTHY = {
-    "psmile": optax_smile.psmile(0.05, **PUBLISHED),
-    "sgld": optax_smile.sgld(1e-3, key=KEY, **OPTIONS),
+    "psmile": optax_smile.psmile(0.05, num_data=NUM_DATA, **OF_PAPER),
+    "sgld": optax_smile.sgld(1e-3, key=KEY, num_data=NUM_DATA),
 }
 
 
 @functools.cache
 def healthy(name):
-    draws = run(HEALTHY[name])
-    return draws, predict(draws)
+    return (draws := run(HEALTHY[name])), predict(draws)
 
 
 @pytest.mark.parametrize("name", HEALTHY)
@@ -328,25 +310,12 @@ def test_a_real_run_with_a_diverged_and_a_frozen_chain():
     """One begins where losses are NaN, one where float32 has no room for a step."""
     params = start()
     params = {"w": params["w"].at[2].set(1e8), "b": params["b"].at[1].set(1e3)}
-    draws = run(HEALTHY["psmile"], params=params, check=False)
+    draws = run(HEALTHY["psmile"], params, check=False)
     found = diagnostics.summary(draws)
     assert kinds(found) == {("diverged", (1,)), ("frozen", (2,))}
     assert found.num_nonfinite[1] > 400 and found.num_nonfinite[[0, 2, 3]].max() == 0
     assert "Chain 2: frozen" in str(found) and "a larger step size" in str(found)
     assert ("diverged", (2,)) in kinds(diagnostics.summary(draws, predict(draws)))
-
-
-def test_chains_that_are_copied_and_members_that_are_equal():
-    """As a loop of one's own makes them; `sample` refuses them."""
-    one, _ = healthy("psmile")
-    same = functools.partial(jax.tree.map, lambda x: np.repeat(x[:1], 4, axis=0))
-    draws = Snapshots(same(one.params), same(dict(one.trace)), one.settings)
-    for found in (diagnostics.summary(draws), diagnostics.summary(draws, predict(draws))):
-        assert ("copies", ALL) in kinds(found) and "60 of 60 draws" in str(found)
-    assert found.rhat_across.size == 0 and np.nanmedian(found.ess) <= 1.5 * 60
-    members = jax.tree.map(lambda x: x.at[2].set(x[0]), start())
-    found = diagnostics.summary(Snapshots.from_members(members))
-    assert kinds(found) == {("copies", (0, 2))} and "1 of 1 draws" in str(found)
 
 
 NUM_DRAWS, NUM_INPUTS, LAST = 100, 30, slice(-40, None)
@@ -405,7 +374,7 @@ def shifted(chains, by):
     return changed(chains, ANY, lambda x: x[list(chains)] + by)
 
 
-def copy(of, to, draws: Any = ANY):
+def copy(of, to, draws=ANY):
     return changed([to], draws, lambda x: x[[of]][:, draws])
 
 
@@ -414,6 +383,8 @@ SLOW = autoregressive((4, NUM_DRAWS, NUM_INPUTS), 0.8)
 NATS = r"of most inputs is (1\.9\d|2|2\.0\d)( to .*)? nats below"
 FAR = {"params": changed([1, 2], ANY, lambda x: 40 * x[1:3]), "start": np.ones((4, 5))}
 NARROW = {"params": changed([0], ANY, lambda x: 3 + (x[0] - 3) / 100)}
+NARROW |= {"mean": changed([0], ANY, RISES)}
+SOME = {"mean": shifted([0, 2], 9 * (np.arange(NUM_INPUTS) < 12))}
 SHORT = {"step_size": changed([0], LAST, 0.02), "mean": changed([0], LAST, 9)}
 SICK: dict[str, tuple[dict[str, Any], tuple[int, ...], str]] = {
     "copies": ({"params": copy(1, 3)}, (1, 3), r"100 of 100 draws are those .*: \[1, 3\]"),
@@ -426,20 +397,12 @@ SICK: dict[str, tuple[dict[str, Any], tuple[int, ...], str]] = {
     "frozen": ({"params": changed([2], slice(30, None), 2.0)}, (2,), "69 of 99 draws are the same"),
     "frozen, in bits": ({"below_resolution": changed([3], MOST, True)}, (3,), "80% of the draws"),
     "frozen, by its step size": (SHORT, (0,), r"size is 0.02 of the first \(below 0.1\)"),
-    "frozen, by its draws": (
-        NARROW | {"mean": changed([0], ANY, RISES)},
-        (0,),
-        r"draws are 0\.01\d+ times as far apart",
-    ),
+    "frozen, by its draws": (NARROW, (0,), r"draws are 0\.01\d+ times as far apart"),
     "still on its way": ({"on_its_way": changed([1], LATE, True)}, (1,), "at 61% of the last draw"),
     "not settled": ({"mean": shifted([2], RISES)}, (2,), r"R-hat of \d\.\d\d \(above 1.3\)"),
     "slow": ({"mean": SLOW}, ALL, r"\d\d% to \d\d% of the R-hats within the chain are above 1.1"),
     "different modes": ({"mean": shifted([1], 9)}, ALL, r"at 100% .*: \[0, 2, 3\] and \[1\]"),
-    "different modes, of some inputs": (
-        {"mean": shifted([0, 2], 9 * (np.arange(NUM_INPUTS) < 12))},
-        ALL,
-        r"2 groups .* at 40% of the inputs.*: \[0, 2\] and \[1, 3\]",
-    ),
+    "different modes, of some": (SOME, ALL, r"2 g.* at 40% .*: \[0, 2\] and \[1, 3\]"),
     "chains differ": ({"mean": shifted([1, 3], 0.9)}, ALL, r"\d+% of .* across .* above 1.1"),
     "worse than the start": ({"loss": changed([1, 3], ANY, 2.2)}, (1, 3), r"2 nats .*\(above 1, "),
     "rejected steps": ({"num_rejected": changed([0], ANY, COUNT)}, (0,), r"5 times .* \(above 3\)"),
@@ -464,7 +427,8 @@ def test_a_sick_run_has_its_finding_alone_with_its_numbers(name):
 
 
 def test_healthy_chains_pass_every_test_with_their_numbers():
-    found = diagnostics.summary(*made())
+    draws, prediction = made()
+    found, alone = diagnostics.summary(draws, prediction), diagnostics.summary(draws)
     assert found.findings == () and all(check.passed for check in found.checks)
     by_kind = {check.kind: check for check in found.checks}
     assert set(by_kind) == set(ADVICE) == {name.partition(",")[0] for name in SICK}
@@ -476,9 +440,12 @@ def test_healthy_chains_pass_every_test_with_their_numbers():
     assert by_kind["step size"][2:5] == ((1.0,) * 4, 2.0, True)
     assert by_kind["step size"].text == "it changed 1-fold among the draws (above 2)."
     assert by_kind["worse than the start"].value == pytest.approx((0.3,) * 4)
-    alone = diagnostics.summary(made()[0])
     assert alone.findings == () == diagnostics.summary(*made(settings=None)).findings
     assert {"slow", "chains differ", "different modes"}.isdisjoint(x.kind for x in alone.checks)
+    # Runs of earlier versions lack an entry.
+    trace = {name: x for name, x in dict(draws.trace).items() if name != "num_altered"}
+    older = Snapshots(draws.params, trace, draws.settings, draws.start)
+    assert diagnostics.summary(older, prediction).findings == ()
 
 
 def test_tests_that_pass_are_of_chains_that_arrive():
@@ -492,10 +459,11 @@ def test_tests_that_pass_are_of_chains_that_arrive():
 
 
 WALK = np.cumsum(RNG(0).normal(size=(4, NUM_DRAWS, NUM_INPUTS)), axis=1)
+DRIFT = 0.01 * WALK + 0.2 * RISES
 FALLS, CYCLES = (np.tile(np.geomspace(1, 0.01, n), (4, NUM_DRAWS // n)) for n in (NUM_DRAWS, 20))
 OUTPUTS = [made(**x)[1].each.mean for x in ({"mean": lambda x: 0.1 * x}, {"mean": shifted([1], 9)})]
 AROUND: dict[str, Any] = {"start": np.ones((4, NUM_INPUTS)), "settings": None}
-# What is found where only this changes, of weights alone or of predictions too.
+# What is found where only this changes: of weights alone, or of predictions too.
 FOUND: dict[str, tuple[dict[str, Any], set]] = {
     # The loss at the start is that of one batch.
     "a loss of 60 in a tenth": ({"loss": changed(ALL, slice(None, None, 10), 60.0)}, set()),
@@ -512,10 +480,7 @@ FOUND: dict[str, tuple[dict[str, Any], set]] = {
     "weights of different modes": ({"params": shifted([1, 3], 2)}, set()),
     "weights of one norm": ({"params": lambda x: np.concatenate([x[:3], -x[1:2]])}, set()),
     "weights that wander": ({"params": 0.1 * WALK, **AROUND}, set()),
-    "weights with a trend": (
-        {"params": 0.01 * WALK + 0.2 * RISES, **AROUND},
-        {("not settled", ALL)},
-    ),
+    "weights with a trend": ({"params": DRIFT, **AROUND}, {("not settled", ALL)}),
 }
 
 
@@ -532,13 +497,6 @@ def test_what_wanders_is_not_settled_whatever_its_step_size():
         assert {check.kind for check in found.findings} == {"not settled"}
 
 
-def test_older_runs_lack_an_entry():
-    draws, prediction = made()
-    older = {name: x for name, x in dict(draws.trace).items() if name != "num_altered"}
-    older = Snapshots(draws.params, older, draws.settings, draws.start)
-    assert diagnostics.summary(older, prediction).findings == ()
-
-
 def test_a_chain_whose_single_draws_fail_has_not_diverged():
     """As on UCI energy, where the best chain was called diverged for the mean over its draws."""
     draws, prediction = made(density=outliers)
@@ -550,18 +508,23 @@ def test_a_chain_whose_single_draws_fail_has_not_diverged():
 
 def test_copies_count_once():
     """In ESS, R-hat across chains and Monte Carlo error; nothing else is a copy's fault."""
-    alone = diagnostics.summary(*made())
-    same = functools.partial(jax.tree.map, lambda x: np.concatenate([x, x[:2]]))
-    draws, prediction = made()
-    found = diagnostics.summary(
-        Snapshots(same(draws.params), same(dict(draws.trace)), draws.settings, same(draws.start)),
-        prediction._replace(each=same(prediction.each)),
-    )
-    assert kinds(found) == {("copies", (0, 1, 4, 5))} and "[0, 4] and [1, 5]" in str(found)
-    assert found.copy_of.tolist() == [0, 1, 2, 3, 0, 1]
-    np.testing.assert_array_equal(found.ess, alone.ess)
-    np.testing.assert_array_equal(found.rhat_across, alone.rhat_across)
-    assert found.mcse == alone.mcse and "of 400 draws" in str(found)
+    alone, (draws, prediction) = diagnostics.summary(*made()), made()
+    for which, copies in (([0, 1, 2, 3, 0, 1], (0, 1, 4, 5)), ([2] * 4, ALL)):
+        same = functools.partial(jax.tree.map, lambda x, which=which: x[which])
+        trace, each = same(dict(draws.trace)), same(prediction.each)
+        kept = Snapshots(same(draws.params), trace, draws.settings, same(draws.start))
+        found = diagnostics.summary(kept, prediction._replace(each=each))
+        assert ("copies", copies) in kinds(found)
+        if copies == ALL:
+            assert found.rhat_across.size == 0 and np.nanmedian(found.ess) <= 1.5 * NUM_DRAWS
+            continue
+        assert len(found.findings) == 1 and "[0, 4] and [1, 5]" in str(found)
+        assert found.copy_of.tolist() == which and "of 400 draws" in str(found)
+        for name in "ess", "rhat_across", "mcse":
+            np.testing.assert_array_equal(getattr(found, name), getattr(alone, name))
+    members = jax.tree.map(lambda x: x.at[2].set(x[0]), start())
+    found = diagnostics.summary(Snapshots.from_members(members))
+    assert kinds(found) == {("copies", (0, 2))} and "1 of 1 draws" in str(found)
 
 
 def test_the_last_sentence_has_r_hats_above_the_bound():
@@ -619,7 +582,7 @@ def test_energies_and_rejections_are_shown_where_the_sampler_has_them():
     assert diagnostics.summary(made(settings=twice)[0]).nominal_rate == pytest.approx(0.01)
 
 
-def test_runs_of_few_draws_are_summarized():
+def test_runs_of_few_draws_or_chains_and_members_are_summarized():
     draws, prediction = healthy("psmile")
     for num_draws in (1, 2, 4, 7, 8):
         last = functools.partial(jax.tree.map, lambda x, n=num_draws: x[:, -n:])
@@ -632,16 +595,13 @@ def test_runs_of_few_draws_are_summarized():
     found = diagnostics.summary(Snapshots(last(draws.params)), one)
     assert np.isfinite(found.chain_lppd).all() and "LPPD" in str(found)
     assert "trend" not in str(found) and "step size" not in str(found)
-
-
-def test_one_chain_and_impossible_targets_are_summarized():
-    draws, prediction = healthy("sgld")
+    # One chain, and impossible targets.
     first = functools.partial(jax.tree.map, lambda x: x[:1])
-    draws = Snapshots(first(draws.params), first(dict(draws.trace)), draws.settings)
-    each = first(prediction.each)
-    impossible = np.where(np.arange(NUM_DATA) == 0, -np.inf, each.log_density)
+    single, each = made()[0], first(made()[1].each)
+    single = Snapshots(first(single.params), first(dict(single.trace)), single.settings)
+    impossible = np.where(np.arange(NUM_INPUTS) == 0, -np.inf, each.log_density)
     for one in each, each._replace(log_density=impossible):
-        found = diagnostics.summary(draws, prediction._replace(each=one))
+        found = diagnostics.summary(single, prediction._replace(each=one))
         assert found.findings == () and found.rhat_across.size == 0 and str(found)
 
 

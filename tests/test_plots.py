@@ -127,21 +127,19 @@ def test_few_ticks_and_many_chains():
 
 
 def test_step_sizes_of_chains_and_their_scale():
-    trace = make_trace()
+    trace, many = make_trace(), make_trace(11)
     line = line_of(plots.step_size(trace), "chain 1")
     np.testing.assert_array_equal(line.get_xdata(), trace["num_gradients"][1])
     np.testing.assert_allclose(line.get_ydata(), trace["step_size"][1])
-    many = make_trace(11)
     median = line_of(plots.step_size(many), "median of 11 chains")
     np.testing.assert_allclose(median.get_ydata(), np.median(many["step_size"], axis=0))
     trace["step_size"] = np.linspace(0.1, 0.25, NUM_CHAINS * NUM_TICKS).reshape(NUM_CHAINS, -1)
     ax = plots.step_size(trace)
     assert ax.get_yscale() == "linear" and ax.get_ylim()[0] == 0
-    trace["step_size"][0, 0] = 0.01
-    assert plots.step_size(trace).get_yscale() == "log"
     # A chain that broke is a gap, not an error: this is where a picture is wanted most.
-    trace["step_size"][1] = np.nan
-    assert plots.step_size(trace).get_yscale() == "log"
+    for place, value in (((0, 0), 0.01), (1, np.nan)):
+        trace["step_size"][place] = value
+        assert plots.step_size(trace).get_yscale() == "log"
     trace["step_size"][:] = np.nan
     plots.step_size(trace).figure.canvas.draw()
 
@@ -210,11 +208,8 @@ def test_rejections_are_counted_per_gradient():
     middle = stairs["all 12 chains"].values
     assert np.all(bottom <= middle) and np.all(middle <= top)
     assert len(edges) == _axes.MOST_WINDOWS + 1
-
-
-def test_rejections_of_a_quiet_and_of_a_broken_run():
-    trace = make_trace()
-    trace["num_rejected"] = np.zeros_like(trace["num_rejected"])
+    # A quiet run, and a broken one.
+    trace["num_rejected"] = np.zeros_like(rejected)
     assert plots.rejections(trace).get_ylim()[1] > 0
     trace["num_rejected"][1, 30:] = 7
     trace["num_nonfinite"][0, 20:] = 4
@@ -233,15 +228,15 @@ def test_reliability_by_hand_and_overlaid():
     error = optax_smile.metrics.ece(PROBABILITIES, LABELS)
     assert error != optax_smile.metrics.ece(PROBABILITIES, LABELS, 10)
     assert legend_of(plots.reliability(PROBABILITIES, LABELS)) == [f"ECE {error:.3f}"]
-    line = line_of(ax, "first (ECE 0.050)")
+    line, dots = line_of(ax, "first (ECE 0.050)"), ax.collections[0]
     np.testing.assert_allclose(line.get_xydata(), [[0.55, 0.5], [0.95, 1]])
-    dots: Any = ax.collections[0]
-    np.testing.assert_allclose(dots.get_sizes(), [175, 175])
-    assert plots.reliability(PROBABILITIES, LABELS, label="second", ax=ax) is ax
-    first, second = (line for line in lines_of(ax) if line.get_gid())
-    assert first.get_color() != second.get_color()
+    np.testing.assert_allclose(dots.get_sizes(), [175, 175])  # pyright: ignore
+    # More methods than colours have lines of their own, and one diagonal.
+    for number in range(1, 9):
+        assert plots.reliability(PROBABILITIES, LABELS, label=str(number), ax=ax) is ax
+    lines = {(x.get_color(), x.get_linestyle()) for x in lines_of(ax) if x.get_gid()}
+    assert len(lines) == len(legend_of(ax)) == 9 and len(lines_of(ax)) == 10
     assert sum(list(line.get_xdata()) == [0, 1] for line in lines_of(ax)) == 1
-    assert len(legend_of(ax)) == 2
 
 
 def test_risk_coverage_by_a_loop():
@@ -265,20 +260,17 @@ def test_regression_band():
         ax = plots.regression_band(inputs, MEAN, STD, targets)
         order = np.argsort(MEAN if inputs is None else inputs)
         horizontal = np.arange(12) if inputs is None else inputs[order]
-        line = line_of(ax, "mean")
+        line, vertices = line_of(ax, "mean"), outline_of(ax)
         np.testing.assert_allclose(line.get_xydata(), np.transpose([horizontal, MEAN[order]]))
         np.testing.assert_allclose(line_of(ax, "targets").get_ydata(), targets[order])
-        vertices = outline_of(ax)
         for place, at in zip(horizontal, order, strict=True):
             ends = vertices[np.isclose(vertices[:, 0], place), 1]
             expected = MEAN[at] + STD[at] * np.array([-1.959964, 1.959964])
             np.testing.assert_allclose([ends.min(), ends.max()], expected, rtol=1e-5)
         assert ax.get_title() == "95 % band: holds 75.0 % of 12 targets"
-    # Of a mixture.
-    means = np.array([[0.0, 1], [10, 3]])
-    ax = plots.regression_band([1, 0], means, 1.0, level=0.5)
+    # Of a mixture; a quarter of it lies below the median of its lower part.
+    ax = plots.regression_band([1, 0], np.array([[0.0, 1], [10, 3]]), 1.0, level=0.5)
     np.testing.assert_allclose(line_of(ax, "mean").get_xydata(), [[0, 2], [1, 5]])
-    # A quarter of the mixture lies below the median of its lower part.
     vertices = outline_of(ax)
     ends = vertices[vertices[:, 0] == 1, 1]
     np.testing.assert_allclose([ends.min(), ends.max()], [0, 10], atol=1e-4)
@@ -342,14 +334,6 @@ def test_examples_by_hand():
     assert told == ["3 ± 0.5\nwas 2", "20 ± 2\nwas 20", "1 ± 1\nwas 3"]
 
 
-def test_more_methods_than_colours_have_lines_of_their_own():
-    ax = plots.reliability(PROBABILITIES, LABELS, label="0")
-    for number in range(1, 9):
-        plots.reliability(PROBABILITIES, LABELS, label=str(number), ax=ax)
-    lines = [(x.get_color(), x.get_linestyle()) for x in lines_of(ax) if x.get_gid()]
-    assert len(set(lines)) == 9 and len(lines_of(ax)) == 10
-
-
 def test_step_size_search_marks_the_best_and_what_lies_below():
     ax = plots.step_size_search(SEARCH)
     assert ax.get_title() == "Best step size: 0.0001, LPPD -0.4" and ax.get_xscale() == "log"
@@ -395,13 +379,10 @@ def test_chain_paths_against_svd():
         draws = DRAWS[..., :size]
         ax = plots.chain_paths(draws)
         points = points_of(ax, NUM_CHAINS)
-        got = points.reshape(-1, 2)
-        expected, shares = plane_by_svd(draws)
-        for axis in range(2):
-            sign = np.sign(got[0, axis] * expected[0, axis])
-            np.testing.assert_allclose(got[:, axis], sign * expected[:, axis], atol=1e-9)
-        assert f"{100 * shares[0]:.1f} %" in ax.get_xlabel()
-        assert f"{100 * shares[1]:.1f} %" in ax.get_ylabel()
+        got, (expected, shares) = points.reshape(-1, 2), plane_by_svd(draws)
+        np.testing.assert_allclose(got, expected * np.sign(got[0] * expected[0]), atol=1e-9)
+        for share, label in zip(shares, (ax.get_xlabel(), ax.get_ylabel()), strict=True):
+            assert f"{100 * share:.1f} %" in label
         assert legend_of(ax)[-2:] == ["first draw", "last draw"]
         for marker, draw in {"x": 0, "o": -1}.items():
             ends = [line.get_xydata() for line in lines_of(ax) if line.get_marker() == marker]

@@ -47,18 +47,13 @@ def logits(params: Any, inputs) -> Any:
 def run(tmp_path_factory) -> Path:
     directory = tmp_path_factory.mktemp("some run <1>")
     start = {"w": jnp.asarray(RNG.normal(size=(CHAINS, 3, 4)), jnp.float32)}
-    tx = optax_smile.psmile(
-        0.1, num_data=10, tuner=None, reject_quantile=0.98, key=jax.random.key(1)
-    )
-    given: dict[str, Any] = {"num_warmup": 1, "num_draws": DRAWS, "thin": 5, "progress": False}
+    batches = [x + np.zeros((1, 4), np.float32) for x in (INPUTS[:3, :1], INPUTS[3:6, :1])]
+    given: dict[str, Any] = {"num_data": 10, "tuner": None, "key": jax.random.key(1)}
+    sampler = optax_smile.psmile(0.1, reject_quantile=0.98, **given)
+    given = {"num_warmup": 1, "num_draws": DRAWS, "thin": 5, "key": jax.random.key(0)}
+    given |= {"progress": False, "directory": directory}
     optax_smile.sample(
-        lambda params, batch: jnp.mean((params["w"] - batch) ** 2),
-        start,
-        [x + np.zeros((1, 4), np.float32) for x in (INPUTS[:3, :1], INPUTS[3:6, :1])],
-        tx,
-        key=jax.random.key(0),
-        directory=directory,
-        **given,
+        lambda params, batch: jnp.mean((params["w"] - batch) ** 2), start, batches, sampler, **given
     )
     return directory
 
@@ -322,16 +317,13 @@ def test_the_command(run, draws, tmp_path):
 
 
 def test_what_does_not_fit_is_named(run, draws, tmp_path):
-    prediction = classify(draws)
+    prediction, unknown = classify(draws), classify(draws, None)
     of_all: dict[str, Any] = {"name": "test", "prediction": prediction, "directory": run}
     for rule, given in {
         r"name=...\)` must be a name of letters": {"name": "../test"},
         r"name=...\)` must be a name of": {"name": "x" * 101},
         r"scores\['LPPD'\]=...\)` must be a number": {"scores": {"LPPD": "high"}},
-        r"prediction=...\)` must be one made": {
-            "prediction": classify(draws, None),
-            "targets": LABELS,
-        },
+        r"prediction=...\)` must be one made": {"prediction": unknown, "targets": LABELS},
         r"directory=...\)` must be a directory": {"directory": tmp_path},
         r"targets=...\)` .*classes from 0 to 3, got 1 to 4": {"targets": LABELS + 1},
         r"prediction=...\)` must be of 39 inputs": {"images": IMAGES[:39]},

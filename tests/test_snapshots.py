@@ -113,19 +113,6 @@ def test_a_run_is_read_while_it_runs_and_where_it_began(runs, tmp_path):
     assert loaded.directory == folder / "run"
 
 
-def test_predict_takes_them(runs):
-    def outputs(params, inputs):
-        return inputs * params["b"][0] + params["layer"][0]["w"][1], 0.0
-
-    inputs = jnp.arange(4.0)
-    given: dict[str, Any] = {"likelihood": "gaussian", "targets": inputs, "per": "draw"}
-    memory, disk = (
-        optax_smile.predict(outputs, draws, inputs, curve=(1, 7), **given) for draws in runs[:2]
-    )
-    assert disk.each.mean.shape == (CHAINS, DRAWS, 4) and len(disk.curve) == 2
-    assert_same(disk, memory)
-
-
 def test_rounded_on_disk_alone(runs, tmp_path):
     """The chain itself keeps all digits, and whole numbers are not rounded."""
     halves = draw(tmp_path / "run", dtype="float16")
