@@ -318,7 +318,10 @@ def test_a_real_run_with_a_diverged_and_a_frozen_chain():
     assert ("diverged", (2,)) in kinds(diagnostics.summary(draws, predict(draws)))
 
 
-NUM_DRAWS, NUM_INPUTS, LAST = 100, 30, slice(-40, None)
+NUM_DRAWS, NUM_INPUTS = 100, 30
+ANY, LAST, LATE, MOST = (slice(x, None) for x in (0, -40, 80, 20))
+COUNT = np.arange(NUM_DRAWS)
+RISES = 0.1 * COUNT[:, None]
 
 
 def made(**changes):
@@ -365,10 +368,6 @@ def outliers(array):
     return array
 
 
-ANY: Any = slice(None)
-COUNT = np.arange(NUM_DRAWS)
-
-
 def shifted(chains, by):
     """Add numbers to all draws and inputs of some chains."""
     return changed(chains, ANY, lambda x: x[list(chains)] + by)
@@ -378,7 +377,6 @@ def copy(of, to, draws=ANY):
     return changed([to], draws, lambda x: x[[of]][:, draws])
 
 
-RISES, LATE, MOST = 0.1 * COUNT[:, None], slice(80, None), slice(20, None)
 SLOW = autoregressive((4, NUM_DRAWS, NUM_INPUTS), 0.8)
 NATS = r"of most inputs is (1\.9\d|2|2\.0\d)( to .*)? nats below"
 FAR = {"params": changed([1, 2], ANY, lambda x: 40 * x[1:3]), "start": np.ones((4, 5))}
