@@ -485,8 +485,9 @@ FOUND: dict[str, tuple[dict[str, Any], set]] = {
 @pytest.mark.parametrize("name", FOUND)
 def test_what_is_a_finding_and_what_is_none(name):
     changes, expected = FOUND[name]
-    run = made(**changes)
-    assert kinds(diagnostics.summary(*run[: 1 if "weights" in name else 2])) == expected
+    draws, prediction = made(**changes)
+    found = diagnostics.summary(draws, None if "weights" in name else prediction)
+    assert kinds(found) == expected
 
 
 def test_what_wanders_is_not_settled_whatever_its_step_size():

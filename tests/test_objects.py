@@ -113,9 +113,11 @@ def large() -> optax_smile.Snapshots:
 def classes():
     given: dict[str, Any] = {"likelihood": "categorical", "per": "draw", "curve": (1, 2)}
     inputs, targets = np.ones((50, 3), np.float32), np.zeros(50, int)
-    return optax_smile.predict(
-        lambda params, x: x * params["<b>"][0] / 10, KEPT, inputs, targets=targets, **given
-    )
+
+    def outputs(params: Any, x):
+        return x * params["<b>"][0] / 10
+
+    return optax_smile.predict(outputs, KEPT, inputs, targets=targets, **given)
 
 
 def sick(num_checks=9) -> diagnostics.Summary:
@@ -124,12 +126,13 @@ def sick(num_checks=9) -> diagnostics.Summary:
         diagnostics.Check(f"problem {i}", (i,), (2.0,), 1.0, False, "<try> this", "it shows " * 30)
         for i in range(num_checks)
     )
-    given = {field.name: np.full(9, np.nan) for field in dataclasses.fields(diagnostics.Summary)}
+    names = [field.name for field in dataclasses.fields(diagnostics.Summary)]
+    given: dict[str, Any] = dict.fromkeys(names, np.full(9, np.nan))
     given |= dict.fromkeys(("first_step_size", "last_step_size", "step_size_trend"), np.ones(9))
     given |= {"rhat_within": np.full((9, 3), 1.234), "rhat_across": np.full(3, 2.5)}
-    figures: dict[str, Any] = {"nominal_rate": np.nan, "num_draws": 50, "of": "predictions"}
-    figures |= {"copy_of": np.arange(9), "lppd": -0.5, "mcse": 0.01, "checks": checks}
-    return diagnostics.Summary(**given | figures)
+    given |= {"nominal_rate": np.nan, "num_draws": 50, "of": "predictions"}
+    given |= {"copy_of": np.arange(9), "lppd": -0.5, "mcse": 0.01, "checks": checks}
+    return diagnostics.Summary(**given)
 
 
 OBJECTS = {

@@ -412,7 +412,7 @@ def begun_at(start):
 
 
 NAN = np.where(np.arange(40) == 3, np.nan, DRAWS)
-BAD = (
+BAD: Any = (
     (plots.rejections, [{}], "'num_rejected', 'num_gradients', got the keys"),
     (plots.energy_error, [make_trace() | {"num_gradients": np.ones((2, 60))}], "one shape"),
     (plots.step_size, [make_trace(2, 0)], "at least one of each"),
