@@ -1,5 +1,6 @@
 """Pictures hold the numbers that they are of, on new and on given axes."""
 
+import functools
 import sys
 from typing import Any
 
@@ -11,7 +12,6 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
-from scipy.special import logsumexp
 
 import optax_smile
 from optax_smile import plots
@@ -41,8 +41,7 @@ def no_open_figures():
 
 
 def make_trace(num_chains=NUM_CHAINS, num_ticks=NUM_TICKS) -> dict[str, Any]:
-    generator = np.random.default_rng(1)
-    shape = num_chains, num_ticks
+    generator, shape = np.random.default_rng(1), (num_chains, num_ticks)
     return {
         "step_size": np.exp(generator.normal(-3, 1, shape)).astype(np.float32),
         "energy_change": generator.normal(size=shape).astype(np.float32),
@@ -53,25 +52,22 @@ def make_trace(num_chains=NUM_CHAINS, num_ticks=NUM_TICKS) -> dict[str, Any]:
     }
 
 
-def draw_energy_level_zero(ax):
-    return plots.energy_error(make_trace() | {"energy_change": np.full((3, 60), np.nan)}, ax=ax)
-
-
+WITHOUT_ENERGY = make_trace() | {"energy_change": np.full((3, 60), np.nan)}
 DRAW = {
-    "step_size": lambda ax: plots.step_size(make_trace(), ax=ax),
-    "energy_error": lambda ax: plots.energy_error(make_trace(), ax=ax),
-    "energy_error, none": draw_energy_level_zero,
-    "rejections": lambda ax: plots.rejections(make_trace(), nominal=0.1, ax=ax),
-    "reliability": lambda ax: plots.reliability(PROBABILITIES, LABELS, ax=ax),
-    "risk_coverage": lambda ax: plots.risk_coverage(PROBABILITIES, LABELS, label="one", ax=ax),
-    "regression_band": lambda ax: plots.regression_band(MEAN, MEAN, STD, MEAN + 1, ax=ax),
-    "regression_band, ranks": lambda ax: plots.regression_band(None, MEAN, STD, ax=ax),
-    "lppd": lambda ax: plots.lppd(LOG_LIKELIHOOD, ax=ax),
-    "entropy": lambda ax: plots.entropy({"test": STD, "OOD": STD + 1}, ax=ax),
-    "step_size_search": lambda ax: plots.step_size_search(SEARCH, ax=ax),
-    "chain_paths": lambda ax: plots.chain_paths(DRAWS, ax=ax),
-    "examples": lambda ax: plots.examples(IMAGES, PROBABILITIES[:9], STD[:9], LABELS[:9], ax=ax),
-    "examples, numbers": lambda ax: plots.examples(IMAGES, MEAN[:9], STD[:9], ax=ax),
+    "step_size": functools.partial(plots.step_size, make_trace()),
+    "energy_error": functools.partial(plots.energy_error, make_trace()),
+    "energy_error, none": functools.partial(plots.energy_error, WITHOUT_ENERGY),
+    "rejections": functools.partial(plots.rejections, make_trace(), nominal=0.1),
+    "reliability": functools.partial(plots.reliability, PROBABILITIES, LABELS),
+    "risk_coverage": functools.partial(plots.risk_coverage, PROBABILITIES, LABELS, label="one"),
+    "regression_band": functools.partial(plots.regression_band, MEAN, MEAN, STD, MEAN + 1),
+    "regression_band, ranks": functools.partial(plots.regression_band, None, MEAN, STD),
+    "lppd": functools.partial(plots.lppd, LOG_LIKELIHOOD),
+    "entropy": functools.partial(plots.entropy, {"test": STD, "OOD": STD + 1}),
+    "step_size_search": functools.partial(plots.step_size_search, SEARCH),
+    "chain_paths": functools.partial(plots.chain_paths, DRAWS),
+    "examples": functools.partial(plots.examples, IMAGES, PROBABILITIES[:9], STD[:9], LABELS[:9]),
+    "examples, numbers": functools.partial(plots.examples, IMAGES, MEAN[:9], STD[:9]),
 }
 
 
@@ -101,9 +97,9 @@ def stairs_of(ax):
 def test_every_picture_is_drawn_on_new_and_on_given_axes():
     for name, draw in DRAW.items():
         figure, (left, right) = plt.subplots(1, 2)
-        assert draw(right) is right, name
+        assert draw(ax=right) is right, name
         assert not left.lines and not left.collections and not left.patches
-        new = draw(None)
+        new = draw()
         assert new.figure is not figure and len(plt.get_fignums()) == 2
         # Images have no scales.
         assert new.get_title() and (new.images or new.get_xlabel() and new.get_ylabel()), name
@@ -114,23 +110,16 @@ def test_every_picture_is_drawn_on_new_and_on_given_axes():
 def test_few_ticks_and_many_chains():
     for num_chains, num_ticks in ((1, 2), (9, 3), (30, 5)):
         trace = make_trace(num_chains, num_ticks)
-        log_likelihood = GENERATOR.normal(size=(num_chains, num_ticks, 3))
-        draws = GENERATOR.normal(size=(num_chains, num_ticks, 4))
-        for ax in (
-            plots.step_size(trace),
-            plots.energy_error(trace),
-            plots.rejections(trace),
-            plots.lppd(log_likelihood),
-            plots.chain_paths(draws),
-        ):
+        axes = [draw(trace) for draw in (plots.step_size, plots.energy_error, plots.rejections)]
+        axes.append(plots.lppd(GENERATOR.normal(size=(num_chains, num_ticks, 3))))
+        axes.append(plots.chain_paths(GENERATOR.normal(size=(num_chains, num_ticks, 4))))
+        for ax in axes:
             names = [name for name in legend_of(ax) if name.startswith("chain ")]
             assert len(names) in ((0, num_chains) if num_chains <= 10 else (0,))
             if num_chains == 1:
                 ax.figure.canvas.draw()
         plt.close("all")
-
-
-def test_single_points_are_seen():
+    # Single points are seen.
     trace = make_trace(2, 1)
     assert plots.step_size(trace).lines[0].get_marker() == "o"
     assert line_of(plots.energy_error(trace), "median").get_marker() == "o"
@@ -138,66 +127,59 @@ def test_single_points_are_seen():
 
 
 def test_step_sizes_of_chains_and_their_scale():
-    trace = make_trace()
+    trace, many = make_trace(), make_trace(11)
     line = line_of(plots.step_size(trace), "chain 1")
     np.testing.assert_array_equal(line.get_xdata(), trace["num_gradients"][1])
     np.testing.assert_allclose(line.get_ydata(), trace["step_size"][1])
-    many = make_trace(11)
     median = line_of(plots.step_size(many), "median of 11 chains")
     np.testing.assert_allclose(median.get_ydata(), np.median(many["step_size"], axis=0))
     trace["step_size"] = np.linspace(0.1, 0.25, NUM_CHAINS * NUM_TICKS).reshape(NUM_CHAINS, -1)
     ax = plots.step_size(trace)
     assert ax.get_yscale() == "linear" and ax.get_ylim()[0] == 0
-    trace["step_size"][0, 0] = 0.01
-    assert plots.step_size(trace).get_yscale() == "log"
     # A chain that broke is a gap, not an error: this is where a picture is wanted most.
-    trace["step_size"][1] = np.nan
-    assert plots.step_size(trace).get_yscale() == "log"
+    for place, value in (((0, 0), 0.01), (1, np.nan)):
+        trace["step_size"][place] = value
+        assert plots.step_size(trace).get_yscale() == "log"
     trace["step_size"][:] = np.nan
     plots.step_size(trace).figure.canvas.draw()
 
 
 def test_energy_error_shows_dots_rejected_steps_and_quantiles():
     trace = make_trace()
-    trace["energy_change"][1, 5] = np.nan
-    trace["energy_change"][2, 7] = np.inf
-    trace["energy_change"][0, 3] = 0
-    ax = plots.energy_error(trace)
-    error = np.abs(trace["energy_change"])
+    for place, value in {(1, 5): np.nan, (2, 7): np.inf, (0, 3): 0}.items():
+        trace["energy_change"][place] = value
+    ax, error, gradients = (
+        plots.energy_error(trace),
+        abs(trace["energy_change"]),
+        trace["num_gradients"],
+    )
     shown = np.isfinite(error) & (error > 0)
     dots = [line for line in lines_of(ax) if line.get_marker() == "."]
     for line, mask in zip(dots, (trace["accepted"], ~trace["accepted"]), strict=True):
         np.testing.assert_allclose(np.sort(line.get_ydata()), np.sort(error[shown & mask]))
     median = line_of(ax, "median")
     # Windows of 7 ticks hold 20 values of 3 chains: 8 windows, the first four of 8 ticks.
-    expected = [error[:, :8], error[:, 8:16], error[:, 16:24], error[:, 24:32]]
-    expected += [error[:, at : at + 7] for at in (32, 39, 46, 53)]
-    expected = [np.median(window[np.isfinite(window)]) for window in expected]
+    windows = np.split(error, (8, 16, 24, 32, 39, 46, 53), axis=1)
+    expected = [np.median(window[np.isfinite(window)]) for window in windows]
     np.testing.assert_allclose(median.get_ydata(), expected, rtol=1e-6)
-    np.testing.assert_allclose(median.get_xdata()[0], trace["num_gradients"][:, :8].mean())
+    np.testing.assert_allclose(median.get_xdata()[0], gradients[:, :8].mean())
     vertices = outline_of(ax)
-    last = error[:, 53:]
-    at_end = vertices[np.isclose(vertices[:, 0], trace["num_gradients"][:, 53:].mean()), 1]
-    quantiles = np.quantile(last, [0.05, 0.95])
+    at_end = vertices[np.isclose(vertices[:, 0], gradients[:, 53:].mean()), 1]
+    quantiles = np.quantile(windows[-1], [0.05, 0.95])
     np.testing.assert_allclose([at_end.min(), at_end.max()], quantiles, rtol=1e-6)
 
 
-def test_many_energies_are_thinned_but_rejected_steps_are_kept():
+def test_energies_that_are_many_or_all_zero_or_unknown():
+    """Many are thinned, but rejected steps are kept."""
     trace = make_trace(20, 1000)
-    ax = plots.energy_error(trace)
-    usual, rejected = (line for line in lines_of(ax) if line.get_marker() == ".")
+    usual, rejected = (x for x in lines_of(plots.energy_error(trace)) if x.get_marker() == ".")
     assert usual.get_ydata().size <= run.MOST_DOTS
     assert rejected.get_ydata().size == np.sum(~trace["accepted"])
-
-
-def test_energies_that_are_all_zero_or_unknown():
-    trace = make_trace()
-    trace["energy_change"][:] = 0
-    ax = plots.energy_error(trace)
+    ax = plots.energy_error(make_trace() | {"energy_change": np.zeros((3, 60))})
     assert not line_of(ax, "median").get_ydata().any()
     ax.figure.canvas.draw()
-    ax = draw_energy_level_zero(None)
-    assert [text.get_text() for text in ax.texts] == ["no energy: the loop passed no value"]
+    told = [text.get_text() for text in plots.energy_error(WITHOUT_ENERGY).texts]
+    assert told == ["no energy: the loop passed no value"]
 
 
 def test_rejections_are_counted_per_gradient():
@@ -207,25 +189,27 @@ def test_rejections_are_counted_per_gradient():
     stairs = stairs_of(ax)
     for chain in range(NUM_CHAINS):
         values, edges, _ = stairs[f"chain {chain}"]
-        ends = [list(counts[chain]).index(edge) for edge in edges]
+        ends = np.searchsorted(counts[chain], edges)
+        np.testing.assert_array_equal(counts[chain, ends], edges)
         assert ends[0] == 0 and ends[-1] == NUM_TICKS - 1
-        for rate, first, last in zip(values, ends[:-1], ends[1:], strict=True):
-            number = rejected[chain, last] - rejected[chain, first]
-            assert rate == pytest.approx(number / (counts[chain, last] - counts[chain, first]))
+        rates = np.diff(rejected[chain, ends]) / np.diff(counts[chain, ends])
+        np.testing.assert_allclose(values, rates)
     values, edges, _ = stairs["all 3 chains"]
-    gained = sum(rejected[:, -1] - rejected[:, 0])
-    gradients = sum(counts[:, -1] - counts[:, 0])
+    gained, gradients = (sum(x[:, -1] - x[:, 0]) for x in (rejected, counts))
     assert np.sum(values * np.diff(edges) * NUM_CHAINS) == pytest.approx(gained)
     # About five events in a window of one chain.
     assert 4 <= gained / (len(values) * NUM_CHAINS) <= 7
     assert f"{gained} steps rejected, {gained / gradients:.2g} per gradient" in ax.get_title()
     assert line_of(ax, "nominal: 0.1").get_ydata()[0] == 0.1
     assert "non-finite" not in ax.get_title()
-
-
-def test_rejections_of_a_quiet_and_of_a_broken_run():
-    trace = make_trace()
-    trace["num_rejected"] = np.zeros_like(trace["num_rejected"])
+    # Of many chains the range of their rates is shown.
+    stairs = stairs_of(plots.rejections(make_trace(12)))
+    top, edges, bottom = stairs["range of the chains"]
+    middle = stairs["all 12 chains"].values
+    assert np.all(bottom <= middle) and np.all(middle <= top)
+    assert len(edges) == _axes.MOST_WINDOWS + 1
+    # A quiet run, and a broken one.
+    trace["num_rejected"] = np.zeros_like(rejected)
     assert plots.rejections(trace).get_ylim()[1] > 0
     trace["num_rejected"][1, 30:] = 7
     trace["num_nonfinite"][0, 20:] = 4
@@ -233,14 +217,6 @@ def test_rejections_of_a_quiet_and_of_a_broken_run():
     assert ax.get_yscale() == "symlog"
     assert "4 non-finite gradients or values" in ax.get_title()
     ax.figure.canvas.draw()
-
-
-def test_many_chains_show_the_range_of_their_rates():
-    stairs = stairs_of(plots.rejections(make_trace(12)))
-    top, edges, bottom = stairs["range of the chains"]
-    middle = stairs["all 12 chains"].values
-    assert np.all(bottom <= middle) and np.all(middle <= top)
-    assert len(edges) == _axes.MOST_WINDOWS + 1
 
 
 def test_reliability_by_hand_and_overlaid():
@@ -252,15 +228,15 @@ def test_reliability_by_hand_and_overlaid():
     error = optax_smile.metrics.ece(PROBABILITIES, LABELS)
     assert error != optax_smile.metrics.ece(PROBABILITIES, LABELS, 10)
     assert legend_of(plots.reliability(PROBABILITIES, LABELS)) == [f"ECE {error:.3f}"]
-    line = line_of(ax, "first (ECE 0.050)")
+    line, dots = line_of(ax, "first (ECE 0.050)"), ax.collections[0]
     np.testing.assert_allclose(line.get_xydata(), [[0.55, 0.5], [0.95, 1]])
-    dots: Any = ax.collections[0]
-    np.testing.assert_allclose(dots.get_sizes(), [175, 175])
-    assert plots.reliability(PROBABILITIES, LABELS, label="second", ax=ax) is ax
-    first, second = (line for line in lines_of(ax) if line.get_gid())
-    assert first.get_color() != second.get_color()
+    np.testing.assert_allclose(dots.get_sizes(), [175, 175])  # pyright: ignore
+    # More methods than colours have lines of their own, and one diagonal.
+    for number in range(1, 9):
+        assert plots.reliability(PROBABILITIES, LABELS, label=str(number), ax=ax) is ax
+    lines = {(x.get_color(), x.get_linestyle()) for x in lines_of(ax) if x.get_gid()}
+    assert len(lines) == len(legend_of(ax)) == 9 and len(lines_of(ax)) == 10
     assert sum(list(line.get_xdata()) == [0, 1] for line in lines_of(ax)) == 1
-    assert len(legend_of(ax)) == 2
 
 
 def test_risk_coverage_by_a_loop():
@@ -269,9 +245,8 @@ def test_risk_coverage_by_a_loop():
     ranked = sorted(range(200), key=lambda at: -PROBABILITIES[at].max())
     wrong = [PROBABILITIES[at].argmax() != LABELS[at] for at in ranked]
     expected = [sum(wrong[:k]) / k for k in range(1, 201)]
-    for share, risk in zip(line.get_xdata(), line.get_ydata(), strict=True):
-        k = round(share * 200)
-        assert k == 0 or risk == pytest.approx(expected[k - 1])
+    for share, risk in line.get_xydata():
+        assert share == 0 or risk == pytest.approx(expected[round(share * 200) - 1])
     assert legend_of(ax) == [f"AURC {np.mean(expected):.3g}"]
     # Methods have other numbers of inputs, and one may never be wrong.
     plots.risk_coverage(PROBABILITIES[:50], PROBABILITIES[:50].argmax(1), label="right", ax=ax)
@@ -285,43 +260,31 @@ def test_regression_band():
         ax = plots.regression_band(inputs, MEAN, STD, targets)
         order = np.argsort(MEAN if inputs is None else inputs)
         horizontal = np.arange(12) if inputs is None else inputs[order]
-        line = line_of(ax, "mean")
+        line, vertices = line_of(ax, "mean"), outline_of(ax)
         np.testing.assert_allclose(line.get_xydata(), np.transpose([horizontal, MEAN[order]]))
         np.testing.assert_allclose(line_of(ax, "targets").get_ydata(), targets[order])
-        vertices = outline_of(ax)
         for place, at in zip(horizontal, order, strict=True):
             ends = vertices[np.isclose(vertices[:, 0], place), 1]
             expected = MEAN[at] + STD[at] * np.array([-1.959964, 1.959964])
             np.testing.assert_allclose([ends.min(), ends.max()], expected, rtol=1e-5)
         assert ax.get_title() == "95 % band: holds 75.0 % of 12 targets"
-    # Of a mixture.
-    means = np.array([[0.0, 1], [10, 3]])
-    ax = plots.regression_band([1, 0], means, 1.0, level=0.5)
+    # Of a mixture; a quarter of it lies below the median of its lower part.
+    ax = plots.regression_band([1, 0], np.array([[0.0, 1], [10, 3]]), 1.0, level=0.5)
     np.testing.assert_allclose(line_of(ax, "mean").get_xydata(), [[0, 2], [1, 5]])
-    # A quarter of the mixture lies below the median of its lower part.
     vertices = outline_of(ax)
     ends = vertices[vertices[:, 0] == 1, 1]
     np.testing.assert_allclose([ends.min(), ends.max()], [0, 10], atol=1e-4)
 
 
 def test_lppd_by_the_textbook_formula():
-    ax = plots.lppd(LOG_LIKELIHOOD)
-    number = np.arange(1, 8)
-    together = [
-        np.mean(logsumexp(LOG_LIKELIHOOD[:, :m].reshape(-1, 5), axis=0) - np.log(NUM_CHAINS * m))
-        for m in number
-    ]
-    line = line_of(ax, "all 3 chains")
-    np.testing.assert_allclose(line.get_xydata(), np.transpose([number, together]))
-    for chain in range(NUM_CHAINS):
-        single = [
-            np.mean(np.log(np.mean(np.exp(LOG_LIKELIHOOD[chain, :m]), axis=0))) for m in number
-        ]
-        np.testing.assert_allclose(line_of(ax, f"chain {chain}").get_ydata(), single)
-    assert f"{together[-1]:.4g}" in ax.get_title() and ax.get_xscale() == "log"
-
-
-def test_lppd_with_impossible_targets_and_one_chain():
+    ax, number = plots.lppd(LOG_LIKELIHOOD), np.arange(1, 8)
+    cases = {f"chain {at}": LOG_LIKELIHOOD[at : at + 1] for at in range(NUM_CHAINS)}
+    for name, chains in (cases | {"all 3 chains": LOG_LIKELIHOOD}).items():
+        parts = [np.exp(chains[:, :m]).mean(axis=(0, 1)) for m in number]
+        expected = np.transpose([number, np.log(parts).mean(axis=1)])
+        np.testing.assert_allclose(line_of(ax, name).get_xydata(), expected)
+    assert f"{expected[-1, 1]:.4g}" in ax.get_title() and ax.get_xscale() == "log"
+    # Impossible targets, and one chain.
     impossible = np.where(np.arange(7)[None, :, None] == 0, -np.inf, LOG_LIKELIHOOD[:1])
     ax = plots.lppd(impossible.astype(np.float32))
     assert [line.get_label() for line in lines_of(ax)] == ["chain 0"]
@@ -351,20 +314,11 @@ def test_examples_by_hand():
     probabilities, labels = np.stack([1 - ones, ones], axis=1), [1, 1, 1, 1, 1]
     images = np.arange(5)[:, None, None, None] * np.array([100.0, 200, 300])
     ax = plots.examples(images + np.zeros((5, 3, 2, 1)), probabilities, ones, labels, number=2)
-    told = [text.get_text() for text in ax.texts]
-    assert told == [
-        "the surest",
-        "0: 95 %\nis 1",
-        "0: 80 %\nis 1",
-        "the least sure",
-        "1: 90 %\n0.90 nats",
-        "1: 60 %\n0.60 nats",
-        "wrong, the worst first",
-        "0: 95 %\nis 1",
-        "0: 80 %\nis 1",
-    ]
-    shown = [4, 2, 0, 1, 4, 2]
-    for image, at in zip(ax.images, shown, strict=True):
+    told = "|".join(text.get_text() for text in ax.texts).replace("\n", " ").split("|")
+    assert told[:3] == ["the surest", "0: 95 % is 1", "0: 80 % is 1"]
+    assert told[3:6] == ["the least sure", "1: 90 % 0.90 nats", "1: 60 % 0.60 nats"]
+    assert told[6:] == ["wrong, the worst first", "0: 95 % is 1", "0: 80 % is 1"]
+    for image, at in zip(ax.images, [4, 2, 0, 1, 4, 2], strict=True):
         expected = at * np.array([100, 200, 300]) / 1200
         np.testing.assert_allclose(np.asarray(image.get_array())[0, 0], expected)
         # Two wide and three high, the first row at the top.
@@ -373,51 +327,22 @@ def test_examples_by_hand():
     assert ax.get_ylim()[0] > ax.get_ylim()[1]
     right = plots.examples(np.zeros((5, 2, 2)), probabilities, ones, probabilities.argmax(1))
     assert len(right.images) == 10 and not any("wrong" in x.get_text() for x in right.texts)
-
-
-def test_examples_of_numbers_by_hand():
+    # Of numbers: those furthest off, in standard deviations.
     mean, variance, targets = np.array([1.0, 20, 3]), np.array([1.0, 4, 0.25]), np.array([3, 20, 2])
     ax = plots.examples(np.ones((3, 2, 2)), mean, variance, targets, number=1)
-    assert [text.get_text() for text in ax.texts] == [
-        "the surest",
-        "3 ± 0.5\nwas 2",
-        "the least sure",
-        "20 ± 2\nwas 20",
-        "furthest off, in standard deviations",
-        "1 ± 1\nwas 3",
-    ]
-
-
-def test_a_legend_covers_nothing():
-    """It lies below the axes and their label, and within the figure, for few and for long names."""
-    long = "a name of a method that is so long that it has to go on in another row of the legend"
-    entropies = {f"{number} {long}"[:100]: STD for number in range(3)}
-    axes = [plots.step_size(make_trace()), plots.chain_paths(DRAWS), plots.entropy(entropies)]
-    axes.append(plots.reliability(PROBABILITIES, LABELS, label=long))
-    for ax in axes:
-        figure: Any = ax.figure
-        figure.canvas.draw()
-        legend: Any = ax.get_legend()
-        below: Any = ax.xaxis.get_tightbbox()
-        box = legend.get_window_extent()
-        assert box.y1 <= below.y0 and box.y0 >= 0
-        assert box.x0 >= 0 and box.x1 <= figure.bbox.x1
-
-
-def test_more_methods_than_colours_have_lines_of_their_own():
-    ax = plots.reliability(PROBABILITIES, LABELS, label="0")
-    for number in range(1, 9):
-        plots.reliability(PROBABILITIES, LABELS, label=str(number), ax=ax)
-    lines = [(x.get_color(), x.get_linestyle()) for x in lines_of(ax) if x.get_gid()]
-    assert len(set(lines)) == 9 and len(lines_of(ax)) == 10
+    told = [text.get_text() for text in ax.texts if "\n" in text.get_text()]
+    assert told == ["3 ± 0.5\nwas 2", "20 ± 2\nwas 20", "1 ± 1\nwas 3"]
 
 
 def test_step_size_search_marks_the_best_and_what_lies_below():
     ax = plots.step_size_search(SEARCH)
     assert ax.get_title() == "Best step size: 0.0001, LPPD -0.4" and ax.get_xscale() == "log"
-    np.testing.assert_allclose(line_of(ax, "best").get_xydata(), [[1e-4, -0.4]])
-    np.testing.assert_allclose(line_of(ax, "further down").get_xydata(), [[1e-2, 0]])
-    np.testing.assert_allclose(line_of(ax, "failed").get_xydata(), [[1e-1, 0]])
+    for name, place in {
+        "best": (1e-4, -0.4),
+        "further down": (1e-2, 0),
+        "failed": (1e-1, 0),
+    }.items():
+        np.testing.assert_allclose(line_of(ax, name).get_xydata(), [place])
     assert line_of(ax, "start: -0.95").get_ydata() == [-0.95, -0.95]
     (curve,) = [line for line in lines_of(ax) if line.get_marker() == "o"]
     np.testing.assert_allclose(curve.get_ydata(), LPPD[:5])
@@ -428,11 +353,11 @@ def test_step_size_search_marks_the_best_and_what_lies_below():
     assert -1.7 < low < -1.2 and -0.4 < high < -0.2
     assert "all 3 chains" in legend_of(ax)
     # Chains that do not move.
-    same = np.full(2, -1.0)
-    search = SEARCH._replace(
-        step_sizes=np.array([0.1, 1]), lppd=same, chain_lppd=same[:, None], start_lppd=-1.0
+    same, sizes = np.full(2, -1.0), np.array([0.1, 1])
+    still = optax_smile.StepSizeSearch(
+        sizes, same, same * np.nan, same[:, None], np.zeros(6), -1.0, SEARCH.start_chain_lppd
     )
-    ax = plots.step_size_search(search._replace(standard_error=same * np.nan))
+    ax = plots.step_size_search(still)
     ax.figure.canvas.draw()
     assert "failed" not in legend_of(ax) and "further down" not in legend_of(ax)
 
@@ -454,13 +379,10 @@ def test_chain_paths_against_svd():
         draws = DRAWS[..., :size]
         ax = plots.chain_paths(draws)
         points = points_of(ax, NUM_CHAINS)
-        got = points.reshape(-1, 2)
-        expected, shares = plane_by_svd(draws)
-        for axis in range(2):
-            sign = np.sign(got[0, axis] * expected[0, axis])
-            np.testing.assert_allclose(got[:, axis], sign * expected[:, axis], atol=1e-9)
-        assert f"{100 * shares[0]:.1f} %" in ax.get_xlabel()
-        assert f"{100 * shares[1]:.1f} %" in ax.get_ylabel()
+        got, (expected, shares) = points.reshape(-1, 2), plane_by_svd(draws)
+        np.testing.assert_allclose(got, expected * np.sign(got[0] * expected[0]), atol=1e-9)
+        for share, label in zip(shares, (ax.get_xlabel(), ax.get_ylabel()), strict=True):
+            assert f"{100 * share:.1f} %" in label
         assert legend_of(ax)[-2:] == ["first draw", "last draw"]
         for marker, draw in {"x": 0, "o": -1}.items():
             ends = [line.get_xydata() for line in lines_of(ax) if line.get_marker() == marker]
@@ -476,81 +398,53 @@ def test_chain_paths_against_svd():
 def test_chain_paths_of_a_tree_in_blocks_of_columns(monkeypatch):
     tree = {"a": DRAWS[..., :6].reshape(NUM_CHAINS, 9, 2, 3), "b": [jnp.asarray(DRAWS[..., 6:])]}
     monkeypatch.setattr(paths, "COLUMNS_AT_A_TIME", 7)
-    got = points_of(plots.chain_paths(tree), NUM_CHAINS)
-    expected, _ = plane_by_svd(DRAWS)
+    got, (expected, _) = points_of(plots.chain_paths(tree), NUM_CHAINS), plane_by_svd(DRAWS)
     np.testing.assert_allclose(np.abs(got.reshape(-1, 2)), np.abs(expected), atol=1e-4)
-
-
-def test_chain_paths_without_a_second_or_any_direction():
+    # Without a second direction, or any.
     ax = plots.chain_paths(DRAWS[..., :1])
     assert "(100.0 %" in ax.get_xlabel() and "(0.0 %" in ax.get_ylabel()
     for draws in (np.ones((2, 3, 4)), np.ones((1, 1, 4)), np.ones((2, 9, 2), np.float16)):
         assert not points_of(plots.chain_paths(draws), len(draws)).any()
 
 
-def with_nan(array):
-    array = np.array(array, float)
-    array.flat[3] = np.nan
-    return array
+def begun_at(start):
+    return functools.partial(plots.chain_paths, start=start)
 
 
-def with_trace(**changes):
-    return make_trace() | changes
-
-
-BAD = (
-    (lambda: plots.rejections({}), "'num_rejected', 'num_gradients', got the keys"),
-    (
-        lambda: plots.energy_error(with_trace(num_gradients=np.ones((2, 60)))),
-        r"plots.energy_error\(trace=...\)` must be .* one shape",
-    ),
-    (lambda: plots.step_size(make_trace(2, 0)), "at least one of each"),
-    (lambda: plots.energy_error(with_trace(accepted=np.ones((3, 5)))), r"energy_error\(trace"),
-    (lambda: plots.rejections(make_trace(2, 1)), "at least 2 ticks"),
-    (lambda: plots.rejections(with_trace(num_gradients=np.ones((3, 60)))), "gradients"),
-    (lambda: plots.reliability(PROBABILITIES, LABELS[:9]), r"plots.reliability\(labels"),
-    (lambda: plots.risk_coverage(np.ones((0, 3)), []), r"plots.risk_coverage\(probabilities"),
-    (lambda: plots.regression_band(None, MEAN, -STD), r"regression_band\(std=...\)` must be > 0"),
-    (lambda: plots.regression_band(MEAN[:9], MEAN, STD), r"inputs=...\)` must be of shape \(12,"),
-    (lambda: plots.regression_band(MEAN, MEAN, STD, MEAN[:9]), "targets=...\\)` must be of shape"),
-    (lambda: plots.entropy({"test": -STD}), r"entropies\['test'\]=...\)` must"),
-    (lambda: plots.entropy({"test": with_nan(STD)}), "finite, got nan"),
-    (lambda: plots.examples(np.ones((12, 2, 2, 5)), MEAN, STD), "images with 1, 3, 4 channels"),
-    (lambda: plots.examples(np.full((12, 2, 2), np.inf), MEAN, STD), r"images=...\)` must be fin"),
-    (lambda: plots.examples(IMAGES, MEAN, STD[:9]), r"mean=...\)` must be of 9"),
-    (lambda: plots.examples(IMAGES, MEAN[:9], STD), r"uncertainty=...\)` must be of 9"),
-    (
-        lambda: plots.examples(IMAGES, PROBABILITIES[:9], STD[:9], LABELS[:9] + 4),
-        r"targets=...\)` must be classes from 0 to 3, got 4 to",
-    ),
-    (lambda: plots.chain_paths(MEAN), r"plots.chain_paths\(params=...\)` must be arrays"),
-    (lambda: plots.chain_paths(DRAWS[:0]), "none of them empty"),
-    (lambda: plots.chain_paths({}), "two leading axes"),
-    (lambda: plots.chain_paths(DRAWS[..., :0]), "at least one dimension"),
-    (
-        lambda: plots.chain_paths({"a": DRAWS, "b": DRAWS[:, 1:]}),
-        r"two leading.*\['b'\] \(3, 8, 40",
-    ),
-    (lambda: plots.chain_paths({"a": with_nan(DRAWS)}), r"NaN or inf in \['a'\]"),
-    (lambda: plots.chain_paths(DRAWS, start=DRAWS[0, 0]), r"start=...\)` must be .* \[\(3, 40\)\]"),
-    (lambda: plots.chain_paths(DRAWS, start={"a": DRAWS[:, 0]}), "start"),
-    (
-        lambda: plots.chain_paths(DRAWS, start=with_nan(DRAWS[:, 0])),
-        r"plots.chain_paths\(start=...\)` must be finite",
-    ),
+NAN = np.where(np.arange(40) == 3, np.nan, DRAWS)
+BAD: Any = (
+    (plots.rejections, [{}], "'num_rejected', 'num_gradients', got the keys"),
+    (plots.energy_error, [make_trace() | {"num_gradients": np.ones((2, 60))}], "one shape"),
+    (plots.step_size, [make_trace(2, 0)], "at least one of each"),
+    (plots.rejections, [make_trace(2, 1)], "at least 2 ticks"),
+    (plots.rejections, [make_trace() | {"num_gradients": np.ones((3, 60))}], "gradients"),
+    (plots.regression_band, [None, MEAN, -STD], r"std=...\)` must be > 0"),
+    (plots.regression_band, [MEAN[:9], MEAN, STD], r"inputs=...\)` must be of shape \(12,"),
+    (plots.regression_band, [MEAN, MEAN, STD, MEAN[:9]], r"targets=...\)` must be of shape"),
+    (plots.entropy, [{"test": -STD}], r"entropies\['test'\]=...\)` must"),
+    (plots.examples, [np.ones((12, 2, 2, 5)), MEAN, STD], "images with 1, 3, 4 channels"),
+    (plots.examples, [np.full((12, 2, 2), np.inf), MEAN, STD], r"images=...\)` must be fin"),
+    (plots.examples, [IMAGES, MEAN, STD[:9]], r"mean=...\)` must be of 9"),
+    (plots.examples, [IMAGES, MEAN[:9], STD], r"uncertainty=...\)` must be of 9"),
+    (plots.examples, [IMAGES, PROBABILITIES[:9], STD[:9], LABELS[:9] + 4], "from 0 to 3, got 4 to"),
+    (plots.chain_paths, [{"a": DRAWS, "b": DRAWS[:, 1:]}], r"two leading.*\['b'\] \(3, 8, 40"),
+    (plots.chain_paths, [{"a": NAN}], r"NaN or inf in \['a'\]"),
+    (begun_at(DRAWS[0, 0]), [DRAWS], r"start=...\)` must be .* \[\(3, 40\)\]"),
+    (begun_at({"a": DRAWS[:, 0]}), [DRAWS], "start"),
+    (begun_at(NAN[:, 3]), [DRAWS], r"plots.chain_paths\(start=...\)` must be finite"),
 )
 
 
 def test_what_does_not_fit_together_is_named_before_a_figure_opens():
-    for call, message in BAD:
+    for draw, arguments, message in BAD:
         with pytest.raises(ValueError, match=message):
-            call()
+            draw(*arguments)
     assert not plt.get_fignums()
 
 
 def test_without_matplotlib_it_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
+    for name in "matplotlib", "matplotlib.pyplot":
+        monkeypatch.setitem(sys.modules, name, None)
     for draw in DRAW.values():
         with pytest.raises(ImportError, match=r"pip install 'optax-smile\[plots\]'"):
-            draw(None)
+            draw()

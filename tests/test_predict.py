@@ -1,6 +1,5 @@
 """The Bayesian model average against averages over everything at once, in float64."""
 
-import functools
 from typing import Any
 
 import jax
@@ -34,22 +33,15 @@ def apply_fn(params: Any, inputs) -> Any:
     return inputs @ params["w"]
 
 
-def classify(snapshots: Any = SNAPSHOTS, targets: Any = LABELS, **arguments):
-    return optax_smile.predict(
-        apply_fn, snapshots, INPUTS, likelihood="categorical", targets=targets, **arguments
-    )
-
-
-@functools.cache
-def classified(batch_size=None):
-    return classify(per="draw", curve=(1, 8, 100), batch_size=batch_size)
-
-
 def predict(outputs, snapshots, likelihood, targets=None, inputs: Any = INPUTS, **arguments):
     """Average models whose outputs are a function of parameters and inputs."""
     return optax_smile.predict(
         outputs, snapshots, inputs, likelihood=likelihood, targets=targets, **arguments
     )
+
+
+def classify(**arguments):
+    return predict(apply_fn, SNAPSHOTS, "categorical", LABELS, **arguments)
 
 
 def entropy(probabilities):
@@ -76,17 +68,16 @@ def assert_average(got, log_probabilities):
 
 @pytest.mark.parametrize("batch_size", [None, 7])
 def test_categorical_equals_the_average_over_everything_at_once(batch_size):
-    got = classified(batch_size)
+    got = classify(per="draw", curve=(1, 8, 100), batch_size=batch_size)
     assert_average(got, IN_ORDER)
-    np.testing.assert_allclose(got.each.mean, np.exp(LOG_PROBABILITIES), atol=1e-5)
+    probabilities = np.exp(LOG_PROBABILITIES)
+    np.testing.assert_allclose(got.each.mean, probabilities, atol=1e-5)
     np.testing.assert_allclose(got.each.log_density, CHOSEN, rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(got.each.entropy, entropy(np.exp(LOG_PROBABILITIES)), atol=1e-5)
+    np.testing.assert_allclose(got.each.entropy, entropy(probabilities), atol=1e-5)
     for count, point in zip((1, 8, 100), got.curve, strict=True):
         assert_average(point, IN_ORDER[:count])
-
-
-def test_each_chain_alone():
-    got, average = classify(per="chain").each, np.exp(LOG_PROBABILITIES).mean(1)
+    # Each chain alone.
+    got, average = classify(per="chain", batch_size=batch_size).each, probabilities.mean(1)
     np.testing.assert_allclose(got.mean, average, atol=1e-6)
     np.testing.assert_allclose(got.entropy, entropy(average), atol=1e-5)
     np.testing.assert_allclose(got.log_density, log_mean(CHOSEN, 1), rtol=1e-5, atol=1e-5)
@@ -100,9 +91,8 @@ def test_in_pieces_by_one_program_in_constant_memory():
         traced.append(len(inputs))
         return apply_fn(params, inputs)
 
-    predictor = optax_smile.Predictor(
-        counted, INPUTS, likelihood="categorical", targets=LABELS, batch_size=10
-    )
+    given: dict[str, Any] = {"likelihood": "categorical", "targets": LABELS, "batch_size": 10}
+    predictor = optax_smile.Predictor(counted, INPUTS, **given)
     for count, params in enumerate(SNAPSHOTS, start=1):
         predictor.update(params)
         held.append(sum(x.nbytes for x in jax.live_arrays()))
@@ -115,13 +105,10 @@ def test_in_pieces_by_one_program_in_constant_memory():
 
 
 def test_gaussian():
-    got = predict(
-        lambda params, x: ((x @ params["w"])[:, 0], params["log_std"]),
-        SNAPSHOTS,
-        "gaussian",
-        TARGETS,
-        per="chain",
-    )
+    def outputs(params, x):
+        return (x @ params["w"])[:, 0], params["log_std"]
+
+    got = predict(outputs, SNAPSHOTS, "gaussian", TARGETS, per="chain")
     means, std = LOGITS[..., 0], np.exp(LOG_STD.astype(float))[..., None]
     densities = scipy.stats.norm.logpdf(TARGETS, means, std)
     np.testing.assert_allclose(got.mean, means.mean((0, 1)), atol=1e-5)
@@ -138,33 +125,32 @@ def test_gaussian():
 def test_log_densities_of_several_outputs_are_summed():
     """Labels of any type: of unsigned ones nothing can be subtracted."""
     targets, two = GENERATOR.normal(size=(2, NUM_INPUTS, 2)).astype(np.float32)
-    got = predict(
-        lambda params, x: (x[:, :2], params[None]),
-        [np.array([0.0, 1.0], np.float32)],
-        "gaussian",
-        targets,
-    )
-    expected = scipy.stats.norm.logpdf(targets, INPUTS[:, :2], [[1, np.e]]).sum(1)
-    np.testing.assert_allclose(got.log_density, expected, rtol=1e-5)
-    assert got.total.shape == (NUM_INPUTS, 2)
+    log_stds = [np.array([0.0, 1.0], np.float32)]
     labels = (two > 0).astype(np.uint8)
-    got = predict(lambda params, x: x[:, :2], ONE, "bernoulli", labels)
-    expected = -np.logaddexp(0, np.where(labels == 1, -1, 1) * INPUTS[:, :2]).sum(1)
-    np.testing.assert_allclose(got.log_density, expected, rtol=1e-5)
-    assert got.total.shape == (NUM_INPUTS, 2)
+    for got, expected in (
+        (
+            predict(lambda params, x: (x[:, :2], params[None]), log_stds, "gaussian", targets),
+            scipy.stats.norm.logpdf(targets, INPUTS[:, :2], [[1, np.e]]),
+        ),
+        (
+            predict(lambda params, x: x[:, :2], ONE, "bernoulli", labels),
+            -np.logaddexp(0, np.where(labels == 1, -1, 1) * INPUTS[:, :2]),
+        ),
+    ):
+        np.testing.assert_allclose(got.log_density, expected.sum(1), rtol=1e-5)
+        assert got.total.shape == (NUM_INPUTS, 2)
 
 
 def test_bernoulli():
     labels = LABELS % 2 == 1
     got = predict(lambda params, x: apply_fn(params, x)[:, 0], SNAPSHOTS, "bernoulli", labels)
-    probability = scipy.special.expit(LOGITS[..., 0])
-    average = probability.mean((0, 1))
-    np.testing.assert_allclose(got.mean, average, atol=1e-6)
-    expected = np.log(np.where(labels == 1, average, 1 - average))
+    both = np.stack([scipy.special.expit(sign * LOGITS[..., 0]) for sign in (-1, 1)], axis=-1)
+    average = both.mean((0, 1))
+    np.testing.assert_allclose(got.mean, average[:, 1], atol=1e-6)
+    expected = np.log(np.where(labels, average[:, 1], average[:, 0]))
     np.testing.assert_allclose(got.log_density, expected, atol=1e-5)
-    np.testing.assert_allclose(got.total, entropy(np.stack([average, 1 - average], -1)), atol=1e-5)
-    aleatoric = entropy(np.stack([probability, 1 - probability], -1)).mean((0, 1))
-    np.testing.assert_allclose(got.aleatoric, aleatoric, atol=1e-5)
+    np.testing.assert_allclose(got.total, entropy(average), atol=1e-5)
+    np.testing.assert_allclose(got.aleatoric, entropy(both).mean((0, 1)), atol=1e-5)
 
 
 def test_tokens_are_averaged_each_for_itself_and_padding_counts_nothing():
@@ -190,6 +176,11 @@ def test_extreme_log_densities_do_not_underflow():
     params = [{"w": jnp.tile(100.0 * jnp.arange(5), (3, 1))}] * 3
     got = predict(apply_fn, params, "categorical", np.array([0]), jnp.ones((1, 3)))
     np.testing.assert_allclose(got.log_density, [-1200.0], rtol=1e-6)
+    # What is impossible for one draw or all is no error.
+    likelihood = own(log_density=lambda outputs, _: jnp.log(outputs))
+    draws = [jnp.array([0.0, 0.0]), jnp.array([0.5, 0.0])]
+    got = predict(lambda params, x: params * x, draws, likelihood, np.zeros(2), jnp.ones(2))
+    np.testing.assert_allclose(got.log_density, [np.log(0.25), -np.inf])
 
 
 def own(**fields):
@@ -198,44 +189,30 @@ def own(**fields):
     return optax_smile.Likelihood(**whole | fields)
 
 
-def test_what_is_impossible_for_one_draw_or_all_is_no_error():
-    likelihood = own(log_density=lambda outputs, _: jnp.log(outputs))
-    draws = [jnp.array([0.0, 0.0]), jnp.array([0.5, 0.0])]
-    got = predict(lambda params, x: params * x, draws, likelihood, np.zeros(2), jnp.ones(2))
-    np.testing.assert_allclose(got.log_density, [np.log(0.25), -np.inf])
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
+def test_what_is_not_finite_besides_the_mean_is_refused():
+    for fields in (
         {"variance": lambda x: jnp.full_like(x, jnp.nan)},
         {"variance": jnp.ones_like, "log_density": lambda x, _: jnp.full_like(x, jnp.inf)},
-    ],
-)
-def test_what_is_not_finite_besides_the_mean_is_refused(fields):
-    with pytest.raises(ValueError, match="finite, got nan or inf from snapshot 0"):
-        predict(lambda params, x: x, [0.0], own(**fields), np.zeros(3), np.ones(3, np.float32))
+    ):
+        with pytest.raises(ValueError, match="finite, got nan or inf from snapshot 0"):
+            predict(lambda _, x: x, [0.0], own(**fields), np.zeros(3), np.ones(3, np.float32))
 
 
 def test_half_precision_outputs_are_averaged_in_full_precision():
-    half, full = (
-        predict(
-            lambda params, x, dtype=dtype: apply_fn(params, x).astype(jnp.bfloat16).astype(dtype),
-            SNAPSHOTS[:8],
-            "categorical",
-            LABELS,
-        )
-        for dtype in (jnp.bfloat16, jnp.float32)
-    )
-    assert half.mean.dtype == np.float32
-    for one, other in zip(half[:5], full[:5], strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-7, atol=1e-7)
+    def rounded(dtype):
+        def outputs(params, x):
+            return apply_fn(params, x).astype(jnp.bfloat16).astype(dtype)
+
+        return predict(outputs, SNAPSHOTS[:8], "categorical", LABELS)[:5]
+
+    for half, full in zip(rounded(jnp.bfloat16), rounded(jnp.float32), strict=True):
+        np.testing.assert_allclose(half, full, rtol=1e-7, atol=1e-7)
+        assert half.dtype == np.float32
 
 
 def test_averages_join_as_if_they_were_one():
     """In any order and grouping, also with rows that stand for none; the first of 16 is whole."""
-    cases, count = 16, 40
-    generator = np.random.default_rng(0)
+    cases, count, generator = 16, 40, np.random.default_rng(0)
     scale = 10 ** generator.uniform(-2, 2, (cases, 1, 1))
     values = (scale * (10 + generator.normal(size=(cases, count, 3)))).astype(np.float32)
     densities = (scale * generator.normal(size=(cases, count, 3))).astype(np.float32)
@@ -247,18 +224,15 @@ def test_averages_join_as_if_they_were_one():
     def joined(values, densities, first, second):
         outcomes = _average.Outcome(values, values**2, None, densities)
 
-        def of(numbers):
-            def add(average, number):
-                outcome = jax.tree.map(lambda x: x[number], outcomes)
-                return _average.add(average, outcome, number), None
+        def add(average, number):
+            return _average.add(average, jax.tree.map(lambda x: x[number], outcomes), number), None
 
-            zero = _average.zero(jax.tree.map(lambda x: x[0], outcomes))
-            return jax.lax.scan(add, zero, numbers)[0]
+        zero = _average.zero(jax.tree.map(lambda x: x[0], outcomes))
+        return _average.join(*(jax.lax.scan(add, zero, part)[0] for part in (first, second)))
 
-        return _average.join(of(first), of(second))
-
-    parts = (np.where(rows, numbers, -1) for rows in (is_first, ~is_first))
-    got = joined(values, densities, *parts)
+    got = joined(
+        values, densities, *(np.where(rows, numbers, -1) for rows in (is_first, ~is_first))
+    )
     assert np.all(got.count == count) and np.all(got.invalid == -1)
     values = values.astype(float)
     np.testing.assert_allclose(got.mean, values.mean(1), rtol=1e-5)
@@ -280,10 +254,8 @@ def test_means_far_from_zero_keep_their_digits():
     assert np.all(abs(got.mean - exact.mean(0)) <= 1.01 * half_ulp)
     # Of the deviations from a mean that float32 holds to a hundredth of the spread at worst.
     np.testing.assert_allclose(got.epistemic, exact.var(0), rtol=1e-3)
-
-
-def test_double_precision_is_kept():
-    values = np.random.default_rng(1).normal(size=50) + 1e6
+    # Double precision is kept.
+    values = noise[:50, 0] + 1e6
     with jax.enable_x64(True):
         got = predict(lambda params, x: (x * params, 0.0), values, "gaussian", inputs=np.ones(1))
     np.testing.assert_allclose(got.mean, values.mean(), rtol=1e-15)
@@ -303,59 +275,54 @@ class Draws(list):
     num_chains = 2
 
 
-@pytest.mark.parametrize(
-    ("argument", "value", "message"),
-    [
-        ("snapshots", [], "at least one parameter tree, got none"),
-        ("snapshots", with_nan((2, 7), (0, 9)), "finite, got nan or inf from chain 2, draw 7. Are"),
-        ("snapshots", iter(with_nan((1, 0))), "finite, got nan or inf from snapshot 1"),
-        ("snapshots", [*ONE, {"w": WEIGHTS[0, 0, :2]}], "of one model, .* from snapshot 1"),
-        ("snapshots", [*ONE, ONE[0] | {"w": WEIGHTS[0, 0, :2]}], "of one model, .* from snapshot"),
-        ("snapshots", ONE[0], "an iterable of parameter trees, got a dict. `Snapshots`"),
-        ("targets", LABELS + 1, "classes from 0 to 4, got 1 to 5"),
-        ("targets", LABELS - 1, "classes from 0 to 4, got -1 to 3"),
-        ("targets", LABELS * 1.0, r"integers of shape \(30,\), got float64"),
-        ("targets", LABELS[:29], r"arrays \[input, ...\] of 30 inputs"),
-        ("likelihood", "gaussian", "one that fits the outputs; 'gaussian' takes a pair"),
-        ("likelihood", "tokens", r"one that fits the outputs; 'tokens' takes logits \[inp"),
-        ("likelihood", own(mean=None, variance=jnp.ones_like), "one with a `mean` to go with"),
-        ("likelihood", own(log_density=None), "one with a `log_density` for the targets"),
-        ("likelihood", own(variance=lambda x: x[:, :1]), r"shape of its mean, \(30, 5\), got"),
-        ("likelihood", own(mean=jnp.mean), "one that gives arrays .* of 30 inputs"),
-        ("curve", (2, 1), r"a sequence of integers >= 1, ascending, got \(2, 1\)"),
-        ("curve", (2, 101), "at most the 100 snapshots"),
-        ("snapshots", Draws(ONE), "as many draws of each of the 2 chains, got 1"),
-        ("per", "draw", "None for snapshots that do not tell their `num_chains`"),
-        ("inputs", (INPUTS, INPUTS[:9]), "of one length, at least 1, got"),
-        ("specs", {"w": jax.P(), "log_std": jax.P()}, "None where there is no mesh"),
-    ],
+MISFITS = (
+    ("snapshots", [], "at least one parameter tree, got none"),
+    ("snapshots", with_nan((2, 7), (0, 9)), "finite, got nan or inf from chain 2, draw 7. Are"),
+    ("snapshots", iter(with_nan((1, 0))), "finite, got nan or inf from snapshot 1"),
+    ("snapshots", [*ONE, {"w": WEIGHTS[0, 0, :2]}], "of one model, .* from snapshot 1"),
+    ("snapshots", [*ONE, ONE[0] | {"w": WEIGHTS[0, 0, :2]}], "of one model, .* from snapshot"),
+    ("snapshots", ONE[0], "an iterable of parameter trees, got a dict. `Snapshots`"),
+    ("targets", LABELS + 1, "classes from 0 to 4, got 1 to 5"),
+    ("targets", LABELS - 1, "classes from 0 to 4, got -1 to 3"),
+    ("targets", LABELS * 1.0, r"integers of shape \(30,\), got float64"),
+    ("targets", LABELS[:29], r"arrays \[input, ...\] of 30 inputs"),
+    ("likelihood", "gaussian", "one that fits the outputs; 'gaussian' takes a pair"),
+    ("likelihood", "tokens", r"one that fits the outputs; 'tokens' takes logits \[inp"),
+    ("likelihood", own(mean=None, variance=jnp.ones_like), "one with a `mean` to go with"),
+    ("likelihood", own(log_density=None), "one with a `log_density` for the targets"),
+    ("likelihood", own(variance=lambda x: x[:, :1]), r"shape of its mean, \(30, 5\), got"),
+    ("likelihood", own(mean=jnp.mean), "one that gives arrays .* of 30 inputs"),
+    ("curve", (2, 101), "at most the 100 snapshots"),
+    ("snapshots", Draws(ONE), "as many draws of each of the 2 chains, got 1"),
+    ("per", "draw", "None for snapshots that do not tell their `num_chains`"),
+    ("inputs", (INPUTS, INPUTS[:9]), "of one length, at least 1, got"),
+    ("specs", {"w": jax.P(), "log_std": jax.P()}, "None where there is no mesh"),
 )
-def test_what_does_not_fit_is_named(argument, value, message):
-    arguments: dict[str, Any] = {"snapshots": SNAPSHOTS, "inputs": INPUTS, "targets": LABELS}
-    arguments |= {"likelihood": "categorical", argument: value}
-    if argument == "per":
-        arguments["snapshots"] = iter(SNAPSHOTS)
-    if isinstance(value, Draws):
-        arguments["per"] = "chain"
-    with pytest.raises(ValueError, match=rf"`predict\({argument}=...\)` must be .*{message}"):
-        optax_smile.predict(apply_fn, **arguments)
+# Of a likelihood: outputs and targets that it does not take.
+OUTPUTS: Any = (
+    ("gaussian", lambda x: (x[:, :1], 0.0), TARGETS, r"of the mean, \(30, 1\), got \(30,\)"),
+    ("gaussian", lambda x: (x[:, 0], jnp.zeros((30, 1))), TARGETS, "one that fits .* shapes"),
+    ("gaussian", lambda x: (x[:, 0], jnp.zeros(7)), TARGETS, "one that fits .* the shapes"),
+    ("gaussian", lambda x: (None, 0.0), TARGETS, "'gaussian' takes a pair"),
+    ("gaussian", lambda x: x[:2], TARGETS, "'gaussian' takes a pair"),
+    ("gaussian", lambda x: (x[:, 0], 0.0), np.where(LABELS == 2, np.nan, 1), "finite, got nan"),
+    ("bernoulli", lambda x: x, LABELS % 2, r"of the mean, \(30, 3\), got \(30,\)"),
+    ("bernoulli", lambda x: (x, x), LABELS % 2, "'bernoulli' takes one logit"),
+    ("bernoulli", lambda x: x[:, 0], np.full(NUM_INPUTS, 2), "0 or 1, got 2"),
+    ("tokens", lambda x: x[:, None], np.full((30, 1), -100), "from -1 to 2, got -100 to -100"),
+)
 
 
-@pytest.mark.parametrize(
-    ("likelihood", "outputs", "targets", "message"),
-    [
-        ("gaussian", lambda x: (x[:, :1], 0.0), TARGETS, r"of the mean, \(30, 1\), got \(30,\)"),
-        ("gaussian", lambda x: (x[:, 0], jnp.zeros((30, 1))), TARGETS, "one that fits .* shapes"),
-        ("gaussian", lambda x: (x[:, 0], jnp.zeros(7)), TARGETS, "one that fits .* the shapes"),
-        ("gaussian", lambda x: (None, 0.0), TARGETS, "'gaussian' takes a pair"),
-        ("gaussian", lambda x: x[:2], TARGETS, "'gaussian' takes a pair"),
-        ("gaussian", lambda x: (x[:, 0], 0.0), np.where(LABELS == 2, np.nan, 1), "finite, got nan"),
-        ("bernoulli", lambda x: x, LABELS % 2, r"of the mean, \(30, 3\), got \(30,\)"),
-        ("bernoulli", lambda x: (x, x), LABELS % 2, "'bernoulli' takes one logit"),
-        ("bernoulli", lambda x: x[:, 0], np.full(NUM_INPUTS, 2), "0 or 1, got 2"),
-        ("tokens", lambda x: x[:, None], np.full((30, 1), -100), "from -1 to 2, got -100 to -100"),
-    ],
-)
-def test_outputs_and_targets_that_a_likelihood_does_not_take(likelihood, outputs, targets, message):
-    with pytest.raises(ValueError, match=r"`predict\(\w+=...\)` must be .*" + message):
-        predict(lambda params, x: outputs(x), ONE, likelihood, targets)
+def test_what_does_not_fit_is_named():
+    valid: dict[str, Any] = {"snapshots": SNAPSHOTS, "targets": LABELS, "outputs": apply_fn}
+    for argument, value, message in MISFITS:
+        given = valid | {"likelihood": "categorical", argument: value}
+        if argument == "per":
+            given["snapshots"] = iter(SNAPSHOTS)
+        if isinstance(value, Draws):
+            given["per"] = "chain"
+        with pytest.raises(ValueError, match=rf"`predict\({argument}=...\)` must be .*{message}"):
+            predict(**given)
+    for likelihood, outputs, targets, message in OUTPUTS:
+        with pytest.raises(ValueError, match=r"`predict\(\w+=...\)` must be .*" + message):
+            predict(lambda _, x, outputs=outputs: outputs(x), ONE, likelihood, targets)

@@ -3,11 +3,11 @@
 import base64
 import collections
 import dataclasses
+import functools
 import html
 import io
 import json
 import re
-import shutil
 import subprocess
 import sys
 import time
@@ -35,6 +35,7 @@ RNG = np.random.default_rng(0)
 INPUTS = RNG.normal(size=(40, 3)).astype(np.float32)
 LABELS = RNG.integers(0, 4, 40)
 TARGETS = RNG.normal(size=40).astype(np.float32)
+IMAGES = np.arange(40 * 4, dtype=np.uint8).reshape(40, 2, 2)
 CHAINS, DRAWS = 3, 24
 
 
@@ -45,19 +46,14 @@ def logits(params: Any, inputs) -> Any:
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> Path:
     directory = tmp_path_factory.mktemp("some run <1>")
+    start = {"w": jnp.asarray(RNG.normal(size=(CHAINS, 3, 4)), jnp.float32)}
+    batches = [x + np.zeros((1, 4), np.float32) for x in (INPUTS[:3, :1], INPUTS[3:6, :1])]
+    given: dict[str, Any] = {"num_data": 10, "tuner": None, "key": jax.random.key(1)}
+    sampler = optax_smile.psmile(0.1, reject_quantile=0.98, **given)
+    given = {"num_warmup": 1, "num_draws": DRAWS, "thin": 5, "key": jax.random.key(0)}
+    given |= {"progress": False, "directory": directory}
     optax_smile.sample(
-        lambda params, batch: jnp.mean((params["w"] - batch) ** 2),
-        {"w": jnp.asarray(RNG.normal(size=(CHAINS, 3, 4)), jnp.float32)},
-        [INPUTS[:3, :1] + np.zeros((1, 4), np.float32), INPUTS[3:6, :1] + np.zeros((1, 4), "f4")],
-        optax_smile.psmile(
-            0.1, num_data=10, tuner=None, reject_quantile=0.98, key=jax.random.key(1)
-        ),
-        num_warmup=1,
-        num_draws=DRAWS,
-        thin=5,
-        key=jax.random.key(0),
-        progress=False,
-        directory=directory,
+        lambda params, batch: jnp.mean((params["w"] - batch) ** 2), start, batches, sampler, **given
     )
     return directory
 
@@ -71,12 +67,11 @@ def draws(run):
 
 @pytest.fixture
 def rendered():
-    """For tests that look at pictures."""
+    """For tests that look at pictures: most of the time of a page goes into them."""
 
 
 @pytest.fixture(autouse=True)
 def few_pixels(monkeypatch, request):
-    """Most of the time of a page goes into its pictures."""
     monkeypatch.setattr(_pictures, "DENSITY", 50)
     if "rendered" not in request.fixturenames:
         monkeypatch.setattr(_pictures, "FORMATS", {})
@@ -101,14 +96,24 @@ def num_pictures(page: str) -> int:
     return page.count("<figure>")
 
 
+def page_of(run, prediction, targets, names=("test",)) -> str:
+    """Store a prediction under some names and write the page."""
+    for name in names:
+        report.store(run, name, prediction, targets=targets)
+    return report.write(run).read_text()
+
+
+def lights(page: str) -> list[tuple[str, str]]:
+    return re.findall(r'<span class="light \w+">(\w+)</span><span><b>([^<]+)</b>', page)
+
+
 @pytest.mark.usefixtures("rendered")
 def test_classification(run, draws, tmp_path, monkeypatch):
     monkeypatch.setattr(_pictures, "FORMATS", {})
     prediction = classify(draws, per="draw")
     report.store(run, "test", prediction, targets=LABELS)
     report.store(run, "unseen", classify(draws, None))
-    path = report.write(run, tmp_path / "new" / "page.html")
-    page = path.read_text()
+    page = report.write(run, tmp_path / "new" / "page.html").read_text()
     scores = {"LPPD": metrics.lppd(prediction.log_density)}
     for name in "accuracy", "Brier", "ECE", "F1", "AURC":
         scores[name] = getattr(metrics, name.lower())(prediction.mean, LABELS)
@@ -116,51 +121,45 @@ def test_classification(run, draws, tmp_path, monkeypatch):
         arrow = "↑" if name in ("LPPD", "accuracy", "F1") else "↓"
         assert re.search(rf"<th>{name} <span [^>]*>{arrow}</span></th>", page)
         assert f"<td>{score:.4g}</td>" in page
-    assert html.escape(str(run)) in page and "<1>" not in page
-    assert "<title>psmile: 3 chains of 24 draws</title>" in page
-    assert "3 chains of psmile, 24 draws each, 12 parameters" in page
-    assert "across chains" in page
     # Three of the chains, calibration, risk, entropies of both, LPPD.
     assert len(pictures(page)) == num_pictures(page) == 8
     assert all(np.ptp(image) > 0.5 for image in pictures(page))
-    assert "reject_quantile=0.98" in page
-    # When and where it ran, of which seeds and data.
+    # What ran, when and where, of which seeds and data.
     (session,) = _sessions.read(run)
     assert abs(time.time() - session.began) < 3600 and 0 < session.seconds < 3600
-    assert f"<dd>{_words.times([session])['begun']}</dd>" in page
-    assert f"<dd>{html.escape(session.machine)}</dd>" in page
-    assert "0 (sample), 1 (psmile)" in page
-    assert "<dd>10 examples in 2 batches</dd>" in page
+    for said in (
+        html.escape(str(run)),
+        "<title>psmile: 3 chains of 24 draws</title>",
+        "3 chains of psmile, 24 draws each, 12 parameters",
+        "across chains",
+        "reject_quantile=0.98",
+        f"<dd>{_words.times([session])['begun']}</dd>",
+        f"<dd>{html.escape(session.machine)}</dd>",
+        "0 (sample), 1 (psmile)",
+        "<dd>10 examples in 2 batches</dd>",
+    ):
+        assert said in page
+    assert "<1>" not in page
     # A light for each check.
     summary = diagnostics.summary(draws, Stored(run / "prediction-test.safetensors").prediction)
-    shown, bad = lights(page), {check.kind for check in summary.findings}
-    found = [check.kind for check in summary.findings]
-    assert sorted(kind for light, kind in shown if light != "fine") == sorted(found)
+    bad = sorted(check.kind for check in summary.findings)
     good = dict.fromkeys(x.kind for x in summary.checks if x.kind not in bad)
-    assert [kind for light, kind in shown if light == "fine"] == list(good)
+    assert sorted(kind for light, kind in lights(page) if light != "fine") == bad
+    assert [kind for light, kind in lights(page) if light == "fine"] == list(good)
     text = html.unescape(re.sub("</?code>", "`", page.split("<details>")[0]))
-    assert all(check.text in text and check.advice in text for check in summary.findings)
-    assert all(check.text in text for check in summary.checks if check.kind in good)
-
-
-def lights(page: str) -> list[tuple[str, str]]:
-    return re.findall(r'<span class="light \w+">(\w+)</span><span><b>([^<]+)</b>', page)
+    assert all(x.text in text and x.advice in text for x in summary.findings)
+    assert all(x.text in text for x in summary.checks if x.kind in good)
 
 
 def test_regression(run, draws):
-    def outputs(params, inputs):
-        return logits(params, inputs)[:, 0], 0.3
-
-    prediction = predict(draws, outputs, "gaussian", TARGETS)
-    report.store(run, "test", prediction, targets=TARGETS)
-    page = report.write(run).read_text()
-    std = np.sqrt(prediction.total)
-    lower, upper = metrics.interval(prediction.mean, std, 0.95)
+    prediction = predict(draws, lambda p, x: (logits(p, x)[:, 0], 0.3), "gaussian", TARGETS)
+    page, std = page_of(run, prediction, TARGETS), np.sqrt(prediction.total)
+    ends = metrics.interval(prediction.mean, std, 0.95)
     for score in (
         metrics.crps(prediction.mean, std, TARGETS),
         metrics.rmse(prediction.mean, TARGETS),
-        metrics.coverage(lower, upper, TARGETS),
-        metrics.interval_width(lower, upper),
+        metrics.coverage(*ends, TARGETS),
+        metrics.interval_width(*ends),
     ):
         assert f"<td>{score:.4g}</td>" in page
     assert num_pictures(page) == 6 and ">→ 0.95</span>" in page
@@ -169,23 +168,22 @@ def test_regression(run, draws):
     several = predict(draws, lambda p, x: (logits(p, x), 0.3), "gaussian", targets, per=None)
     assert several.uncertainty == "variance"
     assert report.score(several, targets)["RMSE"] == metrics.rmse(several.mean, targets)
-    for name in ("test", "other"):
-        report.store(run, name, several, targets=targets)
-    page = report.write(run).read_text()
+    page = page_of(run, several, targets, ("test", "other"))
     assert num_pictures(page) == 4 and "What they predict" not in page
 
 
-def test_tokens(run, draws):
-    labels = LABELS.reshape(8, 5).copy()
+def test_tokens_and_an_own_likelihood(run, draws):
+    labels, inputs = LABELS.reshape(8, 5).copy(), INPUTS.reshape(8, 5, 3)
     labels[0, 2:] = -1
-
-    def outputs(params, inputs):
-        return logits(params, inputs.reshape(40, 3)).reshape(8, 5, 4)
-
-    prediction = predict(draws, outputs, "tokens", labels, INPUTS.reshape(8, 5, 3))
-    report.store(run, "test", prediction, targets=labels)
+    prediction = predict(draws, lambda p, x: x @ p["w"][None], "tokens", labels, inputs)
     perplexity = np.exp(-classify(draws).log_density.reshape(8, 5)[labels >= 0].mean())
-    assert f"<td>{perplexity:.4g}</td>" in report.write(run).read_text()
+    assert f"<td>{perplexity:.4g}</td>" in page_of(run, prediction, labels)
+    likelihood = optax_smile.Likelihood(mean=None, log_density=lambda outputs, _: outputs[:, 0])
+    prediction = predict(draws, logits, likelihood, np.zeros(40), per=None)
+    lppd = pytest.approx(prediction.log_density.mean())
+    assert report.score(prediction, np.zeros(40)) == {"LPPD": lppd}
+    with pytest.raises(ValueError, match=r"`report.store\(images=...\)` must be left out, where"):
+        report.store(run, "test", prediction, images=IMAGES)
 
 
 def test_yes_or_no_are_two_classes(run, draws):
@@ -196,36 +194,24 @@ def test_yes_or_no_are_two_classes(run, draws):
         got, ones = report.score(prediction, targets), prediction.mean
         assert got["accuracy"] == np.mean((ones > 0.5) == targets)
         assert got["Brier"] == pytest.approx(2 * np.mean((ones - targets) ** 2), abs=1e-6)
-        report.store(run, "test", prediction, targets=targets)
-        assert num_pictures(report.write(run).read_text()) == 7
-
-
-def test_an_own_likelihood(run, draws):
-    likelihood = optax_smile.Likelihood(mean=None, log_density=lambda outputs, _: outputs[:, 0])
-    prediction = predict(draws, logits, likelihood, np.zeros(40), per=None)
-    lppd = pytest.approx(prediction.log_density.mean())
-    assert report.score(prediction, np.zeros(40)) == {"LPPD": lppd}
-    with pytest.raises(ValueError, match=r"`report.store\(images=...\)` must be left out, where"):
-        report.store(run, "test", prediction, images=IMAGES)
+        assert num_pictures(page_of(run, prediction, targets)) == 7
 
 
 def test_the_page_says_whether_predictions_were_judged(run, draws):
-    report.store(run, "test", classify(draws, per="draw"), targets=LABELS)
-    assert "Monte Carlo standard error of the LPPD" in report.write(run).read_text()
-    report.store(run, "test", classify(draws, per="chain"), targets=LABELS)
-    page = report.write(run).read_text()
-    assert "Monte Carlo standard error of" not in page and "pass what" in page
-    # As a run leaves them that went on later.
-    report.store(run, "test", classify(draws.thinned(2), per="draw"), targets=LABELS)
-    page = report.write(run).read_text()
-    assert "are of fewer draws than there are now" in page
+    said = "Monte Carlo standard error of the LPPD"
+    for kept, per, expected in (
+        (draws, "draw", {said: True}),
+        (draws, "chain", {said: False, "pass what": True}),
+        # As a run leaves them that went on later.
+        (draws.thinned(2), "draw", {"are of fewer draws than there are now": True}),
+    ):
+        page = page_of(run, classify(kept, per=per), LABELS)
+        assert {text: text in page for text in expected} == expected
 
 
 def test_huge_runs_are_thinned_for_the_picture_of_their_paths(run, draws, monkeypatch):
     drawn, rates = [], []
-    monkeypatch.setattr(
-        plots, "chain_paths", lambda params, start, ax: drawn.append((params, start))
-    )
+    monkeypatch.setattr(plots, "chain_paths", lambda x, start, ax: drawn.append((x, start)))
     monkeypatch.setattr(plots, "rejections", lambda trace, nominal, ax: rates.append(nominal))
     report.write(run)
     monkeypatch.setattr(_page, "MOST_PARAMETERS", CHAINS * 12 * DRAWS // 3)
@@ -243,20 +229,19 @@ def test_huge_runs_are_thinned_for_the_picture_of_their_paths(run, draws, monkey
 def test_every_draw_is_read_once(run, draws, monkeypatch):
     report.store(run, "test", classify(draws, per="draw"), targets=LABELS)
     names = {file.name for kind in ("draw", "start") for file in run.glob(f"{kind}*")}
-    reads = {}
-    for function in ("read_arrays", "read_header"):
-        counter, original = collections.Counter(), getattr(_files, function)
+    reads = collections.Counter()
+    for function in (_files.read_arrays, _files.read_header):
 
-        def counted(block, *leaves, counter=counter, original=original):
-            counter[block.path.name] += 1
-            return original(block, *leaves)
+        def counted(block, *leaves, function=function):
+            reads[function.__name__, block.path.name] += 1
+            return function(block, *leaves)
 
-        reads[function] = counter
-        monkeypatch.setattr(_files, function, counted)
+        monkeypatch.setattr(_files, function.__name__, counted)
     report.write(run)
-    assert len(names) == DRAWS + 1 and reads["read_arrays"] == dict.fromkeys(names, 1)
     # Headers hold the trace.
-    assert reads["read_header"] == {name: 1 for name in names if not name.startswith("start")}
+    expected = {("read_header", name): 1 for name in names if not name.startswith("start")}
+    assert len(names) == DRAWS + 1 and len(expected) == DRAWS
+    assert reads == expected | {("read_arrays", name): 1 for name in names}
 
 
 def test_one_draw(run, draws, tmp_path):
@@ -284,97 +269,92 @@ def test_a_damaged_prediction_is_named(run, draws):
             report.write(run)
 
 
-def test_a_run_that_stored_nothing(run, draws):
-    page = report.write(run, title="Digits & more").read_text()
+def test_a_run_that_stored_nothing(run, draws, tmp_path, monkeypatch):
+    path = report.write(run, tmp_path / "page.html", title="Digits & more")
+    page = path.read_text()
     assert "The run stored none" in page and num_pictures(page) == 4
     assert "<h1>Digits &amp; more</h1>" in page and "<title>Digits &amp; more</title>" in page
+
+    def fail(*_):
+        raise OSError("no room")
+
+    # A page that cannot be finished leaves the one before.
+    monkeypatch.setattr(_page._disk, "write", fail)
+    with pytest.raises(OSError, match="no room"):
+        report.write(run, path, title="another")
+    assert path.read_text() == page
+    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["page.html"]
 
 
 def test_what_is_stored_comes_back(run, draws):
     prediction = classify(draws, per="draw")
-    report.store(run, "test", prediction, targets=LABELS, scores={"mine": 0.25})
+    given: dict[str, Any] = {"scores": {"mine": np.float32(1e-7)}, "targets": LABELS}
+    report.store(run, "test", prediction, **given)
     stored = Stored(run / "prediction-test.safetensors")
-    assert (stored.name, stored.scores) == ("test", {"mine": 0.25})
+    assert (stored.name, stored.scores) == ("test", {"mine": pytest.approx(1e-7)})
     np.testing.assert_array_equal(stored.targets, LABELS)
     for field in ("mean", "log_density", "total", "aleatoric"):
         kept, given = getattr(stored.prediction, field), getattr(prediction, field)
         np.testing.assert_array_equal(kept, given)
     np.testing.assert_array_equal(stored.prediction.each.log_density, prediction.each.log_density)
-
-
-def command(*arguments) -> subprocess.CompletedProcess:
-    """Warnings of Python itself, such as of a module imported twice, are errors."""
-    words = [sys.executable, "-W", "error::RuntimeWarning", "-m", "optax_smile.report", *arguments]
-    return subprocess.run(list(map(str, words)), capture_output=True, text=True)
+    assert "<td>1e-07</td>" in report.write(run).read_text()
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("rendered")
 def test_the_command(run, draws, tmp_path):
-    done = command(run)
+    """Warnings of Python itself, such as of a module imported twice, are errors."""
+    words = [sys.executable, "-W", "error::RuntimeWarning", "-m", "optax_smile.report"]
+    call = functools.partial(subprocess.run, capture_output=True, text=True)
+    done = call([*words, run])
     assert (done.returncode, done.stdout) == (0, f"{run / 'report.html'}\n"), done.stderr
-    wrong = command(tmp_path)
-    assert wrong.returncode == 1 and "Traceback" not in wrong.stderr
-    unwritable = command(run, "--output", "/proc/page.html")
-    assert unwritable.returncode == 1 and "Traceback" not in unwritable.stderr
-    assert "must be a directory with a manifest.json, got" in wrong.stderr
-
-
-def test_what_does_not_fit_the_run(run, draws, tmp_path):
-    prediction = classify(draws)
-    for name in "../test", "x" * 101:
-        with pytest.raises(
-            ValueError, match=r"`report.store\(name=...\)` must be a name of letters"
-        ):
-            report.store(run, name, prediction)
-    with pytest.raises(ValueError, match=r"store\(scores\['LPPD'\]=...\)` must be a number"):
-        report.store(run, "test", prediction, scores={"LPPD": "high"})  # pyright: ignore
-    with pytest.raises(ValueError, match=r"`report.store\(prediction=...\)` must be one made with"):
-        report.store(run, "test", classify(draws, None), targets=LABELS)
-    with pytest.raises(ValueError, match=r"`report.store\(directory=...\)` must be a directory"):
-        report.store(tmp_path, "test", prediction)
-    with pytest.raises(ValueError, match="classes from 0 to 3, got 1 to 4"):
-        report.store(run, "test", prediction, targets=LABELS + 1)
-    assert not list(run.glob("prediction-*"))
-    report.store(run, "test", prediction, scores={"mine": np.float32(1e-7)})  # pyright: ignore
-    assert "<td>1e-07</td>" in report.write(run).read_text()
-    (tmp_path / "manifest.json").write_bytes((run / "manifest.json").read_bytes())
-    with pytest.raises(ValueError, match=r"`report.write\(directory=...\)` must be .* with draws"):
-        report.write(tmp_path)
-    with pytest.raises(ValueError, match=r"`report.write\(output=...\)` must be a file .html or"):
-        report.write(run, tmp_path / "a.txt")
-    (tmp_path / "a-pictures").write_text("mine")
-    with pytest.raises(ValueError, match=r"`report.write\(output=...\)` must be a page beside"):
-        report.write(run, tmp_path / "a.html")
-    assert (tmp_path / "a-pictures").read_text() == "mine" and not (tmp_path / "a.html").exists()
-
-
-IMAGES = np.arange(40 * 4, dtype=np.uint8).reshape(40, 2, 2)
-
-
-def test_images_that_do_not_fit_are_named(run, draws):
-    prediction = classify(draws)
-    for images, message in (
-        (IMAGES[:39], r"prediction=...\)` must be of 39 inputs"),
-        (INPUTS, r"images=...\)` must be an array \[input, height, width\] or"),
-        (np.zeros((40, 5, 5, 2)), r"images=...\)` must be images with 1, 3, 4 ch"),
-        (np.full((40, 2, 2), np.nan), r"images=...\)` must be finite"),
+    for arguments, said in (
+        ([tmp_path], "must be a directory with a manifest.json, got"),
+        ([run, "--output", "/proc/page.html"], ""),
     ):
-        with pytest.raises(ValueError, match=r"`report.store\(" + message):
-            report.store(run, "test", prediction, targets=LABELS, images=images)
+        wrong = call([*words, *arguments])
+        assert wrong.returncode == 1 and said in wrong.stderr and "Traceback" not in wrong.stderr
+
+
+def test_what_does_not_fit_is_named(run, draws, tmp_path):
+    prediction, unknown = classify(draws), classify(draws, None)
+    of_all: dict[str, Any] = {"name": "test", "prediction": prediction, "directory": run}
+    for rule, given in {
+        r"name=...\)` must be a name of letters": {"name": "../test"},
+        r"name=...\)` must be a name of": {"name": "x" * 101},
+        r"scores\['LPPD'\]=...\)` must be a number": {"scores": {"LPPD": "high"}},
+        r"prediction=...\)` must be one made": {"prediction": unknown, "targets": LABELS},
+        r"directory=...\)` must be a directory": {"directory": tmp_path},
+        r"targets=...\)` .*classes from 0 to 3, got 1 to 4": {"targets": LABELS + 1},
+        r"prediction=...\)` must be of 39 inputs": {"images": IMAGES[:39]},
+        r"images=...\)` must be an array \[input, height, width\] or": {"images": INPUTS},
+        r"images=...\)` must be images with 1, 3, 4 ch": {"images": np.zeros((40, 5, 5, 2))},
+        r"images=...\)` must be finite": {"images": np.full((40, 2, 2), np.nan)},
+    }.items():
+        with pytest.raises(ValueError, match=r"`report.store\(" + rule):
+            report.store(**of_all | given)
     assert not list(run.glob("prediction-*"))
+    (tmp_path / "manifest.json").write_bytes((run / "manifest.json").read_bytes())
+    (tmp_path / "a-pictures").write_text("mine")
+    for rule, given in (
+        (r"directory=...\)` must be .* with draws", (tmp_path,)),
+        (r"output=...\)` must be a file .html or", (run, tmp_path / "a.txt")),
+        (r"output=...\)` must be a page beside", (run, tmp_path / "a.html")),
+    ):
+        with pytest.raises(ValueError, match=r"`report.write\(" + rule):
+            report.write(*given)
+    assert (tmp_path / "a-pictures").read_text() == "mine" and not (tmp_path / "a.html").exists()
 
 
 def test_the_few_images_that_are_kept_are_those_that_all_would_show(run, draws):
     """Drawn of what is kept or of everything, it is the same picture."""
     binary = predict(draws, lambda p, x: logits(p, x)[:, 0], "bernoulli", LABELS % 2, per=None)
-    ones = np.asarray(binary.mean)
+    ones, known, unknown = np.asarray(binary.mean), classify(draws), classify(draws, None)
     for prediction, targets, mean, num_texts in (
         (binary, LABELS % 2, np.stack([1 - ones, ones], axis=1), 21),
-        (classify(draws, None), None, None, 14),
-        (classify(draws), LABELS, None, 21),
+        (unknown, None, unknown.mean, 14),
+        (known, LABELS, known.mean, 21),
     ):
-        mean = prediction.mean if mean is None else mean
         report.store(run, "test", prediction, targets=targets, images=IMAGES, scores={})
         stored = Stored(run / "prediction-test.safetensors")
         assert stored.images is not None and 12 <= len(stored.shown) <= 18
@@ -403,97 +383,72 @@ def test_methods_share_their_figures(run, draws):
         "reliability": f"ECE {scores['ECE']:.3f}",
         "risk and coverage": f"AURC {scores['AURC']:.3g}",
     }.items():
-        ax = matplotlib.figure.Figure().subplots()
+        ax: Any = matplotlib.figure.Figure().subplots()
         found[name].draw(ax)
-        legend: Any = ax.get_legend()
-        told = [text.get_text() for text in legend.get_texts()]
+        told = [text.get_text() for text in ax.get_legend().get_texts()]
         assert told == [f" _deep ensemble ({score})", f"psmile ({score})"]
     assert ax.get_xlim() == (0, 1)
 
 
 def test_trouble_comes_first_and_is_named():
     made = diagnostics.summary(optax_smile.Snapshots(RNG.normal(size=(3, 24, 5))))
-    checks = (
-        diagnostics.Check("copies", (0, 1, 2), (0.0,) * 3, 2.4, True, "", "0 of 24 draws."),
-        diagnostics.Check("slow", (0, 1, 2), (0.3,) * 3, 0.25, False, "a larger `thin`.", "`30%`."),
-        diagnostics.Check("slow", (0, 1, 2), (0.1,) * 3, 0.25, True, "", "Another test."),
-        diagnostics.Check("frozen", (0, 2), (0.0,) * 2, 0.1, False, "x", "99: 99."),
-        diagnostics.Check("diverged", (1,), (9.0,), 2.0, False, "a smaller step.", "far < off."),
+
+    def shown(*checks):
+        checks = tuple(diagnostics.Check(*check) for check in checks)
+        page = "".join(_page._lights(dataclasses.replace(made, checks=checks)))
+        return page, lights(page)
+
+    page, found = shown(
+        ("copies", (0, 1, 2), (0.0,) * 3, 2.4, True, "", "0 of 24 draws."),
+        ("slow", (0, 1, 2), (0.3,) * 3, 0.25, False, "a larger `thin`.", "`30%`."),
+        ("slow", (0, 1, 2), (0.1,) * 3, 0.25, True, "", "Another test."),
+        ("frozen", (0, 2), (0.0,) * 2, 0.1, False, "x", "99: 99."),
+        ("diverged", (1,), (9.0,), 2.0, False, "a smaller step.", "far < off."),
     )
-    page = "".join(_page._lights(dataclasses.replace(made, checks=checks)))
-    expected = [
-        ("trouble", "frozen"),
-        ("trouble", "diverged"),
-        ("look", "slow"),
-        ("fine", "copies"),
-    ]
-    assert lights(page) == expected
-    assert "<b>diverged</b> (chain 1): far &lt; off." in page
-    assert "<b>frozen</b> (chains 0, 2): 99: 99." in page and "Another test" not in page
-    assert "<b>slow</b> (all chains): <code>30%</code>." in page
-    assert "<b>Try</b> a larger <code>thin</code>." in page
-    assert "Not tested: altered, still on its way, not settled, different modes" in page
+    assert [kind for _, kind in found] == ["frozen", "diverged", "slow", "copies"]
+    assert [light for light, _ in found] == ["trouble", "trouble", "look", "fine"]
+    for text in (
+        "<b>diverged</b> (chain 1): far &lt; off.",
+        "<b>frozen</b> (chains 0, 2): 99: 99.",
+        "<b>slow</b> (all chains): <code>30%</code>.",
+        "<b>Try</b> a larger <code>thin</code>.",
+        "Not tested: altered, still on its way, not settled, different modes",
+    ):
+        assert text in page
+    assert "Another test" not in page
     # Some findings ask for a look alone.
-    found = [diagnostics.Check(kind, (1,), (1.0,), 0.0, False, "x", "y") for kind in ADVICE]
-    page = "".join(_page._lights(dataclasses.replace(made, checks=tuple(found))))
+    _, found = shown(*((kind, (1,), (1.0,), 0.0, False, "x", "y") for kind in ADVICE))
     look = {"slow", "different modes", "chains differ", "worse than the start"}
     look |= {"rejected steps", "step size"}
-    assert {kind for light, kind in lights(page) if light == "look"} == look
+    assert {kind for light, kind in found if light == "look"} == look
 
 
-def test_settings_are_written_as_a_person_would():
+def test_settings_and_times_in_words():
     tuner = {"name": "angle_tuner", "angle": 0.03, "adapt_steps": None}
-    schedule = ["optax.schedules._schedule.exponential_decay.<locals>.schedule", [0.5, None]]
-    assert (
-        _words.call("f", {"tuner": tuner}) == "f(tuner=angle_tuner(angle=0.03, adapt_steps=None))"
-    )
-    assert (
-        _words.call("f", {"key": [0, 7], "tuner": None}) == "f(key=jax.random.key(7), tuner=None)"
-    )
-    given = {"key": 7, "prior_precision": {"w": 1.0}}
-    assert _words.call("f", given) == "f(key=7, prior_precision={'w': 1.0})"
-    assert _words.call("sgld", {"step_size": schedule, "prior_precision": [1.0, 2]}) == (
-        "sgld(step_size=exponential_decay(...), prior_precision=[1.0, 2])"
-    )
-    assert _words.call("f", {"loss": ["my.module.loss", []]}) == "f(loss=loss)"
-    long = _words.call("f", {"a" * 40: 1e-3, "b" * 40: "start"})
-    assert long == f"f(\n    {'a' * 40}=0.001,\n    {'b' * 40}='start',\n)"
+    decay = ["optax.schedules._schedule.exponential_decay.<locals>.schedule", [0.5, None]]
+    a, b = "a" * 40, "b" * 40
+    for written, given in {
+        "f(tuner=angle_tuner(angle=0.03, adapt_steps=None))": {"tuner": tuner},
+        "f(key=jax.random.key(7), tuner=None)": {"key": [0, 7], "tuner": None},
+        "f(key=7, prior_mean={'w': 1.0})": {"key": 7, "prior_mean": {"w": 1.0}},
+        "f(step_size=exponential_decay(...), x=[1.0, 2])": {"step_size": decay, "x": [1.0, 2]},
+        "f(loss=loss)": {"loss": ["my.module.loss", []]},
+        f"f(\n    {a}=0.001,\n    {b}='start',\n)": {a: 1e-3, b: "start"},
+    }.items():
+        assert _words.call("f", given) == written
     seeds = [_words.seed(key) for key in ([1, 2], 7, [1, 2, 3, 4], None)]
     assert seeds == [2**32 + 2, 7, None, None]
-
-
-def test_times_in_words():
     written = [_words.duration(x) for x in (0.2, 59.4, 59.6, 3599, 3600, 90_061)]
     assert written[:3] == ["less than a second", "59 s", "1 min 0 s"]
     assert written[3:] == ["59 min 59 s", "1 h 0 min", "25 h 1 min"]
     sessions = [_sessions.Session(0.0, 30.0, "a"), _sessions.Session(90.0, 45, "b & c")]
-    assert _words.times(sessions) == {
-        "begun": "1970-01-01 00:00 UTC",
-        "run time": "1 min 15 s in 2 sessions",
-        "machine": "a; b & c",
-    }
+    told = ["1970-01-01 00:00 UTC", "1 min 15 s in 2 sessions", "a; b & c"]
+    names = ["begun", "run time", "machine"]
+    assert _words.times(sessions) == dict(zip(names, told, strict=True))
     assert set(_words.times([]).values()) == {"not recorded"}
 
 
-def test_damaged_times_are_named(tmp_path):
-    file = tmp_path / _sessions.FILE
-    for content in "", "{}", "[]", '{"sessions": [], "checksum": "0"}', "NaN", "\udcff":
-        file.write_bytes(content.encode(errors="surrogateescape"))
-        with pytest.raises(ValueError, match=f"The record of times {file} is damaged"):
-            _sessions.read(tmp_path)
-    for began in -1, 1e300, float("nan"), True, "0", None:
-        sessions = [{"began": began, "seconds": 1, "machine": "a"}]
-        record = {"sessions": sessions, "checksum": _disk.checksum(json.dumps(sessions))}
-        file.write_text(json.dumps(record))
-        with pytest.raises(ValueError, match="its entries are no sessions"):
-            _sessions.read(tmp_path)
-    file.unlink()
-    file.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(ValueError, match=f"The record of times {file} is damaged"):
-        _sessions.read(tmp_path)
-
-
-def test_sessions_follow_each_other(tmp_path):
+def test_times_follow_each_other_and_damaged_ones_are_named(tmp_path):
     assert _sessions.read(tmp_path) == []
     for resumed in (False, True):
         clock = _sessions.Clock(tmp_path, resumed)
@@ -503,6 +458,23 @@ def test_sessions_follow_each_other(tmp_path):
     assert first.began <= second.began and first.machine == _sessions.machine()
     _sessions.Clock(tmp_path, resumed=False).write()
     assert len(_sessions.read(tmp_path)) == 1
+    file = tmp_path / _sessions.FILE
+
+    def refused(rule=f"The record of times {file} is damaged"):
+        with pytest.raises(ValueError, match=rule):
+            _sessions.read(tmp_path)
+
+    for content in "", "{}", "[]", '{"sessions": [], "checksum": "0"}', "NaN", "\udcff":
+        file.write_bytes(content.encode(errors="surrogateescape"))
+        refused()
+    for began in -1, 1e300, float("nan"), True, "0", None:
+        sessions = [{"began": began, "seconds": 1, "machine": "a"}]
+        record = {"sessions": sessions, "checksum": _disk.checksum(json.dumps(sessions))}
+        file.write_text(json.dumps(record))
+        refused("its entries are no sessions")
+    file.unlink()
+    file.symlink_to(tmp_path / "elsewhere")
+    refused()
 
 
 @pytest.mark.slow
@@ -515,50 +487,11 @@ def test_every_picture_is_a_file_too_and_the_page_needs_nothing_else(run, draws,
     files = {f"a b-pictures/{file.name}" for file in (tmp_path / "a b-pictures").iterdir()}
     assert set(links) == files and len(links) == len(files) == 2 * len(pictures(page))
     assert {"a b-pictures/examples-test.svg", "a b-pictures/examples-test-2.pdf"} <= files
-    for link in links:
-        content = (tmp_path / link).read_bytes()
+    before = {file: (tmp_path / file).read_bytes() for file in files}
+    for link, content in before.items():
         assert content.startswith(b"%PDF" if link.endswith("pdf") else b"<?xml")
     sources = re.findall(r'\b(?:src|href)="([^"]*)"', page)
     assert all(source.startswith(("data:", "a%20b-pictures/")) for source in sources)
-    assert "@import" not in page and "url(" not in page and "<script" not in page
-    before = {file: (tmp_path / file).read_bytes() for file in files}
+    assert not any(word in page for word in ("@import", "url(", "<script"))
     assert report.write(run, tmp_path / "a b.html").read_text() == page
     assert before == {file: (tmp_path / file).read_bytes() for file in files}
-
-
-def test_a_page_that_cannot_be_finished_leaves_the_one_before(run, draws, tmp_path, monkeypatch):
-    page = report.write(run, tmp_path / "page.html")
-    before = page.read_bytes()
-
-    def fail(*_):
-        raise OSError("no room")
-
-    monkeypatch.setattr(_page._disk, "write", fail)
-    with pytest.raises(OSError, match="no room"):
-        report.write(run, page, title="another")
-    assert page.read_bytes() == before
-    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["page.html"]
-
-
-@pytest.mark.nightly
-@pytest.mark.usefixtures("rendered")
-@pytest.mark.parametrize("width", [1200, 400])
-def test_a_browser_shows_the_page_within_its_window(run, draws, tmp_path, width):
-    names = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-    browser = next(filter(None, map(shutil.which, names)), None)
-    if browser is None:
-        pytest.skip(f"no browser: none of {', '.join(names)} is installed")
-    report.store(run, "test", classify(draws), targets=LABELS, images=IMAGES)
-    page = report.write(run, tmp_path / "page.html")
-    # A window has a smallest width, a frame has none; the title says how wide the page is in it.
-    measure = "document.title = contentDocument.documentElement.scrollWidth"
-    frame = tmp_path / "frame.html"
-    frame.write_text(
-        f'<style>* {{ margin: 0; border: 0 }}</style><iframe width="{width}" height="3000"'
-        f' onload="{measure}" srcdoc="{html.escape(page.read_text())}"></iframe>'
-    )
-    words = [browser, "--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
-    words += [f"--user-data-dir={tmp_path / 'profile'}", "--proxy-server=127.0.0.1:9"]
-    words += [f"--window-size={max(width, 500)},3000", "--dump-dom", frame.as_uri()]
-    done = subprocess.run(words, check=True, timeout=300, capture_output=True, text=True)
-    assert f"<title>{width}</title>" in done.stdout

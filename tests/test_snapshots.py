@@ -32,25 +32,16 @@ def start() -> Any:
 
 
 def draw(directory=None, loss=mean_loss, **arguments) -> Any:
-    settings: dict[str, Any] = {"num_warmup": 2, "num_draws": DRAWS, "thin": 2, "key": 0}
-    return optax_smile.sample(
-        loss,
-        start(),
-        [jnp.full(2, 1.0), jnp.full(2, 2.0)],
-        optax_smile.smile(0.1, num_data=20, decoherence_length=None),
-        progress=False,
-        directory=directory,
-        **settings | arguments,
-    )
+    given: dict[str, Any] = {"num_warmup": 2, "num_draws": DRAWS, "thin": 2, "key": 0}
+    given |= {"directory": directory, "progress": False} | arguments
+    sampler = optax_smile.smile(0.1, num_data=20, decoherence_length=None)
+    return optax_smile.sample(loss, start(), [jnp.full(2, x) for x in (1.0, 2.0)], sampler, **given)
 
 
 class Runs(NamedTuple):
-    """The same run twice.
+    """The same run twice: in memory, and begun in a folder above while another one is the current.
 
-    Attributes:
-        memory: draws of the run without a directory.
-        disk: draws of the other, begun in the folder above; it moves to another folder meanwhile.
-        seen: how many of its draws could be read while it ran.
+    `seen`: how many of its draws could be read while it ran.
     """
 
     memory: Any
@@ -74,12 +65,6 @@ def runs(tmp_path_factory):
     with contextlib.chdir(folder):
         disk = draw("run", callback=look)
     return Runs(draw(), disk, seen)
-
-
-@pytest.fixture
-def copied(runs, tmp_path):
-    """A copy of the directory, to be damaged."""
-    return Path(shutil.copytree(runs.disk.directory, tmp_path / "run"))
 
 
 def write(directory, begin, *draws, dtype=None):
@@ -107,14 +92,10 @@ def test_disk_and_memory_hold_the_same_draws(runs):
         np.testing.assert_array_equal(disk.trace[name], values[:, -DRAWS:])
     assert disk.trace["step"].tolist() == [[4, 6, 8, 10, 12]] * CHAINS
     assert memory.settings == disk.settings and memory.settings["name"] == "smile"
-    in_order = [
-        jax.tree.map(lambda x, at=(chain, number): x[at], memory.params)
-        for number in range(DRAWS)
-        for chain in range(CHAINS)
-    ]
-    for one, other, expected in zip(disk, memory, in_order, strict=True):
-        assert_same(one, expected)
-        assert_same(other, expected)
+    for at, (one, other) in enumerate(zip(disk, memory, strict=True)):
+        number, chain = divmod(at, CHAINS)
+        assert_same(one, jax.tree.map(lambda x, at=(chain, number): x[at], memory.params))
+        assert_same(other, one)
     thinned = disk.thinned(3)
     assert_same(thinned.params, jax.tree.map(lambda x: x[:, [1, 4]], memory.params))
     assert thinned.trace["step"].tolist() == [[6, 12]] * CHAINS
@@ -132,30 +113,14 @@ def test_a_run_is_read_while_it_runs_and_where_it_began(runs, tmp_path):
     assert loaded.directory == folder / "run"
 
 
-def test_predict_takes_them(runs):
-    def outputs(params, inputs):
-        return inputs * params["b"][0] + params["layer"][0]["w"][1], 0.0
-
-    inputs = jnp.arange(4.0)
-    given: dict[str, Any] = {"likelihood": "gaussian", "targets": inputs, "per": "draw"}
-    memory, disk = (
-        optax_smile.predict(outputs, draws, inputs, curve=(1, 7), **given) for draws in runs[:2]
-    )
-    assert disk.each.mean.shape == (CHAINS, DRAWS, 4) and len(disk.curve) == 2
-    assert_same(disk, memory)
-
-
 def test_rounded_on_disk_alone(runs, tmp_path):
-    """The chain itself keeps all digits."""
-    halves = draw(tmp_path, dtype="float16")
+    """The chain itself keeps all digits, and whole numbers are not rounded."""
+    halves = draw(tmp_path / "run", dtype="float16")
     expected = jax.tree.map(lambda x: x.astype(np.float16).astype(np.float32), runs.memory.params)
     assert_same(halves.params, expected)
     assert all(x.dtype == np.float32 for x in jax.tree.leaves(halves.params))
     sizes = [sum(x.stat().st_size for x in y.directory.glob("draw*")) for y in (halves, runs.disk)]
     assert sizes[0] < sizes[1]
-
-
-def test_whole_numbers_are_not_rounded(tmp_path):
     begin = {"w": np.zeros((2, 1), np.float32), "count": np.zeros(2, np.int32)}
     counted = {"w": begin["w"] + np.float32(0.1), "count": np.array([2049, 2**24 + 1], np.int32)}
     params = write(tmp_path, begin, counted, dtype="float16").params
@@ -176,8 +141,8 @@ def test_trees_come_back_nested_flat_or_as_they_were(tmp_path):
 
 def test_a_leaf_that_moves_in_one_chain_alone_comes_back_right(tmp_path):
     still = np.zeros((2, 3), np.float32)
-    begin = {"w": still, "v": still}
-    first = {"w": np.array([[1.0] * 3, [0.0] * 3], np.float32), "v": still}
+    begin, first = {"w": still, "v": still}, {"w": still + [[1], [0]], "v": still}
+    first = jax.tree.map(np.float32, first)
     params = write(tmp_path, begin, first, begin).params
     assert_same(params, jax.tree.map(lambda *x: np.stack(x, 1), first, begin))
 
@@ -217,32 +182,34 @@ def test_a_full_disk_leaves_the_earlier_draws(runs, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("damage", ["truncate", "flip", "foreign", "delete"])
-def test_a_damaged_file_is_named(copied, damage):
+def test_a_damaged_file_is_named(runs, tmp_path, damage, monkeypatch):
+    copied = Path(shutil.copytree(runs.disk.directory, tmp_path / "run"))
     draws = optax_smile.load_snapshots(copied)
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "safetensors.numpy", None)
+        with pytest.raises(ImportError, match=r"pip install 'optax-smile\[storage\]'"):
+            next(iter(draws))
     file = draws.draws[2][0].path
-    content = bytearray(file.read_bytes())
+    content = file.read_bytes()
+    flipped = content[:-3] + bytes([content[-3] ^ 1]) + content[-2:]
+    damaged = {"truncate": content[:-5], "flip": flipped, "foreign": b"something else"}
     file.unlink()
-    if damage == "truncate":
-        file.write_bytes(content[:-5])
-    if damage == "flip":
-        content[-3] ^= 1
-        file.write_bytes(content)
-    if damage == "foreign":
-        file.write_bytes(b"something else")
+    if damage in damaged:
+        file.write_bytes(damaged[damage])
     with pytest.raises(ValueError, match=rf"{file} is damaged .* other draws stay readable"):
         list(draws)
     file.unlink(missing_ok=True)
     assert len(list(optax_smile.load_snapshots(copied))) == (DRAWS - 1) * CHAINS
 
 
-def test_a_directory_without_a_manifest_and_a_tree_of_other_leaves(copied, tmp_path):
-    def refused(rule, directory=copied, **arguments):
-        with pytest.raises(ValueError, match=rf"`load_snapshots\({rule}"):
-            optax_smile.load_snapshots(directory, **arguments)
-
-    refused(r"directory=...\)` must be a directory with a manifest.json, got", tmp_path)
+def test_a_directory_without_a_manifest_and_a_tree_of_other_leaves(runs, tmp_path):
     other = jax.tree.map(lambda x: x[0], start()) | {"b": jnp.zeros(4)}
-    refused(r"like=...\)`.*, got \[\('b', \[4\]\)\]", like=other)
+    for directory, like, rule in (
+        (tmp_path, None, r"directory=...\)` must be a directory with a manifest.json, got"),
+        (runs.disk.directory, other, r"like=...\)`.*, got \[\('b', \[4\]\)\]"),
+    ):
+        with pytest.raises(ValueError, match=rf"`load_snapshots\({rule}"):
+            optax_smile.load_snapshots(directory, like=like)
 
 
 def test_a_run_that_failed_before_its_first_step_does_not_block_the_directory(runs, tmp_path):
@@ -252,9 +219,3 @@ def test_a_run_that_failed_before_its_first_step_does_not_block_the_directory(ru
     with pytest.raises(FloatingPointError):
         draw(tmp_path, fail, num_warmup=7, key=3)
     assert_same(draw(tmp_path).params, runs.memory.params)
-
-
-def test_missing_safetensors_is_no_damage(runs, monkeypatch):
-    monkeypatch.setitem(sys.modules, "safetensors.numpy", None)
-    with pytest.raises(ImportError, match=r"pip install 'optax-smile\[storage\]'"):
-        next(iter(runs.disk))

@@ -42,7 +42,7 @@ def known(found: Sequence[Record]) -> Table:
         row += [number(first["asymptotic"], 2), f"{first['localization']:g}"]
         row += [number(first["llc"], 2), short(first["standard_error"])]
         row += [", ".join(map(_percent, errors)), ", ".join(map(_percent, plain))]
-        said = {text.partition(":")[0] for record in records for text in record["findings"]}
+        said = {kind for record in records for kind, _ in record["findings"]}
         rows.append([*row, ", ".join(sorted(said)) or "-"])
         used += records
     header = ["model", "d", "exact", "n → ∞", "gamma", "llc, seed 0", "its error"]
@@ -112,7 +112,7 @@ def transformer(found: Sequence[Record]) -> Table:
         spread = max(abs(value / mean - 1) for value in estimates)
         cell = records[0]["cell"]
         steps = cell["num_warmup"] + cell["num_draws"] * thin
-        said = {text.partition(":")[0] for record in records for text in record["findings"]}
+        said = {kind for record in records for kind, _ in record["findings"]}
         row = [f"{localization:g}", f"{steps:,}", ", ".join(thousands(x) for x in estimates)]
         row += [_percent(spread, "") if len(estimates) > 1 else "", _percent(mean / base - 1)]
         row += [number(statistics.fmean(r["loss"] for r in records), 4)]

@@ -26,6 +26,21 @@ NUM_BLOCKS = 10
 LEAST_EXPLAINED = 0.95
 
 
+class Finding(NamedTuple):
+    """What speaks against a coefficient.
+
+    Attributes:
+        kind: such as "out of balance".
+        text: a sentence with the numbers, and what to try.
+    """
+
+    kind: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.text}"
+
+
 class LearningCoefficient(NamedTuple):
     """What `llc` finds; `str(found)` is a table in plain words.
 
@@ -93,8 +108,8 @@ class LearningCoefficient(NamedTuple):
         return _around.mean_and_error(self.per_chain)[1]
 
     @property
-    def findings(self) -> tuple[str, ...]:
-        """What speaks against the coefficient, in plain words; empty if nothing does."""
+    def findings(self) -> tuple[Finding, ...]:
+        """What speaks against the coefficient; empty if nothing does."""
         return tuple(self._findings())
 
     def _nats(self, loss: Any) -> Any:
@@ -102,32 +117,36 @@ class LearningCoefficient(NamedTuple):
         same: Any = 0.0
         return energy_change(potential, loss, same)
 
-    def _findings(self) -> Iterator[str]:
+    def _findings(self) -> Iterator[Finding]:
         if not np.all(np.isfinite(self.loss)):
-            yield "not finite: the loss of some draws is infinite or NaN. Try shorter steps."
+            text = "the loss of some draws is infinite or NaN. Try shorter steps."
+            yield Finding("not finite", text)
             return
         change, error = _trend(_blocks(self.trace))
         if abs(change) > max(CLEAR_ERRORS * error, MOST_TREND * abs(self.llc)):
-            word = "falling" if change < 0 else "rising"
-            yield (
-                f"still {word}: {change:+.3g} from the first draws to the last. Try a larger"
-                " num_warmup or more draws; a stronger localization, if the loss falls for"
-                " ever along flat directions."
+            yield Finding(
+                "still falling" if change < 0 else "still rising",
+                f"{change:+.3g} from the first draws to the last. Try a larger num_warmup or more"
+                " draws; a stronger localization, if the loss falls for ever along flat"
+                " directions.",
             )
         if self.llc < 0:
-            yield (
-                "negative: the draws have a smaller loss than the weights, which are no minimum of"
-                " this loss. Try to train them for longer, or a stronger localization."
+            yield Finding(
+                "negative",
+                "the draws have a smaller loss than the weights, which are no minimum of this"
+                " loss. Try to train them for longer, or a stronger localization.",
             )
         balance = self.balance.mean()
         if not self.is_balanced and abs(balance - 1) > MOST_TREND:
-            yield (
-                f"out of balance: (v - w) . grad U / d is {balance:.3g} on average, and 1 at"
-                " equilibrium: the chains have not arrived, or noise and step size change what they"
-                " sample. Try a larger num_warmup, larger batches or shorter steps."
+            yield Finding(
+                "out of balance",
+                f"(v - w) . grad U / d is {balance:.3g} on average, and 1 at equilibrium: the"
+                " chains have not arrived, or noise and step size change what they sample. Try a"
+                " larger num_warmup, larger batches or shorter steps.",
             )
         if self.standard_error > MOST_TREND * abs(self.llc):
-            yield "uncertain: the standard error is above 5 %. Try more draws or more chains."
+            text = "the standard error is above 5 %. Try more draws or more chains."
+            yield Finding("uncertain", text)
 
     def __str__(self) -> str:
         table = {
@@ -141,7 +160,7 @@ class LearningCoefficient(NamedTuple):
             f" {self.beta:.4g}, localization = {self.localization:g}, draws of each chain:"
             f" {self.loss.shape[1]}"
         )
-        told = self.findings or ("Nothing looks wrong.",)
+        told = map(str, self.findings or ("Nothing looks wrong.",))
         return "\n".join([*aligned(table), "", about, *told])
 
 

@@ -75,9 +75,8 @@ def test_on_a_mesh(shape, kind, per, axis):
 
 
 def test_arrays_may_change_while_they_wait():
-    predictor = optax_smile.Predictor(
-        apply_fn, INPUTS, likelihood="categorical", mesh=make_mesh(AUTO, 4, 1)
-    )
+    mesh = make_mesh(AUTO, 4, 1)
+    predictor = optax_smile.Predictor(apply_fn, INPUTS, likelihood="categorical", mesh=mesh)
     params = {"w": np.empty_like(WEIGHTS[0, 0])}
     for weights in WEIGHTS[0, :6]:
         params["w"][:] = weights
