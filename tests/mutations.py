@@ -29,7 +29,7 @@ LONGEST = 300
 OPTIONS = ("-p", "no:cacheprovider")
 # By pytest's exit status, with and without a defect; all else is no verdict.
 PASSED, FAILED = 0, 1
-RESULTS = {PASSED: "survived", FAILED: "caught"}
+RESULTS: dict[Any, str] = {PASSED: "survived", FAILED: "caught"}
 
 # "# file | tests", and for each defect "= what is broken | -k expression", then the lines of the
 # old text and those of the new one.
@@ -385,7 +385,7 @@ def check(chosen: list[Mutation]) -> list[str]:
         except (LookupError, SyntaxError) as error:
             wrong.append(f"{one.name}: {error}")
         own = [test.lower() for test in collected if test.startswith(f"{one.tests}::")]
-        selects = Expression.compile(one.expression.lower()).evaluate
+        selects: Any = Expression.compile(one.expression.lower()).evaluate
         if not any(selects(lambda word, test=test: word in test) for test in own):
             wrong.append(f"{one.name}: {one.tests} -k '{one.expression}' selects nothing")
     return wrong
