@@ -5,7 +5,6 @@ import itertools
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
 import data
 import numpy as np
@@ -42,9 +41,6 @@ def assert_disjoint(splits: data.Splits):
         assert not one & other
 
 
-# Batches.
-
-
 def batches(count=10, size=3, seed=0, **options) -> data.Batches:
     return data.Batches((np.arange(count), 10 * np.arange(count)), size, seed, **options)
 
@@ -60,14 +56,13 @@ def test_a_batch_is_a_function_of_seed_and_number():
         assert list(batches()[number][0]) == passes[number // 3][number % 3]
     assert any(list(batches(seed=1)[i][0]) != passes[0][i] for i in range(3))
 
-    # With augmentation.
-    def make(seed=0):
-        return data.Batches((COLOURS, LABELS), 20, seed, data.crop_and_flip)
-
-    third = make()[2][0]
-    assert (make()[2][0] == third).all() and (make(1)[2][0] != third).any()
-    plain = data.Batches((COLOURS, LABELS), 20, 0)
-    assert (plain[2][0] != third).any() and (plain[2][1] == make()[2][1]).all()
+    augmented, other = (
+        data.Batches((COLOURS, LABELS), 20, seed, data.crop_and_flip) for seed in (0, 1)
+    )
+    again = data.Batches((COLOURS, LABELS), 20, 0, data.crop_and_flip)
+    plain, third = data.Batches((COLOURS, LABELS), 20, 0), again[2][0]
+    assert (augmented[2][0] == third).all() and (other[2][0] != third).any()
+    assert (plain[2][0] != third).any() and (plain[2][1] == again[2][1]).all()
 
 
 def test_crop_and_flip_gives_windows_of_the_padded_image():
@@ -87,42 +82,29 @@ def test_crop_and_flip_gives_windows_of_the_padded_image():
     assert changed.dtype == np.uint8 and (same == COLOURS[0]).all()
 
 
-# The loader of Grain.
-
-
-def test_loader_gives_the_same_batches_and_resumes_in_the_middle_of_a_pass():
+def test_loader_gives_the_same_batches_and_resumes_in_the_middle_of_a_pass(monkeypatch):
     pytest.importorskip("grain")
-
-    def make() -> Any:
-        return data.Batches((COLOURS, LABELS), 6, 3, data.crop_and_flip)
-
-    loader = data.loader(make(), num_passes=3, read_ahead=4)
-    iterator = iter(loader)
+    some = data.Batches((COLOURS, LABELS), 6, 3, data.crop_and_flip)
+    iterator = iter(data.loader(some, num_passes=3, read_ahead=4))
     before = [next(iterator) for _ in range(8)]
     state = iterator.get_state()
     after = list(iterator)
-    assert len(before) + len(after) == 3 * len(make())
-    for number, (inputs, targets) in enumerate([*before, *after]):
-        expected = make()[number]
-        assert (inputs == expected[0]).all() and (targets == expected[1]).all()
-    other = iter(data.loader(make(), num_passes=3))
+    assert len(before) + len(after) == 3 * len(some)
+    other = iter(data.loader(some, num_passes=3))
     other.set_state(state)
-    resumed = list(other)
-    assert len(resumed) == len(after)
-    for one, two in zip(resumed, after, strict=True):
-        assert (one[0] == two[0]).all() and (one[1] == two[1]).all()
-
-
-def test_loader_without_end_and_without_grain(monkeypatch):
-    pytest.importorskip("grain")
-    found = itertools.islice(iter(data.loader(batches())), 20)
-    assert all((x == batches()[i][0]).all() for i, (x, _) in enumerate(found))
+    endless = itertools.islice(iter(data.loader(some)), 3 * len(some))
+    expected = [some[number] for number in range(3 * len(some))]
+    for found, wanted in (
+        ([*before, *after], expected),
+        (list(other), expected[8:]),
+        (list(endless), expected),
+    ):
+        assert len(found) == len(wanted)
+        for one, two in zip(found, wanted, strict=True):
+            assert (one[0] == two[0]).all() and (one[1] == two[1]).all()
     monkeypatch.setitem(sys.modules, "grain", None)
     with pytest.raises(ImportError, match=r"pip install 'optax-smile\[data\]'"):
-        data.loader(batches())
-
-
-# Sets that lie in the folder.
+        data.loader(some)
 
 
 def idx(path: Path, array: np.ndarray):
@@ -166,20 +148,15 @@ def test_shakespeare(folder):
         assert (targets.ravel()[:-1] == inputs.ravel()[1:]).all()
 
 
-def table_files(folder: Path):
-    folder = folder / "uci"
-    folder.mkdir(parents=True)
-    table = NUMBERS.normal(size=(103, 6)) * [1, 5, 1, 1, 1, 3] + 7
-    table[:, 2] = 0.977
-    np.savetxt(folder / "energy.data", table)
-    np.savetxt(folder / "naval-propulsion-plant.txt.gz", np.hstack([table, table[:, :1]]))
-    return table
-
-
 def test_uci_is_split_and_standardized_by_the_training_part(folder):
     from sklearn.model_selection import train_test_split
 
-    table = table_files(folder)
+    (folder / "uci").mkdir(parents=True)
+    table = NUMBERS.normal(size=(103, 6)) * [1, 5, 1, 1, 1, 3] + 7
+    table[:, 2] = 0.977
+    np.savetxt(folder / "uci" / "energy.data", table)
+    twice = np.hstack([table, table[:, :1]])
+    np.savetxt(folder / "uci" / "naval-propulsion-plant.txt.gz", twice)
     splits = data.uci("energy", seed=3)
     rest, test = train_test_split(table, test_size=0.2, random_state=3)
     train, valid = train_test_split(rest, test_size=0.125, random_state=3)
@@ -193,43 +170,31 @@ def test_uci_is_split_and_standardized_by_the_training_part(folder):
     assert_disjoint(splits)
     naval = data.uci("naval", seed=3)
     assert (naval.train[0] == splits.train[0]).all() and (naval.test[1] == splits.test[1]).all()
-
-
-def test_diabetes_needs_no_folder(folder):
+    # Comes with scikit-learn.
     splits = data.uci("diabetes")
     assert splits.train[0].shape == (308, 10) and abs(np.mean(splits.train[1])) < 1e-6
-
-
-# What cannot be.
 
 
 def test_wrong_arguments(folder):
     (folder / "text").mkdir(parents=True)
     (folder / "text" / "modern_shakespeare.txt").write_text("a" * 100)
     pair = np.arange(5), np.arange(5)
+    (folder / "imagenette").mkdir()
+    (folder / "imagenette" / "train_64.npz").touch()
     for call, rule in (
         (lambda: data.Batches(pair, 6, 0), "must be from 1 to the number of examples, 5, got 6"),
         (lambda: data.Batches((pair[0], pair[1][:4]), 2, 0), "as many targets as inputs, got 4"),
         (lambda: batches()[-1], "must be >= 0, got -1"),
-        (lambda: data.hold_out(pair, 5, 0), "`hold_out(count=...)`"),
-        (lambda: data.standardize(PICTURES, "svhn"), "`standardize(name=...)` must be one of"),
+        (lambda: data.hold_out(pair, 5, 0), "`hold_out\\(count=...\\)`"),
+        (lambda: data.standardize(PICTURES, "svhn"), "`standardize\\(name=...\\)` must be one of"),
         (lambda: data.cifar10(num_train=45_001), "must be from 1 to 45000, got 45001"),
-        (lambda: data.uci("boston"), "`uci(name=...)` must be one of"),
+        (lambda: data.uci("boston"), "`uci\\(name=...\\)` must be one of"),
         (lambda: data.shakespeare(context=5), "must be from 1 to 4 for this text, got 5"),
+        # A sample of small images is not passed off as large ones.
+        (data.imagenette, "at most 64 with the sample .*, got 160"),
     ):
-        with pytest.raises((ValueError, IndexError)) as caught:
+        with pytest.raises((ValueError, IndexError), match=rule):
             call()
-        assert rule in str(caught.value)
-
-
-def test_a_sample_of_small_images_is_not_passed_off_as_large_ones(folder):
-    (folder / "imagenette").mkdir(parents=True)
-    (folder / "imagenette" / "train_64.npz").touch()
-    with pytest.raises(ValueError, match="at most 64 with the sample .*, got 160"):
-        data.imagenette()
-
-
-# The data of the paper.
 
 
 @REAL
