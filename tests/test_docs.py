@@ -13,15 +13,12 @@ NOT_RUN = {"bash", "text", "diff", "{toctree}", "{eval-rst}"}
 
 
 def test_blocks_of_code_are_cells():
-    """Only `{code-cell}` is run, and only on pages that say that they are notebooks."""
+    """Only `{code-cell}` is run, only on notebooks; recipes end in a prediction that is checked."""
     for page in PAGES:
         text = page.read_text()
         kinds = set(re.findall(r"^ *(?:```|:::)(\S+)", text, re.MULTILINE))
         assert kinds <= NOT_RUN | {"{code-cell}"}, page
         assert ("{code-cell}" in kinds) == text.startswith("---\nfile_format: mystnb\n"), page
-
-
-def test_recipes_end_in_a_prediction_that_is_checked():
     for page in RECIPES:
         _, _, rest = page.read_text().partition("optax_smile.predict(")
         assert "± {sd" in rest and "\nassert abs(mean" in rest, page
