@@ -372,10 +372,8 @@ def mutated(package: Path, mutation: Mutation) -> tuple[Path, str, str]:
 
 def check(chosen: list[Mutation]) -> list[str]:
     """Say what is out of date: texts, and tests that pytest does not collect."""
-    files = sorted(
-        name for name in {f"tests/{one.tests}" for one in chosen} if (ROOT / name).exists()
-    )
-    done = run(ROOT, "-m", "pytest", "--collect-only", "-q", *OPTIONS, *files)
+    files = {file for one in chosen if (file := ROOT / "tests" / one.tests).exists()}
+    done = run(ROOT, "-m", "pytest", "--collect-only", "-q", *OPTIONS, *map(str, files))
     collected = [line.removeprefix("tests/") for line in done.stdout.splitlines() if "::" in line]
     wrong = [f"pytest cannot collect: {done.stdout[-2000:]}"] if done.returncode else []
     for one in chosen:

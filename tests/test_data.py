@@ -246,7 +246,6 @@ def prepare(root: Path, name: str, version: str, parts: Any, shape: Any = None, 
         class Tiny(tfds.core.GeneratorBasedBuilder):
             VERSION = tfds.core.Version(version)
             BUILDER_CONFIGS = [tfds.core.BuilderConfig(name=config)] if config else []
-
             _generate_examples = None
 
             def _info(self):

@@ -52,11 +52,10 @@ def checkout(tmp_path, monkeypatch):
     return tmp_path
 
 
-# The rest a run writes, or it runs nothing.
-DIRTY = ("optax_smile/a.py", "docs/a.md", "optax_smile/new.py", "examples/new.py")
-DIRTY += ("benchmarks/new.py",)
-CLEAN = ("benchmarks/results/a.jsonl", "benchmarks/results/new.jsonl", "benchmarks/figures/new.png")
-CLEAN += ("docs/new.md",)
+DIRTY = "optax_smile/a.py docs/a.md optax_smile/new.py examples/new.py benchmarks/new.py".split()
+# What a run writes, and what runs nothing.
+CLEAN = [f"benchmarks/{x}" for x in ("results/a.jsonl", "results/new.jsonl", "figures/new.png")]
+CLEAN += ["docs/new.md"]
 
 
 @pytest.mark.parametrize("name", DIRTY + CLEAN)

@@ -289,7 +289,8 @@ def rewrite(file: Path, change: Callable[[dict[str, Any], dict[str, np.ndarray]]
 
 def of(*place: Any, **fields: Any) -> Callable:
     """Change fields of a header or a manifest, or of a part of it."""
-    return lambda whole, *_: functools.reduce(operator.getitem, place, whole).update(fields)
+    part: Any = functools.partial(functools.reduce, operator.getitem, place)
+    return lambda whole, *_: part(whole).update(fields)
 
 
 HEADERS = {
@@ -464,12 +465,9 @@ def test_a_draft_or_lock_that_is_a_link_is_not_written_through(damaged, tmp_path
 
 def test_no_text_of_a_user_is_part_of_the_page(damaged, tmp_path):
     script = "<script>alert('1')</script>\"'"
-    for change in (
-        of("settings", **{script: script, "key": {script: script}}),
-        of("settings", sampler={"name": script, script: [script]}),
-        of("versions", **{script: script}),
-    ):
-        change_manifest(damaged, change)
+    described = {"key": {script: script}, "sampler": {"name": script, script: [script]}}
+    change_manifest(damaged, of("settings", **{script: script}, **described))
+    change_manifest(damaged, of("versions", **{script: script}))
     scores: Any = {script: 0.5}
     prediction = optax_smile.Prediction(None, np.zeros(5), uncertainty=None)
     report.store(damaged, "test", prediction, targets=np.zeros(5), scores=scores)

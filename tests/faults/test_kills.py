@@ -88,10 +88,6 @@ def noisy_loss(params, batch, *, key):
     return jnp.mean((x @ params["w"] + params["b"] - y) ** 2) / 2
 
 
-def start_of(directory: str) -> Path:
-    return Path(directory).with_name("start")
-
-
 def run(life: Life, tell=lambda: None) -> Any:
     """Draws of one of the three forms; `tell` is called at every epoch and step."""
     generator = np.random.default_rng(0)
@@ -112,7 +108,7 @@ def run(life: Life, tell=lambda: None) -> Any:
             patience=EPOCHS,
             validation=batches[0],
             key=jax.random.key(1),
-            directory=life.directory and start_of(life.directory),
+            directory=life.directory and life.folder.with_name("start"),
             **both,
         )
     if life.form == "mesh":
@@ -139,7 +135,10 @@ def run(life: Life, tell=lambda: None) -> Any:
 def die_at(place: str, directory: str):
     """Kill this process right before a file operation of `PLACES`."""
     if place in WARM_PLACES:
-        first, directory = ("os.rename", "orbax-checkpoint-tmp"), str(start_of(directory))
+        first, directory = (
+            ("os.rename", "orbax-checkpoint-tmp"),
+            str(Path(directory).with_name("start")),
+        )
     else:
         first = "open", "/.draw-"
     operation, part, left = (PLACES | WARM_PLACES)[place]
