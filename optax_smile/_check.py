@@ -166,15 +166,16 @@ class Either(Constraint):
         return ", or ".join(option.rule for option in self.options)
 
     def __call__(self, where, argument, value, given=NOTHING) -> Any:
-        errors = []
+        first = None
         for option in self.options:
             try:
                 return option(where, argument, value, given)
             except ArgumentError as error:
-                errors.append(error)
-        others = [option.rule for option in self.options[1:]]
-        first = errors[0]
-        fail(where, argument, ", or ".join([first.rule, *others]), first.got, first.advice)
+                # The error itself would hold this frame, and the arguments with it.
+                first = first or (error.rule, error.got, error.advice)
+        rule, got, advice = first or ("", "", "")
+        rule = ", or ".join([rule, *(option.rule for option in self.options[1:])])
+        fail(where, argument, rule, got, advice)
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,8 @@
 
 A mutation is caught if the tests named with it fail, and counts only if they pass without it.
 A line of the output: name, file, tests, result (`caught`, `survived`, or `broken` with a reason),
-the tests that failed, seconds. The exit status is 0 if all are caught.
-
-After a refactor `--check` tells, without a test, which old texts and which tests are to be found
-anew. With JAX_COMPILATION_CACHE_DIR a run takes half the time.
+the tests that failed, seconds. The exit status is 0 if all are caught. `--check` only lists old
+texts and tests that are gone. With JAX_COMPILATION_CACHE_DIR a run takes half the time.
 """
 
 import argparse
@@ -22,14 +20,16 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from _pytest.mark.expression import Expression
+
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "optax_smile"
 # Seconds after which a test counts as hanging.
 LONGEST = 300
-# Pytest's exit status; all else is no verdict.
-PASSED, FAILED = "passed", "failed"
 OPTIONS = ("-p", "no:cacheprovider")
-STATUS = {0: PASSED, 1: FAILED}
+# By pytest's exit status, with and without a defect; all else is no verdict.
+PASSED, FAILED = 0, 1
+RESULTS: dict[Any, str] = {PASSED: "survived", FAILED: "caught"}
 
 # "# file | tests", and for each defect "= what is broken | -k expression", then the lines of the
 # old text and those of the new one.
@@ -127,8 +127,8 @@ DEFECTS = r"""
 = psmile without its noise | prior_of_trees and psmile
 - momentum.microcanonical("psmile", integrator, decoherence_length, key)
 + momentum.microcanonical("psmile", integrator, None, key)
-# published.py | test_log_prior.py
-= temperature lost | gaussian_function and published
+# published.py | test_slots.py
+= temperature lost | know_the_posterior
 - Potential(num_data, prior_precision, temperature, prior_mean, log_prior)
 + Potential(num_data, prior_precision, 1.0, prior_mean, log_prior)
 # samplers/tune_mclmc.py | test_mclmc.py
@@ -349,7 +349,6 @@ class Mutation(NamedTuple):
 
 
 def parse(text: str) -> list[Mutation]:
-    """Read the list."""
     found = []
     for section in text.split("\n# ")[1:]:
         place, *defects = section.strip("\n").split("\n= ")
@@ -371,20 +370,9 @@ def mutated(package: Path, mutation: Mutation) -> tuple[Path, str, str]:
     return path, whole, whole.replace(mutation.old, mutation.new)
 
 
-def selects(expression: str, test: str) -> bool:
-    """Whether pytest's `-k` with this expression selects a test."""
-
-    def is_in(word: re.Match[str]) -> str:
-        is_name = word[0] not in ("and", "or", "not")
-        return str(word[0].lower() in test.lower()) if is_name else word[0]
-
-    return eval(re.sub(r"\w+", is_in, expression))
-
-
 def check(chosen: list[Mutation]) -> list[str]:
     """Say what is out of date: texts, and tests that pytest does not collect."""
-    folder, named = ROOT / "tests", {one.tests for one in chosen}
-    files = [x for x in folder.rglob("*.py") if x.relative_to(folder).as_posix() in named]
+    files = {file for one in chosen if (file := ROOT / "tests" / one.tests).exists()}
     done = run(ROOT, "-m", "pytest", "--collect-only", "-q", *OPTIONS, *map(str, files))
     collected = [line.removeprefix("tests/") for line in done.stdout.splitlines() if "::" in line]
     wrong = [f"pytest cannot collect: {done.stdout[-2000:]}"] if done.returncode else []
@@ -394,8 +382,9 @@ def check(chosen: list[Mutation]) -> list[str]:
             compile(new, path, "exec")
         except (LookupError, SyntaxError) as error:
             wrong.append(f"{one.name}: {error}")
-        own = [test for test in collected if test.startswith(f"{one.tests}::")]
-        if not any(selects(one.expression, test) for test in own):
+        own = [test.lower() for test in collected if test.startswith(f"{one.tests}::")]
+        selects: Any = Expression.compile(one.expression.lower()).evaluate
+        if not any(selects(lambda word, test=test: word in test) for test in own):
             wrong.append(f"{one.name}: {one.tests} -k '{one.expression}' selects nothing")
     return wrong
 
@@ -404,50 +393,49 @@ def run(root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run Python on the package in a folder."""
     # Two mutations of one size within a second would share compiled files.
     env = os.environ | {"PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1"}
-    told: dict[str, Any] = {"capture_output": True, "text": True, "timeout": LONGEST}
-    return subprocess.run([sys.executable, *arguments], cwd=root, env=env, **told)
+    options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": LONGEST}
+    return subprocess.run([sys.executable, *arguments], cwd=root, env=env, **options)
 
 
-class Copy:
-    """A copy of the working tree in which pytest runs."""
+def copy_to(root: Path):
+    """Copy the working tree, in which pytest then runs."""
+    ignored = shutil.ignore_patterns(".*", "__pycache__", "out", "build", "dist", "*.egg-info")
+    shutil.copytree(ROOT, root, ignore=ignored)
+    found = run(root, "-c", f"import {PACKAGE}; print({PACKAGE}.__file__)").stdout.strip()
+    if not Path(found).is_relative_to(root):
+        raise SystemExit(f"{PACKAGE} would be imported from {found}")
 
-    def __init__(self, folder: Path):
-        self.root = folder / "copy"
-        ignored = shutil.ignore_patterns(".*", "__pycache__", "out", "build", "dist", "*.egg-info")
-        shutil.copytree(ROOT, self.root, ignore=ignored)
-        self.package = self.root / PACKAGE
-        shown = run(self.root, "-c", f"import {PACKAGE}; print({PACKAGE}.__file__)").stdout.strip()
-        if not Path(shown).is_relative_to(self.root):
-            raise SystemExit(f"{PACKAGE} would be imported from {shown}")
 
-    def test(self, file: str, expression: str) -> tuple[str, list[str]]:
-        """Run tests: what came of it, and which failed."""
-        options = ["-x", "-q", "--hypothesis-seed=0", "-k", expression, *OPTIONS]
-        try:
-            done = run(self.root, "-m", "pytest", *options, f"tests/{file}")
-        except subprocess.TimeoutExpired:
-            return f"no end within {LONGEST} s", []
-        failed = re.findall(r"^(?:FAILED|ERROR) \S+?::(.+?)(?: - .*)?$", done.stdout, re.MULTILINE)
-        return STATUS.get(done.returncode, f"pytest ended with {done.returncode}"), failed
+def test(root: Path, file: str, expression: str) -> tuple[int | str, list[str]]:
+    """Run tests: pytest's exit status, or that it has none, and which failed."""
+    options = ["-x", "-q", "--hypothesis-seed=0", "-k", expression, *OPTIONS]
+    try:
+        done = run(root, "-m", "pytest", *options, f"tests/{file}")
+    except subprocess.TimeoutExpired:
+        return f"no end within {LONGEST} s", []
+    failed = re.findall(r"^(?:FAILED|ERROR) \S+?::(.+?)(?: - .*)?$", done.stdout, re.MULTILINE)
+    return done.returncode, failed
 
-    def judge(self, mutation: Mutation) -> dict[str, Any]:
-        """Try one mutation."""
-        begun = time.monotonic()
-        path, whole, new = mutated(self.package, mutation)
-        path.write_text(new)
-        try:
-            result, failed = self.test(mutation.tests, mutation.expression)
-        finally:
-            path.write_text(whole)
-        told: dict[str, Any] = {"file": mutation.file}
-        told["result"] = {PASSED: "survived", FAILED: "caught"}.get(result, "broken")
-        if told["result"] == "broken":
-            told["reason"] = result
-        return told | {"by": failed, "seconds": round(time.monotonic() - begun, 1)}
+
+def judge(root: Path, mutation: Mutation, sound: tuple[int | str, list[str]]) -> dict[str, Any]:
+    """Try one mutation; `sound` is what its tests give without it."""
+    begun, (_, file, _, _, tests, expression) = time.monotonic(), mutation
+    record: dict[str, Any] = {"name": mutation.name, "tests": f"{tests} -k '{expression}'"}
+    try:
+        path, whole, new = mutated(root / PACKAGE, mutation)
+    except LookupError as error:
+        return record | {"result": "broken", "reason": str(error)}
+    path.write_text(new)
+    status, failed = test(root, tests, expression)
+    path.write_text(whole)
+    if sound[0] != PASSED or status not in RESULTS:
+        record["reason"] = f"unmutated: {sound}, mutated: {status}"
+    result = "broken" if "reason" in record else RESULTS[status]
+    seconds = round(time.monotonic() - begun, 1)
+    return record | {"file": file, "result": result, "by": failed, "seconds": seconds}
 
 
 def main():
-    """Try the mutations that the command line names."""
     parser = argparse.ArgumentParser(description="Which defects do the fast tests catch?")
     parser.add_argument("--output", type=Path, help="JSON lines, appended")
     parser.add_argument("--only", nargs="+", default=[""], help="those whose name has such a text")
@@ -460,25 +448,18 @@ def main():
         print(f"{len(chosen)} mutations, {len(wrong)} out of date", *wrong, sep="\n")
         sys.exit(bool(wrong))
     with tempfile.TemporaryDirectory() as folder:
-        copy = Copy(Path(folder))
+        copy_to(root := Path(folder) / "copy")
         for tests in dict.fromkeys(one.tests for one in chosen):
             wanted = dict.fromkeys(f"({one.expression})" for one in chosen if one.tests == tests)
-            sound[tests] = copy.test(tests, " or ".join(wanted))
-            seconds = time.monotonic() - begun
-            print("unmutated:", tests, *sound[tests], f"{seconds:.0f} s", flush=True)
+            sound[tests] = test(root, tests, " or ".join(wanted))
+            print("unmutated:", tests, *sound[tests], flush=True)
         for one in chosen:
-            told: dict[str, Any] = {"name": one.name, "tests": f"{one.tests} -k '{one.expression}'"}
-            try:
-                told |= copy.judge(one)
-            except LookupError as error:
-                told |= {"result": "broken", "reason": str(error)}
-            if sound[one.tests][0] != PASSED:
-                told |= {"result": "broken", "reason": f"unmutated: {sound[one.tests]}"}
-            print(json.dumps(told), flush=True)
+            record = judge(root, one, sound[one.tests])
+            print(json.dumps(record), flush=True)
             if given.output is not None:
                 with given.output.open("a") as file:
-                    file.write(json.dumps(told) + "\n")
-            missed += [one.name] * (told["result"] != "caught")
+                    file.write(json.dumps(record) + "\n")
+            missed += [one.name] * (record["result"] != "caught")
     caught = len(chosen) - len(missed)
     print(f"{caught} of {len(chosen)} caught in {time.monotonic() - begun:.0f} s")
     if missed:

@@ -2,6 +2,7 @@
 
 import colorsys
 import itertools
+import re
 
 import data
 import numpy as np
@@ -65,59 +66,60 @@ def test_blurs_and_digital_ones_leave_an_even_image_alone():
         assert (data.corrupt(GREY[:4], name, 5) == 128).all()
 
 
-# 196,608 numbers: standard errors are 0.16 % of a standard deviation, 0.0005 of a share.
-
-
 def test_noise_has_its_settings(monkeypatch):
-    """Every chunk of images its own."""
+    """Every chunk of images its own.
+
+    196,608 numbers: standard errors are 0.16 % of a standard deviation, 0.0005 of a share.
+    """
     monkeypatch.setattr(corruptions, "CHUNK", 30)
     assert len({image.tobytes() for image in data.corrupt(GREY, "gaussian_noise", 5)}) == 64
-    for severity in SEVERITIES:
-        deviation = (0.04, 0.06, 0.08, 0.09, 0.10)[severity - 1]
+    numbers = (1, 0.04, 500, 0.01), (2, 0.06, 250, 0.02), (3, 0.08, 100, 0.03)
+    numbers += (4, 0.09, 75, 0.05), (5, 0.10, 50, 0.07)
+    for severity, deviation, photons, share in numbers:
         noise = data.corrupt(GREY, "gaussian_noise", severity) / 255
         # Cutting off takes half a level, and adds the variance of one.
         assert np.std(noise) == pytest.approx(np.hypot(deviation, 12**-0.5 / 255), rel=0.01)
         assert np.mean(noise) == pytest.approx((128 - 0.5) / 255, abs=0.001)
         # A Poisson number of photons: the variance is the mean over their number.
-        variance = 128 / 255 / (500, 250, 100, 75, 50)[severity - 1]
+        variance = 128 / 255 / photons
         noise = data.corrupt(GREY, "shot_noise", severity) / 255
         assert np.std(noise) == pytest.approx(np.sqrt(variance + 255**-2 / 12), rel=0.02)
-        share = (0.01, 0.02, 0.03, 0.05, 0.07)[severity - 1]
         noise = data.corrupt(GREY, "impulse_noise", severity)
         for level in (0, 255):
             assert np.mean(noise == level) == pytest.approx(share / 2, abs=0.002)
         assert np.mean(noise == 128) == pytest.approx(1 - share, abs=0.003)
 
 
-@pytest.mark.parametrize("severity, more", [(1, 0.05), (2, 0.1), (3, 0.15), (4, 0.2), (5, 0.3)])
-def test_brightness_is_value_of_hsv_and_contrast_is_about_the_mean(photographs, severity, more):
-    images = np.concatenate([photographs[:2], 0 * photographs[:1]])
-    changed = data.corrupt(images, "brightness", severity).reshape(-1, 3)
-    for before, after in list(zip(images.reshape(-1, 3) / 255, changed, strict=True))[::37]:
-        hue, saturation, value = colorsys.rgb_to_hsv(*before)
-        expected = colorsys.hsv_to_rgb(hue, saturation, min(1, value + more))
-        assert np.abs(np.array(expected) * 255 - after).max() < 1.001
-    less = (0.75, 0.5, 0.4, 0.3, 0.15)[severity - 1]
+def test_brightness_is_value_of_hsv_and_contrast_is_about_the_mean(photographs):
+    bright = np.concatenate([photographs[:2], 0 * photographs[:1]])
+    pixels = [colorsys.rgb_to_hsv(*pixel) for pixel in bright.reshape(-1, 3)[::37] / 255]
     images = photographs[:3] / 255
     means = images.mean(axis=(1, 2), keepdims=True)
-    expected = np.clip((images - means) * less + means, 0, 1) * 255
-    assert np.abs(data.corrupt(photographs[:3], "contrast", severity) - expected).max() < 1.001
+    settings = (1, 0.05, 0.75), (2, 0.1, 0.5), (3, 0.15, 0.4), (4, 0.2, 0.3), (5, 0.3, 0.15)
+    for severity, more, less in settings:
+        changed = data.corrupt(bright, "brightness", severity).reshape(-1, 3)[::37]
+        expected = [colorsys.hsv_to_rgb(h, s, min(1, value + more)) for h, s, value in pixels]
+        assert np.abs(np.array(expected) * 255 - changed).max() < 1.001
+        expected = np.clip((images - means) * less + means, 0, 1) * 255
+        assert np.abs(data.corrupt(photographs[:3], "contrast", severity) - expected).max() < 1.001
 
 
-def test_zoom_against_scipy(photographs):
+def test_zoom_and_defocus_against_scipy(photographs):
     """Each magnification on its own, by resampling the image instead of by matrices."""
     image = photographs[0, 2:30, 2:30] / 255
-    total = image.copy()
-    factors = np.arange(1, 1.16, 0.01)
+    total, factors = image.copy(), np.arange(1, 1.16, 0.01)
     for factor in factors:
         kept = int(np.ceil(28 / factor))
-        top = (28 - kept) // 2
-        cut = image[top : top + kept, top : top + kept]
-        large = np.asarray(ndimage.zoom(cut, (factor, factor, 1), order=1))
+        inner = slice((28 - kept) // 2, (28 - kept) // 2 + kept)
+        large = np.asarray(ndimage.zoom(image[inner, inner], (factor, factor, 1), order=1))
         trim = (large.shape[0] - 28) // 2
         total += large[trim : trim + 28, trim : trim + 28]
-    expected = total / (len(factors) + 1) * 255
     changed = data.corrupt(photographs[:1, 2:30, 2:30], "zoom_blur", 3)[0]
+    assert np.abs(changed - total / (len(factors) + 1) * 255).max() < 1.01
+    # Severity 4: a disk of radius 1, a cross of five pixels that 0.2 hardly smooths.
+    cross = np.array([[0, 1, 0], [1, 1, 1], [0, 1, 0]]) / 5
+    expected = ndimage.correlate(photographs[0] / 255, cross[..., None], mode="mirror") * 255
+    changed = data.corrupt(photographs[:1], "defocus_blur", 4)[0]
     assert np.abs(changed - expected).max() < 1.01
 
 
@@ -131,15 +133,6 @@ def test_interpolation_against_scipy(mode):
         place = [rows[i], columns[i]]
         expected = ndimage.map_coordinates(images[i, ..., 0], place, order=1, mode=mode)
         np.testing.assert_allclose(found[i, ..., 0], expected, atol=1e-5)
-
-
-def test_defocus_against_scipy(photographs):
-    """Severity 4: a disk of radius 1, a cross of five pixels that 0.2 hardly smooths."""
-    cross = np.array([[0, 1, 0], [1, 1, 1], [0, 1, 0]]) / 5
-    image = photographs[0] / 255
-    planes = [ndimage.correlate(image[..., i], cross, mode="mirror") for i in range(3)]
-    changed = data.corrupt(photographs[:1], "defocus_blur", 4)[0]
-    assert np.abs(changed - np.stack(planes, -1) * 255).max() < 1.01
 
 
 def test_motion_draws_a_point_out_into_a_line():
@@ -159,14 +152,10 @@ def test_motion_draws_a_point_out_into_a_line():
 
 def test_glass_takes_neighbours():
     """Without smoothing every value comes from the pixel itself, or up or left of it."""
-    image = np.arange(1024).reshape(1, 32, 32, 1) % 251
-    places = {}
+    image = (np.arange(1024) % 251).astype(np.uint8).reshape(1, 32, 32, 1)
+    changed, moved = data.corrupt(image, "glass_blur", 1)[0, ..., 0], 0
     for i, j in np.ndindex(32, 32):
-        places.setdefault(int(image[0, i, j, 0]), []).append((i, j))
-    changed = data.corrupt(image.astype(np.uint8), "glass_blur", 1)[0, ..., 0]
-    moved = 0
-    for i, j in np.ndindex(32, 32):
-        steps = [(i - a, j - b) for a, b in places[int(changed[i, j])]]
+        steps = [(i - a, j - b) for a, b in np.argwhere(image[0, ..., 0] == changed[i, j])]
         assert any(step in ((0, 0), (0, 1), (1, 0), (1, 1)) for step in steps)
         moved += (0, 0) not in steps
     # Three quarters of the inner 30 x 30: 675 +- 13.
@@ -177,13 +166,11 @@ def test_weather(photographs):
     assert data.corrupt(photographs, "snow", 5).mean() > photographs.mean() + 20
     brightest = photographs.max(axis=(1, 2, 3))
     assert (data.corrupt(photographs, "fog", 5).max(axis=(1, 2, 3)) <= brightest).all()
-    clouds = textures.plasma(np.random.default_rng(0), 50, 32, 2.0)
+    make = lambda decay: textures.plasma(np.random.default_rng(0), 50, 32, decay)  # noqa: E731
+    clouds = make(2.0)
     assert clouds.min() == 0 and clouds.max() == 1 and len(np.unique(clouds)) > 50_000
     # A larger decay is smoother.
-    rough = [
-        np.abs(np.diff(textures.plasma(np.random.default_rng(0), 50, 32, decay), axis=1)).mean()
-        for decay in (1.0, 1.75, 3.0)
-    ]
+    rough = [np.abs(np.diff(make(decay), axis=1)).mean() for decay in (1.0, 1.75, 3.0)]
     assert rough[0] > 1.5 * rough[1] > 1.8 * rough[2]
     frost = textures.crystals()
     assert frost.shape == (256, 256, 3) and 0 <= frost.min() and frost.max() <= 1
@@ -194,9 +181,8 @@ def test_wrong_arguments():
     for images, name, severity, rule in (
         (GREY, "speckle", 1, "`corrupt(name=...)` must be one of"),
         (GREY, "fog", 6, "`corrupt(severity=...)` must be from 1 to 5, got 6"),
-        (GREY / 1, "fog", 1, "channels, got float64 (64, 32, 32, 3)"),
-        (GREY[:, :, 1:], "fog", 1, "channels, got uint8 (64, 32, 31, 3)"),
+        (GREY / 1, "fog", 1, "channels, got float64"),
+        (GREY[:, :, 1:], "fog", 1, "32, 31, 3"),
     ):
-        with pytest.raises(ValueError) as caught:
+        with pytest.raises(ValueError, match=re.escape(rule)):
             data.corrupt(images, name, severity)
-        assert rule in str(caught.value)

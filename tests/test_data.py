@@ -10,7 +10,7 @@ from typing import Any
 import data
 import numpy as np
 import pytest
-from data import tables
+from data import images, sources, tables
 
 REAL = pytest.mark.skipif(
     "OPTAX_SMILE_DATA" not in os.environ, reason="needs OPTAX_SMILE_DATA, the folder of data"
@@ -42,9 +42,6 @@ def assert_disjoint(splits: data.Splits):
         assert not one & other
 
 
-# Batches.
-
-
 def batches(count=10, size=3, seed=0, **options) -> data.Batches:
     return data.Batches((np.arange(count), 10 * np.arange(count)), size, seed, **options)
 
@@ -60,14 +57,13 @@ def test_a_batch_is_a_function_of_seed_and_number():
         assert list(batches()[number][0]) == passes[number // 3][number % 3]
     assert any(list(batches(seed=1)[i][0]) != passes[0][i] for i in range(3))
 
-    # With augmentation.
-    def make(seed=0):
-        return data.Batches((COLOURS, LABELS), 20, seed, data.crop_and_flip)
-
-    third = make()[2][0]
-    assert (make()[2][0] == third).all() and (make(1)[2][0] != third).any()
-    plain = data.Batches((COLOURS, LABELS), 20, 0)
-    assert (plain[2][0] != third).any() and (plain[2][1] == make()[2][1]).all()
+    augmented, other = (
+        data.Batches((COLOURS, LABELS), 20, seed, data.crop_and_flip) for seed in (0, 1)
+    )
+    again = data.Batches((COLOURS, LABELS), 20, 0, data.crop_and_flip)
+    plain, third = data.Batches((COLOURS, LABELS), 20, 0), again[2][0]
+    assert (augmented[2][0] == third).all() and (other[2][0] != third).any()
+    assert (plain[2][0] != third).any() and (plain[2][1] == again[2][1]).all()
 
 
 def test_crop_and_flip_gives_windows_of_the_padded_image():
@@ -87,42 +83,29 @@ def test_crop_and_flip_gives_windows_of_the_padded_image():
     assert changed.dtype == np.uint8 and (same == COLOURS[0]).all()
 
 
-# The loader of Grain.
-
-
-def test_loader_gives_the_same_batches_and_resumes_in_the_middle_of_a_pass():
+def test_loader_gives_the_same_batches_and_resumes_in_the_middle_of_a_pass(monkeypatch):
     pytest.importorskip("grain")
-
-    def make() -> Any:
-        return data.Batches((COLOURS, LABELS), 6, 3, data.crop_and_flip)
-
-    loader = data.loader(make(), num_passes=3, read_ahead=4)
-    iterator = iter(loader)
+    some = data.Batches((COLOURS, LABELS), 6, 3, data.crop_and_flip)
+    iterator = iter(data.loader(some, num_passes=3, read_ahead=4))
     before = [next(iterator) for _ in range(8)]
     state = iterator.get_state()
     after = list(iterator)
-    assert len(before) + len(after) == 3 * len(make())
-    for number, (inputs, targets) in enumerate([*before, *after]):
-        expected = make()[number]
-        assert (inputs == expected[0]).all() and (targets == expected[1]).all()
-    other = iter(data.loader(make(), num_passes=3))
+    assert len(before) + len(after) == 3 * len(some)
+    other = iter(data.loader(some, num_passes=3))
     other.set_state(state)
-    resumed = list(other)
-    assert len(resumed) == len(after)
-    for one, two in zip(resumed, after, strict=True):
-        assert (one[0] == two[0]).all() and (one[1] == two[1]).all()
-
-
-def test_loader_without_end_and_without_grain(monkeypatch):
-    pytest.importorskip("grain")
-    found = itertools.islice(iter(data.loader(batches())), 20)
-    assert all((x == batches()[i][0]).all() for i, (x, _) in enumerate(found))
+    endless = itertools.islice(iter(data.loader(some)), 3 * len(some))
+    expected = [some[number] for number in range(3 * len(some))]
+    for found, wanted in (
+        ([*before, *after], expected),
+        (list(other), expected[8:]),
+        (list(endless), expected),
+    ):
+        assert len(found) == len(wanted)
+        for one, two in zip(found, wanted, strict=True):
+            assert (one[0] == two[0]).all() and (one[1] == two[1]).all()
     monkeypatch.setitem(sys.modules, "grain", None)
     with pytest.raises(ImportError, match=r"pip install 'optax-smile\[data\]'"):
-        data.loader(batches())
-
-
-# Sets that lie in the folder.
+        data.loader(some)
 
 
 def idx(path: Path, array: np.ndarray):
@@ -166,20 +149,15 @@ def test_shakespeare(folder):
         assert (targets.ravel()[:-1] == inputs.ravel()[1:]).all()
 
 
-def table_files(folder: Path):
-    folder = folder / "uci"
-    folder.mkdir(parents=True)
-    table = NUMBERS.normal(size=(103, 6)) * [1, 5, 1, 1, 1, 3] + 7
-    table[:, 2] = 0.977
-    np.savetxt(folder / "energy.data", table)
-    np.savetxt(folder / "naval-propulsion-plant.txt.gz", np.hstack([table, table[:, :1]]))
-    return table
-
-
 def test_uci_is_split_and_standardized_by_the_training_part(folder):
     from sklearn.model_selection import train_test_split
 
-    table = table_files(folder)
+    (folder / "uci").mkdir(parents=True)
+    table = NUMBERS.normal(size=(103, 6)) * [1, 5, 1, 1, 1, 3] + 7
+    table[:, 2] = 0.977
+    np.savetxt(folder / "uci" / "energy.data", table)
+    twice = np.hstack([table, table[:, :1]])
+    np.savetxt(folder / "uci" / "naval-propulsion-plant.txt.gz", twice)
     splits = data.uci("energy", seed=3)
     rest, test = train_test_split(table, test_size=0.2, random_state=3)
     train, valid = train_test_split(rest, test_size=0.125, random_state=3)
@@ -193,43 +171,31 @@ def test_uci_is_split_and_standardized_by_the_training_part(folder):
     assert_disjoint(splits)
     naval = data.uci("naval", seed=3)
     assert (naval.train[0] == splits.train[0]).all() and (naval.test[1] == splits.test[1]).all()
-
-
-def test_diabetes_needs_no_folder(folder):
+    # Comes with scikit-learn.
     splits = data.uci("diabetes")
     assert splits.train[0].shape == (308, 10) and abs(np.mean(splits.train[1])) < 1e-6
-
-
-# What cannot be.
 
 
 def test_wrong_arguments(folder):
     (folder / "text").mkdir(parents=True)
     (folder / "text" / "modern_shakespeare.txt").write_text("a" * 100)
     pair = np.arange(5), np.arange(5)
+    (folder / "imagenette").mkdir()
+    (folder / "imagenette" / "train_64.npz").touch()
     for call, rule in (
         (lambda: data.Batches(pair, 6, 0), "must be from 1 to the number of examples, 5, got 6"),
         (lambda: data.Batches((pair[0], pair[1][:4]), 2, 0), "as many targets as inputs, got 4"),
         (lambda: batches()[-1], "must be >= 0, got -1"),
-        (lambda: data.hold_out(pair, 5, 0), "`hold_out(count=...)`"),
-        (lambda: data.standardize(PICTURES, "svhn"), "`standardize(name=...)` must be one of"),
+        (lambda: data.hold_out(pair, 5, 0), "`hold_out\\(count=...\\)`"),
+        (lambda: data.standardize(PICTURES, "svhn"), "`standardize\\(name=...\\)` must be one of"),
         (lambda: data.cifar10(num_train=45_001), "must be from 1 to 45000, got 45001"),
-        (lambda: data.uci("boston"), "`uci(name=...)` must be one of"),
+        (lambda: data.uci("boston"), "`uci\\(name=...\\)` must be one of"),
         (lambda: data.shakespeare(context=5), "must be from 1 to 4 for this text, got 5"),
+        # A sample of small images is not passed off as large ones.
+        (data.imagenette, "at most 64 with the sample .*, got 160"),
     ):
-        with pytest.raises((ValueError, IndexError)) as caught:
+        with pytest.raises((ValueError, IndexError), match=rule):
             call()
-        assert rule in str(caught.value)
-
-
-def test_a_sample_of_small_images_is_not_passed_off_as_large_ones(folder):
-    (folder / "imagenette").mkdir(parents=True)
-    (folder / "imagenette" / "train_64.npz").touch()
-    with pytest.raises(ValueError, match="at most 64 with the sample .*, got 160"):
-        data.imagenette()
-
-
-# The data of the paper.
 
 
 @REAL
@@ -265,3 +231,160 @@ def test_real_colour_images():
     splits = data.imagenette(pixels=32)
     assert [len(part[0]) for part in splits[:3]] == [3_600, 400, 1_000]
     assert (np.bincount(splits.test[1]) == 100).all()
+
+
+def prepare(root: Path, name: str, version: str, parts: Any, shape: Any = None, classes: int = 10):
+    """Write a set as array_record, by a builder that yields Pillow's images."""
+    tfds = pytest.importorskip("tensorflow_datasets", reason="tensorflow-datasets not installed")
+    stem, _, config = name.partition("/")
+    described: dict[str, Any] = {"text": tfds.features.Text()}
+    if shape is not None:
+        described = {"image": tfds.features.Image(shape=shape)}
+        described["label"] = tfds.features.ClassLabel(num_classes=classes)
+    with tfds.core.registered.skip_registration():
+
+        class Tiny(tfds.core.GeneratorBasedBuilder):
+            VERSION = tfds.core.Version(version)
+            BUILDER_CONFIGS = [tfds.core.BuilderConfig(name=config)] if config else []
+            _generate_examples = None
+
+            def _info(self):
+                described_set = tfds.features.FeaturesDict(described)
+                return tfds.core.DatasetInfo(builder=self, features=described_set)
+
+            def _split_generators(self, dl_manager):
+                return {part: enumerate(rows) for part, rows in parts.items()}
+
+        Tiny.name = stem
+        Tiny(data_dir=root, file_format="array_record").download_and_prepare()
+
+
+def labelled(arrays: Any) -> list[dict[str, Any]]:
+    from PIL import Image
+
+    opened = (Image.fromarray(x[..., 0] if x.shape[-1] == 1 else x) for x in arrays)
+    return [{"image": image, "label": i % 10} for i, image in enumerate(opened)]
+
+
+@pytest.fixture
+def prepared(folder):
+    return folder.parent / "prepared"
+
+
+@pytest.mark.parametrize("version", ["3.0.1", "9.8.7"])
+def test_prepared_grey_images(prepared, version):
+    """The version that TensorFlow Datasets knows today, and one that it does not."""
+    parts = {"train": labelled(PICTURES), "test": labelled(PICTURES[:10])}
+    prepare(prepared, "fashion_mnist", version, parts, (28, 28, 1))
+    splits = data.fashion_mnist()
+    assert [part[0].shape for part in splits[:3]] == [(n, 28, 28, 1) for n in (36, 4, 10)]
+    train, valid, test = rows_of(splits)
+    label_of = {x.tobytes(): i % 10 for i, x in enumerate(PICTURES)}
+    assert train | valid == label_of.keys() and not train & valid
+    assert test == {x.tobytes() for x in PICTURES[:10]}
+    assert [label_of[x.tobytes()] for x in splits.train[0]] == list(splits.train[1])
+    assert splits.train[0].dtype == np.uint8 and splits.train[1].dtype == np.int32
+
+
+def test_prepared_colour_images(prepared, monkeypatch):
+    """Only as many of the training images are read as are asked for."""
+    monkeypatch.setattr(images, "BLOCK", 10)
+    monkeypatch.setattr(images, "BLOCK_TO_TRAIN", 9)
+    parts = {"train": labelled(COLOURS), "test": labelled(COLOURS[:5])}
+    prepare(prepared, "cifar10", "3.0.2", parts, (32, 32, 3))
+    splits = data.cifar10(num_train=11)
+    assert [part[0].shape for part in splits[:3]] == [(n, 32, 32, 3) for n in (11, 2, 5)]
+    monkeypatch.setattr(images, "PER_CLASS", 3)
+    many = np.tile(COLOURS, (10, 1, 1, 1))
+    rows = [row | {"label": i % 100} for i, row in enumerate(labelled(many))]
+    prepare(prepared, "cifar100", "3.0.2", {"test": rows}, (32, 32, 3), 100)
+    inputs, targets = data.cifar100_test()
+    assert inputs.shape == (300, 32, 32, 3) and (np.bincount(targets) == 3).all()
+
+
+def test_prepared_imagenette_is_squeezed(prepared):
+    """Images of different shapes become squares; the left half stays left."""
+    halves = [np.zeros((20 + i, 30, 3), np.uint8) for i in range(10)]
+    for image in halves:
+        image[:, 15:] = 200, 100, 50
+    parts = {"train": labelled(halves), "validation": labelled(halves[:3])}
+    prepare(prepared, "imagenette/160px-v2", "1.0.0", parts, (None, None, 3))
+    splits = data.imagenette(pixels=12)
+    assert [part[0].shape for part in splits[:3]] == [(n, 12, 12, 3) for n in (9, 1, 3)]
+    assert (splits.test[0][:, :, :3] == 0).all()
+    assert (splits.test[0][:, :, -3:] == (200, 100, 50)).all()
+
+
+def test_prepared_text(prepared):
+    cut = {"train": TEXT[:900], "validation": TEXT[900:950], "test": TEXT[950:]}
+    parts = {part: [{"text": text}] for part, text in cut.items()}
+    prepare(prepared, "tiny_shakespeare", "1.0.0", parts)
+    splits = data.shakespeare("tiny_shakespeare", context=8)
+    assert text_of(splits, splits.train[0]) == TEXT[: splits.train[0].size]
+
+
+def test_mocked_sets(prepared, monkeypatch):
+    """The names, splits and fields that TensorFlow Datasets itself declares."""
+    tfds = pytest.importorskip("tensorflow_datasets", reason="tensorflow-datasets not installed")
+    versions = {"cifar100": "3.0.2", "160px-v2": "1.0.0"}
+    monkeypatch.setattr(sources, "_version", lambda path: versions.get(path.name, "3.0.1"))
+    with tfds.testing.mock_data(num_examples=20, data_dir=str(prepared)):
+        for splits in (data.mnist(), data.fashion_mnist()):
+            assert [part[0].shape for part in splits[:3]] == [(n, 28, 28, 1) for n in (18, 2, 20)]
+        assert data.cifar100_test()[0].shape == (20, 32, 32, 3)
+        assert data.imagenette(pixels=8).train[0].shape == (18, 8, 8, 3)
+
+
+def test_the_folder_comes_first_and_lacks_may_be_filled(folder, prepared):
+    prepare(prepared, "mnist", "3.0.1", {"test": labelled(PICTURES[20:])}, (28, 28, 1))
+    assert len(data.mnist_test()[0]) == 20
+    grey_files(folder, "mnist")
+    assert len(data.mnist_test()[0]) == 10
+
+
+def test_newest_complete_version(tmp_path):
+    info, part = "dataset_info.json", "x-test.array_record-00000-of-00001"
+    for version, files in {
+        "3.0.9": [info, part],
+        "3.0.10": [info, part],
+        "4.0.0": [info, part.replace("array_", "tf")],
+        "5.0.0": [part],
+        "6.0.0.incompleteABC": [info, part],
+    }.items():
+        (tmp_path / version).mkdir()
+        for file in files:
+            (tmp_path / version / file).touch()
+    assert sources._version(tmp_path) == "3.0.10"
+
+
+NOWHERE = {
+    "mnist": "mnist/train-images-idx3-ubyte.gz",
+    "mnist_test": "mnist/t10k-images-idx3-ubyte.gz",
+    "cifar10": "cifar10/train_1.npz",
+    "cifar100_test": "ood/cifar100_test_2000.npz",
+    "imagenette": "imagenette/train_64.npz",
+}
+
+
+@pytest.mark.parametrize("is_set", [True, False])
+def test_missing_data_say_how_to_get_them(folder, monkeypatch, is_set):
+    """At once: TensorFlow Datasets, which would try for minutes, is not even imported."""
+    monkeypatch.setitem(sys.modules, "tensorflow_datasets", None)
+    if not is_set:
+        monkeypatch.delenv("OPTAX_SMILE_DATA")
+    for name, file in NOWHERE.items():
+        with pytest.raises(FileNotFoundError) as caught:
+            getattr(data, name)()
+        text, stem = str(caught.value), name.removesuffix("_test")
+        assert f"No data for {stem}" in text and file in text
+        assert ("OPTAX_SMILE_DATA" in text) and ("is not set" in text) != is_set
+        assert f"`tfds build {stem}" in text and "--file_format=array_record`" in text
+        assert "pip install tensorflow" in text and str(folder.parent / "prepared") in text
+    with pytest.raises(FileNotFoundError, match="modern_shakespeare.txt.*has no public loader"):
+        data.shakespeare()
+    with pytest.raises(FileNotFoundError, match="tfds build tiny_shakespeare --file_format"):
+        data.shakespeare("tiny_shakespeare")
+    # Prepared, but TensorFlow Datasets is not installed.
+    monkeypatch.setattr(sources, "_version", lambda path: "3.0.1")
+    with pytest.raises(ImportError, match=r"mnist is prepared in .*'optax-smile\[data\]'"):
+        data.mnist()

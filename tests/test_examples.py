@@ -1,27 +1,31 @@
 import os
+import re
 import runpy
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import data
+import jax
+import jax.numpy as jnp
 import lenet
 import nanogpt
 import numpy as np
+import optax
 import pytest
 
+import optax_smile
+
 EXAMPLES = Path(__file__).parents[1] / "examples"
+REAL = pytest.mark.skipif("OPTAX_SMILE_DATA" not in os.environ, reason="needs OPTAX_SMILE_DATA")
 
 
 def lines_of(script: str, *arguments, **environment: str) -> list[str]:
     """What a script prints when it runs in seconds."""
-    run = subprocess.run(
-        [sys.executable, EXAMPLES / script, "--smoke", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        env=os.environ | environment,
-        check=True,
-    )
-    return run.stdout.splitlines()
+    command = [sys.executable, EXAMPLES / script, "--smoke", *map(str, arguments)]
+    options: Any = {"capture_output": True, "text": True, "check": True}
+    return subprocess.run(command, env=os.environ | environment, **options).stdout.splitlines()
 
 
 @pytest.mark.nightly
@@ -62,15 +66,12 @@ def test_multi_device(tmp_path):
     assert float(ensemble.removeprefix("deep ensemble: LPPD ")) < 0
     assert float(sampled.removeprefix("psmile: LPPD ")) < 0
     assert {path.name for path in tmp_path.iterdir()} == {"warmstart", "draws"}
-    assert len(list((tmp_path / "draws").glob("draw-*"))) == 5
-    written = [path.stat().st_mtime_ns for path in sorted((tmp_path / "draws").glob("draw-*"))]
+    draws = sorted((tmp_path / "draws").glob("draw-*"))
+    written = [path.stat().st_mtime_ns for path in draws]
+    assert len(draws) == 5
     assert lines_of(*arguments, **DEVICES) == [mesh, chains, ensemble, sampled]
-    again = [path.stat().st_mtime_ns for path in sorted((tmp_path / "draws").glob("draw-*"))]
-    assert again == written
-
-
-@pytest.mark.nightly
-def test_multi_device_says_what_to_set():
+    assert [path.stat().st_mtime_ns for path in draws] == written
+    # What to set is a sentence in place of a traceback.
     for number, given, rule in (
         ("1", [], "JAX_NUM_CPU_DEVICES=8 python examples/multi_device.py"),
         ("4", ["--data", 3], "--data must divide the number of devices, 4, got 3."),
@@ -83,7 +84,7 @@ def test_multi_device_says_what_to_set():
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", ["lenet", "resnet", "vit", "nanogpt"])
-@pytest.mark.skipif("OPTAX_SMILE_DATA" not in os.environ, reason="needs OPTAX_SMILE_DATA")
+@REAL
 def test_networks_of_the_paper(name, tmp_path):
     """The second run reads what the first one left, and finds the same."""
     page = tmp_path / f"{name}.html"
@@ -125,23 +126,68 @@ def test_uci_without_data_or_network(monkeypatch):
 def test_networks_end_at_once_without_data_or_page(monkeypatch, capsys):
     """With the command that prepares the data; nothing is downloaded."""
     pytest.importorskip("tensorflow_datasets")
-
-    def end(*given: str) -> str:
+    monkeypatch.delenv("OPTAX_SMILE_DATA", raising=False)
+    monkeypatch.setenv("TFDS_DATA_DIR", "/nowhere")
+    for given, rule in (
+        ([], "(?s)(?=.*tfds build fashion_mnist).*OPTAX_SMILE_DATA"),
+        (["--output", "page.txt"], "--output must end in .html, got page.txt"),
+    ):
         monkeypatch.setattr(sys, "argv", ["lenet.py", "--smoke", *given])
         with pytest.raises(SystemExit) as caught:
             lenet.experiment.main("lenet", lenet.__doc__, lenet.PRESETS, lenet.build)
-        return f"{caught.value}\n{capsys.readouterr().err}"
-
-    monkeypatch.delenv("OPTAX_SMILE_DATA", raising=False)
-    monkeypatch.setenv("TFDS_DATA_DIR", "/nowhere")
-    told = end()
-    assert "tfds build fashion_mnist" in told and "OPTAX_SMILE_DATA" in told
-    assert "--output must end in .html, got page.txt" in end("--output", "page.txt")
+        assert re.search(rule, f"{caught.value}\n{capsys.readouterr().err}")
 
 
-@pytest.mark.parametrize("num_chains, num_draws", [(2, 16), (4, 10), (3, 2), (1, 1), (8, 1)])
-def test_text_is_written_by_draws_of_every_chain(num_chains, num_draws):
-    chosen = nanogpt.spread(num_chains, num_draws)
-    assert len(set(chosen)) == min(nanogpt.NUM_VOICES, num_chains * num_draws)
-    counts = np.bincount([place % num_chains for place in chosen], minlength=num_chains)
-    assert counts.max() - counts.min() <= 1
+def test_text_is_written_by_draws_of_every_chain():
+    for num_chains, num_draws in ((2, 16), (4, 10), (3, 2), (1, 1), (8, 1)):
+        chosen = nanogpt.spread(num_chains, num_draws)
+        assert len(set(chosen)) == min(nanogpt.NUM_VOICES, num_chains * num_draws)
+        assert np.ptp(np.bincount([x % num_chains for x in chosen], minlength=num_chains)) <= 1
+
+
+@pytest.mark.nightly
+@REAL
+def test_preconditioned_chains_predict_better_than_where_they_start_and_than_plain_ones():
+    """One seed, a fixed step and no explicit noise: LPPD 1.41, 1.37 without scale, 1.53 with it."""
+    train, validation, (inputs, targets), _ = data.uci("energy")
+    network = runpy.run_path(str(EXAMPLES / "uci.py"))["Network"](16)
+    size, generator = len(train[0]) // 2, np.random.default_rng(1)
+    shuffled = [generator.permutation(len(train[0]))[:size] for _ in range(100)]
+    batches = [tuple(array[rows] for array in train) for rows in shuffled]
+
+    def mean_loss(params, batch):
+        mean, log_std = network.apply(params, batch[0])
+        return jnp.mean((batch[1] - mean) ** 2) * jnp.exp(-2 * log_std) / 2 + log_std
+
+    def lppd(draws) -> float:
+        options: Any = {"likelihood": "gaussian", "targets": targets}
+        found = optax_smile.predict(network.apply, draws, inputs, **options)
+        return optax_smile.metrics.lppd(found.log_density)
+
+    members = optax_smile.warmstart(
+        mean_loss,
+        lambda key: network.init(key, inputs[:1]),
+        batches[:5],
+        optax.adamw(0.01, weight_decay=0.005),
+        num_members=4,
+        num_epochs=200,
+        validation=validation,
+        key=jax.random.key(0),
+        progress=False,
+    )
+    scores = [lppd(optax_smile.Snapshots.from_members(members))]
+    for sampler in (optax_smile.smile, optax_smile.psmile):
+        draws = optax_smile.sample(
+            mean_loss,
+            members,
+            batches,
+            sampler(2e-3, decoherence_length=None, num_data=len(train[0])),
+            num_warmup=5_000,
+            num_draws=100,
+            thin=50,
+            key=jax.random.key(1),
+            progress=False,
+        )
+        assert np.all(draws.trace["num_nonfinite"] == 0)
+        scores.append(lppd(draws))
+    assert scores[2] > max(scores[:2]), scores

@@ -1,5 +1,6 @@
 """The example networks: sizes as the paper tells them, and what makes each what it is."""
 
+import functools
 from typing import Any
 
 import flax.linen as nn
@@ -10,22 +11,15 @@ import numpy as np
 import pytest
 from models.convolutional import FilterResponse, row_products
 
-COLOUR, GREY, LETTERS = (2, 32, 32, 3), (2, 28, 28, 1), (2, 256)
+GREY = (2, 28, 28, 1)
+# The network, the shape of its inputs, the paper's number of parameters; then a small one.
 NETWORKS = {
-    "FullyConnected": (models.FullyConnected(), (2, 5), 657),
-    "LeNet": (models.LeNet(), GREY, 61_706),
-    "ResNet7": (models.ResNet7(), COLOUR, 427_722),
-    "ResNet18": (models.ResNet18(), COLOUR, 11_178_762),
-    "ViT": (models.ViT(), (2, 160, 160, 3), 22_033_290),
-    "GPT": (models.GPT(), LETTERS, 10_770_048),
-}
-SMALL = {
-    "FullyConnected": (models.FullyConnected, {"widths": (8,)}, (2, 5)),
-    "LeNet": (models.LeNet, {"width": 0.5}, GREY),
-    "ResNet7": (models.ResNet7, {"width": 0.125}, (2, 8, 8, 3)),
-    "ResNet18": (models.ResNet18, {"width": 0.0625}, (2, 16, 16, 3)),
-    "ViT": (models.ViT, {"width": 0.125, "depth": 1}, (2, 32, 32, 3)),
-    "GPT": (models.GPT, {"width": 0.125, "depth": 1, "context": 8}, (2, 8)),
+    models.FullyConnected: ((2, 5), 657, {"widths": (8,)}, (2, 5)),
+    models.LeNet: (GREY, 61_706, {"width": 0.5}, GREY),
+    models.ResNet7: ((2, 32, 32, 3), 427_722, {"width": 0.125}, (2, 8, 8, 3)),
+    models.ResNet18: ((2, 32, 32, 3), 11_178_762, {"width": 0.0625}, (2, 16, 16, 3)),
+    models.ViT: ((2, 160, 160, 3), 22_033_290, {"width": 0.125, "depth": 1}, (2, 32, 32, 3)),
+    models.GPT: ((2, 256), 10_770_048, {"width": 0.125, "depth": 1, "context": 8}, (2, 8)),
 }
 
 
@@ -48,26 +42,21 @@ def random_params(network, x):
     return jax.tree.map(draw, shapes)
 
 
-@pytest.mark.parametrize("name", NETWORKS)
-def test_has_the_papers_size(name):
-    network, shape, size = NETWORKS[name]
-    params = jax.eval_shape(network.init, jax.random.key(0), inputs_of(shape))
-    assert sum(leaf.size for leaf in jax.tree.leaves(params)) == size
-    assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype("float32")}
-
-
-@pytest.mark.parametrize("name", SMALL)
-def test_computes_in_half_precision_and_each_example_alone(name):
+@pytest.mark.parametrize("kind", NETWORKS)
+def test_size_precision_and_each_example_alone(kind):
     """Half precision on float32 parameters; GPT sees no later letter."""
-    kind, options, shape = SMALL[name]
+    papers, size, options, shape = NETWORKS[kind]
+    whole = jax.eval_shape(kind().init, jax.random.key(0), inputs_of(papers))
+    assert sum(leaf.size for leaf in jax.tree.leaves(whole)) == size
+    assert {leaf.dtype for leaf in jax.tree.leaves(whole)} == {jnp.dtype("float32")}
     x, plain, half = inputs_of(shape), kind(**options), kind(**options, dtype=jnp.bfloat16)
-    params = random_params(plain, x)
+    params, is_text = random_params(plain, x), kind is models.GPT
     dtypes = jax.eval_shape(half.init, jax.random.key(0), x)
     assert jax.tree.all(jax.tree.map(lambda leaf: leaf.dtype == jnp.float32, dtypes))
     assert "bf16" in str(jax.make_jaxpr(half.apply)(params, x))
     # The second example changes, and of a text what follows its fifth letter.
-    kept, other = (np.s_[:, :5], np.s_[:, 5:]) if name == "GPT" else (np.s_[:1], np.s_[1:])
-    others: Any = x.at[:, 5].add(1) if name == "GPT" else x.at[1].multiply(-1.0)
+    kept, other = (np.s_[:, :5], np.s_[:, 5:]) if is_text else (np.s_[:1], np.s_[1:])
+    others: Any = x.at[:, 5].add(1) if is_text else x.at[1].multiply(-1.0)
 
     @jax.jit
     def run(params, x, others):
@@ -76,7 +65,7 @@ def test_computes_in_half_precision_and_each_example_alone(name):
     full, rough, changed = run(params, x, others)
     assert full.dtype == rough.dtype == jnp.float32
     assert 0 < jnp.abs(full - rough).max() < 0.1
-    classes = {"FullyConnected": (1,), "GPT": (8, 65)}.get(name, (10,))
+    classes = {models.FullyConnected: (1,), models.GPT: (8, 65)}.get(kind, (10,))
     assert full.shape == (2, *classes)
     np.testing.assert_allclose(full[kept], changed[kept], atol=1e-6)
     assert jnp.abs(full[other] - changed[other]).max() > 1e-4
@@ -85,8 +74,7 @@ def test_computes_in_half_precision_and_each_example_alone(name):
 def test_filter_response_is_its_formula():
     x = np.random.default_rng(1).normal(size=(3, 4, 5, 2))
     scale, shift, tau = np.array([2.0, -1.0]), np.array([0.1, 0.2]), np.array([-0.3, 0.4])
-    params = {"scale": scale, "shift": shift, "tau": tau}
-    params = {"params": jax.tree.map(jnp.float32, params)}
+    params = jax.tree.map(jnp.float32, {"params": {"scale": scale, "shift": shift, "tau": tau}})
 
     @jax.jit
     def run(x):
@@ -122,9 +110,8 @@ def test_row_products_are_a_convolution(padding):
         return both(params, x, plain), both(params, x, rows)
 
     expected, found = outputs_and_slopes(params, x)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-3), found, expected
-    )
+    close = functools.partial(np.testing.assert_allclose, rtol=2e-4, atol=2e-3)
+    jax.tree.map(close, found, expected)
     strided = nn.Conv(4, (5, 5), 2, conv_general_dilated=row_products)
     with pytest.raises(ValueError, match="strides must be 1"):
         jax.eval_shape(strided.init, jax.random.key(0), x)

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import warnings
+from typing import Any
 
 import data
 import jax
@@ -24,14 +25,8 @@ LABELS = np.array([0, 1, 2, 1])
 
 def task(likelihood="categorical", labels=LABELS) -> Experiment:
     part = np.zeros(labels.shape, np.uint8), labels
-    splits = data.Splits(part, part, part)
-    no_one: object = None
-    return Experiment(no_one, splits, likelihood, no_one)  # type: ignore[arg-type]
-
-
-def trained() -> Experiment:
-    """A task whose training is never looked at."""
-    return task()._replace(optimizer=lambda num_steps: optax.sgd(0.1))
+    no_one: Any = None
+    return Experiment(no_one, data.Splits(part, part, part), likelihood, no_one)
 
 
 def chain(seed, labels=LABELS, scale=1.0):
@@ -65,26 +60,26 @@ def test_scores_are_of_the_average_of_probabilities():
     assert found["perplexity"] == pytest.approx(np.exp(-logs.mean()))
 
 
-def test_what_no_cell_has_is_refused(monkeypatch, capsys):
-    for given, told in (
+def test_command_line(monkeypatch, capsys):
+    """Scores of corrupted images are cells of their own; what no cell has is refused."""
+    asked: list[dict] = []
+    monkeypatch.setattr(networks.records, "complete", lambda _, cells, *__: asked.extend(cells))
+    for given, rule in (
+        (["--methods", "psmile"], None),
+        (["--methods", "psmile", "--corrupted"], None),
         (["--settings", '{"num_epoch": 3}'], "--settings must be of .*num_epochs"),
         (["--members", "2"], "--members must be below the number of chains, 2, got 2"),
         (["--corrupted", "--methods", "laplace"], "--methods must be of"),
     ):
         monkeypatch.setattr("sys.argv", ["networks.py", *given])
+        if rule is None:
+            networks.main()
+            continue
         with pytest.raises(SystemExit):
             networks.main()
-        assert re.search(told, capsys.readouterr().err)
-
-
-def test_scores_of_corrupted_images_are_cells_of_their_own(monkeypatch):
-    asked: list[dict] = []
-    monkeypatch.setattr(networks.records, "complete", lambda _, cells, *__: asked.extend(cells))
-    for given in ([], ["--corrupted"]):
-        monkeypatch.setattr("sys.argv", ["networks.py", "--methods", "psmile", *given])
-        networks.main()
-    plain, corrupted = (asked[: len(asked) // 2], asked[len(asked) // 2 :])
-    assert [cell | {"scores": "corrupted"} for cell in plain] == corrupted
+        assert re.search(rule, capsys.readouterr().err)
+    half = len(asked) // 2
+    assert [cell | {"scores": "corrupted"} for cell in asked[:half]] == asked[half:] != []
 
 
 @pytest.mark.parametrize("form", network_cells.FORMS)
@@ -95,10 +90,8 @@ def test_every_cell_of_every_table_can_be_built(table, form, tmp_path, monkeypat
     monkeypatch.setattr(network_chains, "around", lambda *_: found)
     names = set()
     for cell, settings in network_cells.cells_of(table, form, [0, 1], {}):
-        known = cell["method"] in (networks.ENSEMBLE, *network_chains.BASELINES)
-        if not known:
-            made = network_chains.make_sampler(cell, settings, tmp_path, num_data=100, key=0)
-            assert callable(made.update)
+        if cell["method"] not in (networks.ENSEMBLE, *network_chains.BASELINES):
+            network_chains.make_sampler(cell, settings, tmp_path, num_data=100, key=0)
         assert json.loads(json.dumps(cell)) == cell and cell["num_chains"] == settings.num_members
         names.add(network_chains.path_of(cell, 0, tmp_path).name)
     assert len(names) == len(list(network_cells.cells_of(table, form, [0, 1], {})))
@@ -107,9 +100,8 @@ def test_every_cell_of_every_table_can_be_built(table, form, tmp_path, monkeypat
 def test_a_sweep_of_the_batch_shares_its_warm_start(tmp_path, monkeypatch):
     seen = []
     monkeypatch.setattr(network_chains, "load", lambda *_: None)
-    monkeypatch.setattr(
-        network_chains.experiment, "warm_start", lambda *_, directory, **__: seen.append(directory)
-    )
+    start = lambda *_, directory, **__: seen.append(directory)  # noqa: E731
+    monkeypatch.setattr(network_chains.experiment, "warm_start", start)
     for cell, settings in network_cells.cells_of("lenet batch", "tiny", [0], {"num_epochs": 2}):
         network_chains.warm_member(cell, settings, 0, tmp_path)
     assert len(set(seen)) == 1 and "num_epochs_2" in seen[0].name
@@ -140,31 +132,26 @@ def cell_of(method, form="tiny", **options):
     return cell | {"seed": 0, "num_chains": 2}
 
 
-@pytest.mark.parametrize(
-    "method, form, expected",
-    [
+def test_all_methods_take_as_many_gradients():
+    settings = network_cells.settings_of("lenet", "tiny", {})
+    for method, form, expected in (
         ("psmile", "tiny", (300, 10, 60)),
         ("psmile published", "tiny", (150, 10, 30)),
         ("paper's smile", "tiny", (150, 10, 30)),
         ("psmile published", "paper", (300, 10, 60)),
         ("cyclical_sgld", "tiny", (0, 15, 60)),
-    ],
-)
-def test_all_methods_take_as_many_gradients(method, form, expected):
-    settings = network_cells.settings_of("lenet", "tiny", {})
-    found = network_chains.counted(cell_of(method, form), settings)
-    assert (found.num_warmup, found.num_draws, found.thin) == expected
+    ):
+        found = network_chains.counted(cell_of(method, form), settings)
+        assert (found.num_warmup, found.num_draws, found.thin) == expected
 
 
-@pytest.mark.parametrize(
-    "method, options, expected",
-    [
-        ("cyclical_sgld", {"num_cycles": 3}, [1.0, 0.5, 1.0, 0.5, 1.0, 0.5]),
-        ("smile_naive", {"schedule": "cosine"}, (1 + np.cos(np.pi * np.arange(6) / 6)) / 2),
-    ],
-)
-def test_schedules_span_the_whole_run(method, options, expected, tmp_path):
+@pytest.mark.parametrize("method", ["cyclical_sgld", "smile_naive"])
+def test_schedules_span_the_whole_run(method, tmp_path):
     """Six steps: three cycles of two, and half a cosine."""
+    options, expected = {
+        "cyclical_sgld": ({"num_cycles": 3}, [1.0, 0.5, 1.0, 0.5, 1.0, 0.5]),
+        "smile_naive": ({"schedule": "cosine"}, (1 + np.cos(np.pi * np.arange(6) / 6)) / 2),
+    }[method]
     cell = cell_of(method, step_size=1.0, **options)
     settings = network_chains.counted(cell, Settings(num_warmup=2, num_draws=4, thin=1))
     sampler = network_chains.make_sampler(cell, settings, tmp_path, num_data=1.0, key=0)
@@ -180,18 +167,22 @@ def test_schedules_span_the_whole_run(method, options, expected, tmp_path):
 @pytest.mark.parametrize("stage", ["warm", "chain"])
 def test_what_a_signal_has_cut_short_is_not_kept(stage, tmp_path, monkeypatch):
     """Neither half-trained weights nor a part of the draws are taken for the whole."""
-    message = {"warm": "`warmstart` was stopped after 1", "chain": "`sample` ended early with 2"}
+    name, message = {
+        "warm": ("warmstart", "`warmstart` was stopped after 1"),
+        "chain": ("sample", "`sample` ended early with 2"),
+    }[stage]
     start = {"w": np.zeros((1, 3), np.float32)}
 
     def cut(*_, **__):
-        warnings.warn(message[stage], stacklevel=1)
+        warnings.warn(message, stacklevel=1)
         return start
 
-    changed = {"warm": "warmstart", "chain": "sample"}
     settings = Settings(num_epochs=2, batch_size=2, sampling_batch_size=2)
-    monkeypatch.setattr(network_chains.experiment.optax_smile, "warmstart", lambda *_, **__: start)
-    monkeypatch.setattr(network_chains.experiment.optax_smile, changed[stage], cut)
-    monkeypatch.setattr(network_chains, "load", lambda *_: trained())
-    with pytest.raises(UserWarning, match=message[stage]):
+    # The training is never looked at.
+    trained = task()._replace(optimizer=lambda num_steps: optax.sgd(0.1))
+    monkeypatch.setattr(optax_smile, "warmstart", lambda *_, **__: start)
+    monkeypatch.setattr(optax_smile, name, cut)
+    monkeypatch.setattr(network_chains, "load", lambda *_: trained)
+    with pytest.raises(UserWarning, match=message):
         network_chains.run_chain(cell_of("psmile"), settings, 0, tmp_path)
     assert not list(tmp_path.glob("*.npz"))

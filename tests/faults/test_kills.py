@@ -54,15 +54,9 @@ WARM_PLACES = {
 
 
 class Life(NamedTuple):
-    """One process.
+    """One process: its form, where it stores, and where it is to die.
 
-    Attributes:
-        form: of the run.
-        directory: of the run; None for one in memory.
-        num_draws: to keep.
-        minutes: between checkpoints.
-        pause: seconds at every step.
-        place: where it is to die.
+    `minutes` between checkpoints, `pause` seconds at every step; without a directory, in memory.
     """
 
     form: str
@@ -72,13 +66,16 @@ class Life(NamedTuple):
     pause: float = 0
     place: str | None = None
 
+    @property
+    def folder(self) -> Path:
+        assert self.directory is not None
+        return Path(self.directory)
+
 
 class Batches(list):
-    """Batches that tell of every pass."""
+    """Batches that call `tell` at every pass."""
 
-    def __init__(self, batches, tell):
-        super().__init__(batches)
-        self.tell = tell
+    tell = staticmethod(lambda: None)
 
     def __iter__(self):
         self.tell()
@@ -91,70 +88,57 @@ def noisy_loss(params, batch, *, key):
     return jnp.mean((x @ params["w"] + params["b"] - y) ** 2) / 2
 
 
-def start_of(directory: str) -> Path:
-    return Path(directory).with_name("start")
-
-
-def train(life: Life, batches: list[Any]) -> Any:
-    directory = None if life.directory is None else start_of(life.directory)
-    return optax_smile.warmstart(
-        noisy_loss,
-        lambda key: {"w": jax.random.normal(key, (2,)), "b": jnp.zeros(())},
-        batches,
-        optax.adam(0.01),
-        num_members=CHAINS,
-        num_epochs=EPOCHS,
-        patience=EPOCHS,
-        validation=batches[0],
-        key=jax.random.key(1),
-        stochastic=True,
-        directory=directory,
-        checkpoint_minutes=life.minutes,
-        progress=False,
-    )
-
-
 def run(life: Life, tell=lambda: None) -> Any:
     """Draws of one of the three forms; `tell` is called at every epoch and step."""
     generator = np.random.default_rng(0)
     x = generator.normal(size=(7, 20, 2)).astype(np.float32)
     y = (x.sum(axis=-1) + generator.normal(size=(7, 20))).astype(np.float32)
-    batches, mesh = list(zip(x, y, strict=True)), None
+    batches, mesh = Batches(zip(x, y, strict=True)), None
     params: Any = {"w": jnp.arange(2.0 * CHAINS).reshape(CHAINS, 2), "b": jnp.zeros(CHAINS)}
+    both: Any = {"stochastic": True, "checkpoint_minutes": life.minutes, "progress": False}
     if life.form == "warm start":
-        params = train(life, Batches(batches, tell))
+        batches.tell = tell
+        params = optax_smile.warmstart(
+            noisy_loss,
+            lambda key: {"w": jax.random.normal(key, (2,)), "b": jnp.zeros(())},
+            batches,
+            optax.adam(0.01),
+            num_members=CHAINS,
+            num_epochs=EPOCHS,
+            patience=EPOCHS,
+            validation=batches[0],
+            key=jax.random.key(1),
+            directory=life.directory and life.folder.with_name("start"),
+            **both,
+        )
     if life.form == "mesh":
         devices = jax.devices()[:DEVICES]
         mesh = jax.make_mesh((DEVICES,), ("chain",), (AxisType.Auto,), devices=devices)
+    options: Any = {"integrator": "minimal_norm", "decoherence_length": 0.1}
     return optax_smile.sample(
         noisy_loss,
         params,
-        batches,
-        optax_smile.smile(
-            0.02,
-            num_data=140,
-            integrator="minimal_norm",
-            decoherence_length=0.1,
-            key=jax.random.key(5),
-        ),
+        list(batches),
+        optax_smile.smile(0.02, num_data=140, key=jax.random.key(5), **options),
         num_warmup=5,
         num_draws=life.num_draws,
         thin=1,
         key=jax.random.key(0),
-        stochastic=True,
         prefetch=2,
         mesh=mesh,
         directory=life.directory,
-        checkpoint_minutes=life.minutes,
-        progress=False,
         callback=lambda step, stats: tell(),
+        **both,
     )
 
 
 def die_at(place: str, directory: str):
     """Kill this process right before a file operation of `PLACES`."""
     if place in WARM_PLACES:
-        first, directory = ("os.rename", "orbax-checkpoint-tmp"), str(start_of(directory))
+        first, directory = (
+            ("os.rename", "orbax-checkpoint-tmp"),
+            str(Path(directory).with_name("start")),
+        )
     else:
         first = "open", "/.draw-"
     operation, part, left = (PLACES | WARM_PLACES)[place]
@@ -184,8 +168,7 @@ def main(arguments: str, compiled: str):
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     life = Life(*json.loads(arguments))
     if life.place is not None:
-        assert life.directory is not None
-        die_at(life.place, life.directory)
+        die_at(life.place, str(life.folder))
     lines = iter(["running"])
 
     def tell():
@@ -204,15 +187,13 @@ def begin(life: Life, compiled: Path) -> subprocess.Popen:
 
 def check_draws(life: Life, expected: Any, at_least: int) -> int:
     """Require draws 0, 1, ... without a gap, no fewer than before, each with the right bits."""
-    assert life.directory is not None
-    directory = Path(life.directory)
-    files = sorted(path.name for path in directory.glob("draw-*"))
+    files = sorted(path.name for path in life.folder.glob("draw-*"))
     chains = f"chains-00000-{CHAINS - 1:05d}"
     assert files == [f"draw-{i:08d}.{chains}.safetensors" for i in range(len(files))]
     assert len(files) >= at_least
     if not files:
         return 0
-    stored = optax_smile.load_snapshots(directory)
+    stored = optax_smile.load_snapshots(life.folder)
     assert stored.num_draws == len(files)
     for name, values in stored.params.items():
         wanted = expected.params[name][:, : len(files)]
@@ -221,22 +202,12 @@ def check_draws(life: Life, expected: Any, at_least: int) -> int:
     return len(files)
 
 
-def wait_for_a_draw(life: Life, num_before: int):
-    """However slow the machine is: a life without a draw has nothing to lose."""
-    assert life.directory is not None
-    end = time.monotonic() + PATIENCE
-    while len(list(Path(life.directory).glob("draw-*"))) <= num_before:
-        assert time.monotonic() < end
-        time.sleep(PAUSE)
-
-
 def finish(life: Life, compiled: Path, expected: Any):
     with begin(life._replace(minutes=60, pause=0, place=None), compiled) as process:
         output, _ = process.communicate(timeout=2 * PATIENCE)
     assert process.returncode == 0 and output.endswith("finished\n")
     assert check_draws(life, expected, life.num_draws) == life.num_draws
-    drafts = [name for name in os.listdir(life.directory) if name.startswith(".draw")]
-    assert not drafts
+    assert not list(life.folder.glob(".draw*"))
 
 
 @functools.cache
@@ -265,7 +236,11 @@ def test_kill_at_any_moment(tmp_path, compiled, form, full, record):
             assert process.stdout is not None
             assert process.stdout.readline() == "running\n"
             if kill % 2 and (form != "warm start" or kill > kills / 2):
-                wait_for_a_draw(life, kept[-1])
+                # However slow the machine is: a life without a draw has nothing to lose.
+                end = time.monotonic() + PATIENCE
+                while len(list(life.folder.glob("draw-*"))) <= kept[-1]:
+                    assert time.monotonic() < end
+                    time.sleep(PAUSE)
             time.sleep(generator.uniform(0, 1))
             assert process.poll() is None, "the run was too short to be killed so often"
             process.kill()
@@ -276,13 +251,10 @@ def test_kill_at_any_moment(tmp_path, compiled, form, full, record):
     record("kills at random moments", of=form, cases=kills, silent=0, raw=0, lost=0)
 
 
-@pytest.mark.parametrize(
-    "form",
-    [
-        pytest.param("quick", marks=pytest.mark.slow),
-        *(pytest.param(form, marks=pytest.mark.nightly) for form in FORMS),
-    ],
-)
+NIGHTLY = (pytest.param(form, marks=pytest.mark.nightly) for form in FORMS)
+
+
+@pytest.mark.parametrize("form", [pytest.param("quick", marks=pytest.mark.slow), *NIGHTLY])
 def test_kill_at_the_worst_moments(tmp_path, compiled, form, record):
     places = WARM_PLACES if form == "warm start" else QUICK if form == "quick" else PLACES
     form = "plain" if form == "quick" else form

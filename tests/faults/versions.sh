@@ -31,6 +31,6 @@ for age in ${@:-oldest newest}; do
     . -r "$work/$age.txt" pytest pytest-xdist hypothesis chex equinox grain
   echo "== $age: $("$work/$age/bin/pip" freeze | grep -E "$TOLD" | tr '\n' ' ')"
   # Packages of another time deprecate what is theirs.
-  "$work/$age/bin/python" -m pytest -q -n 2 -p no:cacheprovider \
+  "$work/$age/bin/python" -m pytest -q -n 3 -p no:cacheprovider \
     -W default::DeprecationWarning "${TESTS[@]}"
 done
