@@ -127,8 +127,8 @@ DEFECTS = r"""
 = psmile without its noise | prior_of_trees and psmile
 - momentum.microcanonical("psmile", integrator, decoherence_length, key)
 + momentum.microcanonical("psmile", integrator, None, key)
-# published.py | test_slots.py
-= temperature lost | know_the_posterior
+# published.py | test_log_prior.py
+= temperature lost | gaussian_function and published
 - Potential(num_data, prior_precision, temperature, prior_mean, log_prior)
 + Potential(num_data, prior_precision, 1.0, prior_mean, log_prior)
 # samplers/tune_mclmc.py | test_mclmc.py

@@ -3,7 +3,6 @@
 import itertools
 import math
 import re
-import warnings
 from fractions import Fraction
 from typing import Any
 
@@ -13,6 +12,8 @@ import scipy.optimize
 import scipy.special
 
 from optax_smile import calibrate, metrics
+
+P, Y = np.array([[0.9, 0.1], [0.2, 0.8]]), np.array([0, 1])
 
 
 def random_classes(seed, num_inputs=200, num_classes=4, spread=2.0):
@@ -33,32 +34,26 @@ def textbook_loss(inverse, probabilities, labels):
     return -float(np.mean(density))
 
 
-@pytest.mark.parametrize("heat", [0.3, 1.0, 4.0])
-def test_temperature_against_a_minimiser(heat):
+def test_temperature_against_a_minimiser():
     logits, labels = random_classes(0)
-    probabilities = softmax(logits * heat)
-    found: Any = scipy.optimize.minimize_scalar(
-        lambda log: textbook_loss(math.exp(log), probabilities, labels),
-        bounds=(-4, 4),
-        method="bounded",
-        options={"xatol": 1e-10},
-    )
-    got = calibrate.fit_temperature(probabilities, labels)
-    assert math.log(got) == pytest.approx(-found.x, abs=1e-6)
+    for heat in (0.3, 1.0, 4.0):
+        probabilities = softmax(logits * heat)
+        found: Any = scipy.optimize.minimize_scalar(
+            lambda log, p: textbook_loss(math.exp(log), p, labels),
+            bounds=(-4, 4), args=(probabilities,), method="bounded", options={"xatol": 1e-10},
+        )  # fmt: skip
+        got = calibrate.fit_temperature(probabilities, labels)
+        assert math.log(got) == pytest.approx(-found.x, abs=1e-6)
 
 
 def test_temperature_undoes_one_that_was_applied():
     logits, labels = random_classes(0)
+    for temperature in (0.05, 0.7, 1, 2.5, 20):
+        heated = calibrate.with_temperature(softmax(logits), temperature)
+        np.testing.assert_allclose(heated, softmax(logits / temperature), rtol=1e-9)
     once = calibrate.fit_temperature(softmax(logits), labels)
     heated = calibrate.with_temperature(softmax(logits), 2.5)
     assert calibrate.fit_temperature(heated, labels) == pytest.approx(once / 2.5, rel=1e-9)
-
-
-def test_with_temperature_against_the_formula():
-    logits, _ = random_classes(2)
-    for temperature in (0.05, 0.7, 1, 20):
-        got = calibrate.with_temperature(softmax(logits), temperature)
-        np.testing.assert_allclose(got, softmax(logits / temperature), rtol=1e-9)
 
 
 def test_temperature_keeps_what_is_impossible_impossible():
@@ -66,28 +61,22 @@ def test_temperature_keeps_what_is_impossible_impossible():
     np.testing.assert_allclose(got, [[16 / 17, 1 / 17, 0], [0, 0, 1]], rtol=1e-12)
     # Other classes that are impossible do not disturb the fit.
     logits, labels = random_classes(3)
-    probabilities = softmax(logits)
-    wider = np.concatenate([probabilities, np.zeros((len(labels), 1))], axis=1)
-    expected = calibrate.fit_temperature(probabilities, labels)
+    expected = calibrate.fit_temperature(softmax(logits), labels)
+    wider = np.pad(softmax(logits), ((0, 0), (0, 1)))
     assert calibrate.fit_temperature(wider, labels) == expected
 
 
 def test_temperature_at_the_ends_of_its_range():
-    probabilities = np.array([[0.9, 0.1], [0.2, 0.8]])
-    with pytest.warns(UserWarning, match=r"`fit_temperature`: .* ends at 0.05") as warned:
-        assert calibrate.fit_temperature(probabilities, [0, 1]) == 0.05
-    assert warned[0].filename == __file__
-    with pytest.warns(UserWarning, match=r"`fit_temperature`: .* ends at 20"):
-        assert calibrate.fit_temperature(probabilities, [1, 0]) == 20
-    with pytest.warns(UserWarning, match=r"ends at 0.5"):
-        assert calibrate.fit_temperature(probabilities, [0, 1], smallest=0.5) == 0.5
-    with pytest.warns(UserWarning, match=r"ends at 3;"):
-        assert calibrate.fit_temperature(probabilities, [1, 0], largest=3.0) == 3
-
-
-@pytest.mark.parametrize("row", [[0.25] * 4, [0.5, 0.5, 0, 0], [1.0, 0, 0, 0]])
-def test_temperature_where_none_matters(row):
-    assert calibrate.fit_temperature([row, row], [0, 0]) == 1
+    ends: list[tuple[list[int], dict[str, float], float]] = [
+        ([0, 1], {}, 0.05), ([1, 0], {}, 20), ([0, 1], {"smallest": 0.5}, 0.5),
+        ([1, 0], {"largest": 3.0}, 3),
+    ]  # fmt: skip
+    for labels, options, end in ends:
+        with pytest.warns(UserWarning, match=rf"`fit_temperature`: .* ends at {end};") as warned:
+            assert calibrate.fit_temperature(P, labels, **options) == end
+        assert warned[0].filename == __file__
+    for row in ([0.25] * 4, [0.5, 0.5, 0, 0], [1.0, 0, 0, 0]):
+        assert calibrate.fit_temperature([row, row], [0, 0]) == 1
 
 
 def textbook_rank(num_inputs, level):
@@ -102,32 +91,29 @@ def textbook_sets(probabilities, labels, new, level):
     return [[1 - Fraction(float(p)) <= limit for p in row] for row in new]
 
 
-CASES = pytest.mark.parametrize(
-    ("num_inputs", "level"), [*itertools.product([19, 20, 99], [0.5, 0.55, 0.8, 0.9, 0.95])]
-)
+CASES = list(itertools.product([19, 20, 99], [0.5, 0.55, 0.8, 0.9, 0.95]))
 
 
-@CASES
-def test_sets_against_the_textbook(num_inputs, level):
-    logits, labels = random_classes(num_inputs, num_inputs)
-    probabilities = softmax(logits).astype(np.float32)
-    new = softmax(random_classes(5, 30)[0])
-    new[:5] = probabilities[:5]  # ties count as inside
-    got = calibrate.prediction_sets(probabilities, labels, new, level)
-    assert got.dtype == bool
-    assert got.tolist() == textbook_sets(probabilities, labels, new, level)
+def test_sets_against_the_textbook():
+    for num_inputs, level in CASES:
+        logits, labels = random_classes(num_inputs, num_inputs)
+        probabilities = softmax(logits).astype(np.float32)
+        new = softmax(random_classes(5, 30)[0])
+        new[:5] = probabilities[:5]  # ties count as inside
+        got = calibrate.prediction_sets(probabilities, labels, new, level)
+        assert got.dtype == bool
+        assert got.tolist() == textbook_sets(probabilities, labels, new, level)
 
 
-@CASES
-def test_intervals_against_the_textbook(num_inputs, level):
-    generator = np.random.default_rng(num_inputs)
-    mean, targets, new_mean = generator.normal(size=(3, num_inputs))
-    std, new_std = generator.gamma(3, size=(2, num_inputs))
-    for scales in ((std, new_std), (1.0, 2.0)):
-        ratios = sorted(abs(targets - mean) / scales[0])
-        width = ratios[textbook_rank(num_inputs, level) - 1] * scales[1]
-        got = calibrate.prediction_intervals(mean, scales[0], targets, new_mean, scales[1], level)
-        np.testing.assert_allclose(got, (new_mean - width, new_mean + width), rtol=1e-12)
+def test_intervals_against_the_textbook():
+    for num_inputs, level in CASES:
+        generator = np.random.default_rng(num_inputs)
+        mean, targets, new = generator.normal(size=(3, num_inputs))
+        for std, new_std in (generator.gamma(3, size=(2, num_inputs)), (1.0, 2.0)):
+            ratios = sorted(abs(targets - mean) / std)
+            width = ratios[textbook_rank(num_inputs, level) - 1] * new_std
+            got = calibrate.prediction_intervals(mean, std, targets, new, new_std, level)
+            np.testing.assert_allclose(got, (new - width, new + width), rtol=1e-12)
 
 
 @pytest.mark.parametrize(("num_inputs", "level"), [(19, 0.9), (10, 0.5), (30, 0.95)])
@@ -142,9 +128,8 @@ def test_coverage_of_exchangeable_inputs_is_exact(num_inputs, level):
         old, new = np.arange(num_inputs + 1) != new, [new]
         ends = calibrate.prediction_intervals(mean[old], std, targets[old], mean[new], std, level)
         sets = calibrate.prediction_sets(probabilities[old], labels[old], probabilities[new], level)
-        inside.append(
-            (metrics.coverage(*ends, targets[new]), calibrate.set_coverage(sets, labels[new]))
-        )
+        covered = calibrate.set_coverage(sets, labels[new])
+        inside.append((metrics.coverage(*ends, targets[new]), covered))
     for share in np.mean(inside, axis=0):
         assert level <= share + 1e-12 and share < level + 1 / (num_inputs + 1)
 
@@ -160,10 +145,8 @@ def test_too_few_held_out_inputs():
     assert lower.tolist() == [-math.inf] and upper.tolist() == [math.inf]
     assert metrics.coverage(lower, upper, [5.0]) == 1
     assert metrics.interval_width(lower, upper) == math.inf
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        nine = np.full((9, 2), 0.5), np.zeros(9, int)
-        assert calibrate.prediction_sets(*nine, [[0.4, 0.6]], 0.9).tolist() == [[False, True]]
+    nine = np.full((9, 2), 0.5), np.zeros(9, int)
+    assert calibrate.prediction_sets(*nine, [[0.4, 0.6]], 0.9).tolist() == [[False, True]]
 
 
 def test_coverage_and_size_of_sets_by_hand():
@@ -172,38 +155,18 @@ def test_coverage_and_size_of_sets_by_hand():
     assert calibrate.set_size(sets) == 1
 
 
-P, Y = np.array([[0.9, 0.1], [0.2, 0.8]]), np.array([0, 1])
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (
-            lambda: calibrate.fit_temperature([[1.0, 0.0], [0.5, 0.5]], [1, 0]),
-            "fit_temperature(probabilities=...)` must be > 0 for every label, got 0.0 in row 0",
-        ),
-        (
-            lambda: calibrate.fit_temperature(P, Y, smallest=3.0, largest=3.0),
-            "fit_temperature(largest=...)` must be > `smallest`, 3.0, got 3.0",
-        ),
-        (
-            lambda: calibrate.prediction_sets(P, Y, np.ones((3, 1)), 0.5),
-            "prediction_sets(new_probabilities=...)` must be of 2 classes, got shape (3, 1)",
-        ),
-        (
-            lambda: calibrate.prediction_intervals(Y, 1.0, Y[:1], Y, 1.0, 0.5),
-            "prediction_intervals(targets=...)` must be of shape (2,) to go with `mean`",
-        ),
-        (
-            lambda: calibrate.prediction_intervals(Y, 1.0, Y, np.ones(4), np.ones(2), 0.5),
-            "prediction_intervals(new_std=...)` must be a scalar or of shape (4,) or (1,)",
-        ),
-        (
-            lambda: calibrate.set_coverage(P > 0.5, [0, 2]),
-            "set_coverage(labels=...)` must be classes from 0 to 1, got 0 to 2",
-        ),
-    ],
-)
-def test_arguments_that_do_not_fit(call, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        call()
+def test_arguments_that_do_not_fit():
+    fit, intervals = calibrate.fit_temperature, calibrate.prediction_intervals
+    wrong: list[Any] = [
+        (fit, ([[1.0, 0.0], [0.5, 0.5]], [1, 0]), "probabilities", "> 0 for every label, got 0.0"),
+        (calibrate.prediction_sets, (P, Y, np.ones((3, 1))), "new_probabilities", "of 2 classes"),
+        (intervals, (Y, 1.0, Y[:1], Y, 1.0), "targets", "of shape (2,) to go with `mean`"),
+        (intervals, (Y, 1.0, Y, np.ones(4), [1.0] * 2), "new_std", "a scalar or of shape (4,) or"),
+        (calibrate.set_coverage, (P > 0.5, [0, 2]), "labels", "classes from 0 to 1, got 0 to 2"),
+    ]
+    for function, arguments, name, rule in wrong:
+        message = f"`{function.__name__}({name}=...)` must be {rule}"
+        with pytest.raises(ValueError, match=re.escape(message)):
+            function(*arguments)
+    with pytest.raises(ValueError, match="largest=.*must be > `smallest`, 3.0, got 3.0"):
+        fit(P, Y, smallest=3.0, largest=3.0)

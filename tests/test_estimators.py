@@ -18,13 +18,7 @@ import optax_smile
 from optax_smile import interop
 from optax_smile.interop.estimators import BayesianClassifier, BayesianRegressor
 
-SHORT: dict[str, Any] = {
-    "num_chains": 2,
-    "num_epochs": 3,
-    "num_warmup": 4,
-    "num_draws": 4,
-    "thin": 2,
-}
+SHORT: dict[str, Any] = {"num_epochs": 3, "num_warmup": 4, "num_draws": 4, "thin": 2}
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(60, 2))
 LABELS = np.where(X[:, 0] + X[:, 1] > 0, "yes", "no")
@@ -36,14 +30,15 @@ def sgld(**posterior):
     return optax_smile.sgld(1e-4, **posterior)
 
 
+SHORT |= {"num_chains": 2, "sampler": sgld, "random_state": 0}
+
+
 def short_classifier(**changes) -> Any:
-    given: dict[str, Any] = SHORT | {"sampler": sgld}
-    return BayesianClassifier(widths=(4,), random_state=0, **given | changes)
+    return BayesianClassifier(**{"widths": (4,), **SHORT, **changes})
 
 
 def short_regressor(**changes) -> Any:
-    given: dict[str, Any] = SHORT | {"sampler": sgld}
-    return BayesianRegressor(widths=(4,), random_state=0, **given | changes)
+    return BayesianRegressor(**{"widths": (), **SHORT, **changes})
 
 
 @pytest.fixture(scope="module")
@@ -64,12 +59,9 @@ def test_labels_and_probabilities(classifier):
     np.testing.assert_allclose(found.log_density, np.log(of_label), rtol=1e-5)
     with pytest.raises(ValueError, match="unseen labels"):
         classifier.prediction(X, np.where(LABELS == "yes", "maybe", "no"))
-
-
-def test_chains_begin_at_the_members_and_leave_them(classifier):
+    # Chains begin at the members and leave them.
     members, draws = classifier.members_["network"], classifier.draws_.params["network"]
     assert draws[0][0].shape == (2, 4, 2, 4) and members[0][0].shape == (2, 2, 4)
-    assert isinstance(classifier.draws_, optax_smile.Snapshots)
     assert np.all(np.any(draws[0][0][:, -1] != np.asarray(members[0][0]), axis=(1, 2)))
 
 
@@ -85,14 +77,11 @@ def test_pickle_and_the_same_seed(classifier):
 
 
 def test_units_of_features_and_target_do_not_matter():
-    fitted = short_regressor().fit(X, TARGETS)
-    moved_x, moved_y = 1e3 * X - 7e4, 0.01 * TARGETS + 5
-    moved = short_regressor().fit(moved_x, moved_y)
-    found, other = fitted.prediction(X, TARGETS), moved.prediction(moved_x, moved_y)
-    np.testing.assert_allclose(moved.predict(moved_x), 0.01 * found.mean + 5, rtol=0, atol=1e-4)
-    np.testing.assert_allclose(
-        moved.predict_std(moved_x), 0.01 * np.sqrt(np.asarray(found.total)), rtol=1e-2
-    )
+    x, y = 1e3 * X - 7e4, 0.01 * TARGETS + 5
+    fitted, moved = short_regressor().fit(X, TARGETS), short_regressor().fit(x, y)
+    found, other = fitted.prediction(X, TARGETS), moved.prediction(x, y)
+    np.testing.assert_allclose(moved.predict(x), 0.01 * found.mean + 5, rtol=0, atol=1e-4)
+    np.testing.assert_allclose(moved.predict_std(x), 0.01 * np.sqrt(found.total), rtol=1e-2)
     np.testing.assert_allclose(other.log_density, found.log_density - np.log(0.01), atol=0.02)
 
 
@@ -103,9 +92,8 @@ def test_a_linear_network_finds_the_least_squares_and_the_noise():
         "init": lambda key, x: {"w": np.zeros((x.shape[1], 1), np.float32)},
         "apply": lambda params, x: x @ params["w"],
     }
-    lengths = {"num_epochs": 300, "num_warmup": 300, "num_draws": 50, "thin": 10}
-    sampler = {"sampler": optax_smile.psmile}
-    regressor = short_regressor(**network, **lengths, **sampler).fit(X, TARGETS)
+    given = {"num_epochs": 300, "num_warmup": 300, "num_draws": 50, "thin": 10} | network
+    regressor = short_regressor(sampler=optax_smile.psmile, **given).fit(X, TARGETS)
     predicted = regressor.predict(X)
     centred = X - X.mean(axis=0)
     weights, *_ = np.linalg.lstsq(centred, TARGETS - TARGETS.mean())

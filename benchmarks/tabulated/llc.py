@@ -8,6 +8,11 @@ from tabulated.table import Record, Table, number, short, thousands
 WITHIN = 0.05
 
 
+def _kind(finding: Any) -> str:
+    """Of a finding of a record: a pair of kind and text; records before it have sentences."""
+    return finding.partition(":")[0] if isinstance(finding, str) else finding[0]
+
+
 def _of(found: Sequence[Record], sampler: str) -> dict[str, list[Record]]:
     """Records of a sampler, by model in the order of the file."""
     models: dict[str, list[Record]] = {}
@@ -42,7 +47,7 @@ def known(found: Sequence[Record]) -> Table:
         row += [number(first["asymptotic"], 2), f"{first['localization']:g}"]
         row += [number(first["llc"], 2), short(first["standard_error"])]
         row += [", ".join(map(_percent, errors)), ", ".join(map(_percent, plain))]
-        said = {kind for record in records for kind, _ in record["findings"]}
+        said = {_kind(found) for record in records for found in record["findings"]}
         rows.append([*row, ", ".join(sorted(said)) or "-"])
         used += records
     header = ["model", "d", "exact", "n → ∞", "gamma", "llc, seed 0", "its error"]
@@ -112,7 +117,7 @@ def transformer(found: Sequence[Record]) -> Table:
         spread = max(abs(value / mean - 1) for value in estimates)
         cell = records[0]["cell"]
         steps = cell["num_warmup"] + cell["num_draws"] * thin
-        said = {kind for record in records for kind, _ in record["findings"]}
+        said = {_kind(found) for record in records for found in record["findings"]}
         row = [f"{localization:g}", f"{steps:,}", ", ".join(thousands(x) for x in estimates)]
         row += [_percent(spread, "") if len(estimates) > 1 else "", _percent(mean / base - 1)]
         row += [number(statistics.fmean(r["loss"] for r in records), 4)]
