@@ -2,6 +2,7 @@
 
 import statistics
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from tabulated.table import Record, Table, number, short, thousands
 
