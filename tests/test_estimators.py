@@ -18,6 +18,8 @@ import optax_smile
 from optax_smile import interop
 from optax_smile.interop.estimators import BayesianClassifier, BayesianRegressor
 
+# The same bits from a fixture and from a slow test.
+OPTIMIZED = False
 SHORT: dict[str, Any] = {"num_epochs": 3, "num_warmup": 4, "num_draws": 4, "thin": 2}
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(60, 2))

@@ -92,7 +92,10 @@ class TestPrior:
 def test_turning_noise_forgets_over_a_radius():
     """The same as the number that it stands for, here 1 / 0.25."""
     one, yes = jnp.float32(1), jnp.array(True)
-    state = momentum.MomentumState({"w": jnp.array([0.6, 0.8])}, jnp.int32(1), None, yes, one / 5)
+    state = momentum.MomentumState(
+        direction={"w": jnp.array([0.6, 0.8])}, drift_index=jnp.int32(1), anchor=None, moving=yes,
+        step_length=one / 5,
+    )  # fmt: skip
     heading = Heading(*[one / 2 for _ in Heading._fields])._replace(moving=yes)
     given = state, momentum.INTEGRATORS["leapfrog"], heading, Sums(*[one / 3] * 10)
     got, expected = (momentum.diffuse(*given, length, one / 4) for length in ("turning", 4.0))
@@ -190,7 +193,7 @@ class TestPrecision:
             ({"make_sampler": optax_smile.sgld}, "missing a required argument: .step_size"),
             ({"make_sampler": lambda **posterior: 3}, "gives a sampler"),
         ]
-        given = {"loss_fn": bowl, "params": WEIGHTS, "batches": BATCHES, "num_data": NUM_DATA}
+        given: Any = {"loss_fn": bowl, "params": WEIGHTS, "batches": BATCHES, "num_data": 200}
         for changes, message in wrong:
             with pytest.raises(ValueError, match=f"^`local_precision\\(.*{message}"):
                 local.local_precision(**given | QUIET | {"check": False} | changes)
