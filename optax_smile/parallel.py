@@ -305,7 +305,9 @@ def chain_sharding(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(CHAIN))
 
 
-@_check.arguments("parallel.split_key", key=_check.Key(""), chains=_check.Whole(1), mesh=MESH)
+@_check.arguments(
+    "parallel.split_key", key=_check.Key(""), chains=_check.Whole(1), mesh=MESH, raw=_check.FLAG
+)
 def split_key(
     key: jax.Array | int, chains: int, *, mesh: Mesh | None = None, raw: bool = False
 ) -> jax.Array:

@@ -389,12 +389,12 @@ def test_traced_numbers_pass_and_mean_the_same():
     for argument, number in numbers.items():
 
         def first_update(number, argument=argument):
-            tx = build("psmile", **{argument: number})
+            tx = build("sgld", **{argument: number})
             return tx.update(PARAMS, tx.init(PARAMS), PARAMS, value=1.0)[0]
 
         traced, plain = jax.jit(first_update)(number), first_update(number)
         np.testing.assert_allclose(traced["w"], plain["w"], rtol=1e-5)
-        jax.eval_shape(first_update, -1.0)
+        jax.eval_shape(lambda x, a=argument: build("psmile", **{a: x}).init(PARAMS), -1.0)
     options = {"psmile": ["decoherence_length", "reject_quantile"], "psgld": ["square_decay"]}
     options |= {"sghmc": ["friction", "gradient_noise"], "cyclical_sgld": ["exploration"]}
     for name, arguments in options.items():

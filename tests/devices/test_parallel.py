@@ -283,6 +283,7 @@ def test_sample_on_a_mesh(tmp_path):
     assert seen == {(jax.P(None, "data"), jax.P("data", None))}
 
 
+@pytest.mark.slow
 def test_sample_with_auxiliary_state_random_losses_and_batches_of_their_own():
     def noisy_loss(params, batch, aux, key):
         loss = mean_loss(params, batch) + 0.1 * jax.random.normal(key, ()) * jnp.sum(params["in"])
@@ -303,6 +304,7 @@ def test_a_run_goes_on_on_another_mesh(tmp_path):
     assert_close(got.params, draw().params)
 
 
+@pytest.mark.slow
 def test_a_summed_loss_is_warned_of():
     short: dict[str, Any] = {"num_warmup": 0, "num_draws": 1, "thin": 1}
     with pytest.warns(UserWarning, match=r"looks like a sum.* 1\.000 of"):

@@ -83,7 +83,9 @@ LAWFUL: dict[str, set[str]] = {
     **dict.fromkeys(("tuner", "observe", "num_draws", "num_chains", "inputs", "like"), {"none"}),
     "accept": {"list"},
     "check": {"true"},
-    **dict.fromkeys(("flat", "progress", "resume", "classes", "stacked", "per_chain"), {"true"}),
+    **dict.fromkeys(
+        ("flat", "raw", "progress", "resume", "classes", "stacked", "per_chain"), {"true"}
+    ),
     # Any number of the range; traced where a sampler may be built inside a compiled function.
     **dict.fromkeys(("step_size", "temperature", "smallest_root", "angle"), {"tracer"}),
     **dict.fromkeys(("friction", "square_decay", "adapt_probability", "adapt_rate"), {"tracer"}),
