@@ -51,6 +51,10 @@ def wrong(constraint: Any) -> list[Any]:
             outside += [1e-320] * (low == 0 and constraint.open in ("low", "both"))
             outside += [high] * (constraint.open in ("high", "both"))
             outside += [math.inf] * (not constraint.infinite)
+            # What float32 holds as 0 or inf; scores have float64.
+            if type(constraint) is _check.Real and math.isinf(high):
+                outside += [1e-39] * (low == 0 and constraint.open == "low")
+                outside += [1e39] * (not constraint.infinite)
             return [*outside, math.nan, np.float32(math.nan), *NOT_NUMBERS]
         case _check.Whole(low=low):
             return [low - 1, low + 0.5, float(low), 2**31, math.nan, *NOT_NUMBERS]
@@ -318,6 +322,12 @@ MESSAGES: list[tuple[Any, str]] = [
             optax.chain(build("sgld"), optax.scale_by_adam()).init(PARAMS), PARAMS
         ),
         "must be that of a chain whose last transformation is the sampler, got one followed by",
+    ),
+    (
+        lambda: optax_smile.stats(
+            optax.chain(build("sgld"), optax.masked(optax.scale(0.5), True)).init(PARAMS)
+        ),
+        "whose last transformation is the sampler, got one followed by MaskedState",
     ),
     # Losses and models.
     (lambda: sample(loss_fn=Model()), "a function of (params, batch), got a Model. Pass a model's"),

@@ -378,3 +378,26 @@ def test_isotropic_noise_has_no_memory():
         sums = [np.sum(z), z @ after, *(z[:-lag] @ z[lag:] for lag in lags)]
         found.append(np.array(sums, float) / size)
     assert np.abs(np.mean(found, axis=0)).max() < 4 / (num_keys * size) ** 0.5
+
+
+def test_a_step_keeps_its_length_to_the_end():
+    """The second drift of the minimal norm is as long as the first, whatever a schedule says."""
+    sizes = jnp.asarray([1.0, 3.0, 2.0])
+    tx = optax_smile.smile(
+        lambda count: sizes[count], num_data=1, integrator="minimal_norm", decoherence_length=None
+    )
+    params = jnp.ones(3)
+    state, lengths = tx.init(params), []
+    for _ in range(6):
+        updates, state = tx.update(params / 10, state, params)
+        params = optax.apply_updates(params, updates)
+        lengths.append(float(jnp.linalg.norm(updates)))
+    np.testing.assert_allclose(lengths, np.repeat(sizes, 2) / 2, rtol=1e-5)
+
+
+def test_random_signs_are_those_of_the_place():
+    """In an array of any number of axes."""
+    key = jax.random.key(0)
+    flat = _tree.isotropic_like(key, jnp.zeros(8 * 9 * 10 * 2))
+    for shape in ((8, 9, 10, 2), (72, 20), (8, 9, 20)):
+        np.testing.assert_array_equal(_tree.isotropic_like(key, jnp.zeros(shape)).ravel(), flat)

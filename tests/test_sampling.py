@@ -204,3 +204,10 @@ def test_the_bar_says_that_it_compiles_until_the_first_step_is_done(label, capsy
     assert compiling and shown and max(compiling) + 1 < min(shown)
     # It stops saying so before there is anything to show.
     assert all(" 0/" in lines[number] for number in (*compiling, max(compiling) + 1))
+
+
+def test_a_single_chain_has_the_noise_of_the_key():
+    tx = optax_smile.sgld(1e-2, num_data=10, key=0)
+    params = {"w": jnp.ones((1, 3))}
+    states = [optax_smile.parallel.init(tx, params, key=key) for key in (None, 1, 2)]
+    assert len({str(optax.tree.get(state, "key")) for state in states}) == 3
