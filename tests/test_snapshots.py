@@ -219,3 +219,12 @@ def test_a_run_that_failed_before_its_first_step_does_not_block_the_directory(ru
     with pytest.raises(FloatingPointError):
         draw(tmp_path, fail, num_warmup=7, key=3)
     assert_same(draw(tmp_path).params, runs.memory.params)
+
+
+def test_a_draw_with_a_gap_between_its_files_is_none(tmp_path):
+    """Files of the chains of several processes, one of which was killed."""
+    for draw, blocks in enumerate(([(0, 1), (2, 3)], [(2, 3)], [(0, 0), (3, 3)], [(0, 2), (1, 3)])):
+        for first, last in blocks:
+            name = f"draw-{draw:08d}.chains-{first:05d}-{last:05d}.safetensors"
+            (tmp_path / name).touch()
+    assert set(_files.find(tmp_path, 4)) == {0, 3}
