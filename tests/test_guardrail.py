@@ -29,7 +29,7 @@ SCALED = "psmile", "leapfrog"
 ANCHORED = "smile", "minimal_norm"
 
 
-def draw_inputs(seed, num):
+def draw_inputs(seed, num) -> Any:
     """Gradients and values that do not depend on the parameters, [call, ...]."""
     rng = np.random.default_rng([seed, num])
     grads = {k: np.float32(rng.standard_normal((num, *shape))) for k, (_, shape) in LEAVES.items()}

@@ -386,7 +386,7 @@ def test_a_step_keeps_its_length_to_the_end():
     tx = optax_smile.smile(
         lambda count: sizes[count], num_data=1, integrator="minimal_norm", decoherence_length=None
     )
-    params = jnp.ones(3)
+    params: Any = jnp.ones(3)
     state, lengths = tx.init(params), []
     for _ in range(6):
         updates, state = tx.update(params / 10, state, params)

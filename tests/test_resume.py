@@ -385,7 +385,7 @@ def test_a_full_disk_names_the_file_and_room_lets_it_go_on(tmp_path, full):
     """Draws have 72 kB and checkpoints 800 kB, of a leaf that is frozen and random numbers."""
     frozen = np.random.default_rng(0).normal(size=(CHAINS, 60_000)).astype(np.float32)
     labels = {"w": "sampled", "b": "sampled", "wide": "sampled", "frozen": "frozen"}
-    transforms = {"sampled": noisy(), "frozen": optax.set_to_zero()}
+    transforms: dict[Any, Any] = {"sampled": noisy(), "frozen": optax.set_to_zero()}
     params = start() | {"frozen": jnp.asarray(frozen), "wide": jnp.zeros((CHAINS, 6_000))}
     arguments: dict[str, Any] = {"loss": loss_of_wide, "params": params, "check": False}
     arguments["sampler"] = optax.partition(transforms, labels)
