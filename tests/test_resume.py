@@ -437,7 +437,8 @@ def test_frozen_leaves_are_stored_once_and_others_come_back_right(tmp_path):
     params["late"] = jnp.zeros((CHAINS, 2))
     labels = {"w": "sampled", "b": "sampled", "frozen": "frozen", "late": "late"}
     late = optax.sgd(lambda count: jnp.where(jnp.less(count, 6), 0.0, 0.1))
-    transforms = {"sampled": runs.quiet(), "frozen": optax.set_to_zero(), "late": late}
+    transforms: dict[Any, Any] = {"sampled": runs.quiet(), "late": late}
+    transforms["frozen"] = optax.set_to_zero()
     arguments: dict[str, Any] = {"params": params, "check": False}
     arguments["loss"] = lambda p, b: runs.mean_loss(p, b) + jnp.sum((p["late"] - 1.0) ** 2)
     arguments["sampler"] = optax.partition(transforms, labels)

@@ -201,13 +201,14 @@ def test_what_does_not_fit_ends_the_search_at_once(monkeypatch):
     with pytest.raises(ValueError, match=r"`sgld\(num_data=...\)` must be"):
         find(make_sampler=lambda size: optax_smile.sgld(size, num_data=-1, key=0), apply_fn=crash)
     monkeypatch.setattr(searching, "sample", crash)
-    for changes, rule in (
+    refused: list[tuple[dict[str, Any], str]] = [
         ({"step_sizes": (1.0, 0.1)}, r"step_sizes=...\)` must be at least 2 ascending numbers > 0"),
         ({"batches": iter([TRAIN])}, r"batches=...\)` must be .*can be read again, such as a list"),
         ({"validation": (VALID[0], None)}, r"validation=...\)` must be a pair of inputs and ta"),
         ({"make_sampler": lambda size: None}, r"make_sampler=...\)` .* got one that gives None"),
         ({"likelihood": "categorical"}, r"likelihood=...\)` must be"),
-    ):
+    ]
+    for changes, rule in refused:
         with pytest.raises(ValueError, match=rf"^`find_step_size\({rule}"):
             find(**changes)
     with pytest.raises(ValueError, match="predictions are finite, got nan or inf from chain 1"):

@@ -189,7 +189,7 @@ def test_a_directory_in_use_is_refused(in_one_go, tmp_path):
 def test_a_chain_for_each_of_the_weights_if_they_fit_together():
     weights = [{"w": np.full(2, i, np.float32), "b": jnp.float32(i)} for i in range(3)]
     chains: Any = optax_smile.chains_from_weights(weights)
-    expected = {"w": np.float32([[0, 0], [1, 1], [2, 2]]), "b": np.float32([0, 1, 2])}
+    expected = {"w": np.array([[0, 0], [1, 1], [2, 2]], "f"), "b": np.array([0, 1, 2], "f")}
     chex.assert_trees_all_equal(chains, expected, strict=True)
     chains = optax_smile.chains_from_weights(weights, num_chains=7, jitter=0)
     np.testing.assert_array_equal(chains["w"][:, 0], [0, 1, 2, 0, 1, 2, 0])
