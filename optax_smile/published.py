@@ -66,8 +66,9 @@ def _published(name: str, preconditioner: Preconditioner, tuned: bool):
 
     # What a run's settings call it: not the name of the sampler that is ours.
     build.__name__ = build.__qualname__ = where
+    ours = f"optax_smile.{name.removesuffix('_naive')}"
     build.__doc__ = (
-        f"Sample by {name} as published; arguments, units and errors as `optax_smile.{name}`.\n\n"
+        f"Sample by {name} as published; arguments, units and errors as `{ours}`.\n\n"
         "Cost: two gradients, and two calls of `update`, per step."
     )
     return _settings.recorded(

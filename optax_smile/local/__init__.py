@@ -1,10 +1,11 @@
 """Sampling around trained weights: how far, how complex, which example counts."""
 
-from optax_smile.local.coefficient import LearningCoefficient, llc
+from optax_smile.local.coefficient import Finding, LearningCoefficient, llc
 from optax_smile.local.covariances import influence
 from optax_smile.local.precision import PrecisionSearch, fan_in_precision, local_precision
 
 __all__ = [
+    "Finding",
     "LearningCoefficient",
     "PrecisionSearch",
     "fan_in_precision",

@@ -65,7 +65,8 @@ NOT_CALLED = {
     # Called with what the package has checked.
     *("parallel.check_mesh", "parallel.num_chains"),
     *("parallel.chain_sharding", "parallel.split_key"),
-    *("local.PrecisionSearch", "local.LearningCoefficient", "interop.NumpyroModel"),
+    *("local.PrecisionSearch", "local.LearningCoefficient", "local.Finding"),
+    "interop.NumpyroModel",
     # A module of classes that scikit-learn checks: `test_estimators.py`.
     "interop.estimators",
 }
