@@ -314,19 +314,21 @@ class Key(Constraint):
     """A single JAX key or an integer seed, which becomes a typed key.
 
     Attributes:
-        purpose: what it is needed for, such as "for a jitter"; None: it is not needed.
+        needed: whether None is refused.
+        purpose: what it is needed for, such as "for a jitter".
     """
 
-    purpose: str | None = None
+    needed: bool = False
+    purpose: str = ""
 
     @property
     def rule(self) -> str:
         """What it is, and what it is for."""
         rule = "a JAX key such as jax.random.key(0), a single one, or a seed"
-        return f"{rule} {self.purpose or ''}".rstrip()
+        return f"{rule} {self.purpose}".rstrip()
 
     def __call__(self, where, argument, value, given=NOTHING) -> Any:
-        if value is None and self.purpose is None:
+        if value is None and not self.needed:
             return None
         # What is no key in itself may be the words of none, or a seed beyond 64 bits.
         with contextlib.suppress(ValueError, TypeError, OverflowError):
@@ -503,5 +505,10 @@ BATCHES = Where(
         and not isinstance(value, (str, bytes, Mapping))
         and not (isinstance(value, (np.ndarray, jax.Array)) and not value.ndim)
     ),
+    CALL_IT,
+)
+REPEATABLE = Where(
+    "an iterable of batches that can be repeated, such as a list",
+    lambda value: BATCHES.holds(value) and not isinstance(value, Iterator),
     CALL_IT,
 )

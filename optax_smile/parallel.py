@@ -286,7 +286,7 @@ def init(
     if known is None:
         return state
     purpose = f"from which each of the {chains} chains gets its own"
-    needed: Any = _check.Key(purpose)(where, "key", key)
+    needed: Any = _check.Key(True, purpose)(where, "key", key)
     keys = split_key(needed, chains, mesh=mesh, raw=True)
     if keys.shape != known.shape:
         rule = f"a key whose data are {known.shape[-1]} words, as the sampler's"
@@ -306,7 +306,11 @@ def chain_sharding(mesh: Mesh) -> NamedSharding:
 
 
 @_check.arguments(
-    "parallel.split_key", key=_check.Key(""), chains=_check.Whole(1), mesh=MESH, raw=_check.FLAG
+    "parallel.split_key",
+    key=_check.Key(needed=True),
+    chains=_check.Whole(1),
+    mesh=MESH,
+    raw=_check.FLAG,
 )
 def split_key(
     key: jax.Array | int, chains: int, *, mesh: Mesh | None = None, raw: bool = False

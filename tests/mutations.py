@@ -436,7 +436,7 @@ DEFECTS = r"""
 - if key is None and chains == 1:
 + if chains == 1:
 # interop/estimators.py | test_estimators.py
-= num_data counts the rows without the held-out ones | labels_and
+= num_data counts the rows without the held-out ones | units_of_features
 - "num_data": len(data[0])
 + "num_data": len(x)
 """

@@ -63,7 +63,7 @@ def wrong(constraint: Any) -> list[Any]:
             return ["", words[0].upper() + "x", None, 3, ["x"]]
         case _check.Key():
             many = jax.random.split(KEY, 2)
-            return ["x", 1.5, True, many, *[None] * (constraint.purpose is not None)]
+            return ["x", 1.5, True, many, *[None] * constraint.needed]
         case _check.Function():
             return [None, 3, "x", [], dict, Model(), jnp.ones(2), lambda a, b, c, d, e, f, g: None]
         case _check.Tree():

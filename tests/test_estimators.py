@@ -24,12 +24,13 @@ SHORT: dict[str, Any] = {"num_epochs": 3, "num_warmup": 4, "num_draws": 4, "thin
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(60, 2))
 LABELS = np.where(X[:, 0] + X[:, 1] > 0, "yes", "no")
+NUM_DATA: list[int] = []
 TARGETS = X[:, 0] - 2 * X[:, 1] + 0.3 * RNG.normal(size=60)
 
 
 def sgld(**posterior):
-    """Compiles faster than the default; what chains see are all 60 rows."""
-    assert posterior["num_data"] == len(X)
+    """Compiles faster than the default; remembers the number of data."""
+    NUM_DATA.append(posterior["num_data"])
     return optax_smile.sgld(1e-4, **posterior)
 
 
@@ -82,6 +83,8 @@ def test_pickle_and_the_same_seed(classifier):
 def test_units_of_features_and_target_do_not_matter():
     x, y = 1e3 * X - 7e4, 0.01 * TARGETS + 5
     fitted, moved = short_regressor().fit(X, TARGETS), short_regressor().fit(x, y)
+    # The chains see the rows that were held out for the warm start as well.
+    assert NUM_DATA[-2:] == [len(X)] * 2
     found, other = fitted.prediction(X, TARGETS), moved.prediction(x, y)
     np.testing.assert_allclose(moved.predict(x), 0.01 * found.mean + 5, rtol=0, atol=1e-4)
     np.testing.assert_allclose(moved.predict_std(x), 0.01 * np.sqrt(found.total), rtol=1e-2)
@@ -140,6 +143,12 @@ def test_without_scikit_learn(monkeypatch):
 
 
 @pytest.mark.nightly
-@parametrize_with_checks([short_classifier(num_epochs=100), short_regressor(num_epochs=100)])
+@parametrize_with_checks(
+    # With the default sampler the names of the tests hold no address.
+    [
+        short(num_epochs=100, sampler=optax_smile.psmile)
+        for short in (short_classifier, short_regressor)
+    ]
+)
 def test_what_scikit_learn_checks(estimator, check):
     check(estimator)

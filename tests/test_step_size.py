@@ -203,7 +203,7 @@ def test_what_does_not_fit_ends_the_search_at_once(monkeypatch):
     monkeypatch.setattr(searching, "sample", crash)
     refused: list[tuple[dict[str, Any], str]] = [
         ({"step_sizes": (1.0, 0.1)}, r"step_sizes=...\)` must be at least 2 ascending numbers > 0"),
-        ({"batches": iter([TRAIN])}, r"batches=...\)` must be .*can be read again, such as a list"),
+        ({"batches": iter([TRAIN])}, r"batches=...\)` must be .*can be repeated, such as a list"),
         ({"validation": (VALID[0], None)}, r"validation=...\)` must be a pair of inputs and ta"),
         ({"make_sampler": lambda size: None}, r"make_sampler=...\)` .* got one that gives None"),
         ({"likelihood": "categorical"}, r"likelihood=...\)` must be"),

@@ -107,11 +107,6 @@ class _Ascending(_check.Constraint):
         return numbers
 
 
-REPEATABLE = _check.Where(
-    "an iterable of batches that can be read again, such as a list",
-    lambda value: _check.BATCHES.holds(value) and not isinstance(value, Iterator),
-    _check.CALL_IT,
-)
 INPUTS_AND_TARGETS = _check.Where(
     "a pair of inputs and targets",
     lambda value: isinstance(value, (tuple, list)) and len(value) == 2 and value[1] is not None,
@@ -121,13 +116,13 @@ INPUTS_AND_TARGETS = _check.Where(
 @_check.arguments(
     loss_fn=_check.Function("(params, batch)"),
     params=parallel.STACKED,
-    batches=REPEATABLE,
+    batches=_check.REPEATABLE,
     make_sampler=_check.Function("(step_size)"),
     validation=INPUTS_AND_TARGETS,
     num_warmup=_check.Whole(0),
     num_draws=_check.Whole(1),
     thin=_check.Whole(1),
-    key=_check.Key(""),
+    key=_check.Key(needed=True),
     step_sizes=_Ascending(),
     name=_check.kind(str, "a name"),
     steps_per_dispatch=_check.Whole(1),

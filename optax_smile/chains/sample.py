@@ -77,7 +77,7 @@ class Dispatch(NamedTuple):
     num_warmup=_check.Whole(0),
     num_draws=_check.Whole(1),
     thin=_check.Whole(1),
-    key=_check.Key(""),
+    key=_check.Key(needed=True),
     aux=parallel.STACKED | None,
     stochastic=_check.FLAG,
     loss_fn=_loop.Loss(),

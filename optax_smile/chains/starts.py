@@ -86,7 +86,7 @@ def chains_from_weights(
     if not jitter:
         return chains
     purpose = "for a jitter, which keeps chains apart that start from equal weights"
-    drawn: Any = _check.Key(purpose)(where, "key", key)
+    drawn: Any = _check.Key(True, purpose)(where, "key", key)
 
     def size(x):
         return jnp.sqrt(jnp.mean(x**2, axis=tuple(range(1, x.ndim)), keepdims=True))

@@ -55,7 +55,7 @@ class Members(NamedTuple):
     batches=_check.BATCHES,
     optimizer=_check.TRANSFORMATION,
     num_members=_check.Whole(1),
-    key=_check.Key(""),
+    key=_check.Key(needed=True),
     num_epochs=_check.Whole(1),
     validation=_check.Tree(traced=False),
     patience=_check.Whole(1),

@@ -1,7 +1,7 @@
 """What runs around trained weights share: their sampler, and the loss of their draws."""
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -36,16 +36,11 @@ class Weights(_check.Constraint):
 
 def constraints(least: int) -> dict[str, _check.Constraint]:
     """Constraints of the model, of its data, at least so many, and of its sampler."""
-    batches = _check.Where(
-        "an iterable of batches that can be repeated, such as a list",
-        lambda value: _check.BATCHES.holds(value) and not isinstance(value, Iterator),
-        _check.CALL_IT,
-    )
     advice = "Bind other arguments by functools.partial, such as the step size of `sgld`."
     return {
         "loss_fn": _check.Function("(params, batch)"),
         "params": Weights(),
-        "batches": batches,
+        "batches": _check.REPEATABLE,
         "num_data": _check.Real(least, traced=False),
         "make_sampler": _check.Function(POSTERIOR, advice),
     }

@@ -294,7 +294,7 @@ def llc(
         seen = jax.tree.map(lambda *x: np.concatenate(x), *map(observe, stacked))
         seen = {name: x.reshape(-1, draws.num_chains).T for name, x in seen.items()}
         return LearningCoefficient(**seen, **told)
-    typed: Any = _check.Key("for new draws")(where, "key", key)
+    typed: Any = _check.Key(True, "for new draws")(where, "key", key)
     chains = _around.copies(params, num_chains)
     kept = _around.watch(
         where,

@@ -72,7 +72,7 @@ class PrecisionSearch(NamedTuple):
         """The precision to sample with."""
         return float(self.precisions[self.best])
 
-    @_check.arguments("PrecisionSearch.sampler", key=_check.Key(""))
+    @_check.arguments("PrecisionSearch.sampler", key=_check.Key(needed=True))
     def sampler(self, *, key: jax.Array | int) -> optax.GradientTransformation:
         """Make the sampler of the best candidate, with the prior around each chain's start."""
         return _around.build(
@@ -114,7 +114,7 @@ class PrecisionSearch(NamedTuple):
     num_draws=_check.Whole(1),
     thin=_check.Whole(1),
     max_runs=_check.Whole(1),
-    key=_check.Key(""),
+    key=_check.Key(needed=True),
     check=_check.FLAG,
     progress=_check.FLAG,
 )
@@ -292,7 +292,10 @@ class _Floating(_check.Constraint):
     params=_Floating(),
     scale=_check.Real(0, open="low", traced=False),
     out_axis=_check.Where(
-        "0 or -1", lambda axis: not isinstance(axis, str) and str(axis) in ("0", "-1")
+        "0 or -1",
+        lambda axis: (
+            isinstance(axis, (int, np.integer)) and not isinstance(axis, bool) and axis in (0, -1)
+        ),
     ),
 )
 def fan_in_precision(

@@ -143,7 +143,7 @@ def sampler(
 ) -> optax.GradientTransformationExtraArgs:
     """Build the transformation that moves by a rule."""
     potential.check(name, posterior)
-    seed = _check.Key("")(name, "key", key)
+    seed = _check.Key(needed=True)(name, "key", key)
     of = _Parts(name, posterior, rule, guardrail(name), _call.schedule(name, step_size), seed)
 
     init, update = functools.partial(_init, of), functools.partial(_update, of)

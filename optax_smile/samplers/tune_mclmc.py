@@ -56,7 +56,7 @@ class MclmcSettings(NamedTuple):
 
 
 @_check.arguments(
-    **POSTERIOR | {"key": _check.Key("for the noise")},
+    **POSTERIOR | {"key": _check.Key(True, "for the noise")},
     loss_fn=_check.Function("(params)"),
     params=_check.Tree(finite=True),
     num_steps=_check.Whole(30),
@@ -125,7 +125,7 @@ def tune_mclmc(
     potential.check(where, posterior)
     _tree.check_params(where, params, smallest=2)
     potential.check_prior(where, posterior, params)
-    seed = _check.Key("")(where, "key", key)
+    seed = _check.Key(needed=True)(where, "key", key)
     params = jax.tree.map(jnp.array, params)
     start = potential.centre(posterior, params)
     prior_mean = prior_mean if start is None else start

@@ -86,7 +86,7 @@ def guardrail(
     """
     refreshes = reject_momentum == "refresh"
     if refreshes:
-        _check.Key('for reject_momentum="refresh"')(where, "key", key)
+        _check.Key(True, 'for reject_momentum="refresh"')(where, "key", key)
 
     def judge(state, error, energies=None):
         return _judge(state, energies, error, reject_quantile)

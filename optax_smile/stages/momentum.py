@@ -101,7 +101,7 @@ def microcanonical(
     """
     scheme = INTEGRATORS[integrator]
     if decoherence_length is not None:
-        _check.Key("where `decoherence_length` is set")(where, "key", key)
+        _check.Key(True, "where `decoherence_length` is set")(where, "key", key)
 
     def draw(key, params):
         return None if decoherence_length is None else _tree.isotropic_like(key, params)
