@@ -96,3 +96,6 @@ def optimizations(request):
     optimize(is_long if of_module is None else of_module)
     yield
     optimize(bool(of_module))
+    # Programs for eight devices take several times the memory of those for one.
+    if DEVICE_TESTS in request.path.as_posix():
+        jax.clear_caches()
