@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from optax_smile import _check
-from optax_smile.metrics._checks import BOOLEAN, FINITE, Labels, Probabilities, Spreads
+from optax_smile.metrics._checks import BOOLEAN, FINITE, LEVEL, Labels, Probabilities, Spreads
 
 __all__ = [
     "fit_temperature",
@@ -29,7 +29,6 @@ __all__ = [
 # Halvings that shrink a bracket to the rounding error of its upper end.
 BISECTIONS = 53
 POSITIVE = _check.Real(0, open="low", traced=False)
-LEVEL = _check.Real(0, 1, open="both", traced=False)
 MEANS = _check.Array("[input]", FINITE)
 SETS = _check.Array("[input, class]", BOOLEAN, dtype=None)
 

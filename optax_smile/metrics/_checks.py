@@ -37,6 +37,8 @@ class Each(_check.Real):
 
 
 FINITE, POSITIVE, NONNEGATIVE = Double(), Double(0, open="low"), Double(0, infinite=True)
+# Of an interval or a set.
+LEVEL = _check.Real(0, 1, open="both", traced=False)
 # A target may be impossible.
 DENSITY = Each(text="below infinity, not NaN", test=lambda density: density < np.inf)
 BOOLEAN = Each(text="booleans", test=lambda found: np.full(found.shape, found.dtype == bool))

@@ -9,13 +9,12 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from optax_smile import _check
-from optax_smile.metrics._checks import FINITE, Spreads
+from optax_smile.metrics._checks import FINITE, LEVEL, Spreads
 
 # Halvings that shrink a bracket to the rounding error of its first width, 2**-53.
 BISECTIONS = 53
 NUMBERS = _check.Array(each=FINITE)
 MEANS = _check.Array("[input] or [draw, input]", FINITE)
-LEVEL = _check.Real(0, 1, open="both", traced=False)
 # Intervals may be endless, as of `calibrate.prediction_intervals`.
 ENDS = _check.Array()
 

@@ -44,6 +44,14 @@ AXES = _check.Where("matplotlib axes", _is_axes) | None
 LABEL = _check.kind(str, "a name") | None
 
 
+def returned_by(function: str, attribute: str) -> _check.Constraint:
+    """Require what a function of another room returned, which has such an attribute."""
+    return _check.Where(
+        f"what `{function}` returned",
+        lambda found: hasattr(found, attribute) and not isinstance(found, type),
+    )
+
+
 def open_axes(ax: "Axes | None") -> "Axes":
     """Return `ax`, or the axes of a new figure."""
     try:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from optax_smile import _check
-from optax_smile.plots._axes import AXES, PALETTE, add_legend, chain_style, open_axes
+from optax_smile.plots._axes import AXES, PALETTE, add_legend, chain_style, open_axes, returned_by
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -17,10 +17,7 @@ if TYPE_CHECKING:
 
 @_check.arguments(
     "plots.precision_search",
-    search=_check.Where(
-        "what `local_precision` returned",
-        lambda search: hasattr(search, "precisions") and not isinstance(search, type),
-    ),
+    search=returned_by("local_precision", "precisions"),
     ax=AXES,
 )
 def precision_search(search: PrecisionSearch, *, ax: Axes | None = None) -> Axes:
@@ -62,10 +59,7 @@ def precision_search(search: PrecisionSearch, *, ax: Axes | None = None) -> Axes
 
 @_check.arguments(
     "plots.learning_coefficient",
-    found=_check.Where(
-        "what `llc` returned",
-        lambda found: hasattr(found, "balance") and not isinstance(found, type),
-    ),
+    found=returned_by("llc", "balance"),
     ax=AXES,
 )
 def learning_coefficient(found: LearningCoefficient, *, ax: Axes | None = None) -> Axes:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from optax_smile import _check, metrics
+from optax_smile.metrics._checks import DENSITY
 from optax_smile.metrics.classification import NUM_BINS
 from optax_smile.plots._axes import (
     AXES,
@@ -32,17 +33,6 @@ if TYPE_CHECKING:
 LARGEST_DOT, SMALLEST_DOT = 350.0, 12.0
 # Of a histogram.
 LEAST_BINS, MOST_BINS = 5, 30
-
-
-class _LogLikelihood(_check.Real):
-    """The logarithm of a density, which may be zero."""
-
-    @property
-    def rule(self) -> str:
-        return "below infinity, not NaN"
-
-    def holds(self, numbers: Any) -> Any:
-        return numbers < np.inf
 
 
 @_check.arguments("plots.reliability", num_bins=_check.Whole(1), label=LABEL, ax=AXES)
@@ -72,7 +62,7 @@ def reliability(
         gives the expected calibration error (ECE) with these bins.
 
     Raises:
-        ValueError: as `optax_smile.metrics.reliability`, which is asked.
+        ValueError: as `optax_smile.metrics.reliability`.
         ImportError: matplotlib is missing.
 
     Example:
@@ -124,7 +114,7 @@ def risk_coverage(
         confident ones first. The legend gives the area under the curve (AURC).
 
     Raises:
-        ValueError: as `optax_smile.metrics.risk_coverage`, which is asked.
+        ValueError: as `optax_smile.metrics.risk_coverage`.
         ImportError: matplotlib is missing.
 
     Example:
@@ -185,7 +175,7 @@ def regression_band(
 
     Raises:
         ValueError: shapes that do not fit, NaN, no inputs; `mean`, `std` and `level` as
-            `optax_smile.metrics.interval`, which is asked.
+            `optax_smile.metrics.interval`.
         ImportError: matplotlib is missing.
 
     Example:
@@ -224,7 +214,7 @@ def regression_band(
 
 @_check.arguments(
     "plots.lppd",
-    log_likelihood=_check.Array("[chain, draw, input]", _LogLikelihood(), dtype=None),
+    log_likelihood=_check.Array("[chain, draw, input]", DENSITY, dtype=None),
     ax=AXES,
 )
 def lppd(log_likelihood: ArrayLike, *, ax: Axes | None = None) -> Axes:

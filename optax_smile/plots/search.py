@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from optax_smile import _check
-from optax_smile.plots._axes import AXES, PALETTE, add_legend, open_axes
+from optax_smile.plots._axes import AXES, PALETTE, add_legend, open_axes, returned_by
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -20,10 +20,7 @@ FAR_FROM_BEST = 1.0
 
 @_check.arguments(
     "plots.step_size_search",
-    search=_check.Where(
-        "what `find_step_size` returned",
-        lambda search: hasattr(search, "start_chain_lppd") and not isinstance(search, type),
-    ),
+    search=returned_by("find_step_size", "start_chain_lppd"),
     ax=AXES,
 )
 def step_size_search(search: StepSizeSearch, *, ax: Axes | None = None) -> Axes:
