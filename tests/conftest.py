@@ -1,8 +1,8 @@
 """How the suite runs: devices, compiler options, memory, and what a module may ask for.
 
 `pytest -n 3` starts two workers with one CPU device, for most files, and one with eight virtual
-devices for `tests/devices`: the number of devices is fixed when a process first uses JAX. A single
-process has eight.
+devices for those that need several: the number of devices is fixed when a process first uses JAX.
+A single process has eight.
 
 Compiling is most of what the suite costs. What is compiled is kept between runs, also for the
 processes that tests start, and most optimizations are off except in slow tests and in modules with
@@ -27,7 +27,7 @@ os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(COMPILED))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 NUM_DEVICES = 8
 # The worker with several devices, where there are others.
-DEVICE_WORKER, DEVICE_TESTS = "gw0", "tests/devices/"
+DEVICE_WORKER, DEVICE_TESTS = "gw0", ("tests/devices/", "tests/faults/test_kills.py")
 NUM_WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
 IS_SINGLE = NUM_WORKERS > 1 and os.environ["PYTEST_XDIST_WORKER"] != DEVICE_WORKER
 
@@ -39,8 +39,12 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_disable_most_optimizations", True)
 
 
+def needs_devices(path):
+    return any(part in path for part in DEVICE_TESTS)
+
+
 class DevicesApart(LoadFileScheduling):
-    """Give the files of `tests/devices` to one worker, and all others to the other workers."""
+    """Give the files that need several devices to one worker, and all others to the others."""
 
     def schedule(self):
         # Of more workers than files the last ones end at once.
@@ -51,7 +55,7 @@ class DevicesApart(LoadFileScheduling):
     def _assign_work_unit(self, node):
         wants_devices, is_alone = node.gateway.id == DEVICE_WORKER, len(self.assigned_work) == 1
         for scope in self.workqueue:
-            if is_alone or (DEVICE_TESTS in scope) == wants_devices:
+            if is_alone or needs_devices(scope) == wants_devices:
                 self.workqueue.move_to_end(scope, last=False)
                 return super()._assign_work_unit(node)
         # A worker runs its last test when it knows that no other follows.
@@ -97,5 +101,5 @@ def optimizations(request):
     yield
     optimize(bool(of_module))
     # Programs for eight devices take several times the memory of those for one.
-    if DEVICE_TESTS in request.path.as_posix():
+    if needs_devices(request.path.as_posix()):
         jax.clear_caches()

@@ -146,7 +146,7 @@ def test_without_scikit_learn(monkeypatch):
 @parametrize_with_checks(
     # With the default sampler the names of the tests hold no address.
     [
-        short(num_epochs=100, sampler=optax_smile.psmile)
+        short(num_epochs=100, widths=(4,), sampler=optax_smile.psmile)
         for short in (short_classifier, short_regressor)
     ]
 )
