@@ -19,8 +19,10 @@ PRECISIONS = (jnp.float32, jnp.float64)
 
 # See `isotropic_like`: random signs are as good as normal numbers from so many parameters on.
 SMALLEST_NETWORK = 500
-# Numbers that `sums` adds one after the other: at most, and at least, of a larger leaf.
-LARGEST_BLOCK, SMALLEST_BLOCK = 2**13, 2**6
+# `sums` adds the numbers of a leaf in blocks of at most so many, and has at least so many blocks.
+LARGEST_BLOCK, SMALLEST_NUMBER = 2**7, 2**7
+# Independent random signs with which `sums` adds up a sketch.
+NUM_SIGNS = 2
 # Leaves on several devices that are summed together.
 LARGEST_GROUP = 8
 
@@ -50,20 +52,64 @@ def inner(first: Any, second: Any) -> jax.Array:
     return total(jax.tree.map(jnp.multiply, first, second))
 
 
-def sums(trees: list[Any]) -> list[jax.Array]:
+def sums(trees: list[Any], sketched: Any = None) -> tuple[list[jax.Array], Any]:
     """Sum all entries of each of several trees of the same shapes, in one pass over memory.
+
+    The sketch of another tree is its sums over blocks of each leaf, with random signs that depend
+    on the place alone: the mean of its square is that of the tree (Alon, Matias and Szegedy 1996).
+    The square of a tree of many blocks has a relative error of sqrt(2 / number of sums); a leaf of
+    fewer than `SMALLEST_NUMBER` entries is its own sketch.
 
     On one device a leaf's sums are one reduction, which stores none of the entries, of blocks:
     float32 loses 1 % of ten million numbers that are added one after the other. Across devices
     such a reduction would gather its arrays: there every tree is summed by itself, a few leaves at
     a time, since the compiler joins only so many of the sums that cross devices.
+
+    Args:
+        trees: to be summed.
+        sketched: to be sketched, a tree like them; None for no sketch.
+
+    Returns:
+        The sums, and the sketch: a tuple of `NUM_SIGNS` trees like `sketched` of smaller leaves.
     """
-    columns = zip(*(jax.tree.leaves(tree) for tree in trees), strict=True)
-    columns = [leaves for leaves in columns if leaves[0].size]
-    parts = [_block_sums(leaves) for leaves in columns if not is_shared(leaves[0])]
-    parts += _shared_sums([leaves for leaves in columns if is_shared(leaves[0])])
+    columns = list(zip(*(jax.tree.leaves(tree) for tree in trees), strict=True))
+    signed, structure = jax.tree.flatten(sketched)
+    signed = signed or [None] * len(columns)
+    parts, shared, sketches = [], [], []
+    for leaves, leaf in zip(columns, signed, strict=True):
+        if is_shared(leaves[0]):
+            shared.append(leaves)
+            sketches.append(None if leaf is None else _shared_sketch(leaf))
+        elif leaves[0].size:
+            found, sketch = _block_sums(leaves, leaf)
+            parts.append(found)
+            sketches.append(sketch)
+        else:
+            sketches.append([leaf] * NUM_SIGNS)
+    parts += _shared_sums([leaves for leaves in shared if leaves[0].size])
     joined = [jnp.concatenate(column) for column in zip(*parts, strict=True)]
-    return list(jnp.sum(jnp.stack(joined), axis=1))
+    found = list(jnp.sum(jnp.stack(joined), axis=1))
+    if sketched is None:
+        return found, None
+    return found, tuple(jax.tree.unflatten(structure, one) for one in zip(*sketches, strict=True))
+
+
+def empty_sketch(tree: Any) -> Any:
+    """Sketch of zeros in the place of a tree."""
+
+    def leaf(like):
+        return jnp.zeros(like.shape, like.dtype, out_sharding=jax.typeof(like).sharding)
+
+    return jax.tree.map(leaf, jax.eval_shape(lambda x: sums([x], x)[1], tree))
+
+
+def distance_square(first: Any, second: Any) -> jax.Array:
+    """Estimate |x - y|^2 from the sketches of two trees x and y."""
+    squares = jax.tree.map(lambda x, y: jnp.square(x - y), list(first), list(second))
+    leaves = jax.tree.leaves(squares)
+    parts = [jnp.sum(leaf)[None] for leaf in leaves if not is_shared(leaf)]
+    parts += [part for (part,) in _shared_sums([(leaf,) for leaf in leaves if is_shared(leaf)])]
+    return jnp.sum(jnp.concatenate(parts)) / NUM_SIGNS
 
 
 def is_shared(leaf: jax.Array) -> bool:
@@ -73,23 +119,74 @@ def is_shared(leaf: jax.Array) -> bool:
     return any(size > 1 and kind != AxisType.Manual for size, kind in axes)
 
 
-def _block_sums(leaves: tuple[jax.Array, ...]) -> list[jax.Array]:
-    """Sum blocks of equally shaped arrays, `[block]` for each of them."""
-    *outer, long = (1, *leaves[0].shape)
-    inner = []
-    while outer and long * math.prod(inner) <= LARGEST_BLOCK:
+def _blocks(shape: tuple[int, ...]) -> tuple[tuple[int, ...], int, int, tuple[int, ...]]:
+    """Split a leaf into blocks of entries that lie side by side, along its axes.
+
+    Returns:
+        Outer axes, length of the axis that is split, length of its pieces, and inner axes that
+        belong to a block as a whole.
+    """
+    most = min(LARGEST_BLOCK, max(1, math.prod(shape) // SMALLEST_NUMBER))
+    *outer, long = (1, *shape)
+    inner: list[int] = []
+    while outer and long * math.prod(inner) <= most:
         inner.insert(0, long)
         long = outer.pop()
-    room = LARGEST_BLOCK // math.prod(inner)
-    piece = next(n for n in range(min(room, long), 0, -1) if long % n == 0)
-    if piece * math.prod(inner) < min(SMALLEST_BLOCK, leaves[0].size):
-        return [jnp.sum(leaf)[None] for leaf in leaves]
-    shape = (*outer, long // piece, piece, *inner)
-    blocks = tuple(leaf.reshape(shape) for leaf in leaves)
-    zeros = tuple(jnp.zeros((), leaf.dtype) for leaf in leaves)
-    axes = range(len(outer) + 1, len(shape))
-    summed = jax.lax.reduce(blocks, zeros, lambda a, b: jax.tree.map(jnp.add, a, b), tuple(axes))
-    return [jnp.ravel(x) for x in summed]
+    room = most // math.prod(inner)
+    # A piece that divides the axis needs no padding.
+    piece = next((n for n in range(room, room // 2, -1) if long % n == 0), room)
+    return tuple(outer), long, piece, tuple(inner)
+
+
+def _split(leaf: jax.Array) -> tuple[jax.Array, tuple[int, ...]]:
+    """Give the entries of a block axes of their own, and say which."""
+    outer, long, piece, inner = _blocks(leaf.shape)
+    leaf = leaf.reshape((*outer, long, *inner))
+    if missing := -long % piece:
+        widths = [(0, 0)] * leaf.ndim
+        widths[len(outer)] = (0, missing)
+        leaf = jnp.pad(leaf, widths)
+    leaf = leaf.reshape((*outer, -(-long // piece), piece, *inner))
+    return leaf, tuple(range(len(outer) + 1, leaf.ndim))
+
+
+def _block_sums(
+    leaves: tuple[jax.Array, ...], sketched: jax.Array | None
+) -> tuple[list[jax.Array], list[jax.Array]]:
+    """Sum blocks of equally shaped arrays, `[block]` for each of them, and sketch another."""
+    if leaves[0].size < SMALLEST_NUMBER:
+        blocks, axes, sketch = leaves, tuple(range(leaves[0].ndim)), [sketched] * NUM_SIGNS
+    else:
+        signed = () if sketched is None else _signed(sketched)
+        blocks, (axes, *_) = zip(*map(_split, (*leaves, *signed)), strict=True)
+        sketch = []
+    zeros = tuple(jnp.zeros((), leaf.dtype) for leaf in blocks)
+    found = jax.lax.reduce(blocks, zeros, lambda a, b: jax.tree.map(jnp.add, a, b), axes)
+    return [jnp.ravel(x) for x in found[: len(leaves)]], [*sketch, *found[len(leaves) :]]
+
+
+def _shared_sketch(leaf: jax.Array) -> list[jax.Array]:
+    """Sketch an array that may lie on several devices."""
+    if leaf.size < SMALLEST_NUMBER:
+        return [leaf] * NUM_SIGNS
+    found = []
+    for signed in _signed(leaf):
+        blocks, axes = _split(signed)
+        found.append(jnp.sum(blocks, axes))
+    return found
+
+
+def _signed(leaf: jax.Array) -> list[jax.Array]:
+    """Multiply with `NUM_SIGNS` random signs, the same in every call."""
+    bits, stride = jnp.zeros((), jnp.uint32), 1
+    for axis in reversed(range(leaf.ndim)):
+        place = jax.lax.broadcasted_iota(jnp.uint32, leaf.shape, axis)
+        bits = bits + place * np.uint32(stride % 2**32)
+        stride *= leaf.shape[axis]
+    bits = bits * np.uint32(0x9E3779B9)
+    bits = (bits ^ (bits >> 15)) * np.uint32(0x2C1B3C6D)
+    bits = bits ^ (bits >> 13)
+    return [jnp.where((bits >> (31 - sign)) % 2 == 0, leaf, -leaf) for sign in range(NUM_SIGNS)]
 
 
 def _shared_sums(columns: list[tuple[jax.Array, ...]]) -> list[list[jax.Array]]:
@@ -242,7 +339,7 @@ def isotropic_like(key: jax.Array, tree: Any) -> Any:
     numbers would cost as much as the rest of a call. Trees of a few parameters, in which the
     corners of a cube are not like a sphere, get normal numbers.
     """
-    if size(tree) < SMALLEST_NETWORK:
+    if not has_signs(tree):
         return normal_like(key, tree)
     words = jax.random.key_data(key).reshape(-1)
     leaves, structure = jax.tree.flatten(tree)
@@ -252,6 +349,11 @@ def isotropic_like(key: jax.Array, tree: Any) -> Any:
         for start, leaf in zip(starts, leaves, strict=True)
     ]
     return jax.tree.unflatten(structure, signs)
+
+
+def has_signs(tree: Any) -> bool:
+    """Tell whether `isotropic_like` draws signs, whose square is one."""
+    return size(tree) >= SMALLEST_NETWORK
 
 
 def _signs_like(first: jax.Array, second: jax.Array, leaf: jax.Array) -> jax.Array:

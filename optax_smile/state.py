@@ -14,7 +14,7 @@ import optax
 from optax_smile import _check
 
 # Of the states of all samplers; a state of another format cannot be continued.
-STATE_FORMAT = 2
+STATE_FORMAT = 3
 # Share of the gradients that are not finite; healthy runs have none or a handful.
 MOST_NONFINITE = 0.01
 # Nats per example by which draws may be worse than the start: targets 63 % less probable.
@@ -75,6 +75,10 @@ class Stats(NamedTuple):
         num_outlying: gradients with a reduced weight: zero, or over three times as large as the
             average; 0 for samplers without averages.
         num_gradients: calls of `update` so far.
+        change_share: half the squared change of the whitened gradient from one step to the next, over
+            its square, both averaged over the last quarter of the steps: an upper bound of the
+            share of noise in the gradients; NaN before the first, and for samplers that do not
+            measure it.
         descent: energy that the chain has lost over the last quarter of its gradients, according to
             them, in standard deviations of what a converged chain loses by chance; NaN for samplers
             that do not measure it.
@@ -99,6 +103,7 @@ class Stats(NamedTuple):
     num_nonfinite: jax.Array
     num_outlying: jax.Array
     num_gradients: jax.Array
+    change_share: jax.Array
     descent: jax.Array
     on_its_way: jax.Array
     below_resolution: jax.Array

@@ -102,6 +102,7 @@ class LangevinState(NamedTuple):
             num_rejected=self.guardrail.num_rejected,
             num_nonfinite=self.guardrail.num_nonfinite,
             num_outlying=jnp.zeros_like(self.guardrail.num_nonfinite),
+            change_share=unknown,
             descent=unknown,
             on_its_way=jnp.zeros_like(self.last_update.accepted),
             num_altered=self.probe.num_altered,

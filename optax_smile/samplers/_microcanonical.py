@@ -60,6 +60,7 @@ class MicrocanonicalState(NamedTuple):
             num_rejected=self.guardrail.num_rejected,
             num_nonfinite=self.guardrail.num_nonfinite,
             num_outlying=self.evidence.turns.num_outlying,
+            change_share=self.evidence.changes.share(),
             descent=self.evidence.descent.descent_score,
             on_its_way=self.evidence.descent.on_its_way,
             num_altered=self.probe.num_altered,
@@ -135,7 +136,7 @@ def _init(of: _Parts, params: Any) -> MicrocanonicalState:
         momentum=of.momentum.init(params, of.step_size(count) * start.step_size_factor),
         guardrail=of.guardrail.init(dtype),
         tuner=start,
-        evidence=evidence.init(dtype),
+        evidence=evidence.init(params),
         probe=probe.init(params),
         prior_mean=potential.centre(of.posterior, params),
         num_steps=count,
@@ -157,7 +158,7 @@ def _update(of: _Parts, updates: Any, state: Any, params: Any, value: Any) -> tu
     # Look at the trees: every inner product in one pass over memory.
     noise = of.momentum.draw(noise_key, params)
     trees = updates, params, here, state.preconditioner
-    sums = products.measure(_look(of, *trees, noise))
+    sums, sketch = products.measure(_look(of, *trees, noise))
 
     # Close the step that ends here, and keep or reject it by the energy that it gained.
     closed = of.momentum.close(here, sums)
@@ -169,7 +170,7 @@ def _update(of: _Parts, updates: Any, state: Any, params: Any, value: Any) -> tu
     # Choose the length of the next step, and open it.
     base = jnp.asarray(of.step_size(state.num_steps), here.step_length.dtype)
     num_gradients = state.last_update.num_gradients
-    shown = evidence.show(past, closed, error, sums, base, num_gradients, ~reject)
+    shown = evidence.show(past, closed, error, sums, sketch, base, num_gradients, ~reject)
     tuned = of.tuner.update(state.tuner, shown)
     length = base * tuned.step_size_factor * guard.step_backoff
     opened = of.momentum.open(here, closed, length, sums, evidence.usual_rate(shown))
@@ -183,6 +184,7 @@ def _update(of: _Parts, updates: Any, state: Any, params: Any, value: Any) -> tu
     stopped = of.momentum.stop(here, length, of.guardrail.restarts_moving)
     rejected = stopped, past.open_step, state.num_steps
     after, step, num_steps = _tree.where(reject, rejected, kept)
+    scale_stays = of.preconditioner.stays(scale, shown.worth)
     scale = of.preconditioner.observe(scale, seen.energy_gradient, shown.worth, after.direction)
 
     move = of.momentum.displace(reject, here, after, params, _inverse_scale(scale))
@@ -192,7 +194,9 @@ def _update(of: _Parts, updates: Any, state: Any, params: Any, value: Any) -> tu
         momentum=after._replace(direction=direction),
         guardrail=guard,
         tuner=tuned,
-        evidence=evidence.remember(past, shown, step, of.guardrail.winsor_quantile),
+        evidence=evidence.remember(
+            past, shown, step, of.guardrail.winsor_quantile, scale_stays
+        ),
         probe=probed,
         prior_mean=state.prior_mean,
         num_steps=num_steps,

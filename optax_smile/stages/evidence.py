@@ -34,6 +34,8 @@ SMALLEST_SHARE = 0.03
 # Steps shorter than so many units in the last place of the parameters' norm are lost when they
 # are added to the parameters.
 RESOLUTION_ULPS = 4
+# The change of a gradient after a step shorter than so many times that is mostly rounding.
+SMALLEST_STEP = 30.0
 # Loss gradients of zero say nothing at first; after so many calls they may be all there is.
 PATIENCE = 100
 
@@ -51,6 +53,32 @@ class TurnAverage(NamedTuple):
     mean_turn_rate: jax.Array
     num_turns: jax.Array
     num_outlying: jax.Array
+
+
+class ChangeAverage(NamedTuple):
+    """How much the whitened gradient changes from one step end to the next.
+
+    Attributes:
+        sketch: of the gradient at the last step end, see `_tree.sums`.
+        is_known: whether the next step end can be compared with it: the call was kept, and the
+            scale has stayed since.
+        mean_change_square: average of (|g - g_before| / (d - 1))^2 / 2, the square of an angle per
+            unit length, scalar.
+        mean_gradient_square: average of (|g| / (d - 1))^2 over the same step ends, scalar.
+        num_changes: step ends that entered, int32.
+    """
+
+    sketch: Any
+    is_known: jax.Array
+    mean_change_square: jax.Array
+    mean_gradient_square: jax.Array
+    num_changes: jax.Array
+
+    def share(self) -> jax.Array:
+        """Share of the change in the gradient's square; NaN before the first."""
+        known = self.num_changes > 0
+        whole = jnp.where(known, self.mean_gradient_square, 1)
+        return jnp.where(known, self.mean_change_square / whole, jnp.nan)
 
 
 class DescentAverage(NamedTuple):
@@ -78,12 +106,14 @@ class EvidenceState(NamedTuple):
         open_step: what its energy is computed from.
         energies: averages of |energy change| over all judged steps.
         turns: average of what the gradients of the kept calls turn the momentum by.
+        changes: average of what they change by from one step end to the next.
         descent: average of the energy that the drifts of the kept calls lose.
     """
 
     open_step: OpenStep
     energies: EnergyAverages
     turns: TurnAverage
+    changes: ChangeAverage
     descent: DescentAverage
 
 
@@ -112,6 +142,7 @@ class Evidence(NamedTuple):
         energies: averages of |energy change| over the steps before it.
         turn_rate: angle per unit length by which this gradient turns the momentum.
         turns: average of that, with this gradient where the call is kept.
+        changes: average of the change since the last step end, likewise.
         descent: averages of the energy that is lost, likewise.
         worth: what this gradient is worth to averages.
         num_gradients: calls of `update` before this one, int32.
@@ -123,6 +154,7 @@ class Evidence(NamedTuple):
     energies: EnergyAverages
     turn_rate: jax.Array
     turns: TurnAverage
+    changes: ChangeAverage
     descent: DescentAverage
     worth: Worth
     num_gradients: jax.Array
@@ -130,8 +162,9 @@ class Evidence(NamedTuple):
     resolution: jax.Array
 
 
-def init(dtype: jnp.dtype) -> EvidenceState:
+def init(params: Any) -> EvidenceState:
     """Start with nothing seen."""
+    dtype = _tree.dtype(params)
 
     def zero():
         return jnp.zeros((), dtype)
@@ -140,6 +173,13 @@ def init(dtype: jnp.dtype) -> EvidenceState:
         open_step=no_step(dtype),
         energies=EnergyAverages(zero(), zero(), jnp.zeros((), jnp.int32)),
         turns=TurnAverage(zero(), jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)),
+        changes=ChangeAverage(
+            sketch=_tree.empty_sketch(params),
+            is_known=jnp.zeros((), bool),
+            mean_change_square=zero(),
+            mean_gradient_square=zero(),
+            num_changes=jnp.zeros((), jnp.int32),
+        ),
         descent=DescentAverage(zero(), zero(), zero(), jnp.zeros((), bool)),
     )
 
@@ -196,6 +236,39 @@ def _average(mean: jax.Array, new: jax.Array, count: jax.Array, enters: jax.Arra
     return jnp.where(enters, (1 - weight) * mean + weight * new, mean).astype(mean.dtype)
 
 
+def observe_change(
+    past: ChangeAverage, sketch: Any, closed: Any, sums: Sums, kept: jax.Array, counts: jax.Array
+) -> ChangeAverage:
+    """Compare the gradient with that at the last step end, where both belong to kept calls.
+
+    Args:
+        past: before this call.
+        sketch: of its gradient.
+        closed: whether a step ends or begins here.
+        sums: with the square of the gradient.
+        kept: whether the call is kept.
+        counts: whether its gradient says something, and its step was long enough to be seen in it:
+            the change after a shorter step is rounding.
+    """
+    unit = float(closed.num_parameters - 1) ** 2
+    square = _tree.distance_square(sketch, past.sketch) / 2 / unit
+    enters = past.is_known & closed.step_end & kept & counts & jnp.isfinite(square)
+    most = LARGEST_RATIO**2 * past.mean_change_square
+    bounded = (past.num_changes > 0) & (square > most)
+    trust = jnp.where(bounded, most / jnp.where(square > 0, square, 1), 1)
+    count = _tree.count(past.num_changes, enters)
+    replaces = closed.opens_step & kept
+    return ChangeAverage(
+        sketch=_tree.where(replaces, sketch, past.sketch),
+        is_known=jnp.where(closed.opens_step, True, past.is_known) & kept,
+        mean_change_square=_average(past.mean_change_square, trust * square, count, enters),
+        mean_gradient_square=_average(
+            past.mean_gradient_square, trust * sums.gradient_square / unit, count, enters
+        ),
+        num_changes=count,
+    )
+
+
 def usual_rate(shown: Evidence) -> jax.Array:
     """Average rate, but no less than a third of the present one, to which the average is to rise.
 
@@ -237,19 +310,24 @@ def show(
     closed: Any,
     error: EnergyError,
     sums: Sums,
+    sketch: Any,
     base: jax.Array,
     num_gradients: jax.Array,
     kept: jax.Array,
 ) -> Evidence:
     """Collect what a call shows."""
+    shortest = resolution(sums.params_square)
     trusted = trust(past.turns, closed.turn_rate, sums, num_gradients)
     turns = observe_turn(past.turns, closed.turn_rate, trusted, kept)
     descent = observe_descent(past.descent, closed, trusted, turns, kept)
+    counts = (trusted > 0) & (closed.step_length >= SMALLEST_STEP * shortest)
+    changes = observe_change(past.changes, sketch, closed, sums, kept, counts)
     return Evidence(
         error=error,
         energies=past.energies,
         turn_rate=closed.turn_rate,
         turns=turns,
+        changes=changes,
         descent=descent,
         worth=Worth(
             trust=trusted,
@@ -259,17 +337,23 @@ def show(
         ),
         num_gradients=num_gradients,
         base=base,
-        resolution=resolution(sums.params_square),
+        resolution=shortest,
     )
 
 
 def remember(
-    past: EvidenceState, shown: Evidence, open_step: OpenStep, cap: float | jax.Array
+    past: EvidenceState,
+    shown: Evidence,
+    open_step: OpenStep,
+    cap: float | jax.Array,
+    scale_stays: jax.Array | bool,
 ) -> EvidenceState:
     """Keep what a call showed."""
+    changes = shown.changes
     return EvidenceState(
         open_step=open_step,
         energies=observe_energy(past.energies, shown.error, cap),
         turns=shown.turns,
+        changes=changes._replace(is_known=changes.is_known & scale_stays),
         descent=shown.descent,
     )

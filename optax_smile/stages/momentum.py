@@ -153,6 +153,7 @@ class Closed(NamedTuple):
         kinetic_change: energy gained by that kick, nats.
         step_end: whether the parameters are the end of the open step.
         opens_step: whether the next kick begins a step: at the end of one, or where none is open.
+        step_length: of the open step.
         turn_rate: angle per unit length by which the gradient turns the momentum.
         cosine: between the momentum and the descent direction, before that kick.
         largest_fall: energy that the drift would have lost along the descent direction, nats.
@@ -163,6 +164,7 @@ class Closed(NamedTuple):
     kinetic_change: jax.Array
     step_end: jax.Array
     opens_step: jax.Array
+    step_length: jax.Array
     turn_rate: jax.Array
     cosine: jax.Array
     largest_fall: jax.Array
@@ -272,6 +274,7 @@ def _close(state: MomentumState, integrator: Integrator, sums: Sums) -> Closed:
         kinetic_change=gained,
         step_end=is_step_end(state, integrator),
         opens_step=opens_step(state, integrator),
+        step_length=state.step_length,
         turn_rate=turn_rate(sums, towards.cosine, num_parameters),
         cosine=towards.cosine,
         largest_fall=_lengths(integrator.drifts, state) * towards.gradient_norm,

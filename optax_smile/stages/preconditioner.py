@@ -40,6 +40,7 @@ class Preconditioner(NamedTuple):
             tree like it; None where nothing is measured. The driver sums its square.
         observe: `observe(state, gradient, worth, direction)`, the next state, by the `Worth` of the
             gradient. `direction` is the new one, made with the scale of `state`.
+        stays: `stays(state, worth)`, whether that leaves the scale as it is.
 
     A state is None, for a scale of one, or has a method `inverse_scale()`, a tree like the
     parameters. The scale comes from the gradients *before* the one that is whitened: no gradient
@@ -50,6 +51,7 @@ class Preconditioner(NamedTuple):
     whiten: Callable[[Any, Any], Any]
     deviation: Callable[[Any, Any], Any]
     observe: Callable[[Any, Any, Worth, Any], Any]
+    stays: Callable[[Any, Worth], Any]
 
 
 def identity() -> Preconditioner:
@@ -59,6 +61,7 @@ def identity() -> Preconditioner:
         whiten=lambda state, gradient: gradient,
         deviation=lambda state, gradient: None,
         observe=lambda state, gradient, worth, direction: None,
+        stays=lambda state, worth: True,
     )
 
 
@@ -157,7 +160,7 @@ def moving_variance(noise_decay: float = NOISE_DECAY) -> Preconditioner:
             isotropic_weight=average(state.isotropic_weight, 0),
         )
 
-    return Preconditioner(init, whiten, deviation, observe)
+    return Preconditioner(init, whiten, deviation, observe, lambda state, worth: False)
 
 
 class MeanSquareState(NamedTuple):
@@ -230,9 +233,18 @@ def mean_square(differences: bool = False) -> Preconditioner:
             return gradient
         return jax.tree.map(jnp.subtract, gradient, state.last_gradient)
 
-    def observe(state, gradient, worth, direction):
+    def advance(state, worth):
         number = _tree.count(jnp.where(worth.anew, none_yet, state.num_in_window), worth.counts)
         window = jnp.where(worth.anew, FIRST_WINDOW, state.window)
+        return number, window, number >= window
+
+    def stays(state, worth):
+        # In the first window the scale is one, as it is for a chain that is on its way.
+        closes = advance(state, worth)[-1]
+        return ~closes & ~(worth.anew & (state.window > FIRST_WINDOW))
+
+    def observe(state, gradient, worth, direction):
+        number, window, closes = advance(state, worth)
         rate = jnp.where(worth.counts & (number > 0), 1 / jnp.maximum(number, 1), 0)
         share = rate * jnp.square(worth.trust) / (2 if differences else 1)
 
@@ -245,7 +257,6 @@ def mean_square(differences: bool = False) -> Preconditioner:
         mean = average(state.mean, worth.square / _tree.size(gradient))
         isotropic_weight = jnp.where(worth.anew, 1, ISOTROPIC / (ISOTROPIC + number))
         measured = inverse_scale(squares, mean, isotropic_weight)
-        closes = number >= window
         last, made = None, [direction]
         if differences:
             shortened = jax.tree.map(
@@ -262,7 +273,7 @@ def mean_square(differences: bool = False) -> Preconditioner:
             window=jnp.where(closes, jnp.minimum(window + window // 2, LONGEST_WINDOW), window),
         )
 
-    return Preconditioner(init, whiten, deviation, observe)
+    return Preconditioner(init, whiten, deviation, observe, stays)
 
 
 def scale_by_gradient_noise() -> optax.GradientTransformation:

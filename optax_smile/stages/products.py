@@ -66,12 +66,13 @@ class Sums(NamedTuple):
     noise_dot_gradient: jax.Array
 
 
-def measure(seen: Seen) -> Sums:
-    """Compute the inner products that a call needs."""
+def measure(seen: Seen) -> tuple[Sums, Any]:
+    """Compute the inner products that a call needs, and the sketch of the whitened gradient."""
 
     def product(first: Any, second: Any) -> Any:
         return None if first is None else jax.tree.map(jnp.multiply, first, second)
 
+    signs = seen.noise is not None and _tree.has_signs(seen.noise)
     terms: Any = Sums(
         direction_square=product(seen.direction, seen.direction),
         direction_dot_gradient=product(seen.direction, seen.gradient),
@@ -80,11 +81,14 @@ def measure(seen: Seen) -> Sums:
         loss_square=product(seen.loss_gradient, seen.loss_gradient),
         prior_change=jax.tree.map(jnp.negative, seen.prior_terms),
         deviation_square=product(seen.deviation, seen.deviation),
-        noise_square=product(seen.noise, seen.noise),
+        noise_square=None if signs else product(seen.noise, seen.noise),
         noise_dot_direction=product(seen.noise, seen.direction),
         noise_dot_gradient=product(seen.noise, seen.gradient),
     )
     known = [tree is not None for tree in terms]
-    found = iter(_tree.sums([tree for tree in terms if tree is not None]))
-    zero = jnp.zeros((), _tree.dtype(seen.params))
-    return Sums(*(next(found) if is_known else zero for is_known in known))
+    found, sketch = _tree.sums([tree for tree in terms if tree is not None], seen.gradient)
+    numbers, zero = iter(found), jnp.zeros((), _tree.dtype(seen.params))
+    sums = Sums(*(next(numbers) if is_known else zero for is_known in known))
+    if signs:
+        sums = sums._replace(noise_square=jnp.full_like(zero, _tree.size(seen.noise)))
+    return sums, sketch

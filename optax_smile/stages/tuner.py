@@ -18,9 +18,10 @@ from optax_smile.stages import evidence
 from optax_smile.stages.energy import quantile, settled
 from optax_smile.stages.evidence import Evidence
 
-# What the gradients turn the momentum by in a step, radians; a single one may do so by
-# `evidence.LARGEST_RATIO` times as much.
-ANGLE = 0.03
+# What the change of the gradients turns the momentum by in a step, radians.
+ANGLE = 0.06
+# And what a whole gradient may turn it by at most.
+LARGEST_ANGLE = 1.0
 # Each step of `angle_tuner` is at most so many times as long as the one before.
 GROWTH = 10.0
 
@@ -145,11 +146,11 @@ class AngleState(NamedTuple):
 
     Attributes:
         step_size_factor: what multiplies the user's step size, scalar > 0; 0 before the first call.
-        turn_rate: average rate that the step size comes from, scalar; 0 before the first.
+        usual_length: step size before this call's own gradient shortened it, scalar; likewise.
     """
 
     step_size_factor: jax.Array
-    turn_rate: jax.Array
+    usual_length: jax.Array
 
 
 @dataclass(frozen=True, repr=False)
@@ -166,18 +167,29 @@ class AngleTuner(Tuner):
         return AngleState(jnp.zeros((), dtype), jnp.zeros((), dtype))
 
     def update(self, state: AngleState, shown: Evidence) -> AngleState:
-        """Follow the average rate at which gradients turn the momentum."""
-        adapts = shown.error.finite & (shown.num_gradients < _last(self.adapt_steps))
-        mean = jnp.where(adapts, shown.turns.mean_turn_rate, state.turn_rate)
-        shortest = jnp.maximum(shown.resolution, jnp.finfo(mean.dtype).eps)
+        """Follow the average change of the gradients."""
+        whole, changes = shown.turns.mean_turn_rate, shown.changes
+        change = jnp.sqrt(changes.mean_change_square)
+
+        def over(angle, rate):
+            return angle / jnp.where(rate > 0, rate, angle)
+
+        # Half way, on a logarithmic scale, from the last length: what the gradient changes by may
+        # be proportional to it, and a whole correction would overshoot by as much for ever.
+        wanted = jnp.sqrt(state.usual_length) * jnp.sqrt(over(self.angle, change))
+        wanted = jnp.where(changes.num_changes > 0, wanted, over(self.angle, whole))
+        wanted = jnp.minimum(wanted, over(LARGEST_ANGLE, whole))
+        shortest = jnp.maximum(shown.resolution, jnp.finfo(wanted.dtype).eps)
         longest = jnp.maximum(shortest, GROWTH * state.step_size_factor * shown.base)
         longest = jnp.where(shown.turns.num_turns > 0, longest, shortest)
-        length = self.angle / jnp.where(mean > 0, mean, self.angle)
-        length = jnp.maximum(jnp.minimum(length, longest), shown.resolution)
+        adapts = shown.error.finite & (shown.num_gradients < _last(self.adapt_steps))
+        usual = jnp.maximum(jnp.minimum(wanted, longest), shown.resolution)
+        usual = jnp.where(adapts, usual, jnp.maximum(state.usual_length, shortest))
+
         now = jnp.where(shown.error.finite & (shown.worth.trust > 0), shown.turn_rate, 0)
-        largest = evidence.LARGEST_RATIO * self.angle / jnp.where(now > 0, now, 1)
-        length = jnp.where(now > 0, jnp.minimum(length, largest), length)
-        return AngleState((length / shown.base).astype(mean.dtype), mean)
+        largest = jnp.minimum(evidence.LARGEST_RATIO * usual * whole, LARGEST_ANGLE)
+        length = jnp.where(now > 0, jnp.minimum(usual, over(largest, now)), usual)
+        return AngleState((length / shown.base).astype(wanted.dtype), usual.astype(wanted.dtype))
 
 
 @_check.arguments(
