@@ -3,7 +3,7 @@
 import functools
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -52,8 +52,13 @@ def inner(first: Any, second: Any) -> jax.Array:
     return total(jax.tree.map(jnp.multiply, first, second))
 
 
-def sums(trees: list[Any], sketched: Any = None) -> tuple[list[jax.Array], Any]:
-    """Sum all entries of each of several trees of the same shapes, in one pass over memory.
+def sums(trees: list[Any]) -> list[jax.Array]:
+    """Sum all entries of each of several trees of the same shapes, in one pass over memory."""
+    return sums_and_sketch(trees, None)[0]
+
+
+def sums_and_sketch(trees: list[Any], sketched: Any) -> tuple[list[jax.Array], Any]:
+    """Sum all entries of each of several trees, and sketch another, in one pass over memory.
 
     The sketch of another tree is its sums over blocks of each leaf, with random signs that depend
     on the place alone: the mean of its square is that of the tree (Alon, Matias and Szegedy 1996).
@@ -66,7 +71,7 @@ def sums(trees: list[Any], sketched: Any = None) -> tuple[list[jax.Array], Any]:
     a time, since the compiler joins only so many of the sums that cross devices.
 
     Args:
-        trees: to be summed.
+        trees: to be summed, of the same shapes.
         sketched: to be sketched, a tree like them; None for no sketch.
 
     Returns:
@@ -100,7 +105,7 @@ def empty_sketch(tree: Any) -> Any:
     def leaf(like):
         return jnp.zeros(like.shape, like.dtype, out_sharding=jax.typeof(like).sharding)
 
-    return jax.tree.map(leaf, jax.eval_shape(lambda x: sums([x], x)[1], tree))
+    return jax.tree.map(leaf, jax.eval_shape(lambda x: sums_and_sketch([x], x)[1], tree))
 
 
 def distance_square(first: Any, second: Any) -> jax.Array:
@@ -155,14 +160,21 @@ def _block_sums(
 ) -> tuple[list[jax.Array], list[jax.Array]]:
     """Sum blocks of equally shaped arrays, `[block]` for each of them, and sketch another."""
     if leaves[0].size < SMALLEST_NUMBER:
-        blocks, axes, sketch = leaves, tuple(range(leaves[0].ndim)), [sketched] * NUM_SIGNS
-    else:
-        signed = () if sketched is None else _signed(sketched)
-        blocks, (axes, *_) = zip(*map(_split, (*leaves, *signed)), strict=True)
-        sketch = []
-    zeros = tuple(jnp.zeros((), leaf.dtype) for leaf in blocks)
-    found = jax.lax.reduce(blocks, zeros, lambda a, b: jax.tree.map(jnp.add, a, b), axes)
-    return [jnp.ravel(x) for x in found[: len(leaves)]], [*sketch, *found[len(leaves) :]]
+        return _reduce([jnp.ravel(x)[None] for x in leaves], (1,)), [sketched] * NUM_SIGNS
+    signed = () if sketched is None else _signed(sketched)
+    blocks, (axes, *_) = zip(*map(_split, (*leaves, *signed)), strict=True)
+    found = _reduce(blocks, axes)
+    sums, sketch = [jnp.ravel(x) for x in found[: len(leaves)]], found[len(leaves) :]
+    # And blocks of blocks, so that there is little to join.
+    blocks, (axes, *_) = zip(*map(_split, sums), strict=True)
+    return [jnp.ravel(x) for x in _reduce(blocks, axes)], sketch
+
+
+def _reduce(arrays: Sequence[jax.Array], axes: tuple[int, ...]) -> list[jax.Array]:
+    """Sum equally shaped arrays over some axes in one pass."""
+    zeros = tuple(jnp.zeros((), x.dtype) for x in arrays)
+    add = functools.partial(jax.tree.map, jnp.add)
+    return list(jax.lax.reduce(tuple(arrays), zeros, add, axes))
 
 
 def _shared_sketch(leaf: jax.Array) -> list[jax.Array]:

@@ -86,7 +86,9 @@ def measure(seen: Seen) -> tuple[Sums, Any]:
         noise_dot_gradient=product(seen.noise, seen.gradient),
     )
     known = [tree is not None for tree in terms]
-    found, sketch = _tree.sums([tree for tree in terms if tree is not None], seen.gradient)
+    found, sketch = _tree.sums_and_sketch(
+        [tree for tree in terms if tree is not None], seen.gradient
+    )
     numbers, zero = iter(found), jnp.zeros((), _tree.dtype(seen.params))
     sums = Sums(*(next(numbers) if is_known else zero for is_known in known))
     if signs:
