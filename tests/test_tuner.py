@@ -1,5 +1,6 @@
+import functools
 from statistics import NormalDist
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,7 @@ import optax
 import pytest
 
 import optax_smile
-from optax_smile import angle_tuner, quantile_tuner
+from optax_smile import _tree, angle_tuner, quantile_tuner
 from optax_smile.stages import energy as measured
 from optax_smile.stages import evidence as shown
 from optax_smile.stages import products
@@ -16,6 +17,7 @@ from optax_smile.stages import tuner as tuning
 
 REJECT_QUANTILE = 0.98
 DTYPE = jnp.dtype("float32")
+PARAMS = jnp.zeros(4, DTYPE)
 
 
 def averages(mean, std, count=1000):
@@ -59,7 +61,7 @@ def observe_all(errors):
         state = measured.observe_energy(state, error, REJECT_QUANTILE)
         return state, state
 
-    return jax.vmap(lambda x: jax.lax.scan(step, shown.init(DTYPE).energies, x)[1])(errors)
+    return jax.vmap(lambda x: jax.lax.scan(step, shown.init(PARAMS).energies, x)[1])(errors)
 
 
 @pytest.mark.parametrize("probability", [1e-4, 0.1 / 3, 0.5, 1 - 0.2 / 3, REJECT_QUANTILE, 0.9999])
@@ -125,12 +127,13 @@ def test_a_jump_among_the_first_energies_is_no_trap():
 
 
 def evidence(change, state, num_gradients=1000, smallest_factor=0.0, is_known=True):
-    start, error = shown.init(DTYPE), known(change)
+    start, error = shown.init(PARAMS), known(change)
     return shown.Evidence(
         error=error._replace(known=error.known & is_known),
         energies=state,
         turn_rate=jnp.float32(1),
         turns=start.turns,
+        changes=start.changes,
         descent=start.descent,
         worth=shown.Worth(jnp.float32(1), jnp.ones((), bool), jnp.zeros((), bool), jnp.float32(0)),
         num_gradients=jnp.int32(num_gradients),
@@ -206,7 +209,7 @@ def test_what_is_rejected_does_not_enter_the_turns():
         return state, state
 
     given = jnp.asarray(np.where(kept, rates, np.nan)), jnp.asarray(kept)
-    got = jax.lax.scan(step, shown.init(DTYPE).turns, given)[1]
+    got = jax.lax.scan(step, shown.init(PARAMS).turns, given)[1]
     np.testing.assert_allclose(got.mean_turn_rate[kept], slow_turns(rates[kept]), rtol=1e-5)
     np.testing.assert_array_equal(got.num_turns, np.cumsum(kept))
     assert np.all(np.isfinite(got.mean_turn_rate)) and got.num_outlying[-1] >= 3
@@ -238,14 +241,21 @@ def test_what_a_gradient_says_of_the_turns():
         np.testing.assert_allclose(shown.usual_rate(now), expected)
 
 
-LONG: Any = tuning.AngleState(jnp.float32(1e6), jnp.float32(0))
+LONG: Any = tuning.AngleState(jnp.float32(1e6), jnp.float32(1e6))
 
 
-def turned(tuner, rate, mean, num_gradients=100, base=1.0, resolution=0.0, state: Any = LONG):
+def turned(
+    tuner, rate, mean, change=None, num_gradients=100, base=1.0, resolution=0.0, state: Any = LONG
+):
     """The step size and the new state after one gradient; after long steps, or the first."""
-    given = evidence(0.0, averages(1.0, 0.5), num_gradients)._replace(
+    given = evidence(0.0, averages(1.0, 0.5), num_gradients)
+    known = 0.0 if change is None else change
+    given = given._replace(
         turn_rate=jnp.float32(rate),
         turns=shown.TurnAverage(jnp.float32(mean), jnp.int32(num_gradients + 1), jnp.int32(0)),
+        changes=given.changes._replace(
+            mean_change_square=jnp.float32(known) ** 2, num_changes=jnp.int32(change is not None)
+        ),
         base=jnp.float32(base),
         resolution=jnp.float32(resolution),
     )
@@ -254,10 +264,25 @@ def turned(tuner, rate, mean, num_gradients=100, base=1.0, resolution=0.0, state
 
 
 @pytest.mark.parametrize("base", [1e-6, 1.0, 10.0])
-def test_step_size_is_the_angle_over_the_rate(base):
+def test_step_size_is_the_angle_over_the_change(base):
+    """Half way from the step before; over the whole rate until a change is known."""
     tuner = angle_tuner(0.02)
-    for rate, mean, expected in [(5, 4, 0.005), (0, 4, 0.005), (12, 4, 0.005), (24, 4, 0.0025)]:
-        assert turned(tuner, rate, mean, base=base)[0] == pytest.approx(expected, rel=1e-5)
+    before = tuning.AngleState(jnp.float32(0.08 / base), jnp.float32(0.08))
+    # A step of angle 1, and one that its own gradient shortens to an angle of three times .08.
+    for rate, mean, change, expected in [
+        (5, 4, None, 0.005),
+        (0, 4, None, 0.005),
+        (12, 4, None, 0.005),
+        (24, 4, None, 0.0025),
+        (4, 4, 1, 0.04),
+        (4, 4, 4, 0.02),
+        (24, 4, 4, 0.01),
+        (40, 40, 1, 0.025),
+        (80, 40, 1, 0.0125),
+        (4, 4, 0, 0.25),
+    ]:
+        got = turned(tuner, rate, mean, change, base=base, state=before)[0]
+        assert got == pytest.approx(expected, rel=1e-5)
     assert turned(tuner, 1, 1e30, base=base, resolution=1e-7)[0] == pytest.approx(1e-7, rel=1e-5)
 
 
@@ -267,8 +292,8 @@ def test_average_of_the_angle_tuner_stays_after_adapt_steps():
     length, state = turned(tuner, 4, 4, num_gradients=49)
     assert length == pytest.approx(0.005)
     assert turned(tuner, 1, 1, num_gradients=50, state=state)[0] == pytest.approx(0.005)
-    # A gradient that would turn the momentum too far still shortens its own step.
-    assert turned(tuner, 40, 9, num_gradients=51, state=state)[0] == pytest.approx(0.0015)
+    # A gradient more than three times as large as usual still shortens its own step.
+    assert turned(tuner, 40, 4, num_gradients=51, state=state)[0] == pytest.approx(0.0015)
     tuner, nothing = angle_tuner(), evidence(np.nan, averages(1.0, 0.5))
     assert turned(tuner, 0, 0, base=0.3)[0] == pytest.approx(1)
     nothing = nothing._replace(
@@ -277,7 +302,51 @@ def test_average_of_the_angle_tuner_stays_after_adapt_steps():
         turns=nothing.turns._replace(num_turns=jnp.int32(100)),
     )
     after = tuner.update(turned(tuner, 4, 4)[1], nothing)
-    assert after.step_size_factor * nothing.base == pytest.approx(0.0075)
+    assert after.step_size_factor * nothing.base == pytest.approx(tuning.ANGLE / 4)
+
+
+class Moved(NamedTuple):
+    """What `observe_change` asks of the momentum."""
+
+    step_end: bool
+    opens_step: bool
+    num_parameters: int = 4
+
+
+def test_changes_are_between_step_ends_that_are_kept():
+    """Against a loop of the textbook, with the gradients themselves.
+
+    The first call of each three is in the middle of a step; some are rejected, or change the scale,
+    or belong to steps that are too short, and one gradient is absurd.
+    """
+    rng, number = np.random.default_rng(0), 400
+    gradients = rng.normal(size=(number, 4)).astype(np.float32) + 1
+    gradients[200] *= 1e4
+    ends, kept, counts, stays = np.arange(number) % 3 > 0, *(rng.random((3, number)) > 0.1)
+    last, mean, whole, count, expected = None, 0.0, 0.0, 0, []
+    for g, is_end, is_kept, is_long, same in zip(gradients, ends, kept, counts, stays, strict=True):
+        if is_end and is_kept and is_long and last is not None:
+            square, count = np.sum((g - last) ** 2) / 2 / 9, count + 1
+            trust = min(1, 9 * mean / square) if count > 1 else 1
+            weight = min(4 / count, 1)
+            mean = (1 - weight) * mean + weight * trust * square
+            whole = (1 - weight) * whole + weight * trust * np.sum(g**2) / 9
+        last = (g if is_end else last) if is_kept and same else None
+        expected.append((mean, whole, count))
+
+    def step(past, given):
+        g, is_end, is_kept, is_long, same = given
+        (square,), sketch = _tree.sums_and_sketch([g * g], g)
+        sums, closed = ALIKE._replace(gradient_square=square), Moved(is_end, is_end)
+        after = shown.observe_change(past, sketch, closed, sums, is_kept, is_long)
+        return after._replace(is_known=after.is_known & same), after
+
+    given = tuple(map(jnp.asarray, (gradients, ends, kept, counts, stays)))
+    got = jax.lax.scan(step, shown.init(PARAMS).changes, given)[1]
+    found = got.mean_change_square, got.mean_gradient_square, got.num_changes
+    np.testing.assert_allclose(np.transpose(found), expected, rtol=1e-5)
+    share = jax.vmap(shown.ChangeAverage.share)(got)
+    assert np.isnan(share[0]) and share[-1] == pytest.approx(0.5, abs=0.1)
 
 
 def test_steps_of_the_angle_tuner_grow_at_most_tenfold():
@@ -320,12 +389,13 @@ def test_a_start_where_the_gradient_vanishes():
 def test_without_a_step_size_the_angle_tuner_finds_it():
     """As it does where it is asked for: the first step is the shortest, all others grow from it."""
     params, lengths = jnp.zeros(3), []
+    gradients = jax.random.normal(jax.random.key(1), (12, 3))
     cases: list[dict[str, Any]] = [{}, {"tuner": angle_tuner()}, {"tuner": angle_tuner(0.01)}]
     for options in cases:
         tx = optax_smile.psmile(num_data=7, key=0, **options)
         states = [tx.init(params)]
-        for _ in range(12):
-            states.append(tx.update(jnp.asarray([1.0, -2.0, 3.0]), states[-1], params)[1])
+        for gradient in gradients:
+            states.append(tx.update(gradient, states[-1], params)[1])
         lengths.append([float(optax_smile.stats(state).step_size) for state in states])
     assert lengths[0] == lengths[1] and lengths[0][0] == 0
     assert lengths[2][-1] < 0.5 * lengths[0][-1]
@@ -366,3 +436,33 @@ def test_any_unit_gives_the_same_angle():
         # From the shortest on ten times as long with each step: soon what they were.
         assert np.all(after[102:115] < 10.01 * after[101:114])
         assert after[115:] == pytest.approx(after[99], rel=0.3)
+
+
+@pytest.mark.parametrize("size", [10, 1000])
+def test_steps_on_clean_quadratics_settle(size):
+    """The change grows with the step: a rule that takes it at its word would alternate for ever."""
+    curvatures = jnp.stack([jnp.geomspace(least, 1.0, size) for least in (1.0, 1e-4)])
+    tx = optax_smile.smile(num_data=1, prior_precision=0.0, key=0)
+
+    @jax.jit
+    @functools.partial(jax.vmap, in_axes=(0, None))
+    @functools.partial(jax.vmap, in_axes=(None, 0))
+    def chain(curvature, key):
+        def call(carry, _):
+            params, state = carry
+            updates, state = tx.update(curvature * params, state, params)
+            stats = optax_smile.stats(state)
+            return (optax.apply_updates(params, updates), state), (stats.step_size, stats.accepted)
+
+        start = jax.random.normal(key, (size,)) / jnp.sqrt(curvature)
+        return jax.lax.scan(call, (start, tx.init(start)), length=2000)[1]
+
+    lengths, accepted = map(np.asarray, chain(curvatures, jax.random.split(jax.random.key(0), 16)))
+    assert accepted.all()
+    # Of ten coordinates the stiff one has more or less of the speed: chains differ.
+    usual = np.median(lengths, axis=1)
+    np.testing.assert_allclose(usual[:, 200:], np.broadcast_to(usual[:, -1:], (2, 1800)), rtol=0.2)
+    moves = np.diff(np.log(lengths[:, :, 200:]))
+    assert np.mean(moves[..., 1:] * moves[..., :-1]) > -0.3 * np.mean(moves**2)
+    # Of an isotropic Gaussian: a step changes the gradient by its own length.
+    assert usual[0, -1] == pytest.approx((2**0.5 * tuning.ANGLE * (size - 1)) ** 0.5, rel=0.2)
