@@ -270,12 +270,17 @@ def observe_change(
 
 
 def usual_rate(shown: Evidence) -> jax.Array:
-    """Average rate, but no less than a third of the present one, to which the average is to rise.
+    """Rate that the explicit noise matches: by which the change of the gradients turns u.
 
-    Where the first gradients were absurdly small, in a mode, the average lags behind for long.
+    Where gradients are noise that is all of their rate; where they are clean, explicit noise as
+    strong as the whole gradient would be far more than they bring. Until a change is known it is
+    the average rate of whole gradients, but no less than a third of the present one, to which the
+    average is to rise: where the first gradients were absurdly small it lags behind for long.
     """
     now = jnp.where(shown.worth.trust > 0, shown.turn_rate, 0) / LARGEST_RATIO
-    return jnp.maximum(shown.turns.mean_turn_rate, now)
+    whole = jnp.maximum(shown.turns.mean_turn_rate, now)
+    changes = shown.changes
+    return jnp.where(changes.num_changes > 0, jnp.sqrt(changes.mean_change_square), whole)
 
 
 def observe_descent(
