@@ -100,12 +100,15 @@ def sums_and_sketch(trees: list[Any], sketched: Any) -> tuple[list[jax.Array], A
 
 
 def empty_sketch(tree: Any) -> Any:
-    """Sketch of zeros in the place of a tree."""
+    """Sketch of zeros in the place of a tree, sharded as that of its leaves will be."""
 
-    def leaf(like):
+    def zeros(leaf, like):
+        if leaf.shape == like.shape:
+            return jnp.zeros_like(leaf)
         return jnp.zeros(like.shape, like.dtype, out_sharding=jax.typeof(like).sharding)
 
-    return jax.tree.map(leaf, jax.eval_shape(lambda x: sums_and_sketch([x], x)[1], tree))
+    sketches = jax.eval_shape(lambda x: sums_and_sketch([x], x)[1], tree)
+    return tuple(jax.tree.map(zeros, tree, sketch) for sketch in sketches)
 
 
 def distance_square(first: Any, second: Any) -> jax.Array:

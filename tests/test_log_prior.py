@@ -62,8 +62,8 @@ def test_another_prior_is_sampled():
         return jnp.sum(-x - 2 * jnp.log1p(jnp.exp(-x)))
 
     prior: Any = {"prior_precision": 0, "log_prior": log_prior}
-    tx = optax_smile.smile(num_data=7, tuner=optax_smile.angle_tuner(0.1), key=0, **prior)
-    draws = draws_of(tx, jnp.linspace(-2, 2, 20), 2_500)[:, 500:]
+    tx = optax_smile.smile(num_data=7, key=0, **prior)
+    draws = draws_of(tx, jnp.linspace(-2, 2, 20), 3_000)[:, 500:]
     for values, expected in ((draws**2, np.pi**2 / 3), (np.abs(draws), 2 * np.log(2)), (draws, 0)):
         chains = values.mean(axis=(1, 2))
         error = chains.std(ddof=1) / np.sqrt(len(chains))
