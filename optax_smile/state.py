@@ -75,10 +75,10 @@ class Stats(NamedTuple):
         num_outlying: gradients with a reduced weight: zero, or over three times as large as the
             average; 0 for samplers without averages.
         num_gradients: calls of `update` so far.
-        change_share: half the squared change of the whitened gradient from one step to the next, over
-            its square, both averaged over the last quarter of the steps: an upper bound of the
-            share of noise in the gradients; NaN before the first, and for samplers that do not
-            measure it.
+        change_share: half the squared change of the whitened gradient from one step to the next,
+            over its square, both averaged over the last quarter of the steps: an upper bound of the
+            share of noise in the gradients. NaN before the first change, and for samplers that do
+            not measure it.
         descent: energy that the chain has lost over the last quarter of its gradients, according to
             them, in standard deviations of what a converged chain loses by chance; NaN for samplers
             that do not measure it.

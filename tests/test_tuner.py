@@ -237,8 +237,8 @@ def test_what_a_gradient_says_of_the_turns():
     given = given._replace(turns=given.turns._replace(mean_turn_rate=jnp.float32(2)))
     for rate, trust, expected in [(12, 0.5, 4), (3, 1, 2), (12, 0, 2)]:
         worth = given.worth._replace(trust=jnp.float32(trust))
-        now = given._replace(turn_rate=jnp.float32(rate), worth=worth)
-        np.testing.assert_allclose(shown.usual_rate(now), expected)
+        now: Any = given._replace(turn_rate=jnp.float32(rate), worth=worth)
+        np.testing.assert_allclose(shown.usual_rates(now), [expected] * 2)
 
 
 LONG: Any = tuning.AngleState(jnp.float32(1e6), jnp.float32(1e6))

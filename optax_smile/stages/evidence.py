@@ -269,18 +269,28 @@ def observe_change(
     )
 
 
-def usual_rate(shown: Evidence) -> jax.Array:
-    """Rate that the explicit noise matches: by which the change of the gradients turns u.
+class Rates(NamedTuple):
+    """Angles per unit length by which u turns, on average.
 
-    Where gradients are noise that is all of their rate; where they are clean, explicit noise as
-    strong as the whole gradient would be far more than they bring. Until a change is known it is
-    the average rate of whole gradients, but no less than a third of the present one, to which the
-    average is to rise: where the first gradients were absurdly small it lags behind for long.
+    Attributes:
+        gradient: by whole gradients.
+        change: by what changes from one gradient to the next; by whole gradients until it is known.
+    """
+
+    gradient: jax.Array
+    change: jax.Array
+
+
+def usual_rates(shown: Evidence) -> Rates:
+    """Average rates, that of whole gradients no less than a third of the present one.
+
+    To the present one the average is to rise: where the first gradients were absurdly small, in a
+    mode, it lags behind for long.
     """
     now = jnp.where(shown.worth.trust > 0, shown.turn_rate, 0) / LARGEST_RATIO
-    whole = jnp.maximum(shown.turns.mean_turn_rate, now)
-    changes = shown.changes
-    return jnp.where(changes.num_changes > 0, jnp.sqrt(changes.mean_change_square), whole)
+    whole, changes = jnp.maximum(shown.turns.mean_turn_rate, now), shown.changes
+    known = changes.num_changes > 0
+    return Rates(whole, jnp.where(known, jnp.sqrt(changes.mean_change_square), whole))
 
 
 def observe_descent(

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_smile import _check, _tree
-from optax_smile.stages.evidence import turn_rate
+from optax_smile.stages.evidence import Rates, turn_rate
 from optax_smile.stages.kick import Heading, heading, kick
 from optax_smile.stages.products import Sums
 
@@ -45,11 +45,14 @@ INTEGRATORS = {
     ),
 }
 IntegratorName = Literal["leapfrog", "minimal_norm"]
-# Explicit noise that turns u by as much as the gradients do; or by which u forgets itself over so
-# many radii of the curve that the gradients make it follow, which is what clean gradients need.
+# Explicit noise that turns u by as much as the change of the gradients does; or by which u forgets
+# itself over so many radii of the curve that the gradients make it follow.
 MATCHED, TURNING = "matched", "turning"
 NUM_RADII = 1.0
 Noise = Literal["matched", "turning"]
+# Matched noise has 1 + `DILUTION` / d times the square of that angle: among few parameters a noisy
+# one has much of the gradients' noise to itself, which more isotropic noise makes up for.
+DILUTION = 40
 Decoherence = float | jax.Array | Noise
 
 
@@ -63,7 +66,7 @@ class Momentum(NamedTuple):
         last_drift: `last_drift(state, inverse_scale)`, the displacement that ends where a call
             begins.
         close: `close(state, sums)`, what becomes of the momentum where the open step ends.
-        open: `open(state, closed, step_length, sums, turn_rate)`, on to the next drift.
+        open: `open(state, closed, step_length, sums, rates)`, on to the next drift.
         turn: `turn(state, opened, gradient, noise, params)`, the state with that drift under way.
         stop: `stop(state, step_length, moving)`, where a rejected step began.
         displace: `displace(reject, before, after, params, inverse_scale)`, the next drift, or the
@@ -106,10 +109,10 @@ def microcanonical(
     def draw(key, params):
         return None if decoherence_length is None else _tree.isotropic_like(key, params)
 
-    def open_(state, closed, step_length, sums, turn_rate):
+    def open_(state, closed, step_length, sums, rates):
         towards = closed.heading
         if decoherence_length is not None:
-            towards = diffuse(state, scheme, towards, sums, decoherence_length, turn_rate)
+            towards = diffuse(state, scheme, towards, sums, decoherence_length, rates)
         return advance(state, scheme, towards, step_length, closed.num_parameters)
 
     return Momentum(
@@ -288,21 +291,22 @@ def diffuse(
     towards: Heading,
     sums: Sums,
     decoherence_length: Decoherence,
-    turn_rate: jax.Array,
+    rates: Rates,
 ) -> Heading:
     """Add explicit isotropic noise where a step has just ended; draw u where the chain is at rest.
 
     u <- (u + nu z) / |u + nu z|, nu^2 = (exp(2 eps / L) - 1) / d, z of covariance I and
     L = decoherence_length (Robnik and Seljak 2024, Fluctuation without dissipation), or
-    L = 2 / (eps r^2) where it matches the rate r at which the gradients turn u, by eps r in a step,
-    or L = 1 / r, the radius of that curve, for `"turning"`.
+    L = 2 / (eps r^2) / (1 + 40 / d) where it matches the rate r at which the change of the
+    gradients turns u, by eps r in a step, or L = 1 / r for `"turning"`, with the rate of the whole
+    gradients, the radius of the curve that they make it follow.
     Between the kicks of one step it would turn up in the energy error of that step, as eps^(3/2).
     """
     length = jnp.where(is_step_end(state, integrator), state.step_length, 0)
     if isinstance(decoherence_length, str) and decoherence_length == MATCHED:
-        exponent = (length * turn_rate) ** 2
+        exponent = (1 + DILUTION / _tree.size(state.direction)) * (length * rates.change) ** 2
     elif isinstance(decoherence_length, str):
-        exponent = 2 * length * turn_rate / NUM_RADII
+        exponent = 2 * length * rates.gradient / NUM_RADII
     else:
         exponent = 2 * length / decoherence_length
     exponent = jnp.minimum(exponent, FORGOTTEN)

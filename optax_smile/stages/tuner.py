@@ -18,8 +18,10 @@ from optax_smile.stages import evidence
 from optax_smile.stages.energy import quantile, settled
 from optax_smile.stages.evidence import Evidence
 
-# What the change of the gradients turns the momentum by in a step, radians.
+# What the change of the gradients turns the momentum by in a step, radians; half of it where the
+# change is as large as independent noise makes it.
 ANGLE = 0.06
+NOISE_PART = 0.5
 # And what a whole gradient may turn it by at most.
 LARGEST_ANGLE = 1.0
 # Each step of `angle_tuner` is at most so many times as long as the one before.
@@ -176,8 +178,10 @@ class AngleTuner(Tuner):
 
         # Half way, on a logarithmic scale, from the last length: what the gradient changes by may
         # be proportional to it, and a whole correction would overshoot by as much for ever.
-        wanted = jnp.sqrt(state.usual_length) * jnp.sqrt(over(self.angle, change))
-        wanted = jnp.where(changes.num_changes > 0, wanted, over(self.angle, whole))
+        share = jnp.where(changes.num_changes > 0, changes.share(), 1)
+        angle = self.angle * jnp.minimum(NOISE_PART / jnp.maximum(share, NOISE_PART) ** 2, 1)
+        wanted = jnp.sqrt(state.usual_length) * jnp.sqrt(over(angle, change))
+        wanted = jnp.where(changes.num_changes > 0, wanted, over(angle, whole))
         wanted = jnp.minimum(wanted, over(LARGEST_ANGLE, whole))
         shortest = jnp.maximum(shown.resolution, jnp.finfo(wanted.dtype).eps)
         longest = jnp.maximum(shortest, GROWTH * state.step_size_factor * shown.base)
