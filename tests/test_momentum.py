@@ -280,9 +280,16 @@ def each_kick(directions, gradients, length):
 
 
 STEP, LENGTH = 0.35, 0.7
-# Rate at which the gradients of the test turn u, and what is expm1(exponent) of the noise there.
+# Rate at which the gradients of the test turn u.
 RATE = 0.5 / STEP
-EXPONENTS = {LENGTH: 2 * STEP / LENGTH, "matched": (STEP * RATE) ** 2, "turning": 2 * STEP * RATE}
+
+
+def exponent_of(length, size, pairs):
+    """What belongs to the noise after a step, by the gradients at its ends `[chain, end, d]`."""
+    if length == "matched":
+        change = np.mean(np.sum(np.diff(pairs, axis=1) ** 2, axis=(1, 2)) / 2) / (size - 1) ** 2
+        return (1 + 40 / size) * STEP**2 * change
+    return 2 * STEP * RATE if length == "turning" else 2 * STEP / length
 
 
 @pytest.mark.parametrize(
@@ -293,8 +300,8 @@ def test_explicit_noise_turns_the_direction_by_the_right_angle(integrator, size,
     """It is drawn between two steps, other numbers each time; kicks before and after are undone.
 
     A decoherence length L turns u by a mean cosine of exp(-eps / L) where there are many
-    parameters; matched noise has L = 2 / (eps r^2) with the rate r at which the gradients turn u,
-    and "turning" L = 1 / r. Bounds of 5 standard errors: with all coordinates the false-alarm rate
+    parameters; matched noise has L = 2 / (eps r^2) / (1 + 40 / d) with the rate r at which their
+    changes turn u, and "turning" L = 1 / r, with that of the gradients. Bounds of 5 standard errors: with all coordinates the false-alarm rate
     is 1e-4.
     """
     num_chains, calls = 4_000, CALLS_PER_STEP[integrator]
@@ -304,18 +311,18 @@ def test_explicit_noise_turns_the_direction_by_the_right_angle(integrator, size,
     # Far along the second axis, so that every gradient lies across u where it counts.
     slope = (size - 1) * RATE if isinstance(length, str) else 0.0
 
-    def call(carry, _):
+    def call(carry, sign):
         params, state = carry
         u = state.momentum.direction
         lateral = across - u * u[1]
-        gradient = slope * lateral / jnp.linalg.norm(lateral)
+        gradient = sign * slope * lateral / jnp.linalg.norm(lateral)
         updates, state = tx.update(gradient, state, params)
         seen = gradient, state.momentum.direction, optax_smile.stats(state).step_size
         return (optax.apply_updates(params, updates), state), seen
 
     def one(key):
         state = moving_along(tx.init(jnp.zeros(size)), start)._replace(key=jax.random.key_data(key))
-        return jax.lax.scan(call, (jnp.zeros(size), state), length=2 * calls + 1)[1]
+        return jax.lax.scan(call, (jnp.zeros(size), state), (-1.0) ** jnp.arange(2 * calls + 1))[1]
 
     keys = jax.random.split(jax.random.key(11), num_chains)
     gradients, directions, step_sizes = jax.jit(jax.vmap(one))(keys)
@@ -325,13 +332,14 @@ def test_explicit_noise_turns_the_direction_by_the_right_angle(integrator, size,
     if slope == 0:
         # Nothing is drawn before the first step has ended.
         assert np.abs(directions[:, :calls] - np.asarray(start)).max() < 1e-6
-    # E[u . normalise(u + nu z)] for a unit vector u, by a million draws, with standard error.
-    exponent, added, rng = EXPONENTS[length], [], np.random.default_rng(10)
-    nu = np.sqrt(np.expm1(exponent) / size)
-    along = 1 + nu * rng.standard_normal(1_000_000)
-    cosine = along / np.sqrt(along**2 + nu**2 * rng.chisquare(size - 1, 1_000_000))
-    expected, its_error = cosine.mean(), cosine.std() / 1000
+    added, rng = [], np.random.default_rng(10)
     for end in (calls, 2 * calls):
+        # E[u . normalise(u + nu z)] for a unit vector u, by a million draws, with standard error.
+        exponent = exponent_of(length, size, gradients[:, [end - calls, end]])
+        nu = np.sqrt(np.expm1(exponent) / size)
+        along = 1 + nu * rng.standard_normal(1_000_000)
+        cosine = along / np.sqrt(along**2 + nu**2 * rng.chisquare(size - 1, 1_000_000))
+        expected, its_error = cosine.mean(), cosine.std() / 1000
         # The kick that closed the step, and the one that opened the next, taken back.
         g = gradients[:, end]
         before = each_kick(directions[:, end - 1], g, kick * STEP)
@@ -344,8 +352,7 @@ def test_explicit_noise_turns_the_direction_by_the_right_angle(integrator, size,
         # Isotropic around u: what is added has mean 0 across it.
         error = added[-1].std(axis=0) / np.sqrt(num_chains) + 1e-6
         assert np.abs(added[-1].mean(axis=0) / error).max() < 5
-    if size == 100:
-        assert abs(expected - np.exp(-exponent / 2)) < 2 / size
+        assert size != 100 or abs(expected - np.exp(-exponent / 2)) < 2 / size
     products = np.sum(added[0] * added[1], axis=1)
     products = products / np.prod([np.linalg.norm(x, axis=1) for x in added], axis=0)
     assert np.abs(products).mean() < 2 / np.sqrt(size)

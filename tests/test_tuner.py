@@ -245,7 +245,15 @@ LONG: Any = tuning.AngleState(jnp.float32(1e6), jnp.float32(1e6))
 
 
 def turned(
-    tuner, rate, mean, change=None, num_gradients=100, base=1.0, resolution=0.0, state: Any = LONG
+    tuner,
+    rate,
+    mean,
+    change=None,
+    num_gradients=100,
+    share=0.1,
+    base=1.0,
+    resolution=0.0,
+    state: Any = LONG,
 ):
     """The step size and the new state after one gradient; after long steps, or the first."""
     given = evidence(0.0, averages(1.0, 0.5), num_gradients)
@@ -254,7 +262,9 @@ def turned(
         turn_rate=jnp.float32(rate),
         turns=shown.TurnAverage(jnp.float32(mean), jnp.int32(num_gradients + 1), jnp.int32(0)),
         changes=given.changes._replace(
-            mean_change_square=jnp.float32(known) ** 2, num_changes=jnp.int32(change is not None)
+            mean_change_square=jnp.float32(known) ** 2,
+            mean_gradient_square=jnp.float32(known) ** 2 / share,
+            num_changes=jnp.int32(change is not None),
         ),
         base=jnp.float32(base),
         resolution=jnp.float32(resolution),
@@ -265,30 +275,32 @@ def turned(
 
 @pytest.mark.parametrize("base", [1e-6, 1.0, 10.0])
 def test_step_size_is_the_angle_over_the_change(base):
-    """Half way from the step before; over the whole rate until a change is known."""
-    tuner = angle_tuner(0.02)
-    before = tuning.AngleState(jnp.float32(0.08 / base), jnp.float32(0.08))
+    """Half way from the step before; half the angle where all is noise, or no change is known."""
+    tuner = angle_tuner(0.04)
+    before = tuning.AngleState(jnp.float32(0.04 / base), jnp.float32(0.04))
     # A step of angle 1, and one that its own gradient shortens to an angle of three times .08.
-    for rate, mean, change, expected in [
-        (5, 4, None, 0.005),
-        (0, 4, None, 0.005),
-        (12, 4, None, 0.005),
-        (24, 4, None, 0.0025),
-        (4, 4, 1, 0.04),
-        (4, 4, 4, 0.02),
-        (24, 4, 4, 0.01),
-        (40, 40, 1, 0.025),
-        (80, 40, 1, 0.0125),
-        (4, 4, 0, 0.25),
+    for rate, mean, change, share, expected in [
+        (5, 4, None, 1, 0.005),
+        (0, 4, None, 1, 0.005),
+        (12, 4, None, 1, 0.005),
+        (24, 4, None, 1, 0.0025),
+        (4, 4, 1, 0.7, 0.04),
+        (4, 4, 4, 0.1, 0.02),
+        (4, 4, 1, 0.8, 0.04 * (0.5 / 0.64) ** 0.5),
+        (4, 4, 1, 1, 0.04 * 0.5**0.5),
+        (4, 4, 1, 1.5, 0.04 * (0.5 / 1.5**2) ** 0.5),
+        (24, 4, 4, 0.1, 0.01),
+        (40, 40, 1, 0.1, 0.025),
+        (80, 40, 1, 0.1, 0.0125),
     ]:
-        got = turned(tuner, rate, mean, change, base=base, state=before)[0]
+        got = turned(tuner, rate, mean, change, share=share, base=base, state=before)[0]
         assert got == pytest.approx(expected, rel=1e-5)
     assert turned(tuner, 1, 1e30, base=base, resolution=1e-7)[0] == pytest.approx(1e-7, rel=1e-5)
 
 
 def test_average_of_the_angle_tuner_stays_after_adapt_steps():
     """And so does the step size without a finite gradient."""
-    tuner = angle_tuner(0.02, adapt_steps=50)
+    tuner = angle_tuner(0.04, adapt_steps=50)
     length, state = turned(tuner, 4, 4, num_gradients=49)
     assert length == pytest.approx(0.005)
     assert turned(tuner, 1, 1, num_gradients=50, state=state)[0] == pytest.approx(0.005)
@@ -302,7 +314,7 @@ def test_average_of_the_angle_tuner_stays_after_adapt_steps():
         turns=nothing.turns._replace(num_turns=jnp.int32(100)),
     )
     after = tuner.update(turned(tuner, 4, 4)[1], nothing)
-    assert after.step_size_factor * nothing.base == pytest.approx(tuning.ANGLE / 4)
+    assert after.step_size_factor * nothing.base == pytest.approx(tuning.ANGLE / 2 / 4)
 
 
 class Moved(NamedTuple):
@@ -330,7 +342,8 @@ def test_changes_are_between_step_ends_that_are_kept():
             trust = min(1, 9 * mean / square) if count > 1 else 1
             weight = min(4 / count, 1)
             mean = (1 - weight) * mean + weight * trust * square
-            whole = (1 - weight) * whole + weight * trust * np.sum(g**2) / 9
+            both = (np.sum(g**2) + np.sum(last**2)) / 2 / 9
+            whole = (1 - weight) * whole + weight * trust * both
         last = (g if is_end else last) if is_kept and same else None
         expected.append((mean, whole, count))
 
@@ -352,7 +365,7 @@ def test_changes_are_between_step_ends_that_are_kept():
 def test_steps_of_the_angle_tuner_grow_at_most_tenfold():
     eps = float(np.finfo(np.float32).eps)
     for resolution in (1e-6, 0.0):
-        tuner, state, shortest = angle_tuner(0.02), None, max(resolution, eps)
+        tuner, state, shortest = angle_tuner(0.04), None, max(resolution, eps)
         for expected in shortest * 10.0 ** np.arange(8):
             got, state = turned(tuner, 1e-9, 1e-9, resolution=resolution, state=state)
             assert got == pytest.approx(max(expected, shortest), rel=1e-5)
@@ -404,7 +417,7 @@ def test_without_a_step_size_the_angle_tuner_finds_it():
 def test_any_unit_gives_the_same_angle():
     """And a jump of the gradient shortens its own step alone."""
     angle, size = 0.01, 50
-    tx = optax_smile.smile(tuner=angle_tuner(angle), num_data=1, prior_precision=0.0, key=0)
+    tx = optax_smile.smile(tuner=angle_tuner(2 * angle), num_data=1, prior_precision=0.0, key=0)
     noise = jax.random.normal(jax.random.key(1), (300, size))
 
     @jax.jit
@@ -430,7 +443,8 @@ def test_any_unit_gives_the_same_angle():
     np.testing.assert_allclose(angles[:3, 10:].mean(axis=1), angle, rtol=0.03)
     expected = angle * (size - 1) / (units[:3] * size**0.5)
     np.testing.assert_allclose(lengths[:3, -1], expected, rtol=0.05)
-    assert angles.max() < 3.001 * angle
+    # Three times the usual angle, which the average of the first gradients may miss by a quarter.
+    assert angles.max() < 3 * 1.25 * angle
     for after in lengths[3:]:
         assert after[100] < 0.02 * after[99]
         # From the shortest on ten times as long with each step: soon what they were.
@@ -457,7 +471,7 @@ def test_steps_on_clean_quadratics_settle(size):
         start = jax.random.normal(key, (size,)) / jnp.sqrt(curvature)
         return jax.lax.scan(call, (start, tx.init(start)), length=2000)[1]
 
-    lengths, accepted = map(np.asarray, chain(curvatures, jax.random.split(jax.random.key(0), 16)))
+    lengths, accepted = map(np.asarray, chain(curvatures, jax.random.split(jax.random.key(0), 64)))
     assert accepted.all()
     # Of ten coordinates the stiff one has more or less of the speed: chains differ.
     usual = np.median(lengths, axis=1)

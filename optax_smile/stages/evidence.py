@@ -59,16 +59,17 @@ class ChangeAverage(NamedTuple):
     """How much the whitened gradient changes from one step end to the next.
 
     Attributes:
-        sketch: of the gradient at the last step end, see `_tree.sums`.
+        sketch: of the gradient at the last step end, see `_tree.sums_and_sketch`.
+        gradient_square: (|g| / (d - 1))^2 there, the square of an angle per unit length, scalar.
         is_known: whether the next step end can be compared with it: the call was kept, and the
             scale has stayed since.
-        mean_change_square: average of (|g - g_before| / (d - 1))^2 / 2, the square of an angle per
-            unit length, scalar.
-        mean_gradient_square: average of (|g| / (d - 1))^2 over the same step ends, scalar.
+        mean_change_square: average of (|g - g_before| / (d - 1))^2 / 2, scalar.
+        mean_gradient_square: average of the mean of (|g| / (d - 1))^2 and the one before, scalar.
         num_changes: step ends that entered, int32.
     """
 
     sketch: Any
+    gradient_square: jax.Array
     is_known: jax.Array
     mean_change_square: jax.Array
     mean_gradient_square: jax.Array
@@ -76,7 +77,7 @@ class ChangeAverage(NamedTuple):
 
     def share(self) -> jax.Array:
         """Share of the change in the gradient's square; NaN before the first."""
-        known = self.num_changes > 0
+        known = (self.num_changes > 0) & (self.mean_gradient_square > 0)
         whole = jnp.where(known, self.mean_gradient_square, 1)
         return jnp.where(known, self.mean_change_square / whole, jnp.nan)
 
@@ -175,6 +176,7 @@ def init(params: Any) -> EvidenceState:
         turns=TurnAverage(zero(), jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)),
         changes=ChangeAverage(
             sketch=_tree.empty_sketch(params),
+            gradient_square=zero(),
             is_known=jnp.zeros((), bool),
             mean_change_square=zero(),
             mean_gradient_square=zero(),
@@ -252,19 +254,22 @@ def observe_change(
     """
     unit = float(closed.num_parameters - 1) ** 2
     square = _tree.distance_square(sketch, past.sketch) / 2 / unit
+    gradient_square = sums.gradient_square / unit
     enters = past.is_known & closed.step_end & kept & counts & jnp.isfinite(square)
     most = LARGEST_RATIO**2 * past.mean_change_square
     bounded = (past.num_changes > 0) & (square > most)
     trust = jnp.where(bounded, most / jnp.where(square > 0, square, 1), 1)
+    whole = trust * (gradient_square + past.gradient_square) / 2
     count = _tree.count(past.num_changes, enters)
-    replaces = closed.opens_step & kept
+    here = sketch, gradient_square
+    there = past.sketch, past.gradient_square
+    sketch, gradient_square = _tree.where(closed.opens_step & kept, here, there)
     return ChangeAverage(
-        sketch=_tree.where(replaces, sketch, past.sketch),
+        sketch=sketch,
+        gradient_square=gradient_square,
         is_known=jnp.where(closed.opens_step, True, past.is_known) & kept,
         mean_change_square=_average(past.mean_change_square, trust * square, count, enters),
-        mean_gradient_square=_average(
-            past.mean_gradient_square, trust * sums.gradient_square / unit, count, enters
-        ),
+        mean_gradient_square=_average(past.mean_gradient_square, whole, count, enters),
         num_changes=count,
     )
 

@@ -178,7 +178,7 @@ class AngleTuner(Tuner):
 
         # Half way, on a logarithmic scale, from the last length: what the gradient changes by may
         # be proportional to it, and a whole correction would overshoot by as much for ever.
-        share = jnp.where(changes.num_changes > 0, changes.share(), 1)
+        share = jnp.nan_to_num(changes.share(), nan=1.0)
         angle = self.angle * jnp.minimum(NOISE_PART / jnp.maximum(share, NOISE_PART) ** 2, 1)
         wanted = jnp.sqrt(state.usual_length) * jnp.sqrt(over(angle, change))
         wanted = jnp.where(changes.num_changes > 0, wanted, over(angle, whole))
