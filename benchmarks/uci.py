@@ -251,8 +251,8 @@ METHODS = {
     "psmile_naive": simple("psmile_naive", 5e-4, 1e-3, 2e-3, 4e-3),
     "smile": simple("smile", None),
     "psmile": simple("psmile", None),
-    "psmile, angle .04": simple("psmile", None, tuner=optax_smile.angle_tuner(0.04)),
-    "psmile, angle .05": simple("psmile", None, tuner=optax_smile.angle_tuner(0.05)),
+    "psmile, angle .03": simple("psmile", None, tuner=optax_smile.angle_tuner(0.03)),
+    "psmile, angle .1": simple("psmile", None, tuner=optax_smile.angle_tuner(0.1)),
 }
 ALL = ("deep ensemble", *METHODS)
 

@@ -163,7 +163,8 @@ def _block_sums(
 ) -> tuple[list[jax.Array], list[jax.Array]]:
     """Sum blocks of equally shaped arrays, `[block]` for each of them, and sketch another."""
     if leaves[0].size < SMALLEST_NUMBER:
-        return _reduce([jnp.ravel(x)[None] for x in leaves], (1,)), [sketched] * NUM_SIGNS
+        whole = [] if sketched is None else [sketched] * NUM_SIGNS
+        return _reduce([jnp.ravel(x)[None] for x in leaves], (1,)), whole
     signed = () if sketched is None else _signed(sketched)
     blocks, (axes, *_) = zip(*map(_split, (*leaves, *signed)), strict=True)
     found = _reduce(blocks, axes)

@@ -241,7 +241,7 @@ def _on_its_way(run: Run) -> Iterator[Sign]:
     if "on_its_way" in run.trace:
         falls = np.asarray(run.trace["on_its_way"], float)
         share = falls[:, -max(1, falls.shape[1] // 3) :].mean(axis=1)
-        text = "the gradients say that the energy was falling at {} of the last draws."
+        text = "the energy was still falling at {} of the last draws."
         yield Sign("still on its way", share > 0.5, share, 0.5, text, ".0%")
 
 

@@ -104,6 +104,7 @@ class LangevinState(NamedTuple):
             num_outlying=jnp.zeros_like(self.guardrail.num_nonfinite),
             change_share=unknown,
             descent=unknown,
+            fall=unknown,
             on_its_way=jnp.zeros_like(self.last_update.accepted),
             num_altered=self.probe.num_altered,
             is_altered=self.probe.is_altered,

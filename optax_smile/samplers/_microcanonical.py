@@ -62,7 +62,8 @@ class MicrocanonicalState(NamedTuple):
             num_outlying=self.evidence.turns.num_outlying,
             change_share=self.evidence.changes.share(),
             descent=self.evidence.descent.descent_score,
-            on_its_way=self.evidence.descent.on_its_way,
+            fall=self.evidence.loss.fall,
+            on_its_way=self.evidence.descent.on_its_way | self.evidence.loss.is_falling,
             num_altered=self.probe.num_altered,
             is_altered=self.probe.is_altered,
             **self.last_update._asdict(),
@@ -187,6 +188,9 @@ def _update(of: _Parts, updates: Any, state: Any, params: Any, value: Any) -> tu
     scale_stays = of.preconditioner.stays(scale, shown.worth)
     scale = of.preconditioner.observe(scale, seen.energy_gradient, shown.worth, after.direction)
 
+    per_nat = of.posterior.num_data / of.posterior.temperature
+    loss = evidence.observe_loss(past.loss, value, per_nat, closed.num_parameters, ~reject)
+
     move = of.momentum.displace(reject, here, after, params, _inverse_scale(scale))
     direction = of.guardrail.redirect(reject, after.direction, reject_key)
     return move, MicrocanonicalState(
@@ -195,7 +199,7 @@ def _update(of: _Parts, updates: Any, state: Any, params: Any, value: Any) -> tu
         guardrail=guard,
         tuner=tuned,
         evidence=evidence.remember(
-            past, shown, step, of.guardrail.winsor_quantile, scale_stays
+            past, shown, step, of.guardrail.winsor_quantile, scale_stays, loss
         ),
         probe=probed,
         prior_mean=state.prior_mean,

@@ -29,6 +29,8 @@ LONGEST_AVERAGE = 2**22
 LARGEST_RATIO = 3.0
 # A chain whose `descent` is larger still goes down: by chance in less than one in a hundred.
 ON_ITS_WAY = 3.0
+# Standard deviations of chance by which the energy of a chain falls that has not arrived.
+FALLING = 2.0
 # Of a gradient that lies along the momentum, which it does not turn, so much still counts.
 SMALLEST_SHARE = 0.03
 # Steps shorter than so many units in the last place of the parameters' norm are lost when they
@@ -100,6 +102,28 @@ class DescentAverage(NamedTuple):
     on_its_way: jax.Array
 
 
+class LossAverage(NamedTuple):
+    """Averages of the mean loss over the kept calls that had one: does it still fall?
+
+    Attributes:
+        last: the one before, nats per term.
+        mean: over all calls, likewise.
+        recent: over the last quarter of them, likewise.
+        noise_square: half the mean square of the differences between calls, likewise squared.
+        num_values: how many entered, int32.
+        fall: by how much the energy of `recent` is lower than that of `mean`, nats.
+        is_falling: whether that is more than chance and a chain that has arrived make it.
+    """
+
+    last: jax.Array
+    mean: jax.Array
+    recent: jax.Array
+    noise_square: jax.Array
+    num_values: jax.Array
+    fall: jax.Array
+    is_falling: jax.Array
+
+
 class EvidenceState(NamedTuple):
     """What a chain remembers of its past calls.
 
@@ -109,6 +133,7 @@ class EvidenceState(NamedTuple):
         turns: average of what the gradients of the kept calls turn the momentum by.
         changes: average of what they change by from one step end to the next.
         descent: average of the energy that the drifts of the kept calls lose.
+        loss: averages of the mean loss, where the loop passes it.
     """
 
     open_step: OpenStep
@@ -116,6 +141,7 @@ class EvidenceState(NamedTuple):
     turns: TurnAverage
     changes: ChangeAverage
     descent: DescentAverage
+    loss: LossAverage
 
 
 class Worth(NamedTuple):
@@ -183,6 +209,12 @@ def init(params: Any) -> EvidenceState:
             num_changes=jnp.zeros((), jnp.int32),
         ),
         descent=DescentAverage(zero(), zero(), zero(), jnp.zeros((), bool)),
+        loss=LossAverage(
+            *(zero() for _ in range(4)),
+            num_values=jnp.zeros((), jnp.int32),
+            fall=zero(),
+            is_falling=jnp.zeros((), bool),
+        ),
     )
 
 
@@ -320,6 +352,43 @@ def observe_descent(
     return DescentAverage(fall, square, score, score > ON_ITS_WAY)
 
 
+def observe_loss(
+    past: LossAverage, value: jax.Array | None, per_nat: Any, size: int, kept: jax.Array
+) -> LossAverage:
+    """Take the mean loss of a kept call into the averages.
+
+    A chain of d parameters that has arrived has an energy of standard deviation sqrt(d / 2), in
+    which its averages over all calls and over the last quarter may differ by chance, as they do
+    by the noise of the batches. Twice that is a fall.
+
+    Args:
+        past: before this call.
+        value: mean loss, or None.
+        per_nat: energy per unit of it, num_data / temperature.
+        size: d.
+        kept: whether the call is kept.
+    """
+    if value is None:
+        return past
+    count = _tree.count(past.num_values, kept)
+    square = jnp.where(past.num_values > 0, jnp.square(value - past.last) / 2, 0)
+    number = jnp.minimum(jnp.maximum(count, 1), LONGEST_AVERAGE).astype(past.mean.dtype)
+    mean = jnp.where(kept, past.mean + (value - past.mean) / number, past.mean)
+    recent = _average(past.recent, value, count, kept)
+    noise = _average(past.noise_square, square, count, kept)
+    fall = per_nat * (mean - recent)
+    chance = jnp.sqrt(size / 2 + per_nat**2 * noise / (SHARE * number))
+    return LossAverage(
+        last=jnp.where(kept, value, past.last).astype(past.last.dtype),
+        mean=mean.astype(past.mean.dtype),
+        recent=recent,
+        noise_square=noise,
+        num_values=count,
+        fall=fall.astype(past.fall.dtype),
+        is_falling=fall > FALLING * chance,
+    )
+
+
 def resolution(params_square: jax.Array) -> jax.Array:
     """Length of the shortest step that still moves parameters of this squared norm."""
     return RESOLUTION_ULPS * jnp.finfo(params_square.dtype).eps * jnp.sqrt(params_square)
@@ -367,6 +436,7 @@ def remember(
     open_step: OpenStep,
     cap: float | jax.Array,
     scale_stays: jax.Array | bool,
+    loss: LossAverage,
 ) -> EvidenceState:
     """Keep what a call showed."""
     changes = shown.changes
@@ -376,4 +446,5 @@ def remember(
         turns=shown.turns,
         changes=changes._replace(is_known=changes.is_known & scale_stays),
         descent=shown.descent,
+        loss=loss,
     )

@@ -81,7 +81,7 @@ def measure(seen: Seen) -> tuple[Sums, Any]:
         loss_square=product(seen.loss_gradient, seen.loss_gradient),
         prior_change=jax.tree.map(jnp.negative, seen.prior_terms),
         deviation_square=product(seen.deviation, seen.deviation),
-        noise_square=None if signs else product(seen.noise, seen.noise),
+        noise_square=product(None if signs else seen.noise, seen.noise),
         noise_dot_direction=product(seen.noise, seen.direction),
         noise_dot_gradient=product(seen.noise, seen.gradient),
     )
