@@ -236,8 +236,9 @@ def published(name: str, *step_sizes: float) -> Method:
     return Method(make, "step", step_sizes)
 
 
-FULL_BATCH = "mile"
+FULL_BATCH, CHECKPOINTS = "mile", "checkpoints"
 METHODS = {
+    CHECKPOINTS: Method(None, "gradient", (1e-3, 3e-3, 1e-2)),
     FULL_BATCH: Method(mile, "step", (0.01, 0.02, 0.04)),
     "sgld": simple("sgld", 1e-7, 1e-6, 1e-5, 1e-4),
     "scale_adapted_sghmc": simple("scale_adapted_sghmc", 1e-4, 1e-3, 3e-3, 1e-2, 2e-2, 1e-1),
@@ -286,6 +287,31 @@ def score(snapshots: Any, test) -> dict[str, Any]:
     return told
 
 
+def train_on(
+    members: Any, batches: list[Any], rate: float, num_warmup: int, num_draws: int, thin: int
+) -> optax_smile.Snapshots:
+    """Go on with AdamW at a constant rate, and keep the weights as if they were draws."""
+    rows = jax.tree.map(lambda *x: jnp.stack(x), *batches)
+    optimizer = optax.adamw(rate, weight_decay=5e-3)
+
+    def step(carry, count):
+        params, state = carry
+        batch = jax.tree.map(lambda x: x[count % len(batches)], rows)
+        updates, state = optimizer.update(jax.grad(mean_loss)(params, batch), state, params)
+        return (optax.apply_updates(params, updates), state), None
+
+    def keep(carry, counts):
+        carry, _ = jax.lax.scan(step, carry, counts)
+        return carry, carry[0]
+
+    def chain(params):
+        counts = jnp.arange(num_warmup + num_draws * thin)
+        start, _ = jax.lax.scan(step, (params, optimizer.init(params)), counts[:num_warmup])
+        return jax.lax.scan(keep, start, counts[num_warmup:].reshape(num_draws, thin))[1]
+
+    return optax_smile.Snapshots(jax.device_get(jax.jit(jax.vmap(chain))(members)))
+
+
 def run_cell(cell: dict[str, Any]) -> dict[str, Any]:
     """Sample and score."""
     protocol = PROTOCOLS[cell["protocol"]]
@@ -305,6 +331,13 @@ def run_cell(cell: dict[str, Any]) -> dict[str, Any]:
     is_full = cell["method"] == FULL_BATCH
     num_steps = num_gradients // (2 if method.batch_per == "step" else 1)
     num_warmup = round(num_steps * protocol.warmup)
+    if cell["method"] == CHECKPOINTS:
+        own = batches_of(train, BATCH_SIZE, 50)
+        num_draws = protocol.num_draws
+        thin = (num_steps - num_warmup) // num_draws
+        return score(
+            train_on(members, own, cell["step_size"], num_warmup, num_draws, thin), test
+        )
     if method.shipped:
         sampler = as_shipped(method.shipped, cell["step_size"], 2 * num_warmup, len(train[0]))
     else:

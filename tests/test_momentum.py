@@ -301,8 +301,8 @@ def test_explicit_noise_turns_the_direction_by_the_right_angle(integrator, size,
 
     A decoherence length L turns u by a mean cosine of exp(-eps / L) where there are many
     parameters; matched noise has L = 2 / (eps r^2) / (1 + 40 / d) with the rate r at which their
-    changes turn u, and "turning" L = 1 / r, with that of the gradients. Bounds of 5 standard errors:
-    with all coordinates the false-alarm rate is 1e-4.
+    changes turn u, and "turning" L = 1 / r, with that of the gradients. Bounds of 5 standard
+    errors: with all coordinates the false-alarm rate is 1e-4.
     """
     num_chains, calls = 4_000, CALLS_PER_STEP[integrator]
     kick = 0.5 if integrator == "leapfrog" else 0.1931833275037836

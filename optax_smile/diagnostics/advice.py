@@ -57,9 +57,22 @@ STEP_SIZES = {
 }
 
 
-def advise(kind: str, settings: Mapping[str, Any]) -> str:
-    """Say what to try against a kind of finding with this sampler."""
-    return ADVICE[kind].format(**STEP_SIZES[chooser(settings)])
+# Chains that are slow because their gradients are noise; from this share of `change_share` on.
+NOISY = 0.75
+NOISE = " Up to {:.0%} of the gradients is noise of the batches: larger batches allow longer steps."
+SLOW = ("slow", "not settled", "chains differ")
+
+
+def advise(kind: str, settings: Mapping[str, Any], change_share: float = float("nan")) -> str:
+    """Say what to try against a kind of finding with this sampler.
+
+    Args:
+        kind: a key of `ADVICE`.
+        settings: of the sampler.
+        change_share: see `Stats`, the median of the chains; NaN if unknown.
+    """
+    advice = ADVICE[kind].format(**STEP_SIZES[chooser(settings)])
+    return advice + NOISE.format(min(change_share, 1)) * (kind in SLOW and change_share > NOISY)
 
 
 def chooser(settings: Mapping[str, Any]) -> str:

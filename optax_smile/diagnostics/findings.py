@@ -96,11 +96,15 @@ def judge(found: Summary, run: Run) -> list[Check]:
         signs.append(_risen(found, run, sick))
     if run.trace:
         signs += [_often_rejected(found, run), *_step_size_changed(found, run, sick)]
-    checks = (_check_of(sign, arrives, run.settings) for sign in signs)
+    last = np.asarray(run.trace.get("change_share", [[np.nan]]), float)[:, -1]
+    share = float(np.median(last))
+    checks = (_check_of(sign, arrives, run.settings, share) for sign in signs)
     return [check for check in checks if check.chains]
 
 
-def _check_of(sign: Sign, arrives: np.ndarray, settings: Mapping[str, Any]) -> Check:
+def _check_of(
+    sign: Sign, arrives: np.ndarray, settings: Mapping[str, Any], change_share: float
+) -> Check:
     passed = not sign.chains.any()
     chains = np.isfinite(sign.values) & arrives if passed else sign.chains
     value = tuple(sign.values[chains].tolist())
@@ -113,7 +117,7 @@ def _check_of(sign: Sign, arrives: np.ndarray, settings: Mapping[str, Any]) -> C
         value=value,
         bound=float(sign.bound),
         passed=passed,
-        advice="" if passed else advise(sign.kind, settings),
+        advice="" if passed else advise(sign.kind, settings, change_share),
         text=sign.text.format(" to ".join(ends)),
     )
 

@@ -126,8 +126,8 @@ def psmile(
     gradients are divided by s, displacements divided again: theta <- theta + eps u / s. What is
     measured in one window of gradients is used in the next, half as long again: within a window s
     does not depend on the place and the posterior stays as it is. The windows begin with 64
-    gradients once the chain has arrived (`stats`); until then s = 1. What is left of anisotropy
-    the explicit noise dilutes. Without it (`decoherence_length=None`) q is the mean of
+    gradients once the chain has arrived (`stats`); until then s = 1. The explicit noise dilutes
+    the anisotropy that remains. Without it (`decoherence_length=None`) q is the mean of
     (g - g_before)^2 / 2, the noise alone, which becomes isotropic by itself, as published.
 
     Args:
@@ -157,10 +157,11 @@ def psmile(
             the gradient) or `"refresh"` (in a random direction).
         decoherence_length: adds isotropic noise after each step, by which u forgets itself over
             this distance, > 0; a chain at rest then starts in a random direction. `"matched"`: as
-            much as the gradients turn u, which halves what anisotropic gradient noise does to the
-            posterior. `"turning"`: the radius of the curve that the gradients make it follow, which
-            is ten times quicker where they have little noise, such as under a strong prior around
-            trained weights, and slower where they are noise. None adds none, as published.
+            much as the changes of the gradients turn u (with 1 + 40 / d times the square of that
+            angle), which halves what anisotropic gradient noise does to the posterior of a network.
+            `"turning"`: the radius of the curve that the gradients make it follow, which is quicker
+            where they have little noise and all directions are alike, such as under a strong prior
+            around trained weights, and slower elsewhere. None adds none, as published.
         key: JAX key or seed, needed where random numbers are drawn: for `decoherence_length` and
             `"refresh"`.
             Chains under `vmap` get keys of their own by

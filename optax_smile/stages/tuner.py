@@ -201,22 +201,34 @@ class AngleTuner(Tuner):
     adapt_steps=_check.Whole(1, traced=True) | None,
 )
 def angle_tuner(angle: float = ANGLE, adapt_steps: int | None = None) -> Tuner:
-    """Make steps so long that the gradients turn the momentum by a given angle.
+    """Make steps so long that the change of the gradients turns the momentum by a given angle.
 
-    step size = angle / max(mean r, r / 3),  r = |g| / (d - 1) max(1 - max(p, 0)^2, .03)
+        step size = angle min(1, 1 / (2 S^2)) / r,    r = |g - g_before| / sqrt(2) / (d - 1)
+        S = |g - g_before|^2 / (2 |g|^2)
 
-    with the rate r at which the whitened gradient g of this call turns the momentum, p the cosine
-    between that and -g, and its average over about the last quarter of all calls so far: no first
-    guess, no unit, no energy. A large gradient shortens its own step at once, and the average
-    settles as the chain goes on. The first step is the shortest that moves the parameters at all,
-    and none is more than ten times as long as the one before: where a chain starts so close to a
-    mode that the gradient vanishes, the rule alone would throw it out.
+    with the whitened gradients g at the ends of successive steps. The squares are averages over
+    about the last quarter of all steps. Where gradients are noise, the change is all of it: S = 1,
+    and a gradient turns the momentum by half the angle. Where they are clean, the change is
+    curvature times step size, and the rule finds the longest step that still follows the curve.
+    There is no first guess, no unit and no energy. In detail:
+
+    - The step size moves half way to the rule in each step, on a logarithmic scale: the change
+      grows with the step, and a whole correction would overshoot for ever.
+    - A whole gradient turns the momentum by 1 radian at most, and by three times the usual at most:
+      a large gradient shortens its own step at once. What counts is the part of it that lies across
+      the momentum, |g| / (d - 1) max(1 - max(p, 0)^2, .03) with the cosine p of the momentum and
+      -g: on the way down to a mode a gradient is long, and turns the momentum by little.
+    - Gradients are compared across one step, on one scale, both of them kept. A rejected step, a new
+      scale of `psmile` and steps shorter than 30 times what moves the parameters in their precision
+      leave their change out.
+    - The first step is the shortest that moves the parameters, and none is more than ten times as
+      long as the one before. Until a change is known r is the average of |g| / (d - 1), S = 1.
 
     Args:
-        angle: by which the gradient of one batch turns a momentum across it, in radians, in
-            (0, pi / 2], where pi / 2 turns it all the way.
-        adapt_steps: number of calls of `update` after which the average stays (large gradients
-            still shorten their step), >= 1; None: never.
+        angle: by which the change of the gradients turns a momentum across it, in radians, in
+            (0, pi / 2]; half of it where they are noise.
+        adapt_steps: number of calls of `update` after which the step size stays (large gradients
+            still shorten their own step), >= 1; None: never.
 
     Returns:
         A tuner for the argument `tuner` of `smile` and `psmile`, which need no `step_size` then.
@@ -224,14 +236,16 @@ def angle_tuner(angle: float = ANGLE, adapt_steps: int | None = None) -> Tuner:
     Raises:
         ValueError: an argument out of range.
 
-    Cost: a few scalars; no gradient, no `value`.
+    Cost: the sketch by which the change is estimated, 1.6 % of a parameter-sized array of state in
+    large leaves, a leaf of its own in those of fewer than 128 entries; no gradient, no `value`.
 
     Example:
         >>> import jax, optax_smile
-        >>> tuner = optax_smile.angle_tuner(0.01)
+        >>> tuner = optax_smile.angle_tuner(0.03)
         >>> sampler = optax_smile.smile(num_data=50_000, tuner=tuner, key=jax.random.key(0))
 
-    Source: ours; benchmarks/README.md has the evidence.
+    Source: ours; benchmarks/notes/which-angle.md has the evidence. The sketch: Alon, Matias and
+    Szegedy, The space complexity of approximating the frequency moments, 1996.
     """
     return AngleTuner(angle, adapt_steps)
 
