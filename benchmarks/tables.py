@@ -47,6 +47,7 @@ TABLES: dict[str, tuple[Callable[..., Table], tuple[str, ...]]] = {
     "uci-differences": (uci.differences, ("uci",)),
     "uci-mixing": (uci.mixing, ("uci",)),
     "uci-scales": (uci.scales, ("uci", "uci_before")),
+    "uci-step-rules": (uci.step_rules, ("uci",)),
     "uci-batches": (uci.batches, ("uci",)),
     "uci-lengths": (uci.lengths, ("uci",)),
     "uci-few-chains": (uci.few_chains, ("uci",)),

@@ -11,7 +11,12 @@ USUAL = {"protocol": "joint", "num_chains": 10, "num_gradients": 60_000}
 # Fields of a cell that most lack.
 OPTIONAL = {"seed", "batches_per_pass", "replacement"}
 RHAT = {"within chains": "rhat_within", "across chains": "rhat_across"}
-METHODS = ("scale_adapted_sghmc", "sgld", "cyclical_sgld", "psmile_naive", "psmile", "mile")
+METHODS = (
+    *("scale_adapted_sghmc", "sgld", "cyclical_sgld", "checkpoints", "psmile_naive", "psmile"),
+    "mile",
+)
+# The default of `psmile` before, whose steps came from the size of the gradient.
+WHOLE = "psmile, whole gradient"
 
 
 def select(found: Iterable[Record], **wanted: Any) -> list[Record]:
@@ -143,7 +148,8 @@ def scales(found: Sequence[Record], earlier: Sequence[Record]) -> Table:
         pair = []
         for seed in ({}, {"seed": 1}):
             now, then = (
-                select(x, data=data, method="psmile", **USUAL, **seed) for x in (found, earlier)
+                select(x, data=data, method=method, **USUAL, **seed)
+                for x, method in ((found, WHOLE), (earlier, "psmile"))
             )
             used += [*now, *then]
             pair += [mean_error([r["lppd"] for r in x]) for x in (then, now)]
@@ -156,6 +162,24 @@ def scales(found: Sequence[Record], earlier: Sequence[Record]) -> Table:
     ]
     rows.append(["mean", "", "", "", "", mean_error(means, sign="+")])
     return Table(header, rows, used)
+
+
+def step_rules(found: Sequence[Record]) -> Table:
+    """Steps by the change of the gradient against those by its size, and against rivals."""
+    rivals = (WHOLE, "checkpoints", "psmile_naive", "mile")
+    rows, used, means = [], [], []
+    for data in DATA:
+        ours = select(found, data=data, method="psmile", **USUAL)
+        groups = [best(found, data=data, method=method, **USUAL) for method in rivals]
+        if not ours:
+            continue
+        used += [*ours, *(record for group in groups for record in group)]
+        differences = [paired(ours, group) for group in groups]
+        means.append(fmean(differences[0]))
+        rows.append([data, shown(ours), *(mean_error(x, sign="+") for x in differences)])
+    rows.append(["mean", "", mean_error(means, sign="+"), "", "", ""])
+    header = ["data", "psmile", "minus steps by the whole gradient", "minus checkpoints of AdamW"]
+    return Table([*header, "minus the best fixed step", "minus MILE, full batch"], rows, used)
 
 
 def batches(found: Sequence[Record]) -> Table:

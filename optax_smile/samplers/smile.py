@@ -66,7 +66,8 @@ def smile(
             Optax schedule of the number of steps. None: `angle_tuner` finds it. Other arguments,
             what is returned and errors as `psmile`.
 
-    Cost: one gradient per call; one parameter-sized array of state, two with `"minimal_norm"`.
+    Cost: one gradient per call; one parameter-sized array of state and 1.6 % of one, one more with
+    `"minimal_norm"`.
 
     Example:
         >>> import jax, jax.numpy as jnp, optax, optax_smile
@@ -181,8 +182,8 @@ def psmile(
             numbers, a `value` that is not a scalar or is called `loss`. Numerical trouble never
             raises: such steps are rejected and counted.
 
-    Cost: one gradient per call; three parameter-sized arrays of state, one more without explicit
-    noise, one more with `"minimal_norm"`.
+    Cost: one gradient per call; three parameter-sized arrays of state and 1.6 % of one, one more
+    without explicit noise, one more with `"minimal_norm"`.
 
     Example:
         >>> import jax, jax.numpy as jnp, optax_smile
