@@ -335,9 +335,7 @@ def run_cell(cell: dict[str, Any]) -> dict[str, Any]:
         own = batches_of(train, BATCH_SIZE, 50)
         num_draws = protocol.num_draws
         thin = (num_steps - num_warmup) // num_draws
-        return score(
-            train_on(members, own, cell["step_size"], num_warmup, num_draws, thin), test
-        )
+        return score(train_on(members, own, cell["step_size"], num_warmup, num_draws, thin), test)
     if method.shipped:
         sampler = as_shipped(method.shipped, cell["step_size"], 2 * num_warmup, len(train[0]))
     else:

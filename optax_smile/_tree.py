@@ -107,6 +107,8 @@ def empty_sketch(tree: Any) -> Any:
             return jnp.zeros_like(leaf)
         return jnp.zeros(like.shape, like.dtype, out_sharding=jax.typeof(like).sharding)
 
+    if not jax.tree.leaves(tree):
+        return (tree,) * NUM_SIGNS
     sketches = jax.eval_shape(lambda x: sums_and_sketch([x], x)[1], tree)
     return tuple(jax.tree.map(zeros, tree, sketch) for sketch in sketches)
 
@@ -194,15 +196,20 @@ def _shared_sketch(leaf: jax.Array) -> list[jax.Array]:
 
 def _signed(leaf: jax.Array) -> list[jax.Array]:
     """Multiply with `NUM_SIGNS` random signs, the same in every call."""
-    bits, stride = jnp.zeros((), jnp.uint32), 1
-    for axis in reversed(range(leaf.ndim)):
-        place = jax.lax.broadcasted_iota(jnp.uint32, leaf.shape, axis)
-        bits = bits + place * np.uint32(stride % 2**32)
-        stride *= leaf.shape[axis]
-    bits = bits * np.uint32(0x9E3779B9)
+    bits = _places(jnp.zeros((), jnp.uint32), leaf) * np.uint32(0x9E3779B9)
     bits = (bits ^ (bits >> 15)) * np.uint32(0x2C1B3C6D)
     bits = bits ^ (bits >> 13)
     return [jnp.where((bits >> (31 - sign)) % 2 == 0, leaf, -leaf) for sign in range(NUM_SIGNS)]
+
+
+def _places(first: jax.Array, leaf: jax.Array) -> jax.Array:
+    """Number the entries of a leaf, in the order of its last axis, modulo 2^32."""
+    places, stride = jnp.full((), first), 1
+    for axis in reversed(range(leaf.ndim)):
+        place = jax.lax.broadcasted_iota(jnp.uint32, leaf.shape, axis)
+        places = places + place * np.uint32(stride % 2**32)
+        stride *= leaf.shape[axis]
+    return places
 
 
 def _shared_sums(columns: list[tuple[jax.Array, ...]]) -> list[list[jax.Array]]:
@@ -378,11 +385,7 @@ def _signs_like(first: jax.Array, second: jax.Array, leaf: jax.Array) -> jax.Arr
     Source: Wellons 2018, "triple32", a mixing of 32 bits by three multiplications. With two
     ("lowbias32") signs at some distances were correlated by .001.
     """
-    bits, stride = jnp.full((), first), 1
-    for axis in reversed(range(leaf.ndim)):
-        place = jax.lax.broadcasted_iota(jnp.uint32, leaf.shape, axis)
-        bits = bits + place * np.uint32(stride % 2**32)
-        stride *= leaf.shape[axis]
+    bits = _places(first, leaf)
     bits = bits ^ second
     bits = (bits ^ (bits >> 17)) * np.uint32(0xED5AD4BB)
     bits = (bits ^ (bits >> 11)) * np.uint32(0xAC4C1B51)

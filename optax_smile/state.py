@@ -82,12 +82,11 @@ class Stats(NamedTuple):
         descent: energy that the chain has lost over the last quarter of its gradients, according to
             them, in standard deviations of what a converged chain loses by chance; NaN for samplers
             that do not measure it.
-        fall: by how much the average energy of the last quarter of the calls lies below that of all
-            calls, by the losses, nats; 0 where the loop passes no `value`, NaN for samplers that do
-            not measure it.
-        on_its_way: whether `descent` is more than 3, or `fall` more than twice what chance makes of
-            a converged chain, sqrt(d / 2) and the noise of the batches: these points are no draws
-            yet.
+        fall: by how much the energy of the last calls lies below that of half as many before them,
+            by the losses, nats; 0 in the first 384 calls and where the loop passes no `value`, NaN
+            for samplers that do not measure it.
+        on_its_way: whether `descent` is more than 3, or `fall` more than in a converged chain,
+            sqrt(d / 2) and the noise of the batches: these points are no draws yet.
         below_resolution: whether the step is too short to move the parameters in their precision.
         num_altered: calls that found a few parameters elsewhere than the call before had sent them:
             a transformation after the sampler, a projection, an average. Calls after a rejected

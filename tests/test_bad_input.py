@@ -233,7 +233,7 @@ MESSAGES: list[tuple[Any, str]] = [
     (
         lambda: psmile(1e-3, tuner=optax_smile.angle_tuner(), num_data=9, key=0),
         "`psmile(tuner=...)` must be None, or a tuner that starts from a step size, where"
-        " `step_size` is given, got angle_tuner(angle=0.03, adapt_steps=None). Leave out one",
+        " `step_size` is given, got angle_tuner(angle=0.06, adapt_steps=None). Leave out one",
     ),
     (
         lambda: psmile(tuner=optax_smile.quantile_tuner(), num_data=9, key=0),
@@ -309,7 +309,7 @@ MESSAGES: list[tuple[Any, str]] = [
     ),
     (
         lambda: update(state=optax.tree.set(build("psmile").init(PARAMS), state_format=1)),
-        "must be a state of format 2, got format 1. Another version of optax_smile wrote it",
+        "must be a state of format 3, got format 1. Another version of optax_smile wrote it",
     ),
     # What a state can be asked for.
     (lambda: optax_smile.stats(()), "`stats(state=...)` must be one with exactly one optax_smile"),

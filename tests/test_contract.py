@@ -417,7 +417,8 @@ def test_a_preconditioner_of_ones_own(no_jit):
 
     def end(w, calls=GRADIENTS, own=None):
         scale = Fixed({"layer": {"w": jnp.full_like(W, w), "b": jnp.ones_like(B)}})
-        fixed = Preconditioner(lambda _: scale, whiten, lambda *_: None, lambda state, *_: state)
+        observe, stays = (lambda state, *_: state), (lambda *_: True)
+        fixed = Preconditioner(lambda _: scale, whiten, lambda *_: None, observe, stays)
         own = own or fixed
         tx = compose("mine", Potential(10), preconditioner=own, step_size=0.1, **stages)
         return follow(tx, PARAMS, calls)[0]

@@ -15,6 +15,7 @@ from optax_smile import local
 from optax_smile.local import LearningCoefficient, PrecisionSearch
 from optax_smile.potential import Potential, excess_loss
 from optax_smile.stages import momentum
+from optax_smile.stages.evidence import Rates
 from optax_smile.stages.kick import Heading
 from optax_smile.stages.products import Sums
 
@@ -99,9 +100,10 @@ def test_turning_noise_forgets_over_a_radius():
         direction={"w": jnp.array([0.6, 0.8])}, drift_index=jnp.int32(1), anchor=None, moving=yes,
         step_length=one / 5,
     )  # fmt: skip
+    rates = Rates(gradient=one / 4, change=one / 9)
     heading = Heading(*[one / 2 for _ in Heading._fields])._replace(moving=yes)
     given = state, momentum.INTEGRATORS["leapfrog"], heading, Sums(*[one / 3] * 10)
-    got, expected = (momentum.diffuse(*given, length, one / 4) for length in ("turning", 4.0))
+    got, expected = (momentum.diffuse(*given, length, rates) for length in ("turning", 4.0))
     np.testing.assert_allclose(jnp.stack(got), jnp.stack(expected), rtol=1e-6)
 
 

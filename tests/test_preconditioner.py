@@ -254,3 +254,23 @@ def test_sampler_whitens_the_gradient_of_the_energy_with_the_scale_before():
         np.testing.assert_allclose(np.linalg.norm(np.asarray(updates) * scale), 0.3, rtol=1e-4)
         params = optax.apply_updates(params, updates)
     assert scale.std() > 0.05
+
+
+def test_gradients_are_not_compared_across_a_change_of_the_scale():
+    """At the end of each window of `psmile`; after the first call there is nothing to compare."""
+    tx = optax_smile.psmile(0.1, num_data=1, prior_precision=0.0, key=0)
+    deviations = jnp.geomspace(0.1, 10.0, 12)
+
+    def call(carry, key):
+        params, state = carry
+        gradient = deviations * jax.random.normal(key, deviations.shape)
+        updates, state = tx.update(gradient, state, params)
+        seen = state.evidence.changes.num_changes, state.preconditioner.in_use
+        return (optax.apply_updates(params, updates), state), seen
+
+    params = jnp.zeros(12)
+    keys = jax.random.split(jax.random.key(0), 400)
+    numbers, scales = jax.lax.scan(call, (params, tx.init(params)), keys)[1]
+    changed = np.any(np.diff(scales, axis=0) != 0, axis=1)
+    assert 3 <= changed.sum() <= 5
+    np.testing.assert_array_equal(np.diff(numbers)[1:] == 0, changed[:-1])

@@ -352,7 +352,7 @@ def test_changes_are_between_step_ends_that_are_kept():
         (square,), sketch = _tree.sums_and_sketch([g * g], g)
         sums, closed = ALIKE._replace(gradient_square=square), Moved(is_end, is_end)
         after = shown.observe_change(past, sketch, closed, sums, is_kept, is_long)
-        return after._replace(is_known=after.is_known & same), after
+        return after._replace(is_comparable=after.is_comparable & same), after
 
     given = tuple(map(jnp.asarray, (gradients, ends, kept, counts, stays)))
     got = jax.lax.scan(step, shown.init(PARAMS).changes, given)[1]

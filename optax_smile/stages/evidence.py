@@ -29,8 +29,8 @@ LONGEST_AVERAGE = 2**22
 LARGEST_RATIO = 3.0
 # A chain whose `descent` is larger still goes down: by chance in less than one in a hundred.
 ON_ITS_WAY = 3.0
-# Standard deviations of chance by which the energy of a chain falls that has not arrived.
-FALLING = 2.0
+# Standard deviations of the noise of batches that an energy must fall by, and so many calls.
+FALLING, SHORTEST_WINDOW = 3.0, 256
 # Of a gradient that lies along the momentum, which it does not turn, so much still counts.
 SMALLEST_SHARE = 0.03
 # Steps shorter than so many units in the last place of the parameters' norm are lost when they
@@ -62,8 +62,8 @@ class ChangeAverage(NamedTuple):
 
     Attributes:
         sketch: of the gradient at the last step end, see `_tree.sums_and_sketch`.
-        gradient_square: (|g| / (d - 1))^2 there, the square of an angle per unit length, scalar.
-        is_known: whether the next step end can be compared with it: the call was kept, and the
+        last_square: (|g| / (d - 1))^2 there, the square of an angle per unit length, scalar.
+        is_comparable: whether the next step end can be compared with it: the call was kept, and the
             scale has stayed since.
         mean_change_square: average of (|g - g_before| / (d - 1))^2 / 2, scalar.
         mean_gradient_square: average of the mean of (|g| / (d - 1))^2 and the one before, scalar.
@@ -71,8 +71,8 @@ class ChangeAverage(NamedTuple):
     """
 
     sketch: Any
-    gradient_square: jax.Array
-    is_known: jax.Array
+    last_square: jax.Array
+    is_comparable: jax.Array
     mean_change_square: jax.Array
     mean_gradient_square: jax.Array
     num_changes: jax.Array
@@ -103,23 +103,24 @@ class DescentAverage(NamedTuple):
 
 
 class LossAverage(NamedTuple):
-    """Averages of the mean loss over the kept calls that had one: does it still fall?
+    """Means of the loss over two windows of kept calls, one twice as long as the one before.
 
     Attributes:
-        last: the one before, nats per term.
-        mean: over all calls, likewise.
-        recent: over the last quarter of them, likewise.
-        noise_square: half the mean square of the differences between calls, likewise squared.
-        num_values: how many entered, int32.
-        fall: by how much the energy of `recent` is lower than that of `mean`, nats.
+        last_loss: that of the last call, nats per term.
+        loss_before: mean over the window that has closed, likewise.
+        loss_now: mean over the open window, likewise.
+        loss_noise_square: half the mean square of the differences between successive calls, of the
+            last quarter, likewise squared.
+        num_losses: how many entered in all, int32.
+        fall: by how much the energy of the open window is lower than that of the one before, nats.
         is_falling: whether that is more than chance and a chain that has arrived make it.
     """
 
-    last: jax.Array
-    mean: jax.Array
-    recent: jax.Array
-    noise_square: jax.Array
-    num_values: jax.Array
+    last_loss: jax.Array
+    loss_before: jax.Array
+    loss_now: jax.Array
+    loss_noise_square: jax.Array
+    num_losses: jax.Array
     fall: jax.Array
     is_falling: jax.Array
 
@@ -202,18 +203,15 @@ def init(params: Any) -> EvidenceState:
         turns=TurnAverage(zero(), jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)),
         changes=ChangeAverage(
             sketch=_tree.empty_sketch(params),
-            gradient_square=zero(),
-            is_known=jnp.zeros((), bool),
+            last_square=zero(),
+            is_comparable=jnp.zeros((), bool),
             mean_change_square=zero(),
             mean_gradient_square=zero(),
             num_changes=jnp.zeros((), jnp.int32),
         ),
         descent=DescentAverage(zero(), zero(), zero(), jnp.zeros((), bool)),
         loss=LossAverage(
-            *(zero() for _ in range(4)),
-            num_values=jnp.zeros((), jnp.int32),
-            fall=zero(),
-            is_falling=jnp.zeros((), bool),
+            *(zero() for _ in range(4)), jnp.zeros((), jnp.int32), zero(), jnp.zeros((), bool)
         ),
     )
 
@@ -287,19 +285,19 @@ def observe_change(
     unit = float(closed.num_parameters - 1) ** 2
     square = _tree.distance_square(sketch, past.sketch) / 2 / unit
     gradient_square = sums.gradient_square / unit
-    enters = past.is_known & closed.step_end & kept & counts & jnp.isfinite(square)
+    enters = past.is_comparable & closed.step_end & kept & counts & jnp.isfinite(square)
     most = LARGEST_RATIO**2 * past.mean_change_square
     bounded = (past.num_changes > 0) & (square > most)
     trust = jnp.where(bounded, most / jnp.where(square > 0, square, 1), 1)
-    whole = trust * (gradient_square + past.gradient_square) / 2
+    whole = trust * (gradient_square + past.last_square) / 2
     count = _tree.count(past.num_changes, enters)
     here = sketch, gradient_square
-    there = past.sketch, past.gradient_square
+    there = past.sketch, past.last_square
     sketch, gradient_square = _tree.where(closed.opens_step & kept, here, there)
     return ChangeAverage(
         sketch=sketch,
-        gradient_square=gradient_square,
-        is_known=jnp.where(closed.opens_step, True, past.is_known) & kept,
+        last_square=gradient_square,
+        is_comparable=jnp.where(closed.opens_step, True, past.is_comparable) & kept,
         mean_change_square=_average(past.mean_change_square, trust * square, count, enters),
         mean_gradient_square=_average(past.mean_gradient_square, whole, count, enters),
         num_changes=count,
@@ -355,11 +353,12 @@ def observe_descent(
 def observe_loss(
     past: LossAverage, value: jax.Array | None, per_nat: Any, size: int, kept: jax.Array
 ) -> LossAverage:
-    """Take the mean loss of a kept call into the averages.
+    """Take the loss of a kept call into the window that is open, the calls 2^k to 2^(k + 1) - 1.
 
-    A chain of d parameters that has arrived has an energy of standard deviation sqrt(d / 2), in
-    which its averages over all calls and over the last quarter may differ by chance, as they do
-    by the noise of the batches. Twice that is a fall.
+    The energy of a chain of d parameters that has arrived has the standard deviation sqrt(d / 2).
+    Its means over two windows differ by less than that, and by the noise of the batches. From the
+    middle of a window on it is compared with the one before: the way to the posterior is forgotten
+    after at most six times as many calls as it took.
 
     Args:
         past: before this call.
@@ -370,22 +369,27 @@ def observe_loss(
     """
     if value is None:
         return past
-    count = _tree.count(past.num_values, kept)
-    square = jnp.where(past.num_values > 0, jnp.square(value - past.last) / 2, 0)
-    number = jnp.minimum(jnp.maximum(count, 1), LONGEST_AVERAGE).astype(past.mean.dtype)
-    mean = jnp.where(kept, past.mean + (value - past.mean) / number, past.mean)
-    recent = _average(past.recent, value, count, kept)
-    noise = _average(past.noise_square, square, count, kept)
-    fall = per_nat * (mean - recent)
-    chance = jnp.sqrt(size / 2 + per_nat**2 * noise / (SHARE * number))
+    dtype, count = past.last_loss.dtype, _tree.count(past.num_losses, kept)
+    opened = jnp.left_shift(1, 31 - jax.lax.clz(jnp.maximum(count, 1)))
+    opens = kept & (count == opened)
+    number = (count - opened + 1).astype(dtype)
+    before = jnp.where(opens, past.loss_now, past.loss_before)
+    now = past.loss_now + (value - past.loss_now) / number
+    now = jnp.where(kept, jnp.where(opens, value, now), past.loss_now)
+    square = jnp.where(past.num_losses > 0, jnp.square(value - past.last_loss) / 2, 0)
+    noise = _average(past.loss_noise_square, square, count, kept)
+    fall = per_nat * (before - now)
+    half = opened.astype(dtype) / 2
+    chance = jnp.sqrt(size / 2 + jnp.square(FALLING * per_nat) * noise * (1 / number + 1 / half))
+    judges = kept & (count >= SHORTEST_WINDOW) & (number >= half)
     return LossAverage(
-        last=jnp.where(kept, value, past.last).astype(past.last.dtype),
-        mean=mean.astype(past.mean.dtype),
-        recent=recent,
-        noise_square=noise,
-        num_values=count,
-        fall=fall.astype(past.fall.dtype),
-        is_falling=fall > FALLING * chance,
+        last_loss=jnp.where(kept, value, past.last_loss).astype(dtype),
+        loss_before=before,
+        loss_now=now.astype(dtype),
+        loss_noise_square=noise,
+        num_losses=count,
+        fall=jnp.where(judges, fall, past.fall).astype(dtype),
+        is_falling=jnp.where(judges, fall > chance, past.is_falling),
     )
 
 
@@ -444,7 +448,7 @@ def remember(
         open_step=open_step,
         energies=observe_energy(past.energies, shown.error, cap),
         turns=shown.turns,
-        changes=changes._replace(is_known=changes.is_known & scale_stays),
+        changes=changes._replace(is_comparable=changes.is_comparable & scale_stays),
         descent=shown.descent,
         loss=loss,
     )

@@ -218,9 +218,9 @@ def angle_tuner(angle: float = ANGLE, adapt_steps: int | None = None) -> Tuner:
       a large gradient shortens its own step at once. What counts is the part of it that lies across
       the momentum, |g| / (d - 1) max(1 - max(p, 0)^2, .03) with the cosine p of the momentum and
       -g: on the way down to a mode a gradient is long, and turns the momentum by little.
-    - Gradients are compared across one step, on one scale, both of them kept. A rejected step, a new
-      scale of `psmile` and steps shorter than 30 times what moves the parameters in their precision
-      leave their change out.
+    - Gradients are compared across one step and on one scale. The change across a rejected step or
+      a new scale of `psmile` does not count, nor that of a step shorter than 30 times what moves
+      the parameters in their precision.
     - The first step is the shortest that moves the parameters, and none is more than ten times as
       long as the one before. Until a change is known r is the average of |g| / (d - 1), S = 1.
 
