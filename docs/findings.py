@@ -469,9 +469,9 @@ def cases() -> dict[str, Case]:
         ),
         "slow": Case(
             draw_paths,
-            Run(CURVE, PSMILE, thin=20),
+            Run(CURVE, PSMILE, thin=30),
             PLAIN,
-            ("slow: a draw every 20 steps", "healthy: a draw every 100 steps"),
+            ("slow: a draw every 30 steps", "healthy: a draw every 100 steps"),
             "Left, lines wander in long waves; right, each draw is unlike the one before",
         ),
         "different modes": Case(
@@ -483,7 +483,7 @@ def cases() -> dict[str, Case]:
         ),
         "chains differ": Case(
             draw_curves,
-            Run(UNITS, optax_smile.smile(**units)),
+            Run(UNITS, optax_smile.smile(**units), thin=300),
             Run(SAME_UNITS, optax_smile.smile(**OPTIONS)),
             ("chains differ: a feature in other units", "healthy: features of one size"),
             "Left, the averages of the chains differ by about their bands; right, they agree",
@@ -497,8 +497,8 @@ def cases() -> dict[str, Case]:
         ),
         "rejected steps": Case(
             draw_rejections,
-            Run(OUTLIER, outliers, thin=20, num_warmup=500, batch_size=1),
-            Run(OUTLIER, outliers, thin=20, num_warmup=500, batch_size=NUM_DATA),
+            Run(OUTLIER, outliers, thin=100, num_warmup=500, batch_size=1),
+            Run(OUTLIER, outliers, thin=100, num_warmup=500, batch_size=NUM_DATA),
             ("rejected steps: batches of one example", "healthy: all examples in a batch"),
             "Left, steps are rejected several times as often as asked for; right, as often",
         ),
@@ -518,7 +518,7 @@ def cases() -> dict[str, Case]:
         ),
         "a wrong num_data": Case(
             draw_band,
-            Run(CURVE, optax_smile.psmile(num_data=4 * NUM_DATA, key=KEY), thin=150),
+            Run(CURVE, optax_smile.psmile(num_data=4 * NUM_DATA, key=KEY), thin=300),
             PLAIN,
             ("num_data four times too large", "the right num_data"),
             "Left, the band of the draws is far narrower than the exact one; right, they agree",

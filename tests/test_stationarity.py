@@ -224,7 +224,7 @@ def test_moments(name, label):
         moments = sample(build(name, step_size), noise)
         return assert_moments(moments, covariance(step_size, noise, moments.state))
     options: dict[str, Any] = {}
-    run = {"num_gradients": 32_000, "num_warmup": 8_000} if noise else {}
+    run = {"num_gradients": 40_000, "num_warmup": 8_000} if noise else {}
     if noise == 0 and accepts(SAMPLERS[name], "decoherence_length"):
         # Without any noise the microcanonical dynamics need not forget where they started.
         options = {"decoherence_length": 2.0}
@@ -234,7 +234,7 @@ def test_moments(name, label):
 def test_moments_with_a_step_size_of_its_own():
     """The tuner goes on for ever; at the default angle chains would be three times as long."""
     sampler = build("psmile", None, tuner=optax_smile.angle_tuner(0.1))
-    moments = sample(sampler, NOISES["isotropic noise"], num_gradients=32_000, num_warmup=8_000)
+    moments = sample(sampler, NOISES["isotropic noise"], num_gradients=40_000, num_warmup=8_000)
     assert_moments(moments, COVARIANCE)
 
 

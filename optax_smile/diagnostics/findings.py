@@ -86,10 +86,12 @@ def judge(found: Summary, run: Run) -> list[Check]:
     none = np.zeros(len(rhats), bool)
     lost = [*_once(_diverged(run)), *_once(_frozen(found, run, mixes=rhats < HIGH_RHAT))]
     sick = np.any([none, *(sign.chains for sign in lost)], axis=0)
-    signs = [*_copied(found, run), *_altered(run), *lost]
-    arrives = ~sick
+    altered = [*_altered(run)]
+    signs = [*_copied(found, run), *altered, *lost]
+    arrives, own = ~sick, ~np.any([none, *(sign.chains for sign in altered)], axis=0)
     for sign in (*_on_its_way(run), *_unsettled(found, rhats, run)):
-        signs.append(sign._replace(chains=sign.chains & arrives))
+        # Where an altered chain goes is not the sampler's doing.
+        signs.append(sign._replace(chains=sign.chains & arrives & own))
         arrives = arrives & ~sign.chains
     signs += _mixing(found, run, arrives)
     if "start_loss" in run.trace:

@@ -14,14 +14,16 @@ from optax_smile.chains.sample import sample
 from optax_smile.draws.snapshots import Snapshots, StoredSnapshots
 from optax_smile.potential import START
 from optax_smile.samplers.smile import psmile
+from optax_smile.stages.tuner import angle_tuner
 
 Losses = Callable[[Any], np.ndarray]
 
 
 # What the maker of a sampler is called with.
 POSTERIOR = "(num_data=, prior_precision=, prior_mean=, temperature=, key=)"
-# The noise that clean gradients need: the default of every run here.
-SAMPLER = functools.partial(psmile, decoherence_length="turning")
+# The noise that clean gradients need, and steps so short that variances are right within half a
+# percent: the default of every run here.
+SAMPLER = functools.partial(psmile, decoherence_length="turning", tuner=angle_tuner(0.02))
 
 
 class Weights(_check.Constraint):

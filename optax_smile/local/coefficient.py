@@ -240,7 +240,7 @@ def llc(
             is forgotten when its loss is known.
         make_sampler: called with `num_data=`, `prior_precision=`, `prior_mean=`, `temperature=` and
             `key=`, such as `functools.partial(optax_smile.sgld, 1e-5)`; the default is `psmile`
-            with `decoherence_length="turning"`, which finds its step size.
+            with `decoherence_length="turning"` and `angle_tuner(0.02)`, steps shorter than usual.
         num_chains: >= 1, with two or more for error bars.
         num_warmup: steps of each chain before the first draw, >= 0.
         num_draws: of each chain, >= 1.

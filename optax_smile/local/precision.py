@@ -157,8 +157,9 @@ def local_precision(
         allowed: excess loss of a single draw, nats per example, > 0.
         temperature: of the posterior, > 0.
         make_sampler: called with `num_data=`, `prior_precision=`, `prior_mean=`, `temperature=` and
-            `key=`; the default is `psmile` with `decoherence_length="turning"` and steps three
-            times as long as usual, which a posterior allows that is mostly its prior.
+            `key=`; the default is `psmile` with `decoherence_length="turning"` and
+            `angle_tuner(0.1)`, steps longer than usual, which a posterior allows that is mostly its
+            prior.
         num_chains: for each precision, >= 1.
         num_warmup: steps of each before the first draw, >= 0.
         num_draws: of each, >= 1.

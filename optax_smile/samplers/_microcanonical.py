@@ -188,7 +188,7 @@ def _update(of: _Parts, updates: Any, state: Any, params: Any, value: Any) -> tu
     scale_stays = of.preconditioner.stays(scale, shown.worth)
     scale = of.preconditioner.observe(scale, seen.energy_gradient, shown.worth, after.direction)
 
-    per_nat = of.posterior.num_data / of.posterior.temperature
+    per_nat = potential.energy_change(of.posterior, 1.0, 0.0)
     loss = evidence.observe_loss(past.loss, value, per_nat, closed.num_parameters, ~reject)
 
     move = of.momentum.displace(reject, here, after, params, _inverse_scale(scale))
