@@ -56,6 +56,7 @@ def shipped_noise() -> Preconditioner:
         whiten=whiten,
         deviation=lambda state, gradient: None,
         observe=observe,
+        stays=lambda state, worth: False,
     )
 
 

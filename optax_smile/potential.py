@@ -223,8 +223,8 @@ def prior_terms(
 
 
 def energy_change(
-    potential: Potential, loss_change: jax.Array, prior_change: jax.Array
-) -> jax.Array:
+    potential: Potential, loss_change: float | jax.Array, prior_change: float | jax.Array
+) -> Any:
     """Compute the change of U in nats from that of the mean loss and that of the prior's part."""
     return _weight(potential) * loss_change + prior_change
 

@@ -258,7 +258,7 @@ def test_sampler_whitens_the_gradient_of_the_energy_with_the_scale_before():
 
 def test_gradients_are_not_compared_across_a_change_of_the_scale():
     """At the end of each window of `psmile`; after the first call there is nothing to compare."""
-    tx = optax_smile.psmile(0.1, num_data=1, prior_precision=0.0, key=0)
+    tx: Any = optax_smile.psmile(0.1, num_data=1, prior_precision=0.0, key=0)
     deviations = jnp.geomspace(0.1, 10.0, 12)
 
     def call(carry, key):

@@ -59,7 +59,7 @@ def test_sums_keep_their_digits(shape):
 def changes(shape, rng):
     """Differences of two gradients: all entries, one row, one column, one entry."""
     whole = rng.standard_normal(shape, np.float32)
-    row, column, entry = np.zeros((3, *shape), np.float32)
+    row, column, entry = (np.zeros(shape, np.float32) for _ in range(3))
     row[shape[0] // 2], column[:, shape[1] // 2] = whole[0], whole[:, 0]
     entry[shape[0] // 3, shape[1] // 3] = 1
     return whole, row, column, entry

@@ -211,7 +211,13 @@ def init(params: Any) -> EvidenceState:
         ),
         descent=DescentAverage(zero(), zero(), zero(), jnp.zeros((), bool)),
         loss=LossAverage(
-            *(zero() for _ in range(4)), jnp.zeros((), jnp.int32), zero(), jnp.zeros((), bool)
+            last_loss=zero(),
+            loss_before=zero(),
+            loss_now=zero(),
+            loss_noise_square=zero(),
+            num_losses=jnp.zeros((), jnp.int32),
+            fall=zero(),
+            is_falling=jnp.zeros((), bool),
         ),
     )
 
