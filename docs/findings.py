@@ -391,7 +391,7 @@ KEY = jax.random.key(7)
 OPTIONS: dict[str, Any] = {"num_data": NUM_DATA, "key": KEY}
 PSMILE = optax_smile.psmile(**OPTIONS)
 LONG = optax_smile.psmile(tuner=optax_smile.angle_tuner(angle=0.1), **OPTIONS)
-PLAIN = Run(CURVE, PSMILE)
+PLAIN = Run(CURVE, PSMILE, thin=300)
 QUANTILE = functools.partial(
     optax_smile.smile, 0.05, reject_quantile=0.98, decoherence_length=None, **OPTIONS
 )
@@ -471,7 +471,7 @@ def cases() -> dict[str, Case]:
             draw_paths,
             Run(CURVE, PSMILE, thin=30),
             PLAIN,
-            ("slow: a draw every 30 steps", "healthy: a draw every 100 steps"),
+            ("slow: a draw every 30 steps", "healthy: a draw every 300 steps"),
             "Left, lines wander in long waves; right, each draw is unlike the one before",
         ),
         "different modes": Case(

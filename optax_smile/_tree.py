@@ -107,8 +107,13 @@ def empty_sketch(tree: Any) -> Any:
             return jnp.zeros_like(leaf)
         return jnp.zeros(like.shape, like.dtype, out_sharding=jax.typeof(like).sharding)
 
-    if not jax.tree.leaves(tree):
+    leaves = jax.tree.leaves(tree)
+    if not leaves:
         return (tree,) * NUM_SIGNS
+    if any(AxisType.Manual in jax.typeof(leaf).sharding.mesh.axis_types for leaf in leaves):
+        # Inside a `shard_map` the zeros must vary over its axes as the leaves do.
+        empty = jax.tree.map(jnp.zeros_like, tree)
+        return sums_and_sketch([empty], empty)[1]
     sketches = jax.eval_shape(lambda x: sums_and_sketch([x], x)[1], tree)
     return tuple(jax.tree.map(zeros, tree, sketch) for sketch in sketches)
 

@@ -178,10 +178,13 @@ class AngleTuner(Tuner):
 
         # Half way, on a logarithmic scale, from the last length: what the gradient changes by may
         # be proportional to it, and a whole correction would overshoot by as much for ever.
-        share = jnp.nan_to_num(changes.share(), nan=1.0)
+        # Steps too short to change a gradient tell nothing, and must not stay so for ever.
+        known = state.usual_length >= evidence.SMALLEST_STEP * shown.resolution
+        known &= changes.num_changes > 0
+        share = jnp.where(known, jnp.nan_to_num(changes.share(), nan=1.0), 1)
         angle = self.angle * jnp.minimum(NOISE_PART / jnp.maximum(share, NOISE_PART) ** 2, 1)
         wanted = jnp.sqrt(state.usual_length) * jnp.sqrt(over(angle, change))
-        wanted = jnp.where(changes.num_changes > 0, wanted, over(angle, whole))
+        wanted = jnp.where(known, wanted, over(angle, whole))
         wanted = jnp.minimum(wanted, over(LARGEST_ANGLE, whole))
         shortest = jnp.maximum(shown.resolution, jnp.finfo(wanted.dtype).eps)
         longest = jnp.maximum(shortest, GROWTH * state.step_size_factor * shown.base)
