@@ -183,12 +183,12 @@ def step_rules(found: Sequence[Record]) -> Table:
 
 
 def batches(found: Sequence[Record]) -> Table:
-    """Order and number of the batches of a pass."""
+    """Order and number of the batches of a pass, with steps by the whole gradient."""
     rows, used = [], []
     for number_of in (2, 20, 200):
         cells = []
         for data in DATA[:2]:
-            wanted = USUAL | {"data": data, "method": "psmile", "batches_per_pass": number_of}
+            wanted = USUAL | {"data": data, "method": WHOLE, "batches_per_pass": number_of}
             permuted, drawn = select(found, **wanted), select(found, **wanted, replacement=True)
             used += [*permuted, *drawn]
             cells += [shown(permuted), shown(drawn)]
@@ -200,22 +200,22 @@ def batches(found: Sequence[Record]) -> Table:
 
 
 def lengths(found: Sequence[Record]) -> Table:
-    """LPPD on energy, split 0, against the number of gradients."""
+    """LPPD on energy, split 0, against the number of gradients; steps by the whole gradient."""
     rows, used = [], []
     wanted = USUAL | {"data": "energy", "split": 0}
     for gradients in (1_000, 10_000, 60_000, 300_000):
         cells = []
-        for method in ("psmile", "scale_adapted_sghmc"):
+        for method in (WHOLE, "scale_adapted_sghmc"):
             group = best(found, **wanted | {"method": method, "num_gradients": gradients})
             used += group
             cells.append(shown(group))
-        ours = select(found, **wanted | {"method": "psmile", "num_gradients": gradients})
+        ours = select(found, **wanted | {"method": WHOLE, "num_gradients": gradients})
         steps = [
             f"{short(record['steps']['second'])} ... {short(record['steps']['last'])}"
             for record in ours
         ]
         rows.append([f"{gradients:,}", *cells, *steps])
-    header = ["gradients", "psmile", "scale-adapted SGHMC (step size)", "step sizes of psmile"]
+    header = ["gradients", WHOLE, "scale-adapted SGHMC (step size)", "its step sizes"]
     return Table(header, rows, used)
 
 

@@ -57,10 +57,9 @@ STEP_SIZES = {
 }
 
 
-# Chains that are slow because their gradients are noise; from this share of `change_share` on.
-NOISY = 0.75
+# What chains suffer from that are slow, and what to add where `change_share` is larger than that.
+SLOW, NOISY = ("slow", "not settled", "chains differ"), 0.75
 NOISE = " Up to {:.0%} of the gradients is noise of the batches: larger batches allow longer steps."
-SLOW = ("slow", "not settled", "chains differ")
 
 
 def advise(kind: str, settings: Mapping[str, Any], change_share: float = float("nan")) -> str:
@@ -72,7 +71,9 @@ def advise(kind: str, settings: Mapping[str, Any], change_share: float = float("
         change_share: see `Stats`, the median of the chains; NaN if unknown.
     """
     advice = ADVICE[kind].format(**STEP_SIZES[chooser(settings)])
-    return advice + NOISE.format(min(change_share, 1)) * (kind in SLOW and change_share > NOISY)
+    if kind in SLOW and change_share > NOISY:
+        advice += NOISE.format(min(change_share, 1))
+    return advice
 
 
 def chooser(settings: Mapping[str, Any]) -> str:

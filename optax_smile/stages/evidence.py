@@ -382,7 +382,8 @@ def observe_loss(
     before = jnp.where(opens, past.loss_now, past.loss_before)
     now = past.loss_now + (value - past.loss_now) / number
     now = jnp.where(kept, jnp.where(opens, value, now), past.loss_now)
-    square = jnp.where(past.num_losses > 0, jnp.square(value - past.last_loss) / 2, 0)
+    change = jnp.minimum(jnp.abs(value - past.last_loss), LARGEST_ENERGY)
+    square = jnp.where(past.num_losses > 0, change**2 / 2, 0)
     noise = _average(past.loss_noise_square, square, count, kept)
     fall = per_nat * (before - now)
     half = opened.astype(dtype) / 2

@@ -176,13 +176,14 @@ class AngleTuner(Tuner):
         def over(angle, rate):
             return angle / jnp.where(rate > 0, rate, angle)
 
-        # Half way, on a logarithmic scale, from the last length: what the gradient changes by may
-        # be proportional to it, and a whole correction would overshoot by as much for ever.
-        # Steps too short to change a gradient tell nothing, and must not stay so for ever.
+        # A chain whose steps are too short to change a gradient goes by whole gradients, or its
+        # steps would stay so for ever.
         known = state.usual_length >= evidence.SMALLEST_STEP * shown.resolution
         known &= changes.num_changes > 0
         share = jnp.where(known, jnp.nan_to_num(changes.share(), nan=1.0), 1)
         angle = self.angle * jnp.minimum(NOISE_PART / jnp.maximum(share, NOISE_PART) ** 2, 1)
+        # Half way from the last length, on a logarithmic scale: the change may be proportional to
+        # it, and a whole correction would overshoot by as much for ever.
         wanted = jnp.sqrt(state.usual_length) * jnp.sqrt(over(angle, change))
         wanted = jnp.where(known, wanted, over(angle, whole))
         wanted = jnp.minimum(wanted, over(LARGEST_ANGLE, whole))
