@@ -500,7 +500,7 @@ def cases() -> dict[str, Case]:
             Run(OUTLIER, outliers, thin=100, num_warmup=500, batch_size=1),
             Run(OUTLIER, outliers, thin=100, num_warmup=500, batch_size=NUM_DATA),
             ("rejected steps: batches of one example", "healthy: all examples in a batch"),
-            "Left, steps are rejected several times as often as asked for; right, as often",
+            "Left, steps are rejected several times as often as asked for; right, less often",
         ),
         "step size": Case(
             draw_step_sizes,
