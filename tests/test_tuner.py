@@ -426,6 +426,7 @@ def test_any_unit_gives_the_same_angle():
         """Step sizes, and angles that each gradient turns the momentum by."""
 
         def call(carry, gradient):
+            state: Any
             params, state = carry
             towards = -jnp.vdot(state.momentum.direction, gradient) / optax.tree.norm(gradient)
             updates, state = tx.update(gradient, state, params)
