@@ -285,24 +285,33 @@ RATE = 0.5 / STEP
 
 
 def exponent_of(length, size, pairs):
-    """What belongs to the noise after a step, by the gradients at its ends `[chain, end, d]`."""
+    """What belongs to the noise after a step, by the gradients at its ends `[chain, end, d]`.
+
+    Averages of the first four gradients are the last one.
+    """
     if length == "matched":
         change = np.mean(np.sum(np.diff(pairs, axis=1) ** 2, axis=(1, 2)) / 2) / (size - 1) ** 2
-        return (1 + 40 / size) * STEP**2 * change
+        whole = np.mean(np.sum(pairs[:, -1] ** 2, axis=1)) / (size - 1) ** 2
+        return STEP**2 * min((1 + 40 / size) * change, 2 * whole)
     return 2 * STEP * RATE if length == "turning" else 2 * STEP / length
 
 
 @pytest.mark.parametrize(
-    "integrator, size, length",
-    [("minimal_norm", 5, LENGTH), ("leapfrog", 100, "matched"), ("leapfrog", 100, "turning")],
+    "integrator, size, length, second",
+    [
+        ("minimal_norm", 5, LENGTH, 1.0),
+        ("leapfrog", 100, "matched", 2.0),
+        ("leapfrog", 20, "matched", -1.0),
+        ("leapfrog", 100, "turning", -1.0),
+    ],
 )
-def test_explicit_noise_turns_the_direction_by_the_right_angle(integrator, size, length):
+def test_explicit_noise_turns_the_direction_by_the_right_angle(integrator, size, length, second):
     """It is drawn between two steps, other numbers each time; kicks before and after are undone.
 
     A decoherence length L turns u by a mean cosine of exp(-eps / L) where there are many
-    parameters; matched noise has L = 2 / (eps r^2) / (1 + 40 / d) with the rate r at which their
-    changes turn u, and "turning" L = 1 / r, with that of the gradients. Bounds of 5 standard
-    errors: with all coordinates the false-alarm rate is 1e-4.
+    parameters; matched noise has L = 2 / (eps q), q = min((1 + 40 / d) r^2, 2 R^2), with the rates
+    at which their changes, r, and they themselves, R, turn u, and "turning" L = 1 / R. Bounds of 5
+    standard errors: with all coordinates the false-alarm rate is 1e-4.
     """
     num_chains, calls = 4_000, CALLS_PER_STEP[integrator]
     kick = 0.5 if integrator == "leapfrog" else 0.1931833275037836
@@ -311,18 +320,19 @@ def test_explicit_noise_turns_the_direction_by_the_right_angle(integrator, size,
     # Far along the second axis, so that every gradient lies across u where it counts.
     slope = (size - 1) * RATE if isinstance(length, str) else 0.0
 
-    def call(carry, sign):
+    def call(carry, factor):
         params, state = carry
         u = state.momentum.direction
         lateral = across - u * u[1]
-        gradient = sign * slope * lateral / jnp.linalg.norm(lateral)
+        gradient = factor * slope * lateral / jnp.linalg.norm(lateral)
         updates, state = tx.update(gradient, state, params)
         seen = gradient, state.momentum.direction, optax_smile.stats(state).step_size
         return (optax.apply_updates(params, updates), state), seen
 
     def one(key):
         state = moving_along(tx.init(jnp.zeros(size)), start)._replace(key=jax.random.key_data(key))
-        return jax.lax.scan(call, (jnp.zeros(size), state), (-1.0) ** jnp.arange(2 * calls + 1))[1]
+        factors = jnp.where(jnp.arange(2 * calls + 1) % 2, second, 1)
+        return jax.lax.scan(call, (jnp.zeros(size), state), factors)[1]
 
     keys = jax.random.split(jax.random.key(11), num_chains)
     gradients, directions, step_sizes = jax.jit(jax.vmap(one))(keys)

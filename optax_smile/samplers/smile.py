@@ -159,7 +159,8 @@ def psmile(
         decoherence_length: adds isotropic noise after each step, by which u forgets itself over
             this distance, > 0; a chain at rest then starts in a random direction. `"matched"`: as
             much as the changes of the gradients turn u (with 1 + 40 / d times the square of that
-            angle), which halves what anisotropic gradient noise does to the posterior of a network.
+            angle, at most twice that of whole gradients), which halves what anisotropic gradient
+            noise does to the posterior of a network.
             `"turning"`: the radius of the curve that the gradients make it follow, which is quicker
             where they have little noise and all directions are alike, such as under a strong prior
             around trained weights, and slower elsewhere. None adds none, as published.

@@ -51,8 +51,9 @@ MATCHED, TURNING = "matched", "turning"
 NUM_RADII = 1.0
 Noise = Literal["matched", "turning"]
 # Matched noise has 1 + `DILUTION` / d times the square of that angle: among few parameters a noisy
-# one has much of the gradients' noise to itself, which more isotropic noise makes up for.
-DILUTION = 40
+# one has much of the gradients' noise to itself, which more isotropic noise makes up for. It has no
+# more than `MOST_DILUTED` times the square of the angle by which whole gradients turn u.
+DILUTION, MOST_DILUTED = 40, 2
 Decoherence = float | jax.Array | Noise
 
 
@@ -296,15 +297,16 @@ def diffuse(
     """Add explicit isotropic noise where a step has just ended; draw u where the chain is at rest.
 
     u <- (u + nu z) / |u + nu z|, nu^2 = (exp(2 eps / L) - 1) / d, z of covariance I and
-    L = decoherence_length (Robnik and Seljak 2024, Fluctuation without dissipation), or
-    L = 2 / (eps r^2) / (1 + 40 / d) where it matches the rate r at which the change of the
-    gradients turns u, by eps r in a step, or L = 1 / r for `"turning"`, with the rate of the whole
-    gradients, the radius of the curve that they make it follow.
+    L = decoherence_length (Robnik and Seljak 2024, Fluctuation without dissipation). Matched noise
+    has L = 2 / (eps q), q = min((1 + 40 / d) r^2, 2 R^2), with the rates at which the change of the
+    gradients, r, and whole gradients, R, turn u. `"turning"` has L = 1 / R, the radius of the curve
+    that the gradients make it follow.
     Between the kicks of one step it would turn up in the energy error of that step, as eps^(3/2).
     """
     length = jnp.where(is_step_end(state, integrator), state.step_length, 0)
     if isinstance(decoherence_length, str) and decoherence_length == MATCHED:
-        exponent = (1 + DILUTION / _tree.size(state.direction)) * (length * rates.change) ** 2
+        diluted = (1 + DILUTION / _tree.size(state.direction)) * rates.change**2
+        exponent = length**2 * jnp.minimum(diluted, MOST_DILUTED * rates.gradient**2)
     elif isinstance(decoherence_length, str):
         exponent = 2 * length * rates.gradient / NUM_RADII
     else:
