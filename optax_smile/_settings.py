@@ -19,6 +19,7 @@ import optax
 from optax_smile import _check
 
 Builder = TypeVar("Builder", bound=Callable)
+CHOSEN = "chosen", "found"
 # Larger arrays are described by shape and checksum.
 LARGEST_ARRAY = 16
 # Functions inside functions inside functions, such as joined schedules.
@@ -34,11 +35,13 @@ class Sampler(optax.GradientTransformationExtraArgs):
         name: of the function that built it.
         arguments: with which it was built, defaults included.
         chosen: arguments that the function chose itself.
+        found: arguments that depend on the parameters, a function of these.
     """
 
     name = "sampler"
     arguments: Mapping[str, Any] = {}
     chosen: Mapping[str, Any] = {}
+    found: Callable[[Any], Mapping[str, Any]] = staticmethod(lambda params: {})
 
     def __new__(cls, init: Callable, update: Callable, **told: Any):
         built = super().__new__(cls, init, update)
@@ -66,13 +69,13 @@ def recorded(build: Builder, **fixed: Any) -> Builder:
         built = build(*args, **kwargs)
         given = signature.bind(*args, **kwargs)
         given.apply_defaults()
-        chosen = getattr(built, "chosen", {})
+        chosen, found = (getattr(built, name, getattr(Sampler, name)) for name in CHOSEN)
         arguments = {name: chosen.get(name, x) for name, x in given.arguments.items()}
         settings = {"name": build.__name__, **fixed, **arguments}
 
         def init(params: Any) -> Any:
             for listener in _LISTENERS.get():
-                listener.update(settings)
+                listener.update({**settings, **found(params)})
             return built.init(params)
 
         return Sampler(init, built.update, name=build.__name__, arguments=arguments)

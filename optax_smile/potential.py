@@ -10,9 +10,10 @@ This is -log posterior / temperature up to a constant. No other file multiplies 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.core
@@ -24,6 +25,9 @@ from optax_smile import _check, _tree
 
 # A prior around the parameters that a chain begins with.
 START = "start"
+# A temperature that goes with the numbers of parameters and data.
+AUTO = "auto"
+Temperature = float | jax.Array | Literal["auto"]
 PRIOR = "prior_precision", "prior_mean"
 
 
@@ -61,17 +65,19 @@ class Potential(NamedTuple):
         prior_precision: of the prior N(prior_mean, 1 / prior_precision), per parameter, >= 0: a
             number, or a prefix of the parameter tree with, for each part, a number or, for a leaf,
             an array of its shape.
-        temperature: of the posterior, > 0; 1 is Bayes.
+        temperature: of the posterior, > 0; 1 is Bayes. `"auto"`: see `auto_temperature`.
         prior_mean: centre of the prior, finite, given like `prior_precision`, or `"start"`.
         log_prior: log density of another prior, `log_prior(params)`, a scalar in nats, up to a
             constant; it replaces the Gaussian, whose precision must then be 0.
+        excess: of the loss, in nats per example, > 0, which `"auto"` allows.
     """
 
     num_data: float | jax.Array
     prior_precision: Any = 1.0
-    temperature: float | jax.Array = 1.0
+    temperature: Any = 1.0
     prior_mean: Any = 0.0
     log_prior: Callable[[Any], jax.Array] | None = None
+    excess: float | jax.Array = 0.08
 
 
 def check(where: str, potential: Potential):
@@ -142,9 +148,44 @@ def centre(potential: Potential, params: optax.Params) -> optax.Params | None:
     return jax.tree.map(lambda x: jnp.array(x, copy=True), params)
 
 
-def around(potential: Potential, centre: optax.Params | None) -> Potential:
-    """Put the prior around what a state has kept."""
+def begin(where: str, potential: Potential, params: optax.Params) -> Potential:
+    """Require a prior that fits the parameters, find their temperature, and tell a low one."""
+    check_prior(where, potential, params)
+    found = of_chain(potential, params, None)
+    if not _is_auto(potential.temperature):
+        return found
+    is_known = not isinstance(found.temperature, jax.core.Tracer)
+    if not is_known or found.temperature < 1:
+        number = f"= {float(found.temperature):.3g}" if is_known else "<= 1"
+        warnings.warn(
+            f'`{where}(temperature="auto")` takes the temperature {number} for'
+            f" {_tree.size(params)} parameters. Below 1 the draws are of a cold posterior, narrower"
+            " than that of Bayes. Pass a number to be silent.",
+            stacklevel=2,
+        )
+    return found
+
+
+def of_chain(potential: Potential, params: optax.Params, centre: optax.Params | None) -> Potential:
+    """Put in what depends on the chain: its temperature, and the centre that its state keeps."""
+    if _is_auto(potential.temperature):
+        found = auto_temperature(_count(potential), _tree.size(params), potential.excess)
+        potential = potential._replace(temperature=found)
     return potential if centre is None else potential._replace(prior_mean=centre)
+
+
+def auto_temperature(num_data: Any, num_parameters: int, excess: Any) -> Any:
+    """Choose the temperature T = min(1, 2 excess N / d).
+
+    The mean loss of draws lies T d / (2 N) nats per example above its minimum where d directions
+    are determined by the data, whatever their curvatures: at this temperature, `excess` at most.
+    """
+    found = 2 * excess * num_data / num_parameters
+    return jnp.minimum(found, 1) if isinstance(found, jax.Array) else min(found, 1.0)
+
+
+def _is_auto(temperature: Any) -> bool:
+    return isinstance(temperature, str) and temperature == AUTO
 
 
 def _is_start(prior_mean: Any) -> bool:

@@ -14,7 +14,7 @@ import optax
 from optax_smile import _check
 
 # Of the states of all samplers; a state of another format cannot be continued.
-STATE_FORMAT = 3
+STATE_FORMAT = 4
 # Share of the gradients that are not finite; healthy runs have none or a handful.
 MOST_NONFINITE = 0.01
 # Nats per example by which draws may be worse than the start: targets 63 % less probable.
@@ -31,6 +31,7 @@ class LastUpdate(NamedTuple):
         step_end: whether they were the end of a whole step.
         is_draw: whether the last accepted step end counts as a draw from the posterior.
         below_resolution: whether the next step is too short for their precision.
+        last_temperature: of the posterior; `inject_hyperparams` has the name without "last".
         num_gradients: calls so far, int32.
     """
 
@@ -40,10 +41,17 @@ class LastUpdate(NamedTuple):
     step_end: jax.Array
     is_draw: jax.Array
     below_resolution: jax.Array
+    last_temperature: jax.Array
     num_gradients: jax.Array
 
+    def stats(self) -> dict[str, jax.Array]:
+        """Give its part of `Stats`."""
+        told = self._asdict()
+        told["temperature"] = told.pop("last_temperature")
+        return told
 
-def no_update(dtype: jnp.dtype) -> LastUpdate:
+
+def no_update(dtype: jnp.dtype, temperature: float | jax.Array) -> LastUpdate:
     """State before the first call."""
     return LastUpdate(
         energy_change=jnp.full((), jnp.nan, dtype),
@@ -52,6 +60,7 @@ def no_update(dtype: jnp.dtype) -> LastUpdate:
         step_end=jnp.zeros((), bool),
         is_draw=jnp.ones((), bool),
         below_resolution=jnp.zeros((), bool),
+        last_temperature=jnp.asarray(temperature, dtype),
         num_gradients=jnp.zeros((), jnp.int32),
     )
 
@@ -75,6 +84,7 @@ class Stats(NamedTuple):
         num_outlying: gradients with a reduced weight: zero, or over three times as large as the
             average; 0 for samplers without averages.
         num_gradients: calls of `update` so far.
+        temperature: of the posterior; below 1 it is colder than that of Bayes.
         change_share: half the squared change of the whitened gradient from one step to the next,
             over its square, both averaged over the last quarter of the steps: an upper bound of the
             share of noise in the gradients. NaN before the first change, and for samplers that do
@@ -107,6 +117,7 @@ class Stats(NamedTuple):
     num_nonfinite: jax.Array
     num_outlying: jax.Array
     num_gradients: jax.Array
+    temperature: jax.Array
     change_share: jax.Array
     descent: jax.Array
     fall: jax.Array

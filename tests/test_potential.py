@@ -1,5 +1,7 @@
 """The energy, its gradient and the prior's part of its change, against float64."""
 
+import re
+import warnings
 from typing import Any
 
 import chex
@@ -10,7 +12,7 @@ import pytest
 from runs import follow
 
 import optax_smile
-from optax_smile import _tree, potential
+from optax_smile import _settings, _tree, potential
 from optax_smile.potential import Potential
 
 RNG = np.random.default_rng(8)
@@ -121,3 +123,35 @@ def test_samplers_sample_a_prior_of_trees(name, given):
     draws = np.asarray(path, float)[5000:].reshape(-1, 2, 10)
     np.testing.assert_allclose(draws.mean(axis=(0, 2)), [5, -3], atol=0.15)
     np.testing.assert_allclose(draws.std(axis=0).mean(axis=1), [1, 0.5], rtol=0.12)
+
+
+COLD = r'`psmile\(temperature="auto"\)` takes the temperature'
+AUTO: dict[str, Any] = {"temperature": "auto", "excess": 0.02, "key": 0}
+
+
+@pytest.mark.parametrize("num_data, expected", [(4_000, 1.0), (50, 2 * 0.02 * 50 / 21)])
+def test_automatic_temperature_goes_with_the_numbers_of_parameters_and_data(num_data, expected):
+    """Of a network of 21 parameters; a low one is announced, and settings and `stats` have it."""
+    params, calls = draw(0), jnp.arange(5)
+    samplers = [
+        optax_smile.psmile(num_data=num_data, **AUTO),
+        optax_smile.psmile(num_data=num_data, temperature=expected, key=0),
+    ]
+
+    @jax.jit
+    def paths():
+        return [follow(tx, jax.random.key(1), params, lambda x, _: x, calls) for tx in samplers]
+
+    @jax.jit
+    def of_traced(number):
+        tx = optax_smile.psmile(num_data=number, **AUTO)
+        return optax_smile.stats(tx.init(params)).temperature
+
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        chex.assert_trees_all_equal(*paths())
+        message = f"{COLD} = {expected:.3g} for 21 parameters"
+        assert bool(told) == (expected < 1) and all(re.match(message, str(x.message)) for x in told)
+        settings: Any = _settings.of(samplers[0], params)
+        found = np.array([of_traced(jnp.float32(num_data)), settings["temperature"]])
+    np.testing.assert_allclose(found, expected, rtol=1e-6)

@@ -18,6 +18,7 @@ from optax_smile.diagnostics.statistics import LEAST_DRAWS_WITHIN
 LEAST_DRAWS_JUDGED = 20
 # Reported beside each other: the usual bound of Gelman and Rubin and half of it.
 GOOD_RHATS = (1.05, 1.1)
+COLD = "a cold posterior, narrower than that of Bayes"
 # Findings that `repr` shows, and letters of each.
 MOST_SHOWN, LONGEST_SHOWN = 4, 100
 
@@ -61,6 +62,7 @@ class Summary:
         energy_distance: Kolmogorov-Smirnov distance of the energy errors of the draws from the
             Gamma distribution fitted to them, 0 to 1, `[chain]`; NaN where the sampler fits none.
         num_nonfinite: gradients or values that were not finite, `[chain]`.
+        temperature: of the posterior, 1 for Bayes, `[chain]`.
         travelled: distance of the last draw from the start over the norm of the start, `[chain]`;
             for a start at 0 see `travel`.
         copy_of: the first chain with the same draws, bit for bit, `[chain]`; its own number if
@@ -85,6 +87,7 @@ class Summary:
     nominal_rate: float
     energy_distance: np.ndarray
     num_nonfinite: np.ndarray
+    temperature: np.ndarray
     travelled: np.ndarray
     copy_of: np.ndarray
     rhat_within: np.ndarray
@@ -167,6 +170,8 @@ class Summary:
     def _notes(self) -> list[str]:
         num_chains, num_draws = len(self.step_size_trend), self.num_draws
         notes = [f"chains: {num_chains}, draws of each: {num_draws}"]
+        if np.any(self.temperature < 1):
+            notes.append(f"temperature {np.nanmin(self.temperature):.3g}: {COLD}")
         if not np.isnan(self.first_step_size).all():
             of = f" / the nominal {self.nominal_rate:.2g}" if self.nominal_rate > 0 else ""
             notes.append("trend: step size at the end of the draws / at their beginning")

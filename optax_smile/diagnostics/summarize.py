@@ -81,6 +81,8 @@ def summary(
             "rejection_rate": traces.rejection_rate(seen),
             "num_nonfinite": np.asarray(seen["num_nonfinite"], float)[:, -1],
         }
+        if "temperature" in seen:
+            figures["temperature"] = np.asarray(seen["temperature"], float)[:, -1]
         if fits_energies(settings):
             figures["energy_distance"] = traces.energy_fit(seen).distance
     figures["copy_of"] = copies = copy_of(paths)

@@ -47,7 +47,8 @@ class NumpyroModel:
 
         In models of a few parameters `tuner=angle_tuner(0.1)` moves faster than the default.
         """
-        return {"num_data": self.num_data, "prior_precision": 0.0, "log_prior": self.log_prior}
+        given = {"num_data": self.num_data, "prior_precision": 0.0, "log_prior": self.log_prior}
+        return given | {"temperature": 1.0}
 
     def loss_fn(self, params: Mapping[str, jax.Array], batch: Any) -> jax.Array:
         """Minus the mean log likelihood of a batch, a scalar in nats per example."""

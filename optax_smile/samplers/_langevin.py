@@ -108,7 +108,7 @@ class LangevinState(NamedTuple):
             on_its_way=jnp.zeros_like(self.last_update.accepted),
             num_altered=self.probe.num_altered,
             is_altered=self.probe.is_altered,
-            **self.last_update._asdict(),
+            **self.last_update.stats(),
         )
 
     def last_accepted(self, params: optax.Params) -> optax.Params:
@@ -164,7 +164,7 @@ class _Parts(NamedTuple):
 
 
 def _init(of: _Parts, params: Any) -> LangevinState:
-    potential.check_prior(of.name, of.posterior, params)
+    posterior = potential.begin(of.name, of.posterior, params)
     dtype, count = _tree.dtype(params), jnp.zeros((), jnp.int32)
     return LangevinState(
         memory=of.rule.init(params),
@@ -173,10 +173,12 @@ def _init(of: _Parts, params: Any) -> LangevinState:
         step_size_factor=jnp.ones((), dtype),
         guardrail=of.guardrail.init(dtype),
         probe=probe.init(params),
-        prior_mean=potential.centre(of.posterior, params),
+        prior_mean=potential.centre(posterior, params),
         num_steps=count,
         key=jnp.copy(jax.random.key_data(of.seed)),
-        last_update=no_update(dtype)._replace(is_draw=of.rule.is_draw(count - 1)),
+        last_update=no_update(dtype, posterior.temperature)._replace(
+            is_draw=of.rule.is_draw(count - 1)
+        ),
         state_format=jnp.asarray(STATE_FORMAT, jnp.int32),
     )
 
@@ -184,7 +186,7 @@ def _init(of: _Parts, params: Any) -> LangevinState:
 def _update(of: _Parts, updates: Any, state: Any, params: Any, value: Any) -> tuple[Any, Any]:
     dtype, last = state.step_length.dtype, state.last_update
     value = _call.check(of.name, updates, params, value, state.displacement, dtype)
-    posterior = potential.around(of.posterior, state.prior_mean)
+    posterior = potential.of_chain(of.posterior, params, state.prior_mean)
     slope, value = potential.with_log_prior(posterior, updates, value, params)
     gradient = potential.gradient(posterior, slope, params)
     given = (_tree.inner(gradient, gradient), *(() if value is None else (value,)))
@@ -233,6 +235,7 @@ def _update(of: _Parts, updates: Any, state: Any, params: Any, value: Any) -> tu
             step_end=step_end,
             is_draw=jnp.where(step_end & ~reject, is_draw, last.is_draw),
             below_resolution=_tree.inner(displacement, displacement) < resolution**2,
+            last_temperature=jnp.asarray(posterior.temperature, dtype),
             num_gradients=_tree.count(last.num_gradients),
         ),
         state_format=state.state_format,

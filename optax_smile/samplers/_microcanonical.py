@@ -66,7 +66,7 @@ class MicrocanonicalState(NamedTuple):
             on_its_way=self.evidence.descent.on_its_way | self.evidence.loss.is_falling,
             num_altered=self.probe.num_altered,
             is_altered=self.probe.is_altered,
-            **self.last_update._asdict(),
+            **self.last_update.stats(),
         )
 
     def last_accepted(self, params: optax.Params) -> optax.Params:
@@ -124,11 +124,17 @@ def compose(
     built = _call.transformation(
         name, init, update, MicrocanonicalState, lambda state: state.momentum.direction
     )
-    return _settings.Sampler(*built, chosen={"tuner": tuner} if tuner.sets_step_size else {})
+    chosen = {"tuner": tuner} if tuner.sets_step_size else {}
+    return _settings.Sampler(*built, chosen=chosen, found=functools.partial(_found, posterior))
+
+
+def _found(posterior: potential.Potential, params: Any) -> dict[str, Any]:
+    """Settings that depend on the parameters."""
+    return {"temperature": potential.of_chain(posterior, params, None).temperature}
 
 
 def _init(of: _Parts, params: Any) -> MicrocanonicalState:
-    potential.check_prior(of.name, of.posterior, params)
+    posterior = potential.begin(of.name, of.posterior, params)
     dtype, count = _tree.dtype(params), jnp.zeros((), jnp.int32)
     start = of.tuner.init(dtype)
     seed = of.seed if of.momentum.uses_key or of.guardrail.uses_key else None
@@ -139,18 +145,18 @@ def _init(of: _Parts, params: Any) -> MicrocanonicalState:
         tuner=start,
         evidence=evidence.init(params),
         probe=probe.init(params),
-        prior_mean=potential.centre(of.posterior, params),
+        prior_mean=potential.centre(posterior, params),
         num_steps=count,
         key=None if seed is None else jnp.copy(jax.random.key_data(seed)),
-        last_update=no_update(dtype),
+        last_update=no_update(dtype, posterior.temperature),
         state_format=jnp.asarray(STATE_FORMAT, jnp.int32),
     )
 
 
 def _update(of: _Parts, updates: Any, state: Any, params: Any, value: Any) -> tuple[Any, Any]:
-    of = of._replace(posterior=potential.around(of.posterior, state.prior_mean))
     here, past = state.momentum, state.evidence
     value = _call.check(of.name, updates, params, value, here.direction, here.step_length.dtype)
+    of = of._replace(posterior=potential.of_chain(of.posterior, params, state.prior_mean))
     updates, value = potential.with_log_prior(of.posterior, updates, value, params)
     if value is None and (of.tuner.uses_energy or of.guardrail.uses_energy):
         _warn_without_value(of.name)
@@ -205,7 +211,7 @@ def _update(of: _Parts, updates: Any, state: Any, params: Any, value: Any) -> tu
         prior_mean=state.prior_mean,
         num_steps=num_steps,
         key=key,
-        last_update=_told(shown, closed, after, reject, value),
+        last_update=_told(of.posterior, shown, closed, after, reject, value),
         state_format=state.state_format,
     )
 
@@ -245,6 +251,7 @@ def _sent(of: _Parts, state: Any, params: Any) -> tuple[list[jax.Array], Any]:
 
 
 def _told(
+    posterior: potential.Potential,
     shown: evidence.Evidence,
     closed: momentum.Closed,
     after: momentum.MomentumState,
@@ -259,6 +266,7 @@ def _told(
         step_end=closed.step_end,
         is_draw=jnp.ones_like(reject),
         below_resolution=after.step_length < shown.resolution,
+        last_temperature=jnp.asarray(posterior.temperature, after.step_length.dtype),
         num_gradients=_tree.count(shown.num_gradients),
     )
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import optax
 
 from optax_smile import _check, _settings
-from optax_smile.potential import Potential
+from optax_smile.potential import Potential, Temperature
 from optax_smile.samplers._call import POSTERIOR, StepSize
 from optax_smile.samplers._microcanonical import compose
 from optax_smile.stages import momentum, preconditioner
@@ -19,6 +19,8 @@ from optax_smile.stages.momentum import Decoherence, IntegratorName, Noise
 
 CONSTRAINTS = POSTERIOR | {
     "step_size": _check.STEP_SIZE | None,
+    "temperature": _check.POSITIVE | _check.OneOf(Literal["auto"]),
+    "excess": _check.POSITIVE,
     "integrator": _check.OneOf(IntegratorName),
     "tuner": _check.kind(tuning.Tuner, "a tuner such as angle_tuner()", _check.CALL_IT) | None,
     "reject_quantile": _check.PROBABILITY | None,
@@ -36,7 +38,8 @@ def smile(
     prior_precision: Any = 1.0,
     prior_mean: Any = 0.0,
     log_prior: Callable[[Any], jax.Array] | None = None,
-    temperature: float | jax.Array = 1.0,
+    temperature: Temperature = 1.0,
+    excess: float | jax.Array = 0.08,
     integrator: IntegratorName = "leapfrog",
     tuner: tuning.Tuner | None = None,
     reject_quantile: float | None = None,
@@ -87,7 +90,7 @@ def smile(
     sign of e; a rejected point leaves neither its gradient nor its value behind. Step size and
     explicit noise: ours, `benchmarks/notes/which-angle.md`.
     """
-    posterior = Potential(num_data, prior_precision, temperature, prior_mean, log_prior)
+    posterior = Potential(num_data, prior_precision, temperature, prior_mean, log_prior, excess)
     return compose(
         "smile",
         posterior,
@@ -109,7 +112,8 @@ def psmile(
     prior_precision: Any = 1.0,
     prior_mean: Any = 0.0,
     log_prior: Callable[[Any], jax.Array] | None = None,
-    temperature: float | jax.Array = 1.0,
+    temperature: Temperature = 1.0,
+    excess: float | jax.Array = 0.08,
     integrator: IntegratorName = "leapfrog",
     tuner: tuning.Tuner | None = None,
     reject_quantile: float | None = None,
@@ -147,7 +151,13 @@ def psmile(
             Where it is -inf a step is rejected: draws close to such an edge are distorted, so
             transform bounded parameters. For `optax.inject_hyperparams` it is one of
             `static_args`, with `prior_precision`.
-        temperature: of the posterior, > 0; 1 is Bayes.
+        temperature: of the posterior, > 0; 1 is Bayes. `"auto"`: min(1, 2 excess num_data / d) for
+            d parameters, at which draws have a mean loss of at most `excess` above that of a
+            minimum. Below 1 it is a cold posterior, narrower than that of Bayes, which networks
+            with more weights than data can need to predict well: let validation data choose, by
+            `optax_smile.select`. Under `optax.partition` or `masked` a sampler counts its own
+            parameters: pass a number there.
+        excess: nats per example, > 0, for `temperature="auto"`.
         integrator: `"leapfrog"`, or `"minimal_norm"` as published, with two calls per step.
         tuner: rule for the step size. None: `step_size` as given, or `angle_tuner()` without one.
             `angle_tuner(...)` finds the step size and is an error beside a given one;
@@ -195,7 +205,7 @@ def psmile(
     and its windows are ours, since the published variance about a moving mean follows the gradient
     along the path where there is little noise and loses the posterior (`published.psmile` has it).
     """
-    posterior = Potential(num_data, prior_precision, temperature, prior_mean, log_prior)
+    posterior = Potential(num_data, prior_precision, temperature, prior_mean, log_prior, excess)
     return compose(
         "psmile",
         posterior,

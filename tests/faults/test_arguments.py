@@ -88,9 +88,9 @@ LAWFUL: dict[str, set[str]] = {
         ("flat", "raw", "progress", "resume", "classes", "stacked", "per_chain"), {"true"}
     ),
     # Any number of the range; traced where a sampler may be built inside a compiled function.
-    **dict.fromkeys(("step_size", "temperature", "smallest_root", "angle"), {"tracer"}),
+    **dict.fromkeys(("step_size", "temperature", "excess", "angle"), {"tracer"}),
     **dict.fromkeys(("friction", "square_decay", "adapt_probability", "adapt_rate"), {"tracer"}),
-    **dict.fromkeys(("first_step_size", "energy_variance"), {"tracer"}),
+    **dict.fromkeys(("first_step_size", "energy_variance", "smallest_root"), {"tracer"}),
     **dict.fromkeys(("total_steps", "num_cycles"), {"tracer"}),
     **dict.fromkeys(("exploration", "gradient_noise"), {"zero", "denormal", "tracer"}),
     "num_data": {"huge", "tracer"},
