@@ -25,6 +25,8 @@ LARGEST_ARRAY = 16
 DEEPEST = 4
 WHOLE = 16
 _LISTENERS: ContextVar[tuple[dict[str, Any], ...]] = ContextVar("listeners", default=())
+# What a run has in place of a sampler's settings where an optimizer made its draws.
+OPTIMIZER: Mapping[str, Any] = {"name": "optimizer", "is_posterior": False}
 
 
 class Sampler(optax.GradientTransformationExtraArgs):
@@ -68,16 +70,26 @@ def recorded(build: Builder, **fixed: Any) -> Builder:
         given.apply_defaults()
         chosen = getattr(built, "chosen", {})
         arguments = {name: chosen.get(name, x) for name, x in given.arguments.items()}
-        settings = {"name": build.__name__, **fixed, **arguments}
-
-        def init(params: Any) -> Any:
-            for listener in _LISTENERS.get():
-                listener.update(settings)
-            return built.init(params)
-
+        init = telling(built.init, {"name": build.__name__, **fixed, **arguments})
         return Sampler(init, built.update, name=build.__name__, arguments=arguments)
 
     return cast(Builder, wrapper)
+
+
+def telling(init: Callable[[Any], Any], settings: Mapping[str, Any]) -> Callable[[Any], Any]:
+    """Let the `init` of a transformation tell its settings to whoever asks with `of`."""
+
+    def told(params: Any) -> Any:
+        for listener in _LISTENERS.get():
+            listener.update(settings)
+        return init(params)
+
+    return told
+
+
+def are_posterior(settings: Mapping[str, Any] | None) -> bool:
+    """Whether draws with these settings may come from a posterior: no optimizer made them."""
+    return (settings or {}).get("is_posterior", True)
 
 
 def of(transformation: optax.GradientTransformation, params: Any) -> dict[str, Any] | None:
