@@ -26,6 +26,8 @@ LARGEST_ARRAY = 16
 DEEPEST = 4
 WHOLE = 16
 _LISTENERS: ContextVar[tuple[dict[str, Any], ...]] = ContextVar("listeners", default=())
+# What a run has in place of a sampler's settings where an optimizer made its draws.
+OPTIMIZER: Mapping[str, Any] = {"name": "optimizer", "is_posterior": False}
 
 
 class Sampler(optax.GradientTransformationExtraArgs):
@@ -72,15 +74,28 @@ def recorded(build: Builder, **fixed: Any) -> Builder:
         chosen, found = (getattr(built, name, getattr(Sampler, name)) for name in CHOSEN)
         arguments = {name: chosen.get(name, x) for name, x in given.arguments.items()}
         settings = {"name": build.__name__, **fixed, **arguments}
-
-        def init(params: Any) -> Any:
-            for listener in _LISTENERS.get():
-                listener.update({**settings, **found(params)})
-            return built.init(params)
-
+        init = telling(built.init, lambda params: {**settings, **found(params)})
         return Sampler(init, built.update, name=build.__name__, arguments=arguments)
 
     return cast(Builder, wrapper)
+
+
+def telling(
+    init: Callable[..., Any], settings: Callable[[Any], Mapping[str, Any]]
+) -> Callable[..., Any]:
+    """Let the `init` of a transformation tell settings, a function of the parameters, to `of`."""
+
+    def told(params: Any) -> Any:
+        for listener in _LISTENERS.get():
+            listener.update(settings(params))
+        return init(params)
+
+    return told
+
+
+def are_posterior(settings: Mapping[str, Any] | None) -> bool:
+    """Whether draws with these settings may come from a posterior: no optimizer made them."""
+    return (settings or {}).get("is_posterior", True)
 
 
 def of(transformation: optax.GradientTransformation, params: Any) -> dict[str, Any] | None:

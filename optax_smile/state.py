@@ -216,6 +216,11 @@ def _samplers(state: Any) -> tuple[list[Any], list[tuple[Any, ...]]]:
     return [leaf for leaf in leaves if isinstance(leaf, SamplerState)], chains
 
 
+def number(state: Any) -> int:
+    """Count the sampler states inside a larger state."""
+    return len(_samplers(_without_variables(state))[0])
+
+
 def stats(state: Any) -> Stats:
     """Describe the last call of a sampler by scalars with names.
 

@@ -223,7 +223,13 @@ def _call_of_chain(loss: Callable, sampler: optax.GradientTransformationExtraArg
         key, used = (None, None) if chain.key is None else jax.random.split(chain.key)
         value_and_grad = jax.value_and_grad(loss, has_aux=True)
         (value, aux), grads = value_and_grad(chain.params, chain.aux, used, batch)
-        updates, state = sampler.update(grads, chain.state, chain.params, value=value)
+
+        def value_fn(params: Any) -> jax.Array:
+            """What the line search of an optimizer calls."""
+            return loss(params, chain.aux, used, batch)[0]
+
+        given: dict[str, Any] = {"value": value, "value_fn": value_fn}
+        updates, state = sampler.update(grads, chain.state, chain.params, **given)
         told, value = stats(state), value.astype(chain.loss.dtype)
         is_first = told.num_gradients == 1
         return Chain(

@@ -17,7 +17,7 @@ import optax
 from jax.sharding import Mesh
 
 from optax_smile import _check, _settings, parallel
-from optax_smile.chains import _identity, _loop
+from optax_smile.chains import _identity, _loop, _optimizer
 from optax_smile.chains._chains import Chains
 from optax_smile.chains._checkpoint import any_process
 from optax_smile.chains._loop import Position
@@ -133,7 +133,13 @@ def sample(
         params: start of the chains, each leaf `[chain, ...]`, such as `warmstart` returns.
         batches: gone through again when it ends. Batches of one shape compile once. On several
             processes each gets the same ones.
-        sampler: a sampler of this library, alone or inside an `optax.chain`.
+        sampler: a sampler of this library, alone or inside an `optax.chain`; or any Optax
+            optimizer, for comparison. The iterates of an optimizer, one per gradient, are kept in
+            the place of draws. They are checkpoints, not posterior draws: a warning says so, the
+            settings of the draws have `"is_posterior": False`, and `diagnostics.summary` and
+            `local` refuse them. An optimizer gets `value`, `grad` and `value_fn` where it takes
+            them. A step to parameters that are not finite is left out and counted in
+            `num_nonfinite`, and a warning names the chains.
         num_warmup: steps per chain before the first draw counts, >= 0.
         num_draws: draws to keep per chain, >= 1. Where the sampler says that a point is no
             sample (`is_draw` of `optax_smile.stats`: the search of `cyclical_sgld`, the burn-in
@@ -173,10 +179,11 @@ def sample(
         checkpoint_minutes: between two checkpoints, >= 0. There is one at the start and at the end.
         dtype: what the draws are rounded to on disk: `"float16"`, `"float32"`, `"float64"`; None
             rounds nothing, and without a `directory` nothing else will do.
-        progress: show a progress bar with step size, energy error and rejected steps, if tqdm is
-            installed.
+        progress: show a progress bar with step size, energy error and rejected steps, or with the
+            loss of an optimizer, if tqdm is installed.
         callback: `callback(step, stats)` at every thinning tick, with the arrays `[chain]` that
-            `optax_smile.stats` gives.
+            `optax_smile.stats` gives, and `loss` and `start_loss`. Of an optimizer there are the
+            same names; step size and energies are NaN.
         observe: `observe(draw)` takes the draws of all chains, arrays `[chain, ...]` on the
             devices, and gives a tree of arrays `[chain, ...]`, such as losses: these are kept in
             place of the draws, with a `directory` as well.
@@ -190,9 +197,9 @@ def sample(
 
     Raises:
         ValueError: an argument out of range, leading axes that disagree, a loss that is not a
-            scalar or not finite at the start, chains that are copies and would stay so, a state
-            without a sampler, a sampler that is not the last in its chain or whose steps do not
-            arrive as they were sent, a mesh that does not fit, batches that run out before the
+            scalar or not finite at the start, chains that are copies and would stay so, several
+            samplers, a sampler that is not the last in its chain or whose steps do not arrive as
+            they were sent, a mesh that does not fit, batches that run out before the
             first draw, a sampler that has not begun to give draws at the end; a `directory` in
             use, of another run, or whose checkpoints another version wrote in another format.
         OSError: a draw or a checkpoint that cannot be written, such as on a full disk: the message
@@ -217,12 +224,16 @@ def sample(
     if dtype is not None and directory is None:
         _check.fail("sample", "dtype", "None without a `directory`", repr(dtype))
     sampler = optax.with_extra_args_support(sampler)
+    if is_optimizer := _optimizer.is_optimizer(sampler, params):
+        sampler = _optimizer.as_sampler(sampler)
     # Checking has made a typed key of a seed.
     typed: Any = key
     shared: dict[str, Any] = {"stochastic": stochastic, "per_chain": per_chain}
     own = {"aux": aux, "mesh": mesh, "specs": specs, "observe": observe}
     with _check.called("sample", "parallel.place", "parallel.init", tree="params"):
         chains = Chains(loss_fn, sampler, params, typed, **shared, **own)
+    if is_optimizer:
+        warnings.warn(_optimizer.ANNOUNCEMENT, stacklevel=3)
     plan = Plan(
         num_steps=num_warmup + num_draws * thin,
         num_warmup=num_warmup,
@@ -251,9 +262,12 @@ def sample(
                 minutes=checkpoint_minutes,
             )
         bar = closing.enter_context(_loop.Bar(plan.num_steps, "sampling", progress, compiles=True))
+        warn = _optimizer.nonfinite_warner()
 
         def watch(step: int, seen: Mapping[str, np.ndarray] | None):
             _show(bar, step, seen)
+            if seen is not None and is_optimizer:
+                warn(step, seen)
             if seen is not None and callback is not None:
                 callback(step, seen)
 
@@ -387,6 +401,10 @@ def _show(bar: _loop.Bar, step: int, stats: Mapping[str, np.ndarray] | None):
     """Move the bar on at a tick, with what a person watches while a chain runs."""
     bar.begin()
     if stats is None:
+        return
+    if np.all(np.isnan(stats["step_size"])):
+        # An optimizer.
+        bar.show(step, loss=f"{np.median(stats['loss']):.3g}")
         return
     told = {"step_size": f"{np.median(stats['step_size']):.2e}"}
     if np.all(np.isfinite(stats["energy_mean"])):

@@ -11,16 +11,19 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from optax_smile import _check, _trace, _tree
+from optax_smile.draws._checks import Posterior
 from optax_smile.draws.prediction import Prediction
 from optax_smile.draws.snapshots import Snapshots, StoredSnapshots
 
 EssMethod = Literal["bulk", "tail", "mean"]
 # What ArviZ needs of a chain; within a chain its halves are the chains.
 LEAST_DRAWS, LEAST_DRAWS_WITHIN = 4, 8
-SNAPSHOTS = _check.kind(
-    (Snapshots, StoredSnapshots),
-    "what `sample` or `load_snapshots` returns",
-    "`Snapshots` holds arrays [chain, draw, ...], `Snapshots.from_members` members.",
+SNAPSHOTS = Posterior(
+    _check.kind(
+        (Snapshots, StoredSnapshots),
+        "what `sample` or `load_snapshots` returns",
+        "`Snapshots` holds arrays [chain, draw, ...], `Snapshots.from_members` members.",
+    )
 )
 PREDICTION = _check.kind(Prediction, "what `predict` returned")
 
@@ -276,7 +279,8 @@ def to_arviz(snapshots: Snapshots | StoredSnapshots, prediction: Prediction | No
         its `energy_change` named `energy_error` as ArviZ does; `log_likelihood`: `target`.
 
     Raises:
-        ValueError: a prediction without single draws or targets, or of other draws.
+        ValueError: the iterates of an optimizer; a prediction without single draws or targets, or
+            of other draws.
         ImportError: ArviZ is missing.
 
     Cost: the draws in memory.

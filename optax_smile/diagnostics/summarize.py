@@ -52,8 +52,8 @@ def summary(
         A `Summary`: print it.
 
     Raises:
-        ValueError: an argument out of range; a prediction without single draws or targets, or of
-            other draws.
+        ValueError: an argument out of range; the iterates of an optimizer, which are no posterior
+            draws; a prediction without single draws or targets, or of other draws.
         ImportError: ArviZ is missing, unless there are too few draws for it.
 
     Cost: a millisecond per chain and prediction, and a pass over the draws, which need not fit into

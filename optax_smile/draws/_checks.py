@@ -9,7 +9,7 @@ import jax
 import jax.core
 import numpy as np
 
-from optax_smile import _check
+from optax_smile import _check, _settings
 from optax_smile.draws import likelihoods
 
 SNAPSHOTS = _check.Where(
@@ -20,6 +20,26 @@ SNAPSHOTS = _check.Where(
     ),
     "`Snapshots`, `Snapshots.from_members` and `load_snapshots` give some.",
 )
+
+
+@dataclass(frozen=True)
+class Posterior(_check.Constraint):
+    """Draws that another constraint takes, unless they are the iterates of an optimizer."""
+
+    draws: _check.Constraint
+
+    @property
+    def rule(self) -> str:
+        """That of the other constraint."""
+        return self.draws.rule
+
+    def __call__(self, where, argument, value, given=_check.NOTHING):
+        value = self.draws(where, argument, value, given)
+        if not _settings.are_posterior(getattr(value, "settings", None)):
+            rule, got = "draws from a posterior, made by a sampler", "the iterates of an optimizer"
+            advice = "These are checkpoints: `predict` and the metrics take them."
+            _check.fail(where, argument, rule, got, advice)
+        return value
 
 
 class Curve(_check.Constraint):

@@ -9,7 +9,7 @@ from typing import Any, SupportsIndex, overload
 
 import numpy as np
 
-from optax_smile import _check, _table
+from optax_smile import _check, _settings, _table
 from optax_smile.draws._manifest import Leaf
 
 
@@ -96,7 +96,9 @@ class Draws(abc.ABC):
         numbers = _table.counted(sum(sizes), "number")
         size = f"{numbers} in a draw, {_table.memory(held * len(self))} in all"
         rows = {"size": size, "arrays": arrays}
-        if self.settings is not None:
+        if not _settings.are_posterior(self.settings):
+            rows["draws"] = "iterates of an optimizer, no posterior draws"
+        elif self.settings is not None:
             rows["sampler"] = _sampler(self.settings)
         return rows | self._place()
 

@@ -32,7 +32,9 @@ class Snapshots(Draws):
         trace: what `optax_smile.stats` said at every thinning tick, warm-up included: arrays
             `[chain, tick]`, the draws being the last ticks (of those with `is_draw`). Empty for
             weights without a sampler.
-        settings: name and arguments of the sampler; None for weights without one.
+        settings: name and arguments of the sampler; `{"name": "optimizer", "is_posterior": False}`
+            where an optimizer took its place, whose iterates are no posterior draws; None for
+            weights without either.
         start: where the chains began, a tree of arrays `[chain, ...]`; None for weights without a
             sampler.
 
@@ -115,7 +117,7 @@ class StoredSnapshots(Draws):
     reads one draw. `trace` holds the statistics of the draws, `[chain, draw]`; `params`
     reads all draws into memory, `[chain, draw, ...]`, `start` where the chains began,
     `[chain, ...]`; `manifest` is the file's content, and `settings` name and arguments of the
-    sampler in it.
+    sampler in it, or those of an optimizer, as `Snapshots` has them.
     """
 
     def __init__(self, directory: Path, manifest: Mapping[str, Any], like: Any, flat: bool):

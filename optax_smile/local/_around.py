@@ -9,7 +9,7 @@ import numpy as np
 import optax
 
 from optax_smile import _check, _tree
-from optax_smile.chains import _loop
+from optax_smile.chains import _loop, _optimizer
 from optax_smile.chains.sample import sample
 from optax_smile.draws.snapshots import Snapshots, StoredSnapshots
 from optax_smile.potential import START
@@ -75,6 +75,9 @@ def watch(
         observe: see `sample`.
         run: its other arguments.
     """
+    if _optimizer.is_optimizer(sampler, model[1]):
+        rule = f"a function of {POSTERIOR} that gives a sampler"
+        _check.fail(where, "make_sampler", rule, "one that gives an optimizer")
     with _check.called(where, "sample", sampler="make_sampler"):
         return sample(*model, sampler, observe=observe, check=False, **run)
 

@@ -13,6 +13,7 @@ import optax
 
 from optax_smile import _check, _tree
 from optax_smile._table import aligned
+from optax_smile.draws._checks import Posterior
 from optax_smile.draws.snapshots import Snapshots, StoredSnapshots
 from optax_smile.local import _around
 from optax_smile.potential import START, Potential, energy_change, watanabe_beta
@@ -186,7 +187,7 @@ def _trend(blocks: np.ndarray) -> tuple[float, float]:
     **_around.constraints(2),
     beta=_check.Real(0, open="low", traced=False) | None,
     localization=_check.Real(0, traced=False),
-    draws=_check.kind((Snapshots, StoredSnapshots), "what `sample` returned") | None,
+    draws=Posterior(_check.kind((Snapshots, StoredSnapshots), "what `sample` returned")) | None,
     num_chains=_check.Whole(1),
     num_warmup=_check.Whole(0),
     num_draws=_check.Whole(1),
@@ -256,7 +257,7 @@ def llc(
 
     Raises:
         ValueError: an argument out of range, a loss that is not finite, `draws` of another
-            posterior; as `sample`.
+            posterior or of an optimizer; as `sample`.
 
     Cost: `num_warmup + num_draws * thin` gradients of each chain, and for each draw a pass through
     the batches, of about two forward passes.

@@ -11,6 +11,7 @@ import numpy as np
 import optax
 
 from optax_smile import _check
+from optax_smile.draws._checks import Posterior
 
 # Draws whose losses are held at a time.
 DRAWS_AT_ONCE = 64
@@ -18,9 +19,11 @@ DRAWS_AT_ONCE = 64
 
 @_check.arguments(
     losses_fn=_check.Function("(params, examples)"),
-    draws=_check.Where(
-        "an iterable of parameter trees",
-        lambda draws: np.iterable(draws) and not isinstance(draws, (dict, str, bytes)),
+    draws=Posterior(
+        _check.Where(
+            "an iterable of parameter trees",
+            lambda draws: np.iterable(draws) and not isinstance(draws, (dict, str, bytes)),
+        )
     ),
     examples=_check.Tree(keys=False, traced=False),
     queries=_check.Tree(keys=False, traced=False) | None,
@@ -61,7 +64,8 @@ def influence(
 
     Raises:
         ValueError: an argument out of range, fewer than two draws, losses that are not finite or
-            not `[example]`, a `temperature` that is not that of the draws.
+            not `[example]`, a `temperature` that is not that of the draws, draws that are the
+            iterates of an optimizer.
 
     Cost: a forward pass over examples and queries for each draw. Memory for the result in float64,
     and for the losses of 64 draws.

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from optax_smile import _check, _disk, _table, diagnostics
+from optax_smile import _check, _disk, _settings, _table, diagnostics
 from optax_smile.diagnostics.advice import ADVICE
 from optax_smile.draws import _manifest, _sessions
 from optax_smile.draws._stored import FILE, Stored
@@ -25,6 +25,9 @@ from optax_smile.report._scores import BETTER
 MOST_PARAMETERS = 1 << 27
 # Findings after which the draws are not those of the posterior; the others ask for a look.
 TROUBLE = {"copies", "altered", "diverged", "frozen", "still on its way", "not settled"}
+NO_POSTERIOR = (
+    "These draws are the iterates of an optimizer, no posterior draws: no chains are judged."
+)
 STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 1120px; margin: 0 auto; padding: 1em;
        color: #222; background: #fff; overflow-wrap: break-word; }
@@ -111,7 +114,7 @@ def write(
         *_scores(stored),
         *_chains(snapshots, stored, pictures),
         *_predictions(stored, pictures),
-        *_settings(snapshots),
+        *_written_settings(snapshots),
     ]
     page = (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
@@ -152,7 +155,7 @@ class _ReadOnce(StoredSnapshots):
 
 def _sampler(snapshots: _ReadOnce) -> dict[str, Any]:
     """Name and arguments of the sampler, as far as they are known."""
-    return snapshots.manifest["settings"].get("sampler") or {"name": "a sampler"}
+    return snapshots.settings or {"name": "a sampler"}
 
 
 def _title(snapshots: _ReadOnce) -> str:
@@ -184,6 +187,8 @@ def _head(snapshots: _ReadOnce) -> Iterator[str]:
     facts["libraries"] = ", ".join(f"{name} {of}" for name, of in manifest["versions"].items())
     facts["directory"] = str(snapshots.directory)
     shown = {name: html.escape(text) for name, text in facts.items() if text}
+    if not _settings.are_posterior(sampler):
+        yield f"<p><b>{NO_POSTERIOR}</b></p>"
     yield f"<dl>{''.join(f'<dt>{name}</dt><dd>{text}</dd>' for name, text in shown.items())}</dl>"
 
 
@@ -219,6 +224,13 @@ def _with_arrow(score: str) -> str:
 def _chains(
     snapshots: _ReadOnce, stored: list[Stored], pictures: _pictures.Pictures
 ) -> Iterator[str]:
+    if not _settings.are_posterior(snapshots.settings):
+        for _ in snapshots:
+            # Some of the draws stay in memory, for the picture of the paths.
+            pass
+        yield "<h2>How the optimizer ran</h2>"
+        yield pictures.draw(list(_pictures.of_chains(snapshots, 0.0)))
+        return
     yield "<h2>Can the chains be trusted?</h2>"
     axes = snapshots.num_chains, snapshots.num_draws
     by_draw = [one for one in stored if one.prediction.each is not None]
@@ -290,11 +302,12 @@ def _predictions(stored: list[Stored], pictures: _pictures.Pictures) -> Iterator
         yield f"<h2>Examples</h2>{drawn}"
 
 
-def _settings(snapshots: StoredSnapshots) -> Iterator[str]:
+def _written_settings(snapshots: StoredSnapshots) -> Iterator[str]:
     yield "<h2>Settings</h2>"
     settings = dict(snapshots.manifest["settings"])
     written = []
-    if sampler := dict(settings.get("sampler") or {}):
+    sampler = dict(settings.get("sampler") or {})
+    if sampler and _settings.are_posterior(sampler):
         written.append(_words.call(sampler.pop("name"), sampler))
     loop = {name: x for name, x in settings.items() if name not in _words.NOT_WRITTEN}
     written.append(_words.call("sample", {"num_draws": snapshots.num_draws, **loop}))

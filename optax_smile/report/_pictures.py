@@ -103,11 +103,12 @@ class Pictures:
 def of_chains(snapshots: Any, nominal: float) -> Iterator[Picture]:
     """Pictures of how the chains ran; of what there is nothing to see there is none."""
     trace = snapshots.trace
-    yield Picture(
-        "step size",
-        "In a good run all chains end on one level.",
-        lambda ax: plots.step_size(trace, ax=ax),
-    )
+    if np.isfinite(trace["step_size"]).any():
+        yield Picture(
+            "step size",
+            "In a good run all chains end on one level.",
+            lambda ax: plots.step_size(trace, ax=ax),
+        )
     if np.isfinite(trace["energy_change"]).any():
         yield Picture(
             "energy error",
