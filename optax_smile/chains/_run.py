@@ -42,7 +42,7 @@ class MemoryRun:
     def restore(self, chains: Chains) -> None:
         """There is nothing to go on with."""
 
-    def tell_finished(self):
+    def tell_finished(self, num_draws: int):
         """Nothing is finished before it begins."""
 
     def tick(self, stats: Mapping[str, np.ndarray]):
@@ -60,8 +60,8 @@ class MemoryRun:
     def checkpoint(self, chains: Chains, place: Place):
         """There are no checkpoints."""
 
-    def result(self) -> Snapshots:
-        """Draws `[chain, draw, ...]` and the trace `[chain, tick]`."""
+    def result(self, num_draws: int) -> Snapshots:
+        """Draws `[chain, draw, ...]`, all there are, and the trace `[chain, tick]`."""
 
         def stack(*leaves):
             return np.stack(leaves, axis=1)
@@ -78,7 +78,6 @@ class DirectoryRun:
         chains: before the first step.
         closing: closes what is opened here.
         settings: what tells a run from another, as JSON can hold it.
-        num_draws: draws wanted, which may grow from one call to the next.
         dtype: what the draws are rounded to, or None.
         resume: whether to go on with a run that is there.
         minutes: between two checkpoints.
@@ -96,7 +95,6 @@ class DirectoryRun:
         closing: ExitStack,
         *,
         settings: Mapping[str, Any],
-        num_draws: int,
         dtype: _manifest.StoredDtype | None,
         resume: bool,
         minutes: float,
@@ -114,11 +112,11 @@ class DirectoryRun:
         closing.callback(self.checkpoints.close)
         manifest = _manifest.of_run(start, dtype, settings)
         before = self._resumed(manifest, chains, resume)
-        self.resumed, self.num_draws = before is not None, num_draws
+        self.resumed = before is not None
         self.clock = _sessions.Clock(self.directory, self.resumed)
         rounded = _files.rounded(start, dtype)
         if before is not None:
-            stored = self.result(whole=True).start
+            stored = self.result().start
             _warn_of_start(self.directory, rounded, stored)
             rounded = stored
         # What was observed of the start of an earlier run does not tell its loss.
@@ -174,9 +172,9 @@ class DirectoryRun:
         chains.tree, told = found
         return Place(told["num_gradients"], told["num_kept"], Position(**told["position"]))
 
-    def tell_finished(self):
+    def tell_finished(self, num_draws: int):
         """Say that there was nothing to do."""
-        draws = self.result()
+        draws = self.result(num_draws)
         newest = max(block.path.stat().st_mtime for block in draws.draws[-1])
         date = time.strftime("%Y-%m-%d", time.localtime(newest))
         message = f"{draws.num_draws} draws of {date} loaded from {self.directory}: it is finished."
@@ -201,11 +199,10 @@ class DirectoryRun:
         if jax.process_index() == 0:
             self.clock.write()
 
-    def result(self, whole: bool = False) -> StoredSnapshots:
-        """The draws that were asked for, or all there are, as they are read from the directory."""
+    def result(self, num_draws: int | None = None) -> StoredSnapshots:
+        """The first draws, or all there are, as they are read from the directory."""
         found = load_snapshots(self.directory, like=self.like)
-        if not whole:
-            found.draws = found.draws[: self.num_draws]
+        found.draws = found.draws[:num_draws]
         return found
 
 

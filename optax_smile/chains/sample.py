@@ -223,134 +223,223 @@ def sample(
     """
     if dtype is not None and directory is None:
         _check.fail("sample", "dtype", "None without a `directory`", repr(dtype))
-    sampler = optax.with_extra_args_support(sampler)
-    if is_optimizer := _optimizer.is_optimizer(sampler, params):
-        sampler = _optimizer.as_sampler(sampler)
     # Checking has made a typed key of a seed.
     typed: Any = key
-    shared: dict[str, Any] = {"stochastic": stochastic, "per_chain": per_chain}
-    own = {"aux": aux, "mesh": mesh, "specs": specs, "observe": observe}
-    with _check.called("sample", "parallel.place", "parallel.init", tree="params"):
-        chains = Chains(loss_fn, sampler, params, typed, **shared, **own)
-    if is_optimizer:
-        warnings.warn(_optimizer.ANNOUNCEMENT, stacklevel=3)
-    plan = Plan(
-        num_steps=num_warmup + num_draws * thin,
+    setup = Setup(
+        loss_fn=loss_fn,
+        params=params,
+        batches=batches,
+        sampler=sampler,
         num_warmup=num_warmup,
         thin=thin,
-        gradients_per_step=chains.gradients_per_step,
-        gradients_per_batch=chains.gradients_per_step if batch_per == "step" else 1,
+        key=typed,
+        aux=aux,
+        stochastic=stochastic,
+        per_chain=per_chain,
+        batch_per=batch_per,
         steps_per_dispatch=steps_per_dispatch,
-        gradient_axis=int(per_chain),
+        prefetch=prefetch,
+        mesh=mesh,
+        specs=specs,
+        directory=directory,
+        resume=resume,
+        accept=accept,
+        check=check,
+        checkpoint_minutes=checkpoint_minutes,
+        dtype=dtype,
+        observe=observe,
     )
-    settings, stream = _settings.of(sampler, chains.like.params), _loop.Stream(batches)
+    num_steps = num_warmup + num_draws * thin
     with ExitStack() as closing:
-        if directory is None:
-            run = MemoryRun(chains.draw(), settings)
-        else:
-            steps = {"num_warmup": num_warmup, "thin": thin, "batch_per": batch_per}
-            run = DirectoryRun(
-                Path(directory),
-                chains,
-                closing,
-                settings=steps | shared | _identity.of_sampler(sampler, settings, typed, observe),
-                data=_identity.of_batches(batches, per_chain),
-                accept=accept,
-                num_draws=num_draws,
-                dtype=dtype,
-                resume=resume,
-                minutes=checkpoint_minutes,
-            )
-        bar = closing.enter_context(_loop.Bar(plan.num_steps, "sampling", progress, compiles=True))
+        run = Run(setup, closing)
+        if run.is_optimizer:
+            warnings.warn(_optimizer.ANNOUNCEMENT, stacklevel=3)
+        bar = closing.enter_context(_loop.Bar(num_steps, "sampling", progress, compiles=True))
         warn = _optimizer.nonfinite_warner()
 
         def watch(step: int, seen: Mapping[str, np.ndarray] | None):
             _show(bar, step, seen)
-            if seen is not None and is_optimizer:
+            if seen is not None and run.is_optimizer:
                 warn(step, seen)
             if seen is not None and callback is not None:
                 callback(step, seen)
 
-        judge = partial(chains.check, settings=settings, warns=check)
-        place, is_stopped = _go_on(chains, plan, run, stream, prefetch, judge, watch)
-    _check_end(plan, place, num_draws, is_stopped, directory)
-    return run.result()
+        is_finished = run.advance(num_steps, watch)
+        if not run.has_advanced:
+            run.kept.tell_finished(num_draws)
+    _check_end(run, num_steps, num_draws, not is_finished)
+    return run.kept.result(num_draws)
 
 
-def _go_on(
-    chains: Chains,
-    plan: Plan,
-    run: MemoryRun | DirectoryRun,
-    stream: _loop.Stream,
-    prefetch: int,
-    judge: Callable[[Any], None],
-    watch: Callable[[int, Mapping[str, np.ndarray] | None], None],
-) -> tuple[Place, bool]:
-    """Run the chains from where they are to the end, or to the wish to stop.
+class Setup(NamedTuple):
+    """What a run is made of: the arguments of `sample` but for its end and what watches it."""
 
-    Returns:
-        How far they have got, and whether someone wished them to stop.
+    loss_fn: Callable[..., Any]
+    params: optax.Params
+    batches: Iterable[Any]
+    sampler: optax.GradientTransformation
+    num_warmup: int
+    thin: int
+    key: jax.Array
+    aux: Any = None
+    stochastic: bool = False
+    per_chain: bool = False
+    batch_per: BatchPer = "gradient"
+    steps_per_dispatch: int = 1
+    prefetch: int = 0
+    mesh: Mesh | None = None
+    specs: Any = None
+    directory: str | os.PathLike[str] | None = None
+    resume: bool = True
+    accept: Sequence[_identity.Accepted] = ()
+    check: bool = True
+    checkpoint_minutes: float = 5.0
+    dtype: _manifest.StoredDtype | None = None
+    observe: Callable[[Any], Any] | None = None
+
+
+class Run:
+    """Chains that advance as far as they are asked, and what is kept of them.
+
+    Args:
+        setup: of the run.
+        closing: closes what is opened here.
     """
-    place = Place(0, 0, stream.position())
-    try:
-        if found := run.restore(chains):
-            place = found
-            if place.num_gradients >= plan.num_steps * plan.gradients_per_step:
-                run.tell_finished()
-                return place, False
-            stream.go_to(place.position)
+
+    def __init__(self, setup: Setup, closing: ExitStack):
+        self.setup, params = setup, setup.params
+        sampler = optax.with_extra_args_support(setup.sampler)
+        self.is_optimizer = _optimizer.is_optimizer(sampler, params)
+        if self.is_optimizer:
+            sampler = _optimizer.as_sampler(sampler)
+        shared: dict[str, Any] = {"stochastic": setup.stochastic, "per_chain": setup.per_chain}
+        own = {name: getattr(setup, name) for name in ("aux", "mesh", "specs", "observe")}
+        with _check.called("sample", "parallel.place", "parallel.init", tree="params"):
+            self.chains = Chains(setup.loss_fn, sampler, params, setup.key, **shared, **own)
+        per_step = self.chains.gradients_per_step
+        self.plan = Plan(
+            num_steps=0,
+            num_warmup=setup.num_warmup,
+            thin=setup.thin,
+            gradients_per_step=per_step,
+            gradients_per_batch=per_step if setup.batch_per == "step" else 1,
+            steps_per_dispatch=setup.steps_per_dispatch,
+            gradient_axis=int(setup.per_chain),
+        )
+        self.settings = _settings.of(sampler, self.chains.like.params)
+        self.stream = _loop.Stream(setup.batches)
+        if setup.directory is None:
+            self.kept = MemoryRun(self.chains.draw(), self.settings)
         else:
-            run.checkpoint(chains, place)
-        work = _dispatches(stream, plan, place.num_gradients, chains, judge)
-        with _loop.stop_signals() as wish:
-            for dispatch in _loop.prefetched(work, prefetch):
-                chains.advance(dispatch.batch, dispatch.is_stacked)
-                if dispatch.position is None:
-                    continue
-                step, num_kept = dispatch.end // plan.gradients_per_step, place.num_kept
-                seen = None
-                if is_tick := plan.to_tick(step) == plan.thin:
-                    seen = chains.stats()
-                    _check_unaltered(seen)
-                    run.tick(seen)
-                    if step > plan.num_warmup and np.all(seen["is_draw"]):
-                        run.put(num_kept, step, chains.draw(), seen)
-                        num_kept += 1
-                place = Place(dispatch.end, num_kept, dispatch.position)
-                watch(step, seen)
-                if is_tick or jax.process_count() == 1:
-                    is_stopped, is_due = any_process(wish() is not None, run.is_due())
-                    if is_stopped:
-                        run.checkpoint(chains, place)
-                        return place, True
-                    if is_due:
-                        run.checkpoint(chains, place)
-            run.checkpoint(chains, place)
-    except _loop.SecondInterrupt:
-        raise
-    except KeyboardInterrupt:
-        return place, True
-    return place, False
+            steps = {name: getattr(setup, name) for name in ("num_warmup", "thin", "batch_per")}
+            told = _identity.of_sampler(sampler, self.settings, setup.key, setup.observe)
+            self.kept = DirectoryRun(
+                Path(setup.directory),
+                self.chains,
+                closing,
+                settings=steps | shared | told,
+                data=_identity.of_batches(setup.batches, setup.per_chain),
+                accept=setup.accept,
+                dtype=setup.dtype,
+                resume=setup.resume,
+                minutes=setup.checkpoint_minutes,
+            )
+        self.place = Place(0, 0, self.stream.position())
+        self.is_begun = self.has_advanced = False
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that each chain has done."""
+        return self.place.num_gradients // self.plan.gradients_per_step
+
+    def advance(
+        self, num_steps: int, watch: Callable[[int, Mapping[str, np.ndarray] | None], None]
+    ) -> bool:
+        """Run the chains until each has done so many steps, or until someone wishes to stop.
+
+        Args:
+            num_steps: in all, at a tick.
+            watch: `watch(step, stats)` after each piece of work; stats at a tick, or None.
+
+        Returns:
+            Whether nobody wished to stop.
+        """
+        plan = self.plan._replace(num_steps=num_steps)
+        try:
+            if not self.is_begun:
+                self._begin()
+            if self.num_steps >= num_steps:
+                return True
+            self.has_advanced = True
+            judge = partial(self.chains.check, settings=self.settings, warns=self.setup.check)
+            begun = self.place.num_gradients
+            work = _dispatches(self.stream, plan, begun, self.chains, judge)
+            with _loop.stop_signals() as wish:
+                for dispatch in _loop.prefetched(work, self.setup.prefetch):
+                    self.chains.advance(dispatch.batch, dispatch.is_stacked)
+                    if dispatch.position is not None and self._end_step(dispatch, wish, watch):
+                        self.kept.checkpoint(self.chains, self.place)
+                        return False
+                self.kept.checkpoint(self.chains, self.place)
+        except _loop.SecondInterrupt:
+            raise
+        except KeyboardInterrupt:
+            return False
+        return True
+
+    def _begin(self):
+        """Go on from the newest checkpoint; write the first one where there is none."""
+        if found := self.kept.restore(self.chains):
+            self.place = found
+            self.stream.go_to(found.position)
+        else:
+            self.kept.checkpoint(self.chains, self.place)
+        self.is_begun = True
+
+    def _end_step(
+        self,
+        dispatch: Dispatch,
+        wish: Callable[[], Any],
+        watch: Callable[[int, Mapping[str, np.ndarray] | None], None],
+    ) -> bool:
+        """Keep what a tick gives; tell whether someone wishes to stop."""
+        step, num_kept = dispatch.end // self.plan.gradients_per_step, self.place.num_kept
+        seen = None
+        if is_tick := self.plan.to_tick(step) == self.plan.thin:
+            seen = self.chains.stats()
+            _check_unaltered(seen)
+            self.kept.tick(seen)
+            if step > self.plan.num_warmup and np.all(seen["is_draw"]):
+                self.kept.put(num_kept, step, self.chains.draw(), seen)
+                num_kept += 1
+        self.place = Place(dispatch.end, num_kept, dispatch.position or self.place.position)
+        watch(step, seen)
+        if not is_tick and jax.process_count() > 1:
+            return False
+        is_stopped, is_due = any_process(wish() is not None, self.kept.is_due())
+        if is_due and not is_stopped:
+            self.kept.checkpoint(self.chains, self.place)
+        return is_stopped
 
 
-def _check_end(plan: Plan, place: Place, num_draws: int, is_stopped: bool, directory: Any):
+def _check_end(run: Run, num_steps: int, num_draws: int, is_stopped: bool):
     """Say why there are fewer draws than wanted; raise where there are none."""
-    step = place.num_gradients // plan.gradients_per_step
+    step, plan, place = run.num_steps, run.plan, run.place
     if not place.num_kept:
         if is_stopped:
             told = "Without a `directory` nothing of it is kept."
-            if directory is not None:
-                told = f"A checkpoint is in {directory}: call it again in the same way to go on."
+            if (folder := run.setup.directory) is not None:
+                told = f"A checkpoint is in {folder}: call it again in the same way to go on."
             raise KeyboardInterrupt(f"`sample` was stopped before the first draw. {told}")
-        if step == plan.num_steps:
+        if step == num_steps:
             rule = f"so many that the sampler calls one of the {step} steps a draw"
             remedy = "See its argument `adapt_steps` or `exploration`."
             _check.fail("sample", "num_draws", rule, num_draws, remedy)
-        num_batches = plan.num_steps * plan.gradients_per_step // plan.gradients_per_batch
+        num_batches = num_steps * plan.gradients_per_step // plan.gradients_per_batch
         rule = f"an iterable with a batch for each of the {num_batches} gradients"
         _check.fail("sample", "batches", rule, "one that ran out before the first draw")
     if place.num_kept < num_draws:
-        early = "ended early" if step < plan.num_steps else "kept what the sampler calls a draw,"
+        early = "ended early" if step < num_steps else "kept what the sampler calls a draw,"
         message = f"`sample` {early} with {place.num_kept} of {num_draws} draws per chain."
         warnings.warn(message, stacklevel=3)
 
