@@ -76,7 +76,7 @@ def recorded(build: Builder, **fixed: Any) -> Builder:
     return cast(Builder, wrapper)
 
 
-def telling(init: Callable[[Any], Any], settings: Mapping[str, Any]) -> Callable[[Any], Any]:
+def telling(init: Callable[..., Any], settings: Mapping[str, Any]) -> Callable[..., Any]:
     """Let the `init` of a transformation tell its settings to whoever asks with `of`."""
 
     def told(params: Any) -> Any:
