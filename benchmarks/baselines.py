@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from experiment import Experiment, Settings
+from experiment import Experiment, Settings, draw
 from flax import serialization
 
 import optax_smile
@@ -70,12 +70,14 @@ def checkpoints(run: Run, options: Mapping[str, Any]) -> optax_smile.Snapshots:
     Options: `learning_rate` and `weight_decay` of `optax.adamw`. Its moments begin at zero, as a
     warm start keeps weights alone.
     """
-    chosen = _chosen("checkpoints", options)
-    paths = [run.directory / f"draw-{i}.msgpack" for i in range(run.settings.num_draws)]
-    for number, params, _ in train(run, optax.adamw(**chosen)):
-        _save(paths[number], params)
-    draws = [serialization.from_bytes(run.start, path.read_bytes()) for path in paths]
-    return _snapshots("checkpoints", chosen, run.start, draws)
+    chosen, (task, settings, start, seed, directory) = _chosen("checkpoints", options), run
+    kept: dict[str, Any] = {"directory": directory, "check": False, "progress": False}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="`sample`: `sampler` is an optimizer")
+        # Less than was asked for would be scored as if it were all.
+        warnings.filterwarnings("error", message="`sample` ended early")
+        draws = draw(task, settings, start, optax.adamw(**chosen), seed, **kept)
+    return _snapshots("checkpoints", chosen, start, list(draws))
 
 
 def ivon(run: Run, options: Mapping[str, Any]) -> optax_smile.Snapshots:
@@ -149,7 +151,7 @@ METHODS = {"checkpoints": checkpoints, "ivon": ivon, "laplace": laplace}
 def train(
     run: Run,
     optimizer: optax.GradientTransformation,
-    place: Callable[[jax.Array, Any, Any], Any] = lambda key, params, state: params,
+    place: Callable[[jax.Array, Any, Any], Any],
 ) -> Iterator[tuple[int, Any, Any]]:
     """Train on the batches of a sampler; yield number, weights and state where it makes a draw.
 

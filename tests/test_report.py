@@ -222,6 +222,7 @@ def test_huge_runs_are_thinned_for_the_picture_of_their_paths(run, draws, monkey
     np.testing.assert_array_equal(start["w"], draws.start["w"])
     assert rates == pytest.approx([0.02, 0.02])
     quiet: Any = {"num_rejected": np.zeros((1, 2)), "energy_change": np.full((1, 2), np.nan)}
+    quiet["step_size"] = np.ones((1, 2))
     names = [one.name for one in _pictures.of_chains(types.SimpleNamespace(trace=quiet), np.nan)]
     assert names == ["step size", "paths"]
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_smile import _settings, _tree
+from optax_smile import _settings, _table, _tree
 from optax_smile.chains import _loop
 from optax_smile.state import STATE_FORMAT, Stats, number
 
@@ -105,7 +105,7 @@ def as_sampler(
             state_format=jnp.asarray(STATE_FORMAT, jnp.int32),
         )
 
-    def update(updates: Any, state: OptimizerState, params: Any = None, **given: Any) -> Any:
+    def update(updates: Any, state: Any, params: Any = None, **given: Any) -> Any:
         given["grad"] = updates
         moves, inner = optimizer.update(updates, state.optimizer, params, **given)
         accepted = _is_finite(optax.apply_updates(params, moves))
@@ -139,9 +139,9 @@ def nonfinite_warner() -> Callable[[int, Mapping[str, np.ndarray]], None]:
         if has_warned or not chains:
             return
         has_warned = True
-        total = int(np.sum(stats["num_nonfinite"]))
+        steps = _table.counted(int(np.sum(stats["num_nonfinite"])), "step")
         message = (
-            f"`sample`: by step {step}, {total} steps of the chains {chains} met a gradient, a loss"
+            f"`sample`: by step {step}, {steps} of the chains {chains} met a gradient, a loss"
             " or an iterate that is not finite. A step to such an iterate is left out: the chain"
             " stays where it was. The run goes on; see `num_nonfinite` in its trace. Try a smaller"
             " learning rate."

@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -153,7 +153,7 @@ class _ReadOnce(StoredSnapshots):
         self.kept = jax.tree.map(by_chain, *kept)
 
 
-def _sampler(snapshots: _ReadOnce) -> dict[str, Any]:
+def _sampler(snapshots: _ReadOnce) -> Mapping[str, Any]:
     """Name and arguments of the sampler, as far as they are known."""
     return snapshots.settings or {"name": "a sampler"}
 

@@ -265,9 +265,16 @@ def batches(chains=None):
 def draw(mesh=None, specs=None, loss_fn=None, **arguments) -> Any:
     defaults: dict[str, Any] = {"num_warmup": 4, "num_draws": 3, "thin": 4, "key": 0}
     defaults |= {"progress": False, "batches": batches(), "mesh": mesh, "specs": specs}
-    sampler = optax_smile.smile(0.02, num_data=NUM_DATA, decoherence_length=None)
+    defaults["sampler"] = optax_smile.smile(0.02, num_data=NUM_DATA, decoherence_length=None)
     loss_fn = loss_fn or loss_for(mesh, specs)
-    return optax_smile.sample(loss_fn, start(), sampler=sampler, **defaults | arguments)
+    return optax_smile.sample(loss_fn, start(), **defaults | arguments)
+
+
+@pytest.mark.filterwarnings("ignore:`sample`. `sampler` is an optimizer")
+def test_an_optimizer_on_a_mesh(tmp_path):
+    options: dict[str, Any] = {"sampler": optax.adamw(1e-2), "loss_fn": gathering_loss}
+    got = draw(make_mesh((4, 2), EXPLICIT), SPECS, directory=tmp_path, **options)
+    assert_close(got.params, draw(sampler=optax.adamw(1e-2)).params)
 
 
 def test_sample_on_a_mesh(tmp_path):

@@ -1,0 +1,220 @@
+"""An Optax optimizer in the place of a sampler: its iterates are kept, and told from draws."""
+
+import functools
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import runs
+from jax.flatten_util import ravel_pytree
+from runs import CHAINS, mean_loss, noisy, own_batches, quiet, regression, start
+
+import optax_smile
+from optax_smile import diagnostics, local, report
+from optax_smile.chains import _optimizer
+
+ANNOUNCED = "is an optimizer. Its iterates are checkpoints, not posterior draws"
+MOMENTUM = {"sampler": optax.sgd(0.1, momentum=0.9), "thin": 1, "num_warmup": 0}
+SETTINGS = {"name": "optimizer", "is_posterior": False}
+# Ticks and draws of a run are at these steps.
+TICKS = [2, 5, 8, 11, 14]
+
+
+def run(*given, **arguments) -> Any:
+    with pytest.warns(UserWarning, match=ANNOUNCED) as caught:
+        got = runs.run(*given, **arguments)
+    assert len(caught) == 1 and caught[0].filename == runs.__file__
+    return got
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory) -> Any:
+    return run(tmp_path_factory.mktemp("iterates"), sampler=optax.adamw(0.05))
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        optax.sgd(0.1, momentum=0.9),
+        optax.chain(
+            optax.clip_by_global_norm(1.0),
+            optax.adamw(optax.cosine_decay_schedule(0.1, 14), weight_decay=0.1),
+        ),
+        optax.polyak_sgd(),
+    ],
+    ids=["momentum", "clipped adamw with a schedule", "wants the loss"],
+)
+def test_iterates_are_those_of_a_hand_written_loop(optimizer):
+    seen = []
+    got = run(sampler=optimizer, callback=lambda *given: seen.append(given))
+    optimizer = optax.with_extra_args_support(optimizer)
+
+    @jax.jit
+    @functools.partial(jax.vmap, in_axes=(0, 0, None))
+    def step(params, state, batch):
+        loss, grads = jax.value_and_grad(mean_loss)(params, batch)
+        updates, state = optimizer.update(grads, state, params, value=loss)
+        return optax.apply_updates(params, updates), state, loss
+
+    params, state, expected, losses = start(), jax.vmap(optimizer.init)(start()), [], []
+    for call in range(TICKS[-1]):
+        params, state, loss = step(params, state, regression()[call % 7])
+        if call + 1 in TICKS:
+            expected.append(params["w"])
+            losses.append(loss)
+    np.testing.assert_allclose(got.params["w"], np.stack(expected[1:], 1), atol=1e-6)
+    np.testing.assert_allclose(got.trace["loss"], np.stack(losses, 1), rtol=1e-5)
+    assert got.trace["num_gradients"].tolist() == [TICKS] * CHAINS
+    assert np.isnan(got.trace["step_size"]).all() and not got.trace["num_nonfinite"].any()
+    assert [step for step, _ in seen] == TICKS and seen[0][1].keys() == got.trace.keys()
+
+
+def test_a_run_that_was_killed_gives_the_same_iterates(stored, tmp_path):
+    killed: dict[str, Any] = {"callback": runs.at(8, runs.crash), "checkpoint_minutes": 0}
+    with pytest.raises(runs.Crash):
+        run(tmp_path, sampler=optax.adamw(0.05), **killed)
+    resumed = run(tmp_path, sampler=optax.adamw(0.05))
+    runs.assert_same_bits(resumed, stored)
+    with pytest.raises(ValueError, match="of the same run, with settings.chain"):
+        run(tmp_path, sampler=optax.adamw(0.06))
+    with pytest.raises(ValueError, match="of the same run, with settings.sampler.name = 'smile'"):
+        runs.run(tmp_path, sampler=noisy())
+
+
+def test_batches_and_auxiliary_state_are_those_of_samplers():
+    def loss(params, batch, *, aux, key):
+        x, y = batch
+        kept = jax.random.bernoulli(key, 0.8, x.shape)
+        return mean_loss(params, (jnp.where(kept, x, 0.0), y)), aux + jnp.mean(x)
+
+    given: dict[str, Any] = MOMENTUM | {"aux": jnp.zeros(CHAINS), "stochastic": True}
+    given |= {"per_chain": True, "batches": own_batches(), "thin": 3, "num_draws": 3}
+    one, three = (run(loss=loss, steps_per_dispatch=number, **given) for number in (1, 3))
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-6), one.params, three.params)
+    sums = np.cumsum([x.mean((1, 2)) for x, _ in (own_batches() * 2)[:9]], axis=0)
+    np.testing.assert_allclose(one.params["aux"], sums[2::3].T, atol=1e-5)
+
+
+def test_a_step_to_what_is_not_finite_is_left_out():
+    """As `optax.apply_if_finite` does; the other chains go on, and one warning names the chain."""
+    batches = own_batches()
+    batches[2][1][1, 3] = np.nan
+    given: dict[str, Any] = MOMENTUM | {"per_chain": True, "batches": batches, "num_draws": 9}
+    found = []
+    for optimizer in (MOMENTUM["sampler"], optax.apply_if_finite(MOMENTUM["sampler"], 3)):
+        with pytest.warns(UserWarning) as caught:
+            found.append(runs.run(**given | {"sampler": optimizer}))
+        announced, warned = (str(each.message) for each in caught)
+        assert re.search(ANNOUNCED, announced)
+        assert "by step 3, 1 step of the chains [1] met a gradient" in warned
+        assert {each.filename for each in caught} == {runs.__file__}
+    got, expected = found
+    np.testing.assert_allclose(got.params["w"], expected.params["w"], atol=1e-6)
+    np.testing.assert_array_equal(got.params["w"][1, 2], got.params["w"][1, 1])
+    assert got.trace["num_nonfinite"].tolist() == [[0] * 9, [0, 0] + [1] * 7, [0] * 9]
+    assert got.trace["accepted"][1].tolist() == [True, True, False] + [True] * 6
+
+
+def test_what_is_refused():
+    same = jax.tree.map(jnp.zeros_like, start())
+    with pytest.raises(ValueError, match=r"`sample\(params=...\)` .* copies in the chains \[1, 2"):
+        run(params=same, **MOMENTUM)
+    with pytest.raises(
+        ValueError, match=r"`sample\(sampler=...\)` .* whose last .* is the sampler"
+    ):
+        runs.run(sampler=optax.chain(quiet(), optax.clip_by_global_norm(1.0)))
+    with pytest.raises(ValueError, match=r"`sample\(sampler=...\)` must be an Optax transf"):
+        runs.run(sampler=optax.adamw)
+    with pytest.raises(ValueError, match=r"`sample\(sampler=...\)` .*exactly one .*, got 0"):
+        runs.run(sampler=hidden(quiet()))
+
+
+def hidden(inner: Any) -> optax.GradientTransformation:
+    """A wrapper whose state is one flat array, in which no sampler can be seen."""
+    restore: list[Any] = []
+
+    def init(params):
+        flat, back = ravel_pytree(inner.init(params))
+        restore[:] = [back]
+        return flat
+
+    def update(updates, state, params=None):
+        updates, inside = inner.update(updates, restore[0](state), params)
+        return updates, ravel_pytree(inside)[0]
+
+    return optax.GradientTransformation(init, update)
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda tx: tx,
+        lambda tx: optax.chain(optax.clip_by_global_norm(1.0), tx),
+        lambda tx: optax.MultiSteps(tx, 2).gradient_transformation(),
+        lambda tx: optax.MultiSteps(tx, 2),
+        lambda tx: optax.apply_if_finite(tx, 3),
+        lambda tx: optax.masked(tx, {"w": True, "b": False}),
+        lambda tx: optax.partition({"in": tx, "out": optax.set_to_zero()}, {"w": "in", "b": "out"}),
+        lambda tx: optax.flatten(tx),
+        lambda tx: optax.inject_hyperparams(lambda rate: tx)(rate=0.1),
+        hidden,
+    ],
+)
+def test_samplers_are_seen_wherever_they_are(wrap):
+    is_optimizer = lambda tx: _optimizer.is_optimizer(  # noqa: E731
+        optax.with_extra_args_support(wrap(tx)), start()
+    )
+    assert not is_optimizer(optax_smile.psmile(num_data=9, key=0))
+    assert is_optimizer(optax.adamw(0.1))
+
+
+def test_everything_can_tell_iterates_from_draws(stored, tmp_path):
+    loaded = optax_smile.load_snapshots(stored.directory)
+    in_memory = optax_smile.Snapshots(loaded.params, loaded.trace, loaded.settings)
+    losses_fn = lambda params, x: x @ params["w"]  # noqa: E731
+    bowl = lambda params, batch: jnp.sum(params["w"] ** 2)  # noqa: E731
+    weights, batches = {"w": jnp.zeros(2)}, [jnp.zeros(1)]
+    refused = "draws from a posterior, made by a sampler.*, got the iterates of an optimizer"
+    for draws in (stored, loaded, in_memory):
+        assert draws.settings == SETTINGS
+        assert "iterates of an optimizer, no posterior draws" in repr(draws)
+        for name, call in {
+            r"summary\(snapshots": lambda draws=draws: diagnostics.summary(draws),
+            r"to_arviz\(snapshots": lambda draws=draws: diagnostics.to_arviz(draws),
+            r"influence\(draws": lambda draws=draws: local.influence(losses_fn, draws, np.eye(2)),
+            r"llc\(draws": lambda draws=draws: local.llc(
+                bowl, weights, batches, num_data=9, draws=draws
+            ),
+        }.items():
+            with pytest.raises(ValueError, match=f"`{name}=...\\)` must be {refused}"):
+                call()
+    with pytest.raises(ValueError, match=r"`llc\(make_sampler=...\)` .* that gives an optimizer"):
+        given: dict[str, Any] = {"num_data": 9, "key": 0, "progress": False}
+        local.llc(bowl, weights, batches, make_sampler=lambda **_: optax.sgd(0.1), **given)
+
+
+def test_predictions_and_the_page(stored):
+    x, y = regression()[0]
+    model = lambda params, x: (x @ params["w"] + params["b"], jnp.zeros(()))  # noqa: E731
+    prediction: Any = optax_smile.predict(
+        model, stored, x, likelihood="gaussian", targets=y, per="draw"
+    )
+    assert prediction.each.log_density.shape == (CHAINS, 4, len(x))
+    outputs = np.stack([x @ params["w"] + params["b"] for params in stored])
+    np.testing.assert_allclose(prediction.mean, outputs.mean(0), atol=1e-5)
+    report.store(stored.directory, "test", prediction, targets=y)
+    page = report.write(stored.directory).read_text()
+    assert "These draws are the iterates of an optimizer, no posterior draws" in page
+    assert "How the optimizer ran" in page and "LPPD" in page
+    assert "Can the chains be trusted" not in page and "No picture of" not in page
+
+
+def test_the_bar_has_the_loss(capsys):
+    pytest.importorskip("tqdm")
+    run(sampler=optax.adamw(0.05), progress=True)
+    shown = capsys.readouterr().err
+    assert re.search(r"loss=0\.\d", shown) and "nan" not in shown
