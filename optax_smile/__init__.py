@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 from optax_smile import calibrate, diagnostics, interop, local, metrics, parallel, plots, published
 from optax_smile._check import ArgumentError
-from optax_smile.chains.find_step_size import StepSizeSearch, find_step_size
 from optax_smile.chains.sample import sample
+from optax_smile.chains.select import Selection, select
 from optax_smile.chains.starts import chains_from_weights
 from optax_smile.chains.warmstart import warmstart
 from optax_smile.draws.likelihoods import Likelihood
@@ -38,16 +38,15 @@ __all__ = [
     "Outcome",
     "Prediction",
     "Predictor",
+    "Selection",
     "Snapshots",
     "Stats",
-    "StepSizeSearch",
     "StoredSnapshots",
     "angle_tuner",
     "calibrate",
     "chains_from_weights",
     "cyclical_sgld",
     "diagnostics",
-    "find_step_size",
     "interop",
     "last_accepted",
     "load_snapshots",
@@ -65,6 +64,7 @@ __all__ = [
     "sample",
     "scale_adapted_sghmc",
     "scale_by_gradient_noise",
+    "select",
     "sghmc",
     "sgld",
     "sgnht",

@@ -267,7 +267,7 @@ def sample(
         is_finished = run.advance(num_steps, watch)
         if not run.has_advanced:
             run.kept.tell_finished(num_draws)
-    _check_end(run, num_steps, num_draws, not is_finished)
+    check_end("sample", run, num_steps, num_draws, not is_finished)
     return run.kept.result(num_draws)
 
 
@@ -422,7 +422,7 @@ class Run:
         return is_stopped
 
 
-def _check_end(run: Run, num_steps: int, num_draws: int, is_stopped: bool):
+def check_end(where: str, run: Run, num_steps: int, num_draws: int, is_stopped: bool):
     """Say why there are fewer draws than wanted; raise where there are none."""
     step, plan, place = run.num_steps, run.plan, run.place
     if not place.num_kept:
@@ -430,17 +430,17 @@ def _check_end(run: Run, num_steps: int, num_draws: int, is_stopped: bool):
             told = "Without a `directory` nothing of it is kept."
             if (folder := run.setup.directory) is not None:
                 told = f"A checkpoint is in {folder}: call it again in the same way to go on."
-            raise KeyboardInterrupt(f"`sample` was stopped before the first draw. {told}")
+            raise KeyboardInterrupt(f"`{where}` was stopped before the first draw. {told}")
         if step == num_steps:
             rule = f"so many that the sampler calls one of the {step} steps a draw"
             remedy = "See its argument `adapt_steps` or `exploration`."
-            _check.fail("sample", "num_draws", rule, num_draws, remedy)
+            _check.fail(where, "num_draws", rule, num_draws, remedy)
         num_batches = num_steps * plan.gradients_per_step // plan.gradients_per_batch
         rule = f"an iterable with a batch for each of the {num_batches} gradients"
-        _check.fail("sample", "batches", rule, "one that ran out before the first draw")
+        _check.fail(where, "batches", rule, "one that ran out before the first draw")
     if place.num_kept < num_draws:
         early = "ended early" if step < num_steps else "kept what the sampler calls a draw,"
-        message = f"`sample` {early} with {place.num_kept} of {num_draws} draws per chain."
+        message = f"`{where}` {early} with {place.num_kept} of {num_draws} draws per chain."
         warnings.warn(message, stacklevel=3)
 
 

@@ -21,7 +21,6 @@ from optax_smile.plots.images import examples
 from optax_smile.plots.paths import chain_paths
 from optax_smile.plots.predictions import entropy, lppd, regression_band, reliability, risk_coverage
 from optax_smile.plots.run import energy_error, rejections, step_size
-from optax_smile.plots.search import step_size_search
 
 __all__ = [
     "chain_paths",
@@ -36,5 +35,4 @@ __all__ = [
     "rejections",
     "risk_coverage",
     "step_size",
-    "step_size_search",
 ]

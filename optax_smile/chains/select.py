@@ -1,0 +1,462 @@
+"""Which sampler or optimizer? The one whose averaged draws predict validation data best."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import optax
+from jax.sharding import Mesh
+
+from optax_smile import _check, _disk, _settings, _tree, parallel
+from optax_smile._table import aligned
+from optax_smile.chains import _loop
+from optax_smile.chains.sample import Run, Setup, check_end
+from optax_smile.draws.likelihoods import Likelihood
+from optax_smile.draws.predict import predict
+from optax_smile.draws.prediction import Prediction
+from optax_smile.draws.predictor import Predictor
+from optax_smile.draws.snapshots import Snapshots, StoredSnapshots
+from optax_smile.state import MOST_NONFINITE
+
+# The candidates that are dropped take at most so many of the gradients of the one that is chosen.
+LARGEST_COST = 1 / 3
+# A round is judged by the last half of its steps: the draws before still remember the start.
+FORGOTTEN = 0.5
+# In the directory: what the rounds have found.
+ROUNDS = "rounds.json"
+NOT_IN_NAMES = set('/\\:*?"<>|\0')
+
+
+class Selection(NamedTuple):
+    """What `select` finds; `print(selection)` is a table in plain words.
+
+    Attributes:
+        best: name of the chosen candidate.
+        draws: of its whole run, as `sample` gives them.
+        names: of all candidates, `[candidate]`.
+        num_steps: that each chain had done at the end of a round, ascending, `[round]`.
+        lppd: log pointwise predictive density of the validation data, nats per input, of the draws
+            of all chains together in the last half of these steps, `[round, candidate]`; NaN of
+            candidates that were dropped before, -inf where chains or predictions left the finite
+            numbers.
+        standard_error: of the difference of `lppd` to the best of the round, over the inputs,
+            `[round, candidate]`; NaN where a `lppd` is not finite, and of a single input.
+        start_lppd: `lppd` of the start of the chains.
+        final_lppd: `lppd` of all draws of the chosen candidate.
+        cost: gradients of the dropped candidates over those of the chosen one.
+    """
+
+    best: str
+    draws: Snapshots | StoredSnapshots
+    names: tuple[str, ...]
+    num_steps: np.ndarray
+    lppd: np.ndarray
+    standard_error: np.ndarray
+    start_lppd: float
+    final_lppd: float
+    cost: float
+
+    def __str__(self) -> str:
+        def column(values: np.ndarray, form: str) -> list[str]:
+            return ["-" if np.isnan(value) else format(value, form) for value in values]
+
+        table = {"candidate": ["start", *self.names]}
+        rounds = zip(self.num_steps, self.lppd, self.standard_error, strict=True)
+        for steps, lppd, error in rounds:
+            table[f"LPPD, {steps} steps"] = [f"{self.start_lppd:.5g}", *column(lppd, ".5g")]
+            table["below best" + " " * (len(table) // 3)] = ["-", *column(max(lppd) - lppd, ".2g")]
+            table["error" + " " * (len(table) // 3)] = ["-", *column(error, ".2g")]
+        return "\n".join([*aligned(table), "", *self._notes()])
+
+    def _notes(self) -> Iterator[str]:
+        yield f"Chosen: {self.best}, LPPD {self.final_lppd:.5g} of all its draws."
+        yield f"The dropped candidates took {self.cost:.2f} times its gradients."
+        if not self.final_lppd > self.start_lppd:
+            yield "No better than the start: give the chains more steps, or keep the start."
+        if np.isneginf(self.lppd).any():
+            yield "-inf: chains or predictions left the finite numbers."
+
+
+@dataclass(frozen=True)
+class _Candidates(_check.Constraint):
+    """Transformations by name, which become a dict."""
+
+    text = "a dict of samplers or optimizers by name, such as {'psmile': psmile(...)}"
+
+    def __call__(self, where, argument, value, given=_check.NOTHING):
+        if not isinstance(value, Mapping) or not value:
+            _check.fail(where, argument, self.text, _check.show(value))
+        for name, candidate in value.items():
+            if not isinstance(name, str) or not name.strip(". ") or NOT_IN_NAMES & set(name):
+                rule = "names that can name a folder"
+                _check.fail(where, argument, rule, repr(name))
+            _check.TRANSFORMATION(where, f"{argument}[{name!r}]", candidate)
+        return dict(value)
+
+
+INPUTS_AND_TARGETS = _check.Where(
+    "a pair of inputs and targets",
+    lambda value: isinstance(value, (tuple, list)) and len(value) == 2 and value[1] is not None,
+)
+
+
+class Judged(NamedTuple):
+    """What a round found of a candidate.
+
+    Attributes:
+        density: log density of each validation input; -inf where it left the finite numbers.
+        num_steps: that each chain has done.
+        gradients_per_step: that a step takes.
+        is_bayes: whether it samples the posterior at temperature 1.
+    """
+
+    density: list[float]
+    num_steps: int
+    gradients_per_step: int
+    is_bayes: bool
+
+    @property
+    def lppd(self) -> float:
+        """Mean of `density`."""
+        return float(np.mean(self.density))
+
+
+@_check.arguments(
+    loss_fn=_check.Function("(params, batch)"),
+    params=parallel.STACKED,
+    batches=_check.REPEATABLE,
+    candidates=_Candidates(),
+    validation=INPUTS_AND_TARGETS,
+    num_warmup=_check.Whole(0),
+    num_draws=_check.Whole(1),
+    thin=_check.Whole(1),
+    key=_check.Key(needed=True),
+    batch_size=_check.Whole(1) | None,
+    stochastic=_check.FLAG,
+    per_chain=_check.FLAG,
+    steps_per_dispatch=_check.Whole(1),
+    mesh=parallel.MESH,
+    specs=parallel.SPECS,
+    directory=_check.PathLike() | None,
+    check=_check.FLAG,
+    progress=_check.FLAG,
+)
+def select(
+    loss_fn: Callable[..., jax.Array],
+    params: optax.Params,
+    batches: Iterable[Any],
+    candidates: Mapping[str, optax.GradientTransformation],
+    apply_fn: Callable[[optax.Params, Any], Any],
+    validation: tuple[Any, Any],
+    *,
+    likelihood: str | Likelihood,
+    num_warmup: int,
+    num_draws: int,
+    thin: int = 1,
+    key: jax.Array | int,
+    batch_size: int | None = None,
+    stochastic: bool = False,
+    per_chain: bool = False,
+    steps_per_dispatch: int = 1,
+    mesh: Mesh | None = None,
+    specs: Any = None,
+    directory: str | os.PathLike[str] | None = None,
+    check: bool = True,
+    progress: bool = True,
+) -> Selection:
+    """Run several samplers or optimizers, and keep the one that predicts validation data best.
+
+    All candidates begin at the same start with the same key. They run side by side for a few
+    rounds. After each round the worse half is dropped (successive halving), judged by the LPPD of
+    the validation data under the averaged draws of its last half. The one that is left runs to its
+    end: its draws are those of `sample` with that candidate. The dropped ones take at most a third
+    of its steps, all together.
+
+    Candidates whose LPPD is within a standard error of the best one's count as equal. Of these the
+    one with the fewest gradients per step wins, then a sampler at temperature 1, which samples the
+    posterior of Bayes, then the larger LPPD.
+
+    A grid is a dictionary as well:
+    `{f"{T:g}": psmile(num_data=N, temperature=T, key=0) for T in (0.01, 0.1, 1)}`.
+
+    Args:
+        batches: one pass after another, as in `sample`; not an iterator, which only one candidate
+            could read. If they are shuffled in each pass, candidates see different orders.
+        candidates: samplers and Optax optimizers by name. `optax_smile.candidates` makes the usual
+            ones for a network.
+        apply_fn: `apply_fn(params, inputs)`, for `predict`.
+        validation: pair of inputs and targets that no candidate is trained on. They choose, so they
+            are no test data any more.
+        likelihood: see `predict`.
+        batch_size: validation inputs to run at once, >= 1; None: all.
+        directory: where each candidate has a folder, and the rounds a file: the same call goes on
+            after a kill, and `load_snapshots(directory / name)` reads the draws. None: in memory.
+        progress: show a progress bar over the steps of all candidates, if tqdm is installed. Other
+            arguments as `sample`.
+
+    Returns:
+        A `Selection`: print it, or draw it with `plots.selection`.
+
+    Raises:
+        ValueError: an argument out of range; several processes; no candidate with finite
+            predictions; as `sample` and `predict`.
+        KeyboardInterrupt: stopped before the last round is over. With a `directory` the same call
+            goes on.
+
+    Cost: a third more gradients than `sample`; until they are dropped, the states of all
+    candidates on the device; one forward pass of the validation data per draw.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, optax, optax_smile
+        >>> x = jnp.linspace(-1, 1, 20)
+        >>> apply_fn = lambda params, x: (params["w"][0] * x + params["w"][1], jnp.zeros(()))
+        >>> loss_fn = lambda params, y: jnp.mean((apply_fn(params, x)[0] - y) ** 2) / 2
+        >>> found = optax_smile.select(
+        ...     loss_fn, {"w": 3 * jnp.eye(2)}, [2 * x],
+        ...     {"near": optax.sgd(1e-6), "psmile": optax_smile.psmile(num_data=20, key=0)},
+        ...     apply_fn, (x, 2 * x), likelihood="gaussian", num_warmup=200, num_draws=30,
+        ...     key=jax.random.key(0), progress=False,
+        ... )
+        >>> found.best, found.draws.num_draws
+        ('psmile', 30)
+    """
+    if jax.process_count() > 1:
+        _check.fail("select", "params", "those of one process", f"{jax.process_count()} processes")
+    setup: dict[str, Any] = {
+        "loss_fn": loss_fn,
+        "params": params,
+        "batches": batches,
+        "num_warmup": num_warmup,
+        "thin": thin,
+        "key": key,
+        "stochastic": stochastic,
+        "per_chain": per_chain,
+        "steps_per_dispatch": steps_per_dispatch,
+        "mesh": mesh,
+        "specs": specs,
+    }
+    read: dict[str, Any] = {"likelihood": likelihood, "targets": validation[1]}
+    read |= {"batch_size": batch_size, "mesh": mesh, "specs": specs}
+    renamed = {"inputs": "validation", "targets": "validation", "sampler": "candidates"}
+    parts = "sample", "predict", "Predictor", "Predictor.update"
+    num_steps = num_warmup + num_draws * thin
+    ends = _round_ends(len(candidates), num_warmup, thin, num_steps)
+    with _check.called("select", *parts, **renamed), ExitStack() as closing:
+        start = predict(apply_fn, Snapshots.from_members(params), validation[0], **read)
+        folder = None if directory is None else Path(directory).absolute()
+        bar = closing.enter_context(_loop.Bar(num_steps, "selecting", progress, compiles=True))
+        left = {
+            name: _Candidate(name, sampler, setup, folder, check and not number)
+            for number, (name, sampler) in enumerate(candidates.items())
+        }
+        for candidate in left.values():
+            closing.callback(candidate.close)
+        found = _read(folder, [*candidates], ends)
+        for number, end in enumerate(ends):
+            judged = found[number]
+            for name, candidate in left.items():
+                if name not in judged:
+                    judged[name] = candidate.judge(
+                        Predictor(apply_fn, validation[0], **read), end, bar
+                    )
+                    _write(folder, [*candidates], ends, found)
+            kept = _survivors(judged)
+            for name in set(left) - set(kept):
+                left.pop(name).close()
+        ((best, winner),) = left.items()
+        draws = winner.finish(num_steps, num_draws, bar)
+        final = predict(apply_fn, draws, validation[0], **read)
+    return _selection(best, draws, found, ends, [*candidates], start, final)
+
+
+def _round_ends(number: int, num_warmup: int, thin: int, num_steps: int) -> list[int]:
+    """Steps after which the worse half of the candidates is dropped, each twice the one before.
+
+    What is dropped takes `LARGEST_COST` of a whole run, but for the rounding to ticks.
+    """
+    dropped = []
+    while number > 1:
+        dropped.append(number // 2)
+        number -= number // 2
+    shares = 2.0 ** np.arange(len(dropped))
+    steps = LARGEST_COST * num_steps / np.sum(dropped * shares) * shares
+    first = (num_warmup - 1) % thin + 1
+    ticks = np.maximum(np.floor((steps - first) / thin), 0)
+    return np.minimum(first + thin * ticks, num_steps).astype(int).tolist()
+
+
+def _survivors(judged: Mapping[str, Judged]) -> list[str]:
+    """The better half; what cannot be told from the best comes first, the cheaper before others."""
+    best = max(judged.values(), key=lambda x: x.lppd)
+    if not np.isfinite(best.lppd):
+        rule = "of which at least one keeps all chains and predictions finite"
+        _check.fail("select", "candidates", rule, [*judged])
+
+    def rank(name: str) -> tuple[Any, ...]:
+        found = judged[name]
+        is_equal = best.lppd - found.lppd <= _standard_error(found, best)
+        preferred = found.gradients_per_step, not found.is_bayes
+        return (not is_equal, *(preferred if is_equal else ()), -found.lppd)
+
+    return sorted(judged, key=rank)[: (len(judged) + 1) // 2]
+
+
+def _standard_error(first: Judged, second: Judged) -> float:
+    """Standard error of the difference of their `lppd`, over the inputs; NaN of a single one."""
+    if not np.isfinite([first.lppd, second.lppd]).all() or len(first.density) < 2:
+        return np.nan
+    difference = np.subtract(first.density, second.density)
+    return float(difference.std(ddof=1) / len(difference) ** 0.5)
+
+
+class _Candidate:
+    """A sampler in the race, whose run begins when it is needed.
+
+    Args:
+        name: of the candidate.
+        sampler: or optimizer.
+        setup: arguments of `Setup` that all share.
+        folder: of all candidates, or None.
+        check: see `sample`.
+    """
+
+    def __init__(
+        self, name: str, sampler: Any, setup: Mapping[str, Any], folder: Path | None, check: bool
+    ):
+        directory = None if folder is None else folder / name
+        self.name, self.setup = (
+            name,
+            Setup(**setup, sampler=sampler, directory=directory, check=check),
+        )
+        self.closing = ExitStack()
+
+    @functools.cached_property
+    def run(self) -> Run:
+        """Its chains, at the start or where the newest checkpoint is."""
+        return Run(self.setup, self.closing)
+
+    def close(self):
+        """Close its files and free its chains."""
+        self.closing.close()
+        vars(self).pop("run", None)
+
+    def judge(self, predictor: Predictor, end: int, bar: _loop.Bar) -> Judged:
+        """Run to the end of a round, and look at what the draws of its last half predict."""
+        sound = True
+
+        def watch(step: int, seen: Mapping[str, np.ndarray] | None):
+            nonlocal sound
+            self._show(bar, step, seen)
+            if seen is not None and step > FORGOTTEN * end:
+                sound = bool(
+                    np.all(seen["num_nonfinite"] <= MOST_NONFINITE * seen["num_gradients"])
+                )
+                self._predict(predictor)
+
+        self._advance(end, watch)
+        if not predictor.count:
+            # A run that was killed after its checkpoint, and before what it found was written.
+            self._predict(predictor)
+        density = [-np.inf]
+        if sound:
+            # Predictions of the start were finite: what is wrong now are those of the draws.
+            with contextlib.suppress(ValueError):
+                density = _density(predictor.finalize())
+        settings = self.run.settings or {}
+        return Judged(
+            density,
+            self.run.num_steps,
+            self.run.plan.gradients_per_step,
+            _settings.are_posterior(settings) and settings.get("temperature") == 1,
+        )
+
+    def finish(self, num_steps: int, num_draws: int, bar: _loop.Bar) -> Snapshots | StoredSnapshots:
+        """Run to the end, and give all draws."""
+        is_finished = self.run.advance(num_steps, functools.partial(self._show, bar))
+        run = self.run
+        self.close()
+        check_end("select", run, num_steps, num_draws, not is_finished)
+        return run.kept.result(num_draws)
+
+    def _advance(self, end: int, watch: Callable):
+        if not self.run.advance(end, watch):
+            told = "Without a `directory` nothing of it is kept."
+            if self.setup.directory is not None:
+                told = "The same call goes on from the newest checkpoints."
+            raise KeyboardInterrupt(f"`select` was stopped in the run of {self.name!r}. {told}")
+
+    def _predict(self, predictor: Predictor):
+        draw = _tree.local(self.run.chains.draw())
+        for chain in range(self.run.chains.number):
+            predictor.update(jax.tree.map(lambda x, chain=chain: x[chain], draw))
+
+    def _show(self, bar: _loop.Bar, step: int, seen: Mapping[str, np.ndarray] | None):
+        bar.begin()
+        if seen is not None:
+            bar.show(step, candidate=self.name)
+
+
+def _density(prediction: Prediction) -> list[float]:
+    """Log density of each input."""
+    density = np.asarray(prediction.log_density, float)
+    return density.reshape(len(density), -1).mean(axis=1).tolist()
+
+
+def _read(folder: Path | None, names: list[str], ends: list[int]) -> list[dict[str, Judged]]:
+    """What the rounds of an earlier call have found, for each round by name."""
+    nothing: list[dict[str, Judged]] = [{} for _ in ends]
+    if folder is None or not (folder / ROUNDS).exists():
+        return nothing
+    told = json.loads(_disk.read_text(folder / ROUNDS))
+    for what, mine in ("names", names), ("ends", ends):
+        if told[what] != mine:
+            rule = f"a new one, or that of the same selection, with {what} {mine}"
+            _check.fail("select", "directory", rule, f"{folder} with {told[what]}")
+    return [{name: Judged(*x) for name, x in found.items()} for found in told["rounds"]]
+
+
+def _write(folder: Path | None, names: list[str], ends: list[int], found: list[dict[str, Judged]]):
+    if folder is not None:
+        told = {"names": names, "ends": ends, "rounds": found}
+        _disk.write(folder / ROUNDS, json.dumps(told).encode())
+
+
+def _selection(
+    best: str,
+    draws: Snapshots | StoredSnapshots,
+    found: list[dict[str, Judged]],
+    ends: list[int],
+    names: list[str],
+    start: Prediction,
+    final: Prediction,
+) -> Selection:
+    lppd, error = np.full((2, len(ends), len(names)), np.nan)
+    for row, judged in enumerate(found):
+        leader = max(judged.values(), key=lambda x: x.lppd)
+        for name, one in judged.items():
+            place = names.index(name)
+            lppd[row, place], error[row, place] = one.lppd, _standard_error(one, leader)
+    last = {name: one for judged in found for name, one in judged.items() if name != best}
+    spent = sum(one.num_steps * one.gradients_per_step for one in last.values())
+    own = int(np.asarray(draws.trace["num_gradients"])[0, -1])
+    return Selection(
+        best=best,
+        draws=draws,
+        names=tuple(names),
+        num_steps=np.array(ends, int),
+        lppd=lppd,
+        standard_error=error,
+        start_lppd=float(np.mean(_density(start))),
+        final_lppd=float(np.mean(_density(final))),
+        cost=spent / own,
+    )
