@@ -284,7 +284,7 @@ STEP, LENGTH = 0.35, 0.7
 RATE = 0.5 / STEP
 
 
-def exponent_of(length, size, pairs):
+def exponent_of(length, size, pairs, temperature):
     """What belongs to the noise after a step, by the gradients at its ends `[chain, end, d]`.
 
     Averages of the first four gradients are the last one.
@@ -292,7 +292,7 @@ def exponent_of(length, size, pairs):
     if length == "matched":
         change = np.mean(np.sum(np.diff(pairs, axis=1) ** 2, axis=(1, 2)) / 2) / (size - 1) ** 2
         whole = np.mean(np.sum(pairs[:, -1] ** 2, axis=1)) / (size - 1) ** 2
-        return STEP**2 * min((1 + 40 / size) * change, 2 * whole)
+        return (min(temperature, 1) * STEP) ** 2 * min((1 + 40 / size) * change, 2 * whole)
     return 2 * STEP * RATE if length == "turning" else 2 * STEP / length
 
 
@@ -309,13 +309,16 @@ def test_explicit_noise_turns_the_direction_by_the_right_angle(integrator, size,
     """It is drawn between two steps, other numbers each time; kicks before and after are undone.
 
     A decoherence length L turns u by a mean cosine of exp(-eps / L) where there are many
-    parameters; matched noise has L = 2 / (eps q), q = min((1 + 40 / d) r^2, 2 R^2), with the rates
-    at which their changes, r, and they themselves, R, turn u, and "turning" L = 1 / R. Bounds of 5
-    standard errors: with all coordinates the false-alarm rate is 1e-4.
+    parameters; matched noise has L = 2 / (eps q), q = min((1 + 40 / d) r^2, 2 R^2) min(T, 1)^2,
+    with the rates at which their changes, r, and they themselves, R, turn u, and "turning" 1 / R.
+    Bounds of 5 standard errors: with all coordinates the false-alarm rate is 1e-4.
     """
+    # A cold chain explores by the noise of the gradients; a hot one has no more of its own.
+    temperature = {-1.0: 3.0, 2.0: 0.8}.get(second, 1.0)
     num_chains, calls = 4_000, CALLS_PER_STEP[integrator]
     kick = 0.5 if integrator == "leapfrog" else 0.1931833275037836
-    tx = plain(STEP, integrator=integrator, decoherence_length=length, key=0)
+    given: dict[str, Any] = {"decoherence_length": length, "temperature": temperature, "key": 0}
+    tx = plain(STEP, integrator=integrator, **given)
     start, across = jnp.eye(size)[:2]
     # Far along the second axis, so that every gradient lies across u where it counts.
     slope = (size - 1) * RATE if isinstance(length, str) else 0.0
@@ -325,7 +328,7 @@ def test_explicit_noise_turns_the_direction_by_the_right_angle(integrator, size,
         u = state.momentum.direction
         lateral = across - u * u[1]
         gradient = factor * slope * lateral / jnp.linalg.norm(lateral)
-        updates, state = tx.update(gradient, state, params)
+        updates, state = tx.update(temperature * gradient, state, params)
         seen = gradient, state.momentum.direction, optax_smile.stats(state).step_size
         return (optax.apply_updates(params, updates), state), seen
 
@@ -345,7 +348,7 @@ def test_explicit_noise_turns_the_direction_by_the_right_angle(integrator, size,
     added, rng = [], np.random.default_rng(10)
     for end in (calls, 2 * calls):
         # E[u . normalise(u + nu z)] for a unit vector u, by a million draws, with standard error.
-        exponent = exponent_of(length, size, gradients[:, [end - calls, end]])
+        exponent = exponent_of(length, size, gradients[:, [end - calls, end]], temperature)
         nu = np.sqrt(np.expm1(exponent) / size)
         along = 1 + nu * rng.standard_normal(1_000_000)
         cosine = along / np.sqrt(along**2 + nu**2 * rng.chisquare(size - 1, 1_000_000))

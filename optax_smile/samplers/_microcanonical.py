@@ -180,7 +180,8 @@ def _update(of: _Parts, updates: Any, state: Any, params: Any, value: Any) -> tu
     shown = evidence.show(past, closed, error, sums, sketch, base, num_gradients, ~reject)
     tuned = of.tuner.update(state.tuner, shown)
     length = base * tuned.step_size_factor * guard.step_backoff
-    opened = of.momentum.open(here, closed, length, sums, evidence.usual_rates(shown))
+    rates, temperature = evidence.usual_rates(shown), of.posterior.temperature
+    opened = of.momentum.open(here, closed, length, sums, rates, temperature)
 
     # Move: every array in a second pass; a rejected call stands where its step began.
     updates, params, here, scale = _tree.fence(trees)

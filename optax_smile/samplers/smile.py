@@ -170,7 +170,7 @@ def psmile(
             this distance, > 0; a chain at rest then starts in a random direction. `"matched"`: as
             much as the changes of the gradients turn u (with 1 + 40 / d times the square of that
             angle, at most twice that of whole gradients), which halves what anisotropic gradient
-            noise does to the posterior of a network.
+            noise does to the posterior of a network; at temperatures T < 1 only T^2 times as much.
             `"turning"`: the radius of the curve that the gradients make it follow, which is quicker
             where they have little noise and all directions are alike, such as under a strong prior
             around trained weights, and slower elsewhere. None adds none, as published.

@@ -67,7 +67,7 @@ class Momentum(NamedTuple):
         last_drift: `last_drift(state, inverse_scale)`, the displacement that ends where a call
             begins.
         close: `close(state, sums)`, what becomes of the momentum where the open step ends.
-        open: `open(state, closed, step_length, sums, rates)`, on to the next drift.
+        open: `open(state, closed, step_length, sums, rates, temperature)`, on to the next drift.
         turn: `turn(state, opened, gradient, noise, params)`, the state with that drift under way.
         stop: `stop(state, step_length, moving)`, where a rejected step began.
         displace: `displace(reject, before, after, params, inverse_scale)`, the next drift, or the
@@ -110,10 +110,11 @@ def microcanonical(
     def draw(key, params):
         return None if decoherence_length is None else _tree.isotropic_like(key, params)
 
-    def open_(state, closed, step_length, sums, rates):
+    def open_(state, closed, step_length, sums, rates, temperature):
         towards = closed.heading
         if decoherence_length is not None:
-            towards = diffuse(state, scheme, towards, sums, decoherence_length, rates)
+            of_noise = decoherence_length, rates, temperature
+            towards = diffuse(state, scheme, towards, sums, *of_noise)
         return advance(state, scheme, towards, step_length, closed.num_parameters)
 
     return Momentum(
@@ -293,20 +294,24 @@ def diffuse(
     sums: Sums,
     decoherence_length: Decoherence,
     rates: Rates,
+    temperature: float | jax.Array,
 ) -> Heading:
     """Add explicit isotropic noise where a step has just ended; draw u where the chain is at rest.
 
     u <- (u + nu z) / |u + nu z|, nu^2 = (exp(2 eps / L) - 1) / d, z of covariance I and
     L = decoherence_length (Robnik and Seljak 2024, Fluctuation without dissipation). Matched noise
     has L = 2 / (eps q), q = min((1 + 40 / d) r^2, 2 R^2), with the rates at which the change of the
-    gradients, r, and whole gradients, R, turn u. `"turning"` has L = 1 / R, the radius of the curve
+    gradients, r, and whole gradients, R, turn u; below temperature 1 q is T^2 times that: cold
+    chains explore by the noise of the gradients, since isotropic noise costs loss in all
+    directions. `"turning"` has L = 1 / R, the radius of the curve
     that the gradients make it follow.
     Between the kicks of one step it would turn up in the energy error of that step, as eps^(3/2).
     """
     length = jnp.where(is_step_end(state, integrator), state.step_length, 0)
     if isinstance(decoherence_length, str) and decoherence_length == MATCHED:
         diluted = (1 + DILUTION / _tree.size(state.direction)) * rates.change**2
-        exponent = length**2 * jnp.minimum(diluted, MOST_DILUTED * rates.gradient**2)
+        square = jnp.minimum(diluted, MOST_DILUTED * rates.gradient**2)
+        exponent = square * (length * jnp.minimum(temperature, 1)) ** 2
     elif isinstance(decoherence_length, str):
         exponent = 2 * length * rates.gradient / NUM_RADII
     else:
