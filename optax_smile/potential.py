@@ -292,6 +292,17 @@ def excess_loss(potential: Potential, curvature: float, num_parameters: int) -> 
     return num_parameters / (2 * (_weight(potential) + prior))
 
 
+def strength_for(
+    potential: Potential, curvature: float, num_parameters: int, allowed: float
+) -> float:
+    """Find the prior precision whose `excess_loss` is what is allowed: P = T H / (2 a) - N H / d.
+
+    Where less than that comes of any prior, 0.
+    """
+    found = potential.temperature * curvature / (2 * allowed)
+    return max(found - potential.num_data * curvature / num_parameters, 0.0)
+
+
 def watanabe_beta(num_data: float) -> float:
     """Inverse temperature 1 / log n, at which draws tell the evidence (Watanabe 2013)."""
     return 1 / math.log(num_data)

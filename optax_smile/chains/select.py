@@ -192,8 +192,8 @@ def select(
     Args:
         batches: one pass after another, as in `sample`; not an iterator, which only one candidate
             could read. If they are shuffled in each pass, candidates see different orders.
-        candidates: samplers and Optax optimizers by name. `optax_smile.candidates` makes the usual
-            ones for a network.
+        candidates: samplers and Optax optimizers by name. `local.network_candidates` makes
+            the usual ones for a network.
         apply_fn: `apply_fn(params, inputs)`, for `predict`.
         validation: pair of inputs and targets that no candidate is trained on. They choose, so they
             are no test data any more.

@@ -1,5 +1,6 @@
 """Sampling around trained weights: how far, how complex, which example counts."""
 
+from optax_smile.local.candidates import network_candidates
 from optax_smile.local.coefficient import Finding, LearningCoefficient, llc
 from optax_smile.local.covariances import influence
 from optax_smile.local.precision import PrecisionSearch, fan_in_precision, local_precision
@@ -12,4 +13,5 @@ __all__ = [
     "influence",
     "llc",
     "local_precision",
+    "network_candidates",
 ]

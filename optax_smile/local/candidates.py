@@ -1,0 +1,100 @@
+"""Samplers and an optimizer that may suit a trained network, for `select`."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+from optax_smile import _check
+from optax_smile.chains._rise import curvature
+from optax_smile.potential import Potential, auto_temperature, strength_for
+from optax_smile.samplers.smile import psmile
+from optax_smile.stages.tuner import angle_tuner
+
+# Batches by which the curvature of the loss is estimated.
+MOST_BATCHES = 20
+
+
+@_check.arguments(
+    loss_fn=_check.Function("(params, batch)"),
+    params=_check.Tree("a tree of arrays [chain, ...]", finite=True),
+    batches=_check.REPEATABLE,
+    optimizer=_check.TRANSFORMATION,
+    num_data=_check.Real(1, large=True, traced=False),
+    key=_check.Key(needed=True),
+    excess=_check.Real(0, open="low", traced=False),
+    allowed=_check.Real(0, open="low", traced=False),
+)
+def network_candidates(
+    loss_fn: Callable[..., jax.Array],
+    params: optax.Params,
+    batches: Iterable[Any],
+    optimizer: optax.GradientTransformation,
+    *,
+    num_data: float,
+    key: jax.Array | int,
+    excess: float = 0.08,
+    allowed: float = 0.03,
+) -> dict[str, optax.GradientTransformation]:
+    """Make the usual candidates of `select` for a trained network.
+
+    - `"psmile"`: the default, which samples the posterior of Bayes.
+    - `"psmile, cold"`: at `temperature="auto"`, with longer steps; only where that is below 1.
+    - `"psmile, around the start"`: at temperature 1, under a prior around the trained weights that
+      is as strong as the curvature of the loss there asks for.
+    - `"optimizer"`: trains on; its iterates are averaged.
+
+    Args:
+        loss_fn: mean loss `loss_fn(params, batch)`, without random numbers.
+        params: trained networks, each leaf `[chain, ...]`.
+        batches: of which a few are looked at.
+        optimizer: the user's own, such as `optax.adamw(1e-3)`.
+        num_data: >= 1, see `psmile`.
+        key: JAX key or seed, of the samplers.
+        excess: nats per example, > 0, see `psmile`.
+        allowed: mean loss of draws around the start above that of the start, nats per example, > 0:
+            a bound, which they stay below.
+
+    Returns:
+        Candidates by name, to which others may be added.
+
+    Raises:
+        ValueError: an argument out of range.
+
+    Cost: three forward passes per network for each of at most 20 batches.
+
+    Example:
+        >>> import jax.numpy as jnp, optax, optax_smile
+        >>> loss_fn = lambda params, batch: jnp.mean((batch @ params) ** 2)
+        >>> found = optax_smile.local.network_candidates(
+        ...     loss_fn, jnp.ones((2, 3)), [jnp.eye(3)], optax.sgd(0.1), num_data=3, key=0
+        ... )
+        >>> list(found)
+        ['psmile', 'psmile, cold', 'psmile, around the start', 'optimizer']
+    """
+    typed: Any = key
+    given: dict[str, Any] = {"num_data": num_data, "key": typed}
+    size = sum(math.prod(x.shape[1:]) for x in jax.tree.leaves(params))
+    losses = jax.jit(jax.vmap(loss_fn, (0, None)))
+    seen = list(itertools.islice(iter(batches), MOST_BATCHES))
+    rule = "trained networks, arrays [chain, ...], that `loss_fn` takes one by one"
+    _check.traced("network_candidates", "params", losses, params, seen[0], rule=rule)
+
+    def of_batch(batch: Any, at: Any) -> jax.Array:
+        return losses(at, batch)
+
+    curvatures = [curvature(of_batch, x, params, np.asarray(of_batch(x, params))) for x in seen]
+    precision = strength_for(Potential(num_data), float(np.mean(curvatures)), size, allowed)
+    around: dict[str, Any] = {"prior_mean": "start", "prior_precision": precision}
+    around |= {"decoherence_length": "turning", "tuner": angle_tuner(0.1)}
+    found: dict[str, optax.GradientTransformation] = {"psmile": psmile(**given)}
+    if auto_temperature(num_data, size, excess) < 1:
+        cold: dict[str, Any] = {"temperature": "auto", "excess": excess, "tuner": angle_tuner(0.3)}
+        found["psmile, cold"] = psmile(**given, **cold)
+    return found | {"psmile, around the start": psmile(**given, **around), "optimizer": optimizer}
