@@ -133,6 +133,7 @@ def evidence(change, state, num_gradients=1000, smallest_factor=0.0, is_known=Tr
         energies=state,
         turn_rate=jnp.float32(1),
         turns=start.turns,
+        change_rate=jnp.float32(0),
         changes=start.changes,
         descent=start.descent,
         worth=shown.Worth(jnp.float32(1), jnp.ones((), bool), jnp.zeros((), bool), jnp.float32(0)),
@@ -254,13 +255,15 @@ def turned(
     base=1.0,
     resolution=0.0,
     state: Any = LONG,
+    changed=0.0,
 ):
     """The step size and the new state after one gradient; after long steps, or the first."""
     given = evidence(0.0, averages(1.0, 0.5), num_gradients)
-    known = 0.0 if change is None else change
+    known: float = 0.0 if change is None else change
     given = given._replace(
         turn_rate=jnp.float32(rate),
         turns=shown.TurnAverage(jnp.float32(mean), jnp.int32(num_gradients + 1), jnp.int32(0)),
+        change_rate=jnp.float32(changed),
         changes=given.changes._replace(
             mean_change_square=jnp.float32(known) ** 2,
             mean_gradient_square=jnp.float32(known) ** 2 / share,
@@ -294,6 +297,10 @@ def test_step_size_is_the_angle_over_the_change(base):
         (80, 40, 1, 0.1, 0.0125),
     ]:
         got = turned(tuner, rate, mean, change, share=share, base=base, state=before)[0]
+        assert got == pytest.approx(expected, rel=1e-5)
+    # A change of four times the usual shortens its own step, one of twice the usual does not.
+    for changed, expected in [(2, 0.04), (4, 0.03)]:
+        got = turned(tuner, 4, 4, 1, share=0.1, base=base, state=before, changed=changed)[0]
         assert got == pytest.approx(expected, rel=1e-5)
     assert turned(tuner, 1, 1e30, base=base, resolution=1e-7)[0] == pytest.approx(1e-7, rel=1e-5)
 
@@ -335,28 +342,35 @@ def test_changes_are_between_step_ends_that_are_kept():
     gradients = rng.normal(size=(number, 4)).astype(np.float32) + 1
     gradients[200] *= 1e4
     ends, kept, counts, stays = np.arange(number) % 3 > 0, *(rng.random((3, number)) > 0.1)
+    # Nothing changes at first: squares that underflow do not enter.
+    gradients[:40] = gradients[0]
     last, mean, whole, count, expected = None, 0.0, 0.0, 0, []
     for g, is_end, is_kept, is_long, same in zip(gradients, ends, kept, counts, stays, strict=True):
-        if is_end and is_kept and is_long and last is not None:
+        enters, rate = (
+            is_end and is_kept and is_long and last is not None and np.any(g != last),
+            0.0,
+        )
+        if enters:
             square, count = np.sum((g - last) ** 2) / 2 / 9, count + 1
+            rate = square**0.5
             trust = min(1, 9 * mean / square) if count > 1 else 1
             weight = min(4 / count, 1)
             mean = (1 - weight) * mean + weight * trust * square
             both = (np.sum(g**2) + np.sum(last**2)) / 2 / 9
             whole = (1 - weight) * whole + weight * trust * both
         last = (g if is_end else last) if is_kept and same else None
-        expected.append((mean, whole, count))
+        expected.append((mean, whole, count, rate))
 
     def step(past, given):
         g, is_end, is_kept, is_long, same = given
         (square,), sketch = _tree.sums_and_sketch([g * g], g)
         sums, closed = ALIKE._replace(gradient_square=square), Moved(is_end, is_end)
-        after = shown.observe_change(past, sketch, closed, sums, is_kept, is_long)
-        return after._replace(is_comparable=after.is_comparable & same), after
+        after, rate = shown.observe_change(past, sketch, closed, sums, is_kept, is_long)
+        return after._replace(is_comparable=after.is_comparable & same), (after, rate)
 
     given = tuple(map(jnp.asarray, (gradients, ends, kept, counts, stays)))
-    got = jax.lax.scan(step, shown.init(PARAMS).changes, given)[1]
-    found = got.mean_change_square, got.mean_gradient_square, got.num_changes
+    got, rates = jax.lax.scan(step, shown.init(PARAMS).changes, given)[1]
+    found = got.mean_change_square, got.mean_gradient_square, got.num_changes, rates
     np.testing.assert_allclose(np.transpose(found), expected, rtol=1e-5)
     share = jax.vmap(shown.ChangeAverage.share)(got)
     assert np.isnan(share[0]) and share[-1] == pytest.approx(0.5, abs=0.1)
@@ -471,8 +485,11 @@ def test_steps_on_clean_quadratics_settle(size):
             stats = optax_smile.stats(state)
             return (optax.apply_updates(params, updates), state), (stats.step_size, stats.accepted)
 
-        start = jax.random.normal(key, (size,)) / jnp.sqrt(curvature)
-        return jax.lax.scan(call, (start, tx.init(start)), length=2000)[1]
+        start_key, noise_key = jax.random.split(key)
+        start = jax.random.normal(start_key, (size,)) / jnp.sqrt(curvature)
+        # With the same noise all chains would stray alike.
+        state: Any = optax.tree.set(tx.init(start), key=jax.random.key_data(noise_key))
+        return jax.lax.scan(call, (start, state), length=2000)[1]
 
     lengths, accepted = map(np.asarray, chain(curvatures, jax.random.split(jax.random.key(0), 64)))
     assert accepted.all()

@@ -170,7 +170,8 @@ class Evidence(NamedTuple):
         energies: averages of |energy change| over the steps before it.
         turn_rate: angle per unit length by which this gradient turns the momentum.
         turns: average of that, with this gradient where the call is kept.
-        changes: average of the change since the last step end, likewise.
+        change_rate: likewise by its change since the last step end; 0 if that does not count.
+        changes: average of that.
         descent: averages of the energy that is lost, likewise.
         worth: what this gradient is worth to averages.
         num_gradients: calls of `update` before this one, int32.
@@ -182,6 +183,7 @@ class Evidence(NamedTuple):
     energies: EnergyAverages
     turn_rate: jax.Array
     turns: TurnAverage
+    change_rate: jax.Array
     changes: ChangeAverage
     descent: DescentAverage
     worth: Worth
@@ -276,7 +278,7 @@ def _average(mean: jax.Array, new: jax.Array, count: jax.Array, enters: jax.Arra
 
 def observe_change(
     past: ChangeAverage, sketch: Any, closed: Any, sums: Sums, kept: jax.Array, counts: jax.Array
-) -> ChangeAverage:
+) -> tuple[ChangeAverage, jax.Array]:
     """Compare the gradient with that at the last step end, where both belong to kept calls.
 
     Args:
@@ -287,11 +289,17 @@ def observe_change(
         kept: whether the call is kept.
         counts: whether its gradient says something, and its step was long enough to be seen in it:
             the change after a shorter step is rounding.
+
+    Returns:
+        The averages, and the angle per unit length by which this change turns the momentum; 0 if it
+        does not enter.
     """
     unit = float(closed.num_parameters - 1) ** 2
     square = _tree.distance_square(sketch, past.sketch) / 2 / unit
     gradient_square = sums.gradient_square / unit
-    enters = past.is_comparable & closed.step_end & kept & counts & jnp.isfinite(square)
+    # Of smaller numbers the square is lost: an average of zero would give no change any weight.
+    is_evident = (square >= jnp.finfo(square.dtype).tiny) & jnp.isfinite(square)
+    enters = past.is_comparable & closed.step_end & kept & counts & is_evident
     most = LARGEST_RATIO**2 * past.mean_change_square
     bounded = (past.num_changes > 0) & (square > most)
     trust = jnp.where(bounded, most / jnp.where(square > 0, square, 1), 1)
@@ -300,7 +308,7 @@ def observe_change(
     here = sketch, gradient_square
     there = past.sketch, past.last_square
     sketch, gradient_square = _tree.where(closed.opens_step & kept, here, there)
-    return ChangeAverage(
+    averages = ChangeAverage(
         sketch=sketch,
         last_square=gradient_square,
         is_comparable=jnp.where(closed.opens_step, True, past.is_comparable) & kept,
@@ -308,6 +316,7 @@ def observe_change(
         mean_gradient_square=_average(past.mean_gradient_square, whole, count, enters),
         num_changes=count,
     )
+    return averages, jnp.sqrt(jnp.where(enters, square, 0))
 
 
 class Rates(NamedTuple):
@@ -421,12 +430,13 @@ def show(
     turns = observe_turn(past.turns, closed.turn_rate, trusted, kept)
     descent = observe_descent(past.descent, closed, trusted, turns, kept)
     counts = (trusted > 0) & (closed.step_length >= SMALLEST_STEP * shortest)
-    changes = observe_change(past.changes, sketch, closed, sums, kept, counts)
+    changes, change_rate = observe_change(past.changes, sketch, closed, sums, kept, counts)
     return Evidence(
         error=error,
         energies=past.energies,
         turn_rate=closed.turn_rate,
         turns=turns,
+        change_rate=change_rate,
         changes=changes,
         descent=descent,
         worth=Worth(

@@ -197,6 +197,9 @@ class AngleTuner(Tuner):
         now = jnp.where(shown.error.finite & (shown.worth.trust > 0), shown.turn_rate, 0)
         largest = jnp.minimum(evidence.LARGEST_RATIO * usual * whole, LARGEST_ANGLE)
         length = jnp.where(now > 0, jnp.minimum(usual, over(largest, now)), usual)
+        changed = jnp.where(shown.error.finite & known, shown.change_rate, 0)
+        largest = evidence.LARGEST_RATIO * usual * change
+        length = jnp.where(changed > 0, jnp.minimum(length, over(largest, changed)), length)
         return AngleState((length / shown.base).astype(wanted.dtype), usual.astype(wanted.dtype))
 
 
@@ -218,10 +221,11 @@ def angle_tuner(angle: float = ANGLE, adapt_steps: int | None = None) -> Tuner:
 
     - The step size moves half way to the rule in each step, on a logarithmic scale: the change
       grows with the step, and a whole correction would overshoot for ever.
-    - A whole gradient turns the momentum by 1 radian at most, and by three times the usual at most:
-      a large gradient shortens its own step at once. What counts is the part of it that lies across
-      the momentum, |g| / (d - 1) max(1 - max(p, 0)^2, .03) with the cosine p of the momentum and
-      -g: on the way down to a mode a gradient is long, and turns the momentum by little.
+    - A whole gradient turns the momentum by 1 radian at most, and it and its change by three times
+      the usual at most: a large gradient, or change, shortens its own step at once. What counts of
+      a whole gradient is the part that lies across the momentum, with the cosine p of the momentum
+      and -g, |g| / (d - 1) max(1 - max(p, 0)^2, .03): on the way down to a mode a gradient is long,
+      and turns the momentum by little.
     - Gradients are compared across one step and on one scale. The change across a rejected step or
       a new scale of `psmile` does not count, nor that of a step shorter than 30 times what moves
       the parameters in their precision.
