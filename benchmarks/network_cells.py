@@ -48,6 +48,7 @@ def at(method: str, steps: Iterable[float]) -> list[tuple[str, dict[str, Any]]]:
 
 GRID = (1e-4, 1e-3, 1e-2)
 OURS = [(ENSEMBLE, {}), ("psmile", {}), ("psmile", {"allowed": 0.03}), ("smile", {})]
+OURS += [("psmile", {"temperature": "auto", "angle": 0.3})]
 ANGLES = [("psmile", {"angle": angle}) for angle in (0.01, 0.1)]
 CHECKPOINTS = ("checkpoints", {})
 OTHERS: Methods = [CHECKPOINTS, ("ivon", {}), ("ivon", {"learning_rate": 0.05}), ("laplace", {})]
