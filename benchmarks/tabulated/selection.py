@@ -27,7 +27,7 @@ def choices(found: Sequence[Record]) -> Table:
             [
                 f"{problem}, {seed}",
                 f"{chosen['num_parameters'] / chosen['num_data']:.2g}",
-                number(ensemble and ensemble["lppd"]),
+                number(ensemble["lppd"] if ensemble else None),
                 *shown,
                 number(None if mine is None else max(known) - mine),
                 f"{chosen['cost']:.2f}",
