@@ -95,7 +95,7 @@ class Selection(NamedTuple):
             yield "It is an optimizer: its draws are iterates, not posterior draws."
         if not self.final_lppd > self.start_lppd:
             yield "No better than the start: give the chains more steps, or keep the start."
-        if np.isneginf(self.lppd).any():
+        if np.isneginf([*self.lppd.ravel(), self.final_lppd]).any():
             yield "-inf: chains or predictions left the finite numbers."
 
 
@@ -149,7 +149,8 @@ class Part(NamedTuple):
             log_density = np.asarray(predictor.finalize().log_density, float)
             log_sum = log_density + np.log(predictor.count)
         count = self.count + predictor.count
-        return Part(self.end, step, count, np.logaddexp(self.log_sum, log_sum))
+        with np.errstate(invalid="ignore"):
+            return Part(self.end, step, count, np.logaddexp(self.log_sum, log_sum))
 
     @property
     def density(self) -> list[float]:
@@ -181,7 +182,7 @@ class Judged(NamedTuple):
 
 
 @_check.arguments(
-    loss_fn=_check.Function("(params, batch)"),
+    loss_fn=_loop.Loss(),
     params=parallel.STACKED,
     batches=_check.REPEATABLE,
     candidates=_Candidates(),
@@ -297,6 +298,7 @@ def select(
     read: dict[str, Any] = {"likelihood": likelihood, "targets": validation[1]}
     read |= {"batch_size": batch_size, "mesh": mesh, "specs": specs}
     renamed = {"inputs": "validation", "targets": "validation", "sampler": "candidates"}
+    renamed |= {"snapshots": "params"}
     parts = "sample", "predict", "Predictor", "Predictor.update"
     num_steps = num_warmup + num_draws * thin
     ends = _round_ends(len(candidates), num_warmup, thin, num_steps)
@@ -323,8 +325,12 @@ def select(
             for name in set(left) - set(kept):
                 left.pop(name).close()
         ((best, winner),) = left.items()
-        draws, total_steps = winner.finish(num_steps, num_draws)
-        final = predict(apply_fn, draws, validation[0], **read)
+        run, is_finished = winner.finish(num_steps)
+        check_end("select", run, num_steps, num_draws, not is_finished)
+        draws, final_lppd = run.kept.result(num_draws), -np.inf
+        # A chain may have left the finite numbers after the last round.
+        with contextlib.suppress(ValueError):
+            final_lppd = _lppd(predict(apply_fn, draws, validation[0], **read))
     lppd, error = _scores(found, [*candidates])
     return Selection(
         best=best,
@@ -334,8 +340,8 @@ def select(
         lppd=lppd,
         standard_error=error,
         start_lppd=_lppd(start),
-        final_lppd=_lppd(final),
-        total_steps=total_steps,
+        final_lppd=final_lppd,
+        total_steps=run.num_steps,
         cost=_cost(found, best, draws),
     )
 
@@ -347,7 +353,8 @@ def _round_ends(number: int, num_warmup: int, thin: int, num_steps: int) -> list
     """
     dropped = _num_dropped(number)
     shares = 2.0 ** np.arange(len(dropped))
-    steps = LARGEST_COST * num_steps / np.dot(dropped, shares) * shares
+    # A single candidate has no rounds.
+    steps = LARGEST_COST * num_steps * shares / (np.dot(dropped, shares) or 1)
     first = (num_warmup - 1) % thin + 1
     ticks = np.maximum(np.floor((steps - first) / thin), 0)
     return np.minimum(first + thin * ticks, num_steps).astype(int).tolist()
@@ -366,7 +373,7 @@ def _survivors(judged: Mapping[str, Judged]) -> list[str]:
     """The better half; what cannot be told from the best comes first, the cheaper before others."""
     best = max(judged.values(), key=lambda x: x.lppd)
     if not np.isfinite(best.lppd):
-        rule = "of which at least one keeps all chains and predictions finite"
+        rule = "such that at least one keeps all chains and predictions finite"
         _check.fail("select", "candidates", rule, [*judged])
 
     def rank(name: str) -> tuple[Any, ...]:
@@ -472,13 +479,12 @@ class _Candidate:
             _settings.are_posterior(settings) and settings.get("temperature") == 1,
         )
 
-    def finish(self, num_steps: int, num_draws: int) -> tuple[Snapshots | StoredSnapshots, int]:
-        """Run to the end, and give all draws and the number of steps."""
+    def finish(self, num_steps: int) -> tuple[Run, bool]:
+        """Run to the end; tell whether nobody wished to stop."""
         run = self.run
         is_finished = run.advance(num_steps, self._show)
         self.close()
-        check_end("select", run, num_steps, num_draws, not is_finished)
-        return run.kept.result(num_draws), run.num_steps
+        return run, is_finished
 
     def _predict(self, predictor: Predictor):
         draw = _tree.local(self.run.chains.draw())

@@ -51,8 +51,11 @@ def selection(selection: Selection, *, ax: Axes | None = None) -> Axes:
     """
     steps, lppd, final = selection.num_steps, selection.lppd, selection.final_lppd
     start = selection.start_lppd
-    near = [x for of in lppd for x in of if x >= np.nanmax(of) - FAR_FROM_BEST]
-    shown = np.array([final, *near, *([start] if start >= final - FAR_FROM_BEST else [])])
+    best = np.nanmax(lppd, axis=1, keepdims=True)
+    near = np.append(lppd[lppd >= best - FAR_FROM_BEST], final)
+    shown = near[np.isfinite(near)]
+    if start >= shown.min() - FAR_FROM_BEST:
+        shown = np.append(shown, start)
     low, high = shown.min(), shown.max()
     ax = open_axes(ax)
     ax.axhline(start, color="0.5", ls="--", lw=1, label=f"start: {start:.4g}")
