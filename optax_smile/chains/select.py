@@ -236,6 +236,9 @@ def select(
     one with the fewest gradients per step wins, then a sampler at temperature 1, which samples the
     posterior of Bayes, then the larger LPPD.
 
+    Rounds are short: from a bad start they tell which candidate leaves it first. Begin at a warm
+    start, such as that of `warmstart`.
+
     A grid is a dictionary as well:
     `{f"{T:g}": psmile(num_data=N, temperature=T, key=0) for T in (0.01, 0.1, 1)}`.
 
@@ -259,12 +262,13 @@ def select(
 
     Raises:
         ValueError: an argument out of range; several processes; no candidate with finite
-            predictions; as `sample` and `predict`.
-        KeyboardInterrupt: stopped before the last round is over. With a `directory` the same call
+            predictions; a `directory` of another selection; as `sample` and `predict`.
+        KeyboardInterrupt: stopped before the last round is over, or before the first draw. With a `directory` the same call
             goes on.
 
-    Cost: a third more gradients than `sample`; until they are dropped, the states of all
-    candidates on the device; one forward pass of the validation data per draw.
+    Cost: a third more steps than `sample`; until they are dropped, the states of all candidates on
+    the device; one forward pass of the validation data per draw that is judged; compiling each
+    candidate, and the forward pass in each of its rounds.
 
     Example:
         >>> import jax, jax.numpy as jnp, optax, optax_smile
