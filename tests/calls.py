@@ -1,7 +1,7 @@
 """A valid call of every public function, from which tests of bad input are made."""
 
 import functools
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -112,13 +112,13 @@ def runs(path):
     trained |= {"optimizer": optax.adam(1e-2), "num_members": 2, "num_epochs": 1}
     trained |= {"validation": jnp.ones(3), "patience": 1, "per_member": False}
     yield "warmstart", optax_smile.warmstart, chains | trained
-    searched = {"loss_fn": loss_fn, "params": CHAINS, "batches": [jnp.ones(3)], "key": KEY}
-    searched |= {"make_sampler": fixed}
+    searched = {name: chains[name] for name in ("loss_fn", "batches", "key", "progress")}
+    searched |= {name: None for name in ("mesh", "specs", "directory", "batch_size")}
+    searched |= {"params": CHAINS, "candidates": {"smile": sampler, "sgd": optax.sgd(0.1)}}
     searched |= {"apply_fn": apply_fn, "validation": (INPUTS, LABELS), "thin": 1}
-    searched |= {"likelihood": "categorical", "num_warmup": 0, "num_draws": 2}
-    searched |= {"step_sizes": (0.01, 0.1), "steps_per_dispatch": 1, "check": False}
-    searched |= {"progress": False, "name": "step size"}
-    yield "find_step_size", optax_smile.find_step_size, searched
+    searched |= {"likelihood": "categorical", "num_warmup": 0, "num_draws": 3}
+    searched |= {"stochastic": False, "per_chain": False, "steps_per_dispatch": 1, "check": False}
+    yield "select", optax_smile.select, searched
     weights = {"weights": [PARAMS, PARAMS], "num_chains": 2, "jitter": 0.1, "key": KEY}
     yield "chains_from_weights", optax_smile.chains_from_weights, weights
     tuned = {"loss_fn": lambda params: jnp.sum(params["w"] ** 2), "params": PARAMS, "num_data": 9}
@@ -249,14 +249,17 @@ def scores():
     yield "metrics.interval_width", metrics.interval_width, ends
     yield "metrics.coverage", metrics.coverage, ends | {"targets": VECTOR}
 
-    search = optax_smile.StepSizeSearch(
-        np.array([0.1, 1]),
-        np.array([-2.0, -3]),
-        np.array([0, 0.1]),
-        np.array([[-2.5], [-3]]),
-        np.array([0, 0.5]),
-        -4.0,
-        np.array([-5.0]),
+    selection = optax_smile.Selection(
+        best="a",
+        draws=cast(Any, None),
+        names=("a", "b"),
+        num_steps=np.array([10]),
+        lppd=np.array([[-2.0, -3]]),
+        standard_error=np.array([[0, 0.1]]),
+        start_lppd=-4.0,
+        final_lppd=-1.5,
+        total_steps=30,
+        cost=0.3,
     )
     drawn: dict[str, Any] = {
         "chain_paths": {"params": SERIES, "start": SERIES[:, 0]},
@@ -270,7 +273,7 @@ def scores():
         "energy_error": {"trace": TRACE},
         "rejections": {"trace": TRACE, "nominal": 0.1},
         "step_size": {"trace": TRACE},
-        "step_size_search": {"search": search},
+        "selection": {"selection": selection},
     }
     for name, arguments in drawn.items():
         yield f"plots.{name}", on_axes(getattr(plots, name)), arguments | {"ax": FRESH}

@@ -291,10 +291,6 @@ DEFECTS = r"""
 = a loss draws the same numbers in every step | best_epoch
 - aux=aux, key=key, loss=value
 + aux=aux, loss=value
-# chains/find_step_size.py | test_step_size.py
-= error of the score, not of the difference | known_densities
-- _standard_error(density - density[np.argmax(lppd)])
-+ _standard_error(density)
 # draws/_average.py | test_predict.py
 = densities joined without their largest | extreme or categorical
 - x * jnp.exp(of_x - base) + y * jnp.exp(of_y - base)

@@ -80,7 +80,7 @@ def test_a_run_that_was_killed_gives_the_same_iterates(stored, tmp_path):
     resumed = run(tmp_path, sampler=optax.adamw(0.05))
     runs.assert_same_bits(resumed, stored)
     with pytest.raises(ValueError, match="of the same run, with settings.chain"):
-        run(tmp_path, sampler=optax.adamw(0.06))
+        runs.run(tmp_path, sampler=optax.adamw(0.06))
     with pytest.raises(ValueError, match="of the same run, with settings.sampler.name = 'smile'"):
         runs.run(tmp_path, sampler=noisy())
 

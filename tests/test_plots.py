@@ -2,7 +2,7 @@
 
 import functools
 import sys
-from typing import Any
+from typing import Any, cast
 
 import jax.numpy as jnp
 import matplotlib
@@ -25,11 +25,17 @@ LABELS = GENERATOR.integers(0, 4, 200)
 IMAGES = GENERATOR.normal(size=(9, 4, 3, 1))
 LOG_LIKELIHOOD = GENERATOR.normal(-1, 2, (NUM_CHAINS, 7, 5))
 DRAWS = np.cumsum(GENERATOR.normal(size=(NUM_CHAINS, 9, 40)), axis=1)
-LPPD = np.array([-0.9, -0.7, -0.4, -0.5, -8, -np.inf])
-ERROR = np.where(LPPD > -9, 0.1 * (LPPD + 0.4), np.nan) ** 2
-EACH = LPPD[:, None] - np.array([[0.1, 0.2, 0.3]])
-SEARCH = optax_smile.StepSizeSearch(
-    10.0 ** np.arange(-6, 0), LPPD, ERROR, EACH, np.zeros(6), -0.95, np.array([-1.0, -1.2, -1.3])
+SELECTION = optax_smile.Selection(
+    best="b",
+    draws=cast(Any, None),
+    names=("a", "b", "failed", "far"),
+    num_steps=np.array([10, 20]),
+    lppd=np.array([[-1.0, -1.1, -np.inf, -9], [-0.7, -0.6, np.nan, np.nan]]),
+    standard_error=np.array([[0, 0.05, np.nan, 0.3], [0.02, 0, np.nan, np.nan]]),
+    start_lppd=-1.3,
+    final_lppd=-0.5,
+    total_steps=100,
+    cost=0.3,
 )
 
 
@@ -64,7 +70,7 @@ DRAW = {
     "regression_band, ranks": functools.partial(plots.regression_band, None, MEAN, STD),
     "lppd": functools.partial(plots.lppd, LOG_LIKELIHOOD),
     "entropy": functools.partial(plots.entropy, {"test": STD, "OOD": STD + 1}),
-    "step_size_search": functools.partial(plots.step_size_search, SEARCH),
+    "selection": functools.partial(plots.selection, SELECTION),
     "chain_paths": functools.partial(plots.chain_paths, DRAWS),
     "examples": functools.partial(plots.examples, IMAGES, PROBABILITIES[:9], STD[:9], LABELS[:9]),
     "examples, numbers": functools.partial(plots.examples, IMAGES, MEAN[:9], STD[:9]),
@@ -334,32 +340,53 @@ def test_examples_by_hand():
     assert told == ["3 ± 0.5\nwas 2", "20 ± 2\nwas 20", "1 ± 1\nwas 3"]
 
 
-def test_step_size_search_marks_the_best_and_what_lies_below():
-    ax = plots.step_size_search(SEARCH)
-    assert ax.get_title() == "Best step size: 0.0001, LPPD -0.4" and ax.get_xscale() == "log"
-    for name, place in {
-        "best": (1e-4, -0.4),
-        "further down": (1e-2, 0),
-        "failed": (1e-1, 0),
-    }.items():
-        np.testing.assert_allclose(line_of(ax, name).get_xydata(), [place])
-    assert line_of(ax, "start: -0.95").get_ydata() == [-0.95, -0.95]
-    (curve,) = [line for line in lines_of(ax) if line.get_marker() == "o"]
-    np.testing.assert_allclose(curve.get_ydata(), LPPD[:5])
-    dots = np.stack([line.get_ydata() for line in lines_of(ax) if line.get_marker() == "."])
-    np.testing.assert_allclose(dots.T, SEARCH.chain_lppd)
-    # The scale ends with the lowest chain within a nat of the best, and room for the legend.
+def test_selection_has_a_line_for_each_candidate():
+    ax = plots.selection(SELECTION)
+    assert ax.get_title() == "Chosen: b, LPPD -0.5" and ax.get_xscale() == "log"
+    assert legend_of(ax) == ["start: -1.3", *SELECTION.names]
+    assert line_of(ax, "start: -1.3").get_ydata() == [-1.3, -1.3]
+    expected = {"a": [(10, -1), (20, -0.7)], "b": [(10, -1.1), (20, -0.6)], "far": [(10, -9)]}
+    expected["failed"] = []
+    colors = {}
+    for bars in cast(Any, ax.containers):
+        line, _, (errors,) = bars.lines
+        points = expected.pop(bars.get_label())
+        np.testing.assert_allclose(line.get_xydata(), np.reshape(points, (-1, 2)))
+        colors[bars.get_label()] = line.get_color()
+        if bars.get_label() == "b":
+            ends = [segment[:, 1] for segment in errors.get_segments()]
+            np.testing.assert_allclose(ends, [[-1.15, -1.05], [-0.6, -0.6]])
+    assert not expected and len(set(colors.values())) == 4
+    (star,) = [line for line in lines_of(ax) if line.get_marker() == "*"]
+    assert star.get_xydata().tolist() == [[100, -0.5]] and star.get_color() == colors["b"]
+    for marker, name in (("x", "failed"), ("v", "far")):
+        (mark,) = [x for x in lines_of(ax) if x.get_marker() == marker and len(x.get_xdata())]
+        assert mark.get_xydata().tolist() == [[10, 0]] and mark.get_color() == colors[name]
+    # What is far below does not set the scale.
     low, high = ax.get_ylim()
-    assert -1.7 < low < -1.2 and -0.4 < high < -0.2
-    assert "all 3 chains" in legend_of(ax)
-    # Chains that do not move.
-    same, sizes = np.full(2, -1.0), np.array([0.1, 1])
-    still = optax_smile.StepSizeSearch(
-        sizes, same, same * np.nan, same[:, None], np.zeros(6), -1.0, SEARCH.start_chain_lppd
+    assert -1.5 < low < -1.3 and -0.5 < high < -0.4
+
+
+def test_selection_of_one_round_and_of_none():
+    one = SELECTION._replace(
+        num_steps=np.array([10]),
+        lppd=SELECTION.lppd[:1],
+        standard_error=SELECTION.standard_error[:1],
+        start_lppd=-7.0,
     )
-    ax = plots.step_size_search(still)
+    ax = plots.selection(one)
     ax.figure.canvas.draw()
-    assert "failed" not in legend_of(ax) and "further down" not in legend_of(ax)
+    assert ax.get_xscale() == "linear" and -1.2 < ax.get_ylim()[0] < -1.1
+    none = SELECTION._replace(
+        names=("b",),
+        num_steps=np.array([], int),
+        lppd=np.zeros((0, 1)),
+        standard_error=np.zeros((0, 1)),
+        start_lppd=-0.5,
+    )
+    ax = plots.selection(none)
+    ax.figure.canvas.draw()
+    assert legend_of(ax) == ["start: -0.5", "b"]
 
 
 def points_of(ax, num_chains):

@@ -318,7 +318,7 @@ class Loss(_check.Constraint):
     text = "a function of (params, batch), of `aux=` if there is one and of `key=` if `stochastic`"
 
     def __call__(self, where, argument, value, given=_check.NOTHING):
-        extras = ["aux="] * (given["aux"] is not None) + ["key="] * bool(given["stochastic"])
+        extras = ["aux="] * (given.get("aux") is not None) + ["key="] * bool(given["stochastic"])
         advice = "It gets `aux` where there is one, and `key` if it is `stochastic`."
         form = ", ".join(["params", "batch", *extras])
         return _check.Function(f"({form})", advice)(where, argument, value)

@@ -146,6 +146,6 @@ def nonfinite_warner() -> Callable[[int, Mapping[str, np.ndarray]], None]:
             " stays where it was. The run goes on; see `num_nonfinite` in its trace. Try a smaller"
             " learning rate."
         )
-        warnings.warn(message, stacklevel=6)
+        warnings.warn(message, stacklevel=7)
 
     return warn

@@ -441,7 +441,7 @@ def check_end(where: str, run: Run, num_steps: int, num_draws: int, is_stopped: 
     if place.num_kept < num_draws:
         early = "ended early" if step < num_steps else "kept what the sampler calls a draw,"
         message = f"`{where}` {early} with {place.num_kept} of {num_draws} draws per chain."
-        warnings.warn(message, stacklevel=3)
+        warnings.warn(message, stacklevel=4)
 
 
 def _check_unaltered(stats: Mapping[str, np.ndarray]):

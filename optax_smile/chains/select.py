@@ -34,6 +34,8 @@ LARGEST_COST = 1 / 3
 FORGOTTEN = 0.5
 # In the directory: what the rounds have found.
 ROUNDS = "rounds.json"
+# In the folder of a candidate: what its draws of the present round predict.
+PART = "round.safetensors"
 NOT_IN_NAMES = set('/\\:*?"<>|\0')
 
 
@@ -53,6 +55,7 @@ class Selection(NamedTuple):
             `[round, candidate]`; NaN where a `lppd` is not finite, and of a single input.
         start_lppd: `lppd` of the start of the chains.
         final_lppd: `lppd` of all draws of the chosen candidate.
+        total_steps: that each chain of the chosen candidate has done.
         cost: gradients of the dropped candidates over those of the chosen one.
     """
 
@@ -64,26 +67,35 @@ class Selection(NamedTuple):
     standard_error: np.ndarray
     start_lppd: float
     final_lppd: float
+    total_steps: int
     cost: float
 
     def __str__(self) -> str:
-        def column(values: np.ndarray, form: str) -> list[str]:
-            return ["-" if np.isnan(value) else format(value, form) for value in values]
-
-        table = {"candidate": ["start", *self.names]}
+        rows = [("0", "start", self.start_lppd, np.nan, np.nan)]
         rounds = zip(self.num_steps, self.lppd, self.standard_error, strict=True)
         for steps, lppd, error in rounds:
-            table[f"LPPD, {steps} steps"] = [f"{self.start_lppd:.5g}", *column(lppd, ".5g")]
-            table["below best" + " " * (len(table) // 3)] = ["-", *column(max(lppd) - lppd, ".2g")]
-            table["error" + " " * (len(table) // 3)] = ["-", *column(error, ".2g")]
+            order = [place for place in np.argsort(-lppd) if not np.isnan(lppd[place])]
+            for place in order:
+                head = str(steps) if place == order[0] else ""
+                below = lppd[order[0]] - lppd[place]
+                rows.append((head, self.names[place], lppd[place], below, error[place]))
+        rows.append((str(self.total_steps), self.best, self.final_lppd, np.nan, np.nan))
+        steps, names, *numbers = zip(*rows, strict=True)
+        table = {"steps": [*steps], "candidate": [*names]}
+        for head, form, values in zip(
+            ("LPPD", "below best", "error"), (".5g", ".2g", ".2g"), numbers, strict=True
+        ):
+            table[head] = ["-" if np.isnan(x) else format(x, form) for x in values]
         return "\n".join([*aligned(table), "", *self._notes()])
 
     def _notes(self) -> Iterator[str]:
         yield f"Chosen: {self.best}, LPPD {self.final_lppd:.5g} of all its draws."
         yield f"The dropped candidates took {self.cost:.2f} times its gradients."
+        if not _settings.are_posterior(getattr(self.draws, "settings", None)):
+            yield "It is an optimizer: its draws are iterates, not posterior draws."
         if not self.final_lppd > self.start_lppd:
             yield "No better than the start: give the chains more steps, or keep the start."
-        if np.isneginf(self.lppd).any():
+        if np.isneginf([*self.lppd.ravel(), self.final_lppd]).any():
             yield "-inf: chains or predictions left the finite numbers."
 
 
@@ -97,7 +109,8 @@ class _Candidates(_check.Constraint):
         if not isinstance(value, Mapping) or not value:
             _check.fail(where, argument, self.text, _check.show(value))
         for name, candidate in value.items():
-            if not isinstance(name, str) or not name.strip(". ") or NOT_IN_NAMES & set(name):
+            is_text = isinstance(name, str) and name.strip(". ") and name != ROUNDS
+            if not is_text or NOT_IN_NAMES & set(name):
                 rule = "names that can name a folder"
                 _check.fail(where, argument, rule, repr(name))
             _check.TRANSFORMATION(where, f"{argument}[{name!r}]", candidate)
@@ -108,6 +121,43 @@ INPUTS_AND_TARGETS = _check.Where(
     "a pair of inputs and targets",
     lambda value: isinstance(value, (tuple, list)) and len(value) == 2 and value[1] is not None,
 )
+
+
+class Part(NamedTuple):
+    """The draws of a round that are judged, so far.
+
+    Attributes:
+        end: of the round.
+        step: of the last draw.
+        count: of the draws of all chains.
+        log_sum: log of the sum over draws of the density of each target; NaN where predictions
+            were not finite.
+    """
+
+    end: int
+    step: int = 0
+    count: int = 0
+    log_sum: np.ndarray = np.array(-np.inf)
+
+    def joined(self, predictor: Predictor, step: int) -> Part:
+        """Take in the draws that a predictor has seen until a step."""
+        if not predictor.count:
+            return self
+        log_sum = np.array(np.nan)
+        # Predictions of the start were finite: what is wrong now are those of the draws.
+        with contextlib.suppress(ValueError):
+            log_density = np.asarray(predictor.finalize().log_density, float)
+            log_sum = log_density + np.log(predictor.count)
+        count = self.count + predictor.count
+        with np.errstate(invalid="ignore"):
+            return Part(self.end, step, count, np.logaddexp(self.log_sum, log_sum))
+
+    @property
+    def density(self) -> list[float]:
+        """Log density of each input under the average; -inf where predictions are not finite."""
+        if np.isnan(self.log_sum).any():
+            return [-np.inf]
+        return _by_input(self.log_sum - np.log(self.count))
 
 
 class Judged(NamedTuple):
@@ -132,7 +182,7 @@ class Judged(NamedTuple):
 
 
 @_check.arguments(
-    loss_fn=_check.Function("(params, batch)"),
+    loss_fn=_loop.Loss(),
     params=parallel.STACKED,
     batches=_check.REPEATABLE,
     candidates=_Candidates(),
@@ -186,6 +236,9 @@ def select(
     one with the fewest gradients per step wins, then a sampler at temperature 1, which samples the
     posterior of Bayes, then the larger LPPD.
 
+    Rounds are short: from a bad start they tell which candidate leaves it first. Begin at a warm
+    start, such as that of `warmstart`.
+
     A grid is a dictionary as well:
     `{f"{T:g}": psmile(num_data=N, temperature=T, key=0) for T in (0.01, 0.1, 1)}`.
 
@@ -209,12 +262,13 @@ def select(
 
     Raises:
         ValueError: an argument out of range; several processes; no candidate with finite
-            predictions; as `sample` and `predict`.
-        KeyboardInterrupt: stopped before the last round is over. With a `directory` the same call
+            predictions; a `directory` of another selection; as `sample` and `predict`.
+        KeyboardInterrupt: stopped before the last round is over, or before the first draw. With a `directory` the same call
             goes on.
 
-    Cost: a third more gradients than `sample`; until they are dropped, the states of all
-    candidates on the device; one forward pass of the validation data per draw.
+    Cost: a third more steps than `sample`; until they are dropped, the states of all candidates on
+    the device; one forward pass of the validation data per draw that is judged; compiling each
+    candidate, and the forward pass in each of its rounds.
 
     Example:
         >>> import jax, jax.numpy as jnp, optax, optax_smile
@@ -248,35 +302,52 @@ def select(
     read: dict[str, Any] = {"likelihood": likelihood, "targets": validation[1]}
     read |= {"batch_size": batch_size, "mesh": mesh, "specs": specs}
     renamed = {"inputs": "validation", "targets": "validation", "sampler": "candidates"}
+    renamed |= {"snapshots": "params"}
     parts = "sample", "predict", "Predictor", "Predictor.update"
     num_steps = num_warmup + num_draws * thin
     ends = _round_ends(len(candidates), num_warmup, thin, num_steps)
+    num_all = num_steps + int(np.dot(_num_dropped(len(candidates)), ends))
     with _check.called("select", *parts, **renamed), ExitStack() as closing:
         start = predict(apply_fn, Snapshots.from_members(params), validation[0], **read)
         folder = None if directory is None else Path(directory).absolute()
-        bar = closing.enter_context(_loop.Bar(num_steps, "selecting", progress, compiles=True))
+        identity = _identity(candidates, ends, start)
+        found = _read(folder, identity)
+        bar = closing.enter_context(_loop.Bar(num_all, "selecting", progress, compiles=True))
+        progressed = _Progress(bar, found)
         left = {
-            name: _Candidate(name, sampler, setup, folder, check and not number)
+            name: _Candidate(name, sampler, setup, folder, check and not number, progressed)
             for number, (name, sampler) in enumerate(candidates.items())
         }
         for candidate in left.values():
             closing.callback(candidate.close)
-        found = _read(folder, [*candidates], ends)
-        for number, end in enumerate(ends):
-            judged = found[number]
+        for judged, end in zip(found, ends, strict=True):
             for name, candidate in left.items():
                 if name not in judged:
-                    judged[name] = candidate.judge(
-                        Predictor(apply_fn, validation[0], **read), end, bar
-                    )
-                    _write(folder, [*candidates], ends, found)
+                    judged[name] = candidate.judge(Predictor(apply_fn, validation[0], **read), end)
+                    _write(folder, identity, found)
             kept = _survivors(judged)
             for name in set(left) - set(kept):
                 left.pop(name).close()
         ((best, winner),) = left.items()
-        draws = winner.finish(num_steps, num_draws, bar)
-        final = predict(apply_fn, draws, validation[0], **read)
-    return _selection(best, draws, found, ends, [*candidates], start, final)
+        run, is_finished = winner.finish(num_steps)
+        check_end("select", run, num_steps, num_draws, not is_finished)
+        draws, final_lppd = run.kept.result(num_draws), -np.inf
+        # A chain may have left the finite numbers after the last round.
+        with contextlib.suppress(ValueError):
+            final_lppd = _lppd(predict(apply_fn, draws, validation[0], **read))
+    lppd, error = _scores(found, [*candidates])
+    return Selection(
+        best=best,
+        draws=draws,
+        names=tuple(candidates),
+        num_steps=np.array(ends, int),
+        lppd=lppd,
+        standard_error=error,
+        start_lppd=_lppd(start),
+        final_lppd=final_lppd,
+        total_steps=run.num_steps,
+        cost=_cost(found, best, draws),
+    )
 
 
 def _round_ends(number: int, num_warmup: int, thin: int, num_steps: int) -> list[int]:
@@ -284,22 +355,29 @@ def _round_ends(number: int, num_warmup: int, thin: int, num_steps: int) -> list
 
     What is dropped takes `LARGEST_COST` of a whole run, but for the rounding to ticks.
     """
+    dropped = _num_dropped(number)
+    shares = 2.0 ** np.arange(len(dropped))
+    # A single candidate has no rounds.
+    steps = LARGEST_COST * num_steps * shares / (np.dot(dropped, shares) or 1)
+    first = (num_warmup - 1) % thin + 1
+    ticks = np.maximum(np.floor((steps - first) / thin), 0)
+    return np.minimum(first + thin * ticks, num_steps).astype(int).tolist()
+
+
+def _num_dropped(number: int) -> list[int]:
+    """How many of so many candidates are dropped in each round, until one is left."""
     dropped = []
     while number > 1:
         dropped.append(number // 2)
         number -= number // 2
-    shares = 2.0 ** np.arange(len(dropped))
-    steps = LARGEST_COST * num_steps / np.sum(dropped * shares) * shares
-    first = (num_warmup - 1) % thin + 1
-    ticks = np.maximum(np.floor((steps - first) / thin), 0)
-    return np.minimum(first + thin * ticks, num_steps).astype(int).tolist()
+    return dropped
 
 
 def _survivors(judged: Mapping[str, Judged]) -> list[str]:
     """The better half; what cannot be told from the best comes first, the cheaper before others."""
     best = max(judged.values(), key=lambda x: x.lppd)
     if not np.isfinite(best.lppd):
-        rule = "of which at least one keeps all chains and predictions finite"
+        rule = "such that at least one keeps all chains and predictions finite"
         _check.fail("select", "candidates", rule, [*judged])
 
     def rank(name: str) -> tuple[Any, ...]:
@@ -319,6 +397,24 @@ def _standard_error(first: Judged, second: Judged) -> float:
     return float(difference.std(ddof=1) / len(difference) ** 0.5)
 
 
+class _Progress:
+    """A bar over the steps of all candidates.
+
+    Args:
+        bar: over so many steps.
+        found: what the rounds of an earlier call have found.
+    """
+
+    def __init__(self, bar: _loop.Bar, found: Iterable[Mapping[str, Judged]]):
+        self.bar = bar
+        self.done = {name: one.num_steps for judged in found for name, one in judged.items()}
+
+    def show(self, name: str, step: int):
+        """Tell how far a candidate has got."""
+        self.done[name] = step
+        self.bar.show(sum(self.done.values()), candidate=name)
+
+
 class _Candidate:
     """A sampler in the race, whose run begins when it is needed.
 
@@ -328,17 +424,22 @@ class _Candidate:
         setup: arguments of `Setup` that all share.
         folder: of all candidates, or None.
         check: see `sample`.
+        progress: of all candidates.
     """
 
     def __init__(
-        self, name: str, sampler: Any, setup: Mapping[str, Any], folder: Path | None, check: bool
+        self,
+        name: str,
+        sampler: Any,
+        setup: Mapping[str, Any],
+        folder: Path | None,
+        check: bool,
+        progress: _Progress,
     ):
-        directory = None if folder is None else folder / name
-        self.name, self.setup = (
-            name,
-            Setup(**setup, sampler=sampler, directory=directory, check=check),
-        )
-        self.closing = ExitStack()
+        self.name, self.progress, self.closing = name, progress, ExitStack()
+        self.folder = None if folder is None else folder / name
+        self.setup = Setup(**setup, sampler=sampler, directory=self.folder, check=check)
+        self.part = Part(0)
 
     @functools.cached_property
     def run(self) -> Run:
@@ -350,113 +451,119 @@ class _Candidate:
         self.closing.close()
         vars(self).pop("run", None)
 
-    def judge(self, predictor: Predictor, end: int, bar: _loop.Bar) -> Judged:
+    def judge(self, predictor: Predictor, end: int) -> Judged:
         """Run to the end of a round, and look at what the draws of its last half predict."""
-        sound = True
+        run, before = self.run, self._part(end)
 
         def watch(step: int, seen: Mapping[str, np.ndarray] | None):
-            nonlocal sound
-            self._show(bar, step, seen)
-            if seen is not None and step > FORGOTTEN * end:
-                sound = bool(
-                    np.all(seen["num_nonfinite"] <= MOST_NONFINITE * seen["num_gradients"])
-                )
+            self._show(step, seen)
+            # A run that goes on from its checkpoint makes some draws again.
+            if seen is not None and step > max(FORGOTTEN * end, before.step):
                 self._predict(predictor)
+                if self.folder is not None:
+                    self._write(before.joined(predictor, step))
 
-        self._advance(end, watch)
-        if not predictor.count:
-            # A run that was killed after its checkpoint, and before what it found was written.
-            self._predict(predictor)
-        density = [-np.inf]
-        if sound:
-            # Predictions of the start were finite: what is wrong now are those of the draws.
-            with contextlib.suppress(ValueError):
-                density = _density(predictor.finalize())
-        settings = self.run.settings or {}
+        if not run.advance(end, watch):
+            told = "Without a `directory` nothing of it is kept."
+            if self.folder is not None:
+                told = "The same call goes on from the newest checkpoints."
+            raise KeyboardInterrupt(f"`select` was stopped in the run of {self.name!r}. {told}")
+        self.part = before.joined(predictor, end)
+        if run.num_steps != end or not self.part.count:
+            rule = "a new one, or that of the same selection"
+            got = f"{self.folder} with a run of {run.num_steps} steps"
+            _check.fail("select", "directory", rule, got)
+        counts = run.chains.stats()
+        is_sound = np.all(counts["num_nonfinite"] <= MOST_NONFINITE * counts["num_gradients"])
+        settings = run.settings or {}
         return Judged(
-            density,
-            self.run.num_steps,
-            self.run.plan.gradients_per_step,
+            self.part.density if is_sound else [-np.inf],
+            run.num_steps,
+            run.plan.gradients_per_step,
             _settings.are_posterior(settings) and settings.get("temperature") == 1,
         )
 
-    def finish(self, num_steps: int, num_draws: int, bar: _loop.Bar) -> Snapshots | StoredSnapshots:
-        """Run to the end, and give all draws."""
-        is_finished = self.run.advance(num_steps, functools.partial(self._show, bar))
+    def finish(self, num_steps: int) -> tuple[Run, bool]:
+        """Run to the end; tell whether nobody wished to stop."""
         run = self.run
+        is_finished = run.advance(num_steps, self._show)
         self.close()
-        check_end("select", run, num_steps, num_draws, not is_finished)
-        return run.kept.result(num_draws)
-
-    def _advance(self, end: int, watch: Callable):
-        if not self.run.advance(end, watch):
-            told = "Without a `directory` nothing of it is kept."
-            if self.setup.directory is not None:
-                told = "The same call goes on from the newest checkpoints."
-            raise KeyboardInterrupt(f"`select` was stopped in the run of {self.name!r}. {told}")
+        return run, is_finished
 
     def _predict(self, predictor: Predictor):
         draw = _tree.local(self.run.chains.draw())
         for chain in range(self.run.chains.number):
             predictor.update(jax.tree.map(lambda x, chain=chain: x[chain], draw))
 
-    def _show(self, bar: _loop.Bar, step: int, seen: Mapping[str, np.ndarray] | None):
-        bar.begin()
+    def _show(self, step: int, seen: Mapping[str, np.ndarray] | None):
+        self.progress.bar.begin()
         if seen is not None:
-            bar.show(step, candidate=self.name)
+            self.progress.show(self.name, step)
+
+    def _part(self, end: int) -> Part:
+        """What was judged of a round that was stopped, or nothing."""
+        part = self.part
+        if not part.count and self.folder is not None and (file := self.folder / PART).exists():
+            with _disk.naming(file, "file", "Remove the folder of this candidate."):
+                told, arrays = _disk.read(file, lambda header: None)
+                part = Part(told["end"], told["step"], told["count"], arrays["log_sum"])
+        return part if part.end == end else Part(end)
+
+    def _write(self, part: Part):
+        assert self.folder is not None
+        told = {name: getattr(part, name) for name in ("end", "step", "count")}
+        _disk.write(self.folder / PART, _disk.pack(told, {"log_sum": part.log_sum}))
 
 
-def _density(prediction: Prediction) -> list[float]:
-    """Log density of each input."""
-    density = np.asarray(prediction.log_density, float)
+def _by_input(log_density: Any) -> list[float]:
+    """Log density of each input, of which there may be several targets."""
+    density = np.asarray(log_density, float)
     return density.reshape(len(density), -1).mean(axis=1).tolist()
 
 
-def _read(folder: Path | None, names: list[str], ends: list[int]) -> list[dict[str, Judged]]:
+def _lppd(prediction: Prediction) -> float:
+    return float(np.mean(_by_input(prediction.log_density)))
+
+
+def _identity(candidates: Mapping[str, Any], ends: list[int], start: Prediction) -> dict[str, Any]:
+    """What tells a selection from another, as JSON can hold it."""
+    return {
+        "candidates": {name: _settings.checksum(x) for name, x in candidates.items()},
+        "rounds that end after": ends,
+        # Of inputs, targets, likelihood, model and start.
+        "LPPD of the start": float(f"{_lppd(start):.3g}"),
+    }
+
+
+def _read(folder: Path | None, identity: dict[str, Any]) -> list[dict[str, Judged]]:
     """What the rounds of an earlier call have found, for each round by name."""
-    nothing: list[dict[str, Judged]] = [{} for _ in ends]
-    if folder is None or not (folder / ROUNDS).exists():
-        return nothing
-    told = json.loads(_disk.read_text(folder / ROUNDS))
-    for what, mine in ("names", names), ("ends", ends):
+    if folder is None or not (file := folder / ROUNDS).exists():
+        return [{} for _ in identity["rounds that end after"]]
+    told = json.loads(_disk.read_text(file))
+    for what, mine in identity.items():
         if told[what] != mine:
             rule = f"a new one, or that of the same selection, with {what} {mine}"
             _check.fail("select", "directory", rule, f"{folder} with {told[what]}")
-    return [{name: Judged(*x) for name, x in found.items()} for found in told["rounds"]]
+    return [{name: Judged(*x) for name, x in found.items()} for found in told["found"]]
 
 
-def _write(folder: Path | None, names: list[str], ends: list[int], found: list[dict[str, Judged]]):
+def _write(folder: Path | None, identity: dict[str, Any], found: list[dict[str, Judged]]):
     if folder is not None:
-        told = {"names": names, "ends": ends, "rounds": found}
-        _disk.write(folder / ROUNDS, json.dumps(told).encode())
+        _disk.write(folder / ROUNDS, json.dumps(identity | {"found": found}).encode())
 
 
-def _selection(
-    best: str,
-    draws: Snapshots | StoredSnapshots,
-    found: list[dict[str, Judged]],
-    ends: list[int],
-    names: list[str],
-    start: Prediction,
-    final: Prediction,
-) -> Selection:
-    lppd, error = np.full((2, len(ends), len(names)), np.nan)
+def _scores(found: list[dict[str, Judged]], names: list[str]) -> np.ndarray:
+    """LPPD and standard error, `[2, round, candidate]`."""
+    scores = np.full((2, len(found), len(names)), np.nan)
     for row, judged in enumerate(found):
         leader = max(judged.values(), key=lambda x: x.lppd)
         for name, one in judged.items():
-            place = names.index(name)
-            lppd[row, place], error[row, place] = one.lppd, _standard_error(one, leader)
+            scores[:, row, names.index(name)] = one.lppd, _standard_error(one, leader)
+    return scores
+
+
+def _cost(found: list[dict[str, Judged]], best: str, draws: Snapshots | StoredSnapshots) -> float:
+    """Gradients of the dropped candidates over those of the chosen one."""
     last = {name: one for judged in found for name, one in judged.items() if name != best}
     spent = sum(one.num_steps * one.gradients_per_step for one in last.values())
-    own = int(np.asarray(draws.trace["num_gradients"])[0, -1])
-    return Selection(
-        best=best,
-        draws=draws,
-        names=tuple(names),
-        num_steps=np.array(ends, int),
-        lppd=lppd,
-        standard_error=error,
-        start_lppd=float(np.mean(_density(start))),
-        final_lppd=float(np.mean(_density(final))),
-        cost=spent / own,
-    )
+    return spent / int(np.asarray(draws.trace["num_gradients"])[0, -1])

@@ -17,6 +17,7 @@ Example:
 """
 
 from optax_smile.plots.around import learning_coefficient, precision_search
+from optax_smile.plots.choice import selection
 from optax_smile.plots.images import examples
 from optax_smile.plots.paths import chain_paths
 from optax_smile.plots.predictions import entropy, lppd, regression_band, reliability, risk_coverage
@@ -34,5 +35,6 @@ __all__ = [
     "reliability",
     "rejections",
     "risk_coverage",
+    "selection",
     "step_size",
 ]

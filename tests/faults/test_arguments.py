@@ -58,7 +58,7 @@ HOSTILE: dict[str, Any] = {
 
 # Nothing for users to call: records that functions return, and what the package is made of.
 NOT_CALLED = {
-    *("MclmcSettings", "Outcome", "Prediction", "StepSizeSearch", "StoredSnapshots"),
+    *("MclmcSettings", "Outcome", "Prediction", "Selection", "StoredSnapshots"),
     *("diagnostics.EnergyFit", "diagnostics.Check", "diagnostics.Summary"),
     *("ArgumentError", "Stats"),
     *("metrics.Reliability", "metrics.RiskCoverage", "parallel.Carry"),
@@ -125,7 +125,7 @@ LAWFUL: dict[str, set[str]] = {
     "optimizer": {"optimizer"},
     # A number is a batch for a loss that takes one.
     "validation": {"none", *NUMBER},
-    "find_step_size.validation": set(),
+    "select.validation": set(),
     "directory": {"none", "text"},
     "load_snapshots.directory": {"text"},
     "Snapshots.params": TREES,
@@ -156,7 +156,6 @@ LAWFUL: dict[str, set[str]] = {
     **dict.fromkeys(("local_precision.check", "llc.check"), {"true"}),
     **dict.fromkeys(("llc.beta", "llc.draws", "queries", "influence.temperature"), {"none"}),
     "localization": {"zero", "denormal"},
-    "find_step_size.name": {"text"},
     "chains_from_weights.jitter": {"none", "zero", "denormal"},
     "fan_in_precision.params": {*TREES, "nans", "tracer"},
     "out_axis": {"minus", "zero"},
@@ -218,7 +217,7 @@ def run_of_sample(tmp_path_factory):
 
 # Each success of these compiles or draws: their hostile calls are in the full campaign alone, but
 # for a few.
-SLOW = ("sample", "warmstart", "find_step_size", "tune_mclmc", "predict", "Predictor", "Likelihood")
+SLOW = ("sample", "warmstart", "select", "tune_mclmc", "predict", "Predictor", "Likelihood")
 SLOW += ("report.write", "diagnostics.summary", "local.local_precision", "local.llc")
 
 

@@ -1,0 +1,359 @@
+"""The choice among samplers and optimizers, where the posterior is known."""
+
+import json
+import signal
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from matplotlib.figure import Figure
+from runs import Crash, crash
+from scipy.special import logsumexp
+from scipy.stats import norm
+
+import optax_smile
+from optax_smile import Selection
+from optax_smile.chains import select as selecting
+from optax_smile.chains.select import Judged
+
+NUM_DATA, NUM_VALID, NOISE = 100, 50, 0.5
+GENERATOR = np.random.default_rng(0)
+X = GENERATOR.normal(size=(NUM_DATA + NUM_VALID, 3)).astype(np.float32)
+Y = (X @ [1, -2, 0.5] + NOISE * GENERATOR.normal(size=len(X))).astype(np.float32)
+TRAIN, VALID = (X[:NUM_DATA], Y[:NUM_DATA]), (X[NUM_DATA:], Y[NUM_DATA:])
+START = jnp.asarray(GENERATOR.normal(size=(3, 3)), jnp.float32)
+BUDGET: dict[str, Any] = {"num_warmup": 90, "num_draws": 60, "thin": 3}
+# Of runs that are stopped: one round of 18 steps, which is judged from step 12 on.
+SHORT: dict[str, Any] = {"num_warmup": 30, "num_draws": 10, "thin": 3}
+
+
+def apply_fn(params, inputs):
+    return inputs @ params, jnp.log(NOISE)
+
+
+def mean_loss(params, batch):
+    """NaN far from the posterior, as the losses of networks are."""
+    inputs, targets = batch
+    loss = jnp.mean((inputs @ params - targets) ** 2) / (2 * NOISE**2)
+    return jnp.where(jnp.sum(params**2) < 100**2, loss, jnp.nan)
+
+
+def sgld(size: float):
+    return optax_smile.sgld(size, num_data=NUM_DATA, key=jax.random.key(1))
+
+
+class Batches:
+    """One batch in each pass; Ctrl-C while so many are read."""
+
+    def __init__(self, stop_at: int | None = None):
+        self.number, self.stop_at = 0, stop_at
+
+    def __iter__(self):
+        self.number += 1
+        if self.number == self.stop_at:
+            signal.raise_signal(signal.SIGINT)
+        yield TRAIN
+
+
+def find(candidates: Any, /, batches: Any = None, **changes) -> Selection:
+    given: dict[str, Any] = {"likelihood": "gaussian", "key": 0, "progress": False, **BUDGET}
+    arguments: dict[str, Any] = {"params": START, "apply_fn": apply_fn, "validation": VALID}
+    given |= arguments | changes
+    batches = Batches() if batches is None else batches
+    return optax_smile.select(mean_loss, batches=batches, candidates=candidates, **given)
+
+
+def sample(sampler: Any, **changes):
+    given: dict[str, Any] = BUDGET | {"key": 0, "progress": False} | changes
+    return optax_smile.sample(mean_loss, START, Batches(), sampler, **given)
+
+
+def slow_lppd(draws: np.ndarray) -> float:
+    """Of draws `[draw, parameter]`."""
+    density = norm.logpdf(VALID[1], draws.astype(float) @ VALID[0].T, NOISE)
+    return float(np.mean(logsumexp(density, axis=0) - np.log(len(draws))))
+
+
+@pytest.fixture(scope="module")
+def selection():
+    return find({"still": sgld(1e-8), "sgld": sgld(5e-4), "sgd": optax.sgd(0.05), "bad": sgld(1e3)})
+
+
+def test_the_best_is_chosen_and_runs_as_in_sample(selection):
+    assert selection.best == "sgld" and selection.num_steps.tolist() == [21, 45]
+    assert selection.names == ("still", "sgld", "sgd", "bad") and selection.total_steps == 270
+    draws = sample(sgld(5e-4))
+    np.testing.assert_array_equal(selection.draws.params, draws.params)
+    for name, values in draws.trace.items():
+        np.testing.assert_array_equal(selection.draws.trace[name], values)
+    assert selection.draws.settings == draws.settings
+    # The dropped ones: two after 21 steps, one after 45.
+    assert selection.cost == (2 * 21 + 45) / 270
+    precision = TRAIN[0].T @ TRAIN[0] / NOISE**2 + np.eye(3)
+    mean = np.linalg.solve(precision, TRAIN[0].T @ TRAIN[1] / NOISE**2)
+    variance = NOISE**2 + np.sum(VALID[0] * np.linalg.solve(precision, VALID[0].T).T, axis=1)
+    exact = norm.logpdf(VALID[1], VALID[0] @ mean, np.sqrt(variance)).mean()
+    assert selection.final_lppd == pytest.approx(exact, abs=0.02)
+
+
+def test_rounds_are_judged_by_the_draws_of_their_last_half(selection):
+    assert selection.start_lppd == pytest.approx(slow_lppd(np.asarray(START)))
+    # The last one is still at the start, but must not score like it.
+    assert selection.lppd[0, 3] == -np.inf and np.isnan(selection.standard_error[0, 3])
+    with pytest.warns(UserWarning, match="is an optimizer"):
+        sgd = sample(optax.sgd(0.05), num_warmup=0, num_draws=15)
+    draws = {1: sample(sgld(5e-4), num_warmup=0, num_draws=15), 2: sgd}
+    for place, found in draws.items():
+        by_step = np.swapaxes(found.params, 0, 1)
+        steps = 3 * np.arange(1, 16)
+        for row, end in enumerate((21, 45)):
+            chosen = by_step[(end / 2 < steps) & (steps <= end)].reshape(-1, 3)
+            assert selection.lppd[row, place] == pytest.approx(slow_lppd(chosen), rel=1e-5)
+    assert np.isnan(selection.lppd[1, [0, 3]]).all()
+
+
+def test_the_table_has_all_names(selection):
+    table, notes = str(selection).split("\n\n")
+    head, *rows = (line.split() for line in table.splitlines())
+    assert head == "steps candidate LPPD below best error".split()
+    assert rows[0][:2] == ["0", "start"] and rows[-1][:2] == ["270", "sgld"]
+    assert len(rows) == 1 + 4 + 2 + 1 and {"still", "sgd"} < {name for row in rows for name in row}
+    assert [row[0] for row in rows if row[0].isdigit()] == ["0", "21", "45", "270"]
+    below = [float(row[-2]) for row in rows[1:4]]
+    assert below[0] == 0 and below == sorted(below) and rows[4] == ["bad", "-inf", "inf", "-"]
+    notes = notes.splitlines()
+    assert notes[0] == f"Chosen: sgld, LPPD {selection.final_lppd:.5g} of all its draws."
+    assert notes[1:] == [
+        "The dropped candidates took 0.32 times its gradients.",
+        "-inf: chains or predictions left the finite numbers.",
+    ]
+    worse = str(selection._replace(start_lppd=0.0))
+    assert "No better than the start" in worse
+
+
+def test_an_optimizer_may_be_alone_or_the_best(tmp_path):
+    """It is named as one, and neither warns nor has rounds."""
+    found = find({"sgd": optax.sgd(0.05)}, directory=tmp_path, **SHORT)
+    assert found.best == "sgd" and found.cost == 0 and found.lppd.shape == (0, 1)
+    assert "It is an optimizer" in str(found)
+    found = find({"still": sgld(1e-8), "sgd": optax.sgd(0.05)}, **SHORT)
+    assert found.best == "sgd" and found.standard_error[0, 0] > 0
+    assert found.draws.settings == {"name": "optimizer", "is_posterior": False}
+
+
+def crash_as(error: type[Exception]):
+    raise error
+
+
+def equal(got: Selection, expected: Selection):
+    assert got.best == expected.best and got.cost == expected.cost
+    np.testing.assert_array_equal(got.draws.params, expected.draws.params)
+    np.testing.assert_allclose(got.lppd, expected.lppd, rtol=1e-6)
+    np.testing.assert_allclose(got.standard_error, expected.standard_error, rtol=1e-4)
+    assert got.final_lppd == expected.final_lppd
+
+
+def test_a_stopped_selection_goes_on_to_the_same_result(tmp_path, monkeypatch):
+    candidates = {"still": sgld(1e-8), "sgld": sgld(5e-4)}
+    whole = find(candidates, **SHORT)
+    assert whole.best == "sgld" and whole.num_steps.tolist() == [18]
+
+    def stopped(name: str, **changes):
+        return find(candidates, directory=tmp_path / name, **SHORT, **changes)
+
+    # The first reads 18 batches; the run of the second one is judged from its step 12 on.
+    for stop_at, running in ((5, "still"), (16, "still"), (18 + 14, "sgld")):
+        with pytest.raises(KeyboardInterrupt, match=f"in the run of '{running}'. The same call"):
+            stopped(f"{stop_at}", batches=Batches(stop_at))
+        equal(stopped(f"{stop_at}"), whole)
+    with pytest.raises(KeyboardInterrupt, match=r"Without a `directory` nothing"):
+        find(candidates, batches=Batches(5), **SHORT)
+    with pytest.warns(UserWarning, match="^`select` ended early with 7 of 10 draws") as told:
+        assert stopped("end", batches=Batches(18 + 53)).draws.num_draws == 7
+    assert told[0].filename == __file__
+    equal(stopped("end"), whole)
+    # All is there: no step is done, and no file changes.
+    files = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("draw-*")}
+    equal(stopped("end"), whole)
+    assert files == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("draw-*")}
+    draws = optax_smile.load_snapshots(tmp_path / "end" / "sgld", like=START[0])
+    np.testing.assert_array_equal(draws.params, whole.draws.params)
+
+    # Killed after the checkpoint of the round, and before what it found is written.
+    with monkeypatch.context() as patch, pytest.raises(Crash):
+        patch.setattr(selecting, "_write", crash)
+        stopped("unwritten")
+    equal(stopped("unwritten"), whole)
+
+    # Killed where the newest checkpoint is older than some draws that were judged.
+    show = selecting._Candidate._show
+
+    def show_until(self, step, seen):
+        show(self, step, seen)
+        if (self.name, step) == ("sgld", 17):
+            raise Crash
+
+    with monkeypatch.context() as patch, pytest.raises(Crash):
+        patch.setattr(selecting._Candidate, "_show", show_until)
+        stopped("killed")
+    equal(stopped("killed"), whole)
+
+
+def test_the_directory_of_another_selection_is_refused(tmp_path):
+    candidates = {"still": sgld(1e-8), "sgd": optax.sgd(0.05)}
+    find(candidates, directory=tmp_path, **SHORT)
+    refused: list[tuple[Any, dict[str, Any]]] = [
+        ({"still": sgld(1e-8), "other": optax.sgd(0.05)}, {}),
+        ({"still": sgld(1e-7), "sgd": optax.sgd(0.05)}, {}),
+        ({"still": sgld(1e-8), "sgd": optax.sgd(0.01)}, {}),
+        (candidates, {"num_draws": 20}),
+        (candidates, {"validation": (VALID[0], VALID[1] + 1)}),
+    ]
+    for others, changes in refused:
+        with pytest.raises(ValueError, match=r"^`select\(directory=...\)` must be a new one, or"):
+            find(others, directory=tmp_path, **SHORT | changes)
+    # Nor is the run of somebody else taken for what a round has found.
+    (tmp_path / "rounds.json").unlink()
+    with pytest.raises(ValueError, match=r"^`select\(directory=...\)` .* with a run of 60 steps"):
+        find(candidates, directory=tmp_path, **SHORT)
+
+
+@pytest.mark.parametrize("number", (2, 3, 4, 11))
+def test_dropped_candidates_take_a_third_of_the_steps(number):
+    for num_warmup, thin, num_steps in ((90, 3, 270), (1_001, 50, 3_001), (0, 1, 10_000)):
+        ends = selecting._round_ends(number, num_warmup, thin, num_steps)
+        left, dropped = number, 0
+        for end in ends:
+            # At a tick.
+            assert (end - num_warmup) % thin == 0 and 0 < end <= num_steps / 3
+            dropped += left // 2 * end
+            left -= left // 2
+        assert left == 1
+        assert num_steps / 3 - number * thin <= dropped <= num_steps / 3 + number * thin
+        doubled = 2 * np.array(ends[:-1]) - ends[1:]
+        assert np.all(abs(doubled) <= 2 * thin)
+
+
+def judged(
+    lppd: float, gradients_per_step: int = 1, is_bayes: bool = True, spread: float = 0.1
+) -> Judged:
+    """Of 100 inputs; the standard error of a difference is about a tenth of the spread."""
+    noise = spread * np.random.default_rng(abs(hash(lppd)) % 2**32).normal(size=100)
+    return Judged((lppd + noise - noise.mean()).tolist(), 10, gradients_per_step, is_bayes)
+
+
+def test_among_equals_the_cheaper_then_the_posterior_then_the_better_survives():
+    winners: list[tuple[str, dict[str, Judged]]] = [
+        ("b", {"a": judged(-1), "b": judged(-0.9)}),
+        # Within a standard error, which is about .014.
+        ("a", {"a": judged(-0.905), "b": judged(-0.9, gradients_per_step=2)}),
+        ("a", {"a": judged(-0.905), "b": judged(-0.9, is_bayes=False)}),
+        ("b", {"a": judged(-0.905), "b": judged(-0.9)}),
+        ("a", {"a": judged(-0.905, is_bayes=False), "b": judged(-0.9, gradients_per_step=2)}),
+        # Beyond it nothing else counts.
+        ("b", {"a": judged(-1), "b": judged(-0.9, gradients_per_step=2, is_bayes=False)}),
+        ("a", {"a": judged(-9), "b": judged(-np.inf)}),
+        # The error of a single input is unknown.
+        ("b", {"a": Judged([-0.905], 10, 1, True), "b": Judged([-0.9], 10, 2, False)}),
+    ]
+    for winner, found in winners:
+        assert selecting._survivors(found) == [winner], found
+    # The cheap one of the two equals comes first, the clearly worse ones in the order of LPPD.
+    found = {"d": judged(-3), "c": judged(-2), "b": judged(-0.9, 2), "a": judged(-0.905)}
+    found["e"] = judged(-np.inf)
+    assert selecting._survivors(found) == ["a", "b", "c"]
+    broken = {"a": judged(-np.inf), "b": judged(-np.inf)}
+    rule = r"^`select\(candidates=...\)` must be .*at least one keeps .*finite, got \['a', 'b'\]"
+    with pytest.raises(ValueError, match=rule):
+        selecting._survivors(broken)
+
+
+def test_scores_of_tokens_of_impossible_targets_and_of_broken_chains():
+    outputs: Any = GENERATOR.normal(size=(2, 5, 6, 4)).astype(np.float32)
+    labels = np.where(np.arange(6) < 5, GENERATOR.integers(0, 4, (5, 6)), -1)
+
+    def read(params: Any, x):
+        return params[x]
+
+    def part_of(rows, model=outputs):
+        predictor = optax_smile.Predictor(read, np.arange(5), likelihood="tokens", targets=labels)
+        for row in rows:
+            predictor.update(model[row])
+        return predictor
+
+    whole = selecting.Part(20).joined(part_of([0, 1]), 20)
+    log_p = outputs - logsumexp(outputs, axis=-1, keepdims=True)
+    taken = np.take_along_axis(log_p, np.maximum(labels, 0)[None, ..., None], axis=-1)[..., 0]
+    expected = np.where(labels < 0, 0, np.log(np.exp(taken).mean(axis=0))).mean(axis=1)
+    np.testing.assert_allclose(whole.density, expected, rtol=1e-5, atol=1e-6)
+    # In two parts, as after a kill.
+    first = selecting.Part(20).joined(part_of([0]), 15)
+    parts = first.joined(part_of([1]), 20)
+    np.testing.assert_allclose(parts.density, expected, rtol=1e-5, atol=1e-6)
+    assert parts.count == 2 and first.joined(part_of([]), 20) is first
+    # NaN of any draw is never forgotten, in whichever part it is.
+    broken = np.where(np.arange(2)[:, None, None, None] == 1, np.nan, outputs)
+    bad = selecting.Part(20).joined(part_of([1], broken), 15)
+    assert bad.density == [-np.inf] == first.joined(part_of([1], broken), 20).density
+    assert bad.joined(part_of([0]), 20).density == [-np.inf]
+    assert json.loads(json.dumps(bad.density)) == [-np.inf]
+
+
+def test_a_winner_that_breaks_after_the_last_round_keeps_its_draws(monkeypatch):
+    monkeypatch.setattr(selecting, "predict", lambda *_, **__: next(predictions))
+    density = np.full(NUM_VALID, -3.0)
+    predictions = (
+        optax_smile.Prediction(None, density) if x == 0 else crash_as(ValueError) for x in range(2)
+    )
+    found = find({"still": sgld(1e-8), "sgld": sgld(5e-4)}, **SHORT)
+    assert found.final_lppd == -np.inf and found.draws.num_draws == 10
+    assert "-inf: " in str(found) and "No better than the start" in str(found)
+    ax = optax_smile.plots.selection(found, ax=Figure().subplots())
+    assert ax.get_title() == "Chosen: sgld, LPPD -inf"
+
+
+def test_what_does_not_fit_is_refused_before_the_first_step():
+    fine = {"a": sgld(1e-3)}
+    for name in ("", ".", "..", "a/b", "a\\b", "a\0", 3, "rounds.json", 'a"'):
+        with pytest.raises(ValueError, match=r"candidates=...\)` must be names that can name a"):
+            find({name: sgld(1e-3)})
+    refused: list[tuple[Any, dict[str, Any], str]] = [
+        ({}, {}, r"candidates=...\)` must be a dict of samplers or optimizers by name"),
+        ([sgld(1e-3)], {}, r"candidates=...\)` must be a dict of samplers or optimizers by name"),
+        ({"a": None}, {}, r"candidates\['a'\]=...\)` must be"),
+        (fine, {"batches": iter([TRAIN])}, r"batches=...\)` must be .*can be repeated"),
+        (fine, {"validation": (VALID[0], None)}, r"validation=...\)` must be a pair of inputs"),
+        (fine, {"validation": (VALID[0], VALID[1][:3])}, r"validation=...\)` must be"),
+        (fine, {"likelihood": "categorical"}, r"likelihood=...\)` must be"),
+        (fine, {"params": START.at[1, 0].set(jnp.nan)}, r"params=...\)` must be"),
+    ]
+    for candidates, changes, rule in refused:
+        with pytest.raises(ValueError, match=rf"^`select\({rule}"):
+            find(candidates, **changes)
+
+
+def test_a_loss_with_random_numbers_and_the_bar(monkeypatch):
+    """The bar ends where the steps of all candidates are done."""
+
+    def noisy(params, batch, key):
+        return mean_loss(params, batch) + 0.01 * jax.random.normal(key)
+
+    shown = []
+    bar = selecting._loop.Bar
+    monkeypatch.setattr(bar, "show", lambda self, done, **told: shown.append((done, told)))
+    totals = []
+    monkeypatch.setattr(
+        bar,
+        "__init__",
+        lambda self, total, *_, **__: totals.append(total) or setattr(self, "_bar", None),
+    )
+    monkeypatch.setattr(bar, "begin", lambda self: None)
+    given: dict[str, Any] = {"likelihood": "gaussian", "key": 0, "stochastic": True, **SHORT}
+    candidates = {"still": sgld(1e-8), "sgld": sgld(5e-4)}
+    optax_smile.select(noisy, START, [TRAIN], candidates, apply_fn, VALID, **given)
+    assert totals == [60 + 18] and shown[-1] == (78, {"candidate": "sgld"})
+    done = [step for step, _ in shown]
+    assert done == sorted(done)
