@@ -121,12 +121,12 @@ def network(
 def digits(seed: int) -> Problem:
     """1,797 images of 8 x 8 pixels."""
     inputs, targets = load_digits(return_X_y=True)
-    both = (inputs / 16).astype(np.float32), targets.astype(np.int32)
-    x, rest_x, y, rest_y = train_test_split(*both, test_size=0.2, random_state=seed)
-    valid_x, test_x, valid_y, test_y = train_test_split(
-        rest_x, rest_y, test_size=0.5, random_state=seed
-    )
-    splits = data.Splits((x, y), (valid_x, valid_y), (test_x, test_y))
+    both: Any = (inputs / 16).astype(np.float32), targets.astype(np.int32)
+    split: Any = train_test_split(*both, test_size=0.2, random_state=seed)
+    x, rest_x, y, rest_y = split
+    half = len(rest_x) // 2
+    valid, test = ((rest_x[part], rest_y[part]) for part in np.s_[:half, half:])
+    splits = data.Splits((x, y), valid, test)
     given: dict[str, Any] = {"num_members": 4, "batch_size": 128, "num_steps": 12_000}
     given |= {"steps_per_dispatch": 100, "seed": seed}
     return network(models.FullyConnected((128,), 10), splits, lambda x: x, **given)

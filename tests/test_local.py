@@ -103,7 +103,7 @@ def test_turning_noise_forgets_over_a_radius():
     rates = Rates(gradient=one / 4, change=one / 9)
     heading = Heading(*[one / 2 for _ in Heading._fields])._replace(moving=yes)
     given = state, momentum.INTEGRATORS["leapfrog"], heading, Sums(*[one / 3] * 10)
-    got, expected = (momentum.diffuse(*given, length, rates) for length in ("turning", 4.0))
+    got, expected = (momentum.diffuse(*given, length, rates, 1.0) for length in ("turning", 4.0))
     np.testing.assert_allclose(jnp.stack(got), jnp.stack(expected), rtol=1e-6)
 
 

@@ -350,7 +350,7 @@ def test_changes_are_between_step_ends_that_are_kept():
             is_end and is_kept and is_long and last is not None and np.any(g != last),
             0.0,
         )
-        if enters:
+        if enters and last is not None:
             square, count = np.sum((g - last) ** 2) / 2 / 9, count + 1
             rate = square**0.5
             trust = min(1, 9 * mean / square) if count > 1 else 1
