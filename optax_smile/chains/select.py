@@ -182,7 +182,6 @@ class Judged(NamedTuple):
 
 
 @_check.arguments(
-    loss_fn=_loop.Loss(),
     params=parallel.STACKED,
     batches=_check.REPEATABLE,
     candidates=_Candidates(),
@@ -193,6 +192,7 @@ class Judged(NamedTuple):
     key=_check.Key(needed=True),
     batch_size=_check.Whole(1) | None,
     stochastic=_check.FLAG,
+    loss_fn=_loop.Loss(),
     per_chain=_check.FLAG,
     steps_per_dispatch=_check.Whole(1),
     mesh=parallel.MESH,
@@ -263,8 +263,8 @@ def select(
     Raises:
         ValueError: an argument out of range; several processes; no candidate with finite
             predictions; a `directory` of another selection; as `sample` and `predict`.
-        KeyboardInterrupt: stopped before the last round is over, or before the first draw. With a `directory` the same call
-            goes on.
+        KeyboardInterrupt: stopped before the last round is over, or before the first draw. With a
+            `directory` the same call goes on.
 
     Cost: a third more steps than `sample`; until they are dropped, the states of all candidates on
     the device; one forward pass of the validation data per draw that is judged; compiling each
