@@ -208,7 +208,9 @@ def test_a_stopped_selection_goes_on_to_the_same_result(tmp_path, monkeypatch):
 
 def test_the_directory_of_another_selection_is_refused(tmp_path):
     candidates = {"still": sgld(1e-8), "sgd": optax.sgd(0.05)}
-    find(candidates, directory=tmp_path, **SHORT)
+    found = find(candidates, directory=tmp_path, **SHORT)
+    again = {"sgd": optax.sgd(0.05), "still": sgld(1e-8)}
+    assert find(again, directory=tmp_path, **SHORT).best == found.best == "sgd"
     refused: list[tuple[Any, dict[str, Any]]] = [
         ({"still": sgld(1e-8), "other": optax.sgd(0.05)}, {}),
         ({"still": sgld(1e-7), "sgd": optax.sgd(0.05)}, {}),
