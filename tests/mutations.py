@@ -291,6 +291,25 @@ DEFECTS = r"""
 = a loss draws the same numbers in every step | best_epoch
 - aux=aux, key=key, loss=value
 + aux=aux, loss=value
+# chains/select.py | test_select.py
+= rounds take half of a run | third_of_the_steps
+- LARGEST_COST = 1 / 3
++ LARGEST_COST = 1 / 2
+= all draws of a round are judged | last_half
+- FORGOTTEN = 0.5
++ FORGOTTEN = 0.0
+= error of the score of a candidate, not of the difference | last_half
+- difference = np.subtract(first.density, second.density)
++ difference = np.array(first.density)
+= the cheaper survives though it is clearly worse | among_equals
+- *(preferred if is_equal else ())
++ *preferred
+= broken chains score like their start | last_half
+- self.part.density if is_sound else [-np.inf]
++ self.part.density
+= draws that are made again count twice | stopped_selection
+- step > max(FORGOTTEN * end, before.step)
++ step > FORGOTTEN * end
 # draws/_average.py | test_predict.py
 = densities joined without their largest | extreme or categorical
 - x * jnp.exp(of_x - base) + y * jnp.exp(of_y - base)

@@ -71,10 +71,10 @@ def sample(sampler: Any, **changes):
     return optax_smile.sample(mean_loss, START, Batches(), sampler, **given)
 
 
-def slow_lppd(draws: np.ndarray) -> float:
-    """Of draws `[draw, parameter]`."""
+def slow_density(draws: np.ndarray) -> np.ndarray:
+    """Log density of each validation input under draws `[draw, parameter]`."""
     density = norm.logpdf(VALID[1], draws.astype(float) @ VALID[0].T, NOISE)
-    return float(np.mean(logsumexp(density, axis=0) - np.log(len(draws))))
+    return logsumexp(density, axis=0) - np.log(len(draws))
 
 
 @pytest.fixture(scope="module")
@@ -100,18 +100,22 @@ def test_the_best_is_chosen_and_runs_as_in_sample(selection):
 
 
 def test_rounds_are_judged_by_the_draws_of_their_last_half(selection):
-    assert selection.start_lppd == pytest.approx(slow_lppd(np.asarray(START)))
+    assert selection.start_lppd == pytest.approx(slow_density(np.asarray(START)).mean())
     # The last one is still at the start, but must not score like it.
     assert selection.lppd[0, 3] == -np.inf and np.isnan(selection.standard_error[0, 3])
     with pytest.warns(UserWarning, match="is an optimizer"):
         sgd = sample(optax.sgd(0.05), num_warmup=0, num_draws=15)
-    draws = {1: sample(sgld(5e-4), num_warmup=0, num_draws=15), 2: sgd}
-    for place, found in draws.items():
-        by_step = np.swapaxes(found.params, 0, 1)
-        steps = 3 * np.arange(1, 16)
-        for row, end in enumerate((21, 45)):
-            chosen = by_step[(end / 2 < steps) & (steps <= end)].reshape(-1, 3)
-            assert selection.lppd[row, place] == pytest.approx(slow_lppd(chosen), rel=1e-5)
+    draws = sample(sgld(5e-4), num_warmup=0, num_draws=15), sgd
+    steps = 3 * np.arange(1, 16)
+    for row, end in enumerate((21, 45)):
+        is_judged = (end / 2 < steps) & (steps <= end)
+        density = [slow_density(x.params[:, is_judged].reshape(-1, 3)) for x in draws]
+        lppd = np.mean(density, axis=1)
+        np.testing.assert_allclose(selection.lppd[row, 1:3], lppd, rtol=1e-5)
+        best = int(np.argmax(lppd))
+        error = np.std(density[1 - best] - density[best], ddof=1) / NUM_VALID**0.5
+        got = selection.standard_error[row, 1:3]
+        assert got[best] == 0 and got[1 - best] == pytest.approx(error, rel=1e-3)
     assert np.isnan(selection.lppd[1, [0, 3]]).all()
 
 
@@ -204,7 +208,9 @@ def test_a_stopped_selection_goes_on_to_the_same_result(tmp_path, monkeypatch):
 
 def test_the_directory_of_another_selection_is_refused(tmp_path):
     candidates = {"still": sgld(1e-8), "sgd": optax.sgd(0.05)}
-    find(candidates, directory=tmp_path, **SHORT)
+    found = find(candidates, directory=tmp_path, **SHORT)
+    again = {"sgd": optax.sgd(0.05), "still": sgld(1e-8)}
+    assert find(again, directory=tmp_path, **SHORT).best == found.best == "sgd"
     refused: list[tuple[Any, dict[str, Any]]] = [
         ({"still": sgld(1e-8), "other": optax.sgd(0.05)}, {}),
         ({"still": sgld(1e-7), "sgd": optax.sgd(0.05)}, {}),
@@ -262,7 +268,7 @@ def test_among_equals_the_cheaper_then_the_posterior_then_the_better_survives():
     for winner, found in winners:
         assert selecting._survivors(found) == [winner], found
     # The cheap one of the two equals comes first, the clearly worse ones in the order of LPPD.
-    found = {"d": judged(-3), "c": judged(-2), "b": judged(-0.9, 2), "a": judged(-0.905)}
+    found = {"d": judged(-3), "c": judged(-2, 2), "b": judged(-0.9, 2), "a": judged(-0.905)}
     found["e"] = judged(-np.inf)
     assert selecting._survivors(found) == ["a", "b", "c"]
     broken = {"a": judged(-np.inf), "b": judged(-np.inf)}

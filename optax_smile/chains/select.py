@@ -182,7 +182,6 @@ class Judged(NamedTuple):
 
 
 @_check.arguments(
-    loss_fn=_loop.Loss(),
     params=parallel.STACKED,
     batches=_check.REPEATABLE,
     candidates=_Candidates(),
@@ -193,6 +192,7 @@ class Judged(NamedTuple):
     key=_check.Key(needed=True),
     batch_size=_check.Whole(1) | None,
     stochastic=_check.FLAG,
+    loss_fn=_loop.Loss(),
     per_chain=_check.FLAG,
     steps_per_dispatch=_check.Whole(1),
     mesh=parallel.MESH,
