@@ -152,6 +152,9 @@ def around(path):
     given = {"losses_fn": lambda params, x: x @ params["b"], "draws": [PARAMS, PARAMS]}
     given |= {"examples": INPUTS, "queries": INPUTS, "temperature": 1.0, "batch_size": 2}
     yield "local.influence", local.influence, given
+    given = {"loss_fn": bowl, "params": CHAINS, "batches": [jnp.ones(3)], "num_data": 100}
+    given |= {"optimizer": optax.sgd(0.1), "key": KEY, "excess": 0.1, "allowed": 0.1}
+    yield "local.network_candidates", local.network_candidates, given
     given = {"params": PARAMS, "scale": 1.0, "out_axis": -1}
     yield "local.fan_in_precision", local.fan_in_precision, given
     drawn = {"search": search, "ax": FRESH}

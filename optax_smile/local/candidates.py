@@ -83,6 +83,10 @@ def network_candidates(
     size = sum(math.prod(x.shape[1:]) for x in jax.tree.leaves(params))
     losses = jax.jit(jax.vmap(loss_fn, (0, None)))
     seen = list(itertools.islice(iter(batches), MOST_BATCHES))
+    if not seen:
+        _check.fail("network_candidates", "batches", "an iterable of batches", "none")
+    of_arrays = _check.Tree("an iterable of batches, trees of arrays of numbers")
+    of_arrays("network_candidates", "batches", seen)
     rule = "trained networks, arrays [chain, ...], that `loss_fn` takes one by one"
     _check.traced("network_candidates", "params", losses, params, seen[0], rule=rule)
 
