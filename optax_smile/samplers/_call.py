@@ -108,6 +108,11 @@ def key(where: str, data: jax.Array, like: jax.Array) -> jax.Array:
     return jax.random.wrap_key_data(data, impl=jax.random.key_impl(like))
 
 
+def alike(number: float | jax.Array, scalar: jax.Array) -> jax.Array:
+    """Give a number the precision of a scalar of the state, and inside `shard_map` its axes."""
+    return jnp.zeros_like(scalar) + jnp.asarray(number, scalar.dtype)
+
+
 def schedule(where: str, step_size: StepSize) -> optax.Schedule:
     """Take a number as a schedule that stays, and require numbers of any other."""
     if not callable(step_size):

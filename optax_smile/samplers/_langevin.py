@@ -235,7 +235,7 @@ def _update(of: _Parts, updates: Any, state: Any, params: Any, value: Any) -> tu
             step_end=step_end,
             is_draw=jnp.where(step_end & ~reject, is_draw, last.is_draw),
             below_resolution=_tree.inner(displacement, displacement) < resolution**2,
-            last_temperature=jnp.asarray(posterior.temperature, dtype),
+            last_temperature=_call.alike(posterior.temperature, step_length),
             num_gradients=_tree.count(last.num_gradients),
         ),
         state_format=state.state_format,

@@ -267,7 +267,7 @@ def _told(
         step_end=closed.step_end,
         is_draw=jnp.ones_like(reject),
         below_resolution=after.step_length < shown.resolution,
-        last_temperature=jnp.asarray(posterior.temperature, after.step_length.dtype),
+        last_temperature=_call.alike(posterior.temperature, after.step_length),
         num_gradients=_tree.count(shown.num_gradients),
     )
 
