@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 import optax_smile
 from optax_smile import local
 from optax_smile.local import LearningCoefficient, PrecisionSearch
-from optax_smile.potential import Potential, excess_loss
+from optax_smile.potential import Potential, excess_loss, strength_for
 from optax_smile.stages import momentum
 from optax_smile.stages.evidence import Rates
 from optax_smile.stages.kick import Heading
@@ -116,6 +116,13 @@ class TestRise:
         assert excess_of(3.0, 2.0) < bound < 3 * excess_of(3.0, 2.0)
         assert excess_loss(posterior, np.inf, SIZE) == pytest.approx(2 * SIZE / NUM_DATA / 2)
         assert excess_loss(posterior, 0.0, SIZE) == 0
+        # What `network_candidates` does the other way round; where any prior is enough, none.
+        for allowed, temperature in (0.01, 1.0), (0.02, 0.5):
+            tempered = Potential(NUM_DATA, temperature=temperature)
+            strength = strength_for(tempered, 7.0, SIZE, allowed)
+            found = excess_loss(tempered._replace(prior_precision=strength), 7.0, SIZE)
+            assert found == pytest.approx(allowed)
+        assert strength_for(posterior, 7.0, SIZE, 2 * SIZE / NUM_DATA) == 0
 
     def run(self, check=True, **posterior):
         given: dict[str, Any] = {"num_data": 20, "key": 0} | posterior

@@ -155,3 +155,19 @@ def test_automatic_temperature_goes_with_the_numbers_of_parameters_and_data(num_
         settings: Any = _settings.of(samplers[0], params)
         found = np.array([of_traced(jnp.float32(num_data)), settings["temperature"]])
     np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+def test_a_summary_says_that_a_posterior_is_cold():
+    steps: dict[str, Any] = {"num_warmup": 0, "num_draws": 3, "key": 0, "progress": False}
+    for temperature, is_told in (0.25, True), (1.0, False):
+        tx = optax_smile.psmile(num_data=10, temperature=temperature, key=0)
+        draws = optax_smile.sample(
+            lambda w, batch: jnp.mean((w - batch) ** 2),
+            jnp.ones((2, 3)),
+            [jnp.ones(3)],
+            tx,
+            **steps,
+        )
+        found = optax_smile.diagnostics.summary(draws)
+        np.testing.assert_array_equal(found.temperature, np.full(2, temperature))
+        assert ("temperature 0.25: a cold posterior" in str(found)) == is_told

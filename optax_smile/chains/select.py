@@ -298,6 +298,7 @@ def select(
         "steps_per_dispatch": steps_per_dispatch,
         "mesh": mesh,
         "specs": specs,
+        "check": check,
     }
     read: dict[str, Any] = {"likelihood": likelihood, "targets": validation[1]}
     read |= {"batch_size": batch_size, "mesh": mesh, "specs": specs}
@@ -315,8 +316,8 @@ def select(
         bar = closing.enter_context(_loop.Bar(num_all, "selecting", progress, compiles=True))
         progressed = _Progress(bar, found)
         left = {
-            name: _Candidate(name, sampler, setup, folder, check and not number, progressed)
-            for number, (name, sampler) in enumerate(candidates.items())
+            name: _Candidate(name, sampler, setup, folder, progressed)
+            for name, sampler in candidates.items()
         }
         for candidate in left.values():
             closing.callback(candidate.close)
@@ -423,7 +424,6 @@ class _Candidate:
         sampler: or optimizer.
         setup: arguments of `Setup` that all share.
         folder: of all candidates, or None.
-        check: see `sample`.
         progress: of all candidates.
     """
 
@@ -433,12 +433,11 @@ class _Candidate:
         sampler: Any,
         setup: Mapping[str, Any],
         folder: Path | None,
-        check: bool,
         progress: _Progress,
     ):
         self.name, self.progress, self.closing = name, progress, ExitStack()
         self.folder = None if folder is None else folder / name
-        self.setup = Setup(**setup, sampler=sampler, directory=self.folder, check=check)
+        self.setup = Setup(**setup, sampler=sampler, directory=self.folder)
         self.part = Part(0)
 
     @functools.cached_property
