@@ -1,4 +1,4 @@
-r"""Baselines of `networks.py` that are no samplers: checkpoints, IVON, Laplace's approximation.
+r"""Baselines of `networks.py` that are no samplers: checkpoints, SWAG, FGE, IVON, Laplace.
 
 Each is `name(run, options)`, with the numbers that differ from the method's `DEFAULTS` as options,
 and gives draws to predict with: `Snapshots` of one chain, which iterate as trees without a chain
@@ -28,6 +28,10 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     # Those of LeNet's warm start, for every network: it is not the training of the others that
     # goes on.
     "checkpoints": {"learning_rate": 1e-3, "weight_decay": 0.02},
+    # Moments of the checkpoints above.
+    "swag": {"learning_rate": 1e-3, "weight_decay": 0.02, "rank": 20},
+    # Cycles of `thin` steps, from the rate to a tenth of it.
+    "fge": {"learning_rate": 2e-3, "weight_decay": 0.02},
     # Of the authors' runs on CIFAR-10: ivon-experiments, bdl_indomain/train_ivon.sh.
     "ivon": {
         "learning_rate": 0.2,
@@ -67,17 +71,57 @@ class Run(NamedTuple):
 def checkpoints(run: Run, options: Mapping[str, Any]) -> optax_smile.Snapshots:
     """Go on with AdamW at a constant rate; keep every `thin`-th weights after the warm-up.
 
-    Options: `learning_rate` and `weight_decay` of `optax.adamw`. Its moments begin at zero, as a
-    warm start keeps weights alone.
+    Options: `learning_rate` and `weight_decay` of `optax.adamw`.
     """
-    chosen, (task, settings, start, seed, directory) = _chosen("checkpoints", options), run
-    kept: dict[str, Any] = {"directory": directory, "check": False, "progress": False}
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="`sample`: `sampler` is an optimizer")
-        # Less than was asked for would be scored as if it were all.
-        warnings.filterwarnings("error", message="`sample` ended early")
-        draws = draw(task, settings, start, optax.adamw(**chosen), seed, **kept)
-    return _snapshots("checkpoints", chosen, start, list(draws))
+    chosen = _chosen("checkpoints", options)
+    return _snapshots("checkpoints", chosen, run.start, _train_on(run, **chosen))
+
+
+def fge(run: Run, options: Mapping[str, Any]) -> optax_smile.Snapshots:
+    """Go on with AdamW at a cyclical rate; keep the weights where it is lowest.
+
+    Options: the highest `learning_rate` and `weight_decay`. The rate falls linearly to a tenth
+    within the first half of `thin` steps and rises again; weights are kept in the middle.
+
+    Source: Garipov et al., NeurIPS 2018. Differs: AdamW in place of SGD.
+    """
+    chosen, thin = _chosen("fge", options), run.settings.thin
+    offset = thin - (run.settings.num_warmup + thin // 2) % thin  # draws are in the middle
+
+    def rate(count):
+        phase = (count + offset) % thin / thin
+        return chosen["learning_rate"] * (0.1 + 0.9 * jnp.abs(1 - 2 * phase))
+
+    draws = _train_on(run, rate, chosen["weight_decay"])
+    return _snapshots("fge", chosen, run.start, draws)
+
+
+def swag(run: Run, options: Mapping[str, Any]) -> optax_smile.Snapshots:
+    """Draw from a Gaussian with the moments of the checkpoints.
+
+    Half of the covariance is the diagonal one, half that of the last `rank` deviations from the
+    mean.
+
+    Options: `learning_rate` and `weight_decay` of `optax.adamw`, and `rank`.
+
+    Source: Maddox et al., NeurIPS 2019. Differs: AdamW in place of SGD, deviations from the final
+    mean in place of the running one.
+    """
+    chosen = _chosen("swag", options)
+    visited = _train_on(run, chosen["learning_rate"], chosen["weight_decay"])
+    number, random = min(chosen["rank"], len(visited) - 1), np.random.default_rng(run.seed)
+    weights = random.normal(size=(run.settings.num_draws, number))
+
+    def gaussians(*leaves):
+        values = np.stack(leaves)
+        last = values[-number:] - values.mean(0)
+        noise = random.normal(size=(len(weights), *values.shape[1:])) * values.std(0)
+        low = np.tensordot(weights, last, 1) / np.sqrt(max(1, number - 1))
+        return (values.mean(0) + (noise + low) / np.sqrt(2)).astype(values.dtype)
+
+    drawn = jax.tree.map(gaussians, *visited)
+    draws = [jax.tree.map(lambda x, i=i: x[i], drawn) for i in range(len(weights))]
+    return _snapshots("swag", chosen, run.start, draws)
 
 
 def ivon(run: Run, options: Mapping[str, Any]) -> optax_smile.Snapshots:
@@ -145,7 +189,7 @@ def laplace(run: Run, options: Mapping[str, Any]) -> optax_smile.Snapshots:
     return _snapshots("laplace", chosen, start, list(drawn(deltas[best], settings.num_draws)))
 
 
-METHODS = {"checkpoints": checkpoints, "ivon": ivon, "laplace": laplace}
+METHODS = {"checkpoints": checkpoints, "swag": swag, "fge": fge, "ivon": ivon, "laplace": laplace}
 
 
 def train(
@@ -296,6 +340,20 @@ def gaussian(key: jax.Array, mean: Any, precision: Any) -> Any:
     """Draw from a Gaussian with a diagonal precision."""
     noise = optax.tree.random_like(key, mean)
     return jax.tree.map(lambda m, z, p: m + z / jnp.sqrt(p), mean, noise, precision)
+
+
+def _train_on(
+    run: Run, learning_rate: optax.ScalarOrSchedule, weight_decay: float
+) -> Sequence[Any]:
+    """Weights where a sampler would make draws. Moments begin at zero: a warm start keeps none."""
+    task, settings, start, seed, directory = run
+    optimizer = optax.adamw(learning_rate, weight_decay=weight_decay)
+    kept: dict[str, Any] = {"directory": directory, "check": False, "progress": False}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="`sample`: `sampler` is an optimizer")
+        # Less than was asked for would be scored as if it were all.
+        warnings.filterwarnings("error", message="`sample` ended early")
+        return list(draw(task, settings, start, optimizer, seed, **kept))
 
 
 def _save(path: Path, tree: Any):

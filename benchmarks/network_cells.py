@@ -50,8 +50,19 @@ GRID = (1e-4, 1e-3, 1e-2)
 OURS = [(ENSEMBLE, {}), ("psmile", {}), ("psmile", {"allowed": 0.03}), ("smile", {})]
 OURS += [("psmile", {"temperature": "auto", "angle": 0.3})]
 ANGLES = [("psmile", {"angle": angle}) for angle in (0.01, 0.1)]
-CHECKPOINTS = ("checkpoints", {})
-OTHERS: Methods = [CHECKPOINTS, ("ivon", {}), ("ivon", {"learning_rate": 0.05}), ("laplace", {})]
+# Training that goes on: the first is the rate of LeNet's own training.
+CHECKPOINTS: Methods = [
+    ("checkpoints", {}),
+    *(("checkpoints", {"learning_rate": rate}) for rate in (5e-4, 2e-3, 4e-3)),
+]
+SWAG: Methods = [("swag", {}), ("fge", {})]
+OTHERS: Methods = [
+    *CHECKPOINTS,
+    *SWAG,
+    ("ivon", {}),
+    ("ivon", {"learning_rate": 0.05}),
+    ("laplace", {}),
+]
 PAPERS = tuple(f"{name} published" for name in ("smile_naive", "psmile_naive", "smile", "psmile"))
 CYCLES = [
     ("cyclical_sgld", {"step_size": step, "num_cycles": 4}) for step in (1e-6, 5e-7, 1e-7, 5e-8)
@@ -76,7 +87,7 @@ TABLES: dict[str, tuple[str, list[tuple[str, dict[str, Any]]], dict[str, Sequenc
         "resnet7",
         [
             *OURS,
-            CHECKPOINTS,
+            *CHECKPOINTS,
             *at("psmile published", GRID),
             *at("smile_naive", GRID),
             *CYCLES[1:],
@@ -123,7 +134,7 @@ TABLES: dict[str, tuple[str, list[tuple[str, dict[str, Any]]], dict[str, Sequenc
         "vit",
         [
             *OURS,
-            CHECKPOINTS,
+            *CHECKPOINTS,
             *at("psmile published", (0.2, 0.15, 0.1, 0.05)),
             *at("scale_adapted_sghmc", (5e-5, 1e-4, 1.5e-4, 5e-4, 1e-3)),
             *CYCLES,
@@ -135,7 +146,7 @@ TABLES: dict[str, tuple[str, list[tuple[str, dict[str, Any]]], dict[str, Sequenc
         [
             *OURS,
             *ANGLES,
-            CHECKPOINTS,
+            *CHECKPOINTS,
             *(
                 cell
                 for method in ("scale_adapted_sghmc", "smile published", "psmile published")

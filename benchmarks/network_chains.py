@@ -241,12 +241,18 @@ def _same_settings(path: Path, used: dict[str, Any]):
 
 
 def predictions(task: Experiment, draws: Any, batch_size: int) -> dict[str, np.ndarray]:
-    """Log-probabilities `[input, class]` of the average, and the log densities of the targets."""
+    """Log-probabilities `[input, class]` of the average, and the log densities of the targets.
+
+    Those of the validation data choose settings and a temperature.
+    """
     (inputs, targets), likelihood = task.splits.test, task.likelihood
     kept: dict[str, Any] = {"likelihood": LETTERS if likelihood == "tokens" else likelihood}
     kept["batch_size"] = min(batch_size, len(inputs))
     found = optax_smile.predict(task.outputs_of, draws, inputs, targets=targets, **kept)
     told = {"test": np.log(found.mean), "density": found.log_density}
+    inputs, targets = task.splits.valid
+    valid = optax_smile.predict(task.outputs_of, draws, inputs, targets=targets, **kept)
+    told |= {"valid": np.log(valid.mean), "valid_density": valid.log_density}
     if task.unseen:
         unseen = optax_smile.predict(task.outputs_of, draws, task.unseen[1], **kept)
         told["unseen"] = np.log(unseen.mean)

@@ -31,7 +31,7 @@ from network_cells import ENSEMBLE, FORMS, TABLES, cells_of
 from scipy.special import logsumexp
 
 import optax_smile
-from optax_smile import metrics
+from optax_smile import calibrate, metrics
 
 NUM_CORRUPTED, NUM_DRAWS_CORRUPTED, SEVERITIES = 1_000, 16, (1, 3, 5)
 
@@ -93,6 +93,14 @@ def scores(task: Experiment, chains: Sequence[Mapping[str, np.ndarray]]) -> dict
         told["perplexity"] = metrics.perplexity(density)
     else:
         told["auroc"] = metrics.auroc(mean, targets)
+    if "valid" in chains[0]:
+        held_out = averaged([chain["valid"] for chain in chains])
+        probabilities = np.exp(held_out).reshape(-1, held_out.shape[-1])
+        valid = averaged([chain["valid_density"] for chain in chains])
+        chosen = calibrate.fit_temperature(probabilities, task.splits.valid[1].reshape(-1))
+        calibrated = metrics.ece(calibrate.with_temperature(mean, chosen), targets)
+        told |= {"valid_lppd": metrics.lppd(valid), "temperature": chosen}
+        told["calibrated_ece"] = calibrated
     if "unseen" in chains[0]:
         foreign = np.exp(averaged([chain["unseen"] for chain in chains]))
         entropies = (-np.sum(p * np.log(np.maximum(p, 1e-30)), axis=-1) for p in (mean, foreign))
