@@ -4,7 +4,8 @@ A perceptron with two hidden layers on Fashion-MNIST, 54,000 images, at each of 
 networks trained with AdamW and stopped early, a `psmile` chain from each. One run answers for two
 budgets: its draws from 1,000 to 3,000 gradients, and from 4,000 to 12,000. Scores on 2,000 test
 images. Priors: N(0, 1) on each weight; variances by the number of inputs of each weight; around the
-start, with the precision that `local_precision` finds.
+start, with the precision that `local_precision` finds. "cold" is `temperature="auto"` under
+N(0, 1). "training on" is AdamW at 1e-3 instead of a chain; its angle is ignored.
 
     python benchmarks/ladder.py --sizes 1e4 1e5 1e6 --output benchmarks/results/ladder.jsonl
     python benchmarks/ladder.py --sizes 1e7 --chains 1 --steps 3000 --output ...
@@ -31,7 +32,7 @@ import optax_smile
 from optax_smile import local
 
 WIDTHS = {"1e4": 12, "1e5": 110, "1e6": 678, "1e7": 2_790}
-PRIORS = ("N(0, 1)", "fan in", "around the start")
+PRIORS = ("N(0, 1)", "fan in", "around the start", "cold", "training on")
 EVERY, NUM_TEST, NUM_SEARCH = 100, 2_000, 4_000
 BUDGETS = (1_000, 3_000, 12_000)
 
@@ -52,8 +53,10 @@ def build(size: str) -> Experiment:
 
 def prior_of(name: str, task: Experiment, start: Any, seed: int) -> dict[str, Any]:
     """Arguments of the sampler."""
-    if name == "N(0, 1)":
+    if name in ("N(0, 1)", "training on"):
         return {}
+    if name == "cold":
+        return {"temperature": "auto"}
     one = jax.tree.map(lambda x: x[0], start)
     if name == "fan in":
         return {"prior_precision": local.fan_in_precision(one)}
@@ -98,6 +101,8 @@ def run_cell(cell: dict[str, Any], work: Path) -> dict[str, Any]:
     prior = prior_of(cell["prior"], task, start, seed)
     tuner = optax_smile.angle_tuner(cell["angle"])
     sampler = optax_smile.psmile(num_data=task.num_data, key=seed, tuner=tuner, **prior)
+    if cell["prior"] == "training on":
+        sampler = optax.adamw(1e-3, weight_decay=0.02)
     begun = time.monotonic()
     draws = experiment.draw(
         task,

@@ -156,9 +156,9 @@ def begin(where: str, potential: Potential, params: optax.Params) -> Potential:
         return found
     is_known = not isinstance(found.temperature, jax.core.Tracer)
     if not is_known or found.temperature < 1:
-        number = f"= {float(found.temperature):.3g}" if is_known else "<= 1"
+        number = f"{float(found.temperature):.3g}" if is_known else "at most 1"
         warnings.warn(
-            f'`{where}(temperature="auto")` takes the temperature {number} for'
+            f'`{where}(temperature="auto")` takes a temperature of {number} for'
             f" {_tree.size(params)} parameters. Below 1 the draws are of a cold posterior, narrower"
             " than that of Bayes. Pass a number to be silent.",
             stacklevel=2,

@@ -125,7 +125,7 @@ def test_samplers_sample_a_prior_of_trees(name, given):
     np.testing.assert_allclose(draws.std(axis=0).mean(axis=1), [1, 0.5], rtol=0.12)
 
 
-COLD = r'`psmile\(temperature="auto"\)` takes the temperature'
+COLD = r'`psmile\(temperature="auto"\)` takes a temperature of'
 AUTO: dict[str, Any] = {"temperature": "auto", "excess": 0.02, "key": 0}
 
 
@@ -150,7 +150,7 @@ def test_automatic_temperature_goes_with_the_numbers_of_parameters_and_data(num_
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         chex.assert_trees_all_equal(*paths())
-        message = f"{COLD} = {expected:.3g} for 21 parameters"
+        message = f"{COLD} {expected:.3g} for 21 parameters"
         assert bool(told) == (expected < 1) and all(re.match(message, str(x.message)) for x in told)
         settings: Any = _settings.of(samplers[0], params)
         found = np.array([of_traced(jnp.float32(num_data)), settings["temperature"]])

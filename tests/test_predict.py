@@ -101,6 +101,10 @@ def test_in_pieces_by_one_program_in_constant_memory():
             after_eight = len(traced)
     assert_average(predictor.finalize(), IN_ORDER)
     assert max(held[2:]) <= held[2]
+    predictor.restart()
+    for params in SNAPSHOTS[:8]:
+        predictor.update(params)
+    assert_average(predictor.finalize(), IN_ORDER[:8])
     assert len(traced) == after_eight and set(traced) <= {NUM_INPUTS, 10} and 10 in traced
 
 

@@ -16,7 +16,7 @@ NAMES = {
 ENSEMBLE = "deep ensemble"
 SCORES = {"LPPD": "lppd", "accuracy": "accuracy", "ECE": "ece", "AUROC, foreign": "ood_auroc"}
 SIZES = ("1e4", "1e5", "1e6", "1e7")
-ANGLES = (0.003, 0.01, 0.03, 0.1)
+ANGLES = (0.003, 0.01, 0.03, 0.1, 0.3)
 LADDER = {"LPPD": 4, "accuracy": 4, "single": 3, "loss": 3, "norm": 0, "distance": 1, "r_hat": 2}
 
 

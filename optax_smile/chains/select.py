@@ -268,7 +268,7 @@ def select(
 
     Cost: a third more steps than `sample`; until they are dropped, the states of all candidates on
     the device; one forward pass of the validation data per draw that is judged; compiling each
-    candidate, and the forward pass in each of its rounds.
+    candidate.
 
     Example:
         >>> import jax, jax.numpy as jnp, optax, optax_smile
@@ -321,10 +321,12 @@ def select(
         }
         for candidate in left.values():
             closing.callback(candidate.close)
+        predictor = Predictor(apply_fn, validation[0], **read)
         for judged, end in zip(found, ends, strict=True):
             for name, candidate in left.items():
                 if name not in judged:
-                    judged[name] = candidate.judge(Predictor(apply_fn, validation[0], **read), end)
+                    predictor.restart()
+                    judged[name] = candidate.judge(predictor, end)
                     _write(folder, identity, found)
             kept = _survivors(judged)
             for name in set(left) - set(kept):

@@ -83,6 +83,7 @@ class Predictor:
         self._everywhere = None if mesh is None else NamedSharding(mesh, PartitionSpec())
         self.count: int = 0
         self._waiting, self._first, self._averages, self._draws = [], None, [], []
+        self._adds: list[Callable] = []
 
     @_check.arguments("Predictor.update", params=_check.Tree())
     def update(self, params: optax.Params) -> None:
@@ -102,6 +103,11 @@ class Predictor:
         if self.count % self._rows == 0:
             self._evaluate()
 
+    def restart(self) -> None:
+        """Forget all snapshots, and keep the compiled programs."""
+        self.count = 0
+        self._waiting, self._averages, self._draws = [], [], []
+
     def finalize(self) -> Prediction:
         """Give the average over the snapshots so far, a `Prediction`; more may follow.
 
@@ -117,7 +123,7 @@ class Predictor:
 
     def _join(self) -> tuple[Prediction, Outcome | None]:
         """Average over all snapshots, and over those of each chain."""
-        if self._first is None:
+        if not self.count:
             _check.fail("Predictor.update", "params", "at least one parameter tree", "none")
         if self._waiting:
             self._evaluate()
@@ -168,17 +174,22 @@ class Predictor:
                 rule = f"one that gives arrays [input, ...] of {self.num_inputs} inputs"
                 _check.fail("Predictor", "likelihood", rule, f"shape {leaf.shape}")
 
-    def _begin(self, params: Any):
-        """Make the averages over no snapshot, where the compiler puts the outputs."""
+    @functools.cached_property
+    def _zero(self) -> Callable:
+        """Compile the average over no snapshot. Only the shapes of the outputs count."""
 
-        def begin(params, batch):
+        def zero(params, batch):
             return _average.zero(self._outcome(params, batch))
 
-        # The outputs are not computed: the compiler sees that only their shapes count.
-        over_rows = jax.jit(parallel.over_chains(begin, mesh=self.mesh, in_axes=(0, None)))
+        return jax.jit(parallel.over_chains(zero, mesh=self.mesh, in_axes=(0, None)))
+
+    def _begin(self, params: Any):
+        """Make the averages over no snapshot, where the compiler puts the outputs."""
         self._averages = [
-            [over_rows(params, batch) for _ in range(self._num_groups)] for batch in self._batches
+            [self._zero(params, batch) for _ in range(self._num_groups)] for batch in self._batches
         ]
+        if self._adds:
+            return
         # All batches but the last are of one shape.
         first, last = self._averages[0][0], self._averages[-1][0]
         add = self._compile(first)

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 # Nats per input; what is so far below the best of its round does not set the scale.
 FAR_FROM_BEST = 1.0
+# Distance of two candidates of a round, as a share of its steps.
+NEXT_TO = 0.015
 
 
 @_check.arguments("plots.selection", selection=returned_by("select", "final_lppd"), ax=AXES)
@@ -65,9 +67,11 @@ def selection(selection: Selection, *, ax: Axes | None = None) -> Axes:
         error = np.nan_to_num(selection.standard_error[:, place])
         finite = np.isfinite(values)
         style = {"color": color, "zorder": 2.5 if name == selection.best else 2}
-        ax.errorbar(steps[finite], values[finite], error[finite], fmt="o-", label=name, **style)
+        # Side by side, so that error bars of one round do not hide each other.
+        at = steps * (1 + NEXT_TO * (place - (len(selection.names) - 1) / 2))
+        ax.errorbar(at[finite], values[finite], error[finite], fmt="o-", label=name, **style)
         for marked, marker in (finite & (values < low), "v"), (np.isneginf(values), "x"):
-            ax.plot(steps[marked], 0 * steps[marked], marker, **style | at_bottom)
+            ax.plot(at[marked], 0 * at[marked], marker, **style | at_bottom)
         if name == selection.best:
             ax.plot(selection.total_steps, final, "*", color=color, ms=14, zorder=3)
     # A scale of no height has no room.
