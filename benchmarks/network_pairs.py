@@ -8,6 +8,7 @@ checkpoints with the best validation LPPD of the ensemble, chosen for each seed.
 """
 
 import itertools
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,10 +31,12 @@ def main():
     parser.add_argument("--table", choices=TABLES, default="lenet")
     parser.add_argument("--form", choices=FORMS, default="small")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--settings", type=json.loads, default={}, help="other settings, JSON")
     parser.add_argument("--work", type=Path, default=Path("out/networks"))
     arguments = parser.parse_args()
-    pairs = list(cells_of(arguments.table, arguments.form, arguments.seeds, {}))
-    methods = [(c["method"], c["options"]) for c, _ in pairs if c["seed"] == arguments.seeds[0]]
+    given = arguments.table, arguments.form, arguments.seeds, arguments.settings
+    pairs = [cell for cell, _ in cells_of(*given)]
+    methods = [(c["method"], c["options"]) for c in pairs if c["seed"] == arguments.seeds[0]]
     rates = [other for other in methods if other[0] == CHECKPOINTS]
 
     def chains(method: tuple[str, Any], seed: int) -> list[dict[str, np.ndarray]] | None:
@@ -42,9 +45,7 @@ def main():
             tried = [found for rate in rates if (found := chains(rate, seed))]
             scores = [averaged([c["valid_density"] for c in found]).mean() for found in tried]
             return tried[int(np.argmax(scores))] if tried else None
-        cell = next(
-            c for c, _ in pairs if (c["method"], c["options"], c["seed"]) == (*method, seed)
-        )
+        cell = next(c for c in pairs if (c["method"], c["options"], c["seed"]) == (*method, seed))
         paths = [network_chains.path_of(cell, i, arguments.work) for i in range(cell["num_chains"])]
         return [dict(np.load(p)) for p in paths] if all(p.exists() for p in paths) else None
 
@@ -52,7 +53,7 @@ def main():
         ours, theirs = ((cell[name]["method"], cell[name]["options"]) for name in ("ours", "rival"))
         return differences(*([chains(x, seed) for seed in cell["seeds"]] for x in (ours, theirs)))
 
-    told = {"task": TABLES[arguments.table][0], "form": arguments.form}
+    told = {"task": TABLES[arguments.table][0], "form": pairs[0]["form"]}
     cells = []
     for ours, rival in itertools.product([COLD], [SELECTED, *methods]):
         seeds = [s for s in arguments.seeds if chains(ours, s) and chains(rival, s)]

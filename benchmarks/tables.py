@@ -59,6 +59,7 @@ TABLES: dict[str, tuple[Callable[..., Table], tuple[str, ...]]] = {
     "uci-distributional": (paper_protocol.distributional, ("uci",)),
     "scale": (networks.gains, ("networks",)),
     "scale-cells": (networks.cells, ("networks",)),
+    "scale-pairs": (networks.pairs, ("network_pairs",)),
     "scale-tiny": (networks.tiny, ("networks",)),
     "scale-corruptions": (networks.corruptions, ("corruptions",)),
     "scale-paper": (networks.paper, ("networks", "paper")),
