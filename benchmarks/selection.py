@@ -8,6 +8,7 @@ that the loss of a choice is the test LPPD of the best candidate minus that of t
     digits                 of scikit-learn, a layer of 128, 4 members, 12,000 steps of 128
     2,000 and 54,000 images   Fashion-MNIST, a layer of 76, 2 members, 12,000 steps of 64
     LeNet                  Fashion-MNIST, 2 members, 6,000 steps of 64
+    GPT                    modern Shakespeare, a block of width 32, 2 members, 2,000 steps of 32
 
     python benchmarks/selection.py --output benchmarks/results/selection.jsonl
 
@@ -15,6 +16,7 @@ All but digits need `OPTAX_SMILE_DATA`.
 """
 
 import argparse
+import dataclasses
 import functools
 import time
 from collections.abc import Callable
@@ -24,6 +26,7 @@ import data
 import experiment
 import jax
 import models
+import nanogpt
 import numpy as np
 import optax
 import records
@@ -98,15 +101,27 @@ def network(
     )
     settings = experiment.Settings(num_epochs=60, patience=3, batch_size=64)
     members = experiment.warm_start(task, settings, seed, num_members, progress=False)
+    return problem_of(task, members, batch_size, num_steps, steps_per_dispatch, seed)
+
+
+def problem_of(
+    task: experiment.Experiment,
+    members: Any,
+    batch_size: int,
+    num_steps: int,
+    steps_per_dispatch: int,
+    seed: int,
+) -> Problem:
+    """Trained networks of an experiment; a quarter of the steps is the warm-up of 36 draws."""
     num_warmup = num_steps // 4
     return Problem(
         task.mean_loss,
         task.outputs_of,
         members,
         task.batches(batch_size, seed + 1),
-        splits.valid,
-        splits.test,
-        "categorical",
+        task.splits.valid,
+        task.splits.test,
+        task.likelihood,
         task.num_data,
         optax.adamw(1e-3, weight_decay=0.02),
         {
@@ -116,6 +131,16 @@ def network(
             "steps_per_dispatch": steps_per_dispatch,
         },
     )
+
+
+def gpt(seed: int) -> Problem:
+    """Text, letter by letter."""
+    settings = dataclasses.replace(
+        nanogpt.PRESETS["laptop"], depth=1, width=1 / 12, num_epochs=10, patience=2
+    )
+    task = nanogpt.build(settings)
+    members = experiment.warm_start(task, settings, seed, 2, progress=False)
+    return problem_of(task, members, 32, 2_000, 1, seed)
 
 
 def digits(seed: int) -> Problem:
@@ -153,6 +178,7 @@ PROBLEMS: dict[str, Callable[[int], Problem]] = {
     "2,000 images": functools.partial(fashion, PERCEPTRON, 2_000, 12_000, 20),
     "54,000 images": functools.partial(fashion, PERCEPTRON, None, 12_000, 20),
     "LeNet": functools.partial(fashion, models.LeNet(), None, 6_000, 1),
+    "GPT": gpt,
 }
 
 
