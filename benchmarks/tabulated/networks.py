@@ -37,16 +37,19 @@ def _paired(group: Sequence[Record], base: Sequence[Record], score: str) -> list
     return [a[score] - b[score] for a, b in pairs if b and a.get(score) is not None]
 
 
-def _prior(options: tuple) -> str:
-    return ", around the start" if dict(options).keys() == {"allowed"} else ""
+def _variant(options: tuple) -> str:
+    """What `psmile` samples, by the options of a cell."""
+    names = {frozenset({"allowed"}): ", around the start"}
+    names |= {frozenset({"temperature", "angle"}): ", cold"}
+    return names.get(frozenset(dict(options)), "")
 
 
 def gains(found: Sequence[Record]) -> Table:
     """`psmile` and an ensemble of checkpoints above the deep ensemble, in the small form."""
     groups, rows, used = _groups(found), [], []
     for (task, form, method, options), group in groups.items():
-        prior = _prior(options)
-        if form != "small" or method == ENSEMBLE or options and not prior:
+        variant = _variant(options)
+        if form != "small" or method == ENSEMBLE or options and not variant:
             continue
         base = groups.get((task, form, ENSEMBLE, ()), [])
         differences = [_paired(group, base, score) for score in SCORES.values()]
@@ -55,7 +58,7 @@ def gains(found: Sequence[Record]) -> Table:
         used += [r for r in (*group, *base) if r not in used]
         rows.append(
             [
-                *(NAMES[task], method + prior),
+                *(NAMES[task], method + variant),
                 mean_error([r["lppd"] for r in base], 4),
                 mean_error([r["lppd"] for r in group], 4),
                 *(mean_error(values, 4, "+") for values in differences),
@@ -163,7 +166,7 @@ def corruptions(found: Sequence[Record]) -> Table:
     rows = []
     for (task, form, method, options), group in groups.items():
         base = groups.get((task, form, ENSEMBLE, ()), [])
-        row = [NAMES[task], form, method + _prior(options)]
+        row = [NAMES[task], form, method + _variant(options)]
         for severity in severities:
             of = {r["cell"]["seed"]: r["severities"][severity]["lppd"] for r in base}
             values = {r["cell"]["seed"]: r["severities"][severity]["lppd"] for r in group}
