@@ -318,7 +318,7 @@ def test_whole_models_and_gradients_that_are_none(build):
             eqx.filter(model, SPEC), eqx.filter(wanted, SPEC), rtol=1e-4, atol=1e-5
         )
         chex.assert_trees_all_close(stats(state), stats(alone), rtol=1e-3, atol=1e-4)
-        changed = eqx.tree_at(lambda m: m.layer.bias, model, jnp.full(3, 9.0))
+        changed = eqx.tree_at(lambda m: m.layer.bias, model, jnp.full(3, jnp.inf))
         drawn = last_accepted(state, changed)
         chex.assert_trees_all_equal(drawn.layer.bias, changed.layer.bias)
         chex.assert_trees_all_close(
@@ -335,6 +335,10 @@ def test_whole_models_and_gradients_that_are_none(build):
     )
     chex.assert_trees_all_close(state.tracked_params, eqx.filter(model, whole), rtol=1e-6)
     assert stats(state).num_parameters == optax.tree.size(ARRAYS)
+    # What the loop makes of a leaf without a gradient is its own.
+    _, state = model_loop(tracking, MODEL, SPEC)
+    at = eqx.combine(eqx.filter(state.tracked_params, SPEC), changed)
+    chex.assert_trees_all_equal(last_accepted(state, at).layer.bias, changed.layer.bias)
 
 
 def test_integers_get_no_update():
@@ -381,6 +385,10 @@ def test_other_parameters_than_the_tracked_ones_are_refused():
             _, after = jax.jit(tx.update)(grads, after)
         with pytest.raises(ValueError, match=r"`sghmc.update\(state=...\)` must be that of calls"):
             tx.update(grads, after)
+    # A chain that goes on after the sampler is seen where parameters are passed at last.
+    late = optax.named_chain(("sampler", tx), ("rate", optax.scale(0.5)))
+    with pytest.raises(ValueError, match=r"`last_accepted\(params=...\)` must be the parameters"):
+        last_accepted(*reversed(follow(late, without_params)))
     # Rounding is no difference.
     near = jax.tree.map(lambda x: x * (1 + 2e-7), params)
     _, after = tx.update(grads, state, near)

@@ -62,15 +62,20 @@ class TrackedState(NamedTuple):
     def last_accepted(self, params: optax.Params) -> optax.Params:
         """Start of the open step, see `optax_smile.last_accepted`; other parameters are refused."""
         if params is not self.tracked_params:
-            has_gradient = self.sampled.has_gradient
-            # In the place of leaves that are not sampled it has those of `params`.
-            own = _tree.map_sampled(
-                lambda tracked, _: tracked, self.tracked_params, params, has_gradient
-            )
-            given = _leaves.floating(params)
-            if _leaves.is_known_true(self.differ(given, _leaves.floating(own))):
+            given, own = self._pairs(params)
+            if _leaves.is_known_true(self.differ(given, own)):
                 _check.fail("last_accepted", "params", FOREIGN, "others")
         return self.sampler.last_accepted(params)
+
+    def _pairs(self, params: optax.Params) -> tuple[list[Any], list[Any]]:
+        """Parameters of the loop beside the tracked ones, of the leaves that are sampled."""
+        found = []
+        _tree.map_sampled(lambda *pair: found.append(pair), self.tracked_params, params)
+        tracked = enumerate(jax.tree.leaves(self.tracked_params))
+        moves = {id(leaf): self.sampled.has_gradient[number] for number, leaf in tracked}
+        # Leaves without a gradient are the loop's to change.
+        given = [jnp.where(moves[id(own)], x, own) for own, x in found]
+        return given, [own for own, _ in found]
 
     def differ(self, given: Any, own: Any) -> jax.Array:
         """Tell whether parameters differ from the tracked ones by more than rounding.

@@ -186,7 +186,8 @@ def psmile(
             `last_accepted` without them. It adds the updates to them, as `optax.apply_updates`
             does. Parameters that a loop does pass are used and compared: if they differ from the
             tracked ones by more than rounding, that is an error, or in a compiled program
-            `is_altered`, for good.
+            `is_altered`, for good. A loop that never passes them must apply the updates as they
+            are: other changes go unseen.
 
     Returns:
         An Optax transformation, the last of a chain. `update(grads, state, params, value=loss)`
