@@ -14,7 +14,7 @@ import optax
 from optax_smile import _check
 
 # Of the states of all samplers; a state of another format cannot be continued.
-STATE_FORMAT = 4
+STATE_FORMAT = 5
 # Share of the gradients that are not finite; healthy runs have none or a handful.
 MOST_NONFINITE = 0.01
 # Nats per example by which draws may be worse than the start: targets 63 % less probable.
@@ -102,7 +102,11 @@ class Stats(NamedTuple):
             a transformation after the sampler, a projection, an average. Calls after a rejected
             step cannot tell.
         is_altered: whether the last three calls that can tell found them off by more than a
-            thousandth of the step: these points are no draws.
+            thousandth of the step: these points are no draws. It stays true once a compiled call
+            had gradients for other leaves than the first one, or parameters other than those that
+            the state tracks.
+        num_parameters: d, the number of parameters that are sampled: those of the leaves with a
+            gradient; 0 for an optimizer.
     """
 
     step_size: jax.Array
@@ -125,6 +129,7 @@ class Stats(NamedTuple):
     below_resolution: jax.Array
     num_altered: jax.Array
     is_altered: jax.Array
+    num_parameters: jax.Array
 
     def __str__(self) -> str:
         return "\n".join(f"{name:<17} {value}" for name, value in self._asdict().items())
@@ -248,7 +253,7 @@ def stats(state: Any) -> Stats:
     return find(state, "stats").stats()
 
 
-def last_accepted(state: Any, params: Any) -> Any:
+def last_accepted(state: Any, params: Any = None) -> Any:
     """Return the last accepted step end: the draw that a loop may keep.
 
     The parameters in a loop are a proposal until the next call of `update` has judged them.
@@ -257,18 +262,22 @@ def last_accepted(state: Any, params: Any) -> Any:
         state: state after `update`, alone or inside a larger one, such as the `opt_state` of an
             `nnx.Optimizer`. A state with a leading chain axis goes through
             `jax.vmap(last_accepted)`.
-        params: parameters after `optax.apply_updates`.
+        params: parameters after `optax.apply_updates`. With `track_params=True` the state has them;
+            given ones are compared with those.
 
     Returns:
         Parameters like `params`; variables of Flax nnx come back as their arrays, which
         `nnx.update(model, ...)` takes. Leaves that the sampler does not see (masked, partitioned,
         or none of those given to `init`, such as functions and running statistics) come back as
-        they are.
+        they are. Without `params`, the tracked ones: None, or a `MaskedNode`, in the place of
+        leaves that the sampler does not see, and leaves without a gradient as `init` got them.
 
     Raises:
         ValueError: the state holds no sampler, or more than one, or another transformation comes
             after it in an `optax.chain`, or it is one of several chains; `params` lacks leaves of
-            those given to `init`, or has them in another shape or precision.
+            those given to `init`, or has them in another shape or precision, or is missing, or
+            differs from the tracked ones; `update` was compiled and got gradients for other leaves
+            than at first, or other parameters than the tracked ones.
 
     Cost: one pass over the parameters; no gradient.
 
@@ -285,6 +294,11 @@ def last_accepted(state: Any, params: Any) -> Any:
     if axes := jnp.shape(sampler.stats().num_gradients):
         rule, remedy = "that of a single chain", "Use `jax.vmap(optax_smile.last_accepted)`."
         _check.fail("last_accepted", "state", rule, f"one with the leading axes {axes}", remedy)
+    if params is None:
+        params = getattr(sampler, "tracked_params", None)
+    if params is None:
+        rule, remedy = "the parameters after `optax.apply_updates`", "Or use `track_params=True`."
+        _check.fail("last_accepted", "params", rule, "None", remedy)
     try:
         return sampler.last_accepted(_without_variables(params))
     except (ValueError, TypeError) as error:
