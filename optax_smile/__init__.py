@@ -14,6 +14,7 @@ from optax_smile.draws.predict import predict
 from optax_smile.draws.prediction import Outcome, Prediction
 from optax_smile.draws.predictor import Predictor
 from optax_smile.draws.snapshots import Snapshots, StoredSnapshots, load_snapshots
+from optax_smile.recorded import RecordedSampler, recorded
 from optax_smile.samplers.cyclical_sgld import cyclical_sgld
 from optax_smile.samplers.mclmc import mclmc
 from optax_smile.samplers.scale_adapted_sghmc import scale_adapted_sghmc
@@ -38,6 +39,7 @@ __all__ = [
     "Outcome",
     "Prediction",
     "Predictor",
+    "RecordedSampler",
     "Selection",
     "Snapshots",
     "Stats",
@@ -60,6 +62,7 @@ __all__ = [
     "psmile",
     "published",
     "quantile_tuner",
+    "recorded",
     "report",
     "sample",
     "scale_adapted_sghmc",

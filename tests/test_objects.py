@@ -31,10 +31,9 @@ IN_ORDER = [2.0 * (chain * DRAWS + draw) for draw in range(DRAWS) for chain in r
 def stored(tmp_path):
     start = jax.tree.map(lambda x: np.full_like(x[:, 0], -1), PARAMS)
     _manifest.write(tmp_path, _manifest.of_run(start, None, {"sampler": {"name": "sgld"}}))
-    writer = _files.SnapshotWriter(tmp_path, start)
+    files = _files.DrawFiles(tmp_path, start)
     for draw in range(DRAWS):
-        writer.put(draw, draw, {"<b>": PARAMS["<b>"][:, draw]}, {})
-    writer.close()
+        files.write(draw, draw, {"<b>": PARAMS["<b>"][:, draw]}, {})
     return optax_smile.load_snapshots(tmp_path)
 
 

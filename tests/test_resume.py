@@ -360,18 +360,18 @@ def test_checkpoints_are_due_and_name_parameters_and_fields_of_the_state(half, t
 
 def test_a_checkpoint_waits_for_the_draws_before_it(tmp_path, monkeypatch):
     """However slowly they are written: what it counts is on disk."""
-    writer, checkpoints, counted = _files.SnapshotWriter, _checkpoint.Checkpoints, []
-    store, save = writer._store, checkpoints.save
+    files, checkpoints, counted = _files.DrawFiles, _checkpoint.Checkpoints, []
+    write, save = files.write, checkpoints.save
 
     def slow(*given):
         time.sleep(0.2)
-        return store(*given)
+        return write(*given)
 
     def counting(self, number, carry, place):
         counted.append((len(list(tmp_path.glob("draw-*.safetensors"))), place["num_kept"]))
         save(self, number, carry, place)
 
-    monkeypatch.setattr(writer, "_store", slow)
+    monkeypatch.setattr(files, "write", slow)
     monkeypatch.setattr(checkpoints, "save", counting)
     run(tmp_path, checkpoint_minutes=0)
     assert max(kept for _, kept in counted) == DRAWS

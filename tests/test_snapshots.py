@@ -70,10 +70,9 @@ def runs(tmp_path_factory):
 def write(directory, begin, *draws, dtype=None):
     """Write draws without a run."""
     _manifest.write(directory, _manifest.of_run(begin, dtype, {}))
-    writer = _files.SnapshotWriter(directory, begin, dtype=dtype)
+    files = _files.DrawFiles(directory, begin, dtype=dtype)
     for number, params in enumerate(draws):
-        writer.put(number, 7, params, {"step_size": np.ones(2)})
-    writer.close()
+        files.write(number, 7, params, {"step_size": np.ones(2)})
     return optax_smile.load_snapshots(directory)
 
 

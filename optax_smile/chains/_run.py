@@ -126,9 +126,8 @@ class DirectoryRun:
             _identity.check_same("sample", self.directory, before, manifest, accept)
         if jax.process_index() == 0:
             _manifest.write(self.directory, manifest)
-        self.writer = _files.SnapshotWriter(
-            self.directory, start, dtype=dtype, resumed=self.resumed
-        )
+        files = _files.DrawFiles(self.directory, start, dtype=dtype, resumed=self.resumed)
+        self.writer = _files.SnapshotWriter(files)
         closing.callback(self.writer.close)
 
     def _resumed(

@@ -146,8 +146,8 @@ def read_start(directory: Path, leaves: list[Leaf], num_chains: int) -> dict[str
     return read_chains(blocks, leaves, num_chains, dict)
 
 
-class SnapshotWriter:
-    """Write draws into a directory from a thread of its own.
+class DrawFiles:
+    """Write draws into a directory.
 
     The chains of a draw that one process holds are one safetensors file of arrays `[chain, ...]`
     (on several processes one per device), written under another name first and then renamed. Its
@@ -163,7 +163,7 @@ class SnapshotWriter:
 
     Raises:
         ValueError: a resumed directory without a readable start.
-        OSError: a file that cannot be written, here or at the next `put` or `close`.
+        OSError: a file that cannot be written.
     """
 
     def __init__(
@@ -181,25 +181,72 @@ class SnapshotWriter:
             num_chains = jax.tree.leaves(start)[0].shape[0]
             start = read_start(self.directory, leaves, num_chains)
         else:
-            self._store(START, 0, start, {})
+            self.write(START, 0, start, {})
         self.unmoved: dict[str, dict[int, np.ndarray]] = {name: {} for name in self.names}
         for first, last, arrays in self._blocks(start):
             for name, array in arrays.items():
                 self.unmoved[name] |= dict(zip(range(first, last + 1), array.copy(), strict=True))
+
+    def write(self, draw: int | str, step: int, params: Any, stats: Mapping[str, Any]):
+        """Write a draw.
+
+        Args:
+            draw: its number, from 0, or `START`.
+            step: steps done by each chain.
+            params: stacked parameters `[chain, ...]`, on any device.
+            stats: arrays `[chain]` of the chains of this process.
+        """
+        stem, done = START if draw == START else f"draw-{draw:08d}", 0
+        for first, last, arrays in self._blocks(params):
+            rows = slice(done, done + last - first + 1)
+            arrays = arrays if draw == START else self._moved(first, arrays)
+            header = {
+                "draw": draw,
+                "chains": [first, last],
+                "step": step,
+                "stats": {name: np.asarray(value)[rows].tolist() for name, value in stats.items()},
+            }
+            file = f"{stem}.chains-{first:05d}-{last:05d}.safetensors"
+            _disk.write(self.directory / file, _disk.pack(header, arrays))
+            done = rows.stop
+
+    def _blocks(self, params: Any) -> Iterator[tuple[int, int, dict[str, np.ndarray]]]:
+        """Chains of this process, rounded as they are stored."""
+        for first, last, leaves in _tree.local_blocks(params):
+            rounded = [
+                np.ascontiguousarray(x, self.dtype if _is_rounded(x.dtype) else None)
+                for x in leaves
+            ]
+            yield first, last, dict(zip(self.names, rounded, strict=True))
+
+    def _moved(self, first: int, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Leave out what is as at the start; a leaf that has moved once is stored ever after."""
+        for name in list(self.unmoved):
+            before = self.unmoved[name]
+            if not all(np.array_equal(x, before[first + i]) for i, x in enumerate(arrays[name])):
+                del self.unmoved[name]
+        return {name: array for name, array in arrays.items() if name not in self.unmoved}
+
+
+class SnapshotWriter:
+    """Write draws from a thread of its own.
+
+    Args:
+        files: where to.
+
+    Raises:
+        OSError: a file that cannot be written, at the next `put`, `flush` or `close`.
+    """
+
+    def __init__(self, files: DrawFiles):
+        self.files = files
         self.failure: BaseException | None = None
         self.waiting: queue.Queue = queue.Queue(QUEUE_SIZE)
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
 
     def put(self, draw: int, step: int, params: Any, stats: Mapping[str, Any]):
-        """Hand over a draw; waits only if the disk is behind.
-
-        Args:
-            draw: its number, from 0.
-            step: steps done by each chain.
-            params: stacked parameters `[chain, ...]`, on any device.
-            stats: arrays `[chain]` of the chains of this process.
-        """
+        """Hand over a draw, see `DrawFiles.write`; waits only if the disk is behind."""
         self._raise_failure()
         self.waiting.put((draw, step, params, stats))
 
@@ -222,39 +269,7 @@ class SnapshotWriter:
         while (item := self.waiting.get()) is not None:
             if self.failure is None:
                 try:
-                    self._store(*item)
+                    self.files.write(*item)
                 except BaseException as error:
                     self.failure = error
             self.waiting.task_done()
-
-    def _blocks(self, params: Any) -> Iterator[tuple[int, int, dict[str, np.ndarray]]]:
-        """Chains of this process, rounded as they are stored."""
-        for first, last, leaves in _tree.local_blocks(params):
-            rounded = [
-                np.ascontiguousarray(x, self.dtype if _is_rounded(x.dtype) else None)
-                for x in leaves
-            ]
-            yield first, last, dict(zip(self.names, rounded, strict=True))
-
-    def _moved(self, first: int, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Leave out what is as at the start; a leaf that has moved once is stored ever after."""
-        for name in list(self.unmoved):
-            before = self.unmoved[name]
-            if not all(np.array_equal(x, before[first + i]) for i, x in enumerate(arrays[name])):
-                del self.unmoved[name]
-        return {name: array for name, array in arrays.items() if name not in self.unmoved}
-
-    def _store(self, draw: int | str, step: int, params: Any, stats: Mapping[str, Any]):
-        stem, done = START if draw == START else f"draw-{draw:08d}", 0
-        for first, last, arrays in self._blocks(params):
-            rows = slice(done, done + last - first + 1)
-            arrays = arrays if draw == START else self._moved(first, arrays)
-            header = {
-                "draw": draw,
-                "chains": [first, last],
-                "step": step,
-                "stats": {name: np.asarray(value)[rows].tolist() for name, value in stats.items()},
-            }
-            file = f"{stem}.chains-{first:05d}-{last:05d}.safetensors"
-            _disk.write(self.directory / file, _disk.pack(header, arrays))
-            done = rows.stop

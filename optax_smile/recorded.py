@@ -1,0 +1,386 @@
+"""Draws from a loop that hides its optimizer's state, such as the `fit()` of another library."""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+import threading
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.custom_batching import custom_vmap
+from jax.experimental import io_callback
+
+from optax_smile import _check, _disk, _settings, state
+from optax_smile.draws import _files, _manifest
+from optax_smile.draws.snapshots import Snapshots, StoredSnapshots, load_snapshots
+
+UNCHECKED = (
+    "`draws`: the loop passes no parameters to `update`, so nothing shows whether it adds the"
+    " updates unchanged. If it scales or clips them, these are no posterior draws."
+)
+
+
+class RecordedState(NamedTuple):
+    """State of a recorded sampler.
+
+    Attributes:
+        sampler: state of the sampler.
+        fit: number of the call of `init`, from 1; int32.
+        chain: number of the chain among those of the call, int32.
+    """
+
+    sampler: Any
+    fit: jax.Array
+    chain: jax.Array
+
+
+class RecordedSampler(optax.GradientTransformationExtraArgs):
+    """A sampler that hands its draws to the host; `recorded` makes it.
+
+    Use it where a loop takes an Optax optimizer, and call `draws()` after the loop.
+    """
+
+    recorder: _Recorder
+
+    def __new__(cls, init: Callable, update: Callable, recorder: _Recorder):  # noqa: D102
+        made = super().__new__(cls, init, update)
+        made.recorder = recorder
+        return made
+
+    @_check.arguments("draws", fit=_check.Whole(1) | None)
+    def draws(self, fit: int | None = None) -> Snapshots | StoredSnapshots:
+        """Wait for all draws and return them.
+
+        Args:
+            fit: number of the call of `init` that the draws belong to, from 1; None: the last one
+                with draws.
+
+        Returns:
+            `Snapshots`, as `sample` returns them; with a `directory`, `StoredSnapshots`.
+
+        Raises:
+            ValueError: no draws were recorded, chains with different steps, or parameters that did
+                not arrive as the sampler sent them.
+            OSError: a draw could not be written.
+        """
+        jax.effects_barrier()
+        return self.recorder.draws(fit)
+
+
+@_check.arguments(
+    sampler=_check.TRANSFORMATION,
+    num_warmup=_check.Whole(0),
+    thin=_check.Whole(1),
+    directory=_check.PathLike() | None,
+    max_draws=_check.Whole(1) | None,
+)
+def recorded(
+    sampler: optax.GradientTransformation,
+    *,
+    num_warmup: int,
+    thin: int = 1,
+    directory: str | os.PathLike[str] | None = None,
+    max_draws: int | None = None,
+) -> RecordedSampler:
+    """Record the draws of a sampler in a loop that does not return the optimizer's state.
+
+    Every `thin` steps the sampler sends a draw to the host, from inside `jit`, `scan` and `vmap`
+    over chains. After the loop, `draws()` returns them:
+
+        tx = optax_smile.recorded(
+            optax_smile.psmile(num_data=n, key=0, track_params=True), num_warmup=1_000, thin=50
+        )
+        fit(model, data, optimizer=tx)
+        draws = tx.draws()
+
+    With `track_params=True` the loop may call `update` without parameters. Then nothing shows
+    whether the loop adds the updates unchanged, and `draws()` says so in a warning.
+
+    Args:
+        sampler: sampler, alone or last in an `optax.chain`, or wrapped by Optax.
+        num_warmup: steps before the first draw, >= 0.
+        thin: steps between two draws, >= 1.
+        directory: folder for the draws, which `load_snapshots` reads, also while the loop runs. It
+            must be new, or hold the draws of the same fit up to the checkpoint from which a loop
+            restored its state: later draws are then overwritten. None: host memory.
+        max_draws: stop recording after this many draws of each chain; None: no limit.
+
+    Returns:
+        An Optax transformation with the method `draws`.
+
+    Raises:
+        ValueError: an argument out of range; when `init` is called, a transformation without a
+            sampler, or `init` inside `shard_map`: use `sample`, which knows meshes.
+
+    Cost: at a draw, one copy of the parameters to the host. Between draws, one comparison.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, optax, optax_smile
+        >>> tx = optax_smile.recorded(optax_smile.psmile(num_data=1, key=0), num_warmup=10, thin=5)
+        >>> def step(carry, _):
+        ...     w, state = carry
+        ...     updates, state = tx.update(w, state, w)
+        ...     return (optax.apply_updates(w, updates), state), None
+        >>> w = jnp.ones(3)
+        >>> _ = jax.lax.scan(step, (w, tx.init(w)), length=110)
+        >>> tx.draws().num_draws
+        20
+    """
+    recorder = _Recorder(num_warmup, thin, directory, max_draws)
+    inner = optax.with_extra_args_support(sampler)
+
+    def init(params: Any) -> RecordedState:
+        begun = inner.init(params)
+        state.find(begun, "recorded", "sampler")
+        if jax.sharding.get_abstract_mesh().manual_axes:
+            rule, remedy = "called outside `shard_map`", "Use `sample`, which takes a mesh."
+            _check.fail("recorded", "init", rule, "a call inside it", remedy)
+        with jax.ensure_compile_time_eval():
+            recorder.settings = _settings.of(sampler, _shapes(params))
+        return RecordedState(begun, *recorder.number(params))
+
+    def update(
+        updates: Any, before: Any, params: Any = None, **others: Any
+    ) -> tuple[Any, RecordedState]:
+        if not isinstance(before, RecordedState):
+            rule = "what `init` or `update` of the recorded sampler returned"
+            _check.fail("recorded", "state", rule, _check.show(before))
+        recorder.is_blind |= params is None
+        updates, after = inner.update(updates, before.sampler, params, **others)
+        after = RecordedState(after, before.fit, before.chain)
+        recorder.hand_over(after, None if params is None else optax.apply_updates(params, updates))
+        return updates, after
+
+    return RecordedSampler(init, update, recorder)
+
+
+def _shapes(tree: Any) -> Any:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), tree)
+
+
+def _on_host(function: Callable[..., Any], depth: int = 0) -> Callable[..., Any]:
+    """Batch a function of arrays with `depth` leading axes: one call takes all chains.
+
+    `vmap` of a callback would call it once for each chain, and in a `cond` whose predicate differs
+    between chains at every step.
+    """
+    batched = custom_vmap(functools.partial(function, depth))
+
+    @batched.def_vmap
+    def rule(axis_size: int, is_batched: Any, *arguments: Any) -> Any:
+        whole = jax.tree.map(
+            lambda x, has_axis: x if has_axis else jnp.broadcast_to(x, (axis_size, *jnp.shape(x))),
+            arguments,
+            tuple(is_batched),
+        )
+        found = _on_host(function, depth + 1)(*whole)
+        return found, jax.tree.map(lambda _: True, found)
+
+    return batched
+
+
+def _flatten(depth: int, tree: Any) -> Any:
+    """Join the leading axes into one of chains."""
+    return jax.tree.map(lambda x: jnp.reshape(x, (-1, *jnp.shape(x)[depth:])), tree)
+
+
+class _Fit:
+    """What the host keeps of one call of `init`.
+
+    Args:
+        start: parameters `[chain, ...]`; None if the state comes from another process.
+        num_chains: at least.
+    """
+
+    def __init__(self, start: Any, num_chains: int):
+        self.first, self.num_chains = start, num_chains
+        self.files: _files.DrawFiles | None = None
+        # By number of the draw and by chain: statistics and parameters.
+        self.draws: dict[int, dict[int, Any]] = {}
+
+    @property
+    def start(self) -> Any:
+        """Parameters `[chain, ...]` before the first step; None if unknown."""
+        return jax.tree.map(
+            lambda x: np.broadcast_to(x, (self.num_chains, *x.shape[1:])), self.first
+        )
+
+    def numbers(self) -> list[int]:
+        """Numbers of the draws that all chains have made."""
+        return sorted(x for x, chains in self.draws.items() if len(chains) == self.num_chains)
+
+    def stacked(self, number: int) -> Any:
+        """Statistics and parameters of a draw, `[chain, ...]`."""
+        chains = [self.draws[number][chain] for chain in range(self.num_chains)]
+        return jax.tree.map(lambda *x: np.stack(x), *chains)
+
+
+class _Recorder:
+    """Numbers of draws on the device, and draws on the host.
+
+    Callbacks run in threads of JAX, in which a call of JAX may wait forever: they use NumPy alone.
+    """
+
+    def __init__(
+        self,
+        num_warmup: int,
+        thin: int,
+        directory: str | os.PathLike[str] | None,
+        max_draws: int | None,
+    ):
+        self.num_warmup, self.thin, self.max_draws = num_warmup, thin, max_draws
+        self.directory = None if directory is None else Path(directory).absolute()
+        if self.directory is not None:
+            _disk.import_safetensors()
+        self.fits: dict[int, _Fit] = {}
+        self.lock, self.failure = threading.Lock(), None
+        self.settings: dict[str, Any] | None = None
+        self.is_blind = False
+        # Made once, so that eager calls of `update` compile once.
+        self.number = jax.jit(_on_host(self._number))
+        self.hand_over = jax.jit(_on_host(self._hand_over))
+
+    def _number(self, depth: int, params: Any) -> tuple[jax.Array, jax.Array]:
+        """Ask the host for the number of a fit, and number its chains."""
+        axes = jnp.shape(jax.tree.leaves(params)[0])[:depth]
+        like = jax.ShapeDtypeStruct((), jnp.int32)
+        fit = io_callback(self._begin, like, _flatten(depth, params))
+        chains = jnp.arange(math.prod(axes), dtype=jnp.int32)
+        return jnp.full(axes, fit, jnp.int32), chains.reshape(axes)
+
+    def _hand_over(self, depth: int, after: RecordedState, params: Any) -> tuple[()]:
+        """Send the draws of all chains to the host if this call ends a tick."""
+        after, params = _flatten(depth, (after, params))
+        per_step = state.find(after.sampler, "recorded").gradients_per_step
+        stats = jax.vmap(state.stats)(after.sampler)
+        step, part = jnp.divmod(stats.num_gradients, per_step)
+        count, rest = jnp.divmod(step - self.num_warmup, self.thin)
+        is_tick = (part == 0) & (rest == 0) & (count > 0) & stats.is_draw
+        if self.max_draws is not None:
+            is_tick &= count <= self.max_draws
+
+        def send():
+            draw = jax.vmap(state.last_accepted)(after.sampler, params)
+            place = is_tick, after.fit, after.chain, count - 1
+            io_callback(self._put, None, place, {**stats._asdict(), "step": step}, draw)
+
+        jax.lax.cond(jnp.any(is_tick), send, lambda: None)
+        return ()
+
+    def _begin(self, params: Any) -> np.ndarray:
+        start = jax.tree.map(np.array, params)
+        with self.lock:
+            number = len(self.fits) + 1
+            self.fits[number] = _Fit(start, len(jax.tree.leaves(start)[0]))
+        return np.asarray(number, np.int32)
+
+    def _put(self, place: Any, stats: Any, draw: Any):
+        place, stats, draw = jax.tree.map(np.array, (place, stats, draw))
+        with self.lock:
+            if self.failure is not None:
+                return
+            try:
+                self._keep(place, (stats, draw))
+            except BaseException as error:
+                self.failure = error
+                raise
+
+    def _keep(self, place: Any, of_chains: Any):
+        is_tick, fits, chains, numbers = place
+        if len(np.unique(np.stack([fits, chains]), axis=1).T) < len(fits):
+            # One call of `init` began all chains.
+            chains = np.arange(len(fits))
+        for row in np.flatnonzero(is_tick):
+            number, chain = int(numbers[row]), int(chains[row])
+            fit = self.fits.setdefault(int(fits[row]), _Fit(None, len(fits)))
+            fit.num_chains = max(fit.num_chains, chain + 1, *chains[fits == fits[row]] + 1)
+            # A loop that restored an earlier state makes these again.
+            for later in [x for x in fit.draws if x > number]:
+                del fit.draws[later]
+            chosen = jax.tree.map(lambda x, row=row: x[row], of_chains)
+            fit.draws.setdefault(number, {})[chain] = chosen
+            if self.directory is not None and len(fit.draws[number]) == fit.num_chains:
+                self._write(fit, number)
+
+    def _write(self, fit: _Fit, number: int):
+        """Write a draw while the device waits: what a loop can checkpoint has its draws on disk."""
+        stats, params = fit.stacked(number)
+        if fit.files is None:
+            fit.files = self._open(fit, params, number)
+        _remove_from(fit.files.directory, number)
+        fit.files.write(number, int(stats.pop("step")[0]), params, stats)
+        del fit.draws[number]
+
+    def _open(self, fit: _Fit, params: Any, number: int) -> _files.DrawFiles:
+        """Begin a folder, or go on in that of the same fit."""
+        assert self.directory is not None
+        start = params if fit.first is None else fit.start
+        told = {"num_warmup": self.num_warmup, "thin": self.thin, "sampler": self.settings}
+        manifest = _manifest.of_run(start, None, told)
+        if not (self.directory / _manifest.FILE).exists():
+            self.directory.mkdir(parents=True, exist_ok=True)
+            _manifest.write(self.directory, manifest)
+            return _files.DrawFiles(self.directory, start)
+        rule, got = "a new one, or that of the same fit", f"{self.directory} with draws of another"
+        before = _manifest.read("recorded", self.directory)
+        if self.settings is None:  # `init` was not called in this process.
+            manifest["settings"]["sampler"] = before["settings"].get("sampler")
+        if before != manifest:
+            _check.fail("recorded", "directory", rule, f"{got} sampler or model")
+        files = _files.DrawFiles(self.directory, start, resumed=True)
+        leaves = [_manifest.Leaf(**leaf) for leaf in manifest["leaves"]]
+        stored = _files.read_start(self.directory, leaves, fit.num_chains)
+        if fit.first is not None and not all(
+            np.array_equal(x, y, equal_nan=True)
+            for x, y in zip(jax.tree.leaves(start), stored.values(), strict=True)
+        ):
+            _check.fail("recorded", "directory", rule, f"{got} start")
+        found = _files.find(self.directory, fit.num_chains)
+        last = max((x for x in found if isinstance(x, int)), default=-1)
+        if number > last + 1:
+            _check.fail("recorded", "directory", rule, f"{got} fit, up to draw {last}")
+        return files
+
+    def draws(self, number: int | None) -> Snapshots | StoredSnapshots:
+        """What was recorded."""
+        with self.lock:
+            if self.failure is not None:
+                raise self.failure
+            begun = [x for x, fit in self.fits.items() if fit.files or fit.numbers()]
+            if not begun or number not in (None, *begun):
+                rule = f"one of {begun}" if begun else "called after the first draw"
+                advice = f"The first draw is that of step {self.num_warmup + self.thin}."
+                _check.fail("draws", "fit", rule, f"{number}, which has no draws", advice)
+            fit = self.fits[number or begun[-1]]
+            found = self._stored(fit) if fit.files else self._in_memory(fit)
+        if np.any(found.trace["is_altered"]):
+            rule, got = "one that adds the updates unchanged", "one that changes them"
+            _check.fail("draws", "loop", rule, got, "What was recorded are no posterior draws.")
+        if self.is_blind:
+            warnings.warn(UNCHECKED, stacklevel=4)
+        return found
+
+    def _stored(self, fit: _Fit) -> StoredSnapshots:
+        assert fit.files is not None
+        like = None if fit.first is None else jax.tree.map(lambda x: x[0], fit.first)
+        return load_snapshots(fit.files.directory, like=like)
+
+    def _in_memory(self, fit: _Fit) -> Snapshots:
+        found = [fit.stacked(number) for number in fit.numbers()]
+        trace, params = jax.tree.map(lambda *x: np.stack(x, axis=1), *found)
+        return Snapshots(params, trace, self.settings, fit.start)
+
+
+def _remove_from(directory: Path, number: int):
+    """Remove draws that a loop makes again after it restored an earlier state."""
+    for path in directory.glob("draw-*.safetensors"):
+        if int(path.name.split(".")[0].removeprefix("draw-")) >= number:
+            path.unlink()

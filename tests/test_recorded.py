@@ -1,0 +1,218 @@
+"""Draws that a sampler hands to the host from inside somebody else's loop."""
+
+import os
+import signal
+import subprocess
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optax_smile
+from optax_smile import _disk
+
+NUM_WARMUP, THIN, NUM_DRAWS, NUM_CHAINS = 200, 5, 600, 4
+START = jnp.arange(3.0 * NUM_CHAINS).reshape(NUM_CHAINS, 3)
+MEAN, STD = np.array([1.0, -2.0, 0.5]), np.array([0.5, 1.0, 2.0])
+
+
+def gradient(w):
+    """Of a normal posterior whose prior is flat."""
+    return (w - MEAN) / STD**2
+
+
+def sampler():
+    return optax_smile.psmile(num_data=1, prior_precision=0.0, key=0)
+
+
+def recorded(**options):
+    return optax_smile.recorded(sampler(), num_warmup=NUM_WARMUP, thin=THIN, **options)
+
+
+def fit(tx, w, num_steps=NUM_WARMUP + NUM_DRAWS * THIN, state=None):
+    """A loop that returns the parameters and, as no `fit()` does, the state."""
+
+    def step(carry, _):
+        w, state = carry
+        updates, state = tx.update(gradient(w), state, w)
+        return (optax.apply_updates(w, updates), state), None
+
+    begun = (w, tx.init(w) if state is None else state)
+    return jax.lax.scan(step, begun, length=num_steps)[0]
+
+
+@pytest.fixture(scope="module")
+def four():
+    """Four chains, started side by side with different keys in their states."""
+    tx = recorded()
+    jax.jit(jax.vmap(lambda w: fit(tx, w)))(START)
+    return tx.draws()
+
+
+def test_chains_under_vmap_sample_the_posterior(four):
+    assert four.params.shape == (NUM_CHAINS, NUM_DRAWS, 3)
+    np.testing.assert_array_equal(four.start, START)
+    every = np.arange(NUM_WARMUP + THIN, NUM_WARMUP + NUM_DRAWS * THIN + 1, THIN)
+    np.testing.assert_array_equal(four.trace["step"], np.tile(every, (NUM_CHAINS, 1)))
+    assert four.settings["name"] == "psmile"
+    for chain in four.params:
+        np.testing.assert_allclose(chain.mean(0), MEAN, atol=0.35 * STD.max())
+    np.testing.assert_allclose(four.params.mean((0, 1)), MEAN, atol=0.1 * STD.max())
+    np.testing.assert_allclose(four.params.std((0, 1)), STD, rtol=0.2)
+    assert len(np.unique(four.params[:, -1, 0])) == NUM_CHAINS
+
+
+def test_draws_are_those_that_the_loop_itself_could_keep(four):
+    tx = sampler()
+
+    def step(carry, _):
+        w, state = carry
+        updates, state = tx.update(gradient(w), state, w)
+        w = optax.apply_updates(w, updates)
+        return (w, state), optax_smile.last_accepted(state, w)
+
+    def kept(w):
+        return jax.lax.scan(step, (w, tx.init(w)), length=NUM_WARMUP + 20 * THIN)[1]
+
+    expected = jax.jit(jax.vmap(kept))(START)[:, NUM_WARMUP + THIN - 1 :: THIN]
+    np.testing.assert_allclose(four.params[:, :20], expected, rtol=1e-5)
+
+
+def test_a_directory_holds_the_same_draws_and_ends_after_max_draws(four, tmp_path):
+    tx = recorded(directory=tmp_path / "run", max_draws=7)
+    assert jax.eval_shape(tx.init, START[0]).sampler is not None
+    jax.jit(jax.vmap(lambda w: fit(tx, w, NUM_WARMUP + 10 * THIN)))(START)
+    draws = tx.draws()
+    np.testing.assert_allclose(draws.params, four.params[:, :7], rtol=1e-5)
+    np.testing.assert_array_equal(draws.start, START)
+    assert str(optax_smile.diagnostics.summary(draws))
+
+
+def test_each_fit_has_draws_of_its_own_and_eager_calls_are_recorded():
+    tx = optax_smile.recorded(sampler(), num_warmup=1, thin=2)
+    update = jax.jit(tx.update)
+    for length in (5, 9):
+        w, state = START[1], tx.init(START[1])
+        for _ in range(length):
+            updates, state = update(gradient(w), state, w)
+            w = optax.apply_updates(w, updates)
+    tx.init(START[1])
+    assert [tx.draws(fit).num_draws for fit in (1, 2, None)] == [2, 4, 4]
+    with pytest.raises(ValueError, match=r"one of \[1, 2\], got 3, which has no draws"):
+        tx.draws(3)
+
+
+def test_a_loop_that_goes_on_from_its_checkpoint_neither_loses_nor_doubles(tmp_path):
+    tx = recorded(directory=tmp_path)
+    w, state = fit(tx, START[0], NUM_WARMUP + 4 * THIN)
+    fit(tx, w, 5 * THIN, state)
+    expected = tx.draws().params
+    assert expected.shape == (1, 9, 3)
+    # The same process goes on from an earlier state, then another one.
+    fit(tx, w, 2 * THIN, state)
+    np.testing.assert_array_equal(tx.draws().params, expected[:, :6])
+    again = recorded(directory=tmp_path)
+    fit(again, w, 5 * THIN, state)
+    np.testing.assert_array_equal(again.draws().params, expected)
+    for start, model in ((START[1], "start"), (START[0, :2], "sampler or model")):
+        other = recorded(directory=tmp_path)
+        with pytest.raises(Exception, match=f"with draws of another {model}"):
+            jax.block_until_ready(
+                jax.lax.scan(
+                    lambda carry, _, tx=other: (tx.update(carry[0], carry[1], carry[0]), None),
+                    (start, other.init(start)),
+                    length=NUM_WARMUP + THIN,
+                )
+            )
+            jax.effects_barrier()
+    np.testing.assert_array_equal(again.draws().params, expected)
+
+
+def test_what_fails_reaches_the_user(tmp_path, monkeypatch):
+    tx = recorded()
+    rule = "called after the first draw, got None, which has no draws. The first draw is that of"
+    with pytest.raises(ValueError, match=f"{rule} step {NUM_WARMUP + THIN}"):
+        tx.draws()
+    with pytest.raises(ValueError, match="exactly one optax_smile sampler"):
+        optax_smile.recorded(optax.adam(1e-3), num_warmup=0).init(START[0])
+    with pytest.raises(ValueError, match=r"`recorded\(state=...\)` must be what `init` or"):
+        tx.update(START[0], sampler().init(START[0]), START[0])
+
+    # A loop that scales the updates.
+    scaled = recorded()
+    w, state = START[0], scaled.init(START[0])
+    update = jax.jit(scaled.update)
+    for _ in range(NUM_WARMUP + THIN):
+        updates, state = update(gradient(w), state, w)
+        w = w + 0.5 * updates
+    with pytest.raises(ValueError, match="adds the updates unchanged"):
+        scaled.draws()
+
+    full = recorded(directory=tmp_path / "full")
+    write = _disk.write
+
+    def failing(path, *rest):
+        if path.name.startswith("draw-00000002"):
+            raise OSError(28, "No space left on device", str(path))
+        write(path, *rest)
+
+    monkeypatch.setattr(_disk, "write", failing)
+    with pytest.raises(Exception, match="No space left"):
+        jax.block_until_ready(fit(full, START[0], NUM_WARMUP + 5 * THIN))
+        jax.effects_barrier()
+    with pytest.raises(OSError, match="No space left"):
+        full.draws()
+    assert optax_smile.load_snapshots(tmp_path / "full").num_draws == 2
+
+
+@pytest.mark.slow
+def test_nothing_is_lost_or_doubled_when_the_process_is_killed(tmp_path):
+    """Killed at random moments, a loop with checkpoints of its own ends with the same draws."""
+    program = [sys.executable, __file__, str(tmp_path / "run"), str(tmp_path / "checkpoint")]
+    random = np.random.default_rng(0)
+    for _ in range(3):
+        with subprocess.Popen(program, stdout=subprocess.PIPE, text=True) as running:
+            assert running.stdout is not None
+            for _ in range(int(random.integers(1, 12))):
+                running.stdout.readline()
+            running.send_signal(signal.SIGKILL)
+        if (tmp_path / "run").exists() and any((tmp_path / "run").glob("draw-*")):
+            optax_smile.load_snapshots(tmp_path / "run").params  # noqa: B018
+    subprocess.run(program, check=True, stdout=subprocess.DEVNULL)
+    tx = recorded()
+    fit(tx, START[0], CHECKPOINTS * EVERY)
+    found = optax_smile.load_snapshots(tmp_path / "run")
+    np.testing.assert_allclose(found.params, tx.draws().params, rtol=1e-5)
+    np.testing.assert_array_equal(found.trace["step"], tx.draws().trace["step"])
+
+
+EVERY, CHECKPOINTS = 37, 40
+
+
+def main(folder: str, checkpoint: str):
+    """Train with a checkpoint every few steps, and go on from the last one."""
+    tx: Any = recorded(directory=folder)
+    w, state = START[0], tx.init(START[0])
+    leaves, structure = jax.tree.flatten((w, state))
+    begun = 0
+    if os.path.exists(checkpoint):
+        with np.load(checkpoint) as found:
+            begun, leaves = (
+                int(found["begun"]),
+                [jnp.asarray(found[f"x{i}"]) for i in range(len(leaves))],
+            )
+    part = jax.jit(lambda w, state: fit(tx, w, EVERY, state))
+    for number in range(begun, CHECKPOINTS):
+        leaves = jax.tree.leaves(part(*jax.tree.unflatten(structure, leaves)))
+        with open(f"{checkpoint}.part", "wb") as file:
+            np.savez(file, begun=number + 1, **{f"x{i}": x for i, x in enumerate(leaves)})
+        os.replace(f"{checkpoint}.part", checkpoint)
+        print(number, flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
