@@ -48,11 +48,15 @@ class RecordedSampler(optax.GradientTransformationExtraArgs):
     Use it where a loop takes an Optax optimizer, and call `draws()` after the loop.
     """
 
+    name = "recorded"
+    arguments: dict[str, Any]
     recorder: _Recorder
 
-    def __new__(cls, init: Callable, update: Callable, recorder: _Recorder):  # noqa: D102
+    def __new__(  # noqa: D102
+        cls, init: Callable, update: Callable, recorder: _Recorder, arguments: dict[str, Any]
+    ):
         made = super().__new__(cls, init, update)
-        made.recorder = recorder
+        made.recorder, made.arguments = recorder, arguments
         return made
 
     @_check.arguments("draws", fit=_check.Whole(1) | None)
@@ -159,7 +163,9 @@ def recorded(
         recorder.hand_over(after, None if params is None else optax.apply_updates(params, updates))
         return updates, after
 
-    return RecordedSampler(init, update, recorder)
+    given = {"sampler": sampler, "num_warmup": num_warmup, "thin": thin, "max_draws": max_draws}
+    given["directory"] = None if directory is None else os.fspath(directory)
+    return RecordedSampler(init, update, recorder, given)
 
 
 def _shapes(tree: Any) -> Any:

@@ -1,14 +1,55 @@
-"""Bridges to other libraries: models of NumPyro, estimators of scikit-learn."""
+"""Bridges to other libraries: NumPyro models, scikit-learn estimators, Keras optimizers."""
+
+from __future__ import annotations
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
+import optax
+
+from optax_smile import _check
 from optax_smile.interop.numpyro_model import NumpyroModel, from_numpyro
 
 if TYPE_CHECKING:
     from optax_smile.interop import estimators
+    from optax_smile.interop._keras import SamplerOptimizer
 
-__all__ = ["NumpyroModel", "estimators", "from_numpyro"]
+__all__ = ["NumpyroModel", "estimators", "from_numpyro", "keras_optimizer"]
+
+
+@_check.arguments(sampler=_check.TRANSFORMATION)
+def keras_optimizer(sampler: optax.GradientTransformation) -> SamplerOptimizer:
+    """Make a Keras optimizer of a sampler, for `model.compile` and `model.fit`.
+
+    Pass `recorded(sampler, ...)` to get the draws: its `draws()` returns them after `fit`. A draw
+    is a list of arrays in the order of `model.trainable_variables`:
+
+        tx = optax_smile.recorded(optax_smile.psmile(num_data=n, key=0), num_warmup=1_000, thin=50)
+        model.compile(optax_smile.interop.keras_optimizer(tx), loss)
+        model.fit(x, y, epochs=100)
+        draws = tx.draws()
+
+    The loss must be a mean over examples (`"sum_over_batch_size"`, the default of Keras).
+    Regularizers of layers add to it; the prior of the sampler takes the place of L2 terms.
+
+    Args:
+        sampler: sampler, alone or last in an `optax.chain`, or `recorded`.
+
+    Returns:
+        A `keras.Optimizer` with the property `state`, which `stats` reads, and the method
+        `last_accepted()`. A saved model holds it, and goes on when it is loaded, if the sampler was
+        built from numbers alone.
+
+    Raises:
+        ImportError: Keras is missing.
+        ValueError: Keras runs on another backend than JAX.
+    """
+    try:
+        keras = importlib.import_module("optax_smile.interop._keras")
+    except ImportError as error:
+        needs = "Keras: pip install 'optax-smile[keras]'"
+        raise ImportError(f"`optax_smile.interop.keras_optimizer` needs {needs}") from error
+    return keras.make(sampler)
 
 
 def __getattr__(name: str) -> Any:

@@ -1,0 +1,132 @@
+"""A sampler as the optimizer of a Keras model."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+import optax
+
+import optax_smile
+from optax_smile import _check, state
+from optax_smile.stages.tuner import Tuner
+
+# What `keras.Optimizer` would do to gradients or weights around a sampler.
+ROUND_IT = "weight_decay", "clipnorm", "clipvalue", "global_clipnorm", "use_ema"
+NAME = "sampler"
+
+
+@keras.saving.register_keras_serializable(package="optax_smile")
+class SamplerOptimizer(keras.Optimizer):
+    """The optimizer that `keras_optimizer` returns: the sampler's state in variables of Keras."""
+
+    def __init__(self, sampler: Any, name: str = NAME):
+        super().__init__(learning_rate=1.0, name=name)
+        # Inside an object: Keras would rebuild a tuple that is an attribute.
+        self._hidden = types.SimpleNamespace(
+            sampler=sampler, update=optax.with_extra_args_support(sampler).update, structure=None
+        )
+        self._of_state = []
+
+    def build(self, variables: Any) -> None:
+        """Begin a chain at the present weights."""
+        super().build(variables)
+        begun = self._hidden.sampler.init([jnp.asarray(x.value) for x in variables])
+        state.find(begun, "keras_optimizer", "sampler")
+        leaves, self._hidden.structure = jax.tree.flatten(begun)
+        self._of_state = []
+        for number, leaf in enumerate(leaves):
+            initial: Any = functools.partial(_copy, leaf)
+            of_leaf = {"shape": leaf.shape, "dtype": str(leaf.dtype), "name": f"state_{number}"}
+            self._of_state.append(self.add_variable(initializer=initial, **of_leaf))
+
+    def _backend_update_step(self, grads: Any, trainable_variables: Any, learning_rate: Any):
+        if len(grads) != len(self._trainable_variables):
+            missing = [x.path for x in self._trainable_variables if x not in trainable_variables]
+            rule, remedy = "one that depends on all trainable variables", "Freeze the others."
+            _check.fail("keras_optimizer", "loss", rule, f"no gradient of {missing}", remedy)
+        params = [x.value for x in trainable_variables]
+        before = jax.tree.unflatten(self._hidden.structure, [x.value for x in self._of_state])
+        updates, after = self._hidden.update(list(grads), before, params)
+        moved: Any = optax.apply_updates(params, updates)
+        for variable, value in zip(trainable_variables, moved, strict=True):
+            variable.assign(value)
+        for variable, value in zip(self._of_state, jax.tree.leaves(after), strict=True):
+            variable.assign(value)
+
+    @property
+    def state(self) -> Any:
+        """State of the sampler, for `stats` and `last_accepted`."""
+        if self._hidden.structure is None:
+            _check.fail("keras_optimizer", "state", "asked for after `fit`", "an optimizer before")
+        return jax.tree.unflatten(self._hidden.structure, [x.value for x in self._of_state])
+
+    def last_accepted(self) -> list[jax.Array]:
+        """Return the current draw, in the order of `model.trainable_variables`."""
+        return state.last_accepted(self.state, [x.value for x in self._trainable_variables])
+
+    def get_config(self) -> dict[str, Any]:
+        """Describe the sampler, where plain numbers do."""
+        return {"name": self.name, "sampler": _written(self._hidden.sampler)}
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Any:
+        """Build the sampler again."""
+        if config["sampler"] is None:
+            rule = "built from numbers alone, so that a saved model can hold it"
+            remedy = "Call `load_model(..., compile=False)` and `compile` the model."
+            _check.fail("keras_optimizer", "sampler", rule, "a saved model without it", remedy)
+        return cls(_built(config["sampler"]), config["name"])
+
+
+def _copy(leaf: jax.Array, shape: Any, dtype: Any = None) -> jax.Array:
+    """Initialize a variable."""
+    return jnp.array(leaf)
+
+
+def _written(sampler: Any) -> dict[str, Any] | None:
+    """Name and arguments of a sampler as JSON can hold them; None where it cannot."""
+    arguments = getattr(sampler, "arguments", None)
+    if not isinstance(arguments, Mapping):
+        return None
+    told: dict[str, Any] = {}
+    for name, value in arguments.items():
+        if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+            value = {"key": np.asarray(jax.random.key_data(value)).tolist()}
+        elif isinstance(value, optax.GradientTransformation):
+            value = {"built": _written(value)}
+        elif isinstance(value, Tuner):
+            value = {"built": {"name": value.name, "arguments": vars(value)}}
+        is_plain = value is None or isinstance(value, (bool, int, float, str, dict))
+        if not is_plain or value == {"built": None}:
+            return None
+        told[name] = value
+    return {"name": sampler.name, "arguments": told}
+
+
+def _built(told: Mapping[str, Any]) -> Any:
+    """Build what `_written` described."""
+
+    def read(value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        if "built" in value:
+            return _built(value["built"])
+        return jax.random.wrap_key_data(jnp.asarray(value["key"], jnp.uint32))
+
+    arguments = {name: read(value) for name, value in told["arguments"].items()}
+    return getattr(optax_smile, told["name"])(**arguments)
+
+
+def make(sampler: Any) -> SamplerOptimizer:
+    """See `interop.keras_optimizer`."""
+    if keras.backend.backend() != "jax":
+        rule, remedy = "used with the JAX backend", "Set KERAS_BACKEND=jax before importing Keras."
+        _check.fail("keras_optimizer", "sampler", rule, keras.backend.backend(), remedy)
+    return SamplerOptimizer(sampler)
