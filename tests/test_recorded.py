@@ -169,6 +169,24 @@ def test_what_fails_reaches_the_user(tmp_path, monkeypatch):
     assert optax_smile.load_snapshots(tmp_path / "full").num_draws == 2
 
 
+def test_a_loop_without_parameters_is_recorded_and_said_to_be_unchecked(four):
+    tracked = optax_smile.psmile(num_data=1, prior_precision=0.0, key=0, track_params=True)
+    tx = optax_smile.recorded(tracked, num_warmup=NUM_WARMUP, thin=THIN)
+
+    def step(carry, _):
+        w, state = carry
+        updates, state = tx.update(gradient(w), state)
+        return (optax.apply_updates(w, updates), state), None
+
+    def fit(w):
+        return jax.lax.scan(step, (w, tx.init(w)), length=NUM_WARMUP + 20 * THIN)[0]
+
+    jax.jit(jax.vmap(fit))(START)
+    with pytest.warns(UserWarning, match="passes no parameters to `update`"):
+        draws = tx.draws()
+    np.testing.assert_allclose(draws.params, four.params[:, :20], rtol=1e-5)
+
+
 @pytest.mark.slow
 def test_nothing_is_lost_or_doubled_when_the_process_is_killed(tmp_path):
     """Killed at random moments, a loop with checkpoints of its own ends with the same draws."""
