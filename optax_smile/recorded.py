@@ -7,7 +7,7 @@ import math
 import os
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -49,14 +49,13 @@ class RecordedSampler(optax.GradientTransformationExtraArgs):
     """
 
     name = "recorded"
-    arguments: dict[str, Any]
-    recorder: _Recorder
+    arguments: Mapping[str, Any] = {}
+    recorder: _Recorder | None = None
 
-    def __new__(  # noqa: D102
-        cls, init: Callable, update: Callable, recorder: _Recorder, arguments: dict[str, Any]
-    ):
+    def __new__(cls, init: Callable, update: Callable, **known: Any):  # noqa: D102
+        # JAX rebuilds named tuples from `init` and `update`; these close over the recorder.
         made = super().__new__(cls, init, update)
-        made.recorder, made.arguments = recorder, arguments
+        vars(made).update(known)
         return made
 
     @_check.arguments("draws", fit=_check.Whole(1) | None)
@@ -75,6 +74,7 @@ class RecordedSampler(optax.GradientTransformationExtraArgs):
                 not arrive as the sampler sent them.
             OSError: a draw could not be written.
         """
+        assert self.recorder is not None
         jax.effects_barrier()
         return self.recorder.draws(fit)
 
@@ -165,7 +165,7 @@ def recorded(
 
     given = {"sampler": sampler, "num_warmup": num_warmup, "thin": thin, "max_draws": max_draws}
     given["directory"] = None if directory is None else os.fspath(directory)
-    return RecordedSampler(init, update, recorder, given)
+    return RecordedSampler(init, update, recorder=recorder, arguments=given)
 
 
 def _shapes(tree: Any) -> Any:

@@ -94,7 +94,8 @@ def test_a_directory_holds_the_same_draws_and_ends_after_max_draws(four, tmp_pat
 
 def test_each_fit_has_draws_of_its_own_and_eager_calls_are_recorded():
     tx = optax_smile.recorded(sampler(), num_warmup=1, thin=2)
-    update = jax.jit(tx.update)
+    # As `equinox.filter_jit` passes it to a compiled function.
+    update = jax.jit(jax.tree.map(lambda function: function, tx).update)
     for length in (5, 9):
         w, state = START[1], tx.init(START[1])
         for _ in range(length):
