@@ -208,9 +208,9 @@ def test_predictions_and_the_page(stored):
     np.testing.assert_allclose(prediction.mean, outputs.mean(0), atol=1e-5)
     report.store(stored.directory, "test", prediction, targets=y)
     page = report.write(stored.directory).read_text()
-    assert "These draws are the iterates of an optimizer, no posterior draws" in page
+    assert "These draws are optimizer iterates, not posterior draws" in page
     assert "How the optimizer ran" in page and "LPPD" in page
-    assert "Can the chains be trusted" not in page and "No picture of" not in page
+    assert "Can the chains be trusted" not in page and "No plot of" not in page
 
 
 def test_the_bar_has_the_loss(capsys):
