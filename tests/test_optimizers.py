@@ -192,7 +192,7 @@ def test_everything_can_tell_iterates_from_draws(stored, tmp_path):
         }.items():
             with pytest.raises(ValueError, match=f"`{name}=...\\)` must be {refused}"):
                 call()
-    with pytest.raises(ValueError, match=r"`llc\(make_sampler=...\)` .* that gives an optimizer"):
+    with pytest.raises(ValueError, match=r"`llc\(make_sampler=...\)` .* that returns an optimizer"):
         given: dict[str, Any] = {"num_data": 9, "key": 0, "progress": False}
         local.llc(bowl, weights, batches, make_sampler=lambda **_: optax.sgd(0.1), **given)
 
