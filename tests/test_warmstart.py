@@ -200,7 +200,7 @@ def test_a_chain_for_each_of_the_weights_if_they_fit_together():
         ([one, {"w": jnp.ones(4)}], {}, r"weights=...\)` must be of shape \(3,\) at \['w'\], .*4"),
         ([one, {"w": jnp.array([1, jnp.nan, 1])}], {}, r"weights=...\)` must be finite, got nan"),
         ([one, one], {"num_chains": 1}, r"num_chains=...\)` must be at least 2, .* got 1. Give"),
-        ([one], {"jitter": 0.1}, r"key=...\)` must be a JAX key .* for a jitter, which keeps"),
+        ([one], {"jitter": 0.1}, r"key=...\)` must be a JAX key .* for the jitter that separates"),
     ):
         given: dict[str, Any] = arguments
         with pytest.raises(ValueError, match=rf"`chains_from_weights\({message}"):

@@ -1,4 +1,4 @@
-"""Bridges to other libraries: models of NumPyro, estimators of scikit-learn."""
+"""Interfaces to other libraries: NumPyro models and scikit-learn estimators."""
 
 import importlib
 from typing import TYPE_CHECKING, Any
@@ -12,7 +12,7 @@ __all__ = ["NumpyroModel", "estimators", "from_numpyro"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import `estimators` when it is asked for: its classes are scikit-learn's."""
+    """Import `estimators` on first access, since it needs scikit-learn."""
     if name != "estimators":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
