@@ -263,7 +263,7 @@ def test_a_damaged_prediction_is_named(run, draws):
     arrays = {"shown": kept.shown, "images": kept.images, "mean": prediction.mean[:2]}
     header = {"name": "test", "scores": {}, "uncertainty": "entropy"}
     file.write_bytes(_disk.pack(header, arrays | {"total": prediction.total}))
-    with pytest.raises(ValueError, match="is damaged .its images are of other inputs"):
+    with pytest.raises(ValueError, match="is damaged .its images do not match its inputs"):
         report.write(run)
     without_scores = safetensors.numpy.save({"mean": np.zeros(3)})
     for damaged in content[:-200], b"", b"x" * 99, without_scores:
@@ -474,7 +474,7 @@ def test_times_follow_each_other_and_damaged_ones_are_named(tmp_path):
         sessions = [{"began": began, "seconds": 1, "machine": "a"}]
         record = {"sessions": sessions, "checksum": _disk.checksum(json.dumps(sessions))}
         file.write_text(json.dumps(record))
-        refused("its entries are no sessions")
+        refused("its entries are not valid sessions")
     file.unlink()
     file.symlink_to(tmp_path / "elsewhere")
     refused()
