@@ -132,7 +132,7 @@ def test_a_training_in_pieces_gives_the_bits_of_one_in_one_go(in_one_go, tmp_pat
     crash_in(9)
     assert_same_bits(train_long(rest, directory=tmp_path), expected)
     assert rest.passes == epochs  # those before are read again
-    with pytest.warns(UserWarning, match=r"\d+ epochs loaded from .*: it is finished"):
+    with pytest.warns(UserWarning, match=r"\d+ epochs loaded from .*; the training is finished"):
         assert_same_bits(train_long(never, directory=tmp_path), expected)
     assert never.passes == 0
 
@@ -159,7 +159,7 @@ def test_a_signal_ends_the_training_after_the_epoch(in_one_go, tmp_path):
     """A job that SIGTERM ends must not sample from members half trained: it will come back."""
     before = [getsignal(number) for number in (SIGINT, SIGTERM)]
     slow = partial(train_long, checkpoint_minutes=60)
-    with pytest.raises(KeyboardInterrupt, match="stopped by SIGTERM: run again"):
+    with pytest.raises(KeyboardInterrupt, match="stopped by SIGTERM. Repeat the call"):
         slow(terminated := Batches(3, send(SIGTERM)), directory=tmp_path / "SIGTERM")
     with pytest.warns(UserWarning, match=r"stopped after 3 of at most 40 epochs\.$"):
         alone = slow(Batches(3, send(SIGTERM)))

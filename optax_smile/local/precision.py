@@ -212,7 +212,7 @@ def local_precision(
         model = loss_fn, chains, batches
         draws = _around.watch(where, model, sampler, observe, **steps, key=typed, progress=False)
         if draws.num_draws < num_draws:
-            raise KeyboardInterrupt(f"`{where}` was interrupted at precision {precision:g}.")
+            raise KeyboardInterrupt(f"`{where}` was stopped at precision {precision:g}.")
         seen = draws.params
         # Chains with non-finite losses have infinite excess.
         excess = np.nan_to_num(seen["excess"].mean(axis=1), nan=np.inf)
