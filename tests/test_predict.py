@@ -300,7 +300,7 @@ MISFITS = (
     ("snapshots", Draws(ONE), "the same number of draws of each of the 2 chains, got 1"),
     ("per", "draw", "None for snapshots without `num_chains`"),
     ("inputs", (INPUTS, INPUTS[:9]), "of the same length, at least 1, got"),
-    ("specs", {"w": jax.P(), "log_std": jax.P()}, "None where there is no mesh"),
+    ("specs", {"w": jax.P(), "log_std": jax.P()}, "None without a mesh"),
 )
 # Of a likelihood: outputs and targets that it does not take.
 OUTPUTS: Any = (

@@ -199,7 +199,7 @@ def test_a_chain_for_each_of_the_weights_if_they_fit_together():
         ([one, {"v": jnp.ones(3)}], {}, r"weights=...\)` must be a tree of the structure of the"),
         ([one, {"w": jnp.ones(4)}], {}, r"weights=...\)` must be of shape \(3,\) at \['w'\], .*4"),
         ([one, {"w": jnp.array([1, jnp.nan, 1])}], {}, r"weights=...\)` must be finite, got nan"),
-        ([one, one], {"num_chains": 1}, r"num_chains=...\)` must be at least 2, .* got 1. Give"),
+        ([one, one], {"num_chains": 1}, r"num_chains=...\)` must be at least 2, .* got 1. Or pass"),
         ([one], {"jitter": 0.1}, r"key=...\)` must be a JAX key .* for the jitter that separates"),
     ):
         given: dict[str, Any] = arguments
@@ -222,7 +222,9 @@ def test_chains_from_equal_weights_start_apart():
         assert len(np.unique(chains["w"], axis=0)) == number > len(np.unique(exact["w"], axis=0))
         unit = np.where(exact["w"] == 0, 1, exact["w"])
         assert 0 < np.abs((chains["w"] - exact["w"]) / unit).max() < 5 * 0.01
-        with pytest.raises(ValueError, match=r"key=...\)` must be a JAX key .* for a jitter, wh"):
+        with pytest.raises(
+            ValueError, match=r"key=...\)` must be a JAX key .* for the jitter that"
+        ):
             optax_smile.chains_from_weights(weights, **given | {"key": None})
 
 
