@@ -94,7 +94,7 @@ def test_arrays_that_are_no_draws():
     for params in ({"w": np.ones(3)}, {}, np.ones((0, 4)), {"w": np.ones((2, 3)), "b": PARAMS}):
         with pytest.raises(ValueError, match=rule):
             optax_smile.Snapshots(params)
-    rule = r"`Snapshots\(start=...\)` must be a tree of arrays .* as in `params`"
+    rule = r"`Snapshots\(start=...\)` must be a tree of arrays .* that matches `params`"
     with pytest.raises(ValueError, match=rule):
         optax_smile.Snapshots(PARAMS, start={"<b>": np.ones((CHAINS, 3))})
     members = optax_smile.Snapshots.from_members({"w": jnp.ones((5, 2))})
@@ -178,7 +178,7 @@ def test_what_the_lines_say(stored):
     assert all(text in repr(classes()) for text in (density, "(entropy)", each, curve))
     single = repr(optax_smile.Snapshots(np.ones((1, 1)), {"step_size": np.ones((1, 1))}))
     assert single.splitlines()[0] == "Snapshots: 1 chain of 1 draw"
-    assert "1 number in a draw" in single and "at 1 tick" in single
+    assert "1 number per draw" in single and "at 1 tick" in single
 
 
 def test_what_is_traced_prints():

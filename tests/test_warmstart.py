@@ -163,7 +163,9 @@ def test_a_signal_ends_the_training_after_the_epoch(in_one_go, tmp_path):
         slow(terminated := Batches(3, send(SIGTERM)), directory=tmp_path / "SIGTERM")
     with pytest.warns(UserWarning, match=r"stopped after 3 of at most 40 epochs\.$"):
         alone = slow(Batches(3, send(SIGTERM)))
-    with pytest.warns(UserWarning, match=r"stopped after 3 of at most 40 .* go on\."):
+    with pytest.warns(
+        UserWarning, match=r"stopped after 3 of at most 40 .* repeat the call to resume\."
+    ):
         got = slow(interrupted := Batches(3, send(SIGINT)), directory=tmp_path / "SIGINT")
     with pytest.raises(KeyboardInterrupt):
         train_long(Batches(3, send(SIGINT, SIGINT)), directory=tmp_path / "twice")

@@ -323,7 +323,8 @@ def _check_same(
         # Names inside an optimizer may change with Optax's version.
         is_compared = name != "optimizer" or before["versions"] == now["versions"]
         if is_compared and mine != theirs.get(name):
-            rule = f"{theirs.get(name)!r}, as in the training in {directory}"
+            was = repr(theirs.get(name))
+            rule = f"the same as in the training in {directory}, whose {name} is {was}"
             remedy = "Choose another directory, or pass the arguments of that training."
             _check.fail("warmstart", name, rule, repr(mine), remedy)
     _identity.check_same("warmstart", directory, before, now, accept)
