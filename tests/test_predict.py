@@ -285,7 +285,7 @@ MISFITS = (
     ("snapshots", iter(with_nan((1, 0))), "finite, got nan or inf from snapshot 1"),
     ("snapshots", [*ONE, {"w": WEIGHTS[0, 0, :2]}], "of one model, .* from snapshot 1"),
     ("snapshots", [*ONE, ONE[0] | {"w": WEIGHTS[0, 0, :2]}], "of one model, .* from snapshot"),
-    ("snapshots", ONE[0], "an iterable of parameter trees, got a dict. `Snapshots`"),
+    ("snapshots", ONE[0], "an iterable of parameter trees, got a dict. Make them with"),
     ("targets", LABELS + 1, "classes from 0 to 4, got 1 to 5"),
     ("targets", LABELS - 1, "classes from 0 to 4, got -1 to 3"),
     ("targets", LABELS * 1.0, r"integers of shape \(30,\), got float64"),
@@ -305,8 +305,8 @@ MISFITS = (
 # Of a likelihood: outputs and targets that it does not take.
 OUTPUTS: Any = (
     ("gaussian", lambda x: (x[:, :1], 0.0), TARGETS, r"of the mean, \(30, 1\), got \(30,\)"),
-    ("gaussian", lambda x: (x[:, 0], jnp.zeros((30, 1))), TARGETS, "one that fits .* shapes"),
-    ("gaussian", lambda x: (x[:, 0], jnp.zeros(7)), TARGETS, "one that fits .* the shapes"),
+    ("gaussian", lambda x: (x[:, 0], jnp.zeros((30, 1))), TARGETS, "one that matches .* shapes"),
+    ("gaussian", lambda x: (x[:, 0], jnp.zeros(7)), TARGETS, "one that matches .* the shapes"),
     ("gaussian", lambda x: (None, 0.0), TARGETS, "'gaussian' takes a pair"),
     ("gaussian", lambda x: x[:2], TARGETS, "'gaussian' takes a pair"),
     ("gaussian", lambda x: (x[:, 0], 0.0), np.where(LABELS == 2, np.nan, 1), "finite, got nan"),

@@ -276,13 +276,13 @@ def select(
         >>> x = jnp.linspace(-1, 1, 20)
         >>> apply_fn = lambda params, x: (params["w"][0] * x + params["w"][1], jnp.zeros(()))
         >>> loss_fn = lambda params, y: jnp.mean((apply_fn(params, x)[0] - y) ** 2) / 2
-        >>> found = optax_smile.select(
+        >>> selection = optax_smile.select(
         ...     loss_fn, {"w": 3 * jnp.eye(2)}, [2 * x],
         ...     {"near": optax.sgd(1e-6), "psmile": optax_smile.psmile(num_data=20, key=0)},
         ...     apply_fn, (x, 2 * x), likelihood="gaussian", num_warmup=200, num_draws=30,
         ...     key=jax.random.key(0), progress=False,
         ... )
-        >>> found.best, found.draws.num_draws
+        >>> selection.best, selection.draws.num_draws
         ('psmile', 30)
     """
     if jax.process_count() > 1:

@@ -157,10 +157,10 @@ class Predictor:
         outputs = _check.traced("Predictor", "apply_fn", self.apply_fn, *given, rule=rule)
         if self.likelihood.check is not None:
             self.likelihood.check(outputs, self.targets)
-        of, needs = self.likelihood, None
-        if of.mean is None and (of.variance is not None or of.entropy is not None):
+        read, needs = self.likelihood, None
+        if read.mean is None and (read.variance is not None or read.entropy is not None):
             needs = "a `mean`, which `variance` and `entropy` require"
-        if of.log_density is None and self.targets is not None:
+        if read.log_density is None and self.targets is not None:
             needs = "a `log_density` for the targets"
         if needs is not None:
             _check.fail("Predictor", "likelihood", f"one with {needs}", "none")
@@ -235,14 +235,14 @@ class Predictor:
 
     def _outcome(self, params: Any, batch: tuple[Any, Any]) -> Outcome:
         """Return the prediction of one snapshot, in full precision."""
-        (inputs, targets), of = batch, self.likelihood
+        (inputs, targets), read = batch, self.likelihood
         outputs = jax.tree.map(_in_full_precision, self.apply_fn(params, inputs))
-        mean = None if of.mean is None else of.mean(outputs)
+        mean = None if read.mean is None else read.mean(outputs)
         outcome = Outcome(
             mean=mean,
-            variance=None if of.variance is None else of.variance(outputs),
-            entropy=None if of.entropy is None else of.entropy(mean),
-            log_density=None if targets is None else of.log_density(outputs, targets),
+            variance=None if read.variance is None else read.variance(outputs),
+            entropy=None if read.entropy is None else read.entropy(mean),
+            log_density=None if targets is None else read.log_density(outputs, targets),
         )
         return jax.tree.map(_in_full_precision, outcome)
 

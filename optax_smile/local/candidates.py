@@ -72,10 +72,10 @@ def network_candidates(
     Example:
         >>> import jax.numpy as jnp, optax, optax_smile
         >>> loss_fn = lambda params, batch: jnp.mean((batch @ params) ** 2)
-        >>> found = optax_smile.local.network_candidates(
+        >>> candidates = optax_smile.local.network_candidates(
         ...     loss_fn, jnp.ones((2, 3)), [jnp.eye(3)], optax.sgd(0.1), num_data=3, key=0
         ... )
-        >>> list(found)
+        >>> list(candidates)
         ['psmile', 'psmile, cold', 'psmile, around the start', 'optimizer']
     """
     typed: Any = key
@@ -97,8 +97,8 @@ def network_candidates(
     precision = strength_for(Potential(num_data), float(np.mean(curvatures)), size, allowed)
     around: dict[str, Any] = {"prior_mean": "start", "prior_precision": precision}
     around |= {"decoherence_length": "turning", "tuner": angle_tuner(0.1)}
-    found: dict[str, optax.GradientTransformation] = {"psmile": psmile(**given)}
+    made: dict[str, optax.GradientTransformation] = {"psmile": psmile(**given)}
     if auto_temperature(num_data, size, excess) < 1:
         cold: dict[str, Any] = {"temperature": "auto", "excess": excess, "tuner": angle_tuner(0.3)}
-        found["psmile, cold"] = psmile(**given, **cold)
-    return found | {"psmile, around the start": psmile(**given, **around), "optimizer": optimizer}
+        made["psmile, cold"] = psmile(**given, **cold)
+    return made | {"psmile, around the start": psmile(**given, **around), "optimizer": optimizer}

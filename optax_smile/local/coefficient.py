@@ -264,11 +264,11 @@ def llc(
 
     Example:
         >>> import jax.numpy as jnp, optax_smile
-        >>> found = optax_smile.local.llc(
+        >>> coefficient = optax_smile.local.llc(
         ...     lambda w, batch: jnp.sum(w**2), jnp.zeros(20), [jnp.zeros(1)], num_data=1000,
         ...     localization=0.0, num_warmup=200, num_draws=50, key=0, progress=False,
         ... )
-        >>> 9 < found.llc < 11
+        >>> 9 < coefficient.llc < 11
         True
 
     Source: Watanabe 2013; Lau et al., The local learning coefficient, AISTATS 2025.

@@ -43,12 +43,12 @@ def selection(selection: Selection, *, ax: Axes | None = None) -> Axes:
         >>> import numpy as np
         >>> from matplotlib.figure import Figure
         >>> from optax_smile import Selection
-        >>> found = Selection(
+        >>> result = Selection(
         ...     best="psmile", draws=None, names=("psmile", "adam"), num_steps=np.array([100]),
         ...     lppd=np.array([[-1.0, -1.2]]), standard_error=np.array([[0, 0.1]]),
         ...     start_lppd=-1.5, final_lppd=-0.9, total_steps=300, cost=0.3,
         ... )
-        >>> selection(found, ax=Figure().subplots()).get_title()
+        >>> selection(result, ax=Figure().subplots()).get_title()
         'Chosen: psmile, LPPD -0.9'
     """
     steps, lppd, final = selection.num_steps, selection.lppd, selection.final_lppd

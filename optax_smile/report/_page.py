@@ -184,7 +184,8 @@ def _head(snapshots: _ReadOnce) -> Iterator[str]:
     facts: dict[str, str | None] = {**_words.times(_sessions.read(snapshots.directory))}
     facts["seed"] = ", ".join(f"{x} ({name})" for name, x in known.items() if x is not None)
     facts["data"] = _words.data(manifest["data"], sampler.get("num_data"))
-    facts["libraries"] = ", ".join(f"{name} {of}" for name, of in manifest["versions"].items())
+    versions = manifest["versions"].items()
+    facts["libraries"] = ", ".join(f"{name} {version}" for name, version in versions)
     facts["directory"] = str(snapshots.directory)
     shown = {name: html.escape(text) for name, text in facts.items() if text}
     if not _settings.are_posterior(sampler):

@@ -133,8 +133,8 @@ def of_predictions(stored: list[Stored]) -> Iterator[Picture]:
     """Yield plots of the predictions, with methods and data sets overlaid where possible."""
     classified = {}
     for one in stored:
-        mean, of = one.prediction.mean, one.prediction.uncertainty
-        if of == "entropy" and mean is not None and one.targets is not None:
+        mean, kind = one.prediction.mean, one.prediction.uncertainty
+        if kind == "entropy" and mean is not None and one.targets is not None:
             classified[_label(one)] = labelled(mean, one.targets)
 
     def overlaid(plot):

@@ -57,14 +57,14 @@ def score(prediction: Prediction, targets: ArrayLike) -> dict[str, float]:
     scores = {"LPPD": metrics.lppd(prediction.log_density)}
     if prediction.uncertainty == "entropy":
         probabilities, labels = labelled(prediction.mean, targets)
-        of = {
+        scorers = {
             "accuracy": metrics.accuracy,
             "F1": metrics.f1,
             "Brier": metrics.brier,
             "ECE": metrics.ece,
             "AURC": metrics.aurc,
         }
-        return scores | {name: metric(probabilities, labels) for name, metric in of.items()}
+        return scores | {name: metric(probabilities, labels) for name, metric in scorers.items()}
     if mean is not None and np.shape(mean) == targets.shape:
         scores["RMSE"] = metrics.rmse(mean, targets)
     if prediction.uncertainty != "variance" or mean is None:
