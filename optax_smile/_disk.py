@@ -1,4 +1,4 @@
-"""Files of a run: whole or absent, with checksums of all that they hold, never behind a link."""
+"""Files of a run: written atomically, with checksums of their content, never through a link."""
 
 import contextlib
 import json
@@ -11,17 +11,17 @@ from typing import Any
 
 import numpy as np
 
-# Of a text that is read in one go; a manifest of a thousand leaves has 200 kB.
+# Largest text file in bytes; a manifest of a thousand leaves has 200 kB.
 LARGEST_TEXT = 1 << 26
-# Of a file at a time, for its checksum.
+# Bytes read at a time to compute the checksum of a file.
 PIECE = 1 << 20
 
 
 def write(path: Path, content: bytes):
-    """Write a file that is either whole or absent, also after a power failure."""
+    """Write a file atomically: it is either complete or absent, even after a power failure."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        # A file of that name may be a link, which is not to be written through.
+        # An existing file of that name may be a link; do not write through it.
         draft.unlink(missing_ok=True)
         with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), "wb") as file:
             file.write(content)
@@ -38,14 +38,14 @@ def write(path: Path, content: bytes):
             draft.unlink(missing_ok=True)
         raise OSError(
             error.errno,
-            f"{error.strerror}: this file could not be written. The draws before it are safe and"
-            " can be loaded; make room or choose another directory",
+            f"{error.strerror}: could not write this file. Earlier draws are safe and can be"
+            " loaded; free disk space or choose another directory",
             str(path),
         ) from error
 
 
 def remove_drafts(directory: Path):
-    """Remove what killed runs were about to write."""
+    """Remove temporary files that killed runs left behind."""
     for pattern in (".*.safetensors.*", ".*.json.*"):
         for draft in directory.glob(pattern):
             if draft.is_symlink() or draft.is_file():
@@ -53,23 +53,23 @@ def remove_drafts(directory: Path):
 
 
 def check_own(path: Path):
-    """Require a file or a folder that lies where it is named.
+    """Require a regular file or a folder, not a link.
 
     Raises:
-        ValueError: it is a link, which may lead anywhere, or a pipe or a device.
-        OSError: there is none.
+        ValueError: it is a link, which may point anywhere, or a pipe or a device.
+        OSError: it does not exist.
     """
     mode = path.lstat().st_mode
     if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
-        kind = "a link" if stat.S_ISLNK(mode) else "no file"
+        kind = "a link" if stat.S_ISLNK(mode) else "not a regular file"
         raise ValueError(
-            f"{path} is {kind}: nothing outside the directory of a run is read or written."
-            " Remove it, or put what it stands for there"
+            f"{path} is {kind}. Files outside the directory of a run are never read or written."
+            " Remove it, or replace it by the file that it points to"
         )
 
 
 def checksum(content: Any) -> str:
-    """CRC-32 of bytes, text or an array."""
+    """Compute the CRC-32 of bytes, text or an array."""
     if isinstance(content, str):
         content = content.encode()
     if isinstance(content, np.ndarray):
@@ -78,22 +78,22 @@ def checksum(content: Any) -> str:
 
 
 def read_text(file: Path) -> str:
-    """Read a file that must not be large."""
+    """Read a text file that must not be large."""
     check_own(file)
     if (size := file.stat().st_size) > LARGEST_TEXT:
-        raise ValueError(f"{size:,} bytes")
+        raise ValueError(f"too large: {size:,} bytes")
     return file.read_text()
 
 
 def sums(folder: Path, skip: str) -> dict[str, list[Any]]:
-    """Size and checksum of every file under a folder, by its path in there, but for one."""
-    found = {}
+    """Return size and checksum of every file under a folder, except `skip`, by relative path."""
+    sizes_and_checksums = {}
     for path in sorted(folder.rglob("*")):
         check_own(path)
         name = path.relative_to(folder).as_posix()
         if name != skip and not path.is_dir():
-            found[name] = [path.stat().st_size, _checksum_of_file(path)]
-    return found
+            sizes_and_checksums[name] = [path.stat().st_size, _checksum_of_file(path)]
+    return sizes_and_checksums
 
 
 def _checksum_of_file(path: Path) -> str:
@@ -105,7 +105,7 @@ def _checksum_of_file(path: Path) -> str:
 
 
 def import_safetensors() -> Any:
-    """Import safetensors, or say how to get it."""
+    """Import safetensors, or raise an error that says how to install it."""
     try:
         import safetensors.numpy
     except ImportError as error:
@@ -116,24 +116,24 @@ def import_safetensors() -> Any:
 
 
 def pack(header: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> bytes:
-    """Put arrays, and a header that JSON can hold, into a safetensors file with checksums."""
-    # Of others safetensors writes the memory as it lies.
+    """Serialize arrays and a JSON header to the bytes of a safetensors file with checksums."""
+    # safetensors writes raw memory, so arrays must be C-contiguous.
     arrays = {name: np.asarray(array, order="C") for name, array in arrays.items()}
     described = {x: [str(a.dtype), list(a.shape), checksum(a)] for x, a in arrays.items()}
     text = json.dumps({**header, "arrays": described})
-    told = {"optax_smile": text, "checksum": checksum(text)}
-    return import_safetensors().numpy.save(arrays, metadata=told)
+    metadata = {"optax_smile": text, "checksum": checksum(text)}
+    return import_safetensors().numpy.save(arrays, metadata=metadata)
 
 
 def read_header(file: Path, check: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-    """Read what `pack` was given as header, with the descriptions of the arrays as `arrays`.
+    """Read the header that was given to `pack`, with descriptions of the arrays as `arrays`.
 
     Args:
-        file: that was packed.
-        check: `check(header)` raises ValueError where its content is not what it has to be.
+        file: a file of `pack`.
+        check: `check(header)` raises ValueError if the content is invalid.
 
     Raises:
-        ValueError: saying what is wrong, without the name of the file.
+        ValueError: a damaged file; the message does not name the file.
     """
     with _opened(file) as content:
         return _header(content, check)
@@ -142,18 +142,18 @@ def read_header(file: Path, check: Callable[[dict[str, Any]], None]) -> dict[str
 def read(
     file: Path, check: Callable[[dict[str, Any]], None]
 ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """Read header and arrays as `read_header` does; nothing is read that has not been checked."""
+    """Read header, like `read_header`, and arrays, and check everything that is read."""
     with _opened(file) as content:
         header = _header(content, check)
         if set(content.keys()) != set(header["arrays"]):
-            raise ValueError("it has other arrays than its header says")
+            raise ValueError("its arrays are not those in its header")
         arrays = {}
         for name, (dtype, shape, sum_of_array) in header["arrays"].items():
             if list(content.get_slice(name).get_shape()) != shape:
-                raise ValueError(f"its array {name!r} has another shape than its header says")
+                raise ValueError(f"the shape of its array {name!r} differs from its header")
             arrays[name] = array = content.get_tensor(name)
             if (str(array.dtype), checksum(array)) != (dtype, sum_of_array):
-                raise ValueError(f"the checksum of its array {name!r} does not fit its content")
+                raise ValueError(f"the checksum of its array {name!r} does not match its content")
     return header, arrays
 
 
@@ -164,10 +164,10 @@ def _opened(file: Path) -> Any:
 
 
 def _header(content: Any, check: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-    told = content.metadata() or {}
-    if checksum(told.get("optax_smile", "")) != told.get("checksum"):
-        raise ValueError("its checksum does not fit its header")
-    header = json.loads(told["optax_smile"])
+    metadata = content.metadata() or {}
+    if checksum(metadata.get("optax_smile", "")) != metadata.get("checksum"):
+        raise ValueError("its checksum does not match its header")
+    header = json.loads(metadata["optax_smile"])
     check(header)
     return header
 
@@ -178,7 +178,7 @@ def naming(
     what: str = "snapshot",
     remedy: str = "Remove it: the other draws stay readable.",
 ) -> Iterator[None]:
-    """Let whatever is wrong with a file be said by a sentence that names it."""
+    """Re-raise read errors as a ValueError that names the file."""
     try:
         yield
     except (ImportError, MemoryError):

@@ -1,4 +1,4 @@
-"""Tables, in plain text and in HTML."""
+"""Tables in plain text and in HTML."""
 
 import html
 from collections.abc import Iterable, Mapping
@@ -8,12 +8,12 @@ import jax
 
 from optax_smile import _check
 
-# Letters of a row that names what there are many of.
+# Characters in a row that lists names.
 LONGEST_ROW = 80
 
 
 def aligned(columns: Mapping[str, list[str]]) -> list[str]:
-    """Lines of a table, cells on the right of their columns."""
+    """Format the lines of a table with right-aligned columns."""
     with_heads = [(head, *cells) for head, cells in columns.items()]
     widths = [max(map(len, cells)) for cells in with_heads]
     return [
@@ -23,18 +23,18 @@ def aligned(columns: Mapping[str, list[str]]) -> list[str]:
 
 
 def described(title: str, rows: Mapping[str, str]) -> str:
-    """A title and a line for each row, what `repr` of an object gives."""
+    """Format a title and a line for each row, as the `repr` of an object."""
     width = max(map(len, rows), default=0)
     return "\n".join([title, *(f"  {head.ljust(width)}  {text}" for head, text in rows.items())])
 
 
 def described_in_html(title: str, rows: Mapping[str, str]) -> str:
-    """The same for a notebook."""
+    """Format a title and rows as HTML for a notebook."""
     return f"<p><b>{html.escape(title)}</b></p>{in_html(rows.items())}"
 
 
 def in_html(rows: Iterable[Iterable[str]], head: Iterable[str] = ()) -> str:
-    """A table for a notebook."""
+    """Format a table as HTML for a notebook."""
 
     def line(cells: Iterable[str], tag: str) -> str:
         made = (f'<{tag} style="text-align: left">{html.escape(cell)}</{tag}>' for cell in cells)
@@ -45,7 +45,7 @@ def in_html(rows: Iterable[Iterable[str]], head: Iterable[str] = ()) -> str:
 
 
 def some(texts: Iterable[str]) -> str:
-    """As many of the texts as a row has room for, at least one, and how many more there are."""
+    """Join the texts that fit into a row, at least one, and count the rest."""
     texts, shown = list(texts), 1
     while shown < len(texts) and len(", ".join(texts[: shown + 1])) <= LONGEST_ROW:
         shown += 1
@@ -54,17 +54,17 @@ def some(texts: Iterable[str]) -> str:
 
 
 def shape(tree: Any) -> str:
-    """Precision and shape of an array, or of those of a tree."""
+    """Format dtype and shape of an array, or of the arrays of a tree."""
     return some(_check.show(x) for x in jax.tree.leaves(tree))
 
 
 def counted(number: int, noun: str) -> str:
-    """So many of what a noun names."""
+    """Format a number with its noun, in the plural if needed."""
     return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
 def memory(number: int) -> str:
-    """So many bytes, in the unit in which they are at least one."""
+    """Format a number of bytes in the largest unit of which there is at least one."""
     units = ("bytes", "kB", "MB", "GB", "TB")
     power = min(max(len(str(number)) - 1, 0) // 3, len(units) - 1)
     return f"{number / 1000**power:.3g} {units[power]}"

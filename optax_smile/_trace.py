@@ -1,4 +1,4 @@
-"""Read the trace of a run: arrays `[chain, tick]`, a tick every `thin` steps."""
+"""Read the trace of a run: arrays `[chain, tick]`, with a tick every `thin` steps."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,14 +7,14 @@ import numpy as np
 
 from optax_smile import _check
 
-REMEDY = "Pass the `trace` of what `sample` returned."
+REMEDY = "Pass the `trace` of the draws that `sample` returned."
 TRACE = _check.kind(Mapping, "a dict of arrays", REMEDY)
 
 
 def of_draws(
     trace: Mapping[str, Any], num_draws: int | None, where: str = "Snapshots"
 ) -> dict[str, np.ndarray]:
-    """The trace at the draws, the last ticks that were draws in all chains; None: all of it."""
+    """Restrict a trace to the last `num_draws` ticks that are draws in all chains; None: to all."""
     if num_draws is not None:
         _check.Whole(1)(where, "num_draws", num_draws)
     arrays = {name: np.asarray(values) for name, values in trace.items()}
@@ -27,10 +27,10 @@ def of_draws(
 
 
 def read(where: str, trace: Any, *names: str, num_draws: int | None = None) -> list[np.ndarray]:
-    """Entries of a trace as numbers, all of one shape `[chain, tick]`; of the draws alone, if so.
+    """Read entries of a trace as numbers of one shape `[chain, tick]`, optionally at the draws.
 
     Raises:
-        ValueError: entries that it lacks, or of other shapes.
+        ValueError: missing entries, or entries of other shapes.
     """
     if any(name not in trace for name in names):
         rule = f"a dict with {', '.join(map(repr, names))}"

@@ -1,8 +1,8 @@
-"""Calibration after the fact, on held-out predictions: pure functions on arrays.
+"""Post-hoc calibration on held-out predictions: pure functions on arrays.
 
-What is fitted here sees predictions that are averages already, `Prediction.mean` as it was stored,
-and the targets of inputs that neither the chains nor the choice of their settings saw. Arrays are
-as in `optax_smile.metrics`.
+Fit on averaged predictions, such as a stored `Prediction.mean`, and on the targets of held-out
+inputs that were used neither for sampling nor to choose settings. Arrays have the forms described
+in `optax_smile.metrics`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = [
     "with_temperature",
 ]
 
-# Halvings that shrink a bracket to the rounding error of its upper end.
+# Bisection steps that shrink a bracket to the rounding error of its upper end.
 BISECTIONS = 53
 POSITIVE = _check.Real(0, open="low", traced=False)
 MEANS = _check.Array("[input]", FINITE)
@@ -34,7 +34,7 @@ SETS = _check.Array("[input, class]", BOOLEAN, dtype=None)
 
 
 def _log(probabilities: np.ndarray) -> np.ndarray:
-    """Logarithms relative to the largest of a row, so that a uniform row has exact zeros."""
+    """Compute logarithms relative to the row maximum, so that a uniform row has exact zeros."""
     with np.errstate(divide="ignore"):
         return np.log(probabilities / probabilities.max(axis=1, keepdims=True))
 
@@ -54,27 +54,28 @@ def fit_temperature(
     smallest: float = 0.05,
     largest: float = 20.0,
 ) -> float:
-    """Temperature of averaged probabilities under which held-out labels are most likely.
+    """Find the temperature of averaged probabilities that maximises the held-out likelihood.
 
-    With p the average and b = 1 / T the mean of `-log(p_y^b / sum_c p_c^b)` is convex in b. Its
-    derivative, the mean of `sum_c q_c log p_c - log p_y` with q the tempered probabilities, is
-    brought to zero by bisection. It falls (or rises) to an end of the range where every label is
-    the most (or on average less than a middling) probable class: that end is returned, with a
-    warning. Where no temperature matters, rows being uniform over what they allow, it is 1.
+    With p the average and b = 1 / T, the mean of `-log(p_y^b / sum_c p_c^b)` is convex in b.
+    Bisection finds the root of its derivative, the mean of `sum_c q_c log p_c - log p_y` with q the
+    tempered probabilities. If every label is the most probable class, the optimum is at the lower
+    end of the range; if labels are on average less probable than the other classes, at the upper
+    end. The function then returns that end and warns. If every row is uniform over its possible
+    classes, it returns 1.
 
     Args:
-        probabilities: of the classes, averaged over draws, `[input, class]`, >= 0, rows that sum
-            to 1, > 0 for every label.
+        probabilities: class probabilities averaged over draws, `[input, class]`, >= 0, rows that
+            sum to 1, > 0 for every label.
         labels: true classes, integers `[input]`.
-        smallest: temperature, > 0.
-        largest: temperature, > 0, and > `smallest`.
+        smallest: lowest temperature, > 0.
+        largest: highest temperature, > 0, and > `smallest`.
 
     Returns:
         Temperature, in [smallest, largest]: above 1 for overconfident predictions.
 
     Raises:
-        ValueError: no inputs, probabilities or labels that are none, an option out of range; a
-            label of probability 0, which no temperature makes possible.
+        ValueError: no inputs, invalid probabilities or labels, or an option out of range; a label
+            of probability 0, which no temperature makes possible.
 
     Cost: 55 passes over the probabilities; memory for a few such arrays in float64.
 
@@ -82,8 +83,8 @@ def fit_temperature(
         >>> round(fit_temperature([[0.8, 0.2], [0.8, 0.2], [0.2, 0.8]], [0, 1, 1]), 2)
         2.0
 
-    Source: Guo et al. 2017, who temper the logits of one network. Differs: the average over draws
-    is tempered, as Rahaman and Thiery 2021 recommend ("pool, then calibrate").
+    Source: Guo et al. 2017, who temper the logits of one network. Differs: tempers the average over
+    draws, as Rahaman and Thiery 2021 recommend ("pool, then calibrate").
     """
     where = "fit_temperature"
     probabilities, labels = np.asarray(probabilities), np.asarray(labels)
@@ -91,7 +92,7 @@ def fit_temperature(
         _check.fail(where, "largest", f"> `smallest`, {smallest}", largest)
     of_label = probabilities[np.arange(len(labels)), labels]
     if not of_label.all():
-        remedy = "Mix a little of the uniform distribution into all rows."
+        remedy = "Mix a small share of the uniform distribution into all rows."
         got = f"0.0 in row {of_label.argmin()}"
         _check.fail(where, "probabilities", "> 0 for every label", got, remedy)
     log = _log(probabilities)
@@ -109,8 +110,8 @@ def fit_temperature(
         return 1.0
     if first >= 0 or last <= 0:
         end = float(largest if first >= 0 else smallest)
-        message = f"the likelihood still rises where the range ends at {end:g}"
-        warnings.warn(f"`{where}`: {message}; more held-out inputs?", stacklevel=3)
+        message = f"the likelihood is highest at the end of the range, {end:g}"
+        warnings.warn(f"`{where}`: {message}. Try more held-out inputs.", stacklevel=3)
         return end
     for _ in range(BISECTIONS):
         middle = (low + high) / 2
@@ -123,15 +124,15 @@ def with_temperature(probabilities: ArrayLike, temperature: float) -> np.ndarray
     """Temper probabilities: `p_c^(1/T) / sum_k p_k^(1/T)`.
 
     Args:
-        probabilities: of the classes, averaged over draws, `[input, class]`, >= 0, rows that sum
-            to 1; what is 0 stays 0.
-        temperature: > 0: above 1 less certain, below 1 more; as of `fit_temperature`.
+        probabilities: class probabilities averaged over draws, `[input, class]`, >= 0, rows that
+            sum to 1; zeros stay zero.
+        temperature: > 0, such as `fit_temperature` returns: above 1 less certain, below 1 more.
 
     Returns:
         Probabilities `[input, class]`, float64.
 
     Raises:
-        ValueError: no inputs, probabilities that are none, a temperature out of range.
+        ValueError: no inputs, invalid probabilities, or a temperature out of range.
 
     Example:
         >>> with_temperature([[0.8, 0.2]], 2.0).round(3).tolist()
@@ -143,15 +144,15 @@ def with_temperature(probabilities: ArrayLike, temperature: float) -> np.ndarray
 
 
 def _limit(where: str, scores: np.ndarray, level: float) -> float:
-    """Score that a new one does not exceed with probability `level`; infinite if too few."""
-    # The level as it is written: in floating point 0.55 * 100 is above 55.
+    """Find the score that a new one does not exceed with probability `level`; may be infinite."""
+    # Use the decimal value of the level: in floating point 0.55 * 100 is above 55.
     written = Fraction(repr(float(level)))
     rank = math.ceil((scores.size + 1) * written)
     if rank <= scores.size:
         return float(np.partition(scores, rank - 1)[rank - 1])
     takes = math.ceil(written / (1 - written))
-    message = f"{scores.size} held-out inputs are too few for level {level}, which takes {takes}"
-    warnings.warn(f"`{where}`: {message}: nothing is left out.", stacklevel=4)
+    message = f"{scores.size} held-out inputs are too few for level {level}, which needs {takes}"
+    warnings.warn(f"`{where}`: {message}: every value is included.", stacklevel=4)
     return math.inf
 
 
@@ -167,29 +168,29 @@ def prediction_sets(
     new_probabilities: ArrayLike,
     level: float = 0.9,
 ) -> np.ndarray:
-    """Sets of classes that hold the label of a new input with probability `level` or more.
+    """Compute sets of classes that contain the label of a new input with probability `level`.
 
-    Split conformal prediction with the score 1 - p_y: a class is in the set if its score is at most
-    the `ceil((n + 1) level)`-th smallest of n held-out ones. If held-out and new inputs are
-    exchangeable, coverage on average over both is at least `level`, and without ties less than
-    `level + 1 / (n + 1)`, whatever the model. A single held-out part has its own, off by about
-    `sqrt(level (1 - level) / n)`. A set may be empty.
+    Uses split conformal prediction with the score 1 - p_y: a class is in the set if its score is at
+    most the `ceil((n + 1) level)`-th smallest of n held-out scores. If held-out and new inputs are
+    exchangeable, coverage averaged over both is at least `level`, for any model, and without ties
+    less than `level + 1 / (n + 1)`. The coverage for one given held-out set deviates from this by
+    about `sqrt(level (1 - level) / n)`. A set may be empty.
 
     Args:
-        probabilities: of the classes for held-out inputs, `[input, class]`, >= 0, rows that sum to
-            1.
-        labels: true classes of these, integers `[input]`.
-        new_probabilities: for the inputs whose sets are asked, `[new input, class]`, >= 0, rows
-            that sum to 1.
-        level: in (0, 1).
+        probabilities: class probabilities of held-out inputs, `[input, class]`, >= 0, rows that sum
+            to 1.
+        labels: true classes of the held-out inputs, integers `[input]`.
+        new_probabilities: class probabilities of new inputs, `[new input, class]`, >= 0, rows that
+            sum to 1.
+        level: probability of coverage, in (0, 1).
 
     Returns:
-        Booleans `[new input, class]`. Where n < level / (1 - level) all are True, and a warning
-        says so.
+        Booleans `[new input, class]`. If n < level / (1 - level), all are True and the function
+        warns.
 
     Raises:
-        ValueError: no inputs, probabilities or labels that are none, numbers of classes that
-            differ, a level out of range.
+        ValueError: no inputs, invalid probabilities or labels, different numbers of classes, or a
+            level out of range.
 
     Example:
         >>> held_out, labels = [[0.9, 0.1], [0.6, 0.4], [0.3, 0.7]], [0, 0, 1]
@@ -203,7 +204,7 @@ def prediction_sets(
     num_classes = probabilities.shape[1]
     if new.shape[1] != num_classes:
         _check.fail(where, "new_probabilities", f"of {num_classes} classes", f"shape {new.shape}")
-    # Minus p orders as 1 - p does, and rounds nothing.
+    # -p has the order of 1 - p without rounding.
     return -new <= _limit(where, -probabilities[np.arange(len(labels)), labels], level)
 
 
@@ -223,27 +224,27 @@ def prediction_intervals(
     new_std: ArrayLike,
     level: float = 0.9,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Intervals that hold the target of a new input with probability `level` or more.
+    """Compute intervals that contain the target of a new input with probability `level`.
 
-    Split conformal prediction with the score |y - mean| / std: new_mean ± q new_std, q the
-    `ceil((n + 1) level)`-th smallest of n held-out scores. The promise is that of
-    `prediction_sets`. `metrics.coverage` and `metrics.interval_width` judge the intervals.
+    Uses split conformal prediction with the score |y - mean| / std: new_mean ± q new_std, where q
+    is the `ceil((n + 1) level)`-th smallest of n held-out scores. The guarantee is that of
+    `prediction_sets`. Score the intervals with `metrics.coverage` and `metrics.interval_width`.
 
     Args:
-        mean: predictive mean for held-out inputs, `[input]`, as `Prediction.mean`.
-        std: predictive standard deviation, `[input]` or a scalar, > 0, as the root of
+        mean: predictive mean of held-out inputs, `[input]`, such as `Prediction.mean`.
+        std: predictive standard deviation, `[input]` or a scalar, > 0, such as the square root of
             `Prediction.total`.
-        targets: what was observed, `[input]`.
-        new_mean: for the inputs whose intervals are asked, `[new input]`.
+        targets: observed values, `[input]`.
+        new_mean: predictive mean of new inputs, `[new input]`.
         new_std: their standard deviation, `[new input]` or a scalar, > 0.
-        level: in (0, 1).
+        level: probability of coverage, in (0, 1).
 
     Returns:
-        Lower and upper ends, both `[new input]`, in units of the target; infinite where
-        n < level / (1 - level), and a warning says so.
+        Lower and upper ends, both `[new input]`, in units of the target. If n < level / (1 -
+        level), they are infinite and the function warns.
 
     Raises:
-        ValueError: no inputs, shapes that do not fit, numbers out of range.
+        ValueError: no inputs, mismatched shapes, or numbers out of range.
 
     Example:
         >>> lower, upper = prediction_intervals(
@@ -261,17 +262,17 @@ def prediction_intervals(
 
 @_check.arguments(sets=SETS, labels=Labels(of="sets"))
 def set_coverage(sets: ArrayLike, labels: ArrayLike) -> float:
-    """Share of labels inside their set; best near its level.
+    """Compute the fraction of labels inside their set, which should be close to the level.
 
     Args:
-        sets: booleans `[input, class]`, as of `prediction_sets`.
+        sets: booleans `[input, class]`, such as `prediction_sets` returns.
         labels: true classes, integers `[input]`.
 
     Returns:
-        A share, in [0, 1].
+        A fraction, in [0, 1].
 
     Raises:
-        ValueError: no inputs, sets or labels that are none.
+        ValueError: no inputs, or invalid sets or labels.
 
     Example:
         >>> set_coverage([[True, True], [True, False]], [0, 1])
@@ -283,16 +284,16 @@ def set_coverage(sets: ArrayLike, labels: ArrayLike) -> float:
 
 @_check.arguments(sets=SETS)
 def set_size(sets: ArrayLike) -> float:
-    """Mean number of classes in a set; lower is better at equal `set_coverage`.
+    """Compute the mean number of classes in a set; lower is better at equal `set_coverage`.
 
     Args:
-        sets: booleans `[input, class]`, as of `prediction_sets`.
+        sets: booleans `[input, class]`, such as `prediction_sets` returns.
 
     Returns:
         In [0, number of classes].
 
     Raises:
-        ValueError: no inputs, sets that are none.
+        ValueError: no inputs, or invalid sets.
 
     Example:
         >>> set_size([[True, True], [True, False]])

@@ -1,4 +1,4 @@
-"""Many chains as a leading axis, on one device or on a mesh of them."""
+"""Many chains as a leading axis, on one device or on a mesh of devices."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class ChainMesh(_check.Constraint):
     def __call__(self, where, argument, value, given=_check.NOTHING):
         if not isinstance(value, Mesh) or CHAIN not in value.shape:
             got = f"the axes {tuple(value.shape)}" if isinstance(value, Mesh) else repr(value)
-            advice = 'Make one by jax.make_mesh((4, 2), ("chain", "data"), axis_types=...).'
+            advice = 'Make one with jax.make_mesh((4, 2), ("chain", "data"), axis_types=...).'
             _check.fail(where, argument, self.text, got, advice)
         return value
 
@@ -47,7 +47,7 @@ class ChainMesh(_check.Constraint):
 class Stacked(_check.Constraint):
     """A tree of arrays `[chain, ...]`, with at least one chain."""
 
-    text = "a tree of at least one chain whose leaves share a leading chain axis"
+    text = "a tree of arrays [chain, ...] of equal length, at least 1"
 
     def __call__(self, where, argument, value, given=_check.NOTHING):
         _check.Tree(self.text)(where, argument, value)
@@ -75,20 +75,20 @@ SPECS = _check.Where("a tree of jax.P", _are_specs) | None
 
 
 def check_mesh(where: str, mesh: Mesh | None, num_chains: int = 0):
-    """Require a mesh whose `chain` axis divides the chains."""
+    """Require a mesh whose `chain` axis divides the number of chains."""
     MESH(where, "mesh", mesh)
     if mesh is not None and num_chains % mesh.shape[CHAIN]:
-        rule = f"a mesh whose axis {CHAIN!r} divides the {num_chains} chains"
-        _check.fail(where, "mesh", rule, f"{mesh.shape[CHAIN]} rows of devices")
+        rule = f"a mesh whose axis {CHAIN!r} divides the number of chains, {num_chains}"
+        _check.fail(where, "mesh", rule, f"an axis of length {mesh.shape[CHAIN]}")
 
 
 def num_chains(where: str, tree: Any, argument: str = "params") -> int:
-    """Length of the leading axis that all leaves share, at least one."""
+    """Return the length of the leading axis that all leaves share, at least one."""
     return jnp.shape(jax.tree.leaves(STACKED(where, argument, tree))[0])[0]
 
 
 def _put(leaf: Any, sharding: NamedSharding) -> jax.Array:
-    """Spread an array over devices; every process holds the same one."""
+    """Shard an array, which is the same in every process, over devices."""
     if sharding.is_fully_addressable or isinstance(leaf, jax.Array) and len(leaf.devices()) > 1:
         return jax.device_put(leaf, sharding)
     host = np.asarray(leaf)
@@ -97,26 +97,26 @@ def _put(leaf: Any, sharding: NamedSharding) -> jax.Array:
 
 @jax.jit
 def _copy(tree: Any) -> Any:
-    """Copy arrays, so that a copy may be donated."""
+    """Copy arrays, so that the copies may be donated."""
     return jax.tree.map(jnp.copy, tree)
 
 
 @_check.arguments("parallel.place", tree=STACKED, mesh=MESH, specs=SPECS)
 def place(tree: Any, *, mesh: Mesh | None = None, specs: Any = None) -> Any:
-    """Copy a tree with a leading chain axis onto the devices.
+    """Copy a tree with a leading chain axis to the devices.
 
     Args:
         tree: arrays `[chain, ...]`, the same in every process.
-        mesh: devices with an axis `"chain"`; None leaves the arrays where JAX puts them.
-        specs: a tree like `tree` of `jax.P` that tells how each array of one chain is sharded over
-            the other axes of the mesh; None: not at all.
+        mesh: devices with an axis `"chain"`; None: JAX's default device.
+        specs: a tree like `tree` of `jax.P`: how each array of one chain is sharded over the other
+            axes of the mesh; None: not sharded.
 
     Returns:
         A copy that may be donated, with the chains spread over the axis `"chain"`.
 
     Raises:
-        ValueError: leading axes that disagree, a mesh without the axis, or one that does not divide
-            the chains; specs without a mesh.
+        ValueError: leading axes that disagree; a mesh without the axis `"chain"`, or whose axis
+            does not divide the number of chains; specs without a mesh.
     """
     with _check.called("parallel.place", "parallel.shardings"):
         own = shardings(tree, mesh=mesh, specs=specs)
@@ -125,10 +125,10 @@ def place(tree: Any, *, mesh: Mesh | None = None, specs: Any = None) -> Any:
 
 @_check.arguments("parallel.shardings", tree=STACKED, mesh=MESH, specs=SPECS)
 def shardings(tree: Any, *, mesh: Mesh | None = None, specs: Any = None) -> Any:
-    """Tell where `place` puts each array.
+    """Return the shardings that `place` gives the arrays.
 
     Args:
-        tree: arrays `[chain, ...]` or their shapes. Other arguments and errors as `place`.
+        tree: arrays `[chain, ...]` or their shapes. Other arguments and errors as for `place`.
 
     Returns:
         A tree like `tree` of `NamedSharding`; None without a mesh.
@@ -137,12 +137,12 @@ def shardings(tree: Any, *, mesh: Mesh | None = None, specs: Any = None) -> Any:
     check_mesh(where, mesh, num_chains(where, tree))
     if mesh is None:
         if specs is not None:
-            _check.fail(where, "specs", "None where there is no mesh", _check.show(specs))
+            _check.fail(where, "specs", "None without a mesh", _check.show(specs))
         return None
     if specs is None:
         return jax.tree.map(lambda _: chain_sharding(mesh), tree)
     given, of_chain = jax.tree.flatten(specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
-    rule = f"a tree of jax.P of the structure of params, {jax.tree.structure(tree)}"
+    rule = f"a tree of jax.P with the structure of the parameters, {jax.tree.structure(tree)}"
     if of_chain != jax.tree.structure(tree):
         _check.fail(where, "specs", rule, of_chain)
     try:
@@ -162,14 +162,14 @@ def shardings(tree: Any, *, mesh: Mesh | None = None, specs: Any = None) -> Any:
 def place_batch(
     batch: Any, *, mesh: Mesh | None = None, per_chain: bool = False, stacked: bool = False
 ) -> Any:
-    """Put a batch onto the devices: examples spread over the axis `"data"`, if they divide.
+    """Put a batch on the devices, with examples sharded over the axis `"data"` if it divides them.
 
     Args:
         batch: arrays `[example, ...]`, the same in every process; `[chain, example, ...]` with
-            `per_chain`. JAX arrays that lie on several devices already stay as they are.
-        mesh: devices; None does nothing.
-        per_chain: whether each chain has examples of its own.
-        stacked: whether an axis of calls stands before the examples, `[call, example, ...]` or
+            `per_chain`. JAX arrays that are already on several devices stay there.
+        mesh: devices; None: return the batch unchanged.
+        per_chain: whether each chain has its own examples.
+        stacked: whether an axis of calls precedes the examples, `[call, example, ...]` or
             `[chain, call, example, ...]`.
 
     Returns:
@@ -200,18 +200,18 @@ def place_batch(
     in_axes=_check.Where("0, or a tuple of 0 and None", _are_axes),
 )
 def over_chains(function: Callable, *, mesh: Mesh | None = None, in_axes: Any = 0) -> Callable:
-    """Map a function of one chain over all of them.
+    """Map a function of one chain over all chains.
 
-    Over the chains the mapping is by hand, so that they cannot communicate; the other axes of the
-    mesh are left to the compiler.
+    The axis `"chain"` is a manual axis of `jax.shard_map`, so that chains cannot communicate; the
+    compiler handles the other axes of the mesh.
 
     Args:
-        function: of arrays of one chain.
+        function: function of arrays of one chain.
         mesh: devices, or None.
         in_axes: for each argument 0 or None, as for `jax.vmap`: whether it has a chain axis.
 
     Returns:
-        A function to be compiled; all that it returns has a leading chain axis.
+        A function to compile with `jax.jit`; all its results have a leading chain axis.
     """
     mapped = jax.vmap(function, in_axes=in_axes)
     if mesh is None:
@@ -239,23 +239,23 @@ def init(
     specs: Any = None,
     key: jax.Array | int | None = None,
 ) -> optax.OptState:
-    """Give the state of every chain, sharded like its parameters.
+    """Initialise the state of every chain, sharded like its parameters.
 
     Args:
-        sampler: or any other Optax transformation.
+        sampler: a sampler, or any other Optax transformation.
         params: placed parameters `[chain, ...]`, such as `place` returns.
         mesh: devices, or None.
-        specs: of the parameters, as `place` takes them; arrays of the state that are like
+        specs: specs of the parameters, see `place`; arrays of the state that correspond to
             parameters are sharded like them.
-        key: JAX key or seed, from which the `key` of each chain's state is made, if it has one;
-            then None will do for a single chain alone: several would draw the same numbers.
+        key: JAX key or seed, from which each chain's state gets its own `key`, if it has one. It is
+            then required for several chains, which would otherwise draw the same numbers.
 
     Returns:
-        The state, every leaf with a leading chain axis, scalars and keys included.
+        The state; every leaf has a leading chain axis, including scalars and keys.
 
     Raises:
-        ValueError: as `place`; several chains that draw random numbers, without a key; a state with
-            several random keys called `key`.
+        ValueError: as for `place`; several chains with random numbers but without a key; a state
+            with several random keys called `key`.
 
     Cost: `sampler.init` for every chain.
     """
@@ -285,23 +285,23 @@ def init(
         _check.fail(where, "sampler", rule, "several", remedy)
     if known is None:
         return state
-    purpose = f"from which each of the {chains} chains gets its own"
+    purpose = f"to derive a key for each of the {chains} chains"
     needed: Any = _check.Key(True, purpose)(where, "key", key)
     keys = split_key(needed, chains, mesh=mesh, raw=True)
     if keys.shape != known.shape:
-        rule = f"a key whose data are {known.shape[-1]} words, as the sampler's"
+        rule = f"a key with {known.shape[-1]} words of data, like the sampler's"
         _check.fail(where, "key", rule, f"{keys.shape[-1]} words")
     return optax.tree.set(state, _is_random_key, key=keys)
 
 
 def _is_random_key(_, value: Any) -> bool:
-    """Tell a key from averages over a layer of that name, which attention has."""
+    """Return whether a leaf is a random key, not a moment of a layer called `key` (attention)."""
     return getattr(value, "dtype", None) == jnp.uint32
 
 
 @_check.arguments("parallel.chain_sharding", mesh=ChainMesh())
 def chain_sharding(mesh: Mesh) -> NamedSharding:
-    """Sharding of an array `[chain, ...]` over the chains alone."""
+    """Return the sharding of an array `[chain, ...]` over the chains only."""
     return NamedSharding(mesh, PartitionSpec(CHAIN))
 
 
@@ -315,7 +315,7 @@ def chain_sharding(mesh: Mesh) -> NamedSharding:
 def split_key(
     key: jax.Array | int, chains: int, *, mesh: Mesh | None = None, raw: bool = False
 ) -> jax.Array:
-    """Make a key for every chain `[chain]`, or its raw data, each on the devices of its chain."""
+    """Make keys `[chain]`, or their raw data, each on the devices of its chain."""
     own = None if mesh is None else chain_sharding(mesh)
 
     def split(key):
@@ -342,12 +342,12 @@ def step(
     """Compile the step of one chain for all chains.
 
     Args:
-        function: `function(carry, batch)` of one chain; gives the next carry.
-        carry: placed parameters, state and what else travels from step to step, every leaf
-            `[chain, ...]`. Its shardings are those of every later carry.
-        mesh: devices, or None. Chains on different devices need no communication; what is sharded
-            inside a chain, batch or parameters, is the compiler's.
-        per_chain: whether each chain has a batch of its own.
+        function: `function(carry, batch)` of one chain; returns the next carry.
+        carry: placed parameters, state and anything else passed from step to step, every leaf
+            `[chain, ...]`. Later carries have the same shardings.
+        mesh: devices, or None. Chains on different devices do not communicate; the compiler handles
+            batches and parameters that are sharded within a chain.
+        per_chain: whether each chain has its own batch.
 
     Returns:
         A compiled function of the carry, which is donated, and a batch.

@@ -1,17 +1,17 @@
-"""The four samplers of the paper with its settings: for comparisons, and to reproduce it.
+"""The four samplers of the paper with its settings, for comparison and reproduction.
 
-Minimal norm with two gradients per step and no explicit noise; `smile` and `psmile` with the
-quantile tuner and the rejection of outliers. The preconditioner is the formula of the paper, which
-has no absolute bounds.
+They use the minimal-norm integrator with two gradients per step and no explicit noise; `smile` and
+`psmile` add the quantile tuner and the rejection of outliers. The preconditioner uses the formula
+of the paper, which has no absolute bounds.
 
     >>> import optax_smile
     >>> sampler = optax_smile.published.psmile(1e-3, num_data=50_000)
 
-Both gradients of a step belong on one batch: `sample(..., batch_per="step")`.
+Compute both gradients of a step on the same batch: `sample(..., batch_per="step")`.
 
 Source: Sommer et al., Stochastic microcanonical Langevin ensembles, ICML 2026, section 3 and
-appendix. Differs: as `optax_smile.smile` says of the sign of e and of rejected points, and in how
-the averages start.
+appendix. Differs: in the sign of e and the treatment of rejected points, see `optax_smile.smile`,
+and in the initial averages.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from optax_smile.stages.tuner import quantile_tuner
 
 PUBLISHED = {name: rule for name, rule in SHARED.items() if name != "key"}
 PUBLISHED |= {"step_size": _check.STEP_SIZE}
-# kappa, and what becomes of the momentum of a rejected step.
+# kappa, and the momentum after a rejected step.
 REJECT_QUANTILE = 0.98
 REJECT_MOMENTUM = "zero"
 INTEGRATOR = "minimal_norm"
 
 
 def _published(name: str, preconditioner: Preconditioner, tuned: bool):
-    """Make one of the four; `tuned` adds the tuner and the rejection of outliers."""
+    """Make one of the four samplers; `tuned` adds the tuner and the rejection of outliers."""
     where = f"published.{name}"
     tuner, reject_quantile = (quantile_tuner(), REJECT_QUANTILE) if tuned else (None, None)
 
@@ -67,12 +67,12 @@ def _published(name: str, preconditioner: Preconditioner, tuned: bool):
             track_params=track_params,
         )
 
-    # What a run's settings call it: not the name of the sampler that is ours.
+    # The name in a run's settings, distinct from that of our own sampler.
     build.__name__ = build.__qualname__ = where
     ours = f"optax_smile.{name.removesuffix('_naive')}"
     build.__doc__ = (
-        f"Sample by {name} as published; arguments, units and errors as `{ours}`.\n\n"
-        "Cost: two gradients, and two calls of `update`, per step."
+        f"Make {name} as published; arguments, units and errors as for `{ours}`.\n\n"
+        "Cost: two gradients and two calls of `update` per step."
     )
     return _call.sampler(build, integrator=INTEGRATOR, tuner=tuner, reject_quantile=reject_quantile)
 

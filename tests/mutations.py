@@ -261,7 +261,7 @@ DEFECTS = r"""
 + int or version > FORMAT:
 # _disk.py | faults/test_directories.py
 = statistics are read unchecked | harmless
-- if checksum(told.get("optax_smile", "")) != told.get("checksum"):
+- if checksum(metadata.get("optax_smile", "")) != metadata.get("checksum"):
 + if False:
 = arrays are read unchecked | harmless
 - if (str(array.dtype), checksum(array)) != (dtype, sum_of_array):
@@ -296,8 +296,8 @@ DEFECTS = r"""
 - LARGEST_COST = 1 / 3
 + LARGEST_COST = 1 / 2
 = all draws of a round are judged | last_half
-- FORGOTTEN = 0.5
-+ FORGOTTEN = 0.0
+- BURN_IN = 0.5
++ BURN_IN = 0.0
 = error of the score of a candidate, not of the difference | last_half
 - difference = np.subtract(first.density, second.density)
 + difference = np.array(first.density)
@@ -308,8 +308,8 @@ DEFECTS = r"""
 - self.part.density if is_sound else [-np.inf]
 + self.part.density
 = draws that are made again count twice | stopped_selection
-- step > max(FORGOTTEN * end, before.step)
-+ step > FORGOTTEN * end
+- step > max(BURN_IN * end, before.step)
++ step > BURN_IN * end
 # draws/_average.py | test_predict.py
 = densities joined without their largest | extreme or categorical
 - x * jnp.exp(of_x - base) + y * jnp.exp(of_y - base)
@@ -342,8 +342,8 @@ DEFECTS = r"""
 + return (low + high) / 2
 # interop/estimators.py | test_estimators.py
 = estimator: means without the target's | units
-- mean=found.mean + self.center_
-+ mean=found.mean
+- mean=average.mean + self.center_
++ mean=average.mean
 = estimator: noise in units of another | units
 - params["log_std"] + np.log(self.width_)
 + params["log_std"]

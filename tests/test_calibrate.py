@@ -72,7 +72,9 @@ def test_temperature_at_the_ends_of_its_range():
         ([1, 0], {"largest": 3.0}, 3),
     ]  # fmt: skip
     for labels, options, end in ends:
-        with pytest.warns(UserWarning, match=rf"`fit_temperature`: .* ends at {end};") as warned:
+        with pytest.warns(
+            UserWarning, match=rf"`fit_temperature`: .* at the end of the range, {end}\."
+        ) as warned:
             assert calibrate.fit_temperature(P, labels, **options) == end
         assert warned[0].filename == __file__
     for row in ([0.25] * 4, [0.5, 0.5, 0, 0], [1.0, 0, 0, 0]):
@@ -136,11 +138,11 @@ def test_coverage_of_exchangeable_inputs_is_exact(num_inputs, level):
 
 def test_too_few_held_out_inputs():
     probabilities, labels = np.full((8, 2), 0.5), np.zeros(8, int)
-    told = r"`{}`: 8 held-out inputs are too few for level 0.9, which takes 9"
-    with pytest.warns(UserWarning, match=told.format("prediction_sets")) as warned:
+    message = r"`{}`: 8 held-out inputs are too few for level 0.9, which needs 9"
+    with pytest.warns(UserWarning, match=message.format("prediction_sets")) as warned:
         sets = calibrate.prediction_sets(probabilities, labels, probabilities)
     assert sets.all() and warned[0].filename == __file__
-    with pytest.warns(UserWarning, match=told.format("prediction_intervals")):
+    with pytest.warns(UserWarning, match=message.format("prediction_intervals")):
         lower, upper = calibrate.prediction_intervals(labels, 1.0, labels, [1.0], 1.0)
     assert lower.tolist() == [-math.inf] and upper.tolist() == [math.inf]
     assert metrics.coverage(lower, upper, [5.0]) == 1

@@ -150,7 +150,7 @@ def test_another_training_is_refused_and_the_same_is_found(tmp_path):
     for arguments, argument, what in others:
         with pytest.raises(ValueError, match=rf"`warmstart\({argument}=...\)` must be .*{what}"):
             warm(tmp_path, **arguments)
-    finds = "2 members of 2 epochs loaded from .*: it is finished"
+    finds = "2 members of 2 epochs loaded from .*; the training is finished"
     for arguments in ({}, {"batches": shuffled()}, {"loss": other_loss, "accept": ("loss",)}):
         with pytest.warns(UserWarning, match=finds):
             np.testing.assert_array_equal(warm(tmp_path, **arguments)["w"], trained)

@@ -150,7 +150,7 @@ def search():
     return local.local_precision(bowl, WEIGHTS, BATCHES, num_data=NUM_DATA, **options)
 
 
-NOT_NEAR = "No precision that was tried comes near"
+NOT_NEAR = "No precision came close to the allowed excess"
 
 
 class TestPrecision:
@@ -203,7 +203,7 @@ class TestPrecision:
             ({"loss_fn": lambda params, batch: jnp.sum(params["w"]) + jnp.inf}, "loss is finite"),
             ({"loss_fn": lambda params, batch: 0.0 * jnp.sum(params["w"])}, "grows around"),
             ({"make_sampler": optax_smile.sgld}, "missing a required argument: .step_size"),
-            ({"make_sampler": lambda **posterior: 3}, "gives a sampler"),
+            ({"make_sampler": lambda **posterior: 3}, "returns a sampler"),
         ]
         given: Any = {"loss_fn": bowl, "params": WEIGHTS, "batches": BATCHES, "num_data": 200}
         for changes, message in wrong:
@@ -255,9 +255,9 @@ class TestCoefficient:
         away = np.asarray(draws.params["w"]) - 1
         np.testing.assert_allclose(stored.slope, np.sum(CURVATURES * away**2, axis=-1), rtol=1e-4)
         wrong: list[Any] = [
-            ({"beta": 0.2}, "must be those of a run with prior_precision=50"),
+            ({"beta": 0.2}, "must be draws of a run with prior_precision=50"),
             ({"localization": 1.0}, "prior_precision=2"),
-            ({"params": {"w": jnp.full(SIZE, 1.5)}}, "with its prior around `params`"),
+            ({"params": {"w": jnp.full(SIZE, 1.5)}}, "whose prior is centred at `params`"),
             ({"draws": None}, "for new draws"),
         ]
         given = {"params": WEIGHTS, "batches": BATCHES, "draws": draws, **options}
@@ -331,7 +331,7 @@ class TestInfluence:
             ({"queries": np.zeros((3, 5))}, "arrays like the examples"),
             ({"losses_fn": lambda params, x: x.mean()}, "loss of each example"),
             ({"losses_fn": lambda params, x: x[:1, 0]}, "loss of each example"),
-            ({"losses_fn": lambda params, x: x[:, 0] + jnp.inf}, "losses that are finite"),
+            ({"losses_fn": lambda params, x: x[:, 0] + jnp.inf}, "returns finite losses"),
         ]
         for changes, message in wrong:
             with pytest.raises(ValueError, match=message):

@@ -207,14 +207,18 @@ def test_arguments_that_do_not_fit():
         (metrics.ece, (PROBABILITIES, LABELS[:2]), r"(labels=.*integers of shape \(5,\)"),
         (metrics.accuracy, (PROBABILITIES, LABELS * 1.0), "(labels=.*integers .* got float64"),
         (metrics.auroc, (PROBABILITIES, LABELS * 0), "(labels=.*every class .* none of class 1"),
-        (metrics.auroc, ([[1.0]], [0]), "(probabilities=.*of two classes or more"),
+        (metrics.auroc, ([[1.0]], [0]), "(probabilities=.*of two or more classes"),
         (metrics.perplexity, ([-1.0, np.nan],), r"(log_density=.*not NaN, got nan at \(1,\)"),
         (metrics.perplexity, (-ones, [True]), r"(mask=.*of shape \(4,\) to go with"),
         (metrics.perplexity, (-ones, ones < 0), "(mask=.*True for one token or more"),
         (metrics.interval, (mixture, mixture[0]), r"(std=.*scalar or of shape \(7, 5\) or \(7, 1"),
         (metrics.crps, (mixture, 1.0, mixture), r"(targets=.*shape \(5,\) to go with `mean`"),
         (metrics.coverage, (ones, ones, ones[:, None]), r"(targets=.*to go with `lower`"),
-        (metrics.coverage, (ones, ones - 1, ones), "(upper=.*not below `lower`, got 0.0 above 1.0"),
+        (
+            metrics.coverage,
+            (ones, ones - 1, ones),
+            "(upper=.*>= `lower`, .*got 0.0 where `lower` is 1.0",
+        ),
     ]
     for score, arguments, message in wrong:
         with pytest.raises(ValueError, match=rf"`{score.__name__}\{message}"):

@@ -136,7 +136,7 @@ def test_a_model_that_holds_the_data_gets_indices():
         with numpyro.plate("data", NUM_DATA, subsample_size=BATCH) as index:
             sample("y", dist.Bernoulli(logits=x[index] @ w), obs=y[index])
 
-    with pytest.raises(ValueError, match=r"batch=.*the indices that the model reads, {'data'"):
+    with pytest.raises(ValueError, match=r"batch=.*with the indices of the plate, {'data'"):
         from_numpyro(model, (), num_data=NUM_DATA)
     index = np.arange(100, 100 + BATCH)
     bridge = from_numpyro(model, {"data": index}, num_data=NUM_DATA)
@@ -194,9 +194,9 @@ WRONG = {
     local: r"model=.*without latent sites in the plate 'data', got the site 'each'",
     discrete: r"model=.*without discrete latent sites, got the site 'which'",
     with_param: r"model=.*without `numpyro.param`.*, got the param mean",
-    with_noise: r"model=.*random numbers of its own, got the prng_key",
-    empirical: r"batch=.*prior is the same for every batch, got .*'mean'",
-    counts_outside: r"batch=.*same for every batch, got .*'sum'",
+    with_noise: r"model=.*state or random numbers, got the prng_key",
+    empirical: r"batch=.*on which the prior does not depend, got .*'mean'",
+    counts_outside: r"batch=.*the prior does not depend, got .*'sum'",
 }
 
 

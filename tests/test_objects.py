@@ -65,7 +65,7 @@ def test_what_is_no_number_of_a_draw(draws):
         with pytest.raises(IndexError, match=rule):
             draws[number]
     for wrong, got in (("w", "'w'"), (1.5, "1.5"), ((0, 1), "a tuple")):
-        rule = rf"must be an integer or a slice, got {got}\. All draws of one chain are `params`"
+        rule = rf"must be an integer or a slice, got {got}\. For all draws of one chain"
         with pytest.raises(TypeError, match=rule):
             draws[wrong]
 
@@ -89,11 +89,11 @@ def test_stored_draws_are_read_one_by_one(stored, monkeypatch):
 
 
 def test_arrays_that_are_no_draws():
-    rule = r"`Snapshots\(params=...\)` must be .* same two leading axes, none empty, got "
+    rule = r"`Snapshots\(params=...\)` must be .* same two leading axes, neither empty, got "
     for params in ({"w": np.ones(3)}, {}, np.ones((0, 4)), {"w": np.ones((2, 3)), "b": PARAMS}):
         with pytest.raises(ValueError, match=rule):
             optax_smile.Snapshots(params)
-    rule = r"`Snapshots\(start=...\)` must be a tree of arrays .* as in `params`"
+    rule = r"`Snapshots\(start=...\)` must be a tree of arrays .* that matches `params`"
     with pytest.raises(ValueError, match=rule):
         optax_smile.Snapshots(PARAMS, start={"<b>": np.ones((CHAINS, 3))})
     members = optax_smile.Snapshots.from_members({"w": jnp.ones((5, 2))})
@@ -162,7 +162,7 @@ def test_one_to_ten_lines(name, stored):
 def test_what_the_lines_say(stored):
     assert repr(KEPT).splitlines() == [
         "Snapshots: 3 chains of 4 draws",
-        "  size     2 numbers in a draw, 96 bytes in all",
+        "  size     2 numbers per draw, 96 bytes in total",
         "  arrays   <b> float32[2]",
         "  sampler  sgld(num_data=7)",
         "  trace    step_size at 9 ticks",
@@ -170,14 +170,14 @@ def test_what_the_lines_say(stored):
     lines = repr(stored).splitlines()
     assert lines[0] == "StoredSnapshots: 3 chains of 4 draws"
     assert lines[-1] == f"  folder   {stored.directory}"
-    assert "3,240 numbers in a draw, 5.18 MB in all" in repr(large())
+    assert "3,240 numbers per draw, 5.18 MB in total" in repr(large())
     assert "kernel float32[9, 9], 39 more" in repr(large())
-    density = f"log_density  float32[50], on average {np.mean(classes().log_density):.4f}"
+    density = f"log_density  float32[50], mean {np.mean(classes().log_density):.4f}"
     each, curve = "mean float32[3, 4, 50, 3]", "predictions after 2 numbers of snapshots"
     assert all(text in repr(classes()) for text in (density, "(entropy)", each, curve))
     single = repr(optax_smile.Snapshots(np.ones((1, 1)), {"step_size": np.ones((1, 1))}))
     assert single.splitlines()[0] == "Snapshots: 1 chain of 1 draw"
-    assert "1 number in a draw" in single and "at 1 tick" in single
+    assert "1 number per draw" in single and "at 1 tick" in single
 
 
 def test_what_is_traced_prints():

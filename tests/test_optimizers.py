@@ -178,10 +178,10 @@ def test_everything_can_tell_iterates_from_draws(stored, tmp_path):
     losses_fn = lambda params, x: x @ params["w"]  # noqa: E731
     bowl = lambda params, batch: jnp.sum(params["w"] ** 2)  # noqa: E731
     weights, batches = {"w": jnp.zeros(2)}, [jnp.zeros(1)]
-    refused = "draws from a posterior, made by a sampler.*, got the iterates of an optimizer"
+    refused = "draws from a posterior, made by a sampler.*, got iterates of an optimizer"
     for draws in (stored, loaded, in_memory):
         assert draws.settings == SETTINGS
-        assert "iterates of an optimizer, no posterior draws" in repr(draws)
+        assert "iterates of an optimizer, not posterior draws" in repr(draws)
         for name, call in {
             r"summary\(snapshots": lambda draws=draws: diagnostics.summary(draws),
             r"to_arviz\(snapshots": lambda draws=draws: diagnostics.to_arviz(draws),
@@ -192,7 +192,7 @@ def test_everything_can_tell_iterates_from_draws(stored, tmp_path):
         }.items():
             with pytest.raises(ValueError, match=f"`{name}=...\\)` must be {refused}"):
                 call()
-    with pytest.raises(ValueError, match=r"`llc\(make_sampler=...\)` .* that gives an optimizer"):
+    with pytest.raises(ValueError, match=r"`llc\(make_sampler=...\)` .* that returns an optimizer"):
         given: dict[str, Any] = {"num_data": 9, "key": 0, "progress": False}
         local.llc(bowl, weights, batches, make_sampler=lambda **_: optax.sgd(0.1), **given)
 
@@ -208,9 +208,9 @@ def test_predictions_and_the_page(stored):
     np.testing.assert_allclose(prediction.mean, outputs.mean(0), atol=1e-5)
     report.store(stored.directory, "test", prediction, targets=y)
     page = report.write(stored.directory).read_text()
-    assert "These draws are the iterates of an optimizer, no posterior draws" in page
+    assert "These draws are optimizer iterates, not posterior draws" in page
     assert "How the optimizer ran" in page and "LPPD" in page
-    assert "Can the chains be trusted" not in page and "No picture of" not in page
+    assert "Can the chains be trusted" not in page and "No plot of" not in page
 
 
 def test_the_bar_has_the_loss(capsys):

@@ -182,7 +182,9 @@ def test_tokens_and_an_own_likelihood(run, draws):
     prediction = predict(draws, logits, likelihood, np.zeros(40), per=None)
     lppd = pytest.approx(prediction.log_density.mean())
     assert report.score(prediction, np.zeros(40)) == {"LPPD": lppd}
-    with pytest.raises(ValueError, match=r"`report.store\(images=...\)` must be left out, where"):
+    with pytest.raises(
+        ValueError, match=r"`report.store\(images=...\)` must be None for a prediction without"
+    ):
         report.store(run, "test", prediction, images=IMAGES)
 
 
@@ -203,7 +205,7 @@ def test_the_page_says_whether_predictions_were_judged(run, draws):
         (draws, "draw", {said: True}),
         (draws, "chain", {said: False, "pass what": True}),
         # As a run leaves them that went on later.
-        (draws.thinned(2), "draw", {"are of fewer draws than there are now": True}),
+        (draws.thinned(2), "draw", {"cover fewer draws than the run now has": True}),
     ):
         page = page_of(run, classify(kept, per=per), LABELS)
         assert {text: text in page for text in expected} == expected
@@ -251,7 +253,7 @@ def test_one_draw(run, draws, tmp_path):
         (tmp_path / file.name).write_bytes(file.read_bytes())
     page = report.write(tmp_path).read_text()
     assert num_pictures(page) == 3 and "1 draw each" in page
-    assert "No picture of the rejections: <code>plots.rejections(trace=...)</code> must be" in page
+    assert "No plot of rejections: <code>plots.rejections(trace=...)</code> must be" in page
 
 
 def test_a_damaged_prediction_is_named(run, draws):
@@ -261,7 +263,7 @@ def test_a_damaged_prediction_is_named(run, draws):
     arrays = {"shown": kept.shown, "images": kept.images, "mean": prediction.mean[:2]}
     header = {"name": "test", "scores": {}, "uncertainty": "entropy"}
     file.write_bytes(_disk.pack(header, arrays | {"total": prediction.total}))
-    with pytest.raises(ValueError, match="is damaged .its images are of other inputs"):
+    with pytest.raises(ValueError, match="is damaged .its images do not match its inputs"):
         report.write(run)
     without_scores = safetensors.numpy.save({"mean": np.zeros(3)})
     for damaged in content[:-200], b"", b"x" * 99, without_scores:
@@ -273,7 +275,7 @@ def test_a_damaged_prediction_is_named(run, draws):
 def test_a_run_that_stored_nothing(run, draws, tmp_path, monkeypatch):
     path = report.write(run, tmp_path / "page.html", title="Digits & more")
     page = path.read_text()
-    assert "The run stored none" in page and num_pictures(page) == 4
+    assert "The run has no stored scores" in page and num_pictures(page) == 4
     assert "<h1>Digits &amp; more</h1>" in page and "<title>Digits &amp; more</title>" in page
 
     def fail(*_):
@@ -324,7 +326,7 @@ def test_what_does_not_fit_is_named(run, draws, tmp_path):
         r"name=...\)` must be a name of letters": {"name": "../test"},
         r"name=...\)` must be a name of": {"name": "x" * 101},
         r"scores\['LPPD'\]=...\)` must be a number": {"scores": {"LPPD": "high"}},
-        r"prediction=...\)` must be one made": {"prediction": unknown, "targets": LABELS},
+        r"prediction=...\)` must be made with": {"prediction": unknown, "targets": LABELS},
         r"directory=...\)` must be a directory": {"directory": tmp_path},
         r"targets=...\)` .*classes from 0 to 3, got 1 to 4": {"targets": LABELS + 1},
         r"prediction=...\)` must be of 39 inputs": {"images": IMAGES[:39]},
@@ -339,8 +341,8 @@ def test_what_does_not_fit_is_named(run, draws, tmp_path):
     (tmp_path / "a-pictures").write_text("mine")
     for rule, given in (
         (r"directory=...\)` must be .* with draws", (tmp_path,)),
-        (r"output=...\)` must be a file .html or", (run, tmp_path / "a.txt")),
-        (r"output=...\)` must be a page beside", (run, tmp_path / "a.html")),
+        (r"output=...\)` must be a path that ends in .html or", (run, tmp_path / "a.txt")),
+        (r"output=...\)` must be a path beside", (run, tmp_path / "a.html")),
     ):
         with pytest.raises(ValueError, match=r"`report.write\(" + rule):
             report.write(*given)
@@ -472,7 +474,7 @@ def test_times_follow_each_other_and_damaged_ones_are_named(tmp_path):
         sessions = [{"began": began, "seconds": 1, "machine": "a"}]
         record = {"sessions": sessions, "checksum": _disk.checksum(json.dumps(sessions))}
         file.write_text(json.dumps(record))
-        refused("its entries are no sessions")
+        refused("its entries are not valid sessions")
     file.unlink()
     file.symlink_to(tmp_path / "elsewhere")
     refused()

@@ -267,7 +267,7 @@ def test_a_checkpoint_of_another_format_is_refused(tmp_path, monkeypatch, number
         with pytest.raises(optax_smile.ArgumentError, match=rule):
             make()
     assert optax_smile.load_snapshots(tmp_path / "run").num_draws == DRAWS
-    with pytest.warns(UserWarning, match="it is finished"):
+    with pytest.warns(UserWarning, match="is finished"):
         for _ in range(2):
             train("adam", optax.adam(0.1))
 

@@ -85,7 +85,7 @@ def test_batches_that_run_out_and_interrupts_end_the_run_with_what_there_is():
 INJECTED = optax.inject_hyperparams(optax_smile.sgld)(1e-4, num_data=9, key=jax.random.PRNGKey(0))
 MISFITS: list[tuple[dict[str, Any], str]] = [
     ({"sampler": optax.chain(quiet(), quiet())}, r"sampler=...\)` must be .*exactly one .*got 2"),
-    ({"params": {"w": jnp.ones((3, 2)), "b": 0.0}}, r"params=...\)` must be .*leading chain axis"),
+    ({"params": {"w": jnp.ones((3, 2)), "b": 0.0}}, r"params=...\)` must be .*of equal length"),
     ({"loss": lambda p, batch: batch[1] @ batch[0]}, r"loss_fn=...\)` .* got shape \(2,\)"),
     ({"loss": lambda p, batch: (0.0, None)}, r"loss_fn=...\)` .* returns a tuple. With `aux=`"),
     ({"loss": lambda p, b, aux: 0.0, "aux": jnp.zeros(3)}, r"loss_fn=...\)` .* returns a pair"),

@@ -129,10 +129,10 @@ def test_the_table_has_all_names(selection):
     below = [float(row[-2]) for row in rows[1:4]]
     assert below[0] == 0 and below == sorted(below) and rows[4] == ["bad", "-inf", "inf", "-"]
     notes = notes.splitlines()
-    assert notes[0] == f"Chosen: sgld, LPPD {selection.final_lppd:.5g} of all its draws."
+    assert notes[0] == f"Chosen: sgld, with LPPD {selection.final_lppd:.5g} over all its draws."
     assert notes[1:] == [
-        "The dropped candidates took 0.32 times its gradients.",
-        "-inf: chains or predictions left the finite numbers.",
+        "The dropped candidates used 0.32 times its number of gradients.",
+        "-inf: chains or predictions became non-finite.",
     ]
     worse = str(selection._replace(start_lppd=0.0))
     assert "No better than the start" in worse
@@ -170,10 +170,10 @@ def test_a_stopped_selection_goes_on_to_the_same_result(tmp_path, monkeypatch):
 
     # The first reads 18 batches; the run of the second one is judged from its step 12 on.
     for stop_at, running in ((5, "still"), (16, "still"), (18 + 14, "sgld")):
-        with pytest.raises(KeyboardInterrupt, match=f"in the run of '{running}'. The same call"):
+        with pytest.raises(KeyboardInterrupt, match=f"in the run of '{running}'. Repeat the call"):
             stopped(f"{stop_at}", batches=Batches(stop_at))
         equal(stopped(f"{stop_at}"), whole)
-    with pytest.raises(KeyboardInterrupt, match=r"Without a `directory` nothing"):
+    with pytest.raises(KeyboardInterrupt, match=r"To be able to resume, pass a `directory`"):
         find(candidates, batches=Batches(5), **SHORT)
     with pytest.warns(UserWarning, match="^`select` ended early with 7 of 10 draws") as told:
         assert stopped("end", batches=Batches(18 + 53)).draws.num_draws == 7
@@ -219,7 +219,9 @@ def test_the_directory_of_another_selection_is_refused(tmp_path):
         (candidates, {"validation": (VALID[0], VALID[1] + 1)}),
     ]
     for others, changes in refused:
-        with pytest.raises(ValueError, match=r"^`select\(directory=...\)` must be a new one, or"):
+        with pytest.raises(
+            ValueError, match=r"^`select\(directory=...\)` must be a new directory, or"
+        ):
             find(others, directory=tmp_path, **SHORT | changes)
     # Nor is the run of somebody else taken for what a round has found.
     (tmp_path / "rounds.json").unlink()
@@ -324,7 +326,9 @@ def test_a_winner_that_breaks_after_the_last_round_keeps_its_draws(monkeypatch):
 def test_what_does_not_fit_is_refused_before_the_first_step():
     fine = {"a": sgld(1e-3)}
     for name in ("", ".", "..", "a/b", "a\\b", "a\0", 3, "rounds.json", 'a"'):
-        with pytest.raises(ValueError, match=r"candidates=...\)` must be names that can name a"):
+        with pytest.raises(
+            ValueError, match=r"candidates=...\)` must be a dict whose names are valid"
+        ):
             find({name: sgld(1e-3)})
     refused: list[tuple[Any, dict[str, Any], str]] = [
         ({}, {}, r"candidates=...\)` must be a dict of samplers or optimizers by name"),

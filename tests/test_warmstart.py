@@ -132,7 +132,7 @@ def test_a_training_in_pieces_gives_the_bits_of_one_in_one_go(in_one_go, tmp_pat
     crash_in(9)
     assert_same_bits(train_long(rest, directory=tmp_path), expected)
     assert rest.passes == epochs  # those before are read again
-    with pytest.warns(UserWarning, match=r"\d+ epochs loaded from .*: it is finished"):
+    with pytest.warns(UserWarning, match=r"\d+ epochs loaded from .*; the training is finished"):
         assert_same_bits(train_long(never, directory=tmp_path), expected)
     assert never.passes == 0
 
@@ -159,11 +159,13 @@ def test_a_signal_ends_the_training_after_the_epoch(in_one_go, tmp_path):
     """A job that SIGTERM ends must not sample from members half trained: it will come back."""
     before = [getsignal(number) for number in (SIGINT, SIGTERM)]
     slow = partial(train_long, checkpoint_minutes=60)
-    with pytest.raises(KeyboardInterrupt, match="stopped by SIGTERM: run again"):
+    with pytest.raises(KeyboardInterrupt, match="stopped by SIGTERM. Repeat the call"):
         slow(terminated := Batches(3, send(SIGTERM)), directory=tmp_path / "SIGTERM")
     with pytest.warns(UserWarning, match=r"stopped after 3 of at most 40 epochs\.$"):
         alone = slow(Batches(3, send(SIGTERM)))
-    with pytest.warns(UserWarning, match=r"stopped after 3 of at most 40 .* go on\."):
+    with pytest.warns(
+        UserWarning, match=r"stopped after 3 of at most 40 .* repeat the call to resume\."
+    ):
         got = slow(interrupted := Batches(3, send(SIGINT)), directory=tmp_path / "SIGINT")
     with pytest.raises(KeyboardInterrupt):
         train_long(Batches(3, send(SIGINT, SIGINT)), directory=tmp_path / "twice")
@@ -199,8 +201,8 @@ def test_a_chain_for_each_of_the_weights_if_they_fit_together():
         ([one, {"v": jnp.ones(3)}], {}, r"weights=...\)` must be a tree of the structure of the"),
         ([one, {"w": jnp.ones(4)}], {}, r"weights=...\)` must be of shape \(3,\) at \['w'\], .*4"),
         ([one, {"w": jnp.array([1, jnp.nan, 1])}], {}, r"weights=...\)` must be finite, got nan"),
-        ([one, one], {"num_chains": 1}, r"num_chains=...\)` must be at least 2, .* got 1. Give"),
-        ([one], {"jitter": 0.1}, r"key=...\)` must be a JAX key .* for a jitter, which keeps"),
+        ([one, one], {"num_chains": 1}, r"num_chains=...\)` must be at least 2, .* got 1. Or pass"),
+        ([one], {"jitter": 0.1}, r"key=...\)` must be a JAX key .* for the jitter that separates"),
     ):
         given: dict[str, Any] = arguments
         with pytest.raises(ValueError, match=rf"`chains_from_weights\({message}"):
@@ -222,7 +224,9 @@ def test_chains_from_equal_weights_start_apart():
         assert len(np.unique(chains["w"], axis=0)) == number > len(np.unique(exact["w"], axis=0))
         unit = np.where(exact["w"] == 0, 1, exact["w"])
         assert 0 < np.abs((chains["w"] - exact["w"]) / unit).max() < 5 * 0.01
-        with pytest.raises(ValueError, match=r"key=...\)` must be a JAX key .* for a jitter, wh"):
+        with pytest.raises(
+            ValueError, match=r"key=...\)` must be a JAX key .* for the jitter that"
+        ):
             optax_smile.chains_from_weights(weights, **given | {"key": None})
 
 

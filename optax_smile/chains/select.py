@@ -1,4 +1,4 @@
-"""Which sampler or optimizer? The one whose averaged draws predict validation data best."""
+"""Choose the sampler or optimizer whose averaged draws predict validation data best."""
 
 from __future__ import annotations
 
@@ -28,35 +28,35 @@ from optax_smile.draws.predictor import Predictor
 from optax_smile.draws.snapshots import Snapshots, StoredSnapshots
 from optax_smile.state import MOST_NONFINITE
 
-# The candidates that are dropped take at most so many of the gradients of the one that is chosen.
+# Gradients of all dropped candidates together, relative to those of the chosen candidate.
 LARGEST_COST = 1 / 3
-# A round is judged by the last half of its steps: the draws before still remember the start.
-FORGOTTEN = 0.5
-# In the directory: what the rounds have found.
+# A round is scored by the draws after this fraction of its steps; earlier ones depend on the start.
+BURN_IN = 0.5
+# File in the directory with the results of the rounds.
 ROUNDS = "rounds.json"
-# In the folder of a candidate: what its draws of the present round predict.
+# File in the folder of a candidate with the predictions of its draws in the current round.
 PART = "round.safetensors"
 NOT_IN_NAMES = set('/\\:*?"<>|\0')
 
 
 class Selection(NamedTuple):
-    """What `select` finds; `print(selection)` is a table in plain words.
+    """Result of `select`; print it for a table.
 
     Attributes:
         best: name of the chosen candidate.
-        draws: of its whole run, as `sample` gives them.
-        names: of all candidates, `[candidate]`.
-        num_steps: that each chain had done at the end of a round, ascending, `[round]`.
-        lppd: log pointwise predictive density of the validation data, nats per input, of the draws
-            of all chains together in the last half of these steps, `[round, candidate]`; NaN of
-            candidates that were dropped before, -inf where chains or predictions left the finite
-            numbers.
-        standard_error: of the difference of `lppd` to the best of the round, over the inputs,
-            `[round, candidate]`; NaN where a `lppd` is not finite, and of a single input.
-        start_lppd: `lppd` of the start of the chains.
+        draws: draws of its whole run, as `sample` returns them.
+        names: names of all candidates, `[candidate]`.
+        num_steps: steps of each chain at the end of each round, ascending, `[round]`.
+        lppd: log pointwise predictive density of the validation data, nats per input, averaged over
+            the draws of all chains in the last half of these steps, `[round, candidate]`; NaN for
+            candidates dropped before, -inf if chains or predictions became non-finite.
+        standard_error: standard error, over the inputs, of the difference of `lppd` from the best
+            of the round, `[round, candidate]`; NaN if a `lppd` is not finite or there is only one
+            input.
+        start_lppd: `lppd` of the initial parameters of the chains.
         final_lppd: `lppd` of all draws of the chosen candidate.
-        total_steps: that each chain of the chosen candidate has done.
-        cost: gradients of the dropped candidates over those of the chosen one.
+        total_steps: steps of each chain of the chosen candidate.
+        cost: gradients of the dropped candidates divided by those of the chosen one.
     """
 
     best: str
@@ -89,19 +89,19 @@ class Selection(NamedTuple):
         return "\n".join([*aligned(table), "", *self._notes()])
 
     def _notes(self) -> Iterator[str]:
-        yield f"Chosen: {self.best}, LPPD {self.final_lppd:.5g} of all its draws."
-        yield f"The dropped candidates took {self.cost:.2f} times its gradients."
+        yield f"Chosen: {self.best}, with LPPD {self.final_lppd:.5g} over all its draws."
+        yield f"The dropped candidates used {self.cost:.2f} times its number of gradients."
         if not _settings.are_posterior(getattr(self.draws, "settings", None)):
             yield "It is an optimizer: its draws are iterates, not posterior draws."
         if not self.final_lppd > self.start_lppd:
-            yield "No better than the start: give the chains more steps, or keep the start."
+            yield "No better than the start: run the chains longer, or keep the start."
         if np.isneginf([*self.lppd.ravel(), self.final_lppd]).any():
-            yield "-inf: chains or predictions left the finite numbers."
+            yield "-inf: chains or predictions became non-finite."
 
 
 @dataclass(frozen=True)
 class _Candidates(_check.Constraint):
-    """Transformations by name, which become a dict."""
+    """Transformations by name, converted to a dict."""
 
     text = "a dict of samplers or optimizers by name, such as {'psmile': psmile(...)}"
 
@@ -111,7 +111,7 @@ class _Candidates(_check.Constraint):
         for name, candidate in value.items():
             is_text = isinstance(name, str) and name.strip(". ") and name != ROUNDS
             if not is_text or NOT_IN_NAMES & set(name):
-                rule = "names that can name a folder"
+                rule = "a dict whose names are valid folder names"
                 _check.fail(where, argument, rule, repr(name))
             _check.TRANSFORMATION(where, f"{argument}[{name!r}]", candidate)
         return dict(value)
@@ -124,14 +124,14 @@ INPUTS_AND_TARGETS = _check.Where(
 
 
 class Part(NamedTuple):
-    """The draws of a round that are judged, so far.
+    """Predictions so far of the draws of a round.
 
     Attributes:
-        end: of the round.
-        step: of the last draw.
-        count: of the draws of all chains.
-        log_sum: log of the sum over draws of the density of each target; NaN where predictions
-            were not finite.
+        end: last step of the round.
+        step: step of the last draw.
+        count: number of draws of all chains.
+        log_sum: log of the sum over draws of the density of each target; NaN if predictions were
+            not finite.
     """
 
     end: int
@@ -140,11 +140,11 @@ class Part(NamedTuple):
     log_sum: np.ndarray = np.array(-np.inf)
 
     def joined(self, predictor: Predictor, step: int) -> Part:
-        """Take in the draws that a predictor has seen until a step."""
+        """Add the draws of a predictor, up to a step."""
         if not predictor.count:
             return self
         log_sum = np.array(np.nan)
-        # Predictions of the start were finite: what is wrong now are those of the draws.
+        # Predictions of the start were finite, so an error means non-finite draws.
         with contextlib.suppress(ValueError):
             log_density = np.asarray(predictor.finalize().log_density, float)
             log_sum = log_density + np.log(predictor.count)
@@ -154,19 +154,19 @@ class Part(NamedTuple):
 
     @property
     def density(self) -> list[float]:
-        """Log density of each input under the average; -inf where predictions are not finite."""
+        """Log density of each input under the average; -inf if predictions are not finite."""
         if np.isnan(self.log_sum).any():
             return [-np.inf]
         return _by_input(self.log_sum - np.log(self.count))
 
 
 class Judged(NamedTuple):
-    """What a round found of a candidate.
+    """Result of a candidate in a round.
 
     Attributes:
-        density: log density of each validation input; -inf where it left the finite numbers.
-        num_steps: that each chain has done.
-        gradients_per_step: that a step takes.
+        density: log density of each validation input; -inf if the candidate became non-finite.
+        num_steps: steps of each chain.
+        gradients_per_step: gradients per step.
         is_bayes: whether it samples the posterior at temperature 1.
     """
 
@@ -226,48 +226,49 @@ def select(
 ) -> Selection:
     """Run several samplers or optimizers, and keep the one that predicts validation data best.
 
-    All candidates begin at the same start with the same key. They run side by side for a few
-    rounds. After each round the worse half is dropped (successive halving), judged by the LPPD of
-    the validation data under the averaged draws of its last half. The one that is left runs to its
-    end: its draws are those of `sample` with that candidate. The dropped ones take at most a third
-    of its steps, all together.
+    All candidates start from the same parameters with the same key, and run side by side for a few
+    rounds. After each round the worse half is dropped (successive halving). The score is the LPPD
+    of the validation data, averaged over the draws in the last half of the steps so far. The last
+    remaining candidate finishes its run; its draws are those of `sample` with that candidate.
+    Together, the dropped candidates take at most a third of its steps.
 
-    Candidates whose LPPD is within a standard error of the best one's count as equal. Of these the
-    one with the fewest gradients per step wins, then a sampler at temperature 1, which samples the
-    posterior of Bayes, then the larger LPPD.
+    Candidates whose LPPD is within one standard error of the best count as equal. Among them, the
+    candidate with the fewest gradients per step wins, then a sampler at temperature 1, which
+    samples the Bayesian posterior, then the larger LPPD.
 
-    Rounds are short: from a bad start they tell which candidate leaves it first. Begin at a warm
-    start, such as that of `warmstart`.
+    Rounds are short, so from a bad start they only show which candidate improves fastest. Use a
+    warm start, such as that of `warmstart`.
 
-    A grid is a dictionary as well:
+    For a grid of settings, pass a dict such as
     `{f"{T:g}": psmile(num_data=N, temperature=T, key=0) for T in (0.01, 0.1, 1)}`.
 
     Args:
-        batches: one pass after another, as in `sample`; not an iterator, which only one candidate
-            could read. If they are shuffled in each pass, candidates see different orders.
+        batches: iterable of batches, restarted when exhausted, see `sample`; not an iterator, which
+            only one candidate could read. If each pass is shuffled, candidates see different
+            orders.
         candidates: samplers and Optax optimizers by name. `local.network_candidates` makes
             the usual ones for a network.
         apply_fn: `apply_fn(params, inputs)`, for `predict`.
-        validation: pair of inputs and targets that no candidate is trained on. They choose, so they
-            are no test data any more.
+        validation: pair of inputs and targets that no candidate is trained on. Because they select
+            the candidate, do not use them as test data.
         likelihood: see `predict`.
         batch_size: validation inputs to run at once, >= 1; None: all.
-        directory: where each candidate has a folder, and the rounds a file: the same call goes on
-            after a kill, and `load_snapshots(directory / name)` reads the draws. None: in memory.
+        directory: directory with a folder per candidate and a file for the rounds. After a kill the
+            same call resumes; `load_snapshots(directory / name)` reads the draws. None: in memory.
         progress: show a progress bar over the steps of all candidates, if tqdm is installed. Other
-            arguments as `sample`.
+            arguments as for `sample`.
 
     Returns:
-        A `Selection`: print it, or draw it with `plots.selection`.
+        A `Selection`: print it, or plot it with `plots.selection`.
 
     Raises:
         ValueError: an argument out of range; several processes; no candidate with finite
-            predictions; a `directory` of another selection; as `sample` and `predict`.
-        KeyboardInterrupt: stopped before the last round is over, or before the first draw. With a
-            `directory` the same call goes on.
+            predictions; a `directory` of another selection; as for `sample` and `predict`.
+        KeyboardInterrupt: interrupted before the end of the last round, or before the first draw.
+            With a `directory` the same call resumes.
 
     Cost: a third more steps than `sample`; until they are dropped, the states of all candidates on
-    the device; one forward pass of the validation data per draw that is judged; compiling each
+    the device; one forward pass over the validation data per scored draw; compiling each
     candidate.
 
     Example:
@@ -275,17 +276,18 @@ def select(
         >>> x = jnp.linspace(-1, 1, 20)
         >>> apply_fn = lambda params, x: (params["w"][0] * x + params["w"][1], jnp.zeros(()))
         >>> loss_fn = lambda params, y: jnp.mean((apply_fn(params, x)[0] - y) ** 2) / 2
-        >>> found = optax_smile.select(
+        >>> selection = optax_smile.select(
         ...     loss_fn, {"w": 3 * jnp.eye(2)}, [2 * x],
         ...     {"near": optax.sgd(1e-6), "psmile": optax_smile.psmile(num_data=20, key=0)},
         ...     apply_fn, (x, 2 * x), likelihood="gaussian", num_warmup=200, num_draws=30,
         ...     key=jax.random.key(0), progress=False,
         ... )
-        >>> found.best, found.draws.num_draws
+        >>> selection.best, selection.draws.num_draws
         ('psmile', 30)
     """
     if jax.process_count() > 1:
-        _check.fail("select", "params", "those of one process", f"{jax.process_count()} processes")
+        got = f"{jax.process_count()} processes"
+        _check.fail("select", "params", "arrays of a single process", got)
     setup: dict[str, Any] = {
         "loss_fn": loss_fn,
         "params": params,
@@ -312,33 +314,33 @@ def select(
         start = predict(apply_fn, Snapshots.from_members(params), validation[0], **read)
         folder = None if directory is None else Path(directory).absolute()
         identity = _identity(candidates, ends, start)
-        found = _read(folder, identity)
+        rounds = _read(folder, identity)
         bar = closing.enter_context(_loop.Bar(num_all, "selecting", progress, compiles=True))
-        progressed = _Progress(bar, found)
-        left = {
+        progressed = _Progress(bar, rounds)
+        remaining = {
             name: _Candidate(name, sampler, setup, folder, progressed)
             for name, sampler in candidates.items()
         }
-        for candidate in left.values():
+        for candidate in remaining.values():
             closing.callback(candidate.close)
         predictor = Predictor(apply_fn, validation[0], **read)
-        for judged, end in zip(found, ends, strict=True):
-            for name, candidate in left.items():
+        for judged, end in zip(rounds, ends, strict=True):
+            for name, candidate in remaining.items():
                 if name not in judged:
                     predictor.restart()
                     judged[name] = candidate.judge(predictor, end)
-                    _write(folder, identity, found)
+                    _write(folder, identity, rounds)
             kept = _survivors(judged)
-            for name in set(left) - set(kept):
-                left.pop(name).close()
-        ((best, winner),) = left.items()
+            for name in set(remaining) - set(kept):
+                remaining.pop(name).close()
+        ((best, winner),) = remaining.items()
         run, is_finished = winner.finish(num_steps)
         check_end("select", run, num_steps, num_draws, not is_finished)
         draws, final_lppd = run.kept.result(num_draws), -np.inf
-        # A chain may have left the finite numbers after the last round.
+        # A chain may have become non-finite after the last round.
         with contextlib.suppress(ValueError):
             final_lppd = _lppd(predict(apply_fn, draws, validation[0], **read))
-    lppd, error = _scores(found, [*candidates])
+    lppd, error = _scores(rounds, [*candidates])
     return Selection(
         best=best,
         draws=draws,
@@ -349,14 +351,14 @@ def select(
         start_lppd=_lppd(start),
         final_lppd=final_lppd,
         total_steps=run.num_steps,
-        cost=_cost(found, best, draws),
+        cost=_cost(rounds, best, draws),
     )
 
 
 def _round_ends(number: int, num_warmup: int, thin: int, num_steps: int) -> list[int]:
-    """Steps after which the worse half of the candidates is dropped, each twice the one before.
+    """Return the last steps of the rounds; each is twice the one before.
 
-    What is dropped takes `LARGEST_COST` of a whole run, but for the rounding to ticks.
+    Up to rounding to ticks, dropped candidates take `LARGEST_COST` of a whole run in total.
     """
     dropped = _num_dropped(number)
     shares = 2.0 ** np.arange(len(dropped))
@@ -368,7 +370,7 @@ def _round_ends(number: int, num_warmup: int, thin: int, num_steps: int) -> list
 
 
 def _num_dropped(number: int) -> list[int]:
-    """How many of so many candidates are dropped in each round, until one is left."""
+    """Return how many of `number` candidates are dropped in each round, until one remains."""
     dropped = []
     while number > 1:
         dropped.append(number // 2)
@@ -377,23 +379,23 @@ def _num_dropped(number: int) -> list[int]:
 
 
 def _survivors(judged: Mapping[str, Judged]) -> list[str]:
-    """The better half; what cannot be told from the best comes first, the cheaper before others."""
+    """Return the better half; candidates equal to the best come first, ordered by cost."""
     best = max(judged.values(), key=lambda x: x.lppd)
     if not np.isfinite(best.lppd):
-        rule = "such that at least one keeps all chains and predictions finite"
+        rule = "candidates of which at least one keeps all chains and predictions finite"
         _check.fail("select", "candidates", rule, [*judged])
 
     def rank(name: str) -> tuple[Any, ...]:
-        found = judged[name]
-        is_equal = best.lppd - found.lppd <= _standard_error(found, best)
-        preferred = found.gradients_per_step, not found.is_bayes
-        return (not is_equal, *(preferred if is_equal else ()), -found.lppd)
+        result = judged[name]
+        is_equal = best.lppd - result.lppd <= _standard_error(result, best)
+        preferred = result.gradients_per_step, not result.is_bayes
+        return (not is_equal, *(preferred if is_equal else ()), -result.lppd)
 
     return sorted(judged, key=rank)[: (len(judged) + 1) // 2]
 
 
 def _standard_error(first: Judged, second: Judged) -> float:
-    """Standard error of the difference of their `lppd`, over the inputs; NaN of a single one."""
+    """Return the standard error over inputs of the difference in `lppd`; NaN for one input."""
     if not np.isfinite([first.lppd, second.lppd]).all() or len(first.density) < 2:
         return np.nan
     difference = np.subtract(first.density, second.density)
@@ -401,32 +403,32 @@ def _standard_error(first: Judged, second: Judged) -> float:
 
 
 class _Progress:
-    """A bar over the steps of all candidates.
+    """A progress bar over the steps of all candidates.
 
     Args:
-        bar: over so many steps.
-        found: what the rounds of an earlier call have found.
+        bar: bar over the total number of steps.
+        rounds: results of an earlier call.
     """
 
-    def __init__(self, bar: _loop.Bar, found: Iterable[Mapping[str, Judged]]):
+    def __init__(self, bar: _loop.Bar, rounds: Iterable[Mapping[str, Judged]]):
         self.bar = bar
-        self.done = {name: one.num_steps for judged in found for name, one in judged.items()}
+        self.done = {name: one.num_steps for judged in rounds for name, one in judged.items()}
 
     def show(self, name: str, step: int):
-        """Tell how far a candidate has got."""
+        """Show the progress of a candidate."""
         self.done[name] = step
         self.bar.show(sum(self.done.values()), candidate=name)
 
 
 class _Candidate:
-    """A sampler in the race, whose run begins when it is needed.
+    """A candidate, whose run is started on first use.
 
     Args:
-        name: of the candidate.
-        sampler: or optimizer.
-        setup: arguments of `Setup` that all share.
-        folder: of all candidates, or None.
-        progress: of all candidates.
+        name: name of the candidate.
+        sampler: its sampler or optimizer.
+        setup: arguments of `Setup` shared by all candidates.
+        folder: directory of all candidates, or None.
+        progress: progress bar of all candidates.
     """
 
     def __init__(
@@ -444,34 +446,35 @@ class _Candidate:
 
     @functools.cached_property
     def run(self) -> Run:
-        """Its chains, at the start or where the newest checkpoint is."""
+        """The run, at its start or at its newest checkpoint."""
         return Run(self.setup, self.closing)
 
     def close(self):
-        """Close its files and free its chains."""
+        """Close the files and free the chains."""
         self.closing.close()
         vars(self).pop("run", None)
 
     def judge(self, predictor: Predictor, end: int) -> Judged:
-        """Run to the end of a round, and look at what the draws of its last half predict."""
+        """Run to the end of a round, and score the draws in the last half of the steps."""
         run, before = self.run, self._part(end)
 
         def watch(step: int, seen: Mapping[str, np.ndarray] | None):
             self._show(step, seen)
-            # A run that goes on from its checkpoint makes some draws again.
-            if seen is not None and step > max(FORGOTTEN * end, before.step):
+            # A run that resumes from a checkpoint repeats some draws.
+            if seen is not None and step > max(BURN_IN * end, before.step):
                 self._predict(predictor)
                 if self.folder is not None:
                     self._write(before.joined(predictor, step))
 
         if not run.advance(end, watch):
-            told = "Without a `directory` nothing of it is kept."
+            advice = "To be able to resume, pass a `directory`."
             if self.folder is not None:
-                told = "The same call goes on from the newest checkpoints."
-            raise KeyboardInterrupt(f"`select` was stopped in the run of {self.name!r}. {told}")
+                advice = "Repeat the call to resume from the newest checkpoints."
+            message = f"`select` was stopped in the run of {self.name!r}."
+            raise KeyboardInterrupt(f"{message} {advice}")
         self.part = before.joined(predictor, end)
         if run.num_steps != end or not self.part.count:
-            rule = "a new one, or that of the same selection"
+            rule = "a new directory, or that of the same selection"
             got = f"{self.folder} with a run of {run.num_steps} steps"
             _check.fail("select", "directory", rule, got)
         counts = run.chains.stats()
@@ -485,7 +488,7 @@ class _Candidate:
         )
 
     def finish(self, num_steps: int) -> tuple[Run, bool]:
-        """Run to the end; tell whether nobody wished to stop."""
+        """Run to the end; return the run and whether it finished without an interrupt."""
         run = self.run
         is_finished = run.advance(num_steps, self._show)
         self.close()
@@ -502,22 +505,22 @@ class _Candidate:
             self.progress.show(self.name, step)
 
     def _part(self, end: int) -> Part:
-        """What was judged of a round that was stopped, or nothing."""
+        """Return the stored predictions of an interrupted round, or an empty `Part`."""
         part = self.part
         if not part.count and self.folder is not None and (file := self.folder / PART).exists():
             with _disk.naming(file, "file", "Remove the folder of this candidate."):
-                told, arrays = _disk.read(file, lambda header: None)
-                part = Part(told["end"], told["step"], told["count"], arrays["log_sum"])
+                header, arrays = _disk.read(file, lambda header: None)
+                part = Part(header["end"], header["step"], header["count"], arrays["log_sum"])
         return part if part.end == end else Part(end)
 
     def _write(self, part: Part):
         assert self.folder is not None
-        told = {name: getattr(part, name) for name in ("end", "step", "count")}
-        _disk.write(self.folder / PART, _disk.pack(told, {"log_sum": part.log_sum}))
+        header = {name: getattr(part, name) for name in ("end", "step", "count")}
+        _disk.write(self.folder / PART, _disk.pack(header, {"log_sum": part.log_sum}))
 
 
 def _by_input(log_density: Any) -> list[float]:
-    """Log density of each input, of which there may be several targets."""
+    """Return the log density of each input, averaged over its targets."""
     density = np.asarray(log_density, float)
     return density.reshape(len(density), -1).mean(axis=1).tolist()
 
@@ -527,44 +530,44 @@ def _lppd(prediction: Prediction) -> float:
 
 
 def _identity(candidates: Mapping[str, Any], ends: list[int], start: Prediction) -> dict[str, Any]:
-    """What tells a selection from another, as JSON can hold it."""
+    """Return what identifies a selection, in a form for JSON."""
     return {
         "candidates": {name: _settings.checksum(x) for name, x in candidates.items()},
         "rounds that end after": ends,
-        # Of inputs, targets, likelihood, model and start.
+        # Identifies inputs, targets, likelihood, model and start.
         "LPPD of the start": float(f"{_lppd(start):.3g}"),
     }
 
 
 def _read(folder: Path | None, identity: dict[str, Any]) -> list[dict[str, Judged]]:
-    """What the rounds of an earlier call have found, for each round by name."""
+    """Read the results of an earlier call, for each round by name."""
     if folder is None or not (file := folder / ROUNDS).exists():
         return [{} for _ in identity["rounds that end after"]]
-    told = json.loads(_disk.read_text(file))
+    stored = json.loads(_disk.read_text(file))
     for what, mine in identity.items():
-        if told[what] != mine:
-            rule = f"a new one, or that of the same selection, with {what} {mine}"
-            _check.fail("select", "directory", rule, f"{folder} with {told[what]}")
-    return [{name: Judged(*x) for name, x in found.items()} for found in told["found"]]
+        if stored[what] != mine:
+            rule = f"a new directory, or that of the same selection, with {what} {mine}"
+            _check.fail("select", "directory", rule, f"{folder} with {stored[what]}")
+    return [{name: Judged(*x) for name, x in judged.items()} for judged in stored["found"]]
 
 
-def _write(folder: Path | None, identity: dict[str, Any], found: list[dict[str, Judged]]):
+def _write(folder: Path | None, identity: dict[str, Any], rounds: list[dict[str, Judged]]):
     if folder is not None:
-        _disk.write(folder / ROUNDS, json.dumps(identity | {"found": found}).encode())
+        _disk.write(folder / ROUNDS, json.dumps(identity | {"found": rounds}).encode())
 
 
-def _scores(found: list[dict[str, Judged]], names: list[str]) -> np.ndarray:
-    """LPPD and standard error, `[2, round, candidate]`."""
-    scores = np.full((2, len(found), len(names)), np.nan)
-    for row, judged in enumerate(found):
+def _scores(rounds: list[dict[str, Judged]], names: list[str]) -> np.ndarray:
+    """Return LPPD and standard error, `[2, round, candidate]`."""
+    scores = np.full((2, len(rounds), len(names)), np.nan)
+    for row, judged in enumerate(rounds):
         leader = max(judged.values(), key=lambda x: x.lppd)
         for name, one in judged.items():
             scores[:, row, names.index(name)] = one.lppd, _standard_error(one, leader)
     return scores
 
 
-def _cost(found: list[dict[str, Judged]], best: str, draws: Snapshots | StoredSnapshots) -> float:
-    """Gradients of the dropped candidates over those of the chosen one."""
-    last = {name: one for judged in found for name, one in judged.items() if name != best}
+def _cost(rounds: list[dict[str, Judged]], best: str, draws: Snapshots | StoredSnapshots) -> float:
+    """Return the gradients of the dropped candidates divided by those of the chosen one."""
+    last = {name: one for judged in rounds for name, one in judged.items() if name != best}
     spent = sum(one.num_steps * one.gradients_per_step for one in last.values())
     return spent / int(np.asarray(draws.trace["num_gradients"])[0, -1])

@@ -1,4 +1,4 @@
-"""Chains that start from weights that are trained already."""
+"""Start chains from trained weights."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import optax
 
 from optax_smile import _check, _tree
 
-# Of the size of the weights, see `chains_from_weights`. It changes the LPPD of trained networks by
-# .01 nats, at most .05 (energy, concrete, diabetes); 0.1 would by up to two.
+# Relative to the size of the weights, see `chains_from_weights`. It changes the LPPD of trained
+# networks by about .01 nats, at most .05 (energy, concrete, diabetes); 0.1 changes it by up to 2.
 JITTER = 0.01
 
 
@@ -45,24 +45,24 @@ def chains_from_weights(
     jitter: float | None = None,
     key: jax.Array | int | None = None,
 ) -> optax.Params:
-    """Start chains from weights that are trained already, such as those of checkpoints.
+    """Start chains from trained weights, such as checkpoints.
 
     Args:
-        weights: parameter trees of one network each, all alike.
-        num_chains: >= 1, at least as many as weights: chain i starts from
-            `weights[i % len(weights)]`; None: one chain for each.
-        jitter: standard deviation of Gaussian noise in units of the root mean square of each
-            array, >= 0; arrays of zeros stay as they are, unless all are: then the unit is 1. None:
-            0.01 if two chains would start from equal weights, else 0. Such chains stay together
-            where they share batches and draw no noise of their own.
-        key: JAX key or seed, needed for a jitter.
+        weights: parameter trees of one network each, with equal structure and shapes.
+        num_chains: >= 1, at least the number of weights: chain i starts from
+            `weights[i % len(weights)]`; None: one chain per tree of weights.
+        jitter: standard deviation of Gaussian noise, relative to the root mean square of each
+            array, >= 0. Arrays of zeros get no noise, unless all arrays are zero: then the unit is
+            1. None: 0.01 if two chains would start from equal weights, else 0. Without jitter,
+            chains from equal weights stay identical if they share batches and draw no noise.
+        key: JAX key or seed, required for a jitter.
 
     Returns:
         Parameters `[chain, ...]` for `sample`.
 
     Raises:
         ValueError: no weights, trees that differ, fewer chains than weights, an argument out of
-            range, no key.
+            range, or no key for a jitter.
 
     Example:
         >>> import jax, jax.numpy as jnp, optax_smile
@@ -77,15 +77,15 @@ def chains_from_weights(
         _tree.check_alike(where, "weights", tree, weights[0], "the first tree")
     num_chains = len(weights) if num_chains is None else num_chains
     if num_chains < len(weights):
-        rule = f"at least {len(weights)}, a chain for each of the weights"
-        _check.fail(where, "num_chains", rule, num_chains, "Give fewer weights to leave some out.")
+        rule = f"at least {len(weights)}, the number of `weights`"
+        _check.fail(where, "num_chains", rule, num_chains, "Or pass fewer weights.")
     chosen = [weights[chain % len(weights)] for chain in range(num_chains)]
     chains = jax.tree.map(lambda *leaves: jnp.stack([jnp.asarray(x) for x in leaves]), *chosen)
     if jitter is None:
         jitter = JITTER if len(set(_tree.first_alike(chains))) < num_chains else 0
     if not jitter:
         return chains
-    purpose = "for a jitter, which keeps chains apart that start from equal weights"
+    purpose = "for the jitter that separates chains with equal initial weights"
     drawn: Any = _check.Key(True, purpose)(where, "key", key)
 
     def size(x):

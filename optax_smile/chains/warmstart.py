@@ -1,4 +1,4 @@
-"""A deep ensemble: where the chains of a Bayesian neural network start."""
+"""Train a deep ensemble, from whose members the chains start."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from optax_smile.chains import _identity, _loop
 from optax_smile.chains._checkpoint import Checkpoints, any_process, lock
 from optax_smile.draws import _manifest
 
-# What else errors may come from.
+# Functions whose errors are reported as those of `warmstart`.
 PARTS = "parallel.shardings", "parallel.place", "parallel.init", "parallel.split_key"
 OF_VALIDATION = {"loss_fn": "validation", "batches": "validation"}
 
 
 class Members(NamedTuple):
-    """What travels from step to step, every leaf `[member, ...]`.
+    """State of the training, every leaf `[member, ...]`.
 
     Attributes:
-        params: after the last step.
-        state: of the optimizer.
+        params: parameters after the last step.
+        state: state of the optimizer.
         aux: auxiliary state of the model, or None.
-        key: of a stochastic loss, or None.
-        loss: of the last batch.
+        key: key of a stochastic loss, or None.
+        loss: loss of the last batch.
         best: parameters with the smallest validation loss so far, and their auxiliary state.
-        best_loss: that loss.
-        stale: epochs since then, int32.
+        best_loss: the smallest validation loss.
+        stale: epochs since the smallest validation loss, int32.
     """
 
     params: Any
@@ -93,52 +93,52 @@ def warmstart(
     checkpoint_minutes: float = 5.0,
     progress: bool = True,
 ) -> optax.Params:
-    """Train the members of a deep ensemble side by side, each stopped early on its own.
+    """Train the members of a deep ensemble in parallel, each with its own early stopping.
 
     Args:
-        loss_fn: mean loss `loss_fn(params, batch)`, scalar, without the prior. With `aux` it is
+        loss_fn: mean loss `loss_fn(params, batch)`, a scalar without the prior. With `aux` it is
             called with `aux=` and returns `(loss, new_aux)`; if `stochastic` it gets `key=`.
-        init_fn: `init_fn(key)` gives the initial parameters of a member.
-        batches: one pass is one epoch; it is gone through again for each. Batches of one shape
-            compile once.
+        init_fn: `init_fn(key)` returns the initial parameters of a member.
+        batches: iterable of batches, restarted for each epoch. Batches of equal shape compile only
+            once.
         optimizer: any Optax optimizer; schedules count its steps.
         num_members: number of members, >= 1.
-        key: JAX key or seed; members get initial parameters of their own.
-        num_epochs: largest number of passes, >= 1.
-        validation: a batch on which the loss decides, after each epoch, which weights of a member
-            are its best so far; None keeps the last ones.
-        patience: epochs without improvement after which a member is done, >= 1.
-        aux: auxiliary state of the model before the first step, such as running means of
-            BatchNorm, each leaf `[member, ...]`.
-        stochastic: whether the loss draws random numbers, such as dropout: it gets a fresh key at
-            each step, and one for the validation.
-        per_member: whether each batch has a leading member axis; otherwise members share them.
-        mesh: devices over whose axis `"chain"` the members are spread, see `parallel`.
+        key: JAX key or seed; each member gets its own initial parameters.
+        num_epochs: largest number of epochs, >= 1.
+        validation: a batch; after each epoch a member keeps its weights if their loss on this batch
+            is the smallest so far. None: keep the last weights.
+        patience: epochs without improvement after which a member stops, >= 1.
+        aux: initial auxiliary state of the model, such as running means of BatchNorm, each leaf
+            `[member, ...]`.
+        stochastic: whether the loss draws random numbers, such as dropout: it gets a new key at
+            each step and for each validation.
+        per_member: whether each batch has a leading member axis; otherwise members share batches.
+        mesh: devices; members are spread over the axis `"chain"`, see `parallel`.
         specs: how the parameters of one member are sharded, see `parallel.place`.
-        directory: where checkpoints are written after an epoch. A training that is found there
-            goes on, and a finished one is returned at once: it must have the same arguments, and
-            the same data and loss where `batches` is a list or a tuple, see `sample`; `num_epochs`
-            may differ. Batches are read again up to there, so that those that shuffle come in the
-            same order; a list is not.
-        accept: names of what may differ all the same, `"data"` and `"loss"`.
+        directory: directory for checkpoints, written after an epoch. A call with the same directory
+            resumes the training, or returns at once if it is finished. The arguments must be the
+            same, except `num_epochs`; so must data and loss if `batches` is a list or a tuple, see
+            `sample`. On resume, other iterables are read up to the checkpoint, to reproduce the
+            order of shuffled batches.
+        accept: what may differ nevertheless on resume, `"data"` and `"loss"`.
         check: warn, from the first batch, of a loss that looks like a sum over the examples.
-        checkpoint_minutes: between two checkpoints, >= 0; there is one at the end.
+        checkpoint_minutes: minutes between checkpoints, >= 0; the end always writes one.
         progress: show a progress bar, if tqdm is installed.
 
     Returns:
-        Parameters of all members, each leaf `[member, ...]`: the best ones by validation loss;
-        with `aux` `{"params": ..., "aux": ...}`.
-        Ctrl-C ends the training after the epoch and returns what there is, with a warning, and so
-        does SIGTERM without a directory.
+        Parameters of all members, each leaf `[member, ...]`: those with the smallest validation
+        loss; with `aux` `{"params": ..., "aux": ...}`.
+        Ctrl-C ends the training after the current epoch, with a warning, and returns the members so
+        far. So does SIGTERM without a directory.
 
     Raises:
-        ValueError: an argument out of range, a loss that is not a scalar, no batches, a mesh that
-            does not fit, a directory in use or of another training, or a member whose loss never
-            was finite.
+        ValueError: an argument out of range, a loss that is not a scalar, no batches, an invalid
+            mesh, a directory in use or of another training, or a member whose loss was never
+            finite.
         KeyboardInterrupt: SIGTERM with a directory, after a checkpoint, so that no chain starts
-            from members half trained; a second Ctrl-C.
+            from half-trained members; a second Ctrl-C.
 
-    Cost: one gradient per member and batch; twice the parameters for the best weights.
+    Cost: one gradient per member and batch; memory for a second copy of the parameters.
 
     Example:
         >>> import jax, jax.numpy as jnp, optax, optax_smile
@@ -156,7 +156,7 @@ def warmstart(
     """
     optimizer = optax.with_extra_args_support(optimizer)
     loss = _loop.loss_of("warmstart", loss_fn, aux is not None, stochastic)
-    # Checking has made a typed key of a seed.
+    # The argument check has converted a seed to a typed key.
     typed: Any = key
     key, loss_key = jax.random.split(typed) if stochastic else (typed, None)
     members = _begin(init_fn, optimizer, num_members, key, loss_key, aux, mesh=mesh, specs=specs)
@@ -165,17 +165,19 @@ def warmstart(
     judge = parallel.step(judge_one, members, mesh=mesh)
     held_out = () if validation is None else parallel.place_batch(validation, mesh=mesh)
     losses = _Losses(loss, num_members, per_member, mesh)
-    epoch, is_stopped, is_killed, checkpoints, told = 0, False, False, None, {}
+    epoch, is_stopped, is_killed, checkpoints, identity = 0, False, False, None, {}
     with ExitStack() as closing:
         if directory is not None:
             own = {"stochastic": stochastic, "per_member": per_member}
             own |= {"num_members": num_members, "patience": patience}
-            told = _tell(own, typed, optimizer, batches, validation, losses, members)
-            checkpoints = _open(Path(directory), checkpoint_minutes, closing, told, accept, members)
-            if found := checkpoints.restore(members):
-                members, epoch = found[0], found[1]["epoch"]
+            identity = _describe(own, typed, optimizer, batches, validation, losses, members)
+            checkpoints = _open(
+                Path(directory), checkpoint_minutes, closing, identity, accept, members
+            )
+            if restored := checkpoints.restore(members):
+                members, epoch = restored[0], restored[1]["epoch"]
         bar = closing.enter_context(_loop.Bar(num_epochs, "warm start", progress, compiles=True))
-        wish = closing.enter_context(_loop.stop_signals())
+        stop_requested = closing.enter_context(_loop.stop_signals())
         if epoch < num_epochs and not _are_done(members, patience):
             _loop.skip_passes(batches, epoch)
         elif epoch:
@@ -197,13 +199,16 @@ def warmstart(
             members = judge(members, held_out)
             bar.show(epoch, loss=f"{np.mean(_tree.local(members.best_loss)):.4f}")
             due = checkpoints is not None and checkpoints.is_due()
-            is_stopped, is_killed, due = any_process(wish() is not None, wish() == "SIGTERM", due)
+            signal = stop_requested()
+            is_stopped, is_killed, due = any_process(signal is not None, signal == "SIGTERM", due)
             if checkpoints is not None and due:
-                checkpoints.save(epoch, members, {"epoch": epoch, "run": told})
+                checkpoints.save(epoch, members, {"epoch": epoch, "run": identity})
         if checkpoints is not None:
-            checkpoints.save(epoch, members, {"epoch": epoch, "run": told})
+            checkpoints.save(epoch, members, {"epoch": epoch, "run": identity})
             if is_killed:
-                raise KeyboardInterrupt("`warmstart` was stopped by SIGTERM: run again to go on.")
+                raise KeyboardInterrupt(
+                    "`warmstart` was stopped by SIGTERM. Repeat the call to resume."
+                )
     if is_stopped:
         _warn_of_stop(epoch, num_epochs, directory)
     _check_finite(members)
@@ -214,22 +219,22 @@ def _check_finite(members: Members):
     """Require a finite loss of every member."""
     lost = np.flatnonzero(~np.isfinite(_tree.local(members.best_loss))).tolist()
     if lost:
-        rule = "one under which every member reaches a finite loss"
+        rule = "an optimizer with which every member reaches a finite loss"
         remedy = "Are the batches and the validation finite?"
         _check.fail("warmstart", "optimizer", rule, f"none for the members {lost}", remedy)
 
 
 def _warn_of_end(num_members: int, epoch: int, directory: Any):
-    """Say that there was nothing to do."""
-    message = f"{num_members} members of {epoch} epochs loaded from {directory}: it is finished."
-    warnings.warn(f"`warmstart`: {message}", stacklevel=3)
+    """Warn that the training is already finished."""
+    message = f"{num_members} members of {epoch} epochs loaded from {directory};"
+    warnings.warn(f"`warmstart`: {message} the training is finished.", stacklevel=3)
 
 
 def _warn_of_stop(epoch: int, num_epochs: int, directory: Any):
-    """Say that the members may be half trained."""
+    """Warn that the members may be half trained."""
     message = f"`warmstart` was stopped after {epoch} of at most {num_epochs} epochs."
     if directory is not None:
-        message += f" A checkpoint is in {directory}: call it again in the same way to go on."
+        message += f" A checkpoint is in {directory}; repeat the call to resume."
     warnings.warn(message, stacklevel=3)
 
 
@@ -246,17 +251,17 @@ class _Losses:
         self.compiled = jax.jit(parallel.over_chains(of_member, mesh=mesh, in_axes=in_axes))
 
     def of_shared(self) -> _Losses:
-        """The same of a batch that all members share."""
+        """Return the losses for a batch that all members share."""
         return _Losses(self.loss, self.number, False, self.mesh) if self.per_member else self
 
     def put(self, batch: Any) -> Any:
-        """Bring a batch onto the devices."""
+        """Put a batch on the devices."""
         if self.mesh is None:
             return batch
         return parallel.place_batch(batch, mesh=self.mesh, per_chain=self.per_member)
 
     def check(self, members: Members, batch: Any, warns: bool):
-        """Require a scalar loss of each member; warn of one that looks like a sum."""
+        """Require a scalar loss per member; optionally warn of a loss that looks like a sum."""
         arguments = self.compiled, members, batch, self.put, self.per_member, self.number
         _loop.check_loss("warmstart", *arguments)
         if warns:
@@ -264,12 +269,12 @@ class _Losses:
             _loop.warn_of_sum("warmstart", losses, batch, self.per_member, self.mesh)
 
     def __call__(self, members: Members, batch: Any) -> jax.Array:
-        """Compute them `[member]`, a scalar of each."""
+        """Compute the losses `[member]`."""
         self.check(members, batch, False)
         return self.compiled(members, self.put(batch))
 
 
-def _tell(
+def _describe(
     arguments: dict[str, Any],
     key: jax.Array,
     optimizer: optax.GradientTransformation,
@@ -278,7 +283,7 @@ def _tell(
     losses: _Losses,
     members: Members,
 ) -> dict[str, Any]:
-    """What tells this training from others."""
+    """Return what identifies this training."""
     words = np.asarray(jax.random.key_data(key)).tolist()
     own = {"key": words, "optimizer": _settings.checksum(optimizer)}
     data = _identity.of_batches(batches, losses.per_member)
@@ -294,32 +299,33 @@ def _open(
     directory: Path,
     minutes: float,
     closing: ExitStack,
-    told: dict[str, Any],
+    identity: dict[str, Any],
     accept: Sequence[_identity.Accepted],
     members: Members,
 ) -> Checkpoints:
-    """Hold the directory, and require that it has no other training."""
+    """Lock the directory, and require that it does not hold another training."""
     closing.enter_context(lock("warmstart", directory))
     checkpoints = Checkpoints(directory, minutes)
     closing.callback(checkpoints.close)
     checkpoints.check_format("warmstart", members)
     before = checkpoints.place()
     if before is not None:
-        _check_same(directory, before["run"], told, accept)
+        _check_same(directory, before["run"], identity, accept)
     return checkpoints
 
 
 def _check_same(
     directory: Path, before: Any, now: dict[str, Any], accept: Sequence[_identity.Accepted]
 ):
-    """Require the training that the directory holds."""
+    """Require that the directory holds this training."""
     theirs = before["arguments"]
     for name, mine in now["arguments"].items():
-        # Another version of Optax may have other names inside.
+        # Names inside an optimizer may change with Optax's version.
         is_compared = name != "optimizer" or before["versions"] == now["versions"]
         if is_compared and mine != theirs.get(name):
-            rule = f"as in the training in {directory}, whose {name} is {theirs.get(name)!r}"
-            remedy = "Choose another directory, or give the arguments of that training."
+            was = repr(theirs.get(name))
+            rule = f"the same as in the training in {directory}, whose {name} is {was}"
+            remedy = "Choose another directory, or pass the arguments of that training."
             _check.fail("warmstart", name, rule, repr(mine), remedy)
     _identity.check_same("warmstart", directory, before, now, accept)
 
@@ -336,16 +342,16 @@ def _begin(
     mesh: Mesh | None,
     specs: Any,
 ) -> Members:
-    """Members before the first step, each on the devices of its row."""
+    """Make the members before the first step, each on its row of devices."""
     if aux is not None and parallel.num_chains("warmstart", aux, "aux") != num_members:
         rule = f"a tree whose leaves have a leading axis of {num_members} members"
         _check.fail("warmstart", "aux", rule, jax.tree.map(jnp.shape, aux))
     parallel.check_mesh("warmstart", mesh, num_members)
-    rule = "a function that gives a tree of arrays of parameters"
+    rule = "a function that returns parameters, a tree of arrays"
     keys = parallel.split_key(key, num_members)
     shapes = _check.traced("warmstart", "init_fn", jax.vmap(init_fn), keys, rule=rule)
     if not jax.tree.leaves(shapes):
-        _check.fail("warmstart", "init_fn", rule, f"one that gives {shapes}")
+        _check.fail("warmstart", "init_fn", rule, f"one that returns {shapes}")
     own = parallel.shardings(shapes, mesh=mesh, specs=specs)
     initialize = jax.jit(parallel.over_chains(init_fn, mesh=mesh), out_shardings=own)
     params = initialize(parallel.split_key(key, num_members, mesh=mesh))
@@ -356,7 +362,7 @@ def _begin(
 
     return Members(
         params=params,
-        # An optimizer that draws noise: not the numbers that the parameters come from.
+        # Fold in 1 so that an optimizer with noise has another key than the initial parameters.
         state=parallel.init(
             optimizer, params, mesh=mesh, specs=specs, key=jax.random.fold_in(key, 1)
         ),
@@ -378,7 +384,7 @@ def _steps(
     patience: int,
     keeps_last: bool,
 ) -> tuple[Callable[[Members, Any], Members], Callable[[Members, Any], Members]]:
-    """The step of one member, and what an epoch ends with."""
+    """Return the training step of one member, and its validation step after an epoch."""
 
     def train(member: Members, batch: Any) -> Members:
         key, used = (None, None) if member.key is None else jax.random.split(member.key)
@@ -404,6 +410,6 @@ def _steps(
 
 
 def _are_done(members: Members, patience: int) -> bool:
-    """Whether no member has got better for so many epochs."""
+    """Return whether no member has improved for `patience` epochs."""
     (running,) = any_process(bool(np.any(_tree.local(members.stale) < patience)))
     return not running

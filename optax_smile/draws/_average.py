@@ -1,4 +1,4 @@
-"""Averages over snapshots that grow one by one, in constant memory, as exact as their numbers."""
+"""Running averages over snapshots, in constant memory and with compensated summation."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -14,13 +14,13 @@ class Average(NamedTuple):
     """Average over the snapshots so far.
 
     Attributes:
-        count: how many there are, int32.
-        mean, variance, entropy: averages of those of an `Outcome`.
-        rest: what rounding has kept out of `mean` so far.
+        count: number of snapshots, int32.
+        mean, variance, entropy: averages of these fields of an `Outcome`.
+        rest: rounding error of `mean`, carried by compensated summation.
         spread: sum of squared deviations of the means from their average; None without `variance`.
         largest: largest log density of each target.
         relative: sum of exp(log density - largest).
-        invalid: number of the first snapshot whose prediction is not finite, or -1; int32.
+        invalid: index of the first snapshot whose prediction is not finite, or -1; int32.
     """
 
     count: jax.Array
@@ -35,7 +35,7 @@ class Average(NamedTuple):
 
 
 def zero(outcome: Outcome) -> Average:
-    """Average over no snapshot, for predictions like this one."""
+    """Return the empty average for predictions of the shapes of `outcome`."""
 
     def zeros(tree, fill=0.0):
         return jax.tree.map(lambda x: jnp.full_like(x, fill), tree)
@@ -54,7 +54,7 @@ def zero(outcome: Outcome) -> Average:
 
 
 def add(average: Average, outcome: Outcome, number: jax.Array) -> Average:
-    """Take one snapshot in; a negative number stands for none."""
+    """Add one snapshot; a negative `number` leaves the average unchanged."""
     one = Average(
         count=jnp.ones((), jnp.int32),
         mean=outcome.mean,
@@ -70,7 +70,7 @@ def add(average: Average, outcome: Outcome, number: jax.Array) -> Average:
 
 
 def _is_valid(outcome: Outcome) -> jax.Array:
-    """Whether a prediction is finite; a target may be impossible (log density minus infinity)."""
+    """Return whether a prediction is finite; a log density may be minus infinity."""
     finite = [jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(outcome._replace(log_density=None))]
     if outcome.log_density is not None:
         finite.append(jnp.all(outcome.log_density < jnp.inf))
@@ -78,9 +78,10 @@ def _is_valid(outcome: Outcome) -> jax.Array:
 
 
 def join(first: Average, second: Average) -> Average:
-    """Average over the snapshots of both.
+    """Combine two averages into the average over the snapshots of both.
 
-    Means and squared deviations by Chan, Golub and LeVeque 1979; densities relative to the largest.
+    Means and squared deviations follow Chan, Golub and LeVeque 1979; densities are stored relative
+    to the largest.
     """
     count = first.count + second.count
 
@@ -103,7 +104,7 @@ def join(first: Average, second: Average) -> Average:
 
     largest = first.largest, second.largest
     means = (first.mean, second.mean) if first.spread is not None else (None, None)
-    # Kahan 1965: what a sum leaves out is added the next time.
+    # Kahan 1965: the rounding error of a sum is added to the next one.
     moves = jax.tree.map(moved, first.mean, second.mean, first.rest, second.rest)
     center = jax.tree.map(jnp.add, first.mean, moves)
     both = first.invalid, second.invalid
@@ -122,7 +123,7 @@ def join(first: Average, second: Average) -> Average:
 
 
 def outcome_of(average: Average, entropy_of: Callable[[Any], jax.Array] | None) -> Outcome:
-    """What an average predicts; `entropy_of` gives the entropy of its mean."""
+    """Return the prediction of an average; `entropy_of` returns the entropy of its mean."""
     density = None
     if average.relative is not None:
         density = average.largest + jnp.log(average.relative / average.count)
@@ -138,7 +139,7 @@ def outcome_of(average: Average, entropy_of: Callable[[Any], jax.Array] | None) 
 
 
 def prediction_of(average: Average, entropy_of: Callable[[Any], jax.Array] | None) -> Prediction:
-    """The same with its uncertainty split in two."""
+    """Return the prediction of an average, with its uncertainty split in two."""
     outcome = outcome_of(average, entropy_of)
     prediction = Prediction(outcome.mean, outcome.log_density)
     if average.variance is not None:

@@ -1,4 +1,4 @@
-"""Constraints of what draws and predictions are made from."""
+"""Constraints of the arguments of draws and predictions."""
 
 import os
 from collections.abc import Mapping
@@ -18,34 +18,34 @@ SNAPSHOTS = _check.Where(
         hasattr(value, "__iter__")
         and not isinstance(value, (Mapping, str, bytes, os.PathLike, type))
     ),
-    "`Snapshots`, `Snapshots.from_members` and `load_snapshots` give some.",
+    "Make them with `Snapshots`, `Snapshots.from_members` or `load_snapshots`.",
 )
 
 
 @dataclass(frozen=True)
 class Posterior(_check.Constraint):
-    """Draws that another constraint takes, unless they are the iterates of an optimizer."""
+    """Draws that satisfy another constraint and are not iterates of an optimizer."""
 
     draws: _check.Constraint
 
     @property
     def rule(self) -> str:
-        """That of the other constraint."""
+        """The rule of the other constraint."""
         return self.draws.rule
 
     def __call__(self, where, argument, value, given=_check.NOTHING):
         value = self.draws(where, argument, value, given)
         if not _settings.are_posterior(getattr(value, "settings", None)):
-            rule, got = "draws from a posterior, made by a sampler", "the iterates of an optimizer"
-            advice = "These are checkpoints: `predict` and the metrics take them."
+            rule, got = "draws from a posterior, made by a sampler", "iterates of an optimizer"
+            advice = "These are checkpoints, which `predict` and the metrics accept."
             _check.fail(where, argument, rule, got, advice)
         return value
 
 
 class Curve(_check.Constraint):
-    """Numbers of snapshots, which become a tuple."""
+    """Numbers of snapshots, converted to a tuple."""
 
-    text = "a sequence of integers >= 1, ascending"
+    text = "an ascending sequence of integers >= 1"
 
     def __call__(self, where, argument, value, given=_check.NOTHING):
         if not np.iterable(value) or isinstance(value, jax.core.Tracer):
@@ -57,7 +57,7 @@ class Curve(_check.Constraint):
 
 
 class Reading(_check.Constraint):
-    """A likelihood or the name of one, which becomes a `Likelihood`."""
+    """A likelihood or its name, converted to a `Likelihood`."""
 
     text = f"{_check.OneOf(likelihoods.Name).rule}, or a `Likelihood`"
 
@@ -74,9 +74,9 @@ class Reading(_check.Constraint):
 
 @dataclass(frozen=True)
 class Inputs(_check.Tree):
-    """Arrays `[input, ...]` of one length."""
+    """Arrays `[input, ...]` of the same length."""
 
-    text: str = "arrays [input, ...] of one length, at least 1"
+    text: str = "arrays [input, ...] of the same length, at least 1"
 
     def __call__(self, where, argument, value, given=_check.NOTHING):
         super().__call__(where, argument, value, given)
@@ -88,9 +88,9 @@ class Inputs(_check.Tree):
 
 @dataclass(frozen=True)
 class Targets(_check.Tree):
-    """Arrays `[input, ...]` that go with `inputs`; one array for a likelihood that has a name."""
+    """Arrays `[input, ...]`, as long as `inputs`; a single array for a named likelihood."""
 
-    text: str = "arrays [input, ...] of as many inputs as `inputs`"
+    text: str = "arrays [input, ...] as long as `inputs`"
 
     def __call__(self, where, argument, value, given=_check.NOTHING):
         if value is not None and given["likelihood"] in likelihoods.NAMED.values():
@@ -104,7 +104,7 @@ class Targets(_check.Tree):
 
 
 def num_inputs(inputs: Any) -> int:
-    """Length of arrays `[input, ...]`."""
+    """Return the length of arrays `[input, ...]`."""
     return np.shape(jax.tree.leaves(inputs)[0])[0]
 
 
@@ -112,7 +112,7 @@ def num_inputs(inputs: Any) -> int:
 class Stacked(_check.Tree):
     """Arrays `[chain, draw, ...]`."""
 
-    text: str = "a tree of arrays [chain, draw, ...] with the same two leading axes, none empty"
+    text: str = "a tree of arrays [chain, draw, ...] with the same two leading axes, neither empty"
     keys: bool = False
 
     def __call__(self, where, argument, value, given=_check.NOTHING):

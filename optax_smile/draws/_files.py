@@ -1,4 +1,4 @@
-"""The format of draws on disk, and the thread that writes them."""
+"""The file format of draws, and the thread that writes them."""
 
 import os
 import queue
@@ -16,21 +16,21 @@ from optax_smile import _disk, _tree
 from optax_smile.draws import _manifest
 from optax_smile.draws._manifest import Leaf
 
-# Draws that may wait for the disk: more would only hide that it is too slow.
+# Draws that may wait for the disk; a longer queue does not help if the disk is too slow.
 QUEUE_SIZE = 2
-# Parameters before the first step, from which leaves that never move are read.
+# Parameters before the first step; leaves that never change are read from there.
 START = "start"
 _FILE = re.compile(r"(draw-(\d+)|start)\.chains-(\d+)-(\d+)\.safetensors")
 
 
 class Block(NamedTuple):
-    """A file and what its name says.
+    """A file of draws and the information in its name.
 
     Attributes:
-        path: of the file.
-        draw: its number, or `START`.
-        first: its first chain.
-        last: its last chain.
+        path: path of the file.
+        draw: index of the draw, or `START`.
+        first: first chain in the file.
+        last: last chain in the file.
     """
 
     path: Path
@@ -40,7 +40,7 @@ class Block(NamedTuple):
 
 
 def find(directory: Path, num_chains: int) -> dict[int | str, list[Block]]:
-    """Find the files of every draw that all chains have written, and those of the start."""
+    """Find the files of the start and of every draw that is complete for all chains."""
     blocks: dict[int | str, list[Block]] = {}
     for path in sorted(directory.glob("*.safetensors")):
         if match := _FILE.fullmatch(path.name):
@@ -60,7 +60,7 @@ def find(directory: Path, num_chains: int) -> dict[int | str, list[Block]]:
 
 
 def _check_header(header: Mapping[str, Any], block: Block):
-    """Require a header that fits the name of its file."""
+    """Require a header that matches the name of its file."""
     _, draw, first, last = block
     if (header["draw"], header["chains"]) != (draw, [first, last]):
         raise ValueError(f"it holds draw {header['draw']} of the chains {header['chains']}")
@@ -68,22 +68,22 @@ def _check_header(header: Mapping[str, Any], block: Block):
     for name, of_chains in values.items():
         kinds = {type(x) for x in of_chains}
         if not kinds <= {int, float, bool} or len(of_chains) != last - first + 1:
-            raise ValueError(f"its `{name}` is no number for each chain")
+            raise ValueError(f"its `{name}` is not a number per chain")
 
 
 def read_header(block: Block) -> dict[str, Any]:
-    """Read what a file says about its draw, and test its checksum."""
+    """Read the header of a file, and verify its checksum."""
     with _disk.naming(block.path):
         return _disk.read_header(block.path, lambda header: _check_header(header, block))
 
 
 def _is_rounded(dtype: Any) -> bool:
-    """Whether numbers may lose digits on their way to disk: whole ones may not."""
+    """Return whether arrays of this dtype are rounded on disk: floating-point numbers only."""
     return dtype is not None and jnp.issubdtype(dtype, jnp.floating)
 
 
 def rounded(params: Any, dtype: str | None) -> Any:
-    """Parameters as they come back from a disk on which they are rounded."""
+    """Cast parameters to the precision that `load_snapshots` returns."""
     return jax.tree.map(
         lambda x: (
             x.astype(dtype).astype(x.dtype) if _is_rounded(dtype) and _is_rounded(x.dtype) else x
@@ -93,19 +93,19 @@ def rounded(params: Any, dtype: str | None) -> Any:
 
 
 def read_arrays(block: Block, leaves: list[Leaf]) -> dict[str, np.ndarray]:
-    """Read the arrays of a file and test their checksums."""
+    """Read the arrays of a file, and verify their checksums."""
 
     def check(header: Mapping[str, Any]):
         _check_header(header, block)
-        told, rows = header["arrays"], block.last - block.first + 1
+        described, rows = header["arrays"], block.last - block.first + 1
         expected = {leaf.name: ([rows, *leaf.shape], leaf.dtype) for leaf in leaves}
-        for name, (dtype, shape, _) in told.items():
+        for name, (dtype, shape, _) in described.items():
             wanted, own = expected.get(name, (None, None))
             rounded = _manifest.STORED_DTYPES if _is_rounded(own) else ()
             if shape != wanted or dtype not in (own, *rounded):
-                raise ValueError(f"its array {name!r}, {dtype} {shape}, is none of the manifest's")
-        if block.draw == START and told.keys() != expected.keys():
-            raise ValueError(f"it lacks {sorted(expected.keys() - told.keys())}")
+                raise ValueError(f"its array {name!r}, {dtype} {shape}, is not in the manifest")
+        if block.draw == START and described.keys() != expected.keys():
+            raise ValueError(f"it lacks {sorted(expected.keys() - described.keys())}")
 
     with _disk.naming(block.path):
         return _disk.read(block.path, check)[1]
@@ -117,11 +117,11 @@ def read_chains(
     num_chains: int,
     start: Callable[[], dict[str, np.ndarray]],
 ) -> dict[str, np.ndarray]:
-    """Read a draw of all chains, arrays `[chain, ...]`; what a file lacks is as at the start."""
+    """Read a draw of all chains, arrays `[chain, ...]`; missing arrays equal those of the start."""
     stored = [(slice(block.first, block.last + 1), read_arrays(block, leaves)) for block in blocks]
     arrays = {}
     for name, _, shape, dtype in leaves:
-        # All are there before memory is asked for.
+        # Read all parts, which may fail, before allocating memory.
         parts = [
             (rows, here[name] if name in here else start()[name][rows]) for rows, here in stored
         ]
@@ -135,31 +135,31 @@ def read_start(directory: Path, leaves: list[Leaf], num_chains: int) -> dict[str
     """Read the parameters before the first step, arrays `[chain, ...]`.
 
     Raises:
-        ValueError: their file is missing, or damaged.
+        ValueError: the file is missing or damaged.
     """
     blocks = find(directory, num_chains).get(START)
     if blocks is None:
         raise ValueError(
-            f"{directory} lacks the file {START}.chains-*.safetensors, in which leaves that never"
-            " moved are kept. Bring it back; draws without such leaves stay readable."
+            f"{directory} lacks the file {START}.chains-*.safetensors, which holds the leaves that"
+            " never changed. Restore it; draws that contain all leaves stay readable."
         )
     return read_chains(blocks, leaves, num_chains, dict)
 
 
 class DrawFiles:
-    """Write draws into a directory.
+    """Write draws to a directory.
 
-    The chains of a draw that one process holds are one safetensors file of arrays `[chain, ...]`
-    (on several processes one per device), written under another name first and then renamed. Its
-    header holds, as JSON, what `optax_smile.stats` said, the step, and checksums. Leaves that
-    equal those of the start, such as the frozen part of a network, are stored there alone.
+    Each process writes its chains of a draw to one safetensors file of arrays `[chain, ...]` (with
+    several processes one file per device), under a temporary name that is then changed. The JSON
+    header holds the result of `optax_smile.stats`, the step and checksums. Leaves that still equal
+    those of the start, such as the frozen part of a network, are stored only with the start.
 
     Args:
-        directory: where to; it is made.
+        directory: directory of the draws.
         start: stacked parameters `[chain, ...]` before the first step, on any device.
-        dtype: what to round to on disk, `"float16"`, `"float32"` or `"float64"`; None rounds
-            nothing.
-        resumed: whether the directory holds the start of this run already, which counts then.
+        dtype: precision on disk, `"float16"`, `"float32"` or `"float64"`; None: that of the
+            parameters.
+        resumed: whether the directory already holds the start of this run, which is then used.
 
     Raises:
         ValueError: a resumed directory without a readable start.
@@ -191,10 +191,10 @@ class DrawFiles:
         """Write a draw.
 
         Args:
-            draw: its number, from 0, or `START`.
-            step: steps done by each chain.
+            draw: index of the draw, from 0, or `START`.
+            step: number of steps done by each chain.
             params: stacked parameters `[chain, ...]`, on any device.
-            stats: arrays `[chain]` of the chains of this process.
+            stats: arrays `[chain]` for the chains of this process.
         """
         stem, done = START if draw == START else f"draw-{draw:08d}", 0
         for first, last, arrays in self._blocks(params):
@@ -211,7 +211,7 @@ class DrawFiles:
             done = rows.stop
 
     def _blocks(self, params: Any) -> Iterator[tuple[int, int, dict[str, np.ndarray]]]:
-        """Chains of this process, rounded as they are stored."""
+        """Yield the chains of this process, rounded to the stored precision."""
         for first, last, leaves in _tree.local_blocks(params):
             rounded = [
                 np.ascontiguousarray(x, self.dtype if _is_rounded(x.dtype) else None)
@@ -220,7 +220,7 @@ class DrawFiles:
             yield first, last, dict(zip(self.names, rounded, strict=True))
 
     def _moved(self, first: int, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Leave out what is as at the start; a leaf that has moved once is stored ever after."""
+        """Drop leaves that equal the start; once a leaf has changed, it is always stored."""
         for name in list(self.unmoved):
             before = self.unmoved[name]
             if not all(np.array_equal(x, before[first + i]) for i, x in enumerate(arrays[name])):
@@ -229,10 +229,10 @@ class DrawFiles:
 
 
 class SnapshotWriter:
-    """Write draws from a thread of its own.
+    """Write draws in a background thread.
 
     Args:
-        files: where to.
+        files: files of the directory.
 
     Raises:
         OSError: a file that cannot be written, at the next `put`, `flush` or `close`.
@@ -246,17 +246,17 @@ class SnapshotWriter:
         self.thread.start()
 
     def put(self, draw: int, step: int, params: Any, stats: Mapping[str, Any]):
-        """Hand over a draw, see `DrawFiles.write`; waits only if the disk is behind."""
+        """Queue a draw, see `DrawFiles.write`; blocks only if the queue is full."""
         self._raise_failure()
         self.waiting.put((draw, step, params, stats))
 
     def flush(self):
-        """Wait until every draw is on disk."""
+        """Wait until every queued draw is on disk."""
         self.waiting.join()
         self._raise_failure()
 
     def close(self):
-        """Write what waits and end the thread."""
+        """Write the queued draws and end the thread."""
         self.waiting.put(None)
         self.thread.join()
         self._raise_failure()

@@ -1,4 +1,4 @@
-"""What a run says about itself in its directory: its tree, its settings, the libraries."""
+"""The manifest of a run: its parameter tree, its settings and the versions of libraries."""
 
 import json
 from collections.abc import Mapping
@@ -15,23 +15,23 @@ from optax_smile import _check, _disk, _tree
 
 FORMAT = 3
 FILE = "manifest.json"
-# What numbers may be rounded to on their way to disk.
+# Precisions to which draws may be rounded on disk.
 StoredDtype = Literal["float16", "float32", "float64"]
 STORED_DTYPES = get_args(StoredDtype)
-# Python goes no deeper than 1,000 calls.
+# Stay below Python's recursion limit of 1,000.
 LONGEST_PATH = 500
-REMEDY = "Bring it back: a run with the same arguments in a new directory writes the same one."
+REMEDY = "Restore it: a run with the same arguments in a new directory writes an identical one."
 
 
 class Leaf(NamedTuple):
     """One array of the parameter tree.
 
     Attributes:
-        name: path of the leaf, joined by slashes as `_tree.name` does; that of the array in the
-            files. No two leaves have the same.
-        path: the same as pairs of kind (`key`, `index` or `attribute`) and entry.
-        shape: of one chain.
-        dtype: of the parameters in the run; a file may hold a shorter one.
+        name: path of the leaf, joined by slashes as in `_tree.name`, and name of its array in the
+            files. Names are unique.
+        path: the path as pairs of kind (`key`, `index` or `attribute`) and entry.
+        shape: shape for one chain.
+        dtype: dtype of the parameters in the run; a file may have a lower precision.
     """
 
     name: str
@@ -41,7 +41,7 @@ class Leaf(NamedTuple):
 
 
 def _name(path: list[list[Any]]) -> str:
-    """Name a leaf; an array alone has no path, and safetensors keeps one name for itself."""
+    """Name a leaf; a bare array has no path, and safetensors reserves one name."""
     name = _tree.name(path) if path else "params"
     return "~" + name if name == "__metadata__" else name
 
@@ -56,17 +56,17 @@ def leaves_of(params: Any) -> list[Leaf]:
 
 
 def versions() -> dict[str, str]:
-    """Versions of this library and of those that it needs to write a run."""
+    """Return the versions of this library and of the libraries that affect a run."""
     libraries = {"jax": jax, "optax": optax, "numpy": np, "safetensors": _disk.import_safetensors()}
-    told = {name: library.__version__ for name, library in libraries.items()}
-    return {"optax-smile": optax_smile.__version__, **told}
+    others = {name: library.__version__ for name, library in libraries.items()}
+    return {"optax-smile": optax_smile.__version__, **others}
 
 
 def of_run(params: Any, dtype: str | None, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Describe a run of stacked parameters whose draws are rounded to `dtype`."""
+    """Make the manifest of a run with stacked parameters, whose draws are rounded to `dtype`."""
     leaves = leaves_of(params)
     if len({leaf.name for leaf in leaves}) < len(leaves):
-        rule = "a tree whose leaves have different paths"
+        rule = "a tree whose leaves have distinct paths"
         _check.fail("sample", "params", rule, sorted(leaf.name for leaf in leaves))
     described = {
         "format": FORMAT,
@@ -95,8 +95,8 @@ def read(where: str, directory: Path) -> dict[str, Any]:
     """Read the manifest of a directory.
 
     Raises:
-        ValueError: there is none, it cannot be read, it is of another format, its checksum does
-            not fit, or a field is none that a run writes.
+        ValueError: a missing or unreadable manifest, another format, a wrong checksum, or an
+            invalid field.
     """
     file = directory / FILE
     if not file.is_symlink() and not file.exists():
@@ -112,18 +112,18 @@ def read(where: str, directory: Path) -> dict[str, Any]:
         remedy = "Read it with the version of optax_smile that its manifest names."
         _check.fail(where, "directory", rule, f"format {str(version)[:80]} in {file}", remedy)
     if manifest.pop("checksum", None) != _checksum(manifest):
-        rule = f"a directory whose {FILE} has the checksum of its content"
+        rule = f"a directory whose {FILE} matches its checksum"
         _check.fail(where, "directory", rule, file, REMEDY)
     _check_fields(where, file, manifest)
     return manifest
 
 
 def _check_fields(where: str, file: Path, manifest: Mapping[str, Any]):
-    """Require the fields that a run writes, whoever wrote the checksum."""
+    """Require valid fields, even if the checksum is correct."""
 
     def need(field: str, value: Any, rule: str, holds: Any):
         if not holds:
-            rule = f"a directory whose {FILE} has {rule} as `{field}`"
+            rule = f"a directory whose {FILE} has {rule} in the field `{field}`"
             _check.fail(where, "directory", rule, f"{str(value)[:80]!r} in {file}", REMEDY)
 
     def is_whole(value: Any, smallest: int) -> bool:
@@ -138,14 +138,14 @@ def _check_fields(where: str, file: Path, manifest: Mapping[str, Any]):
     need("settings", settings, "names and values", isinstance(settings, dict))
     sampler = settings.get("sampler")
     is_named = isinstance(sampler, dict) and isinstance(sampler.get("name"), str)
-    need("settings.sampler", sampler, "null or what has a name", sampler is None or is_named)
+    need("settings.sampler", sampler, "null or a named sampler", sampler is None or is_named)
     for name, smallest in (("num_warmup", 0), ("thin", 1)):
         value = settings.get(name, smallest)
         need(f"settings.{name}", value, f"an integer >= {smallest}", is_whole(value, smallest))
     data, loss = manifest.get("data"), manifest.get("loss")
     need("data", data, "names and values", isinstance(data, dict))
     is_list = isinstance(loss, list) and all(isinstance(x, float) for x in loss)
-    need("loss", loss, "null or a number for each chain", loss is None or is_list)
+    need("loss", loss, "null or a list of numbers", loss is None or is_list)
     need("versions", versions, "names and values", isinstance(versions, dict))
     need("leaves", leaves, "at least one leaf", isinstance(leaves, list) and leaves)
     for number, leaf in enumerate(leaves):
@@ -157,8 +157,8 @@ def _check_fields(where: str, file: Path, manifest: Mapping[str, Any]):
         need(f"{at}.name", name, "the name of its path", name == _name(path))
         is_shape = isinstance(shape, list) and all(is_whole(size, 0) for size in shape)
         need(f"{at}.shape", shape, "integers >= 0", is_shape)
-        need(f"{at}.dtype", dtype, "a type of numbers", _is_dtype(dtype))
-    need("leaves", leaves, "one tree", _are_a_tree([leaf["path"] for leaf in leaves]))
+        need(f"{at}.dtype", dtype, "a numeric dtype", _is_dtype(dtype))
+    need("leaves", leaves, "the paths of a tree", _are_a_tree([leaf["path"] for leaf in leaves]))
 
 
 def _is_path(path: Any) -> bool:
@@ -179,7 +179,7 @@ def _is_dtype(name: Any) -> bool:
 
 
 def _are_a_tree(paths: list[list[list[Any]]]) -> bool:
-    """Whether no path is another one or goes on from its end."""
+    """Return whether no path equals another path or is a prefix of it."""
     ends = {tuple(entry for _, entry in path) for path in paths}
     begun = {end[:length] for end in ends for length in range(len(end))}
     return len(ends) == len(paths) and not ends & begun

@@ -1,4 +1,4 @@
-"""Draws as a sequence of parameter trees: length, iteration and indexing agree."""
+"""Draws as a sequence of parameter trees, with consistent length, iteration and indexing."""
 
 import abc
 import itertools
@@ -14,7 +14,7 @@ from optax_smile.draws._manifest import Leaf
 
 
 class Draws(abc.ABC):
-    """Parameter trees draw by draw: the first draw of every chain, the second of every chain, ...
+    """A sequence of parameter trees: the first draw of every chain, then the second, ...
 
     Tree i is draw `i // num_chains` of chain `i % num_chains`.
     """
@@ -40,11 +40,11 @@ class Draws(abc.ABC):
 
     @abc.abstractmethod
     def _place(self) -> dict[str, str]:
-        """Tell where the draws are and what is known of them, in words."""
+        """Describe, for `repr`, where the draws are and what is known about them."""
 
     @abc.abstractmethod
     def _of_draw(self, draw: int, chains: Sequence[int]) -> Iterator[Any]:
-        """Give one draw of some chains."""
+        """Yield one draw of the given chains."""
 
     def __len__(self) -> int:
         return self.num_chains * self.num_draws
@@ -69,11 +69,11 @@ class Draws(abc.ABC):
         return next(self._pick([number % len(self)]))
 
     def _wrong(self, rule: str, got: Any) -> str:
-        remedy = "All draws of one chain are `params`, arrays [chain, draw, ...], at that chain."
+        remedy = "For all draws of one chain, index the arrays [chain, draw, ...] of `params`."
         return f"`{type(self).__name__}[...]` must be {rule}, got {got}. {remedy}"
 
     def _pick(self, numbers: Iterable[int]) -> Iterator[Any]:
-        """Give trees by their numbers; neighbours of one draw are read at once."""
+        """Yield trees by their numbers; consecutive trees of one draw are read together."""
         num_chains = self.num_chains
         for draw, group in itertools.groupby(numbers, lambda number: number // num_chains):
             yield from self._of_draw(draw, [number % num_chains for number in group])
@@ -94,17 +94,17 @@ class Draws(abc.ABC):
         held = sum(size * np.dtype(x.dtype).itemsize for size, x in zip(sizes, leaves, strict=True))
         arrays = _table.some(f"{leaf.name} {leaf.dtype}{leaf.shape}" for leaf in leaves)
         numbers = _table.counted(sum(sizes), "number")
-        size = f"{numbers} in a draw, {_table.memory(held * len(self))} in all"
+        size = f"{numbers} per draw, {_table.memory(held * len(self))} in total"
         rows = {"size": size, "arrays": arrays}
         if not _settings.are_posterior(self.settings):
-            rows["draws"] = "iterates of an optimizer, no posterior draws"
+            rows["draws"] = "iterates of an optimizer, not posterior draws"
         elif self.settings is not None:
             rows["sampler"] = _sampler(self.settings)
         return rows | self._place()
 
 
 def _sampler(settings: Mapping[str, Any]) -> str:
-    """Name a sampler with those of its arguments that are numbers."""
+    """Format a sampler with its numeric arguments."""
     known = {name: x for name, x in settings.items() if name != "key"}
-    told = ((name, x) for name, x in known.items() if type(x) in (int, float))
-    return f"{settings.get('name')}({', '.join(f'{name}={x}' for name, x in told)})"
+    numeric = ((name, x) for name, x in known.items() if type(x) in (int, float))
+    return f"{settings.get('name')}({', '.join(f'{name}={x}' for name, x in numeric)})"

@@ -1,4 +1,4 @@
-"""When, how long and on what machine a run ran: an entry for each time that it was begun."""
+"""Sessions of a run: when, how long and on which machine it ran, one entry per start or resume."""
 
 import json
 import os
@@ -13,17 +13,17 @@ import jax
 from optax_smile import _disk
 
 FILE = "sessions.json"
-# The year 9999, beyond which there are no dates.
+# Python has no dates after the year 9999.
 LATEST = 253_370_764_800
 
 
 class Session(NamedTuple):
-    """A run from one start of the program to its end.
+    """One session of a run, from the start of the program to its end.
 
     Attributes:
         began: seconds since 1970.
-        seconds: that it ran up to its newest checkpoint.
-        machine: in words.
+        seconds: run time up to the newest checkpoint.
+        machine: description of the machine.
     """
 
     began: float
@@ -32,7 +32,7 @@ class Session(NamedTuple):
 
 
 def machine() -> str:
-    """Devices, processors and system."""
+    """Describe devices, processors and operating system."""
     devices, cores = jax.devices(), os.cpu_count()
     system = f"{cores} CPU cores, {platform.system()} {platform.machine()}"
     if devices[0].platform == "cpu":
@@ -41,7 +41,7 @@ def machine() -> str:
 
 
 def read(directory: Path) -> list[Session]:
-    """Read the sessions of a run, none where a directory tells none.
+    """Read the sessions of a run; an empty list if there is no record.
 
     Raises:
         ValueError: a damaged file.
@@ -49,13 +49,13 @@ def read(directory: Path) -> list[Session]:
     file = directory / FILE
     if not file.is_symlink() and not file.exists():
         return []
-    with _disk.naming(file, "record of times", "Remove it: nothing but the times is lost."):
-        told = json.loads(_disk.read_text(file))
-        if told["checksum"] != _disk.checksum(json.dumps(told["sessions"])):
-            raise ValueError("its checksum does not fit its content")
-        sessions = [Session(**session) for session in told["sessions"]]
+    with _disk.naming(file, "record of times", "Remove it: only the times are lost."):
+        record = json.loads(_disk.read_text(file))
+        if record["checksum"] != _disk.checksum(json.dumps(record["sessions"])):
+            raise ValueError("its checksum does not match its content")
+        sessions = [Session(**session) for session in record["sessions"]]
         if not all(_is_session(session) for session in sessions):
-            raise ValueError("its entries are no sessions")
+            raise ValueError("its entries are not valid sessions")
     return sessions
 
 
@@ -66,11 +66,11 @@ def _is_session(session: Session) -> bool:
 
 
 class Clock:
-    """Keeps the time of a run in its directory.
+    """Record the run time in the directory of a run.
 
     Args:
-        directory: which exists.
-        resumed: whether it holds the run already, whose earlier sessions count then.
+        directory: an existing directory.
+        resumed: whether it already holds the run; earlier sessions are then kept.
 
     Raises:
         ValueError: a damaged record of earlier sessions.
@@ -81,7 +81,7 @@ class Clock:
         self.began, self.start = time.time(), time.monotonic()
 
     def write(self):
-        """Note the time up to now."""
+        """Write the run time so far."""
         session = Session(self.began, time.monotonic() - self.start, machine())
         sessions: list[Mapping[str, Any]] = [x._asdict() for x in (*self.before, session)]
         content = {"sessions": sessions, "checksum": _disk.checksum(json.dumps(sessions))}

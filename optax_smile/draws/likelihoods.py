@@ -1,4 +1,4 @@
-"""How the outputs of a model are read."""
+"""Likelihoods: how to interpret the outputs of a model."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ import numpy as np
 
 from optax_smile import _check
 
-# Log likelihood of a token that is padding.
+# Log likelihood of padding tokens.
 PADDING = 0.0
-# How the parts of a likelihood are called.
+# Arguments of the functions of a likelihood.
 FORMS = {"mean": "(outputs)", "variance": "(outputs)", "entropy": "(mean)"}
 FORMS |= {"log_density": "(outputs, targets)", "check": "(outputs, targets)"}
 Name = Literal["categorical", "bernoulli", "gaussian", "tokens"]
 
 
 class Likelihood(NamedTuple):
-    """How a model's outputs are read.
+    """How to interpret the outputs of a model.
 
     Attributes:
         mean: `mean(outputs)`, predictive mean or probabilities of one snapshot, `[input, ...]`;
-            None where the average is not wanted.
+            None if the average is not wanted.
         log_density: `log_density(outputs, targets)`, log likelihood of each target, nats,
             `[input]`.
-        entropy: `entropy(mean)`, for a mean that tells the whole distribution, such as
-            probabilities: its entropy, nats, `[input]`. It is what uncertainty is split by.
-        variance: `variance(outputs)`, that of the predictive distribution of one snapshot, of the
-            shape of the mean, to split uncertainty by instead.
-        check: `check(outputs, targets)` raises a ValueError where the targets (or None) do not fit
-            the outputs, whose shapes and dtypes it gets.
+        entropy: `entropy(mean)`, entropy of the predictive distribution, nats, `[input]`, if the
+            mean determines it, as probabilities do. The uncertainty is then split by entropy.
+        variance: `variance(outputs)`, variance of the predictive distribution of one snapshot, of
+            the shape of the mean. The uncertainty is then split by variance instead.
+        check: `check(outputs, targets)` gets the shapes and dtypes of the outputs, and targets or
+            None, and raises a ValueError if they do not match.
 
     Example:
         >>> import jax, optax_smile
@@ -63,9 +63,9 @@ def _fail(argument: str, rule: str, got: str):
 
 
 def _check_logits(name: str, axes: str, smallest_label: int, outputs: Any, targets: Any):
-    """Require logits `axes` and the integer labels that go with them."""
+    """Require logits with these axes, and integer labels that match them."""
     if not hasattr(outputs, "shape") or len(outputs.shape) != axes.count(",") + 1:
-        rule = f"one that fits the outputs; {name!r} takes logits {axes}"
+        rule = f"one that matches the outputs; {name!r} takes logits {axes}"
         _fail("likelihood", rule, jax.tree.map(lambda x: x.shape, outputs))
     if targets is None:
         return
@@ -81,7 +81,7 @@ def _check_logits(name: str, axes: str, smallest_label: int, outputs: Any, targe
 
 def _check_bernoulli(outputs: Any, targets: Any):
     if not hasattr(outputs, "shape"):
-        rule = "one that fits the outputs; 'bernoulli' takes one logit for each target"
+        rule = "one that matches the outputs; 'bernoulli' takes one logit per target"
         _fail("likelihood", rule, f"{jax.tree.structure(outputs)}")
     if targets is not None:
         _check_real_targets(outputs.shape, targets)
@@ -92,8 +92,8 @@ def _check_bernoulli(outputs: Any, targets: Any):
 
 def _check_gaussian(outputs: Any, targets: Any):
     rule = (
-        "one that fits the outputs; 'gaussian' takes a pair of mean and log standard deviation,"
-        " the second a scalar or of as many axes, each as long as that of the mean or 1"
+        "one that matches the outputs; 'gaussian' takes a pair (mean, log standard deviation), the"
+        " second a scalar or with as many axes as the mean, each of the same length or of length 1"
     )
     is_pair = isinstance(outputs, (tuple, list)) and len(outputs) == 2
     if not is_pair or not all(hasattr(x, "shape") for x in outputs):
@@ -107,7 +107,7 @@ def _check_gaussian(outputs: Any, targets: Any):
 
 
 def _check_real_targets(shape: tuple[int, ...], targets: Any):
-    """A mean `[input, 1]` beside targets `[input]` would silently give `[input, input]`."""
+    """Require targets of the shape of the mean: `[input, 1]` and `[input]` would broadcast."""
     targets = np.asarray(targets)
     if targets.shape != shape:
         _fail("targets", f"of the shape of the mean, {shape}", f"{targets.shape}")
@@ -117,7 +117,7 @@ def _check_real_targets(shape: tuple[int, ...], targets: Any):
 
 
 def _categorical_log_density(logits: jax.Array, labels: jax.Array) -> jax.Array:
-    # A gather could not go along an axis of classes that is spread over devices.
+    # A gather does not work along a class axis that is sharded over devices.
     is_label = jax.nn.one_hot(labels, logits.shape[-1], dtype=bool)
     return jnp.sum(jnp.where(is_label, jax.nn.log_softmax(logits), 0), axis=-1)
 
@@ -137,7 +137,7 @@ def _gaussian_log_density(outputs: tuple[jax.Array, jax.Array], targets: jax.Arr
 
 
 def _over_outputs(log_density: jax.Array) -> jax.Array:
-    """Sum over what belongs to one input."""
+    """Sum over the outputs of each input."""
     return jnp.sum(log_density, axis=tuple(range(1, log_density.ndim)))
 
 

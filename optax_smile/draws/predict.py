@@ -29,47 +29,47 @@ def predict(
     mesh: Mesh | None = None,
     specs: Any = None,
 ) -> Prediction:
-    """Average the predictions of all snapshots, holding the outputs of one per device.
+    """Average the predictions of all snapshots (Bayesian model average).
 
-    With densities p_s(y | x) of S snapshots the average is p = sum_s p_s / S, its log density
-    log p, and its uncertainty H[p] = sum_s H[p_s] / S + mutual information for class probabilities,
-    Var = sum_s Var_s / S + variance of the means for others.
+    With densities p_s(y | x) of S snapshots the average is p = sum_s p_s / S, with log density
+    log p. Its uncertainty is H[p] = sum_s H[p_s] / S + mutual information for class probabilities,
+    and Var = sum_s Var_s / S + variance of the means otherwise.
 
     Args:
-        apply_fn: `apply_fn(params, inputs)`, the outputs of one model for the inputs.
-        snapshots: parameter trees: what `sample` returns, `Snapshots.from_members(members)` for a
-            deep ensemble, or any other iterable; it is read once, so a generator will do.
-        inputs: what `apply_fn` takes, arrays `[input, ...]`; they stay on the device.
-        likelihood: how the outputs are read, and what the targets are:
+        apply_fn: `apply_fn(params, inputs)` returns the outputs of one model for the inputs.
+        snapshots: parameter trees: the result of `sample`, `Snapshots.from_members(members)` for a
+            deep ensemble, or any other iterable. It is read once, so it may be a generator.
+        inputs: argument of `apply_fn`, arrays `[input, ...]`; they stay on the device.
+        likelihood: how to interpret the outputs and the targets:
 
             - `"categorical"`: logits `[input, class]`, labels `[input]`.
             - `"bernoulli"`: logits `[input, ...]`, targets 0 or 1 of the same shape.
             - `"gaussian"`: a pair of mean `[input, ...]` and log standard deviation, predicted or
-              sampled as one of the parameters: a scalar, or of as many axes as the mean, each as
-              long or 1; targets like the mean.
+              sampled as a parameter: a scalar, or with as many axes as the mean, each of the same
+              length or of length 1; targets of the shape of the mean.
             - `"tokens"`: logits `[input, token, class]`, labels `[input, token]`, -1 for padding.
-            - a `Likelihood` of one's own.
-        targets: what was observed, `[input, ...]`.
+            - your own `Likelihood`.
+        targets: observed values, `[input, ...]`.
         batch_size: inputs to run at once, >= 1; None: all.
-        curve: numbers of snapshots, >= 1, ascending, after which the average so far is returned as
-            well. They come draw by draw: of 4 chains, 8 are two draws of each.
-        per: `"draw"`: also what each draw predicts, `"chain"`: also the average of each chain; in
-            host memory, as the `Outcome` `each`.
-        mesh: devices: the axis `"chain"` takes as many snapshots at a time, the axis `"data"`
-            spreads the inputs; None: where JAX puts arrays.
+        curve: numbers of snapshots, >= 1, ascending; also return the average after each number.
+            Snapshots come draw by draw: with 4 chains, 8 snapshots are two draws of each chain.
+        per: `"draw"`: also return the prediction of each draw, `"chain"`: the average of each
+            chain; in host memory, as the `Outcome` `each`.
+        mesh: devices: the axis `"chain"` runs snapshots in parallel, the axis `"data"` shards the
+            inputs; None: JAX's default device.
         specs: a tree of `jax.P` like one snapshot: how each array is sharded over the other axes of
-            the mesh; None: not at all.
+            the mesh; None: not sharded.
 
     Returns:
         A `Prediction`.
 
     Raises:
-        ValueError: an argument out of range; no snapshots, or of different models; predictions that
-            are not finite, naming chain and draw; a likelihood that does not fit the outputs;
-            targets that do not fit it.
+        ValueError: an argument out of range; no snapshots, or snapshots of different models;
+            predictions that are not finite (the message names chain and draw); a likelihood that
+            does not match the outputs; targets that do not match the likelihood.
 
-    Cost: one forward pass per snapshot, whose parameters go through the host. Memory for the
-    outputs of one snapshot per device and three times their average (with `per="chain"` for each
+    Cost: one forward pass per snapshot, whose parameters pass through the host. Memory for the
+    outputs of one snapshot per device and three times their average (with `per="chain"` per
     chain).
 
     Example:

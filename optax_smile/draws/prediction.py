@@ -1,4 +1,4 @@
-"""What draws predict."""
+"""Predictions of draws."""
 
 from typing import Any, Literal, NamedTuple
 
@@ -10,12 +10,12 @@ Uncertainty = Literal["entropy", "variance"]
 
 
 class Outcome(NamedTuple):
-    """What one snapshot predicts, or what many do on average; None for what is not asked.
+    """Prediction of one snapshot, or average over several; fields not requested are None.
 
     Attributes:
         mean: predictive mean or probabilities, `[input, ...]`.
-        variance: of the predictive distribution, `[input, ...]`.
-        entropy: of the predictive distribution, nats, `[input, ...]`.
+        variance: variance of the predictive distribution, `[input, ...]`.
+        entropy: entropy of the predictive distribution, nats, `[input, ...]`.
         log_density: log likelihood of each target, nats, `[input, ...]`.
 
     Example:
@@ -41,22 +41,22 @@ class Outcome(NamedTuple):
 
 
 class Prediction(NamedTuple):
-    """Average over all snapshots, NumPy arrays, as `predict` gives it.
+    """Prediction averaged over all snapshots, the result of `predict`, in NumPy arrays.
 
     Attributes:
         mean: predictive mean or class probabilities, `[input, ...]`; None for `"tokens"`.
-        log_density: log of the average likelihood of each target, nats, `[input]` (`[input, token]`
-            for `"tokens"`, 0 where there is none); its mean is the log pointwise predictive density
+        log_density: log of the average likelihood of each target, nats, `[input]` (for `"tokens"`
+            `[input, token]`, 0 for padding); its mean is the log pointwise predictive density
             (LPPD). None without targets.
-        total: uncertainty of the prediction `[input, ...]`: entropy in nats of class probabilities,
-            else variance. None where the likelihood tells neither.
-        aleatoric: average uncertainty of a single snapshot, the noise in the data.
-        epistemic: their difference, at least 0, what more data would resolve: the mutual
-            information of target and parameters, or the variance of the means of the snapshots.
-        uncertainty: what they are: `"entropy"`, `"variance"`, or None.
+        total: uncertainty of the prediction, `[input, ...]`: entropy in nats for class
+            probabilities, else variance. None if the likelihood defines neither.
+        aleatoric: average uncertainty of a single snapshot, due to noise in the data.
+        epistemic: total minus aleatoric, at least 0, which more data would reduce: the mutual
+            information of target and parameters, or the variance of the snapshots' means.
+        uncertainty: kind of the uncertainties: `"entropy"`, `"variance"`, or None.
         each: with `per`, an `optax_smile.Outcome` of single draws, arrays
             `[chain, draw, input, ...]`, or of the averages of single chains, `[chain, input, ...]`;
-            its uncertainties are those of a draw, or in total of a chain.
+            its uncertainties are those of a draw, or the total ones of a chain.
         curve: with `curve`, a `Prediction` for each of these numbers of snapshots, without
             `each`.
     """
@@ -80,11 +80,11 @@ class Prediction(NamedTuple):
         rows = _shapes(self._replace(uncertainty=None, each=None, curve=None))
         uncertainties = "total", "aleatoric", "epistemic"
         averaged: dict[str, str] = dict.fromkeys(uncertainties, f" ({self.uncertainty})")
-        if np.ndim(self.log_density) == 1:  # of tokens some have no target
+        if np.ndim(self.log_density) == 1:  # The average over tokens would include padding.
             averaged["log_density"] = ""
         for name, kind in averaged.items():
             if isinstance(x := getattr(self, name), np.ndarray) and x.size:
-                rows[name] += f", on average {x.mean():.4f}{kind}"
+                rows[name] += f", mean {x.mean():.4f}{kind}"
         if self.each is not None:
             rows["each"] = _table.some(f"{k} {x}" for k, x in _shapes(self.each).items())
         if self.curve:

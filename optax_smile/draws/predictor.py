@@ -1,4 +1,4 @@
-"""The Bayesian model average, one draw at a time, in pieces."""
+"""The Bayesian model average, updated draw by draw."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from optax_smile.draws.prediction import Outcome, Prediction, Uncertainty
 Per = Literal["chain", "draw"]
 
 
-# Of what `predict` and `Predictor` both take.
+# Constraints of the arguments of both `predict` and `Predictor`.
 READ: dict[str, _check.Constraint] = {
     "apply_fn": _check.Function("(params, inputs)"),
     "inputs": _checks.Inputs(),
@@ -33,10 +33,11 @@ READ: dict[str, _check.Constraint] = {
 
 
 class Predictor:
-    """The average of `predict` in pieces: `update` with each snapshot, `finalize` at any time.
+    """Incremental version of `predict`: `update` with each snapshot, `finalize` at any time.
 
-    For loops that keep no snapshots. Arguments and errors as of `predict`; `num_chains` is how many
-    chains the snapshots come from, draw by draw: for `per`, and to name a draw in an error.
+    For loops that do not keep snapshots. Arguments and errors as for `predict`; `num_chains` is the
+    number of chains that the snapshots, ordered draw by draw, come from. It is required for `per`,
+    and lets errors name a draw.
 
     Example:
         >>> import jax.numpy as jnp, optax_smile
@@ -64,8 +65,8 @@ class Predictor:
         specs: Any = None,
     ):
         if per is not None and num_chains is None:
-            rule = "None for snapshots that do not tell their `num_chains`"
-            remedy = "Give them as `Snapshots`, or `num_chains` to `Predictor`."
+            rule = "None for snapshots without `num_chains`"
+            remedy = "Pass `Snapshots` to `predict`, or `num_chains` to `Predictor`."
             _check.fail("Predictor", "per", rule, repr(per), remedy)
         self.num_inputs = _checks.num_inputs(inputs)
         parallel.check_mesh("Predictor", mesh, num_chains if per == "chain" and num_chains else 0)
@@ -74,8 +75,8 @@ class Predictor:
         self.mesh, self.specs, self.per, self.num_chains = mesh, specs, per, num_chains
         self._rows = 1 if mesh is None else mesh.shape[parallel.CHAIN]
         self._num_groups = cast(int, num_chains) // self._rows if per == "chain" else 1
-        # Snapshot number n runs on row n % rows of the devices, and is averaged there in the group
-        # (n // rows) % num_groups: with `per="chain"` each chain has a row and group of its own.
+        # Snapshot n runs on row n % rows of the devices and is averaged there in group
+        # (n // rows) % num_groups. With `per="chain"` each chain has its own row and group.
         self._batches = [
             jax.tree.map(jnp.asarray, parallel.place_batch(batch, mesh=mesh))
             for batch in _split((inputs, targets), batch_size or self.num_inputs)
@@ -87,42 +88,42 @@ class Predictor:
 
     @_check.arguments("Predictor.update", params=_check.Tree())
     def update(self, params: optax.Params) -> None:
-        """Take one snapshot in: a parameter tree.
+        """Add one snapshot, a parameter tree.
 
         Raises:
-            ValueError: another tree than the first, or one whose outputs the likelihood cannot read
-                or the targets do not fit.
+            ValueError: a tree unlike the first one, or outputs that do not match the likelihood or
+                the targets.
         """
         if self._first is None:
             self._first = jax.eval_shape(lambda x: x, params)
             self._require_fit(self._first)
         self._require_alike(params)
-        # The caller may change or give away arrays that have to wait.
+        # Copy snapshots that have to wait: the caller may modify or donate their arrays.
         self._waiting.append(params if self._rows == 1 else jax.tree.map(np.array, params))
         self.count += 1
         if self.count % self._rows == 0:
             self._evaluate()
 
     def restart(self) -> None:
-        """Forget all snapshots, and keep the compiled programs."""
+        """Discard all snapshots, but keep the compiled programs."""
         self.count = 0
         self._waiting, self._averages, self._draws = [], [], []
 
     def finalize(self) -> Prediction:
-        """Give the average over the snapshots so far, a `Prediction`; more may follow.
+        """Return the average over the snapshots so far, a `Prediction`; more may follow.
 
         Raises:
-            ValueError: no snapshot, or none of some chain where `per` asks for each; predictions
-                that are not finite, naming chain and draw.
+            ValueError: no snapshots; with `per`, different numbers of draws per chain; predictions
+                that are not finite (the message names chain and draw).
         """
         if self.per is not None and self.count % cast(int, self.num_chains):
-            rule = f"as many draws of each of the {self.num_chains} chains"
-            _check.fail("Predictor.update", "params", rule, f"{self.count}")
+            rule = f"the same number of draws of each of the {self.num_chains} chains"
+            _check.fail("Predictor.update", "params", rule, f"{self.count} snapshots")
         average, chains = self._join()
         return average._replace(each=self._by_draw() if self.per == "draw" else chains)
 
     def _join(self) -> tuple[Prediction, Outcome | None]:
-        """Average over all snapshots, and over those of each chain."""
+        """Return the average over all snapshots, and over those of each chain."""
         if not self.count:
             _check.fail("Predictor.update", "params", "at least one parameter tree", "none")
         if self._waiting:
@@ -135,7 +136,7 @@ class Predictor:
             if invalid >= 0:
                 rule = "snapshots whose predictions are finite"
                 got = f"nan or inf from {self._name(int(invalid))}"
-                remedy = "Are the inputs finite? Else leave that chain out."
+                remedy = "Check that the inputs are finite; if they are, leave that chain out."
                 _check.fail("Predictor.update", "params", rule, got, remedy)
         averages, chains, _ = zip(*batches, strict=True)
         average = _concatenate(averages)._replace(uncertainty=self._uncertainty())
@@ -147,36 +148,36 @@ class Predictor:
         return None if self.likelihood.entropy is None else "entropy"
 
     def _require_fit(self, params: Any):
-        """Require a model whose outputs the likelihood reads and the targets fit."""
+        """Require outputs of the model that match likelihood and targets."""
         batch = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct((self.num_inputs, *x.shape[1:]), x.dtype),
             self._batches[0],
         )
-        rule, given = "a function of `params`, a snapshot, and `inputs`", (params, batch[0])
+        rule, given = "a function of a snapshot and the inputs", (params, batch[0])
         outputs = _check.traced("Predictor", "apply_fn", self.apply_fn, *given, rule=rule)
         if self.likelihood.check is not None:
             self.likelihood.check(outputs, self.targets)
-        of, needs = self.likelihood, None
-        if of.mean is None and (of.variance is not None or of.entropy is not None):
-            needs = "a `mean` to go with `variance` and `entropy`"
-        if of.log_density is None and self.targets is not None:
+        read, needs = self.likelihood, None
+        if read.mean is None and (read.variance is not None or read.entropy is not None):
+            needs = "a `mean`, which `variance` and `entropy` require"
+        if read.log_density is None and self.targets is not None:
             needs = "a `log_density` for the targets"
         if needs is not None:
             _check.fail("Predictor", "likelihood", f"one with {needs}", "none")
-        rule = "one whose functions read the outputs"
+        rule = "one whose functions accept the outputs"
         outcome = _check.traced("Predictor", "likelihood", self._outcome, params, batch, rule=rule)
         shapes = jax.tree.map(np.shape, (outcome.mean, outcome.variance))
         if outcome.variance is not None and shapes[0] != shapes[1]:
-            rule = f"one whose variance has the shape of its mean, {shapes[0]}"
+            rule = f"one whose variance has the shape {shapes[0]} of its mean"
             _check.fail("Predictor", "likelihood", rule, shapes[1])
         for leaf in jax.tree.leaves(outcome):
             if leaf.shape[:1] != (self.num_inputs,):
-                rule = f"one that gives arrays [input, ...] of {self.num_inputs} inputs"
+                rule = f"one that returns arrays [input, ...] of {self.num_inputs} inputs"
                 _check.fail("Predictor", "likelihood", rule, f"shape {leaf.shape}")
 
     @functools.cached_property
     def _zero(self) -> Callable:
-        """Compile the average over no snapshot. Only the shapes of the outputs count."""
+        """The compiled function that makes an empty average with the shapes of the outputs."""
 
         def zero(params, batch):
             return _average.zero(self._outcome(params, batch))
@@ -184,13 +185,13 @@ class Predictor:
         return jax.jit(parallel.over_chains(zero, mesh=self.mesh, in_axes=(0, None)))
 
     def _begin(self, params: Any):
-        """Make the averages over no snapshot, where the compiler puts the outputs."""
+        """Make empty averages on the devices where the compiler places the outputs."""
         self._averages = [
             [self._zero(params, batch) for _ in range(self._num_groups)] for batch in self._batches
         ]
         if self._adds:
             return
-        # All batches but the last are of one shape.
+        # All batches except the last have the same shape.
         first, last = self._averages[0][0], self._averages[-1][0]
         add = self._compile(first)
         is_alike = jax.tree.map(np.shape, first) == jax.tree.map(np.shape, last)
@@ -198,7 +199,7 @@ class Predictor:
         self._adds[-1] = add if is_alike else self._compile(last)
 
     def _compile(self, average: Average) -> Callable:
-        """Compile what takes a row of snapshots into their averages, which stay where they lie."""
+        """Compile the function that adds a row of snapshots to their averages in place."""
         own = jax.tree.map(lambda x: x.sharding, average)
 
         def add(average, params, number, batch):
@@ -211,7 +212,7 @@ class Predictor:
 
     @functools.cached_property
     def _finish(self) -> Callable:
-        """Compile what joins the averages of all rows."""
+        """The compiled function that combines the averages of all rows."""
 
         entropy = self.likelihood.entropy
 
@@ -233,20 +234,20 @@ class Predictor:
         return jax.jit(finish)
 
     def _outcome(self, params: Any, batch: tuple[Any, Any]) -> Outcome:
-        """What one snapshot predicts, in full precision."""
-        (inputs, targets), of = batch, self.likelihood
+        """Return the prediction of one snapshot, in full precision."""
+        (inputs, targets), read = batch, self.likelihood
         outputs = jax.tree.map(_in_full_precision, self.apply_fn(params, inputs))
-        mean = None if of.mean is None else of.mean(outputs)
+        mean = None if read.mean is None else read.mean(outputs)
         outcome = Outcome(
             mean=mean,
-            variance=None if of.variance is None else of.variance(outputs),
-            entropy=None if of.entropy is None else of.entropy(mean),
-            log_density=None if targets is None else of.log_density(outputs, targets),
+            variance=None if read.variance is None else read.variance(outputs),
+            entropy=None if read.entropy is None else read.entropy(mean),
+            log_density=None if targets is None else read.log_density(outputs, targets),
         )
         return jax.tree.map(_in_full_precision, outcome)
 
     def _evaluate(self):
-        """Run the snapshots that wait, each on its row of devices; the other rows run for none."""
+        """Run the waiting snapshots, each on its row of devices; ignore results of idle rows."""
         first = self.count - len(self._waiting)
         numbers, rows = np.full(self._rows, -1, np.int32), self._waiting[:1] * self._rows
         for number, params in enumerate(self._waiting, first):
@@ -268,9 +269,9 @@ class Predictor:
         self._waiting = []
 
     def _settled(self, result: Any) -> Any:
-        """Wait for a program on virtual CPU devices.
+        """Wait for the result of a program on virtual CPU devices.
 
-        They share a few threads: two programs that exchange data could wait for each other forever.
+        These share a few threads, so two programs with communication could deadlock.
         """
         on_cpu = self.mesh is not None and self.mesh.devices.flat[0].platform == "cpu"
         return jax.block_until_ready(result) if on_cpu else result
@@ -291,14 +292,14 @@ class Predictor:
         shapes = jax.tree.map(lambda x: np.shape(x), params)
         expected = jax.tree.map(lambda x: x.shape, self._first)
         if shapes != expected:
-            rule = f"snapshots of one model, as the first with {expected}"
+            rule = f"snapshots of one model, like the first with shapes {expected}"
             _check.fail(
                 "Predictor.update", "params", rule, f"{shapes} from {self._name(self.count)}"
             )
 
 
 def _in_full_precision(x: Any) -> jax.Array:
-    """Take half-precision numbers as float32."""
+    """Cast half-precision numbers to float32."""
     x = jnp.asarray(x)
     return x.astype(jnp.promote_types(x.dtype, jnp.float32)) if _is_inexact(x) else x
 
@@ -308,7 +309,7 @@ def _is_inexact(x: jax.Array) -> bool:
 
 
 def _split(tree: Any, size: int) -> list:
-    """Cut arrays `[input, ...]` into batches."""
+    """Split arrays `[input, ...]` into batches."""
     num_inputs = len(jax.tree.leaves(tree)[0])
     return [
         jax.tree.map(lambda x, at=at: x[at : at + size], tree) for at in range(0, num_inputs, size)
@@ -316,5 +317,5 @@ def _split(tree: Any, size: int) -> list:
 
 
 def _concatenate(batches: Sequence[Any], axis: int = 0) -> Any:
-    """Join trees along an axis on the host."""
+    """Concatenate trees along an axis on the host."""
     return jax.tree.map(lambda *x: np.concatenate([np.asarray(each) for each in x], axis), *batches)

@@ -21,22 +21,23 @@ from optax_smile.draws._sequence import Draws
 
 @dataclasses.dataclass(frozen=True, repr=False, init=False)
 class Snapshots(Draws):
-    """Draws of several chains, a sequence of parameter trees draw by draw.
+    """Draws of several chains: a sequence of parameter trees, ordered draw by draw.
 
-    First come the first draws of all chains, then the second ones: `draws[i]` is the draw
-    `i // num_chains` of the chain `i % num_chains`, and `len(draws)` counts all draws of all
-    chains. A slice is a list of trees, which `predict` takes. All draws of a chain are in `params`.
+    The first draws of all chains come first, then the second draws: `draws[i]` is draw
+    `i // num_chains` of chain `i % num_chains`, and `len(draws)` is the number of draws of all
+    chains. A slice is a list of trees, which `predict` accepts. For all draws of a chain, index
+    `params`.
 
     Attributes:
         params: tree of NumPy arrays, each `[chain, draw, ...]`.
-        trace: what `optax_smile.stats` said at every thinning tick, warm-up included: arrays
-            `[chain, tick]`, the draws being the last ticks (of those with `is_draw`). Empty for
+        trace: results of `optax_smile.stats` at every thinning tick, warm-up included: arrays
+            `[chain, tick]`. The draws are the last ticks (of those with `is_draw`). Empty for
             weights without a sampler.
         settings: name and arguments of the sampler; `{"name": "optimizer", "is_posterior": False}`
-            where an optimizer took its place, whose iterates are no posterior draws; None for
-            weights without either.
-        start: where the chains began, a tree of arrays `[chain, ...]`; None for weights without a
-            sampler.
+            for an optimizer, whose iterates are not posterior draws; None for weights without
+            either.
+        start: initial parameters of the chains, a tree of arrays `[chain, ...]`; None for weights
+            without a sampler.
 
     Example:
         >>> import numpy as np, optax_smile
@@ -45,7 +46,7 @@ class Snapshots(Draws):
         (10, array([27., 28., 29.]), 2)
         >>> draws
         Snapshots: 2 chains of 5 draws
-          size    3 numbers in a draw, 240 bytes in all
+          size    3 numbers per draw, 240 bytes in total
           arrays  w float64[3]
     """
 
@@ -71,9 +72,9 @@ class Snapshots(Draws):
         if start is not None:
             shapes = jax.tree.map(lambda x: (*np.shape(x)[:1], *np.shape(x)[2:]), params)
             if (got := jax.tree.map(np.shape, start)) != shapes:
-                rule = f"a tree of arrays [chain, ...] as in `params`, {shapes}"
+                rule = f"a tree of arrays [chain, ...] that matches `params`, {shapes}"
                 _check.fail("Snapshots", "start", rule, got)
-        # Nothing can be assigned to a frozen dataclass.
+        # A frozen dataclass does not allow assignment.
         vars(self).update(params=params, trace=dict(trace), settings=settings, start=start)
 
     @classmethod
@@ -81,7 +82,10 @@ class Snapshots(Draws):
         "Snapshots.from_members", params=_check.Tree("a tree of arrays [member, ...]", keys=False)
     )
     def from_members(cls, params: optax.Params) -> Snapshots:
-        """Take stacked members `[member, ...]`, such as `warmstart` returns, as one draw each."""
+        """Make snapshots of stacked members `[member, ...]`, such as `warmstart` returns.
+
+        Each member is a chain with one draw.
+        """
         parallel.num_chains("Snapshots.from_members", params)
         return cls(jax.tree.map(lambda x: np.asarray(x)[:, None], params))
 
@@ -106,22 +110,22 @@ class Snapshots(Draws):
 
     def _place(self) -> dict[str, str]:
         ticks = {np.shape(values)[-1] for values in self.trace.values()}
-        told = f"{_table.some(self.trace)} at {_table.counted(max(ticks, default=0), 'tick')}"
-        return {"trace": told} if self.trace else {}
+        names = f"{_table.some(self.trace)} at {_table.counted(max(ticks, default=0), 'tick')}"
+        return {"trace": names} if self.trace else {}
 
 
 class StoredSnapshots(Draws):
-    """Draws in a directory, read when they are needed: a sequence of trees draw by draw.
+    """Draws in a directory, read on demand: a sequence of parameter trees, ordered draw by draw.
 
-    Made by `load_snapshots`. Numbers, slices and length are those of `Snapshots`, and `draws[i]`
-    reads one draw. `trace` holds the statistics of the draws, `[chain, draw]`; `params`
-    reads all draws into memory, `[chain, draw, ...]`, `start` where the chains began,
-    `[chain, ...]`; `manifest` is the file's content, and `settings` name and arguments of the
-    sampler in it, or those of an optimizer, as `Snapshots` has them.
+    Made by `load_snapshots`. Indices, slices and length are those of `Snapshots`; `draws[i]` reads
+    one draw. `trace` holds the statistics of the draws, `[chain, draw]`. `params` reads all draws
+    into memory, `[chain, draw, ...]`, and `start` the initial parameters, `[chain, ...]`.
+    `manifest` is the content of the manifest, and `settings` the name and arguments of the sampler
+    or optimizer, as in `Snapshots`.
     """
 
     def __init__(self, directory: Path, manifest: Mapping[str, Any], like: Any, flat: bool):
-        # Draws are read later, when the process may work elsewhere.
+        # Draws are read later, when the working directory may have changed.
         self.directory: Path = directory.absolute()
         self.manifest: Mapping[str, Any] = manifest
         self.flat: bool = flat
@@ -144,7 +148,7 @@ class StoredSnapshots(Draws):
 
     @property
     def num_draws(self) -> int:
-        """Number of draws per chain that were on disk when the directory was loaded."""
+        """Number of draws per chain on disk when the directory was loaded."""
         return len(self.draws)
 
     def _arrays(self) -> list[_manifest.Leaf]:
@@ -167,12 +171,12 @@ class StoredSnapshots(Draws):
 
     @property
     def start(self) -> Any:
-        """Where the chains began, a tree of arrays `[chain, ...]`."""
+        """Initial parameters of the chains, a tree of arrays `[chain, ...]`."""
         return self._tree(self._start())
 
     @functools.cached_property
     def trace(self) -> dict[str, np.ndarray]:
-        """What `optax_smile.stats` said at each draw, arrays `[chain, draw]`, and the steps."""
+        """Results of `optax_smile.stats` and the step at each draw, arrays `[chain, draw]`."""
         draws = []
         for blocks in self.draws:
             seen: dict[str, np.ndarray] = {}
@@ -183,14 +187,14 @@ class StoredSnapshots(Draws):
                     seen.setdefault(name, default)[block.first : block.last + 1] = values
                 with _disk.naming(block.path):
                     if draws and seen.keys() != draws[0].keys():
-                        raise ValueError(f"it tells {sorted(seen)}, not {sorted(draws[0])}")
+                        raise ValueError(f"it holds {sorted(seen)}, not {sorted(draws[0])}")
             draws.append(seen)
         names = draws[0] if draws else ()
         return {name: np.stack([seen[name] for seen in draws], axis=1) for name in names}
 
     @_check.arguments(every=_check.Whole(1))
     def thinned(self, every: int) -> StoredSnapshots:
-        """Keep the last draw and each `every`-th (>= 1) before it; nothing is read."""
+        """Select the last draw and every `every`-th (>= 1) before it, without reading them."""
         thinned = copy.copy(self)
         vars(thinned).pop("trace", None)
         thinned.draws = self.draws[::-1][::every][::-1]
@@ -201,8 +205,8 @@ class StoredSnapshots(Draws):
 
     def _start(self) -> dict[str, np.ndarray]:
         if self.arrays_of_start is None:
-            found = _files.read_start(self.directory, self.leaves, self.num_chains)
-            self.arrays_of_start = found
+            arrays = _files.read_start(self.directory, self.leaves, self.num_chains)
+            self.arrays_of_start = arrays
         return self.arrays_of_start
 
     def _tree(self, arrays: dict[str, np.ndarray]) -> Any:
@@ -229,27 +233,28 @@ def _nest(leaves: list[tuple[list[list[Any]], np.ndarray]]) -> Any:
 def load_snapshots(
     directory: str | os.PathLike[str], *, like: Any = None, flat: bool = False
 ) -> StoredSnapshots:
-    """Open the draws that `sample(directory=...)` wrote, also while it still writes.
+    """Open the draws that `sample(directory=...)` wrote, or is still writing.
 
-    Needs none of the training code and no device: arrays are NumPy's.
+    Needs neither the training code nor a device: the arrays are NumPy arrays.
 
     Args:
-        directory: where the draws are.
-        like: parameters of one chain, or their shapes, whose tree the draws get back. Without it
-            they are nested dicts and lists.
-        flat: give each draw as a dict from path to array instead: entries of a path are joined by
-            slashes, and a `~` or a `/` in an entry is written `~0` or `~1`.
+        directory: directory of the run.
+        like: parameters of one chain, or their shapes; draws are returned in this tree structure.
+            Without it they are nested dicts and lists.
+        flat: return each draw as a dict from path to array instead. Entries of a path are joined by
+            slashes; `~` and `/` in an entry are written `~0` and `~1`.
 
     Returns:
-        `StoredSnapshots`, an iterable of parameter trees that `predict` takes. Draws that are
-        written later are found by loading again.
+        `StoredSnapshots`, an iterable of parameter trees that `predict` accepts. To see draws
+        written later, load again.
 
     Raises:
-        ValueError: no manifest, a damaged one, or one of another format, `like` with other leaves
-            than the draws; when a draw is read, a damaged file or a link, which the message names.
+        ValueError: a manifest that is missing, damaged or of another format; `like` with other
+            leaves than the draws. When a draw is read: a damaged file or a link, named in the
+            message.
 
-    Cost: reads the manifest and the names of the files; a draw is read when it is asked for, and
-    its checksums are tested then.
+    Cost: reads the manifest and lists the files; reads a draw, and verifies its checksums, on
+    access.
 
     Example:
         >>> import jax, jax.numpy as jnp, optax_smile, tempfile

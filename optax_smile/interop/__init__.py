@@ -1,4 +1,4 @@
-"""Bridges to other libraries: NumPyro models, scikit-learn estimators, Keras optimizers."""
+"""Interfaces to other libraries: NumPyro models, scikit-learn estimators, Keras optimizers."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def keras_optimizer(sampler: optax.GradientTransformation) -> SamplerOptimizer:
 
 
 def __getattr__(name: str) -> Any:
-    """Import `estimators` when it is asked for: its classes are scikit-learn's."""
+    """Import `estimators` on first access, since it needs scikit-learn."""
     if name != "estimators":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:

@@ -1,4 +1,4 @@
-"""The default network of the estimators, and shuffled batches."""
+"""The estimators' default network, and shuffled batches."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,7 +9,7 @@ import numpy as np
 
 
 class Batches:
-    """Shuffled anew for every pass."""
+    """Batches of examples, reshuffled in every pass."""
 
     def __init__(self, size: int, seed: int, *data: np.ndarray):
         self.rng, self.data, self.size = np.random.default_rng(seed), data, min(size, len(data[0]))
@@ -21,14 +21,14 @@ class Batches:
 
 
 def init(key: jax.Array, sizes: Sequence[int]) -> list[tuple[jax.Array, jax.Array]]:
-    """Weights by He's rule and zero biases of layers of these sizes, inputs first."""
+    """Initialise layers of the given sizes, inputs first: He's rule for weights, zero biases."""
     he, keys = jax.nn.initializers.he_normal(), jax.random.split(key, len(sizes) - 1)
     shapes = zip(keys, sizes[:-1], sizes[1:], strict=True)
     return [(he(key, (n, m)), jnp.zeros((1, m))) for key, n, m in shapes]
 
 
 def apply(layers: Any, x: jax.Array) -> jax.Array:
-    """Map inputs `[input, feature]` to outputs `[input, output]`, ReLU between layers."""
+    """Map inputs `[input, feature]` to outputs `[input, output]`, with ReLU between layers."""
     for weight, bias in layers[:-1]:
         x = jax.nn.relu(x @ weight + bias)
     return x @ layers[-1][0] + layers[-1][1]

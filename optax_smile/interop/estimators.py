@@ -1,4 +1,4 @@
-"""Bayesian neural networks as estimators of scikit-learn (extra `sklearn`)."""
+"""Bayesian neural networks as scikit-learn estimators (extra `sklearn`)."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ from optax_smile.draws.predict import Prediction, predict
 from optax_smile.interop import _network
 from optax_smile.samplers.smile import psmile
 
-# Small batches train, large ones sample.
+# Train with small batches and sample with large ones.
 OPTIMIZER, HELD_OUT, BATCH, LARGE_BATCH = optax.adamw(3e-3), 0.1, 64, 256
 
 
@@ -42,13 +42,13 @@ class _Bayesian(BaseEstimator):
     center_ = np.float64(0)  # Without annotation, so no field.
 
     def prediction(self, X: Any, y: Any = None) -> Prediction:
-        """Average over the draws with its uncertainties, and with `y` its log densities."""
+        """Average over the draws: a `Prediction`, with log densities if `y` is given."""
         validation.check_is_fitted(self)
         X = validation.validate_data(self, X, reset=False)
         x = np.asarray(self.scaler_.transform(X), np.float32)
         y = y if y is None else self._code(y)
-        found = predict(self._outputs, self.draws_, x, likelihood=self._likelihood, targets=y)
-        return found._replace(mean=found.mean + self.center_)
+        average = predict(self._outputs, self.draws_, x, likelihood=self._likelihood, targets=y)
+        return average._replace(mean=average.mean + self.center_)
 
     def _code(self, y: Any) -> np.ndarray:
         return (np.asarray(y) - self.center_).astype(np.float32)
@@ -78,24 +78,25 @@ class _Bayesian(BaseEstimator):
         begin: Any = {"num_members": self.num_chains, "num_epochs": self.num_epochs}
         steps: Any = {x: getattr(self, x) for x in ("num_warmup", "num_draws", "thin")}
         begin["validation"], steps["steps_per_dispatch"] = (held_x, held_y), self.thin
-        told: Any = {"key": seed, "check": False, "progress": False}
+        shared: Any = {"key": seed, "check": False, "progress": False}
         with _check.called("fit", "warmstart", "sample", num_members="num_chains"):
-            self.members_ = warmstart(loss_fn, init_fn, small, OPTIMIZER, **begin, **told)
+            self.members_ = warmstart(loss_fn, init_fn, small, OPTIMIZER, **begin, **shared)
             sampler = self.sampler(**posterior, key=seed)
-            self.draws_ = sample(loss_fn, self.members_, large, sampler, **steps, **told)
+            self.draws_ = sample(loss_fn, self.members_, large, sampler, **steps, **shared)
         return self
 
 
 class BayesianClassifier(ClassifierMixin, _Bayesian):
-    """A deep ensemble with a chain from each member, averaged over the draws.
+    """Bayesian neural network classifier: a deep ensemble, sampled from each member.
 
-    Features are standardised. A tenth of the rows stops the members early; chains see all.
+    Features are standardised. A tenth of the rows is held out to stop the members early; the chains
+    use all rows. Predictions are averages over the draws.
 
     Args:
-        init, apply: `init(key, x)` for x `[1, feature]`, and `apply(params, x)`, logits
-            `[input, class]`; left out, ReLU layers of `widths`.
+        init, apply: `init(key, x)` for x `[1, feature]`, and `apply(params, x)`, which returns
+            logits `[input, class]`; the default is a network with ReLU layers of `widths`.
         sampler: called with `num_data=`, `prior_precision=`, `key=`.
-        num_chains, num_epochs, num_warmup, num_draws, thin: as `warmstart` and `sample` have them.
+        num_chains, num_epochs, num_warmup, num_draws, thin: see `warmstart` and `sample`.
 
     Example:
         >>> few = {"num_chains": 2, "num_warmup": 20, "num_draws": 5, "thin": 4}
@@ -105,19 +106,19 @@ class BayesianClassifier(ClassifierMixin, _Bayesian):
     """
 
     def fit(self, X: Any, y: Any):
-        """Train and sample: `X` `[input, feature]`, `y` `[input]`."""
+        """Train and sample with features `X` `[input, feature]` and labels `y` `[input]`."""
         X, y = validation.validate_data(self, X, y, ensure_min_samples=2)
         multiclass.check_classification_targets(y)
         self.classes_ = np.unique(y)
         return self._fit(X, y, len(self.classes_))
 
     def predict_proba(self, X: Any) -> np.ndarray:
-        """Probabilities of `classes_`, `[input, class]`."""
-        found = self.prediction(X).mean
-        return found / found.sum(axis=1, keepdims=True)
+        """Predict the probabilities of `classes_`, `[input, class]`."""
+        mean = self.prediction(X).mean
+        return mean / mean.sum(axis=1, keepdims=True)
 
     def predict(self, X: Any) -> np.ndarray:
-        """Most probable classes, `[input]`."""
+        """Predict the most probable classes, `[input]`."""
         most = self.predict_proba(X).argmax(axis=1)
         return self.classes_[most]
 
@@ -126,25 +127,26 @@ class BayesianClassifier(ClassifierMixin, _Bayesian):
 
 
 class BayesianRegressor(RegressorMixin, _Bayesian):
-    """The same for a target, standardised, with normal noise: its log std is sampled as well.
+    """Bayesian neural network regressor with normal noise, whose log std is sampled too.
 
-    Args: as `BayesianClassifier`; `apply` gives means `[input]` or `[input, 1]`.
+    The target is standardised. Arguments as for `BayesianClassifier`, except that `apply` returns
+    means `[input]` or `[input, 1]`.
     """
 
     _likelihood = "gaussian"
 
     def fit(self, X: Any, y: Any):
-        """Train and sample: `X` `[input, feature]`, `y` `[input]`."""
+        """Train and sample with features `X` `[input, feature]` and targets `y` `[input]`."""
         X, y = validation.validate_data(self, X, y, ensure_min_samples=2, y_numeric=True)
         self.center_, self.width_ = np.mean(y, dtype=float), float(np.std(y)) or 1.0
         return self._fit(X, y, 1, log_std=jnp.zeros(()))
 
     def predict(self, X: Any) -> np.ndarray:
-        """Predictive mean, `[input]`."""
+        """Predict the mean, `[input]`."""
         return self.prediction(X).mean
 
     def predict_std(self, X: Any) -> np.ndarray:
-        """Standard deviation of noise and doubt about the network together, `[input]`."""
+        """Predict the standard deviation, noise and model uncertainty combined, `[input]`."""
         return np.sqrt(self.prediction(X).total)
 
     def _outputs(self, params: Any, x: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -1,4 +1,4 @@
-"""Models of NumPyro, sampled by mini-batches."""
+"""NumPyro models, sampled with mini-batches."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from optax_smile.diagnostics.statistics import to_arviz
 from optax_smile.draws.snapshots import Snapshots, StoredSnapshots
 
 WHERE = "from_numpyro"
-DRAWS = "draws of this model, as `sample` returns them"
-# What prior and deterministic values may differ by between batches, relative.
+DRAWS = "draws of this model from `sample`"
+# Relative tolerance for prior and deterministic values to count as equal between batches.
 TOLERANCE = 1e-5
-# Of the values at which a model is looked at.
+# Seed of the parameter values at which a model is inspected.
 SEED = 0
 
 
 @dataclasses.dataclass(frozen=True)
 class NumpyroModel:
-    """A model of NumPyro as `sample` takes it. Made by `from_numpyro`.
+    """A NumPyro model for `sample`, made by `from_numpyro`.
 
     Parameters are a dict from the name of a latent site to its unconstrained value, an array.
 
     Attributes:
-        model: as it was given.
+        model: the NumPyro model.
         plate: name of the plate over the data.
-        num_data: its size.
-        batch: the example, from which shapes come.
+        num_data: size of the plate.
+        batch: the example batch, which provides shapes.
     """
 
     model: Callable[..., Any]
@@ -43,29 +43,29 @@ class NumpyroModel:
 
     @property
     def posterior(self) -> dict[str, Any]:
-        """What a sampler needs: `psmile(**model.posterior, key=0)`.
+        """Arguments for a sampler: `psmile(**model.posterior, key=0)`.
 
-        In models of a few parameters `tuner=angle_tuner(0.1)` moves faster than the default.
+        In models with few parameters, `tuner=angle_tuner(0.1)` moves faster than the default.
         """
         given = {"num_data": self.num_data, "prior_precision": 0.0, "log_prior": self.log_prior}
         return given | {"temperature": 1.0}
 
     def loss_fn(self, params: Mapping[str, jax.Array], batch: Any) -> jax.Array:
-        """Minus the mean log likelihood of a batch, a scalar in nats per example."""
+        """Compute minus the mean log likelihood of a batch, a scalar in nats per example."""
         run = _run(self, params, batch)
-        # NumPyro has scaled them to the size of the plate.
+        # NumPyro scales log densities in the plate to the size of the plate.
         inside = [x for name, x in run.log_densities.items() if name in run.inside]
         return -jnp.asarray(sum(inside)) / run.size
 
     def log_prior(self, params: Mapping[str, jax.Array]) -> jax.Array:
-        """Log density of the latent sites in unconstrained space, a scalar in nats."""
+        """Compute the log density of the latent sites in unconstrained space, a scalar in nats."""
         run = _run(self, params, self.batch)
         return run.log_jacobian + sum(
             x for name, x in run.log_densities.items() if name not in run.inside
         )
 
     def map_loss(self, params: Mapping[str, jax.Array], batch: Any) -> jax.Array:
-        """`loss_fn` with the prior's share: what `warmstart` minimises, to start near the mode."""
+        """Compute `loss_fn` plus the prior's share, for `warmstart` to start near the mode."""
         run = _run(self, params, batch)
         return -(sum(run.log_densities.values()) + run.log_jacobian) / run.size
 
@@ -73,22 +73,22 @@ class NumpyroModel:
         """Draw parameters where the density is finite, uniform in [-2, 2] as NumPyro does."""
         arguments, keywords, _ = _arguments(self, self.batch)
         initialize = _import_numpyro().infer.util.initialize_model
-        found = initialize(key, self.model, model_args=arguments, model_kwargs=keywords)
-        return {name: jnp.asarray(x) for name, x in found.param_info.z.items()}
+        info = initialize(key, self.model, model_args=arguments, model_kwargs=keywords)
+        return {name: jnp.asarray(x) for name, x in info.param_info.z.items()}
 
     @_check.arguments(
         "NumpyroModel.constrain",
         draws=_check.kind((Snapshots, StoredSnapshots), DRAWS),
     )
     def constrain(self, draws: Snapshots | StoredSnapshots) -> Snapshots:
-        """Give the draws as the model knows them.
+        """Convert draws to the model's constrained space.
 
         Args:
-            draws: of `sample`.
+            draws: result of `sample`.
 
         Returns:
             Draws whose parameters are a dict from the name of a site to its values,
-            `[chain, draw, ...]`: latent sites, and deterministic ones that do not depend on the
+            `[chain, draw, ...]`: latent sites, and deterministic sites that do not depend on the
             examples.
         """
         example = _example(self)
@@ -109,7 +109,7 @@ class NumpyroModel:
         return Snapshots(params, trace=draws.trace, settings=draws.settings)
 
     def to_arviz(self, draws: Snapshots | StoredSnapshots) -> Any:
-        """Convert draws for ArviZ, under the model's names: see `diagnostics.to_arviz`."""
+        """Convert draws for ArviZ with the model's site names, see `diagnostics.to_arviz`."""
         return to_arviz(self.constrain(draws))
 
 
@@ -119,27 +119,27 @@ def _is_concrete(batch: Any) -> bool:
 
 @_check.arguments(
     WHERE,
-    model=_check.Where("a function with sites of NumPyro", callable),
-    batch=_check.Where("arrays outside of compiled functions", _is_concrete),
+    model=_check.Where("a function with NumPyro sites", callable),
+    batch=_check.Where("concrete arrays, not tracers", _is_concrete),
     num_data=_check.Whole(1),
     plate=_check.kind(str, "the name of a plate"),
 )
 def from_numpyro(
     model: Callable[..., Any], batch: Any, *, num_data: int, plate: str = "data"
 ) -> NumpyroModel:
-    """Take a model of NumPyro for mini-batch sampling.
+    """Prepare a NumPyro model for mini-batch sampling.
 
-    The likelihood is what the model observes inside the plate over the data; everything else is
+    Observed sites inside the plate over the data form the likelihood; all other sites form the
     prior. Constrained sites are sampled in NumPyro's unconstrained space.
 
     Args:
         model: called as `model(*batch)` for a tuple, `model(**batch)` for a dict, else
-            `model(batch)`. It says how large the data are, and how much of them a call sees:
+            `model(batch)`. Its plate gives the size of the data and of the batch:
             `with numpyro.plate("data", num_data, subsample_size=len(x))`. Bind other arguments
             with `functools.partial`.
-        batch: an example of a batch, arrays with the examples as first axis. A model that holds
-            all data and reads the indices of its plate gets them as `{"data": indices}`.
-        num_data: number of examples in all, >= 1.
+        batch: an example batch, arrays with the examples as first axis. A model that holds all the
+            data and uses the indices of its plate gets them as `{"data": indices}`.
+        num_data: total number of examples, >= 1.
         plate: name of the plate over the data.
 
     Returns:
@@ -147,12 +147,13 @@ def from_numpyro(
         `sample`, and `to_arviz` for the draws.
 
     Raises:
-        ValueError: a plate that is not there or of another size; no observed site in it; latent
-            sites that are discrete, or inside it; a prior that depends on the batch; indices that
-            the model reads and the batch does not give; `numpyro.param`, or random numbers.
-        ImportError: NumPyro is missing.
+        ValueError: no such plate, or one of another size; no observed site in the plate; a latent
+            site that is discrete or inside the plate; a prior that depends on the batch; a model
+            that uses the indices of its plate with a batch without indices; `numpyro.param`, or
+            random numbers in the model.
+        ImportError: NumPyro is not installed.
 
-    Cost: a step of the sampler traces the model for likelihood and prior each; both are compiled.
+    Cost: compiling a step of the sampler traces the model twice, for likelihood and prior.
 
     Example:
         >>> import jax, jax.numpy as jnp, numpyro, numpyro.distributions as dist, optax
@@ -179,24 +180,25 @@ def from_numpyro(
     """
     _import_numpyro()
     bridge = NumpyroModel(model, plate, num_data, batch)
-    with _check.calling(WHERE, "batch", "arrays that the model can be called with"):
+    with _check.calling(WHERE, "batch", "valid arguments of the model"):
         params = _example(bridge)
         run = _run(bridge, params, batch)
         others = [_run(bridge, params, _other(batch)), _run(bridge, params, batch, turn=True)]
     _check_prior(run, others[0])
     turned = [name for name in run.inside if not _same(run, others[1], name)]
     if turned:
-        rule = f"with the indices that the model reads, {{{plate!r}: indices, ...}}"
-        _check.fail(WHERE, "batch", rule, f"one without, for the site {turned[0]!r}")
+        rule = f"a dict with the indices of the plate, {{{plate!r}: indices, ...}}"
+        got = f"a batch without indices, on which the site {turned[0]!r} depends"
+        _check.fail(WHERE, "batch", rule, got)
     return bridge
 
 
 @dataclasses.dataclass(frozen=True)
 class _Run:
-    """What a run of the model found.
+    """Results of a run of the model.
 
-    By name of the site its log density and value; which sites are inside the plate over the data;
-    the sum of log |Jacobian|, and the size of the plate.
+    Log density and value of each site by name, the names of the sites inside the plate over the
+    data, the sum of log |Jacobian|, and the size of the plate.
     """
 
     log_densities: dict[str, jax.Array]
@@ -209,7 +211,7 @@ class _Run:
 def _run(
     bridge: NumpyroModel, params: Mapping[str, jax.Array], batch: Any, turn: bool = False
 ) -> _Run:
-    """Run the model at unconstrained values; `turn` gives its plate other indices."""
+    """Run the model at unconstrained values; `turn` reverses the indices of its plate."""
     numpyro = _import_numpyro()
     arguments, keywords, indices = _arguments(bridge, batch)
     jacobians = []
@@ -232,11 +234,11 @@ def _run(
 
     model = numpyro.handlers.substitute(bridge.model, substitute_fn=value_of)
     log_densities, trace = numpyro.infer.util.compute_log_probs(model, arguments, keywords, {})
-    told = {name: s for name, s in trace.items() if s["type"] in ("sample", "deterministic")}
+    sites = {name: s for name, s in trace.items() if s["type"] in ("sample", "deterministic")}
     return _Run(
         log_densities,
-        {name: site["value"] for name, site in told.items()},
-        [name for name, site in told.items() if _is_inside(bridge, site)],
+        {name: site["value"] for name, site in sites.items()},
+        [name for name, site in sites.items() if _is_inside(bridge, site)],
         jnp.asarray(sum(jacobians, start=0.0)),
         trace[bridge.plate]["args"][0],
     )
@@ -251,10 +253,10 @@ def _is_latent(site: Mapping[str, Any]) -> bool:
 
 
 def _example(bridge: NumpyroModel) -> dict[str, jax.Array]:
-    """Check the sites of the model, and give parameters at which it can be run."""
+    """Check the sites of the model, and return example parameters."""
     numpyro = _import_numpyro()
     arguments, keywords, _ = _arguments(bridge, bridge.batch)
-    rule = "without `numpyro.param`, state or random numbers of its own"
+    rule = "a model without `numpyro.param`, state or random numbers"
 
     class Refuse(numpyro.primitives.Messenger):
         def process_message(self, message: Any):
@@ -272,16 +274,17 @@ def _example(bridge: NumpyroModel) -> dict[str, jax.Array]:
     for name, site in trace.items():
         if _is_latent(site):
             if _is_inside(bridge, site):
-                rule = f"without latent sites in the plate {bridge.plate!r}"
-                remedy = "Integrate it out: a batch would move the values of its examples alone."
+                rule = f"a model without latent sites in the plate {bridge.plate!r}"
+                remedy = "Integrate it out: a batch would update only the values of its examples."
                 _check.fail(WHERE, "model", rule, f"the site {name!r}", remedy)
             if site["fn"].support.is_discrete:
-                rule = "without discrete latent sites"
-                remedy = "Sum over its values, for example by `dist.MixtureSameFamily`."
+                rule = "a model without discrete latent sites"
+                remedy = "Sum over its values, for example with `dist.MixtureSameFamily`."
                 _check.fail(WHERE, "model", rule, f"the site {name!r}", remedy)
     samples = [site for site in trace.values() if site["type"] == "sample"]
     if not any(site["is_observed"] and _is_inside(bridge, site) for site in samples):
-        _check.fail(WHERE, "model", f"with an observed site in the plate {bridge.plate!r}", "none")
+        rule = f"a model with an observed site in the plate {bridge.plate!r}"
+        _check.fail(WHERE, "model", rule, "none")
     return {
         name: numpyro.distributions.biject_to(site["fn"].support).inv(site["value"])
         for name, site in trace.items()
@@ -300,7 +303,7 @@ def _check_plate(bridge: NumpyroModel, size: int, rows: int | None):
 
 
 def _arguments(bridge: NumpyroModel, batch: Any) -> tuple[tuple, dict[str, Any], Any]:
-    """Arguments of the model, by place and by name, and the indices of its plate or None."""
+    """Return the model's positional and keyword arguments, and the plate's indices or None."""
     if isinstance(batch, Mapping):
         named = dict(batch)
         indices = named.pop(bridge.plate, None)
@@ -309,7 +312,7 @@ def _arguments(bridge: NumpyroModel, batch: Any) -> tuple[tuple, dict[str, Any],
 
 
 def _other(batch: Any) -> Any:
-    """Other examples of the same shapes; integers are those of the first example."""
+    """Make other examples of the same shapes; integers repeat those of the first example."""
 
     def leaf(x: Any) -> Any:
         x = jnp.asarray(x)
@@ -321,7 +324,7 @@ def _other(batch: Any) -> Any:
 
 
 def _same(run: _Run, other: _Run, name: str) -> bool:
-    """Whether two runs agree on a site, in log density and value."""
+    """Return whether two runs agree on a site, in log density and value."""
 
     def close(a: Any, b: Any) -> bool:
         same_shape = np.shape(a) == np.shape(b)
@@ -334,12 +337,12 @@ def _same(run: _Run, other: _Run, name: str) -> bool:
 def _check_prior(run: _Run, other: _Run):
     for name in run.log_densities:
         if name not in run.inside and not _same(run, other, name):
-            rule = "of a model whose prior is the same for every batch"
+            rule = "a batch on which the prior does not depend"
             _check.fail(WHERE, "batch", rule, f"one on which the site {name!r} depends")
 
 
 def _kept(bridge: NumpyroModel, params: Mapping[str, jax.Array]) -> list[str]:
-    """Sites that are values of the model, not of its batch."""
+    """List the sites outside the plate whose values do not depend on the batch."""
     run, other = (_run(bridge, params, x) for x in (bridge.batch, _other(bridge.batch)))
     return [name for name in run.values if name not in run.inside and _same(run, other, name)]
 

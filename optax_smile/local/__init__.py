@@ -1,4 +1,4 @@
-"""Sampling around trained weights: how far, how complex, which example counts."""
+"""Sampling around trained weights: prior precision, learning coefficient, influence of examples."""
 
 from optax_smile.local.candidates import network_candidates
 from optax_smile.local.coefficient import Finding, LearningCoefficient, llc

@@ -1,4 +1,4 @@
-"""What runs around trained weights share: their sampler, and the loss of their draws."""
+"""Shared by the runs around trained weights: their sampler, and the loss of their draws."""
 
 import functools
 from collections.abc import Callable, Iterable
@@ -19,10 +19,10 @@ from optax_smile.stages.tuner import angle_tuner
 Losses = Callable[[Any], np.ndarray]
 
 
-# What the maker of a sampler is called with.
+# Arguments of `make_sampler`.
 POSTERIOR = "(num_data=, prior_precision=, prior_mean=, temperature=, key=)"
-# The noise that clean gradients need, and steps so short that variances are right within half a
-# percent: the default of every run here.
+# The default of every run here: explicit noise, which clean gradients need, and steps short enough
+# for variances that are right within half a percent.
 SAMPLER = functools.partial(psmile, decoherence_length="turning", tuner=angle_tuner(0.02))
 
 
@@ -37,8 +37,8 @@ class Weights(_check.Constraint):
 
 
 def constraints(least: int) -> dict[str, _check.Constraint]:
-    """Constraints of the model, of its data, at least so many, and of its sampler."""
-    advice = "Bind other arguments by functools.partial, such as the step size of `sgld`."
+    """Return constraints for the model, its data (`num_data` at least `least`) and its sampler."""
+    advice = "Bind other arguments with functools.partial, such as the step size of `sgld`."
     return {
         "loss_fn": _check.Function("(params, batch)"),
         "params": Weights(),
@@ -54,8 +54,8 @@ def build(
     """Make the sampler of a posterior around the start of its chains."""
     made = make_sampler(prior_mean=START, key=key, **posterior)
     if not isinstance(made, optax.GradientTransformation):
-        rule, got = f"a function of {POSTERIOR} that gives a sampler", _check.show(made)
-        _check.fail(where, "make_sampler", rule, f"one that gives {got}")
+        rule, got = f"a function of {POSTERIOR} that returns a sampler", _check.show(made)
+        _check.fail(where, "make_sampler", rule, f"one that returns {got}")
     return made
 
 
@@ -66,18 +66,18 @@ def watch(
     observe: Callable[[Any], Any],
     **run: Any,
 ) -> Snapshots | StoredSnapshots:
-    """Sample, and keep what is observed of the draws.
+    """Sample, and keep what `observe` returns for the draws.
 
     Args:
-        where: the public function.
+        where: name of the public function.
         model: loss, chains and batches, the first arguments of `sample`.
-        sampler: what `build` made.
+        sampler: result of `build`.
         observe: see `sample`.
-        run: its other arguments.
+        run: other arguments of `sample`.
     """
     if _optimizer.is_optimizer(sampler, model[1]):
-        rule = f"a function of {POSTERIOR} that gives a sampler"
-        _check.fail(where, "make_sampler", rule, "one that gives an optimizer")
+        rule = f"a function of {POSTERIOR} that returns a sampler"
+        _check.fail(where, "make_sampler", rule, "one that returns an optimizer")
     with _check.called(where, "sample", sampler="make_sampler"):
         return sample(*model, sampler, observe=observe, check=False, **run)
 
@@ -85,16 +85,16 @@ def watch(
 def over_batches(
     of_batch: Callable[[Any, Any], Any], batches: Iterable[Any]
 ) -> Callable[[Any], Any]:
-    """Make a function of draws `[chain, ...]` that averages over all batches what is in each.
+    """Make a function of draws `[chain, ...]` that averages `of_batch` over all batches.
 
-    Batches count by their examples, where that can be told.
+    Batches are weighted by their number of examples, where it can be inferred.
 
     Args:
         of_batch: `of_batch(draw, batch)` of a single draw, a tree of scalars.
-        batches: gone through for each call.
+        batches: iterated over in each call.
 
     Returns:
-        A function that gives a tree of float64 arrays `[chain]`.
+        A function that returns a tree of float64 arrays `[chain]`.
     """
     mapped = jax.jit(jax.vmap(of_batch, in_axes=(0, None)))
 
@@ -102,8 +102,8 @@ def over_batches(
         total, number = None, 0
         for batch in batches:
             rows = _loop.num_rows(batch, False) or 1
-            found = jax.tree.map(lambda x, n=rows: n * np.asarray(x, float), mapped(draws, batch))
-            total = found if total is None else jax.tree.map(np.add, total, found)
+            sums = jax.tree.map(lambda x, n=rows: n * np.asarray(x, float), mapped(draws, batch))
+            total = sums if total is None else jax.tree.map(np.add, total, sums)
             number += rows
         return jax.tree.map(lambda x: x / number, total)
 
@@ -111,23 +111,23 @@ def over_batches(
 
 
 def check_loss(where: str, loss_fn: Any, params: Any, batches: Any, warns: bool) -> float:
-    """Require a finite scalar loss of trained weights, and give that over all batches.
+    """Require a finite scalar loss of trained weights, and return the loss over all batches.
 
     Args:
-        where: the public function.
+        where: name of the public function.
         loss_fn: mean loss `loss_fn(params, batch)`.
-        params: of one network.
-        batches: of the data.
+        params: parameters of one network.
+        batches: batches of the data.
         warns: whether to warn of a loss that looks like a sum.
     """
     first = next(iter(batches), None)
     if first is None:
         _check.fail(where, "batches", "at least one batch", "none")
-    rule = "a function that gives the mean loss, a scalar"
-    remedy = "Is it made for these `params` and `batches`?"
-    found = _check.traced(where, "loss_fn", loss_fn, params, first, rule=rule, advice=remedy)
-    if getattr(found, "shape", None) != ():
-        _check.fail(where, "loss_fn", rule, f"one that gives {_check.show(found)}")
+    rule = "a function that returns the mean loss, a scalar"
+    remedy = "Does it match these `params` and `batches`?"
+    loss = _check.traced(where, "loss_fn", loss_fn, params, first, rule=rule, advice=remedy)
+    if getattr(loss, "shape", None) != ():
+        _check.fail(where, "loss_fn", rule, f"one that returns {_check.show(loss)}")
     alone = copies(params, 1)
     if warns:
         _loop.warn_of_sum(
@@ -141,12 +141,12 @@ def check_loss(where: str, loss_fn: Any, params: Any, batches: Any, warns: bool)
 
 
 def copies(params: Any, number: int) -> Any:
-    """Start that many chains from the same weights; the keys of their samplers differ."""
+    """Start `number` chains from the same weights; the keys of their samplers differ."""
     return jax.tree.map(lambda x: np.repeat(np.asarray(x)[None], number, axis=0), params)
 
 
 def mean_and_error(values: np.ndarray) -> tuple[float, float]:
-    """Mean over the chains `[chain]`, and its standard error; NaN of a single one."""
+    """Return the mean over chains `[chain]` and its standard error, NaN for a single chain."""
     number = len(values)
     error = values.std(ddof=1) / np.sqrt(number) if number > 1 else np.nan
     return float(values.mean()), float(error)

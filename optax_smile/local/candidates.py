@@ -1,4 +1,4 @@
-"""Samplers and an optimizer that may suit a trained network, for `select`."""
+"""Candidate samplers for a trained network, to pass to `select`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from optax_smile.potential import Potential, auto_temperature, strength_for
 from optax_smile.samplers.smile import psmile
 from optax_smile.stages.tuner import angle_tuner
 
-# Batches by which the curvature of the loss is estimated.
+# Number of batches used to estimate the curvature of the loss.
 MOST_BATCHES = 20
 
 
@@ -44,25 +44,25 @@ def network_candidates(
 ) -> dict[str, optax.GradientTransformation]:
     """Make the usual candidates of `select` for a trained network.
 
-    - `"psmile"`: the default, which samples the posterior of Bayes.
-    - `"psmile, cold"`: at `temperature="auto"`, with longer steps; only where that is below 1.
-    - `"psmile, around the start"`: at temperature 1, under a prior around the trained weights that
-      is as strong as the curvature of the loss there asks for.
-    - `"optimizer"`: trains on; its iterates are averaged.
+    - `"psmile"`: the default, which samples the Bayesian posterior.
+    - `"psmile, cold"`: at `temperature="auto"`, with longer steps; only if that is below 1.
+    - `"psmile, around the start"`: at temperature 1, with a prior centred at the trained weights
+      whose precision is chosen from the curvature of the loss there.
+    - `"optimizer"`: continues training and averages the predictions of its iterates.
 
     Args:
         loss_fn: mean loss `loss_fn(params, batch)`, without random numbers.
         params: trained networks, each leaf `[chain, ...]`.
-        batches: of which a few are looked at.
-        optimizer: the user's own, such as `optax.adamw(1e-3)`.
+        batches: batches of the data; only the first 20 are read.
+        optimizer: your optimizer, such as `optax.adamw(1e-3)`.
         num_data: >= 1, see `psmile`.
-        key: JAX key or seed, of the samplers.
+        key: JAX key or seed for the samplers.
         excess: nats per example, > 0, see `psmile`.
-        allowed: mean loss of draws around the start above that of the start, nats per example, > 0:
-            a bound, which they stay below.
+        allowed: upper bound on the mean loss of draws around the start above the loss of the start,
+            nats per example, > 0.
 
     Returns:
-        Candidates by name, to which others may be added.
+        A dict of candidates by name, which you may extend.
 
     Raises:
         ValueError: an argument out of range.
@@ -72,10 +72,10 @@ def network_candidates(
     Example:
         >>> import jax.numpy as jnp, optax, optax_smile
         >>> loss_fn = lambda params, batch: jnp.mean((batch @ params) ** 2)
-        >>> found = optax_smile.local.network_candidates(
+        >>> candidates = optax_smile.local.network_candidates(
         ...     loss_fn, jnp.ones((2, 3)), [jnp.eye(3)], optax.sgd(0.1), num_data=3, key=0
         ... )
-        >>> list(found)
+        >>> list(candidates)
         ['psmile', 'psmile, cold', 'psmile, around the start', 'optimizer']
     """
     typed: Any = key
@@ -85,9 +85,9 @@ def network_candidates(
     seen = list(itertools.islice(iter(batches), MOST_BATCHES))
     if not seen:
         _check.fail("network_candidates", "batches", "an iterable of batches", "none")
-    of_arrays = _check.Tree("an iterable of batches, trees of arrays of numbers")
+    of_arrays = _check.Tree("an iterable of batches, trees of numeric arrays")
     of_arrays("network_candidates", "batches", seen)
-    rule = "trained networks, arrays [chain, ...], that `loss_fn` takes one by one"
+    rule = "trained networks, arrays [chain, ...], each a valid argument of `loss_fn`"
     _check.traced("network_candidates", "params", losses, params, seen[0], rule=rule)
 
     def of_batch(batch: Any, at: Any) -> jax.Array:
@@ -97,8 +97,8 @@ def network_candidates(
     precision = strength_for(Potential(num_data), float(np.mean(curvatures)), size, allowed)
     around: dict[str, Any] = {"prior_mean": "start", "prior_precision": precision}
     around |= {"decoherence_length": "turning", "tuner": angle_tuner(0.1)}
-    found: dict[str, optax.GradientTransformation] = {"psmile": psmile(**given)}
+    made: dict[str, optax.GradientTransformation] = {"psmile": psmile(**given)}
     if auto_temperature(num_data, size, excess) < 1:
         cold: dict[str, Any] = {"temperature": "auto", "excess": excess, "tuner": angle_tuner(0.3)}
-        found["psmile, cold"] = psmile(**given, **cold)
-    return found | {"psmile, around the start": psmile(**given, **around), "optimizer": optimizer}
+        made["psmile, cold"] = psmile(**given, **cold)
+    return made | {"psmile, around the start": psmile(**given, **around), "optimizer": optimizer}

@@ -1,4 +1,4 @@
-"""The local learning coefficient: how quickly the loss grows around trained weights."""
+"""The local learning coefficient, a measure of how degenerate the loss is at trained weights."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from optax_smile.draws.snapshots import Snapshots, StoredSnapshots
 from optax_smile.local import _around
 from optax_smile.potential import START, Potential, energy_change, watanabe_beta
 
-# A trend of more standard errors is hardly chance, and one of a smaller share does no harm.
+# A trend is reported if it exceeds this many standard errors and this share of the coefficient.
 CLEAR_ERRORS = 3.0
 MOST_TREND = 0.05
-# Parts of a chain whose means are nearly independent, and the share of their variance that has to
-# be explained: what explains less is right within a part and wrong from part to part.
+# Number of parts of a chain with nearly independent means. The control variate has to explain this
+# share of the variance of the means; if it explains less, it does not hold between parts.
 NUM_BLOCKS = 10
 LEAST_EXPLAINED = 0.95
 
 
 class Finding(NamedTuple):
-    """What speaks against a coefficient.
+    """A problem with an estimated coefficient.
 
     Attributes:
         kind: such as "out of balance".
-        text: a sentence with the numbers, and what to try.
+        text: a sentence with the numbers and advice.
     """
 
     kind: str
@@ -43,15 +43,15 @@ class Finding(NamedTuple):
 
 
 class LearningCoefficient(NamedTuple):
-    """What `llc` finds; `str(found)` is a table in plain words.
+    """Result of `llc`; print it for a table.
 
     Attributes:
-        loss: of the draws v, over all batches, `[chain, draw]`.
-        slope: (v - w) . grad L(v), likewise.
-        square: |v - w|^2, likewise.
-        start_loss: of the weights w.
-        num_parameters: d.
-        num_data: n.
+        loss: L(v) of the draws v, over all batches, `[chain, draw]`.
+        slope: (v - w) . grad L(v) of the draws, `[chain, draw]`.
+        square: |v - w|^2 of the draws, `[chain, draw]`.
+        start_loss: loss L(w) of the weights w.
+        num_parameters: number of parameters, d.
+        num_data: number of examples, n.
         beta: inverse temperature.
         localization: gamma.
     """
@@ -67,12 +67,12 @@ class LearningCoefficient(NamedTuple):
 
     @property
     def trace(self) -> np.ndarray:
-        """n beta (L(v) - L(w)) of each draw, `[chain, draw]`, whose mean is the coefficient."""
+        """n beta (L(v) - L(w)) of each draw, `[chain, draw]`; its mean is the coefficient."""
         return self._nats(self.loss - self.start_loss)
 
     @property
     def balance(self) -> np.ndarray:
-        """(v - w) . grad U(v) / d of each draw, `[chain, draw]`, whose mean is 1 at equilibrium."""
+        """(v - w) . grad U(v) / d of each draw, `[chain, draw]`; its mean at equilibrium is 1."""
         push = self._nats(self.slope) + self.localization * self.square
         return push / self.num_parameters
 
@@ -84,10 +84,10 @@ class LearningCoefficient(NamedTuple):
 
     @property
     def per_chain(self) -> np.ndarray:
-        """The coefficient that each chain finds, `[chain]`.
+        """The coefficient estimated by each chain, `[chain]`.
 
-        The mean of `trace`, less what `balance`, whose mean is known, explains of its chance, where
-        that is nearly all of it.
+        It is the mean of `trace`. If `balance`, whose mean is known, explains nearly all of the
+        variance, it serves as a control variate.
         """
         trace, balance = (_blocks(x) - x.mean() for x in (self.trace, self.balance))
         square = np.sum(balance**2)
@@ -105,12 +105,12 @@ class LearningCoefficient(NamedTuple):
 
     @property
     def standard_error(self) -> float:
-        """Standard error of the coefficient over the chains; NaN of a single one."""
+        """Standard error of the coefficient over the chains; NaN for a single chain."""
         return _around.mean_and_error(self.per_chain)[1]
 
     @property
     def findings(self) -> tuple[Finding, ...]:
-        """What speaks against the coefficient; empty if nothing does."""
+        """Problems with the coefficient; empty if there are none."""
         return tuple(self._findings())
 
     def _nats(self, loss: Any) -> Any:
@@ -128,22 +128,22 @@ class LearningCoefficient(NamedTuple):
             yield Finding(
                 "still falling" if change < 0 else "still rising",
                 f"{change:+.3g} from the first draws to the last. Try a larger num_warmup or more"
-                " draws; a stronger localization, if the loss falls for ever along flat"
+                " draws; or a stronger localization, if the loss keeps falling along flat"
                 " directions.",
             )
         if self.llc < 0:
             yield Finding(
                 "negative",
-                "the draws have a smaller loss than the weights, which are no minimum of this"
-                " loss. Try to train them for longer, or a stronger localization.",
+                "the draws have a smaller loss than the weights, which are not at a minimum of this"
+                " loss. Try to train longer, or a stronger localization.",
             )
         balance = self.balance.mean()
         if not self.is_balanced and abs(balance - 1) > MOST_TREND:
             yield Finding(
                 "out of balance",
-                f"(v - w) . grad U / d is {balance:.3g} on average, and 1 at equilibrium: the"
-                " chains have not arrived, or noise and step size change what they sample. Try a"
-                " larger num_warmup, larger batches or shorter steps.",
+                f"the mean of (v - w) . grad U / d is {balance:.3g}, but 1 at equilibrium. Either"
+                " the chains have not reached equilibrium, or gradient noise or the step size bias"
+                " them. Try a larger num_warmup, larger batches or shorter steps.",
             )
         if self.standard_error > MOST_TREND * abs(self.llc):
             text = "the standard error is above 5 %. Try more draws or more chains."
@@ -161,18 +161,18 @@ class LearningCoefficient(NamedTuple):
             f" {self.beta:.4g}, localization = {self.localization:g}, draws of each chain:"
             f" {self.loss.shape[1]}"
         )
-        told = map(str, self.findings or ("Nothing looks wrong.",))
-        return "\n".join([*aligned(table), "", about, *told])
+        notes = map(str, self.findings or ("Nothing looks wrong.",))
+        return "\n".join([*aligned(table), "", about, *notes])
 
 
 def _blocks(values: np.ndarray) -> np.ndarray:
-    """Means over the parts of each chain, `[chain, part]`."""
+    """Compute means over the parts of each chain, `[chain, part]`."""
     parts = np.array_split(values, min(NUM_BLOCKS, values.shape[1]), axis=1)
     return np.stack([part.mean(axis=1) for part in parts], axis=1)
 
 
 def _trend(blocks: np.ndarray) -> tuple[float, float]:
-    """Change along the chains by a line through their parts, and its standard error."""
+    """Fit a line through the parts of the chains; return its total change and standard error."""
     chains, parts = blocks.shape
     if parts < 3:
         return 0.0, np.inf
@@ -187,7 +187,7 @@ def _trend(blocks: np.ndarray) -> tuple[float, float]:
     **_around.constraints(2),
     beta=_check.Real(0, open="low", traced=False) | None,
     localization=_check.Real(0, traced=False),
-    draws=Posterior(_check.kind((Snapshots, StoredSnapshots), "what `sample` returned")) | None,
+    draws=Posterior(_check.kind((Snapshots, StoredSnapshots), "the result of `sample`")) | None,
     num_chains=_check.Whole(1),
     num_warmup=_check.Whole(0),
     num_draws=_check.Whole(1),
@@ -220,55 +220,55 @@ def llc(
 ) -> LearningCoefficient:
     """Estimate the local learning coefficient of trained weights.
 
-    With draws v from exp(-n beta L(v) - gamma / 2 |v - w|^2) around the weights w
+    With draws v from exp(-n beta L(v) - gamma / 2 |v - w|^2) around the weights w, it is
 
         llc = n beta (E[L(v)] - L(w))
 
-    which is d / 2 for a regular model with d parameters and less where the loss is degenerate
-    (Watanabe 2013; Lau et al. 2023). Where a chain is at equilibrium (v - w) . grad U is d on
-    average, for any loss: `balance` tells that, and takes much of the chance out of the mean
-    (exactly all of it where the loss is homogeneous around w, such as quadratic).
+    For a regular model with d parameters it is d / 2, and less if the loss is degenerate (Watanabe
+    2013; Lau et al. 2023). At equilibrium the mean of (v - w) . grad U is d, for any loss. The
+    attribute `balance` checks this, and reduces the variance of the estimate (to zero if the loss
+    is homogeneous around w, such as quadratic).
 
     Args:
-        loss_fn: mean loss `loss_fn(params, batch)`, as that of `sample`, without random numbers.
+        loss_fn: mean loss `loss_fn(params, batch)`, as for `sample`, without random numbers.
         params: w, trained weights of one network.
-        batches: of the data, repeated as often as needed; not an iterator. The loss of a draw is
-            that over all of them.
-        num_data: n >= 2, the number of terms that the mean loss stands for, see `psmile`.
+        batches: batches of the data, repeated as often as needed; not an iterator. The loss of a
+            draw is the mean over all batches.
+        num_data: n >= 2, the number of terms averaged in the mean loss, see `psmile`.
         beta: inverse temperature, > 0; None: 1 / log n.
-        localization: gamma >= 0, not tempered. 0 where the loss alone holds the chain.
-        draws: of a run with this posterior, in memory or on disk; None: new ones, each of which
-            is forgotten when its loss is known.
+        localization: gamma >= 0, not tempered; use 0 if the loss alone confines the chain.
+        draws: draws of a run with this posterior, in memory or on disk; None: sample new draws and
+            keep only their losses.
         make_sampler: called with `num_data=`, `prior_precision=`, `prior_mean=`, `temperature=` and
             `key=`, such as `functools.partial(optax_smile.sgld, 1e-5)`; the default is `psmile`
             with `decoherence_length="turning"` and `angle_tuner(0.02)`, steps shorter than usual.
-        num_chains: >= 1, with two or more for error bars.
+        num_chains: number of chains, >= 1; error bars need at least two.
         num_warmup: steps of each chain before the first draw, >= 0.
-        num_draws: of each chain, >= 1.
+        num_draws: draws of each chain, >= 1.
         thin: steps between draws, >= 1.
-        key: JAX key or seed, needed without `draws`.
-        steps_per_dispatch: steps to run in one go, >= 1, see `sample`.
-        directory: where what was seen of the draws is kept, and a run that was killed goes on.
+        key: JAX key or seed, required without `draws`.
+        steps_per_dispatch: steps to run in one call of the device, >= 1, see `sample`.
+        directory: where the losses of the draws are stored, and from where a killed run resumes.
         check: warn of a loss that looks like a sum, see `sample`.
         progress: show a progress bar, if tqdm is installed.
 
     Returns:
-        A `LearningCoefficient`: print it, or draw it with `plots.learning_coefficient`.
+        A `LearningCoefficient`: print it, or plot it with `plots.learning_coefficient`.
 
     Raises:
         ValueError: an argument out of range, a loss that is not finite, `draws` of another
-            posterior or of an optimizer; as `sample`.
+            posterior or of an optimizer; as for `sample`.
 
-    Cost: `num_warmup + num_draws * thin` gradients of each chain, and for each draw a pass through
-    the batches, of about two forward passes.
+    Cost: `num_warmup + num_draws * thin` gradients per chain and, per draw, a pass over the
+    batches, at about the cost of two forward passes.
 
     Example:
         >>> import jax.numpy as jnp, optax_smile
-        >>> found = optax_smile.local.llc(
+        >>> coefficient = optax_smile.local.llc(
         ...     lambda w, batch: jnp.sum(w**2), jnp.zeros(20), [jnp.zeros(1)], num_data=1000,
         ...     localization=0.0, num_warmup=200, num_draws=50, key=0, progress=False,
         ... )
-        >>> 9 < found.llc < 11
+        >>> 9 < coefficient.llc < 11
         True
 
     Source: Watanabe 2013; Lau et al., The local learning coefficient, AISTATS 2025.
@@ -282,7 +282,7 @@ def llc(
     }
     start_loss = _around.check_loss(where, loss_fn, params, batches, check)
     observe = _observer(loss_fn, params, batches)
-    told: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "start_loss": start_loss,
         "num_parameters": _tree.size(params),
         "num_data": float(num_data),
@@ -294,7 +294,7 @@ def llc(
         stacked = (jax.tree.map(lambda x: np.asarray(x)[None], draw) for draw in draws)
         seen = jax.tree.map(lambda *x: np.concatenate(x), *map(observe, stacked))
         seen = {name: x.reshape(-1, draws.num_chains).T for name, x in seen.items()}
-        return LearningCoefficient(**seen, **told)
+        return LearningCoefficient(**seen, **settings)
     typed: Any = _check.Key(True, "for new draws")(where, "key", key)
     chains = _around.copies(params, num_chains)
     kept = _around.watch(
@@ -310,11 +310,11 @@ def llc(
         directory=directory,
         progress=progress,
     )
-    return LearningCoefficient(**kept.params, **told)
+    return LearningCoefficient(**kept.params, **settings)
 
 
 def _observer(loss_fn: Callable, params: Any, batches: Iterable[Any]) -> Callable[[Any], Any]:
-    """Make a function of draws `[chain, ...]` that gives the attributes of each, `[chain]`."""
+    """Make a function from draws `[chain, ...]` to their loss, slope and square, `[chain]`."""
 
     def of_batch(draw: Any, batch: Any) -> dict[str, Any]:
         moved = jax.tree.map(lambda x, w: (x - w).astype(x.dtype), draw, params)
@@ -331,12 +331,12 @@ def _check_posterior(
     posterior: Mapping[str, Any],
     params: optax.Params,
 ):
-    """Require draws of the posterior that is asked for, as far as their run tells it."""
+    """Require draws of this posterior, as far as the settings of their run are known."""
     settings = draws.settings or {}
     for name, wanted in posterior.items():
         got = settings.get(name, wanted)
         if isinstance(got, int | float) and not np.isclose(got, wanted, rtol=1e-4):
-            rule = f"those of a run with {name}={wanted:.6g}"
+            rule = f"draws of a run with {name}={wanted:.6g}"
             remedy = "Pass the `num_data`, `beta` and `localization` of that run."
             _check.fail(where, "draws", rule, f"{name}={got:.6g}", remedy)
     mean = settings.get("prior_mean")
@@ -345,5 +345,5 @@ def _check_posterior(
     centre = draws.start if mean == START else jax.tree.map(lambda x: mean, params)
     near = jax.tree.map(lambda m, x: np.allclose(m, x, rtol=1e-3, atol=1e-6), centre, params)
     if not all(jax.tree.leaves(near)):
-        rule = "those of a run with its prior around `params`"
-        _check.fail(where, "draws", rule, f"prior_mean={mean!r} and another centre")
+        rule = "draws of a run whose prior is centred at `params`"
+        _check.fail(where, "draws", rule, f"prior_mean={mean!r} with another centre")

@@ -1,4 +1,4 @@
-"""Which examples count: covariances of losses over the draws."""
+"""Influence of examples: covariances of losses over the draws."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import optax
 from optax_smile import _check
 from optax_smile.draws._checks import Posterior
 
-# Draws whose losses are held at a time.
+# Number of draws whose losses are held at a time.
 DRAWS_AT_ONCE = 64
 
 
@@ -39,36 +39,35 @@ def influence(
     temperature: float | None = None,
     batch_size: int | None = None,
 ) -> np.ndarray:
-    """Predict what each example does to the loss of each query, from draws of one posterior.
+    """Estimate the effect of each example on the loss of each query, from draws of one posterior.
 
-    If an example is left out of the data the expected loss of a query changes by about
+    If an example is left out of the data, the expected loss of a query changes by about
 
         Cov(loss of the query, loss of the example) / temperature
 
-    over the draws, the first order in the weight of the example: no fit is repeated (Bayesian
-    influence function).
+    where the covariance is over the draws. This is first order in the weight of the example and
+    needs no retraining (Bayesian influence function).
 
     Args:
-        losses_fn: `losses_fn(params, examples)`, the loss of each, `[example]`, in nats: those
-            whose mean the sampler's `num_data` stands for.
-        draws: parameter trees: what `sample` returns, in memory or on disk, or any other iterable,
-            also a generator that a loop of your own feeds; it is read once.
-        examples: what `losses_fn` takes, arrays `[example, ...]`, at least one.
-        queries: likewise, `[query, ...]`; None: the examples.
-        temperature: of the posterior, > 0; None: as the draws tell, or 1.
+        losses_fn: `losses_fn(params, examples)`, the loss of each example, `[example]`, in nats:
+            the terms of the sampler's mean loss, of which there are `num_data`.
+        draws: parameter trees: the result of `sample`, in memory or on disk, or any other iterable,
+            such as a generator that your own loop feeds; it is read once.
+        examples: argument of `losses_fn`, arrays `[example, ...]`, at least one example.
+        queries: the same for queries, `[query, ...]`; None: the examples.
+        temperature: temperature of the posterior, > 0; None: that of the draws if known, else 1.
         batch_size: examples to run at once, >= 1; None: all.
 
     Returns:
-        Nats `[query, example]`: positive where leaving the example out makes the query's loss
-        larger.
+        Nats `[query, example]`: positive if leaving the example out increases the query's loss.
 
     Raises:
         ValueError: an argument out of range, fewer than two draws, losses that are not finite or
-            not `[example]`, a `temperature` that is not that of the draws, draws that are the
+            not `[example]`, a `temperature` that differs from that of the draws, or draws that are
             iterates of an optimizer.
 
-    Cost: a forward pass over examples and queries for each draw. Memory for the result in float64,
-    and for the losses of 64 draws.
+    Cost: one forward pass over examples and queries per draw. Memory for the result in float64 and
+    for the losses of 64 draws.
 
     Example:
         >>> import jax.numpy as jnp, optax_smile
@@ -89,7 +88,7 @@ def influence(
         try:
             whole = jax.tree.map(lambda x, y: np.concatenate([x, y]), examples, queries)
         except ValueError as error:
-            rule = "arrays like the examples but for the first axis"
+            rule = "arrays like the examples except for the first axis"
             _check.fail(where, "queries", rule, str(error).splitlines()[0])
     size = number + num_queries
     step = size if batch_size is None else batch_size
@@ -98,24 +97,24 @@ def influence(
     compiled = jax.jit(losses_fn)
 
     def losses(draw: Any) -> np.ndarray:
-        found = [np.asarray(compiled(draw, block), float) for block in blocks]
-        shapes = [np.shape(x) for x in found]
+        parts = [np.asarray(compiled(draw, block), float) for block in blocks]
+        shapes = [np.shape(x) for x in parts]
         if [*map(len, shapes)].count(1) < len(shapes) or sum(x[0] for x in shapes) != size:
-            rule = "a function that gives the loss of each example, [example]"
-            _check.fail(where, "losses_fn", rule, f"one that gives {shapes[0]}")
-        return np.concatenate(found)
+            rule = "a function that returns the loss of each example, [example]"
+            _check.fail(where, "losses_fn", rule, f"one that returns shape {shapes[0]}")
+        return np.concatenate(parts)
 
     moments = _Moments(slice(number, None) if num_queries else slice(number), slice(number))
     held: list[np.ndarray] = []
     for draw in draws:
         if not moments.count and not held:
-            rule = "a function that gives the loss of each example, [example]"
-            remedy = "Is it made for these `draws`, `examples` and `queries`?"
+            rule = "a function that returns the loss of each example, [example]"
+            remedy = "Does it match these `draws`, `examples` and `queries`?"
             _check.traced(where, "losses_fn", losses_fn, draw, blocks[0], rule=rule, advice=remedy)
         held.append(losses(draw))
         if not np.isfinite(held[-1]).all():
-            got = f"some that are not for draw {moments.count + len(held) - 1}"
-            _check.fail(where, "losses_fn", "losses that are finite", got)
+            got = f"NaN or inf for draw {moments.count + len(held) - 1}"
+            _check.fail(where, "losses_fn", "a function that returns finite losses", got)
         if len(held) == DRAWS_AT_ONCE:
             moments.add(np.stack(held))
             held = []
@@ -127,7 +126,7 @@ def influence(
 
 
 class _Moments:
-    """Covariance of some columns with others, from blocks of rows (Chan, Golub, LeVeque 1983)."""
+    """Covariance between columns, updated by blocks of rows (Chan, Golub, LeVeque 1983)."""
 
     def __init__(self, rows: slice, columns: slice):
         self.rows, self.columns, self.count = rows, columns, 0
@@ -135,7 +134,7 @@ class _Moments:
         self.products: Any = 0.0
 
     def add(self, block: np.ndarray):
-        """Take in more rows."""
+        """Add a block of rows."""
         mean, count = block.mean(axis=0), len(block)
         centred, shift = block - mean, mean - self.mean
         weight = self.count * count / (self.count + count)
@@ -145,12 +144,12 @@ class _Moments:
         self.mean = self.mean + shift * count / self.count
 
     def covariance(self) -> np.ndarray:
-        """Unbiased covariance of all rows so far."""
+        """Return the unbiased covariance of all rows so far."""
         return self.products / (self.count - 1)
 
 
 def _rows(where: str, argument: str, tree: Any) -> int:
-    """Common length of the first axis, at least one."""
+    """Return the common length of the first axis, at least one."""
     lengths = {np.shape(x)[:1] for x in jax.tree.leaves(tree)}
     if len(lengths) != 1 or lengths & {(), (0,)}:
         rule = "a tree of arrays with the same first axis, not empty"
@@ -159,11 +158,11 @@ def _rows(where: str, argument: str, tree: Any) -> int:
 
 
 def _temperature(where: str, draws: Any, given: float | None) -> float:
-    """That of the draws, as far as they tell it."""
-    told = (getattr(draws, "settings", None) or {}).get("temperature")
-    told = float(told) if isinstance(told, int | float) else None
+    """Return the temperature of the draws if it is known; `given` must agree with it."""
+    known = (getattr(draws, "settings", None) or {}).get("temperature")
+    known = float(known) if isinstance(known, int | float) else None
     if given is None:
-        return 1.0 if told is None else told
-    if told is not None and not np.isclose(told, given, rtol=1e-4):
-        _check.fail(where, "temperature", f"that of the draws, {told:g}", given)
+        return 1.0 if known is None else known
+    if known is not None and not np.isclose(known, given, rtol=1e-4):
+        _check.fail(where, "temperature", f"that of the draws, {known:g}", given)
     return float(given)

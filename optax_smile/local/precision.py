@@ -1,4 +1,4 @@
-"""How strong a prior keeps draws near trained weights? By the loss that they may cost."""
+"""Choose the precision of a prior around trained weights by the excess loss of the draws."""
 
 from __future__ import annotations
 
@@ -17,37 +17,38 @@ from optax_smile.chains import _loop
 from optax_smile.local import _around
 from optax_smile.stages.tuner import angle_tuner
 
-# A strong prior makes the posterior so round that steps of 0.1 of its radius are right: after 64 of
-# them a chain has seen several independent draws (`benchmarks/notes/around-trained-weights.md`).
+# A strong prior makes the posterior nearly isotropic, so that steps of 0.1 of its radius are
+# accurate; 64 steps give several independent draws
+# (`benchmarks/notes/around-trained-weights.md`).
 LONG_STEPS = functools.partial(_around.SAMPLER, tuner=angle_tuner(angle=0.1))
-# An excess within this factor of what is allowed is near enough, ...
+# Stop the search if the excess is within this factor of the allowed excess.
 NEAR = 1.25
-# ... and so is that of isotropic noise, from which the first run begins.
+# Largest number of widths to try for the isotropic noise that starts the search.
 MOST_WIDTHS = 12
-# The first noise, of the size of the weights, and the largest.
+# First and largest width of this noise, relative to the size of the weights.
 FIRST_WIDTH, LARGEST_WIDTH = 0.01, 1.0
-# Short chains judge a precision by what it does at first; a jump further is a guess.
+# Largest factor by which the precision changes: short chains do not support a larger extrapolation.
 LARGEST_JUMP = 10.0
-# Where the likelihood narrows the draws the excess falls more slowly than 1 / precision.
+# If the likelihood narrows the draws, the excess falls more slowly than 1 / precision.
 FLATTEST = 0.3
 
 
 class PrecisionSearch(NamedTuple):
-    """What `local_precision` finds; `str(search)` is a table in plain words.
+    """Result of `local_precision`; print it for a table.
 
     Attributes:
-        precisions: that were tried, in that order, `[candidate]`.
-        excess: loss that the draws' distance from the weights costs, nats per example,
+        precisions: precisions in the order in which they were tried, `[candidate]`.
+        excess: excess loss of the draws, see `local_precision`, nats per example,
             `[candidate]`.
-        standard_error: of that over the chains, `[candidate]`.
-        loss: of single draws on average, `[candidate]`.
-        distance: Euclidean, of the draws from the weights, `[candidate]`.
-        start_loss: of the weights.
-        allowed: the excess that was asked for.
+        standard_error: standard error of the excess over the chains, `[candidate]`.
+        loss: mean loss of single draws, `[candidate]`.
+        distance: mean Euclidean distance of the draws from the weights, `[candidate]`.
+        start_loss: loss of the weights.
+        allowed: the excess that was requested.
         num_data: number of examples.
-        num_parameters: of one network.
-        temperature: of the posterior.
-        make_sampler: what makes the sampler of a posterior.
+        num_parameters: number of parameters of one network.
+        temperature: temperature of the posterior.
+        make_sampler: function that makes the sampler of a posterior.
     """
 
     precisions: np.ndarray
@@ -64,7 +65,7 @@ class PrecisionSearch(NamedTuple):
 
     @property
     def best(self) -> int:
-        """Number of the candidate whose excess is nearest to what was allowed, as a ratio."""
+        """Index of the candidate whose excess is closest to the allowed one, as a ratio."""
         return int(np.argmin(np.abs(np.log(np.maximum(self.excess, 1e-12) / self.allowed))))
 
     @property
@@ -74,7 +75,7 @@ class PrecisionSearch(NamedTuple):
 
     @_check.arguments("PrecisionSearch.sampler", key=_check.Key(needed=True))
     def sampler(self, *, key: jax.Array | int) -> optax.GradientTransformation:
-        """Make the sampler of the best candidate, with the prior around each chain's start."""
+        """Make the sampler of the best candidate, with the prior centred at each chain's start."""
         return _around.build(
             "PrecisionSearch.sampler",
             self.make_sampler,
@@ -102,7 +103,7 @@ class PrecisionSearch(NamedTuple):
         )
         yield f"{self.num_parameters} parameters, {self.num_data:g} examples."
         if not 1 / NEAR <= self.excess[self.best] / self.allowed <= NEAR:
-            yield "No precision that was tried comes near: give more runs or longer ones."
+            yield "No precision came close to the allowed excess. Try more runs or longer ones."
 
 
 @_check.arguments(
@@ -136,49 +137,49 @@ def local_precision(
     check: bool = True,
     progress: bool = True,
 ) -> PrecisionSearch:
-    """Choose how strong a prior around trained weights has to be, by the loss that it allows.
+    """Choose the precision of a prior around trained weights by the excess loss that it allows.
 
-    A network with more parameters than data has a posterior that is far wider than the
-    neighbourhood of its trained weights w. With a prior N(w, 1 / g) draws stay there, and cost
+    If a network has more parameters than data, its posterior is far wider than the neighbourhood of
+    its trained weights w. With a prior N(w, 1 / g) the draws stay near w, at the cost of
 
         excess = E[L(w + x) + L(w - x)] / 2 - L(w),  x = draw - w
 
-    nats per example: what the width of the draws costs, without what they gain downhill where w is
-    no minimum. Short chains search for the g whose excess is what is allowed; the first guess is
-    the noise N(0, 1 / g) itself, which the likelihood then narrows. Sample with
+    nats per example. Averaging over +x and -x removes the first-order gain if w is not a minimum.
+    Short chains search for the g whose excess equals `allowed`. The search starts from isotropic
+    noise N(0, 1 / g) with that excess; the likelihood then narrows the draws. Sample with
     `search.sampler(key=0)`.
 
     Args:
-        loss_fn: mean loss `loss_fn(params, batch)`, as that of `sample`, without random numbers.
+        loss_fn: mean loss `loss_fn(params, batch)`, as for `sample`, without random numbers.
         params: trained weights of one network.
-        batches: repeated as often as needed; not an iterator. The loss of the draws is that over
-            all of them.
-        num_data: >= 1, the number of terms that the mean loss stands for, see `psmile`.
+        batches: batches of the data, repeated as often as needed; not an iterator. The loss of a
+            draw is the mean over all batches.
+        num_data: >= 1, the number of terms averaged in the mean loss, see `psmile`.
         allowed: excess loss of a single draw, nats per example, > 0.
-        temperature: of the posterior, > 0.
+        temperature: temperature of the posterior, > 0.
         make_sampler: called with `num_data=`, `prior_precision=`, `prior_mean=`, `temperature=` and
             `key=`; the default is `psmile` with `decoherence_length="turning"` and
-            `angle_tuner(0.1)`, steps longer than usual, which a posterior allows that is mostly its
-            prior.
-        num_chains: for each precision, >= 1.
-        num_warmup: steps of each before the first draw, >= 0.
-        num_draws: of each, >= 1.
+            `angle_tuner(0.1)`. Its steps are longer than usual, which is accurate because the prior
+            dominates the posterior.
+        num_chains: chains per precision, >= 1.
+        num_warmup: steps of each chain before the first draw, >= 0.
+        num_draws: draws of each chain, >= 1.
         thin: steps between draws, >= 1.
-        max_runs: precisions to try, >= 1.
+        max_runs: largest number of precisions to try, >= 1.
         key: JAX key or seed.
         check: warn of a loss that looks like a sum, see `sample`.
         progress: show a progress bar, if tqdm is installed.
 
     Returns:
-        A `PrecisionSearch`: print it, or draw it with `plots.precision_search`.
+        A `PrecisionSearch`: print it, or plot it with `plots.precision_search`.
 
     Raises:
-        ValueError: an argument out of range; a loss that is not finite; a loss that does not change
+        ValueError: an argument out of range; a loss that is not finite; a loss that does not grow
             around the weights.
         KeyboardInterrupt: stopped before the last run is done.
 
-    Cost: for each precision, of which there are two or three, `num_warmup + num_draws * thin`
-    gradients of each chain, two passes through the batches for each draw, and compiling.
+    Cost: per precision, of which there are two or three, `num_warmup + num_draws * thin` gradients
+    per chain, two passes over the batches per draw, and one compilation.
 
     Example:
         >>> import jax, jax.numpy as jnp, optax_smile
@@ -213,7 +214,7 @@ def local_precision(
         if draws.num_draws < num_draws:
             raise KeyboardInterrupt(f"`{where}` was stopped at precision {precision:g}.")
         seen = draws.params
-        # Chains that have left the finite numbers cost more than anything.
+        # Chains with non-finite losses have infinite excess.
         excess = np.nan_to_num(seen["excess"].mean(axis=1), nan=np.inf)
         with np.errstate(invalid="ignore"):
             error = _around.mean_and_error(excess)
@@ -241,13 +242,13 @@ def local_precision(
 
 
 def _distance(one: Any, other: Any) -> np.ndarray:
-    """Euclidean distance of trees `[chain, ...]`, `[chain]`."""
+    """Return the Euclidean distances `[chain]` between trees `[chain, ...]`."""
     squares = jax.tree.map(lambda x, y: jnp.sum((x - y) ** 2, axis=range(1, x.ndim)), one, other)
     return np.sqrt(np.asarray(sum(jax.tree.leaves(squares)), float))
 
 
 def _width(where: str, observe: Callable, chains: Any, key: jax.Array, allowed: float) -> float:
-    """Standard deviation of isotropic noise around the weights that costs what is allowed."""
+    """Find the standard deviation of isotropic noise that has the allowed excess."""
     noise, leaves = _tree.normal_like(key, chains), jax.tree.leaves(chains)
     square = sum(np.sum(np.asarray(x, float) ** 2) for x in leaves)
     size = float(np.sqrt(square / sum(x.size for x in leaves))) or 1.0
@@ -258,8 +259,8 @@ def _width(where: str, observe: Callable, chains: Any, key: jax.Array, allowed: 
         if 1 / NEAR <= excess / allowed <= NEAR:
             break
         if width > LARGEST_WIDTH * size and excess <= 0:
-            rule = "one that grows around the weights"
-            got = f"an excess of {excess:.2g} at a distance as large as the weights"
+            rule = "a loss that grows around the weights"
+            got = f"an excess of {excess:.2g} with noise as large as the weights"
             _check.fail(where, "loss_fn", rule, got)
         factor = np.sqrt(allowed / excess) if excess > 0 else LARGEST_JUMP
         width *= float(np.clip(factor, 1 / LARGEST_JUMP, LARGEST_JUMP))
@@ -267,7 +268,7 @@ def _width(where: str, observe: Callable, chains: Any, key: jax.Array, allowed: 
 
 
 def _next(tried: list[tuple[float, ...]], allowed: float) -> float:
-    """Precision where a line through the last runs, in logarithms, has the allowed excess."""
+    """Extrapolate to the allowed excess by a line through the last two runs, in logarithms."""
     ends = allowed / LARGEST_JUMP, allowed * LARGEST_JUMP
     logs = np.log([(x[0], np.clip(x[1], *ends)) for x in tried[-2:]])
     slope = -1.0
@@ -302,20 +303,20 @@ class _Floating(_check.Constraint):
 def fan_in_precision(
     params: optax.Params, *, scale: float = 1.0, out_axis: Literal[0, -1] = -1
 ) -> Any:
-    """Give the precision of the prior by which weights are initialised: their fan-in.
+    """Compute the prior precisions that match fan-in initialisation of the weights.
 
     Args:
-        params: of one network, or their shapes.
+        params: parameters of one network, or their shapes.
         scale: variance of a weight times its fan-in, > 0: 1 for LeCun's rule, 2 for He's.
-        out_axis: axis of the outputs in arrays with two or more, 0 or -1: -1 in Flax, 0 in
-            Equinox; the other axes together are the fan-in.
+        out_axis: output axis of arrays with two or more axes, 0 or -1: -1 in Flax, 0 in Equinox;
+            the fan-in is the product of the other axes.
 
     Returns:
         A tree of numbers like the parameters, for `prior_precision`: fan-in / scale, and
         1 / scale for biases and other arrays with fewer than two axes.
 
     Raises:
-        ValueError: an argument out of range, leaves that are no arrays.
+        ValueError: an argument out of range, or leaves that are not arrays.
 
     Example:
         >>> import jax.numpy as jnp

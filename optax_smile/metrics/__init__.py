@@ -1,9 +1,10 @@
 """Scores of predictions, pure functions on arrays.
 
-Classification: `probabilities` are `[input, class]` with rows that sum to one, `labels` integers
-`[input]`. Regression: the predictive distribution is a normal with `mean` and `std` `[input]`, or
-the mixture in equal parts of one normal per draw, `mean` and `std` `[draw, input]`; `std` may also
-be a scalar or `[draw, 1]`. All raise ValueError for NaN, shapes that do not fit and empty arrays.
+Classification: `probabilities` are `[input, class]` with rows that sum to one, `labels` are
+integers `[input]`. Regression: the predictive distribution is a normal distribution with `mean` and
+`std` `[input]`, or an equally weighted mixture of one normal per draw, with `mean` and `std`
+`[draw, input]`; `std` may also be a scalar or `[draw, 1]`. All functions raise ValueError for NaN,
+mismatched shapes and empty arrays.
 """
 
 from optax_smile.metrics.classification import (

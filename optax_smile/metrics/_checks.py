@@ -1,4 +1,4 @@
-"""Constraints that scores share, and ranks."""
+"""Constraints that the scores share, and mid-ranks."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,12 +9,12 @@ import numpy as np
 
 from optax_smile import _check
 
-# Rows of float32 probabilities, averaged over thousands of draws, miss one by less.
+# Rows of float32 probabilities, averaged over thousands of draws, differ from 1 by less.
 ROW_SUM_TOLERANCE = 1e-3
 
 
 class Double(_check.Real):
-    """A number in an interval, finite in float64, in which scores are computed."""
+    """A number in an interval, finite in float64, the precision of the scores."""
 
     def holds(self, numbers: Any) -> Any:
         with jax.enable_x64(True):
@@ -23,7 +23,7 @@ class Double(_check.Real):
 
 @dataclass(frozen=True)
 class Each(_check.Real):
-    """Numbers for which `test` holds."""
+    """Numbers that pass `test`."""
 
     text: str = ""
     test: Callable[[Any], Any] = np.isfinite
@@ -37,12 +37,12 @@ class Each(_check.Real):
 
 
 FINITE, POSITIVE, NONNEGATIVE = Double(), Double(0, open="low"), Double(0, infinite=True)
-# Of an interval or a set.
+# Nominal coverage of an interval or a set.
 LEVEL = _check.Real(0, 1, open="both", traced=False)
-# A target may be impossible.
+# A target may have probability zero.
 DENSITY = Each(text="below infinity, not NaN", test=lambda density: density < np.inf)
-BOOLEAN = Each(text="booleans", test=lambda found: np.full(found.shape, found.dtype == bool))
-# NaN where a mask says that it does not count.
+BOOLEAN = Each(text="booleans", test=lambda array: np.full(array.shape, array.dtype == bool))
+# NaN is allowed where a mask excludes it.
 MASKED_DENSITY = Each(text="below infinity", test=lambda density: density != np.inf)
 
 
@@ -65,7 +65,7 @@ class Probabilities(_check.Array):
 
 @dataclass(frozen=True)
 class Labels(_check.Constraint):
-    """Classes of inputs; `of` is an argument declared before, an array `[input, class]`."""
+    """Class labels; `of` names an argument declared earlier, an array `[input, class]`."""
 
     of: str = "probabilities"
     text: str = "integers [input], one class each"
@@ -84,7 +84,7 @@ class Labels(_check.Constraint):
 
 @dataclass(frozen=True)
 class Spreads(_check.Array):
-    """Standard deviations, which get the shape of the means, the argument `of`."""
+    """Standard deviations, broadcast to the shape of the means, the argument `of`."""
 
     each: _check.Real = POSITIVE
     of: str = "mean"
@@ -98,7 +98,7 @@ class Spreads(_check.Array):
 
 
 def share_below(reference: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Share of `reference` below each value, ties half: mid-ranks, from 0 to 1."""
+    """Fraction of `reference` below each value, ties counted half: mid-ranks, from 0 to 1."""
     reference = np.sort(reference)
     twice = np.searchsorted(reference, values, "left") + np.searchsorted(reference, values, "right")
     return twice / (2 * reference.size)

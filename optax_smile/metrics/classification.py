@@ -10,10 +10,10 @@ from numpy.typing import ArrayLike
 from optax_smile import _check
 from optax_smile.metrics._checks import Labels, Probabilities, share_below
 
-# Of bins of confidence.
+# What the bins of confidence have in common.
 Equal = Literal["width", "mass"]
 
-# Of confidence, unless another number is given; as in Guo et al. 2017.
+# Default number of bins of confidence, as in Guo et al. 2017.
 NUM_BINS = 15
 BINNED: dict[str, _check.Constraint] = {
     "probabilities": Probabilities(),
@@ -28,8 +28,8 @@ class Reliability(NamedTuple):
 
     Attributes:
         confidence: mean probability of the predicted class, `[bin]`; NaN for an empty bin.
-        accuracy: share that is right, `[bin]`; NaN for an empty bin.
-        count: predictions in the bin, `[bin]`.
+        accuracy: fraction of correct predictions, `[bin]`; NaN for an empty bin.
+        count: number of predictions in the bin, `[bin]`.
     """
 
     confidence: np.ndarray
@@ -42,7 +42,7 @@ class RiskCoverage(NamedTuple):
 
     Attributes:
         coverage: `k / n`, `[k]`.
-        risk: share of the `k` that is wrong, `[k]`.
+        risk: fraction of the `k` predictions that are wrong, `[k]`.
     """
 
     coverage: np.ndarray
@@ -50,23 +50,23 @@ class RiskCoverage(NamedTuple):
 
 
 def _confident(probabilities: ArrayLike, labels: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
-    """Probability of the predicted class, and whether it is right."""
+    """Return the probability of the predicted class, and whether that class is correct."""
     return np.max(probabilities, axis=1), np.argmax(probabilities, axis=1) == labels
 
 
 @_check.arguments(probabilities=Probabilities(), labels=Labels())
 def accuracy(probabilities: ArrayLike, labels: ArrayLike) -> float:
-    """Share of inputs whose most probable class is the label; higher is better.
+    """Compute the fraction of inputs whose most probable class is the label; higher is better.
 
     Args:
-        probabilities: of the classes, `[input, class]`, >= 0, rows that sum to 1.
+        probabilities: class probabilities, `[input, class]`, >= 0, rows that sum to 1.
         labels: true classes, integers `[input]`.
 
     Returns:
-        A share, in [0, 1].
+        A fraction, in [0, 1].
 
     Raises:
-        ValueError: no inputs, probabilities or labels that are none.
+        ValueError: no inputs, or invalid probabilities or labels.
 
     Example:
         >>> accuracy([[0.9, 0.1], [0.8, 0.2]], [0, 1])
@@ -77,12 +77,13 @@ def accuracy(probabilities: ArrayLike, labels: ArrayLike) -> float:
 
 @_check.arguments(probabilities=Probabilities(), labels=Labels())
 def f1(probabilities: ArrayLike, labels: ArrayLike) -> float:
-    """Harmonic mean of precision and recall, averaged over classes; higher is better.
+    """Compute the harmonic mean of precision and recall, averaged over classes; higher is better.
 
-    Per class 2 · (labels predicted) / (labels + predictions), a plain mean over the classes that
-    occur in either ("macro"); a class that is never predicted rightly has 0.
+    Per class it is 2 · (correct predictions) / (labels + predictions). The result is the unweighted
+    mean over the classes that occur in labels or predictions ("macro"); a class that is never
+    predicted correctly scores 0.
 
-    Arguments and errors as of `accuracy`.
+    Arguments and errors as for `accuracy`.
 
     Returns:
         In [0, 1].
@@ -102,21 +103,21 @@ def f1(probabilities: ArrayLike, labels: ArrayLike) -> float:
 
 @_check.arguments(probabilities=Probabilities(), labels=Labels())
 def auroc(probabilities: ArrayLike, labels: ArrayLike) -> float:
-    """Area under the receiver operating characteristic; higher is better.
+    """Compute the area under the receiver operating characteristic; higher is better.
 
-    The share of pairs of an input of the class and one of another class in which the first has the
-    higher probability of the class, ties half. Two classes: of class 1. More: each against the
-    rest, a plain mean ("one-vs-rest, macro").
+    Pair each input of a class with each input of another class. The area is the fraction of pairs
+    in which the first has the higher probability of the class; ties count half. With two classes
+    it is that of class 1; with more, the unweighted mean over classes ("one-vs-rest, macro").
 
     Args:
-        probabilities: of two classes or more, `[input, class]`, >= 0, rows that sum to 1.
-        labels: true classes, integers `[input]`, each class at least once.
+        probabilities: of two or more classes, `[input, class]`, >= 0, rows that sum to 1.
+        labels: true classes, integers `[input]`; every class occurs at least once.
 
     Returns:
-        In [0, 1]; 1/2 is chance.
+        In [0, 1]; 1/2 is chance level.
 
     Raises:
-        ValueError: no inputs, probabilities or labels that are none.
+        ValueError: no inputs, or invalid probabilities or labels.
 
     Example:
         >>> auroc([[0.9, 0.1], [0.4, 0.6], [0.3, 0.7], [0.6, 0.4]], [0, 0, 1, 1])
@@ -127,7 +128,7 @@ def auroc(probabilities: ArrayLike, labels: ArrayLike) -> float:
     probabilities, labels = np.asarray(probabilities), np.asarray(labels)
     num_classes = probabilities.shape[1]
     if num_classes < 2:
-        _check.fail("auroc", "probabilities", "of two classes or more", "one class")
+        _check.fail("auroc", "probabilities", "of two or more classes", "one class")
     count = np.bincount(labels, minlength=num_classes)
     if not count.all():
         rule = f"of every class from 0 to {num_classes - 1}"
@@ -141,9 +142,9 @@ def auroc(probabilities: ArrayLike, labels: ArrayLike) -> float:
 
 @_check.arguments(probabilities=Probabilities(), labels=Labels())
 def brier(probabilities: ArrayLike, labels: ArrayLike) -> float:
-    """Squared distance to the one-hot label, summed over classes; lower is better.
+    """Compute the squared distance to the one-hot label, summed over classes; lower is better.
 
-    Arguments and errors as of `accuracy`.
+    Arguments and errors as for `accuracy`.
 
     Returns:
         In [0, 2].
@@ -160,16 +161,16 @@ def brier(probabilities: ArrayLike, labels: ArrayLike) -> float:
 
 @_check.arguments(probabilities=Probabilities())
 def entropy(probabilities: ArrayLike) -> np.ndarray:
-    """Entropy of every row; how unsure a prediction is.
+    """Compute the entropy of every row: how uncertain each prediction is.
 
     Args:
-        probabilities: of the classes, `[input, class]`, >= 0, rows that sum to 1.
+        probabilities: class probabilities, `[input, class]`, >= 0, rows that sum to 1.
 
     Returns:
         Nats, `[input]`, in [0, log(number of classes)].
 
     Raises:
-        ValueError: no inputs, probabilities that are none.
+        ValueError: no inputs, or invalid probabilities.
 
     Example:
         >>> entropy([[1.0, 0.0], [0.5, 0.5]]).round(3).tolist()
@@ -187,17 +188,17 @@ def reliability(
     """Compare confidence with accuracy in bins of confidence.
 
     Args:
-        probabilities: of the classes, `[input, class]`, >= 0, rows that sum to 1.
+        probabilities: class probabilities, `[input, class]`, >= 0, rows that sum to 1.
         labels: true classes, integers `[input]`.
-        num_bins: >= 1.
-        equal: `"width"`, bins cut [0, 1] evenly and hold their upper edge; or `"mass"`, bins hold
-            counts that differ by one at most, except that equal confidences stay together.
+        num_bins: number of bins, >= 1.
+        equal: `"width"`: bins of equal width on [0, 1], each including its upper edge; `"mass"`:
+            bins whose counts differ by at most one, except that equal confidences share a bin.
 
     Returns:
         A `Reliability`.
 
     Raises:
-        ValueError: no inputs, probabilities or labels that are none, an option out of range.
+        ValueError: no inputs, invalid probabilities or labels, or an option out of range.
 
     Example:
         >>> reliability([[0.9, 0.1], [0.8, 0.2]], [0, 1], num_bins=2, equal="mass").accuracy
@@ -224,10 +225,10 @@ def reliability(
 def ece(
     probabilities: ArrayLike, labels: ArrayLike, num_bins: int = NUM_BINS, equal: Equal = "width"
 ) -> float:
-    """Expected calibration error; lower is better.
+    """Compute the expected calibration error; lower is better.
 
-    The mean of |accuracy - confidence| over bins, weighted with their counts. Arguments and errors
-    as of `reliability`.
+    It is the mean of |accuracy - confidence| over bins, weighted by their counts. Arguments and
+    errors as for `reliability`.
 
     Returns:
         In [0, 1].
@@ -245,12 +246,12 @@ def ece(
 
 @_check.arguments(probabilities=Probabilities(), labels=Labels())
 def risk_coverage(probabilities: ArrayLike, labels: ArrayLike) -> RiskCoverage:
-    """Error rate of a classifier that answers only where it is most confident.
+    """Compute the error rate of a classifier that answers only where it is most confident.
 
-    Inputs sorted by falling probability of the predicted class; risk `k` is the share of wrong ones
-    among the first `k`, in expectation over random orders of equal confidences.
+    Inputs are sorted by decreasing probability of the predicted class. Risk `k` is the fraction of
+    wrong predictions among the first `k`, in expectation over random orders of equal confidences.
 
-    Arguments and errors as of `accuracy`.
+    Arguments and errors as for `accuracy`.
 
     Returns:
         A `RiskCoverage`.
@@ -263,7 +264,7 @@ def risk_coverage(probabilities: ArrayLike, labels: ArrayLike) -> RiskCoverage:
     """
     confidence, right = _confident(probabilities, labels)
     _, group, size = np.unique(-confidence, return_inverse=True, return_counts=True)
-    # In a random order every place among equals is wrong as often as they are on average.
+    # In a random order, each position among ties is wrong at the average rate of the ties.
     wrong = np.repeat(np.bincount(group, ~right) / size, size)
     first = np.arange(1, wrong.size + 1)
     return RiskCoverage(coverage=first / wrong.size, risk=np.cumsum(wrong) / first)
@@ -271,14 +272,14 @@ def risk_coverage(probabilities: ArrayLike, labels: ArrayLike) -> RiskCoverage:
 
 @_check.arguments(probabilities=Probabilities(), labels=Labels())
 def aurc(probabilities: ArrayLike, labels: ArrayLike) -> float:
-    """Area under the risk-coverage curve: the mean of `risk_coverage(...).risk`; lower is better.
+    """Compute the area under the risk-coverage curve; lower is better.
 
-    Arguments and errors as of `risk_coverage`. Sommer et al. 2026 write "area under the reliability
-    curve" for AURC; their figures (.016 at 90 % accuracy, .065 at 77 %) have the scale of the
-    risk-coverage curve, which is what is computed here.
+    It is the mean of `risk_coverage(...).risk`; arguments and errors as for `risk_coverage`. Sommer
+    et al. 2026 write "area under the reliability curve" for AURC; their figures (.016 at 90 %
+    accuracy, .065 at 77 %) have the scale of the risk-coverage curve, which is computed here.
 
     Returns:
-        In [0, 1]; the error rate is chance.
+        In [0, 1]; chance level is the error rate.
 
     Example:
         >>> aurc([[0.9, 0.1], [0.8, 0.2]], [0, 1])

@@ -13,18 +13,18 @@ DENSITIES = _check.Array(each=DENSITY)
 
 @_check.arguments(log_density=DENSITIES)
 def lppd(log_density: ArrayLike) -> float:
-    """Log pointwise predictive density: the mean of log densities; higher is better.
+    """Compute the log pointwise predictive density, the mean of log densities; higher is better.
 
-    As Sommer et al. 2026 report it (Gelman et al. 2014 define the sum).
+    This is the mean that Sommer et al. 2026 report (Gelman et al. 2014 define the sum).
 
     Args:
-        log_density: of each target, nats, `[input]`, as `Prediction.log_density`.
+        log_density: log density of each target, nats, `[input]`, such as `Prediction.log_density`.
 
     Returns:
         Nats per input.
 
     Raises:
-        ValueError: no inputs, NaN.
+        ValueError: no inputs, or NaN.
 
     Example:
         >>> lppd([-1.0, -2.0])
@@ -35,21 +35,21 @@ def lppd(log_density: ArrayLike) -> float:
 
 @_check.arguments(log_density=DENSITIES)
 def nll(log_density: ArrayLike) -> float:
-    """Negative log likelihood: minus the mean of log densities; lower is better.
+    """Compute the negative log likelihood, minus the mean of log densities; lower is better.
 
-    The NLL of single draws appears to be that of Sommer et al. 2026, whose NLL column is not minus
-    their LPPD column.
+    Sommer et al. 2026 appear to report the NLL of single draws: their NLL column is not minus their
+    LPPD column.
 
     Args:
-        log_density: nats; of `Prediction.log_density` `[input]` it is minus the LPPD, of the log
-            densities of single draws `[draw, input]` the average loss of a single draw, never
-            smaller.
+        log_density: nats. For `Prediction.log_density`, `[input]`, the result is minus the LPPD.
+            For log densities of single draws, `[draw, input]`, it is the average loss of a single
+            draw, which is never smaller.
 
     Returns:
         Nats per input.
 
     Raises:
-        ValueError: no inputs, NaN.
+        ValueError: no inputs, or NaN.
 
     Example:
         >>> nll([-1.0, -2.0])
@@ -63,18 +63,18 @@ def nll(log_density: ArrayLike) -> float:
     mask=_check.Array(each=BOOLEAN, like="log_density", dtype=None) | None,
 )
 def perplexity(log_density: ArrayLike, mask: ArrayLike | None = None) -> float:
-    """Exponential of the mean negative log likelihood of a token; lower is better.
+    """Compute the exponential of the mean negative log likelihood of a token; lower is better.
 
     Args:
-        log_density: of every token, nats, `[input, token]` or `[token]`.
-        mask: booleans of the same shape, False for tokens that do not count (padding, prompts);
-            None: all count.
+        log_density: log density of every token, nats, `[input, token]` or `[token]`.
+        mask: booleans of the same shape, False for tokens to ignore (padding, prompts); None: all
+            tokens count.
 
     Returns:
-        At least 1 for probabilities; infinite where float64 ends.
+        At least 1 for probabilities; infinite where float64 overflows.
 
     Raises:
-        ValueError: no tokens that count, another shape of the mask, NaN where it is True.
+        ValueError: no token counts, the mask has another shape, or NaN where the mask is True.
 
     Example:
         >>> round(perplexity([[-1.0, -2.0], [-3.0, -9.0]], [[True, True], [True, False]]), 3)

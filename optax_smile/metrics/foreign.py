@@ -1,4 +1,4 @@
-"""Scores of telling foreign inputs from familiar ones."""
+"""Scores of out-of-distribution detection."""
 
 from __future__ import annotations
 
@@ -13,18 +13,20 @@ SCORES = _check.Array("[input]")
 
 @_check.arguments(inside=SCORES, outside=SCORES)
 def ood_auroc(inside: ArrayLike, outside: ArrayLike) -> float:
-    """Chance that an input from outside scores above one from inside; higher is better.
+    """Compute the AUROC of out-of-distribution detection; higher is better.
+
+    It is the probability that an out-of-distribution input scores above an in-distribution one.
 
     Args:
-        inside: a score that is higher for foreign inputs, such as `entropy`, of inputs like the
-            training data, `[input]`.
-        outside: the same score of other inputs, `[input]`.
+        inside: in-distribution scores, `[input]`, of a score that is higher for unfamiliar inputs,
+            such as `entropy`.
+        outside: the same score for out-of-distribution inputs, `[input]`.
 
     Returns:
-        A share of pairs, ties half, in [0, 1]; 1/2 is chance.
+        A fraction of pairs, ties counted half, in [0, 1]; 1/2 is chance level.
 
     Raises:
-        ValueError: another shape, no inputs, NaN.
+        ValueError: another shape, no inputs, or NaN.
 
     Example:
         >>> ood_auroc([0.1, 0.3], [0.2, 0.4])
@@ -37,21 +39,21 @@ def ood_auroc(inside: ArrayLike, outside: ArrayLike) -> float:
 
 @_check.arguments(inside=SCORES, outside=SCORES)
 def fpr95(inside: ArrayLike, outside: ArrayLike) -> float:
-    """Share of foreign inputs taken for familiar where 95 % of the familiar are; lower is better.
+    """Compute the false positive rate at a true positive rate of 95 %; lower is better.
 
-    Inside counts as positive: the threshold is the smallest score with at least 95 % of `inside` at
-    or below it, the result the share of `outside` at or below it.
+    In-distribution inputs are the positives. The threshold is the smallest score with at least 95 %
+    of `inside` at or below it; the result is the fraction of `outside` at or below it.
 
-    Arguments and errors as of `ood_auroc`.
+    Arguments and errors as for `ood_auroc`.
 
     Returns:
-        A share, in [0, 1]; .95 is chance.
+        A fraction, in [0, 1]; .95 is chance level.
 
     Example:
         >>> fpr95(range(100), [93, 94, 95, 96])
         0.5
 
-    Source: Liang et al. 2018. (Hendrycks et al. 2019 count outside as positive: other results.)
+    Source: Liang et al. 2018. (Hendrycks et al. 2019 count `outside` as positive, which differs.)
     """
     kept = -(-95 * np.size(inside) // 100)  # 95 % rounded up, in integers as 0.95 is not exact
     return float(np.mean(outside <= np.sort(inside)[kept - 1]))

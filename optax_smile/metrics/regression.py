@@ -1,4 +1,4 @@
-"""Scores of normal distributions and mixtures of them."""
+"""Scores of normal distributions and of mixtures of normals."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from numpy.typing import ArrayLike
 from optax_smile import _check
 from optax_smile.metrics._checks import FINITE, LEVEL, Spreads
 
-# Halvings that shrink a bracket to the rounding error of its first width, 2**-53.
+# Bisection steps that shrink a bracket to the rounding error of its first width, 2**-53.
 BISECTIONS = 53
 NUMBERS = _check.Array(each=FINITE)
 MEANS = _check.Array("[input] or [draw, input]", FINITE)
-# Intervals may be endless, as of `calibrate.prediction_intervals`.
+# Ends may be infinite, as those of `calibrate.prediction_intervals`.
 ENDS = _check.Array()
 
 
 def _normal_cdf(standardized: np.ndarray) -> np.ndarray:
-    # NumPy has no error function; JAX needs SciPy, so it is there, and has float64 without x64.
+    # NumPy has no error function. SciPy is installed with JAX and needs no x64 mode for float64.
     from scipy.special import ndtr
 
     return ndtr(standardized)
 
 
 def _quantile(mean: np.ndarray, std: np.ndarray, probability: float) -> np.ndarray:
-    """Quantile of the mixture by bisection; it lies between those of the parts."""
+    """Find a quantile of the mixture by bisection between the quantiles of its components."""
     quantiles = mean + std * statistics.NormalDist().inv_cdf(probability)
     low, high = quantiles.min(axis=0), quantiles.max(axis=0)
     for _ in range(BISECTIONS):
@@ -46,18 +46,18 @@ def _mean_absolute(mean: np.ndarray, std: np.ndarray) -> np.ndarray:
 
 @_check.arguments(mean=NUMBERS, targets=_check.Array(each=FINITE, like="mean"))
 def rmse(mean: ArrayLike, targets: ArrayLike) -> float:
-    """Root of the mean squared error; lower is better.
+    """Compute the root mean squared error; lower is better.
 
     Args:
-        mean: what is predicted, `[input, ...]`.
-        targets: what was observed, of the very same shape: `[input, 1]` against `[input]` would
+        mean: predictions, `[input, ...]`.
+        targets: observed values, of exactly the same shape: `[input, 1]` against `[input]` would
             compare every prediction with every target.
 
     Returns:
         In units of the target, at least 0.
 
     Raises:
-        ValueError: shapes that differ, no inputs, NaN.
+        ValueError: shapes that differ, no inputs, or NaN.
 
     Example:
         >>> rmse([1.0, 2.0], [4.0, 6.0]) == (25 / 2) ** 0.5
@@ -68,18 +68,18 @@ def rmse(mean: ArrayLike, targets: ArrayLike) -> float:
 
 @_check.arguments(mean=MEANS, std=Spreads(), level=LEVEL)
 def interval(mean: ArrayLike, std: ArrayLike, level: float = 0.95) -> tuple[np.ndarray, np.ndarray]:
-    """Central interval of the predictive distribution, (1 - level) / 2 of it on either side.
+    """Compute the central predictive interval, with probability (1 - level) / 2 on either side.
 
     Args:
-        mean: `[input]` of a normal, or `[draw, input]` of a mixture of normals in equal parts.
+        mean: of a normal, `[input]`, or of an equally weighted mixture of normals, `[draw, input]`.
         std: of the same shape, a scalar or `[draw, 1]`, > 0.
-        level: probability inside, in (0, 1).
+        level: probability inside the interval, in (0, 1).
 
     Returns:
-        Lower and upper end, both `[input]`, to rounding error of the spread of the draws.
+        Lower and upper end, both `[input]`, exact to the rounding error of the spread of the draws.
 
     Raises:
-        ValueError: shapes that do not fit, no inputs, numbers out of range.
+        ValueError: mismatched shapes, no inputs, or numbers out of range.
 
     Cost: about 100 evaluations of the normal distribution function per draw and input; memory for
     a few arrays `[draw, input]`.
@@ -91,7 +91,7 @@ def interval(mean: ArrayLike, std: ArrayLike, level: float = 0.95) -> tuple[np.n
     """
     mean, std = np.atleast_2d(mean, std)
     tail = (1 - level) / 2
-    # The upper end from the mirrored lower tail, where small probabilities are exact.
+    # Compute the upper end from the mirrored lower tail, where small probabilities are exact.
     return _quantile(mean, std, tail), -_quantile(-mean, std, tail)
 
 
@@ -99,26 +99,28 @@ def _require_order(where: str, lower: np.ndarray, upper: np.ndarray):
     outside = ~((lower < np.inf) & (upper >= lower) & (upper > -np.inf))
     if outside.any():
         at = np.argmax(outside)
-        got = f"{upper.flat[at]} above {lower.flat[at]}"
-        _check.fail(where, "upper", "an end that is not below `lower`", got)
+        got = f"{upper.flat[at]} where `lower` is {lower.flat[at]}"
+        _check.fail(where, "upper", ">= `lower`, not both ends the same infinity", got)
 
 
 @_check.arguments(
     lower=ENDS, upper=_check.Array(like="lower"), targets=_check.Array(each=FINITE, like="lower")
 )
 def coverage(lower: ArrayLike, upper: ArrayLike, targets: ArrayLike) -> float:
-    """Share of targets inside their interval, ends included; best near its level.
+    """Compute the fraction of targets inside their interval, ends included.
+
+    It should be close to the level of the intervals.
 
     Args:
-        lower: lower ends `[input]`, as of `interval`; minus infinity for no end.
-        upper: upper ends `[input]`, >= `lower`; infinity for no end.
-        targets: what was observed, `[input]`.
+        lower: lower ends `[input]`, such as those of `interval`; minus infinity if unbounded.
+        upper: upper ends `[input]`, >= `lower`; infinity if unbounded.
+        targets: observed values, `[input]`.
 
     Returns:
-        A share, in [0, 1].
+        A fraction, in [0, 1].
 
     Raises:
-        ValueError: shapes that differ, no inputs, NaN, ends that cross.
+        ValueError: shapes that differ, no inputs, NaN, or ends that cross.
 
     Example:
         >>> coverage([0.0, 0.0], [1.0, 1.0], [0.5, 2.0])
@@ -131,9 +133,9 @@ def coverage(lower: ArrayLike, upper: ArrayLike, targets: ArrayLike) -> float:
 
 @_check.arguments(lower=ENDS, upper=_check.Array(like="lower"))
 def interval_width(lower: ArrayLike, upper: ArrayLike) -> float:
-    """Mean width of intervals; lower is better at equal `coverage`.
+    """Compute the mean width of intervals; lower is better at equal `coverage`.
 
-    Arguments and errors as of `coverage`.
+    Arguments and errors as for `coverage`.
 
     Returns:
         In units of the target.
@@ -149,24 +151,25 @@ def interval_width(lower: ArrayLike, upper: ArrayLike) -> float:
 
 @_check.arguments(mean=MEANS, std=Spreads(), targets=NUMBERS)
 def crps(mean: ArrayLike, std: ArrayLike, targets: ArrayLike) -> float:
-    """Continuous ranked probability score; lower is better.
+    """Compute the continuous ranked probability score; lower is better.
 
-    The mean over inputs of `∫ (F(x) - [x >= y])² dx = E|X - y| - E|X - X'| / 2`, F the predictive
-    distribution function, X and X' independent draws from it, y the target; in closed form.
+    It is the mean over inputs of `∫ (F(x) - [x >= y])² dx = E|X - y| - E|X - X'| / 2`, where F is
+    the predictive distribution function, X and X' are independent draws from it and y is the
+    target. The formula is in closed form.
 
     Args:
-        mean: as of `interval`, `[input]` or `[draw, input]`.
-        std: as of `interval`.
-        targets: what was observed, `[input]`.
+        mean: `[input]` or `[draw, input]`, see `interval`.
+        std: see `interval`.
+        targets: observed values, `[input]`.
 
     Returns:
         In units of the target, at least 0.
 
     Raises:
-        ValueError: shapes that do not fit, no inputs, numbers out of range.
+        ValueError: mismatched shapes, no inputs, or numbers out of range.
 
-    Cost: (number of draws)² normal distribution functions per input; memory for a few arrays
-    `[draw, input]`.
+    Cost: (number of draws)² evaluations of the normal distribution function per input; memory for a
+    few arrays `[draw, input]`.
 
     Example:
         >>> round(crps([0.0], 1.0, [0.0]), 4)

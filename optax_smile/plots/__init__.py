@@ -1,8 +1,8 @@
-"""Pictures of a run and of its predictions: did the chains run well, can the result be trusted?
+"""Plots of a run and of its predictions: did the chains run well, can the result be trusted?
 
-Each function draws one picture onto `ax`, or onto a new figure, and returns the axes, on which
-everything may still be changed. They need matplotlib: `pip install 'optax-smile[plots]'`. A `trace`
-is what `sample` returns as `.trace`: arrays `[chain, tick]`, warm-up included.
+Each function draws one plot onto `ax`, or onto a new figure, and returns the axes, so that you can
+change everything afterwards. Plots need matplotlib: `pip install 'optax-smile[plots]'`. A `trace`
+is the attribute `.trace` of what `sample` returns: arrays `[chain, tick]`, warm-up included.
 
 Example:
     >>> import numpy as np

@@ -1,4 +1,4 @@
-"""What the pictures share: arguments, axes, colours, legends, windows."""
+"""What the plots share: arguments, axes, colours, legends, windows."""
 
 import sys
 import textwrap
@@ -11,31 +11,31 @@ from optax_smile import _check
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Okabe and Ito 2008, tellable apart by the colour-blind; without yellow, too pale for a line.
+# Okabe and Ito 2008, distinct for colour-blind readers; without yellow, too pale for a line.
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-# Of lines when the colours are used up.
+# Line styles for when the colours are used up.
 DASHES = ("-", "--", "-.", ":")
 BAND_ALPHA = 0.25
-# Of a figure of its own, in inches.
+# Size of a new figure, in inches.
 FIGURE_SIZE = (5.6, 4.4)
-# More names than that cover the picture.
+# A longer legend would cover the plot.
 MOST_NAMED_CHAINS = 10
-# Letters of a row of a legend; longer names go on in the next one.
+# Characters in a row of a legend; longer names wrap.
 LEGEND_WIDTH = 60
-# What a legend needs beside a name, in letters; how far below the axes it begins, in font sizes.
+# Width of a legend handle, in characters; distance of the legend below the axes, in font sizes.
 LEGEND_HANDLE, BELOW_AXES = 6, 3.6
-# A linear axis shows smaller spreads well.
+# Ratio of largest to smallest value up to which a linear axis works well.
 LINEAR_SPREAD = 3.0
-# Enough to see a trend, few enough that each window averages over many ticks.
+# Enough windows to see a trend, few enough that each averages over many ticks.
 MOST_WINDOWS = 40
 
 
-# Entropies from probabilities in float32 miss zero by less.
+# Entropies computed from float32 probabilities fall below zero by less.
 UNCERTAINTY = _check.Array("[input]", _check.Real(-1e-5))
 
 
 def _is_axes(value: Any) -> bool:
-    # What matplotlib made imported it.
+    # If the value is matplotlib's, matplotlib is imported already.
     axes = sys.modules.get("matplotlib.axes")
     return axes is not None and isinstance(value, axes.Axes)
 
@@ -45,10 +45,10 @@ LABEL = _check.kind(str, "a name") | None
 
 
 def returned_by(function: str, attribute: str) -> _check.Constraint:
-    """Require what a function of another room returned, which has such an attribute."""
+    """Require the result of another package's function, recognised by an attribute."""
     return _check.Where(
-        f"what `{function}` returned",
-        lambda found: hasattr(found, attribute) and not isinstance(found, type),
+        f"the result of `{function}`",
+        lambda value: hasattr(value, attribute) and not isinstance(value, type),
     )
 
 
@@ -64,7 +64,7 @@ def open_axes(ax: "Axes | None") -> "Axes":
 
 
 def pick_colors(number: int) -> list[Any]:
-    """Give one colour each: the palette while it lasts, else shades of one scale."""
+    """Return distinct colours: the palette if it suffices, else shades of one scale."""
     if number <= len(PALETTE):
         return list(PALETTE[:number])
     import matplotlib
@@ -73,14 +73,14 @@ def pick_colors(number: int) -> list[Any]:
 
 
 def next_style(ax: "Axes", what: str) -> dict[str, Any]:
-    """Give the style of one more method drawn onto the same axes; `what` marks its line."""
+    """Return the line style of the next method on the same axes; `what` tags its line."""
     before = sum(line.get_gid() == what for line in ax.lines)
     dashes = DASHES[before // len(PALETTE) % len(DASHES)]
     return {"color": PALETTE[before % len(PALETTE)], "ls": dashes, "gid": what}
 
 
 def chain_style(num_chains: int) -> list[dict[str, Any]]:
-    """Give the line style of each chain; only few chains are named in the legend."""
+    """Return the line style of each chain; the legend names chains only if they are few."""
     if num_chains <= MOST_NAMED_CHAINS:
         colors = enumerate(pick_colors(num_chains))
         return [{"color": color, "lw": 1.0, "label": f"chain {chain}"} for chain, color in colors]
@@ -88,7 +88,7 @@ def chain_style(num_chains: int) -> list[dict[str, Any]]:
 
 
 def add_legend(ax: "Axes"):
-    """Name what has a label, below the axes, where nothing is covered."""
+    """Add a legend below the axes, where it covers nothing."""
     handles, labels = ax.get_legend_handles_labels()
     if not handles:
         return
@@ -107,7 +107,7 @@ def add_legend(ax: "Axes"):
 
 
 def count_gradients(ax: "Axes"):
-    """Name the horizontal axis of pictures of a trace."""
+    """Set up the horizontal axis of plots of a trace."""
     ax.set_xlabel("gradients per chain")
     ax.xaxis.set_major_formatter("{x:,.0f}")
     ax.locator_params(axis="x", nbins=6)
@@ -115,11 +115,11 @@ def count_gradients(ax: "Axes"):
 
 
 def split_windows(num_ticks: int, least: float = 1) -> list[np.ndarray]:
-    """Split the ticks into windows of one length, at least `least` if there are so many."""
+    """Split the ticks into windows of equal length, of at least `least` ticks if possible."""
     number = int(min(MOST_WINDOWS, max(1, num_ticks // max(least, 1))))
     return np.array_split(np.arange(num_ticks), number)
 
 
 def dot_if_single(number: int) -> dict[str, Any]:
-    """Mark a line of a single point, which would not be seen."""
+    """Return a marker for a line of a single point, which would otherwise be invisible."""
     return {"marker": "o", "ms": 4} if number == 1 else {}

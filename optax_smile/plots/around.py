@@ -1,4 +1,4 @@
-"""Around trained weights: how strong a prior, how quickly the loss grows."""
+"""Plots of searches around trained weights: prior precision and learning coefficient."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ if TYPE_CHECKING:
     ax=AXES,
 )
 def precision_search(search: PrecisionSearch, *, ax: Axes | None = None) -> Axes:
-    """Draw what draws cost with each precision of a prior around trained weights.
+    """Plot the excess loss of draws against the precision of the prior around trained weights.
 
     Args:
-        search: what `optax_smile.local.local_precision` returned.
+        search: result of `optax_smile.local.local_precision`.
         ax: where to draw; None makes a new figure.
 
     Returns:
         The axes: excess loss of single draws against precision, both logarithmic, with standard
-        errors, the one that was chosen as a star, and what was allowed as a line.
+        errors. A star marks the chosen precision, a line the allowed excess.
 
     Raises:
-        ValueError: something else than a `PrecisionSearch`.
-        ImportError: matplotlib is missing.
+        ValueError: not a `PrecisionSearch`.
+        ImportError: matplotlib is not installed.
     """
     ax = open_axes(ax)
     order = np.argsort(search.precisions)
@@ -63,10 +63,10 @@ def precision_search(search: PrecisionSearch, *, ax: Axes | None = None) -> Axes
     ax=AXES,
 )
 def learning_coefficient(found: LearningCoefficient, *, ax: Axes | None = None) -> Axes:
-    """Draw the loss of each chain's draws, in the units of the coefficient: do they still fall?
+    """Plot the loss of each chain's draws in units of the coefficient; it should not drift.
 
     Args:
-        found: what `optax_smile.local.llc` returned.
+        found: result of `optax_smile.local.llc`.
         ax: where to draw; None makes a new figure.
 
     Returns:
@@ -74,8 +74,8 @@ def learning_coefficient(found: LearningCoefficient, *, ax: Axes | None = None) 
         standard error as a band.
 
     Raises:
-        ValueError: something else than a `LearningCoefficient`.
-        ImportError: matplotlib is missing.
+        ValueError: not a `LearningCoefficient`.
+        ImportError: matplotlib is not installed.
     """
     ax = open_axes(ax)
     for style, trace in zip(chain_style(len(found.trace)), found.trace, strict=True):

@@ -1,4 +1,4 @@
-"""Which sampler or optimizer."""
+"""Plot of a choice between samplers and optimizers."""
 
 from __future__ import annotations
 
@@ -14,41 +14,41 @@ if TYPE_CHECKING:
 
     from optax_smile.chains.select import Selection
 
-# Nats per input; what is so far below the best of its round does not set the scale.
+# Nats per input; candidates further below the best of their round do not affect the scale.
 FAR_FROM_BEST = 1.0
-# Distance of two candidates of a round, as a share of its steps.
+# Horizontal distance between two candidates of a round, as a fraction of its steps.
 NEXT_TO = 0.015
 
 
 @_check.arguments("plots.selection", selection=returned_by("select", "final_lppd"), ax=AXES)
 def selection(selection: Selection, *, ax: Axes | None = None) -> Axes:
-    """Draw what each candidate predicted at the end of each round.
+    """Plot the validation score of each candidate at the end of each round.
 
     Args:
-        selection: what `optax_smile.select` returned.
+        selection: result of `optax_smile.select`.
         ax: where to draw; None makes a new figure.
 
     Returns:
         The axes: LPPD of the validation data against steps, logarithmic if there are several
-        rounds. A line per candidate ends where it was dropped; its error bars are standard errors
-        of the difference to the best of the round. The star is the LPPD of all draws of the chosen
-        candidate. What is more than a nat below the best of its round may be off the scale, and is
-        then marked at the bottom, with a cross if it failed.
+        rounds. A line per candidate ends where it was dropped; error bars are standard errors of
+        the difference from the best candidate of the round. The star is the LPPD of all draws of
+        the chosen candidate. Values more than one nat below the best of their round may be off the
+        scale; a marker at the bottom shows them, a cross if the candidate failed.
 
     Raises:
-        ValueError: something else than a `Selection`.
-        ImportError: matplotlib is missing.
+        ValueError: not a `Selection`.
+        ImportError: matplotlib is not installed.
 
     Example:
         >>> import numpy as np
         >>> from matplotlib.figure import Figure
         >>> from optax_smile import Selection
-        >>> found = Selection(
+        >>> result = Selection(
         ...     best="psmile", draws=None, names=("psmile", "adam"), num_steps=np.array([100]),
         ...     lppd=np.array([[-1.0, -1.2]]), standard_error=np.array([[0, 0.1]]),
         ...     start_lppd=-1.5, final_lppd=-0.9, total_steps=300, cost=0.3,
         ... )
-        >>> selection(found, ax=Figure().subplots()).get_title()
+        >>> selection(result, ax=Figure().subplots()).get_title()
         'Chosen: psmile, LPPD -0.9'
     """
     steps, lppd, final = selection.num_steps, selection.lppd, selection.final_lppd
@@ -67,14 +67,14 @@ def selection(selection: Selection, *, ax: Axes | None = None) -> Axes:
         error = np.nan_to_num(selection.standard_error[:, place])
         finite = np.isfinite(values)
         style = {"color": color, "zorder": 2.5 if name == selection.best else 2}
-        # Side by side, so that error bars of one round do not hide each other.
+        # Shift candidates so that their error bars do not overlap.
         at = steps * (1 + NEXT_TO * (place - (len(selection.names) - 1) / 2))
         ax.errorbar(at[finite], values[finite], error[finite], fmt="o-", label=name, **style)
         for marked, marker in (finite & (values < low), "v"), (np.isneginf(values), "x"):
             ax.plot(at[marked], 0 * at[marked], marker, **style | at_bottom)
         if name == selection.best:
             ax.plot(selection.total_steps, final, "*", color=color, ms=14, zorder=3)
-    # A scale of no height has no room.
+    # Leave room even if all values are equal.
     room = max(0.06 * (high - low), 1e-3)
     ax.set(xscale="log" if len(steps) > 1 else "linear", ylim=(low - room, high + room))
     ax.set(title=f"Chosen: {selection.best}, LPPD {final:.4g}")

@@ -1,4 +1,4 @@
-"""Images beside what is predicted of them."""
+"""Images with their predictions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class _Anything(_check.Real):
-    """Any number, NaN as well: of many images those that are used are checked later."""
+    """Any number, including NaN: only the images that are drawn are checked, later."""
 
     def holds(self, numbers: Any) -> Any:
         return np.ones(np.shape(numbers), bool)
@@ -28,24 +28,24 @@ MEAN = _check.Array("[input, class] or [input]")
 TARGETS = _check.Array("[input]") | None
 # Grey, red-green-blue, and the same with opacity.
 CHANNELS = (1, 3, 4)
-# Images of a row.
+# Images in a row.
 NUMBER = 6
-# In widths of an image: between images, and for a caption and the name of a row.
+# Space between images, for a caption and for the name of a row, in widths of an image.
 GAP, CAPTION, NAME = 0.12, 0.5, 0.3
 
 
 def pick(
     mean: np.ndarray, uncertainty: np.ndarray, targets: np.ndarray | None, number: int
 ) -> dict[str, np.ndarray]:
-    """Pick inputs for rows by their names, the most extreme first.
+    """Pick the inputs of each row, most extreme first; return indices by the row's name.
 
-    Of what was picked the same is picked again.
+    Picking again from the picked inputs returns the same ones.
 
     Args:
         mean: class probabilities `[input, class]`, or numbers `[input]`.
         uncertainty: entropies, or variances, `[input]`.
         targets: labels or numbers, `[input]`, or None.
-        number: of each row, at most.
+        number: largest number of inputs in a row.
     """
     order = np.argsort(uncertainty, kind="stable")
     rows = {"the surest": order[:number], "the least sure": order[::-1][:number]}
@@ -83,13 +83,13 @@ def examples(
     number: int = NUMBER,
     ax: Axes | None = None,
 ) -> Axes:
-    """Draw the images of which a prediction is surest, least sure, and furthest from the truth.
+    """Show the images with the most certain, the least certain and the worst predictions.
 
-    Look whether you would be sure of the first ones as well, and unsure of the others.
+    Check whether you too would be certain about the first ones and uncertain about the others.
 
     Args:
-        images: `[input, height, width]`, or with 1, 3 or 4 channels as a last axis; numbers of any
-            range, of which the smallest of all becomes black and the largest white.
+        images: `[input, height, width]`, or with 1, 3 or 4 channels as a last axis; in any range:
+            the smallest number of all images is drawn black and the largest white.
         mean: class probabilities `[input, class]`, or predicted numbers `[input]`.
         uncertainty: entropy in nats of the probabilities, or variance of the numbers, `[input]`,
             such as `Prediction.total`.
@@ -98,13 +98,14 @@ def examples(
         ax: where to draw; None makes a new figure.
 
     Returns:
-        The axes: a row of images each, the third one with targets, and only if one is wrong. Below
-        an image are the class with its probability, or the number with its standard deviation, then
-        the entropy or, in another colour where a class is wrong, the target.
+        The axes: one row of images for each group. The third row needs targets and is left out if
+        no prediction is wrong. Below an image are the class with its probability, or the number
+        with its standard deviation, then the entropy, or the target (coloured if the class is
+        wrong).
 
     Raises:
-        ValueError: images that are none, shapes that do not fit, NaN.
-        ImportError: matplotlib is missing.
+        ValueError: invalid images, mismatched shapes, or NaN.
+        ImportError: matplotlib is not installed.
 
     Example:
         >>> import numpy as np
@@ -125,7 +126,7 @@ def examples(
         top += NAME
         for column, at in enumerate(chosen):
             left = column * (1 + GAP)
-            # Heights are counted downwards.
+            # The vertical axis points down.
             place = {"extent": (left, left + 1, top + height, top), "interpolation": "nearest"}
             ax.imshow(images[at], cmap="gray", vmin=0, vmax=1, zorder=2, **place)
             caption, is_wrong = _caption(mean[at], float(uncertainty[at]), targets, at)
@@ -142,7 +143,7 @@ def examples(
 def _caption(
     mean: np.ndarray, uncertainty: float, targets: np.ndarray | None, at: int
 ) -> tuple[str, bool]:
-    """What is predicted of an image, and whether it is another class than the target."""
+    """Return the caption of an image, and whether its predicted class is wrong."""
     if mean.ndim == 0:
         text = f"{mean:.3g} ± {np.sqrt(max(uncertainty, 0)):.2g}"
         return text + ("" if targets is None else f"\nwas {targets[at]:.3g}"), False
@@ -156,7 +157,7 @@ def _caption(
 def _checked(
     number: int, mean: ArrayLike, uncertainty: ArrayLike, targets: ArrayLike | None
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    """Require a prediction of so many images."""
+    """Require a prediction for each of the images."""
     where = "plots.examples"
     arrays: dict[str, Any] = {
         "mean": MEAN(where, "mean", mean),
@@ -165,7 +166,7 @@ def _checked(
     }
     for argument, array in arrays.items():
         if array is not None and len(array) != number:
-            rule = f"of {number} inputs to go with `images`"
+            rule = f"of {number} inputs, as many as `images`"
             _check.fail(where, argument, rule, f"shape {array.shape}")
     means: np.ndarray = arrays["mean"]
     labels: np.ndarray | None = arrays["targets"]
@@ -178,12 +179,12 @@ def _checked(
 
 
 def _scaled(images: np.ndarray) -> np.ndarray:
-    """Make images of numbers from 0 to 1, without an axis for one channel."""
+    """Scale images to [0, 1], and drop a channel axis of length 1."""
     if images.ndim == 4 and images.shape[-1] not in CHANNELS:
         rule = f"images with {', '.join(map(str, CHANNELS))} channels as the last axis"
         _check.fail("plots.examples", "images", rule, f"shape {images.shape}")
     images = _check.Array(each=_check.Real())("plots.examples", "images", images)
-    # The difference of two finite numbers may be infinite, that of their shares is not.
+    # The difference of two finite numbers may overflow; after this division it cannot.
     images = images / (np.abs(images).max() or 1)
     low, spread = images.min(), np.ptp(images)
     scaled = (images - low) / spread if spread > 0 else np.zeros_like(images)
@@ -197,9 +198,9 @@ def keep(
     targets: ArrayLike | None,
     number: int = NUMBER,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Keep of many images those that `examples` draws: their places, and them as bytes.
+    """Select the images that `examples` draws: their indices, and the images as bytes.
 
-    Arguments and errors as of `examples`, but that only what is kept has to be finite.
+    Arguments and errors as for `examples`, except that only the selected images must be finite.
     """
     given: np.ndarray = IMAGES("plots.examples", "images", images)
     rows = pick(*_checked(len(given), mean, uncertainty, targets), number)

@@ -1,4 +1,4 @@
-"""Where the chains went."""
+"""Plot of the paths of the chains."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from optax_smile.plots._axes import AXES, MOST_NAMED_CHAINS, add_legend, open_ax
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Coordinates that are held in float64 at a time.
+# Number of coordinates held in float64 at a time.
 COLUMNS_AT_A_TIME = 1 << 16
-# Share of the variance below which a direction is made of rounding errors of float64.
+# Fraction of the variance below which a direction consists of float64 rounding errors.
 RANK_TOLERANCE = 1e-12
 
 
 def _points(where: str, params: Any, start: Any) -> tuple[list[np.ndarray], tuple[int, int]]:
-    """Return the leaves as `[point, column]`: all draws, then the starts; and chains and draws."""
+    """Return leaves as `[point, column]`, draws then starts; and numbers of chains and draws."""
     leaves, structure = jax.tree.flatten_with_path(params)
     shapes = {jax.tree_util.keystr(path) or "array": np.shape(leaf) for path, leaf in leaves}
     listed = ", ".join(f"{name} {shape}" for name, shape in shapes.items()) or "nothing"
     axes = {shape[:2] for shape in shapes.values()}
     if len(axes) != 1 or len(next(iter(axes))) != 2 or 0 in next(iter(axes)):
-        rule = "arrays [chain, draw, ...] with the same two leading axes, none of them empty"
+        rule = "arrays [chain, draw, ...] with the same two leading axes, neither empty"
         _check.fail(where, "params", rule, listed)
     num_chains, num_draws = next(iter(axes))
     starts = [None] * len(leaves)
@@ -52,10 +52,10 @@ def _points(where: str, params: Any, start: Any) -> tuple[list[np.ndarray], tupl
 
 
 def _principal_plane(matrices: list[np.ndarray], num_draws: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return all points on the two principal axes of the first `num_draws`, and variance shares.
+    """Project all points on the first two principal axes of the draws; return variance shares too.
 
-    With `X` the centred draws, `X X^T = U diag(l) U^T`, the coordinates are `U sqrt(l)`; those of
-    another point `x` are `x X^T U / sqrt(l)`. In few dimensions `X^T X` is smaller.
+    With `X` the centred draws and `X X^T = U diag(l) U^T`, the coordinates are `U sqrt(l)`; those
+    of another point `x` are `x X^T U / sqrt(l)`. In few dimensions it uses the smaller `X^T X`.
     """
     blocks = [
         rows[:, first : first + COLUMNS_AT_A_TIME]
@@ -84,30 +84,30 @@ def _principal_plane(matrices: list[np.ndarray], num_draws: int) -> tuple[np.nda
 
 @_check.arguments("plots.chain_paths", params=_check.Tree(), start=_check.Tree() | None, ax=AXES)
 def chain_paths(params: Any, *, start: Any = None, ax: Axes | None = None) -> Axes:
-    """Draw the ways of the chains in the plane in which the draws differ most.
+    """Plot the paths of the chains in the plane in which the draws vary most.
 
-    Chains that walk over each other have found the same region; separate clouds are different
-    modes, which several chains are for. A chain whose way still leads in one direction has not
-    arrived. Distances are Euclidean, projected; read the shares of variance before believing them.
+    Overlapping paths explore the same region. Separate clouds are different modes, the reason to
+    run several chains. A path that still moves in one direction has not reached equilibrium.
+    Distances are Euclidean and projected; check the shares of variance before you rely on them.
 
     Args:
         params: draws `[chain, draw, dimension]`, or a tree of arrays `[chain, draw, ...]`, such as
-            the `params` of what `sample` returned; all leaves count.
-        start: where the chains began, such as what `warmstart` returned: like `params` without the
-            draw axis. It does not influence the plane.
+            the `params` of what `sample` returns; all leaves count.
+        start: initial parameters of the chains, such as `warmstart` returns: like `params` without
+            the draw axis. The start does not affect the plane.
         ax: where to draw; None makes a new figure.
 
     Returns:
-        The axes: a path per chain in its colour, a cross at its start (its first draw, if no
-        `start` is given), a dot at its end. Axes carry the share of all the draws' variance.
+        The axes: a coloured path per chain, with a cross at its start (its first draw without
+        `start`) and a dot at its end. Axis labels give the share of the variance of all draws.
 
     Raises:
-        ValueError: leading axes that disagree, an empty axis, NaN or inf, or a `start` unlike the
-            draws.
-        ImportError: matplotlib is missing.
+        ValueError: leading axes that disagree, an empty axis, NaN or inf, or a `start` that does
+            not match the draws.
+        ImportError: matplotlib is not installed.
 
-    Cost: of n draws of all chains in d dimensions, time n * d * min(n, d) and memory min(n, d)^2
-        beside one copy of the draws: thin them to a few thousand.
+    Cost: with n draws in total and d dimensions, time n * d * min(n, d) and memory min(n, d)^2
+        plus one copy of the draws: thin them to a few thousand.
 
     Example:
         >>> import numpy as np

@@ -1,4 +1,4 @@
-"""What the draws predict."""
+"""Plots of predictions."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from optax_smile.plots._axes import (
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Of the largest and smallest dot of a reliability diagram, in square points.
+# Area of the largest and smallest dot of a reliability diagram, in square points.
 LARGEST_DOT, SMALLEST_DOT = 350.0, 12.0
-# Of a histogram.
+# Number of bins of a histogram.
 LEAST_BINS, MOST_BINS = 5, 30
 
 
@@ -45,25 +45,25 @@ def reliability(
     label: str | None = None,
     ax: Axes | None = None,
 ) -> Axes:
-    """Draw accuracy against confidence; on the diagonal the probabilities mean what they say.
+    """Plot accuracy against confidence; calibrated predictions lie on the diagonal.
 
-    Dots below it are overconfident, above it underconfident. Calls with the same `ax` compare
-    methods, each in a colour of its own.
+    Dots below the diagonal are overconfident, dots above it underconfident. Call it repeatedly with
+    the same `ax` to compare methods; each gets its own colour.
 
     Args:
-        probabilities: of the classes, `[input, class]`, rows that sum to one.
+        probabilities: class probabilities, `[input, class]`, rows that sum to one.
         labels: true classes, integers, `[input]`.
-        num_bins: of equal width between 0 and 1, >= 1.
+        num_bins: number of bins of equal width between 0 and 1, >= 1.
         label: name of the method in the legend.
         ax: where to draw; None makes a new figure.
 
     Returns:
-        The axes: a dot per bin, its area the share of the inputs, and the diagonal. The legend
-        gives the expected calibration error (ECE) with these bins.
+        The axes: a dot per bin, with area proportional to its share of the inputs, and the
+        diagonal. The legend gives the expected calibration error (ECE) with these bins.
 
     Raises:
-        ValueError: as `optax_smile.metrics.reliability`.
-        ImportError: matplotlib is missing.
+        ValueError: as for `optax_smile.metrics.reliability`.
+        ImportError: matplotlib is not installed.
 
     Example:
         >>> from matplotlib.figure import Figure
@@ -81,7 +81,7 @@ def reliability(
     confidence, accuracy = bins.confidence[filled], bins.accuracy[filled]
     areas = np.maximum(SMALLEST_DOT, LARGEST_DOT * bins.count[filled] / bins.count.sum())
     name = f"ECE {error:.3f}" if label is None else f"{label} (ECE {error:.3f})"
-    # The dots count: a line through bins of single inputs says little.
+    # Draw the line faintly: it means little where bins hold single inputs.
     ax.plot(confidence, accuracy, **style, lw=1, alpha=0.5, label=name)
     ax.scatter(confidence, accuracy, areas, color=style["color"], alpha=0.7, lw=0, zorder=3)
     ax.set(title="Reliability (dot area: share of inputs)", xlabel="confidence", ylabel="accuracy")
@@ -99,23 +99,24 @@ def risk_coverage(
     label: str | None = None,
     ax: Axes | None = None,
 ) -> Axes:
-    """Draw the error among the most confident inputs; a good model is wrong where it is unsure.
+    """Plot the error rate among the most confident predictions.
 
-    Then the curve falls towards zero on the left. Calls with the same `ax` compare methods.
+    A good model is wrong where it is uncertain: its curve falls towards zero on the left. Call it
+    repeatedly with the same `ax` to compare methods.
 
     Args:
-        probabilities: of the classes, `[input, class]`, rows that sum to one.
+        probabilities: class probabilities, `[input, class]`, rows that sum to one.
         labels: true classes, integers, `[input]`.
         label: name of the method in the legend.
         ax: where to draw; None makes a new figure.
 
     Returns:
-        The axes: the share that is wrong against the share of inputs that are answered, the most
-        confident ones first. The legend gives the area under the curve (AURC).
+        The axes: the share of wrong predictions against the share of inputs answered, most
+        confident first. The legend gives the area under the curve (AURC).
 
     Raises:
-        ValueError: as `optax_smile.metrics.risk_coverage`.
-        ImportError: matplotlib is missing.
+        ValueError: as for `optax_smile.metrics.risk_coverage`.
+        ImportError: matplotlib is not installed.
 
     Example:
         >>> from matplotlib.figure import Figure
@@ -133,7 +134,7 @@ def risk_coverage(
     ax.set(xlabel="share of inputs answered, the most confident first", xlim=(0, 1))
     curves = [line.get_ydata() for line in ax.lines if line.get_gid() == "risk_coverage"]
     top = max(float(np.max(curve)) for curve in curves)
-    # Where nothing is wrong there is no height.
+    # If nothing is wrong, the curve has no height.
     ax.set_ylim(0, 1.05 * top if top > 0 else 1)
     add_legend(ax)
     return ax
@@ -156,17 +157,19 @@ def regression_band(
     level: float = 0.95,
     ax: Axes | None = None,
 ) -> Axes:
-    """Draw predictive mean and central band; a good band holds as many targets as it says.
+    """Plot the predictive mean and its central band.
 
-    It should widen where there were no training data.
+    A calibrated band contains its nominal share of the targets. It should widen where there were no
+    training data.
 
     Args:
-        inputs: one-dimensional, `[input]`, in any order; None, for inputs of more dimensions, puts
-            the predictions in the order of their means.
-        mean: predictive mean, `[input]`, or of each draw of a Gaussian mixture, `[draw, input]`.
+        inputs: one-dimensional, `[input]`, in any order; None, for inputs of more dimensions, sorts
+            the predictions by their means.
+        mean: predictive mean, `[input]`, or that of each draw of a Gaussian mixture,
+            `[draw, input]`.
         std: predictive standard deviation, noise included, > 0: of the shape of `mean`, a scalar,
             or `[draw, 1]`.
-        targets: what was observed, `[input]`.
+        targets: observed values, `[input]`.
         level: probability inside the band, in (0, 1).
         ax: where to draw; None makes a new figure.
 
@@ -174,9 +177,9 @@ def regression_band(
         The axes: mean, band, and the targets as dots; the title gives the share of targets inside.
 
     Raises:
-        ValueError: shapes that do not fit, NaN, no inputs; `mean`, `std` and `level` as
+        ValueError: mismatched shapes, NaN or no inputs; for `mean`, `std` and `level` as in
             `optax_smile.metrics.interval`.
-        ImportError: matplotlib is missing.
+        ImportError: matplotlib is not installed.
 
     Example:
         >>> from matplotlib.figure import Figure
@@ -218,24 +221,24 @@ def regression_band(
     ax=AXES,
 )
 def lppd(log_likelihood: ArrayLike, *, ax: Axes | None = None) -> Axes:
-    """Draw the log pointwise predictive density (LPPD) of more and more draws; higher is better.
+    """Plot the log pointwise predictive density (LPPD) against the number of draws.
 
-    Flat at the end: more draws would not help. The distance from the single chains to all of them
-    is what several chains are worth.
+    Higher is better. If the curve is flat at the end, more draws would not help. The gap between
+    single chains and all chains is the gain from running several.
 
-    For draws `s <= m` of each chain, `LPPD(m) = mean_i log mean_s p(y_i | draw s)`.
+    With the first m draws of each chain, `LPPD(m) = mean_i log mean_s p(y_i | draw s)`.
 
     Args:
-        log_likelihood: of each target under each draw, nats, `[chain, draw, input]`; -inf is a
-            likelihood of zero.
+        log_likelihood: log likelihood of each target under each draw, nats,
+            `[chain, draw, input]`; -inf is a likelihood of zero.
         ax: where to draw; None makes a new figure.
 
     Returns:
-        The axes: LPPD against m, logarithmic, of all chains (thick) and of each (thin).
+        The axes: LPPD against m, logarithmic, of all chains (thick) and of each chain (thin).
 
     Raises:
         ValueError: another shape, an empty axis, NaN or +inf.
-        ImportError: matplotlib is missing.
+        ImportError: matplotlib is not installed.
 
     Cost: one pass over the draws; memory for the likelihoods of one draw of all chains.
 
@@ -265,7 +268,7 @@ def lppd(log_likelihood: ArrayLike, *, ax: Axes | None = None) -> Axes:
     ax.set(title=f"LPPD of all draws: {together[-1]:.4g} (higher is better)")
     ax.set(xlabel="draws per chain", ylabel="LPPD (nats per input)", xscale="log")
     ax.xaxis.set_major_formatter("{x:,g}")
-    # Within a decade the small ticks are the only ones.
+    # Within a single decade there are only minor ticks.
     ax.xaxis.set_minor_formatter("{x:,g}" if num_draws < 10 else "")
     add_legend(ax)
     return ax
@@ -279,11 +282,13 @@ def lppd(log_likelihood: ArrayLike, *, ax: Axes | None = None) -> Axes:
     ax=AXES,
 )
 def entropy(entropies: Mapping[str, ArrayLike], *, ax: Axes | None = None) -> Axes:
-    """Draw histograms of predictive entropies; foreign data should lie to the right of known data.
+    """Plot histograms of predictive entropies.
+
+    Out-of-distribution data should lie to the right of in-distribution data.
 
     Args:
-        entropies: by name, such as `{"test": ..., "OOD": ...}`, nats, `[input]`, what
-            `optax_smile.metrics.entropy` returns.
+        entropies: by name, such as `{"test": ..., "OOD": ...}`, nats, `[input]`, as
+            `optax_smile.metrics.entropy` returns them.
         ax: where to draw; None makes a new figure.
 
     Returns:
@@ -292,7 +297,7 @@ def entropy(entropies: Mapping[str, ArrayLike], *, ax: Axes | None = None) -> Ax
 
     Raises:
         ValueError: no entropies, another shape, negative, infinite or NaN.
-        ImportError: matplotlib is missing.
+        ImportError: matplotlib is not installed.
 
     Example:
         >>> from matplotlib.figure import Figure

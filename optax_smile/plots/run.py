@@ -1,4 +1,4 @@
-"""How a run went: step size, energy error, rejected steps."""
+"""Plots of a run: step size, energy error, rejected steps."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from optax_smile.plots._axes import (
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# A 5 % quantile of fewer values is the smallest of them.
+# With fewer values the 5 % quantile is their minimum.
 LEAST_VALUES = 20
-# Chance moves a rate that rests on fewer events by half of itself.
+# With fewer events the standard error of a rate is about half of it or more.
 LEAST_EVENTS = 5
-# More cannot be told apart in one picture.
+# More dots would be indistinguishable in one plot.
 MOST_DOTS = 5_000
 
 
 class _Share(_check.Real):
-    """A share; scales of matplotlib have no room for denormal numbers."""
+    """A fraction; matplotlib's scales cannot handle denormal numbers."""
 
     def holds(self, numbers: Any) -> Any:
         tiny = np.finfo(np.float32).tiny
@@ -44,21 +44,21 @@ class _Share(_check.Real):
 
 @_check.arguments("plots.step_size", trace=_trace.TRACE, ax=AXES)
 def step_size(trace: Mapping[str, ArrayLike], *, ax: Axes | None = None) -> Axes:
-    """Draw the step size of every chain; a good run ends on a level on which the chains agree.
+    """Plot the step size of every chain; in a good run the chains end at the same constant level.
 
-    A step size that still falls at the end asks for a longer warm-up.
+    If the step size still falls at the end, use a longer warm-up.
 
     Args:
-        trace: with `step_size` and `num_gradients`, `[chain, tick]`; what is not finite is a gap.
+        trace: with `step_size` and `num_gradients`, `[chain, tick]`; non-finite values leave gaps.
         ax: where to draw; None makes a new figure.
 
     Returns:
-        The axes: a line per chain, logarithmic if they spread over more than a factor of 3; more
-        than ten chains have no names, but their median.
+        The axes: a line per chain, logarithmic if they spread over more than a factor of 3; with
+        more than ten chains the legend names only their median.
 
     Raises:
         ValueError: the trace lacks these arrays, or their shapes differ.
-        ImportError: matplotlib is missing.
+        ImportError: matplotlib is not installed.
 
     Example:
         >>> from matplotlib.figure import Figure
@@ -86,23 +86,23 @@ def step_size(trace: Mapping[str, ArrayLike], *, ax: Axes | None = None) -> Axes
 
 @_check.arguments("plots.energy_error", trace=_trace.TRACE, ax=AXES)
 def energy_error(trace: Mapping[str, ArrayLike], *, ax: Axes | None = None) -> Axes:
-    """Draw |energy change| of the steps; a good run keeps a flat, narrow band.
+    """Plot |energy change| of the steps; a good run keeps a flat, narrow band.
 
-    The band is the central 90 % over all chains and neighbouring ticks. It rises when a step size
-    is too long for the place a chain has come to.
+    The band is the central 90 % over all chains and neighbouring ticks. It rises when the step size
+    is too large for the region that a chain has reached.
 
     Args:
         trace: with `energy_change` (nats, NaN or infinite where unknown) and `num_gradients`,
-            `[chain, tick]`; with `accepted`, rejected steps get a colour of their own.
+            `[chain, tick]`; with `accepted`, rejected steps get their own colour.
         ax: where to draw; None makes a new figure.
 
     Returns:
-        The axes: a dot per tick (evenly thinned beyond 5,000), median and band, logarithmic. It
-        says so if no tick has an energy.
+        The axes: a dot per tick (evenly thinned beyond 5,000), median and band, logarithmic. If no
+        tick has an energy, a text says so.
 
     Raises:
         ValueError: the trace lacks these arrays, or their shapes differ.
-        ImportError: matplotlib is missing.
+        ImportError: matplotlib is not installed.
 
     Example:
         >>> from matplotlib.figure import Figure
@@ -131,7 +131,7 @@ def energy_error(trace: Mapping[str, ArrayLike], *, ax: Axes | None = None) -> A
         shown = (accepted == kept) & (error > 0)
         if shown.any():
             dots = {"ms": 3 if kept else 6, "alpha": 0.5, "label": label, "rasterized": True}
-            # Rejected steps are few, and thinning would lose them.
+            # Do not thin the few rejected steps.
             thin = slice(None, None, every if kept else 1)
             ax.plot(
                 gradients[shown][thin], error[shown][thin], ".", color=color, mec="none", **dots
@@ -158,26 +158,26 @@ def energy_error(trace: Mapping[str, ArrayLike], *, ax: Axes | None = None) -> A
 def rejections(
     trace: Mapping[str, ArrayLike], *, nominal: float | None = None, ax: Axes | None = None
 ) -> Axes:
-    """Draw how often steps were rejected; after the warm-up a good run stays near the nominal rate.
+    """Plot the rate of rejected steps; after the warm-up it should stay near the nominal rate.
 
     Args:
         trace: with the cumulative counts `num_rejected` and `num_gradients`, `[chain, tick]`, and
             at least two ticks; with `num_nonfinite`, the title counts those after the first tick.
-        nominal: expected rejected steps per gradient, in [0, 1], such as 1 - `reject_quantile`,
-            over the gradients per step.
+        nominal: expected rejected steps per gradient, in [0, 1], such as
+            (1 - `reject_quantile`) / (gradients per step).
         ax: where to draw; None makes a new figure.
 
     Returns:
-        The axes: rejected steps over gradients in windows of the ticks, for each chain (their
-        range, for more than ten) and for all of them; the title gives the rate over the whole
-        trace. Windows are so long, if the trace is, that each chain has some 5 events in one (all
-        of them together, for more than ten). Where the rates spread widely the scale is
-        logarithmic, linear below the smallest rate above zero.
+        The axes: rejected steps per gradient in windows of ticks, for each chain (with more than
+        ten chains: their range) and for all chains together; the title gives the rate over the
+        whole trace. If the trace is long enough, windows contain about 5 events per chain (with
+        more than ten chains: in total). If the rates spread widely, the scale is logarithmic, and
+        linear below the smallest positive rate.
 
     Raises:
-        ValueError: the trace lacks these arrays, their shapes differ, there is but one tick, or no
-            gradient between two.
-        ImportError: matplotlib is missing.
+        ValueError: the trace lacks these arrays, their shapes differ, there is only one tick, or no
+            gradient between two ticks.
+        ImportError: matplotlib is not installed.
 
     Example:
         >>> from matplotlib.figure import Figure

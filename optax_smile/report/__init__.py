@@ -1,13 +1,13 @@
-"""A page about a run, from its directory alone: `python -m optax_smile.report DIRECTORY`.
+"""An HTML report of a run, made from its directory alone: `python -m optax_smile.report DIRECTORY`.
 
 Example:
-    The script that sampled keeps what it predicted beside the draws::
+    The script that samples stores its predictions beside the draws::
 
         prediction = optax_smile.predict(..., targets=labels, per="draw")
         optax_smile.report.store("run", "test", prediction, targets=labels, images=images)
 
-    Then `python -m optax_smile.report run` writes `run/report.html`, and its pictures as SVG and
-    PDF into `run/report-pictures`.
+    Then `python -m optax_smile.report run` writes `run/report.html`, and its plots as SVG and PDF
+    into `run/report-pictures`.
 """
 
 from optax_smile.report._page import write

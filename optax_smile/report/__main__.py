@@ -7,15 +7,15 @@ from optax_smile.report import write
 
 
 def main(arguments: list[str] | None = None):
-    """Write the page about the directory on the command line."""
+    """Write the report of the directory given on the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m optax_smile.report",
-        description="Write a page about a run of sample(): can its chains be trusted, and what do"
-        " they predict. Every picture is also kept as SVG and PDF, in a folder beside the page.",
+        description="Write a report of a run of sample(): can its chains be trusted, and what do"
+        " they predict? A folder beside the page holds every plot as SVG and PDF.",
     )
-    parser.add_argument("directory", type=Path, help="what sample(directory=...) wrote")
+    parser.add_argument("directory", type=Path, help="directory given to sample(directory=...)")
     parser.add_argument("--output", type=Path, help="HTML file (default: DIRECTORY/report.html)")
-    parser.add_argument("--title", help="of the page (default: sampler, chains and draws)")
+    parser.add_argument("--title", help="title of the page (default: sampler, chains and draws)")
     given = parser.parse_args(arguments)
     try:
         print(write(given.directory, given.output, title=given.title))

@@ -1,4 +1,4 @@
-"""The page."""
+"""The page of a report."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from optax_smile.metrics.classification import NUM_BINS
 from optax_smile.report import _pictures, _words
 from optax_smile.report._scores import BETTER
 
-# Parameters that stay in memory to draw the paths of the chains; 512 MiB in float32.
+# Number of parameters kept in memory to plot the paths of the chains; 512 MiB in float32.
 MOST_PARAMETERS = 1 << 27
-# Findings after which the draws are not those of the posterior; the others ask for a look.
+# Findings that mean the draws are not from the posterior; the others deserve a look.
 TROUBLE = {"copies", "altered", "diverged", "frozen", "still on its way", "not settled"}
 NO_POSTERIOR = (
-    "These draws are the iterates of an optimizer, no posterior draws: no chains are judged."
+    "These draws are optimizer iterates, not posterior draws, so the chains are not diagnosed."
 )
 STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 1120px; margin: 0 auto; padding: 1em;
@@ -61,7 +61,7 @@ pre { background: #f6f6f6; padding: .8em; overflow-x: auto; font-size: .85em; }
     "report.write",
     directory=_check.PathLike(),
     output=_check.PathLike() | None,
-    title=_check.kind(str, "a text") | None,
+    title=_check.kind(str, "a string") | None,
 )
 def write(
     directory: str | os.PathLike,
@@ -69,25 +69,25 @@ def write(
     *,
     title: str | None = None,
 ) -> Path:
-    """Write a page about a run: settings, scores, diagnostics, pictures.
+    """Write an HTML report of a run: settings, scores, diagnostics, plots.
 
     Args:
-        directory: what `sample(directory=...)` wrote, and `store`, if it was called.
+        directory: directory of a run, written by `sample(directory=...)` and, optionally, `store`.
         output: the HTML file; None: `report.html` in the directory.
-        title: of the page; None: sampler, chains and draws.
+        title: title of the page; None: sampler, chains and draws.
 
     Returns:
-        The path of the file. It holds everything that it shows and needs no network; each picture
-        is also an SVG and a PDF file in a folder beside it, such as `report-pictures`. The page is
-        written last: where something goes wrong the one before it stays.
+        The path of the file. The page is self-contained and needs no network. A folder beside it,
+        such as `report-pictures`, holds each plot as SVG and PDF. The page is written last, so an
+        error leaves an earlier page unchanged.
 
     Raises:
-        ValueError: a directory without a run, or without draws; a damaged file; a file or a link
-            where the pictures have to go.
+        ValueError: a directory without a run or without draws; a damaged file; a file or a link at
+            the path of the folder of plots.
         ImportError: matplotlib or arviz is not installed.
         OSError: a file that cannot be read or written.
 
-    Cost: each draw is read once, and forgotten but for a few that the picture of the paths needs.
+    Cost: reads each draw once; keeps only the few draws that the plot of the paths needs.
 
     Example:
         As `python -m optax_smile.report run`::
@@ -97,10 +97,10 @@ def write(
     where, directory = "report.write", Path(directory)
     output = directory / "report.html" if output is None else Path(output)
     if output.suffix not in (".html", ".htm"):
-        _check.fail(where, "output", "a file .html or .htm", output)
+        _check.fail(where, "output", "a path that ends in .html or .htm", output)
     folder = output.with_name(f"{output.stem}-pictures")
     if folder.is_symlink() or folder.exists() and not folder.is_dir():
-        rule = f"a page beside which {folder.name} is a folder, or nothing"
+        rule = f"a path beside which {folder.name} is a folder or does not exist"
         _check.fail(where, "output", rule, f"{folder}, which is a file or a link")
     snapshots = _ReadOnce(directory, _manifest.read(where, directory), None, False)
     if not snapshots.num_draws:
@@ -131,7 +131,7 @@ def write(
 
 
 class _ReadOnce(StoredSnapshots):
-    """Draws on disk of which a few stay in memory, as `kept`, when somebody has gone over them."""
+    """Draws on disk; iterating over them keeps a few in memory, as `kept`."""
 
     @property
     def size(self) -> int:
@@ -141,7 +141,7 @@ class _ReadOnce(StoredSnapshots):
     def __iter__(self) -> Iterator[Any]:
         every, kept = -(-len(self) * self.size // MOST_PARAMETERS), []
         for number, params in enumerate(super().__iter__()):
-            # The last draw is among them.
+            # Always keep the last draw.
             if (self.num_draws - 1 - number // self.num_chains) % every == 0:
                 kept.append(params)
             yield params
@@ -154,7 +154,7 @@ class _ReadOnce(StoredSnapshots):
 
 
 def _sampler(snapshots: _ReadOnce) -> Mapping[str, Any]:
-    """Name and arguments of the sampler, as far as they are known."""
+    """Return the known part of the sampler's name and arguments."""
     return snapshots.settings or {"name": "a sampler"}
 
 
@@ -176,7 +176,7 @@ def _head(snapshots: _ReadOnce) -> Iterator[str]:
     warmup = _table.counted(settings.get("num_warmup", 0), "step")
     yield (
         f"<p>{chains} of {html.escape(sampler['name'])}, {draws} each,"
-        f" {_table.counted(snapshots.size, 'parameter')}. A draw every {apart}, after {warmup} of"
+        f" {_table.counted(snapshots.size, 'parameter')}. One draw every {apart}, after {warmup} of"
         " warm-up.</p>"
     )
     seeds = {"sample": settings.get("key"), sampler["name"]: sampler.get("key")}
@@ -184,7 +184,8 @@ def _head(snapshots: _ReadOnce) -> Iterator[str]:
     facts: dict[str, str | None] = {**_words.times(_sessions.read(snapshots.directory))}
     facts["seed"] = ", ".join(f"{x} ({name})" for name, x in known.items() if x is not None)
     facts["data"] = _words.data(manifest["data"], sampler.get("num_data"))
-    facts["libraries"] = ", ".join(f"{name} {of}" for name, of in manifest["versions"].items())
+    versions = manifest["versions"].items()
+    facts["libraries"] = ", ".join(f"{name} {version}" for name, version in versions)
     facts["directory"] = str(snapshots.directory)
     shown = {name: html.escape(text) for name, text in facts.items() if text}
     if not _settings.are_posterior(sampler):
@@ -197,8 +198,8 @@ def _scores(stored: list[Stored]) -> Iterator[str]:
     scored = [each for each in stored if each.scores]
     if not scored:
         yield (
-            "<p>The run stored none: <code>optax_smile.report.store(directory, name, prediction,"
-            " targets=...)</code> does.</p>"
+            "<p>The run has no stored scores. To add some, call"
+            " <code>optax_smile.report.store(directory, name, prediction, targets=...)</code>.</p>"
         )
         return
     names = list(dict.fromkeys(name for each in scored for name in each.scores))
@@ -226,7 +227,7 @@ def _chains(
 ) -> Iterator[str]:
     if not _settings.are_posterior(snapshots.settings):
         for _ in snapshots:
-            # Some of the draws stay in memory, for the picture of the paths.
+            # Iterating keeps some draws in memory for the plot of the paths.
             pass
         yield "<h2>How the optimizer ran</h2>"
         yield pictures.draw(list(_pictures.of_chains(snapshots, 0.0)))
@@ -237,12 +238,12 @@ def _chains(
     fitting = [one for one in by_draw if one.prediction.each.log_density.shape[:2] == axes]
     if by_draw and not fitting:
         yield (
-            "<p>The stored predictions are of fewer draws than there are now: store them again to"
-            " have the chains judged by what they predict.</p>"
+            "<p>The stored predictions cover fewer draws than the run now has. Store them again to"
+            " include predictions in the diagnostics.</p>"
         )
     summary = diagnostics.summary(snapshots, fitting[0].prediction if fitting else None)
     if fitting:
-        yield f"<p>Judged by the prediction “{html.escape(fitting[0].name)}”.</p>"
+        yield f"<p>The diagnostics use the prediction “{html.escape(fitting[0].name)}”.</p>"
     yield from _lights(summary)
     yield (
         "<details><summary>All figures, chain by chain</summary>"
@@ -253,7 +254,7 @@ def _chains(
 
 
 def _lights(summary: diagnostics.Summary) -> Iterator[str]:
-    """A light for each test, what it tested, and what to do, the worst first."""
+    """Yield a light for each check with its text and advice, worst first."""
     num_chains = len(summary.copy_of)
     found = sorted(summary.findings, key=lambda check: check.kind not in TROUBLE)
     items = [
@@ -267,7 +268,7 @@ def _lights(summary: diagnostics.Summary) -> Iterator[str]:
     ]
     passed: dict[str, list[str]] = {}
     for check in summary.checks:
-        # One test of a kind that finds something is enough.
+        # A kind with a finding is not listed as passed.
         if check.kind not in {x.kind for x in found}:
             passed.setdefault(check.kind, []).append(check.text)
     items += [_light("fine", kind, ": " + chr(10).join(texts)) for kind, texts in passed.items()]
@@ -275,9 +276,9 @@ def _lights(summary: diagnostics.Summary) -> Iterator[str]:
     tested = {check.kind for check in summary.checks}
     if untested := [kind for kind in ADVICE if kind not in tested]:
         yield (
-            f'<p class="note">Not tested: {", ".join(untested)}. What is missing is one of these:'
-            " more draws, a prediction of every draw, a loss at every step, a sampler that rejects,"
-            " chains that arrive, move fast enough and share their modes.</p>"
+            f'<p class="note">Not tested: {", ".join(untested)}. These tests need more draws, a'
+            " prediction of every draw, a loss at every step, a sampler that rejects steps, or"
+            " chains that have settled, mix fast enough and share their modes.</p>"
         )
     if not found:
         yield f"<p>{html.escape(str(summary).splitlines()[-1])}</p>"
@@ -314,4 +315,4 @@ def _written_settings(snapshots: StoredSnapshots) -> Iterator[str]:
     yield f"<pre>{html.escape(chr(10).join(written))}</pre>"
     parts = {name: snapshots.manifest[name] for name in ("settings", "data", "loss", "versions")}
     whole = html.escape(json.dumps(parts, indent=1))
-    yield f"<details><summary>As the manifest has them</summary><pre>{whole}</pre></details>"
+    yield f"<details><summary>Settings in the manifest</summary><pre>{whole}</pre></details>"

@@ -1,4 +1,4 @@
-"""The pictures of the page, and as files beside it."""
+"""The plots of the page, and the same plots as files beside it."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from optax_smile.plots._axes import FIGURE_SIZE
 from optax_smile.report._scores import classes, labelled
 from optax_smile.report._words import marked
 
-# Dots per inch of those in the page, which a screen of twice the usual density shows sharply.
+# Dots per inch of plots in the page, sharp on high-density screens.
 DENSITY = 200
-# Without dates the same run has the same files.
+# Omit dates so that the files are reproducible.
 FORMATS: dict[str, dict[str, Any]] = {
     "svg": {"Date": None},
     "pdf": {"CreationDate": None},
@@ -28,10 +28,10 @@ FORMATS: dict[str, dict[str, Any]] = {
 
 
 class Picture(NamedTuple):
-    """What to draw.
+    """A plot to draw.
 
     Attributes:
-        name: of its files.
+        name: name of its files.
         caption: how to read it, one line.
         draw: `draw(ax)`.
     """
@@ -42,20 +42,20 @@ class Picture(NamedTuple):
 
 
 class Pictures:
-    """Draws pictures and keeps them until the page is written.
+    """Draw plots and keep them until the page is written.
 
     Args:
-        folder: name of that beside the page.
+        folder: name of the folder beside the page.
 
     Attributes:
-        files: contents of the pictures, by name.
+        files: contents of the files, by name.
     """
 
     def __init__(self, folder: str):
         self.folder, self.files = folder, {}
 
     def draw(self, pictures: list[Picture]) -> str:
-        """Make HTML with these pictures; where one cannot be drawn it says why."""
+        """Return HTML with these plots; in place of a plot that fails, the reason."""
         drawn = [self._draw(picture) for picture in pictures]
         return f'<div class="pictures">{"".join(drawn)}</div>' if drawn else ""
 
@@ -68,13 +68,13 @@ class Pictures:
         try:
             picture.draw(axes)
         except ValueError as error:
-            # One picture less, such as of a single draw, is no reason to have none.
+            # One plot that fails, such as that of a single draw, must not stop the others.
             missing = html.escape(picture.name)
-            return f'<p class="note">No picture of the {missing}: {marked(str(error))}</p>'
+            return f'<p class="note">No plot of {missing}: {marked(str(error))}</p>'
         name = self._name(picture.name)
         shown = io.BytesIO()
         figure.savefig(shown, dpi=DENSITY)
-        # What is arranged once stays so.
+        # Keep the layout of the first rendering.
         figure.set_layout_engine("none")
         links = []
         for kind, metadata in FORMATS.items():
@@ -93,7 +93,7 @@ class Pictures:
         )
 
     def _name(self, name: str) -> str:
-        """Name a file as no other one, also where capitals do not count."""
+        """Return a file name that is unique even on case-insensitive file systems."""
         plain = re.sub(r"[^\w-]+", "-", name.lower())
         taken = {file.rsplit(".", 1)[0] for file in self.files}
         numbered = (f"{plain}-{number}" for number in range(2, len(taken) + 3))
@@ -101,18 +101,18 @@ class Pictures:
 
 
 def of_chains(snapshots: Any, nominal: float) -> Iterator[Picture]:
-    """Pictures of how the chains ran; of what there is nothing to see there is none."""
+    """Yield plots of the run; plots without data are left out."""
     trace = snapshots.trace
     if np.isfinite(trace["step_size"]).any():
         yield Picture(
             "step size",
-            "In a good run all chains end on one level.",
+            "In a good run all chains end at the same level.",
             lambda ax: plots.step_size(trace, ax=ax),
         )
     if np.isfinite(trace["energy_change"]).any():
         yield Picture(
             "energy error",
-            "In a good run a flat, narrow band.",
+            "In a good run the band is flat and narrow.",
             lambda ax: plots.energy_error(trace, ax=ax),
         )
     if nominal > 0 or np.any(trace["num_rejected"]):
@@ -123,18 +123,18 @@ def of_chains(snapshots: Any, nominal: float) -> Iterator[Picture]:
         )
     yield Picture(
         "paths",
-        "Chains that walk over each other have found the same region; a path that leads in one"
-        " direction has not arrived.",
+        "Overlapping paths explore the same region; a path that keeps moving in one direction has"
+        " not reached equilibrium.",
         lambda ax: plots.chain_paths(snapshots.kept, start=snapshots.start, ax=ax),
     )
 
 
 def of_predictions(stored: list[Stored]) -> Iterator[Picture]:
-    """Pictures of what was predicted, methods and data laid over each other where they can be."""
+    """Yield plots of the predictions, with methods and data sets overlaid where possible."""
     classified = {}
     for one in stored:
-        mean, of = one.prediction.mean, one.prediction.uncertainty
-        if of == "entropy" and mean is not None and one.targets is not None:
+        mean, kind = one.prediction.mean, one.prediction.uncertainty
+        if kind == "entropy" and mean is not None and one.targets is not None:
             classified[_label(one)] = labelled(mean, one.targets)
 
     def overlaid(plot):
@@ -147,24 +147,24 @@ def of_predictions(stored: list[Stored]) -> Iterator[Picture]:
     if classified:
         yield Picture(
             "reliability",
-            "On the dotted line probabilities mean what they say; below it they promise too much.",
+            "Calibrated predictions lie on the dotted line; below it they are overconfident.",
             overlaid(plots.reliability),
         )
         yield Picture(
             "risk and coverage",
-            "A good method is wrong where it is unsure: low on the left.",
+            "A good method is wrong where it is uncertain: its curve is low on the left.",
             overlaid(plots.risk_coverage),
         )
     entropies = {
         _label(one): one.prediction.total
-        # Methods keep the colours of the pictures before.
+        # Methods keep their colours of the earlier plots.
         for one in sorted(stored, key=lambda one: one.targets is None)
         if one.prediction.uncertainty == "entropy" and np.ndim(one.prediction.total) == 1
     }
     if len(entropies) > 1:
         yield Picture(
             "entropy",
-            "Inputs unlike the training data should lie to the right of those like them.",
+            "Out-of-distribution inputs should lie to the right of in-distribution inputs.",
             lambda ax: plots.entropy(entropies, ax=ax),
         )
     for one in stored:
@@ -172,14 +172,14 @@ def of_predictions(stored: list[Stored]) -> Iterator[Picture]:
 
 
 def _of_one(stored: Stored) -> Iterator[Picture]:
-    """Pictures that have room for one prediction alone."""
+    """Yield plots that show a single prediction."""
     prediction, targets = stored.prediction, stored.targets
     each = None if prediction.each is None else prediction.each.log_density
     if each is not None and each.shape[1] > 1:
         density = each.reshape(*each.shape[:2], -1)
         yield Picture(
             f"LPPD, {stored.name}",
-            f"{stored.name}: flat at the end, more draws would not help. Higher is better.",
+            f"{stored.name}: if flat at the end, more draws would not help. Higher is better.",
             lambda ax: plots.lppd(density, ax=ax),
         )
     if (
@@ -190,18 +190,18 @@ def _of_one(stored: Stored) -> Iterator[Picture]:
         std = np.sqrt(prediction.total)
         yield Picture(
             f"band, {stored.name}",
-            f"{stored.name}: the band should hold as many targets as it says, and no more.",
+            f"{stored.name}: the band should contain its nominal share of the targets.",
             lambda ax: plots.regression_band(None, prediction.mean, std, targets, ax=ax),
         )
 
 
 def of_images(stored: list[Stored]) -> Iterator[Picture]:
-    """Images that were kept, with what is predicted of them."""
+    """Yield plots of the stored images with their predictions."""
     for one in stored:
         if one.images is not None:
             yield Picture(
                 f"examples, {one.name}",
-                f"{one.name}: would you be sure of the first ones, and unsure of the others?",
+                f"{one.name}: would you be certain of the first ones, and uncertain of the others?",
                 lambda ax, one=one: _draw_examples(one, ax),
             )
 
@@ -217,5 +217,5 @@ def _draw_examples(stored: Stored, ax: Any):
 
 
 def _label(stored: Stored) -> str:
-    """Name for a legend; matplotlib leaves out what begins with an underscore."""
+    """Return a legend label; matplotlib skips labels that begin with an underscore."""
     return f" {stored.name}" if stored.name.startswith("_") else stored.name

@@ -1,4 +1,4 @@
-"""Keep what a run predicted beside its draws."""
+"""Store predictions beside the draws of a run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from optax_smile.report._scores import classes, score
     "report.store",
     directory=_check.PathLike(),
     name=_check.Where("a name of letters, digits, spaces, - and _, at most 100", is_name),
-    prediction=_check.kind(Prediction, "what `predict` returned"),
+    prediction=_check.kind(Prediction, "the result of `predict`"),
     targets=_check.Array(dtype=None) | None,
     scores=_check.kind(Mapping, "a dict of numbers by name") | None,
 )
@@ -34,29 +34,30 @@ def store(
     scores: Mapping[str, float] | None = None,
     images: ArrayLike | None = None,
 ):
-    """Keep a prediction beside the draws it came from, for the report.
+    """Store a prediction beside the draws it was made from, for the report.
 
     Args:
-        directory: of the run.
-        name: of the data, such as `"test"` or `"shuffled pixels"`: at most 100 letters, digits,
-            spaces, `-` and `_`.
-        prediction: what `predict` gave; with `per="draw"` the report can tell whether the chains
-            agree, as long as there are no more draws. Of `each`, the `Outcome` of single draws, it
-            keeps one number per input: log density and mean, but no class probabilities.
-        targets: what was observed.
-        scores: to show, by name; None: those of `score(prediction, targets)`, if there are
+        directory: directory of the run.
+        name: name of the data, such as `"test"` or `"shuffled pixels"`: at most 100 letters,
+            digits, spaces, `-` and `_`.
+        prediction: result of `predict`. With `per="draw"` the report can compare the chains by
+            their predictions, unless draws are added later. From `each`, the `Outcome` of single
+            draws, it stores one number per input: log density and mean, not class probabilities.
+        targets: observed values.
+        scores: scores to show, by name; None: those of `score(prediction, targets)`, if there are
             targets.
         images: the inputs, if they are images, `[input, height, width]` or with 1, 3 or 4 channels
-            as a last axis: the page shows those of which the prediction is surest and least sure
-            and those furthest off, and no others are kept.
+            as a last axis. Only the images that the page shows are stored: those with the most
+            certain, the least certain and the worst predictions.
 
     Raises:
-        ValueError: a directory without a run, a name that is none, scores that are no numbers,
-            images of another number, or of a prediction without one uncertainty for each.
+        ValueError: a directory without a run, an invalid name, scores that are not numbers, another
+            number of images than predictions, or images for a prediction without one uncertainty
+            per input.
         OSError: a file that cannot be written.
 
     Example:
-        Beside the draws of which the prediction is::
+        Beside the draws that the prediction was made from::
 
             optax_smile.report.store("run", "test", prediction, targets=labels)
     """
@@ -86,9 +87,9 @@ def store(
 def _kept(
     images: ArrayLike, prediction: Prediction, targets: ArrayLike | None
 ) -> dict[str, np.ndarray]:
-    """Those of the images that the page shows."""
+    """Select the images that the page shows."""
     if prediction.mean is None or np.ndim(prediction.total) != 1:
-        rule = "left out, where there is not one uncertainty for each input"
+        rule = "None for a prediction without one uncertainty per input"
         _check.fail("report.store", "images", rule, _check.show(images))
     mean = prediction.mean
     if prediction.uncertainty == "entropy":

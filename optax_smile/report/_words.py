@@ -1,4 +1,4 @@
-"""Settings, times and data of a run, written as a person would."""
+"""Format settings, times and data of a run for people."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from typing import Any
 from optax_smile import _table
 from optax_smile.draws._sessions import Session
 
-# Letters of a line of code.
+# Characters in a line of code.
 LONGEST_LINE = 76
-# These are elsewhere on the page, or checksums, which nobody writes.
+# Shown elsewhere on the page, or checksums.
 NOT_WRITTEN = ("sampler", "chain", "observe")
 DOTTED = re.compile(r"[A-Za-z_][\w.<>]*\.[\w<>]+")
 MINUTE, HOUR = 60, 3600
 
 
 def seed(key: Any) -> int | None:
-    """The number from which `jax.random.key` made a key; None if it is of another kind."""
+    """Return the seed from which `jax.random.key` made a key; None for a key of another kind."""
     if type(key) is int:
         return key
     is_key = isinstance(key, list) and len(key) == 2 and {type(word) for word in key} == {int}
@@ -29,7 +29,7 @@ def seed(key: Any) -> int | None:
 
 
 def call(name: str, arguments: Mapping[str, Any]) -> str:
-    """Write a call with its arguments."""
+    """Format a call with its arguments."""
     written = [f"{argument}={_value(argument, value)}" for argument, value in arguments.items()]
     line = f"{name}({', '.join(written)})"
     if len(line) <= LONGEST_LINE:
@@ -54,7 +54,7 @@ def _value(argument: str, value: Any) -> str:
 
 
 def _builder(value: list[Any]) -> str | None:
-    """What a function was made by, of `_settings`' name for it; None for what is no function."""
+    """Return the builder of a function from its name in `_settings`; None if not a function."""
     if len(value) != 2 or not isinstance(value[0], str) or not DOTTED.fullmatch(value[0]):
         return None
     builder, *inside = value[0].split(".<locals>", 1)
@@ -62,7 +62,7 @@ def _builder(value: list[Any]) -> str | None:
 
 
 def duration(seconds: float) -> str:
-    """Write a time in its two largest units."""
+    """Format a duration in its two largest units."""
     if seconds < 1:
         return "less than a second"
     whole = round(seconds)
@@ -74,7 +74,7 @@ def duration(seconds: float) -> str:
 
 
 def times(sessions: list[Session]) -> dict[str, str]:
-    """Date, run time and machine, of which a run may have had several."""
+    """Return date, total run time and machines of the sessions of a run."""
     if not sessions:
         return dict.fromkeys(("begun", "run time", "machine"), "not recorded")
     began = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(sessions[0].began))
@@ -85,9 +85,9 @@ def times(sessions: list[Session]) -> dict[str, str]:
 
 
 def data(described: Mapping[str, Any], num_data: Any) -> str | None:
-    """Say how much data there are; None if that is unknown.
+    """Describe the amount of data; None if it is unknown.
 
-    A list of batches may hold an example several times; the sampler knows how many there are.
+    A list of batches may repeat examples, so the number of examples comes from the sampler.
     """
     batches, parts = described.get("num_batches"), []
     if type(num_data) in (int, float) and math.isfinite(num_data):
@@ -98,12 +98,12 @@ def data(described: Mapping[str, Any], num_data: Any) -> str | None:
 
 
 def marked(text: str) -> str:
-    """Make HTML of a text in which code stands between backticks."""
+    """Convert a text with code between backticks to HTML."""
     return re.sub(r"`([^`]*)`", r"<code>\1</code>", html.escape(text))
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    """Make a table of HTML that may be wider than the page."""
+    """Make an HTML table that may be wider than the page."""
 
     def line(cells, tag):
         return "<tr>" + "".join(f"<{tag}>{cell}</{tag}>" for cell in cells) + "</tr>"

@@ -155,7 +155,7 @@ def test_chains_with_noise_need_a_key():
     assert alone.shape == (1, *keys.shape[1:])
     quiet = optax_smile.smile(0.1, num_data=10, decoherence_length=None)
     parallel.init(quiet, start(3))
-    with pytest.raises(ValueError, match=rule + "key whose data are"):
+    with pytest.raises(ValueError, match=rule + "key with .* words of data"):
         parallel.init(noisy, start(3), key=jax.random.key(0, impl="rbg"))
     # A layer may be called `key`, as in attention; averages over its gradients are no random key.
     attention: Any = {"key": {"kernel": jnp.ones((3, 2))}, "value": jnp.ones((3, 2))}
@@ -349,11 +349,17 @@ def test_meshes_and_specs_that_do_not_fit():
     mesh, other = make_mesh((4, 2)), make_mesh((4, 2), names=("model", "data"))
     for changes, message in (
         ({"mesh": other}, r"mesh=...\)` must be .*, got the axes \('model', 'data'\).* Make one"),
-        ({"tree": start(6), "specs": None}, r"mesh=...\)` must be .* the 6 chains, got 4 ro"),
-        ({"tree": {"w": np.ones((4, 2)), "b": np.ones(3)}}, r"tree=...\)` .* leading chain axis"),
-        ({"specs": {"w": jax.P()}}, r"specs=...\)` must be a tree of jax.P of the .*'out'"),
+        (
+            {"tree": start(6), "specs": None},
+            r"mesh=...\)` must be .* of chains, 6, got .* length 4",
+        ),
+        (
+            {"tree": {"w": np.ones((4, 2)), "b": np.ones(3)}},
+            r"tree=...\)` .* of equal length, at least 1",
+        ),
+        ({"specs": {"w": jax.P()}}, r"specs=...\)` must be a tree of jax.P with the .*'out'"),
         ({"specs": SPECS | {"in": jax.P("model")}}, r"specs=...\)` must be .* with axes of"),
-        ({"mesh": None}, r"specs=...\)` must be None where there is no mesh, got"),
+        ({"mesh": None}, r"specs=...\)` must be None without a mesh, got"),
     ):
         given: dict[str, Any] = {"tree": start(), "mesh": mesh, "specs": SPECS} | changes
         with pytest.raises(ValueError, match=rf"`parallel.place\({message}"):
@@ -368,6 +374,6 @@ def test_meshes_and_specs_that_do_not_fit():
             function(other)
         with pytest.raises(ValueError, match=rf"`{name}\(specs=...\)` must be a tree of jax.P"):
             function(make_mesh((1, 8)), {})
-    message = r"mesh=...\)` must be a mesh whose axis 'chain' divides the 6 chains, got 8 rows"
+    message = r"mesh=...\)` must be a mesh whose axis 'chain' divides the number of chains, 6, got"
     with pytest.raises(ValueError, match=message):
         train(make_mesh((8, 1)), num_members=6)

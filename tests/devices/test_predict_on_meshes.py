@@ -86,5 +86,7 @@ def test_arrays_may_change_while_they_wait():
 
 
 def test_chains_that_do_not_divide_over_the_rows():
-    with pytest.raises(ValueError, match=r"`predict\(mesh=...\)` must be .* divides the 4 chains"):
+    with pytest.raises(
+        ValueError, match=r"`predict\(mesh=...\)` must be .* divides the number of chains, 4"
+    ):
         classify(make_mesh(AUTO, 8), per="chain")

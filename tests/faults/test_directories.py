@@ -169,7 +169,7 @@ def are_same(first: Any, second: Any) -> bool:
 def is_ours(error: Exception, names: list[str]) -> bool:
     """Whether an error is a sentence that names one of the files and tells what to do."""
     is_kind = type(error) in (ValueError, optax_smile.ArgumentError) or isinstance(error, OSError)
-    tells = any(word in str(error) for word in ("Remove", "Bring", "must be a directory"))
+    tells = any(word in str(error) for word in ("Remove", "Restore", "must be a directory"))
     return is_kind and tells and any(name in str(error) for name in names)
 
 
@@ -403,7 +403,7 @@ def test_a_manifest_that_lies_names_file_and_field(damaged):
         change_manifest(damaged, change)
         begun = time.monotonic()
         draws = optax_smile.load_snapshots(damaged)
-        with pytest.raises(ValueError, match=r"of the manifest's\). Remove it|lacks the file"):
+        with pytest.raises(ValueError, match=r"not in the manifest\). Remove it|lacks the file"):
             _ = list(draws), draws.start
         assert time.monotonic() - begun < AT_ONCE
 
