@@ -302,13 +302,14 @@ def last_accepted(state: Any, params: Any = None) -> Any:
     if axes := jnp.shape(told.num_gradients):
         rule, remedy = "that of a single chain", "Use `jax.vmap(optax_smile.last_accepted)`."
         _check.fail("last_accepted", "state", rule, f"one with the leading axes {axes}", remedy)
+    params = _without_variables(params)
     if params is None:
         params = getattr(sampler, "tracked_params", None)
     if params is None:
         rule, remedy = "the parameters after `optax.apply_updates`", "Or use `track_params=True`."
         _check.fail("last_accepted", "params", rule, "None", remedy)
     try:
-        draw = sampler.last_accepted(_without_variables(params))
+        draw = sampler.last_accepted(params)
     except (ValueError, TypeError) as error:
         if isinstance(error, _check.ArgumentError):
             raise

@@ -12,6 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+
+# With it `stats` and `last_accepted` look for variables in a state.
+from flax import nnx  # noqa: F401
 from test_contract import SHARED, make
 
 import optax_smile
