@@ -309,7 +309,7 @@ MESSAGES: list[tuple[Any, str]] = [
     ),
     (
         lambda: update(state=optax.tree.set(build("psmile").init(PARAMS), state_format=1)),
-        "must be a state of format 4, got format 1. Another version of optax_smile wrote it",
+        "must be a state of format 5, got format 1. Another version of optax_smile wrote it",
     ),
     # What a state can be asked for.
     (lambda: optax_smile.stats(()), "`stats(state=...)` must be one with exactly one optax_smile"),
@@ -321,13 +321,13 @@ MESSAGES: list[tuple[Any, str]] = [
         lambda: optax_smile.last_accepted(
             optax.chain(build("sgld"), optax.scale_by_adam()).init(PARAMS), PARAMS
         ),
-        "must be that of a chain whose last transformation is the sampler, got one followed by",
+        "is the sampler, got one transformation after it. Remove what comes after the sampler",
     ),
     (
         lambda: optax_smile.stats(
             optax.chain(build("sgld"), optax.masked(optax.scale(0.5), True)).init(PARAMS)
         ),
-        "whose last transformation is the sampler, got one followed by MaskedState",
+        "whose last transformation is the sampler, got one transformation after it",
     ),
     # Losses and models.
     (lambda: sample(loss_fn=Model()), "a function of (params, batch), got a Model. Pass a model's"),

@@ -115,6 +115,10 @@ class LangevinState(NamedTuple):
         """Start of the open step, see `optax_smile.last_accepted`."""
         return _tree.map_sampled(lambda move, x: x - move, self.displacement, params)
 
+    def last_gradient(self) -> tuple[Any, jax.Array]:
+        """See `state.SamplerState`."""
+        return self.displacement, self.last_update.received
+
 
 def euler_step(call: Move, amplitude: jax.Array) -> optax.Updates:
     """Step of overdamped Langevin dynamics: -eps grad U + amplitude z."""
@@ -187,6 +191,7 @@ def _update(of: _Parts, updates: Any, state: Any, params: Any, value: Any) -> tu
     dtype, last = state.step_length.dtype, state.last_update
     value = _call.check(of.name, updates, params, value, state.displacement, dtype)
     posterior = potential.of_chain(of.posterior, params, state.prior_mean)
+    received = _tree.fingerprint(jax.tree.map(lambda g, x: g.astype(x.dtype), updates, params))
     slope, value = potential.with_log_prior(posterior, updates, value, params)
     gradient = potential.gradient(posterior, slope, params)
     given = (_tree.inner(gradient, gradient), *(() if value is None else (value,)))
@@ -237,6 +242,7 @@ def _update(of: _Parts, updates: Any, state: Any, params: Any, value: Any) -> tu
             below_resolution=_tree.inner(displacement, displacement) < resolution**2,
             last_temperature=_call.alike(posterior.temperature, step_length),
             num_gradients=_tree.count(last.num_gradients),
+            received=received,
         ),
         state_format=state.state_format,
     )
