@@ -253,7 +253,7 @@ FACTORIES = {
 def test_parameters_that_are_not_finite_are_no_draw(name):
     """Unless they are not known, in a compiled function, or none of the sampler's."""
     start: Any = {"w": jnp.ones(SIZE), "other": jnp.full(2, jnp.nan)}
-    parts = {"on": FACTORIES[name], "off": optax.set_to_zero()}
+    parts: Any = {"on": FACTORIES[name], "off": optax.set_to_zero()}
     tx = optax.partition(parts, {"w": "on", "other": "off"})
     updates, state = jax.jit(tx.update)(start, tx.init(start), start)
     params: Any = optax.apply_updates(start, updates)

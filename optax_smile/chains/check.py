@@ -56,9 +56,15 @@ class CheckReport:
         )
 
 
+def _may_be_batch(batch: Any) -> bool:
+    leaves = jax.tree.leaves(batch)
+    are_arrays = bool(leaves) and all(hasattr(leaf, "shape") for leaf in leaves)
+    return are_arrays or hasattr(batch, "__iter__")
+
+
 @_check.arguments(
     params=_check.Tree(),
-    batch=_check.Where("a batch, or an iterable of batches", lambda value: value is not None),
+    batch=_check.Where("a batch of arrays, or an iterable of batches", _may_be_batch),
     sampler=_check.TRANSFORMATION,
     num_data=_check.Real(1, large=True, traced=False) | None,
     aux=_check.Tree() | None,
