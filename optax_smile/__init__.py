@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from optax_smile import calibrate, diagnostics, interop, local, metrics, parallel, plots, published
 from optax_smile._check import ArgumentError
+from optax_smile.chains.check import CheckReport, check
 from optax_smile.chains.sample import sample
 from optax_smile.chains.select import Selection, select
 from optax_smile.chains.starts import chains_from_weights
@@ -34,6 +35,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "ArgumentError",
+    "CheckReport",
     "Likelihood",
     "MclmcSettings",
     "Outcome",
@@ -47,6 +49,7 @@ __all__ = [
     "angle_tuner",
     "calibrate",
     "chains_from_weights",
+    "check",
     "cyclical_sgld",
     "diagnostics",
     "interop",

@@ -23,6 +23,8 @@ SMALLEST_NETWORK = 500
 LARGEST_BLOCK, SMALLEST_NUMBER = 2**7, 2**7
 # Independent random signs with which `sums` adds up a sketch.
 NUM_SIGNS = 2
+# Length of a `fingerprint`.
+FINGERPRINT = 1 + NUM_SIGNS
 # Leaves on several devices that are summed together.
 LARGEST_GROUP = 8
 
@@ -46,6 +48,12 @@ def dtype(tree: Any) -> jnp.dtype:
 def total(tree: Any) -> jax.Array:
     """Sum all entries of all leaves."""
     return jnp.asarray(sum(jnp.sum(leaf) for leaf in jax.tree.leaves(tree)), dtype(tree))
+
+
+@jax.jit
+def all_finite(tree: Any) -> jax.Array:
+    """Tell whether all numbers of a tree are finite."""
+    return jnp.all(jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(tree)]))
 
 
 def inner(first: Any, second: Any) -> jax.Array:
@@ -98,6 +106,28 @@ def sums_and_sketch(trees: list[Any], sketched: Any) -> tuple[list[jax.Array], A
     if sketched is None:
         return found, None
     return found, tuple(jax.tree.unflatten(structure, one) for one in zip(*sketches, strict=True))
+
+
+def fingerprint(tree: Any) -> jax.Array:
+    """Compute the norm of a tree and its products with fixed random signs, `[1 + NUM_SIGNS]`.
+
+    The products are linear in the tree. The signs depend on the place inside a leaf alone, so that
+    other leaves do not change what one contributes.
+    """
+    return fingerprint_of_sums(*sums(fingerprint_terms(tree)))
+
+
+def fingerprint_terms(tree: Any) -> list[Any]:
+    """Give the trees whose sums `fingerprint_of_sums` takes."""
+    leaves, structure = jax.tree.flatten(tree)
+    signed = zip(*map(_signed, leaves), strict=True)
+    square = jax.tree.map(jnp.square, tree)
+    return [square, *(jax.tree.unflatten(structure, one) for one in signed)]
+
+
+def fingerprint_of_sums(square: jax.Array, *products: jax.Array) -> jax.Array:
+    """See `fingerprint`."""
+    return jnp.stack([jnp.sqrt(square), *products])
 
 
 def empty_sketch(tree: Any) -> Any:
@@ -269,14 +299,11 @@ def map_sampled(
         moves: whether each leaf of `sampled` is mapped `[leaf]`; None: all are.
     """
 
-    def names(path):
-        return tuple(entry(key)[1] for key in path)
-
     leaves = enumerate(jax.tree_util.tree_leaves_with_path(sampled))
-    seen = {names(path): (number, leaf) for number, (path, leaf) in leaves}
+    seen = {_names(path): (number, leaf) for number, (path, leaf) in leaves}
 
     def leaf(path, x):
-        if (at := names(path)) not in seen:
+        if (at := _names(path)) not in seen:
             return x
         number, move = seen.pop(at)
         if jnp.shape(x) != jnp.shape(move) or getattr(x, "dtype", None) != move.dtype:
@@ -292,6 +319,26 @@ def map_sampled(
         missing = ", ".join(name(zip(at, at, strict=True)) for at in seen)
         _check.fail("last_accepted", "params", rule, f"none called {missing[: _check.LONGEST]}")
     return mapped
+
+
+def leaves_like(sampled: Any, tree: Any) -> list[Any] | None:
+    """Give those leaves of a tree that the sampler sees, found as by `map_sampled`.
+
+    None where one of them is missing or has another shape, as behind `optax.flatten`.
+    """
+    leaves = _by_names(tree)
+    found = [(leaf, leaves.get(at)) for at, leaf in _by_names(sampled).items()]
+    if any(leaf is None or jnp.shape(leaf) != jnp.shape(like) for like, leaf in found):
+        return None
+    return [leaf for _, leaf in found]
+
+
+def _by_names(tree: Any) -> dict[tuple[Any, ...], Any]:
+    return {_names(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def _names(path: Iterable[Any]) -> tuple[Any, ...]:
+    return tuple(entry(key)[1] for key in path)
 
 
 def entry(key: Any) -> list[Any]:

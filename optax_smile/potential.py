@@ -292,6 +292,28 @@ def excess_loss(potential: Potential, curvature: float, num_parameters: int) -> 
     return num_parameters / (2 * (_weight(potential) + prior))
 
 
+def least_excess_loss(potential: Potential, curvature: float, square: float) -> float:
+    """Bound from below what `excess_loss` bounds from above, by the Cauchy-Schwarz inequality.
+
+    With the trace H of the Hessian and the trace S of its square all directions add at least
+
+        T / 2 * H^2 / (N S + P H)
+
+    Args:
+        potential: the posterior, with numbers.
+        curvature: H, >= 0.
+        square: S, >= 0.
+
+    Returns:
+        Nats per example; exact where the loss has one curvature in all directions in which it has
+        any.
+    """
+    if curvature <= 0 or square <= 0:
+        return 0.0
+    prior = potential.prior_precision / potential.temperature
+    return curvature**2 / (2 * (_weight(potential) * square + prior * curvature))
+
+
 def strength_for(
     potential: Potential, curvature: float, num_parameters: int, allowed: float
 ) -> float:

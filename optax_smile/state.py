@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_smile import _check
+from optax_smile import _check, _tree
 
 # Of the states of all samplers; a state of another format cannot be continued.
 STATE_FORMAT = 5
@@ -19,6 +19,12 @@ STATE_FORMAT = 5
 MOST_NONFINITE = 0.01
 # Nats per example by which draws may be worse than the start: targets 63 % less probable.
 MOST_RISE = 1.0
+# What to do about a transformation after the sampler.
+AFTER = (
+    "Remove what comes after the sampler: it changes the steps, and no draws are right. A sampler"
+    " has no learning rate, and its prior replaces weight decay. Before the sampler only"
+    " `optax.clip_by_global_norm` may go."
+)
 
 
 class LastUpdate(NamedTuple):
@@ -33,6 +39,7 @@ class LastUpdate(NamedTuple):
         below_resolution: whether the next step is too short for their precision.
         last_temperature: of the posterior; `inject_hyperparams` has the name without "last".
         num_gradients: calls so far, int32.
+        received: of the gradient that the loop passed, see `_tree.fingerprint`.
     """
 
     energy_change: jax.Array
@@ -43,11 +50,13 @@ class LastUpdate(NamedTuple):
     below_resolution: jax.Array
     last_temperature: jax.Array
     num_gradients: jax.Array
+    received: jax.Array
 
     def stats(self) -> dict[str, jax.Array]:
         """Give its part of `Stats`."""
         told = self._asdict()
         told["temperature"] = told.pop("last_temperature")
+        del told["received"]
         return told
 
 
@@ -62,6 +71,7 @@ def no_update(dtype: jnp.dtype, temperature: float | jax.Array) -> LastUpdate:
         below_resolution=jnp.zeros((), bool),
         last_temperature=jnp.asarray(temperature, dtype),
         num_gradients=jnp.zeros((), jnp.int32),
+        received=jnp.zeros(_tree.FINGERPRINT, dtype),
     )
 
 
@@ -157,6 +167,10 @@ class SamplerState(Protocol):
         """Parameters of the last accepted step end, see `optax_smile.last_accepted`."""
         ...
 
+    def last_gradient(self) -> tuple[Any, jax.Array] | None:
+        """A tree of the leaves that are sampled, and `_tree.fingerprint` of their last gradient."""
+        ...
+
 
 def find(state: Any, where: str, argument: str = "state") -> SamplerState:
     """Find the one sampler state inside a larger state.
@@ -183,9 +197,8 @@ def find(state: Any, where: str, argument: str = "state") -> SamplerState:
             later = [part for part in later if not isinstance(part, optax.MaskedState)]
         if later:
             rule = "that of a chain whose last transformation is the sampler"
-            got = f"one followed by {', '.join(type(part).__name__ for part in later)}"
-            remedy = "What comes after it changes its steps, and no draws are right: put it before."
-            _check.fail(where, argument, rule, got, remedy)
+            number = "one transformation" if len(later) == 1 else f"{len(later)} transformations"
+            _check.fail(where, argument, rule, f"{number} after it", AFTER)
     check_format(where, argument, found[0])
     return found[0]
 
@@ -283,10 +296,10 @@ def last_accepted(state: Any, params: Any = None) -> Any:
             after it in an `optax.chain`, or it is one of several chains; the state is concrete and
             its `is_altered` is true, see `Stats`; `params` lacks leaves of those given to `init`,
             or has them in another shape or precision, or is missing, or differs from the tracked
-            ones; `update` was compiled and got gradients for other leaves than at first, or other
-            parameters than the tracked ones.
+            ones, or, outside of compiled functions, is not finite; `update` was compiled and got
+            gradients for other leaves than at first, or other parameters than the tracked ones.
 
-    Cost: one pass over the parameters; no gradient.
+    Cost: two passes over the parameters; no gradient.
 
     Example:
         >>> import jax.numpy as jnp, optax, optax_smile
@@ -315,9 +328,24 @@ def last_accepted(state: Any, params: Any = None) -> Any:
             raise
         rule = "a tree like the one given to `init`"
         _check.fail("last_accepted", "params", rule, _check.show(params))
+    _check_finite(draw, params)
     if _is_concrete(told.is_altered) and told.is_altered:
         rule = "that of a loop whose parameters arrive as the sampler sent them"
         got = f"one where {told.num_altered} of {told.num_gradients} calls found others"
         remedy = "Nothing may change the parameters but the sampler's own updates."
         _check.fail("last_accepted", "state", rule, got, remedy)
     return draw
+
+
+def _check_finite(draw: Any, params: Any):
+    """Require finite numbers in the leaves that the sampler moves; traced ones pass."""
+    trees = [jax.tree.leaves(tree) for tree in (draw, params)]
+    same = {id(leaf) for leaf in trees[0]} & {id(leaf) for leaf in trees[1]}
+    moved = [leaf for leaves in trees for leaf in leaves if id(leaf) not in same]
+    known = [leaf for leaf in moved if _is_concrete(leaf)]
+    if known and not _tree.all_finite(known):
+        advice = (
+            "The parameters of the loop are not finite. Samplers reject steps from gradients that"
+            " are not: what else changes the parameters?"
+        )
+        _check.fail("last_accepted", "params", "finite", "nan or inf", advice)

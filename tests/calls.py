@@ -108,6 +108,9 @@ def runs(path):
     sampled |= {"per_chain": False, "batch_per": "gradient", "steps_per_dispatch": 1}
     sampled |= {"prefetch": 0, "resume": True, "dtype": None, "callback": None, "observe": None}
     yield "sample", optax_smile.sample, chains | sampled
+    checked = {"loss_fn": chains["loss_fn"], "params": PARAMS, "batch": [jnp.ones(3)]}
+    checked |= {"sampler": sampler, "num_data": 10, "aux": None, "stochastic": False}
+    yield "check", optax_smile.check, checked
     trained = {"init_fn": lambda key: {"w": jax.random.normal(key, (3,)), "b": jnp.ones(1)}}
     trained |= {"optimizer": optax.adam(1e-2), "num_members": 2, "num_epochs": 1}
     trained |= {"validation": jnp.ones(3), "patience": 1, "per_member": False}

@@ -389,6 +389,7 @@ SICK: dict[str, tuple[dict[str, Any], tuple[int, ...], str]] = {
     "copies, in the end": ({"params": copy(0, 3, LAST)}, (0, 3), "40 of 100 draws are those"),
     "altered": ({"num_altered": changed([0, 2], LAST, [[7], [9]])}, (0, 2), "7 to 9 of 1000 upd"),
     "diverged": ({"num_nonfinite": changed([1], ANY, 2 * COUNT)}, (1,), r"20\.00% of the grad"),
+    "not finite": ({"num_nonfinite": changed(ALL, ANY, 2 * COUNT)}, ALL, r"20\.00% of the grad"),
     "diverged, far away": (FAR, (1, 2), r"1\d\d to 1\d\d times as large .* \(above 10\)"),
     "diverged, of all": ({"density": shifted([2], -2)}, (2,), NATS + r" the .*' \(above 0.3\)"),
     "diverged, by and by": ({"density": shifted(ALL, -0.3 * RISES)}, ALL, NATS + ".* at first"),

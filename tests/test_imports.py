@@ -69,7 +69,7 @@ ROOMS = {
     "published": {"potential", "stages", "samplers"},
     "parallel": set(),
     "draws": {"parallel"},
-    "chains": {"parallel", "potential", "state", "draws"},
+    "chains": {"diagnostics", "parallel", "potential", "state", "draws"},
     "diagnostics": {"state", "draws"},
     "metrics": set(),
     "calibrate": {"metrics"},

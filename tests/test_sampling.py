@@ -125,7 +125,7 @@ def test_several_steps_in_one_go_see_the_batches_of_their_chain():
     rows = own_batches(8)
     rows.append(jax.tree.map(lambda x: x[:, :12], rows[0]))
     arguments: dict[str, Any] = {"batches": rows, "per_chain": True, "thin": 3}
-    arguments |= {"sampler": quiet(), "num_warmup": 0, "num_draws": 3}
+    arguments |= {"sampler": quiet(), "num_warmup": 0, "num_draws": 3, "check": False}
     one, three = (run(steps_per_dispatch=number, **arguments) for number in (1, 3))
     np.testing.assert_allclose(three.params["w"], one.params["w"], atol=1e-6)
     assert three.trace["num_gradients"][0].tolist() == [3, 6, 9]
@@ -156,7 +156,8 @@ def test_auxiliary_state_follows_the_accepted_points():
         return mean_loss(params, batch), seen
 
     aux = {"count": jnp.zeros(CHAINS), "sum": jnp.zeros((CHAINS, 20, 2))}
-    got = run(loss=loss, sampler=quiet(), batches=rows, num_draws=8, aux=aux, **EVERY)
+    given: dict[str, Any] = {"aux": aux, "check": False, **EVERY}
+    got = run(loss=loss, sampler=quiet(), batches=rows, num_draws=8, **given)
     accepted = np.cumsum(got.trace["accepted"], axis=1)
     assert not got.trace["accepted"][:, 4].any() and accepted[:, -1].tolist() == [7] * CHAINS
     np.testing.assert_array_equal(got.params["aux"]["count"], accepted)

@@ -1,6 +1,5 @@
 """All chains on their devices, and what a host loop asks of them."""
 
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -11,9 +10,10 @@ import optax
 from jax.sharding import Mesh
 
 from optax_smile import _check, _tree, parallel
-from optax_smile.chains import _loop
+from optax_smile.chains import _data, _gradients, _loop
 from optax_smile.chains._packing import SMALL, Packed, Packing
-from optax_smile.chains._rise import warn_of_rise
+from optax_smile.chains._rise import rise
+from optax_smile.diagnostics.results import Check
 from optax_smile.state import find, last_accepted, stats
 
 # What a chain tells in its trace besides what its sampler does.
@@ -30,6 +30,7 @@ class Chain(NamedTuple):
         key: of a stochastic loss, or None.
         loss: of a batch at the last accepted step end, scalar.
         start_loss: of the first batch at the start, scalar.
+        gradients: what was seen of them.
     """
 
     params: Any
@@ -38,6 +39,7 @@ class Chain(NamedTuple):
     key: jax.Array | None
     loss: jax.Array
     start_loss: jax.Array
+    gradients: _gradients.Gradients
 
 
 class Chains:
@@ -73,6 +75,7 @@ class Chains:
             state=parallel.init(sampler, params, mesh=mesh, specs=specs, key=sampler_key),
             aux=None if aux is None else parallel.place(aux, mesh=mesh),
             key=None if loss_key is None else parallel.split_key(loss_key, self.number, mesh=mesh),
+            gradients=parallel.place(_gradients.nothing_seen(self.number), mesh=mesh),
             **parallel.place(dict.fromkeys(LOSSES, jnp.zeros(self.number)), mesh=mesh),
         )
         self.gradients_per_step = find(chains.state, "sample", "sampler").gradients_per_step
@@ -97,7 +100,7 @@ class Chains:
 
         self._one = parallel.step(one, self.packed, mesh=mesh, per_chain=per_chain)
         self._many = parallel.step(many, self.packed, mesh=mesh, per_chain=per_chain)
-        self._stats = self._compile(lambda packed: _stats_of_chain(packing.unpack(packed)))
+        self._told = self._compile(lambda packed: _told_of_chain(packing.unpack(packed)))
         self._losses = self._compile(
             lambda chain, batch: self.loss(chain.params, chain.aux, chain.key, batch)[0],
             in_axes=(0, 0 if per_chain else None),
@@ -151,8 +154,10 @@ class Chains:
         if len(set(found.tolist())) < len(found) and not self.per_chain:
             self._check_different()
         if warns:
-            self._warn(batch, settings)
-            warn_of_rise("sample", self._losses_at, batch, self.tree.params, found, settings)
+            if self.like.key is None:
+                _loop.warn_of_sum("sample", self.losses, batch, self.per_chain, self.mesh)
+            _data.tell("sample", self.check_count(batch, settings))
+            _data.tell("sample", self.check_rise(batch, settings))
 
     def _check_different(self):
         """Require chains that differ in anything, such as the key of their noise."""
@@ -166,16 +171,14 @@ class Chains:
             remedy = "Copies stay copies. See `chains_from_weights`, or the sampler's `key`."
             _check.fail("sample", "params", rule, f"copies in the chains {copies}", remedy)
 
-    def _warn(self, batch: Any, settings: Mapping[str, Any] | None):
-        if self.like.key is None:
-            _loop.warn_of_sum("sample", self.losses, batch, self.per_chain, self.mesh)
-        rows, number = _loop.num_rows(batch, self.per_chain), (settings or {}).get("num_data")
-        if rows is not None and isinstance(number, (int, float)) and number < rows:
-            message = (
-                f"The sampler has num_data={number}, fewer than the {rows} examples of the first"
-                " batch: it is the number of examples in the whole data set."
-            )
-            warnings.warn(message, stacklevel=2)
+    def check_count(self, batch: Any, settings: Mapping[str, Any] | None) -> Check | None:
+        """Compare the sampler's `num_data` with the size of a batch; None if one is unknown."""
+        return _data.at_least(batch, (settings or {}).get("num_data"), self.per_chain)
+
+    def check_rise(self, batch: Any, settings: Mapping[str, Any] | None) -> Check | None:
+        """Find a posterior whose draws are far worse than the start, see `_rise`."""
+        start = _tree.local(self.losses(batch))
+        return rise(self._losses_at, batch, self.tree.params, start, settings)
 
     def advance(self, batch: Any, is_stacked: bool):
         """Do the update, or the updates, of a batch."""
@@ -193,7 +196,11 @@ class Chains:
 
     def stats(self) -> dict[str, np.ndarray]:
         """What the sampler says, arrays `[chain]` of the chains of this process."""
-        return _tree.local(self._stats(self.packed))
+        return self.look()[0]
+
+    def look(self) -> tuple[dict[str, np.ndarray], _gradients.Gradients]:
+        """What the sampler says, and what was seen of the gradients, arrays `[chain, ...]`."""
+        return _tree.local(self._told(self.packed))
 
     def draw(self) -> Any:
         """Last accepted step ends, or what is observed of them, arrays `[chain, ...]` to keep."""
@@ -230,7 +237,9 @@ def _call_of_chain(loss: Callable, sampler: optax.GradientTransformationExtraArg
 
         given: dict[str, Any] = {"value": value, "value_fn": value_fn}
         updates, state = sampler.update(grads, chain.state, chain.params, **given)
-        told, value = stats(state), value.astype(chain.loss.dtype)
+        sampler_state = find(state, "sample", "sampler")
+        told, value = sampler_state.stats(), value.astype(chain.loss.dtype)
+        before = stats(chain.state).num_gradients
         is_first = told.num_gradients == 1
         return Chain(
             params=optax.apply_updates(chain.params, updates),
@@ -239,13 +248,15 @@ def _call_of_chain(loss: Callable, sampler: optax.GradientTransformationExtraArg
             key=key,
             loss=jnp.where(told.accepted & (told.step_end | is_first), value, chain.loss),
             start_loss=jnp.where(is_first, value, chain.start_loss),
+            gradients=_gradients.observe(chain.gradients, grads, value, before, sampler_state),
         )
 
     return one_call
 
 
-def _stats_of_chain(chain: Chain) -> dict[str, jax.Array]:
-    return stats(chain.state)._asdict() | {name: getattr(chain, name) for name in LOSSES}
+def _told_of_chain(chain: Chain) -> tuple[dict[str, jax.Array], _gradients.Gradients]:
+    losses = {name: getattr(chain, name) for name in LOSSES}
+    return stats(chain.state)._asdict() | losses, chain.gradients
 
 
 def _draw_of_chain(chain: Chain) -> Any:

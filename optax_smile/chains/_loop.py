@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from optax_smile import _check, _tree
+from optax_smile.diagnostics.results import Check
 
 # A loss whose halves add up to so nearly the whole is a sum.
 NEAR_ONE = 0.05
@@ -68,13 +69,24 @@ def check_loss(
 def warn_of_sum(
     where: str, losses: Callable[[Any], Any], batch: Any, per_chain: bool, mesh: Mesh | None
 ):
-    """Warn of a loss that looks like a sum: those of two halves add up to that of the whole.
+    """Warn of a loss that looks like a sum, see `check_mean`."""
+    found = check_mean(losses, batch, per_chain, mesh)
+    if found is not None and not found.passed:
+        rule = f"`{where}(loss_fn=...)` must be a mean over the examples"
+        warnings.warn(
+            f"{rule}, and {found.text} {found.advice}, or pass check=False.", stacklevel=2
+        )
 
-    Silent where it cannot be told: no axis of examples that all leaves share, or a loss that takes
+
+def check_mean(
+    losses: Callable[[Any], Any], batch: Any, per_chain: bool, mesh: Mesh | None
+) -> Check | None:
+    """Find a loss that looks like a sum: those of two halves add up to that of the whole.
+
+    None where it cannot be told: no axis of examples that all leaves share, or a loss that takes
     no half batch.
 
     Args:
-        where: the public function.
         losses: of all chains, from a batch.
         batch: the first one.
         per_chain: whether it has a leading chain axis.
@@ -83,7 +95,7 @@ def warn_of_sum(
     rows, least = num_rows(batch, per_chain), 1 if mesh is None else mesh.shape.get("data", 1)
     half = 0 if rows is None else rows // 2 // least * least
     if not half:
-        return
+        return None
 
     def of_part(first: int, stop: int) -> np.ndarray:
         rows = slice(first, stop)
@@ -94,16 +106,23 @@ def warn_of_sum(
         halves = of_part(0, half), of_part(half, 2 * half)
         whole = of_part(0, 2 * half)
     except Exception:
-        return
+        return None
     with np.errstate(all="ignore"):
         ratio = float(np.median(sum(halves) / whole))
-    if abs(ratio - 1) < NEAR_ONE:
-        message = (
-            f"`{where}(loss_fn=...)` must be a mean over the examples, and looks like a sum: the"
-            f" losses of two halves of the first batch add up to {ratio:.3f} of that of the whole;"
-            " those of a mean, to 2. Divide by the number of examples, or pass check=False."
-        )
-        warnings.warn(message, stacklevel=2)
+    passed = not abs(ratio - 1) < NEAR_ONE
+    text = (
+        f"the losses of two halves of the first batch add up to {ratio:.3f} of that of the whole;"
+        " those of a mean, to 2."
+    )
+    return Check(
+        kind="mean loss",
+        chains=(),
+        value=(ratio,),
+        bound=1.0,
+        passed=passed,
+        advice="" if passed else "Divide by the number of examples",
+        text=text if passed else f"looks like a sum: {text}",
+    )
 
 
 def num_rows(batch: Any, per_chain: bool) -> int | None:

@@ -72,6 +72,9 @@ class OptimizerState(NamedTuple):
         """Give the iterate itself."""
         return params
 
+    def last_gradient(self) -> None:
+        """Nothing is asked of what an optimizer does with a gradient."""
+
 
 def is_optimizer(transformation: optax.GradientTransformation, params: optax.Params) -> bool:
     """Whether a transformation contains no sampler.

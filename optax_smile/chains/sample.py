@@ -17,7 +17,7 @@ import optax
 from jax.sharding import Mesh
 
 from optax_smile import _check, _settings, parallel
-from optax_smile.chains import _identity, _loop, _optimizer
+from optax_smile.chains import _data, _gradients, _identity, _loop, _optimizer
 from optax_smile.chains._chains import Chains
 from optax_smile.chains._checkpoint import any_process
 from optax_smile.chains._loop import Position
@@ -328,6 +328,10 @@ class Run:
         )
         self.settings = _settings.of(sampler, self.chains.like.params)
         self.stream = _loop.Stream(setup.batches)
+        warns = setup.check
+        if isinstance(setup.batches, (list, tuple)):
+            warns = _check_list(setup.batches, self.settings, setup.per_chain, warns)
+        self.watched = _data.Watched("sample", self.stream, setup.per_chain, warns)
         if setup.directory is None:
             self.kept = MemoryRun(self.chains.draw(), self.settings)
         else:
@@ -346,6 +350,7 @@ class Run:
             )
         self.place = Place(0, 0, self.stream.position())
         self.is_begun = self.has_advanced = False
+        self.gradients: _gradients.Gradients | None = None
 
     @property
     def num_steps(self) -> int:
@@ -373,7 +378,7 @@ class Run:
             self.has_advanced = True
             judge = partial(self.chains.check, settings=self.settings, warns=self.setup.check)
             begun = self.place.num_gradients
-            work = _dispatches(self.stream, plan, begun, self.chains, judge)
+            work = _dispatches(self.stream, self.watched, plan, begun, self.chains, judge)
             with _loop.stop_signals() as wish:
                 for dispatch in _loop.prefetched(work, self.setup.prefetch):
                     self.chains.advance(dispatch.batch, dispatch.is_stacked)
@@ -406,7 +411,10 @@ class Run:
         step, num_kept = dispatch.end // self.plan.gradients_per_step, self.place.num_kept
         seen = None
         if is_tick := self.plan.to_tick(step) == self.plan.thin:
-            seen = self.chains.stats()
+            seen, self.gradients = self.chains.look()
+            _gradients.check_start("sample", self.gradients)
+            if not self.is_optimizer:
+                _gradients.check_received("sample", self.gradients)
             _check_unaltered(seen)
             self.kept.tick(seen)
             if step > self.plan.num_warmup and np.all(seen["is_draw"]):
@@ -435,13 +443,18 @@ def check_end(where: str, run: Run, num_steps: int, num_draws: int, is_stopped: 
             rule = f"so many that the sampler calls one of the {step} steps a draw"
             remedy = "See its argument `adapt_steps` or `exploration`."
             _check.fail(where, "num_draws", rule, num_draws, remedy)
+        if run.watched.empty:
+            _check.fail(where, "batches", "batches with examples", run.watched.empty)
         num_batches = num_steps * plan.gradients_per_step // plan.gradients_per_batch
         rule = f"an iterable with a batch for each of the {num_batches} gradients"
         _check.fail(where, "batches", rule, "one that ran out before the first draw")
     if place.num_kept < num_draws:
         early = "ended early" if step < num_steps else "kept what the sampler calls a draw,"
-        message = f"`{where}` {early} with {place.num_kept} of {num_draws} draws per chain."
+        reason = f": {run.watched.empty}" if run.watched.empty else ""
+        message = f"`{where}` {early} with {place.num_kept} of {num_draws} draws per chain{reason}."
         warnings.warn(message, stacklevel=4)
+    if run.setup.check and not run.is_optimizer and run.gradients is not None:
+        _gradients.warn(where, run.gradients)
 
 
 def _check_unaltered(stats: Mapping[str, np.ndarray]):
@@ -460,17 +473,42 @@ def _check_unaltered(stats: Mapping[str, np.ndarray]):
         _check.fail("sample", "sampler", rule, got, remedy)
 
 
+def _check_list(
+    batches: Sequence[Any], settings: Mapping[str, Any] | None, per_chain: bool, warns: bool
+) -> bool:
+    """Look at the batches of a list; tell whether a difference in size is still to be found."""
+    _data.check_list("sample", batches, per_chain)
+    if warns:
+        _data.tell("sample", _data.unequal([_data.size(x, per_chain) for x in batches]))
+        _data.tell("sample", _data.amount(batches, (settings or {}).get("num_data"), per_chain))
+    return False
+
+
 def _dispatches(
-    stream: _loop.Stream, plan: Plan, done: int, chains: Chains, judge: Callable[[Any], None]
+    stream: _loop.Stream,
+    watched: Iterator[Any],
+    plan: Plan,
+    done: int,
+    chains: Chains,
+    judge: Callable[[Any], None],
 ) -> Iterator[Dispatch]:
-    """Cut the run into pieces of work, from a gradient on; none goes beyond a tick."""
+    """Cut the run into pieces of work, from a gradient on; none goes beyond a tick.
+
+    Args:
+        stream: whose position is told.
+        watched: its batches.
+        plan: of the run.
+        done: gradients before.
+        chains: that put batches onto their devices.
+        judge: looks at the first batch.
+    """
     num_gradients, is_new = plan.num_steps * plan.gradients_per_step, done == 0
     per_step = plan.gradients_per_step // plan.gradients_per_batch
     while done < num_gradients:
         taken, position = [], None
         step = done // plan.gradients_per_step
         for _ in range(min(plan.steps_per_dispatch, plan.to_tick(step))):
-            of_step = list(islice(stream, per_step))
+            of_step = list(islice(watched, per_step))
             if len(of_step) < per_step:
                 break
             taken += of_step

@@ -13,6 +13,8 @@ ADVICE = {
     "altered": "the sampler as the last of `optax.chain`, and its updates added to the parameters"
     " as they are: nothing may come after the sampler, neither clipping, a learning rate, weight"
     " decay, a projection nor an average of parameters.",
+    "not finite": "a look at the data: are all batches finite, with no empty one among them, and"
+    " the gradients of the loss where they are? If they are, {shorter}, or a start closer by.",
     "diverged": "{shorter}, or a start closer by; leave these chains out of the prediction.",
     "frozen": "{longer}.",
     "still on its way": "a larger num_warmup; a start from trained weights, as `warmstart` makes"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import chain as joined
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -84,7 +85,8 @@ def judge(found: Summary, run: Run) -> list[Check]:
     """
     rhats = np.array([median_of(chain) for chain in found.rhat_within])
     none = np.zeros(len(rhats), bool)
-    lost = [*_once(_diverged(run)), *_once(_frozen(found, run, mixes=rhats < HIGH_RHAT))]
+    stuck = _frozen(found, run, mixes=rhats < HIGH_RHAT)
+    lost = [*_once(joined(_nonfinite(run), _diverged(run), stuck))]
     sick = np.any([none, *(sign.chains for sign in lost)], axis=0)
     altered = [*_altered(run)]
     signs = [*_copied(found, run), *altered, *lost]
@@ -175,8 +177,8 @@ def _altered(run: Run) -> Iterator[Sign]:
         )
 
 
-def _diverged(run: Run) -> Iterator[Sign]:
-    """Signs that a chain has left the region of good parameters."""
+def _nonfinite(run: Run) -> Iterator[Sign]:
+    """Signs of numbers that are not finite: bad data meet all chains, a chain diverges alone."""
     if run.trace:
         broken, gradients = (
             values[:, -1] - values[:, 0]
@@ -184,7 +186,13 @@ def _diverged(run: Run) -> Iterator[Sign]:
         )
         text = "{} of the gradients are infinite or NaN."
         share, is_broken = broken / gradients, broken > MOST_NONFINITE * gradients
-        yield Sign("diverged", is_broken, share, MOST_NONFINITE, text, ".2%")
+        of_all = is_broken & is_broken.all()
+        yield Sign("not finite", of_all, share, MOST_NONFINITE, text, ".2%")
+        yield Sign("diverged", is_broken & ~of_all, share, MOST_NONFINITE, text, ".2%")
+
+
+def _diverged(run: Run) -> Iterator[Sign]:
+    """Signs that a chain has left the region of good parameters."""
     precision, temperature = (run.settings.get(x) for x in ("prior_precision", "temperature"))
     prior = 0.0
     # From a start near 0 a chain may grow to the norm of a draw from the prior.

@@ -126,6 +126,10 @@ class LangevinState(NamedTuple):
         has_gradient = self.sampled.has_gradient
         return _tree.map_sampled(lambda move, x: x - move, self.displacement, params, has_gradient)
 
+    def last_gradient(self) -> tuple[Any, jax.Array]:
+        """See `state.SamplerState`."""
+        return self.displacement, self.last_update.received
+
 
 def euler_step(call: Move, amplitude: jax.Array) -> optax.Updates:
     """Step of overdamped Langevin dynamics: -eps grad U + amplitude z."""
@@ -200,6 +204,7 @@ def _update(of: _Parts, updates: Any, state: Any, params: Any, value: Any) -> tu
     dtype, last = state.step_length.dtype, state.last_update
     value = None if value is None else jnp.asarray(value, dtype)
     posterior = potential.of_chain(of.posterior, params, state.prior_mean)
+    received = _tree.fingerprint(jax.tree.map(lambda g, x: g.astype(x.dtype), updates, params))
     slope, value = potential.with_log_prior(posterior, updates, value, params)
     gradient = potential.gradient(posterior, slope, params)
     given = (_tree.inner(gradient, gradient), *(() if value is None else (value,)))
@@ -248,6 +253,7 @@ def _update(of: _Parts, updates: Any, state: Any, params: Any, value: Any) -> tu
             below_resolution=_tree.inner(displacement, displacement) < resolution**2,
             last_temperature=_call.alike(posterior.temperature, step_length),
             num_gradients=_tree.count(last.num_gradients),
+            received=received,
         ),
         sampled=state.sampled,
         state_format=state.state_format,

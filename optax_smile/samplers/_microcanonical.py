@@ -84,6 +84,10 @@ class MicrocanonicalState(NamedTuple):
         scale = _inverse_scale(self.preconditioner)
         return momentum.step_start(self.momentum, params, scale, self.sampled.has_gradient)
 
+    def last_gradient(self) -> tuple[Any, jax.Array]:
+        """See `state.SamplerState`."""
+        return self.momentum.direction, self.last_update.received
+
 
 def _inverse_scale(state: Any) -> optax.Updates | None:
     return None if state is None else state.inverse_scale()
@@ -169,6 +173,7 @@ def _update(of: _Parts, updates: Any, state: Any, params: Any, value: Any) -> tu
     here, past = state.momentum, state.evidence
     value = None if value is None else jnp.asarray(value, here.step_length.dtype)
     of = of._replace(posterior=potential.of_chain(of.posterior, params, state.prior_mean))
+    received = jax.tree.map(lambda g, x: g.astype(x.dtype), updates, params)
     updates, value = potential.with_log_prior(of.posterior, updates, value, params)
     if value is None and (of.tuner.uses_energy or of.guardrail.uses_energy):
         _warn_without_value(of.name)
@@ -177,7 +182,7 @@ def _update(of: _Parts, updates: Any, state: Any, params: Any, value: Any) -> tu
     # Look at the trees: every inner product in one pass over memory.
     noise = of.momentum.draw(noise_key, params)
     trees = updates, params, here, state.preconditioner
-    sums, sketch = products.measure(_look(of, *trees, noise))
+    sums, sketch, mark = products.measure(_look(of, *trees, noise), received)
 
     # Close the step that ends here, and keep or reject it by the energy that it gained.
     closed = of.momentum.close(here, sums)
@@ -224,7 +229,7 @@ def _update(of: _Parts, updates: Any, state: Any, params: Any, value: Any) -> tu
         prior_mean=state.prior_mean,
         num_steps=num_steps,
         key=key,
-        last_update=_told(of.posterior, shown, closed, after, reject, value),
+        last_update=_told(of.posterior, shown, closed, after, reject, value, mark),
         sampled=state.sampled,
         state_format=state.state_format,
     )
@@ -270,6 +275,7 @@ def _told(
     after: momentum.MomentumState,
     reject: jax.Array,
     value: jax.Array | None,
+    received: jax.Array,
 ) -> LastUpdate:
     """Say what a call found out about the parameters that it was given."""
     return LastUpdate(
@@ -281,6 +287,7 @@ def _told(
         below_resolution=after.step_length < shown.resolution,
         last_temperature=_call.alike(posterior.temperature, after.step_length),
         num_gradients=_tree.count(shown.num_gradients),
+        received=received,
     )
 
 

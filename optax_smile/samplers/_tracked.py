@@ -59,6 +59,10 @@ class TrackedState(NamedTuple):
         """Scalars that describe the last call, see `optax_smile.stats`."""
         return self.sampler.stats()
 
+    def last_gradient(self) -> tuple[Any, jax.Array] | None:
+        """See `state.SamplerState`."""
+        return self.sampler.last_gradient()
+
     def last_accepted(self, params: optax.Params) -> optax.Params:
         """Start of the open step, see `optax_smile.last_accepted`; other parameters are refused."""
         if params is not self.tracked_params:

@@ -66,8 +66,17 @@ class Sums(NamedTuple):
     noise_dot_gradient: jax.Array
 
 
-def measure(seen: Seen) -> tuple[Sums, Any]:
-    """Compute the inner products that a call needs, and the sketch of the whitened gradient."""
+def measure(seen: Seen, received: optax.Updates) -> tuple[Sums, Any, jax.Array]:
+    """Compute what a call needs to know of its trees.
+
+    Args:
+        seen: the trees.
+        received: gradient as the loop passed it.
+
+    Returns:
+        The inner products, the sketch of the whitened gradient, and `_tree.fingerprint` of the
+        gradient that was received.
+    """
 
     def product(first: Any, second: Any) -> Any:
         return None if first is None else jax.tree.map(jnp.multiply, first, second)
@@ -86,11 +95,12 @@ def measure(seen: Seen) -> tuple[Sums, Any]:
         noise_dot_gradient=product(seen.noise, seen.gradient),
     )
     known = [tree is not None for tree in terms]
+    marks = _tree.fingerprint_terms(received)
     found, sketch = _tree.sums_and_sketch(
-        [tree for tree in terms if tree is not None], seen.gradient
+        [*(tree for tree in terms if tree is not None), *marks], seen.gradient
     )
     numbers, zero = iter(found), jnp.zeros((), _tree.dtype(seen.params))
     sums = Sums(*(next(numbers) if is_known else zero for is_known in known))
     if signs:
         sums = sums._replace(noise_square=jnp.full_like(zero, _tree.size(seen.noise)))
-    return sums, sketch
+    return sums, sketch, _tree.fingerprint_of_sums(*found[-len(marks) :])

@@ -1,0 +1,298 @@
+"""Data that change the posterior without a word: linear regression, whose posterior is known."""
+
+import functools
+import re
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optax_smile
+from optax_smile import diagnostics
+from optax_smile.chains import _data
+
+NUM_DATA, SIZE = 140, 2
+
+
+def mean_loss(w, batch):
+    x, y = batch
+    return jnp.mean((x @ w - y) ** 2) / 2
+
+
+def data() -> tuple[np.ndarray, np.ndarray]:
+    """The last ten examples are of another line, so that their weight shows."""
+    generator = np.random.default_rng(0)
+    x = generator.normal(size=(NUM_DATA, SIZE)).astype(np.float32)
+    line = np.where(np.arange(NUM_DATA)[:, None] < NUM_DATA - 10, 1.0, -3.0)
+    y = (x * line).sum(axis=1) + generator.normal(size=NUM_DATA)
+    return x, y.astype(np.float32)
+
+
+def split(*sizes: int) -> list[Any]:
+    x, y = data()
+    ends = np.cumsum((0, *sizes))
+    return [(x[a:b], y[a:b]) for a, b in zip(ends, ends[1:], strict=False)]
+
+
+EQUAL = split(*[20] * 7)
+SAMPLER = optax_smile.psmile(num_data=NUM_DATA, key=0)
+
+
+def sample(batches, sampler=SAMPLER, **given):
+    start = jnp.asarray(np.linalg.lstsq(*data())[0] + np.array([[0.0], [0.1]]), jnp.float32)
+    steps: dict[str, Any] = {"num_warmup": 100, "num_draws": 60, "thin": 2, "key": 0}
+    steps |= {"progress": False, **given}
+    return optax_smile.sample(mean_loss, start, batches, sampler, **steps)
+
+
+def check(batches, sampler=SAMPLER, **given):
+    return optax_smile.check(mean_loss, jnp.ones(SIZE), batches, sampler, **given)
+
+
+def found(report) -> dict[str, Any]:
+    return {finding.kind: finding for finding in report.findings}
+
+
+def off(draws) -> float:
+    """Largest distance of a mean from that of the posterior, in its standard deviations."""
+    x, y = (part.astype(float) for part in data())
+    covariance = np.linalg.inv(x.T @ x + np.eye(SIZE))
+    errors = draws.params.mean(axis=(0, 1)) - covariance @ x.T @ y
+    return float(np.max(np.abs(errors) / np.sqrt(np.diag(covariance))))
+
+
+UNEQUAL = split(130, 10)
+# Of two parameters only this one has many independent draws in so few steps.
+LANGEVIN = optax_smile.sgld(5e-4, num_data=NUM_DATA, key=0)
+LONG: dict[str, Any] = {"sampler": LANGEVIN, "num_warmup": 200, "thin": 20}
+
+
+class TestSizes:
+    def test_unequal_batches_are_told_before_the_first_step(self):
+        """They weight the last ten examples thirteen times as much, and the means are far off."""
+        told = (
+            r"^`sample`: batches have different sizes: 1 of 130 and 1 of 10 examples.*Drop the last"
+        )
+        with pytest.warns(UserWarning, match=told) as seen:
+            wrong = sample(UNEQUAL, **LONG)
+        assert len(seen) == 1 and off(wrong) > 5 and off(sample(EQUAL, **LONG)) < 0.7
+        with (
+            pytest.warns(UserWarning, match="different sizes"),
+            pytest.raises(OSError, match="now"),
+        ):
+            sample(UNEQUAL, callback=lambda *_: _raise(), num_warmup=0, thin=1)
+        (finding,) = check(UNEQUAL).findings
+        assert finding.kind == "batch sizes" and finding.value == (10, 130)
+
+    def test_a_stream_tells_once_when_the_size_changes(self):
+        rows = UNEQUAL * 200
+        with pytest.warns(UserWarning, match="sizes: 1 of 130 and 1 of 10") as seen:
+            sample(iter(rows), num_warmup=0, num_draws=4, steps_per_dispatch=2)
+        assert len(seen) == 1
+        sample(iter(rows), num_warmup=0, num_draws=4, check=False)
+
+    def test_what_is_no_number_of_examples_does_not_count(self):
+        """Scalars, graphs whose arrays disagree, and the axis of the chains."""
+        graph = {"nodes": np.ones((5, 2)), "edges": np.ones((9, 2)), "count": 3}
+        assert _data.size(graph, False) is None
+        assert _data.size({"x": np.ones((5, 2)), "step": 3}, False) == 5
+        assert _data.size({"x": np.ones((5, 2))}, True) == 2
+        assert _data.unequal([21, 21, 20]).passed and not _data.unequal([20, 20, 3]).passed
+
+
+def _raise():
+    raise OSError("now")
+
+
+def spoilt(number: int, rows: slice, what: float = np.nan) -> list[Any]:
+    batches = list(EQUAL)
+    x, y = batches[number]
+    batches[number] = x, np.concatenate([y[: rows.start], y[rows] + what, y[rows.stop :]])
+    return batches
+
+
+class TestFinite:
+    def test_rows_that_are_not_are_told_at_the_end_and_by_the_summary(self):
+        broken = spoilt(3, slice(2, 4))
+        told = (
+            r"^`sample`: 31 of 220 losses .* of a chain were not finite \(14\.09%\).*Are the batch"
+        )
+        with pytest.warns(UserWarning, match=told):
+            draws = sample(broken)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            summary = diagnostics.summary(draws)
+        advice = {finding.kind: finding.advice for finding in summary.findings}
+        assert "are all batches finite" in advice["not finite"] and "diverged" not in advice
+        assert not ("a larger `angle" in str(summary) and "a smaller `angle" in str(summary))
+        finding = found(check(broken))["finite gradients"]
+        assert "Batches [3]" in finding.text and not check(EQUAL).findings
+
+    def test_gradients_have_to_be_at_the_start(self):
+        def loss(w, batch):
+            """Finite, with a gradient that is not."""
+            return mean_loss(w, batch) + jnp.sqrt(jnp.abs(w - w)).sum()
+
+        rule = (
+            r"start at which the gradients of every chain are finite, got nan or inf in .*\[0, 1\]"
+        )
+        start = jnp.ones((2, SIZE)) + jnp.arange(2)[:, None]
+        steps: dict[str, Any] = {"num_warmup": 5, "num_draws": 2, "key": 0, "progress": False}
+        for sampler in (SAMPLER, optax.adam(1e-3)):
+            with warnings.catch_warnings(), pytest.raises(ValueError, match=rule):
+                warnings.filterwarnings("ignore", message=".*is an optimizer")
+                optax_smile.sample(loss, start, EQUAL, sampler, **steps)
+
+    def test_an_empty_batch_ends_the_run_and_is_named(self):
+        empty = EQUAL[0][0][:0], EQUAL[0][1][:0]
+        with pytest.raises(
+            ValueError, match=r"batches=...\)` must be .*an empty one, batches\[2\]"
+        ):
+            sample([*EQUAL[:2], empty])
+        rows = [*EQUAL, *EQUAL, empty]
+        given: dict[str, Any] = {"num_warmup": 2, "thin": 1}
+        early = r"ended early with 12 of 60 draws per chain: batch 15 of pass 1 is empty\."
+        for prefetch in (0, 2):
+            with pytest.warns(UserWarning, match=early):
+                draws = sample(iter(rows), prefetch=prefetch, **given)
+            assert draws.num_draws == 12
+        with pytest.raises(ValueError, match="batch 15 of pass 1 is empty"):
+            sample(iter(rows))
+        finding = found(check([*EQUAL, empty]))["empty batches"]
+        assert finding.value == (7,) and "batches [7]" in finding.text
+
+
+def tokens(dtype: Any = np.int32) -> list[Any]:
+    return [(np.ones((20, 50), dtype), np.ones((20, 50), dtype))] * 7
+
+
+class TestCount:
+    @pytest.mark.parametrize("number", [1_400, 60_000])
+    def test_of_far_more_than_there_are_is_told(self, number):
+        wrong = optax_smile.sgld(1e-6, num_data=number, key=0)
+        message = f"`sample`: num_data={number:g} for the 140 examples .* far more than there are"
+        with pytest.warns(UserWarning, match=re.escape(message[:40])):
+            sample(EQUAL, wrong, num_warmup=0, num_draws=1)
+        assert found(check(EQUAL, wrong)).keys() == {"num_data"}
+        # Of one batch, or another iterable, the number of examples is not known.
+        assert not check(EQUAL[0], wrong).findings and not check(iter(EQUAL), wrong).findings
+        assert found(check(EQUAL[0], wrong, num_data=140)).keys() == {"num_data"}
+
+    def test_is_of_tokens_or_different_examples(self):
+        amount = functools.partial(_data.amount, per_chain=False)
+        for batches, number, passed in (
+            (EQUAL, 140, True),
+            (EQUAL, 1_000, True),
+            (EQUAL, 20, True),
+            # Twenty passes hold the same examples; another data set is larger.
+            (EQUAL * 20, 140, True),
+            ([(x + i, y) for i in range(20) for x, y in EQUAL], 140, False),
+            (tokens(), 7_000, True),
+            (tokens(), 6_000, True),
+            (tokens(np.uint8), 7_000, True),
+            (tokens(), 70_000, False),
+            # An image is no sequence.
+            ([(np.ones((20, 8, 8), np.uint8),)] * 7, 9_000, False),
+        ):
+            test = amount(batches, number)
+            assert test is not None and test.passed == passed, number
+        assert amount(EQUAL, "traced") is None
+
+
+def harmless() -> dict[str, Any]:
+    rows = np.random.default_rng(1).permutation(NUM_DATA).reshape(7, 20)
+    x, y = data()
+    shuffled = [(x[of], y[of]) for of in rows]
+    return {
+        "list": EQUAL,
+        "tuple": tuple(EQUAL),
+        "shuffled": shuffled,
+        "several passes": EQUAL + shuffled,
+        "iterator": iter(EQUAL * 8),
+        "full batch": [data()],
+        "JAX arrays": jax.tree.map(jnp.asarray, EQUAL),
+        "nearly equal": split(*[21] * 6, 14)[:6] + [(x[:20], y[:20])],
+        "dropped": EQUAL[:6],
+        "one device": [jax.device_put(batch) for batch in EQUAL],
+        "loader": Loader(EQUAL),
+        "float16": [(x.astype(np.float16), y) for x, y in EQUAL],
+    }
+
+
+class Loader:
+    """Batches in another order in each pass."""
+
+    def __init__(self, batches):
+        self.batches, self.generator = batches, np.random.default_rng(0)
+
+    def __iter__(self):
+        return iter([self.batches[i] for i in self.generator.permutation(len(self.batches))])
+
+
+@pytest.mark.parametrize("name", harmless())
+def test_of_harmless_data_nothing_is_told(name):
+    """Warnings are errors."""
+    sample(harmless()[name], num_warmup=2, num_draws=6, thin=4)
+    # A tuple is a batch.
+    batches = harmless()[name]
+    assert not check([*batches] if name == "tuple" else batches).findings
+
+
+FACTORIES = {
+    "psmile": SAMPLER,
+    "sgld": optax_smile.sgld(1e-6, num_data=NUM_DATA, key=0),
+    "two gradients": optax_smile.psmile(1e-3, num_data=NUM_DATA, integrator="minimal_norm", key=0),
+}
+
+
+@pytest.mark.parametrize("name", FACTORIES)
+def test_parameters_that_are_not_finite_are_no_draw(name):
+    """Unless they are not known, in a compiled function, or none of the sampler's."""
+    start: Any = {"w": jnp.ones(SIZE), "other": jnp.full(2, jnp.nan)}
+    parts: Any = {"on": FACTORIES[name], "off": optax.set_to_zero()}
+    tx = optax.partition(parts, {"w": "on", "other": "off"})
+    updates, state = jax.jit(tx.update)(start, tx.init(start), start)
+    params: Any = optax.apply_updates(start, updates)
+    assert np.isfinite(optax_smile.last_accepted(state, params)["w"]).all()
+    broken = {**params, "w": params["w"].at[0].set(jnp.nan)}
+    with pytest.raises(ValueError, match=r"`last_accepted\(params=...\)` must be finite, got nan"):
+        optax_smile.last_accepted(state, broken)
+    jax.jit(optax_smile.last_accepted)(state, broken)
+
+
+class TestCheck:
+    def test_finds_what_surrounds_the_sampler_and_says_it(self):
+        def summed(w, batch):
+            return len(batch[1]) * mean_loss(w, batch)
+
+        tx = optax.chain(optax.scale_by_learning_rate(1e-3), SAMPLER)
+        report = optax_smile.check(summed, jnp.ones(SIZE), EQUAL[0], tx)
+        assert [x.kind for x in report.findings] == ["mean loss", "before the sampler"]
+        for text in ("looks like a sum", "times -0.001", "Remove what comes before the sampler"):
+            assert text in str(report)
+        assert str(report).endswith("\n2 of 7 tests found a mistake.") and repr(report)
+        for late in (optax.scale(-1.0), optax.scale_by_schedule(lambda count: 0.5)):
+            finding = found(check(EQUAL, optax.chain(SAMPLER, late)))["after the sampler"]
+            assert finding.advice.startswith("Remove what comes after the sampler")
+        assert "Nothing looks wrong in" in str(check(EQUAL))
+
+    def test_finds_chains_that_share_a_key(self):
+        params = jnp.ones((3, SIZE)) * jnp.arange(1.0, 4)[:, None]
+        shared = jax.vmap(SAMPLER.init)(params)
+        run = functools.partial(optax_smile.check, mean_loss, params, EQUAL, SAMPLER)
+        (finding,) = run(state=shared).findings
+        assert finding.kind == "random numbers" and finding.chains == (1, 2)
+        own = optax_smile.parallel.init(SAMPLER, params, key=1)
+        assert not run(state=own).findings
+
+    def test_refuses_what_it_cannot_check(self):
+        for batch, tx, message in (
+            ([], SAMPLER, r"check\(batch=...\)` must be at least one batch"),
+            (EQUAL, optax.adam(1e-3), r"check\(sampler=...\)` must be one with an optax_smile"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                check(batch, tx)
