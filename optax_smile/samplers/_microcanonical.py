@@ -261,7 +261,7 @@ def _look(
     )
 
 
-def _moved(of: _Parts, state: Any) -> list[jax.Array]:
+def _moved(of: _Parts, state: Any) -> Any:
     """How far the last drift moved a few entries of the parameters."""
     scale = _inverse_scale(state.preconditioner)
     few = state.momentum._replace(direction=probe.entries(state.momentum.direction))
