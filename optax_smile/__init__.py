@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from optax_smile import calibrate, diagnostics, interop, local, metrics, parallel, plots, published
 from optax_smile._check import ArgumentError
 from optax_smile.chains.check import CheckReport, check
+from optax_smile.chains.recorded import RecordedSampler, recorded
 from optax_smile.chains.sample import sample
 from optax_smile.chains.select import Selection, select
 from optax_smile.chains.starts import chains_from_weights
@@ -15,7 +16,6 @@ from optax_smile.draws.predict import predict
 from optax_smile.draws.prediction import Outcome, Prediction
 from optax_smile.draws.predictor import Predictor
 from optax_smile.draws.snapshots import Snapshots, StoredSnapshots, load_snapshots
-from optax_smile.recorded import RecordedSampler, recorded
 from optax_smile.samplers.cyclical_sgld import cyclical_sgld
 from optax_smile.samplers.mclmc import mclmc
 from optax_smile.samplers.scale_adapted_sghmc import scale_adapted_sghmc

@@ -240,9 +240,12 @@ def _signed(leaf: jax.Array) -> list[jax.Array]:
 
 def _places(first: jax.Array, leaf: jax.Array) -> jax.Array:
     """Number the entries of a leaf, in the order of its last axis, modulo 2^32."""
-    places, stride = jnp.full((), first), 1
+    places, stride, sharding = jnp.full((), first), 1, jax.typeof(leaf).sharding
+    is_typed = AxisType.Explicit in sharding.mesh.axis_types
     for axis in reversed(range(leaf.ndim)):
-        place = jax.lax.broadcasted_iota(jnp.uint32, leaf.shape, axis)
+        place = jax.lax.broadcasted_iota(
+            jnp.uint32, leaf.shape, axis, out_sharding=sharding if is_typed else None
+        )
         places = places + place * np.uint32(stride % 2**32)
         stride *= leaf.shape[axis]
     return places

@@ -328,7 +328,7 @@ def last_accepted(state: Any, params: Any = None) -> Any:
             raise
         rule = "a tree like the one given to `init`"
         _check.fail("last_accepted", "params", rule, _check.show(params))
-    _check_finite(draw, params)
+    _check_finite(sampler, params)
     if _is_concrete(told.is_altered) and told.is_altered:
         rule = "that of a loop whose parameters arrive as the sampler sent them"
         got = f"one where {told.num_altered} of {told.num_gradients} calls found others"
@@ -337,12 +337,14 @@ def last_accepted(state: Any, params: Any = None) -> Any:
     return draw
 
 
-def _check_finite(draw: Any, params: Any):
+def _check_finite(sampler: Any, params: Any):
     """Require finite numbers in the leaves that the sampler moves; traced ones pass."""
-    trees = [jax.tree.leaves(tree) for tree in (draw, params)]
-    same = {id(leaf) for leaf in trees[0]} & {id(leaf) for leaf in trees[1]}
-    moved = [leaf for leaves in trees for leaf in leaves if id(leaf) not in same]
-    known = [leaf for leaf in moved if _is_concrete(leaf)]
+    sampled = getattr(sampler, "sampled", None)
+    if sampled is None or not _is_concrete(sampled.has_gradient):
+        return
+    leaves = _tree.leaves_like(sampler.like_params, params) or []
+    pairs = zip(leaves, np.asarray(sampled.has_gradient), strict=False)
+    known = [leaf for leaf, moves in pairs if moves and _is_concrete(leaf)]
     if known and not _tree.all_finite(known):
         advice = (
             "The parameters of the loop are not finite. Samplers reject steps from gradients that"

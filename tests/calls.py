@@ -194,6 +194,9 @@ def predictions(path):
         return optax_smile.predict(snapshots=snapshots, **given)
 
     yield "Likelihood", by_likelihood, likelihood
+    given = {"sampler": optax_smile.psmile(num_data=9, key=0), "num_warmup": 0, "thin": 1}
+    given |= {"directory": None, "max_draws": 3}
+    yield "recorded", optax_smile.recorded, given
     looking = {"snapshots": snapshots, "prediction": prediction}
     given = looking | {"max_inputs": 9, "seed": 0}
     yield "diagnostics.summary", diagnostics.summary, given

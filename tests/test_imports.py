@@ -76,7 +76,7 @@ ROOMS = {
     "plots": {"metrics"},
     "local": {"chains", "draws", "potential", "samplers", "stages"},
     "report": {"draws", "diagnostics", "metrics", "plots"},
-    "interop": {"chains", "diagnostics", "draws", "samplers"},
+    "interop": {"chains", "diagnostics", "draws", "samplers", "stages", "state"},
 }
 SHARED = "_call", "_eager", "_langevin", "_leaves", "_microcanonical", "_tracked"
 EVIDENCE = {"evidence", "energy", "products"}
@@ -142,7 +142,10 @@ def test_only_the_potential_multiplies_by_num_data():
 
 
 # Modules that are imported when they are asked for, since their classes are of another library.
-ASKED_FOR = {"optax_smile.interop.estimators": {"sklearn"}}
+ASKED_FOR = {
+    "optax_smile.interop.estimators": {"sklearn"},
+    "optax_smile.interop._keras": {"keras"},
+}
 
 
 def test_imports_of_other_packages():

@@ -90,9 +90,9 @@ def flags(is_altered):
     params = {"w": jnp.ones(3)}
 
     def call(state, offset):
-        state = probe.look(state, {"w": params["w"] + offset}, [jnp.zeros(3)], jnp.array(False))
+        state = probe.look(state, {"w": params["w"] + offset}, [jnp.zeros(())], jnp.array(False))
         # As if the loop went on from where it began.
-        return state._replace(start=params["w"]), state.is_altered
+        return state._replace(start=jnp.ones(1)), state.is_altered
 
     offsets = jnp.concatenate([jnp.zeros(1), jnp.float32(is_altered)])
     return np.asarray(jax.lax.scan(call, probe.init(params), offsets)[1])[1:]
@@ -110,18 +110,6 @@ def test_one_percent_of_the_last_calls_is_too_much():
         assert found[3 * WINDOW - 1] == found.any() == (number > 5)
         # It is forgotten, if this was long ago.
         assert not found[-1]
-
-
-def test_sparse_changes_are_seen():
-    """Of a large matrix as many rows and columns as numbers, of small leaves every number."""
-    shape = (300, 200)
-    for axis in (0, 1):
-        lines = jax.lax.broadcasted_iota(jnp.float32, shape, axis)
-        (found,) = probe.entries({"w": lines})
-        assert len(np.unique(found)) == len(found) > 0.9 * probe.MOST_READ
-    tree = [np.arange(3 * i + 1.0)[None] for i in range(20)]
-    for leaf, found in zip(tree, probe.entries(tree), strict=True):
-        np.testing.assert_array_equal(leaf[0], found)
 
 
 SMILE = optax_smile.smile(0.3, num_data=100, tuner=None, decoherence_length=None)

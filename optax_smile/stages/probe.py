@@ -1,7 +1,6 @@
 """Do the parameters arrive where the sampler sent them? A few entries tell, without a pass."""
 
 import functools
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -10,11 +9,10 @@ import optax
 
 from optax_smile import _check, _tree
 
-# Numbers of a leaf that are read; of a smaller one all.
-MOST_READ = 64
-# Of leaves that lie on several devices one number is read by a masked sum: of so many leaves, up to
-# this size.
-MOST_SHARED, LARGEST_SHARED = 16, 2**16
+# Leaves of which one number is read, evenly spread over the tree.
+MOST_LEAVES = 16
+# A leaf on several devices is read by a masked sum, up to this size.
+LARGEST_SHARED = 2**16
 # Rounding of an addition, in units in the last place.
 ROUNDING = 4
 # Calls over which altered ones are averaged; more than one in a hundred of them, and at least
@@ -55,11 +53,11 @@ class ProbeState(NamedTuple):
 def init(params: optax.Params) -> ProbeState:
     """Nothing is known before the first call."""
     return ProbeState(
-        start=jnp.zeros_like(_joined(entries(params))),
+        start=_stack([jnp.zeros((), leaf.dtype) for leaf in _chosen(params)]),
         is_known=jnp.zeros((), bool),
         num_altered=jnp.zeros((), jnp.int32),
         num_compared=jnp.zeros((), jnp.int32),
-        altered_share=jnp.zeros((), jnp.float32),
+        altered_share=jnp.zeros((), _tree.dtype(params)),
     )
 
 
@@ -83,7 +81,7 @@ def look(
         _check.fail("update", "state", rule, got, remedy)
     found = entries(params)
     rounding = ROUNDING * max((float(jnp.finfo(x.dtype).eps) for x in found), default=0.0)
-    here, step = _joined(found), _joined(moved)
+    here, step = _stack(found), _stack(moved)
     off = jnp.abs(here - (state.start + step))
     off = jnp.where(jnp.isfinite(off), off, 0)
     off = jnp.where(off > rounding * jnp.maximum(jnp.abs(here), jnp.abs(state.start)), off, 0)
@@ -91,23 +89,26 @@ def look(
     # A short step may be the difference of terms as large as the longest one.
     altered = state.is_known & (farthest > rounding * longest)
     num_compared = jnp.minimum(state.num_compared + state.is_known, WINDOW)
-    change = (altered - state.altered_share) / jnp.maximum(num_compared, 1)
+    share = state.altered_share
+    change = (altered - share) / jnp.maximum(num_compared, 1).astype(share.dtype)
     return ProbeState(
         start=jnp.where(reject, 0, here),
         is_known=~reject,
         num_altered=_tree.count(state.num_altered, altered),
         num_compared=num_compared,
-        altered_share=state.altered_share + jnp.where(state.is_known, change, 0),
+        altered_share=share + jnp.where(state.is_known, change, 0),
     )
 
 
 def entries(tree: Any) -> list[jax.Array]:
-    """Read numbers of the leaves, evenly spread over each."""
+    """Read one number of each of a few leaves, evenly spread over the tree."""
+    return [_middle(leaf) for leaf in _chosen(tree)]
+
+
+def _chosen(tree: Any) -> list[jax.Array]:
     leaves = [leaf for leaf in jax.tree.leaves(tree) if leaf.size]
-    shared = [leaf for leaf in leaves if _tree.is_shared(leaf)]
-    number = min(len(shared), MOST_SHARED)
-    shared = [shared[i * len(shared) // number] for i in range(number)]
-    return [_spread(x) for x in leaves if not _tree.is_shared(x)] + [_middle(x) for x in shared]
+    number = min(len(leaves), MOST_LEAVES)
+    return [leaves[i * len(leaves) // number] for i in range(number)]
 
 
 def _largest(*numbers: jax.Array) -> tuple[jax.Array, ...]:
@@ -116,23 +117,18 @@ def _largest(*numbers: jax.Array) -> tuple[jax.Array, ...]:
     return jax.lax.reduce(numbers, zeros, functools.partial(jax.tree.map, jnp.maximum), (0,))
 
 
-def _joined(numbers: list[jax.Array]) -> jax.Array:
-    return jnp.concatenate(numbers) if numbers else jnp.zeros(0)
-
-
-def _spread(leaf: jax.Array) -> jax.Array:
-    """Every so many-th number of a leaf, in as many rows and columns as there can be."""
-    stride = -(-leaf.size // MOST_READ)
-    while math.gcd(stride, leaf.size) > 1 and leaf.size > MOST_READ:
-        stride += 1
-    return jax.lax.slice(leaf.reshape(-1), (0,), (leaf.size,), (stride,))
+def _stack(numbers: list[jax.Array]) -> jax.Array:
+    return jnp.stack(numbers) if numbers else jnp.zeros(0)
 
 
 def _middle(leaf: jax.Array) -> jax.Array:
-    """The number in the middle of a leaf; 0 if that is large."""
+    """The number in the middle of a leaf; 0 if it is large and lies on several devices."""
+    place = tuple(length // 2 for length in leaf.shape)
+    if not _tree.is_shared(leaf):
+        return jax.lax.slice(leaf, place, tuple(at + 1 for at in place)).reshape(())
     if leaf.size > LARGEST_SHARED:
-        return jnp.zeros(1, leaf.dtype)
-    for axis, length in enumerate(leaf.shape):
-        here = jax.lax.broadcasted_iota(jnp.int32, leaf.shape, axis) == length // 2
+        return jnp.zeros((), leaf.dtype)
+    for axis, at in enumerate(place):
+        here = jax.lax.broadcasted_iota(jnp.int32, leaf.shape, axis) == at
         leaf = jnp.where(here, leaf, 0)
-    return jnp.sum(leaf).reshape(1)
+    return jnp.sum(leaf)

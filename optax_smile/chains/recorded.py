@@ -63,7 +63,7 @@ class RecordedSampler(optax.GradientTransformationExtraArgs):
         """Wait for all draws and return them.
 
         Args:
-            fit: number of the call of `init` that the draws belong to, from 1; None: the last one
+            fit: number of the call of `init` that the draws belong to, >= 1; None: the last one
                 with draws.
 
         Returns:
@@ -115,7 +115,7 @@ def recorded(
         directory: folder for the draws, which `load_snapshots` reads, also while the loop runs. It
             must be new, or hold the draws of the same fit up to the checkpoint from which a loop
             restored its state: later draws are then overwritten. None: host memory.
-        max_draws: stop recording after this many draws of each chain; None: no limit.
+        max_draws: stop recording after this many draws of each chain, >= 1; None: no limit.
 
     Returns:
         An Optax transformation with the method `draws`.
