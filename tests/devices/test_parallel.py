@@ -364,7 +364,7 @@ def test_meshes_and_specs_that_do_not_fit():
         given: dict[str, Any] = {"tree": start(), "mesh": mesh, "specs": SPECS} | changes
         with pytest.raises(ValueError, match=rf"`parallel.place\({message}"):
             parallel.place(given.pop("tree"), **given)
-    rule = r"`parallel.init\(mesh=...\)` .* the 4 chains, got 8 rows"
+    rule = r"`parallel.init\(mesh=...\)` .* of chains, 4, got an axis of length 8"
     with pytest.raises(ValueError, match=rule):
         parallel.init(optax.adamw(0.1), start(4), mesh=make_mesh((8, 1)))
     with pytest.raises(ValueError, match=r"`parallel.init\(specs=...\)` must be a tree of jax.P"):
