@@ -168,6 +168,14 @@ def around(path):
     yield "plots.learning_coefficient", on_axes(plots.learning_coefficient), drawn
 
 
+def recorded_draws():
+    """Of a fit of one step."""
+    tx = optax_smile.recorded(optax_smile.psmile(num_data=9, key=0), num_warmup=0)
+    start = jnp.ones(2)
+    tx.update(start, tx.init(start), start)
+    return tx.draws
+
+
 def predictions(path):
     drawn = {"w": SERIES, "b": SERIES[..., :1]}
     snapshots = optax_smile.Snapshots(drawn, start={"w": SERIES[:, 0], "b": SERIES[:, 0, :1]})
@@ -197,6 +205,9 @@ def predictions(path):
     given = {"sampler": optax_smile.psmile(num_data=9, key=0), "num_warmup": 0, "thin": 1}
     given |= {"directory": None, "max_draws": 3}
     yield "recorded", optax_smile.recorded, given
+    yield "draws", recorded_draws(), {"fit": None}
+    sampler = {"sampler": given["sampler"]}
+    yield "keras_optimizer", optax_smile.interop.keras_optimizer, sampler
     looking = {"snapshots": snapshots, "prediction": prediction}
     given = looking | {"max_inputs": 9, "seed": 0}
     yield "diagnostics.summary", diagnostics.summary, given

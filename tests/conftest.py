@@ -23,6 +23,7 @@ from xdist.scheduler import LoadFileScheduling
 from optax_smile.stages import preconditioner
 
 COMPILED = pathlib.Path(__file__).parents[1] / ".pytest_cache" / "jax"
+os.environ.setdefault("KERAS_BACKEND", "jax")
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(COMPILED))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 NUM_DEVICES = 8
