@@ -57,6 +57,8 @@ class CheckReport:
 
 
 def _may_be_batch(batch: Any) -> bool:
+    if isinstance(batch, Iterator):
+        return True
     leaves = jax.tree.leaves(batch)
     are_arrays = bool(leaves) and all(hasattr(leaf, "shape") for leaf in leaves)
     return are_arrays or hasattr(batch, "__iter__")

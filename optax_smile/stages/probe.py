@@ -30,6 +30,7 @@ class ProbeState(NamedTuple):
         num_altered: calls that found them elsewhere than the last one had sent them, int32.
         num_compared: calls that could compare them, up to `WINDOW`, int32.
         altered_share: share of altered ones among these, later their moving average.
+        is_altered: whether the altered calls are too many for an accident.
     """
 
     start: jax.Array
@@ -37,13 +38,7 @@ class ProbeState(NamedTuple):
     num_altered: jax.Array
     num_compared: jax.Array
     altered_share: jax.Array
-
-    @property
-    def is_altered(self) -> jax.Array:
-        """Whether the altered calls are too many for an accident."""
-        # Half a call less: the number is a rounded product.
-        enough = self.altered_share * self.num_compared > LEAST_ALTERED - 0.5
-        return enough & (self.altered_share > MOST_ALTERED)
+    is_altered: jax.Array
 
     def is_made(self) -> jax.Array:
         """True, which the compiler cannot know: what waits for it is written after the look."""
@@ -58,6 +53,7 @@ def init(params: optax.Params) -> ProbeState:
         num_altered=jnp.zeros((), jnp.int32),
         num_compared=jnp.zeros((), jnp.int32),
         altered_share=jnp.zeros((), _tree.dtype(params)),
+        is_altered=jnp.zeros((), bool),
     )
 
 
@@ -90,13 +86,18 @@ def look(
     altered = state.is_known & (farthest > rounding * longest)
     num_compared = jnp.minimum(state.num_compared + state.is_known, WINDOW)
     share = state.altered_share
-    change = (altered - share) / jnp.maximum(num_compared, 1).astype(share.dtype)
+    number = num_compared.astype(share.dtype)
+    change = (altered - share) / jnp.maximum(number, 1)
+    share = share + jnp.where(state.is_known, change, 0)
+    # Half a call less: the number is a rounded product.
+    is_altered = (share * number > LEAST_ALTERED - 0.5) & (share > MOST_ALTERED)
     return ProbeState(
         start=jnp.where(reject, 0, here),
         is_known=~reject,
         num_altered=_tree.count(state.num_altered, altered),
         num_compared=num_compared,
-        altered_share=share + jnp.where(state.is_known, change, 0),
+        altered_share=share,
+        is_altered=is_altered,
     )
 
 
