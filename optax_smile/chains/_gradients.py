@@ -190,7 +190,7 @@ def _changed(seen: Gradients) -> str:
     ratios = seen.changed_ratio[is_changed]
     if np.any(np.isnan(ratios)):
         return "in another direction"
-    return f"one in which it receives them times {np.median(ratios):.3g}"
+    return _multiplied(float(np.median(ratios)), float(np.median(ratios)))
 
 
 def _rescaled(seen: Gradients) -> str:
@@ -243,6 +243,9 @@ def _of_share(kind: str, share: float, bound: float, text: str, advice: str) -> 
 
 def warn(where: str, seen: Gradients):
     """Warn at the end of a run of clipped gradients, and of those that were not finite."""
+    if not seen.num_calls.size:
+        # A process may hold no chain.
+        return
     for found in (check_finite(seen), check_clips(seen)):
         if not found.passed:
             warnings.warn(f"`{where}`: {found.text} {found.advice}", stacklevel=5)

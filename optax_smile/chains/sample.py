@@ -173,9 +173,14 @@ def sample(
             `params` than those that it began with are not used; a warning says so. False: the
             directory must hold none.
         accept: names of what may differ all the same, `"data"` and `"loss"`.
-        check: warn, from the first batch, of a loss that looks like a sum over the examples, and
-            of a `num_data` of the sampler below the size of a batch. It costs forward passes of
-            two halves of a batch.
+        check: warn of a loss that looks like a sum over the examples; of a `num_data` of the
+            sampler below the size of a batch, or ten times as large or small as the number of
+            examples in a list of batches, unless it is about the number of tokens, the entries of
+            integer arrays `[example, position]`; of batches of different sizes, which weight their
+            examples unequally under a mean loss; and at the end of gradients that were not finite,
+            or that a clip before the sampler has shortened. It costs forward passes of two halves
+            of a batch, and 33 more with more than 2 `num_data` parameters. See
+            `optax_smile.check` for a loop of your own.
         checkpoint_minutes: between two checkpoints, >= 0. There is one at the start and at the end.
         dtype: what the draws are rounded to on disk: `"float16"`, `"float32"`, `"float64"`; None
             rounds nothing, and without a `directory` nothing else will do.
@@ -190,18 +195,20 @@ def sample(
 
     Returns:
         `Snapshots` with `params` `[chain, draw, ...]` and the statistics at every tick; with a
-        `directory` the `StoredSnapshots` that `load_snapshots` gives. Ctrl-C, SIGTERM, or batches
-        that run out, end the run early: the step is finished, a checkpoint written, a warning
-        given, and the draws made until then are returned. Without a directory each of several
-        processes returns its own chains.
+        `directory` the `StoredSnapshots` that `load_snapshots` gives. Ctrl-C, SIGTERM, batches that
+        run out, or a batch without examples, end the run early: the step is finished, a checkpoint
+        written, a warning given, and the draws made until then are returned. Without a directory
+        each of several processes returns its own chains.
 
     Raises:
         ValueError: an argument out of range, leading axes that disagree, a loss that is not a
-            scalar or not finite at the start, chains that are copies and would stay so, several
-            samplers, a sampler that is not the last in its chain or whose steps do not arrive as
-            they were sent, a mesh that does not fit, batches that run out before the
-            first draw, a sampler that has not begun to give draws at the end; a `directory` in
-            use, of another run, or whose checkpoints another version wrote in another format.
+            scalar, a loss or gradients that are not finite at the start, chains that are copies
+            and would stay so, several samplers, a sampler that is not the last in its chain, whose
+            steps do not arrive as they were sent, or that receives other gradients than those of
+            the loss but for a clip of their norm, an empty batch in a list, a mesh that does not
+            fit, batches that run out before the first draw, a sampler that has not begun to give
+            draws at the end; a `directory` in use, of another run, or whose checkpoints another
+            version wrote in another format.
         OSError: a draw or a checkpoint that cannot be written, such as on a full disk: the message
             names the file, and the draws before it can be loaded.
         KeyboardInterrupt: stopped before the first draw, or by a second Ctrl-C.
