@@ -413,7 +413,7 @@ def test_trouble_comes_first_and_is_named():
         "<b>frozen</b> (chains 0, 2): 99: 99.",
         "<b>slow</b> (all chains): <code>30%</code>.",
         "<b>Try</b> a larger <code>thin</code>.",
-        "Not tested: altered, still on its way, not settled, different modes",
+        "Not tested: altered, not finite, still on its way, not settled, different modes",
     ):
         assert text in page
     assert "Another test" not in page
