@@ -160,6 +160,7 @@ def _sample(run: Run, seed: int, num_chains: int) -> tuple[Any, Any]:
     with warnings.catch_warnings():
         # That the loss will rise is what the page is about.
         warnings.filterwarnings("ignore", message=".*the loss will rise")
+        warnings.filterwarnings("ignore", message=".*were not finite")
         draws = optax_smile.sample(
             problem.loss,
             start,
@@ -221,6 +222,16 @@ def init_spikes(key: jax.Array) -> Any:
     return {"w": 0.3 * jax.random.normal(key, (24,)), "b": jnp.zeros(())}
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Broken(Problem):
+    """One whose last example is not a number, which makes the loss of its batches none."""
+
+    def loss(self, params: Any, batch: Any) -> jax.Array:
+        """The loss, NaN with the last example."""
+        has_last = jnp.any(batch[0] == self.x[-1])
+        return super().loss(params, batch) * jnp.where(has_last, jnp.nan, 1.0)
+
+
 def _classes() -> Problem:
     generator = np.random.default_rng(3)
     centres, labels = generator.normal(size=(10, 20)), generator.integers(0, 10, 30)
@@ -243,6 +254,7 @@ X = np.sort(np.random.default_rng(0).uniform(-2, 2, NUM_DATA)).astype(np.float32
 Z = np.random.default_rng(1).normal(size=NUM_DATA).astype(np.float32)
 WAVE = np.sin(2 * X) + NOISE * Z
 CURVE = Problem(bumps, init_bumps, X, WAVE)
+HOLE = Broken(bumps, init_bumps, X, WAVE)
 OUTLIER = Problem(bumps, init_bumps, X, WAVE + 3 * (np.arange(NUM_DATA) == 23))
 PLATEAU = np.float32(np.tanh(5 * (X + 1)) - np.tanh(5 * (X - 1)) - 1) + 0.4 * Z
 ONE_HIDDEN, FOUR_HIDDEN = (
@@ -417,6 +429,13 @@ def cases() -> dict[str, Case]:
             PLAIN,
             ("altered: weight decay after the sampler", "healthy: steps as they are"),
             "Left, the band of the draws differs from the exact posterior; right, it matches it",
+        ),
+        "not finite": Case(
+            draw_band,
+            Run(HOLE, PSMILE, thin=300, num_epochs=0),
+            PLAIN,
+            ("not finite: a missing value on the right", "healthy: no value is missing"),
+            "Left, the band is far wider than that of the exact posterior; right, it matches",
         ),
         "diverged": Case(
             draw_norms,

@@ -24,7 +24,7 @@ LARGEST_BLOCK, SMALLEST_NUMBER = 2**7, 2**7
 # Independent random signs with which `sums` adds up a sketch.
 NUM_SIGNS = 2
 # Length of a `fingerprint`.
-FINGERPRINT = 1 + NUM_SIGNS
+FINGERPRINT = 2
 # Leaves on several devices that are summed together.
 LARGEST_GROUP = 8
 
@@ -109,25 +109,18 @@ def sums_and_sketch(trees: list[Any], sketched: Any) -> tuple[list[jax.Array], A
 
 
 def fingerprint(tree: Any) -> jax.Array:
-    """Compute the norm of a tree and its products with fixed random signs, `[1 + NUM_SIGNS]`.
+    """Compute the norm of a tree and its product with fixed random signs, `[2]`.
 
-    The products are linear in the tree. The signs depend on the place inside a leaf alone, so that
+    The product is linear in the tree. The signs depend on the place inside a leaf alone, so that
     other leaves do not change what one contributes.
     """
-    return fingerprint_of_sums(*sums(fingerprint_terms(tree)))
+    square, product = sums([jax.tree.map(jnp.square, tree), signed(tree)])
+    return jnp.stack([jnp.sqrt(square), product])
 
 
-def fingerprint_terms(tree: Any) -> list[Any]:
-    """Give the trees whose sums `fingerprint_of_sums` takes."""
-    leaves, structure = jax.tree.flatten(tree)
-    signed = zip(*map(_signed, leaves), strict=True)
-    square = jax.tree.map(jnp.square, tree)
-    return [square, *(jax.tree.unflatten(structure, one) for one in signed)]
-
-
-def fingerprint_of_sums(square: jax.Array, *products: jax.Array) -> jax.Array:
-    """See `fingerprint`."""
-    return jnp.stack([jnp.sqrt(square), *products])
+def signed(tree: Any) -> Any:
+    """Multiply every entry with a random sign, the same in every call."""
+    return jax.tree.map(lambda leaf: _signed(leaf)[0], tree)
 
 
 def empty_sketch(tree: Any) -> Any:
@@ -235,7 +228,12 @@ def _signed(leaf: jax.Array) -> list[jax.Array]:
     bits = _places(jnp.zeros((), jnp.uint32), leaf) * np.uint32(0x9E3779B9)
     bits = (bits ^ (bits >> 15)) * np.uint32(0x2C1B3C6D)
     bits = bits ^ (bits >> 13)
-    return [jnp.where((bits >> (31 - sign)) % 2 == 0, leaf, -leaf) for sign in range(NUM_SIGNS)]
+    positive = [(bits >> (31 - sign)) % 2 == 0 for sign in range(NUM_SIGNS)]
+    if is_shared(leaf):
+        # Signs lie on every device, and a selection wants both alike.
+        one = jnp.ones((), leaf.dtype)
+        return [jnp.where(is_plus, one, -one) * leaf for is_plus in positive]
+    return [jnp.where(is_plus, leaf, -leaf) for is_plus in positive]
 
 
 def _places(first: jax.Array, leaf: jax.Array) -> jax.Array:

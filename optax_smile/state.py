@@ -39,7 +39,8 @@ class LastUpdate(NamedTuple):
         below_resolution: whether the next step is too short for their precision.
         last_temperature: of the posterior; `inject_hyperparams` has the name without "last".
         num_gradients: calls so far, int32.
-        received: of the gradient that the loop passed, see `_tree.fingerprint`.
+        received: `_tree.fingerprint` of the gradient that the loop passed, zeros if the call was
+            rejected.
     """
 
     energy_change: jax.Array

@@ -108,7 +108,8 @@ def runs(path):
     sampled |= {"per_chain": False, "batch_per": "gradient", "steps_per_dispatch": 1}
     sampled |= {"prefetch": 0, "resume": True, "dtype": None, "callback": None, "observe": None}
     yield "sample", optax_smile.sample, chains | sampled
-    checked = {"loss_fn": chains["loss_fn"], "params": PARAMS, "batch": [jnp.ones(3)]}
+    checked = {"loss_fn": chains["loss_fn"], "batch": [jnp.ones(3)]}
+    checked |= {"params": jax.tree.map(lambda x: x[0], CHAINS)}
     checked |= {"sampler": sampler, "num_data": 10, "aux": None, "stochastic": False}
     yield "check", optax_smile.check, checked
     trained = {"init_fn": lambda key: {"w": jax.random.normal(key, (3,)), "b": jnp.ones(1)}}

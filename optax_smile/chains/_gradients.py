@@ -1,8 +1,8 @@
 """Does the sampler receive the gradients of the loss, and are they finite?
 
-The state of a sampler keeps a fingerprint of the gradient that it received last: its norm, and
-products with fixed random signs. The products are linear, so those of a mean over several calls,
-which `optax.MultiSteps` passes on, are the mean of the products.
+The state of a sampler keeps a fingerprint of the gradient that it received last: its norm, and its
+product with fixed random signs. The product is linear, so that of a mean over several calls, which
+`optax.MultiSteps` passes on, is the mean of the products.
 """
 
 import warnings
@@ -16,7 +16,7 @@ from optax_smile import _check, _tree
 from optax_smile.diagnostics.results import Check
 from optax_smile.state import SamplerState
 
-# Relative to the norm, of what rounding makes of a product: twenty times what was seen in float32.
+# What rounding makes of a product, relative to the norm: twenty times what was seen in float32.
 TOLERANCE = 2e-5
 # By how much ratios, or the norms of clipped gradients, may vary to count as constant.
 CONSTANT = 1e-3
@@ -32,8 +32,8 @@ BEFORE = (
 
 CLIP = "Clip at a norm that gradients exceed now and then only, or not at all."
 NONFINITE = (
-    "Their steps were rejected, and the draws are those of the other batches alone. Are the batches"
-    " finite, and the gradients of the loss where the batches are?"
+    "Their steps were rejected, and the draws are not those of the posterior. Are the batches finite,"
+    " and the gradients of the loss where the batches are?"
 )
 
 
@@ -44,7 +44,7 @@ class Gradients(NamedTuple):
         num_calls: gradients of the loss, int32.
         num_nonfinite_calls: of them with an entry or a loss that is not finite, int32.
         starts_finite: whether the first one was finite.
-        pending: sum of their fingerprints since the sampler received its last one.
+        pending: sum of their fingerprints since the sampler received its last one, `[2]`.
         num_pending: how many these are, int32.
         num_compared: gradients that the sampler received and that could be compared, int32.
         num_shorter: of them shorter, in the same direction, int32.
@@ -112,25 +112,26 @@ def observe(
     )
     if last is None or seen is None:
         return past._replace(pending=jnp.zeros_like(mark), num_pending=past.num_pending * 0)
-    received = last[1].astype(mark.dtype)
-    compared = _compare(past, past.pending / past.num_pending, received)
-    return _tree.where(state.stats().num_gradients > before, compared, past)
+    told = state.stats()
+    compared = _compare(past, last[1].astype(mark.dtype), told.accepted)
+    return _tree.where(told.num_gradients > before, compared, past)
 
 
-def _compare(past: Gradients, own: jax.Array, received: jax.Array) -> Gradients:
+def _compare(past: Gradients, received: jax.Array, accepted: jax.Array) -> Gradients:
     """Compare the fingerprints of the loss's gradient and of the one that was received."""
-    size, norm = own[0], received[0]
-    mine, theirs = own[1:], received[1:]
-    square, dot = jnp.sum(mine**2), jnp.sum(mine * theirs)
-    cross = mine[0] * theirs[1] - mine[1] * theirs[0]
-    length = jnp.sqrt(square)
-    rounding = TOLERANCE * size
+    # Of several gradients the mean of the norms, which is no less than the norm of the mean.
+    size, own = past.pending / past.num_pending
+    norm, theirs = received
+    is_one, rounding = past.num_pending == 1, TOLERANCE * size
     # A gradient that these signs hardly see, or none at all, says nothing.
-    is_known = jnp.all(jnp.isfinite(own)) & jnp.all(jnp.isfinite(received))
-    is_known &= length > rounding / CONSTANT
-    ratio = dot / jnp.where(is_known, square, 1)
-    is_equal = jnp.linalg.norm(theirs - mine) <= rounding
-    is_along = jnp.abs(cross) <= length * TOLERANCE * jnp.maximum(jnp.abs(ratio) * size, norm)
+    is_known = accepted & jnp.all(jnp.isfinite(past.pending)) & jnp.all(jnp.isfinite(received))
+    is_known &= jnp.abs(own) > rounding / CONSTANT
+    own, size = jnp.where(is_known, own, 1), jnp.where(is_known, size, 1)
+    ratio = jnp.where(is_one, jnp.sign(theirs * own) * norm / size, theirs / own)
+    is_equal = jnp.abs(theirs - own) <= rounding
+    is_equal &= ~is_one | (jnp.abs(norm - size) <= rounding)
+    # The direction of a mean is not known.
+    is_along = ~is_one | (jnp.abs(theirs - ratio * own) <= TOLERANCE * norm)
     is_shorter = is_known & ~is_equal & is_along & (ratio > 0) & (ratio < 1)
     is_changed = is_known & ~is_equal & ~is_shorter
 
@@ -139,7 +140,7 @@ def _compare(past: Gradients, own: jax.Array, received: jax.Array) -> Gradients:
         return jnp.where(is_shorter, found, before)
 
     return past._replace(
-        pending=jnp.zeros_like(own),
+        pending=jnp.zeros_like(past.pending),
         num_pending=past.num_pending * 0,
         num_compared=_tree.count(past.num_compared, is_known),
         num_shorter=_tree.count(past.num_shorter, is_shorter),

@@ -57,11 +57,10 @@ class CheckReport:
 
 
 def _may_be_batch(batch: Any) -> bool:
-    if isinstance(batch, Iterator):
+    if hasattr(batch, "shape") or hasattr(batch, "__iter__"):
         return True
     leaves = jax.tree.leaves(batch)
-    are_arrays = bool(leaves) and all(hasattr(leaf, "shape") for leaf in leaves)
-    return are_arrays or hasattr(batch, "__iter__")
+    return bool(leaves) and all(hasattr(leaf, "shape") for leaf in leaves)
 
 
 @_check.arguments(

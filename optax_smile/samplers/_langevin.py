@@ -253,7 +253,7 @@ def _update(of: _Parts, updates: Any, state: Any, params: Any, value: Any) -> tu
             below_resolution=_tree.inner(displacement, displacement) < resolution**2,
             last_temperature=_call.alike(posterior.temperature, step_length),
             num_gradients=_tree.count(last.num_gradients),
-            received=received,
+            received=jnp.where(reject, 0, received),
         ),
         sampled=state.sampled,
         state_format=state.state_format,

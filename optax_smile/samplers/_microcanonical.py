@@ -173,7 +173,9 @@ def _update(of: _Parts, updates: Any, state: Any, params: Any, value: Any) -> tu
     here, past = state.momentum, state.evidence
     value = None if value is None else jnp.asarray(value, here.step_length.dtype)
     of = of._replace(posterior=potential.of_chain(of.posterior, params, state.prior_mean))
-    received = jax.tree.map(lambda g, x: g.astype(x.dtype), updates, params)
+    received = None
+    if of.posterior.log_prior is not None:
+        received = jax.tree.map(lambda g, x: g.astype(x.dtype), updates, params)
     updates, value = potential.with_log_prior(of.posterior, updates, value, params)
     if value is None and (of.tuner.uses_energy or of.guardrail.uses_energy):
         _warn_without_value(of.name)
@@ -287,7 +289,7 @@ def _told(
         below_resolution=after.step_length < shown.resolution,
         last_temperature=_call.alike(posterior.temperature, after.step_length),
         num_gradients=_tree.count(shown.num_gradients),
-        received=received,
+        received=jnp.where(reject, 0, received),
     )
 
 

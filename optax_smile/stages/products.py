@@ -66,12 +66,12 @@ class Sums(NamedTuple):
     noise_dot_gradient: jax.Array
 
 
-def measure(seen: Seen, received: optax.Updates) -> tuple[Sums, Any, jax.Array]:
+def measure(seen: Seen, received: optax.Updates | None) -> tuple[Sums, Any, jax.Array]:
     """Compute what a call needs to know of its trees.
 
     Args:
         seen: the trees.
-        received: gradient as the loop passed it.
+        received: gradient as the loop passed it, or None if that is the one of the mean loss.
 
     Returns:
         The inner products, the sketch of the whitened gradient, and `_tree.fingerprint` of the
@@ -95,7 +95,9 @@ def measure(seen: Seen, received: optax.Updates) -> tuple[Sums, Any, jax.Array]:
         noise_dot_gradient=product(seen.noise, seen.gradient),
     )
     known = [tree is not None for tree in terms]
-    marks = _tree.fingerprint_terms(received)
+    marks = [_tree.signed(seen.loss_gradient if received is None else received)]
+    if received is not None:
+        marks.append(product(received, received))
     found, sketch = _tree.sums_and_sketch(
         [*(tree for tree in terms if tree is not None), *marks], seen.gradient
     )
@@ -103,4 +105,6 @@ def measure(seen: Seen, received: optax.Updates) -> tuple[Sums, Any, jax.Array]:
     sums = Sums(*(next(numbers) if is_known else zero for is_known in known))
     if signs:
         sums = sums._replace(noise_square=jnp.full_like(zero, _tree.size(seen.noise)))
-    return sums, sketch, _tree.fingerprint_of_sums(*found[-len(marks) :])
+    along, *square = found[-len(marks) :]
+    norm = jnp.sqrt(square[0] if square else sums.loss_square)
+    return sums, sketch, jnp.stack([norm, along])

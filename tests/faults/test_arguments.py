@@ -60,7 +60,7 @@ HOSTILE: dict[str, Any] = {
 NOT_CALLED = {
     *("MclmcSettings", "Outcome", "Prediction", "Selection", "StoredSnapshots"),
     *("diagnostics.EnergyFit", "diagnostics.Check", "diagnostics.Summary"),
-    *("ArgumentError", "Stats"),
+    *("ArgumentError", "CheckReport", "Stats"),
     *("metrics.Reliability", "metrics.RiskCoverage", "parallel.Carry"),
     # Called with what the package has checked.
     *("parallel.check_mesh", "parallel.num_chains"),
@@ -166,6 +166,7 @@ LAWFUL: dict[str, set[str]] = {
 HANDED_ON = {
     # The sampler that was built refuses the parameters of a chain.
     "sample": "smile.init",
+    "check": "smile.init",
     "parallel.init": "smile.init",
     # A likelihood is read by who predicts with it.
     "Likelihood": "predict",
@@ -217,7 +218,16 @@ def run_of_sample(tmp_path_factory):
 
 # Each success of these compiles or draws: their hostile calls are in the full campaign alone, but
 # for a few.
-SLOW = ("sample", "warmstart", "select", "tune_mclmc", "predict", "Predictor", "Likelihood")
+SLOW = (
+    "sample",
+    "check",
+    "warmstart",
+    "select",
+    "tune_mclmc",
+    "predict",
+    "Predictor",
+    "Likelihood",
+)
 SLOW += ("report.write", "diagnostics.summary", "local.local_precision", "local.llc")
 
 
