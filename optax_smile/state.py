@@ -14,7 +14,7 @@ import optax
 from optax_smile import _check
 
 # Of the states of all samplers; a state of another format cannot be continued.
-STATE_FORMAT = 4
+STATE_FORMAT = 5
 # Share of the gradients that are not finite; healthy runs have none or a handful.
 MOST_NONFINITE = 0.01
 # Nats per example by which draws may be worse than the start: targets 63 % less probable.
@@ -98,11 +98,11 @@ class Stats(NamedTuple):
         on_its_way: whether `descent` is more than 3, or `fall` more than in a converged chain,
             sqrt(d / 2) and the noise of the batches: these points are no draws yet.
         below_resolution: whether the step is too short to move the parameters in their precision.
-        num_altered: calls that found a few parameters elsewhere than the call before had sent them:
-            a transformation after the sampler, a projection, an average. Calls after a rejected
-            step cannot tell.
-        is_altered: whether the last three calls that can tell found them off by more than a
-            thousandth of the step: these points are no draws.
+        num_altered: calls that found some of the parameters elsewhere than the call before had sent
+            them: a transformation after the sampler, a projection, an average. Calls after a
+            rejected step cannot tell.
+        is_altered: whether those were at least three, and more than 1 % of the last 512 calls that
+            can tell: these points are no draws. A checkpoint that is restored once is no such case.
     """
 
     step_size: jax.Array
@@ -188,7 +188,7 @@ def find(state: Any, where: str, argument: str = "state") -> SamplerState:
 def check_format(where: str, argument: str, state: SamplerState):
     """Require the format of this version; a traced number passes."""
     number = state.state_format
-    if isinstance(number, jax.core.Tracer) or not getattr(number, "is_fully_addressable", True):
+    if not _is_concrete(number):
         return
     # A state that only holds shapes has no numbers.
     if isinstance(number, jax.ShapeDtypeStruct) or np.all(np.asarray(number) == STATE_FORMAT):
@@ -196,6 +196,12 @@ def check_format(where: str, argument: str, state: SamplerState):
     rule, got = f"a state of format {STATE_FORMAT}", f"format {np.max(np.asarray(number))}"
     remedy = "Another version of optax_smile wrote it: continue the chain with that version."
     _check.fail(where, argument, rule, got, remedy)
+
+
+def _is_concrete(number: Any) -> bool:
+    """Whether this process knows a number of a state."""
+    is_traced = isinstance(number, jax.core.Tracer)
+    return not is_traced and getattr(number, "is_fully_addressable", True)
 
 
 def _without_variables(tree: Any) -> Any:
@@ -267,8 +273,9 @@ def last_accepted(state: Any, params: Any) -> Any:
 
     Raises:
         ValueError: the state holds no sampler, or more than one, or another transformation comes
-            after it in an `optax.chain`, or it is one of several chains; `params` lacks leaves of
-            those given to `init`, or has them in another shape or precision.
+            after it in an `optax.chain`, or it is one of several chains; the state is concrete and
+            its `is_altered` is true, see `Stats`; `params` lacks leaves of those given to `init`,
+            or has them in another shape or precision.
 
     Cost: one pass over the parameters; no gradient.
 
@@ -282,9 +289,15 @@ def last_accepted(state: Any, params: Any) -> Any:
         [1.0, 1.0]
     """
     sampler = find(state, "last_accepted")
-    if axes := jnp.shape(sampler.stats().num_gradients):
+    told = sampler.stats()
+    if axes := jnp.shape(told.num_gradients):
         rule, remedy = "that of a single chain", "Use `jax.vmap(optax_smile.last_accepted)`."
         _check.fail("last_accepted", "state", rule, f"one with the leading axes {axes}", remedy)
+    if _is_concrete(told.is_altered) and told.is_altered:
+        rule = "that of a loop whose parameters arrive as the sampler sent them"
+        got = f"one where {told.num_altered} of {told.num_gradients} calls found others"
+        remedy = "Nothing may change the parameters but the sampler's own updates."
+        _check.fail("last_accepted", "state", rule, got, remedy)
     try:
         return sampler.last_accepted(_without_variables(params))
     except (ValueError, TypeError) as error:

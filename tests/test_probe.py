@@ -11,6 +11,7 @@ import optax
 import pytest
 
 import optax_smile
+from optax_smile.stages import probe
 
 KEY = jax.random.key(0)
 SAMPLERS: dict[str, Any] = {
@@ -30,7 +31,7 @@ RUNS: dict[Any, Any] = {
     "turned": (-1, 0, 0, False),
     "decayed": (1, 1e-3, 0, False),
     "shifted": (1, 0, 1e-3, False),
-    "less than a thousandth": (1 + 5e-4, 0, 0, False),
+    "by a thousandth": (1 + 5e-4, 0, 0, False),
     **{number: (factors, 0, 0, False) for number, factors in enumerate(IN_A_ROW, 1)},
 }
 
@@ -63,13 +64,13 @@ def told(name):
 
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_what_is_changed_on_its_way_is_counted_all_else_is_silent(name):
-    """Two in a row are counted, and the third sets the flag; one as sent clears it."""
+    """Two calls are counted, and the third sets the flag."""
     for run in ("as sent", "poisoned"):
         seen = told(name)[run]
         assert seen.num_altered[-1] == 0 and not seen.is_altered.any()
         assert (seen.num_nonfinite[-1] > 0) == (run == "poisoned")
         assert (seen.num_rejected[-1] > 0) == ("rejections" in name)
-    for run in ("half", "turned", "decayed", "shifted"):
+    for run in ("half", "turned", "decayed", "shifted", "by a thousandth"):
         seen = told(name)[run]
         assert seen.is_altered[-1] and not seen.is_altered[:3].any()
         assert seen.num_altered[-1] > 0.5 * NUM_GRADIENTS
@@ -78,10 +79,50 @@ def test_what_is_changed_on_its_way_is_counted_all_else_is_silent(name):
         assert seen.num_altered[-1] <= number
         if "rejections" not in name:
             assert seen.num_altered[-1] == number
-            assert seen.is_altered.sum() == (number == 3)
-    # A change below a thousandth of the step is counted alone.
-    seen = told("sghmc")["less than a thousandth"]
-    assert seen.num_altered[-1] > 0.5 * NUM_GRADIENTS and not seen.is_altered.any()
+            assert np.array_equal(seen.is_altered, seen.num_altered >= 3)
+
+
+WINDOW = 512
+
+
+def flags(is_altered):
+    """Of a run with these calls altered, `is_altered` after each call."""
+    params = {"w": jnp.ones(3)}
+
+    def call(state, offset):
+        state = probe.look(state, {"w": params["w"] + offset}, [jnp.zeros(3)], jnp.array(False))
+        # As if the loop went on from where it began.
+        return state._replace(start=params["w"]), state.is_altered
+
+    offsets = jnp.concatenate([jnp.zeros(1), jnp.float32(is_altered)])
+    return np.asarray(jax.lax.scan(call, probe.init(params), offsets)[1])[1:]
+
+
+def test_one_percent_of_the_last_calls_is_too_much():
+    calls = np.arange(1, 4 * WINDOW + 1)
+    for period in (5, 20, 50):
+        found = flags(calls % period == 0)
+        assert not found[: 3 * period - 1].any() and found[3 * period - 1 : WINDOW].all(), period
+        assert found[WINDOW:].mean() > 0.7
+    assert not flags(calls % 300 == 0).any()
+    for number in (1, 3, 5, 6, 10):
+        found = flags((calls > 3 * WINDOW - number) & (calls <= 3 * WINDOW))
+        assert found[3 * WINDOW - 1] == found.any() == (number > 5)
+        # It is forgotten, if this was long ago.
+        assert not found[-1]
+
+
+@pytest.mark.parametrize("shape", [(), (1, 256), (300, 200), (3, 3, 64, 128), (70_000,), (2, 1000)])
+def test_a_leaf_is_read_on_a_grid(shape):
+    """Its first number, hundreds of them if there are as many, and others along each axis."""
+    axes = [jax.lax.broadcasted_iota(jnp.float32, shape, axis) for axis in range(len(shape))]
+    (found,) = probe.entries(jnp.zeros(shape))
+    assert min(200, np.prod(shape)) <= len(found) <= probe.MOST_READ
+    for axis, (places,) in enumerate(map(probe.entries, axes)):
+        assert places[0] == 0 and places[-1] >= 0.75 * (shape[axis] - 1)
+        assert len(np.unique(places)) >= min(shape[axis], 3)
+    # And every leaf.
+    assert len(probe.entries([jnp.zeros(shape)] * 30)) == 30
 
 
 SMILE = optax_smile.smile(0.3, num_data=100, tuner=None, decoherence_length=None)

@@ -449,8 +449,14 @@ def _check_unaltered(stats: Mapping[str, np.ndarray]):
     altered = np.flatnonzero(stats["is_altered"]).tolist()
     if altered:
         rule = "one whose steps arrive as they were sent"
-        got = f"other parameters, three times running, in the chains {altered}"
-        remedy = "Nothing may come after the sampler: no clip, learning rate or weight decay."
+        counts = [
+            int(np.asarray(stats[name])[altered[0]]) for name in ("num_altered", "num_gradients")
+        ]
+        got = f"other parameters in {counts[0]} of {counts[1]} calls, in the chains {altered}"
+        remedy = (
+            "Nothing may come after the sampler, or around it, that changes its updates: no clip,"
+            " learning rate, weight decay, projection or average of parameters."
+        )
         _check.fail("sample", "sampler", rule, got, remedy)
 
 

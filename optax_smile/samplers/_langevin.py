@@ -222,9 +222,7 @@ def _update(of: _Parts, updates: Any, state: Any, params: Any, value: Any) -> tu
         step_length=step_length,
         step_size_factor=state.step_size_factor,
         guardrail=guard,
-        probe=probe.look(
-            state.probe, probe.entries(params), probe.entries(state.displacement), reject
-        ),
+        probe=probe.look(state.probe, params, probe.entries(state.displacement), reject),
         prior_mean=state.prior_mean,
         num_steps=_tree.count(state.num_steps, ~reject),
         key=jax.random.key_data(key),

@@ -171,7 +171,7 @@ def _update(of: _Parts, updates: Any, state: Any, params: Any, value: Any) -> tu
     closed = of.momentum.close(here, sums)
     error = energy.energy_error(of.posterior, past.open_step, closed, sums, value)
     guard, reject = of.guardrail.judge(state.guardrail, error, past.energies)
-    probed = probe.look(state.probe, *_sent(of, state, params), reject)
+    probed = probe.look(state.probe, params, _moved(of, state), reject)
     reject = reject & probed.is_made()
 
     # Choose the length of the next step, and open it.
@@ -243,12 +243,11 @@ def _look(
     )
 
 
-def _sent(of: _Parts, state: Any, params: Any) -> tuple[list[jax.Array], Any]:
-    """A few entries of the parameters, and how far the last drift moved them."""
+def _moved(of: _Parts, state: Any) -> list[jax.Array]:
+    """How far the last drift moved a few entries of the parameters."""
     scale = _inverse_scale(state.preconditioner)
     few = state.momentum._replace(direction=probe.entries(state.momentum.direction))
-    moved = of.momentum.last_drift(few, None if scale is None else probe.entries(scale))
-    return probe.entries(params), moved
+    return of.momentum.last_drift(few, None if scale is None else probe.entries(scale))
 
 
 def _told(

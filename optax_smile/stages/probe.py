@@ -1,40 +1,51 @@
 """Do the parameters arrive where the sampler sent them? A few entries tell, without a pass."""
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
-from optax_smile import _tree
+from optax_smile import _check, _tree
 
-# Leaves that are looked at, spread over the tree.
-MOST_LEAVES = 16
-# Leaves on several devices are looked at by a masked sum, up to this size.
-LARGEST_SHARED = 2**16
+# Numbers of a leaf that are read; of a smaller one all.
+MOST_READ = 256
+# Of leaves on several devices one number is read, by a masked sum: of so many of them, up to this
+# size.
+MOST_SHARED, LARGEST_SHARED = 16, 2**16
 # Rounding of an addition, in units in the last place.
 ROUNDING = 4
-# Share of a step, and calls running, from which on it is no accident.
-SMALLEST_SHARE, MOST_RUNNING = 1e-3, 3
+# Calls over which altered ones are averaged; more than one in a hundred of them, and at least
+# three, are no accident such as a checkpoint that is restored.
+WINDOW, MOST_ALTERED, LEAST_ALTERED = 512, 0.01, 3
 
 
 class ProbeState(NamedTuple):
-    """What is known of the entries that are looked at.
+    """What is known of the entries that are read.
 
     Attributes:
-        start: where the last call found them `[entry]`.
-        is_known: whether the next call can tell by them; False before the first one and after a
-            rejected step.
+        start: where the last call found them, `[entry]`; 0 where it read none.
+        is_known: whether the next call can compare them, `[entry]`; False before the first one and
+            after a rejected step.
         num_altered: calls that found them elsewhere than the last one had sent them, int32.
-        num_running: the latest calls in a row that found them off by a share of the step, int32.
-        is_altered: whether those are too many for an accident.
+        num_compared: calls that could compare them, up to `WINDOW`, int32.
+        altered_share: share of altered ones among these, later their moving average.
     """
 
     start: jax.Array
     is_known: jax.Array
     num_altered: jax.Array
-    num_running: jax.Array
-    is_altered: jax.Array
+    num_compared: jax.Array
+    altered_share: jax.Array
+
+    @property
+    def is_altered(self) -> jax.Array:
+        """Whether the altered calls are too many for an accident."""
+        # Half a call less: the number is a rounded product.
+        enough = self.altered_share * self.num_compared > LEAST_ALTERED - 0.5
+        return enough & (self.altered_share > MOST_ALTERED)
 
     def is_made(self) -> jax.Array:
         """True, which the compiler cannot know: what waits for it is written after the look."""
@@ -43,67 +54,113 @@ class ProbeState(NamedTuple):
 
 def init(params: optax.Params) -> ProbeState:
     """Nothing is known before the first call."""
+    start = jnp.zeros_like(_joined(entries(params)))
     return ProbeState(
-        start=_stack([jnp.zeros((), leaf.dtype) for leaf in _chosen(params)]),
-        is_known=jnp.zeros((), bool),
+        start=start,
+        is_known=jnp.zeros_like(start, bool),
         num_altered=jnp.zeros((), jnp.int32),
-        num_running=jnp.zeros((), jnp.int32),
-        is_altered=jnp.zeros((), bool),
+        num_compared=jnp.zeros((), jnp.int32),
+        altered_share=jnp.zeros((), jnp.float32),
     )
 
 
 def look(
-    state: ProbeState, found: list[jax.Array], moved: list[jax.Array], reject: jax.Array
+    state: ProbeState, params: optax.Params, moved: list[jax.Array], reject: jax.Array
 ) -> ProbeState:
     """Compare where the parameters are with where the last call sent them.
 
     Args:
         state: of the last call.
-        found: entries of the parameters as the loop passes them.
-        moved: entries of the displacement of the last call, as its state tells it.
+        params: the parameters as the loop passes them.
+        moved: entries of the displacement of the last call, as its state has it.
         reject: whether this call goes back to where the step began.
+
+    Raises:
+        ValueError: another transformation has computed with the state.
     """
-    here, step = _stack(found), _stack(moved)
+    if state.is_known.dtype != bool:
+        rule, got = "what `init` or `update` returned", "one whose booleans are numbers"
+        remedy = "`reset_state=True` of `optax.lookahead` and `sam` does that: no draws are right."
+        _check.fail("update", "state", rule, got, remedy)
+    found = entries(params)
     rounding = ROUNDING * max((float(jnp.finfo(x.dtype).eps) for x in found), default=0.0)
-    size = jnp.maximum(jnp.maximum(jnp.abs(here), jnp.abs(state.start)), jnp.abs(step))
+    here, step = _joined(found), _joined(moved)
+    is_read = np.concatenate([np.zeros(0, bool), *(is_read for _, is_read in _read(params))])
+    known = state.is_known & is_read
     off = jnp.abs(here - (state.start + step))
-    off = jnp.where(state.is_known & jnp.isfinite(off), off, 0)
-    altered = jnp.any(off > rounding * size)
-    running = altered & (jnp.linalg.norm(off) > SMALLEST_SHARE * jnp.linalg.norm(step))
-    row = jnp.where(running, _tree.count(state.num_running), 0)
-    row = jnp.where(state.is_known, row, state.num_running)
+    off = jnp.where(known & jnp.isfinite(off), off, 0)
+    off = jnp.where(off > rounding * jnp.maximum(jnp.abs(here), jnp.abs(state.start)), off, 0)
+    compares, farthest, longest = _largest(known.astype(off.dtype), off, jnp.abs(step))
+    # A short step may be the difference of terms as large as the longest one.
+    compares, altered = compares > 0, farthest > rounding * longest
+    num_compared = jnp.minimum(state.num_compared + compares, WINDOW)
+    change = (altered - state.altered_share) / jnp.maximum(num_compared, 1)
     return ProbeState(
         start=jnp.where(reject, 0, here),
-        is_known=~reject,
+        is_known=is_read & ~reject,
         num_altered=_tree.count(state.num_altered, altered),
-        num_running=row,
-        is_altered=row >= MOST_RUNNING,
+        num_compared=num_compared,
+        altered_share=state.altered_share + jnp.where(compares, change, 0),
     )
 
 
-def entries(tree: Any) -> list[jax.Array]:
-    """One number of each of a few leaves, evenly spread over the tree."""
-    return [_middle(leaf) for leaf in _chosen(tree)]
-
-
-def _chosen(tree: Any) -> list[jax.Array]:
+def _read(tree: Any) -> list[tuple[jax.Array, np.ndarray]]:
+    """Leaves, and which numbers of the grid of each are read, in the order of its axes."""
     leaves = [leaf for leaf in jax.tree.leaves(tree) if leaf.size]
-    number = min(len(leaves), MOST_LEAVES)
-    return [leaves[i * len(leaves) // number] for i in range(number)]
+    shared = [i for i, leaf in enumerate(leaves) if _tree.is_shared(leaf)]
+    number = min(len(shared), MOST_SHARED)
+    few = {shared[i * len(shared) // number] for i in range(number)}
+    found = []
+    for i, leaf in enumerate(leaves):
+        numbers = [number for number, _ in _grid(leaf.shape)]
+        is_read = np.full(numbers, i not in shared)
+        if i in few and leaf.size <= LARGEST_SHARED:
+            is_read[tuple(number // 2 for number in numbers)] = True
+        found.append((leaf, is_read.reshape(-1)))
+    return found
 
 
-def _stack(numbers: list[jax.Array]) -> jax.Array:
-    return jnp.stack(numbers) if numbers else jnp.zeros(0)
+def entries(tree: Any) -> list[jax.Array]:
+    """Read numbers of the leaves, on a grid; 0 in the place of those that are not read."""
+    return [
+        _on_grid(leaf) if is_read.all() else _single(leaf, is_read) for leaf, is_read in _read(tree)
+    ]
 
 
-def _middle(leaf: jax.Array) -> jax.Array:
-    """The number in the middle of a leaf; 0 if it is large and lies on several devices."""
-    place = tuple(length // 2 for length in leaf.shape)
-    if not _tree.is_shared(leaf):
-        return jax.lax.slice(leaf, place, tuple(at + 1 for at in place)).reshape(())
-    if leaf.size > LARGEST_SHARED:
-        return jnp.zeros((), leaf.dtype)
-    for axis, at in enumerate(place):
-        here = jax.lax.broadcasted_iota(jnp.int32, leaf.shape, axis) == at
-        leaf = jnp.where(here, leaf, 0)
-    return jnp.sum(leaf)
+def _largest(*numbers: jax.Array) -> tuple[jax.Array, ...]:
+    """The largest of each of several lists of as many positive numbers, in one pass."""
+    zeros = tuple(jnp.zeros((), x.dtype) for x in numbers)
+    return jax.lax.reduce(numbers, zeros, functools.partial(jax.tree.map, jnp.maximum), (0,))
+
+
+def _joined(numbers: list[jax.Array]) -> jax.Array:
+    return jnp.concatenate(numbers) if numbers else jnp.zeros(0)
+
+
+def _grid(shape: tuple[int, ...]) -> list[tuple[int, int]]:
+    """How many places along each axis are read, from the first one on, and how far apart."""
+    found, room = [(1, 1)] * len(shape), MOST_READ
+    for done, axis in enumerate(sorted(range(len(shape)), key=lambda axis: shape[axis])):
+        # The longest axis gets all that is left; a root is rounded down.
+        number = min(shape[axis], int(room ** (1 / (len(shape) - done)) + 1e-6))
+        found[axis] = number, max(1, (shape[axis] - 1) // max(1, number - 1))
+        room //= number
+    return found
+
+
+def _on_grid(leaf: jax.Array) -> jax.Array:
+    """All numbers on the grid."""
+    grid = _grid(leaf.shape)
+    stops = [(number - 1) * stride + 1 for number, stride in grid]
+    strides = [stride for _, stride in grid]
+    return jax.lax.slice(leaf, [0] * leaf.ndim, stops, strides).reshape(-1)
+
+
+def _single(leaf: jax.Array, is_read: np.ndarray) -> jax.Array:
+    """One number by a masked sum, or none."""
+    if not is_read.any():
+        return jnp.zeros(len(is_read), leaf.dtype)
+    for axis, (number, stride) in enumerate(_grid(leaf.shape)):
+        places = jax.lax.broadcasted_iota(jnp.int32, leaf.shape, axis)
+        leaf = jnp.where(places == number // 2 * stride, leaf, 0)
+    return jnp.where(is_read, jnp.sum(leaf), 0)

@@ -23,7 +23,7 @@ MOST = np.iinfo(np.int32).max
 COUNTS = (0, 2**24 - 1_000, MOST - 1_000)
 # Of the int32 numbers of the states those that do not only grow; all others are raised.
 OTHERS = ("nonfinite_run", "energy_level", "drift_index", "num_in_window", "window")
-OTHERS += ("num_altered", "num_running", "state_format")
+OTHERS += ("num_altered", "num_compared", "state_format")
 ARRIVED, BATCH = 5_000, 20
 NAMES = ("smile", "published.psmile", "psgld", "scale_adapted_sghmc")
 

@@ -1,0 +1,269 @@
+"""What comes after a sampler, around it, or between its calls: refused, named, or right.
+
+The posterior is a Gaussian whose mean and variances under SGLD are known, the step size included.
+`docs/long-runs.md` has the same verdicts.
+"""
+
+import functools
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from optax import contrib
+from test_contract import SAMPLERS, make
+
+import optax_smile
+
+NUM_DATA, STEP_SIZE, NUM_CHAINS, WARMUP, KEPT = 20, 0.1, 128, 100, 400
+CURVATURE: Any = {"weights": np.array([0.1, 0.2, 0.3], "f"), "offset": np.array([0.15], "f")}
+CENTRE: Any = {"weights": np.array([1, -0.5, 0.1], "f"), "offset": np.array([0], "f")}
+# Of num_data * loss and of the prior together.
+PRECISION = {name: NUM_DATA * a + 1 for name, a in CURVATURE.items()}
+MEAN = {name: NUM_DATA * CURVATURE[name] * CENTRE[name] / PRECISION[name] for name in CENTRE}
+# x <- x - h P (x - mean) + sqrt(2 h) z has the variance 2 h / (1 - (1 - h P)^2).
+VARIANCE = {name: 1 / (p - STEP_SIZE * p**2 / 2) for name, p in PRECISION.items()}
+IS_WEIGHT = {"weights": True, "offset": False}
+SGLD = optax_smile.sgld(STEP_SIZE, num_data=NUM_DATA, key=0)
+
+
+def mostly(step: Any, **others: Any) -> Any:
+    return step % 20 > 0
+
+
+def chained(*later):
+    return optax.chain(SGLD, *later)
+
+
+# Of `optax.chain`: the structure of the state tells.
+REFUSED: dict[str, Any] = {
+    "scale": lambda: chained(optax.scale(-1e-3)),
+    "scale_by_learning_rate": lambda: chained(optax.scale_by_learning_rate(1e-2)),
+    "scale_by_schedule": lambda: chained(optax.scale_by_schedule(optax.constant_schedule(0.5))),
+    "clip": lambda: chained(optax.clip(1.0)),
+    "clip_by_global_norm": lambda: chained(optax.clip_by_global_norm(1.0)),
+    "add_decayed_weights": lambda: chained(optax.add_decayed_weights(1e-4)),
+    "add_noise": lambda: chained(optax.add_noise(0.01, 0.55, 0)),
+    "trace": lambda: chained(optax.trace(0.9)),
+    "ema": lambda: chained(optax.ema(0.9)),
+    "apply_every": lambda: chained(optax.apply_every(4)),
+    "keep_params_nonnegative": lambda: chained(optax.keep_params_nonnegative()),
+    "reduce_on_plateau": lambda: chained(contrib.reduce_on_plateau(patience=5)),
+    "masked in a chain": lambda: chained(optax.masked(optax.clip(1.0), IS_WEIGHT)),
+    "chain inside partition": lambda: optax.partition(
+        {True: chained(optax.scale(0.5)), False: optax.set_to_zero()}, IS_WEIGHT
+    ),
+    "chain inside MultiSteps": lambda: optax.MultiSteps(chained(optax.scale(0.5)), 2),
+}
+# Wrappers that change the steps: `stats().is_altered` tells.
+NAMED: dict[str, Any] = {
+    "lookahead": lambda: optax.lookahead(SGLD, 50, 0.5),
+    "schedule_free": lambda: contrib.schedule_free(SGLD, 1.0),
+    "named_chain": lambda: optax.named_chain(("sampler", SGLD), ("rate", optax.scale(0.5))),
+    "conditionally_transform": lambda: optax.conditionally_transform(SGLD, mostly),
+}
+# Wrappers that leave them alone.
+RIGHT: dict[str, Any] = {
+    "nothing": lambda: SGLD,
+    "chain of one": lambda: optax.chain(SGLD),
+    "named_chain of one": lambda: optax.named_chain(("sampler", SGLD)),
+    "masked": lambda: optax.chain(
+        optax.masked(SGLD, IS_WEIGHT),
+        optax.masked(optax.set_to_zero(), {"weights": False, "offset": True}),
+    ),
+    "partition": lambda: optax.partition({True: SGLD, False: optax.set_to_zero()}, IS_WEIGHT),
+    "inject_hyperparams": lambda: optax.inject_hyperparams(optax_smile.sgld, static_args="key")(
+        step_size=STEP_SIZE, num_data=NUM_DATA, key=0
+    ),
+    "MultiSteps": lambda: optax.MultiSteps(SGLD, 4),
+    "apply_if_finite": lambda: optax.apply_if_finite(SGLD, 5),
+    "conditionally_mask": lambda: optax.conditionally_mask(SGLD, mostly),
+    "split_real_and_imaginary": lambda: contrib.split_real_and_imaginary(SGLD),
+}
+
+
+def rounded(x):
+    return x.astype(jnp.bfloat16).astype(x.dtype)
+
+
+def average(x, y, start):
+    return jax.tree.map(lambda x, y: 0.9 * x + 0.1 * y, x, y)
+
+
+# What a loop does with the parameters after a call, before it, and at the start, and whether that
+# is right: `changed(count, after, before, start)`.
+LOOPS: dict[str, Any] = {
+    "as they are": (True, lambda n, after, before, start: after),
+    "a checkpoint that is restored once": (
+        True,
+        lambda n, after, before, start: optax.tree.where(n == 150, start, after),
+    ),
+    "an average of parameters": (False, lambda n, after, before, start: average(after, before, 0)),
+    "updates clipped": (
+        False,
+        lambda n, after, before, start: jax.tree.map(
+            lambda x, y: y + jnp.clip(x - y, -0.7, 0.7), after, before
+        ),
+    ),
+    "weight decay in every tenth call": (
+        False,
+        lambda n, after, before, start: optax.tree.scale(1 - 1e-3 * (n % 10 == 0), after),
+    ),
+    "weight decay of one leaf": (
+        False,
+        lambda n, after, before, start: after | {"offset": 0.999 * after["offset"]},
+    ),
+    "a projection of one leaf": (
+        False,
+        lambda n, after, before, start: (
+            after | {"offset": optax.projections.projection_non_negative(after["offset"])}
+        ),
+    ),
+    "parameters rounded to bfloat16": (
+        False,
+        lambda n, after, before, start: jax.tree.map(rounded, after),
+    ),
+    "a leaf that is frozen": (
+        False,
+        lambda n, after, before, start: after | {"offset": start["offset"]},
+    ),
+    "the start restored in every epoch of 50": (
+        False,
+        lambda n, after, before, start: optax.tree.where(n % 50 == 49, start, after),
+    ),
+}
+
+
+def mean_loss(params):
+    off = jax.tree.map(lambda a, x, m: jnp.sum(a * (x - m) ** 2) / 2, CURVATURE, params, CENTRE)
+    return sum(jax.tree.leaves(off))
+
+
+def run(tx, change):
+    """State and parameters at the end, and the draws `[call, chain, ...]`, of compiled chains."""
+    start: Any = jax.tree.map(lambda x: jnp.tile(x, (NUM_CHAINS, 1)), MEAN)
+    params = start
+    if isinstance(tx.init(MEAN), optax.LookaheadState):
+        params = optax.LookaheadParams.init_synced(start)
+
+    def step(index, start, carry, count):
+        params, state = carry
+        grads = jax.grad(mean_loss)(getattr(params, "fast", params))
+        updates, state = tx.update(grads, state, params)
+        params = change(index, count, optax.apply_updates(params, updates), params, start)
+        draw = optax_smile.last_accepted(state, getattr(params, "fast", params))
+        return (params, state), draw
+
+    def chain(index, start, params, state):
+        one = functools.partial(step, index, start)
+        return jax.lax.scan(one, (params, state), jnp.arange(WARMUP + KEPT))
+
+    indices = jnp.arange(NUM_CHAINS) % len(LOOPS)
+    states = optax_smile.parallel.init(tx, params, key=1)
+    (params, state), draws = jax.jit(jax.vmap(chain, out_axes=(0, 1)))(
+        indices, start, params, states
+    )
+    return state, params, jax.tree.map(lambda x: np.asarray(x, float)[WARMUP:], draws)
+
+
+def unchanged(index, count, after, before, start):
+    return after
+
+
+def by_index(index, *given):
+    return jax.lax.switch(index, [function for _, function in LOOPS.values()], *given)
+
+
+def assert_right(draws, names):
+    """Means and variances within 4.5 standard errors, of which there are eight a case."""
+    for name in names:
+        z = (draws[name] - MEAN[name]) / np.sqrt(VARIANCE[name])
+        assert not np.all(z == 0)
+        for moment in (z, z**2 - 1):
+            found = moment.mean(axis=0)
+            error = found.std(axis=0, ddof=1) / np.sqrt(len(found))
+            assert np.all(error < 0.1)
+            np.testing.assert_array_less(np.abs(found.mean(axis=0)), 4.5 * error)
+
+
+def assert_named(state, params):
+    told = optax_smile.stats(state)
+    assert np.all(told.is_altered)
+    with pytest.raises(ValueError, match="whose parameters arrive as the sampler sent them"):
+        one, at = jax.tree.map(lambda x: x[0], (state, params))
+        optax_smile.last_accepted(one, getattr(at, "fast", at))
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name):
+    tx = REFUSED[name]()
+    state = tx.init(MEAN)
+    rule = re.escape("must be that of a chain whose last transformation is the sampler")
+    for ask in (optax_smile.stats, lambda state: optax_smile.last_accepted(state, MEAN)):
+        with pytest.raises(ValueError, match=rule):
+            ask(state)
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_named(name):
+    state, params, _ = run(NAMED[name](), unchanged)
+    assert_named(state, params)
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_right(name):
+    state, params, draws = run(RIGHT[name](), unchanged)
+    assert not np.any(optax_smile.stats(state).num_altered)
+    assert_right(draws, ["weights"] if name in ("masked", "partition") else ["weights", "offset"])
+
+
+def test_loops():
+    state, params, draws = run(SGLD, by_index)
+    for index, (name, (is_right, _)) in enumerate(LOOPS.items()):
+        every = slice(index, None, len(LOOPS))
+        mine = jax.tree.map(lambda x, every=every: x[every], (state, params))
+        if not is_right:
+            assert_named(*mine)
+            continue
+        told = optax_smile.stats(mine[0])
+        assert not np.any(told.is_altered)
+        assert np.all(told.num_altered == ("once" in name))
+        optax_smile.last_accepted(*jax.tree.map(lambda x: x[0], mine))
+        if name == "as they are":
+            assert_right(jax.tree.map(lambda x, every=every: x[:, every], draws), MEAN)
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_last_accepted_refuses(name):
+    """Outside of compiled functions; they cannot know."""
+    params = jnp.ones(3)
+    state = make(name).init(params)
+    for share in (0.005, 0.5):
+        state = optax.tree.set(state, num_compared=jnp.int32(400), altered_share=share)
+        jax.jit(optax_smile.last_accepted)(state, params)
+        if share < 0.01:
+            optax_smile.last_accepted(state, params)
+            continue
+        with pytest.raises(ValueError, match="whose parameters arrive as the sampler sent them"):
+            optax_smile.last_accepted(state, params)
+
+
+RESET: dict[str, Any] = {
+    "lookahead": lambda: optax.lookahead(SGLD, 2, 0.5, reset_state=True),
+    "sam": lambda: contrib.sam(SGLD, optax.sgd(0.1)),
+}
+
+
+@pytest.mark.parametrize("name", RESET)
+def test_a_state_that_others_compute_with_is_refused(name):
+    """They add up states, which makes numbers of booleans."""
+    tx, params = RESET[name](), MEAN
+    if name == "lookahead":
+        params = optax.LookaheadParams.init_synced(MEAN)
+    state, update = tx.init(params), jax.jit(tx.update)
+    with pytest.raises(ValueError, match="one whose booleans are numbers"):
+        for _ in range(3):
+            _, state = update(MEAN, state, params)
