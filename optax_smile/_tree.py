@@ -28,7 +28,8 @@ LARGEST_GROUP = 8
 
 MISSING_PARAMS = (
     "You are using a transformation that requires the current value of parameters, "
-    "but you are not passing `params` when calling `update`."
+    "but you are not passing `params` when calling `update`. Pass them, or build the sampler with"
+    " `track_params=True`: its state then holds them."
 )
 
 
@@ -254,26 +255,36 @@ def where(condition: jax.Array, yes: Any, no: Any) -> Any:
     return jax.tree.map(lambda x, y: jnp.where(condition, x, y), yes, no)
 
 
-def map_sampled(function: Callable, sampled: Any, params: Any) -> Any:
+def map_sampled(
+    function: Callable, sampled: Any, params: Any, moves: jax.Array | None = None
+) -> Any:
     """Map over the leaves that the sampler sees; others, masked or none of its, stay as they are.
 
     Leaves are found by the names on their paths: of a module they are those of its state.
+
+    Args:
+        function: `function(leaf of sampled, leaf of params)`.
+        sampled: the leaves that the sampler sees.
+        params: parameters, which may have more leaves.
+        moves: whether each leaf of `sampled` is mapped `[leaf]`; None: all are.
     """
 
     def names(path):
         return tuple(entry(key)[1] for key in path)
 
-    seen = {names(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(sampled)}
+    leaves = enumerate(jax.tree_util.tree_leaves_with_path(sampled))
+    seen = {names(path): (number, leaf) for number, (path, leaf) in leaves}
 
     def leaf(path, x):
         if (at := names(path)) not in seen:
             return x
-        move = seen.pop(at)
+        number, move = seen.pop(at)
         if jnp.shape(x) != jnp.shape(move) or getattr(x, "dtype", None) != move.dtype:
             place = jax.tree_util.keystr(path)
             rule = f"a tree like the one given to `init`, with {_check.show(move)} at {place}"
             _check.fail("last_accepted", "params", rule, _check.show(x))
-        return function(move, x)
+        found = function(move, x)
+        return found if moves is None else jnp.where(moves[number], found, x)
 
     mapped = jax.tree_util.tree_map_with_path(leaf, params)
     if seen:

@@ -22,16 +22,17 @@ from typing import Any
 import jax
 import optax
 
-from optax_smile import _check, _settings
+from optax_smile import _check
 from optax_smile.potential import Potential
-from optax_smile.samplers._call import POSTERIOR
+from optax_smile.samplers import _call
+from optax_smile.samplers._call import SHARED
 from optax_smile.samplers._microcanonical import compose
 from optax_smile.stages.guardrail import guardrail
 from optax_smile.stages.momentum import microcanonical
 from optax_smile.stages.preconditioner import Preconditioner, identity, moving_variance
 from optax_smile.stages.tuner import quantile_tuner
 
-PUBLISHED = {name: rule for name, rule in POSTERIOR.items() if name != "key"}
+PUBLISHED = {name: rule for name, rule in SHARED.items() if name != "key"}
 PUBLISHED |= {"step_size": _check.STEP_SIZE}
 # kappa, and what becomes of the momentum of a rejected step.
 REJECT_QUANTILE = 0.98
@@ -53,6 +54,7 @@ def _published(name: str, preconditioner: Preconditioner, tuned: bool):
         prior_mean: Any = 0.0,
         log_prior: Callable[[Any], jax.Array] | None = None,
         temperature: float | jax.Array = 1.0,
+        track_params: bool = False,
     ) -> optax.GradientTransformationExtraArgs:
         return compose(
             where,
@@ -62,6 +64,7 @@ def _published(name: str, preconditioner: Preconditioner, tuned: bool):
             guardrail=guardrail(where, reject_quantile, REJECT_MOMENTUM),
             tuner=tuner,
             step_size=step_size,
+            track_params=track_params,
         )
 
     # What a run's settings call it: not the name of the sampler that is ours.
@@ -71,9 +74,7 @@ def _published(name: str, preconditioner: Preconditioner, tuned: bool):
         f"Sample by {name} as published; arguments, units and errors as `{ours}`.\n\n"
         "Cost: two gradients, and two calls of `update`, per step."
     )
-    return _settings.recorded(
-        build, integrator=INTEGRATOR, tuner=tuner, reject_quantile=reject_quantile
-    )
+    return _call.sampler(build, integrator=INTEGRATOR, tuner=tuner, reject_quantile=reject_quantile)
 
 
 smile = _published("smile", identity(), tuned=True)

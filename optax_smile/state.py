@@ -103,6 +103,10 @@ class Stats(NamedTuple):
             rejected step cannot tell.
         is_altered: whether those were at least three, and more than 1 % of the last 512 calls that
             can tell: these points are no draws. A checkpoint that is restored once is no such case.
+            It stays true once a compiled call had gradients for other leaves than the first one, or
+            parameters other than those that the state tracks.
+        num_parameters: d, the number of parameters that are sampled: those of the leaves with a
+            gradient; 0 for an optimizer.
     """
 
     step_size: jax.Array
@@ -125,6 +129,7 @@ class Stats(NamedTuple):
     below_resolution: jax.Array
     num_altered: jax.Array
     is_altered: jax.Array
+    num_parameters: jax.Array
 
     def __str__(self) -> str:
         return "\n".join(f"{name:<17} {value}" for name, value in self._asdict().items())
@@ -254,7 +259,7 @@ def stats(state: Any) -> Stats:
     return find(state, "stats").stats()
 
 
-def last_accepted(state: Any, params: Any) -> Any:
+def last_accepted(state: Any, params: Any = None) -> Any:
     """Return the last accepted step end: the draw that a loop may keep.
 
     The parameters in a loop are a proposal until the next call of `update` has judged them.
@@ -263,19 +268,23 @@ def last_accepted(state: Any, params: Any) -> Any:
         state: state after `update`, alone or inside a larger one, such as the `opt_state` of an
             `nnx.Optimizer`. A state with a leading chain axis goes through
             `jax.vmap(last_accepted)`.
-        params: parameters after `optax.apply_updates`.
+        params: parameters after `optax.apply_updates`. With `track_params=True` the state has them;
+            given ones are compared with those.
 
     Returns:
         Parameters like `params`; variables of Flax nnx come back as their arrays, which
         `nnx.update(model, ...)` takes. Leaves that the sampler does not see (masked, partitioned,
         or none of those given to `init`, such as functions and running statistics) come back as
-        they are.
+        they are. Without `params`, the tracked ones: None, or a `MaskedNode`, in the place of
+        leaves that the sampler does not see, and leaves without a gradient as `init` got them.
 
     Raises:
         ValueError: the state holds no sampler, or more than one, or another transformation comes
-            after it in an `optax.chain`, or it is one of several chains; the state is concrete and
-            its `is_altered` is true, see `Stats`; `params` lacks leaves of those given to `init`,
-            or has them in another shape or precision.
+            after it in an `optax.chain`, or it is one of several chains; `params` lacks leaves of
+            those given to `init`, or has them in another shape or precision, or is missing, or
+            differs from the tracked ones; `update` was compiled and got gradients for other leaves
+            than at first, or other parameters than the tracked ones; outside of compiled functions,
+            `is_altered` of `stats` is true.
 
     Cost: one pass over the parameters; no gradient.
 
@@ -293,15 +302,22 @@ def last_accepted(state: Any, params: Any) -> Any:
     if axes := jnp.shape(told.num_gradients):
         rule, remedy = "that of a single chain", "Use `jax.vmap(optax_smile.last_accepted)`."
         _check.fail("last_accepted", "state", rule, f"one with the leading axes {axes}", remedy)
-    if _is_concrete(told.is_altered) and told.is_altered:
-        rule = "that of a loop whose parameters arrive as the sampler sent them"
-        got = f"one where {told.num_altered} of {told.num_gradients} calls found others"
-        remedy = "Nothing may change the parameters but the sampler's own updates."
-        _check.fail("last_accepted", "state", rule, got, remedy)
+    params = _without_variables(params)
+    if params is None:
+        params = getattr(sampler, "tracked_params", None)
+    if params is None:
+        rule, remedy = "the parameters after `optax.apply_updates`", "Or use `track_params=True`."
+        _check.fail("last_accepted", "params", rule, "None", remedy)
     try:
-        return sampler.last_accepted(_without_variables(params))
+        draw = sampler.last_accepted(params)
     except (ValueError, TypeError) as error:
         if isinstance(error, _check.ArgumentError):
             raise
         rule = "a tree like the one given to `init`"
         _check.fail("last_accepted", "params", rule, _check.show(params))
+    if _is_concrete(told.is_altered) and told.is_altered:
+        rule = "that of a loop whose parameters arrive as the sampler sent them"
+        got = f"one where {told.num_altered} of {told.num_gradients} calls found others"
+        remedy = "Nothing may change the parameters but the sampler's own updates."
+        _check.fail("last_accepted", "state", rule, got, remedy)
+    return draw

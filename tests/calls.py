@@ -51,7 +51,7 @@ def first_steps(sampler):
 
 def samplers():
     common = {"prior_precision": 1.0, "prior_mean": 0.0, "temperature": 1.0, "num_data": 100}
-    common |= {"log_prior": None}
+    common |= {"log_prior": None, "track_params": False}
     own: dict[str, Any] = {
         "mclmc": {"decoherence_length": 1.0, "integrator": "leapfrog"},
         "sgld": {},

@@ -280,7 +280,11 @@ MESSAGES: list[tuple[Any, str]] = [
     ),
     (lambda: build("sgld").init(jnp.ones(1)), "must be a tree of at least 2 parameters, got 1"),
     (lambda: build("psmile").init(HALF), "got bfloat16 at ['w']. Keep the sampled parameters in"),
-    (lambda: build("sghmc").init({"w": 1.0}), "got float at ['w']"),
+    (
+        lambda: build("sghmc").init({"w": 1.0}),
+        "must be a tree with float32 or float64 arrays, which alone are sampled, got none, but 1.0"
+        " at ['w']",
+    ),
     (lambda: build("mclmc").init(BAD), "must be finite, got nan or inf at ['w']"),
     # A call of `update`.
     (
@@ -296,8 +300,13 @@ MESSAGES: list[tuple[Any, str]] = [
     (lambda: update(value=jnp.ones(3)), "must be the scalar mean loss, got shape (3,)"),
     (lambda: update("sgld", value=(0.5, {})), "must be the scalar mean loss, got a tuple"),
     (
-        lambda: update(loss=0.5),
-        "`psmile.update(loss=...)` must be named `value`, if it is the mean",
+        lambda: update(mean_loss=0.5),
+        "`psmile.update(mean_loss=...)` must be named `value`, if it is the mean",
+    ),
+    (lambda: update(loss=jnp.ones(3)), "`psmile.update(loss=...)` must be the scalar mean loss"),
+    (
+        lambda: update(value=1.0, loss=1.0),
+        "`psmile.update(loss=...)` must be left out where `value` is given, got 1.0. Both are",
     ),
     (
         lambda: update(state=optax.adam(1.0).init(PARAMS)),
@@ -309,7 +318,7 @@ MESSAGES: list[tuple[Any, str]] = [
     ),
     (
         lambda: update(state=optax.tree.set(build("psmile").init(PARAMS), state_format=1)),
-        "must be a state of format 4, got format 1. Another version of optax_smile wrote it",
+        "must be a state of format 5, got format 1. Another version of optax_smile wrote it",
     ),
     # What a state can be asked for.
     (lambda: optax_smile.stats(()), "`stats(state=...)` must be one with exactly one optax_smile"),
@@ -368,14 +377,15 @@ def test_messages(number):
 
 
 def test_missing_params():
-    """In the words of Optax."""
+    """In the words of Optax, and with what to do."""
     weights = optax.add_decayed_weights(0.1)
     with pytest.raises(ValueError) as expected:
         weights.update(PARAMS, weights.init(PARAMS), None)
     for name in ("psmile", "sgld"):
         with pytest.raises(ValueError) as error:
             update(name, params=None)
-        assert str(error.value) == str(expected.value)
+        assert str(error.value).startswith(str(expected.value))
+        assert "`track_params=True`" in str(error.value)
 
 
 def test_python_says_what_is_missing():
@@ -435,7 +445,7 @@ def test_seeds_are_keys():
 def test_every_scalar_is_a_value():
     for value in (1, 1.5, np.float64(2), np.ones(()), jnp.float32(3)):
         assert optax_smile.stats(update("sgld", value=value)[1]).energy_level == 1
-    update(value=1.0, loss=2.0, grad=PARAMS, value_fn=None, hessian=1)
+    update(value=1.0, losses=2.0, grad=PARAMS, value_fn=None, hessian=1)
 
 
 def test_states_of_other_samplers_are_refused():

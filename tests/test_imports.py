@@ -78,6 +78,7 @@ ROOMS = {
     "report": {"draws", "diagnostics", "metrics", "plots"},
     "interop": {"chains", "diagnostics", "draws", "samplers"},
 }
+SHARED = "_call", "_eager", "_langevin", "_leaves", "_microcanonical", "_tracked"
 EVIDENCE = {"evidence", "energy", "products"}
 
 
@@ -100,7 +101,7 @@ def test_rooms_import_what_they_may():
 
 def test_stages_and_samplers_import_no_other():
     """Evidence and the formula of a kick are no stages; what a family shares is no sampler."""
-    shared = {f"optax_smile.samplers.{name}" for name in ("_call", "_langevin", "_microcanonical")}
+    shared = {f"optax_smile.samplers.{name}" for name in SHARED}
     for module in MODULES:
         stages = {name.split(".")[2] for name in own_imports(module) if part_of(name, "stages")}
         assert not part_of(module, "stages") or not stages - EVIDENCE - {"kick"}, module

@@ -65,6 +65,7 @@ class OptimizerState(NamedTuple):
             below_resolution=no,
             num_altered=none,
             is_altered=no,
+            num_parameters=none,
         )
 
     def last_accepted(self, params: optax.Params) -> optax.Params:

@@ -1,19 +1,23 @@
-"""What every sampler checks when a loop calls `update`."""
+"""What every sampler does when a loop calls `init` and `update`."""
 
+import functools
 from collections.abc import Callable
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_smile import _check, _tree
+from optax_smile import _check, _settings, _tree
 from optax_smile.potential import PerParameter
+from optax_smile.samplers import _eager, _leaves, _tracked
+from optax_smile.samplers._tracked import TrackedState
 from optax_smile.state import check_format
 
 StepSize: TypeAlias = float | jax.Array | optax.Schedule
-# Constraints of the arguments that all samplers share.
+Builder = TypeVar("Builder", bound=Callable)
+# Constraints of the arguments that tell the posterior.
 POSTERIOR: dict[str, _check.Constraint] = {
     "num_data": _check.Real(1, large=True),
     "prior_precision": PerParameter(_check.NONNEGATIVE),
@@ -22,8 +26,20 @@ POSTERIOR: dict[str, _check.Constraint] = {
     "temperature": _check.POSITIVE,
     "key": _check.Key(),
 }
+# And of those that all samplers share.
+SHARED = POSTERIOR | {"track_params": _check.FLAG}
 # What loops call the mean loss by mistake; other keywords are for other parts of a chain.
-MISNAMED = ("loss", "losses", "loss_value", "mean_loss", "val", "values")
+MISNAMED = ("losses", "loss_value", "mean_loss", "val", "values")
+
+
+def sampler(build: Builder, **fixed: Any) -> Builder:
+    """Let what a builder returns know its settings, and compile `update` in an eager loop.
+
+    Args:
+        build: function that returns what `transformation` returns.
+        fixed: settings that it has no parameter for.
+    """
+    return _settings.recorded(_eager.compiled(build), **fixed)
 
 
 def transformation(
@@ -31,71 +47,126 @@ def transformation(
     init: Callable[[Any], Any],
     update: Callable[[Any, Any, Any, Any], tuple[Any, Any]],
     kind: type,
-    like: Callable[[Any], Any],
-) -> optax.GradientTransformationExtraArgs:
-    """Make an Optax transformation that checks what it is called with.
+    track_params: bool,
+    **told: Any,
+) -> _settings.Sampler:
+    """Make an Optax transformation that checks its arguments and chooses the leaves that move.
 
     Args:
         where: name of the sampler.
-        init: `init(params)`, the state.
-        update: `update(updates, state, params, value)`, displacement and state.
-        kind: of the state.
-        like: a tree of a state that is like the parameters given to `init`.
+        init: `init(params)`, the state, of floating leaves alone.
+        update: `update(updates, state, params, value)`, displacement and state, of the leaves that
+            move alone.
+        kind: of the state, which has `like_params` and `sampled`.
+        track_params: whether the state holds the parameters.
+        told: what `Sampler` is to know.
     """
 
     def checked_init(params: Any) -> Any:
-        _tree.check_params(f"{where}.init", params, smallest=2)
-        _check.Tree(finite=True)(f"{where}.init", "params", params)
-        return init(params)
+        params = _leaves.candidates(f"{where}.init", params)
+        state = init(params)
+        return _tracked.begin(state, params) if track_params else state
 
-    def checked_update(
-        updates: Any, state: Any, params: Any = None, *, value: Any = None, **others: Any
-    ) -> Any:
-        if params is None:
-            raise ValueError(_tree.MISSING_PARAMS)
-        if value is None and (misnamed := [name for name in MISNAMED if name in others]):
-            rule = "named `value`, if it is the mean loss"
-            got = "nothing of that name"
-            _check.fail(f"{where}.update", misnamed[0], rule, got, "Else pass `value` as well.")
-        _check_state(state)
-        return update(updates, state, params, value)
-
-    def _check_state(state: Any):
-        rule, got = f"what `init` or `update` of {where} returned", _check.show(state)
-        if not isinstance(state, kind):
+    def core(updates: Any, state: Any, params: Any, value: Any) -> tuple[Any, Any]:
+        """One call, on trees of arrays: gradients and parameters have None where none moves."""
+        before = state.sampler if track_params else state
+        expected = jax.eval_shape(init, before.like_params)
+        if jax.tree.structure(before) != jax.tree.structure(expected):
+            rule, got = _is_state_of(where), "one of a sampler built otherwise"
             _check.fail(f"{where}.update", "state", rule, got)
-        check_format(f"{where}.update", "state", state)
-        expected = jax.eval_shape(init, like(state))
-        if jax.tree.structure(state) != jax.tree.structure(expected):
-            _check.fail(f"{where}.update", "state", rule, "one of a sampler built otherwise")
+        moves, is_seen = _leaves.moving(updates, before.like_params), params is not None
+        differs = jnp.zeros_like(before.sampled.is_inconsistent)
+        if track_params:
+            params, differs = _tracked.here(state, params, moves)
+        if all(moves):
+            displacement, after = update(updates, before, params, value)
+        else:
+            like = jax.eval_shape(init, _leaves.only(before.like_params, moves))
+            narrowed = _leaves.narrow(before, like)
+            displacement, after = update(updates, narrowed, params, value)
+            after = _leaves.widen(after, before)
+        is_first = before.last_update.num_gradients == 0
+        size = _tree.size(updates)
+        sampled = _leaves.observe(before.sampled, moves, size, is_first, differs)
+        after = after._replace(sampled=sampled)
+        if track_params:
+            after = _tracked.proceed(state, after, params, displacement, is_seen)
+        return displacement, after
 
-    return optax.GradientTransformationExtraArgs(checked_init, checked_update)
+    facing = functools.partial(_facing, where, kind, track_params)
+    return _settings.Sampler(checked_init, facing(core), core=core, facing=facing, **told)
 
 
-def check(
-    where: str, updates: Any, params: Any, value: Any, known: Any, dtype: jnp.dtype
-) -> jax.Array | None:
-    """Require what `update` needs, and give `value` the precision of the state.
+def _is_state_of(where: str) -> str:
+    return f"what `init` or `update` of {where} returned"
+
+
+def _facing(where: str, kind: type, track_params: bool, run: Callable) -> Callable:
+    """Make the `update` that a loop calls of one that gets checked trees of arrays."""
+    where_called = f"{where}.update"
+
+    def update(
+        updates: Any,
+        state: Any,
+        params: Any = None,
+        *,
+        value: Any = None,
+        loss: Any = None,
+        **others: Any,
+    ) -> tuple[Any, Any]:
+        if params is None and not track_params:
+            raise ValueError(_tree.MISSING_PARAMS)
+        value = mean_loss(where_called, value, loss, others)
+        if isinstance(state, TrackedState) != track_params or not isinstance(
+            getattr(state, "sampler", state), kind
+        ):
+            is_other = isinstance(getattr(state, "sampler", state), kind)
+            got = "one of a sampler built otherwise" if is_other else _check.show(state)
+            _check.fail(where_called, "state", _is_state_of(where), got)
+        check_format(where_called, "state", state)
+        known = state.like_params
+        chosen = _leaves.select(where_called, updates, params, known)
+        moves, after = run(chosen.updates, state, chosen.params, value)
+        if _leaves.is_known_true(after.sampled.is_inconsistent):
+            _explain(where_called, state, updates)
+        return chosen.put_back(moves), after
+
+    return update
+
+
+def _explain(where: str, before: Any, updates: Any):
+    """Raise the error of a call that does not fit those before it."""
+    before.sampled.require_consistent(where)
+    sampler = getattr(before, "sampler", before)
+    is_first = bool(sampler.last_update.num_gradients == 0)
+    _leaves.check_same(where, before.sampled, updates, before.like_params, is_first)
+    advice = "After other weights were put in their place, begin again with `init`."
+    _check.fail(where, "params", _tracked.FOREIGN, "others", advice)
+
+
+def mean_loss(where: str, value: Any, loss: Any, others: Any) -> Any:
+    """Require one scalar mean loss, under one of its two names, or none.
 
     Args:
-        where: name of the sampler.
-        updates: gradient of the mean loss.
-        params: where it was evaluated.
-        value: mean loss there, or None.
-        known: a tree of the state that is like the parameters given to `init`.
-        dtype: precision of the state's scalars.
+        where: the function that was called.
+        value, loss: what it got under these names.
+        others: its other keywords.
     """
-    where = f"{where}.update"
-    _tree.check_params(where, params, smallest=2)
-    _tree.check_alike(where, "params", params, known, "the one given to init")
-    _tree.check_gradients(where, updates, params, "params")
-    if value is None:
+    if value is not None and loss is not None:
+        advice = "Both are the mean loss: pass it once."
+        _check.fail(where, "loss", "left out where `value` is given", _check.show(loss), advice)
+    name, given = ("value", value) if loss is None else ("loss", loss)
+    if given is None:
+        if misnamed := [name for name in MISNAMED if name in others]:
+            rule = "named `value`, if it is the mean loss"
+            got = "nothing of that name"
+            _check.fail(where, misnamed[0], rule, got, "Else pass `value` as well.")
         return None
-    if isinstance(value, bool) or not _check.is_real(getattr(value, "dtype", type(value))):
-        _check.fail(where, "value", "the scalar mean loss", _check.show(value))
-    if jnp.shape(value) != ():
-        _check.fail(where, "value", "the scalar mean loss", f"shape {jnp.shape(value)}")
-    return jnp.asarray(value, dtype)
+    if isinstance(given, bool) or not _check.is_real(getattr(given, "dtype", type(given))):
+        _check.fail(where, name, "the scalar mean loss", _check.show(given))
+    if jnp.shape(given) != ():
+        _check.fail(where, name, "the scalar mean loss", f"shape {jnp.shape(given)}")
+    return given
 
 
 def key(where: str, data: jax.Array, like: jax.Array) -> jax.Array:

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 import optax
 
 from optax_smile import _check, _tree, potential
-from optax_smile.samplers import _call
+from optax_smile.samplers import _call, _leaves
+from optax_smile.samplers._leaves import SampledState
 from optax_smile.stages import energy, evidence, probe
 from optax_smile.stages.guardrail import Guardrail, GuardrailState, guardrail
 from optax_smile.state import STATE_FORMAT, LastUpdate, Stats, no_update
@@ -72,6 +73,7 @@ class LangevinState(NamedTuple):
         num_steps: steps begun, the count that a step-size schedule gets, int32.
         key: for the noise of the next call, as raw numbers, uint32.
         last_update: what the last call found out.
+        sampled: which leaves are sampled.
         state_format: `state.STATE_FORMAT` of the version that made the state, int32.
     """
 
@@ -85,7 +87,13 @@ class LangevinState(NamedTuple):
     num_steps: jax.Array
     key: jax.Array
     last_update: LastUpdate
+    sampled: SampledState
     state_format: jax.Array
+
+    @property
+    def like_params(self) -> Any:
+        """A tree like the parameters that `init` got."""
+        return self.displacement
 
     @property
     def gradients_per_step(self) -> int:
@@ -107,13 +115,16 @@ class LangevinState(NamedTuple):
             fall=unknown,
             on_its_way=jnp.zeros_like(self.last_update.accepted),
             num_altered=self.probe.num_altered,
-            is_altered=self.probe.is_altered,
+            is_altered=self.probe.is_altered | self.sampled.is_inconsistent,
+            num_parameters=self.sampled.num_parameters,
             **self.last_update.stats(),
         )
 
     def last_accepted(self, params: optax.Params) -> optax.Params:
         """Start of the open step, see `optax_smile.last_accepted`."""
-        return _tree.map_sampled(lambda move, x: x - move, self.displacement, params)
+        self.sampled.require_consistent("last_accepted")
+        has_gradient = self.sampled.has_gradient
+        return _tree.map_sampled(lambda move, x: x - move, self.displacement, params, has_gradient)
 
 
 def euler_step(call: Move, amplitude: jax.Array) -> optax.Updates:
@@ -142,6 +153,7 @@ def sampler(
     posterior: potential.Potential,
     key: jax.Array | int | None,
     rule: Rule,
+    track_params: bool,
 ) -> optax.GradientTransformationExtraArgs:
     """Build the transformation that moves by a rule."""
     potential.check(name, posterior)
@@ -149,7 +161,7 @@ def sampler(
     of = _Parts(name, posterior, rule, guardrail(name), _call.schedule(name, step_size), seed)
 
     init, update = functools.partial(_init, of), functools.partial(_update, of)
-    return _call.transformation(name, init, update, LangevinState, lambda state: state.displacement)
+    return _call.transformation(name, init, update, LangevinState, track_params)
 
 
 class _Parts(NamedTuple):
@@ -179,13 +191,14 @@ def _init(of: _Parts, params: Any) -> LangevinState:
         last_update=no_update(dtype, posterior.temperature)._replace(
             is_draw=of.rule.is_draw(count - 1)
         ),
+        sampled=_leaves.begin(params),
         state_format=jnp.asarray(STATE_FORMAT, jnp.int32),
     )
 
 
 def _update(of: _Parts, updates: Any, state: Any, params: Any, value: Any) -> tuple[Any, Any]:
     dtype, last = state.step_length.dtype, state.last_update
-    value = _call.check(of.name, updates, params, value, state.displacement, dtype)
+    value = None if value is None else jnp.asarray(value, dtype)
     posterior = potential.of_chain(of.posterior, params, state.prior_mean)
     slope, value = potential.with_log_prior(posterior, updates, value, params)
     gradient = potential.gradient(posterior, slope, params)
@@ -236,5 +249,6 @@ def _update(of: _Parts, updates: Any, state: Any, params: Any, value: Any) -> tu
             last_temperature=_call.alike(posterior.temperature, step_length),
             num_gradients=_tree.count(last.num_gradients),
         ),
+        sampled=state.sampled,
         state_format=state.state_format,
     )

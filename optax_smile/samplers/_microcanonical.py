@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_smile import _check, _settings, _tree, potential
-from optax_smile.samplers import _call
+from optax_smile import _check, _tree, potential
+from optax_smile.samplers import _call, _leaves
+from optax_smile.samplers._leaves import SampledState
 from optax_smile.stages import energy, evidence, momentum, probe, products
 from optax_smile.stages import tuner as tuning
 from optax_smile.stages.guardrail import Guardrail, GuardrailState
@@ -31,6 +32,7 @@ class MicrocanonicalState(NamedTuple):
         num_steps: steps begun, the count that a step-size schedule gets, int32.
         key: for explicit noise and fresh momenta, as raw numbers, uint32; None if neither is used.
         last_update: what the last call found out.
+        sampled: which leaves are sampled.
         state_format: `state.STATE_FORMAT` of the version that made the state, int32.
     """
 
@@ -44,7 +46,13 @@ class MicrocanonicalState(NamedTuple):
     num_steps: jax.Array
     key: jax.Array | None
     last_update: LastUpdate
+    sampled: SampledState
     state_format: jax.Array
+
+    @property
+    def like_params(self) -> Any:
+        """A tree like the parameters that `init` got."""
+        return self.momentum.direction
 
     @property
     def gradients_per_step(self) -> int:
@@ -65,13 +73,16 @@ class MicrocanonicalState(NamedTuple):
             fall=self.evidence.loss.fall,
             on_its_way=self.evidence.descent.on_its_way | self.evidence.loss.is_falling,
             num_altered=self.probe.num_altered,
-            is_altered=self.probe.is_altered,
+            is_altered=self.probe.is_altered | self.sampled.is_inconsistent,
+            num_parameters=self.sampled.num_parameters,
             **self.last_update.stats(),
         )
 
     def last_accepted(self, params: optax.Params) -> optax.Params:
         """Start of the open step, see `optax_smile.last_accepted`."""
-        return momentum.step_start(self.momentum, params, _inverse_scale(self.preconditioner))
+        self.sampled.require_consistent("last_accepted")
+        scale = _inverse_scale(self.preconditioner)
+        return momentum.step_start(self.momentum, params, scale, self.sampled.has_gradient)
 
 
 def _inverse_scale(state: Any) -> optax.Updates | None:
@@ -101,6 +112,7 @@ def compose(
     tuner: tuning.Tuner | None = None,
     step_size: float | jax.Array | optax.Schedule | None = None,
     key: jax.Array | int | None = None,
+    track_params: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     """Build a sampler from its four stages.
 
@@ -113,6 +125,7 @@ def compose(
         tuner: how long the steps are; None: as `step_size` says, or `angle_tuner()` without one.
         step_size: length of a step, a schedule, or None where the tuner finds it.
         key: for explicit noise and fresh momenta.
+        track_params: whether the state holds the parameters.
     """
     tuner = tuning.choose(name, tuner, step_size)
     potential.check(name, posterior)
@@ -121,11 +134,9 @@ def compose(
     of = _Parts(name, posterior, preconditioner, momentum, guardrail, tuner, schedule, seed)
 
     init, update = functools.partial(_init, of), functools.partial(_update, of)
-    built = _call.transformation(
-        name, init, update, MicrocanonicalState, lambda state: state.momentum.direction
-    )
     chosen = {"tuner": tuner} if tuner.sets_step_size else {}
-    return _settings.Sampler(*built, chosen=chosen, found=functools.partial(_found, posterior))
+    told = {"chosen": chosen, "found": functools.partial(_found, posterior)}
+    return _call.transformation(name, init, update, MicrocanonicalState, track_params, **told)
 
 
 def _found(posterior: potential.Potential, params: Any) -> dict[str, Any]:
@@ -149,13 +160,14 @@ def _init(of: _Parts, params: Any) -> MicrocanonicalState:
         num_steps=count,
         key=None if seed is None else jnp.copy(jax.random.key_data(seed)),
         last_update=no_update(dtype, posterior.temperature),
+        sampled=_leaves.begin(params),
         state_format=jnp.asarray(STATE_FORMAT, jnp.int32),
     )
 
 
 def _update(of: _Parts, updates: Any, state: Any, params: Any, value: Any) -> tuple[Any, Any]:
     here, past = state.momentum, state.evidence
-    value = _call.check(of.name, updates, params, value, here.direction, here.step_length.dtype)
+    value = None if value is None else jnp.asarray(value, here.step_length.dtype)
     of = of._replace(posterior=potential.of_chain(of.posterior, params, state.prior_mean))
     updates, value = potential.with_log_prior(of.posterior, updates, value, params)
     if value is None and (of.tuner.uses_energy or of.guardrail.uses_energy):
@@ -213,6 +225,7 @@ def _update(of: _Parts, updates: Any, state: Any, params: Any, value: Any) -> tu
         num_steps=num_steps,
         key=key,
         last_update=_told(of.posterior, shown, closed, after, reject, value),
+        sampled=state.sampled,
         state_format=state.state_format,
     )
 
@@ -276,5 +289,5 @@ def _warn_without_value(where: str):
         f"`{where}` got no `value`: without energies `quantile_tuner` keeps the step size and"
         " `reject_quantile` rejects non-finite steps alone. Pass `value=loss` to `update`, or leave"
         " both out.",
-        stacklevel=4,
+        stacklevel=6,
     )

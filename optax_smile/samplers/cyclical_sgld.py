@@ -10,9 +10,9 @@ import jax.core
 import jax.numpy as jnp
 import optax
 
-from optax_smile import _check, _settings, potential
+from optax_smile import _check, potential
 from optax_smile.samplers import _call, _langevin
-from optax_smile.samplers._call import POSTERIOR, StepSize
+from optax_smile.samplers._call import SHARED, StepSize
 
 # 5,000 steps per cycle and a third of each for the search, as Sommer et al. 2026 ran it.
 TOTAL_STEPS = 20_000
@@ -20,9 +20,9 @@ NUM_CYCLES = 4
 EXPLORATION = 0.33
 
 
-@_settings.recorded
+@_call.sampler
 @_check.arguments(
-    **POSTERIOR,
+    **SHARED,
     step_size=_check.STEP_SIZE,
     total_steps=_check.Whole(1, traced=True),
     num_cycles=_check.Whole(1, traced=True),
@@ -40,6 +40,7 @@ def cyclical_sgld(
     num_cycles: int = NUM_CYCLES,
     exploration: float = EXPLORATION,
     key: jax.Array | int | None = None,
+    track_params: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     """Sample like `sgld` in cycles, each of which begins with a search for a new mode.
 
@@ -92,4 +93,4 @@ def cyclical_sgld(
 
     posterior = potential.Potential(num_data, prior_precision, temperature, prior_mean, log_prior)
     rule = _langevin.Rule(lambda params: None, move, is_draw)
-    return _langevin.sampler("cyclical_sgld", size, posterior, key, rule)
+    return _langevin.sampler("cyclical_sgld", size, posterior, key, rule, track_params)

@@ -8,17 +8,18 @@ from typing import Any
 import jax
 import optax
 
-from optax_smile import _check, _settings, potential
-from optax_smile.samplers._call import POSTERIOR, StepSize
+from optax_smile import _check, potential
+from optax_smile.samplers import _call
+from optax_smile.samplers._call import SHARED, StepSize
 from optax_smile.samplers._microcanonical import compose
 from optax_smile.stages import momentum, preconditioner
 from optax_smile.stages.guardrail import guardrail
 from optax_smile.stages.momentum import IntegratorName
 
 
-@_settings.recorded
+@_call.sampler
 @_check.arguments(
-    **POSTERIOR,
+    **SHARED,
     step_size=_check.STEP_SIZE,
     decoherence_length=_check.POSITIVE,
     integrator=_check.OneOf(IntegratorName),
@@ -34,6 +35,7 @@ def mclmc(
     temperature: float | jax.Array = 1.0,
     integrator: IntegratorName = "minimal_norm",
     key: jax.Array | int | None = None,
+    track_params: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     """Sample with microcanonical Langevin Monte Carlo: `smile` for full-batch gradients.
 
@@ -68,4 +70,5 @@ def mclmc(
         guardrail=guardrail("mclmc"),
         step_size=step_size,
         key=key,
+        track_params=track_params,
     )

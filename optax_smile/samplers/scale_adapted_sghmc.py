@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_smile import _check, _settings, potential
-from optax_smile.samplers import _langevin
-from optax_smile.samplers._call import POSTERIOR, StepSize
+from optax_smile import _check, potential
+from optax_smile.samplers import _call, _langevin
+from optax_smile.samplers._call import SHARED, StepSize
 
 FRICTION = 0.05
 ADAPT_STEPS = 5_000
@@ -33,9 +33,9 @@ class GradientScale(NamedTuple):
     gradient_square: optax.Updates
 
 
-@_settings.recorded
+@_call.sampler
 @_check.arguments(
-    **POSTERIOR,
+    **SHARED,
     step_size=_check.STEP_SIZE,
     friction=_check.PROBABILITY,
     adapt_steps=_check.Whole(1, traced=True),
@@ -51,6 +51,7 @@ def scale_adapted_sghmc(
     friction: float | jax.Array = FRICTION,
     adapt_steps: int = ADAPT_STEPS,
     key: jax.Array | int | None = None,
+    track_params: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     """Sample like `sghmc` with a mass for each parameter, measured in the first steps.
 
@@ -121,4 +122,4 @@ def scale_adapted_sghmc(
 
     posterior = potential.Potential(num_data, prior_precision, temperature, prior_mean, log_prior)
     rule = _langevin.Rule(init, move, is_draw=lambda count: count >= adapt_steps)
-    return _langevin.sampler("scale_adapted_sghmc", step_size, posterior, key, rule)
+    return _langevin.sampler("scale_adapted_sghmc", step_size, posterior, key, rule, track_params)

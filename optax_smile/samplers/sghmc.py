@@ -9,17 +9,17 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_smile import _check, _settings, potential
-from optax_smile.samplers import _langevin
-from optax_smile.samplers._call import POSTERIOR, StepSize
+from optax_smile import _check, potential
+from optax_smile.samplers import _call, _langevin
+from optax_smile.samplers._call import SHARED, StepSize
 
 FRICTION = 0.05
 FrictionStep = Literal["euler", "exact"]
 
 
-@_settings.recorded
+@_call.sampler
 @_check.arguments(
-    **POSTERIOR,
+    **SHARED,
     step_size=_check.STEP_SIZE,
     friction=_check.PROBABILITY,
     friction_step=_check.OneOf(FrictionStep),
@@ -37,6 +37,7 @@ def sghmc(
     friction_step: FrictionStep = "euler",
     gradient_noise: float | jax.Array = 0.0,
     key: jax.Array | int | None = None,
+    track_params: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     """Sample with stochastic gradient Hamiltonian Monte Carlo.
 
@@ -85,4 +86,4 @@ def sghmc(
 
     posterior = potential.Potential(num_data, prior_precision, temperature, prior_mean, log_prior)
     rule = _langevin.Rule(lambda params: None, move)
-    return _langevin.sampler("sghmc", step_size, posterior, key, rule)
+    return _langevin.sampler("sghmc", step_size, posterior, key, rule, track_params)

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_smile import _check, _settings, _tree, potential
-from optax_smile.samplers import _langevin
-from optax_smile.samplers._call import POSTERIOR, StepSize
+from optax_smile import _check, _tree, potential
+from optax_smile.samplers import _call, _langevin
+from optax_smile.samplers._call import SHARED, StepSize
 
 # Of the moving average of squared gradients; Li et al. 2016.
 SQUARE_DECAY = 0.99
@@ -31,8 +31,8 @@ class SquareAverage(NamedTuple):
     start_weight: jax.Array
 
 
-@_settings.recorded
-@_check.arguments(**POSTERIOR, step_size=_check.STEP_SIZE)
+@_call.sampler
+@_check.arguments(**SHARED, step_size=_check.STEP_SIZE)
 def sgld(
     step_size: StepSize,
     *,
@@ -42,6 +42,7 @@ def sgld(
     log_prior: Callable[[Any], jax.Array] | None = None,
     temperature: float | jax.Array = 1.0,
     key: jax.Array | int | None = None,
+    track_params: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     """Sample with stochastic gradient Langevin dynamics.
 
@@ -65,6 +66,7 @@ def sgld(
         temperature: of the posterior, > 0; 1 is Bayes.
         key: JAX key or seed for the noise, needed. Chains under `vmap` get keys of their own by
             `optax_smile.parallel.init(sampler, params, key=key)`.
+        track_params: whether the state holds the parameters, as in `psmile`.
 
     Returns:
         An Optax transformation, the last of a chain, as `smile` returns. It needs no `value` and
@@ -93,12 +95,12 @@ def sgld(
 
     posterior = potential.Potential(num_data, prior_precision, temperature, prior_mean, log_prior)
     rule = _langevin.Rule(lambda params: None, move)
-    return _langevin.sampler("sgld", step_size, posterior, key, rule)
+    return _langevin.sampler("sgld", step_size, posterior, key, rule, track_params)
 
 
-@_settings.recorded
+@_call.sampler
 @_check.arguments(
-    **POSTERIOR,
+    **SHARED,
     step_size=_check.STEP_SIZE,
     square_decay=_check.PROBABILITY,
     smallest_root=_check.POSITIVE,
@@ -114,6 +116,7 @@ def psgld(
     square_decay: float = SQUARE_DECAY,
     smallest_root: float = SMALLEST_ROOT,
     key: jax.Array | int | None = None,
+    track_params: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     """Sample like `sgld` with one step size per parameter, from the averages of RMSprop.
 
@@ -174,4 +177,4 @@ def psgld(
 
     posterior = potential.Potential(num_data, prior_precision, temperature, prior_mean, log_prior)
     rule = _langevin.Rule(init, move)
-    return _langevin.sampler("psgld", step_size, posterior, key, rule)
+    return _langevin.sampler("psgld", step_size, posterior, key, rule, track_params)

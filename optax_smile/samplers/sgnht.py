@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_smile import _check, _settings, _tree, potential
-from optax_smile.samplers import _langevin
-from optax_smile.samplers._call import POSTERIOR, StepSize
+from optax_smile import _check, _tree, potential
+from optax_smile.samplers import _call, _langevin
+from optax_smile.samplers._call import SHARED, StepSize
 
 FRICTION = 0.05
 # A step loses at most all of its velocity: beyond it would turn round, beyond twice that it grows.
@@ -29,8 +29,8 @@ class Thermostat(NamedTuple):
     thermostat: jax.Array
 
 
-@_settings.recorded
-@_check.arguments(**POSTERIOR, step_size=_check.STEP_SIZE, friction=_check.PROBABILITY)
+@_call.sampler
+@_check.arguments(**SHARED, step_size=_check.STEP_SIZE, friction=_check.PROBABILITY)
 def sgnht(
     step_size: StepSize,
     *,
@@ -41,6 +41,7 @@ def sgnht(
     temperature: float | jax.Array = 1.0,
     friction: float | jax.Array = FRICTION,
     key: jax.Array | int | None = None,
+    track_params: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     """Sample with the stochastic gradient Nosé-Hoover thermostat.
 
@@ -97,4 +98,6 @@ def sgnht(
         return displacement, Thermostat(xi.astype(memory.thermostat.dtype))
 
     posterior = potential.Potential(num_data, prior_precision, temperature, prior_mean, log_prior)
-    return _langevin.sampler("sgnht", step_size, posterior, key, _langevin.Rule(init, move))
+    return _langevin.sampler(
+        "sgnht", step_size, posterior, key, _langevin.Rule(init, move), track_params
+    )

@@ -8,16 +8,17 @@ from typing import Any, Literal
 import jax
 import optax
 
-from optax_smile import _check, _settings
+from optax_smile import _check
 from optax_smile.potential import Potential, Temperature
-from optax_smile.samplers._call import POSTERIOR, StepSize
+from optax_smile.samplers import _call
+from optax_smile.samplers._call import SHARED, StepSize
 from optax_smile.samplers._microcanonical import compose
 from optax_smile.stages import momentum, preconditioner
 from optax_smile.stages import tuner as tuning
 from optax_smile.stages.guardrail import RejectMomentum, guardrail
 from optax_smile.stages.momentum import Decoherence, IntegratorName, Noise
 
-CONSTRAINTS = POSTERIOR | {
+CONSTRAINTS = SHARED | {
     "step_size": _check.STEP_SIZE | None,
     "temperature": _check.POSITIVE | _check.OneOf(Literal["auto"]),
     "excess": _check.POSITIVE,
@@ -29,7 +30,7 @@ CONSTRAINTS = POSTERIOR | {
 }
 
 
-@_settings.recorded
+@_call.sampler
 @_check.arguments(**CONSTRAINTS)
 def smile(
     step_size: StepSize | None = None,
@@ -46,6 +47,7 @@ def smile(
     reject_momentum: RejectMomentum = "zero",
     decoherence_length: Decoherence | None = "matched",
     key: jax.Array | int | None = None,
+    track_params: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     """Sample with stochastic microcanonical Langevin dynamics, which find their own step size.
 
@@ -100,10 +102,11 @@ def smile(
         tuner=tuner,
         step_size=step_size,
         key=key,
+        track_params=track_params,
     )
 
 
-@_settings.recorded
+@_call.sampler
 @_check.arguments(**CONSTRAINTS)
 def psmile(
     step_size: StepSize | None = None,
@@ -120,6 +123,7 @@ def psmile(
     reject_momentum: RejectMomentum = "zero",
     decoherence_length: Decoherence | None = "matched",
     key: jax.Array | int | None = None,
+    track_params: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     """Sample like `smile`, in coordinates in which every gradient is about equally large.
 
@@ -178,23 +182,39 @@ def psmile(
             `"refresh"`.
             Chains under `vmap` get keys of their own by
             `optax_smile.parallel.init(sampler, params, key=key)`.
+        track_params: whether the state holds the parameters, for loops that call `update` or
+            `last_accepted` without them. It adds the updates to them, as `optax.apply_updates`
+            does. Parameters that a loop does pass are used and compared: if they differ from the
+            tracked ones by more than rounding, that is an error, or in a compiled program
+            `is_altered`, for good. A loop that never passes them must apply the updates as they
+            are: other changes go unseen.
 
     Returns:
         An Optax transformation, the last of a chain. `update(grads, state, params, value=loss)`
-        takes the mean loss that belongs to `grads`, for the energy errors in `stats`. Only
-        `quantile_tuner` and `reject_quantile` need it, and a warning says so when a call without it
-        is traced.
+        takes the mean loss that belongs to `grads`, as `value` or as `loss`, for the energy errors
+        in `stats`. Only `quantile_tuner` and `reject_quantile` need it, and a warning says so when
+        a call without it is traced.
+
+        The float32 and float64 arrays of a tree are sampled; all other leaves stay as they are.
+        Arrays whose gradient is None, in every call, do not move and are not counted in d, and
+        their update is None. Arrays whose gradient is zero are sampled: the prior and the noise
+        move them. `optax.partition` or `optax.masked` leave them out. `log_prior` gets the sampled
+        leaves alone.
+
+        Outside of `jax.jit`, `update` compiles itself. It donates no buffers: during a call the old
+        and the new state are both in memory.
 
     Raises:
         ArgumentError: a ValueError: an argument out of range, or a key that is missing; in `init` a
             tree that is not float32 or float64, is not finite, has fewer than two parameters, or
             where `log_prior` is not finite; in `update` missing params, a tree that changed, the
             state of another transformation or version, gradients that are no floating-point
-            numbers, a `value` that is not a scalar or is called `loss`. Numerical trouble never
-            raises: such steps are rejected and counted.
+            numbers, gradients that are None at other leaves than at first, a mean loss that is not
+            a scalar or has both names. Numerical trouble never raises: such steps are rejected and
+            counted.
 
     Cost: one gradient per call; three parameter-sized arrays of state and 1.6 % of one, one more
-    without explicit noise, one more with `"minimal_norm"`.
+    without explicit noise, one more with `"minimal_norm"`, one more with `track_params`.
 
     Example:
         >>> import jax, jax.numpy as jnp, optax_smile
@@ -215,4 +235,5 @@ def psmile(
         tuner=tuner,
         step_size=step_size,
         key=key,
+        track_params=track_params,
     )

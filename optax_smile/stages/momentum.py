@@ -389,12 +389,19 @@ def _displace(
 
 
 def step_start(
-    state: MomentumState, params: optax.Params, inverse_scale: optax.Updates | None
+    state: MomentumState,
+    params: optax.Params,
+    inverse_scale: optax.Updates | None,
+    moves: jax.Array | None = None,
 ) -> optax.Params:
-    """Parameters at the start of the open step, given the scale of its drift; else `params`."""
+    """Parameters at the start of the open step, given the scale of its drift; else `params`.
+
+    `moves` tells which leaves of the state do, `[leaf]`; None: all.
+    """
     is_open = state.drift_index > 0
     if state.anchor is not None:
-        return _tree.map_sampled(lambda x, at: jnp.where(is_open, x, at), state.anchor, params)
+        began = state.anchor
+        return _tree.map_sampled(lambda x, at: jnp.where(is_open, x, at), began, params, moves)
     length = jnp.where(is_open, state.step_length, 0)
     drifted = drift(state.direction, length, inverse_scale)
-    return _tree.map_sampled(lambda move, x: x - move, drifted, params)
+    return _tree.map_sampled(lambda move, x: x - move, drifted, params, moves)

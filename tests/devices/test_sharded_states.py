@@ -11,12 +11,13 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import AxisType
-from test_contract import PARAMS, advance, assert_close, batch, make, run, shared_cases
+from test_contract import PARAMS, advance, assert_close, batch, make, mean_loss, run, shared_cases
 
 import optax_smile
 from optax_smile import _tree
 
 SHORT_WINDOWS = True
+BATCHES = [batch(call) for call in range(4)]
 COLLECTIVES = r"(all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute)(?:-start)?\("
 
 
@@ -131,3 +132,40 @@ def test_three_hundred_sharded_leaves_take_three_collectives():
         quick = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
         text: Any = jax.jit(step, donate_argnums=(0, 1)).lower(*given).compile(quick).as_text()
     assert 1 <= len(re.findall(COLLECTIVES, text)) <= 3
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_tracked_parameters_are_sharded_and_no_others_needed(axis_type):
+    """Also where `update` compiles itself."""
+    mesh, params = shard(axis_type)
+    tx = make("sghmc", track_params=True)
+    expected = tx.update(PARAMS, tx.init(PARAMS))
+    with jax.set_mesh(mesh):
+        start = tx.init(params)
+        assert_sharded_like(start, params)
+        for update in (tx.update, jax.jit(tx.update)):
+            updates, state = update(params, start)
+            assert_sharded_like((updates, state), params)
+            assert_close((updates, state), expected)
+            assert_close(optax_smile.last_accepted(state), PARAMS)
+
+
+def test_chains_in_a_shard_map_need_no_parameters():
+    tx = make("sghmc", track_params=True)
+    mesh = jax.make_mesh((8,), ("chain",), axis_types=(AxisType.Auto,))
+    chains = jax.tree.map(lambda x: jnp.stack([x + i for i in range(8)]), PARAMS)
+    states = optax_smile.parallel.init(tx, chains, mesh=mesh, key=0)
+
+    def calls(state):
+        def call(state, batch):
+            loss, grads = jax.value_and_grad(mean_loss)(state.tracked_params, batch)
+            return tx.update(grads, state, loss=loss)[1], None
+
+        state, _ = jax.lax.scan(call, state, jax.tree.map(lambda *x: jnp.stack(x), *BATCHES))
+        return optax_smile.last_accepted(state), optax_smile.stats(state)
+
+    spec = jax.P("chain")
+    apart = jax.shard_map(jax.vmap(calls), mesh=mesh, in_specs=spec, out_specs=spec)
+    found, told = jax.jit(apart)(states)
+    assert_close((found, told), jax.jit(jax.vmap(calls))(states))
+    assert not told.is_altered.any() and (told.num_gradients == len(BATCHES)).all()

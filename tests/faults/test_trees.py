@@ -72,15 +72,22 @@ def test_a_sampler_keeps_a_tree_or_refuses_it(name, full):
         if not leaves and isinstance(tree, Block):
             # Nodes of one's own without a leaf pass: Optax maps over states with such placeholders.
             return
-        if sum(x.size for x in leaves) < 2 or any(x.dtype != np.float32 for x in leaves):
+        # Integers and booleans are no parameters, and have no gradient.
+        grads = jax.tree.map(lambda x: x if jnp.issubdtype(x.dtype, jnp.inexact) else None, tree)
+        sampled = jax.tree.leaves(grads)
+        if sum(x.size for x in sampled) < 2 or any(x.dtype != np.float32 for x in sampled):
             with pytest.raises(ValueError, match=FORM):
                 tx.init(tree)
             return
         state = tx.init(tree)
         with jax.disable_jit():
-            updates, after = tx.update(tree, state, tree, value=1.0)
-        assert kinds(updates) == kinds(tree) and kinds(after) == kinds(state)
-        last = optax_smile.last_accepted(after, jax.tree.map(jnp.add, tree, updates))
+            updates, after = tx.update(grads, state, tree, value=1.0)
+        assert kinds(updates) == kinds(grads) and kinds(after) == kinds(state)
+        assert optax_smile.stats(after).num_parameters == sum(x.size for x in sampled)
+        moved = jax.tree.map(
+            lambda u, x: x if u is None else x + u, updates, tree, is_leaf=lambda u: u is None
+        )
+        last = optax_smile.last_accepted(after, moved)
         assert kinds(last) == kinds(tree)
         for x, y in zip(jax.tree.leaves(last), leaves, strict=True):
             np.testing.assert_allclose(x, y, rtol=1e-6)
