@@ -186,3 +186,16 @@ def test_a_chain_that_goes_on_after_the_sampler_is_refused(name):
             function(*given)
     # A tuple of a loop's own is no chain.
     assert optax_smile.stats((SMILE.init(START), jnp.zeros(3), {"ema": START})).num_altered == 0
+
+
+@pytest.mark.parametrize("given", [{}, {"value": np.float32(1)}], ids=["no value", "value"])
+def test_a_state_is_finite(given):
+    """Brax adds up the whole state to compare its replicas; `stats` has NaN where none is known."""
+    for tx in (SMILE, SAMPLERS["sghmc"]()):
+        params, state = START, tx.init(START)
+        for _ in range(3):
+            updates, state = jax.jit(tx.update)(params, state, params, **given)
+            params: Any = optax.apply_updates(params, updates)
+            assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves(state))
+        has_energy = np.isfinite(optax_smile.stats(state).energy_change)
+        assert has_energy == (tx is SMILE and bool(given))
