@@ -228,12 +228,7 @@ def _signed(leaf: jax.Array) -> list[jax.Array]:
     bits = _places(jnp.zeros((), jnp.uint32), leaf) * np.uint32(0x9E3779B9)
     bits = (bits ^ (bits >> 15)) * np.uint32(0x2C1B3C6D)
     bits = bits ^ (bits >> 13)
-    positive = [(bits >> (31 - sign)) % 2 == 0 for sign in range(NUM_SIGNS)]
-    if is_shared(leaf):
-        # Signs lie on every device, and a selection wants both alike.
-        one = jnp.ones((), leaf.dtype)
-        return [jnp.where(is_plus, one, -one) * leaf for is_plus in positive]
-    return [jnp.where(is_plus, leaf, -leaf) for is_plus in positive]
+    return [jnp.where((bits >> (31 - sign)) % 2 == 0, leaf, -leaf) for sign in range(NUM_SIGNS)]
 
 
 def _places(first: jax.Array, leaf: jax.Array) -> jax.Array:

@@ -31,7 +31,9 @@ class LastUpdate(NamedTuple):
     """What the last call of `update` found out about the parameters that it was given.
 
     Attributes:
-        energy_change: of the step that ended there, nats, positive = gained; NaN if unknown.
+        energy_change: of the step that ended there, nats, positive = gained; 0 if unknown: a NaN
+            here would fail in loops that compare the states of replicas.
+        has_energy: whether it is known.
         energy_level: what the loop passed: 0 gradients only, 1 also `value`; int32.
         accepted: whether the step that ended there was kept.
         step_end: whether they were the end of a whole step.
@@ -44,6 +46,7 @@ class LastUpdate(NamedTuple):
     """
 
     energy_change: jax.Array
+    has_energy: jax.Array
     energy_level: jax.Array
     accepted: jax.Array
     step_end: jax.Array
@@ -58,13 +61,16 @@ class LastUpdate(NamedTuple):
         told = self._asdict()
         told["temperature"] = told.pop("last_temperature")
         del told["received"]
+        has_energy = told.pop("has_energy")
+        told["energy_change"] = jnp.where(has_energy, told["energy_change"], jnp.nan)
         return told
 
 
 def no_update(dtype: jnp.dtype, temperature: float | jax.Array) -> LastUpdate:
     """State before the first call."""
     return LastUpdate(
-        energy_change=jnp.full((), jnp.nan, dtype),
+        energy_change=jnp.zeros((), dtype),
+        has_energy=jnp.zeros((), bool),
         energy_level=jnp.zeros((), jnp.int32),
         accepted=jnp.ones((), bool),
         step_end=jnp.zeros((), bool),

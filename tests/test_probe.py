@@ -90,9 +90,9 @@ def flags(is_altered):
     params = {"w": jnp.ones(3)}
 
     def call(state, offset):
-        state = probe.look(state, {"w": params["w"] + offset}, [jnp.zeros(())], jnp.array(False))
+        state = probe.look(state, {"w": params["w"] + offset}, [jnp.zeros(3)], jnp.array(False))
         # As if the loop went on from where it began.
-        return state._replace(start=jnp.ones(1)), state.is_altered
+        return state._replace(start=params["w"]), state.is_altered
 
     offsets = jnp.concatenate([jnp.zeros(1), jnp.float32(is_altered)])
     return np.asarray(jax.lax.scan(call, probe.init(params), offsets)[1])[1:]
@@ -110,6 +110,19 @@ def test_one_percent_of_the_last_calls_is_too_much():
         assert found[3 * WINDOW - 1] == found.any() == (number > 5)
         # It is forgotten, if this was long ago.
         assert not found[-1]
+
+
+@pytest.mark.parametrize("shape", [(), (1, 256), (300, 200), (3, 3, 64, 128), (70_000,), (2, 1000)])
+def test_a_leaf_is_read_on_a_grid(shape):
+    """Its first number, hundreds of them if there are as many, and others along each axis."""
+    axes = [jax.lax.broadcasted_iota(jnp.float32, shape, axis) for axis in range(len(shape))]
+    (found,) = probe.entries(jnp.zeros(shape))
+    assert min(200, np.prod(shape)) <= len(found) <= probe.MOST_READ
+    for axis, (places,) in enumerate(map(probe.entries, axes)):
+        assert places[0] == 0 and places[-1] >= 0.75 * (shape[axis] - 1)
+        assert len(np.unique(places)) >= min(shape[axis], 3)
+    # And every leaf.
+    assert len(probe.entries([jnp.zeros(shape)] * 30)) == 30
 
 
 SMILE = optax_smile.smile(0.3, num_data=100, tuner=None, decoherence_length=None)
@@ -173,3 +186,16 @@ def test_a_chain_that_goes_on_after_the_sampler_is_refused(name):
             function(*given)
     # A tuple of a loop's own is no chain.
     assert optax_smile.stats((SMILE.init(START), jnp.zeros(3), {"ema": START})).num_altered == 0
+
+
+@pytest.mark.parametrize("given", [{}, {"value": np.float32(1)}], ids=["no value", "value"])
+def test_a_state_is_finite(given):
+    """Brax adds up the whole state to compare its replicas; `stats` has NaN where none is known."""
+    for tx in (SMILE, SAMPLERS["sghmc"]()):
+        params, state = START, tx.init(START)
+        for _ in range(3):
+            updates, state = jax.jit(tx.update)(params, state, params, **given)
+            params: Any = optax.apply_updates(params, updates)
+            assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves(state))
+        has_energy = np.isfinite(optax_smile.stats(state).energy_change)
+        assert has_energy == (tx is SMILE and bool(given))

@@ -32,8 +32,8 @@ BEFORE = (
 
 CLIP = "Clip at a norm that gradients exceed now and then only, or not at all."
 NONFINITE = (
-    "Their steps were rejected, and the draws are not those of the posterior. Are the batches finite,"
-    " and the gradients of the loss where the batches are?"
+    "Their steps were rejected, and the draws are not those of the posterior. Are the batches"
+    " finite, and the gradients of the loss where the batches are?"
 )
 
 

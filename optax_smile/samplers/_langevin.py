@@ -245,7 +245,8 @@ def _update(of: _Parts, updates: Any, state: Any, params: Any, value: Any) -> tu
         num_steps=_tree.count(state.num_steps, ~reject),
         key=jax.random.key_data(key),
         last_update=LastUpdate(
-            energy_change=jnp.full_like(last.energy_change, jnp.nan),
+            energy_change=last.energy_change,
+            has_energy=last.has_energy,
             energy_level=jnp.full_like(last.energy_level, value is not None),
             accepted=~reject,
             step_end=step_end,

@@ -281,7 +281,8 @@ def _told(
 ) -> LastUpdate:
     """Say what a call found out about the parameters that it was given."""
     return LastUpdate(
-        energy_change=shown.error.change,
+        energy_change=jnp.where(shown.error.known, shown.error.change, 0),
+        has_energy=shown.error.known,
         energy_level=jnp.full_like(shown.num_gradients, value is not None),
         accepted=~reject,
         step_end=closed.step_end,

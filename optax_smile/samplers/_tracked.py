@@ -14,7 +14,7 @@ from optax_smile.state import SamplerState, Stats
 # Rounding of an addition, in units in the last place: a compiler may round a product and its sum
 # together in one program and apart in another.
 ROUNDING = 4
-# Share of the last displacement by which parameters may differ, as `stages/probe.py` has it.
+# Share of the last displacement by which parameters may differ.
 SMALLEST_SHARE = 1e-3
 FOREIGN = "the parameters that the state tracks, those of the call before plus its updates"
 

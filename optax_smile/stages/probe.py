@@ -5,14 +5,16 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from optax_smile import _check, _tree
 
-# Leaves of which one number is read, evenly spread over the tree.
-MOST_LEAVES = 16
-# A leaf on several devices is read by a masked sum, up to this size.
-LARGEST_SHARED = 2**16
+# Numbers of a leaf that are read; of a smaller one all.
+MOST_READ = 256
+# Of leaves on several devices one number is read, by a masked sum: of so many of them, up to this
+# size.
+MOST_SHARED, LARGEST_SHARED = 16, 2**16
 # Rounding of an addition, in units in the last place.
 ROUNDING = 4
 # Calls over which altered ones are averaged; more than one in a hundred of them, and at least
@@ -24,9 +26,9 @@ class ProbeState(NamedTuple):
     """What is known of the entries that are read.
 
     Attributes:
-        start: where the last call found them, `[entry]`.
-        is_known: whether the next call can compare them; False before the first one and after a
-            rejected step.
+        start: where the last call found them, `[entry]`; 0 where it read none.
+        is_known: whether the next call can compare them, `[entry]`; False before the first one and
+            after a rejected step.
         num_altered: calls that found them elsewhere than the last one had sent them, int32.
         num_compared: calls that could compare them, up to `WINDOW`, int32.
         altered_share: share of altered ones among these, later their moving average.
@@ -47,9 +49,10 @@ class ProbeState(NamedTuple):
 
 def init(params: optax.Params) -> ProbeState:
     """Nothing is known before the first call."""
+    start = jnp.zeros_like(_joined(entries(params)))
     return ProbeState(
-        start=_stack([jnp.zeros((), leaf.dtype) for leaf in _chosen(params)]),
-        is_known=jnp.zeros((), bool),
+        start=start,
+        is_known=jnp.zeros_like(start, bool),
         num_altered=jnp.zeros((), jnp.int32),
         num_compared=jnp.zeros((), jnp.int32),
         altered_share=jnp.zeros((), _tree.dtype(params)),
@@ -77,23 +80,24 @@ def look(
         _check.fail("update", "state", rule, got, remedy)
     found = entries(params)
     rounding = ROUNDING * max((float(jnp.finfo(x.dtype).eps) for x in found), default=0.0)
-    here, step = _stack(found), _stack(moved)
+    here, step = _joined(found), _joined(moved)
+    is_read = np.concatenate([np.zeros(0, bool), *(is_read for _, is_read in _read(params))])
+    known = state.is_known & is_read
     off = jnp.abs(here - (state.start + step))
-    off = jnp.where(jnp.isfinite(off), off, 0)
+    off = jnp.where(known & jnp.isfinite(off), off, 0)
     off = jnp.where(off > rounding * jnp.maximum(jnp.abs(here), jnp.abs(state.start)), off, 0)
-    farthest, longest = _largest(off, jnp.abs(step))
+    compares, farthest, longest = _largest(known.astype(off.dtype), off, jnp.abs(step))
     # A short step may be the difference of terms as large as the longest one.
-    altered = state.is_known & (farthest > rounding * longest)
-    num_compared = jnp.minimum(state.num_compared + state.is_known, WINDOW)
-    share = state.altered_share
-    number = num_compared.astype(share.dtype)
+    compares, altered = compares > 0, farthest > rounding * longest
+    num_compared = jnp.minimum(state.num_compared + compares, WINDOW)
+    share, number = state.altered_share, num_compared.astype(state.altered_share.dtype)
     change = (altered - share) / jnp.maximum(number, 1)
-    share = share + jnp.where(state.is_known, change, 0)
+    share = share + jnp.where(compares, change, 0)
     # Half a call less: the number is a rounded product.
     is_altered = (share * number > LEAST_ALTERED - 0.5) & (share > MOST_ALTERED)
     return ProbeState(
         start=jnp.where(reject, 0, here),
-        is_known=~reject,
+        is_known=is_read & ~reject,
         num_altered=_tree.count(state.num_altered, altered),
         num_compared=num_compared,
         altered_share=share,
@@ -101,15 +105,27 @@ def look(
     )
 
 
-def entries(tree: Any) -> list[jax.Array]:
-    """Read one number of each of a few leaves, evenly spread over the tree."""
-    return [_middle(leaf) for leaf in _chosen(tree)]
-
-
-def _chosen(tree: Any) -> list[jax.Array]:
+def _read(tree: Any) -> list[tuple[jax.Array, np.ndarray]]:
+    """Leaves, and which numbers of the grid of each are read, in the order of its axes."""
     leaves = [leaf for leaf in jax.tree.leaves(tree) if leaf.size]
-    number = min(len(leaves), MOST_LEAVES)
-    return [leaves[i * len(leaves) // number] for i in range(number)]
+    shared = [i for i, leaf in enumerate(leaves) if _tree.is_shared(leaf)]
+    number = min(len(shared), MOST_SHARED)
+    few = {shared[i * len(shared) // number] for i in range(number)}
+    found = []
+    for i, leaf in enumerate(leaves):
+        numbers = [number for number, _ in _grid(leaf.shape)]
+        is_read = np.full(numbers, i not in shared)
+        if i in few and leaf.size <= LARGEST_SHARED:
+            is_read[tuple(number // 2 for number in numbers)] = True
+        found.append((leaf, is_read.reshape(-1)))
+    return found
+
+
+def entries(tree: Any) -> list[jax.Array]:
+    """Read numbers of the leaves, on a grid; 0 in the place of those that are not read."""
+    return [
+        _on_grid(leaf) if is_read.all() else _single(leaf, is_read) for leaf, is_read in _read(tree)
+    ]
 
 
 def _largest(*numbers: jax.Array) -> tuple[jax.Array, ...]:
@@ -118,18 +134,34 @@ def _largest(*numbers: jax.Array) -> tuple[jax.Array, ...]:
     return jax.lax.reduce(numbers, zeros, functools.partial(jax.tree.map, jnp.maximum), (0,))
 
 
-def _stack(numbers: list[jax.Array]) -> jax.Array:
-    return jnp.stack(numbers) if numbers else jnp.zeros(0)
+def _joined(numbers: list[jax.Array]) -> jax.Array:
+    return jnp.concatenate(numbers) if numbers else jnp.zeros(0)
 
 
-def _middle(leaf: jax.Array) -> jax.Array:
-    """The number in the middle of a leaf; 0 if it is large and lies on several devices."""
-    place = tuple(length // 2 for length in leaf.shape)
-    if not _tree.is_shared(leaf):
-        return jax.lax.slice(leaf, place, tuple(at + 1 for at in place)).reshape(())
-    if leaf.size > LARGEST_SHARED:
-        return jnp.zeros((), leaf.dtype)
-    for axis, at in enumerate(place):
-        here = jax.lax.broadcasted_iota(jnp.int32, leaf.shape, axis) == at
-        leaf = jnp.where(here, leaf, 0)
-    return jnp.sum(leaf)
+def _grid(shape: tuple[int, ...]) -> list[tuple[int, int]]:
+    """How many places along each axis are read, from the first one on, and how far apart."""
+    found, room = [(1, 1)] * len(shape), MOST_READ
+    for done, axis in enumerate(sorted(range(len(shape)), key=lambda axis: shape[axis])):
+        # The longest axis gets all that is left; a root is rounded down.
+        number = min(shape[axis], int(room ** (1 / (len(shape) - done)) + 1e-6))
+        found[axis] = number, max(1, (shape[axis] - 1) // max(1, number - 1))
+        room //= number
+    return found
+
+
+def _on_grid(leaf: jax.Array) -> jax.Array:
+    """All numbers on the grid."""
+    grid = _grid(leaf.shape)
+    stops = [(number - 1) * stride + 1 for number, stride in grid]
+    strides = [stride for _, stride in grid]
+    return jax.lax.slice(leaf, [0] * leaf.ndim, stops, strides).reshape(-1)
+
+
+def _single(leaf: jax.Array, is_read: np.ndarray) -> jax.Array:
+    """One number by a masked sum, or none."""
+    if not is_read.any():
+        return jnp.zeros(len(is_read), leaf.dtype)
+    for axis, (number, stride) in enumerate(_grid(leaf.shape)):
+        places = jax.lax.broadcasted_iota(jnp.int32, leaf.shape, axis)
+        leaf = jnp.where(places == number // 2 * stride, leaf, 0)
+    return jnp.where(is_read, jnp.sum(leaf), 0)

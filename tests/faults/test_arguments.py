@@ -60,7 +60,7 @@ HOSTILE: dict[str, Any] = {
 NOT_CALLED = {
     *("MclmcSettings", "Outcome", "Prediction", "Selection", "StoredSnapshots"),
     *("diagnostics.EnergyFit", "diagnostics.Check", "diagnostics.Summary"),
-    *("ArgumentError", "CheckReport", "Stats"),
+    *("ArgumentError", "CheckReport", "RecordedSampler", "Stats"),
     *("metrics.Reliability", "metrics.RiskCoverage", "parallel.Carry"),
     # Called with what the package has checked.
     *("parallel.check_mesh", "parallel.num_chains"),
@@ -110,8 +110,9 @@ LAWFUL: dict[str, set[str]] = {
     # A seed, or a key; none where nothing is drawn.
     "key": {"minus", "zero", "key"},
     "parallel.init.key": {"none", "minus", "zero", "key"},
-    # Any tree of two parameters or more.
-    **dict.fromkeys(("psmile.init.params", "sgld.init.params"), TREES),
+    "track_params": {"true"},
+    # Any tree with two parameters or more; leaves that are no floating arrays stay as they are.
+    **dict.fromkeys(("psmile.init.params", "sgld.init.params"), TREES | {"state"}),
     "scale_by_gradient_noise.init.params": TREES | {"tracer"},
     # Anything with a leading axis; what is in it is the business of who calls.
     **dict.fromkeys(("parallel.place.tree", "parallel.shardings.tree"), TREES | {"nans", "keys"}),
