@@ -62,7 +62,10 @@ class LastUpdate(NamedTuple):
         told["temperature"] = told.pop("last_temperature")
         del told["received"]
         has_energy = told.pop("has_energy")
-        told["energy_change"] = jnp.where(has_energy, told["energy_change"], jnp.nan)
+        change = told["energy_change"]
+        # A state on the host may be float64 where JAX has float32 alone.
+        array = jnp if isinstance(change, jax.Array) else np
+        told["energy_change"] = array.where(has_energy, change, array.full_like(change, np.nan))
         return told
 
 

@@ -111,6 +111,7 @@ def runs(path):
     checked = {"loss_fn": chains["loss_fn"], "batch": [jnp.ones(3)]}
     checked |= {"params": jax.tree.map(lambda x: x[0], CHAINS)}
     checked |= {"sampler": sampler, "num_data": 10, "aux": None, "stochastic": False}
+    checked |= {"state": None}
     yield "check", optax_smile.check, checked
     trained = {"init_fn": lambda key: {"w": jax.random.normal(key, (3,)), "b": jnp.ones(1)}}
     trained |= {"optimizer": optax.adam(1e-2), "num_members": 2, "num_epochs": 1}
@@ -208,7 +209,7 @@ def predictions(path):
     yield "recorded", optax_smile.recorded, given
     yield "draws", recorded_draws(), {"fit": None}
     sampler = {"sampler": given["sampler"]}
-    yield "keras_optimizer", optax_smile.interop.keras_optimizer, sampler
+    yield "interop.keras_optimizer", optax_smile.interop.keras_optimizer, sampler
     looking = {"snapshots": snapshots, "prediction": prediction}
     given = looking | {"max_inputs": 9, "seed": 0}
     yield "diagnostics.summary", diagnostics.summary, given

@@ -57,10 +57,22 @@ class CheckReport:
 
 
 def _may_be_batch(batch: Any) -> bool:
-    if hasattr(batch, "shape") or hasattr(batch, "__iter__"):
+    if isinstance(batch, str | bytes):
+        return False
+    if hasattr(batch, "__iter__") and not isinstance(batch, tuple | dict):
         return True
     leaves = jax.tree.leaves(batch)
     return bool(leaves) and all(hasattr(leaf, "shape") for leaf in leaves)
+
+
+def _has_sampler(state: Any) -> bool:
+    return bool(_samplers(state))
+
+
+def _samplers(state: Any) -> list[SamplerState]:
+    """States of samplers inside a larger state."""
+    leaves = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, SamplerState))
+    return [leaf for leaf in leaves if isinstance(leaf, SamplerState)]
 
 
 @_check.arguments(
@@ -68,6 +80,7 @@ def _may_be_batch(batch: Any) -> bool:
     batch=_check.Where("a batch of arrays, or an iterable of batches", _may_be_batch),
     sampler=_check.TRANSFORMATION,
     num_data=_check.Real(1, large=True, traced=False) | None,
+    state=_check.Where("the state of an optax_smile sampler", _has_sampler) | None,
     aux=_check.Tree() | None,
     stochastic=_check.FLAG,
     loss_fn=_loop.Loss(),
@@ -138,7 +151,7 @@ def check(
         ['mean loss', 'before the sampler']
     """
     batches, is_whole = _batches(batch)
-    has_chains = state is not None and bool(np.shape(_first(state)))
+    has_chains = state is not None and bool(np.shape(_samplers(state)[0].stats().num_gradients))
     if not has_chains:
         params, aux = jax.tree.map(lambda x: jnp.asarray(x)[None], (params, aux))
     settings = _settings.of(sampler, jax.tree.map(_shape_of_chain, params))
@@ -161,13 +174,6 @@ def _batches(batch: Any) -> tuple[list[Any], bool]:
         _check.fail("check", "batch", "at least one batch", "none")
     is_whole = isinstance(batch, list) and len(batches) <= MOST_BATCHES
     return batches[:MOST_BATCHES], is_whole
-
-
-def _first(tree: Any) -> Any:
-    """The number of calls of the sampler in a state."""
-    leaves = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, SamplerState))
-    samplers = [leaf for leaf in leaves if isinstance(leaf, SamplerState)]
-    return samplers[0].stats().num_gradients if samplers else 0
 
 
 def _shape_of_chain(leaf: Any) -> jax.ShapeDtypeStruct:

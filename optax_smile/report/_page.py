@@ -24,7 +24,8 @@ from optax_smile.report._scores import BETTER
 # Number of parameters kept in memory to plot the paths of the chains; 512 MiB in float32.
 MOST_PARAMETERS = 1 << 27
 # Findings that mean the draws are not from the posterior; the others deserve a look.
-TROUBLE = {"copies", "altered", "diverged", "frozen", "still on its way", "not settled"}
+TROUBLE = {"copies", "altered", "not finite", "diverged", "frozen", "still on its way"}
+TROUBLE |= {"not settled"}
 NO_POSTERIOR = (
     "These draws are optimizer iterates, not posterior draws, so the chains are not diagnosed."
 )

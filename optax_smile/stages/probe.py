@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import AxisType
 
 from optax_smile import _check, _tree
 
@@ -49,7 +50,7 @@ class ProbeState(NamedTuple):
 
 def init(params: optax.Params) -> ProbeState:
     """Nothing is known before the first call."""
-    start = jnp.zeros_like(_joined(entries(params)))
+    start = _unread(params)
     return ProbeState(
         start=start,
         is_known=jnp.zeros_like(start, bool),
@@ -58,6 +59,16 @@ def init(params: optax.Params) -> ProbeState:
         altered_share=jnp.zeros((), _tree.dtype(params)),
         is_altered=jnp.zeros((), bool),
     )
+
+
+def _unread(params: optax.Params) -> jax.Array:
+    """Zeros in the place of the entries, of leaves that may be shapes alone."""
+    leaves = jax.tree.leaves(params)
+    if any(AxisType.Manual in jax.typeof(leaf).sharding.mesh.axis_types for leaf in leaves):
+        # Inside a `shard_map` the zeros must vary over its axes as the leaves do.
+        return jnp.zeros_like(_joined(entries(params)))
+    like = jax.eval_shape(lambda tree: _joined(entries(tree)), params)
+    return jnp.zeros(like.shape, like.dtype)
 
 
 def look(
@@ -97,7 +108,7 @@ def look(
     is_altered = (share * number > LEAST_ALTERED - 0.5) & (share > MOST_ALTERED)
     return ProbeState(
         start=jnp.where(reject, 0, here),
-        is_known=is_read & ~reject,
+        is_known=jnp.logical_and(is_read, ~reject),
         num_altered=_tree.count(state.num_altered, altered),
         num_compared=num_compared,
         altered_share=share,

@@ -84,6 +84,7 @@ LAWFUL: dict[str, set[str]] = {
     **dict.fromkeys(("tuner", "observe", "num_draws", "num_chains", "inputs", "like"), {"none"}),
     "accept": {"list"},
     "check": {"true"},
+    "check.state": {"none"},
     **dict.fromkeys(
         ("flat", "raw", "progress", "resume", "classes", "stacked", "per_chain"), {"true"}
     ),
