@@ -33,6 +33,7 @@ from tabulated import (
     networks,
     order,
     paper_protocol,
+    public_loops,
     quickstart,
     selection,
     small_noise,
@@ -106,6 +107,9 @@ TABLES: dict[str, tuple[Callable[..., Table], tuple[str, ...]]] = {
     "temperature": (calibration.temperatures, ("calibration",)),
     "conformal": (calibration.sets_and_intervals, ("calibration",)),
     "estimators": (estimators.scores, ("estimators",)),
+    "public-loops": (public_loops.counts, ("public_loops",)),
+    "public-loops-all": (public_loops.loops, ("public_loops",)),
+    "public-loops-fits": (public_loops.fits, ("public_loops",)),
 }
 FIGURES: dict[str, tuple[Callable[..., str], tuple[str, ...]]] = {
     **{
@@ -135,6 +139,8 @@ FIGURES: dict[str, tuple[Callable[..., str], tuple[str, ...]]] = {
     "ECE after temperature": (calibration.after("ECE"), ("calibration",)),
     "LPPD after temperature": (calibration.after("LPPD"), ("calibration",)),
     "estimators won": (estimators.won, ("estimators",)),
+    "public loops run": (public_loops.run, ("public_loops",)),
+    "public repositories": (public_loops.repositories, ("public_loops",)),
 }
 MARKED = re.compile(r"<!-- (table|figure) ([^>]*?) -->(.*?)<!-- end -->", re.DOTALL)
 OPENED = re.compile(r"<!-- (?:table|figure) ([^>]*?) -->")
