@@ -12,7 +12,7 @@ import numpy as np
 import optax
 from jax.sharding import AxisType
 
-from optax_smile import _check
+from optax_smile import _check, _joined
 
 # The sampler keeps full-precision parameters: 1 + 1e-3 is 1 in bfloat16 and float16.
 PRECISIONS = (jnp.float32, jnp.float64)
@@ -71,8 +71,8 @@ def sums_and_sketch(trees: list[Any], sketched: Any) -> tuple[list[jax.Array], A
 
     The sketch of another tree is its sums over blocks of each leaf, with random signs that depend
     on the place alone: the mean of its square is that of the tree (Alon, Matias and Szegedy 1996).
-    The square of a tree of many blocks has a relative error of sqrt(2 / number of sums); a leaf of
-    fewer than `SMALLEST_NUMBER` entries is its own sketch.
+    The square of a tree of many blocks has a relative error of sqrt(2 / number of sums); a small
+    leaf is its own sketch.
 
     On one device a leaf's sums are one reduction, which stores none of the entries, of blocks:
     float32 loses 1 % of ten million numbers that are added one after the other. Across devices
@@ -90,16 +90,19 @@ def sums_and_sketch(trees: list[Any], sketched: Any) -> tuple[list[jax.Array], A
     signed, structure = jax.tree.flatten(sketched)
     signed = signed or [None] * len(columns)
     parts, shared, sketches = [], [], []
-    for leaves, leaf in zip(columns, signed, strict=True):
+    for leaves, leaf, inside in zip(columns, signed, _joined.insides(trees[0]), strict=True):
+        is_small = leaves[0].size <= _joined.LARGEST or inside is not None
+        sketched_here = None if is_small else leaf
+        whole = [leaf] * NUM_SIGNS
         if is_shared(leaves[0]):
             shared.append(leaves)
-            sketches.append(None if leaf is None else _shared_sketch(leaf))
+            sketches.append(whole if sketched_here is None else _shared_sketch(leaf))
         elif leaves[0].size:
-            found, sketch = _block_sums(leaves, leaf)
+            found, sketch = _block_sums(leaves, sketched_here)
             parts.append(found)
-            sketches.append(sketch)
+            sketches.append(sketch or whole)
         else:
-            sketches.append([leaf] * NUM_SIGNS)
+            sketches.append(whole)
     parts += _shared_sums([leaves for leaves in shared if leaves[0].size])
     joined = [jnp.concatenate(column) for column in zip(*parts, strict=True)]
     found = list(jnp.sum(jnp.stack(joined), axis=1))
@@ -120,7 +123,9 @@ def fingerprint(tree: Any) -> jax.Array:
 
 def signed(tree: Any) -> Any:
     """Multiply every entry with a random sign, the same in every call."""
-    return jax.tree.map(lambda leaf: _signed(leaf)[0], tree)
+    leaves, structure = jax.tree.flatten(tree)
+    pairs = zip(leaves, _joined.insides(tree), strict=True)
+    return jax.tree.unflatten(structure, [_signed(leaf, inside)[0] for leaf, inside in pairs])
 
 
 def empty_sketch(tree: Any) -> Any:
@@ -194,8 +199,7 @@ def _block_sums(
 ) -> tuple[list[jax.Array], list[jax.Array]]:
     """Sum blocks of equally shaped arrays, `[block]` for each of them, and sketch another."""
     if leaves[0].size < SMALLEST_NUMBER:
-        whole = [] if sketched is None else [sketched] * NUM_SIGNS
-        return _reduce([jnp.ravel(x)[None] for x in leaves], (1,)), whole
+        return _reduce([jnp.ravel(x)[None] for x in leaves], (1,)), []
     signed = () if sketched is None else _signed(sketched)
     blocks, (axes, *_) = zip(*map(_split, (*leaves, *signed)), strict=True)
     found = _reduce(blocks, axes)
@@ -214,8 +218,6 @@ def _reduce(arrays: Sequence[jax.Array], axes: tuple[int, ...]) -> list[jax.Arra
 
 def _shared_sketch(leaf: jax.Array) -> list[jax.Array]:
     """Sketch an array that may lie on several devices."""
-    if leaf.size < SMALLEST_NUMBER:
-        return [leaf] * NUM_SIGNS
     found = []
     for signed in _signed(leaf):
         blocks, axes = _split(signed)
@@ -223,9 +225,10 @@ def _shared_sketch(leaf: jax.Array) -> list[jax.Array]:
     return found
 
 
-def _signed(leaf: jax.Array) -> list[jax.Array]:
-    """Multiply with `NUM_SIGNS` random signs, the same in every call."""
-    bits = _places(jnp.zeros((), jnp.uint32), leaf) * np.uint32(0x9E3779B9)
+def _signed(leaf: jax.Array, inside: np.ndarray | None = None) -> list[jax.Array]:
+    """Multiply with `NUM_SIGNS` random signs, which depend on the place inside a leaf alone."""
+    places = _places(jnp.zeros((), jnp.uint32), leaf) if inside is None else inside
+    bits = places * np.uint32(0x9E3779B9)
     bits = (bits ^ (bits >> 15)) * np.uint32(0x2C1B3C6D)
     bits = bits ^ (bits >> 13)
     return [jnp.where((bits >> (31 - sign)) % 2 == 0, leaf, -leaf) for sign in range(NUM_SIGNS)]
@@ -425,10 +428,9 @@ def isotropic_like(key: jax.Array, tree: Any) -> Any:
         return normal_like(key, tree)
     words = jax.random.key_data(key).reshape(-1)
     leaves, structure = jax.tree.flatten(tree)
-    starts = np.cumsum([0] + [leaf.size for leaf in leaves[:-1]])
     signs = [
-        _signs_like(words[0] + np.uint32(start % 2**32), words[1], leaf)
-        for start, leaf in zip(starts, leaves, strict=True)
+        _signs_like(_numbers(words[0], start, leaf), words[1], leaf)
+        for start, leaf in zip(_joined.starts(tree), leaves, strict=True)
     ]
     return jax.tree.unflatten(structure, signs)
 
@@ -438,13 +440,19 @@ def has_signs(tree: Any) -> bool:
     return size(tree) >= SMALLEST_NETWORK
 
 
-def _signs_like(first: jax.Array, second: jax.Array, leaf: jax.Array) -> jax.Array:
-    """Draw random signs by a hash of two random numbers and the place of each entry.
+def _numbers(first: jax.Array, start: int | np.ndarray, leaf: jax.Array) -> jax.Array:
+    """Number the entries of a leaf that begins at `start`, or of leaves that are joined."""
+    if isinstance(start, np.ndarray):
+        return first + start
+    return _places(first + np.uint32(start % 2**32), leaf)
+
+
+def _signs_like(bits: jax.Array, second: jax.Array, leaf: jax.Array) -> jax.Array:
+    """Draw random signs by a hash of a random number and the numbers of the entries.
 
     Source: Wellons 2018, "triple32", a mixing of 32 bits by three multiplications. With two
     ("lowbias32") signs at some distances were correlated by .001.
     """
-    bits = _places(first, leaf)
     bits = bits ^ second
     bits = (bits ^ (bits >> 17)) * np.uint32(0xED5AD4BB)
     bits = (bits ^ (bits >> 11)) * np.uint32(0xAC4C1B51)

@@ -174,6 +174,20 @@ def of_chain(potential: Potential, params: optax.Params, centre: optax.Params | 
     return potential if centre is None else potential._replace(prior_mean=centre)
 
 
+def spread(potential: Potential, params: optax.Params) -> Potential:
+    """Give a prior that is no number for all parameters as trees of arrays like them."""
+
+    def arrays(prefix: Any) -> Any:
+        if jax.tree_util.all_leaves([prefix]) and jnp.ndim(prefix) == 0:
+            return prefix
+        full = _spread(prefix, params)
+        return jax.tree.map(
+            lambda v, x: jnp.broadcast_to(jnp.asarray(v, x.dtype), x.shape), full, params
+        )
+
+    return potential._replace(**{name: arrays(getattr(potential, name)) for name in PRIOR})
+
+
 def auto_temperature(num_data: Any, num_parameters: int, excess: Any) -> Any:
     """Choose the temperature T = min(1, 2 excess N / d).
 

@@ -14,7 +14,7 @@ import optax
 from optax_smile import _check, _tree
 
 # Of the states of all samplers; a state of another format cannot be continued.
-STATE_FORMAT = 5
+STATE_FORMAT = 6
 # Share of the gradients that are not finite; healthy runs have none or a handful.
 MOST_NONFINITE = 0.01
 # Nats per example by which draws may be worse than the start: targets 63 % less probable.

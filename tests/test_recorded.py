@@ -92,6 +92,25 @@ def test_a_directory_holds_the_same_draws_and_ends_after_max_draws(four, tmp_pat
     assert str(optax_smile.diagnostics.summary(draws))
 
 
+def test_draws_that_are_no_sample_are_told():
+    """Chains that still fall, from one start with one key."""
+    sampler = optax_smile.psmile(num_data=100, key=0)
+    tx = optax_smile.recorded(sampler, num_warmup=0, thin=2)
+
+    def call(carry, _):
+        w, state = carry
+        updates, state = jax.vmap(tx.update)(w, state, w)
+        return (w + updates, state), None
+
+    w = jnp.full((2, 50), 1e4)
+    jax.lax.scan(call, (w, jax.vmap(tx.init)(w)), length=100)
+    with pytest.warns(UserWarning) as told:
+        tx.draws()
+    falling, copies = (str(warning.message) for warning in told)
+    assert "still falling at" in falling and "num_warmup" in falling
+    assert "chains [1] are copies" in copies and "parallel.init" in copies
+
+
 def test_each_fit_has_draws_of_its_own_and_eager_calls_are_recorded():
     tx = optax_smile.recorded(sampler(), num_warmup=1, thin=2)
     # As `equinox.filter_jit` passes it to a compiled function.

@@ -7,7 +7,7 @@ import math
 import os
 import threading
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ import optax
 from jax.custom_batching import custom_vmap
 from jax.experimental import io_callback
 
-from optax_smile import _check, _disk, _settings, state
+from optax_smile import _check, _disk, _settings, _tree, state
 from optax_smile.draws import _files, _manifest
 from optax_smile.draws.snapshots import Snapshots, StoredSnapshots, load_snapshots
 
@@ -26,6 +26,8 @@ UNCHECKED = (
     "`draws`: the loop passes no parameters to `update`, so nothing shows whether it adds the"
     " updates unchanged. If it scales or clips them, these are no posterior draws."
 )
+# Share of the draws at which the energy may still fall without a warning.
+MOST_FALLING = 0.25
 
 
 class RecordedState(NamedTuple):
@@ -73,6 +75,11 @@ class RecordedSampler(optax.GradientTransformationExtraArgs):
             ValueError: no draws were recorded, chains with different steps, or parameters that did
                 not arrive as the sampler sent them.
             OSError: a draw could not be written.
+
+        Warns:
+            UserWarning: the energy still fell at more than a quarter of the draws; chains that are
+                copies; a loop that passes no parameters, where nothing shows whether it adds the
+                updates unchanged.
         """
         assert self.recorder is not None
         jax.effects_barrier()
@@ -372,6 +379,8 @@ class _Recorder:
             _check.fail("draws", "loop", rule, got, "What was recorded are no posterior draws.")
         if self.is_blind:
             warnings.warn(UNCHECKED, stacklevel=4)
+        for warning in _doubts(found):
+            warnings.warn(f"`draws`: {warning}", stacklevel=4)
         return found
 
     def _stored(self, fit: _Fit) -> StoredSnapshots:
@@ -383,6 +392,24 @@ class _Recorder:
         found = [fit.stacked(number) for number in fit.numbers()]
         trace, params = jax.tree.map(lambda *x: np.stack(x, axis=1), *found)
         return Snapshots(params, trace, self.settings, fit.start)
+
+
+def _doubts(found: Snapshots | StoredSnapshots) -> Iterator[str]:
+    """Say what makes draws no sample of the posterior."""
+    falling = np.mean(found.trace["on_its_way"])
+    if falling > MOST_FALLING:
+        yield (
+            f"the energy was still falling at {falling:.0%} of the draws. Start from trained"
+            " weights, or raise `num_warmup`."
+        )
+    last = found[-found.num_chains :]
+    alike = _tree.first_alike(jax.tree.map(lambda *x: np.stack(x), *last))
+    copies = [chain for chain, first in enumerate(alike) if first != chain]
+    if copies:
+        yield (
+            f"chains {copies} are copies of one before them. Give each chain a start or a key of"
+            " its own, as `optax_smile.parallel.init(sampler, params, key=...)` does."
+        )
 
 
 def _remove_from(directory: Path, number: int):

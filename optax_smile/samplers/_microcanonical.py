@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_smile import _check, _tree, potential
+from optax_smile import _check, _joined, _tree, potential
 from optax_smile.samplers import _call, _leaves
 from optax_smile.samplers._leaves import SampledState
 from optax_smile.stages import energy, evidence, momentum, probe, products
@@ -170,13 +170,25 @@ def _init(of: _Parts, params: Any) -> MicrocanonicalState:
 
 
 def _update(of: _Parts, updates: Any, state: Any, params: Any, value: Any) -> tuple[Any, Any]:
-    here, past = state.momentum, state.evidence
-    value = None if value is None else jnp.asarray(value, here.step_length.dtype)
-    of = of._replace(posterior=potential.of_chain(of.posterior, params, state.prior_mean))
+    """One call, with small leaves joined."""
+    dtype, layout = state.momentum.step_length.dtype, _joined.choose(params, _tree.SMALLEST_NETWORK)
+    value = None if value is None else jnp.asarray(value, dtype)
+    posterior = potential.of_chain(of.posterior, params, state.prior_mean)
     received = None
-    if of.posterior.log_prior is not None:
+    if posterior.log_prior is not None:
         received = jax.tree.map(lambda g, x: g.astype(x.dtype), updates, params)
-    updates, value = potential.with_log_prior(of.posterior, updates, value, params)
+    updates, value = potential.with_log_prior(posterior, updates, value, params)
+    posterior = potential.spread(posterior, params)
+    given = posterior, updates, state, params, received
+    posterior, *given = _joined.join(layout, given)
+    found = _step(of._replace(posterior=posterior), value, *given)
+    return _joined.part(found)
+
+
+def _step(
+    of: _Parts, value: Any, updates: Any, state: Any, params: Any, received: Any
+) -> tuple[Any, Any]:
+    here, past = state.momentum, state.evidence
     if value is None and (of.tuner.uses_energy or of.guardrail.uses_energy):
         _warn_without_value(of.name)
     key, noise_key, reject_key = _split(of, state.key)

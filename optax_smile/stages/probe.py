@@ -9,7 +9,7 @@ import numpy as np
 import optax
 from jax.sharding import AxisType
 
-from optax_smile import _check, _tree
+from optax_smile import _check, _joined, _tree
 
 # Numbers of a leaf that are read; of a smaller one all.
 MOST_READ = 256
@@ -66,8 +66,8 @@ def _unread(params: optax.Params) -> jax.Array:
     leaves = jax.tree.leaves(params)
     if any(AxisType.Manual in jax.typeof(leaf).sharding.mesh.axis_types for leaf in leaves):
         # Inside a `shard_map` the zeros must vary over its axes as the leaves do.
-        return jnp.zeros_like(_joined(entries(params)))
-    like = jax.eval_shape(lambda tree: _joined(entries(tree)), params)
+        return jnp.zeros_like(_in_one(entries(params)))
+    like = jax.eval_shape(lambda tree: _in_one(entries(tree)), params)
     return jnp.zeros(like.shape, like.dtype)
 
 
@@ -91,7 +91,7 @@ def look(
         _check.fail("update", "state", rule, got, remedy)
     found = entries(params)
     rounding = ROUNDING * max((float(jnp.finfo(x.dtype).eps) for x in found), default=0.0)
-    here, step = _joined(found), _joined(moved)
+    here, step = _in_one(found), _in_one(moved)
     is_read = np.concatenate([np.zeros(0, bool), *(is_read for _, is_read in _read(params))])
     known = state.is_known & is_read
     off = jnp.abs(here - (state.start + step))
@@ -118,7 +118,13 @@ def look(
 
 def _read(tree: Any) -> list[tuple[jax.Array, np.ndarray]]:
     """Leaves, and which numbers of the grid of each are read, in the order of its axes."""
+    if isinstance(tree, _joined.Joined):
+        small = tree.joined, np.ones(len(_numbers(tree.layout)), bool)
+        return [small, *_read(tree.apart)]
     leaves = [leaf for leaf in jax.tree.leaves(tree) if leaf.size]
+    # Small ones first, as where they are joined.
+    pairs = zip(_joined.small(leaves), leaves, strict=True)
+    leaves = [leaf for _, leaf in sorted(pairs, key=lambda pair: not pair[0])]
     shared = [i for i, leaf in enumerate(leaves) if _tree.is_shared(leaf)]
     number = min(len(shared), MOST_SHARED)
     few = {shared[i * len(shared) // number] for i in range(number)}
@@ -134,6 +140,8 @@ def _read(tree: Any) -> list[tuple[jax.Array, np.ndarray]]:
 
 def entries(tree: Any) -> list[jax.Array]:
     """Read numbers of the leaves, on a grid; 0 in the place of those that are not read."""
+    if isinstance(tree, _joined.Joined):
+        return [tree.joined[_numbers(tree.layout)], *entries(tree.apart)]
     return [
         _on_grid(leaf) if is_read.all() else _single(leaf, is_read) for leaf, is_read in _read(tree)
     ]
@@ -145,7 +153,7 @@ def _largest(*numbers: jax.Array) -> tuple[jax.Array, ...]:
     return jax.lax.reduce(numbers, zeros, functools.partial(jax.tree.map, jnp.maximum), (0,))
 
 
-def _joined(numbers: list[jax.Array]) -> jax.Array:
+def _in_one(numbers: list[jax.Array]) -> jax.Array:
     return jnp.concatenate(numbers) if numbers else jnp.zeros(0)
 
 
@@ -158,6 +166,18 @@ def _grid(shape: tuple[int, ...]) -> list[tuple[int, int]]:
         found[axis] = number, max(1, (shape[axis] - 1) // max(1, number - 1))
         room //= number
     return found
+
+
+def _numbers(layout: _joined.Layout) -> np.ndarray:
+    """Numbers on the grids of joined leaves."""
+    found, first = [], 0
+    for shape, size, is_small in zip(layout.shapes, layout.sizes, layout.is_small, strict=True):
+        if is_small:
+            axes = [np.arange(number) * stride for number, stride in _grid(shape)]
+            places = np.ravel_multi_index(np.ix_(*axes), shape) if shape else np.zeros(1, int)
+            found.append(first + np.ravel(places))
+            first += size
+    return np.concatenate(found)
 
 
 def _on_grid(leaf: jax.Array) -> jax.Array:

@@ -1,0 +1,184 @@
+"""Small leaves of a parameter tree, joined to one array while a call of `update` lasts.
+
+A network has many small leaves, such as biases, and XLA compiles some kernels for each leaf of a
+tree. Joined they share them. Loops never see such a tree: states have the leaves of the parameters.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+# Leaves of at most so many entries are joined, if there are at least so many of them.
+LARGEST, FEWEST = 2**10, 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Which leaves of a tree are joined.
+
+    Attributes:
+        structure: of the tree.
+        shapes: of its leaves.
+        is_small: whether each of them is joined.
+    """
+
+    structure: Any
+    shapes: tuple[tuple[int, ...], ...]
+    is_small: tuple[bool, ...]
+
+    @functools.cached_property
+    def sizes(self) -> list[int]:
+        """Entries of each leaf."""
+        return [math.prod(shape) for shape in self.shapes]
+
+    @functools.cached_property
+    def starts(self) -> list[int]:
+        """Number of the first entry of each leaf, counted through the whole tree."""
+        return [0, *np.cumsum(self.sizes)[:-1].tolist()]
+
+    def numbers(self, from_zero: bool) -> np.ndarray:
+        """Number the joined entries through the whole tree, or each leaf from zero on."""
+        parts = zip(self.starts, self.sizes, self.is_small, strict=True)
+        found = [
+            np.arange(size, dtype=np.int64) + (0 if from_zero else start)
+            for start, size, is_small in parts
+            if is_small
+        ]
+        return np.concatenate(found).astype(np.uint32)
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["joined", "apart"], meta_fields=["layout"]
+)
+@dataclasses.dataclass(frozen=True)
+class Joined:
+    """A tree whose small leaves are joined.
+
+    Attributes:
+        joined: the small leaves, one after the other, `[entry]`.
+        apart: the other leaves.
+        layout: which are which.
+    """
+
+    joined: Any
+    apart: tuple[Any, ...]
+    layout: Layout
+
+
+def choose(params: Any, smallest: int) -> Layout | None:
+    """Choose the leaves to join; None if that does not pay, or if a mesh is in use.
+
+    Args:
+        params: the tree.
+        smallest: entries of the smallest tree of which leaves are joined.
+    """
+    leaves, structure = jax.tree.flatten(params)
+    is_small = small(leaves)
+    if sum(is_small) < FEWEST or sum(leaf.size for leaf in leaves) < smallest:
+        return None
+    if not all(jax.typeof(leaf).sharding.mesh.empty for leaf in leaves):
+        return None
+    return Layout(structure, tuple(leaf.shape for leaf in leaves), tuple(is_small))
+
+
+def small(leaves: list[Any]) -> list[bool]:
+    """Tell which leaves are small: all of them of one precision."""
+    found = [0 < leaf.size <= LARGEST for leaf in leaves]
+    dtypes = [leaf.dtype for leaf, is_small in zip(leaves, found, strict=True) if is_small]
+    pairs = zip(found, leaves, strict=True)
+    return [is_small and leaf.dtype == dtypes[0] for is_small, leaf in pairs]
+
+
+def join(layout: Layout | None, tree: Any) -> Any:
+    """Join the small leaves of every tree like the parameters that is in a larger tree.
+
+    A tree whose other leaves have other shapes, as a sketch has, is like them too.
+    """
+    if layout is None:
+        return tree
+
+    def is_like(node: Any) -> bool:
+        return jax.tree.structure(node) == layout.structure and all(
+            not is_small or jnp.shape(leaf) == shape
+            for leaf, shape, is_small in zip(
+                jax.tree.leaves(node), layout.shapes, layout.is_small, strict=True
+            )
+        )
+
+    def joined(node: Any) -> Any:
+        if not is_like(node):
+            return node
+        pairs = list(zip(jax.tree.leaves(node), layout.is_small, strict=True))
+        few = [jnp.ravel(leaf) for leaf, is_small in pairs if is_small]
+        apart = tuple(leaf for leaf, is_small in pairs if not is_small)
+        return Joined(jnp.concatenate(few), apart, layout)
+
+    return jax.tree.map(joined, tree, is_leaf=is_like)
+
+
+def part(tree: Any) -> Any:
+    """Undo `join`."""
+
+    def is_joined(node: Any) -> bool:
+        return isinstance(node, Joined)
+
+    nodes = jax.tree.leaves(tree, is_leaf=is_joined)
+    written = iter(_write([node.joined for node in nodes if is_joined(node)]))
+    return jax.tree.map(
+        lambda node: _leaves(node, next(written)) if is_joined(node) else node,
+        tree,
+        is_leaf=is_joined,
+    )
+
+
+def _leaves(tree: Joined, joined: jax.Array) -> Any:
+    """Cut the joined leaves out of their array."""
+    layout, apart, first, leaves = tree.layout, iter(tree.apart), 0, []
+    for shape, size, is_small in zip(layout.shapes, layout.sizes, layout.is_small, strict=True):
+        if is_small:
+            leaves.append(joined[first : first + size].reshape(shape))
+            first += size
+        else:
+            leaves.append(next(apart))
+    return jax.tree.unflatten(layout.structure, leaves)
+
+
+def _write(arrays: list[jax.Array]) -> list[jax.Array]:
+    """Write arrays to memory, on the CPU.
+
+    XLA's CPU compiler would compute an array again for every leaf that is cut out of it. It does
+    not where the array is one of several results of a reduction: here of the larger of two numbers,
+    which are the same.
+    """
+
+    def largest(arrays: list[jax.Array]) -> list[jax.Array]:
+        twice = tuple(jnp.broadcast_to(x, (2, *x.shape)) for x in arrays)
+        least = tuple(np.array(-np.inf, x.dtype) for x in arrays)
+        larger = functools.partial(jax.tree.map, jnp.maximum)
+        return list(jax.lax.reduce(twice, least, larger, (0,)))
+
+    if len(arrays) < 2:
+        return arrays
+    return jax.lax.platform_dependent(arrays, cpu=largest, default=lambda same: same)
+
+
+def starts(tree: Any) -> list[int | np.ndarray]:
+    """Number of the first entry of each leaf through the whole tree; of joined leaves of each."""
+    if isinstance(tree, Joined):
+        layout = tree.layout
+        pairs = zip(layout.starts, layout.is_small, strict=True)
+        return [layout.numbers(False), *(start for start, is_small in pairs if not is_small)]
+    sizes = [leaf.size for leaf in jax.tree.leaves(tree)]
+    return [0, *np.cumsum(sizes)[:-1].tolist()]
+
+
+def insides(tree: Any) -> list[np.ndarray | None]:
+    """Numbers of the entries of joined leaves, from zero on in each; None for any other leaf."""
+    if isinstance(tree, Joined):
+        return [tree.layout.numbers(True), *[None] * len(tree.apart)]
+    return [None] * len(jax.tree.leaves(tree))

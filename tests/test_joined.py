@@ -1,0 +1,105 @@
+"""Small leaves that travel joined through a call change nothing but the time."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optax_smile
+from optax_smile import _joined, _tree
+
+SHAPES = {"a": (10,), "b": (40, 50), "c": (3, 4), "d": (), "e": (600,), "f": (2, 300)}
+KEYS = jax.random.split(jax.random.key(0), len(SHAPES))
+PARAMS = {
+    name: jax.random.normal(key, shape)
+    for key, (name, shape) in zip(KEYS, SHAPES.items(), strict=True)
+}
+SMALL = ["a", "c", "d", "e", "f"]
+
+
+def mean_loss(params, shift):
+    return sum(jnp.mean(jnp.square(leaf - shift)) for leaf in jax.tree.leaves(params))
+
+
+def follow(tx, params=PARAMS, dtype=None):
+    """Parameters and state after 150 calls, in which a scale is measured and replaced."""
+    params = jax.tree.map(lambda x: x.astype(dtype or x.dtype), params)
+
+    def call(carry, shift):
+        params, state = carry
+        value, grads = jax.value_and_grad(mean_loss)(params, shift)
+        updates, state = tx.update(grads, state, params, value=value)
+        return (optax.apply_updates(params, updates), state), None
+
+    shifts = jax.random.normal(jax.random.key(1), (150,))
+    return jax.jit(lambda start: jax.lax.scan(call, start, shifts)[0])((params, tx.init(params)))
+
+
+def prior(params):
+    return -sum(jnp.sum(jnp.abs(leaf)) for leaf in jax.tree.leaves(params))
+
+
+CASES = {
+    "default": {},
+    "no noise": {"decoherence_length": None},
+    "prior per leaf": {"prior_precision": {**dict.fromkeys(SHAPES, 2.0), "c": jnp.ones((3, 4))}},
+    "around the start": {"prior_mean": "start"},
+    "log_prior": {"prior_precision": 0, "log_prior": prior},
+    "two calls a step": {"integrator": "minimal_norm"},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_joined_leaves_take_the_same_way(case, monkeypatch):
+    tx = optax_smile.psmile(num_data=100, key=0, **CASES[case])
+    assert _joined.choose(PARAMS, _tree.SMALLEST_NETWORK).is_small.count(True) == len(SMALL)
+    found = follow(tx)
+    monkeypatch.setattr(_joined, "choose", lambda params, smallest: None)
+    expected = follow(optax_smile.psmile(num_data=100, key=0, **CASES[case]))
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for path, x in jax.tree_util.tree_leaves_with_path(found):
+        y = dict(jax.tree_util.tree_leaves_with_path(expected))[path]
+        np.testing.assert_allclose(x, y, rtol=2e-3, atol=2e-3, err_msg=jax.tree_util.keystr(path))
+    assert not found[1].probe.num_altered and found[1].probe.is_known.all()
+
+
+def test_join_and_part_give_back_the_tree_and_what_is_around_it():
+    layout = _joined.choose(PARAMS, 0)
+    tree = {"like": PARAMS, "number": jnp.ones(()), "none": None, "text": "x"}
+    joined = _joined.join(layout, tree)
+    assert joined["like"].joined.shape == (sum(PARAMS[name].size for name in SMALL),)
+    assert [leaf.shape for leaf in joined["like"].apart] == [SHAPES["b"]]
+    found = jax.jit(lambda tree: _joined.part(_joined.join(layout, tree)))
+    for x, y in zip(found(PARAMS).values(), PARAMS.values(), strict=True):
+        np.testing.assert_array_equal(x, y)
+    noise, expected = (
+        _tree.isotropic_like(jax.random.key(3), like) for like in (joined["like"], PARAMS)
+    )
+    for x, y in zip(_joined.part(noise).values(), expected.values(), strict=True):
+        np.testing.assert_array_equal(x, y)
+    marks = [_tree.fingerprint(like) for like in (joined["like"], PARAMS)]
+    np.testing.assert_allclose(*marks, rtol=1e-5)
+
+
+def test_only_leaves_of_one_precision_on_one_device_are_joined():
+    with jax.enable_x64(True):
+        mixed = {
+            name: x.astype("float64" if name == "a" else x.dtype) for name, x in PARAMS.items()
+        }
+        assert _joined.choose(mixed, 0) is None
+    few = {name: PARAMS[name] for name in "ab"}
+    assert _joined.choose(few, 0) is None and _joined.choose(PARAMS, 10**6) is None
+    mesh = jax.make_mesh((1,), ("model",), axis_types=(jax.sharding.AxisType.Explicit,))
+    placed = jax.device_put(PARAMS, jax.NamedSharding(mesh, jax.P()))
+    with jax.set_mesh(mesh):
+        assert _joined.choose(placed, 0) is None
+
+
+def test_a_change_of_one_joined_leaf_is_seen():
+    tx = optax_smile.psmile(num_data=100, key=0)
+    params, state = follow(tx)
+    for name in SMALL:
+        changed = {**params, name: params[name] + 1e-2}
+        after = tx.update(jax.tree.map(jnp.ones_like, params), state, changed)[1]
+        assert after.probe.num_altered == 1, name
