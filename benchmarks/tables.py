@@ -26,6 +26,7 @@ from tabulated import (
     costs,
     estimators,
     faults,
+    few_draws,
     lenet,
     llc,
     local,
@@ -106,6 +107,7 @@ TABLES: dict[str, tuple[Callable[..., Table], tuple[str, ...]]] = {
     "temperature": (calibration.temperatures, ("calibration",)),
     "conformal": (calibration.sets_and_intervals, ("calibration",)),
     "estimators": (estimators.scores, ("estimators",)),
+    "few-draws": (few_draws.scores, ("few_draws",)),
 }
 FIGURES: dict[str, tuple[Callable[..., str], tuple[str, ...]]] = {
     **{
