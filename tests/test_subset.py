@@ -47,7 +47,7 @@ def predicted(draws, seed=1, size=TARGETS):
     return optax_smile.predict(outputs, draws, x, **given)
 
 
-def of_densities(density) -> Any:
+def of_densities(density: Any) -> Any:
     """A prediction with these log densities `[chain, draw, ...]`."""
     each = optax_smile.Outcome(None, None, None, np.asarray(density, np.float32))
     return optax_smile.Prediction(None, None, each=each)
@@ -90,7 +90,7 @@ def test_chain_draw_and_step_of_each(runs):
     """In memory and on disk, where one is rounded, each draw is where `subset` says."""
     for draws in runs:
         prediction = predicted(draws)
-        small = draws.thin_to(5, prediction)
+        small: Any = draws.thin_to(5, prediction)
         assert (small.num_chains, small.num_draws) == (1, 5)
         at = small.subset.chain, small.subset.draw
         assert len({*zip(*map(np.ndarray.tolist, at), strict=True)}) == 5
@@ -122,9 +122,10 @@ def test_a_directory_of_its_own(runs, form, tmp_path):
     if loaded is None:
         loaded = optax_smile.load_snapshots(disk.directory, flat=form == "flat")
     prediction = predicted(loaded) if form != "flat" else of_densities(predicted(disk).each[3])
-    wanted, small = loaded.thin_to(4, prediction), loaded.thin_to(4, prediction, tmp_path / "few")
+    wanted: Any = loaded.thin_to(4, prediction)
+    small: Any = loaded.thin_to(4, prediction, tmp_path / "few")
     assert jax.tree.structure(small[0]) == jax.tree.structure(loaded[0])
-    again = optax_smile.load_snapshots(tmp_path / "few", flat=form == "flat")
+    again: Any = optax_smile.load_snapshots(tmp_path / "few", flat=form == "flat")
     for found in (small, again):
         jax.tree.map(np.testing.assert_array_equal, found.params, wanted.params)
         assert all(np.array_equal(*pair) for pair in zip(found.subset, wanted.subset, strict=True))
@@ -146,8 +147,17 @@ def test_a_directory_of_its_own(runs, form, tmp_path):
         assert {*told["draw"]} <= {1, 3}
 
 
+def test_settings_of_a_user_go_to_disk(tmp_path):
+    """What JSON cannot hold is described, and what has no name gets one."""
+    settings = {"rate": np.float32(0.5), "is_posterior": False}
+    draws = optax_smile.Snapshots(np.ones((2, 3, 2)), settings=settings)
+    small: Any = draws.thin_to(2, of_densities(np.zeros((2, 3, 4))), tmp_path / "few")
+    assert small.settings == {"name": "a sampler", "rate": 0.5, "is_posterior": False}
+    assert small.params.tolist() == [[[1, 1], [1, 1]]]
+
+
 def test_it_is_no_sample_and_no_run(runs, tmp_path):
-    small = runs[1].thin_to(4, predicted(runs[1]), tmp_path / "few")
+    small: Any = runs[1].thin_to(4, predicted(runs[1]), tmp_path / "few")
     assert "convergence cannot be judged" in repr(small)
     rule = (
         "must be all draws of each chain, got a subset of 4 draws. It was chosen on held-out data"
@@ -171,7 +181,7 @@ def test_it_is_no_sample_and_no_run(runs, tmp_path):
 @pytest.mark.parametrize("likelihood", ["categorical", "bernoulli", "tokens", "own"])
 def test_every_likelihood(likelihood):
     """The best pair of three draws, one of which is bad."""
-    draws = optax_smile.Snapshots(np.float32([[2.0, -9.0], [-2.0, 0.5]]))
+    draws = optax_smile.Snapshots(np.array([[2.0, -9.0], [-2.0, 0.5]], np.float32))
     x, ones = np.ones((4, 1), np.float32), np.array([1, 1, 1, 0])
 
     def apply_fn(w, x):
@@ -185,7 +195,7 @@ def test_every_likelihood(likelihood):
     named: Any = own if likelihood == "own" else likelihood
     targets = ones[:, None] if likelihood == "tokens" else ones
     given: dict[str, Any] = {"likelihood": named, "targets": targets, "per": "draw"}
-    small = draws.thin_to(3, optax_smile.predict(apply_fn, draws, x, **given))
+    small: Any = draws.thin_to(3, optax_smile.predict(apply_fn, draws, x, **given))
     logits = np.array([2.0, 0.5, -2.0, -9.0])
     density = -np.log1p(np.exp(np.where(ones > 0, -1, 1) * logits[:, None]))
     best = max(range(4), key=lambda s: density[s].mean())
@@ -196,7 +206,7 @@ def test_every_likelihood(likelihood):
 def test_padding_counts_nothing():
     draws = optax_smile.Snapshots(np.zeros((1, 2, 1)))
     padded = np.array([[[[-1.0, 0], [-1, 0]], [[-0.5, 0], [-1.2, 0]]]])
-    small = draws.thin_to(1, of_densities(padded))
+    small: Any = draws.thin_to(1, of_densities(padded))
     assert small.subset.lppd[0] == pytest.approx(-0.85)
 
 
@@ -247,7 +257,7 @@ def test_a_choice_that_was_cut_short_cannot_be_loaded(runs, tmp_path, monkeypatc
 
 
 def test_a_lost_draw_leaves_the_others_where_they_were(runs, tmp_path):
-    small = runs[0].thin_to(4, predicted(runs[0]), tmp_path / "few")
+    small: Any = runs[0].thin_to(4, predicted(runs[0]), tmp_path / "few")
     (tmp_path / "few" / "draw-00000001.chains-00000-00000.safetensors").unlink()
     left = optax_smile.load_snapshots(tmp_path / "few").subset
     assert left is not None and left.draw.tolist() == small.subset.draw[[0, 2, 3]].tolist()

@@ -96,7 +96,8 @@ def trace_of(
             _check.fail(where, argument, f"{rule}, as the first entry", f"the fields {[*row]}")
         if wrong := next((x for x, value in row.items() if value.shape != shape), None):
             rule = f"{rule}, in arrays of shape {shape}"
-            _check.fail(where, argument, rule, f"shape {row[wrong].shape} at {wrong}")
+            advice = "" if num_chains else "Pass `num_chains` for arrays of several chains."
+            _check.fail(where, argument, rule, f"shape {row[wrong].shape} at {wrong}", advice)
         if not np.all(row.get("is_draw", True)):
             advice = "Keep no draws while `stats(state).is_draw` is False."
             _check.fail(where, argument, "that of a draw", "`is_draw` False", advice)

@@ -198,7 +198,8 @@ class Snapshots(Draws):
 
         The result predicts, with `number` forward passes per input. It is no sample of the
         posterior: `summary`, `to_arviz` and estimates of the posterior refuse it. Choose on
-        validation data; a score on the same data is too good.
+        validation data like those to come, and enough of them: the choice fits them, and a score on
+        them is too good. From some number on, each further draw lowers `subset.lppd`.
 
         Args:
             number: how many draws to choose from all chains together, >= 1.

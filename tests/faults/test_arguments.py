@@ -134,6 +134,8 @@ LAWFUL: dict[str, set[str]] = {
     "Snapshots.from_members.params": TREES | {"nans"},
     "trace": set(),
     "Snapshots.trace": {"dict", "ints", "other"},
+    "Snapshots.from_draws.draws": set(),
+    "Snapshots.from_draws.trace": {"none"},
     "settings": {"none", "dict", "ints", "other"},
     "curve": {"list", "dict", "empty"},
     **dict.fromkeys(("mean", "entropy", "variance", "Likelihood.check"), {"none"}),
