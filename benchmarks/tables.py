@@ -108,6 +108,7 @@ TABLES: dict[str, tuple[Callable[..., Table], tuple[str, ...]]] = {
     "conformal": (calibration.sets_and_intervals, ("calibration",)),
     "estimators": (estimators.scores, ("estimators",)),
     "few-draws": (few_draws.scores, ("few_draws",)),
+    "few-draws-optimism": (few_draws.optimism, ("few_draws",)),
 }
 FIGURES: dict[str, tuple[Callable[..., str], tuple[str, ...]]] = {
     **{

@@ -16,9 +16,8 @@ def scores(found: Sequence[Record]) -> Table:
         used += of
         if not of:
             continue
-        # Keys are words in JSON.
         told = {
-            kind: [[float(_at(one[kind], k)) for one in of] for k in NUMBERS]
+            kind: [[_at(one[kind], k) for one in of] for k in NUMBERS]
             for kind in ("chosen", "evenly")
         }
         whole = [one["all"] for one in of]
@@ -40,5 +39,21 @@ def scores(found: Sequence[Record]) -> Table:
     return Table(header, rows, used)
 
 
+def optimism(found: Sequence[Record]) -> Table:
+    """What 16 chosen draws seem to gain over all draws, and what they gain on test data."""
+    rows, used, last = [], [], NUMBERS[-1]
+    for problem in PROBLEMS:
+        of = [record for record in found if record["cell"]["problem"] == problem]
+        used += of
+        if of:
+            seen = [one["validation"][last - 1] - one["validation_all"] for one in of]
+            gain = [_at(one["chosen"], last) - one["all"] for one in of]
+            sizes = f"{of[0]['num_validation']:,}", f"{of[0]['num_draws']:,}"
+            rows.append([problem, *sizes, mean_error(seen, 3, "+"), mean_error(gain, 3, "+")])
+    header = ["data", "validation examples", "draws", "on validation data", "on test data"]
+    return Table(header, rows, used)
+
+
 def _at(by_number: dict, number: int) -> float:
+    # Keys are words in JSON.
     return by_number[str(number)] if str(number) in by_number else by_number[number]
