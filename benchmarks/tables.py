@@ -26,6 +26,7 @@ from tabulated import (
     costs,
     estimators,
     faults,
+    few_draws,
     lenet,
     llc,
     local,
@@ -110,6 +111,8 @@ TABLES: dict[str, tuple[Callable[..., Table], tuple[str, ...]]] = {
     "public-loops": (public_loops.counts, ("public_loops",)),
     "public-loops-all": (public_loops.loops, ("public_loops",)),
     "public-loops-fits": (public_loops.fits, ("public_loops",)),
+    "few-draws": (few_draws.scores, ("few_draws",)),
+    "few-draws-optimism": (few_draws.optimism, ("few_draws",)),
 }
 FIGURES: dict[str, tuple[Callable[..., str], tuple[str, ...]]] = {
     **{

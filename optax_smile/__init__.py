@@ -16,6 +16,7 @@ from optax_smile.draws.predict import predict
 from optax_smile.draws.prediction import Outcome, Prediction
 from optax_smile.draws.predictor import Predictor
 from optax_smile.draws.snapshots import Snapshots, StoredSnapshots, load_snapshots
+from optax_smile.draws.subset import Subset
 from optax_smile.samplers.cyclical_sgld import cyclical_sgld
 from optax_smile.samplers.mclmc import mclmc
 from optax_smile.samplers.scale_adapted_sghmc import scale_adapted_sghmc
@@ -46,6 +47,7 @@ __all__ = [
     "Snapshots",
     "Stats",
     "StoredSnapshots",
+    "Subset",
     "angle_tuner",
     "calibrate",
     "chains_from_weights",

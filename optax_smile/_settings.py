@@ -123,6 +123,14 @@ def of(transformation: optax.GradientTransformation, params: Any) -> dict[str, A
     return {name: _describe(value) for name, value in (heard | injected).items()} or None
 
 
+def described(settings: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Put settings that a user may have written into JSON, with a name."""
+    if settings is None:
+        return None
+    told = {str(name): _describe(value) for name, value in settings.items()}
+    return told if isinstance(told.get("name"), str) else {**told, "name": "a sampler"}
+
+
 def checksum(transformation: tuple[Any, ...]) -> str:
     """Tell a whole transformation, such as a chain, from another, or other functions.
 

@@ -137,6 +137,11 @@ def runs(path):
     draws = {"params": SERIES, "trace": {}, "settings": None, "start": None}
     yield "Snapshots", optax_smile.Snapshots, draws
     yield "Snapshots.from_members", optax_smile.Snapshots.from_members, {"params": CHAINS}
+    state: Any = optax_smile.sgld(1e-2, num_data=10, key=KEY).init(PARAMS)
+    stats = jax.tree.map(lambda x: np.stack([x, x]), optax_smile.stats(state))
+    collected = {"draws": [CHAINS, CHAINS], "trace": [stats, stats], "num_chains": 2}
+    collected |= {"directory": None}
+    yield "Snapshots.from_draws", optax_smile.Snapshots.from_draws, collected
 
 
 def bowl(params, batch):
@@ -210,6 +215,13 @@ def predictions(path):
     yield "draws", recorded_draws(), {"fit": None}
     sampler = {"sampler": given["sampler"]}
     yield "interop.keras_optimizer", optax_smile.interop.keras_optimizer, sampler
+    chosen = {"number": 2, "prediction": prediction, "directory": None}
+    yield "Snapshots.thin_to", snapshots.thin_to, chosen
+    stored = optax_smile.load_snapshots(path)
+    given = {"apply_fn": apply_fn, "snapshots": stored, "likelihood": "categorical"}
+    given |= {"inputs": INPUTS, "targets": LABELS, "per": "draw"}
+    chosen = chosen | {"prediction": optax_smile.predict(**given)}
+    yield "StoredSnapshots.thin_to", stored.thin_to, chosen
     looking = {"snapshots": snapshots, "prediction": prediction}
     given = looking | {"max_inputs": 9, "seed": 0}
     yield "diagnostics.summary", diagnostics.summary, given

@@ -262,6 +262,21 @@ DEFECTS = r"""
 = a checkpoint of another format is read | another_format
 - mine is None or place.get(FORMAT) == mine:
 + mine is None or place.get(FORMAT) != 0:
+# draws/subset.py | test_subset.py
+= a draw is chosen twice | best_addition
+- np.logaddexp(total, bounded[best]), False
++ np.logaddexp(total, bounded[best]), True
+= draws are chosen by their own score | best_addition
+- np.logaddexp(total, bounded).mean(axis=1)
++ bounded.mean(axis=1)
+# draws/snapshots.py | test_subset.py
+= chosen draws are of other chains | chain_draw
+- density.swapaxes(0, 1).reshape(len(draws), -1)
++ density.reshape(len(draws), -1)
+# draws/_own.py | test_from_draws.py
+= arrays of the loop are not copied | reuses
+- return jax.tree.map(np.array, tree)
++ return jax.tree.map(np.asarray, tree)
 # draws/_manifest.py | test_resume.py
 = an older format is read | first_format
 - int or version != FORMAT:

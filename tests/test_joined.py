@@ -1,5 +1,7 @@
 """Small leaves that travel joined through a call change nothing but the time."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +13,7 @@ from optax_smile import _joined, _tree
 
 SHAPES = {"a": (10,), "b": (40, 50), "c": (3, 4), "d": (), "e": (600,), "f": (2, 300)}
 KEYS = jax.random.split(jax.random.key(0), len(SHAPES))
-PARAMS = {
+PARAMS: dict[str, jax.Array] = {
     name: jax.random.normal(key, shape)
     for key, (name, shape) in zip(KEYS, SHAPES.items(), strict=True)
 }
@@ -22,9 +24,8 @@ def mean_loss(params, shift):
     return sum(jnp.mean(jnp.square(leaf - shift)) for leaf in jax.tree.leaves(params))
 
 
-def follow(tx, params=PARAMS, dtype=None):
+def follow(tx) -> Any:
     """Parameters and state after 150 calls, in which a scale is measured and replaced."""
-    params = jax.tree.map(lambda x: x.astype(dtype or x.dtype), params)
 
     def call(carry, shift):
         params, state = carry
@@ -33,14 +34,14 @@ def follow(tx, params=PARAMS, dtype=None):
         return (optax.apply_updates(params, updates), state), None
 
     shifts = jax.random.normal(jax.random.key(1), (150,))
-    return jax.jit(lambda start: jax.lax.scan(call, start, shifts)[0])((params, tx.init(params)))
+    return jax.jit(lambda start: jax.lax.scan(call, start, shifts)[0])((PARAMS, tx.init(PARAMS)))
 
 
 def prior(params):
     return -sum(jnp.sum(jnp.abs(leaf)) for leaf in jax.tree.leaves(params))
 
 
-CASES = {
+CASES: dict[str, dict[str, Any]] = {
     "default": {},
     "no noise": {"decoherence_length": None},
     "prior per leaf": {"prior_precision": {**dict.fromkeys(SHAPES, 2.0), "c": jnp.ones((3, 4))}},
@@ -53,7 +54,8 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_joined_leaves_take_the_same_way(case, monkeypatch):
     tx = optax_smile.psmile(num_data=100, key=0, **CASES[case])
-    assert _joined.choose(PARAMS, _tree.SMALLEST_NETWORK).is_small.count(True) == len(SMALL)
+    layout: Any = _joined.choose(PARAMS, _tree.SMALLEST_NETWORK)
+    assert layout.is_small.count(True) == len(SMALL)
     found = follow(tx)
     monkeypatch.setattr(_joined, "choose", lambda params, smallest: None)
     expected = follow(optax_smile.psmile(num_data=100, key=0, **CASES[case]))
@@ -66,8 +68,8 @@ def test_joined_leaves_take_the_same_way(case, monkeypatch):
 
 def test_join_and_part_give_back_the_tree_and_what_is_around_it():
     layout = _joined.choose(PARAMS, 0)
-    tree = {"like": PARAMS, "number": jnp.ones(()), "none": None, "text": "x"}
-    joined = _joined.join(layout, tree)
+    tree: Any = {"like": PARAMS, "number": jnp.ones(()), "none": None, "text": "x"}
+    joined: Any = _joined.join(layout, tree)
     assert joined["like"].joined.shape == (sum(PARAMS[name].size for name in SMALL),)
     assert [leaf.shape for leaf in joined["like"].apart] == [SHAPES["b"]]
     found = jax.jit(lambda tree: _joined.part(_joined.join(layout, tree)))

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from optax_smile import _check, _trace, _tree
-from optax_smile.draws._checks import Posterior
+from optax_smile.draws._checks import PREDICTION, Posterior, log_density_of
 from optax_smile.draws.prediction import Prediction
 from optax_smile.draws.snapshots import Snapshots, StoredSnapshots
 
@@ -25,7 +25,6 @@ SNAPSHOTS = Posterior(
         "`Snapshots` holds arrays [chain, draw, ...], `Snapshots.from_members` members.",
     )
 )
-PREDICTION = _check.kind(Prediction, "what `predict` returned")
 
 
 @dataclass(frozen=True)
@@ -279,8 +278,8 @@ def to_arviz(snapshots: Snapshots | StoredSnapshots, prediction: Prediction | No
         its `energy_change` named `energy_error` as ArviZ does; `log_likelihood`: `target`.
 
     Raises:
-        ValueError: the iterates of an optimizer; a prediction without single draws or targets, or
-            of other draws.
+        ValueError: the iterates of an optimizer, or a subset of draws; a prediction without single
+            draws or targets, or of other draws.
         ImportError: ArviZ is missing.
 
     Cost: the draws in memory.
@@ -339,16 +338,3 @@ def log_mean_exp(values: np.ndarray, axes: tuple[int, ...]) -> np.ndarray:
     for axis in sorted(axes, reverse=True):
         values = np.logaddexp.reduce(values, axis=axis)
     return values - np.log(number)
-
-
-def log_density_of(where: str, snapshots: Any, prediction: Prediction) -> np.ndarray:
-    """Log likelihoods `[chain, draw, target]` of a prediction by draw."""
-    axes, each = (snapshots.num_chains, snapshots.num_draws), prediction.each
-    density = None if each is None else each.log_density
-    if density is None or density.ndim < 3 or density.shape[:2] != axes:
-        got = "none of single draws" if density is None else f"log densities {density.shape}"
-        rule = f'`predict(..., per="draw", targets=...)` of the {axes} chains and draws'
-        _check.fail(where, "prediction", rule, got)
-    flat = density.reshape(*axes, -1).astype(float)
-    # Padding of "tokens" is 0 in all draws.
-    return flat if density.ndim == 3 else flat[:, :, (flat != 0).any(axis=(0, 1))]

@@ -14,13 +14,14 @@ from optax_smile.diagnostics.findings import Run, copy_of, judge, nominal_rate
 from optax_smile.diagnostics.paths import relative, walk
 from optax_smile.diagnostics.results import Summary
 from optax_smile.diagnostics.statistics import LEAST_DRAWS, LEAST_DRAWS_WITHIN
+from optax_smile.draws._checks import PREDICTION, log_density_of
 from optax_smile.draws.prediction import Prediction
 from optax_smile.draws.snapshots import Snapshots, StoredSnapshots
 
 
 @_check.arguments(
     snapshots=statistics.SNAPSHOTS,
-    prediction=statistics.PREDICTION | None,
+    prediction=PREDICTION | None,
     max_inputs=_check.Whole(1),
     seed=_check.Whole(0),
 )
@@ -40,8 +41,8 @@ def summary(
     slow chains nor different modes, nor chains that all predict badly.
 
     Args:
-        snapshots: what `sample` or `load_snapshots` returns; weights without a sampler, such as a
-            deep ensemble, get a short summary.
+        snapshots: what `sample` or `load_snapshots` returns, or `Snapshots.from_draws`; weights
+            without a sampler, such as a deep ensemble, get a short summary.
         prediction: of the same draws, `predict(..., per="draw", targets=...)`, on test or training
             data: chains are then judged by what they predict, not by their weights. Of several
             outputs that of each input which varies most is taken.
@@ -53,7 +54,8 @@ def summary(
 
     Raises:
         ValueError: an argument out of range; the iterates of an optimizer, which are no posterior
-            draws; a prediction without single draws or targets, or of other draws.
+            draws; a subset that `thin_to` chose, from which convergence cannot be judged; a
+            prediction without single draws or targets, or of other draws.
         ImportError: ArviZ is missing, unless there are too few draws for it.
 
     Cost: a millisecond per chain and prediction, and a pass over the draws, which need not fit into
@@ -88,7 +90,7 @@ def summary(
     figures["copy_of"] = copies = copy_of(paths)
     figures["travelled"] = relative(paths)[:, -1]
     if prediction is not None:
-        density = statistics.log_density_of("summary", snapshots, prediction)
+        density = log_density_of("summary", snapshots, prediction)
         values = _scalars(prediction, density, max_inputs, seed)
         by_chain = statistics.log_mean_exp(density, (1,))
         lppd = float(statistics.log_mean_exp(by_chain, (0,)).mean())

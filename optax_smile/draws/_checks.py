@@ -11,7 +11,9 @@ import numpy as np
 
 from optax_smile import _check, _settings
 from optax_smile.draws import likelihoods
+from optax_smile.draws.prediction import Prediction
 
+PREDICTION = _check.kind(Prediction, "what `predict` returned")
 SNAPSHOTS = _check.Where(
     "an iterable of parameter trees",
     lambda value: (
@@ -22,9 +24,18 @@ SNAPSHOTS = _check.Where(
 )
 
 
+def _is_list(value: Any) -> bool:
+    kinds = Mapping, str, bytes, os.PathLike, type, jax.core.Tracer
+    return hasattr(value, "__iter__") and np.iterable(value) and not isinstance(value, kinds)
+
+
+TREES = _check.Where("a list of parameter trees, one for each draw", _is_list)
+ENTRIES = _check.Where("a list with what `optax_smile.stats` returned at each draw", _is_list)
+
+
 @dataclass(frozen=True)
 class Posterior(_check.Constraint):
-    """Draws that satisfy another constraint and are not iterates of an optimizer."""
+    """All draws of a sampler: neither iterates of an optimizer nor a subset that was chosen."""
 
     draws: _check.Constraint
 
@@ -38,6 +49,11 @@ class Posterior(_check.Constraint):
         if not _settings.are_posterior(getattr(value, "settings", None)):
             rule, got = "draws from a posterior, made by a sampler", "iterates of an optimizer"
             advice = "These are checkpoints, which `predict` and the metrics accept."
+            _check.fail(where, argument, rule, got, advice)
+        subset = getattr(value, "subset", None)
+        if subset is not None:
+            rule, got = "all draws of each chain", f"a subset of {len(subset.chain)} draws"
+            advice = "It was chosen on held-out data. Pass the draws that it was chosen from."
             _check.fail(where, argument, rule, got, advice)
         return value
 
@@ -121,3 +137,16 @@ class Stacked(_check.Tree):
         if len(axes) != 1 or len(next(iter(axes))) != 2 or 0 in next(iter(axes)):
             _check.fail(where, argument, self.text, sorted(axes))
         return value
+
+
+def log_density_of(where: str, snapshots: Any, prediction: Prediction) -> np.ndarray:
+    """Log likelihoods `[chain, draw, target]` of a prediction by draw."""
+    axes, each = (snapshots.num_chains, snapshots.num_draws), prediction.each
+    density = None if each is None else each.log_density
+    if density is None or density.ndim < 3 or density.shape[:2] != axes:
+        got = "none of single draws" if density is None else f"log densities {density.shape}"
+        rule = f'`predict(..., per="draw", targets=...)` of the {axes} chains and draws'
+        _check.fail(where, "prediction", rule, got)
+    flat = density.reshape(*axes, -1).astype(float)
+    # Padding of "tokens" is 0 in all draws.
+    return flat if density.ndim == 3 else flat[:, :, (flat != 0).any(axis=(0, 1))]

@@ -4,7 +4,7 @@ import os
 import queue
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_smile import _disk, _tree
+from optax_smile import _check, _disk, _tree
 from optax_smile.draws import _manifest
 from optax_smile.draws._manifest import Leaf
 
@@ -160,6 +160,7 @@ class DrawFiles:
         dtype: precision on disk, `"float16"`, `"float32"` or `"float64"`; None: that of the
             parameters.
         resumed: whether the directory already holds the start of this run, which is then used.
+        names: of the leaves; None: those of their paths.
 
     Raises:
         ValueError: a resumed directory without a readable start.
@@ -173,10 +174,11 @@ class DrawFiles:
         *,
         dtype: str | None = None,
         resumed: bool = False,
+        names: Sequence[str] | None = None,
     ):
         self.directory, self.dtype = Path(directory).absolute(), dtype
         leaves = _manifest.leaves_of(start)
-        self.names = [leaf.name for leaf in leaves]
+        self.names = list(names or (leaf.name for leaf in leaves))
         if resumed:
             num_chains = jax.tree.leaves(start)[0].shape[0]
             start = read_start(self.directory, leaves, num_chains)
@@ -226,6 +228,39 @@ class DrawFiles:
             if not all(np.array_equal(x, before[first + i]) for i, x in enumerate(arrays[name])):
                 del self.unmoved[name]
         return {name: array for name, array in arrays.items() if name not in self.unmoved}
+
+
+def require_new(where: str, directory: Path):
+    """Require a directory that does not exist or is empty."""
+    if directory.is_symlink() or directory.exists() and not directory.is_dir():
+        _check.fail(where, "directory", "a new or empty directory", f"{directory}, a file or link")
+    if directory.exists() and any(directory.iterdir()):
+        got, advice = f"{directory}, which is not empty", "Choose another, or remove it."
+        _check.fail(where, "directory", "a new or empty directory", got, advice)
+
+
+def write_all(
+    directory: Path,
+    manifest: Mapping[str, Any],
+    draws: Iterable[tuple[int, Any, Mapping[str, Any]]],
+):
+    """Write draws that are known already to a new directory.
+
+    The manifest comes last, so that a directory that is not complete cannot be loaded. Leaves that
+    all draws share are stored once, with the first draw in the place of the start.
+
+    Args:
+        directory: a new or empty one.
+        manifest: of the draws.
+        draws: step, leaves `[chain, ...]` in the order of the manifest, and statistics `[chain]`.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    names, files = [leaf["name"] for leaf in manifest["leaves"]], None
+    for number, (step, leaves, stats) in enumerate(draws):
+        if files is None:
+            files = DrawFiles(directory, leaves, dtype=manifest["stored_dtype"], names=names)
+        files.write(number, step, leaves, stats)
+    _manifest.write(directory, {**manifest, "has_start": False})
 
 
 class SnapshotWriter:

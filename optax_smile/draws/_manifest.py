@@ -12,6 +12,7 @@ import optax
 
 import optax_smile
 from optax_smile import _check, _disk, _tree
+from optax_smile.draws import subset as _subset
 
 FORMAT = 3
 FILE = "manifest.json"
@@ -146,6 +147,10 @@ def _check_fields(where: str, file: Path, manifest: Mapping[str, Any]):
     need("data", data, "names and values", isinstance(data, dict))
     is_list = isinstance(loss, list) and all(isinstance(x, float) for x in loss)
     need("loss", loss, "null or a list of numbers", loss is None or is_list)
+    has_start, chosen = manifest.get("has_start", True), manifest.get("subset")
+    need("has_start", has_start, "true or false", isinstance(has_start, bool))
+    is_subset = chosen is None or _subset.is_described(chosen)
+    need("subset", chosen, "null or the lists of a subset, all of one length", is_subset)
     need("versions", versions, "names and values", isinstance(versions, dict))
     need("leaves", leaves, "at least one leaf", isinstance(leaves, list) and leaves)
     for number, leaf in enumerate(leaves):

@@ -11,6 +11,7 @@ import numpy as np
 
 from optax_smile import _check, _settings, _table
 from optax_smile.draws._manifest import Leaf
+from optax_smile.draws.subset import Subset
 
 
 class Draws(abc.ABC):
@@ -33,6 +34,11 @@ class Draws(abc.ABC):
     @abc.abstractmethod
     def settings(self) -> Mapping[str, Any] | None:
         """Name and arguments of the sampler."""
+
+    @property
+    @abc.abstractmethod
+    def subset(self) -> Subset | None:
+        """Which draws these are, if `thin_to` chose them."""
 
     @abc.abstractmethod
     def _arrays(self) -> list[Leaf]:
@@ -100,6 +106,8 @@ class Draws(abc.ABC):
             rows["draws"] = "iterates of an optimizer, not posterior draws"
         elif self.settings is not None:
             rows["sampler"] = _sampler(self.settings)
+        if self.subset is not None:
+            rows["subset"] = "chosen on held-out data; convergence cannot be judged from it"
         return rows | self._place()
 
 

@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import functools
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,19 @@ import jax
 import numpy as np
 import optax
 
-from optax_smile import _check, _disk, _table, parallel
-from optax_smile.draws import _checks, _files, _manifest
+from optax_smile import _check, _disk, _settings, _table, _trace, parallel
+from optax_smile.draws import _checks, _files, _manifest, _own
+from optax_smile.draws import subset as _subset
 from optax_smile.draws._sequence import Draws
+from optax_smile.draws.prediction import Prediction
+from optax_smile.draws.subset import Subset
+
+# Constraints of the arguments of `thin_to`.
+THINNED: dict[str, _check.Constraint] = {
+    "number": _check.Whole(1),
+    "prediction": _checks.PREDICTION,
+    "directory": _check.PathLike() | None,
+}
 
 
 @dataclasses.dataclass(frozen=True, repr=False, init=False)
@@ -38,6 +48,7 @@ class Snapshots(Draws):
             either.
         start: initial parameters of the chains, a tree of arrays `[chain, ...]`; None for weights
             without a sampler.
+        subset: a `Subset` that says which draws these are, if `thin_to` chose them; else None.
 
     Example:
         >>> import numpy as np, optax_smile
@@ -54,6 +65,7 @@ class Snapshots(Draws):
     trace: Mapping[str, np.ndarray]
     settings: Mapping[str, Any] | None = None
     start: Any = None
+    subset: Subset | None = dataclasses.field(default=None, init=False)
 
     @_check.arguments(
         "Snapshots",
@@ -76,6 +88,7 @@ class Snapshots(Draws):
                 _check.fail("Snapshots", "start", rule, got)
         # A frozen dataclass does not allow assignment.
         vars(self).update(params=params, trace=dict(trace), settings=settings, start=start)
+        vars(self).update(subset=None)
 
     @classmethod
     @_check.arguments(
@@ -88,6 +101,142 @@ class Snapshots(Draws):
         """
         parallel.num_chains("Snapshots.from_members", params)
         return cls(jax.tree.map(lambda x: np.asarray(x)[:, None], params))
+
+    @classmethod
+    @_check.arguments(
+        "Snapshots.from_draws",
+        draws=_checks.TREES,
+        trace=_checks.ENTRIES | None,
+        num_chains=_check.Whole(1) | None,
+        directory=_check.PathLike() | None,
+    )
+    def from_draws(
+        cls,
+        draws: Iterable[optax.Params],
+        trace: Iterable[Any] | None = None,
+        *,
+        num_chains: int | None = None,
+        directory: str | os.PathLike[str] | None = None,
+    ) -> Snapshots | StoredSnapshots:
+        """Make snapshots of the draws that a loop of your own collected.
+
+        The result goes wherever that of `sample` goes: `predict(per="draw")`, `summary`, `thin_to`,
+        plots and, with a directory, `report.write`.
+
+        Args:
+            draws: parameter trees in the order of the loop, such as a list of
+                `last_accepted(state, params)`. A list of lists is one chain whose trees are lists.
+            trace: `stats(state)` at each draw, in the same order: `summary` then judges step sizes,
+                gradients and updates as well. None: unknown.
+            num_chains: number of chains, >= 1, where the arrays of each tree have an axis of chains
+                `[chain, ...]`, as in a loop over `jax.vmap`; so have those of `trace`. None: one
+                chain, without that axis.
+            directory: a new or empty folder for the draws, for `load_snapshots` and `report.write`.
+                None: host memory.
+
+        Returns:
+            `Snapshots`; with a `directory`, `StoredSnapshots`. Their `start` and `settings` are
+            None.
+
+        Raises:
+            ValueError: no draws, a draw that is not finite, has other arrays than the first or
+                another number of chains (the message names the draw); a trace of another length, or
+                of points that are no draws; a directory that is not empty.
+            OSError: a draw could not be written.
+
+        Cost: a copy of the draws in host memory.
+
+        Example:
+            >>> import jax, jax.numpy as jnp, optax, optax_smile
+            >>> sampler = optax_smile.psmile(num_data=1, key=0)
+            >>> w, draws, trace = jnp.ones(3), [], []
+            >>> state = sampler.init(w)
+            >>> for step in range(60):
+            ...     updates, state = sampler.update(w, state, w)
+            ...     w = optax.apply_updates(w, updates)
+            ...     if step >= 20 and step % 2:
+            ...         draws.append(optax_smile.last_accepted(state, w))
+            ...         trace.append(optax_smile.stats(state))
+            >>> found = optax_smile.Snapshots.from_draws(draws, trace)
+            >>> found.num_chains, found.num_draws, found.trace["step_size"].shape
+            (1, 20, (1, 20))
+        """
+        where, number = "Snapshots.from_draws", num_chains
+        params, num_draws = _own.stacked(where, draws, number)
+        stats = {} if trace is None else _own.trace_of(where, trace, num_draws, number)
+        snapshots = cls(params, stats)
+        if directory is None:
+            return snapshots
+        directory = Path(directory)
+        _files.require_new(where, directory)
+        steps = stats["num_gradients"][0] if "num_gradients" in stats else np.arange(num_draws)
+        leaves = jax.tree.leaves(params)
+        draws_on_disk = (
+            (int(steps[i]), [x[:, i] for x in leaves], {name: x[:, i] for name, x in stats.items()})
+            for i in range(num_draws)
+        )
+        with _check.called(where, "sample", params="draws"):
+            manifest = _manifest.of_run(jax.tree.map(lambda x: x[:, 0], params), None, {})
+        _files.write_all(directory, manifest, draws_on_disk)
+        return load_snapshots(directory, like=snapshots[0])
+
+    @_check.arguments("Snapshots.thin_to", **THINNED)
+    def thin_to(
+        self,
+        number: int,
+        prediction: Prediction,
+        directory: str | os.PathLike[str] | None = None,
+    ) -> Snapshots | StoredSnapshots:
+        """Choose a few draws whose average predicts held-out data best.
+
+        The first is the best single draw. Each next one is the draw that, added to the average so
+        far, gives the highest log pointwise predictive density (LPPD):
+
+            s_k = argmax_s sum_i log((p_i + L_si) / k),  p_i = sum of L_ji over the chosen draws j
+
+        with the likelihood L_si of target i under draw s. No draw is chosen twice.
+
+        The result predicts, with `number` forward passes per input. It is no sample of the
+        posterior: `summary`, `to_arviz` and estimates of the posterior refuse it. Choose on
+        validation data like those to come, and enough of them: the choice fits them, and a score on
+        them is too good. From some number on, each further draw lowers `subset.lppd`.
+
+        Args:
+            number: how many draws to choose from all chains together, >= 1.
+            prediction: of the same draws for held-out data,
+                `predict(..., per="draw", targets=...)`, with any likelihood.
+            directory: a new or empty folder for the draws, which `load_snapshots` reads. Its
+                manifest says which draws these are and how they were chosen; `sample` does not
+                resume from it. None: host memory.
+
+        Returns:
+            `Snapshots` of one chain of `number` draws in the order of the choice, so that the first
+            k of them are the subset of k; with a `directory`, `StoredSnapshots`. `subset` says
+            which draws they are, and `trace` has their statistics.
+
+        Raises:
+            ValueError: more draws than there are; a prediction without single draws or targets, or
+                of other draws; log densities that are NaN or plus infinity; a directory that is not
+                empty; a subset.
+            OSError: a draw could not be written.
+
+        Cost: `number` passes over the log densities `[draw, target]`, held twice in float64, and a
+        copy of each chosen draw.
+
+        Example:
+            >>> import numpy as np, optax_smile
+            >>> draws = optax_smile.Snapshots(np.array([[0.0, 1.0, 2.0, 3.0]]))
+            >>> prediction = optax_smile.predict(
+            ...     lambda w, x: (w * x, 0.0), draws, np.ones(3), likelihood="gaussian",
+            ...     targets=np.array([0.8, 1.2, 2.9]), per="draw",
+            ... )
+            >>> draws.thin_to(2, prediction).params.tolist()
+            [[2.0, 1.0]]
+
+        Source: forward selection of an ensemble, Caruana et al., ICML 2004, by the log score and
+        without replacement.
+        """
+        return _thin_to("Snapshots.thin_to", self, number, prediction, directory)
 
     @property
     def num_chains(self) -> int:
@@ -108,6 +257,19 @@ class Snapshots(Draws):
             jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), self.params)
         )
 
+    def _numbers(self) -> Sequence[int]:
+        return range(self.num_draws)
+
+    def _leaves_at(self, chain: int, draw: int) -> list[np.ndarray]:
+        return [np.asarray(x[chain : chain + 1, draw]) for x in jax.tree.leaves(self.params)]
+
+    def _manifest_of_one(self) -> dict[str, Any]:
+        first = jax.tree.map(lambda x: x[:1, 0], self.params)
+        return _manifest.of_run(first, None, {"sampler": _settings.described(self.settings)})
+
+    def _like(self) -> Any:
+        return self[0]
+
     def _place(self) -> dict[str, str]:
         ticks = {np.shape(values)[-1] for values in self.trace.values()}
         names = f"{_table.some(self.trace)} at {_table.counted(max(ticks, default=0), 'tick')}"
@@ -121,7 +283,7 @@ class StoredSnapshots(Draws):
     one draw. `trace` holds the statistics of the draws, `[chain, draw]`. `params` reads all draws
     into memory, `[chain, draw, ...]`, and `start` the initial parameters, `[chain, ...]`.
     `manifest` is the content of the manifest, and `settings` the name and arguments of the sampler
-    or optimizer, as in `Snapshots`.
+    or optimizer, as in `Snapshots`; so are `subset` and `thin_to`.
     """
 
     def __init__(self, directory: Path, manifest: Mapping[str, Any], like: Any, flat: bool):
@@ -151,6 +313,12 @@ class StoredSnapshots(Draws):
         """Number of draws per chain on disk when the directory was loaded."""
         return len(self.draws)
 
+    @property
+    def subset(self) -> Subset | None:
+        """Which draws these are, if `thin_to` chose them."""
+        described = self.manifest.get("subset")
+        return None if described is None else _subset.read(described, self._numbers())
+
     def _arrays(self) -> list[_manifest.Leaf]:
         return self.leaves
 
@@ -171,18 +339,22 @@ class StoredSnapshots(Draws):
 
     @property
     def start(self) -> Any:
-        """Initial parameters of the chains, a tree of arrays `[chain, ...]`."""
-        return self._tree(self._start())
+        """Initial parameters of the chains, a tree of arrays `[chain, ...]`; None if unknown."""
+        return self._tree(self._start()) if self.manifest.get("has_start", True) else None
 
     @functools.cached_property
     def trace(self) -> dict[str, np.ndarray]:
-        """Results of `optax_smile.stats` and the step at each draw, arrays `[chain, draw]`."""
+        """Results of `optax_smile.stats` and the step at each draw, arrays `[chain, draw]`.
+
+        Empty for draws that were stored without statistics.
+        """
         draws = []
         for blocks in self.draws:
             seen: dict[str, np.ndarray] = {}
             for block in blocks:
                 header = _files.read_header(block)
-                for name, values in {**header["stats"], "step": header["step"]}.items():
+                stats = {**header["stats"], "step": header["step"]} if header["stats"] else {}
+                for name, values in stats.items():
                     default = np.empty(self.num_chains, np.asarray(values).dtype)
                     seen.setdefault(name, default)[block.first : block.last + 1] = values
                 with _disk.naming(block.path):
@@ -200,6 +372,45 @@ class StoredSnapshots(Draws):
         thinned.draws = self.draws[::-1][::every][::-1]
         return thinned
 
+    @_check.arguments("StoredSnapshots.thin_to", **THINNED)
+    def thin_to(
+        self,
+        number: int,
+        prediction: Prediction,
+        directory: str | os.PathLike[str] | None = None,
+    ) -> Snapshots | StoredSnapshots:
+        """Choose a few draws whose average predicts held-out data best, as `Snapshots.thin_to`.
+
+        Args:
+            number: how many draws to choose from all chains together, >= 1.
+            prediction: of the same draws for held-out data,
+                `predict(..., per="draw", targets=...)`.
+            directory: a new or empty folder for the draws; None: host memory.
+
+        Returns:
+            `StoredSnapshots` in the directory, in the tree structure of these draws, and in the
+            precision in which they are stored; without one, `Snapshots`.
+
+        Raises:
+            ValueError: as `Snapshots.thin_to`; a damaged file, named in the message.
+
+        Cost: reads the headers of all draws, and the chosen draws one at a time.
+        """
+        return _thin_to("StoredSnapshots.thin_to", self, number, prediction, directory)
+
+    def _numbers(self) -> Sequence[int]:
+        return [int(blocks[0].draw) for blocks in self.draws]
+
+    def _leaves_at(self, chain: int, draw: int) -> list[np.ndarray]:
+        arrays = self._read(self.draws[draw])
+        return [arrays[leaf.name][chain : chain + 1] for leaf in self.leaves]
+
+    def _manifest_of_one(self) -> dict[str, Any]:
+        return {**self.manifest, "num_chains": 1}
+
+    def _like(self) -> Any:
+        return None if self.structure is None else self[0]
+
     def _read(self, blocks: list[_files.Block]) -> dict[str, np.ndarray]:
         return _files.read_chains(blocks, self.leaves, self.num_chains, self._start)
 
@@ -215,6 +426,80 @@ class StoredSnapshots(Draws):
         if self.structure is not None:
             return jax.tree.unflatten(self.structure, [arrays[leaf.name] for leaf in self.leaves])
         return _nest([(leaf.path, arrays[leaf.name]) for leaf in self.leaves])
+
+
+def _thin_to(
+    where: str,
+    draws: Snapshots | StoredSnapshots,
+    number: int,
+    prediction: Prediction,
+    directory: str | os.PathLike[str] | None,
+) -> Snapshots | StoredSnapshots:
+    """See `Snapshots.thin_to`."""
+    if draws.subset is not None:
+        advice = "Choose from the draws that it was chosen from; its first draws are smaller ones."
+        _check.fail(where, "draws", "all draws of each chain", "a subset of draws", advice)
+    if number > len(draws):
+        _check.fail(where, "number", f"at most the {len(draws)} draws of all chains", number)
+    density = _density(where, draws, prediction)
+    place = None if directory is None else Path(directory)
+    if place is not None:
+        _files.require_new(where, place)
+    # In the order of the draws: the first of all chains, then the second.
+    by_draw = density.swapaxes(0, 1).reshape(len(draws), -1)
+    chosen, lppd = _subset.choose(by_draw, number)
+    rows, chains = np.divmod(chosen, draws.num_chains)
+    stats = {name: x[chains, rows] for name, x in _stats(draws).items()}
+    subset = Subset(chains, np.asarray(draws._numbers())[rows], stats.get("step"), lppd)
+    if place is None:
+        trees = [draws[at] for at in chosen]
+        params = jax.tree.map(lambda *x: np.stack(x)[None], *trees)
+        found = Snapshots(params, {name: x[None] for name, x in stats.items()}, draws.settings)
+        vars(found).update(subset=subset)
+        return found
+    source = str(draws.directory) if isinstance(draws, StoredSnapshots) else None
+    of = {"directory": source, "num_chains": draws.num_chains, "num_draws": draws.num_draws}
+    with _check.called(where, "sample", params="draws"):
+        manifest = draws._manifest_of_one()
+    manifest["subset"] = _subset.described(subset, by_draw.shape[1], of)
+    steps = range(number) if subset.step is None else subset.step
+    stats.pop("step", None)
+    on_disk = (
+        (
+            int(steps[i]),
+            draws._leaves_at(chain, row),
+            {name: x[i : i + 1] for name, x in stats.items()},
+        )
+        for i, (chain, row) in enumerate(zip(chains, rows, strict=True))
+    )
+    _files.write_all(place, manifest, on_disk)
+    flat = isinstance(draws, StoredSnapshots) and draws.flat
+    return load_snapshots(place, like=draws._like(), flat=flat)
+
+
+def _density(where: str, draws: Draws, prediction: Prediction) -> np.ndarray:
+    """Log densities `[chain, draw, target]`, all below infinity."""
+    density = _checks.log_density_of(where, draws, prediction)
+    if not density.shape[2]:
+        _check.fail(where, "prediction", "one with at least one target", "none")
+    wrong = np.argwhere(~(density < np.inf))
+    if len(wrong):
+        chain, draw, target = wrong[0].tolist()
+        got = f"{density[chain, draw, target]} at target {target} of chain {chain}, draw {draw}"
+        _check.fail(where, "prediction", "one without NaN or infinite densities", got)
+    return density
+
+
+def _stats(draws: Snapshots | StoredSnapshots) -> dict[str, np.ndarray]:
+    """Statistics and step of the draws, `[chain, draw]`; the step only if it is known."""
+    axes = draws.num_chains, draws.num_draws
+    stats = _trace.of_draws(draws.trace, draws.num_draws)
+    stats = {name: x for name, x in stats.items() if x.shape == axes}
+    if "step" not in stats and "num_gradients" in stats:
+        # In a loop of one's own a step is a call of `update`.
+        per_step = 2 if (draws.settings or {}).get("integrator") == "minimal_norm" else 1
+        stats["step"] = stats["num_gradients"] // per_step
+    return stats
 
 
 def _nest(leaves: list[tuple[list[list[Any]], np.ndarray]]) -> Any:
@@ -234,6 +519,8 @@ def load_snapshots(
     directory: str | os.PathLike[str], *, like: Any = None, flat: bool = False
 ) -> StoredSnapshots:
     """Open the draws that `sample(directory=...)` wrote, or is still writing.
+
+    So are those of `Snapshots.from_draws` and `thin_to` with a directory, and of `recorded`.
 
     Needs neither the training code nor a device: the arrays are NumPy arrays.
 

@@ -29,6 +29,10 @@ TROUBLE |= {"not settled"}
 NO_POSTERIOR = (
     "These draws are optimizer iterates, not posterior draws, so the chains are not diagnosed."
 )
+SUBSET = (
+    "These draws are a subset chosen on held-out data, so the chains are not diagnosed. Judge the"
+    " run from which they were chosen."
+)
 STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 1120px; margin: 0 auto; padding: 1em;
        color: #222; background: #fff; overflow-wrap: break-word; }
@@ -161,7 +165,8 @@ def _sampler(snapshots: _ReadOnce) -> Mapping[str, Any]:
 
 def _title(snapshots: _ReadOnce) -> str:
     chains, draws = _size(snapshots)
-    return f"{_sampler(snapshots)['name']}: {chains} of {draws}"
+    size = f"{chains} of {draws}" if snapshots.subset is None else f"a subset of {draws}"
+    return f"{_sampler(snapshots)['name']}: {size}"
 
 
 def _size(snapshots: _ReadOnce) -> tuple[str, str]:
@@ -172,14 +177,8 @@ def _size(snapshots: _ReadOnce) -> tuple[str, str]:
 def _head(snapshots: _ReadOnce) -> Iterator[str]:
     manifest = snapshots.manifest
     settings, sampler = manifest["settings"], _sampler(snapshots)
-    chains, draws = _size(snapshots)
-    apart = _table.counted(settings.get("thin", 1), "step")
-    warmup = _table.counted(settings.get("num_warmup", 0), "step")
-    yield (
-        f"<p>{chains} of {html.escape(sampler['name'])}, {draws} each,"
-        f" {_table.counted(snapshots.size, 'parameter')}. One draw every {apart}, after {warmup} of"
-        " warm-up.</p>"
-    )
+    size = _table.counted(snapshots.size, "parameter")
+    yield f"<p>{_drawn(snapshots, html.escape(sampler['name']), size)}</p>"
     seeds = {"sample": settings.get("key"), sampler["name"]: sampler.get("key")}
     known = {name: _words.seed(key) for name, key in seeds.items()}
     facts: dict[str, str | None] = {**_words.times(_sessions.read(snapshots.directory))}
@@ -192,6 +191,21 @@ def _head(snapshots: _ReadOnce) -> Iterator[str]:
     if not _settings.are_posterior(sampler):
         yield f"<p><b>{NO_POSTERIOR}</b></p>"
     yield f"<dl>{''.join(f'<dt>{name}</dt><dd>{text}</dd>' for name, text in shown.items())}</dl>"
+
+
+def _drawn(snapshots: _ReadOnce, sampler: str, size: str) -> str:
+    """Say which draws these are."""
+    (chains, draws), settings = _size(snapshots), snapshots.manifest["settings"]
+    if snapshots.subset is not None:
+        of = snapshots.manifest["subset"].get("of") or {}
+        place = f" in {html.escape(str(of['directory']))}" if of.get("directory") else ""
+        return f"{draws} of {sampler}, {size}: a subset chosen on held-out data from a run{place}."
+    steps = ""
+    if "thin" in settings:
+        apart = _table.counted(settings["thin"], "step")
+        warmup = _table.counted(settings.get("num_warmup", 0), "step")
+        steps = f" One draw every {apart}, after {warmup} of warm-up."
+    return f"{chains} of {sampler}, {draws} each, {size}.{steps}"
 
 
 def _scores(stored: list[Stored]) -> Iterator[str]:
@@ -226,6 +240,9 @@ def _with_arrow(score: str) -> str:
 def _chains(
     snapshots: _ReadOnce, stored: list[Stored], pictures: _pictures.Pictures
 ) -> Iterator[str]:
+    if snapshots.subset is not None:
+        yield f"<h2>Can the chains be trusted?</h2><p><b>{SUBSET}</b></p>"
+        return
     if not _settings.are_posterior(snapshots.settings):
         for _ in snapshots:
             # Iterating keeps some draws in memory for the plot of the paths.
@@ -312,8 +329,12 @@ def _written_settings(snapshots: StoredSnapshots) -> Iterator[str]:
     if sampler and _settings.are_posterior(sampler):
         written.append(_words.call(sampler.pop("name"), sampler))
     loop = {name: x for name, x in settings.items() if name not in _words.NOT_WRITTEN}
-    written.append(_words.call("sample", {"num_draws": snapshots.num_draws, **loop}))
-    yield f"<pre>{html.escape(chr(10).join(written))}</pre>"
-    parts = {name: snapshots.manifest[name] for name in ("settings", "data", "loss", "versions")}
+    if loop:
+        num_draws = {"num_draws": snapshots.num_draws} if snapshots.subset is None else {}
+        written.append(_words.call("sample", {**num_draws, **loop}))
+    if written:
+        yield f"<pre>{html.escape(chr(10).join(written))}</pre>"
+    names = ("settings", "data", "loss", "versions", "subset")
+    parts = {x: snapshots.manifest[x] for x in names if x in snapshots.manifest}
     whole = html.escape(json.dumps(parts, indent=1))
     yield f"<details><summary>Settings in the manifest</summary><pre>{whole}</pre></details>"

@@ -103,19 +103,19 @@ class Pictures:
 def of_chains(snapshots: Any, nominal: float) -> Iterator[Picture]:
     """Yield plots of the run; plots without data are left out."""
     trace = snapshots.trace
-    if np.isfinite(trace["step_size"]).any():
+    if trace and np.isfinite(trace["step_size"]).any():
         yield Picture(
             "step size",
             "In a good run all chains end at the same level.",
             lambda ax: plots.step_size(trace, ax=ax),
         )
-    if np.isfinite(trace["energy_change"]).any():
+    if trace and np.isfinite(trace["energy_change"]).any():
         yield Picture(
             "energy error",
             "In a good run the band is flat and narrow.",
             lambda ax: plots.energy_error(trace, ax=ax),
         )
-    if nominal > 0 or np.any(trace["num_rejected"]):
+    if trace and (nominal > 0 or np.any(trace["num_rejected"])):
         yield Picture(
             "rejections",
             "After the warm-up a good run stays near the nominal rate, if it has one.",

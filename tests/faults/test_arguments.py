@@ -58,7 +58,7 @@ HOSTILE: dict[str, Any] = {
 
 # Nothing for users to call: records that functions return, and what the package is made of.
 NOT_CALLED = {
-    *("MclmcSettings", "Outcome", "Prediction", "Selection", "StoredSnapshots"),
+    *("MclmcSettings", "Outcome", "Prediction", "Selection", "StoredSnapshots", "Subset"),
     *("diagnostics.EnergyFit", "diagnostics.Check", "diagnostics.Summary"),
     *("ArgumentError", "CheckReport", "RecordedSampler", "Stats"),
     *("metrics.Reliability", "metrics.RiskCoverage", "parallel.Carry"),
@@ -134,6 +134,8 @@ LAWFUL: dict[str, set[str]] = {
     "Snapshots.from_members.params": TREES | {"nans"},
     "trace": set(),
     "Snapshots.trace": {"dict", "ints", "other"},
+    "Snapshots.from_draws.draws": set(),
+    "Snapshots.from_draws.trace": {"none"},
     "settings": {"none", "dict", "ints", "other"},
     "curve": {"list", "dict", "empty"},
     **dict.fromkeys(("mean", "entropy", "variance", "Likelihood.check"), {"none"}),
