@@ -133,8 +133,8 @@ DEFECTS = r"""
 - WINDOW, MOST_ALTERED, LEAST_ALTERED = 512, 0.01, 3
 + WINDOW, MOST_ALTERED, LEAST_ALTERED = 512, 0.05, 3
 = a rejected step looks altered | silent
-- is_known=~reject,
-+ is_known=jnp.ones_like(reject),
+- is_known=jnp.logical_and(is_read, ~reject),
++ is_known=jnp.asarray(is_read),
 # state.py | test_after_sampler.py
 = altered chains have draws | accepted_refuses
 - if _is_concrete(told.is_altered) and told.is_altered:
@@ -384,10 +384,17 @@ DEFECTS = r"""
 = local: forgets over half a radius | forgets_over
 - exponent = 2 * length * rates.gradient / NUM_RADII
 + exponent = 4 * length * rates.gradient / NUM_RADII
+# _joined.py | test_joined.py
+= joined leaves: noise by their own places | around_it
+- return [layout.numbers(False), *(start
++ return [layout.numbers(True), *(start
+= joined leaves: another order than that of the tree | give_back
+- return Joined(jnp.concatenate(few), apart, layout)
++ return Joined(jnp.concatenate(few[::-1]), apart, layout)
 # chains/_rise.py | test_local.py
 = local: rise without temperature | not_told_where
-- Potential(number, min(precisions), temperature)
-+ Potential(number, min(precisions), 1.0)
+- Potential(number, max(precisions), temperature)
++ Potential(number, max(precisions), 1.0)
 # local/precision.py | test_local.py
 = local: excess on one side alone | no_minimum
 - "excess": (loss + losses(mirrored)) / 2 - start_loss,

@@ -103,5 +103,5 @@ def test_a_change_of_one_joined_leaf_is_seen():
     params, state = follow(tx)
     for name in SMALL:
         changed = {**params, name: params[name] + 1e-2}
-        after = tx.update(jax.tree.map(jnp.ones_like, params), state, changed)[1]
+        after: Any = tx.update(jax.tree.map(jnp.ones_like, params), state, changed)[1]
         assert after.probe.num_altered == 1, name
