@@ -1,4 +1,4 @@
-"""What `sample` adds to a training loop: host time per step, several chains, draws on disk.
+"""What `sample` and `recorded` add to a training loop: host time per step, chains, draws on disk.
 
 Two loops at a time run in one process and in turn, a piece of some hundred steps each; a figure is
 the median of the ratios of their pieces.
@@ -65,10 +65,16 @@ def make_batches(sizes: tuple[int, ...], size: int, number: int) -> list[Any]:
 Pieces = Iterator[float]
 
 
-def by_hand(tx: Any, batches: list[Any], steps: int, scan: bool) -> Pieces:
-    """Seconds of each piece of the loop that everybody writes."""
+def by_hand(
+    tx: Any, batches: list[Any], steps: int, scan: bool, num_chains: int | None = None
+) -> Pieces:
+    """Seconds of each piece of the loop that everybody writes; with chains under `vmap`."""
     tx = optax.with_extra_args_support(tx)
-    params = jax.tree.map(lambda x: x[0], init(SMALL, 1))
+    params, begin = init(SMALL, num_chains or 1), tx.init
+    if num_chains is None:
+        params = jax.tree.map(lambda x: x[0], params)
+    else:
+        begin = jax.vmap(begin)
 
     def step(carry, batch):
         params, state = carry
@@ -76,9 +82,11 @@ def by_hand(tx: Any, batches: list[Any], steps: int, scan: bool) -> Pieces:
         updates, state = tx.update(grads, state, params, value=loss)
         return (optax.apply_updates(params, updates), state), loss
 
+    if num_chains is not None:
+        step = jax.vmap(step, in_axes=(0, None))
     one = jax.jit(step, donate_argnums=0)
     many = jax.jit(lambda carry, batches: jax.lax.scan(step, carry, batches), donate_argnums=0)
-    stream, carry = itertools.cycle(batches), (params, tx.init(params))
+    stream, carry = itertools.cycle(batches), (params, begin(params))
     while True:
         begun = time.perf_counter()
         if scan:
@@ -159,6 +167,18 @@ def chains(pieces: int) -> Iterator[dict[str, Any]]:
         yield compare(f"{name}, 10 chains", ten, "1 chain", one, steps, pieces)
 
 
+def recorder(pieces: int) -> Iterator[dict[str, Any]]:
+    """A recorded sampler between two draws."""
+    batches, steps, tx = make_batches(SMALL, 64, 50), 400, SAMPLERS["psmile"]
+    recorded = optax_smile.recorded(tx, num_warmup=10**9)
+    for number, scan in itertools.product((None, 4), (False, True)):
+        way = f"by hand, {number or 1} chain{'s' if number else ''}"
+        way += ", in one scan" if scan else ", step by step"
+        ours, theirs = (by_hand(x, batches, steps, scan, number) for x in (recorded, tx))
+        names = f"recorded(psmile) {way}", f"psmile {way}"
+        yield compare(names[0], ours, names[1], theirs, steps, pieces)
+
+
 def disk(pieces: int) -> Iterator[dict[str, Any]]:
     """Eleven million parameters written every 100 steps."""
     batches, steps = make_batches(LARGE, 24, 10), 100
@@ -175,6 +195,7 @@ def disk(pieces: int) -> Iterator[dict[str, Any]]:
 PARTS: dict[str, Callable[[int], Iterator[dict[str, Any]]]] = {
     "host": host,
     "chains": chains,
+    "recorded": recorder,
     "disk": disk,
 }
 

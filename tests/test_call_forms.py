@@ -263,7 +263,7 @@ def test_programs_go_with_their_functions_and_are_few(programs, monkeypatch):
     monkeypatch.setattr(_eager, "MOST_PROGRAMS", 2)
     for num_data in (9, 10, 9, 11):
         build(prior, num_data)
-    assert len(programs) == 2 and "10" not in str([key[2] for key in programs])
+    assert len(programs) == 2 and "'10'" not in str([key[2] for key in programs])
 
 
 # Trees.
