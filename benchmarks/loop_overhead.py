@@ -66,11 +66,16 @@ Pieces = Iterator[float]
 
 
 def by_hand(
-    tx: Any, batches: list[Any], steps: int, scan: bool, num_chains: int | None = None
+    tx: Any,
+    batches: list[Any],
+    steps: int,
+    scan: bool,
+    num_chains: int | None = None,
+    sizes: tuple[int, ...] = SMALL,
 ) -> Pieces:
     """Seconds of each piece of the loop that everybody writes; with chains under `vmap`."""
     tx = optax.with_extra_args_support(tx)
-    params, begin = init(SMALL, num_chains or 1), tx.init
+    params, begin = init(sizes, num_chains or 1), tx.init
     if num_chains is None:
         params = jax.tree.map(lambda x: x[0], params)
     else:
@@ -177,6 +182,10 @@ def recorder(pieces: int) -> Iterator[dict[str, Any]]:
         ours, theirs = (by_hand(x, batches, steps, scan, number) for x in (recorded, tx))
         names = f"recorded(psmile) {way}", f"psmile {way}"
         yield compare(names[0], ours, names[1], theirs, steps, pieces)
+    batches, steps = make_batches(LARGE, 24, 10), 10
+    ours, theirs = (by_hand(x, batches, steps, False, sizes=LARGE) for x in (recorded, tx))
+    names = "recorded(psmile) by hand, 11 million weights", "psmile by hand, 11 million weights"
+    yield compare(names[0], ours, names[1], theirs, steps, pieces)
 
 
 def disk(pieces: int) -> Iterator[dict[str, Any]]:
