@@ -131,7 +131,9 @@ def recorded(
         ValueError: an argument out of range; when `init` is called, a transformation without a
             sampler, or `init` inside `shard_map`: use `sample`, which knows meshes.
 
-    Cost: at a draw, one copy of the parameters to the host. Between draws, one comparison.
+    Cost: at a draw, one copy of the parameters to the host. Between draws, about .01 ms a step
+    inside `scan`. A program of one step, started from Python, takes 1.5 ms longer on a CPU, since
+    JAX starts programs with callbacks in Python: in a loop of your own, store `last_accepted`.
 
     Example:
         >>> import jax, jax.numpy as jnp, optax, optax_smile
