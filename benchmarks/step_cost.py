@@ -85,6 +85,7 @@ def update_cells() -> Iterator[dict[str, Any]]:
     for parameters in (10**3, 10**4, 10**5, 10**6, 10**7, 10**8):
         yield usual | {"parameters": parameters}
     yield from (usual | {"leaves": leaves} for leaves in (1, 400))
+    yield usual | {"parameters": 10**4, "leaves": 100}
     yield usual | {"grads": "bfloat16"}
     yield from (usual | {"parameters": 10**5, "chains": chains} for chains in (10, 32))
 

@@ -1,7 +1,8 @@
 """Small leaves of a parameter tree, joined to one array while a call of `update` lasts.
 
-A network has many small leaves, such as biases, and XLA compiles some kernels for each leaf of a
-tree. Joined they share them. Loops never see such a tree: states have the leaves of the parameters.
+A network has many small leaves, such as biases, and XLA compiles several kernels for each leaf of a
+tree. Leaves that are joined share these kernels. Training loops never see a joined tree: the state
+keeps the leaves of the parameters.
 """
 
 import dataclasses
@@ -13,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-# Leaves of at most so many entries are joined, if there are at least so many of them.
+# Number of entries up to which a leaf is small, and of small leaves from which on they are joined.
 LARGEST, FEWEST = 2**10, 3
 
 
@@ -71,11 +72,14 @@ class Joined:
 
 
 def choose(params: Any, smallest: int) -> Layout | None:
-    """Choose the leaves to join; None if that does not pay, or if a mesh is in use.
+    """Choose the leaves to join.
 
     Args:
         params: the tree.
-        smallest: entries of the smallest tree of which leaves are joined.
+        smallest: number of entries of a tree from which on leaves are joined.
+
+    Returns:
+        The layout; None for a smaller tree, for fewer than `FEWEST` small leaves, and on a mesh.
     """
     leaves, structure = jax.tree.flatten(params)
     is_small = small(leaves)
@@ -87,7 +91,7 @@ def choose(params: Any, smallest: int) -> Layout | None:
 
 
 def small(leaves: list[Any]) -> list[bool]:
-    """Tell which leaves are small: all of them of one precision."""
+    """Tell which leaves are small and have the precision of the first small one."""
     found = [0 < leaf.size <= LARGEST for leaf in leaves]
     dtypes = [leaf.dtype for leaf, is_small in zip(leaves, found, strict=True) if is_small]
     pairs = zip(found, leaves, strict=True)
@@ -95,9 +99,10 @@ def small(leaves: list[Any]) -> list[bool]:
 
 
 def join(layout: Layout | None, tree: Any) -> Any:
-    """Join the small leaves of every tree like the parameters that is in a larger tree.
+    """Join the small leaves of all subtrees that are like the parameters.
 
-    A tree whose other leaves have other shapes, as a sketch has, is like them too.
+    A subtree is like them if it has their structure and small leaves of their shapes. Its large
+    leaves may have other shapes, as those of a sketch have.
     """
     if layout is None:
         return tree
@@ -149,11 +154,11 @@ def _leaves(tree: Joined, joined: jax.Array) -> Any:
 
 
 def _write(arrays: list[jax.Array]) -> list[jax.Array]:
-    """Write arrays to memory, on the CPU.
+    """Make the CPU compiler compute each array once.
 
-    XLA's CPU compiler would compute an array again for every leaf that is cut out of it. It does
-    not where the array is one of several results of a reduction: here of the larger of two numbers,
-    which are the same.
+    XLA would compute an array again for every leaf that is cut out of it. It does not do so if the
+    array is one of several results of a reduction. Here the reduction takes the larger of two equal
+    numbers, which changes nothing.
     """
 
     def largest(arrays: list[jax.Array]) -> list[jax.Array]:
@@ -168,7 +173,7 @@ def _write(arrays: list[jax.Array]) -> list[jax.Array]:
 
 
 def starts(tree: Any) -> list[int | np.ndarray]:
-    """Number of the first entry of each leaf through the whole tree; of joined leaves of each."""
+    """Number the first entry of each leaf through the whole tree; of joined leaves all entries."""
     if isinstance(tree, Joined):
         layout = tree.layout
         pairs = zip(layout.starts, layout.is_small, strict=True)
@@ -178,7 +183,7 @@ def starts(tree: Any) -> list[int | np.ndarray]:
 
 
 def insides(tree: Any) -> list[np.ndarray | None]:
-    """Numbers of the entries of joined leaves, from zero on in each; None for any other leaf."""
+    """Number the entries of each joined leaf from zero on; None for any other leaf."""
     if isinstance(tree, Joined):
         return [tree.layout.numbers(True), *[None] * len(tree.apart)]
     return [None] * len(jax.tree.leaves(tree))

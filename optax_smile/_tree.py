@@ -92,17 +92,15 @@ def sums_and_sketch(trees: list[Any], sketched: Any) -> tuple[list[jax.Array], A
     parts, shared, sketches = [], [], []
     for leaves, leaf, inside in zip(columns, signed, _joined.insides(trees[0]), strict=True):
         is_small = leaves[0].size <= _joined.LARGEST or inside is not None
-        sketched_here = None if is_small else leaf
-        whole = [leaf] * NUM_SIGNS
+        large = None if is_small else leaf
+        sketch = []
         if is_shared(leaves[0]):
             shared.append(leaves)
-            sketches.append(whole if sketched_here is None else _shared_sketch(leaf))
+            sketch = [] if large is None else _shared_sketch(large)
         elif leaves[0].size:
-            found, sketch = _block_sums(leaves, sketched_here)
+            found, sketch = _block_sums(leaves, large)
             parts.append(found)
-            sketches.append(sketch or whole)
-        else:
-            sketches.append(whole)
+        sketches.append(sketch or [leaf] * NUM_SIGNS)
     parts += _shared_sums([leaves for leaves in shared if leaves[0].size])
     joined = [jnp.concatenate(column) for column in zip(*parts, strict=True)]
     found = list(jnp.sum(jnp.stack(joined), axis=1))

@@ -271,8 +271,8 @@ DEFECTS = r"""
 + bounded.mean(axis=1)
 # draws/snapshots.py | test_subset.py
 = chosen draws are of other chains | chain_draw
-- density.swapaxes(0, 1).reshape(len(draws), -1)
-+ density.reshape(len(draws), -1)
+- density.swapaxes(0, 1).reshape(len(self), -1)
++ density.reshape(len(self), -1)
 # draws/_own.py | test_from_draws.py
 = arrays of the loop are not copied | reuses
 - return jax.tree.map(np.array, tree)

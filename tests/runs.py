@@ -12,6 +12,7 @@ import optax
 import pytest
 
 import optax_smile
+from optax_smile.stages.probe import ProbeState
 
 CHAINS, NUM_DATA, DRAWS, THIN, WARMUP = 3, 140, 4, 3, 2
 STEPS = WARMUP + DRAWS * THIN
@@ -112,3 +113,18 @@ def follow(tx, key, params, gradient, calls, see=None, **given) -> Any:
         return (params, state), draw if see is None else see(state, draw, updates)
 
     return jax.lax.scan(step, (params, state), calls)[1]
+
+
+def as_read(tree: Any, other: Any) -> Any:
+    """Forget numbers that the probes of another tree did not read: of sharded leaves few are."""
+
+    def is_probe(node: Any) -> bool:
+        return isinstance(node, ProbeState)
+
+    def forget(node: Any, beside: Any) -> Any:
+        if not is_probe(node):
+            return node
+        start = jnp.where(beside.is_known, node.start, 0)
+        return node._replace(start=start, is_known=beside.is_known)
+
+    return jax.tree.map(forget, tree, other, is_leaf=is_probe)

@@ -24,13 +24,18 @@ def mean_loss(params, shift):
     return sum(jnp.mean(jnp.square(leaf - shift)) for leaf in jax.tree.leaves(params))
 
 
-def follow(tx) -> Any:
-    """Parameters and state after 150 calls, in which a scale is measured and replaced."""
+def follow(tx, frozen: str = "") -> Any:
+    """Parameters and state after 150 calls, in which a scale is measured and replaced.
+
+    The gradient of the leaf `frozen` is None.
+    """
 
     def call(carry, shift):
         params, state = carry
         value, grads = jax.value_and_grad(mean_loss)(params, shift)
+        grads = {name: None if name == frozen else grad for name, grad in grads.items()}
         updates, state = tx.update(grads, state, params, value=value)
+        updates = {name: 0 if name == frozen else update for name, update in updates.items()}
         return (optax.apply_updates(params, updates), state), None
 
     shifts = jax.random.normal(jax.random.key(1), (150,))
@@ -48,6 +53,7 @@ CASES: dict[str, dict[str, Any]] = {
     "around the start": {"prior_mean": "start"},
     "log_prior": {"prior_precision": 0, "log_prior": prior},
     "two calls a step": {"integrator": "minimal_norm"},
+    "frozen leaf": {},
 }
 
 
@@ -56,14 +62,15 @@ def test_joined_leaves_take_the_same_way(case, monkeypatch):
     tx = optax_smile.psmile(num_data=100, key=0, **CASES[case])
     layout: Any = _joined.choose(PARAMS, _tree.SMALLEST_NETWORK)
     assert layout.is_small.count(True) == len(SMALL)
-    found = follow(tx)
+    frozen = "e" if case == "frozen leaf" else ""
+    found = follow(tx, frozen)
     monkeypatch.setattr(_joined, "choose", lambda params, smallest: None)
-    expected = follow(optax_smile.psmile(num_data=100, key=0, **CASES[case]))
+    expected = follow(optax_smile.psmile(num_data=100, key=0, **CASES[case]), frozen)
     assert jax.tree.structure(found) == jax.tree.structure(expected)
     for path, x in jax.tree_util.tree_leaves_with_path(found):
         y = dict(jax.tree_util.tree_leaves_with_path(expected))[path]
         np.testing.assert_allclose(x, y, rtol=2e-3, atol=2e-3, err_msg=jax.tree_util.keystr(path))
-    assert not found[1].probe.num_altered and found[1].probe.is_known.all()
+    assert not found[1].probe.num_altered and found[1].probe.is_known.all() == (not frozen)
 
 
 def test_join_and_part_give_back_the_tree_and_what_is_around_it():

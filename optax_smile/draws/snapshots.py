@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import copy
 import dataclasses
 import functools
@@ -21,16 +22,154 @@ from optax_smile.draws._sequence import Draws
 from optax_smile.draws.prediction import Prediction
 from optax_smile.draws.subset import Subset
 
-# Constraints of the arguments of `thin_to`.
-THINNED: dict[str, _check.Constraint] = {
-    "number": _check.Whole(1),
-    "prediction": _checks.PREDICTION,
-    "directory": _check.PathLike() | None,
-}
+
+class _Thinnable(Draws):
+    """Draws from which `thin_to` can choose."""
+
+    @abc.abstractmethod
+    def _numbers(self) -> Sequence[int]:
+        """Number the draws of a chain; those on disk by their files."""
+
+    @abc.abstractmethod
+    def _leaves_at(self, chain: int, draw: int) -> list[np.ndarray]:
+        """Give the leaves of one draw, `[1, ...]`."""
+
+    @abc.abstractmethod
+    def _manifest_of_one(self) -> dict[str, Any]:
+        """Describe a directory with one chain of such draws."""
+
+    @abc.abstractmethod
+    def _like(self) -> Any:
+        """Give a tree of the structure of a draw; None if it is unknown."""
+
+    @_check.arguments(
+        "thin_to",
+        number=_check.Whole(1),
+        prediction=_checks.PREDICTION,
+        directory=_check.PathLike() | None,
+    )
+    def thin_to(
+        self,
+        number: int,
+        prediction: Prediction,
+        directory: str | os.PathLike[str] | None = None,
+    ) -> Snapshots | StoredSnapshots:
+        """Choose a few draws whose average predicts held-out data best.
+
+        The first is the best single draw. Each next one is the draw that, added to the average so
+        far, gives the highest log pointwise predictive density (LPPD):
+
+            s_k = argmax_s sum_i log((p_i + L_si) / k),  p_i = sum of L_ji over the chosen draws j
+
+        with the likelihood L_si of target i under draw s. No draw is chosen twice.
+
+        The result predicts, with `number` forward passes per input. It is no sample of the
+        posterior: `summary`, `to_arviz` and estimates of the posterior refuse it. Choose on
+        validation data like those to come, and enough of them: the choice fits them, and a score on
+        them is too good. From some number on, each further draw lowers `subset.lppd`.
+
+        Args:
+            number: how many draws to choose from all chains together, >= 1.
+            prediction: of the same draws for held-out data,
+                `predict(..., per="draw", targets=...)`, with any likelihood.
+            directory: a new or empty folder for the draws, which `load_snapshots` reads. Its
+                manifest says which draws these are and how they were chosen; `sample` does not
+                resume from it. None: host memory.
+
+        Returns:
+            `Snapshots` of one chain of `number` draws in the order of the choice, so that the first
+            k of them are the subset of k; with a `directory`, `StoredSnapshots`, in the precision
+            of draws that are stored already. `subset` says which draws they are, and `trace` has
+            their statistics.
+
+        Raises:
+            ValueError: more draws than there are; a prediction without single draws or targets, or
+                of other draws; log densities that are NaN or plus infinity; a directory that is not
+                empty; a subset.
+            OSError: a draw could not be written.
+
+        Cost: `number` passes over the log densities `[draw, target]`, held twice in float64, and a
+        copy of each chosen draw. Of draws on disk it reads all headers, and the chosen draws one at
+        a time.
+
+        Example:
+            >>> import numpy as np, optax_smile
+            >>> draws = optax_smile.Snapshots(np.array([[0.0, 1.0, 2.0, 3.0]]))
+            >>> prediction = optax_smile.predict(
+            ...     lambda w, x: (w * x, 0.0), draws, np.ones(3), likelihood="gaussian",
+            ...     targets=np.array([0.8, 1.2, 2.9]), per="draw",
+            ... )
+            >>> draws.thin_to(2, prediction).params.tolist()
+            [[2.0, 1.0]]
+
+        Source: forward selection of an ensemble, Caruana et al., ICML 2004, by the log score and
+        without replacement.
+        """
+        where = "thin_to"
+        if self.subset is not None:
+            advice = (
+                "Choose from the draws that it was chosen from; its first draws are smaller ones."
+            )
+            _check.fail(where, "draws", "all draws of each chain", "a subset of draws", advice)
+        if number > len(self):
+            _check.fail(where, "number", f"at most the {len(self)} draws of all chains", number)
+        density = _density(where, self, prediction)
+        place = None if directory is None else Path(directory)
+        if place is not None:
+            _files.require_new(where, place)
+        # In the order of the draws: the first of all chains, then the second.
+        by_draw = density.swapaxes(0, 1).reshape(len(self), -1)
+        chosen, lppd = _subset.choose(by_draw, number)
+        rows, chains = np.divmod(chosen, self.num_chains)
+        stats = {name: x[chains, rows] for name, x in _stats(self).items()}
+        subset = Subset(chains, np.asarray(self._numbers())[rows], stats.get("step"), lppd)
+        if place is None:
+            trees = [self[at] for at in chosen]
+            params = jax.tree.map(lambda *x: np.stack(x)[None], *trees)
+            found = Snapshots(params, {name: x[None] for name, x in stats.items()}, self.settings)
+            vars(found).update(subset=subset)
+            return found
+        self._write_chosen(place, subset, rows, stats, by_draw.shape[1])
+        flat = isinstance(self, StoredSnapshots) and self.flat
+        return load_snapshots(place, like=self._like(), flat=flat)
+
+    def _write_chosen(
+        self,
+        directory: Path,
+        subset: Subset,
+        rows: np.ndarray,
+        stats: Mapping[str, np.ndarray],
+        num_targets: int,
+    ):
+        """Write a subset to a new directory.
+
+        Args:
+            directory: a new or empty one.
+            subset: of these draws.
+            rows: place of each of its draws in a chain, `[draw]`.
+            stats: of its draws, arrays `[draw]`.
+            num_targets: number of held-out targets.
+        """
+        source = str(self.directory) if isinstance(self, StoredSnapshots) else None
+        of = {"directory": source, "num_chains": self.num_chains, "num_draws": self.num_draws}
+        with _check.called("thin_to", "sample", params="draws"):
+            manifest = self._manifest_of_one()
+        manifest["subset"] = _subset.described(subset, num_targets, of)
+        steps = range(len(rows)) if subset.step is None else subset.step
+        shown = {name: x for name, x in stats.items() if name != "step"}
+        on_disk = (
+            (
+                int(steps[i]),
+                self._leaves_at(chain, row),
+                {name: x[i : i + 1] for name, x in shown.items()},
+            )
+            for i, (chain, row) in enumerate(zip(subset.chain, rows, strict=True))
+        )
+        _files.write_all(directory, manifest, on_disk)
 
 
 @dataclasses.dataclass(frozen=True, repr=False, init=False)
-class Snapshots(Draws):
+class Snapshots(_Thinnable):
     """Draws of several chains: a sequence of parameter trees, ordered draw by draw.
 
     The first draws of all chains come first, then the second draws: `draws[i]` is draw
@@ -180,64 +319,6 @@ class Snapshots(Draws):
         _files.write_all(directory, manifest, draws_on_disk)
         return load_snapshots(directory, like=snapshots[0])
 
-    @_check.arguments("Snapshots.thin_to", **THINNED)
-    def thin_to(
-        self,
-        number: int,
-        prediction: Prediction,
-        directory: str | os.PathLike[str] | None = None,
-    ) -> Snapshots | StoredSnapshots:
-        """Choose a few draws whose average predicts held-out data best.
-
-        The first is the best single draw. Each next one is the draw that, added to the average so
-        far, gives the highest log pointwise predictive density (LPPD):
-
-            s_k = argmax_s sum_i log((p_i + L_si) / k),  p_i = sum of L_ji over the chosen draws j
-
-        with the likelihood L_si of target i under draw s. No draw is chosen twice.
-
-        The result predicts, with `number` forward passes per input. It is no sample of the
-        posterior: `summary`, `to_arviz` and estimates of the posterior refuse it. Choose on
-        validation data like those to come, and enough of them: the choice fits them, and a score on
-        them is too good. From some number on, each further draw lowers `subset.lppd`.
-
-        Args:
-            number: how many draws to choose from all chains together, >= 1.
-            prediction: of the same draws for held-out data,
-                `predict(..., per="draw", targets=...)`, with any likelihood.
-            directory: a new or empty folder for the draws, which `load_snapshots` reads. Its
-                manifest says which draws these are and how they were chosen; `sample` does not
-                resume from it. None: host memory.
-
-        Returns:
-            `Snapshots` of one chain of `number` draws in the order of the choice, so that the first
-            k of them are the subset of k; with a `directory`, `StoredSnapshots`. `subset` says
-            which draws they are, and `trace` has their statistics.
-
-        Raises:
-            ValueError: more draws than there are; a prediction without single draws or targets, or
-                of other draws; log densities that are NaN or plus infinity; a directory that is not
-                empty; a subset.
-            OSError: a draw could not be written.
-
-        Cost: `number` passes over the log densities `[draw, target]`, held twice in float64, and a
-        copy of each chosen draw.
-
-        Example:
-            >>> import numpy as np, optax_smile
-            >>> draws = optax_smile.Snapshots(np.array([[0.0, 1.0, 2.0, 3.0]]))
-            >>> prediction = optax_smile.predict(
-            ...     lambda w, x: (w * x, 0.0), draws, np.ones(3), likelihood="gaussian",
-            ...     targets=np.array([0.8, 1.2, 2.9]), per="draw",
-            ... )
-            >>> draws.thin_to(2, prediction).params.tolist()
-            [[2.0, 1.0]]
-
-        Source: forward selection of an ensemble, Caruana et al., ICML 2004, by the log score and
-        without replacement.
-        """
-        return _thin_to("Snapshots.thin_to", self, number, prediction, directory)
-
     @property
     def num_chains(self) -> int:
         """Number of chains."""
@@ -276,7 +357,7 @@ class Snapshots(Draws):
         return {"trace": names} if self.trace else {}
 
 
-class StoredSnapshots(Draws):
+class StoredSnapshots(_Thinnable):
     """Draws in a directory, read on demand: a sequence of parameter trees, ordered draw by draw.
 
     Made by `load_snapshots`. Indices, slices and length are those of `Snapshots`; `draws[i]` reads
@@ -372,32 +453,6 @@ class StoredSnapshots(Draws):
         thinned.draws = self.draws[::-1][::every][::-1]
         return thinned
 
-    @_check.arguments("StoredSnapshots.thin_to", **THINNED)
-    def thin_to(
-        self,
-        number: int,
-        prediction: Prediction,
-        directory: str | os.PathLike[str] | None = None,
-    ) -> Snapshots | StoredSnapshots:
-        """Choose a few draws whose average predicts held-out data best, as `Snapshots.thin_to`.
-
-        Args:
-            number: how many draws to choose from all chains together, >= 1.
-            prediction: of the same draws for held-out data,
-                `predict(..., per="draw", targets=...)`.
-            directory: a new or empty folder for the draws; None: host memory.
-
-        Returns:
-            `StoredSnapshots` in the directory, in the tree structure of these draws, and in the
-            precision in which they are stored; without one, `Snapshots`.
-
-        Raises:
-            ValueError: as `Snapshots.thin_to`; a damaged file, named in the message.
-
-        Cost: reads the headers of all draws, and the chosen draws one at a time.
-        """
-        return _thin_to("StoredSnapshots.thin_to", self, number, prediction, directory)
-
     def _numbers(self) -> Sequence[int]:
         return [int(blocks[0].draw) for blocks in self.draws]
 
@@ -428,55 +483,6 @@ class StoredSnapshots(Draws):
         return _nest([(leaf.path, arrays[leaf.name]) for leaf in self.leaves])
 
 
-def _thin_to(
-    where: str,
-    draws: Snapshots | StoredSnapshots,
-    number: int,
-    prediction: Prediction,
-    directory: str | os.PathLike[str] | None,
-) -> Snapshots | StoredSnapshots:
-    """See `Snapshots.thin_to`."""
-    if draws.subset is not None:
-        advice = "Choose from the draws that it was chosen from; its first draws are smaller ones."
-        _check.fail(where, "draws", "all draws of each chain", "a subset of draws", advice)
-    if number > len(draws):
-        _check.fail(where, "number", f"at most the {len(draws)} draws of all chains", number)
-    density = _density(where, draws, prediction)
-    place = None if directory is None else Path(directory)
-    if place is not None:
-        _files.require_new(where, place)
-    # In the order of the draws: the first of all chains, then the second.
-    by_draw = density.swapaxes(0, 1).reshape(len(draws), -1)
-    chosen, lppd = _subset.choose(by_draw, number)
-    rows, chains = np.divmod(chosen, draws.num_chains)
-    stats = {name: x[chains, rows] for name, x in _stats(draws).items()}
-    subset = Subset(chains, np.asarray(draws._numbers())[rows], stats.get("step"), lppd)
-    if place is None:
-        trees = [draws[at] for at in chosen]
-        params = jax.tree.map(lambda *x: np.stack(x)[None], *trees)
-        found = Snapshots(params, {name: x[None] for name, x in stats.items()}, draws.settings)
-        vars(found).update(subset=subset)
-        return found
-    source = str(draws.directory) if isinstance(draws, StoredSnapshots) else None
-    of = {"directory": source, "num_chains": draws.num_chains, "num_draws": draws.num_draws}
-    with _check.called(where, "sample", params="draws"):
-        manifest = draws._manifest_of_one()
-    manifest["subset"] = _subset.described(subset, by_draw.shape[1], of)
-    steps = range(number) if subset.step is None else subset.step
-    stats.pop("step", None)
-    on_disk = (
-        (
-            int(steps[i]),
-            draws._leaves_at(chain, row),
-            {name: x[i : i + 1] for name, x in stats.items()},
-        )
-        for i, (chain, row) in enumerate(zip(chains, rows, strict=True))
-    )
-    _files.write_all(place, manifest, on_disk)
-    flat = isinstance(draws, StoredSnapshots) and draws.flat
-    return load_snapshots(place, like=draws._like(), flat=flat)
-
-
 def _density(where: str, draws: Draws, prediction: Prediction) -> np.ndarray:
     """Log densities `[chain, draw, target]`, all below infinity."""
     density = _checks.log_density_of(where, draws, prediction)
@@ -490,7 +496,7 @@ def _density(where: str, draws: Draws, prediction: Prediction) -> np.ndarray:
     return density
 
 
-def _stats(draws: Snapshots | StoredSnapshots) -> dict[str, np.ndarray]:
+def _stats(draws: Any) -> dict[str, np.ndarray]:
     """Statistics and step of the draws, `[chain, draw]`; the step only if it is known."""
     axes = draws.num_chains, draws.num_draws
     stats = _trace.of_draws(draws.trace, draws.num_draws)

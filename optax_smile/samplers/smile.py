@@ -71,8 +71,8 @@ def smile(
             Optax schedule of the number of steps. None: `angle_tuner` finds it. Other arguments,
             what is returned and errors as `psmile`.
 
-    Cost: one gradient per call; one parameter-sized array of state and 1.6 % of one, one more with
-    `"minimal_norm"`.
+    Cost: one gradient per call; one parameter-sized array of state and 1.6 % of one (two more for
+    leaves of at most 1,024 entries), one more with `"minimal_norm"`.
 
     Example:
         >>> import jax, jax.numpy as jnp, optax, optax_smile
@@ -213,8 +213,9 @@ def psmile(
             a scalar or has both names. Numerical trouble never raises: such steps are rejected and
             counted.
 
-    Cost: one gradient per call; three parameter-sized arrays of state and 1.6 % of one, one more
-    without explicit noise, one more with `"minimal_norm"`, one more with `track_params`.
+    Cost: one gradient per call; three parameter-sized arrays of state and 1.6 % of one (two more
+    for leaves of at most 1,024 entries), one more without explicit noise, one more with
+    `"minimal_norm"`, one more with `track_params`.
 
     Example:
         >>> import jax, jax.numpy as jnp, optax_smile

@@ -244,8 +244,8 @@ def angle_tuner(angle: float = ANGLE, adapt_steps: int | None = None) -> Tuner:
     Raises:
         ValueError: an argument out of range.
 
-    Cost: the sketch by which the change is estimated, 1.6 % of a parameter-sized array of state in
-    large leaves, a leaf of its own in those of fewer than 128 entries; no gradient, no `value`.
+    Cost: the sketch by which the change is estimated, 1.6 % of a parameter-sized array of state for
+    large leaves, two arrays for each leaf of at most 1,024 entries; no gradient, no `value`.
 
     Example:
         >>> import jax, optax_smile
