@@ -318,20 +318,23 @@ DEFECTS = r"""
 - LARGEST_COST = 1 / 3
 + LARGEST_COST = 1 / 2
 = all draws of a round are judged | last_half
-- BURN_IN = 0.5
-+ BURN_IN = 0.0
+- WINDOWS = (0.25, 0.5), (0.5, 1.0)
++ WINDOWS = (0.25, 0.5), (0.0, 1.0)
 = error of the score of a candidate, not of the difference | last_half
-- difference = np.subtract(first.density, second.density)
-+ difference = np.array(first.density)
+- difference = np.subtract(first.expected, second.expected)
++ difference = np.array(first.expected)
+= a score that falls is expected to fall on | last_half
+- not np.mean(now) > np.mean(before)
++ False
 = the cheaper survives though it is clearly worse | among_equals
 - *(preferred if is_equal else ())
 + *preferred
 = broken chains score like their start | last_half
-- self.part.density if is_sound else [-np.inf]
-+ self.part.density
+- density = now.density if is_sound else np.array([-np.inf])
++ density = now.density
 = draws that are made again count twice | stopped_selection
-- step > max(BURN_IN * end, before.step)
-+ step > BURN_IN * end
+- return places[0] if places and step > self.step else None
++ return places[0] if places else None
 # draws/_average.py | test_predict.py
 = densities joined without their largest | extreme or categorical
 - x * jnp.exp(of_x - base) + y * jnp.exp(of_y - base)
