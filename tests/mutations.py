@@ -321,11 +321,11 @@ DEFECTS = r"""
 - WINDOWS = (0.25, 0.5), (0.5, 1.0)
 + WINDOWS = (0.25, 0.5), (0.0, 1.0)
 = error of the score of a candidate, not of the difference | last_half
-- difference = np.subtract(first.expected, second.expected)
-+ difference = np.array(first.expected)
-= a score that falls is expected to fall on | last_half
-- not np.mean(now) > np.mean(before)
-+ False
+- difference = first - second
++ difference = first
+= a score that falls is expected to fall on | gain_counts or last_half
+- (num_doublings * gain if gain > 0 else 0.0)
++ num_doublings * gain
 = the cheaper survives though it is clearly worse | among_equals
 - *(preferred if is_equal else ())
 + *preferred

@@ -117,11 +117,12 @@ def test_rounds_are_judged_by_their_last_half_and_what_it_gained(selection):
             )
         )
         np.testing.assert_allclose(selection.lppd[row, 1:3], now.mean(axis=1), rtol=1e-5)
-        gains = (now - before).mean(axis=1, keepdims=True) > 0
-        density = now + gains * np.log2(270 / end) * (now - before)
-        np.testing.assert_allclose(selection.expected[row, 1:3], density.mean(axis=1), rtol=1e-5)
-        best = int(np.argmax(density.mean(axis=1)))
-        error = np.std(density[1 - best] - density[best], ddof=1) / NUM_VALID**0.5
+        gain = now - before
+        gain = gain.mean(axis=1) - 2 * gain.std(axis=1, ddof=1) / NUM_VALID**0.5
+        expected = now.mean(axis=1) + np.log2(270 / end) * np.maximum(gain, 0)
+        np.testing.assert_allclose(selection.expected[row, 1:3], expected, rtol=1e-5)
+        best = int(np.argmax(expected))
+        error = np.std(now[1 - best] - now[best], ddof=1) / NUM_VALID**0.5
         got = selection.standard_error[row, 1:3]
         assert got[best] == 0 and got[1 - best] == pytest.approx(error, rel=1e-3)
     assert np.isnan(selection.lppd[1, [0, 3]]).all()
@@ -262,7 +263,7 @@ def judged(
     """Of 100 inputs; the standard error of a difference is about a tenth of the spread."""
     noise = spread * np.random.default_rng(abs(hash(lppd)) % 2**32).normal(size=100)
     density = (lppd + noise - noise.mean()).tolist()
-    return Judged([0.0] * 100, density, 10, gradients_per_step, is_bayes)
+    return Judged(density, lppd, 10, gradients_per_step, is_bayes)
 
 
 def test_among_equals_the_cheaper_then_the_posterior_then_the_better_survives():
@@ -277,7 +278,10 @@ def test_among_equals_the_cheaper_then_the_posterior_then_the_better_survives():
         ("b", {"a": judged(-1), "b": judged(-0.9, gradients_per_step=2, is_bayes=False)}),
         ("a", {"a": judged(-9), "b": judged(-np.inf)}),
         # The error of a single input is unknown.
-        ("b", {"a": Judged([0], [-0.905], 10, 1, True), "b": Judged([0], [-0.9], 10, 2, False)}),
+        (
+            "b",
+            {"a": Judged([-0.905], -0.905, 10, 1, True), "b": Judged([-0.9], -0.9, 10, 2, False)},
+        ),
     ]
     for winner, found in winners:
         assert selecting._survivors(found) == [winner], found
@@ -289,6 +293,25 @@ def test_among_equals_the_cheaper_then_the_posterior_then_the_better_survives():
     rule = r"^`select\(candidates=...\)` must be .*at least one keeps .*finite, got \['a', 'b'\]"
     with pytest.raises(ValueError, match=rule):
         selecting._survivors(broken)
+
+
+def test_a_gain_counts_for_each_doubling_if_it_is_significant():
+    rng = np.random.default_rng(0)
+    before = rng.normal(size=400)
+    small = before + 0.1 + 0.2 * rng.normal(size=400)
+    expected = selecting._expected(before, small, 2.5)
+    gain = small - before
+    assert (
+        0.05
+        < gain.mean() - 2 * gain.std(ddof=1) / 20
+        == pytest.approx((expected - small.mean()) / 2.5)
+    )
+    # Neither a gain within its error, nor a loss, nor one from a window that was not finite.
+    noisy = before + 0.1 + 5 * rng.normal(size=400)
+    for now in (noisy, before - 0.1):
+        assert selecting._expected(before, now, 2.5) == now.mean()
+    assert selecting._expected(np.array([-np.inf]), small, 2.5) == small.mean()
+    assert selecting._expected(before, np.array([-np.inf]), 2.5) == -np.inf
 
 
 def test_scores_of_tokens_of_impossible_targets_and_of_broken_chains():

@@ -33,6 +33,8 @@ LARGEST_COST = 1 / 3
 # A round is scored by the draws in the last half of its steps. Those in the quarter before show how
 # much the score gains when the steps double.
 WINDOWS = (0.25, 0.5), (0.5, 1.0)
+# Standard errors by which a gain is reduced before it is extrapolated.
+NUM_ERRORS = 2.0
 # File in the directory with the results of the rounds.
 ROUNDS = "rounds.json"
 # File in the folder of a candidate with the predictions of its draws in the current round.
@@ -53,9 +55,9 @@ class Selection(NamedTuple):
             candidates dropped before, -inf if chains or predictions became non-finite.
         expected: `lppd` expected at the end of the whole run, by which candidates are compared,
             `[round, candidate]`; not finite where `lppd` is not.
-        standard_error: standard error, over the inputs, of the difference of `expected` from the
-            best of the round, `[round, candidate]`; NaN if one is not finite or there is only one
-            input.
+        standard_error: standard error, over the inputs, of the difference of `lppd` from that of
+            the best of the round by `expected`, `[round, candidate]`; NaN if one is not finite or
+            there is only one input.
         start_lppd: `lppd` of the initial parameters of the chains.
         final_lppd: `lppd` of all draws of the chosen candidate.
         total_steps: steps of each chain of the chosen candidate.
@@ -194,17 +196,22 @@ class Judged(NamedTuple):
 
     Attributes:
         density: log density of each validation input; -inf if the candidate became non-finite.
-        expected: the same, expected at the end of the whole run.
+        expected: their mean expected at the end of the whole run.
         num_steps: steps of each chain.
         gradients_per_step: gradients per step.
         is_bayes: whether it samples the posterior at temperature 1.
     """
 
     density: list[float]
-    expected: list[float]
+    expected: float
     num_steps: int
     gradients_per_step: int
     is_bayes: bool
+
+    @property
+    def lppd(self) -> float:
+        """Mean of `density`."""
+        return float(np.mean(self.density))
 
 
 @_check.arguments(
@@ -258,12 +265,14 @@ def select(
     dropped candidates take at most a third of its steps.
 
     Candidates are compared by the LPPD of the validation data that is expected at the end of the
-    whole run. It is the LPPD of the average over the draws in the last half of the steps so far,
-    plus what it gained over the average in the quarter before, if it gained, for each doubling of
-    the steps that remains. Rounds are short: a sampler or optimizer that moves far predicts badly
-    at first and improves for a long time.
+    whole run. Rounds are short, and a sampler or optimizer that moves far predicts badly at first
+    and improves for a long time. The LPPD so far is that of the average over the draws in the last
+    half of the steps. Its gain over the average in the quarter before, less two standard errors of
+    the gain, is added once for each doubling of the steps that remains; nothing, if that is
+    negative.
 
-    Candidates within one standard error of the best count as equal. Among them, the candidate with
+    Candidates within one standard error of the best, that of the difference of the LPPD so far,
+    count as equal. Among them, the candidate with
     the fewest gradients per step wins, then a sampler at temperature 1, which samples the Bayesian
     posterior, then the larger expected LPPD.
 
@@ -410,41 +419,41 @@ def _num_dropped(number: int) -> list[int]:
 
 def _survivors(judged: Mapping[str, Judged]) -> list[str]:
     """Return the better half; candidates equal to the best come first, ordered by cost."""
-    best = max(judged.values(), key=_expected)
-    if not np.isfinite(_expected(best)):
+    best = max(judged.values(), key=lambda x: x.expected)
+    if not np.isfinite(best.expected):
         rule = "candidates of which at least one keeps all chains and predictions finite"
         _check.fail("select", "candidates", rule, [*judged])
 
     def rank(name: str) -> tuple[Any, ...]:
         result = judged[name]
-        expected = _expected(result)
-        is_equal = _expected(best) - expected <= _standard_error(result, best)
+        is_equal = best.expected - result.expected <= _standard_error(result, best)
         preferred = result.gradients_per_step, not result.is_bayes
-        return (not is_equal, *(preferred if is_equal else ()), -expected)
+        return (not is_equal, *(preferred if is_equal else ()), -result.expected)
 
     return sorted(judged, key=rank)[: max(1, len(judged) // 2)]
 
 
-def _expected(result: Judged) -> float:
-    return float(np.mean(result.expected))
+def _expected(before: np.ndarray, now: np.ndarray, num_doublings: float) -> float:
+    """Return the mean of `now` expected after more doublings of the steps.
 
-
-def _at_the_end(before: np.ndarray, now: np.ndarray, num_doublings: float) -> np.ndarray:
-    """Return the log density of each input expected after more doublings of the steps.
-
-    Averages of draws gain about as much with each doubling; a score that falls is kept as it is.
+    Averages of draws gain about as much with each doubling, or less.
     """
-    if not np.isfinite(np.mean(before)) or not np.mean(now) > np.mean(before):
-        return now
-    return now + num_doublings * (now - before)
+    mean, error = _mean_and_error(now, before)
+    gain = mean - NUM_ERRORS * error
+    return float(np.mean(now) + (num_doublings * gain if gain > 0 else 0.0))
 
 
 def _standard_error(first: Judged, second: Judged) -> float:
-    """Return the standard error over inputs of the difference in `expected`; NaN for one input."""
-    if not np.isfinite([_expected(first), _expected(second)]).all() or len(first.expected) < 2:
-        return np.nan
-    difference = np.subtract(first.expected, second.expected)
-    return float(difference.std(ddof=1) / len(difference) ** 0.5)
+    """Return the standard error over inputs of the difference in `lppd`; NaN for one input."""
+    return _mean_and_error(np.array(first.density), np.array(second.density))[1]
+
+
+def _mean_and_error(first: np.ndarray, second: np.ndarray) -> tuple[float, float]:
+    """Return mean and standard error of a difference; NaN if not finite or of one input."""
+    if not np.isfinite([np.mean(first), np.mean(second)]).all() or len(first) < 2:
+        return np.nan, np.nan
+    difference = first - second
+    return float(difference.mean()), float(difference.std(ddof=1) / len(difference) ** 0.5)
 
 
 class _Progress:
@@ -527,13 +536,13 @@ class _Candidate:
         counts = run.chains.stats()
         is_sound = np.all(counts["num_nonfinite"] <= MOST_NONFINITE * counts["num_gradients"])
         density = now.density if is_sound else np.array([-np.inf])
-        expected = density
+        expected = float(np.mean(density))
         if before.count:
-            expected = _at_the_end(before.density, density, np.log2(num_steps / end))
+            expected = _expected(before.density, density, np.log2(num_steps / end))
         settings = run.settings or {}
         return Judged(
             density.tolist(),
-            expected.tolist(),
+            expected,
             run.num_steps,
             run.plan.gradients_per_step,
             _settings.are_posterior(settings) and settings.get("temperature") == 1,
@@ -617,9 +626,9 @@ def _scores(rounds: list[dict[str, Judged]], names: list[str]) -> np.ndarray:
     """Return LPPD, expected LPPD and standard error, `[3, round, candidate]`."""
     scores = np.full((3, len(rounds), len(names)), np.nan)
     for row, judged in enumerate(rounds):
-        leader = max(judged.values(), key=_expected)
+        leader = max(judged.values(), key=lambda x: x.expected)
         for name, one in judged.items():
-            numbers = np.mean(one.density), _expected(one), _standard_error(one, leader)
+            numbers = one.lppd, one.expected, _standard_error(one, leader)
             scores[:, row, names.index(name)] = numbers
     return scores
 
