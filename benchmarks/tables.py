@@ -24,6 +24,7 @@ from tabulated import (
     before_sampler,
     calibration,
     costs,
+    distil,
     estimators,
     faults,
     few_draws,
@@ -111,6 +112,7 @@ TABLES: dict[str, tuple[Callable[..., Table], tuple[str, ...]]] = {
     "public-loops": (public_loops.counts, ("public_loops",)),
     "public-loops-all": (public_loops.loops, ("public_loops",)),
     "public-loops-fits": (public_loops.fits, ("public_loops",)),
+    "distil": (distil.scores, ("distil",)),
     "few-draws": (few_draws.scores, ("few_draws",)),
     "few-draws-optimism": (few_draws.optimism, ("few_draws",)),
 }
