@@ -39,6 +39,7 @@ from tabulated import (
     selection,
     small_noise,
     starts,
+    stopping,
     uci,
 )
 from tabulated.table import Record, Table, block, read
@@ -111,6 +112,7 @@ TABLES: dict[str, tuple[Callable[..., Table], tuple[str, ...]]] = {
     "public-loops": (public_loops.counts, ("public_loops",)),
     "public-loops-all": (public_loops.loops, ("public_loops",)),
     "public-loops-fits": (public_loops.fits, ("public_loops",)),
+    "stopping": (stopping.saved, ("stopping",)),
     "few-draws": (few_draws.scores, ("few_draws",)),
     "few-draws-optimism": (few_draws.optimism, ("few_draws",)),
 }
