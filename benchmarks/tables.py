@@ -40,6 +40,7 @@ from tabulated import (
     selection,
     small_noise,
     starts,
+    stopping,
     uci,
 )
 from tabulated.table import Record, Table, block, read
@@ -113,6 +114,7 @@ TABLES: dict[str, tuple[Callable[..., Table], tuple[str, ...]]] = {
     "public-loops-all": (public_loops.loops, ("public_loops",)),
     "public-loops-fits": (public_loops.fits, ("public_loops",)),
     "distil": (distil.scores, ("distil",)),
+    "stopping": (stopping.saved, ("stopping",)),
     "few-draws": (few_draws.scores, ("few_draws",)),
     "few-draws-optimism": (few_draws.optimism, ("few_draws",)),
 }

@@ -10,12 +10,14 @@ from optax_smile.chains.recorded import RecordedSampler, recorded
 from optax_smile.chains.sample import sample
 from optax_smile.chains.select import Selection, select
 from optax_smile.chains.starts import chains_from_weights
+from optax_smile.chains.stopping import EvidenceStop
 from optax_smile.chains.warmstart import warmstart
 from optax_smile.draws.likelihoods import Likelihood
 from optax_smile.draws.predict import predict
 from optax_smile.draws.prediction import Outcome, Prediction
 from optax_smile.draws.predictor import Predictor
 from optax_smile.draws.snapshots import Snapshots, StoredSnapshots, load_snapshots
+from optax_smile.draws.stopping import Stopping
 from optax_smile.draws.subset import Subset
 from optax_smile.samplers.cyclical_sgld import cyclical_sgld
 from optax_smile.samplers.mclmc import mclmc
@@ -37,6 +39,7 @@ __version__ = "0.1.0"
 __all__ = [
     "ArgumentError",
     "CheckReport",
+    "EvidenceStop",
     "Likelihood",
     "MclmcSettings",
     "Outcome",
@@ -46,6 +49,7 @@ __all__ = [
     "Selection",
     "Snapshots",
     "Stats",
+    "Stopping",
     "StoredSnapshots",
     "Subset",
     "angle_tuner",

@@ -15,7 +15,9 @@ from optax_smile.chains import _checkpoint, _identity, _loop
 from optax_smile.chains._chains import Chains
 from optax_smile.chains._loop import Position
 from optax_smile.draws import _files, _manifest, _sessions
+from optax_smile.draws import stopping as _stopping
 from optax_smile.draws.snapshots import Snapshots, StoredSnapshots, load_snapshots
+from optax_smile.draws.stopping import Stopping
 
 
 class Place(NamedTuple):
@@ -38,6 +40,7 @@ class MemoryRun:
     def __init__(self, start: Any, settings: Mapping[str, Any] | None):
         self.start, self.settings = _tree.local(start), settings
         self.draws, self.trace = [], []
+        self.stopping: Stopping | None = None
 
     def restore(self, chains: Chains) -> None:
         """There is nothing to go on with."""
@@ -53,6 +56,14 @@ class MemoryRun:
         """Keep a draw."""
         self.draws.append(_tree.local(draw))
 
+    def before(self, number: int) -> list[Any]:
+        """There are no draws of an earlier call."""
+        return []
+
+    def note(self, stopping: Stopping):
+        """Keep what a stopping rule found so far."""
+        self.stopping = stopping
+
     def is_due(self) -> bool:
         """There are no checkpoints."""
         return False
@@ -67,7 +78,9 @@ class MemoryRun:
             return np.stack(leaves, axis=1)
 
         params, trace = jax.tree.map(stack, *self.draws), jax.tree.map(stack, *self.trace)
-        return Snapshots(params, trace, self.settings, self.start)
+        found = Snapshots(params, trace, self.settings, self.start)
+        vars(found).update(stopping=self.stopping)
+        return found
 
 
 class DirectoryRun:
@@ -124,6 +137,7 @@ class DirectoryRun:
         manifest |= _identity.of_run(data, lambda batch: chains.losses(batch, at))
         if before is not None:
             _identity.check_same("sample", self.directory, before, manifest, accept)
+        self.manifest = manifest
         if jax.process_index() == 0:
             _manifest.write(self.directory, manifest)
         files = _files.DrawFiles(self.directory, start, dtype=dtype, resumed=self.resumed)
@@ -185,6 +199,20 @@ class DirectoryRun:
     def put(self, number: int, step: int, draw: Any, stats: Mapping[str, np.ndarray]):
         """Hand a draw to the thread that writes."""
         self.writer.put(number, step, draw, stats)
+
+    @property
+    def start(self) -> Any:
+        """Start of the chains, as the directory holds it."""
+        return self.result().start
+
+    def before(self, number: int) -> StoredSnapshots:
+        """Return so many draws of an earlier call."""
+        return self.result(number)
+
+    def note(self, stopping: Stopping):
+        """Write what a stopping rule found so far."""
+        self.manifest["stopping"] = _stopping.described(stopping)
+        _manifest.write(self.directory, self.manifest)
 
     def is_due(self) -> bool:
         """Whether it is time for a checkpoint."""

@@ -16,13 +16,14 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from optax_smile import _check, _settings, parallel
+from optax_smile import _check, _settings, _tree, parallel
 from optax_smile.chains import _data, _gradients, _identity, _loop, _optimizer
 from optax_smile.chains._chains import Chains
 from optax_smile.chains._checkpoint import any_process
 from optax_smile.chains._loop import Position
 from optax_smile.chains._run import DirectoryRun, MemoryRun, Place
-from optax_smile.draws import _manifest
+from optax_smile.chains.stopping import Evidence, EvidenceStop, split
+from optax_smile.draws import _files, _manifest
 from optax_smile.draws.snapshots import Snapshots, StoredSnapshots
 
 BatchPer = Literal["gradient", "step"]
@@ -96,6 +97,7 @@ class Dispatch(NamedTuple):
     progress=_check.FLAG,
     callback=_check.Function("(step, stats)") | None,
     observe=_check.Function("(draw)") | None,
+    stop=_check.kind(EvidenceStop, "an `EvidenceStop`") | None,
 )
 def sample(
     loss_fn: Callable[..., Any],
@@ -124,6 +126,7 @@ def sample(
     progress: bool = True,
     callback: Callable[[int, Mapping[str, np.ndarray]], None] | None = None,
     observe: Callable[[Any], Any] | None = None,
+    stop: EvidenceStop | None = None,
 ) -> Snapshots | StoredSnapshots:
     """Run many chains and keep every `thin`-th accepted step end after the warm-up.
 
@@ -192,6 +195,11 @@ def sample(
         observe: `observe(draw)` takes the draws of all chains, arrays `[chain, ...]` on the
             devices, and gives a tree of arrays `[chain, ...]`, such as losses: these are kept in
             place of the draws, with a `directory` as well.
+        stop: an `EvidenceStop`, which looks at the draws every now and then, and ends the run
+            before `num_draws` where held-out data give the evidence that it asks for. `stopping` of
+            the draws says why it stopped, or did not. A run that is resumed looks at its stored
+            draws again, so it must get the same rule and data, or None, with which it goes on
+            without a rule.
 
     Returns:
         `Snapshots` with `params` `[chain, draw, ...]` and the statistics at every tick; with a
@@ -207,7 +215,8 @@ def sample(
             steps do not arrive as they were sent, or that receives other gradients than those of
             the loss but for a clip of their norm, an empty batch in a list, a mesh that does not
             fit, batches that run out before the first draw, a sampler that has not begun to give
-            draws at the end; a `directory` in use, of another run, or whose checkpoints another
+            draws at the end; `stop` with `observe` or several processes, or that does not fit the
+            model; a `directory` in use, of another run, or whose checkpoints another
             version wrote in another format.
         OSError: a draw or a checkpoint that cannot be written, such as on a full disk: the message
             names the file, and the draws before it can be loaded.
@@ -255,6 +264,7 @@ def sample(
         checkpoint_minutes=checkpoint_minutes,
         dtype=dtype,
         observe=observe,
+        stop=stop,
     )
     num_steps = num_warmup + num_draws * thin
     with ExitStack() as closing:
@@ -303,6 +313,7 @@ class Setup(NamedTuple):
     checkpoint_minutes: float = 5.0
     dtype: _manifest.StoredDtype | None = None
     observe: Callable[[Any], Any] | None = None
+    stop: EvidenceStop | None = None
 
 
 class Run:
@@ -315,6 +326,7 @@ class Run:
 
     def __init__(self, setup: Setup, closing: ExitStack):
         self.setup, params = setup, setup.params
+        _check_stop(setup)
         sampler = optax.with_extra_args_support(setup.sampler)
         self.is_optimizer = _optimizer.is_optimizer(sampler, params)
         if self.is_optimizer:
@@ -344,6 +356,8 @@ class Run:
         else:
             steps = {name: getattr(setup, name) for name in ("num_warmup", "thin", "batch_per")}
             told = _identity.of_sampler(sampler, self.settings, setup.key, setup.observe)
+            if setup.stop is not None:
+                told |= {"stop": setup.stop.described()}
             self.kept = DirectoryRun(
                 Path(setup.directory),
                 self.chains,
@@ -358,6 +372,16 @@ class Run:
         self.place = Place(0, 0, self.stream.position())
         self.is_begun = self.has_advanced = False
         self.gradients: _gradients.Gradients | None = None
+        self.evidence: Evidence | None = None
+        if setup.stop is not None:
+            where = {"mesh": setup.mesh, "specs": setup.specs}
+            with _check.called("sample", "Predictor.update"):
+                self.evidence = Evidence(setup.stop, self.kept.start, self.chains.number, **where)
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether the stopping rule has ended the run."""
+        return self.evidence is not None and self.evidence.looks.has_stopped
 
     @property
     def num_steps(self) -> int:
@@ -374,13 +398,13 @@ class Run:
             watch: `watch(step, stats)` after each piece of work; stats at a tick, or None.
 
         Returns:
-            Whether nobody wished to stop.
+            Whether nobody wished to stop, nor the stopping rule.
         """
         plan = self.plan._replace(num_steps=num_steps)
         try:
             if not self.is_begun:
                 self._begin()
-            if self.num_steps >= num_steps:
+            if self.num_steps >= num_steps or self.is_stopped:
                 return True
             self.has_advanced = True
             judge = partial(self.chains.check, settings=self.settings, warns=self.setup.check)
@@ -407,6 +431,18 @@ class Run:
         else:
             self.kept.checkpoint(self.chains, self.place)
         self.is_begun = True
+        draws = self.kept.before(self.place.num_kept)
+        for first in range(0, len(draws) if self.evidence else 0, self.chains.number):
+            self._look(draws[first : first + self.chains.number])
+
+    def _look(self, trees: Sequence[Any]):
+        """Show a draw of each chain to the stopping rule; keep what it finds."""
+        if self.evidence is None:
+            return
+        num_looks = len(self.evidence.looks.found)
+        self.evidence.add(trees)
+        if len(self.evidence.looks.found) > num_looks:
+            self.kept.note(self.evidence.looks.result())
 
     def _end_step(
         self,
@@ -425,13 +461,19 @@ class Run:
             _check_unaltered(seen)
             self.kept.tick(seen)
             if step > self.plan.num_warmup and np.all(seen["is_draw"]):
-                self.kept.put(num_kept, step, self.chains.draw(), seen)
+                draw = self.chains.draw()
+                self.kept.put(num_kept, step, draw, seen)
                 num_kept += 1
+                if self.evidence is not None:
+                    # As the directory will hold it, so that a resumed run finds the same.
+                    stored = _files.rounded(_tree.local(draw), self.setup.dtype)
+                    self._look(split(stored, self.chains.number))
         self.place = Place(dispatch.end, num_kept, dispatch.position or self.place.position)
         watch(step, seen)
         if not is_tick and jax.process_count() > 1:
             return False
-        is_stopped, is_due = any_process(wish() is not None, self.kept.is_due())
+        wishes = wish() is not None or self.is_stopped
+        is_stopped, is_due = any_process(wishes, self.kept.is_due())
         if is_due and not is_stopped:
             self.kept.checkpoint(self.chains, self.place)
         return is_stopped
@@ -455,13 +497,25 @@ def check_end(where: str, run: Run, num_steps: int, num_draws: int, is_stopped: 
         num_batches = num_steps * plan.gradients_per_step // plan.gradients_per_batch
         rule = f"an iterable with a batch for each of the {num_batches} gradients"
         _check.fail(where, "batches", rule, "one that ran out before the first draw")
-    if place.num_kept < num_draws:
+    if place.num_kept < num_draws and not run.is_stopped:
         early = "ended early" if step < num_steps else "kept what the sampler calls a draw,"
         reason = f": {run.watched.empty}" if run.watched.empty else ""
         message = f"`{where}` {early} with {place.num_kept} of {num_draws} draws per chain{reason}."
         warnings.warn(message, stacklevel=4)
     if run.setup.check and not run.is_optimizer and run.gradients is not None:
         _gradients.warn(where, run.gradients)
+
+
+def _check_stop(setup: Setup):
+    """Require draws that a stopping rule can predict with."""
+    if setup.stop is None:
+        return
+    if setup.observe is not None:
+        rule = "None with `observe`, which keeps no draws to predict with"
+        _check.fail("sample", "stop", rule, "an `EvidenceStop`")
+    if jax.process_count() > 1:
+        got = f"an `EvidenceStop` and {jax.process_count()} processes"
+        _check.fail("sample", "stop", "None with several processes", got)
 
 
 def _check_unaltered(stats: Mapping[str, np.ndarray]):

@@ -21,6 +21,7 @@ from optax_smile import _check, _disk, _settings, _tree, parallel
 from optax_smile._table import aligned
 from optax_smile.chains import _loop
 from optax_smile.chains.sample import Run, Setup, check_end
+from optax_smile.draws import _checks
 from optax_smile.draws.likelihoods import Likelihood
 from optax_smile.draws.predict import predict
 from optax_smile.draws.prediction import Prediction
@@ -127,12 +128,6 @@ class _Candidates(_check.Constraint):
         return dict(value)
 
 
-INPUTS_AND_TARGETS = _check.Where(
-    "a pair of inputs and targets",
-    lambda value: isinstance(value, (tuple, list)) and len(value) == 2 and value[1] is not None,
-)
-
-
 class Window(NamedTuple):
     """Predictions of the draws in a part of a round.
 
@@ -218,7 +213,7 @@ class Judged(NamedTuple):
     params=parallel.STACKED,
     batches=_check.REPEATABLE,
     candidates=_Candidates(),
-    validation=INPUTS_AND_TARGETS,
+    validation=_checks.INPUTS_AND_TARGETS,
     num_warmup=_check.Whole(0),
     num_draws=_check.Whole(1),
     thin=_check.Whole(1),

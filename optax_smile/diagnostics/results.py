@@ -12,6 +12,7 @@ from numpy.typing import ArrayLike
 
 from optax_smile import _table
 from optax_smile.diagnostics.statistics import LEAST_DRAWS_WITHIN
+from optax_smile.draws.stopping import Stopping
 
 # With fewer independent draws the R-hat within a chain is above `HIGH_RHAT` by chance at one value
 # in twenty (1.28 at 20 draws, simulated).
@@ -76,6 +77,7 @@ class Summary:
         mcse: Monte Carlo standard error of `lppd`.
         checks: every test that there was enough to make, passed or not.
         findings: those that did not pass.
+        stopping: what the stopping rule of the run found; None without a rule.
     """
 
     num_draws: int
@@ -97,6 +99,7 @@ class Summary:
     lppd: float
     mcse: float
     checks: tuple[Check, ...] = ()
+    stopping: Stopping | None = None
 
     @property
     def findings(self) -> tuple[Check, ...]:
@@ -170,6 +173,8 @@ class Summary:
     def _notes(self) -> list[str]:
         num_chains, num_draws = len(self.step_size_trend), self.num_draws
         notes = [f"chains: {num_chains}, draws of each: {num_draws}"]
+        if self.stopping is not None:
+            notes.append(str(self.stopping))
         if np.any(self.temperature < 1):
             notes.append(f"temperature {np.nanmin(self.temperature):.3g}: {COLD}")
         if not np.isnan(self.first_step_size).all():

@@ -75,6 +75,7 @@ def summary(
     figures |= {"num_draws": num_draws, "of": "weights", "lppd": np.nan, "mcse": np.nan}
     figures |= {"rhat_within": unknown[:, None], "rhat_across": np.empty(0), "ess": np.empty(0)}
     figures |= {"nominal_rate": nominal_rate(settings), "checks": ()}
+    figures |= {"stopping": snapshots.stopping}
     if trace:
         figures |= {
             "first_step_size": np.asarray(trace["step_size"], float)[:, 0],

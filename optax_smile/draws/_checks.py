@@ -119,6 +119,23 @@ class Targets(_check.Tree):
         return value
 
 
+INPUTS_AND_TARGETS = _check.Where(
+    "a pair of inputs and targets",
+    lambda value: isinstance(value, (tuple, list)) and len(value) == 2 and value[1] is not None,
+)
+
+
+class HeldOut(_check.Constraint):
+    """A pair of inputs and targets, converted to a tuple."""
+
+    text = INPUTS_AND_TARGETS.rule
+
+    def __call__(self, where, argument, value, given=_check.NOTHING):
+        inputs, targets = INPUTS_AND_TARGETS(where, argument, value)
+        inputs = Inputs()(where, argument, inputs)
+        return inputs, Targets()(where, argument, targets, {**given, "inputs": inputs})
+
+
 def num_inputs(inputs: Any) -> int:
     """Return the length of arrays `[input, ...]`."""
     return np.shape(jax.tree.leaves(inputs)[0])[0]

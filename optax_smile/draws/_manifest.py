@@ -12,6 +12,7 @@ import optax
 
 import optax_smile
 from optax_smile import _check, _disk, _tree
+from optax_smile.draws import stopping as _stopping
 from optax_smile.draws import subset as _subset
 
 FORMAT = 3
@@ -151,6 +152,9 @@ def _check_fields(where: str, file: Path, manifest: Mapping[str, Any]):
     need("has_start", has_start, "true or false", isinstance(has_start, bool))
     is_subset = chosen is None or _subset.is_described(chosen)
     need("subset", chosen, "null or the lists of a subset, all of one length", is_subset)
+    stopping = manifest.get("stopping")
+    is_stopping = stopping is None or _stopping.is_described(stopping)
+    need("stopping", stopping, "null or the looks of a stopping rule", is_stopping)
     need("versions", versions, "names and values", isinstance(versions, dict))
     need("leaves", leaves, "at least one leaf", isinstance(leaves, list) and leaves)
     for number, leaf in enumerate(leaves):

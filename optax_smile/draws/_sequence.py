@@ -11,6 +11,7 @@ import numpy as np
 
 from optax_smile import _check, _settings, _table
 from optax_smile.draws._manifest import Leaf
+from optax_smile.draws.stopping import Stopping
 from optax_smile.draws.subset import Subset
 
 
@@ -39,6 +40,11 @@ class Draws(abc.ABC):
     @abc.abstractmethod
     def subset(self) -> Subset | None:
         """Which draws these are, if `thin_to` chose them."""
+
+    @property
+    @abc.abstractmethod
+    def stopping(self) -> Stopping | None:
+        """What the stopping rule of the run found, if it had one."""
 
     @abc.abstractmethod
     def _arrays(self) -> list[Leaf]:
@@ -108,6 +114,8 @@ class Draws(abc.ABC):
             rows["sampler"] = _sampler(self.settings)
         if self.subset is not None:
             rows["subset"] = "chosen on held-out data; convergence cannot be judged from it"
+        if self.stopping is not None:
+            rows["stopping"] = str(self.stopping)
         return rows | self._place()
 
 

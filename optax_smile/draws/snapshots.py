@@ -17,9 +17,11 @@ import optax
 
 from optax_smile import _check, _disk, _settings, _table, _trace, parallel
 from optax_smile.draws import _checks, _files, _manifest, _own
+from optax_smile.draws import stopping as _stopping
 from optax_smile.draws import subset as _subset
 from optax_smile.draws._sequence import Draws
 from optax_smile.draws.prediction import Prediction
+from optax_smile.draws.stopping import Stopping
 from optax_smile.draws.subset import Subset
 
 
@@ -188,6 +190,7 @@ class Snapshots(_Thinnable):
         start: initial parameters of the chains, a tree of arrays `[chain, ...]`; None for weights
             without a sampler.
         subset: a `Subset` that says which draws these are, if `thin_to` chose them; else None.
+        stopping: a `Stopping` with what the stopping rule of the run found; None without a rule.
 
     Example:
         >>> import numpy as np, optax_smile
@@ -205,6 +208,7 @@ class Snapshots(_Thinnable):
     settings: Mapping[str, Any] | None = None
     start: Any = None
     subset: Subset | None = dataclasses.field(default=None, init=False)
+    stopping: Stopping | None = dataclasses.field(default=None, init=False)
 
     @_check.arguments(
         "Snapshots",
@@ -227,7 +231,7 @@ class Snapshots(_Thinnable):
                 _check.fail("Snapshots", "start", rule, got)
         # A frozen dataclass does not allow assignment.
         vars(self).update(params=params, trace=dict(trace), settings=settings, start=start)
-        vars(self).update(subset=None)
+        vars(self).update(subset=None, stopping=None)
 
     @classmethod
     @_check.arguments(
@@ -364,7 +368,8 @@ class StoredSnapshots(_Thinnable):
     one draw. `trace` holds the statistics of the draws, `[chain, draw]`. `params` reads all draws
     into memory, `[chain, draw, ...]`, and `start` the initial parameters, `[chain, ...]`.
     `manifest` is the content of the manifest, and `settings` the name and arguments of the sampler
-    or optimizer, as in `Snapshots`; so are `subset` and `thin_to`.
+    or optimizer, as in `Snapshots`; so are `subset`, `stopping` and
+    `thin_to`.
     """
 
     def __init__(self, directory: Path, manifest: Mapping[str, Any], like: Any, flat: bool):
@@ -399,6 +404,12 @@ class StoredSnapshots(_Thinnable):
         """Which draws these are, if `thin_to` chose them."""
         described = self.manifest.get("subset")
         return None if described is None else _subset.read(described, self._numbers())
+
+    @property
+    def stopping(self) -> Stopping | None:
+        """What the stopping rule of the run found, if it had one."""
+        described = self.manifest.get("stopping")
+        return None if described is None else _stopping.read(described)
 
     def _arrays(self) -> list[_manifest.Leaf]:
         return self.leaves
@@ -461,7 +472,9 @@ class StoredSnapshots(_Thinnable):
         return [arrays[leaf.name][chain : chain + 1] for leaf in self.leaves]
 
     def _manifest_of_one(self) -> dict[str, Any]:
-        return {**self.manifest, "num_chains": 1}
+        # The rule stopped the run, not the subset.
+        of_run = {name: x for name, x in self.manifest.items() if name != "stopping"}
+        return {**of_run, "num_chains": 1}
 
     def _like(self) -> Any:
         return None if self.structure is None else self[0]

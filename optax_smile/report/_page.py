@@ -187,6 +187,7 @@ def _head(snapshots: _ReadOnce) -> Iterator[str]:
     versions = manifest["versions"].items()
     facts["libraries"] = ", ".join(f"{name} {version}" for name, version in versions)
     facts["directory"] = str(snapshots.directory)
+    facts["stopping"] = str(snapshots.stopping or "")
     shown = {name: html.escape(text) for name, text in facts.items() if text}
     if not _settings.are_posterior(sampler):
         yield f"<p><b>{NO_POSTERIOR}</b></p>"
@@ -334,7 +335,7 @@ def _written_settings(snapshots: StoredSnapshots) -> Iterator[str]:
         written.append(_words.call("sample", {**num_draws, **loop}))
     if written:
         yield f"<pre>{html.escape(chr(10).join(written))}</pre>"
-    names = ("settings", "data", "loss", "versions", "subset")
+    names = ("settings", "data", "loss", "versions", "subset", "stopping")
     parts = {x: snapshots.manifest[x] for x in names if x in snapshots.manifest}
     whole = html.escape(json.dumps(parts, indent=1))
     yield f"<details><summary>Settings in the manifest</summary><pre>{whole}</pre></details>"

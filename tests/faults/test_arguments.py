@@ -59,6 +59,7 @@ HOSTILE: dict[str, Any] = {
 # Nothing for users to call: records that functions return, and what the package is made of.
 NOT_CALLED = {
     *("MclmcSettings", "Outcome", "Prediction", "Selection", "StoredSnapshots", "Subset"),
+    "Stopping",
     *("diagnostics.EnergyFit", "diagnostics.Check", "diagnostics.Summary"),
     *("ArgumentError", "CheckReport", "RecordedSampler", "Stats"),
     *("metrics.Reliability", "metrics.RiskCoverage", "parallel.Carry"),
@@ -81,7 +82,9 @@ LAWFUL: dict[str, set[str]] = {
     # What a function gives without it.
     **dict.fromkeys(("mesh", "specs", "per", "targets", "batch_size", "prediction"), {"none"}),
     **dict.fromkeys(("callback", "dtype", "aux", "mask", "output", "start", "ax"), {"none"}),
-    **dict.fromkeys(("tuner", "observe", "num_draws", "num_chains", "inputs", "like"), {"none"}),
+    **dict.fromkeys(
+        ("tuner", "observe", "stop", "num_draws", "num_chains", "inputs", "like"), {"none"}
+    ),
     "accept": {"list"},
     "check": {"true"},
     "check.state": {"none"},
@@ -128,6 +131,7 @@ LAWFUL: dict[str, set[str]] = {
     # A number is a batch for a loss that takes one.
     "validation": {"none", *NUMBER},
     "select.validation": set(),
+    "EvidenceStop.validation": set(),
     "directory": {"none", "text"},
     "load_snapshots.directory": {"text"},
     "Snapshots.params": TREES,
