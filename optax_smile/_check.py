@@ -264,7 +264,7 @@ class Real(Constraint):
         try:
             number = np.float64(value)
         except OverflowError:
-            number = np.float64(math.copysign(math.inf, value))
+            number = np.float64(math.inf if value > 0 else -math.inf)
         if not self.holds(number):
             fail(where, argument, self.rule, written(value))
         if isinstance(value, int) and abs(value) > LARGEST_WHOLE and not self.large:
@@ -306,7 +306,9 @@ class PathLike(Constraint):
     def __call__(self, where, argument, value, given=NOTHING) -> Any:
         if not isinstance(value, (str, os.PathLike)) or not os.fspath(value):
             fail(where, argument, self.text, show(value))
-        return Path(os.fsdecode(value))
+        if "\0" in (path := os.fsdecode(value)):
+            fail(where, argument, "a path without null characters", repr(path))
+        return Path(path)
 
 
 @dataclass(frozen=True)

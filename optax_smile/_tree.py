@@ -408,11 +408,15 @@ def normal_like(key: jax.Array, tree: Any) -> Any:
     """Draw a standard normal tree of the shapes and precision of `tree`."""
     leaves, structure = jax.tree.flatten(tree)
     keys = jax.random.split(key, len(leaves))
-    draws = [
-        jax.random.normal(k, leaf.shape, leaf.dtype, out_sharding=jax.typeof(leaf).sharding)
-        for k, leaf in zip(keys, leaves, strict=True)
-    ]
-    return jax.tree.unflatten(structure, draws)
+
+    def draw(key: jax.Array, leaf: jax.Array) -> jax.Array:
+        sharding = jax.typeof(leaf).sharding
+        if any(sharding.spec) and not isinstance(leaf, jax.core.Tracer):
+            # Explicit axes outside `jit`, where JAX draws on the device of the key alone.
+            return jax.device_put(jax.random.normal(key, leaf.shape, leaf.dtype), leaf.sharding)
+        return jax.random.normal(key, leaf.shape, leaf.dtype, out_sharding=sharding)
+
+    return jax.tree.unflatten(structure, [draw(*pair) for pair in zip(keys, leaves, strict=True)])
 
 
 def isotropic_like(key: jax.Array, tree: Any) -> Any:

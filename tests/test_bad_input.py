@@ -225,6 +225,12 @@ ones = np.ones(2)
 MESSAGES: list[tuple[Any, str]] = [
     # How a sampler gets its step size, and its key.
     (lambda: psmile(-0.1, num_data=9, key=0), "`psmile(step_size=...)` must be > 0 and finite"),
+    (lambda: psmile(10**400, num_data=9, key=0), "`psmile(step_size=...)` must be > 0 and finite"),
+    (lambda: sample(directory="a\0b"), "`sample(directory=...)` must be a path without null"),
+    (
+        lambda: warmstart(init_fn=lambda key: {"w": jnp.ones(3, int)}),
+        "`warmstart(init_fn=...)` must be a function that returns floating-point parameters, got",
+    ),
     (lambda: psmile(1e-3, num_data=9), "Write `key=0`, or any other seed, among the arguments."),
     (
         lambda: build("sgld", key=None),

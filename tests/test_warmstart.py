@@ -202,6 +202,11 @@ def test_a_chain_for_each_of_the_weights_if_they_fit_together():
         ([one, {"w": jnp.ones(4)}], {}, r"weights=...\)` must be of shape \(3,\) at \['w'\], .*4"),
         ([one, {"w": jnp.array([1, jnp.nan, 1])}], {}, r"weights=...\)` must be finite, got nan"),
         ([one, one], {"num_chains": 1}, r"num_chains=...\)` must be at least 2, .* got 1. Or pass"),
+        (
+            [{"w": np.ones(3, int)}],
+            {},
+            r"weights=...\)` must be floating-point parameters, got int",
+        ),
         ([one], {"jitter": 0.1}, r"key=...\)` must be a JAX key .* for the jitter that separates"),
     ):
         given: dict[str, Any] = arguments

@@ -150,7 +150,7 @@ class TestFinite:
     def test_an_empty_batch_ends_the_run_and_is_named(self):
         empty = EQUAL[0][0][:0], EQUAL[0][1][:0]
         with pytest.raises(
-            ValueError, match=r"batches=...\)` must be .*an empty one, batches\[2\]"
+            ValueError, match=r"batches=...\)` must be .*got batches\[2\], which is empty"
         ):
             sample([*EQUAL[:2], empty])
         rows = [*EQUAL, *EQUAL, empty]
@@ -162,6 +162,18 @@ class TestFinite:
             assert draws.num_draws == 12
         with pytest.raises(ValueError, match="batch 15 of pass 1 is empty"):
             sample(iter(rows))
+        for bad, reason in (
+            (
+                None,
+                r"has the structure PyTreeDef\(None\), not PyTreeDef\(\(\*, \*\)\) as the first",
+            ),
+            (EQUAL[0][:1], r"has the structure PyTreeDef\(\(\*,\)\), not"),
+            ((np.array([None] * 4), EQUAL[0][1]), "has an array of dtype object"),
+        ):
+            with pytest.warns(UserWarning, match=f"12 of 60 .*: batch 15 of pass 1 {reason}"):
+                assert sample(iter([*rows[:-1], bad]), **given).num_draws == 12
+            with pytest.raises(ValueError, match=rf"batches\[7\], which {reason}"):
+                sample([*EQUAL, bad])
         finding = found(check([*EQUAL, empty]))["empty batches"]
         assert finding.value == (7,) and "batches [7]" in finding.text
 

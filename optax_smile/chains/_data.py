@@ -37,12 +37,26 @@ def size(batch: Any, per_chain: bool) -> int | None:
     return lengths.pop() if len(lengths) == 1 else None
 
 
+USABLE = "an iterable of batches, numeric arrays with examples, all of the same structure"
+
+
+def defect(batch: Any, first: Any, per_chain: bool) -> str:
+    """Say why a batch cannot be used beside the first one; "" if it can."""
+    structure, expected = jax.tree.structure(batch), jax.tree.structure(first)
+    if structure != expected:
+        return f"has the structure {structure}, not {expected} as the first"
+    for leaf in jax.tree.leaves(batch):
+        dtype = leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype
+        if isinstance(dtype, np.dtype) and dtype.kind in "OSU":
+            return f"has an array of dtype {dtype}"
+    return "is empty" if size(batch, per_chain) == 0 else ""
+
+
 def check_list(where: str, batches: Any, per_chain: bool):
-    """Require that no batch of a list is empty."""
+    """Require batches of a list that can be used."""
     for number, batch in enumerate(batches):
-        if size(batch, per_chain) == 0:
-            rule, got = "batches with examples", f"an empty one, batches[{number}]"
-            _check.fail(where, "batches", rule, got)
+        if reason := defect(batch, batches[0], per_chain):
+            _check.fail(where, "batches", USABLE, f"batches[{number}], which {reason}")
 
 
 def unequal(sizes: Sequence[int | None]) -> Check:
@@ -148,28 +162,33 @@ def _distinct(batches: Sequence[Any], per_chain: bool) -> int:
 
 
 class Watched:
-    """A stream that ends at an empty batch, and warns once of batches of another size.
+    """A stream that ends at a batch that cannot be used, and warns once of another size.
 
     Attributes:
-        empty: which batch was empty; "" as long as none was.
+        defect: what is wrong with that batch; "" if there was none.
     """
 
     def __init__(self, where: str, stream: Stream, per_chain: bool, warns: bool):
         self.where, self.stream, self.per_chain = where, stream, per_chain
-        self.warns, self.empty, self.first = warns, "", None
+        self.warns, self.defect = warns, ""
+        self.first, self.rows = None, None
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
         batch = next(self.stream)
-        rows = size(batch, self.per_chain)
-        if rows == 0:
-            self.empty = f"batch {self.stream.taken} of pass {self.stream.passes + 1} is empty"
+        if self.first is None:
+            # Its structure alone, so that its arrays can be freed.
+            self.first = jax.tree.map(lambda _: 0, batch)
+        if reason := defect(batch, self.first, self.per_chain):
+            number, of_pass = self.stream.taken, self.stream.passes + 1
+            self.defect = f"batch {number} of pass {of_pass} {reason}"
             raise StopIteration
+        rows = size(batch, self.per_chain)
         if rows is not None and self.warns:
-            self.first = rows if self.first is None else self.first
-            found = unequal([self.first, rows])
+            self.rows = rows if self.rows is None else self.rows
+            found = unequal([self.rows, rows])
             self.warns = found.passed
             tell(self.where, found)
         return batch

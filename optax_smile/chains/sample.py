@@ -204,9 +204,9 @@ def sample(
     Returns:
         `Snapshots` with `params` `[chain, draw, ...]` and the statistics at every tick; with a
         `directory` the `StoredSnapshots` that `load_snapshots` gives. Ctrl-C, SIGTERM, batches that
-        run out, or a batch without examples, end the run early: the step is finished, a checkpoint
-        written, a warning given, and the draws made until then are returned. Without a directory
-        each of several processes returns its own chains.
+        run out, or a batch that is empty or has another structure than the first, end the run
+        early: the step is finished, a checkpoint written, a warning given, and the draws made until
+        then are returned. Without a directory each of several processes returns its own chains.
 
     Raises:
         ValueError: an argument out of range, leading axes that disagree, a loss that is not a
@@ -492,14 +492,14 @@ def check_end(where: str, run: Run, num_steps: int, num_draws: int, is_stopped: 
             rule = f"so many that the sampler calls one of the {step} steps a draw"
             remedy = "See its argument `adapt_steps` or `exploration`."
             _check.fail(where, "num_draws", rule, num_draws, remedy)
-        if run.watched.empty:
-            _check.fail(where, "batches", "batches with examples", run.watched.empty)
+        if run.watched.defect:
+            _check.fail(where, "batches", _data.USABLE, run.watched.defect)
         num_batches = num_steps * plan.gradients_per_step // plan.gradients_per_batch
         rule = f"an iterable with a batch for each of the {num_batches} gradients"
         _check.fail(where, "batches", rule, "one that ran out before the first draw")
     if place.num_kept < num_draws and not run.is_stopped:
         early = "ended early" if step < num_steps else "kept what the sampler calls a draw,"
-        reason = f": {run.watched.empty}" if run.watched.empty else ""
+        reason = f": {run.watched.defect}" if run.watched.defect else ""
         message = f"`{where}` {early} with {place.num_kept} of {num_draws} draws per chain{reason}."
         warnings.warn(message, stacklevel=4)
     if run.setup.check and not run.is_optimizer and run.gradients is not None:

@@ -75,6 +75,9 @@ def chains_from_weights(
     where = "chains_from_weights"
     for tree in weights[1:]:
         _tree.check_alike(where, "weights", tree, weights[0], "the first tree")
+    kinds = {jnp.result_type(leaf) for leaf in jax.tree.leaves(weights[0])}
+    if others := [x for x in kinds if not jnp.issubdtype(x, jnp.inexact)]:
+        _check.fail(where, "weights", "floating-point parameters", f"{others[0]}")
     num_chains = len(weights) if num_chains is None else num_chains
     if num_chains < len(weights):
         rule = f"at least {len(weights)}, the number of `weights`"

@@ -352,6 +352,9 @@ def _begin(
     shapes = _check.traced("warmstart", "init_fn", jax.vmap(init_fn), keys, rule=rule)
     if not jax.tree.leaves(shapes):
         _check.fail("warmstart", "init_fn", rule, f"one that returns {shapes}")
+    if others := [x for x in jax.tree.leaves(shapes) if not jnp.issubdtype(x.dtype, jnp.inexact)]:
+        rule = "a function that returns floating-point parameters"
+        _check.fail("warmstart", "init_fn", rule, f"one that returns {others[0].dtype}")
     own = parallel.shardings(shapes, mesh=mesh, specs=specs)
     initialize = jax.jit(parallel.over_chains(init_fn, mesh=mesh), out_shardings=own)
     params = initialize(parallel.split_key(key, num_members, mesh=mesh))

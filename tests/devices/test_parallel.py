@@ -200,6 +200,18 @@ def test_a_mesh_changes_nothing_but_the_place():
     assert groups and {x.translate(str.maketrans("{}", "[]")) for x in groups} <= written
 
 
+def test_sample_predicts_the_rise_of_the_loss_on_both_kinds_of_axes():
+    """With more parameters than data; `jax.make_mesh` makes explicit axes."""
+    warned = []
+    for mesh in (None, make_mesh((4,), AUTO), make_mesh((4,), EXPLICIT)):
+        sampler = optax_smile.psmile(num_data=5, key=0)
+        steps: dict[str, Any] = {"num_warmup": 2, "num_draws": 1, "key": 0, "progress": False}
+        with pytest.warns(UserWarning, match="the loss will rise") as told:
+            optax_smile.sample(mean_loss, start(4), [batch_of(0)], sampler, mesh=mesh, **steps)
+        warned.append([str(x.message) for x in told if "will rise" in str(x.message)])
+    assert warned[0] == warned[1] == warned[2]
+
+
 @pytest.mark.parametrize("specs", [None, SPECS], ids=["one device", "4x2"])
 def test_one_compilation_donation_and_the_parameters_of_the_user(specs, caplog):
     mesh = None if specs is None else make_mesh((4, 2), EXPLICIT)
