@@ -306,6 +306,24 @@ def test_summary_holds_the_figures_of_the_other_functions():
     assert f"{np.mean(found.rhat_across < 1.05):.0%} below 1.05" in str(found)
 
 
+@pytest.mark.parametrize(("correlation", "is_slow"), [(0.9, True), (0.3, False)])
+def test_a_chain_alone_with_few_independent_draws_is_slow(correlation, is_slow):
+    """Of 800 draws (1 - r) / (1 + r) are independent: 42, or 431."""
+    paths = autoregressive((1, 800, 3), correlation)
+    draws, x = optax_smile.Snapshots(paths.astype(np.float32)), np.eye(3, dtype=np.float32)
+    prediction = optax_smile.predict(
+        lambda w, x: (x @ w[:, None], 0.0),
+        draws,
+        x,
+        likelihood="gaussian",
+        targets=np.zeros((3, 1), np.float32),
+        per="draw",
+    )
+    found = diagnostics.summary(draws, prediction)
+    assert kinds(found) == ({("slow", (0,))} if is_slow else set())
+    assert ("below 100, which ArviZ recommends" in str(found)) == is_slow
+
+
 def test_a_real_run_with_a_diverged_and_a_frozen_chain():
     """One begins where losses are NaN, one where float32 has no room for a step."""
     params = start()

@@ -167,9 +167,11 @@ def test_it_is_no_sample_and_no_run(runs, tmp_path):
             function(small)
     with pytest.raises(ArgumentError, match="all draws of each chain"):
         small.thin_to(2, predicted(small))
+    files = set((tmp_path / "few").iterdir())
     for resume in (True, False):
         with pytest.raises(ArgumentError, match="few, which holds"):
             sample(tmp_path / "few", resume=resume)
+    assert set((tmp_path / "few").iterdir()) == files
     report.store(tmp_path / "few", "test", predicted(small))
     page = report.write(tmp_path / "few").read_text()
     assert "4 draws of smile, 52 parameters: a subset chosen on held-out data" in page

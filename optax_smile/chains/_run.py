@@ -117,6 +117,9 @@ class DirectoryRun:
         _disk.import_safetensors()
         start = chains.draw()
         self.directory, self.like = directory.absolute(), _loop.one_of(start)
+        # Before anything is created there.
+        if not (self.directory / "checkpoints").exists():
+            self._refuse_draws_alone()
         closing.enter_context(_checkpoint.lock("sample", self.directory))
         if jax.process_index() == 0:
             _disk.remove_drafts(self.directory)
@@ -156,11 +159,8 @@ class DirectoryRun:
             rule = "a directory without draws where `resume` is False"
             got = f"{self.directory}, which holds those of another run"
             _check.fail("sample", "directory", rule, got, "Choose another, or remove it.")
-        if has_draws and not has_checkpoint:
-            rule = "a directory with a checkpoint to resume from, or without draws"
-            got = f"{self.directory}, which holds draws alone"
-            _check.fail("sample", "directory", rule, got, "Choose another, or remove it.")
         if not has_checkpoint:
+            self._refuse_draws_alone()
             return None
         self.checkpoints.check_format("sample", chains.tree)
         before = _manifest.read("sample", self.directory)
@@ -176,6 +176,12 @@ class DirectoryRun:
                 got = f"{self.directory} with {theirs.get(name)!r}"
                 _check.fail("sample", "directory", rule, got, remedy)
         return before
+
+    def _refuse_draws_alone(self):
+        if any(self.directory.glob("draw-*")):
+            rule = "a directory with a checkpoint to resume from, or without draws"
+            got = f"{self.directory}, which holds draws alone"
+            _check.fail("sample", "directory", rule, got, "Choose another, or remove it.")
 
     def restore(self, chains: Chains) -> Place | None:
         """Bring the chains to where the newest checkpoint is, if there is one, and tell where."""

@@ -18,7 +18,7 @@ from optax_smile.diagnostics.results import (
     median_of,
     share_above,
 )
-from optax_smile.diagnostics.statistics import log_mean_exp, rhat
+from optax_smile.diagnostics.statistics import ess, log_mean_exp, rhat
 from optax_smile.state import MOST_NONFINITE, MOST_RISE
 
 # The four quarters of a chain with n independent draws have an R-hat of about 1 + 2 / n: beyond
@@ -32,6 +32,9 @@ MANY_INPUTS = 0.25
 # Of fewer draws independent ones too have R-hats above 1.1: 28 % at 20 draws, 8 % at 40, 2 % at 60,
 # simulated.
 LEAST_DRAWS_SLOW = 60
+# Vehtari et al. 2021 and ArviZ recommend so many for each chain. Chains of networks are many and
+# short: here all together must have them, and only where so many draws could have been more.
+LEAST_ESS, LEAST_DRAWS_ESS = 100, 400
 # Step sizes and distances of healthy chains differ by factors of two or three.
 MUCH = 10.0
 # A step size that changes more while it samples targets no single distribution.
@@ -284,6 +287,8 @@ def _mixing(found: Summary, run: Run, arrived: np.ndarray) -> Iterator[Sign]:
     if least:
         slow = arrived & is_slow & (share > MANY_INPUTS)
         yield Sign("slow", slow, share, MANY_INPUTS, text, ".0%")
+    if not is_slow:
+        yield from _few_independent(found, run.values, arrived)
     steady = arrived & (found.copy_of == np.arange(len(arrived)))
     if steady.sum() < 2:
         return
@@ -311,6 +316,21 @@ def _mixing(found: Summary, run: Run, arrived: np.ndarray) -> Iterator[Sign]:
             f"{{}} of the R-hats across these chains are above {bound} (above {MANY_INPUTS:.0%})."
         )
         yield Sign("chains differ", differ, across, MANY_INPUTS, text, ".0%")
+
+
+def _few_independent(found: Summary, values: np.ndarray, arrived: np.ndarray) -> Iterator[Sign]:
+    """Sign that chains, each by itself since modes may differ, have few independent draws."""
+    counted = arrived & (found.copy_of == np.arange(len(arrived)))
+    if counted.sum() * found.num_draws < LEAST_DRAWS_ESS:
+        return
+    own = np.full(len(arrived), np.nan)
+    own[counted] = [median_of(ess(values[[chain]])) for chain in np.flatnonzero(counted)]
+    total = np.nansum(own)
+    text = (
+        f"{{}} of the {found.num_draws} draws count as independent, in all chains together"
+        f" {total:.0f} (below {LEAST_ESS}, which ArviZ recommends for each chain)."
+    )
+    yield Sign("slow", counted & (total < LEAST_ESS), own, LEAST_ESS, text, ".0f")
 
 
 def _risen(found: Summary, run: Run, sick: np.ndarray) -> Sign:

@@ -204,7 +204,7 @@ def test_sample_predicts_the_rise_of_the_loss_on_both_kinds_of_axes():
     """With more parameters than data; `jax.make_mesh` makes explicit axes."""
     warned = []
     for mesh in (None, make_mesh((4,), AUTO), make_mesh((4,), EXPLICIT)):
-        sampler = optax_smile.psmile(num_data=5, key=0)
+        sampler = optax_smile.psmile(num_data=16, key=0)
         steps: dict[str, Any] = {"num_warmup": 2, "num_draws": 1, "key": 0, "progress": False}
         with pytest.warns(UserWarning, match="the loss will rise") as told:
             optax_smile.sample(mean_loss, start(4), [batch_of(0)], sampler, mesh=mesh, **steps)
