@@ -4,7 +4,9 @@
     python benchmarks/tables.py --check    say what is stale, and exit with 1
 
 Pages are `README.md`, `notes/*.md`, and `faults.md` and `which-method.md` in `../docs`; records are
-`results/*.jsonl`, those of the paper `results/paper.jsonl`. Markers, a table on lines of its own, a figure within a line:
+`results/*.jsonl`, those of the paper `results/paper.jsonl`.
+
+Markers, a table on lines of its own, a figure within a line:
 
     <!-- table NAME --> <!-- end -->
     ... better by <!-- figure NAME -->0.05 ± 0.01<!-- end --> nats ...
@@ -114,6 +116,10 @@ TABLES: dict[str, tuple[Callable[..., Table], tuple[str, ...]]] = {
     "public-loops-fits": (public_loops.fits, ("public_loops",)),
     "few-draws": (few_draws.scores, ("few_draws",)),
     "few-draws-optimism": (few_draws.optimism, ("few_draws",)),
+    "which-method": (
+        which_method.decisions,
+        ("uci", "networks", "selection", "few_draws"),
+    ),
     **{
         f"which-method {problem}": (which_method.scores(problem), ("which_method",))
         for problem in ("digits", "energy", "airfoil")
