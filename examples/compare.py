@@ -58,7 +58,8 @@ def digits(seed: int) -> Problem:
 
     inputs, targets = load_digits(return_X_y=True)
     both: Any = (inputs / 16).astype(np.float32), targets.astype(np.int32)
-    x, rest_x, y, rest_y = train_test_split(*both, test_size=0.4, random_state=seed)
+    split: Any = train_test_split(*both, test_size=0.4, random_state=seed)
+    x, rest_x, y, rest_y = split
     half = len(rest_x) // 2
     splits = Splits((x, y), (rest_x[:half], rest_y[:half]), (rest_x[half:], rest_y[half:]))
     network = Network()
@@ -87,7 +88,8 @@ def table_of(name: str, seed: int) -> Problem:
         return {"network": network.init(key, splits.train[0][:1]), "log_std": jnp.zeros(())}
 
     def apply(params, x) -> Any:
-        return network.apply(params["network"], x)[:, 0], params["log_std"]
+        outputs: Any = network.apply(params["network"], x)
+        return outputs[:, 0], params["log_std"]
 
     def loss(outputs, y):
         mean, log_std = outputs
@@ -130,7 +132,8 @@ def compare(
             rows[name] = row_of(run, name)
             if reused := METHODS[name].reuses:
                 rows[name]["seconds"] += rows[reused]["seconds"] - run.seconds_of_starts
-            print(f"seed {seed}: {name}: {rows[name].get('lppd', rows[name].get('why'))}")
+            found = rows[name].get("lppd", rows[name].get("why"))
+            print(f"seed {seed}: {name}: {found}", flush=True)
         results.append(rows)
     return results
 

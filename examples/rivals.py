@@ -130,7 +130,8 @@ def noisy_ivon(
     to zero the iterates are draws of the result. Options as for `ivon_optimizer`.
     """
     given: Any = {"num_data": num_data, **options}
-    inner, delta = ivon_optimizer(learning_rate, **given), given["weight_decay"]
+    inner: Any = ivon_optimizer(learning_rate, **given)
+    delta = given["weight_decay"]
 
     def init(params):
         return NoisyState(params, inner.init(params), jax.random.key_data(jax.random.key(key)))
@@ -205,7 +206,9 @@ def last_layer_laplace(
     def put(leaves, flat):
         """One network with other weights in its last layer."""
         parts = iter(jnp.split(flat, sizes))
-        new = [next(parts).reshape(x.shape) if y else x for x, y in zip(leaves, is_last, strict=1)]
+        new = [
+            next(parts).reshape(x.shape) if y else x for x, y in zip(leaves, is_last, strict=True)
+        ]
         return jax.tree.unflatten(structure, new)
 
     def outputs(flat, leaves, x):
@@ -239,7 +242,7 @@ def last_layer_laplace(
         moved = []
         for precision, z in zip(total, noise, strict=True):
             lower = linalg.cholesky(precision + delta * np.eye(len(precision)), lower=True)
-            moved.append(linalg.solve_triangular(lower, z, lower=True, trans="T").T)
+            moved.append(linalg.solve_triangular(lower, z, lower=True, trans=1).T)
         new = jnp.asarray(flat)[:, None] + np.asarray(moved, np.float32)
         every = jax.vmap(jax.vmap(put, (None, 0)), (0, 0))
         return optax_smile.Snapshots(jax.device_get(every(leaves, new)))

@@ -106,7 +106,9 @@ def test_last_layer_laplace_of_softmax_regression():
         return x @ params["last"]
 
     p = np.asarray(jax.nn.softmax(x @ kernel))
-    blocks = [np.kron(np.outer(a, a), np.diag(q) - np.outer(q, q)) for a, q in zip(x, p, strict=1)]
+    blocks = [
+        np.kron(np.outer(a, a), np.diag(q) - np.outer(q, q)) for a, q in zip(x, p, strict=True)
+    ]
     exact = np.linalg.inv(np.sum(blocks, axis=0) + np.eye(6))
     params = {"last": jnp.asarray(kernel)[None]}
     made = last_layer_laplace(apply, params, [(x, None)], "categorical", "last")
@@ -121,7 +123,8 @@ def test_iterates_of_ivon_are_draws_of_its_gaussian():
     options = {"momentum_decay": 0.9, "hessian_decay": 1.0, "hess_init": h, "weight_decay": delta}
     tx = noisy_ivon(0.0, num_data=num_data, key=0, **options)
     params = jnp.full((number,), 3.0)
-    updates, state = tx.update(jnp.ones(number), tx.init(params), params)
+    moved: Any = tx.update(jnp.ones(number), tx.init(params), params)
+    updates, state = moved
     draws = np.asarray(params + updates)
     variance = 1 / (num_data * (h + delta))
     assert abs(draws.mean() - 3) < 4.5 * np.sqrt(variance / number)
