@@ -21,6 +21,7 @@ import numpy as np
 import optax
 from experiment import Experiment, Settings, draw
 from flax import serialization
+from rivals import gaussian, ivon_optimizer, swag_draws
 
 import optax_smile
 
@@ -109,18 +110,10 @@ def swag(run: Run, options: Mapping[str, Any]) -> optax_smile.Snapshots:
     """
     chosen = _chosen("swag", options)
     visited = _train_on(run, chosen["learning_rate"], chosen["weight_decay"])
-    number, random = min(chosen["rank"], len(visited) - 1), np.random.default_rng(run.seed)
-    weights = random.normal(size=(run.settings.num_draws, number))
-
-    def gaussians(*leaves):
-        values = np.stack(leaves)
-        last = values[-number:] - values.mean(0)
-        noise = random.normal(size=(len(weights), *values.shape[1:])) * values.std(0)
-        low = np.tensordot(weights, last, 1) / np.sqrt(max(1, number - 1))
-        return (values.mean(0) + (noise + low) / np.sqrt(2)).astype(values.dtype)
-
-    drawn = jax.tree.map(gaussians, *visited)
-    draws = [jax.tree.map(lambda x, i=i: x[i], drawn) for i in range(len(weights))]
+    random = np.random.default_rng(run.seed)
+    stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *visited)
+    drawn = swag_draws(stacked, run.settings.num_draws, chosen["rank"], random)
+    draws = [jax.tree.map(lambda x, i=i: x[i], drawn) for i in range(run.settings.num_draws)]
     return _snapshots("swag", chosen, run.start, draws)
 
 
@@ -240,67 +233,6 @@ def train(
             _save(last, (told, drawn, params, state))
 
 
-class IvonState(NamedTuple):
-    """Steps so far, and moving averages of the gradient and of the Hessian's diagonal per datum."""
-
-    count: jax.Array
-    momentum: Any
-    hessian: Any
-
-
-def ivon_optimizer(
-    learning_rate: optax.ScalarOrSchedule,
-    *,
-    num_data: float,
-    momentum_decay: float,
-    hessian_decay: float,
-    hess_init: float,
-    weight_decay: float,
-) -> optax.GradientTransformationExtraArgs:
-    r"""Improved variational online Newton: a Gaussian N(m, sigma^2) with a diagonal covariance.
-
-    The gradient g' of the mean loss belongs to theta ~ N(m, sigma^2), which the update gets as
-    `point`; the parameters are m. The last term of h keeps h + delta positive.
-
-        h' = g' (theta - m) / sigma^2,                  sigma^2 = 1 / (lambda (h + delta))
-        g <- beta1 g + (1 - beta1) g'
-        h <- beta2 h + (1 - beta2) h' + (1 - beta2)^2 (h - h')^2 / (2 (h + delta))
-        m <- m - alpha (h_0 + delta) (g / (1 - beta1^t) + delta m) / (h + delta)
-
-    Args:
-        learning_rate: alpha, a number or a schedule.
-        num_data: lambda, the effective sample size.
-        momentum_decay, hessian_decay: beta1 and beta2, in [0, 1).
-        hess_init: h_0, > 0.
-        weight_decay: delta, > 0: the prior's precision over lambda.
-
-    Source: Shen et al., ICML 2024, algorithm 1, with its rescaling of alpha by h_0 + delta.
-    """
-
-    def init(params):
-        hessian = jax.tree.map(lambda x: jnp.full_like(x, hess_init), params)
-        return IvonState(jnp.zeros((), jnp.int32), jax.tree.map(jnp.zeros_like, params), hessian)
-
-    def update(updates, state, params=None, *, point=None, **_):
-        rate: Any = learning_rate(state.count) if callable(learning_rate) else learning_rate
-        count = state.count + 1
-
-        def averaged(h, g, theta, m):
-            change = (1 - hessian_decay) * (g * (theta - m) * num_data * (h + weight_decay) - h)
-            return h + change + change**2 / (2 * (h + weight_decay))
-
-        def moved(g, h, m):
-            force = g / (1 - momentum_decay**count) + weight_decay * m
-            return -rate * (hess_init + weight_decay) * force / (h + weight_decay)
-
-        momentum = optax.tree.update_moment(updates, state.momentum, momentum_decay, 1)
-        hessian = jax.tree.map(averaged, state.hessian, updates, point, params)
-        moves = jax.tree.map(moved, momentum, hessian, params)
-        return moves, IvonState(count, momentum, hessian)
-
-    return optax.GradientTransformationExtraArgs(init, update)
-
-
 def fisher(task: Experiment, settings: Settings, params: Any, seed: int, chunk_size: int) -> Any:
     r"""Estimate the Fisher diagonal E[(grad log p(y | x))^2] per target, on one pass of batches.
 
@@ -333,13 +265,6 @@ def fisher(task: Experiment, settings: Settings, params: Any, seed: int, chunk_s
         total = add(total, params, key, number, inputs)
         num_targets += targets.size
     return jax.tree.map(lambda x: x / num_targets, total)
-
-
-@jax.jit
-def gaussian(key: jax.Array, mean: Any, precision: Any) -> Any:
-    """Draw from a Gaussian with a diagonal precision."""
-    noise = optax.tree.random_like(key, mean)
-    return jax.tree.map(lambda m, z, p: m + z / jnp.sqrt(p), mean, noise, precision)
 
 
 def _train_on(

@@ -3,8 +3,10 @@
     python benchmarks/tables.py            rewrite what stands between markers
     python benchmarks/tables.py --check    say what is stale, and exit with 1
 
-Pages are `README.md`, `notes/*.md` and `../docs/faults.md`; records are `results/*.jsonl`, those of
-the paper `results/paper.jsonl`. Markers, a table on lines of its own, a figure within a line:
+Pages are `README.md`, `notes/*.md`, and `faults.md` and `which-method.md` in `../docs`; records are
+`results/*.jsonl`, those of the paper `results/paper.jsonl`.
+
+Markers, a table on lines of its own, a figure within a line:
 
     <!-- table NAME --> <!-- end -->
     ... better by <!-- figure NAME -->0.05 ± 0.01<!-- end --> nats ...
@@ -42,6 +44,7 @@ from tabulated import (
     starts,
     stopping,
     uci,
+    which_method,
 )
 from tabulated.table import Record, Table, block, read
 
@@ -117,6 +120,14 @@ TABLES: dict[str, tuple[Callable[..., Table], tuple[str, ...]]] = {
     "stopping": (stopping.saved, ("stopping",)),
     "few-draws": (few_draws.scores, ("few_draws",)),
     "few-draws-optimism": (few_draws.optimism, ("few_draws",)),
+    "which-method": (
+        which_method.decisions,
+        ("uci", "networks", "selection", "few_draws"),
+    ),
+    **{
+        f"which-method {problem}": (which_method.scores(problem), ("which_method",))
+        for problem in ("digits", "energy", "airfoil")
+    },
 }
 FIGURES: dict[str, tuple[Callable[..., str], tuple[str, ...]]] = {
     **{
@@ -147,6 +158,10 @@ FIGURES: dict[str, tuple[Callable[..., str], tuple[str, ...]]] = {
     "LPPD after temperature": (calibration.after("LPPD"), ("calibration",)),
     "estimators won": (estimators.won, ("estimators",)),
     "public loops run": (public_loops.run, ("public_loops",)),
+    **{
+        f"which-method {problem}": (which_method.advice(problem), ("which_method",))
+        for problem in ("digits", "energy", "airfoil")
+    },
     "public repositories": (public_loops.repositories, ("public_loops",)),
 }
 MARKED = re.compile(r"<!-- (table|figure) ([^>]*?) -->(.*?)<!-- end -->", re.DOTALL)
@@ -225,7 +240,8 @@ def main() -> int:
     arguments = parser.parse_args()
     wrong = []
     notes = sorted((FOLDER / "notes").glob("*.md"))
-    for page in (FOLDER / "README.md", *notes, FOLDER.parent / "docs" / "faults.md"):
+    docs = [FOLDER.parent / "docs" / name for name in ("faults.md", "which-method.md")]
+    for page in (FOLDER / "README.md", *notes, *docs):
         text = page.read_text(encoding="utf-8")
         if not arguments.check:
             text = rewritten(text)

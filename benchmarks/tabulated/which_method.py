@@ -1,0 +1,103 @@
+"""All methods of `examples/compare.py` on one problem, what to use, and where to look first."""
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from tabulated.table import NO_RECORD, Record, Table, mean_error
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+import verdict  # noqa: E402
+
+
+def scores(problem: str) -> Callable[[Sequence[Record]], Table]:
+    """Mean and standard error over seeds."""
+
+    def table(found: Sequence[Record]) -> Table:
+        used = of(found, problem)
+        if not used:
+            return Table([], [], [])
+        return Table(*verdict.cells([record["methods"] for record in used]), used)
+
+    return table
+
+
+def advice(problem: str) -> Callable[[Sequence[Record]], str]:
+    """The three sentences."""
+
+    def text(found: Sequence[Record]) -> str:
+        used = of(found, problem)
+        return " ".join(verdict.sentences([r["methods"] for r in used])) if used else NO_RECORD
+
+    return text
+
+
+def of(found: Sequence[Record], problem: str) -> list[Record]:
+    """Records of a problem, by seed."""
+    cells = [(record["cell"], record) for record in found]
+    used = [one for cell, one in cells if cell["problem"] == problem and "smoke" not in cell]
+    return sorted(used, key=lambda record: record["cell"]["seed"])
+
+
+def decisions(
+    uci: Sequence[Record],
+    networks: Sequence[Record],
+    choices: Sequence[Record],
+    few: Sequence[Record],
+) -> Table:
+    """What to try first, by weights per example, budget and deployment, with what was measured."""
+    sizes = {r["cell"]["problem"]: r["num_parameters"] / r["num_data"] for r in choices}
+    rows, used = [], []
+
+    def add(case: str, size: str, advice: str, found: Sequence[tuple[Record, Record]], text: str):
+        gaps = [a["lppd"] - b["lppd"] for a, b in found]
+        rows.append([case, size, advice, f"{mean_error(gaps, 3, '+')} {text}"])
+        used.extend(record for pair in found for record in pair)
+
+    for data in ("energy", "airfoil"):
+        cells = [r for r in uci if r["cell"]["data"] == data and _is_usual(r["cell"])]
+        case = f"table ({data}), thousands of passes over the data, 4,000 draws"
+        text = "psmile - checkpoints at their best rate"
+        add(case, f"{sizes[data]:.1f}", "psmile", _beside(cells, "psmile", "split"), text)
+    small = [r for r in networks if (r["cell"]["task"], r["cell"]["form"]) == ("lenet", "small")]
+    cold = [r for r in small if "temperature" in r["cell"]["options"]]
+    base = [r for r in small if r["cell"]["method"] == "checkpoints"]
+    text = "psmile, cold - checkpoints at their best rate"
+    pairs = _beside(cold + base, "psmile", "seed")
+    # 61,706 weights, 54,000 images.
+    add(
+        "image network (LeNet), 14 passes over the data, 128 draws",
+        "1.1",
+        "psmile, cold, or checkpoints",
+        pairs,
+        text,
+    )
+    seen = {r["cell"]["method"]: r for r in choices if r["cell"]["problem"] == "2,000 images"}
+    for name in ("psmile, around the start", "psmile"):
+        found = [(seen[name], seen["deep ensemble"])]
+        advice = "around the start, or the ensemble" if name != "psmile" else "not psmile"
+        text = f"{name} - deep ensemble"
+        add("2,000 images, a wide layer", f"{sizes['2,000 images']:.0f}", advice, found, text)
+    lenet = [r for r in few if r["cell"]["problem"] == "LeNet"]
+    lost = mean_error([r["chosen"]["8"] - r["all"] for r in lenet], 3, "+")
+    measured = f"{lost} 8 draws chosen by `thin_to` - all {lenet[0]['num_draws']} (LeNet)"
+    rows.append(["at most 8 forward passes per prediction", "", "psmile, then `thin_to`", measured])
+    return Table(["your case", "d / N", "try first", "test LPPD, nats"], rows, used + lenet)
+
+
+def _is_usual(cell: Record) -> bool:
+    return (cell["protocol"], cell["num_gradients"], cell["num_chains"]) == ("joint", 60_000, 10)
+
+
+def _beside(found: Sequence[Record], method: str, by: str) -> list[tuple[Record, Record]]:
+    """Pairs of the method and of checkpoints at the rate with the best mean where all have run."""
+    ours = {r["cell"][by]: r for r in found if r["cell"]["method"] == method}
+    rates: dict[str, dict[int, Record]] = {}
+    for record in found:
+        cell = record["cell"]
+        if cell["method"] == "checkpoints" and cell[by] in ours:
+            rate = str(cell.get("step_size", cell.get("options")))
+            rates.setdefault(rate, {})[cell[by]] = record
+    whole = [group for group in rates.values() if len(group) == len(ours)]
+    best = max(whole, key=lambda group: sum(r["lppd"] for r in group.values()))
+    return [(ours[place], best[place]) for place in sorted(ours)]
