@@ -35,7 +35,8 @@ def run_cell(cell: dict[str, Any]) -> dict[str, Any]:
     sampler = made[few_draws.SAMPLERS[cell["problem"]]]
     draws = optax_smile.sample(task.loss_fn, task.members, task.batches, sampler, **given)
     inputs, targets = task.test
-    reading: dict[str, Any] = {"likelihood": task.likelihood, "targets": targets}
+    likelihood: Any = task.likelihood
+    reading: dict[str, Any] = {"likelihood": likelihood, "targets": targets}
     predicted = optax_smile.predict(task.apply_fn, draws, inputs, per="draw", **reading)
     density = predicted.each.log_density.reshape(draws.num_chains, draws.num_draws, -1)
     members = optax_smile.Snapshots.from_members(task.members)
@@ -44,7 +45,7 @@ def run_cell(cell: dict[str, Any]) -> dict[str, Any]:
     found = {}
     for null in ("improvement", "doubling"):
         rule = optax_smile.EvidenceStop(
-            task.apply_fn, task.validation, likelihood=task.likelihood, null=null, every=every
+            task.apply_fn, task.validation, likelihood=likelihood, null=null, every=every
         )
         judged = rule.judge(draws)
         number = int(judged.num_draws[-1])

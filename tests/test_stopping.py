@@ -96,7 +96,8 @@ def chains_at_the_boundary(generator, growth: float) -> np.ndarray:
         path.append(0.9 * path[-1] + math.sqrt(1 - 0.9**2) * fresh)
     one, count = 1 + 0.3 * np.tanh(np.array(path)), np.arange(1, SIMULATED_DRAWS + 1)[:, None]
     if not growth:
-        count, one = np.append([[1]], count + 1, axis=0), np.append(np.ones((1, GROUPS)), one, 0)
+        count = np.arange(1, SIMULATED_DRAWS + 2)[:, None]
+        one = np.concatenate([np.ones((1, GROUPS)), one])
     average = np.cumsum(one, axis=0) / count
     scale = count ** (growth / math.log(2))
     total = count[..., None] * np.stack([scale * average, scale / average], axis=2)
@@ -156,8 +157,8 @@ def test_e_values_have_mean_1_at_the_boundary(null, growth):
 
 
 def test_a_run_stops_and_another_does_not():
-    whole = runs.run(num_draws=12)
-    early = runs.run(num_draws=12, stop=rule())
+    whole: Any = runs.run(num_draws=12)
+    early: Any = runs.run(num_draws=12, stop=rule())
     found = early.stopping
     assert found.has_stopped and early.num_draws == found.num_draws[-1] < 12
     # The draws are the first ones of the run without a rule.
@@ -177,7 +178,7 @@ def test_a_run_stops_and_another_does_not():
     judged = rule().judge(whole)
     np.testing.assert_array_equal(judged.num_draws, found.num_draws)
     np.testing.assert_allclose(judged.log_e_value, found.log_e_value, atol=1e-4)
-    never = runs.run(num_draws=12, stop=rule(null="doubling", tolerance=1e-4))
+    never: Any = runs.run(num_draws=12, stop=rule(null="doubling", tolerance=1e-4))
     assert never.num_draws == 12 and len(never.stopping.num_draws) == 6
     assert not never.stopping.has_stopped
 
@@ -186,19 +187,19 @@ def test_resumed_runs_keep_the_evidence(tmp_path):
     """After a crash, after the stop, and beyond it without a rule; of draws that are rounded."""
     given: dict[str, Any] = {"num_draws": 12, "dtype": "float16"}
     stop = rule(alpha=1e-6)
-    first = runs.run(tmp_path / "whole", stop=stop, **given)
+    first: Any = runs.run(tmp_path / "whole", stop=stop, **given)
     assert first.stopping.has_stopped and 4 <= first.num_draws < 12
     step = runs.WARMUP + 3 * runs.THIN
     with pytest.raises(runs.Crash):
         crashing: Any = {"callback": runs.at(step, runs.crash), "checkpoint_minutes": 0}
         runs.run(tmp_path / "cut", stop=stop, **given | crashing)
-    resumed = runs.run(tmp_path / "cut", stop=stop, **given)
+    resumed: Any = runs.run(tmp_path / "cut", stop=stop, **given)
     runs.assert_same_bits(resumed, first)
     for name, mine in resumed.stopping._asdict().items():
         np.testing.assert_array_equal(mine, getattr(first.stopping, name))
     # A run that has stopped stays stopped, with more draws as well.
     with pytest.warns(UserWarning, match="it is finished"):
-        again = runs.run(tmp_path / "cut", stop=stop, **given | {"num_draws": 20})
+        again: Any = runs.run(tmp_path / "cut", stop=stop, **given | {"num_draws": 20})
     assert again.num_draws == first.num_draws and again.stopping.has_stopped
     for changed in ({"alpha": 0.5}, {"validation": held_out(seed=1)}):
         with pytest.raises(ArgumentError, match="settings.stop"):
@@ -208,7 +209,7 @@ def test_resumed_runs_keep_the_evidence(tmp_path):
 
 
 def test_what_says_that_it_stopped(tmp_path):
-    draws = runs.run(tmp_path, num_draws=12, stop=rule())
+    draws: Any = runs.run(tmp_path, num_draws=12, stop=rule())
     sentence = str(draws.stopping)
     assert sentence.startswith(f"Stopped at {draws.num_draws} draws per chain")
     assert sentence in str(diagnostics.summary(draws)) and "Stopped at" in repr(draws)
@@ -219,7 +220,8 @@ def test_what_says_that_it_stopped(tmp_path):
     assert draws.thin_to(2, prediction, tmp_path / "subset").stopping is None
     manifest = json.loads((tmp_path / "manifest.json").read_text())
     assert manifest["settings"]["stop"]["null"] == "improvement"
-    assert load_snapshots(tmp_path).stopping.has_stopped
+    stored: Any = load_snapshots(tmp_path)
+    assert stored.stopping.has_stopped
 
 
 def test_several_devices_and_aux_fit(tmp_path):
@@ -233,7 +235,7 @@ def test_several_devices_and_aux_fit(tmp_path):
         return outputs(draw["params"], x)
 
     aux = {"count": jnp.zeros(runs.CHAINS)}
-    found = runs.run(loss=loss, aux=aux, mesh=mesh, num_draws=12, stop=rule(apply_fn))
+    found: Any = runs.run(loss=loss, aux=aux, mesh=mesh, num_draws=12, stop=rule(apply_fn))
     assert found.stopping.has_stopped
 
 
@@ -248,7 +250,8 @@ def test_bad_arguments():
         with pytest.raises(ArgumentError, match=f"EvidenceStop.{next(iter(wrong))}"):
             rule(**wrong)
     x, y = held_out()
-    for validation in (x, (x, y[:-1]), (x, None)):
+    wrong_data: Any = (x, (x, y[:-1]), (x, None))
+    for validation in wrong_data:
         with pytest.raises(ArgumentError, match="EvidenceStop.validation"):
             EvidenceStop(outputs, validation, likelihood="gaussian")
     with pytest.raises(ArgumentError, match=r"sample\(stop=.*None with `observe`"):
