@@ -314,9 +314,9 @@ DEFECTS = r"""
 - aux=aux, key=key, loss=value
 + aux=aux, loss=value
 # chains/select.py | test_select.py
-= rounds take half of a run | third_of_the_steps
-- LARGEST_COST = 1 / 3
-+ LARGEST_COST = 1 / 2
+= rounds take a third of a run whatever was asked | share_of_the_steps
+- steps = largest_cost * num_steps
++ steps = num_steps / 3
 = all draws of a round are judged | last_half
 - WINDOWS = (0.25, 0.5), (0.5, 1.0)
 + WINDOWS = (0.25, 0.5), (0.0, 1.0)

@@ -311,8 +311,12 @@ def test_a_chain_alone_with_few_independent_draws_is_slow(correlation, is_slow):
     """Of 800 draws (1 - r) / (1 + r) are independent: 42, or 431."""
     paths = autoregressive((1, 800, 3), correlation)
     draws, x = optax_smile.Snapshots(paths.astype(np.float32)), np.eye(3, dtype=np.float32)
+
+    def outputs(w: Any, x):
+        return x @ w[:, None], 0.0
+
     prediction = optax_smile.predict(
-        lambda w, x: (x @ w[:, None], 0.0),
+        outputs,
         draws,
         x,
         likelihood="gaussian",

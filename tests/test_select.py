@@ -242,17 +242,21 @@ def test_the_directory_of_another_selection_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("number", (2, 3, 4, 11))
-def test_dropped_candidates_take_a_third_of_the_steps(number):
-    for num_warmup, thin, num_steps in ((90, 3, 270), (1_001, 50, 3_001), (0, 1, 10_000)):
-        ends = selecting._round_ends(number, num_warmup, thin, num_steps)
+def test_dropped_candidates_take_a_share_of_the_steps(number):
+    for num_warmup, thin, num_steps, cost in (
+        (90, 3, 270, 1 / 3),
+        (1_001, 50, 3_001, 1 / 3),
+        (0, 1, 10_000, 0.8),
+    ):
+        ends = selecting._round_ends(number, num_warmup, thin, num_steps, cost)
         left, dropped = number, 0
         for end in ends:
             # At a tick.
-            assert (end - num_warmup) % thin == 0 and 0 < end <= num_steps / 3
+            assert (end - num_warmup) % thin == 0 and 0 < end <= num_steps * cost
             dropped += (left - left // 2) * end
             left //= 2
         assert left == 1
-        assert num_steps / 3 - number * thin <= dropped <= num_steps / 3 + number * thin
+        assert abs(dropped - num_steps * cost) <= number * thin
         doubled = 2 * np.array(ends[:-1]) - ends[1:]
         assert np.all(abs(doubled) <= 2 * thin)
 
@@ -370,6 +374,7 @@ def test_what_does_not_fit_is_refused_before_the_first_step():
         ([sgld(1e-3)], {}, r"candidates=...\)` must be a dict of samplers or optimizers by name"),
         ({"a": None}, {}, r"candidates\['a'\]=...\)` must be"),
         (fine, {"batches": iter([TRAIN])}, r"batches=...\)` must be .*can be repeated"),
+        (fine, {"largest_cost": 0.0}, r"largest_cost=...\)` must be in \(0, 100\], got 0.0"),
         (fine, {"validation": (VALID[0], None)}, r"validation=...\)` must be a pair of inputs"),
         (fine, {"validation": (VALID[0], VALID[1][:3])}, r"validation=...\)` must be"),
         (fine, {"likelihood": "categorical"}, r"likelihood=...\)` must be"),

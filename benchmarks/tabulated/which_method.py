@@ -46,7 +46,11 @@ def decisions(
     few: Sequence[Record],
 ) -> Table:
     """What to try first, by weights per example, budget and deployment, with what was measured."""
-    sizes = {r["cell"]["problem"]: r["num_parameters"] / r["num_data"] for r in choices}
+    sizes = {
+        r["cell"]["problem"]: r["num_parameters"] / r["num_data"]
+        for r in choices
+        if r["lppd"] is not None
+    }
     rows, used = [], []
 
     def add(case: str, size: str, advice: str, found: Sequence[tuple[Record, Record]], text: str):

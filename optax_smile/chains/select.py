@@ -29,8 +29,6 @@ from optax_smile.draws.predictor import Predictor
 from optax_smile.draws.snapshots import Snapshots, StoredSnapshots
 from optax_smile.state import MOST_NONFINITE
 
-# Gradients of all dropped candidates together, relative to those of the chosen candidate.
-LARGEST_COST = 1 / 3
 # A round is scored by the draws in the last half of its steps. Those in the quarter before show how
 # much the score gains when the steps double.
 WINDOWS = (0.25, 0.5), (0.5, 1.0)
@@ -219,6 +217,7 @@ class Judged(NamedTuple):
     thin=_check.Whole(1),
     key=_check.Key(needed=True),
     batch_size=_check.Whole(1) | None,
+    largest_cost=_check.Real(0, 100, open="low", traced=False),
     stochastic=_check.FLAG,
     loss_fn=_loop.Loss(),
     per_chain=_check.FLAG,
@@ -243,6 +242,7 @@ def select(
     thin: int = 1,
     key: jax.Array | int,
     batch_size: int | None = None,
+    largest_cost: float = 1 / 3,
     stochastic: bool = False,
     per_chain: bool = False,
     steps_per_dispatch: int = 1,
@@ -257,7 +257,7 @@ def select(
     All candidates start from the same parameters with the same key, and run side by side for a few
     rounds. After each round the worse half is dropped (successive halving). The last remaining
     candidate finishes its run; its draws are those of `sample` with that candidate. Together, the
-    dropped candidates take at most a third of its steps.
+    dropped candidates take at most `largest_cost` times its steps.
 
     Candidates are compared by the LPPD of the validation data that is expected at the end of the
     whole run. Rounds are short, and a sampler or optimizer that moves far predicts badly at first
@@ -287,6 +287,8 @@ def select(
             the candidate, do not use them as test data.
         likelihood: see `predict`.
         batch_size: validation inputs to run at once, >= 1; None: all.
+        largest_cost: steps of all dropped candidates together, relative to those of the chosen one,
+            in (0, 100]. Longer rounds choose better where candidates improve for a long time.
         directory: directory with a folder per candidate and a file for the rounds. After a kill the
             same call resumes; `load_snapshots(directory / name)` reads the draws. None: in memory.
         progress: show a progress bar over the steps of all candidates, if tqdm is installed. Other
@@ -301,9 +303,9 @@ def select(
         KeyboardInterrupt: interrupted before the end of the last round, or before the first draw.
             With a `directory` the same call resumes.
 
-    Cost: a third more steps than `sample`; until they are dropped, the states of all candidates on
-    the device; one forward pass over the validation data per scored draw; compiling each
-    candidate.
+    Cost: `largest_cost` times more steps than `sample`; until they are dropped, the states of all
+    candidates on the device; one forward pass over the validation data per scored draw; compiling
+    each candidate.
 
     Example:
         >>> import jax, jax.numpy as jnp, optax, optax_smile
@@ -342,7 +344,7 @@ def select(
     renamed |= {"snapshots": "params"}
     parts = "sample", "predict", "Predictor", "Predictor.update"
     num_steps = num_warmup + num_draws * thin
-    ends = _round_ends(len(candidates), num_warmup, thin, num_steps)
+    ends = _round_ends(len(candidates), num_warmup, thin, num_steps, largest_cost)
     num_all = num_steps + int(np.dot(_num_dropped(len(candidates)), ends))
     with _check.called("select", *parts, **renamed), ExitStack() as closing:
         start = predict(apply_fn, Snapshots.from_members(params), validation[0], **read)
@@ -389,15 +391,18 @@ def select(
     )
 
 
-def _round_ends(number: int, num_warmup: int, thin: int, num_steps: int) -> list[int]:
+def _round_ends(
+    number: int, num_warmup: int, thin: int, num_steps: int, largest_cost: float
+) -> list[int]:
     """Return the last steps of the rounds; each is twice the one before.
 
-    Up to rounding to ticks, dropped candidates take `LARGEST_COST` of a whole run in total.
+    Up to rounding to ticks, dropped candidates take `largest_cost` times a whole run in total, or
+    all of their runs.
     """
     dropped = _num_dropped(number)
     shares = 2.0 ** np.arange(len(dropped))
     # A single candidate has no rounds.
-    steps = LARGEST_COST * num_steps * shares / (np.dot(dropped, shares) or 1)
+    steps = largest_cost * num_steps * shares / (np.dot(dropped, shares) or 1)
     first = (num_warmup - 1) % thin + 1
     ticks = np.maximum(np.floor((steps - first) / thin), 0)
     return np.minimum(first + thin * ticks, num_steps).astype(int).tolist()
