@@ -318,23 +318,20 @@ DEFECTS = r"""
 - steps = largest_cost * num_steps
 + steps = num_steps / 3
 = all draws of a round are judged | last_half
-- WINDOWS = (0.25, 0.5), (0.5, 1.0)
-+ WINDOWS = (0.25, 0.5), (0.0, 1.0)
+- BURN_IN = 0.5
++ BURN_IN = 0.0
 = error of the score of a candidate, not of the difference | last_half
-- difference = first - second
-+ difference = first
-= a score that falls is expected to fall on | gain_counts or last_half
-- (num_doublings * gain if gain > 0 else 0.0)
-+ num_doublings * gain
+- difference = np.subtract(first.density, second.density)
++ difference = np.array(first.density)
 = the cheaper survives though it is clearly worse | among_equals
 - *(preferred if is_equal else ())
 + *preferred
 = broken chains score like their start | last_half
-- density = now.density if is_sound else np.array([-np.inf])
-+ density = now.density
+- self.part.density if is_sound else [-np.inf]
++ self.part.density
 = draws that are made again count twice | stopped_selection
-- return places[0] if places and step > self.step else None
-+ return places[0] if places else None
+- step > max(BURN_IN * end, before.step)
++ step > BURN_IN * end
 # chains/stopping.py | test_stopping.py
 = gains count without a bound | closed_form
 - score, bound = stop.tolerance - np.minimum(gain, MOST_GAIN), MOST_GAIN - stop.tolerance

@@ -161,7 +161,7 @@ def test_a_method_says_what_it_needs():
     assert compare.row_of(run, "last-layer Laplace") == {"why": "needs `last_layer`"}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_all_methods_run_in_seconds():
     """One seed, tiny; gradients are equal but for rounding, and `select` takes a third more."""
     (rows,) = found = compare.compare(compare.short(compare.digits), [0])

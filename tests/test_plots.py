@@ -31,7 +31,6 @@ SELECTION = optax_smile.Selection(
     names=("a", "b", "failed", "far"),
     num_steps=np.array([10, 20]),
     lppd=np.array([[-1.0, -1.1, -np.inf, -9], [-0.7, -0.6, np.nan, np.nan]]),
-    expected=np.array([[-0.8, -0.9, -np.inf, -9], [-0.6, -0.5, np.nan, np.nan]]),
     standard_error=np.array([[0, 0.05, np.nan, 0.3], [0.02, 0, np.nan, np.nan]]),
     start_lppd=-1.3,
     final_lppd=-0.5,
@@ -377,7 +376,6 @@ def test_selection_of_one_round_and_of_none():
     one = SELECTION._replace(
         num_steps=np.array([10]),
         lppd=SELECTION.lppd[:1],
-        expected=SELECTION.expected[:1],
         standard_error=SELECTION.standard_error[:1],
         start_lppd=-7.0,
     )
@@ -388,7 +386,6 @@ def test_selection_of_one_round_and_of_none():
         names=("b",),
         num_steps=np.array([], int),
         lppd=np.zeros((0, 1)),
-        expected=np.zeros((0, 1)),
         standard_error=np.zeros((0, 1)),
         start_lppd=-0.5,
     )

@@ -29,11 +29,8 @@ from optax_smile.draws.predictor import Predictor
 from optax_smile.draws.snapshots import Snapshots, StoredSnapshots
 from optax_smile.state import MOST_NONFINITE
 
-# A round is scored by the draws in the last half of its steps. Those in the quarter before show how
-# much the score gains when the steps double.
-WINDOWS = (0.25, 0.5), (0.5, 1.0)
-# Standard errors by which a gain is reduced before it is extrapolated.
-NUM_ERRORS = 2.0
+# A round is scored by the draws after this fraction of its steps; earlier ones depend on the start.
+BURN_IN = 0.5
 # File in the directory with the results of the rounds.
 ROUNDS = "rounds.json"
 # File in the folder of a candidate with the predictions of its draws in the current round.
@@ -52,11 +49,9 @@ class Selection(NamedTuple):
         lppd: log pointwise predictive density of the validation data, nats per input, averaged over
             the draws of all chains in the last half of these steps, `[round, candidate]`; NaN for
             candidates dropped before, -inf if chains or predictions became non-finite.
-        expected: `lppd` expected at the end of the whole run, by which candidates are compared,
-            `[round, candidate]`; not finite where `lppd` is not.
-        standard_error: standard error, over the inputs, of the difference of `lppd` from that of
-            the best of the round by `expected`, `[round, candidate]`; NaN if one is not finite or
-            there is only one input.
+        standard_error: standard error, over the inputs, of the difference of `lppd` from the best
+            of the round, `[round, candidate]`; NaN if a `lppd` is not finite or there is only one
+            input.
         start_lppd: `lppd` of the initial parameters of the chains.
         final_lppd: `lppd` of all draws of the chosen candidate.
         total_steps: steps of each chain of the chosen candidate.
@@ -68,7 +63,6 @@ class Selection(NamedTuple):
     names: tuple[str, ...]
     num_steps: np.ndarray
     lppd: np.ndarray
-    expected: np.ndarray
     standard_error: np.ndarray
     start_lppd: float
     final_lppd: float
@@ -76,23 +70,19 @@ class Selection(NamedTuple):
     cost: float
 
     def __str__(self) -> str:
-        rows = [("0", "start", self.start_lppd, np.nan, np.nan, np.nan)]
-        rounds = zip(self.num_steps, self.lppd, self.expected, self.standard_error, strict=True)
-        for steps, lppd, expected, error in rounds:
-            order = [place for place in np.argsort(-expected) if not np.isnan(expected[place])]
+        rows = [("0", "start", self.start_lppd, np.nan, np.nan)]
+        rounds = zip(self.num_steps, self.lppd, self.standard_error, strict=True)
+        for steps, lppd, error in rounds:
+            order = [place for place in np.argsort(-lppd) if not np.isnan(lppd[place])]
             for place in order:
                 head = str(steps) if place == order[0] else ""
-                below = expected[order[0]] - expected[place]
-                scores = lppd[place], expected[place], below, error[place]
-                rows.append((head, self.names[place], *scores))
-        rows.append((str(self.total_steps), self.best, self.final_lppd, np.nan, np.nan, np.nan))
+                below = lppd[order[0]] - lppd[place]
+                rows.append((head, self.names[place], lppd[place], below, error[place]))
+        rows.append((str(self.total_steps), self.best, self.final_lppd, np.nan, np.nan))
         steps, names, *numbers = zip(*rows, strict=True)
         table = {"steps": [*steps], "candidate": [*names]}
         for head, form, values in zip(
-            ("LPPD", "expected", "below best", "error"),
-            (".5g", ".5g", ".2g", ".2g"),
-            numbers,
-            strict=True,
+            ("LPPD", "below best", "error"), (".5g", ".2g", ".2g"), numbers, strict=True
         ):
             table[head] = ["-" if np.isnan(x) else format(x, form) for x in values]
         return "\n".join([*aligned(table), "", *self._notes()])
@@ -126,20 +116,24 @@ class _Candidates(_check.Constraint):
         return dict(value)
 
 
-class Window(NamedTuple):
-    """Predictions of the draws in a part of a round.
+class Part(NamedTuple):
+    """Predictions so far of the draws of a round.
 
     Attributes:
+        end: last step of the round.
+        step: step of the last draw.
         count: number of draws of all chains.
         log_sum: log of the sum over draws of the density of each target; NaN if predictions were
             not finite.
     """
 
+    end: int
+    step: int = 0
     count: int = 0
     log_sum: np.ndarray = np.array(-np.inf)
 
-    def joined(self, predictor: Predictor) -> Window:
-        """Add the draws of a predictor."""
+    def joined(self, predictor: Predictor, step: int) -> Part:
+        """Add the draws of a predictor, up to a step."""
         if not predictor.count:
             return self
         log_sum = np.array(np.nan)
@@ -149,39 +143,14 @@ class Window(NamedTuple):
             log_sum = log_density + np.log(predictor.count)
         count = self.count + predictor.count
         with np.errstate(invalid="ignore"):
-            return Window(count, np.logaddexp(self.log_sum, log_sum))
+            return Part(self.end, step, count, np.logaddexp(self.log_sum, log_sum))
 
     @property
-    def density(self) -> np.ndarray:
+    def density(self) -> list[float]:
         """Log density of each input under the average; -inf if predictions are not finite."""
         if np.isnan(self.log_sum).any():
-            return np.array([-np.inf])
+            return [-np.inf]
         return _by_input(self.log_sum - np.log(self.count))
-
-
-class Part(NamedTuple):
-    """Predictions so far of the draws of a round.
-
-    Attributes:
-        end: last step of the round.
-        step: step of the last draw.
-        windows: predictions in each of `WINDOWS`.
-    """
-
-    end: int
-    step: int = 0
-    windows: tuple[Window, ...] = (Window(),) * len(WINDOWS)
-
-    def place(self, step: int) -> int | None:
-        """Return the window of a draw; None if it is not scored or already counted."""
-        places = [i for i, (a, b) in enumerate(WINDOWS) if a * self.end < step <= b * self.end]
-        return places[0] if places and step > self.step else None
-
-    def joined(self, place: int, predictor: Predictor, step: int) -> Part:
-        """Add the draws of a predictor to a window, up to a step."""
-        windows = list(self.windows)
-        windows[place] = windows[place].joined(predictor)
-        return Part(self.end, step, tuple(windows))
 
 
 class Judged(NamedTuple):
@@ -189,14 +158,12 @@ class Judged(NamedTuple):
 
     Attributes:
         density: log density of each validation input; -inf if the candidate became non-finite.
-        expected: their mean expected at the end of the whole run.
         num_steps: steps of each chain.
         gradients_per_step: gradients per step.
         is_bayes: whether it samples the posterior at temperature 1.
     """
 
     density: list[float]
-    expected: float
     num_steps: int
     gradients_per_step: int
     is_bayes: bool
@@ -255,23 +222,18 @@ def select(
     """Run several samplers or optimizers, and keep the one that predicts validation data best.
 
     All candidates start from the same parameters with the same key, and run side by side for a few
-    rounds. After each round the worse half is dropped (successive halving). The last remaining
-    candidate finishes its run; its draws are those of `sample` with that candidate. Together, the
-    dropped candidates take at most `largest_cost` times its steps.
+    rounds. After each round the worse half is dropped (successive halving). The score is the LPPD
+    of the validation data, averaged over the draws in the last half of the steps so far. The last
+    remaining candidate finishes its run; its draws are those of `sample` with that candidate.
+    Together, the dropped candidates take at most `largest_cost` times its steps.
 
-    Candidates are compared by the LPPD of the validation data that is expected at the end of the
-    whole run. Rounds are short, and a sampler or optimizer that moves far predicts badly at first
-    and improves for a long time. The LPPD so far is that of the average over the draws in the last
-    half of the steps. Its gain over the average in the quarter before, less two standard errors of
-    the gain, is added once for each doubling of the steps that remains; nothing, if that is
-    negative.
+    Candidates whose LPPD is within one standard error of the best count as equal. Among them, the
+    candidate with the fewest gradients per step wins, then a sampler at temperature 1, which
+    samples the Bayesian posterior, then the larger LPPD.
 
-    Candidates within one standard error of the best, that of the difference of the LPPD so far,
-    count as equal. Among them, the candidate with
-    the fewest gradients per step wins, then a sampler at temperature 1, which samples the Bayesian
-    posterior, then the larger expected LPPD.
-
-    Use a warm start, such as that of `warmstart`.
+    Rounds are short, so from a bad start they only show which candidate improves fastest. Use a
+    warm start, such as that of `warmstart`. A sampler or optimizer that moves far predicts badly at
+    first and improves for a long time; short rounds may drop it. A larger `largest_cost` helps.
 
     For a grid of settings, pass a dict such as
     `{f"{T:g}": psmile(num_data=N, temperature=T, key=0) for T in (0.01, 0.1, 1)}`.
@@ -288,7 +250,7 @@ def select(
         likelihood: see `predict`.
         batch_size: validation inputs to run at once, >= 1; None: all.
         largest_cost: steps of all dropped candidates together, relative to those of the chosen one,
-            in (0, 100]. Longer rounds choose better where candidates improve for a long time.
+            in (0, 100]. Larger values make longer rounds.
         directory: directory with a folder per candidate and a file for the rounds. After a kill the
             same call resumes; `load_snapshots(directory / name)` reads the draws. None: in memory.
         progress: show a progress bar over the steps of all candidates, if tqdm is installed. Other
@@ -363,7 +325,8 @@ def select(
         for judged, end in zip(rounds, ends, strict=True):
             for name, candidate in remaining.items():
                 if name not in judged:
-                    judged[name] = candidate.judge(predictor, end, num_steps)
+                    predictor.restart()
+                    judged[name] = candidate.judge(predictor, end)
                     _write(folder, identity, rounds)
             kept = _survivors(judged)
             for name in set(remaining) - set(kept):
@@ -375,14 +338,13 @@ def select(
         # A chain may have become non-finite after the last round.
         with contextlib.suppress(ValueError):
             final_lppd = _lppd(predict(apply_fn, draws, validation[0], **read))
-    lppd, expected, error = _scores(rounds, [*candidates])
+    lppd, error = _scores(rounds, [*candidates])
     return Selection(
         best=best,
         draws=draws,
         names=tuple(candidates),
         num_steps=np.array(ends, int),
         lppd=lppd,
-        expected=expected,
         standard_error=error,
         start_lppd=_lppd(start),
         final_lppd=final_lppd,
@@ -412,48 +374,33 @@ def _num_dropped(number: int) -> list[int]:
     """Return how many of `number` candidates are dropped in each round, until one remains."""
     dropped = []
     while number > 1:
-        dropped.append((number + 1) // 2)
-        number //= 2
+        dropped.append(number // 2)
+        number -= number // 2
     return dropped
 
 
 def _survivors(judged: Mapping[str, Judged]) -> list[str]:
     """Return the better half; candidates equal to the best come first, ordered by cost."""
-    best = max(judged.values(), key=lambda x: x.expected)
-    if not np.isfinite(best.expected):
+    best = max(judged.values(), key=lambda x: x.lppd)
+    if not np.isfinite(best.lppd):
         rule = "candidates of which at least one keeps all chains and predictions finite"
         _check.fail("select", "candidates", rule, [*judged])
 
     def rank(name: str) -> tuple[Any, ...]:
         result = judged[name]
-        is_equal = best.expected - result.expected <= _standard_error(result, best)
+        is_equal = best.lppd - result.lppd <= _standard_error(result, best)
         preferred = result.gradients_per_step, not result.is_bayes
-        return (not is_equal, *(preferred if is_equal else ()), -result.expected)
+        return (not is_equal, *(preferred if is_equal else ()), -result.lppd)
 
-    return sorted(judged, key=rank)[: max(1, len(judged) // 2)]
-
-
-def _expected(before: np.ndarray, now: np.ndarray, num_doublings: float) -> float:
-    """Return the mean of `now` expected after more doublings of the steps.
-
-    Averages of draws gain about as much with each doubling, or less.
-    """
-    mean, error = _mean_and_error(now, before)
-    gain = mean - NUM_ERRORS * error
-    return float(np.mean(now) + (num_doublings * gain if gain > 0 else 0.0))
+    return sorted(judged, key=rank)[: (len(judged) + 1) // 2]
 
 
 def _standard_error(first: Judged, second: Judged) -> float:
     """Return the standard error over inputs of the difference in `lppd`; NaN for one input."""
-    return _mean_and_error(np.array(first.density), np.array(second.density))[1]
-
-
-def _mean_and_error(first: np.ndarray, second: np.ndarray) -> tuple[float, float]:
-    """Return mean and standard error of a difference; NaN if not finite or of one input."""
-    if not np.isfinite([np.mean(first), np.mean(second)]).all() or len(first) < 2:
-        return np.nan, np.nan
-    difference = first - second
-    return float(difference.mean()), float(difference.std(ddof=1) / len(difference) ** 0.5)
+    if not np.isfinite([first.lppd, second.lppd]).all() or len(first.density) < 2:
+        return np.nan
+    difference = np.subtract(first.density, second.density)
+    return float(difference.std(ddof=1) / len(difference) ** 0.5)
 
 
 class _Progress:
@@ -508,19 +455,17 @@ class _Candidate:
         self.closing.close()
         vars(self).pop("run", None)
 
-    def judge(self, predictor: Predictor, end: int, num_steps: int) -> Judged:
-        """Run to the end of a round, and score its draws."""
-        run, self.part = self.run, self._part(end)
+    def judge(self, predictor: Predictor, end: int) -> Judged:
+        """Run to the end of a round, and score the draws in the last half of the steps."""
+        run, before = self.run, self._part(end)
 
         def watch(step: int, seen: Mapping[str, np.ndarray] | None):
             self._show(step, seen)
             # A run that resumes from a checkpoint repeats some draws.
-            if seen is not None and (place := self.part.place(step)) is not None:
-                predictor.restart()
+            if seen is not None and step > max(BURN_IN * end, before.step):
                 self._predict(predictor)
-                self.part = self.part.joined(place, predictor, step)
                 if self.folder is not None:
-                    self._write()
+                    self._write(before.joined(predictor, step))
 
         if not run.advance(end, watch):
             advice = "To be able to resume, pass a `directory`."
@@ -528,21 +473,16 @@ class _Candidate:
                 advice = "Repeat the call to resume from the newest checkpoints."
             message = f"`select` was stopped in the run of {self.name!r}."
             raise KeyboardInterrupt(f"{message} {advice}")
-        before, now = self.part.windows
-        if run.num_steps != end or not now.count:
+        self.part = before.joined(predictor, end)
+        if run.num_steps != end or not self.part.count:
             rule = "a new directory, or that of the same selection"
             got = f"{self.folder} with a run of {run.num_steps} steps"
             _check.fail("select", "directory", rule, got)
         counts = run.chains.stats()
         is_sound = np.all(counts["num_nonfinite"] <= MOST_NONFINITE * counts["num_gradients"])
-        density = now.density if is_sound else np.array([-np.inf])
-        expected = float(np.mean(density))
-        if before.count:
-            expected = _expected(before.density, density, np.log2(num_steps / end))
         settings = run.settings or {}
         return Judged(
-            density.tolist(),
-            expected,
+            self.part.density if is_sound else [-np.inf],
             run.num_steps,
             run.plan.gradients_per_step,
             _settings.are_posterior(settings) and settings.get("temperature") == 1,
@@ -566,29 +506,24 @@ class _Candidate:
             self.progress.show(self.name, step)
 
     def _part(self, end: int) -> Part:
-        """Return the predictions with which a round starts, or an interrupted one resumes."""
+        """Return the stored predictions of an interrupted round, or an empty `Part`."""
         part = self.part
-        if not part.end and self.folder is not None and (file := self.folder / PART).exists():
+        if not part.count and self.folder is not None and (file := self.folder / PART).exists():
             with _disk.naming(file, "file", "Remove the folder of this candidate."):
                 header, arrays = _disk.read(file, lambda header: None)
-                sums = (arrays[f"log_sum_{i}"] for i in range(len(WINDOWS)))
-                windows = tuple(map(Window, header["counts"], sums))
-                part = Part(header["end"], header["step"], windows)
-        # The last half of the round before is the quarter before that of this round.
-        return part if part.end == end else Part(end, part.step, (part.windows[1], Window()))
+                part = Part(header["end"], header["step"], header["count"], arrays["log_sum"])
+        return part if part.end == end else Part(end)
 
-    def _write(self):
+    def _write(self, part: Part):
         assert self.folder is not None
-        part = self.part
-        header = {"end": part.end, "step": part.step, "counts": [x.count for x in part.windows]}
-        arrays = {f"log_sum_{i}": np.asarray(x.log_sum) for i, x in enumerate(part.windows)}
-        _disk.write(self.folder / PART, _disk.pack(header, arrays))
+        header = {name: getattr(part, name) for name in ("end", "step", "count")}
+        _disk.write(self.folder / PART, _disk.pack(header, {"log_sum": part.log_sum}))
 
 
-def _by_input(log_density: Any) -> np.ndarray:
+def _by_input(log_density: Any) -> list[float]:
     """Return the log density of each input, averaged over its targets."""
     density = np.asarray(log_density, float)
-    return density.reshape(len(density), -1).mean(axis=1)
+    return density.reshape(len(density), -1).mean(axis=1).tolist()
 
 
 def _lppd(prediction: Prediction) -> float:
@@ -623,13 +558,12 @@ def _write(folder: Path | None, identity: dict[str, Any], rounds: list[dict[str,
 
 
 def _scores(rounds: list[dict[str, Judged]], names: list[str]) -> np.ndarray:
-    """Return LPPD, expected LPPD and standard error, `[3, round, candidate]`."""
-    scores = np.full((3, len(rounds), len(names)), np.nan)
+    """Return LPPD and standard error, `[2, round, candidate]`."""
+    scores = np.full((2, len(rounds), len(names)), np.nan)
     for row, judged in enumerate(rounds):
-        leader = max(judged.values(), key=lambda x: x.expected)
+        leader = max(judged.values(), key=lambda x: x.lppd)
         for name, one in judged.items():
-            numbers = one.lppd, one.expected, _standard_error(one, leader)
-            scores[:, row, names.index(name)] = numbers
+            scores[:, row, names.index(name)] = one.lppd, _standard_error(one, leader)
     return scores
 
 
