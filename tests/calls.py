@@ -124,6 +124,7 @@ def runs(path):
     searched |= {"apply_fn": apply_fn, "validation": (INPUTS, LABELS), "thin": 1}
     searched |= {"likelihood": "categorical", "num_warmup": 0, "num_draws": 3}
     searched |= {"stochastic": False, "per_chain": False, "steps_per_dispatch": 1, "check": False}
+    searched |= {"largest_cost": 0.5}
     yield "select", optax_smile.select, searched
     held_out = {"apply_fn": apply_fn, "validation": (INPUTS, LABELS), "batch_size": None}
     held_out |= {"likelihood": "categorical", "null": "improvement", "alpha": 0.05}
