@@ -40,12 +40,18 @@ def size(batch: Any, per_chain: bool) -> int | None:
 USABLE = "an iterable of batches, numeric arrays with examples, all of the same structure"
 
 
-def defect(batch: Any, first: Any, per_chain: bool) -> str:
-    """Say why a batch cannot be used beside the first one; "" if it can."""
-    structure, expected = jax.tree.structure(batch), jax.tree.structure(first)
+def defect(batch: Any, expected: Any, per_chain: bool) -> str:
+    """Say why a batch cannot be used; "" if it can.
+
+    Args:
+        batch: of any structure.
+        expected: structure of the first batch, as `jax.tree.structure` gives it.
+        per_chain: whether arrays have a leading chain axis.
+    """
+    leaves, structure = jax.tree.flatten(batch)
     if structure != expected:
         return f"has the structure {structure}, not {expected} as the first"
-    for leaf in jax.tree.leaves(batch):
+    for leaf in leaves:
         dtype = leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype
         if isinstance(dtype, np.dtype) and dtype.kind in "OSU":
             return f"has an array of dtype {dtype}"
@@ -54,8 +60,9 @@ def defect(batch: Any, first: Any, per_chain: bool) -> str:
 
 def check_list(where: str, batches: Any, per_chain: bool):
     """Require batches of a list that can be used."""
+    expected = jax.tree.structure(batches[0]) if batches else None
     for number, batch in enumerate(batches):
-        if reason := defect(batch, batches[0], per_chain):
+        if reason := defect(batch, expected, per_chain):
             _check.fail(where, "batches", USABLE, f"batches[{number}], which {reason}")
 
 
@@ -171,17 +178,16 @@ class Watched:
     def __init__(self, where: str, stream: Stream, per_chain: bool, warns: bool):
         self.where, self.stream, self.per_chain = where, stream, per_chain
         self.warns, self.defect = warns, ""
-        self.first, self.rows = None, None
+        self.structure, self.rows = None, None
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
         batch = next(self.stream)
-        if self.first is None:
-            # Its structure alone, so that its arrays can be freed.
-            self.first = jax.tree.map(lambda _: 0, batch)
-        if reason := defect(batch, self.first, self.per_chain):
+        if self.structure is None:
+            self.structure = jax.tree.structure(batch)
+        if reason := defect(batch, self.structure, self.per_chain):
             number, of_pass = self.stream.taken, self.stream.passes + 1
             self.defect = f"batch {number} of pass {of_pass} {reason}"
             raise StopIteration

@@ -195,11 +195,9 @@ def sample(
         observe: `observe(draw)` takes the draws of all chains, arrays `[chain, ...]` on the
             devices, and gives a tree of arrays `[chain, ...]`, such as losses: these are kept in
             place of the draws, with a `directory` as well.
-        stop: an `EvidenceStop`, which looks at the draws every now and then, and ends the run
-            before `num_draws` where held-out data give the evidence that it asks for. `stopping` of
-            the draws says why it stopped, or did not. A run that is resumed looks at its stored
-            draws again, so it must get the same rule and data, or None, with which it goes on
-            without a rule.
+        stop: an `EvidenceStop`, which ends the run before `num_draws` once held-out data give the
+            evidence that it asks for; `stopping` of the draws says why. On resume pass the same
+            rule and data, which judge the stored draws again, or None to continue without a rule.
 
     Returns:
         `Snapshots` with `params` `[chain, draw, ...]` and the statistics at every tick; with a

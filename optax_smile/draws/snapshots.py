@@ -368,8 +368,7 @@ class StoredSnapshots(_Thinnable):
     one draw. `trace` holds the statistics of the draws, `[chain, draw]`. `params` reads all draws
     into memory, `[chain, draw, ...]`, and `start` the initial parameters, `[chain, ...]`.
     `manifest` is the content of the manifest, and `settings` the name and arguments of the sampler
-    or optimizer, as in `Snapshots`; so are `subset`, `stopping` and
-    `thin_to`.
+    or optimizer, as in `Snapshots`; so are `subset`, `stopping` and `thin_to`.
     """
 
     def __init__(self, directory: Path, manifest: Mapping[str, Any], like: Any, flat: bool):
