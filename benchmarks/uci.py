@@ -11,6 +11,8 @@ Networks 16-16-16-1 with one sampled log sigma, under three protocols:
 
 With `--epoch-wise` mini-batch methods get as many passes through the data as MILE makes steps.
 With `--batches-per-pass` batches are not of 256 rows, with `--replacement` not of permutations.
+With `--gap` a split is the number of a feature: the middle third of the rows sorted by it is test
+data, the outer thirds are training data (Foong et al. 2019, arXiv 1906.11537).
 A cell is one protocol, data set, split, method and setting: one JSON line in the output, and cells
 that the file already holds are skipped.
 
@@ -134,10 +136,10 @@ def squared_error(params, batch):
     return jnp.mean((targets - outputs_of(params, features)[0]) ** 2) / 2
 
 
-def load(name: str, split: int) -> list[tuple[np.ndarray, np.ndarray]]:
+def load(name: str, split: int, gap: bool = False) -> list[tuple[np.ndarray, np.ndarray]]:
     """Training, validation and test data, standardized over the whole file as published."""
     folder = Path(os.environ["OPTAX_SMILE_DATA"])
-    if split < len(SEEDS.get(name, ())):
+    if split < len(SEEDS.get(name, ())) and not gap:
         seed = SEEDS[name][split]
         with np.load(folder / "uci_reference_splits" / f"{name}_seed{seed}.npz") as arrays:
             return [
@@ -148,7 +150,10 @@ def load(name: str, split: int) -> list[tuple[np.ndarray, np.ndarray]]:
     order = np.random.default_rng(split).permutation(len(table))
     num_valid = len(order) // 10
     test = order[: 2 * num_valid]
-    if name not in SEEDS:
+    if gap:
+        ranks = np.argsort(table[:, split], kind="stable")
+        test = ranks[len(ranks) // 3 : 2 * len(ranks) // 3]
+    elif name not in SEEDS:
         stem = FILES[name].split(".")[0]
         with np.load(folder / "uci" / f"{stem}.splits.npz") as arrays:
             test = arrays["test_idx"][split]
@@ -174,9 +179,11 @@ def drawn(data, size: int) -> Iterator[Any]:
 
 
 @functools.cache
-def warm(data: str, split: int, protocol: Protocol, num_chains: int) -> tuple[Any, Any]:
+def warm(
+    data: str, split: int, protocol: Protocol, num_chains: int, gap: bool = False
+) -> tuple[Any, Any]:
     """Split and deep ensemble."""
-    parts = load(data, split)
+    parts = load(data, split, gap)
     network = DISTRIBUTION if protocol.predicts_sigma else NETWORK
     members = optax_smile.warmstart(
         mean_loss if protocol.learns_sigma else squared_error,
@@ -316,7 +323,8 @@ def run_cell(cell: dict[str, Any]) -> dict[str, Any]:
     """Sample and score."""
     protocol = PROTOCOLS[cell["protocol"]]
     num_chains, num_gradients = cell["num_chains"], cell["num_gradients"]
-    (train, _, test), members = warm(cell["data"], cell["split"], protocol, num_chains)
+    is_gap = cell.get("gap", False)
+    (train, _, test), members = warm(cell["data"], cell["split"], protocol, num_chains, is_gap)
     members = jax.tree.map(jnp.copy, members)
     if cell["method"] == "deep ensemble":
         if not protocol.learns_sigma:
@@ -420,6 +428,7 @@ def main():
     parser.add_argument("--step-sizes", nargs="+", type=float, help="instead of the methods' own")
     parser.add_argument("--batches-per-pass", type=int, help="instead of batches of 256 rows")
     parser.add_argument("--replacement", action="store_true", help="draw rows with replacement")
+    parser.add_argument("--gap", action="store_true", help="test on the middle of a feature")
     parser.add_argument("--num-chains", type=int, default=10)
     parser.add_argument("--epoch-wise", action="store_true", help="count passes, not steps")
     parser.add_argument("--num-gradients", type=int, help="per chain, instead of the protocol's")

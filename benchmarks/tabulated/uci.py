@@ -9,7 +9,7 @@ from tabulated.table import Record, Table, mean_error, number, short
 DATA = ("energy", "airfoil", "bikesharing", "concrete", "yacht", "kin8nm", "power")
 USUAL = {"protocol": "joint", "num_chains": 10, "num_gradients": 60_000}
 # Fields of a cell that most lack.
-OPTIONAL = {"seed", "batches_per_pass", "replacement"}
+OPTIONAL = {"seed", "batches_per_pass", "replacement", "gap"}
 RHAT = {"within chains": "rhat_within", "across chains": "rhat_across"}
 METHODS = (
     *("scale_adapted_sghmc", "sgld", "cyclical_sgld", "checkpoints", "psmile_naive", "psmile"),
