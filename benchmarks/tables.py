@@ -61,6 +61,8 @@ TABLES: dict[str, tuple[Callable[..., Table], tuple[str, ...]]] = {
     "order": (order.known, ("order",)),
     "uci-lengths": (uci.lengths, ("uci",)),
     "uci-few-chains": (uci.few_chains, ("uci",)),
+    "uci-published": (uci.in_published_units, ("uci",)),
+    "uci-gaps": (uci.gaps, ("uci",)),
     "uci-batch-wise": (paper_protocol.batch_wise, ("uci", "paper")),
     "uci-epoch-wise": (paper_protocol.epoch_wise, ("uci", "paper")),
     "uci-distributional": (paper_protocol.distributional, ("uci",)),
