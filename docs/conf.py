@@ -72,14 +72,14 @@ PUBLIC = {name: f"optax_smile.{name}" for name in optax_smile.__all__}
 NOTEBOOK = "---\nfile_format: mystnb\nkernelspec:\n  name: python3\n---\n"
 CELL = re.compile(r"^```python(?: tags=\[(.*)\])?$", re.MULTILINE)
 SHOWN = re.compile(r"^```text output\n.*?^```$", re.MULTILINE | re.DOTALL)
-CONTENTS = re.compile(r"^<!-- (\{toctree\}.*?)^-->$", re.MULTILINE | re.DOTALL)
+HIDDEN = re.compile(r"^<!-- (\{(?:toctree|index)\}.*?)-->$", re.MULTILINE | re.DOTALL)
 
 
 def to_myst(_app, page, source):
-    """Make cells of Python blocks, and contents of comments; leave out what cells print anyway."""
+    """Turn Python blocks into cells and comments into directives; drop outputs, which cells print."""
     if not page.startswith("docs/"):
         return
-    text = CONTENTS.sub(r"```\1```", source[0])
+    text = HIDDEN.sub(lambda comment: f"```{comment[1].rstrip()}\n```", source[0])
     if CELL.search(text):
         text = NOTEBOOK + CELL.sub(_cell, SHOWN.sub("", text))
     source[0] = text
