@@ -11,6 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.tabulated.table import Record, read
+from benchmarks.tabulated.uci import select
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -18,8 +21,6 @@ import matplotlib.pyplot as plt
 import numpy as np
 import optax
 from matplotlib.figure import Figure
-from tabulated.table import Record, read
-from tabulated.uci import select
 
 import optax_smile
 

@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.tabulated.table import read
+
 import jax
-from tabulated.table import read
 
 ROOT = Path(__file__).parents[1]
 # New files elsewhere are no part of what runs; records and figures are what it writes.

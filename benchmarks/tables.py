@@ -19,7 +19,9 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
-from tabulated import (
+# So that it runs where nothing is installed.
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from benchmarks.tabulated import (  # noqa: E402
     agreement,
     analytic,
     analytic_figures,
@@ -46,7 +48,7 @@ from tabulated import (
     uci,
     which_method,
 )
-from tabulated.table import Record, Table, block, read
+from benchmarks.tabulated.table import Record, Table, block, read  # noqa: E402
 
 FOLDER = Path(__file__).parent
 # Name: what makes it, and the files whose records it takes.

@@ -6,14 +6,15 @@ import types
 from pathlib import Path
 from typing import Any, cast
 
-import baselines
+from benchmarks.prediction import baselines
+from benchmarks.prediction.baselines import Run
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from baselines import Run
 from data import Splits
 from experiment import Experiment, Settings
 from scipy.special import log_softmax, logsumexp, softmax

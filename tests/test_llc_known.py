@@ -3,15 +3,12 @@
 And `llc` against them, by its own number of steps.
 """
 
-import sys
-from pathlib import Path
 from typing import Any
+
+from benchmarks.correctness import known_coefficients as known
 
 import numpy as np
 import pytest
-
-sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
-import known_coefficients as known
 
 from optax_smile.local import llc
 

@@ -13,7 +13,7 @@ its own gets that of its grid whose draws agree best on a seed which is not repo
 line of the output; cells that it already holds are skipped.
 
     export OPTAX_SMILE_DATA=path/to/data
-    python benchmarks/agreement.py --part networks --output benchmarks/results/agreement.jsonl
+    python benchmarks/correctness/agreement.py --part networks --output out/agreement.jsonl
 """
 
 import argparse
@@ -24,12 +24,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-import records
-import reference
-from chains import (
+from benchmarks import records
+from benchmarks.correctness import reference
+from benchmarks.correctness.chains import (
     DEFAULT,
     FULL,
     FULL_BATCH,
@@ -42,10 +39,20 @@ from chains import (
     fit,
     sample,
 )
-from posteriors import CALIBRATED, NETWORKS, NUM_INPUTS, POSTERIORS, Posterior
+from benchmarks.correctness.posteriors import (
+    CALIBRATED,
+    NETWORKS,
+    NUM_INPUTS,
+    POSTERIORS,
+    Posterior,
+)
+from benchmarks.tabulated import agreement as shown
+from benchmarks.tabulated.table import markdown
+
+import jax
+import jax.numpy as jnp
+import numpy as np
 from scipy import stats
-from tabulated import agreement as shown
-from tabulated.table import markdown
 
 SEARCH_SEED, MOST_EXTENSIONS = 1_000, 2
 # Of a posterior.

@@ -6,8 +6,8 @@ step size with the smallest bias is run again with fresh seeds, and that is what
 A sampler that finds its own step size is not searched.
 One JSON line per cell; cells that the file already holds are skipped.
 
-    python benchmarks/analytic.py --preset quick
-    python benchmarks/analytic.py --preset paper --output out/analytic.jsonl
+    python benchmarks/correctness/analytic.py --preset quick
+    python benchmarks/correctness/analytic.py --preset paper --output out/analytic.jsonl
 """
 
 import dataclasses
@@ -17,14 +17,14 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from benchmarks import records, samplers
+from benchmarks.tabulated.analytic import everything
+from benchmarks.tabulated.table import markdown
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import records
-import samplers
-from tabulated.analytic import everything
-from tabulated.table import markdown
 
 import optax_smile
 

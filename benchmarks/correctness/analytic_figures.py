@@ -3,8 +3,8 @@
 Modes found, energy errors, how the bias falls with the steps, full-batch MCLMC, the exact bias of
 SGLD, explicit noise on the direction, other random rotations, the friction of SGHMC.
 
-    python benchmarks/analytic_figures.py mixture --output benchmarks/results/analytic_figures.jsonl
-    python benchmarks/analytic_figures.py decoherence --steps 200000
+    python benchmarks/correctness/analytic_figures.py mixture --output out/figures.jsonl
+    python benchmarks/correctness/analytic_figures.py decoherence --steps 200000
 
 and so on with `energy`, `decay`, `baseline`, `sgld`, `rotations`, `friction`. `mixture` and
 `energy` also draw what no record holds, draws and energy errors, into the folder `--pictures`.
@@ -16,15 +16,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-import analytic
+from benchmarks import pictures, records, samplers
+from benchmarks.correctness import analytic
+from benchmarks.correctness.analytic import DIM
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pictures
-import records
-import samplers
-from analytic import DIM
 
 import optax_smile
 

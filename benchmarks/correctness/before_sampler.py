@@ -5,18 +5,18 @@ to 1, batches of 100 by permutations, prior precision 1. 16 chains of 4,000 grad
 8,000 more: variance over its true value, the geometric mean over the directions and the extremes,
 and how far the mean lies off, in deviations of the posterior.
 
-    python benchmarks/before_sampler.py --output benchmarks/results/before_sampler.jsonl
+    python benchmarks/correctness/before_sampler.py --output benchmarks/results/before_sampler.jsonl
 """
 
 from collections.abc import Callable
 from typing import Any
 
+from benchmarks import records, samplers
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import records
-import samplers
 
 import optax_smile
 

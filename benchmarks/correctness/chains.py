@@ -3,12 +3,13 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from benchmarks import samplers
+from benchmarks.correctness.posteriors import Posterior
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import samplers
-from posteriors import Posterior
 
 import optax_smile
 

@@ -5,7 +5,7 @@ sampler: `psmile`, which is the default and finds its step size, or `sgld` with 
 have as many chains, draws and gradients, those of the defaults of `llc`; only num_data and the
 localization are told.
 
-    python benchmarks/llc.py --output benchmarks/results/llc.jsonl
+    python benchmarks/correctness/llc.py --output benchmarks/results/llc.jsonl
 """
 
 import functools
@@ -14,10 +14,11 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-import known_coefficients
+from benchmarks import records
+from benchmarks.correctness import known_coefficients
+from benchmarks.correctness.known_coefficients import MODELS
+
 import numpy as np
-import records
-from known_coefficients import MODELS
 
 import optax_smile
 from optax_smile.local import LearningCoefficient, llc

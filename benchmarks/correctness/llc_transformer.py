@@ -5,7 +5,7 @@ trained by AdamW on the 100,000 characters that n counts. Batches of 5 pieces of
 A cell is a localization, a seed, and how many steps and draws; `--times 10` makes ten times as many
 steps of warm-up and between draws, with as many draws.
 
-    python benchmarks/llc_transformer.py --weights out/transformer.msgpack \
+    python benchmarks/correctness/llc_transformer.py --weights out/transformer.msgpack \
         --output benchmarks/results/llc_transformer.jsonl
 """
 
@@ -15,14 +15,15 @@ import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks import records
+from benchmarks.correctness import known_coefficients
+from benchmarks.correctness.llc import estimate
+
 import jax
 import jax.numpy as jnp
-import known_coefficients
 import numpy as np
 import optax
-import records
 from flax import serialization
-from llc import estimate
 
 from optax_smile.local import llc
 

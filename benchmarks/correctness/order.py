@@ -4,18 +4,19 @@ Bayesian linear regression of 20 weights on 512 rows with unit noise, in passes 
 chains of the default `psmile`, 40,000 gradients each, the first quarter left out; b^2 is the mean
 squared relative error of the variances, pooled over the chains.
 
-    python benchmarks/order.py --output benchmarks/results/order.jsonl
+    python benchmarks/correctness/order.py --output benchmarks/results/order.jsonl
 """
 
 from typing import Any
+
+from benchmarks import records
+from benchmarks.tabulated.order import known
+from benchmarks.tabulated.table import markdown
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import records
-from tabulated.order import known
-from tabulated.table import markdown
 
 import optax_smile
 

@@ -5,19 +5,20 @@ moments are averaged over the chains before they are compared, so that little Mo
 left: b^2 is the mean squared relative error of the variances over the coordinates, without a factor
 1/2. `smile` is right where the noise is isotropic, and stands beside it for its Monte Carlo error.
 
-    python benchmarks/small_noise.py --output benchmarks/results/small_noise.jsonl
+    python benchmarks/correctness/small_noise.py --output benchmarks/results/small_noise.jsonl
 """
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from benchmarks import records
+from benchmarks.tabulated.small_noise import variances
+from benchmarks.tabulated.table import markdown
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import records
-from tabulated.small_noise import variances
-from tabulated.table import markdown
 
 import optax_smile
 

@@ -6,29 +6,25 @@ initialisation, ten times that, and at zeros. No warm-up is left out: the whole 
 A cell is one line of the output; cells that it already holds are skipped.
 
     export OPTAX_SMILE_DATA=path/to/data
-    python benchmarks/starts.py --output benchmarks/results/starts.jsonl
+    python benchmarks/correctness/starts.py --output benchmarks/results/starts.jsonl
 """
 
 import itertools
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
+
+from benchmarks import records, samplers
+from benchmarks.prediction import uci
+from benchmarks.tabulated.starts import cells as shown
+from benchmarks.tabulated.table import markdown
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import records
-import samplers
-import uci
-from tabulated.starts import cells as shown
-from tabulated.table import markdown
+import quickstart
 
 import optax_smile
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-import quickstart  # noqa: E402
 
 NUM_CHAINS, NUM_GRADIENTS, THIN = 8, 20_000, 100
 # After so many gradients chains are asked whether they are on their way.

@@ -3,7 +3,7 @@
 Two loops at a time run in one process and in turn, a piece of some hundred steps each; a figure is
 the median of the ratios of their pieces.
 
-    python benchmarks/loop_overhead.py --output out/loop_overhead.jsonl
+    python benchmarks/cost/loop_overhead.py --output out/loop_overhead.jsonl
 """
 
 import itertools
@@ -15,14 +15,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from benchmarks import records, samplers
+from benchmarks.tabulated.costs import loops
+from benchmarks.tabulated.table import markdown
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import records
-import samplers
-from tabulated.costs import loops
-from tabulated.table import markdown
 
 import optax_smile
 

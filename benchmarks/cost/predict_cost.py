@@ -5,7 +5,7 @@ and a `Predictor` with targets, three updates and the result, take turns in one 
 repetition gives one ratio. Memory: how far the peak of the process, one per batch size, grows from
 the first repetition to the last. Prints a table and appends one JSON line per batch size.
 
-    python benchmarks/predict_cost.py --output out/predict_cost.jsonl
+    python benchmarks/cost/predict_cost.py --output out/predict_cost.jsonl
 """
 
 import multiprocessing
@@ -15,13 +15,14 @@ import time
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
+from benchmarks import records
+from benchmarks.tabulated.costs import predictions
+from benchmarks.tabulated.table import markdown
+
 import jax
 import jax.numpy as jnp
 import numpy as np
-import records
 from models import LeNet
-from tabulated.costs import predictions
-from tabulated.table import markdown
 
 import optax_smile
 

@@ -8,8 +8,8 @@ and each repetition gives one ratio to AdamW; medians are written. Small updates
 program. Memory and traffic come from the compiled program, in arrays of the size of the parameters.
 A cell is one line of the output; cells that it already holds are skipped.
 
-    python benchmarks/step_cost.py --output benchmarks/results/step_cost.jsonl
-    python benchmarks/step_cost.py --gpu --output out/step_cost_gpu.jsonl
+    python benchmarks/cost/step_cost.py --output benchmarks/results/step_cost.jsonl
+    python benchmarks/cost/step_cost.py --gpu --output out/step_cost_gpu.jsonl
 
 The last one is for a GPU: 10^8 parameters with and without barriers, and the bandwidth of a copy.
 """
@@ -20,15 +20,15 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from benchmarks import records, samplers
+from benchmarks.tabulated import costs
+from benchmarks.tabulated.table import markdown
+
 import jax
 import jax.numpy as jnp
 import models
 import numpy as np
 import optax
-import records
-import samplers
-from tabulated import costs
-from tabulated.table import markdown
 
 import optax_smile
 

@@ -5,27 +5,25 @@ Test predictions, as they are stored, are halved twice at random; what is fitted
 judged on the other, and the other way round: each seed gives four splits. Both directions together,
 so that the luck of a half mostly cancels.
 
-    python benchmarks/calibration.py --output benchmarks/results/calibration.jsonl
+    python benchmarks/prediction/calibration.py --output benchmarks/results/calibration.jsonl
 
 Energy needs `OPTAX_SMILE_DATA`.
 """
 
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from benchmarks import records
+from benchmarks.tabulated.calibration import LEVEL, sets_and_intervals, temperatures
+from benchmarks.tabulated.table import markdown
+
 import numpy as np
-import records
+import quickstart
 from safetensors.numpy import load_file
-from tabulated.calibration import LEVEL, sets_and_intervals, temperatures
-from tabulated.table import markdown
 
 from optax_smile import calibrate, metrics
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-import quickstart  # noqa: E402
 
 NUM_HALVINGS = 2
 Scores = dict[str, Any]
@@ -97,7 +95,7 @@ def digits(seed: int) -> dict[str, Scores]:
 
 def energy(seed: int) -> dict[str, Scores]:
     """Fit half of the rows by default settings, predict the other half."""
-    import estimators
+    from benchmarks.prediction import estimators
 
     (x, y), (new_x, new_y) = estimators.split("energy", seed, test_size=0.5)
     estimator = estimators.fitted("energy", x, y, seed)

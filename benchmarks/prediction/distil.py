@@ -12,20 +12,21 @@ no longer falls. What differs is the inputs and the targets:
 Eight networks of each; a score is their mean. The best draw and the best two are chosen by
 `thin_to` on validation data. Scores are those of test data.
 
-    python benchmarks/distil.py --output benchmarks/results/distil.jsonl
+    python benchmarks/prediction/distil.py --output benchmarks/results/distil.jsonl
 """
 
 import time
 from typing import Any
 
+from benchmarks import records
+from benchmarks.tabulated.distil import scores
+from benchmarks.tabulated.table import markdown
+
 import jax.numpy as jnp
 import numpy as np
 import optax
 import quickstart
-import records
 from data import Batches
-from tabulated.distil import scores
-from tabulated.table import markdown
 
 import optax_smile
 

@@ -4,29 +4,26 @@
 rows is test data. The deep ensemble is the members that the chains began at. Regression targets
 are standardized, so that LPPD is in nats of that. Every seed has its own split, members and chains.
 
-    python benchmarks/estimators.py --output benchmarks/results/estimators.jsonl
+    python benchmarks/prediction/estimators.py --output benchmarks/results/estimators.jsonl
 
 UCI tables need `OPTAX_SMILE_DATA`.
 """
 
 import copy
-import sys
 import time
-from pathlib import Path
 from typing import Any
 
+from benchmarks import records
+from benchmarks.tabulated.estimators import DATA, scores
+from benchmarks.tabulated.table import markdown
+
 import numpy as np
-import records
+from data import uci
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
-from tabulated.estimators import DATA, scores
-from tabulated.table import markdown
 
 import optax_smile
 from optax_smile import interop
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-from data import uci  # noqa: E402
 
 Rows = tuple[np.ndarray, np.ndarray]
 

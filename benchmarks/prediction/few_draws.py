@@ -10,7 +10,7 @@ end; their LPPD is the mean over ten places in the parts.
     2,000 and 54,000 images   Fashion-MNIST, a layer of 76, 2 chains of 36 draws
     LeNet                  Fashion-MNIST, 10,000 images, 2 chains of 36 draws, 3,000 steps
 
-    python benchmarks/few_draws.py --output benchmarks/results/few_draws.jsonl
+    python benchmarks/prediction/few_draws.py --output benchmarks/results/few_draws.jsonl
 
 All but digits need `OPTAX_SMILE_DATA`.
 """
@@ -18,13 +18,14 @@ All but digits need `OPTAX_SMILE_DATA`.
 import time
 from typing import Any
 
+from benchmarks import records
+from benchmarks.prediction import selection
+from benchmarks.tabulated.few_draws import NUMBERS, scores
+from benchmarks.tabulated.table import markdown
+
 import models
 import numpy as np
-import records
-import selection
 from scipy.special import logsumexp
-from tabulated.few_draws import NUMBERS, scores
-from tabulated.table import markdown
 
 import optax_smile
 

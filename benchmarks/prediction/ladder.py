@@ -7,8 +7,8 @@ images. Priors: N(0, 1) on each weight; variances by the number of inputs of eac
 start, with the precision that `local_precision` finds. "cold" is `temperature="auto"` under
 N(0, 1). "training on" is AdamW at 1e-3 instead of a chain; its angle is ignored.
 
-    python benchmarks/ladder.py --sizes 1e4 1e5 1e6 --output benchmarks/results/ladder.jsonl
-    python benchmarks/ladder.py --sizes 1e7 --chains 1 --steps 3000 --output ...
+    python benchmarks/prediction/ladder.py --sizes 1e4 1e5 1e6 --output out/ladder.jsonl
+    python benchmarks/prediction/ladder.py --sizes 1e7 --chains 1 --steps 3000 --output ...
 """
 
 import dataclasses
@@ -16,6 +16,8 @@ import functools
 import time
 from pathlib import Path
 from typing import Any
+
+from benchmarks import records
 
 import arviz
 import data
@@ -25,7 +27,6 @@ import jax.numpy as jnp
 import models
 import numpy as np
 import optax
-import records
 from experiment import Experiment, Settings
 
 import optax_smile

@@ -7,7 +7,7 @@ comparison, 1,000 calls of `psmile` by its defaults, with the prior N(0, 1). LPP
 over the last half of the first 64, 1,000 and 10,000 calls on test images, loss of single draws, and
 of the weights. Batches of 50 and 64 without replacement, in the same order for every run.
 
-    python benchmarks/local.py --output benchmarks/results/local.jsonl
+    python benchmarks/prediction/local.py --output benchmarks/results/local.jsonl
 """
 
 import gzip
@@ -17,11 +17,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks import records
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import records
 from sklearn.datasets import load_digits
 
 import optax_smile

@@ -4,30 +4,26 @@ Every seed has its own GPT (examples/lora.py), piece of the second text, low-ran
 chain. A cell is one seed, method and prior precision; both methods get the precision that is best
 on validation text, and the MAP is stopped early there. A chain starts from the MAP of its prior.
 
-    OPTAX_SMILE_DATA=... python benchmarks/lora_seeds.py --output out/lora.jsonl
+    OPTAX_SMILE_DATA=... python benchmarks/prediction/lora_seeds.py --output out/lora.jsonl
 """
 
 import dataclasses
 import functools
 import itertools
 import os
-import sys
 import time
-from pathlib import Path
 from typing import Any
 
+from benchmarks import records, samplers
+from benchmarks.tabulated.lora import scores
+from benchmarks.tabulated.table import markdown
+
 import jax
+import lora
 import numpy as np
-import records
-import samplers
 from flax import nnx
-from tabulated.lora import scores
-from tabulated.table import markdown
 
 import optax_smile
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-import lora  # noqa: E402
 
 # The prior is around the low-rank weights as they begin, unless a method says otherwise.
 METHODS = ("MAP", "psmile", "psmile, two chains", "psmile, around the MAP", "smile")

@@ -10,19 +10,19 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import baselines
+from benchmarks import records, samplers
+from benchmarks.prediction import baselines
+from benchmarks.prediction.network_cells import ENSEMBLE
+
 import experiment
 import jax
 import lenet
 import nanogpt
 import numpy as np
 import optax
-import records
 import resnet
-import samplers
 import vit
 from experiment import Experiment, Settings
-from network_cells import ENSEMBLE
 
 import optax_smile
 

@@ -3,7 +3,7 @@ r"""Differences between two methods of `networks.py`, paired over test data, cha
 Reads what `networks.py` kept in `--work`; runs nothing. For each task one rival is the rate of
 checkpoints with the best validation LPPD of the ensemble, chosen for each seed.
 
-    python benchmarks/network_pairs.py --table lenet --form small --seeds 0 1 2 \
+    python benchmarks/prediction/network_pairs.py --table lenet --form small --seeds 0 1 2 \
         --work out/networks --output benchmarks/results/network_pairs.jsonl
 """
 
@@ -13,11 +13,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import network_chains
+from benchmarks import records
+from benchmarks.prediction import network_chains
+from benchmarks.prediction.network_cells import FORMS, TABLES, cells_of
+from benchmarks.prediction.networks import averaged
+
 import numpy as np
-import records
-from network_cells import FORMS, TABLES, cells_of
-from networks import averaged
 
 COLD = ("psmile", {"temperature": "auto", "angle": 0.3})
 CHECKPOINTS = "checkpoints"

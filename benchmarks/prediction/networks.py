@@ -5,10 +5,10 @@ with its warm start: weights, draws and log-probabilities of the test data go to
 `--work`, where what is there is not run again, and what was cut off goes on. When all chains of a
 cell are there, it becomes one JSON line.
 
-    python benchmarks/networks.py --table lenet --output benchmarks/results/networks.jsonl
-    python benchmarks/networks.py --table lenet --form small --methods "deep ensemble" psmile \
-        --seeds 0 1 2 --output benchmarks/results/networks.jsonl
-    python benchmarks/networks.py --table resnet18 --form paper --members 0 --work out/networks
+    python benchmarks/prediction/networks.py --table lenet --output out/networks.jsonl
+    python benchmarks/prediction/networks.py --table lenet --form small \
+        --methods "deep ensemble" psmile --seeds 0 1 2 --output out/networks.jsonl
+    python benchmarks/prediction/networks.py --table resnet18 --form paper --members 0
 
 `--form paper` is the paper's setting, for a GPU; `small` what two cores can do in an hour; `tiny`
 runs every cell in a minute. `--members 0 1` runs these chains alone, without a record: where time
@@ -22,12 +22,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import records
+from benchmarks.prediction import network_chains
+from benchmarks.prediction.network_cells import ENSEMBLE, FORMS, TABLES, cells_of
+
 import data
-import network_chains
 import numpy as np
-import records
 from experiment import Experiment, Settings
-from network_cells import ENSEMBLE, FORMS, TABLES, cells_of
 from scipy.special import logsumexp
 
 import optax_smile

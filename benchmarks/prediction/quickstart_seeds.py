@@ -4,21 +4,19 @@ Every seed has its own split, networks and chains. Prints the test scores, the m
 entropy on digits and on digits with shuffled pixels (nats), and the paired differences with their
 standard errors; appends one JSON line per seed.
 
-    python benchmarks/quickstart_seeds.py --output out/quickstart_seeds.jsonl
+    python benchmarks/prediction/quickstart_seeds.py --output out/quickstart_seeds.jsonl
 """
 
 import dataclasses
-import sys
 import tempfile
 import time
 from pathlib import Path
 
-import records
-from tabulated.quickstart import scores
-from tabulated.table import markdown
+from benchmarks import records
+from benchmarks.tabulated.quickstart import scores
+from benchmarks.tabulated.table import markdown
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-import quickstart  # noqa: E402
+import quickstart
 
 
 def main():

@@ -10,7 +10,7 @@ that the loss of a choice is the test LPPD of the best candidate minus that of t
     LeNet                  Fashion-MNIST, 2 members, 6,000 steps of 64
     GPT                    modern Shakespeare, a block of width 32, 2 members, 2,000 steps of 32
 
-    python benchmarks/selection.py --output benchmarks/results/selection.jsonl
+    python benchmarks/prediction/selection.py --output benchmarks/results/selection.jsonl
 
 All but digits need `OPTAX_SMILE_DATA`.
 """
@@ -22,6 +22,11 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from benchmarks import records
+from benchmarks.prediction import uci
+from benchmarks.tabulated.selection import NAMES, choices
+from benchmarks.tabulated.table import markdown
+
 import data
 import experiment
 import jax
@@ -29,12 +34,8 @@ import models
 import nanogpt
 import numpy as np
 import optax
-import records
-import uci
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
-from tabulated.selection import NAMES, choices
-from tabulated.table import markdown
 
 import optax_smile
 from optax_smile import local

@@ -8,19 +8,19 @@ data is that of the start, of the draws until the stop, and of all draws.
     2,000 images           Fashion-MNIST, a layer of 76, 2 chains of 36 draws
     energy                 UCI, networks 16-16-16, 10 chains of 400 draws
 
-    python benchmarks/stopping.py --output benchmarks/results/stopping.jsonl
+    python benchmarks/prediction/stopping.py --output benchmarks/results/stopping.jsonl
 
 All but digits need `OPTAX_SMILE_DATA`.
 """
 
 from typing import Any
 
-import few_draws
+from benchmarks import records
+from benchmarks.prediction import few_draws, selection
+from benchmarks.tabulated.stopping import saved
+from benchmarks.tabulated.table import markdown
+
 import numpy as np
-import records
-import selection
-from tabulated.stopping import saved
-from tabulated.table import markdown
 
 import optax_smile
 

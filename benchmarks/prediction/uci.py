@@ -14,7 +14,7 @@ With `--batches-per-pass` batches are not of 256 rows, with `--replacement` not 
 A cell is one protocol, data set, split, method and setting: one JSON line in the output, and cells
 that the file already holds are skipped.
 
-    python benchmarks/uci.py --protocol joint --data energy airfoil --output out/uci.jsonl
+    python benchmarks/prediction/uci.py --data energy airfoil --output out/uci.jsonl
 """
 
 import dataclasses
@@ -26,16 +26,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from benchmarks import records, samplers
+from benchmarks.prediction.as_shipped import as_shipped
+from benchmarks.tabulated.table import markdown
+from benchmarks.tabulated.uci import OPTIONAL, overview
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import records
-import samplers
-from as_shipped import as_shipped
-from tabulated.table import markdown
-from tabulated.uci import OPTIONAL, overview
 
 import optax_smile
 

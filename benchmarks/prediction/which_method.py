@@ -6,24 +6,21 @@
 
 A cell is one problem and seed with all methods.
 
-    python benchmarks/which_method.py --output benchmarks/results/which_method.jsonl
+    python benchmarks/prediction/which_method.py --output benchmarks/results/which_method.jsonl
 
 All but digits need `OPTAX_SMILE_DATA`.
 """
 
 import argparse
 import dataclasses
-import sys
-from pathlib import Path
 from typing import Any
 
-import jax
-import records
-from tabulated.table import markdown
-from tabulated.which_method import scores
+from benchmarks import records
+from benchmarks.tabulated.table import markdown
+from benchmarks.tabulated.which_method import scores
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-import compare  # noqa: E402
+import compare
+import jax
 
 KEPT = ("batch_size", "num_chains", "num_epochs", "num_steps", "num_draws")
 KEPT += ("learning_rate", "weight_decay")

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from tabulated.table import Record, Table, short, value_error
+from benchmarks.tabulated.table import Record, Table, short, value_error
 
 TARGETS = ("gaussian", "rosenbrock", "funnel")
 NOISES = ("isotropic", "diagonal", "correlated", "varied")

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from statistics import fmean, median
 
-from tabulated.analytic import TARGETS
-from tabulated.table import (
+from benchmarks.tabulated.analytic import TARGETS
+from benchmarks.tabulated.table import (
     Record,
     Table,
     number,

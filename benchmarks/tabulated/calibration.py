@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from statistics import fmean
 
-from tabulated.table import Record, Table, mean_error, number
+from benchmarks.tabulated.table import Record, Table, mean_error, number
 
 LEVEL = 0.9
 METHODS = ("deep ensemble", "psmile")

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from tabulated.table import Record, Table, number
+from benchmarks.tabulated.table import Record, Table, number
 
 USUAL = {"part": "update", "leaves": 20, "chains": 1, "grads": "float32"}
 LARGE = 10**7

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from tabulated.table import Record, Table, mean_error
+from benchmarks.tabulated.table import Record, Table, mean_error
 
 # Field of the records: name of the row, and forward passes of a prediction.
 ROWS = {

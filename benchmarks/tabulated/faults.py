@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from tabulated.table import Record, Table
+from benchmarks.tabulated.table import Record, Table
 
 COUNTS = ("cases", "silent", "raw", "lost")
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from tabulated.table import Record, Table, mean_error
+from benchmarks.tabulated.table import Record, Table, mean_error
 
 NUMBERS = (1, 2, 4, 8, 16)
 PROBLEMS = ("energy", "digits", "2,000 images", "54,000 images", "LeNet")

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Sequence
 from statistics import fmean
 
-from tabulated.table import Record, Table, mean_error, number, short
-from tabulated.uci import DATA, USUAL, by_split, select
+from benchmarks.tabulated.table import Record, Table, mean_error, number, short
+from benchmarks.tabulated.uci import DATA, USUAL, by_split, select
 
 TASKS = {"lenet": "LeNet", "gpt": "small GPT"}
 ANGLES = {"psmile": "0.03", "psmile, angle .04": "0.04", "psmile, angle .05": "0.05"}

@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tabulated.table import Record, Table, number, short, thousands
+from benchmarks.tabulated.table import Record, Table, number, short, thousands
 
 WITHIN = 0.05
 

@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
-import numpy as np
+from benchmarks.tabulated.table import Record, Table, number
 
-from tabulated.table import Record, Table, number
+import numpy as np
 
 NAMES = {"mlp": "perceptron, digits", "cnn": "convolutions, MNIST"}
 

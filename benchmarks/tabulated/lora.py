@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from statistics import fmean
 
-from tabulated.table import Record, Table, mean_error, number
+from benchmarks.tabulated.table import Record, Table, mean_error, number
 
 MAP = "MAP"
 TITLES = {"entropy": "entropy, held-out", "foreign": "entropy, foreign"}

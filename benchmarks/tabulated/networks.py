@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from statistics import fmean
 
-from tabulated.table import Record, Table, mean_error, number, short, thousands
+from benchmarks.tabulated.table import Record, Table, mean_error, number, short, thousands
 
 NAMES = {
     "lenet": "LeNet",

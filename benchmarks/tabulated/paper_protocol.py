@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from tabulated.table import Record, Table, mean_error, short, value_error
-from tabulated.uci import select
+from benchmarks.tabulated.table import Record, Table, mean_error, short, value_error
+from benchmarks.tabulated.uci import select
 
 DATA = ("energy", "airfoil", "bikesharing")
 # Row: method of our records, that of the paper, gradients of our run on each data set.

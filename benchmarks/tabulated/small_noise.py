@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from tabulated.table import Record, Table, number
+from benchmarks.tabulated.table import Record, Table, number
 
 # b^2 that is allowed where the noise is isotropic, and elsewhere; at least twice that of `smile`.
 ISOTROPIC, OTHERWISE = 0.003, 0.01

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from statistics import median
 
-from tabulated.table import Record, Table, number, thousands
+from benchmarks.tabulated.table import Record, Table, number, thousands
 
 STARTS = ("mode", "AdamW", "fresh", "ten times fresh", "zeros")
 # Problem of the records: what it is.

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from tabulated.table import Record, Table, mean_error
+from benchmarks.tabulated.table import Record, Table, mean_error
 
 PROBLEMS = ("digits", "2,000 images", "energy")
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean
 from typing import Any
 
-from tabulated.table import Record, Table, mean_error, number, short
+from benchmarks.tabulated.table import Record, Table, mean_error, number, short
 
 DATA = ("energy", "airfoil", "bikesharing", "concrete", "yacht", "kin8nm", "power")
 USUAL = {"protocol": "joint", "num_chains": 10, "num_gradients": 60_000}
