@@ -1,4 +1,4 @@
-"""The pictures of the pages, from the records; of draws and energy errors, from a run itself.
+"""The pictures of the pages, from the records, and one of a small regression.
 
     python benchmarks/pictures.py            those of the pages, into benchmarks/figures
     python benchmarks/pictures.py uci        one
@@ -152,46 +152,6 @@ def decoherence(found: list[Record]) -> Figure:
     return drawn
 
 
-def decay(found: list[Record]) -> Figure:
-    """Bias of SMILE-naive against the number of steps under isotropic noise."""
-    drawn, axis = plt.subplots(figsize=(8, 5), layout="constrained")
-    cells = [record for record in found if record["figure"] == "decay"]
-    for record, color in zip(cells, (BLUE, RED, GREEN), strict=True):
-        label = f"{record['target']}, slope {record['slope_last_decade']:.2f}"
-        axis.loglog(record["steps"], record["bias"], "o-", color=color, label=label)
-    ends = cells[0]["steps"][0], cells[0]["steps"][-1]
-    axis.loglog(ends, [1, ends[0] / ends[1]], "k:", label="1 / steps")
-    axis.set(xlabel="steps", ylabel="squared bias, mean of 20 chains")
-    axis.set_title("SMILE-naive, leapfrog, isotropic noise")
-    axis.legend()
-    return drawn
-
-
-def modes(shown: list[tuple[str, np.ndarray]], centers: np.ndarray) -> Figure:
-    """Draws `[draw, 2]` of samplers among the modes `[mode, 2]`."""
-    drawn, axes = plt.subplots(1, len(shown), figsize=(15, 4.2), layout="constrained", sharey=True)
-    for axis, (label, points) in zip(axes, shown, strict=True):
-        axis.plot(*points[:10_000].T, ".", ms=1.5, alpha=0.4, color=BLUE)
-        axis.plot(*centers.T, "+", color=RED, ms=8)
-        axis.set(title=label, xlabel="theta 1", xlim=(-6.5, 6.5), ylim=(-6.5, 6.5), aspect="equal")
-    axes[0].set_ylabel("theta 2")
-    return drawn
-
-
-def energy_errors(errors: np.ndarray, fit: np.ndarray, threshold: float) -> Figure:
-    """Histogram of |energy change| against draws from its Gamma fit."""
-    drawn, axis = plt.subplots(figsize=(8, 5), layout="constrained")
-    edges = np.linspace(0, np.quantile(errors, 0.9995), 80)
-    for values, label, color in ((errors, "measured", BLUE), (fit, "Gamma fit", RED)):
-        heights = np.histogram(values, edges)[0] / len(values) / np.diff(edges)
-        axis.stairs(heights, edges, label=label, color=color, lw=1.5)
-    axis.axvline(threshold, color="k", ls=":", label="0.98 quantile of the fit")
-    axis.set(xlabel="|energy change| (nats)", ylabel="density", yscale="log")
-    axis.set_title("pSMILE-naive, ill-conditioned Gaussian, correlated noise")
-    axis.legend()
-    return drawn
-
-
 def llc(found: list[Record]) -> Figure:
     """Relative error of the mean loss by SGLD against its step size, by psmile at the left."""
     drawn, axis = plt.subplots(figsize=(10, 5.5), layout="constrained")
@@ -309,13 +269,10 @@ PICTURES: dict[str, tuple[Callable[..., Figure], tuple[str, ...]]] = {
     "step_cost": (step_cost, ("step_cost",)),
     "lognormal": (lognormal, ("analytic",)),
     "decoherence": (decoherence, ("analytic_figures",)),
-    "decay": (decay, ("analytic_figures",)),
     "llc": (llc, ("llc",)),
     "ladder": (ladder, ("ladder",)),
     "regression": (regression, ()),
 }
-# Decay has no records yet.
-SHOWN = tuple(name for name in PICTURES if name != "decay")
 
 
 def main():
@@ -323,7 +280,9 @@ def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("names", nargs="*", default=SHOWN, help=f"of {', '.join(PICTURES)}")
+    parser.add_argument(
+        "names", nargs="*", default=list(PICTURES), help=f"of {', '.join(PICTURES)}"
+    )
     for name in parser.parse_args().names:
         draw, files = PICTURES[name]
         found = (read(FOLDER / "results" / f"{file}.jsonl") for file in files)

@@ -62,15 +62,15 @@ class Target:
     total: Callable[..., Any]
 
 
-def rotation(seed: int) -> np.ndarray:
-    """Random rotation of the ten coordinates."""
-    return np.linalg.qr(np.random.default_rng(seed).normal(size=(DIM, DIM)))[0]
+def rotated(variances: np.ndarray, seed: int) -> np.ndarray:
+    """Covariance of the ten coordinates with its axes randomly rotated."""
+    rotation = np.linalg.qr(np.random.default_rng(seed).normal(size=(DIM, DIM)))[0]
+    return rotation.T @ np.diag(variances) @ rotation
 
 
-def gaussian(seed: int = 0) -> Target:
+def gaussian() -> Target:
     """Ill-conditioned Gaussian."""
-    rotated = rotation(seed)
-    covariance = rotated.T @ np.diag(VARIANCES) @ rotated
+    covariance = rotated(VARIANCES, seed=0)
     precision = jnp.asarray(np.linalg.inv(covariance), jnp.float32)
     variances = np.diag(covariance)
     return Target(
@@ -120,19 +120,11 @@ def funnel() -> Target:
 
 
 TARGETS = {"gaussian": gaussian(), "rosenbrock": rosenbrock(), "funnel": funnel()}
-
-
-def correlated_root(seed: int) -> np.ndarray:
-    """Root of the covariance of the noise, its axes randomly rotated."""
-    rotated = rotation(seed)
-    return np.linalg.cholesky(rotated.T @ np.diag(NOISE_VARIANCE * VARIANCES) @ rotated)
-
-
+# Roots of the covariances of the noise.
 ROOTS = {
-    "none": np.zeros((DIM, DIM)),
     "isotropic": np.sqrt(NOISE_VARIANCE) * np.eye(DIM),
     "diagonal": np.diag(np.sqrt(NOISE_VARIANCE * VARIANCES)),
-    "correlated": correlated_root(1),
+    "correlated": np.linalg.cholesky(rotated(NOISE_VARIANCE * VARIANCES, seed=1)),
 }
 NOISES = ("isotropic", "diagonal", "correlated", "varied")
 
@@ -228,11 +220,10 @@ def run_chains(column, target, noise, kind, num_chunks, step_sizes, keys):
     return jax.vmap(over_chains, (0, None))(step_sizes, keys)
 
 
-def biases(target: Target, means, counts, share: float = 1.0) -> np.ndarray:
-    """Squared bias of each chain `[step size, chain]` over the first part of its chunks."""
-    chunks = max(round(share * means.shape[2]), 1)
-    weights = np.asarray(counts, float)[:, :, :chunks, None]
-    squares = np.sum(weights * np.asarray(means, float)[:, :, :chunks], axis=2)
+def biases(target: Target, means, counts) -> np.ndarray:
+    """Squared bias of each chain `[step size, chain]`."""
+    weights = np.asarray(counts, float)[..., None]
+    squares = np.sum(weights * np.asarray(means, float), axis=2)
     squares /= np.maximum(np.sum(weights, axis=2), 1)
     return target.total((squares - target.square) ** 2 / target.square_variance, axis=-1)
 

@@ -2,8 +2,9 @@
 
 import math
 from collections.abc import Sequence
+from statistics import fmean, median
 
-from benchmarks.tabulated.table import Record, Table, short, value_error
+from benchmarks.tabulated.table import Record, Table, number, short, standard_error, value_error
 
 TARGETS = ("gaussian", "rosenbrock", "funnel")
 NOISES = ("isotropic", "diagonal", "correlated", "varied")
@@ -155,6 +156,38 @@ def skewed(found: Sequence[Record]) -> Table:
         ["best step size", *(short(r["step_size"]) for r in used)],
     ]
     return Table(["sigma", *sigmas], rows if used else [], used)
+
+
+def rotations(found: Sequence[Record]) -> Table:
+    """Correlated noise under other random rotations."""
+    used, columns = [r for r in found if r["figure"] == "rotations"], {}
+    for record in used:
+        name, seed = record["cell"].split()
+        columns.setdefault(name, {})[int(seed)] = record["bias_error_step"]
+    rows = [
+        [str(seed), *(value_error(*columns[name][seed][:2]) for name in columns)]
+        for seed in sorted(set().union(*columns.values()))
+    ]
+    values = {name: [of[seed][0] for seed in sorted(of)] for name, of in columns.items()}
+    if rows:
+        rows.append(["mean", *(value_error(fmean(x), standard_error(x)) for x in values.values())])
+        rows.append(["median", *(number(median(x)) for x in values.values())])
+    return Table(["rotation", *columns], rows, used)
+
+
+def decoherence(found: Sequence[Record]) -> Table:
+    """Bias against explicit noise in units of that of the gradients."""
+    used = [r for r in found if r["figure"] == "decoherence"]
+    shares = sorted({entry[0] for r in used for entry in r["share_bias_error_step"]})
+    rows = []
+    for record in used:
+        entries = {entry[0]: entry for entry in record["share_bias_error_step"]}
+        cells = [
+            value_error(*entries[share][1:3]) if share in entries else "none mixes"
+            for share in shares
+        ]
+        rows.append([", ".join(record["cell"]), *cells])
+    return Table(["b^2 at explicit / gradient noise", *map(short, shares)], rows, used)
 
 
 def everything(found: Sequence[Record]) -> list[Table]:
