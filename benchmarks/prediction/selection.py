@@ -70,7 +70,7 @@ class Problem(NamedTuple):
 
 def table(name: str, seed: int) -> Problem:
     """UCI data; the split is the seed."""
-    (train, validation, test), members = uci.warm(name, seed, uci.PROTOCOLS["joint"], 10)
+    (train, validation, test), members = uci.warm(name, seed, "joint", 10)
     return Problem(
         uci.mean_loss,
         uci.outputs_of,

@@ -1,23 +1,17 @@
 """Regression on UCI data: every sampler at the same number of gradients, from the same warm start.
 
-Networks 16-16-16-1 with one sampled log sigma, under three protocols:
+A deep ensemble is trained by the likelihood; every method then takes 60,000 gradients from each
+network, of which the last two thirds are sampled. Networks 16-16-16-1, under two protocols:
 
-    paper   deep ensemble by squared error (sigma = 1), chains start at log sigma = 0;
-            50,000 + 10,000 minimal-norm steps, both gradients of a step on one batch,
-            step size 1e-3; MILE as many full-batch steps
-    joint   deep ensemble by the likelihood, so that log sigma is warm-started;
-            60,000 gradients for every method, the last two thirds sampled
-    distributional   as joint, and the network predicts log sigma for each input
+    joint            one log sigma for all inputs, trained and sampled with the weights
+    distributional   the network predicts log sigma for each input
 
-With `--epoch-wise` mini-batch methods get as many passes through the data as MILE makes steps.
 With `--batches-per-pass` batches are not of 256 rows, with `--replacement` not of permutations.
-A cell is one protocol, data set, split, method and setting: one JSON line in the output, and cells
-that the file already holds are skipped.
+A cell is one protocol, data set, split, method and setting.
 
     python benchmarks/prediction/uci.py --data energy airfoil --output out/uci.jsonl
 """
 
-import dataclasses
 import functools
 import itertools
 import os
@@ -27,7 +21,6 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from benchmarks import records, samplers
-from benchmarks.prediction.as_shipped import as_shipped
 from benchmarks.tabulated.table import markdown
 from benchmarks.tabulated.uci import OPTIONAL, overview
 
@@ -48,51 +41,16 @@ FILES = {
     "kin8nm": "kin8nm.txt.gz",
     "power": "power-plant.txt",
 }
-# Batches of `BATCH_SIZE` in one pass through the training data.
-NUM_BATCHES = {
-    "energy": 2,
-    "airfoil": 4,
-    "bikesharing": 47,
-    "concrete": 3,
-    "yacht": 1,
-    "kin8nm": 25,
-    "power": 29,
-}
 # Seeds of the published splits of the first three data sets; the rest is made by the same rule.
 SEEDS = {"energy": (1, 3), "airfoil": (1, 3), "bikesharing": (1,)}
 BATCH_SIZE = 256
+PROTOCOLS = ("joint", "distributional")
+# Of each chain; the first third is the warm-up.
+NUM_GRADIENTS, NUM_DRAWS = 60_000, 400
 # Of a chain that does not even know the mean and variance of the targets.
 USELESS = -1.42
 # R-hat is asked of so many test points at most.
 MAX_INPUTS = 500
-
-
-@dataclasses.dataclass(frozen=True)
-class Protocol:
-    """How chains start and how long they are.
-
-    Attributes:
-        learns_sigma: whether the warm start is by likelihood; otherwise by squared error.
-        num_chains: members and chains.
-        num_gradients: per chain (twice as many for minimal norm where the paper counts steps).
-        warmup: share of the steps that comes before the first draw.
-        num_draws: draws per chain.
-        predicts_sigma: whether the network predicts log sigma, which otherwise is one parameter.
-    """
-
-    learns_sigma: bool
-    num_chains: int
-    num_gradients: int
-    warmup: float
-    num_draws: int
-    predicts_sigma: bool = False
-
-
-PROTOCOLS = {
-    "paper": Protocol(False, 10, 60_000, 5 / 6, 1000),
-    "joint": Protocol(True, 10, 60_000, 1 / 3, 400),
-    "distributional": Protocol(True, 10, 60_000, 1 / 3, 400, predicts_sigma=True),
-}
 
 
 class Network(nn.Module):
@@ -126,12 +84,6 @@ def mean_loss(params, batch):
     features, targets = batch
     mean, log_std = outputs_of(params, features)
     return jnp.mean((targets - mean) ** 2 * jnp.exp(-2 * log_std) / 2 + log_std)
-
-
-def squared_error(params, batch):
-    """Half the squared error: the likelihood with sigma = 1."""
-    features, targets = batch
-    return jnp.mean((targets - outputs_of(params, features)[0]) ** 2) / 2
 
 
 def load(name: str, split: int) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -174,12 +126,12 @@ def drawn(data, size: int) -> Iterator[Any]:
 
 
 @functools.cache
-def warm(data: str, split: int, protocol: Protocol, num_chains: int) -> tuple[Any, Any]:
+def warm(data: str, split: int, protocol: str, num_chains: int) -> tuple[Any, Any]:
     """Split and deep ensemble."""
     parts = load(data, split)
-    network = DISTRIBUTION if protocol.predicts_sigma else NETWORK
+    network = NETWORK if protocol == "joint" else DISTRIBUTION
     members = optax_smile.warmstart(
-        mean_loss if protocol.learns_sigma else squared_error,
+        mean_loss,
         lambda key: network.init(key, parts[0][0][:1]),
         batches_of(parts[0], 64, 1),
         optax.adamw(1e-2, weight_decay=5e-3),
@@ -199,13 +151,11 @@ class Method(NamedTuple):
         make: from step size (None: its own), number of examples and key.
         batch_per: see `sample`: `"step"` for minimal norm, two gradients a step, as published.
         step_sizes: the grid of which a table takes the best.
-        shipped: name of the sampler that does what the published code does beyond the paper.
     """
 
     make: Any
     batch_per: Literal["gradient", "step"]
     step_sizes: tuple[float | None, ...]
-    shipped: str = ""
 
 
 def simple(name: str, *step_sizes: float | None, batch_per: Any = "gradient", **options) -> Method:
@@ -245,8 +195,6 @@ METHODS = {
     "cyclical_sgld": Method(cyclical, "gradient", (1e-7, 1e-6, 1e-5, 1e-4)),
     "smile_naive published": published("smile_naive", 1e-4, 1e-3, 3e-3, 1e-2),
     "psmile_naive published": published("psmile_naive", 1e-4, 1e-3, 3e-3, 1e-2),
-    "smile_naive as shipped": Method(None, "step", (1e-3,), "smile_naive"),
-    "psmile_naive as shipped": Method(None, "step", (1e-3,), "psmile_naive"),
     "smile published": published("smile", 1e-3, 1e-2),
     "psmile published": published("psmile", 1e-3, 1e-2),
     "psmile_naive": simple("psmile_naive", 5e-4, 1e-3, 2e-3, 4e-3),
@@ -314,36 +262,24 @@ def train_on(
 
 def run_cell(cell: dict[str, Any]) -> dict[str, Any]:
     """Sample and score."""
-    protocol = PROTOCOLS[cell["protocol"]]
-    num_chains, num_gradients = cell["num_chains"], cell["num_gradients"]
-    (train, _, test), members = warm(cell["data"], cell["split"], protocol, num_chains)
-    members = jax.tree.map(jnp.copy, members)
+    of = (cell[name] for name in ("data", "split", "protocol", "num_chains"))
+    (train, _, test), members = warm(*of)
     if cell["method"] == "deep ensemble":
-        if not protocol.learns_sigma:
-            residual = np.mean(jax.vmap(squared_error, (0, None))(members, train)) * 2
-            members["params"]["log_std"] += np.log(residual) / 2
         return score(optax_smile.Snapshots.from_members(members), test)
-    if not protocol.learns_sigma:
-        members["params"]["log_std"] *= 0
+    members = jax.tree.map(jnp.copy, members)
     key = jax.random.key(1_000 + cell["split"] + 100 * cell.get("seed", 0))
     began = time.monotonic()
     method = METHODS[cell["method"]]
-    is_full = cell["method"] == FULL_BATCH
-    num_steps = num_gradients // (2 if method.batch_per == "step" else 1)
-    num_warmup = round(num_steps * protocol.warmup)
+    num_steps = cell["num_gradients"] // (2 if method.batch_per == "step" else 1)
+    num_warmup = round(num_steps / 3)
+    num_draws = min(NUM_DRAWS, num_steps - num_warmup)
+    thin = (num_steps - num_warmup) // num_draws
     if cell["method"] == CHECKPOINTS:
         own = batches_of(train, BATCH_SIZE, 50)
-        num_draws = protocol.num_draws
-        thin = (num_steps - num_warmup) // num_draws
         return score(train_on(members, own, cell["step_size"], num_warmup, num_draws, thin), test)
-    if method.shipped:
-        sampler = as_shipped(method.shipped, cell["step_size"], 2 * num_warmup, len(train[0]))
-    else:
-        sampler = method.make(cell["step_size"], len(train[0]), key)
-    num_draws = min(protocol.num_draws, num_steps - num_warmup)
     per_pass = cell.get("batches_per_pass")
     size = len(train[0]) // per_pass if per_pass else BATCH_SIZE
-    if is_full:
+    if cell["method"] == FULL_BATCH:
         batches = [train]
     else:
         batches = drawn(train, size) if cell.get("replacement") else batches_of(train, size, 50)
@@ -351,10 +287,10 @@ def run_cell(cell: dict[str, Any]) -> dict[str, Any]:
         mean_loss,
         members,
         batches,
-        sampler,
+        method.make(cell["step_size"], len(train[0]), key),
         num_warmup=num_warmup,
         num_draws=num_draws,
-        thin=(num_steps - num_warmup) // num_draws,
+        thin=thin,
         steps_per_dispatch=100,
         batch_per=method.batch_per,
         key=key,
@@ -371,42 +307,25 @@ def run_cell(cell: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def usual_gradients(protocol: str, data: str, method: str, epoch_wise: bool) -> int:
-    """As many gradients for every method, or as published as many steps or passes."""
-    counted = PROTOCOLS[protocol].num_gradients
-    if method not in METHODS:
-        return counted
-    if epoch_wise and method != FULL_BATCH:
-        counted *= NUM_BATCHES[data]
-    is_double = METHODS[method].batch_per == "step" and protocol == "paper"
-    return counted * (2 if is_double else 1)
-
-
-def cells_of(arguments) -> list[dict[str, Any]]:
-    """All cells that are asked for."""
-    cells = []
-    for data, split, method in itertools.product(
-        arguments.data, arguments.splits, arguments.methods
-    ):
+def cells_of(arguments) -> Iterator[dict[str, Any]]:
+    """All cells that are asked for; a field of `OPTIONAL` is there where it is given."""
+    product = itertools.product(arguments.data, arguments.splits, arguments.methods)
+    for data, split, method in product:
         grid = METHODS[method].step_sizes if method in METHODS else (None,)
         if method in METHODS and arguments.step_sizes:
             grid = arguments.step_sizes
         for step_size, seed in itertools.product(grid, arguments.seeds):
             given = vars(arguments) | {"seed": seed}
-            cells.append(
-                {name: given[name] for name in sorted(OPTIONAL) if given[name]}
-                | {
-                    "protocol": arguments.protocol,
-                    "data": data,
-                    "split": split,
-                    "method": method,
-                    "step_size": step_size,
-                    "num_chains": arguments.num_chains,
-                    "num_gradients": arguments.num_gradients
-                    or usual_gradients(arguments.protocol, data, method, arguments.epoch_wise),
-                }
-            )
-    return cells
+            options = {name: given[name] for name in sorted(OPTIONAL) if given[name]}
+            yield options | {
+                "protocol": arguments.protocol,
+                "data": data,
+                "split": split,
+                "method": method,
+                "step_size": step_size,
+                "num_chains": arguments.num_chains,
+                "num_gradients": arguments.num_gradients,
+            }
 
 
 def main():
@@ -421,8 +340,7 @@ def main():
     parser.add_argument("--batches-per-pass", type=int, help="instead of batches of 256 rows")
     parser.add_argument("--replacement", action="store_true", help="draw rows with replacement")
     parser.add_argument("--num-chains", type=int, default=10)
-    parser.add_argument("--epoch-wise", action="store_true", help="count passes, not steps")
-    parser.add_argument("--num-gradients", type=int, help="per chain, instead of the protocol's")
+    parser.add_argument("--num-gradients", type=int, default=NUM_GRADIENTS, help="per chain")
     arguments = parser.parse_args()
     cells = cells_of(arguments)
     found = records.complete(arguments, cells, run_cell, "lppd")
