@@ -92,7 +92,7 @@ def uci(found: list[Record], lenet: list[Record]) -> Figure:
 def step_cost(found: list[Record]) -> Figure:
     """Time per parameter against size; arrays moved and needed besides."""
     usual = {"part": "update", "leaves": 20, "chains": 1, "grads": "float32"}
-    sizes = [r for r in found if usual.items() <= r["cell"].items() and "fence" not in r["cell"]]
+    sizes = [r for r in found if usual.items() <= r["cell"].items()]
     sizes.sort(key=lambda record: record["cell"]["parameters"])
     drawn, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
     for name in dict.fromkeys(name for record in sizes for name in record["methods"]):

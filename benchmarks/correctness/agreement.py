@@ -19,7 +19,6 @@ line of the output; cells that it already holds are skipped.
 import argparse
 import functools
 import itertools
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -47,7 +46,6 @@ from benchmarks.correctness.posteriors import (
     Posterior,
 )
 from benchmarks.tabulated import agreement as shown
-from benchmarks.tabulated.table import markdown
 
 import jax
 import jax.numpy as jnp
@@ -306,25 +304,19 @@ def main():
     parser.add_argument("--only-references", action="store_true")
     parser.add_argument("--references", type=Path, default=Path("out/references"))
     arguments = parser.parse_args()
-    found = records.read(arguments.output)
     scale = SMOKE if arguments.smoke else FULL
     folder = arguments.references / "smoke" if arguments.smoke else arguments.references
+    cells = cells_of(arguments)
     if arguments.only_references:
-        for name in dict.fromkeys(cell["data"] for cell in cells_of(arguments)):
+        for name in dict.fromkeys(cell["data"] for cell in cells):
             print(name, setting_of(arguments.part, name, scale, folder)[1].told, flush=True)
         return
-    done = [r["cell"] for r in found if r["scale"] == list(scale)]
-    missing = (cell for cell in cells_of(arguments) if cell not in done)
-    for cell in itertools.islice(missing, arguments.cells):
-        began = time.monotonic()
-        record = {"cell": cell, "scale": list(scale), **run_cell(cell, scale, folder)}
-        record |= {"seconds": time.monotonic() - began}
-        record |= records.environment(arguments.allow_dirty)
-        records.append(arguments.output, record)
-        found.append(record)
-        print(*cell.values(), f"{record['seconds']:.0f} s", flush=True)
-        jax.clear_caches()
-    print(markdown(TABLES[arguments.part](found)))
+
+    def run(cell: dict[str, Any]) -> dict[str, Any]:
+        return run_cell(cell, scale, folder)
+
+    found = records.complete(arguments, cells, run, "seconds", scale=list(scale))
+    records.show(TABLES[arguments.part](found))
 
 
 if __name__ == "__main__":

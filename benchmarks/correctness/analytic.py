@@ -12,14 +12,11 @@ One JSON line per cell; cells that the file already holds are skipped.
 
 import dataclasses
 import functools
-import itertools
 import time
 from collections.abc import Callable
 from typing import Any
 
 from benchmarks import records, samplers
-from benchmarks.tabulated.analytic import everything
-from benchmarks.tabulated.table import markdown
 
 import jax
 import jax.numpy as jnp
@@ -343,7 +340,7 @@ def preset(name: str) -> list[dict[str, Any]]:
 
 
 def main():
-    """Run the cells of a preset that are not in the file yet; print the table."""
+    """Run the cells of a preset that are not in the file yet."""
     parser = records.parser(__doc__)
     parser.add_argument("--preset", choices=["quick", "paper"], default="quick")
     parser.add_argument("--samplers", nargs="+", choices=SAMPLERS, help="some columns alone")
@@ -353,30 +350,14 @@ def main():
     parser.add_argument("--fresh-chains", type=int, default=20, help="chains that are reported")
     arguments = parser.parse_args()
     settings = [arguments.seed, arguments.chains, arguments.fresh_chains]
-    found = records.read(arguments.output)
     part, num_parts = map(int, arguments.part.split("/"))
     chosen = arguments.samplers or SAMPLERS
-    cells_asked = [c for c in preset(arguments.preset) if c["sampler"] in chosen]
-    done = [r["cell"] for r in found if r["settings"] == settings]
-    missing = (cell for cell in cells_asked[part::num_parts] if cell not in done)
-    for cell in itertools.islice(missing, arguments.cells):
-        record = {
-            "cell": cell,
-            "settings": settings,
-            **run_cell(cell, *settings),
-            **records.environment(arguments.allow_dirty),
-        }
-        found.append(record)
-        jax.clear_caches()  # each compiled loop keeps memory maps, of which a process has 65,530
-        print(
-            *cell.values(),
-            f"{record['bias']:.4f} ± {record['error']:.4f} at step {record['step_size']},"
-            f" {record['seconds']:.0f} s",
-            flush=True,
-        )
-        records.append(arguments.output, record)
-    for shown in everything(found):
-        print(markdown(shown), end="\n\n")
+    cells = [cell for cell in preset(arguments.preset) if cell["sampler"] in chosen]
+
+    def run(cell: dict[str, Any]) -> dict[str, Any]:
+        return run_cell(cell, *settings)
+
+    records.complete(arguments, cells[part::num_parts], run, "bias", settings=settings)
 
 
 if __name__ == "__main__":

@@ -10,8 +10,7 @@ squared relative error of the variances, pooled over the chains.
 from typing import Any
 
 from benchmarks import records
-from benchmarks.tabulated.order import known
-from benchmarks.tabulated.table import markdown
+from benchmarks.tabulated.order import ORDERS, known
 
 import jax
 import jax.numpy as jnp
@@ -71,16 +70,6 @@ def run_cell(cell: dict[str, Any]) -> dict[str, float]:
     }
 
 
-def main():
-    """Run the cells that are missing, print the table."""
-    arguments = records.parser(__doc__).parse_args()
-    cells = [
-        {"batches": batches, "order": order}
-        for batches in (1, 2, 4, 8)
-        for order in ("permutations", "replacement")
-    ]
-    print(markdown(known(records.complete(arguments, cells, run_cell, "b2"))))
-
-
 if __name__ == "__main__":
-    main()
+    axes = {"batches": (1, 2, 4, 8), "order": ORDERS}
+    records.main(__doc__, run_cell, "b2", known, **axes)

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 from benchmarks import records
 from benchmarks.tabulated.small_noise import variances
-from benchmarks.tabulated.table import markdown
 
 import jax
 import jax.numpy as jnp
@@ -131,20 +130,6 @@ def run_cell(cell: dict[str, Any]) -> dict[str, float]:
     }
 
 
-def main():
-    """Run the cells that are missing, print the table."""
-    parser = records.parser(__doc__)
-    parser.add_argument("--num-chains", type=int, default=20)
-    parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
-    cells = [
-        {"case": name, "method": method, "num_chains": arguments.num_chains, "seed": arguments.seed}
-        for name in cases()
-        for method in METHODS
-    ]
-    found = records.complete(arguments, cells, run_cell, "b2")
-    print(markdown(variances(found)))
-
-
 if __name__ == "__main__":
-    main()
+    axes = {"case": cases(), "method": METHODS, "num_chains": [20], "seed": [0]}
+    records.main(__doc__, run_cell, "b2", variances, **axes)

@@ -9,14 +9,12 @@ A cell is one line of the output; cells that it already holds are skipped.
     python benchmarks/correctness/starts.py --output benchmarks/results/starts.jsonl
 """
 
-import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from benchmarks import records, samplers
 from benchmarks.prediction import uci
 from benchmarks.tabulated.starts import cells as shown
-from benchmarks.tabulated.table import markdown
 
 import jax
 import jax.numpy as jnp
@@ -166,17 +164,6 @@ def run(cell: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def main():
-    """Run the cells that are missing, print the table."""
-    parser = records.parser(__doc__)
-    parser.add_argument("--problems", nargs="+", choices=PROBLEMS, default=list(PROBLEMS))
-    parser.add_argument("--samplers", nargs="+", default=["psmile", "smile"])
-    arguments = parser.parse_args()
-    places = itertools.product(arguments.problems, arguments.samplers, STARTS)
-    cells = [{"problem": p, "sampler": s, "start": start} for p, s, start in places]
-    found = records.complete(arguments, cells, run, "on_its_way")
-    print(markdown(shown(found)))
-
-
 if __name__ == "__main__":
-    main()
+    axes = {"problem": PROBLEMS, "sampler": ("psmile", "smile"), "start": STARTS}
+    records.main(__doc__, run, "on_its_way", shown, **axes)

@@ -1,4 +1,4 @@
-"""What `sample` and `recorded` add to a training loop: host time per step, chains, draws on disk.
+"""What `sample` and `recorded` add to a training loop: time per step, chains, and `recorded`.
 
 Two loops at a time run in one process and in turn, a piece of some hundred steps each; a figure is
 the median of the ratios of their pieces.
@@ -8,16 +8,13 @@ the median of the ratios of their pieces.
 
 import itertools
 import queue
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
-from benchmarks import records, samplers
+from benchmarks import records
 from benchmarks.tabulated.costs import loops
-from benchmarks.tabulated.table import markdown
 
 import jax
 import jax.numpy as jnp
@@ -138,91 +135,69 @@ def sampled(
         yield time.perf_counter() - begun
 
 
-def compare(what: str, ours: Pieces, against: str, theirs: Pieces, steps: int, pieces: int):
-    """Run two loops in turn; the first two pieces compile."""
-    seconds = np.array([[next(ours), next(theirs)] for _ in range(pieces + 2)])[2:]
-    ratios = seconds[:, 0] / seconds[:, 1]
-    return {
-        "what": what,
-        "against": against,
-        "ratio": float(np.median(ratios)),
-        "quartiles": np.quantile(ratios, [0.25, 0.75]).tolist(),
-        "microseconds_per_step": (np.median(seconds, axis=0) / steps * 1e6).tolist(),
-    }
+class Comparison(NamedTuple):
+    """Two loops, and how many steps are a piece of each; a loop begins when it is first asked."""
+
+    ours: Pieces
+    theirs: Pieces
+    steps: int
 
 
-def host(pieces: int) -> Iterator[dict[str, Any]]:
-    """A network that takes less time than starting its step."""
+def comparisons() -> Iterator[tuple[str, str, str, Comparison]]:
+    """Give part, both names and the loops of each row."""
     batches, steps = make_batches(SMALL, 64, 50), 400
-    adamw = optax.adamw(1e-3)
+    # A network that takes less time than starting its step.
     for (name, tx), scan in itertools.product(SAMPLERS.items(), (False, True)):
         way = "in one scan" if scan else "step by step"
-        for other, theirs in (("AdamW", adamw), (name, tx)):
+        for other, theirs in (("AdamW", optax.adamw(1e-3)), (name, tx)):
             ours = sampled(tx, batches, steps, steps_per_dispatch=steps if scan else 1)
-            hand = by_hand(theirs, batches, steps, scan)
-            names = f"sample({name}), {way}", f"{other} by hand, {way}"
-            yield compare(names[0], ours, names[1], hand, steps, pieces)
-
-
-def chains(pieces: int) -> Iterator[dict[str, Any]]:
-    """Ten chains on one device."""
-    batches, steps = make_batches(SMALL, 64, 50), 400
+            loops = Comparison(ours, by_hand(theirs, batches, steps, scan), steps)
+            yield "host", f"sample({name}), {way}", f"{other} by hand, {way}", loops
     for name, tx in SAMPLERS.items():
         ten, one = (sampled(tx, batches, steps, num_chains=number) for number in (10, 1))
-        yield compare(f"{name}, 10 chains", ten, "1 chain", one, steps, pieces)
-
-
-def recorder(pieces: int) -> Iterator[dict[str, Any]]:
-    """A recorded sampler between two draws."""
-    batches, steps, tx = make_batches(SMALL, 64, 50), 400, SAMPLERS["psmile"]
+        yield "chains", f"{name}, 10 chains", "1 chain", Comparison(ten, one, steps)
+    # A recorded sampler between two draws.
+    tx = SAMPLERS["psmile"]
     recorded = optax_smile.recorded(tx, num_warmup=10**9)
     for number, scan in itertools.product((None, 4), (False, True)):
         way = f"by hand, {number or 1} chain{'s' if number else ''}"
         way += ", in one scan" if scan else ", step by step"
-        ours, theirs = (by_hand(x, batches, steps, scan, number) for x in (recorded, tx))
-        names = f"recorded(psmile) {way}", f"psmile {way}"
-        yield compare(names[0], ours, names[1], theirs, steps, pieces)
+        loops = (by_hand(x, batches, steps, scan, number) for x in (recorded, tx))
+        yield "recorded", f"recorded(psmile) {way}", f"psmile {way}", Comparison(*loops, steps)
     batches, steps = make_batches(LARGE, 24, 10), 10
-    ours, theirs = (by_hand(x, batches, steps, False, sizes=LARGE) for x in (recorded, tx))
-    names = "recorded(psmile) by hand, 11 million weights", "psmile by hand, 11 million weights"
-    yield compare(names[0], ours, names[1], theirs, steps, pieces)
+    loops = (by_hand(x, batches, steps, False, sizes=LARGE) for x in (recorded, tx))
+    way = "by hand, 11 million weights"
+    yield "recorded", f"recorded(psmile) {way}", f"psmile {way}", Comparison(*loops, steps)
 
 
-def disk(pieces: int) -> Iterator[dict[str, Any]]:
-    """Eleven million parameters written every 100 steps."""
-    batches, steps = make_batches(LARGE, 24, 10), 100
-    tx = samplers.build("smile_naive", 1e-2, num_data=1000)
-    with tempfile.TemporaryDirectory() as folder:
-        with_disk = sampled(tx, batches, steps, sizes=LARGE, directory=folder)
-        without = sampled(tx, batches, steps, sizes=LARGE)
-        # In memory every draw is kept: each piece adds 44 MB.
-        record = compare("draws to disk", with_disk, "in memory", without, steps, pieces)
-        written = sum(file.stat().st_size for file in Path(folder).glob("draw-*"))
-        yield record | {"megabytes_written": written / 1e6}
-
-
-PARTS: dict[str, Callable[[int], Iterator[dict[str, Any]]]] = {
-    "host": host,
-    "chains": chains,
-    "recorded": recorder,
-    "disk": disk,
-}
+def compare(loops: Comparison, pieces: int) -> dict[str, Any]:
+    """Run two loops in turn; the first two pieces compile."""
+    seconds = np.array([[next(loops.ours), next(loops.theirs)] for _ in range(pieces + 2)])[2:]
+    ratios = seconds[:, 0] / seconds[:, 1]
+    return {
+        "ratio": float(np.median(ratios)),
+        "quartiles": np.quantile(ratios, [0.25, 0.75]).tolist(),
+        "microseconds_per_step": (np.median(seconds, axis=0) / loops.steps * 1e6).tolist(),
+    }
 
 
 def main():
-    """Run, print the table."""
+    """Run the comparisons that are missing, print the table."""
     parser = records.parser(__doc__)
-    parser.add_argument("--part", choices=PARTS, action="append")
+    parser.add_argument("--part", choices=("host", "chains", "recorded"), action="append")
     parser.add_argument("--pieces", type=int, default=20)
     arguments = parser.parse_args()
-    found = []
-    for part in arguments.part or PARTS:
-        for record in PARTS[part](arguments.pieces):
-            record |= records.environment(arguments.allow_dirty)
-            print(record["what"], record["against"], record["ratio"], flush=True)
-            records.append(arguments.output, record)
-            found.append(record)
-    print(markdown(loops(found)))
+    chosen = {
+        (what, against): loops
+        for part, what, against, loops in comparisons()
+        if part in (arguments.part or [part])
+    }
+
+    def run(cell: dict[str, str]) -> dict[str, Any]:
+        return cell | compare(chosen[cell["what"], cell["against"]], arguments.pieces)
+
+    cells = [{"what": what, "against": against} for what, against in chosen]
+    records.show(loops(records.complete(arguments, cells, run, "ratio")))
 
 
 if __name__ == "__main__":

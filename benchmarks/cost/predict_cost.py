@@ -17,7 +17,6 @@ from typing import Any
 
 from benchmarks import records
 from benchmarks.tabulated.costs import predictions
-from benchmarks.tabulated.table import markdown
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +31,12 @@ WARM_UP, SNAPSHOTS = 2, 3
 def peak_mib() -> float:
     """Largest memory of the process so far."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def run_cell(cell: dict[str, int]) -> dict[str, float]:
+    """Measure in a process of its own."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as alone:
+        return cell | alone.submit(measure, **cell).result()
 
 
 def measure(num_inputs: int, batch_size: int, repetitions: int) -> dict[str, float]:
@@ -79,29 +84,6 @@ def measure(num_inputs: int, batch_size: int, repetitions: int) -> dict[str, flo
     }
 
 
-def main():
-    """Measure, print the table."""
-    parser = records.parser(__doc__)
-    parser.add_argument("--num-inputs", type=int, default=10_000)
-    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[500, 2_000, 10_000])
-    parser.add_argument("--repetitions", type=int, default=15)
-    arguments = parser.parse_args()
-    found = []
-    for batch_size in arguments.batch_sizes:
-        sizes = arguments.num_inputs, batch_size, arguments.repetitions
-        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as alone:
-            told = alone.submit(measure, *sizes).result()
-        record = {
-            **records.environment(arguments.allow_dirty),
-            "num_inputs": arguments.num_inputs,
-            "batch_size": batch_size,
-            "repetitions": arguments.repetitions,
-            **told,
-        }
-        records.append(arguments.output, record)
-        found.append(record)
-    print(markdown(predictions(found)))
-
-
 if __name__ == "__main__":
-    main()
+    axes = {"num_inputs": [10_000], "batch_size": [500, 2_000, 10_000], "repetitions": [15]}
+    records.main(__doc__, run_cell, "ratio", predictions, **axes)

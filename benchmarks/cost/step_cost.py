@@ -9,12 +9,8 @@ program. Memory and traffic come from the compiled program, in arrays of the siz
 A cell is one line of the output; cells that it already holds are skipped.
 
     python benchmarks/cost/step_cost.py --output benchmarks/results/step_cost.jsonl
-    python benchmarks/cost/step_cost.py --gpu --output out/step_cost_gpu.jsonl
-
-The last one is for a GPU: 10^8 parameters with and without barriers, and the bandwidth of a copy.
 """
 
-import contextlib
 import functools
 import time
 from collections.abc import Callable, Iterator
@@ -22,7 +18,6 @@ from typing import Any
 
 from benchmarks import records, samplers
 from benchmarks.tabulated import costs
-from benchmarks.tabulated.table import markdown
 
 import jax
 import jax.numpy as jnp
@@ -97,13 +92,6 @@ def network_cells() -> Iterator[dict[str, Any]]:
             yield {"part": "network", "network": network, "chains": chains}
 
 
-def gpu_cells() -> Iterator[dict[str, Any]]:
-    """One chain of 10^8 parameters."""
-    usual = USUAL | {"parameters": 10**8}
-    for fence in ("as built", "everywhere", "nowhere"):
-        yield usual | {"fence": fence}
-
-
 def multilayer_perceptron(widths: tuple[int, ...], key: jax.Array) -> tuple[Any, Callable]:
     """Parameters, and outputs of them and inputs."""
     sizes = list(zip(widths[:-1], widths[1:], strict=True))
@@ -174,18 +162,6 @@ def step_of(cell: dict[str, Any], tx: Any, loss: Callable) -> Callable:
     return step
 
 
-@contextlib.contextmanager
-def fenced(where: str) -> Iterator[None]:
-    """Compile with optimization barriers as built (on the CPU alone), everywhere or nowhere."""
-    built, branch = jax.lax.platform_dependent, {"everywhere": "cpu", "nowhere": "default"}
-    if where in branch:
-        jax.lax.platform_dependent = lambda tree, **branches: branches[branch[where]](tree)
-    try:
-        yield
-    finally:
-        jax.lax.platform_dependent = built
-
-
 def measure(cell: dict[str, Any], methods: list[str], repetitions: int) -> dict[str, Any]:
     """Compile and time one cell; numbers for each of its methods, of which one is AdamW."""
     problem = update_problem if cell["part"] == "update" else network_problem
@@ -197,28 +173,27 @@ def measure(cell: dict[str, Any], methods: list[str], repetitions: int) -> dict[
     if cell["part"] == "network" and cell["network"] != "mlp 705":
         num_steps = 1
     found, programs, states = {}, {}, {}
-    with fenced(cell.get("fence", "as built")):
-        for name in methods:
-            tx = optax.with_extra_args_support(METHODS[name]())
-            step = step_of(cell, tx, loss)
+    for name in methods:
+        tx = optax.with_extra_args_support(METHODS[name]())
+        step = step_of(cell, tx, loss)
 
-            def many(params, state, batch, step=step):
-                def once(carry, _):
-                    return step(*carry, batch), None
+        def many(params, state, batch, step=step):
+            def once(carry, _):
+                return step(*carry, batch), None
 
-                return jax.lax.scan(once, (params, state), length=num_steps)[0]
+            return jax.lax.scan(once, (params, state), length=num_steps)[0]
 
-            function, state = (many if num_steps > 1 else step), tx.init(params)
-            start: Any = (params, state)
-            if chains > 1:
-                function = jax.vmap(function, in_axes=(0, 0, None))
-                start = jax.tree.map(lambda x: jnp.stack([x] * chains), start)
-            start = jax.tree.map(jnp.copy, start)
-            lowered = jax.jit(function, donate_argnums=(0, 1)).lower(*start, batch)
-            begun = time.perf_counter()
-            programs[name], states[name] = lowered.compile(), start
-            compiled = time.perf_counter() - begun
-            found[name] = {"compile_s": compiled} | told(programs[name], size * chains, num_steps)
+        function, state = (many if num_steps > 1 else step), tx.init(params)
+        start: Any = (params, state)
+        if chains > 1:
+            function = jax.vmap(function, in_axes=(0, 0, None))
+            start = jax.tree.map(lambda x: jnp.stack([x] * chains), start)
+        start = jax.tree.map(jnp.copy, start)
+        lowered = jax.jit(function, donate_argnums=(0, 1)).lower(*start, batch)
+        begun = time.perf_counter()
+        programs[name], states[name] = lowered.compile(), start
+        compiled = time.perf_counter() - begun
+        found[name] = {"compile_s": compiled} | told(programs[name], size * chains, num_steps)
     seconds = interleaved(programs, states, batch, repetitions)
     for name, times in seconds.items():
         found[name]["ms"] = 1e3 * float(np.median(times)) / num_steps
@@ -286,19 +261,15 @@ def main():
     parser.add_argument("--largest", type=int, default=10**8, help="parameters of a cell")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--repetitions", type=int, default=21)
-    parser.add_argument(
-        "--gpu", action="store_true", help="10^8 parameters, with and without barriers"
-    )
     arguments = parser.parse_args()
     methods = ["adamw", *(name for name in arguments.methods if name != "adamw")]
-    cells = list(gpu_cells()) if arguments.gpu else [*update_cells(), *network_cells()]
+    cells = [*update_cells(), *network_cells()]
     cells = [cell for cell in cells if cell["part"] in (arguments.parts or (cell["part"],))]
     cells = [cell for cell in cells if cell.get("parameters", 0) <= arguments.largest]
     cells = [cell for cell in cells if cell.get("network") in (None, *arguments.networks)]
     run = functools.partial(measure, methods=methods, repetitions=arguments.repetitions)
     found = records.complete(arguments, cells, run, "ratio")
-    for shown in (costs.steps(found), costs.details(found), costs.compilation(found)):
-        print(markdown(shown), end="\n\n")
+    records.show(costs.steps(found), costs.details(found), costs.compilation(found))
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ from typing import Any
 
 from benchmarks import records
 from benchmarks.tabulated.calibration import LEVEL, sets_and_intervals, temperatures
-from benchmarks.tabulated.table import markdown
 
 import numpy as np
 import quickstart
@@ -108,20 +107,11 @@ def energy(seed: int) -> dict[str, Scores]:
 DATA: dict[str, Callable[[int], dict[str, Scores]]] = {"digits": digits, "energy": energy}
 
 
-def main():
-    """Run the cells that are missing, print the tables."""
-    parser = records.parser(__doc__)
-    parser.add_argument("--data", nargs="+", choices=DATA, default=list(DATA))
-    parser.add_argument("--seeds", nargs="+", type=int, default=list(range(5)))
-    arguments = parser.parse_args()
-    cells = [{"data": data, "seed": seed} for data in arguments.data for seed in arguments.seeds]
-
-    def run(cell: dict[str, Any]) -> dict[str, Any]:
-        return {"methods": DATA[cell["data"]](cell["seed"])}
-
-    found = records.complete(arguments, cells, run, "methods")
-    print(markdown(temperatures(found)), markdown(sets_and_intervals(found)), sep="\n\n")
+def run_cell(cell: dict[str, Any]) -> dict[str, Any]:
+    """Scores of both methods."""
+    return {"methods": DATA[cell["data"]](cell["seed"])}
 
 
 if __name__ == "__main__":
-    main()
+    tables = temperatures, sets_and_intervals
+    records.main(__doc__, run_cell, "methods", *tables, data=DATA, seed=range(5))

@@ -20,7 +20,6 @@ from typing import Any
 
 from benchmarks import records
 from benchmarks.tabulated.distil import scores
-from benchmarks.tabulated.table import markdown
 
 import jax.numpy as jnp
 import numpy as np
@@ -138,14 +137,5 @@ def run_cell(cell: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def main():
-    """Run the cells that are missing, print the table."""
-    parser = records.parser(__doc__)
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    arguments = parser.parse_args()
-    cells = ({"seed": seed} for seed in arguments.seeds)
-    print(markdown(scores(records.complete(arguments, cells, run_cell, "scores"))))
-
-
 if __name__ == "__main__":
-    main()
+    records.main(__doc__, run_cell, "scores", scores, seed=range(3))

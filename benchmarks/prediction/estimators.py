@@ -15,7 +15,6 @@ from typing import Any
 
 from benchmarks import records
 from benchmarks.tabulated.estimators import DATA, scores
-from benchmarks.tabulated.table import markdown
 
 import numpy as np
 from data import uci
@@ -66,16 +65,5 @@ def run_cell(cell: dict[str, Any]) -> dict[str, Any]:
     return {"scores": told, "num_rows": len(x), "cpu_seconds": seconds}
 
 
-def main():
-    """Run the cells that are missing, print the table."""
-    parser = records.parser(__doc__)
-    parser.add_argument("--data", nargs="+", choices=DATA, default=list(DATA))
-    parser.add_argument("--seeds", nargs="+", type=int, default=list(range(5)))
-    arguments = parser.parse_args()
-    cells = [{"data": data, "seed": seed} for seed in arguments.seeds for data in arguments.data]
-    found = records.complete(arguments, cells, run_cell, "scores")
-    print(markdown(scores(found)))
-
-
 if __name__ == "__main__":
-    main()
+    records.main(__doc__, run_cell, "scores", scores, seed=range(5), data=DATA)

@@ -21,7 +21,6 @@ from typing import Any
 from benchmarks import records
 from benchmarks.prediction import selection
 from benchmarks.tabulated.few_draws import NUMBERS, scores
-from benchmarks.tabulated.table import markdown
 
 import models
 import numpy as np
@@ -53,19 +52,25 @@ def evenly(density: np.ndarray, number: int) -> float:
     return float(np.mean([lppd(density[rows]) for rows in places]))
 
 
-def run_cell(cell: dict[str, Any]) -> dict[str, Any]:
-    """Sample, choose on validation data, and score on test data."""
+def sampled(cell: dict[str, Any]) -> tuple[selection.Problem, optax_smile.Snapshots]:
+    """A problem, and the draws of its sampler."""
     task, made = selection.problem(cell["problem"], cell["seed"])
     given: dict[str, Any] = task.steps | {"key": cell["seed"], "check": False, "progress": False}
     sampler = made[SAMPLERS[cell["problem"]]]
-    draws = optax_smile.sample(task.loss_fn, task.members, task.batches, sampler, **given)
+    return task, optax_smile.sample(task.loss_fn, task.members, task.batches, sampler, **given)
 
-    def predicted(which: str) -> Any:
-        inputs, targets = getattr(task, which)
-        reading: dict[str, Any] = {"likelihood": task.likelihood, "targets": targets}
-        return optax_smile.predict(task.apply_fn, draws, inputs, per="draw", **reading)
 
-    validation, test = predicted("validation"), predicted("test").each.log_density
+def predicted(task: selection.Problem, draws: Any, data: Any, **options: Any) -> Any:
+    """What draws predict for inputs and targets."""
+    options |= {"likelihood": task.likelihood, "targets": data[1]}
+    return optax_smile.predict(task.apply_fn, draws, data[0], **options)
+
+
+def run_cell(cell: dict[str, Any]) -> dict[str, Any]:
+    """Sample, choose on validation data, and score on test data."""
+    task, draws = sampled(cell)
+    validation = predicted(task, draws, task.validation, per="draw")
+    test = predicted(task, draws, task.test, per="draw").each.log_density
     began = time.monotonic()
     subset = draws.thin_to(max(NUMBERS), validation).subset
     seconds = time.monotonic() - began
@@ -87,17 +92,5 @@ def run_cell(cell: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def main():
-    """Run the cells that are missing, print the table."""
-    parser = records.parser(__doc__)
-    parser.add_argument("--problems", nargs="+", choices=SAMPLERS, default=list(SAMPLERS))
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    arguments = parser.parse_args()
-    cells = [
-        {"problem": name, "seed": seed} for name in arguments.problems for seed in arguments.seeds
-    ]
-    print(markdown(scores(records.complete(arguments, cells, run_cell, "all"))))
-
-
 if __name__ == "__main__":
-    main()
+    records.main(__doc__, run_cell, "all", scores, problem=SAMPLERS, seed=range(3))

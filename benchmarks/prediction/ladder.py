@@ -182,19 +182,14 @@ def main():
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--work", type=Path, default=Path("out/networks"))
     arguments = parser.parse_args()
-    cells = [
-        {
-            "size": size,
-            "prior": prior,
-            "angle": angle,
-            "num_gradients": arguments.steps,
-            "num_chains": arguments.chains,
-            "seed": arguments.seed,
-        }
-        for size in arguments.sizes
-        for prior in arguments.priors
-        for angle in arguments.angles
-    ]
+    cells = records.product(
+        size=arguments.sizes,
+        prior=arguments.priors,
+        angle=arguments.angles,
+        num_gradients=[arguments.steps],
+        num_chains=[arguments.chains],
+        seed=[arguments.seed],
+    )
     records.complete(arguments, cells, functools.partial(run_cell, work=arguments.work), "lppd")
 
 

@@ -9,14 +9,12 @@ on validation text, and the MAP is stopped early there. A chain starts from the 
 
 import dataclasses
 import functools
-import itertools
 import os
 import time
 from typing import Any
 
 from benchmarks import records, samplers
 from benchmarks.tabulated.lora import scores
-from benchmarks.tabulated.table import markdown
 
 import jax
 import lora
@@ -92,10 +90,9 @@ def main():
     arguments = parser.parse_args()
     if not os.environ.get("OPTAX_SMILE_DATA"):
         parser.error("set OPTAX_SMILE_DATA, a folder with the texts of examples/lora.py")
-    product = itertools.product(arguments.seeds, arguments.precisions, arguments.methods)
-    cells = [{"seed": seed, "method": m, "precision": precision} for seed, precision, m in product]
+    axes = {"seed": arguments.seeds, "precision": arguments.precisions, "method": arguments.methods}
     run = functools.partial(run_cell, **(lora.SMOKE if arguments.smoke else {}))
-    print(markdown(scores(records.complete(arguments, cells, run, "valid"))))
+    records.show(scores(records.complete(arguments, records.product(**axes), run, "valid")))
 
 
 if __name__ == "__main__":

@@ -16,36 +16,28 @@ All but digits need `OPTAX_SMILE_DATA`.
 from typing import Any
 
 from benchmarks import records
-from benchmarks.prediction import few_draws, selection
-from benchmarks.tabulated.stopping import saved
-from benchmarks.tabulated.table import markdown
+from benchmarks.prediction import few_draws
+from benchmarks.tabulated.stopping import PROBLEMS, saved
 
 import numpy as np
 
 import optax_smile
 
-PROBLEMS = ("digits", "2,000 images", "energy")
 NUM_LOOKS = 9
 
 
 def run_cell(cell: dict[str, Any]) -> dict[str, Any]:
     """Sample a whole run, judge it under both nulls, and score on test data."""
-    task, made = selection.problem(cell["problem"], cell["seed"])
-    given: dict[str, Any] = task.steps | {"key": cell["seed"], "check": False, "progress": False}
-    sampler = made[few_draws.SAMPLERS[cell["problem"]]]
-    draws = optax_smile.sample(task.loss_fn, task.members, task.batches, sampler, **given)
-    inputs, targets = task.test
-    likelihood: Any = task.likelihood
-    reading: dict[str, Any] = {"likelihood": likelihood, "targets": targets}
-    predicted = optax_smile.predict(task.apply_fn, draws, inputs, per="draw", **reading)
-    density = predicted.each.log_density.reshape(draws.num_chains, draws.num_draws, -1)
+    task, draws = few_draws.sampled(cell)
+    whole = few_draws.predicted(task, draws, task.test, per="draw")
+    density = whole.each.log_density.reshape(draws.num_chains, draws.num_draws, -1)
     members = optax_smile.Snapshots.from_members(task.members)
-    start = optax_smile.predict(task.apply_fn, members, inputs, **reading)
+    start = few_draws.predicted(task, members, task.test)
     every = max(draws.num_draws // NUM_LOOKS, 1)
     found = {}
     for null in ("improvement", "doubling"):
         rule = optax_smile.EvidenceStop(
-            task.apply_fn, task.validation, likelihood=likelihood, null=null, every=every
+            task.apply_fn, task.validation, likelihood=task.likelihood, null=null, every=every
         )
         judged = rule.judge(draws)
         number = int(judged.num_draws[-1])
@@ -65,21 +57,9 @@ def run_cell(cell: dict[str, Any]) -> dict[str, Any]:
         "num_validation": len(task.validation[1]),
         "num_test": density.shape[2],
         "start": float(np.mean(start.log_density)),
-        "all": float(np.mean(predicted.log_density)),
+        "all": float(np.mean(whole.log_density)),
     }
 
 
-def main():
-    """Run the cells that are missing, print the table."""
-    parser = records.parser(__doc__)
-    parser.add_argument("--problems", nargs="+", choices=PROBLEMS, default=list(PROBLEMS))
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    arguments = parser.parse_args()
-    cells = [
-        {"problem": name, "seed": seed} for name in arguments.problems for seed in arguments.seeds
-    ]
-    print(markdown(saved(records.complete(arguments, cells, run_cell, "all"))))
-
-
 if __name__ == "__main__":
-    main()
+    records.main(__doc__, run_cell, "all", saved, problem=PROBLEMS, seed=range(3))

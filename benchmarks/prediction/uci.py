@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from benchmarks import records, samplers
-from benchmarks.tabulated.table import markdown
-from benchmarks.tabulated.uci import OPTIONAL, overview
+from benchmarks.tabulated.uci import OPTIONAL
 
 import flax.linen as nn
 import jax
@@ -329,7 +328,7 @@ def cells_of(arguments) -> Iterator[dict[str, Any]]:
 
 
 def main():
-    """Run the cells that are missing, print the table."""
+    """Run the cells that are missing."""
     parser = records.parser(__doc__)
     parser.add_argument("--protocol", choices=PROTOCOLS, default="joint")
     parser.add_argument("--data", nargs="+", choices=FILES, default=list(FILES))
@@ -342,9 +341,7 @@ def main():
     parser.add_argument("--num-chains", type=int, default=10)
     parser.add_argument("--num-gradients", type=int, default=NUM_GRADIENTS, help="per chain")
     arguments = parser.parse_args()
-    cells = cells_of(arguments)
-    found = records.complete(arguments, cells, run_cell, "lppd")
-    print(markdown(overview(found)))
+    records.complete(arguments, cells_of(arguments), run_cell, "lppd")
 
 
 if __name__ == "__main__":

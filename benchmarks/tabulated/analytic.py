@@ -188,27 +188,3 @@ def decoherence(found: Sequence[Record]) -> Table:
         ]
         rows.append([", ".join(record["cell"]), *cells])
     return Table(["b^2 at explicit / gradient noise", *map(short, shares)], rows, used)
-
-
-def everything(found: Sequence[Record]) -> list[Table]:
-    """All runs of a file at their smallest bias: what `analytic.py` prints."""
-    tables = []
-    for gradients in sorted({record["cell"]["gradients"] for record in found}, reverse=True):
-        rows = [
-            [
-                f"{cell['target']}, {cell['noise']}, {cell['kind']}",
-                *(cell["sampler"], _bias(record, with_step=True)),
-                _bias(record["mixing"], with_step=True) if "mixing" in record else "not looked at",
-            ]
-            for record in found
-            for cell in [record["cell"]]
-            if cell["gradients"] == gradients
-        ]
-        header = [
-            f"{gradients:,} gradients",
-            "sampler",
-            "smallest b^2 (step)",
-            "of chains that mix",
-        ]
-        tables.append(Table(header, rows, found))
-    return tables

@@ -28,8 +28,7 @@ def _name(record: Record) -> str:
         else f", {cell['leaves']} {'leaf' if cell['leaves'] == 1 else 'leaves'}"
     )
     kind = "" if cell["grads"] == "float32" else f", {cell['grads']}"
-    fence = f", barriers {cell['fence']}" if "fence" in cell else ""
-    return f"update, 10^{len(str(cell['parameters'])) - 1} parameters{leaves}{kind}{chains}{fence}"
+    return f"update, 10^{len(str(cell['parameters'])) - 1} parameters{leaves}{kind}{chains}"
 
 
 def _methods(found: Sequence[Record]) -> list[str]:

@@ -229,26 +229,3 @@ def few_chains(found: Sequence[Record]) -> Table:
         used += group
         rows.append([method, shown(group), mean_error(paired(group, ours), sign="+")])
     return Table(["bike sharing, 3 chains", "LPPD", "minus psmile"], rows if used else [], used)
-
-
-def overview(found: Sequence[Record]) -> Table:
-    """Every setting of a file, mean over its splits: what `uci.py` prints."""
-    groups: dict[tuple[str, ...], list[Record]] = {}
-    for record in found:
-        cell = dict(record["cell"])
-        cell.pop("split")
-        names = ("protocol", "data", "method", "step_size", "num_chains", "num_gradients")
-        options = ", ".join(f"{name} {cell[name]}" for name in sorted(OPTIONAL & cell.keys()))
-        key = *("" if cell[name] is None else str(cell[name]) for name in names), options
-        groups.setdefault(key, []).append(record)
-    rows = []
-    for key, group in groups.items():
-        scores = [
-            fmean(record.get(name, float("nan")) for record in group)
-            for name in ("rmse", "coverage")
-        ]
-        lppd = f"{mean_error([record['lppd'] for record in group])} ({len(group)})"
-        lost = sum(record.get("num_lost", 0) for record in group)
-        rows.append([*key, lppd, *(f"{score:.4f}" for score in scores), str(lost)])
-    header = ["protocol", "data", "method", "step size", "chains", "gradients", "options"]
-    return Table([*header, "LPPD (splits)", "RMSE", "coverage of 90 %", "lost"], rows, found)
