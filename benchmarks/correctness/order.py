@@ -10,7 +10,7 @@ squared relative error of the variances, pooled over the chains.
 from typing import Any
 
 from benchmarks import records
-from benchmarks.tabulated.order import ORDERS, known
+from benchmarks.tabulated.gaussians import ORDERS, order
 
 import jax
 import jax.numpy as jnp
@@ -72,4 +72,4 @@ def run_cell(cell: dict[str, Any]) -> dict[str, float]:
 
 if __name__ == "__main__":
     axes = {"batches": (1, 2, 4, 8), "order": ORDERS}
-    records.main(__doc__, run_cell, "b2", known, **axes)
+    records.main(__doc__, run_cell, "b2", order, **axes)

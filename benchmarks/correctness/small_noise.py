@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from benchmarks import records
-from benchmarks.tabulated.small_noise import variances
+from benchmarks.tabulated.gaussians import small_noise
 
 import jax
 import jax.numpy as jnp
@@ -132,4 +132,4 @@ def run_cell(cell: dict[str, Any]) -> dict[str, float]:
 
 if __name__ == "__main__":
     axes = {"case": cases(), "method": METHODS, "num_chains": [20], "seed": [0]}
-    records.main(__doc__, run_cell, "b2", variances, **axes)
+    records.main(__doc__, run_cell, "b2", small_noise, **axes)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import records
-from benchmarks.tabulated.calibration import LEVEL, sets_and_intervals, temperatures
+from benchmarks.tabulated.ensembles import LEVEL, sets_and_intervals, temperatures
 
 import numpy as np
 import quickstart

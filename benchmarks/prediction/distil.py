@@ -19,7 +19,7 @@ import time
 from typing import Any
 
 from benchmarks import records
-from benchmarks.tabulated.distil import scores
+from benchmarks.tabulated.draws import distilled
 
 import jax.numpy as jnp
 import numpy as np
@@ -138,4 +138,4 @@ def run_cell(cell: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    records.main(__doc__, run_cell, "scores", scores, seed=range(3))
+    records.main(__doc__, run_cell, "scores", distilled, seed=range(3))

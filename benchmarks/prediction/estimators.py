@@ -14,7 +14,7 @@ import time
 from typing import Any
 
 from benchmarks import records
-from benchmarks.tabulated.estimators import DATA, scores
+from benchmarks.tabulated.ensembles import DATA, estimators
 
 import numpy as np
 from data import uci
@@ -66,4 +66,4 @@ def run_cell(cell: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    records.main(__doc__, run_cell, "scores", scores, seed=range(5), data=DATA)
+    records.main(__doc__, run_cell, "scores", estimators, seed=range(5), data=DATA)

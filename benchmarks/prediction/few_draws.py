@@ -20,7 +20,7 @@ from typing import Any
 
 from benchmarks import records
 from benchmarks.prediction import selection
-from benchmarks.tabulated.few_draws import NUMBERS, scores
+from benchmarks.tabulated.draws import NUMBERS, few
 
 import models
 import numpy as np
@@ -93,4 +93,4 @@ def run_cell(cell: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    records.main(__doc__, run_cell, "all", scores, problem=SAMPLERS, seed=range(3))
+    records.main(__doc__, run_cell, "all", few, problem=SAMPLERS, seed=range(3))

@@ -14,7 +14,7 @@ import time
 from typing import Any
 
 from benchmarks import records, samplers
-from benchmarks.tabulated.lora import scores
+from benchmarks.tabulated.ensembles import lora as scores
 
 import jax
 import lora

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import records
-from benchmarks.tabulated.quickstart import scores
+from benchmarks.tabulated.ensembles import quickstart as scores
 
 import quickstart
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from benchmarks import records
 from benchmarks.prediction import few_draws
-from benchmarks.tabulated.stopping import PROBLEMS, saved
+from benchmarks.tabulated.draws import STOPPED, stopping
 
 import numpy as np
 
@@ -62,4 +62,4 @@ def run_cell(cell: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    records.main(__doc__, run_cell, "all", saved, problem=PROBLEMS, seed=range(3))
+    records.main(__doc__, run_cell, "all", stopping, problem=STOPPED, seed=range(3))
