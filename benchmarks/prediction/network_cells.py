@@ -55,14 +55,7 @@ CHECKPOINTS: Methods = [
     ("checkpoints", {}),
     *(("checkpoints", {"learning_rate": rate}) for rate in (5e-4, 2e-3, 4e-3)),
 ]
-SWAG: Methods = [("swag", {}), ("fge", {})]
-OTHERS: Methods = [
-    *CHECKPOINTS,
-    *SWAG,
-    ("ivon", {}),
-    ("ivon", {"learning_rate": 0.05}),
-    ("laplace", {}),
-]
+OTHERS: Methods = [*CHECKPOINTS, ("swag", {}), ("fge", {})]
 PAPERS = tuple(f"{name} published" for name in ("smile_naive", "psmile_naive", "smile", "psmile"))
 CYCLES = [
     ("cyclical_sgld", {"step_size": step, "num_cycles": 4}) for step in (1e-6, 5e-7, 1e-7, 5e-8)
