@@ -65,6 +65,8 @@ TABLES: dict[str, Callable[[], Table]] = {
     "order": made_of(gaussians.order, "order"),
     "uci-lengths": made_of(uci.lengths, "uci"),
     "uci-few-chains": made_of(uci.few_chains, "uci"),
+    "uci-published": made_of(uci.in_published_units, "uci"),
+    "uci-gaps": made_of(uci.gaps, "uci"),
     "uci-batch-wise": made_of(uci.batch_wise, "uci", "paper"),
     "uci-epoch-wise": made_of(uci.epoch_wise, "uci", "paper"),
     "uci-distributional": made_of(uci.distributional, "uci"),

@@ -9,6 +9,8 @@ that the loss of a choice is the test LPPD of the best candidate minus that of t
     2,000 and 54,000 images   Fashion-MNIST, a layer of 76, 2 members, 12,000 steps of 64
     LeNet                  Fashion-MNIST, 2 members, 6,000 steps of 64
     GPT                    modern Shakespeare, a block of width 32, 2 members, 2,000 steps of 32
+    yacht                  UCI, as energy
+    CIFAR                  CIFAR-10, LeNet, 2 members, 2,000 steps of 64
 
     python benchmarks/prediction/selection.py --output benchmarks/results/selection.jsonl
 
@@ -171,6 +173,14 @@ def fashion(of: Any, num_train: int | None, num_steps: int, together: int, seed:
     return network(of, splits, prepare, **given)
 
 
+def cifar(seed: int) -> Problem:
+    """CIFAR-10, in few steps."""
+    prepare = functools.partial(data.standardize, name="cifar10")
+    given: dict[str, Any] = {"num_members": 2, "batch_size": 64, "num_steps": 2_000}
+    given |= {"steps_per_dispatch": 1, "seed": seed}
+    return network(models.LeNet(), data.cifar10(seed, 45_000), prepare, **given)
+
+
 PERCEPTRON = models.FullyConnected((76,), 10)
 PROBLEMS: dict[str, Callable[[int], Problem]] = {
     "energy": functools.partial(table, "energy"),
@@ -180,6 +190,8 @@ PROBLEMS: dict[str, Callable[[int], Problem]] = {
     "54,000 images": functools.partial(fashion, PERCEPTRON, None, 12_000, 20),
     "LeNet": functools.partial(fashion, models.LeNet(), None, 6_000, 1),
     "GPT": gpt,
+    "yacht": functools.partial(table, "yacht"),
+    "CIFAR": cifar,
 }
 
 
@@ -227,8 +239,12 @@ def run_cell(cell: dict[str, Any]) -> dict[str, Any]:
         )
         print(found, flush=True)
         draws = found.draws
-        lppd = {name: column.tolist() for name, column in zip(made, found.lppd.T, strict=True)}
-        chosen = {"chosen": found.best, "cost": found.cost, "rounds": lppd}
+        scores = {"rounds": found.lppd, "expected": found.expected}
+        chosen = {
+            what: {name: column.tolist() for name, column in zip(made, values.T, strict=True)}
+            for what, values in scores.items()
+        }
+        chosen |= {"chosen": found.best, "cost": found.cost}
     elif cell["method"] not in made:
         return {"lppd": None}
     else:

@@ -7,6 +7,8 @@ network, of which the last two thirds are sampled. Networks 16-16-16-1, under tw
     distributional   the network predicts log sigma for each input
 
 With `--batches-per-pass` batches are not of 256 rows, with `--replacement` not of permutations.
+With `--gap` a split is the number of a feature: the middle third of the rows sorted by it is test
+data, the outer thirds are training data (Foong et al. 2019, arXiv 1906.11537).
 A cell is one protocol, data set, split, method and setting.
 
     python benchmarks/prediction/uci.py --data energy airfoil --output out/uci.jsonl
@@ -85,10 +87,10 @@ def mean_loss(params, batch):
     return jnp.mean((targets - mean) ** 2 * jnp.exp(-2 * log_std) / 2 + log_std)
 
 
-def load(name: str, split: int) -> list[tuple[np.ndarray, np.ndarray]]:
+def load(name: str, split: int, gap: bool = False) -> list[tuple[np.ndarray, np.ndarray]]:
     """Training, validation and test data, standardized over the whole file as published."""
     folder = Path(os.environ["OPTAX_SMILE_DATA"])
-    if split < len(SEEDS.get(name, ())):
+    if split < len(SEEDS.get(name, ())) and not gap:
         seed = SEEDS[name][split]
         with np.load(folder / "uci_reference_splits" / f"{name}_seed{seed}.npz") as arrays:
             return [
@@ -99,7 +101,10 @@ def load(name: str, split: int) -> list[tuple[np.ndarray, np.ndarray]]:
     order = np.random.default_rng(split).permutation(len(table))
     num_valid = len(order) // 10
     test = order[: 2 * num_valid]
-    if name not in SEEDS:
+    if gap:
+        ranks = np.argsort(table[:, split], kind="stable")
+        test = ranks[len(ranks) // 3 : 2 * len(ranks) // 3]
+    elif name not in SEEDS:
         stem = FILES[name].split(".")[0]
         with np.load(folder / "uci" / f"{stem}.splits.npz") as arrays:
             test = arrays["test_idx"][split]
@@ -125,9 +130,11 @@ def drawn(data, size: int) -> Iterator[Any]:
 
 
 @functools.cache
-def warm(data: str, split: int, protocol: str, num_chains: int) -> tuple[Any, Any]:
+def warm(
+    data: str, split: int, protocol: str, num_chains: int, gap: bool = False
+) -> tuple[Any, Any]:
     """Split and deep ensemble."""
-    parts = load(data, split)
+    parts = load(data, split, gap)
     network = NETWORK if protocol == "joint" else DISTRIBUTION
     members = optax_smile.warmstart(
         mean_loss,
@@ -262,7 +269,7 @@ def train_on(
 def run_cell(cell: dict[str, Any]) -> dict[str, Any]:
     """Sample and score."""
     of = (cell[name] for name in ("data", "split", "protocol", "num_chains"))
-    (train, _, test), members = warm(*of)
+    (train, _, test), members = warm(*of, gap=cell.get("gap", False))
     if cell["method"] == "deep ensemble":
         return score(optax_smile.Snapshots.from_members(members), test)
     members = jax.tree.map(jnp.copy, members)
@@ -338,6 +345,7 @@ def main():
     parser.add_argument("--step-sizes", nargs="+", type=float, help="instead of the methods' own")
     parser.add_argument("--batches-per-pass", type=int, help="instead of batches of 256 rows")
     parser.add_argument("--replacement", action="store_true", help="draw rows with replacement")
+    parser.add_argument("--gap", action="store_true", help="test on the middle of a feature")
     parser.add_argument("--num-chains", type=int, default=10)
     parser.add_argument("--num-gradients", type=int, default=NUM_GRADIENTS, help="per chain")
     arguments = parser.parse_args()

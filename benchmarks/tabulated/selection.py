@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from benchmarks.tabulated.table import Record, Table, number
 
-NAMES = ("psmile", "psmile, cold", "psmile, around the start", "optimizer")
+NAMES = ("psmile", "psmile, cold", "psmile, long steps", "psmile, around the start", "optimizer")
 
 
 def choices(found: Sequence[Record]) -> Table:
