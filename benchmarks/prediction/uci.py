@@ -18,6 +18,7 @@ import functools
 import itertools
 import os
 import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -164,8 +165,8 @@ class Method(NamedTuple):
     step_sizes: tuple[float | None, ...]
 
 
-def simple(name: str, *step_sizes: float | None, batch_per: Any = "gradient", **options) -> Method:
-    """A method that is one function of the library."""
+def method(name: str, *step_sizes: float | None, batch_per: Any = "gradient", **options) -> Method:
+    """Build a method that is one function of the library."""
 
     def make(step_size, num_data, key):
         return samplers.build(name, step_size, num_data=num_data, key=key, **options)
@@ -173,41 +174,34 @@ def simple(name: str, *step_sizes: float | None, batch_per: Any = "gradient", **
     return Method(make, batch_per, step_sizes)
 
 
-def mile(step_size, num_data, key):
-    """MCLMC on the full batch; L and the grid around what the published tuner found."""
-    return optax_smile.mclmc(step_size, num_data=num_data, decoherence_length=11.0, key=key)
-
-
-def cyclical(step_size, num_data, key):
-    """Four cycles over the whole run."""
-    return optax_smile.cyclical_sgld(step_size, num_data=num_data, total_steps=60_000, key=key)
-
-
-def published(name: str, *step_sizes: float) -> Method:
-    """A method with the settings of the paper."""
-
-    def make(step_size, num_data, key):
-        return samplers.build(f"{name} published", step_size, num_data=num_data, key=key)
-
-    return Method(make, "step", step_sizes)
+def training(step_size, num_data, key):
+    """Go on with AdamW at a constant rate; its iterates are kept as if they were draws."""
+    return optax.adamw(step_size, weight_decay=5e-3)
 
 
 FULL_BATCH, CHECKPOINTS = "mile", "checkpoints"
 METHODS = {
-    CHECKPOINTS: Method(None, "gradient", (1e-3, 3e-3, 1e-2)),
-    FULL_BATCH: Method(mile, "step", (0.01, 0.02, 0.04)),
-    "sgld": simple("sgld", 1e-7, 1e-6, 1e-5, 1e-4),
-    "scale_adapted_sghmc": simple("scale_adapted_sghmc", 1e-4, 1e-3, 3e-3, 1e-2, 2e-2, 1e-1),
-    "cyclical_sgld": Method(cyclical, "gradient", (1e-7, 1e-6, 1e-5, 1e-4)),
-    "smile_naive published": published("smile_naive", 1e-4, 1e-3, 3e-3, 1e-2),
-    "psmile_naive published": published("psmile_naive", 1e-4, 1e-3, 3e-3, 1e-2),
-    "smile published": published("smile", 1e-3, 1e-2),
-    "psmile published": published("psmile", 1e-3, 1e-2),
-    "psmile_naive": simple("psmile_naive", 5e-4, 1e-3, 2e-3, 4e-3),
-    "smile": simple("smile", None),
-    "psmile": simple("psmile", None),
-    "psmile, angle .03": simple("psmile", None, tuner=optax_smile.angle_tuner(0.03)),
-    "psmile, angle .1": simple("psmile", None, tuner=optax_smile.angle_tuner(0.1)),
+    CHECKPOINTS: Method(training, "gradient", (1e-3, 3e-3, 1e-2)),
+    # L and the grid around what the published tuner found.
+    FULL_BATCH: method("mclmc", 0.01, 0.02, 0.04, batch_per="step", decoherence_length=11.0),
+    "sgld": method("sgld", 1e-7, 1e-6, 1e-5, 1e-4),
+    "scale_adapted_sghmc": method("scale_adapted_sghmc", 1e-4, 1e-3, 3e-3, 1e-2, 2e-2, 1e-1),
+    # Four cycles over the whole run.
+    "cyclical_sgld": method("cyclical_sgld", 1e-7, 1e-6, 1e-5, 1e-4, total_steps=NUM_GRADIENTS),
+    **{
+        f"{name} published": method(f"{name} published", *step_sizes, batch_per="step")
+        for name, step_sizes in (
+            ("smile_naive", (1e-4, 1e-3, 3e-3, 1e-2)),
+            ("psmile_naive", (1e-4, 1e-3, 3e-3, 1e-2)),
+            ("smile", (1e-3, 1e-2)),
+            ("psmile", (1e-3, 1e-2)),
+        )
+    },
+    "psmile_naive": method("psmile_naive", 5e-4, 1e-3, 2e-3, 4e-3),
+    "smile": method("smile", None),
+    "psmile": method("psmile", None),
+    "psmile, angle .03": method("psmile", None, tuner=optax_smile.angle_tuner(0.03)),
+    "psmile, angle .1": method("psmile", None, tuner=optax_smile.angle_tuner(0.1)),
 }
 ALL = ("deep ensemble", *METHODS)
 
@@ -241,33 +235,9 @@ def score(snapshots: Any, test) -> dict[str, Any]:
     return told
 
 
-def train_on(
-    members: Any, batches: list[Any], rate: float, num_warmup: int, num_draws: int, thin: int
-) -> optax_smile.Snapshots:
-    """Go on with AdamW at a constant rate, and keep the weights as if they were draws."""
-    rows = jax.tree.map(lambda *x: jnp.stack(x), *batches)
-    optimizer = optax.adamw(rate, weight_decay=5e-3)
-
-    def step(carry, count):
-        params, state = carry
-        batch = jax.tree.map(lambda x: x[count % len(batches)], rows)
-        updates, state = optimizer.update(jax.grad(mean_loss)(params, batch), state, params)
-        return (optax.apply_updates(params, updates), state), None
-
-    def keep(carry, counts):
-        carry, _ = jax.lax.scan(step, carry, counts)
-        return carry, carry[0]
-
-    def chain(params):
-        counts = jnp.arange(num_warmup + num_draws * thin)
-        start, _ = jax.lax.scan(step, (params, optimizer.init(params)), counts[:num_warmup])
-        return jax.lax.scan(keep, start, counts[num_warmup:].reshape(num_draws, thin))[1]
-
-    return optax_smile.Snapshots(jax.device_get(jax.jit(jax.vmap(chain))(members)))
-
-
 def run_cell(cell: dict[str, Any]) -> dict[str, Any]:
     """Sample and score."""
+    warnings.filterwarnings("ignore", message="`sample`: `sampler` is an optimizer")
     of = (cell[name] for name in ("data", "split", "protocol", "num_chains"))
     (train, _, test), members = warm(*of, gap=cell.get("gap", False))
     if cell["method"] == "deep ensemble":
@@ -275,14 +245,10 @@ def run_cell(cell: dict[str, Any]) -> dict[str, Any]:
     members = jax.tree.map(jnp.copy, members)
     key = jax.random.key(1_000 + cell["split"] + 100 * cell.get("seed", 0))
     began = time.monotonic()
-    method = METHODS[cell["method"]]
-    num_steps = cell["num_gradients"] // (2 if method.batch_per == "step" else 1)
+    chosen = METHODS[cell["method"]]
+    num_steps = cell["num_gradients"] // (2 if chosen.batch_per == "step" else 1)
     num_warmup = round(num_steps / 3)
     num_draws = min(NUM_DRAWS, num_steps - num_warmup)
-    thin = (num_steps - num_warmup) // num_draws
-    if cell["method"] == CHECKPOINTS:
-        own = batches_of(train, BATCH_SIZE, 50)
-        return score(train_on(members, own, cell["step_size"], num_warmup, num_draws, thin), test)
     per_pass = cell.get("batches_per_pass")
     size = len(train[0]) // per_pass if per_pass else BATCH_SIZE
     if cell["method"] == FULL_BATCH:
@@ -293,16 +259,18 @@ def run_cell(cell: dict[str, Any]) -> dict[str, Any]:
         mean_loss,
         members,
         batches,
-        method.make(cell["step_size"], len(train[0]), key),
+        chosen.make(cell["step_size"], len(train[0]), key),
         num_warmup=num_warmup,
         num_draws=num_draws,
-        thin=thin,
+        thin=(num_steps - num_warmup) // num_draws,
         steps_per_dispatch=100,
-        batch_per=method.batch_per,
+        batch_per=chosen.batch_per,
         key=key,
         progress=False,
     )
     seconds = time.monotonic() - began
+    if cell["method"] == CHECKPOINTS:
+        return score(optax_smile.Snapshots(draws.params), test)
     steps = np.median(draws.trace["step_size"], axis=0)
     places = {"second": 0.15, "middle": 0.5, "last": 0.95}
     return {
