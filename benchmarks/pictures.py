@@ -114,44 +114,6 @@ def step_cost(found: list[Record]) -> Figure:
     return drawn
 
 
-def lognormal(found: list[Record]) -> Figure:
-    """Smallest bias and its step size against the skewness of the noise."""
-    kinds = ((record["cell"]["kind"].partition("lognormal:")[2], record) for record in found)
-    rows = sorted(
-        (float(sigma), record["bias"], record["error"], record["step_size"])
-        for sigma, record in kinds
-        if sigma
-    )
-    sigmas, bias, error, step_sizes = zip(*rows, strict=True)
-    drawn, axis = plt.subplots(figsize=(8, 5), layout="constrained")
-    axis.errorbar(sigmas, bias, error, color=BLUE, marker="o", capsize=3)
-    axis.set(xscale="log", yscale="log", xlabel="sigma of the log-normal noise")
-    axis.set_ylabel("squared bias", color=BLUE)
-    right = axis.twinx()
-    right.plot(sigmas, step_sizes, color=RED, marker="s")
-    right.set_yscale("log")
-    right.set_ylabel("best step size", color=RED)
-    return drawn
-
-
-def decoherence(found: list[Record]) -> Figure:
-    """Bias against the strength of explicit noise, each with the best of its own step sizes."""
-    cells = [record for record in found if record["figure"] == "decoherence"]
-    drawn, axes = plt.subplots(2, 3, figsize=(12, 7), layout="constrained", sharex=True)
-    none = min(e[0] for record in cells for e in record["share_bias_error_step"] if e[0]) / 10
-    for record, axis in zip(cells, axes.flat, strict=True):
-        shares, bias, error, _ = zip(*record["share_bias_error_step"], strict=True)
-        places = [share or none for share in shares]
-        axis.errorbar(places, bias, error, color=BLUE, marker="o", capsize=3, linestyle="")
-        name, noise = record["cell"]
-        axis.set(xscale="log", yscale="log", title=f"{name}, {noise} noise")
-    for axis in axes[1]:
-        axis.set_xlabel("explicit / gradient noise (leftmost: none)")
-    for axis in axes[:, 0]:
-        axis.set_ylabel("squared bias")
-    return drawn
-
-
 def llc(found: list[Record]) -> Figure:
     """Relative error of the mean loss by SGLD against its step size, by psmile at the left."""
     drawn, axis = plt.subplots(figsize=(10, 5.5), layout="constrained")
@@ -267,8 +229,6 @@ def regression() -> Figure:
 PICTURES: dict[str, tuple[Callable[..., Figure], tuple[str, ...]]] = {
     "uci": (uci, ("uci", "lenet_small")),
     "step_cost": (step_cost, ("step_cost",)),
-    "lognormal": (lognormal, ("analytic",)),
-    "decoherence": (decoherence, ("analytic_figures",)),
     "llc": (llc, ("llc",)),
     "ladder": (ladder, ("ladder",)),
     "regression": (regression, ()),

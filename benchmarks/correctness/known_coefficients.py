@@ -223,17 +223,6 @@ def linear_asymptotic(widths: Sequence[int], rank: int) -> float:
     return outer - between * (between - 1) / 4 * (total / between) ** 2 + pairs / 2
 
 
-def jacobian_rank(network: LinearNetwork) -> int:
-    """Rank of the derivative of the map at the centre, twice the coefficient where smooth."""
-    centre = [np.asarray(w, float) for w in network.centre]
-    columns = []
-    for index, layer in enumerate(centre):
-        before = _chain([*centre[:index][::-1], np.eye(centre[0].shape[1])])
-        after = _chain([np.eye(centre[-1].shape[0]), *centre[index + 1 :][::-1]])
-        columns.append(np.kron(after, before.T).reshape(-1, layer.size))
-    return int(np.linalg.matrix_rank(np.concatenate(columns, axis=1)))
-
-
 def balanced(target: np.ndarray, widths: Sequence[int]) -> list[np.ndarray]:
     """Layers with this product, of singular values as alike as can be, padded with zeros."""
     left, values, right = np.linalg.svd(target)

@@ -30,15 +30,14 @@ import optax_smile
 WARM_UP = 3
 # Updates of so many parameters in all are done in one program.
 PER_PROGRAM = 2_000_000
-WIDTHS = {"mlp 705": (8, 16, 16, 16, 1), "mlp 10^7": (784, 3000, 2400, 200, 10)}
 NUM_TOKENS = 65
 SMALL_GPT = models.GPT(NUM_TOKENS, context=64, features=128, depth=2, num_heads=4)
-# Network and size of its batch; of a perceptron the widths are above.
+# Network and shape of its batch.
 NETWORKS: dict[str, tuple[Any, tuple[int, ...]]] = {
-    "mlp 705": (None, (256,)),
+    "mlp 705": (models.FullyConnected(), (256, 8)),
     "lenet": (models.LeNet(), (256, 28, 28, 1)),
     "gpt": (SMALL_GPT, (64, 64)),
-    "mlp 10^7": (None, (128,)),
+    "mlp 10^7": (models.FullyConnected((3000, 2400, 200), 10), (128, 784)),
     "resnet-7": (models.ResNet7(), (64, 32, 32, 3)),
     "resnet-18": (models.ResNet18(), (32, 32, 32, 3)),
     "vit": (models.ViT(), (16, 160, 160, 3)),
@@ -92,47 +91,26 @@ def network_cells() -> Iterator[dict[str, Any]]:
             yield {"part": "network", "network": network, "chains": chains}
 
 
-def multilayer_perceptron(widths: tuple[int, ...], key: jax.Array) -> tuple[Any, Callable]:
-    """Parameters, and outputs of them and inputs."""
-    sizes = list(zip(widths[:-1], widths[1:], strict=True))
-    params = [
-        (jax.random.normal(k, size) / size[0] ** 0.5, jnp.zeros(size[1]))
-        for k, size in zip(jax.random.split(key, len(sizes)), sizes, strict=True)
-    ]
-
-    def outputs(params, x):
-        *hidden, (kernel, bias) = params
-        for weights, shift in hidden:
-            x = jax.nn.relu(x @ weights + shift)
-        return x @ kernel + bias
-
-    return params, outputs
-
-
 def network_problem(cell: dict[str, Any]) -> tuple[Any, Callable, Any]:
     """Parameters, mean loss of them and a batch, and a batch."""
     name, key = cell["network"], jax.random.key(0)
     network, shape = NETWORKS[name]
-    if name in WIDTHS:
-        widths = WIDTHS[name]
-        params, outputs = multilayer_perceptron(widths, key)
-        inputs = jax.random.normal(key, (shape[0], widths[0]))
-        targets = jax.random.normal(key, (shape[0], widths[-1]))
-        return params, lambda p, b: jnp.mean((outputs(p, b[0]) - b[1]) ** 2) / 2, (inputs, targets)
-    if isinstance(network, models.GPT):
-        inputs: Any = jax.random.randint(key, shape, 0, NUM_TOKENS)
+    inputs: Any = jax.random.normal(key, shape)
+    if isinstance(network, models.FullyConnected):
+        targets = jax.random.normal(key, (shape[0], network.num_outputs))
+    elif isinstance(network, models.GPT):
+        inputs = jax.random.randint(key, shape, 0, NUM_TOKENS)
         targets = jnp.roll(inputs, -1, axis=1)
     else:
-        inputs = jax.random.normal(key, shape)
         targets = jax.random.randint(key, shape[:1], 0, 10)
-    params = network.init(key, inputs[:1])
 
     def loss(params, batch):
-        logits: Any = network.apply(params, batch[0])
-        found = optax.softmax_cross_entropy_with_integer_labels(logits, batch[1])
-        return jnp.mean(found)
+        outputs: Any = network.apply(params, batch[0])
+        if isinstance(network, models.FullyConnected):
+            return jnp.mean((outputs - batch[1]) ** 2) / 2
+        return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(outputs, batch[1]))
 
-    return params, loss, (inputs, targets)
+    return network.init(key, inputs[:1]), loss, (inputs, targets)
 
 
 def update_problem(cell: dict[str, Any]) -> tuple[Any, Callable, Any]:
