@@ -121,23 +121,17 @@ def network_regression(features, targets, inputs, widths) -> Posterior:
 
 
 def energy_network() -> Posterior:
-    """UCI energy, first published split; diabetes of scikit-learn where the folder is missing.
+    """UCI energy, first published split.
 
     The targets of energy get noise of standard deviation .3. Without it NUTS made no draw within
     five minutes: there would be no truth to compare with.
     """
-    if "OPTAX_SMILE_DATA" in os.environ:
-        folder = Path(os.environ["OPTAX_SMILE_DATA"]) / "uci_reference_splits"
-        with np.load(folder / "energy_seed1.npz") as arrays:
-            features, targets, inputs = (arrays[k] for k in ("x_train", "y_train", "x_test"))
-        noise = np.random.default_rng(0).normal(size=len(targets))
-        targets = (targets + ENERGY_NOISE * noise).astype(np.float32)
-        widths = ENERGY_WIDTHS
-    else:
-        features, targets = standardized(*bundled(datasets.load_diabetes))
-        features, inputs, targets = features[:-NUM_INPUTS], features[-NUM_INPUTS:], targets[:-100]
-        widths = (10, 8, 1)
-    return network_regression(features, targets, inputs[:NUM_INPUTS], widths)
+    folder = Path(os.environ["OPTAX_SMILE_DATA"]) / "uci_reference_splits"
+    with np.load(folder / "energy_seed1.npz") as arrays:
+        features, targets, inputs = (arrays[k] for k in ("x_train", "y_train", "x_test"))
+    noise = np.random.default_rng(0).normal(size=len(targets))
+    targets = (targets + ENERGY_NOISE * noise).astype(np.float32)
+    return network_regression(features, targets, inputs[:NUM_INPUTS], ENERGY_WIDTHS)
 
 
 def moons_network() -> Posterior:

@@ -181,7 +181,6 @@ def measure(cell: dict[str, Any], methods: list[str], repetitions: int) -> dict[
         "num_parameters": size,
         "steps_per_program": num_steps,
         "repetitions": repetitions,
-        "copy_gb_per_s": copy_bandwidth(),
         "methods": found,
         "ratio": {name: round(found[name]["ratio"], 3) for name in methods},
     }
@@ -217,18 +216,6 @@ def interleaved(
             states[name] = jax.block_until_ready(program(*states[name], batch))
             seconds[name].append(time.perf_counter() - start)
     return {name: np.array(times[WARM_UP:]) for name, times in seconds.items()}
-
-
-@functools.cache
-def copy_bandwidth(size: int = 10**8) -> float:
-    """Bytes read and written per second by x + 1 in place, in gigabytes."""
-    add = jax.jit(lambda x: x + 1, donate_argnums=0)
-    x, times = add(jnp.zeros(size)), []
-    for _ in range(7):
-        start = time.perf_counter()
-        x = jax.block_until_ready(add(x))
-        times.append(time.perf_counter() - start)
-    return 2 * 4 * size / float(np.median(times)) / 1e9
 
 
 def main():

@@ -2,9 +2,8 @@
 
 import math
 from collections.abc import Sequence
-from statistics import fmean, median
 
-from benchmarks.tabulated.table import Record, Table, number, short, standard_error, value_error
+from benchmarks.tabulated.table import Record, Table, short, value_error
 
 TARGETS = ("gaussian", "rosenbrock", "funnel")
 NOISES = ("isotropic", "diagonal", "correlated", "varied")
@@ -152,22 +151,6 @@ def skewed(found: Sequence[Record]) -> Table:
         ["best step size", *(short(r["step_size"]) for r in used)],
     ]
     return Table(["sigma", *sigmas], rows, used)
-
-
-def rotations(found: Sequence[Record]) -> Table:
-    """Correlated noise under other random rotations."""
-    used, columns = [r for r in found if r["figure"] == "rotations"], {}
-    for record in used:
-        name, seed = record["cell"].split()
-        columns.setdefault(name, {})[int(seed)] = record["bias_error_step"]
-    rows = [
-        [str(seed), *(value_error(*columns[name][seed][:2]) for name in columns)]
-        for seed in sorted(set().union(*columns.values()))
-    ]
-    values = {name: [of[seed][0] for seed in sorted(of)] for name, of in columns.items()}
-    rows.append(["mean", *(value_error(fmean(x), standard_error(x)) for x in values.values())])
-    rows.append(["median", *(number(median(x)) for x in values.values())])
-    return Table(["rotation", *columns], rows, used)
 
 
 def decoherence(found: Sequence[Record]) -> Table:

@@ -264,64 +264,46 @@ def gaps(found: Sequence[Record]) -> Table:
 
 # The protocol of the paper: batch-wise and epoch-wise, beside the paper's figures.
 
-# Row: method of our records, that of the paper, gradients of our run on each data set.
-BATCH_WISE = (
-    ("scale_adapted_sghmc", "scale_adapted_sghmc", (60_000, 60_000, 60_000)),
-    ("smile_naive as shipped", "smile_naive", (120_000, 120_000, 120_000)),
-    ("smile_naive published", "smile_naive", (120_000, 120_000, 120_000)),
-    ("psmile_naive as shipped", "psmile_naive", (120_000, 120_000, 120_000)),
-    ("psmile_naive published", "psmile_naive", (120_000, 120_000, 120_000)),
-    ("psmile", "", (60_000, 60_000, 60_000)),
-    ("mile", "mile", (120_000, 120_000, 120_000)),
-)
-# As many passes as full-batch MILE makes steps: 2, 4 and 47 batches a pass.
-EPOCH_WISE = (
-    ("scale_adapted_sghmc", "scale_adapted_sghmc", (120_000, 240_000, 2_820_000)),
-    ("smile_naive published", "smile_naive", (240_000, 480_000, 5_640_000)),
-    ("psmile_naive relative bounds", "psmile_naive", (240_000, 480_000, 5_640_000)),
-    ("psmile", "", (120_000, 240_000, 2_820_000)),
-    ("mile", "mile", (120_000, 120_000, 120_000)),
-)
+# Row: method of our records, that of the paper, gradients of our run on each data set. Epoch-wise
+# there are as many passes as full-batch MILE makes steps: 2, 4 and 47 batches a pass.
+PLANS = {
+    "batch-wise": (
+        ("scale_adapted_sghmc", "scale_adapted_sghmc", (60_000, 60_000, 60_000)),
+        ("smile_naive as shipped", "smile_naive", (120_000, 120_000, 120_000)),
+        ("smile_naive published", "smile_naive", (120_000, 120_000, 120_000)),
+        ("psmile_naive as shipped", "psmile_naive", (120_000, 120_000, 120_000)),
+        ("psmile_naive published", "psmile_naive", (120_000, 120_000, 120_000)),
+        ("psmile", "", (60_000, 60_000, 60_000)),
+        ("mile", "mile", (120_000, 120_000, 120_000)),
+    ),
+    "epoch-wise": (
+        ("scale_adapted_sghmc", "scale_adapted_sghmc", (120_000, 240_000, 2_820_000)),
+        ("smile_naive published", "smile_naive", (240_000, 480_000, 5_640_000)),
+        ("psmile_naive relative bounds", "psmile_naive", (240_000, 480_000, 5_640_000)),
+        ("psmile", "", (120_000, 240_000, 2_820_000)),
+        ("mile", "mile", (120_000, 120_000, 120_000)),
+    ),
+}
 
 
-def _given(paper: Sequence[Record], budget: str, data: str, method: str) -> list[Record]:
-    budgets = ("full batch",) if method == "mile" else (budget,)
-    return [
-        record
-        for record in paper
-        if record["quantity"] == "lppd"
-        and record["cell"]["data"] == data
-        and record["cell"].get("method") == method
-        and record["cell"]["budget"] in budgets
-    ]
-
-
-def _table(budget: str, plan, found: Sequence[Record], paper: Sequence[Record]) -> Table:
-    rows, used = [], []
-    for method, theirs, gradients in plan:
-        cells = []
+def beside_paper(found: Sequence[Record], paper: Sequence[Record], budget: str) -> Table:
+    """As many steps, or as many passes through the data, for every method."""
+    paper = [r for r in paper if r["quantity"] == "lppd" and "data" in r["cell"]]
+    rows, used, protocol = [], [], {"protocol": "paper"}
+    for method, theirs, gradients in PLANS[budget]:
+        rows.append([method])
         for data, count in zip(DATA, gradients, strict=False):
-            wanted = {"protocol": "paper", "data": data, "method": method, "num_gradients": count}
-            ours = select(found, **wanted)
-            given = _given([r for r in paper if "data" in r["cell"]], budget, data, theirs)
+            ours = select(found, data=data, method=method, num_gradients=count, **protocol)
+            wanted = {"data": data, "method": theirs}
+            wanted |= {"budget": "full batch" if theirs == "mile" else budget}
+            given = [r for r in paper if wanted.items() <= r["cell"].items()]
             used += [*ours, *given]
             text = mean_error([record["lppd"] for record in ours])
-            cells.append(f"{text} ({len(ours)})" if ours else "not run")
-            cells.append("".join(value_error(r["value"], r["error"]) for r in given))
-        rows.append([method, *cells])
+            rows[-1].append(f"{text} ({len(ours)})" if ours else "not run")
+            rows[-1].append("".join(value_error(r["value"], r["error"]) for r in given))
     header = ["LPPD (number of splits)"]
     header += [name for data in DATA[:3] for name in (data, "paper")]
     return Table(header, rows, used)
-
-
-def batch_wise(found: Sequence[Record], paper: Sequence[Record]) -> Table:
-    """As many steps for every method."""
-    return _table("batch-wise", BATCH_WISE, found, paper)
-
-
-def epoch_wise(found: Sequence[Record], paper: Sequence[Record]) -> Table:
-    """As many passes through the data for every method."""
-    return _table("epoch-wise", EPOCH_WISE, found, paper)
 
 
 def distributional(found: Sequence[Record]) -> Table:
