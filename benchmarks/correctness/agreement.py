@@ -18,7 +18,6 @@ line of the output; cells that it already holds are skipped.
 
 import argparse
 import functools
-import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -278,11 +277,9 @@ def cells_of(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     part = arguments.part
     data = [name for name in DATA[part] if not arguments.data or name in arguments.data]
     methods = arguments.methods or (list(METHODS) if part == "networks" else [DEFAULT])
-    return [
-        {"part": part, "data": d, "method": m, "share": s, "seed": arguments.seed}
-        for d, s, m in itertools.product(data, arguments.shares or USUAL_SHARES[part], methods)
-        if s == 1 or m != FULL_BATCH
-    ]
+    shares, seed = arguments.shares or USUAL_SHARES[part], [arguments.seed]
+    cells = records.product(part=[part], data=data, share=shares, method=methods, seed=seed)
+    return [cell for cell in cells if cell["share"] == 1 or cell["method"] != FULL_BATCH]
 
 
 def run_cell(cell: dict[str, Any], scale: Scale, folder: Path) -> dict[str, Any]:
