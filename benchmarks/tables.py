@@ -78,7 +78,6 @@ TABLES: dict[str, Callable[[], Table]] = {
     "selection": made_of(selection.choices, "selection"),
     "ladder": made_of(networks.ladder, "ladder"),
     "ladder-cells": made_of(networks.ladder_cells, "ladder"),
-    "networks-all": made_of(networks.lenet_cells, "lenet_small"),
     "angles": made_of(networks.angles, "uci", "uci_before", "lenet_small"),
     "lora": made_of(ensembles.lora, "lora"),
     "lora-all": made_of(ensembles.lora_cells, "lora"),
@@ -145,8 +144,6 @@ for score in ("LPPD", "ECE"):
             ensembles.tempered_difference, "calibration", when="after", score=score
         ),
     }
-for method in ("scale_adapted_sghmc", "psmile_naive", "smile"):
-    FIGURES[f"paper's LeNet, {method}"] = made_of(networks.paper_gain, "paper", method=method)
 for network in ("lenet", "gpt"):
     name = f"step {network}, psmile"
     FIGURES[name] = made_of(costs.whole_step, "step_cost", network=network, method="psmile")

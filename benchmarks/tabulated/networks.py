@@ -259,35 +259,6 @@ def ladder_cells(found: Sequence[Record]) -> Table:
     return Table([x.replace("r_hat", "R-hat") for x in header], rows, found)
 
 
-# The first LeNets and GPTs, and the angles on all data.
-
-
-def paper_gain(paper: Sequence[Record], method: str) -> str:
-    """LPPD of a method of the paper above its deep ensemble of LeNets."""
-    wanted = {"task": "lenet", "method": method}
-    of = [r for r in paper if wanted.items() <= r["cell"].items()]
-    return "".join(number(r["value"], 4, "+") for r in of if r["quantity"].startswith("lppd"))
-
-
-def lenet_cells(found: Sequence[Record]) -> Table:
-    """Every run."""
-    ordered = sorted(found, key=lambda r: (list(TASKS).index(r["cell"]["task"]), r["cell"]["seed"]))
-    rows = []
-    for record in ordered:
-        cell, steps = record["cell"], record.get("steps", [])
-        size = short(cell["step_size"]) if cell["step_size"] else ""
-        size = size or " ... ".join(short(step) for step in steps[:: max(len(steps) - 1, 1)])
-        rows.append(
-            [
-                *(TASKS[cell["task"]], str(cell["seed"]), cell["method"], size),
-                *(number(record["lppd"], 4), number(record.get("accuracy"), 4)),
-                number(record.get("perplexity"), 3) if cell["task"] == "gpt" else "",
-            ]
-        )
-    header = ["task", "seed", "method", "step size", "test LPPD", "accuracy", "perplexity"]
-    return Table(header, rows, ordered)
-
-
 def angles(uci: Sequence[Record], earlier: Sequence[Record], networks: Sequence[Record]) -> Table:
     """Test LPPD at three angles; differences paired by split or seed.
 
