@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from tabulated.table import Record, Table, number
+from benchmarks.tabulated.table import Record, Table, number
 
 NAMES = ("psmile", "psmile, cold", "psmile, long steps", "psmile, around the start", "optimizer")
 
