@@ -106,7 +106,7 @@ def runs(path):
     }
     sampled = {"params": CHAINS, "sampler": sampler, "num_warmup": 0, "num_draws": 2, "thin": 1}
     sampled |= {"per_chain": False, "batch_per": "gradient", "steps_per_dispatch": 1}
-    sampled |= {"prefetch": 0, "resume": True, "dtype": None, "callback": None, "observe": None}
+    sampled |= {"resume": True, "dtype": None, "callback": None, "observe": None}
     sampled |= {"stop": None}
     yield "sample", optax_smile.sample, chains | sampled
     checked = {"loss_fn": chains["loss_fn"], "batch": [jnp.ones(3)]}

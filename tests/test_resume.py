@@ -115,7 +115,7 @@ CASES: dict[str, Any] = {
     },
     "a generator": lambda: {
         "sampler": optax.chain(optax.clip_by_global_norm(1.0), noisy()),
-        **dict(batches=(x for x in runs.own_batches(20)), per_chain=True, prefetch=2),
+        **dict(batches=(x for x in runs.own_batches(20)), per_chain=True),
         "check": False,
     },
 }
@@ -146,8 +146,8 @@ def test_grain_goes_on_where_it_was(tmp_path):
     def batches():
         return grain.MapDataset.source(rows).shuffle(seed=3).batch(20).to_iter_dataset()
 
-    stop_at_second(tmp_path, batches=batches(), prefetch=2)
-    got, expected = run(tmp_path, batches=batches(), prefetch=2), run(batches=batches())
+    stop_at_second(tmp_path, batches=batches())
+    got, expected = run(tmp_path, batches=batches()), run(batches=batches())
     np.testing.assert_array_equal(got.params["w"], expected.params["w"])
 
 
@@ -169,9 +169,9 @@ def test_batches_that_ran_out_may_grow(tmp_path):
 def test_signals_end_a_run_in_order_and_a_second_control_c_at_once(tmp_path, whole):
     """The step is finished, a checkpoint written; afterwards signals mean what they did before."""
     before = [getsignal(number) for number in (SIGINT, SIGTERM)]
-    for number, prefetch in ((SIGTERM, 0), (SIGINT, 2)):
+    for number in (SIGTERM, SIGINT):
         directory = tmp_path / number.name
-        runs.run_early(3, directory, callback=at(THIRD, send(number)), prefetch=prefetch)
+        runs.run_early(3, directory, callback=at(THIRD, send(number)))
         assert newest_checkpoint(directory) == THIRD
     twice = tmp_path / "twice"
     with pytest.raises(KeyboardInterrupt):
@@ -320,7 +320,7 @@ def test_after_wrong_arguments_the_right_ones_will_do(tmp_path, whole):
     assert not (tmp_path / "aux").exists()
     for name, arguments, message in (
         ("rows", {"batches": [np.zeros(3)], "check": False}, None),
-        ("later", {"batches": ends_badly(), "prefetch": 2}, None),
+        ("later", {"batches": ends_badly()}, None),
         ("start", {"params": nan}, rule),
     ):
         given: dict[str, Any] = arguments

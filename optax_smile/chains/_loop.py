@@ -2,7 +2,6 @@
 
 import base64
 import contextlib
-import queue
 import signal
 import threading
 import warnings
@@ -209,45 +208,6 @@ def skip_passes(batches: Iterable[Any], passes: int):
     for _ in range(passes):
         for _ in batches:
             pass
-
-
-def prefetched(items: Iterator[Any], ahead: int) -> Iterator[Any]:
-    """Make items in a thread of its own, so many ahead of their use."""
-    if not ahead:
-        yield from items
-        return
-    made: queue.Queue = queue.Queue(ahead)
-    stopped, end = threading.Event(), object()
-
-    def put(item: Any) -> bool:
-        while not stopped.is_set():
-            with contextlib.suppress(queue.Full):
-                made.put(item, timeout=0.1)
-                return True
-        return False
-
-    def make():
-        try:
-            for item in items:
-                if not put((item, None)):
-                    return
-            put((end, None))
-        except BaseException as error:
-            put((end, error))
-
-    thread = threading.Thread(target=make, daemon=True)
-    thread.start()
-    try:
-        while True:
-            item, error = made.get()
-            if error is not None:
-                raise error
-            if item is end:
-                return
-            yield item
-    finally:
-        stopped.set()
-        thread.join()
 
 
 def stack(batches: Sequence[Any], axis: int) -> Any | None:

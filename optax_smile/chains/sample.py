@@ -85,7 +85,6 @@ class Dispatch(NamedTuple):
     per_chain=_check.FLAG,
     batch_per=_check.OneOf(BatchPer),
     steps_per_dispatch=_check.Whole(1),
-    prefetch=_check.Whole(0),
     mesh=parallel.MESH,
     specs=parallel.SPECS,
     directory=_check.PathLike() | None,
@@ -114,7 +113,6 @@ def sample(
     per_chain: bool = False,
     batch_per: BatchPer = "gradient",
     steps_per_dispatch: int = 1,
-    prefetch: int = 0,
     mesh: Mesh | None = None,
     specs: Any = None,
     directory: str | os.PathLike[str] | None = None,
@@ -161,8 +159,6 @@ def sample(
         steps_per_dispatch: steps to run in one go, >= 1, at most up to the next thinning tick. More
             than one pays for small networks, where starting a step costs more than the step; not
             for convolutions on a CPU, whose gradients are many times slower inside a loop.
-        prefetch: batches to bring onto the devices ahead of their use, by a thread of its own,
-            >= 0.
         mesh: devices with the axes `"chain"`, over which chains are spread, and `"data"`, over
             which the examples of a batch are; see `parallel`. None: one device.
         specs: how the parameters of one chain are sharded, see `parallel.place`.
@@ -252,7 +248,6 @@ def sample(
         per_chain=per_chain,
         batch_per=batch_per,
         steps_per_dispatch=steps_per_dispatch,
-        prefetch=prefetch,
         mesh=mesh,
         specs=specs,
         directory=directory,
@@ -301,7 +296,6 @@ class Setup(NamedTuple):
     per_chain: bool = False
     batch_per: BatchPer = "gradient"
     steps_per_dispatch: int = 1
-    prefetch: int = 0
     mesh: Mesh | None = None
     specs: Any = None
     directory: str | os.PathLike[str] | None = None
@@ -409,7 +403,7 @@ class Run:
             begun = self.place.num_gradients
             work = _dispatches(self.stream, self.watched, plan, begun, self.chains, judge)
             with _loop.stop_signals() as wish:
-                for dispatch in _loop.prefetched(work, self.setup.prefetch):
+                for dispatch in work:
                     self.chains.advance(dispatch.batch, dispatch.is_stacked)
                     if dispatch.position is not None and self._end_step(dispatch, wish, watch):
                         self.kept.checkpoint(self.chains, self.place)
