@@ -99,7 +99,6 @@ def runs(path):
         "mesh": None,
         "specs": None,
         "directory": None,
-        "accept": (),
         "check": True,
         "checkpoint_minutes": 5.0,
         "progress": False,

@@ -106,7 +106,7 @@ def test_training_that_was_cut_off_goes_on(method, cut, tmp_path, monkeypatch):
         with pytest.raises(Cut) if cut < 11 else contextlib.nullcontext():
             baseline(run, {})
     is_finished = method == "checkpoints" and cut == 11
-    finished = pytest.warns(UserWarning, match="it is finished")
+    finished = pytest.warns(UserWarning, match="the run is finished")
     with finished if is_finished else contextlib.nullcontext():
         assert_same(baseline(run, {}).params, whole.params)
     if cut > 7:

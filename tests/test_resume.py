@@ -29,7 +29,7 @@ from safetensors.numpy import load_file
 
 import optax_smile
 from optax_smile import _settings
-from optax_smile.chains import _checkpoint
+from optax_smile.chains import _directory
 from optax_smile.draws import _files, _manifest
 from optax_smile.state import STATE_FORMAT
 
@@ -182,11 +182,11 @@ def test_signals_end_a_run_in_order_and_a_second_control_c_at_once(tmp_path, who
 
 def test_a_run_stopped_before_the_first_draw_goes_on_and_grows(tmp_path, whole):
     stop = at(2, send(SIGTERM))
-    message = f"before the first draw. A checkpoint is in {tmp_path}: call it again in the same way"
+    message = f"before the first draw. A checkpoint is in {tmp_path}: repeat the call to resume"
     with pytest.raises(KeyboardInterrupt, match=message):
         run(tmp_path, callback=stop)
     assert newest_checkpoint(tmp_path) == 2
-    with pytest.raises(KeyboardInterrupt, match="Without a `directory` nothing of it is kept"):
+    with pytest.raises(KeyboardInterrupt, match="Without a `directory`, nothing is kept"):
         run(callback=stop)
     assert run(tmp_path, num_draws=2).num_draws == 2
     assert_same_bits(run(tmp_path), whole)
@@ -205,7 +205,7 @@ def test_a_finished_run_computes_nothing(whole):
 
 def test_another_start_is_not_used_and_the_same_rounded_is_known(copied, whole, tmp_path):
     other = start() | {"w": start()["w"] + 1}
-    with pytest.warns(UserWarning, match="goes on from its checkpoint. It began at another start"):
+    with pytest.warns(UserWarning, match="continues from its checkpoint. It began at ano"):
         assert_same_bits(run(copied, params=other), whole)
     tenths = start() | {"b": jnp.full(CHAINS, 0.1)}
     halves = partial(run, params=tenths, num_warmup=0, num_draws=1, dtype="float16")
@@ -226,7 +226,7 @@ def test_a_state_of_other_arrays_is_refused(copied):
 
 def test_what_cannot_be_resumed_and_the_first_format(half, copied):
     form = r"`sample\(directory=...\)` must be "
-    with pytest.raises(ValueError, match=form + "a directory without draws where `resume` is Fa"):
+    with pytest.raises(ValueError, match=form + "a directory without draws, since `resume` is Fa"):
         run(copied, resume=False)
     (start_file,) = copied.glob("start.*")
     start_file.unlink()
@@ -234,7 +234,7 @@ def test_what_cannot_be_resumed_and_the_first_format(half, copied):
         run(copied)
     assert np.all(np.isfinite(optax_smile.load_snapshots(copied).params["w"]))
     shutil.rmtree(copied / "checkpoints")
-    with pytest.raises(ValueError, match=form + "a directory with a checkpoint .* draws alone"):
+    with pytest.raises(ValueError, match=form + "a directory with a checkpoint .* but no check"):
         run(copied)
     shutil.copytree(half, copied, dirs_exist_ok=True)
     file = copied / "manifest.json"
@@ -261,7 +261,7 @@ def test_a_checkpoint_of_another_format_is_refused(tmp_path, monkeypatch, number
     written = f"format {number}" if number else "an older format, without a number"
     for name, make in zip(("sample", "warmstart"), makes, strict=True):
         with monkeypatch.context() as patch:
-            patch.setattr(_checkpoint, "state_format", lambda tree: number)
+            patch.setattr(_directory, "state_format", lambda tree: number)
             make()
         rule = rf"`{name}\(directory=...\)` must be one whose checkpoints have a sampler's state of"
         rule += rf" format {STATE_FORMAT}, got .*checkpoints/\d+ of {written}"
@@ -279,7 +279,7 @@ def test_a_directory_in_use_is_refused_until_its_process_ends(copied, whole):
     command = [sys.executable, "-c", hold, str(copied / ".lock-0")]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         assert other.stdout is not None and other.stdout.readline() == b"held\n"
-        rule = r"must be in use by no live run, got .*, where process 4711 is at work"
+        rule = r"must be used by no other live run, got .*, which process 4711 is using"
         before = content_of(copied)
         with pytest.raises(ValueError, match=rule):
             run(copied)
@@ -292,18 +292,18 @@ def test_a_run_holds_its_directory_and_lets_go_of_it(tmp_path):
     refused = []
 
     def second(step, stats):
-        with pytest.raises(ValueError, match=f"where process {os.getpid()} is at work"):
+        with pytest.raises(ValueError, match=f"which process {os.getpid()} is using"):
             run(tmp_path)
         refused.append(step)
 
     run(tmp_path, callback=second, num_warmup=0, num_draws=1)
     assert refused == [3]
     # A process that was forked meanwhile, as by a data loader, has the file open as well.
-    with _checkpoint.lock("test", tmp_path):
+    with _directory.lock("test", tmp_path):
         opened = {x: os.path.realpath(f"/proc/self/fd/{x}") for x in os.listdir("/proc/self/fd")}
         (held,) = (x for x, file in opened.items() if file == str(tmp_path / ".lock-0"))
         shared = os.dup(int(held))
-    with _checkpoint.lock("test", tmp_path):
+    with _directory.lock("test", tmp_path):
         os.close(shared)
 
 
@@ -341,12 +341,12 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_serves(copied, whole, 
     with pytest.raises(ValueError, match=f"The checkpoint {newest} cannot be read .*one before"):
         run(copied)
     assert len(list(optax_smile.load_snapshots(copied))) == 2 * CHAINS
-    shutil.rmtree(newest) if damage == "remove" else (newest / _checkpoint.SUMS).unlink()
+    shutil.rmtree(newest) if damage == "remove" else (newest / _directory.SUMS).unlink()
     assert_same_bits(run(copied), whole)
 
 
 def test_checkpoints_are_due_and_name_parameters_and_fields_of_the_state(half, tmp_path):
-    checkpoints = _checkpoint.Checkpoints(tmp_path, 0.5)
+    checkpoints = _directory.Checkpoints(tmp_path, 0.5)
     for seconds, is_due in ((20, False), (31, True)):
         checkpoints.saved_at = time.monotonic() - seconds
         assert checkpoints.is_due() is is_due
@@ -361,7 +361,7 @@ def test_checkpoints_are_due_and_name_parameters_and_fields_of_the_state(half, t
 
 def test_a_checkpoint_waits_for_the_draws_before_it(tmp_path, monkeypatch):
     """However slowly they are written: what it counts is on disk."""
-    files, checkpoints, counted = _files.DrawFiles, _checkpoint.Checkpoints, []
+    files, checkpoints, counted = _files.DrawFiles, _directory.Checkpoints, []
     write, save = files.write, checkpoints.save
 
     def slow(*given):

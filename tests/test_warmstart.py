@@ -161,7 +161,7 @@ def test_a_signal_ends_the_training_after_the_epoch(in_one_go, tmp_path):
     slow = partial(train_long, checkpoint_minutes=60)
     with pytest.raises(KeyboardInterrupt, match="stopped by SIGTERM. Repeat the call"):
         slow(terminated := Batches(3, send(SIGTERM)), directory=tmp_path / "SIGTERM")
-    with pytest.warns(UserWarning, match=r"stopped after 3 of at most 40 epochs\.$"):
+    with pytest.warns(UserWarning, match=r"stopped after 3 of at most 40 epochs\. To be able to"):
         alone = slow(Batches(3, send(SIGTERM)))
     with pytest.warns(
         UserWarning, match=r"stopped after 3 of at most 40 .* repeat the call to resume\."
@@ -179,7 +179,7 @@ def test_a_signal_ends_the_training_after_the_epoch(in_one_go, tmp_path):
 
 
 def test_a_directory_in_use_is_refused(in_one_go, tmp_path):
-    message = rf"`warmstart\(directory=...\)` must be in use by no live run, .*{os.getpid()}"
+    message = rf"`warmstart\(directory=...\)` must be used by no other live run, .*{os.getpid()}"
 
     def happens():
         with pytest.raises(ValueError, match=message):

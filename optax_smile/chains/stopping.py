@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Iterable
-from typing import Any, Literal, cast
+from typing import Literal
 
 import jax
 import numpy as np
@@ -14,6 +14,7 @@ import optax
 from jax.sharding import Mesh
 
 from optax_smile import _check, _settings
+from optax_smile._types import Batch, Output, Tree
 from optax_smile.draws import _checks
 from optax_smile.draws.likelihoods import Likelihood, Name
 from optax_smile.draws.predictor import Predictor
@@ -108,8 +109,8 @@ class EvidenceStop:
     bounded mean: Waudby-Smith and Ramdas 2024.
     """
 
-    apply_fn: Callable[[optax.Params, Any], Any]
-    validation: tuple[Any, Any]
+    apply_fn: Callable[[optax.Params, Batch], Output]
+    validation: tuple[Batch, Batch]
     likelihood: Likelihood
     null: Null
     alpha: float
@@ -130,8 +131,8 @@ class EvidenceStop:
     )
     def __init__(
         self,
-        apply_fn: Callable[[optax.Params, Any], Any],
-        validation: tuple[Any, Any],
+        apply_fn: Callable[[optax.Params, Batch], Output],
+        validation: tuple[Batch, Batch],
         *,
         likelihood: Name | Likelihood,
         null: Null = "improvement",
@@ -171,7 +172,7 @@ class EvidenceStop:
             evidence.add(draws[first : first + number])
         return evidence.looks.result()
 
-    def described(self) -> dict[str, Any]:
+    def described(self) -> dict[str, object]:
         """Describe the rule for the manifest of a run; the data by a checksum."""
         numbers = {name: getattr(self, name) for name in ("null", "alpha", "tolerance", "every")}
         data = _settings.checksum((jax.tree.map(np.asarray, self.validation),))
@@ -266,10 +267,10 @@ class Evidence:
     def __init__(
         self,
         stop: EvidenceStop,
-        start: Any,
+        start: Tree,
         number: int,
         mesh: Mesh | None = None,
-        specs: Any = None,
+        specs: Tree = None,
     ):
         inputs, targets = stop.validation
         # Densities alone are needed.
@@ -288,7 +289,7 @@ class Evidence:
             density = self._density(split(start, number))
         self.looks = Looks(stop, density)
 
-    def add(self, trees: Iterable[Any]):
+    def add(self, trees: Iterable[Tree]):
         """Add a draw of each chain, a tree each."""
         # Predictions of the start were finite, so an error means draws that are not.
         density = np.array(np.nan)
@@ -296,13 +297,13 @@ class Evidence:
             density = self._density(trees)
         self.looks.add(density)
 
-    def _density(self, trees: Iterable[Any]) -> np.ndarray:
+    def _density(self, trees: Iterable[Tree]) -> np.ndarray:
         self.predictor.restart()
         for tree in trees:
             self.predictor.update(tree)
-        return np.asarray(cast(Any, self.predictor.finalize().log_density), float)
+        return np.asarray(self.predictor.finalize().log_density, float)
 
 
-def split(stacked: Any, number: int) -> list[Any]:
+def split(stacked: Tree, number: int) -> list[Tree]:
     """Split a tree of arrays `[chain, ...]` into one tree per chain."""
     return [jax.tree.map(lambda x, chain=chain: x[chain], stacked) for chain in range(number)]

@@ -1,7 +1,6 @@
 """The estimators' default network, and shuffled batches."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +26,7 @@ def init(key: jax.Array, sizes: Sequence[int]) -> list[tuple[jax.Array, jax.Arra
     return [(he(key, (n, m)), jnp.zeros((1, m))) for key, n, m in shapes]
 
 
-def apply(layers: Any, x: jax.Array) -> jax.Array:
+def apply(layers: Sequence[tuple[jax.Array, jax.Array]], x: jax.Array) -> jax.Array:
     """Map inputs `[input, feature]` to outputs `[input, output]`, with ReLU between layers."""
     for weight, bias in layers[:-1]:
         x = jax.nn.relu(x @ weight + bias)

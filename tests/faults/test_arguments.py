@@ -85,7 +85,6 @@ LAWFUL: dict[str, set[str]] = {
     **dict.fromkeys(
         ("tuner", "observe", "stop", "num_draws", "num_chains", "inputs", "like"), {"none"}
     ),
-    "accept": {"list"},
     "check": {"true"},
     "check.state": {"none"},
     **dict.fromkeys(
