@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import json
+import logging
 import os
 import resource
 import shutil
@@ -13,7 +14,7 @@ import time
 import weakref
 from functools import partial
 from pathlib import Path
-from signal import SIGINT, SIGTERM, getsignal
+from signal import SIG_IGN, SIGINT, SIGTERM, getsignal, signal
 from typing import Any
 
 import jax
@@ -174,10 +175,35 @@ def test_signals_end_a_run_in_order_and_a_second_control_c_at_once(tmp_path, who
         runs.run_early(3, directory, callback=at(THIRD, send(number)))
         assert newest_checkpoint(directory) == THIRD
     twice = tmp_path / "twice"
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt, match="^Interrupted twice"):
         run(twice, callback=at(THIRD, send(SIGINT, SIGINT)))
     assert [getsignal(number) for number in (SIGINT, SIGTERM)] == before
     assert_same_bits(run(twice), whole)
+
+
+def test_an_ignored_interrupt_stays_ignored(whole):
+    """As in a shell's background job."""
+    before = signal(SIGINT, SIG_IGN)
+    try:
+        got = run(callback=at(SECOND, send(SIGINT)))
+        assert getsignal(SIGINT) is SIG_IGN
+    finally:
+        signal(SIGINT, before)
+    np.testing.assert_array_equal(got.params["w"], whole.params["w"])
+
+
+def test_an_end_before_its_time_says_how_to_resume(tmp_path):
+    stop: Any = {"callback": at(SECOND, send(SIGTERM))}
+    resume = f"2 of 4 draws per chain. A checkpoint is in {tmp_path}: repeat the call to resume."
+    for directory, advice in (
+        (tmp_path, resume),
+        (None, "To be able to resume a run, pass a `dir"),
+    ):
+        with pytest.warns(UserWarning) as seen:
+            run(directory, **stop)
+        (warning,) = seen
+        # At the line that calls `sample`.
+        assert advice in str(warning.message) and warning.filename == runs.__file__
 
 
 def test_a_run_stopped_before_the_first_draw_goes_on_and_grows(tmp_path, whole):
@@ -408,6 +434,26 @@ def test_a_full_disk_names_the_file_and_room_lets_it_go_on(tmp_path, full):
     assert kept.num_draws == 2
     np.testing.assert_array_equal(kept.params["wide"], expected.params["wide"][:, :2])
     assert_same_bits(run(pieces, **arguments), expected)
+
+
+def test_an_error_of_orbax_is_one_sentence(tmp_path, monkeypatch, caplog):
+    def full(*_):
+        logging.getLogger("absl").error("pages")
+        raise OSError("No space left on device\n\npages")
+
+    monkeypatch.setattr(_directory.Checkpoints, "_save", full)
+    with pytest.raises(
+        OSError, match=r"0 could not be written \(No space left on device\)"
+    ) as seen:
+        run(tmp_path)
+    assert seen.value.__suppress_context__ and not caplog.records
+
+
+def test_keys_that_no_file_can_hold_are_refused(tmp_path):
+    params = {**start(), "\udcff": jnp.zeros(CHAINS)}
+    with pytest.raises(optax_smile.ArgumentError, match=r"`sample\(params=.* Unicode, got .*udcff"):
+        run(tmp_path, params=params, check=False)
+    assert not any(tmp_path.iterdir())
 
 
 def test_a_directory_that_cannot_be_written_is_named(half):

@@ -406,7 +406,7 @@ class _Weights(_check.Constraint):
             _check.fail(where, argument, self.text, repr(value)[:80])
         _check.Tree(self.text, finite=True)(where, argument, value)
         if not jax.tree.leaves(value[0]):
-            _check.fail(where, argument, self.text, "trees without arrays")
+            _check.fail(where, argument, self.text, "trees with no arrays")
         return value
 
 
