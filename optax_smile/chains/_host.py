@@ -63,9 +63,12 @@ class Stream:
     """
 
     def __init__(self, batches: Iterable[Batch]):
-        self.batches = batches
-        self.passes = self.taken = 0
-        self.iterator = iter(batches)
+        self.batches, self.passes = batches, 0
+        self._begin_pass(iter(batches))
+
+    def _begin_pass(self, iterator: Iterator[Batch]):
+        self.iterator, self.taken = iterator, 0
+        self.positioned = iterator if isinstance(iterator, Positioned) else None
 
     def __iter__(self) -> Iterator[Batch]:
         return self
@@ -77,25 +80,26 @@ class Stream:
             restarted = iter(self.batches)
             if not self.taken or restarted is self.iterator:
                 raise
-            self.passes, self.taken, self.iterator = self.passes + 1, 0, restarted
+            self.passes += 1
+            self._begin_pass(restarted)
             return next(self)
         self.taken += 1
         return batch
 
     def position(self) -> Position:
         """Return the position of the next batch."""
-        if not isinstance(self.iterator, Positioned):
+        if self.positioned is None:
             return Position(self.passes, self.taken)
-        state = self.iterator.get_state()
+        state = self.positioned.get_state()
         if isinstance(state, bytes):
             return Position(self.passes, self.taken, base64.b64encode(state).decode(), True)
         return Position(self.passes, self.taken, state)
 
     def go_to(self, position: Position):
         """Continue at a position."""
-        if position.state is not None and isinstance(self.iterator, Positioned):
+        if position.state is not None and self.positioned is not None:
             self.passes, self.taken, state, is_bytes = position
-            self.iterator.set_state(base64.b64decode(state) if is_bytes else state)
+            self.positioned.set_state(base64.b64decode(state) if is_bytes else state)
             return
         if isinstance(self.batches, Sequence):
             self.passes = position.passes

@@ -158,10 +158,10 @@ def sample(
         per_chain: whether each batch has a leading chain axis; otherwise chains share batches.
         batch_per: `"gradient"`: each gradient gets its own batch; `"step"`: the two gradients of a
             step of `"minimal_norm"` share one, as published.
-        steps_per_dispatch: steps per compiled call, >= 1; a call ends at the next draw at the
-            latest. Several steps are faster for small networks, whose steps take less time than
-            starting a call. They are slower for convolutions on a CPU, whose gradients are many
-            times slower inside a loop.
+        steps_per_dispatch: largest number of steps per compiled call, >= 1; a call also ends at
+            each draw. A larger number is faster for small networks, where starting a call takes
+            longer than a step. It is slower for convolutions on a CPU, whose gradients are many
+            times slower inside a compiled loop.
         mesh: devices with an axis `"chain"`, over which chains are spread, and optionally an axis
             `"data"`, over which the examples of a batch are spread; see `parallel`. None: one
             device.
@@ -208,12 +208,12 @@ def sample(
     Raises:
         ValueError: an argument out of range; leading axes that disagree; a loss that is not a
             scalar; a loss or gradients that are not finite at the start; identical chains that
-            would stay identical; no, several or a misplaced sampler: gradients must reach it
-            unchanged, except by a clip of their norm, and its updates must be applied unchanged;
-            an empty batch in a list; an invalid mesh; batches that run out before the first draw;
-            a sampler that produced no draw; `stop` with `observe`, with several processes or with
-            another model; a `directory` in use, of another run, or with checkpoints in the format
-            of another version.
+            would stay identical; several samplers; gradients that are changed before they reach
+            the sampler, other than by a clip of their norm; updates that are changed after it; an
+            empty batch in a list; an invalid mesh; batches that run out before the first draw; a
+            run without any draw; `stop` with `observe`, with several processes or with another
+            model; a `directory` in use, of another run, or with checkpoints in the format of
+            another version.
         OSError: a draw or a checkpoint could not be written, such as on a full disk. The message
             names the file; earlier draws can be loaded.
         KeyboardInterrupt: interrupted before the first draw, or by a second Ctrl-C.
@@ -457,9 +457,9 @@ class Run:
         """Pass a draw of each chain to the stopping rule, and keep its results."""
         if self.evidence is None:
             return
-        num_looks = len(self.evidence.looks.found)
+        num_looks = len(self.evidence.looks.results)
         self.evidence.add(trees)
-        if len(self.evidence.looks.found) > num_looks:
+        if len(self.evidence.looks.results) > num_looks:
             self.kept.note(self.evidence.looks.result())
 
     def _end_step(

@@ -191,7 +191,7 @@ class Looks:
         self.stop, self.start, self.count = stop, np.asarray(start, float), 0
         # Log of the sum of the densities of all draws so far, and of some earlier numbers of draws.
         self.log_sum, self.earlier = np.array(-np.inf), {}
-        self.found: list[tuple[int, float, float]] = []
+        self.results: list[tuple[int, float, float]] = []
         self.has_stopped = False
 
     def add(self, log_density: np.ndarray):
@@ -217,12 +217,12 @@ class Looks:
             with_start = _log_add(self.start, self.log_sum) - bound
             score = _difference(with_start, self.start)
         log_e = log_e_value(score.reshape(len(score), -1).mean(axis=1), bound)
-        self.found.append((number, log_e, float(average.mean())))
+        self.results.append((number, log_e, float(average.mean())))
         self.has_stopped = self.result().has_stopped
 
     def result(self) -> Stopping:
         """Return the looks so far."""
-        number, log_e, lppd = np.array(self.found, float).reshape(-1, 3).T
+        number, log_e, lppd = np.array(self.results, float).reshape(-1, 3).T
         stop = self.stop
         fixed = stop.null, stop.alpha, stop.tolerance, len(self.start), float(self.start.mean())
         return Stopping(*fixed, number.astype(int), log_e, lppd)
