@@ -139,7 +139,7 @@ class Chains:
         if aux is not None and parallel.num_chains("sample", aux, "aux") != self.number:
             rule = f"a tree whose leaves have a leading axis of {self.number} chains"
             _check.fail("sample", "aux", rule, jax.tree.map(jnp.shape, aux))
-        self.loss = _checks.loss_of("sample", loss_fn, aux is not None, stochastic)
+        loss = _checks.loss_of("sample", loss_fn, aux is not None, stochastic)
         sampler_key, loss_key = jax.random.split(key) if stochastic else (key, None)
         params = parallel.place(params, mesh=mesh, specs=specs)
         chains = Chain(
@@ -159,7 +159,7 @@ class Chains:
         self._split = self._compile(packing.split) if has_small else packing.split
         self.tree = chains
 
-        one_call = _call_of_chain(self.loss, sampler)
+        one_call = _call_of_chain(loss, sampler)
 
         def one(packed, batch):
             return packing.pack(one_call(packing.unpack(packed), batch))
@@ -173,16 +173,12 @@ class Chains:
         self._one = parallel.step(one, self.packed, mesh=mesh, per_chain=per_chain)
         self._many = parallel.step(many, self.packed, mesh=mesh, per_chain=per_chain)
         self._record = self._compile(lambda packed: _record_of_chain(packing.unpack(packed)))
-        self._losses = self._compile(
-            lambda chain, batch: self.loss(chain.params, chain.aux, chain.key, batch)[0],
-            in_axes=(0, 0 if per_chain else None),
-        )
+        self._losses = _checks.Losses("sample", loss, self.number, per_chain, mesh)
         self._draw = self._compile(lambda packed: _draw_of_chain(packing.unpack(packed)))
 
-    def _compile(self, function: Callable, in_axes: int | tuple[int | None, ...] = 0) -> Callable:
+    def _compile(self, function: Callable) -> Callable:
         own = None if self.mesh is None else parallel.chain_sharding(self.mesh)
-        mapped = parallel.over_chains(function, mesh=self.mesh, in_axes=in_axes)
-        return jax.jit(mapped, out_shardings=own)
+        return jax.jit(parallel.over_chains(function, mesh=self.mesh), out_shardings=own)
 
     def put(self, batch: Batch, is_stacked: bool = False) -> Batch:
         """Put the batch of one gradient, or of several, on the devices."""
@@ -194,14 +190,12 @@ class Chains:
     def losses(self, batch: Batch, draw: Tree = None) -> jax.Array:
         """Compute the loss of each chain `[chain]`, at its current point or at a draw."""
         chains = self.tree
-        arguments = chains, batch, self.put, self.per_chain, self.number
-        _checks.check_loss("sample", self._losses, *arguments)
         if draw is not None:
             params, aux = (draw, None) if chains.aux is None else (draw["params"], draw["aux"])
             params = parallel.place(params, mesh=self.mesh, specs=self.specs)
             aux = None if aux is None else parallel.place(aux, mesh=self.mesh)
             chains = chains._replace(params=params, aux=aux)
-        return self._losses(chains, self.put(batch))
+        return self._losses(chains, batch)
 
     def check(self, batch: Batch, settings: Options | None, warns: bool):
         """Require finite scalar losses and chains that differ.

@@ -12,7 +12,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from optax_smile import _check, _tree
+from optax_smile import _check, _tree, parallel
 from optax_smile._types import Batch, Options, Output, Tree
 from optax_smile._warn import warn
 from optax_smile.chains._host import Stream
@@ -105,43 +105,66 @@ def loss_of(
     return loss
 
 
-def check_loss(
-    where: str,
-    losses: Callable[[Tree, Batch], jax.Array],
-    carry: Tree,
-    batch: Batch,
-    put: Callable[[Batch], Batch],
-    has_rows: bool,
-    num_rows: int,
-):
-    """Require a scalar loss and, if each chain has its own batch, one batch per chain.
+class Losses:
+    """Losses of all chains on a batch.
 
     Args:
         where: name of the public function.
-        losses: losses of all chains, from the carry and a batch on the devices.
-        carry: state of the chains.
-        batch: the first batch.
-        put: puts a batch on the devices.
-        has_rows: whether a batch has a leading chain axis.
-        num_rows: number of chains.
+        loss: loss in the form of `loss_of`.
+        number: number of chains.
+        per_chain: whether batches have a leading chain axis.
+        mesh: devices, or None.
     """
-    of_arrays = _check.Tree("an iterable of batches, trees of arrays of numbers")
-    of_arrays(where, "batches", batch)
-    if has_rows:
-        rows = {jnp.shape(leaf)[:1] for leaf in jax.tree.leaves(batch)}
-        if rows != {(num_rows,)}:
-            name = "per_member" if where == "warmstart" else "per_chain"
-            rule = f"batches whose leaves have a leading axis of {num_rows}, with `{name}`"
-            _check.fail(where, "batches", rule, f"the leading axes {sorted(rows)}")
-    rule = "a function that returns a scalar mean loss"
-    shapes = jax.tree.map(np.shape, batch)
-    advice = f"It got `params` and the first of `batches`, {shapes}."
-    loss = _check.traced(where, "loss_fn", losses, carry, put(batch), rule=rule, advice=advice)
-    if not hasattr(loss, "shape") or loss.shape != (num_rows,):
-        got = jax.tree.map(lambda x: x.shape[1:], loss)
-        _check.fail(where, "loss_fn", rule, f"shape {got}")
-    if not jnp.issubdtype(loss.dtype, jnp.floating):
-        _check.fail(where, "loss_fn", rule, str(loss.dtype))
+
+    def __init__(
+        self,
+        where: str,
+        loss: Callable[..., tuple[jax.Array, Tree]],
+        number: int,
+        per_chain: bool,
+        mesh: Mesh | None,
+    ):
+        self.where, self.number, self.per_chain, self.mesh = where, number, per_chain, mesh
+
+        def of_chain(chain, batch):
+            return loss(chain.params, chain.aux, chain.key, batch)[0]
+
+        mapped = parallel.over_chains(of_chain, mesh=mesh, in_axes=(0, 0 if per_chain else None))
+        own = None if mesh is None else parallel.chain_sharding(mesh)
+        self.compiled = jax.jit(mapped, out_shardings=own)
+
+    def put(self, batch: Batch) -> Batch:
+        """Put a batch on the devices."""
+        if self.mesh is None:
+            return batch
+        return parallel.place_batch(batch, mesh=self.mesh, per_chain=self.per_chain)
+
+    def __call__(self, chains: Tree, batch: Batch) -> jax.Array:
+        """Compute the losses `[chain]` at the `params`, `aux` and `key` of the chains."""
+        self.check(chains, batch)
+        return self.compiled(chains, self.put(batch))
+
+    def check(self, chains: Tree, batch: Batch):
+        """Require a scalar loss and, if each chain has its own batch, one batch per chain."""
+        where, number = self.where, self.number
+        of_arrays = _check.Tree("an iterable of batches, trees of arrays of numbers")
+        of_arrays(where, "batches", batch)
+        if self.per_chain:
+            rows = {jnp.shape(leaf)[:1] for leaf in jax.tree.leaves(batch)}
+            if rows != {(number,)}:
+                name = "per_member" if where == "warmstart" else "per_chain"
+                rule = f"batches whose leaves have a leading axis of {number}, with `{name}`"
+                _check.fail(where, "batches", rule, f"the leading axes {sorted(rows)}")
+        rule = "a function that returns a scalar mean loss"
+        shapes = jax.tree.map(np.shape, batch)
+        advice = f"It got `params` and the first of `batches`, {shapes}."
+        given = chains, self.put(batch)
+        loss = _check.traced(where, "loss_fn", self.compiled, *given, rule=rule, advice=advice)
+        if not hasattr(loss, "shape") or loss.shape != (number,):
+            got = jax.tree.map(lambda x: x.shape[1:], loss)
+            _check.fail(where, "loss_fn", rule, f"shape {got}")
+        if not jnp.issubdtype(loss.dtype, jnp.floating):
+            _check.fail(where, "loss_fn", rule, str(loss.dtype))
 
 
 def warn_of_sum(

@@ -33,21 +33,21 @@ MOST_GAIN = math.log(2)
 class EvidenceStop:
     """Stop `sample` once held-out examples reject a null hypothesis.
 
-    - `"improvement"`: the draws do not improve on the ensemble that the chains began with. To
-      reject it means that sampling helps. With p_0 the average prediction of the start and p_T that
-      of T draws of each chain, the null at a look is
+    - `"improvement"`: the draws predict no better than the start of the chains. Rejecting it means
+      that sampling helps. With p_0 the average prediction of the start and p_T that of T draws of
+      each chain, the null at a look is
 
           E[d] <= 0,  d = log p(y) - log p_0(y),  p = (p_0 + T p_T) / (T + 1)
 
       where the start counts as one more draw of each chain, so that d >= -log(T + 1). Without a
       lower bound no such test is possible.
-    - `"doubling"`: more draws pay. To reject it means that they do not. The null at a look is
+    - `"doubling"`: more draws help. Rejecting it means that they do not. The null at a look is
 
           E[g] >= tolerance,  g = min(log p_T(y) - log p_m(y), log 2),  m = T // 2
 
-      The gain of an example counts up to log 2 nats, without which no test is possible. So gains
-      that come from a few examples, whose density more than doubles, are underestimated. The test
-      is about the doubling from m to T. It says nothing certain about the next one, which usually
+      The gain of an example is limited to log 2 nats, without which no test is possible. Gains
+      that come from a few examples, whose density more than doubles, are therefore underestimated.
+      The test is about the doubling from m to T. It does not cover the next one, which usually
       gains less.
 
     The expectation is over new examples, given the draws. The evidence of a look with examples

@@ -167,7 +167,8 @@ def warmstart(
     train = parallel.step(train_one, members, mesh=mesh, per_chain=per_member)
     judge = parallel.step(judge_one, members, mesh=mesh)
     held_out = () if validation is None else parallel.place_batch(validation, mesh=mesh)
-    losses = _Losses(loss, num_members, per_member, mesh)
+    losses = _checks.Losses("warmstart", loss, num_members, per_member, mesh)
+    shared_losses = _checks.Losses("warmstart", loss, num_members, False, mesh)
     epoch, is_stopped, is_killed, checkpoints, identity = 0, False, False, None, {}
     with ExitStack() as closing:
         if directory is not None:
@@ -190,10 +191,13 @@ def warmstart(
             num_batches = 0
             for num_batches, batch in enumerate(batches, 1):
                 if epoch == 0 and num_batches == 1:
-                    losses.check(members, batch, check and not stochastic)
+                    losses.check(members, batch)
+                    if check and not stochastic:
+                        of_batch = partial(losses, members)
+                        _checks.warn_of_sum("warmstart", of_batch, batch, per_member, mesh)
                     if validation is not None:
                         with _check.called("warmstart", "warmstart", **OF_VALIDATION):
-                            losses.of_shared().check(members, validation, False)
+                            shared_losses.check(members, validation)
                 members = train(members, losses.put(batch))
                 bar.begin()
             epoch += 1
@@ -234,49 +238,13 @@ def _check_finite(members: Members):
         _check.fail("warmstart", "optimizer", rule, f"none for the members {lost}", advice)
 
 
-class _Losses:
-    """The loss of each member on a batch."""
-
-    def __init__(self, loss: Callable, number: int, per_member: bool, mesh: Mesh | None):
-        self.loss, self.number, self.per_member, self.mesh = loss, number, per_member, mesh
-
-        def of_member(member, batch):
-            return loss(member.params, member.aux, member.key, batch)[0]
-
-        in_axes = 0, 0 if per_member else None
-        self.compiled = jax.jit(parallel.over_chains(of_member, mesh=mesh, in_axes=in_axes))
-
-    def of_shared(self) -> _Losses:
-        """Return the losses for a batch that all members share."""
-        return _Losses(self.loss, self.number, False, self.mesh) if self.per_member else self
-
-    def put(self, batch: Batch) -> Batch:
-        """Put a batch on the devices."""
-        if self.mesh is None:
-            return batch
-        return parallel.place_batch(batch, mesh=self.mesh, per_chain=self.per_member)
-
-    def check(self, members: Members, batch: Batch, warns: bool):
-        """Require a scalar loss per member; optionally warn of a loss that looks like a sum."""
-        arguments = self.compiled, members, batch, self.put, self.per_member, self.number
-        _checks.check_loss("warmstart", *arguments)
-        if warns:
-            losses = partial(self, members)
-            _checks.warn_of_sum("warmstart", losses, batch, self.per_member, self.mesh)
-
-    def __call__(self, members: Members, batch: Batch) -> jax.Array:
-        """Compute the losses `[member]`."""
-        self.check(members, batch, False)
-        return self.compiled(members, self.put(batch))
-
-
 def _describe(
     arguments: Json,
     key: jax.Array,
     optimizer: optax.GradientTransformation,
     batches: Iterable[Batch],
     validation: Batch,
-    losses: _Losses,
+    losses: _checks.Losses,
     members: Members,
 ) -> Json:
     """Return what identifies this training."""
