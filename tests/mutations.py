@@ -147,7 +147,10 @@ DEFECTS = r"""
 = any data are the same | another_run
 - return theirs == mine
 + return True
-= any loss is the same | another_run
+= a changed function is silent | changed_log_prior
+- if changed:
++ if False:
+= any loss is the same | other_functions
 - np.all(np.abs(first - second) <=
 + np.all(0 * np.abs(first - second) <=
 # chains/_chains.py | test_identity.py
@@ -253,8 +256,8 @@ DEFECTS = r"""
 + np.stack(leaves, axis=0)
 # chains/_directory.py | test_resume.py
 = arrays without the names of their leaves | name_parameters
-- chains.tree, place = restored
-+ chains.packed, place = restored
+- chains.tree, content)
++ chains.packed, content)
 # chains/_directory.py | test_resume.py
 = keys are not restored | pieces and aux
 - structure(like), leaves), read.place

@@ -612,8 +612,9 @@ def check_settings(where: str, directory: Path, before: Json, now: Json):
     others = {"versions", "data", "loss", "validation", "functions", "stopping"}
     theirs, functions = _flat(before), now["functions"]
     for name, mine in _flat(now).items():
-        first, *_, last = name.split(".")
-        is_compared = first not in others and not (last in functions and "sampler" in name)
+        parts = name.split(".")
+        is_function = parts[:2] == ["settings", "sampler"] and parts[-1] in functions
+        is_compared = parts[0] not in others and not is_function
         if is_compared and mine != theirs.get(name):
             rule = f"a new one or that of the same run, with {name} = {mine!r}"
             advice = "Choose another, or pass the arguments of that run."

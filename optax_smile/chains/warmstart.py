@@ -249,7 +249,7 @@ def _describe(
 ) -> Json:
     """Return what identifies this training."""
     words = np.asarray(jax.random.key_data(key)).tolist()
-    data = _directory.describe_batches(batches, losses.per_member)
+    data = _directory.describe_batches(batches, losses.per_chain)
     return {
         "arguments": arguments | {"key": words, "validation": validation is not None},
         "functions": {"optimizer": _settings.checksum(optimizer)},
