@@ -45,11 +45,7 @@ class OptimizerState(NamedTuple):
         """Return the statistics of an optimizer; NaN for step size and energies."""
         unknown = jnp.full(self.num_gradients.shape, jnp.nan, jnp.float32)
         none, no = jnp.zeros_like(self.num_gradients), jnp.zeros_like(self.accepted)
-        return Stats(
-            step_size=unknown,
-            energy_change=unknown,
-            energy_mean=unknown,
-            energy_std=unknown,
+        return Stats(**dict.fromkeys(Stats._fields, unknown))._replace(
             energy_level=jnp.ones_like(none),
             accepted=self.accepted,
             step_end=~no,
@@ -58,10 +54,6 @@ class OptimizerState(NamedTuple):
             num_nonfinite=self.num_nonfinite,
             num_outlying=none,
             num_gradients=self.num_gradients,
-            temperature=unknown,
-            change_share=unknown,
-            descent=unknown,
-            fall=unknown,
             on_its_way=no,
             below_resolution=no,
             num_altered=none,

@@ -20,17 +20,42 @@ from optax_smile.chains.sample import sample
 from optax_smile.chains.warmstart import warmstart
 from optax_smile.draws.likelihoods import NAMED, Name
 from optax_smile.draws.predict import Prediction, predict
-from optax_smile.interop import _network
 from optax_smile.samplers.smile import psmile
 
 # Train with small batches and sample with large ones.
 OPTIMIZER, HELD_OUT, BATCH, LARGE_BATCH = optax.adamw(3e-3), 0.1, 64, 256
 
 
+class _Batches:
+    """Batches of examples, shuffled in each pass."""
+
+    def __init__(self, size: int, seed: int, *data: np.ndarray):
+        self.rng, self.data, self.size = np.random.default_rng(seed), data, min(size, len(data[0]))
+
+    def __iter__(self):
+        order = self.rng.permutation(len(self.data[0]))
+        for end in range(self.size, len(order) + 1, self.size):
+            yield tuple(x[order[end - self.size : end]] for x in self.data)
+
+
+def _init(key: jax.Array, sizes: Sequence[int]) -> list[tuple[jax.Array, jax.Array]]:
+    """Initialise layers of the given sizes, inputs first: He's rule for weights, zero biases."""
+    he, keys = jax.nn.initializers.he_normal(), jax.random.split(key, len(sizes) - 1)
+    shapes = zip(keys, sizes[:-1], sizes[1:], strict=True)
+    return [(he(key, (n, m)), jnp.zeros((1, m))) for key, n, m in shapes]
+
+
+def _apply(layers: Sequence[tuple[jax.Array, jax.Array]], x: jax.Array) -> jax.Array:
+    """Map inputs `[input, feature]` to outputs `[input, output]`, with ReLU between layers."""
+    for weight, bias in layers[:-1]:
+        x = jax.nn.relu(x @ weight + bias)
+    return x @ layers[-1][0] + layers[-1][1]
+
+
 @dataclasses.dataclass(eq=False, repr=False, kw_only=True)
 class _Bayesian(BaseEstimator):
     init: Callable[..., optax.Params] | None = None
-    apply: Callable[..., jax.Array] = _network.apply
+    apply: Callable[..., jax.Array] = _apply
     widths: Sequence[int] = (32, 32)
     sampler: Callable[..., optax.GradientTransformation] = psmile
     prior_precision: float = 1.0
@@ -67,15 +92,15 @@ class _Bayesian(BaseEstimator):
         sizes = x.shape[1], *self.widths, num_outputs
 
         def init_fn(key):
-            network = self.init(key, x[:1]) if self.init else _network.init(key, sizes)
+            network = self.init(key, x[:1]) if self.init else _init(key, sizes)
             return {"network": network, **others}
 
         def loss_fn(params, batch):
             outputs = self._outputs(params, batch[0])
             return -NAMED[self._likelihood].log_density(outputs, batch[1]).mean()
 
-        small = _network.Batches(BATCH, seed, x, y)
-        large = _network.Batches(LARGE_BATCH, seed, *data)
+        small = _Batches(BATCH, seed, x, y)
+        large = _Batches(LARGE_BATCH, seed, *data)
         posterior: Options = {"num_data": len(data[0]), "prior_precision": self.prior_precision}
         begin: Options = {"num_members": self.num_chains, "num_epochs": self.num_epochs}
         steps: Options = {x: getattr(self, x) for x in ("num_warmup", "num_draws", "thin")}
