@@ -31,9 +31,8 @@ from optax_smile.chains.check import CheckReport, check
 from optax_smile.chains.recorded import RecordedSampler, recorded
 from optax_smile.chains.sample import sample
 from optax_smile.chains.select import Selection, select
-from optax_smile.chains.starts import chains_from_weights
 from optax_smile.chains.stopping import EvidenceStop
-from optax_smile.chains.warmstart import warmstart
+from optax_smile.chains.warmstart import chains_from_weights, warmstart
 from optax_smile.draws.likelihoods import Likelihood
 from optax_smile.draws.predict import predict
 from optax_smile.draws.prediction import Outcome, Prediction

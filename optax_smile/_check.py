@@ -274,7 +274,7 @@ class Real(Constraint):
 
 @dataclass(frozen=True)
 class Whole(Constraint):
-    """An integer of at least `low` that fits an int32; traced ones pass where they may."""
+    """An integer of at least `low` that fits an int32, converted to an int unless it is traced."""
 
     low: int
     traced: bool = False
@@ -294,7 +294,7 @@ class Whole(Constraint):
             fail(where, argument, self.rule, written(value))
         if value > LARGEST_WHOLE:
             fail(where, argument, f"an integer <= {LARGEST_WHOLE}", written(value))
-        return value
+        return int(value)
 
 
 @dataclass(frozen=True)

@@ -123,6 +123,24 @@ def of(transformation: optax.GradientTransformation, params: Any) -> dict[str, A
     return {name: _describe(value) for name, value in (heard | injected).items()} or None
 
 
+def functions(
+    transformation: optax.GradientTransformation, params: optax.Params
+) -> dict[str, Callable]:
+    """Return the functions among the arguments of a sampler, such as `log_prior`, by name.
+
+    Args:
+        transformation: sampler, or what contains one.
+        params: parameters of one chain, or their shapes.
+    """
+    heard: dict[str, Any] = {}
+    before = _LISTENERS.set((heard,))
+    try:
+        jax.eval_shape(transformation.init, params)
+    finally:
+        _LISTENERS.reset(before)
+    return {name: value for name, value in heard.items() if callable(value)}
+
+
 def described(settings: Mapping[str, Any] | None) -> dict[str, Any] | None:
     """Put settings that a user may have written into JSON, with a name."""
     if settings is None:

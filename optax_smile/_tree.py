@@ -3,7 +3,7 @@
 import functools
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -472,7 +472,7 @@ def check_params(where: str, params: Any, smallest: int):
     Raises:
         ValueError: naming the path of the leaf that does not fit.
     """
-    containers = (dict, list, tuple, type(None))
+    containers = (Mapping, list, tuple, type(None))
     if not isinstance(params, containers) and not jax.tree.leaves(params):
         return
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):

@@ -99,14 +99,13 @@ def runs(path):
         "mesh": None,
         "specs": None,
         "directory": None,
-        "accept": (),
         "check": True,
         "checkpoint_minutes": 5.0,
         "progress": False,
     }
     sampled = {"params": CHAINS, "sampler": sampler, "num_warmup": 0, "num_draws": 2, "thin": 1}
     sampled |= {"per_chain": False, "batch_per": "gradient", "steps_per_dispatch": 1}
-    sampled |= {"prefetch": 0, "resume": True, "dtype": None, "callback": None, "observe": None}
+    sampled |= {"resume": True, "dtype": None, "callback": None, "observe": None}
     sampled |= {"stop": None}
     yield "sample", optax_smile.sample, chains | sampled
     checked = {"loss_fn": chains["loss_fn"], "batch": [jnp.ones(3)]}
