@@ -79,7 +79,7 @@ def as_shipped(
         Potential(num_data),
         preconditioner=shipped_noise() if name == "psmile_naive" else identity(),
         momentum=microcanonical(name, "minimal_norm"),
-        guardrail=guardrail(name),
+        guardrail=guardrail(),
         step_size=step_size,
     )
 

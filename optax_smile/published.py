@@ -34,9 +34,8 @@ from optax_smile.stages.tuner import quantile_tuner
 
 PUBLISHED = {name: rule for name, rule in SHARED.items() if name != "key"}
 PUBLISHED |= {"step_size": _check.STEP_SIZE}
-# kappa, and the momentum after a rejected step.
+# kappa in the paper.
 REJECT_QUANTILE = 0.98
-REJECT_MOMENTUM = "zero"
 INTEGRATOR = "minimal_norm"
 
 
@@ -61,7 +60,7 @@ def _published(name: str, preconditioner: Preconditioner, tuned: bool):
             Potential(num_data, prior_precision, temperature, prior_mean, log_prior),
             preconditioner=preconditioner,
             momentum=microcanonical(where, INTEGRATOR),
-            guardrail=guardrail(where, reject_quantile, REJECT_MOMENTUM),
+            guardrail=guardrail(reject_quantile),
             tuner=tuner,
             step_size=step_size,
             track_params=track_params,

@@ -61,8 +61,8 @@ def samplers():
         "scale_adapted_sghmc": {"friction": 0.1, "adapt_steps": 3},
         "cyclical_sgld": {"total_steps": 8, "num_cycles": 2, "exploration": 0.5},
     }
-    tuned = {"integrator": "leapfrog", "decoherence_length": None, "reject_momentum": "refresh"}
-    tuned |= {"tuner": optax_smile.quantile_tuner(), "reject_quantile": 0.9, "excess": 0.1}
+    tuned = {"integrator": "leapfrog", "decoherence_length": None, "reject_quantile": 0.9}
+    tuned |= {"tuner": optax_smile.quantile_tuner(), "excess": 0.1}
     own |= {"smile": tuned, "psmile": tuned}
     for name, arguments in own.items():
         given = {"step_size": 1e-2, "key": KEY} | common | arguments

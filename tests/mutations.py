@@ -156,12 +156,8 @@ DEFECTS = r"""
 + copies = []
 # samplers/_microcanonical.py | test_momentum.py
 = noise key never advances | right_angle
-- return jax.random.key_data(keys[0]), keys[1], keys[-1]
-+ return data, keys[1], keys[-1]
-# samplers/_microcanonical.py | test_guardrail.py
-= fresh momentum dropped | refreshed_momenta
-- momentum=after._replace(direction=direction)
-+ momentum=after
+- return jax.random.key_data(key), noise_key
++ return data, noise_key
 # samplers/smile.py | test_potential.py
 = psmile without its noise | prior_of_trees and psmile
 - momentum.microcanonical("psmile", integrator, decoherence_length, key)
@@ -200,8 +196,8 @@ DEFECTS = r"""
 = rejected gradients enter the memory | taken_back
 - memory=_tree.where(reject, state.memory, memory)
 + memory=memory
-# _tree.py | test_guardrail.py
-= one key for all leaves | refreshed_momenta
+# _tree.py | test_langevin.py
+= one key for all leaves | noise_of_each_leaf
 - keys = jax.random.split(key, len(leaves))
 + keys = [key] * len(leaves)
 # _tree.py | test_momentum.py

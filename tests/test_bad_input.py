@@ -255,10 +255,6 @@ MESSAGES: list[tuple[Any, str]] = [
         "or one of 'matched', 'turning', or None",
     ),
     (
-        lambda: build("smile", key=None, decoherence_length=None, reject_momentum="refresh"),
-        'or a seed for reject_momentum="refresh", got None',
-    ),
-    (
         lambda: build("cyclical_sgld", total_steps=6, num_cycles=7),
         "an integer >= 7, a step for each",
     ),

@@ -77,7 +77,7 @@ SAMPLERS = dict(find_samplers())
 OPTIONS: dict[str, Any] = {"cyclical_sgld": {"total_steps": 24, "num_cycles": 2}}
 PLAIN = {name: (fn, OPTIONS.get(name, {})) for name, fn in SAMPLERS.items()}
 # Stages that need energies, in a step of two gradients.
-RICH: Any = PAPER | {"step_size": 1e-2, "reject_momentum": "refresh", "key": jax.random.key(0)}
+RICH: Any = PAPER | {"step_size": 1e-2, "key": jax.random.key(0)}
 RICH["decoherence_length"] = "turning"
 CASES: dict[str, Any] = PLAIN | {
     "psmile, rich": (optax_smile.psmile, RICH),
@@ -413,7 +413,7 @@ class Fixed(NamedTuple):
 
 def test_a_preconditioner_of_ones_own(no_jit):
     """A scale of one changes nothing; another one moves along u / s."""
-    stages: Any = {"momentum": microcanonical("mine", "leapfrog"), "guardrail": guardrail("mine")}
+    stages: Any = {"momentum": microcanonical("mine", "leapfrog"), "guardrail": guardrail()}
 
     def end(w, calls=GRADIENTS, own=None):
         scale = Fixed({"layer": {"w": jnp.full_like(W, w), "b": jnp.ones_like(B)}})

@@ -104,6 +104,11 @@ def assert_moves(trace, move):
     np.testing.assert_allclose(trace.positions, expected, rtol=1e-11, atol=atol)
 
 
+def test_noise_of_each_leaf_is_its_own():
+    noise = _tree.normal_like(jax.random.key(0), {"a": jnp.zeros(3), "b": jnp.zeros(3)})
+    assert np.all(noise["a"] != noise["b"])
+
+
 def test_sgld():
     def move(call, gradient, history, z):
         eps = OF_STEP_SIZE * FACTORS[call]

@@ -162,7 +162,7 @@ def sampler(
     """Build the transformation that moves by a rule."""
     potential.check(name, posterior)
     seed = _check.Key(needed=True)(name, "key", key)
-    of = _Parts(name, posterior, rule, guardrail(name), _call.schedule(name, step_size), seed)
+    of = _Parts(name, posterior, rule, guardrail(), _call.schedule(name, step_size), seed)
 
     init, update = functools.partial(_init, of), functools.partial(_update, of)
     return _call.transformation(name, init, update, LangevinState, track_params)

@@ -30,7 +30,7 @@ class MicrocanonicalState(NamedTuple):
         probe: whether the parameters arrive where they were sent.
         prior_mean: the parameters that the chain began with, if the prior is around them; or None.
         num_steps: steps begun, the count that a step-size schedule gets, int32.
-        key: for explicit noise and fresh momenta, as raw numbers, uint32; None if neither is used.
+        key: for explicit noise, as raw numbers, uint32; None without it.
         last_update: what the last call found out.
         sampled: which leaves are sampled.
         state_format: `state.STATE_FORMAT` of the version that made the state, int32.
@@ -128,7 +128,7 @@ def compose(
         guardrail: which steps are rejected.
         tuner: how long the steps are; None: as `step_size` says, or `angle_tuner()` without one.
         step_size: length of a step, a schedule, or None where the tuner finds it.
-        key: for explicit noise and fresh momenta.
+        key: for explicit noise.
         track_params: whether the state holds the parameters.
     """
     tuner = tuning.choose(name, tuner, step_size)
@@ -152,7 +152,7 @@ def _init(of: _Parts, params: Any) -> MicrocanonicalState:
     posterior = potential.begin(of.name, of.posterior, params)
     dtype, count = _tree.dtype(params), jnp.zeros((), jnp.int32)
     start = of.tuner.init(dtype)
-    seed = of.seed if of.momentum.uses_key or of.guardrail.uses_key else None
+    seed = of.seed if of.momentum.uses_key else None
     return MicrocanonicalState(
         preconditioner=of.preconditioner.init(params),
         momentum=of.momentum.init(params, of.step_size(count) * start.step_size_factor),
@@ -191,7 +191,7 @@ def _step(
     here, past = state.momentum, state.evidence
     if value is None and (of.tuner.uses_energy or of.guardrail.uses_energy):
         _warn_without_value(of.name)
-    key, noise_key, reject_key = _split(of, state.key)
+    key, noise_key = _split(of, state.key)
 
     # Look at the trees: every inner product in one pass over memory.
     noise = of.momentum.draw(noise_key, params)
@@ -220,7 +220,7 @@ def _step(
     turned = of.momentum.turn(here, opened, seen.gradient, noise, params)
     step = energy.proceed(past.open_step, closed, opened, sums, value)
     kept = turned, step, _tree.count(state.num_steps, closed.opens_step)
-    stopped = of.momentum.stop(here, length, of.guardrail.restarts_moving)
+    stopped = of.momentum.stop(here, length)
     rejected = stopped, past.open_step, state.num_steps
     after, step, num_steps = _tree.where(reject, rejected, kept)
     scale_stays = of.preconditioner.stays(scale, shown.worth)
@@ -230,10 +230,9 @@ def _step(
     loss = evidence.observe_loss(past.loss, value, per_nat, closed.num_parameters, ~reject)
 
     move = of.momentum.displace(reject, here, after, params, _inverse_scale(scale))
-    direction = of.guardrail.redirect(reject, after.direction, reject_key)
     return move, MicrocanonicalState(
         preconditioner=scale,
-        momentum=after._replace(direction=direction),
+        momentum=after,
         guardrail=guard,
         tuner=tuned,
         evidence=evidence.remember(
@@ -249,12 +248,12 @@ def _step(
     )
 
 
-def _split(of: _Parts, data: jax.Array | None) -> tuple[Any, Any, Any]:
-    """Keys for the state, the explicit noise and a fresh momentum; None for none."""
+def _split(of: _Parts, data: jax.Array | None) -> tuple[Any, Any]:
+    """Keys for the state and the explicit noise; None without it."""
     if data is None or of.seed is None:
-        return None, None, None
-    keys = jax.random.split(_call.key(of.name, data, of.seed), 3 if of.guardrail.uses_key else 2)
-    return jax.random.key_data(keys[0]), keys[1], keys[-1]
+        return None, None
+    key, noise_key = jax.random.split(_call.key(of.name, data, of.seed))
+    return jax.random.key_data(key), noise_key
 
 
 def _look(

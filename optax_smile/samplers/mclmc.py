@@ -67,7 +67,7 @@ def mclmc(
         potential.Potential(num_data, prior_precision, temperature, prior_mean, log_prior),
         preconditioner=preconditioner.identity(),
         momentum=momentum.microcanonical("mclmc", integrator, decoherence_length, key),
-        guardrail=guardrail("mclmc"),
+        guardrail=guardrail(),
         step_size=step_size,
         key=key,
         track_params=track_params,

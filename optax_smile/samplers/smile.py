@@ -15,7 +15,7 @@ from optax_smile.samplers._call import SHARED, StepSize
 from optax_smile.samplers._microcanonical import compose
 from optax_smile.stages import momentum, preconditioner
 from optax_smile.stages import tuner as tuning
-from optax_smile.stages.guardrail import RejectMomentum, guardrail
+from optax_smile.stages.guardrail import guardrail
 from optax_smile.stages.momentum import Decoherence, IntegratorName, Noise
 
 CONSTRAINTS = SHARED | {
@@ -25,7 +25,6 @@ CONSTRAINTS = SHARED | {
     "integrator": _check.OneOf(IntegratorName),
     "tuner": _check.kind(tuning.Tuner, "a tuner such as angle_tuner()", _check.CALL_IT) | None,
     "reject_quantile": _check.PROBABILITY | None,
-    "reject_momentum": _check.OneOf(RejectMomentum),
     "decoherence_length": _check.POSITIVE | _check.OneOf(Noise) | None,
 }
 
@@ -44,7 +43,6 @@ def smile(
     integrator: IntegratorName = "leapfrog",
     tuner: tuning.Tuner | None = None,
     reject_quantile: float | None = None,
-    reject_momentum: RejectMomentum = "zero",
     decoherence_length: Decoherence | None = "matched",
     key: jax.Array | int | None = None,
     track_params: bool = False,
@@ -98,7 +96,7 @@ def smile(
         posterior,
         preconditioner=preconditioner.identity(),
         momentum=momentum.microcanonical("smile", integrator, decoherence_length, key),
-        guardrail=guardrail("smile", reject_quantile, reject_momentum, key),
+        guardrail=guardrail(reject_quantile),
         tuner=tuner,
         step_size=step_size,
         key=key,
@@ -120,7 +118,6 @@ def psmile(
     integrator: IntegratorName = "leapfrog",
     tuner: tuning.Tuner | None = None,
     reject_quantile: float | None = None,
-    reject_momentum: RejectMomentum = "zero",
     decoherence_length: Decoherence | None = "matched",
     key: jax.Array | int | None = None,
     track_params: bool = False,
@@ -167,9 +164,8 @@ def psmile(
             `angle_tuner(...)` finds the step size and is an error beside a given one;
             `quantile_tuner(...)`, as published, starts from it.
         reject_quantile: a step is rejected if |energy change| exceeds this quantile of a Gamma fit
-            to those before it, in (0, 1); None rejects non-finite steps alone.
-        reject_momentum: after a rejected step `"zero"` (as published: the chain starts again down
-            the gradient) or `"refresh"` (in a random direction).
+            to those before it, in (0, 1); None rejects non-finite steps alone. After a rejected
+            step the chain starts again down the gradient.
         decoherence_length: adds isotropic noise after each step, by which u forgets itself over
             this distance, > 0; a chain at rest then starts in a random direction. `"matched"`: as
             much as the changes of the gradients turn u (with 1 + 40 / d times the square of that
@@ -178,10 +174,8 @@ def psmile(
             `"turning"`: the radius of the curve that the gradients make it follow, which is quicker
             where they have little noise and all directions are alike, such as under a strong prior
             around trained weights, and slower elsewhere. None adds none, as published.
-        key: JAX key or seed, needed where random numbers are drawn: for `decoherence_length` and
-            `"refresh"`.
-            Chains under `vmap` get keys of their own by
-            `optax_smile.parallel.init(sampler, params, key=key)`.
+        key: JAX key or seed, needed where `decoherence_length` is set. To give chains under `vmap`
+            different keys, use `optax_smile.parallel.init(sampler, params, key=key)`.
         track_params: whether the state holds the parameters, for loops that call `update` or
             `last_accepted` without them. It adds the updates to them, as `optax.apply_updates`
             does. Parameters that a loop does pass are used and compared: if they differ from the
@@ -232,7 +226,7 @@ def psmile(
         posterior,
         preconditioner=preconditioner.mean_square(differences=decoherence_length is None),
         momentum=momentum.microcanonical("psmile", integrator, decoherence_length, key),
-        guardrail=guardrail("psmile", reject_quantile, reject_momentum, key),
+        guardrail=guardrail(reject_quantile),
         tuner=tuner,
         step_size=step_size,
         key=key,

@@ -69,7 +69,7 @@ class Momentum(NamedTuple):
         close: `close(state, sums)`, what becomes of the momentum where the open step ends.
         open: `open(state, closed, step_length, sums, rates, temperature)`, on to the next drift.
         turn: `turn(state, opened, gradient, noise, params)`, the state with that drift under way.
-        stop: `stop(state, step_length, moving)`, where a rejected step began.
+        stop: `stop(state, step_length)`, where a rejected step began.
         displace: `displace(reject, before, after, params, inverse_scale)`, the next drift, or the
             way back.
         uses_key: whether it draws random numbers.
@@ -136,7 +136,7 @@ class MomentumState(NamedTuple):
     Attributes:
         direction: u at the time of the last drift, a tree like the parameters.
         moving: whether `direction` counts; False stands for u = 0, before the first kick and
-            after a rejection with "zero".
+            after a rejection.
         drift_index: number of drifts done since the step was opened; 0 if no step is open.
         step_length: step size of the open step, or of the next one if none is open.
         anchor: parameters at the start of the open step; None for an integrator with a single
@@ -355,11 +355,11 @@ def advance(
     return Opened(towards, gained, begins, index, step_length)
 
 
-def stop(state: MomentumState, step_length: jax.Array, moving: bool) -> MomentumState:
-    """Stand where the open step began; `moving` tells whether a new direction is on its way."""
+def stop(state: MomentumState, step_length: jax.Array) -> MomentumState:
+    """Stand at rest where the open step began."""
     return MomentumState(
         direction=state.direction,
-        moving=jnp.full_like(state.moving, moving),
+        moving=jnp.zeros_like(state.moving),
         drift_index=jnp.zeros_like(state.drift_index),
         step_length=step_length.astype(state.step_length.dtype),
         anchor=state.anchor,
