@@ -11,11 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_smile.potential import Potential
-from optax_smile.samplers._microcanonical import compose
-from optax_smile.stages.guardrail import guardrail
-from optax_smile.stages.momentum import microcanonical
-from optax_smile.stages.preconditioner import Preconditioner, identity, whiten
+import optax_smile
 
 # Weight of the old value, also of the share of a gradient that the forgotten mean leaves.
 DECAY = 0.99
@@ -38,10 +34,15 @@ class ShippedState(NamedTuple):
         return jax.tree.map(lambda x: rms / x, sigma)
 
 
-def shipped_noise() -> Preconditioner:
+class ShippedNoise(optax_smile.Preconditioner):
     """The published preconditioner: no mean, no correction of the start, absolute bounds."""
 
-    def observe(state, gradient, worth, direction):
+    def init(self, params):
+        """Begin with averages of one."""
+        return ShippedState(jax.tree.map(jnp.ones_like, params))
+
+    def observe(self, state, gradient, worth, direction):
+        """Average the shifted squares of the gradients that count."""
         del direction
 
         def leaf(square, g):
@@ -51,13 +52,9 @@ def shipped_noise() -> Preconditioner:
 
         return ShippedState(jax.tree.map(leaf, state.squares, gradient))
 
-    return Preconditioner(
-        init=lambda params: ShippedState(jax.tree.map(jnp.ones_like, params)),
-        whiten=whiten,
-        deviation=lambda state, gradient: None,
-        observe=observe,
-        stays=lambda state, worth: False,
-    )
+    def stays(self, state, worth):
+        """Return False: every gradient changes the scale."""
+        return False
 
 
 def as_shipped(
@@ -74,13 +71,13 @@ def as_shipped(
     Returns:
         The transformation.
     """
-    sampler = compose(
-        f"as_shipped.{name}",
-        Potential(num_data),
-        preconditioner=shipped_noise() if name == "psmile_naive" else identity(),
-        momentum=microcanonical(name, "minimal_norm"),
-        guardrail=guardrail(),
+    is_scaled = name == "psmile_naive"
+    sampler = optax_smile.compose(
+        ShippedNoise() if is_scaled else optax_smile.Preconditioner(),
+        num_data=num_data,
         step_size=step_size,
+        integrator="minimal_norm",
+        decoherence_length=None,
     )
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any):

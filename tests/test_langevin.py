@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from samplers import LANGEVIN
 
 import optax_smile
 from optax_smile import _tree
@@ -29,9 +30,8 @@ NOISE_OF_THE_BATCH = RNG.normal(size=(400, SIZE))
 # Up and down by factors between 0.3 and 3.
 FACTORS = np.exp(RNG.uniform(np.log(0.3), np.log(3.0), size=400))
 OF_STEP_SIZE = 1e-3
-FAMILY = ["sgld", "psgld", "sghmc", "sgnht", "scale_adapted_sghmc", "cyclical_sgld"]
 ALL_DRAWS = {"cyclical_sgld": {"exploration": 0.0}, "scale_adapted_sghmc": {"adapt_steps": 10}}
-every_sampler = pytest.mark.parametrize("name", FAMILY)
+every_sampler = pytest.mark.parametrize("name", LANGEVIN)
 
 
 def loss_gradient(x, call):

@@ -123,7 +123,7 @@ def as_sampler(
             state_format=state.state_format,
         )
 
-    told = _settings.telling(init, lambda params: _settings.OPTIMIZER)
+    told = _settings.reporting(init, _settings.OPTIMIZER)
     return optax.GradientTransformationExtraArgs(told, update)
 
 

@@ -15,7 +15,7 @@ import optax
 
 import optax_smile
 from optax_smile import _check, state
-from optax_smile.stages.tuner import Tuner
+from optax_smile.stages.step_size import Tuner
 
 # What `keras.Optimizer` would do to gradients or weights around a sampler.
 ROUND_IT = "weight_decay", "clipnorm", "clipvalue", "global_clipnorm", "use_ema"
