@@ -116,7 +116,7 @@ def as_sampler(
             state_format=state.state_format,
         )
 
-    described = _settings.telling(init, lambda params: _settings.OPTIMIZER)
+    described = _settings.reporting(init, _settings.OPTIMIZER)
     return optax.GradientTransformationExtraArgs(described, update)
 
 

@@ -16,7 +16,7 @@ import optax
 import optax_smile
 from optax_smile import _check, state
 from optax_smile._types import Options
-from optax_smile.stages.tuner import Tuner
+from optax_smile.stages.step_size import Tuner
 
 NAME = "sampler"
 

@@ -14,7 +14,7 @@ from optax_smile.chains.sample import sample
 from optax_smile.draws.snapshots import Snapshots, StoredSnapshots
 from optax_smile.potential import START
 from optax_smile.samplers.smile import psmile
-from optax_smile.stages.tuner import angle_tuner
+from optax_smile.stages.step_size import angle_tuner
 
 Losses = Callable[[Any], np.ndarray]
 

@@ -15,7 +15,7 @@ from optax_smile import _check, _tree
 from optax_smile._table import aligned
 from optax_smile.chains import _host
 from optax_smile.local import _around
-from optax_smile.stages.tuner import angle_tuner
+from optax_smile.stages.step_size import angle_tuner
 
 # A strong prior makes the posterior nearly isotropic, so that steps of 0.1 of its radius are
 # accurate; 64 steps give several independent draws
