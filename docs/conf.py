@@ -76,7 +76,7 @@ HIDDEN = re.compile(r"^<!-- (\{(?:toctree|index)\}.*?)-->$", re.MULTILINE | re.D
 
 
 def to_myst(_app, page, source):
-    """Make cells of Python blocks and directives of comments; drop outputs, which cells print."""
+    """Turn Python blocks into cells and comments into directives; drop the outputs of cells."""
     if not page.startswith("docs/"):
         return
     text = HIDDEN.sub(lambda comment: f"```{comment[1].rstrip()}\n```", source[0])

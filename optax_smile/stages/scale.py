@@ -1,0 +1,387 @@
+"""The scale of the gradients, coordinate by coordinate.
+
+The microcanonical dynamics sample the right distribution if the gradient noise is isotropic. A
+diagonal scale s brings it closer to that: the sampler works with the whitened gradient
+grad U / s, and divides a displacement by s on its way back to the parameters.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optax_smile import _check, _tree
+from optax_smile._types import Tree
+from optax_smile.stages.evidence import Worth
+
+# Bounds of (sigma / rms(sigma))^2: a coordinate without noise moves at most 100 times as far as
+# the typical one, and a few very noisy ones cannot stop the others.
+SMALLEST_RELATIVE_VARIANCE = 1e-4
+LARGEST_RELATIVE_VARIANCE = 1e4
+# Weight of the old value in the moving averages; 1 - alpha in the paper.
+NOISE_DECAY = 0.99
+# Gradients in the first window of `MeanSquare`, and in the longest: float32 loses smaller weights.
+FIRST_WINDOW, LONGEST_WINDOW = 64, 2**22
+# Weight, in gradients of a window, of the assumption that all coordinates are alike.
+ISOTROPIC = 10
+
+
+class Preconditioner:
+    """The coordinates in which a chain moves. This class itself leaves them as they are.
+
+    For a rule of your own, inherit from it, preferably as a frozen dataclass, override the methods,
+    and pass an instance to `compose`. All methods are pure functions that JAX can trace.
+
+    A state is None, for a scale of one, or an object of arrays with a method `inverse_scale()` that
+    returns 1 / s, a tree like the parameters. The scale comes from the gradients *before* the one
+    that is whitened: no gradient changes its own coordinates, and a step ends in those in which it
+    drifted.
+
+    Example:
+        >>> from typing import Any, NamedTuple
+        >>> import jax, jax.numpy as jnp, optax_smile
+        >>> class Known(NamedTuple):
+        ...     scale: Any
+        ...     def inverse_scale(self):
+        ...         return jax.tree.map(jnp.reciprocal, self.scale)
+        >>> class KnownScale(optax_smile.Preconditioner):
+        ...     def init(self, params):
+        ...         return Known(jax.tree.map(lambda x: 10 * jnp.ones_like(x), params))
+        >>> sampler = optax_smile.compose(KnownScale(), num_data=100, key=0)
+    """
+
+    def init(self, params: optax.Params) -> Tree:
+        """Return the first state."""
+        return None
+
+    def deviation(self, state: Tree, gradient: optax.Updates) -> optax.Updates | None:
+        """Return the tree whose square `observe` needs, as `worth.square`; None for no tree.
+
+        Args:
+            state: before the call.
+            gradient: of the energy U, nats per unit of the parameters.
+        """
+        return None
+
+    def observe(
+        self, state: Tree, gradient: optax.Updates, worth: Worth, direction: optax.Updates
+    ) -> Tree:
+        """Return the next state.
+
+        Args:
+            state: before the call.
+            gradient: of the energy U, nats per unit of the parameters.
+            worth: the weight of this gradient: `trust` in [0, 1], whether it `counts`, whether
+                averages `restart`, and the squared norm of the deviation, `square`.
+            direction: the new momentum, computed with the scale of `state`.
+        """
+        return state
+
+    def stays(self, state: Tree, worth: Worth) -> jax.Array | bool:
+        """Return whether `observe` leaves the scale as it is."""
+        return True
+
+
+def whiten(state: Tree, gradient: optax.Updates) -> optax.Updates:
+    """Divide a gradient by the scale of a state."""
+    scale = inverse_of(state)
+    return gradient if scale is None else jax.tree.map(jnp.multiply, gradient, scale)
+
+
+def inverse_of(state: Tree) -> optax.Updates | None:
+    """Return 1 / s for the state of a preconditioner; None for a scale of one."""
+    return None if state is None else state.inverse_scale()
+
+
+def inverse_scale(
+    variance: optax.Updates, mean: jax.Array, isotropic_weight: jax.Array
+) -> optax.Updates:
+    """Compute 1 / s for s = sigma / rms(sigma), clipped, a tree like the parameters.
+
+    Not s, by which a gradient and a drift would have to be divided: XLA stores quotients.
+    s_i^2 = w + (1 - w) v_i / mean(v), so that mean(s^2) = 1 but for the clipping. As a sum of two
+    positive numbers: 1 - (1 - w) would lose all digits of a coordinate with little noise.
+
+    Args:
+        variance: v, up to a factor.
+        mean: mean of v over all coordinates, scalar.
+        isotropic_weight: w in [0, 1].
+    """
+    # For a mean below the normal numbers the quotient would overflow: there is no noise yet.
+    noisy = ~(mean < jnp.finfo(mean.dtype).tiny)
+    offset = jnp.where(noisy, isotropic_weight, 1)
+    slope = jnp.where(noisy, (1 - isotropic_weight) / jnp.where(noisy, mean, 1), 0)
+
+    def leaf(v):
+        relative = (offset + slope * v).astype(v.dtype)
+        bounded = jnp.clip(relative, SMALLEST_RELATIVE_VARIANCE, LARGEST_RELATIVE_VARIANCE)
+        return jax.lax.rsqrt(bounded)
+
+    return jax.tree.map(leaf, variance)
+
+
+class MovingVarianceState(NamedTuple):
+    """Exponential averages over the mini-batch gradients of the accepted step ends.
+
+    Attributes:
+        gradient_mean: mean gradient, a tree like the parameters.
+        gradient_variance: mean square about `gradient_mean`, a tree like the parameters.
+        variance_mean: mean of `gradient_variance` over all coordinates, scalar.
+        isotropic_weight: weight of the isotropic start, noise_decay^t after t gradients, scalar.
+    """
+
+    gradient_mean: optax.Updates
+    gradient_variance: optax.Updates
+    variance_mean: jax.Array
+    isotropic_weight: jax.Array
+
+    def inverse_scale(self) -> optax.Updates:
+        """Compute one over the scale, a tree like the parameters."""
+        return inverse_scale(self.gradient_variance, self.variance_mean, self.isotropic_weight)
+
+
+@dataclass(frozen=True)
+class MovingVariance(Preconditioner):
+    """Measure the noise as published: exponential averages of the squares about a moving mean.
+
+    gradient_mean <- a gradient_mean + (1 - a) gradient, then
+    gradient_variance <- a gradient_variance + (1 - a) (gradient - gradient_mean)^2,
+    with a = noise_decay and the new mean (Sommer et al. 2026, section 3.2: their alpha = 1 - a).
+    Where there is little noise it follows the gradient along the path of the chain, and the chain
+    no longer samples the posterior.
+    """
+
+    noise_decay: float = NOISE_DECAY
+
+    def init(self, params: optax.Params) -> MovingVarianceState:
+        """Return averages of zero, without weight."""
+        dtype = _tree.dtype(params)
+        return MovingVarianceState(
+            gradient_mean=jax.tree.map(jnp.zeros_like, params),
+            gradient_variance=jax.tree.map(jnp.zeros_like, params),
+            variance_mean=jnp.zeros((), dtype),
+            isotropic_weight=jnp.ones((), dtype),
+        )
+
+    def deviation(self, state: MovingVarianceState, gradient: optax.Updates) -> optax.Updates:
+        """Return the deviation from the mean so far."""
+        return jax.tree.map(jnp.subtract, gradient, state.gradient_mean)
+
+    def observe(
+        self,
+        state: MovingVarianceState,
+        gradient: optax.Updates,
+        worth: Worth,
+        direction: optax.Updates,
+    ) -> MovingVarianceState:
+        """Average the deviation and its square."""
+        rate, size = jnp.where(worth.counts, 1 - self.noise_decay, 0), _tree.size(gradient)
+        # The deviation from the new mean is (1 - rate) times that from the old one.
+        left = jnp.square((1 - rate) * worth.trust)
+
+        def average(old, new):
+            return jnp.where(worth.counts, old + rate * (new - old), old).astype(old.dtype)
+
+        deviations = self.deviation(state, gradient)
+        return MovingVarianceState(
+            gradient_mean=jax.tree.map(
+                lambda m, x: average(m, m + worth.trust * x), state.gradient_mean, deviations
+            ),
+            gradient_variance=jax.tree.map(
+                lambda v, x: average(v, left * jnp.square(x)), state.gradient_variance, deviations
+            ),
+            variance_mean=average(state.variance_mean, left * worth.square / size),
+            isotropic_weight=average(state.isotropic_weight, 0),
+        )
+
+    def stays(self, state: MovingVarianceState, worth: Worth) -> bool:
+        """Return False: every gradient changes the scale."""
+        return False
+
+
+class MeanSquareState(NamedTuple):
+    """The scale in use, and the averages for the next one.
+
+    Attributes:
+        in_use: 1 / s, measured in the window before, a tree like the parameters.
+        mean_square: of the gradients of the open window, or of their differences, likewise.
+        mean: of `mean_square` over all parameters, scalar.
+        last_gradient: the one before, likewise; None if differences are not used.
+        num_in_window: how many entered in the open window, int32; -1 before the first difference.
+        window: length of the open window in gradients, int32.
+    """
+
+    in_use: optax.Updates
+    mean_square: optax.Updates
+    mean: jax.Array
+    last_gradient: optax.Updates | None
+    num_in_window: jax.Array
+    window: jax.Array
+
+    def inverse_scale(self) -> optax.Updates:
+        """Return one over the scale, a tree like the parameters."""
+        return self.in_use
+
+
+def replace(
+    condition: jax.Array, new: optax.Updates, old: optax.Updates, *after: optax.Updates
+) -> optax.Updates:
+    """Select a new tree where a condition holds, after other trees were computed from the old one.
+
+    Without a given order XLA's CPU backend copies the old tree instead of writing in its place.
+    """
+
+    def leaf(x, y, *others):
+        is_made = functools.reduce(jnp.logical_and, (other == other for other in others))
+        return jnp.where(condition & is_made, x, y).astype(y.dtype)
+
+    return jax.tree.map(leaf, new, old, *after)
+
+
+@dataclass(frozen=True)
+class MeanSquare(Preconditioner):
+    """Measure the root mean square of the gradients, or of their noise alone.
+
+    s^2 = q / mean(q) with the mean q of g^2, or with differences of (g - g_before)^2 / 2, which is
+    noise: a gradient changes little by a step of the chain and much by another batch. What is
+    measured in one window of gradients is used in the next, half as long again. Within a window s
+    does not depend on the place, so that the posterior stays as it is, and s settles as the chain
+    goes on. The windows begin when the chain has arrived; in the first s = 1.
+
+    Attributes:
+        differences: without explicit noise the noise of the gradients must itself be isotropic,
+            which their differences achieve. With it, squares do better: where noise prevails they
+            are as good, and elsewhere they even out the curvature.
+
+    Source: adaptation in windows that grow, Stan Reference Manual, "HMC algorithm parameters".
+    """
+
+    differences: bool = False
+
+    def init(self, params: optax.Params) -> MeanSquareState:
+        """Return a scale of one and an empty window."""
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        return MeanSquareState(
+            in_use=jax.tree.map(jnp.ones_like, params),
+            mean_square=zeros,
+            mean=jnp.zeros((), _tree.dtype(params)),
+            last_gradient=jax.tree.map(jnp.zeros_like, params) if self.differences else None,
+            num_in_window=jnp.full((), -1 if self.differences else 0, jnp.int32),
+            window=jnp.full((), FIRST_WINDOW, jnp.int32),
+        )
+
+    def deviation(self, state: MeanSquareState, gradient: optax.Updates) -> optax.Updates:
+        """Return the gradient, or its difference to the one before."""
+        if state.last_gradient is None:
+            return gradient
+        return jax.tree.map(jnp.subtract, gradient, state.last_gradient)
+
+    def _advance(
+        self, state: MeanSquareState, worth: Worth
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Number of the gradient in its window, the window's length, and whether it closes."""
+        none_yet = -1 if self.differences else 0
+        before = jnp.where(worth.restart, none_yet, state.num_in_window)
+        number = _tree.count(before, worth.counts)
+        window = jnp.where(worth.restart, FIRST_WINDOW, state.window)
+        return number, window, number >= window
+
+    def stays(self, state: MeanSquareState, worth: Worth) -> jax.Array:
+        """Return whether no window closes and no scale is reset."""
+        # In the first window the scale is one, as it is for a chain that is on its way.
+        closes = self._advance(state, worth)[-1]
+        return ~closes & ~(worth.restart & (state.window > FIRST_WINDOW))
+
+    def observe(
+        self,
+        state: MeanSquareState,
+        gradient: optax.Updates,
+        worth: Worth,
+        direction: optax.Updates,
+    ) -> MeanSquareState:
+        """Average the square, and use the average once its window closes."""
+        number, window, closes = self._advance(state, worth)
+        rate = jnp.where(worth.counts & (number > 0), 1 / jnp.maximum(number, 1), 0)
+        share = rate * jnp.square(worth.trust) / (2 if self.differences else 1)
+
+        # Not q + rate * (new - q), which would lose a small number after a huge one.
+        def average(old, square):
+            return jnp.where(rate > 0, (1 - rate) * old + share * square, old).astype(old.dtype)
+
+        deviations = self.deviation(state, gradient)
+        squares = jax.tree.map(lambda q, x: average(q, x * x), state.mean_square, deviations)
+        mean = average(state.mean, worth.square / _tree.size(gradient))
+        isotropic_weight = jnp.where(worth.restart, 1, ISOTROPIC / (ISOTROPIC + number))
+        measured = inverse_scale(squares, mean, isotropic_weight)
+        last, made = None, [direction]
+        if state.last_gradient is not None:
+            shortened = jax.tree.map(
+                lambda g, h: worth.trust * g + (1 - worth.trust) * h, gradient, state.last_gradient
+            )
+            last = replace(worth.counts, shortened, state.last_gradient, squares)
+            made.append(last)
+        return MeanSquareState(
+            in_use=replace(closes | worth.restart, measured, state.in_use, *made),
+            mean_square=squares,
+            mean=mean,
+            last_gradient=last,
+            num_in_window=jnp.where(closes, 0, number),
+            window=jnp.where(closes, jnp.minimum(window + window // 2, LONGEST_WINDOW), window),
+        )
+
+
+def scale_by_gradient_noise() -> optax.GradientTransformation:
+    """Divide the updates by the normalized standard deviation of the mini-batch noise.
+
+    After it the noise of the gradient has about the same variance in every coordinate, while
+    isotropic noise passes unchanged: updates <- updates / s with mean(s^2) = 1 and the scale s of
+    `psmile(decoherence_length=None)`, from the gradients before this one; s = 1 for the first 65.
+
+    Returns:
+        An Optax transformation. A non-finite gradient passes through and does not change the
+        averages.
+
+    Cost: three parameter-sized arrays of state, no gradient.
+
+    Example:
+        >>> import jax.numpy as jnp, optax, optax_smile
+        >>> tx = optax.chain(optax_smile.scale_by_gradient_noise(), optax.sgd(0.1))
+        >>> params = jnp.zeros(2)
+        >>> updates, _ = tx.update(jnp.array([1.0, -1.0]), tx.init(params), params)
+
+    Source: Sommer et al., ICML 2026, section 3.2, noise preconditioning. Differs: see `psmile`.
+    """
+    where, noise = "scale_by_gradient_noise", MeanSquare(differences=True)
+
+    def init_fn(params: optax.Params) -> MeanSquareState:
+        _tree.check_params(f"{where}.init", params, smallest=1)
+        _check.Tree(finite=True)(f"{where}.init", "params", params)
+        return noise.init(params)
+
+    def update_fn(
+        updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None
+    ) -> tuple[optax.Updates, MeanSquareState]:
+        del params
+        if not isinstance(state, MeanSquareState):
+            rule = "the state that `init` or `update` returned"
+            _check.fail(f"{where}.update", "state", rule, _check.show(state))
+        known = state.mean_square
+        _tree.check_gradients(f"{where}.update", updates, known, "the one given to init")
+        square = _tree.inner(updates, updates)
+        counts = jnp.isfinite(square) & (square >= jnp.finfo(square.dtype).tiny)
+        finite = _tree.where(counts, updates, jax.tree.map(jnp.zeros_like, updates))
+        deviation = noise.deviation(state, finite)
+        worth = Worth(
+            trust=jnp.ones_like(square),
+            counts=counts,
+            restart=~jnp.ones((), bool),
+            square=_tree.inner(deviation, deviation),
+        )
+        return whiten(state, updates), noise.observe(state, finite, worth, finite)
+
+    return optax.GradientTransformation(init_fn, update_fn)
