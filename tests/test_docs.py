@@ -69,6 +69,11 @@ def test_every_page_is_two_clicks_away():
             assert f"({page.name})" in index and f"\n{page.stem}\n" in index, page.name
 
 
+def test_help_begins_with_a_map_of_all_public_names():
+    words = set(re.findall(r"\w+", optax_smile.__doc__ or ""))
+    assert [name for name in optax_smile.__all__ if name not in words] == []
+
+
 SEARCHED = """resume; burn-in; convergence; early stopping; calibration; SWAG; Laplace; deploy;
 memory; GPUs; NaN; temperature; which sampler; Keras; slower than AdamW"""
 
