@@ -17,6 +17,7 @@ The public names, by what you want to do:
     sample around weights     local: strength of a prior, learning coefficient, influence
     set the step size         angle_tuner (the default), quantile_tuner, tune_mclmc, MclmcSettings
     precondition gradients    scale_by_gradient_noise
+    build a sampler           compose, Preconditioner, Tuner
 
 `help(optax_smile.sample)` describes a function, its arguments and its errors. The pages in `docs/`
 begin with `docs/start.md`.
