@@ -88,7 +88,7 @@ def loss_of(
 ) -> Callable[..., tuple[jax.Array, Tree]]:
     """Convert a loss to the form `(params, aux, key, batch) -> (loss, aux)`."""
 
-    def loss(params, aux, key, batch) -> tuple[jax.Array, Tree]:
+    def loss(params, aux, key, batch) -> Tree:
         extras = {"aux": aux} if has_aux else {}
         if is_stochastic:
             extras["key"] = key
@@ -625,10 +625,11 @@ def rise(
         start: loss of each chain there, `[chain]`.
         settings: settings of the sampler.
     """
-    known = settings or {}
-    precisions = jax.tree.leaves(known.get("prior_precision"))
-    number, temperature = known.get("num_data"), known.get("temperature")
-    if known.get("log_prior") is not None or not precisions:
+    if not settings or not {"num_data", "temperature", "prior_precision"} <= settings.keys():
+        return None
+    precisions = jax.tree.leaves(settings["prior_precision"])
+    number, temperature = settings["num_data"], settings["temperature"]
+    if settings.get("log_prior") is not None or not precisions:
         return None
     if not all(isinstance(x, int | float) for x in (number, temperature, *precisions)):
         return None

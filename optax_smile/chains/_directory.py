@@ -623,22 +623,22 @@ def check_settings(where: str, directory: Path, before: Json, now: Json):
     # Runs of earlier versions have no checksums.
     earlier = before.get("functions", functions)
     changed = [x for x in earlier | functions if earlier.get(x) != functions.get(x)]
-    if before["versions"] != now["versions"]:
-        # The inside of a transformation may change with the version of Optax.
+    if before["versions"] != now["versions"] or len(changed) > 1:
+        # The inside of a transformation changes with Optax and with each of its functions.
         changed = [name for name in changed if name not in ("sampler", "optimizer")]
     if changed:
         names = " and ".join(f"`{name}`" for name in changed)
         warn(
-            f"`{where}`: the run in {directory} began with another {names}, or with the same under"
-            " another version of Python. If results of the function differ, choose another"
-            " directory."
+            f"`{where}`: the run in {directory} began with another {names}, or under another"
+            " version of Python. If results differ, choose another directory."
         )
 
 
 def check_same(where: str, directory: Path, before: Json, now: Json):
     """Require the data of the run in a directory; warn of another loss at the start.
 
-    Arguments and errors are those of `check_settings`.
+    Arguments and errors are those of `check_settings`. `now` then takes functions and loss from
+    `before`, so that later calls compare with the first one.
     """
     for argument, field in (("batches", "data"), ("validation", "validation")):
         theirs, mine = before.get(field, {}), now.get(field, {})
@@ -647,16 +647,16 @@ def check_same(where: str, directory: Path, before: Json, now: Json):
                 rule = f"the data of the run in {directory}, with {WORDS[name]} {theirs[name]}"
                 advice = "Choose another directory. Data are compared if they are a list or tuple."
                 _check.fail(where, argument, rule, mine[name], advice)
-    if before["loss"] is None or now["loss"] is None:
-        return
-    first, second = np.array(before["loss"]), np.array(now["loss"])
-    if not np.all(np.abs(first - second) <= LOSS_TOLERANCE * np.abs(first).max()):
-        chain = int(np.argmax(np.abs(first - second)))
-        warn(
-            f"`{where}`: `loss_fn` is not that of the run in {directory}. The loss at the start of"
-            f" chain {chain} was {first[chain]:.6g} and is {second[chain]:.6g} now. Choose another"
-            " directory, unless you want draws of both."
-        )
+    if before["loss"] is not None and now["loss"] is not None:
+        first, second = np.array(before["loss"]), np.array(now["loss"])
+        if not np.all(np.abs(first - second) <= LOSS_TOLERANCE * np.abs(first).max()):
+            chain = int(np.argmax(np.abs(first - second)))
+            warn(
+                f"`{where}`: `loss_fn` is not that of the run in {directory}. The loss at the start"
+                f" of chain {chain} was {first[chain]:.6g} and is {second[chain]:.6g} now. Choose"
+                " another directory, unless you want draws of both."
+            )
+    now |= {name: before[name] for name in ("functions", "loss") if before.get(name) is not None}
 
 
 def _is_same(name: str, theirs: list[float], mine: list[float]) -> bool:

@@ -90,7 +90,7 @@ def check(
     sampler: optax.GradientTransformation,
     *,
     num_data: float | None = None,
-    state: optax.OptState = None,
+    state: Tree = None,
     aux: Tree = None,
     stochastic: bool = False,
 ) -> CheckReport:
@@ -209,7 +209,7 @@ def _of_chains(
     batches: list[Batch],
     sampler: optax.GradientTransformation,
     settings: Options,
-    own: optax.OptState,
+    own: Tree,
     aux: Tree,
     stochastic: bool,
 ) -> Iterator[Check]:

@@ -350,11 +350,11 @@ class Run:
         )
         self.settings = _settings.of(sampler, self.chains.like.params)
         self.stream = _host.Stream(setup.batches)
-        is_list = isinstance(setup.batches, (list, tuple))
-        if is_list:
+        warns = setup.check
+        if isinstance(setup.batches, (list, tuple)):
             num_data = (self.settings or {}).get("num_data")
-            _checks.check_list("sample", setup.batches, num_data, setup.per_chain, setup.check)
-        warns = setup.check and not is_list
+            _checks.check_list("sample", setup.batches, num_data, setup.per_chain, warns)
+            warns = False
         self.watched = _checks.WatchedStream("sample", self.stream, setup.per_chain, warns)
         self.kept = self._keep(sampler, closing)
         self.place = Place(0, 0, self.stream.position())
