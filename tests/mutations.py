@@ -228,8 +228,8 @@ DEFECTS = r"""
 + after = ()
 # chains/sample.py | test_sampling.py
 = thin off by one | hand_written and leapfrog
-- (self.num_warmup - step - 1) % self.thin + 1
-+ (self.num_warmup - step) % self.thin + 1
+- (self.setup.num_warmup - step - 1) % self.setup.thin + 1
++ (self.setup.num_warmup - step) % self.setup.thin + 1
 # chains/_host.py | test_warmstart.py
 = one pass too few is skipped | training_in_pieces
 - for _ in range(passes):

@@ -484,7 +484,7 @@ class _Candidate:
         return Judged(
             self.part.density if is_sound else [-np.inf],
             run.num_steps,
-            run.plan.gradients_per_step,
+            run.per_step,
             _settings.are_posterior(settings) and settings.get("temperature") == 1,
         )
 
