@@ -217,15 +217,9 @@ def check_mean(
         f"the losses of two halves of the first batch add up to {ratio:.3f} of that of the whole;"
         " for a mean the ratio is 2."
     )
-    return Check(
-        kind="mean loss",
-        chains=(),
-        value=(ratio,),
-        bound=1.0,
-        passed=passed,
-        advice="" if passed else "Divide by the number of examples",
-        text=text if passed else f"looks like a sum: {text}",
-    )
+    text = text if passed else f"looks like a sum: {text}"
+    advice = "" if passed else "Divide by the number of examples"
+    return Check("mean loss", (), (ratio,), 1.0, passed, advice, text)
 
 
 # The batches.

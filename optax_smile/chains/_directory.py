@@ -20,7 +20,7 @@ from optax_smile import _check, _disk, _settings, _tree
 from optax_smile._disk import Json
 from optax_smile._types import Batch, Options, Tree
 from optax_smile._warn import warn
-from optax_smile.chains._chains import Chains
+from optax_smile.chains._chains import Chains, Setup
 from optax_smile.chains._checks import num_rows
 from optax_smile.chains._host import Position, shapes_of_one
 from optax_smile.draws import _files, _manifest
@@ -109,14 +109,11 @@ class DirectoryRun:
 
     Args:
         directory: a new directory, an empty one, or that of the same run.
+        setup: arguments of the run.
         chains: chains before the first step.
         closing: closes what is opened here.
         settings: what distinguishes this run from another, in a form for JSON.
         functions: checksums of functions by name; a change is warned of.
-        data: description of the batches.
-        dtype: precision of the stored draws, or None.
-        resume: whether to resume a run that is there.
-        minutes: time between two checkpoints.
 
     Raises:
         ValueError: a directory in use, of another run, or with draws but no checkpoint.
@@ -125,15 +122,11 @@ class DirectoryRun:
     def __init__(
         self,
         directory: Path,
+        setup: Setup,
         chains: Chains,
         closing: contextlib.ExitStack,
-        *,
         settings: Options,
         functions: Mapping[str, str],
-        data: "Data",
-        dtype: _manifest.StoredDtype | None,
-        resume: bool,
-        minutes: float,
     ):
         _disk.import_safetensors()
         start = chains.draw()
@@ -146,22 +139,26 @@ class DirectoryRun:
         if jax.process_index() == 0:
             _disk.remove_drafts(self.directory)
         # Waits for all processes.
-        self.checkpoints = Checkpoints(self.directory, minutes)
+        self.checkpoints = Checkpoints(self.directory, setup.checkpoint_minutes)
         closing.callback(self.checkpoints.close)
-        self.manifest = _manifest.of_run(start, dtype, settings) | {"functions": dict(functions)}
-        before = self._before(chains, resume)
-        self.resumed = before is not None
-        rounded = _files.rounded(start, dtype)
+        self.manifest = _manifest.of_run(start, setup.dtype, settings) | {
+            "functions": dict(functions)
+        }
+        before = self._before(chains, setup.resume)
+        rounded = _files.rounded(start, setup.dtype)
         if before is not None:
             rounded = self._start(rounded)
         # The observed start of an earlier run does not determine its loss.
         draw = None if chains.observe else rounded
+        data = describe_batches(setup.batches, setup.per_chain)
         self.manifest |= describe_run(data, lambda batch: chains.losses(batch, draw))
         if before is not None:
             check_same("sample", self.directory, before, self.manifest)
         if jax.process_index() == 0:
             _manifest.write(self.directory, self.manifest)
-        files = _files.DrawFiles(self.directory, start, dtype=dtype, resumed=self.resumed)
+        files = _files.DrawFiles(
+            self.directory, start, dtype=setup.dtype, resumed=before is not None
+        )
         self.writer = _files.SnapshotWriter(files)
         closing.callback(self.writer.close)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import islice
 from pathlib import Path
-from typing import Literal, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import jax
 import numpy as np
@@ -18,19 +18,13 @@ from optax_smile import _check, _settings, _tree, parallel
 from optax_smile._types import Batch, Output, Tree
 from optax_smile._warn import warn
 from optax_smile.chains import _checks, _host, _optimizer
-from optax_smile.chains._chains import Chains
-from optax_smile.chains._directory import (
-    DirectoryRun,
-    MemoryRun,
-    Place,
-    describe_batches,
-    fingerprint,
-)
+from optax_smile.chains._chains import BatchPer, Chains, Setup
+from optax_smile.chains._directory import DirectoryRun, MemoryRun, Place, fingerprint
 from optax_smile.chains.stopping import Evidence, EvidenceStop, split
 from optax_smile.draws import _files, _manifest
 from optax_smile.draws.snapshots import Snapshots, StoredSnapshots
 
-BatchPer = Literal["gradient", "step"]
+Watch = Callable[[int, Mapping[str, np.ndarray] | None], None]
 
 
 class Dispatch(NamedTuple):
@@ -254,35 +248,6 @@ def sample(
     return run.kept.result(num_draws)
 
 
-class Setup(NamedTuple):
-    """Arguments of `sample`, except for its end and what watches it."""
-
-    loss_fn: Callable[..., Output]
-    params: optax.Params
-    batches: Iterable[Batch]
-    sampler: optax.GradientTransformation
-    num_warmup: int
-    thin: int
-    key: jax.Array
-    aux: Tree = None
-    stochastic: bool = False
-    per_chain: bool = False
-    batch_per: BatchPer = "gradient"
-    steps_per_dispatch: int = 1
-    mesh: Mesh | None = None
-    specs: Tree = None
-    directory: str | os.PathLike[str] | None = None
-    resume: bool = True
-    check: bool = True
-    checkpoint_minutes: float = 5.0
-    dtype: _manifest.StoredDtype | None = None
-    observe: Callable[[Tree], Tree] | None = None
-    stop: EvidenceStop | None = None
-
-
-Watch = Callable[[int, Mapping[str, np.ndarray] | None], None]
-
-
 class Run:
     """Chains that advance on request, and what is kept of them.
 
@@ -299,18 +264,7 @@ class Run:
         if self.is_optimizer:
             sampler = _optimizer.as_sampler(sampler)
         with _check.called("sample", "parallel.place", "parallel.init", tree="params"):
-            self.chains = Chains(
-                setup.loss_fn,
-                sampler,
-                params,
-                setup.key,
-                aux=setup.aux,
-                stochastic=setup.stochastic,
-                per_chain=setup.per_chain,
-                mesh=setup.mesh,
-                specs=setup.specs,
-                observe=setup.observe,
-            )
+            self.chains = Chains(setup, sampler)
         self.per_step = self.chains.gradients_per_step
         self.batches_per_step = 1 if setup.batch_per == "step" else self.per_step
         self.settings = _settings.of(sampler, self.chains.like.params)
@@ -347,17 +301,9 @@ class Run:
         if setup.observe is not None:
             functions["observe"] = setup.observe
         checksums = {name: fingerprint(function) for name, function in functions.items()}
-        return DirectoryRun(
-            Path(setup.directory),
-            self.chains,
-            closing,
-            settings=settings,
-            functions={**checksums, "sampler": _settings.checksum(sampler)},
-            data=describe_batches(setup.batches, setup.per_chain),
-            dtype=setup.dtype,
-            resume=setup.resume,
-            minutes=setup.checkpoint_minutes,
-        )
+        checksums["sampler"] = _settings.checksum(sampler)
+        directory = Path(setup.directory)
+        return DirectoryRun(directory, setup, self.chains, closing, settings, checksums)
 
     @property
     def is_stopped(self) -> bool:
