@@ -254,6 +254,10 @@ DEFECTS = r"""
 = chains and draws swapped | shapes
 - np.stack(leaves, axis=1)
 + np.stack(leaves, axis=0)
+# chains/_host.py | test_resume.py
+= an ignored interrupt ends a run | ignored_interrupt
+- handled = [x for x in numbers if signal.getsignal(x) is not signal.SIG_IGN]
++ handled = list(numbers)
 # chains/_directory.py | test_resume.py
 = arrays without the names of their leaves | name_parameters
 - chains.tree, content)
