@@ -221,7 +221,7 @@ def over_chains(
         return mapped
     own, shared = PartitionSpec(CHAIN), PartitionSpec()
     in_specs = own
-    if in_axes != 0:
+    if isinstance(in_axes, tuple):
         in_specs = tuple(shared if axis is None else own for axis in in_axes)
     return jax.shard_map(mapped, mesh=mesh, in_specs=in_specs, out_specs=own, axis_names={CHAIN})
 

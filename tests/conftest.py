@@ -15,6 +15,7 @@ in slow tests as well, so that these may compare bits with what a fixture made.
 import gc
 import os
 import pathlib
+import signal
 
 import jax
 import pytest
@@ -32,6 +33,9 @@ DEVICE_WORKER, DEVICE_TESTS = "gw0", ("tests/devices/", "tests/faults/test_kills
 NUM_WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
 IS_SINGLE = NUM_WORKERS > 1 and os.environ["PYTEST_XDIST_WORKER"] != DEVICE_WORKER
 
+# A shell lets its background jobs ignore SIGINT, which tests send.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 jax.config.update("jax_platforms", "cpu")

@@ -229,8 +229,8 @@ DEFECTS = r"""
 + after = ()
 # chains/sample.py | test_sampling.py
 = thin off by one | hand_written and leapfrog
-- (self.num_warmup - step - 1) % self.thin + 1
-+ (self.num_warmup - step) % self.thin + 1
+- (self.setup.num_warmup - step - 1) % self.setup.thin + 1
++ (self.setup.num_warmup - step) % self.setup.thin + 1
 # chains/_host.py | test_warmstart.py
 = one pass too few is skipped | training_in_pieces
 - for _ in range(passes):
@@ -255,6 +255,10 @@ DEFECTS = r"""
 = chains and draws swapped | shapes
 - np.stack(leaves, axis=1)
 + np.stack(leaves, axis=0)
+# chains/_host.py | test_resume.py
+= an ignored interrupt ends a run | ignored_interrupt
+- handled = [x for x in numbers if signal.getsignal(x) is not signal.SIG_IGN]
++ handled = list(numbers)
 # chains/_directory.py | test_resume.py
 = arrays without the names of their leaves | name_parameters
 - chains.tree, content)

@@ -89,7 +89,11 @@ def messages_of(directory, **arguments) -> str:
 
 
 def test_the_same_run_is_resumed_and_other_functions_are_warned_of(finished, tmp_path):
-    clipped = optax.chain(optax.clip(1.0), noisy())
+    inner = noisy()
+    wrapped = optax.GradientTransformationExtraArgs(
+        inner.init,
+        lambda updates, state, params, **given: inner.update(updates, state, params, **given),
+    )
     observed = {"observe": lambda draw: draw}
     cases: list[tuple[dict[str, Any], str]] = [
         ({"batches": shuffled()}, ""),
@@ -99,7 +103,7 @@ def test_the_same_run_is_resumed_and_other_functions_are_warned_of(finished, tmp
         ({"loss": other_loss}, LOSS),
         ({"loss": other_loss, "batches": shuffled()}, LOSS),
         ({"loss": other_loss, "params": SHIFTED}, LOSS),
-        ({"sampler": clipped}, OTHER.format("sample", "sampler")),
+        ({"sampler": wrapped}, OTHER.format("sample", "sampler")),
         (observed, OTHER.format("sample", "observe")),
     ]
     for number, (arguments, what) in enumerate(cases):

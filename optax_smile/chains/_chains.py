@@ -1,8 +1,11 @@
 """The program on the devices: all chains, and what a host loop asks of them."""
 
+from __future__ import annotations
+
 import math
-from collections.abc import Callable
-from typing import NamedTuple
+import os
+from collections.abc import Callable, Iterable
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,13 +16,42 @@ from jax.sharding import Mesh
 from optax_smile import _check, _tree, parallel
 from optax_smile._types import Batch, Options, Output, Tree
 from optax_smile.chains import _checks, _host
+from optax_smile.chains.stopping import EvidenceStop
 from optax_smile.diagnostics.results import Check
+from optax_smile.draws import _manifest
 from optax_smile.state import find, last_accepted, stats
 
+BatchPer = Literal["gradient", "step"]
 # Entries of the trace besides the statistics of the sampler.
 LOSSES = ("loss", "start_loss")
 # Largest number of entries of a small array. From about 4,000 on, copying costs as much as passing.
 SMALL = 1024
+
+
+class Setup(NamedTuple):
+    """Arguments of `sample`, except for its end and what watches it."""
+
+    loss_fn: Callable[..., Output]
+    params: optax.Params
+    batches: Iterable[Batch]
+    sampler: optax.GradientTransformation
+    num_warmup: int
+    thin: int
+    key: jax.Array
+    aux: Tree = None
+    stochastic: bool = False
+    per_chain: bool = False
+    batch_per: BatchPer = "gradient"
+    steps_per_dispatch: int = 1
+    mesh: Mesh | None = None
+    specs: Tree = None
+    directory: str | os.PathLike[str] | None = None
+    resume: bool = True
+    check: bool = True
+    checkpoint_minutes: float = 5.0
+    dtype: _manifest.StoredDtype | None = None
+    observe: Callable[[Tree], Tree] | None = None
+    stop: EvidenceStop | None = None
 
 
 class Chain(NamedTuple):
@@ -117,31 +149,22 @@ class Packing:
 class Chains:
     """Many chains: `tree` is their carry, `like` the shapes of one; `advance` moves them on.
 
-    Arguments are those of `sample`; `key` is a typed key.
+    Args:
+        setup: arguments of the run.
+        sampler: its sampler, or an optimizer wrapped like one.
     """
 
-    def __init__(
-        self,
-        loss_fn: Callable[..., Output],
-        sampler: optax.GradientTransformationExtraArgs,
-        params: optax.Params,
-        key: jax.Array,
-        *,
-        aux: Tree,
-        stochastic: bool,
-        per_chain: bool,
-        mesh: Mesh | None,
-        specs: Tree,
-        observe: Callable[[Tree], Tree] | None,
-    ):
-        self.mesh, self.specs, self.per_chain, self.observe = mesh, specs, per_chain, observe
-        self.number = parallel.num_chains("sample", params)
+    def __init__(self, setup: Setup, sampler: optax.GradientTransformationExtraArgs):
+        mesh, specs, per_chain, aux = setup.mesh, setup.specs, setup.per_chain, setup.aux
+        self.mesh, self.specs, self.per_chain, self.observe = mesh, specs, per_chain, setup.observe
+        self.number = parallel.num_chains("sample", setup.params)
         if aux is not None and parallel.num_chains("sample", aux, "aux") != self.number:
             rule = f"a tree whose leaves have a leading axis of {self.number} chains"
             _check.fail("sample", "aux", rule, jax.tree.map(jnp.shape, aux))
-        loss = _checks.loss_of("sample", loss_fn, aux is not None, stochastic)
+        key, stochastic = setup.key, setup.stochastic
+        loss = _checks.loss_of("sample", setup.loss_fn, aux is not None, stochastic)
         sampler_key, loss_key = jax.random.split(key) if stochastic else (key, None)
-        params = parallel.place(params, mesh=mesh, specs=specs)
+        params = parallel.place(setup.params, mesh=mesh, specs=specs)
         chains = Chain(
             params=params,
             state=parallel.init(sampler, params, mesh=mesh, specs=specs, key=sampler_key),

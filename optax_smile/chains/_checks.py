@@ -88,7 +88,7 @@ def loss_of(
 ) -> Callable[..., tuple[jax.Array, Tree]]:
     """Convert a loss to the form `(params, aux, key, batch) -> (loss, aux)`."""
 
-    def loss(params, aux, key, batch) -> tuple[jax.Array, Tree]:
+    def loss(params, aux, key, batch) -> Tree:
         extras = {"aux": aux} if has_aux else {}
         if is_stochastic:
             extras["key"] = key
@@ -217,15 +217,9 @@ def check_mean(
         f"the losses of two halves of the first batch add up to {ratio:.3f} of that of the whole;"
         " for a mean the ratio is 2."
     )
-    return Check(
-        kind="mean loss",
-        chains=(),
-        value=(ratio,),
-        bound=1.0,
-        passed=passed,
-        advice="" if passed else "Divide by the number of examples",
-        text=text if passed else f"looks like a sum: {text}",
-    )
+    text = text if passed else f"looks like a sum: {text}"
+    advice = "" if passed else "Divide by the number of examples"
+    return Check("mean loss", (), (ratio,), 1.0, passed, advice, text)
 
 
 # The batches.
@@ -297,18 +291,18 @@ def unequal(sizes: Sequence[int | None]) -> Check:
     return Check("batch sizes", (), tuple(map(float, sorted(counts))), 1.0, passed, advice, text)
 
 
-def at_least(batch: Batch, num_data: object, per_chain: bool) -> Check | None:
+def at_least(batch: Batch, number: object, per_chain: bool) -> Check | None:
     """Require `num_data` to be at least the size of a batch; None if one of them is unknown."""
     rows = size(batch, per_chain)
-    if rows is None or not isinstance(num_data, int | float):
+    if rows is None or not isinstance(number, int | float):
         return None
-    passed = num_data >= rows
+    passed = number >= rows
     relation = f"{'at least' if passed else 'fewer than'} the {rows} examples of the first batch"
-    text, advice = f"num_data={num_data}, {relation}.", "" if passed else NUM_DATA
-    return Check("num_data", (), (float(num_data),), float(rows), passed, advice, text)
+    text, advice = f"num_data={number}, {relation}.", "" if passed else NUM_DATA
+    return Check("num_data", (), (float(number),), float(rows), passed, advice, text)
 
 
-def amount(batches: Sequence[Batch], num_data: object, per_chain: bool) -> Check | None:
+def amount(batches: Sequence[Batch], number: object, per_chain: bool) -> Check | None:
     """Compare `num_data` with the examples of a list of batches; None if that is impossible.
 
     A list may be a part of the data, hold several passes, or have been augmented. So only a factor
@@ -316,22 +310,22 @@ def amount(batches: Sequence[Batch], num_data: object, per_chain: bool) -> Check
     `num_data` near the number of entries of an integer array `[example, position]` counts tokens.
     """
     sizes = [size(batch, per_chain) for batch in batches]
-    if not sizes or None in sizes or 0 in sizes or not isinstance(num_data, int | float):
+    if not sizes or None in sizes or 0 in sizes or not isinstance(number, int | float):
         return None
-    if num_data < (sizes[0] or 0):
+    if number < (sizes[0] or 0):
         # `at_least` warns of it.
         return None
     examples = sum(rows for rows in sizes if rows is not None)
     if per_chain:
         # Each chain has its own examples of the same data.
         examples *= np.shape(jax.tree.leaves(batches[0])[0])[0]
-    if num_data / examples <= 1 / MOST_RATIO:
+    if number / examples <= 1 / MOST_RATIO:
         examples = _num_distinct(batches, per_chain)
-    ratio, limit = num_data / examples, MOST_TOKEN_RATIO
+    ratio, limit = number / examples, MOST_TOKEN_RATIO
     tokens = [count for count in _tokens(batches, per_chain) if count]
-    passed = any(1 / limit < num_data / count < limit for count in tokens)
+    passed = any(1 / limit < number / count < limit for count in tokens)
     passed |= 1 / MOST_RATIO < ratio < MOST_RATIO
-    text = f"num_data={num_data:g} for the {examples:,} examples of the batches"
+    text = f"num_data={number:g} for the {examples:,} examples of the batches"
     if not passed:
         text += ": far more than there are" if ratio > 1 else ": far fewer than distinct ones"
     advice = "" if passed else NUM_DATA
@@ -625,10 +619,11 @@ def rise(
         start: loss of each chain there, `[chain]`.
         settings: settings of the sampler.
     """
-    known = settings or {}
-    precisions = jax.tree.leaves(known.get("prior_precision"))
-    number, temperature = known.get("num_data"), known.get("temperature")
-    if known.get("log_prior") is not None or not precisions:
+    if not settings or not {"num_data", "temperature", "prior_precision"} <= settings.keys():
+        return None
+    precisions = jax.tree.leaves(settings["prior_precision"])
+    number, temperature = settings["num_data"], settings["temperature"]
+    if settings.get("log_prior") is not None or not precisions:
         return None
     if not all(isinstance(x, int | float) for x in (number, temperature, *precisions)):
         return None

@@ -20,7 +20,7 @@ from optax_smile import _check, _disk, _settings, _tree
 from optax_smile._disk import Json
 from optax_smile._types import Batch, Options, Tree
 from optax_smile._warn import warn
-from optax_smile.chains._chains import Chains
+from optax_smile.chains._chains import Chains, Setup
 from optax_smile.chains._checks import num_rows
 from optax_smile.chains._host import Position, shapes_of_one
 from optax_smile.draws import _files, _manifest
@@ -109,14 +109,11 @@ class DirectoryRun:
 
     Args:
         directory: a new directory, an empty one, or that of the same run.
+        setup: arguments of the run.
         chains: chains before the first step.
         closing: closes what is opened here.
         settings: what distinguishes this run from another, in a form for JSON.
         functions: checksums of functions by name; a change is warned of.
-        data: description of the batches.
-        dtype: precision of the stored draws, or None.
-        resume: whether to resume a run that is there.
-        minutes: time between two checkpoints.
 
     Raises:
         ValueError: a directory in use, of another run, or with draws but no checkpoint.
@@ -125,15 +122,11 @@ class DirectoryRun:
     def __init__(
         self,
         directory: Path,
+        setup: Setup,
         chains: Chains,
         closing: contextlib.ExitStack,
-        *,
         settings: Options,
         functions: Mapping[str, str],
-        data: "Data",
-        dtype: _manifest.StoredDtype | None,
-        resume: bool,
-        minutes: float,
     ):
         _disk.import_safetensors()
         start = chains.draw()
@@ -146,22 +139,26 @@ class DirectoryRun:
         if jax.process_index() == 0:
             _disk.remove_drafts(self.directory)
         # Waits for all processes.
-        self.checkpoints = Checkpoints(self.directory, minutes)
+        self.checkpoints = Checkpoints(self.directory, setup.checkpoint_minutes)
         closing.callback(self.checkpoints.close)
-        self.manifest = _manifest.of_run(start, dtype, settings) | {"functions": dict(functions)}
-        before = self._before(chains, resume)
-        self.resumed = before is not None
-        rounded = _files.rounded(start, dtype)
+        self.manifest = _manifest.of_run(start, setup.dtype, settings) | {
+            "functions": dict(functions)
+        }
+        before = self._before(chains, setup.resume)
+        rounded = _files.rounded(start, setup.dtype)
         if before is not None:
             rounded = self._start(rounded)
         # The observed start of an earlier run does not determine its loss.
         draw = None if chains.observe else rounded
+        data = describe_batches(setup.batches, setup.per_chain)
         self.manifest |= describe_run(data, lambda batch: chains.losses(batch, draw))
         if before is not None:
             check_same("sample", self.directory, before, self.manifest)
         if jax.process_index() == 0:
             _manifest.write(self.directory, self.manifest)
-        files = _files.DrawFiles(self.directory, start, dtype=dtype, resumed=self.resumed)
+        files = _files.DrawFiles(
+            self.directory, start, dtype=setup.dtype, resumed=before is not None
+        )
         self.writer = _files.SnapshotWriter(files)
         closing.callback(self.writer.close)
 
@@ -623,22 +620,22 @@ def check_settings(where: str, directory: Path, before: Json, now: Json):
     # Runs of earlier versions have no checksums.
     earlier = before.get("functions", functions)
     changed = [x for x in earlier | functions if earlier.get(x) != functions.get(x)]
-    if before["versions"] != now["versions"]:
-        # The inside of a transformation may change with the version of Optax.
+    if before["versions"] != now["versions"] or len(changed) > 1:
+        # The inside of a transformation changes with Optax and with each of its functions.
         changed = [name for name in changed if name not in ("sampler", "optimizer")]
     if changed:
         names = " and ".join(f"`{name}`" for name in changed)
         warn(
-            f"`{where}`: the run in {directory} began with another {names}, or with the same under"
-            " another version of Python. If results of the function differ, choose another"
-            " directory."
+            f"`{where}`: the run in {directory} began with another {names}, or under another"
+            " version of Python. If results differ, choose another directory."
         )
 
 
 def check_same(where: str, directory: Path, before: Json, now: Json):
     """Require the data of the run in a directory; warn of another loss at the start.
 
-    Arguments and errors are those of `check_settings`.
+    Arguments and errors are those of `check_settings`. `now` then takes functions and loss from
+    `before`, so that later calls compare with the first one.
     """
     for argument, field in (("batches", "data"), ("validation", "validation")):
         theirs, mine = before.get(field, {}), now.get(field, {})
@@ -647,16 +644,16 @@ def check_same(where: str, directory: Path, before: Json, now: Json):
                 rule = f"the data of the run in {directory}, with {WORDS[name]} {theirs[name]}"
                 advice = "Choose another directory. Data are compared if they are a list or tuple."
                 _check.fail(where, argument, rule, mine[name], advice)
-    if before["loss"] is None or now["loss"] is None:
-        return
-    first, second = np.array(before["loss"]), np.array(now["loss"])
-    if not np.all(np.abs(first - second) <= LOSS_TOLERANCE * np.abs(first).max()):
-        chain = int(np.argmax(np.abs(first - second)))
-        warn(
-            f"`{where}`: `loss_fn` is not that of the run in {directory}. The loss at the start of"
-            f" chain {chain} was {first[chain]:.6g} and is {second[chain]:.6g} now. Choose another"
-            " directory, unless you want draws of both."
-        )
+    if before["loss"] is not None and now["loss"] is not None:
+        first, second = np.array(before["loss"]), np.array(now["loss"])
+        if not np.all(np.abs(first - second) <= LOSS_TOLERANCE * np.abs(first).max()):
+            chain = int(np.argmax(np.abs(first - second)))
+            warn(
+                f"`{where}`: `loss_fn` is not that of the run in {directory}. The loss at the start"
+                f" of chain {chain} was {first[chain]:.6g} and is {second[chain]:.6g} now. Choose"
+                " another directory, unless you want draws of both."
+            )
+    now |= {name: before[name] for name in ("functions", "loss") if before.get(name) is not None}
 
 
 def _is_same(name: str, theirs: list[float], mine: list[float]) -> bool:

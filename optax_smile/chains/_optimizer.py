@@ -102,7 +102,7 @@ def as_sampler(
             state_format=jnp.asarray(STATE_FORMAT, jnp.int32),
         )
 
-    def update(updates, state, params=None, **given):
+    def update(updates, state, params: Tree = None, **given):
         given["grad"] = updates
         moves, inner = optimizer.update(updates, state.optimizer, params, **given)
         accepted = _is_finite(optax.apply_updates(params, moves))

@@ -14,7 +14,7 @@ import optax
 from optax_smile import _check, _settings, _table, _tree
 from optax_smile._types import Batch, Options, Output, Tree
 from optax_smile.chains import _checks
-from optax_smile.chains._chains import Chains
+from optax_smile.chains._chains import Chains, Setup
 from optax_smile.diagnostics.results import Check
 from optax_smile.state import AFTER, SamplerState
 
@@ -90,7 +90,7 @@ def check(
     sampler: optax.GradientTransformation,
     *,
     num_data: float | None = None,
-    state: optax.OptState = None,
+    state: Tree = None,
     aux: Tree = None,
     stochastic: bool = False,
 ) -> CheckReport:
@@ -209,17 +209,18 @@ def _of_chains(
     batches: list[Batch],
     sampler: optax.GradientTransformation,
     settings: Options,
-    own: optax.OptState,
+    own: Tree,
     aux: Tree,
     stochastic: bool,
 ) -> Iterator[Check]:
     """Make the tests that need losses and updates."""
     sampler = optax.with_extra_args_support(sampler)
-    given: Options = {"aux": aux, "stochastic": stochastic, "per_chain": False}
-    given |= {"mesh": None, "specs": None, "observe": None}
+    setup = Setup(
+        loss_fn, params, batches, sampler, 0, 1, jax.random.key(0), aux=aux, stochastic=stochastic
+    )
     try:
         with _check.called("check", "sample", "parallel.place", "parallel.init"):
-            chains = Chains(loss_fn, sampler, params, jax.random.key(0), **given)
+            chains = Chains(setup, sampler)
     except _check.ArgumentError as error:
         if error.advice != AFTER:
             raise

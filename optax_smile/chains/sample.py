@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Literal, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import jax
 import numpy as np
@@ -19,45 +18,13 @@ from optax_smile import _check, _settings, _tree, parallel
 from optax_smile._types import Batch, Output, Tree
 from optax_smile._warn import warn
 from optax_smile.chains import _checks, _host, _optimizer
-from optax_smile.chains._chains import Chains
-from optax_smile.chains._directory import (
-    DirectoryRun,
-    MemoryRun,
-    Place,
-    describe_batches,
-    fingerprint,
-)
+from optax_smile.chains._chains import BatchPer, Chains, Setup
+from optax_smile.chains._directory import DirectoryRun, MemoryRun, Place, fingerprint
 from optax_smile.chains.stopping import Evidence, EvidenceStop, split
 from optax_smile.draws import _files, _manifest
 from optax_smile.draws.snapshots import Snapshots, StoredSnapshots
 
-BatchPer = Literal["gradient", "step"]
-
-
-class Plan(NamedTuple):
-    """Numbers of a run.
-
-    Attributes:
-        num_steps: steps of each chain.
-        num_warmup: steps before the first draw.
-        thin: steps between ticks; a tick falls on the end of the warm-up and of the run.
-        gradients_per_step: gradients per step.
-        gradients_per_batch: gradients per batch.
-        steps_per_dispatch: largest number of steps per compiled call.
-        gradient_axis: axis along which the batches of several gradients are stacked.
-    """
-
-    num_steps: int
-    num_warmup: int
-    thin: int
-    gradients_per_step: int
-    gradients_per_batch: int
-    steps_per_dispatch: int
-    gradient_axis: int
-
-    def to_tick(self, step: int) -> int:
-        """Return the number of steps from here to the next tick."""
-        return (self.num_warmup - step - 1) % self.thin + 1
+Watch = Callable[[int, Mapping[str, np.ndarray] | None], None]
 
 
 class Dispatch(NamedTuple):
@@ -281,35 +248,6 @@ def sample(
     return run.kept.result(num_draws)
 
 
-class Setup(NamedTuple):
-    """Arguments of `sample`, except for its end and what watches it."""
-
-    loss_fn: Callable[..., Output]
-    params: optax.Params
-    batches: Iterable[Batch]
-    sampler: optax.GradientTransformation
-    num_warmup: int
-    thin: int
-    key: jax.Array
-    aux: Tree = None
-    stochastic: bool = False
-    per_chain: bool = False
-    batch_per: BatchPer = "gradient"
-    steps_per_dispatch: int = 1
-    mesh: Mesh | None = None
-    specs: Tree = None
-    directory: str | os.PathLike[str] | None = None
-    resume: bool = True
-    check: bool = True
-    checkpoint_minutes: float = 5.0
-    dtype: _manifest.StoredDtype | None = None
-    observe: Callable[[Tree], Tree] | None = None
-    stop: EvidenceStop | None = None
-
-
-Watch = Callable[[int, Mapping[str, np.ndarray] | None], None]
-
-
 class Run:
     """Chains that advance on request, and what is kept of them.
 
@@ -326,35 +264,16 @@ class Run:
         if self.is_optimizer:
             sampler = _optimizer.as_sampler(sampler)
         with _check.called("sample", "parallel.place", "parallel.init", tree="params"):
-            self.chains = Chains(
-                setup.loss_fn,
-                sampler,
-                params,
-                setup.key,
-                aux=setup.aux,
-                stochastic=setup.stochastic,
-                per_chain=setup.per_chain,
-                mesh=setup.mesh,
-                specs=setup.specs,
-                observe=setup.observe,
-            )
-        per_step = self.chains.gradients_per_step
-        self.plan = Plan(
-            num_steps=0,
-            num_warmup=setup.num_warmup,
-            thin=setup.thin,
-            gradients_per_step=per_step,
-            gradients_per_batch=per_step if setup.batch_per == "step" else 1,
-            steps_per_dispatch=setup.steps_per_dispatch,
-            gradient_axis=int(setup.per_chain),
-        )
+            self.chains = Chains(setup, sampler)
+        self.per_step = self.chains.gradients_per_step
+        self.batches_per_step = 1 if setup.batch_per == "step" else self.per_step
         self.settings = _settings.of(sampler, self.chains.like.params)
         self.stream = _host.Stream(setup.batches)
-        is_list = isinstance(setup.batches, (list, tuple))
-        if is_list:
+        warns = setup.check
+        if isinstance(setup.batches, (list, tuple)):
             num_data = (self.settings or {}).get("num_data")
-            _checks.check_list("sample", setup.batches, num_data, setup.per_chain, setup.check)
-        warns = setup.check and not is_list
+            _checks.check_list("sample", setup.batches, num_data, setup.per_chain, warns)
+            warns = False
         self.watched = _checks.WatchedStream("sample", self.stream, setup.per_chain, warns)
         self.kept = self._keep(sampler, closing)
         self.place = Place(0, 0, self.stream.position())
@@ -382,17 +301,9 @@ class Run:
         if setup.observe is not None:
             functions["observe"] = setup.observe
         checksums = {name: fingerprint(function) for name, function in functions.items()}
-        return DirectoryRun(
-            Path(setup.directory),
-            self.chains,
-            closing,
-            settings=settings,
-            functions={**checksums, "sampler": _settings.checksum(sampler)},
-            data=describe_batches(setup.batches, setup.per_chain),
-            dtype=setup.dtype,
-            resume=setup.resume,
-            minutes=setup.checkpoint_minutes,
-        )
+        checksums["sampler"] = _settings.checksum(sampler)
+        directory = Path(setup.directory)
+        return DirectoryRun(directory, setup, self.chains, closing, settings, checksums)
 
     @property
     def is_stopped(self) -> bool:
@@ -402,7 +313,14 @@ class Run:
     @property
     def num_steps(self) -> int:
         """Steps of each chain so far."""
-        return self.place.num_gradients // self.plan.gradients_per_step
+        return self.place.num_gradients // self.per_step
+
+    def to_tick(self, step: int) -> int:
+        """Return the number of steps to the next tick, at which a draw may be kept.
+
+        Ticks are `thin` steps apart; the warm-up and the run end at one.
+        """
+        return (self.setup.num_warmup - step - 1) % self.setup.thin + 1
 
     def advance(self, num_steps: int, watch: Watch) -> bool:
         """Run the chains to a number of steps, or until a signal or the stopping rule.
@@ -414,18 +332,14 @@ class Run:
         Returns:
             Whether neither a signal nor the stopping rule ended the run.
         """
-        plan = self.plan._replace(num_steps=num_steps)
         try:
             if not self.is_begun:
                 self._begin()
             if self.num_steps >= num_steps or self.is_stopped:
                 return True
             self.has_advanced = True
-            judge = partial(self.chains.check, settings=self.settings, warns=self.setup.check)
-            begun = self.place.num_gradients
-            work = _dispatches(self.stream, self.watched, plan, begun, self.chains, judge)
             with _host.stop_signals() as stop_requested:
-                for dispatch in work:
+                for dispatch in self._dispatches(num_steps):
                     self.chains.advance(dispatch.batch, dispatch.is_stacked)
                     if dispatch.position is None:
                         continue
@@ -466,15 +380,15 @@ class Run:
         self, dispatch: Dispatch, stop_requested: Callable[[], str | None], watch: Watch
     ) -> bool:
         """Keep the results of a tick; return whether the run has to stop."""
-        step, num_kept = dispatch.end // self.plan.gradients_per_step, self.place.num_kept
+        step, num_kept = dispatch.end // self.per_step, self.place.num_kept
         stats = None
-        if is_tick := self.plan.to_tick(step) == self.plan.thin:
+        if is_tick := self.to_tick(step) == self.setup.thin:
             stats, self.gradients = self.chains.record()
             _checks.check_first_gradients("sample", self.gradients)
             if not self.is_optimizer:
                 _checks.check_received("sample", self.gradients)
             _check_unaltered(stats)
-            is_draw = step > self.plan.num_warmup and bool(np.all(stats["is_draw"]))
+            is_draw = step > self.setup.num_warmup and bool(np.all(stats["is_draw"]))
             draw = self.chains.draw() if is_draw else None
             self.kept.put(num_kept, step, stats, draw)
             num_kept += is_draw
@@ -492,10 +406,38 @@ class Run:
             self.kept.checkpoint(self.chains, self.place)
         return must_stop
 
+    def _dispatches(self, num_steps: int) -> Iterator[Dispatch]:
+        """Divide the rest of the run into dispatches, each of which ends at a tick or before."""
+        chains, done, is_new = self.chains, self.place.num_gradients, not self.place.num_gradients
+        while done < num_steps * self.per_step:
+            taken, position = [], None
+            for _ in range(min(self.setup.steps_per_dispatch, self.to_tick(done // self.per_step))):
+                of_step = list(islice(self.watched, self.batches_per_step))
+                if len(of_step) < self.batches_per_step:
+                    break
+                taken += of_step
+                position = self.stream.position()
+            if not taken:
+                return
+            if is_new:
+                chains.check(taken[0], self.settings, self.setup.check)
+                is_new = False
+            stacked = None
+            batches = [x for x in taken for _ in range(self.per_step // self.batches_per_step)]
+            if len(taken) > self.batches_per_step:
+                stacked = _host.stack(batches, axis=int(self.setup.per_chain))
+            if stacked is not None:
+                done += len(batches)
+                yield Dispatch(done, chains.put(stacked, True), True, position)
+                continue
+            for left, batch in zip(reversed(range(len(batches))), batches, strict=True):
+                done += 1
+                yield Dispatch(done, chains.put(batch), False, None if left else position)
+
 
 def check_end(where: str, run: Run, num_steps: int, num_draws: int, is_stopped: bool):
     """Warn if there are fewer draws than requested; raise if there are none."""
-    step, plan, place, folder = run.num_steps, run.plan, run.place, run.setup.directory
+    step, place, folder = run.num_steps, run.place, run.setup.directory
     if not place.num_kept:
         if is_stopped:
             advice = "Without a `directory`, nothing is kept."
@@ -508,8 +450,7 @@ def check_end(where: str, run: Run, num_steps: int, num_draws: int, is_stopped: 
             _check.fail(where, "num_draws", rule, num_draws, advice)
         if run.watched.defect:
             _check.fail(where, "batches", _checks.USABLE, run.watched.defect)
-        num_batches = num_steps * plan.gradients_per_step // plan.gradients_per_batch
-        rule = f"an iterable with a batch for each of the {num_batches} gradients"
+        rule = f"an iterable with {num_steps * run.batches_per_step} batches or more"
         _check.fail(where, "batches", rule, "one that ran out before the first draw")
     if place.num_kept < num_draws and not run.is_stopped:
         fewer = f"{place.num_kept} of {num_draws} draws per chain"
@@ -551,52 +492,6 @@ def _check_unaltered(stats: Mapping[str, np.ndarray]):
             " weight decay, projection or average of parameters."
         )
         _check.fail("sample", "sampler", rule, got, advice)
-
-
-def _dispatches(
-    stream: _host.Stream,
-    watched: Iterator[Batch],
-    plan: Plan,
-    done: int,
-    chains: Chains,
-    judge: Callable[[Batch], None],
-) -> Iterator[Dispatch]:
-    """Divide the rest of the run into dispatches, each of which ends at a tick or before.
-
-    Args:
-        stream: stream whose position is stored.
-        watched: its batches.
-        plan: numbers of the run.
-        done: number of gradients before.
-        chains: chains that put batches on their devices.
-        judge: checks the first batch.
-    """
-    num_gradients, is_new = plan.num_steps * plan.gradients_per_step, done == 0
-    per_step = plan.gradients_per_step // plan.gradients_per_batch
-    while done < num_gradients:
-        taken, position = [], None
-        step = done // plan.gradients_per_step
-        for _ in range(min(plan.steps_per_dispatch, plan.to_tick(step))):
-            of_step = list(islice(watched, per_step))
-            if len(of_step) < per_step:
-                break
-            taken += of_step
-            position = stream.position()
-        if not taken:
-            return
-        if is_new:
-            judge(taken[0])
-            is_new = False
-        batches = [batch for batch in taken for _ in range(plan.gradients_per_batch)]
-        several = len(taken) > per_step
-        stacked = _host.stack(batches, axis=plan.gradient_axis) if several else None
-        if stacked is not None:
-            done += len(batches)
-            yield Dispatch(done, chains.put(stacked, True), True, position)
-            continue
-        for left, batch in zip(reversed(range(len(batches))), batches, strict=True):
-            done += 1
-            yield Dispatch(done, chains.put(batch), False, None if left else position)
 
 
 def _show(bar: _host.Bar, step: int, stats: Mapping[str, np.ndarray] | None):

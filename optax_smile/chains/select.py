@@ -535,7 +535,7 @@ class _Candidate:
         return Judged(
             density=density,
             num_steps=run.num_steps,
-            gradients_per_step=run.plan.gradients_per_step,
+            gradients_per_step=run.per_step,
             is_bayes=_is_bayes(settings),
             expected=density,
         )

@@ -161,8 +161,9 @@ def warmstart(
     loss = _checks.loss_of("warmstart", loss_fn, aux is not None, stochastic)
     # The argument check has converted a seed to a typed key.
     typed = cast(jax.Array, key)
-    key, loss_key = jax.random.split(typed) if stochastic else (typed, None)
-    members = _begin(init_fn, optimizer, num_members, key, loss_key, aux, mesh=mesh, specs=specs)
+    own_key, loss_key = jax.random.split(typed) if stochastic else (typed, None)
+    keys = own_key, loss_key
+    members = _begin(init_fn, optimizer, num_members, *keys, aux, mesh=mesh, specs=specs)
     train_one, judge_one = _steps(loss, optimizer, patience, validation is None)
     train = parallel.step(train_one, members, mesh=mesh, per_chain=per_member)
     judge = parallel.step(judge_one, members, mesh=mesh)

@@ -8,14 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from numpy.typing import ArrayLike
 from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
 from sklearn.model_selection import train_test_split
 from sklearn.preprocessing import LabelEncoder, StandardScaler
 from sklearn.utils import check_random_state, multiclass, validation
 
 from optax_smile import _check
-from optax_smile._types import Options, Output
+from optax_smile._types import Batch, Options, Output, Tree
 from optax_smile.chains.sample import sample
 from optax_smile.chains.warmstart import warmstart
 from optax_smile.draws.likelihoods import NAMED, Name
@@ -68,7 +67,7 @@ class _Bayesian(BaseEstimator):
     _likelihood: ClassVar[Name] = "categorical"
     center_ = np.float64(0)  # Without annotation, so no field.
 
-    def prediction(self, X: ArrayLike, y: ArrayLike | None = None) -> Prediction:
+    def prediction(self, X: Batch, y: Batch = None) -> Prediction:
         """Average over the draws: a `Prediction`, with log densities if `y` is given."""
         validation.check_is_fitted(self)
         X = validation.validate_data(self, X, reset=False)
@@ -77,10 +76,10 @@ class _Bayesian(BaseEstimator):
         average = predict(self._outputs, self.draws_, x, likelihood=self._likelihood, targets=y)
         return average._replace(mean=average.mean + self.center_)
 
-    def _code(self, y: ArrayLike) -> np.ndarray:
+    def _code(self, y: Batch) -> np.ndarray:
         return (np.asarray(y) - self.center_).astype(np.float32)
 
-    def _outputs(self, params: optax.Params, x: jax.Array) -> Output:
+    def _outputs(self, params: Tree, x: jax.Array) -> Output:
         return self.apply(params["network"], x)
 
     def _fit(self, x: np.ndarray, y: np.ndarray, num_outputs: int, **others: jax.Array):
@@ -132,24 +131,24 @@ class BayesianClassifier(ClassifierMixin, _Bayesian):
         ['yes']
     """
 
-    def fit(self, X: ArrayLike, y: ArrayLike):
+    def fit(self, X: Batch, y: Batch):
         """Train and sample with features `X` `[input, feature]` and labels `y` `[input]`."""
         X, y = validation.validate_data(self, X, y, ensure_min_samples=2)
         multiclass.check_classification_targets(y)
         self.classes_ = np.unique(y)
         return self._fit(X, y, len(self.classes_))
 
-    def predict_proba(self, X: ArrayLike) -> np.ndarray:
+    def predict_proba(self, X: Batch) -> np.ndarray:
         """Predict the probabilities of `classes_`, `[input, class]`."""
         mean = self.prediction(X).mean
         return mean / mean.sum(axis=1, keepdims=True)
 
-    def predict(self, X: ArrayLike) -> np.ndarray:
+    def predict(self, X: Batch) -> np.ndarray:
         """Predict the most probable classes, `[input]`."""
         most = self.predict_proba(X).argmax(axis=1)
         return self.classes_[most]
 
-    def _code(self, y: ArrayLike) -> np.ndarray:
+    def _code(self, y: Batch) -> np.ndarray:
         return LabelEncoder().fit(self.classes_).transform(y)
 
 
@@ -162,20 +161,20 @@ class BayesianRegressor(RegressorMixin, _Bayesian):
 
     _likelihood = "gaussian"
 
-    def fit(self, X: ArrayLike, y: ArrayLike):
+    def fit(self, X: Batch, y: Batch):
         """Train and sample with features `X` `[input, feature]` and targets `y` `[input]`."""
         X, y = validation.validate_data(self, X, y, ensure_min_samples=2, y_numeric=True)
         self.center_, self.width_ = np.mean(y, dtype=float), float(np.std(y)) or 1.0
         return self._fit(X, y, 1, log_std=jnp.zeros(()))
 
-    def predict(self, X: ArrayLike) -> np.ndarray:
+    def predict(self, X: Batch) -> np.ndarray:
         """Predict the mean, `[input]`."""
         return self.prediction(X).mean
 
-    def predict_std(self, X: ArrayLike) -> np.ndarray:
+    def predict_std(self, X: Batch) -> np.ndarray:
         """Predict the standard deviation, noise and model uncertainty combined, `[input]`."""
         return np.sqrt(self.prediction(X).total)
 
-    def _outputs(self, params: optax.Params, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def _outputs(self, params: Tree, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         mean = self.width_ * self.apply(params["network"], x).reshape(len(x))
         return mean, params["log_std"] + np.log(self.width_)
