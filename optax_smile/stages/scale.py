@@ -86,6 +86,9 @@ class Preconditioner:
         """Return whether `observe` leaves the scale as it is."""
         return True
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
+
 
 def whiten(state: Tree, gradient: optax.Updates) -> optax.Updates:
     """Divide a gradient by the scale of a state."""
