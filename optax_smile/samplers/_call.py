@@ -68,10 +68,11 @@ def sampler(build: Builder, **fixed: object) -> Builder:
 
     @functools.wraps(build)
     def wrapper(*args: Unchecked, **kwargs: Unchecked) -> _settings.Sampler:
+        # First, so that Python's own errors about missing arguments name the function.
+        built = cast(Built, build(*args, **kwargs))
         given = signature.bind(*args, **kwargs)
         given.apply_defaults()
         arguments = dict(given.arguments)
-        built = cast(Built, build(**arguments))
         if "key" in arguments:
             arguments["key"] = _check.Key()(build.__name__, "key", arguments["key"])
         run = functools.partial(_eager.run, _eager.Recipe(build, arguments), built.core)
