@@ -125,8 +125,9 @@ def _is_none(leaf: object) -> bool:
 def _is_floating(leaf: Unchecked) -> bool:
     """Whether a leaf is an array of floating-point or complex numbers."""
     dtype = getattr(leaf, "dtype", None)
-    is_array = isinstance(dtype, np.dtype) and hasattr(leaf, "shape")
-    return is_array and jnp.issubdtype(dtype, jnp.inexact)
+    if not isinstance(dtype, np.dtype) or not hasattr(leaf, "shape"):
+        return False
+    return jnp.issubdtype(dtype, jnp.inexact)
 
 
 def candidates(where: str, params: Unchecked) -> optax.Params:
