@@ -23,7 +23,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from optax_smile._types import Tree, Unchecked
+from optax_smile._types import Output, Unchecked
 
 # Counters are int32.
 LARGEST_WHOLE = 2**31 - 1
@@ -96,7 +96,7 @@ def calling(where: str, argument: str, rule: str, advice: str = "") -> Iterator[
 
 def traced(
     where: str, argument: str, function: Callable, *given: Unchecked, rule: str, advice: str = ""
-) -> Tree:
+) -> Output:
     """Return the shapes of the result of a user's function, without running it."""
     with calling(where, argument, rule, advice):
         return jax.eval_shape(function, *given)

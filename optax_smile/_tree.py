@@ -327,11 +327,11 @@ def leaves_like(sampled: Tree, tree: Tree) -> list[Tree] | None:
     return [leaf for _, leaf in found]
 
 
-def _by_names(tree: Tree) -> dict[tuple[object, ...], Tree]:
+def _by_names(tree: Tree) -> dict[tuple[str | int, ...], Tree]:
     return {_names(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
-def _names(path: Iterable[object]) -> tuple[object, ...]:
+def _names(path: Iterable[object]) -> tuple[str | int, ...]:
     return tuple(entry(key)[1] for key in path)
 
 

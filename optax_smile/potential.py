@@ -226,31 +226,6 @@ def _prior(potential: Potential, params: optax.Params) -> tuple[optax.Params, op
     return jax.tree.map(lambda x: x / potential.temperature, precision), mean
 
 
-def energy(potential: Potential, mean_loss: jax.Array, params: optax.Params) -> jax.Array:
-    """Compute the energy U in nats.
-
-    Args:
-        potential: the posterior.
-        mean_loss: scalar, mean over the batch.
-        params: where the loss was evaluated.
-
-    Returns:
-        The energy, a scalar in nats.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> float(energy(Potential(num_data=10), jnp.float32(0.5), {"w": jnp.ones(4)}))
-        7.0
-    """
-    _, mean = _prior(potential, params)
-    origin = jax.tree.map(
-        lambda m, x: jnp.broadcast_to(jnp.asarray(m, x.dtype), x.shape), mean, params
-    )
-    displacement = jax.tree.map(jnp.subtract, params, origin)
-    terms = prior_terms(potential, origin, displacement)
-    return energy_change(potential, mean_loss, _tree.total(terms))
-
-
 def gradient(
     potential: Potential, mean_loss_gradient: optax.Updates, params: optax.Params
 ) -> optax.Updates:

@@ -10,7 +10,7 @@ import numpyro
 import numpyro.distributions as dist
 import optax
 from matplotlib.figure import Figure
-from samplers import SAMPLERS, valid_arguments
+from public_samplers import SAMPLERS, valid_arguments
 
 import optax_smile
 from optax_smile import calibrate, diagnostics, local, metrics, parallel, plots, published, report

@@ -14,7 +14,7 @@ import numpy as np
 import optax
 import pytest
 from optax import contrib
-from samplers import SAMPLERS
+from public_samplers import SAMPLERS
 from test_contract import make
 
 import optax_smile

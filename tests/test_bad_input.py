@@ -238,7 +238,7 @@ MESSAGES: list[tuple[Any, str]] = [
     ),
     (
         lambda: psmile(1e-3, tuner=optax_smile.angle_tuner(), num_data=9, key=0),
-        "`psmile(tuner=...)` must be None, or a tuner that starts from a step size, where"
+        "`psmile(tuner=...)` must be None, or a tuner that starts from a step size, if"
         " `step_size` is given, got angle_tuner(angle=0.06, adapt_steps=None). Leave out one",
     ),
     (

@@ -19,7 +19,7 @@ import numpy as np
 import optax
 import pytest
 from paper import PAPER
-from samplers import SAMPLERS, accepts
+from public_samplers import SAMPLERS, accepts
 
 import optax_smile
 from optax_smile import _settings, published

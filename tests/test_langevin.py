@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from samplers import LANGEVIN
+from public_samplers import LANGEVIN
 
 import optax_smile
 from optax_smile import _tree

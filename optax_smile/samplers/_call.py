@@ -3,7 +3,7 @@
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Literal, NamedTuple, TypeVar, cast
+from typing import Literal, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -36,22 +36,25 @@ SHARED = POSTERIOR | {"track_params": _check.FLAG}
 MISNAMED = ("losses", "loss_value", "mean_loss", "val", "values")
 
 
-class Built(NamedTuple):
-    """What a builder returns to `sampler`.
+class Built(optax.GradientTransformationExtraArgs):
+    """The transformation that a builder returns to `sampler`.
 
     Attributes:
-        init: of the transformation.
         core: `core(updates, state, params, value)`, one call on checked trees of arrays.
         facing: makes the `update` that loops call from `core`.
         chosen: arguments that the builder replaced.
         settings: further settings, a function of the parameters.
     """
 
-    init: Callable[[optax.Params], optax.OptState]
     core: Callable
     facing: Callable[[Callable], Callable]
-    chosen: Options
+    chosen: Mapping[str, object]
     settings: Callable[[optax.Params], Options]
+
+    def __new__(cls, init: Callable, core: Callable, facing: Callable, **more: object):
+        built = super().__new__(cls, init, facing(core))
+        vars(built).update(core=core, facing=facing, **more)
+        return built
 
 
 def sampler(build: Builder, **fixed: object) -> Builder:
@@ -65,10 +68,11 @@ def sampler(build: Builder, **fixed: object) -> Builder:
 
     @functools.wraps(build)
     def wrapper(*args: Unchecked, **kwargs: Unchecked) -> _settings.Sampler:
+        # First, so that Python's own errors about missing arguments name the function.
+        built = cast(Built, build(*args, **kwargs))
         given = signature.bind(*args, **kwargs)
         given.apply_defaults()
         arguments = dict(given.arguments)
-        built = build(**arguments)
         if "key" in arguments:
             arguments["key"] = _check.Key()(build.__name__, "key", arguments["key"])
         run = functools.partial(_eager.run, _eager.Recipe(build, arguments), built.core)
@@ -134,7 +138,7 @@ def transformation(
         return displacement, after
 
     facing = functools.partial(_facing, where, kind, track_params)
-    return Built(checked_init, core, facing, dict(chosen), settings)
+    return Built(checked_init, core, facing, chosen=chosen, settings=settings)
 
 
 OTHERWISE = "one of a sampler with other settings"

@@ -125,8 +125,9 @@ def _is_none(leaf: object) -> bool:
 def _is_floating(leaf: Unchecked) -> bool:
     """Whether a leaf is an array of floating-point or complex numbers."""
     dtype = getattr(leaf, "dtype", None)
-    is_array = isinstance(dtype, np.dtype) and hasattr(leaf, "shape")
-    return is_array and jnp.issubdtype(dtype, jnp.inexact)
+    if not isinstance(dtype, np.dtype) or not hasattr(leaf, "shape"):
+        return False
+    return jnp.issubdtype(dtype, jnp.inexact)
 
 
 def candidates(where: str, params: Unchecked) -> optax.Params:
@@ -146,7 +147,7 @@ def candidates(where: str, params: Unchecked) -> optax.Params:
 def moving(updates: optax.Updates, known: optax.Params) -> list[bool]:
     """Tell which of the candidates `known` have a gradient."""
     pairs = zip(*(jax.tree.leaves(x, is_leaf=_is_none) for x in (known, updates)), strict=True)
-    return [grad is not None for candidate, grad in pairs if candidate is not None]
+    return [update is not None for candidate, update in pairs if candidate is not None]
 
 
 def only(tree: Tree, moves: Sequence[bool]) -> Tree:
@@ -209,19 +210,19 @@ def select(where: str, updates: Unchecked, params: Unchecked, known: optax.Param
     """
     candidates, structure = jax.tree.flatten(known, is_leaf=_is_none)
     here = None if params is None else _leaves(where, "params", params, known, OF_INIT)
-    grads = _leaves(where, "updates", updates, known, "params")
-    for i, (candidate, grad) in enumerate(zip(candidates, grads, strict=True)):
-        if candidate is None and _is_floating(grad):
+    update_leaves = _leaves(where, "updates", updates, known, "params")
+    for i, (candidate, update) in enumerate(zip(candidates, update_leaves, strict=True)):
+        if candidate is None and _is_floating(update):
             rule = f"None at {_place(known, i)}, where `init` got no array of floats"
-            _check.fail(where, "updates", rule, _check.show(grad))
-    pairs = zip(candidates, grads, strict=True)
-    moves = [candidate is not None and grad is not None for candidate, grad in pairs]
+            _check.fail(where, "updates", rule, _check.show(update))
+    pairs = zip(candidates, update_leaves, strict=True)
+    moves = [candidate is not None and update is not None for candidate, update in pairs]
 
     def taken(leaves: Sequence[Tree]) -> Tree:
         kept = (leaf if move else None for leaf, move in zip(leaves, moves, strict=True))
         return jax.tree.unflatten(structure, kept)
 
-    updates, expected, name = taken(grads), taken(candidates), OF_INIT
+    updates, expected, name = taken(update_leaves), taken(candidates), OF_INIT
     _tree.check_params(where, expected, smallest=2)
     if here is not None:
         params, name = taken(here), "params"
@@ -234,7 +235,7 @@ def select(where: str, updates: Unchecked, params: Unchecked, known: optax.Param
         if all(moves):
             return displacement
         # Integers have gradients without a type; adding False changes nothing.
-        still = (None if g is None else jnp.zeros(jnp.shape(g), bool) for g in grads)
+        still = (None if g is None else jnp.zeros(jnp.shape(g), bool) for g in update_leaves)
         pairs = zip(jax.tree.leaves(displacement, is_leaf=_is_none), still, strict=True)
         return jax.tree.unflatten(structure, [x if move is None else move for move, x in pairs])
 

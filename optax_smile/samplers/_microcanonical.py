@@ -308,7 +308,7 @@ def collect_trees(
     )
 
 
-def _entries_moved(parts: _Parts, state: MicrocanonicalState) -> list[jax.Array]:
+def _entries_moved(parts: _Parts, state: MicrocanonicalState) -> Tree:
     """How far the last drift moved a few entries of the parameters."""
     inverse_scale = scale.inverse_of(state.preconditioner)
     few = state.momentum._replace(direction=probe.entries(state.momentum.direction))

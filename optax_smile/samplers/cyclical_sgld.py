@@ -81,7 +81,7 @@ def cyclical_sgld(
         in_cycle = jnp.asarray(count) % cycle_length + 0.01
         return (in_cycle >= exploration * cycle_length) & (count >= 0)
 
-    def size(count: jax.Array | int) -> jax.Array:
+    def size(count: Tree) -> Tree:
         largest = schedule(count)
         place = (jnp.asarray(count) % cycle_length) / cycle_length
         # (1 + cos(pi r)) / 2, which would lose its digits at the end of a cycle.

@@ -20,7 +20,7 @@ from optax_smile.state import Stats, last_accepted, stats
 
 LossFn = Callable[[Tree], jax.Array]
 # Parameters and state of the sampler.
-Chain = tuple[optax.Params, optax.OptState]
+Chain = tuple[Tree, Tree]
 # Per step and parameter, nats^2, that the tuned step size aims at.
 ENERGY_VARIANCE = 5e-4
 # Energy errors further from the aim than this many sixth roots of e count for little.

@@ -86,6 +86,9 @@ class Preconditioner:
         """Return whether `observe` leaves the scale as it is."""
         return True
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
+
 
 def whiten(state: Tree, gradient: optax.Updates) -> optax.Updates:
     """Divide a gradient by the scale of a state."""
@@ -358,14 +361,14 @@ def scale_by_gradient_noise() -> optax.GradientTransformation:
     """
     where, noise = "scale_by_gradient_noise", MeanSquare(differences=True)
 
-    def init_fn(params: optax.Params) -> MeanSquareState:
+    def init_fn(params: optax.Params) -> Tree:
         _tree.check_params(f"{where}.init", params, smallest=1)
         _check.Tree(finite=True)(f"{where}.init", "params", params)
         return noise.init(params)
 
     def update_fn(
         updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None
-    ) -> tuple[optax.Updates, MeanSquareState]:
+    ) -> tuple[optax.Updates, Tree]:
         del params
         if not isinstance(state, MeanSquareState):
             rule = "the state that `init` or `update` returned"

@@ -62,6 +62,8 @@ NOT_CALLED = {
     "Stopping",
     *("diagnostics.EnergyFit", "diagnostics.Check", "diagnostics.Summary"),
     *("ArgumentError", "CheckReport", "RecordedSampler", "Stats"),
+    # Classes to inherit from.
+    *("Preconditioner", "Tuner"),
     *("metrics.Reliability", "metrics.RiskCoverage", "parallel.Carry"),
     # Called with what the package has checked.
     *("parallel.check_mesh", "parallel.num_chains"),

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from samplers import LANGEVIN, SAMPLERS, accepts
+from public_samplers import LANGEVIN, SAMPLERS, accepts
 
 import optax_smile
 from optax_smile import published
@@ -43,7 +43,9 @@ OPTIONS = {"adapt_steps": 400, "total_steps": CALLS, "num_cycles": 2}
 
 
 def settings(name: str) -> dict[str, Any]:
-    found = {option: x for option, x in OPTIONS.items() if accepts(SAMPLERS[name], option)}
+    found: dict[str, Any] = {
+        option: x for option, x in OPTIONS.items() if accepts(SAMPLERS[name], option)
+    }
     if name == "mclmc":
         found["decoherence_length"] = 0.5
     return found | {"step_size": STEP_SIZES.get(name, 0.02)}
