@@ -12,17 +12,19 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.tabulated.table import Table, markdown, read
+from benchmarks.tabulated.table import Record, Table, markdown, read
 
 import jax
 
+# Settings of one run, and what is recorded of it; the fields depend on the script.
+Cell = dict[str, Any]
 ROOT = Path(__file__).parents[1]
 # New files elsewhere are no part of what runs; records and figures are what it writes.
 CODE = ("optax_smile", "benchmarks", "examples")
 WRITTEN = (":(exclude)benchmarks/results", ":(exclude)benchmarks/figures")
 
 
-def environment(allow_dirty: bool = False) -> dict[str, Any]:
+def environment(allow_dirty: bool = False) -> Record:
     """Commit, version, device and date of this run.
 
     Args:
@@ -63,7 +65,7 @@ def refuse(changed: list[str], allow_dirty: bool):
         )
 
 
-def append(path: Path | None, record: dict[str, Any]):
+def append(path: Path | None, record: Record):
     """Add one record, on a line of its own; nothing without a path."""
     if path is None:
         return
@@ -97,11 +99,11 @@ def parser(description: str | None) -> Parser:
 
 def complete(
     arguments: argparse.Namespace,
-    cells: Iterable[dict[str, Any]],
-    run: Callable[[dict[str, Any]], dict[str, Any]],
+    cells: Iterable[Cell],
+    run: Callable[[Cell], Record],
     shown: str,
     **settings: Any,
-) -> list[dict[str, Any]]:
+) -> list[Record]:
     """Run the cells that a file lacks, and return its records and the new ones.
 
     Args:
@@ -125,13 +127,14 @@ def complete(
         record = {"cell": cell, **settings, **seconds, **result, **told}
         append(arguments.output, record)
         found.append(record)
+        done.append(cell)
         # Each compiled program keeps memory maps, of which a process has 65,530.
         jax.clear_caches()
         print(*cell.values(), shown, record[shown], flush=True)
     return found
 
 
-def product(**axes: Iterable[Any]) -> list[dict[str, Any]]:
+def product(**axes: Iterable[Any]) -> list[Cell]:
     """Cells with every combination of the values; the last axis varies fastest."""
     return [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
 
@@ -143,9 +146,9 @@ def show(*tables: Table):
 
 def main(
     description: str | None,
-    run: Callable[[dict[str, Any]], dict[str, Any]],
+    run: Callable[[Cell], Record],
     shown: str,
-    *tables: Callable[[list[dict[str, Any]]], Table],
+    *tables: Callable[[list[Record]], Table],
     **axes: Iterable[Any],
 ):
     """Be the whole command line of a script whose cells are a product.

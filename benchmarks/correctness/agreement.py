@@ -177,7 +177,7 @@ def search(
     return found
 
 
-def run_network(cell: dict[str, Any], scale: Scale, folder: Path) -> dict[str, Any]:
+def run_network(cell: records.Cell, scale: Scale, folder: Path) -> records.Record:
     """One sampler and batch: search the step size, then compare start by start."""
     posterior, target = setting_of("networks", cell["data"], scale, folder)
     method, share, seed = METHODS[cell["method"]], cell["share"], cell["seed"]
@@ -202,7 +202,7 @@ def run_network(cell: dict[str, Any], scale: Scale, folder: Path) -> dict[str, A
     }
 
 
-def run_posterior(cell: dict[str, Any], scale: Scale, folder: Path) -> dict[str, Any]:
+def run_posterior(cell: records.Cell, scale: Scale, folder: Path) -> records.Record:
     """Eight chains of one sampler on one posterior."""
     posterior, target = setting_of("posteriors", cell["data"], scale, folder)
     method, starts = METHODS[cell["method"]], jnp.asarray(target.starts)
@@ -247,7 +247,7 @@ def calibrated(
     return np.asarray(truths), np.asarray(draws, np.float64)
 
 
-def run_calibration(cell: dict[str, Any], scale: Scale) -> dict[str, Any]:
+def run_calibration(cell: records.Cell, scale: Scale) -> records.Record:
     """Ranks of the truth among a few draws."""
     posterior = CALIBRATED[cell["data"]]()
     method = METHODS.get(cell["method"])
@@ -272,7 +272,7 @@ def run_calibration(cell: dict[str, Any], scale: Scale) -> dict[str, Any]:
     }
 
 
-def cells_of(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+def cells_of(arguments: argparse.Namespace) -> list[records.Cell]:
     """Every cell that is asked for; full-batch MCLMC on all rows alone."""
     part = arguments.part
     data = [name for name in DATA[part] if not arguments.data or name in arguments.data]
@@ -282,7 +282,7 @@ def cells_of(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     return [cell for cell in cells if cell["share"] == 1 or cell["method"] != FULL_BATCH]
 
 
-def run_cell(cell: dict[str, Any], scale: Scale, folder: Path) -> dict[str, Any]:
+def run_cell(cell: records.Cell, scale: Scale, folder: Path) -> records.Record:
     """Run the part that the cell is of."""
     if cell["part"] == "calibration":
         return run_calibration(cell, scale)
@@ -309,7 +309,7 @@ def main():
             print(name, setting_of(arguments.part, name, scale, folder)[1].told, flush=True)
         return
 
-    def run(cell: dict[str, Any]) -> dict[str, Any]:
+    def run(cell: records.Cell) -> records.Record:
         return run_cell(cell, scale, folder)
 
     found = records.complete(arguments, cells, run, "seconds", scale=list(scale))

@@ -250,7 +250,7 @@ def bootstrap_error(values: np.ndarray) -> float:
     return float(values[rows].mean(axis=1).std())
 
 
-def run_cell(cell: dict[str, Any], seed: int, num_chains: int, num_fresh: int) -> dict[str, Any]:
+def run_cell(cell: records.Cell, seed: int, num_chains: int, num_fresh: int) -> records.Record:
     """Search the step size on one set of seeds, report it on fresh ones.
 
     Twice: the smallest bias at all, as published, and the smallest of the chains that mix. All
@@ -308,7 +308,7 @@ def run_cell(cell: dict[str, Any], seed: int, num_chains: int, num_fresh: int) -
     }
 
 
-def cells(samplers, kinds, gradients) -> list[dict[str, Any]]:
+def cells(samplers, kinds, gradients) -> list[records.Cell]:
     """All targets and noises for some samplers."""
     return [
         {"target": target, "noise": noise, "kind": kind, "sampler": name, "gradients": gradients}
@@ -319,7 +319,7 @@ def cells(samplers, kinds, gradients) -> list[dict[str, Any]]:
     ]
 
 
-def preset(name: str) -> list[dict[str, Any]]:
+def preset(name: str) -> list[records.Cell]:
     """List the cells of a preset, those of table 1 first."""
     if name == "quick":
         return [
@@ -354,7 +354,7 @@ def main():
     chosen = arguments.samplers or SAMPLERS
     cells = [cell for cell in preset(arguments.preset) if cell["sampler"] in chosen]
 
-    def run(cell: dict[str, Any]) -> dict[str, Any]:
+    def run(cell: records.Cell) -> records.Record:
         return run_cell(cell, *settings)
 
     records.complete(arguments, cells[part::num_parts], run, "bias", settings=settings)

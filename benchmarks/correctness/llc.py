@@ -9,8 +9,6 @@ localization are told.
 """
 
 import functools
-import inspect
-from typing import Any
 
 from benchmarks import records
 from benchmarks.correctness import known_coefficients
@@ -23,16 +21,11 @@ from optax_smile.local import llc
 
 SEEDS = 0, 1, 2
 STEP_SIZES = 1e-7, 1e-6, 1e-5, 1e-4, 1e-3
-DEFAULTS = {
-    name: parameter.default
-    for name, parameter in inspect.signature(llc).parameters.items()
-    if name in ("num_warmup", "thin")
-}
 # Calls of the compiled step are what small models cost.
 STEPS_PER_DISPATCH = 10
 
 
-def cells_of_models() -> list[dict[str, Any]]:
+def cells_of_models() -> list[records.Cell]:
     """Defaults first, then SGLD at each step size, with one seed: its error is that of the step."""
     ours = records.product(model=MODELS, sampler=["psmile"], seed=SEEDS)
     return ours + records.product(model=MODELS, sampler=["sgld"], step_size=STEP_SIZES, seed=[0])
@@ -45,7 +38,7 @@ def model_of(name: str) -> tuple[known_coefficients.Known, known_coefficients.Ex
     return model, model.exact()
 
 
-def run_known(cell: dict[str, Any]) -> dict[str, Any]:
+def run_known(cell: records.Cell) -> records.Record:
     """One estimate."""
     model, exact = model_of(cell["model"])
     options = {}
@@ -81,14 +74,13 @@ def run_known(cell: dict[str, Any]) -> dict[str, Any]:
         "plain_error": float(plain.std(ddof=1) / num_chains**0.5),
         "balance": float(found.balance.mean()),
     }
-    steps = DEFAULTS["num_warmup"] + num_draws * DEFAULTS["thin"]
     return told | {
         # None stands for what is not finite.
         **{name: value if np.isfinite(value) else None for name, value in estimates.items()},
         "is_balanced": found.is_balanced,
         "findings": list(found.findings),
-        "gradients": num_chains * steps,
         "chains": num_chains,
+        "draws": num_draws,
     }
 
 

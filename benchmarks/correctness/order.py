@@ -23,7 +23,7 @@ NUM_ROWS, SIZE, NUM_GRADIENTS, NUM_CHAINS = 512, 20, 40_000, 20
 KEPT = NUM_GRADIENTS * 3 // 4
 
 
-def run_cell(cell: dict[str, Any]) -> dict[str, float]:
+def run_cell(cell: records.Cell) -> dict[str, float]:
     """Sample, and compare the variances."""
     per_pass, is_permuted = cell["batches"], cell["order"] == "permutations"
     rng = np.random.default_rng(0)

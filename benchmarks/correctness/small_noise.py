@@ -95,7 +95,7 @@ def cases() -> dict[str, Case]:
     return found
 
 
-def run_cell(cell: dict[str, Any]) -> dict[str, float]:
+def run_cell(cell: records.Cell) -> dict[str, float]:
     """Sample, and compare the variances."""
     case, num_chains, seed = cases()[cell["case"]], cell["num_chains"], cell["seed"]
     size = len(case.precision)

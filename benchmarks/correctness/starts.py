@@ -132,7 +132,7 @@ def start_of(problem: Problem, name: str) -> Any:
     return jax.jit(jax.vmap(descend))(fresh)
 
 
-def run(cell: dict[str, Any]) -> dict[str, Any]:
+def run(cell: records.Cell) -> records.Record:
     """Sample, and follow the energy."""
     problem = PROBLEMS[cell["problem"]]()
     start = start_of(problem, cell["start"])

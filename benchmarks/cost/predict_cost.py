@@ -33,7 +33,7 @@ def peak_mib() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
-def run_cell(cell: dict[str, int]) -> dict[str, float]:
+def run_cell(cell: records.Cell) -> dict[str, float]:
     """Measure in a process of its own."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as alone:
         return cell | alone.submit(measure, **cell).result()

@@ -91,7 +91,7 @@ def network_cells() -> Iterator[dict[str, Any]]:
             yield {"part": "network", "network": network, "chains": chains}
 
 
-def network_problem(cell: dict[str, Any]) -> tuple[Any, Callable, Any]:
+def network_problem(cell: records.Cell) -> tuple[Any, Callable, Any]:
     """Parameters, mean loss of them and a batch, and a batch."""
     name, key = cell["network"], jax.random.key(0)
     network, shape = NETWORKS[name]
@@ -113,7 +113,7 @@ def network_problem(cell: dict[str, Any]) -> tuple[Any, Callable, Any]:
     return network.init(key, inputs[:1]), loss, (inputs, targets)
 
 
-def update_problem(cell: dict[str, Any]) -> tuple[Any, Callable, Any]:
+def update_problem(cell: records.Cell) -> tuple[Any, Callable, Any]:
     """Random leaves; the loss is linear, and its gradient is what is given."""
     count, size = cell["leaves"], cell["parameters"] // cell["leaves"]
     shape = (size // 100, 100) if size % 100 == 0 and size > 100 else (size,)
@@ -126,7 +126,7 @@ def update_problem(cell: dict[str, Any]) -> tuple[Any, Callable, Any]:
     return leaves(1, 1.0), lambda params, batch: batch, grads
 
 
-def step_of(cell: dict[str, Any], tx: Any, loss: Callable) -> Callable:
+def step_of(cell: records.Cell, tx: Any, loss: Callable) -> Callable:
     """One step `(params, state, batch)` of one chain."""
 
     def step(params, state, batch):
@@ -140,7 +140,7 @@ def step_of(cell: dict[str, Any], tx: Any, loss: Callable) -> Callable:
     return step
 
 
-def measure(cell: dict[str, Any], methods: list[str], repetitions: int) -> dict[str, Any]:
+def measure(cell: records.Cell, methods: list[str], repetitions: int) -> dict[str, Any]:
     """Compile and time one cell; numbers for each of its methods, of which one is AdamW."""
     problem = update_problem if cell["part"] == "update" else network_problem
     params, loss, batch = problem(cell)

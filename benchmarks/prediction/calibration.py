@@ -107,7 +107,7 @@ def energy(seed: int) -> dict[str, Scores]:
 DATA: dict[str, Callable[[int], dict[str, Scores]]] = {"digits": digits, "energy": energy}
 
 
-def run_cell(cell: dict[str, Any]) -> dict[str, Any]:
+def run_cell(cell: records.Cell) -> records.Record:
     """Scores of both methods."""
     return {"methods": DATA[cell["data"]](cell["seed"])}
 

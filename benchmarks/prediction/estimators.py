@@ -54,7 +54,7 @@ def predictions(estimator: Any, x: np.ndarray, y: np.ndarray) -> dict[str, optax
     return {"deep ensemble": members.prediction(x, y), "psmile": estimator.prediction(x, y)}
 
 
-def run_cell(cell: dict[str, Any]) -> dict[str, Any]:
+def run_cell(cell: records.Cell) -> records.Record:
     """Fit, and score."""
     (x, y), (new_x, new_y) = split(**cell)
     begun = time.process_time()

@@ -52,7 +52,7 @@ def evenly(density: np.ndarray, number: int) -> float:
     return float(np.mean([lppd(density[rows]) for rows in places]))
 
 
-def sampled(cell: dict[str, Any]) -> tuple[selection.Problem, optax_smile.Snapshots]:
+def sampled(cell: records.Cell) -> tuple[selection.Problem, optax_smile.Snapshots]:
     """A problem, and the draws of its sampler."""
     task, made = selection.problem(cell["problem"], cell["seed"])
     given: dict[str, Any] = task.steps | {"key": cell["seed"], "check": False, "progress": False}
@@ -66,7 +66,7 @@ def predicted(task: selection.Problem, draws: Any, data: Any, **options: Any) ->
     return optax_smile.predict(task.apply_fn, draws, data[0], **options)
 
 
-def run_cell(cell: dict[str, Any]) -> dict[str, Any]:
+def run_cell(cell: records.Cell) -> records.Record:
     """Sample, choose on validation data, and score on test data."""
     task, draws = sampled(cell)
     validation = predicted(task, draws, task.validation, per="draw")

@@ -72,7 +72,7 @@ def prior_of(name: str, task: Experiment, start: Any, seed: int) -> dict[str, An
     }
 
 
-def run_cell(cell: dict[str, Any], work: Path) -> dict[str, Any]:
+def run_cell(cell: records.Cell, work: Path) -> records.Record:
     """Scores of the draws, and where they went."""
     task, seed, chains = build(cell["size"]), cell["seed"], cell["num_chains"]
     settings = Settings(num_epochs=6, patience=2, batch_size=256)

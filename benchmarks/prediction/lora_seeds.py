@@ -44,7 +44,7 @@ def mode(base: lora.Config, config: lora.Config) -> Any:
     return lora.fit_map(model, config, lora.batches_of(texts["train"], config), valid)
 
 
-def run_cell(cell: dict[str, Any], **short: Any) -> dict[str, Any]:
+def run_cell(cell: records.Cell, **short: Any) -> records.Record:
     """Sample, and score on validation and test text."""
     base = lora.Config(seed=cell["seed"], **short)
     config = dataclasses.replace(base, prior_precision=cell["precision"])

@@ -46,7 +46,7 @@ PAPER_TUNING = {"reject_quantile": 0.98, "adapt_probability": 0.1}
 TRAINING = ("num_epochs", "patience", "batch_size", "num_train", "width", "depth", "context")
 
 
-def around(cell: dict[str, Any], settings: Settings, work: Path) -> dict[str, Any]:
+def around(cell: records.Cell, settings: Settings, work: Path) -> dict[str, Any]:
     """Find a prior around trained weights, by the first member of seed 0 for all; it is kept."""
     allowed, cell = cell["options"]["allowed"], cell | {"seed": 0}
     path = work / (name_of("around", cell["task"], cell["form"], allowed) + ".json")
@@ -70,7 +70,7 @@ def around(cell: dict[str, Any], settings: Settings, work: Path) -> dict[str, An
     return precision | {"decoherence_length": "turning"}
 
 
-def make_sampler(cell: dict[str, Any], settings: Settings, work: Path, **common: Any) -> Any:
+def make_sampler(cell: records.Cell, settings: Settings, work: Path, **common: Any) -> Any:
     """Build the sampler of a cell."""
     method, options = cell["method"], dict(cell["options"])
     num_steps = settings.num_warmup + settings.num_draws * settings.thin
@@ -108,12 +108,12 @@ def name_of(*parts: Any) -> str:
     return "".join(c if c.isalnum() or c in "-." else "_" for c in text)
 
 
-def member_of(cell: dict[str, Any], member: int) -> int:
+def member_of(cell: records.Cell, member: int) -> int:
     """Seed of a member."""
     return 100 * cell["seed"] + member
 
 
-def warm_member(cell: dict[str, Any], settings: Settings, member: int, work: Path) -> Any:
+def warm_member(cell: records.Cell, settings: Settings, member: int, work: Path) -> Any:
     """Train a member, or read it: other methods of the task start from it, too."""
     form, *changed = cell["form"].split()
     training = [x for x in changed if x.split("=")[0] in TRAINING]
@@ -138,7 +138,7 @@ def takes_two(method: str) -> bool:
     return "published" in method or "paper's" in method
 
 
-def counted(cell: dict[str, Any], settings: Settings) -> Settings:
+def counted(cell: records.Cell, settings: Settings) -> Settings:
     """Settings in the steps of a method, so that all take as many gradients.
 
     Those with two gradients a step make half as many; the paper's own form counts steps. Cycles
@@ -154,7 +154,7 @@ def counted(cell: dict[str, Any], settings: Settings) -> Settings:
 
 
 def chain_of(
-    cell: dict[str, Any], settings: Settings, start: Any, member: int, directory: Path
+    cell: records.Cell, settings: Settings, start: Any, member: int, directory: Path
 ) -> tuple[Any, dict[str, Any]]:
     """Draws of a chain, and how it went."""
     method, seed = cell["method"], member_of(cell, member)
@@ -185,13 +185,13 @@ def chain_of(
     }
 
 
-def path_of(cell: dict[str, Any], member: int, work: Path) -> Path:
+def path_of(cell: records.Cell, member: int, work: Path) -> Path:
     """File of what a chain predicts; its draws are in the folder of the same name."""
     name = name_of(*(cell[x] for x in ("task", "form", "method", "options", "seed")), member)
     return work / f"{name}.npz"
 
 
-def run_chain(cell: dict[str, Any], settings: Settings, member: int, work: Path) -> Path:
+def run_chain(cell: records.Cell, settings: Settings, member: int, work: Path) -> Path:
     """Train a member, run a chain from it, and keep what it predicts.
 
     A chain that went on after it was cut off has no time; memory is the most of the process so far.

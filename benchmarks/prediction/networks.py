@@ -37,7 +37,7 @@ from optax_smile import calibrate, metrics
 NUM_CORRUPTED, NUM_DRAWS_CORRUPTED, SEVERITIES = 1_000, 16, (1, 3, 5)
 
 
-def run_corrupted(cell: dict[str, Any], settings: Settings, work: Path) -> dict[str, Any]:
+def run_corrupted(cell: records.Cell, settings: Settings, work: Path) -> records.Record:
     """Scores on corrupted test images, by severity: the mean over the fifteen corruptions.
 
     These are of 16 draws of each chain, on the first 1,000 test images.
@@ -109,7 +109,7 @@ def scores(task: Experiment, chains: Sequence[Mapping[str, np.ndarray]]) -> dict
     return {name: float(x) for name, x in told.items()}
 
 
-def run_cell(cell: dict[str, Any], settings: Settings, work: Path) -> dict[str, Any]:
+def run_cell(cell: records.Cell, settings: Settings, work: Path) -> records.Record:
     """Run all chains of a cell, and score their average and each alone."""
     paths = [network_chains.run_chain(cell, settings, i, work) for i in range(cell["num_chains"])]
     chains = [dict(np.load(path)) for path in paths]
@@ -120,20 +120,26 @@ def run_cell(cell: dict[str, Any], settings: Settings, work: Path) -> dict[str, 
     return scores(task, chains) | {"single": single, "chains": told}
 
 
+def parser(description: str | None, form: str) -> records.Parser:
+    """A command line that names the cells of a table; `form` is the usual one."""
+    made = records.parser(description)
+    made.add_argument("--table", choices=TABLES, default="lenet")
+    made.add_argument("--form", choices=FORMS, default=form)
+    made.add_argument("--seeds", type=int, nargs="+", default=[0])
+    made.add_argument("--settings", type=json.loads, default={}, help="other settings, JSON")
+    made.add_argument("--work", type=Path, default=Path("out/networks"))
+    return made
+
+
 def main():
     """Run the chains that are missing, record the cells that are complete."""
-    parser = records.parser(__doc__)
-    parser.add_argument("--table", choices=TABLES, default="lenet")
-    parser.add_argument("--form", choices=FORMS, default="tiny")
-    parser.add_argument("--methods", nargs="+", help="of the table; default: all")
-    parser.add_argument("--options", type=json.loads, help="of these methods, JSON; default: all")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--members", type=int, nargs="+", help="chains to run, without a record")
-    parser.add_argument("--settings", type=json.loads, default={}, help="other settings, JSON")
-    parser.add_argument("--corrupted", action="store_true", help="score corrupted images instead")
-    parser.add_argument("--work", type=Path, default=Path("out/networks"))
-    arguments = parser.parse_args()
-    pairs = _chosen(parser, arguments)
+    made = parser(__doc__, form="tiny")
+    made.add_argument("--methods", nargs="+", help="of the table; default: all")
+    made.add_argument("--options", type=json.loads, help="of these methods, JSON; default: all")
+    made.add_argument("--members", type=int, nargs="+", help="chains to run, without a record")
+    made.add_argument("--corrupted", action="store_true", help="score corrupted images instead")
+    arguments = made.parse_args()
+    pairs = _chosen(made, arguments)
     if arguments.members is not None:
         for cell, settings in pairs:
             for member in arguments.members:

@@ -235,7 +235,7 @@ def score(snapshots: Any, test) -> dict[str, Any]:
     return told
 
 
-def run_cell(cell: dict[str, Any]) -> dict[str, Any]:
+def run_cell(cell: records.Cell) -> records.Record:
     """Sample and score."""
     warnings.filterwarnings("ignore", message="`sample`: `sampler` is an optimizer")
     of = (cell[name] for name in ("data", "split", "protocol", "num_chains"))
