@@ -1,4 +1,4 @@
-"""What every benchmark writes down: one JSON line per run, with what it was run on."""
+"""How every benchmark runs and records its cells: one JSON line each, with commit and device."""
 
 import argparse
 import functools
@@ -19,13 +19,13 @@ import jax
 # Settings of one run, and what is recorded of it; the fields depend on the script.
 Cell = dict[str, Any]
 ROOT = Path(__file__).parents[1]
-# New files elsewhere are no part of what runs; records and figures are what it writes.
+# New files elsewhere are not imported; records and figures are written.
 CODE = ("optax_smile", "benchmarks", "examples")
 WRITTEN = (":(exclude)benchmarks/results", ":(exclude)benchmarks/figures")
 
 
 def environment(allow_dirty: bool = False) -> Record:
-    """Commit, version, device and date of this run.
+    """Commit, version of JAX, device and date of this run.
 
     Args:
         allow_dirty: whether files may differ from the commit; they are listed as `dirty`.
@@ -43,7 +43,7 @@ def environment(allow_dirty: bool = False) -> Record:
 
 @functools.cache
 def tree(root: Path) -> tuple[str, list[str]]:
-    """Commit of a checkout and the files that differ from it, when the process first asks."""
+    """Commit of a checkout and the files that differ from it, at the first call."""
 
     def git(*arguments: str) -> list[str]:
         command = ["git", "-C", str(root), *arguments]
@@ -56,7 +56,7 @@ def tree(root: Path) -> tuple[str, list[str]]:
 
 
 def refuse(changed: list[str], allow_dirty: bool):
-    """End a run whose record would name a commit that is not what ran."""
+    """End a run whose files differ from the commit that its record would name."""
     if changed and not allow_dirty:
         shown = ", ".join(changed[:5]) + ", ..." * (len(changed) > 5)
         raise SystemExit(
@@ -66,7 +66,7 @@ def refuse(changed: list[str], allow_dirty: bool):
 
 
 def append(path: Path | None, record: Record):
-    """Add one record, on a line of its own; nothing without a path."""
+    """Add one record as a line, if there is a path."""
     if path is None:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -76,7 +76,7 @@ def append(path: Path | None, record: Record):
 
 
 class Parser(argparse.ArgumentParser):
-    """A command line that refuses, before anything runs, to record what no commit has."""
+    """A command line that refuses to record uncommitted code, before anything runs."""
 
     def parse_args(self, *arguments, **options) -> Any:
         """Without `--output` nothing is recorded, and files may differ."""
@@ -87,13 +87,13 @@ class Parser(argparse.ArgumentParser):
 
 
 def parser(description: str | None) -> Parser:
-    """A command line whose help is the docstring of its script, with what `complete` reads."""
+    """A command line whose help is the docstring of its script, with the options of `complete`."""
     made = Parser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--output", type=Path, help="JSON lines, read first and appended to")
     made.add_argument(
         "--allow-dirty", action="store_true", help="mark records of files that are not committed"
     )
-    made.add_argument("--cells", type=int, help="run only so many cells of those that are missing")
+    made.add_argument("--cells", type=int, help="run at most this number of missing cells")
     return made
 
 
@@ -108,20 +108,20 @@ def complete(
 
     Args:
         arguments: of `parser`. Without `--output` nothing is written.
-        cells: what is asked for.
+        cells: requested cells.
         run: result of a cell.
         shown: field of the result that is printed after each cell.
         settings: more fields of each record; a cell with other settings is run again.
     """
     found = read(arguments.output)
-    # A cell that a signal has cut short is not recorded.
+    # A cell that a signal has interrupted is not recorded.
     warnings.filterwarnings("error", message="`sample` ended early")
     done = [record.get("cell") for record in found if settings.items() <= record.items()]
     missing = (cell for cell in cells if cell not in done)
     for cell in itertools.islice(missing, arguments.cells):
         begun = time.monotonic()
         result = run(cell)
-        # A result may have a more precise time of its own.
+        # A result may have a more precise time.
         seconds = {"seconds": time.monotonic() - begun}
         told = environment(arguments.allow_dirty)
         record = {"cell": cell, **settings, **seconds, **result, **told}
@@ -157,7 +157,7 @@ def main(
         description: the docstring of the script.
         run: see `complete`.
         shown: see `complete`.
-        tables: what the records become, printed at the end.
+        tables: made from the records and printed at the end.
         axes: values of each field of a cell; its plural is an option, such as `--seeds 0 1`.
     """
     made = parser(description)

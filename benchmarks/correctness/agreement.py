@@ -58,7 +58,7 @@ NUM_CHAINS = 8
 NUM_DRAWS = 19
 # Variance of the ranks, as shares, if they are uniform.
 UNIFORM = (1 - (NUM_DRAWS + 1) ** -2) / 12
-# Data sets whose effective sample sizes are looked at.
+# Data sets for which effective sample sizes are computed.
 NUM_CHECKED = 50
 DATA: dict[str, dict[str, Callable[[], Posterior]]] = {
     "networks": NETWORKS,
@@ -84,7 +84,7 @@ def compare(draws: np.ndarray, target: np.ndarray, summaries: dict[str, Any]) ->
 
 
 def over_inputs(summary: Callable) -> Callable:
-    """Summarize the test inputs alone."""
+    """Summarize the test inputs only."""
     return lambda values: summary(values[:NUM_INPUTS])
 
 
@@ -96,7 +96,7 @@ POSTERIOR_SUMMARIES = {"max": np.max, "p90": lambda values: np.quantile(values, 
 
 
 def starts_of(posterior: Posterior, with_prior: bool, number: int, num_steps: int) -> jax.Array:
-    """Give the ends of descents from random points `[start, parameter]`."""
+    """Descend from random points `[start, parameter]`."""
     rows = jax.tree.map(jnp.asarray, posterior.rows)
     num_data = len(jax.tree.leaves(rows)[0])
 
@@ -117,7 +117,7 @@ def setting_of(
     """Make or read the reference of a network or posterior, with the places where chains start.
 
     Those of a network from few modes, several from each; those of a posterior from descents of
-    their own, by the likelihood alone: the prior would draw the scale of centred groups to zero.
+    their own, by the likelihood only: the prior would pull the scale of centred groups to zero.
     """
     posterior = DATA[part][name]()
 
@@ -139,7 +139,7 @@ def setting_of(
 
 
 def told_reference(target: reference.Reference) -> dict[str, Any]:
-    """What a reader must know of the reference."""
+    """Quality of the reference."""
     return target.told | {
         "rhat": np.round(target.rhat, 4).tolist(),
         "ess": np.round(target.ess).tolist(),
@@ -273,7 +273,7 @@ def run_calibration(cell: records.Cell, scale: Scale) -> records.Record:
 
 
 def cells_of(arguments: argparse.Namespace) -> list[records.Cell]:
-    """Every cell that is asked for; full-batch MCLMC on all rows alone."""
+    """Requested cells; full-batch MCLMC only on all rows."""
     part = arguments.part
     data = [name for name in DATA[part] if not arguments.data or name in arguments.data]
     methods = arguments.methods or (list(METHODS) if part == "networks" else [DEFAULT])
@@ -283,7 +283,7 @@ def cells_of(arguments: argparse.Namespace) -> list[records.Cell]:
 
 
 def run_cell(cell: records.Cell, scale: Scale, folder: Path) -> records.Record:
-    """Run the part that the cell is of."""
+    """Run a cell of any part."""
     if cell["part"] == "calibration":
         return run_calibration(cell, scale)
     return (run_network if cell["part"] == "networks" else run_posterior)(cell, scale, folder)
@@ -293,11 +293,11 @@ def main():
     """Run the cells that are missing, print the tables."""
     parser = records.parser(__doc__)
     parser.add_argument("--part", choices=DATA, required=True)
-    parser.add_argument("--data", nargs="+", help="some networks, posteriors or models alone")
+    parser.add_argument("--data", nargs="+", help="some networks, posteriors or models")
     parser.add_argument("--methods", nargs="+", choices=[*METHODS, NUTS])
     parser.add_argument("--shares", nargs="+", type=int, help="N over the batch size")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--smoke", action="store_true", help="tiny runs, to see that all works")
+    parser.add_argument("--smoke", action="store_true", help="tiny runs, as a check")
     parser.add_argument("--only-references", action="store_true")
     parser.add_argument("--references", type=Path, default=Path("out/references"))
     arguments = parser.parse_args()

@@ -1,9 +1,9 @@
-r"""The local learning coefficient where it is known, by defaults; and SGLD beside it.
+r"""Does `llc` recover known local learning coefficients with its defaults? Compared with SGLD.
 
 Models and their exact values are in `known_coefficients.py`. A cell is a model, a seed and a
-sampler: `psmile`, which is the default and finds its step size, or `sgld` with one of five. All
-have as many chains, draws and gradients, those of the defaults of `llc`; only num_data and the
-localization are told.
+sampler: `psmile`, the default, which chooses its step size, or `sgld` with one of five. All have
+the default number of chains, draws and gradients of `llc`, which gets only num_data and the
+localization.
 
     python benchmarks/correctness/llc.py --output benchmarks/results/llc.jsonl
 """
@@ -21,7 +21,7 @@ from optax_smile.local import llc
 
 SEEDS = 0, 1, 2
 STEP_SIZES = 1e-7, 1e-6, 1e-5, 1e-4, 1e-3
-# Calls of the compiled step are what small models cost.
+# Small models spend their time in calls of the compiled step.
 STEPS_PER_DISPATCH = 10
 
 
@@ -69,13 +69,13 @@ def run_known(cell: records.Cell) -> records.Record:
     estimates = {
         "llc": found.llc,
         "standard_error": found.standard_error,
-        # The mean loss alone, without what its balance takes away, as it is estimated elsewhere.
+        # The mean loss without the correction by the balance, the usual estimate.
         "plain": float(plain.mean()),
         "plain_error": float(plain.std(ddof=1) / num_chains**0.5),
         "balance": float(found.balance.mean()),
     }
     return told | {
-        # None stands for what is not finite.
+        # None replaces values that are not finite.
         **{name: value if np.isfinite(value) else None for name, value in estimates.items()},
         "is_balanced": found.is_balanced,
         "findings": list(found.findings),
@@ -87,8 +87,8 @@ def run_known(cell: records.Cell) -> records.Record:
 def main():
     """Run the cells that are missing."""
     parser = records.parser(__doc__)
-    parser.add_argument("--model", choices=tuple(MODELS), help="one of them")
-    parser.add_argument("--sampler", choices=("psmile", "sgld"), help="one of them")
+    parser.add_argument("--model", choices=tuple(MODELS), help="only this one")
+    parser.add_argument("--sampler", choices=("psmile", "sgld"), help="only this one")
     arguments = parser.parse_args()
     wanted = {name: vars(arguments)[name] for name in ("model", "sampler")}
     wanted = {name: value for name, value in wanted.items() if value}

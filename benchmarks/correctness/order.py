@@ -1,7 +1,7 @@
 """Few batches in a pass, permuted or with replacement, where the posterior is known.
 
 Bayesian linear regression of 20 weights on 512 rows with unit noise, in passes of m batches. 20
-chains of the default `psmile`, 40,000 gradients each, the first quarter left out; b^2 is the mean
+chains of the default `psmile`, 40,000 gradients each, the first quarter discarded; b^2 is the mean
 squared relative error of the variances, pooled over the chains.
 
     python benchmarks/correctness/order.py --output benchmarks/results/order.jsonl

@@ -1,4 +1,4 @@
-"""Long NUTS runs that `agreement.py` compares with, and how far draws are from them."""
+"""Long NUTS runs, the references of `agreement.py`, and the distance of draws from them."""
 
 import time
 from collections.abc import Callable
@@ -20,18 +20,18 @@ LARGEST_RHAT = 1.01
 STORED = 5_000
 # Quantiles whose mean distance is W1.
 QUANTILES = (np.arange(400) + 0.5) / 400
-# Error-free comparisons: at least so many, and so many over all quantities.
+# Smallest number of comparisons without bias, for each quantity and over all quantities.
 REPEATS, COMPARISONS = 4, 400
 
 
 class Reference(NamedTuple):
-    """What NUTS found.
+    """A NUTS run.
 
     Attributes:
         starts: of the sampler's chains `[start, parameter]`.
         draws: quantities `[start, chain, draw, quantity]`.
         rhat: largest of the quantities of each start `[start]`.
-        ess: smallest, likewise.
+        ess: smallest of the quantities of each start `[start]`.
         told: number of draws of a chain, gradients, divergences, seconds and acceptance.
     """
 
@@ -49,18 +49,18 @@ def nuts(
     num_draws: int,
     rows_axis: int | None = None,
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Give compiled functions that adapt NUTS in every chain and draw the next block.
+    """Return compiled functions that adapt NUTS in every chain and draw the next block.
 
     Args:
         posterior: what to sample.
         acceptance: rate at which the step size aims.
         num_warmup: draws by which step size and diagonal mass are adapted, in windows.
         num_draws: length of a block.
-        rows_axis: 0 where every chain has rows of its own.
+        rows_axis: 0 if each chain has its own rows.
 
     Returns:
-        Functions `adapt(starts, keys, rows)`, which gives a carry, and `draw(carry, keys, rows)`,
-        which gives the next one, quantities `[chain, draw, quantity]` and means `[chain]` of
+        Functions `adapt(starts, keys, rows)`, which returns a carry, and `draw(carry, keys, rows)`,
+        which returns the next one, quantities `[chain, draw, quantity]` and means `[chain]` of
         gradients per draw, divergences and acceptance.
     """
     kernel = blackjax.nuts.build_kernel()
@@ -104,8 +104,8 @@ def run(
 ) -> Reference:
     """Run NUTS until the chains `[start, chain, parameter]` that share a start agree.
 
-    They are looked at after every block of draws: until R-hat is small and the effective size
-    `enough` for every quantity, or `most_blocks` are drawn, which the record tells.
+    They are checked after every block of draws. The run ends when R-hat is small and the effective
+    size is at least `enough` for every quantity, or after `most_blocks` blocks.
     """
     began, (num_starts, per_start) = time.monotonic(), starts.shape[:2]
     keys = jax.random.split(jax.random.key(seed), num_starts * per_start)
@@ -174,7 +174,7 @@ def deviations(draws: np.ndarray, reference: np.ndarray) -> dict[str, np.ndarray
 def sizes(draws: np.ndarray) -> np.ndarray:
     """Independent draws `[quantity]` in chains `[chain, draw, quantity]`: of mean or of variance.
 
-    The smaller of the two, over all chains together: chains that do not agree have few.
+    The smaller of the two, over all chains together, so that chains that disagree have few.
     """
     squares = (draws - draws.mean(axis=(0, 1))) ** 2
     found = [diagnostics.ess(x) for x in (draws, squares)]
@@ -184,10 +184,10 @@ def sizes(draws: np.ndarray) -> np.ndarray:
 def expected_deviations(
     reference: np.ndarray, size: np.ndarray, reference_size: np.ndarray
 ) -> list[dict[str, np.ndarray]]:
-    """What `deviations` would be of as many independent draws from the reference itself.
+    """Deviations of the same number of independent draws from the reference itself.
 
-    Both sides are drawn from the reference `[draw, quantity]`, with replacement, as many as either
-    has independent ones.
+    Both sides are drawn with replacement from the reference `[draw, quantity]`; their numbers are
+    the effective sizes of the two sides.
     """
     rng, found = np.random.default_rng(0), []
 
@@ -217,8 +217,8 @@ def agreement(
         summaries: functions from the deviations of all quantities to a number, by name.
 
     Returns:
-        For each measure and summary the figure itself (`raw`), what a sampler without any bias
-        would have at as many independent draws (`error`), and the rest in quadrature (`net`).
+        For each measure and summary the figure itself (`raw`), that of an unbiased sampler with the
+        same number of independent draws (`error`), and the difference in quadrature (`net`).
         Median and smallest number of independent draws; median ratio of the sd, with its side.
     """
     size, reference_size = sizes(draws), sizes(reference)

@@ -1,9 +1,9 @@
 """Variances of Gaussians whose gradients have little noise, isotropic or not.
 
-20 chains with the defaults, 40,000 gradients each from the mode, the first quarter left out. Second
-moments are averaged over the chains before they are compared, so that little Monte Carlo error is
-left: b^2 is the mean squared relative error of the variances over the coordinates, without a factor
-1/2. `smile` is right where the noise is isotropic, and stands beside it for its Monte Carlo error.
+20 chains with the defaults, 40,000 gradients each from the mode, without the first quarter. Second
+moments are averaged over the chains before they are compared, which reduces the Monte Carlo error.
+b^2 is the mean squared relative error of the variances over the coordinates, without a factor 1/2.
+`smile` is exact for isotropic noise, so it shows the Monte Carlo error.
 
     python benchmarks/correctness/small_noise.py --output benchmarks/results/small_noise.jsonl
 """

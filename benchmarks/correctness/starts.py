@@ -1,9 +1,8 @@
-"""Where chains of the defaults get to from starts near and far, and whether they say so.
+"""Where default chains arrive from starts near and far, and whether diagnostics report it.
 
 A regression of five parameters (the first block of the README), the network of `uci.py` on energy,
-that of the quickstart on digits; chains start in a mode, at weights of AdamW, at a fresh
-initialisation, ten times that, and at zeros. No warm-up is left out: the whole path is looked at.
-A cell is one line of the output; cells that it already holds are skipped.
+that of the quickstart on digits; chains start at a mode, at AdamW weights, at a fresh
+initialization, ten times that, and at zeros. There is no warm-up: the whole path is recorded.
 
     export OPTAX_SMILE_DATA=path/to/data
     python benchmarks/correctness/starts.py --output benchmarks/results/starts.jsonl
@@ -25,7 +24,7 @@ import quickstart
 import optax_smile
 
 NUM_CHAINS, NUM_GRADIENTS, THIN = 8, 20_000, 100
-# After so many gradients chains are asked whether they are on their way.
+# Numbers of gradients after which `on_its_way` is recorded.
 ASKED = (400, 2_000, NUM_GRADIENTS)
 FIT_RATE, MODE_STEPS = 1e-2, 5_000
 

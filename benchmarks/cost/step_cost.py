@@ -1,12 +1,11 @@
 """What a step costs: time, memory, traffic and compilation of AdamW, SGD, SGLD and our samplers.
 
-    update   parameters in float32 leaves, gradients given: the update alone
+    update   parameters in float32 leaves, gradients given: only the update
     network  whole steps, gradient of a batch included: a multilayer perceptron, LeNet, a small GPT
 
 All methods of a cell run in one process in turn, on buffers that are donated as (params, state),
 and each repetition gives one ratio to AdamW; medians are written. Small updates run many to a
 program. Memory and traffic come from the compiled program, in arrays of the size of the parameters.
-A cell is one line of the output; cells that it already holds are skipped.
 
     python benchmarks/cost/step_cost.py --output benchmarks/results/step_cost.jsonl
 """
@@ -28,7 +27,7 @@ import optax
 import optax_smile
 
 WARM_UP = 3
-# Updates of so many parameters in all are done in one program.
+# Parameters that one program updates in total, in repeated steps.
 PER_PROGRAM = 2_000_000
 NUM_TOKENS = 65
 SMALL_GPT = models.GPT(NUM_TOKENS, context=64, features=128, depth=2, num_heads=4)

@@ -1,9 +1,9 @@
 """Calibration after the fact: temperature, and coverage of conformal sets and intervals.
 
 The quickstart's chains and deep ensemble on digits, `BayesianRegressor` and its members on energy.
-Test predictions, as they are stored, are halved twice at random; what is fitted on one half is
-judged on the other, and the other way round: each seed gives four splits. Both directions together,
-so that the luck of a half mostly cancels.
+Stored test predictions are split in half twice at random. A method is fitted on one half and judged
+on the other, in both directions, so each seed gives four splits and the luck of a half mostly
+cancels.
 
     python benchmarks/prediction/calibration.py --output benchmarks/results/calibration.jsonl
 
@@ -29,7 +29,7 @@ Scores = dict[str, Any]
 
 
 def splits(num_inputs: int, seed: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Halves to fit on and to judge on, each pair in both directions."""
+    """Halves to fit on and to judge on, in both directions."""
     generator = np.random.default_rng(seed)
     for _ in range(NUM_HALVINGS):
         order = generator.permutation(num_inputs)
@@ -39,7 +39,7 @@ def splits(num_inputs: int, seed: int) -> Iterator[tuple[np.ndarray, np.ndarray]
 
 
 def of_classes(probabilities: np.ndarray, labels: np.ndarray, seed: int) -> Scores:
-    """Before and after temperature, each row tempered by what the other half told; sets."""
+    """Scores before and after temperature, fitted on the other half, and prediction sets."""
 
     def scores(probabilities: np.ndarray) -> dict[str, float]:
         log_density = np.log(probabilities[np.arange(len(labels)), labels])
@@ -81,7 +81,7 @@ def of_normals(mean: np.ndarray, std: np.ndarray, targets: np.ndarray, seed: int
 
 
 def digits(seed: int) -> dict[str, Scores]:
-    """Run the quickstart, and read what it stored."""
+    """Run the quickstart and read its stored predictions."""
     config = quickstart.Config(seed=seed, progress=False)
     with tempfile.TemporaryDirectory() as folder:
         quickstart.run(config, "psmile", Path(folder))

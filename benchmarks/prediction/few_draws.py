@@ -46,7 +46,7 @@ def lppd(density: np.ndarray) -> float:
 
 
 def evenly(density: np.ndarray, number: int) -> float:
-    """Mean LPPD of so many evenly spaced draws over the shifts of their places."""
+    """Mean LPPD of this number of evenly spaced draws over shifts of their places."""
     shifts = (np.arange(NUM_SHIFTS) + 0.5) / NUM_SHIFTS
     places = ((np.arange(number) + shifts[:, None]) * len(density) / number).astype(int)
     return float(np.mean([lppd(density[rows]) for rows in places]))

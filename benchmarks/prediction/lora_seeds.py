@@ -86,7 +86,7 @@ def main():
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=["MAP", "psmile"])
     parser.add_argument("--precisions", nargs="+", type=float, default=[100.0, 300.0, 1000.0])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--smoke", action="store_true", help="seconds, to see that all works")
+    parser.add_argument("--smoke", action="store_true", help="tiny runs, as a check")
     arguments = parser.parse_args()
     if not os.environ.get("OPTAX_SMILE_DATA"):
         parser.error("set OPTAX_SMILE_DATA, a folder with the texts of examples/lora.py")

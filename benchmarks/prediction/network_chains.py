@@ -1,4 +1,4 @@
-"""Chains of `networks.py`: a member and what is drawn from it, kept in files and not run again."""
+"""Chains of `networks.py`: a member and its draws, kept in files and reused."""
 
 import dataclasses
 import functools
@@ -47,7 +47,7 @@ TRAINING = ("num_epochs", "patience", "batch_size", "num_train", "width", "depth
 
 
 def around(cell: records.Cell, settings: Settings, work: Path) -> dict[str, Any]:
-    """Find a prior around trained weights, by the first member of seed 0 for all; it is kept."""
+    """Find a prior around trained weights from the first member of seed 0, or read it."""
     allowed, cell = cell["options"]["allowed"], cell | {"seed": 0}
     path = work / (name_of("around", cell["task"], cell["form"], allowed) + ".json")
     if not path.exists():
@@ -114,7 +114,7 @@ def member_of(cell: records.Cell, member: int) -> int:
 
 
 def warm_member(cell: records.Cell, settings: Settings, member: int, work: Path) -> Any:
-    """Train a member, or read it: other methods of the task start from it, too."""
+    """Train a member, or read it: all methods of the task start from it."""
     form, *changed = cell["form"].split()
     training = [x for x in changed if x.split("=")[0] in TRAINING]
     return experiment.warm_start(
@@ -128,21 +128,21 @@ def warm_member(cell: records.Cell, settings: Settings, member: int, work: Path)
 
 
 def over_time(values: np.ndarray) -> list[float | None]:
-    """Means of the tenths of a run; None where there is nothing to be told."""
+    """Means of the tenths of a run; None where no value is finite."""
     parts = [part[np.isfinite(part)] for part in np.array_split(values, 10)]
     return [float(part.mean()) if len(part) else None for part in parts]
 
 
 def takes_two(method: str) -> bool:
-    """Tell whether a step takes two gradients."""
+    """Whether a step takes two gradients."""
     return "published" in method or "paper's" in method
 
 
 def counted(cell: records.Cell, settings: Settings) -> Settings:
-    """Settings in the steps of a method, so that all take as many gradients.
+    """Settings in steps of a method, so that all take the same number of gradients.
 
     Those with two gradients a step make half as many; the paper's own form counts steps. Cycles
-    take the place of a warm-up: each begins with a search, of which nothing is kept.
+    replace the warm-up: each begins with a search, of which no draws are kept.
     """
     if cell["method"] == "cyclical_sgld":
         num_ticks = settings.num_warmup // settings.thin + settings.num_draws
@@ -156,7 +156,7 @@ def counted(cell: records.Cell, settings: Settings) -> Settings:
 def chain_of(
     cell: records.Cell, settings: Settings, start: Any, member: int, directory: Path
 ) -> tuple[Any, dict[str, Any]]:
-    """Draws of a chain, and how it went."""
+    """Draws of a chain, and a record of the run."""
     method, seed = cell["method"], member_of(cell, member)
     task = load(cell["task"], settings)
     common = {"num_data": task.num_data, "key": jax.random.key(seed)}
@@ -166,7 +166,7 @@ def chain_of(
     if takes_two(method):
         options["batch_per"] = "step"
     with warnings.catch_warnings():
-        # Less than was asked for would be scored as if it were all.
+        # An interrupted run would be scored as if it were complete.
         warnings.filterwarnings("error", message="`sample` ended early")
         draws = experiment.draw(task, settings, start, sampler, 2 * seed + 1, **options)
     trace, *_, last = draws.trace, *draws
@@ -192,9 +192,9 @@ def path_of(cell: records.Cell, member: int, work: Path) -> Path:
 
 
 def run_chain(cell: records.Cell, settings: Settings, member: int, work: Path) -> Path:
-    """Train a member, run a chain from it, and keep what it predicts.
+    """Train a member, run a chain from it, and store its predictions.
 
-    A chain that went on after it was cut off has no time; memory is the most of the process so far.
+    A resumed chain has no time; memory is the peak of the process so far.
     """
     path, used = path_of(cell, member, work), dataclasses.asdict(settings)
     if path.exists():

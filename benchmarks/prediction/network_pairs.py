@@ -1,7 +1,7 @@
 r"""Differences between two methods of `networks.py`, paired over test data, chains and seeds.
 
-Reads what `networks.py` kept in `--work`; runs nothing. For each task one rival is the rate of
-checkpoints with the best validation LPPD of the ensemble, chosen for each seed.
+Reads the files of `networks.py` in `--work` and runs nothing. For each task one rival is the rate
+of checkpoints with the best validation LPPD of the ensemble, chosen for each seed.
 
     python benchmarks/prediction/network_pairs.py --table lenet --form small --seeds 0 1 2 \
         --work out/networks --output benchmarks/results/network_pairs.jsonl
@@ -56,7 +56,7 @@ def main():
 
 
 def differences(ours: Sequence[Any], theirs: Sequence[Any]) -> dict[str, list[float]]:
-    """Mean and standard error of the difference in LPPD: of all chains, and of one alone."""
+    """Mean and standard error of the difference in LPPD: of all chains, and of single chains."""
 
     def density(chains):
         found = averaged([c["density"] for c in chains])

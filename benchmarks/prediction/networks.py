@@ -1,8 +1,8 @@
-r"""The paper's large tables: networks on images and text, by samplers, ensembles and others.
+r"""The paper's large tables: networks on images and text, with samplers, ensembles and others.
 
 A cell is a task in a form, a method with its options, and a seed. Its unit of work is one chain
 with its warm start: weights, draws and log-probabilities of the test data go to the folder
-`--work`, where what is there is not run again, and what was cut off goes on. When all chains of a
+`--work`. Chains that are there are not run again, and interrupted ones resume. When all chains of a
 cell are there, it becomes one JSON line.
 
     python benchmarks/prediction/networks.py --table lenet --output out/networks.jsonl
@@ -11,8 +11,8 @@ cell are there, it becomes one JSON line.
     python benchmarks/prediction/networks.py --table resnet18 --form paper --members 0
 
 `--form paper` is the paper's setting, for a GPU; `small` what two cores can do in an hour; `tiny`
-runs every cell in a minute. `--members 0 1` runs these chains alone, without a record: where time
-is short, each call goes on where the last one was cut off.
+runs every cell in a minute. `--members 0 1` runs only these chains, without a record; each call
+resumes where the last one was interrupted.
 """
 
 import argparse
@@ -110,7 +110,7 @@ def scores(task: Experiment, chains: Sequence[Mapping[str, np.ndarray]]) -> dict
 
 
 def run_cell(cell: records.Cell, settings: Settings, work: Path) -> records.Record:
-    """Run all chains of a cell, and score their average and each alone."""
+    """Run all chains of a cell, and score their average and each chain."""
     paths = [network_chains.run_chain(cell, settings, i, work) for i in range(cell["num_chains"])]
     chains = [dict(np.load(path)) for path in paths]
     task = network_chains.load(cell["task"], settings)
@@ -156,7 +156,7 @@ def main():
 def _chosen(
     parser: argparse.ArgumentParser, arguments: argparse.Namespace
 ) -> list[tuple[dict[str, Any], Settings]]:
-    """Cells that are asked for; those of corrupted images say so."""
+    """Requested cells, with `scores` for corrupted images."""
     known = {field.name for field in dataclasses.fields(Settings)}
     if unknown := sorted(set(arguments.settings) - known):
         parser.error(f"--settings must be of {sorted(known)}, got {unknown}")

@@ -16,7 +16,7 @@ def _of(found: Iterable[Record], part: str) -> list[Record]:
 
 
 def verdict(is_met: bool, ess: float) -> str:
-    """Whether bounds are met; few draws cannot show it, since their error is taken off."""
+    """Whether bounds are met; few draws cannot show it, since their error is subtracted."""
     return "too few draws" if ess < ENOUGH_DRAWS else "yes" if is_met else "no"
 
 

@@ -1,4 +1,4 @@
-"""Where chains get to from starts near and far, and whether they say so."""
+"""Where chains arrive from starts near and far, and whether diagnostics report it."""
 
 import itertools
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ def _reached(record: Record, base: float) -> str:
 
 
 def summary(found: Sequence[Record]) -> Table:
-    """`psmile` alone: where chains are after the run."""
+    """Only `psmile`: energies after the run."""
     cells, rows, used = _rows(found), [], []
     for start in STARTS:
         row = [start]
