@@ -1,9 +1,9 @@
 """Read the trace of a run: arrays `[chain, tick]`, with a tick every `thin` steps."""
 
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from optax_smile import _check
 
@@ -12,7 +12,7 @@ TRACE = _check.kind(Mapping, "a dict of arrays", REMEDY)
 
 
 def of_draws(
-    trace: Mapping[str, Any], num_draws: int | None, where: str = "Snapshots"
+    trace: Mapping[str, ArrayLike], num_draws: int | None, where: str = "Snapshots"
 ) -> dict[str, np.ndarray]:
     """Restrict a trace to the last `num_draws` ticks that are draws in all chains; None: to all."""
     if num_draws is not None:
@@ -26,7 +26,9 @@ def of_draws(
     return {name: values[:, ticks] for name, values in arrays.items()}
 
 
-def read(where: str, trace: Any, *names: str, num_draws: int | None = None) -> list[np.ndarray]:
+def read(
+    where: str, trace: Mapping[str, ArrayLike], *names: str, num_draws: int | None = None
+) -> list[np.ndarray]:
     """Read entries of a trace as numbers of one shape `[chain, tick]`, optionally at the draws.
 
     Raises:

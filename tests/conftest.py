@@ -20,7 +20,7 @@ import jax
 import pytest
 from xdist.scheduler import LoadFileScheduling
 
-from optax_smile.stages import preconditioner
+from optax_smile.stages import scale
 
 COMPILED = pathlib.Path(__file__).parents[1] / ".pytest_cache" / "jax"
 os.environ.setdefault("KERAS_BACKEND", "jax")
@@ -87,7 +87,7 @@ def module_settings(request):
     optimize(bool(getattr(request.module, "OPTIMIZED", False)))
     with pytest.MonkeyPatch.context() as patch:
         if getattr(request.module, "SHORT_WINDOWS", False):
-            patch.setattr(preconditioner, "FIRST_WINDOW", 4)
+            patch.setattr(scale, "FIRST_WINDOW", 4)
         yield
     jax.clear_caches()
     gc.collect()

@@ -9,7 +9,8 @@ import numpy as np
 import optax
 import pytest
 import runs
-from test_contract import CASES, GRADIENTS, PARAMS, SAMPLERS, SHARED, follow, injected, make
+from samplers import SAMPLERS
+from test_contract import CASES, GRADIENTS, PARAMS, SHARED, follow, injected, make
 
 import optax_smile
 from optax_smile import _settings

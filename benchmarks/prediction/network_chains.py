@@ -78,7 +78,7 @@ def make_sampler(cell: records.Cell, settings: Settings, work: Path, **common: A
         quantile, probability = (options.pop(name, x) for name, x in PAPER_TUNING.items())
         tuner = optax_smile.quantile_tuner(probability) if probability else None
         options |= {"tuner": tuner, "reject_quantile": quantile}
-        options |= {"integrator": "minimal_norm", "reject_momentum": "zero"}
+        options["integrator"] = "minimal_norm"
         return samplers.build("smile_naive", **options, **common)
     if "published" in method:
         return samplers.build(method, **options, **common)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -19,9 +19,10 @@ from jax.sharding import Mesh
 
 from optax_smile import _check, _disk, _settings, _tree, parallel
 from optax_smile._table import aligned
-from optax_smile.chains import _loop
+from optax_smile._types import Batch, Options, Output, Tree
+from optax_smile.chains import _checks, _host
 from optax_smile.chains.sample import Run, Setup, check_end
-from optax_smile.draws import _checks
+from optax_smile.draws import _checks as _draw_checks
 from optax_smile.draws.likelihoods import Likelihood
 from optax_smile.draws.predict import predict
 from optax_smile.draws.prediction import Prediction
@@ -210,7 +211,7 @@ class Judged(NamedTuple):
     params=parallel.STACKED,
     batches=_check.REPEATABLE,
     candidates=_Candidates(),
-    validation=_checks.INPUTS_AND_TARGETS,
+    validation=_draw_checks.INPUTS_AND_TARGETS,
     num_warmup=_check.Whole(0),
     num_draws=_check.Whole(1),
     thin=_check.Whole(1),
@@ -218,7 +219,7 @@ class Judged(NamedTuple):
     batch_size=_check.Whole(1) | None,
     largest_cost=_check.Real(0, 100, open="low", traced=False),
     stochastic=_check.FLAG,
-    loss_fn=_loop.Loss(),
+    loss_fn=_checks.Loss(),
     per_chain=_check.FLAG,
     steps_per_dispatch=_check.Whole(1),
     mesh=parallel.MESH,
@@ -230,10 +231,10 @@ class Judged(NamedTuple):
 def select(
     loss_fn: Callable[..., jax.Array],
     params: optax.Params,
-    batches: Iterable[Any],
+    batches: Iterable[Batch],
     candidates: Mapping[str, optax.GradientTransformation],
-    apply_fn: Callable[[optax.Params, Any], Any],
-    validation: tuple[Any, Any],
+    apply_fn: Callable[[optax.Params, Batch], Output],
+    validation: tuple[Batch, Batch],
     *,
     likelihood: str | Likelihood,
     num_warmup: int,
@@ -246,7 +247,7 @@ def select(
     per_chain: bool = False,
     steps_per_dispatch: int = 1,
     mesh: Mesh | None = None,
-    specs: Any = None,
+    specs: Tree = None,
     directory: str | os.PathLike[str] | None = None,
     check: bool = True,
     progress: bool = True,
@@ -321,7 +322,7 @@ def select(
     if jax.process_count() > 1:
         got = f"{jax.process_count()} processes"
         _check.fail("select", "params", "arrays of a single process", got)
-    setup: dict[str, Any] = {
+    setup: Options = {
         "loss_fn": loss_fn,
         "params": params,
         "batches": batches,
@@ -335,7 +336,7 @@ def select(
         "specs": specs,
         "check": check,
     }
-    read: dict[str, Any] = {"likelihood": likelihood, "targets": validation[1]}
+    read: Options = {"likelihood": likelihood, "targets": validation[1]}
     read |= {"batch_size": batch_size, "mesh": mesh, "specs": specs}
     renamed = {"inputs": "validation", "targets": "validation", "sampler": "candidates"}
     renamed |= {"snapshots": "params"}
@@ -349,7 +350,7 @@ def select(
         folder = None if directory is None else Path(directory).absolute()
         identity = _identity(candidates, ends, start)
         rounds = _read(folder, identity)
-        bar = closing.enter_context(_loop.Bar(num_all, "selecting", progress, compiles=True))
+        bar = closing.enter_context(_host.Bar(num_all, "selecting", progress, compiles=True))
         progressed = _Progress(bar, rounds)
         remaining = {
             name: _Candidate(name, sampler, setup, folder, progressed)
@@ -428,7 +429,7 @@ def _survivors(judged: Mapping[str, Judged], number: int) -> list[str]:
         _check.fail("select", "candidates", rule, [*judged])
     best = _best(judged)
 
-    def rank(name: str) -> tuple[Any, ...]:
+    def rank(name: str) -> tuple[float, ...]:
         result = judged[name]
         is_equal = best.expected_lppd - result.expected_lppd <= _standard_error(result, best)
         preferred = result.gradients_per_step, not result.is_bayes
@@ -457,7 +458,7 @@ class _Progress:
         rounds: results of an earlier call.
     """
 
-    def __init__(self, bar: _loop.Bar, rounds: Iterable[Mapping[str, Judged]]):
+    def __init__(self, bar: _host.Bar, rounds: Iterable[Mapping[str, Judged]]):
         self.bar = bar
         self.done = {name: one.num_steps for judged in rounds for name, one in judged.items()}
 
@@ -481,8 +482,8 @@ class _Candidate:
     def __init__(
         self,
         name: str,
-        sampler: Any,
-        setup: Mapping[str, Any],
+        sampler: optax.GradientTransformation,
+        setup: Options,
         folder: Path | None,
         progress: _Progress,
     ):
@@ -571,7 +572,7 @@ class _Candidate:
         _disk.write(self.folder / PART, _disk.pack(header, {"log_sum": part.log_sum}))
 
 
-def _is_bayes(settings: Mapping[str, Any]) -> bool:
+def _is_bayes(settings: Mapping[str, object]) -> bool:
     """Whether draws come from the posterior of the model, not a cold one or one near the start."""
     is_model = settings.get("temperature") == 1 and settings.get("prior_mean") != "start"
     return _settings.are_posterior(settings) and is_model
@@ -583,7 +584,7 @@ def _num_due(step: int, end: int) -> int:
     return max(0, int(NUM_SCORED * (step - first) / (end - first)))
 
 
-def _by_input(log_density: Any) -> list[float]:
+def _by_input(log_density: np.ndarray | None) -> list[float]:
     """Return the log density of each input, averaged over its targets."""
     density = np.asarray(log_density, float)
     return density.reshape(len(density), -1).mean(axis=1).tolist()
@@ -593,7 +594,9 @@ def _lppd(prediction: Prediction) -> float:
     return float(np.mean(_by_input(prediction.log_density)))
 
 
-def _identity(candidates: Mapping[str, Any], ends: list[int], start: Prediction) -> dict[str, Any]:
+def _identity(
+    candidates: Mapping[str, optax.GradientTransformation], ends: list[int], start: Prediction
+) -> Options:
     """Return what identifies a selection, in a form for JSON."""
     return {
         "candidates": {name: _settings.checksum(x) for name, x in candidates.items()},
@@ -603,11 +606,11 @@ def _identity(candidates: Mapping[str, Any], ends: list[int], start: Prediction)
     }
 
 
-def _read(folder: Path | None, identity: dict[str, Any]) -> list[dict[str, Judged]]:
+def _read(folder: Path | None, identity: Options) -> list[dict[str, Judged]]:
     """Read the results of an earlier call, for each round by name."""
     if folder is None or not (file := folder / ROUNDS).exists():
         return [{} for _ in identity["rounds that end after"]]
-    stored = json.loads(_disk.read_text(file))
+    stored = json.loads(file.read_text())
     for what, mine in identity.items():
         if stored[what] != mine:
             rule = f"a new directory, or that of the same selection, with {what} {mine}"
@@ -615,7 +618,7 @@ def _read(folder: Path | None, identity: dict[str, Any]) -> list[dict[str, Judge
     return [{name: Judged(*x) for name, x in judged.items()} for judged in stored["found"]]
 
 
-def _write(folder: Path | None, identity: dict[str, Any], rounds: list[dict[str, Judged]]):
+def _write(folder: Path | None, identity: Options, rounds: list[dict[str, Judged]]):
     if folder is not None:
         _disk.write(folder / ROUNDS, json.dumps(identity | {"found": rounds}).encode())
 

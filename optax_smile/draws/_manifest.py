@@ -104,7 +104,7 @@ def read(where: str, directory: Path) -> dict[str, Any]:
     if not file.is_symlink() and not file.exists():
         _check.fail(where, "directory", f"a directory with a {FILE}", directory)
     try:
-        manifest = json.loads(_disk.read_text(file))
+        manifest = json.loads(file.read_text())
         version = manifest["format"]
     except (ValueError, KeyError, TypeError, OSError, RecursionError) as error:
         rule = f"a directory with a readable {FILE}"

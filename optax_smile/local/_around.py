@@ -9,12 +9,12 @@ import numpy as np
 import optax
 
 from optax_smile import _check, _tree
-from optax_smile.chains import _loop, _optimizer
+from optax_smile.chains import _checks, _optimizer
 from optax_smile.chains.sample import sample
 from optax_smile.draws.snapshots import Snapshots, StoredSnapshots
 from optax_smile.potential import START
 from optax_smile.samplers.smile import psmile
-from optax_smile.stages.tuner import angle_tuner
+from optax_smile.stages.step_size import angle_tuner
 
 Losses = Callable[[Any], np.ndarray]
 
@@ -101,7 +101,7 @@ def over_batches(
     def average(draws: Any) -> Any:
         total, number = None, 0
         for batch in batches:
-            rows = _loop.num_rows(batch, False) or 1
+            rows = _checks.num_rows(batch, False) or 1
             sums = jax.tree.map(lambda x, n=rows: n * np.asarray(x, float), mapped(draws, batch))
             total = sums if total is None else jax.tree.map(np.add, total, sums)
             number += rows
@@ -130,7 +130,7 @@ def check_loss(where: str, loss_fn: Any, params: Any, batches: Any, warns: bool)
         _check.fail(where, "loss_fn", rule, f"one that returns {_check.show(loss)}")
     alone = copies(params, 1)
     if warns:
-        _loop.warn_of_sum(
+        _checks.warn_of_sum(
             where, lambda part: over_batches(loss_fn, [part])(alone), first, False, None
         )
     loss = float(over_batches(loss_fn, batches)(alone)[0])

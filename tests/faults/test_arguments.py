@@ -85,7 +85,6 @@ LAWFUL: dict[str, set[str]] = {
     **dict.fromkeys(
         ("tuner", "observe", "stop", "num_draws", "num_chains", "inputs", "like"), {"none"}
     ),
-    "accept": {"list"},
     "check": {"true"},
     "check.state": {"none"},
     **dict.fromkeys(
@@ -108,7 +107,7 @@ LAWFUL: dict[str, set[str]] = {
     "value": {"none", "nan", "inf", "minus", "zero", "denormal", "huge", "tracer"},
     "checkpoint_minutes": {"inf", "zero", "denormal"},
     "jitter": {"zero", "denormal"},
-    **dict.fromkeys(("max_lag", "num_warmup", "prefetch", "seed"), {"zero"}),
+    **dict.fromkeys(("max_lag", "num_warmup", "seed"), {"zero"}),
     **dict.fromkeys(("level",), set()),
     "nominal": {"none", "zero", "denormal"},
     # A seed, or a key; none where nothing is drawn.

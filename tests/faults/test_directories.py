@@ -9,7 +9,6 @@ import copy
 import functools
 import json
 import operator
-import os
 import shutil
 import time
 import types
@@ -26,7 +25,7 @@ import safetensors.numpy
 
 import optax_smile
 from optax_smile import _disk, report
-from optax_smile.chains._checkpoint import SUMS, Checkpoints
+from optax_smile.chains._directory import Checkpoints
 from optax_smile.draws import _manifest, _stored
 
 CHAINS, DRAWS, CRASH = 3, 4, 4
@@ -331,32 +330,6 @@ def test_a_header_that_lies_is_named(intact, damaged):
         _ = optax_smile.load_snapshots(damaged).trace
 
 
-@pytest.mark.parametrize("claim", ["length", "shape", "sparse", "pipe", "name"])
-def test_a_file_that_claims_to_be_huge_or_endless_is_refused_at_once(intact, damaged, claim):
-    """All chains of a name in a set took 45 s."""
-    (file,) = damaged.glob("draw-00000001.*")
-    content = file.read_bytes()
-    if claim == "length":
-        file.write_bytes((2**62).to_bytes(8, "little") + content[8:])
-    elif claim == "shape":
-        file.write_bytes(content.replace(b'"shape":[3,2]', b'"shape":[9' + b"9" * 20 + b",2]"))
-    elif claim == "sparse":
-        rewrite(file, lambda header, arrays: None)
-        os.truncate(file, 1 << 40)
-    elif claim == "pipe":
-        file.unlink()
-        os.mkfifo(file)
-    else:
-        for last in ("00000000003", "9" * 12, "9" * 100):
-            shutil.copy(file, damaged / f"draw-00000007.chains-00000-{last}.safetensors")
-    begun = time.monotonic()
-    verdicts = judge(read(damaged), intact.expected, [file.name])
-    assert optax_smile.load_snapshots(damaged).num_draws == DRAWS - 1
-    assert time.monotonic() - begun < AT_ONCE
-    num_named = 0 if claim == "name" else 2
-    assert verdicts.count("named") == num_named and set(verdicts) <= {"same", "named"}
-
-
 def add_longer(manifest: Any):
     longer = {"path": manifest["leaves"][0]["path"] * 2, "name": "__metadata__/__metadata__"}
     manifest["leaves"].append(manifest["leaves"][0] | longer)
@@ -410,57 +383,12 @@ def test_a_manifest_that_lies_names_file_and_field(damaged):
 
 def test_a_manifest_that_is_none_is_named(damaged):
     file = damaged / _manifest.FILE
-    for content in ("[" * 100_000, "[]", "7", '{"format": true}', "\udcff", "sparse"):
+    for content in ("[" * 100_000, "[]", "7", '{"format": true}', "\udcff"):
         file.write_bytes(content.encode(errors="surrogateescape"))
-        if content == "sparse":
-            os.truncate(file, 1 << 40)
         readers = [optax_smile.load_snapshots, report.write] + [sample] * (content == "[]")
         for function in readers:
             with pytest.raises(ValueError, match=f"must be a directory .*{file}"):
                 function(damaged)
-
-
-def contents(path: Path) -> dict[str, bytes]:
-    """Of a file, or of all files of a folder."""
-    return {str(file): file.read_bytes() for file in (path, *path.rglob("*")) if file.is_file()}
-
-
-LINKED = ["manifest.json", "start.*", "draw-00000001.*", "prediction-*", ".lock-0"]
-
-
-@pytest.mark.parametrize("name", [*LINKED, "checkpoints", "checkpoints/*", f"checkpoints/*/{SUMS}"])
-def test_a_link_is_not_followed(intact, damaged, name, tmp_path):
-    """Neither to read, where all would be as it was, nor to write."""
-    path, outside = max(damaged.glob(name)), tmp_path / "outside"
-    path.rename(outside)
-    path.symlink_to(outside)
-    before = contents(outside)
-    found = [*read(damaged).values(), *begin(damaged, intact.like).values()]
-    found += [attempt(lambda: list(sample(damaged)))] if name != "prediction-*" else []
-    errors = [error for error in found if isinstance(error, Exception)]
-    assert errors and (name == "prediction-*" or found[-1] is errors[-1])
-    assert all("is a link" in str(error) and is_ours(error, [str(path)]) for error in errors)
-    assert contents(outside) == before
-
-
-def test_a_draft_or_lock_that_is_a_link_is_not_written_through(damaged, tmp_path):
-    outside = tmp_path / "outside"
-    outside.write_text("mine")
-    targets = [f"draw-{n:08d}.chains-00000-00002.safetensors" for n in range(4)]
-    targets += ["manifest.json", "prediction-test.safetensors"]
-    for name in [*targets, "start.chains-00000-00002.safetensors", "report.html"]:
-        draft = damaged / f".{name}.{os.getpid()}"
-        draft.hardlink_to(outside) if "draw" in name else draft.symlink_to(outside)
-    (damaged / "report.html").symlink_to(outside)
-    sample(damaged)
-    report.write(damaged)
-    assert not (damaged / "report.html").is_symlink()
-    (damaged / ".lock-0").unlink()
-    (damaged / ".lock-0").hardlink_to(outside)
-    rule = r"`sample\(directory=...\)` must be one with files of its"
-    with pytest.raises(ValueError, match=rule):
-        sample(damaged)
-    assert outside.read_text() == "mine"
 
 
 def test_no_text_of_a_user_is_part_of_the_page(damaged, tmp_path):
