@@ -32,13 +32,13 @@ def environment(allow_dirty: bool = False) -> Record:
     """
     commit, changed = tree(ROOT)
     refuse(changed, allow_dirty)
-    told = {
+    provenance = {
         "commit": f"{commit}-dirty" if changed else commit,
         "jax": jax.__version__,
         "device": f"{jax.devices()[0].device_kind} {platform.machine()}",
         "time": time.strftime("%Y-%m-%d %H:%M"),
     }
-    return told | {"dirty": changed} if changed else told
+    return provenance | {"dirty": changed} if changed else provenance
 
 
 @functools.cache
@@ -123,8 +123,8 @@ def complete(
         result = run(cell)
         # A result may have a more precise time.
         seconds = {"seconds": time.monotonic() - begun}
-        told = environment(arguments.allow_dirty)
-        record = {"cell": cell, **settings, **seconds, **result, **told}
+        provenance = environment(arguments.allow_dirty)
+        record = {"cell": cell, **settings, **seconds, **result, **provenance}
         append(arguments.output, record)
         found.append(record)
         done.append(cell)

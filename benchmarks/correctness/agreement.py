@@ -138,9 +138,9 @@ def setting_of(
     return posterior, reference.stored(folder / f"{stem}.npz", make)
 
 
-def told_reference(target: reference.Reference) -> dict[str, Any]:
+def quality_of(target: reference.Reference) -> dict[str, Any]:
     """Quality of the reference."""
-    return target.told | {
+    return target.statistics | {
         "rhat": np.round(target.rhat, 4).tolist(),
         "ess": np.round(target.ess).tolist(),
     }
@@ -186,7 +186,7 @@ def run_network(cell: records.Cell, scale: Scale, folder: Path) -> records.Recor
         grid = search(posterior, target, method, share, scale, SEARCH_SEED + seed)
         best = (min(grid, key=lambda pair: pair[1])[0],)
     starts = jnp.repeat(jnp.asarray(target.starts), scale.chains_per_start, axis=0)
-    draws, told = sample(posterior, method, best, starts, share, scale, seed)
+    draws, used_steps = sample(posterior, method, best, starts, share, scale, seed)
     by_start = draws[0].reshape(-1, scale.chains_per_start, *draws.shape[2:])
     summaries = dict(NETWORK_SUMMARIES)
     if draws.shape[-1] > NUM_INPUTS:
@@ -196,9 +196,9 @@ def run_network(cell: records.Cell, scale: Scale, folder: Path) -> records.Recor
             compare(mine, one, summaries) for mine, one in zip(by_start, target.draws, strict=True)
         ],
         "step_size": best[0] if best else None,
-        "median_step": float(told[0]),
+        "median_step": float(used_steps[0]),
         "searched_step_deviation": grid,
-        "reference": told_reference(target),
+        "reference": quality_of(target),
     }
 
 
@@ -206,7 +206,7 @@ def run_posterior(cell: records.Cell, scale: Scale, folder: Path) -> records.Rec
     """Eight chains of one sampler on one posterior."""
     posterior, target = setting_of("posteriors", cell["data"], scale, folder)
     method, starts = METHODS[cell["method"]], jnp.asarray(target.starts)
-    draws, told = sample(
+    draws, used_steps = sample(
         posterior, method, method.step_sizes[:1], starts, cell["share"], scale, cell["seed"]
     )
     found = compare(draws[0], target.draws[0], POSTERIOR_SUMMARIES)
@@ -214,9 +214,9 @@ def run_posterior(cell: records.Cell, scale: Scale, folder: Path) -> records.Rec
         draws[0].reshape(-1, draws.shape[-1]), target.draws[0].reshape(-1, draws.shape[-1])
     )
     return found | {
-        "median_step": float(told[0]),
+        "median_step": float(used_steps[0]),
         "each": {name: np.round(x, 3).tolist() for name, x in deviations.items()},
-        "reference": told_reference(target),
+        "reference": quality_of(target),
     }
 
 
@@ -306,7 +306,7 @@ def main():
     cells = cells_of(arguments)
     if arguments.only_references:
         for name in dict.fromkeys(cell["data"] for cell in cells):
-            print(name, setting_of(arguments.part, name, scale, folder)[1].told, flush=True)
+            print(name, setting_of(arguments.part, name, scale, folder)[1].statistics, flush=True)
         return
 
     def run(cell: records.Cell) -> records.Record:

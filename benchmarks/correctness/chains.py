@@ -138,8 +138,8 @@ def chain_of(
         def draw(carry, steps):
             (theta, state), _ = jax.lax.scan(step, carry, steps)
             at = optax_smile.last_accepted(state, theta)
-            told = optax_smile.stats(state).step_size
-            return (theta, state), (posterior.quantities(at, rows), told)
+            sizes = optax_smile.stats(state).step_size
+            return (theta, state), (posterior.quantities(at, rows), sizes)
 
         steps = jnp.arange(num_gradients // thin * thin).reshape(-1, thin)
         return jax.lax.scan(draw, (start, tx.init(start)), steps)[1]
@@ -192,6 +192,6 @@ def sample(
         num_gradients, num_warmup = num_gradients - num_warmup, 0
     chain = chain_of(posterior, method, num_data, share, num_gradients, scale.thin)
     run = jax.vmap(jax.vmap(chain, (0, 0, 0, None)), (0, None, None, None))
-    draws, told = jax.device_get(jax.jit(run)(settings, starts, keys, rows))
+    draws, sizes = jax.device_get(jax.jit(run)(settings, starts, keys, rows))
     first = num_warmup // scale.thin
-    return draws[:, :, first:], np.median(told[:, :, first:], axis=(1, 2))
+    return draws[:, :, first:], np.median(sizes[:, :, first:], axis=(1, 2))

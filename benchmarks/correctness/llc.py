@@ -55,7 +55,7 @@ def run_known(cell: records.Cell) -> records.Record:
         steps_per_dispatch=STEPS_PER_DISPATCH,
         **options,
     )
-    told = {
+    result = {
         "exact": exact.value,
         "exact_error": exact.error,
         "asymptotic": model.asymptotic,
@@ -74,7 +74,7 @@ def run_known(cell: records.Cell) -> records.Record:
         "plain_error": float(plain.std(ddof=1) / num_chains**0.5),
         "balance": float(found.balance.mean()),
     }
-    return told | {
+    return result | {
         # None replaces values that are not finite.
         **{name: value if np.isfinite(value) else None for name, value in estimates.items()},
         "is_balanced": found.is_balanced,

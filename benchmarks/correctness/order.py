@@ -53,8 +53,8 @@ def run_cell(cell: records.Cell) -> dict[str, float]:
 
         carry = start, state, jnp.zeros(SIZE)
         _, state, total = jax.lax.scan(call, carry, jnp.arange(NUM_GRADIENTS))[0]
-        told = optax_smile.stats(state)
-        return total, told.change_share, told.step_size
+        seen = optax_smile.stats(state)
+        return total, seen.change_share, seen.step_size
 
     starts = jnp.broadcast_to(start, (NUM_CHAINS, SIZE))
     states = optax_smile.parallel.init(tx, starts, key=jax.random.key(1))

@@ -32,14 +32,14 @@ class Reference(NamedTuple):
         draws: quantities `[start, chain, draw, quantity]`.
         rhat: largest of the quantities of each start `[start]`.
         ess: smallest of the quantities of each start `[start]`.
-        told: number of draws of a chain, gradients, divergences, seconds and acceptance.
+        statistics: number of draws of a chain, gradients, divergences, seconds and acceptance.
     """
 
     starts: Any
     draws: np.ndarray
     rhat: np.ndarray
     ess: np.ndarray
-    told: dict[str, float]
+    statistics: dict[str, float]
 
 
 def nuts(
@@ -115,9 +115,9 @@ def run(
     draws_so_far, seen = [], []
     while True:
         block_keys = jax.vmap(jax.random.fold_in, (0, None))(keys, len(draws_so_far))
-        carry, new, told = jax.device_get(draw(carry, block_keys, rows))
+        carry, new, statistics = jax.device_get(draw(carry, block_keys, rows))
         draws_so_far.append(new)
-        seen.append(told)
+        seen.append(statistics)
         draws = np.concatenate(draws_so_far, axis=1)
         draws = draws.reshape(num_starts, per_start, -1, draws.shape[-1])
         thinned = draws[:, :, :: -(-draws.shape[2] // STORED)]
@@ -125,34 +125,36 @@ def run(
         ess = np.array([np.min(diagnostics.ess(x)) for x in thinned])
         print(
             f"{draws.shape[2]} draws, R-hat {rhat.round(3)}, ESS {ess.round()},"
-            f" {np.mean(told[0]):.0f} gradients per draw, {time.monotonic() - began:.0f} s",
+            f" {np.mean(statistics[0]):.0f} gradients per draw, {time.monotonic() - began:.0f} s",
             flush=True,
         )
         good = np.all(rhat <= LARGEST_RHAT) and np.all(ess >= enough)
         if good or len(seen) == most_blocks:
             break
     gradients, divergent, accepted = (float(np.mean([x[i] for x in seen])) for i in range(3))
-    told = {
+    statistics = {
         "draws": draws.shape[2],
         "gradients": gradients * draws.shape[2],
         "divergent": divergent,
         "acceptance": accepted,
         "seconds": time.monotonic() - began,
     }
-    return Reference(starts, thinned, rhat, ess, told)
+    return Reference(starts, thinned, rhat, ess, statistics)
 
 
 def stored(path: Path, make: Any) -> Reference:
     """Read a reference, or make and write it."""
     if path.exists():
         with np.load(path, allow_pickle=False) as arrays:
-            told = {k[5:]: float(v) for k, v in arrays.items() if k.startswith("told_")}
-            return Reference(**{k: arrays[k] for k in Reference._fields[:-1]}, told=told)
+            statistics = {k[5:]: float(v) for k, v in arrays.items() if k.startswith("told_")}
+            return Reference(
+                **{k: arrays[k] for k in Reference._fields[:-1]}, statistics=statistics
+            )
     found = make()
     path.parent.mkdir(parents=True, exist_ok=True)
-    told = {f"told_{name}": value for name, value in found.told.items()}
+    statistics = {f"told_{name}": value for name, value in found.statistics.items()}
     arrays = {name: getattr(found, name) for name in Reference._fields[:-1]}
-    np.savez(path, **arrays, **told)
+    np.savez(path, **arrays, **statistics)
     return found
 
 
@@ -225,7 +227,7 @@ def agreement(
     pooled, target = (x.reshape(-1, x.shape[-1]) for x in (draws, reference))
     measured = deviations(pooled, target)
     unbiased = expected_deviations(target, size, reference_size)
-    told: dict[str, Any] = {
+    statistics: dict[str, Any] = {
         "ess": float(np.median(size)),
         "smallest_ess": float(np.min(size)),
         "sd_ratio": float(np.median(pooled.std(axis=0) / target.std(axis=0))),
@@ -235,5 +237,5 @@ def agreement(
             raw = float(summary(values))
             error = float(np.sqrt(np.mean([summary(x[measure]) ** 2 for x in unbiased])))
             net = float(np.sqrt(max(raw**2 - error**2, 0.0)))
-            told[f"{measure} {name}"] = {"raw": raw, "error": error, "net": net}
-    return told
+            statistics[f"{measure} {name}"] = {"raw": raw, "error": error, "net": net}
+    return statistics

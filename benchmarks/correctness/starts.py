@@ -152,13 +152,13 @@ def run(cell: records.Cell) -> records.Record:
     )
     params: Any = draws.params
     energies = np.asarray(jax.vmap(energies_of)(params))
-    told = np.asarray(draws.trace["on_its_way"])
+    shares = np.asarray(draws.trace["on_its_way"])
     last = energies[:, -energies.shape[1] // 4 :]
     return {
         "start_energy": float(np.median(first)),
         "energy": np.median(last, axis=1).tolist(),
         "num_parameters": sum(x.size for x in jax.tree.leaves(start)) // NUM_CHAINS,
-        "on_its_way": [float(np.mean(told[:, asked // THIN - 1])) for asked in ASKED],
+        "on_its_way": [float(np.mean(shares[:, asked // THIN - 1])) for asked in ASKED],
         "is_told": "still on its way" in str(optax_smile.diagnostics.summary(draws)),
     }
 

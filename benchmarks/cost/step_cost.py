@@ -170,7 +170,9 @@ def measure(cell: records.Cell, methods: list[str], repetitions: int) -> dict[st
         begun = time.perf_counter()
         programs[name], states[name] = lowered.compile(), start
         compiled = time.perf_counter() - begun
-        found[name] = {"compile_s": compiled} | told(programs[name], size * chains, num_steps)
+        found[name] = {"compile_s": compiled} | memory_and_traffic(
+            programs[name], size * chains, num_steps
+        )
     seconds = interleaved(programs, states, batch, repetitions)
     for name, times in seconds.items():
         found[name]["ms"] = 1e3 * float(np.median(times)) / num_steps
@@ -185,7 +187,7 @@ def measure(cell: records.Cell, methods: list[str], repetitions: int) -> dict[st
     }
 
 
-def told(program: Any, size: int, num_steps: int) -> dict[str, float]:
+def memory_and_traffic(program: Any, size: int, num_steps: int) -> dict[str, float]:
     """Memory and traffic of a compiled program, in float32 arrays of all parameters."""
     memory, array = program.memory_analysis(), 4 * size
     numbers = {"temporary": memory.temp_size_in_bytes / array}

@@ -125,5 +125,5 @@ def _snapshots(
 ) -> optax_smile.Snapshots:
     """One chain of draws."""
     params = jax.tree.map(lambda *leaves: np.stack(leaves)[None], *draws)
-    told = {"name": method, **chosen}
-    return optax_smile.Snapshots(params, settings=told, start=jax.tree.map(np.asarray, start))
+    named = {"name": method, **chosen}
+    return optax_smile.Snapshots(params, settings=named, start=jax.tree.map(np.asarray, start))

@@ -46,7 +46,7 @@ def of_classes(probabilities: np.ndarray, labels: np.ndarray, seed: int) -> Scor
         return {"ECE": metrics.ece(probabilities, labels), "LPPD": metrics.lppd(log_density)}
 
     found, after = list(splits(len(labels), seed)), []
-    told: Scores = {"temperature": [], "coverage": [], "size": [], "slack": []}
+    result: Scores = {"temperature": [], "coverage": [], "size": [], "slack": []}
     tempered = np.zeros(probabilities.shape)
     for number, (fit, judge) in enumerate(found, 1):
         temperature = calibrate.fit_temperature(probabilities[fit], labels[fit])
@@ -56,28 +56,28 @@ def of_classes(probabilities: np.ndarray, labels: np.ndarray, seed: int) -> Scor
         sets = calibrate.prediction_sets(
             probabilities[fit], labels[fit], probabilities[judge], LEVEL
         )
-        told["temperature"].append(temperature)
-        told["coverage"].append(calibrate.set_coverage(sets, labels[judge]))
-        told["size"].append(calibrate.set_size(sets))
-        told["slack"].append(1 / (len(fit) + 1))
-    told["before"] = scores(probabilities)
-    told["after"] = {x: float(np.mean([one[x] for one in after])) for x in after[0]}
-    return told
+        result["temperature"].append(temperature)
+        result["coverage"].append(calibrate.set_coverage(sets, labels[judge]))
+        result["size"].append(calibrate.set_size(sets))
+        result["slack"].append(1 / (len(fit) + 1))
+    result["before"] = scores(probabilities)
+    result["after"] = {x: float(np.mean([one[x] for one in after])) for x in after[0]}
+    return result
 
 
 def of_normals(mean: np.ndarray, std: np.ndarray, targets: np.ndarray, seed: int) -> Scores:
     """Coverage and width of intervals, and of the model's own ones."""
-    told: Scores = {"coverage": [], "size": [], "slack": []}
+    result: Scores = {"coverage": [], "size": [], "slack": []}
     for fit, judge in splits(len(targets), seed):
         ends = calibrate.prediction_intervals(
             mean[fit], std[fit], targets[fit], mean[judge], std[judge], LEVEL
         )
-        told["coverage"].append(metrics.coverage(*ends, targets[judge]))
-        told["size"].append(metrics.interval_width(*ends))
-        told["slack"].append(1 / (len(fit) + 1))
+        result["coverage"].append(metrics.coverage(*ends, targets[judge]))
+        result["size"].append(metrics.interval_width(*ends))
+        result["slack"].append(1 / (len(fit) + 1))
     ends = metrics.interval(mean, std, LEVEL)
     own = {"coverage": metrics.coverage(*ends, targets), "size": metrics.interval_width(*ends)}
-    return told | {"own": own}
+    return result | {"own": own}
 
 
 def digits(seed: int) -> dict[str, Scores]:

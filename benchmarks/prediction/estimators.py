@@ -61,8 +61,8 @@ def run_cell(cell: records.Cell) -> records.Record:
     estimator = fitted(cell["data"], x, y, cell["seed"])
     seconds = time.process_time() - begun
     found = predictions(estimator, new_x, new_y)
-    told = {name: optax_smile.report.score(one, new_y) for name, one in found.items()}
-    return {"scores": told, "num_rows": len(x), "cpu_seconds": seconds}
+    result = {name: optax_smile.report.score(one, new_y) for name, one in found.items()}
+    return {"scores": result, "num_rows": len(x), "cpu_seconds": seconds}
 
 
 if __name__ == "__main__":

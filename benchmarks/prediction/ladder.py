@@ -122,7 +122,7 @@ def run_cell(cell: records.Cell, work: Path) -> records.Record:
         progress=False,
     )
     seconds, seen = time.monotonic() - begun, draws.params
-    told: dict[str, Any] = {
+    result: dict[str, Any] = {
         "num_parameters": sum(x[0].size for x in jax.tree.leaves(start)),
         "num_data": task.num_data,
         "precision": None if cell["prior"] == "fan in" else prior.get("prior_precision", 1.0),
@@ -135,7 +135,7 @@ def run_cell(cell: records.Cell, work: Path) -> records.Record:
             kept = slice(budget // EVERY // 3, budget // EVERY)
             logs = seen["log"][:, kept]
             shown = {n: float(seen[n][:, kept].mean()) for n in ("loss", "norm")}
-            told[str(budget)] = (
+            result[str(budget)] = (
                 scores(logs, targets)
                 | shown
                 | {
@@ -144,8 +144,8 @@ def run_cell(cell: records.Cell, work: Path) -> records.Record:
                     "r_hat": r_hat(logs, targets),
                 }
             )
-    told["lppd"] = told[str(min(3_000, cell["num_gradients"]))]["lppd"]
-    return told
+    result["lppd"] = result[str(min(3_000, cell["num_gradients"]))]["lppd"]
+    return result
 
 
 def density_of(logs: np.ndarray, targets: np.ndarray) -> np.ndarray:

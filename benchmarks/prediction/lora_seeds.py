@@ -54,7 +54,7 @@ def run_cell(cell: records.Cell, **short: Any) -> records.Record:
     nnx.update(model, start)
     whole = nnx.as_pure(nnx.state(model))
     nnx.update(model, best)
-    told: dict[str, Any] = {}
+    extra: dict[str, Any] = {}
     sampler, _, variant = cell["method"].partition(", ")
     centre = {"two chains": whole, "around the MAP": best}.get(variant, start)
     if sampler == "MAP":
@@ -65,7 +65,7 @@ def run_cell(cell: records.Cell, **short: Any) -> records.Record:
         sample = lora.sample_partition if variant == "two chains" else lora.sample_loop
         draws = sample(model, config, batches, tx)
     if variant == "two chains":
-        told["summary"] = str(optax_smile.diagnostics.summary(draws))
+        extra["summary"] = str(optax_smile.diagnostics.summary(draws))
     cut = {name: lora.windows(texts[name], config.context) for name in ("valid", "test", "foreign")}
     table, density = lora.score(model, draws, cut["test"], cut["foreign"][0])
     valid, _ = lora.score(model, draws, cut["valid"], cut["foreign"][0][:1])
@@ -76,7 +76,7 @@ def run_cell(cell: records.Cell, **short: Any) -> records.Record:
         "num_parameters": sum(x.size for x in jax.tree.leaves(start)),
         "settings": dataclasses.asdict(config),
         "seconds": time.monotonic() - begun,
-        **told,
+        **extra,
     }
 
 

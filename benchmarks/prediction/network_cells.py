@@ -166,7 +166,7 @@ def cells_of(
     for seed, variant in itertools.product(seeds, variants):
         differs = {**changed, **variant}
         settings = settings_of(task, form, differs)
-        told = " ".join([form, *(f"{name}={x}" for name, x in differs.items())])
+        label = " ".join([form, *(f"{name}={x}" for name, x in differs.items())])
         for method, options in methods:
-            cell = {"task": task, "form": told, "method": method, "options": options}
+            cell = {"task": task, "form": label, "method": method, "options": options}
             yield cell | {"seed": seed, "num_chains": settings.num_members}, settings

@@ -203,28 +203,28 @@ def run_chain(cell: records.Cell, settings: Settings, member: int, work: Path) -
     resumed = path.with_suffix("").exists()
     begun = time.monotonic()
     start = warm_member(cell, settings, member, work)
-    trained, told = time.monotonic() - begun, {}
+    trained, result = time.monotonic() - begun, {}
     draws: Any = optax_smile.Snapshots.from_members(start)
     task, seed = load(cell["task"], settings), member_of(cell, member)
     if cell["method"] in BASELINES:
         baseline = BASELINES[cell["method"]]
         run = baselines.Run(task, settings, start, 2 * seed + 1, path.with_suffix(""))
         draws = baseline(run, cell["options"])
-        told = {"settings": {k: v for k, v in draws.settings.items() if k != "name"}}
+        result = {"settings": {k: v for k, v in draws.settings.items() if k != "name"}}
     elif cell["method"] != ENSEMBLE:
-        draws, told = chain_of(cell, settings, start, member, path.with_suffix(""))
+        draws, result = chain_of(cell, settings, start, member, path.with_suffix(""))
     sampled = time.monotonic() - begun - trained
     found = predictions(task, draws, settings.test_batch_size)
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    told |= {"seconds": [trained, None if resumed else sampled], "peak_mib": memory}
-    told |= {"used": used, **records.environment(allow_dirty=True)}
+    result |= {"seconds": [trained, None if resumed else sampled], "peak_mib": memory}
+    result |= {"used": used, **records.environment(allow_dirty=True)}
     part = path.with_suffix(".part.npz")
-    kept: dict[str, Any] = {"told": json.dumps(told), **found}
+    kept: dict[str, Any] = {"told": json.dumps(result), **found}
     np.savez(part, **kept)
     part.rename(path)
     if cell["method"] in BASELINES:
         shutil.rmtree(path.with_suffix(""), ignore_errors=True)
-    print(path.name, told, flush=True)
+    print(path.name, result, flush=True)
     return path
 
 
@@ -249,11 +249,11 @@ def predictions(task: Experiment, draws: Any, batch_size: int) -> dict[str, np.n
     kept: dict[str, Any] = {"likelihood": LETTERS if likelihood == "tokens" else likelihood}
     kept["batch_size"] = min(batch_size, len(inputs))
     found = optax_smile.predict(task.outputs_of, draws, inputs, targets=targets, **kept)
-    told = {"test": np.log(found.mean), "density": found.log_density}
+    result = {"test": np.log(found.mean), "density": found.log_density}
     inputs, targets = task.splits.valid
     valid = optax_smile.predict(task.outputs_of, draws, inputs, targets=targets, **kept)
-    told |= {"valid": np.log(valid.mean), "valid_density": valid.log_density}
+    result |= {"valid": np.log(valid.mean), "valid_density": valid.log_density}
     if task.unseen:
         unseen = optax_smile.predict(task.outputs_of, draws, task.unseen[1], **kept)
-        told["unseen"] = np.log(unseen.mean)
-    return told
+        result["unseen"] = np.log(unseen.mean)
+    return result

@@ -45,13 +45,13 @@ def main():
         ours, theirs = ((cell[name]["method"], cell[name]["options"]) for name in ("ours", "rival"))
         return differences(*([chains(x, seed) for seed in cell["seeds"]] for x in (ours, theirs)))
 
-    told = {"task": TABLES[arguments.table][0], "form": pairs[0]["form"]}
+    common = {"task": TABLES[arguments.table][0], "form": pairs[0]["form"]}
     cells = []
     for ours, rival in itertools.product([COLD], [SELECTED, *methods]):
         seeds = [s for s in arguments.seeds if chains(ours, s) and chains(rival, s)]
         if rival != ours and seeds:
             named = [{"method": method, "options": options} for method, options in (ours, rival)]
-            cells.append(told | {"ours": named[0], "rival": named[1], "seeds": seeds})
+            cells.append(common | {"ours": named[0], "rival": named[1], "seeds": seeds})
     records.complete(arguments, cells, run, "lppd")
 
 

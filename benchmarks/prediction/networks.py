@@ -56,7 +56,7 @@ def run_corrupted(cell: records.Cell, settings: Settings, work: Path) -> records
             chains.append(draws[::every][:NUM_DRAWS_CORRUPTED])
     draws = [draw for chain in chains for draw in chain]
     kept = {"likelihood": "categorical", "targets": labels, "batch_size": 500}
-    told = {}
+    result = {}
     for severity in SEVERITIES:
         rows = []
         for name in data.CORRUPTIONS:
@@ -66,9 +66,11 @@ def run_corrupted(cell: records.Cell, settings: Settings, work: Path) -> records
             accuracy = metrics.accuracy(found.mean, labels)
             rows.append((metrics.lppd(found.log_density), accuracy, ece))
         means = np.mean(rows, axis=0)
-        told[str(severity)] = dict(zip(("lppd", "accuracy", "ece"), map(float, means), strict=True))
-        told[str(severity)]["each"] = [float(row[0]) for row in rows]
-    return {"severities": told, "lppd": told[str(SEVERITIES[-1])]["lppd"]}
+        result[str(severity)] = dict(
+            zip(("lppd", "accuracy", "ece"), map(float, means), strict=True)
+        )
+        result[str(severity)]["each"] = [float(row[0]) for row in rows]
+    return {"severities": result, "lppd": result[str(SEVERITIES[-1])]["lppd"]}
 
 
 def averaged(chains: list[np.ndarray]) -> np.ndarray:
@@ -82,7 +84,7 @@ def scores(task: Experiment, chains: Sequence[Mapping[str, np.ndarray]]) -> dict
     logs, targets = logs.reshape(-1, logs.shape[-1]), task.splits.test[1].reshape(-1)
     density = averaged([chain["density"] for chain in chains]).reshape(-1)
     mean = np.exp(logs) / np.exp(logs).sum(axis=-1, keepdims=True)
-    told = {
+    result = {
         "lppd": metrics.lppd(density),
         "accuracy": metrics.accuracy(mean, targets),
         "ece": metrics.ece(mean, targets),
@@ -91,22 +93,22 @@ def scores(task: Experiment, chains: Sequence[Mapping[str, np.ndarray]]) -> dict
         "aurc": metrics.aurc(mean, targets),
     }
     if task.likelihood == "tokens":
-        told["perplexity"] = metrics.perplexity(density)
+        result["perplexity"] = metrics.perplexity(density)
     else:
-        told["auroc"] = metrics.auroc(mean, targets)
+        result["auroc"] = metrics.auroc(mean, targets)
     if "valid" in chains[0]:
         held_out = averaged([chain["valid"] for chain in chains])
         probabilities = np.exp(held_out).reshape(-1, held_out.shape[-1])
         valid = averaged([chain["valid_density"] for chain in chains])
         chosen = calibrate.fit_temperature(probabilities, task.splits.valid[1].reshape(-1))
         calibrated = metrics.ece(calibrate.with_temperature(mean, chosen), targets)
-        told |= {"valid_lppd": metrics.lppd(valid), "temperature": chosen}
-        told["calibrated_ece"] = calibrated
+        result |= {"valid_lppd": metrics.lppd(valid), "temperature": chosen}
+        result["calibrated_ece"] = calibrated
     if "unseen" in chains[0]:
         foreign = np.exp(averaged([chain["unseen"] for chain in chains]))
         entropies = (-np.sum(p * np.log(np.maximum(p, 1e-30)), axis=-1) for p in (mean, foreign))
-        told["ood_auroc"] = metrics.ood_auroc(*entropies)
-    return {name: float(x) for name, x in told.items()}
+        result["ood_auroc"] = metrics.ood_auroc(*entropies)
+    return {name: float(x) for name, x in result.items()}
 
 
 def run_cell(cell: records.Cell, settings: Settings, work: Path) -> records.Record:
@@ -115,9 +117,9 @@ def run_cell(cell: records.Cell, settings: Settings, work: Path) -> records.Reco
     chains = [dict(np.load(path)) for path in paths]
     task = network_chains.load(cell["task"], settings)
     alone = [scores(task, [chain]) for chain in chains]
-    told = [json.loads(str(chain["told"])) for chain in chains]
+    result = [json.loads(str(chain["told"])) for chain in chains]
     single = {name: float(np.mean([x[name] for x in alone])) for name in alone[0]}
-    return scores(task, chains) | {"single": single, "chains": told}
+    return scores(task, chains) | {"single": single, "chains": result}
 
 
 def parser(description: str | None, form: str) -> records.Parser:

@@ -216,14 +216,14 @@ def score(snapshots: Any, test) -> dict[str, Any]:
     except ValueError as error:
         return {"lppd": float("-inf"), "error": str(error)}
     low, high = optax_smile.metrics.interval(found.mean, np.sqrt(found.total), 0.9)
-    told = {
+    result = {
         "lppd": float(np.mean(found.log_density)),
         "rmse": float(np.sqrt(np.mean((found.mean - targets) ** 2))),
         "coverage": float(np.mean((low <= targets) & (targets <= high))),
     }
     if snapshots.trace:
         summary = optax_smile.diagnostics.summary(snapshots, found, max_inputs=MAX_INPUTS)
-        told |= {
+        result |= {
             "chain_lppd": np.round(summary.chain_lppd, 3).tolist(),
             "num_lost": int(np.sum(~(summary.chain_lppd > USELESS))),
             "rhat_across": float(np.mean(summary.rhat_across < 1.05)),
@@ -231,8 +231,8 @@ def score(snapshots: Any, test) -> dict[str, Any]:
         }
         if "log_std" in snapshots.params["params"]:
             log_std = np.mean(np.asarray(snapshots.params["params"]["log_std"]), axis=0)
-            told["sigma"] = np.exp(log_std)[[0, len(log_std) // 2, -1]].tolist()
-    return told
+            result["sigma"] = np.exp(log_std)[[0, len(log_std) // 2, -1]].tolist()
+    return result
 
 
 def run_cell(cell: records.Cell) -> records.Record:

@@ -44,8 +44,8 @@ def posteriors(found: Sequence[Record]) -> Table:
 
 def posteriors_met(found: Sequence[Record]) -> str:
     """How many posteriors are within the bounds."""
-    told = [posterior_verdict(record) for record in _of(found, "posteriors")]
-    return f"{told.count('yes')} of {len(told)}"
+    verdicts = [posterior_verdict(record) for record in _of(found, "posteriors")]
+    return f"{verdicts.count('yes')} of {len(verdicts)}"
 
 
 def _network_cell(record: Record) -> str:

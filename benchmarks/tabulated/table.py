@@ -158,13 +158,13 @@ def repetitions(used: Sequence[Record]) -> list[str]:
         ):
             if value is not None:
                 found.setdefault(name, set()).add(value)
-    told = []
+    texts = []
     for name, values in found.items():
         if name in ("seed", "split"):
-            told.append(f"{name}{'s' * (len(values) > 1)} {spans(values)}")
+            texts.append(f"{name}{'s' * (len(values) > 1)} {spans(values)}")
         else:
-            told.append(f"{spans(values)} {name}")
-    return told
+            texts.append(f"{spans(values)} {name}")
+    return texts
 
 
 def block(table: Table) -> str:
