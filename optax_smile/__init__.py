@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from optax_smile import calibrate, diagnostics, interop, local, metrics, parallel, plots, published
 from optax_smile._check import ArgumentError
+from optax_smile._version import __version__ as __version__
 from optax_smile.chains.check import CheckReport, check
 from optax_smile.chains.recorded import RecordedSampler, recorded
 from optax_smile.chains.sample import sample
@@ -33,8 +34,6 @@ from optax_smile.state import Stats, last_accepted, stats
 
 if TYPE_CHECKING:
     from optax_smile import report
-
-__version__ = "0.1.0"
 
 __all__ = [
     "ArgumentError",

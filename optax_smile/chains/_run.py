@@ -14,7 +14,7 @@ from optax_smile import _check, _disk, _tree
 from optax_smile.chains import _checkpoint, _identity, _loop
 from optax_smile.chains._chains import Chains
 from optax_smile.chains._loop import Position
-from optax_smile.draws import _files, _manifest, _sessions
+from optax_smile.draws import _files, _manifest
 from optax_smile.draws import stopping as _stopping
 from optax_smile.draws.snapshots import Snapshots, StoredSnapshots, load_snapshots
 from optax_smile.draws.stopping import Stopping
@@ -129,7 +129,6 @@ class DirectoryRun:
         manifest = _manifest.of_run(start, dtype, settings)
         before = self._resumed(manifest, chains, resume)
         self.resumed = before is not None
-        self.clock = _sessions.Clock(self.directory, self.resumed)
         rounded = _files.rounded(start, dtype)
         if before is not None:
             stored = self.result().start
@@ -229,8 +228,6 @@ class DirectoryRun:
         self.writer.flush()
         told = place._asdict() | {"position": place.position._asdict()}
         self.checkpoints.save(place.num_gradients, chains.tree, told)
-        if jax.process_index() == 0:
-            self.clock.write()
 
     def result(self, num_draws: int | None = None) -> StoredSnapshots:
         """The first draws, or all there are, as they are read from the directory."""

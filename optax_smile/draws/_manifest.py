@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-import optax_smile
 from optax_smile import _check, _disk, _tree
+from optax_smile._version import __version__
 from optax_smile.draws import stopping as _stopping
 from optax_smile.draws import subset as _subset
 
@@ -61,7 +61,7 @@ def versions() -> dict[str, str]:
     """Return the versions of this library and of the libraries that affect a run."""
     libraries = {"jax": jax, "optax": optax, "numpy": np, "safetensors": _disk.import_safetensors()}
     others = {name: library.__version__ for name, library in libraries.items()}
-    return {"optax-smile": optax_smile.__version__, **others}
+    return {"optax-smile": __version__, **others}
 
 
 def of_run(params: Any, dtype: str | None, settings: Mapping[str, Any]) -> dict[str, Any]:

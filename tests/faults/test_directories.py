@@ -27,7 +27,8 @@ import safetensors.numpy
 import optax_smile
 from optax_smile import _disk, report
 from optax_smile.chains._checkpoint import SUMS, Checkpoints
-from optax_smile.draws import _manifest, _stored
+from optax_smile.draws import _manifest
+from optax_smile.report import _predictions
 
 CHAINS, DRAWS, CRASH = 3, 4, 4
 # Flipped bits of a whole campaign and of the short one; a tenth as many files are cut, and so on.
@@ -127,8 +128,8 @@ def attempt(function: Callable[[], Any]) -> Any:
 def read(directory: Path) -> dict[str, Any]:
     """Everything that can be read of the draws, each thing or the error that it gives."""
     found = {}
-    for file in directory.glob(_stored.FILE.format("*")):
-        found["prediction"] = attempt(lambda file=file: vars(_stored.Stored(file)))
+    for file in directory.glob(_predictions.FILE.format("*")):
+        found["prediction"] = attempt(lambda file=file: vars(_predictions.Stored(file)))
     draws = attempt(lambda: optax_smile.load_snapshots(directory))
     if isinstance(draws, Exception):
         return found | {"manifest": draws}
