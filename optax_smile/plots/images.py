@@ -131,7 +131,7 @@ def examples(
             ax.imshow(images[at], cmap="gray", vmin=0, vmax=1, zorder=2, **place)
             caption, is_wrong = _caption(mean[at], float(uncertainty[at]), targets, at)
             color = PALETTE[1] if is_wrong else "black"
-            text: Any = {"ha": "center", "va": "top", "size": "x-small", "color": color}
+            text: Any = {"ha": "center", "va": "top", "size": "small", "color": color}
             ax.text(left + 0.5, top + height + 0.04, caption, **text)
         top += height + CAPTION
     ax.set(xlim=(0, columns * (1 + GAP) - GAP), ylim=(top, 0), aspect="equal")
