@@ -198,7 +198,7 @@ def test_what_is_not_finite_besides_the_mean_is_refused():
         {"variance": lambda x: jnp.full_like(x, jnp.nan)},
         {"variance": jnp.ones_like, "log_density": lambda x, _: jnp.full_like(x, jnp.inf)},
     ):
-        with pytest.raises(ValueError, match="finite, got nan or inf from snapshot 0"):
+        with pytest.raises(ValueError, match="got nan, inf or a variance < 0 from snapshot 0"):
             predict(lambda _, x: x, [0.0], own(**fields), np.zeros(3), np.ones(3, np.float32))
 
 
@@ -340,7 +340,7 @@ def test_a_negative_variance_of_an_own_likelihood_is_an_error():
         variance=lambda outputs: outputs,
     )
     draws = [np.ones(2, np.float32), -np.ones(2, np.float32)]
-    with pytest.raises(ValueError, match="with variances >= 0, got .* from snapshot 1"):
+    with pytest.raises(ValueError, match="whose variances are >= 0, got .* from snapshot 1"):
         optax_smile.predict(
-            lambda params, x: x * params, draws, np.ones((3, 2)), likelihood=likelihood
+            lambda params, x: x * params[None], draws, np.ones((3, 2)), likelihood=likelihood
         )

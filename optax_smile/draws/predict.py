@@ -233,8 +233,8 @@ class Predictor:
             if invalid >= 0:
                 has_variance = self.likelihood.variance is not None
                 rule = "snapshots whose predictions are finite"
-                rule += ", with variances >= 0" * has_variance
-                wrong = "nan, inf or a negative variance" if has_variance else "nan or inf"
+                rule += " and whose variances are >= 0" * has_variance
+                wrong = "nan, inf or a variance < 0" if has_variance else "nan or inf"
                 got = f"{wrong} from {self._name(int(invalid))}"
                 remedy = "Check that the inputs are finite; if they are, leave that chain out."
                 _check.fail("Predictor.update", "params", rule, got, remedy)
