@@ -328,6 +328,17 @@ def test_a_chain_alone_with_few_independent_draws_is_slow(correlation, is_slow):
     assert ("all chains together (flagged below 100)" in str(found)) == is_slow
 
 
+def test_one_chain_with_few_independent_draws_is_slow_whatever_the_others_have():
+    """Of 400 draws (1 - r) / (1 + r) are independent: 30 in the last chain, 215 in the others."""
+    paths = autoregressive((4, 400, 3), 0.3)
+    paths[3] = autoregressive((1, 400, 3), 0.86, seed=1)[0]
+    each = optax_smile.Outcome(paths, None, None, np.zeros((4, 400, 3)))
+    prediction = optax_smile.Prediction(None, None, each=each)
+    found = diagnostics.summary(optax_smile.Snapshots(paths), prediction)
+    assert kinds(found) == {("slow", (3,))}
+    assert "(flagged below 50)" in found.findings[0].text
+
+
 def test_a_real_run_with_a_diverged_and_a_frozen_chain():
     """One begins where losses are NaN, one where float32 has no room for a step."""
     params = start()

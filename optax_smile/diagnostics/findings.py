@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from optax_smile._trace import chains_with_equal_keys
 from optax_smile.diagnostics.paths import Paths
 from optax_smile.diagnostics.results import (
     GOOD_RHATS,
@@ -191,7 +192,7 @@ def judge(found: Summary, run: Run) -> list[Check]:
     lost = [*_once(joined(_nonfinite(run), _diverged(run), stuck))]
     sick = np.any([none, *(sign.chains for sign in lost)], axis=0)
     altered = [*_altered(run)]
-    signs = [*_copied(found, run), *altered, *lost]
+    signs = [*_once(joined(_copied(found, run), _equal_keys(run))), *altered, *lost]
     arrives, own = ~sick, ~np.any([none, *(sign.chains for sign in altered)], axis=0)
     for sign in (*_on_its_way(run), *_unsettled(found, rhats, run)):
         # The path of an altered chain says nothing about the sampler.
@@ -249,6 +250,19 @@ def _copied(found: Summary, run: Run) -> Iterator[Sign]:
         f"{_listed(groups)}.",
         ".0f",
     )
+
+
+def _equal_keys(run: Run) -> Iterator[Sign]:
+    if "noise_id" in run.trace:
+        noise = run.trace["noise_id"]
+        groups = chains_with_equal_keys(noise)
+        equal = np.isin(np.arange(len(noise)), sum(groups, []))
+        text = (
+            f"{{}} of {noise.shape[1]} draws use the random numbers of another chain"
+            f"{_listed(groups)}."
+        )
+        number = np.where(equal, float(noise.shape[1]), 0.0)
+        yield Sign("copies", equal, number, 0, text, ".0f")
 
 
 def shared_draws(paths: Paths) -> np.ndarray:
