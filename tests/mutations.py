@@ -425,9 +425,9 @@ DEFECTS = r"""
 - "prior_precision": localization / beta,
 + "prior_precision": localization,
 # local/covariances.py | test_local.py
-= local: blocks without what is between | is_the_covariance
-- centred[:, self.columns] + between
-+ centred[:, self.columns]
+= local: losses are not centred | is_the_covariance
+- losses -= losses.mean(axis=0)
++ losses -= 0
 # samplers/_langevin.py | test_langevin.py
 = rejected steps advance the schedule count | nonfinite_inputs
 - num_steps=_tree.count(state.num_steps, ~reject)
@@ -504,7 +504,7 @@ DEFECTS = r"""
 -             if part.first <= done:
 -                 done = max(done, part.last + 1)
 +             done = max(done, part.last + 1)
-# diagnostics/traces.py | test_diagnostics.py
+# diagnostics/statistics.py | test_diagnostics.py
 = trend compares with the first tenth | figures_of_a_trace
 - second = sizes[:, tenth : 2 * tenth] if
 + second = sizes[:, :tenth] if

@@ -96,7 +96,7 @@ STEP_SIZES = {
         " size still changes",
     },
     "quantile_tuner": {
-        "shorter": "a smaller initial step size",
+        "shorter": "a smaller step size at the start",
         "longer": "a sampler with `angle_tuner()`, or with `quantile_tuner(adapt_steps=...)` that"
         " ends early",
         "steadier": "`quantile_tuner(adapt_steps=...)` that ends within num_warmup: it has no fixed"

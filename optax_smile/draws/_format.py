@@ -25,7 +25,7 @@ MANIFEST = "manifest.json"
 StoredDtype = Literal["float16", "float32", "float64"]
 STORED_DTYPES = get_args(StoredDtype)
 REMEDY = "Restore it: a run with the same arguments in a new directory writes an identical one."
-# Draws that may wait for the disk; a longer queue does not help if the disk is too slow.
+# Number of draws that may wait for the disk.
 QUEUE_SIZE = 2
 # Parameters before the first step; leaves that never change are read from there.
 START = "start"
@@ -249,10 +249,10 @@ def read_start(directory: Path, leaves: list[Leaf], num_chains: int) -> dict[str
 class DrawFiles:
     """Write draws to a directory.
 
-    Each process writes its chains of a draw to one safetensors file of arrays `[chain, ...]` (with
-    several processes one file per device), under a temporary name that is then changed. The JSON
-    header holds the result of `optax_smile.stats`, the step and checksums. Leaves that still equal
-    those of the start, such as the frozen part of a network, are stored only with the start.
+    Each process writes its chains of a draw to one safetensors file of arrays `[chain, ...]`; with
+    several processes, to one file per device. A file is complete or absent. The JSON header holds
+    the result of `optax_smile.stats`, the step and checksums. Leaves that still equal the start,
+    such as the frozen part of a network, are stored only with the start.
 
     Args:
         directory: directory of the draws.
@@ -260,7 +260,7 @@ class DrawFiles:
         dtype: precision on disk, `"float16"`, `"float32"` or `"float64"`; None: that of the
             parameters.
         resumed: whether the directory already holds the start of this run, which is then used.
-        names: of the leaves; None: those of their paths.
+        names: names of the leaves; None: those of their paths.
 
     Raises:
         ValueError: a resumed directory without a readable start.
@@ -344,14 +344,14 @@ def write_all(
     manifest: Json,
     draws: Iterable[tuple[int, Tree, Stats]],
 ):
-    """Write draws that are known already to a new directory.
+    """Write existing draws to a new directory.
 
-    The manifest comes last, so that a directory that is not complete cannot be loaded. Leaves that
-    all draws share are stored once, with the first draw in the place of the start.
+    The manifest is written last, so an incomplete directory cannot be loaded. The first draw takes
+    the place of the start, so leaves that all draws share are stored once.
 
     Args:
-        directory: a new or empty one.
-        manifest: of the draws.
+        directory: a new or empty directory.
+        manifest: manifest of the draws.
         draws: step, leaves `[chain, ...]` in the order of the manifest, and statistics `[chain]`.
     """
     directory.mkdir(parents=True, exist_ok=True)

@@ -51,46 +51,48 @@ def predict(
 ) -> Prediction:
     """Average the predictions of all snapshots (Bayesian model average).
 
-    With densities p_s(y | x) of S snapshots the average is p = sum_s p_s / S, with log density
-    log p. Its uncertainty is H[p] = sum_s H[p_s] / S + mutual information for class probabilities,
-    and Var = sum_s Var_s / S + variance of the means otherwise.
+    The predictive density is the average of those of the S snapshots, p(y | x) = sum_s p_s(y | x) /
+    S. For class probabilities, its entropy is the mean entropy of a snapshot (aleatoric) plus the
+    mutual information of target and parameters (epistemic). Otherwise, its variance is the mean
+    variance of a snapshot (aleatoric) plus the variance of the snapshots' means (epistemic).
 
     Args:
         apply_fn: `apply_fn(params, inputs)` returns the outputs of one model for the inputs.
         snapshots: parameter trees: the result of `sample`, `Snapshots.from_members(members)` for a
-            deep ensemble, or any other iterable. It is read once, so it may be a generator.
+            deep ensemble, or any other iterable, such as a generator. It is read once.
         inputs: argument of `apply_fn`, arrays `[input, ...]`; they stay on the device.
         likelihood: how to interpret the outputs and the targets:
 
             - `"categorical"`: logits `[input, class]`, labels `[input]`.
             - `"bernoulli"`: logits `[input, ...]`, targets 0 or 1 of the same shape.
-            - `"gaussian"`: a pair of mean `[input, ...]` and log standard deviation, predicted or
-              sampled as a parameter: a scalar, or with as many axes as the mean, each of the same
-              length or of length 1; targets of the shape of the mean.
+            - `"gaussian"`: a pair of mean `[input, ...]` and log standard deviation; targets of the
+              shape of the mean. The second is a scalar, such as a sampled parameter, or has as many
+              axes as the mean, each of the same length or of length 1.
             - `"tokens"`: logits `[input, token, class]`, labels `[input, token]`, -1 for padding.
             - your own `Likelihood`.
         targets: observed values, `[input, ...]`.
         batch_size: inputs to run at once, >= 1; None: all.
         curve: numbers of snapshots, >= 1, ascending; also return the average after each number.
             Snapshots come draw by draw: with 4 chains, 8 snapshots are two draws of each chain.
-        per: `"draw"`: also return the prediction of each draw, `"chain"`: the average of each
-            chain; in host memory, as the `Outcome` `each`.
-        mesh: devices: the axis `"chain"` runs snapshots in parallel, the axis `"data"` shards the
-            inputs; None: JAX's default device.
-        specs: a tree of `jax.P` like one snapshot: how each array is sharded over the other axes of
-            the mesh; None: not sharded.
+        per: `"draw"`: also return the prediction of each draw; `"chain"`: also return the average
+            of each chain. Both are in host memory, in the attribute `each`.
+        mesh: devices. The axis `"chain"` runs snapshots in parallel, the axis `"data"` shards the
+            inputs. None: JAX's default device.
+        specs: a tree of `jax.P` like one snapshot, which says how each array is sharded over the
+            other axes of the mesh; None: not sharded.
 
     Returns:
         A `Prediction`.
 
     Raises:
         ValueError: an argument out of range; no snapshots, or snapshots of different models;
-            predictions that are not finite (the message names chain and draw); a likelihood that
-            does not match the outputs; targets that do not match the likelihood.
+            predictions that are not finite or have a negative variance (the message names chain and
+            draw); a likelihood that does not match the outputs; targets that do not match the
+            likelihood.
 
-    Cost: one forward pass per snapshot, whose parameters pass through the host. Memory for the
-    outputs of one snapshot per device and three times their average (with `per="chain"` per
-    chain).
+    Cost: one forward pass per snapshot; parameters pass through the host. Memory for the outputs of
+    one snapshot per device, plus three times the size of the average (of each chain with
+    `per="chain"`).
 
     Example:
         >>> import jax.numpy as jnp, optax_smile
