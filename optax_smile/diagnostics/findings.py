@@ -63,9 +63,9 @@ ADVICE = {
     "copies": "a different start for each chain (`chains_from_weights` with a jitter) and a"
     " different key (`parallel.init(key=...)`). Copies count once in R-hat, ESS and Monte Carlo"
     " error.",
-    "altered": "the sampler as the last transformation of `optax.chain`, and add its updates to the"
-    " parameters unchanged. Nothing may come after the sampler: no clipping, learning rate, weight"
-    " decay, projection or average of parameters.",
+    "altered": "putting the sampler last in `optax.chain`, and adding its updates to the parameters"
+    " unchanged. Nothing may come after the sampler: no clipping, learning rate, weight decay,"
+    " projection or average of parameters.",
     "not finite": "checking the data: are all batches finite and not empty, and is the gradient of"
     " the loss finite there? If so, {shorter}, or a start closer to the mode.",
     "diverged": "{shorter}, or a start closer to the mode. Leave these chains out of the"
@@ -352,7 +352,7 @@ def _frozen(found: Summary, run: Run, mixes: np.ndarray) -> Iterator[Sign]:
         return
     moves, still = run.paths.moved, (run.paths.moved == 0).sum(axis=1)
     half = moves.shape[1] / 2
-    text = f"{{}} of {moves.shape[1]} draws equal the draw before (flagged above {half:.0f})."
+    text = f"{{}} of {moves.shape[1]} draws equal the draw before (flagged above half)."
     yield Sign("frozen", still > half, still, half, text, ".0f")
     if run.trace:
         below = np.mean(run.trace["below_resolution"], axis=1)
