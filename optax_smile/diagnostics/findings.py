@@ -192,7 +192,7 @@ def judge(found: Summary, run: Run) -> list[Check]:
     lost = [*_once(joined(_nonfinite(run), _diverged(run), stuck))]
     sick = np.any([none, *(sign.chains for sign in lost)], axis=0)
     altered = [*_altered(run)]
-    signs = [*_once(joined(_copied(found, run), _equal_keys(run))), *altered, *lost]
+    signs = [*_copied(found, run), *_equal_keys(found, run), *altered, *lost]
     arrives, own = ~sick, ~np.any([none, *(sign.chains for sign in altered)], axis=0)
     for sign in (*_on_its_way(run), *_unsettled(found, rhats, run)):
         # The path of an altered chain says nothing about the sampler.
@@ -252,17 +252,16 @@ def _copied(found: Summary, run: Run) -> Iterator[Sign]:
     )
 
 
-def _equal_keys(run: Run) -> Iterator[Sign]:
+def _equal_keys(found: Summary, run: Run) -> Iterator[Sign]:
+    """Yield a sign of chains with equal keys; copies are already reported."""
     if "noise_id" in run.trace:
-        noise = run.trace["noise_id"]
-        groups = chains_with_equal_keys(noise)
-        equal = np.isin(np.arange(len(noise)), sum(groups, []))
-        text = (
-            f"{{}} of {noise.shape[1]} draws use the random numbers of another chain"
-            f"{_listed(groups)}."
-        )
-        number = np.where(equal, float(noise.shape[1]), 0.0)
-        yield Sign("copies", equal, number, 0, text, ".0f")
+        noise, first = run.trace["noise_id"], found.copy_of
+        is_copy = np.bincount(first, minlength=len(first))[first] > 1
+        groups = [x for x in chains_with_equal_keys(noise) if not is_copy[x].all()]
+        chains = np.isin(np.arange(len(first)), sum(groups, []))
+        text = f"{{}} of {noise.shape[1]} draws use the random numbers of another chain"
+        number = np.where(chains, float(noise.shape[1]), 0.0)
+        yield Sign("copies", chains, number, 0, f"{text}{_listed(groups)}.", ".0f")
 
 
 def shared_draws(paths: Paths) -> np.ndarray:
