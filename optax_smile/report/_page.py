@@ -230,8 +230,8 @@ def _drawn(snapshots: _ReadOnce, sampler: str, size: str) -> str:
     """Say which draws these are."""
     (chains, draws), settings = _size(snapshots), snapshots.manifest["settings"]
     if snapshots.subset is not None:
-        of = snapshots.manifest["subset"].get("of") or {}
-        place = f" in {html.escape(str(of['directory']))}" if of.get("directory") else ""
+        source = snapshots.manifest["subset"]["of"]["directory"]
+        place = f" in {html.escape(source)}" if source and Path(source).is_dir() else ""
         return f"{draws} of {sampler}, {size}: a subset chosen on held-out data from a run{place}."
     steps = ""
     if "thin" in settings:
