@@ -552,7 +552,7 @@ class StoredSnapshots(Draws):
     one draw. `trace` holds the statistics of the draws, `[chain, draw]`. `params` reads all draws
     into memory, `[chain, draw, ...]`, and `start` the initial parameters, `[chain, ...]`.
     `manifest` is the content of the manifest. `settings`, `subset`, `stopping` and `thin_to` are
-    those of `Snapshots`.
+    those of `Snapshots`. Before the first draw, `trace` and `params` raise a ValueError.
     """
 
     def __init__(self, directory: Path, manifest: _format.Json, like: Tree, flat: bool):
