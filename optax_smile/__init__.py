@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING
 
 from optax_smile import calibrate, diagnostics, interop, local, metrics, parallel, plots, published
 from optax_smile._check import ArgumentError
+from optax_smile._version import __version__ as __version__
 from optax_smile.chains.check import CheckReport, check
 from optax_smile.chains.recorded import RecordedSampler, recorded
 from optax_smile.chains.sample import sample
@@ -36,11 +37,9 @@ from optax_smile.chains.select import Selection, select
 from optax_smile.chains.stopping import EvidenceStop
 from optax_smile.chains.warmstart import chains_from_weights, warmstart
 from optax_smile.draws.likelihoods import Likelihood
-from optax_smile.draws.predict import predict
+from optax_smile.draws.predict import Predictor, predict
 from optax_smile.draws.prediction import Outcome, Prediction
-from optax_smile.draws.predictor import Predictor
-from optax_smile.draws.snapshots import Snapshots, StoredSnapshots, load_snapshots
-from optax_smile.draws.stopping import Stopping
+from optax_smile.draws.snapshots import Snapshots, Stopping, StoredSnapshots, load_snapshots
 from optax_smile.draws.subset import Subset
 from optax_smile.samplers.cyclical_sgld import cyclical_sgld
 from optax_smile.samplers.mclmc import mclmc
@@ -56,8 +55,6 @@ from optax_smile.state import Stats, last_accepted, stats
 
 if TYPE_CHECKING:
     from optax_smile import report
-
-__version__ = "0.1.0"
 
 __all__ = [
     "ArgumentError",

@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from optax_smile import _check
+from optax_smile._warn import warn
 
 REMEDY = "Pass the `trace` of the draws that `sample` returned."
 TRACE = _check.kind(Mapping, "a dict of arrays", REMEDY)
@@ -46,3 +47,21 @@ def read(
         _check.fail(where, "trace", rule, got, REMEDY)
     draws = of_draws(trace, num_draws, where)
     return [draws[name].astype(float) for name in names]
+
+
+def warn_of_equal_keys(where: str, noise_id: np.ndarray):
+    """Warn of chains with equal keys; `noise_id` is as for `chains_with_equal_keys`."""
+    if groups := chains_with_equal_keys(noise_id):
+        chains = " and ".join(map(str, groups))
+        warn(
+            f"`{where}`: the chains {chains} have equal keys, so they draw the same random numbers"
+            " and are not independent. Give each chain its own key, as"
+            " `parallel.init(sampler, params, key=...)` does."
+        )
+
+
+def chains_with_equal_keys(noise_id: np.ndarray) -> list[list[int]]:
+    """Return the groups of chains whose `Stats.noise_id` `[chain, draw]` are all equal."""
+    _, group = np.unique(noise_id, axis=0, return_inverse=True)
+    members = [np.flatnonzero(group.ravel() == x).tolist() for x in range(group.max() + 1)]
+    return [x for x in members if len(x) > 1 and noise_id[x[0]].any()]

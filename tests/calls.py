@@ -264,12 +264,9 @@ def scores():
         yield f"metrics.{name}", getattr(metrics, name), classes
     for name in ("ece", "reliability"):
         yield f"metrics.{name}", getattr(metrics, name), classes | {"num_bins": 3, "equal": "mass"}
-    yield "metrics.entropy", metrics.entropy, {"probabilities": PROBABILITIES}
     yield "metrics.lppd", metrics.lppd, {"log_density": VECTOR}
-    yield "metrics.nll", metrics.nll, {"log_density": VECTOR}
     yield "metrics.perplexity", metrics.perplexity, {"log_density": VECTOR, "mask": VECTOR > 0}
     foreign = {"inside": VECTOR, "outside": VECTOR}
-    yield "metrics.fpr95", metrics.fpr95, foreign
     yield "metrics.ood_auroc", metrics.ood_auroc, foreign
     yield "metrics.rmse", metrics.rmse, {"mean": VECTOR, "targets": VECTOR}
     normal = {"mean": VECTOR, "std": VECTOR}

@@ -6,15 +6,11 @@ import dataclasses
 import functools
 import html
 import io
-import json
 import re
 import subprocess
 import sys
-import time
-import types
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote
 
 import jax
 import jax.numpy as jnp
@@ -25,11 +21,11 @@ import pytest
 import safetensors.numpy
 
 import optax_smile
-from optax_smile import _disk, diagnostics, metrics, plots, report
-from optax_smile.diagnostics.advice import ADVICE
-from optax_smile.draws import _files, _sessions
-from optax_smile.draws._stored import Stored
-from optax_smile.report import _page, _pictures, _words
+from optax_smile import diagnostics, metrics, plots, report
+from optax_smile.diagnostics.findings import ADVICE
+from optax_smile.draws import _format
+from optax_smile.report import _page, _pictures
+from optax_smile.report._predictions import Stored
 
 RNG = np.random.default_rng(0)
 INPUTS = RNG.normal(size=(40, 3)).astype(np.float32)
@@ -74,7 +70,6 @@ def rendered():
 def few_pixels(monkeypatch, request):
     monkeypatch.setattr(_pictures, "DENSITY", 50)
     if "rendered" not in request.fixturenames:
-        monkeypatch.setattr(_pictures, "FORMATS", {})
         monkeypatch.setattr(matplotlib.figure.Figure, "savefig", lambda _, file, **__: None)
 
 
@@ -108,8 +103,7 @@ def lights(page: str) -> list[tuple[str, str]]:
 
 
 @pytest.mark.usefixtures("rendered")
-def test_classification(run, draws, tmp_path, monkeypatch):
-    monkeypatch.setattr(_pictures, "FORMATS", {})
+def test_classification(run, draws, tmp_path):
     prediction = classify(draws, per="draw")
     report.store(run, "test", prediction, targets=LABELS)
     report.store(run, "unseen", classify(draws, None))
@@ -121,20 +115,16 @@ def test_classification(run, draws, tmp_path, monkeypatch):
         arrow = "↑" if name in ("LPPD", "accuracy", "F1") else "↓"
         assert re.search(rf"<th>{name} <span [^>]*>{arrow}</span></th>", page)
         assert f"<td>{score:.4g}</td>" in page
-    # Three of the chains, calibration, risk, entropies of both, LPPD.
-    assert len(pictures(page)) == num_pictures(page) == 8
+    # Three of the chains, calibration, risk, entropies of both, LPPD and trace.
+    assert len(pictures(page)) == num_pictures(page) == 9
     assert all(np.ptp(image) > 0.5 for image in pictures(page))
-    # What ran, when and where, of which seeds and data.
-    (session,) = _sessions.read(run)
-    assert abs(time.time() - session.began) < 3600 and 0 < session.seconds < 3600
+    # What ran, with which seeds and data.
     for said in (
         html.escape(str(run)),
         "<title>psmile: 3 chains of 24 draws</title>",
         "3 chains of psmile, 24 draws each, 12 parameters",
         "across chains",
-        "reject_quantile=0.98",
-        f"<dd>{_words.times([session])['begun']}</dd>",
-        f"<dd>{html.escape(session.machine)}</dd>",
+        "&quot;reject_quantile&quot;: 0.98",
         "0 (sample), 1 (psmile)",
         "<dd>10 examples in 2 batches</dd>",
     ):
@@ -162,7 +152,7 @@ def test_regression(run, draws):
         metrics.interval_width(*ends),
     ):
         assert f"<td>{score:.4g}</td>" in page
-    assert num_pictures(page) == 6 and ">→ 0.95</span>" in page
+    assert num_pictures(page) == 7 and ">→ 0.95</span>" in page
     # Of several outputs the variances are no entropies.
     targets = np.tile(TARGETS[:, None], (1, 4))
     several = predict(draws, lambda p, x: (logits(p, x), 0.3), "gaussian", targets, per=None)
@@ -196,14 +186,14 @@ def test_yes_or_no_are_two_classes(run, draws):
         got, ones = report.score(prediction, targets), prediction.mean
         assert got["accuracy"] == np.mean((ones > 0.5) == targets)
         assert got["Brier"] == pytest.approx(2 * np.mean((ones - targets) ** 2), abs=1e-6)
-        assert num_pictures(page_of(run, prediction, targets)) == 7
+        assert num_pictures(page_of(run, prediction, targets)) == 8
 
 
 def test_the_page_says_whether_predictions_were_judged(run, draws):
     said = "Monte Carlo standard error of the LPPD"
     for kept, per, expected in (
         (draws, "draw", {said: True}),
-        (draws, "chain", {said: False, "pass what": True}),
+        (draws, "chain", {said: False, "pass the result": True}),
         # As a run leaves them that went on later.
         (draws.thinned(2), "draw", {"cover fewer draws than the run now has": True}),
     ):
@@ -225,7 +215,7 @@ def test_huge_runs_are_thinned_for_the_picture_of_their_paths(run, draws, monkey
     assert rates == pytest.approx([0.02, 0.02])
     quiet: Any = {"num_rejected": np.zeros((1, 2)), "energy_change": np.full((1, 2), np.nan)}
     quiet["step_size"] = np.ones((1, 2))
-    names = [one.name for one in _pictures.of_chains(types.SimpleNamespace(trace=quiet), np.nan)]
+    names = [one.name for one in _pictures.of_chains(quiet, None, None, np.nan)]
     assert names == ["step size", "paths"]
 
 
@@ -233,13 +223,13 @@ def test_every_draw_is_read_once(run, draws, monkeypatch):
     report.store(run, "test", classify(draws, per="draw"), targets=LABELS)
     names = {file.name for kind in ("draw", "start") for file in run.glob(f"{kind}*")}
     reads = collections.Counter()
-    for function in (_files.read_arrays, _files.read_header):
+    for function in (_format.read_arrays, _format.read_header):
 
         def counted(block, *leaves, function=function):
             reads[function.__name__, block.path.name] += 1
             return function(block, *leaves)
 
-        monkeypatch.setattr(_files, function.__name__, counted)
+        monkeypatch.setattr(_format, function.__name__, counted)
     report.write(run)
     # Headers hold the trace.
     expected = {("read_header", name): 1 for name in names if not name.startswith("start")}
@@ -259,12 +249,7 @@ def test_one_draw(run, draws, tmp_path):
 def test_a_damaged_prediction_is_named(run, draws):
     prediction, file = classify(draws), run / "prediction-test.safetensors"
     report.store(run, "test", prediction, targets=LABELS, images=IMAGES)
-    content, kept = file.read_bytes(), Stored(file)
-    arrays = {"shown": kept.shown, "images": kept.images, "mean": prediction.mean[:2]}
-    header = {"name": "test", "scores": {}, "uncertainty": "entropy"}
-    file.write_bytes(_disk.pack(header, arrays | {"total": prediction.total}))
-    with pytest.raises(ValueError, match="is damaged .its images do not match its inputs"):
-        report.write(run)
+    content = file.read_bytes()
     without_scores = safetensors.numpy.save({"mean": np.zeros(3)})
     for damaged in content[:-200], b"", b"x" * 99, without_scores:
         file.write_bytes(damaged)
@@ -338,15 +323,12 @@ def test_what_does_not_fit_is_named(run, draws, tmp_path):
             report.store(**of_all | given)
     assert not list(run.glob("prediction-*"))
     (tmp_path / "manifest.json").write_bytes((run / "manifest.json").read_bytes())
-    (tmp_path / "a-pictures").write_text("mine")
     for rule, given in (
         (r"directory=...\)` must be .* with draws", (tmp_path,)),
         (r"output=...\)` must be a path that ends in .html or", (run, tmp_path / "a.txt")),
-        (r"output=...\)` must be a path beside", (run, tmp_path / "a.html")),
     ):
         with pytest.raises(ValueError, match=r"`report.write\(" + rule):
             report.write(*given)
-    assert (tmp_path / "a-pictures").read_text() == "mine" and not (tmp_path / "a.html").exists()
 
 
 def test_the_few_images_that_are_kept_are_those_that_all_would_show(run, draws):
@@ -426,75 +408,30 @@ def test_trouble_comes_first_and_is_named():
     assert {kind for light, kind in found if light == "look"} == look
 
 
-def test_settings_and_times_in_words():
-    tuner = {"name": "angle_tuner", "angle": 0.03, "adapt_steps": None}
-    decay = ["optax.schedules._schedule.exponential_decay.<locals>.schedule", [0.5, None]]
-    a, b = "a" * 40, "b" * 40
-    for written, given in {
-        "f(tuner=angle_tuner(angle=0.03, adapt_steps=None))": {"tuner": tuner},
-        "f(key=jax.random.key(7), tuner=None)": {"key": [0, 7], "tuner": None},
-        "f(key=7, prior_mean={'w': 1.0})": {"key": 7, "prior_mean": {"w": 1.0}},
-        "f(step_size=exponential_decay(...), x=[1.0, 2])": {"step_size": decay, "x": [1.0, 2]},
-        "f(loss=loss)": {"loss": ["my.module.loss", []]},
-        f"f(\n    {a}=0.001,\n    {b}='start',\n)": {a: 1e-3, b: "start"},
-    }.items():
-        assert _words.call("f", given) == written
-    seeds = [_words.seed(key) for key in ([1, 2], 7, [1, 2, 3, 4], None)]
+def test_seeds_and_data_in_words():
+    seeds = [_page._seed(key) for key in ([1, 2], 7, [1, 2, 3, 4], None)]
     assert seeds == [2**32 + 2, 7, None, None]
-    written = [_words.duration(x) for x in (0.2, 59.4, 59.6, 3599, 3600, 90_061)]
-    assert written[:3] == ["less than a second", "59 s", "1 min 0 s"]
-    assert written[3:] == ["59 min 59 s", "1 h 0 min", "25 h 1 min"]
-    sessions = [_sessions.Session(0.0, 30.0, "a"), _sessions.Session(90.0, 45, "b & c")]
-    told = ["1970-01-01 00:00 UTC", "1 min 15 s in 2 sessions", "a; b & c"]
-    names = ["begun", "run time", "machine"]
-    assert _words.times(sessions) == dict(zip(names, told, strict=True))
-    assert set(_words.times([]).values()) == {"not recorded"}
+    assert _page._data({"num_batches": 1}, 7.0) == "7 examples in 1 batch"
+    assert _page._data({}, None) == ""
 
 
-def test_times_follow_each_other_and_damaged_ones_are_named(tmp_path):
-    assert _sessions.read(tmp_path) == []
-    for resumed in (False, True):
-        clock = _sessions.Clock(tmp_path, resumed)
-        clock.write()
-        clock.write()
-    first, second = _sessions.read(tmp_path)
-    assert first.began <= second.began and first.machine == _sessions.machine()
-    _sessions.Clock(tmp_path, resumed=False).write()
-    assert len(_sessions.read(tmp_path)) == 1
-    file = tmp_path / _sessions.FILE
-
-    def refused(rule=f"The record of times {file} is damaged"):
-        with pytest.raises(ValueError, match=rule):
-            _sessions.read(tmp_path)
-
-    for content in "", "{}", "[]", '{"sessions": [], "checksum": "0"}', "NaN", "\udcff":
-        file.write_bytes(content.encode(errors="surrogateescape"))
-        refused()
-    for began in -1, 1e300, float("nan"), True, "0", None:
-        sessions = [{"began": began, "seconds": 1, "machine": "a"}]
-        record = {"sessions": sessions, "checksum": _disk.checksum(json.dumps(sessions))}
-        file.write_text(json.dumps(record))
-        refused("its entries are not valid sessions")
-    file.unlink()
-    file.symlink_to(tmp_path / "elsewhere")
-    refused()
+def test_a_killed_report_leaves_nothing_behind(run, draws):
+    left, foreign = run / ".report.html.123", run / ".report.html.mine"
+    for file in left, foreign:
+        file.write_text("half a page")
+    report.write(run)
+    assert not left.exists() and foreign.exists()
+    foreign.unlink()
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("rendered")
-def test_every_picture_is_a_file_too_and_the_page_needs_nothing_else(run, draws, tmp_path):
+def test_the_page_needs_nothing_else_and_is_reproducible(run, draws, tmp_path):
     report.store(run, "test", classify(draws), targets=LABELS, images=IMAGES)
     report.store(run, "TEST", classify(draws), images=IMAGES)
     page = report.write(run, tmp_path / "a b.html").read_text()
-    links = [unquote(link) for link in re.findall(r'<a href="([^"]+)"', page)]
-    files = {f"a b-pictures/{file.name}" for file in (tmp_path / "a b-pictures").iterdir()}
-    assert set(links) == files and len(links) == len(files) == 2 * len(pictures(page))
-    assert {"a b-pictures/examples-test.svg", "a b-pictures/examples-test-2.pdf"} <= files
-    before = {file: (tmp_path / file).read_bytes() for file in files}
-    for link, content in before.items():
-        assert content.startswith(b"%PDF" if link.endswith("pdf") else b"<?xml")
+    assert [path.name for path in tmp_path.iterdir()] == ["a b.html"]
     sources = re.findall(r'\b(?:src|href)="([^"]*)"', page)
-    assert all(source.startswith(("data:", "a%20b-pictures/")) for source in sources)
+    assert sources and all(source.startswith("data:") for source in sources)
     assert not any(word in page for word in ("@import", "url(", "<script"))
     assert report.write(run, tmp_path / "a b.html").read_text() == page
-    assert before == {file: (tmp_path / file).read_bytes() for file in files}

@@ -18,7 +18,7 @@ from optax_smile._types import Batch, Options, Output, Tree
 from optax_smile.chains import _checks, _host
 from optax_smile.chains.stopping import EvidenceStop
 from optax_smile.diagnostics.results import Check
-from optax_smile.draws import _manifest
+from optax_smile.draws import _format
 from optax_smile.state import find, last_accepted, stats
 
 BatchPer = Literal["gradient", "step"]
@@ -49,7 +49,7 @@ class Setup(NamedTuple):
     resume: bool = True
     check: bool = True
     checkpoint_minutes: float = 5.0
-    dtype: _manifest.StoredDtype | None = None
+    dtype: _format.StoredDtype | None = None
     observe: Callable[[Tree], Tree] | None = None
     stop: EvidenceStop | None = None
 

@@ -23,10 +23,8 @@ from optax_smile._warn import warn
 from optax_smile.chains._chains import Chains, Setup
 from optax_smile.chains._checks import num_rows
 from optax_smile.chains._host import Position, shapes_of_one
-from optax_smile.draws import _files, _manifest
-from optax_smile.draws import stopping as _stopping
-from optax_smile.draws.snapshots import Snapshots, StoredSnapshots, load_snapshots
-from optax_smile.draws.stopping import Stopping
+from optax_smile.draws import _format
+from optax_smile.draws.snapshots import Snapshots, Stopping, StoredSnapshots, load_snapshots
 from optax_smile.state import STATE_FORMAT
 
 # Number of checkpoints to keep: if the newest is damaged, the one before it serves.
@@ -141,11 +139,11 @@ class DirectoryRun:
         # Waits for all processes.
         self.checkpoints = Checkpoints(self.directory, setup.checkpoint_minutes)
         closing.callback(self.checkpoints.close)
-        self.manifest = _manifest.of_run(start, setup.dtype, settings) | {
+        self.manifest = _format.manifest_of(start, setup.dtype, settings) | {
             "functions": dict(functions)
         }
         before = self._before(chains, setup.resume)
-        rounded = _files.rounded(start, setup.dtype)
+        rounded = _format.rounded(start, setup.dtype)
         if before is not None:
             rounded = self._start(rounded)
         # The observed start of an earlier run does not determine its loss.
@@ -155,11 +153,11 @@ class DirectoryRun:
         if before is not None:
             check_same("sample", self.directory, before, self.manifest)
         if jax.process_index() == 0:
-            _manifest.write(self.directory, self.manifest)
-        files = _files.DrawFiles(
+            _format.write_manifest(self.directory, self.manifest)
+        files = _format.DrawFiles(
             self.directory, start, dtype=setup.dtype, resumed=before is not None
         )
-        self.writer = _files.SnapshotWriter(files)
+        self.writer = _format.SnapshotWriter(files)
         closing.callback(self.writer.close)
 
     def _before(self, chains: Chains, resume: bool) -> Json | None:
@@ -176,7 +174,7 @@ class DirectoryRun:
             self._refuse_draws_alone()
             return None
         self.checkpoints.check_format("sample", chains.tree)
-        before = _manifest.read("sample", self.directory)
+        before = _format.read_manifest("sample", self.directory)
         # Before the loss is computed with other shapes.
         check_settings("sample", self.directory, before, self.manifest)
         return before
@@ -230,8 +228,8 @@ class DirectoryRun:
 
     def note(self, stopping: Stopping):
         """Write the results of a stopping rule so far."""
-        self.manifest["stopping"] = _stopping.described(stopping)
-        _manifest.write(self.directory, self.manifest)
+        self.manifest["stopping"] = stopping.to_json()
+        _format.write_manifest(self.directory, self.manifest)
 
     def is_due(self) -> bool:
         """Return whether it is time for a checkpoint."""

@@ -21,7 +21,7 @@ from optax_smile.chains import _checks, _host, _optimizer
 from optax_smile.chains._chains import BatchPer, Chains, Setup
 from optax_smile.chains._directory import DirectoryRun, MemoryRun, Place, fingerprint
 from optax_smile.chains.stopping import Evidence, EvidenceStop, split
-from optax_smile.draws import _files, _manifest
+from optax_smile.draws import _format
 from optax_smile.draws.snapshots import Snapshots, StoredSnapshots
 
 Watch = Callable[[int, Mapping[str, np.ndarray] | None], None]
@@ -63,7 +63,7 @@ class Dispatch(NamedTuple):
     resume=_check.FLAG,
     check=_check.FLAG,
     checkpoint_minutes=_check.Real(0, infinite=True, traced=False),
-    dtype=_check.OneOf(_manifest.StoredDtype) | None,
+    dtype=_check.OneOf(_format.StoredDtype) | None,
     progress=_check.FLAG,
     callback=_check.Function("(step, stats)") | None,
     observe=_check.Function("(draw)") | None,
@@ -90,7 +90,7 @@ def sample(
     resume: bool = True,
     check: bool = True,
     checkpoint_minutes: float = 5.0,
-    dtype: _manifest.StoredDtype | None = None,
+    dtype: _format.StoredDtype | None = None,
     progress: bool = True,
     callback: Callable[[int, Mapping[str, np.ndarray]], None] | None = None,
     observe: Callable[[Tree], Tree] | None = None,
@@ -394,7 +394,7 @@ class Run:
             num_kept += is_draw
             if is_draw and self.evidence is not None:
                 # Rounded as on disk, so that a resumed run collects the same.
-                stored = _files.rounded(_tree.local(draw), self.setup.dtype)
+                stored = _format.rounded(_tree.local(draw), self.setup.dtype)
                 self._collect_trees(split(stored, self.chains.number))
         self.place = Place(dispatch.end, num_kept, dispatch.position or self.place.position)
         watch(step, stats)

@@ -21,7 +21,7 @@ from optax_smile._disk import Json
 from optax_smile._types import Batch, Output, Tree
 from optax_smile._warn import warn
 from optax_smile.chains import _checks, _directory, _host
-from optax_smile.draws import _manifest
+from optax_smile.draws import _format
 
 # Functions whose errors are reported as those of `warmstart`.
 PARTS = "parallel.shardings", "parallel.place", "parallel.init", "parallel.split_key"
@@ -254,7 +254,7 @@ def _describe(
     return {
         "arguments": arguments | {"key": words, "validation": validation is not None},
         "functions": {"optimizer": _settings.checksum(optimizer)},
-        "versions": _manifest.versions(),
+        "versions": _format.versions(),
         "validation": _directory.describe_batches([validation], False).description,
         **_directory.describe_run(data, partial(losses, members)),
     }

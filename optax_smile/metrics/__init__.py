@@ -15,13 +15,12 @@ from optax_smile.metrics.classification import (
     auroc,
     brier,
     ece,
-    entropy,
     f1,
+    ood_auroc,
     reliability,
     risk_coverage,
 )
-from optax_smile.metrics.densities import lppd, nll, perplexity
-from optax_smile.metrics.foreign import fpr95, ood_auroc
+from optax_smile.metrics.densities import lppd, perplexity
 from optax_smile.metrics.regression import coverage, crps, interval, interval_width, rmse
 
 __all__ = [
@@ -34,13 +33,10 @@ __all__ = [
     "coverage",
     "crps",
     "ece",
-    "entropy",
     "f1",
-    "fpr95",
     "interval",
     "interval_width",
     "lppd",
-    "nll",
     "ood_auroc",
     "perplexity",
     "reliability",

@@ -21,6 +21,7 @@ BINNED: dict[str, _check.Constraint] = {
     "num_bins": _check.Whole(1),
     "equal": _check.OneOf(Equal),
 }
+SCORES = _check.Array("[input]")
 
 
 class Reliability(NamedTuple):
@@ -140,6 +141,33 @@ def auroc(probabilities: ArrayLike, labels: ArrayLike) -> float:
     return float(areas[1] if num_classes == 2 else np.mean(areas))
 
 
+@_check.arguments(inside=SCORES, outside=SCORES)
+def ood_auroc(inside: ArrayLike, outside: ArrayLike) -> float:
+    """Compute the AUROC of out-of-distribution detection; higher is better.
+
+    It is the probability that an out-of-distribution input scores above an in-distribution one.
+
+    Args:
+        inside: in-distribution scores, `[input]`, of a score that is higher for unfamiliar inputs,
+            such as the entropy of a
+            prediction.
+        outside: the same score for out-of-distribution inputs, `[input]`.
+
+    Returns:
+        A fraction of pairs, ties counted half, in [0, 1]; 1/2 is chance level.
+
+    Raises:
+        ValueError: another shape, no inputs, or NaN.
+
+    Example:
+        >>> ood_auroc([0.1, 0.3], [0.2, 0.4])
+        0.75
+
+    Source: Hendrycks and Gimpel 2017.
+    """
+    return float(np.mean(share_below(np.asarray(inside), np.asarray(outside))))
+
+
 @_check.arguments(probabilities=Probabilities(), labels=Labels())
 def brier(probabilities: ArrayLike, labels: ArrayLike) -> float:
     """Compute the squared distance to the one-hot label, summed over classes; lower is better.
@@ -157,28 +185,6 @@ def brier(probabilities: ArrayLike, labels: ArrayLike) -> float:
     """
     one_hot = np.eye(np.shape(probabilities)[1])[np.asarray(labels)]
     return float(np.mean(np.sum(np.subtract(probabilities, one_hot) ** 2, axis=1)))
-
-
-@_check.arguments(probabilities=Probabilities())
-def entropy(probabilities: ArrayLike) -> np.ndarray:
-    """Compute the entropy of every row: how uncertain each prediction is.
-
-    Args:
-        probabilities: class probabilities, `[input, class]`, >= 0, rows that sum to 1.
-
-    Returns:
-        Nats, `[input]`, in [0, log(number of classes)].
-
-    Raises:
-        ValueError: no inputs, or invalid probabilities.
-
-    Example:
-        >>> entropy([[1.0, 0.0], [0.5, 0.5]]).round(3).tolist()
-        [0.0, 0.693]
-    """
-    probabilities = np.asarray(probabilities)
-    positive = np.where(probabilities > 0, probabilities, 1)
-    return np.sum(positive * np.log(1 / positive), axis=1)
 
 
 @_check.arguments(**BINNED)

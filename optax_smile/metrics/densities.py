@@ -33,31 +33,6 @@ def lppd(log_density: ArrayLike) -> float:
     return float(np.asarray(log_density).mean())
 
 
-@_check.arguments(log_density=DENSITIES)
-def nll(log_density: ArrayLike) -> float:
-    """Compute the negative log likelihood, minus the mean of log densities; lower is better.
-
-    Sommer et al. 2026 appear to report the NLL of single draws: their NLL column is not minus their
-    LPPD column.
-
-    Args:
-        log_density: nats. For `Prediction.log_density`, `[input]`, the result is minus the LPPD.
-            For log densities of single draws, `[draw, input]`, it is the average loss of a single
-            draw, which is never smaller.
-
-    Returns:
-        Nats per input.
-
-    Raises:
-        ValueError: no inputs, or NaN.
-
-    Example:
-        >>> nll([-1.0, -2.0])
-        1.5
-    """
-    return -float(np.asarray(log_density).mean())
-
-
 @_check.arguments(
     log_density=_check.Array(each=MASKED_DENSITY),
     mask=_check.Array(each=BOOLEAN, like="log_density", dtype=None) | None,

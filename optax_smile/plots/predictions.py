@@ -287,8 +287,8 @@ def entropy(entropies: Mapping[str, ArrayLike], *, ax: Axes | None = None) -> Ax
     Out-of-distribution data should lie to the right of in-distribution data.
 
     Args:
-        entropies: by name, such as `{"test": ..., "OOD": ...}`, nats, `[input]`, as
-            `optax_smile.metrics.entropy` returns them.
+        entropies: by name, such as `{"test": ..., "OOD": ...}`, nats, `[input]`, such as
+            `Prediction.total` of classes.
         ax: where to draw; None makes a new figure.
 
     Returns:

@@ -6,12 +6,10 @@ Example:
         prediction = optax_smile.predict(..., targets=labels, per="draw")
         optax_smile.report.store("run", "test", prediction, targets=labels, images=images)
 
-    Then `python -m optax_smile.report run` writes `run/report.html`, and its plots as SVG and PDF
-    into `run/report-pictures`.
+    Then `python -m optax_smile.report run` writes `run/report.html`.
 """
 
 from optax_smile.report._page import write
-from optax_smile.report._scores import score
-from optax_smile.report._store import store
+from optax_smile.report._predictions import score, store
 
 __all__ = ["score", "store", "write"]

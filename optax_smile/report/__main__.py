@@ -11,7 +11,7 @@ def main(arguments: list[str] | None = None):
     parser = argparse.ArgumentParser(
         prog="python -m optax_smile.report",
         description="Write a report of a run of sample(): can its chains be trusted, and what do"
-        " they predict? A folder beside the page holds every plot as SVG and PDF.",
+        " they predict?",
     )
     parser.add_argument("directory", type=Path, help="directory given to sample(directory=...)")
     parser.add_argument("--output", type=Path, help="HTML file (default: DIRECTORY/report.html)")

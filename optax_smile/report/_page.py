@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import glob
 import html
 import json
+import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
+import optax
 
 from optax_smile import _check, _disk, _settings, _table, diagnostics
-from optax_smile.diagnostics.advice import ADVICE
-from optax_smile.draws import _manifest, _sessions
-from optax_smile.draws._stored import FILE, Stored
+from optax_smile.diagnostics.findings import ADVICE
+from optax_smile.draws import _format
 from optax_smile.draws.snapshots import StoredSnapshots
 from optax_smile.metrics.classification import NUM_BINS
-from optax_smile.report import _pictures, _words
-from optax_smile.report._scores import BETTER
+from optax_smile.report import _pictures
+from optax_smile.report._pictures import marked
+from optax_smile.report._predictions import BETTER, FILE, Stored
 
 # Number of parameters kept in memory to plot the paths of the chains; 512 MiB in float32.
 MOST_PARAMETERS = 1 << 27
@@ -33,6 +35,7 @@ SUBSET = (
     "These draws are a subset chosen on held-out data, so the chains are not diagnosed. Judge the"
     " run from which they were chosen."
 )
+HINT = '<p class="note hint">Scroll sideways to see all columns.</p>'
 STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 1120px; margin: 0 auto; padding: 1em;
        color: #222; background: #fff; overflow-wrap: break-word; }
@@ -42,7 +45,14 @@ table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 th, td { padding: .25em .8em; border-bottom: 1px solid #ddd; text-align: right;
          white-space: nowrap; }
 th:first-child, td:first-child { text-align: left; padding-left: 0; }
-.wide { overflow-x: auto; margin: .5em 0; }
+.wide { overflow-x: auto; margin: .5em 0; background-repeat: no-repeat; background-color: #fff;
+        /* A shadow at an edge shows that there is more to scroll to. */
+        background-image: linear-gradient(90deg, #fff, #fff), linear-gradient(90deg, #fff, #fff),
+          linear-gradient(90deg, #999, #fff0), linear-gradient(270deg, #999, #fff0);
+        background-size: 24px 100%, 24px 100%, 10px 100%, 10px 100%;
+        background-position: 0 0, 100% 0, 0 0, 100% 0;
+        background-attachment: local, local, scroll, scroll; }
+.hint { display: none; }
 dl { display: grid; grid-template-columns: max-content minmax(0, 1fr); gap: .1em 1em; }
 dt { color: #666; } dd { margin: 0; }
 .lights { list-style: none; padding: 0; }
@@ -56,9 +66,11 @@ dt { color: #666; } dd { margin: 0; }
 .pictures { display: grid; gap: 1em 2em;
             grid-template-columns: repeat(auto-fit, minmax(min(100%, 420px), 1fr)); }
 figure { margin: 0; max-width: 620px; break-inside: avoid; } img { width: 100%; height: auto; }
-figcaption, .note { font-size: .9em; color: #555; } figcaption span { white-space: nowrap; }
-@media (max-width: 500px) { th, td { padding: .25em .4em; font-size: .9em; } }
-pre { background: #f6f6f6; padding: .8em; overflow-x: auto; font-size: .85em; }
+figcaption, .note { font-size: .9em; color: #555; }
+pre { padding: .8em 0; font-size: .85em; }
+@media (max-width: 500px) {
+  th, td { padding: .25em .4em; font-size: .9em; } .hint { display: block; }
+  figcaption { font-size: 1em; } }
 """
 
 
@@ -82,13 +94,11 @@ def write(
         title: title of the page; None: sampler, chains and draws.
 
     Returns:
-        The path of the file. The page is self-contained and needs no network. A folder beside it,
-        such as `report-pictures`, holds each plot as SVG and PDF. The page is written last, so an
-        error leaves an earlier page unchanged.
+        The path of the file. The page is self-contained and needs no network. An error leaves an
+        earlier page unchanged.
 
     Raises:
-        ValueError: a directory without a run or without draws; a damaged file; a file or a link at
-            the path of the folder of plots.
+        ValueError: a directory without a run or without draws; a damaged file.
         ImportError: matplotlib or arviz is not installed.
         OSError: a file that cannot be read or written.
 
@@ -103,22 +113,17 @@ def write(
     output = directory / "report.html" if output is None else Path(output)
     if output.suffix not in (".html", ".htm"):
         _check.fail(where, "output", "a path that ends in .html or .htm", output)
-    folder = output.with_name(f"{output.stem}-pictures")
-    if folder.is_symlink() or folder.exists() and not folder.is_dir():
-        rule = f"a path beside which {folder.name} is a folder or does not exist"
-        _check.fail(where, "output", rule, f"{folder}, which is a file or a link")
-    snapshots = _ReadOnce(directory, _manifest.read(where, directory), None, False)
+    snapshots = _ReadOnce(directory, _format.read_manifest(where, directory), None, False)
     if not snapshots.num_draws:
         _check.fail(where, "directory", "a directory with draws", directory)
     stored = [Stored(file) for file in sorted(directory.glob(FILE.format("*")))]
-    pictures = _pictures.Pictures(folder.name)
     title = html.escape(title or _title(snapshots))
     parts = [
         f"<h1>{title}</h1>",
         *_head(snapshots),
         *_scores(stored),
-        *_chains(snapshots, stored, pictures),
-        *_predictions(stored, pictures),
+        *_chains(snapshots, stored),
+        *_predictions(stored),
         *_written_settings(snapshots),
     ]
     page = (
@@ -128,11 +133,17 @@ def write(
         + "\n".join(parts)
         + "</body></html>"
     )
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, content in pictures.files.items():
-        _disk.write(folder / name, content)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    _remove_drafts(output)
     _disk.write(output, page.encode(errors="replace"))
     return output
+
+
+def _remove_drafts(output: Path):
+    """Remove the temporary files that killed reports left behind."""
+    for draft in output.parent.glob(f".{glob.escape(output.name)}.*"):
+        if draft.suffix[1:].isdigit():
+            draft.unlink(missing_ok=True)
 
 
 class _ReadOnce(StoredSnapshots):
@@ -143,7 +154,7 @@ class _ReadOnce(StoredSnapshots):
         """Number of parameters of a chain."""
         return sum(int(np.prod(leaf.shape)) for leaf in self.leaves)
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[optax.Params]:
         every, kept = -(-len(self) * self.size // MOST_PARAMETERS), []
         for number, params in enumerate(super().__iter__()):
             # Always keep the last draw.
@@ -158,7 +169,7 @@ class _ReadOnce(StoredSnapshots):
         self.kept = jax.tree.map(by_chain, *kept)
 
 
-def _sampler(snapshots: _ReadOnce) -> Mapping[str, Any]:
+def _sampler(snapshots: _ReadOnce) -> Mapping:
     """Return the known part of the sampler's name and arguments."""
     return snapshots.settings or {"name": "a sampler"}
 
@@ -180,10 +191,10 @@ def _head(snapshots: _ReadOnce) -> Iterator[str]:
     size = _table.counted(snapshots.size, "parameter")
     yield f"<p>{_drawn(snapshots, html.escape(sampler['name']), size)}</p>"
     seeds = {"sample": settings.get("key"), sampler["name"]: sampler.get("key")}
-    known = {name: _words.seed(key) for name, key in seeds.items()}
-    facts: dict[str, str | None] = {**_words.times(_sessions.read(snapshots.directory))}
+    known = {name: _seed(key) for name, key in seeds.items()}
+    facts: dict[str, str] = {}
     facts["seed"] = ", ".join(f"{x} ({name})" for name, x in known.items() if x is not None)
-    facts["data"] = _words.data(manifest["data"], sampler.get("num_data"))
+    facts["data"] = _data(manifest["data"], sampler.get("num_data"))
     versions = manifest["versions"].items()
     facts["libraries"] = ", ".join(f"{name} {version}" for name, version in versions)
     facts["directory"] = str(snapshots.directory)
@@ -194,12 +205,33 @@ def _head(snapshots: _ReadOnce) -> Iterator[str]:
     yield f"<dl>{''.join(f'<dt>{name}</dt><dd>{text}</dd>' for name, text in shown.items())}</dl>"
 
 
+def _seed(key: object) -> int | None:
+    """Return the seed from which `jax.random.key` made a key; None for a key of another kind."""
+    if type(key) is int:
+        return key
+    is_key = isinstance(key, list) and len(key) == 2 and {type(word) for word in key} == {int}
+    return (key[0] << 32) + key[1] if is_key else None
+
+
+def _data(described: Mapping, num_data: object) -> str:
+    """Describe the amount of data; empty if it is unknown.
+
+    A list of batches may repeat examples, so the number of examples comes from the sampler.
+    """
+    batches, parts = described.get("num_batches"), []
+    if isinstance(num_data, int | float) and math.isfinite(num_data):
+        parts.append(_table.counted(round(num_data), "example"))
+    if type(batches) is int:
+        parts.append(f"{batches:,} batch{'' if batches == 1 else 'es'}")
+    return " in ".join(parts)
+
+
 def _drawn(snapshots: _ReadOnce, sampler: str, size: str) -> str:
     """Say which draws these are."""
     (chains, draws), settings = _size(snapshots), snapshots.manifest["settings"]
     if snapshots.subset is not None:
-        of = snapshots.manifest["subset"].get("of") or {}
-        place = f" in {html.escape(str(of['directory']))}" if of.get("directory") else ""
+        source = snapshots.manifest["subset"]["of"]["directory"]
+        place = f" in {html.escape(source)}" if source and Path(source).is_dir() else ""
         return f"{draws} of {sampler}, {size}: a subset chosen on held-out data from a run{place}."
     steps = ""
     if "thin" in settings:
@@ -226,9 +258,19 @@ def _scores(stored: list[Stored]) -> Iterator[str]:
         ]
         for each in scored
     ]
-    yield _words.table(["", *map(_with_arrow, names)], rows)
+    yield _table_of(["", *map(_with_arrow, names)], rows)
     if "ECE" in names:
         yield f'<p class="note">ECE in {NUM_BINS} bins of equal width, here and below.</p>'
+
+
+def _table_of(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """Make an HTML table that may be wider than the page."""
+
+    def line(cells: Iterable[str], tag: str) -> str:
+        return "<tr>" + "".join(f"<{tag}>{cell}</{tag}>" for cell in cells) + "</tr>"
+
+    body = "".join(line(row, "td") for row in rows)
+    return f'{HINT}<div class="wide"><table>{line(head, "th")}{body}</table></div>'
 
 
 def _with_arrow(score: str) -> str:
@@ -238,9 +280,7 @@ def _with_arrow(score: str) -> str:
     return f'{html.escape(score)} <span title="{meaning}">{sign}</span>'
 
 
-def _chains(
-    snapshots: _ReadOnce, stored: list[Stored], pictures: _pictures.Pictures
-) -> Iterator[str]:
+def _chains(snapshots: _ReadOnce, stored: list[Stored]) -> Iterator[str]:
     if snapshots.subset is not None:
         yield f"<h2>Can the chains be trusted?</h2><p><b>{SUBSET}</b></p>"
         return
@@ -249,7 +289,7 @@ def _chains(
             # Iterating keeps some draws in memory for the plot of the paths.
             pass
         yield "<h2>How the optimizer ran</h2>"
-        yield pictures.draw(list(_pictures.of_chains(snapshots, 0.0)))
+        yield _plots_of(snapshots, 0.0)
         return
     yield "<h2>Can the chains be trusted?</h2>"
     axes = snapshots.num_chains, snapshots.num_draws
@@ -265,11 +305,16 @@ def _chains(
         yield f"<p>The diagnostics use the prediction “{html.escape(fitting[0].name)}”.</p>"
     yield from _lights(summary)
     yield (
-        "<details><summary>All figures, chain by chain</summary>"
-        f"<pre>{html.escape(str(summary))}</pre></details>"
+        f"<details><summary>All figures, chain by chain</summary>{HINT}"
+        f'<pre class="wide">{html.escape(str(summary))}</pre></details>'
     )
     yield "<h2>How the chains ran</h2>"
-    yield pictures.draw(list(_pictures.of_chains(snapshots, summary.nominal_rate)))
+    yield _plots_of(snapshots, summary.nominal_rate)
+
+
+def _plots_of(snapshots: _ReadOnce, nominal: float) -> str:
+    pictures = _pictures.of_chains(snapshots.trace, snapshots.kept, snapshots.start, nominal)
+    return _pictures.draw(pictures)
 
 
 def _lights(summary: diagnostics.Summary) -> Iterator[str]:
@@ -304,8 +349,8 @@ def _lights(summary: diagnostics.Summary) -> Iterator[str]:
 
 
 def _light(light: str, kind: str, shown: str, advice: str = "") -> str:
-    tried = f'<span class="advice"><b>Try</b> {_words.marked(advice)}</span>' if advice else ""
-    text = f"<span><b>{html.escape(kind)}</b>{_words.marked(shown)}{tried}</span>"
+    tried = f'<span class="advice"><b>Try</b> {marked(advice)}</span>' if advice else ""
+    text = f"<span><b>{html.escape(kind)}</b>{marked(shown)}{tried}</span>"
     return f'<li><span class="light {light}">{light}</span>{text}</li>'
 
 
@@ -315,27 +360,16 @@ def _chosen(chains: tuple[int, ...], num_chains: int) -> str:
     return f"chain{'s' * (len(chains) > 1)} {', '.join(map(str, chains))}"
 
 
-def _predictions(stored: list[Stored], pictures: _pictures.Pictures) -> Iterator[str]:
-    if drawn := pictures.draw(list(_pictures.of_predictions(stored))):
+def _predictions(stored: list[Stored]) -> Iterator[str]:
+    if drawn := _pictures.draw(_pictures.of_predictions(stored)):
         yield f"<h2>What they predict</h2>{drawn}"
-    if drawn := pictures.draw(list(_pictures.of_images(stored))):
+    if drawn := _pictures.draw(_pictures.of_images(stored)):
         yield f"<h2>Examples</h2>{drawn}"
 
 
 def _written_settings(snapshots: StoredSnapshots) -> Iterator[str]:
     yield "<h2>Settings</h2>"
-    settings = dict(snapshots.manifest["settings"])
-    written = []
-    sampler = dict(settings.get("sampler") or {})
-    if sampler and _settings.are_posterior(sampler):
-        written.append(_words.call(sampler.pop("name"), sampler))
-    loop = {name: x for name, x in settings.items() if name not in _words.NOT_WRITTEN}
-    if loop:
-        num_draws = {"num_draws": snapshots.num_draws} if snapshots.subset is None else {}
-        written.append(_words.call("sample", {**num_draws, **loop}))
-    if written:
-        yield f"<pre>{html.escape(chr(10).join(written))}</pre>"
     names = ("settings", "data", "loss", "versions", "subset", "stopping")
     parts = {x: snapshots.manifest[x] for x in names if x in snapshots.manifest}
     whole = html.escape(json.dumps(parts, indent=1))
-    yield f"<details><summary>Settings in the manifest</summary><pre>{whole}</pre></details>"
+    yield f'<details><summary>The manifest</summary><pre class="wide">{whole}</pre></details>'

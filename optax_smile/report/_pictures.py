@@ -1,4 +1,4 @@
-"""The plots of the page, and the same plots as files beside it."""
+"""The plots of the page."""
 
 from __future__ import annotations
 
@@ -6,103 +6,81 @@ import base64
 import html
 import io
 import re
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
-from urllib.parse import quote
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from optax_smile import plots
-from optax_smile.draws._stored import Stored
-from optax_smile.plots._axes import FIGURE_SIZE
-from optax_smile.report._scores import classes, labelled
-from optax_smile.report._words import marked
+from optax_smile._types import Tree
+from optax_smile.draws.prediction import Outcome
+from optax_smile.plots._axes import add_legend, chain_style, dot_if_single
+from optax_smile.report._predictions import Stored, classes, labelled
 
-# Dots per inch of plots in the page, sharp on high-density screens.
-DENSITY = 200
-# Omit dates so that the files are reproducible.
-FORMATS: dict[str, dict[str, Any]] = {
-    "svg": {"Date": None},
-    "pdf": {"CreationDate": None},
-}
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# Inches of a plot and dots per inch: labels are readable on a screen of 400 pixels.
+SIZE, DENSITY = (4.8, 4.0), 230
 
 
 class Picture(NamedTuple):
     """A plot to draw.
 
     Attributes:
-        name: name of its files.
+        name: what a text calls it.
         caption: how to read it, one line.
         draw: `draw(ax)`.
     """
 
     name: str
     caption: str
-    draw: Callable[[Any], Any]
+    draw: Callable[[Axes], object]
 
 
-class Pictures:
-    """Draw plots and keep them until the page is written.
+def draw(pictures: Iterable[Picture]) -> str:
+    """Return HTML with these plots; in place of a plot that fails, the reason."""
+    drawn = "".join(map(_draw, pictures))
+    return f'<div class="pictures">{drawn}</div>' if drawn else ""
+
+
+def _draw(picture: Picture) -> str:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=SIZE, layout="constrained")
+    axes = figure.subplots()
+    try:
+        picture.draw(axes)
+    except ValueError as error:
+        # One plot that fails, such as that of a single draw, must not stop the others.
+        missing = html.escape(picture.name)
+        return f'<p class="note">No plot of {missing}: {marked(str(error))}</p>'
+    content = io.BytesIO()
+    figure.savefig(content, dpi=DENSITY)
+    title = axes.get_title() or picture.name
+    image = base64.b64encode(content.getvalue()).decode()
+    return (
+        f'<figure><img alt="{html.escape(title)}" src="data:image/png;base64,{image}">'
+        f"<figcaption>{marked(picture.caption)}</figcaption></figure>"
+    )
+
+
+def marked(text: str) -> str:
+    """Convert a text with code between backticks to HTML."""
+    return re.sub(r"`([^`]*)`", r"<code>\1</code>", html.escape(text))
+
+
+def of_chains(
+    trace: Mapping[str, np.ndarray], draws: Tree, start: Tree, nominal: float
+) -> Iterator[Picture]:
+    """Yield plots of the run; plots without data are left out.
 
     Args:
-        folder: name of the folder beside the page.
-
-    Attributes:
-        files: contents of the files, by name.
+        trace: statistics of the draws, `[chain, draw]`.
+        draws: some of the draws, a tree of arrays `[chain, draw, ...]`.
+        start: start of the chains, a tree of arrays `[chain, ...]`, or None.
+        nominal: nominal rate of rejected steps.
     """
-
-    def __init__(self, folder: str):
-        self.folder, self.files = folder, {}
-
-    def draw(self, pictures: list[Picture]) -> str:
-        """Return HTML with these plots; in place of a plot that fails, the reason."""
-        drawn = [self._draw(picture) for picture in pictures]
-        return f'<div class="pictures">{"".join(drawn)}</div>' if drawn else ""
-
-    def _draw(self, picture: Picture) -> str:
-        import matplotlib
-        from matplotlib.figure import Figure
-
-        figure = Figure(figsize=FIGURE_SIZE, layout="constrained")
-        axes = figure.subplots()
-        try:
-            picture.draw(axes)
-        except ValueError as error:
-            # One plot that fails, such as that of a single draw, must not stop the others.
-            missing = html.escape(picture.name)
-            return f'<p class="note">No plot of {missing}: {marked(str(error))}</p>'
-        name = self._name(picture.name)
-        shown = io.BytesIO()
-        figure.savefig(shown, dpi=DENSITY)
-        # Keep the layout of the first rendering.
-        figure.set_layout_engine("none")
-        links = []
-        for kind, metadata in FORMATS.items():
-            content = io.BytesIO()
-            with matplotlib.rc_context({"svg.hashsalt": name}):
-                figure.savefig(content, format=kind, metadata=metadata, dpi=DENSITY)
-            self.files[f"{name}.{kind}"] = content.getvalue()
-            place = quote(f"{self.folder}/{name}.{kind}")
-            links.append(f'<a href="{html.escape(place)}">{kind.upper()}</a>')
-        title = axes.get_title() or picture.name
-        image = base64.b64encode(shown.getvalue()).decode()
-        return (
-            f'<figure><img alt="{html.escape(title)}" src="data:image/png;base64,{image}">'
-            f"<figcaption>{marked(picture.caption)} <span>{' '.join(links)}</span></figcaption>"
-            "</figure>"
-        )
-
-    def _name(self, name: str) -> str:
-        """Return a file name that is unique even on case-insensitive file systems."""
-        plain = re.sub(r"[^\w-]+", "-", name.lower())
-        taken = {file.rsplit(".", 1)[0] for file in self.files}
-        numbered = (f"{plain}-{number}" for number in range(2, len(taken) + 3))
-        return next(name for name in (plain, *numbered) if name not in taken)
-
-
-def of_chains(snapshots: Any, nominal: float) -> Iterator[Picture]:
-    """Yield plots of the run; plots without data are left out."""
-    trace = snapshots.trace
     if trace and np.isfinite(trace["step_size"]).any():
         yield Picture(
             "step size",
@@ -125,7 +103,7 @@ def of_chains(snapshots: Any, nominal: float) -> Iterator[Picture]:
         "paths",
         "Overlapping paths explore the same region; a path that keeps moving in one direction has"
         " not reached equilibrium.",
-        lambda ax: plots.chain_paths(snapshots.kept, start=snapshots.start, ax=ax),
+        lambda ax: plots.chain_paths(draws, start=start, ax=ax),
     )
 
 
@@ -182,6 +160,12 @@ def _of_one(stored: Stored) -> Iterator[Picture]:
             f"{stored.name}: if flat at the end, more draws would not help. Higher is better.",
             lambda ax: plots.lppd(density, ax=ax),
         )
+        yield Picture(
+            f"trace, {stored.name}",
+            f"{stored.name}: the input whose prediction varies most. In a good run the chains"
+            " fluctuate around the same level, without trends or long excursions.",
+            lambda ax: _draw_trace(stored, ax),
+        )
     if (
         targets is not None
         and prediction.uncertainty == "variance"
@@ -195,6 +179,21 @@ def _of_one(stored: Stored) -> Iterator[Picture]:
         )
 
 
+def _draw_trace(stored: Stored, ax: Axes):
+    """Plot the prediction of one input, draw by draw."""
+    each: Outcome = stored.prediction.each
+    values, what = each.mean, "prediction for"
+    if values is None:
+        values = each.log_density.reshape(*each.log_density.shape[:2], -1)
+        what = "log likelihood of"
+    with np.errstate(invalid="ignore"):
+        place = int(np.nan_to_num(values.var(axis=(0, 1)), nan=-1.0).argmax())
+    for style, chain in zip(chain_style(len(values)), values[:, :, place], strict=True):
+        ax.plot(np.arange(1, len(chain) + 1), chain, **style, **dot_if_single(len(chain)))
+    ax.set(title="A prediction, draw by draw", xlabel="draw", ylabel=f"{what} input {place}")
+    add_legend(ax)
+
+
 def of_images(stored: list[Stored]) -> Iterator[Picture]:
     """Yield plots of the stored images with their predictions."""
     for one in stored:
@@ -206,14 +205,14 @@ def of_images(stored: list[Stored]) -> Iterator[Picture]:
             )
 
 
-def _draw_examples(stored: Stored, ax: Any):
+def _draw_examples(stored: Stored, ax: Axes):
     prediction, shown = stored.prediction, stored.shown
     mean = np.asarray(prediction.mean)
     if prediction.uncertainty == "entropy":
         mean = classes(mean, np.shape(prediction.total))
     targets = None if stored.targets is None else stored.targets[shown]
-    images: Any = stored.images
-    plots.examples(images, mean[shown], prediction.total[shown], targets, ax=ax)
+    assert stored.images is not None
+    plots.examples(stored.images, mean[shown], prediction.total[shown], targets, ax=ax)
 
 
 def _label(stored: Stored) -> str:

@@ -16,7 +16,7 @@ from optax_smile.potential import PerParameter
 from optax_smile.samplers import _eager, _leaves, _tracked
 from optax_smile.samplers._leaves import DriverState
 from optax_smile.samplers._tracked import TrackedState
-from optax_smile.state import check_format
+from optax_smile.state import check_format, noise_id
 
 Builder = TypeVar("Builder", bound=Callable)
 State = TypeVar("State", bound=DriverState)
@@ -222,6 +222,7 @@ def shared_stats(state: DriverState) -> Options:
         "num_altered": state.probe.num_altered,
         "is_altered": state.probe.is_altered | state.sampled.is_inconsistent,
         "num_parameters": state.sampled.num_parameters,
+        "noise_id": noise_id(state.key, state.last_update.num_gradients),
         **state.last_update.stats(),
     }
 

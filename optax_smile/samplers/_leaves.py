@@ -99,6 +99,11 @@ class DriverState(SamplerState, Protocol):
         """Facts about the last call."""
         ...
 
+    @property
+    def key(self) -> jax.Array | None:
+        """Key of the explicit noise, raw numbers; None without noise."""
+        ...
+
     def _replace(self, **changes: Tree) -> "DriverState": ...
 
 

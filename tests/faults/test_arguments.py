@@ -151,7 +151,7 @@ LAWFUL: dict[str, set[str]] = {
     "diagnostics.weight_rhat.params": TREES,
     "diagnostics.travel.start": set(),
     "diagnostics.mcse_lppd.log_likelihood": set(),
-    **dict.fromkeys(("lppd.log_density", "nll.log_density"), NUMBER | {"odd"}),
+    "lppd.log_density": NUMBER | {"odd"},
     "plots.lppd.log_likelihood": set(),
     **dict.fromkeys(("std", "new_std"), POSITIVE),
     "report.store.name": {"text"},

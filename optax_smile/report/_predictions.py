@@ -1,0 +1,221 @@
+"""Predictions beside the draws of a run: scores, and how they are stored and read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from optax_smile import _check, _disk, metrics
+from optax_smile.draws import _format
+from optax_smile.draws.prediction import Outcome, Prediction
+from optax_smile.plots import images as _images
+
+FILE = "prediction-{}.safetensors"
+# Fields of a prediction that are stored.
+FIELDS = ("mean", "log_density", "total", "aleatoric", "epistemic")
+LEVEL = 0.95
+# Arguments of `score` that correspond to arguments of metrics.
+IN_SCORE = {"labels": "targets", "mask": "targets", "log_density": "prediction"}
+IN_SCORE |= dict.fromkeys(("probabilities", "mean", "std"), "prediction")
+HIGHER, LOWER = ("↑", "higher is better"), ("↓", "lower is better")
+# Arrow and words for each score.
+BETTER = dict.fromkeys(("LPPD", "accuracy", "F1"), HIGHER)
+BETTER |= dict.fromkeys(("perplexity", "Brier", "ECE", "AURC"), LOWER)
+BETTER |= dict.fromkeys(("RMSE", "CRPS", "95 % width"), LOWER)
+BETTER |= {"95 % coverage": ("→ 0.95", "nearer to 0.95 is better")}
+
+
+@_check.arguments(
+    "report.score",
+    prediction=_check.kind(Prediction, "the result of `predict`"),
+    targets=_check.Array(dtype=None),
+)
+@_check.called("report.score", *metrics.__all__, **IN_SCORE)
+def score(prediction: Prediction, targets: ArrayLike) -> dict[str, float]:
+    """Compute the usual scores for the kind of prediction.
+
+    Args:
+        prediction: result of `predict`, made with targets.
+        targets: the same targets.
+
+    Returns:
+        Scores of `optax_smile.metrics` by name. For classes: LPPD, accuracy, F1, Brier score, ECE
+        and AURC. For predictions with a variance, treated as normal distributions: LPPD, RMSE,
+        CRPS, and coverage and width of the 95 % interval. For `"tokens"`: the perplexity alone.
+
+    Raises:
+        ValueError: a prediction without log densities, or targets that do not match it.
+
+    Example:
+        >>> import numpy as np, optax_smile
+        >>> probabilities, density = np.array([[0.9, 0.1]]), np.log([0.9])
+        >>> prediction = optax_smile.Prediction(probabilities, density, uncertainty="entropy")
+        >>> optax_smile.report.score(prediction, [0])["accuracy"]
+        1.0
+    """
+    if prediction.log_density is None:
+        rule, got = "made with targets", "a prediction without log densities"
+        _check.fail("report.score", "prediction", rule, got, "Pass `targets` to `predict`.")
+    mean, targets = prediction.mean, np.asarray(targets)
+    if mean is None and prediction.log_density.ndim == targets.ndim == 2:
+        return {"perplexity": metrics.perplexity(prediction.log_density, targets >= 0)}
+    scores = {"LPPD": metrics.lppd(prediction.log_density)}
+    if prediction.uncertainty == "entropy":
+        probabilities, labels = labelled(prediction.mean, targets)
+        scorers = {
+            "accuracy": metrics.accuracy,
+            "F1": metrics.f1,
+            "Brier": metrics.brier,
+            "ECE": metrics.ece,
+            "AURC": metrics.aurc,
+        }
+        return scores | {name: metric(probabilities, labels) for name, metric in scorers.items()}
+    if mean is not None and np.shape(mean) == targets.shape:
+        scores["RMSE"] = metrics.rmse(mean, targets)
+    if prediction.uncertainty != "variance" or mean is None:
+        return scores
+    mean, std, targets = (np.ravel(x) for x in (mean, np.sqrt(prediction.total), targets))
+    ends = metrics.interval(mean, std, LEVEL)
+    return scores | {
+        "CRPS": metrics.crps(mean, std, targets),
+        "95 % coverage": metrics.coverage(*ends, targets),
+        "95 % width": metrics.interval_width(*ends),
+    }
+
+
+def classes(mean: ArrayLike, shape: tuple[int, ...]) -> np.ndarray:
+    """Return probabilities `[input, class]`; of shape `shape` they are those of class 1 of two."""
+    mean = np.asarray(mean)
+    ones = mean.ravel()
+    return np.stack([1 - ones, ones], axis=1) if mean.shape == shape else mean
+
+
+def labelled(mean: ArrayLike, targets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return probabilities `[input, class]` and labels `[input]`."""
+    is_binary = np.shape(mean) == targets.shape
+    return classes(mean, targets.shape), targets.ravel().astype(int) if is_binary else targets
+
+
+def _is_name(name: object) -> bool:
+    """Return whether a name is valid in a file name."""
+    is_text = isinstance(name, str) and 0 < len(name) <= 100
+    return is_text and all(x.isalnum() or x in " -_" for x in name)
+
+
+class Stored:
+    """A prediction that `report.store` stored.
+
+    Attributes:
+        name: name of the data.
+        prediction: without curve; `each` is None or an `Outcome` of log density and mean.
+        targets: the targets, or None.
+        scores: scores by name.
+        images: a few of the inputs, as bytes `[shown, height, width, ...]`, or None.
+        shown: indices of these inputs.
+
+    Raises:
+        ValueError: a damaged file.
+    """
+
+    def __init__(self, file: Path):
+        self.name = file.stem.removeprefix("prediction-")
+
+        def check(header: Mapping[str, object]):
+            if header["name"] != self.name:
+                raise ValueError(f"it holds the prediction named {header['name']!r}")
+
+        with _disk.naming(file, "stored prediction", "Remove it, or store it again."):
+            header, kept = _disk.read(file, check)
+            self.scores: dict[str, float] = header["scores"]
+            self.images, self.shown = kept.get("images"), kept.get("shown", np.empty(0, int))
+            self.targets, density = kept.get("targets"), kept.get("each_log_density")
+            each = None
+            if density is not None:
+                each = Outcome(kept.get("each_mean"), None, None, density)
+            fields = {field: kept.get(field) for field in FIELDS}
+            self.prediction = Prediction(**fields, uncertainty=header["uncertainty"], each=each)
+
+
+@_check.arguments(
+    "report.store",
+    directory=_check.PathLike(),
+    name=_check.Where("a name of letters, digits, spaces, - and _, at most 100", _is_name),
+    prediction=_check.kind(Prediction, "the result of `predict`"),
+    targets=_check.Array(dtype=None) | None,
+    scores=_check.kind(Mapping, "a dict of numbers by name") | None,
+)
+def store(
+    directory: str | os.PathLike,
+    name: str,
+    prediction: Prediction,
+    *,
+    targets: ArrayLike | None = None,
+    scores: Mapping[str, float] | None = None,
+    images: ArrayLike | None = None,
+):
+    """Store a prediction beside the draws it was made from, for the report.
+
+    Args:
+        directory: directory of the run.
+        name: name of the data, such as `"test"` or `"shuffled pixels"`: at most 100 letters,
+            digits, spaces, `-` and `_`.
+        prediction: result of `predict`. With `per="draw"` the report can compare the chains by
+            their predictions, unless draws are added later. From `each`, the `Outcome` of single
+            draws, it stores one number per input: log density and mean, not class probabilities.
+        targets: observed values.
+        scores: scores to show, by name; None: those of `score(prediction, targets)`, if there are
+            targets.
+        images: the inputs, if they are images, `[input, height, width]` or with 1, 3 or 4 channels
+            as a last axis. Only the images that the page shows are stored: those with the most
+            certain, the least certain and the worst predictions.
+
+    Raises:
+        ValueError: a directory without a run, an invalid name, scores that are not numbers, another
+            number of images than predictions, or images for a prediction without one uncertainty
+            per input.
+        OSError: a file that cannot be written.
+
+    Example:
+        Beside the draws that the prediction was made from::
+
+            optax_smile.report.store("run", "test", prediction, targets=labels)
+    """
+    directory = Path(directory)
+    _format.read_manifest("report.store", directory)
+    if scores is None:
+        with _check.called("report.store", "report.score"):
+            scores = {} if targets is None else score(prediction, targets)
+    for metric, value in scores.items():
+        _check.Real(infinite=True)("report.store", f"scores[{metric!r}]", value)
+    scores = {metric: float(value) for metric, value in scores.items()}
+    kept = {field: getattr(prediction, field) for field in FIELDS} | {"targets": targets}
+    draws = prediction.each
+    if draws is not None and np.ndim(draws.log_density) == np.ndim(prediction.log_density) + 2:
+        kept |= {"each_log_density": draws.log_density}
+        kept |= {"each_mean": draws.mean if np.ndim(draws.mean) == 3 else None}
+    arrays = {field: np.asarray(array) for field, array in kept.items() if array is not None}
+    if targets is not None and arrays["targets"].dtype.kind not in "biuf":
+        _check.fail("report.store", "targets", "numbers", f"an array of {arrays['targets'].dtype}")
+    if images is not None:
+        arrays |= _kept(images, prediction, targets)
+    header = {"name": name, "scores": scores, "uncertainty": prediction.uncertainty}
+    _disk.write(directory / FILE.format(name), _disk.pack(header, arrays))
+
+
+@_check.called("report.store", "plots.examples", mean="prediction", uncertainty="prediction")
+def _kept(
+    images: ArrayLike, prediction: Prediction, targets: ArrayLike | None
+) -> dict[str, np.ndarray]:
+    """Select the images that the page shows."""
+    if prediction.mean is None or np.ndim(prediction.total) != 1:
+        rule = "None for a prediction without one uncertainty per input"
+        _check.fail("report.store", "images", rule, _check.show(images))
+    mean = prediction.mean
+    if prediction.uncertainty == "entropy":
+        mean = classes(mean, np.shape(prediction.total))
+    shown, kept = _images.keep(images, mean, prediction.total, targets)
+    return {"shown": shown, "images": kept}
