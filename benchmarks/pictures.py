@@ -1,4 +1,4 @@
-"""The pictures of the pages, from the records; of draws and energy errors, from a run itself.
+"""The pictures of the pages, from the records, and one of a small regression.
 
     python benchmarks/pictures.py            those of the pages, into benchmarks/figures
     python benchmarks/pictures.py uci        one
@@ -11,6 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.tabulated.table import Record, read
+from benchmarks.tabulated.uci import select
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -18,8 +21,6 @@ import matplotlib.pyplot as plt
 import numpy as np
 import optax
 from matplotlib.figure import Figure
-from tabulated.table import Record, read
-from tabulated.uci import select
 
 import optax_smile
 
@@ -91,7 +92,7 @@ def uci(found: list[Record], lenet: list[Record]) -> Figure:
 def step_cost(found: list[Record]) -> Figure:
     """Time per parameter against size; arrays moved and needed besides."""
     usual = {"part": "update", "leaves": 20, "chains": 1, "grads": "float32"}
-    sizes = [r for r in found if usual.items() <= r["cell"].items() and "fence" not in r["cell"]]
+    sizes = [r for r in found if usual.items() <= r["cell"].items()]
     sizes.sort(key=lambda record: record["cell"]["parameters"])
     drawn, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
     for name in dict.fromkeys(name for record in sizes for name in record["methods"]):
@@ -110,84 +111,6 @@ def step_cost(found: list[Record]) -> Figure:
         right.set_xticks(range(len(names)), names, rotation=30, ha="right")
         right.set_title("10⁷ parameters, from the compiled program")
         right.legend(fontsize=8)
-    return drawn
-
-
-def lognormal(found: list[Record]) -> Figure:
-    """Smallest bias and its step size against the skewness of the noise."""
-    kinds = ((record["cell"]["kind"].partition("lognormal:")[2], record) for record in found)
-    rows = sorted(
-        (float(sigma), record["bias"], record["error"], record["step_size"])
-        for sigma, record in kinds
-        if sigma
-    )
-    sigmas, bias, error, step_sizes = zip(*rows, strict=True)
-    drawn, axis = plt.subplots(figsize=(8, 5), layout="constrained")
-    axis.errorbar(sigmas, bias, error, color=BLUE, marker="o", capsize=3)
-    axis.set(xscale="log", yscale="log", xlabel="sigma of the log-normal noise")
-    axis.set_ylabel("squared bias", color=BLUE)
-    right = axis.twinx()
-    right.plot(sigmas, step_sizes, color=RED, marker="s")
-    right.set_yscale("log")
-    right.set_ylabel("best step size", color=RED)
-    return drawn
-
-
-def decoherence(found: list[Record]) -> Figure:
-    """Bias against the strength of explicit noise, each with the best of its own step sizes."""
-    cells = [record for record in found if record["figure"] == "decoherence"]
-    drawn, axes = plt.subplots(2, 3, figsize=(12, 7), layout="constrained", sharex=True)
-    none = min(e[0] for record in cells for e in record["share_bias_error_step"] if e[0]) / 10
-    for record, axis in zip(cells, axes.flat, strict=True):
-        shares, bias, error, _ = zip(*record["share_bias_error_step"], strict=True)
-        places = [share or none for share in shares]
-        axis.errorbar(places, bias, error, color=BLUE, marker="o", capsize=3, linestyle="")
-        name, noise = record["cell"]
-        axis.set(xscale="log", yscale="log", title=f"{name}, {noise} noise")
-    for axis in axes[1]:
-        axis.set_xlabel("explicit / gradient noise (leftmost: none)")
-    for axis in axes[:, 0]:
-        axis.set_ylabel("squared bias")
-    return drawn
-
-
-def decay(found: list[Record]) -> Figure:
-    """Bias of SMILE-naive against the number of steps under isotropic noise."""
-    drawn, axis = plt.subplots(figsize=(8, 5), layout="constrained")
-    cells = [record for record in found if record["figure"] == "decay"]
-    for record, color in zip(cells, (BLUE, RED, GREEN), strict=True):
-        label = f"{record['target']}, slope {record['slope_last_decade']:.2f}"
-        axis.loglog(record["steps"], record["bias"], "o-", color=color, label=label)
-    ends = cells[0]["steps"][0], cells[0]["steps"][-1]
-    axis.loglog(ends, [1, ends[0] / ends[1]], "k:", label="1 / steps")
-    axis.set(xlabel="steps", ylabel="squared bias, mean of 20 chains")
-    axis.set_title("SMILE-naive, leapfrog, isotropic noise")
-    axis.legend()
-    return drawn
-
-
-def modes(shown: list[tuple[str, np.ndarray]], centers: np.ndarray) -> Figure:
-    """Draws `[draw, 2]` of samplers among the modes `[mode, 2]`."""
-    drawn, axes = plt.subplots(1, len(shown), figsize=(15, 4.2), layout="constrained", sharey=True)
-    for axis, (label, points) in zip(axes, shown, strict=True):
-        axis.plot(*points[:10_000].T, ".", ms=1.5, alpha=0.4, color=BLUE)
-        axis.plot(*centers.T, "+", color=RED, ms=8)
-        axis.set(title=label, xlabel="theta 1", xlim=(-6.5, 6.5), ylim=(-6.5, 6.5), aspect="equal")
-    axes[0].set_ylabel("theta 2")
-    return drawn
-
-
-def energy_errors(errors: np.ndarray, fit: np.ndarray, threshold: float) -> Figure:
-    """Histogram of |energy change| against draws from its Gamma fit."""
-    drawn, axis = plt.subplots(figsize=(8, 5), layout="constrained")
-    edges = np.linspace(0, np.quantile(errors, 0.9995), 80)
-    for values, label, color in ((errors, "measured", BLUE), (fit, "Gamma fit", RED)):
-        heights = np.histogram(values, edges)[0] / len(values) / np.diff(edges)
-        axis.stairs(heights, edges, label=label, color=color, lw=1.5)
-    axis.axvline(threshold, color="k", ls=":", label="0.98 quantile of the fit")
-    axis.set(xlabel="|energy change| (nats)", ylabel="density", yscale="log")
-    axis.set_title("pSMILE-naive, ill-conditioned Gaussian, correlated noise")
-    axis.legend()
     return drawn
 
 
@@ -306,15 +229,10 @@ def regression() -> Figure:
 PICTURES: dict[str, tuple[Callable[..., Figure], tuple[str, ...]]] = {
     "uci": (uci, ("uci", "lenet_small")),
     "step_cost": (step_cost, ("step_cost",)),
-    "lognormal": (lognormal, ("analytic",)),
-    "decoherence": (decoherence, ("analytic_figures",)),
-    "decay": (decay, ("analytic_figures",)),
     "llc": (llc, ("llc",)),
     "ladder": (ladder, ("ladder",)),
     "regression": (regression, ()),
 }
-# Decay has no records yet.
-SHOWN = tuple(name for name in PICTURES if name != "decay")
 
 
 def main():
@@ -322,7 +240,9 @@ def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("names", nargs="*", default=SHOWN, help=f"of {', '.join(PICTURES)}")
+    parser.add_argument(
+        "names", nargs="*", default=list(PICTURES), help=f"of {', '.join(PICTURES)}"
+    )
     for name in parser.parse_args().names:
         draw, files = PICTURES[name]
         found = (read(FOLDER / "results" / f"{file}.jsonl") for file in files)

@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.tabulated.table import Table, markdown, read
+
 import jax
-from tabulated.table import read
 
 ROOT = Path(__file__).parents[1]
 # New files elsewhere are no part of what runs; records and figures are what it writes.
@@ -83,9 +84,9 @@ class Parser(argparse.ArgumentParser):
         return found
 
 
-def parser(told: str | None) -> Parser:
+def parser(description: str | None) -> Parser:
     """A command line whose help is the docstring of its script, with what `complete` reads."""
-    made = Parser(description=told, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made = Parser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--output", type=Path, help="JSON lines, read first and appended to")
     made.add_argument(
         "--allow-dirty", action="store_true", help="mark records of files that are not committed"
@@ -98,24 +99,74 @@ def complete(
     arguments: argparse.Namespace,
     cells: Iterable[dict[str, Any]],
     run: Callable[[dict[str, Any]], dict[str, Any]],
-    told: str,
+    shown: str,
+    **settings: Any,
 ) -> list[dict[str, Any]]:
-    """Run the cells that a file lacks, and give its records with the new ones.
+    """Run the cells that a file lacks, and return its records and the new ones.
 
     Args:
         arguments: of `parser`. Without `--output` nothing is written.
         cells: what is asked for.
-        run: what a cell gives.
-        told: field that is printed after each cell.
+        run: result of a cell.
+        shown: field of the result that is printed after each cell.
+        settings: more fields of each record; a cell with other settings is run again.
     """
     found = read(arguments.output)
     # A cell that a signal has cut short is not recorded.
     warnings.filterwarnings("error", message="`sample` ended early")
-    missing = (cell for cell in cells if all(record["cell"] != cell for record in found))
+    done = [record.get("cell") for record in found if settings.items() <= record.items()]
+    missing = (cell for cell in cells if cell not in done)
     for cell in itertools.islice(missing, arguments.cells):
-        record = {"cell": cell, **run(cell), **environment(arguments.allow_dirty)}
+        begun = time.monotonic()
+        result = run(cell)
+        # A result may have a more precise time of its own.
+        seconds = {"seconds": time.monotonic() - begun}
+        told = environment(arguments.allow_dirty)
+        record = {"cell": cell, **settings, **seconds, **result, **told}
         append(arguments.output, record)
         found.append(record)
+        # Each compiled program keeps memory maps, of which a process has 65,530.
         jax.clear_caches()
-        print(*cell.values(), told, record[told], flush=True)
+        print(*cell.values(), shown, record[shown], flush=True)
     return found
+
+
+def product(**axes: Iterable[Any]) -> list[dict[str, Any]]:
+    """Cells with every combination of the values; the last axis varies fastest."""
+    return [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
+
+
+def show(*tables: Table):
+    """Print tables in Markdown."""
+    print(*map(markdown, tables), sep="\n\n")
+
+
+def main(
+    description: str | None,
+    run: Callable[[dict[str, Any]], dict[str, Any]],
+    shown: str,
+    *tables: Callable[[list[dict[str, Any]]], Table],
+    **axes: Iterable[Any],
+):
+    """Be the whole command line of a script whose cells are a product.
+
+    Args:
+        description: the docstring of the script.
+        run: see `complete`.
+        shown: see `complete`.
+        tables: what the records become, printed at the end.
+        axes: values of each field of a cell; its plural is an option, such as `--seeds 0 1`.
+    """
+    made = parser(description)
+    for name, values in axes.items():
+        values = list(values)
+        kind = type(values[0])
+        plural = name if name == "data" or name.endswith("s") else f"{name}s"
+        choices = None if kind is int or len(values) == 1 else values
+        given: dict[str, Any] = {"nargs": "+", "type": kind, "choices": choices}
+        option = f"--{plural.replace('_', '-')}"
+        made.add_argument(option, dest=name, default=values, **given)
+    arguments = made.parse_args()
+    cells = product(**{name: getattr(arguments, name) for name in axes})
+    found = complete(arguments, cells, run, shown)
+    show(*(table(found) for table in tables))

@@ -18,155 +18,28 @@ import sys
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
-from tabulated import (
+# So that it runs where nothing is installed.
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from benchmarks.tabulated import (  # noqa: E402
     agreement,
     analytic,
-    analytic_figures,
-    before_sampler,
-    calibration,
     costs,
-    distil,
-    estimators,
-    faults,
-    few_draws,
-    lenet,
+    draws,
+    ensembles,
+    gaussians,
     llc,
-    local,
-    lora,
     networks,
-    order,
-    paper_protocol,
     public_loops,
-    quickstart,
     selection,
-    small_noise,
     starts,
-    stopping,
     uci,
     which_method,
 )
-from tabulated.table import Record, Table, block, read
+from benchmarks.tabulated.table import Record, Table, block, read  # noqa: E402
 
 FOLDER = Path(__file__).parent
-# Name: what makes it, and the files whose records it takes.
-TABLES: dict[str, tuple[Callable[..., Table], tuple[str, ...]]] = {
-    "quickstart": (quickstart.scores, ("quickstart_seeds",)),
-    "uci": (uci.joint, ("uci",)),
-    "uci-differences": (uci.differences, ("uci",)),
-    "uci-mixing": (uci.mixing, ("uci",)),
-    "uci-scales": (uci.scales, ("uci", "uci_before")),
-    "uci-step-rules": (uci.step_rules, ("uci",)),
-    "uci-batches": (uci.batches, ("uci",)),
-    "order": (order.known, ("order",)),
-    "uci-lengths": (uci.lengths, ("uci",)),
-    "uci-few-chains": (uci.few_chains, ("uci",)),
-    "uci-batch-wise": (paper_protocol.batch_wise, ("uci", "paper")),
-    "uci-epoch-wise": (paper_protocol.epoch_wise, ("uci", "paper")),
-    "uci-distributional": (paper_protocol.distributional, ("uci",)),
-    "scale": (networks.gains, ("networks",)),
-    "scale-cells": (networks.cells, ("networks",)),
-    "scale-pairs": (networks.pairs, ("network_pairs",)),
-    "scale-tiny": (networks.tiny, ("networks",)),
-    "scale-corruptions": (networks.corruptions, ("corruptions",)),
-    "scale-paper": (networks.paper, ("networks", "paper")),
-    "selection": (selection.choices, ("selection",)),
-    "ladder": (networks.ladder, ("ladder",)),
-    "ladder-cells": (networks.ladder_cells, ("ladder",)),
-    "networks-all": (lenet.cells, ("lenet_small",)),
-    "angles": (lenet.angles, ("uci", "uci_before", "lenet_small")),
-    "lora": (lora.scores, ("lora",)),
-    "lora-all": (lora.cells, ("lora",)),
-    "posteriors": (agreement.posteriors, ("agreement",)),
-    "nuts-networks": (agreement.networks, ("agreement",)),
-    "nuts-references": (agreement.references, ("agreement",)),
-    "calibration": (agreement.calibration, ("agreement",)),
-    "bias": (analytic.summary, ("analytic", "paper")),
-    "bias-forms": (analytic.forms, ("analytic", "paper")),
-    "bias-smallest": (analytic.smallest, ("analytic", "paper")),
-    "bias-others": (analytic.others, ("analytic",)),
-    "bias-heavy-tails": (analytic.heavy_tails, ("analytic", "paper")),
-    "bias-skewed": (analytic.skewed, ("analytic",)),
-    "rotations": (analytic_figures.rotations, ("analytic_figures",)),
-    "decoherence": (analytic_figures.decoherence, ("analytic_figures",)),
-    "friction": (analytic_figures.friction, ("analytic_figures",)),
-    "mixture": (analytic_figures.mixture, ("analytic_figures",)),
-    "energy-errors": (analytic_figures.energy, ("analytic_figures",)),
-    "decay": (analytic_figures.decay, ("analytic_figures",)),
-    "full-batch": (analytic_figures.baseline, ("analytic_figures", "paper")),
-    "sgld-limit": (analytic_figures.sgld_limit, ("analytic_figures",)),
-    "small-noise": (small_noise.variances, ("small_noise",)),
-    "starts": (starts.summary, ("starts",)),
-    "starts-all": (starts.cells, ("starts",)),
-    "step-cost": (costs.steps_summary, ("step_cost",)),
-    "step-cost-all": (costs.steps, ("step_cost",)),
-    "step-details": (costs.details, ("step_cost",)),
-    "compilation": (costs.compilation, ("step_cost",)),
-    "predictions": (costs.predictions, ("predict_cost",)),
-    "loops": (costs.loops, ("loop_overhead",)),
-    "faults": (faults.campaigns, ("faults",)),
-    "before-sampler": (before_sampler.variances, ("before_sampler",)),
-    "around-trained-weights": (local.around, ("local",)),
-    "known-coefficients": (llc.known, ("llc",)),
-    "coefficients-sgld": (llc.beside_sgld, ("llc",)),
-    "transformer-coefficient": (llc.transformer, ("llc_transformer",)),
-    "temperature": (calibration.temperatures, ("calibration",)),
-    "conformal": (calibration.sets_and_intervals, ("calibration",)),
-    "estimators": (estimators.scores, ("estimators",)),
-    "public-loops": (public_loops.counts, ("public_loops",)),
-    "public-loops-all": (public_loops.loops, ("public_loops",)),
-    "public-loops-fits": (public_loops.fits, ("public_loops",)),
-    "distil": (distil.scores, ("distil",)),
-    "stopping": (stopping.saved, ("stopping",)),
-    "few-draws": (few_draws.scores, ("few_draws",)),
-    "few-draws-optimism": (few_draws.optimism, ("few_draws",)),
-    "which-method": (
-        which_method.decisions,
-        ("uci", "networks", "selection", "few_draws"),
-    ),
-    **{
-        f"which-method {problem}": (which_method.scores(problem), ("which_method",))
-        for problem in ("digits", "energy", "airfoil")
-    },
-}
-FIGURES: dict[str, tuple[Callable[..., str], tuple[str, ...]]] = {
-    **{
-        f"quickstart {x}": (quickstart.difference(x), ("quickstart_seeds",))
-        for x in ("LPPD", "ECE")
-    },
-    "uci wins, scale_adapted_sghmc": (uci.wins("scale_adapted_sghmc"), ("uci",)),
-    "uci losses, psmile_naive": (uci.wins("psmile_naive", is_loss=True), ("uci",)),
-    "yacht lost": (uci.lost("yacht"), ("uci",)),
-    **{
-        f"paper's LeNet, {method}": (lenet.paper_gain(method), ("paper",))
-        for method in ("scale_adapted_sghmc", "psmile_naive", "smile")
-    },
-    "lora LPPD": (lora.difference("psmile", "LPPD"), ("lora",)),
-    "posteriors met": (agreement.posteriors_met, ("agreement",)),
-    "bias competitive": (analytic.competitive, ("analytic",)),
-    "bias behind paper": (analytic.behind, ("analytic", "paper")),
-    "small noise met": (small_noise.met, ("small_noise",)),
-    **{
-        f"step {network}, psmile": (costs.whole_step(network, "psmile"), ("step_cost",))
-        for network in ("lenet", "gpt")
-    },
-    "coefficients met": (llc.met("llc"), ("llc",)),
-    "coefficients met, mean loss": (llc.met("plain"), ("llc",)),
-    "coefficients met, sgld": (llc.sgld_met, ("llc",)),
-    **{f"update {m}": (costs.update(m), ("step_cost",)) for m in ("smile", "psmile")},
-    "ECE after temperature": (calibration.after("ECE"), ("calibration",)),
-    "LPPD after temperature": (calibration.after("LPPD"), ("calibration",)),
-    "estimators won": (estimators.won, ("estimators",)),
-    "public loops run": (public_loops.run, ("public_loops",)),
-    **{
-        f"which-method {problem}": (which_method.advice(problem), ("which_method",))
-        for problem in ("digits", "energy", "airfoil")
-    },
-    "public repositories": (public_loops.repositories, ("public_loops",)),
-}
-MARKED = re.compile(r"<!-- (table|figure) ([^>]*?) -->(.*?)<!-- end -->", re.DOTALL)
-OPENED = re.compile(r"<!-- (?:table|figure) ([^>]*?) -->")
-CODE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 
 
 @cache
@@ -175,13 +48,119 @@ def records_of(name: str) -> list[Record]:
     return read(FOLDER / "results" / f"{name}.jsonl")
 
 
+def made_of(build: Callable[..., Any], *files: str, **options: Any) -> Callable[[], Any]:
+    """Say how a table or figure is made: a function, and the files of its records."""
+    return lambda: build(*map(records_of, files), **options)
+
+
+TABLES: dict[str, Callable[[], Table]] = {
+    "quickstart": made_of(ensembles.quickstart, "quickstart_seeds"),
+    "uci": made_of(uci.joint, "uci"),
+    "uci-differences": made_of(uci.differences, "uci"),
+    "uci-mixing": made_of(uci.mixing, "uci"),
+    "uci-scales": made_of(uci.scales, "uci", "uci_before"),
+    "uci-step-rules": made_of(uci.step_rules, "uci"),
+    "uci-batches": made_of(uci.batches, "uci"),
+    "order": made_of(gaussians.order, "order"),
+    "uci-lengths": made_of(uci.lengths, "uci"),
+    "uci-few-chains": made_of(uci.few_chains, "uci"),
+    "uci-published": made_of(uci.in_published_units, "uci"),
+    "uci-gaps": made_of(uci.gaps, "uci"),
+    "uci-batch-wise": made_of(uci.beside_paper, "uci", "paper", budget="batch-wise"),
+    "uci-epoch-wise": made_of(uci.beside_paper, "uci", "paper", budget="epoch-wise"),
+    "uci-distributional": made_of(uci.distributional, "uci"),
+    "scale": made_of(networks.gains, "networks"),
+    "scale-cells": made_of(networks.cells, "networks"),
+    "scale-pairs": made_of(networks.pairs, "network_pairs"),
+    "scale-tiny": made_of(networks.tiny, "networks"),
+    "scale-corruptions": made_of(networks.corruptions, "corruptions"),
+    "scale-paper": made_of(networks.paper, "networks", "paper"),
+    "selection": made_of(selection.choices, "selection"),
+    "ladder": made_of(networks.ladder, "ladder"),
+    "ladder-cells": made_of(networks.ladder_cells, "ladder"),
+    "angles": made_of(networks.angles, "uci", "uci_before", "lenet_small"),
+    "lora": made_of(ensembles.lora, "lora"),
+    "lora-all": made_of(ensembles.lora_cells, "lora"),
+    "posteriors": made_of(agreement.posteriors, "agreement"),
+    "nuts-networks": made_of(agreement.networks, "agreement"),
+    "nuts-references": made_of(agreement.references, "agreement"),
+    "calibration": made_of(agreement.calibration, "agreement"),
+    "bias": made_of(analytic.summary, "analytic", "paper"),
+    "bias-forms": made_of(analytic.forms, "analytic", "paper"),
+    "bias-smallest": made_of(analytic.smallest, "analytic", "paper"),
+    "bias-others": made_of(analytic.others, "analytic"),
+    "bias-heavy-tails": made_of(analytic.heavy_tails, "analytic", "paper"),
+    "bias-skewed": made_of(analytic.skewed, "analytic"),
+    "decoherence": made_of(analytic.decoherence, "analytic_figures"),
+    "small-noise": made_of(gaussians.small_noise, "small_noise"),
+    "starts": made_of(starts.summary, "starts"),
+    "starts-all": made_of(starts.cells, "starts"),
+    "step-cost": made_of(costs.steps_summary, "step_cost"),
+    "step-cost-all": made_of(costs.steps, "step_cost"),
+    "step-details": made_of(costs.details, "step_cost"),
+    "compilation": made_of(costs.compilation, "step_cost"),
+    "predictions": made_of(costs.predictions, "predict_cost"),
+    "loops": made_of(costs.loops, "loop_overhead"),
+    "faults": made_of(public_loops.campaigns, "faults"),
+    "before-sampler": made_of(gaussians.before_sampler, "before_sampler"),
+    "around-trained-weights": made_of(ensembles.around, "local"),
+    "known-coefficients": made_of(llc.known, "llc"),
+    "coefficients-sgld": made_of(llc.beside_sgld, "llc"),
+    "transformer-coefficient": made_of(llc.transformer, "llc_transformer"),
+    "temperature": made_of(ensembles.temperatures, "calibration"),
+    "conformal": made_of(ensembles.sets_and_intervals, "calibration"),
+    "estimators": made_of(ensembles.estimators, "estimators"),
+    "public-loops": made_of(public_loops.counts, "public_loops"),
+    "public-loops-all": made_of(public_loops.loops, "public_loops"),
+    "public-loops-fits": made_of(public_loops.fits, "public_loops"),
+    "distil": made_of(draws.distilled, "distil"),
+    "stopping": made_of(draws.stopping, "stopping"),
+    "few-draws": made_of(draws.few, "few_draws"),
+    "few-draws-optimism": made_of(draws.optimism, "few_draws"),
+    "which-method": made_of(which_method.decisions, "uci", "networks", "selection", "few_draws"),
+}
+FIGURES: dict[str, Callable[[], str]] = {
+    "uci wins, scale_adapted_sghmc": made_of(uci.wins, "uci", against="scale_adapted_sghmc"),
+    "uci losses, psmile_naive": made_of(uci.losses, "uci", against="psmile_naive"),
+    "yacht lost": made_of(uci.lost, "uci", data="yacht"),
+    "lora LPPD": made_of(ensembles.lora_difference, "lora", method="psmile", score="LPPD"),
+    "posteriors met": made_of(agreement.posteriors_met, "agreement"),
+    "bias competitive": made_of(analytic.competitive, "analytic"),
+    "bias behind paper": made_of(analytic.behind, "analytic", "paper"),
+    "small noise met": made_of(gaussians.small_noise_met, "small_noise"),
+    "coefficients met": made_of(llc.met, "llc", estimate="llc"),
+    "coefficients met, mean loss": made_of(llc.met, "llc", estimate="plain"),
+    "coefficients met, sgld": made_of(llc.sgld_met, "llc"),
+    "estimators won": made_of(ensembles.estimators_won, "estimators"),
+    "public loops run": made_of(public_loops.run, "public_loops"),
+    "public repositories": made_of(public_loops.repositories, "public_loops"),
+}
+for score in ("LPPD", "ECE"):
+    FIGURES |= {
+        f"quickstart {score}": made_of(
+            ensembles.quickstart_difference, "quickstart_seeds", score=score
+        ),
+        f"{score} after temperature": made_of(
+            ensembles.tempered_difference, "calibration", when="after", score=score
+        ),
+    }
+for network in ("lenet", "gpt"):
+    name = f"step {network}, psmile"
+    FIGURES[name] = made_of(costs.whole_step, "step_cost", network=network, method="psmile")
+for method in ("smile", "psmile"):
+    FIGURES[f"update {method}"] = made_of(costs.update, "step_cost", method=method)
+for problem in ("digits", "energy", "airfoil"):
+    name = f"which-method {problem}"
+    TABLES[name] = made_of(which_method.scores(problem), "which_method")
+    FIGURES[name] = made_of(which_method.advice(problem), "which_method")
+MARKED = re.compile(r"<!-- (table|figure) ([^>]*?) -->(.*?)<!-- end -->", re.DOTALL)
+OPENED = re.compile(r"<!-- (?:table|figure) ([^>]*?) -->")
+CODE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
+
+
 def made(kind: str, name: str) -> str:
     """What belongs between the markers."""
-    if kind == "table":
-        build, files = TABLES[name]
-        return f"\n{block(build(*map(records_of, files)))} "
-    tell, files = FIGURES[name]
-    return tell(*map(records_of, files))
+    return f"\n{block(TABLES[name]())} " if kind == "table" else FIGURES[name]()
 
 
 def is_known(kind: str, name: str) -> bool:

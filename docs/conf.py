@@ -1,7 +1,7 @@
 """The documentation, from the repository's root: `sphinx-build -W -j 2 -c docs . docs/_build/html`.
 
 The root is Sphinx's source folder, so that the links of a page work in the repository as well, and
-those to benchmarks, changelog and README are checked. Pages with `{code-cell}` run while building.
+those to benchmarks, changelog and README are checked. Python blocks of `docs/` run in the build.
 With `-D nb_execution_mode=cache` only pages whose code has changed are run, with `off` none.
 Nothing is fetched, and a page needs no network but for the README's badges.
 """
@@ -66,6 +66,28 @@ napoleon_use_ivar, napoleon_numpy_docstring = True, False
 # Words in stars stay as they are; other stars, bars and the ends of names are no marks.
 SIGNS = re.compile(r"(\*\w+\*)|[*|\\]|(?<=\w)_(?!\w)")
 PUBLIC = {name: f"optax_smile.{name}" for name in optax_smile.__all__}
+
+
+# Pages are plain Markdown, which GitHub shows as well; these are the parts that only Sphinx needs.
+NOTEBOOK = "---\nfile_format: mystnb\nkernelspec:\n  name: python3\n---\n"
+CELL = re.compile(r"^```python(?: tags=\[(.*)\])?$", re.MULTILINE)
+SHOWN = re.compile(r"^```text output\n.*?^```$", re.MULTILINE | re.DOTALL)
+HIDDEN = re.compile(r"^<!-- (\{(?:toctree|index)\}.*?)-->$", re.MULTILINE | re.DOTALL)
+
+
+def to_myst(_app, page, source):
+    """Turn Python blocks into cells and comments into directives; drop the outputs of cells."""
+    if not page.startswith("docs/"):
+        return
+    text = HIDDEN.sub(lambda comment: f"```{comment[1].rstrip()}\n```", source[0])
+    if CELL.search(text):
+        text = NOTEBOOK + CELL.sub(_cell, SHOWN.sub("", text))
+    source[0] = text
+
+
+def _cell(fence):
+    tags = f"\n:tags: [{fence[1]}]" if fence[1] else ""
+    return f"```{{code-cell}}{tags}"
 
 
 def to_rest(_app, _what, _name, _object, _options, lines):
@@ -138,7 +160,8 @@ def opens_without_network(app, error):
 
 
 def setup(app):
-    """Convert docstrings before Napoleon reads them."""
+    """Convert pages before MyST reads them, and docstrings before Napoleon does."""
+    app.connect("source-read", to_myst)
     app.connect("autodoc-process-docstring", to_rest, priority=400)
     app.connect("autodoc-skip-member", is_field)
     app.add_html_math_renderer("mathml", formula("inline"), formula("block"))

@@ -1,4 +1,26 @@
-"""Turn any Optax training loop into a Bayesian sampler."""
+"""Turn any Optax training loop into a Bayesian sampler.
+
+    tx = optax_smile.psmile(num_data=len(train), key=jax.random.key(0))  # was: optax.adamw(1e-3)
+
+The public names, by what you want to do:
+
+    replace an optimizer      psmile (the default), smile, mclmc, sgld, psgld, sghmc,
+                              scale_adapted_sghmc, sgnht, cyclical_sgld; published: as in the paper
+    read a sampler's state    last_accepted (the current draw), stats, Stats
+    check your own loop       check, CheckReport; ArgumentError is what bad arguments raise
+    sample without a loop     warmstart, then sample; chains_from_weights, parallel
+    get draws from a fit()    recorded, RecordedSampler; interop: Keras, NumPyro, scikit-learn
+    choose or stop a run      select, Selection; EvidenceStop, Stopping
+    keep and read draws       Snapshots, StoredSnapshots, load_snapshots, Subset
+    predict                   predict, Prediction, Outcome, Predictor, Likelihood
+    judge                     diagnostics.summary, metrics, calibrate, plots, report
+    sample around weights     local: strength of a prior, learning coefficient, influence
+    set the step size         angle_tuner (the default), quantile_tuner, tune_mclmc, MclmcSettings
+    precondition gradients    scale_by_gradient_noise
+
+`help(optax_smile.sample)` describes a function, its arguments and its errors. The pages in `docs/`
+begin with `docs/start.md`.
+"""
 
 import importlib
 from typing import TYPE_CHECKING, Any

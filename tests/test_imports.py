@@ -207,9 +207,6 @@ def test_public_docstrings():
 def test_scripts_use_public_names_only():
     public = {"optax_smile", *(f"optax_smile.{name}" for name in optax_smile.__all__)}
     for path in SCRIPTS:
-        # It replaces a part of a stage: that is its purpose.
-        if path.name == "as_shipped.py":
-            continue
         tree = parse(path)
         names = imported(ast.walk(tree))
         assert {name for name in names if name.startswith("optax_smile")} <= public, path

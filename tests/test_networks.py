@@ -7,11 +7,10 @@ import re
 import warnings
 from typing import Any
 
+from benchmarks.prediction import network_cells, network_chains, networks
+
 import data
 import jax
-import network_cells
-import network_chains
-import networks
 import numpy as np
 import optax
 import pytest

@@ -6,11 +6,10 @@ import runpy
 import subprocess
 from pathlib import Path
 
+from benchmarks import records, samplers, tables
+
 import jax.numpy as jnp
 import pytest
-import records
-import samplers
-import tables
 
 import optax_smile
 
@@ -18,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 SCRIPTS = [
     path
     for folder in ("examples", "benchmarks")
-    for path in sorted((ROOT / folder).glob("*.py"))
+    for path in sorted((ROOT / folder).rglob("*.py"))
     if '__name__ == "__main__"' in path.read_text()
 ]
 

@@ -26,7 +26,7 @@ Y = (X @ [1, -2, 0.5] + NOISE * GENERATOR.normal(size=len(X))).astype(np.float32
 TRAIN, VALID = (X[:NUM_DATA], Y[:NUM_DATA]), (X[NUM_DATA:], Y[NUM_DATA:])
 START = jnp.asarray(GENERATOR.normal(size=(3, 3)), jnp.float32)
 BUDGET: dict[str, Any] = {"num_warmup": 90, "num_draws": 60, "thin": 3}
-# Of runs that are stopped: one round of 18 steps, which is judged from step 12 on.
+# Of runs that are stopped: rounds of 9 and 18 steps.
 SHORT: dict[str, Any] = {"num_warmup": 30, "num_draws": 10, "thin": 3}
 
 
@@ -83,14 +83,14 @@ def selection():
 
 
 def test_the_best_is_chosen_and_runs_as_in_sample(selection):
-    assert selection.best == "sgld" and selection.num_steps.tolist() == [21, 45]
+    assert selection.best == "sgld" and selection.num_steps.tolist() == [9, 21, 45]
     assert selection.names == ("still", "sgld", "sgd", "bad") and selection.total_steps == 270
     draws = sample(sgld(5e-4))
     np.testing.assert_array_equal(selection.draws.params, draws.params)
     for name, values in draws.trace.items():
         np.testing.assert_array_equal(selection.draws.trace[name], values)
     assert selection.draws.settings == draws.settings
-    # The dropped ones: two after 21 steps, one after 45.
+    # None is dropped after 9 steps, two after 21, one after 45.
     assert selection.cost == (2 * 21 + 45) / 270
     precision = TRAIN[0].T @ TRAIN[0] / NOISE**2 + np.eye(3)
     mean = np.linalg.solve(precision, TRAIN[0].T @ TRAIN[1] / NOISE**2)
@@ -99,39 +99,53 @@ def test_the_best_is_chosen_and_runs_as_in_sample(selection):
     assert selection.final_lppd == pytest.approx(exact, abs=0.02)
 
 
-def test_rounds_are_judged_by_the_draws_of_their_last_half(selection):
+def test_rounds_are_judged_by_draws_of_their_last_half_and_extrapolated(selection):
     assert selection.start_lppd == pytest.approx(slow_density(np.asarray(START)).mean())
     # The last one is still at the start, but must not score like it.
-    assert selection.lppd[0, 3] == -np.inf and np.isnan(selection.standard_error[0, 3])
+    assert np.all(selection.lppd[:2, 3] == -np.inf)
+    assert np.isnan(selection.standard_error[:2, 3]).all()
     with pytest.warns(UserWarning, match="is an optimizer"):
-        sgd = sample(optax.sgd(0.05), num_warmup=0, num_draws=15)
-    draws = sample(sgld(5e-4), num_warmup=0, num_draws=15), sgd
-    steps = 3 * np.arange(1, 16)
-    for row, end in enumerate((21, 45)):
-        is_judged = (end / 2 < steps) & (steps <= end)
-        density = [slow_density(x.params[:, is_judged].reshape(-1, 3)) for x in draws]
-        lppd = np.mean(density, axis=1)
-        np.testing.assert_allclose(selection.lppd[row, 1:3], lppd, rtol=1e-5)
-        best = int(np.argmax(lppd))
-        error = np.std(density[1 - best] - density[best], ddof=1) / NUM_VALID**0.5
+        sgd = sample(optax.sgd(0.05), num_warmup=0, num_draws=45, thin=1)
+    draws = sample(sgld(5e-4), num_warmup=0, num_draws=45, thin=1), sgd
+    before: Any = None
+    for row, end in enumerate(selection.num_steps.tolist()):
+        # The first step at or after each of 16 times.
+        steps = np.unique(np.ceil(end / 2 * (1 + np.arange(1, 17) / 16)).astype(int))
+        density = np.array([slow_density(x.params[:, steps - 1].reshape(-1, 3)) for x in draws])
+        np.testing.assert_allclose(selection.lppd[row, 1:3], density.mean(axis=1), rtol=1e-5)
+        expected = density
+        if before is not None:
+            # The line through both rounds, as a function of 1 / sqrt(steps), after 270 steps.
+            ends = 1 / np.sqrt(selection.num_steps[row - 1 : row + 1])
+            both = np.polyfit(ends, np.stack([before.ravel(), density.ravel()]), 1)
+            expected = np.array([np.polyval(x, 270**-0.5) for x in both.T]).reshape(density.shape)
+        np.testing.assert_allclose(selection.expected[row, 1:3], expected.mean(axis=1), rtol=1e-4)
+        best = int(np.argmax(expected.mean(axis=1)))
+        error = np.std(expected[1 - best] - expected[best], ddof=1) / NUM_VALID**0.5
         got = selection.standard_error[row, 1:3]
         assert got[best] == 0 and got[1 - best] == pytest.approx(error, rel=1e-3)
-    assert np.isnan(selection.lppd[1, [0, 3]]).all()
+        before = density
+    assert np.isnan(selection.lppd[2, [0, 3]]).all()
 
 
 def test_the_table_has_all_names(selection):
     table, notes = str(selection).split("\n\n")
     head, *rows = (line.split() for line in table.splitlines())
-    assert head == "steps candidate LPPD below best error".split()
+    assert head == "steps candidate LPPD at the end below best error".split()
     assert rows[0][:2] == ["0", "start"] and rows[-1][:2] == ["270", "sgld"]
-    assert len(rows) == 1 + 4 + 2 + 1 and {"still", "sgd"} < {name for row in rows for name in row}
-    assert [row[0] for row in rows if row[0].isdigit()] == ["0", "21", "45", "270"]
+    assert len(rows) == 1 + 4 + 4 + 2 + 1 and {"still", "sgd"} < {
+        name for row in rows for name in row
+    }
+    assert [row[0] for row in rows if row[0].isdigit()] == ["0", "9", "21", "45", "270"]
     below = [float(row[-2]) for row in rows[1:4]]
-    assert below[0] == 0 and below == sorted(below) and rows[4] == ["bad", "-inf", "inf", "-"]
+    assert (
+        below[0] == 0 and below == sorted(below) and rows[4] == ["bad", "-inf", "-inf", "inf", "-"]
+    )
     notes = notes.splitlines()
     assert notes[0] == f"Chosen: sgld, with LPPD {selection.final_lppd:.5g} over all its draws."
     assert notes[1:] == [
         "The dropped candidates used 0.32 times its number of gradients.",
+        "At the end: LPPD of the whole run, extrapolated from the last two rounds.",
         "-inf: chains or predictions became non-finite.",
     ]
     worse = str(selection._replace(start_lppd=0.0))
@@ -144,7 +158,7 @@ def test_an_optimizer_may_be_alone_or_the_best(tmp_path):
     assert found.best == "sgd" and found.cost == 0 and found.lppd.shape == (0, 1)
     assert "It is an optimizer" in str(found)
     found = find({"still": sgld(1e-8), "sgd": optax.sgd(0.05)}, **SHORT)
-    assert found.best == "sgd" and found.standard_error[0, 0] > 0
+    assert found.best == "sgd" and found.standard_error[1, 0] > 0
     assert found.draws.settings == {"name": "optimizer", "is_posterior": False}
 
 
@@ -156,6 +170,7 @@ def equal(got: Selection, expected: Selection):
     assert got.best == expected.best and got.cost == expected.cost
     np.testing.assert_array_equal(got.draws.params, expected.draws.params)
     np.testing.assert_allclose(got.lppd, expected.lppd, rtol=1e-6)
+    np.testing.assert_allclose(got.expected, expected.expected, rtol=1e-5)
     np.testing.assert_allclose(got.standard_error, expected.standard_error, rtol=1e-4)
     assert got.final_lppd == expected.final_lppd
 
@@ -163,13 +178,13 @@ def equal(got: Selection, expected: Selection):
 def test_a_stopped_selection_goes_on_to_the_same_result(tmp_path, monkeypatch):
     candidates = {"still": sgld(1e-8), "sgld": sgld(5e-4)}
     whole = find(candidates, **SHORT)
-    assert whole.best == "sgld" and whole.num_steps.tolist() == [18]
+    assert whole.best == "sgld" and whole.num_steps.tolist() == [9, 18]
 
     def stopped(name: str, **changes):
         return find(candidates, directory=tmp_path / name, **SHORT, **changes)
 
-    # The first reads 18 batches; the run of the second one is judged from its step 12 on.
-    for stop_at, running in ((5, "still"), (16, "still"), (18 + 14, "sgld")):
+    # In the first round each reads 9 batches, in the second another 9.
+    for stop_at, running in ((5, "still"), (9 + 7, "sgld"), (18 + 4, "still"), (27 + 5, "sgld")):
         with pytest.raises(KeyboardInterrupt, match=f"in the run of '{running}'. Repeat the call"):
             stopped(f"{stop_at}", batches=Batches(stop_at))
         equal(stopped(f"{stop_at}"), whole)
@@ -225,7 +240,7 @@ def test_the_directory_of_another_selection_is_refused(tmp_path):
             find(others, directory=tmp_path, **SHORT | changes)
     # Nor is the run of somebody else taken for what a round has found.
     (tmp_path / "rounds.json").unlink()
-    with pytest.raises(ValueError, match=r"^`select\(directory=...\)` .* with a run of 60 steps"):
+    with pytest.raises(ValueError, match=r"^`select\(directory=...\)` .* with a run of 18 steps"):
         find(candidates, directory=tmp_path, **SHORT)
 
 
@@ -236,13 +251,16 @@ def test_dropped_candidates_take_a_share_of_the_steps(number):
         (1_001, 50, 3_001, 1 / 3),
         (0, 1, 10_000, 0.8),
     ):
-        ends = selecting._round_ends(number, num_warmup, thin, num_steps, cost)
+        numbers = selecting._num_dropped(number)
+        ends = selecting._round_ends(numbers, num_warmup, thin, num_steps, cost)
         left, dropped = number, 0
-        for end in ends:
+        for place, end in enumerate(ends):
             # At a tick.
             assert (end - num_warmup) % thin == 0 and 0 < end <= num_steps * cost
-            dropped += left // 2 * end
-            left -= left // 2
+            # The first round only serves to extrapolate.
+            assert numbers[place] == (left // 2 if place else 0)
+            dropped += numbers[place] * end
+            left -= numbers[place]
         assert left == 1
         assert abs(dropped - num_steps * cost) <= number * thin
         doubled = 2 * np.array(ends[:-1]) - ends[1:]
@@ -254,7 +272,20 @@ def judged(
 ) -> Judged:
     """Of 100 inputs; the standard error of a difference is about a tenth of the spread."""
     noise = spread * np.random.default_rng(abs(hash(lppd)) % 2**32).normal(size=100)
-    return Judged((lppd + noise - noise.mean()).tolist(), 10, gradients_per_step, is_bayes)
+    density = (lppd + noise - noise.mean()).tolist()
+    return Judged(density, 10, gradients_per_step, is_bayes, density)
+
+
+def test_expected_densities_lack_one_over_the_root_of_steps_and_ignore_what_is_not_finite():
+    def after(steps: int, *density: float) -> Judged:
+        return Judged([*density], steps, 1, True, [*density])
+
+    before, now = after(10, 1 - 5 / 10**0.5, -np.inf), after(20, 1 - 5 / 20**0.5, -2.0)
+    assert now.extrapolated(before, 40).expected == pytest.approx([1 - 5 / 40**0.5, -2])
+    assert now.extrapolated(before, 20).expected == now.density
+    assert now.extrapolated(None, 40) is now and now.extrapolated(now, 40) is now
+    failed = after(20, -np.inf)
+    assert failed.extrapolated(before, 40).expected == [-np.inf, -np.inf]
 
 
 def test_among_equals_the_cheaper_then_the_posterior_then_the_better_survives():
@@ -269,18 +300,24 @@ def test_among_equals_the_cheaper_then_the_posterior_then_the_better_survives():
         ("b", {"a": judged(-1), "b": judged(-0.9, gradients_per_step=2, is_bayes=False)}),
         ("a", {"a": judged(-9), "b": judged(-np.inf)}),
         # The error of a single input is unknown.
-        ("b", {"a": Judged([-0.905], 10, 1, True), "b": Judged([-0.9], 10, 2, False)}),
+        (
+            "b",
+            {
+                "a": Judged([-0.905], 10, 1, True, [-0.905]),
+                "b": Judged([-0.9], 10, 2, False, [-0.9]),
+            },
+        ),
     ]
     for winner, found in winners:
-        assert selecting._survivors(found) == [winner], found
+        assert selecting._survivors(found, 1) == [winner], found
     # The cheap one of the two equals comes first, the clearly worse ones in the order of LPPD.
     found = {"d": judged(-3), "c": judged(-2, 2), "b": judged(-0.9, 2), "a": judged(-0.905)}
     found["e"] = judged(-np.inf)
-    assert selecting._survivors(found) == ["a", "b", "c"]
+    assert selecting._survivors(found, 3) == ["a", "b", "c"]
     broken = {"a": judged(-np.inf), "b": judged(-np.inf)}
     rule = r"^`select\(candidates=...\)` must be .*at least one keeps .*finite, got \['a', 'b'\]"
     with pytest.raises(ValueError, match=rule):
-        selecting._survivors(broken)
+        selecting._survivors(broken, 1)
 
 
 def test_scores_of_tokens_of_impossible_targets_and_of_broken_chains():

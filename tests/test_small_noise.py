@@ -14,7 +14,7 @@ from runs import follow
 import optax_smile
 
 NUM_CHAINS, NUM_CALLS = 160, 40_000
-# Where the rules for the noise differ most; `benchmarks/small_noise.py` has more.
+# Where the rules for the noise differ most; `benchmarks/correctness/small_noise.py` has more.
 SPREADS = {"isotropic .5": np.full(6, 0.5), "half": np.array([2.0, 2, 2, 0, 0, 0])}
 
 

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Sequence
 from statistics import fmean
 
-from tabulated.table import Record, Table, number
+from benchmarks.tabulated.table import Record, Table, number
 
 # Fewer independent draws than these do not show whether a bound is met.
 ENOUGH_DRAWS = 100

@@ -1,8 +1,8 @@
 """What a step, a prediction and the loop of `sample` cost."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from tabulated.table import Record, Table, number
+from benchmarks.tabulated.table import Record, Table, number
 
 USUAL = {"part": "update", "leaves": 20, "chains": 1, "grads": "float32"}
 LARGE = 10**7
@@ -28,8 +28,7 @@ def _name(record: Record) -> str:
         else f", {cell['leaves']} {'leaf' if cell['leaves'] == 1 else 'leaves'}"
     )
     kind = "" if cell["grads"] == "float32" else f", {cell['grads']}"
-    fence = f", barriers {cell['fence']}" if "fence" in cell else ""
-    return f"update, 10^{len(str(cell['parameters'])) - 1} parameters{leaves}{kind}{chains}{fence}"
+    return f"update, 10^{len(str(cell['parameters'])) - 1} parameters{leaves}{kind}{chains}"
 
 
 def _methods(found: Sequence[Record]) -> list[str]:
@@ -83,28 +82,17 @@ def details(found: Sequence[Record]) -> Table:
     return Table(["update, 10^7 parameters, 20 leaves", *DETAILS], rows, used[:1])
 
 
-def whole_step(network: str, method: str) -> Callable[[Sequence[Record]], str]:
-    """Make a figure: time of a whole step of a network in that of AdamW."""
-
-    def told(found: Sequence[Record]) -> str:
-        for record in found:
-            if record["cell"].get("network") == network and record["cell"]["chains"] == 1:
-                return number(record["methods"][method]["ratio"], 2)
-        return "(no record)"
-
-    return told
+def whole_step(found: Sequence[Record], network: str, method: str) -> str:
+    """Time of a whole step of a network in that of AdamW."""
+    cells = [r for r in found if (r["cell"].get("network"), r["cell"]["chains"]) == (network, 1)]
+    return number(cells[0]["methods"][method]["ratio"], 2)
 
 
-def update(method: str) -> Callable[[Sequence[Record]], str]:
-    """Make a figure: time of an update of 10^7 parameters in that of AdamW."""
-
-    def told(found: Sequence[Record]) -> str:
-        for record in found:
-            if (USUAL | {"parameters": LARGE}).items() <= record["cell"].items():
-                return number(record["methods"][method]["ratio"], 1)
-        return "(no record)"
-
-    return told
+def update(found: Sequence[Record], method: str) -> str:
+    """Time of an update of 10^7 parameters in that of AdamW."""
+    wanted = USUAL | {"parameters": LARGE}
+    cells = [record for record in found if wanted.items() <= record["cell"].items()]
+    return number(cells[0]["methods"][method]["ratio"], 1)
 
 
 def predictions(found: Sequence[Record]) -> Table:

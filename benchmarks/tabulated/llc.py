@@ -1,10 +1,10 @@
 """The local learning coefficient: where it is known, beside SGLD, and of a transformer."""
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from tabulated.table import Record, Table, number, short, thousands
+from benchmarks.tabulated.table import Record, Table, number, short, thousands
 
 WITHIN = 0.05
 
@@ -73,18 +73,12 @@ def beside_sgld(found: Sequence[Record]) -> Table:
     return Table(["model", "psmile", *(f"sgld {size:.0e}" for size in sizes)], rows, used)
 
 
-def met(name: str) -> Callable[[Sequence[Record]], str]:
+def met(found: Sequence[Record], estimate: str) -> str:
     """How many models are within 5 % of the exact value for every seed."""
-
-    def tell(found: Sequence[Record]) -> str:
-        models = _of(found, "psmile").values()
-        good = 0
-        for records in models:
-            errors = [error(record, name) for record in records]
-            good += all(value is not None and abs(value) <= WITHIN for value in errors)
-        return f"{good} of {len(models)}"
-
-    return tell
+    models = _of(found, "psmile").values()
+    errors = [[error(record, estimate) for record in records] for records in models]
+    good = [all(x is not None and abs(x) <= WITHIN for x in of) for of in errors]
+    return f"{sum(good)} of {len(good)}"
 
 
 def sgld_met(found: Sequence[Record]) -> str:

@@ -4,7 +4,8 @@ import math
 from collections.abc import Sequence
 from statistics import fmean
 
-from tabulated.table import Record, Table, mean_error, number, short, thousands
+from benchmarks.tabulated.table import Record, Table, mean_error, number, short, thousands
+from benchmarks.tabulated.uci import DATA, USUAL, by_split, select
 
 NAMES = {
     "lenet": "LeNet",
@@ -17,6 +18,8 @@ ENSEMBLE = "deep ensemble"
 SCORES = {"LPPD": "lppd", "accuracy": "accuracy", "ECE": "ece", "AUROC, foreign": "ood_auroc"}
 SIZES = ("1e4", "1e5", "1e6", "1e7")
 ANGLES = (0.003, 0.01, 0.03, 0.1, 0.3)
+TASKS = {"lenet": "LeNet", "gpt": "small GPT"}
+UCI_ANGLES = {"psmile": "0.03", "psmile, angle .04": "0.04", "psmile, angle .05": "0.05"}
 LADDER = {"LPPD": 4, "accuracy": 4, "single": 3, "loss": 3, "norm": 0, "distance": 1, "r_hat": 2}
 
 
@@ -254,3 +257,38 @@ def ladder_cells(found: Sequence[Record]) -> Table:
         )
     header = ["weights", "prior", "angle", "gradients", "precision", *LADDER]
     return Table([x.replace("r_hat", "R-hat") for x in header], rows, found)
+
+
+def angles(uci: Sequence[Record], earlier: Sequence[Record], networks: Sequence[Record]) -> Table:
+    """Test LPPD at three angles; differences paired by split or seed.
+
+    On UCI the three angles ran on the scale of `uci_before.jsonl`.
+    """
+    rows, used = [], []
+    for data in DATA:
+        groups = []
+        for method in UCI_ANGLES:
+            source = earlier if method == "psmile" else uci
+            groups.append(select(source, data=data, method=method, **USUAL))
+        used += [record for group in groups for record in group]
+        rows.append(_angle_row(data, [by_split(group) for group in groups]))
+    for task in TASKS:
+        groups = []
+        for method in UCI_ANGLES:
+            group = [
+                r for r in networks if (r["cell"]["task"], r["cell"]["method"]) == (task, method)
+            ]
+            used += group
+            groups.append({record["cell"]["seed"]: record["lppd"] for record in group})
+        rows.append(_angle_row(TASKS[task], groups))
+    pairs = [f"{angle} - 0.03" for angle in list(UCI_ANGLES.values())[1:]]
+    return Table(["test LPPD, angle", *UCI_ANGLES.values(), *pairs], rows, used)
+
+
+def _angle_row(name: str, groups: list[dict[int, float]]) -> list[str]:
+    means = [number(fmean(x.values()), 4) if x else "not run" for x in groups]
+    differences = []
+    for other in groups[1:]:
+        shared = sorted(other.keys() & groups[0].keys())
+        differences.append(mean_error([other[s] - groups[0][s] for s in shared], 4, "+"))
+    return [name, *means, *differences]

@@ -1,11 +1,13 @@
-"""Training loops of other libraries after one changed line."""
+"""Training loops of other libraries after one changed line, and the campaigns of tests/faults."""
 
 from collections.abc import Sequence
 
-from tabulated.table import Record, Table, number
+from benchmarks.tabulated.table import Record, Table, number
 
 RUNS = ("runs, sane", "runs, flagged")
 VERDICTS = (*RUNS, "refused, with advice", "failed", "wrong without a word")
+
+COUNTS = ("cases", "silent", "raw", "lost")
 
 
 def _of(found: Sequence[Record], kind: str) -> list[Record]:
@@ -61,3 +63,18 @@ def run(found: Sequence[Record]) -> str:
 def repositories(found: Sequence[Record]) -> str:
     """How many repositories the loops come from."""
     return str(len({record["cell"]["repository"] for record in found}))
+
+
+def campaigns(found: Sequence[Record]) -> Table:
+    """One row per campaign when it last ran as a whole, summed over its parts."""
+    parts: dict[str, dict[str, Record]] = {}
+    for record in found:
+        parts.setdefault(record["campaign"], {})[record.get("of", "")] = record
+    rows = []
+    for campaign, last in parts.items():
+        counts = [f"{sum(record.get(name, 0) for record in last.values()):,}" for name in COUNTS]
+        dates = dict.fromkeys(sorted(record["date"] for record in last.values()))
+        commands = dict.fromkeys(f"`{record['command']}`" for record in last.values())
+        rows.append([campaign, *counts, ", ".join(dates), ", ".join(commands)])
+    header = ["campaign", "cases", "silent", "raw", "lost", "date", "command"]
+    return Table(header, rows, [record for last in parts.values() for record in last.values()])

@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
-from tabulated.table import Record, Table, number
+from benchmarks.tabulated.table import Record, Table, number
 
-NAMES = ("psmile", "psmile, cold", "psmile, around the start", "optimizer")
+NAMES = ("psmile", "psmile, cold", "psmile, long steps", "psmile, around the start", "optimizer")
 
 
 def choices(found: Sequence[Record]) -> Table:

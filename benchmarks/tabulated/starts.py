@@ -1,9 +1,10 @@
 """Where chains get to from starts near and far, and whether they say so."""
 
+import itertools
 from collections.abc import Sequence
 from statistics import median
 
-from tabulated.table import Record, Table, number, thousands
+from benchmarks.tabulated.table import Record, Table, number, thousands
 
 STARTS = ("mode", "AdamW", "fresh", "ten times fresh", "zeros")
 # Problem of the records: what it is.
@@ -46,19 +47,15 @@ def summary(found: Sequence[Record]) -> Table:
 def cells(found: Sequence[Record]) -> Table:
     """Every problem, sampler and start."""
     known, rows = _rows(found), []
-    for problem in PROBLEMS:
-        for sampler in ("psmile", "smile"):
-            mode = known.get((problem, sampler, "mode"))
-            for start in STARTS:
-                record = known.get((problem, sampler, start))
-                if record is None or mode is None:
-                    continue
-                base = median(mode["energy"])
-                shares = ", ".join(number(share, 2) for share in record["on_its_way"])
-                there = thousands(record["start_energy"] - base)
-                told = "yes" if record["is_told"] else "no"
-                rows.append(
-                    [PROBLEMS[problem], sampler, start, there, _reached(record, base), shares, told]
-                )
+    for problem, sampler, start in itertools.product(PROBLEMS, ("psmile", "smile"), STARTS):
+        record, mode = (known.get((problem, sampler, name)) for name in (start, "mode"))
+        if record is None or mode is None:
+            continue
+        base = median(mode["energy"])
+        shares = ", ".join(number(share, 2) for share in record["on_its_way"])
+        there = thousands(record["start_energy"] - base)
+        told = "yes" if record["is_told"] else "no"
+        row = [PROBLEMS[problem], sampler, start, there, _reached(record, base), shares, told]
+        rows.append(row)
     header = ["problem", "sampler", "start", "U there", "U in the last quarter: median, worst"]
     return Table([*header, "share on its way", "`summary` tells"], rows, found)

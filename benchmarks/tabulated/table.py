@@ -87,6 +87,11 @@ def mean_error(values: Sequence[float], digits: int = 3, sign: str = "") -> str:
     return mean if error is None else f"{mean} ± {number(error, digits)}"
 
 
+def minus(ours: Sequence[float], theirs: Sequence[float], digits: int = 3) -> str:
+    """Mean difference of pairs ± standard error, with a sign."""
+    return mean_error([a - b for a, b in zip(ours, theirs, strict=True)], digits, "+")
+
+
 def value_error(value: float, error: float | None, digits: int = 3) -> str:
     """A figure ± its error."""
     shown = number(value, digits)

@@ -1,13 +1,10 @@
 """All methods of `examples/compare.py` on one problem, what to use, and where to look first."""
 
-import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
-from tabulated.table import NO_RECORD, Record, Table, mean_error
+from benchmarks.tabulated.table import NO_RECORD, Record, Table, mean_error
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
-import verdict  # noqa: E402
+import verdict
 
 
 def scores(problem: str) -> Callable[[Sequence[Record]], Table]:

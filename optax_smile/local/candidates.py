@@ -45,7 +45,8 @@ def network_candidates(
     """Make the usual candidates of `select` for a trained network.
 
     - `"psmile"`: the default, which samples the Bayesian posterior.
-    - `"psmile, cold"`: at `temperature="auto"`, with longer steps; only if that is below 1.
+    - `"psmile, cold"`: at `temperature="auto"` with longer steps, `angle_tuner(0.3)`; where that
+      temperature is 1, it is called `"psmile, long steps"`.
     - `"psmile, around the start"`: at temperature 1, with a prior centred at the trained weights
       whose precision is chosen from the curvature of the loss there.
     - `"optimizer"`: continues training and averages the predictions of its iterates.
@@ -98,7 +99,7 @@ def network_candidates(
     around: dict[str, Any] = {"prior_mean": "start", "prior_precision": precision}
     around |= {"decoherence_length": "turning", "tuner": angle_tuner(0.1)}
     made: dict[str, optax.GradientTransformation] = {"psmile": psmile(**given)}
-    if auto_temperature(num_data, size, excess) < 1:
-        cold: dict[str, Any] = {"temperature": "auto", "excess": excess, "tuner": angle_tuner(0.3)}
-        made["psmile, cold"] = psmile(**given, **cold)
+    cold: dict[str, Any] = {"temperature": "auto", "excess": excess, "tuner": angle_tuner(0.3)}
+    is_cold = auto_temperature(num_data, size, excess) < 1
+    made["psmile, cold" if is_cold else "psmile, long steps"] = psmile(**given, **cold)
     return made | {"psmile, around the start": psmile(**given, **around), "optimizer": optimizer}

@@ -45,7 +45,8 @@ def selection(selection: Selection, *, ax: Axes | None = None) -> Axes:
         >>> from optax_smile import Selection
         >>> result = Selection(
         ...     best="psmile", draws=None, names=("psmile", "adam"), num_steps=np.array([100]),
-        ...     lppd=np.array([[-1.0, -1.2]]), standard_error=np.array([[0, 0.1]]),
+        ...     lppd=np.array([[-1.0, -1.2]]), expected=np.array([[-0.9, -1.2]]),
+        ...     standard_error=np.array([[0, 0.1]]),
         ...     start_lppd=-1.5, final_lppd=-0.9, total_steps=300, cost=0.3,
         ... )
         >>> selection(result, ax=Figure().subplots()).get_title()

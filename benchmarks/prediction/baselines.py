@@ -1,0 +1,130 @@
+"""Baselines of `networks.py` that go on with training: checkpoints, SWAG, fast geometric ensembles.
+
+Each is `name(run, options)`, with the numbers that differ from the method's `DEFAULTS` as options.
+It returns draws to predict with: `Snapshots` of one chain, whose `settings` have the name and the
+options.
+"""
+
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from experiment import Experiment, Settings, draw
+from rivals import swag_draws
+
+import optax_smile
+
+DEFAULTS: dict[str, dict[str, Any]] = {
+    # Those of LeNet's warm start, for every network: it is not the training of the others that
+    # goes on.
+    "checkpoints": {"learning_rate": 1e-3, "weight_decay": 0.02},
+    # Moments of the checkpoints above.
+    "swag": {"learning_rate": 1e-3, "weight_decay": 0.02, "rank": 20},
+    # Cycles of `thin` steps, from the rate to a tenth of it.
+    "fge": {"learning_rate": 2e-3, "weight_decay": 0.02},
+}
+
+
+class Run(NamedTuple):
+    """Where a baseline begins and how long it is.
+
+    Attributes:
+        task: network and data.
+        settings: as many gradients as a sampler takes, on the batches that `experiment.draw` gives
+            it with the same seed.
+        start: trained weights of one member `[1, ...]`, as `experiment.warm_start` gives them.
+        seed: of the batches and of all that is random.
+        directory: folder from which training that was cut off goes on.
+    """
+
+    task: Experiment
+    settings: Settings
+    start: Any
+    seed: int
+    directory: Path
+
+
+def checkpoints(run: Run, options: Mapping[str, Any]) -> optax_smile.Snapshots:
+    """Go on with AdamW at a constant rate; keep every `thin`-th weights after the warm-up.
+
+    Options: `learning_rate` and `weight_decay` of `optax.adamw`.
+    """
+    chosen = _chosen("checkpoints", options)
+    return _snapshots("checkpoints", chosen, run.start, _train_on(run, **chosen))
+
+
+def fge(run: Run, options: Mapping[str, Any]) -> optax_smile.Snapshots:
+    """Go on with AdamW at a cyclical rate; keep the weights where it is lowest.
+
+    Options: the highest `learning_rate` and `weight_decay`. The rate falls linearly to a tenth
+    within the first half of `thin` steps and rises again; weights are kept in the middle.
+
+    Source: Garipov et al., NeurIPS 2018. Differs: AdamW in place of SGD.
+    """
+    chosen, thin = _chosen("fge", options), run.settings.thin
+    offset = thin - (run.settings.num_warmup + thin // 2) % thin  # draws are in the middle
+
+    def rate(count):
+        phase = (count + offset) % thin / thin
+        return chosen["learning_rate"] * (0.1 + 0.9 * jnp.abs(1 - 2 * phase))
+
+    draws = _train_on(run, rate, chosen["weight_decay"])
+    return _snapshots("fge", chosen, run.start, draws)
+
+
+def swag(run: Run, options: Mapping[str, Any]) -> optax_smile.Snapshots:
+    """Draw from a Gaussian with the moments of the checkpoints.
+
+    Half of the covariance is the diagonal one, half that of the last `rank` deviations from the
+    mean.
+
+    Options: `learning_rate` and `weight_decay` of `optax.adamw`, and `rank`.
+
+    Source: Maddox et al., NeurIPS 2019. Differs: AdamW in place of SGD, deviations from the final
+    mean in place of the running one.
+    """
+    chosen = _chosen("swag", options)
+    visited = _train_on(run, chosen["learning_rate"], chosen["weight_decay"])
+    random = np.random.default_rng(run.seed)
+    stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *visited)
+    drawn = swag_draws(stacked, run.settings.num_draws, chosen["rank"], random)
+    draws = [jax.tree.map(lambda x, i=i: x[i], drawn) for i in range(run.settings.num_draws)]
+    return _snapshots("swag", chosen, run.start, draws)
+
+
+METHODS = {"checkpoints": checkpoints, "swag": swag, "fge": fge}
+
+
+def _train_on(
+    run: Run, learning_rate: optax.ScalarOrSchedule, weight_decay: float
+) -> Sequence[Any]:
+    """Weights where a sampler would make draws. Moments begin at zero: a warm start keeps none."""
+    task, settings, start, seed, directory = run
+    optimizer = optax.adamw(learning_rate, weight_decay=weight_decay)
+    kept: dict[str, Any] = {"directory": directory, "check": False, "progress": False}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="`sample`: `sampler` is an optimizer")
+        # Less than was asked for would be scored as if it were all.
+        warnings.filterwarnings("error", message="`sample` ended early")
+        return list(draw(task, settings, start, optimizer, seed, **kept))
+
+
+def _chosen(method: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options with defaults; none that the method does not know."""
+    if unknown := sorted(set(options) - set(DEFAULTS[method])):
+        raise ValueError(f"`{method}` takes the options {list(DEFAULTS[method])}, got {unknown}.")
+    return {**DEFAULTS[method], **options}
+
+
+def _snapshots(
+    method: str, chosen: Mapping[str, Any], start: Any, draws: Sequence[Any]
+) -> optax_smile.Snapshots:
+    """One chain of draws."""
+    params = jax.tree.map(lambda *leaves: np.stack(leaves)[None], *draws)
+    told = {"name": method, **chosen}
+    return optax_smile.Snapshots(params, settings=told, start=jax.tree.map(np.asarray, start))

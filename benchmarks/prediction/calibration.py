@@ -1,0 +1,117 @@
+"""Calibration after the fact: temperature, and coverage of conformal sets and intervals.
+
+The quickstart's chains and deep ensemble on digits, `BayesianRegressor` and its members on energy.
+Test predictions, as they are stored, are halved twice at random; what is fitted on one half is
+judged on the other, and the other way round: each seed gives four splits. Both directions together,
+so that the luck of a half mostly cancels.
+
+    python benchmarks/prediction/calibration.py --output benchmarks/results/calibration.jsonl
+
+Energy needs `OPTAX_SMILE_DATA`.
+"""
+
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks import records
+from benchmarks.tabulated.ensembles import LEVEL, sets_and_intervals, temperatures
+
+import numpy as np
+import quickstart
+from safetensors.numpy import load_file
+
+from optax_smile import calibrate, metrics
+
+NUM_HALVINGS = 2
+Scores = dict[str, Any]
+
+
+def splits(num_inputs: int, seed: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Halves to fit on and to judge on, each pair in both directions."""
+    generator = np.random.default_rng(seed)
+    for _ in range(NUM_HALVINGS):
+        order = generator.permutation(num_inputs)
+        first, second = order[: num_inputs // 2], order[num_inputs // 2 :]
+        yield first, second
+        yield second, first
+
+
+def of_classes(probabilities: np.ndarray, labels: np.ndarray, seed: int) -> Scores:
+    """Before and after temperature, each row tempered by what the other half told; sets."""
+
+    def scores(probabilities: np.ndarray) -> dict[str, float]:
+        log_density = np.log(probabilities[np.arange(len(labels)), labels])
+        return {"ECE": metrics.ece(probabilities, labels), "LPPD": metrics.lppd(log_density)}
+
+    found, after = list(splits(len(labels), seed)), []
+    told: Scores = {"temperature": [], "coverage": [], "size": [], "slack": []}
+    tempered = np.zeros(probabilities.shape)
+    for number, (fit, judge) in enumerate(found, 1):
+        temperature = calibrate.fit_temperature(probabilities[fit], labels[fit])
+        tempered[judge] = calibrate.with_temperature(probabilities[judge], temperature)
+        if number % 2 == 0:
+            after.append(scores(tempered))
+        sets = calibrate.prediction_sets(
+            probabilities[fit], labels[fit], probabilities[judge], LEVEL
+        )
+        told["temperature"].append(temperature)
+        told["coverage"].append(calibrate.set_coverage(sets, labels[judge]))
+        told["size"].append(calibrate.set_size(sets))
+        told["slack"].append(1 / (len(fit) + 1))
+    told["before"] = scores(probabilities)
+    told["after"] = {x: float(np.mean([one[x] for one in after])) for x in after[0]}
+    return told
+
+
+def of_normals(mean: np.ndarray, std: np.ndarray, targets: np.ndarray, seed: int) -> Scores:
+    """Coverage and width of intervals, and of the model's own ones."""
+    told: Scores = {"coverage": [], "size": [], "slack": []}
+    for fit, judge in splits(len(targets), seed):
+        ends = calibrate.prediction_intervals(
+            mean[fit], std[fit], targets[fit], mean[judge], std[judge], LEVEL
+        )
+        told["coverage"].append(metrics.coverage(*ends, targets[judge]))
+        told["size"].append(metrics.interval_width(*ends))
+        told["slack"].append(1 / (len(fit) + 1))
+    ends = metrics.interval(mean, std, LEVEL)
+    own = {"coverage": metrics.coverage(*ends, targets), "size": metrics.interval_width(*ends)}
+    return told | {"own": own}
+
+
+def digits(seed: int) -> dict[str, Scores]:
+    """Run the quickstart, and read what it stored."""
+    config = quickstart.Config(seed=seed, progress=False)
+    with tempfile.TemporaryDirectory() as folder:
+        quickstart.run(config, "psmile", Path(folder))
+        stored = {
+            name: load_file(Path(folder) / f"prediction-{name}.safetensors")
+            for name in ("deep ensemble", "psmile")
+        }
+    return {name: of_classes(x["mean"], x["targets"], seed) for name, x in stored.items()}
+
+
+def energy(seed: int) -> dict[str, Scores]:
+    """Fit half of the rows by default settings, predict the other half."""
+    from benchmarks.prediction import estimators
+
+    (x, y), (new_x, new_y) = estimators.split("energy", seed, test_size=0.5)
+    estimator = estimators.fitted("energy", x, y, seed)
+    return {
+        name: of_normals(found.mean, np.sqrt(found.total), new_y, seed)
+        for name, found in estimators.predictions(estimator, new_x, new_y).items()
+    }
+
+
+DATA: dict[str, Callable[[int], dict[str, Scores]]] = {"digits": digits, "energy": energy}
+
+
+def run_cell(cell: dict[str, Any]) -> dict[str, Any]:
+    """Scores of both methods."""
+    return {"methods": DATA[cell["data"]](cell["seed"])}
+
+
+if __name__ == "__main__":
+    tables = temperatures, sets_and_intervals
+    records.main(__doc__, run_cell, "methods", *tables, data=DATA, seed=range(5))

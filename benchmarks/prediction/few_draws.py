@@ -1,0 +1,96 @@
+"""How few draws predict as well as all: chosen on validation data, and evenly spaced.
+
+The chains of `psmile` on the problems of `selection.py`, colder than the posterior for images.
+`thin_to` chooses 16 draws by their validation densities; the LPPD of the first k of them is that of
+the *test* data. Evenly spaced draws are one from each of k equal parts of all chains, laid end to
+end; their LPPD is the mean over ten places in the parts.
+
+    energy                 UCI, networks 16-16-16, 10 chains of 400 draws
+    digits                 of scikit-learn, a layer of 128, 4 chains of 36 draws
+    2,000 and 54,000 images   Fashion-MNIST, a layer of 76, 2 chains of 36 draws
+    LeNet                  Fashion-MNIST, 10,000 images, 2 chains of 36 draws, 3,000 steps
+
+    python benchmarks/prediction/few_draws.py --output benchmarks/results/few_draws.jsonl
+
+All but digits need `OPTAX_SMILE_DATA`.
+"""
+
+import time
+from typing import Any
+
+from benchmarks import records
+from benchmarks.prediction import selection
+from benchmarks.tabulated.draws import NUMBERS, few
+
+import models
+import numpy as np
+from scipy.special import logsumexp
+
+import optax_smile
+
+selection.PROBLEMS["LeNet"] = lambda seed: selection.fashion(models.LeNet(), 10_000, 3_000, 1, seed)
+# Candidate of `local.network_candidates` whose draws are thinned.
+SAMPLERS = {
+    "energy": "psmile",
+    "digits": "psmile, cold",
+    "2,000 images": "psmile, around the start",
+    "54,000 images": "psmile, cold",
+    "LeNet": "psmile, cold",
+}
+NUM_SHIFTS = 10
+
+
+def lppd(density: np.ndarray) -> float:
+    """Of the average of draws, from log densities `[draw, target]`."""
+    return float(np.mean(logsumexp(density, axis=0) - np.log(len(density))))
+
+
+def evenly(density: np.ndarray, number: int) -> float:
+    """Mean LPPD of so many evenly spaced draws over the shifts of their places."""
+    shifts = (np.arange(NUM_SHIFTS) + 0.5) / NUM_SHIFTS
+    places = ((np.arange(number) + shifts[:, None]) * len(density) / number).astype(int)
+    return float(np.mean([lppd(density[rows]) for rows in places]))
+
+
+def sampled(cell: dict[str, Any]) -> tuple[selection.Problem, optax_smile.Snapshots]:
+    """A problem, and the draws of its sampler."""
+    task, made = selection.problem(cell["problem"], cell["seed"])
+    given: dict[str, Any] = task.steps | {"key": cell["seed"], "check": False, "progress": False}
+    sampler = made[SAMPLERS[cell["problem"]]]
+    return task, optax_smile.sample(task.loss_fn, task.members, task.batches, sampler, **given)
+
+
+def predicted(task: selection.Problem, draws: Any, data: Any, **options: Any) -> Any:
+    """What draws predict for inputs and targets."""
+    options |= {"likelihood": task.likelihood, "targets": data[1]}
+    return optax_smile.predict(task.apply_fn, draws, data[0], **options)
+
+
+def run_cell(cell: dict[str, Any]) -> dict[str, Any]:
+    """Sample, choose on validation data, and score on test data."""
+    task, draws = sampled(cell)
+    validation = predicted(task, draws, task.validation, per="draw")
+    test = predicted(task, draws, task.test, per="draw").each.log_density
+    began = time.monotonic()
+    subset = draws.thin_to(max(NUMBERS), validation).subset
+    seconds = time.monotonic() - began
+    assert subset is not None
+    density = test.reshape(len(draws), -1).astype(float)
+    chosen = test[subset.chain, subset.draw].astype(float)
+    return {
+        "sampler": SAMPLERS[cell["problem"]],
+        "num_draws": len(draws),
+        "num_validation": len(task.validation[1]),
+        "num_test": density.shape[1],
+        "chosen": {k: lppd(chosen[:k]) for k in NUMBERS},
+        "evenly": {k: evenly(density, k) for k in NUMBERS},
+        "all": lppd(density),
+        "validation": [round(float(x), 5) for x in subset.lppd],
+        "validation_all": float(np.mean(validation.log_density)),
+        "num_chains_chosen": len(set(subset.chain.tolist())),
+        "seconds": seconds,
+    }
+
+
+if __name__ == "__main__":
+    records.main(__doc__, run_cell, "all", few, problem=SAMPLERS, seed=range(3))

@@ -1,0 +1,182 @@
+r"""The paper's large tables: networks on images and text, by samplers, ensembles and others.
+
+A cell is a task in a form, a method with its options, and a seed. Its unit of work is one chain
+with its warm start: weights, draws and log-probabilities of the test data go to the folder
+`--work`, where what is there is not run again, and what was cut off goes on. When all chains of a
+cell are there, it becomes one JSON line.
+
+    python benchmarks/prediction/networks.py --table lenet --output out/networks.jsonl
+    python benchmarks/prediction/networks.py --table lenet --form small \
+        --methods "deep ensemble" psmile --seeds 0 1 2 --output out/networks.jsonl
+    python benchmarks/prediction/networks.py --table resnet18 --form paper --members 0
+
+`--form paper` is the paper's setting, for a GPU; `small` what two cores can do in an hour; `tiny`
+runs every cell in a minute. `--members 0 1` runs these chains alone, without a record: where time
+is short, each call goes on where the last one was cut off.
+"""
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import records
+from benchmarks.prediction import network_chains
+from benchmarks.prediction.network_cells import ENSEMBLE, FORMS, TABLES, cells_of
+
+import data
+import numpy as np
+from experiment import Experiment, Settings
+from scipy.special import logsumexp
+
+import optax_smile
+from optax_smile import calibrate, metrics
+
+NUM_CORRUPTED, NUM_DRAWS_CORRUPTED, SEVERITIES = 1_000, 16, (1, 3, 5)
+
+
+def run_corrupted(cell: dict[str, Any], settings: Settings, work: Path) -> dict[str, Any]:
+    """Scores on corrupted test images, by severity: the mean over the fifteen corruptions.
+
+    These are of 16 draws of each chain, on the first 1,000 test images.
+    """
+    task, seed = network_chains.load(cell["task"], settings), cell["seed"]
+    images, labels = (x[:NUM_CORRUPTED] for x in task.splits.test)
+    chains = []
+    for member in range(cell["num_chains"]):
+        path = network_chains.run_chain(cell, settings, member, work)
+        if cell["method"] == ENSEMBLE:
+            start = network_chains.warm_member(cell, settings, member, work)
+            chains.append(list(optax_smile.Snapshots.from_members(start)))
+        else:
+            draws = list(optax_smile.load_snapshots(path.with_suffix("")))
+            every = max(1, len(draws) // NUM_DRAWS_CORRUPTED)
+            chains.append(draws[::every][:NUM_DRAWS_CORRUPTED])
+    draws = [draw for chain in chains for draw in chain]
+    kept = {"likelihood": "categorical", "targets": labels, "batch_size": 500}
+    told = {}
+    for severity in SEVERITIES:
+        rows = []
+        for name in data.CORRUPTIONS:
+            corrupted = data.corrupt(images, name, severity, seed)
+            found = optax_smile.predict(task.outputs_of, draws, corrupted, **kept)
+            ece = metrics.ece(found.mean, labels)
+            accuracy = metrics.accuracy(found.mean, labels)
+            rows.append((metrics.lppd(found.log_density), accuracy, ece))
+        means = np.mean(rows, axis=0)
+        told[str(severity)] = dict(zip(("lppd", "accuracy", "ece"), map(float, means), strict=True))
+        told[str(severity)]["each"] = [float(row[0]) for row in rows]
+    return {"severities": told, "lppd": told[str(SEVERITIES[-1])]["lppd"]}
+
+
+def averaged(chains: list[np.ndarray]) -> np.ndarray:
+    """Log of the mean over chains."""
+    return logsumexp(np.stack(chains), axis=0) - np.log(len(chains))
+
+
+def scores(task: Experiment, chains: Sequence[Mapping[str, np.ndarray]]) -> dict[str, float]:
+    """Of the average of chains."""
+    logs = averaged([chain["test"] for chain in chains])
+    logs, targets = logs.reshape(-1, logs.shape[-1]), task.splits.test[1].reshape(-1)
+    density = averaged([chain["density"] for chain in chains]).reshape(-1)
+    mean = np.exp(logs) / np.exp(logs).sum(axis=-1, keepdims=True)
+    told = {
+        "lppd": metrics.lppd(density),
+        "accuracy": metrics.accuracy(mean, targets),
+        "ece": metrics.ece(mean, targets),
+        "brier": metrics.brier(mean, targets),
+        "f1": metrics.f1(mean, targets),
+        "aurc": metrics.aurc(mean, targets),
+    }
+    if task.likelihood == "tokens":
+        told["perplexity"] = metrics.perplexity(density)
+    else:
+        told["auroc"] = metrics.auroc(mean, targets)
+    if "valid" in chains[0]:
+        held_out = averaged([chain["valid"] for chain in chains])
+        probabilities = np.exp(held_out).reshape(-1, held_out.shape[-1])
+        valid = averaged([chain["valid_density"] for chain in chains])
+        chosen = calibrate.fit_temperature(probabilities, task.splits.valid[1].reshape(-1))
+        calibrated = metrics.ece(calibrate.with_temperature(mean, chosen), targets)
+        told |= {"valid_lppd": metrics.lppd(valid), "temperature": chosen}
+        told["calibrated_ece"] = calibrated
+    if "unseen" in chains[0]:
+        foreign = np.exp(averaged([chain["unseen"] for chain in chains]))
+        entropies = (-np.sum(p * np.log(np.maximum(p, 1e-30)), axis=-1) for p in (mean, foreign))
+        told["ood_auroc"] = metrics.ood_auroc(*entropies)
+    return {name: float(x) for name, x in told.items()}
+
+
+def run_cell(cell: dict[str, Any], settings: Settings, work: Path) -> dict[str, Any]:
+    """Run all chains of a cell, and score their average and each alone."""
+    paths = [network_chains.run_chain(cell, settings, i, work) for i in range(cell["num_chains"])]
+    chains = [dict(np.load(path)) for path in paths]
+    task = network_chains.load(cell["task"], settings)
+    alone = [scores(task, [chain]) for chain in chains]
+    told = [json.loads(str(chain["told"])) for chain in chains]
+    single = {name: float(np.mean([x[name] for x in alone])) for name in alone[0]}
+    return scores(task, chains) | {"single": single, "chains": told}
+
+
+def main():
+    """Run the chains that are missing, record the cells that are complete."""
+    parser = records.parser(__doc__)
+    parser.add_argument("--table", choices=TABLES, default="lenet")
+    parser.add_argument("--form", choices=FORMS, default="tiny")
+    parser.add_argument("--methods", nargs="+", help="of the table; default: all")
+    parser.add_argument("--options", type=json.loads, help="of these methods, JSON; default: all")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--members", type=int, nargs="+", help="chains to run, without a record")
+    parser.add_argument("--settings", type=json.loads, default={}, help="other settings, JSON")
+    parser.add_argument("--corrupted", action="store_true", help="score corrupted images instead")
+    parser.add_argument("--work", type=Path, default=Path("out/networks"))
+    arguments = parser.parse_args()
+    pairs = _chosen(parser, arguments)
+    if arguments.members is not None:
+        for cell, settings in pairs:
+            for member in arguments.members:
+                network_chains.run_chain(cell, settings, member, arguments.work)
+        return
+
+    def run(cell):
+        settings = next(settings for other, settings in pairs if other == cell)
+        return (run_corrupted if arguments.corrupted else run_cell)(cell, settings, arguments.work)
+
+    records.complete(arguments, [cell for cell, _ in pairs], run, "lppd")
+
+
+def _chosen(
+    parser: argparse.ArgumentParser, arguments: argparse.Namespace
+) -> list[tuple[dict[str, Any], Settings]]:
+    """Cells that are asked for; those of corrupted images say so."""
+    known = {field.name for field in dataclasses.fields(Settings)}
+    if unknown := sorted(set(arguments.settings) - known):
+        parser.error(f"--settings must be of {sorted(known)}, got {unknown}")
+    if lowest := [x for x in [*arguments.seeds, *(arguments.members or [])] if x < 0]:
+        parser.error(f"--seeds and --members must be >= 0, got {lowest[0]}")
+    cells = list(cells_of(arguments.table, arguments.form, arguments.seeds, arguments.settings))
+    methods = {cell["method"]: None for cell, _ in cells}
+    if arguments.corrupted:
+        methods = {name: None for name in methods if name not in network_chains.BASELINES}
+    if unknown := [x for x in arguments.methods or [] if x not in methods]:
+        parser.error(f"--methods must be of {[*methods]}, got {unknown}")
+    if highest := [x for x in arguments.members or [] if x >= cells[0][0]["num_chains"]]:
+        count = cells[0][0]["num_chains"]
+        parser.error(f"--members must be below the number of chains, {count}, got {highest[0]}")
+    kept = {"scores": "corrupted"} if arguments.corrupted else {}
+    pairs = [
+        (cell | kept, settings)
+        for cell, settings in cells
+        if cell["method"] in (arguments.methods or methods)
+        and arguments.options in (None, cell["options"])
+    ]
+    if not pairs:
+        options = [cell["options"] for cell, _ in cells]
+        parser.error(f"--options must be of {options}, got {arguments.options}")
+    return pairs
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,324 @@
+"""Regression on UCI data: every sampler at the same number of gradients, from the same warm start.
+
+A deep ensemble is trained by the likelihood; every method then takes 60,000 gradients from each
+network, of which the last two thirds are sampled. Networks 16-16-16-1, under two protocols:
+
+    joint            one log sigma for all inputs, trained and sampled with the weights
+    distributional   the network predicts log sigma for each input
+
+With `--batches-per-pass` batches are not of 256 rows, with `--replacement` not of permutations.
+With `--gap` a split is the number of a feature: the middle third of the rows sorted by it is test
+data, the outer thirds are training data (Foong et al. 2019, arXiv 1906.11537).
+A cell is one protocol, data set, split, method and setting.
+
+    python benchmarks/prediction/uci.py --data energy airfoil --output out/uci.jsonl
+"""
+
+import functools
+import itertools
+import os
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from benchmarks import records, samplers
+from benchmarks.tabulated.uci import OPTIONAL
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import optax_smile
+
+FILES = {
+    "energy": "energy.data",
+    "airfoil": "airfoil.data",
+    "bikesharing": "bikesharing.data",
+    "concrete": "concrete.txt",
+    "yacht": "yacht.txt",
+    "kin8nm": "kin8nm.txt.gz",
+    "power": "power-plant.txt",
+}
+# Seeds of the published splits of the first three data sets; the rest is made by the same rule.
+SEEDS = {"energy": (1, 3), "airfoil": (1, 3), "bikesharing": (1,)}
+BATCH_SIZE = 256
+PROTOCOLS = ("joint", "distributional")
+# Of each chain; the first third is the warm-up.
+NUM_GRADIENTS, NUM_DRAWS = 60_000, 400
+# Of a chain that does not even know the mean and variance of the targets.
+USELESS = -1.42
+# R-hat is asked of so many test points at most.
+MAX_INPUTS = 500
+
+
+class Network(nn.Module):
+    """Mean `[input]` and log sigma: one for all inputs, or `[input]`."""
+
+    predicts_sigma: bool = False
+
+    @nn.compact
+    def __call__(self, x):
+        """Map features `[input, feature]`."""
+        for _ in range(3):
+            x = nn.relu(nn.Dense(16)(x))
+        if self.predicts_sigma:
+            x = nn.Dense(2)(x)
+            return x[:, 0], x[:, 1]
+        return nn.Dense(1)(x)[:, 0], self.param("log_std", nn.initializers.zeros, ())
+
+
+NETWORK = Network()
+DISTRIBUTION = Network(predicts_sigma=True)
+
+
+def outputs_of(params, features) -> Any:
+    """Mean and log sigma."""
+    has_sigma = "log_std" in params["params"]
+    return (NETWORK if has_sigma else DISTRIBUTION).apply(params, features)
+
+
+def mean_loss(params, batch):
+    """Negative log likelihood per example, up to a constant."""
+    features, targets = batch
+    mean, log_std = outputs_of(params, features)
+    return jnp.mean((targets - mean) ** 2 * jnp.exp(-2 * log_std) / 2 + log_std)
+
+
+def load(name: str, split: int, gap: bool = False) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Training, validation and test data, standardized over the whole file as published."""
+    folder = Path(os.environ["OPTAX_SMILE_DATA"])
+    if split < len(SEEDS.get(name, ())) and not gap:
+        seed = SEEDS[name][split]
+        with np.load(folder / "uci_reference_splits" / f"{name}_seed{seed}.npz") as arrays:
+            return [
+                (arrays[f"x_{part}"], arrays[f"y_{part}"]) for part in ("train", "valid", "test")
+            ]
+    table = np.loadtxt(folder / "uci" / FILES[name])
+    table = (table - table.mean(0)) / np.maximum(table.std(0), 1e-12)
+    order = np.random.default_rng(split).permutation(len(table))
+    num_valid = len(order) // 10
+    test = order[: 2 * num_valid]
+    if gap:
+        ranks = np.argsort(table[:, split], kind="stable")
+        test = ranks[len(ranks) // 3 : 2 * len(ranks) // 3]
+    elif name not in SEEDS:
+        stem = FILES[name].split(".")[0]
+        with np.load(folder / "uci" / f"{stem}.splits.npz") as arrays:
+            test = arrays["test_idx"][split]
+    rest = order[~np.isin(order, test)]
+    parts = rest[num_valid:], rest[:num_valid], test
+    return [(table[p, :-1].astype(np.float32), table[p, -1].astype(np.float32)) for p in parts]
+
+
+def batches_of(data, size: int, num_epochs: int) -> list[Any]:
+    """Epochs without replacement; rows that do not fill a batch are left out of an epoch."""
+    rng, size = np.random.default_rng(0), min(size, len(data[0]))
+    orders = (rng.permutation(len(data[0])) for _ in range(num_epochs))
+    rows = [row for order in orders for row in order[: len(order) // size * size].reshape(-1, size)]
+    return [tuple(array[row] for array in data) for row in rows]
+
+
+def drawn(data, size: int) -> Iterator[Any]:
+    """Batches with replacement, without end."""
+    rng = np.random.default_rng(0)
+    while True:
+        row = rng.integers(0, len(data[0]), size)
+        yield tuple(array[row] for array in data)
+
+
+@functools.cache
+def warm(
+    data: str, split: int, protocol: str, num_chains: int, gap: bool = False
+) -> tuple[Any, Any]:
+    """Split and deep ensemble."""
+    parts = load(data, split, gap)
+    network = NETWORK if protocol == "joint" else DISTRIBUTION
+    members = optax_smile.warmstart(
+        mean_loss,
+        lambda key: network.init(key, parts[0][0][:1]),
+        batches_of(parts[0], 64, 1),
+        optax.adamw(1e-2, weight_decay=5e-3),
+        num_members=num_chains,
+        num_epochs=200,
+        validation=parts[1],
+        key=jax.random.key(split),
+        progress=False,
+    )
+    return parts, members
+
+
+class Method(NamedTuple):
+    """A sampler of the table.
+
+    Attributes:
+        make: from step size (None: its own), number of examples and key.
+        batch_per: see `sample`: `"step"` for minimal norm, two gradients a step, as published.
+        step_sizes: the grid of which a table takes the best.
+    """
+
+    make: Any
+    batch_per: Literal["gradient", "step"]
+    step_sizes: tuple[float | None, ...]
+
+
+def method(name: str, *step_sizes: float | None, batch_per: Any = "gradient", **options) -> Method:
+    """Build a method that is one function of the library."""
+
+    def make(step_size, num_data, key):
+        return samplers.build(name, step_size, num_data=num_data, key=key, **options)
+
+    return Method(make, batch_per, step_sizes)
+
+
+def training(step_size, num_data, key):
+    """Go on with AdamW at a constant rate; its iterates are kept as if they were draws."""
+    return optax.adamw(step_size, weight_decay=5e-3)
+
+
+FULL_BATCH, CHECKPOINTS = "mile", "checkpoints"
+METHODS = {
+    CHECKPOINTS: Method(training, "gradient", (1e-3, 3e-3, 1e-2)),
+    # L and the grid around what the published tuner found.
+    FULL_BATCH: method("mclmc", 0.01, 0.02, 0.04, batch_per="step", decoherence_length=11.0),
+    "sgld": method("sgld", 1e-7, 1e-6, 1e-5, 1e-4),
+    "scale_adapted_sghmc": method("scale_adapted_sghmc", 1e-4, 1e-3, 3e-3, 1e-2, 2e-2, 1e-1),
+    # Four cycles over the whole run.
+    "cyclical_sgld": method("cyclical_sgld", 1e-7, 1e-6, 1e-5, 1e-4, total_steps=NUM_GRADIENTS),
+    **{
+        f"{name} published": method(f"{name} published", *step_sizes, batch_per="step")
+        for name, step_sizes in (
+            ("smile_naive", (1e-4, 1e-3, 3e-3, 1e-2)),
+            ("psmile_naive", (1e-4, 1e-3, 3e-3, 1e-2)),
+            ("smile", (1e-3, 1e-2)),
+            ("psmile", (1e-3, 1e-2)),
+        )
+    },
+    "psmile_naive": method("psmile_naive", 5e-4, 1e-3, 2e-3, 4e-3),
+    "smile": method("smile", None),
+    "psmile": method("psmile", None),
+    "psmile, angle .03": method("psmile", None, tuner=optax_smile.angle_tuner(0.03)),
+    "psmile, angle .1": method("psmile", None, tuner=optax_smile.angle_tuner(0.1)),
+}
+ALL = ("deep ensemble", *METHODS)
+
+
+def score(snapshots: Any, test) -> dict[str, Any]:
+    """What the predictions are worth, and whether the chains agree."""
+    inputs, targets = test
+    try:
+        found = optax_smile.predict(
+            outputs_of, snapshots, inputs, likelihood="gaussian", targets=targets, per="draw"
+        )
+    except ValueError as error:
+        return {"lppd": float("-inf"), "error": str(error)}
+    low, high = optax_smile.metrics.interval(found.mean, np.sqrt(found.total), 0.9)
+    told = {
+        "lppd": float(np.mean(found.log_density)),
+        "rmse": float(np.sqrt(np.mean((found.mean - targets) ** 2))),
+        "coverage": float(np.mean((low <= targets) & (targets <= high))),
+    }
+    if snapshots.trace:
+        summary = optax_smile.diagnostics.summary(snapshots, found, max_inputs=MAX_INPUTS)
+        told |= {
+            "chain_lppd": np.round(summary.chain_lppd, 3).tolist(),
+            "num_lost": int(np.sum(~(summary.chain_lppd > USELESS))),
+            "rhat_across": float(np.mean(summary.rhat_across < 1.05)),
+            "rhat_within": float(np.mean(summary.rhat_within < 1.05)),
+        }
+        if "log_std" in snapshots.params["params"]:
+            log_std = np.mean(np.asarray(snapshots.params["params"]["log_std"]), axis=0)
+            told["sigma"] = np.exp(log_std)[[0, len(log_std) // 2, -1]].tolist()
+    return told
+
+
+def run_cell(cell: dict[str, Any]) -> dict[str, Any]:
+    """Sample and score."""
+    warnings.filterwarnings("ignore", message="`sample`: `sampler` is an optimizer")
+    of = (cell[name] for name in ("data", "split", "protocol", "num_chains"))
+    (train, _, test), members = warm(*of, gap=cell.get("gap", False))
+    if cell["method"] == "deep ensemble":
+        return score(optax_smile.Snapshots.from_members(members), test)
+    members = jax.tree.map(jnp.copy, members)
+    key = jax.random.key(1_000 + cell["split"] + 100 * cell.get("seed", 0))
+    began = time.monotonic()
+    chosen = METHODS[cell["method"]]
+    num_steps = cell["num_gradients"] // (2 if chosen.batch_per == "step" else 1)
+    num_warmup = round(num_steps / 3)
+    num_draws = min(NUM_DRAWS, num_steps - num_warmup)
+    per_pass = cell.get("batches_per_pass")
+    size = len(train[0]) // per_pass if per_pass else BATCH_SIZE
+    if cell["method"] == FULL_BATCH:
+        batches = [train]
+    else:
+        batches = drawn(train, size) if cell.get("replacement") else batches_of(train, size, 50)
+    draws = optax_smile.sample(
+        mean_loss,
+        members,
+        batches,
+        chosen.make(cell["step_size"], len(train[0]), key),
+        num_warmup=num_warmup,
+        num_draws=num_draws,
+        thin=(num_steps - num_warmup) // num_draws,
+        steps_per_dispatch=100,
+        batch_per=chosen.batch_per,
+        key=key,
+        progress=False,
+    )
+    seconds = time.monotonic() - began
+    if cell["method"] == CHECKPOINTS:
+        return score(optax_smile.Snapshots(draws.params), test)
+    steps = np.median(draws.trace["step_size"], axis=0)
+    places = {"second": 0.15, "middle": 0.5, "last": 0.95}
+    return {
+        **score(draws, test),
+        "seconds": seconds,
+        "steps": {name: float(steps[int(part * len(steps))]) for name, part in places.items()},
+        "num_rejected": int(np.sum(draws.trace["num_rejected"][:, -1])),
+    }
+
+
+def cells_of(arguments) -> Iterator[dict[str, Any]]:
+    """All cells that are asked for; a field of `OPTIONAL` is there where it is given."""
+    product = itertools.product(arguments.data, arguments.splits, arguments.methods)
+    for data, split, method in product:
+        grid = METHODS[method].step_sizes if method in METHODS else (None,)
+        if method in METHODS and arguments.step_sizes:
+            grid = arguments.step_sizes
+        for step_size, seed in itertools.product(grid, arguments.seeds):
+            given = vars(arguments) | {"seed": seed}
+            options = {name: given[name] for name in sorted(OPTIONAL) if given[name]}
+            yield options | {
+                "protocol": arguments.protocol,
+                "data": data,
+                "split": split,
+                "method": method,
+                "step_size": step_size,
+                "num_chains": arguments.num_chains,
+                "num_gradients": arguments.num_gradients,
+            }
+
+
+def main():
+    """Run the cells that are missing."""
+    parser = records.parser(__doc__)
+    parser.add_argument("--protocol", choices=PROTOCOLS, default="joint")
+    parser.add_argument("--data", nargs="+", choices=FILES, default=list(FILES))
+    parser.add_argument("--splits", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="of the chains")
+    parser.add_argument("--methods", nargs="+", choices=ALL, default=ALL)
+    parser.add_argument("--step-sizes", nargs="+", type=float, help="instead of the methods' own")
+    parser.add_argument("--batches-per-pass", type=int, help="instead of batches of 256 rows")
+    parser.add_argument("--replacement", action="store_true", help="draw rows with replacement")
+    parser.add_argument("--gap", action="store_true", help="test on the middle of a feature")
+    parser.add_argument("--num-chains", type=int, default=10)
+    parser.add_argument("--num-gradients", type=int, default=NUM_GRADIENTS, help="per chain")
+    arguments = parser.parse_args()
+    records.complete(arguments, cells_of(arguments), run_cell, "lppd")
+
+
+if __name__ == "__main__":
+    main()

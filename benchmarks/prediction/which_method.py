@@ -1,0 +1,71 @@
+"""Which method for my problem: `examples/compare.py`, recorded.
+
+    digits     of scikit-learn, 8 x 8 pixels, a layer of 64: 4 chains of 4,000 gradients of 128
+    energy     UCI, networks 16-16-16: 4 chains of 10,000 gradients of 256
+    airfoil    the same
+
+A cell is one problem and seed with all methods.
+
+    python benchmarks/prediction/which_method.py --output benchmarks/results/which_method.jsonl
+
+All but digits need `OPTAX_SMILE_DATA`.
+"""
+
+import argparse
+import dataclasses
+from typing import Any
+
+from benchmarks import records
+from benchmarks.tabulated.table import markdown
+from benchmarks.tabulated.which_method import scores
+
+import compare
+import jax
+
+KEPT = ("batch_size", "num_chains", "num_epochs", "num_steps", "num_draws")
+KEPT += ("learning_rate", "weight_decay")
+
+
+def run_cell(cell: dict[str, Any]) -> dict[str, Any]:
+    """All methods on one problem with one seed."""
+    make = compare.PROBLEMS[cell["problem"]]
+    make = compare.short(make) if "smoke" in cell else make
+    task = make(cell["seed"])
+    (rows,) = compare.compare(make, [cell["seed"]])
+    shapes = jax.tree.leaves(jax.eval_shape(task.init, jax.random.key(0)))
+    return {
+        "methods": rows,
+        "num_parameters": sum(x.size for x in shapes),
+        "num_data": len(task.splits.train[0]),
+        "num_validation": len(task.splits.valid[0]),
+        "num_test": len(task.splits.test[0]),
+        "budget": {name: value for name, value in _fields(task).items() if name in KEPT},
+    }
+
+
+def _fields(task: compare.Problem) -> dict[str, Any]:
+    return {field.name: getattr(task, field.name) for field in dataclasses.fields(task)}
+
+
+def main():
+    """Run the cells that are missing, print the tables."""
+    parser = records.parser(__doc__)
+    parser.add_argument(
+        "--problems", nargs="+", choices=compare.PROBLEMS, default=["digits", "energy"]
+    )
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--smoke", action="store_true", help="run seconds, for no table")
+    arguments: argparse.Namespace = parser.parse_args()
+    smoke = {"smoke": True} if arguments.smoke else {}
+    cells = [
+        {"problem": name, "seed": seed} | smoke
+        for seed in arguments.seeds
+        for name in arguments.problems
+    ]
+    found = records.complete(arguments, cells, run_cell, "num_parameters")
+    for name in arguments.problems:
+        print(markdown(scores(name)(found)))
+
+
+if __name__ == "__main__":
+    main()
