@@ -1,5 +1,6 @@
 """Read the trace of a run: arrays `[chain, tick]`, with a tick every `thin` steps."""
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -44,3 +45,22 @@ def read(where: str, trace: Any, *names: str, num_draws: int | None = None) -> l
         _check.fail(where, "trace", rule, got, REMEDY)
     draws = of_draws(trace, num_draws, where)
     return [draws[name].astype(float) for name in names]
+
+
+def warn_of_equal_keys(where: str, noise_id: np.ndarray, stacklevel: int):
+    """Warn of chains with equal keys; `noise_id` is as for `chains_with_equal_keys`."""
+    if groups := chains_with_equal_keys(noise_id):
+        chains = " and ".join(map(str, groups))
+        message = (
+            f"`{where}`: the chains {chains} have equal keys, so they draw the same random numbers"
+            " and are not independent. Give each chain its own key, as"
+            " `parallel.init(sampler, params, key=...)` does."
+        )
+        warnings.warn(message, stacklevel=stacklevel)
+
+
+def chains_with_equal_keys(noise_id: np.ndarray) -> list[list[int]]:
+    """Return the groups of chains whose `Stats.noise_id` `[chain, draw]` are all equal."""
+    _, group = np.unique(noise_id, axis=0, return_inverse=True)
+    members = [np.flatnonzero(group.ravel() == x).tolist() for x in range(group.max() + 1)]
+    return [x for x in members if len(x) > 1 and noise_id[x[0]].any()]

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_smile import _check, _tree
+from optax_smile import _check, _trace, _tree
 
 # Of the states of all samplers; a state of another format cannot be continued.
 STATE_FORMAT = 6
@@ -127,6 +127,8 @@ class Stats(NamedTuple):
             parameters other than those that the state tracks.
         num_parameters: d, the number of parameters that are sampled: those of the leaves with a
             gradient; 0 for an optimizer.
+        noise_id: identifies the random numbers of the next call. If it is equal in two chains, both
+            have the same key. 0 if the sampler draws none.
     """
 
     step_size: jax.Array
@@ -150,9 +152,19 @@ class Stats(NamedTuple):
     num_altered: jax.Array
     is_altered: jax.Array
     num_parameters: jax.Array
+    noise_id: jax.Array
 
     def __str__(self) -> str:
         return "\n".join(f"{name:<17} {value}" for name, value in self._asdict().items())
+
+
+def noise_id(key: jax.Array | None, counter: jax.Array) -> jax.Array:
+    """Return `Stats.noise_id` of a key, raw numbers; `counter` has the shape of the result."""
+    array = jnp if isinstance(counter, jax.Array) else np
+    if key is None:
+        return array.zeros_like(counter, np.uint32)
+    # Not 0 for small seeds.
+    return key[..., 0] ^ key[..., -1] ^ np.uint32(0x9E3779B9)
 
 
 @runtime_checkable
@@ -264,7 +276,7 @@ def stats(state: Any) -> Stats:
     Args:
         state: state of a sampler, alone or anywhere inside the state of `optax.chain`,
             `MultiSteps`, `partition`, `inject_hyperparams`, ... With a leading chain axis every
-            value has it, too.
+            value has it, too, and it warns of chains with equal keys.
 
     Returns:
         A `Stats`, a named tuple of scalars that prints one per line.
@@ -279,7 +291,10 @@ def stats(state: Any) -> Stats:
         >>> round(float(optax_smile.stats(sampler.init(jnp.zeros(3))).step_size), 3)
         0.01
     """
-    return find(state, "stats").stats()
+    told = find(state, "stats").stats()
+    if np.ndim(told.noise_id) == 1 and _is_concrete(told.noise_id):
+        _trace.warn_of_equal_keys("stats", np.asarray(told.noise_id)[:, None], stacklevel=3)
+    return told
 
 
 def last_accepted(state: Any, params: Any = None) -> Any:

@@ -66,6 +66,7 @@ class OptimizerState(NamedTuple):
             num_altered=none,
             is_altered=no,
             num_parameters=none,
+            noise_id=none,
         )
 
     def last_accepted(self, params: optax.Params) -> optax.Params:

@@ -18,7 +18,7 @@ from optax_smile.samplers import _call, _leaves
 from optax_smile.samplers._leaves import SampledState
 from optax_smile.stages import energy, evidence, probe
 from optax_smile.stages.guardrail import Guardrail, GuardrailState, guardrail
-from optax_smile.state import STATE_FORMAT, LastUpdate, Stats, no_update
+from optax_smile.state import STATE_FORMAT, LastUpdate, Stats, no_update, noise_id
 
 
 class Move(NamedTuple):
@@ -117,6 +117,7 @@ class LangevinState(NamedTuple):
             num_altered=self.probe.num_altered,
             is_altered=self.probe.is_altered | self.sampled.is_inconsistent,
             num_parameters=self.sampled.num_parameters,
+            noise_id=noise_id(self.key, self.last_update.num_gradients),
             **self.last_update.stats(),
         )
 

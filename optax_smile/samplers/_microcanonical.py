@@ -15,7 +15,7 @@ from optax_smile.stages import energy, evidence, momentum, probe, products
 from optax_smile.stages import tuner as tuning
 from optax_smile.stages.guardrail import Guardrail, GuardrailState
 from optax_smile.stages.preconditioner import Preconditioner
-from optax_smile.state import STATE_FORMAT, LastUpdate, Stats, no_update
+from optax_smile.state import STATE_FORMAT, LastUpdate, Stats, no_update, noise_id
 
 
 class MicrocanonicalState(NamedTuple):
@@ -75,6 +75,7 @@ class MicrocanonicalState(NamedTuple):
             num_altered=self.probe.num_altered,
             is_altered=self.probe.is_altered | self.sampled.is_inconsistent,
             num_parameters=self.sampled.num_parameters,
+            noise_id=noise_id(self.key, self.last_update.num_gradients),
             **self.last_update.stats(),
         )
 
