@@ -36,11 +36,9 @@ from optax_smile.chains.starts import chains_from_weights
 from optax_smile.chains.stopping import EvidenceStop
 from optax_smile.chains.warmstart import warmstart
 from optax_smile.draws.likelihoods import Likelihood
-from optax_smile.draws.predict import predict
+from optax_smile.draws.predict import Predictor, predict
 from optax_smile.draws.prediction import Outcome, Prediction
-from optax_smile.draws.predictor import Predictor
-from optax_smile.draws.snapshots import Snapshots, StoredSnapshots, load_snapshots
-from optax_smile.draws.stopping import Stopping
+from optax_smile.draws.snapshots import Snapshots, Stopping, StoredSnapshots, load_snapshots
 from optax_smile.draws.subset import Subset
 from optax_smile.samplers.cyclical_sgld import cyclical_sgld
 from optax_smile.samplers.mclmc import mclmc

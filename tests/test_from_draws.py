@@ -10,6 +10,7 @@ import pytest
 
 import optax_smile
 from optax_smile import ArgumentError, Snapshots, diagnostics, plots, report
+from optax_smile.draws import _format
 
 RNG = np.random.default_rng
 X = RNG(0).normal(size=(30, 2)).astype(np.float32)
@@ -183,3 +184,38 @@ def test_a_directory_must_be_new(tmp_path):
     (tmp_path / "note.txt").touch()
     with pytest.raises(ArgumentError, match="a new or empty directory"):
         Snapshots.from_draws([np.ones(3)], directory=tmp_path)
+
+
+def test_chains_with_equal_keys_are_found():
+    """The trap of `jax.vmap(sampler.init)`: the noise is the same in all chains."""
+    draws = list(RNG(2).normal(size=(24, 3, 2)))
+    for sampler, is_random in (
+        (optax_smile.sgld(0.1, num_data=1, key=0), True),
+        (optax_smile.smile(0.1, num_data=1, decoherence_length=None), False),
+    ):
+        state = jax.vmap(sampler.init)(jnp.ones((3, 2)))
+        trace = [jax.vmap(optax_smile.stats)(state)] * 24
+        if not is_random:
+            assert diagnostics.summary(Snapshots.from_draws(draws, trace, num_chains=3))
+            assert optax_smile.stats(state).noise_id.tolist() == [0] * 3
+            continue
+        message = r"the chains \[0, 1, 2\] have equal keys"
+        with pytest.warns(UserWarning, match=f"`stats`: {message}"):
+            optax_smile.stats(state)
+        with pytest.warns(UserWarning, match=f"`Snapshots.from_draws`: {message}"):
+            kept = Snapshots.from_draws(draws, trace, num_chains=3)
+        (finding,) = diagnostics.summary(kept).findings
+        assert finding.kind == "copies" and finding.chains == (0, 1, 2)
+        assert "24 of 24 draws use the random numbers of another chain" in finding.text
+
+
+def test_a_directory_before_its_first_draw_says_so(tmp_path):
+    manifest = _format.manifest_of({"w": np.ones((2, 3))}, None, {})
+    _format.write_manifest(tmp_path, manifest)
+    draws = optax_smile.load_snapshots(tmp_path)
+    assert len(draws) == 0 and list(draws) == [] and "2 chains of 0 draws" in repr(draws)
+    for name in "params", "trace":
+        with pytest.raises(ValueError, match=f"`{name}` needs at least one draw, and {tmp_path}"):
+            getattr(draws, name)
+    with pytest.raises(ArgumentError, match="must be draws of a run that has some"):
+        diagnostics.summary(draws)

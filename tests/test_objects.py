@@ -14,7 +14,7 @@ import pytest
 
 import optax_smile
 from optax_smile import diagnostics
-from optax_smile.draws import _files, _manifest
+from optax_smile.draws import _format
 
 CHAINS, DRAWS = 3, 4
 ALL = CHAINS * DRAWS
@@ -30,8 +30,10 @@ IN_ORDER = [2.0 * (chain * DRAWS + draw) for draw in range(DRAWS) for chain in r
 @pytest.fixture
 def stored(tmp_path):
     start = jax.tree.map(lambda x: np.full_like(x[:, 0], -1), PARAMS)
-    _manifest.write(tmp_path, _manifest.of_run(start, None, {"sampler": {"name": "sgld"}}))
-    files = _files.DrawFiles(tmp_path, start)
+    _format.write_manifest(
+        tmp_path, _format.manifest_of(start, None, {"sampler": {"name": "sgld"}})
+    )
+    files = _format.DrawFiles(tmp_path, start)
     for draw in range(DRAWS):
         files.write(draw, draw, {"<b>": PARAMS["<b>"][:, draw]}, {})
     return optax_smile.load_snapshots(tmp_path)
@@ -71,13 +73,13 @@ def test_what_is_no_number_of_a_draw(draws):
 
 
 def test_stored_draws_are_read_one_by_one(stored, monkeypatch):
-    read, arrays_of = [], _files.read_arrays
+    read, arrays_of = [], _format.read_arrays
 
     def noted(block, leaves):
         read.append(block.draw)
         return arrays_of(block, leaves)
 
-    monkeypatch.setattr(_files, "read_arrays", noted)
+    monkeypatch.setattr(_format, "read_arrays", noted)
     assert first_entry(stored[-1]) == IN_ORDER[-1] and read == [DRAWS - 1]
     read.clear()
     assert len(stored[1:8]) == 7 and read == [0, 1, 2]

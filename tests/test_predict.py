@@ -10,7 +10,7 @@ import scipy.special
 import scipy.stats
 
 import optax_smile
-from optax_smile.draws import _average
+from optax_smile.draws import predict as averages
 
 GENERATOR = np.random.default_rng(0)
 CHAINS, DRAWS, NUM_INPUTS, CLASSES = 4, 25, 30, 5
@@ -198,7 +198,7 @@ def test_what_is_not_finite_besides_the_mean_is_refused():
         {"variance": lambda x: jnp.full_like(x, jnp.nan)},
         {"variance": jnp.ones_like, "log_density": lambda x, _: jnp.full_like(x, jnp.inf)},
     ):
-        with pytest.raises(ValueError, match="finite, got nan or inf from snapshot 0"):
+        with pytest.raises(ValueError, match="got nan, inf or a variance < 0 from snapshot 0"):
             predict(lambda _, x: x, [0.0], own(**fields), np.zeros(3), np.ones(3, np.float32))
 
 
@@ -226,13 +226,14 @@ def test_averages_join_as_if_they_were_one():
     @jax.jit
     @jax.vmap
     def joined(values, densities, first, second):
-        outcomes = _average.Outcome(values, values**2, None, densities)
+        outcomes = optax_smile.Outcome(values, values**2, None, densities)
 
         def add(average, number):
-            return _average.add(average, jax.tree.map(lambda x: x[number], outcomes), number), None
+            return average.add(jax.tree.map(lambda x: x[number], outcomes), number), None
 
-        zero = _average.zero(jax.tree.map(lambda x: x[0], outcomes))
-        return _average.join(*(jax.lax.scan(add, zero, part)[0] for part in (first, second)))
+        zero = averages._empty_average(jax.tree.map(lambda x: x[0], outcomes))
+        one, other = (jax.lax.scan(add, zero, part)[0] for part in (first, second))
+        return one.join(other)
 
     got = joined(
         values, densities, *(np.where(rows, numbers, -1) for rows in (is_first, ~is_first))
@@ -330,3 +331,16 @@ def test_what_does_not_fit_is_named():
     for likelihood, outputs, targets, message in OUTPUTS:
         with pytest.raises(ValueError, match=r"`predict\(\w+=...\)` must be .*" + message):
             predict(lambda _, x, outputs=outputs: outputs(x), ONE, likelihood, targets)
+
+
+def test_a_negative_variance_of_an_own_likelihood_is_an_error():
+    likelihood = optax_smile.Likelihood(
+        mean=lambda outputs: outputs,
+        log_density=lambda outputs, targets: outputs[:, 0],
+        variance=lambda outputs: outputs,
+    )
+    draws = [np.ones(2, np.float32), -np.ones(2, np.float32)]
+    with pytest.raises(ValueError, match="whose variances are >= 0, got .* from snapshot 1"):
+        optax_smile.predict(
+            lambda params, x: x * params[None], draws, np.ones((3, 2)), likelihood=likelihood
+        )

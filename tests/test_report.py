@@ -22,8 +22,8 @@ import safetensors.numpy
 
 import optax_smile
 from optax_smile import diagnostics, metrics, plots, report
-from optax_smile.diagnostics.advice import ADVICE
-from optax_smile.draws import _files
+from optax_smile.diagnostics.findings import ADVICE
+from optax_smile.draws import _format
 from optax_smile.report import _page, _pictures
 from optax_smile.report._predictions import Stored
 
@@ -193,7 +193,7 @@ def test_the_page_says_whether_predictions_were_judged(run, draws):
     said = "Monte Carlo standard error of the LPPD"
     for kept, per, expected in (
         (draws, "draw", {said: True}),
-        (draws, "chain", {said: False, "pass what": True}),
+        (draws, "chain", {said: False, "pass the result": True}),
         # As a run leaves them that went on later.
         (draws.thinned(2), "draw", {"cover fewer draws than the run now has": True}),
     ):
@@ -223,13 +223,13 @@ def test_every_draw_is_read_once(run, draws, monkeypatch):
     report.store(run, "test", classify(draws, per="draw"), targets=LABELS)
     names = {file.name for kind in ("draw", "start") for file in run.glob(f"{kind}*")}
     reads = collections.Counter()
-    for function in (_files.read_arrays, _files.read_header):
+    for function in (_format.read_arrays, _format.read_header):
 
         def counted(block, *leaves, function=function):
             reads[function.__name__, block.path.name] += 1
             return function(block, *leaves)
 
-        monkeypatch.setattr(_files, function.__name__, counted)
+        monkeypatch.setattr(_format, function.__name__, counted)
     report.write(run)
     # Headers hold the trace.
     expected = {("read_header", name): 1 for name in names if not name.startswith("start")}

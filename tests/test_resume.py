@@ -30,7 +30,7 @@ from safetensors.numpy import load_file
 import optax_smile
 from optax_smile import _settings
 from optax_smile.chains import _checkpoint
-from optax_smile.draws import _files, _manifest
+from optax_smile.draws import _format
 from optax_smile.state import STATE_FORMAT
 
 FILE_SIZE = resource.RLIMIT_FSIZE
@@ -217,8 +217,8 @@ def test_another_start_is_not_used_and_the_same_rounded_is_known(copied, whole, 
 
 def test_a_state_of_other_arrays_is_refused(copied):
     """As a later version of Optax might have."""
-    manifest = _manifest.read("sample", copied)
-    _manifest.write(copied, manifest | {"versions": {"optax": "0.1"}})
+    manifest = _format.read_manifest("sample", copied)
+    _format.write_manifest(copied, manifest | {"versions": {"optax": "0.1"}})
     rule = r"(?s)checkpoint .*/7 cannot be read .*sampler has changed"
     with pytest.raises(ValueError, match=rule):
         run(copied, sampler=optax.chain(optax.trace(0.9), noisy()))
@@ -361,7 +361,7 @@ def test_checkpoints_are_due_and_name_parameters_and_fields_of_the_state(half, t
 
 def test_a_checkpoint_waits_for_the_draws_before_it(tmp_path, monkeypatch):
     """However slowly they are written: what it counts is on disk."""
-    files, checkpoints, counted = _files.DrawFiles, _checkpoint.Checkpoints, []
+    files, checkpoints, counted = _format.DrawFiles, _checkpoint.Checkpoints, []
     write, save = files.write, checkpoints.save
 
     def slow(*given):
@@ -474,10 +474,10 @@ def test_memory_does_not_grow_with_the_draws(tmp_path):
     steps: dict[str, Any] = {"num_warmup": 0, "num_draws": 701, "thin": 1, "check": False}
     run(tmp_path, loss=loss_of_wide, params=params, callback=look, **steps)
     early, *later = (max(live[i] for i in range(j - 5, j)) for j in (10, 305, 310, 605, 610))
-    assert max(later) - early <= (_files.QUEUE_SIZE + 1) * size
+    assert max(later) - early <= (_format.QUEUE_SIZE + 1) * size
     assert host[700] - host[200] < 10e6
     # Those of this step, of the step before, and of the draws that wait.
-    assert max(alive) <= _files.QUEUE_SIZE + 3
+    assert max(alive) <= _format.QUEUE_SIZE + 3
 
 
 def test_a_schedule_is_described_by_its_values():

@@ -17,7 +17,7 @@ import pytest
 
 import optax_smile
 from optax_smile import _disk
-from optax_smile.draws import _files, _manifest
+from optax_smile.draws import _format
 
 CHAINS, DRAWS = 3, 5
 
@@ -69,8 +69,8 @@ def runs(tmp_path_factory):
 
 def write(directory, begin, *draws, dtype=None):
     """Write draws without a run."""
-    _manifest.write(directory, _manifest.of_run(begin, dtype, {}))
-    files = _files.DrawFiles(directory, begin, dtype=dtype)
+    _format.write_manifest(directory, _format.manifest_of(begin, dtype, {}))
+    files = _format.DrawFiles(directory, begin, dtype=dtype)
     for number, params in enumerate(draws):
         files.write(number, 7, params, {"step_size": np.ones(2)})
     return optax_smile.load_snapshots(directory)
@@ -226,4 +226,4 @@ def test_a_draw_with_a_gap_between_its_files_is_none(tmp_path):
         for first, last in blocks:
             name = f"draw-{draw:08d}.chains-{first:05d}-{last:05d}.safetensors"
             (tmp_path / name).touch()
-    assert set(_files.find(tmp_path, 4)) == {0, 3}
+    assert set(_format.find(tmp_path, 4)) == {0, 3}

@@ -240,9 +240,9 @@ def test_what_does_not_fit_is_named(runs, tmp_path):
 
 
 def test_a_choice_that_was_cut_short_cannot_be_loaded(runs, tmp_path, monkeypatch):
-    from optax_smile.draws import _files
+    from optax_smile.draws import _format
 
-    write, written = _files.DrawFiles.write, []
+    write, written = _format.DrawFiles.write, []
 
     def stop(self, draw, *rest):
         if draw == 2:
@@ -250,7 +250,7 @@ def test_a_choice_that_was_cut_short_cannot_be_loaded(runs, tmp_path, monkeypatc
         written.append(draw)
         write(self, draw, *rest)
 
-    monkeypatch.setattr(_files.DrawFiles, "write", stop)
+    monkeypatch.setattr(_format.DrawFiles, "write", stop)
     with pytest.raises(OSError, match="full"):
         runs[0].thin_to(4, predicted(runs[0]), tmp_path / "few")
     assert written == ["start", 0, 1]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from optax_smile.diagnostics.advice import ADVICE
+from optax_smile.diagnostics.findings import ADVICE
 
 pytest.importorskip("matplotlib")
 

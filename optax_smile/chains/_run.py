@@ -14,10 +14,8 @@ from optax_smile import _check, _disk, _tree
 from optax_smile.chains import _checkpoint, _identity, _loop
 from optax_smile.chains._chains import Chains
 from optax_smile.chains._loop import Position
-from optax_smile.draws import _files, _manifest
-from optax_smile.draws import stopping as _stopping
-from optax_smile.draws.snapshots import Snapshots, StoredSnapshots, load_snapshots
-from optax_smile.draws.stopping import Stopping
+from optax_smile.draws import _format
+from optax_smile.draws.snapshots import Snapshots, Stopping, StoredSnapshots, load_snapshots
 
 
 class Place(NamedTuple):
@@ -108,7 +106,7 @@ class DirectoryRun:
         closing: ExitStack,
         *,
         settings: Mapping[str, Any],
-        dtype: _manifest.StoredDtype | None,
+        dtype: _format.StoredDtype | None,
         resume: bool,
         minutes: float,
         data: _identity.Data,
@@ -126,10 +124,10 @@ class DirectoryRun:
         # Waits for all processes.
         self.checkpoints = _checkpoint.Checkpoints(self.directory, minutes)
         closing.callback(self.checkpoints.close)
-        manifest = _manifest.of_run(start, dtype, settings)
+        manifest = _format.manifest_of(start, dtype, settings)
         before = self._resumed(manifest, chains, resume)
         self.resumed = before is not None
-        rounded = _files.rounded(start, dtype)
+        rounded = _format.rounded(start, dtype)
         if before is not None:
             stored = self.result().start
             _warn_of_start(self.directory, rounded, stored)
@@ -141,9 +139,9 @@ class DirectoryRun:
             _identity.check_same("sample", self.directory, before, manifest, accept)
         self.manifest = manifest
         if jax.process_index() == 0:
-            _manifest.write(self.directory, manifest)
-        files = _files.DrawFiles(self.directory, start, dtype=dtype, resumed=self.resumed)
-        self.writer = _files.SnapshotWriter(files)
+            _format.write_manifest(self.directory, manifest)
+        files = _format.DrawFiles(self.directory, start, dtype=dtype, resumed=self.resumed)
+        self.writer = _format.SnapshotWriter(files)
         closing.callback(self.writer.close)
 
     def _resumed(
@@ -162,7 +160,7 @@ class DirectoryRun:
             self._refuse_draws_alone()
             return None
         self.checkpoints.check_format("sample", chains.tree)
-        before = _manifest.read("sample", self.directory)
+        before = _format.read_manifest("sample", self.directory)
         theirs, other = _flat(before), {"versions", "data", "loss"}
         if before["versions"] != manifest["versions"]:
             # Another version of Optax may have other names inside.
@@ -216,8 +214,8 @@ class DirectoryRun:
 
     def note(self, stopping: Stopping):
         """Write what a stopping rule found so far."""
-        self.manifest["stopping"] = _stopping.described(stopping)
-        _manifest.write(self.directory, self.manifest)
+        self.manifest["stopping"] = stopping.to_json()
+        _format.write_manifest(self.directory, self.manifest)
 
     def is_due(self) -> bool:
         """Whether it is time for a checkpoint."""

@@ -19,7 +19,7 @@ from jax.custom_batching import custom_vmap
 from jax.experimental import io_callback
 
 from optax_smile import _check, _disk, _settings, _tree, state
-from optax_smile.draws import _files, _manifest
+from optax_smile.draws import _format
 from optax_smile.draws.snapshots import Snapshots, StoredSnapshots, load_snapshots
 
 UNCHECKED = (
@@ -217,7 +217,7 @@ class _Fit:
 
     def __init__(self, start: Any, num_chains: int):
         self.first, self.num_chains = start, num_chains
-        self.files: _files.DrawFiles | None = None
+        self.files: _format.DrawFiles | None = None
         # By number of the draw and by chain: statistics and parameters.
         self.draws: dict[int, dict[int, Any]] = {}
 
@@ -334,31 +334,31 @@ class _Recorder:
         fit.files.write(number, int(stats.pop("step")[0]), params, stats)
         del fit.draws[number]
 
-    def _open(self, fit: _Fit, params: Any, number: int) -> _files.DrawFiles:
+    def _open(self, fit: _Fit, params: Any, number: int) -> _format.DrawFiles:
         """Begin a folder, or go on in that of the same fit."""
         assert self.directory is not None
         start = params if fit.first is None else fit.start
         told = {"num_warmup": self.num_warmup, "thin": self.thin, "sampler": self.settings}
-        manifest = _manifest.of_run(start, None, told)
-        if not (self.directory / _manifest.FILE).exists():
+        manifest = _format.manifest_of(start, None, told)
+        if not (self.directory / _format.MANIFEST).exists():
             self.directory.mkdir(parents=True, exist_ok=True)
-            _manifest.write(self.directory, manifest)
-            return _files.DrawFiles(self.directory, start)
+            _format.write_manifest(self.directory, manifest)
+            return _format.DrawFiles(self.directory, start)
         rule, got = "a new one, or that of the same fit", f"{self.directory} with draws of another"
-        before = _manifest.read("recorded", self.directory)
+        before = _format.read_manifest("recorded", self.directory)
         if self.settings is None:  # `init` was not called in this process.
             manifest["settings"]["sampler"] = before["settings"].get("sampler")
         if before != manifest:
             _check.fail("recorded", "directory", rule, f"{got} sampler or model")
-        files = _files.DrawFiles(self.directory, start, resumed=True)
-        leaves = [_manifest.Leaf(**leaf) for leaf in manifest["leaves"]]
-        stored = _files.read_start(self.directory, leaves, fit.num_chains)
+        files = _format.DrawFiles(self.directory, start, resumed=True)
+        leaves = [_format.Leaf(**leaf) for leaf in manifest["leaves"]]
+        stored = _format.read_start(self.directory, leaves, fit.num_chains)
         if fit.first is not None and not all(
             np.array_equal(x, y, equal_nan=True)
             for x, y in zip(jax.tree.leaves(start), stored.values(), strict=True)
         ):
             _check.fail("recorded", "directory", rule, f"{got} start")
-        found = _files.find(self.directory, fit.num_chains)
+        found = _format.find(self.directory, fit.num_chains)
         last = max((x for x in found if isinstance(x, int)), default=-1)
         if number > last + 1:
             _check.fail("recorded", "directory", rule, f"{got} fit, up to draw {last}")

@@ -23,7 +23,7 @@ from optax_smile.chains._checkpoint import any_process
 from optax_smile.chains._loop import Position
 from optax_smile.chains._run import DirectoryRun, MemoryRun, Place
 from optax_smile.chains.stopping import Evidence, EvidenceStop, split
-from optax_smile.draws import _files, _manifest
+from optax_smile.draws import _format
 from optax_smile.draws.snapshots import Snapshots, StoredSnapshots
 
 BatchPer = Literal["gradient", "step"]
@@ -93,7 +93,7 @@ class Dispatch(NamedTuple):
     accept=_identity.ACCEPT,
     check=_check.FLAG,
     checkpoint_minutes=_check.Real(0, infinite=True, traced=False),
-    dtype=_check.OneOf(_manifest.StoredDtype) | None,
+    dtype=_check.OneOf(_format.StoredDtype) | None,
     progress=_check.FLAG,
     callback=_check.Function("(step, stats)") | None,
     observe=_check.Function("(draw)") | None,
@@ -122,7 +122,7 @@ def sample(
     accept: Sequence[_identity.Accepted] = (),
     check: bool = True,
     checkpoint_minutes: float = 5.0,
-    dtype: _manifest.StoredDtype | None = None,
+    dtype: _format.StoredDtype | None = None,
     progress: bool = True,
     callback: Callable[[int, Mapping[str, np.ndarray]], None] | None = None,
     observe: Callable[[Any], Any] | None = None,
@@ -309,7 +309,7 @@ class Setup(NamedTuple):
     accept: Sequence[_identity.Accepted] = ()
     check: bool = True
     checkpoint_minutes: float = 5.0
-    dtype: _manifest.StoredDtype | None = None
+    dtype: _format.StoredDtype | None = None
     observe: Callable[[Any], Any] | None = None
     stop: EvidenceStop | None = None
 
@@ -464,7 +464,7 @@ class Run:
                 num_kept += 1
                 if self.evidence is not None:
                     # As the directory will hold it, so that a resumed run finds the same.
-                    stored = _files.rounded(_tree.local(draw), self.setup.dtype)
+                    stored = _format.rounded(_tree.local(draw), self.setup.dtype)
                     self._look(split(stored, self.chains.number))
         self.place = Place(dispatch.end, num_kept, dispatch.position or self.place.position)
         watch(step, seen)

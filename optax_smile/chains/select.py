@@ -24,9 +24,8 @@ from optax_smile.chains import _loop
 from optax_smile.chains.sample import Run, Setup, check_end
 from optax_smile.draws import _checks
 from optax_smile.draws.likelihoods import Likelihood
-from optax_smile.draws.predict import predict
+from optax_smile.draws.predict import Predictor, predict
 from optax_smile.draws.prediction import Prediction
-from optax_smile.draws.predictor import Predictor
 from optax_smile.draws.snapshots import Snapshots, StoredSnapshots
 from optax_smile.state import MOST_NONFINITE
 

@@ -16,9 +16,8 @@ from jax.sharding import Mesh
 from optax_smile import _check, _settings
 from optax_smile.draws import _checks
 from optax_smile.draws.likelihoods import Likelihood, Name
-from optax_smile.draws.predictor import Predictor
-from optax_smile.draws.snapshots import Snapshots, StoredSnapshots
-from optax_smile.draws.stopping import Stopping
+from optax_smile.draws.predict import Predictor
+from optax_smile.draws.snapshots import Snapshots, Stopping, StoredSnapshots
 
 Null = Literal["improvement", "doubling"]
 # Bets, as fractions of the largest bet that cannot lose more than everything.

@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from optax_smile import _check, _settings, _tree, parallel
 from optax_smile.chains import _identity, _loop
 from optax_smile.chains._checkpoint import Checkpoints, any_process, lock
-from optax_smile.draws import _manifest
+from optax_smile.draws import _format
 
 # Functions whose errors are reported as those of `warmstart`.
 PARTS = "parallel.shardings", "parallel.place", "parallel.init", "parallel.split_key"
@@ -289,7 +289,7 @@ def _describe(
     data = _identity.of_batches(batches, losses.per_member)
     return {
         "arguments": arguments | own | {"validation": validation is not None},
-        "versions": _manifest.versions(),
+        "versions": _format.versions(),
         "validation": _identity.of_batches([validation], False).told,
         **_identity.of_run(data, partial(losses, members)),
     }

@@ -1,11 +1,12 @@
-"""Can these chains be trusted? `summary` looks at a whole run, the other functions at one figure.
+"""Can these chains be trusted? `summary` judges a whole run; the others compute one statistic.
 
-They need ArviZ (`pip install 'optax-smile[diagnostics]'`), and take arrays `[chain, draw, ...]` as
-`Snapshots.params` and `predict(..., per="draw")` give them. A `trace` is `Snapshots.trace`: arrays
-`[chain, tick]`, in memory with the ticks of the warm-up, which `num_draws=` leaves out.
+They need ArviZ (`pip install 'optax-smile[diagnostics]'`). They take arrays `[chain, draw, ...]`,
+such as `Snapshots.params` and the result of `predict(..., per="draw")`. A `trace` is
+`Snapshots.trace`: arrays `[chain, tick]`. In memory it includes the warm-up, which `num_draws=`
+leaves out.
 
-Chains of networks need not agree in their weights, which can be permuted; nor in what they predict,
-where the posterior has many modes. So every chain is first judged alone.
+Chains of networks need not agree in their weights, which can be permuted, nor in their predictions
+if the posterior has many modes. So each chain is first judged on its own.
 
 Example:
     >>> import jax, jax.numpy as jnp, optax_smile
@@ -22,16 +23,19 @@ Example:
 from optax_smile.diagnostics.paths import travel, weight_rhat
 from optax_smile.diagnostics.results import Check, Summary
 from optax_smile.diagnostics.statistics import (
+    EnergyFit,
     autocorrelation,
     disagreement,
+    energy_fit,
     ess,
     mcse_lppd,
+    rejection_rate,
     rhat,
     rhat_within,
+    step_size_trend,
     to_arviz,
 )
 from optax_smile.diagnostics.summarize import summary
-from optax_smile.diagnostics.traces import EnergyFit, energy_fit, rejection_rate, step_size_trend
 
 __all__ = [
     "Check",

@@ -1,14 +1,14 @@
-"""The tests of a run, and how it shows if one fails; what to try is in `advice`."""
+"""The checks of `summary`: what each tests, how it reports a failure, and what it advises."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from itertools import chain as joined
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from optax_smile.diagnostics.advice import advise, has_tuner
+from optax_smile._trace import chains_with_equal_keys
 from optax_smile.diagnostics.paths import Paths
 from optax_smile.diagnostics.results import (
     GOOD_RHATS,
@@ -21,56 +21,156 @@ from optax_smile.diagnostics.results import (
 from optax_smile.diagnostics.statistics import ess, log_mean_exp, rhat
 from optax_smile.state import MOST_NONFINITE, MOST_RISE
 
-# The four quarters of a chain with n independent draws have an R-hat of about 1 + 2 / n: beyond
-# this it says no more than six. Two chains with it differ by more than a standard deviation.
+Settings = Mapping[str, object]
+
+# The quarters of a chain with n independent draws have an R-hat of about 1 + 2 / n, so n is at most
+# six above this value. Two chains with it differ by more than a standard deviation.
 HIGH_RHAT = 1.3
-# Weights of networks wander while their predictions mix: a random walk has a median of 1.65, as
-# have good runs (digits, psmile); a chain that goes somewhere has 2 to 3.1.
+# Weights of networks wander while their predictions mix: a random walk has a median of 1.65, and so
+# have good runs (digits, psmile). A chain with a trend has 2 to 3.1.
 HIGH_WEIGHT_RHAT = 2.0
-# Differences at single inputs are chance or a matter of taste.
+# Differences at fewer inputs may be chance.
 MANY_INPUTS = 0.25
-# Of fewer draws independent ones too have R-hats above 1.1: 28 % at 20 draws, 8 % at 40, 2 % at 60,
-# simulated.
+# With fewer draws, independent ones too have R-hats above 1.1: 28 % at 20 draws, 8 % at 40, 2 % at
+# 60, simulated.
 LEAST_DRAWS_SLOW = 60
-# Vehtari et al. 2021 and ArviZ recommend so many for each chain. Chains of networks are many and
-# short: here all together must have them, and only where so many draws could have been more.
-LEAST_ESS, LEAST_DRAWS_ESS = 100, 400
-# Step sizes and distances of healthy chains differ by factors of two or three.
-MUCH = 10.0
-# A step size that changes more while it samples targets no single distribution.
+# Vehtari et al. 2021 and ArviZ recommend an ESS of 100 for each chain, 50 for each of its halves.
+# Chains of networks are many and short, so all chains together must have 100. A chain with less
+# than 50 cannot even show its own spread: its variance is off by a fifth. Both are tested only if
+# there are four times as many draws.
+LEAST_ESS, LEAST_ESS_OF_CHAIN, DRAWS_PER_ESS = 100, 50, 4
+# A chain has diverged if its parameters are so many times as large as expected.
+DIVERGENCE_RATIO = 10.0
+# A chain is frozen if its steps are that small. Those of healthy chains differ by factors of two or
+# three.
+FROZEN_RATIO = 0.1
+# If the step size changes more while sampling, the draws target no single distribution.
 MOST_TREND = 2.0
 # Energy errors have heavier tails than the Gamma fit: twice the nominal rate is common.
 MOST_REJECTIONS = 3.0
-# Fewer events tell no rate, and rarer ones leave the chain its way.
+# Fewer events do not determine a rate, and rarer ones hardly hinder the chain.
 LEAST_EVENTS, LEAST_REJECTION_RATE = 10, 0.01
 # Nats per input by which the modes of one posterior hardly differ: targets 26 % less probable.
 FAR_BELOW = 0.3
-# Two chains may meet in a draw, rounded to float16; copies do so in all of them, or from a draw on.
+# Two chains may meet in a draw that is rounded to float16. Copies agree in all draws, or from one
+# draw on.
 MOST_EQUAL = 0.1
 # More groups of chains are counted, not listed.
 MOST_GROUPS = 6
 
+# What to try for each kind of finding. `STEP_SIZES` has the words in braces for each sampler.
+ADVICE = {
+    "copies": "a different start for each chain (`chains_from_weights` with a jitter) and a"
+    " different key (`parallel.init(key=...)`). Copies count once in R-hat, ESS and Monte Carlo"
+    " error.",
+    "altered": "putting the sampler last in `optax.chain`, and adding its updates to the parameters"
+    " unchanged. Nothing may come after the sampler: no clipping, learning rate, weight decay,"
+    " projection or average of parameters.",
+    "not finite": "checking the data: are all batches finite and not empty, and is the gradient of"
+    " the loss finite there? If so, {shorter}, or a start closer to the mode.",
+    "diverged": "{shorter}, or a start closer to the mode. Leave these chains out of the"
+    " prediction.",
+    "frozen": "{longer}.",
+    "still on its way": "a larger num_warmup, or a start from trained weights (`warmstart`).",
+    "not settled": "a larger num_warmup if there is a trend; a larger thin, more draws or {longer}"
+    " if the chain moves too slowly.",
+    "slow": "more draws, a larger thin, or {longer}. Averages over all draws are as accurate as"
+    " their Monte Carlo standard error says; predictions for single inputs need more draws.",
+    "different modes": "nothing if this is a network, where it is normal: average over all chains,"
+    " and do not read R-hat across chains as convergence to one posterior. More chains or"
+    " `cyclical_sgld` find more modes.",
+    "chains differ": "more draws or a larger thin, if the chains would meet in time. Otherwise"
+    " treat them as different modes: average over all chains, and do not trust a single one.",
+    "worse than the start": "a stronger prior around the start (`local.local_precision` chooses"
+    " one) or a lower temperature, if you want to sample around trained weights. Otherwise nothing:"
+    " with many parameters for few examples, single draws are worse than their average, which is"
+    " what counts.",
+    "rejected steps": "{shorter}, larger batches, or a higher `reject_quantile`, up to 0.9999.",
+    "step size": "{steadier}.",
+}
+STEP_SIZES = {
+    "angle_tuner": {
+        "shorter": "a smaller `angle_tuner(angle=...)`",
+        "longer": "a larger `angle_tuner(angle=...)`",
+        "steadier": "a larger num_warmup: `angle_tuner` scales the steps by the gradients, whose"
+        " size still changes",
+    },
+    "quantile_tuner": {
+        "shorter": "a smaller step size at the start",
+        "longer": "a sampler with `angle_tuner()`, or with `quantile_tuner(adapt_steps=...)` that"
+        " ends early",
+        "steadier": "`quantile_tuner(adapt_steps=...)` that ends within num_warmup: it has no fixed"
+        " point",
+    },
+    "other tuner": {
+        "shorter": "a tuner that makes shorter steps",
+        "longer": "a tuner that makes longer steps",
+        "steadier": "a tuner that comes to rest within num_warmup",
+    },
+    "schedule": {"shorter": "a schedule of smaller steps", "longer": "a schedule of larger steps"},
+    "number": {"shorter": "a smaller step size", "longer": "a larger step size"},
+}
+# Findings of chains that are slow, and the `change_share` above which larger batches would help.
+SLOW, NOISY = ("slow", "not settled", "chains differ"), 0.75
+NOISE = (
+    " Up to {:.0%} of the gradients is noise of the batches, so larger batches allow longer steps."
+)
+
+
+def advise(kind: str, settings: Settings, change_share: float = float("nan")) -> str:
+    """Return what to try for a kind of finding with this sampler.
+
+    Args:
+        kind: a key of `ADVICE`.
+        settings: name and arguments of the sampler.
+        change_share: see `Stats`, the median of the chains; NaN if unknown.
+    """
+    advice = ADVICE[kind].format(**STEP_SIZES[chooser(settings)])
+    if kind in SLOW and change_share > NOISY:
+        advice += NOISE.format(min(change_share, 1))
+    return advice
+
+
+def chooser(settings: Settings) -> str:
+    """Return what chooses the step size of a sampler, a key of `STEP_SIZES`."""
+    tuner = settings.get("tuner")
+    if tuner is not None:
+        name = tuner.get("name") if isinstance(tuner, Mapping) else None
+        return name if name in ("angle_tuner", "quantile_tuner") else "other tuner"
+    # A function is stored as a list of its name and its closure.
+    return "schedule" if isinstance(settings.get("step_size"), list) else "number"
+
+
+def has_tuner(settings: Settings) -> bool:
+    """Return whether the sampler adapts its step size."""
+    return chooser(settings) not in ("schedule", "number")
+
+
+def fits_energies(settings: Settings) -> bool:
+    """Return whether the sampler fits a Gamma distribution to its energy errors."""
+    return settings.get("reject_quantile") is not None or chooser(settings) == "quantile_tuner"
+
 
 class Run(NamedTuple):
-    """What is tested: paths, settings, the trace at the draws, single predictions."""
+    """What the checks look at: paths, settings, the trace at the draws, single predictions."""
 
     paths: Paths
-    settings: Mapping[str, Any]
+    settings: Settings
     trace: dict[str, np.ndarray]
     values: np.ndarray | None
     density: np.ndarray | None
 
 
 class Sign(NamedTuple):
-    """A test of all chains.
+    """The outcome of one test in all chains.
 
     Attributes:
-        kind: a key of `advice.ADVICE`.
-        chains: where something is wrong, booleans `[chain]`.
+        kind: a key of `ADVICE`.
+        chains: chains that fail, booleans `[chain]`.
         values: the number that was tested, `[chain]`.
-        bound: of healthy values.
-        text: how it shows, with "{}" for the numbers of some chains.
-        form: of a number.
+        bound: bound on healthy values.
+        text: a sentence, with "{}" in the place of the numbers.
+        form: format of a number.
     """
 
     kind: str
@@ -82,9 +182,9 @@ class Sign(NamedTuple):
 
 
 def judge(found: Summary, run: Run) -> list[Check]:
-    """Judge each chain; that it does not arrive or move is reported once, by the first sign.
+    """Run all tests. A chain that does not converge or move is reported once, by its first sign.
 
-    Tests that pass are reported of the chains that arrive, where these have known numbers.
+    Tests that pass are reported for the chains that have converged and whose numbers are known.
     """
     rhats = np.array([median_of(chain) for chain in found.rhat_within])
     none = np.zeros(len(rhats), bool)
@@ -92,10 +192,10 @@ def judge(found: Summary, run: Run) -> list[Check]:
     lost = [*_once(joined(_nonfinite(run), _diverged(run), stuck))]
     sick = np.any([none, *(sign.chains for sign in lost)], axis=0)
     altered = [*_altered(run)]
-    signs = [*_copied(found, run), *altered, *lost]
+    signs = [*_copied(found, run), *_equal_keys(found, run), *altered, *lost]
     arrives, own = ~sick, ~np.any([none, *(sign.chains for sign in altered)], axis=0)
     for sign in (*_on_its_way(run), *_unsettled(found, rhats, run)):
-        # Where an altered chain goes is not the sampler's doing.
+        # The path of an altered chain says nothing about the sampler.
         signs.append(sign._replace(chains=sign.chains & arrives & own))
         arrives = arrives & ~sign.chains
     signs += _mixing(found, run, arrives)
@@ -109,9 +209,7 @@ def judge(found: Summary, run: Run) -> list[Check]:
     return [check for check in checks if check.chains]
 
 
-def _check_of(
-    sign: Sign, arrives: np.ndarray, settings: Mapping[str, Any], change_share: float
-) -> Check:
+def _check_of(sign: Sign, arrives: np.ndarray, settings: Settings, change_share: float) -> Check:
     passed = not sign.chains.any()
     chains = np.isfinite(sign.values) & arrives if passed else sign.chains
     value = tuple(sign.values[chains].tolist())
@@ -130,7 +228,7 @@ def _check_of(
 
 
 def _once(signs: Iterator[Sign]) -> Iterator[Sign]:
-    """Leave of each chain its first sign."""
+    """Keep only the first sign of each chain."""
     before = np.array(False)
     for sign in signs:
         yield sign._replace(chains=sign.chains & ~before)
@@ -148,19 +246,31 @@ def _copied(found: Summary, run: Run) -> Iterator[Sign]:
         np.isin(np.arange(len(first)), sum(groups, [])),
         shared.max(axis=1),
         MOST_EQUAL * found.num_draws,
-        f"{{}} of {found.num_draws} draws are those of another chain, bit for bit"
+        f"{{}} of {found.num_draws} draws equal those of another chain, bit for bit"
         f"{_listed(groups)}.",
         ".0f",
     )
 
 
+def _equal_keys(found: Summary, run: Run) -> Iterator[Sign]:
+    """Yield a sign of chains with equal keys; copies are already reported."""
+    if "noise_id" in run.trace:
+        noise, first = run.trace["noise_id"], found.copy_of
+        is_copy = np.bincount(first, minlength=len(first))[first] > 1
+        groups = [x for x in chains_with_equal_keys(noise) if not is_copy[x].all()]
+        chains = np.isin(np.arange(len(first)), sum(groups, []))
+        text = f"{{}} of {noise.shape[1]} draws use the random numbers of another chain"
+        number = np.where(chains, float(noise.shape[1]), 0.0)
+        yield Sign("copies", chains, number, 0, f"{text}{_listed(groups)}.", ".0f")
+
+
 def shared_draws(paths: Paths) -> np.ndarray:
-    """Number of draws that are the same in two chains, `[chain, chain]`."""
+    """Count the draws that are equal in two chains, `[chain, chain]`."""
     return np.array([(paths.alike == chain).sum(axis=1) for chain in paths.alike])
 
 
 def copy_of(paths: Paths) -> np.ndarray:
-    """The first chain of which each is a copy, `[chain]`; its own number, if of none."""
+    """Return the first chain that each is a copy of, `[chain]`; its own number if of none."""
     return (shared_draws(paths) > MOST_EQUAL * paths.alike.shape[1]).argmax(axis=1)
 
 
@@ -174,14 +284,14 @@ def _altered(run: Run) -> Iterator[Sign]:
             altered > 0,
             altered,
             0,
-            f"{{}} of {gradients.max():.0f} updates did not arrive at the parameters as the sampler"
-            " sent them.",
+            f"{{}} of {gradients.max():.0f} updates were changed before they reached the"
+            " parameters.",
             ".0f",
         )
 
 
 def _nonfinite(run: Run) -> Iterator[Sign]:
-    """Signs of numbers that are not finite: bad data meet all chains, a chain diverges alone."""
+    """Yield signs of non-finite numbers: bad data affect all chains, divergence a single one."""
     if run.trace:
         broken, gradients = (
             values[:, -1] - values[:, 0]
@@ -195,7 +305,7 @@ def _nonfinite(run: Run) -> Iterator[Sign]:
 
 
 def _diverged(run: Run) -> Iterator[Sign]:
-    """Signs that a chain has left the region of good parameters."""
+    """Yield signs that a chain has left the region of good parameters."""
     precision, temperature = (run.settings.get(x) for x in ("prior_precision", "temperature"))
     prior = 0.0
     # From a start near 0 a chain may grow to the norm of a draw from the prior.
@@ -203,62 +313,75 @@ def _diverged(run: Run) -> Iterator[Sign]:
         prior = np.sqrt(run.paths.size * temperature / precision)
     expected = np.maximum(run.paths.start_norm, prior)
     size = _ends(run.paths.norm)[1] / expected
-    text = f"the parameters are {{}} times as large as start or prior make them (above {MUCH:g})."
-    # How large another prior lets them be is not known.
+    text = (
+        "the norm of the parameters is {} times that of the start or of a draw from the prior"
+        f" (flagged above {DIVERGENCE_RATIO:g})."
+    )
+    # The scale of another prior is unknown.
     if run.settings.get("log_prior") is None:
-        yield Sign("diverged", (expected > 0) & (size > MUCH), size, MUCH, text)
+        yield Sign(
+            "diverged", (expected > 0) & (size > DIVERGENCE_RATIO), size, DIVERGENCE_RATIO, text
+        )
     if run.density is not None:
-        # Of what the draws of a third predict together: single draws are far off here and there
-        # where their average is not. Impossible targets are far below possible ones.
+        # Compare averages over a third of the draws: single draws may fail at an input where their
+        # average does not. Give impossible targets a finite density.
         third = max(1, run.density.shape[1] // 3)
         first, last = (
             np.maximum(log_mean_exp(draws, (1,)), np.finfo(np.float32).min)
             for draws in (run.density[:, :third], run.density[:, -third:])
         )
-        # Where likelihoods differ a lot from input to input, less is no news.
+        # If likelihoods differ a lot between inputs, a small difference means nothing.
         spread = np.subtract(*np.quantile(last, (0.75, 0.25), axis=1))
         far = max(FAR_BELOW, float(np.median(spread)))
-        text = f"the log likelihood of most inputs is {{}} nats below {{}} (above {far:.3g})."
+        text = (
+            f"the log likelihood of most inputs is {{}} nats below {{}} (flagged above {far:.3g})."
+        )
         below, fallen = _middle(_others(last) - last), _middle(first - last)
-        # A chain that has come closer by more than what is left is not settled, which takes so many
-        # draws to tell.
+        # A chain that has covered more than half of the way is not settled, given enough draws.
         closer = (-fallen > below) & (run.density.shape[1] >= LEAST_DRAWS_JUDGED)
-        of_others, at_first = "the other chains'", "where it was at first"
+        of_others, at_first = "that of the other chains", "that of its first draws"
         is_below = (below > far) & ~closer
         yield Sign("diverged", is_below, below, far, text.format("{}", of_others))
         yield Sign("diverged", fallen > far, fallen, far, text.format("{}", at_first))
 
 
 def _frozen(found: Summary, run: Run, mixes: np.ndarray) -> Iterator[Sign]:
-    """Signs that a chain moves too little; small steps are no harm if it mixes all the same."""
+    """Yield signs that a chain moves too little; small steps are harmless if the chain mixes."""
     if found.num_draws < 2:
         return
     moves, still = run.paths.moved, (run.paths.moved == 0).sum(axis=1)
     half = moves.shape[1] / 2
-    text = f"{{}} of {moves.shape[1]} draws are the same as the draw before."
+    text = f"{{}} of {moves.shape[1]} draws equal the draw before (flagged above half)."
     yield Sign("frozen", still > half, still, half, text, ".0f")
     if run.trace:
         below = np.mean(run.trace["below_resolution"], axis=1)
-        text = "the steps of {} of the draws are too short for the precision of the parameters."
+        text = (
+            "at {} of the draws, the step is too short for the precision of the parameters (flagged"
+            " above 50%)."
+        )
         yield Sign("frozen", below > 0.5, below, 0.5, text, ".0%")
         # The largest of the last third, for a schedule that goes in cycles.
         sizes = np.asarray(run.trace["step_size"], float)
         size = sizes[:, 2 * sizes.shape[1] // 3 :].max(axis=1)
-        for before, than in ((found.first_step_size, "first"), (_others(size), "other chains'")):
-            share = size / before
-            text = f"the step size is {{}} of the {than} (below {1 / MUCH:g})."
-            yield Sign("frozen", (share < 1 / MUCH) & ~mixes, share, 1 / MUCH, text)
+        references = {"the first": found.first_step_size, "that of other chains": _others(size)}
+        for name, reference in references.items():
+            share = size / reference
+            text = f"the step size is {{}} times {name} (flagged below {FROZEN_RATIO:g})."
+            yield Sign("frozen", (share < FROZEN_RATIO) & ~mixes, share, FROZEN_RATIO, text)
     last = _ends(moves)[1]
     share = last / _others(last)
-    text = f"draws are {{}} times as far apart as in the other chains (below {1 / MUCH:g})."
-    yield Sign("frozen", (share < 1 / MUCH) & ~mixes, share, 1 / MUCH, text)
+    text = (
+        "successive draws are {} times as far apart as in other chains (flagged below"
+        f" {FROZEN_RATIO:g})."
+    )
+    yield Sign("frozen", (share < FROZEN_RATIO) & ~mixes, share, FROZEN_RATIO, text)
 
 
 def _on_its_way(run: Run) -> Iterator[Sign]:
     if "on_its_way" in run.trace:
         falls = np.asarray(run.trace["on_its_way"], float)
         share = falls[:, -max(1, falls.shape[1] // 3) :].mean(axis=1)
-        text = "the energy was still falling at {} of the last draws."
+        text = "the energy was still falling at {} of the last draws (flagged above 50%)."
         yield Sign("still on its way", share > 0.5, share, 0.5, text, ".0%")
 
 
@@ -266,23 +389,23 @@ def _unsettled(found: Summary, rhats: np.ndarray, run: Run) -> Iterator[Sign]:
     if found.num_draws >= LEAST_DRAWS_JUDGED:
         bound = HIGH_WEIGHT_RHAT if run.values is None else HIGH_RHAT
         text = (
-            "the draws at the beginning and those at the end have a median R-hat of {}"
-            f" (above {bound:g})."
+            "early and late draws of the chain have a median R-hat of {} (flagged above"
+            f" {bound:g})."
         )
         yield Sign("not settled", rhats > bound, rhats, bound, text, ".2f")
 
 
 def _mixing(found: Summary, run: Run, arrived: np.ndarray) -> Iterator[Sign]:
-    """Signs that there are few independent draws, or that chains do not agree."""
+    """Yield signs that there are few independent draws, or that the chains disagree."""
     if run.values is None or found.num_draws < LEAST_DRAWS_JUDGED or not arrived.any():
         return
     bound, least = GOOD_RHATS[-1], found.num_draws >= LEAST_DRAWS_SLOW
     share = np.array([share_above(chain) for chain in found.rhat_within])
-    # All chains together: in a single one many inputs may go wrong by one and the same chance.
+    # Test all chains together: inputs are correlated, so many may be high by chance in one chain.
     is_slow = least and share_above(found.rhat_within[arrived]) > MANY_INPUTS
     text = (
-        f"{{}} of the R-hats within the chain are above {bound}, as of fewer than"
-        f" {2 / (bound - 1):.0f} independent draws (above {MANY_INPUTS:.0%})."
+        f"{{}} of the R-hats within the chain are above {bound}, which corresponds to fewer than"
+        f" {2 / (bound - 1):.0f} independent draws (flagged above {MANY_INPUTS:.0%})."
     )
     if least:
         slow = arrived & is_slow & (share > MANY_INPUTS)
@@ -298,38 +421,45 @@ def _mixing(found: Summary, run: Run, arrived: np.ndarray) -> Iterator[Sign]:
     apart[steady] = nearest
     if len(groups) > 1:
         text = (
-            f"{len(groups)} groups of chains predict differently at {nearest.min():.0%} of the"
-            f" inputs, or more (from {MANY_INPUTS:.0%} on)"
+            f"{len(groups)} groups of chains predict differently at {nearest.min():.0%} or more of"
+            f" the inputs (flagged from {MANY_INPUTS:.0%})"
             f"{_listed([chains[x].tolist() for x in groups])}."
         )
         yield Sign("different modes", steady, apart, MANY_INPUTS, text)
         return
     text = (
-        "a chain and the one most like it predict differently at {} of the inputs"
-        f" (from {MANY_INPUTS:.0%} on)."
+        "a chain and the one closest to it predict differently at {} of the inputs (flagged from"
+        f" {MANY_INPUTS:.0%})."
     )
     yield Sign("different modes", np.zeros_like(steady), apart, MANY_INPUTS, text, ".0%")
     if least and not is_slow:
         across = np.full(len(steady), share_above(rhat(run.values[steady])))
         differ = steady & (across > MANY_INPUTS)
         text = (
-            f"{{}} of the R-hats across these chains are above {bound} (above {MANY_INPUTS:.0%})."
+            f"{{}} of the R-hats across these chains are above {bound} (flagged above"
+            f" {MANY_INPUTS:.0%})."
         )
         yield Sign("chains differ", differ, across, MANY_INPUTS, text, ".0%")
 
 
 def _few_independent(found: Summary, values: np.ndarray, arrived: np.ndarray) -> Iterator[Sign]:
-    """Sign that chains, each by itself since modes may differ, have few independent draws."""
+    """Yield a sign that chains have few independent draws: together, or one on its own.
+
+    The ESS is that of each chain, since chains may be in different modes.
+    """
     counted = arrived & (found.copy_of == np.arange(len(arrived)))
-    if counted.sum() * found.num_draws < LEAST_DRAWS_ESS:
+    if counted.sum() * found.num_draws < DRAWS_PER_ESS * LEAST_ESS:
         return
     own = np.full(len(arrived), np.nan)
     own[counted] = [median_of(ess(values[[chain]])) for chain in np.flatnonzero(counted)]
     total = np.nansum(own)
-    text = (
-        f"{{}} of the {found.num_draws} draws count as independent, in all chains together"
-        f" {total:.0f} (below {LEAST_ESS}, which ArviZ recommends for each chain)."
-    )
+    shown = f"the ESS of the chain's {found.num_draws} draws is {{}}"
+    if total >= LEAST_ESS and found.num_draws >= DRAWS_PER_ESS * LEAST_ESS_OF_CHAIN:
+        text = f"{shown} (flagged below {LEAST_ESS_OF_CHAIN})."
+        slow = counted & (own < LEAST_ESS_OF_CHAIN)
+        yield Sign("slow", slow, own, LEAST_ESS_OF_CHAIN, text, ".0f")
+        return
+    text = f"{shown}, and {total:.0f} for all chains together (flagged below {LEAST_ESS})."
     yield Sign("slow", counted & (total < LEAST_ESS), own, LEAST_ESS, text, ".0f")
 
 
@@ -338,11 +468,11 @@ def _risen(found: Summary, run: Run, sick: np.ndarray) -> Sign:
     losses = losses[:, -found.num_draws :]
     with np.errstate(invalid="ignore"):
         rise = losses.mean(axis=1) - start[:, -1]
-        # The start was judged by one batch: how far it may be off, as a standard deviation.
+        # The loss at the start is that of one batch: its standard deviation between batches.
         noise = np.diff(losses, axis=1).std(axis=1) / np.sqrt(2) if losses.shape[1] > 1 else 0.0
     text = (
-        "the loss of the draws is {} nats per example above that of the start (above"
-        f" {MOST_RISE:g}, and what batches differ by)."
+        "the loss of the draws is {} nats per example above that of the start (flagged above"
+        f" {MOST_RISE:g} plus its standard deviation between batches)."
     )
     has_risen = (rise > MOST_RISE + noise) & ~sick
     return Sign("worse than the start", has_risen, rise, MOST_RISE, text)
@@ -360,24 +490,25 @@ def _often_rejected(found: Summary, run: Run) -> Sign:
         (found.rejection_rate > most) & (events[:, -1] - events[:, 0] >= LEAST_EVENTS),
         found.rejection_rate / found.nominal_rate,
         MOST_REJECTIONS,
-        f"{{}} times as many as `reject_quantile` means (above {MOST_REJECTIONS:g}).",
+        f"the rate is {{}} times the nominal one of `reject_quantile` (flagged above"
+        f" {MOST_REJECTIONS:g}).",
     )
 
 
 def _step_size_changed(found: Summary, run: Run, sick: np.ndarray) -> Iterator[Sign]:
-    # Without a tuner the step size follows a schedule that was asked for.
+    # Without a tuner, the step size follows a schedule that the user chose.
     if not run.settings or has_tuner(run.settings):
         changed = np.maximum(found.step_size_trend, 1 / found.step_size_trend)
-        text = f"it changed {{}}-fold among the draws (above {MOST_TREND:g})."
+        text = f"it changed by a factor of {{}} during the draws (flagged above {MOST_TREND:g})."
         yield Sign("step size", (changed > MOST_TREND) & ~sick, changed, MOST_TREND, text)
 
 
 def _groups(values: np.ndarray) -> tuple[list[list[int]], np.ndarray]:
-    """Join chains of which a series of pairs agrees, in the averages of most values.
+    """Group chains whose averages agree at most values, directly or through other chains.
 
     Returns:
-        The groups, and the share of values at which each chain differs from the one most like it:
-        of another group, if there are several.
+        The groups, and the share of values at which each chain differs from the closest other
+        chain: one of another group, if there are several.
     """
     centre, variance = values.mean(axis=1), values.var(axis=1)
     groups: list[list[int]] = []
@@ -395,8 +526,8 @@ def _groups(values: np.ndarray) -> tuple[list[list[int]], np.ndarray]:
     return sorted(groups), np.where(same, np.inf, apart).min(axis=1)
 
 
-def nominal_rate(settings: Mapping[str, Any]) -> float:
-    """Rejected steps per gradient if energy errors are as fitted; NaN without an outlier test."""
+def nominal_rate(settings: Settings) -> float:
+    """Return the rejected steps per gradient of a perfect fit; NaN without an outlier test."""
     quantile = settings.get("reject_quantile")
     if not isinstance(quantile, float):
         return np.nan
@@ -404,19 +535,19 @@ def nominal_rate(settings: Mapping[str, Any]) -> float:
 
 
 def _ends(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Medians of the first and of the last third, `[chain]`."""
+    """Return medians over the first and the last third, `[chain]`."""
     third = max(1, values.shape[1] // 3)
     return np.median(values[:, :third], axis=1), np.median(values[:, -third:], axis=1)
 
 
 def _others(values: np.ndarray) -> np.ndarray:
-    """Median of the other chains, for each; NaN for a chain alone."""
+    """Return the median over the other chains, for each chain; NaN for a single chain."""
     if len(values) == 1:
         return np.full_like(values, np.nan)
     return np.array([np.median(np.delete(values, c, axis=0), axis=0) for c in range(len(values))])
 
 
 def _middle(values: np.ndarray) -> np.ndarray:
-    """Average of the middle half of the inputs `[chain, input]`: a few of them decide nothing."""
+    """Average the middle half of the inputs `[chain, input]`, so that a few do not decide."""
     quarter = values.shape[1] // 4
     return np.sort(values, axis=1)[:, quarter : values.shape[1] - quarter].mean(axis=1)

@@ -1,29 +1,30 @@
-"""How far chains travel in weight space."""
+"""Paths of the chains in weight space."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
 
 from optax_smile import _check
+from optax_smile._types import Tree
 from optax_smile.diagnostics.statistics import LEAST_DRAWS_WITHIN, Chains, rhat_within
 from optax_smile.draws.snapshots import Snapshots, StoredSnapshots
 
 
 class Paths(NamedTuple):
-    """Where chains went.
+    """Paths of the chains.
 
     Attributes:
-        norm: of the parameters of each draw, `[chain, draw]`.
+        norm: norm of the parameters of each draw, `[chain, draw]`.
         from_start: distance from the start of the chain, `[chain, draw]`; NaN without a start.
         moved: distance from the draw before, `[chain, draw - 1]`.
-        start_norm: of the start, `[chain]`; NaN without one.
-        weights: a random choice of the scalar parameters that move, `[chain, draw, weight]`.
+        start_norm: norm of the start, `[chain]`; NaN without one.
+        weights: randomly chosen scalar parameters that move, `[chain, draw, weight]`.
         size: number of parameters of a chain.
-        alike: the first chain with the same draw, bit for bit, `[chain, draw]`; its own number if
+        alike: the first chain with an equal draw, bit for bit, `[chain, draw]`; its own number if
             there is none before it.
     """
 
@@ -37,16 +38,16 @@ class Paths(NamedTuple):
 
 
 @_check.arguments(params=_check.Tree(), num_weights=_check.Whole(1), seed=_check.Whole(0))
-def weight_rhat(params: Any, *, num_weights: int = 100, seed: int = 0) -> np.ndarray:
-    """Compute `rhat_within` for a random choice of the weights that move.
+def weight_rhat(params: Tree, *, num_weights: int = 100, seed: int = 0) -> np.ndarray:
+    """Compute `rhat_within` for randomly chosen weights that move.
 
     Args:
         params: tree of arrays `[chain, draw, ...]` with at least eight draws.
-        num_weights: how many scalar weights, >= 1; all, if fewer move.
-        seed: of the choice, >= 0.
+        num_weights: number of scalar weights, >= 1; all if fewer move.
+        seed: seed of the choice, >= 0.
 
     Returns:
-        R-hat `[chain, weight]`; no weights if none moves.
+        R-hat `[chain, weight]`; empty if no weight moves.
 
     Raises:
         ValueError: an argument out of range, too few draws, NaN.
@@ -70,19 +71,19 @@ def weight_rhat(params: Any, *, num_weights: int = 100, seed: int = 0) -> np.nda
     params=_check.Tree(),
     start=_check.Where("a tree of arrays [chain, ...]", lambda start: start is not None),
 )
-def travel(params: Any, start: Any) -> np.ndarray:
-    """Distance of every draw from the start of its chain, relative to the norm of the start.
+def travel(params: Tree, start: Tree) -> np.ndarray:
+    """Compute the distance of each draw from the start, relative to the norm of the start.
 
     Args:
         params: tree of arrays `[chain, draw, ...]`.
-        start: tree of arrays `[chain, ...]`, as `Snapshots.start`.
+        start: tree of arrays `[chain, ...]`, such as `Snapshots.start`.
 
     Returns:
-        |theta - start| / |start| over all parameters, `[chain, draw]`. For a start at 0, whose norm
-        measures nothing, over the norm of the first draw that is not; 0 if there is none.
+        |theta - start| / |start| over all parameters, `[chain, draw]`. For a start at 0, it is
+        divided by the norm of the first draw that is not 0 instead; 0 if there is none.
 
     Raises:
-        ValueError: trees or shapes that do not fit.
+        ValueError: trees or shapes that do not match.
 
     Example:
         >>> import numpy as np
@@ -97,14 +98,14 @@ def travel(params: Any, start: Any) -> np.ndarray:
 
 
 def relative(paths: Paths) -> np.ndarray:
-    """Distances from the start over its norm, `[chain, draw]`, finite as `travel` says."""
+    """Return the distances of `travel`, `[chain, draw]`."""
     lengths = np.column_stack([paths.start_norm, paths.norm])
     unit = np.take_along_axis(lengths, (lengths != 0).argmax(axis=1)[:, None], axis=1)
     return paths.from_start / np.where(unit == 0, 1, unit)
 
 
 def walk(snapshots: Snapshots | StoredSnapshots, num_weights: int, seed: int) -> Paths:
-    """Follow the chains in one pass over the draws, of which it holds two per chain."""
+    """Follow the chains in one pass over the draws, holding two draws per chain in memory."""
     num_chains, num_draws, start = snapshots.num_chains, snapshots.num_draws, snapshots.start
     starts = [_leaves(jax.tree.map(lambda x, c=c: x[c], start)) for c in range(num_chains)]
     norm, from_start = np.full((2, num_chains, num_draws), np.nan)
@@ -118,9 +119,9 @@ def walk(snapshots: Snapshots | StoredSnapshots, num_weights: int, seed: int) ->
             from_start[:, draw] = [_distance(*pair) for pair in zip(chains, starts, strict=True)]
         if draw:
             moved[:, draw - 1] = [_distance(*pair) for pair in zip(chains, before, strict=True)]
-        # Two draws show which leaves move at all.
+        # Two draws show which leaves move.
         if draw == min(1, num_draws - 1):
-            # More than are asked for, since single entries may not move.
+            # Choose more than needed, since single entries may not move.
             chosen = _choose(before or chains, chains, 4 * num_weights, seed)
             weights += [_pick(leaves, chosen) for leaves in before]
         if chosen:
@@ -142,12 +143,12 @@ def walk(snapshots: Snapshots | StoredSnapshots, num_weights: int, seed: int) ->
 Leaves = list[np.ndarray]
 
 
-def _leaves(tree: Any) -> Leaves:
+def _leaves(tree: Tree) -> Leaves:
     return [np.asarray(leaf) for leaf in jax.tree.leaves(tree)]
 
 
 def _first_alike(chains: Sequence[Leaves], norms: np.ndarray) -> list[int]:
-    """Find the first chain with the same arrays; few have the same norm and are looked at."""
+    """Find the first chain with equal arrays; only chains of equal norm are compared."""
 
     def is_alike(one: int, other: int) -> bool:
         same = norms[one] == norms[other]
@@ -166,7 +167,7 @@ def _pick(leaves: Leaves, places: list[tuple[int, int]]) -> list[float]:
 def _choose(
     first: Sequence[Leaves], second: Sequence[Leaves], number: int, seed: int
 ) -> list[tuple[int, int]]:
-    """Choose scalars of leaves that differ between two draws, as pairs of leaf and place."""
+    """Choose scalars of leaves that differ between two draws, as pairs of leaf and index."""
     pairs = [list(zip(x, y, strict=True)) for x, y in zip(first, second, strict=True)]
     moves = np.any([[np.any(x != y) for x, y in pair] for pair in pairs], axis=0)
     sizes = np.array([leaf.size for leaf in first[0]]) * (moves | ~moves.any())
@@ -178,7 +179,7 @@ def _choose(
 
 
 def _distance(leaves: Leaves, others: Leaves | None = None) -> float:
-    """Norm of the difference, in float64."""
+    """Compute the norm of the difference in float64."""
     total = 0.0
     for index, leaf in enumerate(leaves):
         difference = np.asarray(leaf, float)

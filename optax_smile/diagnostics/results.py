@@ -1,4 +1,4 @@
-"""What `summary` returns, and how it is printed."""
+"""The result of `summary` and how it is printed."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from numpy.typing import ArrayLike
 
 from optax_smile import _table
 from optax_smile.diagnostics.statistics import LEAST_DRAWS_WITHIN
-from optax_smile.draws.stopping import Stopping
+from optax_smile.draws.snapshots import Stopping
 
-# With fewer independent draws the R-hat within a chain is above `HIGH_RHAT` by chance at one value
+# With fewer independent draws, the R-hat within a chain exceeds `HIGH_RHAT` by chance for one value
 # in twenty (1.28 at 20 draws, simulated).
 LEAST_DRAWS_JUDGED = 20
-# Reported beside each other: the usual bound of Gelman and Rubin and half of it.
+# Both are reported: the usual bound of Gelman and Rubin, and half of it.
 GOOD_RHATS = (1.05, 1.1)
-COLD = "a cold posterior, narrower than that of Bayes"
-# Findings that `repr` shows, and letters of each.
+COLD = "a cold posterior, narrower than the Bayesian one"
+# Findings that `repr` shows, and characters of each.
 MOST_SHOWN, LONGEST_SHOWN = 4, 100
 
 
 class Check(NamedTuple):
-    """A test of chains, and what it found.
+    """A test of the chains and its outcome.
 
     Attributes:
-        kind: what it looks for, such as "frozen".
-        chains: where it found that; of a test that passed, which chains it judged.
-        value: what was measured in each of these chains.
-        bound: of healthy values. Some tests ask for more than a value beyond it, such as a chain
-            that does not mix either.
+        kind: what it tests, such as "frozen".
+        chains: the chains that fail; if the test passed, the chains that were tested.
+        value: the measured number for each of these chains.
+        bound: bound on healthy values. Some tests have further conditions, such as that the chain
+            does not mix.
         passed: whether nothing looks wrong.
-        advice: what to try; empty if it passed.
+        advice: what to try; empty if the test passed.
         text: a sentence with the numbers.
     """
 
@@ -49,35 +49,36 @@ class Check(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Summary:
-    """Figures of a run, NaN where something is unknown; `print(summary)` says it in plain words.
+    """Statistics of a run, NaN where unknown; `print(summary)` shows them with the findings.
 
     Attributes:
-        num_draws: per chain.
-        of: what the R-hats are of: `"predictions"` or `"weights"`.
-        first_step_size: at the first tick, `[chain]`.
-        last_step_size: at the last tick, `[chain]`.
-        step_size_trend: step size at the end of the draws over that near their beginning,
-            `[chain]`.
+        num_draws: number of draws per chain.
+        of: what R-hat is computed on: `"predictions"` or `"weights"`.
+        first_step_size: step size at the first tick, `[chain]`.
+        last_step_size: step size at the last tick, `[chain]`.
+        step_size_trend: step size at the end of the draws / near their beginning, `[chain]`.
         rejection_rate: rejected steps per gradient among the draws, `[chain]`.
-        nominal_rate: what `reject_quantile` makes of it for a perfect fit; NaN without one.
+        nominal_rate: this rate for a perfect fit with the given `reject_quantile`; NaN without
+            one.
         energy_distance: Kolmogorov-Smirnov distance of the energy errors of the draws from the
-            Gamma distribution fitted to them, 0 to 1, `[chain]`; NaN where the sampler fits none.
-        num_nonfinite: gradients or values that were not finite, `[chain]`.
-        temperature: of the posterior, 1 for Bayes, `[chain]`.
-        travelled: distance of the last draw from the start over the norm of the start, `[chain]`;
-            for a start at 0 see `travel`.
-        copy_of: the first chain with the same draws, bit for bit, `[chain]`; its own number if
-            there is none before it. Copies count once in `rhat_across`, `ess` and `mcse`.
-        rhat_within: R-hat of the quarters of one chain, `[chain, point]`: of single predictions,
-            or weights.
-        rhat_across: R-hat of all chains, `[point]`: of predictions; empty without them.
-        ess: effective sample size of all chains, `[point]`: of predictions; empty without them.
-        chain_lppd: log pointwise predictive density of each chain alone, nats, `[chain]`.
-        lppd: of all chains together.
+            Gamma distribution fitted to them, 0 to 1, `[chain]`; NaN if the sampler fits none.
+        num_nonfinite: number of gradients or values that were not finite, `[chain]`.
+        temperature: temperature of the posterior, 1 for Bayes, `[chain]`.
+        travelled: distance of the last draw from the start / norm of the start, `[chain]`; for a
+            start at 0 see `travel`.
+        copy_of: the first chain with equal draws, bit for bit, `[chain]`; its own number if there
+            is none before it. Copies count once in `rhat_across`, `ess` and `mcse`.
+        rhat_within: R-hat of the quarters of one chain, `[chain, point]`, for single predictions or
+            weights.
+        rhat_across: R-hat of all chains for single predictions, `[point]`; empty without them.
+        ess: effective sample size of all chains for single predictions, `[point]`; empty without
+            them.
+        chain_lppd: log pointwise predictive density of each single chain, nats, `[chain]`.
+        lppd: the same for all chains together.
         mcse: Monte Carlo standard error of `lppd`.
-        checks: every test that there was enough to make, passed or not.
-        findings: those that did not pass.
-        stopping: what the stopping rule of the run found; None without a rule.
+        checks: all tests for which there was enough information, passed or not.
+        findings: the tests that failed.
+        stopping: result of the stopping rule of the run; None without a rule.
     """
 
     num_draws: int
@@ -103,7 +104,7 @@ class Summary:
 
     @property
     def findings(self) -> tuple[Check, ...]:
-        """What looks wrong."""
+        """The tests that failed."""
         return tuple(check for check in self.checks if not check.passed)
 
     def __str__(self) -> str:
@@ -125,7 +126,7 @@ class Summary:
         return f"Summary: {chains} of {_table.counted(self.num_draws, 'draw')}"
 
     def _rows(self) -> dict[str, str]:
-        """What matters most, and the findings without what to try."""
+        """Return what matters most, and the findings without advice."""
         rhats = [median_of(rhats) for rhats in (self.rhat_within, self.rhat_across)]
         error = "" if np.isnan(self.mcse) else f", Monte Carlo standard error {self.mcse:.2g}"
         rows = {"LPPD": f"{self.lppd:.5g}{error}"} if not np.isnan(self.lppd) else {}
@@ -140,7 +141,7 @@ class Summary:
         if self.findings:
             more = _table.counted(len(judgement) - len(shown), "more finding")
             more = f"{more}, and " * (judgement != shown)
-            rows["print it"] = f"for {more}what to try"
+            rows["print it"] = f"for {more}advice"
         return rows
 
     def _columns(self) -> dict[str, list[str]]:
@@ -167,7 +168,7 @@ class Summary:
         return {head: cells for head, cells in columns.items() if set(cells) != {"-"}}
 
     def _rejects(self) -> bool:
-        """Whether rejected steps are worth a column."""
+        """Return whether to show rejected steps."""
         return self.nominal_rate > 0 or bool((self.rejection_rate > 0).any())
 
     def _notes(self) -> list[str]:
@@ -179,33 +180,32 @@ class Summary:
             notes.append(f"temperature {np.nanmin(self.temperature):.3g}: {COLD}")
         if not np.isnan(self.first_step_size).all():
             of = f" / the nominal {self.nominal_rate:.2g}" if self.nominal_rate > 0 else ""
-            notes.append("trend: step size at the end of the draws / at their beginning")
+            notes.append("trend: step size at the end of the draws / near their beginning")
             if self._rejects():
                 notes.append(f"rejections: rejected steps per gradient{of}")
         if not np.isnan(self.energy_distance).all():
             worst = np.nanmax(self.energy_distance)
-            notes.append(f"The energy errors miss the sampler's Gamma fit by up to {worst:.2g}.")
+            text = f"energy errors: distance {worst:.2g} from the Gamma fit (Kolmogorov-Smirnov)"
+            notes.append(text)
         if not np.isnan(self.travelled).all():
             notes.append("travelled: distance of the last draw from the start / norm of the start")
         if num_draws < LEAST_DRAWS_WITHIN:
             notes.append(f"R-hat within a chain needs {LEAST_DRAWS_WITHIN} draws.")
         else:
-            notes.append(f"R-hat: the quarters of a chain with each other; median of the {self.of}")
+            notes.append(f"R-hat: of the quarters of a chain; median over the {self.of}")
             notes.append(f"  within chains {_shares(self.rhat_within)}")
         if self.rhat_across.size:
             notes.append(f"  across chains (all) {_shares(self.rhat_across)}")
         if self.ess.size:
             size = _figure(median_of(self.ess), ".0f")
             number = len(np.unique(self.copy_of)) * num_draws
-            notes.append(f"ESS: median of the predictions {size} of {number} draws")
+            notes.append(f"ESS: {size} of {number} draws, median over the predictions")
             notes.append(
-                f"Monte Carlo standard error of the LPPD of all: {_figure(self.mcse, '.2g')}"
+                f"Monte Carlo standard error of the LPPD (all): {_figure(self.mcse, '.2g')}"
             )
         if self.of == "weights":
-            notes.append(
-                "For R-hat across chains, ESS and LPPD of the predictions, which matter more"
-            )
-            notes.append('than weights, pass what `predict(..., per="draw", targets=...)` returns.')
+            notes.append("Predictions matter more than weights. To get their R-hat, ESS and LPPD,")
+            notes.append('pass the result of `predict(..., per="draw", targets=...)`.')
         return notes
 
     def _judgement(self) -> list[str]:
@@ -219,27 +219,27 @@ class Summary:
         ]
 
     def _reservation(self) -> str:
-        """What stands against it."""
+        """Return a reservation about a run without findings."""
         if self.num_draws < LEAST_DRAWS_JUDGED:
-            few = f"fewer than {LEAST_DRAWS_JUDGED} draws of a chain"
+            few = f"fewer than {LEAST_DRAWS_JUDGED} draws per chain"
             return f", but that is hard to tell from {few}"
         bound = GOOD_RHATS[-1]
         shares = {"within": share_above(self.rhat_within), "across": share_above(self.rhat_across)}
         above = [f"{share:.0%} of the R-hats {x}" for x, share in shares.items() if share >= 0.005]
         if not above:
             return ""
-        apart = ", as those of weights may be while predictions agree" * (self.of == "weights")
+        apart = ", which for weights may be harmless" * (self.of == "weights")
         return f", but {' and '.join(above)} chains are above {bound}{apart}"
 
 
 def share_above(rhats: np.ndarray) -> float:
-    """Share of the known R-hats that are above the bound for good ones; NaN where none is known."""
+    """Return the share of known R-hats above the larger of `GOOD_RHATS`; NaN if none is known."""
     known = rhats[~np.isnan(rhats)]
     return float(np.mean(known > GOOD_RHATS[-1])) if known.size else np.nan
 
 
 def median_of(values: np.ndarray) -> float:
-    """Median of what is known, NaN where nothing is."""
+    """Return the median of the known values, NaN if there are none."""
     known = values[~np.isnan(values)]
     return float(np.median(known)) if known.size else np.nan
 
@@ -251,7 +251,7 @@ def _figure(value: float, form: str = ".3g") -> str:
 def _shares(rhats: np.ndarray) -> str:
     known = rhats[~np.isnan(rhats)]
     parts = [f"{np.mean(known < bound):.0%} below {bound}" for bound in GOOD_RHATS]
-    return ", ".join(parts) if known.size else "unknown for all"
+    return ", ".join(parts) if known.size else "all unknown"
 
 
 def _named(chains: tuple[int, ...], num_chains: int) -> str:

@@ -1,10 +1,12 @@
-"""Statistics of chains: R-hat, effective sample size, Monte Carlo errors."""
+"""Statistics of chains and traces: R-hat, effective sample size, Monte Carlo errors, rates."""
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from types import ModuleType
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -16,31 +18,32 @@ from optax_smile.draws.prediction import Prediction
 from optax_smile.draws.snapshots import Snapshots, StoredSnapshots
 
 EssMethod = Literal["bulk", "tail", "mean"]
-# What ArviZ needs of a chain; within a chain its halves are the chains.
+# ArviZ needs four draws of a chain; within a chain, its halves are the chains.
 LEAST_DRAWS, LEAST_DRAWS_WITHIN = 4, 8
+NUM_DRAWS = _check.Whole(1) | None
 SNAPSHOTS = Posterior(
     _check.kind(
         (Snapshots, StoredSnapshots),
-        "what `sample` or `load_snapshots` returns",
-        "`Snapshots` holds arrays [chain, draw, ...], `Snapshots.from_members` members.",
+        "the result of `sample` or `load_snapshots`",
+        "Make one with `Snapshots` or `Snapshots.from_members`.",
     )
 )
 
 
 @dataclass(frozen=True)
 class Chains(_check.Array):
-    """An array of chains without NaN, with at least so many draws of each."""
+    """An array of chains without NaN, each with at least `least` draws."""
 
     axes: str = "[chain, draw, ...]"
     least: int = LEAST_DRAWS
 
     @property
     def rule(self) -> str:
-        """Its axes, and how many draws."""
+        """The axes and the number of draws."""
         return f"an array {self.axes} with at least {self.least} draws per chain"
 
     def __call__(self, where, argument, value, given=_check.NOTHING):
-        """Check the numbers, then the draws."""
+        """Check the array, then the number of draws."""
         array = super().__call__(where, argument, value, given)
         if array.shape[1] < self.least:
             _check.fail(where, argument, self.rule, f"shape {array.shape}")
@@ -51,8 +54,9 @@ class Chains(_check.Array):
 def rhat(values: ArrayLike) -> np.ndarray:
     """Compare chains with each other: rank-normalised split R-hat.
 
-    Square root of the variance of all draws over the variance within half chains, of the ranks of
-    the values and of their distances from the median, the larger of both: 1 for chains that agree.
+    It is the square root of the variance of all draws over the variance within half chains, for the
+    ranks of the values and for the ranks of their distances from the median; the larger of both.
+    Chains that agree have a value of 1.
 
     Args:
         values: arrays `[chain, draw, ...]` of at least two chains and four draws.
@@ -79,7 +83,7 @@ def rhat(values: ArrayLike) -> np.ndarray:
     """
     values = np.asarray(values)
     if len(values) < 2:
-        advice = "`rhat_within` takes chains alone."
+        advice = "For single chains, use `rhat_within`."
         _check.fail("rhat", "values", "of at least two chains", f"shape {values.shape}", advice)
     return _by_arviz("rhat", values)
 
@@ -91,11 +95,12 @@ def rhat_within(values: ArrayLike) -> np.ndarray:
     The halves of a chain are the chains of `rhat`, which splits them once more.
 
     Args:
-        values: arrays `[chain, draw, ...]` of at least eight draws; an odd first one is left out.
+        values: arrays `[chain, draw, ...]` of at least eight draws; if their number is odd, the
+            first is left out.
 
     Returns:
-        R-hat `[chain, ...]`, NaN where a chain does not move; about 1 + 2 / n for a stationary
-        chain with n independent draws.
+        R-hat `[chain, ...]`: about 1 + 2 / n for a stationary chain with n independent draws; NaN
+        where a chain does not move.
 
     Raises:
         ValueError: another shape, too few draws, NaN.
@@ -108,7 +113,7 @@ def rhat_within(values: ArrayLike) -> np.ndarray:
         >>> diagnostics.rhat_within(chains + [[0], [1]] * np.linspace(0, 9, 500)).round(1)
         array([1. , 2.4])
 
-    Source: the idea of a chainwise R-hat is of Sommer et al., Connecting the dots, ICML 2024.
+    Source: the idea of a chainwise R-hat: Sommer et al., Connecting the dots, ICML 2024.
     """
     values = np.asarray(values)
     num_chains, num_draws, *rest = values.shape
@@ -118,12 +123,12 @@ def rhat_within(values: ArrayLike) -> np.ndarray:
 
 @_check.arguments(values=Chains(), method=_check.OneOf(EssMethod))
 def ess(values: ArrayLike, method: EssMethod = "bulk") -> np.ndarray:
-    """Effective sample size: the number of independent draws that are worth as much.
+    """Effective sample size: the number of independent draws that would be as accurate.
 
     Args:
         values: arrays `[chain, draw, ...]` of at least four draws.
-        method: `"bulk"`, for the middle of the distribution; `"tail"`, the smaller one of its 5 %
-            and 95 % quantiles; `"mean"`, for averages of the values as they are.
+        method: `"bulk"`: for the middle of the distribution; `"tail"`: for the 5 % and 95 %
+            quantiles, the smaller of both; `"mean"`: for the average of the values.
 
     Returns:
         ESS of all chains together, `[...]`; NaN where nothing moves.
@@ -152,23 +157,24 @@ def mcse_lppd(log_likelihood: ArrayLike) -> float:
     """Monte Carlo standard error of the log pointwise predictive density, by the delta method.
 
     With L_si the likelihood of target i under draw s, LPPD = sum_i log(p_i) / n where p_i is the
-    average of L_si over the S draws. To first order in the error of p_i it is off by
+    average of L_si over the S draws. To first order in the error of p_i, its error is
 
         sum_i (error of p_i) / p_i / n = sum_s (z_s - 1) / S,  z_s = sum_i (L_si / p_i) / n,
 
-    so that its standard error is the one of the average of z: std(z) / sqrt(ESS of z). Chains in
-    modes of their own have a small ESS, and it is large. Where few draws carry the average of an
-    input it is too small, as that of any average is which a rare large value would move.
+    so its standard error is that of the average of z: std(z) / sqrt(ESS of z). If chains are in
+    different modes, the ESS is small and the error large. If a few draws dominate the average of an
+    input, the error is underestimated, as for any average that rare large values would change.
 
     Args:
         log_likelihood: nats, `[chain, draw, input]`, at least four draws, as `each.log_density` of
             `predict(..., per="draw", targets=...)`.
 
     Returns:
-        Standard error in nats per input; 0 if no draw differs from another.
+        Standard error in nats per input; 0 if all draws are equal.
 
     Raises:
-        ValueError: another shape, too few draws, NaN, plus infinity, an input that no draw allows.
+        ValueError: another shape, too few draws, NaN, plus infinity, or an input of probability
+            zero under all draws.
         ImportError: ArviZ is missing.
 
     Example:
@@ -190,19 +196,21 @@ def mcse_lppd(log_likelihood: ArrayLike) -> float:
 
 @_check.arguments(mean=_check.Array(), classes=_check.FLAG)
 def disagreement(mean: ArrayLike, *, classes: bool = True) -> np.ndarray:
-    """Measure how much each pair of chains differs in what it predicts.
+    """Measure how much the predictions of each pair of chains differ.
 
     Args:
-        mean: what the draws of each chain predict, as `each.mean` of `predict(..., per="draw")`:
-            class probabilities `[chain, draw, input, class]`, or averages of chains
-            `[chain, input, class]`; without `classes` numbers `[chain, draw, input, ...]`.
+        mean: predictions of the draws of each chain, such as `each.mean` of
+            `predict(..., per="draw")`: class probabilities `[chain, draw, input, class]`, or
+            averages of chains `[chain, input, class]`. With `classes=False`, numbers
+            `[chain, draw, input, ...]`.
         classes: whether they are class probabilities.
 
     Returns:
-        `[chain, chain]`, 0 on the diagonal. For classes the share of inputs on which the averages
-        of two chains have different classes at the top, 0 to 1. For numbers the root mean square
-        difference of the averages of two chains over that of the draws of a chain about its
-        average, all inputs and chains together: at 1 chains are as far apart as one is wide.
+        `[chain, chain]`, 0 on the diagonal. For classes, the share of inputs for which the averages
+        of two chains have different most probable classes, 0 to 1. For numbers, the root mean
+        square difference between the averages of two chains, divided by the root mean square
+        deviation of the draws of a chain from its average, over all inputs and chains. At 1, the
+        distance between chains equals the width of a chain.
 
     Raises:
         ValueError: another shape, NaN.
@@ -230,11 +238,11 @@ def disagreement(mean: ArrayLike, *, classes: bool = True) -> np.ndarray:
 
 @_check.arguments(values=Chains(least=2), max_lag=_check.Whole(0))
 def autocorrelation(values: ArrayLike, max_lag: int) -> np.ndarray:
-    """Correlation of each chain with itself some draws later.
+    """Compute the correlation of each chain with itself some draws later.
 
     Args:
         values: arrays `[chain, draw, ...]`.
-        max_lag: in draws, >= 0 and less than there are.
+        max_lag: largest lag in draws, >= 0 and less than the number of draws.
 
     Returns:
         sum_t (x_t - m) (x_(t+k) - m) / sum_t (x_t - m)^2 for the lags k = 0 to `max_lag` with the
@@ -257,29 +265,134 @@ def autocorrelation(values: ArrayLike, max_lag: int) -> np.ndarray:
         rule = f"less than the {num_draws} draws"
         _check.fail("autocorrelation", "max_lag", rule, max_lag)
     centred = values - values.mean(axis=1, keepdims=True)
-    # Zeros keep the end of a chain from meeting its beginning.
+    # Pad with zeros, as the transform is periodic.
     power = np.abs(np.fft.rfft(centred, n=2 * num_draws, axis=1)) ** 2
     products = np.fft.irfft(power, n=2 * num_draws, axis=1)[:, : max_lag + 1]
     moves = np.ptp(values, axis=1, keepdims=True) > 0
     return np.where(moves, products, np.nan) / np.where(moves, products[:, :1], 1)
 
 
-@_check.arguments(snapshots=SNAPSHOTS, prediction=PREDICTION | None)
-def to_arviz(snapshots: Snapshots | StoredSnapshots, prediction: Prediction | None = None) -> Any:
-    """Convert a run for ArviZ and what builds on it.
+class EnergyFit(NamedTuple):
+    """Gamma distribution fitted to |energy change|, arrays `[chain]`; NaN without an energy.
+
+    Attributes:
+        shape: (mean / std)^2.
+        scale: variance / mean, nats.
+        distance: Kolmogorov-Smirnov distance, 0 to 1: the largest difference between the
+            distribution functions.
+    """
+
+    shape: np.ndarray
+    scale: np.ndarray
+    distance: np.ndarray
+
+
+@_check.arguments(trace=_trace.TRACE, num_draws=NUM_DRAWS)
+def rejection_rate(trace: Mapping[str, ArrayLike], num_draws: int | None = None) -> np.ndarray:
+    """Count rejected steps per gradient, from the first tick to the last.
 
     Args:
-        snapshots: what `sample` or `load_snapshots` returns.
-        prediction: of the same draws, `predict(..., per="draw", targets=...)`.
+        trace: arrays `[chain, tick]`, with `num_rejected` and `num_gradients`.
+        num_draws: use only the last `num_draws` ticks that are draws, >= 1; None: all ticks.
 
     Returns:
-        `InferenceData` of ArviZ 0.x, the `DataTree` of ArviZ 1.x, with the groups `posterior`: a
-        variable per leaf, named by its path (`layer.w`); `sample_stats`: the trace of the draws,
-        its `energy_change` named `energy_error` as ArviZ does; `log_likelihood`: `target`.
+        Rate `[chain]`, 0 to 1; NaN for a single tick. If the energy errors fit perfectly, a
+        `reject_quantile` of 0.98 gives 0.02, or 0.01 with two gradients per step.
 
     Raises:
-        ValueError: the iterates of an optimizer, or a subset of draws; a prediction without single
-            draws or targets, or of other draws.
+        ValueError: an entry is missing or has another shape.
+
+    Example:
+        >>> trace = {"num_rejected": [[0, 1, 1]], "num_gradients": [[10, 20, 30]]}
+        >>> rejection_rate(trace)
+        array([0.05])
+    """
+    names = "num_rejected", "num_gradients"
+    rejected, gradients = _trace.read("rejection_rate", trace, *names, num_draws=num_draws)
+    with np.errstate(invalid="ignore"):
+        return (rejected[:, -1] - rejected[:, 0]) / (gradients[:, -1] - gradients[:, 0])
+
+
+@_check.arguments(trace=_trace.TRACE, num_draws=NUM_DRAWS)
+def step_size_trend(trace: Mapping[str, ArrayLike], num_draws: int | None = None) -> np.ndarray:
+    """Compare the step size at the end with that near the beginning.
+
+    If it still changes, the draws target no single distribution.
+
+    Args:
+        trace: arrays `[chain, tick]`, with `step_size`.
+        num_draws: use only the last `num_draws` ticks that are draws, >= 1; None: all ticks.
+
+    Returns:
+        Median of the last tenth of the ticks / median of the second tenth, `[chain]`: 1 for a
+        constant step size.
+
+    Raises:
+        ValueError: an entry is missing or has another shape.
+
+    Example:
+        >>> step_size_trend({"step_size": [[0.5] * 10 + [0.2] * 10]})
+        array([0.4])
+    """
+    (sizes,) = _trace.read("step_size_trend", trace, "step_size", num_draws=num_draws)
+    tenth = max(1, sizes.shape[1] // 10)
+    second = sizes[:, tenth : 2 * tenth] if sizes.shape[1] > 1 else sizes
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.median(sizes[:, -tenth:], axis=1) / np.median(second, axis=1)
+
+
+@_check.arguments(trace=_trace.TRACE, num_draws=NUM_DRAWS)
+def energy_fit(trace: Mapping[str, ArrayLike], num_draws: int | None = None) -> EnergyFit:
+    """Fit a Gamma distribution to |energy change|, as the outlier test and the tuner do.
+
+    Args:
+        trace: arrays `[chain, tick]`, with `energy_change`.
+        num_draws: use only the last `num_draws` ticks that are draws, >= 1; None: all ticks.
+
+    Returns:
+        An `EnergyFit`, by moments with equal weights; the sampler gives recent ticks more weight.
+
+    Raises:
+        ValueError: an entry is missing or has another shape.
+
+    Example:
+        >>> energy_fit({"energy_change": [[0.1, -0.3, 0.2]]}).shape.round(2)
+        array([6.])
+
+    Source: the fit: Sommer et al., ICML 2026; the distance: Kolmogorov 1933.
+    """
+    from scipy.special import gammainc
+
+    (energies,) = _trace.read("energy_fit", trace, "energy_change", num_draws=num_draws)
+    fits = []
+    for chain in np.abs(energies):
+        energy = np.sort(chain[np.isfinite(chain)])
+        if energy.size < 2 or np.ptp(energy) == 0:
+            fits.append((np.nan,) * 3)
+            continue
+        shape, scale = (energy.mean() / energy.std()) ** 2, energy.var() / energy.mean()
+        below, fitted = np.arange(energy.size) / energy.size, gammainc(shape, energy / scale)
+        distance = max(np.max(fitted - below), np.max(below + 1 / energy.size - fitted))
+        fits.append((shape, scale, distance))
+    return EnergyFit(*np.array(fits).T)
+
+
+@_check.arguments(snapshots=SNAPSHOTS, prediction=PREDICTION | None)
+def to_arviz(snapshots: Snapshots | StoredSnapshots, prediction: Prediction | None = None) -> Any:
+    """Convert a run to the data structure of ArviZ.
+
+    Args:
+        snapshots: result of `sample` or `load_snapshots`.
+        prediction: result of `predict(..., per="draw", targets=...)` for the same draws.
+
+    Returns:
+        `InferenceData` of ArviZ 0.x, or `DataTree` of ArviZ 1.x. The group `posterior` has a
+        variable per leaf, named by its path (`layer.w`). `sample_stats` has the trace of the draws;
+        `energy_change` is called `energy_error`, as in ArviZ. `log_likelihood` has `target`.
+
+    Raises:
+        ValueError: no draws, the iterates of an optimizer, or a subset of draws; a prediction
+            without single draws or targets, or of other draws.
         ImportError: ArviZ is missing.
 
     Cost: the draws in memory.
@@ -292,7 +405,7 @@ def to_arviz(snapshots: Snapshots | StoredSnapshots, prediction: Prediction | No
     """
     arviz = _import_arviz()
     leaves = jax.tree_util.tree_leaves_with_path(snapshots.params)
-    # The DataTree keeps "/" for its groups.
+    # A `DataTree` uses "/" for groups.
     named = {_tree.name(map(_tree.entry, path), ".") or "params": x for path, x in leaves}
     groups = {"posterior": named}
     if stats := _trace.of_draws(snapshots.trace, snapshots.num_draws):
@@ -300,17 +413,17 @@ def to_arviz(snapshots: Snapshots | StoredSnapshots, prediction: Prediction | No
     if prediction is not None:
         groups["log_likelihood"] = {"target": log_density_of("to_arviz", snapshots, prediction)}
     with warnings.catch_warnings():
-        # A deep ensemble has one draw.
+        # A deep ensemble has one draw per chain.
         warnings.filterwarnings("ignore", "More chains .* than draws")
         if "InferenceData" in vars(arviz):
             return arviz.from_dict(**groups)
         return arviz.from_dict(groups, check_conventions=False)
 
 
-def _import_arviz() -> Any:
+def _import_arviz() -> ModuleType:
     try:
         with warnings.catch_warnings():
-            # Version 0.23 announces the next one.
+            # Version 0.23 announces the next major version.
             warnings.filterwarnings("ignore", r"\s*ArviZ is undergoing", FutureWarning)
             import arviz
     except ImportError as error:
@@ -320,20 +433,20 @@ def _import_arviz() -> Any:
     return arviz
 
 
-def _by_arviz(statistic: str, values: np.ndarray, **options: Any) -> np.ndarray:
-    """Call what all versions share, a function of a data set, for all values at once."""
+def _by_arviz(statistic: str, values: np.ndarray, **options: object) -> np.ndarray:
+    """Call a function of ArviZ on a data set of all values, a form that all versions have."""
     function = getattr(_import_arviz(), statistic)
     import xarray
 
     points = values.reshape(*values.shape[:2], -1)
     data = xarray.Dataset({"x": (("chain", "draw", "point"), points)})
-    # Of values that stay as they are.
+    # Constant values divide by zero.
     with np.errstate(divide="ignore", invalid="ignore"):
         return function(data, **options)["x"].values.reshape(values.shape[2:])
 
 
 def log_mean_exp(values: np.ndarray, axes: tuple[int, ...]) -> np.ndarray:
-    """Logarithm of the mean of exponentials over axes."""
+    """Compute the logarithm of the mean of exponentials over axes."""
     number = np.prod([values.shape[axis] for axis in axes])
     for axis in sorted(axes, reverse=True):
         values = np.logaddexp.reduce(values, axis=axis)

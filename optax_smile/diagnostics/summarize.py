@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 
 from optax_smile import _check, _trace
-from optax_smile.diagnostics import statistics, traces
-from optax_smile.diagnostics.advice import fits_energies
-from optax_smile.diagnostics.findings import Run, copy_of, judge, nominal_rate
+from optax_smile.diagnostics import statistics
+from optax_smile.diagnostics.findings import Run, copy_of, fits_energies, judge, nominal_rate
 from optax_smile.diagnostics.paths import relative, walk
 from optax_smile.diagnostics.results import Summary
 from optax_smile.diagnostics.statistics import LEAST_DRAWS, LEAST_DRAWS_WITHIN
@@ -32,31 +31,35 @@ def summary(
     max_inputs: int = 200,
     seed: int = 0,
 ) -> Summary:
-    """Look at a whole run and say what looks wrong and what to try.
+    """Check a whole run: what looks wrong, and what to try.
 
-    Found are chains that are copies, whose updates were altered, that have diverged, are frozen,
-    still on their way, not settled or slow; different modes among the others, or chains that differ
-    in their predictions; far more rejections than nominal; a tuner that still changes the step
-    size. Each of the `checks` has the numbers that were tested. From weights alone it finds neither
-    slow chains nor different modes, nor chains that all predict badly.
+    It reports chains that
+
+    - are copies of each other, or received updates that were altered;
+    - have diverged, are frozen, still on their way to the mode, not settled, or slow;
+    - are in different modes, or differ in their predictions;
+    - reject far more steps than nominal, or still change their step size.
+
+    Each of the `checks` has the numbers that were tested. Without a prediction it cannot find slow
+    chains, different modes, or chains that all predict badly.
 
     Args:
-        snapshots: what `sample` or `load_snapshots` returns, or `Snapshots.from_draws`; weights
-            without a sampler, such as a deep ensemble, get a short summary.
-        prediction: of the same draws, `predict(..., per="draw", targets=...)`, on test or training
-            data: chains are then judged by what they predict, not by their weights. Of several
-            outputs that of each input which varies most is taken.
-        max_inputs: how many predictions at random, or weights, R-hat and ESS look at, >= 1.
-        seed: of the choice, >= 0.
+        snapshots: result of `sample`, `load_snapshots` or `Snapshots.from_draws`. Weights without a
+            sampler, such as a deep ensemble, get a short summary.
+        prediction: result of `predict(..., per="draw", targets=...)` for the same draws, on test or
+            training data. Chains are then judged by their predictions instead of their weights. If
+            an input has several outputs, the one that varies most is used.
+        max_inputs: number of randomly chosen predictions, or weights, for R-hat and ESS, >= 1.
+        seed: seed of this choice, >= 0.
 
     Returns:
         A `Summary`: print it.
 
     Raises:
-        ValueError: an argument out of range; the iterates of an optimizer, which are no posterior
-            draws; a subset that `thin_to` chose, from which convergence cannot be judged; a
-            prediction without single draws or targets, or of other draws.
-        ImportError: ArviZ is missing, unless there are too few draws for it.
+        ValueError: an argument out of range; no draws; the iterates of an optimizer, which are not
+            posterior draws; a subset that `thin_to` chose, from which convergence cannot be judged;
+            a prediction without single draws or targets, or of other draws.
+        ImportError: ArviZ is missing and there are enough draws to need it.
 
     Cost: a millisecond per chain and prediction, and a pass over the draws, which need not fit into
     memory.
@@ -80,14 +83,14 @@ def summary(
         figures |= {
             "first_step_size": np.asarray(trace["step_size"], float)[:, 0],
             "last_step_size": np.asarray(seen["step_size"], float)[:, -1],
-            "step_size_trend": traces.step_size_trend(seen),
-            "rejection_rate": traces.rejection_rate(seen),
+            "step_size_trend": statistics.step_size_trend(seen),
+            "rejection_rate": statistics.rejection_rate(seen),
             "num_nonfinite": np.asarray(seen["num_nonfinite"], float)[:, -1],
         }
         if "temperature" in seen:
             figures["temperature"] = np.asarray(seen["temperature"], float)[:, -1]
         if fits_energies(settings):
-            figures["energy_distance"] = traces.energy_fit(seen).distance
+            figures["energy_distance"] = statistics.energy_fit(seen).distance
     figures["copy_of"] = copies = copy_of(paths)
     figures["travelled"] = relative(paths)[:, -1]
     if prediction is not None:
@@ -112,13 +115,13 @@ def summary(
 
 
 def _scalars(prediction: Prediction, density: np.ndarray, max_inputs: int, seed: int) -> np.ndarray:
-    """One number per input `[chain, draw, input]` of a random choice of inputs."""
+    """Return one number per input `[chain, draw, input]` for randomly chosen inputs."""
     values = density if prediction.each.mean is None else prediction.each.mean
     number = values.shape[2]
     rows = np.random.default_rng(seed).permutation(number)[:max_inputs]
     values = np.asarray(values[:, :, np.sort(rows)], float)
     values = values.reshape(*values.shape[:3], -1)
     most = values.var(axis=(0, 1)).argmax(axis=-1)
-    # An impossible target is far below a possible one.
+    # Give impossible targets a finite density.
     lowest = np.finfo(np.float32).min
     return np.maximum(np.take_along_axis(values, most[None, None, :, None], 3)[..., 0], lowest)

@@ -3,13 +3,14 @@
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Protocol
 
 import jax
 import jax.core
 import numpy as np
 
 from optax_smile import _check, _settings
+from optax_smile._types import Batch
 from optax_smile.draws import likelihoods
 from optax_smile.draws.prediction import Prediction
 
@@ -24,7 +25,21 @@ SNAPSHOTS = _check.Where(
 )
 
 
-def _is_list(value: Any) -> bool:
+class Chains(Protocol):
+    """What has chains of draws, such as `Snapshots`."""
+
+    @property
+    def num_chains(self) -> int:
+        """Number of chains."""
+        ...
+
+    @property
+    def num_draws(self) -> int:
+        """Number of draws per chain."""
+        ...
+
+
+def _is_list(value: object) -> bool:
     kinds = Mapping, str, bytes, os.PathLike, type, jax.core.Tracer
     return hasattr(value, "__iter__") and np.iterable(value) and not isinstance(value, kinds)
 
@@ -35,7 +50,7 @@ ENTRIES = _check.Where("a list with what `optax_smile.stats` returned at each dr
 
 @dataclass(frozen=True)
 class Posterior(_check.Constraint):
-    """All draws of a sampler: neither iterates of an optimizer nor a subset that was chosen."""
+    """All draws of a sampler: at least one, not iterates of an optimizer, not a chosen subset."""
 
     draws: _check.Constraint
 
@@ -46,6 +61,9 @@ class Posterior(_check.Constraint):
 
     def __call__(self, where, argument, value, given=_check.NOTHING):
         value = self.draws(where, argument, value, given)
+        if not getattr(value, "num_draws", 1):
+            advice = "The run is still in its warm-up or ended there. Load it again later."
+            _check.fail(where, argument, "draws of a run that has some", "none", advice)
         if not _settings.are_posterior(getattr(value, "settings", None)):
             rule, got = "draws from a posterior, made by a sampler", "iterates of an optimizer"
             advice = "These are checkpoints, which `predict` and the metrics accept."
@@ -136,7 +154,7 @@ class HeldOut(_check.Constraint):
         return inputs, Targets()(where, argument, targets, {**given, "inputs": inputs})
 
 
-def num_inputs(inputs: Any) -> int:
+def num_inputs(inputs: Batch) -> int:
     """Return the length of arrays `[input, ...]`."""
     return np.shape(jax.tree.leaves(inputs)[0])[0]
 
@@ -156,8 +174,8 @@ class Stacked(_check.Tree):
         return value
 
 
-def log_density_of(where: str, snapshots: Any, prediction: Prediction) -> np.ndarray:
-    """Log likelihoods `[chain, draw, target]` of a prediction by draw."""
+def log_density_of(where: str, snapshots: Chains, prediction: Prediction) -> np.ndarray:
+    """Return the log likelihoods `[chain, draw, target]` of a prediction by draw."""
     axes, each = (snapshots.num_chains, snapshots.num_draws), prediction.each
     density = None if each is None else each.log_density
     if density is None or density.ndim < 3 or density.shape[:2] != axes:

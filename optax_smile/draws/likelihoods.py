@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from optax_smile import _check
+from optax_smile._types import Batch, Output
 
 # Log likelihood of padding tokens.
 PADDING = 0.0
@@ -51,18 +52,18 @@ class Likelihood(NamedTuple):
         [1.0, 1.0]
     """
 
-    mean: Callable[[Any], Any] | None
-    log_density: Callable[[Any, Any], jax.Array]
-    entropy: Callable[[Any], jax.Array] | None = None
-    variance: Callable[[Any], jax.Array] | None = None
-    check: Callable[[Any, Any], None] | None = None
+    mean: Callable[[Output], Output] | None
+    log_density: Callable[[Output, Batch], jax.Array]
+    entropy: Callable[[Output], jax.Array] | None = None
+    variance: Callable[[Output], jax.Array] | None = None
+    check: Callable[[Output, Batch], None] | None = None
 
 
 def _fail(argument: str, rule: str, got: str):
     _check.fail("Predictor", argument, rule, got)
 
 
-def _check_logits(name: str, axes: str, smallest_label: int, outputs: Any, targets: Any):
+def _check_logits(name: str, axes: str, smallest_label: int, outputs: Output, targets: Batch):
     """Require logits with these axes, and integer labels that match them."""
     if not hasattr(outputs, "shape") or len(outputs.shape) != axes.count(",") + 1:
         rule = f"one that matches the outputs; {name!r} takes logits {axes}"
@@ -79,7 +80,7 @@ def _check_logits(name: str, axes: str, smallest_label: int, outputs: Any, targe
         _fail("targets", rule, f"{targets.min()} to {targets.max()}")
 
 
-def _check_bernoulli(outputs: Any, targets: Any):
+def _check_bernoulli(outputs: Output, targets: Batch):
     if not hasattr(outputs, "shape"):
         rule = "one that matches the outputs; 'bernoulli' takes one logit per target"
         _fail("likelihood", rule, f"{jax.tree.structure(outputs)}")
@@ -90,7 +91,7 @@ def _check_bernoulli(outputs: Any, targets: Any):
             _fail("targets", "0 or 1", f"{wrong.flat[0]}")
 
 
-def _check_gaussian(outputs: Any, targets: Any):
+def _check_gaussian(outputs: Output, targets: Batch):
     rule = (
         "one that matches the outputs; 'gaussian' takes a pair (mean, log standard deviation), the"
         " second a scalar or with as many axes as the mean, each of the same length or of length 1"
@@ -106,7 +107,7 @@ def _check_gaussian(outputs: Any, targets: Any):
         _check_real_targets(shapes[0], targets)
 
 
-def _check_real_targets(shape: tuple[int, ...], targets: Any):
+def _check_real_targets(shape: tuple[int, ...], targets: Batch):
     """Require targets of the shape of the mean: `[input, 1]` and `[input]` would broadcast."""
     targets = np.asarray(targets)
     if targets.shape != shape:

@@ -1,76 +1,98 @@
-"""The Bayesian model average, one draw at a time."""
+"""The Bayesian model average: `predict` over snapshots that exist, `Predictor` draw by draw."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Literal, NamedTuple, TypeVar, cast
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import optax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.typing import ArrayLike
 
-from optax_smile import _check
+from optax_smile import _check, _tree, parallel
+from optax_smile._types import Batch, Output, Tree
 from optax_smile.draws import _checks
 from optax_smile.draws.likelihoods import Likelihood, Name
-from optax_smile.draws.prediction import Prediction
-from optax_smile.draws.predictor import READ, Per, Predictor
+from optax_smile.draws.prediction import Outcome, Prediction, Uncertainty
+
+Per = Literal["chain", "draw"]
+Apply = Callable[[optax.Params, Batch], Output]
+EntropyOf = Callable[[Tree], jax.Array] | None
+Value = TypeVar("Value")
+
+# Constraints of the arguments of both `predict` and `Predictor`.
+READ: dict[str, _check.Constraint] = {
+    "apply_fn": _check.Function("(params, inputs)"),
+    "inputs": _checks.Inputs(),
+    "likelihood": _checks.Reading(),
+    "targets": _checks.Targets(),
+    "batch_size": _check.Whole(1) | None,
+    "per": _check.OneOf(Per) | None,
+}
 
 
 @_check.arguments(snapshots=_checks.SNAPSHOTS, **READ, curve=_checks.Curve())
 def predict(
-    apply_fn: Callable[[optax.Params, Any], Any],
+    apply_fn: Apply,
     snapshots: Iterable[optax.Params],
-    inputs: Any,
+    inputs: Batch,
     *,
     likelihood: Name | Likelihood,
-    targets: Any = None,
+    targets: Batch = None,
     batch_size: int | None = None,
     curve: Sequence[int] = (),
     per: Per | None = None,
     mesh: Mesh | None = None,
-    specs: Any = None,
+    specs: Tree = None,
 ) -> Prediction:
     """Average the predictions of all snapshots (Bayesian model average).
 
-    With densities p_s(y | x) of S snapshots the average is p = sum_s p_s / S, with log density
-    log p. Its uncertainty is H[p] = sum_s H[p_s] / S + mutual information for class probabilities,
-    and Var = sum_s Var_s / S + variance of the means otherwise.
+    The predictive density is the average of those of the S snapshots, p(y | x) = sum_s p_s(y | x) /
+    S. For class probabilities, its entropy is the mean entropy of a snapshot (aleatoric) plus the
+    mutual information of target and parameters (epistemic). Otherwise, its variance is the mean
+    variance of a snapshot (aleatoric) plus the variance of the snapshots' means (epistemic).
 
     Args:
         apply_fn: `apply_fn(params, inputs)` returns the outputs of one model for the inputs.
         snapshots: parameter trees: the result of `sample`, `Snapshots.from_members(members)` for a
-            deep ensemble, or any other iterable. It is read once, so it may be a generator.
+            deep ensemble, or any other iterable, such as a generator. It is read once.
         inputs: argument of `apply_fn`, arrays `[input, ...]`; they stay on the device.
         likelihood: how to interpret the outputs and the targets:
 
             - `"categorical"`: logits `[input, class]`, labels `[input]`.
             - `"bernoulli"`: logits `[input, ...]`, targets 0 or 1 of the same shape.
-            - `"gaussian"`: a pair of mean `[input, ...]` and log standard deviation, predicted or
-              sampled as a parameter: a scalar, or with as many axes as the mean, each of the same
-              length or of length 1; targets of the shape of the mean.
+            - `"gaussian"`: a pair of mean `[input, ...]` and log standard deviation; targets of the
+              shape of the mean. The second is a scalar, such as a sampled parameter, or has as many
+              axes as the mean, each of the same length or of length 1.
             - `"tokens"`: logits `[input, token, class]`, labels `[input, token]`, -1 for padding.
             - your own `Likelihood`.
         targets: observed values, `[input, ...]`.
         batch_size: inputs to run at once, >= 1; None: all.
         curve: numbers of snapshots, >= 1, ascending; also return the average after each number.
             Snapshots come draw by draw: with 4 chains, 8 snapshots are two draws of each chain.
-        per: `"draw"`: also return the prediction of each draw, `"chain"`: the average of each
-            chain; in host memory, as the `Outcome` `each`.
-        mesh: devices: the axis `"chain"` runs snapshots in parallel, the axis `"data"` shards the
-            inputs; None: JAX's default device.
-        specs: a tree of `jax.P` like one snapshot: how each array is sharded over the other axes of
-            the mesh; None: not sharded.
+        per: `"draw"`: also return the prediction of each draw; `"chain"`: also return the average
+            of each chain. Both are in host memory, in the attribute `each`.
+        mesh: devices. The axis `"chain"` runs snapshots in parallel, the axis `"data"` shards the
+            inputs. None: JAX's default device.
+        specs: a tree of `jax.P` like one snapshot, which says how each array is sharded over the
+            other axes of the mesh; None: not sharded.
 
     Returns:
         A `Prediction`.
 
     Raises:
         ValueError: an argument out of range; no snapshots, or snapshots of different models;
-            predictions that are not finite (the message names chain and draw); a likelihood that
-            does not match the outputs; targets that do not match the likelihood.
+            predictions that are not finite or have a negative variance (the message names chain and
+            draw); a likelihood that does not match the outputs; targets that do not match the
+            likelihood.
 
-    Cost: one forward pass per snapshot, whose parameters pass through the host. Memory for the
-    outputs of one snapshot per device and three times their average (with `per="chain"` per
-    chain).
+    Cost: one forward pass per snapshot; parameters pass through the host. Memory for the outputs of
+    one snapshot per device, plus three times the size of the average (of each chain with
+    `per="chain"`).
 
     Example:
         >>> import jax.numpy as jnp, optax_smile
@@ -104,3 +126,437 @@ def predict(
         rule = f"at most the {predictor.count} snapshots"
         _check.fail("predict", "curve", rule, curve)
     return of_predictor(predictor.finalize)()._replace(curve=tuple(so_far))
+
+
+class Predictor:
+    """Incremental version of `predict`: `update` with each snapshot, `finalize` at any time.
+
+    For loops that do not keep snapshots. Arguments and errors as for `predict`; `num_chains` is the
+    number of chains that the snapshots, ordered draw by draw, come from. It is required for `per`,
+    and lets errors name a draw.
+
+    Example:
+        >>> import jax.numpy as jnp, optax_smile
+        >>> predictor = optax_smile.Predictor(
+        ...     lambda params, x: x @ params, jnp.eye(2), likelihood="categorical"
+        ... )
+        >>> predictor.update(jnp.eye(2))
+        >>> predictor.update(-jnp.eye(2))
+        >>> predictor.finalize().mean.tolist()
+        [[0.5, 0.5], [0.5, 0.5]]
+    """
+
+    @_check.arguments("Predictor", **READ, num_chains=_check.Whole(1) | None)
+    def __init__(
+        self,
+        apply_fn: Apply,
+        inputs: Batch,
+        *,
+        likelihood: Name | Likelihood,
+        targets: Batch = None,
+        batch_size: int | None = None,
+        num_chains: int | None = None,
+        per: Per | None = None,
+        mesh: Mesh | None = None,
+        specs: Tree = None,
+    ):
+        if per is not None and num_chains is None:
+            rule = "None for snapshots without `num_chains`"
+            remedy = "Pass `Snapshots` to `predict`, or `num_chains` to `Predictor`."
+            _check.fail("Predictor", "per", rule, repr(per), remedy)
+        self.num_inputs = _checks.num_inputs(inputs)
+        parallel.check_mesh("Predictor", mesh, num_chains if per == "chain" and num_chains else 0)
+        self.apply_fn, self.targets = apply_fn, targets
+        self.likelihood = cast(Likelihood, likelihood)
+        self.mesh, self.specs, self.per, self.num_chains = mesh, specs, per, num_chains
+        self._rows = 1 if mesh is None else mesh.shape[parallel.CHAIN]
+        self._num_groups = cast(int, num_chains) // self._rows if per == "chain" else 1
+        # Snapshot n runs on row n % rows of the devices and is averaged there in group
+        # (n // rows) % num_groups. With `per="chain"` each chain has its own row and group.
+        self._batches = [
+            jax.tree.map(jnp.asarray, parallel.place_batch(batch, mesh=mesh))
+            for batch in _split((inputs, targets), batch_size or self.num_inputs)
+        ]
+        self._everywhere = None if mesh is None else NamedSharding(mesh, PartitionSpec())
+        self.count: int = 0
+        self._first: Tree = None
+        self._waiting: list[optax.Params] = []
+        self._averages: list[list[Average]] = []
+        self._draws: list[Outcome] = []
+        self._adds: list[Callable] = []
+
+    @_check.arguments("Predictor.update", params=_check.Tree())
+    def update(self, params: optax.Params) -> None:
+        """Add one snapshot, a parameter tree.
+
+        Raises:
+            ValueError: a tree unlike the first one, or outputs that do not match the likelihood or
+                the targets.
+        """
+        if self._first is None:
+            self._first = jax.eval_shape(lambda x: x, params)
+            self._require_fit(self._first)
+        self._require_alike(params)
+        # Copy snapshots that have to wait: the caller may modify or donate their arrays.
+        self._waiting.append(params if self._rows == 1 else jax.tree.map(np.array, params))
+        self.count += 1
+        if self.count % self._rows == 0:
+            self._evaluate()
+
+    def restart(self) -> None:
+        """Discard all snapshots, but keep the compiled programs."""
+        self.count = 0
+        self._waiting, self._averages, self._draws = [], [], []
+
+    def finalize(self) -> Prediction:
+        """Return the average over the snapshots so far, a `Prediction`; more may follow.
+
+        Raises:
+            ValueError: no snapshots; with `per`, different numbers of draws per chain; predictions
+                that are not finite (the message names chain and draw).
+        """
+        if self.per is not None and self.count % cast(int, self.num_chains):
+            rule = f"the same number of draws of each of the {self.num_chains} chains"
+            _check.fail("Predictor.update", "params", rule, f"{self.count} snapshots")
+        average, chains = self._join()
+        return average._replace(each=self._by_draw() if self.per == "draw" else chains)
+
+    def _join(self) -> tuple[Prediction, Outcome | None]:
+        """Return the average over all snapshots, and over those of each chain."""
+        if not self.count:
+            _check.fail("Predictor.update", "params", "at least one parameter tree", "none")
+        if self._waiting:
+            self._evaluate()
+        batches = [
+            self._settled(self._finish(jax.device_put(groups, self._everywhere)))
+            for groups in self._averages
+        ]
+        for *_, invalid in batches:
+            if invalid >= 0:
+                has_variance = self.likelihood.variance is not None
+                rule = "snapshots whose predictions are finite"
+                rule += " and whose variances are >= 0" * has_variance
+                wrong = "nan, inf or a variance < 0" if has_variance else "nan or inf"
+                got = f"{wrong} from {self._name(int(invalid))}"
+                remedy = "Check that the inputs are finite; if they are, leave that chain out."
+                _check.fail("Predictor.update", "params", rule, got, remedy)
+        averages, chains, _ = zip(*batches, strict=True)
+        average = _concatenate(averages)._replace(uncertainty=self._uncertainty())
+        return average, _concatenate(chains, axis=1)
+
+    def _uncertainty(self) -> Uncertainty | None:
+        if self.likelihood.variance is not None:
+            return "variance"
+        return None if self.likelihood.entropy is None else "entropy"
+
+    def _require_fit(self, params: Tree):
+        """Require outputs of the model that match likelihood and targets."""
+        batch = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct((self.num_inputs, *x.shape[1:]), x.dtype),
+            self._batches[0],
+        )
+        rule, given = "a function of a snapshot and the inputs", (params, batch[0])
+        outputs = _check.traced("Predictor", "apply_fn", self.apply_fn, *given, rule=rule)
+        if self.likelihood.check is not None:
+            self.likelihood.check(outputs, self.targets)
+        read, needs = self.likelihood, None
+        if read.mean is None and (read.variance is not None or read.entropy is not None):
+            needs = "a `mean`, which `variance` and `entropy` require"
+        if read.log_density is None and self.targets is not None:
+            needs = "a `log_density` for the targets"
+        if needs is not None:
+            _check.fail("Predictor", "likelihood", f"one with {needs}", "none")
+        rule = "one whose functions accept the outputs"
+        outcome = _check.traced("Predictor", "likelihood", self._outcome, params, batch, rule=rule)
+        shapes = jax.tree.map(np.shape, (outcome.mean, outcome.variance))
+        if outcome.variance is not None and shapes[0] != shapes[1]:
+            rule = f"one whose variance has the shape {shapes[0]} of its mean"
+            _check.fail("Predictor", "likelihood", rule, shapes[1])
+        for leaf in jax.tree.leaves(outcome):
+            if leaf.shape[:1] != (self.num_inputs,):
+                rule = f"one that returns arrays [input, ...] of {self.num_inputs} inputs"
+                _check.fail("Predictor", "likelihood", rule, f"shape {leaf.shape}")
+
+    @functools.cached_property
+    def _zero(self) -> Callable:
+        """The compiled function that makes an empty average with the shapes of the outputs."""
+
+        def zero(params, batch):
+            return _empty_average(self._outcome(params, batch))
+
+        return jax.jit(parallel.over_chains(zero, mesh=self.mesh, in_axes=(0, None)))
+
+    def _begin(self, params: Tree):
+        """Make empty averages on the devices where the compiler places the outputs."""
+        self._averages = [
+            [self._zero(params, batch) for _ in range(self._num_groups)] for batch in self._batches
+        ]
+        if self._adds:
+            return
+        # All batches except the last have the same shape.
+        first, last = self._averages[0][0], self._averages[-1][0]
+        add = self._compile(first)
+        is_alike = jax.tree.map(np.shape, first) == jax.tree.map(np.shape, last)
+        self._adds = [add] * len(self._batches)
+        self._adds[-1] = add if is_alike else self._compile(last)
+
+    def _compile(self, average: Average) -> Callable:
+        """Compile the function that adds a row of snapshots to their averages in place."""
+        own = jax.tree.map(lambda x: x.sharding, average)
+
+        def add(average, params, number, batch):
+            outcome = self._outcome(params, batch)
+            average = average.add(outcome, number)
+            return average, outcome if self.per == "draw" else None
+
+        over_rows = parallel.over_chains(add, mesh=self.mesh, in_axes=(0, 0, 0, None))
+        return jax.jit(over_rows, donate_argnums=0, out_shardings=(own, self._everywhere))
+
+    @functools.cached_property
+    def _finish(self) -> Callable:
+        """The compiled function that combines the averages of all rows."""
+
+        entropy = self.likelihood.entropy
+
+        def finish(groups):
+            chains = jax.tree.map(lambda *x: jnp.concatenate(x), *groups)
+            first, others = (
+                jax.tree.map(lambda x, at=at: x[at], chains) for at in (0, slice(1, None))
+            )
+            total, _ = jax.lax.scan(lambda so_far, one: (so_far.join(one), None), first, others)
+            each = jax.vmap(lambda x: x.outcome(entropy))(chains) if self.per == "chain" else None
+            return total.prediction(entropy), each, total.invalid
+
+        return jax.jit(finish)
+
+    def _outcome(self, params: optax.Params, batch: tuple[Batch, Batch]) -> Outcome:
+        """Return the prediction of one snapshot, in full precision."""
+        (inputs, targets), read = batch, self.likelihood
+        outputs = jax.tree.map(_in_full_precision, self.apply_fn(params, inputs))
+        mean = None if read.mean is None else read.mean(outputs)
+        outcome = Outcome(
+            mean=mean,
+            variance=None if read.variance is None else read.variance(outputs),
+            entropy=None if read.entropy is None else read.entropy(mean),
+            log_density=None if targets is None else read.log_density(outputs, targets),
+        )
+        return jax.tree.map(_in_full_precision, outcome)
+
+    def _evaluate(self):
+        """Run the waiting snapshots, each on its row of devices; ignore results of idle rows."""
+        first = self.count - len(self._waiting)
+        numbers, rows = np.full(self._rows, -1, np.int32), self._waiting[:1] * self._rows
+        for number, params in enumerate(self._waiting, first):
+            numbers[number % self._rows], rows[number % self._rows] = number, params
+        taken = numbers >= 0
+        stacked = jax.tree.map(lambda *x: np.stack([np.asarray(each) for each in x]), *rows)
+        with _check.called("Predictor", "parallel.place", tree="params"):
+            params = parallel.place(stacked, mesh=self.mesh, specs=self.specs)
+        numbers = parallel.place(numbers, mesh=self.mesh)
+        if not self._averages:
+            self._begin(params)
+        group = first // self._rows % self._num_groups
+        outcomes = []
+        for add, groups, batch in zip(self._adds, self._averages, self._batches, strict=True):
+            groups[group], outcome = self._settled(add(groups[group], params, numbers, batch))
+            outcomes.append(jax.tree.map(lambda x: np.asarray(x)[taken], outcome))
+        if self.per == "draw":
+            self._draws.append(_concatenate(outcomes, axis=1))
+        self._waiting = []
+
+    def _settled(self, result: Value) -> Value:
+        """Wait for the result of a program on virtual CPU devices.
+
+        These share a few threads, so two programs with communication could deadlock.
+        """
+        on_cpu = self.mesh is not None and self.mesh.devices.flat[0].platform == "cpu"
+        return jax.block_until_ready(result) if on_cpu else result
+
+    def _by_draw(self) -> Outcome:
+        def of_draws(flat):
+            by_draw = flat.reshape(-1, cast(int, self.num_chains), *flat.shape[1:])
+            return np.swapaxes(by_draw, 0, 1)
+
+        return jax.tree.map(of_draws, _concatenate(self._draws))
+
+    def _name(self, number: int) -> str:
+        if self.num_chains is None:
+            return f"snapshot {number}"
+        return f"chain {number % self.num_chains}, draw {number // self.num_chains}"
+
+    def _require_alike(self, params: Tree):
+        shapes = jax.tree.map(lambda x: np.shape(x), params)
+        expected = jax.tree.map(lambda x: x.shape, self._first)
+        if shapes != expected:
+            rule = f"snapshots of one model, like the first with shapes {expected}"
+            _check.fail(
+                "Predictor.update", "params", rule, f"{shapes} from {self._name(self.count)}"
+            )
+
+
+def _in_full_precision(x: ArrayLike) -> jax.Array:
+    """Cast half-precision numbers to float32."""
+    x = jnp.asarray(x)
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32)) if _is_inexact(x) else x
+
+
+def _is_inexact(x: jax.Array) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.inexact)
+
+
+def _split(tree: Value, size: int) -> list[Value]:
+    """Split arrays `[input, ...]` into batches."""
+    num_inputs = len(jax.tree.leaves(tree)[0])
+    return [
+        jax.tree.map(lambda x, at=at: x[at : at + size], tree) for at in range(0, num_inputs, size)
+    ]
+
+
+def _concatenate(batches: Sequence[Value], axis: int = 0) -> Value:
+    """Concatenate trees along an axis on the host."""
+    return jax.tree.map(lambda *x: np.concatenate([np.asarray(each) for each in x], axis), *batches)
+
+
+class Average(NamedTuple):
+    """Average over the snapshots so far, in constant memory and with compensated summation.
+
+    Attributes:
+        count: number of snapshots, int32.
+        mean, variance, entropy: averages of these fields of an `Outcome`.
+        rest: rounding error of `mean`, carried by compensated summation.
+        spread: sum of squared deviations of the means from their average; None without `variance`.
+        largest: largest log density of each target.
+        relative: sum of exp(log density - largest).
+        invalid: index of the first snapshot whose prediction is invalid, or -1; int32.
+    """
+
+    count: jax.Array
+    mean: Tree
+    variance: Tree
+    entropy: Tree
+    rest: Tree
+    spread: Tree
+    largest: Tree
+    relative: Tree
+    invalid: jax.Array
+
+    def add(self, outcome: Outcome, number: jax.Array) -> Average:
+        """Add one snapshot; a negative `number` leaves the average unchanged."""
+        one = Average(
+            count=jnp.ones((), jnp.int32),
+            mean=outcome.mean,
+            variance=outcome.variance,
+            entropy=outcome.entropy,
+            rest=jax.tree.map(jnp.zeros_like, self.rest),
+            spread=jax.tree.map(jnp.zeros_like, self.spread),
+            largest=outcome.log_density,
+            relative=jax.tree.map(jnp.ones_like, self.relative),
+            invalid=jnp.where(_is_valid(outcome), -1, number),
+        )
+        return _tree.where(number >= 0, self.join(one), self)
+
+    def join(self, other: Average) -> Average:
+        """Combine two averages into the average over the snapshots of both.
+
+        Means and squared deviations follow Chan, Golub and LeVeque 1979; densities are stored
+        relative to the largest.
+        """
+        count = self.count + other.count
+
+        def share(x):
+            return other.count.astype(x.dtype) / jnp.maximum(count, 1).astype(x.dtype)
+
+        def mean(x, y):
+            return x + (y - x) * share(x)
+
+        def moved(x, y, rest_of_x, rest_of_y):
+            return rest_of_x + ((y - x) + (rest_of_y - rest_of_x)) * share(x)
+
+        def spread(x, y, at, to):
+            return x + y + (to - at) ** 2 * share(x) * self.count.astype(x.dtype)
+
+        def relative(x, y, of_x, of_y):
+            largest = jnp.maximum(of_x, of_y)
+            base = jnp.where(jnp.isfinite(largest), largest, 0)
+            return x * jnp.exp(of_x - base) + y * jnp.exp(of_y - base)
+
+        largest = self.largest, other.largest
+        means = (self.mean, other.mean) if self.spread is not None else (None, None)
+        # Kahan 1965: the rounding error of a sum is added to the next one.
+        moves = jax.tree.map(moved, self.mean, other.mean, self.rest, other.rest)
+        center = jax.tree.map(jnp.add, self.mean, moves)
+        both = self.invalid, other.invalid
+        earliest = jnp.where(jnp.minimum(*both) < 0, jnp.maximum(*both), jnp.minimum(*both))
+        return Average(
+            count=count,
+            mean=center,
+            variance=jax.tree.map(mean, self.variance, other.variance),
+            entropy=jax.tree.map(mean, self.entropy, other.entropy),
+            rest=jax.tree.map(lambda x, move, to: move - (to - x), self.mean, moves, center),
+            spread=jax.tree.map(spread, self.spread, other.spread, *means),
+            largest=jax.tree.map(jnp.maximum, *largest),
+            relative=jax.tree.map(relative, self.relative, other.relative, *largest),
+            invalid=earliest,
+        )
+
+    def outcome(self, entropy_of: EntropyOf) -> Outcome:
+        """Return the averaged prediction; `entropy_of` returns the entropy of its mean."""
+        density = None
+        if self.relative is not None:
+            density = self.largest + jnp.log(self.relative / self.count)
+        variance = self.variance
+        if variance is not None:
+            variance += self.spread / self.count
+        return Outcome(
+            mean=self.mean,
+            variance=variance,
+            entropy=None if entropy_of is None else entropy_of(self.mean),
+            log_density=density,
+        )
+
+    def prediction(self, entropy_of: EntropyOf) -> Prediction:
+        """Return the averaged prediction with its uncertainty split in two."""
+        outcome = self.outcome(entropy_of)
+        prediction = Prediction(outcome.mean, outcome.log_density)
+        if self.variance is not None:
+            return prediction._replace(
+                total=outcome.variance,
+                aleatoric=self.variance,
+                epistemic=self.spread / self.count,
+            )
+        if self.entropy is not None:
+            return prediction._replace(
+                total=outcome.entropy,
+                aleatoric=self.entropy,
+                epistemic=jnp.maximum(outcome.entropy - self.entropy, 0),
+            )
+        return prediction
+
+
+def _empty_average(outcome: Outcome) -> Average:
+    """Return the empty average for predictions of the shapes of `outcome`."""
+
+    def zeros(tree, fill=0.0):
+        return jax.tree.map(lambda x: jnp.full_like(x, fill), tree)
+
+    return Average(
+        count=jnp.zeros((), jnp.int32),
+        mean=zeros(outcome.mean),
+        variance=zeros(outcome.variance),
+        entropy=zeros(outcome.entropy),
+        rest=zeros(outcome.mean),
+        spread=None if outcome.variance is None else zeros(outcome.mean),
+        largest=zeros(outcome.log_density, -jnp.inf),
+        relative=zeros(outcome.log_density),
+        invalid=jnp.full((), -1, jnp.int32),
+    )
+
+
+def _is_valid(outcome: Outcome) -> jax.Array:
+    """Return whether a prediction is finite with variances >= 0; a density may be zero."""
+    finite = [jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(outcome._replace(log_density=None))]
+    if outcome.variance is not None:
+        finite.append(jnp.all(outcome.variance >= 0))
+    if outcome.log_density is not None:
+        finite.append(jnp.all(outcome.log_density < jnp.inf))
+    return jnp.all(jnp.array(finite))

@@ -1,10 +1,13 @@
 """Predictions of draws."""
 
-from typing import Any, Literal, NamedTuple
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
 
 import numpy as np
 
 from optax_smile import _table
+from optax_smile._types import Tree
 
 Uncertainty = Literal["entropy", "variance"]
 
@@ -28,10 +31,10 @@ class Outcome(NamedTuple):
         (True, (2, 5, 4))
     """
 
-    mean: Any
-    variance: Any
-    entropy: Any
-    log_density: Any
+    mean: Tree
+    variance: Tree
+    entropy: Tree
+    log_density: Tree
 
     def __repr__(self) -> str:
         return _table.described("Outcome", _shapes(self))
@@ -61,14 +64,14 @@ class Prediction(NamedTuple):
             `each`.
     """
 
-    mean: Any
-    log_density: Any
-    total: Any = None
-    aleatoric: Any = None
-    epistemic: Any = None
+    mean: Tree
+    log_density: Tree
+    total: Tree = None
+    aleatoric: Tree = None
+    epistemic: Tree = None
     uncertainty: Uncertainty | None = None
-    each: Any = None
-    curve: Any = ()
+    each: Tree = None
+    curve: Tree = ()
 
     def __repr__(self) -> str:
         return _table.described("Prediction", self._rows())
@@ -92,5 +95,5 @@ class Prediction(NamedTuple):
         return rows
 
 
-def _shapes(fields: Any) -> dict[str, str]:
+def _shapes(fields: Outcome | Prediction) -> dict[str, str]:
     return {name: _table.shape(x) for name, x in fields._asdict().items() if x is not None}

@@ -6,43 +6,218 @@ import abc
 import copy
 import dataclasses
 import functools
+import itertools
+import math
+import operator
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple, SupportsIndex, overload
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
 from optax_smile import _check, _disk, _settings, _table, _trace, parallel
-from optax_smile.draws import _checks, _files, _manifest, _own
-from optax_smile.draws import stopping as _stopping
+from optax_smile._types import Tree
+from optax_smile.draws import _checks, _format
 from optax_smile.draws import subset as _subset
-from optax_smile.draws._sequence import Draws
 from optax_smile.draws.prediction import Prediction
-from optax_smile.draws.stopping import Stopping
 from optax_smile.draws.subset import Subset
 
+# Name and arguments of a sampler.
+Settings = Mapping[str, object]
+# Statistics of draws, arrays `[chain, draw]`.
+Trace = Mapping[str, np.ndarray]
 
-class _Thinnable(Draws):
-    """Draws from which `thin_to` can choose."""
+
+class Stopping(NamedTuple):
+    """Result of the stopping rule `EvidenceStop`; print it for a sentence.
+
+    Look k rejects the null if its e-value is at least k (k + 1) / alpha. Only the last look can
+    have done so, since it stops the run.
+
+    Attributes:
+        null: `"improvement"` or `"doubling"`.
+        alpha: bound on the probability that any look rejects a null that is true.
+        tolerance: gain of the null `"doubling"`, nats per example.
+        num_examples: number of held-out examples.
+        start_lppd: log pointwise predictive density (LPPD) of the start of the chains on these
+            examples, nats per target.
+        num_draws: draws of each chain at each look, `[look]`.
+        log_e_value: log of the e-value of each look, `[look]`; NaN once a prediction was not
+            finite.
+        lppd: LPPD of the average of all draws so far, `[look]`.
+    """
+
+    null: str
+    alpha: float
+    tolerance: float
+    num_examples: int
+    start_lppd: float
+    num_draws: np.ndarray
+    log_e_value: np.ndarray
+    lppd: np.ndarray
+
+    @property
+    def log_threshold(self) -> np.ndarray:
+        """Log e-value at which each look rejects the null, `[look]`."""
+        look = np.arange(1, len(self.num_draws) + 1)
+        return np.log(look * (look + 1) / self.alpha)
+
+    @property
+    def has_stopped(self) -> bool:
+        """Whether the last look rejected the null."""
+        return bool((self.log_e_value[-1:] >= self.log_threshold[-1:]).any())
+
+    def __str__(self) -> str:
+        if not len(self.num_draws):
+            return f"Not stopped: no look yet (null: {self.null})."
+        claim = "the draws improve the prediction of the start"
+        if self.null == "doubling":
+            claim = f"doubling the draws gains less than {self.tolerance:g} nats per example"
+        evidence, threshold = self.log_e_value[-1], self.log_threshold[-1]
+        found, sign = ("Stopped", ">=") if self.has_stopped else ("Not stopped", "<")
+        if math.isnan(evidence):
+            sign, claim = "against", f"{claim}, as predictions were not finite"
+        evident = "evidence" if self.has_stopped else "not enough evidence"
+        return (
+            f"{found} at {self.num_draws[-1]} draws per chain: {evident} that {claim} (log e-value"
+            f" {evidence:.3g} {sign} {threshold:.3g}, alpha {self.alpha:g}). Held-out LPPD"
+            f" {self.lppd[-1]:.4g}, of the start {self.start_lppd:.4g}."
+        )
+
+    def to_json(self) -> _format.Json:
+        """Return the entry of the manifest."""
+        fields = self._asdict()
+        return {x: y.tolist() if isinstance(y, np.ndarray) else y for x, y in fields.items()}
+
+    @classmethod
+    def from_json(cls, entry: _format.Json) -> Stopping:
+        """Read the entry of a manifest."""
+        kinds = {"num_draws": int, "log_e_value": float, "lppd": float}
+        return cls(**entry | {x: np.asarray(entry[x], kind) for x, kind in kinds.items()})
+
+
+class Draws(abc.ABC):
+    """A sequence of parameter trees: the first draw of every chain, then the second, ...
+
+    Tree i is draw `i // num_chains` of chain `i % num_chains`.
+    """
+
+    @property
+    @abc.abstractmethod
+    def num_chains(self) -> int:
+        """Number of chains."""
+
+    @property
+    @abc.abstractmethod
+    def num_draws(self) -> int:
+        """Number of draws per chain."""
+
+    @property
+    @abc.abstractmethod
+    def settings(self) -> Settings | None:
+        """Name and arguments of the sampler."""
+
+    @property
+    @abc.abstractmethod
+    def subset(self) -> Subset | None:
+        """Which draws these are, if `thin_to` chose them."""
+
+    @property
+    @abc.abstractmethod
+    def stopping(self) -> Stopping | None:
+        """Result of the stopping rule of the run, if it had one."""
+
+    @abc.abstractmethod
+    def _arrays(self) -> list[_format.Leaf]:
+        """Describe the arrays of one draw of one chain."""
+
+    @abc.abstractmethod
+    def _place(self) -> dict[str, str]:
+        """Describe, for `repr`, where the draws are and what is known about them."""
+
+    @abc.abstractmethod
+    def _of_draw(self, draw: int, chains: Sequence[int]) -> Iterator[optax.Params]:
+        """Yield one draw of the given chains."""
 
     @abc.abstractmethod
     def _numbers(self) -> Sequence[int]:
-        """Number the draws of a chain; those on disk by their files."""
+        """Return the number of each draw of a chain; on disk, the number of its file."""
 
     @abc.abstractmethod
     def _leaves_at(self, chain: int, draw: int) -> list[np.ndarray]:
-        """Give the leaves of one draw, `[1, ...]`."""
+        """Return the leaves of one draw, `[1, ...]`."""
 
     @abc.abstractmethod
-    def _manifest_of_one(self) -> dict[str, Any]:
-        """Describe a directory with one chain of such draws."""
+    def _manifest_of_one(self) -> _format.Json:
+        """Return the manifest of a directory with one chain of such draws."""
 
     @abc.abstractmethod
-    def _like(self) -> Any:
-        """Give a tree of the structure of a draw; None if it is unknown."""
+    def _like(self) -> Tree:
+        """Return a tree with the structure of a draw; None if it is unknown."""
+
+    def __len__(self) -> int:
+        return self.num_chains * self.num_draws
+
+    def __iter__(self) -> Iterator[optax.Params]:
+        return self._pick(range(len(self)))
+
+    @overload
+    def __getitem__(self, index: SupportsIndex) -> optax.Params: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[optax.Params]: ...
+    def __getitem__(self, index):
+        if isinstance(index, slice):
+            return list(self._pick(range(len(self))[index]))
+        try:
+            number = operator.index(index)
+        except TypeError:
+            raise TypeError(self._wrong("an integer or a slice", _check.show(index))) from None
+        if not -len(self) <= number < len(self):
+            rule = f"at least {-len(self)} and below {len(self)}"
+            raise IndexError(self._wrong(rule, number))
+        return next(self._pick([number % len(self)]))
+
+    def _wrong(self, rule: str, got: object) -> str:
+        remedy = "For all draws of one chain, index the arrays [chain, draw, ...] of `params`."
+        return f"`{type(self).__name__}[...]` must be {rule}, got {got}. {remedy}"
+
+    def _pick(self, numbers: Iterable[int]) -> Iterator[optax.Params]:
+        """Yield trees by their numbers; consecutive trees of one draw are read together."""
+        num_chains = self.num_chains
+        for draw, group in itertools.groupby(numbers, lambda number: number // num_chains):
+            yield from self._of_draw(draw, [number % num_chains for number in group])
+
+    def __repr__(self) -> str:
+        return _table.described(self._title(), self._rows())
+
+    def _repr_html_(self) -> str:
+        return _table.described_in_html(self._title(), self._rows())
+
+    def _title(self) -> str:
+        chains = _table.counted(self.num_chains, "chain")
+        return f"{type(self).__name__}: {chains} of {_table.counted(self.num_draws, 'draw')}"
+
+    def _rows(self) -> dict[str, str]:
+        leaves = self._arrays()
+        sizes = [math.prod(leaf.shape) for leaf in leaves]
+        held = sum(size * np.dtype(x.dtype).itemsize for size, x in zip(sizes, leaves, strict=True))
+        arrays = _table.some(f"{leaf.name} {leaf.dtype}{leaf.shape}" for leaf in leaves)
+        numbers = _table.counted(sum(sizes), "number")
+        size = f"{numbers} per draw, {_table.memory(held * len(self))} in total"
+        rows = {"size": size, "arrays": arrays}
+        if not _settings.are_posterior(self.settings):
+            rows["draws"] = "iterates of an optimizer, not posterior draws"
+        elif self.settings is not None:
+            rows["sampler"] = _sampler(self.settings)
+        if self.subset is not None:
+            rows["subset"] = "chosen on held-out data; convergence cannot be judged from it"
+        if self.stopping is not None:
+            rows["stopping"] = str(self.stopping)
+        return rows | self._place()
 
     @_check.arguments(
         "thin_to",
@@ -65,24 +240,24 @@ class _Thinnable(Draws):
 
         with the likelihood L_si of target i under draw s. No draw is chosen twice.
 
-        The result predicts, with `number` forward passes per input. It is no sample of the
-        posterior: `summary`, `to_arviz` and estimates of the posterior refuse it. Choose on
-        validation data like those to come, and enough of them: the choice fits them, and a score on
-        them is too good. From some number on, each further draw lowers `subset.lppd`.
+        The result predicts with `number` forward passes per input. It is not a sample of the
+        posterior: `summary`, `to_arviz` and estimates of the posterior refuse it. Choose on enough
+        validation data from the distribution of the test data. The choice overfits them, so a score
+        on them is too high. Beyond some number, each further draw lowers `subset.lppd`.
 
         Args:
             number: how many draws to choose from all chains together, >= 1.
             prediction: of the same draws for held-out data,
                 `predict(..., per="draw", targets=...)`, with any likelihood.
             directory: a new or empty folder for the draws, which `load_snapshots` reads. Its
-                manifest says which draws these are and how they were chosen; `sample` does not
-                resume from it. None: host memory.
+                manifest says which draws these are and how they were chosen. `sample` cannot resume
+                from it. None: host memory.
 
         Returns:
             `Snapshots` of one chain of `number` draws in the order of the choice, so that the first
-            k of them are the subset of k; with a `directory`, `StoredSnapshots`, in the precision
-            of draws that are stored already. `subset` says which draws they are, and `trace` has
-            their statistics.
+            k of them are the subset of size k. With a `directory`, `StoredSnapshots`; draws that
+            were already stored keep their precision. `subset` says which draws they are, and
+            `trace` has their statistics.
 
         Raises:
             ValueError: more draws than there are; a prediction without single draws or targets, or
@@ -90,9 +265,9 @@ class _Thinnable(Draws):
                 empty; a subset.
             OSError: a draw could not be written.
 
-        Cost: `number` passes over the log densities `[draw, target]`, held twice in float64, and a
-        copy of each chosen draw. Of draws on disk it reads all headers, and the chosen draws one at
-        a time.
+        Cost: `number` passes over the log densities `[draw, target]`, which are held twice in
+        float64, and a copy of each chosen draw. If the draws are on disk, it reads all headers, and
+        the chosen draws one at a time.
 
         Example:
             >>> import numpy as np, optax_smile
@@ -110,7 +285,7 @@ class _Thinnable(Draws):
         where = "thin_to"
         if self.subset is not None:
             advice = (
-                "Choose from the draws that it was chosen from; its first draws are smaller ones."
+                "Choose from the original draws. The first k draws of a subset are the subset of k."
             )
             _check.fail(where, "draws", "all draws of each chain", "a subset of draws", advice)
         if number > len(self):
@@ -118,7 +293,7 @@ class _Thinnable(Draws):
         density = _density(where, self, prediction)
         place = None if directory is None else Path(directory)
         if place is not None:
-            _files.require_new(where, place)
+            _format.require_new(where, place)
         # In the order of the draws: the first of all chains, then the second.
         by_draw = density.swapaxes(0, 1).reshape(len(self), -1)
         chosen, lppd = _subset.choose(by_draw, number)
@@ -128,9 +303,9 @@ class _Thinnable(Draws):
         if place is None:
             trees = [self[at] for at in chosen]
             params = jax.tree.map(lambda *x: np.stack(x)[None], *trees)
-            found = Snapshots(params, {name: x[None] for name, x in stats.items()}, self.settings)
-            vars(found).update(subset=subset)
-            return found
+            chosen_draws = Snapshots(params, {x: y[None] for x, y in stats.items()}, self.settings)
+            vars(chosen_draws).update(subset=subset)
+            return chosen_draws
         self._write_chosen(place, subset, rows, stats, by_draw.shape[1])
         flat = isinstance(self, StoredSnapshots) and self.flat
         return load_snapshots(place, like=self._like(), flat=flat)
@@ -146,10 +321,10 @@ class _Thinnable(Draws):
         """Write a subset to a new directory.
 
         Args:
-            directory: a new or empty one.
-            subset: of these draws.
-            rows: place of each of its draws in a chain, `[draw]`.
-            stats: of its draws, arrays `[draw]`.
+            directory: a new or empty directory.
+            subset: the chosen draws.
+            rows: index of each chosen draw in its chain, `[draw]`.
+            stats: statistics of the chosen draws, arrays `[draw]`.
             num_targets: number of held-out targets.
         """
         source = str(self.directory) if isinstance(self, StoredSnapshots) else None
@@ -158,20 +333,27 @@ class _Thinnable(Draws):
             manifest = self._manifest_of_one()
         manifest["subset"] = _subset.described(subset, num_targets, of)
         steps = range(len(rows)) if subset.step is None else subset.step
-        shown = {name: x for name, x in stats.items() if name != "step"}
+        stats = {name: x for name, x in stats.items() if name != "step"}
         on_disk = (
             (
                 int(steps[i]),
                 self._leaves_at(chain, row),
-                {name: x[i : i + 1] for name, x in shown.items()},
+                {name: x[i : i + 1] for name, x in stats.items()},
             )
             for i, (chain, row) in enumerate(zip(subset.chain, rows, strict=True))
         )
-        _files.write_all(directory, manifest, on_disk)
+        _format.write_all(directory, manifest, on_disk)
+
+
+def _sampler(settings: Settings) -> str:
+    """Format a sampler with its numeric arguments."""
+    known = {name: x for name, x in settings.items() if name != "key"}
+    numeric = ((name, x) for name, x in known.items() if type(x) in (int, float))
+    return f"{settings.get('name')}({', '.join(f'{name}={x}' for name, x in numeric)})"
 
 
 @dataclasses.dataclass(frozen=True, repr=False, init=False)
-class Snapshots(_Thinnable):
+class Snapshots(Draws):
     """Draws of several chains: a sequence of parameter trees, ordered draw by draw.
 
     The first draws of all chains come first, then the second draws: `draws[i]` is draw
@@ -190,7 +372,7 @@ class Snapshots(_Thinnable):
         start: initial parameters of the chains, a tree of arrays `[chain, ...]`; None for weights
             without a sampler.
         subset: a `Subset` that says which draws these are, if `thin_to` chose them; else None.
-        stopping: a `Stopping` with what the stopping rule of the run found; None without a rule.
+        stopping: a `Stopping`, the result of the stopping rule of the run; None without a rule.
 
     Example:
         >>> import numpy as np, optax_smile
@@ -203,10 +385,10 @@ class Snapshots(_Thinnable):
           arrays  w float64[3]
     """
 
-    params: Any
-    trace: Mapping[str, np.ndarray]
-    settings: Mapping[str, Any] | None = None
-    start: Any = None
+    params: Tree
+    trace: Trace
+    settings: Settings | None = None
+    start: Tree = None
     subset: Subset | None = dataclasses.field(default=None, init=False)
     stopping: Stopping | None = dataclasses.field(default=None, init=False)
 
@@ -219,10 +401,10 @@ class Snapshots(_Thinnable):
     )
     def __init__(
         self,
-        params: Any,
-        trace: Mapping[str, np.ndarray] = _check.NOTHING,
-        settings: Mapping[str, Any] | None = None,
-        start: Any = None,
+        params: Tree,
+        trace: Trace = _check.NOTHING,
+        settings: Settings | None = None,
+        start: Tree = None,
     ):
         if start is not None:
             shapes = jax.tree.map(lambda x: (*np.shape(x)[:1], *np.shape(x)[2:]), params)
@@ -256,24 +438,24 @@ class Snapshots(_Thinnable):
     def from_draws(
         cls,
         draws: Iterable[optax.Params],
-        trace: Iterable[Any] | None = None,
+        trace: Iterable[NamedTuple] | None = None,
         *,
         num_chains: int | None = None,
         directory: str | os.PathLike[str] | None = None,
     ) -> Snapshots | StoredSnapshots:
         """Make snapshots of the draws that a loop of your own collected.
 
-        The result goes wherever that of `sample` goes: `predict(per="draw")`, `summary`, `thin_to`,
-        plots and, with a directory, `report.write`.
+        The result can be used like that of `sample`: for `predict(per="draw")`, `summary`,
+        `thin_to`, plots and, with a directory, `report.write`.
 
         Args:
             draws: parameter trees in the order of the loop, such as a list of
                 `last_accepted(state, params)`. A list of lists is one chain whose trees are lists.
-            trace: `stats(state)` at each draw, in the same order: `summary` then judges step sizes,
-                gradients and updates as well. None: unknown.
-            num_chains: number of chains, >= 1, where the arrays of each tree have an axis of chains
-                `[chain, ...]`, as in a loop over `jax.vmap`; so have those of `trace`. None: one
-                chain, without that axis.
+            trace: `stats(state)` at each draw, in the same order, so that `summary` can also judge
+                step sizes, gradients and updates. None: unknown.
+            num_chains: number of chains, >= 1, if the arrays of each tree and those of `trace` have
+                a chain axis `[chain, ...]`, as in a loop with `jax.vmap`. None: one chain, without
+                that axis.
             directory: a new or empty folder for the draws, for `load_snapshots` and `report.write`.
                 None: host memory.
 
@@ -282,9 +464,9 @@ class Snapshots(_Thinnable):
             None.
 
         Raises:
-            ValueError: no draws, a draw that is not finite, has other arrays than the first or
-                another number of chains (the message names the draw); a trace of another length, or
-                of points that are no draws; a directory that is not empty.
+            ValueError: no draws; a draw that is not finite, or whose arrays or number of chains
+                differ from the first (the message names the draw); a trace of another length, or
+                with points that are not draws; a directory that is not empty.
             OSError: a draw could not be written.
 
         Cost: a copy of the draws in host memory.
@@ -305,13 +487,15 @@ class Snapshots(_Thinnable):
             (1, 20, (1, 20))
         """
         where, number = "Snapshots.from_draws", num_chains
-        params, num_draws = _own.stacked(where, draws, number)
-        stats = {} if trace is None else _own.trace_of(where, trace, num_draws, number)
+        params, num_draws = _stacked(where, draws, number)
+        stats = {} if trace is None else _trace_of(where, trace, num_draws, number)
+        if "noise_id" in stats:
+            _trace.warn_of_equal_keys(where, stats["noise_id"], stacklevel=4)
         snapshots = cls(params, stats)
         if directory is None:
             return snapshots
         directory = Path(directory)
-        _files.require_new(where, directory)
+        _format.require_new(where, directory)
         steps = stats["num_gradients"][0] if "num_gradients" in stats else np.arange(num_draws)
         leaves = jax.tree.leaves(params)
         draws_on_disk = (
@@ -319,8 +503,8 @@ class Snapshots(_Thinnable):
             for i in range(num_draws)
         )
         with _check.called(where, "sample", params="draws"):
-            manifest = _manifest.of_run(jax.tree.map(lambda x: x[:, 0], params), None, {})
-        _files.write_all(directory, manifest, draws_on_disk)
+            manifest = _format.manifest_of(jax.tree.map(lambda x: x[:, 0], params), None, {})
+        _format.write_all(directory, manifest, draws_on_disk)
         return load_snapshots(directory, like=snapshots[0])
 
     @property
@@ -333,12 +517,12 @@ class Snapshots(_Thinnable):
         """Number of draws per chain."""
         return jax.tree.leaves(self.params)[0].shape[1]
 
-    def _of_draw(self, draw: int, chains: Sequence[int]) -> Iterator[Any]:
+    def _of_draw(self, draw: int, chains: Sequence[int]) -> Iterator[optax.Params]:
         for chain in chains:
             yield jax.tree.map(lambda x, at=(chain, draw): x[at], self.params)
 
-    def _arrays(self) -> list[_manifest.Leaf]:
-        return _manifest.leaves_of(
+    def _arrays(self) -> list[_format.Leaf]:
+        return _format.leaves_of(
             jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), self.params)
         )
 
@@ -348,11 +532,11 @@ class Snapshots(_Thinnable):
     def _leaves_at(self, chain: int, draw: int) -> list[np.ndarray]:
         return [np.asarray(x[chain : chain + 1, draw]) for x in jax.tree.leaves(self.params)]
 
-    def _manifest_of_one(self) -> dict[str, Any]:
+    def _manifest_of_one(self) -> _format.Json:
         first = jax.tree.map(lambda x: x[:1, 0], self.params)
-        return _manifest.of_run(first, None, {"sampler": _settings.described(self.settings)})
+        return _format.manifest_of(first, None, {"sampler": _settings.described(self.settings)})
 
-    def _like(self) -> Any:
+    def _like(self) -> Tree:
         return self[0]
 
     def _place(self) -> dict[str, str]:
@@ -361,27 +545,27 @@ class Snapshots(_Thinnable):
         return {"trace": names} if self.trace else {}
 
 
-class StoredSnapshots(_Thinnable):
+class StoredSnapshots(Draws):
     """Draws in a directory, read on demand: a sequence of parameter trees, ordered draw by draw.
 
-    Made by `load_snapshots`. Indices, slices and length are those of `Snapshots`; `draws[i]` reads
+    Made by `load_snapshots`. Indices, slices and length work as for `Snapshots`; `draws[i]` reads
     one draw. `trace` holds the statistics of the draws, `[chain, draw]`. `params` reads all draws
     into memory, `[chain, draw, ...]`, and `start` the initial parameters, `[chain, ...]`.
-    `manifest` is the content of the manifest, and `settings` the name and arguments of the sampler
-    or optimizer, as in `Snapshots`; so are `subset`, `stopping` and `thin_to`.
+    `manifest` is the content of the manifest. `settings`, `subset`, `stopping` and `thin_to` are
+    those of `Snapshots`. Before the first draw, `trace` and `params` raise a ValueError.
     """
 
-    def __init__(self, directory: Path, manifest: Mapping[str, Any], like: Any, flat: bool):
+    def __init__(self, directory: Path, manifest: _format.Json, like: Tree, flat: bool):
         # Draws are read later, when the working directory may have changed.
         self.directory: Path = directory.absolute()
-        self.manifest: Mapping[str, Any] = manifest
+        self.manifest: _format.Json = manifest
         self.flat: bool = flat
-        self.leaves: list[_manifest.Leaf] = [_manifest.Leaf(**leaf) for leaf in manifest["leaves"]]
-        self.structure: Any = None if like is None else jax.tree.structure(like)
-        found = _files.find(self.directory, self.num_chains)
-        found.pop(_files.START, None)
+        self.leaves: list[_format.Leaf] = [_format.Leaf(**leaf) for leaf in manifest["leaves"]]
+        self.structure = None if like is None else jax.tree.structure(like)
+        found = _format.find(self.directory, self.num_chains)
+        found.pop(_format.START, None)
         self.arrays_of_start: dict[str, np.ndarray] | None = None
-        self.draws: list[list[_files.Block]] = [found[draw] for draw in sorted(found)]
+        self.draws: list[list[_format.Block]] = [found[draw] for draw in sorted(found)]
 
     @property
     def num_chains(self) -> int:
@@ -389,7 +573,7 @@ class StoredSnapshots(_Thinnable):
         return self.manifest["num_chains"]
 
     @property
-    def settings(self) -> Mapping[str, Any] | None:
+    def settings(self) -> Settings | None:
         """Name and arguments of the sampler."""
         return self.manifest["settings"].get("sampler")
 
@@ -406,30 +590,31 @@ class StoredSnapshots(_Thinnable):
 
     @property
     def stopping(self) -> Stopping | None:
-        """What the stopping rule of the run found, if it had one."""
-        described = self.manifest.get("stopping")
-        return None if described is None else _stopping.read(described)
+        """Result of the stopping rule of the run, if it had one."""
+        entry = self.manifest.get("stopping")
+        return None if entry is None else Stopping.from_json(entry)
 
-    def _arrays(self) -> list[_manifest.Leaf]:
+    def _arrays(self) -> list[_format.Leaf]:
         return self.leaves
 
     def _place(self) -> dict[str, str]:
         return {"folder": str(self.directory)}
 
-    def _of_draw(self, draw: int, chains: Sequence[int]) -> Iterator[Any]:
+    def _of_draw(self, draw: int, chains: Sequence[int]) -> Iterator[optax.Params]:
         arrays = self._read(self.draws[draw])
         for chain in chains:
             yield self._tree({name: array[chain] for name, array in arrays.items()})
 
     @property
-    def params(self) -> Any:
+    def params(self) -> Tree:
         """All draws in memory, a tree of arrays `[chain, draw, ...]`."""
+        self._require_draws("params")
         read = [self._read(blocks) for blocks in self.draws]
         names = [leaf.name for leaf in self.leaves]
         return self._tree({name: np.stack([one[name] for one in read], 1) for name in names})
 
     @property
-    def start(self) -> Any:
+    def start(self) -> Tree:
         """Initial parameters of the chains, a tree of arrays `[chain, ...]`; None if unknown."""
         return self._tree(self._start()) if self.manifest.get("has_start", True) else None
 
@@ -439,11 +624,12 @@ class StoredSnapshots(_Thinnable):
 
         Empty for draws that were stored without statistics.
         """
+        self._require_draws("trace")
         draws = []
         for blocks in self.draws:
             seen: dict[str, np.ndarray] = {}
             for block in blocks:
-                header = _files.read_header(block)
+                header = _format.read_header(block)
                 stats = {**header["stats"], "step": header["step"]} if header["stats"] else {}
                 for name, values in stats.items():
                     default = np.empty(self.num_chains, np.asarray(values).dtype)
@@ -452,8 +638,15 @@ class StoredSnapshots(_Thinnable):
                     if draws and seen.keys() != draws[0].keys():
                         raise ValueError(f"it holds {sorted(seen)}, not {sorted(draws[0])}")
             draws.append(seen)
-        names = draws[0] if draws else ()
-        return {name: np.stack([seen[name] for seen in draws], axis=1) for name in names}
+        return {name: np.stack([seen[name] for seen in draws], axis=1) for name in draws[0]}
+
+    def _require_draws(self, attribute: str):
+        if not self.draws:
+            raise ValueError(
+                f"`{attribute}` needs at least one draw, and {self.directory} has none yet. The run"
+                " is still in its warm-up or ended there. Load the directory again later, or resume"
+                " the run."
+            )
 
     @_check.arguments(every=_check.Whole(1))
     def thinned(self, every: int) -> StoredSnapshots:
@@ -470,24 +663,24 @@ class StoredSnapshots(_Thinnable):
         arrays = self._read(self.draws[draw])
         return [arrays[leaf.name][chain : chain + 1] for leaf in self.leaves]
 
-    def _manifest_of_one(self) -> dict[str, Any]:
-        # The rule stopped the run, not the subset.
+    def _manifest_of_one(self) -> _format.Json:
+        # The stopping rule belongs to the run, not to the subset.
         of_run = {name: x for name, x in self.manifest.items() if name != "stopping"}
         return {**of_run, "num_chains": 1}
 
-    def _like(self) -> Any:
+    def _like(self) -> Tree:
         return None if self.structure is None else self[0]
 
-    def _read(self, blocks: list[_files.Block]) -> dict[str, np.ndarray]:
-        return _files.read_chains(blocks, self.leaves, self.num_chains, self._start)
+    def _read(self, blocks: list[_format.Block]) -> dict[str, np.ndarray]:
+        return _format.read_chains(blocks, self.leaves, self.num_chains, self._start)
 
     def _start(self) -> dict[str, np.ndarray]:
         if self.arrays_of_start is None:
-            arrays = _files.read_start(self.directory, self.leaves, self.num_chains)
+            arrays = _format.read_start(self.directory, self.leaves, self.num_chains)
             self.arrays_of_start = arrays
         return self.arrays_of_start
 
-    def _tree(self, arrays: dict[str, np.ndarray]) -> Any:
+    def _tree(self, arrays: dict[str, np.ndarray]) -> Tree:
         if self.flat:
             return arrays
         if self.structure is not None:
@@ -508,23 +701,23 @@ def _density(where: str, draws: Draws, prediction: Prediction) -> np.ndarray:
     return density
 
 
-def _stats(draws: Any) -> dict[str, np.ndarray]:
-    """Statistics and step of the draws, `[chain, draw]`; the step only if it is known."""
+def _stats(draws: Snapshots | StoredSnapshots) -> dict[str, np.ndarray]:
+    """Return statistics and step of the draws, `[chain, draw]`; the step only if it is known."""
     axes = draws.num_chains, draws.num_draws
     stats = _trace.of_draws(draws.trace, draws.num_draws)
     stats = {name: x for name, x in stats.items() if x.shape == axes}
     if "step" not in stats and "num_gradients" in stats:
-        # In a loop of one's own a step is a call of `update`.
+        # In a loop of the user's own a step is a call of `update`.
         per_step = 2 if (draws.settings or {}).get("integrator") == "minimal_norm" else 1
         stats["step"] = stats["num_gradients"] // per_step
     return stats
 
 
-def _nest(leaves: list[tuple[list[list[Any]], np.ndarray]]) -> Any:
+def _nest(leaves: list[tuple[list[list[str | int]], np.ndarray]]) -> Tree:
     """Rebuild nested dicts and lists from paths."""
     if len(leaves) == 1 and not leaves[0][0]:
         return leaves[0][1]
-    groups: dict[Any, list] = {}
+    groups: dict[str | int, list] = {}
     for (first, *rest), array in leaves:
         groups.setdefault(first[1], []).append((rest, array))
     nested = {entry: _nest(group) for entry, group in groups.items()}
@@ -534,13 +727,12 @@ def _nest(leaves: list[tuple[list[list[Any]], np.ndarray]]) -> Any:
 
 @_check.arguments(directory=_check.PathLike(), like=_check.Tree(), flat=_check.FLAG)
 def load_snapshots(
-    directory: str | os.PathLike[str], *, like: Any = None, flat: bool = False
+    directory: str | os.PathLike[str], *, like: Tree = None, flat: bool = False
 ) -> StoredSnapshots:
     """Open the draws that `sample(directory=...)` wrote, or is still writing.
 
-    So are those of `Snapshots.from_draws` and `thin_to` with a directory, and of `recorded`.
-
-    Needs neither the training code nor a device: the arrays are NumPy arrays.
+    It also opens the directories of `Snapshots.from_draws`, `thin_to` and `recorded`. It needs
+    neither the training code nor a device: the arrays are NumPy arrays.
 
     Args:
         directory: directory of the run.
@@ -550,15 +742,14 @@ def load_snapshots(
             slashes; `~` and `/` in an entry are written `~0` and `~1`.
 
     Returns:
-        `StoredSnapshots`, an iterable of parameter trees that `predict` accepts. To see draws
-        written later, load again.
+        `StoredSnapshots`, a sequence of parameter trees that `predict` accepts. Load again to see
+        draws that were written later.
 
     Raises:
         ValueError: a manifest that is missing, damaged or of another format; `like` with other
-            leaves than the draws. When a draw is read: a damaged file or a link, named in the
-            message.
+            leaves than the draws. When a draw is read: a damaged file, named in the message.
 
-    Cost: reads the manifest and lists the files; reads a draw, and verifies its checksums, on
+    Cost: reads the manifest and lists the files. A draw is read, and its checksums are verified, on
     access.
 
     Example:
@@ -575,14 +766,107 @@ def load_snapshots(
         (15, (3, 5, 2))
     """
     directory = Path(directory)
-    manifest = _manifest.read("load_snapshots", directory)
+    manifest = _format.read_manifest("load_snapshots", directory)
     if like is not None:
         shapes = jax.eval_shape(lambda x: x, like)
         stacked = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype), shapes)
-        given = [(leaf.name, leaf.shape) for leaf in _manifest.leaves_of(stacked)]
+        given = [(leaf.name, leaf.shape) for leaf in _format.leaves_of(stacked)]
         stored = [(leaf["name"], leaf["shape"]) for leaf in manifest["leaves"]]
         if given != stored:
             differing = [pair for pair in given if pair not in stored] or given
             rule = f"a tree with the leaves of the draws in {directory}, {stored}"
             _check.fail("load_snapshots", "like", rule, differing)
     return StoredSnapshots(directory, manifest, like, flat)
+
+
+def _stacked(where: str, draws: Iterable[optax.Params], num_chains: int | None) -> tuple[Tree, int]:
+    """Stack parameter trees.
+
+    Args:
+        where: function that the user called.
+        draws: a tree per draw; with `num_chains` its arrays are `[chain, ...]`.
+        num_chains: number of chains; None: one, without an axis.
+
+    Returns:
+        The tree of arrays `[chain, draw, ...]`, and the number of draws.
+
+    Raises:
+        ValueError: no draws, or one that is not finite or unlike the first.
+    """
+    trees = [_on_host(where, number, tree) for number, tree in enumerate(draws)]
+    if not trees:
+        _check.fail(where, "draws", "at least one parameter tree", "none")
+    _require_chains(where, trees[0], num_chains)
+    for number, tree in enumerate(trees):
+        if (got := _shapes(tree)) != (first := _shapes(trees[0])):
+            rule = f"a tree with the arrays of draw 0, {first}"
+            _check.fail(where, f"draws[{number}]", rule, got)
+        _require_finite(where, number, tree, num_chains)
+    if num_chains is None:
+        return jax.tree.map(lambda *x: np.stack(x)[None], *trees), len(trees)
+    return jax.tree.map(lambda *x: np.stack(x, axis=1), *trees), len(trees)
+
+
+def _on_host(where: str, number: int, tree: Tree) -> Tree:
+    argument = f"draws[{number}]"
+    _check.Tree(keys=False, traced=False)(where, argument, tree)
+    if not jax.tree.leaves(tree):
+        _check.fail(where, argument, "a tree with at least one array", _check.show(tree))
+    # Copy: the loop may reuse the arrays.
+    return jax.tree.map(np.array, tree)
+
+
+def _shapes(tree: Tree) -> Tree:
+    return jax.tree.map(np.shape, tree)
+
+
+def _require_chains(where: str, first: Tree, num_chains: int | None):
+    """Require the axis of chains; later draws are compared with the first one."""
+    if num_chains is None:
+        return
+    for path, leaf in jax.tree_util.tree_leaves_with_path(first):
+        if leaf.shape[:1] != (num_chains,):
+            rule = f"a tree of arrays [chain, ...] of {num_chains} chains"
+            got = f"shape {leaf.shape} at {jax.tree_util.keystr(path) or 'the only leaf'}"
+            _check.fail(where, "draws[0]", rule, got)
+
+
+def _require_finite(where: str, number: int, tree: Tree, num_chains: int | None):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        if jnp.issubdtype(leaf.dtype, jnp.inexact) and not (is_finite := np.isfinite(leaf)).all():
+            at = jax.tree_util.keystr(path) or "the only leaf"
+            chain = "" if num_chains is None else f" of chain {np.argwhere(~is_finite)[0][0]}"
+            _check.fail(where, f"draws[{number}]", "finite", f"nan or inf at {at}{chain}")
+
+
+def _trace_of(
+    where: str, trace: Iterable[NamedTuple], num_draws: int, num_chains: int | None
+) -> dict[str, np.ndarray]:
+    """Stack the statistics of the draws, `[chain, draw]`.
+
+    Raises:
+        ValueError: there are not as many entries as draws, an entry is not a result of `stats`, or
+            its point is not a draw.
+    """
+    entries = list(trace)
+    if len(entries) != num_draws:
+        rule = f"one entry for each of the {num_draws} draws"
+        _check.fail(where, "trace", rule, f"{len(entries)} entries")
+    shape = () if num_chains is None else (num_chains,)
+    rows: list[dict[str, np.ndarray]] = []
+    for number, entry in enumerate(entries):
+        argument, rule = f"trace[{number}]", "what `optax_smile.stats` returns"
+        if not hasattr(entry, "_asdict"):
+            _check.fail(where, argument, rule, _check.show(entry))
+        row = {x: _check.host(where, argument, value) for x, value in entry._asdict().items()}
+        if row.keys() != (rows or [row])[0].keys():
+            _check.fail(where, argument, f"{rule}, as the first entry", f"the fields {[*row]}")
+        if wrong := next((x for x, value in row.items() if value.shape != shape), None):
+            rule = f"{rule}, in arrays of shape {shape}"
+            advice = "" if num_chains else "Pass `num_chains` for arrays of several chains."
+            _check.fail(where, argument, rule, f"shape {row[wrong].shape} at {wrong}", advice)
+        if not np.all(row.get("is_draw", True)):
+            advice = "Keep no draws while `stats(state).is_draw` is False."
+            _check.fail(where, argument, "that of a draw", "`is_draw` False", advice)
+        rows.append(row)
+    return {name: np.stack([np.atleast_1d(row[name]) for row in rows], axis=1) for name in rows[0]}

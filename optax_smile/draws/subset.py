@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+
+from optax_smile.draws._format import Json
 
 # Below every log density in float32. Finite, so that draws for which some targets are impossible
 # are compared by the number of such targets.
@@ -22,7 +24,7 @@ class Subset(NamedTuple):
         step: step of the chain at the draw, or calls of `update` in a loop of your own; None if
             unknown.
         lppd: log pointwise predictive density of the average of the draws up to this one, nats per
-            target, on the data they were chosen on. It is too high an estimate for new data.
+            target, on the data that chose them, so it overestimates that of new data.
 
     Example:
         >>> import numpy as np, optax_smile
@@ -64,28 +66,14 @@ def choose(log_density: np.ndarray, number: int) -> tuple[list[int], np.ndarray]
     return chosen, sums.mean(axis=1) - np.log(np.arange(1, number + 1))
 
 
-def described(subset: Subset, num_targets: int, of: Mapping[str, Any]) -> dict[str, Any]:
+def described(subset: Subset, num_targets: int, of: Mapping) -> Json:
     """Describe a subset for the manifest of its directory."""
     arrays = {name: None if x is None else x.tolist() for name, x in subset._asdict().items()}
     return {"chosen_by": RULE, "num_targets": num_targets, "of": dict(of), **arrays}
 
 
-def read(described: Mapping[str, Any], numbers: Sequence[int]) -> Subset:
+def read(described: Json, numbers: Sequence[int]) -> Subset:
     """Read the subset of a manifest, restricted to the draws with these numbers."""
-    arrays: dict[str, Any] = {
-        name: None if described[name] is None else np.asarray(described[name])[list(numbers)]
-        for name in Subset._fields
-    }
-    return Subset(**arrays)
-
-
-def is_described(value: Any) -> bool:
-    """Return whether a value is a valid description."""
-    if not isinstance(value, dict) or not value.keys() >= set(Subset._fields):
-        return False
-    kinds = {"chain": int, "draw": int, "step": int, "lppd": float}
-    lists = {name: value[name] for name in kinds if name != "step" or value[name] is not None}
-    return len({len(x) if isinstance(x, list) else -1 for x in lists.values()}) == 1 and all(
-        isinstance(x, list) and all(type(entry) is kinds[name] for entry in x)
-        for name, x in lists.items()
-    )
+    fields = ((name, described[name]) for name in Subset._fields)
+    rows = list(numbers)
+    return Subset(**{name: None if x is None else np.asarray(x)[rows] for name, x in fields})

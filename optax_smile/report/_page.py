@@ -15,8 +15,8 @@ import numpy as np
 import optax
 
 from optax_smile import _check, _disk, _settings, _table, diagnostics
-from optax_smile.diagnostics.advice import ADVICE
-from optax_smile.draws import _manifest
+from optax_smile.diagnostics.findings import ADVICE
+from optax_smile.draws import _format
 from optax_smile.draws.snapshots import StoredSnapshots
 from optax_smile.metrics.classification import NUM_BINS
 from optax_smile.report import _pictures
@@ -70,8 +70,7 @@ figcaption, .note { font-size: .9em; color: #555; }
 pre { padding: .8em 0; font-size: .85em; }
 @media (max-width: 500px) {
   th, td { padding: .25em .4em; font-size: .9em; } .hint { display: block; }
-  /* Smaller plots would have unreadable labels: let them scroll, too. */
-  figure img { width: 520px; } figcaption { font-size: 1em; } }
+  figcaption { font-size: 1em; } }
 """
 
 
@@ -114,7 +113,7 @@ def write(
     output = directory / "report.html" if output is None else Path(output)
     if output.suffix not in (".html", ".htm"):
         _check.fail(where, "output", "a path that ends in .html or .htm", output)
-    snapshots = _ReadOnce(directory, _manifest.read(where, directory), None, False)
+    snapshots = _ReadOnce(directory, _format.read_manifest(where, directory), None, False)
     if not snapshots.num_draws:
         _check.fail(where, "directory", "a directory with draws", directory)
     stored = [Stored(file) for file in sorted(directory.glob(FILE.format("*")))]
@@ -231,8 +230,8 @@ def _drawn(snapshots: _ReadOnce, sampler: str, size: str) -> str:
     """Say which draws these are."""
     (chains, draws), settings = _size(snapshots), snapshots.manifest["settings"]
     if snapshots.subset is not None:
-        of = snapshots.manifest["subset"].get("of") or {}
-        place = f" in {html.escape(str(of['directory']))}" if of.get("directory") else ""
+        source = snapshots.manifest["subset"]["of"]["directory"]
+        place = f" in {html.escape(source)}" if source and Path(source).is_dir() else ""
         return f"{draws} of {sampler}, {size}: a subset chosen on held-out data from a run{place}."
     steps = ""
     if "thin" in settings:

@@ -14,14 +14,14 @@ import numpy as np
 from optax_smile import plots
 from optax_smile._types import Tree
 from optax_smile.draws.prediction import Outcome
-from optax_smile.plots._axes import FIGURE_SIZE, add_legend, chain_style, dot_if_single
+from optax_smile.plots._axes import add_legend, chain_style, dot_if_single
 from optax_smile.report._predictions import Stored, classes, labelled
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Dots per inch of plots in the page, sharp on high-density screens.
-DENSITY = 200
+# Inches of a plot and dots per inch: labels are readable on a screen of 400 pixels.
+SIZE, DENSITY = (4.8, 4.0), 230
 
 
 class Picture(NamedTuple):
@@ -47,7 +47,7 @@ def draw(pictures: Iterable[Picture]) -> str:
 def _draw(picture: Picture) -> str:
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=FIGURE_SIZE, layout="constrained")
+    figure = Figure(figsize=SIZE, layout="constrained")
     axes = figure.subplots()
     try:
         picture.draw(axes)
@@ -60,8 +60,7 @@ def _draw(picture: Picture) -> str:
     title = axes.get_title() or picture.name
     image = base64.b64encode(content.getvalue()).decode()
     return (
-        f'<figure><div class="wide"><img alt="{html.escape(title)}"'
-        f' src="data:image/png;base64,{image}"></div>'
+        f'<figure><img alt="{html.escape(title)}" src="data:image/png;base64,{image}">'
         f"<figcaption>{marked(picture.caption)}</figcaption></figure>"
     )
 

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from optax_smile import _check, _disk, metrics
-from optax_smile.draws import _manifest
+from optax_smile.draws import _format
 from optax_smile.draws.prediction import Outcome, Prediction
 from optax_smile.plots import images as _images
 
@@ -185,7 +185,7 @@ def store(
             optax_smile.report.store("run", "test", prediction, targets=labels)
     """
     directory = Path(directory)
-    _manifest.read("report.store", directory)
+    _format.read_manifest("report.store", directory)
     if scores is None:
         with _check.called("report.store", "report.score"):
             scores = {} if targets is None else score(prediction, targets)

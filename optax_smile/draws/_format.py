@@ -1,26 +1,132 @@
-"""The file format of draws, and the thread that writes them."""
+"""The directory of a run: its manifest, the files of its draws and the thread that writes them."""
 
+import json
 import os
 import queue
 import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
+from jax.typing import DTypeLike
 
 from optax_smile import _check, _disk, _tree
-from optax_smile.draws import _manifest
-from optax_smile.draws._manifest import Leaf
+from optax_smile._types import Tree
+from optax_smile._version import __version__
 
-# Draws that may wait for the disk; a longer queue does not help if the disk is too slow.
+FORMAT = 3
+MANIFEST = "manifest.json"
+# Precisions to which draws may be rounded on disk.
+StoredDtype = Literal["float16", "float32", "float64"]
+STORED_DTYPES = get_args(StoredDtype)
+REMEDY = "Restore it: a run with the same arguments in a new directory writes an identical one."
+# Number of draws that may wait for the disk.
 QUEUE_SIZE = 2
 # Parameters before the first step; leaves that never change are read from there.
 START = "start"
 _FILE = re.compile(r"(draw-(\d+)|start)\.chains-(\d+)-(\d+)\.safetensors")
+# Content of a JSON file.
+Json: TypeAlias = dict[str, Any]
+# Statistics of the draws of some chains, arrays `[chain]`.
+Stats: TypeAlias = Mapping[str, np.ndarray]
+
+
+class Leaf(NamedTuple):
+    """One array of the parameter tree.
+
+    Attributes:
+        name: path of the leaf, joined by slashes as in `_tree.name`, and name of its array in the
+            files. Names are unique.
+        path: the path as pairs of kind (`key`, `index` or `attribute`) and entry.
+        shape: shape for one chain.
+        dtype: dtype of the parameters in the run; a file may have a lower precision.
+    """
+
+    name: str
+    path: list[list[str | int]]
+    shape: list[int]
+    dtype: str
+
+
+def _name(path: list[list[str | int]]) -> str:
+    """Name a leaf; a bare array has no path, and safetensors reserves one name."""
+    name = _tree.name(path) if path else "params"
+    return "~" + name if name == "__metadata__" else name
+
+
+def leaves_of(params: Tree) -> list[Leaf]:
+    """Describe the leaves of stacked parameters `[chain, ...]`."""
+    leaves = []
+    for keys, leaf in jax.tree_util.tree_leaves_with_path(params):
+        path = [_tree.entry(key) for key in keys]
+        leaves.append(Leaf(_name(path), path, list(leaf.shape[1:]), str(leaf.dtype)))
+    return leaves
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of this library and of the libraries that affect a run."""
+    libraries = {"jax": jax, "optax": optax, "numpy": np, "safetensors": _disk.import_safetensors()}
+    others = {name: library.__version__ for name, library in libraries.items()}
+    return {"optax-smile": __version__, **others}
+
+
+def manifest_of(params: Tree, dtype: str | None, settings: Mapping) -> Json:
+    """Make the manifest of a run with stacked parameters, whose draws are rounded to `dtype`."""
+    leaves = leaves_of(params)
+    if len({leaf.name for leaf in leaves}) < len(leaves):
+        rule = "a tree whose leaves have distinct paths"
+        _check.fail("sample", "params", rule, sorted(leaf.name for leaf in leaves))
+    described = {
+        "format": FORMAT,
+        "num_chains": int(jax.tree.leaves(params)[0].shape[0]),
+        "leaves": [leaf._asdict() for leaf in leaves],
+        "stored_dtype": dtype,
+        "settings": dict(settings),
+        "data": {},
+        "loss": None,
+        "versions": versions(),
+    }
+    return json.loads(json.dumps(described))
+
+
+def _checksum(manifest: Json) -> str:
+    return _disk.checksum(json.dumps(manifest, sort_keys=True))
+
+
+def write_manifest(directory: Path, manifest: Json):
+    """Write a manifest with its checksum."""
+    content = json.dumps({**manifest, "checksum": _checksum(manifest)}, indent=1)
+    _disk.write(directory / MANIFEST, content.encode())
+
+
+def read_manifest(where: str, directory: Path) -> Json:
+    """Read the manifest of a directory.
+
+    Raises:
+        ValueError: a missing or unreadable manifest, another format, or a wrong checksum.
+    """
+    file = directory / MANIFEST
+    if not file.is_symlink() and not file.exists():
+        _check.fail(where, "directory", f"a directory with a {MANIFEST}", directory)
+    try:
+        manifest = json.loads(_disk.read_text(file))
+        version = manifest["format"]
+    except (ValueError, KeyError, TypeError, OSError, RecursionError) as error:
+        rule = f"a directory with a readable {MANIFEST}"
+        _check.fail(where, "directory", rule, f"{file} ({error})", REMEDY)
+    if version != FORMAT:
+        rule = f"a directory of snapshots of format {FORMAT}"
+        remedy = "Read it with the version of optax_smile that its manifest names."
+        _check.fail(where, "directory", rule, f"format {version} in {file}", remedy)
+    if manifest.pop("checksum", None) != _checksum(manifest):
+        rule = f"a directory whose {MANIFEST} matches its checksum"
+        _check.fail(where, "directory", rule, file, REMEDY)
+    return manifest
 
 
 class Block(NamedTuple):
@@ -59,30 +165,24 @@ def find(directory: Path, num_chains: int) -> dict[int | str, list[Block]]:
     return {draw: parts for draw, parts in blocks.items() if is_whole(parts)}
 
 
-def _check_header(header: Mapping[str, Any], block: Block):
+def _check_header(header: Json, block: Block):
     """Require a header that matches the name of its file."""
-    _, draw, first, last = block
-    if (header["draw"], header["chains"]) != (draw, [first, last]):
+    if (header["draw"], header["chains"]) != (block.draw, [block.first, block.last]):
         raise ValueError(f"it holds draw {header['draw']} of the chains {header['chains']}")
-    values = {"step": [header["step"]] * (last - first + 1), **header["stats"]}
-    for name, of_chains in values.items():
-        kinds = {type(x) for x in of_chains}
-        if not kinds <= {int, float, bool} or len(of_chains) != last - first + 1:
-            raise ValueError(f"its `{name}` is not a number per chain")
 
 
-def read_header(block: Block) -> dict[str, Any]:
+def read_header(block: Block) -> Json:
     """Read the header of a file, and verify its checksum."""
     with _disk.naming(block.path):
         return _disk.read_header(block.path, lambda header: _check_header(header, block))
 
 
-def _is_rounded(dtype: Any) -> bool:
+def _is_rounded(dtype: DTypeLike | None) -> bool:
     """Return whether arrays of this dtype are rounded on disk: floating-point numbers only."""
     return dtype is not None and jnp.issubdtype(dtype, jnp.floating)
 
 
-def rounded(params: Any, dtype: str | None) -> Any:
+def rounded(params: Tree, dtype: str | None) -> Tree:
     """Cast parameters to the precision that `load_snapshots` returns."""
     return jax.tree.map(
         lambda x: (
@@ -95,13 +195,13 @@ def rounded(params: Any, dtype: str | None) -> Any:
 def read_arrays(block: Block, leaves: list[Leaf]) -> dict[str, np.ndarray]:
     """Read the arrays of a file, and verify their checksums."""
 
-    def check(header: Mapping[str, Any]):
+    def check(header: Json):
         _check_header(header, block)
         described, rows = header["arrays"], block.last - block.first + 1
         expected = {leaf.name: ([rows, *leaf.shape], leaf.dtype) for leaf in leaves}
         for name, (dtype, shape, _) in described.items():
             wanted, own = expected.get(name, (None, None))
-            rounded = _manifest.STORED_DTYPES if _is_rounded(own) else ()
+            rounded = STORED_DTYPES if _is_rounded(own) else ()
             if shape != wanted or dtype not in (own, *rounded):
                 raise ValueError(f"its array {name!r}, {dtype} {shape}, is not in the manifest")
         if block.draw == START and described.keys() != expected.keys():
@@ -149,10 +249,10 @@ def read_start(directory: Path, leaves: list[Leaf], num_chains: int) -> dict[str
 class DrawFiles:
     """Write draws to a directory.
 
-    Each process writes its chains of a draw to one safetensors file of arrays `[chain, ...]` (with
-    several processes one file per device), under a temporary name that is then changed. The JSON
-    header holds the result of `optax_smile.stats`, the step and checksums. Leaves that still equal
-    those of the start, such as the frozen part of a network, are stored only with the start.
+    Each process writes its chains of a draw to one safetensors file of arrays `[chain, ...]`; with
+    several processes, to one file per device. A file is complete or absent. The JSON header holds
+    the result of `optax_smile.stats`, the step and checksums. Leaves that still equal the start,
+    such as the frozen part of a network, are stored only with the start.
 
     Args:
         directory: directory of the draws.
@@ -160,7 +260,7 @@ class DrawFiles:
         dtype: precision on disk, `"float16"`, `"float32"` or `"float64"`; None: that of the
             parameters.
         resumed: whether the directory already holds the start of this run, which is then used.
-        names: of the leaves; None: those of their paths.
+        names: names of the leaves; None: those of their paths.
 
     Raises:
         ValueError: a resumed directory without a readable start.
@@ -170,14 +270,14 @@ class DrawFiles:
     def __init__(
         self,
         directory: str | os.PathLike[str],
-        start: Any,
+        start: Tree,
         *,
         dtype: str | None = None,
         resumed: bool = False,
         names: Sequence[str] | None = None,
     ):
         self.directory, self.dtype = Path(directory).absolute(), dtype
-        leaves = _manifest.leaves_of(start)
+        leaves = leaves_of(start)
         self.names = list(names or (leaf.name for leaf in leaves))
         if resumed:
             num_chains = jax.tree.leaves(start)[0].shape[0]
@@ -189,7 +289,7 @@ class DrawFiles:
             for name, array in arrays.items():
                 self.unmoved[name] |= dict(zip(range(first, last + 1), array.copy(), strict=True))
 
-    def write(self, draw: int | str, step: int, params: Any, stats: Mapping[str, Any]):
+    def write(self, draw: int | str, step: int, params: Tree, stats: Stats):
         """Write a draw.
 
         Args:
@@ -212,7 +312,7 @@ class DrawFiles:
             _disk.write(self.directory / file, _disk.pack(header, arrays))
             done = rows.stop
 
-    def _blocks(self, params: Any) -> Iterator[tuple[int, int, dict[str, np.ndarray]]]:
+    def _blocks(self, params: Tree) -> Iterator[tuple[int, int, dict[str, np.ndarray]]]:
         """Yield the chains of this process, rounded to the stored precision."""
         for first, last, leaves in _tree.local_blocks(params):
             rounded = [
@@ -241,17 +341,17 @@ def require_new(where: str, directory: Path):
 
 def write_all(
     directory: Path,
-    manifest: Mapping[str, Any],
-    draws: Iterable[tuple[int, Any, Mapping[str, Any]]],
+    manifest: Json,
+    draws: Iterable[tuple[int, Tree, Stats]],
 ):
-    """Write draws that are known already to a new directory.
+    """Write existing draws to a new directory.
 
-    The manifest comes last, so that a directory that is not complete cannot be loaded. Leaves that
-    all draws share are stored once, with the first draw in the place of the start.
+    The manifest is written last, so an incomplete directory cannot be loaded. The first draw takes
+    the place of the start, so leaves that all draws share are stored once.
 
     Args:
-        directory: a new or empty one.
-        manifest: of the draws.
+        directory: a new or empty directory.
+        manifest: manifest of the draws.
         draws: step, leaves `[chain, ...]` in the order of the manifest, and statistics `[chain]`.
     """
     directory.mkdir(parents=True, exist_ok=True)
@@ -260,7 +360,7 @@ def write_all(
         if files is None:
             files = DrawFiles(directory, leaves, dtype=manifest["stored_dtype"], names=names)
         files.write(number, step, leaves, stats)
-    _manifest.write(directory, {**manifest, "has_start": False})
+    write_manifest(directory, {**manifest, "has_start": False})
 
 
 class SnapshotWriter:
@@ -280,7 +380,7 @@ class SnapshotWriter:
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
 
-    def put(self, draw: int, step: int, params: Any, stats: Mapping[str, Any]):
+    def put(self, draw: int, step: int, params: Tree, stats: Stats):
         """Queue a draw, see `DrawFiles.write`; blocks only if the queue is full."""
         self._raise_failure()
         self.waiting.put((draw, step, params, stats))
