@@ -2,13 +2,14 @@
 
 import functools
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
 import optax
 
 from optax_smile import _check, _tree
+from optax_smile._types import Batch, Tree
 from optax_smile.chains import _loop, _optimizer
 from optax_smile.chains.sample import sample
 from optax_smile.draws.snapshots import Snapshots, StoredSnapshots
@@ -16,13 +17,13 @@ from optax_smile.potential import START
 from optax_smile.samplers.smile import psmile
 from optax_smile.stages.tuner import angle_tuner
 
-Losses = Callable[[Any], np.ndarray]
-
+Loss: TypeAlias = Callable[[optax.Params, Batch], jax.Array]
+Maker: TypeAlias = Callable[..., optax.GradientTransformation]
 
 # Arguments of `make_sampler`.
 POSTERIOR = "(num_data=, prior_precision=, prior_mean=, temperature=, key=)"
-# The default of every run here: explicit noise, which clean gradients need, and steps short enough
-# for variances that are right within half a percent.
+# The default sampler: explicit noise, which noiseless gradients need, and steps short enough for
+# variances that are accurate to half a percent.
 SAMPLER = functools.partial(psmile, decoherence_length="turning", tuner=angle_tuner(0.02))
 
 
@@ -49,7 +50,7 @@ def constraints(least: int) -> dict[str, _check.Constraint]:
 
 
 def build(
-    where: str, make_sampler: Any, key: jax.Array, **posterior: Any
+    where: str, make_sampler: Maker, key: jax.Array, **posterior: float
 ) -> optax.GradientTransformation:
     """Make the sampler of a posterior around the start of its chains."""
     made = make_sampler(prior_mean=START, key=key, **posterior)
@@ -61,9 +62,9 @@ def build(
 
 def watch(
     where: str,
-    model: tuple[Any, Any, Any],
+    model: tuple[Loss, optax.Params, Iterable[Batch]],
     sampler: optax.GradientTransformation,
-    observe: Callable[[Any], Any],
+    observe: Callable[[optax.Params], Tree],
     **run: Any,
 ) -> Snapshots | StoredSnapshots:
     """Sample, and keep what `observe` returns for the draws.
@@ -83,8 +84,8 @@ def watch(
 
 
 def over_batches(
-    of_batch: Callable[[Any, Any], Any], batches: Iterable[Any]
-) -> Callable[[Any], Any]:
+    of_batch: Callable[[optax.Params, Batch], Tree], batches: Iterable[Batch]
+) -> Callable[[optax.Params], Tree]:
     """Make a function of draws `[chain, ...]` that averages `of_batch` over all batches.
 
     Batches are weighted by their number of examples, where it can be inferred.
@@ -98,7 +99,7 @@ def over_batches(
     """
     mapped = jax.jit(jax.vmap(of_batch, in_axes=(0, None)))
 
-    def average(draws: Any) -> Any:
+    def average(draws: optax.Params) -> Tree:
         total, number = None, 0
         for batch in batches:
             rows = _loop.num_rows(batch, False) or 1
@@ -110,7 +111,9 @@ def over_batches(
     return average
 
 
-def check_loss(where: str, loss_fn: Any, params: Any, batches: Any, warns: bool) -> float:
+def check_loss(
+    where: str, loss_fn: Loss, params: optax.Params, batches: Iterable[Batch], warns: bool
+) -> float:
     """Require a finite scalar loss of trained weights, and return the loss over all batches.
 
     Args:
@@ -140,7 +143,7 @@ def check_loss(where: str, loss_fn: Any, params: Any, batches: Any, warns: bool)
     return loss
 
 
-def copies(params: Any, number: int) -> Any:
+def copies(params: optax.Params, number: int) -> optax.Params:
     """Start `number` chains from the same weights; the keys of their samplers differ."""
     return jax.tree.map(lambda x: np.repeat(np.asarray(x)[None], number, axis=0), params)
 

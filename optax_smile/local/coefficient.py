@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ import optax
 
 from optax_smile import _check, _tree
 from optax_smile._table import aligned
+from optax_smile._types import Batch, Options, Tree
 from optax_smile.draws._checks import Posterior
 from optax_smile.draws.snapshots import Snapshots, StoredSnapshots
 from optax_smile.local import _around
@@ -113,10 +114,10 @@ class LearningCoefficient(NamedTuple):
         """Problems with the coefficient; empty if there are none."""
         return tuple(self._findings())
 
-    def _nats(self, loss: Any) -> Any:
+    def _nats(self, loss: np.ndarray) -> np.ndarray:
         potential = Potential(self.num_data, temperature=1 / self.beta)
-        same: Any = 0.0
-        return energy_change(potential, loss, same)
+        change = energy_change(potential, cast(jax.Array, loss), cast(jax.Array, 0.0))
+        return cast(np.ndarray, change)
 
     def _findings(self) -> Iterator[Finding]:
         if not np.all(np.isfinite(self.loss)):
@@ -199,15 +200,15 @@ def _trend(blocks: np.ndarray) -> tuple[float, float]:
     progress=_check.FLAG,
 )
 def llc(
-    loss_fn: Callable[[Any, Any], jax.Array],
+    loss_fn: _around.Loss,
     params: optax.Params,
-    batches: Iterable[Any],
+    batches: Iterable[Batch],
     *,
     num_data: float,
     beta: float | None = None,
     localization: float = 100.0,
     draws: Snapshots | StoredSnapshots | None = None,
-    make_sampler: Callable[..., optax.GradientTransformation] = _around.SAMPLER,
+    make_sampler: _around.Maker = _around.SAMPLER,
     num_chains: int = 4,
     num_warmup: int = 2000,
     num_draws: int = 200,
@@ -282,7 +283,7 @@ def llc(
     }
     start_loss = _around.check_loss(where, loss_fn, params, batches, check)
     observe = _observer(loss_fn, params, batches)
-    settings: dict[str, Any] = {
+    settings: Options = {
         "start_loss": start_loss,
         "num_parameters": _tree.size(params),
         "num_data": float(num_data),
@@ -295,7 +296,7 @@ def llc(
         seen = jax.tree.map(lambda *x: np.concatenate(x), *map(observe, stacked))
         seen = {name: x.reshape(-1, draws.num_chains).T for name, x in seen.items()}
         return LearningCoefficient(**seen, **settings)
-    typed: Any = _check.Key(True, "for new draws")(where, "key", key)
+    typed: jax.Array = _check.Key(True, "for new draws")(where, "key", key)
     chains = _around.copies(params, num_chains)
     kept = _around.watch(
         where,
@@ -313,10 +314,12 @@ def llc(
     return LearningCoefficient(**kept.params, **settings)
 
 
-def _observer(loss_fn: Callable, params: Any, batches: Iterable[Any]) -> Callable[[Any], Any]:
+def _observer(
+    loss_fn: _around.Loss, params: optax.Params, batches: Iterable[Batch]
+) -> Callable[[optax.Params], Tree]:
     """Make a function from draws `[chain, ...]` to their loss, slope and square, `[chain]`."""
 
-    def of_batch(draw: Any, batch: Any) -> dict[str, Any]:
+    def of_batch(draw: optax.Params, batch: Batch) -> Tree:
         moved = jax.tree.map(lambda x, w: (x - w).astype(x.dtype), draw, params)
         loss, slope = jax.jvp(lambda v: loss_fn(v, batch), (draw,), (moved,))
         square = sum(jnp.sum(x**2) for x in jax.tree.leaves(moved))
@@ -328,7 +331,7 @@ def _observer(loss_fn: Callable, params: Any, batches: Iterable[Any]) -> Callabl
 def _check_posterior(
     where: str,
     draws: Snapshots | StoredSnapshots,
-    posterior: Mapping[str, Any],
+    posterior: Mapping[str, float],
     params: optax.Params,
 ):
     """Require draws of this posterior, as far as the settings of their run are known."""

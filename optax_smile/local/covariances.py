@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,30 +10,28 @@ import numpy as np
 import optax
 
 from optax_smile import _check
-from optax_smile.draws._checks import Posterior
-
-# Number of draws whose losses are held at a time.
-DRAWS_AT_ONCE = 64
+from optax_smile._types import Batch
+from optax_smile.draws import _checks
 
 
 @_check.arguments(
     losses_fn=_check.Function("(params, examples)"),
-    draws=Posterior(
+    draws=_checks.Posterior(
         _check.Where(
             "an iterable of parameter trees",
             lambda draws: np.iterable(draws) and not isinstance(draws, (dict, str, bytes)),
         )
     ),
-    examples=_check.Tree(keys=False, traced=False),
-    queries=_check.Tree(keys=False, traced=False) | None,
+    examples=_checks.Inputs(keys=False, traced=False),
+    queries=_checks.Inputs(keys=False, traced=False) | None,
     temperature=_check.Real(0, open="low", traced=False) | None,
     batch_size=_check.Whole(1) | None,
 )
 def influence(
-    losses_fn: Callable[[Any, Any], jax.Array],
+    losses_fn: Callable[[optax.Params, Batch], jax.Array],
     draws: Iterable[optax.Params],
-    examples: Any,
-    queries: Any = None,
+    examples: Batch,
+    queries: Batch = None,
     *,
     temperature: float | None = None,
     batch_size: int | None = None,
@@ -66,8 +63,8 @@ def influence(
             not `[example]`, a `temperature` that differs from that of the draws, or draws that are
             iterates of an optimizer.
 
-    Cost: one forward pass over examples and queries per draw. Memory for the result in float64 and
-    for the losses of 64 draws.
+    Cost: one forward pass over examples and queries per draw. Memory for the result and for the
+    losses `[draw, example + query]`, in float64.
 
     Example:
         >>> import jax.numpy as jnp, optax_smile
@@ -81,83 +78,41 @@ def influence(
     """
     where = "influence"
     temperature = _temperature(where, draws, temperature)
-    number = _rows(where, "examples", examples)
-    whole, num_queries = examples, 0
+    number = _checks.num_inputs(examples)
+    whole = examples
     if queries is not None:
-        num_queries = _rows(where, "queries", queries)
         try:
             whole = jax.tree.map(lambda x, y: np.concatenate([x, y]), examples, queries)
         except ValueError as error:
             rule = "arrays like the examples except for the first axis"
             _check.fail(where, "queries", rule, str(error).splitlines()[0])
-    size = number + num_queries
+    size = _checks.num_inputs(whole)
     step = size if batch_size is None else batch_size
     slices = [slice(first, first + step) for first in range(0, size, step)]
     blocks = [jax.tree.map(lambda x, rows=rows: jnp.asarray(x[rows]), whole) for rows in slices]
     compiled = jax.jit(losses_fn)
-
-    def losses(draw: Any) -> np.ndarray:
-        parts = [np.asarray(compiled(draw, block), float) for block in blocks]
-        shapes = [np.shape(x) for x in parts]
-        if [*map(len, shapes)].count(1) < len(shapes) or sum(x[0] for x in shapes) != size:
-            rule = "a function that returns the loss of each example, [example]"
-            _check.fail(where, "losses_fn", rule, f"one that returns shape {shapes[0]}")
-        return np.concatenate(parts)
-
-    moments = _Moments(slice(number, None) if num_queries else slice(number), slice(number))
-    held: list[np.ndarray] = []
+    rule = "a function that returns the loss of each example, [example]"
+    kept: list[np.ndarray] = []
     for draw in draws:
-        if not moments.count and not held:
-            rule = "a function that returns the loss of each example, [example]"
+        if not kept:
             remedy = "Does it match these `draws`, `examples` and `queries`?"
             _check.traced(where, "losses_fn", losses_fn, draw, blocks[0], rule=rule, advice=remedy)
-        held.append(losses(draw))
-        if not np.isfinite(held[-1]).all():
-            got = f"NaN or inf for draw {moments.count + len(held) - 1}"
+        parts = [np.asarray(compiled(draw, block), float) for block in blocks]
+        if [x.shape for x in parts] != [(_checks.num_inputs(block),) for block in blocks]:
+            _check.fail(where, "losses_fn", rule, f"one that returns shape {parts[0].shape}")
+        kept.append(np.concatenate(parts))
+        if not np.isfinite(kept[-1]).all():
+            got = f"NaN or inf for draw {len(kept) - 1}"
             _check.fail(where, "losses_fn", "a function that returns finite losses", got)
-        if len(held) == DRAWS_AT_ONCE:
-            moments.add(np.stack(held))
-            held = []
-    if held:
-        moments.add(np.stack(held))
-    if moments.count < 2:
-        _check.fail(where, "draws", "at least two draws", moments.count)
-    return moments.covariance() / temperature
+    if len(kept) < 2:
+        _check.fail(where, "draws", "at least two draws", len(kept))
+    losses = np.stack(kept)
+    losses -= losses.mean(axis=0)
+    of_queries = losses if queries is None else losses[:, number:]
+    return of_queries.T @ losses[:, :number] / (len(kept) - 1) / temperature
 
 
-class _Moments:
-    """Covariance between columns, updated by blocks of rows (Chan, Golub, LeVeque 1983)."""
-
-    def __init__(self, rows: slice, columns: slice):
-        self.rows, self.columns, self.count = rows, columns, 0
-        self.mean: Any = 0.0
-        self.products: Any = 0.0
-
-    def add(self, block: np.ndarray):
-        """Add a block of rows."""
-        mean, count = block.mean(axis=0), len(block)
-        centred, shift = block - mean, mean - self.mean
-        weight = self.count * count / (self.count + count)
-        between = weight * np.outer(shift[self.rows], shift[self.columns])
-        self.products = self.products + centred[:, self.rows].T @ centred[:, self.columns] + between
-        self.count += count
-        self.mean = self.mean + shift * count / self.count
-
-    def covariance(self) -> np.ndarray:
-        """Return the unbiased covariance of all rows so far."""
-        return self.products / (self.count - 1)
-
-
-def _rows(where: str, argument: str, tree: Any) -> int:
-    """Return the common length of the first axis, at least one."""
-    lengths = {np.shape(x)[:1] for x in jax.tree.leaves(tree)}
-    if len(lengths) != 1 or lengths & {(), (0,)}:
-        rule = "a tree of arrays with the same first axis, not empty"
-        _check.fail(where, argument, rule, jax.tree.map(np.shape, tree))
-    return lengths.pop()[0]
-
-
-def _temperature(where: str, draws: Any, given: float | None) -> float:
+def _temperature(where: str, draws: Iterable[optax.Params], given: float | None) -> float:
     """Return the temperature of the draws if it is known; `given` must agree with it."""
     known = (getattr(draws, "settings", None) or {}).get("temperature")
     known = float(known) if isinstance(known, int | float) else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Literal, NamedTuple, cast
+from typing import Literal, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ import optax
 
 from optax_smile import _check, _tree
 from optax_smile._table import aligned
+from optax_smile._types import Batch, Tree
 from optax_smile.chains import _loop
 from optax_smile.local import _around
 from optax_smile.stages.tuner import angle_tuner
@@ -61,7 +62,7 @@ class PrecisionSearch(NamedTuple):
     num_data: float
     num_parameters: int
     temperature: float
-    make_sampler: Callable[..., optax.GradientTransformation]
+    make_sampler: _around.Maker
 
     @property
     def best(self) -> int:
@@ -120,14 +121,14 @@ class PrecisionSearch(NamedTuple):
     progress=_check.FLAG,
 )
 def local_precision(
-    loss_fn: Callable[[Any, Any], jax.Array],
+    loss_fn: _around.Loss,
     params: optax.Params,
-    batches: Iterable[Any],
+    batches: Iterable[Batch],
     *,
     num_data: float,
     allowed: float = 0.01,
     temperature: float = 1.0,
-    make_sampler: Callable[..., optax.GradientTransformation] = LONG_STEPS,
+    make_sampler: _around.Maker = LONG_STEPS,
     num_chains: int = 2,
     num_warmup: int = 100,
     num_draws: int = 20,
@@ -192,12 +193,12 @@ def local_precision(
         True
     """
     where = "local_precision"
-    steps: dict[str, Any] = {"num_warmup": num_warmup, "num_draws": num_draws, "thin": thin}
+    steps = {"num_warmup": num_warmup, "num_draws": num_draws, "thin": thin}
     typed = cast(jax.Array, key)
     start_loss = _around.check_loss(where, loss_fn, params, batches, check)
     losses, chains = _around.over_batches(loss_fn, batches), _around.copies(params, num_chains)
 
-    def observe(draws: Any) -> dict[str, Any]:
+    def observe(draws: optax.Params) -> dict[str, np.ndarray]:
         mirrored = jax.tree.map(lambda w, x: 2 * w - x, chains, draws)
         loss = losses(draws)
         return {
@@ -241,13 +242,19 @@ def local_precision(
     )
 
 
-def _distance(one: Any, other: Any) -> np.ndarray:
+def _distance(one: Tree, other: Tree) -> np.ndarray:
     """Return the Euclidean distances `[chain]` between trees `[chain, ...]`."""
     squares = jax.tree.map(lambda x, y: jnp.sum((x - y) ** 2, axis=range(1, x.ndim)), one, other)
     return np.sqrt(np.asarray(sum(jax.tree.leaves(squares)), float))
 
 
-def _width(where: str, observe: Callable, chains: Any, key: jax.Array, allowed: float) -> float:
+def _width(
+    where: str,
+    observe: Callable[[optax.Params], dict[str, np.ndarray]],
+    chains: optax.Params,
+    key: jax.Array,
+    allowed: float,
+) -> float:
     """Find the standard deviation of isotropic noise that has the allowed excess."""
     noise, leaves = _tree.normal_like(key, chains), jax.tree.leaves(chains)
     square = sum(np.sum(np.asarray(x, float) ** 2) for x in leaves)
@@ -302,7 +309,7 @@ class _Floating(_check.Constraint):
 )
 def fan_in_precision(
     params: optax.Params, *, scale: float = 1.0, out_axis: Literal[0, -1] = -1
-) -> Any:
+) -> Tree:
     """Compute the prior precisions that match fan-in initialisation of the weights.
 
     Args:
@@ -324,7 +331,7 @@ def fan_in_precision(
         {'b': 1.0, 'w': 30.0}
     """
 
-    def precision(x: Any) -> float:
+    def precision(x: jax.Array) -> float:
         shape = np.shape(x)
         return float(np.prod(shape) / shape[out_axis] / scale) if len(shape) > 1 else 1.0 / scale
 

@@ -1,7 +1,7 @@
-"""Plots of a run and of its predictions: did the chains run well, can the result be trusted?
+"""Plots of a run and its predictions: did the chains run well, and can the result be trusted?
 
-Each function draws one plot onto `ax`, or onto a new figure, and returns the axes, so that you can
-change everything afterwards. Plots need matplotlib: `pip install 'optax-smile[plots]'`. A `trace`
+Each function draws one plot onto `ax`, or onto a new figure, and returns the axes for further
+changes. Plots need matplotlib: `pip install 'optax-smile[plots]'`. A `trace`
 is the attribute `.trace` of what `sample` returns: arrays `[chain, tick]`, warm-up included.
 
 Example:
@@ -16,12 +16,11 @@ Example:
     True
 """
 
-from optax_smile.plots.around import learning_coefficient, precision_search
-from optax_smile.plots.choice import selection
 from optax_smile.plots.images import examples
 from optax_smile.plots.paths import chain_paths
 from optax_smile.plots.predictions import entropy, lppd, regression_band, reliability, risk_coverage
 from optax_smile.plots.run import energy_error, rejections, step_size
+from optax_smile.plots.searches import learning_coefficient, precision_search, selection
 
 __all__ = [
     "chain_paths",

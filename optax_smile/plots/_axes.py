@@ -1,12 +1,13 @@
-"""What the plots share: arguments, axes, colours, legends, windows."""
+"""Shared by all plots: arguments, axes, colours, legends, windows."""
 
 import sys
 import textwrap
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from optax_smile import _check
+from optax_smile._types import Options
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -34,7 +35,7 @@ MOST_WINDOWS = 40
 UNCERTAINTY = _check.Array("[input]", _check.Real(-1e-5))
 
 
-def _is_axes(value: Any) -> bool:
+def _is_axes(value: object) -> bool:
     # If the value is matplotlib's, matplotlib is imported already.
     axes = sys.modules.get("matplotlib.axes")
     return axes is not None and isinstance(value, axes.Axes)
@@ -63,7 +64,7 @@ def open_axes(ax: "Axes | None") -> "Axes":
     return plt.subplots(figsize=FIGURE_SIZE, layout="constrained")[1] if ax is None else ax
 
 
-def pick_colors(number: int) -> list[Any]:
+def pick_colors(number: int) -> list:
     """Return distinct colours: the palette if it suffices, else shades of one scale."""
     if number <= len(PALETTE):
         return list(PALETTE[:number])
@@ -72,14 +73,14 @@ def pick_colors(number: int) -> list[Any]:
     return list(matplotlib.colormaps["viridis"](np.linspace(0, 0.9, number)))
 
 
-def next_style(ax: "Axes", what: str) -> dict[str, Any]:
+def next_style(ax: "Axes", what: str) -> Options:
     """Return the line style of the next method on the same axes; `what` tags its line."""
     before = sum(line.get_gid() == what for line in ax.lines)
     dashes = DASHES[before // len(PALETTE) % len(DASHES)]
     return {"color": PALETTE[before % len(PALETTE)], "ls": dashes, "gid": what}
 
 
-def chain_style(num_chains: int) -> list[dict[str, Any]]:
+def chain_style(num_chains: int) -> list[Options]:
     """Return the line style of each chain; the legend names chains only if they are few."""
     if num_chains <= MOST_NAMED_CHAINS:
         colors = enumerate(pick_colors(num_chains))
@@ -120,6 +121,6 @@ def split_windows(num_ticks: int, least: float = 1) -> list[np.ndarray]:
     return np.array_split(np.arange(num_ticks), number)
 
 
-def dot_if_single(number: int) -> dict[str, Any]:
+def dot_if_single(number: int) -> Options:
     """Return a marker for a line of a single point, which would otherwise be invisible."""
     return {"marker": "o", "ms": 4} if number == 1 else {}

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from optax_smile import _check
+from optax_smile._types import Options
 from optax_smile.plots._axes import AXES, PALETTE, UNCERTAINTY, open_axes
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 class _Anything(_check.Real):
     """Any number, including NaN: only the images that are drawn are checked, later."""
 
-    def holds(self, numbers: Any) -> Any:
+    def holds(self, numbers: np.ndarray) -> np.ndarray:
         return np.ones(np.shape(numbers), bool)
 
 
@@ -48,7 +49,7 @@ def pick(
         number: largest number of inputs in a row.
     """
     order = np.argsort(uncertainty, kind="stable")
-    rows = {"the surest": order[:number], "the least sure": order[::-1][:number]}
+    rows = {"most certain": order[:number], "least certain": order[::-1][:number]}
     if targets is None:
         return rows
     if mean.ndim == 2:
@@ -59,9 +60,9 @@ def pick(
         wrong = np.arange(len(mean))
         off = np.abs(targets - mean) / np.sqrt(np.maximum(uncertainty, np.finfo(float).tiny))
     worst = wrong[np.argsort(-off, kind="stable")][:number]
-    name = "wrong, the worst first"
+    name = "wrong, worst first"
     if mean.ndim == 1:
-        name = "furthest off, in standard deviations"
+        name = "largest errors, in standard deviations"
     return rows | ({name: worst} if len(worst) else {})
 
 
@@ -113,7 +114,7 @@ def examples(
         >>> images, probabilities = np.arange(8.0).reshape(2, 2, 2), [[0.9, 0.1], [0.4, 0.6]]
         >>> ax = examples(images, probabilities, [0.33, 0.67], [0, 0], ax=Figure().subplots())
         >>> [text.get_text() for text in ax.texts][:2]
-        ['the surest', '0: 90 %\\n0.33 nats']
+        ['most certain', '0: 90 %\\n0.33 nats']
     """
     images = _scaled(np.asarray(images))
     mean, uncertainty, targets = _checked(len(images), mean, uncertainty, targets)
@@ -131,11 +132,11 @@ def examples(
             ax.imshow(images[at], cmap="gray", vmin=0, vmax=1, zorder=2, **place)
             caption, is_wrong = _caption(mean[at], float(uncertainty[at]), targets, at)
             color = PALETTE[1] if is_wrong else "black"
-            text: Any = {"ha": "center", "va": "top", "size": "x-small", "color": color}
+            text: Options = {"ha": "center", "va": "top", "size": "small", "color": color}
             ax.text(left + 0.5, top + height + 0.04, caption, **text)
         top += height + CAPTION
     ax.set(xlim=(0, columns * (1 + GAP) - GAP), ylim=(top, 0), aspect="equal")
-    ax.set_title("Images and what is predicted of them")
+    ax.set_title("Images and their predictions")
     ax.set_axis_off()
     return ax
 
@@ -159,7 +160,7 @@ def _checked(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
     """Require a prediction for each of the images."""
     where = "plots.examples"
-    arrays: dict[str, Any] = {
+    arrays: Options = {
         "mean": MEAN(where, "mean", mean),
         "uncertainty": UNCERTAINTY(where, "uncertainty", uncertainty),
         "targets": TARGETS(where, "targets", targets),

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
 
 from optax_smile import _check
+from optax_smile._types import Tree
 from optax_smile.plots._axes import AXES, MOST_NAMED_CHAINS, add_legend, open_axes, pick_colors
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ COLUMNS_AT_A_TIME = 1 << 16
 RANK_TOLERANCE = 1e-12
 
 
-def _points(where: str, params: Any, start: Any) -> tuple[list[np.ndarray], tuple[int, int]]:
+def _points(where: str, params: Tree, start: Tree) -> tuple[list[np.ndarray], tuple[int, int]]:
     """Return leaves as `[point, column]`, draws then starts; and numbers of chains and draws."""
     leaves, structure = jax.tree.flatten_with_path(params)
     shapes = {jax.tree_util.keystr(path) or "array": np.shape(leaf) for path, leaf in leaves}
@@ -83,7 +84,7 @@ def _principal_plane(matrices: list[np.ndarray], num_draws: int) -> tuple[np.nda
 
 
 @_check.arguments("plots.chain_paths", params=_check.Tree(), start=_check.Tree() | None, ax=AXES)
-def chain_paths(params: Any, *, start: Any = None, ax: Axes | None = None) -> Axes:
+def chain_paths(params: Tree, *, start: Tree = None, ax: Axes | None = None) -> Axes:
     """Plot the paths of the chains in the plane in which the draws vary most.
 
     Overlapping paths explore the same region. Separate clouds are different modes, the reason to

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -37,7 +37,7 @@ MOST_DOTS = 5_000
 class _Share(_check.Real):
     """A fraction; matplotlib's scales cannot handle denormal numbers."""
 
-    def holds(self, numbers: Any) -> Any:
+    def holds(self, numbers: np.ndarray) -> np.ndarray:
         tiny = np.finfo(np.float32).tiny
         return super().holds(numbers) & ((numbers == 0) | (numbers >= tiny))
 
