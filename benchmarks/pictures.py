@@ -172,7 +172,7 @@ def ladder(found: list[Record]) -> Figure:
 
 
 def regression() -> Figure:
-    """AdamW's fit to 80 points beside draws from eight chains."""
+    """AdamW's fit to 80 points, and draws from eight chains."""
     generator, noise, wide = np.random.default_rng(1), 0.15, (-6.0, 6.0)
     inputs = np.concatenate([generator.uniform(-4, -1, 40), generator.uniform(1.5, 4, 40)])
     targets = np.sin(inputs) + noise * generator.normal(size=80)
@@ -246,7 +246,7 @@ def main():
     for name in parser.parse_args().names:
         draw, files = PICTURES[name]
         found = (read(FOLDER / "results" / f"{file}.jsonl") for file in files)
-        # No version of the software, so that a file changes with its records alone.
+        # Without the version of the software, so that a file changes only with its records.
         draw(*found).savefig(
             FOLDER / "figures" / f"{name}.png", dpi=110, metadata={"Software": None}
         )

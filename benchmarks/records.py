@@ -1,4 +1,4 @@
-"""What every benchmark writes down: one JSON line per run, with what it was run on."""
+"""How every benchmark runs and records its cells: one JSON line each, with commit and device."""
 
 import argparse
 import functools
@@ -12,36 +12,38 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.tabulated.table import Table, markdown, read
+from benchmarks.tabulated.table import Record, Table, markdown, read
 
 import jax
 
+# Settings of one run, and what is recorded of it; the fields depend on the script.
+Cell = dict[str, Any]
 ROOT = Path(__file__).parents[1]
-# New files elsewhere are no part of what runs; records and figures are what it writes.
+# New files elsewhere are not imported; records and figures are written.
 CODE = ("optax_smile", "benchmarks", "examples")
 WRITTEN = (":(exclude)benchmarks/results", ":(exclude)benchmarks/figures")
 
 
-def environment(allow_dirty: bool = False) -> dict[str, Any]:
-    """Commit, version, device and date of this run.
+def environment(allow_dirty: bool = False) -> Record:
+    """Commit, version of JAX, device and date of this run.
 
     Args:
         allow_dirty: whether files may differ from the commit; they are listed as `dirty`.
     """
     commit, changed = tree(ROOT)
     refuse(changed, allow_dirty)
-    told = {
+    provenance = {
         "commit": f"{commit}-dirty" if changed else commit,
         "jax": jax.__version__,
         "device": f"{jax.devices()[0].device_kind} {platform.machine()}",
         "time": time.strftime("%Y-%m-%d %H:%M"),
     }
-    return told | {"dirty": changed} if changed else told
+    return provenance | {"dirty": changed} if changed else provenance
 
 
 @functools.cache
 def tree(root: Path) -> tuple[str, list[str]]:
-    """Commit of a checkout and the files that differ from it, when the process first asks."""
+    """Commit of a checkout and the files that differ from it, at the first call."""
 
     def git(*arguments: str) -> list[str]:
         command = ["git", "-C", str(root), *arguments]
@@ -54,7 +56,7 @@ def tree(root: Path) -> tuple[str, list[str]]:
 
 
 def refuse(changed: list[str], allow_dirty: bool):
-    """End a run whose record would name a commit that is not what ran."""
+    """End a run whose files differ from the commit that its record would name."""
     if changed and not allow_dirty:
         shown = ", ".join(changed[:5]) + ", ..." * (len(changed) > 5)
         raise SystemExit(
@@ -63,8 +65,8 @@ def refuse(changed: list[str], allow_dirty: bool):
         )
 
 
-def append(path: Path | None, record: dict[str, Any]):
-    """Add one record, on a line of its own; nothing without a path."""
+def append(path: Path | None, record: Record):
+    """Add one record as a line, if there is a path."""
     if path is None:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -74,7 +76,7 @@ def append(path: Path | None, record: dict[str, Any]):
 
 
 class Parser(argparse.ArgumentParser):
-    """A command line that refuses, before anything runs, to record what no commit has."""
+    """A command line that refuses to record uncommitted code, before anything runs."""
 
     def parse_args(self, *arguments, **options) -> Any:
         """Without `--output` nothing is recorded, and files may differ."""
@@ -85,53 +87,54 @@ class Parser(argparse.ArgumentParser):
 
 
 def parser(description: str | None) -> Parser:
-    """A command line whose help is the docstring of its script, with what `complete` reads."""
+    """A command line whose help is the docstring of its script, with the options of `complete`."""
     made = Parser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--output", type=Path, help="JSON lines, read first and appended to")
     made.add_argument(
         "--allow-dirty", action="store_true", help="mark records of files that are not committed"
     )
-    made.add_argument("--cells", type=int, help="run only so many cells of those that are missing")
+    made.add_argument("--cells", type=int, help="run at most this number of missing cells")
     return made
 
 
 def complete(
     arguments: argparse.Namespace,
-    cells: Iterable[dict[str, Any]],
-    run: Callable[[dict[str, Any]], dict[str, Any]],
+    cells: Iterable[Cell],
+    run: Callable[[Cell], Record],
     shown: str,
     **settings: Any,
-) -> list[dict[str, Any]]:
+) -> list[Record]:
     """Run the cells that a file lacks, and return its records and the new ones.
 
     Args:
         arguments: of `parser`. Without `--output` nothing is written.
-        cells: what is asked for.
+        cells: requested cells.
         run: result of a cell.
         shown: field of the result that is printed after each cell.
         settings: more fields of each record; a cell with other settings is run again.
     """
     found = read(arguments.output)
-    # A cell that a signal has cut short is not recorded.
+    # A cell that a signal has interrupted is not recorded.
     warnings.filterwarnings("error", message="`sample` ended early")
     done = [record.get("cell") for record in found if settings.items() <= record.items()]
     missing = (cell for cell in cells if cell not in done)
     for cell in itertools.islice(missing, arguments.cells):
         begun = time.monotonic()
         result = run(cell)
-        # A result may have a more precise time of its own.
+        # A result may have a more precise time.
         seconds = {"seconds": time.monotonic() - begun}
-        told = environment(arguments.allow_dirty)
-        record = {"cell": cell, **settings, **seconds, **result, **told}
+        provenance = environment(arguments.allow_dirty)
+        record = {"cell": cell, **settings, **seconds, **result, **provenance}
         append(arguments.output, record)
         found.append(record)
+        done.append(cell)
         # Each compiled program keeps memory maps, of which a process has 65,530.
         jax.clear_caches()
         print(*cell.values(), shown, record[shown], flush=True)
     return found
 
 
-def product(**axes: Iterable[Any]) -> list[dict[str, Any]]:
+def product(**axes: Iterable[Any]) -> list[Cell]:
     """Cells with every combination of the values; the last axis varies fastest."""
     return [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
 
@@ -143,9 +146,9 @@ def show(*tables: Table):
 
 def main(
     description: str | None,
-    run: Callable[[dict[str, Any]], dict[str, Any]],
+    run: Callable[[Cell], Record],
     shown: str,
-    *tables: Callable[[list[dict[str, Any]]], Table],
+    *tables: Callable[[list[Record]], Table],
     **axes: Iterable[Any],
 ):
     """Be the whole command line of a script whose cells are a product.
@@ -154,7 +157,7 @@ def main(
         description: the docstring of the script.
         run: see `complete`.
         shown: see `complete`.
-        tables: what the records become, printed at the end.
+        tables: made from the records and printed at the end.
         axes: values of each field of a cell; its plural is an option, such as `--seeds 0 1`.
     """
     made = parser(description)

@@ -1,4 +1,4 @@
-"""Samplers by the names of rows of tables, which stay when those of the library change."""
+"""Samplers by their names in tables, which stay when those of the library change."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ def build(name: str, step_size: Any = None, *, key: Any = None, **options: Any) 
     Args:
         name: of a function of the library; `"... published"` has the settings of the paper, and
             `"smile_naive"` and `"psmile_naive"` have no noise but the gradient's.
-        step_size: None: it finds its own.
+        step_size: None if the sampler chooses its own.
         key: random; left out where no random numbers are drawn.
         options: of the function.
     """

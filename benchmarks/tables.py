@@ -1,12 +1,12 @@
-"""Every table and figure of the pages, made from the records.
+"""Make every table and figure of the pages from the records.
 
     python benchmarks/tables.py            rewrite what stands between markers
-    python benchmarks/tables.py --check    say what is stale, and exit with 1
+    python benchmarks/tables.py --check    list what is stale, and exit with 1
 
 Pages are `README.md`, `notes/*.md`, and `faults.md` and `which-method.md` in `../docs`; records are
 `results/*.jsonl`, those of the paper `results/paper.jsonl`.
 
-Markers, a table on lines of its own, a figure within a line:
+Markers of a table, on separate lines, and of a figure, within a line:
 
     <!-- table NAME --> <!-- end -->
     ... better by <!-- figure NAME -->0.05 ± 0.01<!-- end --> nats ...
@@ -49,7 +49,7 @@ def records_of(name: str) -> list[Record]:
 
 
 def made_of(build: Callable[..., Any], *files: str, **options: Any) -> Callable[[], Any]:
-    """Say how a table or figure is made: a function, and the files of its records."""
+    """How to make a table or figure: a function, the files of its records, and options."""
     return lambda: build(*map(records_of, files), **options)
 
 
@@ -159,7 +159,7 @@ CODE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 
 
 def made(kind: str, name: str) -> str:
-    """What belongs between the markers."""
+    """The content between the markers."""
     return f"\n{block(TABLES[name]())} " if kind == "table" else FIGURES[name]()
 
 
@@ -169,7 +169,7 @@ def is_known(kind: str, name: str) -> bool:
 
 
 def rewritten(text: str) -> str:
-    """A page with all that is known between its markers made anew."""
+    """A page with the content of all known markers replaced."""
 
     def replace(found: re.Match[str]) -> str:
         kind, name, _ = found.groups()
@@ -180,28 +180,28 @@ def rewritten(text: str) -> str:
     return MARKED.sub(replace, text)
 
 
-def complaints(text: str, told: str) -> Iterator[str]:
-    """Sentences on what is wrong with a page, which is called `told` in them."""
+def complaints(text: str, page: str) -> Iterator[str]:
+    """Sentences that say what is wrong with a page."""
     for found in MARKED.finditer(text):
         kind, name, content = found.groups()
         inner = OPENED.search(content)
         if inner:
-            yield f"{told}: the marker of {kind} `{name}` is not closed before `{inner[1]}` begins."
+            yield f"{page}: the marker of {kind} `{name}` is not closed before `{inner[1]}` begins."
         elif not is_known(kind, name):
-            yield f"{told}: there is no {kind} `{name}` in benchmarks/tables.py."
+            yield f"{page}: there is no {kind} `{name}` in benchmarks/tables.py."
         elif content != made(kind, name):
-            yield f"{told}: {kind} `{name}` is stale; run `python benchmarks/tables.py`."
+            yield f"{page}: {kind} `{name}` is stale; run `python benchmarks/tables.py`."
     rest = MARKED.sub("", text)
-    yield from (f"{told}: the marker of `{name}` is not closed." for name in OPENED.findall(rest))
+    yield from (f"{page}: the marker of `{name}` is not closed." for name in OPENED.findall(rest))
     if "<!-- end -->" in rest:
-        yield f"{told}: an end marker closes nothing."
+        yield f"{page}: an end marker closes nothing."
     tables = [line for line in CODE.sub("", rest).splitlines() if line.lstrip().startswith("|")]
     if tables:
-        yield f"{told}: a table stands outside markers: `{tables[0][:60]}`."
+        yield f"{page}: a table stands outside markers: `{tables[0][:60]}`."
 
 
 def uncommitted() -> Iterator[str]:
-    """Sentences on records of runs whose files were not those of a commit."""
+    """Sentences on records of uncommitted code."""
     for path in sorted((FOLDER / "results").glob("*.jsonl")):
         for number, record in enumerate(read(path), 1):
             chains = record.get("chains")
@@ -215,7 +215,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--check", action="store_true", help="change nothing, tell what is stale")
+    parser.add_argument("--check", action="store_true", help="change nothing, list what is stale")
     arguments = parser.parse_args()
     wrong = []
     notes = sorted((FOLDER / "notes").glob("*.md"))

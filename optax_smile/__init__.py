@@ -17,13 +17,15 @@ The public names, by what you want to do:
     sample around weights     local: strength of a prior, learning coefficient, influence
     set the step size         angle_tuner (the default), quantile_tuner, tune_mclmc, MclmcSettings
     precondition gradients    scale_by_gradient_noise
+    build a sampler           compose, Preconditioner, Tuner
 
 `help(optax_smile.sample)` describes a function, its arguments and its errors. The pages in `docs/`
 begin with `docs/start.md`.
 """
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 from optax_smile import calibrate, diagnostics, interop, local, metrics, parallel, plots, published
 from optax_smile._check import ArgumentError
@@ -32,9 +34,8 @@ from optax_smile.chains.check import CheckReport, check
 from optax_smile.chains.recorded import RecordedSampler, recorded
 from optax_smile.chains.sample import sample
 from optax_smile.chains.select import Selection, select
-from optax_smile.chains.starts import chains_from_weights
 from optax_smile.chains.stopping import EvidenceStop
-from optax_smile.chains.warmstart import warmstart
+from optax_smile.chains.warmstart import chains_from_weights, warmstart
 from optax_smile.draws.likelihoods import Likelihood
 from optax_smile.draws.predict import Predictor, predict
 from optax_smile.draws.prediction import Outcome, Prediction
@@ -46,10 +47,10 @@ from optax_smile.samplers.scale_adapted_sghmc import scale_adapted_sghmc
 from optax_smile.samplers.sghmc import sghmc
 from optax_smile.samplers.sgld import psgld, sgld
 from optax_smile.samplers.sgnht import sgnht
-from optax_smile.samplers.smile import psmile, smile
+from optax_smile.samplers.smile import compose, psmile, smile
 from optax_smile.samplers.tune_mclmc import MclmcSettings, tune_mclmc
-from optax_smile.stages.preconditioner import scale_by_gradient_noise
-from optax_smile.stages.tuner import angle_tuner, quantile_tuner
+from optax_smile.stages.scale import Preconditioner, scale_by_gradient_noise
+from optax_smile.stages.step_size import Tuner, angle_tuner, quantile_tuner
 from optax_smile.state import Stats, last_accepted, stats
 
 if TYPE_CHECKING:
@@ -62,6 +63,7 @@ __all__ = [
     "Likelihood",
     "MclmcSettings",
     "Outcome",
+    "Preconditioner",
     "Prediction",
     "Predictor",
     "RecordedSampler",
@@ -71,10 +73,12 @@ __all__ = [
     "Stopping",
     "StoredSnapshots",
     "Subset",
+    "Tuner",
     "angle_tuner",
     "calibrate",
     "chains_from_weights",
     "check",
+    "compose",
     "cyclical_sgld",
     "diagnostics",
     "interop",
@@ -106,7 +110,7 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> ModuleType:
     """Import `report` when it is asked for: it is a command as well."""
     if name == "report":
         return importlib.import_module("optax_smile.report")

@@ -1,11 +1,11 @@
 """Constraints of arguments, declared once per function, and the error of a value that breaks one.
 
-A public function declares what its arguments have to be, and the decorator checks them:
+A public function declares the constraints of its arguments, and the decorator checks them:
 
     @_check.arguments(thin=_check.Whole(1), mesh=_check.kind(Mesh, "a mesh") | None)
     def sample(..., thin=1, mesh=None): ...
 
-`DECLARED` has the declarations of all functions; the tests of bad input are made from it.
+`DECLARED` has the declarations of all functions, from which the tests make bad input.
 """
 
 import contextlib
@@ -16,20 +16,22 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar, cast, get_args
+from typing import NoReturn, TypeVar, cast, get_args
 
 import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
 
+from optax_smile._types import Output, Unchecked
+
 # Counters are int32.
 LARGEST_WHOLE = 2**31 - 1
-# Letters of a value that an error shows.
+# Longest representation of a value in an error.
 LONGEST = 200
 CALL_IT = "Call it."
-NOTHING: Mapping[str, Any] = {}
-# What wrong arguments of a user's function raise inside it.
+NOTHING: Mapping[str, object] = {}
+# Errors that a user's function raises when it gets wrong arguments.
 MISUSE = (TypeError, ValueError, AttributeError, LookupError, AssertionError)
 
 DECLARED: dict[str, tuple[Callable, Mapping[str, "Constraint"]]] = {}
@@ -43,11 +45,11 @@ class ArgumentError(ValueError):
         function: name of the function that was called.
         argument: name of its argument.
         rule: what the argument must be.
-        got: what it is.
+        got: what it was.
         advice: what to do; may be empty.
     """
 
-    def __init__(self, function: str, argument: str, rule: str, got: Any, advice: str = ""):
+    def __init__(self, function: str, argument: str, rule: str, got: object, advice: str = ""):
         super().__init__(function, argument, rule, got, advice)
         self.function, self.argument = function, argument
         self.rule, self.got, self.advice = rule, str(got), advice
@@ -57,19 +59,19 @@ class ArgumentError(ValueError):
         return f"{message} {self.advice}".rstrip()
 
 
-def fail(where: str, argument: str, rule: str, got: Any, advice: str = "") -> NoReturn:
+def fail(where: str, argument: str, rule: str, got: object, advice: str = "") -> NoReturn:
     """Raise the error of an argument that breaks a rule."""
     raise ArgumentError(where, argument, rule, got, advice)
 
 
 @contextlib.contextmanager
 def called(where: str, *parts: str, **arguments: str) -> Iterator[None]:
-    """Let errors of functions that another one calls name the one that the user called.
+    """Rename errors of inner functions after the function that the user called.
 
     Args:
         where: the function that the user called.
         parts: functions that it calls.
-        arguments: what their arguments are called there, such as `tree="params"`.
+        arguments: names of their arguments in `where`, such as `tree="params"`.
     """
     try:
         yield
@@ -82,7 +84,7 @@ def called(where: str, *parts: str, **arguments: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def calling(where: str, argument: str, rule: str, advice: str = "") -> Iterator[None]:
-    """Turn what a user's function raises when it gets wrong arguments into an `ArgumentError`."""
+    """Turn errors that a user's function raises on wrong arguments into an `ArgumentError`."""
     try:
         yield
     except ArgumentError:
@@ -93,9 +95,9 @@ def calling(where: str, argument: str, rule: str, advice: str = "") -> Iterator[
 
 
 def traced(
-    where: str, argument: str, function: Callable, *given: Any, rule: str, advice: str = ""
-) -> Any:
-    """Return the shapes of what a user's function returns, without running it."""
+    where: str, argument: str, function: Callable, *given: Unchecked, rule: str, advice: str = ""
+) -> Output:
+    """Return the shapes of the result of a user's function, without running it."""
     with calling(where, argument, rule, advice):
         return jax.eval_shape(function, *given)
 
@@ -106,7 +108,7 @@ def arguments(name: str = "", /, **constraints: "Constraint") -> Callable[[Funct
     A constraint may convert its argument: the function gets the result.
 
     Args:
-        name: of the function, for errors, where it is not its `__name__`.
+        name: of the function, for errors, if it is not its `__name__`.
         constraints: by argument.
     """
 
@@ -116,7 +118,7 @@ def arguments(name: str = "", /, **constraints: "Constraint") -> Callable[[Funct
         assert set(constraints) <= set(signature.parameters), (where, set(constraints))
 
         @functools.wraps(function)
-        def checked(*args: Any, **kwargs: Any) -> Any:
+        def checked(*args: Unchecked, **kwargs: Unchecked) -> Unchecked:
             try:
                 bound = signature.bind(*args, **kwargs)
             except TypeError:
@@ -135,7 +137,7 @@ def arguments(name: str = "", /, **constraints: "Constraint") -> Callable[[Funct
 
 
 class Constraint:
-    """A rule for an argument. Calling it returns the value as the function takes it, or raises."""
+    """A rule for an argument. Calling it returns the value, possibly converted, or raises."""
 
     text: str
 
@@ -145,9 +147,9 @@ class Constraint:
         return self.text
 
     def __call__(
-        self, where: str, argument: str, value: Any, given: Mapping[str, Any] = NOTHING
-    ) -> Any:
-        """Check a value; `given` has the arguments with constraints declared before, checked."""
+        self, where: str, argument: str, value: Unchecked, given: Mapping[str, object] = NOTHING
+    ) -> Unchecked:
+        """Check a value; `given` has the arguments whose constraints were declared before."""
         raise NotImplementedError
 
     def __or__(self, other: "Constraint | None") -> "Constraint":
@@ -165,13 +167,13 @@ class Either(Constraint):
         """The rules of all options."""
         return ", or ".join(option.rule for option in self.options)
 
-    def __call__(self, where, argument, value, given=NOTHING) -> Any:
+    def __call__(self, where, argument, value, given=NOTHING) -> Unchecked:
         first = None
         for option in self.options:
             try:
                 return option(where, argument, value, given)
             except ArgumentError as error:
-                # The error itself would hold this frame, and the arguments with it.
+                # Keeping the error would keep this frame and its arguments alive.
                 first = first or (error.rule, error.got, error.advice)
         rule, got, advice = first or ("", "", "")
         rule = ", or ".join([rule, *(option.rule for option in self.options[1:])])
@@ -183,17 +185,17 @@ class Where(Constraint):
     """A value for which `holds(value)`."""
 
     text: str
-    holds: Callable[[Any], Any]
+    holds: Callable[[Unchecked], bool]
     advice: str = ""
 
-    def __call__(self, where, argument, value, given=NOTHING) -> Any:
+    def __call__(self, where, argument, value, given=NOTHING) -> Unchecked:
         if not self.holds(value):
             is_maker = self.advice == CALL_IT and not callable(value)
             fail(where, argument, self.text, show(value), "" if is_maker else self.advice)
         return value
 
 
-def kind(kinds: Any, text: str, advice: str = "") -> Where:
+def kind(kinds: type | tuple[type, ...], text: str, advice: str = "") -> Where:
     """Require an instance of a class, or of one of several."""
     return Where(text, lambda value: isinstance(value, kinds), advice)
 
@@ -202,14 +204,14 @@ def kind(kinds: Any, text: str, advice: str = "") -> Where:
 class OneOf(Constraint):
     """One of the words of a `Literal` type, or of a mapping."""
 
-    words: Any
+    words: Unchecked
 
     @property
     def rule(self) -> str:
         """The words."""
         return f"one of {', '.join(map(repr, get_args(self.words) or self.words))}"
 
-    def __call__(self, where, argument, value, given=NOTHING) -> Any:
+    def __call__(self, where, argument, value, given=NOTHING) -> Unchecked:
         if not isinstance(value, str) or value not in (get_args(self.words) or self.words):
             fail(where, argument, self.rule, written(value))
         return value
@@ -221,10 +223,10 @@ class Real(Constraint):
 
     Attributes:
         low, high: ends of the interval.
-        open: which of them do not belong to it: "low", "high", "both" or "".
+        open: the ends that are excluded: "low", "high", "both" or "".
         traced: whether traced scalars pass, unchecked.
-        large: whether integers beyond those of JAX do.
-        infinite: whether infinite numbers do.
+        large: whether integers beyond int32 pass.
+        infinite: whether infinite numbers pass.
     """
 
     low: float = -math.inf
@@ -244,7 +246,7 @@ class Real(Constraint):
         above = "" if math.isinf(self.low) else f"{'>' if left else '>='} {self.low:g}"
         return " and ".join(x for x in (above, "" if self.infinite else "finite") if x) or "not NaN"
 
-    def holds(self, numbers: Any) -> Any:
+    def holds(self, numbers: np.ndarray | np.floating) -> np.ndarray:
         """Whether numbers lie in the interval; JAX flushes denormal ones to zero."""
         kind = np.finfo(jax.dtypes.canonicalize_dtype(np.float64))
         above, below = numbers >= self.low, numbers <= self.high
@@ -254,7 +256,7 @@ class Real(Constraint):
             below = numbers < self.high
         return above & below & (self.infinite | (abs(numbers) <= kind.max))
 
-    def __call__(self, where, argument, value, given=NOTHING) -> Any:
+    def __call__(self, where, argument, value, given=NOTHING) -> Unchecked:
         if isinstance(value, jax.core.Tracer) and self.traced and value.ndim == 0:
             return value
         is_number = not isinstance(value, (bool, jax.core.Tracer))
@@ -274,7 +276,7 @@ class Real(Constraint):
 
 @dataclass(frozen=True)
 class Whole(Constraint):
-    """An integer of at least `low` that fits an int32; traced ones pass where they may."""
+    """An integer of at least `low` that fits an int32, converted to an int unless it is traced."""
 
     low: int
     traced: bool = False
@@ -284,7 +286,7 @@ class Whole(Constraint):
         """The range."""
         return f"an integer >= {self.low}"
 
-    def __call__(self, where, argument, value, given=NOTHING) -> Any:
+    def __call__(self, where, argument, value, given=NOTHING) -> Unchecked:
         is_traced = isinstance(value, jax.core.Tracer)
         if is_traced and self.traced:
             return value
@@ -294,7 +296,7 @@ class Whole(Constraint):
             fail(where, argument, self.rule, written(value))
         if value > LARGEST_WHOLE:
             fail(where, argument, f"an integer <= {LARGEST_WHOLE}", written(value))
-        return value
+        return int(value)
 
 
 @dataclass(frozen=True)
@@ -303,7 +305,7 @@ class PathLike(Constraint):
 
     text = "a path"
 
-    def __call__(self, where, argument, value, given=NOTHING) -> Any:
+    def __call__(self, where, argument, value, given=NOTHING) -> Unchecked:
         if not isinstance(value, (str, os.PathLike)) or not os.fspath(value):
             fail(where, argument, self.text, show(value))
         if "\0" in (path := os.fsdecode(value)):
@@ -317,7 +319,7 @@ class Key(Constraint):
 
     Attributes:
         needed: whether None is refused.
-        purpose: what it is needed for, such as "for a jitter".
+        purpose: for what it is needed, such as "for a jitter".
     """
 
     needed: bool = False
@@ -325,16 +327,16 @@ class Key(Constraint):
 
     @property
     def rule(self) -> str:
-        """What it is, and what it is for."""
+        """A key or a seed, and its purpose."""
         rule = "a JAX key such as jax.random.key(0), a single one, or a seed"
         return f"{rule} {self.purpose}".rstrip()
 
-    def __call__(self, where, argument, value, given=NOTHING) -> Any:
+    def __call__(self, where, argument, value, given=NOTHING) -> Unchecked:
         if value is None and not self.needed:
             return None
-        # What is no key in itself may be the words of none, or a seed beyond 64 bits.
+        # Raw words may have the wrong shape for a key, and a seed may exceed 64 bits.
         with contextlib.suppress(ValueError, TypeError, OverflowError):
-            dtype, ndim = getattr(value, "dtype", type(value)), np.ndim(cast(Any, value))
+            dtype, ndim = getattr(value, "dtype", type(value)), np.ndim(value)
             if jnp.issubdtype(dtype, jax.dtypes.prng_key) and ndim == 0:
                 return value
             if isinstance(value, jax.Array) and dtype == jnp.uint32 and ndim == 1:
@@ -354,20 +356,22 @@ class Function(Constraint):
 
     @property
     def rule(self) -> str:
-        """What it is a function of."""
+        """The form of a call."""
         return f"a function of {self.form}"
 
-    def __call__(self, where, argument, value, given=NOTHING) -> Any:
+    def __call__(self, where, argument, value, given=NOTHING) -> Unchecked:
         is_model = hasattr(value, "apply") and hasattr(value, "init")
         if not callable(value) or isinstance(value, type) or is_model:
-            advice = "Pass a model's `apply`, or its `init`." if is_model else self.advice
+            advice = (
+                "Pass `model.apply` or `model.init`, not the model." if is_model else self.advice
+            )
             fail(where, argument, self.rule, show(value), advice)
         names = [name for name in self.form.strip("()").split(", ") if name]
         keywords = {name.removesuffix("="): None for name in names if name.endswith("=")}
         try:
             signature = inspect.signature(value)
         except ValueError:
-            # Some that are built in have none.
+            # Some built-in functions have none.
             return value
         try:
             signature.bind(*names[: len(names) - len(keywords)], **keywords)
@@ -379,14 +383,14 @@ class Function(Constraint):
 
 @dataclass(frozen=True)
 class Tree(Constraint):
-    """A tree of numbers, or arrays of them; of finite ones, if so, on whatever devices."""
+    """A tree of numbers or arrays, on any devices; with `finite`, of finite numbers."""
 
     text: str = "a tree of arrays of numbers"
     keys: bool = True
     traced: bool = True
     finite: bool = False
 
-    def __call__(self, where, argument, value, given=NOTHING) -> Any:
+    def __call__(self, where, argument, value, given=NOTHING) -> Unchecked:
         kinds = (jnp.number, jnp.bool_, *(jax.dtypes.prng_key,) * self.keys)
         for path, leaf in jax.tree_util.tree_leaves_with_path(value):
             at, is_traced = jax.tree_util.keystr(path), isinstance(leaf, jax.core.Tracer)
@@ -397,7 +401,7 @@ class Tree(Constraint):
             if not is_known or not any(jnp.issubdtype(dtype, one) for one in kinds):
                 fail(where, argument, self.text, f"{show(leaf)} at {at}" if at else show(leaf))
             is_array = isinstance(leaf, (np.ndarray, jax.Array)) and not is_traced
-            # Of several processes each would have to ask at the same time.
+            # With several processes, all would have to check at the same time.
             if self.finite and is_array and getattr(leaf, "is_fully_addressable", True):
                 with jax.ensure_compile_time_eval():
                     if not bool(jnp.isfinite(leaf).all()):
@@ -410,8 +414,8 @@ class Array(Constraint):
     """An array on the host, not empty, whose every number satisfies a rule.
 
     Attributes:
-        axes: their names, "[input, class]"; "..." stands for any more, " or " for a choice; empty:
-            whatever they are.
+        axes: their names, "[input, class]"; "..." stands for further axes, " or " for a choice;
+            empty: any axes.
         each: rule of the numbers.
         like: name of an argument declared before whose shape it must have.
         dtype: to which it is converted; None keeps its own.
@@ -420,14 +424,14 @@ class Array(Constraint):
     axes: str = ""
     each: Real = Real(infinite=True)
     like: str = ""
-    dtype: Any = float
+    dtype: type | None = float
 
     @property
     def rule(self) -> str:
-        """Its axes."""
+        """The axes."""
         return f"an array {self.axes}, not empty" if self.axes else "an array, not empty"
 
-    def __call__(self, where, argument, value, given=NOTHING) -> Any:
+    def __call__(self, where, argument, value, given=NOTHING) -> Unchecked:
         array = host(where, argument, value)
         array = array if self.dtype is None else array.astype(self.dtype)
         if not array.size or not any(_has_axes(array.ndim, x) for x in self.axes.split(" or ")):
@@ -449,11 +453,11 @@ def _has_axes(number: int, axes: str) -> bool:
     return number >= len(names) - 1 if names[-1] in ("", "...") else number == len(names)
 
 
-def host(where: str, argument: str, value: Any) -> np.ndarray:
-    """Make an array of real numbers or booleans on the host of what is one."""
+def host(where: str, argument: str, value: Unchecked) -> np.ndarray:
+    """Convert a value to an array of real numbers or booleans on the host."""
     found = None
     if not isinstance(value, (jax.core.Tracer, Mapping)):
-        # Ragged lists, and what is no array at all.
+        # Ragged lists and values that are not arrays.
         with contextlib.suppress(ValueError, TypeError):
             found = np.asarray(value)
     if found is None or found.dtype == object:
@@ -463,13 +467,13 @@ def host(where: str, argument: str, value: Any) -> np.ndarray:
     return found
 
 
-def is_real(dtype: Any) -> bool:
-    """Tell integers and floating-point numbers, of half precision as well, from everything else."""
+def is_real(dtype: object) -> bool:
+    """Whether a dtype is of integers or floating-point numbers, half precision included."""
     return jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
 
 
-def show(value: Any) -> str:
-    """Describe in a few words what was given."""
+def show(value: Unchecked) -> str:
+    """Describe a value in a few words."""
     if isinstance(value, (np.ndarray, jax.Array)):
         is_traced = "a traced " if isinstance(value, jax.core.Tracer) else ""
         return f"{is_traced}{value.dtype}{list(value.shape)}"
@@ -480,8 +484,8 @@ def show(value: Any) -> str:
     return f"a {type(value).__name__}"
 
 
-def written(value: Any) -> str:
-    """Write a value as code, or describe it where that is long."""
+def written(value: Unchecked) -> str:
+    """Write a value as code, or describe it if that is long."""
     text = repr(value)
     return text if len(text) <= LONGEST else show(value)
 

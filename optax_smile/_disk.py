@@ -1,29 +1,27 @@
-"""Files of a run: written atomically, with checksums of their content, never through a link."""
+"""Files of a run: written atomically, with checksums of their content."""
 
 import contextlib
 import json
 import os
-import stat
+import types
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
-# Largest text file in bytes; a manifest of a thousand leaves has 200 kB.
-LARGEST_TEXT = 1 << 26
 # Bytes read at a time to compute the checksum of a file.
 PIECE = 1 << 20
+# What a JSON file or header contains.
+Json: TypeAlias = dict[str, Any]
 
 
 def write(path: Path, content: bytes):
     """Write a file atomically: it is either complete or absent, even after a power failure."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        # An existing file of that name may be a link; do not write through it.
-        draft.unlink(missing_ok=True)
-        with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), "wb") as file:
+        with draft.open("wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
@@ -48,48 +46,22 @@ def remove_drafts(directory: Path):
     """Remove temporary files that killed runs left behind."""
     for pattern in (".*.safetensors.*", ".*.json.*"):
         for draft in directory.glob(pattern):
-            if draft.is_symlink() or draft.is_file():
-                draft.unlink(missing_ok=True)
+            draft.unlink(missing_ok=True)
 
 
-def check_own(path: Path):
-    """Require a regular file or a folder, not a link.
-
-    Raises:
-        ValueError: it is a link, which may point anywhere, or a pipe or a device.
-        OSError: it does not exist.
-    """
-    mode = path.lstat().st_mode
-    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
-        kind = "a link" if stat.S_ISLNK(mode) else "not a regular file"
-        raise ValueError(
-            f"{path} is {kind}. Files outside the directory of a run are never read or written."
-            " Remove it, or replace it by the file that it points to"
-        )
-
-
-def checksum(content: Any) -> str:
+def checksum(content: bytes | str | np.ndarray) -> str:
     """Compute the CRC-32 of bytes, text or an array."""
     if isinstance(content, str):
         content = content.encode()
     if isinstance(content, np.ndarray):
-        content = np.ascontiguousarray(content).reshape(-1).view(np.uint8).data
+        return f"{zlib.crc32(np.ascontiguousarray(content).reshape(-1).view(np.uint8).data):08x}"
     return f"{zlib.crc32(content):08x}"
 
 
-def read_text(file: Path) -> str:
-    """Read a text file that must not be large."""
-    check_own(file)
-    if (size := file.stat().st_size) > LARGEST_TEXT:
-        raise ValueError(f"too large: {size:,} bytes")
-    return file.read_text()
-
-
-def sums(folder: Path, skip: str) -> dict[str, list[Any]]:
+def sums(folder: Path, skip: str) -> dict[str, list[int | str]]:
     """Return size and checksum of every file under a folder, except `skip`, by relative path."""
-    sizes_and_checksums = {}
+    sizes_and_checksums: dict[str, list[int | str]] = {}
     for path in sorted(folder.rglob("*")):
-        check_own(path)
         name = path.relative_to(folder).as_posix()
         if name != skip and not path.is_dir():
             sizes_and_checksums[name] = [path.stat().st_size, _checksum_of_file(path)]
@@ -104,7 +76,7 @@ def _checksum_of_file(path: Path) -> str:
     return f"{value:08x}"
 
 
-def import_safetensors() -> Any:
+def import_safetensors() -> types.ModuleType:
     """Import safetensors, or raise an error that says how to install it."""
     try:
         import safetensors.numpy
@@ -115,7 +87,7 @@ def import_safetensors() -> Any:
     return safetensors
 
 
-def pack(header: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> bytes:
+def pack(header: Mapping[str, object], arrays: Mapping[str, np.ndarray]) -> bytes:
     """Serialize arrays and a JSON header to the bytes of a safetensors file with checksums."""
     # safetensors writes raw memory, so arrays must be C-contiguous.
     arrays = {name: np.asarray(array, order="C") for name, array in arrays.items()}
@@ -125,7 +97,7 @@ def pack(header: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> bytes:
     return import_safetensors().numpy.save(arrays, metadata=metadata)
 
 
-def read_header(file: Path, check: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+def read_header(file: Path, check: Callable[[Json], None]) -> Json:
     """Read the header that was given to `pack`, with descriptions of the arrays as `arrays`.
 
     Args:
@@ -135,16 +107,14 @@ def read_header(file: Path, check: Callable[[dict[str, Any]], None]) -> dict[str
     Raises:
         ValueError: a damaged file; the message does not name the file.
     """
-    with _opened(file) as content:
-        return _header(content, check)
+    with import_safetensors().safe_open(file, framework="numpy") as content:
+        return _header(content.metadata(), check)
 
 
-def read(
-    file: Path, check: Callable[[dict[str, Any]], None]
-) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+def read(file: Path, check: Callable[[Json], None]) -> tuple[Json, dict[str, np.ndarray]]:
     """Read header, like `read_header`, and arrays, and check everything that is read."""
-    with _opened(file) as content:
-        header = _header(content, check)
+    with import_safetensors().safe_open(file, framework="numpy") as content:
+        header = _header(content.metadata(), check)
         if set(content.keys()) != set(header["arrays"]):
             raise ValueError("its arrays are not those in its header")
         arrays = {}
@@ -157,14 +127,8 @@ def read(
     return header, arrays
 
 
-def _opened(file: Path) -> Any:
-    safetensors = import_safetensors()
-    check_own(file)
-    return safetensors.safe_open(file, framework="numpy")
-
-
-def _header(content: Any, check: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-    metadata = content.metadata() or {}
+def _header(metadata: Mapping[str, str] | None, check: Callable[[Json], None]) -> Json:
+    metadata = metadata or {}
     if checksum(metadata.get("optax_smile", "")) != metadata.get("checksum"):
         raise ValueError("its checksum does not match its header")
     header = json.loads(metadata["optax_smile"])

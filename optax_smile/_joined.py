@@ -8,11 +8,13 @@ keeps the leaves of the parameters.
 import dataclasses
 import functools
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
+
+from optax_smile._types import Tree
 
 # Number of entries up to which a leaf is small, and of small leaves from which on they are joined.
 LARGEST, FEWEST = 2**10, 3
@@ -28,7 +30,7 @@ class Layout:
         is_small: whether each of them is joined.
     """
 
-    structure: Any
+    structure: jax.tree_util.PyTreeDef
     shapes: tuple[tuple[int, ...], ...]
     is_small: tuple[bool, ...]
 
@@ -66,12 +68,12 @@ class Joined:
         layout: which are which.
     """
 
-    joined: Any
-    apart: tuple[Any, ...]
+    joined: jax.Array
+    apart: tuple[jax.Array, ...]
     layout: Layout
 
 
-def choose(params: Any, smallest: int) -> Layout | None:
+def choose(params: optax.Params, smallest: int) -> Layout | None:
     """Choose the leaves to join.
 
     Args:
@@ -90,7 +92,7 @@ def choose(params: Any, smallest: int) -> Layout | None:
     return Layout(structure, tuple(leaf.shape for leaf in leaves), tuple(is_small))
 
 
-def small(leaves: list[Any]) -> list[bool]:
+def small(leaves: list[jax.Array]) -> list[bool]:
     """Tell which leaves are small and have the precision of the first small one."""
     found = [0 < leaf.size <= LARGEST for leaf in leaves]
     dtypes = [leaf.dtype for leaf, is_small in zip(leaves, found, strict=True) if is_small]
@@ -98,7 +100,7 @@ def small(leaves: list[Any]) -> list[bool]:
     return [is_small and leaf.dtype == dtypes[0] for is_small, leaf in pairs]
 
 
-def join(layout: Layout | None, tree: Any) -> Any:
+def join(layout: Layout | None, tree: Tree) -> Tree:
     """Join the small leaves of all subtrees that are like the parameters.
 
     A subtree is like them if it has their structure and small leaves of their shapes. Its large
@@ -107,7 +109,7 @@ def join(layout: Layout | None, tree: Any) -> Any:
     if layout is None:
         return tree
 
-    def is_like(node: Any) -> bool:
+    def is_like(node: Tree) -> bool:
         return jax.tree.structure(node) == layout.structure and all(
             not is_small or jnp.shape(leaf) == shape
             for leaf, shape, is_small in zip(
@@ -115,7 +117,7 @@ def join(layout: Layout | None, tree: Any) -> Any:
             )
         )
 
-    def joined(node: Any) -> Any:
+    def joined(node: Tree) -> Tree:
         if not is_like(node):
             return node
         pairs = list(zip(jax.tree.leaves(node), layout.is_small, strict=True))
@@ -126,10 +128,10 @@ def join(layout: Layout | None, tree: Any) -> Any:
     return jax.tree.map(joined, tree, is_leaf=is_like)
 
 
-def part(tree: Any) -> Any:
+def part(tree: Tree) -> Tree:
     """Undo `join`."""
 
-    def is_joined(node: Any) -> bool:
+    def is_joined(node: Tree) -> bool:
         return isinstance(node, Joined)
 
     nodes = jax.tree.leaves(tree, is_leaf=is_joined)
@@ -141,7 +143,7 @@ def part(tree: Any) -> Any:
     )
 
 
-def _leaves(tree: Joined, joined: jax.Array) -> Any:
+def _leaves(tree: Joined, joined: jax.Array) -> Tree:
     """Cut the joined leaves out of their array."""
     layout, apart, first, leaves = tree.layout, iter(tree.apart), 0, []
     for shape, size, is_small in zip(layout.shapes, layout.sizes, layout.is_small, strict=True):
@@ -172,7 +174,7 @@ def _write(arrays: list[jax.Array]) -> list[jax.Array]:
     return jax.lax.platform_dependent(arrays, cpu=largest, default=lambda same: same)
 
 
-def starts(tree: Any) -> list[int | np.ndarray]:
+def starts(tree: Tree) -> list[int | np.ndarray]:
     """Number the first entry of each leaf through the whole tree; of joined leaves all entries."""
     if isinstance(tree, Joined):
         layout = tree.layout
@@ -182,7 +184,7 @@ def starts(tree: Any) -> list[int | np.ndarray]:
     return [0, *np.cumsum(sizes)[:-1].tolist()]
 
 
-def insides(tree: Any) -> list[np.ndarray | None]:
+def insides(tree: Tree) -> list[np.ndarray | None]:
     """Number the entries of each joined leaf from zero on; None for any other leaf."""
     if isinstance(tree, Joined):
         return [tree.layout.numbers(True), *[None] * len(tree.apart)]

@@ -8,7 +8,6 @@ import json
 import zlib
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
-from typing import Any, TypeVar, cast
 
 import jax
 import jax.core
@@ -17,17 +16,16 @@ import numpy as np
 import optax
 
 from optax_smile import _check
+from optax_smile._types import Options, Tree, Unchecked
 
-Builder = TypeVar("Builder", bound=Callable)
-CHOSEN = "chosen", "found"
 # Larger arrays are described by shape and checksum.
 LARGEST_ARRAY = 16
-# Functions inside functions inside functions, such as joined schedules.
+# Depth to which nested functions, such as joined schedules, are described; `WHOLE` for checksums.
 DEEPEST = 4
 WHOLE = 16
-_LISTENERS: ContextVar[tuple[dict[str, Any], ...]] = ContextVar("listeners", default=())
-# What a run has in place of a sampler's settings where an optimizer made its draws.
-OPTIMIZER: Mapping[str, Any] = {"name": "optimizer", "is_posterior": False}
+_LISTENERS: ContextVar[tuple[Options, ...]] = ContextVar("listeners", default=())
+# Settings of a run whose draws an optimizer made.
+OPTIMIZER: Mapping[str, object] = {"name": "optimizer", "is_posterior": False}
 
 
 class Sampler(optax.GradientTransformationExtraArgs):
@@ -36,18 +34,14 @@ class Sampler(optax.GradientTransformationExtraArgs):
     Attributes:
         name: of the function that built it.
         arguments: with which it was built, defaults included.
-        chosen: arguments that the function chose itself.
-        found: arguments that depend on the parameters, a function of these.
     """
 
     name = "sampler"
-    arguments: Mapping[str, Any] = {}
-    chosen: Mapping[str, Any] = {}
-    found: Callable[[Any], Mapping[str, Any]] = staticmethod(lambda params: {})
+    arguments: Mapping[str, object] = {}
 
-    def __new__(cls, init: Callable, update: Callable, **told: Any):
+    def __new__(cls, init: Callable, update: Callable, name: str, arguments: Mapping[str, object]):
         built = super().__new__(cls, init, update)
-        vars(built).update(told)
+        vars(built).update(name=name, arguments=arguments)
         return built
 
     def __repr__(self) -> str:
@@ -55,94 +49,92 @@ class Sampler(optax.GradientTransformationExtraArgs):
         return f"{self.name}({', '.join(written)})"
 
 
-def recorded(build: Builder, **fixed: Any) -> Builder:
-    """Let the transformation that a builder returns know its name and arguments.
+def reporting(
+    init: Callable[[optax.Params], optax.OptState],
+    settings: Mapping[str, object],
+    of_params: Callable[[optax.Params], Mapping[str, object]] = lambda params: {},
+) -> Callable[[optax.Params], optax.OptState]:
+    """Make an `init` that reports settings to `of`, and others that depend on the parameters.
 
-    In `init`, which every wrapper of Optax calls, it also tells them to whoever asks with `of`.
-
-    Args:
-        build: function that returns a transformation.
-        fixed: arguments that it has no parameter for.
+    Every wrapper of Optax calls the `init` of what it wraps.
     """
-    signature = inspect.signature(build)
 
-    @functools.wraps(build)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        built = build(*args, **kwargs)
-        given = signature.bind(*args, **kwargs)
-        given.apply_defaults()
-        chosen, found = (getattr(built, name, getattr(Sampler, name)) for name in CHOSEN)
-        arguments = {name: chosen.get(name, x) for name, x in given.arguments.items()}
-        settings = {"name": build.__name__, **fixed, **arguments}
-        init = telling(built.init, lambda params: {**settings, **found(params)})
-        return Sampler(init, built.update, name=build.__name__, arguments=arguments)
-
-    return cast(Builder, wrapper)
-
-
-def telling(
-    init: Callable[..., Any], settings: Callable[[Any], Mapping[str, Any]]
-) -> Callable[..., Any]:
-    """Let the `init` of a transformation tell settings, a function of the parameters, to `of`."""
-
-    def told(params: Any) -> Any:
+    def reported(params: optax.Params) -> optax.OptState:
         for listener in _LISTENERS.get():
-            listener.update(settings(params))
+            listener.update({**settings, **of_params(params)})
         return init(params)
 
-    return told
+    return reported
 
 
-def are_posterior(settings: Mapping[str, Any] | None) -> bool:
-    """Whether draws with these settings may come from a posterior: no optimizer made them."""
+def are_posterior(settings: Mapping[str, object] | None) -> bool:
+    """Whether draws with these settings may be posterior draws: no optimizer made them."""
     return (settings or {}).get("is_posterior", True)
 
 
-def of(transformation: optax.GradientTransformation, params: Any) -> dict[str, Any] | None:
-    """Ask a sampler what it was built with, also inside `optax.chain` and its like.
+def of(transformation: optax.GradientTransformation, params: optax.Params) -> Options | None:
+    """Return the settings of a sampler, also inside `optax.chain` and similar wrappers.
 
     Args:
-        transformation: sampler, or what contains one.
+        transformation: sampler, or a wrapper of one.
         params: parameters of one chain, or their shapes.
 
     Returns:
-        Name and arguments as JSON can hold them; None without a sampler.
+        Name and arguments as JSON types; None without a sampler.
     """
-    heard: dict[str, Any] = {}
+    reports: Options = {}
 
     def numbers() -> dict[str, jax.Array]:
-        """What `optax.inject_hyperparams` injects is known to a compiled program alone."""
-        before = _LISTENERS.set((heard,))
+        """Only a compiled program knows what `optax.inject_hyperparams` injects."""
+        before = _LISTENERS.set((reports,))
         try:
             transformation.init(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), params))
         finally:
             _LISTENERS.reset(before)
-        return {name: x for name, x in heard.items() if isinstance(x, jax.core.Tracer)}
+        return {name: x for name, x in reports.items() if isinstance(x, jax.core.Tracer)}
 
     injected = jax.jit(numbers)()
-    return {name: _describe(value) for name, value in (heard | injected).items()} or None
+    return {name: _describe(value) for name, value in (reports | injected).items()} or None
 
 
-def described(settings: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Put settings that a user may have written into JSON, with a name."""
+def functions(
+    transformation: optax.GradientTransformation, params: optax.Params
+) -> dict[str, Callable]:
+    """Return the functions among the arguments of a sampler, such as `log_prior`, by name.
+
+    Args:
+        transformation: sampler, or what contains one.
+        params: parameters of one chain, or their shapes.
+    """
+    reports: Options = {}
+    before = _LISTENERS.set((reports,))
+    try:
+        jax.eval_shape(transformation.init, params)
+    finally:
+        _LISTENERS.reset(before)
+    return {name: value for name, value in reports.items() if callable(value)}
+
+
+def described(settings: Mapping[str, object] | None) -> Options | None:
+    """Convert settings, possibly written by a user, to JSON types with a name."""
     if settings is None:
         return None
-    told = {str(name): _describe(value) for name, value in settings.items()}
-    return told if isinstance(told.get("name"), str) else {**told, "name": "a sampler"}
+    named = {str(name): _describe(value) for name, value in settings.items()}
+    return named if isinstance(named.get("name"), str) else {**named, "name": "a sampler"}
 
 
-def checksum(transformation: tuple[Any, ...]) -> str:
-    """Tell a whole transformation, such as a chain, from another, or other functions.
+def checksum(transformation: tuple[object, ...]) -> str:
+    """Compute a checksum of a whole transformation, such as a chain, or of other functions.
 
-    It goes by the names of functions and by what they enclose, which hangs on the version of Optax.
+    It covers the names of functions and their closures, so it changes with Optax's version.
     """
     described = _describe(tuple(transformation), deepest=WHOLE)
-    # Optax makes some whole numbers others of the same value when they are first used.
-    told = jax.tree.map(lambda x: float(x) if isinstance(x, int) else x, described)
-    return f"{zlib.crc32(json.dumps(told, sort_keys=True).encode()):08x}"
+    # Optax replaces some integers by floats of the same value when they are first used.
+    numbers = jax.tree.map(lambda x: float(x) if isinstance(x, int) else x, described)
+    return f"{zlib.crc32(json.dumps(numbers, sort_keys=True).encode()):08x}"
 
 
-def _enclosed(function: Any) -> list[Any]:
+def _enclosed(function: object) -> list[object]:
     """Values of a function's closure; a variable that was never set has none."""
     values = []
     for cell in getattr(function, "__closure__", None) or ():
@@ -151,8 +143,8 @@ def _enclosed(function: Any) -> list[Any]:
     return values
 
 
-def _describe(value: Any, depth: int = 0, deepest: int = DEEPEST) -> Any:
-    """Put a value into JSON, the same in every process."""
+def _describe(value: Unchecked, depth: int = 0, deepest: int = DEEPEST) -> Tree:
+    """Convert a value to JSON types, the same in every process."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
@@ -177,9 +169,9 @@ def _describe(value: Any, depth: int = 0, deepest: int = DEEPEST) -> Any:
         parts = value.func, value.args, value.keywords
         return [_describe(entry, depth + 1, deepest) for entry in parts]
     if callable(value):
-        # What samplers are made of their settings tell; they also keep what they have seen.
-        is_told = value.__module__.startswith("optax_smile.samplers.")
-        enclosed = [*_enclosed(value)] if depth < deepest and not is_told else []
+        # Settings describe the functions of samplers, whose closures also hold caches.
+        is_described = value.__module__.startswith("optax_smile.samplers.")
+        enclosed = [*_enclosed(value)] if depth < deepest and not is_described else []
         if depth < deepest and inspect.ismethod(value):
             enclosed.append(getattr(value.__self__, "__dict__", None))
         inside = [_describe(entry, depth + 1, deepest) for entry in enclosed]

@@ -2,9 +2,9 @@
 
 import warnings
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from optax_smile import _check
 
@@ -13,7 +13,7 @@ TRACE = _check.kind(Mapping, "a dict of arrays", REMEDY)
 
 
 def of_draws(
-    trace: Mapping[str, Any], num_draws: int | None, where: str = "Snapshots"
+    trace: Mapping[str, ArrayLike], num_draws: int | None, where: str = "Snapshots"
 ) -> dict[str, np.ndarray]:
     """Restrict a trace to the last `num_draws` ticks that are draws in all chains; None: to all."""
     if num_draws is not None:
@@ -27,7 +27,9 @@ def of_draws(
     return {name: values[:, ticks] for name, values in arrays.items()}
 
 
-def read(where: str, trace: Any, *names: str, num_draws: int | None = None) -> list[np.ndarray]:
+def read(
+    where: str, trace: Mapping[str, ArrayLike], *names: str, num_draws: int | None = None
+) -> list[np.ndarray]:
     """Read entries of a trace as numbers of one shape `[chain, tick]`, optionally at the draws.
 
     Raises:

@@ -1,10 +1,9 @@
-"""Arithmetic on parameter trees that Optax does not have, and the checks of a tree."""
+"""Arithmetic on parameter trees that Optax does not have, and checks of a tree."""
 
 import functools
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import jax
 import jax.core
@@ -14,19 +13,20 @@ import optax
 from jax.sharding import AxisType
 
 from optax_smile import _check, _joined
+from optax_smile._types import Tree
 
 # The sampler keeps full-precision parameters: 1 + 1e-3 is 1 in bfloat16 and float16.
 PRECISIONS = (jnp.float32, jnp.float64)
 
-# See `isotropic_like`: random signs are as good as normal numbers from so many parameters on.
+# See `isotropic_like`: from this many parameters on, random signs are as good as normal numbers.
 SMALLEST_NETWORK = 500
-# `sums` adds the numbers of a leaf in blocks of at most so many, and has at least so many blocks.
+# Largest size of the blocks in which `sums` adds the numbers of a leaf, and least number of blocks.
 LARGEST_BLOCK, SMALLEST_NUMBER = 2**7, 2**7
-# Independent random signs with which `sums` adds up a sketch.
+# Number of independent random signs in a sketch.
 NUM_SIGNS = 2
 # Length of a `fingerprint`.
 FINGERPRINT = 2
-# Leaves on several devices that are summed together.
+# Largest number of leaves on several devices that are summed together.
 LARGEST_GROUP = 8
 
 MISSING_PARAMS = (
@@ -36,49 +36,49 @@ MISSING_PARAMS = (
 )
 
 
-def size(tree: Any) -> int:
+def size(tree: Tree) -> int:
     """Count the scalar parameters of all leaves (global shapes under sharding)."""
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(tree))
 
 
-def dtype(tree: Any) -> jnp.dtype:
+def dtype(tree: Tree) -> jnp.dtype:
     """Return the precision of the scalars that go with a tree."""
     return jnp.result_type(*(jax.tree.leaves(tree) or [jnp.float32]))
 
 
-def total(tree: Any) -> jax.Array:
+def total(tree: Tree) -> jax.Array:
     """Sum all entries of all leaves."""
     return jnp.asarray(sum(jnp.sum(leaf) for leaf in jax.tree.leaves(tree)), dtype(tree))
 
 
 @jax.jit
-def all_finite(tree: Any) -> jax.Array:
-    """Tell whether all numbers of a tree are finite."""
+def all_finite(tree: Tree) -> jax.Array:
+    """Whether all numbers of a tree are finite."""
     return jnp.all(jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(tree)]))
 
 
-def inner(first: Any, second: Any) -> jax.Array:
+def inner(first: Tree, second: Tree) -> jax.Array:
     """Sum first * second over all leaves."""
     return total(jax.tree.map(jnp.multiply, first, second))
 
 
-def sums(trees: list[Any]) -> list[jax.Array]:
+def sums(trees: list[Tree]) -> list[jax.Array]:
     """Sum all entries of each of several trees of the same shapes, in one pass over memory."""
     return sums_and_sketch(trees, None)[0]
 
 
-def sums_and_sketch(trees: list[Any], sketched: Any) -> tuple[list[jax.Array], Any]:
+def sums_and_sketch(trees: list[Tree], sketched: Tree) -> tuple[list[jax.Array], Tree]:
     """Sum all entries of each of several trees, and sketch another, in one pass over memory.
 
-    The sketch of another tree is its sums over blocks of each leaf, with random signs that depend
-    on the place alone: the mean of its square is that of the tree (Alon, Matias and Szegedy 1996).
-    The square of a tree of many blocks has a relative error of sqrt(2 / number of sums); a small
-    leaf is its own sketch.
+    A sketch consists of sums over blocks of each leaf, with random signs that depend only on the
+    place: the mean of its square is that of the tree (Alon, Matias and Szegedy 1996). For a tree
+    of many blocks the square has a relative error of sqrt(2 / number of sums); a small leaf is its
+    own sketch.
 
-    On one device a leaf's sums are one reduction, which stores none of the entries, of blocks:
-    float32 loses 1 % of ten million numbers that are added one after the other. Across devices
-    such a reduction would gather its arrays: there every tree is summed by itself, a few leaves at
-    a time, since the compiler joins only so many of the sums that cross devices.
+    On one device, one reduction over blocks computes all sums of a leaf and stores none of the
+    entries: float32 loses 1 % of ten million numbers that are added one after the other. Across
+    devices such a reduction would gather its arrays. There each tree is summed by itself, a few
+    leaves at a time, since the compiler joins only a few of the sums that cross devices.
 
     Args:
         trees: to be summed, of the same shapes.
@@ -110,24 +110,24 @@ def sums_and_sketch(trees: list[Any], sketched: Any) -> tuple[list[jax.Array], A
     return found, tuple(jax.tree.unflatten(structure, one) for one in zip(*sketches, strict=True))
 
 
-def fingerprint(tree: Any) -> jax.Array:
+def fingerprint(tree: Tree) -> jax.Array:
     """Compute the norm of a tree and its product with fixed random signs, `[2]`.
 
-    The product is linear in the tree. The signs depend on the place inside a leaf alone, so that
-    other leaves do not change what one contributes.
+    The product is linear in the tree. The signs depend only on the place inside a leaf, so that the
+    contribution of a leaf does not depend on the others.
     """
     square, product = sums([jax.tree.map(jnp.square, tree), signed(tree)])
     return jnp.stack([jnp.sqrt(square), product])
 
 
-def signed(tree: Any) -> Any:
-    """Multiply every entry with a random sign, the same in every call."""
+def signed(tree: Tree) -> Tree:
+    """Multiply every entry by a random sign, the same in every call."""
     leaves, structure = jax.tree.flatten(tree)
     pairs = zip(leaves, _joined.insides(tree), strict=True)
     return jax.tree.unflatten(structure, [_signed(leaf, inside)[0] for leaf, inside in pairs])
 
 
-def empty_sketch(tree: Any) -> Any:
+def empty_sketch(tree: Tree) -> Tree:
     """Sketch of zeros in the place of a tree, sharded as that of its leaves will be."""
 
     def zeros(leaf, like):
@@ -146,7 +146,7 @@ def empty_sketch(tree: Any) -> Any:
     return tuple(jax.tree.map(zeros, tree, sketch) for sketch in sketches)
 
 
-def distance_square(first: Any, second: Any) -> jax.Array:
+def distance_square(first: Tree, second: Tree) -> jax.Array:
     """Estimate |x - y|^2 from the sketches of two trees x and y."""
     squares = jax.tree.map(lambda x, y: jnp.square(x - y), list(first), list(second))
     leaves = jax.tree.leaves(squares)
@@ -156,7 +156,7 @@ def distance_square(first: Any, second: Any) -> jax.Array:
 
 
 def is_shared(leaf: jax.Array) -> bool:
-    """Tell whether an array may lie on several devices, as far as a compiled program knows."""
+    """Whether an array may lie on several devices, as far as a compiled program knows."""
     mesh = jax.typeof(leaf).sharding.mesh
     axes = zip(mesh.axis_sizes, mesh.axis_types, strict=True)
     return any(size > 1 and kind != AxisType.Manual for size, kind in axes)
@@ -182,7 +182,7 @@ def _blocks(shape: tuple[int, ...]) -> tuple[tuple[int, ...], int, int, tuple[in
 
 
 def _split(leaf: jax.Array) -> tuple[jax.Array, tuple[int, ...]]:
-    """Give the entries of a block axes of their own, and say which."""
+    """Reshape a leaf so that blocks have their own axes, and return these axes."""
     outer, long, piece, inner = _blocks(leaf.shape)
     leaf = leaf.reshape((*outer, long, *inner))
     if missing := -long % piece:
@@ -196,20 +196,20 @@ def _split(leaf: jax.Array) -> tuple[jax.Array, tuple[int, ...]]:
 def _block_sums(
     leaves: tuple[jax.Array, ...], sketched: jax.Array | None
 ) -> tuple[list[jax.Array], list[jax.Array]]:
-    """Sum blocks of equally shaped arrays, `[block]` for each of them, and sketch another."""
+    """Sum blocks of arrays of one shape, `[block]` for each of them, and sketch another array."""
     if leaves[0].size < SMALLEST_NUMBER:
         return _reduce([jnp.ravel(x)[None] for x in leaves], (1,)), []
     signed = () if sketched is None else _signed(sketched)
     blocks, (axes, *_) = zip(*map(_split, (*leaves, *signed)), strict=True)
     found = _reduce(blocks, axes)
     sums, sketch = [jnp.ravel(x) for x in found[: len(leaves)]], found[len(leaves) :]
-    # And blocks of blocks, so that there is little to join.
+    # Blocks of blocks, so that there is little to join.
     blocks, (axes, *_) = zip(*map(_split, sums), strict=True)
     return [jnp.ravel(x) for x in _reduce(blocks, axes)], sketch
 
 
 def _reduce(arrays: Sequence[jax.Array], axes: tuple[int, ...]) -> list[jax.Array]:
-    """Sum equally shaped arrays over some axes in one pass."""
+    """Sum arrays of one shape over some axes in one pass."""
     zeros = tuple(jnp.zeros((), x.dtype) for x in arrays)
     add = functools.partial(jax.tree.map, jnp.add)
     return list(jax.lax.reduce(tuple(arrays), zeros, add, axes))
@@ -225,7 +225,7 @@ def _shared_sketch(leaf: jax.Array) -> list[jax.Array]:
 
 
 def _signed(leaf: jax.Array, inside: np.ndarray | None = None) -> list[jax.Array]:
-    """Multiply with `NUM_SIGNS` random signs, which depend on the place inside a leaf alone."""
+    """Multiply by `NUM_SIGNS` random signs, which depend only on the place inside a leaf."""
     places = _places(jnp.zeros((), jnp.uint32), leaf) if inside is None else inside
     bits = places * np.uint32(0x9E3779B9)
     bits = (bits ^ (bits >> 15)) * np.uint32(0x2C1B3C6D)
@@ -248,7 +248,7 @@ def _places(first: jax.Array, leaf: jax.Array) -> jax.Array:
 
 def _shared_sums(columns: list[tuple[jax.Array, ...]]) -> list[list[jax.Array]]:
     """Sum arrays that may lie on several devices, a few of one shape and sharding at a time."""
-    alike: dict[Any, list[tuple[jax.Array, ...]]] = {}
+    alike: dict[object, list[tuple[jax.Array, ...]]] = {}
     for leaves in columns:
         alike.setdefault((leaves[0].shape, jax.typeof(leaves[0]).sharding), []).append(leaves)
     groups = [
@@ -262,33 +262,29 @@ def _shared_sums(columns: list[tuple[jax.Array, ...]]) -> list[list[jax.Array]]:
     ]
 
 
-def fence(tree: Any) -> Any:
-    """Give the same numbers as if they were others, on the CPU.
-
-    What is computed from them then is computed anew. XLA would store instead what it has in common
-    with what was computed before.
-    """
+def fence(tree: Tree) -> Tree:
+    """Optimization barrier on the CPU: XLA recomputes from the result instead of storing."""
     return jax.lax.platform_dependent(
         tree, cpu=jax.lax.optimization_barrier, default=lambda same: same
     )
 
 
 def count(counter: jax.Array, more: jax.Array | bool = True) -> jax.Array:
-    """Add one to a counter where `more`; at its largest value it stops instead of wrapping."""
+    """Add one to a counter where `more`; it stops at its largest value instead of wrapping."""
     return jnp.where(more, optax.safe_increment(counter), counter)
 
 
-def where(condition: jax.Array, yes: Any, no: Any) -> Any:
+def where(condition: jax.Array, yes: Tree, no: Tree) -> Tree:
     """Select between two trees with one boolean scalar."""
     return jax.tree.map(lambda x, y: jnp.where(condition, x, y), yes, no)
 
 
 def map_sampled(
-    function: Callable, sampled: Any, params: Any, moves: jax.Array | None = None
-) -> Any:
-    """Map over the leaves that the sampler sees; others, masked or none of its, stay as they are.
+    function: Callable, sampled: Tree, params: Tree, moves: jax.Array | None = None
+) -> Tree:
+    """Map over the leaves that the sampler sees, and leave all others unchanged.
 
-    Leaves are found by the names on their paths: of a module they are those of its state.
+    Leaves are matched by the names on their paths.
 
     Args:
         function: `function(leaf of sampled, leaf of params)`.
@@ -319,10 +315,10 @@ def map_sampled(
     return mapped
 
 
-def leaves_like(sampled: Any, tree: Any) -> list[Any] | None:
-    """Give those leaves of a tree that the sampler sees, found as by `map_sampled`.
+def leaves_like(sampled: Tree, tree: Tree) -> list[Tree] | None:
+    """Return the leaves of a tree that the sampler sees, matched as by `map_sampled`.
 
-    None where one of them is missing or has another shape, as behind `optax.flatten`.
+    None if one of them is missing or has another shape, as behind `optax.flatten`.
     """
     leaves = _by_names(tree)
     found = [(leaf, leaves.get(at)) for at, leaf in _by_names(sampled).items()]
@@ -331,16 +327,16 @@ def leaves_like(sampled: Any, tree: Any) -> list[Any] | None:
     return [leaf for _, leaf in found]
 
 
-def _by_names(tree: Any) -> dict[tuple[Any, ...], Any]:
+def _by_names(tree: Tree) -> dict[tuple[str | int, ...], Tree]:
     return {_names(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
-def _names(path: Iterable[Any]) -> tuple[Any, ...]:
+def _names(path: Iterable[object]) -> tuple[str | int, ...]:
     return tuple(entry(key)[1] for key in path)
 
 
-def entry(key: Any) -> list[Any]:
-    """Tell the kind (`key`, `index` or `attribute`) and the entry of one step of a path."""
+def entry(key: object) -> list[str | int]:
+    """Return the kind (`key`, `index` or `attribute`) and the entry of one step of a path."""
     for kind, attribute in (("key", "key"), ("index", "idx"), ("attribute", "name")):
         if hasattr(key, attribute):
             found = getattr(key, attribute)
@@ -348,20 +344,20 @@ def entry(key: Any) -> list[Any]:
     return ["key", str(key)]
 
 
-def name(path: Iterable[Iterable[Any]], separator: str = "/") -> str:
-    """Join the entries of a path, pairs of kind and entry, so that no two paths have one name.
+def name(path: Iterable[Iterable[str | int]], separator: str = "/") -> str:
+    """Join the entries of a path, pairs of kind and entry, to a name that no other path has.
 
-    A `~`, a `/` and the separator are written `~0`, `~1` and `~2` where they are part of an entry.
+    Inside an entry, `~`, `/` and the separator are written `~0`, `~1` and `~2`.
     """
     codes = {char: f"~{number}" for number, char in enumerate(dict.fromkeys("~/" + separator))}
     return separator.join(str(entry).translate(str.maketrans(codes)) for _, entry in path)
 
 
-def local_blocks(tree: Any) -> Iterator[tuple[int, int, list[np.ndarray]]]:
-    """Bring the chains that this process holds to the host, each from one of its devices.
+def local_blocks(tree: Tree) -> Iterator[tuple[int, int, list[np.ndarray]]]:
+    """Copy the chains that this process holds to the host, each from one of its devices.
 
     Args:
-        tree: arrays `[chain, ...]`, sharded over the chains alone if they lie on several processes.
+        tree: arrays `[chain, ...]`, sharded only over the chains if they lie on several processes.
 
     Yields:
         First and last chain of a block, and its leaves `[chain of the block, ...]`.
@@ -376,10 +372,10 @@ def local_blocks(tree: Any) -> Iterator[tuple[int, int, list[np.ndarray]]]:
             yield first, stop - 1, [np.asarray(shard.data) for shard in shards]
 
 
-def local(tree: Any) -> Any:
-    """Bring the chains that this process holds to the host `[chain of this process, ...]`.
+def local(tree: Tree) -> Tree:
+    """Copy the chains that this process holds to the host `[chain of this process, ...]`.
 
-    Where chains have copies in several processes, one of them holds them and the others none.
+    If chains have copies in several processes, one process holds them and the others none.
     """
     leaves, structure = jax.tree.flatten(tree)
     none = [np.empty((0, *leaf.shape[1:]), leaf.dtype) for leaf in leaves]
@@ -387,14 +383,14 @@ def local(tree: Any) -> Any:
     return jax.tree.unflatten(structure, [np.concatenate(column) for column in columns])
 
 
-def first_alike(tree: Any) -> list[int]:
-    """Tell for each chain the first one whose arrays are the same, bit for bit.
+def first_alike(tree: Tree) -> list[int]:
+    """Return for each chain the first one whose arrays are the same, bit for bit.
 
     Args:
         tree: arrays `[chain, ...]` on the host or on one device.
 
     Returns:
-        Numbers of chains: its own where no chain before it is alike.
+        Numbers of chains: its own if it equals no chain before it.
     """
     first: dict[bytes, int] = {}
     alike = []
@@ -405,7 +401,7 @@ def first_alike(tree: Any) -> list[int]:
     return alike
 
 
-def normal_like(key: jax.Array, tree: Any) -> Any:
+def normal_like(key: jax.Array, tree: Tree) -> Tree:
     """Draw a standard normal tree of the shapes and precision of `tree`."""
     leaves, structure = jax.tree.flatten(tree)
     keys = jax.random.split(key, len(leaves))
@@ -413,19 +409,19 @@ def normal_like(key: jax.Array, tree: Any) -> Any:
     def draw(key: jax.Array, leaf: jax.Array) -> jax.Array:
         sharding = jax.typeof(leaf).sharding
         if any(sharding.spec) and not isinstance(leaf, jax.core.Tracer):
-            # Explicit axes outside `jit`, where JAX draws on the device of the key alone.
+            # Explicit axes outside `jit`, where JAX draws only on the device of the key.
             return jax.device_put(jax.random.normal(key, leaf.shape, leaf.dtype), leaf.sharding)
         return jax.random.normal(key, leaf.shape, leaf.dtype, out_sharding=sharding)
 
     return jax.tree.unflatten(structure, [draw(*pair) for pair in zip(keys, leaves, strict=True)])
 
 
-def isotropic_like(key: jax.Array, tree: Any) -> Any:
+def isotropic_like(key: jax.Array, tree: Tree) -> Tree:
     """Draw a tree of independent entries with mean 0 and variance 1.
 
     Networks get random signs, which are computed from their place where they are used: normal
-    numbers would cost as much as the rest of a call. Trees of a few parameters, in which the
-    corners of a cube are not like a sphere, get normal numbers.
+    numbers would cost as much as the rest of a call. Trees of a few parameters get normal numbers,
+    since there the corners of a cube are not like a sphere.
     """
     if not has_signs(tree):
         return normal_like(key, tree)
@@ -438,13 +434,13 @@ def isotropic_like(key: jax.Array, tree: Any) -> Any:
     return jax.tree.unflatten(structure, signs)
 
 
-def has_signs(tree: Any) -> bool:
-    """Tell whether `isotropic_like` draws signs, whose square is one."""
+def has_signs(tree: Tree) -> bool:
+    """Whether `isotropic_like` draws signs, whose square is one."""
     return size(tree) >= SMALLEST_NETWORK
 
 
 def _numbers(first: jax.Array, start: int | np.ndarray, leaf: jax.Array) -> jax.Array:
-    """Number the entries of a leaf that begins at `start`, or of leaves that are joined."""
+    """Number the entries of a leaf that begins at `start`, or of joined leaves."""
     if isinstance(start, np.ndarray):
         return first + start
     return _places(first + np.uint32(start % 2**32), leaf)
@@ -464,15 +460,16 @@ def _signs_like(bits: jax.Array, second: jax.Array, leaf: jax.Array) -> jax.Arra
     return jnp.where(bits >> 31 == 0, one, -one)
 
 
-def check_params(where: str, params: Any, smallest: int):
+def check_params(where: str, params: Tree, smallest: int):
     """Require a tree of float32 or float64 leaves with at least `smallest` parameters.
 
-    A leafless node that is no container passes: Optax maps over a state with such a placeholder.
+    A node without leaves that is no container passes: Optax maps over a state with such a
+    placeholder.
 
     Raises:
         ValueError: naming the path of the leaf that does not fit.
     """
-    containers = (dict, list, tuple, type(None))
+    containers = (Mapping, list, tuple, type(None))
     if not isinstance(params, containers) and not jax.tree.leaves(params):
         return
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
@@ -484,14 +481,14 @@ def check_params(where: str, params: Any, smallest: int):
                 "params",
                 "a tree of float32 or float64 arrays",
                 f"{got} at {name}",
-                "Keep the sampled parameters in float32 and cast inside the model; take the"
-                " leaves that are not sampled out with optax.partition and optax.set_to_zero.",
+                "Keep the sampled parameters in float32 and cast inside the model. Exclude leaves"
+                " that are not sampled with optax.partition and optax.set_to_zero.",
             )
     if size(params) < smallest:
         _check.fail(where, "params", f"a tree of at least {smallest} parameters", f"{size(params)}")
 
 
-def check_gradients(where: str, updates: Any, params: Any, name: str):
+def check_gradients(where: str, updates: Tree, params: Tree, name: str):
     """Require gradients of these parameters, of whatever floating-point precision."""
     check_alike(where, "updates", updates, params, name)
     for path, leaf in jax.tree_util.tree_leaves_with_path(updates):
@@ -500,7 +497,7 @@ def check_gradients(where: str, updates: Any, params: Any, name: str):
             _check.fail(where, "updates", "a tree of floating-point gradients", got)
 
 
-def check_alike(where: str, argument: str, tree: Any, expected: Any, expected_name: str):
+def check_alike(where: str, argument: str, tree: Tree, expected: Tree, expected_name: str):
     """Require the structure and the leaf shapes of `expected`."""
     if jax.tree.structure(tree) != jax.tree.structure(expected):
         _check.fail(

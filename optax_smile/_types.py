@@ -1,6 +1,10 @@
 """Names for values that the type system cannot describe further."""
 
+from collections.abc import Callable
 from typing import Any, TypeAlias
+
+import jax
+import optax
 
 # A pytree of arrays. Where it has a role of its own, use `optax.Params`, `optax.Updates` or
 # `optax.OptState`.
@@ -11,3 +15,9 @@ Batch: TypeAlias = Any
 Output: TypeAlias = Any
 # Keyword arguments that are collected before a call.
 Options: TypeAlias = dict[str, Any]
+# An argument that a user passed and that is still to be checked.
+Unchecked: TypeAlias = Any
+# The step size of a sampler: a number, or a schedule of the number of steps.
+StepSize: TypeAlias = float | jax.Array | optax.Schedule
+# The log density of a prior, a function of the parameters.
+LogPrior: TypeAlias = Callable[[Tree], jax.Array]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from optax_smile import _check
+from optax_smile._types import Batch, Tree
 
 __all__ = [
     "chain_sharding",
@@ -58,12 +59,12 @@ class Stacked(_check.Constraint):
         return value
 
 
-def _are_specs(tree: Any) -> bool:
+def _are_specs(tree: Tree) -> bool:
     leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, PartitionSpec))
     return all(isinstance(leaf, PartitionSpec) for leaf in leaves)
 
 
-def _are_axes(in_axes: Any) -> bool:
+def _are_axes(in_axes: object) -> bool:
     axes = in_axes if isinstance(in_axes, tuple) else (in_axes,)
     are_known = all(axis is None or type(axis) is int and axis == 0 for axis in axes)
     return are_known and any(axis == 0 for axis in axes)
@@ -82,12 +83,12 @@ def check_mesh(where: str, mesh: Mesh | None, num_chains: int = 0):
         _check.fail(where, "mesh", rule, f"an axis of length {mesh.shape[CHAIN]}")
 
 
-def num_chains(where: str, tree: Any, argument: str = "params") -> int:
+def num_chains(where: str, tree: Tree, argument: str = "params") -> int:
     """Return the length of the leading axis that all leaves share, at least one."""
     return jnp.shape(jax.tree.leaves(STACKED(where, argument, tree))[0])[0]
 
 
-def _put(leaf: Any, sharding: NamedSharding) -> jax.Array:
+def _put(leaf: jax.typing.ArrayLike, sharding: NamedSharding) -> jax.Array:
     """Shard an array, which is the same in every process, over devices."""
     if sharding.is_fully_addressable or isinstance(leaf, jax.Array) and len(leaf.devices()) > 1:
         return jax.device_put(leaf, sharding)
@@ -96,13 +97,13 @@ def _put(leaf: Any, sharding: NamedSharding) -> jax.Array:
 
 
 @jax.jit
-def _copy(tree: Any) -> Any:
+def _copy(tree: Tree) -> Tree:
     """Copy arrays, so that the copies may be donated."""
     return jax.tree.map(jnp.copy, tree)
 
 
 @_check.arguments("parallel.place", tree=STACKED, mesh=MESH, specs=SPECS)
-def place(tree: Any, *, mesh: Mesh | None = None, specs: Any = None) -> Any:
+def place(tree: Tree, *, mesh: Mesh | None = None, specs: Tree = None) -> Tree:
     """Copy a tree with a leading chain axis to the devices.
 
     Args:
@@ -124,7 +125,7 @@ def place(tree: Any, *, mesh: Mesh | None = None, specs: Any = None) -> Any:
 
 
 @_check.arguments("parallel.shardings", tree=STACKED, mesh=MESH, specs=SPECS)
-def shardings(tree: Any, *, mesh: Mesh | None = None, specs: Any = None) -> Any:
+def shardings(tree: Tree, *, mesh: Mesh | None = None, specs: Tree = None) -> Tree:
     """Return the shardings that `place` gives the arrays.
 
     Args:
@@ -160,8 +161,8 @@ def shardings(tree: Any, *, mesh: Mesh | None = None, specs: Any = None) -> Any:
     stacked=_check.FLAG,
 )
 def place_batch(
-    batch: Any, *, mesh: Mesh | None = None, per_chain: bool = False, stacked: bool = False
-) -> Any:
+    batch: Batch, *, mesh: Mesh | None = None, per_chain: bool = False, stacked: bool = False
+) -> Batch:
     """Put a batch on the devices, with examples sharded over the axis `"data"` if it divides them.
 
     Args:
@@ -199,7 +200,9 @@ def place_batch(
     mesh=MESH,
     in_axes=_check.Where("0, or a tuple of 0 and None", _are_axes),
 )
-def over_chains(function: Callable, *, mesh: Mesh | None = None, in_axes: Any = 0) -> Callable:
+def over_chains(
+    function: Callable, *, mesh: Mesh | None = None, in_axes: int | tuple[int | None, ...] = 0
+) -> Callable:
     """Map a function of one chain over all chains.
 
     The axis `"chain"` is a manual axis of `jax.shard_map`, so that chains cannot communicate; the
@@ -218,7 +221,7 @@ def over_chains(function: Callable, *, mesh: Mesh | None = None, in_axes: Any = 
         return mapped
     own, shared = PartitionSpec(CHAIN), PartitionSpec()
     in_specs = own
-    if in_axes != 0:
+    if isinstance(in_axes, tuple):
         in_specs = tuple(shared if axis is None else own for axis in in_axes)
     return jax.shard_map(mapped, mesh=mesh, in_specs=in_specs, out_specs=own, axis_names={CHAIN})
 
@@ -236,7 +239,7 @@ def init(
     params: optax.Params,
     *,
     mesh: Mesh | None = None,
-    specs: Any = None,
+    specs: Tree = None,
     key: jax.Array | int | None = None,
 ) -> optax.OptState:
     """Initialise the state of every chain, sharded like its parameters.
@@ -286,7 +289,7 @@ def init(
     if known is None:
         return state
     purpose = f"to derive a key for each of the {chains} chains"
-    needed: Any = _check.Key(True, purpose)(where, "key", key)
+    needed = _check.Key(True, purpose)(where, "key", key)
     keys = split_key(needed, chains, mesh=mesh, raw=True)
     if keys.shape != known.shape:
         rule = f"a key with {known.shape[-1]} words of data, like the sampler's"
@@ -294,7 +297,7 @@ def init(
     return optax.tree.set(state, _is_random_key, key=keys)
 
 
-def _is_random_key(_, value: Any) -> bool:
+def _is_random_key(_, value: object) -> bool:
     """Return whether a leaf is a random key, not a moment of a layer called `key` (attention)."""
     return getattr(value, "dtype", None) == jnp.uint32
 
@@ -333,12 +336,12 @@ def split_key(
     per_chain=_check.FLAG,
 )
 def step(
-    function: Callable[[Carry, Any], Carry],
+    function: Callable[[Carry, Batch], Carry],
     carry: Carry,
     *,
     mesh: Mesh | None = None,
     per_chain: bool = False,
-) -> Callable[[Carry, Any], Carry]:
+) -> Callable[[Carry, Batch], Carry]:
     """Compile the step of one chain for all chains.
 
     Args:

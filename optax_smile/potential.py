@@ -1,8 +1,8 @@
-"""The posterior: from the mean loss that a training loop has to an energy in nats.
+"""The posterior: from the mean loss of a training loop to an energy in nats.
 
     U(theta) = (num_data * mean_loss(theta) + prior_precision / 2 * |theta|^2) / temperature
 
-and with a prior that is a function -log_prior(theta) in place of the second term.
+With a prior that is a function, -log_prior(theta) takes the place of the second term.
 
 This is -log posterior / temperature up to a constant. No other file multiplies by `num_data`.
 """
@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.core
@@ -22,10 +21,11 @@ import numpy as np
 import optax
 
 from optax_smile import _check, _tree
+from optax_smile._types import LogPrior, Tree, Unchecked
 
-# A prior around the parameters that a chain begins with.
+# The prior's mean is the start of the chain.
 START = "start"
-# A temperature that goes with the numbers of parameters and data.
+# The temperature follows from the numbers of parameters and data.
 AUTO = "auto"
 Temperature = float | jax.Array | Literal["auto"]
 PRIOR = "prior_precision", "prior_mean"
@@ -39,10 +39,10 @@ class PerParameter(_check.Constraint):
 
     @property
     def rule(self) -> str:
-        """That of the numbers."""
+        """The rule of the numbers."""
         return self.each.rule
 
-    def __call__(self, where, argument, value, given=_check.NOTHING) -> Any:
+    def __call__(self, where, argument, value, given=_check.NOTHING) -> Tree:
         """Check every leaf, see `_check.Constraint`."""
         for leaf in jax.tree.leaves(value):
             if not isinstance(leaf, (np.ndarray, jax.Array)) or not leaf.ndim:
@@ -56,7 +56,7 @@ class PerParameter(_check.Constraint):
 
 
 class Potential(NamedTuple):
-    """What turns a mean loss into the energy of a posterior.
+    """The arguments that turn a mean loss into the energy of a posterior.
 
     Attributes:
         num_data: number of terms that the mean loss averages, >= 1: examples, or tokens for a
@@ -73,19 +73,19 @@ class Potential(NamedTuple):
     """
 
     num_data: float | jax.Array
-    prior_precision: Any = 1.0
-    temperature: Any = 1.0
-    prior_mean: Any = 0.0
-    log_prior: Callable[[Any], jax.Array] | None = None
+    prior_precision: Tree = 1.0
+    temperature: Tree = 1.0
+    prior_mean: Tree = 0.0
+    log_prior: LogPrior | None = None
     excess: float | jax.Array = 0.08
 
 
 def check(where: str, potential: Potential):
-    """Require that one prior alone is given."""
+    """Require that only one prior is given."""
     if potential.log_prior is not None:
         precision = jax.tree.leaves(potential.prior_precision)
         if not all(isinstance(x, int | float) and x == 0 for x in precision):
-            rule, advice = "0 where `log_prior` is the prior", "Pass `prior_precision=0`."
+            rule, advice = "0 if `log_prior` is the prior", "Pass `prior_precision=0`."
             _check.fail(where, "prior_precision", rule, potential.prior_precision, advice)
 
 
@@ -120,15 +120,15 @@ def check_prior(where: str, potential: Potential, params: optax.Params):
 def with_log_prior(
     potential: Potential, updates: optax.Updates, value: jax.Array | None, params: optax.Params
 ) -> tuple[optax.Updates, jax.Array | None]:
-    """Take a prior that is a function for a part of the mean loss, -log_prior / num_data.
+    """Add a prior that is a function to the mean loss, as -log_prior / num_data.
 
-    Where it has no density the loss is infinite, and the guardrail rejects the step.
+    Where its density is 0 the loss is infinite, and the step is rejected.
 
     Args:
         potential: the posterior.
         updates: gradient of the mean loss.
         value: the mean loss, or None.
-        params: where they belong to.
+        params: at which both were computed.
 
     Returns:
         Gradient and mean loss of data and prior together.
@@ -142,14 +142,14 @@ def with_log_prior(
 
 
 def centre(potential: Potential, params: optax.Params) -> optax.Params | None:
-    """Give what a state has to keep of the parameters that a chain begins with: a copy, or None."""
+    """Return a copy of the start of a chain if it is the prior's mean, else None."""
     if not _is_start(potential.prior_mean):
         return None
     return jax.tree.map(lambda x: jnp.array(x, copy=True), params)
 
 
 def begin(where: str, potential: Potential, params: optax.Params) -> Potential:
-    """Require a prior that fits the parameters, find their temperature, and tell a low one."""
+    """Check the prior, compute the temperature, and warn of a low one."""
     check_prior(where, potential, params)
     found = of_chain(potential, params, None)
     if not _is_auto(potential.temperature):
@@ -160,14 +160,14 @@ def begin(where: str, potential: Potential, params: optax.Params) -> Potential:
         warnings.warn(
             f'`{where}(temperature="auto")` takes a temperature of {number} for'
             f" {_tree.size(params)} parameters. Below 1 the draws are of a cold posterior, narrower"
-            " than that of Bayes. Pass a number to be silent.",
+            " than that of Bayes. Pass a number to silence this warning.",
             stacklevel=2,
         )
     return found
 
 
 def of_chain(potential: Potential, params: optax.Params, centre: optax.Params | None) -> Potential:
-    """Put in what depends on the chain: its temperature, and the centre that its state keeps."""
+    """Insert what depends on the chain: its temperature, and the prior's mean from its state."""
     if _is_auto(potential.temperature):
         found = auto_temperature(_count(potential), _tree.size(params), potential.excess)
         potential = potential._replace(temperature=found)
@@ -175,9 +175,9 @@ def of_chain(potential: Potential, params: optax.Params, centre: optax.Params | 
 
 
 def spread(potential: Potential, params: optax.Params) -> Potential:
-    """Give a prior that is no number for all parameters as trees of arrays like them."""
+    """Expand a prior that is not one number to trees of arrays like the parameters."""
 
-    def arrays(prefix: Any) -> Any:
+    def arrays(prefix: Tree) -> Tree:
         if jax.tree_util.all_leaves([prefix]) and jnp.ndim(prefix) == 0:
             return prefix
         full = _spread(prefix, params)
@@ -188,65 +188,42 @@ def spread(potential: Potential, params: optax.Params) -> Potential:
     return potential._replace(**{name: arrays(getattr(potential, name)) for name in PRIOR})
 
 
-def auto_temperature(num_data: Any, num_parameters: int, excess: Any) -> Any:
-    """Choose the temperature T = min(1, 2 excess N / d).
+def auto_temperature(
+    num_data: float | jax.Array, num_parameters: int, excess: float | jax.Array
+) -> float | jax.Array:
+    """Compute the temperature T = min(1, 2 excess N / d).
 
-    The mean loss of draws lies T d / (2 N) nats per example above its minimum where d directions
-    are determined by the data, whatever their curvatures: at this temperature, `excess` at most.
+    If the data determine d directions, the mean loss of draws lies T d / (2 N) nats per example
+    above its minimum, whatever the curvatures: at this temperature, at most `excess`.
     """
     found = 2 * excess * num_data / num_parameters
     return jnp.minimum(found, 1) if isinstance(found, jax.Array) else min(found, 1.0)
 
 
-def _is_auto(temperature: Any) -> bool:
+def _is_auto(temperature: Unchecked) -> bool:
     return isinstance(temperature, str) and temperature == AUTO
 
 
-def _is_start(prior_mean: Any) -> bool:
+def _is_start(prior_mean: Unchecked) -> bool:
     return isinstance(prior_mean, str) and prior_mean == START
 
 
 def _anywhere(potential: Potential) -> Potential:
-    """Take any start for one that is not known yet."""
+    """Replace a start that is not known yet by 0."""
     return potential._replace(prior_mean=0.0) if _is_start(potential.prior_mean) else potential
 
 
-def _spread(prefix: Any, params: optax.Params) -> optax.Params:
-    """Give every leaf the number or array that a prefix of the tree has for it."""
+def _spread(prefix: Tree, params: optax.Params) -> optax.Params:
+    """Expand a prefix of the tree: a number or array for every leaf."""
     return jax.tree.map(lambda value, part: jax.tree.map(lambda _: value, part), prefix, params)
 
 
 def _prior(potential: Potential, params: optax.Params) -> tuple[optax.Params, optax.Params]:
-    """Give every leaf the precision of its prior over the temperature, and its mean."""
+    """Expand the prior's precision over the temperature, and its mean, to every leaf."""
     precision, mean = (
         _spread(x, params) for x in (potential.prior_precision, potential.prior_mean)
     )
     return jax.tree.map(lambda x: x / potential.temperature, precision), mean
-
-
-def energy(potential: Potential, mean_loss: jax.Array, params: optax.Params) -> jax.Array:
-    """Compute the energy U in nats.
-
-    Args:
-        potential: the posterior.
-        mean_loss: scalar, mean over the batch.
-        params: where the loss was evaluated.
-
-    Returns:
-        The energy, a scalar in nats.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> float(energy(Potential(num_data=10), jnp.float32(0.5), {"w": jnp.ones(4)}))
-        7.0
-    """
-    _, mean = _prior(potential, params)
-    origin = jax.tree.map(
-        lambda m, x: jnp.broadcast_to(jnp.asarray(m, x.dtype), x.shape), mean, params
-    )
-    displacement = jax.tree.map(jnp.subtract, params, origin)
-    terms = prior_terms(potential, origin, displacement)
-    return energy_change(potential, mean_loss, _tree.total(terms))
 
 
 def gradient(
@@ -266,9 +243,9 @@ def prior_terms(
 ) -> optax.Updates:
     """Compute what a displacement from `params` adds to the prior's part of the energy, in nats.
 
-    As terms precision * displacement * (params - mean + displacement / 2), one for each parameter,
-    of which the sum counts: the difference of the two squared norms loses half a nat in float32 at
-    10^7 parameters.
+    The sum of the terms precision * displacement * (params - mean + displacement / 2), one for each
+    parameter. The difference of two squared norms would lose half a nat in float32 at 10^7
+    parameters.
     """
 
     def leaf(precision, mean, x, dx):
@@ -279,7 +256,7 @@ def prior_terms(
 
 def energy_change(
     potential: Potential, loss_change: float | jax.Array, prior_change: float | jax.Array
-) -> Any:
+) -> Tree:
     """Compute the change of U in nats from that of the mean loss and that of the prior's part."""
     return _weight(potential) * loss_change + prior_change
 
@@ -331,25 +308,25 @@ def least_excess_loss(potential: Potential, curvature: float, square: float) -> 
 def strength_for(
     potential: Potential, curvature: float, num_parameters: int, allowed: float
 ) -> float:
-    """Find the prior precision whose `excess_loss` is what is allowed: P = T H / (2 a) - N H / d.
+    """Compute the prior precision whose `excess_loss` is `allowed`: P = T H / (2 a) - N H / d.
 
-    Where less than that comes of any prior, 0.
+    0 if the loss of every prior is smaller.
     """
     found = potential.temperature * curvature / (2 * allowed)
     return max(found - potential.num_data * curvature / num_parameters, 0.0)
 
 
 def watanabe_beta(num_data: float) -> float:
-    """Inverse temperature 1 / log n, at which draws tell the evidence (Watanabe 2013)."""
+    """Inverse temperature 1 / log n, at which draws estimate the evidence (Watanabe 2013)."""
     return 1 / math.log(num_data)
 
 
-def _count(potential: Potential) -> Any:
-    """num_data; the integers of JAX would end at 2 10^9 tokens."""
+def _count(potential: Potential) -> Tree:
+    """num_data as a float: the integers of JAX overflow at 2 10^9 tokens."""
     num_data = potential.num_data
     return num_data if isinstance(num_data, jax.Array) else float(num_data)
 
 
-def _weight(potential: Potential) -> Any:
+def _weight(potential: Potential) -> Tree:
     """num_data over the temperature."""
     return _count(potential) / potential.temperature

@@ -16,27 +16,22 @@ and in the initial averages.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import jax
 import optax
 
 from optax_smile import _check
+from optax_smile._types import LogPrior, StepSize, Tree
 from optax_smile.potential import Potential
 from optax_smile.samplers import _call
 from optax_smile.samplers._call import SHARED
-from optax_smile.samplers._microcanonical import compose
-from optax_smile.stages.guardrail import guardrail
-from optax_smile.stages.momentum import microcanonical
-from optax_smile.stages.preconditioner import Preconditioner, identity, moving_variance
-from optax_smile.stages.tuner import quantile_tuner
+from optax_smile.samplers._microcanonical import build as build_microcanonical
+from optax_smile.stages.scale import MovingVariance, Preconditioner
+from optax_smile.stages.step_size import quantile_tuner
 
 PUBLISHED = {name: rule for name, rule in SHARED.items() if name != "key"}
 PUBLISHED |= {"step_size": _check.STEP_SIZE}
-# kappa, and the momentum after a rejected step.
+# kappa in the paper.
 REJECT_QUANTILE = 0.98
-REJECT_MOMENTUM = "zero"
 INTEGRATOR = "minimal_norm"
 
 
@@ -47,21 +42,21 @@ def _published(name: str, preconditioner: Preconditioner, tuned: bool):
 
     @_check.arguments(where, **PUBLISHED)
     def build(
-        step_size: float | jax.Array | optax.Schedule,
+        step_size: StepSize,
         *,
         num_data: float | jax.Array,
-        prior_precision: Any = 1.0,
-        prior_mean: Any = 0.0,
-        log_prior: Callable[[Any], jax.Array] | None = None,
+        prior_precision: Tree = 1.0,
+        prior_mean: Tree = 0.0,
+        log_prior: LogPrior | None = None,
         temperature: float | jax.Array = 1.0,
         track_params: bool = False,
     ) -> optax.GradientTransformationExtraArgs:
-        return compose(
+        return build_microcanonical(
             where,
             Potential(num_data, prior_precision, temperature, prior_mean, log_prior),
-            preconditioner=preconditioner,
-            momentum=microcanonical(where, INTEGRATOR),
-            guardrail=guardrail(where, reject_quantile, REJECT_MOMENTUM),
+            preconditioner,
+            integrator=INTEGRATOR,
+            reject_quantile=reject_quantile,
             tuner=tuner,
             step_size=step_size,
             track_params=track_params,
@@ -77,7 +72,7 @@ def _published(name: str, preconditioner: Preconditioner, tuned: bool):
     return _call.sampler(build, integrator=INTEGRATOR, tuner=tuner, reject_quantile=reject_quantile)
 
 
-smile = _published("smile", identity(), tuned=True)
-psmile = _published("psmile", moving_variance(), tuned=True)
-smile_naive = _published("smile_naive", identity(), tuned=False)
-psmile_naive = _published("psmile_naive", moving_variance(), tuned=False)
+smile = _published("smile", Preconditioner(), tuned=True)
+psmile = _published("psmile", MovingVariance(), tuned=True)
+smile_naive = _published("smile_naive", Preconditioner(), tuned=False)
+psmile_naive = _published("psmile_naive", MovingVariance(), tuned=False)

@@ -1,9 +1,9 @@
-"""What every sampler's state can be asked for, wherever it lies inside a larger state."""
+"""What can be read from the state of any sampler, also inside a larger state."""
 
 from __future__ import annotations
 
 import sys
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.core
@@ -12,33 +12,34 @@ import numpy as np
 import optax
 
 from optax_smile import _check, _trace, _tree
+from optax_smile._types import Tree
 
-# Of the states of all samplers; a state of another format cannot be continued.
+# Format of the states of all samplers. A state of another format cannot be continued.
 STATE_FORMAT = 6
-# Share of the gradients that are not finite; healthy runs have none or a handful.
+# Largest share of gradients that are not finite; healthy runs have none or a handful.
 MOST_NONFINITE = 0.01
 # Nats per example by which draws may be worse than the start: targets 63 % less probable.
 MOST_RISE = 1.0
-# What to do about a transformation after the sampler.
+# Advice about a transformation after the sampler.
 AFTER = (
-    "Remove what comes after the sampler: it changes the steps, and no draws are right. A sampler"
-    " has no learning rate, and its prior replaces weight decay. Before the sampler only"
-    " `optax.clip_by_global_norm` may go."
+    "Remove what comes after the sampler: it changes the steps and makes the draws wrong. A sampler"
+    " has no learning rate, and its prior replaces weight decay. Only"
+    " `optax.clip_by_global_norm` may come before it."
 )
 
 
 class LastUpdate(NamedTuple):
-    """What the last call of `update` found out about the parameters that it was given.
+    """Facts about the last call of `update` and the parameters that it received.
 
     Attributes:
-        energy_change: of the step that ended there, nats, positive = gained; 0 if unknown: a NaN
-            here would fail in loops that compare the states of replicas.
+        energy_change: energy gained by the step that ended there, nats; 0 if unknown, since loops
+            that compare the states of replicas would fail on a NaN.
         has_energy: whether it is known.
-        energy_level: what the loop passed: 0 gradients only, 1 also `value`; int32.
-        accepted: whether the step that ended there was kept.
+        energy_level: 0 if the loop passed only gradients, 1 if it also passed `value`; int32.
+        accepted: whether the step that ended there was accepted.
         step_end: whether they were the end of a whole step.
         is_draw: whether the last accepted step end counts as a draw from the posterior.
-        below_resolution: whether the next step is too short for their precision.
+        below_resolution: whether the next step is too short for the precision of the parameters.
         last_temperature: of the posterior; `inject_hyperparams` has the name without "last".
         num_gradients: calls so far, int32.
         received: `_tree.fingerprint` of the gradient that the loop passed, zeros if the call was
@@ -57,16 +58,16 @@ class LastUpdate(NamedTuple):
     received: jax.Array
 
     def stats(self) -> dict[str, jax.Array]:
-        """Give its part of `Stats`."""
-        told = self._asdict()
-        told["temperature"] = told.pop("last_temperature")
-        del told["received"]
-        has_energy = told.pop("has_energy")
-        change = told["energy_change"]
-        # A state on the host may be float64 where JAX has float32 alone.
+        """Return its part of `Stats`."""
+        stats = self._asdict()
+        stats["temperature"] = stats.pop("last_temperature")
+        del stats["received"]
+        has_energy = stats.pop("has_energy")
+        change = stats["energy_change"]
+        # A state on the host may be float64 although JAX only has float32.
         array = jnp if isinstance(change, jax.Array) else np
-        told["energy_change"] = array.where(has_energy, change, array.full_like(change, np.nan))
-        return told
+        stats["energy_change"] = array.where(has_energy, change, array.full_like(change, np.nan))
+        return stats
 
 
 def no_update(dtype: jnp.dtype, temperature: float | jax.Array) -> LastUpdate:
@@ -90,43 +91,43 @@ class Stats(NamedTuple):
 
     Attributes:
         step_size: length of the step now open, or of the next one, in whitened coordinates.
-        energy_change: energy gained by the step that ended, nats, positive = gained; NaN where the
-            call ended none or had no energy.
+        energy_change: energy gained by the step that ended, nats; NaN if the call ended no step or
+            had no energy.
         energy_mean, energy_std: moving averages of its absolute value, nats; NaN for samplers
             without an energy error, such as `sgld`.
-        energy_level: what the loop passes: 0 gradients only, 1 also `value`.
+        energy_level: 0 if the loop passes only gradients, 1 if it also passes `value`.
         accepted: False if the step that ended there was rejected.
         step_end: whether the parameters passed in were the end of a whole step.
-        is_draw: whether `last_accepted` gives a draw from the posterior; False in the exploration
+        is_draw: whether `last_accepted` returns a draw from the posterior; False in the exploration
             part of `cyclical_sgld`.
         num_rejected: steps rejected for an outlying energy.
         num_nonfinite: calls with a gradient or a value that is not finite.
         num_outlying: gradients with a reduced weight: zero, or over three times as large as the
             average; 0 for samplers without averages.
         num_gradients: calls of `update` so far.
-        temperature: of the posterior; below 1 it is colder than that of Bayes.
+        temperature: of the posterior; below 1 it is colder than the Bayesian posterior.
         change_share: half the squared change of the whitened gradient from one step to the next,
-            over its square, both averaged over the last quarter of the steps: an upper bound of the
+            over its square, both averaged over the last quarter of the steps: an upper bound on the
             share of noise in the gradients. NaN before the first change, and for samplers that do
             not measure it.
-        descent: energy that the chain has lost over the last quarter of its gradients, according to
-            them, in standard deviations of what a converged chain loses by chance; NaN for samplers
-            that do not measure it.
-        fall: by how much the energy of the last calls lies below that of half as many before them,
-            by the losses, nats; 0 in the first 384 calls and where the loop passes no `value`, NaN
-            for samplers that do not measure it.
-        on_its_way: whether `descent` is more than 3, or `fall` more than in a converged chain,
-            sqrt(d / 2) and the noise of the batches: these points are no draws yet.
+        descent: energy that the chain has lost over the last quarter of its gradients, estimated
+            from them, in standard deviations of what a converged chain loses by chance; NaN for
+            samplers that do not measure it.
+        fall: mean energy of the calls before the current window minus that of the window, by the
+            losses, nats; 0 in the first 384 calls and without `value`, NaN for samplers that do not
+            measure it.
+        on_its_way: whether the chain has not converged: `descent` is more than 3, or `fall` is more
+            than sqrt(d / 2) and the noise of the batches explain. These points are no draws yet.
         below_resolution: whether the step is too short to move the parameters in their precision.
-        num_altered: calls that found some of the parameters elsewhere than the call before had sent
-            them: a transformation after the sampler, a projection, an average. Calls after a
-            rejected step cannot tell.
+        num_altered: calls in which some parameters differed from what the call before had sent: by
+            a transformation after the sampler, a projection, an average. Calls after a rejected
+            step are not compared.
         is_altered: whether those were at least three, and more than 1 % of the last 512 calls that
-            can tell: these points are no draws. A checkpoint that is restored once is no such case.
-            It stays true once a compiled call had gradients for other leaves than the first one, or
-            parameters other than those that the state tracks.
-        num_parameters: d, the number of parameters that are sampled: those of the leaves with a
-            gradient; 0 for an optimizer.
+            were compared: these points are no draws. One restored checkpoint is not counted as
+            such. It stays true once a compiled call had gradients for other leaves than the first
+            one, or parameters other than those that the state tracks.
+        num_parameters: d, the number of sampled parameters: those of the leaves with a gradient; 0
+            for an optimizer.
         noise_id: identifies the random numbers of the next call. If it is equal in two chains, both
             have the same key. 0 if the sampler draws none.
     """
@@ -189,12 +190,12 @@ class SamplerState(Protocol):
         """Parameters of the last accepted step end, see `optax_smile.last_accepted`."""
         ...
 
-    def last_gradient(self) -> tuple[Any, jax.Array] | None:
+    def last_gradient(self) -> tuple[optax.Updates, jax.Array] | None:
         """A tree of the leaves that are sampled, and `_tree.fingerprint` of their last gradient."""
         ...
 
 
-def find(state: Any, where: str, argument: str = "state") -> SamplerState:
+def find(state: Tree, where: str, argument: str = "state") -> SamplerState:
     """Find the one sampler state inside a larger state.
 
     Args:
@@ -212,10 +213,10 @@ def find(state: Any, where: str, argument: str = "state") -> SamplerState:
         _check.fail(where, argument, rule, len(found), remedy if argument == "state" else "")
     for chain in chains:
         place = next((i for i, part in enumerate(chain) if _samplers(part)[0]), len(chain))
-        # The states of transformations, unlike what else may lie beside one in a loop's tuple.
+        # Only states of transformations, not other entries of a loop's tuple.
         later = [part for part in chain[place + 1 :] if hasattr(part, "_fields")]
         if any(isinstance(part, optax.MaskedState) for part in chain[place : place + 1]):
-            # Which leaves are whose the states do not tell.
+            # The states do not say which leaves belong to which.
             later = [part for part in later if not isinstance(part, optax.MaskedState)]
         if later:
             rule = "that of a chain whose last transformation is the sampler"
@@ -238,22 +239,22 @@ def check_format(where: str, argument: str, state: SamplerState):
     _check.fail(where, argument, rule, got, remedy)
 
 
-def _is_concrete(number: Any) -> bool:
+def _is_concrete(number: object) -> bool:
     """Whether this process knows a number of a state."""
     is_traced = isinstance(number, jax.core.Tracer)
     return not is_traced and getattr(number, "is_fully_addressable", True)
 
 
-def _without_variables(tree: Any) -> Any:
-    """Take arrays out of the variables of Flax nnx; none are there before it is imported."""
+def _without_variables(tree: Tree) -> Tree:
+    """Replace variables of Flax nnx by their arrays; there are none before it is imported."""
     return getattr(sys.modules.get("flax.nnx"), "as_pure", lambda same: same)(tree)
 
 
-def _samplers(state: Any) -> tuple[list[Any], list[tuple[Any, ...]]]:
-    """Samplers inside a state, and plain tuples, which the state of an `optax.chain` is."""
+def _samplers(state: Tree) -> tuple[list[Tree], list[tuple[Tree, ...]]]:
+    """Sampler states inside a state, and plain tuples: the states of `optax.chain` are tuples."""
     chains = []
 
-    def is_sampler(node: Any) -> bool:
+    def is_sampler(node: object) -> bool:
         if type(node) is tuple:
             chains.append(node)
         return isinstance(node, SamplerState)
@@ -262,21 +263,21 @@ def _samplers(state: Any) -> tuple[list[Any], list[tuple[Any, ...]]]:
     return [leaf for leaf in leaves if isinstance(leaf, SamplerState)], chains
 
 
-def number(state: Any) -> int:
+def number(state: Tree) -> int:
     """Count the sampler states inside a larger state."""
     return len(_samplers(_without_variables(state))[0])
 
 
-def stats(state: Any) -> Stats:
-    """Describe the last call of a sampler by scalars with names.
+def stats(state: Tree) -> Stats:
+    """Return named scalars that describe the last call of a sampler.
 
-    `accepted`, `step_end` and `energy_change` describe the parameters that were passed *in*; the
-    parameters after `optax.apply_updates` are a proposal that the next call judges.
+    `accepted`, `step_end` and `energy_change` describe the parameters that were passed *in*. The
+    parameters after `optax.apply_updates` are a proposal that the next call accepts or rejects.
 
     Args:
         state: state of a sampler, alone or anywhere inside the state of `optax.chain`,
-            `MultiSteps`, `partition`, `inject_hyperparams`, ... With a leading chain axis every
-            value has it, too, and it warns of chains with equal keys.
+            `MultiSteps`, `partition`, `inject_hyperparams`, ... With a leading chain axis, every
+            value has that axis, too, and it warns of chains with equal keys.
 
     Returns:
         A `Stats`, a named tuple of scalars that prints one per line.
@@ -297,23 +298,23 @@ def stats(state: Any) -> Stats:
     return told
 
 
-def last_accepted(state: Any, params: Any = None) -> Any:
-    """Return the last accepted step end: the draw that a loop may keep.
+def last_accepted(state: Tree, params: Tree = None) -> Tree:
+    """Return the current draw: the last accepted parameters. Store these, not `params`.
 
-    The parameters in a loop are a proposal until the next call of `update` has judged them.
+    The parameters in a loop are a proposal until the next call of `update` accepts them.
 
     Args:
         state: state after `update`, alone or inside a larger one, such as the `opt_state` of an
-            `nnx.Optimizer`. A state with a leading chain axis goes through
+            `nnx.Optimizer`. For a state with a leading chain axis use
             `jax.vmap(last_accepted)`.
-        params: parameters after `optax.apply_updates`. With `track_params=True` the state has them;
-            given ones are compared with those.
+        params: parameters after `optax.apply_updates`. With `track_params=True` the state has them,
+            and parameters that you pass are compared with these.
 
     Returns:
-        Parameters like `params`; variables of Flax nnx come back as their arrays, which
+        Parameters like `params`, with variables of Flax nnx replaced by their arrays, which
         `nnx.update(model, ...)` takes. Leaves that the sampler does not see (masked, partitioned,
-        or none of those given to `init`, such as functions and running statistics) come back as
-        they are. Without `params`, the tracked ones: None, or a `MaskedNode`, in the place of
+        or not among those given to `init`, such as functions and running statistics) are returned
+        unchanged. Without `params`, the tracked ones: None, or a `MaskedNode`, in the place of
         leaves that the sampler does not see, and leaves without a gradient as `init` got them.
 
     Raises:
@@ -336,8 +337,8 @@ def last_accepted(state: Any, params: Any = None) -> Any:
         [1.0, 1.0]
     """
     sampler = find(state, "last_accepted")
-    told = sampler.stats()
-    if axes := jnp.shape(told.num_gradients):
+    last = sampler.stats()
+    if axes := jnp.shape(last.num_gradients):
         rule, remedy = "that of a single chain", "Use `jax.vmap(optax_smile.last_accepted)`."
         _check.fail("last_accepted", "state", rule, f"one with the leading axes {axes}", remedy)
     params = _without_variables(params)
@@ -354,15 +355,15 @@ def last_accepted(state: Any, params: Any = None) -> Any:
         rule = "a tree like the one given to `init`"
         _check.fail("last_accepted", "params", rule, _check.show(params))
     _check_finite(sampler, params)
-    if _is_concrete(told.is_altered) and told.is_altered:
-        rule = "that of a loop whose parameters arrive as the sampler sent them"
-        got = f"one where {told.num_altered} of {told.num_gradients} calls found others"
-        remedy = "Nothing may change the parameters but the sampler's own updates."
+    if _is_concrete(last.is_altered) and last.is_altered:
+        rule = "that of a loop in which only the sampler changes the parameters"
+        got = f"one where {last.num_altered} of {last.num_gradients} calls received others"
+        remedy = "Only the sampler's own updates may change the parameters."
         _check.fail("last_accepted", "state", rule, got, remedy)
     return draw
 
 
-def _check_finite(sampler: Any, params: Any):
+def _check_finite(sampler: Tree, params: Tree):
     """Require finite numbers in the leaves that the sampler moves; traced ones pass."""
     sampled = getattr(sampler, "sampled", None)
     if sampled is None or not _is_concrete(sampled.has_gradient):

@@ -10,6 +10,7 @@ import numpyro
 import numpyro.distributions as dist
 import optax
 from matplotlib.figure import Figure
+from public_samplers import SAMPLERS, valid_arguments
 
 import optax_smile
 from optax_smile import calibrate, diagnostics, local, metrics, parallel, plots, published, report
@@ -50,26 +51,11 @@ def first_steps(sampler):
 
 
 def samplers():
-    common = {"prior_precision": 1.0, "prior_mean": 0.0, "temperature": 1.0, "num_data": 100}
-    common |= {"log_prior": None, "track_params": False}
-    own: dict[str, Any] = {
-        "mclmc": {"decoherence_length": 1.0, "integrator": "leapfrog"},
-        "sgld": {},
-        "psgld": {"square_decay": 0.9, "smallest_root": 1e-3},
-        "sghmc": {"friction": 0.1, "friction_step": "exact", "gradient_noise": 0.0},
-        "sgnht": {"friction": 0.1},
-        "scale_adapted_sghmc": {"friction": 0.1, "adapt_steps": 3},
-        "cyclical_sgld": {"total_steps": 8, "num_cycles": 2, "exploration": 0.5},
-    }
-    tuned = {"integrator": "leapfrog", "decoherence_length": None, "reject_momentum": "refresh"}
-    tuned |= {"tuner": optax_smile.quantile_tuner(), "reject_quantile": 0.9, "excess": 0.1}
-    own |= {"smile": tuned, "psmile": tuned}
-    for name, arguments in own.items():
-        given = {"step_size": 1e-2, "key": KEY} | common | arguments
-        yield name, first_steps(getattr(optax_smile, name)), given
+    for name, sampler in (SAMPLERS | {"compose": optax_smile.compose}).items():
+        yield name, first_steps(sampler), valid_arguments(sampler, key=KEY)
     for name in ("smile", "psmile", "smile_naive", "psmile_naive"):
-        sampler = first_steps(getattr(published, name))
-        yield f"published.{name}", sampler, {"step_size": 1e-2} | common
+        sampler = getattr(published, name)
+        yield f"published.{name}", first_steps(sampler), valid_arguments(sampler)
     for name in ("psmile", "sgld"):
         tx: Any = getattr(optax_smile, name)(1e-2, num_data=10, key=KEY)
         yield f"{name}.init", tx.init, {"params": PARAMS}
@@ -99,14 +85,13 @@ def runs(path):
         "mesh": None,
         "specs": None,
         "directory": None,
-        "accept": (),
         "check": True,
         "checkpoint_minutes": 5.0,
         "progress": False,
     }
     sampled = {"params": CHAINS, "sampler": sampler, "num_warmup": 0, "num_draws": 2, "thin": 1}
     sampled |= {"per_chain": False, "batch_per": "gradient", "steps_per_dispatch": 1}
-    sampled |= {"prefetch": 0, "resume": True, "dtype": None, "callback": None, "observe": None}
+    sampled |= {"resume": True, "dtype": None, "callback": None, "observe": None}
     sampled |= {"stop": None}
     yield "sample", optax_smile.sample, chains | sampled
     checked = {"loss_fn": chains["loss_fn"], "batch": [jnp.ones(3)]}

@@ -15,12 +15,13 @@ in slow tests as well, so that these may compare bits with what a fixture made.
 import gc
 import os
 import pathlib
+import signal
 
 import jax
 import pytest
 from xdist.scheduler import LoadFileScheduling
 
-from optax_smile.stages import preconditioner
+from optax_smile.stages import scale
 
 COMPILED = pathlib.Path(__file__).parents[1] / ".pytest_cache" / "jax"
 os.environ.setdefault("KERAS_BACKEND", "jax")
@@ -32,6 +33,9 @@ DEVICE_WORKER, DEVICE_TESTS = "gw0", ("tests/devices/", "tests/faults/test_kills
 NUM_WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
 IS_SINGLE = NUM_WORKERS > 1 and os.environ["PYTEST_XDIST_WORKER"] != DEVICE_WORKER
 
+# A shell lets its background jobs ignore SIGINT, which tests send.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 jax.config.update("jax_platforms", "cpu")
@@ -87,7 +91,7 @@ def module_settings(request):
     optimize(bool(getattr(request.module, "OPTIMIZED", False)))
     with pytest.MonkeyPatch.context() as patch:
         if getattr(request.module, "SHORT_WINDOWS", False):
-            patch.setattr(preconditioner, "FIRST_WINDOW", 4)
+            patch.setattr(scale, "FIRST_WINDOW", 4)
         yield
     jax.clear_caches()
     gc.collect()

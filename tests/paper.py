@@ -8,7 +8,6 @@ PAPER: dict[str, Any] = {
     "integrator": "minimal_norm",
     "tuner": optax_smile.quantile_tuner(),
     "reject_quantile": 0.98,
-    "reject_momentum": "zero",
     "decoherence_length": None,
     "key": None,
 }

@@ -14,7 +14,8 @@ import numpy as np
 import optax
 import pytest
 from optax import contrib
-from test_contract import SAMPLERS, make
+from public_samplers import SAMPLERS
+from test_contract import make
 
 import optax_smile
 
@@ -192,7 +193,7 @@ def assert_right(draws, names):
 def assert_named(state, params):
     told = optax_smile.stats(state)
     assert np.all(told.is_altered)
-    with pytest.raises(ValueError, match="whose parameters arrive as the sampler sent them"):
+    with pytest.raises(ValueError, match="in which only the sampler changes the parameters"):
         one, at = jax.tree.map(lambda x: x[0], (state, params))
         optax_smile.last_accepted(one, getattr(at, "fast", at))
 
@@ -244,7 +245,7 @@ def test_last_accepted_refuses(name):
     optax_smile.last_accepted(state, params)
     state = optax.tree.set(state, is_altered=jnp.array(True))
     jax.jit(optax_smile.last_accepted)(state, params)
-    with pytest.raises(ValueError, match="whose parameters arrive as the sampler sent them"):
+    with pytest.raises(ValueError, match="in which only the sampler changes the parameters"):
         optax_smile.last_accepted(state, params)
 
 

@@ -149,7 +149,7 @@ def test_a_chain_whose_loss_still_falls_is_on_its_way():
     @jax.vmap
     def falling(values):
         def call(past, given):
-            after = evidence.observe_loss(past, given[0], num_data, 100, given[1])
+            after = past.observe(given[0], num_data, 100, given[1])
             return after, (after.fall, after.is_falling)
 
         return jax.lax.scan(call, evidence.init(jnp.zeros(3)).loss, (values, kept))[1]

@@ -6,10 +6,9 @@ Where the state lies on several devices: `devices/test_sharded_states.py`.
 
 import concurrent.futures
 import contextlib
+import dataclasses
 import functools
-import importlib
 import inspect
-import pkgutil
 import warnings
 from typing import Any, NamedTuple
 
@@ -20,14 +19,11 @@ import numpy as np
 import optax
 import pytest
 from paper import PAPER
+from public_samplers import SAMPLERS, accepts
 
 import optax_smile
-from optax_smile import _settings, published, samplers
-from optax_smile.potential import Potential
-from optax_smile.samplers._microcanonical import compose
-from optax_smile.stages.guardrail import guardrail
-from optax_smile.stages.momentum import microcanonical
-from optax_smile.stages.preconditioner import Preconditioner, identity, moving_variance, whiten
+from optax_smile import _settings, published
+from optax_smile.stages.scale import MovingVariance
 
 # A scale within the few calls of a test: see conftest.py.
 SHORT_WINDOWS = True
@@ -52,10 +48,6 @@ stats = optax_smile.stats
 assert_equal = chex.assert_trees_all_equal
 
 
-def accepts(fn, *names):
-    return set(names) <= set(inspect.signature(fn).parameters)
-
-
 def build(fn, **options) -> Any:
     values: Any = {"step_size": 1e-2, "num_data": 100, "decoherence_length": 1.0}
     values["key"] = jax.random.key(0)
@@ -64,20 +56,11 @@ def build(fn, **options) -> Any:
     return fn(**{name: x for name, x in values.items() if name in needed} | options)
 
 
-def find_samplers():
-    for info in pkgutil.iter_modules(samplers.__path__, "optax_smile.samplers."):
-        for name, fn in vars(importlib.import_module(info.name)).items():
-            is_own = inspect.isfunction(fn) and fn.__module__ == info.name
-            if is_own and name[0] != "_" and accepts(fn, "step_size", "num_data"):
-                yield name, fn
-
-
-SAMPLERS = dict(find_samplers())
 # Both parts of a cycle are within the calls of a test.
 OPTIONS: dict[str, Any] = {"cyclical_sgld": {"total_steps": 24, "num_cycles": 2}}
 PLAIN = {name: (fn, OPTIONS.get(name, {})) for name, fn in SAMPLERS.items()}
 # Stages that need energies, in a step of two gradients.
-RICH: Any = PAPER | {"step_size": 1e-2, "reject_momentum": "refresh", "key": jax.random.key(0)}
+RICH: Any = PAPER | {"step_size": 1e-2, "key": jax.random.key(0)}
 RICH["decoherence_length"] = "turning"
 CASES: dict[str, Any] = PLAIN | {
     "psmile, rich": (optax_smile.psmile, RICH),
@@ -411,21 +394,28 @@ class Fixed(NamedTuple):
         return jax.tree.map(jnp.reciprocal, self.known)
 
 
+@dataclasses.dataclass(frozen=True)
+class FixedScale(optax_smile.Preconditioner):
+    """Begin and stay with a scale."""
+
+    scale: Fixed
+
+    def init(self, params):
+        return self.scale
+
+
 def test_a_preconditioner_of_ones_own(no_jit):
     """A scale of one changes nothing; another one moves along u / s."""
-    stages: Any = {"momentum": microcanonical("mine", "leapfrog"), "guardrail": guardrail("mine")}
 
-    def end(w, calls=GRADIENTS, own=None):
+    def end(w, calls=GRADIENTS, own: Any = None):
         scale = Fixed({"layer": {"w": jnp.full_like(W, w), "b": jnp.ones_like(B)}})
-        observe, stays = (lambda state, *_: state), (lambda *_: True)
-        fixed = Preconditioner(lambda _: scale, whiten, lambda *_: None, observe, stays)
-        own = own or fixed
-        tx = compose("mine", Potential(10), preconditioner=own, step_size=0.1, **stages)
-        return follow(tx, PARAMS, calls)[0]
+        own = own or FixedScale(scale)
+        given: dict[str, Any] = {"step_size": 0.1, "num_data": 10, "decoherence_length": None}
+        return follow(optax_smile.compose(own, **given), PARAMS, calls)[0]
 
     plain = optax_smile.smile(0.1, tuner=None, decoherence_length=None, num_data=10)
     expected = follow(plain, PARAMS, GRADIENTS)[0]
-    for found in (end(1), end(1, own=identity())):
+    for found in (end(1), end(1, own=optax_smile.Preconditioner())):
         chex.assert_trees_all_close(found, expected, rtol=1e-5, atol=1e-6)
     moved = optax.tree.sub(end(100, GRADIENTS[:1]), PARAMS)["layer"]
     assert np.abs(moved["w"]).max() < 0.2 * np.abs(moved["b"]).max()
@@ -446,7 +436,7 @@ def test_the_papers_samplers(name, no_jit):
     params, *_ = follow(tx, PARAMS, GRADIENTS)
     assert all_moved(params)
     if name.startswith("psmile"):
-        chex.assert_trees_all_equal_structs(state.preconditioner, moving_variance().init(PARAMS))
+        chex.assert_trees_all_equal_structs(state.preconditioner, MovingVariance().init(PARAMS))
     else:
         options = PAPER | ({"tuner": None, "reject_quantile": None} if naive else {})
         expected, *_ = follow(optax_smile.smile(0.1, **options, **prior), PARAMS, GRADIENTS)

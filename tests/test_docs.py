@@ -69,6 +69,22 @@ def test_every_page_is_two_clicks_away():
             assert f"({page.name})" in index and f"\n{page.stem}\n" in index, page.name
 
 
+def test_help_begins_with_a_map_of_all_public_names():
+    words = set(re.findall(r"\w+", optax_smile.__doc__ or ""))
+    assert [name for name in optax_smile.__all__ if name not in words] == []
+
+
+SEARCHED = """resume; burn-in; convergence; early stopping; calibration; SWAG; Laplace; deploy;
+memory; GPUs; NaN; temperature; which sampler; Keras; slower than AdamW"""
+
+
+def test_words_that_users_search_for_have_an_entry():
+    """An index entry or a heading, which the site's search puts first."""
+    pages = "".join(page.read_text() for page in PAGES)
+    found = " ".join(re.findall(r"^(?:<!-- \{index\}|#).*", pages, re.MULTILINE)).lower()
+    assert [word for word in SEARCHED.split(";") if word.strip().lower() not in found] == []
+
+
 @pytest.mark.slow
 def test_hero_prints_what_is_shown(capsys):
     """The exact columns to the digit. Another compiler rounds the chain elsewhere: over five seeds

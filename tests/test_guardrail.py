@@ -1,4 +1,4 @@
-from functools import cache, partial
+from functools import cache
 from typing import Any, NamedTuple
 
 import chex
@@ -7,10 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.flatten_util import ravel_pytree
 from paper import PAPER
 from test_langevin import flat, ulps
-from test_momentum import CALLS_PER_STEP, textbook_kick
+from test_momentum import CALLS_PER_STEP
 from test_tuner import slow_quantile
 
 import optax_smile
@@ -18,7 +17,6 @@ import optax_smile
 # A scale within the few calls of a test: see conftest.py.
 SHORT_WINDOWS = True
 LEAVES = {"large": (1e3, (4,)), "one": (1.0, ()), "small": (1e-2, (2, 3)), "tiny": (1e-6, (3,))}
-SIZE = 14
 RNG = np.random.default_rng(0)
 PARAMS = {k: np.array(x * RNG.standard_normal(y), "float32") for k, (x, y) in LEAVES.items()}
 # A value that makes any step an outlier.
@@ -40,8 +38,7 @@ def draw_inputs(seed, num) -> Any:
 def build(name, integrator, **arguments):
     """A sampler as published but for its integrator, and its jitted update."""
     options: Any = PAPER | {"integrator": integrator} | arguments
-    is_random = options["reject_momentum"] == "refresh" or options["decoherence_length"]
-    options |= {"key": jax.random.key(0) if is_random else None}
+    options |= {"key": jax.random.key(0) if options["decoherence_length"] else None}
     tx = getattr(optax_smile, name)(0.5, num_data=1, prior_precision=0.0, **options)
     return tx, jax.jit(tx.update)
 
@@ -109,12 +106,10 @@ def scale_of(state):
     return 1 / flat(state.preconditioner.inverse_scale()).astype(float) if has_scale else 1.0
 
 
-@pytest.mark.parametrize(
-    "case, momentum", [(SCALED, "zero"), (ANCHORED, "zero"), (ANCHORED, "refresh")]
-)
-def test_nothing_else_of_a_rejected_point_survives(case, momentum):
+@pytest.mark.parametrize("case", [SCALED, ANCHORED])
+def test_nothing_else_of_a_rejected_point_survives(case):
     """Two rejected points that have nothing in common leave the same behind."""
-    _, update, params, before = at_an_open_step(case, reject_momentum=momentum)
+    _, update, params, before = at_an_open_step(case)
     grads, values = draw_inputs(3, 2)
     kept = update(at(grads, 0), before, params, value=values[0])[1]
     first, after = update(at(grads, 0), before, params, value=np.float32(HUGE))
@@ -123,9 +118,6 @@ def test_nothing_else_of_a_rejected_point_survives(case, momentum):
     assert not after.last_update.accepted and not other.last_update.accepted
     chex.assert_trees_all_equal(first, second)
     chex.assert_trees_all_equal(without_energy(after), without_energy(other))
-    if momentum == "refresh":
-        assert np.array_equal(after.key, other.key)
-        assert not np.array_equal(after.key, before.key)
 
     # The energy is reported as it is.
     stats, expected = optax_smile.stats(after), float(optax_smile.stats(kept).energy_change)
@@ -143,14 +135,11 @@ def test_nothing_else_of_a_rejected_point_survives(case, momentum):
     weight = 0.01 / (1 - 0.99**count)
     np.testing.assert_allclose(stats.energy_mean, mean + weight * (capped - mean), rtol=1e-5)
 
-    # The next step goes down the gradient, or begins with the new direction.
+    # The next step goes down the gradient.
     updates, last = update(at(grads, 1), after, add(params, first), value=values[1])
-    whitened, fresh = flat(at(grads, 1)) / scale_of(after), flat(after.momentum.direction)
+    whitened = flat(at(grads, 1)) / scale_of(after)
     direction = -whitened / np.linalg.norm(whitened)
     step_size = float(optax_smile.stats(last).step_size)
-    if momentum == "refresh":
-        kick = 0.1931833275037836 * step_size
-        direction, _ = textbook_kick(fresh.astype(float), whitened.astype(float), kick)
     np.testing.assert_allclose(flat(last.momentum.direction), direction, atol=1e-6)
     moved = step_size / CALLS_PER_STEP[case[1]] * direction / scale_of(last)
     np.testing.assert_allclose(flat(updates), moved, rtol=1e-4, atol=1e-6)
@@ -169,43 +158,6 @@ def test_threshold_is_that_of_the_energies_before_the_step():
         threshold = slow_quantile(float(means[index - 1]), float(stds[index - 1]), 0.98)
         assert accepted[index] == (abs(changes[index]) <= threshold)
     assert rejections[-1] == np.sum(~accepted) >= 3
-
-
-def test_refreshed_momenta_are_isotropic_and_differ_between_resets_and_chains():
-    """4,000 chains with keys of their own, two rejections each.
-
-    Every bound is 5.5 standard errors; with about 250 comparisons the false-alarm rate is 1e-5.
-    """
-    num_chains = 4000
-    tx, _, params, state = at_an_open_step(ANCHORED, reject_momentum="refresh")
-    grads, values = draw_inputs(10, 2)
-
-    def call(params, before, value):
-        updates, state = tx.update(at(grads, 0), before, params, value=value)
-        direction, accepted = ravel_pytree(state.momentum.direction)[0], state.last_update.accepted
-        return optax.apply_updates(params, updates), state, direction, accepted
-
-    call = jax.jit(jax.vmap(call, in_axes=(0, 0, None)))
-    spread = partial(jax.tree.map, lambda x: np.broadcast_to(x, (num_chains, *np.shape(x))))
-    keys = jax.random.key_data(jax.random.split(jax.random.key(1), num_chains))
-    params, state, rejections = spread(params), spread(state._replace(key=None)), []
-    state = state._replace(key=keys)
-    for value in (HUGE, values[0], values[0], -HUGE):
-        params, state, direction, accepted = call(params, state, np.float32(value))
-        assert np.all(accepted == (abs(value) < HUGE))
-        rejections.append(np.asarray(direction, float))
-    first, *_, second = rejections
-    for direction in (first, second):
-        np.testing.assert_allclose(np.linalg.norm(direction, axis=1), 1, rtol=1e-5)
-        # Mean 0 and second moments I / d, whose standard errors are those of a unit vector.
-        assert np.abs(direction.mean(0)).max() <= 5.5 / np.sqrt(SIZE * num_chains)
-        moments = direction.T @ direction / num_chains - np.eye(SIZE) / SIZE
-        assert np.abs(moments).max() <= 5.5 * np.sqrt(2 / (SIZE * (SIZE + 2)) / num_chains)
-        assert len(np.unique(direction[:, 0])) > 0.99 * num_chains
-    # The second rejection of a chain is independent of its first.
-    cosine = np.sum(first * second, axis=1)
-    assert np.abs(cosine).max() < 0.95
-    assert abs(cosine.mean()) <= 5.5 / np.sqrt(SIZE * num_chains)
 
 
 NUM_CALLS = 40
@@ -313,8 +265,8 @@ def noisy_loss(params, batch):
 @pytest.mark.parametrize(
     "case, options, is_fused",
     [
-        (SCALED, {"reject_momentum": "zero"}, False),
-        (ANCHORED, {"reject_momentum": "refresh"}, False),
+        (SCALED, {}, False),
+        (ANCHORED, {}, False),
         # Noise turns the direction whether or not the step is rejected.
         *[
             pytest.param(case, {"decoherence_length": 0.2}, True, marks=pytest.mark.slow)

@@ -1,5 +1,6 @@
 """A directory is one run: what may differ and what is refused. What a first batch gives away."""
 
+import re
 import shutil
 from functools import partial
 from typing import Any
@@ -13,7 +14,7 @@ from runs import CHAINS, content_of, mean_loss, noisy, quiet, run, start
 
 import optax_smile
 from optax_smile import _settings
-from optax_smile.chains import _identity, _loop
+from optax_smile.chains import _checks, _directory
 
 INPUTS = np.random.default_rng(0).normal(size=(60, 2)).astype(np.float32)
 TARGETS = (INPUTS.sum(1) + np.random.default_rng(1).normal(size=60)).astype(np.float32)
@@ -39,8 +40,10 @@ def finished(tmp_path_factory) -> Any:
     return run(tmp_path_factory.mktemp("finished"), batches=batches(), num_draws=2)
 
 
-DATA, SHAPES, LOSS = "batches have the number of ex", "batches have the shapes", "loss at the start"
-FINISHED = r"`sample`: 2 draws of 20\d\d-\d\d-\d\d loaded from .*: it is finished"
+DATA, SHAPES = "with the number, sum and sum of squares of the ex", "with the shapes"
+FINISHED = r"`sample`: 2 draws of 20\d\d-\d\d-\d\d loaded from .*: the run is finished"
+LOSS = r"`loss_fn` is not that of the run in .* chain \d was [\d.]+ and is [\d.]+ now"
+OTHER = "`{}`: the run in .* began with another `{}`"
 ADDED: dict[str, Any] = {"stochastic": True, "loss": lambda p, batch, *, key: mean_loss(p, batch)}
 AUX = {"aux": {"mean": jnp.zeros((CHAINS, 2))}, "loss": lambda p, b, *, aux: (mean_loss(p, b), aux)}
 SHIFTED, WIDER = start() | {"w": start()["w"] + 1}, start() | {"w": jnp.zeros((CHAINS, 4))}
@@ -48,8 +51,8 @@ OTHER_BATCHES: list[tuple[Any, str]] = [
     (shuffled(CHANGED), DATA),
     ([(x, y[::-1]) for x, y in batches()], DATA),
     (batches(size=20), SHAPES),
-    (batches()[:4], "batches are so many"),
-    ([list(x) for x in batches()], "batches are"),
+    (batches()[:4], "with the number of batches 5, got 4"),
+    ([list(x) for x in batches()], "with the structure"),
 ]
 OTHER_SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"key": 4}, r"settings\.key = \[0, 4\]"),
@@ -58,22 +61,18 @@ OTHER_SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"batch_per": "step"}, r"settings\.batch_per = 'step'"),
     ({"sampler": noisy(0.03)}, r"sampler\.step_size = 0\.03, got .* 0"),
     ({"sampler": noisy(prior_precision=2.0)}, r"settings\.sampler\.prior_precision = 2\.0"),
-    ({"sampler": optax.chain(optax.clip(1.0), noisy())}, r"settings\.chain ="),
     (ADDED, r"settings\.stochastic = True"),
     ({"params": WIDER}, r"leaves = .*'shape': \[4\]"),
     ({"params": jax.tree.map(lambda x: x[:2], start())}, r"num_chains = 2, got .* with 3\."),
     (AUX, "leaves = .*'name': 'aux/mean'"),
     ({"dtype": "float16"}, r"stored_dtype = 'float16', got .* with None\."),
-    ({"observe": lambda draw: draw}, r"settings\.observe ="),
 ]
 
 
-@pytest.mark.filterwarnings("ignore:.*began at another start")
 def test_another_run_is_refused(finished):
-    """Also where no more draws are asked for than there are."""
-    before, losses = content_of(finished.directory), ({"batches": shuffled()}, {"params": SHIFTED})
+    """Also if there are enough draws already."""
+    before = content_of(finished.directory)
     refused: list[Any] = [({"batches": other}, "batches", what) for other, what in OTHER_BATCHES]
-    refused += [({"loss": other_loss, **given}, "loss_fn", LOSS) for given in losses]
     refused += [(arguments, "directory", what) for arguments, what in OTHER_SETTINGS]
     for number, (arguments, argument, what) in enumerate(refused):
         arguments = {"batches": batches(), **arguments, "num_draws": 2 + number % 2}
@@ -82,25 +81,84 @@ def test_another_run_is_refused(finished):
     assert content_of(finished.directory) == before
 
 
-def test_the_same_run_goes_on(finished, tmp_path):
-    lawful: list[dict[str, Any]] = [
-        {"batches": shuffled()},
-        {"batches": tuple(jax.tree.map(jnp.asarray, batches()))},
-        {"batches": [(x * np.float32(1 + 1e-7), y) for x, y in batches()]},
-        {"batches": batches(), "loss": other_loss, "accept": ["loss"]},
-        {"batches": batches(), "loss": lambda p, b: mean_loss(p, b) * (1 + 1e-5)},
-        {"batches": batches(CHANGED), "accept": ("data",)},
+def messages_of(directory, **arguments) -> str:
+    """Load a finished run, and return its warnings."""
+    with pytest.warns(UserWarning) as seen:
+        run(directory, num_draws=2, **arguments)
+    return "\n".join(str(one.message) for one in seen)
+
+
+def test_the_same_run_is_resumed_and_other_functions_are_warned_of(finished, tmp_path):
+    inner = noisy()
+    wrapped = optax.GradientTransformationExtraArgs(
+        inner.init,
+        lambda updates, state, params, **given: inner.update(updates, state, params, **given),
+    )
+    observed = {"observe": lambda draw: draw}
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"batches": shuffled()}, ""),
+        ({"batches": tuple(jax.tree.map(jnp.asarray, batches()))}, ""),
+        ({"batches": [(x * np.float32(1 + 1e-7), y) for x, y in batches()]}, ""),
+        ({"loss": lambda p, b: mean_loss(p, b) * (1 + 1e-5)}, ""),
+        ({"loss": other_loss}, LOSS),
+        ({"loss": other_loss, "batches": shuffled()}, LOSS),
+        ({"loss": other_loss, "params": SHIFTED}, LOSS),
+        ({"sampler": wrapped}, OTHER.format("sample", "sampler")),
+        (observed, OTHER.format("sample", "observe")),
     ]
-    for number, arguments in enumerate(lawful):
+    for number, (arguments, what) in enumerate(cases):
         directory = shutil.copytree(finished.directory, tmp_path / str(number))
-        with pytest.warns(UserWarning, match=FINISHED):
-            again = run(directory, num_draws=2, **arguments)
+        messages = messages_of(directory, **{"batches": batches(), **arguments})
+        assert re.search(FINISHED, messages)
+        assert messages.count("\n") == bool(what) + ("params" in arguments)
+        assert re.search(what, messages), messages
+        again = optax_smile.load_snapshots(directory)
         np.testing.assert_array_equal(again.params["w"], finished.params["w"])
-    # What was accepted is the run from now on.
-    with pytest.warns(UserWarning, match=FINISHED):
-        run(directory, num_draws=2, batches=batches(CHANGED))
-    with pytest.raises(ValueError, match=DATA):
-        run(directory, num_draws=2, batches=batches())
+
+
+def flat_prior(scale):
+    return lambda params: -scale * jnp.sum(params["w"] ** 2) - jnp.sum(params["b"] ** 2)
+
+
+def helped_prior(params):
+    return helper(params["w"]) - jnp.sum(params["b"] ** 2)
+
+
+def helper(w):
+    return -jnp.sum(w**2)
+
+
+def test_a_changed_log_prior_is_warned_of(tmp_path, monkeypatch):
+    """In what it encloses, in its code, and in a function that it calls."""
+
+    def sampled(log_prior, name, **arguments):
+        sampler = noisy(prior_precision=0.0, log_prior=log_prior)
+        return run(tmp_path / name, sampler=sampler, num_draws=2, **arguments)
+
+    warning = OTHER.format("sample", "log_prior")
+    for name, first, second in (
+        ("value", flat_prior(1.0), flat_prior(2.0)),
+        (
+            "code",
+            lambda p: -jnp.sum(p["w"] ** 2) - p["b"],
+            lambda p: -jnp.sum(p["w"] ** 4) - p["b"],
+        ),
+    ):
+        sampled(first, name)
+        for log_prior, warns in ((first, False), (second, True)):
+            with pytest.warns(UserWarning) as seen:
+                sampled(log_prior, name)
+            messages = "\n".join(str(one.message) for one in seen)
+            assert bool(re.search(warning, messages)) == warns and len(seen) == 1 + warns
+    before = _directory.fingerprint(helped_prior)
+    assert _directory.fingerprint(helped_prior) == before
+    monkeypatch.setitem(globals(), "helper", lambda w: -2 * jnp.sum(w**2))
+    assert _directory.fingerprint(helped_prior) != before
+    # The code of installed packages is ignored, and what their functions enclose is not.
+    monkeypatch.setattr(_directory, "_read_code", lambda *_: pytest.fail("reads installed code"))
+    schedules = [optax.cosine_decay_schedule(0.1, number) for number in (10, 10, 20)]
+    one, same, other = map(_directory.fingerprint, schedules)
+    assert one == same != other
 
 
 def test_the_examples_of_a_shuffle_are_found_again_if_there_are_any():
@@ -110,19 +168,20 @@ def test_the_examples_of_a_shuffle_are_found_again_if_there_are_any():
 
     for per_chain, form in ((False, list), (True, stacked)):
         data = form(batches()), form(shuffled())
-        first, second = (_identity.of_batches(one, per_chain) for one in data)
-        assert first.told["shapes"] == second.told["shapes"]
-        np.testing.assert_allclose(first.told["examples"], second.told["examples"], rtol=1e-6)
+        first, second = (_directory.describe_batches(one, per_chain) for one in data)
+        mine, theirs = first.description, second.description
+        assert mine["shapes"] == theirs["shapes"]
+        np.testing.assert_allclose(mine["examples"], theirs["examples"], rtol=1e-6)
         assert jax.tree.map(np.shape, first.batch) == jax.tree.map(np.shape, data[0][0])
         jax.tree.map(np.testing.assert_array_equal, first.batch, second.batch)
     for data in (iter([1]), [object()], [], ["text"], [None], [jax.random.key(0)]):
-        assert _identity.of_batches(data, False).batch is None
+        assert _directory.describe_batches(data, False).batch is None
     data = [{"a": np.ones((2, 3)), "b": np.float32(i)} for i in range(4)]
-    found, batch = _identity.of_batches(data, False)
+    found, batch = _directory.describe_batches(data, False)
     assert found["examples"][0] == 4 and batch["b"] in range(4)
     rows = ((3, 2), (3,), 0, 3), ((3, 2), (3, 2), 1, 2), ((3, 2), (4,), 0, None), ((), (), 0, None)
     for x, y, own, number in rows:
-        assert _loop.num_rows((np.ones(x), np.ones(y)), bool(own)) == number
+        assert _checks.num_rows((np.ones(x), np.ones(y)), bool(own)) == number
 
 
 def warm(directory=None, loss=mean_loss, **arguments) -> Any:
@@ -137,23 +196,27 @@ def warm(directory=None, loss=mean_loss, **arguments) -> Any:
 
 def test_another_training_is_refused_and_the_same_is_found(tmp_path):
     others: list[tuple[dict[str, Any], str, str]] = [
-        ({"optimizer": optax.adam(0.1, b1=0.8)}, "optimizer", "optimizer is"),
-        ({"key": 1}, "key", "key is"),
-        ({"num_members": 3}, "num_members", "num_members is 2"),
-        ({"patience": 3}, "patience", "patience is 10"),
+        ({"key": 1}, "directory", r"arguments\.key = \[0, 1\]"),
+        ({"num_members": 3}, "directory", r"arguments\.num_members = 3, got .* with 2\."),
+        ({"patience": 3}, "directory", r"arguments\.patience = 3, got .* with 10\."),
         ({"batches": batches(CHANGED)}, "batches", DATA),
-        ({"loss": other_loss}, "loss_fn", LOSS),
-        ({"validation": batches()[1]}, "validation", "validation have the number of"),
-        ({"validation": None}, "validation", "validation is True"),
+        ({"validation": batches()[1]}, "validation", DATA),
+        ({"validation": None}, "directory", r"arguments\.validation = False"),
     ]
     trained = warm(tmp_path)["w"]
     for arguments, argument, what in others:
         with pytest.raises(ValueError, match=rf"`warmstart\({argument}=...\)` must be .*{what}"):
             warm(tmp_path, **arguments)
     finds = "2 members of 2 epochs loaded from .*; the training is finished"
-    for arguments in ({}, {"batches": shuffled()}, {"loss": other_loss, "accept": ("loss",)}):
-        with pytest.warns(UserWarning, match=finds):
+    cases: list[tuple[dict[str, Any], str]] = [({}, ""), ({"batches": shuffled()}, "")]
+    cases += [({"loss": other_loss}, LOSS)]
+    cases += [({"optimizer": optax.adam(0.1, b1=0.8)}, OTHER.format("warmstart", "optimizer"))]
+    for arguments, what in cases:
+        with pytest.warns(UserWarning) as seen:
             np.testing.assert_array_equal(warm(tmp_path, **arguments)["w"], trained)
+        messages = "\n".join(str(one.message) for one in seen)
+        assert re.search(finds, messages) and re.search(what, messages)
+        assert len(seen) == 1 + bool(what)
 
 
 SHORT: dict[str, Any] = {"num_warmup": 0, "num_draws": 1, "thin": 1}
@@ -205,11 +268,11 @@ def test_a_sum_is_told_from_a_mean_by_the_halves_of_a_batch(recwarn):
         (square_sum, batch | {"weight": np.ones(3)}),
         (lambda w, batch: square_sum(w, {"x": batch["x"].reshape(12, 2), "y": batch["y"]}), batch),
     ):
-        _loop.warn_of_sum("sample", of_chains(loss), data, False, None)
+        _checks.warn_of_sum("sample", of_chains(loss), data, False, None)
     assert not recwarn.list
     for data, per_chain in ((batch, False), (own, True)):
         with pytest.warns(UserWarning, match=SUM.format("sample")):
-            _loop.warn_of_sum("sample", of_chains(square_sum, per_chain), data, per_chain, None)
+            _checks.warn_of_sum("sample", of_chains(square_sum, per_chain), data, per_chain, None)
 
 
 def test_copies_and_steps_that_are_changed_are_refused():

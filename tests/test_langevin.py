@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from public_samplers import LANGEVIN
 
 import optax_smile
 from optax_smile import _tree
@@ -29,9 +30,8 @@ NOISE_OF_THE_BATCH = RNG.normal(size=(400, SIZE))
 # Up and down by factors between 0.3 and 3.
 FACTORS = np.exp(RNG.uniform(np.log(0.3), np.log(3.0), size=400))
 OF_STEP_SIZE = 1e-3
-FAMILY = ["sgld", "psgld", "sghmc", "sgnht", "scale_adapted_sghmc", "cyclical_sgld"]
 ALL_DRAWS = {"cyclical_sgld": {"exploration": 0.0}, "scale_adapted_sghmc": {"adapt_steps": 10}}
-every_sampler = pytest.mark.parametrize("name", FAMILY)
+every_sampler = pytest.mark.parametrize("name", LANGEVIN)
 
 
 def loss_gradient(x, call):
@@ -102,6 +102,11 @@ def assert_moves(trace, move):
     assert np.abs(np.diff(trace.positions, axis=0)).min(axis=1).min() > 0
     expected, atol = textbook(move, trace.noise), 1e-12 * np.abs(START).max()
     np.testing.assert_allclose(trace.positions, expected, rtol=1e-11, atol=atol)
+
+
+def test_noise_of_each_leaf_is_its_own():
+    noise = _tree.normal_like(jax.random.key(0), {"a": jnp.zeros(3), "b": jnp.zeros(3)})
+    assert np.all(noise["a"] != noise["b"])
 
 
 def test_sgld():

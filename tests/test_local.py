@@ -15,10 +15,8 @@ import optax_smile
 from optax_smile import local
 from optax_smile.local import LearningCoefficient, PrecisionSearch
 from optax_smile.potential import Potential, excess_loss, least_excess_loss, strength_for
-from optax_smile.stages import momentum
-from optax_smile.stages.evidence import Rates
-from optax_smile.stages.kick import Heading
-from optax_smile.stages.products import Sums
+from optax_smile.stages.evidence import Rates, Sums
+from optax_smile.stages.integrator import SCHEMES, Heading, Momentum, MomentumState
 from optax_smile.state import MOST_RISE
 
 NUM_DATA, SIZE = 200, 400
@@ -98,14 +96,14 @@ class TestPrior:
 def test_turning_noise_forgets_over_a_radius():
     """The same as the number that it stands for, here 1 / 0.25."""
     one, yes = jnp.float32(1), jnp.array(True)
-    state = momentum.MomentumState(
+    state = MomentumState(
         direction={"w": jnp.array([0.6, 0.8])}, drift_index=jnp.int32(1), anchor=None, moving=yes,
         step_length=one / 5,
     )  # fmt: skip
     rates = Rates(gradient=one / 4, change=one / 9)
     heading = Heading(*[one / 2 for _ in Heading._fields])._replace(moving=yes)
-    given = state, momentum.INTEGRATORS["leapfrog"], heading, Sums(*[one / 3] * 10)
-    got, expected = (momentum.diffuse(*given, length, rates, 1.0) for length in ("turning", 4.0))
+    given = state, heading, Sums(*[one / 3] * 10), rates, 1.0
+    got, expected = (Momentum(SCHEMES["leapfrog"], x).diffuse(*given) for x in ("turning", 4.0))
     np.testing.assert_allclose(jnp.stack(got), jnp.stack(expected), rtol=1e-6)
 
 

@@ -9,7 +9,8 @@ import numpy as np
 import optax
 import pytest
 import runs
-from test_contract import CASES, GRADIENTS, PARAMS, SAMPLERS, SHARED, follow, injected, make
+from public_samplers import SAMPLERS
+from test_contract import CASES, GRADIENTS, PARAMS, SHARED, follow, injected, make
 
 import optax_smile
 from optax_smile import _settings
@@ -83,7 +84,7 @@ def test_where_there_is_no_density_a_step_is_rejected(name, step_size):
 
 
 def test_a_function_has_no_precision_and_gives_a_finite_scalar():
-    with pytest.raises(ValueError, match=r"prior_precision=.* 0 where `log_prior` .*got 1\.0"):
+    with pytest.raises(ValueError, match=r"prior_precision=.* 0 if `log_prior` .*got 1\.0"):
         make("psmile", log_prior=gaussian)
     for wrong in (lambda params: params["layer"]["b"], lambda params: params["none"], lambda _: 1):
         with pytest.raises(ValueError, match=r"log_prior=.*that returns a scalar"):

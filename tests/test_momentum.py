@@ -11,10 +11,9 @@ from jax.flatten_util import ravel_pytree
 
 import optax_smile
 from optax_smile import _tree
-from optax_smile.stages import kick as kicking
-from optax_smile.stages import momentum
+from optax_smile.stages import integrator as stepping
 
-INTEGRATORS = tuple(momentum.INTEGRATORS)
+INTEGRATORS = tuple(stepping.SCHEMES)
 CALLS_PER_STEP = {"leapfrog": 1, "minimal_norm": 2}
 REFERENCE_INTEGRATORS = {
     "leapfrog": blackjax_integrators.isokinetic_velocity_verlet,
@@ -50,15 +49,16 @@ def unit(rng, size):
 
 def kick_and_turn(u, g, *lengths, moving: Any = True) -> Any:
     """Kick with one gradient for each of the lengths, then turn the direction u once."""
-    state = momentum.init(u, momentum.INTEGRATORS["leapfrog"], jnp.asarray(1.0, u.dtype))
+    momentum = stepping.Momentum(stepping.SCHEMES["leapfrog"])
+    state = momentum.init(u, jnp.asarray(1.0, u.dtype))
     state = state._replace(direction=u, moving=jnp.asarray(moving))
-    heading = kicking.heading(state.moving, jnp.vdot(u, u), jnp.vdot(u, g), jnp.vdot(g, g))
+    heading = stepping.heading(state.moving, jnp.vdot(u, u), jnp.vdot(u, g), jnp.vdot(g, g))
     gains = []
     for length in lengths:
-        heading, change = kicking.kick(heading, jnp.asarray(length, u.dtype), u.size)
+        heading, change = stepping.kick(heading, jnp.asarray(length, u.dtype), u.size)
         gains.append(change)
-    opened = momentum.Opened(heading, gains[-1], *[jnp.zeros(())] * 3)
-    return momentum.turn(state, opened, g, None, u).direction, heading, jnp.stack(gains)
+    opened = stepping.Opened(heading, gains[-1], *[jnp.zeros(())] * 3)
+    return stepping.turn(state, opened, g, None, u).direction, heading, jnp.stack(gains)
 
 
 @jax.jit
@@ -77,10 +77,10 @@ def test_kinetic_energy_of_kicks_at_ten_million_parameters():
     p = np.repeat(cosines[:, None], length.size, axis=1)
     full = partial(jnp.full, p.shape, dtype=jnp.float32)
     moving = jnp.ones(p.shape, bool)
-    heading = kicking.Heading(
+    heading = stepping.Heading(
         jnp.asarray(p), full(1), full(0), full(0), moving, full(norm), full(1)
     )
-    _, got = kicking.kick(heading, jnp.broadcast_to(length, p.shape), size)
+    _, got = stepping.kick(heading, jnp.broadcast_to(length, p.shape), size)
     assert got.dtype == jnp.float32
     delta = length.astype(float) * float(norm) / (size - 1)
     exact = (size - 1) * exact_log_growth(p.astype(float), delta)

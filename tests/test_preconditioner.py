@@ -11,7 +11,7 @@ from test_momentum import plain
 
 import optax_smile
 from optax_smile import _tree
-from optax_smile.stages import preconditioner
+from optax_smile.stages import scale as scaling
 from optax_smile.stages.evidence import Worth
 
 DECAY = 0.99
@@ -46,19 +46,19 @@ def relative(average, weight):
 
 
 ESTIMATES = {
-    "differences": preconditioner.mean_square(differences=True),
-    "squares": preconditioner.mean_square(),
-    "published": preconditioner.moving_variance(DECAY),
+    "differences": scaling.MeanSquare(differences=True),
+    "squares": scaling.MeanSquare(),
+    "published": scaling.MovingVariance(DECAY),
 }
 every_estimate = pytest.mark.parametrize("estimate", ESTIMATES)
 windowed = pytest.mark.parametrize("estimate", ["differences", "squares"])
 
 
-def observe(estimate, state, gradient, trust=1.0, counts=True, anew=False):
+def observe(estimate, state, gradient, trust=1.0, counts=True, restart=False):
     """One gradient, as a sampler passes it on."""
     deviation = ESTIMATES[estimate].deviation(state, gradient)
     square = _tree.inner(deviation, deviation)
-    worth = Worth(jnp.float32(trust), jnp.asarray(counts), jnp.asarray(anew), square)
+    worth = Worth(jnp.float32(trust), jnp.asarray(counts), jnp.asarray(restart), square)
     return ESTIMATES[estimate].observe(state, gradient, worth, gradient)
 
 
@@ -131,7 +131,7 @@ def test_scale_keeps_its_digits_and_is_clipped_at_both_ends():
     spread = np.append(np.geomspace(1e-6, 1, 20_000), 1e3)
     variance, weight = jnp.asarray(spread**2, jnp.float32), jnp.float32(1e-7)
     mean = jnp.asarray(np.mean(spread**2), jnp.float32)
-    got: Any = preconditioner.inverse_scale(variance, mean, weight)
+    got: Any = scaling.inverse_scale(variance, mean, weight)
     relative = 1e-7 + (1 - 1e-7) * spread**2 / np.mean(spread**2)
     assert relative.min() < 1e-6 and relative.max() > 1.9e4
     np.testing.assert_allclose(1 / got, np.sqrt(np.clip(relative, 1e-4, 1e4)), rtol=1e-5)
@@ -157,12 +157,12 @@ def test_what_a_gradient_counts_for(estimate):
 
 
 @windowed
-def test_a_chain_on_its_way_begins_anew(estimate):
+def test_a_chain_on_its_way_begins_again(estimate):
     """Nothing is left of what was seen, and the gradient there is the first to compare with."""
     gradients = jnp.asarray(noisy_gradients(170, 6), jnp.float32)
     state = after(estimate, 1e3 * gradients[:100])
     assert np.ptp(np.asarray(scale_of(state))) > 0.1
-    state = observe(estimate, state, gradients[100], anew=True)
+    state = observe(estimate, state, gradients[100], restart=True)
     np.testing.assert_array_equal(scale_of(state), np.ones(6))
     state = after(estimate, gradients[101:], state)
     np.testing.assert_allclose(scale_of(state), slow_scale(gradients[100:], estimate), rtol=1e-5)

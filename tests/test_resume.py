@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import json
+import logging
 import os
 import resource
 import shutil
@@ -13,7 +14,7 @@ import time
 import weakref
 from functools import partial
 from pathlib import Path
-from signal import SIGINT, SIGTERM, getsignal
+from signal import SIG_IGN, SIGINT, SIGTERM, getsignal, signal
 from typing import Any
 
 import jax
@@ -29,7 +30,7 @@ from safetensors.numpy import load_file
 
 import optax_smile
 from optax_smile import _settings
-from optax_smile.chains import _checkpoint
+from optax_smile.chains import _directory
 from optax_smile.draws import _format
 from optax_smile.state import STATE_FORMAT
 
@@ -115,7 +116,7 @@ CASES: dict[str, Any] = {
     },
     "a generator": lambda: {
         "sampler": optax.chain(optax.clip_by_global_norm(1.0), noisy()),
-        **dict(batches=(x for x in runs.own_batches(20)), per_chain=True, prefetch=2),
+        **dict(batches=(x for x in runs.own_batches(20)), per_chain=True),
         "check": False,
     },
 }
@@ -146,8 +147,8 @@ def test_grain_goes_on_where_it_was(tmp_path):
     def batches():
         return grain.MapDataset.source(rows).shuffle(seed=3).batch(20).to_iter_dataset()
 
-    stop_at_second(tmp_path, batches=batches(), prefetch=2)
-    got, expected = run(tmp_path, batches=batches(), prefetch=2), run(batches=batches())
+    stop_at_second(tmp_path, batches=batches())
+    got, expected = run(tmp_path, batches=batches()), run(batches=batches())
     np.testing.assert_array_equal(got.params["w"], expected.params["w"])
 
 
@@ -169,24 +170,49 @@ def test_batches_that_ran_out_may_grow(tmp_path):
 def test_signals_end_a_run_in_order_and_a_second_control_c_at_once(tmp_path, whole):
     """The step is finished, a checkpoint written; afterwards signals mean what they did before."""
     before = [getsignal(number) for number in (SIGINT, SIGTERM)]
-    for number, prefetch in ((SIGTERM, 0), (SIGINT, 2)):
+    for number in (SIGTERM, SIGINT):
         directory = tmp_path / number.name
-        runs.run_early(3, directory, callback=at(THIRD, send(number)), prefetch=prefetch)
+        runs.run_early(3, directory, callback=at(THIRD, send(number)))
         assert newest_checkpoint(directory) == THIRD
     twice = tmp_path / "twice"
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt, match="^Interrupted twice"):
         run(twice, callback=at(THIRD, send(SIGINT, SIGINT)))
     assert [getsignal(number) for number in (SIGINT, SIGTERM)] == before
     assert_same_bits(run(twice), whole)
 
 
+def test_an_ignored_interrupt_stays_ignored(whole):
+    """As in a shell's background job."""
+    before = signal(SIGINT, SIG_IGN)
+    try:
+        got = run(callback=at(SECOND, send(SIGINT)))
+        assert getsignal(SIGINT) is SIG_IGN
+    finally:
+        signal(SIGINT, before)
+    np.testing.assert_array_equal(got.params["w"], whole.params["w"])
+
+
+def test_an_end_before_its_time_says_how_to_resume(tmp_path):
+    stop: Any = {"callback": at(SECOND, send(SIGTERM))}
+    resume = f"2 of 4 draws per chain. A checkpoint is in {tmp_path}: repeat the call to resume."
+    for directory, advice in (
+        (tmp_path, resume),
+        (None, "To be able to resume a run, pass a `dir"),
+    ):
+        with pytest.warns(UserWarning) as seen:
+            run(directory, **stop)
+        (warning,) = seen
+        # At the line that calls `sample`.
+        assert advice in str(warning.message) and warning.filename == runs.__file__
+
+
 def test_a_run_stopped_before_the_first_draw_goes_on_and_grows(tmp_path, whole):
     stop = at(2, send(SIGTERM))
-    message = f"before the first draw. A checkpoint is in {tmp_path}: call it again in the same way"
+    message = f"before the first draw. A checkpoint is in {tmp_path}: repeat the call to resume"
     with pytest.raises(KeyboardInterrupt, match=message):
         run(tmp_path, callback=stop)
     assert newest_checkpoint(tmp_path) == 2
-    with pytest.raises(KeyboardInterrupt, match="Without a `directory` nothing of it is kept"):
+    with pytest.raises(KeyboardInterrupt, match="Without a `directory`, nothing is kept"):
         run(callback=stop)
     assert run(tmp_path, num_draws=2).num_draws == 2
     assert_same_bits(run(tmp_path), whole)
@@ -205,7 +231,7 @@ def test_a_finished_run_computes_nothing(whole):
 
 def test_another_start_is_not_used_and_the_same_rounded_is_known(copied, whole, tmp_path):
     other = start() | {"w": start()["w"] + 1}
-    with pytest.warns(UserWarning, match="goes on from its checkpoint. It began at another start"):
+    with pytest.warns(UserWarning, match="continues from its checkpoint. It began at ano"):
         assert_same_bits(run(copied, params=other), whole)
     tenths = start() | {"b": jnp.full(CHAINS, 0.1)}
     halves = partial(run, params=tenths, num_warmup=0, num_draws=1, dtype="float16")
@@ -226,7 +252,7 @@ def test_a_state_of_other_arrays_is_refused(copied):
 
 def test_what_cannot_be_resumed_and_the_first_format(half, copied):
     form = r"`sample\(directory=...\)` must be "
-    with pytest.raises(ValueError, match=form + "a directory without draws where `resume` is Fa"):
+    with pytest.raises(ValueError, match=form + "a directory without draws, since `resume` is Fa"):
         run(copied, resume=False)
     (start_file,) = copied.glob("start.*")
     start_file.unlink()
@@ -234,7 +260,7 @@ def test_what_cannot_be_resumed_and_the_first_format(half, copied):
         run(copied)
     assert np.all(np.isfinite(optax_smile.load_snapshots(copied).params["w"]))
     shutil.rmtree(copied / "checkpoints")
-    with pytest.raises(ValueError, match=form + "a directory with a checkpoint .* draws alone"):
+    with pytest.raises(ValueError, match=form + "a directory with a checkpoint .* but no check"):
         run(copied)
     shutil.copytree(half, copied, dirs_exist_ok=True)
     file = copied / "manifest.json"
@@ -261,7 +287,7 @@ def test_a_checkpoint_of_another_format_is_refused(tmp_path, monkeypatch, number
     written = f"format {number}" if number else "an older format, without a number"
     for name, make in zip(("sample", "warmstart"), makes, strict=True):
         with monkeypatch.context() as patch:
-            patch.setattr(_checkpoint, "state_format", lambda tree: number)
+            patch.setattr(_directory, "state_format", lambda tree: number)
             make()
         rule = rf"`{name}\(directory=...\)` must be one whose checkpoints have a sampler's state of"
         rule += rf" format {STATE_FORMAT}, got .*checkpoints/\d+ of {written}"
@@ -279,7 +305,7 @@ def test_a_directory_in_use_is_refused_until_its_process_ends(copied, whole):
     command = [sys.executable, "-c", hold, str(copied / ".lock-0")]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         assert other.stdout is not None and other.stdout.readline() == b"held\n"
-        rule = r"must be in use by no live run, got .*, where process 4711 is at work"
+        rule = r"must be used by no other live run, got .*, which process 4711 is using"
         before = content_of(copied)
         with pytest.raises(ValueError, match=rule):
             run(copied)
@@ -292,18 +318,18 @@ def test_a_run_holds_its_directory_and_lets_go_of_it(tmp_path):
     refused = []
 
     def second(step, stats):
-        with pytest.raises(ValueError, match=f"where process {os.getpid()} is at work"):
+        with pytest.raises(ValueError, match=f"which process {os.getpid()} is using"):
             run(tmp_path)
         refused.append(step)
 
     run(tmp_path, callback=second, num_warmup=0, num_draws=1)
     assert refused == [3]
     # A process that was forked meanwhile, as by a data loader, has the file open as well.
-    with _checkpoint.lock("test", tmp_path):
+    with _directory.lock("test", tmp_path):
         opened = {x: os.path.realpath(f"/proc/self/fd/{x}") for x in os.listdir("/proc/self/fd")}
         (held,) = (x for x, file in opened.items() if file == str(tmp_path / ".lock-0"))
         shared = os.dup(int(held))
-    with _checkpoint.lock("test", tmp_path):
+    with _directory.lock("test", tmp_path):
         os.close(shared)
 
 
@@ -320,7 +346,7 @@ def test_after_wrong_arguments_the_right_ones_will_do(tmp_path, whole):
     assert not (tmp_path / "aux").exists()
     for name, arguments, message in (
         ("rows", {"batches": [np.zeros(3)], "check": False}, None),
-        ("later", {"batches": ends_badly(), "prefetch": 2}, None),
+        ("later", {"batches": ends_badly()}, None),
         ("start", {"params": nan}, rule),
     ):
         given: dict[str, Any] = arguments
@@ -341,12 +367,12 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_serves(copied, whole, 
     with pytest.raises(ValueError, match=f"The checkpoint {newest} cannot be read .*one before"):
         run(copied)
     assert len(list(optax_smile.load_snapshots(copied))) == 2 * CHAINS
-    shutil.rmtree(newest) if damage == "remove" else (newest / _checkpoint.SUMS).unlink()
+    shutil.rmtree(newest) if damage == "remove" else (newest / _directory.SUMS).unlink()
     assert_same_bits(run(copied), whole)
 
 
 def test_checkpoints_are_due_and_name_parameters_and_fields_of_the_state(half, tmp_path):
-    checkpoints = _checkpoint.Checkpoints(tmp_path, 0.5)
+    checkpoints = _directory.Checkpoints(tmp_path, 0.5)
     for seconds, is_due in ((20, False), (31, True)):
         checkpoints.saved_at = time.monotonic() - seconds
         assert checkpoints.is_due() is is_due
@@ -361,7 +387,7 @@ def test_checkpoints_are_due_and_name_parameters_and_fields_of_the_state(half, t
 
 def test_a_checkpoint_waits_for_the_draws_before_it(tmp_path, monkeypatch):
     """However slowly they are written: what it counts is on disk."""
-    files, checkpoints, counted = _format.DrawFiles, _checkpoint.Checkpoints, []
+    files, checkpoints, counted = _format.DrawFiles, _directory.Checkpoints, []
     write, save = files.write, checkpoints.save
 
     def slow(*given):
@@ -408,6 +434,26 @@ def test_a_full_disk_names_the_file_and_room_lets_it_go_on(tmp_path, full):
     assert kept.num_draws == 2
     np.testing.assert_array_equal(kept.params["wide"], expected.params["wide"][:, :2])
     assert_same_bits(run(pieces, **arguments), expected)
+
+
+def test_an_error_of_orbax_is_one_sentence(tmp_path, monkeypatch, caplog):
+    def full(*_):
+        logging.getLogger("absl").error("pages")
+        raise OSError("No space left on device\n\npages")
+
+    monkeypatch.setattr(_directory.Checkpoints, "_save", full)
+    with pytest.raises(
+        OSError, match=r"0 could not be written \(No space left on device\)"
+    ) as seen:
+        run(tmp_path)
+    assert seen.value.__suppress_context__ and not caplog.records
+
+
+def test_keys_that_no_file_can_hold_are_refused(tmp_path):
+    params = {**start(), "\udcff": jnp.zeros(CHAINS)}
+    with pytest.raises(optax_smile.ArgumentError, match=r"`sample\(params=.* Unicode, got .*udcff"):
+        run(tmp_path, params=params, check=False)
+    assert not any(tmp_path.iterdir())
 
 
 def test_a_directory_that_cannot_be_written_is_named(half):

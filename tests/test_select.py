@@ -394,7 +394,7 @@ def test_a_loss_with_random_numbers_and_the_bar(monkeypatch):
         return mean_loss(params, batch) + 0.01 * jax.random.normal(key)
 
     shown = []
-    bar = selecting._loop.Bar
+    bar = selecting._host.Bar
     monkeypatch.setattr(bar, "show", lambda self, done, **told: shown.append((done, told)))
     totals = []
     monkeypatch.setattr(

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from test_contract import SAMPLERS, accepts
+from public_samplers import SAMPLERS, accepts
 from test_momentum import plain
 
 import optax_smile

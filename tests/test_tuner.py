@@ -10,10 +10,7 @@ import pytest
 
 import optax_smile
 from optax_smile import _tree, angle_tuner, quantile_tuner
-from optax_smile.stages import energy as measured
-from optax_smile.stages import evidence as shown
-from optax_smile.stages import products
-from optax_smile.stages import tuner as tuning
+from optax_smile.stages import evidence, step_size
 
 REJECT_QUANTILE = 0.98
 DTYPE = jnp.dtype("float32")
@@ -21,12 +18,12 @@ PARAMS = jnp.zeros(4, DTYPE)
 
 
 def averages(mean, std, count=1000):
-    return measured.EnergyAverages(jnp.float32(mean), jnp.float32(std), jnp.int32(count))
+    return evidence.EnergyAverages(jnp.float32(mean), jnp.float32(std), jnp.int32(count))
 
 
 def known(change):
     change = jnp.asarray(change, jnp.float32)
-    return measured.EnergyError(change, jnp.ones_like(change, bool), jnp.ones_like(change, bool))
+    return evidence.EnergyError(change, jnp.ones_like(change, bool), jnp.ones_like(change, bool))
 
 
 def slow_quantile(mean, std, probability):
@@ -42,7 +39,7 @@ def slow_averages(energies, decay=0.99):
     raw_mean = raw_variance = 0.0
     history = []
     for count, energy in enumerate(np.abs(energies), start=1):
-        if count > measured.ENERGIES_TO_SETTLE:
+        if count > evidence.ENERGIES_TO_SETTLE:
             mean, std = history[-1]
             energy = min(energy, 3 * slow_quantile(mean, std, REJECT_QUANTILE))
         correction = 1 - decay**count
@@ -58,10 +55,10 @@ def observe_all(errors):
     """The averages after each of the errors `[case, time]`, from nothing."""
 
     def step(state, error):
-        state = measured.observe_energy(state, error, REJECT_QUANTILE)
+        state = state.observe(error, REJECT_QUANTILE)
         return state, state
 
-    return jax.vmap(lambda x: jax.lax.scan(step, shown.init(PARAMS).energies, x)[1])(errors)
+    return jax.vmap(lambda x: jax.lax.scan(step, evidence.init(PARAMS).energies, x)[1])(errors)
 
 
 @pytest.mark.parametrize("probability", [1e-4, 0.1 / 3, 0.5, 1 - 0.2 / 3, REJECT_QUANTILE, 0.9999])
@@ -69,14 +66,14 @@ def test_quantile_is_that_of_the_formula(probability):
     """Finite and not negative for every shape, and zero before the first energy."""
     shapes = np.geomspace(1e-6, 1e6, 121)
     for mean in (1e-30, 1e-6, 1.0, 3e4, 1e12):
-        got = measured.quantile(averages(np.full(121, mean), mean / np.sqrt(shapes)), probability)
+        got = averages(np.full(121, mean), mean / np.sqrt(shapes)).quantile(probability)
         assert np.all(np.isfinite(got)) and np.all(np.asarray(got) >= 0)
         expected = [slow_quantile(mean, mean / np.sqrt(x), probability) for x in shapes]
         np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-6 * mean)
         # A threshold of zero would reject every step.
         assert np.all(np.asarray(got) >= mean) or probability < REJECT_QUANTILE
     for std in (0.0, 1.0):
-        assert measured.quantile(averages(0.0, std), probability) == 0
+        assert averages(0.0, std).quantile(probability) == 0
 
 
 def test_averages_are_bias_corrected_exponential_averages():
@@ -107,7 +104,7 @@ def test_an_energy_is_unknown_where_a_number_is_not_finite():
         (None, closes, (one, one), False, True),
         (two, closes, (one, one), True, True),
     ]:
-        error = measured.error(change, ends, given)
+        error = evidence.error(change, ends, given)
         assert (bool(error.known), bool(error.finite)) == (is_known, is_finite)
         np.testing.assert_equal(float(error.change), 2 if is_known else np.nan)
 
@@ -120,15 +117,15 @@ def test_a_jump_among_the_first_energies_is_no_trap():
     got = observe_all(known(energies))
     # The square of some overflows.
     assert np.all(np.isfinite(got.energy_mean)) and np.all(np.isfinite(got.energy_std))
-    thresholds = np.asarray(measured.quantile(got, REJECT_QUANTILE))
+    thresholds = np.asarray(got.quantile(REJECT_QUANTILE))
     outliers = energies[:, 10:] > thresholds[:, 9:-1]
     # At most one in five of any hundred steps: .02 is the rate of the settled averages.
     assert outliers[:, :3900].reshape(len(cases), -1, 100).mean(-1).max() <= 0.2
 
 
-def evidence(change, state, num_gradients=1000, smallest_factor=0.0, is_known=True):
-    start, error = shown.init(PARAMS), known(change)
-    return shown.Evidence(
+def shown(change, state, num_gradients=1000, smallest_factor=0.0, is_known=True):
+    start, error = evidence.init(PARAMS), known(change)
+    return evidence.Evidence(
         error=error._replace(known=error.known & is_known),
         energies=state,
         turn_rate=jnp.float32(1),
@@ -136,7 +133,9 @@ def evidence(change, state, num_gradients=1000, smallest_factor=0.0, is_known=Tr
         change_rate=jnp.float32(0),
         changes=start.changes,
         descent=start.descent,
-        worth=shown.Worth(jnp.float32(1), jnp.ones((), bool), jnp.zeros((), bool), jnp.float32(0)),
+        worth=evidence.Worth(
+            jnp.float32(1), jnp.ones((), bool), jnp.zeros((), bool), jnp.float32(0)
+        ),
         num_gradients=jnp.int32(num_gradients),
         base=jnp.float32(0.25),
         resolution=jnp.float32(0.25 * smallest_factor),
@@ -144,7 +143,7 @@ def evidence(change, state, num_gradients=1000, smallest_factor=0.0, is_known=Tr
 
 
 def factor_after(tuner, given, factor=1.0):
-    state = tuning.FactorState(jnp.asarray(factor, jnp.float32))
+    state = step_size.FactorState(jnp.asarray(factor, jnp.float32))
     return float(tuner.update(state, given).step_size_factor)
 
 
@@ -157,7 +156,7 @@ def test_step_size_rises_after_small_and_falls_after_large_errors(probability, r
     energies = 0.0, 0.999 * low, -1.001 * low, 0.999 * high, -1.001 * high, 1e30
     factors = 1 + rate, 1 + rate, 1.0, 1.0, 1 - rate, 1 - rate
     for energy, expected in zip(energies, factors, strict=True):
-        got = factor_after(tuner, evidence(energy, state), factor=3.0)
+        got = factor_after(tuner, shown(energy, state), factor=3.0)
         np.testing.assert_allclose(got, 3 * expected, rtol=1e-6)
 
 
@@ -168,19 +167,19 @@ def test_unknown_errors_and_unsettled_averages_change_nothing():
     """
     tuner, settled, early = quantile_tuner(), averages(1.0, 0.5), averages(1.0, 0.5, count=9)
     for change in (0.0, 1e3, np.nan):
-        assert factor_after(tuner, evidence(change, settled, is_known=False)) == 1
-        assert factor_after(tuner, evidence(change, early)) == 1
-    assert factor_after(tuner, evidence(0.0, averages(1.0, 0.5, count=10))) > 1
+        assert factor_after(tuner, shown(change, settled, is_known=False)) == 1
+        assert factor_after(tuner, shown(change, early)) == 1
+    assert factor_after(tuner, shown(0.0, averages(1.0, 0.5, count=10))) > 1
     for count, adapt_steps, moves in ((49, 50, 1), (50, 50, 0), (10**6, 50, 0), (0, 0, 0)):
         for change, rate in ((0.0, 0.02), (1e3, -0.02)):
-            given = evidence(change, settled, num_gradients=count)
+            given = shown(change, settled, num_gradients=count)
             got = factor_after(quantile_tuner(adapt_steps=adapt_steps), given)
             np.testing.assert_allclose(got, 1 + moves * rate, rtol=1e-6)
     raised = [(0.3, 0.3, 0.306), (5.0, 1, 1.02)]
     lowered = [(0.99, 1, 0.99), (0.3, 0.302, 0.3), (0.3, 0.3, 0.3), (5.0, 1, 1)]
     for energy, cases in ((0.0, raised), (9.0, lowered)):
         for smallest, factor, expected in cases:
-            given = evidence(energy, settled, smallest_factor=smallest)
+            given = shown(energy, settled, smallest_factor=smallest)
             np.testing.assert_allclose(factor_after(tuner, given, factor), expected, rtol=1e-6)
 
 
@@ -196,7 +195,7 @@ def slow_turns(rates):
     return np.array(history)
 
 
-ALIKE = products.Sums(*[jnp.ones(())] * 10)
+ALIKE = evidence.Sums(*[jnp.ones(())] * 10)
 
 
 def test_what_is_rejected_does_not_enter_the_turns():
@@ -206,11 +205,11 @@ def test_what_is_rejected_does_not_enter_the_turns():
 
     def step(state, given):
         rate, keep = given
-        state = shown.observe_turn(state, rate, shown.trust(state, rate, ALIKE, jnp.int32(0)), keep)
+        state = state.observe(rate, state.trust(rate, ALIKE, jnp.int32(0)), keep)
         return state, state
 
     given = jnp.asarray(np.where(kept, rates, np.nan)), jnp.asarray(kept)
-    got = jax.lax.scan(step, shown.init(PARAMS).turns, given)[1]
+    got = jax.lax.scan(step, evidence.init(PARAMS).turns, given)[1]
     np.testing.assert_allclose(got.mean_turn_rate[kept], slow_turns(rates[kept]), rtol=1e-5)
     np.testing.assert_array_equal(got.num_turns, np.cumsum(kept))
     assert np.all(np.isfinite(got.mean_turn_rate)) and got.num_outlying[-1] >= 3
@@ -218,31 +217,31 @@ def test_what_is_rejected_does_not_enter_the_turns():
 
 def test_what_a_gradient_says_of_the_turns():
     """One along the momentum turns it by little; one that is zero says nothing at first."""
-    sums = products.Sums(*[jnp.full(4, 9.0)] * 10)
-    rates = shown.turn_rate(sums, jnp.array([-0.9, 0.0, 0.6, 1.0]), 4)
+    sums = evidence.Sums(*[jnp.full(4, 9.0)] * 10)
+    rates = evidence.turn_rate(sums, jnp.array([-0.9, 0.0, 0.6, 1.0]), 4)
     np.testing.assert_allclose(rates, [1, 1, 0.64, 0.03], rtol=1e-6)
-    average = shown.TurnAverage(jnp.float32(2), jnp.int32(9), jnp.int32(0))
+    average = evidence.TurnAverage(jnp.float32(2), jnp.int32(9), jnp.int32(0))
     for rate, calls, others, expected in [
         (5.0, 9, {}, 1.0),
         (12.0, 9, {}, 0.5),
-        (5.0, 99, {"loss_square": 0.0}, 0.0),
-        (5.0, 100, {"loss_square": 0.0}, 1.0),
-        (5.0, 100, {"gradient_square": 1e-40}, 0.0),
-        (5.0, 100, {"gradient_square": np.inf}, 0.0),
+        (5.0, 99, {"updates_square": 0.0}, 0.0),
+        (5.0, 100, {"updates_square": 0.0}, 1.0),
+        (5.0, 100, {"whitened_square": 1e-40}, 0.0),
+        (5.0, 100, {"whitened_square": np.inf}, 0.0),
     ]:
         others = {name: jnp.float32(x) for name, x in others.items()}
-        got = shown.trust(average, jnp.float32(rate), ALIKE._replace(**others), jnp.int32(calls))
+        got = average.trust(jnp.float32(rate), ALIKE._replace(**others), jnp.int32(calls))
         np.testing.assert_allclose(got, expected, rtol=1e-6)
     # The usual rate is a third of the present one or more, if that says anything.
-    given = evidence(0.0, averages(1.0, 0.5))
+    given = shown(0.0, averages(1.0, 0.5))
     given = given._replace(turns=given.turns._replace(mean_turn_rate=jnp.float32(2)))
     for rate, trust, expected in [(12, 0.5, 4), (3, 1, 2), (12, 0, 2)]:
         worth = given.worth._replace(trust=jnp.float32(trust))
         now: Any = given._replace(turn_rate=jnp.float32(rate), worth=worth)
-        np.testing.assert_allclose(shown.usual_rates(now), [expected] * 2)
+        np.testing.assert_allclose(now.rates(), [expected] * 2)
 
 
-LONG: Any = tuning.AngleState(jnp.float32(1e6), jnp.float32(1e6))
+LONG: Any = step_size.AngleState(jnp.float32(1e6), jnp.float32(1e6))
 
 
 def turned(
@@ -258,11 +257,11 @@ def turned(
     changed=0.0,
 ):
     """The step size and the new state after one gradient; after long steps, or the first."""
-    given = evidence(0.0, averages(1.0, 0.5), num_gradients)
+    given = shown(0.0, averages(1.0, 0.5), num_gradients)
     known: float = 0.0 if change is None else change
     given = given._replace(
         turn_rate=jnp.float32(rate),
-        turns=shown.TurnAverage(jnp.float32(mean), jnp.int32(num_gradients + 1), jnp.int32(0)),
+        turns=evidence.TurnAverage(jnp.float32(mean), jnp.int32(num_gradients + 1), jnp.int32(0)),
         change_rate=jnp.float32(changed),
         changes=given.changes._replace(
             mean_change_square=jnp.float32(known) ** 2,
@@ -280,7 +279,7 @@ def turned(
 def test_step_size_is_the_angle_over_the_change(base):
     """Half way from the step before; half the angle where all is noise, or no change is known."""
     tuner = angle_tuner(0.04)
-    before = tuning.AngleState(jnp.float32(0.04 / base), jnp.float32(0.04))
+    before = step_size.AngleState(jnp.float32(0.04 / base), jnp.float32(0.04))
     # A step of angle 1, and one that its own gradient shortens to an angle of three times .08.
     for rate, mean, change, share, expected in [
         (5, 4, None, 1, 0.005),
@@ -313,7 +312,7 @@ def test_average_of_the_angle_tuner_stays_after_adapt_steps():
     assert turned(tuner, 1, 1, num_gradients=50, state=state)[0] == pytest.approx(0.005)
     # A gradient more than three times as large as usual still shortens its own step.
     assert turned(tuner, 40, 4, num_gradients=51, state=state)[0] == pytest.approx(0.0015)
-    tuner, nothing = angle_tuner(), evidence(np.nan, averages(1.0, 0.5))
+    tuner, nothing = angle_tuner(), shown(np.nan, averages(1.0, 0.5))
     assert turned(tuner, 0, 0, base=0.3)[0] == pytest.approx(1)
     nothing = nothing._replace(
         error=nothing.error._replace(finite=jnp.zeros((), bool)),
@@ -321,13 +320,13 @@ def test_average_of_the_angle_tuner_stays_after_adapt_steps():
         turns=nothing.turns._replace(num_turns=jnp.int32(100)),
     )
     after = tuner.update(turned(tuner, 4, 4)[1], nothing)
-    assert after.step_size_factor * nothing.base == pytest.approx(tuning.ANGLE / 2 / 4)
+    assert after.step_size_factor * nothing.base == pytest.approx(step_size.ANGLE / 2 / 4)
 
 
 class Moved(NamedTuple):
-    """What `observe_change` asks of the momentum."""
+    """What `ChangeAverage.observe` needs of the end of a step."""
 
-    step_end: bool
+    is_end: bool
     opens_step: bool
     num_parameters: int = 4
 
@@ -364,15 +363,15 @@ def test_changes_are_between_step_ends_that_are_kept():
     def step(past, given):
         g, is_end, is_kept, is_long, same = given
         (square,), sketch = _tree.sums_and_sketch([g * g], g)
-        sums, closed = ALIKE._replace(gradient_square=square), Moved(is_end, is_end)
-        after, rate = shown.observe_change(past, sketch, closed, sums, is_kept, is_long)
+        sums, end = ALIKE._replace(whitened_square=square), Moved(is_end, is_end)
+        after, rate = past.observe(sketch, end, sums, is_kept, is_long)
         return after._replace(is_comparable=after.is_comparable & same), (after, rate)
 
     given = tuple(map(jnp.asarray, (gradients, ends, kept, counts, stays)))
-    got, rates = jax.lax.scan(step, shown.init(PARAMS).changes, given)[1]
+    got, rates = jax.lax.scan(step, evidence.init(PARAMS).changes, given)[1]
     found = got.mean_change_square, got.mean_gradient_square, got.num_changes, rates
     np.testing.assert_allclose(np.transpose(found), expected, rtol=1e-5)
-    share = jax.vmap(shown.ChangeAverage.share)(got)
+    share = jax.vmap(evidence.ChangeAverage.share)(got)
     assert np.isnan(share[0]) and share[-1] == pytest.approx(0.5, abs=0.1)
 
 
@@ -499,4 +498,4 @@ def test_steps_on_clean_quadratics_settle(size):
     moves = np.diff(np.log(lengths[:, :, 200:]))
     assert np.mean(moves[..., 1:] * moves[..., :-1]) > -0.3 * np.mean(moves**2)
     # Of an isotropic Gaussian: a step changes the gradient by its own length.
-    assert usual[0, -1] == pytest.approx((2**0.5 * tuning.ANGLE * (size - 1)) ** 0.5, rel=0.2)
+    assert usual[0, -1] == pytest.approx((2**0.5 * step_size.ANGLE * (size - 1)) ** 0.5, rel=0.2)

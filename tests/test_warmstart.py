@@ -1,6 +1,7 @@
 """A deep ensemble: best weights, resuming, and chains from weights that are trained already."""
 
 import os
+import shutil
 from functools import partial
 from signal import SIGINT, SIGTERM, getsignal
 from typing import Any
@@ -47,6 +48,36 @@ def test_members_start_apart_and_converge():
     sgld = optax_smile.sgld(0.01, num_data=10, key=0)
     noisy = train([TARGET], init=lambda key: {"w": jnp.zeros(2)}, optimizer=sgld, num_epochs=2)
     assert len(np.unique(noisy["w"], axis=0)) == 3
+
+
+def test_a_number_of_members_may_be_an_array(tmp_path):
+    for number in (np.int64(2), np.array(2), jnp.array(2)):
+        members = train([TARGET], num_members=number, num_epochs=1, directory=tmp_path / "run")
+        assert members["w"].shape == (2, 2)
+        assert (
+            optax_smile.chains_from_weights([members], num_chains=number, key=0)["w"].shape[0] == 2
+        )
+        shutil.rmtree(tmp_path / "run")
+
+
+def test_integer_weights_and_none_are_refused():
+    frozen = pytest.importorskip("flax").core.FrozenDict
+    for init_fn, got in (
+        (lambda key: {"w": jnp.arange(2)}, "int32"),
+        (lambda key: frozen({}), "Fro"),
+    ):
+        with pytest.raises(
+            optax_smile.ArgumentError, match=rf"`warmstart\(init_fn=.*returns {got}"
+        ):
+            train([TARGET], init=init_fn)
+    sampler = optax_smile.psmile(num_data=10, key=0)
+    for none in ({}, frozen({})):
+        with pytest.raises(
+            optax_smile.ArgumentError, match=r"`chains_from_weights\(weights=.*no arr"
+        ):
+            optax_smile.chains_from_weights([none])
+        with pytest.raises(optax_smile.ArgumentError, match=r"`psmile.init\(params=.* got 0"):
+            sampler.init(none)
 
 
 def test_best_weights_of_each_member_by_validation():
@@ -161,7 +192,7 @@ def test_a_signal_ends_the_training_after_the_epoch(in_one_go, tmp_path):
     slow = partial(train_long, checkpoint_minutes=60)
     with pytest.raises(KeyboardInterrupt, match="stopped by SIGTERM. Repeat the call"):
         slow(terminated := Batches(3, send(SIGTERM)), directory=tmp_path / "SIGTERM")
-    with pytest.warns(UserWarning, match=r"stopped after 3 of at most 40 epochs\.$"):
+    with pytest.warns(UserWarning, match=r"stopped after 3 of at most 40 epochs\. To be able to"):
         alone = slow(Batches(3, send(SIGTERM)))
     with pytest.warns(
         UserWarning, match=r"stopped after 3 of at most 40 .* repeat the call to resume\."
@@ -179,7 +210,7 @@ def test_a_signal_ends_the_training_after_the_epoch(in_one_go, tmp_path):
 
 
 def test_a_directory_in_use_is_refused(in_one_go, tmp_path):
-    message = rf"`warmstart\(directory=...\)` must be in use by no live run, .*{os.getpid()}"
+    message = rf"`warmstart\(directory=...\)` must be used by no other live run, .*{os.getpid()}"
 
     def happens():
         with pytest.raises(ValueError, match=message):
@@ -197,7 +228,7 @@ def test_a_chain_for_each_of_the_weights_if_they_fit_together():
     np.testing.assert_array_equal(chains["w"][:, 0], [0, 1, 2, 0, 1, 2, 0])
     one = {"w": jnp.ones(3)}
     for weights, arguments, message in (
-        ([{}], {}, r"weights=...\)` must be a list .*, got trees without arrays"),
+        ([{}], {}, r"weights=...\)` must be a list .*, got trees with no arrays"),
         ([one, {"v": jnp.ones(3)}], {}, r"weights=...\)` must be a tree of the structure of the"),
         ([one, {"w": jnp.ones(4)}], {}, r"weights=...\)` must be of shape \(3,\) at \['w'\], .*4"),
         ([one, {"w": jnp.array([1, jnp.nan, 1])}], {}, r"weights=...\)` must be finite, got nan"),

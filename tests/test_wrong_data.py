@@ -13,7 +13,7 @@ import pytest
 
 import optax_smile
 from optax_smile import diagnostics
-from optax_smile.chains import _data
+from optax_smile.chains import _checks
 
 NUM_DATA, SIZE = 140, 2
 
@@ -98,10 +98,10 @@ class TestSizes:
     def test_what_is_no_number_of_examples_does_not_count(self):
         """Scalars, graphs whose arrays disagree, and the axis of the chains."""
         graph = {"nodes": np.ones((5, 2)), "edges": np.ones((9, 2)), "count": 3}
-        assert _data.size(graph, False) is None
-        assert _data.size({"x": np.ones((5, 2)), "step": 3}, False) == 5
-        assert _data.size({"x": np.ones((5, 2))}, True) == 2
-        assert _data.unequal([21, 21, 20]).passed and not _data.unequal([20, 20, 3]).passed
+        assert _checks.size(graph, False) is None
+        assert _checks.size({"x": np.ones((5, 2)), "step": 3}, False) == 5
+        assert _checks.size({"x": np.ones((5, 2))}, True) == 2
+        assert _checks.unequal([21, 21, 20]).passed and not _checks.unequal([20, 20, 3]).passed
 
 
 def _raise():
@@ -156,10 +156,9 @@ class TestFinite:
         rows = [*EQUAL, *EQUAL, empty]
         given: dict[str, Any] = {"num_warmup": 2, "thin": 1}
         early = r"ended early with 12 of 60 draws per chain: batch 15 of pass 1 is empty\."
-        for prefetch in (0, 2):
-            with pytest.warns(UserWarning, match=early):
-                draws = sample(iter(rows), prefetch=prefetch, **given)
-            assert draws.num_draws == 12
+        with pytest.warns(UserWarning, match=early):
+            draws = sample(iter(rows), **given)
+        assert draws.num_draws == 12
         with pytest.raises(ValueError, match="batch 15 of pass 1 is empty"):
             sample(iter(rows))
         for bad, reason in (
@@ -195,7 +194,7 @@ class TestCount:
         assert found(check(EQUAL[0], wrong, num_data=140)).keys() == {"num_data"}
 
     def test_is_of_tokens_or_different_examples(self):
-        amount = functools.partial(_data.amount, per_chain=False)
+        amount = functools.partial(_checks.amount, per_chain=False)
         for batches, number, passed in (
             (EQUAL, 140, True),
             (EQUAL, 1_000, True),

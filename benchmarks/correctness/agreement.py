@@ -58,7 +58,7 @@ NUM_CHAINS = 8
 NUM_DRAWS = 19
 # Variance of the ranks, as shares, if they are uniform.
 UNIFORM = (1 - (NUM_DRAWS + 1) ** -2) / 12
-# Data sets whose effective sample sizes are looked at.
+# Data sets for which effective sample sizes are computed.
 NUM_CHECKED = 50
 DATA: dict[str, dict[str, Callable[[], Posterior]]] = {
     "networks": NETWORKS,
@@ -84,7 +84,7 @@ def compare(draws: np.ndarray, target: np.ndarray, summaries: dict[str, Any]) ->
 
 
 def over_inputs(summary: Callable) -> Callable:
-    """Summarize the test inputs alone."""
+    """Summarize the test inputs only."""
     return lambda values: summary(values[:NUM_INPUTS])
 
 
@@ -96,7 +96,7 @@ POSTERIOR_SUMMARIES = {"max": np.max, "p90": lambda values: np.quantile(values, 
 
 
 def starts_of(posterior: Posterior, with_prior: bool, number: int, num_steps: int) -> jax.Array:
-    """Give the ends of descents from random points `[start, parameter]`."""
+    """Descend from random points `[start, parameter]`."""
     rows = jax.tree.map(jnp.asarray, posterior.rows)
     num_data = len(jax.tree.leaves(rows)[0])
 
@@ -117,7 +117,7 @@ def setting_of(
     """Make or read the reference of a network or posterior, with the places where chains start.
 
     Those of a network from few modes, several from each; those of a posterior from descents of
-    their own, by the likelihood alone: the prior would draw the scale of centred groups to zero.
+    their own, by the likelihood only: the prior would pull the scale of centred groups to zero.
     """
     posterior = DATA[part][name]()
 
@@ -138,9 +138,9 @@ def setting_of(
     return posterior, reference.stored(folder / f"{stem}.npz", make)
 
 
-def told_reference(target: reference.Reference) -> dict[str, Any]:
-    """What a reader must know of the reference."""
-    return target.told | {
+def quality_of(target: reference.Reference) -> dict[str, Any]:
+    """Quality of the reference."""
+    return target.statistics | {
         "rhat": np.round(target.rhat, 4).tolist(),
         "ess": np.round(target.ess).tolist(),
     }
@@ -177,7 +177,7 @@ def search(
     return found
 
 
-def run_network(cell: dict[str, Any], scale: Scale, folder: Path) -> dict[str, Any]:
+def run_network(cell: records.Cell, scale: Scale, folder: Path) -> records.Record:
     """One sampler and batch: search the step size, then compare start by start."""
     posterior, target = setting_of("networks", cell["data"], scale, folder)
     method, share, seed = METHODS[cell["method"]], cell["share"], cell["seed"]
@@ -186,7 +186,7 @@ def run_network(cell: dict[str, Any], scale: Scale, folder: Path) -> dict[str, A
         grid = search(posterior, target, method, share, scale, SEARCH_SEED + seed)
         best = (min(grid, key=lambda pair: pair[1])[0],)
     starts = jnp.repeat(jnp.asarray(target.starts), scale.chains_per_start, axis=0)
-    draws, told = sample(posterior, method, best, starts, share, scale, seed)
+    draws, used_steps = sample(posterior, method, best, starts, share, scale, seed)
     by_start = draws[0].reshape(-1, scale.chains_per_start, *draws.shape[2:])
     summaries = dict(NETWORK_SUMMARIES)
     if draws.shape[-1] > NUM_INPUTS:
@@ -196,17 +196,17 @@ def run_network(cell: dict[str, Any], scale: Scale, folder: Path) -> dict[str, A
             compare(mine, one, summaries) for mine, one in zip(by_start, target.draws, strict=True)
         ],
         "step_size": best[0] if best else None,
-        "median_step": float(told[0]),
+        "median_step": float(used_steps[0]),
         "searched_step_deviation": grid,
-        "reference": told_reference(target),
+        "reference": quality_of(target),
     }
 
 
-def run_posterior(cell: dict[str, Any], scale: Scale, folder: Path) -> dict[str, Any]:
+def run_posterior(cell: records.Cell, scale: Scale, folder: Path) -> records.Record:
     """Eight chains of one sampler on one posterior."""
     posterior, target = setting_of("posteriors", cell["data"], scale, folder)
     method, starts = METHODS[cell["method"]], jnp.asarray(target.starts)
-    draws, told = sample(
+    draws, used_steps = sample(
         posterior, method, method.step_sizes[:1], starts, cell["share"], scale, cell["seed"]
     )
     found = compare(draws[0], target.draws[0], POSTERIOR_SUMMARIES)
@@ -214,9 +214,9 @@ def run_posterior(cell: dict[str, Any], scale: Scale, folder: Path) -> dict[str,
         draws[0].reshape(-1, draws.shape[-1]), target.draws[0].reshape(-1, draws.shape[-1])
     )
     return found | {
-        "median_step": float(told[0]),
+        "median_step": float(used_steps[0]),
         "each": {name: np.round(x, 3).tolist() for name, x in deviations.items()},
-        "reference": told_reference(target),
+        "reference": quality_of(target),
     }
 
 
@@ -247,7 +247,7 @@ def calibrated(
     return np.asarray(truths), np.asarray(draws, np.float64)
 
 
-def run_calibration(cell: dict[str, Any], scale: Scale) -> dict[str, Any]:
+def run_calibration(cell: records.Cell, scale: Scale) -> records.Record:
     """Ranks of the truth among a few draws."""
     posterior = CALIBRATED[cell["data"]]()
     method = METHODS.get(cell["method"])
@@ -272,8 +272,8 @@ def run_calibration(cell: dict[str, Any], scale: Scale) -> dict[str, Any]:
     }
 
 
-def cells_of(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Every cell that is asked for; full-batch MCLMC on all rows alone."""
+def cells_of(arguments: argparse.Namespace) -> list[records.Cell]:
+    """Requested cells; full-batch MCLMC only on all rows."""
     part = arguments.part
     data = [name for name in DATA[part] if not arguments.data or name in arguments.data]
     methods = arguments.methods or (list(METHODS) if part == "networks" else [DEFAULT])
@@ -282,8 +282,8 @@ def cells_of(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     return [cell for cell in cells if cell["share"] == 1 or cell["method"] != FULL_BATCH]
 
 
-def run_cell(cell: dict[str, Any], scale: Scale, folder: Path) -> dict[str, Any]:
-    """Run the part that the cell is of."""
+def run_cell(cell: records.Cell, scale: Scale, folder: Path) -> records.Record:
+    """Run a cell of any part."""
     if cell["part"] == "calibration":
         return run_calibration(cell, scale)
     return (run_network if cell["part"] == "networks" else run_posterior)(cell, scale, folder)
@@ -293,11 +293,11 @@ def main():
     """Run the cells that are missing, print the tables."""
     parser = records.parser(__doc__)
     parser.add_argument("--part", choices=DATA, required=True)
-    parser.add_argument("--data", nargs="+", help="some networks, posteriors or models alone")
+    parser.add_argument("--data", nargs="+", help="some networks, posteriors or models")
     parser.add_argument("--methods", nargs="+", choices=[*METHODS, NUTS])
     parser.add_argument("--shares", nargs="+", type=int, help="N over the batch size")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--smoke", action="store_true", help="tiny runs, to see that all works")
+    parser.add_argument("--smoke", action="store_true", help="tiny runs, as a check")
     parser.add_argument("--only-references", action="store_true")
     parser.add_argument("--references", type=Path, default=Path("out/references"))
     arguments = parser.parse_args()
@@ -306,10 +306,10 @@ def main():
     cells = cells_of(arguments)
     if arguments.only_references:
         for name in dict.fromkeys(cell["data"] for cell in cells):
-            print(name, setting_of(arguments.part, name, scale, folder)[1].told, flush=True)
+            print(name, setting_of(arguments.part, name, scale, folder)[1].statistics, flush=True)
         return
 
-    def run(cell: dict[str, Any]) -> dict[str, Any]:
+    def run(cell: records.Cell) -> records.Record:
         return run_cell(cell, scale, folder)
 
     found = records.complete(arguments, cells, run, "seconds", scale=list(scale))

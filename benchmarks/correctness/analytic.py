@@ -3,8 +3,7 @@
 Three 10-dimensional targets, four noise covariances, every sampler at the same number of gradients.
 A cell is one target, noise and sampler: all step sizes and chains run in one compiled loop, the
 step size with the smallest bias is run again with fresh seeds, and that is what is reported.
-A sampler that finds its own step size is not searched.
-One JSON line per cell; cells that the file already holds are skipped.
+A sampler that chooses its own step size is not searched.
 
     python benchmarks/correctness/analytic.py --preset quick
     python benchmarks/correctness/analytic.py --preset paper --output out/analytic.jsonl
@@ -32,9 +31,9 @@ NOISE_VARIANCE = 256.0
 CHUNK = 500
 DECADES = 10.0 ** np.arange(-6, 1)
 FINE = 15
-# The decade of the step size is searched with so many of the chains, at the full length.
+# Number of chains in the search for the decade of the step size, at full length.
 COARSE_CHAINS = 4
-# Independent draws per chain from which on it counts as mixing.
+# Independent draws per chain above which a chain counts as mixing.
 ENOUGH = 10.0
 
 
@@ -164,7 +163,7 @@ SAMPLERS: dict[str, tuple[str, dict[str, Any]]] = {
     "psmile": ("psmile", {}),
     "smile": ("smile", {}),
 }
-# These find their own step size.
+# These choose their own step size.
 DEFAULTS = ("psmile", "smile")
 TABLE_1 = (*tuple(SAMPLERS)[:6], *DEFAULTS)
 OURS = "psmile_naive leapfrog"
@@ -228,10 +227,10 @@ def biases(target: Target, means, counts) -> np.ndarray:
 def effective_sizes(means, counts) -> np.ndarray:
     """Independent draws of theta^2 in a chain `[step size]`, median of chains and coordinates.
 
-    From the chunk means, so at most the number of chunks: those of a chain that only drifts away
-    from its start are so alike that little more than one is left. Geyer's initial sequence.
+    From the chunk means by Geyer's initial sequence, so at most the number of chunks. A chain that
+    only drifts away from its start has little more than one.
     """
-    # A chunk in which no chain draws, such as one of a burn-in, says nothing.
+    # Chunks without draws, such as those of a burn-in, are ignored.
     used = np.flatnonzero(np.any(np.asarray(counts) > 0, axis=(0, 1)))
     chunks = len(used) // 2 * 2
     series = np.asarray(means, float)[:, :, used[:chunks]]
@@ -250,10 +249,10 @@ def bootstrap_error(values: np.ndarray) -> float:
     return float(values[rows].mean(axis=1).std())
 
 
-def run_cell(cell: dict[str, Any], seed: int, num_chains: int, num_fresh: int) -> dict[str, Any]:
+def run_cell(cell: records.Cell, seed: int, num_chains: int, num_fresh: int) -> records.Record:
     """Search the step size on one set of seeds, report it on fresh ones.
 
-    Twice: the smallest bias at all, as published, and the smallest of the chains that mix. All
+    The smallest bias of all step sizes, as published, and the smallest among chains that mix: all
     start at the posterior mean, where a chain that hardly moves can look good.
     """
     target = TARGETS[cell["target"]]
@@ -308,7 +307,7 @@ def run_cell(cell: dict[str, Any], seed: int, num_chains: int, num_fresh: int) -
     }
 
 
-def cells(samplers, kinds, gradients) -> list[dict[str, Any]]:
+def cells(samplers, kinds, gradients) -> list[records.Cell]:
     """All targets and noises for some samplers."""
     return [
         {"target": target, "noise": noise, "kind": kind, "sampler": name, "gradients": gradients}
@@ -319,7 +318,7 @@ def cells(samplers, kinds, gradients) -> list[dict[str, Any]]:
     ]
 
 
-def preset(name: str) -> list[dict[str, Any]]:
+def preset(name: str) -> list[records.Cell]:
     """List the cells of a preset, those of table 1 first."""
     if name == "quick":
         return [
@@ -343,7 +342,7 @@ def main():
     """Run the cells of a preset that are not in the file yet."""
     parser = records.parser(__doc__)
     parser.add_argument("--preset", choices=["quick", "paper"], default="quick")
-    parser.add_argument("--samplers", nargs="+", choices=SAMPLERS, help="some columns alone")
+    parser.add_argument("--samplers", nargs="+", choices=SAMPLERS, help="some columns only")
     parser.add_argument("--part", default="0/1", help="i/n: every n-th cell from the i-th on")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--chains", type=int, default=10, help="chains per step size in the search")
@@ -354,7 +353,7 @@ def main():
     chosen = arguments.samplers or SAMPLERS
     cells = [cell for cell in preset(arguments.preset) if cell["sampler"] in chosen]
 
-    def run(cell: dict[str, Any]) -> dict[str, Any]:
+    def run(cell: records.Cell) -> records.Record:
         return run_cell(cell, *settings)
 
     records.complete(arguments, cells[part::num_parts], run, "bias", settings=settings)

@@ -20,7 +20,7 @@ FIT_RATE = 1e-2
 
 
 class Scale(NamedTuple):
-    """How large everything is; `SMOKE` is only to see that all works."""
+    """Sizes of a run; `SMOKE` is only a check that it works."""
 
     num_gradients: int = 60_000
     warmup: float = 1 / 3
@@ -68,7 +68,7 @@ def simple(name: str, *step_sizes: float) -> Method:
 
 
 def mile(settings, num_data, key):
-    """MCLMC with what its tuner found."""
+    """MCLMC with the settings of its tuner."""
     step_size, length = settings
     return optax_smile.mclmc(
         step_size, num_data=num_data, decoherence_length=length, prior_precision=0.0, key=key
@@ -91,8 +91,8 @@ METHODS = {
 def fit(
     loss: Callable[[jax.Array], jax.Array], size: int, key: jax.Array, num_steps: int
 ) -> jax.Array:
-    """Descend by AdamW from a random point to where a chain starts."""
-    # Forgets soon how steep it was at the random point.
+    """Descend with AdamW from a random point to the start of a chain."""
+    # A short memory of the steep gradients at the random point.
     optimizer = optax.adamw(optax.cosine_decay_schedule(FIT_RATE, num_steps), b2=0.99)
 
     def step(carry, _):
@@ -108,7 +108,7 @@ def fit(
 def chain_of(
     posterior: Posterior, method: Method, num_data: int, share: int, num_gradients: int, thin: int
 ) -> Callable[..., Any]:
-    """Give `chain(settings, start, key, rows)`, to be mapped over chains and compiled.
+    """Return `chain(settings, start, key, rows)`, to be mapped over chains and compiled.
 
     It returns the quantities after every `thin` gradients `[draw, quantity]`, and its step sizes.
     """
@@ -138,8 +138,8 @@ def chain_of(
         def draw(carry, steps):
             (theta, state), _ = jax.lax.scan(step, carry, steps)
             at = optax_smile.last_accepted(state, theta)
-            told = optax_smile.stats(state).step_size
-            return (theta, state), (posterior.quantities(at, rows), told)
+            sizes = optax_smile.stats(state).step_size
+            return (theta, state), (posterior.quantities(at, rows), sizes)
 
         steps = jnp.arange(num_gradients // thin * thin).reshape(-1, thin)
         return jax.lax.scan(draw, (start, tx.init(start)), steps)[1]
@@ -148,7 +148,7 @@ def chain_of(
 
 
 def tuned(posterior: Posterior, starts: jax.Array, keys: jax.Array, num_steps: int) -> Any:
-    """Let `tune_mclmc` find step size, length and start of every chain."""
+    """Tune step size, length and start of every chain with `tune_mclmc`."""
     rows = jax.tree.map(jnp.asarray, posterior.rows)
     num_data = len(jax.tree.leaves(rows)[0])
 
@@ -177,8 +177,8 @@ def sample(
     """Run chains from every start for all step sizes at once.
 
     Returns:
-        Draws after the warm-up `[step size, chain, draw, quantity]` and the median of what `stats`
-        tells of the step size `[step size]`.
+        Draws after the warm-up `[step size, chain, draw, quantity]` and the median step size in
+        `stats` `[step size]`.
     """
     rows = jax.tree.map(jnp.asarray, posterior.rows)
     num_data = len(jax.tree.leaves(rows)[0])
@@ -192,6 +192,6 @@ def sample(
         num_gradients, num_warmup = num_gradients - num_warmup, 0
     chain = chain_of(posterior, method, num_data, share, num_gradients, scale.thin)
     run = jax.vmap(jax.vmap(chain, (0, 0, 0, None)), (0, None, None, None))
-    draws, told = jax.device_get(jax.jit(run)(settings, starts, keys, rows))
+    draws, sizes = jax.device_get(jax.jit(run)(settings, starts, keys, rows))
     first = num_warmup // scale.thin
-    return draws[:, :, first:], np.median(told[:, :, first:], axis=(1, 2))
+    return draws[:, :, first:], np.median(sizes[:, :, first:], axis=(1, 2))

@@ -2,8 +2,8 @@
 
 With w ~ exp(-n beta L(w) - gamma / 2 |w - w*|^2) the coefficient is n beta (E[L(w)] - L(w*)): one
 number for each n and gamma, by quadrature, in closed form, or by Gibbs sampling, none of which
-knows the gradients that a sampler takes. What it tends to for n -> infinity without gamma stands
-beside it, from the literature on singular models.
+uses the gradients that a sampler takes. The limit for n -> infinity without gamma is from the
+literature on singular models.
 """
 
 import functools
@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-# Where a density has fallen below exp(-TAIL), quadrature ends.
+# Quadrature ends where a density has fallen below exp(-TAIL).
 TAIL = 60.0
 NUM_NODES = 40_001
-# Singular values below so much of the largest are rounding.
+# Singular values below this share of the largest are rounding errors.
 ZERO = 1e-10
 
 
@@ -38,7 +38,7 @@ class Known(NamedTuple):
         num_data: n.
         localization: gamma.
         exact: of the coefficient at this n and gamma, and beta = 1 / log n.
-        asymptotic: what it tends to for n -> infinity.
+        asymptotic: its limit for n -> infinity.
     """
 
     loss_fn: Callable[[Any, Any], jax.Array]
@@ -173,7 +173,7 @@ def gibbs(
     """Linear network of any depth: each layer given the others is Gaussian, and drawn at once.
 
     Half of the chains start at the centre, half from the prior around it. The first fifth of the
-    sweeps is left out. The mean of the loss over the last layer given the others, not the loss at
+    sweeps is discarded. The mean of the loss over the last layer given the others, not the loss at
     its draw, enters the average. In float64.
 
     Returns:
@@ -213,7 +213,7 @@ def linear_asymptotic(widths: Sequence[int], rank: int) -> float:
         ValueError: for a multiplicity above one.
     """
     excess = sorted(width - rank for width in widths)
-    # The widths that count: as many of the narrowest as still do.
+    # The narrowest widths that satisfy the condition of the theorem.
     count = max(c for c in range(2, len(excess) + 1) if sum(excess[:c]) >= (c - 1) * excess[c - 1])
     chosen, between, total = excess[:count], count - 1, sum(excess[:count])
     if total % between:
@@ -224,12 +224,12 @@ def linear_asymptotic(widths: Sequence[int], rank: int) -> float:
 
 
 def balanced(target: np.ndarray, widths: Sequence[int]) -> list[np.ndarray]:
-    """Layers with this product, of singular values as alike as can be, padded with zeros."""
+    """Layers with this product and balanced singular values, padded with zeros."""
     left, values, right = np.linalg.svd(target)
     depth = len(widths) - 1
     narrow = min(widths)
     root = np.zeros(narrow)
-    # Zeros are exact, or their roots would not be small.
+    # Set rounding errors to zero: their roots would not be small.
     kept = np.where(values[:narrow] > ZERO * values[0], values[:narrow], 0)
     root[: len(kept)] = kept ** (1 / depth)
     layers = []

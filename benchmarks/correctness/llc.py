@@ -1,16 +1,14 @@
-r"""The local learning coefficient where it is known, by defaults; and SGLD beside it.
+r"""Does `llc` recover known local learning coefficients with its defaults? Compared with SGLD.
 
 Models and their exact values are in `known_coefficients.py`. A cell is a model, a seed and a
-sampler: `psmile`, which is the default and finds its step size, or `sgld` with one of five. All
-have as many chains, draws and gradients, those of the defaults of `llc`; only num_data and the
-localization are told.
+sampler: `psmile`, the default, which chooses its step size, or `sgld` with one of five. All have
+the default number of chains, draws and gradients of `llc`, which gets only num_data and the
+localization.
 
     python benchmarks/correctness/llc.py --output benchmarks/results/llc.jsonl
 """
 
 import functools
-import inspect
-from typing import Any
 
 from benchmarks import records
 from benchmarks.correctness import known_coefficients
@@ -23,16 +21,11 @@ from optax_smile.local import llc
 
 SEEDS = 0, 1, 2
 STEP_SIZES = 1e-7, 1e-6, 1e-5, 1e-4, 1e-3
-DEFAULTS = {
-    name: parameter.default
-    for name, parameter in inspect.signature(llc).parameters.items()
-    if name in ("num_warmup", "thin")
-}
-# Calls of the compiled step are what small models cost.
+# Small models spend their time in calls of the compiled step.
 STEPS_PER_DISPATCH = 10
 
 
-def cells_of_models() -> list[dict[str, Any]]:
+def cells_of_models() -> list[records.Cell]:
     """Defaults first, then SGLD at each step size, with one seed: its error is that of the step."""
     ours = records.product(model=MODELS, sampler=["psmile"], seed=SEEDS)
     return ours + records.product(model=MODELS, sampler=["sgld"], step_size=STEP_SIZES, seed=[0])
@@ -45,7 +38,7 @@ def model_of(name: str) -> tuple[known_coefficients.Known, known_coefficients.Ex
     return model, model.exact()
 
 
-def run_known(cell: dict[str, Any]) -> dict[str, Any]:
+def run_known(cell: records.Cell) -> records.Record:
     """One estimate."""
     model, exact = model_of(cell["model"])
     options = {}
@@ -62,7 +55,7 @@ def run_known(cell: dict[str, Any]) -> dict[str, Any]:
         steps_per_dispatch=STEPS_PER_DISPATCH,
         **options,
     )
-    told = {
+    result = {
         "exact": exact.value,
         "exact_error": exact.error,
         "asymptotic": model.asymptotic,
@@ -76,27 +69,26 @@ def run_known(cell: dict[str, Any]) -> dict[str, Any]:
     estimates = {
         "llc": found.llc,
         "standard_error": found.standard_error,
-        # The mean loss alone, without what its balance takes away, as it is estimated elsewhere.
+        # The mean loss without the correction by the balance, the usual estimate.
         "plain": float(plain.mean()),
         "plain_error": float(plain.std(ddof=1) / num_chains**0.5),
         "balance": float(found.balance.mean()),
     }
-    steps = DEFAULTS["num_warmup"] + num_draws * DEFAULTS["thin"]
-    return told | {
-        # None stands for what is not finite.
+    return result | {
+        # None replaces values that are not finite.
         **{name: value if np.isfinite(value) else None for name, value in estimates.items()},
         "is_balanced": found.is_balanced,
         "findings": list(found.findings),
-        "gradients": num_chains * steps,
         "chains": num_chains,
+        "draws": num_draws,
     }
 
 
 def main():
     """Run the cells that are missing."""
     parser = records.parser(__doc__)
-    parser.add_argument("--model", choices=tuple(MODELS), help="one of them")
-    parser.add_argument("--sampler", choices=("psmile", "sgld"), help="one of them")
+    parser.add_argument("--model", choices=tuple(MODELS), help="only this one")
+    parser.add_argument("--sampler", choices=("psmile", "sgld"), help="only this one")
     arguments = parser.parse_args()
     wanted = {name: vars(arguments)[name] for name in ("model", "sampler")}
     wanted = {name: value for name, value in wanted.items() if value}

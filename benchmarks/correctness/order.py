@@ -1,7 +1,7 @@
 """Few batches in a pass, permuted or with replacement, where the posterior is known.
 
 Bayesian linear regression of 20 weights on 512 rows with unit noise, in passes of m batches. 20
-chains of the default `psmile`, 40,000 gradients each, the first quarter left out; b^2 is the mean
+chains of the default `psmile`, 40,000 gradients each, the first quarter discarded; b^2 is the mean
 squared relative error of the variances, pooled over the chains.
 
     python benchmarks/correctness/order.py --output benchmarks/results/order.jsonl
@@ -23,7 +23,7 @@ NUM_ROWS, SIZE, NUM_GRADIENTS, NUM_CHAINS = 512, 20, 40_000, 20
 KEPT = NUM_GRADIENTS * 3 // 4
 
 
-def run_cell(cell: dict[str, Any]) -> dict[str, float]:
+def run_cell(cell: records.Cell) -> dict[str, float]:
     """Sample, and compare the variances."""
     per_pass, is_permuted = cell["batches"], cell["order"] == "permutations"
     rng = np.random.default_rng(0)
@@ -53,8 +53,8 @@ def run_cell(cell: dict[str, Any]) -> dict[str, float]:
 
         carry = start, state, jnp.zeros(SIZE)
         _, state, total = jax.lax.scan(call, carry, jnp.arange(NUM_GRADIENTS))[0]
-        told = optax_smile.stats(state)
-        return total, told.change_share, told.step_size
+        seen = optax_smile.stats(state)
+        return total, seen.change_share, seen.step_size
 
     starts = jnp.broadcast_to(start, (NUM_CHAINS, SIZE))
     states = optax_smile.parallel.init(tx, starts, key=jax.random.key(1))

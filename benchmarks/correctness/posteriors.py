@@ -1,7 +1,7 @@
 """The posteriors of `agreement.py`: log likelihoods that are sums over rows.
 
     networks     two Bayesian neural networks of about 100 parameters, tanh, standard normal priors
-    posteriors   ten models of the kind that posteriordb collects, written anew: five on data of
+    posteriors   ten models like those of posteriordb, with our own code: five on data of
                  scikit-learn and UCI, five on data that are simulated here
     calibration  three models that can also draw their parameters and data
 
@@ -32,12 +32,12 @@ ENERGY_NOISE = 0.3
 
 
 def standard_normal(theta: jax.Array) -> jax.Array:
-    """Log density of the prior that most models here have."""
+    """Log density of the usual prior."""
     return jnp.sum(norm.logpdf(theta))
 
 
 def parameters(theta: jax.Array, rows: Rows) -> jax.Array:
-    """What agreement is judged by where nothing else is named: the parameters themselves."""
+    """Default quantities of a comparison: the parameters themselves."""
     return theta
 
 
@@ -50,7 +50,7 @@ class Posterior:
         log_likelihood: of each row, `(theta, rows) -> [row]`.
         rows: the data, a tree of arrays `[row, ...]`; None where only `simulate` makes some.
         log_prior: scalar, of theta.
-        quantities: what agreement is judged by, `(theta, rows) -> [quantity]`.
+        quantities: what is compared, `(theta, rows) -> [quantity]`.
         simulate: draws parameters and data, `key -> (theta, rows)`.
     """
 
@@ -124,7 +124,7 @@ def energy_network() -> Posterior:
     """UCI energy, first published split.
 
     The targets of energy get noise of standard deviation .3. Without it NUTS made no draw within
-    five minutes: there would be no truth to compare with.
+    five minutes, so there would be no reference.
     """
     folder = Path(os.environ["OPTAX_SMILE_DATA"]) / "uci_reference_splits"
     with np.load(folder / "energy_seed1.npz") as arrays:

@@ -1,4 +1,4 @@
-"""Long NUTS runs that `agreement.py` compares with, and how far draws are from them."""
+"""Long NUTS runs, the references of `agreement.py`, and the distance of draws from them."""
 
 import time
 from collections.abc import Callable
@@ -20,26 +20,26 @@ LARGEST_RHAT = 1.01
 STORED = 5_000
 # Quantiles whose mean distance is W1.
 QUANTILES = (np.arange(400) + 0.5) / 400
-# Error-free comparisons: at least so many, and so many over all quantities.
+# Smallest number of comparisons without bias, for each quantity and over all quantities.
 REPEATS, COMPARISONS = 4, 400
 
 
 class Reference(NamedTuple):
-    """What NUTS found.
+    """A NUTS run.
 
     Attributes:
         starts: of the sampler's chains `[start, parameter]`.
         draws: quantities `[start, chain, draw, quantity]`.
         rhat: largest of the quantities of each start `[start]`.
-        ess: smallest, likewise.
-        told: number of draws of a chain, gradients, divergences, seconds and acceptance.
+        ess: smallest of the quantities of each start `[start]`.
+        statistics: number of draws of a chain, gradients, divergences, seconds and acceptance.
     """
 
     starts: Any
     draws: np.ndarray
     rhat: np.ndarray
     ess: np.ndarray
-    told: dict[str, float]
+    statistics: dict[str, float]
 
 
 def nuts(
@@ -49,18 +49,18 @@ def nuts(
     num_draws: int,
     rows_axis: int | None = None,
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Give compiled functions that adapt NUTS in every chain and draw the next block.
+    """Return compiled functions that adapt NUTS in every chain and draw the next block.
 
     Args:
         posterior: what to sample.
         acceptance: rate at which the step size aims.
         num_warmup: draws by which step size and diagonal mass are adapted, in windows.
         num_draws: length of a block.
-        rows_axis: 0 where every chain has rows of its own.
+        rows_axis: 0 if each chain has its own rows.
 
     Returns:
-        Functions `adapt(starts, keys, rows)`, which gives a carry, and `draw(carry, keys, rows)`,
-        which gives the next one, quantities `[chain, draw, quantity]` and means `[chain]` of
+        Functions `adapt(starts, keys, rows)`, which returns a carry, and `draw(carry, keys, rows)`,
+        which returns the next one, quantities `[chain, draw, quantity]` and means `[chain]` of
         gradients per draw, divergences and acceptance.
     """
     kernel = blackjax.nuts.build_kernel()
@@ -104,8 +104,8 @@ def run(
 ) -> Reference:
     """Run NUTS until the chains `[start, chain, parameter]` that share a start agree.
 
-    They are looked at after every block of draws: until R-hat is small and the effective size
-    `enough` for every quantity, or `most_blocks` are drawn, which the record tells.
+    They are checked after every block of draws. The run ends when R-hat is small and the effective
+    size is at least `enough` for every quantity, or after `most_blocks` blocks.
     """
     began, (num_starts, per_start) = time.monotonic(), starts.shape[:2]
     keys = jax.random.split(jax.random.key(seed), num_starts * per_start)
@@ -115,9 +115,9 @@ def run(
     draws_so_far, seen = [], []
     while True:
         block_keys = jax.vmap(jax.random.fold_in, (0, None))(keys, len(draws_so_far))
-        carry, new, told = jax.device_get(draw(carry, block_keys, rows))
+        carry, new, statistics = jax.device_get(draw(carry, block_keys, rows))
         draws_so_far.append(new)
-        seen.append(told)
+        seen.append(statistics)
         draws = np.concatenate(draws_so_far, axis=1)
         draws = draws.reshape(num_starts, per_start, -1, draws.shape[-1])
         thinned = draws[:, :, :: -(-draws.shape[2] // STORED)]
@@ -125,34 +125,36 @@ def run(
         ess = np.array([np.min(diagnostics.ess(x)) for x in thinned])
         print(
             f"{draws.shape[2]} draws, R-hat {rhat.round(3)}, ESS {ess.round()},"
-            f" {np.mean(told[0]):.0f} gradients per draw, {time.monotonic() - began:.0f} s",
+            f" {np.mean(statistics[0]):.0f} gradients per draw, {time.monotonic() - began:.0f} s",
             flush=True,
         )
         good = np.all(rhat <= LARGEST_RHAT) and np.all(ess >= enough)
         if good or len(seen) == most_blocks:
             break
     gradients, divergent, accepted = (float(np.mean([x[i] for x in seen])) for i in range(3))
-    told = {
+    statistics = {
         "draws": draws.shape[2],
         "gradients": gradients * draws.shape[2],
         "divergent": divergent,
         "acceptance": accepted,
         "seconds": time.monotonic() - began,
     }
-    return Reference(starts, thinned, rhat, ess, told)
+    return Reference(starts, thinned, rhat, ess, statistics)
 
 
 def stored(path: Path, make: Any) -> Reference:
     """Read a reference, or make and write it."""
     if path.exists():
         with np.load(path, allow_pickle=False) as arrays:
-            told = {k[5:]: float(v) for k, v in arrays.items() if k.startswith("told_")}
-            return Reference(**{k: arrays[k] for k in Reference._fields[:-1]}, told=told)
+            statistics = {k[5:]: float(v) for k, v in arrays.items() if k.startswith("told_")}
+            return Reference(
+                **{k: arrays[k] for k in Reference._fields[:-1]}, statistics=statistics
+            )
     found = make()
     path.parent.mkdir(parents=True, exist_ok=True)
-    told = {f"told_{name}": value for name, value in found.told.items()}
+    statistics = {f"told_{name}": value for name, value in found.statistics.items()}
     arrays = {name: getattr(found, name) for name in Reference._fields[:-1]}
-    np.savez(path, **arrays, **told)
+    np.savez(path, **arrays, **statistics)
     return found
 
 
@@ -174,7 +176,7 @@ def deviations(draws: np.ndarray, reference: np.ndarray) -> dict[str, np.ndarray
 def sizes(draws: np.ndarray) -> np.ndarray:
     """Independent draws `[quantity]` in chains `[chain, draw, quantity]`: of mean or of variance.
 
-    The smaller of the two, over all chains together: chains that do not agree have few.
+    The smaller of the two, over all chains together, so that chains that disagree have few.
     """
     squares = (draws - draws.mean(axis=(0, 1))) ** 2
     found = [diagnostics.ess(x) for x in (draws, squares)]
@@ -184,10 +186,10 @@ def sizes(draws: np.ndarray) -> np.ndarray:
 def expected_deviations(
     reference: np.ndarray, size: np.ndarray, reference_size: np.ndarray
 ) -> list[dict[str, np.ndarray]]:
-    """What `deviations` would be of as many independent draws from the reference itself.
+    """Deviations of the same number of independent draws from the reference itself.
 
-    Both sides are drawn from the reference `[draw, quantity]`, with replacement, as many as either
-    has independent ones.
+    Both sides are drawn with replacement from the reference `[draw, quantity]`; their numbers are
+    the effective sizes of the two sides.
     """
     rng, found = np.random.default_rng(0), []
 
@@ -217,15 +219,15 @@ def agreement(
         summaries: functions from the deviations of all quantities to a number, by name.
 
     Returns:
-        For each measure and summary the figure itself (`raw`), what a sampler without any bias
-        would have at as many independent draws (`error`), and the rest in quadrature (`net`).
+        For each measure and summary the figure itself (`raw`), that of an unbiased sampler with the
+        same number of independent draws (`error`), and the difference in quadrature (`net`).
         Median and smallest number of independent draws; median ratio of the sd, with its side.
     """
     size, reference_size = sizes(draws), sizes(reference)
     pooled, target = (x.reshape(-1, x.shape[-1]) for x in (draws, reference))
     measured = deviations(pooled, target)
     unbiased = expected_deviations(target, size, reference_size)
-    told: dict[str, Any] = {
+    statistics: dict[str, Any] = {
         "ess": float(np.median(size)),
         "smallest_ess": float(np.min(size)),
         "sd_ratio": float(np.median(pooled.std(axis=0) / target.std(axis=0))),
@@ -235,5 +237,5 @@ def agreement(
             raw = float(summary(values))
             error = float(np.sqrt(np.mean([summary(x[measure]) ** 2 for x in unbiased])))
             net = float(np.sqrt(max(raw**2 - error**2, 0.0)))
-            told[f"{measure} {name}"] = {"raw": raw, "error": error, "net": net}
-    return told
+            statistics[f"{measure} {name}"] = {"raw": raw, "error": error, "net": net}
+    return statistics

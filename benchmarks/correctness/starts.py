@@ -1,9 +1,8 @@
-"""Where chains of the defaults get to from starts near and far, and whether they say so.
+"""Where default chains arrive from starts near and far, and whether diagnostics report it.
 
 A regression of five parameters (the first block of the README), the network of `uci.py` on energy,
-that of the quickstart on digits; chains start in a mode, at weights of AdamW, at a fresh
-initialisation, ten times that, and at zeros. No warm-up is left out: the whole path is looked at.
-A cell is one line of the output; cells that it already holds are skipped.
+that of the quickstart on digits; chains start at a mode, at AdamW weights, at a fresh
+initialization, ten times that, and at zeros. There is no warm-up: the whole path is recorded.
 
     export OPTAX_SMILE_DATA=path/to/data
     python benchmarks/correctness/starts.py --output benchmarks/results/starts.jsonl
@@ -25,7 +24,7 @@ import quickstart
 import optax_smile
 
 NUM_CHAINS, NUM_GRADIENTS, THIN = 8, 20_000, 100
-# After so many gradients chains are asked whether they are on their way.
+# Numbers of gradients after which `on_its_way` is recorded.
 ASKED = (400, 2_000, NUM_GRADIENTS)
 FIT_RATE, MODE_STEPS = 1e-2, 5_000
 
@@ -132,7 +131,7 @@ def start_of(problem: Problem, name: str) -> Any:
     return jax.jit(jax.vmap(descend))(fresh)
 
 
-def run(cell: dict[str, Any]) -> dict[str, Any]:
+def run(cell: records.Cell) -> records.Record:
     """Sample, and follow the energy."""
     problem = PROBLEMS[cell["problem"]]()
     start = start_of(problem, cell["start"])
@@ -153,13 +152,13 @@ def run(cell: dict[str, Any]) -> dict[str, Any]:
     )
     params: Any = draws.params
     energies = np.asarray(jax.vmap(energies_of)(params))
-    told = np.asarray(draws.trace["on_its_way"])
+    shares = np.asarray(draws.trace["on_its_way"])
     last = energies[:, -energies.shape[1] // 4 :]
     return {
         "start_energy": float(np.median(first)),
         "energy": np.median(last, axis=1).tolist(),
         "num_parameters": sum(x.size for x in jax.tree.leaves(start)) // NUM_CHAINS,
-        "on_its_way": [float(np.mean(told[:, asked // THIN - 1])) for asked in ASKED],
+        "on_its_way": [float(np.mean(shares[:, asked // THIN - 1])) for asked in ASKED],
         "is_told": "still on its way" in str(optax_smile.diagnostics.summary(draws)),
     }
 

@@ -193,7 +193,7 @@ def main():
         if part in (arguments.part or [part])
     }
 
-    def run(cell: dict[str, str]) -> dict[str, Any]:
+    def run(cell: records.Cell) -> records.Record:
         return cell | compare(chosen[cell["what"], cell["against"]], arguments.pieces)
 
     cells = [{"what": what, "against": against} for what, against in chosen]

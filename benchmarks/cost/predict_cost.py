@@ -3,7 +3,7 @@
 A LeNet of 61,706 parameters on images of 28 x 28 pixels. Compiled forward passes of three snapshots
 and a `Predictor` with targets, three updates and the result, take turns in one process; every
 repetition gives one ratio. Memory: how far the peak of the process, one per batch size, grows from
-the first repetition to the last. Prints a table and appends one JSON line per batch size.
+the first repetition to the last. A cell is a batch size.
 
     python benchmarks/cost/predict_cost.py --output out/predict_cost.jsonl
 """
@@ -33,8 +33,8 @@ def peak_mib() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
-def run_cell(cell: dict[str, int]) -> dict[str, float]:
-    """Measure in a process of its own."""
+def run_cell(cell: records.Cell) -> dict[str, float]:
+    """Measure in a separate process."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as alone:
         return cell | alone.submit(measure, **cell).result()
 

@@ -1,12 +1,11 @@
 """What a step costs: time, memory, traffic and compilation of AdamW, SGD, SGLD and our samplers.
 
-    update   parameters in float32 leaves, gradients given: the update alone
+    update   parameters in float32 leaves, gradients given: only the update
     network  whole steps, gradient of a batch included: a multilayer perceptron, LeNet, a small GPT
 
 All methods of a cell run in one process in turn, on buffers that are donated as (params, state),
 and each repetition gives one ratio to AdamW; medians are written. Small updates run many to a
 program. Memory and traffic come from the compiled program, in arrays of the size of the parameters.
-A cell is one line of the output; cells that it already holds are skipped.
 
     python benchmarks/cost/step_cost.py --output benchmarks/results/step_cost.jsonl
 """
@@ -28,7 +27,7 @@ import optax
 import optax_smile
 
 WARM_UP = 3
-# Updates of so many parameters in all are done in one program.
+# Parameters that one program updates in total, in repeated steps.
 PER_PROGRAM = 2_000_000
 NUM_TOKENS = 65
 SMALL_GPT = models.GPT(NUM_TOKENS, context=64, features=128, depth=2, num_heads=4)
@@ -91,7 +90,7 @@ def network_cells() -> Iterator[dict[str, Any]]:
             yield {"part": "network", "network": network, "chains": chains}
 
 
-def network_problem(cell: dict[str, Any]) -> tuple[Any, Callable, Any]:
+def network_problem(cell: records.Cell) -> tuple[Any, Callable, Any]:
     """Parameters, mean loss of them and a batch, and a batch."""
     name, key = cell["network"], jax.random.key(0)
     network, shape = NETWORKS[name]
@@ -113,7 +112,7 @@ def network_problem(cell: dict[str, Any]) -> tuple[Any, Callable, Any]:
     return network.init(key, inputs[:1]), loss, (inputs, targets)
 
 
-def update_problem(cell: dict[str, Any]) -> tuple[Any, Callable, Any]:
+def update_problem(cell: records.Cell) -> tuple[Any, Callable, Any]:
     """Random leaves; the loss is linear, and its gradient is what is given."""
     count, size = cell["leaves"], cell["parameters"] // cell["leaves"]
     shape = (size // 100, 100) if size % 100 == 0 and size > 100 else (size,)
@@ -126,7 +125,7 @@ def update_problem(cell: dict[str, Any]) -> tuple[Any, Callable, Any]:
     return leaves(1, 1.0), lambda params, batch: batch, grads
 
 
-def step_of(cell: dict[str, Any], tx: Any, loss: Callable) -> Callable:
+def step_of(cell: records.Cell, tx: Any, loss: Callable) -> Callable:
     """One step `(params, state, batch)` of one chain."""
 
     def step(params, state, batch):
@@ -140,7 +139,7 @@ def step_of(cell: dict[str, Any], tx: Any, loss: Callable) -> Callable:
     return step
 
 
-def measure(cell: dict[str, Any], methods: list[str], repetitions: int) -> dict[str, Any]:
+def measure(cell: records.Cell, methods: list[str], repetitions: int) -> dict[str, Any]:
     """Compile and time one cell; numbers for each of its methods, of which one is AdamW."""
     problem = update_problem if cell["part"] == "update" else network_problem
     params, loss, batch = problem(cell)
@@ -171,7 +170,9 @@ def measure(cell: dict[str, Any], methods: list[str], repetitions: int) -> dict[
         begun = time.perf_counter()
         programs[name], states[name] = lowered.compile(), start
         compiled = time.perf_counter() - begun
-        found[name] = {"compile_s": compiled} | told(programs[name], size * chains, num_steps)
+        found[name] = {"compile_s": compiled} | memory_and_traffic(
+            programs[name], size * chains, num_steps
+        )
     seconds = interleaved(programs, states, batch, repetitions)
     for name, times in seconds.items():
         found[name]["ms"] = 1e3 * float(np.median(times)) / num_steps
@@ -186,7 +187,7 @@ def measure(cell: dict[str, Any], methods: list[str], repetitions: int) -> dict[
     }
 
 
-def told(program: Any, size: int, num_steps: int) -> dict[str, float]:
+def memory_and_traffic(program: Any, size: int, num_steps: int) -> dict[str, float]:
     """Memory and traffic of a compiled program, in float32 arrays of all parameters."""
     memory, array = program.memory_analysis(), 4 * size
     numbers = {"temporary": memory.temp_size_in_bytes / array}

@@ -1,4 +1,4 @@
-"""Baselines of `networks.py` that go on with training: checkpoints, SWAG, fast geometric ensembles.
+"""Baselines of `networks.py` that continue training: checkpoints, SWAG, fast geometric ensembles.
 
 Each is `name(run, options)`, with the numbers that differ from the method's `DEFAULTS` as options.
 It returns draws to predict with: `Snapshots` of one chain, whose `settings` have the name and the
@@ -20,8 +20,7 @@ from rivals import swag_draws
 import optax_smile
 
 DEFAULTS: dict[str, dict[str, Any]] = {
-    # Those of LeNet's warm start, for every network: it is not the training of the others that
-    # goes on.
+    # LeNet's warm start, for every network; others were trained with other settings.
     "checkpoints": {"learning_rate": 1e-3, "weight_decay": 0.02},
     # Moments of the checkpoints above.
     "swag": {"learning_rate": 1e-3, "weight_decay": 0.02, "rank": 20},
@@ -31,15 +30,15 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 
 
 class Run(NamedTuple):
-    """Where a baseline begins and how long it is.
+    """Start and length of a baseline.
 
     Attributes:
         task: network and data.
-        settings: as many gradients as a sampler takes, on the batches that `experiment.draw` gives
-            it with the same seed.
+        settings: number of gradients, the same as of a sampler; batches are those of
+            `experiment.draw` with the same seed.
         start: trained weights of one member `[1, ...]`, as `experiment.warm_start` gives them.
-        seed: of the batches and of all that is random.
-        directory: folder from which training that was cut off goes on.
+        seed: of the batches and all random numbers.
+        directory: folder from which interrupted training resumes.
     """
 
     task: Experiment
@@ -50,7 +49,7 @@ class Run(NamedTuple):
 
 
 def checkpoints(run: Run, options: Mapping[str, Any]) -> optax_smile.Snapshots:
-    """Go on with AdamW at a constant rate; keep every `thin`-th weights after the warm-up.
+    """Continue AdamW at a constant rate; keep every `thin`-th weights after the warm-up.
 
     Options: `learning_rate` and `weight_decay` of `optax.adamw`.
     """
@@ -59,7 +58,7 @@ def checkpoints(run: Run, options: Mapping[str, Any]) -> optax_smile.Snapshots:
 
 
 def fge(run: Run, options: Mapping[str, Any]) -> optax_smile.Snapshots:
-    """Go on with AdamW at a cyclical rate; keep the weights where it is lowest.
+    """Continue AdamW at a cyclical rate; keep the weights where it is lowest.
 
     Options: the highest `learning_rate` and `weight_decay`. The rate falls linearly to a tenth
     within the first half of `thin` steps and rises again; weights are kept in the middle.
@@ -109,13 +108,13 @@ def _train_on(
     kept: dict[str, Any] = {"directory": directory, "check": False, "progress": False}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="`sample`: `sampler` is an optimizer")
-        # Less than was asked for would be scored as if it were all.
+        # An interrupted run would be scored as if it were complete.
         warnings.filterwarnings("error", message="`sample` ended early")
         return list(draw(task, settings, start, optimizer, seed, **kept))
 
 
 def _chosen(method: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options with defaults; none that the method does not know."""
+    """Options with defaults; unknown ones are refused."""
     if unknown := sorted(set(options) - set(DEFAULTS[method])):
         raise ValueError(f"`{method}` takes the options {list(DEFAULTS[method])}, got {unknown}.")
     return {**DEFAULTS[method], **options}
@@ -126,5 +125,5 @@ def _snapshots(
 ) -> optax_smile.Snapshots:
     """One chain of draws."""
     params = jax.tree.map(lambda *leaves: np.stack(leaves)[None], *draws)
-    told = {"name": method, **chosen}
-    return optax_smile.Snapshots(params, settings=told, start=jax.tree.map(np.asarray, start))
+    named = {"name": method, **chosen}
+    return optax_smile.Snapshots(params, settings=named, start=jax.tree.map(np.asarray, start))

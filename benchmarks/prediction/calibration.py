@@ -1,9 +1,9 @@
 """Calibration after the fact: temperature, and coverage of conformal sets and intervals.
 
 The quickstart's chains and deep ensemble on digits, `BayesianRegressor` and its members on energy.
-Test predictions, as they are stored, are halved twice at random; what is fitted on one half is
-judged on the other, and the other way round: each seed gives four splits. Both directions together,
-so that the luck of a half mostly cancels.
+Stored test predictions are split in half twice at random. A method is fitted on one half and judged
+on the other, in both directions, so each seed gives four splits and the luck of a half mostly
+cancels.
 
     python benchmarks/prediction/calibration.py --output benchmarks/results/calibration.jsonl
 
@@ -29,7 +29,7 @@ Scores = dict[str, Any]
 
 
 def splits(num_inputs: int, seed: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Halves to fit on and to judge on, each pair in both directions."""
+    """Halves to fit on and to judge on, in both directions."""
     generator = np.random.default_rng(seed)
     for _ in range(NUM_HALVINGS):
         order = generator.permutation(num_inputs)
@@ -39,14 +39,14 @@ def splits(num_inputs: int, seed: int) -> Iterator[tuple[np.ndarray, np.ndarray]
 
 
 def of_classes(probabilities: np.ndarray, labels: np.ndarray, seed: int) -> Scores:
-    """Before and after temperature, each row tempered by what the other half told; sets."""
+    """Scores before and after temperature, fitted on the other half, and prediction sets."""
 
     def scores(probabilities: np.ndarray) -> dict[str, float]:
         log_density = np.log(probabilities[np.arange(len(labels)), labels])
         return {"ECE": metrics.ece(probabilities, labels), "LPPD": metrics.lppd(log_density)}
 
     found, after = list(splits(len(labels), seed)), []
-    told: Scores = {"temperature": [], "coverage": [], "size": [], "slack": []}
+    result: Scores = {"temperature": [], "coverage": [], "size": [], "slack": []}
     tempered = np.zeros(probabilities.shape)
     for number, (fit, judge) in enumerate(found, 1):
         temperature = calibrate.fit_temperature(probabilities[fit], labels[fit])
@@ -56,32 +56,32 @@ def of_classes(probabilities: np.ndarray, labels: np.ndarray, seed: int) -> Scor
         sets = calibrate.prediction_sets(
             probabilities[fit], labels[fit], probabilities[judge], LEVEL
         )
-        told["temperature"].append(temperature)
-        told["coverage"].append(calibrate.set_coverage(sets, labels[judge]))
-        told["size"].append(calibrate.set_size(sets))
-        told["slack"].append(1 / (len(fit) + 1))
-    told["before"] = scores(probabilities)
-    told["after"] = {x: float(np.mean([one[x] for one in after])) for x in after[0]}
-    return told
+        result["temperature"].append(temperature)
+        result["coverage"].append(calibrate.set_coverage(sets, labels[judge]))
+        result["size"].append(calibrate.set_size(sets))
+        result["slack"].append(1 / (len(fit) + 1))
+    result["before"] = scores(probabilities)
+    result["after"] = {x: float(np.mean([one[x] for one in after])) for x in after[0]}
+    return result
 
 
 def of_normals(mean: np.ndarray, std: np.ndarray, targets: np.ndarray, seed: int) -> Scores:
     """Coverage and width of intervals, and of the model's own ones."""
-    told: Scores = {"coverage": [], "size": [], "slack": []}
+    result: Scores = {"coverage": [], "size": [], "slack": []}
     for fit, judge in splits(len(targets), seed):
         ends = calibrate.prediction_intervals(
             mean[fit], std[fit], targets[fit], mean[judge], std[judge], LEVEL
         )
-        told["coverage"].append(metrics.coverage(*ends, targets[judge]))
-        told["size"].append(metrics.interval_width(*ends))
-        told["slack"].append(1 / (len(fit) + 1))
+        result["coverage"].append(metrics.coverage(*ends, targets[judge]))
+        result["size"].append(metrics.interval_width(*ends))
+        result["slack"].append(1 / (len(fit) + 1))
     ends = metrics.interval(mean, std, LEVEL)
     own = {"coverage": metrics.coverage(*ends, targets), "size": metrics.interval_width(*ends)}
-    return told | {"own": own}
+    return result | {"own": own}
 
 
 def digits(seed: int) -> dict[str, Scores]:
-    """Run the quickstart, and read what it stored."""
+    """Run the quickstart and read its stored predictions."""
     config = quickstart.Config(seed=seed, progress=False)
     with tempfile.TemporaryDirectory() as folder:
         quickstart.run(config, "psmile", Path(folder))
@@ -107,7 +107,7 @@ def energy(seed: int) -> dict[str, Scores]:
 DATA: dict[str, Callable[[int], dict[str, Scores]]] = {"digits": digits, "energy": energy}
 
 
-def run_cell(cell: dict[str, Any]) -> dict[str, Any]:
+def run_cell(cell: records.Cell) -> records.Record:
     """Scores of both methods."""
     return {"methods": DATA[cell["data"]](cell["seed"])}
 

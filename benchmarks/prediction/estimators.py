@@ -54,15 +54,15 @@ def predictions(estimator: Any, x: np.ndarray, y: np.ndarray) -> dict[str, optax
     return {"deep ensemble": members.prediction(x, y), "psmile": estimator.prediction(x, y)}
 
 
-def run_cell(cell: dict[str, Any]) -> dict[str, Any]:
+def run_cell(cell: records.Cell) -> records.Record:
     """Fit, and score."""
     (x, y), (new_x, new_y) = split(**cell)
     begun = time.process_time()
     estimator = fitted(cell["data"], x, y, cell["seed"])
     seconds = time.process_time() - begun
     found = predictions(estimator, new_x, new_y)
-    told = {name: optax_smile.report.score(one, new_y) for name, one in found.items()}
-    return {"scores": told, "num_rows": len(x), "cpu_seconds": seconds}
+    result = {name: optax_smile.report.score(one, new_y) for name, one in found.items()}
+    return {"scores": result, "num_rows": len(x), "cpu_seconds": seconds}
 
 
 if __name__ == "__main__":

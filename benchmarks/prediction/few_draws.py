@@ -46,13 +46,13 @@ def lppd(density: np.ndarray) -> float:
 
 
 def evenly(density: np.ndarray, number: int) -> float:
-    """Mean LPPD of so many evenly spaced draws over the shifts of their places."""
+    """Mean LPPD of this number of evenly spaced draws over shifts of their places."""
     shifts = (np.arange(NUM_SHIFTS) + 0.5) / NUM_SHIFTS
     places = ((np.arange(number) + shifts[:, None]) * len(density) / number).astype(int)
     return float(np.mean([lppd(density[rows]) for rows in places]))
 
 
-def sampled(cell: dict[str, Any]) -> tuple[selection.Problem, optax_smile.Snapshots]:
+def sampled(cell: records.Cell) -> tuple[selection.Problem, optax_smile.Snapshots]:
     """A problem, and the draws of its sampler."""
     task, made = selection.problem(cell["problem"], cell["seed"])
     given: dict[str, Any] = task.steps | {"key": cell["seed"], "check": False, "progress": False}
@@ -66,7 +66,7 @@ def predicted(task: selection.Problem, draws: Any, data: Any, **options: Any) ->
     return optax_smile.predict(task.apply_fn, draws, data[0], **options)
 
 
-def run_cell(cell: dict[str, Any]) -> dict[str, Any]:
+def run_cell(cell: records.Cell) -> records.Record:
     """Sample, choose on validation data, and score on test data."""
     task, draws = sampled(cell)
     validation = predicted(task, draws, task.validation, per="draw")
@@ -82,8 +82,8 @@ def run_cell(cell: dict[str, Any]) -> dict[str, Any]:
         "num_draws": len(draws),
         "num_validation": len(task.validation[1]),
         "num_test": density.shape[1],
-        "chosen": {k: lppd(chosen[:k]) for k in NUMBERS},
-        "evenly": {k: evenly(density, k) for k in NUMBERS},
+        "chosen": {str(k): lppd(chosen[:k]) for k in NUMBERS},
+        "evenly": {str(k): evenly(density, k) for k in NUMBERS},
         "all": lppd(density),
         "validation": [round(float(x), 5) for x in subset.lppd],
         "validation_all": float(np.mean(validation.log_density)),

@@ -4,7 +4,7 @@ A perceptron with two hidden layers on Fashion-MNIST, 54,000 images, at each of 
 networks trained with AdamW and stopped early, a `psmile` chain from each. One run answers for two
 budgets: its draws from 1,000 to 3,000 gradients, and from 4,000 to 12,000. Scores on 2,000 test
 images. Priors: N(0, 1) on each weight; variances by the number of inputs of each weight; around the
-start, with the precision that `local_precision` finds. "cold" is `temperature="auto"` under
+start, with the precision of `local_precision`. "cold" is `temperature="auto"` under
 N(0, 1). "training on" is AdamW at 1e-3 instead of a chain; its angle is ignored.
 
     python benchmarks/prediction/ladder.py --sizes 1e4 1e5 1e6 --output out/ladder.jsonl
@@ -72,8 +72,8 @@ def prior_of(name: str, task: Experiment, start: Any, seed: int) -> dict[str, An
     }
 
 
-def run_cell(cell: dict[str, Any], work: Path) -> dict[str, Any]:
-    """Scores of the draws, and where they went."""
+def run_cell(cell: records.Cell, work: Path) -> records.Record:
+    """Scores of the draws, and their distance from the start."""
     task, seed, chains = build(cell["size"]), cell["seed"], cell["num_chains"]
     settings = Settings(num_epochs=6, patience=2, batch_size=256)
     start = experiment.warm_start(
@@ -122,7 +122,7 @@ def run_cell(cell: dict[str, Any], work: Path) -> dict[str, Any]:
         progress=False,
     )
     seconds, seen = time.monotonic() - begun, draws.params
-    told: dict[str, Any] = {
+    result: dict[str, Any] = {
         "num_parameters": sum(x[0].size for x in jax.tree.leaves(start)),
         "num_data": task.num_data,
         "precision": None if cell["prior"] == "fan in" else prior.get("prior_precision", 1.0),
@@ -135,7 +135,7 @@ def run_cell(cell: dict[str, Any], work: Path) -> dict[str, Any]:
             kept = slice(budget // EVERY // 3, budget // EVERY)
             logs = seen["log"][:, kept]
             shown = {n: float(seen[n][:, kept].mean()) for n in ("loss", "norm")}
-            told[str(budget)] = (
+            result[str(budget)] = (
                 scores(logs, targets)
                 | shown
                 | {
@@ -144,8 +144,8 @@ def run_cell(cell: dict[str, Any], work: Path) -> dict[str, Any]:
                     "r_hat": r_hat(logs, targets),
                 }
             )
-    told["lppd"] = told[str(min(3_000, cell["num_gradients"]))]["lppd"]
-    return told
+    result["lppd"] = result[str(min(3_000, cell["num_gradients"]))]["lppd"]
+    return result
 
 
 def density_of(logs: np.ndarray, targets: np.ndarray) -> np.ndarray:

@@ -82,7 +82,7 @@ def cnn() -> Problem:
 PROBLEMS = {"mlp": mlp, "cnn": cnn}
 
 
-def run(cell: dict[str, Any]) -> dict[str, Any]:
+def run(cell: records.Cell) -> records.Record:
     """One chain from the weights of one network, with one prior."""
     problem = PROBLEMS[cell["network"]]()
     num_data, seed = len(problem.train[0]), cell["seed"]

@@ -44,7 +44,7 @@ def mode(base: lora.Config, config: lora.Config) -> Any:
     return lora.fit_map(model, config, lora.batches_of(texts["train"], config), valid)
 
 
-def run_cell(cell: dict[str, Any], **short: Any) -> dict[str, Any]:
+def run_cell(cell: records.Cell, **short: Any) -> records.Record:
     """Sample, and score on validation and test text."""
     base = lora.Config(seed=cell["seed"], **short)
     config = dataclasses.replace(base, prior_precision=cell["precision"])
@@ -54,7 +54,7 @@ def run_cell(cell: dict[str, Any], **short: Any) -> dict[str, Any]:
     nnx.update(model, start)
     whole = nnx.as_pure(nnx.state(model))
     nnx.update(model, best)
-    told: dict[str, Any] = {}
+    extra: dict[str, Any] = {}
     sampler, _, variant = cell["method"].partition(", ")
     centre = {"two chains": whole, "around the MAP": best}.get(variant, start)
     if sampler == "MAP":
@@ -65,7 +65,7 @@ def run_cell(cell: dict[str, Any], **short: Any) -> dict[str, Any]:
         sample = lora.sample_partition if variant == "two chains" else lora.sample_loop
         draws = sample(model, config, batches, tx)
     if variant == "two chains":
-        told["summary"] = str(optax_smile.diagnostics.summary(draws))
+        extra["summary"] = str(optax_smile.diagnostics.summary(draws))
     cut = {name: lora.windows(texts[name], config.context) for name in ("valid", "test", "foreign")}
     table, density = lora.score(model, draws, cut["test"], cut["foreign"][0])
     valid, _ = lora.score(model, draws, cut["valid"], cut["foreign"][0][:1])
@@ -76,7 +76,7 @@ def run_cell(cell: dict[str, Any], **short: Any) -> dict[str, Any]:
         "num_parameters": sum(x.size for x in jax.tree.leaves(start)),
         "settings": dataclasses.asdict(config),
         "seconds": time.monotonic() - begun,
-        **told,
+        **extra,
     }
 
 
@@ -86,7 +86,7 @@ def main():
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=["MAP", "psmile"])
     parser.add_argument("--precisions", nargs="+", type=float, default=[100.0, 300.0, 1000.0])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--smoke", action="store_true", help="seconds, to see that all works")
+    parser.add_argument("--smoke", action="store_true", help="tiny runs, as a check")
     arguments = parser.parse_args()
     if not os.environ.get("OPTAX_SMILE_DATA"):
         parser.error("set OPTAX_SMILE_DATA, a folder with the texts of examples/lora.py")

@@ -50,7 +50,7 @@ GRID = (1e-4, 1e-3, 1e-2)
 OURS = [(ENSEMBLE, {}), ("psmile", {}), ("psmile", {"allowed": 0.03}), ("smile", {})]
 OURS += [("psmile", {"temperature": "auto", "angle": 0.3})]
 ANGLES = [("psmile", {"angle": angle}) for angle in (0.01, 0.1)]
-# Training that goes on: the first is the rate of LeNet's own training.
+# Continued training: the first is the rate of LeNet's own training.
 CHECKPOINTS: Methods = [
     ("checkpoints", {}),
     *(("checkpoints", {"learning_rate": rate}) for rate in (5e-4, 2e-3, 4e-3)),
@@ -61,7 +61,7 @@ CYCLES = [
     ("cyclical_sgld", {"step_size": step, "num_cycles": 4}) for step in (1e-6, 5e-7, 1e-7, 5e-8)
 ]
 GPT_STEPS = (2e-6, 2e-5, 2e-4, 2e-3)
-# Methods and options, and settings that are gone through.
+# Task, methods with options, and values of settings that vary.
 TABLES: dict[str, tuple[str, list[tuple[str, dict[str, Any]]], dict[str, Sequence[Any]]]] = {
     "lenet": (
         "lenet",
@@ -166,7 +166,7 @@ def cells_of(
     for seed, variant in itertools.product(seeds, variants):
         differs = {**changed, **variant}
         settings = settings_of(task, form, differs)
-        told = " ".join([form, *(f"{name}={x}" for name, x in differs.items())])
+        label = " ".join([form, *(f"{name}={x}" for name, x in differs.items())])
         for method, options in methods:
-            cell = {"task": task, "form": told, "method": method, "options": options}
+            cell = {"task": task, "form": label, "method": method, "options": options}
             yield cell | {"seed": seed, "num_chains": settings.num_members}, settings

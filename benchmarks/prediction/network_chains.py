@@ -1,4 +1,4 @@
-"""Chains of `networks.py`: a member and what is drawn from it, kept in files and not run again."""
+"""Chains of `networks.py`: a member and its draws, kept in files and reused."""
 
 import dataclasses
 import functools
@@ -46,8 +46,8 @@ PAPER_TUNING = {"reject_quantile": 0.98, "adapt_probability": 0.1}
 TRAINING = ("num_epochs", "patience", "batch_size", "num_train", "width", "depth", "context")
 
 
-def around(cell: dict[str, Any], settings: Settings, work: Path) -> dict[str, Any]:
-    """Find a prior around trained weights, by the first member of seed 0 for all; it is kept."""
+def around(cell: records.Cell, settings: Settings, work: Path) -> dict[str, Any]:
+    """Find a prior around trained weights from the first member of seed 0, or read it."""
     allowed, cell = cell["options"]["allowed"], cell | {"seed": 0}
     path = work / (name_of("around", cell["task"], cell["form"], allowed) + ".json")
     if not path.exists():
@@ -70,7 +70,7 @@ def around(cell: dict[str, Any], settings: Settings, work: Path) -> dict[str, An
     return precision | {"decoherence_length": "turning"}
 
 
-def make_sampler(cell: dict[str, Any], settings: Settings, work: Path, **common: Any) -> Any:
+def make_sampler(cell: records.Cell, settings: Settings, work: Path, **common: Any) -> Any:
     """Build the sampler of a cell."""
     method, options = cell["method"], dict(cell["options"])
     num_steps = settings.num_warmup + settings.num_draws * settings.thin
@@ -78,7 +78,7 @@ def make_sampler(cell: dict[str, Any], settings: Settings, work: Path, **common:
         quantile, probability = (options.pop(name, x) for name, x in PAPER_TUNING.items())
         tuner = optax_smile.quantile_tuner(probability) if probability else None
         options |= {"tuner": tuner, "reject_quantile": quantile}
-        options |= {"integrator": "minimal_norm", "reject_momentum": "zero"}
+        options["integrator"] = "minimal_norm"
         return samplers.build("smile_naive", **options, **common)
     if "published" in method:
         return samplers.build(method, **options, **common)
@@ -108,13 +108,13 @@ def name_of(*parts: Any) -> str:
     return "".join(c if c.isalnum() or c in "-." else "_" for c in text)
 
 
-def member_of(cell: dict[str, Any], member: int) -> int:
+def member_of(cell: records.Cell, member: int) -> int:
     """Seed of a member."""
     return 100 * cell["seed"] + member
 
 
-def warm_member(cell: dict[str, Any], settings: Settings, member: int, work: Path) -> Any:
-    """Train a member, or read it: other methods of the task start from it, too."""
+def warm_member(cell: records.Cell, settings: Settings, member: int, work: Path) -> Any:
+    """Train a member, or read it: all methods of the task start from it."""
     form, *changed = cell["form"].split()
     training = [x for x in changed if x.split("=")[0] in TRAINING]
     return experiment.warm_start(
@@ -128,21 +128,21 @@ def warm_member(cell: dict[str, Any], settings: Settings, member: int, work: Pat
 
 
 def over_time(values: np.ndarray) -> list[float | None]:
-    """Means of the tenths of a run; None where there is nothing to be told."""
+    """Means of the tenths of a run; None where no value is finite."""
     parts = [part[np.isfinite(part)] for part in np.array_split(values, 10)]
     return [float(part.mean()) if len(part) else None for part in parts]
 
 
 def takes_two(method: str) -> bool:
-    """Tell whether a step takes two gradients."""
+    """Whether a step takes two gradients."""
     return "published" in method or "paper's" in method
 
 
-def counted(cell: dict[str, Any], settings: Settings) -> Settings:
-    """Settings in the steps of a method, so that all take as many gradients.
+def counted(cell: records.Cell, settings: Settings) -> Settings:
+    """Settings in steps of a method, so that all take the same number of gradients.
 
     Those with two gradients a step make half as many; the paper's own form counts steps. Cycles
-    take the place of a warm-up: each begins with a search, of which nothing is kept.
+    replace the warm-up: each begins with a search, of which no draws are kept.
     """
     if cell["method"] == "cyclical_sgld":
         num_ticks = settings.num_warmup // settings.thin + settings.num_draws
@@ -154,9 +154,9 @@ def counted(cell: dict[str, Any], settings: Settings) -> Settings:
 
 
 def chain_of(
-    cell: dict[str, Any], settings: Settings, start: Any, member: int, directory: Path
+    cell: records.Cell, settings: Settings, start: Any, member: int, directory: Path
 ) -> tuple[Any, dict[str, Any]]:
-    """Draws of a chain, and how it went."""
+    """Draws of a chain, and a record of the run."""
     method, seed = cell["method"], member_of(cell, member)
     task = load(cell["task"], settings)
     common = {"num_data": task.num_data, "key": jax.random.key(seed)}
@@ -166,7 +166,7 @@ def chain_of(
     if takes_two(method):
         options["batch_per"] = "step"
     with warnings.catch_warnings():
-        # Less than was asked for would be scored as if it were all.
+        # An interrupted run would be scored as if it were complete.
         warnings.filterwarnings("error", message="`sample` ended early")
         draws = experiment.draw(task, settings, start, sampler, 2 * seed + 1, **options)
     trace, *_, last = draws.trace, *draws
@@ -185,16 +185,16 @@ def chain_of(
     }
 
 
-def path_of(cell: dict[str, Any], member: int, work: Path) -> Path:
+def path_of(cell: records.Cell, member: int, work: Path) -> Path:
     """File of what a chain predicts; its draws are in the folder of the same name."""
     name = name_of(*(cell[x] for x in ("task", "form", "method", "options", "seed")), member)
     return work / f"{name}.npz"
 
 
-def run_chain(cell: dict[str, Any], settings: Settings, member: int, work: Path) -> Path:
-    """Train a member, run a chain from it, and keep what it predicts.
+def run_chain(cell: records.Cell, settings: Settings, member: int, work: Path) -> Path:
+    """Train a member, run a chain from it, and store its predictions.
 
-    A chain that went on after it was cut off has no time; memory is the most of the process so far.
+    A resumed chain has no time; memory is the peak of the process so far.
     """
     path, used = path_of(cell, member, work), dataclasses.asdict(settings)
     if path.exists():
@@ -203,28 +203,28 @@ def run_chain(cell: dict[str, Any], settings: Settings, member: int, work: Path)
     resumed = path.with_suffix("").exists()
     begun = time.monotonic()
     start = warm_member(cell, settings, member, work)
-    trained, told = time.monotonic() - begun, {}
+    trained, result = time.monotonic() - begun, {}
     draws: Any = optax_smile.Snapshots.from_members(start)
     task, seed = load(cell["task"], settings), member_of(cell, member)
     if cell["method"] in BASELINES:
         baseline = BASELINES[cell["method"]]
         run = baselines.Run(task, settings, start, 2 * seed + 1, path.with_suffix(""))
         draws = baseline(run, cell["options"])
-        told = {"settings": {k: v for k, v in draws.settings.items() if k != "name"}}
+        result = {"settings": {k: v for k, v in draws.settings.items() if k != "name"}}
     elif cell["method"] != ENSEMBLE:
-        draws, told = chain_of(cell, settings, start, member, path.with_suffix(""))
+        draws, result = chain_of(cell, settings, start, member, path.with_suffix(""))
     sampled = time.monotonic() - begun - trained
     found = predictions(task, draws, settings.test_batch_size)
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    told |= {"seconds": [trained, None if resumed else sampled], "peak_mib": memory}
-    told |= {"used": used, **records.environment(allow_dirty=True)}
+    result |= {"seconds": [trained, None if resumed else sampled], "peak_mib": memory}
+    result |= {"used": used, **records.environment(allow_dirty=True)}
     part = path.with_suffix(".part.npz")
-    kept: dict[str, Any] = {"told": json.dumps(told), **found}
+    kept: dict[str, Any] = {"told": json.dumps(result), **found}
     np.savez(part, **kept)
     part.rename(path)
     if cell["method"] in BASELINES:
         shutil.rmtree(path.with_suffix(""), ignore_errors=True)
-    print(path.name, told, flush=True)
+    print(path.name, result, flush=True)
     return path
 
 
@@ -249,11 +249,11 @@ def predictions(task: Experiment, draws: Any, batch_size: int) -> dict[str, np.n
     kept: dict[str, Any] = {"likelihood": LETTERS if likelihood == "tokens" else likelihood}
     kept["batch_size"] = min(batch_size, len(inputs))
     found = optax_smile.predict(task.outputs_of, draws, inputs, targets=targets, **kept)
-    told = {"test": np.log(found.mean), "density": found.log_density}
+    result = {"test": np.log(found.mean), "density": found.log_density}
     inputs, targets = task.splits.valid
     valid = optax_smile.predict(task.outputs_of, draws, inputs, targets=targets, **kept)
-    told |= {"valid": np.log(valid.mean), "valid_density": valid.log_density}
+    result |= {"valid": np.log(valid.mean), "valid_density": valid.log_density}
     if task.unseen:
         unseen = optax_smile.predict(task.outputs_of, draws, task.unseen[1], **kept)
-        told["unseen"] = np.log(unseen.mean)
-    return told
+        result["unseen"] = np.log(unseen.mean)
+    return result

@@ -1,21 +1,19 @@
 r"""Differences between two methods of `networks.py`, paired over test data, chains and seeds.
 
-Reads what `networks.py` kept in `--work`; runs nothing. For each task one rival is the rate of
-checkpoints with the best validation LPPD of the ensemble, chosen for each seed.
+Reads the files of `networks.py` in `--work` and runs nothing. For each task one rival is the rate
+of checkpoints with the best validation LPPD of the ensemble, chosen for each seed.
 
     python benchmarks/prediction/network_pairs.py --table lenet --form small --seeds 0 1 2 \
         --work out/networks --output benchmarks/results/network_pairs.jsonl
 """
 
 import itertools
-import json
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 from benchmarks import records
-from benchmarks.prediction import network_chains
-from benchmarks.prediction.network_cells import FORMS, TABLES, cells_of
+from benchmarks.prediction import network_chains, networks
+from benchmarks.prediction.network_cells import TABLES, cells_of
 from benchmarks.prediction.networks import averaged
 
 import numpy as np
@@ -23,18 +21,11 @@ import numpy as np
 COLD = ("psmile", {"temperature": "auto", "angle": 0.3})
 CHECKPOINTS = "checkpoints"
 SELECTED = (CHECKPOINTS, {"learning_rate": "validation"})
-Find = Callable[[int], list[dict[str, np.ndarray]] | None]
 
 
 def main():
     """Record the pairs for which all chains are there."""
-    parser = records.parser(__doc__)
-    parser.add_argument("--table", choices=TABLES, default="lenet")
-    parser.add_argument("--form", choices=FORMS, default="small")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--settings", type=json.loads, default={}, help="other settings, JSON")
-    parser.add_argument("--work", type=Path, default=Path("out/networks"))
-    arguments = parser.parse_args()
+    arguments = networks.parser(__doc__, form="small").parse_args()
     given = arguments.table, arguments.form, arguments.seeds, arguments.settings
     pairs = [cell for cell, _ in cells_of(*given)]
     methods = [(c["method"], c["options"]) for c in pairs if c["seed"] == arguments.seeds[0]]
@@ -50,22 +41,22 @@ def main():
         paths = [network_chains.path_of(cell, i, arguments.work) for i in range(cell["num_chains"])]
         return [dict(np.load(p)) for p in paths] if all(p.exists() for p in paths) else None
 
-    def run(cell: dict[str, Any]) -> dict[str, Any]:
+    def run(cell: records.Cell) -> records.Record:
         ours, theirs = ((cell[name]["method"], cell[name]["options"]) for name in ("ours", "rival"))
         return differences(*([chains(x, seed) for seed in cell["seeds"]] for x in (ours, theirs)))
 
-    told = {"task": TABLES[arguments.table][0], "form": pairs[0]["form"]}
+    common = {"task": TABLES[arguments.table][0], "form": pairs[0]["form"]}
     cells = []
     for ours, rival in itertools.product([COLD], [SELECTED, *methods]):
         seeds = [s for s in arguments.seeds if chains(ours, s) and chains(rival, s)]
         if rival != ours and seeds:
             named = [{"method": method, "options": options} for method, options in (ours, rival)]
-            cells.append(told | {"ours": named[0], "rival": named[1], "seeds": seeds})
+            cells.append(common | {"ours": named[0], "rival": named[1], "seeds": seeds})
     records.complete(arguments, cells, run, "lppd")
 
 
 def differences(ours: Sequence[Any], theirs: Sequence[Any]) -> dict[str, list[float]]:
-    """Mean and standard error of the difference in LPPD: of all chains, and of one alone."""
+    """Mean and standard error of the difference in LPPD: of all chains, and of single chains."""
 
     def density(chains):
         found = averaged([c["density"] for c in chains])

@@ -1,8 +1,8 @@
-r"""The paper's large tables: networks on images and text, by samplers, ensembles and others.
+r"""The paper's large tables: networks on images and text, with samplers, ensembles and others.
 
 A cell is a task in a form, a method with its options, and a seed. Its unit of work is one chain
 with its warm start: weights, draws and log-probabilities of the test data go to the folder
-`--work`, where what is there is not run again, and what was cut off goes on. When all chains of a
+`--work`. Chains that are there are not run again, and interrupted ones resume. When all chains of a
 cell are there, it becomes one JSON line.
 
     python benchmarks/prediction/networks.py --table lenet --output out/networks.jsonl
@@ -11,8 +11,8 @@ cell are there, it becomes one JSON line.
     python benchmarks/prediction/networks.py --table resnet18 --form paper --members 0
 
 `--form paper` is the paper's setting, for a GPU; `small` what two cores can do in an hour; `tiny`
-runs every cell in a minute. `--members 0 1` runs these chains alone, without a record: where time
-is short, each call goes on where the last one was cut off.
+runs every cell in a minute. `--members 0 1` runs only these chains, without a record; each call
+resumes where the last one was interrupted.
 """
 
 import argparse
@@ -37,7 +37,7 @@ from optax_smile import calibrate, metrics
 NUM_CORRUPTED, NUM_DRAWS_CORRUPTED, SEVERITIES = 1_000, 16, (1, 3, 5)
 
 
-def run_corrupted(cell: dict[str, Any], settings: Settings, work: Path) -> dict[str, Any]:
+def run_corrupted(cell: records.Cell, settings: Settings, work: Path) -> records.Record:
     """Scores on corrupted test images, by severity: the mean over the fifteen corruptions.
 
     These are of 16 draws of each chain, on the first 1,000 test images.
@@ -56,7 +56,7 @@ def run_corrupted(cell: dict[str, Any], settings: Settings, work: Path) -> dict[
             chains.append(draws[::every][:NUM_DRAWS_CORRUPTED])
     draws = [draw for chain in chains for draw in chain]
     kept = {"likelihood": "categorical", "targets": labels, "batch_size": 500}
-    told = {}
+    result = {}
     for severity in SEVERITIES:
         rows = []
         for name in data.CORRUPTIONS:
@@ -66,9 +66,11 @@ def run_corrupted(cell: dict[str, Any], settings: Settings, work: Path) -> dict[
             accuracy = metrics.accuracy(found.mean, labels)
             rows.append((metrics.lppd(found.log_density), accuracy, ece))
         means = np.mean(rows, axis=0)
-        told[str(severity)] = dict(zip(("lppd", "accuracy", "ece"), map(float, means), strict=True))
-        told[str(severity)]["each"] = [float(row[0]) for row in rows]
-    return {"severities": told, "lppd": told[str(SEVERITIES[-1])]["lppd"]}
+        result[str(severity)] = dict(
+            zip(("lppd", "accuracy", "ece"), map(float, means), strict=True)
+        )
+        result[str(severity)]["each"] = [float(row[0]) for row in rows]
+    return {"severities": result, "lppd": result[str(SEVERITIES[-1])]["lppd"]}
 
 
 def averaged(chains: list[np.ndarray]) -> np.ndarray:
@@ -82,7 +84,7 @@ def scores(task: Experiment, chains: Sequence[Mapping[str, np.ndarray]]) -> dict
     logs, targets = logs.reshape(-1, logs.shape[-1]), task.splits.test[1].reshape(-1)
     density = averaged([chain["density"] for chain in chains]).reshape(-1)
     mean = np.exp(logs) / np.exp(logs).sum(axis=-1, keepdims=True)
-    told = {
+    result = {
         "lppd": metrics.lppd(density),
         "accuracy": metrics.accuracy(mean, targets),
         "ece": metrics.ece(mean, targets),
@@ -91,49 +93,55 @@ def scores(task: Experiment, chains: Sequence[Mapping[str, np.ndarray]]) -> dict
         "aurc": metrics.aurc(mean, targets),
     }
     if task.likelihood == "tokens":
-        told["perplexity"] = metrics.perplexity(density)
+        result["perplexity"] = metrics.perplexity(density)
     else:
-        told["auroc"] = metrics.auroc(mean, targets)
+        result["auroc"] = metrics.auroc(mean, targets)
     if "valid" in chains[0]:
         held_out = averaged([chain["valid"] for chain in chains])
         probabilities = np.exp(held_out).reshape(-1, held_out.shape[-1])
         valid = averaged([chain["valid_density"] for chain in chains])
         chosen = calibrate.fit_temperature(probabilities, task.splits.valid[1].reshape(-1))
         calibrated = metrics.ece(calibrate.with_temperature(mean, chosen), targets)
-        told |= {"valid_lppd": metrics.lppd(valid), "temperature": chosen}
-        told["calibrated_ece"] = calibrated
+        result |= {"valid_lppd": metrics.lppd(valid), "temperature": chosen}
+        result["calibrated_ece"] = calibrated
     if "unseen" in chains[0]:
         foreign = np.exp(averaged([chain["unseen"] for chain in chains]))
         entropies = (-np.sum(p * np.log(np.maximum(p, 1e-30)), axis=-1) for p in (mean, foreign))
-        told["ood_auroc"] = metrics.ood_auroc(*entropies)
-    return {name: float(x) for name, x in told.items()}
+        result["ood_auroc"] = metrics.ood_auroc(*entropies)
+    return {name: float(x) for name, x in result.items()}
 
 
-def run_cell(cell: dict[str, Any], settings: Settings, work: Path) -> dict[str, Any]:
-    """Run all chains of a cell, and score their average and each alone."""
+def run_cell(cell: records.Cell, settings: Settings, work: Path) -> records.Record:
+    """Run all chains of a cell, and score their average and each chain."""
     paths = [network_chains.run_chain(cell, settings, i, work) for i in range(cell["num_chains"])]
     chains = [dict(np.load(path)) for path in paths]
     task = network_chains.load(cell["task"], settings)
     alone = [scores(task, [chain]) for chain in chains]
-    told = [json.loads(str(chain["told"])) for chain in chains]
+    result = [json.loads(str(chain["told"])) for chain in chains]
     single = {name: float(np.mean([x[name] for x in alone])) for name in alone[0]}
-    return scores(task, chains) | {"single": single, "chains": told}
+    return scores(task, chains) | {"single": single, "chains": result}
+
+
+def parser(description: str | None, form: str) -> records.Parser:
+    """A command line that names the cells of a table; `form` is the usual one."""
+    made = records.parser(description)
+    made.add_argument("--table", choices=TABLES, default="lenet")
+    made.add_argument("--form", choices=FORMS, default=form)
+    made.add_argument("--seeds", type=int, nargs="+", default=[0])
+    made.add_argument("--settings", type=json.loads, default={}, help="other settings, JSON")
+    made.add_argument("--work", type=Path, default=Path("out/networks"))
+    return made
 
 
 def main():
     """Run the chains that are missing, record the cells that are complete."""
-    parser = records.parser(__doc__)
-    parser.add_argument("--table", choices=TABLES, default="lenet")
-    parser.add_argument("--form", choices=FORMS, default="tiny")
-    parser.add_argument("--methods", nargs="+", help="of the table; default: all")
-    parser.add_argument("--options", type=json.loads, help="of these methods, JSON; default: all")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--members", type=int, nargs="+", help="chains to run, without a record")
-    parser.add_argument("--settings", type=json.loads, default={}, help="other settings, JSON")
-    parser.add_argument("--corrupted", action="store_true", help="score corrupted images instead")
-    parser.add_argument("--work", type=Path, default=Path("out/networks"))
-    arguments = parser.parse_args()
-    pairs = _chosen(parser, arguments)
+    made = parser(__doc__, form="tiny")
+    made.add_argument("--methods", nargs="+", help="of the table; default: all")
+    made.add_argument("--options", type=json.loads, help="of these methods, JSON; default: all")
+    made.add_argument("--members", type=int, nargs="+", help="chains to run, without a record")
+    made.add_argument("--corrupted", action="store_true", help="score corrupted images instead")
+    arguments = made.parse_args()
+    pairs = _chosen(made, arguments)
     if arguments.members is not None:
         for cell, settings in pairs:
             for member in arguments.members:
@@ -150,7 +158,7 @@ def main():
 def _chosen(
     parser: argparse.ArgumentParser, arguments: argparse.Namespace
 ) -> list[tuple[dict[str, Any], Settings]]:
-    """Cells that are asked for; those of corrupted images say so."""
+    """Requested cells, with `scores` for corrupted images."""
     known = {field.name for field in dataclasses.fields(Settings)}
     if unknown := sorted(set(arguments.settings) - known):
         parser.error(f"--settings must be of {sorted(known)}, got {unknown}")

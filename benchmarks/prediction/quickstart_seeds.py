@@ -10,7 +10,6 @@ standard errors.
 import dataclasses
 import tempfile
 from pathlib import Path
-from typing import Any
 
 from benchmarks import records
 from benchmarks.tabulated.ensembles import quickstart as scores
@@ -18,7 +17,7 @@ from benchmarks.tabulated.ensembles import quickstart as scores
 import quickstart
 
 
-def run_cell(cell: dict[str, Any]) -> dict[str, Any]:
+def run_cell(cell: records.Cell) -> records.Record:
     """Run the quickstart with one seed."""
     config = quickstart.Config(seed=cell["seed"], progress=False)
     with tempfile.TemporaryDirectory() as folder:

@@ -13,8 +13,6 @@ data is that of the start, of the draws until the stop, and of all draws.
 All but digits need `OPTAX_SMILE_DATA`.
 """
 
-from typing import Any
-
 from benchmarks import records
 from benchmarks.prediction import few_draws
 from benchmarks.tabulated.draws import STOPPED, stopping
@@ -26,7 +24,7 @@ import optax_smile
 NUM_LOOKS = 9
 
 
-def run_cell(cell: dict[str, Any]) -> dict[str, Any]:
+def run_cell(cell: records.Cell) -> records.Record:
     """Sample a whole run, judge it under both nulls, and score on test data."""
     task, draws = few_draws.sampled(cell)
     whole = few_draws.predicted(task, draws, task.test, per="draw")

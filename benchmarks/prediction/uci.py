@@ -49,9 +49,9 @@ BATCH_SIZE = 256
 PROTOCOLS = ("joint", "distributional")
 # Of each chain; the first third is the warm-up.
 NUM_GRADIENTS, NUM_DRAWS = 60_000, 400
-# Of a chain that does not even know the mean and variance of the targets.
+# LPPD of a constant prediction with the mean and variance of the targets.
 USELESS = -1.42
-# R-hat is asked of so many test points at most.
+# Largest number of test points whose R-hat is computed.
 MAX_INPUTS = 500
 
 
@@ -175,14 +175,14 @@ def method(name: str, *step_sizes: float | None, batch_per: Any = "gradient", **
 
 
 def training(step_size, num_data, key):
-    """Go on with AdamW at a constant rate; its iterates are kept as if they were draws."""
+    """Continue AdamW at a constant rate; its iterates are kept as if they were draws."""
     return optax.adamw(step_size, weight_decay=5e-3)
 
 
 FULL_BATCH, CHECKPOINTS = "mile", "checkpoints"
 METHODS = {
     CHECKPOINTS: Method(training, "gradient", (1e-3, 3e-3, 1e-2)),
-    # L and the grid around what the published tuner found.
+    # L and the grid around the choice of the published tuner.
     FULL_BATCH: method("mclmc", 0.01, 0.02, 0.04, batch_per="step", decoherence_length=11.0),
     "sgld": method("sgld", 1e-7, 1e-6, 1e-5, 1e-4),
     "scale_adapted_sghmc": method("scale_adapted_sghmc", 1e-4, 1e-3, 3e-3, 1e-2, 2e-2, 1e-1),
@@ -207,7 +207,7 @@ ALL = ("deep ensemble", *METHODS)
 
 
 def score(snapshots: Any, test) -> dict[str, Any]:
-    """What the predictions are worth, and whether the chains agree."""
+    """Scores of the predictions, and whether the chains agree."""
     inputs, targets = test
     try:
         found = optax_smile.predict(
@@ -216,14 +216,14 @@ def score(snapshots: Any, test) -> dict[str, Any]:
     except ValueError as error:
         return {"lppd": float("-inf"), "error": str(error)}
     low, high = optax_smile.metrics.interval(found.mean, np.sqrt(found.total), 0.9)
-    told = {
+    result = {
         "lppd": float(np.mean(found.log_density)),
         "rmse": float(np.sqrt(np.mean((found.mean - targets) ** 2))),
         "coverage": float(np.mean((low <= targets) & (targets <= high))),
     }
     if snapshots.trace:
         summary = optax_smile.diagnostics.summary(snapshots, found, max_inputs=MAX_INPUTS)
-        told |= {
+        result |= {
             "chain_lppd": np.round(summary.chain_lppd, 3).tolist(),
             "num_lost": int(np.sum(~(summary.chain_lppd > USELESS))),
             "rhat_across": float(np.mean(summary.rhat_across < 1.05)),
@@ -231,11 +231,11 @@ def score(snapshots: Any, test) -> dict[str, Any]:
         }
         if "log_std" in snapshots.params["params"]:
             log_std = np.mean(np.asarray(snapshots.params["params"]["log_std"]), axis=0)
-            told["sigma"] = np.exp(log_std)[[0, len(log_std) // 2, -1]].tolist()
-    return told
+            result["sigma"] = np.exp(log_std)[[0, len(log_std) // 2, -1]].tolist()
+    return result
 
 
-def run_cell(cell: dict[str, Any]) -> dict[str, Any]:
+def run_cell(cell: records.Cell) -> records.Record:
     """Sample and score."""
     warnings.filterwarnings("ignore", message="`sample`: `sampler` is an optimizer")
     of = (cell[name] for name in ("data", "split", "protocol", "num_chains"))
@@ -282,7 +282,7 @@ def run_cell(cell: dict[str, Any]) -> dict[str, Any]:
 
 
 def cells_of(arguments) -> Iterator[dict[str, Any]]:
-    """All cells that are asked for; a field of `OPTIONAL` is there where it is given."""
+    """Requested cells; a field of `OPTIONAL` is there only if its option is given."""
     product = itertools.product(arguments.data, arguments.splits, arguments.methods)
     for data, split, method in product:
         grid = METHODS[method].step_sizes if method in METHODS else (None,)

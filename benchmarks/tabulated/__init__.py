@@ -1,1 +1,1 @@
-"""Tables and figures of the pages, from the records. Standard library alone, so that it is fast."""
+"""Tables and figures of the pages, from the records, with the standard library only."""

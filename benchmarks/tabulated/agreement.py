@@ -16,7 +16,7 @@ def _of(found: Iterable[Record], part: str) -> list[Record]:
 
 
 def verdict(is_met: bool, ess: float) -> str:
-    """Whether bounds are met; few draws cannot show it, since their error is taken off."""
+    """Whether bounds are met; few draws cannot show it, since their error is subtracted."""
     return "too few draws" if ess < ENOUGH_DRAWS else "yes" if is_met else "no"
 
 
@@ -44,8 +44,8 @@ def posteriors(found: Sequence[Record]) -> Table:
 
 def posteriors_met(found: Sequence[Record]) -> str:
     """How many posteriors are within the bounds."""
-    told = [posterior_verdict(record) for record in _of(found, "posteriors")]
-    return f"{told.count('yes')} of {len(told)}"
+    verdicts = [posterior_verdict(record) for record in _of(found, "posteriors")]
+    return f"{verdicts.count('yes')} of {len(verdicts)}"
 
 
 def _network_cell(record: Record) -> str:

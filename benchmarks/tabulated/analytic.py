@@ -1,4 +1,4 @@
-"""Bias on known posteriors, beside the paper's figures."""
+"""Bias on known posteriors, and the paper's figures."""
 
 import math
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ OTHERS = {
 
 
 class _Cells:
-    """Biases of runs of one length and of the paper; `used` are the records that were shown."""
+    """Biases of runs of one length and of the paper; `used` are the records in the table."""
 
     def __init__(self, found: Sequence[Record], gradients: int, paper: Sequence[Record] = ()):
         self.found = {
@@ -70,7 +70,7 @@ def _bias(record: Record | None, with_step: bool = False) -> str:
 
 
 def summary(found: Sequence[Record], paper: Sequence[Record]) -> Table:
-    """`psmile`, for which nothing was chosen, beside the paper's best step size."""
+    """`psmile` without a chosen setting, and the paper's best step size."""
     cells, rows = _Cells(found, LONG, paper), []
     for noise in NOISES:
         rows.append([noise])
@@ -81,7 +81,7 @@ def summary(found: Sequence[Record], paper: Sequence[Record]) -> Table:
 
 
 def forms(found: Sequence[Record], paper: Sequence[Record]) -> Table:
-    """What nobody chose, beside searched step sizes of chains that mix."""
+    """`psmile` without a chosen setting, and searched step sizes of chains that mix."""
     cells, rows = _Cells(found, LONG, paper), []
     for place in PLACES:
         ours = (cells.ours(place, name, with_step=True) for name in FORMS)

@@ -33,7 +33,7 @@ def few(found: Sequence[Record]) -> Table:
     rows = []
     for problem, of in _by_problem(found, PROBLEMS):
         chosen, evenly = (
-            [[_at(one[kind], k) for one in of] for k in NUMBERS] for kind in ("chosen", "evenly")
+            [[one[kind][str(k)] for one in of] for k in NUMBERS] for kind in ("chosen", "evenly")
         )
         whole = [one["all"] for one in of]
         last = f"{mean_error(whole)} ({of[0]['num_draws']:,})"
@@ -52,16 +52,11 @@ def optimism(found: Sequence[Record]) -> Table:
     rows, last = [], NUMBERS[-1]
     for problem, of in _by_problem(found, PROBLEMS):
         seen = [one["validation"][last - 1] - one["validation_all"] for one in of]
-        gain = [_at(one["chosen"], last) - one["all"] for one in of]
+        gain = [one["chosen"][str(last)] - one["all"] for one in of]
         sizes = f"{of[0]['num_validation']:,}", f"{of[0]['num_draws']:,}"
         rows.append([problem, *sizes, mean_error(seen, 3, "+"), mean_error(gain, 3, "+")])
     header = ["data", "validation examples", "draws", "on validation data", "on test data"]
     return Table(header, rows, found)
-
-
-def _at(by_number: dict, number: int) -> float:
-    # Keys are words in JSON.
-    return by_number[str(number)] if str(number) in by_number else by_number[number]
 
 
 def stopping(found: Sequence[Record]) -> Table:

@@ -86,9 +86,9 @@ def temperatures(found: Sequence[Record]) -> Table:
     columns = [(when, score) for score in ("ECE", "LPPD") for when in ("before", "after")]
     rows = []
     for method in METHODS:
-        told = [fmean(record["methods"][method]["temperature"]) for record in used]
+        fitted = [fmean(record["methods"][method]["temperature"]) for record in used]
         scores = (mean_error(_tempered(used, method, *column), 4) for column in columns)
-        rows.append([method, mean_error(told), *scores])
+        rows.append([method, mean_error(fitted), *scores])
     rows.append([PAIRED, "", *(tempered_difference(found, *column) for column in columns)])
     header = ["quickstart, mean over seeds", "temperature"]
     return Table(header + [f"{score}, {when}" for when, score in columns], rows, used)

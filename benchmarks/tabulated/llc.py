@@ -1,4 +1,4 @@
-"""The local learning coefficient: where it is known, beside SGLD, and of a transformer."""
+"""The local learning coefficient: known values, SGLD, and a transformer."""
 
 import statistics
 from collections.abc import Sequence

@@ -181,10 +181,10 @@ def corruptions(found: Sequence[Record]) -> Table:
     return Table(["network", "form", "method", *header], rows, found)
 
 
-def paper(found: Sequence[Record], told: Sequence[Record]) -> Table:
+def paper(found: Sequence[Record], given: Sequence[Record]) -> Table:
     """LPPD of the paper's large networks, and ours in the same form."""
     groups, rows, used = _groups(found), [], []
-    for record in told:
+    for record in given:
         cell = record["cell"]
         if record["quantity"] not in ("lppd", "perplexity") or cell.get("task") not in NAMES:
             continue

@@ -1,4 +1,4 @@
-"""Where chains get to from starts near and far, and whether they say so."""
+"""Where chains arrive from starts near and far, and whether diagnostics report it."""
 
 import itertools
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ def _reached(record: Record, base: float) -> str:
 
 
 def summary(found: Sequence[Record]) -> Table:
-    """`psmile` alone: where chains are after the run."""
+    """Only `psmile`: energies after the run."""
     cells, rows, used = _rows(found), [], []
     for start in STARTS:
         row = [start]
@@ -36,8 +36,8 @@ def summary(found: Sequence[Record]) -> Table:
             if record is None or mode is None:
                 row.append("")
                 continue
-            told = "; is told" if record["is_told"] or record["on_its_way"][-1] > 0.5 else ""
-            row.append(_reached(record, median(mode["energy"])) + told)
+            reported = "; is told" if record["is_told"] or record["on_its_way"][-1] > 0.5 else ""
+            row.append(_reached(record, median(mode["energy"])) + reported)
             used.append(record)
         rows.append(row)
     header = ["start (nats above chains from a mode: median, worst)", *PROBLEMS.values()]
@@ -54,8 +54,8 @@ def cells(found: Sequence[Record]) -> Table:
         base = median(mode["energy"])
         shares = ", ".join(number(share, 2) for share in record["on_its_way"])
         there = thousands(record["start_energy"] - base)
-        told = "yes" if record["is_told"] else "no"
-        row = [PROBLEMS[problem], sampler, start, there, _reached(record, base), shares, told]
+        reported = "yes" if record["is_told"] else "no"
+        row = [PROBLEMS[problem], sampler, start, there, _reached(record, base), shares, reported]
         rows.append(row)
     header = ["problem", "sampler", "start", "U there", "U in the last quarter: median, worst"]
     return Table([*header, "share on its way", "`summary` tells"], rows, found)

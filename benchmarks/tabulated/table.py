@@ -1,7 +1,7 @@
-"""Records in, Markdown out: what all tables share.
+"""From records to Markdown: the functions that all tables share.
 
-Means and errors are exact sums (`statistics`), rounded once, so that a table is the same wherever
-it is made.
+Means and errors are exact sums (`statistics`), rounded once, so that a table is the same on every
+machine.
 """
 
 import json
@@ -14,17 +14,17 @@ from typing import Any, NamedTuple
 Record = dict[str, Any]
 PAPER = "Sommer et al., ICML 2026"
 NO_RECORD = "*No record in the repository yet; the command makes one.*"
-# More commits than these are told as a range.
+# More commits than this are written as a range.
 FEW = 3
 
 
 class Table(NamedTuple):
-    """A table and what it was made of.
+    """A table and the records from which it is made.
 
     Attributes:
         header: names of the columns.
-        rows: cells, as they are shown.
-        used: records of which the rows are made, those of the paper included.
+        rows: text of the cells.
+        used: records from which the rows are made, including those of the paper.
     """
 
     header: Sequence[str]
@@ -33,7 +33,7 @@ class Table(NamedTuple):
 
 
 def read(path: Path | None) -> list[Record]:
-    """All records of a file; a line that a kill has cut off is left out."""
+    """All records of a file; an incomplete line is skipped."""
     if path is None or not path.exists():
         return []
     records = []
@@ -77,7 +77,7 @@ def standard_error(values: Sequence[float]) -> float | None:
 
 
 def mean_error(values: Sequence[float], digits: int = 3, sign: str = "") -> str:
-    """Mean ± standard error; the mean alone of a single value, nothing of none."""
+    """Mean ± standard error; only the mean of a single value, nothing without values."""
     if not values:
         return ""
     if not all(map(math.isfinite, values)):
@@ -99,7 +99,7 @@ def value_error(value: float, error: float | None, digits: int = 3) -> str:
 
 
 def markdown(table: Table) -> str:
-    """The bare table, or that there is no record."""
+    """The table, or a note that there is no record."""
     if not table.rows:
         return NO_RECORD
     lines = [table.header, ["---"] * len(table.header), *table.rows]
@@ -107,7 +107,7 @@ def markdown(table: Table) -> str:
 
 
 def spans(values: Iterable[int]) -> str:
-    """Say which whole numbers: `0 to 4`, `0`, or `0, 2`."""
+    """Write whole numbers: `0 to 4`, `0`, or `0, 2`."""
     found = sorted(set(values))
     if len(found) > 2 and found == list(range(found[0], found[-1] + 1)):
         return f"{found[0]} to {found[-1]}"
@@ -115,7 +115,7 @@ def spans(values: Iterable[int]) -> str:
 
 
 def provenance(used: Sequence[Record]) -> str:
-    """Say of which commits, dates, devices and seeds the records are; where the paper has its."""
+    """Commits, dates, devices and seeds of the records, and the places in the paper."""
     parts = []
     papers = sorted({record["where"] for record in used if "where" in record})
     ours = [record for record in used if "where" not in record]
@@ -158,17 +158,17 @@ def repetitions(used: Sequence[Record]) -> list[str]:
         ):
             if value is not None:
                 found.setdefault(name, set()).add(value)
-    told = []
+    texts = []
     for name, values in found.items():
         if name in ("seed", "split"):
-            told.append(f"{name}{'s' * (len(values) > 1)} {spans(values)}")
+            texts.append(f"{name}{'s' * (len(values) > 1)} {spans(values)}")
         else:
-            told.append(f"{spans(values)} {name}")
-    return told
+            texts.append(f"{spans(values)} {name}")
+    return texts
 
 
 def block(table: Table) -> str:
-    """What stands between the markers: the table, and a line on its records."""
+    """The content between the markers: the table, and a line on its records."""
     if not table.rows:
         return NO_RECORD
     return f"{markdown(table)}\n\n{provenance(table.used)}"

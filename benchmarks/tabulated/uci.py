@@ -1,4 +1,4 @@
-"""Regression on UCI data: protocol *joint*, on which the defaults are judged, and the paper's."""
+"""Regression on UCI data: protocol *joint*, by which the defaults are judged, and the paper's."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -9,7 +9,7 @@ from benchmarks.tabulated.table import Record, Table, mean_error, number, short,
 
 DATA = ("energy", "airfoil", "bikesharing", "concrete", "yacht", "kin8nm", "power")
 USUAL = {"protocol": "joint", "num_chains": 10, "num_gradients": 60_000}
-# Fields of a cell that most lack.
+# Fields that most cells lack.
 OPTIONAL = {"seed", "batches_per_pass", "replacement", "gap"}
 RHAT = {"within chains": "rhat_within", "across chains": "rhat_across"}
 METHODS = (
@@ -236,7 +236,7 @@ def few_chains(found: Sequence[Record]) -> Table:
 
 
 def in_published_units(found: Sequence[Record]) -> Table:
-    """Negative log likelihood in the units of the targets, beside published figures."""
+    """Negative log likelihood in the units of the targets, and published figures."""
     rows, used = [], []
     for data, published in PUBLISHED.items():
         cells = []
@@ -262,10 +262,10 @@ def gaps(found: Sequence[Record]) -> Table:
     return Table([*header, "psmile"], rows, used)
 
 
-# The protocol of the paper: batch-wise and epoch-wise, beside the paper's figures.
+# The protocol of the paper: batch-wise and epoch-wise, with the paper's figures.
 
 # Row: method of our records, that of the paper, gradients of our run on each data set. Epoch-wise
-# there are as many passes as full-batch MILE makes steps: 2, 4 and 47 batches a pass.
+# the number of passes is that of full-batch MILE's steps: 2, 4 and 47 batches a pass.
 PLANS = {
     "batch-wise": (
         ("scale_adapted_sghmc", "scale_adapted_sghmc", (60_000, 60_000, 60_000)),
@@ -287,7 +287,7 @@ PLANS = {
 
 
 def beside_paper(found: Sequence[Record], paper: Sequence[Record], budget: str) -> Table:
-    """As many steps, or as many passes through the data, for every method."""
+    """The same number of steps, or of passes through the data, for every method."""
     paper = [r for r in paper if r["quantity"] == "lppd" and "data" in r["cell"]]
     rows, used, protocol = [], [], {"protocol": "paper"}
     for method, theirs, gradients in PLANS[budget]:

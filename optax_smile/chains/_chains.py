@@ -1,7 +1,11 @@
-"""All chains on their devices, and what a host loop asks of them."""
+"""The program on the devices: all chains, and what a host loop asks of them."""
 
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterable
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,84 +14,175 @@ import optax
 from jax.sharding import Mesh
 
 from optax_smile import _check, _tree, parallel
-from optax_smile.chains import _data, _gradients, _loop
-from optax_smile.chains._packing import SMALL, Packed, Packing
-from optax_smile.chains._rise import rise
+from optax_smile._types import Batch, Options, Output, Tree
+from optax_smile.chains import _checks, _host
+from optax_smile.chains.stopping import EvidenceStop
 from optax_smile.diagnostics.results import Check
+from optax_smile.draws import _format
 from optax_smile.state import find, last_accepted, stats
 
-# What a chain tells in its trace besides what its sampler does.
+BatchPer = Literal["gradient", "step"]
+# Entries of the trace besides the statistics of the sampler.
 LOSSES = ("loss", "start_loss")
+# Largest number of entries of a small array. From about 4,000 on, copying costs as much as passing.
+SMALL = 1024
+
+
+class Setup(NamedTuple):
+    """Arguments of `sample`, except for its end and what watches it."""
+
+    loss_fn: Callable[..., Output]
+    params: optax.Params
+    batches: Iterable[Batch]
+    sampler: optax.GradientTransformation
+    num_warmup: int
+    thin: int
+    key: jax.Array
+    aux: Tree = None
+    stochastic: bool = False
+    per_chain: bool = False
+    batch_per: BatchPer = "gradient"
+    steps_per_dispatch: int = 1
+    mesh: Mesh | None = None
+    specs: Tree = None
+    directory: str | os.PathLike[str] | None = None
+    resume: bool = True
+    check: bool = True
+    checkpoint_minutes: float = 5.0
+    dtype: _format.StoredDtype | None = None
+    observe: Callable[[Tree], Tree] | None = None
+    stop: EvidenceStop | None = None
 
 
 class Chain(NamedTuple):
-    """What travels from gradient to gradient in one chain.
+    """Carry of one chain.
 
     Attributes:
         params: a proposal, which the next gradient judges.
-        state: of the sampler.
+        state: state of the sampler.
         aux: auxiliary state of the model at the last accepted point, or None.
-        key: of a stochastic loss, or None.
-        loss: of a batch at the last accepted step end, scalar.
-        start_loss: of the first batch at the start, scalar.
-        gradients: what was seen of them.
+        key: key of a stochastic loss, or None.
+        loss: loss of a batch at the last accepted step end, scalar.
+        start_loss: loss of the first batch at the start, scalar.
+        gradients: record of the gradients.
     """
 
-    params: Any
-    state: Any
-    aux: Any
+    params: optax.Params
+    state: optax.OptState
+    aux: Tree
     key: jax.Array | None
     loss: jax.Array
     start_loss: jax.Array
-    gradients: _gradients.Gradients
+    gradients: _checks.Gradients
+
+
+class Packed(NamedTuple):
+    """A tree whose small leaves are joined: starting a program costs about 2 us for each array.
+
+    Attributes:
+        small: entries of all small leaves of a dtype, by dtype, flat.
+        large: other leaves, in their order.
+    """
+
+    small: dict[str, jax.Array]
+    large: list[jax.Array]
+
+
+class Packing:
+    """Joins the small leaves of a tree and splits them again.
+
+    Args:
+        tree: arrays or their shapes.
+        largest: number of entries up to which a leaf is small; 0 joins nothing.
+    """
+
+    def __init__(self, tree: Tree, largest: int):
+        leaves, self.structure = jax.tree.flatten(tree)
+        self.shapes = [leaf.shape for leaf in leaves]
+        self.groups: dict[str, list[int]] = {}
+        for place, leaf in enumerate(leaves):
+            is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
+            if math.prod(leaf.shape) <= largest and not is_key:
+                self.groups.setdefault(str(leaf.dtype), []).append(place)
+        self.small = [place for places in self.groups.values() for place in places]
+        self.large = [place for place in range(len(leaves)) if place not in set(self.small)]
+
+    def divide(self, tree: Tree) -> tuple[list[jax.Array], list[jax.Array]]:
+        """Return the small and the large leaves."""
+        leaves = jax.tree.leaves(tree)
+        return [leaves[place] for place in self.small], [leaves[place] for place in self.large]
+
+    def join(self, small: list[jax.Array]) -> dict[str, jax.Array]:
+        """Join small leaves."""
+        leaves = iter(small)
+        return {
+            dtype: jnp.concatenate([next(leaves).reshape(-1) for _ in places])
+            for dtype, places in self.groups.items()
+        }
+
+    def pack(self, tree: Tree) -> Packed:
+        """Join the small leaves of a tree."""
+        small, large = self.divide(tree)
+        return Packed(self.join(small), large)
+
+    def split(self, joined: dict[str, jax.Array]) -> list[jax.Array]:
+        """Split joined leaves, in the order of `divide`."""
+        small = []
+        for dtype, places in self.groups.items():
+            first = 0
+            for place in places:
+                last = first + math.prod(self.shapes[place])
+                small.append(joined[dtype][first:last].reshape(self.shapes[place]))
+                first = last
+        return small
+
+    def assemble(self, small: list[jax.Array], large: list[jax.Array]) -> Tree:
+        """Build the tree from the leaves that `divide` returns."""
+        leaves = dict(zip([*self.small, *self.large], [*small, *large], strict=True))
+        return jax.tree.unflatten(self.structure, [leaves[place] for place in range(len(leaves))])
+
+    def unpack(self, packed: Packed) -> Tree:
+        """Undo `pack`."""
+        return self.assemble(self.split(packed.small), packed.large)
 
 
 class Chains:
-    """Many chains: `tree` is all that they are, `like` the shapes of one; `advance` moves them on.
+    """Many chains: `tree` is their carry, `like` the shapes of one; `advance` moves them on.
 
-    Arguments are those of `sample`; `key` is a typed one.
+    Args:
+        setup: arguments of the run.
+        sampler: its sampler, or an optimizer wrapped like one.
     """
 
-    def __init__(
-        self,
-        loss_fn: Callable[..., Any],
-        sampler: optax.GradientTransformationExtraArgs,
-        params: optax.Params,
-        key: jax.Array,
-        *,
-        aux: Any,
-        stochastic: bool,
-        per_chain: bool,
-        mesh: Mesh | None,
-        specs: Any,
-        observe: Callable[[Any], Any] | None,
-    ):
-        self.mesh, self.specs, self.per_chain, self.observe = mesh, specs, per_chain, observe
-        self.number = parallel.num_chains("sample", params)
+    def __init__(self, setup: Setup, sampler: optax.GradientTransformationExtraArgs):
+        mesh, specs, per_chain, aux = setup.mesh, setup.specs, setup.per_chain, setup.aux
+        self.mesh, self.specs, self.per_chain, self.observe = mesh, specs, per_chain, setup.observe
+        self.number = parallel.num_chains("sample", setup.params)
         if aux is not None and parallel.num_chains("sample", aux, "aux") != self.number:
             rule = f"a tree whose leaves have a leading axis of {self.number} chains"
             _check.fail("sample", "aux", rule, jax.tree.map(jnp.shape, aux))
-        self.loss = _loop.loss_of("sample", loss_fn, aux is not None, stochastic)
+        key, stochastic = setup.key, setup.stochastic
+        loss = _checks.loss_of("sample", setup.loss_fn, aux is not None, stochastic)
         sampler_key, loss_key = jax.random.split(key) if stochastic else (key, None)
-        params = parallel.place(params, mesh=mesh, specs=specs)
+        params = parallel.place(setup.params, mesh=mesh, specs=specs)
         chains = Chain(
             params=params,
             state=parallel.init(sampler, params, mesh=mesh, specs=specs, key=sampler_key),
             aux=None if aux is None else parallel.place(aux, mesh=mesh),
             key=None if loss_key is None else parallel.split_key(loss_key, self.number, mesh=mesh),
-            gradients=parallel.place(_gradients.nothing_seen(self.number), mesh=mesh),
+            gradients=parallel.place(_checks.no_gradients(self.number), mesh=mesh),
             **parallel.place(dict.fromkeys(LOSSES, jnp.zeros(self.number)), mesh=mesh),
         )
         self.gradients_per_step = find(chains.state, "sample", "sampler").gradients_per_step
-        self.like = _loop.one_of(chains)
+        self.like = _host.shapes_of_one(chains)
         # Parameters that are sharded inside a chain keep their arrays.
         self.packing = packing = Packing(self.like, SMALL if specs is None else 0)
-        has_small = bool(packing.groups)
+        has_small = bool(packing.small)
         self._join = self._compile(packing.join) if has_small else packing.join
-        self._part = self._compile(packing.part) if has_small else packing.part
+        self._split = self._compile(packing.split) if has_small else packing.split
         self.tree = chains
 
-        one_call = _call_of_chain(self.loss, sampler)
+        one_call = _call_of_chain(loss, sampler)
 
         def one(packed, batch):
             return packing.pack(one_call(packing.unpack(packed), batch))
@@ -100,166 +195,164 @@ class Chains:
 
         self._one = parallel.step(one, self.packed, mesh=mesh, per_chain=per_chain)
         self._many = parallel.step(many, self.packed, mesh=mesh, per_chain=per_chain)
-        self._told = self._compile(lambda packed: _told_of_chain(packing.unpack(packed)))
-        self._losses = self._compile(
-            lambda chain, batch: self.loss(chain.params, chain.aux, chain.key, batch)[0],
-            in_axes=(0, 0 if per_chain else None),
-        )
+        self._record = self._compile(lambda packed: _record_of_chain(packing.unpack(packed)))
+        self._losses = _checks.Losses("sample", loss, self.number, per_chain, mesh)
         self._draw = self._compile(lambda packed: _draw_of_chain(packing.unpack(packed)))
 
-    def _compile(self, function: Callable, in_axes: Any = 0) -> Callable:
+    def _compile(self, function: Callable) -> Callable:
         own = None if self.mesh is None else parallel.chain_sharding(self.mesh)
-        mapped = parallel.over_chains(function, mesh=self.mesh, in_axes=in_axes)
-        return jax.jit(mapped, out_shardings=own)
+        return jax.jit(parallel.over_chains(function, mesh=self.mesh), out_shardings=own)
 
-    def put(self, batch: Any, is_stacked: bool = False) -> Any:
-        """Bring a batch of one gradient, or of several, onto the devices."""
+    def put(self, batch: Batch, is_stacked: bool = False) -> Batch:
+        """Put the batch of one gradient, or of several, on the devices."""
         if self.mesh is None:
             return batch
-        arguments: dict[str, Any] = {"per_chain": self.per_chain, "stacked": is_stacked}
-        return parallel.place_batch(batch, mesh=self.mesh, **arguments)
+        axes = {"per_chain": self.per_chain, "stacked": is_stacked}
+        return parallel.place_batch(batch, mesh=self.mesh, **axes)
 
-    def losses(self, batch: Any, start: Any = None) -> jax.Array:
-        """Loss of each chain `[chain]`, where it is, or where the draw `start` is; a scalar."""
+    def losses(self, batch: Batch, draw: Tree = None) -> jax.Array:
+        """Compute the loss of each chain `[chain]`, at its current point or at a draw."""
         chains = self.tree
-        arguments = chains, batch, self.put, self.per_chain, self.number
-        _loop.check_loss("sample", self._losses, *arguments)
-        if start is not None:
-            params, aux = (start, None) if chains.aux is None else (start["params"], start["aux"])
+        if draw is not None:
+            params, aux = (draw, None) if chains.aux is None else (draw["params"], draw["aux"])
             params = parallel.place(params, mesh=self.mesh, specs=self.specs)
             aux = None if aux is None else parallel.place(aux, mesh=self.mesh)
             chains = chains._replace(params=params, aux=aux)
-        return self._losses(chains, self.put(batch))
+        return self._losses(chains, batch)
 
-    def _losses_at(self, batch: Any, params: Any) -> jax.Array:
-        aux = self.tree.aux
-        return self.losses(batch, params if aux is None else {"params": params, "aux": aux})
-
-    def check(self, batch: Any, settings: Mapping[str, Any] | None, warns: bool):
-        """Require a loss of every chain that is a scalar and finite, and chains that differ.
+    def check(self, batch: Batch, settings: Options | None, warns: bool):
+        """Require finite scalar losses and chains that differ.
 
         Args:
-            batch: the first one.
-            settings: of the sampler.
-            warns: whether to warn of what looks wrong in the loss and in `num_data`.
+            batch: the first batch.
+            settings: settings of the sampler.
+            warns: whether to warn of a suspicious loss and `num_data`.
         """
-        found = _tree.local(self.losses(batch))
-        lost = np.flatnonzero(~np.isfinite(found)).tolist()
+        losses = _tree.local(self.losses(batch))
+        lost = np.flatnonzero(~np.isfinite(losses)).tolist()
         if lost:
             rule = "a start at which the loss of every chain is finite"
-            got, remedy = f"{found[lost[0]]} in the chains {lost}", "Are the batches finite?"
-            _check.fail("sample", "params", rule, got, remedy)
-        # Also those that the loss does not use.
+            got, advice = f"{losses[lost[0]]} in the chains {lost}", "Are the batches finite?"
+            _check.fail("sample", "params", rule, got, advice)
+        # Also parameters that the loss does not use.
         _check.Tree(finite=True)("sample", "params", self.tree.params)
-        if len(set(found.tolist())) < len(found) and not self.per_chain:
+        if len(set(losses.tolist())) < len(losses) and not self.per_chain:
             self._check_different()
         if warns:
             if self.like.key is None:
-                _loop.warn_of_sum("sample", self.losses, batch, self.per_chain, self.mesh)
-            _data.tell("sample", self.check_count(batch, settings))
-            _data.tell("sample", self.check_rise(batch, settings))
+                _checks.warn_of_sum("sample", self.losses, batch, self.per_chain, self.mesh)
+            num_data = (settings or {}).get("num_data")
+            count = _checks.at_least(batch, num_data, self.per_chain)
+            _checks.warn_if_failed("sample", count)
+            _checks.warn_if_failed("sample", self.check_rise(batch, settings))
 
     def _check_different(self):
         """Require chains that differ in anything, such as the key of their noise."""
         if self.like.key is not None:
-            # Each chain has a key of its own for its loss.
+            # The loss of each chain has its own key.
             return
         first = _tree.first_alike(_tree.local(self.tree))
         copies = [chain for chain, like in enumerate(first) if like != chain]
         if copies:
-            rule = "chains that start apart, or a sampler or a loss that draws random numbers"
-            remedy = "Copies stay copies. See `chains_from_weights`, or the sampler's `key`."
-            _check.fail("sample", "params", rule, f"copies in the chains {copies}", remedy)
+            rule = "chains with different starts, or a sampler or loss that draws random numbers"
+            advice = (
+                "Nothing here is random, so identical chains would stay identical. See"
+                " `chains_from_weights`, or the sampler's `key`."
+            )
+            _check.fail("sample", "params", rule, f"copies in the chains {copies}", advice)
 
-    def check_count(self, batch: Any, settings: Mapping[str, Any] | None) -> Check | None:
-        """Compare the sampler's `num_data` with the size of a batch; None if one is unknown."""
-        return _data.at_least(batch, (settings or {}).get("num_data"), self.per_chain)
+    def check_rise(self, batch: Batch, settings: Options | None) -> Check | None:
+        """Find a posterior whose draws are far worse than the start, see `_checks.rise`."""
+        aux = self.tree.aux
 
-    def check_rise(self, batch: Any, settings: Mapping[str, Any] | None) -> Check | None:
-        """Find a posterior whose draws are far worse than the start, see `_rise`."""
+        def losses(batch: Batch, params: optax.Params) -> jax.Array:
+            return self.losses(batch, params if aux is None else {"params": params, "aux": aux})
+
         start = _tree.local(self.losses(batch))
-        return rise(self._losses_at, batch, self.tree.params, start, settings)
+        return _checks.rise(losses, batch, self.tree.params, start, settings)
 
-    def advance(self, batch: Any, is_stacked: bool):
-        """Do the update, or the updates, of a batch."""
+    def advance(self, batch: Batch, is_stacked: bool):
+        """Make the update, or the updates, of a batch."""
         self.packed = (self._many if is_stacked else self._one)(self.packed, batch)
 
     @property
     def tree(self) -> Chain:
-        """All that the chains are, arrays `[chain, ...]` as their names say."""
-        return self.packing.assemble(self._part(self.packed.small), self.packed.large)
+        """Carry of all chains, arrays `[chain, ...]`."""
+        return self.packing.assemble(self._split(self.packed.small), self.packed.large)
 
     @tree.setter
     def tree(self, tree: Chain):
-        small, large = self.packing.split(tree)
+        small, large = self.packing.divide(tree)
         self.packed = Packed(self._join(small), large)
 
+    def record(self) -> tuple[dict[str, np.ndarray], _checks.Gradients]:
+        """Return statistics and record of the gradients, `[chain, ...]` of this process."""
+        return _tree.local(self._record(self.packed))
+
     def stats(self) -> dict[str, np.ndarray]:
-        """What the sampler says, arrays `[chain]` of the chains of this process."""
-        return self.look()[0]
+        """Return the statistics alone, `[chain]`."""
+        return self.record()[0]
 
-    def look(self) -> tuple[dict[str, np.ndarray], _gradients.Gradients]:
-        """What the sampler says, and what was seen of the gradients, arrays `[chain, ...]`."""
-        return _tree.local(self._told(self.packed))
-
-    def draw(self) -> Any:
-        """Last accepted step ends, or what is observed of them, arrays `[chain, ...]` to keep."""
+    def draw(self) -> Tree:
+        """Return the last accepted step ends, or what `observe` returns of them, `[chain, ...]`."""
         draw = self._draw(self.packed)
         return draw if self.observe is None else self._observed(self.observe(draw))
 
-    def _observed(self, found: Any) -> Any:
+    def _observed(self, observed: Tree) -> Tree:
         """Require arrays of all chains."""
-        rule = f"a function that gives a tree of arrays [chain, ...] of the {self.number} chains"
-        shapes = [np.shape(x)[:1] for x in jax.tree.leaves(found)]
+        rule = f"a function that returns a tree of arrays [chain, ...] of the {self.number} chains"
+        shapes = [np.shape(x)[:1] for x in jax.tree.leaves(observed)]
         if not shapes or set(shapes) != {(self.number,)}:
-            got = f"one that gives {_check.show(jax.tree.map(np.shape, found))}"
+            got = f"one that returns {_check.show(jax.tree.map(np.shape, observed))}"
             _check.fail("sample", "observe", rule, got)
 
-        def in_precision_of_jax(x: Any) -> Any:
-            """In which it comes back from a directory."""
+        def in_stored_precision(x):
             own = jax.dtypes.canonicalize_dtype(x.dtype)
             return x if isinstance(x, jax.Array) else np.asarray(x, own)
 
-        return jax.tree.map(in_precision_of_jax, found)
+        return jax.tree.map(in_stored_precision, observed)
 
 
-def _call_of_chain(loss: Callable, sampler: optax.GradientTransformationExtraArgs) -> Callable:
-    """One gradient and one update of a chain; what a rejected step did to `aux` is dropped."""
+def _call_of_chain(
+    loss: Callable[..., tuple[jax.Array, Tree]], sampler: optax.GradientTransformationExtraArgs
+) -> Callable[[Chain, Batch], Chain]:
+    """Make one gradient and one update of a chain; a rejected step leaves `aux` unchanged."""
 
-    def one_call(chain: Chain, batch: Any) -> Chain:
+    def one_call(chain: Chain, batch: Batch) -> Chain:
         key, used = (None, None) if chain.key is None else jax.random.split(chain.key)
         value_and_grad = jax.value_and_grad(loss, has_aux=True)
         (value, aux), grads = value_and_grad(chain.params, chain.aux, used, batch)
 
-        def value_fn(params: Any) -> jax.Array:
-            """What the line search of an optimizer calls."""
+        def value_fn(params: optax.Params) -> jax.Array:
+            """Compute the loss for the line search of an optimizer."""
             return loss(params, chain.aux, used, batch)[0]
 
-        given: dict[str, Any] = {"value": value, "value_fn": value_fn}
+        given = {"value": value, "value_fn": value_fn}
         updates, state = sampler.update(grads, chain.state, chain.params, **given)
         sampler_state = find(state, "sample", "sampler")
-        told, value = sampler_state.stats(), value.astype(chain.loss.dtype)
+        now, value = sampler_state.stats(), value.astype(chain.loss.dtype)
         before = stats(chain.state).num_gradients
-        is_first = told.num_gradients == 1
+        is_first = now.num_gradients == 1
+        record = _checks.record_gradient(chain.gradients, grads, value, before, sampler_state)
         return Chain(
             params=optax.apply_updates(chain.params, updates),
             state=state,
-            aux=_tree.where(told.accepted, aux, chain.aux),
+            aux=_tree.where(now.accepted, aux, chain.aux),
             key=key,
-            loss=jnp.where(told.accepted & (told.step_end | is_first), value, chain.loss),
+            loss=jnp.where(now.accepted & (now.step_end | is_first), value, chain.loss),
             start_loss=jnp.where(is_first, value, chain.start_loss),
-            gradients=_gradients.observe(chain.gradients, grads, value, before, sampler_state),
+            gradients=record,
         )
 
     return one_call
 
 
-def _told_of_chain(chain: Chain) -> tuple[dict[str, jax.Array], _gradients.Gradients]:
+def _record_of_chain(chain: Chain) -> tuple[dict[str, jax.Array], _checks.Gradients]:
     losses = {name: getattr(chain, name) for name in LOSSES}
     return stats(chain.state)._asdict() | losses, chain.gradients
 
 
-def _draw_of_chain(chain: Chain) -> Any:
+def _draw_of_chain(chain: Chain) -> Tree:
     """Copy the last accepted step end."""
     draw = last_accepted(chain.state, chain.params)
     if chain.aux is not None:

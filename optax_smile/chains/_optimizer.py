@@ -1,8 +1,7 @@
-"""An Optax optimizer in the place of a sampler: its iterates are the draws."""
+"""An Optax optimizer in place of a sampler: its iterates are the draws."""
 
-import warnings
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +9,9 @@ import numpy as np
 import optax
 
 from optax_smile import _settings, _table, _tree
-from optax_smile.chains import _loop
+from optax_smile._types import Tree
+from optax_smile._warn import warn
+from optax_smile.chains import _host
 from optax_smile.state import STATE_FORMAT, Stats, number
 
 ANNOUNCEMENT = (
@@ -19,17 +20,17 @@ ANNOUNCEMENT = (
 
 
 class OptimizerState(NamedTuple):
-    """State of an optimizer that answers what the state of a sampler does, see `state.py`.
+    """State of an optimizer with the members of a sampler's state, see `state.py`.
 
     Attributes:
         optimizer: its own state.
         accepted: whether the last step led to finite parameters, and was taken.
-        num_nonfinite: calls with a gradient, a loss or an iterate that is not finite, int32.
+        num_nonfinite: calls with a non-finite gradient, loss or iterate, int32.
         num_gradients: calls so far, int32.
         state_format: see `state.STATE_FORMAT`.
     """
 
-    optimizer: Any
+    optimizer: optax.OptState
     accepted: jax.Array
     num_nonfinite: jax.Array
     num_gradients: jax.Array
@@ -41,14 +42,10 @@ class OptimizerState(NamedTuple):
         return 1
 
     def stats(self) -> Stats:
-        """What an optimizer can tell; NaN for step size and energies."""
+        """Return the statistics of an optimizer; NaN for step size and energies."""
         unknown = jnp.full(self.num_gradients.shape, jnp.nan, jnp.float32)
         none, no = jnp.zeros_like(self.num_gradients), jnp.zeros_like(self.accepted)
-        return Stats(
-            step_size=unknown,
-            energy_change=unknown,
-            energy_mean=unknown,
-            energy_std=unknown,
+        return Stats(**dict.fromkeys(Stats._fields, unknown))._replace(
             energy_level=jnp.ones_like(none),
             accepted=self.accepted,
             step_end=~no,
@@ -57,10 +54,6 @@ class OptimizerState(NamedTuple):
             num_nonfinite=self.num_nonfinite,
             num_outlying=none,
             num_gradients=self.num_gradients,
-            temperature=unknown,
-            change_share=unknown,
-            descent=unknown,
-            fall=unknown,
             on_its_way=no,
             below_resolution=no,
             num_altered=none,
@@ -70,23 +63,23 @@ class OptimizerState(NamedTuple):
         )
 
     def last_accepted(self, params: optax.Params) -> optax.Params:
-        """Give the iterate itself."""
+        """Return the iterate itself."""
         return params
 
     def last_gradient(self) -> None:
-        """Nothing is asked of what an optimizer does with a gradient."""
+        """Return None: an optimizer may change its gradients."""
 
 
 def is_optimizer(transformation: optax.GradientTransformation, params: optax.Params) -> bool:
-    """Whether a transformation contains no sampler.
+    """Return whether a transformation contains no sampler.
 
-    A sampler shows in the state, and tells its settings where a wrapper hides its state.
+    A sampler is found in the state, or by its settings if a wrapper hides its state.
 
     Args:
-        transformation: any of Optax.
+        transformation: any Optax transformation.
         params: start of the chains, arrays `[chain, ...]`.
     """
-    like = _loop.one_of(jax.eval_shape(lambda x: x, params))
+    like = _host.shapes_of_one(jax.eval_shape(lambda x: x, params))
     if _settings.of(transformation, like) is not None:
         return False
     return number(jax.eval_shape(transformation.init, like)) == 0
@@ -95,13 +88,13 @@ def is_optimizer(transformation: optax.GradientTransformation, params: optax.Par
 def as_sampler(
     optimizer: optax.GradientTransformationExtraArgs,
 ) -> optax.GradientTransformationExtraArgs:
-    """Let chains run an optimizer as they run a sampler.
+    """Wrap an optimizer so that chains run it like a sampler.
 
-    A step to parameters that are not finite is left out, as by `optax.apply_if_finite`: parameters
-    and state stay as they are.
+    Steps to non-finite parameters are skipped, as by `optax.apply_if_finite`: parameters and state
+    stay unchanged.
     """
 
-    def init(params: Any) -> OptimizerState:
+    def init(params: optax.Params) -> OptimizerState:
         return OptimizerState(
             optimizer=optimizer.init(params),
             accepted=jnp.ones((), bool),
@@ -110,7 +103,7 @@ def as_sampler(
             state_format=jnp.asarray(STATE_FORMAT, jnp.int32),
         )
 
-    def update(updates: Any, state: Any, params: Any = None, **given: Any) -> Any:
+    def update(updates, state, params: Tree = None, **given):
         given["grad"] = updates
         moves, inner = optimizer.update(updates, state.optimizer, params, **given)
         accepted = _is_finite(optax.apply_updates(params, moves))
@@ -124,33 +117,30 @@ def as_sampler(
             state_format=state.state_format,
         )
 
-    told = _settings.telling(init, lambda params: _settings.OPTIMIZER)
-    return optax.GradientTransformationExtraArgs(told, update)
+    described = _settings.reporting(init, _settings.OPTIMIZER)
+    return optax.GradientTransformationExtraArgs(described, update)
 
 
-def _is_finite(tree: Any) -> jax.Array:
-    """Whether all numbers of a tree are finite."""
-    found = [jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(tree)]
-    return jnp.all(jnp.stack(found))
+def _is_finite(tree: Tree) -> jax.Array:
+    """Return whether all numbers of a tree are finite."""
+    return jnp.all(jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(tree)]))
 
 
 def nonfinite_warner() -> Callable[[int, Mapping[str, np.ndarray]], None]:
-    """Make a function of step and stats that warns once, of chains that are not finite."""
+    """Return a function of step and stats that warns once of chains with non-finite numbers."""
     has_warned = False
 
-    def warn(step: int, stats: Mapping[str, np.ndarray]):
+    def watch(step: int, stats: Mapping[str, np.ndarray]):
         nonlocal has_warned
         chains = np.flatnonzero(stats["num_nonfinite"]).tolist()
         if has_warned or not chains:
             return
         has_warned = True
         steps = _table.counted(int(np.sum(stats["num_nonfinite"])), "step")
-        message = (
-            f"`sample`: by step {step}, {steps} of the chains {chains} met a gradient, a loss"
-            " or an iterate that is not finite. A step to such an iterate is left out: the chain"
-            " stays where it was. The run goes on; see `num_nonfinite` in its trace. Try a smaller"
-            " learning rate."
+        warn(
+            f"`sample`: by step {step}, {steps} of the chains {chains} met a gradient, a loss or an"
+            " iterate that is not finite. Steps to such iterates are skipped, and the run"
+            " continues; see `num_nonfinite` in its trace. Try a smaller learning rate."
         )
-        warnings.warn(message, stacklevel=7)
 
-    return warn
+    return watch

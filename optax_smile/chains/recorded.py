@@ -6,10 +6,9 @@ import functools
 import math
 import os
 import threading
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,12 +18,14 @@ from jax.custom_batching import custom_vmap
 from jax.experimental import io_callback
 
 from optax_smile import _check, _disk, _settings, _tree, state
+from optax_smile._types import Options, Tree
+from optax_smile._warn import warn
 from optax_smile.draws import _format
 from optax_smile.draws.snapshots import Snapshots, StoredSnapshots, load_snapshots
 
 UNCHECKED = (
-    "`draws`: the loop passes no parameters to `update`, so nothing shows whether it adds the"
-    " updates unchanged. If it scales or clips them, these are no posterior draws."
+    "`draws`: the loop passes no parameters to `update`, so it cannot be checked that it adds the"
+    " updates unchanged. If it scales or clips them, these are not posterior draws."
 )
 # Share of the draws at which the energy may still fall without a warning.
 MOST_FALLING = 0.25
@@ -39,22 +40,22 @@ class RecordedState(NamedTuple):
         chain: number of the chain among those of the call, int32.
     """
 
-    sampler: Any
+    sampler: optax.OptState
     fit: jax.Array
     chain: jax.Array
 
 
 class RecordedSampler(optax.GradientTransformationExtraArgs):
-    """A sampler that hands its draws to the host; `recorded` makes it.
+    """A sampler that sends its draws to the host; made by `recorded`.
 
     Use it where a loop takes an Optax optimizer, and call `draws()` after the loop.
     """
 
     name = "recorded"
-    arguments: Mapping[str, Any] = {}
+    arguments: Mapping[str, object] = {}
     recorder: _Recorder | None = None
 
-    def __new__(cls, init: Callable, update: Callable, **known: Any):  # noqa: D102
+    def __new__(cls, init: Callable, update: Callable, **known: object):  # noqa: D102
         # JAX rebuilds named tuples from `init` and `update`; these close over the recorder.
         made = super().__new__(cls, init, update)
         vars(made).update(known)
@@ -78,8 +79,8 @@ class RecordedSampler(optax.GradientTransformationExtraArgs):
 
         Warns:
             UserWarning: the energy still fell at more than a quarter of the draws; chains that are
-                copies; a loop that passes no parameters, where nothing shows whether it adds the
-                updates unchanged.
+                copies; a loop that passes no parameters, so that it cannot be checked that it adds
+                the updates unchanged.
         """
         assert self.recorder is not None
         jax.effects_barrier()
@@ -112,8 +113,8 @@ def recorded(
         fit(model, data, optimizer=tx)
         draws = tx.draws()
 
-    With `track_params=True` the loop may call `update` without parameters. Then nothing shows
-    whether the loop adds the updates unchanged, and `draws()` says so in a warning.
+    With `track_params=True` the loop may call `update` without parameters. Then it cannot be
+    checked that the loop adds the updates unchanged, and `draws()` warns.
 
     Args:
         sampler: sampler, alone or last in an `optax.chain`, or wrapped by Optax.
@@ -150,7 +151,7 @@ def recorded(
     recorder = _Recorder(num_warmup, thin, directory, max_draws)
     inner = optax.with_extra_args_support(sampler)
 
-    def init(params: Any) -> RecordedState:
+    def init(params: optax.Params) -> RecordedState:
         begun = inner.init(params)
         state.find(begun, "recorded", "sampler")
         if jax.sharding.get_abstract_mesh().manual_axes:
@@ -160,9 +161,7 @@ def recorded(
             recorder.settings = _settings.of(sampler, _shapes(params))
         return RecordedState(begun, *recorder.number(params))
 
-    def update(
-        updates: Any, before: Any, params: Any = None, **others: Any
-    ) -> tuple[Any, RecordedState]:
+    def update(updates, before, params=None, **others) -> tuple[optax.Updates, RecordedState]:
         if not isinstance(before, RecordedState):
             rule = "what `init` or `update` of the recorded sampler returned"
             _check.fail("recorded", "state", rule, _check.show(before))
@@ -177,71 +176,71 @@ def recorded(
     return RecordedSampler(init, update, recorder=recorder, arguments=given)
 
 
-def _shapes(tree: Any) -> Any:
+def _shapes(tree: Tree) -> Tree:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), tree)
 
 
-def _on_host(function: Callable[..., Any], depth: int = 0) -> Callable[..., Any]:
-    """Batch a function of arrays with `depth` leading axes: one call takes all chains.
+def _on_host(function: Callable[..., Tree], depth: int = 0) -> Callable[..., Tree]:
+    """Batch a function of arrays with `depth` leading axes, so that one call takes all chains.
 
-    `vmap` of a callback would call it once for each chain, and in a `cond` whose predicate differs
-    between chains at every step.
+    `vmap` of a callback would call it once per chain and, in a `cond` whose predicate differs
+    between chains, at every step.
     """
     batched = custom_vmap(functools.partial(function, depth))
 
     @batched.def_vmap
-    def rule(axis_size: int, is_batched: Any, *arguments: Any) -> Any:
+    def rule(axis_size, is_batched, *arguments):
         whole = jax.tree.map(
             lambda x, has_axis: x if has_axis else jnp.broadcast_to(x, (axis_size, *jnp.shape(x))),
             arguments,
             tuple(is_batched),
         )
-        found = _on_host(function, depth + 1)(*whole)
-        return found, jax.tree.map(lambda _: True, found)
+        result = _on_host(function, depth + 1)(*whole)
+        return result, jax.tree.map(lambda _: True, result)
 
     return batched
 
 
-def _flatten(depth: int, tree: Any) -> Any:
+def _flatten(depth: int, tree: Tree) -> Tree:
     """Join the leading axes into one of chains."""
     return jax.tree.map(lambda x: jnp.reshape(x, (-1, *jnp.shape(x)[depth:])), tree)
 
 
 class _Fit:
-    """What the host keeps of one call of `init`.
+    """What the host keeps for one call of `init`.
 
     Args:
         start: parameters `[chain, ...]`; None if the state comes from another process.
-        num_chains: at least.
+        num_chains: smallest possible number of chains.
     """
 
-    def __init__(self, start: Any, num_chains: int):
+    def __init__(self, start: Tree, num_chains: int):
         self.first, self.num_chains = start, num_chains
         self.files: _format.DrawFiles | None = None
-        # By number of the draw and by chain: statistics and parameters.
-        self.draws: dict[int, dict[int, Any]] = {}
+        # Statistics and parameters by number of the draw and by chain.
+        self.draws: dict[int, dict[int, Tree]] = {}
 
     @property
-    def start(self) -> Any:
+    def start(self) -> Tree:
         """Parameters `[chain, ...]` before the first step; None if unknown."""
         return jax.tree.map(
             lambda x: np.broadcast_to(x, (self.num_chains, *x.shape[1:])), self.first
         )
 
     def numbers(self) -> list[int]:
-        """Numbers of the draws that all chains have made."""
+        """Return the numbers of the draws that all chains have made."""
         return sorted(x for x, chains in self.draws.items() if len(chains) == self.num_chains)
 
-    def stacked(self, number: int) -> Any:
-        """Statistics and parameters of a draw, `[chain, ...]`."""
+    def stacked(self, number: int) -> Tree:
+        """Return statistics and parameters of a draw, `[chain, ...]`."""
         chains = [self.draws[number][chain] for chain in range(self.num_chains)]
         return jax.tree.map(lambda *x: np.stack(x), *chains)
 
 
 class _Recorder:
-    """Numbers of draws on the device, and draws on the host.
+    """Counts draws on the device, and keeps them on the host.
 
-    Callbacks run in threads of JAX, in which a call of JAX may wait forever: they use NumPy alone.
+    Callbacks run in threads of JAX, where a call of JAX may wait forever. They use NumPy only.
     """
 
     def __init__(
@@ -257,13 +256,13 @@ class _Recorder:
             _disk.import_safetensors()
         self.fits: dict[int, _Fit] = {}
         self.lock, self.failure = threading.Lock(), None
-        self.settings: dict[str, Any] | None = None
+        self.settings: Options | None = None
         self.is_blind = False
-        # Made once, so that eager calls of `update` compile once.
+        # Compiled once for all eager calls of `update`.
         self.number = jax.jit(_on_host(self._number))
         self.hand_over = jax.jit(_on_host(self._hand_over))
 
-    def _number(self, depth: int, params: Any) -> tuple[jax.Array, jax.Array]:
+    def _number(self, depth: int, params: Tree) -> tuple[jax.Array, jax.Array]:
         """Ask the host for the number of a fit, and number its chains."""
         axes = jnp.shape(jax.tree.leaves(params)[0])[:depth]
         like = jax.ShapeDtypeStruct((), jnp.int32)
@@ -271,7 +270,7 @@ class _Recorder:
         chains = jnp.arange(math.prod(axes), dtype=jnp.int32)
         return jnp.full(axes, fit, jnp.int32), chains.reshape(axes)
 
-    def _hand_over(self, depth: int, after: RecordedState, params: Any) -> tuple[()]:
+    def _hand_over(self, depth: int, after: RecordedState, params: Tree) -> tuple[()]:
         """Send the draws of all chains to the host if this call ends a tick."""
         after, params = _flatten(depth, (after, params))
         per_step = state.find(after.sampler, "recorded").gradients_per_step
@@ -290,14 +289,14 @@ class _Recorder:
         jax.lax.cond(jnp.any(is_tick), send, lambda: None)
         return ()
 
-    def _begin(self, params: Any) -> np.ndarray:
+    def _begin(self, params: Tree) -> np.ndarray:
         start = jax.tree.map(np.array, params)
         with self.lock:
             number = len(self.fits) + 1
             self.fits[number] = _Fit(start, len(jax.tree.leaves(start)[0]))
         return np.asarray(number, np.int32)
 
-    def _put(self, place: Any, stats: Any, draw: Any):
+    def _put(self, place: Tree, stats: Tree, draw: Tree):
         place, stats, draw = jax.tree.map(np.array, (place, stats, draw))
         with self.lock:
             if self.failure is not None:
@@ -308,7 +307,7 @@ class _Recorder:
                 self.failure = error
                 raise
 
-    def _keep(self, place: Any, of_chains: Any):
+    def _keep(self, place: Tree, of_chains: Tree):
         is_tick, fits, chains, numbers = place
         if len(np.unique(np.stack([fits, chains]), axis=1).T) < len(fits):
             # One call of `init` began all chains.
@@ -326,7 +325,7 @@ class _Recorder:
                 self._write(fit, number)
 
     def _write(self, fit: _Fit, number: int):
-        """Write a draw while the device waits: what a loop can checkpoint has its draws on disk."""
+        """Write a draw while the device waits: it is on disk before a loop can checkpoint."""
         stats, params = fit.stacked(number)
         if fit.files is None:
             fit.files = self._open(fit, params, number)
@@ -334,12 +333,12 @@ class _Recorder:
         fit.files.write(number, int(stats.pop("step")[0]), params, stats)
         del fit.draws[number]
 
-    def _open(self, fit: _Fit, params: Any, number: int) -> _format.DrawFiles:
-        """Begin a folder, or go on in that of the same fit."""
+    def _open(self, fit: _Fit, params: Tree, number: int) -> _format.DrawFiles:
+        """Create a folder, or continue in that of the same fit."""
         assert self.directory is not None
         start = params if fit.first is None else fit.start
-        told = {"num_warmup": self.num_warmup, "thin": self.thin, "sampler": self.settings}
-        manifest = _format.manifest_of(start, None, told)
+        settings = {"num_warmup": self.num_warmup, "thin": self.thin, "sampler": self.settings}
+        manifest = _format.manifest_of(start, None, settings)
         if not (self.directory / _format.MANIFEST).exists():
             self.directory.mkdir(parents=True, exist_ok=True)
             _format.write_manifest(self.directory, manifest)
@@ -348,7 +347,7 @@ class _Recorder:
         before = _format.read_manifest("recorded", self.directory)
         if self.settings is None:  # `init` was not called in this process.
             manifest["settings"]["sampler"] = before["settings"].get("sampler")
-        if before != manifest:
+        if before | {"versions": None} != manifest | {"versions": None}:
             _check.fail("recorded", "directory", rule, f"{got} sampler or model")
         files = _format.DrawFiles(self.directory, start, resumed=True)
         leaves = [_format.Leaf(**leaf) for leaf in manifest["leaves"]]
@@ -358,14 +357,14 @@ class _Recorder:
             for x, y in zip(jax.tree.leaves(start), stored.values(), strict=True)
         ):
             _check.fail("recorded", "directory", rule, f"{got} start")
-        found = _format.find(self.directory, fit.num_chains)
-        last = max((x for x in found if isinstance(x, int)), default=-1)
+        blocks = _format.find(self.directory, fit.num_chains)
+        last = max((x for x in blocks if isinstance(x, int)), default=-1)
         if number > last + 1:
             _check.fail("recorded", "directory", rule, f"{got} fit, up to draw {last}")
         return files
 
     def draws(self, number: int | None) -> Snapshots | StoredSnapshots:
-        """What was recorded."""
+        """Return what was recorded."""
         with self.lock:
             if self.failure is not None:
                 raise self.failure
@@ -375,15 +374,15 @@ class _Recorder:
                 advice = f"The first draw is that of step {self.num_warmup + self.thin}."
                 _check.fail("draws", "fit", rule, f"{number}, which has no draws", advice)
             fit = self.fits[number or begun[-1]]
-            found = self._stored(fit) if fit.files else self._in_memory(fit)
-        if np.any(found.trace["is_altered"]):
+            draws = self._stored(fit) if fit.files else self._in_memory(fit)
+        if np.any(draws.trace["is_altered"]):
             rule, got = "one that adds the updates unchanged", "one that changes them"
-            _check.fail("draws", "loop", rule, got, "What was recorded are no posterior draws.")
+            _check.fail("draws", "loop", rule, got, "The recorded points are not posterior draws.")
         if self.is_blind:
-            warnings.warn(UNCHECKED, stacklevel=4)
-        for warning in _doubts(found):
-            warnings.warn(f"`draws`: {warning}", stacklevel=4)
-        return found
+            warn(UNCHECKED)
+        for doubt in _doubts(draws):
+            warn(f"`draws`: {doubt}")
+        return draws
 
     def _stored(self, fit: _Fit) -> StoredSnapshots:
         assert fit.files is not None
@@ -391,26 +390,26 @@ class _Recorder:
         return load_snapshots(fit.files.directory, like=like)
 
     def _in_memory(self, fit: _Fit) -> Snapshots:
-        found = [fit.stacked(number) for number in fit.numbers()]
-        trace, params = jax.tree.map(lambda *x: np.stack(x, axis=1), *found)
+        stacked = [fit.stacked(number) for number in fit.numbers()]
+        trace, params = jax.tree.map(lambda *x: np.stack(x, axis=1), *stacked)
         return Snapshots(params, trace, self.settings, fit.start)
 
 
-def _doubts(found: Snapshots | StoredSnapshots) -> Iterator[str]:
-    """Say what makes draws no sample of the posterior."""
-    falling = np.mean(found.trace["on_its_way"])
+def _doubts(draws: Snapshots | StoredSnapshots) -> Iterator[str]:
+    """Say why the draws may not be a sample of the posterior."""
+    falling = np.mean(draws.trace["on_its_way"])
     if falling > MOST_FALLING:
         yield (
             f"the energy was still falling at {falling:.0%} of the draws. Start from trained"
             " weights, or raise `num_warmup`."
         )
-    last = found[-found.num_chains :]
+    last = draws[-draws.num_chains :]
     alike = _tree.first_alike(jax.tree.map(lambda *x: np.stack(x), *last))
     copies = [chain for chain, first in enumerate(alike) if first != chain]
     if copies:
         yield (
-            f"chains {copies} are copies of one before them. Give each chain a start or a key of"
-            " its own, as `optax_smile.parallel.init(sampler, params, key=...)` does."
+            f"chains {copies} are copies of earlier ones. Give each chain its own start or key, as"
+            " `optax_smile.parallel.init(sampler, params, key=...)` does."
         )
 
 

@@ -20,9 +20,9 @@ from jax.sharding import Mesh
 from optax_smile import _check, _disk, _settings, _tree, parallel
 from optax_smile._table import aligned
 from optax_smile._types import Batch, Options, Output, Tree
-from optax_smile.chains import _loop
+from optax_smile.chains import _checks, _host
 from optax_smile.chains.sample import Run, Setup, check_end
-from optax_smile.draws import _checks
+from optax_smile.draws import _checks as _draw_checks
 from optax_smile.draws.likelihoods import Likelihood
 from optax_smile.draws.predict import Predictor, predict
 from optax_smile.draws.prediction import Prediction
@@ -210,7 +210,7 @@ class Judged(NamedTuple):
     params=parallel.STACKED,
     batches=_check.REPEATABLE,
     candidates=_Candidates(),
-    validation=_checks.INPUTS_AND_TARGETS,
+    validation=_draw_checks.INPUTS_AND_TARGETS,
     num_warmup=_check.Whole(0),
     num_draws=_check.Whole(1),
     thin=_check.Whole(1),
@@ -218,7 +218,7 @@ class Judged(NamedTuple):
     batch_size=_check.Whole(1) | None,
     largest_cost=_check.Real(0, 100, open="low", traced=False),
     stochastic=_check.FLAG,
-    loss_fn=_loop.Loss(),
+    loss_fn=_checks.Loss(),
     per_chain=_check.FLAG,
     steps_per_dispatch=_check.Whole(1),
     mesh=parallel.MESH,
@@ -349,7 +349,7 @@ def select(
         folder = None if directory is None else Path(directory).absolute()
         identity = _identity(candidates, ends, start)
         rounds = _read(folder, identity)
-        bar = closing.enter_context(_loop.Bar(num_all, "selecting", progress, compiles=True))
+        bar = closing.enter_context(_host.Bar(num_all, "selecting", progress, compiles=True))
         progressed = _Progress(bar, rounds)
         remaining = {
             name: _Candidate(name, sampler, setup, folder, progressed)
@@ -457,7 +457,7 @@ class _Progress:
         rounds: results of an earlier call.
     """
 
-    def __init__(self, bar: _loop.Bar, rounds: Iterable[Mapping[str, Judged]]):
+    def __init__(self, bar: _host.Bar, rounds: Iterable[Mapping[str, Judged]]):
         self.bar = bar
         self.done = {name: one.num_steps for judged in rounds for name, one in judged.items()}
 
@@ -534,7 +534,7 @@ class _Candidate:
         return Judged(
             density=density,
             num_steps=run.num_steps,
-            gradients_per_step=run.plan.gradients_per_step,
+            gradients_per_step=run.per_step,
             is_bayes=_is_bayes(settings),
             expected=density,
         )
@@ -609,7 +609,7 @@ def _read(folder: Path | None, identity: Options) -> list[dict[str, Judged]]:
     """Read the results of an earlier call, for each round by name."""
     if folder is None or not (file := folder / ROUNDS).exists():
         return [{} for _ in identity["rounds that end after"]]
-    stored = json.loads(_disk.read_text(file))
+    stored = json.loads(file.read_text())
     for what, mine in identity.items():
         if stored[what] != mine:
             rule = f"a new directory, or that of the same selection, with {what} {mine}"

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Iterable
-from typing import Any, Literal, cast
+from typing import Literal
 
 import jax
 import numpy as np
@@ -14,6 +14,7 @@ import optax
 from jax.sharding import Mesh
 
 from optax_smile import _check, _settings
+from optax_smile._types import Batch, Output, Tree
 from optax_smile.draws import _checks
 from optax_smile.draws.likelihoods import Likelihood, Name
 from optax_smile.draws.predict import Predictor
@@ -31,21 +32,21 @@ MOST_GAIN = math.log(2)
 class EvidenceStop:
     """Stop `sample` once held-out examples reject a null hypothesis.
 
-    - `"improvement"`: the draws do not improve on the ensemble that the chains began with. To
-      reject it means that sampling helps. With p_0 the average prediction of the start and p_T that
-      of T draws of each chain, the null at a look is
+    - `"improvement"`: the draws predict no better than the start of the chains. Rejecting it means
+      that sampling helps. With p_0 the average prediction of the start and p_T that of T draws of
+      each chain, the null at a look is
 
           E[d] <= 0,  d = log p(y) - log p_0(y),  p = (p_0 + T p_T) / (T + 1)
 
       where the start counts as one more draw of each chain, so that d >= -log(T + 1). Without a
       lower bound no such test is possible.
-    - `"doubling"`: more draws pay. To reject it means that they do not. The null at a look is
+    - `"doubling"`: more draws help. Rejecting it means that they do not. The null at a look is
 
           E[g] >= tolerance,  g = min(log p_T(y) - log p_m(y), log 2),  m = T // 2
 
-      The gain of an example counts up to log 2 nats, without which no test is possible. So gains
-      that come from a few examples, whose density more than doubles, are underestimated. The test
-      is about the doubling from m to T. It says nothing certain about the next one, which usually
+      The gain of an example is limited to log 2 nats, without which no test is possible. Gains
+      that come from a few examples, whose density more than doubles, are therefore underestimated.
+      The test is about the doubling from m to T. It does not cover the next one, which usually
       gains less.
 
     The expectation is over new examples, given the draws. The evidence of a look with examples
@@ -107,8 +108,8 @@ class EvidenceStop:
     bounded mean: Waudby-Smith and Ramdas 2024.
     """
 
-    apply_fn: Callable[[optax.Params, Any], Any]
-    validation: tuple[Any, Any]
+    apply_fn: Callable[[optax.Params, Batch], Output]
+    validation: tuple[Batch, Batch]
     likelihood: Likelihood
     null: Null
     alpha: float
@@ -129,8 +130,8 @@ class EvidenceStop:
     )
     def __init__(
         self,
-        apply_fn: Callable[[optax.Params, Any], Any],
-        validation: tuple[Any, Any],
+        apply_fn: Callable[[optax.Params, Batch], Output],
+        validation: tuple[Batch, Batch],
         *,
         likelihood: Name | Likelihood,
         null: Null = "improvement",
@@ -170,7 +171,7 @@ class EvidenceStop:
             evidence.add(draws[first : first + number])
         return evidence.looks.result()
 
-    def described(self) -> dict[str, Any]:
+    def described(self) -> dict[str, object]:
         """Describe the rule for the manifest of a run; the data by a checksum."""
         numbers = {name: getattr(self, name) for name in ("null", "alpha", "tolerance", "every")}
         data = _settings.checksum((jax.tree.map(np.asarray, self.validation),))
@@ -189,7 +190,7 @@ class Looks:
         self.stop, self.start, self.count = stop, np.asarray(start, float), 0
         # Log of the sum of the densities of all draws so far, and of some earlier numbers of draws.
         self.log_sum, self.earlier = np.array(-np.inf), {}
-        self.found: list[tuple[int, float, float]] = []
+        self.results: list[tuple[int, float, float]] = []
         self.has_stopped = False
 
     def add(self, log_density: np.ndarray):
@@ -215,12 +216,12 @@ class Looks:
             with_start = _log_add(self.start, self.log_sum) - bound
             score = _difference(with_start, self.start)
         log_e = log_e_value(score.reshape(len(score), -1).mean(axis=1), bound)
-        self.found.append((number, log_e, float(average.mean())))
+        self.results.append((number, log_e, float(average.mean())))
         self.has_stopped = self.result().has_stopped
 
     def result(self) -> Stopping:
         """Return the looks so far."""
-        number, log_e, lppd = np.array(self.found, float).reshape(-1, 3).T
+        number, log_e, lppd = np.array(self.results, float).reshape(-1, 3).T
         stop = self.stop
         fixed = stop.null, stop.alpha, stop.tolerance, len(self.start), float(self.start.mean())
         return Stopping(*fixed, number.astype(int), log_e, lppd)
@@ -265,10 +266,10 @@ class Evidence:
     def __init__(
         self,
         stop: EvidenceStop,
-        start: Any,
+        start: Tree,
         number: int,
         mesh: Mesh | None = None,
-        specs: Any = None,
+        specs: Tree = None,
     ):
         inputs, targets = stop.validation
         # Densities alone are needed.
@@ -287,7 +288,7 @@ class Evidence:
             density = self._density(split(start, number))
         self.looks = Looks(stop, density)
 
-    def add(self, trees: Iterable[Any]):
+    def add(self, trees: Iterable[Tree]):
         """Add a draw of each chain, a tree each."""
         # Predictions of the start were finite, so an error means draws that are not.
         density = np.array(np.nan)
@@ -295,13 +296,13 @@ class Evidence:
             density = self._density(trees)
         self.looks.add(density)
 
-    def _density(self, trees: Iterable[Any]) -> np.ndarray:
+    def _density(self, trees: Iterable[Tree]) -> np.ndarray:
         self.predictor.restart()
         for tree in trees:
             self.predictor.update(tree)
-        return np.asarray(cast(Any, self.predictor.finalize().log_density), float)
+        return np.asarray(self.predictor.finalize().log_density, float)
 
 
-def split(stacked: Any, number: int) -> list[Any]:
+def split(stacked: Tree, number: int) -> list[Tree]:
     """Split a tree of arrays `[chain, ...]` into one tree per chain."""
     return [jax.tree.map(lambda x, chain=chain: x[chain], stacked) for chain in range(number)]

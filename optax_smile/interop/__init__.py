@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 import optax
 
@@ -19,7 +20,7 @@ __all__ = ["NumpyroModel", "estimators", "from_numpyro", "keras_optimizer"]
 
 @_check.arguments(sampler=_check.TRANSFORMATION)
 def keras_optimizer(sampler: optax.GradientTransformation) -> SamplerOptimizer:
-    """Make a Keras optimizer of a sampler, for `model.compile` and `model.fit`.
+    """Convert a sampler to a Keras optimizer, for `model.compile` and `model.fit`.
 
     Pass `recorded(sampler, ...)` to get the draws: its `draws()` returns them after `fit`. A draw
     is a list of arrays in the order of `model.trainable_variables`:
@@ -37,12 +38,12 @@ def keras_optimizer(sampler: optax.GradientTransformation) -> SamplerOptimizer:
 
     Returns:
         A `keras.Optimizer` with the property `state`, which `stats` reads, and the method
-        `last_accepted()`. A saved model holds it, and goes on when it is loaded, if the sampler was
-        built from numbers alone.
+        `last_accepted()`. A saved model contains it, and continues after loading, if all arguments
+        of the sampler are plain numbers.
 
     Raises:
         ImportError: Keras is missing.
-        ValueError: Keras runs on another backend than JAX.
+        ValueError: Keras does not run on JAX.
     """
     try:
         keras = importlib.import_module("optax_smile.interop._keras")
@@ -52,7 +53,7 @@ def keras_optimizer(sampler: optax.GradientTransformation) -> SamplerOptimizer:
     return keras.make(sampler)
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> ModuleType:
     """Import `estimators` on first access, since it needs scikit-learn."""
     if name != "estimators":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +15,9 @@ import optax
 
 import optax_smile
 from optax_smile import _check, state
-from optax_smile.stages.tuner import Tuner
+from optax_smile._types import Options
+from optax_smile.stages.step_size import Tuner
 
-# What `keras.Optimizer` would do to gradients or weights around a sampler.
-ROUND_IT = "weight_decay", "clipnorm", "clipvalue", "global_clipnorm", "use_ema"
 NAME = "sampler"
 
 
@@ -26,27 +25,27 @@ NAME = "sampler"
 class SamplerOptimizer(keras.Optimizer):
     """The optimizer that `keras_optimizer` returns: the sampler's state in variables of Keras."""
 
-    def __init__(self, sampler: Any, name: str = NAME):
+    def __init__(self, sampler: optax.GradientTransformation, name: str = NAME):
         super().__init__(learning_rate=1.0, name=name)
-        # Inside an object: Keras would rebuild a tuple that is an attribute.
+        # In an object, since Keras would rebuild a tuple that is an attribute.
         self._hidden = types.SimpleNamespace(
             sampler=sampler, update=optax.with_extra_args_support(sampler).update, structure=None
         )
         self._of_state = []
 
-    def build(self, variables: Any) -> None:
-        """Begin a chain at the present weights."""
+    def build(self, variables: Sequence[keras.Variable]) -> None:
+        """Start a chain at the current weights."""
         super().build(variables)
         begun = self._hidden.sampler.init([jnp.asarray(x.value) for x in variables])
         state.find(begun, "keras_optimizer", "sampler")
         leaves, self._hidden.structure = jax.tree.flatten(begun)
         self._of_state = []
         for number, leaf in enumerate(leaves):
-            initial: Any = functools.partial(_copy, leaf)
+            initial = functools.partial(_copy, leaf)
             of_leaf = {"shape": leaf.shape, "dtype": str(leaf.dtype), "name": f"state_{number}"}
-            self._of_state.append(self.add_variable(initializer=initial, **of_leaf))
+            self._of_state.append(self.add_variable(initializer=cast(Any, initial), **of_leaf))
 
-    def _backend_update_step(self, grads: Any, trainable_variables: Any, learning_rate: Any):
+    def _backend_update_step(self, grads, trainable_variables, learning_rate):
         if len(grads) != len(self._trainable_variables):
             missing = [x.path for x in self._trainable_variables if x not in trainable_variables]
             rule, remedy = "one that depends on all trainable variables", "Freeze the others."
@@ -54,14 +53,14 @@ class SamplerOptimizer(keras.Optimizer):
         params = [x.value for x in trainable_variables]
         before = jax.tree.unflatten(self._hidden.structure, [x.value for x in self._of_state])
         updates, after = self._hidden.update(list(grads), before, params)
-        moved: Any = optax.apply_updates(params, updates)
-        for variable, value in zip(trainable_variables, moved, strict=True):
+        moved = optax.apply_updates(params, updates)
+        for variable, value in zip(trainable_variables, jax.tree.leaves(moved), strict=True):
             variable.assign(value)
         for variable, value in zip(self._of_state, jax.tree.leaves(after), strict=True):
             variable.assign(value)
 
     @property
-    def state(self) -> Any:
+    def state(self) -> optax.OptState:
         """State of the sampler, for `stats` and `last_accepted`."""
         if self._hidden.structure is None:
             _check.fail("keras_optimizer", "state", "asked for after `fit`", "an optimizer before")
@@ -71,13 +70,13 @@ class SamplerOptimizer(keras.Optimizer):
         """Return the current draw, in the order of `model.trainable_variables`."""
         return state.last_accepted(self.state, [x.value for x in self._trainable_variables])
 
-    def get_config(self) -> dict[str, Any]:
-        """Describe the sampler, where plain numbers do."""
+    def get_config(self) -> Options:
+        """Describe the sampler, if plain numbers suffice."""
         return {"name": self.name, "sampler": _written(self._hidden.sampler)}
 
     @classmethod
-    def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Any:
-        """Build the sampler again."""
+    def from_config(cls, config: Options, custom_objects: object = None) -> SamplerOptimizer:
+        """Rebuild the sampler."""
         if config["sampler"] is None:
             rule = "built from numbers alone, so that a saved model can hold it"
             remedy = "Call `load_model(..., compile=False)` and `compile` the model."
@@ -85,17 +84,17 @@ class SamplerOptimizer(keras.Optimizer):
         return cls(_built(config["sampler"]), config["name"])
 
 
-def _copy(leaf: jax.Array, shape: Any, dtype: Any = None) -> jax.Array:
+def _copy(leaf: jax.Array, shape: object, dtype: object = None) -> jax.Array:
     """Initialize a variable."""
     return jnp.array(leaf)
 
 
-def _written(sampler: Any) -> dict[str, Any] | None:
-    """Name and arguments of a sampler as JSON can hold them; None where it cannot."""
+def _written(sampler: object) -> Options | None:
+    """Return name and arguments of a sampler in a form for JSON; None if that is impossible."""
     arguments = getattr(sampler, "arguments", None)
     if not isinstance(arguments, Mapping):
         return None
-    told: dict[str, Any] = {}
+    described: Options = {}
     for name, value in arguments.items():
         if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
             value = {"key": np.asarray(jax.random.key_data(value)).tolist()}
@@ -106,25 +105,25 @@ def _written(sampler: Any) -> dict[str, Any] | None:
         is_plain = value is None or isinstance(value, (bool, int, float, str, dict))
         if not is_plain or value == {"built": None}:
             return None
-        told[name] = value
-    return {"name": sampler.name, "arguments": told}
+        described[name] = value
+    return {"name": getattr(sampler, "name"), "arguments": described}  # noqa: B009
 
 
-def _built(told: Mapping[str, Any]) -> Any:
+def _built(described: Options) -> optax.GradientTransformation:
     """Build what `_written` described."""
 
-    def read(value: Any) -> Any:
+    def read(value):
         if not isinstance(value, dict):
             return value
         if "built" in value:
             return _built(value["built"])
         return jax.random.wrap_key_data(jnp.asarray(value["key"], jnp.uint32))
 
-    arguments = {name: read(value) for name, value in told["arguments"].items()}
-    return getattr(optax_smile, told["name"])(**arguments)
+    arguments = {name: read(value) for name, value in described["arguments"].items()}
+    return getattr(optax_smile, described["name"])(**arguments)
 
 
-def make(sampler: Any) -> SamplerOptimizer:
+def make(sampler: optax.GradientTransformation) -> SamplerOptimizer:
     """See `interop.keras_optimizer`."""
     if keras.backend.backend() != "jax":
         rule, remedy = "used with the JAX backend", "Set KERAS_BACKEND=jax before importing Keras."

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -14,21 +14,47 @@ from sklearn.preprocessing import LabelEncoder, StandardScaler
 from sklearn.utils import check_random_state, multiclass, validation
 
 from optax_smile import _check
+from optax_smile._types import Batch, Options, Output, Tree
 from optax_smile.chains.sample import sample
 from optax_smile.chains.warmstart import warmstart
 from optax_smile.draws.likelihoods import NAMED, Name
 from optax_smile.draws.predict import Prediction, predict
-from optax_smile.interop import _network
 from optax_smile.samplers.smile import psmile
 
 # Train with small batches and sample with large ones.
 OPTIMIZER, HELD_OUT, BATCH, LARGE_BATCH = optax.adamw(3e-3), 0.1, 64, 256
 
 
+class _Batches:
+    """Batches of examples, shuffled in each pass."""
+
+    def __init__(self, size: int, seed: int, *data: np.ndarray):
+        self.rng, self.data, self.size = np.random.default_rng(seed), data, min(size, len(data[0]))
+
+    def __iter__(self):
+        order = self.rng.permutation(len(self.data[0]))
+        for end in range(self.size, len(order) + 1, self.size):
+            yield tuple(x[order[end - self.size : end]] for x in self.data)
+
+
+def _init(key: jax.Array, sizes: Sequence[int]) -> list[tuple[jax.Array, jax.Array]]:
+    """Initialise layers of the given sizes, inputs first: He's rule for weights, zero biases."""
+    he, keys = jax.nn.initializers.he_normal(), jax.random.split(key, len(sizes) - 1)
+    shapes = zip(keys, sizes[:-1], sizes[1:], strict=True)
+    return [(he(key, (n, m)), jnp.zeros((1, m))) for key, n, m in shapes]
+
+
+def _apply(layers: Sequence[tuple[jax.Array, jax.Array]], x: jax.Array) -> jax.Array:
+    """Map inputs `[input, feature]` to outputs `[input, output]`, with ReLU between layers."""
+    for weight, bias in layers[:-1]:
+        x = jax.nn.relu(x @ weight + bias)
+    return x @ layers[-1][0] + layers[-1][1]
+
+
 @dataclasses.dataclass(eq=False, repr=False, kw_only=True)
 class _Bayesian(BaseEstimator):
-    init: Callable[..., Any] | None = None
-    apply: Callable[..., Any] = _network.apply
+    init: Callable[..., optax.Params] | None = None
+    apply: Callable[..., jax.Array] = _apply
     widths: Sequence[int] = (32, 32)
     sampler: Callable[..., optax.GradientTransformation] = psmile
     prior_precision: float = 1.0
@@ -37,11 +63,11 @@ class _Bayesian(BaseEstimator):
     num_warmup: int = 1_000
     num_draws: int = 50
     thin: int = 40
-    random_state: Any = None
+    random_state: int | np.random.RandomState | None = None
     _likelihood: ClassVar[Name] = "categorical"
     center_ = np.float64(0)  # Without annotation, so no field.
 
-    def prediction(self, X: Any, y: Any = None) -> Prediction:
+    def prediction(self, X: Batch, y: Batch = None) -> Prediction:
         """Average over the draws: a `Prediction`, with log densities if `y` is given."""
         validation.check_is_fitted(self)
         X = validation.validate_data(self, X, reset=False)
@@ -50,35 +76,35 @@ class _Bayesian(BaseEstimator):
         average = predict(self._outputs, self.draws_, x, likelihood=self._likelihood, targets=y)
         return average._replace(mean=average.mean + self.center_)
 
-    def _code(self, y: Any) -> np.ndarray:
+    def _code(self, y: Batch) -> np.ndarray:
         return (np.asarray(y) - self.center_).astype(np.float32)
 
-    def _outputs(self, params: Any, x: jax.Array) -> Any:
+    def _outputs(self, params: Tree, x: jax.Array) -> Output:
         return self.apply(params["network"], x)
 
     def _fit(self, x: np.ndarray, y: np.ndarray, num_outputs: int, **others: jax.Array):
         self.scaler_ = StandardScaler().fit(x)
         data = np.asarray(self.scaler_.transform(x), np.float32), self._code(y)
         seed = int(check_random_state(self.random_state).randint(2**31 - 1))
-        split: Any = train_test_split(*data, test_size=HELD_OUT, random_state=seed)
-        x, held_x, y, held_y = split
+        split = train_test_split(*data, test_size=HELD_OUT, random_state=seed)
+        x, held_x, y, held_y = map(np.asarray, split)
         sizes = x.shape[1], *self.widths, num_outputs
 
         def init_fn(key):
-            network = self.init(key, x[:1]) if self.init else _network.init(key, sizes)
+            network = self.init(key, x[:1]) if self.init else _init(key, sizes)
             return {"network": network, **others}
 
         def loss_fn(params, batch):
             outputs = self._outputs(params, batch[0])
             return -NAMED[self._likelihood].log_density(outputs, batch[1]).mean()
 
-        small = _network.Batches(BATCH, seed, x, y)
-        large = _network.Batches(LARGE_BATCH, seed, *data)
-        posterior: Any = {"num_data": len(data[0]), "prior_precision": self.prior_precision}
-        begin: Any = {"num_members": self.num_chains, "num_epochs": self.num_epochs}
-        steps: Any = {x: getattr(self, x) for x in ("num_warmup", "num_draws", "thin")}
+        small = _Batches(BATCH, seed, x, y)
+        large = _Batches(LARGE_BATCH, seed, *data)
+        posterior: Options = {"num_data": len(data[0]), "prior_precision": self.prior_precision}
+        begin: Options = {"num_members": self.num_chains, "num_epochs": self.num_epochs}
+        steps: Options = {x: getattr(self, x) for x in ("num_warmup", "num_draws", "thin")}
         begin["validation"], steps["steps_per_dispatch"] = (held_x, held_y), self.thin
-        shared: Any = {"key": seed, "check": False, "progress": False}
+        shared: Options = {"key": seed, "check": False, "progress": False}
         with _check.called("fit", "warmstart", "sample", num_members="num_chains"):
             self.members_ = warmstart(loss_fn, init_fn, small, OPTIMIZER, **begin, **shared)
             sampler = self.sampler(**posterior, key=seed)
@@ -105,24 +131,24 @@ class BayesianClassifier(ClassifierMixin, _Bayesian):
         ['yes']
     """
 
-    def fit(self, X: Any, y: Any):
+    def fit(self, X: Batch, y: Batch):
         """Train and sample with features `X` `[input, feature]` and labels `y` `[input]`."""
         X, y = validation.validate_data(self, X, y, ensure_min_samples=2)
         multiclass.check_classification_targets(y)
         self.classes_ = np.unique(y)
         return self._fit(X, y, len(self.classes_))
 
-    def predict_proba(self, X: Any) -> np.ndarray:
+    def predict_proba(self, X: Batch) -> np.ndarray:
         """Predict the probabilities of `classes_`, `[input, class]`."""
         mean = self.prediction(X).mean
         return mean / mean.sum(axis=1, keepdims=True)
 
-    def predict(self, X: Any) -> np.ndarray:
+    def predict(self, X: Batch) -> np.ndarray:
         """Predict the most probable classes, `[input]`."""
         most = self.predict_proba(X).argmax(axis=1)
         return self.classes_[most]
 
-    def _code(self, y: Any) -> np.ndarray:
+    def _code(self, y: Batch) -> np.ndarray:
         return LabelEncoder().fit(self.classes_).transform(y)
 
 
@@ -135,20 +161,20 @@ class BayesianRegressor(RegressorMixin, _Bayesian):
 
     _likelihood = "gaussian"
 
-    def fit(self, X: Any, y: Any):
+    def fit(self, X: Batch, y: Batch):
         """Train and sample with features `X` `[input, feature]` and targets `y` `[input]`."""
         X, y = validation.validate_data(self, X, y, ensure_min_samples=2, y_numeric=True)
         self.center_, self.width_ = np.mean(y, dtype=float), float(np.std(y)) or 1.0
         return self._fit(X, y, 1, log_std=jnp.zeros(()))
 
-    def predict(self, X: Any) -> np.ndarray:
+    def predict(self, X: Batch) -> np.ndarray:
         """Predict the mean, `[input]`."""
         return self.prediction(X).mean
 
-    def predict_std(self, X: Any) -> np.ndarray:
+    def predict_std(self, X: Batch) -> np.ndarray:
         """Predict the standard deviation, noise and model uncertainty combined, `[input]`."""
         return np.sqrt(self.prediction(X).total)
 
-    def _outputs(self, params: Any, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def _outputs(self, params: Tree, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         mean = self.width_ * self.apply(params["network"], x).reshape(len(x))
         return mean, params["log_std"] + np.log(self.width_)

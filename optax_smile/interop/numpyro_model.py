@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from types import ModuleType
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_smile import _check
+from optax_smile._types import Batch, Options, Output, Tree
 from optax_smile.diagnostics.statistics import to_arviz
 from optax_smile.draws.snapshots import Snapshots, StoredSnapshots
 
@@ -21,6 +23,8 @@ DRAWS = "draws of this model from `sample`"
 TOLERANCE = 1e-5
 # Seed of the parameter values at which a model is inspected.
 SEED = 0
+# A message of NumPyro: a dict whose values depend on the kind of site.
+Site = Mapping[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,13 +40,13 @@ class NumpyroModel:
         batch: the example batch, which provides shapes.
     """
 
-    model: Callable[..., Any]
+    model: Callable[..., Output]
     plate: str
     num_data: int
-    batch: Any = dataclasses.field(repr=False)
+    batch: Batch = dataclasses.field(repr=False)
 
     @property
-    def posterior(self) -> dict[str, Any]:
+    def posterior(self) -> Options:
         """Arguments for a sampler: `psmile(**model.posterior, key=0)`.
 
         In models with few parameters, `tuner=angle_tuner(0.1)` moves faster than the default.
@@ -50,7 +54,7 @@ class NumpyroModel:
         given = {"num_data": self.num_data, "prior_precision": 0.0, "log_prior": self.log_prior}
         return given | {"temperature": 1.0}
 
-    def loss_fn(self, params: Mapping[str, jax.Array], batch: Any) -> jax.Array:
+    def loss_fn(self, params: Mapping[str, jax.Array], batch: Batch) -> jax.Array:
         """Compute minus the mean log likelihood of a batch, a scalar in nats per example."""
         run = _run(self, params, batch)
         # NumPyro scales log densities in the plate to the size of the plate.
@@ -64,7 +68,7 @@ class NumpyroModel:
             x for name, x in run.log_densities.items() if name not in run.inside
         )
 
-    def map_loss(self, params: Mapping[str, jax.Array], batch: Any) -> jax.Array:
+    def map_loss(self, params: Mapping[str, jax.Array], batch: Batch) -> jax.Array:
         """Compute `loss_fn` plus the prior's share, for `warmstart` to start near the mode."""
         run = _run(self, params, batch)
         return -(sum(run.log_densities.values()) + run.log_jacobian) / run.size
@@ -108,12 +112,12 @@ class NumpyroModel:
         params = {name: np.asarray(x) for name, x in values(dict(draws.params)).items()}
         return Snapshots(params, trace=draws.trace, settings=draws.settings)
 
-    def to_arviz(self, draws: Snapshots | StoredSnapshots) -> Any:
+    def to_arviz(self, draws: Snapshots | StoredSnapshots) -> Tree:
         """Convert draws for ArviZ with the model's site names, see `diagnostics.to_arviz`."""
         return to_arviz(self.constrain(draws))
 
 
-def _is_concrete(batch: Any) -> bool:
+def _is_concrete(batch: Batch) -> bool:
     return not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(batch))
 
 
@@ -125,7 +129,7 @@ def _is_concrete(batch: Any) -> bool:
     plate=_check.kind(str, "the name of a plate"),
 )
 def from_numpyro(
-    model: Callable[..., Any], batch: Any, *, num_data: int, plate: str = "data"
+    model: Callable[..., Output], batch: Batch, *, num_data: int, plate: str = "data"
 ) -> NumpyroModel:
     """Prepare a NumPyro model for mini-batch sampling.
 
@@ -209,14 +213,14 @@ class _Run:
 
 
 def _run(
-    bridge: NumpyroModel, params: Mapping[str, jax.Array], batch: Any, turn: bool = False
+    bridge: NumpyroModel, params: Mapping[str, jax.Array], batch: Batch, turn: bool = False
 ) -> _Run:
     """Run the model at unconstrained values; `turn` reverses the indices of its plate."""
     numpyro = _import_numpyro()
     arguments, keywords, indices = _arguments(bridge, batch)
     jacobians = []
 
-    def value_of(message: Any) -> Any:
+    def value_of(message: Site) -> jax.Array | None:
         if message["type"] == "plate" and message["name"] == bridge.plate:
             size, rows = message["args"]
             _check_plate(bridge, size, rows)
@@ -244,11 +248,11 @@ def _run(
     )
 
 
-def _is_inside(bridge: NumpyroModel, site: Mapping[str, Any]) -> bool:
+def _is_inside(bridge: NumpyroModel, site: Site) -> bool:
     return any(frame.name == bridge.plate for frame in site["cond_indep_stack"])
 
 
-def _is_latent(site: Mapping[str, Any]) -> bool:
+def _is_latent(site: Site) -> bool:
     return site["type"] == "sample" and not site["is_observed"]
 
 
@@ -259,7 +263,7 @@ def _example(bridge: NumpyroModel) -> dict[str, jax.Array]:
     rule = "a model without `numpyro.param`, state or random numbers"
 
     class Refuse(numpyro.primitives.Messenger):
-        def process_message(self, message: Any):
+        def process_message(self, message: Site):
             if message["type"] in ("param", "mutable", "prng_key"):
                 got = f"the {message['type']} {message.get('name') or ''}".strip()
                 _check.fail(WHERE, "model", rule, got)
@@ -302,7 +306,7 @@ def _check_plate(bridge: NumpyroModel, size: int, rows: int | None):
         _check.fail(WHERE, "num_data", rule, bridge.num_data, remedy)
 
 
-def _arguments(bridge: NumpyroModel, batch: Any) -> tuple[tuple, dict[str, Any], Any]:
+def _arguments(bridge: NumpyroModel, batch: Batch) -> tuple[tuple, Options, Batch]:
     """Return the model's positional and keyword arguments, and the plate's indices or None."""
     if isinstance(batch, Mapping):
         named = dict(batch)
@@ -311,10 +315,10 @@ def _arguments(bridge: NumpyroModel, batch: Any) -> tuple[tuple, dict[str, Any],
     return (tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)), {}, None
 
 
-def _other(batch: Any) -> Any:
+def _other(batch: Batch) -> Batch:
     """Make other examples of the same shapes; integers repeat those of the first example."""
 
-    def leaf(x: Any) -> Any:
+    def leaf(x: jax.typing.ArrayLike) -> jax.Array:
         x = jnp.asarray(x)
         if jnp.issubdtype(x.dtype, jnp.floating):
             return 2 * x[::-1] + 1
@@ -326,7 +330,7 @@ def _other(batch: Any) -> Any:
 def _same(run: _Run, other: _Run, name: str) -> bool:
     """Return whether two runs agree on a site, in log density and value."""
 
-    def close(a: Any, b: Any) -> bool:
+    def close(a: jax.typing.ArrayLike, b: jax.typing.ArrayLike) -> bool:
         same_shape = np.shape(a) == np.shape(b)
         return same_shape and np.allclose(a, b, rtol=TOLERANCE, atol=TOLERANCE, equal_nan=True)
 
@@ -347,7 +351,7 @@ def _kept(bridge: NumpyroModel, params: Mapping[str, jax.Array]) -> list[str]:
     return [name for name in run.values if name not in run.inside and _same(run, other, name)]
 
 
-def _import_numpyro() -> Any:
+def _import_numpyro() -> ModuleType:
     try:
         import numpyro
         import numpyro.distributions

@@ -10,12 +10,12 @@ import optax
 
 from optax_smile import _check, _tree
 from optax_smile._types import Batch, Tree
-from optax_smile.chains import _loop, _optimizer
+from optax_smile.chains import _checks, _optimizer
 from optax_smile.chains.sample import sample
 from optax_smile.draws.snapshots import Snapshots, StoredSnapshots
 from optax_smile.potential import START
 from optax_smile.samplers.smile import psmile
-from optax_smile.stages.tuner import angle_tuner
+from optax_smile.stages.step_size import angle_tuner
 
 Loss: TypeAlias = Callable[[optax.Params, Batch], jax.Array]
 Maker: TypeAlias = Callable[..., optax.GradientTransformation]
@@ -102,7 +102,7 @@ def over_batches(
     def average(draws: optax.Params) -> Tree:
         total, number = None, 0
         for batch in batches:
-            rows = _loop.num_rows(batch, False) or 1
+            rows = _checks.num_rows(batch, False) or 1
             sums = jax.tree.map(lambda x, n=rows: n * np.asarray(x, float), mapped(draws, batch))
             total = sums if total is None else jax.tree.map(np.add, total, sums)
             number += rows
@@ -133,7 +133,7 @@ def check_loss(
         _check.fail(where, "loss_fn", rule, f"one that returns {_check.show(loss)}")
     alone = copies(params, 1)
     if warns:
-        _loop.warn_of_sum(
+        _checks.warn_of_sum(
             where, lambda part: over_batches(loss_fn, [part])(alone), first, False, None
         )
     loss = float(over_batches(loss_fn, batches)(alone)[0])

@@ -12,10 +12,10 @@ import numpy as np
 import optax
 
 from optax_smile import _check
-from optax_smile.chains._rise import curvature
+from optax_smile.chains._checks import curvature
 from optax_smile.potential import Potential, auto_temperature, strength_for
 from optax_smile.samplers.smile import psmile
-from optax_smile.stages.tuner import angle_tuner
+from optax_smile.stages.step_size import angle_tuner
 
 # Number of batches used to estimate the curvature of the loss.
 MOST_BATCHES = 20

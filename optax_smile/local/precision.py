@@ -14,9 +14,9 @@ import optax
 from optax_smile import _check, _tree
 from optax_smile._table import aligned
 from optax_smile._types import Batch, Tree
-from optax_smile.chains import _loop
+from optax_smile.chains import _host
 from optax_smile.local import _around
-from optax_smile.stages.tuner import angle_tuner
+from optax_smile.stages.step_size import angle_tuner
 
 # A strong prior makes the posterior nearly isotropic, so that steps of 0.1 of its radius are
 # accurate; 64 steps give several independent draws
@@ -222,7 +222,7 @@ def local_precision(
         return precision, *error, float(seen["loss"].mean()), float(seen["distance"].mean())
 
     tried = [run(1 / _width(where, observe, chains, typed, allowed) ** 2)]
-    with _loop.Bar(max_runs, "precisions", progress) as bar:
+    with _host.Bar(max_runs, "precisions", progress) as bar:
         while len(tried) < max_runs and not 1 / NEAR <= tried[-1][1] / allowed <= NEAR:
             bar.show(len(tried), last=f"{tried[-1][0]:.3g}", excess=f"{tried[-1][1]:.3g}")
             tried.append(run(_next(tried, allowed)))

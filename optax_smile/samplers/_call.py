@@ -1,8 +1,9 @@
 """What every sampler does when a loop calls `init` and `update`."""
 
 import functools
-from collections.abc import Callable
-from typing import Any, Literal, TypeAlias, TypeVar
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Literal, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -10,14 +11,17 @@ import numpy as np
 import optax
 
 from optax_smile import _check, _settings, _tree
+from optax_smile._types import Options, StepSize, Tree, Unchecked
 from optax_smile.potential import PerParameter
 from optax_smile.samplers import _eager, _leaves, _tracked
+from optax_smile.samplers._leaves import DriverState
 from optax_smile.samplers._tracked import TrackedState
-from optax_smile.state import check_format
+from optax_smile.state import check_format, noise_id
 
-StepSize: TypeAlias = float | jax.Array | optax.Schedule
 Builder = TypeVar("Builder", bound=Callable)
-# Constraints of the arguments that tell the posterior.
+State = TypeVar("State", bound=DriverState)
+Update = Callable[[optax.Updates, State, optax.Params, Tree], tuple[optax.Updates, State]]
+# Constraints of the arguments that define the posterior.
 POSTERIOR: dict[str, _check.Constraint] = {
     "num_data": _check.Real(1, large=True),
     "prior_precision": PerParameter(_check.NONNEGATIVE),
@@ -26,75 +30,118 @@ POSTERIOR: dict[str, _check.Constraint] = {
     "temperature": _check.POSITIVE,
     "key": _check.Key(),
 }
-# And of those that all samplers share.
+# Constraints of the arguments that all samplers share.
 SHARED = POSTERIOR | {"track_params": _check.FLAG}
-# What loops call the mean loss by mistake; other keywords are for other parts of a chain.
+# Wrong names under which loops pass the mean loss; other keywords are for other parts of a chain.
 MISNAMED = ("losses", "loss_value", "mean_loss", "val", "values")
 
 
-def sampler(build: Builder, **fixed: Any) -> Builder:
-    """Let what a builder returns know its settings, and compile `update` in an eager loop.
+class Built(optax.GradientTransformationExtraArgs):
+    """The transformation that a builder returns to `sampler`.
+
+    Attributes:
+        core: `core(updates, state, params, value)`, one call on checked trees of arrays.
+        facing: makes the `update` that loops call from `core`.
+        chosen: arguments that the builder replaced.
+        settings: further settings, a function of the parameters.
+    """
+
+    core: Callable
+    facing: Callable[[Callable], Callable]
+    chosen: Mapping[str, object]
+    settings: Callable[[optax.Params], Options]
+
+    def __new__(cls, init: Callable, core: Callable, facing: Callable, **more: object):
+        built = super().__new__(cls, init, facing(core))
+        vars(built).update(core=core, facing=facing, **more)
+        return built
+
+
+def sampler(build: Builder, **fixed: object) -> Builder:
+    """Make a transformation that knows its settings and compiles `update` in an eager loop.
 
     Args:
-        build: function that returns what `transformation` returns.
-        fixed: settings that it has no parameter for.
+        build: function of keywords that returns what `transformation` returns.
+        fixed: settings for which it has no parameter.
     """
-    return _settings.recorded(_eager.compiled(build), **fixed)
+    signature = inspect.signature(build)
+
+    @functools.wraps(build)
+    def wrapper(*args: Unchecked, **kwargs: Unchecked) -> _settings.Sampler:
+        # First, so that Python's own errors about missing arguments name the function.
+        built = cast(Built, build(*args, **kwargs))
+        given = signature.bind(*args, **kwargs)
+        given.apply_defaults()
+        arguments = dict(given.arguments)
+        if "key" in arguments:
+            arguments["key"] = _check.Key()(build.__name__, "key", arguments["key"])
+        run = functools.partial(_eager.run, _eager.Recipe(build, arguments), built.core)
+        named = {name: built.chosen.get(name, x) for name, x in given.arguments.items()}
+        settings = {"name": build.__name__, **fixed, **named}
+        init = _settings.reporting(built.init, settings, built.settings)
+        return _settings.Sampler(init, built.facing(run), build.__name__, named)
+
+    return cast(Builder, wrapper)
 
 
 def transformation(
     where: str,
-    init: Callable[[Any], Any],
-    update: Callable[[Any, Any, Any, Any], tuple[Any, Any]],
-    kind: type,
+    init: Callable[[optax.Params], State],
+    update: Update[State],
+    kind: type[State],
     track_params: bool,
-    **told: Any,
-) -> _settings.Sampler:
-    """Make an Optax transformation that checks its arguments and chooses the leaves that move.
+    chosen: Mapping[str, object] = _check.NOTHING,
+    settings: Callable[[optax.Params], Options] = lambda params: {},
+) -> Built:
+    """Add the checks of arguments and the choice of the leaves that move.
 
     Args:
         where: name of the sampler.
-        init: `init(params)`, the state, of floating leaves alone.
+        init: `init(params)`, the state, of floating leaves only.
         update: `update(updates, state, params, value)`, displacement and state, of the leaves that
-            move alone.
-        kind: of the state, which has `like_params` and `sampled`.
+            move only.
+        kind: of the state.
         track_params: whether the state holds the parameters.
-        told: what `Sampler` is to know.
+        chosen, settings: see `Built`.
     """
 
-    def checked_init(params: Any) -> Any:
+    def checked_init(params: optax.Params) -> optax.OptState:
         params = _leaves.candidates(f"{where}.init", params)
         state = init(params)
         return _tracked.begin(state, params) if track_params else state
 
-    def core(updates: Any, state: Any, params: Any, value: Any) -> tuple[Any, Any]:
-        """One call, on trees of arrays: gradients and parameters have None where none moves."""
-        before = state.sampler if track_params else state
+    def core(
+        updates: optax.Updates, state: Tree, params: optax.Params | None, value: Tree
+    ) -> tuple[optax.Updates, optax.OptState]:
+        """One call, on trees of arrays: gradients and parameters have None for leaves at rest."""
+        before: State = state.sampler if track_params else state
         expected = jax.eval_shape(init, before.like_params)
         if jax.tree.structure(before) != jax.tree.structure(expected):
-            rule, got = _is_state_of(where), "one of a sampler built otherwise"
-            _check.fail(f"{where}.update", "state", rule, got)
+            _check.fail(f"{where}.update", "state", _is_state_of(where), OTHERWISE)
         moves, is_seen = _leaves.moving(updates, before.like_params), params is not None
         differs = jnp.zeros_like(before.sampled.is_inconsistent)
         if track_params:
             params, differs = _tracked.here(state, params, moves)
+        params = cast(optax.Params, params)
+        updates = jax.tree.map(lambda g, x: g.astype(x.dtype), updates, params)
         if all(moves):
             displacement, after = update(updates, before, params, value)
         else:
             like = jax.eval_shape(init, _leaves.only(before.like_params, moves))
-            narrowed = _leaves.narrow(before, like)
-            displacement, after = update(updates, narrowed, params, value)
+            displacement, after = update(updates, _leaves.narrow(before, like), params, value)
             after = _leaves.widen(after, before)
         is_first = before.last_update.num_gradients == 0
-        size = _tree.size(updates)
-        sampled = _leaves.observe(before.sampled, moves, size, is_first, differs)
+        sampled = before.sampled.observe(moves, _tree.size(updates), is_first, differs)
         after = after._replace(sampled=sampled)
         if track_params:
             after = _tracked.proceed(state, after, params, displacement, is_seen)
         return displacement, after
 
     facing = functools.partial(_facing, where, kind, track_params)
-    return _settings.Sampler(checked_init, facing(core), core=core, facing=facing, **told)
+    return Built(checked_init, core, facing, chosen=chosen, settings=settings)
+
+
+OTHERWISE = "one of a sampler with other settings"
 
 
 def _is_state_of(where: str) -> str:
@@ -102,54 +149,52 @@ def _is_state_of(where: str) -> str:
 
 
 def _facing(where: str, kind: type, track_params: bool, run: Callable) -> Callable:
-    """Make the `update` that a loop calls of one that gets checked trees of arrays."""
+    """Make the `update` that a loop calls: check its arguments, then run the core."""
     where_called = f"{where}.update"
 
     def update(
-        updates: Any,
-        state: Any,
-        params: Any = None,
+        updates: optax.Updates,
+        state: optax.OptState,
+        params: optax.Params | None = None,
         *,
-        value: Any = None,
-        loss: Any = None,
-        **others: Any,
-    ) -> tuple[Any, Any]:
+        value: Unchecked = None,
+        loss: Unchecked = None,
+        **others: Unchecked,
+    ) -> tuple[optax.Updates, optax.OptState]:
         if params is None and not track_params:
             raise ValueError(_tree.MISSING_PARAMS)
         value = mean_loss(where_called, value, loss, others)
-        if isinstance(state, TrackedState) != track_params or not isinstance(
-            getattr(state, "sampler", state), kind
-        ):
-            is_other = isinstance(getattr(state, "sampler", state), kind)
-            got = "one of a sampler built otherwise" if is_other else _check.show(state)
+        is_kind = isinstance(getattr(state, "sampler", state), kind)
+        if isinstance(state, TrackedState) != track_params or not is_kind:
+            got = OTHERWISE if is_kind else _check.show(state)
             _check.fail(where_called, "state", _is_state_of(where), got)
+        state = cast(DriverState | TrackedState, state)
         check_format(where_called, "state", state)
-        known = state.like_params
-        chosen = _leaves.select(where_called, updates, params, known)
-        moves, after = run(chosen.updates, state, chosen.params, value)
+        chosen = _leaves.select(where_called, updates, params, state.like_params)
+        displacement, after = run(chosen.updates, state, chosen.params, value)
         if _leaves.is_known_true(after.sampled.is_inconsistent):
             _explain(where_called, state, updates)
-        return chosen.put_back(moves), after
+        return chosen.put_back(displacement), after
 
     return update
 
 
-def _explain(where: str, before: Any, updates: Any):
+def _explain(where: str, before: DriverState | TrackedState, updates: optax.Updates):
     """Raise the error of a call that does not fit those before it."""
     before.sampled.require_consistent(where)
-    sampler = getattr(before, "sampler", before)
-    is_first = bool(sampler.last_update.num_gradients == 0)
-    _leaves.check_same(where, before.sampled, updates, before.like_params, is_first)
-    advice = "After other weights were put in their place, begin again with `init`."
+    sampler = before.sampler if isinstance(before, TrackedState) else before
+    if sampler.last_update.num_gradients > 0:
+        _leaves.check_same(where, before.sampled, updates, before.like_params)
+    advice = "If you replaced the weights, begin again with `init`."
     _check.fail(where, "params", _tracked.FOREIGN, "others", advice)
 
 
-def mean_loss(where: str, value: Any, loss: Any, others: Any) -> Any:
+def mean_loss(where: str, value: Unchecked, loss: Unchecked, others: Mapping[str, object]) -> Tree:
     """Require one scalar mean loss, under one of its two names, or none.
 
     Args:
         where: the function that was called.
-        value, loss: what it got under these names.
+        value, loss: what it received under these names.
         others: its other keywords.
     """
     if value is not None and loss is not None:
@@ -159,14 +204,27 @@ def mean_loss(where: str, value: Any, loss: Any, others: Any) -> Any:
     if given is None:
         if misnamed := [name for name in MISNAMED if name in others]:
             rule = "named `value`, if it is the mean loss"
-            got = "nothing of that name"
-            _check.fail(where, misnamed[0], rule, got, "Else pass `value` as well.")
+            advice = "Otherwise pass `value` as well."
+            _check.fail(where, misnamed[0], rule, "nothing of that name", advice)
         return None
     if isinstance(given, bool) or not _check.is_real(getattr(given, "dtype", type(given))):
         _check.fail(where, name, "the scalar mean loss", _check.show(given))
     if jnp.shape(given) != ():
         _check.fail(where, name, "the scalar mean loss", f"shape {jnp.shape(given)}")
     return given
+
+
+def shared_stats(state: DriverState) -> Options:
+    """Return the part of `Stats` that both drivers know."""
+    return {
+        "num_rejected": state.guardrail.num_rejected,
+        "num_nonfinite": state.guardrail.num_nonfinite,
+        "num_altered": state.probe.num_altered,
+        "is_altered": state.probe.is_altered | state.sampled.is_inconsistent,
+        "num_parameters": state.sampled.num_parameters,
+        "noise_id": noise_id(state.key, state.last_update.num_gradients),
+        **state.last_update.stats(),
+    }
 
 
 def key(where: str, data: jax.Array, like: jax.Array) -> jax.Array:
@@ -185,16 +243,16 @@ def alike(number: float | jax.Array, scalar: jax.Array) -> jax.Array:
 
 
 def schedule(where: str, step_size: StepSize) -> optax.Schedule:
-    """Take a number as a schedule that stays, and require numbers of any other."""
+    """Turn a number into a constant schedule, and check the numbers of any other schedule."""
     if not callable(step_size):
         return lambda count: step_size
 
-    def size(count: Any) -> Any:
-        found = step_size(count)
-        is_number = _check.is_real(getattr(found, "dtype", type(found))) and np.ndim(found) == 0
-        if not is_number or isinstance(found, bool):
+    def size(count: Tree) -> Tree:
+        number = step_size(count)
+        is_number = _check.is_real(getattr(number, "dtype", type(number))) and np.ndim(number) == 0
+        if not is_number or isinstance(number, bool):
             rule = "a schedule that gives a number for each count of steps"
-            _check.fail(where, "step_size", rule, f"one that gives {_check.show(found)}")
-        return found
+            _check.fail(where, "step_size", rule, f"one that gives {_check.show(number)}")
+        return number
 
     return size

@@ -1,32 +1,31 @@
-"""What SGLD, SGHMC and their kin share: one gradient in, one displacement out.
+"""The driver of SGLD, SGHMC and their relatives: one gradient in, one displacement out.
 
-A sampler of this family is a `Rule` for the displacement. Everything else is here: the checks, the
-energy, the step size, the random keys, and the guardrail that rejects a step that ends in a
-non-finite number.
+A sampler of this family is a `Rule` for the displacement. Everything else is here: the energy, the
+step size, the random keys, and the rejection of steps that end in a non-finite number.
 """
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from optax_smile import _check, _tree, potential
+from optax_smile._types import StepSize, Tree
 from optax_smile.samplers import _call, _leaves
 from optax_smile.samplers._leaves import SampledState
-from optax_smile.stages import energy, evidence, probe
-from optax_smile.stages.guardrail import Guardrail, GuardrailState, guardrail
-from optax_smile.state import STATE_FORMAT, LastUpdate, Stats, no_update, noise_id
+from optax_smile.stages import evidence, probe, rejection
+from optax_smile.state import STATE_FORMAT, LastUpdate, Stats, no_update
 
 
 class Move(NamedTuple):
-    """What a rule makes its displacement from.
+    """What a rule computes its displacement from.
 
     Attributes:
         gradient: grad U, nats per unit of the parameter.
-        loss_gradient: gradient of the mean loss as the loop passed it.
+        updates: gradient of the mean loss as the loop passed it.
         displacement: of the step that ends here; zero at the start and after a rejected step.
         step_size: of the step that begins, scalar.
         step_ratio: `step_size` over that of the step that ends here, scalar; 0 if that was 0.
@@ -35,7 +34,7 @@ class Move(NamedTuple):
     """
 
     gradient: optax.Updates
-    loss_gradient: optax.Updates
+    updates: optax.Updates
     displacement: optax.Updates
     step_size: jax.Array
     step_ratio: jax.Array
@@ -47,14 +46,14 @@ class Rule(NamedTuple):
     """A sampler: memory from parameters, displacement and memory from a `Move`, both pure.
 
     Attributes:
-        init: `init(params)`, the memory before the first call.
         move: `move(memory, move)`, the displacement and the new memory.
+        init: `init(params)`, the memory before the first call.
         is_draw: whether the step with this count, 0 for the first, ends in a draw from the
             posterior.
     """
 
-    init: Callable[[Any], Any]
-    move: Callable[[Any, Move], tuple[Any, Any]]
+    move: Callable[[Tree, Move], tuple[optax.Updates, Tree]]
+    init: Callable[[optax.Params], Tree] = lambda params: None
     is_draw: Callable[[jax.Array], jax.Array] = lambda count: jnp.ones_like(count, bool)
 
 
@@ -62,28 +61,28 @@ class LangevinState(NamedTuple):
     """State of a sampler with a `Rule`.
 
     Attributes:
-        memory: what the rule remembers, such as averages over gradients.
+        memory: of the rule, such as averages over gradients.
         displacement: of the open step, a tree like the parameters: what the last call added, and
             for SGHMC the velocity. Zero before the first call and after a rejected step.
         step_length: step size of the open step, or of the rejected one.
-        step_size_factor: what multiplies the user's step size, scalar.
+        step_size_factor: factor of the user's step size, scalar.
         guardrail: counters of rejected steps.
         probe: whether the parameters arrive where they were sent.
-        prior_mean: the parameters that the chain began with, if the prior is around them; or None.
+        prior_mean: the parameters at the start, if the prior is around them; or None.
         num_steps: steps begun, the count that a step-size schedule gets, int32.
         key: for the noise of the next call, as raw numbers, uint32.
-        last_update: what the last call found out.
+        last_update: facts about the last call.
         sampled: which leaves are sampled.
         state_format: `state.STATE_FORMAT` of the version that made the state, int32.
     """
 
-    memory: Any
+    memory: Tree
     displacement: optax.Updates
     step_length: jax.Array
     step_size_factor: jax.Array
-    guardrail: GuardrailState
+    guardrail: rejection.GuardrailState
     probe: probe.ProbeState
-    prior_mean: Any
+    prior_mean: optax.Params | None
     num_steps: jax.Array
     key: jax.Array
     last_update: LastUpdate
@@ -91,7 +90,7 @@ class LangevinState(NamedTuple):
     state_format: jax.Array
 
     @property
-    def like_params(self) -> Any:
+    def like_params(self) -> optax.Params:
         """A tree like the parameters that `init` got."""
         return self.displacement
 
@@ -103,22 +102,13 @@ class LangevinState(NamedTuple):
     def stats(self) -> Stats:
         """Scalars that describe the last call, see `optax_smile.stats`."""
         unknown = jnp.full_like(self.step_length, jnp.nan)
+        unmeasured = "energy_mean", "energy_std", "change_share", "descent", "fall"
         return Stats(
             step_size=self.step_length,
-            energy_mean=unknown,
-            energy_std=unknown,
-            num_rejected=self.guardrail.num_rejected,
-            num_nonfinite=self.guardrail.num_nonfinite,
             num_outlying=jnp.zeros_like(self.guardrail.num_nonfinite),
-            change_share=unknown,
-            descent=unknown,
-            fall=unknown,
             on_its_way=jnp.zeros_like(self.last_update.accepted),
-            num_altered=self.probe.num_altered,
-            is_altered=self.probe.is_altered | self.sampled.is_inconsistent,
-            num_parameters=self.sampled.num_parameters,
-            noise_id=noise_id(self.key, self.last_update.num_gradients),
-            **self.last_update.stats(),
+            **dict.fromkeys(unmeasured, unknown),
+            **_call.shared_stats(self),
         )
 
     def last_accepted(self, params: optax.Params) -> optax.Params:
@@ -127,7 +117,7 @@ class LangevinState(NamedTuple):
         has_gradient = self.sampled.has_gradient
         return _tree.map_sampled(lambda move, x: x - move, self.displacement, params, has_gradient)
 
-    def last_gradient(self) -> tuple[Any, jax.Array]:
+    def last_gradient(self) -> tuple[optax.Updates, jax.Array]:
         """See `state.SamplerState`."""
         return self.displacement, self.last_update.received
 
@@ -152,89 +142,85 @@ def inverse(roots: optax.Updates, smallest: float | jax.Array) -> optax.Updates:
     return jax.tree.map(lambda x: jnp.where(seen, 1 / (floor + x), 0).astype(x.dtype), roots)
 
 
-def sampler(
-    name: str,
-    step_size: float | jax.Array | optax.Schedule,
-    posterior: potential.Potential,
-    key: jax.Array | int | None,
-    rule: Rule,
-    track_params: bool,
-) -> optax.GradientTransformationExtraArgs:
-    """Build the transformation that moves by a rule."""
-    potential.check(name, posterior)
-    seed = _check.Key(needed=True)(name, "key", key)
-    of = _Parts(name, posterior, rule, guardrail(name), _call.schedule(name, step_size), seed)
-
-    init, update = functools.partial(_init, of), functools.partial(_update, of)
-    return _call.transformation(name, init, update, LangevinState, track_params)
-
-
 class _Parts(NamedTuple):
-    """What `sampler` was given, and its guardrail."""
+    """The arguments of `build`."""
 
     name: str
     posterior: potential.Potential
     rule: Rule
-    guardrail: Guardrail
     step_size: optax.Schedule
     seed: jax.Array
 
 
-def _init(of: _Parts, params: Any) -> LangevinState:
-    posterior = potential.begin(of.name, of.posterior, params)
+def build(
+    name: str,
+    step_size: StepSize,
+    posterior: potential.Potential,
+    key: jax.Array | int | None,
+    rule: Rule,
+    track_params: bool,
+) -> _call.Built:
+    """Build the sampler that moves by a rule."""
+    potential.check(name, posterior)
+    seed = _check.Key(needed=True)(name, "key", key)
+    parts = _Parts(name, posterior, rule, _call.schedule(name, step_size), seed)
+    init, update = functools.partial(_init, parts), functools.partial(_update, parts)
+    return _call.transformation(name, init, update, LangevinState, track_params)
+
+
+def _init(parts: _Parts, params: optax.Params) -> LangevinState:
+    posterior = potential.begin(parts.name, parts.posterior, params)
     dtype, count = _tree.dtype(params), jnp.zeros((), jnp.int32)
+    last_update = no_update(dtype, posterior.temperature)
     return LangevinState(
-        memory=of.rule.init(params),
+        memory=parts.rule.init(params),
         displacement=jax.tree.map(jnp.zeros_like, params),
-        step_length=jnp.asarray(of.step_size(count), dtype),
+        step_length=jnp.asarray(parts.step_size(count), dtype),
         step_size_factor=jnp.ones((), dtype),
-        guardrail=of.guardrail.init(dtype),
+        guardrail=rejection.init(dtype),
         probe=probe.init(params),
         prior_mean=potential.centre(posterior, params),
         num_steps=count,
-        key=jnp.copy(jax.random.key_data(of.seed)),
-        last_update=no_update(dtype, posterior.temperature)._replace(
-            is_draw=of.rule.is_draw(count - 1)
-        ),
+        key=jnp.copy(jax.random.key_data(parts.seed)),
+        last_update=last_update._replace(is_draw=parts.rule.is_draw(count - 1)),
         sampled=_leaves.begin(params),
         state_format=jnp.asarray(STATE_FORMAT, jnp.int32),
     )
 
 
-def _update(of: _Parts, updates: Any, state: Any, params: Any, value: Any) -> tuple[Any, Any]:
+def _update(
+    parts: _Parts, updates: optax.Updates, state: LangevinState, params: optax.Params, value: Tree
+) -> tuple[optax.Updates, LangevinState]:
     dtype, last = state.step_length.dtype, state.last_update
     value = None if value is None else jnp.asarray(value, dtype)
-    posterior = potential.of_chain(of.posterior, params, state.prior_mean)
-    received = _tree.fingerprint(jax.tree.map(lambda g, x: g.astype(x.dtype), updates, params))
-    slope, value = potential.with_log_prior(posterior, updates, value, params)
-    gradient = potential.gradient(posterior, slope, params)
+    posterior = potential.of_chain(parts.posterior, params, state.prior_mean)
+    loss_gradient, value = potential.with_log_prior(posterior, updates, value, params)
+    gradient = potential.gradient(posterior, loss_gradient, params)
     given = (_tree.inner(gradient, gradient), *(() if value is None else (value,)))
-    error = energy.error(None, last.accepted, given)
-    guard, reject = of.guardrail.judge(state.guardrail, error)
+    error = evidence.error(None, last.accepted, given)
+    guard, reject = rejection.judge(state.guardrail, error)
 
-    step_length = of.step_size(state.num_steps) * state.step_size_factor * guard.step_backoff
+    step_length = parts.step_size(state.num_steps) * state.step_size_factor * guard.step_backoff
     step_length = jnp.asarray(step_length, dtype)
-    key, noise_key = jax.random.split(_call.key(of.name, state.key, of.seed))
+    key, noise_key = jax.random.split(_call.key(parts.name, state.key, parts.seed))
     step_end = last.accepted & (last.num_gradients > 0)
     last_length = state.step_length
     moved = last_length > 0
-    displacement, memory = of.rule.move(
-        state.memory,
-        Move(
-            gradient=gradient,
-            loss_gradient=updates,
-            displacement=state.displacement,
-            step_size=step_length,
-            step_ratio=jnp.where(moved, step_length / jnp.where(moved, last_length, 1), 0),
-            num_steps=state.num_steps,
-            noise=_tree.normal_like(noise_key, params),
-        ),
+    call = Move(
+        gradient=gradient,
+        updates=updates,
+        displacement=state.displacement,
+        step_size=step_length,
+        step_ratio=jnp.where(moved, step_length / jnp.where(moved, last_length, 1), 0),
+        num_steps=state.num_steps,
+        noise=_tree.normal_like(noise_key, params),
     )
+    displacement, memory = parts.rule.move(state.memory, call)
 
     back = jax.tree.map(jnp.negative, state.displacement)
     still = jax.tree.map(jnp.zeros_like, params)
     resolution = evidence.resolution(_tree.inner(params, params))
-    is_draw = of.rule.is_draw(state.num_steps - 1)
+    is_draw = parts.rule.is_draw(state.num_steps - 1)
     return _tree.where(reject, back, displacement), LangevinState(
         memory=_tree.where(reject, state.memory, memory),
         displacement=_tree.where(reject, still, displacement),
@@ -255,7 +241,7 @@ def _update(of: _Parts, updates: Any, state: Any, params: Any, value: Any) -> tu
             below_resolution=_tree.inner(displacement, displacement) < resolution**2,
             last_temperature=_call.alike(posterior.temperature, step_length),
             num_gradients=_tree.count(last.num_gradients),
-            received=jnp.where(reject, 0, received),
+            received=jnp.where(reject, 0, _tree.fingerprint(updates)),
         ),
         sampled=state.sampled,
         state_format=state.state_format,

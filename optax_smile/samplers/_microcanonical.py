@@ -1,48 +1,69 @@
-"""The driver of SMILE, pSMILE and MCLMC: one call of `update` through four exchangeable stages."""
+"""The driver of SMILE, pSMILE and MCLMC: one call of `update` through the stages.
+
+A gradient has these names on its way:
+
+- `updates`: of the mean loss, as the loop passes it, in the precision of the parameters. A
+  `log_prior` adds its own gradient to it.
+- `received`: the fingerprint of `updates` as passed, which the state keeps for checks.
+- `gradient`: of the energy U, in nats per unit of the parameters.
+- `deviation`: what the preconditioner measures of `gradient`.
+- `whitened`: `gradient` over the scale of the preconditioner.
+- `sketch`: of `whitened`, by which the change to the next call is estimated.
+"""
 
 import functools
 import warnings
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from optax_smile import _check, _joined, _tree, potential
+from optax_smile._types import Options, StepSize, Tree
 from optax_smile.samplers import _call, _leaves
 from optax_smile.samplers._leaves import SampledState
-from optax_smile.stages import energy, evidence, momentum, probe, products
-from optax_smile.stages import tuner as tuning
-from optax_smile.stages.guardrail import Guardrail, GuardrailState
-from optax_smile.stages.preconditioner import Preconditioner
-from optax_smile.state import STATE_FORMAT, LastUpdate, Stats, no_update, noise_id
+from optax_smile.stages import evidence, probe, rejection, scale
+from optax_smile.stages.evidence import Evidence, EvidenceState, StepEnd, Trees
+from optax_smile.stages.integrator import (
+    SCHEMES,
+    Decoherence,
+    IntegratorName,
+    Momentum,
+    MomentumState,
+    step_start,
+    stop,
+    turn,
+)
+from optax_smile.stages.step_size import Tuner, choose
+from optax_smile.state import STATE_FORMAT, LastUpdate, Stats, no_update
 
 
 class MicrocanonicalState(NamedTuple):
-    """State of `smile`, `psmile` and `mclmc`: four stages and what joins them.
+    """State of `smile`, `psmile` and `mclmc`.
 
     Attributes:
-        preconditioner: averages over the gradients of the kept calls; None without one.
+        preconditioner: averages over the gradients of the accepted calls; None without one.
         momentum: direction and place inside the open step.
         guardrail: counters of rejected steps.
         tuner: state of the tuner, with the field `step_size_factor`.
-        evidence: what the calls so far have shown.
+        evidence: averages over the calls so far.
         probe: whether the parameters arrive where they were sent.
-        prior_mean: the parameters that the chain began with, if the prior is around them; or None.
+        prior_mean: the parameters at the start, if the prior is around them; or None.
         num_steps: steps begun, the count that a step-size schedule gets, int32.
-        key: for explicit noise and fresh momenta, as raw numbers, uint32; None if neither is used.
-        last_update: what the last call found out.
+        key: for explicit noise, as raw numbers, uint32; None without it.
+        last_update: facts about the last call.
         sampled: which leaves are sampled.
         state_format: `state.STATE_FORMAT` of the version that made the state, int32.
     """
 
-    preconditioner: Any
-    momentum: momentum.MomentumState
-    guardrail: GuardrailState
-    tuner: Any
-    evidence: evidence.EvidenceState
+    preconditioner: Tree
+    momentum: MomentumState
+    guardrail: rejection.GuardrailState
+    tuner: Tree
+    evidence: EvidenceState
     probe: probe.ProbeState
-    prior_mean: Any
+    prior_mean: optax.Params | None
     num_steps: jax.Array
     key: jax.Array | None
     last_update: LastUpdate
@@ -50,7 +71,7 @@ class MicrocanonicalState(NamedTuple):
     state_format: jax.Array
 
     @property
-    def like_params(self) -> Any:
+    def like_params(self) -> optax.Params:
         """A tree like the parameters that `init` got."""
         return self.momentum.direction
 
@@ -65,244 +86,256 @@ class MicrocanonicalState(NamedTuple):
             step_size=self.momentum.step_length,
             energy_mean=self.evidence.energies.energy_mean,
             energy_std=self.evidence.energies.energy_std,
-            num_rejected=self.guardrail.num_rejected,
-            num_nonfinite=self.guardrail.num_nonfinite,
             num_outlying=self.evidence.turns.num_outlying,
             change_share=self.evidence.changes.share(),
             descent=self.evidence.descent.descent_score,
             fall=self.evidence.loss.fall,
             on_its_way=self.evidence.descent.on_its_way | self.evidence.loss.is_falling,
-            num_altered=self.probe.num_altered,
-            is_altered=self.probe.is_altered | self.sampled.is_inconsistent,
-            num_parameters=self.sampled.num_parameters,
-            noise_id=noise_id(self.key, self.last_update.num_gradients),
-            **self.last_update.stats(),
+            **_call.shared_stats(self),
         )
 
     def last_accepted(self, params: optax.Params) -> optax.Params:
         """Start of the open step, see `optax_smile.last_accepted`."""
         self.sampled.require_consistent("last_accepted")
-        scale = _inverse_scale(self.preconditioner)
-        return momentum.step_start(self.momentum, params, scale, self.sampled.has_gradient)
+        inverse_scale = scale.inverse_of(self.preconditioner)
+        has_gradient = self.sampled.has_gradient
+        return step_start(self.momentum, params, inverse_scale, has_gradient)
 
-    def last_gradient(self) -> tuple[Any, jax.Array]:
+    def last_gradient(self) -> tuple[optax.Updates, jax.Array]:
         """See `state.SamplerState`."""
         return self.momentum.direction, self.last_update.received
 
 
-def _inverse_scale(state: Any) -> optax.Updates | None:
-    return None if state is None else state.inverse_scale()
-
-
 class _Parts(NamedTuple):
-    """What `compose` was given."""
+    """The arguments of `build`."""
 
     name: str
     posterior: potential.Potential
-    preconditioner: Preconditioner
-    momentum: momentum.Momentum
-    guardrail: Guardrail
-    tuner: tuning.Tuner
+    preconditioner: scale.Preconditioner
+    momentum: Momentum
+    reject_quantile: float | None
+    tuner: Tuner
     step_size: optax.Schedule
     seed: jax.Array | None
 
 
-def compose(
+def build(
     name: str,
     posterior: potential.Potential,
+    preconditioner: scale.Preconditioner,
     *,
-    preconditioner: Preconditioner,
-    momentum: momentum.Momentum,
-    guardrail: Guardrail,
-    tuner: tuning.Tuner | None = None,
-    step_size: float | jax.Array | optax.Schedule | None = None,
+    integrator: IntegratorName,
+    decoherence_length: Decoherence | None = None,
+    reject_quantile: float | None = None,
+    tuner: Tuner | None = None,
+    step_size: StepSize | None = None,
     key: jax.Array | int | None = None,
     track_params: bool = False,
-) -> optax.GradientTransformationExtraArgs:
-    """Build a sampler from its four stages.
-
-    Args:
-        name: of the sampler, for errors.
-        posterior: what to sample.
-        preconditioner: in which coordinates.
-        momentum: by which dynamics.
-        guardrail: which steps are rejected.
-        tuner: how long the steps are; None: as `step_size` says, or `angle_tuner()` without one.
-        step_size: length of a step, a schedule, or None where the tuner finds it.
-        key: for explicit noise and fresh momenta.
-        track_params: whether the state holds the parameters.
-    """
-    tuner = tuning.choose(name, tuner, step_size)
+) -> _call.Built:
+    """Build a sampler; for the arguments see `psmile`."""
+    is_random = decoherence_length is not None
+    purpose = "where `decoherence_length` is set" if is_random else ""
+    seed = _check.Key(is_random, purpose)(name, "key", key)
+    tuner = choose(name, tuner, step_size)
     potential.check(name, posterior)
-    seed = _check.Key()(name, "key", key)
-    schedule = _call.schedule(name, 1.0 if step_size is None else step_size)
-    of = _Parts(name, posterior, preconditioner, momentum, guardrail, tuner, schedule, seed)
+    parts = _Parts(
+        name=name,
+        posterior=posterior,
+        preconditioner=preconditioner,
+        momentum=Momentum(SCHEMES[integrator], decoherence_length),
+        reject_quantile=reject_quantile,
+        tuner=tuner,
+        step_size=_call.schedule(name, 1.0 if step_size is None else step_size),
+        seed=seed if is_random else None,
+    )
 
-    init, update = functools.partial(_init, of), functools.partial(_update, of)
-    chosen = {"tuner": tuner} if tuner.sets_step_size else {}
-    told = {"chosen": chosen, "found": functools.partial(_found, posterior)}
-    return _call.transformation(name, init, update, MicrocanonicalState, track_params, **told)
+    def settings(params: optax.Params) -> Options:
+        return {"temperature": potential.of_chain(posterior, params, None).temperature}
+
+    return _call.transformation(
+        name,
+        functools.partial(_init, parts),
+        functools.partial(_update, parts),
+        MicrocanonicalState,
+        track_params,
+        chosen={"tuner": tuner} if tuner.sets_step_size else {},
+        settings=settings,
+    )
 
 
-def _found(posterior: potential.Potential, params: Any) -> dict[str, Any]:
-    """Settings that depend on the parameters."""
-    return {"temperature": potential.of_chain(posterior, params, None).temperature}
-
-
-def _init(of: _Parts, params: Any) -> MicrocanonicalState:
-    posterior = potential.begin(of.name, of.posterior, params)
+def _init(parts: _Parts, params: optax.Params) -> MicrocanonicalState:
+    posterior = potential.begin(parts.name, parts.posterior, params)
     dtype, count = _tree.dtype(params), jnp.zeros((), jnp.int32)
-    start = of.tuner.init(dtype)
-    seed = of.seed if of.momentum.uses_key or of.guardrail.uses_key else None
+    start = parts.tuner.init(dtype)
     return MicrocanonicalState(
-        preconditioner=of.preconditioner.init(params),
-        momentum=of.momentum.init(params, of.step_size(count) * start.step_size_factor),
-        guardrail=of.guardrail.init(dtype),
+        preconditioner=parts.preconditioner.init(params),
+        momentum=parts.momentum.init(params, parts.step_size(count) * start.step_size_factor),
+        guardrail=rejection.init(dtype),
         tuner=start,
         evidence=evidence.init(params),
         probe=probe.init(params),
         prior_mean=potential.centre(posterior, params),
         num_steps=count,
-        key=None if seed is None else jnp.copy(jax.random.key_data(seed)),
+        key=None if parts.seed is None else jnp.copy(jax.random.key_data(parts.seed)),
         last_update=no_update(dtype, posterior.temperature),
         sampled=_leaves.begin(params),
         state_format=jnp.asarray(STATE_FORMAT, jnp.int32),
     )
 
 
-def _update(of: _Parts, updates: Any, state: Any, params: Any, value: Any) -> tuple[Any, Any]:
+def _update(
+    parts: _Parts,
+    updates: optax.Updates,
+    state: MicrocanonicalState,
+    params: optax.Params,
+    value: Tree,
+) -> tuple[optax.Updates, MicrocanonicalState]:
     """One call, with small leaves joined."""
     dtype, layout = state.momentum.step_length.dtype, _joined.choose(params, _tree.SMALLEST_NETWORK)
     value = None if value is None else jnp.asarray(value, dtype)
-    posterior = potential.of_chain(of.posterior, params, state.prior_mean)
-    received = None
-    if posterior.log_prior is not None:
-        received = jax.tree.map(lambda g, x: g.astype(x.dtype), updates, params)
+    posterior = potential.of_chain(parts.posterior, params, state.prior_mean)
+    passed = None if posterior.log_prior is None else updates
     updates, value = potential.with_log_prior(posterior, updates, value, params)
     posterior = potential.spread(posterior, params)
-    given = posterior, updates, state, params, received
+    given = posterior, updates, state, params, passed
     posterior, *given = _joined.join(layout, given)
-    found = _step(of._replace(posterior=posterior), value, *given)
-    return _joined.part(found)
+    return _joined.part(_step(parts._replace(posterior=posterior), value, *given))
 
 
 def _step(
-    of: _Parts, value: Any, updates: Any, state: Any, params: Any, received: Any
-) -> tuple[Any, Any]:
-    here, past = state.momentum, state.evidence
-    if value is None and (of.tuner.uses_energy or of.guardrail.uses_energy):
-        _warn_without_value(of.name)
-    key, noise_key, reject_key = _split(of, state.key)
+    parts: _Parts,
+    value: jax.Array | None,
+    updates: optax.Updates,
+    state: MicrocanonicalState,
+    params: optax.Params,
+    passed: optax.Updates | None,
+) -> tuple[optax.Updates, MicrocanonicalState]:
+    """One call; `passed` is the gradient as the loop passed it, if that is not `updates`."""
+    momentum, here, past = parts.momentum, state.momentum, state.evidence
+    if value is None and (parts.tuner.uses_energy or parts.reject_quantile is not None):
+        _warn_without_value(parts.name)
+    key, noise_key = _split(parts, state.key)
 
-    # Look at the trees: every inner product in one pass over memory.
-    noise = of.momentum.draw(noise_key, params)
-    trees = updates, params, here, state.preconditioner
-    sums, sketch, mark = products.measure(_look(of, *trees, noise), received)
+    # Read the trees: every inner product in one pass over memory.
+    noise = momentum.draw(noise_key, params)
+    given = updates, params, here, state.preconditioner
+    sums, sketch, received = evidence.measure(collect_trees(parts, *given, noise), passed)
 
-    # Close the step that ends here, and keep or reject it by the energy that it gained.
-    closed = of.momentum.close(here, sums)
-    error = energy.energy_error(of.posterior, past.open_step, closed, sums, value)
-    guard, reject = of.guardrail.judge(state.guardrail, error, past.energies)
-    probed = probe.look(state.probe, params, _moved(of, state), reject)
+    # Close the step that ends here, and accept or reject it by the energy that it gained.
+    heading, end = momentum.close(here, sums)
+    error = evidence.energy_error(parts.posterior, past.open_step, end, sums, value)
+    guard, reject = rejection.judge(state.guardrail, error, past.energies, parts.reject_quantile)
+    probed = probe.look(state.probe, params, _entries_moved(parts, state), reject)
     reject = reject & probed.is_made()
 
     # Choose the length of the next step, and open it.
-    base = jnp.asarray(of.step_size(state.num_steps), here.step_length.dtype)
+    base = jnp.asarray(parts.step_size(state.num_steps), here.step_length.dtype)
     num_gradients = state.last_update.num_gradients
-    shown = evidence.show(past, closed, error, sums, sketch, base, num_gradients, ~reject)
-    tuned = of.tuner.update(state.tuner, shown)
+    now = evidence.collect(past, end, error, sums, sketch, base, num_gradients, ~reject)
+    tuned = parts.tuner.update(state.tuner, now)
     length = base * tuned.step_size_factor * guard.step_backoff
-    rates, temperature = evidence.usual_rates(shown), of.posterior.temperature
-    opened = of.momentum.open(here, closed, length, sums, rates, temperature)
+    heading = momentum.diffuse(here, heading, sums, now.rates(), parts.posterior.temperature)
+    opened = momentum.open(here, heading, length)
 
-    # Move: every array in a second pass; a rejected call stands where its step began.
-    updates, params, here, scale = _tree.fence(trees)
-    seen = _look(of, updates, params, here, scale, noise)
-    turned = of.momentum.turn(here, opened, seen.gradient, noise, params)
-    step = energy.proceed(past.open_step, closed, opened, sums, value)
-    kept = turned, step, _tree.count(state.num_steps, closed.opens_step)
-    stopped = of.momentum.stop(here, length, of.guardrail.restarts_moving)
-    rejected = stopped, past.open_step, state.num_steps
+    # Move: every array in a second pass; a rejected call returns to where its step began.
+    updates, params, here, averages = _tree.fence(given)
+    trees = collect_trees(parts, updates, params, here, averages, noise)
+    turned = turn(here, opened, trees.whitened, noise, params)
+    step = past.open_step.advance(end, opened.kinetic_change, sums, value)
+    kept = turned, step, _tree.count(state.num_steps, end.opens_step)
+    rejected = stop(here, length), past.open_step, state.num_steps
     after, step, num_steps = _tree.where(reject, rejected, kept)
-    scale_stays = of.preconditioner.stays(scale, shown.worth)
-    scale = of.preconditioner.observe(scale, seen.energy_gradient, shown.worth, after.direction)
-
-    per_nat = potential.energy_change(of.posterior, 1.0, 0.0)
-    loss = evidence.observe_loss(past.loss, value, per_nat, closed.num_parameters, ~reject)
-
-    move = of.momentum.displace(reject, here, after, params, _inverse_scale(scale))
-    direction = of.guardrail.redirect(reject, after.direction, reject_key)
+    scale_stays = parts.preconditioner.stays(averages, now.worth)
+    averages = parts.preconditioner.observe(averages, trees.gradient, now.worth, after.direction)
+    per_nat = potential.energy_change(parts.posterior, 1.0, 0.0)
+    changes, cap = now.changes, parts.reject_quantile
+    cap = rejection.WINSOR_QUANTILE if cap is None else cap
+    move = momentum.displace(reject, here, after, params, scale.inverse_of(averages))
     return move, MicrocanonicalState(
-        preconditioner=scale,
-        momentum=after._replace(direction=direction),
+        preconditioner=averages,
+        momentum=after,
         guardrail=guard,
         tuner=tuned,
-        evidence=evidence.remember(
-            past, shown, step, of.guardrail.winsor_quantile, scale_stays, loss
+        evidence=EvidenceState(
+            open_step=step,
+            energies=past.energies.observe(error, cap),
+            turns=now.turns,
+            changes=changes._replace(is_comparable=changes.is_comparable & scale_stays),
+            descent=now.descent,
+            loss=past.loss.observe(value, per_nat, end.num_parameters, ~reject),
         ),
         probe=probed,
         prior_mean=state.prior_mean,
         num_steps=num_steps,
         key=key,
-        last_update=_told(of.posterior, shown, closed, after, reject, value, mark),
+        last_update=last_update(parts.posterior, now, end, after, reject, value, received),
         sampled=state.sampled,
         state_format=state.state_format,
     )
 
 
-def _split(of: _Parts, data: jax.Array | None) -> tuple[Any, Any, Any]:
-    """Keys for the state, the explicit noise and a fresh momentum; None for none."""
-    if data is None or of.seed is None:
-        return None, None, None
-    keys = jax.random.split(_call.key(of.name, data, of.seed), 3 if of.guardrail.uses_key else 2)
-    return jax.random.key_data(keys[0]), keys[1], keys[-1]
+def _split(
+    parts: _Parts, data: jax.Array | None
+) -> tuple[jax.Array, jax.Array] | tuple[None, None]:
+    """Keys for the state and the explicit noise; None without it."""
+    if data is None or parts.seed is None:
+        return None, None
+    key, noise_key = jax.random.split(_call.key(parts.name, data, parts.seed))
+    return jax.random.key_data(key), noise_key
 
 
-def _look(
-    of: _Parts, updates: Any, params: Any, here: Any, scale: Any, noise: Any
-) -> products.Seen:
+def collect_trees(
+    parts: _Parts,
+    updates: optax.Updates,
+    params: optax.Params,
+    here: MomentumState,
+    averages: Tree,
+    noise: optax.Updates | None,
+) -> Trees:
     """Collect the trees of a call; nothing is computed before it is used."""
-    gradient = potential.gradient(of.posterior, updates, params)
-    back = jax.tree.map(jnp.negative, of.momentum.last_drift(here, _inverse_scale(scale)))
-    return products.Seen(
+    gradient = potential.gradient(parts.posterior, updates, params)
+    drifted = parts.momentum.last_drift(here, scale.inverse_of(averages))
+    back = jax.tree.map(jnp.negative, drifted)
+    return Trees(
         direction=here.direction,
-        gradient=of.preconditioner.whiten(scale, gradient),
+        whitened=scale.whiten(averages, gradient),
         noise=noise,
         params=params,
-        loss_gradient=jax.tree.map(lambda g, x: g.astype(x.dtype), updates, params),
-        energy_gradient=gradient,
-        deviation=of.preconditioner.deviation(scale, gradient),
-        prior_terms=potential.prior_terms(of.posterior, params, back),
+        updates=updates,
+        gradient=gradient,
+        deviation=parts.preconditioner.deviation(averages, gradient),
+        prior_terms=potential.prior_terms(parts.posterior, params, back),
     )
 
 
-def _moved(of: _Parts, state: Any) -> Any:
+def _entries_moved(parts: _Parts, state: MicrocanonicalState) -> Tree:
     """How far the last drift moved a few entries of the parameters."""
-    scale = _inverse_scale(state.preconditioner)
+    inverse_scale = scale.inverse_of(state.preconditioner)
     few = state.momentum._replace(direction=probe.entries(state.momentum.direction))
-    return of.momentum.last_drift(few, None if scale is None else probe.entries(scale))
+    few_scales = None if inverse_scale is None else probe.entries(inverse_scale)
+    return parts.momentum.last_drift(few, few_scales)
 
 
-def _told(
+def last_update(
     posterior: potential.Potential,
-    shown: evidence.Evidence,
-    closed: momentum.Closed,
-    after: momentum.MomentumState,
+    now: Evidence,
+    end: StepEnd,
+    after: MomentumState,
     reject: jax.Array,
     value: jax.Array | None,
     received: jax.Array,
 ) -> LastUpdate:
-    """Say what a call found out about the parameters that it was given."""
+    """Collect the facts about a call that the state keeps."""
     return LastUpdate(
-        energy_change=jnp.where(shown.error.known, shown.error.change, 0),
-        has_energy=shown.error.known,
-        energy_level=jnp.full_like(shown.num_gradients, value is not None),
+        energy_change=jnp.where(now.error.known, now.error.change, 0),
+        has_energy=now.error.known,
+        energy_level=jnp.full_like(now.num_gradients, value is not None),
         accepted=~reject,
-        step_end=closed.step_end,
+        step_end=end.is_end,
         is_draw=jnp.ones_like(reject),
-        below_resolution=after.step_length < shown.resolution,
+        below_resolution=after.step_length < now.resolution,
         last_temperature=_call.alike(posterior.temperature, after.step_length),
-        num_gradients=_tree.count(shown.num_gradients),
+        num_gradients=_tree.count(now.num_gradients),
         received=jnp.where(reject, 0, received),
     )
 
@@ -310,7 +343,7 @@ def _told(
 def _warn_without_value(where: str):
     warnings.warn(
         f"`{where}` got no `value`: without energies `quantile_tuner` keeps the step size and"
-        " `reject_quantile` rejects non-finite steps alone. Pass `value=loss` to `update`, or leave"
+        " `reject_quantile` rejects only non-finite steps. Pass `value=loss` to `update`, or leave"
         " both out.",
         stacklevel=6,
     )

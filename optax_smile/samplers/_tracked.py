@@ -1,15 +1,16 @@
 """A state that holds the parameters, for loops that call `update` without them."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
-import jax.core
 import jax.numpy as jnp
 import optax
 
 from optax_smile import _check, _tree
+from optax_smile._types import Tree
 from optax_smile.samplers import _leaves
-from optax_smile.state import SamplerState, Stats
+from optax_smile.samplers._leaves import DriverState, SampledState
+from optax_smile.state import Stats
 
 # Rounding of an addition, in units in the last place: a compiler may round a product and its sum
 # together in one program and apart in another.
@@ -24,14 +25,14 @@ class TrackedState(NamedTuple):
 
     Attributes:
         sampler: state of the sampler.
-        tracked_params: the parameters after `optax.apply_updates`: floating leaves alone, None in
-            the place of all others. Leaves without a gradient stay as `init` got them.
+        tracked_params: the parameters after `optax.apply_updates`: only floating leaves, with None
+            in the place of all others. Leaves without a gradient stay as `init` got them.
         last_length: Euclidean length of the last displacement, scalar.
         num_unseen: calls since the loop last passed its own parameters, int32.
     """
 
-    sampler: Any
-    tracked_params: Any
+    sampler: DriverState
+    tracked_params: optax.Params
     last_length: jax.Array
     num_unseen: jax.Array
 
@@ -46,12 +47,12 @@ class TrackedState(NamedTuple):
         return self.sampler.state_format
 
     @property
-    def like_params(self) -> Any:
+    def like_params(self) -> optax.Params:
         """A tree like the parameters that `init` got."""
         return self.sampler.like_params
 
     @property
-    def sampled(self) -> _leaves.SampledState:
+    def sampled(self) -> SampledState:
         """Which leaves are sampled."""
         return self.sampler.sampled
 
@@ -59,7 +60,7 @@ class TrackedState(NamedTuple):
         """Scalars that describe the last call, see `optax_smile.stats`."""
         return self.sampler.stats()
 
-    def last_gradient(self) -> tuple[Any, jax.Array] | None:
+    def last_gradient(self) -> tuple[optax.Updates, jax.Array] | None:
         """See `state.SamplerState`."""
         return self.sampler.last_gradient()
 
@@ -71,17 +72,17 @@ class TrackedState(NamedTuple):
                 _check.fail("last_accepted", "params", FOREIGN, "others")
         return self.sampler.last_accepted(params)
 
-    def _pairs(self, params: optax.Params) -> tuple[list[Any], list[Any]]:
+    def _pairs(self, params: optax.Params) -> tuple[list[jax.Array], list[jax.Array]]:
         """Parameters of the loop beside the tracked ones, of the leaves that are sampled."""
-        found = []
-        _tree.map_sampled(lambda *pair: found.append(pair), self.tracked_params, params)
+        pairs = []
+        _tree.map_sampled(lambda *pair: pairs.append(pair), self.tracked_params, params)
         tracked = enumerate(jax.tree.leaves(self.tracked_params))
         moves = {id(leaf): self.sampled.has_gradient[number] for number, leaf in tracked}
-        # Leaves without a gradient are the loop's to change.
-        given = [jnp.where(moves[id(own)], x, own) for own, x in found]
-        return given, [own for own, _ in found]
+        # The loop may change leaves without a gradient.
+        given = [jnp.where(moves[id(own)], x, own) for own, x in pairs]
+        return given, [own for own, _ in pairs]
 
-    def differ(self, given: Any, own: Any) -> jax.Array:
+    def differ(self, given: Tree, own: Tree) -> jax.Array:
         """Tell whether parameters differ from the tracked ones by more than rounding.
 
         Rounding errors of the calls in which they were not compared add up like a random walk.
@@ -98,10 +99,10 @@ class TrackedState(NamedTuple):
         return ~(jnp.sqrt(_tree.inner(off, off)) <= most)
 
 
-def begin(sampler: SamplerState, params: Any) -> TrackedState:
+def begin(sampler: DriverState, params: optax.Params) -> TrackedState:
     """Copy the parameters: their buffers may be donated together with the state."""
 
-    def copy(leaf: Any) -> jax.Array:
+    def copy(leaf: jax.Array | jax.ShapeDtypeStruct) -> jax.Array:
         if isinstance(leaf, jax.ShapeDtypeStruct):
             return jnp.zeros_like(leaf)
         return jnp.array(leaf, jax.dtypes.canonicalize_dtype(leaf.dtype), copy=True)
@@ -114,8 +115,10 @@ def begin(sampler: SamplerState, params: Any) -> TrackedState:
     )
 
 
-def here(state: TrackedState, params: Any, moves: list[bool]) -> tuple[Any, jax.Array]:
-    """Choose the parameters of a call, of the leaves that move, and tell whether they are foreign.
+def here(
+    state: TrackedState, params: optax.Params | None, moves: list[bool]
+) -> tuple[optax.Params, jax.Array]:
+    """Return the parameters of a call, of the leaves that move, and whether they are foreign.
 
     Args:
         state: before the call.
@@ -130,7 +133,11 @@ def here(state: TrackedState, params: Any, moves: list[bool]) -> tuple[Any, jax.
 
 
 def proceed(
-    state: TrackedState, sampler: SamplerState, params: Any, updates: Any, is_seen: bool
+    state: TrackedState,
+    sampler: DriverState,
+    params: optax.Params,
+    displacement: optax.Updates,
+    is_seen: bool,
 ) -> TrackedState:
     """Move the parameters as `optax.apply_updates` does.
 
@@ -138,13 +145,14 @@ def proceed(
         state: before the call.
         sampler: state of the sampler after it.
         params: of the leaves that move.
-        updates: their displacement.
+        displacement: by which the call moves them.
         is_seen: whether the loop passed its own parameters.
     """
-    after = optax.apply_updates(params, updates)
+    after = optax.apply_updates(params, displacement)
+    length = jnp.sqrt(_tree.inner(displacement, displacement))
     return TrackedState(
         sampler=sampler,
         tracked_params=_leaves.widen(after, state.tracked_params),
-        last_length=jnp.sqrt(_tree.inner(updates, updates)).astype(state.last_length.dtype),
+        last_length=length.astype(state.last_length.dtype),
         num_unseen=jnp.zeros_like(state.num_unseen) if is_seen else _tree.count(state.num_unseen),
     )

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import jax
 import jax.core
 import jax.numpy as jnp
 import optax
 
-from optax_smile import _check, potential
+from optax_smile import _check
+from optax_smile._types import LogPrior, StepSize, Tree
+from optax_smile.potential import Potential
 from optax_smile.samplers import _call, _langevin
-from optax_smile.samplers._call import SHARED, StepSize
+from optax_smile.samplers._call import SHARED
 
 # 5,000 steps per cycle and a third of each for the search, as Sommer et al. 2026 ran it.
 TOTAL_STEPS = 20_000
@@ -32,9 +31,9 @@ def cyclical_sgld(
     step_size: StepSize,
     *,
     num_data: float | jax.Array,
-    prior_precision: Any = 1.0,
-    prior_mean: Any = 0.0,
-    log_prior: Callable[[Any], jax.Array] | None = None,
+    prior_precision: Tree = 1.0,
+    prior_mean: Tree = 0.0,
+    log_prior: LogPrior | None = None,
     temperature: float | jax.Array = 1.0,
     total_steps: int = TOTAL_STEPS,
     num_cycles: int = NUM_CYCLES,
@@ -47,17 +46,18 @@ def cyclical_sgld(
         eps_k = eps / 2 (1 + cos(pi r)),  r = (k mod K) / K,  K = ceil(total_steps / num_cycles)
         theta <- theta - eps_k grad U + sqrt(2 eps_k) z where r >= exploration, else without z
 
-    While it explores, a point is no draw: `stats(state).is_draw` tells, and `sample` keeps
-    none of them.
+    Points of the exploration are no draws: `stats(state).is_draw` is False there, and `sample`
+    keeps none of them.
 
     Args:
         step_size: largest eps > 0 of a cycle, see `sgld`: a number or an Optax schedule of the
             number of steps.
-        total_steps: length of the run that the cycles divide, >= 1 and >= `num_cycles`. A longer
-            run goes on in cycles of the same length.
+        total_steps: number of steps that the cycles divide, >= 1 and >= `num_cycles`. A longer run
+            continues in cycles of the same length.
         num_cycles: number of cycles in `total_steps`, >= 1.
         exploration: share of a cycle without noise, in [0, 1).
-        key: JAX key or seed, needed. Other arguments, what is returned and errors as `sgld`.
+        key: JAX key or seed, needed. For the other arguments, the return value and the errors see
+            `sgld`.
 
     Cost: as `sgld`.
 
@@ -81,7 +81,7 @@ def cyclical_sgld(
         in_cycle = jnp.asarray(count) % cycle_length + 0.01
         return (in_cycle >= exploration * cycle_length) & (count >= 0)
 
-    def size(count: Any) -> Any:
+    def size(count: Tree) -> Tree:
         largest = schedule(count)
         place = (jnp.asarray(count) % cycle_length) / cycle_length
         # (1 + cos(pi r)) / 2, which would lose its digits at the end of a cycle.
@@ -91,6 +91,6 @@ def cyclical_sgld(
         amplitude = jnp.where(is_draw(call.num_steps), jnp.sqrt(2 * call.step_size), 0)
         return _langevin.euler_step(call, amplitude), memory
 
-    posterior = potential.Potential(num_data, prior_precision, temperature, prior_mean, log_prior)
-    rule = _langevin.Rule(lambda params: None, move, is_draw)
-    return _langevin.sampler("cyclical_sgld", size, posterior, key, rule, track_params)
+    posterior = Potential(num_data, prior_precision, temperature, prior_mean, log_prior)
+    rule = _langevin.Rule(move, is_draw=is_draw)
+    return _langevin.build("cyclical_sgld", size, posterior, key, rule, track_params)

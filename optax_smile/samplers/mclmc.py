@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import jax
 import optax
 
-from optax_smile import _check, potential
+from optax_smile import _check
+from optax_smile._types import LogPrior, StepSize, Tree
+from optax_smile.potential import Potential
 from optax_smile.samplers import _call
-from optax_smile.samplers._call import SHARED, StepSize
-from optax_smile.samplers._microcanonical import compose
-from optax_smile.stages import momentum, preconditioner
-from optax_smile.stages.guardrail import guardrail
-from optax_smile.stages.momentum import IntegratorName
+from optax_smile.samplers._call import SHARED
+from optax_smile.samplers._microcanonical import build
+from optax_smile.stages.integrator import IntegratorName
+from optax_smile.stages.scale import Preconditioner
 
 
 @_call.sampler
@@ -29,9 +27,9 @@ def mclmc(
     *,
     num_data: float | jax.Array,
     decoherence_length: float | jax.Array,
-    prior_precision: Any = 1.0,
-    prior_mean: Any = 0.0,
-    log_prior: Callable[[Any], jax.Array] | None = None,
+    prior_precision: Tree = 1.0,
+    prior_mean: Tree = 0.0,
+    log_prior: LogPrior | None = None,
     temperature: float | jax.Array = 1.0,
     integrator: IntegratorName = "minimal_norm",
     key: jax.Array | int | None = None,
@@ -39,16 +37,16 @@ def mclmc(
 ) -> optax.GradientTransformationExtraArgs:
     """Sample with microcanonical Langevin Monte Carlo: `smile` for full-batch gradients.
 
-    The gradient brings no noise, so the direction u gets an explicit one after each drift of
-    length h: u <- (u + nu z) / |u + nu z|, nu^2 = (exp(2 h / L) - 1) / d, z ~ N(0, I).
+    Full-batch gradients have no noise, so explicit noise is added to the direction u after each
+    step of length h: u <- (u + nu z) / |u + nu z|, nu^2 = (exp(2 h / L) - 1) / d, z ~ N(0, I).
 
     Args:
         step_size: length of one step, > 0: a number or an Optax schedule of the number of steps.
-        decoherence_length: L > 0, the distance after which u has forgotten itself. `tune_mclmc`
-            finds it together with `step_size`.
+        decoherence_length: L > 0, the distance over which u decorrelates. `tune_mclmc` chooses it
+            together with `step_size`.
         integrator: `"minimal_norm"` with two gradients per step, `"leapfrog"` with one.
-        key: JAX key or seed for the noise, needed. Other arguments, what is returned and errors as
-            `psmile`.
+        key: JAX key or seed for the noise, needed. For the other arguments, the return value and
+            the errors see `psmile`.
 
     Cost: as `smile`, and as many random numbers as parameters per call.
 
@@ -62,12 +60,12 @@ def mclmc(
     Source: Robnik and Seljak, Fluctuation without dissipation, AABI 2024; as the members of MILE
     (Sommer et al., ICLR 2025).
     """
-    return compose(
+    return build(
         "mclmc",
-        potential.Potential(num_data, prior_precision, temperature, prior_mean, log_prior),
-        preconditioner=preconditioner.identity(),
-        momentum=momentum.microcanonical("mclmc", integrator, decoherence_length, key),
-        guardrail=guardrail("mclmc"),
+        Potential(num_data, prior_precision, temperature, prior_mean, log_prior),
+        Preconditioner(),
+        integrator=integrator,
+        decoherence_length=decoherence_length,
         step_size=step_size,
         key=key,
         track_params=track_params,

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from optax_smile import _check, potential
+from optax_smile import _check
+from optax_smile._types import LogPrior, StepSize, Tree
+from optax_smile.potential import Potential
 from optax_smile.samplers import _call, _langevin
-from optax_smile.samplers._call import SHARED, StepSize
+from optax_smile.samplers._call import SHARED
 
 FRICTION = 0.05
 ADAPT_STEPS = 5_000
@@ -20,7 +21,7 @@ SMALLEST_ROOT = 1e-3
 
 
 class GradientScale(NamedTuple):
-    """Averages over a window that adapts itself to how noisy each gradient is.
+    """Averages over a window that adapts to the noise of each gradient.
 
     Attributes:
         window: length tau of the window in steps, a tree like the parameters.
@@ -44,9 +45,9 @@ def scale_adapted_sghmc(
     step_size: StepSize,
     *,
     num_data: float | jax.Array,
-    prior_precision: Any = 1.0,
-    prior_mean: Any = 0.0,
-    log_prior: Callable[[Any], jax.Array] | None = None,
+    prior_precision: Tree = 1.0,
+    prior_mean: Tree = 0.0,
+    log_prior: LogPrior | None = None,
     temperature: float | jax.Array = 1.0,
     friction: float | jax.Array = FRICTION,
     adapt_steps: int = ADAPT_STEPS,
@@ -55,8 +56,8 @@ def scale_adapted_sghmc(
 ) -> optax.GradientTransformationExtraArgs:
     """Sample like `sghmc` with a mass for each parameter, measured in the first steps.
 
-    The mass is the root of the mean squared gradient. During `adapt_steps` it is averaged over a
-    window tau, long where the gradient is mostly noise; then it is frozen:
+    The mass is the root of the mean squared gradient. During `adapt_steps` this mean is taken over
+    a window tau, which is long where the gradient is mostly noise; then it is frozen:
 
         g <- g + r (grad U - g),  V <- V + r (grad U^2 - V),  r = 1 / (tau + 1)
         tau <- 1 + tau (1 - g^2 / V)
@@ -69,8 +70,9 @@ def scale_adapted_sghmc(
         step_size: eps > 0, a number or an Optax schedule of the number of steps. One parameter
             moves by about eps V^(-1/4) in a step.
         friction: share f of the velocity that a step loses, in (0, 1).
-        adapt_steps: steps during which the mass adapts, >= 1. Draws count from then on.
-        key: JAX key or seed, needed. Other arguments, what is returned and errors as `sgld`.
+        adapt_steps: steps during which the mass adapts, >= 1. Later points are draws.
+        key: JAX key or seed, needed. For the other arguments, the return value and the errors see
+            `sgld`.
 
     Cost: as `sgld`, and three parameter-sized arrays of state more.
 
@@ -86,7 +88,7 @@ def scale_adapted_sghmc(
     divided by sqrt(num_data).
     """
 
-    def init(params: Any) -> GradientScale:
+    def init(params: optax.Params) -> GradientScale:
         return GradientScale(
             window=jax.tree.map(jnp.ones_like, params),
             gradient_mean=jax.tree.map(jnp.zeros_like, params),
@@ -120,6 +122,6 @@ def scale_adapted_sghmc(
         displacement = jax.tree.map(leaf, call.displacement, metric, call.gradient, call.noise)
         return displacement, memory
 
-    posterior = potential.Potential(num_data, prior_precision, temperature, prior_mean, log_prior)
-    rule = _langevin.Rule(init, move, is_draw=lambda count: count >= adapt_steps)
-    return _langevin.sampler("scale_adapted_sghmc", step_size, posterior, key, rule, track_params)
+    posterior = Potential(num_data, prior_precision, temperature, prior_mean, log_prior)
+    rule = _langevin.Rule(move, init, is_draw=lambda count: count >= adapt_steps)
+    return _langevin.build("scale_adapted_sghmc", step_size, posterior, key, rule, track_params)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from optax_smile import _check, potential
+from optax_smile import _check
+from optax_smile._types import LogPrior, StepSize, Tree
+from optax_smile.potential import Potential
 from optax_smile.samplers import _call, _langevin
-from optax_smile.samplers._call import SHARED, StepSize
+from optax_smile.samplers._call import SHARED
 
 FRICTION = 0.05
 FrictionStep = Literal["euler", "exact"]
@@ -29,9 +30,9 @@ def sghmc(
     step_size: StepSize,
     *,
     num_data: float | jax.Array,
-    prior_precision: Any = 1.0,
-    prior_mean: Any = 0.0,
-    log_prior: Callable[[Any], jax.Array] | None = None,
+    prior_precision: Tree = 1.0,
+    prior_mean: Tree = 0.0,
+    log_prior: LogPrior | None = None,
     temperature: float | jax.Array = 1.0,
     friction: float | jax.Array = FRICTION,
     friction_step: FrictionStep = "euler",
@@ -47,8 +48,8 @@ def sghmc(
         r <- (1 - f) r - eps grad U + sqrt(2 f - eps^2 V) z,  z ~ N(0, I)
         theta <- theta + eps r
 
-    The mini-batch gradient brings noise of its own; its variance V, if it is known, is left out
-    of what is added (and nothing is added where it is too large).
+    The mini-batch gradient has noise, too. Its variance V, if it is known, is subtracted from the
+    variance that is added; if V is too large, no noise is added.
 
     Args:
         step_size: eps > 0, about how far one parameter moves in a step: a number or an Optax
@@ -57,10 +58,12 @@ def sghmc(
         friction: share f of the velocity that a step loses, in (0, 1).
         friction_step: `"euler"`, as published, or `"exact"`, which solves the Ornstein-Uhlenbeck
             process of friction and noise: 2 f - f^2 in place of 2 f. With `"euler"` the velocity
-            has variance 1 / (1 - f / 2) instead of 1 and the parameters the right one for small
-            steps; with `"exact"` the velocity has 1, the parameters 1 - f / 2 times theirs.
+            has variance 1 / (1 - f / 2) instead of 1, and for small steps the parameters have the
+            correct variance. With `"exact"` the velocity has variance 1, and the variance of the
+            parameters is too small by the factor 1 - f / 2.
         gradient_noise: variance V of the mini-batch gradient of U in each parameter, >= 0.
-        key: JAX key or seed, needed. Other arguments, what is returned and errors as `sgld`.
+        key: JAX key or seed, needed. For the other arguments, the return value and the errors see
+            `sgld`.
 
     Cost: as `sgld`.
 
@@ -84,6 +87,6 @@ def sghmc(
 
         return jax.tree.map(leaf, call.displacement, call.gradient, call.noise), memory
 
-    posterior = potential.Potential(num_data, prior_precision, temperature, prior_mean, log_prior)
-    rule = _langevin.Rule(lambda params: None, move)
-    return _langevin.sampler("sghmc", step_size, posterior, key, rule, track_params)
+    posterior = Potential(num_data, prior_precision, temperature, prior_mean, log_prior)
+    rule = _langevin.Rule(move)
+    return _langevin.build("sghmc", step_size, posterior, key, rule, track_params)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from optax_smile import _check, _tree, potential
+from optax_smile import _check, _tree
+from optax_smile._types import LogPrior, StepSize, Tree
+from optax_smile.potential import Potential
 from optax_smile.samplers import _call, _langevin
-from optax_smile.samplers._call import SHARED, StepSize
+from optax_smile.samplers._call import SHARED
 
 # Of the moving average of squared gradients; Li et al. 2016.
 SQUARE_DECAY = 0.99
@@ -37,9 +38,9 @@ def sgld(
     step_size: StepSize,
     *,
     num_data: float | jax.Array,
-    prior_precision: Any = 1.0,
-    prior_mean: Any = 0.0,
-    log_prior: Callable[[Any], jax.Array] | None = None,
+    prior_precision: Tree = 1.0,
+    prior_mean: Tree = 0.0,
+    log_prior: LogPrior | None = None,
     temperature: float | jax.Array = 1.0,
     key: jax.Array | int | None = None,
     track_params: bool = False,
@@ -55,25 +56,25 @@ def sgld(
     Args:
         step_size: eps > 0, the square of a length: a number or an Optax schedule of the number of
             steps. `optax.sgd(lr)` on the mean loss has the drift of eps = lr / num_data.
-        num_data: number of terms that the mean loss averages, >= 1, see `smile`.
+        num_data: number of terms over which the loss is averaged, >= 1, see `psmile`.
         prior_precision: of the Gaussian prior, >= 0: a number, or a prefix of the parameter tree
             with numbers or arrays like its leaves. Leave weight decay and penalties out of the
             loss.
-        prior_mean: centre of that prior, given likewise, or `"start"` as in `smile`.
+        prior_mean: mean of that prior, in the same form, or `"start"` as in `psmile`.
         log_prior: log density of another prior, `log_prior(params)`, a scalar in nats, up to a
             constant, differentiable; it replaces the Gaussian, so `prior_precision=0` with it.
-            Where it is -inf a step is rejected, see `smile`.
-        temperature: of the posterior, > 0; 1 is Bayes.
-        key: JAX key or seed for the noise, needed. Chains under `vmap` get keys of their own by
+            Steps to where it is -inf are rejected, see `psmile`.
+        temperature: of the posterior, > 0; 1 is the Bayesian posterior.
+        key: JAX key or seed for the noise, needed. To give chains under `vmap` different keys, use
             `optax_smile.parallel.init(sampler, params, key=key)`.
         track_params: whether the state holds the parameters, as in `psmile`.
 
     Returns:
-        An Optax transformation, the last of a chain, as `smile` returns. It needs no `value` and
-        has no energy error; a step that ends in a non-finite gradient or value is rejected.
+        An Optax transformation, as from `psmile`. It needs no `value` and has no energy error; a
+        step that ends in a non-finite gradient or value is rejected.
 
     Raises:
-        ValueError: as `smile`.
+        ArgumentError: as `psmile`.
 
     Cost: one gradient and as many random numbers as parameters per call; one parameter-sized
     array of state, by which a step is rejected.
@@ -93,9 +94,9 @@ def sgld(
         amplitude = jnp.sqrt(2 * call.step_size)
         return _langevin.euler_step(call, amplitude), memory
 
-    posterior = potential.Potential(num_data, prior_precision, temperature, prior_mean, log_prior)
-    rule = _langevin.Rule(lambda params: None, move)
-    return _langevin.sampler("sgld", step_size, posterior, key, rule, track_params)
+    posterior = Potential(num_data, prior_precision, temperature, prior_mean, log_prior)
+    rule = _langevin.Rule(move)
+    return _langevin.build("sgld", step_size, posterior, key, rule, track_params)
 
 
 @_call.sampler
@@ -109,9 +110,9 @@ def psgld(
     step_size: StepSize,
     *,
     num_data: float | jax.Array,
-    prior_precision: Any = 1.0,
-    prior_mean: Any = 0.0,
-    log_prior: Callable[[Any], jax.Array] | None = None,
+    prior_precision: Tree = 1.0,
+    prior_mean: Tree = 0.0,
+    log_prior: LogPrior | None = None,
     temperature: float | jax.Array = 1.0,
     square_decay: float = SQUARE_DECAY,
     smallest_root: float = SMALLEST_ROOT,
@@ -124,19 +125,20 @@ def psgld(
         theta <- theta - eps G grad U + sqrt(2 eps G) z,  z ~ N(0, I)
 
     A preconditioner that depends on theta needs the further drift Gamma_i = sum_j dG_ij / dtheta_j.
-    It is left out, as by its authors in their experiments. **That is right only where mini-batch
-    noise makes most of V**, which then hardly depends on theta. With full batches and small steps
-    V follows theta and the density becomes exp(-U) / G: for a standard normal a second moment of
-    1.9 instead of 1 at eps = 3e-4.
+    It is omitted, as in the experiments of its authors. **This is correct only if mini-batch noise
+    dominates V**, which then hardly depends on theta. With full batches and small steps V follows
+    theta and the density becomes exp(-U) / G: for a standard normal a second moment of 1.9 instead
+    of 1 at eps = 3e-4.
 
     Args:
         step_size: eps > 0; with G a parameter drifts by about num_data * eps in units of 1. A
             number or an Optax schedule of the number of steps.
         square_decay: weight a of the old value in the average, in (0, 1).
-        smallest_root: r > 0, what is added to the root of a parameter's average, in units of the
-            root of the mean average. A parameter without loss gradients, on which the prior alone
-            acts, has G = 1 / (r sqrt(mean(V))) and needs eps G prior_precision < 2.
-        key: JAX key or seed, needed. Other arguments, what is returned and errors as `sgld`.
+        smallest_root: r > 0, added to the root of a parameter's average, in units of the root of
+            the mean average. A parameter without loss gradients, on which only the prior acts, has
+            G = 1 / (r sqrt(mean(V))) and needs eps G prior_precision < 2.
+        key: JAX key or seed, needed. For the other arguments, the return value and the errors see
+            `sgld`.
 
     Cost: as `sgld`, and one parameter-sized array of state more.
 
@@ -150,7 +152,7 @@ def psgld(
     the unit of the loss; eps is half of theirs.
     """
 
-    def init(params: Any) -> SquareAverage:
+    def init(params: optax.Params) -> SquareAverage:
         return SquareAverage(
             gradient_square=jax.tree.map(jnp.zeros_like, params),
             start_weight=jnp.ones((), _tree.dtype(params)),
@@ -163,7 +165,7 @@ def psgld(
                 square_decay * v + (1 - square_decay) * jnp.square(g.astype(v.dtype))
             ).astype(v.dtype),
             memory.gradient_square,
-            call.loss_gradient,
+            call.updates,
         )
         roots = jax.tree.map(lambda v: jnp.sqrt(v / (1 - weight)), squares)
         metric = _langevin.inverse(roots, smallest_root)
@@ -175,6 +177,6 @@ def psgld(
         displacement = jax.tree.map(leaf, metric, call.gradient, call.noise)
         return displacement, SquareAverage(squares, weight.astype(memory.start_weight.dtype))
 
-    posterior = potential.Potential(num_data, prior_precision, temperature, prior_mean, log_prior)
-    rule = _langevin.Rule(init, move)
-    return _langevin.sampler("psgld", step_size, posterior, key, rule, track_params)
+    posterior = Potential(num_data, prior_precision, temperature, prior_mean, log_prior)
+    rule = _langevin.Rule(move, init)
+    return _langevin.build("psgld", step_size, posterior, key, rule, track_params)

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from optax_smile import _check, _tree, potential
+from optax_smile import _check, _tree
+from optax_smile._types import LogPrior, StepSize, Tree
+from optax_smile.potential import Potential
 from optax_smile.samplers import _call, _langevin
-from optax_smile.samplers._call import SHARED, StepSize
+from optax_smile.samplers._call import SHARED
 
 FRICTION = 0.05
-# A step loses at most all of its velocity: beyond it would turn round, beyond twice that it grows.
+# A step loses at most all of its velocity: beyond, the velocity would change sign, then grow.
 LARGEST_SHARE = 1.0
 
 
 class Thermostat(NamedTuple):
-    """What the chain remembers besides its velocity.
+    """Memory of the chain besides its velocity.
 
     Attributes:
         thermostat: share xi of the velocity that the next step loses, scalar, at most 1; where
@@ -35,9 +36,9 @@ def sgnht(
     step_size: StepSize,
     *,
     num_data: float | jax.Array,
-    prior_precision: Any = 1.0,
-    prior_mean: Any = 0.0,
-    log_prior: Callable[[Any], jax.Array] | None = None,
+    prior_precision: Tree = 1.0,
+    prior_mean: Tree = 0.0,
+    log_prior: LogPrior | None = None,
     temperature: float | jax.Array = 1.0,
     friction: float | jax.Array = FRICTION,
     key: jax.Array | int | None = None,
@@ -52,18 +53,18 @@ def sgnht(
         theta <- theta + eps r
         xi <- min(xi + eps^2 ((1 - xi / 2) |r|^2 / d - 1), 1)
 
-    Mini-batch gradients bring noise of a variance V that `sghmc` must be told. Here xi settles
-    around f + eps^2 V / 2, the friction that balances both, with a standard deviation of about
-    eps / sqrt(d). It is one number for all parameters: noise that differs between them, or from
-    place to place, is right on average over them only. With eps^2 V / 2 near 1 no friction
-    suffices: smaller steps or larger batches are needed.
+    Mini-batch gradients have noise of a variance V, which `sghmc` must know. Here xi settles around
+    f + eps^2 V / 2, the friction that balances both noises, with a standard deviation of about
+    eps / sqrt(d). It is one number for all parameters: if the noise differs between them, or from
+    place to place, it is right only on average. With eps^2 V / 2 near 1 no friction suffices: use
+    smaller steps or larger batches.
 
     Args:
         step_size: eps > 0, about how far one parameter moves in a step, see `sghmc`: a number or
             an Optax schedule of the number of steps.
-        friction: share f of the velocity that the noise which is added makes up for, in (0, 1);
-            xi starts there.
-        key: JAX key or seed, needed. Other arguments, what is returned and errors as `sgld`.
+        friction: share f of the velocity that the added noise balances, in (0, 1); xi starts there.
+        key: JAX key or seed, needed. For the other arguments, the return value and the errors see
+            `sgld`.
 
     Cost: as `sgld`, and one scalar of state more.
 
@@ -81,7 +82,7 @@ def sgnht(
     size. xi is at most 1, else a chain from a bad start may run away. The velocity starts at zero.
     """
 
-    def init(params: Any) -> Thermostat:
+    def init(params: optax.Params) -> Thermostat:
         return Thermostat(jnp.asarray(friction, _tree.dtype(params)))
 
     def move(memory: Thermostat, call: _langevin.Move):
@@ -97,7 +98,7 @@ def sgnht(
         xi = jnp.minimum(xi + (1 - xi / 2) * square - eps**2, LARGEST_SHARE)
         return displacement, Thermostat(xi.astype(memory.thermostat.dtype))
 
-    posterior = potential.Potential(num_data, prior_precision, temperature, prior_mean, log_prior)
-    return _langevin.sampler(
-        "sgnht", step_size, posterior, key, _langevin.Rule(init, move), track_params
+    posterior = Potential(num_data, prior_precision, temperature, prior_mean, log_prior)
+    return _langevin.build(
+        "sgnht", step_size, posterior, key, _langevin.Rule(move, init), track_params
     )

@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import optax
 
 from optax_smile import _check
+from optax_smile._types import LogPrior, StepSize, Tree
 from optax_smile.potential import Potential, Temperature
 from optax_smile.samplers import _call
-from optax_smile.samplers._call import SHARED, StepSize
-from optax_smile.samplers._microcanonical import compose
-from optax_smile.stages import momentum, preconditioner
-from optax_smile.stages import tuner as tuning
-from optax_smile.stages.guardrail import RejectMomentum, guardrail
-from optax_smile.stages.momentum import Decoherence, IntegratorName, Noise
+from optax_smile.samplers._call import SHARED
+from optax_smile.samplers._microcanonical import build
+from optax_smile.stages.integrator import Decoherence, IntegratorName, Noise
+from optax_smile.stages.scale import MeanSquare, Preconditioner
+from optax_smile.stages.step_size import Tuner
 
 CONSTRAINTS = SHARED | {
     "step_size": _check.STEP_SIZE | None,
     "temperature": _check.POSITIVE | _check.OneOf(Literal["auto"]),
     "excess": _check.POSITIVE,
     "integrator": _check.OneOf(IntegratorName),
-    "tuner": _check.kind(tuning.Tuner, "a tuner such as angle_tuner()", _check.CALL_IT) | None,
+    "tuner": _check.kind(Tuner, "a tuner such as angle_tuner()", _check.CALL_IT) | None,
     "reject_quantile": _check.PROBABILITY | None,
-    "reject_momentum": _check.OneOf(RejectMomentum),
     "decoherence_length": _check.POSITIVE | _check.OneOf(Noise) | None,
 }
 
@@ -36,24 +34,24 @@ def smile(
     step_size: StepSize | None = None,
     *,
     num_data: float | jax.Array,
-    prior_precision: Any = 1.0,
-    prior_mean: Any = 0.0,
-    log_prior: Callable[[Any], jax.Array] | None = None,
+    prior_precision: Tree = 1.0,
+    prior_mean: Tree = 0.0,
+    log_prior: LogPrior | None = None,
     temperature: Temperature = 1.0,
     excess: float | jax.Array = 0.08,
     integrator: IntegratorName = "leapfrog",
-    tuner: tuning.Tuner | None = None,
+    tuner: Tuner | None = None,
     reject_quantile: float | None = None,
-    reject_momentum: RejectMomentum = "zero",
     decoherence_length: Decoherence | None = "matched",
     key: jax.Array | int | None = None,
     track_params: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
-    """Sample with stochastic microcanonical Langevin dynamics, which find their own step size.
+    """Sample with stochastic microcanonical Langevin dynamics.
 
-    The chain moves with constant speed through the parameters; the mini-batch gradient of the
-    energy U turns its direction u, and so do the noise of that gradient and as much isotropic
-    noise. One leapfrog step with step size eps and d parameters is
+    The chain moves through the parameters at constant speed. The mini-batch gradient of the energy
+    U, whose noise is part of the dynamics, turns its direction u, and explicit isotropic noise
+    turns it by as much. The step size adapts itself. One leapfrog step with step size eps and d
+    parameters is
 
         kick   u <- (u + (sinh D + p (cosh D - 1)) e) / (cosh D + p sinh D) for eps / 2
         drift  theta <- theta + eps u
@@ -62,14 +60,14 @@ def smile(
         e = -grad U / |grad U|, p = e . u, D = (eps / 2) |grad U| / (d - 1)
         U = (num_data * mean_loss + prior_precision / 2 |theta - prior_mean|^2) / temperature
 
-    and every call of `update` closes one step and opens the next: one gradient per step. As
-    published, with the tuner, the outlier test and the noise of the paper, it is
+    Every call of `update` closes one step and opens the next: one gradient per step. The published
+    sampler, with the tuner, the outlier test and the noise of the paper, is
     `optax_smile.published.smile(1e-3, num_data=...)`.
 
     Args:
         step_size: Euclidean length of one step of the whole parameter vector, > 0: a number or an
-            Optax schedule of the number of steps. None: `angle_tuner` finds it. Other arguments,
-            what is returned and errors as `psmile`.
+            Optax schedule of the number of steps. None: `angle_tuner` chooses it. For the other
+            arguments, the return value and the errors see `psmile`.
 
     Cost: one gradient per call; one parameter-sized array of state and 1.6 % of one (two more for
     leaves of at most 1,024 entries), one more with `"minimal_norm"`.
@@ -89,16 +87,16 @@ def smile(
 
     Source: Sommer et al., Stochastic microcanonical Langevin ensembles, ICML 2026, algorithm 1.
     Differs: leapfrog with a fresh batch per gradient instead of two gradients on one batch; the
-    sign of e; a rejected point leaves neither its gradient nor its value behind. Step size and
-    explicit noise: ours, `benchmarks/notes/which-angle.md`.
+    sign of e; neither gradient nor value of a rejected point is used. Step size and explicit noise
+    are ours, see `benchmarks/notes/which-angle.md`.
     """
-    posterior = Potential(num_data, prior_precision, temperature, prior_mean, log_prior, excess)
-    return compose(
+    return build(
         "smile",
-        posterior,
-        preconditioner=preconditioner.identity(),
-        momentum=momentum.microcanonical("smile", integrator, decoherence_length, key),
-        guardrail=guardrail("smile", reject_quantile, reject_momentum, key),
+        Potential(num_data, prior_precision, temperature, prior_mean, log_prior, excess),
+        Preconditioner(),
+        integrator=integrator,
+        decoherence_length=decoherence_length,
+        reject_quantile=reject_quantile,
         tuner=tuner,
         step_size=step_size,
         key=key,
@@ -112,106 +110,102 @@ def psmile(
     step_size: StepSize | None = None,
     *,
     num_data: float | jax.Array,
-    prior_precision: Any = 1.0,
-    prior_mean: Any = 0.0,
-    log_prior: Callable[[Any], jax.Array] | None = None,
+    prior_precision: Tree = 1.0,
+    prior_mean: Tree = 0.0,
+    log_prior: LogPrior | None = None,
     temperature: Temperature = 1.0,
     excess: float | jax.Array = 0.08,
     integrator: IntegratorName = "leapfrog",
-    tuner: tuning.Tuner | None = None,
+    tuner: Tuner | None = None,
     reject_quantile: float | None = None,
-    reject_momentum: RejectMomentum = "zero",
     decoherence_length: Decoherence | None = "matched",
     key: jax.Array | int | None = None,
     track_params: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
-    """Sample like `smile`, in coordinates in which every gradient is about equally large.
+    """Sample like `smile`, in coordinates in which all gradients are about equally large.
 
-    Anisotropic noise of the gradients heats `smile` in its strong directions, and a posterior that
-    is narrow in some directions and wide in others takes long. With the gradients g of the energy
+    Anisotropic gradient noise heats `smile` in the directions where it is strong, and a posterior
+    that is narrow in some directions and wide in others mixes slowly. So gradients are divided by a
+    scale s, and displacements again: theta <- theta + eps u / s. With the gradients g of the energy
 
         s^2 = q / mean(q),  q = mean of g^2
 
-    gradients are divided by s, displacements divided again: theta <- theta + eps u / s. What is
-    measured in one window of gradients is used in the next, half as long again: within a window s
-    does not depend on the place and the posterior stays as it is. The windows begin with 64
-    gradients once the chain has arrived (`stats`); until then s = 1. The explicit noise dilutes
-    the anisotropy that remains. Without it (`decoherence_length=None`) q is the mean of
-    (g - g_before)^2 / 2, the noise alone, which becomes isotropic by itself, as published.
+    The mean over one window of gradients is used in the next window, which is half as long again.
+    Within a window s is constant, so it does not bias the posterior. The windows begin with 64
+    gradients once the chain has converged (`on_its_way` of `stats` is False); until then s = 1. The
+    explicit noise dilutes the anisotropy that remains. Without it (`decoherence_length=None`) q is
+    the mean of (g - g_before)^2 / 2, the noise of the gradients, as published.
 
     Args:
         step_size: Euclidean length of one step of the whole parameter vector in the scaled
-            coordinates, > 0: a number or an Optax schedule of the number of steps. About sqrt(d)
-            times what one weight moves, so no learning rate. None: `angle_tuner` finds it.
-        num_data: number of terms that the mean loss averages, >= 1: examples, or tokens. A summed
-            loss cannot be detected and makes the posterior too narrow by that factor.
+            coordinates, > 0: a number or an Optax schedule of the number of steps. It is no
+            learning rate: one weight moves by about step_size / sqrt(d). None: `angle_tuner`
+            chooses it.
+        num_data: number of terms over which the loss is averaged, >= 1: examples, or tokens. A
+            summed loss cannot be detected and makes the posterior too narrow by that factor.
         prior_precision: of the Gaussian prior, >= 0: a number, or a prefix of the parameter tree
             with numbers or arrays like its leaves. Leave weight decay and penalties out of the
             loss.
-        prior_mean: centre of that prior, given likewise, or `"start"`: the parameters that the
-            chain begins with, which its state then holds. See `optax_smile.local`.
+        prior_mean: mean of that prior, in the same form, or `"start"`: the first parameters of the
+            chain, which its state then holds. See `optax_smile.local`.
         log_prior: log density of another prior, `log_prior(params)`, a scalar in nats, up to a
             constant, differentiable; it replaces the Gaussian, so `prior_precision=0` with it.
-            Where it is -inf a step is rejected: draws close to such an edge are distorted, so
-            transform bounded parameters. For `optax.inject_hyperparams` it is one of
-            `static_args`, with `prior_precision`.
-        temperature: of the posterior, > 0; 1 is Bayes. `"auto"`: min(1, 2 excess num_data / d) for
-            d parameters, at which draws have a mean loss of at most `excess` above that of a
-            minimum. Below 1 it is a cold posterior, narrower than that of Bayes, which networks
-            with more weights than data can need to predict well: let validation data choose, by
-            `optax_smile.select`. Under `optax.partition` or `masked` a sampler counts its own
-            parameters: pass a number there.
+            Steps to where it is -inf are rejected, which distorts draws close to such an edge:
+            transform bounded parameters. With `optax.inject_hyperparams`, list it and
+            `prior_precision` in `static_args`.
+        temperature: of the posterior, > 0; 1 is the Bayesian posterior. `"auto"`:
+            min(1, 2 excess num_data / d) for d parameters, at which draws have a mean loss of at
+            most `excess` above that of a minimum. A temperature below 1 gives a cold posterior,
+            narrower than the Bayesian one. Networks with more weights than data can need it to
+            predict well; `optax_smile.select` chooses it by validation data. Under
+            `optax.partition` or `masked` pass a number: there d counts only the sampler's own
+            parameters.
         excess: nats per example, > 0, for `temperature="auto"`.
         integrator: `"leapfrog"`, or `"minimal_norm"` as published, with two calls per step.
-        tuner: rule for the step size. None: `step_size` as given, or `angle_tuner()` without one.
-            `angle_tuner(...)` finds the step size and is an error beside a given one;
-            `quantile_tuner(...)`, as published, starts from it.
+        tuner: rule for the step size. None: the given `step_size`, or `angle_tuner()` without one.
+            `angle_tuner(...)` chooses the step size itself, so a `step_size` beside it is an error.
+            `quantile_tuner(...)`, as published, starts from `step_size`.
         reject_quantile: a step is rejected if |energy change| exceeds this quantile of a Gamma fit
-            to those before it, in (0, 1); None rejects non-finite steps alone.
-        reject_momentum: after a rejected step `"zero"` (as published: the chain starts again down
-            the gradient) or `"refresh"` (in a random direction).
-        decoherence_length: adds isotropic noise after each step, by which u forgets itself over
-            this distance, > 0; a chain at rest then starts in a random direction. `"matched"`: as
-            much as the changes of the gradients turn u (with 1 + 40 / d times the square of that
-            angle, at most twice that of whole gradients), which halves what anisotropic gradient
-            noise does to the posterior of a network; at temperatures T < 1 only T^2 times as much.
-            `"turning"`: the radius of the curve that the gradients make it follow, which is quicker
-            where they have little noise and all directions are alike, such as under a strong prior
-            around trained weights, and slower elsewhere. None adds none, as published.
-        key: JAX key or seed, needed where random numbers are drawn: for `decoherence_length` and
-            `"refresh"`.
-            Chains under `vmap` get keys of their own by
-            `optax_smile.parallel.init(sampler, params, key=key)`.
+            to the earlier ones, in (0, 1); None rejects only non-finite steps. After a rejected
+            step the chain starts again down the gradient.
+        decoherence_length: distance, > 0, over which explicit isotropic noise decorrelates u; a
+            chain at rest then starts in a random direction. `"matched"`: the noise turns u by as
+            much as the changes of the gradients do (1 + 40 / d times the square of that angle, at
+            most twice that of whole gradients, and T^2 times as much at temperatures T < 1). This
+            halves the bias that anisotropic gradient noise causes in the posterior of a network.
+            `"turning"`: the radius of the curve along which the gradients turn the chain. It mixes
+            faster where gradients have little noise and all directions are alike, such as under a
+            strong prior around trained weights, and slower elsewhere. None: no noise, as published.
+        key: JAX key or seed, needed where `decoherence_length` is set. To give chains under `vmap`
+            different keys, use `optax_smile.parallel.init(sampler, params, key=key)`.
         track_params: whether the state holds the parameters, for loops that call `update` or
-            `last_accepted` without them. It adds the updates to them, as `optax.apply_updates`
-            does. Parameters that a loop does pass are used and compared: if they differ from the
-            tracked ones by more than rounding, that is an error, or in a compiled program
-            `is_altered`, for good. A loop that never passes them must apply the updates as they
-            are: other changes go unseen.
+            `last_accepted` without them. The state adds the updates to them, as
+            `optax.apply_updates` does. If a loop passes parameters that differ from these by more
+            than rounding, that is an error, or, in a compiled program, sets `is_altered`. A loop
+            that never passes them must apply the updates unchanged: other changes are not detected.
 
     Returns:
-        An Optax transformation, the last of a chain. `update(grads, state, params, value=loss)`
-        takes the mean loss that belongs to `grads`, as `value` or as `loss`, for the energy errors
-        in `stats`. Only `quantile_tuner` and `reject_quantile` need it, and a warning says so when
-        a call without it is traced.
+        An Optax transformation; it must be the last of a chain. Pass the mean loss of the batch to
+        `update(grads, state, params, value=loss)`, as `value` or as `loss`, to get the energy
+        errors in `stats`. Only `quantile_tuner` and `reject_quantile` need it, and warn without it.
 
-        The float32 and float64 arrays of a tree are sampled; all other leaves stay as they are.
+        The float32 and float64 arrays of a tree are sampled; all other leaves do not change.
         Arrays whose gradient is None, in every call, do not move and are not counted in d, and
         their update is None. Arrays whose gradient is zero are sampled: the prior and the noise
-        move them. `optax.partition` or `optax.masked` leave them out. `log_prior` gets the sampled
-        leaves alone.
+        move them. Exclude them with `optax.partition` or `optax.masked`. `log_prior` receives only
+        the sampled leaves.
 
         Outside of `jax.jit`, `update` compiles itself. It donates no buffers: during a call the old
         and the new state are both in memory.
 
     Raises:
-        ArgumentError: a ValueError: an argument out of range, or a key that is missing; in `init` a
-            tree that is not float32 or float64, is not finite, has fewer than two parameters, or
-            where `log_prior` is not finite; in `update` missing params, a tree that changed, the
-            state of another transformation or version, gradients that are no floating-point
-            numbers, gradients that are None at other leaves than at first, a mean loss that is not
-            a scalar or has both names. Numerical trouble never raises: such steps are rejected and
-            counted.
+        ArgumentError: a ValueError. An argument out of range, or a missing key. In `init`, a tree
+            that is not float32 or float64, is not finite, has fewer than two parameters, or at
+            which `log_prior` is not finite. In `update`, missing `params`, a changed tree, the
+            state of another transformation or version, gradients that are not floating-point
+            numbers or are None at other leaves than in the first call, a mean loss that is not a
+            scalar or has both names. Non-finite gradients and values never raise: such steps are
+            rejected and counted.
 
     Cost: one gradient per call; three parameter-sized arrays of state and 1.6 % of one (two more
     for leaves of at most 1,024 entries), one more without explicit noise, one more with
@@ -223,16 +217,71 @@ def psmile(
         >>> state = tx.init({"w": jnp.zeros((2, 3)), "b": jnp.zeros(3)})
 
     Source: Sommer et al., ICML 2026, section 3.2 and algorithm 1. Differs: as `smile`; the scale
-    and its windows are ours, since the published variance about a moving mean follows the gradient
-    along the path where there is little noise and loses the posterior (`published.psmile` has it).
+    and its windows are ours. The published variance about a moving mean (`published.psmile`)
+    follows the gradient along the path where there is little noise, and the chain then no longer
+    samples the posterior.
     """
-    posterior = Potential(num_data, prior_precision, temperature, prior_mean, log_prior, excess)
-    return compose(
+    return build(
         "psmile",
-        posterior,
-        preconditioner=preconditioner.mean_square(differences=decoherence_length is None),
-        momentum=momentum.microcanonical("psmile", integrator, decoherence_length, key),
-        guardrail=guardrail("psmile", reject_quantile, reject_momentum, key),
+        Potential(num_data, prior_precision, temperature, prior_mean, log_prior, excess),
+        MeanSquare(differences=decoherence_length is None),
+        integrator=integrator,
+        decoherence_length=decoherence_length,
+        reject_quantile=reject_quantile,
+        tuner=tuner,
+        step_size=step_size,
+        key=key,
+        track_params=track_params,
+    )
+
+
+@_call.sampler
+@_check.arguments(
+    **CONSTRAINTS,
+    preconditioner=_check.kind(Preconditioner, "a Preconditioner", _check.CALL_IT),
+)
+def compose(
+    preconditioner: Preconditioner,
+    *,
+    num_data: float | jax.Array,
+    step_size: StepSize | None = None,
+    prior_precision: Tree = 1.0,
+    prior_mean: Tree = 0.0,
+    log_prior: LogPrior | None = None,
+    temperature: Temperature = 1.0,
+    excess: float | jax.Array = 0.08,
+    integrator: IntegratorName = "leapfrog",
+    tuner: Tuner | None = None,
+    reject_quantile: float | None = None,
+    decoherence_length: Decoherence | None = "matched",
+    key: jax.Array | int | None = None,
+    track_params: bool = False,
+) -> optax.GradientTransformationExtraArgs:
+    """Build a sampler like `psmile` from a preconditioner of your own.
+
+    With `Preconditioner()` it is `smile`. For a step-size rule of your own, pass `tuner=`, which
+    `smile` and `psmile` take as well.
+
+    Args:
+        preconditioner: the coordinates in which the chain moves, see `Preconditioner`. For the
+            other arguments, the return value and the errors see `psmile`.
+
+    Cost: as `smile`, and the state of the preconditioner.
+
+    Example:
+        >>> import jax.numpy as jnp, optax_smile
+        >>> tx = optax_smile.compose(optax_smile.Preconditioner(), num_data=100, key=0)
+        >>> state = tx.init(jnp.zeros(3))
+
+    Source: as `psmile`.
+    """
+    return build(
+        "compose",
+        Potential(num_data, prior_precision, temperature, prior_mean, log_prior, excess),
+        preconditioner,
+        integrator=integrator,
+        decoherence_length=decoherence_length,
+        reject_quantile=reject_quantile,
         tuner=tuner,
         step_size=step_size,
         key=key,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.core
@@ -12,14 +12,18 @@ import jax.numpy as jnp
 import optax
 
 from optax_smile import _check, _tree, potential
+from optax_smile._types import LogPrior, Tree
 from optax_smile.samplers._call import POSTERIOR
 from optax_smile.samplers.mclmc import mclmc
-from optax_smile.stages.momentum import IntegratorName
-from optax_smile.state import last_accepted, stats
+from optax_smile.stages.integrator import IntegratorName
+from optax_smile.state import Stats, last_accepted, stats
 
+LossFn = Callable[[Tree], jax.Array]
+# Parameters and state of the sampler.
+Chain = tuple[Tree, Tree]
 # Per step and parameter, nats^2, that the tuned step size aims at.
 ENERGY_VARIANCE = 5e-4
-# Energy errors further than so many sixth roots of e from the aim count for little.
+# Energy errors further from the aim than this many sixth roots of e count for little.
 TRUST = 1.5
 # Steps over which the average behind the step size forgets.
 MEMORY = 150
@@ -30,19 +34,19 @@ PHASES = (1 / 3, 1 / 3, 1 / 3)
 # First guess of the step size: small, so that a trained network is not thrown out of its mode
 # before the first energy error is known. It may grow tenfold with each step.
 FIRST_STEP_SIZE = 5e-3
-# So many parameters, drawn at random, tell the distance between independent draws.
+# The distance between independent draws is estimated from this many parameters, drawn at random.
 LARGEST_WATCH = 1_000
-# Squared errors, relative to the aim, outside of this range say no more than its ends; and the
-# largest factor by which one of them may change the step size.
+# Squared errors, relative to the aim, are clipped to this range; and the largest factor by which
+# one of them may change the step size.
 ERROR_RANGE = (1e-8, 1e24)
 LARGEST_CHANGE = 10.0
-# After a step that ended in a non-finite number, the largest step size in units of that one. Good
-# steps let it grow again: single accidents must not add up to a chain that stands still.
+# After a step that ended in a non-finite number, the largest step size in units of that step. It
+# grows again with good steps: single accidents must not add up to a chain that stands still.
 RETREAT = 0.8
 
 
 class MclmcSettings(NamedTuple):
-    """What `tune_mclmc` finds.
+    """Result of `tune_mclmc`.
 
     Attributes:
         step_size: for `mclmc`, scalar.
@@ -52,7 +56,7 @@ class MclmcSettings(NamedTuple):
 
     step_size: jax.Array
     decoherence_length: jax.Array
-    params: Any
+    params: optax.Params
 
 
 @_check.arguments(
@@ -65,13 +69,13 @@ class MclmcSettings(NamedTuple):
     integrator=_check.OneOf(IntegratorName),
 )
 def tune_mclmc(
-    loss_fn: Callable[[Any], jax.Array],
-    params: Any,
+    loss_fn: LossFn,
+    params: Tree,
     *,
     num_data: float | jax.Array,
-    prior_precision: Any = 1.0,
-    prior_mean: Any = 0.0,
-    log_prior: Callable[[Any], jax.Array] | None = None,
+    prior_precision: Tree = 1.0,
+    prior_mean: Tree = 0.0,
+    log_prior: LogPrior | None = None,
     temperature: float | jax.Array = 1.0,
     integrator: IntegratorName = "minimal_norm",
     num_steps: int = 10_000,
@@ -83,17 +87,18 @@ def tune_mclmc(
 
     1. The step size is adapted until the energy error per step has variance `energy_variance` per
        parameter, by a weighted average of |error|^2 / eps^6, which hardly depends on eps.
-    2. It goes on, and L becomes the width of the posterior, the root of the summed variances.
+    2. It still adapts, and L becomes the width of the posterior, the root of the summed variances.
     3. With both fixed, L becomes 0.4 times the distance between independent draws.
 
     Args:
         loss_fn: mean loss over the *whole* data, `loss_fn(params)`, scalar, without the prior.
-        params: start of the chain, such as trained weights. Not far out: the width is measured
-            from the second phase on.
+        params: start of the chain, such as trained weights, close to the posterior: the width is
+            measured in the second phase.
         num_steps: of all three phases together, >= 30.
-        first_step_size: where the step size starts, > 0. Too large a one can lose the start.
-        energy_variance: aim of the step size, nats^2 per parameter, > 0.
-        key: JAX key or seed. Other arguments as `mclmc`.
+        first_step_size: where the step size starts, > 0. If it is too large, the chain can leave
+            the mode.
+        energy_variance: target of the step size, nats^2 per parameter, > 0.
+        key: JAX key or seed. For the other arguments see `mclmc`.
 
     Returns:
         Step size, decoherence length and the last parameters.
@@ -151,11 +156,12 @@ def tune_mclmc(
         length = jnp.sqrt(jnp.asarray(size, dtype))
         advance = functools.partial(_advance, loss_fn, sampler(length))
         chain = params, sampler(length).init(params)
-        controller = _controller(jnp.asarray(first_step_size, dtype))
+        first_size, zero = jnp.asarray(first_step_size, dtype), jnp.zeros((), dtype)
+        controller = _Controller(first_size, jnp.full_like(first_size, jnp.inf), zero, zero)
         aim = energy_variance * size
         chain, controller, _ = _adapting_phase(advance, chain, controller, aim, first)
         chain, controller, moments = _adapting_phase(advance, chain, controller, aim, second)
-        width = jnp.sqrt(_total_variance(moments))
+        width = jnp.sqrt(_tree.total(moments.deviation) / moments.weight)
         watched = jax.random.permutation(seed, size)[:LARGEST_WATCH]
         advance = functools.partial(_advance, loss_fn, sampler(width))
 
@@ -173,7 +179,7 @@ def tune_mclmc(
     return tune(params)
 
 
-def _check_start(where: str, loss_fn: Callable[[Any], jax.Array], params: Any):
+def _check_start(where: str, loss_fn: LossFn, params: optax.Params):
     """Require a scalar loss that is finite with its gradient."""
     rule = "a function of `params` that returns a scalar mean loss"
     loss = _check.traced(where, "loss_fn", loss_fn, params, rule=rule)
@@ -186,10 +192,15 @@ def _check_start(where: str, loss_fn: Callable[[Any], jax.Array], params: Any):
         _check.fail(where, "params", rule, f"a loss of {start[0]}")
 
 
-def _advance(loss_fn: Callable, sampler: Any, chain: Any, step_size: jax.Array) -> Any:
-    """One integrator step of this size, and what is known of the step before it."""
+def _advance(
+    loss_fn: LossFn,
+    sampler: optax.GradientTransformationExtraArgs,
+    chain: Chain,
+    step_size: jax.Array,
+) -> tuple[Chain, tuple[Stats, jax.Array]]:
+    """One integrator step of this size; statistics and step size of the step before it."""
     params, state = chain
-    state: Any = optax.tree.set(state, step_size_factor=step_size)
+    state: Tree = optax.tree.set(state, step_size_factor=step_size)
     seen, tried = [], state.momentum.step_length
     for _ in range(state.gradients_per_step):
         loss, grads = jax.value_and_grad(loss_fn)(params)
@@ -198,23 +209,25 @@ def _advance(loss_fn: Callable, sampler: Any, chain: Any, step_size: jax.Array) 
         seen.append(stats(state))
     # The first call judges the step before; the second can reject the one that it opened.
     whole = seen[-1].accepted
-    told = seen[0]._replace(accepted=seen[0].accepted & whole)
-    return (params, state), (told, jnp.where(whole, tried, state.momentum.step_length))
+    judged = seen[0]._replace(accepted=seen[0].accepted & whole)
+    return (params, state), (judged, jnp.where(whole, tried, state.momentum.step_length))
 
 
 def _adapting_phase(
-    advance: Callable, chain: Any, controller: _Controller, aim: float, steps: int
-) -> tuple[Any, _Controller, _Moments]:
-    """Steps that adapt their size, and the moments of the path that they take."""
+    advance: Callable, chain: Chain, controller: _Controller, aim: float, steps: int
+) -> tuple[Chain, _Controller, _Moments]:
+    """Take steps that adapt their size, and measure the moments of their path."""
 
     def adapt(carry, _):
         chain, controller, moments = carry
         chain, (seen, tried) = advance(chain, controller.step_size)
         controller = _adapt(controller, seen, tried, aim)
-        moments = _accumulate(moments, chain[0], controller.step_size)
+        moments = moments.add(chain[0], controller.step_size)
         return (chain, controller, moments), None
 
-    carry, _ = jax.lax.scan(adapt, (chain, controller, _no_moments(chain[0])), length=steps)
+    zeros = jax.tree.map(jnp.zeros_like, chain[0])
+    moments = _Moments(zeros, zeros, jnp.zeros((), _tree.dtype(zeros)))
+    carry, _ = jax.lax.scan(adapt, (chain, controller, moments), length=steps)
     return carry
 
 
@@ -227,12 +240,7 @@ class _Controller(NamedTuple):
     weight_sum: jax.Array
 
 
-def _controller(step_size: jax.Array) -> _Controller:
-    zero = jnp.zeros_like(step_size)
-    return _Controller(step_size, jnp.full_like(step_size, jnp.inf), zero, zero)
-
-
-def _adapt(state: _Controller, seen: Any, tried: jax.Array, aim: float) -> _Controller:
+def _adapt(state: _Controller, seen: Stats, tried: jax.Array, aim: float) -> _Controller:
     """Move to the step size whose mean squared energy error would be the aim.
 
     Squared errors grow with eps^6: `seen` at the size `tried` predicts those at others.
@@ -259,31 +267,22 @@ def _adapt(state: _Controller, seen: Any, tried: jax.Array, aim: float) -> _Cont
 class _Moments(NamedTuple):
     """Mean and summed squared deviation along a path, weighted with the length of its steps."""
 
-    mean: Any
-    deviation: Any
+    mean: optax.Params
+    deviation: optax.Params
     weight: jax.Array
 
-
-def _no_moments(params: Any) -> _Moments:
-    zeros = jax.tree.map(jnp.zeros_like, params)
-    return _Moments(zeros, zeros, jnp.zeros((), _tree.dtype(params)))
-
-
-def _accumulate(moments: _Moments, params: Any, weight: jax.Array) -> _Moments:
-    total = moments.weight + weight
-    mean = jax.tree.map(lambda m, x: m + weight / total * (x - m), moments.mean, params)
-    deviation = jax.tree.map(
-        lambda d, old, new, x: d + weight * (x - old) * (x - new),
-        moments.deviation,
-        moments.mean,
-        mean,
-        params,
-    )
-    return _Moments(mean, deviation, total)
-
-
-def _total_variance(moments: _Moments) -> jax.Array:
-    return _tree.total(moments.deviation) / moments.weight
+    def add(self, params: optax.Params, weight: jax.Array) -> _Moments:
+        """Add a point of the path."""
+        total = self.weight + weight
+        mean = jax.tree.map(lambda m, x: m + weight / total * (x - m), self.mean, params)
+        deviation = jax.tree.map(
+            lambda d, old, new, x: d + weight * (x - old) * (x - new),
+            self.deviation,
+            self.mean,
+            mean,
+            params,
+        )
+        return _Moments(mean, deviation, total)
 
 
 def _steps_per_draw(draws: jax.Array) -> jax.Array:

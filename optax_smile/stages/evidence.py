@@ -1,45 +1,325 @@
-"""What the calls have shown so far: energy errors and how fast the gradients turn the momentum.
+"""What a call of `update` measures, and the averages from which the stages decide.
 
-The stages tell each other nothing but this: `Evidence` of one call, and the averages behind it.
+A call computes inner products of its trees, the energy that the step gained, and the rates at which
+the gradient and its change turn the momentum. Stages exchange nothing else: `Evidence` describes
+one call, `EvidenceState` what a chain remembers of the calls before.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import jax.scipy.special
+import optax
 
-from optax_smile import _tree
-from optax_smile.stages.energy import (
-    EnergyAverages,
-    EnergyError,
-    OpenStep,
-    no_step,
-    observe_energy,
-)
-from optax_smile.stages.products import LARGEST_ENERGY, Sums
+from optax_smile import _tree, potential
+from optax_smile._types import Tree
 
-# The average of the turns looks back over this share of all gradients, so that it settles as a
-# chain goes on.
-SHARE = 0.25
-# And over no more of them: float32 loses what weighs less.
-LONGEST_AVERAGE = 2**22
-# A gradient counts for at most so many times the average, so that one jump cannot stop the chain.
+# Averages of the gradients cover this share of all calls, so they settle as a chain goes on, but no
+# more than this many calls: float32 loses smaller weights.
+SHARE, LONGEST_AVERAGE = 0.25, 2**22
+# Weight of the old value in the averages of the energy error; 1 - beta in the paper.
+ENERGY_DECAY = 0.99
+# With fewer energies their averages decide nothing.
+ENERGIES_TO_SETTLE = 10
+# An energy enters its averages with at most this many times the outlier threshold, so that one jump
+# does not open the test for the next ones, and with at most this many nats: float32 holds their
+# square.
+WINSOR_FACTOR, LARGEST_ENERGY = 3.0, 1e18
+# A gradient enters its averages with at most this many times the average, so that one jump cannot
+# stop the chain.
 LARGEST_RATIO = 3.0
-# A chain whose `descent` is larger still goes down: by chance in less than one in a hundred.
-ON_ITS_WAY = 3.0
-# Standard deviations of the noise of batches that an energy must fall by, and so many calls.
-FALLING, SHORTEST_WINDOW = 3.0, 256
-# Of a gradient that lies along the momentum, which it does not turn, so much still counts.
+# A gradient along the momentum does not turn it; this share of it still counts.
 SMALLEST_SHARE = 0.03
-# Steps shorter than so many units in the last place of the parameters' norm are lost when they
-# are added to the parameters.
-RESOLUTION_ULPS = 4
-# The change of a gradient after a step shorter than so many times that is mostly rounding.
-SMALLEST_STEP = 30.0
-# Loss gradients of zero say nothing at first; after so many calls they may be all there is.
+# Shorter steps, in units in the last place of the parameters' norm, are lost when they are added to
+# the parameters; after steps shorter than the second number times that, the change of a gradient is
+# mostly rounding.
+RESOLUTION_ULPS, SMALLEST_STEP = 4, 30.0
+# A loss gradient of zero is ignored for this many calls; later it may be all there is.
 PATIENCE = 100
+# A converged chain exceeds this `descent_score` by chance in less than one in a hundred cases.
+ON_ITS_WAY = 3.0
+# A fall of the energy counts beyond this many standard deviations of the noise of batches, and
+# after this many calls.
+FALLING, SHORTEST_WINDOW = 3.0, 256
+
+
+class Trees(NamedTuple):
+    """The trees of a call, all like the parameters.
+
+    Attributes:
+        direction: the unit momentum u.
+        whitened: `gradient` over the scale of the preconditioner.
+        noise: explicit noise, or None.
+        params: the parameters.
+        updates: gradient of the mean loss, with that of `log_prior` if there is one.
+        gradient: of the energy.
+        deviation: what the preconditioner measures of it, or None.
+        prior_terms: what the last drift, backwards, would add to the prior's part of the energy.
+    """
+
+    direction: optax.Updates
+    whitened: optax.Updates
+    noise: optax.Updates | None
+    params: optax.Params
+    updates: optax.Updates
+    gradient: optax.Updates
+    deviation: optax.Updates | None
+    prior_terms: optax.Updates
+
+
+class Sums(NamedTuple):
+    """Inner products over all parameters.
+
+    Attributes:
+        direction_square: u . u, which rounding keeps off 1.
+        direction_dot_whitened: of u and the whitened gradient.
+        whitened_square: squared norm of the whitened gradient.
+        params_square: squared norm of the parameters.
+        updates_square: squared norm of the gradient of the mean loss.
+        prior_change: what the last drift added to the prior's part of the energy, nats.
+        deviation_square: squared norm of the preconditioner's deviation; 0 without one.
+        noise_square: squared norm of the explicit noise; 0 without noise.
+        noise_dot_direction: of the noise and u, likewise.
+        noise_dot_whitened: of the noise and the whitened gradient, likewise.
+    """
+
+    direction_square: jax.Array
+    direction_dot_whitened: jax.Array
+    whitened_square: jax.Array
+    params_square: jax.Array
+    updates_square: jax.Array
+    prior_change: jax.Array
+    deviation_square: jax.Array
+    noise_square: jax.Array
+    noise_dot_direction: jax.Array
+    noise_dot_whitened: jax.Array
+
+
+def measure(trees: Trees, received: optax.Updates | None) -> tuple[Sums, Tree, jax.Array]:
+    """Compute all inner products of a call in one pass over memory.
+
+    Args:
+        trees: the trees.
+        received: gradient as the loop passed it, if that is not `trees.updates`.
+
+    Returns:
+        The inner products, a sketch of the whitened gradient, and the fingerprint of the gradient
+        that the loop passed (see `_tree`).
+    """
+    pairs = {
+        "direction_square": (trees.direction, trees.direction),
+        "direction_dot_whitened": (trees.direction, trees.whitened),
+        "whitened_square": (trees.whitened, trees.whitened),
+        "params_square": (trees.params, trees.params),
+        "updates_square": (trees.updates, trees.updates),
+    }
+    if trees.deviation is not None:
+        pairs["deviation_square"] = trees.deviation, trees.deviation
+    zero = jnp.zeros((), _tree.dtype(trees.params))
+    sums = Sums(*[zero] * len(Sums._fields))
+    if trees.noise is not None:
+        if _tree.has_signs(trees.noise):
+            sums = sums._replace(noise_square=jnp.full_like(zero, _tree.size(trees.noise)))
+        else:
+            pairs["noise_square"] = trees.noise, trees.noise
+        pairs["noise_dot_direction"] = trees.noise, trees.direction
+        pairs["noise_dot_whitened"] = trees.noise, trees.whitened
+    terms = {name: jax.tree.map(jnp.multiply, *pair) for name, pair in pairs.items()}
+    terms["prior_change"] = jax.tree.map(jnp.negative, trees.prior_terms)
+    marks = [_tree.signed(trees.updates if received is None else received)]
+    if received is not None:
+        marks.append(jax.tree.map(jnp.square, received))
+    numbers, sketch = _tree.sums_and_sketch([*terms.values(), *marks], trees.whitened)
+    sums = sums._replace(**dict(zip(terms, numbers, strict=False)))
+    product, *square = numbers[len(terms) :]
+    norm = jnp.sqrt(square[0] if square else sums.updates_square)
+    return sums, sketch, jnp.stack([norm, product])
+
+
+class StepEnd(NamedTuple):
+    """The place of a call inside a step, and the kick that closes one.
+
+    Attributes:
+        is_end: whether the parameters are the end of the open step.
+        opens_step: whether the next kick begins a step: at the end of one, or where none is open.
+        kinetic_change: energy gained by the closing kick, nats.
+        step_length: of the open step.
+        turn_rate: angle per unit length by which the gradient turns the momentum.
+        cosine: between the momentum and the descent direction, before the kick.
+        largest_fall: energy that the drift would have lost along the descent direction, nats.
+        num_parameters: d.
+    """
+
+    is_end: jax.Array
+    opens_step: jax.Array
+    kinetic_change: jax.Array
+    step_length: jax.Array
+    turn_rate: jax.Array
+    cosine: jax.Array
+    largest_fall: jax.Array
+    num_parameters: int
+
+
+def turn_rate(sums: Sums, cosine: jax.Array, num_parameters: int) -> jax.Array:
+    """Compute the rate |g| / (d - 1) max(1 - max(p, 0)^2, 0.03) at which a gradient turns u.
+
+    Far from a mode, u points down the gradient and p = cos(u, -g) is about one: a large gradient
+    turns u by little, and counting all of it would make the steps too short to arrive. Near a mode
+    p is about zero. Uphill (p < 0) small deviations from -1 grow, so the whole gradient counts.
+    """
+    share = jnp.maximum(1 - jnp.maximum(cosine, 0) ** 2, SMALLEST_SHARE)
+    return jnp.sqrt(sums.whitened_square) / (num_parameters - 1) * share
+
+
+class OpenStep(NamedTuple):
+    """Terms of the energy that the open step has gained so far.
+
+    Attributes:
+        opening_value: mean loss at its start, on the batch of the call that opened it; valid where
+            `opening_known`.
+        opening_known: whether that call had one.
+        kinetic_change: kinetic energy that its kicks have added so far, nats.
+        prior_change: what its drifts, except the last, have added to the prior's part of the
+            energy, nats.
+    """
+
+    opening_value: jax.Array
+    opening_known: jax.Array
+    kinetic_change: jax.Array
+    prior_change: jax.Array
+
+    def advance(
+        self, end: StepEnd, opening_kick: jax.Array, sums: Sums, value: jax.Array | None
+    ) -> OpenStep:
+        """Add the kicks and the drift of a call; start again where the call opens a step.
+
+        Args:
+            end: the closing kick.
+            opening_kick: energy gained by the opening kick, nats.
+            sums: with the prior's change in the last drift.
+            value: mean loss of the call, or None.
+        """
+        opens = end.opens_step
+        at = self.opening_value if value is None else jnp.where(opens, value, self.opening_value)
+        kinetic_change = self.kinetic_change + end.kinetic_change
+        return OpenStep(
+            opening_value=at,
+            opening_known=jnp.where(opens, value is not None, self.opening_known),
+            kinetic_change=jnp.where(opens, opening_kick, kinetic_change),
+            prior_change=jnp.where(opens, 0, self.prior_change + sums.prior_change),
+        )
+
+
+class EnergyError(NamedTuple):
+    """Energy gained by the step that a call closes.
+
+    Attributes:
+        change: nats, positive = gained; NaN unless `known`.
+        known: whether a step was closed, had a value at both ends, and its energy is finite.
+        finite: whether every number that the call received is finite.
+    """
+
+    change: jax.Array
+    known: jax.Array
+    finite: jax.Array
+
+
+def error(change: jax.Array | None, closes: jax.Array, given: tuple[jax.Array, ...]) -> EnergyError:
+    """Check the numbers of a call.
+
+    Args:
+        change: energy gained since the open step began, nats; None without `value`.
+        closes: whether a step ends here whose start had a value.
+        given: scalars that are finite if and only if the call's gradient and value are.
+    """
+    finite = jnp.all(jnp.isfinite(jnp.stack(given)))
+    if change is None:
+        return EnergyError(jnp.full_like(given[0], jnp.nan), jnp.zeros_like(finite), finite)
+    finite &= jnp.isfinite(change) | ~closes
+    known = closes & finite
+    return EnergyError(jnp.where(known, change, jnp.nan), known, finite)
+
+
+def energy_error(
+    posterior: potential.Potential,
+    step: OpenStep,
+    end: StepEnd,
+    sums: Sums,
+    value: jax.Array | None,
+) -> EnergyError:
+    """Compute the energy that the open step gained, if it ends here and both ends had a value."""
+    given = *sums, end.kinetic_change
+    if value is None:
+        return error(None, end.is_end, given)
+    loss_change = value - step.opening_value
+    prior_change = step.prior_change + sums.prior_change
+    change = potential.energy_change(posterior, loss_change, prior_change)
+    change += step.kinetic_change + end.kinetic_change
+    return error(change, end.is_end & step.opening_known, (*given, value))
+
+
+class EnergyAverages(NamedTuple):
+    """Moving averages of |energy change| in nats, over the steps where it is known.
+
+    Attributes:
+        energy_mean: weighted mean, scalar; 0 before the first.
+        energy_std: weighted standard deviation about the mean at the time, scalar.
+        num_energies: how many entered, int32.
+    """
+
+    energy_mean: jax.Array
+    energy_std: jax.Array
+    num_energies: jax.Array
+
+    def settled(self) -> jax.Array:
+        """Whether there were enough energies to judge the next one."""
+        return self.num_energies >= ENERGIES_TO_SETTLE
+
+    def quantile(self, probability: float | jax.Array) -> jax.Array:
+        """Quantile of the Gamma distribution with this mean and standard deviation.
+
+        Wilson and Hilferty 1931: mean (1 - r^2 / 9 + z r / 3)^3 with r = std / mean = shape^(-1/2)
+        and the normal quantile z, clamped at 0. For z > 0 it grows with r up to r = 3 z / 2 and
+        then falls below zero. Heavier tails keep the largest value: a jump among the first energies
+        makes the outlier test lenient for a while, but never rejects every step.
+        """
+        z = jax.scipy.special.ndtri(jnp.asarray(probability, self.energy_mean.dtype))
+        mean = self.energy_mean
+        ratio = jnp.where(mean > 0, self.energy_std / jnp.where(mean > 0, mean, 1), 0)
+        ratio = jnp.minimum(ratio, jnp.where(z > 0, 1.5 * z, jnp.inf))
+        return mean * jnp.maximum(1 - ratio**2 / 9 + z * ratio / 3, 0) ** 3
+
+    def observe(self, error: EnergyError, cap: float | jax.Array) -> EnergyAverages:
+        """Add |energy change| where it is known.
+
+        mean <- mean + w (energy - mean), variance <- (1 - w) variance + w (energy - mean)^2 with
+        w = (1 - a) / (1 - a^t), a = `ENERGY_DECAY`: bias-corrected exponential averages. An energy
+        enters with at most `WINSOR_FACTOR` times the quantile of probability `cap`.
+        """
+        energy, known = jnp.minimum(jnp.abs(error.change), LARGEST_ENERGY), error.known
+        count = _tree.count(self.num_energies, known)
+        bounded = jnp.minimum(energy, WINSOR_FACTOR * self.quantile(cap))
+        energy = jnp.where(self.settled(), bounded, energy)
+        power = jnp.maximum(count, 1).astype(energy.dtype)
+        weight = (1 - ENERGY_DECAY) / (1 - ENERGY_DECAY**power)
+        mean = self.energy_mean + weight * (energy - self.energy_mean)
+        variance = (1 - weight) * self.energy_std**2 + weight * (energy - mean) ** 2
+        return EnergyAverages(
+            energy_mean=jnp.where(known, mean, self.energy_mean).astype(mean.dtype),
+            energy_std=jnp.where(known, jnp.sqrt(variance), self.energy_std).astype(mean.dtype),
+            num_energies=count,
+        )
+
+
+def _average(mean: jax.Array, new: jax.Array, count: jax.Array, enters: jax.Array) -> jax.Array:
+    """Average over the last `SHARE` of all entries, of which this one is number `count`."""
+    number = jnp.minimum(SHARE * jnp.maximum(count, 1), LONGEST_AVERAGE)
+    weight = jnp.minimum(1 / number, 1)
+    # Not mean + weight * (new - mean), which would lose a small number after a huge mean.
+    return jnp.where(enters, (1 - weight) * mean + weight * new, mean).astype(mean.dtype)
 
 
 class TurnAverage(NamedTuple):
@@ -48,13 +328,42 @@ class TurnAverage(NamedTuple):
     Attributes:
         mean_turn_rate: radians per unit length, scalar; 0 before the first gradient.
         num_turns: gradients that entered, int32.
-        num_outlying: gradients of kept calls that count for less than they are: zero, or over
+        num_outlying: gradients of accepted calls with a reduced weight: zero, or over
             `LARGEST_RATIO` times the average; int32.
     """
 
     mean_turn_rate: jax.Array
     num_turns: jax.Array
     num_outlying: jax.Array
+
+    def trust(self, rate: jax.Array, sums: Sums, num_gradients: jax.Array) -> jax.Array:
+        """Weight of a gradient: less than 1 if it is outlying, 0 if it carries no information.
+
+        It carries none if its square is below the normal numbers. In the first calls, where the
+        prior alone would throw the chain out of its mode, this also holds for a loss gradient of
+        zero.
+        """
+        largest = LARGEST_RATIO * self.mean_turn_rate
+        bounded = (self.num_turns > 0) & (rate > largest)
+        shortened = jnp.where(bounded, largest / jnp.where(rate > 0, rate, 1), 1)
+        tiny = jnp.finfo(sums.updates_square.dtype).tiny
+        evident = (sums.whitened_square >= tiny) & jnp.isfinite(sums.whitened_square)
+        evident &= (sums.updates_square >= tiny) | (num_gradients >= PATIENCE)
+        return jnp.where(evident, shortened, 0)
+
+    def observe(self, rate: jax.Array, trust: jax.Array, accepted: jax.Array) -> TurnAverage:
+        """Add the rate of one gradient, if the call is accepted.
+
+        mean <- (1 - w) mean + w trust rate with w = 1 / (SHARE t), at most 1, after t gradients.
+        The first four replace the average, so even an absurd first gradient is forgotten.
+        """
+        evident = accepted & (trust > 0)
+        count = _tree.count(self.num_turns, evident)
+        return TurnAverage(
+            mean_turn_rate=_average(self.mean_turn_rate, trust * rate, count, evident),
+            num_turns=count,
+            num_outlying=_tree.count(self.num_outlying, accepted & (trust < 1)),
+        )
 
 
 class ChangeAverage(NamedTuple):
@@ -63,14 +372,14 @@ class ChangeAverage(NamedTuple):
     Attributes:
         sketch: of the gradient at the last step end, see `_tree.sums_and_sketch`.
         last_square: (|g| / (d - 1))^2 there, the square of an angle per unit length, scalar.
-        is_comparable: whether the next step end can be compared with it: the call was kept, and the
-            scale has stayed since.
+        is_comparable: whether the next step end can be compared with it: the call was accepted, and
+            the scale has not changed since.
         mean_change_square: average of (|g - g_before| / (d - 1))^2 / 2, scalar.
         mean_gradient_square: average of the mean of (|g| / (d - 1))^2 and the one before, scalar.
         num_changes: step ends that entered, int32.
     """
 
-    sketch: Any
+    sketch: Tree
     last_square: jax.Array
     is_comparable: jax.Array
     mean_change_square: jax.Array
@@ -83,16 +392,56 @@ class ChangeAverage(NamedTuple):
         whole = jnp.where(known, self.mean_gradient_square, 1)
         return jnp.where(known, self.mean_change_square / whole, jnp.nan)
 
+    def observe(
+        self, sketch: Tree, end: StepEnd, sums: Sums, accepted: jax.Array, counts: jax.Array
+    ) -> tuple[ChangeAverage, jax.Array]:
+        """Compare the gradient with the one at the last step end, if both calls are accepted.
+
+        Args:
+            sketch: of this gradient.
+            end: whether a step ends or begins here.
+            sums: with the square of the gradient.
+            accepted: whether this call is.
+            counts: whether its gradient carries information, and its step was long enough to show
+                in it: the change after a shorter step is rounding.
+
+        Returns:
+            The averages, and the angle per unit length by which this change turns the momentum; 0
+            if it does not enter.
+        """
+        unit = float(end.num_parameters - 1) ** 2
+        square = _tree.distance_square(sketch, self.sketch) / 2 / unit
+        gradient_square = sums.whitened_square / unit
+        # Smaller squares underflow: an average of 0 would give all changes the weight 0.
+        is_evident = (square >= jnp.finfo(square.dtype).tiny) & jnp.isfinite(square)
+        enters = self.is_comparable & end.is_end & accepted & counts & is_evident
+        most = LARGEST_RATIO**2 * self.mean_change_square
+        bounded = (self.num_changes > 0) & (square > most)
+        trust = jnp.where(bounded, most / jnp.where(square > 0, square, 1), 1)
+        whole = trust * (gradient_square + self.last_square) / 2
+        count = _tree.count(self.num_changes, enters)
+        here, before = (sketch, gradient_square), (self.sketch, self.last_square)
+        sketch, gradient_square = _tree.where(end.opens_step & accepted, here, before)
+        averages = ChangeAverage(
+            sketch=sketch,
+            last_square=gradient_square,
+            is_comparable=jnp.where(end.opens_step, True, self.is_comparable) & accepted,
+            mean_change_square=_average(self.mean_change_square, trust * square, count, enters),
+            mean_gradient_square=_average(self.mean_gradient_square, whole, count, enters),
+            num_changes=count,
+        )
+        return averages, jnp.sqrt(jnp.where(enters, square, 0))
+
 
 class DescentAverage(NamedTuple):
-    """Averages that tell whether a chain still goes down, over the last quarter of its gradients.
+    """Averages that show whether a chain still moves downhill, over the last quarter of its calls.
 
     Attributes:
         energy_fall: energy that a drift loses according to the gradient at its end, eps |g| cos
             of the angle between u and -g, nats, scalar.
         fall_square: square of what it would be along the gradient, over d, nats^2, scalar.
-        descent_score: energy that was lost, in standard deviations of what chance makes of a chain
-            that has arrived, scalar.
+        descent_score: energy lost, in standard deviations of what a converged chain loses by
+            chance, scalar.
         on_its_way: whether that is more than `ON_ITS_WAY`.
     """
 
@@ -101,9 +450,30 @@ class DescentAverage(NamedTuple):
     descent_score: jax.Array
     on_its_way: jax.Array
 
+    def observe(
+        self, end: StepEnd, trust: jax.Array, turns: TurnAverage, accepted: jax.Array
+    ) -> DescentAverage:
+        """Add the drift that ended with a gradient, if the gradient counts.
+
+        Over the last n = t / 4 of t gradients a chain at rest in its posterior loses no energy on
+        average. What it loses by chance comes from the noise of the gradients, of variance v in
+        each, and from its own energy, of variance d / 2 there, at most n^2 v.
+        """
+        count, enters = turns.num_turns, accepted & (trust > 0)
+        most = jnp.minimum(trust * end.largest_fall, LARGEST_ENERGY)
+        fall = _average(self.energy_fall, most * end.cosine, count, enters)
+        square = _average(self.fall_square, most**2 / end.num_parameters, count, enters)
+        number = jnp.minimum(SHARE * count.astype(square.dtype), LONGEST_AVERAGE)
+        own = jnp.minimum(number**2 * square, end.num_parameters / 2)
+        # The weights of `_average` give it the variance of a mean over n (2 - SHARE) equal weights.
+        deviation = jnp.sqrt(own + number * square / (2 - SHARE))
+        score = number * fall / jnp.where(deviation > 0, deviation, 1)
+        score = jnp.where(deviation > 0, score, 0).astype(fall.dtype)
+        return DescentAverage(fall, square, score, score > ON_ITS_WAY)
+
 
 class LossAverage(NamedTuple):
-    """Means of the loss over two windows of kept calls, one twice as long as the one before.
+    """Means of the loss over two windows of accepted calls, one twice as long as the one before.
 
     Attributes:
         last_loss: that of the last call, nats per term.
@@ -112,8 +482,8 @@ class LossAverage(NamedTuple):
         loss_noise_square: half the mean square of the differences between successive calls, of the
             last quarter, likewise squared.
         num_losses: how many entered in all, int32.
-        fall: by how much the energy of the open window is lower than that of the one before, nats.
-        is_falling: whether that is more than chance and a chain that has arrived make it.
+        fall: energy of the window before minus that of the open window, nats.
+        is_falling: whether that is more than chance explains in a converged chain.
     """
 
     last_loss: jax.Array
@@ -124,17 +494,64 @@ class LossAverage(NamedTuple):
     fall: jax.Array
     is_falling: jax.Array
 
+    def observe(
+        self,
+        value: jax.Array | None,
+        per_nat: float | jax.Array,
+        num_parameters: int,
+        accepted: jax.Array,
+    ) -> LossAverage:
+        """Add the loss of an accepted call to the open window, the calls 2^k to 2^(k + 1) - 1.
+
+        The energy of a converged chain of d parameters has the standard deviation sqrt(d / 2). Its
+        means over two windows differ by less than that, and by the noise of the batches. A window
+        is compared with the one before from its middle on. So the way to the posterior is forgotten
+        after at most six times as many calls as it took.
+
+        Args:
+            value: mean loss, or None.
+            per_nat: energy per unit of it, num_data / temperature.
+            num_parameters: d.
+            accepted: whether the call is.
+        """
+        if value is None:
+            return self
+        dtype, count = self.last_loss.dtype, _tree.count(self.num_losses, accepted)
+        opened = jnp.left_shift(1, 31 - jax.lax.clz(jnp.maximum(count, 1)))
+        opens = accepted & (count == opened)
+        number = (count - opened + 1).astype(dtype)
+        before = jnp.where(opens, self.loss_now, self.loss_before)
+        now = self.loss_now + (value - self.loss_now) / number
+        now = jnp.where(accepted, jnp.where(opens, value, now), self.loss_now)
+        change = jnp.minimum(jnp.abs(value - self.last_loss), LARGEST_ENERGY)
+        square = jnp.where(self.num_losses > 0, change**2 / 2, 0)
+        noise = _average(self.loss_noise_square, square, count, accepted)
+        fall = per_nat * (before - now)
+        half = opened.astype(dtype) / 2
+        of_batches = jnp.square(FALLING * per_nat) * noise * (1 / number + 1 / half)
+        chance = jnp.sqrt(num_parameters / 2 + of_batches)
+        judges = accepted & (count >= SHORTEST_WINDOW) & (number >= half)
+        return LossAverage(
+            last_loss=jnp.where(accepted, value, self.last_loss).astype(dtype),
+            loss_before=before,
+            loss_now=now.astype(dtype),
+            loss_noise_square=noise,
+            num_losses=count,
+            fall=jnp.where(judges, fall, self.fall).astype(dtype),
+            is_falling=jnp.where(judges, fall > chance, self.is_falling),
+        )
+
 
 class EvidenceState(NamedTuple):
     """What a chain remembers of its past calls.
 
     Attributes:
-        open_step: what its energy is computed from.
-        energies: averages of |energy change| over all judged steps.
-        turns: average of what the gradients of the kept calls turn the momentum by.
-        changes: average of what they change by from one step end to the next.
-        descent: average of the energy that the drifts of the kept calls lose.
-        loss: averages of the mean loss, where the loop passes it.
+        open_step: terms of its energy.
+        energies: averages of |energy change| over all steps.
+        turns: average rate at which the gradients of the accepted calls turn the momentum.
+        changes: average change of these gradients from one step end to the next.
+        descent: average energy that the drifts of the accepted calls lose.
+        loss: averages of the mean loss, if the loop passes it.
     """
 
     open_step: OpenStep
@@ -145,37 +562,62 @@ class EvidenceState(NamedTuple):
     loss: LossAverage
 
 
+def init(params: optax.Params) -> EvidenceState:
+    """Begin without any calls."""
+    dtype = _tree.dtype(params)
+
+    # A buffer for each number: loops donate the state.
+    def zero() -> jax.Array:
+        return jnp.zeros((), dtype)
+
+    def none() -> jax.Array:
+        return jnp.zeros((), jnp.int32)
+
+    def no() -> jax.Array:
+        return jnp.zeros((), bool)
+
+    return EvidenceState(
+        open_step=OpenStep(zero(), no(), zero(), zero()),
+        energies=EnergyAverages(zero(), zero(), none()),
+        turns=TurnAverage(zero(), none(), none()),
+        changes=ChangeAverage(_tree.empty_sketch(params), zero(), no(), zero(), zero(), none()),
+        descent=DescentAverage(zero(), zero(), zero(), no()),
+        loss=LossAverage(zero(), zero(), zero(), zero(), none(), zero(), no()),
+    )
+
+
 class Worth(NamedTuple):
-    """What a gradient is worth to the averages of a preconditioner.
+    """The weight of a gradient in the averages of a preconditioner.
 
     Attributes:
-        trust: what the deviation of an outlying one is to be multiplied with, in (0, 1]; 0 if it
-            says nothing.
-        counts: whether it enters: it says something, and belongs to the end of a step that is kept.
-        anew: whether the chain is still on its way, where averages say nothing of the posterior.
-        square: of its deviation, summed over all parameters; 0 without one.
+        trust: factor for its deviation, in (0, 1], less than 1 if it is outlying; 0 if it carries
+            no information.
+        counts: whether it enters: it carries information, and belongs to an accepted step end.
+        restart: whether the chain is still on its way, so that averages say nothing about the
+            posterior and begin again.
+        square: squared norm of its deviation; 0 without one.
     """
 
     trust: jax.Array
     counts: jax.Array
-    anew: jax.Array
+    restart: jax.Array
     square: jax.Array
 
 
 class Evidence(NamedTuple):
-    """What one call shows.
+    """What is known after one call.
 
     Attributes:
         error: energy error of the step that ended there.
         energies: averages of |energy change| over the steps before it.
         turn_rate: angle per unit length by which this gradient turns the momentum.
-        turns: average of that, with this gradient where the call is kept.
-        change_rate: likewise by its change since the last step end; 0 if that does not count.
+        turns: average of that, including this gradient if the call is accepted.
+        change_rate: the same for its change since the last step end; 0 if that does not count.
         changes: average of that.
-        descent: averages of the energy that is lost, likewise.
-        worth: what this gradient is worth to averages.
+        descent: averages of the energy that the drifts lose, likewise.
+        worth: the weight of this gradient in averages.
         num_gradients: calls of `update` before this one, int32.
-        base: the user's step size, which the factor multiplies.
+        base: the user's step size, which the tuner's factor multiplies.
         resolution: step size below which the parameters stop moving in their precision.
     """
 
@@ -191,132 +633,16 @@ class Evidence(NamedTuple):
     base: jax.Array
     resolution: jax.Array
 
+    def rates(self) -> Rates:
+        """Average rates; that of whole gradients is at least a third of the present one.
 
-def init(params: Any) -> EvidenceState:
-    """Start with nothing seen."""
-    dtype = _tree.dtype(params)
-
-    def zero():
-        return jnp.zeros((), dtype)
-
-    return EvidenceState(
-        open_step=no_step(dtype),
-        energies=EnergyAverages(zero(), zero(), jnp.zeros((), jnp.int32)),
-        turns=TurnAverage(zero(), jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)),
-        changes=ChangeAverage(
-            sketch=_tree.empty_sketch(params),
-            last_square=zero(),
-            is_comparable=jnp.zeros((), bool),
-            mean_change_square=zero(),
-            mean_gradient_square=zero(),
-            num_changes=jnp.zeros((), jnp.int32),
-        ),
-        descent=DescentAverage(zero(), zero(), zero(), jnp.zeros((), bool)),
-        loss=LossAverage(
-            last_loss=zero(),
-            loss_before=zero(),
-            loss_now=zero(),
-            loss_noise_square=zero(),
-            num_losses=jnp.zeros((), jnp.int32),
-            fall=zero(),
-            is_falling=jnp.zeros((), bool),
-        ),
-    )
-
-
-def turn_rate(sums: Sums, cosine: jax.Array, num_parameters: int) -> jax.Array:
-    """Compute the rate |g| / (d - 1) max(1 - max(p, 0)^2, 0.03) at which a gradient turns u.
-
-    Far from a mode u points down the gradient, p = cos(u, -g) is about one, and a large gradient
-    turns it by little: its whole length would make the steps too short to arrive. Near a mode p is
-    about zero. Uphill the smallest deviation from -1 grows: there the whole gradient counts.
-    """
-    share = jnp.maximum(1 - jnp.maximum(cosine, 0) ** 2, SMALLEST_SHARE)
-    return jnp.sqrt(sums.gradient_square) / (num_parameters - 1) * share
-
-
-def trust(average: TurnAverage, rate: jax.Array, sums: Sums, num_gradients: jax.Array) -> jax.Array:
-    """Tell what a gradient counts for: 0 if it says nothing, less than 1 if it is absurdly large.
-
-    A gradient whose square is below the normal numbers is none, and in the first calls, where the
-    prior alone would throw the chain out of its mode, a gradient of the loss that is zero.
-    """
-    largest = LARGEST_RATIO * average.mean_turn_rate
-    bounded = (average.num_turns > 0) & (rate > largest)
-    shortened = jnp.where(bounded, largest / jnp.where(rate > 0, rate, 1), 1)
-    tiny = jnp.finfo(sums.loss_square.dtype).tiny
-    evident = (sums.gradient_square >= tiny) & jnp.isfinite(sums.gradient_square)
-    evident &= (sums.loss_square >= tiny) | (num_gradients >= PATIENCE)
-    return jnp.where(evident, shortened, 0)
-
-
-def observe_turn(
-    average: TurnAverage, rate: jax.Array, trust: jax.Array, kept: jax.Array
-) -> TurnAverage:
-    """Take the rate of one gradient into the average, where the call is kept.
-
-    mean <- (1 - w) mean + w trust rate with w = 1 / (SHARE t), at most 1, after t gradients: the
-    first four replace what was before, so that no first gradient is too absurd to be forgotten,
-    and from 2^24 gradients on w stays.
-    """
-    evident = kept & (trust > 0)
-    count = _tree.count(average.num_turns, evident)
-    return TurnAverage(
-        mean_turn_rate=_average(average.mean_turn_rate, trust * rate, count, evident),
-        num_turns=count,
-        num_outlying=_tree.count(average.num_outlying, kept & (trust < 1)),
-    )
-
-
-def _average(mean: jax.Array, new: jax.Array, count: jax.Array, enters: jax.Array) -> jax.Array:
-    """Average over the last `SHARE` of all entries, of which this one is number `count`."""
-    number = jnp.minimum(SHARE * jnp.maximum(count, 1), LONGEST_AVERAGE)
-    weight = jnp.minimum(1 / number, 1)
-    # Not mean + weight * (new - mean), which leaves nothing of a small new after an absurd mean.
-    return jnp.where(enters, (1 - weight) * mean + weight * new, mean).astype(mean.dtype)
-
-
-def observe_change(
-    past: ChangeAverage, sketch: Any, closed: Any, sums: Sums, kept: jax.Array, counts: jax.Array
-) -> tuple[ChangeAverage, jax.Array]:
-    """Compare the gradient with that at the last step end, where both belong to kept calls.
-
-    Args:
-        past: before this call.
-        sketch: of its gradient.
-        closed: whether a step ends or begins here.
-        sums: with the square of the gradient.
-        kept: whether the call is kept.
-        counts: whether its gradient says something, and its step was long enough to be seen in it:
-            the change after a shorter step is rounding.
-
-    Returns:
-        The averages, and the angle per unit length by which this change turns the momentum; 0 if it
-        does not enter.
-    """
-    unit = float(closed.num_parameters - 1) ** 2
-    square = _tree.distance_square(sketch, past.sketch) / 2 / unit
-    gradient_square = sums.gradient_square / unit
-    # Of smaller numbers the square is lost: an average of zero would give no change any weight.
-    is_evident = (square >= jnp.finfo(square.dtype).tiny) & jnp.isfinite(square)
-    enters = past.is_comparable & closed.step_end & kept & counts & is_evident
-    most = LARGEST_RATIO**2 * past.mean_change_square
-    bounded = (past.num_changes > 0) & (square > most)
-    trust = jnp.where(bounded, most / jnp.where(square > 0, square, 1), 1)
-    whole = trust * (gradient_square + past.last_square) / 2
-    count = _tree.count(past.num_changes, enters)
-    here = sketch, gradient_square
-    there = past.sketch, past.last_square
-    sketch, gradient_square = _tree.where(closed.opens_step & kept, here, there)
-    averages = ChangeAverage(
-        sketch=sketch,
-        last_square=gradient_square,
-        is_comparable=jnp.where(closed.opens_step, True, past.is_comparable) & kept,
-        mean_change_square=_average(past.mean_change_square, trust * square, count, enters),
-        mean_gradient_square=_average(past.mean_gradient_square, whole, count, enters),
-        num_changes=count,
-    )
-    return averages, jnp.sqrt(jnp.where(enters, square, 0))
+        Where the first gradients were very small, in a mode, the average lags behind for long.
+        """
+        now = jnp.where(self.worth.trust > 0, self.turn_rate, 0) / LARGEST_RATIO
+        whole = jnp.maximum(self.turns.mean_turn_rate, now)
+        known = self.changes.num_changes > 0
+        change = jnp.where(known, jnp.sqrt(self.changes.mean_change_square), whole)
+        return Rates(whole, change)
 
 
 class Rates(NamedTuple):
@@ -324,89 +650,11 @@ class Rates(NamedTuple):
 
     Attributes:
         gradient: by whole gradients.
-        change: by what changes from one gradient to the next; by whole gradients until it is known.
+        change: by the change from one gradient to the next; by whole gradients until it is known.
     """
 
     gradient: jax.Array
     change: jax.Array
-
-
-def usual_rates(shown: Evidence) -> Rates:
-    """Average rates, that of whole gradients no less than a third of the present one.
-
-    To the present one the average is to rise: where the first gradients were absurdly small, in a
-    mode, it lags behind for long.
-    """
-    now = jnp.where(shown.worth.trust > 0, shown.turn_rate, 0) / LARGEST_RATIO
-    whole, changes = jnp.maximum(shown.turns.mean_turn_rate, now), shown.changes
-    known = changes.num_changes > 0
-    return Rates(whole, jnp.where(known, jnp.sqrt(changes.mean_change_square), whole))
-
-
-def observe_descent(
-    average: DescentAverage, closed: Any, trust: jax.Array, turns: TurnAverage, kept: jax.Array
-) -> DescentAverage:
-    """Take the drift that ended with a gradient into the averages, where the gradient counts.
-
-    Over the last n = t / 4 of t gradients a chain at rest in its posterior loses nothing, but for
-    the noise of the gradients, of variance v in each, and for its own energy, which has the
-    variance d / 2 there, no more than n^2 v.
-    """
-    count, enters = turns.num_turns, kept & (trust > 0)
-    most = jnp.minimum(trust * closed.largest_fall, LARGEST_ENERGY)
-    fall = _average(average.energy_fall, most * closed.cosine, count, enters)
-    square = _average(average.fall_square, most**2 / closed.num_parameters, count, enters)
-    number = jnp.minimum(SHARE * count.astype(square.dtype), LONGEST_AVERAGE)
-    own = jnp.minimum(number**2 * square, closed.num_parameters / 2)
-    # The weights of `_average` give an average the variance of one over n (2 - SHARE) equal ones.
-    deviation = jnp.sqrt(own + number * square / (2 - SHARE))
-    score = number * fall / jnp.where(deviation > 0, deviation, 1)
-    score = jnp.where(deviation > 0, score, 0).astype(fall.dtype)
-    return DescentAverage(fall, square, score, score > ON_ITS_WAY)
-
-
-def observe_loss(
-    past: LossAverage, value: jax.Array | None, per_nat: Any, size: int, kept: jax.Array
-) -> LossAverage:
-    """Take the loss of a kept call into the window that is open, the calls 2^k to 2^(k + 1) - 1.
-
-    The energy of a chain of d parameters that has arrived has the standard deviation sqrt(d / 2).
-    Its means over two windows differ by less than that, and by the noise of the batches. From the
-    middle of a window on it is compared with the one before: the way to the posterior is forgotten
-    after at most six times as many calls as it took.
-
-    Args:
-        past: before this call.
-        value: mean loss, or None.
-        per_nat: energy per unit of it, num_data / temperature.
-        size: d.
-        kept: whether the call is kept.
-    """
-    if value is None:
-        return past
-    dtype, count = past.last_loss.dtype, _tree.count(past.num_losses, kept)
-    opened = jnp.left_shift(1, 31 - jax.lax.clz(jnp.maximum(count, 1)))
-    opens = kept & (count == opened)
-    number = (count - opened + 1).astype(dtype)
-    before = jnp.where(opens, past.loss_now, past.loss_before)
-    now = past.loss_now + (value - past.loss_now) / number
-    now = jnp.where(kept, jnp.where(opens, value, now), past.loss_now)
-    change = jnp.minimum(jnp.abs(value - past.last_loss), LARGEST_ENERGY)
-    square = jnp.where(past.num_losses > 0, change**2 / 2, 0)
-    noise = _average(past.loss_noise_square, square, count, kept)
-    fall = per_nat * (before - now)
-    half = opened.astype(dtype) / 2
-    chance = jnp.sqrt(size / 2 + jnp.square(FALLING * per_nat) * noise * (1 / number + 1 / half))
-    judges = kept & (count >= SHORTEST_WINDOW) & (number >= half)
-    return LossAverage(
-        last_loss=jnp.where(kept, value, past.last_loss).astype(dtype),
-        loss_before=before,
-        loss_now=now.astype(dtype),
-        loss_noise_square=noise,
-        num_losses=count,
-        fall=jnp.where(judges, fall, past.fall).astype(dtype),
-        is_falling=jnp.where(judges, fall > chance, past.is_falling),
-    )
 
 
 def resolution(params_square: jax.Array) -> jax.Array:
@@ -414,58 +662,38 @@ def resolution(params_square: jax.Array) -> jax.Array:
     return RESOLUTION_ULPS * jnp.finfo(params_square.dtype).eps * jnp.sqrt(params_square)
 
 
-def show(
+def collect(
     past: EvidenceState,
-    closed: Any,
+    end: StepEnd,
     error: EnergyError,
     sums: Sums,
-    sketch: Any,
+    sketch: Tree,
     base: jax.Array,
     num_gradients: jax.Array,
-    kept: jax.Array,
+    accepted: jax.Array,
 ) -> Evidence:
-    """Collect what a call shows."""
+    """Combine what a call measured with what the chain remembers."""
     shortest = resolution(sums.params_square)
-    trusted = trust(past.turns, closed.turn_rate, sums, num_gradients)
-    turns = observe_turn(past.turns, closed.turn_rate, trusted, kept)
-    descent = observe_descent(past.descent, closed, trusted, turns, kept)
-    counts = (trusted > 0) & (closed.step_length >= SMALLEST_STEP * shortest)
-    changes, change_rate = observe_change(past.changes, sketch, closed, sums, kept, counts)
+    trust = past.turns.trust(end.turn_rate, sums, num_gradients)
+    turns = past.turns.observe(end.turn_rate, trust, accepted)
+    descent = past.descent.observe(end, trust, turns, accepted)
+    counts = (trust > 0) & (end.step_length >= SMALLEST_STEP * shortest)
+    changes, change_rate = past.changes.observe(sketch, end, sums, accepted, counts)
     return Evidence(
         error=error,
         energies=past.energies,
-        turn_rate=closed.turn_rate,
+        turn_rate=end.turn_rate,
         turns=turns,
         change_rate=change_rate,
         changes=changes,
         descent=descent,
         worth=Worth(
-            trust=trusted,
-            counts=closed.opens_step & (trusted > 0) & kept,
-            anew=descent.on_its_way & kept,
+            trust=trust,
+            counts=end.opens_step & (trust > 0) & accepted,
+            restart=descent.on_its_way & accepted,
             square=sums.deviation_square,
         ),
         num_gradients=num_gradients,
         base=base,
         resolution=shortest,
-    )
-
-
-def remember(
-    past: EvidenceState,
-    shown: Evidence,
-    open_step: OpenStep,
-    cap: float | jax.Array,
-    scale_stays: jax.Array | bool,
-    loss: LossAverage,
-) -> EvidenceState:
-    """Keep what a call showed."""
-    changes = shown.changes
-    return EvidenceState(
-        open_step=open_step,
-        energies=observe_energy(past.energies, shown.error, cap),
-        turns=shown.turns,
-        changes=changes._replace(is_comparable=changes.is_comparable & scale_stays),
-        descent=shown.descent,
-        loss=loss,
     )

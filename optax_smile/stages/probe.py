@@ -1,7 +1,7 @@
-"""Do the parameters arrive where the sampler sent them? A few entries tell, without a pass."""
+"""Whether the parameters arrive where the sampler sent them, from a few entries of each leaf."""
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,30 +10,31 @@ import optax
 from jax.sharding import AxisType
 
 from optax_smile import _check, _joined, _tree
+from optax_smile._types import Tree
 
-# Numbers of a leaf that are read; of a smaller one all.
+# Numbers of a leaf that are read; all numbers of a smaller leaf.
 MOST_READ = 256
-# Of leaves on several devices one number is read, by a masked sum: of so many of them, up to this
-# size.
+# A masked sum reads one number of a leaf on several devices; of at most this many such leaves, up
+# to this size.
 MOST_SHARED, LARGEST_SHARED = 16, 2**16
 # Rounding of an addition, in units in the last place.
 ROUNDING = 4
-# Calls over which altered ones are averaged; more than one in a hundred of them, and at least
-# three, are no accident such as a checkpoint that is restored.
+# Altered calls are averaged over `WINDOW` calls. More than one in a hundred, and at least three,
+# are no accident such as a restored checkpoint.
 WINDOW, MOST_ALTERED, LEAST_ALTERED = 512, 0.01, 3
 
 
 class ProbeState(NamedTuple):
-    """What is known of the entries that are read.
+    """The entries that are read, and how often they were altered.
 
     Attributes:
-        start: where the last call found them, `[entry]`; 0 where it read none.
+        start: their values in the last call, `[entry]`; 0 where it read none.
         is_known: whether the next call can compare them, `[entry]`; False before the first one and
             after a rejected step.
-        num_altered: calls that found them elsewhere than the last one had sent them, int32.
+        num_altered: calls in which they were not where the last call had sent them, int32.
         num_compared: calls that could compare them, up to `WINDOW`, int32.
         altered_share: share of altered ones among these, later their moving average.
-        is_altered: whether the altered calls are too many for an accident.
+        is_altered: whether there are too many altered calls for an accident.
     """
 
     start: jax.Array
@@ -44,12 +45,12 @@ class ProbeState(NamedTuple):
     is_altered: jax.Array
 
     def is_made(self) -> jax.Array:
-        """True, which the compiler cannot know: what waits for it is written after the look."""
+        """Always true but opaque to XLA; orders writes after the probe's reads."""
         return self.num_altered >= 0
 
 
 def init(params: optax.Params) -> ProbeState:
-    """Nothing is known before the first call."""
+    """Begin before the first call."""
     start = _unread(params)
     return ProbeState(
         start=start,
@@ -65,7 +66,7 @@ def _unread(params: optax.Params) -> jax.Array:
     """Zeros in the place of the entries, of leaves that may be shapes alone."""
     leaves = jax.tree.leaves(params)
     if any(AxisType.Manual in jax.typeof(leaf).sharding.mesh.axis_types for leaf in leaves):
-        # Inside a `shard_map` the zeros must vary over its axes as the leaves do.
+        # Inside a `shard_map` the zeros must vary over its axes, as the leaves do.
         return jnp.zeros_like(_in_one(entries(params)))
     like = jax.eval_shape(lambda tree: _in_one(entries(tree)), params)
     return jnp.zeros(like.shape, like.dtype)
@@ -74,12 +75,12 @@ def _unread(params: optax.Params) -> jax.Array:
 def look(
     state: ProbeState, params: optax.Params, moved: list[jax.Array], reject: jax.Array
 ) -> ProbeState:
-    """Compare where the parameters are with where the last call sent them.
+    """Compare the parameters with the values that the last call sent.
 
     Args:
         state: of the last call.
-        params: the parameters as the loop passes them.
-        moved: entries of the displacement of the last call, as its state has it.
+        params: parameters as the loop passes them.
+        moved: entries of the last displacement, from the state.
         reject: whether this call goes back to where the step began.
 
     Raises:
@@ -87,7 +88,9 @@ def look(
     """
     if state.is_known.dtype != bool:
         rule, got = "what `init` or `update` returned", "one whose booleans are numbers"
-        remedy = "`reset_state=True` of `optax.lookahead` and `sam` does that: no draws are right."
+        remedy = (
+            "`reset_state=True` of `optax.lookahead` and `sam` does that and makes draws wrong."
+        )
         _check.fail("update", "state", rule, got, remedy)
     found = entries(params)
     rounding = ROUNDING * max((float(jnp.finfo(x.dtype).eps) for x in found), default=0.0)
@@ -98,13 +101,13 @@ def look(
     off = jnp.where(known & jnp.isfinite(off), off, 0)
     off = jnp.where(off > rounding * jnp.maximum(jnp.abs(here), jnp.abs(state.start)), off, 0)
     compares, farthest, longest = _largest(known.astype(off.dtype), off, jnp.abs(step))
-    # A short step may be the difference of terms as large as the longest one.
+    # A short step may be the difference of two long ones.
     compares, altered = compares > 0, farthest > rounding * longest
     num_compared = jnp.minimum(state.num_compared + compares, WINDOW)
     share, number = state.altered_share, num_compared.astype(state.altered_share.dtype)
     change = (altered - share) / jnp.maximum(number, 1)
     share = share + jnp.where(compares, change, 0)
-    # Half a call less: the number is a rounded product.
+    # Minus half a call: the number is a rounded product.
     is_altered = (share * number > LEAST_ALTERED - 0.5) & (share > MOST_ALTERED)
     return ProbeState(
         start=jnp.where(reject, 0, here),
@@ -116,13 +119,13 @@ def look(
     )
 
 
-def _read(tree: Any) -> list[tuple[jax.Array, np.ndarray]]:
-    """Leaves, and which numbers of the grid of each are read, in the order of its axes."""
+def _read(tree: Tree) -> list[tuple[jax.Array, np.ndarray]]:
+    """Leaves, and which numbers on the grid of each are read, in the order of its axes."""
     if isinstance(tree, _joined.Joined):
         small = tree.joined, np.ones(len(_numbers(tree.layout)), bool)
         return [small, *_read(tree.apart)]
     leaves = [leaf for leaf in jax.tree.leaves(tree) if leaf.size]
-    # Small ones first, as where they are joined.
+    # Small ones first, as in a joined tree.
     pairs = zip(_joined.small(leaves), leaves, strict=True)
     leaves = [leaf for _, leaf in sorted(pairs, key=lambda pair: not pair[0])]
     shared = [i for i, leaf in enumerate(leaves) if _tree.is_shared(leaf)]
@@ -138,8 +141,8 @@ def _read(tree: Any) -> list[tuple[jax.Array, np.ndarray]]:
     return found
 
 
-def entries(tree: Any) -> list[jax.Array]:
-    """Read numbers of the leaves, on a grid; 0 in the place of those that are not read."""
+def entries(tree: Tree) -> list[jax.Array]:
+    """Read numbers of the leaves on a grid; 0 in the place of those that are not read."""
     if isinstance(tree, _joined.Joined):
         return [tree.joined[_numbers(tree.layout)], *entries(tree.apart)]
     return [
@@ -148,7 +151,7 @@ def entries(tree: Any) -> list[jax.Array]:
 
 
 def _largest(*numbers: jax.Array) -> tuple[jax.Array, ...]:
-    """The largest of each of several lists of as many positive numbers, in one pass."""
+    """Maximum of each of several arrays of positive numbers of one shape, in one pass."""
     zeros = tuple(jnp.zeros((), x.dtype) for x in numbers)
     return jax.lax.reduce(numbers, zeros, functools.partial(jax.tree.map, jnp.maximum), (0,))
 
@@ -158,10 +161,10 @@ def _in_one(numbers: list[jax.Array]) -> jax.Array:
 
 
 def _grid(shape: tuple[int, ...]) -> list[tuple[int, int]]:
-    """How many places along each axis are read, from the first one on, and how far apart."""
+    """Number and distance of the places that are read along each axis, beginning with the first."""
     found, room = [(1, 1)] * len(shape), MOST_READ
     for done, axis in enumerate(sorted(range(len(shape)), key=lambda axis: shape[axis])):
-        # The longest axis gets all that is left; a root is rounded down.
+        # The longest axis gets all remaining places; a root is rounded down.
         number = min(shape[axis], int(room ** (1 / (len(shape) - done)) + 1e-6))
         found[axis] = number, max(1, (shape[axis] - 1) // max(1, number - 1))
         room //= number
@@ -169,7 +172,7 @@ def _grid(shape: tuple[int, ...]) -> list[tuple[int, int]]:
 
 
 def _numbers(layout: _joined.Layout) -> np.ndarray:
-    """Numbers on the grids of joined leaves."""
+    """Places of the grids of joined leaves in their array."""
     found, first = [], 0
     for shape, size, is_small in zip(layout.shapes, layout.sizes, layout.is_small, strict=True):
         if is_small:

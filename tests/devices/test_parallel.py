@@ -298,7 +298,7 @@ def test_sample_on_a_mesh(tmp_path):
         seen.add((jax.typeof(params["in"]).sharding.spec, jax.typeof(batch[0]).sharding.spec))
         return gathering_loss(params, batch)
 
-    options: dict[str, Any] = {"loss_fn": watched_loss, "directory": tmp_path, "prefetch": 2}
+    options: dict[str, Any] = {"loss_fn": watched_loss, "directory": tmp_path}
     got = draw(make_mesh((4, 2), EXPLICIT), SPECS, steps_per_dispatch=4, **options)
     assert_close(got.params, draw().params)
     assert seen == {(jax.P(None, "data"), jax.P("data", None))}

@@ -62,6 +62,8 @@ NOT_CALLED = {
     "Stopping",
     *("diagnostics.EnergyFit", "diagnostics.Check", "diagnostics.Summary"),
     *("ArgumentError", "CheckReport", "RecordedSampler", "Stats"),
+    # Classes to inherit from.
+    *("Preconditioner", "Tuner"),
     *("metrics.Reliability", "metrics.RiskCoverage", "parallel.Carry"),
     # Called with what the package has checked.
     *("parallel.check_mesh", "parallel.num_chains"),
@@ -85,7 +87,6 @@ LAWFUL: dict[str, set[str]] = {
     **dict.fromkeys(
         ("tuner", "observe", "stop", "num_draws", "num_chains", "inputs", "like"), {"none"}
     ),
-    "accept": {"list"},
     "check": {"true"},
     "check.state": {"none"},
     **dict.fromkeys(
@@ -108,7 +109,7 @@ LAWFUL: dict[str, set[str]] = {
     "value": {"none", "nan", "inf", "minus", "zero", "denormal", "huge", "tracer"},
     "checkpoint_minutes": {"inf", "zero", "denormal"},
     "jitter": {"zero", "denormal"},
-    **dict.fromkeys(("max_lag", "num_warmup", "prefetch", "seed"), {"zero"}),
+    **dict.fromkeys(("max_lag", "num_warmup", "seed"), {"zero"}),
     **dict.fromkeys(("level",), set()),
     "nominal": {"none", "zero", "denormal"},
     # A seed, or a key; none where nothing is drawn.

@@ -22,16 +22,15 @@ def noisy_loss(params, batch, *, key):
     return mean_loss(params, (jnp.where(jax.random.bernoulli(key, 0.9, x.shape), x, 0), y))
 
 
-def test_bits_where_a_thread_reads_and_on_disk(tmp_path):
+def test_bits_in_memory_and_on_disk(tmp_path):
     """The trace on disk has the draws alone, with their steps, and numbers of Python."""
     sampler = optax_smile.psmile(num_data=NUM_DATA, key=0)
-    others = {}, {"prefetch": 2}, {"directory": tmp_path / "run"}
+    others = {}, {"directory": tmp_path / "run"}
     common: Any = {"loss": noisy_loss, "sampler": sampler, "stochastic": True}
-    usual, *found = (run(**common | x) for x in others)
-    for got in found:
-        jax.tree.map(np.testing.assert_array_equal, got.params, usual.params)
-        chex.assert_trees_all_equal_shapes_and_dtypes(got.params, usual.params)
-        assert set(usual.trace) <= set(got.trace) <= {*usual.trace, "step"}
-        for field, values in usual.trace.items():
-            values, on_disk = np.asarray(values), np.asarray(got.trace[field])
-            np.testing.assert_array_equal(on_disk, values[:, -on_disk.shape[1] :], field)
+    usual, got = (run(**common | x) for x in others)
+    jax.tree.map(np.testing.assert_array_equal, got.params, usual.params)
+    chex.assert_trees_all_equal_shapes_and_dtypes(got.params, usual.params)
+    assert set(usual.trace) <= set(got.trace) <= {*usual.trace, "step"}
+    for field, values in usual.trace.items():
+        values, on_disk = np.asarray(values), np.asarray(got.trace[field])
+        np.testing.assert_array_equal(on_disk, values[:, -on_disk.shape[1] :], field)

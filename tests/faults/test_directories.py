@@ -8,7 +8,6 @@ import collections
 import copy
 import functools
 import operator
-import os
 import shutil
 import types
 from collections.abc import Callable
@@ -23,7 +22,7 @@ import pytest
 
 import optax_smile
 from optax_smile import report
-from optax_smile.chains._checkpoint import SUMS, Checkpoints
+from optax_smile.chains._directory import Checkpoints
 from optax_smile.draws import _format
 from optax_smile.report import _predictions
 
@@ -286,57 +285,12 @@ def change_manifest(directory: Path, change: Callable[[dict[str, Any]], Any]):
 
 def test_a_manifest_that_is_none_is_named(damaged):
     file = damaged / _format.MANIFEST
-    for content in ("[" * 100_000, "[]", "7", '{"format": true}', "\udcff", "sparse"):
+    for content in ("[" * 100_000, "[]", "7", '{"format": true}', "\udcff"):
         file.write_bytes(content.encode(errors="surrogateescape"))
-        if content == "sparse":
-            os.truncate(file, 1 << 40)
         readers = [optax_smile.load_snapshots, report.write] + [sample] * (content == "[]")
         for function in readers:
             with pytest.raises(ValueError, match=f"must be a directory .*{file}"):
                 function(damaged)
-
-
-def contents(path: Path) -> dict[str, bytes]:
-    """Of a file, or of all files of a folder."""
-    return {str(file): file.read_bytes() for file in (path, *path.rglob("*")) if file.is_file()}
-
-
-LINKED = ["manifest.json", "start.*", "draw-00000001.*", "prediction-*", ".lock-0"]
-
-
-@pytest.mark.parametrize("name", [*LINKED, "checkpoints", "checkpoints/*", f"checkpoints/*/{SUMS}"])
-def test_a_link_is_not_followed(intact, damaged, name, tmp_path):
-    """Neither to read, where all would be as it was, nor to write."""
-    path, outside = max(damaged.glob(name)), tmp_path / "outside"
-    path.rename(outside)
-    path.symlink_to(outside)
-    before = contents(outside)
-    found = [*read(damaged).values(), *begin(damaged, intact.like).values()]
-    found += [attempt(lambda: list(sample(damaged)))] if name != "prediction-*" else []
-    errors = [error for error in found if isinstance(error, Exception)]
-    assert errors and (name == "prediction-*" or found[-1] is errors[-1])
-    assert all("is a link" in str(error) and is_ours(error, [str(path)]) for error in errors)
-    assert contents(outside) == before
-
-
-def test_a_draft_or_lock_that_is_a_link_is_not_written_through(damaged, tmp_path):
-    outside = tmp_path / "outside"
-    outside.write_text("mine")
-    targets = [f"draw-{n:08d}.chains-00000-00002.safetensors" for n in range(4)]
-    targets += ["manifest.json", "prediction-test.safetensors"]
-    for name in [*targets, "start.chains-00000-00002.safetensors", "report.html"]:
-        draft = damaged / f".{name}.{os.getpid()}"
-        draft.hardlink_to(outside) if "draw" in name else draft.symlink_to(outside)
-    (damaged / "report.html").symlink_to(outside)
-    sample(damaged)
-    report.write(damaged)
-    assert not (damaged / "report.html").is_symlink()
-    (damaged / ".lock-0").unlink()
-    (damaged / ".lock-0").hardlink_to(outside)
-    rule = r"`sample\(directory=...\)` must be one with files of its"
-    with pytest.raises(ValueError, match=rule):
-        sample(damaged)
-    assert outside.read_text() == "mine"
 
 
 def test_no_text_of_a_user_is_part_of_the_page(damaged, tmp_path):

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from test_contract import SAMPLERS as PUBLIC
+from public_samplers import LANGEVIN, SAMPLERS, accepts
 
 import optax_smile
 from optax_smile import published
@@ -36,26 +36,29 @@ TARGETS = (INPUTS.sum(axis=1) + RNG.normal(size=NUM_DATA)).astype(np.float32)
 ROWS = RNG.integers(NUM_DATA, size=(CALLS, BATCH))
 START = {"w": jnp.zeros(NUM_WEIGHTS), "b": jnp.zeros(1)}
 
-SETTINGS: dict[str, Any] = {
-    "smile": {},
-    "psmile": {},
-    "mclmc": {"step_size": 0.05, "decoherence_length": 0.5},
-    "sgld": {"step_size": 1e-3},
-    "psgld": {"step_size": 5e-4},
-    "sghmc": {"step_size": 0.02},
-    "sgnht": {"step_size": 0.02},
-    "scale_adapted_sghmc": {"step_size": 0.05, "adapt_steps": 400},
-    "cyclical_sgld": {"step_size": 2e-3, "total_steps": CALLS, "num_cycles": 2},
-}
+# Step sizes of the samplers that do not find their own; 0.02 for all others. And options.
+STEP_SIZES = {"mclmc": 0.05, "sgld": 1e-3, "psgld": 5e-4, "scale_adapted_sghmc": 0.05}
+STEP_SIZES |= {"cyclical_sgld": 2e-3, "smile": None, "psmile": None}
+OPTIONS = {"adapt_steps": 400, "total_steps": CALLS, "num_cycles": 2}
+
+
+def settings(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        option: x for option, x in OPTIONS.items() if accepts(SAMPLERS[name], option)
+    }
+    if name == "mclmc":
+        found["decoherence_length"] = 0.5
+    return found | {"step_size": STEP_SIZES.get(name, 0.02)}
+
+
 PAPERS = {f"published.{x}": x for x in ("smile", "psmile", "smile_naive", "psmile_naive")}
 MAKE = {
-    **{x: functools.partial(getattr(optax_smile, x), key=0, **y) for x, y in SETTINGS.items()},
+    **{x: functools.partial(fn, key=0, **settings(x)) for x, fn in SAMPLERS.items()},
     **{x: functools.partial(getattr(published, y), 0.03) for x, y in PAPERS.items()},
 }
 # Without energies to judge a step by, they follow a finite gradient, however large, and return by
 # steps of their usual length. In the mass of an adaptive one it stays, so that the chain hardly
 # moves: psgld for log(V) / 0.01 gradients, scale_adapted_sghmc for good.
-LANGEVIN = ("sgld", "psgld", "sghmc", "sgnht", "scale_adapted_sghmc", "cyclical_sgld")
 ADAPTIVE = ("psgld", "scale_adapted_sghmc")
 # The sample has one of each driver, and each kind of memory; the rest is nightly.
 SAMPLE = ("psmile", "published.psmile", "psgld", "sgnht", "scale_adapted_sghmc")
@@ -176,4 +179,4 @@ def test_injections(name, full, record):
 
 
 def test_every_sampler_is_injected():
-    assert set(MAKE) >= set(PUBLIC)
+    assert set(MAKE) >= set(SAMPLERS)

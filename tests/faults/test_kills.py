@@ -124,7 +124,6 @@ def run(life: Life, tell=lambda: None) -> Any:
         num_draws=life.num_draws,
         thin=1,
         key=jax.random.key(0),
-        prefetch=2,
         mesh=mesh,
         directory=life.directory,
         callback=lambda step, stats: tell(),

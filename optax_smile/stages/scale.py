@@ -1,21 +1,22 @@
-"""Stage 1: the scale of the gradients, coordinate by coordinate.
+"""The scale of the gradients, coordinate by coordinate.
 
-The microcanonical dynamics sample the right distribution if the gradient noise is isotropic.
-A diagonal scale s brings it closer to that: the sampler works with the whitened gradient
+The microcanonical dynamics sample the right distribution if the gradient noise is isotropic. A
+diagonal scale s brings it closer to that: the sampler works with the whitened gradient
 grad U / s, and divides a displacement by s on its way back to the parameters.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from optax_smile import _check, _tree
+from optax_smile._types import Tree
 from optax_smile.stages.evidence import Worth
 
 # Bounds of (sigma / rms(sigma))^2: a coordinate without noise moves at most 100 times as far as
@@ -24,50 +25,80 @@ SMALLEST_RELATIVE_VARIANCE = 1e-4
 LARGEST_RELATIVE_VARIANCE = 1e4
 # Weight of the old value in the moving averages; 1 - alpha in the paper.
 NOISE_DECAY = 0.99
-# Gradients in the first window of `mean_square`, and in the longest: float32 loses smaller weights.
+# Gradients in the first window of `MeanSquare`, and in the longest: float32 loses smaller weights.
 FIRST_WINDOW, LONGEST_WINDOW = 64, 2**22
-# So many gradients of a window weigh as much as that all coordinates are alike.
+# Weight, in gradients of a window, of the assumption that all coordinates are alike.
 ISOTROPIC = 10
 
 
-class Preconditioner(NamedTuple):
-    """A rule for the coordinates in which a chain moves: pure functions.
+class Preconditioner:
+    """The coordinates in which a chain moves. This class itself leaves them as they are.
 
-    Attributes:
-        init: `init(params)`, the first state.
-        whiten: `whiten(state, gradient)`, the gradient of the energy over the scale.
-        deviation: `deviation(state, gradient)`, by how much a gradient is not what was expected, a
-            tree like it; None where nothing is measured. The driver sums its square.
-        observe: `observe(state, gradient, worth, direction)`, the next state, by the `Worth` of the
-            gradient. `direction` is the new one, made with the scale of `state`.
-        stays: `stays(state, worth)`, whether that leaves the scale as it is.
+    For a rule of your own, inherit from it, preferably as a frozen dataclass, override the methods,
+    and pass an instance to `compose`. All methods are pure functions that JAX can trace.
 
-    A state is None, for a scale of one, or has a method `inverse_scale()`, a tree like the
-    parameters. The scale comes from the gradients *before* the one that is whitened: no gradient
-    changes its own coordinates, and a step closes in those in which it drifted.
+    A state is None, for a scale of one, or an object of arrays with a method `inverse_scale()` that
+    returns 1 / s, a tree like the parameters. The scale comes from the gradients *before* the one
+    that is whitened: no gradient changes its own coordinates, and a step ends in those in which it
+    drifted.
+
+    Example:
+        >>> from typing import Any, NamedTuple
+        >>> import jax, jax.numpy as jnp, optax_smile
+        >>> class Known(NamedTuple):
+        ...     scale: Any
+        ...     def inverse_scale(self):
+        ...         return jax.tree.map(jnp.reciprocal, self.scale)
+        >>> class KnownScale(optax_smile.Preconditioner):
+        ...     def init(self, params):
+        ...         return Known(jax.tree.map(lambda x: 10 * jnp.ones_like(x), params))
+        >>> sampler = optax_smile.compose(KnownScale(), num_data=100, key=0)
     """
 
-    init: Callable[[Any], Any]
-    whiten: Callable[[Any, Any], Any]
-    deviation: Callable[[Any, Any], Any]
-    observe: Callable[[Any, Any, Worth, Any], Any]
-    stays: Callable[[Any, Worth], Any]
+    def init(self, params: optax.Params) -> Tree:
+        """Return the first state."""
+        return None
+
+    def deviation(self, state: Tree, gradient: optax.Updates) -> optax.Updates | None:
+        """Return the tree whose square `observe` needs, as `worth.square`; None for no tree.
+
+        Args:
+            state: before the call.
+            gradient: of the energy U, nats per unit of the parameters.
+        """
+        return None
+
+    def observe(
+        self, state: Tree, gradient: optax.Updates, worth: Worth, direction: optax.Updates
+    ) -> Tree:
+        """Return the next state.
+
+        Args:
+            state: before the call.
+            gradient: of the energy U, nats per unit of the parameters.
+            worth: the weight of this gradient: `trust` in [0, 1], whether it `counts`, whether
+                averages `restart`, and the squared norm of the deviation, `square`.
+            direction: the new momentum, computed with the scale of `state`.
+        """
+        return state
+
+    def stays(self, state: Tree, worth: Worth) -> jax.Array | bool:
+        """Return whether `observe` leaves the scale as it is."""
+        return True
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
 
 
-def identity() -> Preconditioner:
-    """Leave the coordinates as they are."""
-    return Preconditioner(
-        init=lambda params: None,
-        whiten=lambda state, gradient: gradient,
-        deviation=lambda state, gradient: None,
-        observe=lambda state, gradient, worth, direction: None,
-        stays=lambda state, worth: True,
-    )
+def whiten(state: Tree, gradient: optax.Updates) -> optax.Updates:
+    """Divide a gradient by the scale of a state."""
+    scale = inverse_of(state)
+    return gradient if scale is None else jax.tree.map(jnp.multiply, gradient, scale)
 
 
-def whiten(state: Any, gradient: optax.Updates) -> optax.Updates:
-    """Divide by the scale of a state."""
-    return jax.tree.map(jnp.multiply, gradient, state.inverse_scale())
+def inverse_of(state: Tree) -> optax.Updates | None:
+    """Return 1 / s for the state of a preconditioner; None for a scale of one."""
+    return None if state is None else state.inverse_scale()
 
 
 def inverse_scale(
@@ -84,7 +115,7 @@ def inverse_scale(
         mean: mean of v over all coordinates, scalar.
         isotropic_weight: w in [0, 1].
     """
-    # Below the normal numbers of the precision the quotient would overflow: no noise was seen.
+    # For a mean below the normal numbers the quotient would overflow: there is no noise yet.
     noisy = ~(mean < jnp.finfo(mean.dtype).tiny)
     offset = jnp.where(noisy, isotropic_weight, 1)
     slope = jnp.where(noisy, (1 - isotropic_weight) / jnp.where(noisy, mean, 1), 0)
@@ -98,7 +129,7 @@ def inverse_scale(
 
 
 class MovingVarianceState(NamedTuple):
-    """Exponential averages over the mini-batch gradients of the kept step ends.
+    """Exponential averages over the mini-batch gradients of the accepted step ends.
 
     Attributes:
         gradient_mean: mean gradient, a tree like the parameters.
@@ -117,17 +148,21 @@ class MovingVarianceState(NamedTuple):
         return inverse_scale(self.gradient_variance, self.variance_mean, self.isotropic_weight)
 
 
-def moving_variance(noise_decay: float = NOISE_DECAY) -> Preconditioner:
+@dataclass(frozen=True)
+class MovingVariance(Preconditioner):
     """Measure the noise as published: exponential averages of the squares about a moving mean.
 
     gradient_mean <- a gradient_mean + (1 - a) gradient, then
     gradient_variance <- a gradient_variance + (1 - a) (gradient - gradient_mean)^2,
     with a = noise_decay and the new mean (Sommer et al. 2026, section 3.2: their alpha = 1 - a).
-    Where there is little noise it follows the gradient along the path of the chain, and the
-    posterior is lost.
+    Where there is little noise it follows the gradient along the path of the chain, and the chain
+    no longer samples the posterior.
     """
 
-    def init(params: optax.Params) -> MovingVarianceState:
+    noise_decay: float = NOISE_DECAY
+
+    def init(self, params: optax.Params) -> MovingVarianceState:
+        """Return averages of zero, without weight."""
         dtype = _tree.dtype(params)
         return MovingVarianceState(
             gradient_mean=jax.tree.map(jnp.zeros_like, params),
@@ -136,19 +171,26 @@ def moving_variance(noise_decay: float = NOISE_DECAY) -> Preconditioner:
             isotropic_weight=jnp.ones((), dtype),
         )
 
-    def deviation(state, gradient):
+    def deviation(self, state: MovingVarianceState, gradient: optax.Updates) -> optax.Updates:
+        """Return the deviation from the mean so far."""
         return jax.tree.map(jnp.subtract, gradient, state.gradient_mean)
 
-    def observe(state, gradient, worth, direction):
-        del direction
-        rate, size = jnp.where(worth.counts, 1 - noise_decay, 0), _tree.size(gradient)
-        # Of a deviation from the old mean, (1 - rate) is left from the new one.
+    def observe(
+        self,
+        state: MovingVarianceState,
+        gradient: optax.Updates,
+        worth: Worth,
+        direction: optax.Updates,
+    ) -> MovingVarianceState:
+        """Average the deviation and its square."""
+        rate, size = jnp.where(worth.counts, 1 - self.noise_decay, 0), _tree.size(gradient)
+        # The deviation from the new mean is (1 - rate) times that from the old one.
         left = jnp.square((1 - rate) * worth.trust)
 
         def average(old, new):
             return jnp.where(worth.counts, old + rate * (new - old), old).astype(old.dtype)
 
-        deviations = deviation(state, gradient)
+        deviations = self.deviation(state, gradient)
         return MovingVarianceState(
             gradient_mean=jax.tree.map(
                 lambda m, x: average(m, m + worth.trust * x), state.gradient_mean, deviations
@@ -160,17 +202,19 @@ def moving_variance(noise_decay: float = NOISE_DECAY) -> Preconditioner:
             isotropic_weight=average(state.isotropic_weight, 0),
         )
 
-    return Preconditioner(init, whiten, deviation, observe, lambda state, worth: False)
+    def stays(self, state: MovingVarianceState, worth: Worth) -> bool:
+        """Return False: every gradient changes the scale."""
+        return False
 
 
 class MeanSquareState(NamedTuple):
-    """The scale in use, and what the next one will come from.
+    """The scale in use, and the averages for the next one.
 
     Attributes:
-        in_use: 1 / s by what was measured in the window before, a tree like the parameters.
+        in_use: 1 / s, measured in the window before, a tree like the parameters.
         mean_square: of the gradients of the open window, or of their differences, likewise.
         mean: of `mean_square` over all parameters, scalar.
-        last_gradient: the one before, likewise; None where differences do not matter.
+        last_gradient: the one before, likewise; None if differences are not used.
         num_in_window: how many entered in the open window, int32; -1 before the first difference.
         window: length of the open window in gradients, int32.
     """
@@ -183,14 +227,16 @@ class MeanSquareState(NamedTuple):
     window: jax.Array
 
     def inverse_scale(self) -> optax.Updates:
-        """Give one over the scale, a tree like the parameters."""
+        """Return one over the scale, a tree like the parameters."""
         return self.in_use
 
 
-def replace(condition: jax.Array, new: Any, old: Any, *after: Any) -> Any:
-    """Take a new tree where a condition holds, made after others that come from the old one.
+def replace(
+    condition: jax.Array, new: optax.Updates, old: optax.Updates, *after: optax.Updates
+) -> optax.Updates:
+    """Select a new tree where a condition holds, after other trees were computed from the old one.
 
-    Where nothing tells the order XLA's CPU copies the old one instead of writing in its place.
+    Without a given order XLA's CPU backend copies the old tree instead of writing in its place.
     """
 
     def leaf(x, y, *others):
@@ -200,80 +246,96 @@ def replace(condition: jax.Array, new: Any, old: Any, *after: Any) -> Any:
     return jax.tree.map(leaf, new, old, *after)
 
 
-def mean_square(differences: bool = False) -> Preconditioner:
+@dataclass(frozen=True)
+class MeanSquare(Preconditioner):
     """Measure the root mean square of the gradients, or of their noise alone.
 
     s^2 = q / mean(q) with the mean q of g^2, or with differences of (g - g_before)^2 / 2, which is
     noise: a gradient changes little by a step of the chain and much by another batch. What is
-    measured in one window of gradients is used in the next, half as long again: within a window s
-    does not depend on the place, so that the posterior stays as it is, and it settles as the chain
+    measured in one window of gradients is used in the next, half as long again. Within a window s
+    does not depend on the place, so that the posterior stays as it is, and s settles as the chain
     goes on. The windows begin when the chain has arrived; in the first s = 1.
 
-    Args:
-        differences: without explicit noise that of the gradients must be isotropic by itself,
-            which their differences achieve. With it the squares do better: where noise prevails
-            they are as good, and elsewhere they even out the curvature.
+    Attributes:
+        differences: without explicit noise the noise of the gradients must itself be isotropic,
+            which their differences achieve. With it, squares do better: where noise prevails they
+            are as good, and elsewhere they even out the curvature.
 
     Source: adaptation in windows that grow, Stan Reference Manual, "HMC algorithm parameters".
     """
-    none_yet = -1 if differences else 0
 
-    def init(params: optax.Params) -> MeanSquareState:
+    differences: bool = False
+
+    def init(self, params: optax.Params) -> MeanSquareState:
+        """Return a scale of one and an empty window."""
+        zeros = jax.tree.map(jnp.zeros_like, params)
         return MeanSquareState(
             in_use=jax.tree.map(jnp.ones_like, params),
-            mean_square=jax.tree.map(jnp.zeros_like, params),
+            mean_square=zeros,
             mean=jnp.zeros((), _tree.dtype(params)),
-            last_gradient=jax.tree.map(jnp.zeros_like, params) if differences else None,
-            num_in_window=jnp.full((), none_yet, jnp.int32),
+            last_gradient=jax.tree.map(jnp.zeros_like, params) if self.differences else None,
+            num_in_window=jnp.full((), -1 if self.differences else 0, jnp.int32),
             window=jnp.full((), FIRST_WINDOW, jnp.int32),
         )
 
-    def deviation(state, gradient):
-        if not differences:
+    def deviation(self, state: MeanSquareState, gradient: optax.Updates) -> optax.Updates:
+        """Return the gradient, or its difference to the one before."""
+        if state.last_gradient is None:
             return gradient
         return jax.tree.map(jnp.subtract, gradient, state.last_gradient)
 
-    def advance(state, worth):
-        number = _tree.count(jnp.where(worth.anew, none_yet, state.num_in_window), worth.counts)
-        window = jnp.where(worth.anew, FIRST_WINDOW, state.window)
+    def _advance(
+        self, state: MeanSquareState, worth: Worth
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Number of the gradient in its window, the window's length, and whether it closes."""
+        none_yet = -1 if self.differences else 0
+        before = jnp.where(worth.restart, none_yet, state.num_in_window)
+        number = _tree.count(before, worth.counts)
+        window = jnp.where(worth.restart, FIRST_WINDOW, state.window)
         return number, window, number >= window
 
-    def stays(state, worth):
+    def stays(self, state: MeanSquareState, worth: Worth) -> jax.Array:
+        """Return whether no window closes and no scale is reset."""
         # In the first window the scale is one, as it is for a chain that is on its way.
-        closes = advance(state, worth)[-1]
-        return ~closes & ~(worth.anew & (state.window > FIRST_WINDOW))
+        closes = self._advance(state, worth)[-1]
+        return ~closes & ~(worth.restart & (state.window > FIRST_WINDOW))
 
-    def observe(state, gradient, worth, direction):
-        number, window, closes = advance(state, worth)
+    def observe(
+        self,
+        state: MeanSquareState,
+        gradient: optax.Updates,
+        worth: Worth,
+        direction: optax.Updates,
+    ) -> MeanSquareState:
+        """Average the square, and use the average once its window closes."""
+        number, window, closes = self._advance(state, worth)
         rate = jnp.where(worth.counts & (number > 0), 1 / jnp.maximum(number, 1), 0)
-        share = rate * jnp.square(worth.trust) / (2 if differences else 1)
+        share = rate * jnp.square(worth.trust) / (2 if self.differences else 1)
 
-        # Not q + rate * (new - q), which leaves nothing of a small new after an absurd one.
+        # Not q + rate * (new - q), which would lose a small number after a huge one.
         def average(old, square):
             return jnp.where(rate > 0, (1 - rate) * old + share * square, old).astype(old.dtype)
 
-        deviations = deviation(state, gradient)
+        deviations = self.deviation(state, gradient)
         squares = jax.tree.map(lambda q, x: average(q, x * x), state.mean_square, deviations)
         mean = average(state.mean, worth.square / _tree.size(gradient))
-        isotropic_weight = jnp.where(worth.anew, 1, ISOTROPIC / (ISOTROPIC + number))
+        isotropic_weight = jnp.where(worth.restart, 1, ISOTROPIC / (ISOTROPIC + number))
         measured = inverse_scale(squares, mean, isotropic_weight)
         last, made = None, [direction]
-        if differences:
+        if state.last_gradient is not None:
             shortened = jax.tree.map(
                 lambda g, h: worth.trust * g + (1 - worth.trust) * h, gradient, state.last_gradient
             )
             last = replace(worth.counts, shortened, state.last_gradient, squares)
             made.append(last)
         return MeanSquareState(
-            in_use=replace(closes | worth.anew, measured, state.in_use, *made),
+            in_use=replace(closes | worth.restart, measured, state.in_use, *made),
             mean_square=squares,
             mean=mean,
             last_gradient=last,
             num_in_window=jnp.where(closes, 0, number),
             window=jnp.where(closes, jnp.minimum(window + window // 2, LONGEST_WINDOW), window),
         )
-
-    return Preconditioner(init, whiten, deviation, observe, stays)
 
 
 def scale_by_gradient_noise() -> optax.GradientTransformation:
@@ -284,8 +346,8 @@ def scale_by_gradient_noise() -> optax.GradientTransformation:
     `psmile(decoherence_length=None)`, from the gradients before this one; s = 1 for the first 65.
 
     Returns:
-        An Optax transformation. A non-finite gradient passes through and leaves the averages
-        as they are.
+        An Optax transformation. A non-finite gradient passes through and does not change the
+        averages.
 
     Cost: three parameter-sized arrays of state, no gradient.
 
@@ -297,17 +359,19 @@ def scale_by_gradient_noise() -> optax.GradientTransformation:
 
     Source: Sommer et al., ICML 2026, section 3.2, noise preconditioning. Differs: see `psmile`.
     """
-    where, noise = "scale_by_gradient_noise", mean_square(differences=True)
+    where, noise = "scale_by_gradient_noise", MeanSquare(differences=True)
 
-    def init_fn(params: Any) -> Any:
+    def init_fn(params: optax.Params) -> Tree:
         _tree.check_params(f"{where}.init", params, smallest=1)
         _check.Tree(finite=True)(f"{where}.init", "params", params)
         return noise.init(params)
 
-    def update_fn(updates: Any, state: Any, params: Any = None):
+    def update_fn(
+        updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None
+    ) -> tuple[optax.Updates, Tree]:
         del params
         if not isinstance(state, MeanSquareState):
-            rule = "what `init` or `update` of it returned"
+            rule = "the state that `init` or `update` returned"
             _check.fail(f"{where}.update", "state", rule, _check.show(state))
         known = state.mean_square
         _tree.check_gradients(f"{where}.update", updates, known, "the one given to init")
@@ -318,9 +382,9 @@ def scale_by_gradient_noise() -> optax.GradientTransformation:
         worth = Worth(
             trust=jnp.ones_like(square),
             counts=counts,
-            anew=~jnp.ones((), bool),
+            restart=~jnp.ones((), bool),
             square=_tree.inner(deviation, deviation),
         )
-        return noise.whiten(state, updates), noise.observe(state, finite, worth, finite)
+        return whiten(state, updates), noise.observe(state, finite, worth, finite)
 
     return optax.GradientTransformation(init_fn, update_fn)

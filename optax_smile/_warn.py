@@ -1,0 +1,17 @@
+"""Warnings that point at the user's line."""
+
+import sys
+import warnings
+
+# Packages whose frames lie between the user's line and the warning.
+PASSED = {"optax_smile", "jax"}
+
+
+def warn(message: str):
+    """Warn at the line outside of this package that led here."""
+    frame, level, level_of_user = sys._getframe(), 1, 1
+    while frame is not None:
+        if str(frame.f_globals.get("__name__")).partition(".")[0] in PASSED:
+            level_of_user = level + 1
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, stacklevel=level_of_user)

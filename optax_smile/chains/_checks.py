@@ -1,0 +1,696 @@
+"""Checks of a run: its loss, its batches, the gradients that reach the sampler, and its start."""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh
+
+from optax_smile import _check, _tree, parallel
+from optax_smile._types import Batch, Options, Output, Tree
+from optax_smile._warn import warn
+from optax_smile.chains._host import Stream
+from optax_smile.diagnostics.results import Check
+from optax_smile.potential import Potential, excess_loss, least_excess_loss
+from optax_smile.state import MOST_RISE, SamplerState
+
+# A loss whose halves add up to the whole within this relative difference is a sum.
+NEAR_ONE = 0.05
+# `num_data` and the examples of a list may differ by less than this factor: lists may be a part of
+# the data, or hold several passes.
+MOST_RATIO = 10
+# The same for `num_data` and the tokens of a list: padding, and targets that are not counted.
+MOST_TOKEN_RATIO = 4
+# Batches whose sizes differ by less than this factor weight their examples about equally.
+NEARLY_EQUAL = 1.1
+NUM_DATA = (
+    "Set it to the number of terms that the mean loss averages over the whole data set: examples,"
+    " or tokens for a language model."
+)
+USABLE = "an iterable of batches, numeric arrays with examples, all of the same structure"
+
+# Rounding errors of a fingerprint, relative to the norm: twenty times what was seen in float32.
+TOLERANCE = 2e-5
+# Relative variation up to which ratios, or the norms of clipped gradients, count as constant.
+CONSTANT = 1e-3
+# Share of the calls that may look altered by accident.
+MOST_ALTERED = 0.01
+# Share of the calls with a clipped or non-finite gradient above which to warn.
+MOST_CLIPPED, MOST_NONFINITE_CALLS = 0.01, 0.001
+BEFORE = (
+    "Remove what comes before the sampler. A sampler has no learning rate, and its prior replaces"
+    " weight decay. Only `optax.clip_by_global_norm` may go before it."
+)
+CLIP = "Clip at a norm that gradients rarely exceed, or not at all."
+NONFINITE = (
+    "Their steps were rejected, and the draws are not those of the posterior. Are the batches"
+    " finite, and the gradients of the loss on them?"
+)
+
+# Displacement relative to the size of the weights: losses are nearly quadratic at this distance,
+# and float32 still resolves the difference.
+DISTURBANCE = 0.02
+SEED = 0
+# Pairs of random directions, which estimate the trace of the squared Hessian to a third.
+NUM_PAIRS = 8
+
+
+def warn_if_failed(where: str, check: Check | None):
+    """Warn of a check that failed."""
+    if check is not None and not check.passed:
+        warn(f"`{where}`: {check.text} {check.advice}")
+
+
+# The loss.
+
+
+@dataclass(frozen=True)
+class Loss(_check.Constraint):
+    """A loss that takes the arguments that `aux` and `stochastic` ask for."""
+
+    text = "a function of (params, batch), of `aux=` if there is one and of `key=` if `stochastic`"
+
+    def __call__(self, where, argument, value, given=_check.NOTHING):
+        extras = ["aux="] * (given.get("aux") is not None) + ["key="] * bool(given["stochastic"])
+        advice = "It also gets `aux` if you pass one, and `key` if `stochastic`."
+        form = ", ".join(["params", "batch", *extras])
+        return _check.Function(f"({form})", advice)(where, argument, value)
+
+
+def loss_of(
+    where: str, loss_fn: Callable[..., Output], has_aux: bool, is_stochastic: bool
+) -> Callable[..., tuple[jax.Array, Tree]]:
+    """Convert a loss to the form `(params, aux, key, batch) -> (loss, aux)`."""
+
+    def loss(params, aux, key, batch) -> Tree:
+        extras = {"aux": aux} if has_aux else {}
+        if is_stochastic:
+            extras["key"] = key
+        result = loss_fn(params, batch, **extras)
+        if has_aux and not (isinstance(result, tuple) and len(result) == 2):
+            rule = "a function that with `aux` returns a pair of loss and new aux"
+            _check.fail(where, "loss_fn", rule, f"one that returns {_check.show(result)}")
+        if not has_aux and isinstance(result, tuple):
+            rule = "a function that returns a scalar mean loss"
+            advice = "With `aux=` it returns a pair of loss and new aux."
+            _check.fail(where, "loss_fn", rule, "one that returns a tuple", advice)
+        return result if has_aux else (result, None)
+
+    return loss
+
+
+class Losses:
+    """Losses of all chains on a batch.
+
+    Args:
+        where: name of the public function.
+        loss: loss in the form of `loss_of`.
+        number: number of chains.
+        per_chain: whether batches have a leading chain axis.
+        mesh: devices, or None.
+    """
+
+    def __init__(
+        self,
+        where: str,
+        loss: Callable[..., tuple[jax.Array, Tree]],
+        number: int,
+        per_chain: bool,
+        mesh: Mesh | None,
+    ):
+        self.where, self.number, self.per_chain, self.mesh = where, number, per_chain, mesh
+
+        def of_chain(chain, batch):
+            return loss(chain.params, chain.aux, chain.key, batch)[0]
+
+        mapped = parallel.over_chains(of_chain, mesh=mesh, in_axes=(0, 0 if per_chain else None))
+        own = None if mesh is None else parallel.chain_sharding(mesh)
+        self.compiled = jax.jit(mapped, out_shardings=own)
+
+    def put(self, batch: Batch) -> Batch:
+        """Put a batch on the devices."""
+        if self.mesh is None:
+            return batch
+        return parallel.place_batch(batch, mesh=self.mesh, per_chain=self.per_chain)
+
+    def __call__(self, chains: Tree, batch: Batch) -> jax.Array:
+        """Compute the losses `[chain]` at the `params`, `aux` and `key` of the chains."""
+        self.check(chains, batch)
+        return self.compiled(chains, self.put(batch))
+
+    def check(self, chains: Tree, batch: Batch):
+        """Require a scalar loss and, if each chain has its own batch, one batch per chain."""
+        where, number = self.where, self.number
+        of_arrays = _check.Tree("an iterable of batches, trees of arrays of numbers")
+        of_arrays(where, "batches", batch)
+        if self.per_chain:
+            rows = {jnp.shape(leaf)[:1] for leaf in jax.tree.leaves(batch)}
+            if rows != {(number,)}:
+                name = "per_member" if where == "warmstart" else "per_chain"
+                rule = f"batches whose leaves have a leading axis of {number}, with `{name}`"
+                _check.fail(where, "batches", rule, f"the leading axes {sorted(rows)}")
+        rule = "a function that returns a scalar mean loss"
+        shapes = jax.tree.map(np.shape, batch)
+        advice = f"It got `params` and the first of `batches`, {shapes}."
+        given = chains, self.put(batch)
+        loss = _check.traced(where, "loss_fn", self.compiled, *given, rule=rule, advice=advice)
+        if not hasattr(loss, "shape") or loss.shape != (number,):
+            got = jax.tree.map(lambda x: x.shape[1:], loss)
+            _check.fail(where, "loss_fn", rule, f"shape {got}")
+        if not jnp.issubdtype(loss.dtype, jnp.floating):
+            _check.fail(where, "loss_fn", rule, str(loss.dtype))
+
+
+def warn_of_sum(
+    where: str,
+    losses: Callable[[Batch], jax.Array],
+    batch: Batch,
+    per_chain: bool,
+    mesh: Mesh | None,
+):
+    """Warn of a loss that looks like a sum, see `check_mean`."""
+    check = check_mean(losses, batch, per_chain, mesh)
+    if check is not None and not check.passed:
+        rule = f"`{where}(loss_fn=...)` must be a mean over the examples"
+        warn(f"{rule}, and {check.text} {check.advice}, or pass check=False.")
+
+
+def check_mean(
+    losses: Callable[[Batch], jax.Array], batch: Batch, per_chain: bool, mesh: Mesh | None
+) -> Check | None:
+    """Find a loss that looks like a sum: the losses of two halves add up to that of the whole.
+
+    Returns None without an axis of examples shared by all leaves, or if the loss takes no half
+    batch.
+
+    Args:
+        losses: losses of all chains, from a batch.
+        batch: the first batch.
+        per_chain: whether it has a leading chain axis.
+        mesh: devices; its axis `"data"` must divide the halves.
+    """
+    rows, least = num_rows(batch, per_chain), 1 if mesh is None else mesh.shape.get("data", 1)
+    half = 0 if rows is None else rows // 2 // least * least
+    if not half:
+        return None
+
+    def of_part(first: int, stop: int) -> np.ndarray:
+        rows = slice(first, stop)
+        part = jax.tree.map(lambda x: x[:, rows] if per_chain else x[rows], batch)
+        return np.asarray(_tree.local(losses(part)), float)
+
+    try:
+        halves = of_part(0, half), of_part(half, 2 * half)
+        whole = of_part(0, 2 * half)
+    except Exception:
+        return None
+    with np.errstate(all="ignore"):
+        ratio = float(np.median(sum(halves) / whole))
+    passed = not abs(ratio - 1) < NEAR_ONE
+    text = (
+        f"the losses of two halves of the first batch add up to {ratio:.3f} of that of the whole;"
+        " for a mean the ratio is 2."
+    )
+    text = text if passed else f"looks like a sum: {text}"
+    advice = "" if passed else "Divide by the number of examples"
+    return Check("mean loss", (), (ratio,), 1.0, passed, advice, text)
+
+
+# The batches.
+
+
+def num_rows(batch: Batch, per_chain: bool) -> int | None:
+    """Return the length of the example axis if all leaves, scalars included, share one."""
+    axis = int(per_chain)
+    lengths = {np.shape(leaf)[axis : axis + 1] for leaf in jax.tree.leaves(batch)}
+    return lengths.pop()[0] if len(lengths) == 1 and lengths != {()} else None
+
+
+def size(batch: Batch, per_chain: bool) -> int | None:
+    """Return the number of examples: the length of the example axis that all arrays share.
+
+    Scalars do not count. None if the arrays disagree, such as those of nodes and edges of graphs.
+    """
+    axis = int(per_chain)
+    shapes = [np.shape(leaf) for leaf in jax.tree.leaves(batch)]
+    lengths = {shape[axis] for shape in shapes if len(shape) > axis}
+    return lengths.pop() if len(lengths) == 1 else None
+
+
+def defect(batch: Batch, expected: Tree, per_chain: bool) -> str:
+    """Say why a batch cannot be used; "" if it can.
+
+    Args:
+        batch: a tree of any structure.
+        expected: structure of the first batch, as `jax.tree.structure` returns it.
+        per_chain: whether arrays have a leading chain axis.
+    """
+    leaves, structure = jax.tree.flatten(batch)
+    if structure != expected:
+        return f"has the structure {structure}, not {expected} as the first"
+    for leaf in leaves:
+        dtype = leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype
+        if isinstance(dtype, np.dtype) and dtype.kind in "OSU":
+            return f"has an array of dtype {dtype}"
+    return "is empty" if size(batch, per_chain) == 0 else ""
+
+
+def check_list(
+    where: str, batches: Sequence[Batch], num_data: object, per_chain: bool, warns: bool
+):
+    """Require a list of usable batches; optionally warn of unequal sizes and of `num_data`."""
+    expected = jax.tree.structure(batches[0]) if batches else None
+    for number, batch in enumerate(batches):
+        if reason := defect(batch, expected, per_chain):
+            _check.fail(where, "batches", USABLE, f"batches[{number}], which {reason}")
+    if warns:
+        warn_if_failed(where, unequal([size(x, per_chain) for x in batches]))
+        warn_if_failed(where, amount(batches, num_data, per_chain))
+
+
+def unequal(sizes: Sequence[int | None]) -> Check:
+    """Find batches of several sizes, whose mean losses weight their examples unequally."""
+    counts = Counter(rows for rows in sizes if rows is not None)
+    passed = len(counts) < 2 or max(counts) <= NEARLY_EQUAL * min(counts)
+    parts = [f"{counts[rows]} of {rows}" for rows in sorted(counts, reverse=True)]
+    listed = " and ".join(parts) if len(parts) < 4 else f"{', '.join(parts[:3])}, ..."
+    text = "batches have the same size."
+    if not passed:
+        text = (
+            f"batches have different sizes: {listed} examples. Under a mean loss, the examples of a"
+            " small batch count more than those of a large one, and the posterior is not that of"
+            " the data."
+        )
+    advice = "" if passed else "Drop the last batch, or pad it and mask the loss."
+    return Check("batch sizes", (), tuple(map(float, sorted(counts))), 1.0, passed, advice, text)
+
+
+def at_least(batch: Batch, number: object, per_chain: bool) -> Check | None:
+    """Require `num_data` to be at least the size of a batch; None if one of them is unknown."""
+    rows = size(batch, per_chain)
+    if rows is None or not isinstance(number, int | float):
+        return None
+    passed = number >= rows
+    relation = f"{'at least' if passed else 'fewer than'} the {rows} examples of the first batch"
+    text, advice = f"num_data={number}, {relation}.", "" if passed else NUM_DATA
+    return Check("num_data", (), (float(number),), float(rows), passed, advice, text)
+
+
+def amount(batches: Sequence[Batch], number: object, per_chain: bool) -> Check | None:
+    """Compare `num_data` with the examples of a list of batches; None if that is impossible.
+
+    A list may be a part of the data, hold several passes, or have been augmented. So only a factor
+    of `MOST_RATIO` fails and, if the list is longer, only if its examples are distinct. A
+    `num_data` near the number of entries of an integer array `[example, position]` counts tokens.
+    """
+    sizes = [size(batch, per_chain) for batch in batches]
+    if not sizes or None in sizes or 0 in sizes or not isinstance(number, int | float):
+        return None
+    if number < (sizes[0] or 0):
+        # `at_least` warns of it.
+        return None
+    examples = sum(rows for rows in sizes if rows is not None)
+    if per_chain:
+        # Each chain has its own examples of the same data.
+        examples *= np.shape(jax.tree.leaves(batches[0])[0])[0]
+    if number / examples <= 1 / MOST_RATIO:
+        examples = _num_distinct(batches, per_chain)
+    ratio, limit = number / examples, MOST_TOKEN_RATIO
+    tokens = [count for count in _tokens(batches, per_chain) if count]
+    passed = any(1 / limit < number / count < limit for count in tokens)
+    passed |= 1 / MOST_RATIO < ratio < MOST_RATIO
+    text = f"num_data={number:g} for the {examples:,} examples of the batches"
+    if not passed:
+        text += ": far more than there are" if ratio > 1 else ": far fewer than distinct ones"
+    advice = "" if passed else NUM_DATA
+    return Check("num_data", (), (ratio,), float(MOST_RATIO), passed, advice, f"{text}.")
+
+
+def _tokens(batches: Sequence[Batch], per_chain: bool) -> list[int]:
+    """Count the entries of each integer array `[example, position]`, over all batches."""
+    axes = 2 + per_chain
+    counts: Counter[int] = Counter()
+    for batch in batches:
+        for place, leaf in enumerate(jax.tree.leaves(batch)):
+            kind = getattr(leaf, "dtype", np.dtype(float))
+            if np.ndim(leaf) == axes and jnp.issubdtype(kind, jnp.integer):
+                counts[place] += np.size(leaf)
+    return list(counts.values())
+
+
+def _num_distinct(batches: Sequence[Batch], per_chain: bool) -> int:
+    """Count the distinct examples."""
+    hashes = set()
+    for batch in batches:
+        leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(batch) if np.ndim(leaf) > per_chain]
+        if per_chain:
+            leaves = [leaf.reshape(-1, *leaf.shape[2:]) for leaf in leaves]
+        for example in zip(*leaves, strict=True):
+            hashes.add(hash(b"".join(np.ascontiguousarray(x).tobytes() for x in example)))
+    return len(hashes)
+
+
+class WatchedStream:
+    """A stream that ends at an unusable batch, and warns once of a batch of another size.
+
+    Attributes:
+        defect: what is wrong with the batch that ended the stream; "" if nothing.
+    """
+
+    def __init__(self, where: str, stream: Stream, per_chain: bool, warns: bool):
+        self.where, self.stream, self.per_chain = where, stream, per_chain
+        self.warns, self.defect = warns, ""
+        self.structure, self.rows = None, None
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        batch = next(self.stream)
+        if self.structure is None:
+            self.structure = jax.tree.structure(batch)
+        if reason := defect(batch, self.structure, self.per_chain):
+            number, of_pass = self.stream.taken, self.stream.passes + 1
+            self.defect = f"batch {number} of pass {of_pass} {reason}"
+            raise StopIteration
+        rows = size(batch, self.per_chain)
+        if rows is not None and self.warns:
+            self.rows = rows if self.rows is None else self.rows
+            check = unequal([self.rows, rows])
+            self.warns = check.passed
+            warn_if_failed(self.where, check)
+        return batch
+
+
+# The gradients. The state of a sampler keeps a fingerprint of the gradient that it received last:
+# its norm, and its product with fixed random signs. The product is linear, so the product of a
+# mean over several calls, which `optax.MultiSteps` passes on, is the mean of the products.
+
+
+class Gradients(NamedTuple):
+    """Record of the gradients of one chain.
+
+    Attributes:
+        num_calls: gradients of the loss, int32.
+        num_nonfinite_calls: of these, gradients or losses with a non-finite entry, int32.
+        starts_finite: whether the first one was finite.
+        pending: sum of their fingerprints since the sampler received its last gradient, `[2]`.
+        num_pending: number of these fingerprints, int32.
+        num_compared: gradients that the sampler received and that could be compared, int32.
+        num_shorter: of these, shorter ones in the same direction, int32.
+        num_changed: of these, ones changed in any other way, int32.
+        shorter_ratios: smallest and largest ratio of the shorter ones, `[2]`.
+        shorter_norms: smallest and largest norm of the shorter ones, `[2]`.
+        changed_ratio: ratio of the last changed one, NaN if its direction differs.
+    """
+
+    num_calls: jax.Array
+    num_nonfinite_calls: jax.Array
+    starts_finite: jax.Array
+    pending: jax.Array
+    num_pending: jax.Array
+    num_compared: jax.Array
+    num_shorter: jax.Array
+    num_changed: jax.Array
+    shorter_ratios: jax.Array
+    shorter_norms: jax.Array
+    changed_ratio: jax.Array
+
+
+def no_gradients(number: int) -> Gradients:
+    """Return the record before the first call, arrays `[chain, ...]`."""
+    none, unknown = jnp.zeros(number, jnp.int32), jnp.full(number, jnp.nan, jnp.float32)
+    ends = jnp.tile(jnp.array([jnp.inf, -jnp.inf], jnp.float32), (number, 1))
+    return Gradients(
+        num_calls=none,
+        num_nonfinite_calls=none,
+        starts_finite=jnp.ones(number, bool),
+        pending=jnp.zeros((number, _tree.FINGERPRINT), jnp.float32),
+        num_pending=none,
+        num_compared=none,
+        num_shorter=none,
+        num_changed=none,
+        shorter_ratios=ends,
+        shorter_norms=ends,
+        changed_ratio=unknown,
+    )
+
+
+def record_gradient(
+    past: Gradients, grads: optax.Updates, value: jax.Array, before: jax.Array, state: SamplerState
+) -> Gradients:
+    """Compare what the sampler received in one call of one chain with the gradient of the loss.
+
+    Args:
+        past: record of the calls before.
+        grads: gradient of the loss.
+        value: the loss.
+        before: number of gradients that the sampler had received before.
+        state: state of the sampler after the call.
+    """
+    sampled, last = None, state.last_gradient()
+    if last is not None:
+        sampled = _tree.leaves_like(last[0], grads)
+    mark = _tree.fingerprint(grads if sampled is None else sampled).astype(past.pending.dtype)
+    is_finite = jnp.isfinite(mark[0]) & jnp.isfinite(value)
+    past = past._replace(
+        num_calls=_tree.count(past.num_calls),
+        num_nonfinite_calls=_tree.count(past.num_nonfinite_calls, ~is_finite),
+        starts_finite=past.starts_finite & (is_finite | (past.num_calls > 0)),
+        pending=past.pending + mark,
+        num_pending=past.num_pending + 1,
+    )
+    if last is None or sampled is None:
+        return past._replace(pending=jnp.zeros_like(mark), num_pending=past.num_pending * 0)
+    stats = state.stats()
+    compared = _compare(past, last[1].astype(mark.dtype), stats.accepted)
+    return _tree.where(stats.num_gradients > before, compared, past)
+
+
+def _compare(past: Gradients, received: jax.Array, accepted: jax.Array) -> Gradients:
+    """Compare the fingerprints of the loss's gradient and of the one that was received."""
+    # For several gradients this is the mean of the norms, at least the norm of the mean.
+    size, own = past.pending / past.num_pending
+    norm, theirs = received
+    is_one, rounding = past.num_pending == 1, TOLERANCE * size
+    # A gradient whose product with the signs is nearly zero tells nothing.
+    is_known = accepted & jnp.all(jnp.isfinite(past.pending)) & jnp.all(jnp.isfinite(received))
+    is_known &= jnp.abs(own) > rounding / CONSTANT
+    own, size = jnp.where(is_known, own, 1), jnp.where(is_known, size, 1)
+    ratio = jnp.where(is_one, jnp.sign(theirs * own) * norm / size, theirs / own)
+    is_equal = jnp.abs(theirs - own) <= rounding
+    is_equal &= ~is_one | (jnp.abs(norm - size) <= rounding)
+    # The direction of a mean is unknown.
+    is_along = ~is_one | (jnp.abs(theirs - ratio * own) <= TOLERANCE * norm)
+    is_shorter = is_known & ~is_equal & is_along & (ratio > 0) & (ratio < 1)
+    is_changed = is_known & ~is_equal & ~is_shorter
+
+    def ends(before: jax.Array, number: jax.Array) -> jax.Array:
+        extended = jnp.stack([jnp.minimum(before[0], number), jnp.maximum(before[1], number)])
+        return jnp.where(is_shorter, extended, before)
+
+    return past._replace(
+        pending=jnp.zeros_like(past.pending),
+        num_pending=past.num_pending * 0,
+        num_compared=_tree.count(past.num_compared, is_known),
+        num_shorter=_tree.count(past.num_shorter, is_shorter),
+        num_changed=_tree.count(past.num_changed, is_changed),
+        shorter_ratios=ends(past.shorter_ratios, ratio),
+        shorter_norms=ends(past.shorter_norms, norm),
+        changed_ratio=jnp.where(
+            is_changed, jnp.where(is_along, ratio, jnp.nan), past.changed_ratio
+        ),
+    )
+
+
+def check_first_gradients(where: str, seen: Gradients):
+    """Require finite gradients at the start; otherwise a chain would never leave it."""
+    lost = np.flatnonzero(~seen.starts_finite).tolist()
+    if lost:
+        rule = "a start at which the gradients of every chain are finite"
+        advice = "Are the batches finite? A loss may be finite where its gradient is not."
+        _check.fail(where, "params", rule, f"nan or inf in the chains {lost}", advice)
+
+
+def check_received(where: str, seen: Gradients):
+    """Require gradients that reach the sampler unchanged, or shortened by one clip of their norm.
+
+    Args:
+        where: name of the public function.
+        seen: record, arrays `[chain, ...]` on the host.
+
+    Raises:
+        ArgumentError: what comes before the sampler changes them in another way.
+    """
+    if how := changed(seen):
+        rule = "a chain in which the sampler receives the gradients of the loss"
+        _check.fail(where, "sampler", rule, f"one in which it receives them {how}", BEFORE)
+
+
+def changed(seen: Gradients) -> str:
+    """Say how gradients are changed, other than by one clip of their norm; "" if they are not."""
+    is_changed = seen.num_changed > MOST_ALTERED * seen.num_compared
+    if np.any(is_changed):
+        ratios = seen.changed_ratio[is_changed]
+        if np.any(np.isnan(ratios)):
+            return "in another direction"
+        return _multiplied(float(np.median(ratios)), float(np.median(ratios)))
+    is_shorter = seen.num_shorter > 0
+    low, high = seen.shorter_ratios[is_shorter].T
+    shortest, longest = seen.shorter_norms[is_shorter].T
+    # Clipped gradients all have the same length.
+    varies = longest > (1 + CONSTANT) * shortest
+    if not np.any(varies):
+        return ""
+    return _multiplied(float(np.min(low[varies])), float(np.max(high[varies])))
+
+
+def _multiplied(low: float, high: float) -> str:
+    if high < (1 + CONSTANT) * low or low == high:
+        by = f"{low:.3g}" if abs(low - 1) > CONSTANT else "a number other than 1"
+    else:
+        by = f"numbers from {low:.3g} to {high:.3g}"
+    return f"times {by}"
+
+
+def check_clips(seen: Gradients) -> Check:
+    """Find an active clip before the sampler, and say what it costs."""
+    share = float(np.sum(seen.num_shorter) / max(np.sum(seen.num_compared), 1))
+    shortest = float(np.nanmin(np.where(seen.num_shorter > 0, seen.shorter_ratios[:, 0], 1)))
+    text = (
+        f"A clip before the sampler shortens {share:.1%} of the gradients, by up to a factor of"
+        f" {1 / shortest:.3g}. Where it acts, the draws come from a distribution that is flatter"
+        " than the posterior."
+    )
+    return _of_share("clipped gradients", share, MOST_CLIPPED, text, CLIP)
+
+
+def check_finite(seen: Gradients) -> Check:
+    """Find gradients that are not finite."""
+    # Bad data affect every chain; a diverging chain is alone.
+    place = np.argmin(seen.num_nonfinite_calls)
+    number, calls = int(seen.num_nonfinite_calls[place]), int(seen.num_calls[place])
+    share = number / max(calls, 1)
+    text = f"{number} of {calls} losses or gradients of a chain were not finite ({share:.2%})."
+    return _of_share("finite gradients", share, MOST_NONFINITE_CALLS, text, NONFINITE)
+
+
+def _of_share(kind: str, share: float, bound: float, text: str, advice: str) -> Check:
+    passed = share <= bound
+    text = text if share else "none."
+    return Check(kind, (), (share,), bound, passed, "" if passed else advice, text)
+
+
+def warn_of_gradients(where: str, seen: Gradients):
+    """Warn at the end of a run of clipped and of non-finite gradients."""
+    # A process may hold no chain.
+    if seen.num_calls.size:
+        warn_if_failed(where, check_finite(seen))
+        warn_if_failed(where, check_clips(seen))
+
+
+# The start.
+
+
+def rise(
+    losses: Callable[..., jax.Array],
+    batch: Batch,
+    params: optax.Params,
+    start: np.ndarray,
+    settings: Options | None,
+) -> Check | None:
+    """Find a posterior whose draws certainly have a far larger loss than the start.
+
+    The test uses a lower bound for a quadratic loss. How far the loss of a network rises cannot be
+    predicted from the curvature at its start, so no number is given. Returns None if the bound is
+    unknown: no settings of a sampler, a prior given as a function, or a precision in arrays. Of
+    several precisions the largest counts.
+
+    Args:
+        losses: `losses(batch, params)` of all chains, `[chain]`.
+        batch: the first batch.
+        params: start of the chains, arrays `[chain, ...]`.
+        start: loss of each chain there, `[chain]`.
+        settings: settings of the sampler.
+    """
+    if not settings or not {"num_data", "temperature", "prior_precision"} <= settings.keys():
+        return None
+    precisions = jax.tree.leaves(settings["prior_precision"])
+    number, temperature = settings["num_data"], settings["temperature"]
+    if settings.get("log_prior") is not None or not precisions:
+        return None
+    if not all(isinstance(x, int | float) for x in (number, temperature, *precisions)):
+        return None
+    posterior = Potential(number, max(precisions), temperature)
+    size = sum(math.prod(x.shape[1:]) for x in jax.tree.leaves(params))
+    # The largest possible value, without curvature: for most runs it suffices.
+    excess = excess_loss(posterior, np.inf, size)
+    if excess > MOST_RISE:
+        excess = least_excess_loss(posterior, *_moments(losses, batch, params, start))
+    passed = excess <= MOST_RISE
+    text = f"{size} parameters for num_data={number:g}"
+    if not passed:
+        text = (
+            f"the loss will rise by more than {MOST_RISE:g} nat per example: the data determine too"
+            f" few of {text} (d / N = {size / number:.3g}) at prior_precision={max(precisions):g}"
+            f" and temperature={temperature:g}."
+        )
+    advice = (
+        ""
+        if passed
+        else "To sample around trained weights see `optax_smile.local.local_precision`."
+    )
+    return Check("worse than the start", (), (excess,), MOST_RISE, passed, advice, text)
+
+
+def _moments(
+    losses: Callable[..., jax.Array], batch: Batch, params: optax.Params, start: np.ndarray
+) -> tuple[float, float]:
+    """Estimate the traces of the Hessian of the mean loss and of its square.
+
+    Uses two random directions y and z in each chain, and losses alone: y H z is a difference of
+    four losses, and the mean of its square is the trace of the square.
+    """
+    width = _width(params)
+    traces, squares = [], []
+    for pair in jax.random.split(jax.random.key(SEED), NUM_PAIRS):
+        first, second = (_tree.normal_like(key, params) for key in jax.random.split(pair))
+
+        def at(one: int, other: int, y: Tree = first, z: Tree = second) -> np.ndarray:
+            moved = jax.tree.map(lambda x, y, z: x + width * (one * y + other * z), params, y, z)
+            return np.asarray(_tree.local(losses(batch, moved)), float)
+
+        along, across = at(1, 1) + at(-1, -1), at(1, -1) + at(-1, 1)
+        traces.append((along + across - 4 * np.asarray(start, float)) / (4 * width**2))
+        squares.append(((along - across) / (4 * width**2)) ** 2)
+    moments = float(np.mean(traces)), float(np.mean(squares))
+    return moments if np.all(np.isfinite(moments)) else (0.0, 0.0)
+
+
+def curvature(
+    losses: Callable[..., jax.Array], batch: Batch, params: optax.Params, start: np.ndarray
+) -> float:
+    """Estimate the trace of the Hessian of the mean loss, from one random direction per chain."""
+    noise = _tree.normal_like(jax.random.key(SEED), params)
+    width = _width(params)
+
+    def at(sign: int) -> np.ndarray:
+        moved = jax.tree.map(lambda x, z: x + sign * width * z, params, noise)
+        return np.asarray(_tree.local(losses(batch, moved)), float)
+
+    with np.errstate(all="ignore"):
+        trace = float(np.median((at(1) + at(-1) - 2 * np.asarray(start, float)) / width**2))
+    return max(trace, 0.0) if np.isfinite(trace) else 0.0
+
+
+def _width(params: optax.Params) -> float:
+    """Return the displacement of each weight."""
+    leaves = jax.tree.leaves(params)
+    square = sum(jnp.sum(x**2) for x in leaves) / sum(x.size for x in leaves)
+    return DISTURBANCE * (float(jnp.sqrt(square)) or 1.0)

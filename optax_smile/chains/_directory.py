@@ -1,0 +1,675 @@
+"""Where a run keeps its draws, and what it needs to resume: in memory or in a directory."""
+
+import contextlib
+import dataclasses
+import functools
+import inspect
+import json
+import logging
+import os
+import time
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from optax_smile import _check, _disk, _settings, _tree
+from optax_smile._disk import Json
+from optax_smile._types import Batch, Options, Tree
+from optax_smile._warn import warn
+from optax_smile.chains._chains import Chains, Setup
+from optax_smile.chains._checks import num_rows
+from optax_smile.chains._host import Position, shapes_of_one
+from optax_smile.draws import _format
+from optax_smile.draws.snapshots import Snapshots, Stopping, StoredSnapshots, load_snapshots
+from optax_smile.state import STATE_FORMAT
+
+# Number of checkpoints to keep: if the newest is damaged, the one before it serves.
+KEPT = 2
+# File in the folder of a checkpoint, written last: sizes and checksums of all its files. Without
+# it a checkpoint is unfinished.
+SUMS = "checksums.json"
+# Field of the samplers' states, and entry of the JSON of a checkpoint.
+FORMAT = "state_format"
+# Relative differences that another machine may cause, in the loss and in sums over all examples.
+LOSS_TOLERANCE, SUM_TOLERANCE = 1e-3, 1e-6
+# Folders of installed packages.
+INSTALLED = {"site-packages", "dist-packages"}
+# Parts of the description of data, in words.
+WORDS = {
+    "tree": "the structure",
+    "shapes": "the shapes",
+    "num_batches": "the number of batches",
+    "examples": "the number, sum and sum of squares of the examples",
+}
+
+
+class Place(NamedTuple):
+    """Progress of a run.
+
+    Attributes:
+        num_gradients: gradients of each chain.
+        num_kept: stored draws of each chain.
+        position: position of the next batch.
+    """
+
+    num_gradients: int
+    num_kept: int
+    position: Position
+
+
+class MemoryRun:
+    """Keeps the draws of a run in host memory. Such runs are never resumed."""
+
+    def __init__(self, start: Tree, settings: Options | None):
+        self.start, self.settings = _tree.local(start), settings
+        self.draws: list[Tree] = []
+        self.trace: list[Mapping[str, np.ndarray]] = []
+        self.stopping: Stopping | None = None
+
+    def restore(self, chains: Chains) -> Place | None:
+        """Return None: there is nothing to resume."""
+
+    def put(self, number: int, step: int, stats: Mapping[str, np.ndarray], draw: Tree | None):
+        """Keep the statistics of a tick and, if it is not None, the draw."""
+        self.trace.append(stats)
+        if draw is not None:
+            self.draws.append(_tree.local(draw))
+
+    def note(self, stopping: Stopping):
+        """Keep the results of a stopping rule so far."""
+        self.stopping = stopping
+
+    def is_due(self) -> bool:
+        """Return False: there are no checkpoints."""
+        return False
+
+    def checkpoint(self, chains: Chains, place: Place):
+        """Do nothing: there are no checkpoints."""
+
+    def result(self, num_draws: int) -> Snapshots:
+        """Return all draws `[chain, draw, ...]` and the trace `[chain, tick]`."""
+
+        def stack(*leaves):
+            return np.stack(leaves, axis=1)
+
+        params, trace = jax.tree.map(stack, *self.draws), jax.tree.map(stack, *self.trace)
+        snapshots = Snapshots(params, trace, self.settings, self.start)
+        vars(snapshots).update(stopping=self.stopping)
+        return snapshots
+
+
+class DirectoryRun:
+    """Locks a directory, and keeps draws, manifest and checkpoints there.
+
+    Args:
+        directory: a new directory, an empty one, or that of the same run.
+        setup: arguments of the run.
+        chains: chains before the first step.
+        closing: closes what is opened here.
+        settings: what distinguishes this run from another, in a form for JSON.
+        functions: checksums of functions by name; a change is warned of.
+
+    Raises:
+        ValueError: a directory in use, of another run, or with draws but no checkpoint.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        setup: Setup,
+        chains: Chains,
+        closing: contextlib.ExitStack,
+        settings: Options,
+        functions: Mapping[str, str],
+    ):
+        _disk.import_safetensors()
+        start = chains.draw()
+        check_names("sample", "params", start)
+        self.directory, self.like = directory.absolute(), shapes_of_one(start)
+        # Before anything is created there.
+        if not (self.directory / "checkpoints").exists():
+            self._refuse_draws_alone()
+        closing.enter_context(lock("sample", self.directory))
+        if jax.process_index() == 0:
+            _disk.remove_drafts(self.directory)
+        # Waits for all processes.
+        self.checkpoints = Checkpoints(self.directory, setup.checkpoint_minutes)
+        closing.callback(self.checkpoints.close)
+        self.manifest = _format.manifest_of(start, setup.dtype, settings) | {
+            "functions": dict(functions)
+        }
+        before = self._before(chains, setup.resume)
+        rounded = _format.rounded(start, setup.dtype)
+        if before is not None:
+            rounded = self._start(rounded)
+        # The observed start of an earlier run does not determine its loss.
+        draw = None if chains.observe else rounded
+        data = describe_batches(setup.batches, setup.per_chain)
+        self.manifest |= describe_run(data, lambda batch: chains.losses(batch, draw))
+        if before is not None:
+            check_same("sample", self.directory, before, self.manifest)
+        if jax.process_index() == 0:
+            _format.write_manifest(self.directory, self.manifest)
+        files = _format.DrawFiles(
+            self.directory, start, dtype=setup.dtype, resumed=before is not None
+        )
+        self.writer = _format.SnapshotWriter(files)
+        closing.callback(self.writer.close)
+
+    def _before(self, chains: Chains, resume: bool) -> Json | None:
+        """Return the manifest of the run to resume, if there is one."""
+        has_draws = any(self.directory.glob("draw-*"))
+        if not has_draws and self.checkpoints.newest() == 0:
+            self.checkpoints.remove()
+        has_checkpoint = self.checkpoints.newest() is not None
+        if not resume and (has_draws or has_checkpoint):
+            rule = "a directory without draws, since `resume` is False"
+            got = f"{self.directory}, which holds another run"
+            _check.fail("sample", "directory", rule, got, "Choose another, or remove it.")
+        if not has_checkpoint:
+            self._refuse_draws_alone()
+            return None
+        self.checkpoints.check_format("sample", chains.tree)
+        before = _format.read_manifest("sample", self.directory)
+        # Before the loss is computed with other shapes.
+        check_settings("sample", self.directory, before, self.manifest)
+        return before
+
+    def _refuse_draws_alone(self):
+        if any(self.directory.glob("draw-*")):
+            rule = "a directory with a checkpoint to resume from, or without draws"
+            got = f"{self.directory}, which has draws but no checkpoint"
+            _check.fail("sample", "directory", rule, got, "Choose another, or remove it.")
+
+    def _start(self, given: Tree) -> Tree:
+        """Return the stored start; warn if another one was passed."""
+        stored = self.start
+        if jax.process_count() == 1 and not all(
+            np.array_equal(mine, theirs, equal_nan=True)
+            for mine, theirs in zip(jax.tree.leaves(given), jax.tree.leaves(stored), strict=True)
+        ):
+            warn(
+                f"`sample`: the run in {self.directory} continues from its checkpoint. It began at"
+                " another start than the `params` passed now, which are not used."
+            )
+        return stored
+
+    def restore(self, chains: Chains) -> Place | None:
+        """Set the chains to the newest checkpoint, and return its place; None without one."""
+        restored = self.checkpoints.restore(chains.tree)
+        if restored is None:
+            return None
+        chains.tree, place = restored
+        return Place(place["num_gradients"], place["num_kept"], Position(**place["position"]))
+
+    def warn_of_finished(self, num_draws: int):
+        """Warn that there was nothing to do."""
+        draws = self.result(num_draws)
+        newest = max(block.path.stat().st_mtime for block in draws.draws[-1])
+        date = time.strftime("%Y-%m-%d", time.localtime(newest))
+        warn(
+            f"`sample`: {draws.num_draws} draws of {date} loaded from {self.directory}: the run is"
+            " finished."
+        )
+
+    def put(self, number: int, step: int, stats: Mapping[str, np.ndarray], draw: Tree | None):
+        """Pass a draw and its statistics to the thread that writes."""
+        if draw is not None:
+            self.writer.put(number, step, draw, stats)
+
+    @property
+    def start(self) -> Tree:
+        """Start of the chains, as stored."""
+        return self.result().start
+
+    def note(self, stopping: Stopping):
+        """Write the results of a stopping rule so far."""
+        self.manifest["stopping"] = stopping.to_json()
+        _format.write_manifest(self.directory, self.manifest)
+
+    def is_due(self) -> bool:
+        """Return whether it is time for a checkpoint."""
+        return self.checkpoints.is_due()
+
+    def checkpoint(self, chains: Chains, place: Place):
+        """Write a checkpoint, after the draws before it."""
+        self.writer.flush()
+        content = place._asdict() | {"position": place.position._asdict()}
+        self.checkpoints.save(place.num_gradients, chains.tree, content)
+
+    def result(self, num_draws: int | None = None) -> StoredSnapshots:
+        """Load the first draws, or all of them."""
+        snapshots = load_snapshots(self.directory, like=self.like)
+        snapshots.draws = snapshots.draws[:num_draws]
+        return snapshots
+
+
+# Checkpoints.
+
+
+def _import_orbax() -> types.ModuleType:
+    try:
+        import orbax.checkpoint
+    except ImportError as error:
+        raise ImportError(
+            "Runs in a directory need Orbax: pip install 'optax-smile[storage]'."
+        ) from error
+    return orbax.checkpoint
+
+
+def state_format(tree: Tree) -> int | None:
+    """Return the format of the samplers' states in a tree; None without a sampler."""
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(tree) if path]
+    has_sampler = any(_tree.entry(path[-1]) == ["attribute", FORMAT] for path in paths)
+    return STATE_FORMAT if has_sampler else None
+
+
+class Checkpoints:
+    """The newest states of a run in a directory, each written completely or not at all.
+
+    Args:
+        directory: directory of the run; the checkpoints are in a folder of it.
+        minutes: time between two checkpoints.
+    """
+
+    def __init__(self, directory: Path, minutes: float):
+        self.orbax = _import_orbax()
+        self.directory, self.minutes = directory.absolute() / "checkpoints", minutes
+        options = self.orbax.CheckpointManagerOptions(
+            max_to_keep=KEPT, cleanup_tmp_directories=True, enable_async_checkpointing=False
+        )
+        self.manager = self.orbax.CheckpointManager(self.directory, options=options)
+        self.finished = [n for n in self.manager.all_steps() if self._sums(n).exists()]
+        self.saved_at = time.monotonic()
+
+    def _sums(self, number: int) -> Path:
+        return self.directory / str(number) / SUMS
+
+    def newest(self) -> int | None:
+        """Return the number of the newest checkpoint; None without one."""
+        return max(self.finished, default=None)
+
+    def remove(self):
+        """Delete the checkpoints of a run that stopped before its first draw."""
+        for number in self.manager.all_steps():
+            self.manager.delete(number)
+        self.finished = []
+
+    def is_due(self) -> bool:
+        """Return whether it is time for a checkpoint."""
+        return time.monotonic() - self.saved_at >= 60 * self.minutes
+
+    def save(self, number: int, carry: Tree, place: Json):
+        """Write arrays and JSON, unless there is a checkpoint of this number."""
+        if self.newest() != number:
+            # Orbax logs and raises pages of tracebacks; the message has their first line.
+            logger = logging.getLogger("absl")
+            level = logger.level
+            logger.setLevel(logging.CRITICAL)
+            try:
+                self._save(number, carry, place)
+            except Exception as error:
+                first = next(iter(str(error).strip().splitlines()), type(error).__name__)
+                raise OSError(
+                    f"The checkpoint {self.directory / str(number)} could not be written ({first})."
+                    " The draws and the checkpoint before it are safe: free disk space and repeat"
+                    " the call to resume."
+                ) from None
+            finally:
+                logger.setLevel(level)
+            self.finished.append(number)
+        self.saved_at = time.monotonic()
+
+    def _save(self, number: int, carry: Tree, place: Json):
+        args = self.orbax.args
+        for unfinished in set(self.manager.all_steps()) - set(self.finished):
+            self.manager.delete(unfinished)
+        place = place | {FORMAT: state_format(carry)}
+        both = args.Composite(carry=args.StandardSave(_named(carry)), place=args.JsonSave(place))
+        self.manager.save(number, args=both, force=True)
+        if jax.process_index() == 0:
+            sums = _disk.sums(self.directory / str(number), SUMS)
+            content = json.dumps({"number": number, "files": sums}, indent=1)
+            _disk.write(self._sums(number), content.encode())
+
+    def place(self) -> Json | None:
+        """Read the JSON of the newest checkpoint; None without one."""
+        number = self.newest()
+        if number is None:
+            return None
+        with self._reading(number):
+            args = self.orbax.args.Composite(place=self.orbax.args.JsonRestore())
+            return self.manager.restore(number, args=args).place
+
+    def check_format(self, where: str, tree: Tree):
+        """Require that the newest checkpoint has samplers' states of the format of `tree`."""
+        place, mine = self.place(), state_format(tree)
+        if place is None or mine is None or place.get(FORMAT) == mine:
+            return
+        theirs = place.get(FORMAT)
+        older = "an older format, without a number" if theirs is None else f"format {theirs}"
+        rule = f"one whose checkpoints have a sampler's state of format {mine}"
+        advice = (
+            "Continue that run with the version of optax_smile that wrote it, or choose another"
+            " directory. The draws stay readable."
+        )
+        got = f"{self.directory / str(self.newest())} of {older}"
+        _check.fail(where, "directory", rule, got, advice)
+
+    @contextlib.contextmanager
+    def _reading(self, number: int) -> Iterator[None]:
+        """Verify the checksums, and name the checkpoint in errors."""
+        file = self.directory / str(number)
+        try:
+            content = {"number": number, "files": _disk.sums(file, SUMS)}
+            if json.loads(self._sums(number).read_text()) != content:
+                raise ValueError(f"{SUMS} does not match its files")
+            yield
+        except Exception as error:
+            raise ValueError(
+                f"The checkpoint {file} cannot be read ({error}). It is damaged, or the model or"
+                " the sampler has changed. Remove it to resume from the one before; the draws stay"
+                " readable."
+            ) from error
+
+    def restore(self, like: Tree) -> tuple[Tree, Json] | None:
+        """Read the newest checkpoint with the shapes and shardings of `like`; None without one."""
+        number = self.newest()
+        if number is None:
+            return None
+
+        def abstract(leaf):
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
+
+        args = self.orbax.args
+        with self._reading(number):
+            wanted = _named(jax.tree.map(abstract, like))
+            both = args.Composite(carry=args.StandardRestore(wanted), place=args.JsonRestore())
+            read = self.manager.restore(number, args=both)
+            leaves = [read.carry[name] for name in wanted]
+        return jax.tree.unflatten(jax.tree.structure(like), leaves), read.place
+
+    def close(self):
+        """Close the files."""
+        self.manager.close()
+
+
+def check_names(where: str, argument: str, tree: Tree):
+    """Require keys of a tree that can be written to a file."""
+    for path, _ in jax.tree_util.tree_leaves_with_path(tree):
+        name = _tree.name(map(_tree.entry, path))
+        if any("\ud800" <= letter <= "\udfff" for letter in name):
+            _check.fail(where, argument, "a tree whose keys are valid Unicode", ascii(name))
+
+
+def _named(tree: Tree) -> dict[str, jax.Array]:
+    """Name the leaves of a tree: for Orbax, `a.b` and `b` inside `a` are the same."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {_tree.name(map(_tree.entry, path), "."): leaf for path, leaf in leaves}
+
+
+@contextlib.contextmanager
+def lock(where: str, directory: Path) -> Iterator[None]:
+    """Lock a directory against a second run. The system unlocks it when the process ends.
+
+    Raises:
+        ValueError: another live process holds it.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    with contextlib.ExitStack() as closing:
+        file = closing.enter_context((directory / f".lock-{jax.process_index()}").open("a+"))
+        with contextlib.suppress(ImportError):
+            import fcntl
+
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                file.seek(0)
+                got = f"{directory}, which process {file.read(20)} is using"
+                _check.fail(where, "directory", "used by no other live run", got)
+            # Otherwise a process forked meanwhile, such as to read batches, would keep the lock.
+            closing.callback(fcntl.flock, file, fcntl.LOCK_UN)
+            file.truncate(0)
+            file.write(str(os.getpid()))
+            file.flush()
+        yield
+
+
+# Whether a directory holds the same run: the same settings, shapes and data.
+
+
+class Data(NamedTuple):
+    """Description of batches, made without consuming them.
+
+    Attributes:
+        description: `tree`, `shapes`, `num_batches` and, as `examples`, number, sum and sum of
+            squares of a projection of each example; independent of the order of the examples. For
+            batches that are not a list or tuple, at most their number.
+        batch: the examples with the smallest projections, as many as in the first batch, so that
+            they are the same after a shuffle; None without a list.
+    """
+
+    description: Json
+    batch: Batch
+
+
+def describe_batches(batches: object, per_chain: bool) -> Data:
+    """Describe batches, by their content if they are a list: only a list can be read twice."""
+    number = {"num_batches": len(batches)} if isinstance(batches, Sized) else {}
+    if not isinstance(batches, (list, tuple)) or not batches:
+        return Data(number, None)
+    try:
+        return _describe_list(batches, per_chain)
+    except (TypeError, ValueError, IndexError):
+        # Not numeric arrays, or incompatible shapes, which have their own checks.
+        return Data(number, None)
+
+
+def _describe_list(batches: Sequence[Batch], per_chain: bool) -> Data:
+    structure, rows = jax.tree.structure(batches[0]), num_rows(batches[0], per_chain)
+    shapes = {str([(x.shape, str(x.dtype)) for x in _arrays(batch)]) for batch in batches}
+    projections = [_project(_examples(batch, per_chain)) for batch in batches]
+    values = np.concatenate(projections)
+    description = {
+        "tree": str(structure),
+        "shapes": sorted(shapes),
+        "num_batches": len(batches),
+        "examples": [values.size, float(values.sum()), float((values**2).sum())],
+    }
+    ends = np.cumsum([one.size for one in projections])
+    chosen = np.argsort(values, kind="stable")[: rows or 1]
+    columns: list[list[np.ndarray]] = [[] for _ in jax.tree.leaves(batches[0])]
+    for example in chosen:
+        number = int(np.searchsorted(ends, example, side="right"))
+        for column, leaf in zip(columns, _examples(batches[number], per_chain), strict=True):
+            column.append(leaf[example - ends[number]])
+    leaves = [np.stack(column) for column in columns]
+    if rows is None:
+        leaves = [leaf[0] for leaf in leaves]
+    elif per_chain:
+        chains = len(jax.tree.leaves(batches[0])[0])
+        leaves = [np.repeat(leaf[None], chains, axis=0) for leaf in leaves]
+    return Data(description, jax.tree.unflatten(structure, leaves))
+
+
+def _arrays(batch: Batch) -> list[np.ndarray]:
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(batch)]
+
+
+def _examples(batch: Batch, per_chain: bool) -> list[np.ndarray]:
+    """Return leaves `[example, ...]` of all chains; a batch without rows is one example."""
+    leaves = _arrays(batch)
+    if num_rows(batch, per_chain) is None:
+        return [leaf[None] for leaf in leaves]
+    return [leaf.reshape(-1, *leaf.shape[2:]) if per_chain else leaf for leaf in leaves]
+
+
+def _project(examples: list[np.ndarray]) -> np.ndarray:
+    """Compute a random projection of each example to a scalar."""
+    projection = np.zeros(len(examples[0]))
+    for place, leaf in enumerate(examples):
+        rows = leaf.reshape(len(leaf), -1).astype(float)
+        weights = np.random.default_rng(place).standard_normal(rows.shape[1])
+        projection += rows @ weights / max(rows.shape[1], 1) ** 0.5
+    return projection
+
+
+def describe_run(data: Data, losses: Callable[[Batch], jax.Array]) -> Json:
+    """Describe the data and, if possible, the loss of each chain at the start."""
+    loss = None
+    if data.batch is not None:
+        values = losses(data.batch)
+        if jax.process_count() > 1:
+            from jax.experimental import multihost_utils
+
+            values = multihost_utils.process_allgather(values, tiled=True)
+        loss = np.asarray(values, float).tolist()
+    return {"data": data.description, "loss": loss}
+
+
+def fingerprint(function: object) -> str:
+    """Compute a checksum of a function.
+
+    It covers the values that the function encloses and, unless it is part of an installed package,
+    its code and the values and functions that this uses. Code depends on the version of Python.
+    """
+    return _disk.checksum(json.dumps(_parts(function, [])))
+
+
+def _parts(value: object, seen: list[object]) -> list[object]:
+    """List the parts of a function or of a value that it uses."""
+    value = inspect.unwrap(value) if callable(value) else value
+    if value is None or isinstance(value, (bool, int, float, str, np.ndarray, jax.Array)):
+        return [_settings.checksum((value,))]
+    if any(x is value for x in seen):
+        return []
+    seen.append(value)
+    own: list[object] = [type(value).__name__]
+    inside: list[object] = []
+    if isinstance(value, functools.partial):
+        inside = [value.func, *value.args, *value.keywords.values()]
+    elif isinstance(value, types.MethodType):
+        inside = [value.__func__, value.__self__]
+    elif isinstance(value, types.FunctionType):
+        inside = [*_enclosed(value), *(value.__defaults__ or ())]
+        if not INSTALLED & set(Path(value.__code__.co_filename).parts):
+            names = _read_code(value.__code__, value.__doc__, own)
+            inside += [value.__globals__[name] for name in names if name in value.__globals__]
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        inside = [getattr(value, field.name, None) for field in dataclasses.fields(value)]
+    elif isinstance(value, (list, tuple)):
+        inside = list(value)
+    elif isinstance(value, Mapping):
+        inside = list(value.values())
+    return [*own, *(_parts(x, seen) for x in inside)]
+
+
+def _enclosed(function: types.FunctionType) -> list[object]:
+    values = []
+    for cell in function.__closure__ or ():
+        # A variable that was never set has no value.
+        with contextlib.suppress(ValueError):
+            values.append(cell.cell_contents)
+    return values
+
+
+def _read_code(code: types.CodeType, doc: str | None, own: list[object]) -> list[str]:
+    """Append what code does, with functions defined in it; return the names that it uses."""
+    names = [*code.co_names]
+    own.append(code.co_code.hex())
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            names += _read_code(constant, None, own)
+        elif isinstance(constant, frozenset):
+            own.append(sorted(map(repr, constant)))
+        elif constant != doc:
+            own.append(repr(constant))
+    return names
+
+
+def check_settings(where: str, directory: Path, before: Json, now: Json):
+    """Require the settings and shapes of the run in a directory; warn of changed functions.
+
+    Args:
+        where: name of the public function.
+        directory: directory of the run.
+        before: description of the run in it.
+        now: description of this run.
+
+    Raises:
+        ValueError: they differ; the message names the first difference.
+    """
+    # Functions among the settings of a sampler are compared by their checksums.
+    others = {"versions", "data", "loss", "validation", "functions", "stopping"}
+    theirs, functions = _flat(before), now["functions"]
+    for name, mine in _flat(now).items():
+        parts = name.split(".")
+        is_function = parts[:2] == ["settings", "sampler"] and parts[-1] in functions
+        is_compared = parts[0] not in others and not is_function
+        if is_compared and mine != theirs.get(name):
+            rule = f"a new one or that of the same run, with {name} = {mine!r}"
+            advice = "Choose another, or pass the arguments of that run."
+            got = f"{directory} with {theirs.get(name)!r}"
+            _check.fail(where, "directory", rule, got, advice)
+    # Runs of earlier versions have no checksums.
+    earlier = before.get("functions", functions)
+    changed = [x for x in earlier | functions if earlier.get(x) != functions.get(x)]
+    if before["versions"] != now["versions"] or len(changed) > 1:
+        # The inside of a transformation changes with Optax and with each of its functions.
+        changed = [name for name in changed if name not in ("sampler", "optimizer")]
+    if changed:
+        names = " and ".join(f"`{name}`" for name in changed)
+        warn(
+            f"`{where}`: the run in {directory} began with another {names}, or under another"
+            " version of Python. If results differ, choose another directory."
+        )
+
+
+def check_same(where: str, directory: Path, before: Json, now: Json):
+    """Require the data of the run in a directory; warn of another loss at the start.
+
+    Arguments and errors are those of `check_settings`. `now` then takes functions and loss from
+    `before`, so that later calls compare with the first one.
+    """
+    for argument, field in (("batches", "data"), ("validation", "validation")):
+        theirs, mine = before.get(field, {}), now.get(field, {})
+        for name in [x for x in WORDS if x in theirs and x in mine]:
+            if not _is_same(name, theirs[name], mine[name]):
+                rule = f"the data of the run in {directory}, with {WORDS[name]} {theirs[name]}"
+                advice = "Choose another directory. Data are compared if they are a list or tuple."
+                _check.fail(where, argument, rule, mine[name], advice)
+    if before["loss"] is not None and now["loss"] is not None:
+        first, second = np.array(before["loss"]), np.array(now["loss"])
+        if not np.all(np.abs(first - second) <= LOSS_TOLERANCE * np.abs(first).max()):
+            chain = int(np.argmax(np.abs(first - second)))
+            warn(
+                f"`{where}`: `loss_fn` is not that of the run in {directory}. The loss at the start"
+                f" of chain {chain} was {first[chain]:.6g} and is {second[chain]:.6g} now. Choose"
+                " another directory, unless you want draws of both."
+            )
+    now |= {name: before[name] for name in ("functions", "loss") if before.get(name) is not None}
+
+
+def _is_same(name: str, theirs: list[float], mine: list[float]) -> bool:
+    if name != "examples":
+        return theirs == mine
+    (number, first, square), (others, second, other_square) = theirs, mine
+    # Sums of numbers of either sign may be near zero.
+    room = SUM_TOLERANCE * (number * square) ** 0.5
+    return (
+        number == others
+        and abs(first - second) <= room
+        and abs(square - other_square) <= SUM_TOLERANCE * square
+    )
+
+
+def _flat(tree: object, prefix: str = "") -> dict[str, object]:
+    """Name the entries of nested dicts."""
+    if not isinstance(tree, dict):
+        return {prefix: tree}
+    entries = [_flat(value, f"{prefix}.{name}".lstrip(".")) for name, value in tree.items()]
+    return {name: value for entry in entries for name, value in entry.items()}

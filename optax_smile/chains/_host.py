@@ -1,0 +1,207 @@
+"""What the host loops of `sample` and `warmstart` share: batches, signals, the progress bar."""
+
+import base64
+import contextlib
+import signal
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from optax_smile import _check
+from optax_smile._types import Batch, Tree
+
+
+def any_process(*flags: bool) -> list[bool]:
+    """Return whether each flag is set in any process; all processes must call this together."""
+    if jax.process_count() == 1:
+        return list(flags)
+    from jax.experimental import multihost_utils
+
+    return np.any(multihost_utils.process_allgather(np.array(flags)), axis=0).tolist()
+
+
+def shapes_of_one(chains: Tree) -> Tree:
+    """Return the shapes of one chain of a tree `[chain, ...]`."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), chains)
+
+
+@runtime_checkable
+class Positioned(Protocol):
+    """An iterator whose position can be stored, such as those of Grain."""
+
+    def get_state(self) -> bytes | Tree:
+        """Return the position."""
+
+    def set_state(self, state: bytes | Tree):
+        """Continue at a position."""
+
+
+class Position(NamedTuple):
+    """A position in a `Stream`, in a form for JSON.
+
+    Attributes:
+        passes: complete passes before.
+        taken: batches taken from the current pass.
+        state: state of a `Positioned` iterator, or None.
+        is_bytes: whether `state` is bytes in base 64.
+    """
+
+    passes: int
+    taken: int
+    state: Tree = None
+    is_bytes: bool = False
+
+
+class Stream:
+    """Batches, restarted when exhausted, with a position that a checkpoint can hold.
+
+    The stream ends if a pass yields nothing, or after the only pass of an iterator.
+    """
+
+    def __init__(self, batches: Iterable[Batch]):
+        self.batches, self.passes = batches, 0
+        self._begin_pass(iter(batches))
+
+    def _begin_pass(self, iterator: Iterator[Batch]):
+        self.iterator, self.taken = iterator, 0
+        self.positioned = iterator if isinstance(iterator, Positioned) else None
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        try:
+            batch = next(self.iterator)
+        except StopIteration:
+            restarted = iter(self.batches)
+            if not self.taken or restarted is self.iterator:
+                raise
+            self.passes += 1
+            self._begin_pass(restarted)
+            return next(self)
+        self.taken += 1
+        return batch
+
+    def position(self) -> Position:
+        """Return the position of the next batch."""
+        if self.positioned is None:
+            return Position(self.passes, self.taken)
+        state = self.positioned.get_state()
+        if isinstance(state, bytes):
+            return Position(self.passes, self.taken, base64.b64encode(state).decode(), True)
+        return Position(self.passes, self.taken, state)
+
+    def go_to(self, position: Position):
+        """Continue at a position."""
+        if position.state is not None and self.positioned is not None:
+            self.passes, self.taken, state, is_bytes = position
+            self.positioned.set_state(base64.b64decode(state) if is_bytes else state)
+            return
+        if isinstance(self.batches, Sequence):
+            self.passes = position.passes
+        wanted = position.passes, position.taken
+        with contextlib.suppress(StopIteration):
+            while (self.passes, self.taken) < wanted:
+                next(self)
+        if (self.passes, self.taken) != wanted:
+            rule = f"those of the run in the directory, which took {wanted[1]} in pass {wanted[0]}"
+            _check.fail("sample", "batches", rule, f"{self.taken} in pass {self.passes}")
+
+
+def skip_passes(batches: Iterable[Batch], passes: int):
+    """Read batches this many times, unless all passes are known to be equal."""
+    if isinstance(batches, Sequence):
+        return
+    for _ in range(passes):
+        for _ in batches:
+            pass
+
+
+def stack(batches: Sequence[Batch], axis: int) -> Batch | None:
+    """Stack batches along a new axis; None if their shapes differ."""
+
+    def join(*leaves):
+        return (jnp if isinstance(leaves[0], jax.Array) else np).stack(leaves, axis=axis)
+
+    try:
+        return jax.tree.map(join, *batches)
+    except ValueError:
+        return None
+
+
+class SecondInterrupt(KeyboardInterrupt):
+    """Ctrl-C after a signal that already asked the run to stop."""
+
+
+@contextlib.contextmanager
+def stop_signals() -> Iterator[Callable[[], str | None]]:
+    """Let the loop decide when to stop after Ctrl-C and SIGTERM.
+
+    A signal that the process ignores, such as SIGINT of a background job, stays ignored.
+
+    Yields:
+        A function that returns the name of the signal received, or None. A second Ctrl-C raises
+        `SecondInterrupt` at once.
+    """
+    received: list[str] = []
+
+    def note(number, frame):
+        if received and number == signal.SIGINT:
+            raise SecondInterrupt(
+                "Interrupted twice: stopped at once, without a checkpoint of the last steps."
+            )
+        received.append(signal.Signals(number).name)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: None
+        return
+    numbers = signal.SIGINT, signal.SIGTERM
+    handled = [x for x in numbers if signal.getsignal(x) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, note) for number in handled}
+    try:
+        yield lambda: received[0] if received else None
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class Bar(contextlib.AbstractContextManager["Bar"]):
+    """A progress bar by tqdm; does nothing if not wanted or if tqdm is not installed.
+
+    Args:
+        total: amount of work.
+        label: text before the bar.
+        show: whether to show it.
+        compiles: whether it says "compiling" until `begin`.
+    """
+
+    def __init__(self, total: int, label: str, show: bool, *, compiles: bool = False):
+        self._bar = None
+        self._compiles = compiles
+        if show and not jax.process_index():
+            with contextlib.suppress(ImportError):
+                from tqdm.auto import tqdm
+
+                self._bar = tqdm(total=total, desc=label)
+                if compiles:
+                    self._bar.set_postfix_str("compiling")
+
+    def begin(self):
+        """Clear "compiling" after the first step."""
+        if self._bar is not None and self._compiles:
+            self._bar.set_postfix_str("")
+        self._compiles = False
+
+    def show(self, done: int, **figures: object):
+        """Set the amount of work done, and show some figures."""
+        if self._bar is not None:
+            self._bar.set_postfix(figures, refresh=False)
+            self._bar.update(done - self._bar.n)
+
+    def __exit__(self, *_: object):
+        if self._bar is not None:
+            self._bar.close()

@@ -1,0 +1,386 @@
+"""The microcanonical integrator: a unit momentum u over the whole parameter tree.
+
+A **kick** turns u towards the descent direction e of the energy, a **drift** moves the parameters
+along u. In a call, u stays in the space of u, e and the explicit noise, where scalars (`Heading`)
+describe it. The tree itself is turned once (`turn`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optax_smile import _tree
+from optax_smile.stages.evidence import Rates, StepEnd, Sums, turn_rate
+
+
+class Scheme(NamedTuple):
+    """One step as fractions of the step size: kick, drift, kick, drift, ..., kick.
+
+    Attributes:
+        kicks: lengths of the kicks, one more than drifts, sum 1.
+        drifts: lengths of the drifts, sum 1. Each takes one gradient.
+    """
+
+    kicks: tuple[float, ...]
+    drifts: tuple[float, ...]
+
+
+# Omelyan, Mryglod, Folk 2003, the minimal-norm scheme of second order with five stages.
+MINIMAL_NORM_KICK = 0.1931833275037836
+SCHEMES = {
+    "leapfrog": Scheme(kicks=(0.5, 0.5), drifts=(1.0,)),
+    "minimal_norm": Scheme(
+        kicks=(MINIMAL_NORM_KICK, 1 - 2 * MINIMAL_NORM_KICK, MINIMAL_NORM_KICK),
+        drifts=(0.5, 0.5),
+    ),
+}
+IntegratorName = Literal["leapfrog", "minimal_norm"]
+# Rules for the decoherence length, see `Momentum.diffuse`.
+Noise = Literal["matched", "turning"]
+Decoherence = float | jax.Array | Noise
+# The square of the angle of matched noise has the factor 1 + `DILUTION` / d: among few parameters
+# the gradient noise of a single one is a large part of all, and more isotropic noise makes up for
+# it. It is at most `MOST_DILUTED` times the square of the angle by which whole gradients turn u.
+DILUTION, MOST_DILUTED = 40, 2
+# After this many half decoherence lengths in one step, u is a fresh direction anyway.
+FORGOTTEN = 40.0
+
+
+class MomentumState(NamedTuple):
+    """Where the chain is inside a step.
+
+    Attributes:
+        direction: u at the time of the last drift, a tree like the parameters.
+        moving: False stands for u = 0, before the first kick and after a rejection; `direction` is
+            then ignored.
+        drift_index: number of drifts done since the step was opened; 0 if no step is open.
+        step_length: step size of the open step, or of the next one if none is open.
+        anchor: parameters at the start of the open step; None for an integrator with a single
+            drift, which can be undone with `direction`.
+    """
+
+    direction: optax.Updates
+    moving: jax.Array
+    drift_index: jax.Array
+    step_length: jax.Array
+    anchor: optax.Params | None
+
+
+class Heading(NamedTuple):
+    """The unit momentum in terms of the old direction u, the descent direction e and the noise z.
+
+    Attributes:
+        cosine: between the momentum and e.
+        along_old: coefficient of the old unit direction.
+        along_descent: coefficient of e.
+        along_noise: coefficient of z, which is no unit vector.
+        moving: whether there is a direction at all.
+        gradient_norm: norm of the whitened gradient, nats per unit length.
+        old_norm: norm of the tree that holds the old direction, which rounding keeps off 1.
+    """
+
+    cosine: jax.Array
+    along_old: jax.Array
+    along_descent: jax.Array
+    along_noise: jax.Array
+    moving: jax.Array
+    gradient_norm: jax.Array
+    old_norm: jax.Array
+
+
+class Opened(NamedTuple):
+    """The momentum before the next drift.
+
+    Attributes:
+        heading: after the opening kick.
+        kinetic_change: energy gained by that kick, nats.
+        begins: whether the drift is the first of a step.
+        drift_index: its number, from 1.
+        step_length: of the step that it belongs to.
+    """
+
+    heading: Heading
+    kinetic_change: jax.Array
+    begins: jax.Array
+    drift_index: jax.Array
+    step_length: jax.Array
+
+
+def heading(
+    moving: jax.Array,
+    direction_square: jax.Array,
+    direction_dot_whitened: jax.Array,
+    whitened_square: jax.Array,
+) -> Heading:
+    """Describe u, if the chain is moving, and e = -g / |g| by the inner products of their trees."""
+    old_norm, gradient_norm = jnp.sqrt(direction_square), jnp.sqrt(whitened_square)
+    product = old_norm * gradient_norm
+    cosine = -direction_dot_whitened / jnp.where(product > 0, product, 1)
+    return Heading(
+        cosine=jnp.where(moving, jnp.clip(cosine, -1, 1), 0),
+        along_old=jnp.where(moving, jnp.ones_like(cosine), 0),
+        along_descent=jnp.zeros_like(cosine),
+        along_noise=jnp.zeros_like(cosine),
+        moving=moving,
+        gradient_norm=gradient_norm,
+        old_norm=old_norm,
+    )
+
+
+def log_growth(cosine: jax.Array, delta: jax.Array) -> jax.Array:
+    """Compute log(cosh delta + cosine sinh delta) without loss of digits for small delta."""
+    small = jnp.minimum(delta, 1)
+    near = jnp.log1p(2 * jnp.sinh(small / 2) ** 2 + cosine * jnp.sinh(small))
+    far = jnp.logaddexp(jnp.log((1 + cosine) / 2) + delta, jnp.log((1 - cosine) / 2) - delta)
+    return jnp.where(delta < 1, near, far)
+
+
+def kick(towards: Heading, length: jax.Array, num_parameters: int) -> tuple[Heading, jax.Array]:
+    """Turn the momentum towards e for a time `length`.
+
+    u <- (u + (sinh D + p (cosh D - 1)) e) / (cosh D + p sinh D), p = e . u,
+    D = length |g| / (d - 1); the kinetic energy grows by (d - 1) log(cosh D + p sinh D).
+    Written with z = exp(-D), which cannot overflow. u = 0 becomes e, and p = -1 changes only the
+    energy (Robnik et al. 2023, Microcanonical Hamiltonian Monte Carlo; with the sign of e that the
+    published code has, not the one of Sommer et al. 2026, appendix on the integrator).
+
+    Returns:
+        The new heading and the kinetic energy gained, in nats.
+    """
+    delta = length * towards.gradient_norm / (num_parameters - 1)
+    p, z = towards.cosine, jnp.exp(-delta)
+    opposed = p <= -1
+    denominator = jnp.where(opposed, 1, (1 + p) + (1 - p) * z * z)
+    old = jnp.where(opposed, 1, 2 * z / denominator)
+    descent = (-jnp.expm1(-2 * delta) + p * jnp.expm1(-delta) ** 2) / denominator
+    descent = jnp.where(opposed, 0, descent)
+    starts = ~towards.moving & (delta > 0)
+    kicked = towards._replace(
+        cosine=jnp.where(starts, 1, jnp.clip(old * p + descent, -1, 1)),
+        along_old=jnp.where(starts, 0, old * towards.along_old),
+        along_descent=jnp.where(starts, 1, old * towards.along_descent + descent),
+        along_noise=jnp.where(starts, 0, old * towards.along_noise),
+        moving=towards.moving | starts,
+    )
+    return kicked, (num_parameters - 1) * log_growth(p, delta)
+
+
+def turn(
+    state: MomentumState,
+    opened: Opened,
+    whitened: optax.Updates,
+    noise: optax.Updates | None,
+    params: optax.Params,
+) -> MomentumState:
+    """Carry out kicks and noise on the trees, and restore |u| = 1."""
+    towards, anchor = opened.heading, None
+
+    def over(coefficient: jax.Array, norm: jax.Array) -> jax.Array:
+        return jnp.where(norm > 0, coefficient / jnp.where(norm > 0, norm, 1), 0)
+
+    old = over(towards.along_old, towards.old_norm)
+    descent = over(towards.along_descent, towards.gradient_norm)
+    direction = jax.tree.map(lambda u, g: old * u - descent * g, state.direction, whitened)
+    if noise is not None:
+        direction = jax.tree.map(lambda u, z: u + towards.along_noise * z, direction, noise)
+    if state.anchor is not None:
+        anchor = _tree.where(opened.begins, params, state.anchor)
+    return MomentumState(
+        direction=jax.tree.map(lambda new, u: new.astype(u.dtype), direction, state.direction),
+        moving=towards.moving,
+        drift_index=opened.drift_index,
+        step_length=opened.step_length,
+        anchor=anchor,
+    )
+
+
+def stop(state: MomentumState, step_length: jax.Array) -> MomentumState:
+    """Rest at the start of the open step."""
+    return state._replace(
+        moving=jnp.zeros_like(state.moving),
+        drift_index=jnp.zeros_like(state.drift_index),
+        step_length=step_length.astype(state.step_length.dtype),
+    )
+
+
+def drift(
+    direction: optax.Updates, length: jax.Array, inverse_scale: optax.Updates | None
+) -> optax.Updates:
+    """Displacement of a drift: length times u in whitened coordinates, over s in the parameters."""
+    moved = jax.tree.map(lambda u: (length * u).astype(u.dtype), direction)
+    return moved if inverse_scale is None else jax.tree.map(jnp.multiply, moved, inverse_scale)
+
+
+def step_start(
+    state: MomentumState,
+    params: optax.Params,
+    inverse_scale: optax.Updates | None,
+    moves: jax.Array | None = None,
+) -> optax.Params:
+    """Parameters at the start of the open step, given the scale of its drift; else `params`.
+
+    `moves` tells which leaves of the state move, `[leaf]`; None: all.
+    """
+    is_open = state.drift_index > 0
+    if state.anchor is not None:
+        began = state.anchor
+        return _tree.map_sampled(lambda x, at: jnp.where(is_open, x, at), began, params, moves)
+    length = jnp.where(is_open, state.step_length, 0)
+    drifted = drift(state.direction, length, inverse_scale)
+    return _tree.map_sampled(lambda move, x: x - move, drifted, params, moves)
+
+
+@dataclass(frozen=True)
+class Momentum:
+    """How a chain moves: at constant speed, turned by gradients and explicit noise.
+
+    Attributes:
+        scheme: the order of kicks and drifts.
+        decoherence_length: of the explicit noise, > 0, `"matched"` or `"turning"`; None for none.
+    """
+
+    scheme: Scheme
+    decoherence_length: Decoherence | None = None
+
+    def init(self, params: optax.Params, step_length: jax.Array) -> MomentumState:
+        """Start at rest: the first kick sets the direction to steepest descent."""
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        return MomentumState(
+            direction=zeros,
+            moving=jnp.zeros((), bool),
+            drift_index=jnp.zeros((), jnp.int32),
+            step_length=jnp.asarray(step_length, _tree.dtype(params)),
+            anchor=None if len(self.scheme.drifts) == 1 else jax.tree.map(jnp.copy, zeros),
+        )
+
+    def draw(self, key: jax.Array | None, params: optax.Params) -> optax.Updates | None:
+        """Draw the explicit noise of a call, a tree like the parameters."""
+        if self.decoherence_length is None or key is None:
+            return None
+        return _tree.isotropic_like(key, params)
+
+    def _length(self, fractions: tuple[float, ...], state: MomentumState) -> jax.Array:
+        """Length that belongs to the place inside the step; 0 if no step is open."""
+        table = jnp.asarray((0.0, *fractions), state.step_length.dtype)
+        return table[state.drift_index] * state.step_length
+
+    def last_drift(
+        self, state: MomentumState, inverse_scale: optax.Updates | None
+    ) -> optax.Updates:
+        """Displacement of the drift that ends where a call begins; zero if no step is open."""
+        return drift(state.direction, self._length(self.scheme.drifts, state), inverse_scale)
+
+    def _is_end(self, state: MomentumState) -> jax.Array:
+        """Whether the parameters are the end of the open step, up to its last kick."""
+        return state.drift_index == len(self.scheme.drifts)
+
+    def _opens_step(self, state: MomentumState) -> jax.Array:
+        """Whether the next kick begins a step: at the end of one, or where none is open."""
+        return state.drift_index % len(self.scheme.drifts) == 0
+
+    def close(self, state: MomentumState, sums: Sums) -> tuple[Heading, StepEnd]:
+        """Kick with the gradient at the end of the last drift; not at all if no step is open."""
+        num_parameters = _tree.size(state.direction)
+        before = heading(
+            state.moving, sums.direction_square, sums.direction_dot_whitened, sums.whitened_square
+        )
+        length = self._length(self.scheme.kicks[1:], state)
+        kicked, gained = kick(before, length, num_parameters)
+        return kicked, StepEnd(
+            is_end=self._is_end(state),
+            opens_step=self._opens_step(state),
+            kinetic_change=gained,
+            step_length=state.step_length,
+            turn_rate=turn_rate(sums, before.cosine, num_parameters),
+            cosine=before.cosine,
+            largest_fall=self._length(self.scheme.drifts, state) * before.gradient_norm,
+            num_parameters=num_parameters,
+        )
+
+    def diffuse(
+        self,
+        state: MomentumState,
+        towards: Heading,
+        sums: Sums,
+        rates: Rates,
+        temperature: float | jax.Array,
+    ) -> Heading:
+        """Add explicit isotropic noise where a step has just ended; draw u if the chain is at rest.
+
+        u <- (u + nu z) / |u + nu z|, nu^2 = (exp(2 eps / L) - 1) / d, z of covariance I and
+        L = decoherence_length (Robnik and Seljak 2024, Fluctuation without dissipation). Matched
+        noise has L = 2 / (eps q), q = min((1 + 40 / d) r^2, 2 R^2), with the rates at which the
+        change of the gradients, r, and whole gradients, R, turn u; below temperature 1 q is T^2
+        times that: cold chains explore by the noise of the gradients, since isotropic noise costs
+        loss in all directions. `"turning"` has L = 1 / R, the radius of the curve that the
+        gradients make it follow. Noise between the kicks of one step would show in its energy error
+        as eps^(3/2).
+        """
+        rule, size = self.decoherence_length, _tree.size(state.direction)
+        if rule is None:
+            return towards
+        length = jnp.where(self._is_end(state), state.step_length, 0)
+        if isinstance(rule, str) and rule == "matched":
+            diluted = (1 + DILUTION / size) * rates.change**2
+            square = jnp.minimum(diluted, MOST_DILUTED * rates.gradient**2)
+            exponent = square * (length * jnp.minimum(temperature, 1)) ** 2
+        elif isinstance(rule, str):
+            exponent = 2 * length * rates.gradient
+        else:
+            exponent = 2 * length / rule
+        amplitude = jnp.sqrt(jnp.expm1(jnp.minimum(exponent, FORGOTTEN)) / size)
+        amplitude = jnp.where(towards.moving, amplitude, 1)
+
+        def over(product: jax.Array, norm: jax.Array) -> jax.Array:
+            return product / jnp.where(norm > 0, norm, 1)
+
+        along_u = over(sums.noise_dot_direction, towards.old_norm)
+        along_e = -over(sums.noise_dot_whitened, towards.gradient_norm)
+        along_momentum = towards.along_old * along_u + towards.along_descent * along_e
+        square = jnp.where(towards.moving, 1, 0) + amplitude * (
+            2 * along_momentum + amplitude * sums.noise_square
+        )
+        norm = jnp.sqrt(square)
+        return towards._replace(
+            cosine=jnp.clip((towards.cosine + amplitude * along_e) / norm, -1, 1),
+            along_old=towards.along_old / norm,
+            along_descent=towards.along_descent / norm,
+            along_noise=amplitude / norm,
+            moving=jnp.ones_like(towards.moving),
+        )
+
+    def open(self, state: MomentumState, towards: Heading, step_length: jax.Array) -> Opened:
+        """Open a step if none is under way, else continue it, up to the next drift."""
+        begins = self._opens_step(state)
+        step_length = jnp.where(begins, step_length, state.step_length)
+        step_length = step_length.astype(state.step_length.dtype)
+        kick_length = jnp.where(begins, self.scheme.kicks[0] * step_length, 0)
+        towards, gained = kick(towards, kick_length, _tree.size(state.direction))
+        index = state.drift_index % len(self.scheme.drifts) + 1
+        return Opened(towards, gained, begins, index, step_length)
+
+    def displace(
+        self,
+        reject: jax.Array,
+        before: MomentumState,
+        after: MomentumState,
+        params: optax.Params,
+        inverse_scale: optax.Updates | None,
+    ) -> optax.Updates:
+        """Displacement that a call returns: the next drift, or the way back to the step's start.
+
+        The way back of a single drift is that drift with its sign changed, by the same operations
+        on the same numbers (`after` and the scale are those from before a rejected call). Computed
+        in another way it would miss the start by many units in the last place.
+        """
+        forth = self._length(self.scheme.drifts, after)
+        if before.anchor is None:
+            back = -self._length(self.scheme.drifts, before)
+            return drift(after.direction, jnp.where(reject, back, forth), inverse_scale)
+        back = jax.tree.map(jnp.subtract, step_start(before, params, inverse_scale), params)
+        return _tree.where(reject, back, drift(after.direction, forth, inverse_scale))
