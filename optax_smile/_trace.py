@@ -1,12 +1,12 @@
 """Read the trace of a run: arrays `[chain, tick]`, with a tick every `thin` steps."""
 
-import warnings
 from collections.abc import Mapping
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from optax_smile import _check
+from optax_smile._warn import warn
 
 REMEDY = "Pass the `trace` of the draws that `sample` returned."
 TRACE = _check.kind(Mapping, "a dict of arrays", REMEDY)
@@ -49,16 +49,15 @@ def read(
     return [draws[name].astype(float) for name in names]
 
 
-def warn_of_equal_keys(where: str, noise_id: np.ndarray, stacklevel: int):
+def warn_of_equal_keys(where: str, noise_id: np.ndarray):
     """Warn of chains with equal keys; `noise_id` is as for `chains_with_equal_keys`."""
     if groups := chains_with_equal_keys(noise_id):
         chains = " and ".join(map(str, groups))
-        message = (
+        warn(
             f"`{where}`: the chains {chains} have equal keys, so they draw the same random numbers"
             " and are not independent. Give each chain its own key, as"
             " `parallel.init(sampler, params, key=...)` does."
         )
-        warnings.warn(message, stacklevel=stacklevel)
 
 
 def chains_with_equal_keys(noise_id: np.ndarray) -> list[list[int]]:

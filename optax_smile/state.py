@@ -294,7 +294,7 @@ def stats(state: Tree) -> Stats:
     """
     told = find(state, "stats").stats()
     if np.ndim(told.noise_id) == 1 and _is_concrete(told.noise_id):
-        _trace.warn_of_equal_keys("stats", np.asarray(told.noise_id)[:, None], stacklevel=3)
+        _trace.warn_of_equal_keys("stats", np.asarray(told.noise_id)[:, None])
     return told
 
 

@@ -491,7 +491,7 @@ class Snapshots(Draws):
         params, num_draws = _stacked(where, draws, number)
         stats = {} if trace is None else _trace_of(where, trace, num_draws, number)
         if "noise_id" in stats:
-            _trace.warn_of_equal_keys(where, stats["noise_id"], stacklevel=4)
+            _trace.warn_of_equal_keys(where, stats["noise_id"])
         snapshots = cls(params, stats)
         if directory is None:
             return snapshots
