@@ -328,7 +328,7 @@ class Key(Constraint):
     @property
     def rule(self) -> str:
         """A key or a seed, and its purpose."""
-        rule = "a JAX key such as jax.random.key(0), a single one, or a seed"
+        rule = "a single JAX key, such as jax.random.key(0), or an integer seed"
         return f"{rule} {self.purpose}".rstrip()
 
     def __call__(self, where, argument, value, given=NOTHING) -> Unchecked:

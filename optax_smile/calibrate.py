@@ -152,7 +152,7 @@ def _limit(where: str, scores: np.ndarray, level: float) -> float:
         return float(np.partition(scores, rank - 1)[rank - 1])
     takes = math.ceil(written / (1 - written))
     message = f"{scores.size} held-out inputs are too few for level {level}, which needs {takes}"
-    warn(f"`{where}`: {message}: every value is included.")
+    warn(f"`{where}`: {message}. So intervals are unbounded, and sets contain all classes.")
     return math.inf
 
 

@@ -158,9 +158,10 @@ def begin(where: str, potential: Potential, params: optax.Params) -> Potential:
     if not is_known or found.temperature < 1:
         number = f"{float(found.temperature):.3g}" if is_known else "at most 1"
         warnings.warn(
-            f'`{where}(temperature="auto")` takes a temperature of {number} for'
-            f" {_tree.size(params)} parameters. Below 1 the draws are of a cold posterior, narrower"
-            " than that of Bayes. Pass a number to silence this warning.",
+            f'`{where}(temperature="auto")` chose a temperature of {number} for'
+            f" {_tree.size(params)} parameters. Below 1, the draws are those of a cold posterior,"
+            " which is narrower than the Bayesian posterior. To silence this warning, pass a"
+            " number.",
             stacklevel=2,
         )
     return found

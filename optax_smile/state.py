@@ -90,42 +90,45 @@ class Stats(NamedTuple):
     """Scalars that describe the last call of a sampler, see `stats`.
 
     Attributes:
-        step_size: length of the step now open, or of the next one, in whitened coordinates.
-        energy_change: energy gained by the step that ended, nats; NaN if the call ended no step or
-            had no energy.
-        energy_mean, energy_std: moving averages of its absolute value, nats; NaN for samplers
-            without an energy error, such as `sgld`.
+        step_size: step size of the current step; after a rejected call, of the next step. That of
+            `psmile` is a length in scaled coordinates.
+        energy_change: energy gained by the step that ended, nats; NaN if the call did not end a
+            step or its energy is unknown.
+        energy_mean, energy_std: moving mean and standard deviation of |energy_change|, nats; NaN
+            for samplers without it, such as `sgld`.
         energy_level: 0 if the loop passes only gradients, 1 if it also passes `value`.
-        accepted: False if the step that ended there was rejected.
+        accepted: False if the call rejected the step that led to the parameters passed in.
         step_end: whether the parameters passed in were the end of a whole step.
         is_draw: whether `last_accepted` returns a draw from the posterior; False in the exploration
             part of `cyclical_sgld`.
         num_rejected: steps rejected for an outlying energy.
         num_nonfinite: calls with a gradient or a value that is not finite.
-        num_outlying: gradients with a reduced weight: zero, or over three times as large as the
-            average; 0 for samplers without averages.
+        num_outlying: gradients that the averages weight less, as they are zero or more than three
+            times as large as the average; 0 for samplers without averages.
         num_gradients: calls of `update` so far.
         temperature: of the posterior; below 1 it is colder than the Bayesian posterior.
-        change_share: half the squared change of the whitened gradient from one step to the next,
-            over its square, both averaged over the last quarter of the steps: an upper bound on the
-            share of noise in the gradients. NaN before the first change, and for samplers that do
-            not measure it.
+        change_share: mean |g - g_before|^2 / mean (|g|^2 + |g_before|^2) over the last quarter of
+            the steps, with the gradients g of successive steps in scaled coordinates: an upper
+            bound on the share of noise in the gradients. NaN before the first change, and for
+            samplers that do not measure it.
         descent: energy that the chain has lost over the last quarter of its gradients, estimated
             from them, in standard deviations of what a converged chain loses by chance; NaN for
             samplers that do not measure it.
-        fall: mean energy of the calls before the current window minus that of the window, by the
-            losses, nats; 0 in the first 384 calls and without `value`, NaN for samplers that do not
-            measure it.
-        on_its_way: whether the chain has not converged: `descent` is more than 3, or `fall` is more
-            than sqrt(d / 2) and the noise of the batches explain. These points are no draws yet.
-        below_resolution: whether the step is too short to move the parameters in their precision.
-        num_altered: calls in which some parameters differed from what the call before had sent: by
-            a transformation after the sampler, a projection, an average. Calls after a rejected
-            step are not compared.
-        is_altered: whether those were at least three, and more than 1 % of the last 512 calls that
-            were compared: these points are no draws. One restored checkpoint is not counted as
-            such. It stays true once a compiled call had gradients for other leaves than the first
-            one, or parameters other than those that the state tracks.
+        fall: mean energy of the previous window of calls minus that of the current one, which is
+            twice as long, from the losses, nats. 0 in the first 384 calls and without `value`, NaN
+            for samplers that do not measure it.
+        on_its_way: True while the chain still falls towards the posterior: `descent` is more than
+            3, or `fall` is more than sqrt(d / 2) and the noise of the batches explain. These points
+            are not yet draws.
+        below_resolution: True if the step is so short that rounding loses it when it is added to
+            the parameters.
+        num_altered: calls whose parameters were not those that the updates of the call before lead
+            to. Something changed them: a transformation after the sampler, a projection, an
+            average. Calls after a rejected step are not compared.
+        is_altered: True if at least three, and more than 1 %, of the last 512 compared calls were
+            altered. The points are then not draws. A single restored checkpoint does not set it. It
+            stays True once a compiled call gets gradients for other leaves than the first call, or
+            other parameters than those that the state tracks.
         num_parameters: d, the number of sampled parameters: those of the leaves with a gradient; 0
             for an optimizer.
         noise_id: identifies the random numbers of the next call. If it is equal in two chains, both
@@ -276,8 +279,8 @@ def stats(state: Tree) -> Stats:
 
     Args:
         state: state of a sampler, alone or anywhere inside the state of `optax.chain`,
-            `MultiSteps`, `partition`, `inject_hyperparams`, ... With a leading chain axis, every
-            value has that axis, too, and it warns of chains with equal keys.
+            `MultiSteps`, `partition`, `inject_hyperparams`, ... If it has a leading chain axis, so
+            has every value, and `stats` warns of chains with equal keys.
 
     Returns:
         A `Stats`, a named tuple of scalars that prints one per line.

@@ -34,14 +34,17 @@ def sample(tx, **given):
 
 DECAY = optax.add_decayed_weights(1e-4)
 WRONG = {
-    "scale(-1e-3)": (optax.scale(-1e-3), "times -0.001"),
-    "scale(0.5)": (optax.scale(0.5), "times 0.5"),
-    "scale(2)": (optax.scale(2.0), "times 2"),
-    "learning rate": (optax.scale_by_learning_rate(1e-2), "times -0.01"),
-    "schedule": (optax.scale_by_schedule(optax.cosine_decay_schedule(0.5, 200)), "times 0.[45]"),
+    "scale(-1e-3)": (optax.scale(-1e-3), "multiplied by -0.001"),
+    "scale(0.5)": (optax.scale(0.5), "multiplied by 0.5"),
+    "scale(2)": (optax.scale(2.0), "multiplied by 2"),
+    "learning rate": (optax.scale_by_learning_rate(1e-2), "multiplied by -0.01"),
+    "schedule": (
+        optax.scale_by_schedule(optax.cosine_decay_schedule(0.5, 200)),
+        "multiplied by 0.[45]",
+    ),
     "decay from 1": (
         optax.scale_by_schedule(optax.cosine_decay_schedule(1.0, 20)),
-        "times numbers",
+        "multiplied by numbers",
     ),
     "weight decay": (optax.add_decayed_weights(0.1), "in another direction"),
     "little weight decay": (optax.add_decayed_weights(1e-4), "in another direction"),
@@ -51,14 +54,14 @@ WRONG = {
     "momentum": (optax.trace(0.9), "in another direction"),
     "average": (optax.ema(0.9), "in another direction"),
     "clip of entries": (optax.clip(0.03), "in another direction"),
-    "normalized": (optax.normalize_by_update_norm(), "times"),
+    "normalized": (optax.normalize_by_update_norm(), "multiplied by"),
     "clip by block": (optax.clip_by_block_rms(0.05), "in another direction"),
     "adaptive clip": (optax.adaptive_grad_clip(0.05), "in another direction"),
     "noise": (optax.add_noise(0.1, 0.5, 0), "in another direction"),
     "every other": (optax.apply_every(2), "in another direction"),
     "clip and decay": (optax.chain(optax.clip_by_global_norm(1.0), DECAY), "in another direction"),
 }
-AROUND = {"sum": (optax.MultiSteps(SAMPLER, 2, use_grad_mean=False), "times 2")}
+AROUND = {"sum": (optax.MultiSteps(SAMPLER, 2, use_grad_mean=False), "multiplied by 2")}
 
 
 @pytest.mark.parametrize("name", [*WRONG, *AROUND])

@@ -217,5 +217,5 @@ def test_a_directory_before_its_first_draw_says_so(tmp_path):
     for name in "params", "trace":
         with pytest.raises(ValueError, match=f"`{name}` needs at least one draw, and {tmp_path}"):
             getattr(draws, name)
-    with pytest.raises(ArgumentError, match="must be draws of a run that has some"):
+    with pytest.raises(ArgumentError, match="must be draws of a run that has at least one"):
         diagnostics.summary(draws)

@@ -207,7 +207,7 @@ def test_another_training_is_refused_and_the_same_is_found(tmp_path):
     for arguments, argument, what in others:
         with pytest.raises(ValueError, match=rf"`warmstart\({argument}=...\)` must be .*{what}"):
             warm(tmp_path, **arguments)
-    finds = "2 members of 2 epochs loaded from .*; the training is finished"
+    finds = "the training in .* is finished. Its 2 members, trained for 2 epochs, are returned"
     cases: list[tuple[dict[str, Any], str]] = [({}, ""), ({"batches": shuffled()}, "")]
     cases += [({"loss": other_loss}, LOSS)]
     cases += [({"optimizer": optax.adam(0.1, b1=0.8)}, OTHER.format("warmstart", "optimizer"))]
@@ -220,7 +220,7 @@ def test_another_training_is_refused_and_the_same_is_found(tmp_path):
 
 
 SHORT: dict[str, Any] = {"num_warmup": 0, "num_draws": 1, "thin": 1}
-SUM = r"`{}\(loss_fn=...\)` must be a mean over the examples, and looks like a sum.* 1\.000 of"
+SUM = r"`{}\(loss_fn=...\)` must be a mean over the examples, but it looks like a sum.* 1\.000 of"
 
 
 def test_a_summed_loss_and_a_small_num_data_are_warned_of():

@@ -109,7 +109,7 @@ def test_a_sweep_of_the_batch_shares_its_warm_start(tmp_path, monkeypatch):
 # A temperature fitted to fifty images may lie at the end of its range.
 @pytest.mark.filterwarnings("ignore:.*the likelihood is highest at the end of the range")
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*the training is finished")
+@pytest.mark.filterwarnings("ignore:.*the training in .* is finished")
 def test_a_cell_runs_and_is_not_run_again(tmp_path, capsys):
     if "OPTAX_SMILE_DATA" not in os.environ:
         pytest.skip("needs the folder OPTAX_SMILE_DATA")

@@ -195,8 +195,8 @@ WRONG = {
     discrete: r"model=.*without discrete latent sites, got the site 'which'",
     with_param: r"model=.*without `numpyro.param`.*, got the param mean",
     with_noise: r"model=.*state or random numbers, got the prng_key",
-    empirical: r"batch=.*on which the prior does not depend, got .*'mean'",
-    counts_outside: r"batch=.*the prior does not depend, got .*'sum'",
+    empirical: r"batch=.*that does not change the prior, got .*'mean'",
+    counts_outside: r"batch=.*does not change the prior, got .*'sum'",
 }
 
 

@@ -79,9 +79,9 @@ def test_a_run_that_was_killed_gives_the_same_iterates(stored, tmp_path):
         run(tmp_path, sampler=optax.adamw(0.05), **killed)
     resumed = run(tmp_path, sampler=optax.adamw(0.05))
     runs.assert_same_bits(resumed, stored)
-    with pytest.raises(ValueError, match="of the same run, with settings.chain"):
+    with pytest.raises(ValueError, match="hold a run with the same settings.chain"):
         runs.run(tmp_path, sampler=optax.adamw(0.06))
-    with pytest.raises(ValueError, match="of the same run, with settings.sampler.name = 'smile'"):
+    with pytest.raises(ValueError, match="a run with the same settings.sampler.name = 'smile'"):
         runs.run(tmp_path, sampler=noisy())
 
 
@@ -110,7 +110,7 @@ def test_a_step_to_what_is_not_finite_is_left_out():
             found.append(runs.run(**given | {"sampler": optimizer}))
         announced, warned = (str(each.message) for each in caught)
         assert re.search(ANNOUNCED, announced)
-        assert "by step 3, 1 step of the chains [1] met a gradient" in warned
+        assert "by step 3, 1 step of the chains [1] had a non-finite gradient" in warned
         assert {each.filename for each in caught} == {runs.__file__}
     got, expected = found
     np.testing.assert_allclose(got.params["w"], expected.params["w"], atol=1e-6)

@@ -115,7 +115,7 @@ def test_samplers_sample_a_prior_of_trees(name, given):
     np.testing.assert_allclose(draws.std(axis=0).mean(axis=1), [1, 0.5], rtol=0.12)
 
 
-COLD = r'`psmile\(temperature="auto"\)` takes a temperature of'
+COLD = r'`psmile\(temperature="auto"\)` chose a temperature of'
 AUTO: dict[str, Any] = {"temperature": "auto", "excess": 0.02, "key": 0}
 
 

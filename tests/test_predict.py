@@ -297,7 +297,7 @@ MISFITS = (
     ("likelihood", own(log_density=None), "one with a `log_density` for the targets"),
     ("likelihood", own(variance=lambda x: x[:, :1]), r"has the shape \(30, 5\) of its mean, got"),
     ("likelihood", own(mean=jnp.mean), "one that returns arrays .* of 30 inputs"),
-    ("curve", (2, 101), "at most the 100 snapshots"),
+    ("curve", (2, 101), "numbers of at most 100, the number of snapshots"),
     ("snapshots", Draws(ONE), "the same number of draws of each of the 2 chains, got 1"),
     ("per", "draw", "None for snapshots without `num_chains`"),
     ("inputs", (INPUTS, INPUTS[:9]), "of the same length, at least 1, got"),

@@ -161,7 +161,9 @@ def test_batches_that_ran_out_may_grow(tmp_path):
         return begin(tmp_path / name, num_draws=2, batches=batches, **given)
 
     go("pieces", 13, partial(runs.run_early, 1))
-    rule = r"`sample\(batches=...\)` must be those of the run .* took 12 in pass 0, got 9 in pass 0"
+    rule = (
+        r"`sample\(batches=...\)` must be .* to batch 12 of pass 0, where the run .*, got batch 9"
+    )
     with pytest.raises(ValueError, match=rule):
         go("pieces", 9)
     assert_same_bits(go("pieces", 18), go("whole", 18))
@@ -231,7 +233,7 @@ def test_a_finished_run_computes_nothing(whole):
 
 def test_another_start_is_not_used_and_the_same_rounded_is_known(copied, whole, tmp_path):
     other = start() | {"w": start()["w"] + 1}
-    with pytest.warns(UserWarning, match="continues from its checkpoint. It began at ano"):
+    with pytest.warns(UserWarning, match="continues from its checkpoint. It started from other"):
         assert_same_bits(run(copied, params=other), whole)
     tenths = start() | {"b": jnp.full(CHAINS, 0.1)}
     halves = partial(run, params=tenths, num_warmup=0, num_draws=1, dtype="float16")

@@ -163,7 +163,7 @@ def test_a_training_in_pieces_gives_the_bits_of_one_in_one_go(in_one_go, tmp_pat
     crash_in(9)
     assert_same_bits(train_long(rest, directory=tmp_path), expected)
     assert rest.passes == epochs  # those before are read again
-    with pytest.warns(UserWarning, match=r"\d+ epochs loaded from .*; the training is finished"):
+    with pytest.warns(UserWarning, match=r"training in .* is finished.* for \d+ epochs, are ret"):
         assert_same_bits(train_long(never, directory=tmp_path), expected)
     assert never.passes == 0
 

@@ -178,7 +178,7 @@ def warn_of_sum(
     check = check_mean(losses, batch, per_chain, mesh)
     if check is not None and not check.passed:
         rule = f"`{where}(loss_fn=...)` must be a mean over the examples"
-        warn(f"{rule}, and {check.text} {check.advice}, or pass check=False.")
+        warn(f"{rule}, but it {check.text} {check.advice}, or pass check=False.")
 
 
 def check_mean(
@@ -325,11 +325,12 @@ def amount(batches: Sequence[Batch], number: object, per_chain: bool) -> Check |
     tokens = [count for count in _tokens(batches, per_chain) if count]
     passed = any(1 / limit < number / count < limit for count in tokens)
     passed |= 1 / MOST_RATIO < ratio < MOST_RATIO
-    text = f"num_data={number:g} for the {examples:,} examples of the batches"
+    text = f"num_data={number:g} for the {examples:,} examples of the batches."
     if not passed:
-        text += ": far more than there are" if ratio > 1 else ": far fewer than distinct ones"
+        kind = f"only {examples:,}" if ratio > 1 else f"{examples:,} distinct"
+        text = f"num_data={number:g}, but the batches have {kind} examples."
     advice = "" if passed else NUM_DATA
-    return Check("num_data", (), (ratio,), float(MOST_RATIO), passed, advice, f"{text}.")
+    return Check("num_data", (), (ratio,), float(MOST_RATIO), passed, advice, text)
 
 
 def _tokens(batches: Sequence[Batch], per_chain: bool) -> list[int]:
@@ -556,7 +557,7 @@ def _multiplied(low: float, high: float) -> str:
         by = f"{low:.3g}" if abs(low - 1) > CONSTANT else "a number other than 1"
     else:
         by = f"numbers from {low:.3g} to {high:.3g}"
-    return f"times {by}"
+    return f"multiplied by {by}"
 
 
 def check_clips(seen: Gradients) -> Check:

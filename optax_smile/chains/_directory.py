@@ -193,8 +193,8 @@ class DirectoryRun:
             for mine, theirs in zip(jax.tree.leaves(given), jax.tree.leaves(stored), strict=True)
         ):
             warn(
-                f"`sample`: the run in {self.directory} continues from its checkpoint. It began at"
-                " another start than the `params` passed now, which are not used."
+                f"`sample`: the run in {self.directory} continues from its checkpoint. It started"
+                " from other parameters than `params`, which are ignored."
             )
         return stored
 
@@ -611,7 +611,7 @@ def check_settings(where: str, directory: Path, before: Json, now: Json):
         is_function = parts[:2] == ["settings", "sampler"] and parts[-1] in functions
         is_compared = parts[0] not in others and not is_function
         if is_compared and mine != theirs.get(name):
-            rule = f"a new one or that of the same run, with {name} = {mine!r}"
+            rule = f"new, or hold a run with the same {name} = {mine!r}"
             advice = "Choose another, or pass the arguments of that run."
             got = f"{directory} with {theirs.get(name)!r}"
             _check.fail(where, "directory", rule, got, advice)

@@ -108,8 +108,9 @@ class Stream:
             while (self.passes, self.taken) < wanted:
                 next(self)
         if (self.passes, self.taken) != wanted:
-            rule = f"those of the run in the directory, which took {wanted[1]} in pass {wanted[0]}"
-            _check.fail("sample", "batches", rule, f"{self.taken} in pass {self.passes}")
+            at = f"batch {wanted[1]} of pass {wanted[0]}"
+            rule = f"a stream that can return to {at}, where the run in the directory stopped"
+            _check.fail("sample", "batches", rule, f"batch {self.taken} of pass {self.passes}")
 
 
 def skip_passes(batches: Iterable[Batch], passes: int):

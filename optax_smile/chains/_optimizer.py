@@ -138,9 +138,9 @@ def nonfinite_warner() -> Callable[[int, Mapping[str, np.ndarray]], None]:
         has_warned = True
         steps = _table.counted(int(np.sum(stats["num_nonfinite"])), "step")
         warn(
-            f"`sample`: by step {step}, {steps} of the chains {chains} met a gradient, a loss or an"
-            " iterate that is not finite. Steps to such iterates are skipped, and the run"
-            " continues; see `num_nonfinite` in its trace. Try a smaller learning rate."
+            f"`sample`: by step {step}, {steps} of the chains {chains} had a non-finite gradient,"
+            " loss or iterate. Steps to non-finite iterates are skipped, and the run continues; see"
+            " `num_nonfinite` in its trace. Try a smaller learning rate."
         )
 
     return watch

@@ -73,14 +73,14 @@ class RecordedSampler(optax.GradientTransformationExtraArgs):
             `Snapshots`, as `sample` returns them; with a `directory`, `StoredSnapshots`.
 
         Raises:
-            ValueError: no draws were recorded, chains with different steps, or parameters that did
-                not arrive as the sampler sent them.
+            ValueError: no draws were recorded, the chains took different numbers of steps, or the
+                loop did not add the updates unchanged.
             OSError: a draw could not be written.
 
         Warns:
-            UserWarning: the energy still fell at more than a quarter of the draws; chains that are
-                copies; a loop that passes no parameters, so that it cannot be checked that it adds
-                the updates unchanged.
+            UserWarning: the energy was still falling at more than a quarter of the draws; some
+                chains are copies of others; the loop passes no parameters to `update`, so it cannot
+                be checked that it adds the updates unchanged.
         """
         assert self.recorder is not None
         jax.effects_barrier()
@@ -120,21 +120,21 @@ def recorded(
         sampler: sampler, alone or last in an `optax.chain`, or wrapped by Optax.
         num_warmup: steps before the first draw, >= 0.
         thin: steps between two draws, >= 1.
-        directory: folder for the draws, which `load_snapshots` reads, also while the loop runs. It
-            must be new, or hold the draws of the same fit up to the checkpoint from which a loop
-            restored its state: later draws are then overwritten. None: host memory.
+        directory: folder for the draws; `load_snapshots` can read it while the loop runs. It must
+            be new or, in a loop that continues from a checkpoint of its own, that of the same fit.
+            Draws made after that checkpoint are then replaced. None: host memory.
         max_draws: stop recording after this many draws of each chain, >= 1; None: no limit.
 
     Returns:
         An Optax transformation with the method `draws`.
 
     Raises:
-        ValueError: an argument out of range; when `init` is called, a transformation without a
-            sampler, or `init` inside `shard_map`: use `sample`, which knows meshes.
+        ValueError: an argument is out of range. From `init`: the transformation has no sampler, or
+            `init` is called inside `shard_map`. There use `sample`, which takes a mesh.
 
-    Cost: at a draw, one copy of the parameters to the host. Between draws, about .01 ms a step
-    inside `scan`. A program of one step, started from Python, takes 1.5 ms longer on a CPU, since
-    JAX starts programs with callbacks in Python: in a loop of your own, store `last_accepted`.
+    Cost: one copy of the parameters to the host per draw. Between draws, about .01 ms per step
+    inside `scan`, but 1.5 ms (on a CPU) if Python calls a compiled function for each step, since
+    JAX starts programs with callbacks in Python. In such a loop, store `last_accepted` instead.
 
     Example:
         >>> import jax, jax.numpy as jnp, optax, optax_smile
@@ -155,8 +155,10 @@ def recorded(
         begun = inner.init(params)
         state.find(begun, "recorded", "sampler")
         if jax.sharding.get_abstract_mesh().manual_axes:
-            rule, remedy = "called outside `shard_map`", "Use `sample`, which takes a mesh."
-            _check.fail("recorded", "init", rule, "a call inside it", remedy)
+            raise ValueError(
+                "`recorded`: `init` was called inside `shard_map`, where draws cannot be recorded."
+                " Use `sample`, which takes a mesh."
+            )
         with jax.ensure_compile_time_eval():
             recorder.settings = _settings.of(sampler, _shapes(params))
         return RecordedState(begun, *recorder.number(params))
@@ -343,7 +345,7 @@ class _Recorder:
             self.directory.mkdir(parents=True, exist_ok=True)
             _format.write_manifest(self.directory, manifest)
             return _format.DrawFiles(self.directory, start)
-        rule, got = "a new one, or that of the same fit", f"{self.directory} with draws of another"
+        rule, got = "new, or hold draws of the same fit", f"{self.directory} with draws of another"
         before = _format.read_manifest("recorded", self.directory)
         if self.settings is None:  # `init` was not called in this process.
             manifest["settings"]["sampler"] = before["settings"].get("sampler")
@@ -369,15 +371,21 @@ class _Recorder:
             if self.failure is not None:
                 raise self.failure
             begun = [x for x, fit in self.fits.items() if fit.files or fit.numbers()]
-            if not begun or number not in (None, *begun):
-                rule = f"one of {begun}" if begun else "called after the first draw"
-                advice = f"The first draw is that of step {self.num_warmup + self.thin}."
-                _check.fail("draws", "fit", rule, f"{number}, which has no draws", advice)
+            if not begun:
+                first = self.num_warmup + self.thin
+                raise ValueError(
+                    f"`draws`: nothing is recorded yet. The first draw is step {first}."
+                )
+            if number not in (None, *begun):
+                got = f"{number}, which has no draws"
+                _check.fail("draws", "fit", f"None or one of {begun}", got)
             fit = self.fits[number or begun[-1]]
             draws = self._stored(fit) if fit.files else self._in_memory(fit)
         if np.any(draws.trace["is_altered"]):
-            rule, got = "one that adds the updates unchanged", "one that changes them"
-            _check.fail("draws", "loop", rule, got, "The recorded points are not posterior draws.")
+            raise ValueError(
+                "`draws`: the loop did not add the sampler's updates unchanged, so the recorded"
+                " points are not posterior draws."
+            )
         if self.is_blind:
             warn(UNCHECKED)
         for doubt in _doubts(draws):

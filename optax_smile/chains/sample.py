@@ -111,10 +111,9 @@ def sample(
             An optimizer gets `value`, `grad` and `value_fn` if it takes them. Its steps to
             non-finite parameters are skipped and counted in `num_nonfinite`, with a warning.
         num_warmup: steps of each chain before the first draw, >= 0.
-        num_draws: draws to keep per chain, >= 1. Some points are not draws: the exploration of
-            `cyclical_sgld` and the burn-in of `scale_adapted_sghmc`, where `is_draw` of
-            `optax_smile.stats` is False. They are not kept, so there are fewer draws, with a
-            warning.
+        num_draws: draws to keep per chain, >= 1. Points at which `is_draw` of `optax_smile.stats`
+            is False are not kept: those of the exploration of `cyclical_sgld` and of the burn-in of
+            `scale_adapted_sghmc`. There are then fewer draws, with a warning.
         thin: steps between draws, >= 1.
         key: JAX key or seed. The sampler and the loss of each chain get their own keys.
         aux: auxiliary state of the model, such as running means of BatchNorm, each leaf
@@ -136,24 +135,23 @@ def sample(
         directory: directory for draws and checkpoints, written while the chains run. None: keep
             the draws in host memory.
         resume: whether to resume the run in the directory, if there is one, from its newest
-            checkpoint. Settings of the sampler, key, shapes and other arguments must be the same,
-            and so must the data, if `batches` is a list or tuple, in any order. Another loss at
-            the start, and a changed function such as a `log_prior`, give a warning. Arguments such
-            as `num_draws`, `mesh` and `progress` may differ: a larger `num_draws` continues the
-            run; otherwise its draws are returned, with a warning. The chains continue from the
-            checkpoint, and other `params` are ignored, with a warning. False: the directory must
-            not hold a run.
+            checkpoint. Sampler, key, shapes, `dtype`, `num_warmup`, `thin`, `batch_per`,
+            `stochastic` and `per_chain` must be the same, and the examples, in any order, if
+            `batches` is a list or tuple. Another loss at the start, a changed function such as a
+            `log_prior`, and other `params`, which are ignored, give a warning. Other arguments may
+            differ. A larger `num_draws` extends a finished run; otherwise its draws are returned,
+            with a warning. False: the directory must not hold a run.
         check: warn of a loss that looks like a sum over the examples; of a `num_data` that does not
             fit the examples, or tokens, of the batches; of batches of different sizes, which
             weight their examples unequally under a mean loss; and, at the end, of gradients that
             were not finite or that a clip before the sampler has shortened. It costs a few forward
-            passes, and 33 more with over 2 `num_data` parameters. See `optax_smile.check` for your
-            own loop.
-        checkpoint_minutes: minutes between checkpoints, >= 0. The start and the end always write
-            one.
+            passes, and 33 more if there are more than 2 `num_data` parameters. See
+            `optax_smile.check` for your own loop.
+        checkpoint_minutes: minutes between checkpoints, >= 0. There is always one at the start and
+            one at the end.
         dtype: precision of the draws on disk: `"float16"`, `"float32"` or `"float64"`; None: that
             of the parameters. Requires a `directory`.
-        progress: show a progress bar with step size, energy error and rejected steps, or with the
+        progress: show a progress bar with step size, energy change and rejected steps, or with the
             loss of an optimizer, if tqdm is installed.
         callback: `callback(step, stats)`, called every `thin` steps with arrays `[chain]`: the
             results of `optax_smile.stats`, `loss` and `start_loss`. For an optimizer, step size and
@@ -162,7 +160,7 @@ def sample(
             of arrays `[chain, ...]`, such as losses. They are kept in place of the draws.
         stop: an `EvidenceStop`, which ends the run before `num_draws` once held-out data provide
             the required evidence; `stopping` of the draws says why. To resume, pass the same rule
-            and data, which judge the stored draws again, or None to continue without a rule.
+            and data, which are applied to the stored draws again, or None to continue without.
 
     Returns:
         `Snapshots` with `params` `[chain, draw, ...]` and statistics every `thin` steps; with a
@@ -173,14 +171,13 @@ def sample(
         chains.
 
     Raises:
-        ValueError: an argument out of range; leading axes that disagree; a loss that is not a
-            scalar; a loss or gradients that are not finite at the start; identical chains that
-            would stay identical; several samplers; gradients that are changed before they reach
-            the sampler, other than by a clip of their norm; updates that are changed after it; an
-            empty batch in a list; an invalid mesh; batches that run out before the first draw; a
-            run without any draw; `stop` with `observe`, with several processes or with another
-            model; a `directory` in use, of another run, or with checkpoints in the format of
-            another version.
+        ValueError: an argument is out of range; leading axes disagree; the loss is not a scalar, or
+            it or its gradients are not finite at the start; identical chains would stay identical;
+            there are several samplers; gradients are changed before they reach the sampler, other
+            than by a clip of their norm, or updates after it; a batch in a list is empty; the mesh
+            is invalid; the batches run out before the first draw, or no point of the run is a draw;
+            `stop` is combined with `observe` or several processes, or does not fit the model; the
+            `directory` is in use, holds another run or checkpoints in another version's format.
         OSError: a draw or a checkpoint could not be written, such as on a full disk. The message
             names the file; earlier draws can be loaded.
         KeyboardInterrupt: interrupted before the first draw, or by a second Ctrl-C.
@@ -445,7 +442,7 @@ def check_end(where: str, run: Run, num_steps: int, num_draws: int, is_stopped: 
                 advice = f"A checkpoint is in {folder}: repeat the call to resume."
             raise KeyboardInterrupt(f"`{where}` was stopped before the first draw. {advice}")
         if step == num_steps:
-            rule = f"large enough: none of the {step} steps was a draw"
+            rule = f"large enough that at least one of the {step} steps is a draw"
             advice = "Run longer, or lower `adapt_steps` or `exploration` of the sampler."
             _check.fail(where, "num_draws", rule, num_draws, advice)
         if run.watched.defect:

@@ -48,8 +48,8 @@ class Selection(NamedTuple):
         best: name of the chosen candidate.
         draws: draws of its whole run, as `sample` returns them.
         names: names of all candidates, `[candidate]`.
-        num_steps: steps of each chain at the end of each round, ascending, `[round]`; each round is
-            about twice as long as the one before.
+        num_steps: steps of each chain from the start to the end of each round, `[round]`; each is
+            about twice the one before.
         lppd: log pointwise predictive density of the validation data, nats per input, averaged over
             16 draws of each chain in the last half of these steps, `[round, candidate]`; NaN for
             candidates dropped before, -inf if chains or predictions became non-finite.
@@ -192,7 +192,7 @@ class Judged(NamedTuple):
     def extrapolated(self, before: Judged | None, num_steps: int) -> Judged:
         """Estimate the densities after `num_steps` steps, from those of the round before.
 
-        What the average of the draws still lacks is taken to fall as 1 / sqrt(steps). Of 1 / steps,
+        The distance from the limit is assumed to fall as 1 / sqrt(steps). Of 1 / steps,
         1 / sqrt(steps) and log(steps), this came closest to the end of whole runs (LeNet,
         perceptrons and a GPT).
         """
@@ -253,18 +253,20 @@ def select(
 ) -> Selection:
     """Run several samplers or optimizers, and keep the one that predicts validation data best.
 
-    All candidates start from the same parameters with the same key, and run side by side for a few
-    rounds, each twice as long as the one before. From the second round on, the worse half is
-    dropped after each (successive halving). A round is scored by the LPPD of the validation data,
-    averaged over 16 draws of each chain in the last half of the steps so far. Two rounds give the
-    LPPD expected at the end of the run, if what it lacks falls as 1 / sqrt(steps); candidates are
-    ranked by it. The last remaining candidate finishes its run; its draws are those of `sample`
-    with that candidate. Together, the dropped candidates take at most `largest_cost` times its
-    steps.
+    All candidates start from the same parameters with the same key, and run side by side in rounds.
+    Each round ends at about twice as many steps as the one before. From the second round on, each
+    drops the worse half of the candidates (successive halving). A round is scored by the LPPD of
+    the validation data, averaged over 16 draws of each chain in the last half of the steps so far.
+    From the last two rounds, the LPPD at the end of the run is extrapolated, on the assumption that
+    its distance from the limit falls as 1 / sqrt(steps). This expected LPPD ranks the candidates.
+    The last remaining candidate finishes its run; its draws are those of `sample` with that
+    candidate. Together, the dropped candidates take at most `largest_cost` times the steps of the
+    chosen one.
 
     Candidates whose expected LPPD is within one standard error of the best count as equal. Among
-    them, the candidate with the fewest gradients per step wins, then a sampler of the posterior of
-    the model (temperature 1, and a prior that is not centred at the start), then the larger LPPD.
+    these, one with fewer gradients per step ranks higher, then a sampler of the posterior of the
+    model (temperature 1, and a prior that is not centred at the start), then the larger expected
+    LPPD.
 
     Rounds are short, so from a bad start they only show which candidate improves fastest. Use a
     warm start, such as that of `warmstart`. A candidate that predicts badly at first and improves
@@ -272,6 +274,8 @@ def select(
 
     For a grid of settings, pass a dict such as
     `{f"{T:g}": psmile(num_data=N, temperature=T, key=0) for T in (0.01, 0.1, 1)}`.
+
+    Arguments not listed are those of `sample`.
 
     Args:
         batches: iterable of batches, restarted when exhausted, see `sample`; not an iterator, which
@@ -288,21 +292,21 @@ def select(
             in (0, 100]. Larger values make longer rounds.
         directory: directory with a folder per candidate and a file for the rounds. After a kill the
             same call resumes; `load_snapshots(directory / name)` reads the draws. None: in memory.
-        progress: show a progress bar over the steps of all candidates, if tqdm is installed. Other
-            arguments as for `sample`.
+        progress: show a progress bar over the steps of all candidates, if tqdm is installed.
 
     Returns:
         A `Selection`: print it, or plot it with `plots.selection`.
 
     Raises:
-        ValueError: an argument out of range; several processes; no candidate with finite
-            predictions; a `directory` of another selection; as for `sample` and `predict`.
+        ValueError: an argument is out of range; there are several processes; no candidate has
+            finite predictions; the `directory` holds another selection; as for `sample` and
+            `predict`.
         KeyboardInterrupt: interrupted before the end of the last round, or before the first draw.
             With a `directory` the same call resumes.
 
-    Cost: `largest_cost` times more steps than `sample`; until they are dropped, the states of all
-    candidates on the device; one forward pass over the validation data per scored draw; compiling
-    each candidate.
+    Cost: at most (1 + largest_cost) times the steps of `sample`; the states of all candidates on
+    the device until they are dropped; one forward pass over the validation data per scored draw;
+    compiling each candidate.
 
     Example:
         >>> import jax, jax.numpy as jnp, optax, optax_smile

@@ -32,39 +32,42 @@ MOST_GAIN = math.log(2)
 class EvidenceStop:
     """Stop `sample` once held-out examples reject a null hypothesis.
 
-    - `"improvement"`: the draws predict no better than the start of the chains. Rejecting it means
-      that sampling helps. With p_0 the average prediction of the start and p_T that of T draws of
-      each chain, the null at a look is
+    Every `every` draws of each chain it tests the draws so far, a *look*. Let p_0 be the predictive
+    density of the start, averaged over the chains, and p_T that of the first T draws of each chain.
+    The null hypothesis is one of
+
+    - `"improvement"`: the draws predict no better than the start. If it is rejected, sampling
+      helps. At a look after T draws, it is
 
           E[d] <= 0,  d = log p(y) - log p_0(y),  p = (p_0 + T p_T) / (T + 1)
 
-      where the start counts as one more draw of each chain, so that d >= -log(T + 1). Without a
-      lower bound no such test is possible.
-    - `"doubling"`: more draws help. Rejecting it means that they do not. The null at a look is
+      The test needs a lower bound of d. So p counts the start as one more draw of each chain, and
+      d >= -log(T + 1).
+    - `"doubling"`: doubling the number of draws gains at least `tolerance`. If it is rejected, it
+      gains less. At a look after T draws, it is
 
           E[g] >= tolerance,  g = min(log p_T(y) - log p_m(y), log 2),  m = T // 2
 
-      The gain of an example is limited to log 2 nats, without which no test is possible. Gains
-      that come from a few examples, whose density more than doubles, are therefore underestimated.
-      The test is about the doubling from m to T. It does not cover the next one, which usually
-      gains less.
+      The test needs an upper bound of g. So the gain of an example is capped at log 2 nats, and
+      gains from a few examples whose density more than doubles are underestimated. The test is
+      about the doubling from m to T, not about the next one, which usually gains less.
 
     The expectation is over new examples, given the draws. The evidence of a look with examples
     1 ... n is the e-value
 
         e = mean over f of prod_i (1 + f x_i / b),  f = 1, 1/2, ..., 1/32
 
-    with x = d and b = log(T + 1), or x = tolerance - g and b = log 2 - tolerance: the average
-    wealth of gamblers who bet the fraction f / b on each example. Given the draws, the examples
-    are independent, so the wealth has an expectation of at most 1 under the null, however
-    dependent the draws are. Look k stops the run if e >= k (k + 1) / alpha. By Markov's inequality
-    this has at most the probability alpha / (k (k + 1)) if its null is true, and these sum to
-    alpha. So the probability of ever stopping at a look whose null is true is at most alpha,
-    although all looks use the same examples. Their e-values are dependent and cannot be multiplied.
+    with x = d and b = log(T + 1), or x = tolerance - g and b = log 2 - tolerance. It is the average
+    final wealth of gamblers who start with 1 and bet the fraction f / b on each example. Given the
+    draws, the examples are independent, so under the null the expected wealth is at most 1, however
+    dependent the draws are. Look k stops the run if e >= k (k + 1) / alpha. By Markov's inequality,
+    look k does so under its null with probability at most alpha / (k (k + 1)). Over all looks,
+    these bounds sum to alpha: the probability of ever stopping at a look whose null is true is at
+    most alpha, although all looks use the same examples.
 
-    The guarantee needs held-out examples that are independent of each other and that had no part in
-    the start or the run: none was trained on or chose settings. They must not be the test data
-    on which you report a score, because they choose the number of draws.
+    The guarantee needs held-out examples that are independent of each other and were used neither
+    for training nor to choose settings. They must not be the test data on which you report a score,
+    because they choose the number of draws.
 
     Args:
         apply_fn: `apply_fn(params, inputs)`, for `predict`; `params` is a draw, with `aux` a dict.
@@ -74,16 +77,17 @@ class EvidenceStop:
         null: `"improvement"` or `"doubling"`.
         alpha: bound on the probability of a false stop, in (0, 1).
         tolerance: of `"doubling"`, nats per example, in (0, log 2). Even if more draws gain
-            nothing, rejecting it takes about (4 + 2 log k) / tolerance examples at look k: 550 for
-            0.01 at the second.
+            nothing, look k needs about (4 + 2 log k) / tolerance examples to reject it: about 550
+            examples at look 2 with tolerance 0.01.
         every: draws of each chain between two looks, >= 1.
         batch_size: examples to run at once, >= 1; None: all.
 
     Raises:
-        ValueError: an argument out of range; from `sample`, with `observe` or several processes.
+        ValueError: an argument is out of range. From `sample`: there are several processes, or
+            `observe`.
 
-    Cost: one forward pass over the examples per draw and chain; those of stored draws again when a
-    run resumes. In host memory 16 bytes per target, and with `"doubling"` 8 more per look.
+    Cost: one forward pass over the examples per draw and chain, repeated for the stored draws when
+    a run resumes. Host memory: 16 bytes per target and, with `"doubling"`, 8 more for each look.
 
     Example:
         >>> import jax, jax.numpy as jnp, optax_smile

@@ -121,9 +121,10 @@ def warmstart(
         specs: how the parameters of one member are sharded, see `parallel.place`.
         directory: directory for checkpoints, written after an epoch. A call with the same directory
             resumes the training, or returns at once if it is finished. The arguments must be the
-            same, except `num_epochs`; so must the data if `batches` is a list or a tuple. Another
-            optimizer, or another loss at the start, gives a warning. On resume, other iterables are
-            read up to the checkpoint, to reproduce the order of shuffled batches.
+            same, except `num_epochs`; so must the data if `batches` is a list or a tuple. Any other
+            iterable is read again from its start up to the epoch of the checkpoint, to reproduce
+            the order of shuffled batches. Another optimizer, or another loss at the start, gives a
+            warning.
         check: warn, from the first batch, of a loss that looks like a sum over the examples.
         checkpoint_minutes: minutes between checkpoints, >= 0; the end always writes one.
         progress: show a progress bar, if tqdm is installed.
@@ -135,11 +136,11 @@ def warmstart(
         far. So does SIGTERM without a directory.
 
     Raises:
-        ValueError: an argument out of range, a loss that is not a scalar, no batches, an invalid
-            mesh, a directory in use or of another training, or a member whose loss was never
-            finite.
-        KeyboardInterrupt: SIGTERM with a directory, after a checkpoint, so that no chain starts
-            from half-trained members; a second Ctrl-C.
+        ValueError: an argument is out of range, the loss is not a scalar, there are no batches, the
+            mesh is invalid, the directory is in use or holds another training, or the loss of a
+            member was never finite.
+        KeyboardInterrupt: at a second Ctrl-C; or at SIGTERM with a `directory`, after a checkpoint
+            is written, so that a script does not go on with half-trained members.
 
     Cost: one gradient per member and batch; memory for a second copy of the parameters.
 
@@ -185,8 +186,8 @@ def warmstart(
             _host.skip_passes(batches, epoch)
         elif epoch:
             warn(
-                f"`warmstart`: {num_members} members of {epoch} epochs loaded from {directory}; the"
-                " training is finished."
+                f"`warmstart`: the training in {directory} is finished. Its {num_members} members,"
+                f" trained for {epoch} epochs, are returned."
             )
         while epoch < num_epochs and not is_stopped and not _are_done(members, patience):
             num_batches = 0
@@ -217,7 +218,8 @@ def warmstart(
             checkpoints.save(epoch, members, {"epoch": epoch, "run": identity})
             if is_killed:
                 raise KeyboardInterrupt(
-                    "`warmstart` was stopped by SIGTERM. Repeat the call to resume."
+                    f"`warmstart` was stopped by SIGTERM after {epoch} epochs. A checkpoint is in"
+                    f" {directory}; repeat the call to resume."
                 )
     if is_stopped:
         # The members may be half trained.

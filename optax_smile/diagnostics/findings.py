@@ -76,15 +76,15 @@ ADVICE = {
     " if the chain moves too slowly.",
     "slow": "more draws, a larger thin, or {longer}. Averages over all draws are as accurate as"
     " their Monte Carlo standard error says; predictions for single inputs need more draws.",
-    "different modes": "nothing if this is a network, where it is normal: average over all chains,"
-    " and do not read R-hat across chains as convergence to one posterior. More chains or"
-    " `cyclical_sgld` find more modes.",
-    "chains differ": "more draws or a larger thin, if the chains would meet in time. Otherwise"
-    " treat them as different modes: average over all chains, and do not trust a single one.",
+    "different modes": "averaging over all chains. Different modes are normal for a network: do not"
+    " read R-hat across chains as convergence to one posterior. More chains or `cyclical_sgld` find"
+    " more modes.",
+    "chains differ": "more draws or a larger thin, if longer chains would agree. Otherwise treat"
+    " them as different modes: average over all chains, and do not trust a single one.",
     "worse than the start": "a stronger prior around the start (`local.local_precision` chooses"
-    " one) or a lower temperature, if you want to sample around trained weights. Otherwise nothing:"
-    " with many parameters for few examples, single draws are worse than their average, which is"
-    " what counts.",
+    " one) or a lower temperature, if you want to sample around trained weights. Otherwise change"
+    " nothing: with many parameters for few examples, single draws are worse than their average,"
+    " which is what counts.",
     "rejected steps": "{shorter}, larger batches, or a higher `reject_quantile`, up to 0.9999.",
     "step size": "{steadier}.",
 }
@@ -422,14 +422,14 @@ def _mixing(found: Summary, run: Run, arrived: np.ndarray) -> Iterator[Sign]:
     if len(groups) > 1:
         text = (
             f"{len(groups)} groups of chains predict differently at {nearest.min():.0%} or more of"
-            f" the inputs (flagged from {MANY_INPUTS:.0%})"
+            f" the inputs (flagged at {MANY_INPUTS:.0%} or more)"
             f"{_listed([chains[x].tolist() for x in groups])}."
         )
         yield Sign("different modes", steady, apart, MANY_INPUTS, text)
         return
     text = (
-        "a chain and the one closest to it predict differently at {} of the inputs (flagged from"
-        f" {MANY_INPUTS:.0%})."
+        "a chain and the one closest to it predict differently at {} of the inputs (flagged at"
+        f" {MANY_INPUTS:.0%} or more)."
     )
     yield Sign("different modes", np.zeros_like(steady), apart, MANY_INPUTS, text, ".0%")
     if least and not is_slow:

@@ -35,10 +35,13 @@ def summary(
 
     It reports chains that
 
-    - are copies of each other, or received updates that were altered;
-    - have diverged, are frozen, still on their way to the mode, not settled, or slow;
-    - are in different modes, or differ in their predictions;
-    - reject far more steps than nominal, or still change their step size.
+    - are identical (copies), or whose updates did not reach the parameters unchanged (altered);
+    - have non-finite gradients (not finite), or left the region of good parameters (diverged);
+    - hardly move (frozen), still fall towards the posterior (still on its way), have a trend (not
+      settled) or few independent draws (slow);
+    - form groups that predict differently (different modes), or disagree (chains differ);
+    - have a far larger loss than the start (worse than the start), reject far more steps than
+      expected (rejected steps), or still change their step size (step size).
 
     Each of the `checks` has the numbers that were tested. Without a prediction it cannot find slow
     chains, different modes, or chains that all predict badly.
@@ -56,13 +59,13 @@ def summary(
         A `Summary`: print it.
 
     Raises:
-        ValueError: an argument out of range; no draws; the iterates of an optimizer, which are not
-            posterior draws; a subset that `thin_to` chose, from which convergence cannot be judged;
-            a prediction without single draws or targets, or of other draws.
+        ValueError: an argument is out of range; there are no draws, or they are iterates of an
+            optimizer or a subset that `thin_to` chose, from which convergence cannot be judged; the
+            prediction lacks single draws or targets, or is of other draws.
         ImportError: ArviZ is missing and there are enough draws to need it.
 
-    Cost: a millisecond per chain and prediction, and a pass over the draws, which need not fit into
-    memory.
+    Cost: about a millisecond per chain and chosen input, and a pass over the draws, of which two
+    per chain are in memory.
 
     Example:
         >>> import numpy as np, optax_smile

@@ -63,7 +63,7 @@ class Posterior(_check.Constraint):
         value = self.draws(where, argument, value, given)
         if not getattr(value, "num_draws", 1):
             advice = "The run is still in its warm-up or ended there. Load it again later."
-            _check.fail(where, argument, "draws of a run that has some", "none", advice)
+            _check.fail(where, argument, "draws of a run that has at least one", "none", advice)
         if not _settings.are_posterior(getattr(value, "settings", None)):
             rule, got = "draws from a posterior, made by a sampler", "iterates of an optimizer"
             advice = "These are checkpoints, which `predict` and the metrics accept."

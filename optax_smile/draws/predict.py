@@ -52,14 +52,15 @@ def predict(
     """Average the predictions of all snapshots (Bayesian model average).
 
     The predictive density is the average of those of the S snapshots, p(y | x) = sum_s p_s(y | x) /
-    S. For class probabilities, its entropy is the mean entropy of a snapshot (aleatoric) plus the
-    mutual information of target and parameters (epistemic). Otherwise, its variance is the mean
-    variance of a snapshot (aleatoric) plus the variance of the snapshots' means (epistemic).
+    S. For class probabilities, the entropy of this average is the mean entropy of a snapshot
+    (aleatoric) plus the mutual information of target and parameters (epistemic). Otherwise, the
+    variance of this average is the mean variance of a snapshot (aleatoric) plus the variance of the
+    snapshots' means (epistemic).
 
     Args:
         apply_fn: `apply_fn(params, inputs)` returns the outputs of one model for the inputs.
         snapshots: parameter trees: the result of `sample`, `Snapshots.from_members(members)` for a
-            deep ensemble, or any other iterable, such as a generator. It is read once.
+            deep ensemble, or any other iterable, which is read only once, such as a generator.
         inputs: argument of `apply_fn`, arrays `[input, ...]`; they stay on the device.
         likelihood: how to interpret the outputs and the targets:
 
@@ -85,14 +86,13 @@ def predict(
         A `Prediction`.
 
     Raises:
-        ValueError: an argument out of range; no snapshots, or snapshots of different models;
-            predictions that are not finite or have a negative variance (the message names chain and
-            draw); a likelihood that does not match the outputs; targets that do not match the
-            likelihood.
+        ValueError: an argument is out of range; there are no snapshots, or they are of different
+            models; predictions are not finite or have a negative variance (the message names chain
+            and draw); the likelihood does not match the outputs, or the targets the likelihood.
 
-    Cost: one forward pass per snapshot; parameters pass through the host. Memory for the outputs of
-    one snapshot per device, plus three times the size of the average (of each chain with
-    `per="chain"`).
+    Cost: one forward pass per snapshot; parameters pass through the host. Memory of each device:
+    the outputs of one snapshot, and three times the average (with `per="chain"`, three times the
+    averages of its chains).
 
     Example:
         >>> import jax.numpy as jnp, optax_smile
@@ -123,7 +123,7 @@ def predict(
         if predictor.count in curve:
             so_far.append(of_predictor(predictor._join)()[0])
     if len(so_far) < len(curve) and predictor.count:
-        rule = f"at most the {predictor.count} snapshots"
+        rule = f"numbers of at most {predictor.count}, the number of snapshots"
         _check.fail("predict", "curve", rule, curve)
     return of_predictor(predictor.finalize)()._replace(curve=tuple(so_far))
 

@@ -364,14 +364,12 @@ class Snapshots(Draws):
 
     Attributes:
         params: tree of NumPy arrays, each `[chain, draw, ...]`.
-        trace: results of `optax_smile.stats` at every thinning tick, warm-up included: arrays
-            `[chain, tick]`. The draws are the last ticks (of those with `is_draw`). Empty for
-            weights without a sampler.
+        trace: results of `optax_smile.stats` every `thin` steps, warm-up included: arrays
+            `[chain, tick]`. The draws are the last ticks (of those with `is_draw`). Empty if
+            unknown.
         settings: name and arguments of the sampler; `{"name": "optimizer", "is_posterior": False}`
-            for an optimizer, whose iterates are not posterior draws; None for weights without
-            either.
-        start: initial parameters of the chains, a tree of arrays `[chain, ...]`; None for weights
-            without a sampler.
+            for an optimizer, whose iterates are not posterior draws; None if unknown.
+        start: initial parameters of the chains, a tree of arrays `[chain, ...]`; None if unknown.
         subset: a `Subset` that says which draws these are, if `thin_to` chose them; else None.
         stopping: a `Stopping`, the result of the stopping rule of the run; None without a rule.
 
@@ -867,7 +865,7 @@ def _trace_of(
             advice = "" if num_chains else "Pass `num_chains` for arrays of several chains."
             _check.fail(where, argument, rule, f"shape {row[wrong].shape} at {wrong}", advice)
         if not np.all(row.get("is_draw", True)):
-            advice = "Keep no draws while `stats(state).is_draw` is False."
-            _check.fail(where, argument, "that of a draw", "`is_draw` False", advice)
+            advice = "Do not keep points at which `stats(state).is_draw` is False."
+            _check.fail(where, argument, "one whose `is_draw` is True", "False", advice)
         rows.append(row)
     return {name: np.stack([np.atleast_1d(row[name]) for row in rows], axis=1) for name in rows[0]}

@@ -63,7 +63,7 @@ class SamplerOptimizer(keras.Optimizer):
     def state(self) -> optax.OptState:
         """State of the sampler, for `stats` and `last_accepted`."""
         if self._hidden.structure is None:
-            _check.fail("keras_optimizer", "state", "asked for after `fit`", "an optimizer before")
+            _check.fail("keras_optimizer", "state", "read after `fit` has begun", "none yet")
         return jax.tree.unflatten(self._hidden.structure, [x.value for x in self._of_state])
 
     def last_accepted(self) -> list[jax.Array]:

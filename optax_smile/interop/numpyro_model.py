@@ -341,8 +341,8 @@ def _same(run: _Run, other: _Run, name: str) -> bool:
 def _check_prior(run: _Run, other: _Run):
     for name in run.log_densities:
         if name not in run.inside and not _same(run, other, name):
-            rule = "a batch on which the prior does not depend"
-            _check.fail(WHERE, "batch", rule, f"one on which the site {name!r} depends")
+            rule = "a batch that does not change the prior"
+            _check.fail(WHERE, "batch", rule, f"one that changes the prior of the site {name!r}")
 
 
 def _kept(bridge: NumpyroModel, params: Mapping[str, jax.Array]) -> list[str]:

@@ -47,8 +47,9 @@ def network_candidates(
     - `"psmile"`: the default, which samples the Bayesian posterior.
     - `"psmile, cold"`: at `temperature="auto"` with longer steps, `angle_tuner(0.3)`; where that
       temperature is 1, it is called `"psmile, long steps"`.
-    - `"psmile, around the start"`: at temperature 1, with a prior centred at the trained weights
-      whose precision is chosen from the curvature of the loss there.
+    - `"psmile, around the start"`: at temperature 1, with `decoherence_length="turning"`,
+      `angle_tuner(0.1)`, and a prior centred at the trained weights. The curvature of the loss
+      there and `allowed` determine its precision.
     - `"optimizer"`: continues training and averages the predictions of its iterates.
 
     Args:
@@ -59,8 +60,8 @@ def network_candidates(
         num_data: >= 1, see `psmile`.
         key: JAX key or seed for the samplers.
         excess: nats per example, > 0, see `psmile`.
-        allowed: upper bound on the mean loss of draws around the start above the loss of the start,
-            nats per example, > 0.
+        allowed: largest expected rise of the mean loss for `"psmile, around the start"`, from the
+            start to its draws, nats per example, > 0.
 
     Returns:
         A dict of candidates by name, which you may extend.

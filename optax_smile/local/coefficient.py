@@ -129,14 +129,14 @@ class LearningCoefficient(NamedTuple):
             yield Finding(
                 "still falling" if change < 0 else "still rising",
                 f"{change:+.3g} from the first draws to the last. Try a larger num_warmup or more"
-                " draws; or a stronger localization, if the loss keeps falling along flat"
+                " draws; or a larger `localization`, if the loss keeps falling along flat"
                 " directions.",
             )
         if self.llc < 0:
             yield Finding(
                 "negative",
                 "the draws have a smaller loss than the weights, which are not at a minimum of this"
-                " loss. Try to train longer, or a stronger localization.",
+                " loss. Try training longer, or a larger `localization`.",
             )
         balance = self.balance.mean()
         if not self.is_balanced and abs(balance - 1) > MOST_TREND:

@@ -185,8 +185,8 @@ def _explain(where: str, before: DriverState | TrackedState, updates: optax.Upda
     sampler = before.sampler if isinstance(before, TrackedState) else before
     if sampler.last_update.num_gradients > 0:
         _leaves.check_same(where, before.sampled, updates, before.like_params)
-    advice = "If you replaced the weights, begin again with `init`."
-    _check.fail(where, "params", _tracked.FOREIGN, "others", advice)
+    advice = "If you replaced the weights, start again with `init`."
+    _check.fail(where, "params", _tracked.FOREIGN, "other parameters", advice)
 
 
 def mean_loss(where: str, value: Unchecked, loss: Unchecked, others: Mapping[str, object]) -> Tree:
@@ -203,9 +203,9 @@ def mean_loss(where: str, value: Unchecked, loss: Unchecked, others: Mapping[str
     name, given = ("value", value) if loss is None else ("loss", loss)
     if given is None:
         if misnamed := [name for name in MISNAMED if name in others]:
-            rule = "named `value`, if it is the mean loss"
-            advice = "Otherwise pass `value` as well."
-            _check.fail(where, misnamed[0], rule, "nothing of that name", advice)
+            rule = "left out unless `value` is passed"
+            advice = "If it is the mean loss, pass it as `value=`; if not, pass `value=` as well."
+            _check.fail(where, misnamed[0], rule, "no `value`", advice)
         return None
     if isinstance(given, bool) or not _check.is_real(getattr(given, "dtype", type(given))):
         _check.fail(where, name, "the scalar mean loss", _check.show(given))

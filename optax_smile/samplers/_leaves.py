@@ -64,11 +64,11 @@ class SampledState(NamedTuple):
         """Raise the error that a call would have raised outside of a compiled program."""
         if is_known_true(self.is_inconsistent):
             rule = (
-                "that of calls of `update` with gradients for the same leaves, and with the"
-                " parameters that the state tracks"
+                "a state whose calls of `update` all had gradients for the same leaves, and the"
+                " parameters that it tracks"
             )
-            got = "one in which a call had gradients for other leaves, or other parameters"
-            _check.fail(where, "state", rule, got, "Begin again with `init`.")
+            got = "one after a call with gradients for other leaves, or with other parameters"
+            _check.fail(where, "state", rule, got, "Start again with `init`.")
 
 
 class DriverState(SamplerState, Protocol):
@@ -141,8 +141,8 @@ def candidates(where: str, params: Unchecked) -> optax.Params:
     others = jax.tree_util.tree_leaves_with_path(params)
     if others and not jax.tree.leaves(floating):
         path, leaf = others[0]
-        rule = "a tree with float32 or float64 arrays: only these are sampled"
-        got = f"none, but {_check.show(leaf)} at {jax.tree_util.keystr(path) or 'the only leaf'}"
+        rule = "a tree with at least one float32 or float64 array"
+        got = f"{_check.show(leaf)} at {jax.tree_util.keystr(path) or 'the only leaf'}"
         _check.fail(where, "params", rule, got)
     _tree.check_params(where, floating, smallest=2)
     _check.Tree(finite=True)(where, "params", floating)
@@ -218,7 +218,7 @@ def select(where: str, updates: Unchecked, params: Unchecked, known: optax.Param
     update_leaves = _leaves(where, "updates", updates, known, "params")
     for i, (candidate, update) in enumerate(zip(candidates, update_leaves, strict=True)):
         if candidate is None and _is_floating(update):
-            rule = f"None at {_place(known, i)}, where `init` got no array of floats"
+            rule = f"None at {_place(known, i)}, where `init` got no floating-point array"
             _check.fail(where, "updates", rule, _check.show(update))
     pairs = zip(candidates, update_leaves, strict=True)
     moves = [candidate is not None and update is not None for candidate, update in pairs]
@@ -254,9 +254,9 @@ def check_same(where: str, before: SampledState, updates: optax.Updates, known: 
     if not len(changed):
         return
     at, has_now = _place(known, changed[0], only_candidates=True), now[changed[0]]
+    one, other = ("a gradient", "None") if has_now else ("None", "a gradient")
     rule = "None at the same leaves in every call"
-    got = f"a gradient at {at}, where the first call had None" if has_now else f"None at {at}"
-    _check.fail(where, "updates", rule, got)
+    _check.fail(where, "updates", rule, f"{one} at {at}, where the first call had {other}")
 
 
 def _leaves(

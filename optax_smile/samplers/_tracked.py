@@ -17,7 +17,7 @@ from optax_smile.state import Stats
 ROUNDING = 4
 # Share of the last displacement by which parameters may differ.
 SMALLEST_SHARE = 1e-3
-FOREIGN = "the parameters that the state tracks, those of the call before plus its updates"
+FOREIGN = "the tracked parameters, which are those of the call before plus its updates"
 
 
 class TrackedState(NamedTuple):
@@ -69,7 +69,7 @@ class TrackedState(NamedTuple):
         if params is not self.tracked_params:
             given, own = self._pairs(params)
             if _leaves.is_known_true(self.differ(given, own)):
-                _check.fail("last_accepted", "params", FOREIGN, "others")
+                _check.fail("last_accepted", "params", FOREIGN, "other parameters")
         return self.sampler.last_accepted(params)
 
     def _pairs(self, params: optax.Params) -> tuple[list[jax.Array], list[jax.Array]]:

@@ -49,9 +49,9 @@ def smile(
     """Sample with stochastic microcanonical Langevin dynamics.
 
     The chain moves through the parameters at constant speed. The mini-batch gradient of the energy
-    U, whose noise is part of the dynamics, turns its direction u, and explicit isotropic noise
-    turns it by as much. The step size adapts itself. One leapfrog step with step size eps and d
-    parameters is
+    U, whose noise is part of the dynamics, turns its direction u. Explicit noise, isotropic noise
+    that the sampler adds, turns u by about as much. The step size adapts itself. One leapfrog step
+    with step size eps and d parameters is
 
         kick   u <- (u + (sinh D + p (cosh D - 1)) e) / (cosh D + p sinh D) for eps / 2
         drift  theta <- theta + eps u
@@ -61,7 +61,7 @@ def smile(
         U = (num_data * mean_loss + prior_precision / 2 |theta - prior_mean|^2) / temperature
 
     Every call of `update` closes one step and opens the next: one gradient per step. The published
-    sampler, with the tuner, the outlier test and the noise of the paper, is
+    sampler, with the tuner and the outlier test of the paper and without explicit noise, is
     `optax_smile.published.smile(1e-3, num_data=...)`.
 
     Args:
@@ -69,8 +69,8 @@ def smile(
             Optax schedule of the number of steps. None: `angle_tuner` chooses it. For the other
             arguments, the return value and the errors see `psmile`.
 
-    Cost: one gradient per call; one parameter-sized array of state and 1.6 % of one (two more for
-    leaves of at most 1,024 entries), one more with `"minimal_norm"`.
+    Cost: one gradient per call. State: one parameter-sized array and 1.6 % of another (for leaves
+    of at most 1,024 entries, two more arrays); one more array with `"minimal_norm"`.
 
     Example:
         >>> import jax, jax.numpy as jnp, optax, optax_smile
@@ -124,58 +124,63 @@ def psmile(
 ) -> optax.GradientTransformationExtraArgs:
     """Sample like `smile`, in coordinates in which all gradients are about equally large.
 
-    Anisotropic gradient noise heats `smile` in the directions where it is strong, and a posterior
-    that is narrow in some directions and wide in others mixes slowly. So gradients are divided by a
-    scale s, and displacements again: theta <- theta + eps u / s. With the gradients g of the energy
+    With `smile`, gradient noise that is stronger in some directions makes the draws too wide there.
+    A chain also mixes slowly if the posterior is much narrower in some directions than in others.
+    So gradients and displacements are both divided by a scale s: theta <- theta + eps u / s, with
+    eps, u and U as in `smile`. With the gradients g of U
 
         s^2 = q / mean(q),  q = mean of g^2
 
-    The mean over one window of gradients is used in the next window, which is half as long again.
-    Within a window s is constant, so it does not bias the posterior. The windows begin with 64
-    gradients once the chain has converged (`on_its_way` of `stats` is False); until then s = 1. The
-    explicit noise dilutes the anisotropy that remains. Without it (`decoherence_length=None`) q is
-    the mean of (g - g_before)^2 / 2, the noise of the gradients, as published.
+    The mean over one window of gradients is used in the next window, which is 1.5 times as long.
+    Within a window s is constant, so it does not bias the posterior. The first window has 64
+    gradients and begins once `descent` of `stats` is at most 3. Until it ends, s = 1. If `descent`
+    exceeds 3 later, the windows start again. The explicit noise reduces the effect of the
+    anisotropy that remains. Without it (`decoherence_length=None`) q is the mean of
+    (g - g_before)^2 / 2: only the noise of the gradients, as in the paper.
 
     Args:
         step_size: Euclidean length of one step of the whole parameter vector in the scaled
-            coordinates, > 0: a number or an Optax schedule of the number of steps. It is no
+            coordinates, > 0: a number or an Optax schedule of the number of steps. It is not a
             learning rate: one weight moves by about step_size / sqrt(d). None: `angle_tuner`
             chooses it.
-        num_data: number of terms over which the loss is averaged, >= 1: examples, or tokens. A
-            summed loss cannot be detected and makes the posterior too narrow by that factor.
+        num_data: number of terms over which the loss is averaged, >= 1: examples, or tokens. A loss
+            that is a sum over n terms cannot be detected. It acts like n times as many data: the
+            posterior is too narrow.
         prior_precision: of the Gaussian prior, >= 0: a number, or a prefix of the parameter tree
             with numbers or arrays like its leaves. Leave weight decay and penalties out of the
             loss.
-        prior_mean: mean of that prior, in the same form, or `"start"`: the first parameters of the
-            chain, which its state then holds. See `optax_smile.local`.
+        prior_mean: mean of that prior, in the same form, or `"start"`: the initial parameters of
+            the chain, which the state then stores. See `optax_smile.local`.
         log_prior: log density of another prior, `log_prior(params)`, a scalar in nats, up to a
-            constant, differentiable; it replaces the Gaussian, so `prior_precision=0` with it.
-            Steps to where it is -inf are rejected, which distorts draws close to such an edge:
-            transform bounded parameters. With `optax.inject_hyperparams`, list it and
+            constant, differentiable. It replaces the Gaussian, so pass `prior_precision=0` as well.
+            Steps to points where it is -inf are rejected, which distorts the draws near such a
+            boundary: transform bounded parameters. With `optax.inject_hyperparams`, list it and
             `prior_precision` in `static_args`.
         temperature: of the posterior, > 0; 1 is the Bayesian posterior. `"auto"`:
             min(1, 2 excess num_data / d) for d parameters, at which draws have a mean loss of at
             most `excess` above that of a minimum. A temperature below 1 gives a cold posterior,
             narrower than the Bayesian one. Networks with more weights than data can need it to
             predict well; `optax_smile.select` chooses it by validation data. Under
-            `optax.partition` or `masked` pass a number: there d counts only the sampler's own
-            parameters.
+            `optax.partition` or `masked` pass a number: there d counts only the parameters that
+            this sampler receives.
         excess: nats per example, > 0, for `temperature="auto"`.
         integrator: `"leapfrog"`, or `"minimal_norm"` as published, with two calls per step.
-        tuner: rule for the step size. None: the given `step_size`, or `angle_tuner()` without one.
-            `angle_tuner(...)` chooses the step size itself, so a `step_size` beside it is an error.
+        tuner: rule for the step size. None: `step_size` is used as given; without a `step_size`,
+            `angle_tuner()` chooses it. `angle_tuner(...)` cannot be combined with a `step_size`;
             `quantile_tuner(...)`, as published, starts from `step_size`.
         reject_quantile: a step is rejected if |energy change| exceeds this quantile of a Gamma fit
             to the earlier ones, in (0, 1); None rejects only non-finite steps. After a rejected
-            step the chain starts again down the gradient.
-        decoherence_length: distance, > 0, over which explicit isotropic noise decorrelates u; a
-            chain at rest then starts in a random direction. `"matched"`: the noise turns u by as
-            much as the changes of the gradients do (1 + 40 / d times the square of that angle, at
-            most twice that of whole gradients, and T^2 times as much at temperatures T < 1). This
-            halves the bias that anisotropic gradient noise causes in the posterior of a network.
-            `"turning"`: the radius of the curve along which the gradients turn the chain. It mixes
-            faster where gradients have little noise and all directions are alike, such as under a
-            strong prior around trained weights, and slower elsewhere. None: no noise, as published.
+            step the chain starts again from rest.
+        decoherence_length: distance, > 0, over which the explicit noise decorrelates u. From rest,
+            at the start and after a rejection, a chain leaves in a random direction; without
+            explicit noise, down the gradient. `"matched"`: the noise turns u by about as much as
+            the change of the gradients in a step does. In squares: (1 + 40 / d) times that squared
+            angle, at most twice the squared angle by which whole gradients turn u, times T^2 at
+            temperatures T < 1. This halves the bias that anisotropic gradient noise causes in the
+            posterior of a network. `"turning"`: 1 / R if the gradients turn u by R radians per unit
+            length. It mixes faster where gradients have little noise and all directions are alike,
+            such as under a strong prior around trained weights, and slower elsewhere. None: no
+            explicit noise, as published.
         key: JAX key or seed, needed where `decoherence_length` is set. To give chains under `vmap`
             different keys, use `optax_smile.parallel.init(sampler, params, key=key)`.
         track_params: whether the state holds the parameters, for loops that call `update` or
@@ -186,8 +191,8 @@ def psmile(
 
     Returns:
         An Optax transformation; it must be the last of a chain. Pass the mean loss of the batch to
-        `update(grads, state, params, value=loss)`, as `value` or as `loss`, to get the energy
-        errors in `stats`. Only `quantile_tuner` and `reject_quantile` need it, and warn without it.
+        `update(grads, state, params, value=loss)`, as `value` or as `loss`, to get `energy_change`
+        in `stats`. Only `quantile_tuner` and `reject_quantile` need it, and warn without it.
 
         The float32 and float64 arrays of a tree are sampled; all other leaves do not change.
         Arrays whose gradient is None, in every call, do not move and are not counted in d, and
@@ -199,17 +204,17 @@ def psmile(
         and the new state are both in memory.
 
     Raises:
-        ArgumentError: a ValueError. An argument out of range, or a missing key. In `init`, a tree
-            that is not float32 or float64, is not finite, has fewer than two parameters, or at
-            which `log_prior` is not finite. In `update`, missing `params`, a changed tree, the
-            state of another transformation or version, gradients that are not floating-point
-            numbers or are None at other leaves than in the first call, a mean loss that is not a
-            scalar or has both names. Non-finite gradients and values never raise: such steps are
-            rejected and counted.
+        ArgumentError (a ValueError): an argument is out of range, or `key` is missing. From `init`:
+            parameters are not float32 or float64, not finite, or fewer than two, or `log_prior` is
+            not finite there. From `update`: `params` is missing; a tree has another structure; the
+            state is that of another transformation or version; gradients are not floating-point
+            numbers, or are None at other leaves than in the first call; the mean loss is not a
+            scalar, or is passed as both `value` and `loss`. Non-finite gradients and losses never
+            raise: such steps are rejected and counted.
 
-    Cost: one gradient per call; three parameter-sized arrays of state and 1.6 % of one (two more
-    for leaves of at most 1,024 entries), one more without explicit noise, one more with
-    `"minimal_norm"`, one more with `track_params`.
+    Cost: one gradient per call. State: three parameter-sized arrays and 1.6 % of another (for
+    leaves of at most 1,024 entries, two more arrays); one more array each without explicit noise,
+    with `"minimal_norm"` and with `track_params`.
 
     Example:
         >>> import jax, jax.numpy as jnp, optax_smile

@@ -252,9 +252,9 @@ class MeanSquare(Preconditioner):
 
     s^2 = q / mean(q) with the mean q of g^2, or with differences of (g - g_before)^2 / 2, which is
     noise: a gradient changes little by a step of the chain and much by another batch. What is
-    measured in one window of gradients is used in the next, half as long again. Within a window s
-    does not depend on the place, so that the posterior stays as it is, and s settles as the chain
-    goes on. The windows begin when the chain has arrived; in the first s = 1.
+    measured in one window of gradients is used in the next, which is 1.5 times as long. Within a
+    window s does not depend on the parameters, so it does not bias the posterior, and it settles as
+    the windows grow. The first window begins once `descent_score` is at most 3; in it s = 1.
 
     Attributes:
         differences: without explicit noise the noise of the gradients must itself be isotropic,

@@ -294,6 +294,6 @@ def choose(where: str, tuner: Tuner | None, step_size: StepSize | None) -> Tuner
         advice = "Leave out one of the two: this tuner finds the step size by itself."
         _check.fail(where, "tuner", rule, tuner, advice)
     if not tuner.sets_step_size and step_size is None:
-        rule = f"> 0, or a schedule, to start from with {tuner.name}"
+        rule = f"a number > 0 or a schedule, from which {tuner.name} starts"
         _check.fail(where, "step_size", rule, None)
     return tuner

@@ -349,7 +349,7 @@ def test_warmstart_on_a_mesh(tmp_path):
     got = train(mesh, SPECS, directory=tmp_path)
     assert_close(bare(got), bare(alone))
     assert_spread(shardings_of(got), mesh, SPECS)
-    with pytest.warns(UserWarning, match="epochs loaded from .* is finished"):
+    with pytest.warns(UserWarning, match="the training in .* is finished"):
         finished = train(mesh, SPECS, directory=tmp_path)
     jax.tree.map(np.testing.assert_array_equal, bare(finished), bare(got))
     assert_spread(shardings_of(finished), mesh, SPECS)
