@@ -170,7 +170,7 @@ def test_a_trace_is_of_these_draws():
             stats,
             stats._replace(step_size=np.ones(2)),
         ],
-        r"trace\[0\]=.*that of a draw, got `is_draw` False": [
+        r"trace\[0\]=.*one whose `is_draw` is True, got False": [
             stats._replace(is_draw=np.array(False)),
             stats,
         ],
