@@ -288,7 +288,7 @@ def test_expected_densities_lack_one_over_the_root_of_steps_and_ignore_what_is_n
     assert failed.extrapolated(before, 40).expected == [-np.inf, -np.inf]
 
 
-def test_among_equals_the_cheaper_then_the_posterior_then_the_better_survives():
+def test_among_equals_the_cheaper_then_the_posterior_then_the_better_is_chosen():
     winners: list[tuple[str, dict[str, Judged]]] = [
         ("b", {"a": judged(-1), "b": judged(-0.9)}),
         # Within a standard error, which is about .014.
@@ -310,10 +310,11 @@ def test_among_equals_the_cheaper_then_the_posterior_then_the_better_survives():
     ]
     for winner, found in winners:
         assert selecting._survivors(found, 1) == [winner], found
-    # The cheap one of the two equals comes first, the clearly worse ones in the order of LPPD.
+    # Before the last round, only the score counts.
     found = {"d": judged(-3), "c": judged(-2, 2), "b": judged(-0.9, 2), "a": judged(-0.905)}
     found["e"] = judged(-np.inf)
-    assert selecting._survivors(found, 3) == ["a", "b", "c"]
+    assert selecting._survivors(found, 3) == ["b", "a", "c"]
+    assert selecting._survivors(found, 1) == ["a"]
     broken = {"a": judged(-np.inf), "b": judged(-np.inf)}
     rule = r"^`select\(candidates=...\)` must be .*at least one keeps .*finite, got \['a', 'b'\]"
     with pytest.raises(ValueError, match=rule):
