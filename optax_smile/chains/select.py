@@ -263,8 +263,9 @@ def select(
     steps.
 
     After the last round, candidates whose expected LPPD is within one standard error of the best
-    count as equal. Among them, the candidate with the fewest gradients per step wins, then a sampler of the posterior of
-    the model (temperature 1, and a prior that is not centred at the start), then the larger LPPD.
+    count as equal. Among them, the candidate with the fewest gradients per step wins, then a sampler
+    of the posterior of the model (temperature 1, and a prior that is not centred at the start), then
+    the larger expected LPPD.
 
     Rounds are short, so from a bad start they only show which candidate improves fastest. Use a
     warm start, such as that of `warmstart`. A candidate that predicts badly at first and improves
