@@ -194,15 +194,17 @@ class Judged(NamedTuple):
 
         What the average of the draws still lacks is taken to fall as 1 / sqrt(steps). Of 1 / steps,
         1 / sqrt(steps) and log(steps), this came closest to the end of whole runs (LeNet,
-        perceptrons and a GPT).
+        perceptrons and a GPT). The mean gain of the last round counts less its standard error.
         """
-        if before is None or before.num_steps == self.num_steps:
+        if before is None or before.num_steps == self.num_steps or len(self.density) < 2:
             return self
         with np.errstate(invalid="ignore"):
             gained = np.subtract(self.density, before.density)
-        lacks = np.array([before.num_steps, self.num_steps, num_steps]) ** -0.5
-        rate = (lacks[1] - lacks[2]) / (lacks[0] - lacks[1])
         gained = np.where(np.isfinite(gained), gained, 0.0)
+        mean, error = abs(gained.mean()), gained.std(ddof=1) / len(gained) ** 0.5
+        certain = max(0.0, 1 - error / mean) if mean else 0.0
+        lacks = np.array([before.num_steps, self.num_steps, num_steps]) ** -0.5
+        rate = certain * (lacks[1] - lacks[2]) / (lacks[0] - lacks[1])
         return self._replace(expected=(self.density + rate * gained).tolist())
 
 
@@ -263,9 +265,9 @@ def select(
     steps.
 
     After the last round, candidates whose expected LPPD is within one standard error of the best
-    count as equal. Among them, the candidate with the fewest gradients per step wins, then a sampler
-    of the posterior of the model (temperature 1, and a prior that is not centred at the start), then
-    the larger expected LPPD.
+    count as equal. Among them, the candidate with the fewest gradients per step wins, then a
+    sampler of the posterior of the model (temperature 1, and a prior that is not centred at the
+    start), then the larger expected LPPD.
 
     Rounds are short, so from a bad start they only show which candidate improves fastest. Use a
     warm start, such as that of `warmstart`. A candidate that predicts badly at first and improves
