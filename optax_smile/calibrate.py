@@ -8,13 +8,13 @@ in `optax_smile.metrics`.
 from __future__ import annotations
 
 import math
-import warnings
 from fractions import Fraction
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from optax_smile import _check
+from optax_smile._warn import warn
 from optax_smile.metrics._checks import BOOLEAN, FINITE, LEVEL, Labels, Probabilities, Spreads
 
 __all__ = [
@@ -111,7 +111,7 @@ def fit_temperature(
     if first >= 0 or last <= 0:
         end = float(largest if first >= 0 else smallest)
         message = f"the likelihood is highest at the end of the range, {end:g}"
-        warnings.warn(f"`{where}`: {message}. Try more held-out inputs.", stacklevel=3)
+        warn(f"`{where}`: {message}. Try more held-out inputs.")
         return end
     for _ in range(BISECTIONS):
         middle = (low + high) / 2
@@ -152,7 +152,7 @@ def _limit(where: str, scores: np.ndarray, level: float) -> float:
         return float(np.partition(scores, rank - 1)[rank - 1])
     takes = math.ceil(written / (1 - written))
     message = f"{scores.size} held-out inputs are too few for level {level}, which needs {takes}"
-    warnings.warn(f"`{where}`: {message}: every value is included.", stacklevel=4)
+    warn(f"`{where}`: {message}: every value is included.")
     return math.inf
 
 

@@ -326,8 +326,11 @@ DEFECTS = r"""
 - BURN_IN = 0.5
 + BURN_IN = 0.0
 = error of the score of a candidate, not of the difference | last_half
-- difference = np.subtract(first.density, second.density)
-+ difference = np.array(first.density)
+- difference = np.subtract(first.expected, second.expected)
++ difference = np.array(first.expected)
+= candidates are ranked by what they reached, not by what is expected | last_half
+- rate = (lacks[1] - lacks[2]) / (lacks[0] - lacks[1])
++ rate = 0
 = the cheaper survives though it is clearly worse | among_equals
 - *(preferred if is_equal else ())
 + *preferred
@@ -335,8 +338,8 @@ DEFECTS = r"""
 - self.part.density if is_sound else [-np.inf]
 + self.part.density
 = draws that are made again count twice | stopped_selection
-- step > max(BURN_IN * end, before.step)
-+ step > BURN_IN * end
+- num_scored = _num_due(before.step, end)
++ num_scored = 0
 # chains/stopping.py | test_stopping.py
 = gains count without a bound | closed_form
 - score, bound = stop.tolerance - np.minimum(gain, MOST_GAIN), MOST_GAIN - stop.tolerance

@@ -31,6 +31,7 @@ SELECTION = optax_smile.Selection(
     names=("a", "b", "failed", "far"),
     num_steps=np.array([10, 20]),
     lppd=np.array([[-1.0, -1.1, -np.inf, -9], [-0.7, -0.6, np.nan, np.nan]]),
+    expected=np.array([[-0.9, -1.0, -np.inf, -9], [-0.6, -0.5, np.nan, np.nan]]),
     standard_error=np.array([[0, 0.05, np.nan, 0.3], [0.02, 0, np.nan, np.nan]]),
     start_lppd=-1.3,
     final_lppd=-0.5,

@@ -7,7 +7,7 @@ import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+from typing import Literal, NamedTuple, TypeAlias, get_args
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ import optax
 from jax.typing import DTypeLike
 
 from optax_smile import _check, _disk, _tree
+from optax_smile._disk import Json
 from optax_smile._types import Tree
 from optax_smile._version import __version__
 
@@ -30,8 +31,6 @@ QUEUE_SIZE = 2
 # Parameters before the first step; leaves that never change are read from there.
 START = "start"
 _FILE = re.compile(r"(draw-(\d+)|start)\.chains-(\d+)-(\d+)\.safetensors")
-# Content of a JSON file.
-Json: TypeAlias = dict[str, Any]
 # Statistics of the draws of some chains, arrays `[chain]`.
 Stats: TypeAlias = Mapping[str, np.ndarray]
 
@@ -111,10 +110,10 @@ def read_manifest(where: str, directory: Path) -> Json:
         ValueError: a missing or unreadable manifest, another format, or a wrong checksum.
     """
     file = directory / MANIFEST
-    if not file.is_symlink() and not file.exists():
+    if not file.exists():
         _check.fail(where, "directory", f"a directory with a {MANIFEST}", directory)
     try:
-        manifest = json.loads(_disk.read_text(file))
+        manifest = json.loads(file.read_text())
         version = manifest["format"]
     except (ValueError, KeyError, TypeError, OSError, RecursionError) as error:
         rule = f"a directory with a readable {MANIFEST}"

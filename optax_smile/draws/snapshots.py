@@ -20,6 +20,7 @@ import numpy as np
 import optax
 
 from optax_smile import _check, _disk, _settings, _table, _trace, parallel
+from optax_smile._disk import Json
 from optax_smile._types import Tree
 from optax_smile.draws import _checks, _format
 from optax_smile.draws import subset as _subset
@@ -88,13 +89,13 @@ class Stopping(NamedTuple):
             f" {self.lppd[-1]:.4g}, of the start {self.start_lppd:.4g}."
         )
 
-    def to_json(self) -> _format.Json:
+    def to_json(self) -> Json:
         """Return the entry of the manifest."""
         fields = self._asdict()
         return {x: y.tolist() if isinstance(y, np.ndarray) else y for x, y in fields.items()}
 
     @classmethod
-    def from_json(cls, entry: _format.Json) -> Stopping:
+    def from_json(cls, entry: Json) -> Stopping:
         """Read the entry of a manifest."""
         kinds = {"num_draws": int, "log_e_value": float, "lppd": float}
         return cls(**entry | {x: np.asarray(entry[x], kind) for x, kind in kinds.items()})
@@ -152,7 +153,7 @@ class Draws(abc.ABC):
         """Return the leaves of one draw, `[1, ...]`."""
 
     @abc.abstractmethod
-    def _manifest_of_one(self) -> _format.Json:
+    def _manifest_of_one(self) -> Json:
         """Return the manifest of a directory with one chain of such draws."""
 
     @abc.abstractmethod
@@ -532,7 +533,7 @@ class Snapshots(Draws):
     def _leaves_at(self, chain: int, draw: int) -> list[np.ndarray]:
         return [np.asarray(x[chain : chain + 1, draw]) for x in jax.tree.leaves(self.params)]
 
-    def _manifest_of_one(self) -> _format.Json:
+    def _manifest_of_one(self) -> Json:
         first = jax.tree.map(lambda x: x[:1, 0], self.params)
         return _format.manifest_of(first, None, {"sampler": _settings.described(self.settings)})
 
@@ -555,10 +556,10 @@ class StoredSnapshots(Draws):
     those of `Snapshots`. Before the first draw, `trace` and `params` raise a ValueError.
     """
 
-    def __init__(self, directory: Path, manifest: _format.Json, like: Tree, flat: bool):
+    def __init__(self, directory: Path, manifest: Json, like: Tree, flat: bool):
         # Draws are read later, when the working directory may have changed.
         self.directory: Path = directory.absolute()
-        self.manifest: _format.Json = manifest
+        self.manifest: Json = manifest
         self.flat: bool = flat
         self.leaves: list[_format.Leaf] = [_format.Leaf(**leaf) for leaf in manifest["leaves"]]
         self.structure = None if like is None else jax.tree.structure(like)
@@ -663,7 +664,7 @@ class StoredSnapshots(Draws):
         arrays = self._read(self.draws[draw])
         return [arrays[leaf.name][chain : chain + 1] for leaf in self.leaves]
 
-    def _manifest_of_one(self) -> _format.Json:
+    def _manifest_of_one(self) -> Json:
         # The stopping rule belongs to the run, not to the subset.
         of_run = {name: x for name, x in self.manifest.items() if name != "stopping"}
         return {**of_run, "num_chains": 1}

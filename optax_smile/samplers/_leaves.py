@@ -101,7 +101,7 @@ class DriverState(SamplerState, Protocol):
 
     @property
     def key(self) -> jax.Array | None:
-        """Key of the explicit noise, raw numbers; None without noise."""
+        """Key of the next random numbers, as raw numbers; None if none are drawn."""
         ...
 
     def _replace(self, **changes: Tree) -> "DriverState": ...

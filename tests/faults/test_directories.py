@@ -285,7 +285,7 @@ def change_manifest(directory: Path, change: Callable[[dict[str, Any]], Any]):
 
 def test_a_manifest_that_is_none_is_named(damaged):
     file = damaged / _format.MANIFEST
-    for content in ("[" * 100_000, "[]", "7", '{"format": true}', "\udcff", "sparse"):
+    for content in ("[" * 100_000, "[]", "7", '{"format": true}', "\udcff"):
         file.write_bytes(content.encode(errors="surrogateescape"))
         readers = [optax_smile.load_snapshots, report.write] + [sample] * (content == "[]")
         for function in readers:
