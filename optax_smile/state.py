@@ -126,9 +126,9 @@ class Stats(NamedTuple):
             to. Something changed them: a transformation after the sampler, a projection, an
             average. Calls after a rejected step are not compared.
         is_altered: True if at least three, and more than 1 %, of the last 512 compared calls were
-            altered. The points are then not draws. A single restored checkpoint does not set it. It
-            stays True once a compiled call gets gradients for other leaves than the first call, or
-            other parameters than those that the state tracks.
+            altered. The points are then not draws. A single restored checkpoint does not set it. A
+            compiled call sets it for good if it gets gradients for other leaves than the first
+            call, or other parameters than those that the state tracks.
         num_parameters: d, the number of sampled parameters: those of the leaves with a gradient; 0
             for an optimizer.
         noise_id: identifies the random numbers of the next call. If it is equal in two chains, both

@@ -41,7 +41,7 @@ class EvidenceStop:
 
           E[d] <= 0,  d = log p(y) - log p_0(y),  p = (p_0 + T p_T) / (T + 1)
 
-      The test needs a lower bound of d. So p counts the start as one more draw of each chain, and
+      The test needs a lower bound of d, so p counts the start as one more draw of each chain:
       d >= -log(T + 1).
     - `"doubling"`: doubling the number of draws gains at least `tolerance`. If it is rejected, it
       gains less. At a look after T draws, it is
@@ -63,7 +63,7 @@ class EvidenceStop:
     dependent the draws are. Look k stops the run if e >= k (k + 1) / alpha. By Markov's inequality,
     look k does so under its null with probability at most alpha / (k (k + 1)). Over all looks,
     these bounds sum to alpha: the probability of ever stopping at a look whose null is true is at
-    most alpha, although all looks use the same examples.
+    most alpha, although all looks use the same examples. Their e-values cannot be multiplied.
 
     The guarantee needs held-out examples that are independent of each other and were used neither
     for training nor to choose settings. They must not be the test data on which you report a score,

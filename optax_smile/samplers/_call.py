@@ -105,14 +105,14 @@ def transformation(
         chosen, settings: see `Built`.
     """
 
-    def checked_init(params: optax.Params) -> optax.OptState:
+    def checked_init(params: optax.Params) -> Tree:
         params = _leaves.candidates(f"{where}.init", params)
         state = init(params)
         return _tracked.begin(state, params) if track_params else state
 
     def core(
         updates: optax.Updates, state: Tree, params: optax.Params | None, value: Tree
-    ) -> tuple[optax.Updates, optax.OptState]:
+    ) -> tuple[optax.Updates, Tree]:
         """One call, on trees of arrays: gradients and parameters have None for leaves at rest."""
         before: State = state.sampler if track_params else state
         expected = jax.eval_shape(init, before.like_params)
@@ -154,13 +154,13 @@ def _facing(where: str, kind: type, track_params: bool, run: Callable) -> Callab
 
     def update(
         updates: optax.Updates,
-        state: optax.OptState,
+        state: Tree,
         params: optax.Params | None = None,
         *,
         value: Unchecked = None,
         loss: Unchecked = None,
         **others: Unchecked,
-    ) -> tuple[optax.Updates, optax.OptState]:
+    ) -> tuple[optax.Updates, Tree]:
         if params is None and not track_params:
             raise ValueError(_tree.MISSING_PARAMS)
         value = mean_loss(where_called, value, loss, others)

@@ -39,8 +39,8 @@ class Preconditioner:
 
     A state is None, for a scale of one, or an object of arrays with a method `inverse_scale()` that
     returns 1 / s, a tree like the parameters. The scale comes from the gradients *before* the one
-    that is whitened: no gradient changes its own coordinates, and a step ends in those in which it
-    drifted.
+    that is divided by it: no gradient changes its own coordinates, and a step ends in those in
+    which it drifted.
 
     Example:
         >>> from typing import Any, NamedTuple

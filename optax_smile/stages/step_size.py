@@ -235,11 +235,11 @@ def angle_tuner(angle: float = ANGLE, adapt_steps: int | None = None) -> Tuner:
         step size = angle min(1, 1 / (2 S^2)) / r,    r = |g - g_before| / sqrt(2) / (d - 1)
         S = |g - g_before|^2 / (2 |g|^2)
 
-    with the whitened gradients g at the ends of successive steps. The squares are averages over
-    about the last quarter of all steps. If gradients are pure noise, S = 1, and a gradient turns
-    the momentum by half the angle. If they have no noise, the change is curvature times step size,
-    and the rule finds the longest step that still follows the curve. It needs no first guess, no
-    unit and no energy. In detail:
+    with the gradients g, in scaled coordinates, at the ends of successive steps. The squares are
+    averages over about the last quarter of all steps. If gradients are pure noise, S = 1, and a
+    gradient turns the momentum by half the angle. If they have no noise, the change is curvature
+    times step size, and the rule finds the longest step that still follows the curve. It needs no
+    first guess, no unit and no energy. In detail:
 
     - Each step moves the step size half way to the rule, on a logarithmic scale: the change grows
       with the step, and a whole correction would overshoot forever.
