@@ -534,7 +534,7 @@ class _Candidate:
             raise KeyboardInterrupt(f"{message} {advice}")
         self.part = before.joined(predictor, end)
         if run.num_steps != end or not self.part.count:
-            rule = "a new directory, or that of the same selection"
+            rule = "new, or hold the same selection"
             got = f"{self.folder} with a run of {run.num_steps} steps"
             _check.fail("select", "directory", rule, got)
         counts = run.chains.stats()
@@ -622,7 +622,7 @@ def _read(folder: Path | None, identity: Options) -> list[dict[str, Judged]]:
     stored = json.loads(file.read_text())
     for what, mine in identity.items():
         if stored[what] != mine:
-            rule = f"a new directory, or that of the same selection, with {what} {mine}"
+            rule = f"new, or hold a selection with the same {what}: {mine}"
             _check.fail("select", "directory", rule, f"{folder} with {stored[what]}")
     return [{name: Judged(*x) for name, x in judged.items()} for judged in stored["found"]]
 
