@@ -76,4 +76,5 @@ def read(described: Json, numbers: Sequence[int]) -> Subset:
     """Read the subset of a manifest, restricted to the draws with these numbers."""
     fields = ((name, described[name]) for name in Subset._fields)
     rows = list(numbers)
-    return Subset(**{name: None if x is None else np.asarray(x)[rows] for name, x in fields})
+    arrays: Options = {name: None if x is None else np.asarray(x)[rows] for name, x in fields}
+    return Subset(**arrays)
