@@ -12,7 +12,7 @@ import operator
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, SupportsIndex, overload
+from typing import NamedTuple, SupportsIndex, cast, overload
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ import optax
 
 from optax_smile import _check, _disk, _settings, _table, _trace, parallel
 from optax_smile._disk import Json
-from optax_smile._types import Tree
+from optax_smile._types import Options, Tree
 from optax_smile.draws import _checks, _format
 from optax_smile.draws import subset as _subset
 from optax_smile.draws.prediction import Prediction
@@ -300,7 +300,8 @@ class Draws(abc.ABC):
         by_draw = density.swapaxes(0, 1).reshape(len(self), -1)
         chosen, lppd = _subset.choose(by_draw, number)
         rows, chains = np.divmod(chosen, self.num_chains)
-        stats = {name: x[chains, rows] for name, x in _stats(self).items()}
+        whole = cast(Snapshots | StoredSnapshots, self)
+        stats = {name: x[chains, rows] for name, x in _stats(whole).items()}
         subset = Subset(chains, np.asarray(self._numbers())[rows], stats.get("step"), lppd)
         if place is None:
             trees = [self[at] for at in chosen]

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from optax_smile._disk import Json
+from optax_smile._types import Options
 
 # Below every log density in float32. Finite, so that draws for which some targets are impossible
 # are compared by the number of such targets.
