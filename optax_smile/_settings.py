@@ -50,10 +50,10 @@ class Sampler(optax.GradientTransformationExtraArgs):
 
 
 def reporting(
-    init: Callable[[optax.Params], Tree],
+    init: optax.TransformInitFn,
     settings: Mapping[str, object],
-    of_params: Callable[[optax.Params], Mapping[str, object]] = lambda params: {},
-) -> Callable[[optax.Params], Tree]:
+    of_params: Callable[[Tree], Mapping[str, object]] = lambda params: {},
+) -> optax.TransformInitFn:
     """Make an `init` that reports settings to `of`, and others that depend on the parameters.
 
     Every wrapper of Optax calls the `init` of what it wraps.

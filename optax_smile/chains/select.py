@@ -234,7 +234,7 @@ def select(
     params: optax.Params,
     batches: Iterable[Batch],
     candidates: Mapping[str, optax.GradientTransformation],
-    apply_fn: Callable[[optax.Params, Batch], Output],
+    apply_fn: Callable[[Tree, Batch], Output],
     validation: tuple[Batch, Batch],
     *,
     likelihood: str | Likelihood,

@@ -49,7 +49,7 @@ class Built(optax.GradientTransformationExtraArgs):
     core: Callable
     facing: Callable[[Callable], Callable]
     chosen: Mapping[str, object]
-    settings: Callable[[optax.Params], Options]
+    settings: Callable[[Tree], Options]
 
     def __new__(cls, init: Callable, core: Callable, facing: Callable, **more: object):
         built = super().__new__(cls, init, facing(core))
@@ -86,12 +86,12 @@ def sampler(build: Builder, **fixed: object) -> Builder:
 
 def transformation(
     where: str,
-    init: Callable[[optax.Params], State],
+    init: Callable[[Tree], State],
     update: Update[State],
     kind: type[State],
     track_params: bool,
     chosen: Mapping[str, object] = _check.NOTHING,
-    settings: Callable[[optax.Params], Options] = lambda params: {},
+    settings: Callable[[Tree], Options] = lambda params: {},
 ) -> Built:
     """Add the checks of arguments and the choice of the leaves that move.
 
