@@ -30,7 +30,7 @@ LARGEST_WHOLE = 2**31 - 1
 # Longest representation of a value in an error.
 LONGEST = 200
 CALL_IT = "Call it."
-NOTHING: Mapping[str, object] = {}
+NOTHING: Mapping[str, Unchecked] = {}
 # Errors that a user's function raises when it gets wrong arguments.
 MISUSE = (TypeError, ValueError, AttributeError, LookupError, AssertionError)
 
@@ -147,7 +147,7 @@ class Constraint:
         return self.text
 
     def __call__(
-        self, where: str, argument: str, value: Unchecked, given: Mapping[str, object] = NOTHING
+        self, where: str, argument: str, value: Unchecked, given: Mapping[str, Unchecked] = NOTHING
     ) -> Unchecked:
         """Check a value; `given` has the arguments whose constraints were declared before."""
         raise NotImplementedError
@@ -185,7 +185,7 @@ class Where(Constraint):
     """A value for which `holds(value)`."""
 
     text: str
-    holds: Callable[[Unchecked], bool]
+    holds: Callable[[Unchecked], object]
     advice: str = ""
 
     def __call__(self, where, argument, value, given=NOTHING) -> Unchecked:
@@ -336,7 +336,7 @@ class Key(Constraint):
             return None
         # Raw words may have the wrong shape for a key, and a seed may exceed 64 bits.
         with contextlib.suppress(ValueError, TypeError, OverflowError):
-            dtype, ndim = getattr(value, "dtype", type(value)), np.ndim(value)
+            dtype, ndim = getattr(value, "dtype", type(value)), np.ndim(cast(Unchecked, value))
             if jnp.issubdtype(dtype, jax.dtypes.prng_key) and ndim == 0:
                 return value
             if isinstance(value, jax.Array) and dtype == jnp.uint32 and ndim == 1:
@@ -467,7 +467,7 @@ def host(where: str, argument: str, value: Unchecked) -> np.ndarray:
     return found
 
 
-def is_real(dtype: object) -> bool:
+def is_real(dtype: Unchecked) -> bool:
     """Whether a dtype is of integers or floating-point numbers, half precision included."""
     return jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
 

@@ -30,7 +30,7 @@ class Layout:
         is_small: whether each of them is joined.
     """
 
-    structure: jax.tree_util.PyTreeDef
+    structure: Tree
     shapes: tuple[tuple[int, ...], ...]
     is_small: tuple[bool, ...]
 

@@ -50,16 +50,16 @@ class Sampler(optax.GradientTransformationExtraArgs):
 
 
 def reporting(
-    init: Callable[[optax.Params], optax.OptState],
+    init: optax.TransformInitFn,
     settings: Mapping[str, object],
-    of_params: Callable[[optax.Params], Mapping[str, object]] = lambda params: {},
-) -> Callable[[optax.Params], optax.OptState]:
+    of_params: Callable[[Tree], Mapping[str, object]] = lambda params: {},
+) -> optax.TransformInitFn:
     """Make an `init` that reports settings to `of`, and others that depend on the parameters.
 
     Every wrapper of Optax calls the `init` of what it wraps.
     """
 
-    def reported(params: optax.Params) -> optax.OptState:
+    def reported(params: optax.Params) -> Tree:
         for listener in _LISTENERS.get():
             listener.update({**settings, **of_params(params)})
         return init(params)
@@ -69,7 +69,7 @@ def reporting(
 
 def are_posterior(settings: Mapping[str, object] | None) -> bool:
     """Whether draws with these settings may be posterior draws: no optimizer made them."""
-    return (settings or {}).get("is_posterior", True)
+    return bool((settings or {}).get("is_posterior", True))
 
 
 def of(transformation: optax.GradientTransformation, params: optax.Params) -> Options | None:

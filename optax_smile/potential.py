@@ -141,7 +141,7 @@ def with_log_prior(
     return updates, None if value is None else (value - density / number).astype(value.dtype)
 
 
-def centre(potential: Potential, params: optax.Params) -> optax.Params | None:
+def centre(potential: Potential, params: optax.Params) -> Tree | None:
     """Return a copy of the start of a chain if it is the prior's mean, else None."""
     if not _is_start(potential.prior_mean):
         return None
@@ -213,7 +213,7 @@ def _anywhere(potential: Potential) -> Potential:
     return potential._replace(prior_mean=0.0) if _is_start(potential.prior_mean) else potential
 
 
-def _spread(prefix: Tree, params: optax.Params) -> optax.Params:
+def _spread(prefix: Tree, params: optax.Params) -> Tree:
     """Expand a prefix of the tree: a number or array for every leaf."""
     return jax.tree.map(lambda value, part: jax.tree.map(lambda _: value, part), prefix, params)
 

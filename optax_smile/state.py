@@ -186,7 +186,7 @@ class SamplerState(Protocol):
         """Scalars that describe the last call, see `optax_smile.stats`."""
         ...
 
-    def last_accepted(self, params: optax.Params) -> optax.Params:
+    def last_accepted(self, params: optax.Params) -> Tree:
         """Parameters of the last accepted step end, see `optax_smile.last_accepted`."""
         ...
 

@@ -329,11 +329,11 @@ DEFECTS = r"""
 - difference = np.subtract(first.expected, second.expected)
 + difference = np.array(first.expected)
 = candidates are ranked by what they reached, not by what is expected | last_half
-- rate = (lacks[1] - lacks[2]) / (lacks[0] - lacks[1])
+- rate = certain * (lacks[1] - lacks[2]) / (lacks[0] - lacks[1])
 + rate = 0
 = the cheaper survives though it is clearly worse | among_equals
-- *(preferred if is_equal else ())
-+ *preferred
+- min(filter(is_equal, ranked), key=preference)
++ min(ranked, key=preference)
 = broken chains score like their start | last_half
 - self.part.density if is_sound else [-np.inf]
 + self.part.density

@@ -89,11 +89,12 @@ def messages_of(directory, **arguments) -> str:
 
 
 def test_the_same_run_is_resumed_and_other_functions_are_warned_of(finished, tmp_path):
-    inner = noisy()
-    wrapped = optax.GradientTransformationExtraArgs(
-        inner.init,
-        lambda updates, state, params, **given: inner.update(updates, state, params, **given),
-    )
+    inner: Any = noisy()
+
+    def update(updates, state, params=None, **given):
+        return inner.update(updates, state, params, **given)
+
+    wrapped = optax.GradientTransformationExtraArgs(inner.init, update)
     observed = {"observe": lambda draw: draw}
     cases: list[tuple[dict[str, Any], str]] = [
         ({"batches": shuffled()}, ""),

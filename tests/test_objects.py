@@ -195,6 +195,6 @@ def test_a_summary_in_short_names_what_is_wrong():
     assert "Summary: 9 chains of 50 draws" in text and "LPPD" in text and "-0.5" in text
     assert "median 1.23 within chains, 2.50 across" in text
     assert "Chain 3: problem 3" in text and "problem 4" not in text
-    assert "for 5 more findings, and what to try" in text
+    assert "for 5 more findings, and advice" in text
     assert page.count("&lt;try&gt; this") == 9 and page.count("<tr>") == 1 + 9 + 1
     assert "Nothing looks wrong" in repr(sick(0))

@@ -322,9 +322,9 @@ def test_examples_by_hand():
     images = np.arange(5)[:, None, None, None] * np.array([100.0, 200, 300])
     ax = plots.examples(images + np.zeros((5, 3, 2, 1)), probabilities, ones, labels, number=2)
     told = "|".join(text.get_text() for text in ax.texts).replace("\n", " ").split("|")
-    assert told[:3] == ["the surest", "0: 95 % is 1", "0: 80 % is 1"]
-    assert told[3:6] == ["the least sure", "1: 90 % 0.90 nats", "1: 60 % 0.60 nats"]
-    assert told[6:] == ["wrong, the worst first", "0: 95 % is 1", "0: 80 % is 1"]
+    assert told[:3] == ["most certain", "0: 95 % is 1", "0: 80 % is 1"]
+    assert told[3:6] == ["least certain", "1: 90 % 0.90 nats", "1: 60 % 0.60 nats"]
+    assert told[6:] == ["wrong, worst first", "0: 95 % is 1", "0: 80 % is 1"]
     for image, at in zip(ax.images, [4, 2, 0, 1, 4, 2], strict=True):
         expected = at * np.array([100, 200, 300]) / 1200
         np.testing.assert_allclose(np.asarray(image.get_array())[0, 0], expected)

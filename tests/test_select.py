@@ -115,10 +115,15 @@ def test_rounds_are_judged_by_draws_of_their_last_half_and_extrapolated(selectio
         np.testing.assert_allclose(selection.lppd[row, 1:3], density.mean(axis=1), rtol=1e-5)
         expected = density
         if before is not None:
-            # The line through both rounds, as a function of 1 / sqrt(steps), after 270 steps.
+            # The line through both rounds, as a function of 1 / sqrt(steps), after 270 steps; with
+            # the gain less its standard error.
             ends = 1 / np.sqrt(selection.num_steps[row - 1 : row + 1])
             both = np.polyfit(ends, np.stack([before.ravel(), density.ravel()]), 1)
-            expected = np.array([np.polyval(x, 270**-0.5) for x in both.T]).reshape(density.shape)
+            line = np.array([np.polyval(x, 270**-0.5) for x in both.T]).reshape(density.shape)
+            gain = density - before
+            error = gain.std(axis=1, ddof=1) / NUM_VALID**0.5
+            share = np.maximum(0, 1 - error / abs(gain.mean(axis=1)))
+            expected = density + share[:, None] * (line - density)
         np.testing.assert_allclose(selection.expected[row, 1:3], expected.mean(axis=1), rtol=1e-4)
         best = int(np.argmax(expected.mean(axis=1)))
         error = np.std(expected[1 - best] - expected[best], ddof=1) / NUM_VALID**0.5
@@ -276,19 +281,22 @@ def judged(
     return Judged(density, 10, gradients_per_step, is_bayes, density)
 
 
-def test_expected_densities_lack_one_over_the_root_of_steps_and_ignore_what_is_not_finite():
+def test_expected_densities_lack_one_over_the_root_of_steps():
     def after(steps: int, *density: float) -> Judged:
         return Judged([*density], steps, 1, True, [*density])
 
     before, now = after(10, 1 - 5 / 10**0.5, -np.inf), after(20, 1 - 5 / 20**0.5, -2.0)
-    assert now.extrapolated(before, 40).expected == pytest.approx([1 - 5 / 40**0.5, -2])
+    # Of gains g and 0, the mean and its standard error are both g / 2.
+    assert now.extrapolated(before, 40).expected == pytest.approx(now.density)
+    before, now = after(10, *2 * [1 - 5 / 10**0.5]), after(20, *2 * [1 - 5 / 20**0.5])
+    assert now.extrapolated(before, 40).expected == pytest.approx(2 * [1 - 5 / 40**0.5])
     assert now.extrapolated(before, 20).expected == now.density
     assert now.extrapolated(None, 40) is now and now.extrapolated(now, 40) is now
-    failed = after(20, -np.inf)
-    assert failed.extrapolated(before, 40).expected == [-np.inf, -np.inf]
+    failed = after(20, -np.inf, -1.0)
+    assert failed.extrapolated(before, 40).expected[0] == -np.inf
 
 
-def test_among_equals_the_cheaper_then_the_posterior_then_the_better_survives():
+def test_among_equals_the_cheaper_then_the_posterior_then_the_better_is_chosen():
     winners: list[tuple[str, dict[str, Judged]]] = [
         ("b", {"a": judged(-1), "b": judged(-0.9)}),
         # Within a standard error, which is about .014.
@@ -310,10 +318,11 @@ def test_among_equals_the_cheaper_then_the_posterior_then_the_better_survives():
     ]
     for winner, found in winners:
         assert selecting._survivors(found, 1) == [winner], found
-    # The cheap one of the two equals comes first, the clearly worse ones in the order of LPPD.
+    # Before the last round, only the score counts.
     found = {"d": judged(-3), "c": judged(-2, 2), "b": judged(-0.9, 2), "a": judged(-0.905)}
     found["e"] = judged(-np.inf)
-    assert selecting._survivors(found, 3) == ["a", "b", "c"]
+    assert selecting._survivors(found, 3) == ["b", "a", "c"]
+    assert selecting._survivors(found, 1) == ["a"]
     broken = {"a": judged(-np.inf), "b": judged(-np.inf)}
     rule = r"^`select\(candidates=...\)` must be .*at least one keeps .*finite, got \['a', 'b'\]"
     with pytest.raises(ValueError, match=rule):

@@ -169,7 +169,7 @@ def test_it_is_no_sample_and_no_run(runs, tmp_path):
         small.thin_to(2, predicted(small))
     files = set((tmp_path / "few").iterdir())
     for resume in (True, False):
-        with pytest.raises(ArgumentError, match="few, which holds"):
+        with pytest.raises(ArgumentError, match="few, which has draws but no checkpoint"):
             sample(tmp_path / "few", resume=resume)
     assert set((tmp_path / "few").iterdir()) == files
     report.store(tmp_path / "few", "test", predicted(small))

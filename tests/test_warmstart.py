@@ -51,8 +51,9 @@ def test_members_start_apart_and_converge():
 
 
 def test_a_number_of_members_may_be_an_array(tmp_path):
-    for number in (np.int64(2), np.array(2), jnp.array(2)):
-        members = train([TARGET], num_members=number, num_epochs=1, directory=tmp_path / "run")
+    numbers: Any = np.int64(2), np.array(2), jnp.array(2)
+    for number in numbers:
+        members: Any = train([TARGET], num_members=number, num_epochs=1, directory=tmp_path / "run")
         assert members["w"].shape == (2, 2)
         assert (
             optax_smile.chains_from_weights([members], num_chains=number, key=0)["w"].shape[0] == 2

@@ -162,12 +162,12 @@ def comparisons() -> Iterator[tuple[str, str, str, Comparison]]:
     for number, scan in itertools.product((None, 4), (False, True)):
         way = f"by hand, {number or 1} chain{'s' if number else ''}"
         way += ", in one scan" if scan else ", step by step"
-        loops = (by_hand(x, batches, steps, scan, number) for x in (recorded, tx))
-        yield "recorded", f"recorded(psmile) {way}", f"psmile {way}", Comparison(*loops, steps)
+        ours, plain = (by_hand(x, batches, steps, scan, number) for x in (recorded, tx))
+        yield "recorded", f"recorded(psmile) {way}", f"psmile {way}", Comparison(ours, plain, steps)
     batches, steps = make_batches(LARGE, 24, 10), 10
-    loops = (by_hand(x, batches, steps, False, sizes=LARGE) for x in (recorded, tx))
+    ours, plain = (by_hand(x, batches, steps, False, sizes=LARGE) for x in (recorded, tx))
     way = "by hand, 11 million weights"
-    yield "recorded", f"recorded(psmile) {way}", f"psmile {way}", Comparison(*loops, steps)
+    yield "recorded", f"recorded(psmile) {way}", f"psmile {way}", Comparison(ours, plain, steps)
 
 
 def compare(loops: Comparison, pieces: int) -> dict[str, Any]:

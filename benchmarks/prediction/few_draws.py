@@ -45,6 +45,9 @@ def lppd(density: np.ndarray) -> float:
     return float(np.mean(logsumexp(density, axis=0) - np.log(len(density))))
 
 
+Draws = optax_smile.Snapshots | optax_smile.StoredSnapshots
+
+
 def evenly(density: np.ndarray, number: int) -> float:
     """Mean LPPD of this number of evenly spaced draws over shifts of their places."""
     shifts = (np.arange(NUM_SHIFTS) + 0.5) / NUM_SHIFTS
@@ -52,7 +55,9 @@ def evenly(density: np.ndarray, number: int) -> float:
     return float(np.mean([lppd(density[rows]) for rows in places]))
 
 
-def sampled(cell: records.Cell) -> tuple[selection.Problem, optax_smile.Snapshots]:
+def sampled(
+    cell: records.Cell,
+) -> tuple[selection.Problem, Draws]:
     """A problem, and the draws of its sampler."""
     task, made = selection.problem(cell["problem"], cell["seed"])
     given: dict[str, Any] = task.steps | {"key": cell["seed"], "check": False, "progress": False}

@@ -67,7 +67,8 @@ def shuffled(images: np.ndarray, labels: np.ndarray, largest: float) -> tuple[An
 
 def mlp() -> Problem:
     """Two hidden layers of 200."""
-    x, y = shuffled(*load_digits(return_X_y=True), 16)
+    images, labels = (np.asarray(x) for x in load_digits(return_X_y=True))
+    x, y = shuffled(images, labels, 16)
     network = models.FullyConnected((200, 200), 10)
     return Problem(network, (x[:1000], y[:1000]), (x[1000:], y[1000:]), 50, 40)
 

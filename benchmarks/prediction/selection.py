@@ -64,7 +64,7 @@ class Problem(NamedTuple):
     batches: Any
     validation: Any
     test: Any
-    likelihood: str
+    likelihood: Any
     num_data: int
     optimizer: optax.GradientTransformation
     steps: dict[str, int]

@@ -8,7 +8,7 @@ from benchmarks.tabulated.table import Record, Table, mean_error, minus, number
 ENSEMBLE, OURS, MAP = "deep ensemble", "psmile", "MAP"
 METHODS = (ENSEMBLE, OURS)
 PAIRED = "difference, paired"
-TITLES = {
+TITLES: dict[str, dict[str, str]] = {
     "quickstart": {"entropy": "entropy, digits", "shuffled": "entropy, shuffled pixels"},
     "lora": {"entropy": "entropy, held-out", "foreign": "entropy, foreign"},
 }
@@ -30,7 +30,8 @@ def _data(found: Sequence[Record], data: str) -> list[Record]:
 
 def quickstart(found: Sequence[Record]) -> Table:
     """Test scores, and their differences by seed."""
-    names, sampler = list(found[0]["scores"][ENSEMBLE]), found[0]["sampler"]
+    names: list[str] = list(found[0]["scores"][ENSEMBLE])
+    sampler = found[0]["sampler"]
     rows = [
         [method, *(number(fmean(_scores(found, method, name)), 4) for name in names)]
         for method in (ENSEMBLE, sampler)
@@ -152,14 +153,15 @@ def _windows(records: Sequence[Record]) -> list[float]:
 
 def lora(found: Sequence[Record]) -> Table:
     """Scores on the test text at the precision of each method that is best on validation text."""
-    best, names, rows, differences = _best(found), list(found[0]["scores"]), [], []
+    best, rows, differences = _best(found), [], []
+    names: list[str] = list(found[0]["scores"])
     for method, records in best.items():
         columns = ([record["scores"][name] for record in records.values()] for name in names)
         rows.append([method, "", *(number(fmean(values), 4) for values in columns)])
         if method != MAP:
-            windows = map(_windows, _shared(best, method))
+            ours, theirs = map(_windows, _shared(best, method))
             shown = (lora_difference(found, method, name) for name in names)
-            differences.append([f"{method} - MAP", minus(*windows, 4), *shown])
+            differences.append([f"{method} - MAP", minus(ours, theirs, 4), *shown])
     used = [record for records in best.values() for record in records.values()]
     header = ["held-out text, mean over seeds", "LPPD, ± over windows"]
     header += [TITLES["lora"].get(name, name) for name in names]

@@ -62,7 +62,7 @@ class OptimizerState(NamedTuple):
             noise_id=none,
         )
 
-    def last_accepted(self, params: optax.Params) -> optax.Params:
+    def last_accepted(self, params: optax.Params) -> Tree:
         """Return the iterate itself."""
         return params
 
@@ -117,7 +117,7 @@ def as_sampler(
             state_format=state.state_format,
         )
 
-    described = _settings.reporting(init, _settings.OPTIMIZER)
+    described: optax.TransformInitFn = _settings.reporting(init, _settings.OPTIMIZER)
     return optax.GradientTransformationExtraArgs(described, update)
 
 

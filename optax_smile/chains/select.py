@@ -194,15 +194,17 @@ class Judged(NamedTuple):
 
         What the average of the draws still lacks is taken to fall as 1 / sqrt(steps). Of 1 / steps,
         1 / sqrt(steps) and log(steps), this came closest to the end of whole runs (LeNet,
-        perceptrons and a GPT).
+        perceptrons and a GPT). The mean gain of the last round counts less its standard error.
         """
-        if before is None or before.num_steps == self.num_steps:
+        if before is None or before.num_steps == self.num_steps or len(self.density) < 2:
             return self
         with np.errstate(invalid="ignore"):
             gained = np.subtract(self.density, before.density)
-        lacks = np.array([before.num_steps, self.num_steps, num_steps]) ** -0.5
-        rate = (lacks[1] - lacks[2]) / (lacks[0] - lacks[1])
         gained = np.where(np.isfinite(gained), gained, 0.0)
+        mean, error = abs(gained.mean()), gained.std(ddof=1) / len(gained) ** 0.5
+        certain = max(0.0, 1 - error / mean) if mean else 0.0
+        lacks = np.array([before.num_steps, self.num_steps, num_steps]) ** -0.5
+        rate = certain * (lacks[1] - lacks[2]) / (lacks[0] - lacks[1])
         return self._replace(expected=(self.density + rate * gained).tolist())
 
 
@@ -232,7 +234,7 @@ def select(
     params: optax.Params,
     batches: Iterable[Batch],
     candidates: Mapping[str, optax.GradientTransformation],
-    apply_fn: Callable[[optax.Params, Batch], Output],
+    apply_fn: Callable[[Tree, Batch], Output],
     validation: tuple[Batch, Batch],
     *,
     likelihood: str | Likelihood,
@@ -262,9 +264,10 @@ def select(
     with that candidate. Together, the dropped candidates take at most `largest_cost` times its
     steps.
 
-    Candidates whose expected LPPD is within one standard error of the best count as equal. Among
-    them, the candidate with the fewest gradients per step wins, then a sampler of the posterior of
-    the model (temperature 1, and a prior that is not centred at the start), then the larger LPPD.
+    After the last round, candidates whose expected LPPD is within one standard error of the best
+    count as equal. Among them, the candidate with the fewest gradients per step wins, then a
+    sampler of the posterior of the model (temperature 1, and a prior that is not centred at the
+    start), then the larger expected LPPD.
 
     Rounds are short, so from a bad start they only show which candidate improves fastest. Use a
     warm start, such as that of `warmstart`. A candidate that predicts badly at first and improves
@@ -422,19 +425,23 @@ def _round_ends(
 
 
 def _survivors(judged: Mapping[str, Judged], number: int) -> list[str]:
-    """Return the best `number`; candidates equal to the best come first, ordered by cost."""
+    """Return the best `number`; the last one may be equal to the best, and preferred to it."""
     if not np.isfinite([x.lppd for x in judged.values()]).any():
         rule = "candidates of which at least one keeps all chains and predictions finite"
         _check.fail("select", "candidates", rule, [*judged])
-    best = _best(judged)
+    ranked = sorted(judged, key=lambda name: -judged[name].expected_lppd)
+    if number > 1:
+        return ranked[:number]
+    best = judged[ranked[0]]
 
-    def rank(name: str) -> tuple[float, ...]:
-        result = judged[name]
-        is_equal = best.expected_lppd - result.expected_lppd <= _standard_error(result, best)
-        preferred = result.gradients_per_step, not result.is_bayes
-        return (not is_equal, *(preferred if is_equal else ()), -result.expected_lppd)
+    def is_equal(name: str) -> bool:
+        below = best.expected_lppd - judged[name].expected_lppd
+        return name == ranked[0] or below <= _standard_error(judged[name], best)
 
-    return sorted(judged, key=rank)[:number]
+    def preference(name: str) -> tuple[int, bool]:
+        return judged[name].gradients_per_step, not judged[name].is_bayes
+
+    return [min(filter(is_equal, ranked), key=preference)]
 
 
 def _best(judged: Mapping[str, Judged]) -> Judged:

@@ -10,7 +10,6 @@ from typing import Literal
 
 import jax
 import numpy as np
-import optax
 from jax.sharding import Mesh
 
 from optax_smile import _check, _settings
@@ -108,7 +107,7 @@ class EvidenceStop:
     bounded mean: Waudby-Smith and Ramdas 2024.
     """
 
-    apply_fn: Callable[[optax.Params, Batch], Output]
+    apply_fn: Callable[[Tree, Batch], Output]
     validation: tuple[Batch, Batch]
     likelihood: Likelihood
     null: Null
@@ -130,7 +129,7 @@ class EvidenceStop:
     )
     def __init__(
         self,
-        apply_fn: Callable[[optax.Params, Batch], Output],
+        apply_fn: Callable[[Tree, Batch], Output],
         validation: tuple[Batch, Batch],
         *,
         likelihood: Name | Likelihood,

@@ -96,7 +96,7 @@ def warmstart(
     check: bool = True,
     checkpoint_minutes: float = 5.0,
     progress: bool = True,
-) -> optax.Params:
+) -> Tree:
     """Train the members of a deep ensemble in parallel, each with its own early stopping.
 
     Args:
@@ -391,7 +391,7 @@ def chains_from_weights(
     num_chains: int | None = None,
     jitter: float | None = None,
     key: jax.Array | int | None = None,
-) -> optax.Params:
+) -> Tree:
     """Start chains from trained weights, such as checkpoints.
 
     Args:

@@ -20,7 +20,7 @@ from optax_smile.draws.likelihoods import Likelihood, Name
 from optax_smile.draws.prediction import Outcome, Prediction, Uncertainty
 
 Per = Literal["chain", "draw"]
-Apply = Callable[[optax.Params, Batch], Output]
+Apply = Callable[[Tree, Batch], Output]
 EntropyOf = Callable[[Tree], jax.Array] | None
 Value = TypeVar("Value")
 
@@ -180,7 +180,7 @@ class Predictor:
         self._everywhere = None if mesh is None else NamedSharding(mesh, PartitionSpec())
         self.count: int = 0
         self._first: Tree = None
-        self._waiting: list[optax.Params] = []
+        self._waiting: list[Tree] = []
         self._averages: list[list[Average]] = []
         self._draws: list[Outcome] = []
         self._adds: list[Callable] = []

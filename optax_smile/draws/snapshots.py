@@ -12,7 +12,7 @@ import operator
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, SupportsIndex, overload
+from typing import NamedTuple, SupportsIndex, cast, overload
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ import optax
 
 from optax_smile import _check, _disk, _settings, _table, _trace, parallel
 from optax_smile._disk import Json
-from optax_smile._types import Tree
+from optax_smile._types import Options, Tree
 from optax_smile.draws import _checks, _format
 from optax_smile.draws import subset as _subset
 from optax_smile.draws.prediction import Prediction
@@ -98,7 +98,8 @@ class Stopping(NamedTuple):
     def from_json(cls, entry: Json) -> Stopping:
         """Read the entry of a manifest."""
         kinds = {"num_draws": int, "log_e_value": float, "lppd": float}
-        return cls(**entry | {x: np.asarray(entry[x], kind) for x, kind in kinds.items()})
+        arrays: Options = {x: np.asarray(entry[x], kind) for x, kind in kinds.items()}
+        return cls(**entry | arrays)
 
 
 class Draws(abc.ABC):
@@ -141,7 +142,7 @@ class Draws(abc.ABC):
         """Describe, for `repr`, where the draws are and what is known about them."""
 
     @abc.abstractmethod
-    def _of_draw(self, draw: int, chains: Sequence[int]) -> Iterator[optax.Params]:
+    def _of_draw(self, draw: int, chains: Sequence[int]) -> Iterator[Tree]:
         """Yield one draw of the given chains."""
 
     @abc.abstractmethod
@@ -163,13 +164,13 @@ class Draws(abc.ABC):
     def __len__(self) -> int:
         return self.num_chains * self.num_draws
 
-    def __iter__(self) -> Iterator[optax.Params]:
+    def __iter__(self) -> Iterator[Tree]:
         return self._pick(range(len(self)))
 
     @overload
-    def __getitem__(self, index: SupportsIndex) -> optax.Params: ...
+    def __getitem__(self, index: SupportsIndex) -> Tree: ...
     @overload
-    def __getitem__(self, index: slice) -> list[optax.Params]: ...
+    def __getitem__(self, index: slice) -> list[Tree]: ...
     def __getitem__(self, index):
         if isinstance(index, slice):
             return list(self._pick(range(len(self))[index]))
@@ -186,7 +187,7 @@ class Draws(abc.ABC):
         remedy = "For all draws of one chain, index the arrays [chain, draw, ...] of `params`."
         return f"`{type(self).__name__}[...]` must be {rule}, got {got}. {remedy}"
 
-    def _pick(self, numbers: Iterable[int]) -> Iterator[optax.Params]:
+    def _pick(self, numbers: Iterable[int]) -> Iterator[Tree]:
         """Yield trees by their numbers; consecutive trees of one draw are read together."""
         num_chains = self.num_chains
         for draw, group in itertools.groupby(numbers, lambda number: number // num_chains):
@@ -299,7 +300,8 @@ class Draws(abc.ABC):
         by_draw = density.swapaxes(0, 1).reshape(len(self), -1)
         chosen, lppd = _subset.choose(by_draw, number)
         rows, chains = np.divmod(chosen, self.num_chains)
-        stats = {name: x[chains, rows] for name, x in _stats(self).items()}
+        whole = cast(Snapshots | StoredSnapshots, self)
+        stats = {name: x[chains, rows] for name, x in _stats(whole).items()}
         subset = Subset(chains, np.asarray(self._numbers())[rows], stats.get("step"), lppd)
         if place is None:
             trees = [self[at] for at in chosen]
@@ -518,7 +520,7 @@ class Snapshots(Draws):
         """Number of draws per chain."""
         return jax.tree.leaves(self.params)[0].shape[1]
 
-    def _of_draw(self, draw: int, chains: Sequence[int]) -> Iterator[optax.Params]:
+    def _of_draw(self, draw: int, chains: Sequence[int]) -> Iterator[Tree]:
         for chain in chains:
             yield jax.tree.map(lambda x, at=(chain, draw): x[at], self.params)
 
@@ -601,7 +603,7 @@ class StoredSnapshots(Draws):
     def _place(self) -> dict[str, str]:
         return {"folder": str(self.directory)}
 
-    def _of_draw(self, draw: int, chains: Sequence[int]) -> Iterator[optax.Params]:
+    def _of_draw(self, draw: int, chains: Sequence[int]) -> Iterator[Tree]:
         arrays = self._read(self.draws[draw])
         for chain in chains:
             yield self._tree({name: array[chain] for name, array in arrays.items()})

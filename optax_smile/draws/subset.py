@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from optax_smile._disk import Json
+from optax_smile._types import Options
 
 # Below every log density in float32. Finite, so that draws for which some targets are impossible
 # are compared by the number of such targets.
@@ -76,4 +77,5 @@ def read(described: Json, numbers: Sequence[int]) -> Subset:
     """Read the subset of a manifest, restricted to the draws with these numbers."""
     fields = ((name, described[name]) for name in Subset._fields)
     rows = list(numbers)
-    return Subset(**{name: None if x is None else np.asarray(x)[rows] for name, x in fields})
+    arrays: Options = {name: None if x is None else np.asarray(x)[rows] for name, x in fields}
+    return Subset(**arrays)

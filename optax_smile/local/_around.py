@@ -17,7 +17,7 @@ from optax_smile.potential import START
 from optax_smile.samplers.smile import psmile
 from optax_smile.stages.step_size import angle_tuner
 
-Loss: TypeAlias = Callable[[optax.Params, Batch], jax.Array]
+Loss: TypeAlias = Callable[[Tree, Batch], jax.Array]
 Maker: TypeAlias = Callable[..., optax.GradientTransformation]
 
 # Arguments of `make_sampler`.
@@ -64,7 +64,7 @@ def watch(
     where: str,
     model: tuple[Loss, optax.Params, Iterable[Batch]],
     sampler: optax.GradientTransformation,
-    observe: Callable[[optax.Params], Tree],
+    observe: Callable[[Tree], Tree],
     **run: Any,
 ) -> Snapshots | StoredSnapshots:
     """Sample, and keep what `observe` returns for the draws.
@@ -84,8 +84,8 @@ def watch(
 
 
 def over_batches(
-    of_batch: Callable[[optax.Params, Batch], Tree], batches: Iterable[Batch]
-) -> Callable[[optax.Params], Tree]:
+    of_batch: Callable[[Tree, Batch], Tree], batches: Iterable[Batch]
+) -> Callable[[Tree], Tree]:
     """Make a function of draws `[chain, ...]` that averages `of_batch` over all batches.
 
     Batches are weighted by their number of examples, where it can be inferred.
@@ -143,7 +143,7 @@ def check_loss(
     return loss
 
 
-def copies(params: optax.Params, number: int) -> optax.Params:
+def copies(params: optax.Params, number: int) -> Tree:
     """Start `number` chains from the same weights; the keys of their samplers differ."""
     return jax.tree.map(lambda x: np.repeat(np.asarray(x)[None], number, axis=0), params)
 

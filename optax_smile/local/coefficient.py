@@ -316,7 +316,7 @@ def llc(
 
 def _observer(
     loss_fn: _around.Loss, params: optax.Params, batches: Iterable[Batch]
-) -> Callable[[optax.Params], Tree]:
+) -> Callable[[Tree], Tree]:
     """Make a function from draws `[chain, ...]` to their loss, slope and square, `[chain]`."""
 
     def of_batch(draw: optax.Params, batch: Batch) -> Tree:

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 
 from optax_smile import _check
-from optax_smile._types import Batch
+from optax_smile._types import Batch, Tree
 from optax_smile.draws import _checks
 
 
@@ -28,7 +28,7 @@ from optax_smile.draws import _checks
     batch_size=_check.Whole(1) | None,
 )
 def influence(
-    losses_fn: Callable[[optax.Params, Batch], jax.Array],
+    losses_fn: Callable[[Tree, Batch], jax.Array],
     draws: Iterable[optax.Params],
     examples: Batch,
     queries: Batch = None,

@@ -250,7 +250,7 @@ def _distance(one: Tree, other: Tree) -> np.ndarray:
 
 def _width(
     where: str,
-    observe: Callable[[optax.Params], dict[str, np.ndarray]],
+    observe: Callable[[Tree], dict[str, np.ndarray]],
     chains: optax.Params,
     key: jax.Array,
     allowed: float,

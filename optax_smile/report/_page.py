@@ -12,9 +12,9 @@ from pathlib import Path
 
 import jax
 import numpy as np
-import optax
 
 from optax_smile import _check, _disk, _settings, _table, diagnostics
+from optax_smile._types import Tree
 from optax_smile.diagnostics.findings import ADVICE
 from optax_smile.draws import _format
 from optax_smile.draws.snapshots import StoredSnapshots
@@ -154,7 +154,7 @@ class _ReadOnce(StoredSnapshots):
         """Number of parameters of a chain."""
         return sum(int(np.prod(leaf.shape)) for leaf in self.leaves)
 
-    def __iter__(self) -> Iterator[optax.Params]:
+    def __iter__(self) -> Iterator[Tree]:
         every, kept = -(-len(self) * self.size // MOST_PARAMETERS), []
         for number, params in enumerate(super().__iter__()):
             # Always keep the last draw.
@@ -209,8 +209,9 @@ def _seed(key: object) -> int | None:
     """Return the seed from which `jax.random.key` made a key; None for a key of another kind."""
     if type(key) is int:
         return key
-    is_key = isinstance(key, list) and len(key) == 2 and {type(word) for word in key} == {int}
-    return (key[0] << 32) + key[1] if is_key else None
+    if not isinstance(key, list) or [type(word) for word in key] != [int, int]:
+        return None
+    return (key[0] << 32) + key[1]
 
 
 def _data(described: Mapping, num_data: object) -> str:

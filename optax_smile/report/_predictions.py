@@ -102,8 +102,9 @@ def labelled(mean: ArrayLike, targets: np.ndarray) -> tuple[np.ndarray, np.ndarr
 
 def _is_name(name: object) -> bool:
     """Return whether a name is valid in a file name."""
-    is_text = isinstance(name, str) and 0 < len(name) <= 100
-    return is_text and all(x.isalnum() or x in " -_" for x in name)
+    if not isinstance(name, str) or not 0 < len(name) <= 100:
+        return False
+    return all(x.isalnum() or x in " -_" for x in name)
 
 
 class Stored:

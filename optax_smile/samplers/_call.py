@@ -49,7 +49,7 @@ class Built(optax.GradientTransformationExtraArgs):
     core: Callable
     facing: Callable[[Callable], Callable]
     chosen: Mapping[str, object]
-    settings: Callable[[optax.Params], Options]
+    settings: Callable[[Tree], Options]
 
     def __new__(cls, init: Callable, core: Callable, facing: Callable, **more: object):
         built = super().__new__(cls, init, facing(core))
@@ -86,12 +86,12 @@ def sampler(build: Builder, **fixed: object) -> Builder:
 
 def transformation(
     where: str,
-    init: Callable[[optax.Params], State],
+    init: Callable[[Tree], State],
     update: Update[State],
     kind: type[State],
     track_params: bool,
     chosen: Mapping[str, object] = _check.NOTHING,
-    settings: Callable[[optax.Params], Options] = lambda params: {},
+    settings: Callable[[Tree], Options] = lambda params: {},
 ) -> Built:
     """Add the checks of arguments and the choice of the leaves that move.
 
@@ -105,14 +105,14 @@ def transformation(
         chosen, settings: see `Built`.
     """
 
-    def checked_init(params: optax.Params) -> optax.OptState:
+    def checked_init(params: optax.Params) -> Tree:
         params = _leaves.candidates(f"{where}.init", params)
         state = init(params)
         return _tracked.begin(state, params) if track_params else state
 
     def core(
         updates: optax.Updates, state: Tree, params: optax.Params | None, value: Tree
-    ) -> tuple[optax.Updates, optax.OptState]:
+    ) -> tuple[optax.Updates, Tree]:
         """One call, on trees of arrays: gradients and parameters have None for leaves at rest."""
         before: State = state.sampler if track_params else state
         expected = jax.eval_shape(init, before.like_params)
@@ -154,13 +154,13 @@ def _facing(where: str, kind: type, track_params: bool, run: Callable) -> Callab
 
     def update(
         updates: optax.Updates,
-        state: optax.OptState,
+        state: Tree,
         params: optax.Params | None = None,
         *,
         value: Unchecked = None,
         loss: Unchecked = None,
         **others: Unchecked,
-    ) -> tuple[optax.Updates, optax.OptState]:
+    ) -> tuple[optax.Updates, Tree]:
         if params is None and not track_params:
             raise ValueError(_tree.MISSING_PARAMS)
         value = mean_loss(where_called, value, loss, others)

@@ -53,7 +53,7 @@ class Rule(NamedTuple):
     """
 
     move: Callable[[Tree, Move], tuple[optax.Updates, Tree]]
-    init: Callable[[optax.Params], Tree] = lambda params: None
+    init: Callable[[Tree], Tree] = lambda params: None
     is_draw: Callable[[jax.Array], jax.Array] = lambda count: jnp.ones_like(count, bool)
 
 
@@ -90,7 +90,7 @@ class LangevinState(NamedTuple):
     state_format: jax.Array
 
     @property
-    def like_params(self) -> optax.Params:
+    def like_params(self) -> Tree:
         """A tree like the parameters that `init` got."""
         return self.displacement
 
@@ -111,7 +111,7 @@ class LangevinState(NamedTuple):
             **_call.shared_stats(self),
         )
 
-    def last_accepted(self, params: optax.Params) -> optax.Params:
+    def last_accepted(self, params: optax.Params) -> Tree:
         """Start of the open step, see `optax_smile.last_accepted`."""
         self.sampled.require_consistent("last_accepted")
         has_gradient = self.sampled.has_gradient

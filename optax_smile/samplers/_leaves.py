@@ -75,7 +75,7 @@ class DriverState(SamplerState, Protocol):
     """Protocol of the states that the drivers of the two families of samplers make."""
 
     @property
-    def like_params(self) -> optax.Params:
+    def like_params(self) -> Tree:
         """A tree like the parameters that `init` got."""
         ...
 
@@ -135,7 +135,7 @@ def _is_floating(leaf: Unchecked) -> bool:
     return jnp.issubdtype(dtype, jnp.inexact)
 
 
-def candidates(where: str, params: Unchecked) -> optax.Params:
+def candidates(where: str, params: Unchecked) -> Tree:
     """Return the leaves that a sampler may move, with None for the others; require some."""
     floating = jax.tree.map(lambda leaf: leaf if _is_floating(leaf) else None, params)
     others = jax.tree_util.tree_leaves_with_path(params)

@@ -71,7 +71,7 @@ class MicrocanonicalState(NamedTuple):
     state_format: jax.Array
 
     @property
-    def like_params(self) -> optax.Params:
+    def like_params(self) -> Tree:
         """A tree like the parameters that `init` got."""
         return self.momentum.direction
 
@@ -94,7 +94,7 @@ class MicrocanonicalState(NamedTuple):
             **_call.shared_stats(self),
         )
 
-    def last_accepted(self, params: optax.Params) -> optax.Params:
+    def last_accepted(self, params: optax.Params) -> Tree:
         """Start of the open step, see `optax_smile.last_accepted`."""
         self.sampled.require_consistent("last_accepted")
         inverse_scale = scale.inverse_of(self.preconditioner)

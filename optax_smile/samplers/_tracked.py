@@ -47,7 +47,7 @@ class TrackedState(NamedTuple):
         return self.sampler.state_format
 
     @property
-    def like_params(self) -> optax.Params:
+    def like_params(self) -> Tree:
         """A tree like the parameters that `init` got."""
         return self.sampler.like_params
 
@@ -64,7 +64,7 @@ class TrackedState(NamedTuple):
         """See `state.SamplerState`."""
         return self.sampler.last_gradient()
 
-    def last_accepted(self, params: optax.Params) -> optax.Params:
+    def last_accepted(self, params: optax.Params) -> Tree:
         """Start of the open step, see `optax_smile.last_accepted`; other parameters are refused."""
         if params is not self.tracked_params:
             given, own = self._pairs(params)

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_smile import _tree
+from optax_smile._types import Tree
 from optax_smile.stages.evidence import Rates, StepEnd, Sums, turn_rate
 
 
@@ -221,7 +222,7 @@ def step_start(
     params: optax.Params,
     inverse_scale: optax.Updates | None,
     moves: jax.Array | None = None,
-) -> optax.Params:
+) -> Tree:
     """Parameters at the start of the open step, given the scale of its drift; else `params`.
 
     `moves` tells which leaves of the state move, `[leaf]`; None: all.

@@ -267,7 +267,8 @@ def test_leaves_of_any_name_come_back(intact):
     for draw in range(DRAWS):
         one = jax.tree.map(lambda x, at=draw: x[:, at : at + 1], expected)
         assert are_same(intact.whole[f"draw {draw}"], one)
-    (stored,) = set(map(tuple, optax_smile.load_snapshots(intact.directory, flat=True)))
+    draws = optax_smile.load_snapshots(intact.directory, flat=True)
+    (stored,) = {tuple(draw) for draw in draws}
     assert set(stored) == {"a.b", "a/b", "a/frozen", "a~1b", "w", "~__metadata__"}
 
 
