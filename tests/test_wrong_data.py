@@ -129,8 +129,8 @@ class TestFinite:
         advice = {finding.kind: finding.advice for finding in summary.findings}
         assert "are all batches finite" in advice["not finite"] and "diverged" not in advice
         assert not ("a larger `angle" in str(summary) and "a smaller `angle" in str(summary))
-        finding = found(check(broken))["finite gradients"]
-        assert "Batches [3]" in finding.text and not check(EQUAL).findings
+        finding = found(check(broken))["non-finite gradients"]
+        assert "batches [3]" in finding.text and not check(EQUAL).findings
 
     def test_gradients_have_to_be_at_the_start(self):
         def loss(w, batch):

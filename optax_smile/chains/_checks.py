@@ -214,8 +214,8 @@ def check_mean(
         ratio = float(np.median(sum(halves) / whole))
     passed = not abs(ratio - 1) < NEAR_ONE
     text = (
-        f"the losses of two halves of the first batch add up to {ratio:.3f} of that of the whole;"
-        " for a mean the ratio is 2."
+        f"the losses of the two halves of the first batch add up to {ratio:.3f} times the loss of"
+        " the whole (2 for a mean, 1 for a sum)."
     )
     text = text if passed else f"looks like a sum: {text}"
     advice = "" if passed else "Divide by the number of examples"
@@ -579,7 +579,7 @@ def check_finite(seen: Gradients) -> Check:
     number, calls = int(seen.num_nonfinite_calls[place]), int(seen.num_calls[place])
     share = number / max(calls, 1)
     text = f"{number} of {calls} losses or gradients of a chain were not finite ({share:.2%})."
-    return _of_share("finite gradients", share, MOST_NONFINITE_CALLS, text, NONFINITE)
+    return _of_share("non-finite gradients", share, MOST_NONFINITE_CALLS, text, NONFINITE)
 
 
 def _of_share(kind: str, share: float, bound: float, text: str, advice: str) -> Check:
@@ -635,19 +635,19 @@ def rise(
     if excess > MOST_RISE:
         excess = least_excess_loss(posterior, *_moments(losses, batch, params, start))
     passed = excess <= MOST_RISE
-    text = f"{size} parameters for num_data={number:g}"
+    text = f"draws should not be much worse than it ({size} parameters, num_data={number:g})."
     if not passed:
         text = (
             f"the loss will rise by more than {MOST_RISE:g} nat per example: the data determine too"
-            f" few of {text} (d / N = {size / number:.3g}) at prior_precision={max(precisions):g}"
-            f" and temperature={temperature:g}."
+            f" few of {size} parameters for num_data={number:g} (d / N = {size / number:.3g}) at"
+            f" prior_precision={max(precisions):g} and temperature={temperature:g}."
         )
     advice = (
         ""
         if passed
         else "To sample around trained weights see `optax_smile.local.local_precision`."
     )
-    return Check("worse than the start", (), (excess,), MOST_RISE, passed, advice, text)
+    return Check("start", (), (excess,), MOST_RISE, passed, advice, text)
 
 
 def _moments(

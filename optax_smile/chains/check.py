@@ -105,11 +105,11 @@ def check(
     | num_data | the sampler's `num_data` against a batch, the batches, and `num_data` here |
     | batch sizes | batches of different sizes, which weight their examples unequally |
     | empty batches | batches without examples |
-    | finite gradients | losses or gradients that are not finite |
+    | non-finite gradients | losses or gradients that are not finite |
     | before the sampler | changes of the gradients: only a clip by the global norm is allowed |
     | clipped gradients | how often this clip acts |
     | after the sampler | changes of the updates: none is allowed |
-    | worse than the start | too few data for the parameters, so that the loss must rise |
+    | start | too few data for the parameters, so that the loss must rise above that of the start |
     | random numbers | chains that share a key, or are identical |
 
     Args:
