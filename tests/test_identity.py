@@ -221,7 +221,7 @@ def test_another_training_is_refused_and_the_same_is_found(tmp_path):
 
 
 SHORT: dict[str, Any] = {"num_warmup": 0, "num_draws": 1, "thin": 1}
-SUM = r"must be a mean over the examples, but it looks like a sum.* 1\.000 times"
+SUM = r"`{}\(loss_fn=...\)` must be a mean over the examples, but it looks like a sum.* 1\.000 "
 
 
 def test_a_summed_loss_and_a_small_num_data_are_warned_of():
