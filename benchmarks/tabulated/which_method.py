@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from benchmarks.tabulated.table import NO_RECORD, Record, Table, mean_error
+from benchmarks.tabulated.uci import OPTIONAL
 
 import verdict
 
@@ -87,7 +88,9 @@ def decisions(
 
 
 def _is_usual(cell: Record) -> bool:
-    return (cell["protocol"], cell["num_gradients"], cell["num_chains"]) == ("joint", 60_000, 10)
+    usual = "joint", 60_000, 10
+    is_usual = (cell["protocol"], cell["num_gradients"], cell["num_chains"]) == usual
+    return is_usual and not OPTIONAL & cell.keys()
 
 
 def _beside(found: Sequence[Record], method: str, by: str) -> list[tuple[Record, Record]]:
