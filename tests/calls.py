@@ -133,8 +133,8 @@ def runs(path):
     draws = {"params": SERIES, "trace": {}, "settings": None, "start": None}
     yield "Snapshots", optax_smile.Snapshots, draws
     yield "Snapshots.from_members", optax_smile.Snapshots.from_members, {"params": CHAINS}
-    state: Any = optax_smile.sgld(1e-2, num_data=10, key=KEY).init(PARAMS)
-    stats = jax.tree.map(lambda x: np.stack([x, x]), optax_smile.stats(state))
+    states: Any = [optax_smile.sgld(1e-2, num_data=10, key=key).init(PARAMS) for key in (0, 1)]
+    stats = jax.tree.map(lambda *x: np.stack(x), *map(optax_smile.stats, states))
     collected = {"draws": [CHAINS, CHAINS], "trace": [stats, stats], "num_chains": 2}
     collected |= {"directory": None}
     yield "Snapshots.from_draws", optax_smile.Snapshots.from_draws, collected

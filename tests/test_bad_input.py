@@ -234,7 +234,7 @@ MESSAGES: list[tuple[Any, str]] = [
     (lambda: psmile(1e-3, num_data=9), "Write `key=0`, or any other seed, among the arguments."),
     (
         lambda: build("sgld", key=None),
-        "`sgld(key=...)` must be a JAX key such as jax.random.key(0)",
+        "`sgld(key=...)` must be a single JAX key, such as jax.random.key(0)",
     ),
     (
         lambda: psmile(1e-3, tuner=optax_smile.angle_tuner(), num_data=9, key=0),
@@ -369,7 +369,7 @@ MESSAGES: list[tuple[Any, str]] = [
     (lambda: metrics.interval_width(ones, ones - 1), "`interval_width(upper=...)` must be"),
     (
         lambda: optax_smile.diagnostics.summary(cast(Any, PARAMS)),
-        "`summary(snapshots=...)` must be what `sam",
+        "`summary(snapshots=...)` must be the result of `sam",
     ),
 ]
 

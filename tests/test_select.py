@@ -79,7 +79,7 @@ def slow_density(draws: np.ndarray) -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def selection():
-    return find({"still": sgld(1e-8), "sgld": sgld(5e-4), "sgd": optax.sgd(0.05), "bad": sgld(1e3)})
+    return find({"still": sgld(1e-8), "sgld": sgld(5e-4), "sgd": optax.sgd(2e-3), "bad": sgld(1e3)})
 
 
 def test_the_best_is_chosen_and_runs_as_in_sample(selection):
@@ -105,7 +105,7 @@ def test_rounds_are_judged_by_draws_of_their_last_half_and_extrapolated(selectio
     assert np.all(selection.lppd[:2, 3] == -np.inf)
     assert np.isnan(selection.standard_error[:2, 3]).all()
     with pytest.warns(UserWarning, match="is an optimizer"):
-        sgd = sample(optax.sgd(0.05), num_warmup=0, num_draws=45, thin=1)
+        sgd = sample(optax.sgd(2e-3), num_warmup=0, num_draws=45, thin=1)
     draws = sample(sgld(5e-4), num_warmup=0, num_draws=45, thin=1), sgd
     before: Any = None
     for row, end in enumerate(selection.num_steps.tolist()):
@@ -240,7 +240,7 @@ def test_the_directory_of_another_selection_is_refused(tmp_path):
     ]
     for others, changes in refused:
         with pytest.raises(
-            ValueError, match=r"^`select\(directory=...\)` must be a new directory, or"
+            ValueError, match=r"^`select\(directory=...\)` must be new, or hold a selection"
         ):
             find(others, directory=tmp_path, **SHORT | changes)
     # Nor is the run of somebody else taken for what a round has found.
