@@ -1,4 +1,6 @@
-"""Read the trace of a run: arrays `[chain, tick]`, with a tick every `thin` steps."""
+"""Read the trace of a run: arrays `[chain, tick]`, with a tick every `thin` steps; and warn of chains
+with equal keys.
+"""
 
 from collections.abc import Mapping
 
