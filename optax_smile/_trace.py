@@ -1,6 +1,4 @@
-"""Read the trace of a run: arrays `[chain, tick]`, with a tick every `thin` steps; and warn of chains
-with equal keys.
-"""
+"""Read the trace of a run, arrays `[chain, tick]`, and warn of chains with equal keys."""
 
 from collections.abc import Mapping
 
