@@ -370,11 +370,11 @@ def test_other_parameters_than_the_tracked_ones_are_refused():
     others = [START, jax.tree.map(lambda x: x.at[0].add(0.1), params), scale(params, jnp.nan)]
     for other in others:
         with pytest.raises(
-            ValueError, match=r"`sghmc.update\(params=...\)` must be the parameters"
+            ValueError, match=r"`sghmc.update\(params=...\)` must be the tracked parameters"
         ):
             tx.update(grads, state, other)
         with pytest.raises(
-            ValueError, match=r"`last_accepted\(params=...\)` must be the parameters"
+            ValueError, match=r"`last_accepted\(params=...\)` must be the tracked parameters"
         ):
             last_accepted(state, other)
         # A compiled call can raise nothing.
@@ -382,15 +382,19 @@ def test_other_parameters_than_the_tracked_ones_are_refused():
         for _ in range(2):
             assert stats(after).is_altered
             with pytest.raises(
-                ValueError, match=r"`last_accepted\(state=...\)` must be that of calls"
+                ValueError, match=r"`last_accepted\(state=...\)` must be a state whose calls"
             ):
                 last_accepted(after)
             _, after = jax.jit(tx.update)(grads, after)
-        with pytest.raises(ValueError, match=r"`sghmc.update\(state=...\)` must be that of calls"):
+        with pytest.raises(
+            ValueError, match=r"`sghmc.update\(state=...\)` must be a state whose calls"
+        ):
             tx.update(grads, after)
     # A chain that goes on after the sampler is seen where parameters are passed at last.
     late = optax.named_chain(("sampler", tx), ("rate", optax.scale(0.5)))
-    with pytest.raises(ValueError, match=r"`last_accepted\(params=...\)` must be the parameters"):
+    with pytest.raises(
+        ValueError, match=r"`last_accepted\(params=...\)` must be the tracked parameters"
+    ):
         last_accepted(*reversed(follow(late, without_params)))
     # Rounding is no difference.
     near = jax.tree.map(lambda x: x * (1 + 2e-7), params)
@@ -433,7 +437,9 @@ def test_gradients_for_other_leaves_than_at_first_are_refused():
             tx.update(START, state, params)
         _, after = jax.jit(tx.update)(START, state, params)
         assert stats(after).is_altered and stats(after).num_parameters == 3
-        with pytest.raises(ValueError, match=r"`last_accepted\(state=...\)` must be that of calls"):
+        with pytest.raises(
+            ValueError, match=r"`last_accepted\(state=...\)` must be a state whose calls"
+        ):
             last_accepted(after, getattr(after, "tracked_params", params))
     with pytest.raises(ValueError, match=r"`sghmc.update\(updates=...\)` must be None at .*'n'"):
         params = START | {"n": 3.0}

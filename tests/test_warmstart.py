@@ -239,7 +239,11 @@ def test_a_chain_for_each_of_the_weights_if_they_fit_together():
             {},
             r"weights=...\)` must be floating-point parameters, got int",
         ),
-        ([one], {"jitter": 0.1}, r"key=...\)` must be a JAX key .* for the jitter that separates"),
+        (
+            [one],
+            {"jitter": 0.1},
+            r"key=...\)` must be a single JAX key.* for the jitter that separates",
+        ),
     ):
         given: dict[str, Any] = arguments
         with pytest.raises(ValueError, match=rf"`chains_from_weights\({message}"):
@@ -262,7 +266,7 @@ def test_chains_from_equal_weights_start_apart():
         unit = np.where(exact["w"] == 0, 1, exact["w"])
         assert 0 < np.abs((chains["w"] - exact["w"]) / unit).max() < 5 * 0.01
         with pytest.raises(
-            ValueError, match=r"key=...\)` must be a JAX key .* for the jitter that"
+            ValueError, match=r"key=...\)` must be a single JAX key.* for the jitter that"
         ):
             optax_smile.chains_from_weights(weights, **given | {"key": None})
 
