@@ -193,7 +193,7 @@ class SamplerState(Protocol):
         """Parameters of the last accepted step end, see `optax_smile.last_accepted`."""
         ...
 
-    def last_gradient(self) -> tuple[optax.Updates, jax.Array] | None:
+    def last_received(self) -> tuple[optax.Updates, jax.Array] | None:
         """A tree of the leaves that are sampled, and `_tree.fingerprint` of their last gradient."""
         ...
 

@@ -455,7 +455,7 @@ def record_gradient(
         before: number of gradients that the sampler had received before.
         state: state of the sampler after the call.
     """
-    sampled, last = None, state.last_gradient()
+    sampled, last = None, state.last_received()
     if last is not None:
         sampled = _tree.leaves_like(last[0], grads)
     mark = _tree.fingerprint(grads if sampled is None else sampled).astype(past.pending.dtype)

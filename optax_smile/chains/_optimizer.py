@@ -66,7 +66,7 @@ class OptimizerState(NamedTuple):
         """Return the iterate itself."""
         return params
 
-    def last_gradient(self) -> None:
+    def last_received(self) -> None:
         """Return None: an optimizer may change its gradients."""
 
 

@@ -117,7 +117,7 @@ class LangevinState(NamedTuple):
         has_gradient = self.sampled.has_gradient
         return _tree.map_sampled(lambda move, x: x - move, self.displacement, params, has_gradient)
 
-    def last_gradient(self) -> tuple[optax.Updates, jax.Array]:
+    def last_received(self) -> tuple[optax.Updates, jax.Array]:
         """See `state.SamplerState`."""
         return self.displacement, self.last_update.received
 

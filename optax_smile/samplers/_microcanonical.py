@@ -4,7 +4,8 @@ A gradient has these names on its way:
 
 - `updates`: of the mean loss, as the loop passes it, in the precision of the parameters. A
   `log_prior` adds its own gradient to it.
-- `received`: the fingerprint of `updates` as passed, which the state keeps for checks.
+- `received`: the fingerprint of `updates` as the loop passed it (`passed`, if a `log_prior` has
+  changed it), which the state keeps for checks.
 - `gradient`: of the energy U, in nats per unit of the parameters.
 - `deviation`: what the preconditioner measures of `gradient`.
 - `whitened`: `gradient` over the scale of the preconditioner.
@@ -101,7 +102,7 @@ class MicrocanonicalState(NamedTuple):
         has_gradient = self.sampled.has_gradient
         return step_start(self.momentum, params, inverse_scale, has_gradient)
 
-    def last_gradient(self) -> tuple[optax.Updates, jax.Array]:
+    def last_received(self) -> tuple[optax.Updates, jax.Array]:
         """See `state.SamplerState`."""
         return self.momentum.direction, self.last_update.received
 

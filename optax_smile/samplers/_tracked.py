@@ -60,9 +60,9 @@ class TrackedState(NamedTuple):
         """Scalars that describe the last call, see `optax_smile.stats`."""
         return self.sampler.stats()
 
-    def last_gradient(self) -> tuple[optax.Updates, jax.Array] | None:
+    def last_received(self) -> tuple[optax.Updates, jax.Array] | None:
         """See `state.SamplerState`."""
-        return self.sampler.last_gradient()
+        return self.sampler.last_received()
 
     def last_accepted(self, params: optax.Params) -> Tree:
         """Start of the open step, see `optax_smile.last_accepted`; other parameters are refused."""

@@ -78,7 +78,8 @@ class Sums(NamedTuple):
         direction_dot_whitened: of u and the whitened gradient.
         whitened_square: squared norm of the whitened gradient.
         params_square: squared norm of the parameters.
-        updates_square: squared norm of the gradient of the mean loss.
+        updates_square: squared norm of the gradient of the mean loss, to which a `log_prior` adds
+            its own.
         prior_change: what the last drift added to the prior's part of the energy, nats.
         deviation_square: squared norm of the preconditioner's deviation; 0 without one.
         noise_square: squared norm of the explicit noise; 0 without noise.
@@ -98,12 +99,12 @@ class Sums(NamedTuple):
     noise_dot_whitened: jax.Array
 
 
-def measure(trees: Trees, received: optax.Updates | None) -> tuple[Sums, Tree, jax.Array]:
+def measure(trees: Trees, passed: optax.Updates | None) -> tuple[Sums, Tree, jax.Array]:
     """Compute all inner products of a call in one pass over memory.
 
     Args:
         trees: the trees.
-        received: gradient as the loop passed it, if that is not `trees.updates`.
+        passed: gradient as the loop passed it, if that is not `trees.updates`.
 
     Returns:
         The inner products, a sketch of the whitened gradient, and the fingerprint of the gradient
@@ -129,9 +130,9 @@ def measure(trees: Trees, received: optax.Updates | None) -> tuple[Sums, Tree, j
         pairs["noise_dot_whitened"] = trees.noise, trees.whitened
     terms = {name: jax.tree.map(jnp.multiply, *pair) for name, pair in pairs.items()}
     terms["prior_change"] = jax.tree.map(jnp.negative, trees.prior_terms)
-    marks = [_tree.signed(trees.updates if received is None else received)]
-    if received is not None:
-        marks.append(jax.tree.map(jnp.square, received))
+    marks = [_tree.signed(trees.updates if passed is None else passed)]
+    if passed is not None:
+        marks.append(jax.tree.map(jnp.square, passed))
     numbers, sketch = _tree.sums_and_sketch([*terms.values(), *marks], trees.whitened)
     sums = sums._replace(**dict(zip(terms, numbers, strict=False)))
     product, *square = numbers[len(terms) :]
