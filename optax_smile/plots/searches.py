@@ -41,8 +41,8 @@ def selection(selection: Selection, *, ax: Axes | None = None) -> Axes:
     Returns:
         The axes: LPPD of the validation data against steps, logarithmic if there are several
         rounds. A line per candidate ends where it was dropped; error bars are standard errors of
-        the difference from the best candidate of the round. The star is the LPPD of all draws of
-        the chosen candidate. Values more than one nat below the best of their round may be off the
+        the difference in expected LPPD from the best of the round. The star is the LPPD of all
+        draws of the chosen candidate. Values more than one nat below the best of their round may be off the
         scale; a marker at the bottom shows them, a cross if the candidate failed.
 
     Raises:
@@ -88,6 +88,10 @@ def selection(selection: Selection, *, ax: Axes | None = None) -> Axes:
     # Leave room even if all values are equal.
     room = max(0.06 * (high - low), 1e-3)
     ax.set(xscale="log" if len(steps) > 1 else "linear", ylim=(low - room, high + room))
+    if len(steps) > 1:
+        ends = sorted({*steps.tolist(), selection.total_steps})
+        ax.set_xticks(ends, [f"{x:,}" for x in ends])
+        ax.set_xticks([], minor=True)
     ax.set(title=f"Chosen: {selection.best}, LPPD {final:.4g}")
     ax.set(xlabel="steps per chain", ylabel="LPPD of validation data (nats per input)")
     add_legend(ax)
