@@ -42,8 +42,8 @@ def selection(selection: Selection, *, ax: Axes | None = None) -> Axes:
         The axes: LPPD of the validation data against steps, logarithmic if there are several
         rounds. A line per candidate ends where it was dropped; error bars are standard errors of
         the difference in expected LPPD from the best of the round. The star is the LPPD of all
-        draws of the chosen candidate. Values more than one nat below the best of their round may be off the
-        scale; a marker at the bottom shows them, a cross if the candidate failed.
+        draws of the chosen candidate. Values more than one nat below the best of their round may be
+        off the scale; a marker at the bottom shows them, a cross if the candidate failed.
 
     Raises:
         ValueError: not a `Selection`.
