@@ -408,8 +408,8 @@ DEFECTS = r"""
 + potential._replace(prior_mean=0.0)
 # stages/integrator.py | test_local.py
 = local: forgets over half a radius | forgets_over
-- exponent = 2 * length * rates.gradient
-+ exponent = 4 * length * rates.gradient
+- exponent = 2 * length * rates.turn_rate
++ exponent = 4 * length * rates.turn_rate
 # _joined.py | test_joined.py
 = joined leaves: noise by their own places | around_it
 - return [layout.numbers(False), *(start

@@ -100,7 +100,7 @@ def test_turning_noise_forgets_over_a_radius():
         direction={"w": jnp.array([0.6, 0.8])}, drift_index=jnp.int32(1), anchor=None, moving=yes,
         step_length=one / 5,
     )  # fmt: skip
-    rates = Rates(gradient=one / 4, change=one / 9)
+    rates = Rates(turn_rate=one / 4, change_rate=one / 9)
     heading = Heading(*[one / 2 for _ in Heading._fields])._replace(moving=yes)
     given = state, heading, Sums(*[one / 3] * 10), rates, 1.0
     got, expected = (Momentum(SCHEMES["leapfrog"], x).diffuse(*given) for x in ("turning", 4.0))

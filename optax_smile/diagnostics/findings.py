@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from optax_smile import _settings
 from optax_smile._trace import chains_with_equal_keys
 from optax_smile.diagnostics.paths import Paths
 from optax_smile.diagnostics.results import (
@@ -531,7 +532,7 @@ def nominal_rate(settings: Settings) -> float:
     quantile = settings.get("reject_quantile")
     if not isinstance(quantile, float):
         return np.nan
-    return (1 - quantile) / (2 if settings.get("integrator") == "minimal_norm" else 1)
+    return (1 - quantile) / _settings.gradients_per_step(settings)
 
 
 def _ends(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -709,7 +709,7 @@ def _stats(draws: Snapshots | StoredSnapshots) -> dict[str, np.ndarray]:
     stats = {name: x for name, x in stats.items() if x.shape == axes}
     if "step" not in stats and "num_gradients" in stats:
         # In a loop of the user's own a step is a call of `update`.
-        per_step = 2 if (draws.settings or {}).get("integrator") == "minimal_norm" else 1
+        per_step = _settings.gradients_per_step(draws.settings)
         stats["step"] = stats["num_gradients"] // per_step
     return stats
 

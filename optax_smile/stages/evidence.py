@@ -390,8 +390,8 @@ class ChangeAverage(NamedTuple):
     def share(self) -> jax.Array:
         """Share of the change in the gradient's square; NaN before the first."""
         known = (self.num_changes > 0) & (self.mean_gradient_square > 0)
-        whole = jnp.where(known, self.mean_gradient_square, 1)
-        return jnp.where(known, self.mean_change_square / whole, jnp.nan)
+        gradient_square = jnp.where(known, self.mean_gradient_square, 1)
+        return jnp.where(known, self.mean_change_square / gradient_square, jnp.nan)
 
     def observe(
         self, sketch: Tree, end: StepEnd, sums: Sums, accepted: jax.Array, counts: jax.Array
@@ -419,7 +419,7 @@ class ChangeAverage(NamedTuple):
         most = LARGEST_RATIO**2 * self.mean_change_square
         bounded = (self.num_changes > 0) & (square > most)
         trust = jnp.where(bounded, most / jnp.where(square > 0, square, 1), 1)
-        whole = trust * (gradient_square + self.last_square) / 2
+        mean_square = trust * (gradient_square + self.last_square) / 2
         count = _tree.count(self.num_changes, enters)
         here, before = (sketch, gradient_square), (self.sketch, self.last_square)
         sketch, gradient_square = _tree.where(end.opens_step & accepted, here, before)
@@ -428,7 +428,7 @@ class ChangeAverage(NamedTuple):
             last_square=gradient_square,
             is_comparable=jnp.where(end.opens_step, True, self.is_comparable) & accepted,
             mean_change_square=_average(self.mean_change_square, trust * square, count, enters),
-            mean_gradient_square=_average(self.mean_gradient_square, whole, count, enters),
+            mean_gradient_square=_average(self.mean_gradient_square, mean_square, count, enters),
             num_changes=count,
         )
         return averages, jnp.sqrt(jnp.where(enters, square, 0))
@@ -640,22 +640,23 @@ class Evidence(NamedTuple):
         Where the first gradients were very small, in a mode, the average lags behind for long.
         """
         now = jnp.where(self.worth.trust > 0, self.turn_rate, 0) / LARGEST_RATIO
-        whole = jnp.maximum(self.turns.mean_turn_rate, now)
+        turn = jnp.maximum(self.turns.mean_turn_rate, now)
         known = self.changes.num_changes > 0
-        change = jnp.where(known, jnp.sqrt(self.changes.mean_change_square), whole)
-        return Rates(whole, change)
+        change = jnp.where(known, jnp.sqrt(self.changes.mean_change_square), turn)
+        return Rates(turn_rate=turn, change_rate=change)
 
 
 class Rates(NamedTuple):
-    """Angles per unit length by which u turns, on average.
+    """Average angles per unit length by which u turns.
 
     Attributes:
-        gradient: by whole gradients.
-        change: by the change from one gradient to the next; by whole gradients until it is known.
+        turn_rate: by whole gradients.
+        change_rate: by the change from one gradient to the next; by whole gradients until it is
+            known.
     """
 
-    gradient: jax.Array
-    change: jax.Array
+    turn_rate: jax.Array
+    change_rate: jax.Array
 
 
 def resolution(params_square: jax.Array) -> jax.Array:

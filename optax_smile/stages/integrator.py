@@ -186,7 +186,7 @@ def turn(
 
     old = over(towards.along_old, towards.old_norm)
     descent = over(towards.along_descent, towards.gradient_norm)
-    direction = jax.tree.map(lambda u, g: old * u - descent * g, state.direction, whitened)
+    direction = jax.tree.map(lambda u, w: old * u - descent * w, state.direction, whitened)
     if noise is not None:
         direction = jax.tree.map(lambda u, z: u + towards.along_noise * z, direction, noise)
     if state.anchor is not None:
@@ -327,11 +327,11 @@ class Momentum:
             return towards
         length = jnp.where(self._is_end(state), state.step_length, 0)
         if isinstance(rule, str) and rule == "matched":
-            diluted = (1 + DILUTION / size) * rates.change**2
-            square = jnp.minimum(diluted, MOST_DILUTED * rates.gradient**2)
+            diluted = (1 + DILUTION / size) * rates.change_rate**2
+            square = jnp.minimum(diluted, MOST_DILUTED * rates.turn_rate**2)
             exponent = square * (length * jnp.minimum(temperature, 1)) ** 2
         elif isinstance(rule, str):
-            exponent = 2 * length * rates.gradient
+            exponent = 2 * length * rates.turn_rate
         else:
             exponent = 2 * length / rule
         amplitude = jnp.sqrt(jnp.expm1(jnp.minimum(exponent, FORGOTTEN)) / size)

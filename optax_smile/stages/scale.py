@@ -323,10 +323,10 @@ class MeanSquare(Preconditioner):
         measured = inverse_scale(squares, mean, isotropic_weight)
         last, made = None, [direction]
         if state.last_gradient is not None:
-            shortened = jax.tree.map(
+            next_last = jax.tree.map(
                 lambda g, h: worth.trust * g + (1 - worth.trust) * h, gradient, state.last_gradient
             )
-            last = replace(worth.counts, shortened, state.last_gradient, squares)
+            last = replace(worth.counts, next_last, state.last_gradient, squares)
             made.append(last)
         return MeanSquareState(
             in_use=replace(closes | worth.restart, measured, state.in_use, *made),

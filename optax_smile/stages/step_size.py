@@ -192,7 +192,7 @@ class AngleTuner(Tuner):
 
     def update(self, state: AngleState, evidence: Evidence) -> AngleState:
         """Follow the average change of the gradients."""
-        whole, changes = evidence.turns.mean_turn_rate, evidence.changes
+        turn_rate, changes = evidence.turns.mean_turn_rate, evidence.changes
         change, resolution = jnp.sqrt(changes.mean_change_square), evidence.resolution
         is_finite = evidence.error.finite
 
@@ -207,8 +207,8 @@ class AngleTuner(Tuner):
         # Half way from the last length, on a logarithmic scale: the change may be proportional to
         # the length, and a whole correction would overshoot forever.
         wanted = jnp.sqrt(state.usual_length) * jnp.sqrt(over(angle, change))
-        wanted = jnp.where(known, wanted, over(angle, whole))
-        wanted = jnp.minimum(wanted, over(LARGEST_ANGLE, whole))
+        wanted = jnp.where(known, wanted, over(angle, turn_rate))
+        wanted = jnp.minimum(wanted, over(LARGEST_ANGLE, turn_rate))
         shortest = jnp.maximum(resolution, jnp.finfo(wanted.dtype).eps)
         longest = jnp.maximum(shortest, GROWTH * state.step_size_factor * evidence.base)
         longest = jnp.where(evidence.turns.num_turns > 0, longest, shortest)
@@ -217,7 +217,7 @@ class AngleTuner(Tuner):
         usual = jnp.where(adapts, usual, jnp.maximum(state.usual_length, shortest))
 
         now = jnp.where(is_finite & (evidence.worth.trust > 0), evidence.turn_rate, 0)
-        largest = jnp.minimum(LARGEST_RATIO * usual * whole, LARGEST_ANGLE)
+        largest = jnp.minimum(LARGEST_RATIO * usual * turn_rate, LARGEST_ANGLE)
         length = jnp.where(now > 0, jnp.minimum(usual, over(largest, now)), usual)
         changed = jnp.where(is_finite & known, evidence.change_rate, 0)
         largest = LARGEST_RATIO * usual * change
