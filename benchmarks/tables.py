@@ -71,6 +71,7 @@ TABLES: dict[str, Callable[[], Table]] = {
     "uci-distributional": made_of(uci.distributional, "uci"),
     "scale": made_of(networks.gains, "networks"),
     "scale-cells": made_of(networks.cells, "networks"),
+    "scale-published": made_of(networks.published, "networks"),
     "scale-pairs": made_of(networks.pairs, "network_pairs"),
     "scale-tiny": made_of(networks.tiny, "networks"),
     "scale-corruptions": made_of(networks.corruptions, "corruptions"),

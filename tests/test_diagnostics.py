@@ -454,11 +454,15 @@ SICK: dict[str, tuple[dict[str, Any], tuple[int, ...], str]] = {
         r"size is 0.02 times the first \(flagged below 0.1\)",
     ),
     "frozen, by its draws": (NARROW, (0,), r"draws are 0\.01\d+ times as far apart"),
-    "still on its way": ({"on_its_way": changed([1], LATE, True)}, (1,), "at 61% of the last draw"),
+    "still on its way": (
+        {"on_its_way": changed([1], LATE, True)},
+        (1,),
+        "at 61% of the later records",
+    ),
     "not settled": (
         {"mean": shifted([2], RISES)},
         (2,),
-        r"R-hat of \d\.\d\d \(flagged above 1.3\)",
+        r"quarters of the chain is \d\.\d\d \(flagged above 1.3\)",
     ),
     "slow": ({"mean": SLOW}, ALL, r"\d\d% to \d\d% of the R-hats within the chain are above 1.1"),
     "different modes": ({"mean": shifted([1], 9)}, ALL, r"at 100% .*: \[0, 2, 3\] and \[1\]"),

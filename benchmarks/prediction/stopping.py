@@ -7,6 +7,7 @@ data is that of the start, of the draws until the stop, and of all draws.
     digits                 of scikit-learn, a layer of 128, 4 chains of 36 draws
     2,000 images           Fashion-MNIST, a layer of 76, 2 chains of 36 draws
     energy                 UCI, networks 16-16-16, 10 chains of 400 draws
+    LeNet                  Fashion-MNIST, 10,000 images, 2 chains of 36 draws
 
     python benchmarks/prediction/stopping.py --output benchmarks/results/stopping.jsonl
 

@@ -6,7 +6,7 @@ from benchmarks.tabulated.table import Record, Table, mean_error, minus
 
 NUMBERS = (1, 2, 4, 8, 16)
 PROBLEMS = ("energy", "digits", "2,000 images", "54,000 images", "LeNet")
-STOPPED = ("digits", "2,000 images", "energy")
+STOPPED = ("digits", "2,000 images", "energy", "LeNet")
 # Field of the records: name of the row, and forward passes of a prediction.
 DISTILLED = {
     "all": ("average of all draws", "{num_draws}"),

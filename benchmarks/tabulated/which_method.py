@@ -58,19 +58,19 @@ def decisions(
 
     for data in ("energy", "airfoil"):
         cells = [r for r in uci if r["cell"]["data"] == data and _is_usual(r["cell"])]
-        case = f"table ({data}), thousands of passes over the data, 4,000 draws"
-        text = "psmile - checkpoints at their best rate"
+        case = f"tabular data ({data}), thousands of passes over the data, 4,000 draws"
+        text = "psmile over checkpoints at their best rate"
         add(case, f"{sizes[data]:.1f}", "psmile", _beside(cells, "psmile", "split"), text)
     small = [r for r in networks if (r["cell"]["task"], r["cell"]["form"]) == ("lenet", "small")]
     cold = [r for r in small if "temperature" in r["cell"]["options"]]
     base = [r for r in small if r["cell"]["method"] == "checkpoints"]
-    text = "psmile, cold - checkpoints at their best rate"
+    text = "cold psmile over checkpoints at their best rate"
     pairs = _beside(cold + base, "psmile", "seed")
     # 61,706 weights, 54,000 images.
     add(
         "image network (LeNet), 14 passes over the data, 128 draws",
         "1.1",
-        "psmile, cold, or checkpoints",
+        "cold psmile, or checkpoints",
         pairs,
         text,
     )
@@ -78,13 +78,13 @@ def decisions(
     for name in ("psmile, around the start", "psmile"):
         found = [(seen[name], seen["deep ensemble"])]
         advice = "around the start, or the ensemble" if name != "psmile" else "not psmile"
-        text = f"{name} - deep ensemble"
+        text = f"{name} over the deep ensemble"
         add("2,000 images, a wide layer", f"{sizes['2,000 images']:.0f}", advice, found, text)
     lenet = [r for r in few if r["cell"]["problem"] == "LeNet"]
     lost = mean_error([r["chosen"]["8"] - r["all"] for r in lenet], 3, "+")
-    measured = f"{lost} 8 draws chosen by `thin_to` - all {lenet[0]['num_draws']} (LeNet)"
+    measured = f"{lost} 8 draws chosen by `thin_to` over all {lenet[0]['num_draws']} (LeNet)"
     rows.append(["at most 8 forward passes per prediction", "", "psmile, then `thin_to`", measured])
-    return Table(["your case", "d / N", "try first", "test LPPD, nats"], rows, used + lenet)
+    return Table(["your case", "d / N", "try first", "gain in test LPPD, nats"], rows, used + lenet)
 
 
 def _is_usual(cell: Record) -> bool:

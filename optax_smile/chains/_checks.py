@@ -287,7 +287,7 @@ def unequal(sizes: Sequence[int | None]) -> Check:
             " small batch count more than those of a large one, and the posterior is not that of"
             " the data."
         )
-    advice = "" if passed else "Drop the last batch, or pad it and mask the loss."
+    advice = "" if passed else "Drop the smaller batch."
     return Check("batch sizes", (), tuple(map(float, sorted(counts))), 1.0, passed, advice, text)
 
 
@@ -635,7 +635,10 @@ def rise(
     if excess > MOST_RISE:
         excess = least_excess_loss(posterior, *_moments(losses, batch, params, start))
     passed = excess <= MOST_RISE
-    text = f"draws should not be much worse than it ({size} parameters, num_data={number:g})."
+    text = (
+        "the loss of the draws should stay near that of the start"
+        f" ({size} parameters, num_data={number:g})."
+    )
     if not passed:
         text = (
             f"the loss will rise by more than {MOST_RISE:g} nat per example: the data determine too"

@@ -73,19 +73,20 @@ ADVICE = {
     " prediction.",
     "frozen": "{longer}.",
     "still on its way": "a larger num_warmup, or a start from trained weights (`warmstart`).",
-    "not settled": "a larger num_warmup if there is a trend; a larger thin, more draws or {longer}"
-    " if the chain moves too slowly.",
-    "slow": "more draws, a larger thin, or {longer}. Averages over all draws are as accurate as"
-    " their Monte Carlo standard error says; predictions for single inputs need more draws.",
+    "not settled": "a larger num_warmup if predictions drift in one direction; a larger thin, more"
+    " draws or {longer} if they go up and down slowly.",
+    "slow": "more draws, a larger thin, or {longer}. Scores that are averages over inputs,"
+    " such as the LPPD, are as accurate as their Monte Carlo standard error; predictions for single"
+    " inputs need more draws.",
     "different modes": "averaging over all chains. Different modes are normal for a network: do not"
     " read R-hat across chains as convergence to one posterior. More chains or `cyclical_sgld` find"
     " more modes.",
     "chains differ": "more draws or a larger thin, if longer chains would agree. Otherwise treat"
     " them as different modes: average over all chains, and do not trust a single one.",
     "worse than the start": "a stronger prior around the start (`local.local_precision` chooses"
-    " one) or a lower temperature, if you want to sample around trained weights. Otherwise change"
-    " nothing: with many parameters for few examples, single draws are worse than their average,"
-    " which is what counts.",
+    " one) or a lower temperature, if you want to sample around trained weights. Otherwise compare"
+    " the average of the draws with the start on held-out data: with many parameters for few"
+    " examples, single draws are worse than their average.",
     "rejected steps": "{shorter}, larger batches, or a higher `reject_quantile`, up to 0.9999.",
     "step size": "{steadier}.",
 }
@@ -100,8 +101,8 @@ STEP_SIZES = {
         "shorter": "a smaller step size at the start",
         "longer": "a sampler with `angle_tuner()`, or with `quantile_tuner(adapt_steps=...)` that"
         " ends early",
-        "steadier": "`quantile_tuner(adapt_steps=...)` that ends within num_warmup: it has no fixed"
-        " point",
+        "steadier": "`quantile_tuner(adapt_steps=...)` with `adapt_steps` below num_warmup:"
+        " otherwise the step size never settles",
     },
     "other tuner": {
         "shorter": "a tuner that makes shorter steps",
@@ -114,7 +115,8 @@ STEP_SIZES = {
 # Findings of chains that are slow, and the `change_share` above which larger batches would help.
 SLOW, NOISY = ("slow", "not settled", "chains differ"), 0.75
 NOISE = (
-    " Up to {:.0%} of the gradients is noise of the batches, so larger batches allow longer steps."
+    " Up to {:.0%} of the mean squared gradient is noise of the batches, so larger batches allow"
+    " longer steps."
 )
 
 
@@ -315,7 +317,8 @@ def _diverged(run: Run) -> Iterator[Sign]:
     expected = np.maximum(run.paths.start_norm, prior)
     size = _ends(run.paths.norm)[1] / expected
     text = (
-        "the norm of the parameters is {} times that of the start or of a draw from the prior"
+        "the norm of the parameters is {} times that of the start, or of a draw from the prior if"
+        " that is larger"
         f" (flagged above {DIVERGENCE_RATIO:g})."
     )
     # The scale of another prior is unknown.
@@ -382,17 +385,14 @@ def _on_its_way(run: Run) -> Iterator[Sign]:
     if "on_its_way" in run.trace:
         falls = np.asarray(run.trace["on_its_way"], float)
         share = falls[:, -max(1, falls.shape[1] // 3) :].mean(axis=1)
-        text = "the energy was still falling at {} of the last draws (flagged above 50%)."
+        text = "the energy was still falling at {} of the later records (flagged above 50%)."
         yield Sign("still on its way", share > 0.5, share, 0.5, text, ".0%")
 
 
 def _unsettled(found: Summary, rhats: np.ndarray, run: Run) -> Iterator[Sign]:
     if found.num_draws >= LEAST_DRAWS_JUDGED:
         bound = HIGH_WEIGHT_RHAT if run.values is None else HIGH_RHAT
-        text = (
-            "early and late draws of the chain have a median R-hat of {} (flagged above"
-            f" {bound:g})."
-        )
+        text = f"the median R-hat of the quarters of the chain is {{}} (flagged above {bound:g})."
         yield Sign("not settled", rhats > bound, rhats, bound, text, ".2f")
 
 
@@ -473,7 +473,7 @@ def _risen(found: Summary, run: Run, sick: np.ndarray) -> Sign:
         noise = np.diff(losses, axis=1).std(axis=1) / np.sqrt(2) if losses.shape[1] > 1 else 0.0
     text = (
         "the loss of the draws is {} nats per example above that of the start (flagged above"
-        f" {MOST_RISE:g} plus its standard deviation between batches)."
+        f" {MOST_RISE:g} plus the standard deviation of the loss between batches)."
     )
     has_risen = (rise > MOST_RISE + noise) & ~sick
     return Sign("worse than the start", has_risen, rise, MOST_RISE, text)

@@ -180,6 +180,7 @@ class Summary:
             notes.append(f"temperature {np.nanmin(self.temperature):.3g}: {COLD}")
         if not np.isnan(self.first_step_size).all():
             of = f" / the nominal {self.nominal_rate:.2g}" if self.nominal_rate > 0 else ""
+            notes.append("step size: at the first record of the run -> at the last draw")
             notes.append("trend: step size at the end of the draws / near their beginning")
             if self._rejects():
                 notes.append(f"rejections: rejected steps per gradient{of}")
@@ -192,7 +193,8 @@ class Summary:
         if num_draws < LEAST_DRAWS_WITHIN:
             notes.append(f"R-hat within a chain needs {LEAST_DRAWS_WITHIN} draws.")
         else:
-            notes.append(f"R-hat: of the quarters of a chain; median over the {self.of}")
+            parts = "the quarters of a chain, or all chains"
+            notes.append(f"R-hat: compares {parts}; median over the {self.of}")
             notes.append(f"  within chains {_shares(self.rhat_within)}")
         if self.rhat_across.size:
             notes.append(f"  across chains (all) {_shares(self.rhat_across)}")
