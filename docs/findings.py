@@ -427,7 +427,7 @@ def cases() -> dict[str, Case]:
             draw_band,
             Run(CURVE, shrunk(PSMILE)),
             PLAIN,
-            ("altered: weights shrunk after every 200 steps", "healthy: steps as they are"),
+            ("altered: weights are shrunk", "healthy: steps as they are"),
             "Left, the band of the draws differs from the exact posterior; right, it matches it",
         ),
         "not finite": Case(

@@ -209,7 +209,8 @@ class OneOf(Constraint):
     @property
     def rule(self) -> str:
         """The words."""
-        return f"one of {', '.join(map(repr, get_args(self.words) or self.words))}"
+        words = [*map(repr, get_args(self.words) or self.words)]
+        return f"one of {', '.join(words)}" if len(words) > 1 else words[0]
 
     def __call__(self, where, argument, value, given=NOTHING) -> Unchecked:
         if not isinstance(value, str) or value not in (get_args(self.words) or self.words):
@@ -262,7 +263,9 @@ class Real(Constraint):
         is_number = not isinstance(value, (bool, jax.core.Tracer))
         is_number = is_number and is_real(getattr(value, "dtype", type(value)))
         if not is_number or np.ndim(value) != 0:
-            fail(where, argument, f"a number {self.rule}", written(value))
+            bounds = self.rule.removesuffix("and finite").removesuffix("finite").strip()
+            kind = "a number" if self.infinite or not math.isinf(self.high) else "a finite number"
+            fail(where, argument, f"{kind} {bounds}".strip(), written(value))
         try:
             number = np.float64(value)
         except OverflowError:
@@ -343,7 +346,7 @@ class Key(Constraint):
                 return jax.random.wrap_key_data(value)
             if jnp.issubdtype(dtype, jnp.integer) and type(value) is not bool and ndim == 0:
                 return jax.random.key(cast(int, value))
-        advice = "Write `key=0`, or any other seed, among the arguments." if value is None else ""
+        advice = "Pass `key=0`, or any other seed." if value is None else ""
         fail(where, argument, self.rule, written(value), advice)
 
 
@@ -353,11 +356,12 @@ class Function(Constraint):
 
     form: str
     advice: str = ""
+    name: str = ""
 
     @property
     def rule(self) -> str:
-        """The form of a call."""
-        return f"a function of {self.form}"
+        """The form of a call, or what such a function is called."""
+        return self.name or f"a function of {self.form}"
 
     def __call__(self, where, argument, value, given=NOTHING) -> Unchecked:
         is_model = hasattr(value, "apply") and hasattr(value, "init")
@@ -429,7 +433,7 @@ class Array(Constraint):
     @property
     def rule(self) -> str:
         """The axes."""
-        return f"an array {self.axes}, not empty" if self.axes else "an array, not empty"
+        return f"a non-empty array {self.axes}".rstrip()
 
     def __call__(self, where, argument, value, given=NOTHING) -> Unchecked:
         array = host(where, argument, value)
@@ -474,7 +478,7 @@ def is_real(dtype: Unchecked) -> bool:
 
 def show(value: Unchecked) -> str:
     """Describe a value in a few words."""
-    if isinstance(value, (np.ndarray, jax.Array)):
+    if isinstance(value, (np.ndarray, jax.Array, jax.ShapeDtypeStruct)):
         is_traced = "a traced " if isinstance(value, jax.core.Tracer) else ""
         return f"{is_traced}{value.dtype}{list(value.shape)}"
     if isinstance(value, type):
@@ -482,6 +486,12 @@ def show(value: Unchecked) -> str:
     if value is None or isinstance(value, (bool, int, float, complex, str, bytes)):
         return repr(value)[:LONGEST]
     return f"a {type(value).__name__}"
+
+
+def cut(value: object) -> str:
+    """Write a value, cut after `LONGEST` characters."""
+    text = str(value)
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
 
 
 def written(value: Unchecked) -> str:
@@ -495,7 +505,7 @@ FLAG = Where("True or False", lambda value: isinstance(value, (bool, np.bool_)))
 POSITIVE = Real(0, open="low")
 NONNEGATIVE = Real(0)
 PROBABILITY = Real(0, 1, open="both")
-STEP_SIZE = POSITIVE | Function("(count)")
+STEP_SIZE = POSITIVE | Function("(count)", name="an Optax schedule")
 TRANSFORMATION = Where(
     "an Optax transformation",
     lambda value: (

@@ -37,7 +37,7 @@ def write(path: Path, content: bytes):
         raise OSError(
             error.errno,
             f"{error.strerror}: could not write this file. Earlier draws are safe and can be"
-            " loaded; free disk space or choose another directory",
+            " loaded. Make the directory writable, free disk space or choose another place",
             str(path),
         ) from error
 

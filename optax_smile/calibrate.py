@@ -151,7 +151,7 @@ def _limit(where: str, scores: np.ndarray, level: float) -> float:
     if rank <= scores.size:
         return float(np.partition(scores, rank - 1)[rank - 1])
     takes = math.ceil(written / (1 - written))
-    message = f"{scores.size} held-out inputs are too few for level {level}, which needs {takes}"
+    message = f"level {level} needs {takes} held-out inputs, but there are only {scores.size}"
     warn(f"`{where}`: {message}. So intervals are unbounded, and sets contain all classes.")
     return math.inf
 

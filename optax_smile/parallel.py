@@ -39,7 +39,7 @@ class ChainMesh(_check.Constraint):
     def __call__(self, where, argument, value, given=_check.NOTHING):
         if not isinstance(value, Mesh) or CHAIN not in value.shape:
             got = f"the axes {tuple(value.shape)}" if isinstance(value, Mesh) else repr(value)
-            advice = 'Make one with jax.make_mesh((4, 2), ("chain", "data"), axis_types=...).'
+            advice = 'Make one with `jax.make_mesh((jax.device_count(),), ("chain",))`.'
             _check.fail(where, argument, self.text, got, advice)
         return value
 
@@ -48,7 +48,7 @@ class ChainMesh(_check.Constraint):
 class Stacked(_check.Constraint):
     """A tree of arrays `[chain, ...]`, with at least one chain."""
 
-    text = "a tree of arrays [chain, ...] of equal length, at least 1"
+    text = "a tree of arrays whose first axis, of the chains, has the same length >= 1"
 
     def __call__(self, where, argument, value, given=_check.NOTHING):
         _check.Tree(self.text)(where, argument, value)
@@ -283,8 +283,8 @@ def init(
     try:
         known = optax.tree.get(state, "key", filtering=_is_random_key)
     except KeyError:
-        rule = "a sampler whose state has one field `key`"
-        remedy = 'Pass static_args=("key",) to optax.inject_hyperparams.'
+        rule = "a transformation with exactly one sampler, and so one field `key` in its state"
+        remedy = 'With optax.inject_hyperparams, pass static_args=("key",).'
         _check.fail(where, "sampler", rule, "several", remedy)
     if known is None:
         return state

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -20,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_smile import _check, _tree
+from optax_smile import _check, _table, _tree
 from optax_smile._types import LogPrior, Tree, Unchecked
 
 # The prior's mean is the start of the chain.
@@ -44,7 +45,10 @@ class PerParameter(_check.Constraint):
 
     def __call__(self, where, argument, value, given=_check.NOTHING) -> Tree:
         """Check every leaf, see `_check.Constraint`."""
-        for leaf in jax.tree.leaves(value):
+        leaves = jax.tree.leaves(value)
+        if not leaves and not isinstance(value, Mapping | list | tuple):
+            _check.fail(where, argument, f"{self.rule}, or a tree of such numbers", value)
+        for leaf in leaves:
             if not isinstance(leaf, (np.ndarray, jax.Array)) or not leaf.ndim:
                 self.each(where, argument, leaf, given)
             elif not _check.is_real(leaf.dtype):
@@ -96,9 +100,11 @@ def check_prior(where: str, potential: Potential, params: optax.Params):
         prefix = getattr(potential, argument)
         try:
             spread = _spread(prefix, params)
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError):
             rule = "a number or a prefix of the parameter tree"
-            _check.fail(where, argument, rule, jax.tree.structure(prefix), str(error))
+            got = f"one with leaves at {_places(prefix)}"
+            advice = f"The parameters have leaves at {_places(params)}."
+            _check.fail(where, argument, rule, got, advice)
         shapes = jax.tree_util.tree_leaves_with_path(params)
         for (path, leaf), value in zip(shapes, jax.tree.leaves(spread), strict=True):
             if jnp.shape(value) not in ((), leaf.shape):
@@ -110,11 +116,17 @@ def check_prior(where: str, potential: Potential, params: optax.Params):
         density = _check.traced(where, "log_prior", potential.log_prior, params, rule=rule)
         is_scalar = getattr(density, "shape", None) == ()
         if not (is_scalar and jnp.issubdtype(density.dtype, jnp.floating)):
-            _check.fail(where, "log_prior", rule, density)
+            _check.fail(where, "log_prior", rule, f"one that returns {_check.show(density)}")
         start = potential.log_prior(params)
         if not isinstance(start, jax.core.Tracer) and not math.isfinite(start):
-            rule = "a function that is finite at the parameters at which the chain starts"
+            rule = "finite at the initial parameters"
             _check.fail(where, "log_prior", rule, float(start), "No step from there is accepted.")
+
+
+def _places(tree: Tree) -> str:
+    """Name the places of the leaves of a tree."""
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+    return _table.some(jax.tree_util.keystr(path) or "the root" for path in paths) or "no path"
 
 
 def with_log_prior(

@@ -211,9 +211,9 @@ def find(state: Tree, where: str, argument: str = "state") -> SamplerState:
     """
     found, chains = _samplers(_without_variables(state))
     if len(found) != 1:
-        remedy = "Pass what `init` or `update` of the transformation returned."
-        rule = "one with exactly one optax_smile sampler"
-        _check.fail(where, argument, rule, len(found), remedy if argument == "state" else "")
+        kind = "the state of a transformation" if argument == "state" else "a transformation"
+        rule, got = f"{kind} with exactly one optax_smile sampler", f"one with {len(found)}"
+        _check.fail(where, argument, rule, got, "Remove all but one." if found else "")
     for chain in chains:
         place = next((i for i, part in enumerate(chain) if _samplers(part)[0]), len(chain))
         # Only states of transformations, not other entries of a loop's tuple.
@@ -222,7 +222,8 @@ def find(state: Tree, where: str, argument: str = "state") -> SamplerState:
             # The states do not say which leaves belong to which.
             later = [part for part in later if not isinstance(part, optax.MaskedState)]
         if later:
-            rule = "that of a chain whose last transformation is the sampler"
+            kind = "the state of a chain" if argument == "state" else "a chain"
+            rule = f"{kind} that ends with the sampler"
             number = "one transformation" if len(later) == 1 else f"{len(later)} transformations"
             _check.fail(where, argument, rule, f"{number} after it", AFTER)
     check_format(where, argument, found[0])

@@ -223,6 +223,10 @@ HALF = {"w": jnp.ones((2, 3), "bfloat16"), "b": jnp.ones(3)}
 metrics, psmile = optax_smile.metrics, optax_smile.psmile
 ones = np.ones(2)
 MESSAGES: list[tuple[Any, str]] = [
+    (
+        lambda: psmile(num_data=9, prior_mean="init"),
+        "must be a finite number, or 'start', got 'init'",
+    ),
     # How a sampler gets its step size, and its key.
     (lambda: psmile(-0.1, num_data=9, key=0), "`psmile(step_size=...)` must be > 0 and finite"),
     (lambda: psmile(10**400, num_data=9, key=0), "`psmile(step_size=...)` must be > 0 and finite"),
@@ -231,7 +235,7 @@ MESSAGES: list[tuple[Any, str]] = [
         lambda: warmstart(init_fn=lambda key: {"w": jnp.ones(3, int)}),
         "`warmstart(init_fn=...)` must be a function that returns floating-point parameters, got",
     ),
-    (lambda: psmile(1e-3, num_data=9), "Write `key=0`, or any other seed, among the arguments."),
+    (lambda: psmile(1e-3, num_data=9), "Pass `key=0`, or any other seed."),
     (
         lambda: build("sgld", key=None),
         "`sgld(key=...)` must be a single JAX key, such as jax.random.key(0)",
@@ -322,22 +326,25 @@ MESSAGES: list[tuple[Any, str]] = [
         "must be a state of format 6, got format 1. Another version of optax_smile wrote it",
     ),
     # What a state can be asked for.
-    (lambda: optax_smile.stats(()), "`stats(state=...)` must be one with exactly one optax_smile"),
+    (
+        lambda: optax_smile.stats(()),
+        "`stats(state=...)` must be the state of a transformation with exactly one optax_smile",
+    ),
     (
         lambda: optax_smile.stats(optax.chain(build("sgld"), build("sgld")).init(PARAMS)),
-        "exactly one optax_smile sampler, got 2",
+        "exactly one optax_smile sampler, got one with 2",
     ),
     (
         lambda: optax_smile.last_accepted(
             optax.chain(build("sgld"), optax.scale_by_adam()).init(PARAMS), PARAMS
         ),
-        "is the sampler, got one transformation after it. Remove what comes after the sampler",
+        "ends with the sampler, got one transformation after it. Remove what comes after",
     ),
     (
         lambda: optax_smile.stats(
             optax.chain(build("sgld"), optax.masked(optax.scale(0.5), True)).init(PARAMS)
         ),
-        "whose last transformation is the sampler, got one transformation after it",
+        "chain that ends with the sampler, got one transformation after it",
     ),
     # Losses and models.
     (

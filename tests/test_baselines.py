@@ -97,12 +97,12 @@ def test_training_that_was_cut_off_goes_on(cut, tmp_path, monkeypatch):
         patch.setattr(Experiment, "batches", lambda *_: Batches())
         with pytest.raises(Cut) if cut < 11 else contextlib.nullcontext():
             baseline(run, {})
-    finished = pytest.warns(UserWarning, match="the run is finished")
+    finished = pytest.warns(UserWarning, match="is finished")
     with finished if cut == 11 else contextlib.nullcontext():
         assert_same(baseline(run, {}).params, whole.params)
     if cut > 7:
         other = run._replace(settings=dataclasses.replace(SETTINGS, thin=3))
-        with pytest.raises(ValueError, match="with the same settings.thin = 3"):
+        with pytest.raises(ValueError, match="of a run with thin = 3"):
             baseline(other, {})
 
 

@@ -138,7 +138,7 @@ def test_coverage_of_exchangeable_inputs_is_exact(num_inputs, level):
 
 def test_too_few_held_out_inputs():
     probabilities, labels = np.full((8, 2), 0.5), np.zeros(8, int)
-    message = r"`{}`: 8 held-out inputs are too few for level 0.9, which needs 9"
+    message = r"`{}`: level 0.9 needs 9 held-out inputs, but there are only 8"
     with pytest.warns(UserWarning, match=message.format("prediction_sets")) as warned:
         sets = calibrate.prediction_sets(probabilities, labels, probabilities)
     assert sets.all() and warned[0].filename == __file__

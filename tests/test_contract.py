@@ -298,7 +298,7 @@ def test_values_are_optional_and_other_arguments_change_nothing(case, no_jit):
     is_rich = "rich" in case
     tx, params, state = make(case), PARAMS, make(case).init(PARAMS)
     for _ in range(2):
-        warns = pytest.warns(UserWarning, match="`psmile` got no `value`")
+        warns = pytest.warns(UserWarning, match="`psmile.update` got no loss")
         with warns if is_rich else contextlib.nullcontext():
             updates, state = tx.update(PARAMS, state, params)
         params = apply_updates(params, updates)

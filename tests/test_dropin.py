@@ -129,7 +129,10 @@ def test_other_trees_and_states_are_refused():
         with pytest.raises(ValueError, match=rule):
             last(state, {"a": {name: jnp.ones(size)}})
     for wrong in (params, (state, state)):
-        with pytest.raises(ValueError, match=r"`stats\(state=...\)` must be one with exactly one"):
+        with pytest.raises(
+            ValueError,
+            match=r"`stats\(state=...\)` must be the state of a transformation with exactly one",
+        ):
             optax_smile.stats(wrong)
     with pytest.raises(ValueError, match=r"`stats\(state=...\)` must be a state of format"):
         optax_smile.stats((optax.tree.set(state, state_format=state.state_format + 1),))

@@ -41,7 +41,7 @@ def finished(tmp_path_factory) -> Any:
 
 
 DATA, SHAPES = "with the number, sum and sum of squares of the ex", "with the shapes"
-FINISHED = r"`sample`: 2 draws of 20\d\d-\d\d-\d\d loaded from .*: the run is finished"
+FINISHED = r"`sample`: the run in .* is finished. Its 2 draws per chain, of 20\d\d-\d\d-\d\d,"
 LOSS = r"`loss_fn` is not that of the run in .* chain \d was [\d.]+ and is [\d.]+ now"
 OTHER = "`{}`: the run in .* began with another `{}`"
 ADDED: dict[str, Any] = {"stochastic": True, "loss": lambda p, batch, *, key: mean_loss(p, batch)}
@@ -55,17 +55,17 @@ OTHER_BATCHES: list[tuple[Any, str]] = [
     ([list(x) for x in batches()], "with the structure"),
 ]
 OTHER_SETTINGS: list[tuple[dict[str, Any], str]] = [
-    ({"key": 4}, r"settings\.key = \[0, 4\]"),
-    ({"thin": 2}, r"settings\.thin = 2, got .* with 3\."),
-    ({"num_warmup": 7}, r"settings\.num_warmup = 7, got .* with 2\."),
-    ({"batch_per": "step"}, r"settings\.batch_per = 'step'"),
+    ({"key": 4}, r"with key = \[0, 4\]"),
+    ({"thin": 2}, r"with thin = 2, got .* = 3\."),
+    ({"num_warmup": 7}, r"with num_warmup = 7, got .* = 2\."),
+    ({"batch_per": "step"}, r"with batch_per = 'step'"),
     ({"sampler": noisy(0.03)}, r"sampler\.step_size = 0\.03, got .* 0"),
-    ({"sampler": noisy(prior_precision=2.0)}, r"settings\.sampler\.prior_precision = 2\.0"),
-    (ADDED, r"settings\.stochastic = True"),
+    ({"sampler": noisy(prior_precision=2.0)}, r"with sampler\.prior_precision = 2\.0"),
+    (ADDED, r"with stochastic = True"),
     ({"params": WIDER}, r"leaves = .*'shape': \[4\]"),
-    ({"params": jax.tree.map(lambda x: x[:2], start())}, r"num_chains = 2, got .* with 3\."),
+    ({"params": jax.tree.map(lambda x: x[:2], start())}, r"num_chains = 2, got .* = 3\."),
     (AUX, "leaves = .*'name': 'aux/mean'"),
-    ({"dtype": "float16"}, r"stored_dtype = 'float16', got .* with None\."),
+    ({"dtype": "float16"}, r"stored_dtype = 'float16', got .* = None\."),
 ]
 
 
@@ -195,14 +195,27 @@ def warm(directory=None, loss=mean_loss, **arguments) -> Any:
     return optax_smile.warmstart(loss, init, directory=directory, **defaults | arguments)
 
 
+def test_a_directory_of_something_else_is_refused(tmp_path):
+    warm(tmp_path / "warm")
+    with pytest.raises(ValueError, match=r"directory=...\)` must be new.*, which holds a `warmst"):
+        run(tmp_path / "warm")
+    run(tmp_path / "run")
+    with pytest.raises(ValueError, match=r"directory=...\)` must be new.*a run of `sample`"):
+        warm(tmp_path / "run")
+    (tmp_path / "file").touch()
+    for place, got in (("file", "got the file"), ("file/inside", "Not a directory")):
+        with pytest.raises(optax_smile.ArgumentError, match=rf"directory=...\)` must be .*{got}"):
+            run(tmp_path / place)
+
+
 def test_another_training_is_refused_and_the_same_is_found(tmp_path):
     others: list[tuple[dict[str, Any], str, str]] = [
-        ({"key": 1}, "directory", r"arguments\.key = \[0, 1\]"),
-        ({"num_members": 3}, "directory", r"arguments\.num_members = 3, got .* with 2\."),
-        ({"patience": 3}, "directory", r"arguments\.patience = 3, got .* with 10\."),
+        ({"key": 1}, "directory", r"with key = \[0, 1\]"),
+        ({"num_members": 3}, "directory", r"with num_members = 3, got .* = 2\."),
+        ({"patience": 3}, "directory", r"with patience = 3, got .* = 10\."),
         ({"batches": batches(CHANGED)}, "batches", DATA),
         ({"validation": batches()[1]}, "validation", DATA),
-        ({"validation": None}, "directory", r"arguments\.validation = False"),
+        ({"validation": None}, "directory", r"with validation = False"),
     ]
     trained = warm(tmp_path)["w"]
     for arguments, argument, what in others:

@@ -290,7 +290,7 @@ class TestCoefficient:
         given: dict[str, Any] = {"num_chains": 2, "directory": tmp_path / "llc", **options, **steps}
         run = functools.partial(local.llc, bowl, WEIGHTS, BATCHES, make_sampler=make, **given)
         online = run(**QUIET)
-        with pytest.warns(UserWarning, match="6 draws of .* loaded"):
+        with pytest.warns(UserWarning, match="Its 6 draws per chain"):
             again = run(**QUIET)
         np.testing.assert_array_equal(again.loss, online.loss)
         posterior: dict[str, Any] = {"temperature": 2.0, "prior_precision": 20.0}

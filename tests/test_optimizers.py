@@ -82,7 +82,7 @@ def test_a_run_that_was_killed_gives_the_same_iterates(stored, tmp_path):
     with pytest.warns(UserWarning) as caught:
         runs.run(tmp_path, sampler=optax.adamw(0.06))
     assert any("began with another `sampler`" in str(one.message) for one in caught)
-    with pytest.raises(ValueError, match="a run with the same settings.sampler.name = 'smile'"):
+    with pytest.raises(ValueError, match="that of a run with sampler.name = 'smile'"):
         runs.run(tmp_path, sampler=noisy())
 
 
@@ -125,12 +125,14 @@ def test_what_is_refused():
     with pytest.raises(ValueError, match=r"`sample\(params=...\)` .* copies in the chains \[1, 2"):
         run(params=same, **MOMENTUM)
     with pytest.raises(
-        ValueError, match=r"`sample\(sampler=...\)` .* whose last .* is the sampler"
+        ValueError, match=r"`sample\(sampler=...\)` .* chain that ends with the sampler"
     ):
         runs.run(sampler=optax.chain(quiet(), optax.clip_by_global_norm(1.0)))
     with pytest.raises(ValueError, match=r"`sample\(sampler=...\)` must be an Optax transf"):
         runs.run(sampler=optax.adamw)
-    with pytest.raises(ValueError, match=r"`sample\(sampler=...\)` .*exactly one .*, got 0"):
+    with pytest.raises(
+        ValueError, match=r"`sample\(sampler=...\)` .*exactly one .*, got one with 0"
+    ):
         runs.run(sampler=hidden(quiet()))
 
 

@@ -181,7 +181,8 @@ def test_a_chain_that_goes_on_after_the_sampler_is_refused(name):
         (optax_smile.last_accepted, "last_accepted(state", state, START),
         (functools.partial(sample, **counts), "sample(sampler", start, [0], tx),
     ):
-        rule = re.escape(f"`{argument}=...)` must be that of a chain whose last transformation is")
+        kind = "a chain" if "sampler" in argument else "the state of a chain"
+        rule = re.escape(f"`{argument}=...)` must be {kind} that ends with the sampler")
         with pytest.raises(ValueError, match=rule):
             function(*given)
     # A tuple of a loop's own is no chain.

@@ -306,16 +306,20 @@ def test_the_command(run, draws, tmp_path):
 
 def test_what_does_not_fit_is_named(run, draws, tmp_path):
     prediction, unknown = classify(draws), classify(draws, None)
+    others = classify(
+        optax_smile.Snapshots(jax.tree.map(lambda x: x[:1], draws.params)), per="draw"
+    )
     of_all: dict[str, Any] = {"name": "test", "prediction": prediction, "directory": run}
     for rule, given in {
         r"name=...\)` must be a name of letters": {"name": "../test"},
         r"name=...\)` must be a name of": {"name": "x" * 101},
         r"scores\['LPPD'\]=...\)` must be a number": {"scores": {"LPPD": "high"}},
         r"prediction=...\)` must be made with": {"prediction": unknown, "targets": LABELS},
+        r"prediction=...\)` must be one of the draws in": {"prediction": others},
         r"directory=...\)` must be a directory": {"directory": tmp_path},
         r"targets=...\)` .*classes from 0 to 3, got 1 to 4": {"targets": LABELS + 1},
-        r"prediction=...\)` must be of 39 inputs": {"images": IMAGES[:39]},
-        r"images=...\)` must be an array \[input, height, width\] or": {"images": INPUTS},
+        r"images=...\)` must be as many images as": {"images": IMAGES[:39]},
+        r"images=...\)` must be a non-empty array \[input, height, width\] or": {"images": INPUTS},
         r"images=...\)` must be images with 1, 3, 4 ch": {"images": np.zeros((40, 5, 5, 2))},
         r"images=...\)` must be finite": {"images": np.full((40, 2, 2), np.nan)},
     }.items():

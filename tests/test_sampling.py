@@ -84,18 +84,30 @@ def test_batches_that_run_out_and_interrupts_end_the_run_with_what_there_is():
 
 INJECTED = optax.inject_hyperparams(optax_smile.sgld)(1e-4, num_data=9, key=jax.random.PRNGKey(0))
 MISFITS: list[tuple[dict[str, Any], str]] = [
-    ({"sampler": optax.chain(quiet(), quiet())}, r"sampler=...\)` must be .*exactly one .*got 2"),
-    ({"params": {"w": jnp.ones((3, 2)), "b": 0.0}}, r"params=...\)` must be .*of equal length"),
+    (
+        {"sampler": optax.chain(quiet(), quiet())},
+        r"sampler=...\)` must be .*exactly one .*got one with 2",
+    ),
+    (
+        {"params": {"w": jnp.ones((3, 2)), "b": 0.0}},
+        r"params=...\)` must be .*has the same length >= 1",
+    ),
     ({"loss": lambda p, batch: batch[1] @ batch[0]}, r"loss_fn=...\)` .* got shape \(2,\)"),
     ({"loss": lambda p, batch: (0.0, None)}, r"loss_fn=...\)` .* returns a tuple. With `aux=`"),
-    ({"loss": lambda p, b, aux: 0.0, "aux": jnp.zeros(3)}, r"loss_fn=...\)` .* returns a pair"),
+    (
+        {"loss": lambda p, b, aux: 0.0, "aux": jnp.zeros(3)},
+        r"loss_fn=...\)` .* returns .\(loss, new_aux",
+    ),
     ({"loss": lambda p, batch: jnp.zeros((), int)}, r"loss_fn=...\)` must be .*, got int32"),
     ({"aux": jnp.zeros(CHAINS)}, r"loss_fn=...\)` must be a function of \(params, ba"),
     ({"sampler": INJECTED}, r"sampler=...\)` must be .*static_args"),
     ({"dtype": "float16"}, r"dtype=...\)` must be None without a `directory`"),
     ({"observe": lambda draw: draw["w"][0], **EVERY}, r"observe=...\)` .* \[chain, ...\] of the 3"),
     ({"per_chain": True}, r"batches=...\)` must be .*axis of 3, with `per_chain`, .* \[\(20,\)\]"),
-    ({"batches": []}, r"batches=...\)` must be .* 14 batches or more, got one that ran out before"),
+    (
+        {"batches": []},
+        r"batches=...\)` must be batches for 14 gradients.*, got ones that ran out before",
+    ),
     ({"batches": iter(regression()[:4])}, r"batches=...\)` must be .*before the first draw"),
 ]
 

@@ -381,8 +381,12 @@ def test_what_does_not_fit_is_refused_before_the_first_step():
         ):
             find({name: sgld(1e-3)})
     refused: list[tuple[Any, dict[str, Any], str]] = [
-        ({}, {}, r"candidates=...\)` must be a dict of samplers or optimizers by name"),
-        ([sgld(1e-3)], {}, r"candidates=...\)` must be a dict of samplers or optimizers by name"),
+        ({}, {}, r"candidates=...\)` must be a dict of at least one sampler or optimizer by name"),
+        (
+            [sgld(1e-3)],
+            {},
+            r"candidates=...\)` must be a dict of at least one sampler or optimizer by name",
+        ),
         ({"a": None}, {}, r"candidates\['a'\]=...\)` must be"),
         (fine, {"batches": iter([TRAIN])}, r"batches=...\)` must be .*can be repeated"),
         (fine, {"largest_cost": 0.0}, r"largest_cost=...\)` must be in \(0, 100\], got 0.0"),

@@ -216,7 +216,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("name, label", CASES)
-@pytest.mark.filterwarnings("ignore:.*got no `value`")
+@pytest.mark.filterwarnings("ignore:.*got no loss")
 def test_moments(name, label):
     noise = NOISES[label]
     if name in LINEAR:

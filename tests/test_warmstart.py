@@ -38,6 +38,7 @@ def walk(step):
     return optax.stateless(lambda updates, params: step)
 
 
+@pytest.mark.filterwarnings("ignore:`warmstart`. `optimizer` is a sampler")
 def test_members_start_apart_and_converge():
     begun = train([TARGET], num_epochs=1)["w"]
     assert np.ptp(begun, axis=0).min() > 0.1

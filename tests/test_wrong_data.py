@@ -74,9 +74,7 @@ LONG: dict[str, Any] = {"sampler": LANGEVIN, "num_warmup": 200, "thin": 20}
 class TestSizes:
     def test_unequal_batches_are_told_before_the_first_step(self):
         """They weight the last ten examples thirteen times as much, and the means are far off."""
-        told = (
-            r"^`sample`: batches have different sizes: 1 of 130 and 1 of 10 examples.*Drop the last"
-        )
+        told = r"^`sample`: batches have different sizes: 1 of 130 and 1 of 10 examples.*Drop the"
         with pytest.warns(UserWarning, match=told) as seen:
             wrong = sample(UNEQUAL, **LONG)
         assert len(seen) == 1 and off(wrong) > 5 and off(sample(EQUAL, **LONG)) < 0.7
@@ -173,6 +171,11 @@ class TestFinite:
                 assert sample(iter([*rows[:-1], bad]), **given).num_draws == 12
             with pytest.raises(ValueError, match=rf"batches\[7\], which {reason}"):
                 sample([*EQUAL, bad])
+        # A batch on which the loss fails, by its shapes; the draws before it are kept.
+        narrow = EQUAL[0][0][:, :1], EQUAL[0][1]
+        for stream in (iter([*rows[:-1], narrow]), [*rows[:-1], narrow]):
+            with pytest.warns(UserWarning, match="12 of 60 .*: batch 15 of pass 1 does not fit"):
+                assert sample(stream, **given).num_draws == 12
         finding = found(check([*EQUAL, empty]))["empty batches"]
         assert finding.value == (7,) and "batches [7]" in finding.text
 
@@ -303,7 +306,11 @@ class TestCheck:
     def test_refuses_what_it_cannot_check(self):
         for batch, tx, message in (
             ([], SAMPLER, r"check\(batch=...\)` must be at least one batch"),
-            (EQUAL, optax.adam(1e-3), r"check\(sampler=...\)` must be one with an optax_smile"),
+            (
+                EQUAL,
+                optax.adam(1e-3),
+                r"check\(sampler=...\)` must be a transformation that contains an",
+            ),
         ):
             with pytest.raises(ValueError, match=message):
                 check(batch, tx)

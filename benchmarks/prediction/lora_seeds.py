@@ -24,7 +24,9 @@ from flax import nnx
 import optax_smile
 
 # The prior is around the low-rank weights as they begin, unless a method says otherwise.
-METHODS = ("MAP", "psmile", "psmile, two chains", "psmile, around the MAP", "smile")
+METHODS = ("MAP", "psmile", "psmile, cold", "psmile, two chains", "psmile, around the MAP", "smile")
+# As `local.network_candidates`.
+COLD = {"temperature": "auto", "tuner": optax_smile.angle_tuner(0.3)}
 
 
 @functools.cache
@@ -60,8 +62,9 @@ def run_cell(cell: records.Cell, **short: Any) -> records.Record:
     if sampler == "MAP":
         draws: Any = [best]
     else:
-        prior = {"prior_mean": centre, "prior_precision": config.prior_precision}
-        tx = samplers.build(sampler, num_data=config.num_train, **prior, key=config.seed)
+        given = {"prior_mean": centre, "prior_precision": config.prior_precision}
+        given |= COLD if variant == "cold" else {}
+        tx = samplers.build(sampler, num_data=config.num_train, **given, key=config.seed)
         sample = lora.sample_partition if variant == "two chains" else lora.sample_loop
         draws = sample(model, config, batches, tx)
     if variant == "two chains":

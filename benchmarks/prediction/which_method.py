@@ -51,7 +51,7 @@ def main():
     """Run the cells that are missing, print the tables."""
     parser = records.parser(__doc__)
     parser.add_argument(
-        "--problems", nargs="+", choices=compare.PROBLEMS, default=["digits", "energy"]
+        "--problems", nargs="+", choices=compare.PROBLEMS, default=list(compare.PROBLEMS)
     )
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--smoke", action="store_true", help="run seconds, for no table")

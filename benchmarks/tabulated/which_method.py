@@ -7,6 +7,13 @@ from benchmarks.tabulated.uci import OPTIONAL
 
 import verdict
 
+PROBLEMS = {
+    "digits": "digits, d / N = 4.5, 4,000 gradients",
+    "energy": "energy, d / N = 1.3, 10,000 gradients",
+    "airfoil": "airfoil, d / N = 0.63, 10,000 gradients",
+}
+SHOWN = ("deep ensemble", "checkpoints", "psmile", "psmile, cold")
+
 
 def scores(problem: str) -> Callable[[Sequence[Record]], Table]:
     """Mean and standard error over seeds."""
@@ -18,6 +25,24 @@ def scores(problem: str) -> Callable[[Sequence[Record]], Table]:
         return Table(*verdict.cells([record["methods"] for record in used]), used)
 
     return table
+
+
+def short(found: Sequence[Record]) -> Table:
+    """Test LPPD of the methods of the documentation's page, and the best of all others."""
+    rows, used = [], []
+    for problem, shown in PROBLEMS.items():
+        records = of(found, problem)
+        if not records:
+            continue
+        used += records
+        results = [record["methods"] for record in records]
+        known = [x for x in results[0] if verdict.column(results, x, "lppd")]
+        scores = {x: verdict.estimate(verdict.column(results, x, "lppd")) for x in known}
+        others = {x: scores[x] for x in known if x not in (*SHOWN, verdict.CHOOSER)}
+        best = max(others, key=lambda name: others[name].mean)
+        cells = [scores[x].shown() for x in SHOWN]
+        rows.append([shown, *cells, f"{best}: {scores[best].shown()}"])
+    return Table(["problem", *SHOWN, "best of the others"], rows, used)
 
 
 def advice(problem: str) -> Callable[[Sequence[Record]], str]:

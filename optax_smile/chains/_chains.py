@@ -220,6 +220,14 @@ class Chains:
             chains = chains._replace(params=params, aux=aux)
         return self._losses(chains, batch)
 
+    def misfit(self, batch: Batch) -> str:
+        """Say why the loss does not take a batch; "" if it does."""
+        try:
+            self._losses.check(self.tree, batch)
+        except _check.ArgumentError as error:
+            return f"does not fit `loss_fn`: {error.got}"
+        return ""
+
     def check(self, batch: Batch, settings: Options | None, warns: bool):
         """Require finite scalar losses and chains that differ.
 
@@ -232,8 +240,8 @@ class Chains:
         lost = np.flatnonzero(~np.isfinite(losses)).tolist()
         if lost:
             rule = "a start at which the loss of every chain is finite"
-            got, advice = f"{losses[lost[0]]} in the chains {lost}", "Are the batches finite?"
-            _check.fail("sample", "params", rule, got, advice)
+            got = f"{losses[lost[0]]} in the chains {lost}"
+            _check.fail("sample", "params", rule, got, _checks.NOT_FINITE)
         # Also parameters that the loss does not use.
         _check.Tree(finite=True)("sample", "params", self.tree.params)
         if len(set(losses.tolist())) < len(losses) and not self.per_chain:

@@ -48,6 +48,7 @@ BEFORE = (
     " weight decay. Only `optax.clip_by_global_norm` may go before it."
 )
 CLIP = "Clip at a norm that gradients rarely exceed, or not at all."
+NOT_FINITE = "Are the batches finite, and the labels in their range?"
 NONFINITE = (
     "Their steps were rejected, and the draws are not those of the posterior. Are the batches"
     " finite, and the gradients of the loss on them?"
@@ -94,7 +95,7 @@ def loss_of(
             extras["key"] = key
         result = loss_fn(params, batch, **extras)
         if has_aux and not (isinstance(result, tuple) and len(result) == 2):
-            rule = "a function that with `aux` returns a pair of loss and new aux"
+            rule = "a function that returns `(loss, new_aux)`, since `aux` is given"
             _check.fail(where, "loss_fn", rule, f"one that returns {_check.show(result)}")
         if not has_aux and isinstance(result, tuple):
             rule = "a function that returns a scalar mean loss"
@@ -144,8 +145,14 @@ class Losses:
         self.check(chains, batch)
         return self.compiled(chains, self.put(batch))
 
-    def check(self, chains: Tree, batch: Batch):
-        """Require a scalar loss and, if each chain has its own batch, one batch per chain."""
+    def check(self, chains: Tree, batch: Batch, argument: str = "loss_fn"):
+        """Require a scalar loss and, if each chain has its own batch, one batch per chain.
+
+        Args:
+            chains: `params`, `aux` and `key` of the chains.
+            batch: one batch.
+            argument: of the public function, which errors of the loss name.
+        """
         where, number = self.where, self.number
         of_arrays = _check.Tree("an iterable of batches, trees of arrays of numbers")
         of_arrays(where, "batches", batch)
@@ -156,15 +163,19 @@ class Losses:
                 rule = f"batches whose leaves have a leading axis of {number}, with `{name}`"
                 _check.fail(where, "batches", rule, f"the leading axes {sorted(rows)}")
         rule = "a function that returns a scalar mean loss"
+        if argument != "loss_fn":
+            rule = "one batch, for which `loss_fn` returns a scalar mean loss"
         shapes = jax.tree.map(np.shape, batch)
-        advice = f"It got `params` and the first of `batches`, {shapes}."
+        advice = f"It was called with `params` and a batch of the shapes {_check.cut(shapes)}."
+        if argument == "loss_fn" and where != "check":
+            advice += " To use a single batch, pass `[batch]`."
         given = chains, self.put(batch)
-        loss = _check.traced(where, "loss_fn", self.compiled, *given, rule=rule, advice=advice)
+        loss = _check.traced(where, argument, self.compiled, *given, rule=rule, advice=advice)
         if not hasattr(loss, "shape") or loss.shape != (number,):
             got = jax.tree.map(lambda x: x.shape[1:], loss)
-            _check.fail(where, "loss_fn", rule, f"shape {got}")
+            _check.fail(where, argument, rule, f"shape {got}")
         if not jnp.issubdtype(loss.dtype, jnp.floating):
-            _check.fail(where, "loss_fn", rule, str(loss.dtype))
+            _check.fail(where, argument, rule, str(loss.dtype))
 
 
 def warn_of_sum(
@@ -360,14 +371,29 @@ def _num_distinct(batches: Sequence[Batch], per_chain: bool) -> int:
 class WatchedStream:
     """A stream that ends at an unusable batch, and warns once of a batch of another size.
 
+    Args:
+        where: name of the public function.
+        stream: the batches.
+        per_chain: whether each chain has its own batch.
+        warns: whether to warn of batches of other sizes.
+        misfit: says why the loss does not take a batch of new shapes; "" if it does.
+
     Attributes:
         defect: what is wrong with the batch that ended the stream; "" if nothing.
     """
 
-    def __init__(self, where: str, stream: Stream, per_chain: bool, warns: bool):
+    def __init__(
+        self,
+        where: str,
+        stream: Stream,
+        per_chain: bool,
+        warns: bool,
+        misfit: Callable[[Batch], str],
+    ):
         self.where, self.stream, self.per_chain = where, stream, per_chain
-        self.warns, self.defect = warns, ""
+        self.warns, self.misfit, self.defect = warns, misfit, ""
         self.structure, self.rows = None, None
+        self.shapes: set[tuple] = set()
 
     def __iter__(self) -> Iterator[Batch]:
         return self
@@ -376,7 +402,13 @@ class WatchedStream:
         batch = next(self.stream)
         if self.structure is None:
             self.structure = jax.tree.structure(batch)
-        if reason := defect(batch, self.structure, self.per_chain):
+        reason = defect(batch, self.structure, self.per_chain)
+        shapes = tuple(map(np.shape, jax.tree.leaves(batch)))
+        # The caller checks the loss on the first batch.
+        if not reason and self.shapes and shapes not in self.shapes:
+            reason = self.misfit(batch)
+        self.shapes.add(shapes)
+        if reason:
             number, of_pass = self.stream.taken, self.stream.passes + 1
             self.defect = f"batch {number} of pass {of_pass} {reason}"
             raise StopIteration
@@ -515,7 +547,7 @@ def check_first_gradients(where: str, seen: Gradients):
     lost = np.flatnonzero(~seen.starts_finite).tolist()
     if lost:
         rule = "a start at which the gradients of every chain are finite"
-        advice = "Are the batches finite? A loss may be finite where its gradient is not."
+        advice = f"{NOT_FINITE} A loss may be finite where its gradient is not."
         _check.fail(where, "params", rule, f"nan or inf in the chains {lost}", advice)
 
 

@@ -168,11 +168,15 @@ class DirectoryRun:
         has_checkpoint = self.checkpoints.newest() is not None
         if not resume and (has_draws or has_checkpoint):
             rule = "a directory without draws, since `resume` is False"
-            got = f"{self.directory}, which holds another run"
-            _check.fail("sample", "directory", rule, got, "Choose another, or remove it.")
+            got = f"{self.directory}, which holds a run"
+            advice = "Choose another, remove it, or pass resume=True."
+            _check.fail("sample", "directory", rule, got, advice)
         if not has_checkpoint:
             self._refuse_draws_alone()
             return None
+        if "run" in (self.checkpoints.place() or {}):
+            got, advice = f"{self.directory}, which holds a `warmstart`", "Choose another."
+            _check.fail("sample", "directory", "new, or that of a run of `sample`", got, advice)
         self.checkpoints.check_format("sample", chains.tree)
         before = _format.read_manifest("sample", self.directory)
         # Before the loss is computed with other shapes.
@@ -212,8 +216,8 @@ class DirectoryRun:
         newest = max(block.path.stat().st_mtime for block in draws.draws[-1])
         date = time.strftime("%Y-%m-%d", time.localtime(newest))
         warn(
-            f"`sample`: {draws.num_draws} draws of {date} loaded from {self.directory}: the run is"
-            " finished."
+            f"`sample`: the run in {self.directory} is finished. Its {draws.num_draws} draws per"
+            f" chain, of {date}, are returned. A larger `num_draws` extends it."
         )
 
     def put(self, number: int, step: int, stats: Mapping[str, np.ndarray], draw: Tree | None):
@@ -419,9 +423,16 @@ def lock(where: str, directory: Path) -> Iterator[None]:
     Raises:
         ValueError: another live process holds it.
     """
-    directory.mkdir(parents=True, exist_ok=True)
+    if directory.exists() and not directory.is_dir():
+        _check.fail(where, "directory", "a directory", f"the file {directory}")
     with contextlib.ExitStack() as closing:
-        file = closing.enter_context((directory / f".lock-{jax.process_index()}").open("a+"))
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            file = closing.enter_context((directory / f".lock-{jax.process_index()}").open("a+"))
+        except OSError as error:
+            got = f"{directory} ({error.strerror})"
+            advice = "`load_snapshots` reads the draws of a directory that is read-only."
+            _check.fail(where, "directory", "a directory that can be written", got, advice)
         with contextlib.suppress(ImportError):
             import fcntl
 
@@ -611,9 +622,10 @@ def check_settings(where: str, directory: Path, before: Json, now: Json):
         is_function = parts[:2] == ["settings", "sampler"] and parts[-1] in functions
         is_compared = parts[0] not in others and not is_function
         if is_compared and mine != theirs.get(name):
-            rule = f"new, or hold a run with the same {name} = {mine!r}"
+            shown = ".".join(parts[1:] or parts)
+            rule = f"new, or that of a run with {shown} = {mine!r}"
             advice = "Choose another, or pass the arguments of that run."
-            got = f"{directory} with {theirs.get(name)!r}"
+            got = f"{directory}, of a run with {shown} = {theirs.get(name)!r}"
             _check.fail(where, "directory", rule, got, advice)
     # Runs of earlier versions have no checksums.
     earlier = before.get("functions", functions)
@@ -640,7 +652,7 @@ def check_same(where: str, directory: Path, before: Json, now: Json):
         for name in [x for x in WORDS if x in theirs and x in mine]:
             if not _is_same(name, theirs[name], mine[name]):
                 rule = f"the data of the run in {directory}, with {WORDS[name]} {theirs[name]}"
-                advice = "Choose another directory. Data are compared if they are a list or tuple."
+                advice = "To sample from other data, choose another directory."
                 _check.fail(where, argument, rule, mine[name], advice)
     if before["loss"] is not None and now["loss"] is not None:
         first, second = np.array(before["loss"]), np.array(now["loss"])

@@ -153,7 +153,8 @@ def check(
         params, aux = jax.tree.map(lambda x: jnp.asarray(x)[None], (params, aux))
     settings = _settings.of(sampler, jax.tree.map(_shape_of_chain, params))
     if settings is None:
-        _check.fail("check", "sampler", "one with an optax_smile sampler", "one without")
+        rule = "a transformation that contains an optax_smile sampler"
+        _check.fail("check", "sampler", rule, "one without")
     checks = [*_of_data(batches, is_whole, settings, num_data)]
     usable = [part for part in batches if _checks.size(part, False) != 0]
     if usable:

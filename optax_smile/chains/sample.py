@@ -99,15 +99,18 @@ def sample(
     """Run many chains, and keep the current draw of each every `thin` steps after a warm-up.
 
     Args:
-        loss_fn: mean loss `loss_fn(params, batch)`, a scalar without the prior. With `aux` it is
-            called with `aux=` and returns `(loss, new_aux)`; if `stochastic` it gets `key=`.
-        params: start of the chains, each leaf `[chain, ...]`, such as `warmstart` returns.
+        loss_fn: mean loss `loss_fn(params, batch)`, a scalar without the prior. If `aux` is given,
+            it is called as `loss_fn(params, batch, aux=aux)` and returns `(loss, new_aux)`. If
+            `stochastic` is True, it also receives `key=`.
+        params: initial parameters of all chains, each leaf `[chain, ...]`, as `warmstart` returns
+            them.
         batches: iterable of batches, restarted when exhausted. Batches of equal shape compile only
             once. In a multi-process run, every process gets the same batches.
         sampler: a sampler of this library, alone or last in an `optax.chain`. For comparison, it
-            may be any Optax optimizer. Its iterates, one per gradient, then take the place of the
-            draws. They are checkpoints, not posterior draws: a warning says so, the settings of the
-            draws have `"is_posterior": False`, and `diagnostics.summary` and `local` refuse them.
+            may be any Optax optimizer. Its iterates then take the place of the draws; one step is
+            one gradient. They are checkpoints, not posterior draws: a warning says so, the settings
+            of the draws have `"is_posterior": False`, and `diagnostics.summary` and `local` refuse
+            them.
             An optimizer gets `value`, `grad` and `value_fn` if it takes them. Its steps to
             non-finite parameters are skipped and counted in `num_nonfinite`, with a warning.
         num_warmup: steps of each chain before the first draw, >= 0.
@@ -135,56 +138,58 @@ def sample(
         directory: directory for draws and checkpoints, written while the chains run. None: keep
             the draws in host memory.
         resume: whether to resume the run in the directory, if there is one, from its newest
-            checkpoint. Sampler, key, shapes, `dtype`, `num_warmup`, `thin`, `batch_per`,
-            `stochastic` and `per_chain` must be the same, and the examples, in any order, if
-            `batches` is a list or tuple. Another loss at the start, a changed function such as a
-            `log_prior`, and other `params`, which are ignored, give a warning. Other arguments may
-            differ. A larger `num_draws` extends a finished run; otherwise its draws are returned,
-            with a warning. False: the directory must not hold a run.
-        check: warn of a loss that looks like a sum over the examples; of a `num_data` that does not
-            fit the examples, or tokens, of the batches; of batches of different sizes, which
-            weight their examples unequally under a mean loss; and, at the end, of gradients that
-            were not finite or that a clip before the sampler has shortened. It costs a few forward
-            passes, and 33 more if there are more than 2 `num_data` parameters. See
-            `optax_smile.check` for your own loop.
-        checkpoint_minutes: minutes between checkpoints, >= 0. There is always one at the start and
-            one at the end.
+            checkpoint. These must be unchanged: sampler, key, shapes, `dtype`, `num_warmup`,
+            `thin`, `batch_per`, `stochastic` and `per_chain`. If `batches` is a list or tuple, it
+            must have the same examples, in any order. There is a warning if the loss at the start
+            or a function such as `log_prior` has changed, or if `params` differ (the new ones are
+            ignored). Other arguments may differ. A finished run is extended if `num_draws` is
+            larger; otherwise the stored draws are returned, with a warning. False: the directory
+            must not hold a run.
+        check: warn if the loss looks like a sum, if `num_data` does not fit the examples, or
+            tokens, of the batches, or if batches differ in size (a mean loss then weights their
+            examples unequally). At the end, warn if gradients were not finite, or were shortened by
+            a clip before the sampler. This costs a few forward passes, and 33 more if there are
+            more than 2 * num_data parameters. See `optax_smile.check` for your own loop.
+        checkpoint_minutes: minutes between checkpoints, >= 0. A checkpoint is always written at the
+            start and at the end.
         dtype: precision of the draws on disk: `"float16"`, `"float32"` or `"float64"`; None: that
             of the parameters. Requires a `directory`.
         progress: show a progress bar with step size, energy change and rejected steps, or with the
             loss of an optimizer, if tqdm is installed.
-        callback: `callback(step, stats)`, called every `thin` steps with arrays `[chain]`: the
-            results of `optax_smile.stats`, `loss` and `start_loss`. For an optimizer, step size and
-            energies are NaN.
-        observe: `observe(draw)` of all chains, arrays `[chain, ...]` on the devices, returns a tree
-            of arrays `[chain, ...]`, such as losses. They are kept in place of the draws.
+        callback: `callback(step, stats)`, called every `thin` steps with a dict of arrays
+            `[chain]`: the fields of `optax_smile.stats`, `loss`, and `start_loss`, the loss of the
+            first batch at the start. For an optimizer, step size and energies are NaN.
+        observe: function `observe(draw)`. It receives the current draw of all chains, arrays
+            `[chain, ...]` on the devices, and returns a tree of arrays `[chain, ...]`, such as
+            losses, which are kept in place of the draws.
         stop: an `EvidenceStop`, which ends the run before `num_draws` once held-out data provide
             the required evidence; `stopping` of the draws says why. To resume, pass the same rule
-            and data, which are applied to the stored draws again, or None to continue without.
+            and data (the rule is applied to the stored draws again), or None to continue without a
+            rule.
 
     Returns:
         `Snapshots` with `params` `[chain, draw, ...]` and statistics every `thin` steps; with a
-        `directory`, the `StoredSnapshots` that `load_snapshots` returns. A run ends early at
-        Ctrl-C, at SIGTERM, if the batches run out, or at a batch that is empty or has another
-        structure than the first. It then finishes the step, writes a checkpoint, warns, and
-        returns the draws so far. Without a directory, each of several processes returns its own
-        chains.
+        `directory`, the `StoredSnapshots` that `load_snapshots` returns. A run ends early on Ctrl-C
+        or SIGTERM, when the batches run out, or when a batch is empty or differs in structure from
+        the first. It then finishes the step, writes a checkpoint, warns, and returns the draws so
+        far. In a multi-process run without a directory, each process returns only its own chains.
 
     Raises:
         ValueError: an argument is out of range; leading axes disagree; the loss is not a scalar, or
             it or its gradients are not finite at the start; identical chains would stay identical;
-            there are several samplers; gradients are changed before they reach the sampler, other
-            than by a clip of their norm, or updates after it; a batch in a list is empty; the mesh
-            is invalid; the batches run out before the first draw, or no point of the run is a draw;
-            `stop` is combined with `observe` or several processes, or does not fit the model; the
-            `directory` is in use, holds another run or checkpoints in another version's format.
+            there are several samplers; gradients are changed before the sampler (a clip of their
+            norm is allowed), or updates are changed after it; a batch in a list is empty; the mesh
+            is invalid; the batches run out before the first draw, or no step of the run ends in a
+            draw (see `num_draws`); `stop` is combined with `observe` or several processes, or does
+            not fit the model; the `directory` is in use, cannot be written, or holds another run,
+            or its checkpoints have the format of another version.
         OSError: a draw or a checkpoint could not be written, such as on a full disk. The message
             names the file; earlier draws can be loaded.
         KeyboardInterrupt: interrupted before the first draw, or by a second Ctrl-C.
 
     Cost: one gradient per chain and step, two with `"minimal_norm"`. Without a `directory`, the
-    draws take host memory. With `specs`, each device of a chain gathers a whole draw before it is
-    kept.
+    draws take host memory. With `specs`, every device that holds a part of a chain gathers the
+    whole parameters of a draw before the draw is stored.
 
     Example:
         >>> import jax, jax.numpy as jnp, optax_smile
@@ -271,7 +276,9 @@ class Run:
             num_data = (self.settings or {}).get("num_data")
             _checks.check_list("sample", setup.batches, num_data, setup.per_chain, warns)
             warns = False
-        self.watched = _checks.WatchedStream("sample", self.stream, setup.per_chain, warns)
+        self.watched = _checks.WatchedStream(
+            "sample", self.stream, setup.per_chain, warns, self.chains.misfit
+        )
         self.kept = self._keep(sampler, closing)
         self.place = Place(0, 0, self.stream.position())
         self.is_begun = self.has_advanced = False
@@ -447,14 +454,15 @@ def check_end(where: str, run: Run, num_steps: int, num_draws: int, is_stopped: 
             _check.fail(where, "num_draws", rule, num_draws, advice)
         if run.watched.defect:
             _check.fail(where, "batches", _checks.USABLE, run.watched.defect)
-        rule = f"an iterable with {num_steps * run.batches_per_step} batches or more"
-        _check.fail(where, "batches", rule, "one that ran out before the first draw")
+        rule = f"batches for {num_steps * run.batches_per_step} gradients, or a list to restart"
+        advice = "Pass a list, or another iterable that can be restarted. A generator cannot."
+        _check.fail(where, "batches", rule, "ones that ran out before the first draw", advice)
     if place.num_kept < num_draws and not run.is_stopped:
         fewer = f"{place.num_kept} of {num_draws} draws per chain"
         if step == num_steps:
             warn(f"`{where}` kept {fewer}: the other points are not draws, see `is_draw`.")
         else:
-            reason = f": {run.watched.defect}" if run.watched.defect else ""
+            reason = "" if is_stopped else f": {run.watched.defect or 'the batches ran out'}"
             resume = "To be able to resume a run, pass a `directory`."
             if folder is not None:
                 resume = f"A checkpoint is in {folder}: repeat the call to resume."

@@ -111,11 +111,12 @@ class Selection(NamedTuple):
 class _Candidates(_check.Constraint):
     """Transformations by name, converted to a dict."""
 
-    text = "a dict of samplers or optimizers by name, such as {'psmile': psmile(...)}"
+    text = "a dict of at least one sampler or optimizer by name, such as {'psmile': psmile(...)}"
 
     def __call__(self, where, argument, value, given=_check.NOTHING):
         if not isinstance(value, Mapping) or not value:
-            _check.fail(where, argument, self.text, _check.show(value))
+            got = "an empty dict" if isinstance(value, Mapping) else _check.show(value)
+            _check.fail(where, argument, self.text, got)
         for name, candidate in value.items():
             is_text = isinstance(name, str) and name.strip(". ") and name != ROUNDS
             if not is_text or NOT_IN_NAMES & set(name):

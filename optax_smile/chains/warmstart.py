@@ -25,7 +25,6 @@ from optax_smile.draws import _format
 
 # Functions whose errors are reported as those of `warmstart`.
 PARTS = "parallel.shardings", "parallel.place", "parallel.init", "parallel.split_key"
-OF_VALIDATION = {"loss_fn": "validation", "batches": "validation"}
 # Jitter relative to the size of the weights, see `chains_from_weights`. It changes the LPPD of
 # trained networks by about .01 nats, at most .05 (energy, concrete, diabetes); 0.1 changes it by up
 # to 2.
@@ -100,18 +99,20 @@ def warmstart(
     """Train the members of a deep ensemble in parallel, each with its own early stopping.
 
     Args:
-        loss_fn: mean loss `loss_fn(params, batch)`, a scalar without the prior. With `aux` it is
-            called with `aux=` and returns `(loss, new_aux)`; if `stochastic` it gets `key=`.
+        loss_fn: mean loss `loss_fn(params, batch)`, a scalar without the prior. If `aux` is given,
+            it is called as `loss_fn(params, batch, aux=aux)` and returns `(loss, new_aux)`. If
+            `stochastic` is True, it also receives `key=`.
         init_fn: `init_fn(key)` returns the initial parameters of a member.
         batches: iterable of batches, restarted for each epoch. Batches of equal shape compile only
             once.
-        optimizer: any Optax optimizer; schedules count its steps.
+        optimizer: any Optax optimizer. Its schedules advance with every batch.
         num_members: number of members, >= 1.
         key: JAX key or seed; each member gets its own initial parameters.
         num_epochs: largest number of epochs, >= 1.
         validation: a batch; after each epoch a member keeps its weights if their loss on this batch
             is the smallest so far. None: keep the last weights.
-        patience: epochs without improvement after which a member stops, >= 1.
+        patience: a member stops after this many epochs without a smaller validation loss, >= 1.
+            Without `validation` it is ignored.
         aux: initial auxiliary state of the model, such as running means of BatchNorm, each leaf
             `[member, ...]`.
         stochastic: whether the loss draws random numbers, such as dropout: it gets a new key at
@@ -119,28 +120,30 @@ def warmstart(
         per_member: whether each batch has a leading member axis; otherwise members share batches.
         mesh: devices; members are spread over the axis `"chain"`, see `parallel`.
         specs: how the parameters of one member are sharded, see `parallel.place`.
-        directory: directory for checkpoints, written after an epoch. A call with the same directory
-            resumes the training, or returns at once if it is finished. The arguments must be the
-            same, except `num_epochs`; so must the data if `batches` is a list or a tuple. Any other
-            iterable is read again from its start up to the epoch of the checkpoint, to reproduce
-            the order of shuffled batches. Another optimizer, or another loss at the start, gives a
-            warning.
-        check: warn, from the first batch, of a loss that looks like a sum over the examples.
-        checkpoint_minutes: minutes between checkpoints, >= 0; the end always writes one.
+        directory: directory for checkpoints, which are written at the end of epochs, see
+            `checkpoint_minutes`. A call with the same directory resumes the training, or returns at
+            once if it is finished. All arguments except `num_epochs` must be the same, and if
+            `batches` is a list or a tuple, its data as well. Any other iterable is first iterated
+            once for each finished epoch, so that shuffled batches come in the same order as before.
+            Another optimizer, or another loss at the start, gives a warning.
+        check: test the loss on the first batch, and warn if it looks like a sum over the examples.
+        checkpoint_minutes: smallest number of minutes between checkpoints, >= 0. One is always
+            written at the end.
         progress: show a progress bar, if tqdm is installed.
 
     Returns:
-        Parameters of all members, each leaf `[member, ...]`: those with the smallest validation
-        loss; with `aux` `{"params": ..., "aux": ...}`.
+        Parameters of all members, each leaf `[member, ...]`: for each member the weights with the
+        smallest validation loss, or without `validation` the last ones. With `aux`:
+        `{"params": ..., "aux": ...}`.
         Ctrl-C ends the training after the current epoch, with a warning, and returns the members so
-        far. So does SIGTERM without a directory.
+        far. SIGTERM does the same if there is no directory.
 
     Raises:
         ValueError: an argument is out of range, the loss is not a scalar, there are no batches, the
             mesh is invalid, the directory is in use or holds another training, or the loss of a
             member was never finite.
-        KeyboardInterrupt: at a second Ctrl-C; or at SIGTERM with a `directory`, after a checkpoint
-            is written, so that a script does not go on with half-trained members.
+        KeyboardInterrupt: on a second Ctrl-C. Also on SIGTERM if there is a directory: the
+            checkpoint is written first, and a script does not continue with half-trained members.
 
     Cost: one gradient per member and batch; memory for a second copy of the parameters.
 
@@ -156,7 +159,7 @@ def warmstart(
         >>> [round(float(w), 2) for w in members["w"]]
         [3.0, 3.0, 3.0, 3.0]
 
-    Source: Lakshminarayanan et al. 2017; as the start of chains Sommer et al. 2024.
+    Source: Lakshminarayanan et al. 2017; their use as the start of chains: Sommer et al. 2024.
     """
     optimizer = optax.with_extra_args_support(optimizer)
     loss = _checks.loss_of("warmstart", loss_fn, aux is not None, stochastic)
@@ -165,6 +168,11 @@ def warmstart(
     own_key, loss_key = jax.random.split(typed) if stochastic else (typed, None)
     keys = own_key, loss_key
     members = _begin(init_fn, optimizer, num_members, *keys, aux, mesh=mesh, specs=specs)
+    if _settings.of(optimizer, _host.shapes_of_one(members.params)) is not None:
+        warn(
+            "`warmstart`: `optimizer` is a sampler, so the members are draws. To train networks,"
+            " pass an optimizer, and the sampler to `sample`."
+        )
     train_one, judge_one = _steps(loss, optimizer, patience, validation is None)
     train = parallel.step(train_one, members, mesh=mesh, per_chain=per_member)
     judge = parallel.step(judge_one, members, mesh=mesh)
@@ -198,8 +206,8 @@ def warmstart(
                         of_batch = partial(losses, members)
                         _checks.warn_of_sum("warmstart", of_batch, batch, per_member, mesh)
                     if validation is not None:
-                        with _check.called("warmstart", "warmstart", **OF_VALIDATION):
-                            shared_losses.check(members, validation)
+                        with _check.called("warmstart", "warmstart", batches="validation"):
+                            shared_losses.check(members, validation, "validation")
                 members = train(members, losses.put(batch))
                 bar.begin()
             epoch += 1
@@ -237,7 +245,7 @@ def _check_finite(members: Members):
     lost = np.flatnonzero(~np.isfinite(_tree.local(members.best_loss))).tolist()
     if lost:
         rule = "an optimizer with which every member reaches a finite loss"
-        advice = "Are the batches and the validation finite?"
+        advice = "Are the loss at the initial parameters, the batches and the validation finite?"
         _check.fail("warmstart", "optimizer", rule, f"none for the members {lost}", advice)
 
 
@@ -272,6 +280,9 @@ def _open(
     closing.callback(checkpoints.close)
     checkpoints.check_format("warmstart", members)
     place = checkpoints.place()
+    if place is not None and "run" not in place:
+        got, advice = f"{directory}, which holds a run of `sample`", "Choose another."
+        _check.fail("warmstart", "directory", "new, or that of a `warmstart`", got, advice)
     if place is not None:
         _directory.check_settings("warmstart", directory, place["run"], identity)
         _directory.check_same("warmstart", directory, place["run"], identity)

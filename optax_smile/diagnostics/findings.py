@@ -472,7 +472,7 @@ def _risen(found: Summary, run: Run, sick: np.ndarray) -> Sign:
         # The loss at the start is that of one batch: its standard deviation between batches.
         noise = np.diff(losses, axis=1).std(axis=1) / np.sqrt(2) if losses.shape[1] > 1 else 0.0
     text = (
-        "the loss of the draws is {} nats per example above that of the start (flagged above"
+        "the loss of the draws minus that of the start is {} nats per example (flagged above"
         f" {MOST_RISE:g} plus the standard deviation of the loss between batches)."
     )
     has_risen = (rise > MOST_RISE + noise) & ~sick

@@ -33,39 +33,43 @@ def summary(
 ) -> Summary:
     """Check a whole run: what looks wrong, and what to try.
 
-    It reports chains that
+    It reports the following problems of chains. The name of each check is in parentheses.
 
-    - are identical (copies), or whose updates did not reach the parameters unchanged (altered);
-    - have non-finite gradients (not finite), or left the region of good parameters (diverged);
-    - hardly move (frozen), still fall towards the posterior (still on its way), have a trend (not
-      settled) or few independent draws (slow);
-    - form groups that predict differently (different modes), or disagree (chains differ);
-    - have a far larger loss than the start (worse than the start), reject far more steps than
-      expected (rejected steps), or still change their step size (step size).
+    - They are identical (copies), or something changed the updates before they reached the
+      parameters (altered).
+    - Gradients are not finite (not finite), or a chain predicts far worse than the others, or than
+      its first draws (diverged).
+    - They hardly move (frozen), their energy still falls (still on its way), their predictions
+      drift (not settled), or they have few independent draws (slow).
+    - Groups of chains predict differently (different modes), or chains disagree (chains differ).
+    - Their loss is far above that of the start (worse than the start), far more steps are rejected
+      than expected (rejected steps), or the step size still changes (step size).
 
-    Each of the `checks` has the numbers that were tested. Without a prediction it cannot find slow
-    chains, different modes, or chains that all predict badly.
+    The attribute `checks` of the result lists every check with its numbers and its bound. Without a
+    prediction, `summary` cannot find slow chains, different modes, or chains that all predict
+    badly.
 
     Args:
         snapshots: result of `sample`, `load_snapshots` or `Snapshots.from_draws`. Weights without a
             sampler, such as a deep ensemble, get a short summary.
         prediction: result of `predict(..., per="draw", targets=...)` for the same draws, on test or
-            training data. Chains are then judged by their predictions instead of their weights. If
-            an input has several outputs, the one that varies most is used.
-        max_inputs: number of randomly chosen predictions, or weights, for R-hat and ESS, >= 1.
+            training data. Chains are then judged by their predictions instead of their weights. Of
+            several outputs per input, the one that varies most over the draws is used.
+        max_inputs: R-hat and ESS use at most this many randomly chosen inputs (without a
+            prediction: weights), >= 1.
         seed: seed of this choice, >= 0.
 
     Returns:
         A `Summary`: print it.
 
     Raises:
-        ValueError: an argument is out of range; there are no draws, or they are iterates of an
-            optimizer or a subset that `thin_to` chose, from which convergence cannot be judged; the
-            prediction lacks single draws or targets, or is of other draws.
-        ImportError: ArviZ is missing and there are enough draws to need it.
+        ValueError: an argument is out of range; convergence cannot be judged, because there are no
+            draws, or they are iterates of an optimizer, or `thin_to` chose them; the prediction was
+            made without `per="draw"` or `targets`, or of other draws.
+        ImportError: ArviZ is not installed. R-hat and ESS need it from 4 draws per chain on.
 
-    Cost: about a millisecond per chain and chosen input, and a pass over the draws, of which two
-    per chain are in memory.
+    Cost: about a millisecond per chain and chosen input, and one pass over the draws. At most two
+    draws of each chain are in memory.
 
     Example:
         >>> import numpy as np, optax_smile

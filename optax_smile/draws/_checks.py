@@ -108,15 +108,17 @@ class Reading(_check.Constraint):
 
 @dataclass(frozen=True)
 class Inputs(_check.Tree):
-    """Arrays `[input, ...]` of the same length."""
+    """Arrays `[input, ...]` of the same length, finite: XLA can turn NaN into other numbers."""
 
     text: str = "arrays [input, ...] of the same length, at least 1"
+    finite: bool = True
 
     def __call__(self, where, argument, value, given=_check.NOTHING):
         super().__call__(where, argument, value, given)
         lengths = {np.shape(leaf)[:1] for leaf in jax.tree.leaves(value)}
         if len(lengths) != 1 or lengths & {(), (0,)}:
-            _check.fail(where, argument, self.text, jax.tree.map(np.shape, value))
+            got = _check.cut(jax.tree.map(np.shape, value))
+            _check.fail(where, argument, self.text, got)
         return value
 
 
@@ -179,8 +181,14 @@ def log_density_of(where: str, snapshots: Chains, prediction: Prediction) -> np.
     axes, each = (snapshots.num_chains, snapshots.num_draws), prediction.each
     density = None if each is None else each.log_density
     if density is None or density.ndim < 3 or density.shape[:2] != axes:
-        got = "none of single draws" if density is None else f"log densities {density.shape}"
-        rule = f'`predict(..., per="draw", targets=...)` of the {axes} chains and draws'
+        if density is not None:
+            got = f"one with log densities of shape {density.shape}"
+        else:
+            got = 'one without `per="draw"`' if each is None else "one without `targets`"
+        rule = (
+            'made by `predict(..., per="draw", targets=...)` from these draws,'
+            f" {axes[0]} chains of {axes[1]}"
+        )
         _check.fail(where, "prediction", rule, got)
     flat = density.reshape(*axes, -1).astype(float)
     # Padding of "tokens" is 0 in all draws.

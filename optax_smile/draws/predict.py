@@ -52,10 +52,10 @@ def predict(
     """Average the predictions of all snapshots (Bayesian model average).
 
     The predictive density is the average of those of the S snapshots, p(y | x) = sum_s p_s(y | x) /
-    S. For class probabilities, the entropy of this average is the mean entropy of a snapshot
-    (aleatoric) plus the mutual information of target and parameters (epistemic). Otherwise, the
-    variance of this average is the mean variance of a snapshot (aleatoric) plus the variance of the
-    snapshots' means (epistemic).
+    S. For class probabilities, its entropy (total) is the entropy of a snapshot, averaged over all
+    snapshots (aleatoric), plus the mutual information of target and parameters (epistemic). For
+    other targets, its variance (total) is the variance of a snapshot, averaged over all snapshots
+    (aleatoric), plus the variance of the snapshots' means (epistemic).
 
     Args:
         apply_fn: `apply_fn(params, inputs)` returns the outputs of one model for the inputs.
@@ -67,20 +67,21 @@ def predict(
             - `"categorical"`: logits `[input, class]`, labels `[input]`.
             - `"bernoulli"`: logits `[input, ...]`, targets 0 or 1 of the same shape.
             - `"gaussian"`: a pair of mean `[input, ...]` and log standard deviation; targets of the
-              shape of the mean. The second is a scalar, such as a sampled parameter, or has as many
-              axes as the mean, each of the same length or of length 1.
+              shape of the mean. The log standard deviation is a scalar, such as a sampled
+              parameter, or an array that broadcasts to the mean and has as many axes.
             - `"tokens"`: logits `[input, token, class]`, labels `[input, token]`, -1 for padding.
             - your own `Likelihood`.
         targets: observed values, `[input, ...]`.
         batch_size: inputs to run at once, >= 1; None: all.
-        curve: numbers of snapshots, >= 1, ascending; also return the average after each number.
-            Snapshots come draw by draw: with 4 chains, 8 snapshots are two draws of each chain.
+        curve: numbers of snapshots, >= 1, in ascending order. For each number k, also return the
+            average over the first k snapshots. Snapshots come draw by draw: with 4 chains, 8
+            snapshots are two draws of each chain.
         per: `"draw"`: also return the prediction of each draw; `"chain"`: also return the average
-            of each chain. Both are in host memory, in the attribute `each`.
+            of each chain. The result is in the attribute `each`, in host memory.
         mesh: devices. The axis `"chain"` runs snapshots in parallel, the axis `"data"` shards the
             inputs. None: JAX's default device.
-        specs: a tree of `jax.P` like one snapshot, which says how each array is sharded over the
-            other axes of the mesh; None: not sharded.
+        specs: a tree like one snapshot with a `jax.P` for each array: how it is sharded over mesh
+            axes other than `"chain"` and `"data"`. None: not sharded.
 
     Returns:
         A `Prediction`.
@@ -88,11 +89,12 @@ def predict(
     Raises:
         ValueError: an argument is out of range; there are no snapshots, or they are of different
             models; predictions are not finite or have a negative variance (the message names chain
-            and draw); the likelihood does not match the outputs, or the targets the likelihood.
+            and draw); the likelihood does not fit the outputs, or the targets do not fit the
+            likelihood.
 
-    Cost: one forward pass per snapshot; parameters pass through the host. Memory of each device:
-    the outputs of one snapshot, and three times the average (with `per="chain"`, three times the
-    averages of its chains).
+    Cost: one forward pass per snapshot; parameters pass through the host. Memory per device: the
+    outputs of one snapshot, and three times the size of the average; with `per="chain"`, three
+    times the size of the averages of the chains on that device.
 
     Example:
         >>> import jax.numpy as jnp, optax_smile
@@ -123,7 +125,7 @@ def predict(
         if predictor.count in curve:
             so_far.append(of_predictor(predictor._join)()[0])
     if len(so_far) < len(curve) and predictor.count:
-        rule = f"numbers of at most {predictor.count}, the number of snapshots"
+        rule = f"integers <= {predictor.count}, the number of snapshots"
         _check.fail("predict", "curve", rule, curve)
     return of_predictor(predictor.finalize)()._replace(curve=tuple(so_far))
 
@@ -256,7 +258,11 @@ class Predictor:
             self._batches[0],
         )
         rule, given = "a function of a snapshot and the inputs", (params, batch[0])
-        outputs = _check.traced("Predictor", "apply_fn", self.apply_fn, *given, rule=rule)
+        shapes = _check.cut(jax.tree.map(np.shape, batch[0]))
+        advice = f"It was called with inputs of the shapes {shapes}."
+        outputs = _check.traced(
+            "Predictor", "apply_fn", self.apply_fn, *given, rule=rule, advice=advice
+        )
         if self.likelihood.check is not None:
             self.likelihood.check(outputs, self.targets)
         read, needs = self.likelihood, None

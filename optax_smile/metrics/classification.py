@@ -132,7 +132,7 @@ def auroc(probabilities: ArrayLike, labels: ArrayLike) -> float:
         _check.fail("auroc", "probabilities", "of two or more classes", "one class")
     count = np.bincount(labels, minlength=num_classes)
     if not count.all():
-        rule = f"of every class from 0 to {num_classes - 1}"
+        rule = f"labels of every class from 0 to {num_classes - 1}"
         _check.fail("auroc", "labels", rule, f"none of class {count.argmin()}")
     areas = [
         np.mean(share_below(score[labels != which], score[labels == which]))

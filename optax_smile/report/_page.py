@@ -303,7 +303,11 @@ def _chains(snapshots: _ReadOnce, stored: list[Stored]) -> Iterator[str]:
         )
     summary = diagnostics.summary(snapshots, fitting[0].prediction if fitting else None)
     if fitting:
-        yield f"<p>The diagnostics use the prediction “{html.escape(fitting[0].name)}”.</p>"
+        yield (
+            f"<p>The diagnostics use the prediction “{html.escape(fitting[0].name)}”, of which one"
+            " number per input is stored. `summary` of the whole prediction may show other R-hats."
+            "</p>"
+        )
     yield from _lights(summary)
     yield (
         f"<details><summary>All figures, chain by chain</summary>{HINT}"

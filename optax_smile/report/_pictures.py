@@ -90,7 +90,7 @@ def of_chains(
     if trace and np.isfinite(trace["energy_change"]).any():
         yield Picture(
             "energy error",
-            "In a good run the band is flat and narrow.",
+            "In a good run the band stays at one level.",
             lambda ax: plots.energy_error(trace, ax=ax),
         )
     if trace and (nominal > 0 or np.any(trace["num_rejected"])):

@@ -12,6 +12,7 @@ from numpy.typing import ArrayLike
 from optax_smile import _check, _disk, metrics
 from optax_smile.draws import _format
 from optax_smile.draws.prediction import Outcome, Prediction
+from optax_smile.draws.snapshots import load_snapshots
 from optax_smile.plots import images as _images
 
 FILE = "prediction-{}.safetensors"
@@ -196,12 +197,21 @@ def store(
     kept = {field: getattr(prediction, field) for field in FIELDS} | {"targets": targets}
     draws = prediction.each
     if draws is not None and np.ndim(draws.log_density) == np.ndim(prediction.log_density) + 2:
+        run = load_snapshots(directory)
+        chains, number = np.shape(draws.log_density)[:2]
+        if chains != run.num_chains or number > run.num_draws:
+            rule = f"one of the draws in {directory}, {run.num_chains} chains of {run.num_draws}"
+            _check.fail("report.store", "prediction", rule, f"one of {chains} chains of {number}")
         kept |= {"each_log_density": draws.log_density}
         kept |= {"each_mean": draws.mean if np.ndim(draws.mean) == 3 else None}
     arrays = {field: np.asarray(array) for field, array in kept.items() if array is not None}
     if targets is not None and arrays["targets"].dtype.kind not in "biuf":
         _check.fail("report.store", "targets", "numbers", f"an array of {arrays['targets'].dtype}")
     if images is not None:
+        number = np.shape(prediction.mean)[:1]
+        if number and np.ndim(images) > 2 and np.shape(images)[:1] != number:
+            rule = f"as many images as the prediction has inputs, {number[0]}"
+            _check.fail("report.store", "images", rule, f"shape {np.shape(images)}")
         arrays |= _kept(images, prediction, targets)
     header = {"name": name, "scores": scores, "uncertainty": prediction.uncertainty}
     _disk.write(directory / FILE.format(name), _disk.pack(header, arrays))

@@ -343,8 +343,7 @@ def last_update(
 
 def _warn_without_value(where: str):
     warnings.warn(
-        f"`{where}` got no `value`: without energies `quantile_tuner` keeps the step size and"
-        " `reject_quantile` rejects only non-finite steps. Pass `value=loss` to `update`, or leave"
-        " both out.",
+        f"`{where}.update` got no loss. Without it, `quantile_tuner` does not adapt the step size,"
+        " and `reject_quantile` rejects only non-finite steps. Pass `value=loss` to `update`.",
         stacklevel=6,
     )

@@ -17,7 +17,7 @@ from optax_smile.state import Stats
 ROUNDING = 4
 # Share of the last displacement by which parameters may differ.
 SMALLEST_SHARE = 1e-3
-FOREIGN = "the tracked parameters, which are those of the call before plus its updates"
+FOREIGN = "the parameters of the last call plus its updates, which the state tracks"
 
 
 class TrackedState(NamedTuple):

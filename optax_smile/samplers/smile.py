@@ -122,21 +122,27 @@ def psmile(
     key: jax.Array | int | None = None,
     track_params: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
-    """Sample like `smile`, in coordinates in which all gradients are about equally large.
+    """Sample like `smile`, in coordinates in which all parts of a gradient are about equally large.
 
     With `smile`, gradient noise that is stronger in some directions makes the draws too wide there.
     A chain also mixes slowly if the posterior is much narrower in some directions than in others.
-    So gradients and displacements are both divided by a scale s: theta <- theta + eps u / s, with
-    eps, u and U as in `smile`. With the gradients g of U
+    So gradients and displacements are divided by a scale s, one number per parameter:
+    theta <- theta + eps u / s. The step size eps, the direction u and the energy U are those of
+    `smile`. With the gradients g of U
 
         s^2 = q / mean(q),  q = mean of g^2
 
     The mean over one window of gradients is used in the next window, which is 1.5 times as long.
     Within a window s is constant, so it does not bias the posterior. The first window has 64
-    gradients and begins once `descent` of `stats` is at most 3. Until it ends, s = 1. If `descent`
-    exceeds 3 later, the windows start again. The explicit noise reduces the effect of the
-    anisotropy that remains. Without it (`decoherence_length=None`) q is the mean of
-    (g - g_before)^2 / 2: only the noise of the gradients, as in the paper.
+    gradients. It begins when the chain no longer falls towards the posterior: when
+    `stats(state).descent`, in standard deviations, is at most 3. Until it ends, s = 1. If `descent`
+    exceeds 3 later, s is reset to 1 and the windows start again.
+
+    The sampler also adds isotropic noise of its own, the explicit noise (see
+    `decoherence_length`). It reduces the bias that remains because the gradient noise is not
+    equally strong in all directions. With `decoherence_length=None`, q is instead the mean of
+    (g - g_before)^2 / 2. This measures only the noise of the gradients, as in the paper (see
+    Source).
 
     Args:
         step_size: Euclidean length of one step of the whole parameter vector in the scaled
@@ -144,11 +150,11 @@ def psmile(
             learning rate: one weight moves by about step_size / sqrt(d). None: `angle_tuner`
             chooses it.
         num_data: number of terms over which the loss is averaged, >= 1: examples, or tokens. A loss
-            that is a sum over n terms cannot be detected. It acts like n times as many data: the
-            posterior is too narrow.
-        prior_precision: of the Gaussian prior, >= 0: a number, or a prefix of the parameter tree
-            with numbers or arrays like its leaves. Leave weight decay and penalties out of the
-            loss.
+            summed over n examples acts like n times as many data, and the posterior is too narrow.
+            The sampler cannot detect this; `sample` and `check` can.
+        prior_precision: precision (inverse variance) of the Gaussian prior, >= 0: a number, or a
+            prefix of the parameter tree with numbers, or arrays of the shapes of its leaves. Leave
+            weight decay and penalties out of the loss.
         prior_mean: mean of that prior, in the same form, or `"start"`: the initial parameters of
             the chain, which the state then stores. See `optax_smile.local`.
         log_prior: log density of another prior, `log_prior(params)`, a scalar in nats, up to a
@@ -157,74 +163,80 @@ def psmile(
             boundary: transform bounded parameters. With `optax.inject_hyperparams`, list it and
             `prior_precision` in `static_args`.
         temperature: of the posterior, > 0; 1 is the Bayesian posterior. `"auto"`:
-            min(1, 2 excess num_data / d) for d parameters, at which draws have a mean loss of at
-            most `excess` above that of a minimum. A temperature below 1 gives a cold posterior,
-            narrower than the Bayesian one. Networks with more weights than data can need it to
-            predict well; `optax_smile.select` chooses it by validation data. Under
-            `optax.partition` or `masked` pass a number: there d counts only the parameters that
-            this sampler receives.
+            min(1, 2 * excess * num_data / d), where d is the number of parameters. At this
+            temperature, the expected mean loss of a draw is at most `excess` above that of a
+            minimum. A temperature below 1 gives a cold posterior, narrower than the Bayesian one.
+            Networks with more weights than data can need it to predict well; `optax_smile.select`
+            chooses it by validation data. With `optax.partition` or `optax.masked` pass a number:
+            `"auto"` would count only the parameters that this sampler receives.
         excess: nats per example, > 0, for `temperature="auto"`.
-        integrator: `"leapfrog"`, or `"minimal_norm"` as published, with two calls per step.
+        integrator: `"leapfrog"`: one call of `update` per step. `"minimal_norm"`: the integrator of
+            the paper, two calls per step.
         tuner: rule for the step size. None: `step_size` is used as given; without a `step_size`,
             `angle_tuner()` chooses it. `angle_tuner(...)` cannot be combined with a `step_size`;
             `quantile_tuner(...)`, as published, starts from `step_size`.
-        reject_quantile: a step is rejected if |energy change| exceeds this quantile of a Gamma fit
-            to the earlier ones, in (0, 1); None rejects only non-finite steps. After a rejected
-            step the chain starts again from rest.
-        decoherence_length: distance, > 0, over which the explicit noise decorrelates u. From rest,
-            at the start and after a rejection, a chain leaves in a random direction; without
-            explicit noise, down the gradient. `"matched"`: the noise turns u by about as much as
-            the change of the gradients in a step does. In squares: (1 + 40 / d) times that squared
-            angle, at most twice the squared angle by which whole gradients turn u, times T^2 at
-            temperatures T < 1. This halves the bias that anisotropic gradient noise causes in the
-            posterior of a network. `"turning"`: 1 / R if the gradients turn u by R radians per unit
-            length. It mixes faster where gradients have little noise and all directions are alike,
-            such as under a strong prior around trained weights, and slower elsewhere. None: no
-            explicit noise, as published.
+        reject_quantile: number in (0, 1). A Gamma distribution is fitted to the earlier
+            |energy change|, and a step is rejected if its |energy change| exceeds this quantile of
+            the fit. The chain then returns to the start of the step. None: only non-finite steps
+            are rejected.
+        decoherence_length: distance, > 0, after which the explicit noise has turned u into a new,
+            independent direction, or one of two rules. At the start and after a rejection, u is
+            random; without explicit noise, it points down the gradient. `"matched"`: in each step
+            the noise turns u by about the angle a by which the change of the gradient since the
+            last step turns it. The squared angle is min((1 + 40 / d) a^2, 2 b^2) * min(T, 1)^2,
+            where b is the angle by which the gradient itself turns u, and T is the temperature.
+            This halves the bias that unequal gradient noise causes in the posterior of a network.
+            `"turning"`: 1 / R if the gradients turn u by R radians per unit length. It mixes faster
+            than `"matched"` if gradients have little noise and the posterior is about equally wide
+            in all directions, such as with a strong prior around trained weights. Otherwise it
+            mixes more slowly. None: no explicit noise, as in the paper.
         key: JAX key or seed, needed where `decoherence_length` is set. To give chains under `vmap`
             different keys, use `optax_smile.parallel.init(sampler, params, key=key)`.
         track_params: whether the state holds the parameters, for loops that call `update` or
             `last_accepted` without them. The state adds the updates to them, as
-            `optax.apply_updates` does. If a loop passes parameters that differ from these by more
-            than rounding, that is an error, or, in a compiled program, sets `is_altered`. A loop
-            that never passes them must apply the updates unchanged: other changes are not detected.
+            `optax.apply_updates` does. If a loop passes parameters that differ from the tracked
+            ones by more than rounding, `update` raises an error; in a compiled program it sets
+            `is_altered` of `stats` instead. A loop that never passes parameters must apply the
+            updates unchanged, since changes of the parameters are then not detected.
 
     Returns:
         An Optax transformation; it must be the last of a chain. Pass the mean loss of the batch to
         `update(grads, state, params, value=loss)`, as `value` or as `loss`, to get `energy_change`
         in `stats`. Only `quantile_tuner` and `reject_quantile` need it, and warn without it.
 
-        The float32 and float64 arrays of a tree are sampled; all other leaves do not change.
-        Arrays whose gradient is None, in every call, do not move and are not counted in d, and
-        their update is None. Arrays whose gradient is zero are sampled: the prior and the noise
-        move them. Exclude them with `optax.partition` or `optax.masked`. `log_prior` receives only
-        the sampled leaves.
+        The float32 and float64 arrays of a tree are sampled; all other leaves do not change. An
+        array whose gradient is None in every call does not move. Its update is None, and d does not
+        count it. Arrays whose gradient is zero are sampled: the prior and the noise move them.
+        Exclude them with `optax.partition` or `optax.masked`. `log_prior` receives only the sampled
+        leaves.
 
         Outside of `jax.jit`, `update` compiles itself. It donates no buffers: during a call the old
         and the new state are both in memory.
 
     Raises:
         ArgumentError (a ValueError): an argument is out of range, or `key` is missing. From `init`:
-            parameters are not float32 or float64, not finite, or fewer than two, or `log_prior` is
-            not finite there. From `update`: `params` is missing; a tree has another structure; the
-            state is that of another transformation or version; gradients are not floating-point
-            numbers, or are None at other leaves than in the first call; the mean loss is not a
-            scalar, or is passed as both `value` and `loss`. Non-finite gradients and losses never
-            raise: such steps are rejected and counted.
+            parameters that are not float32 or float64 or not finite, fewer than two parameters, or
+            a `log_prior` that is not finite at them. From `update`: a tree that does not have the
+            structure of the parameters; the state of another transformation or version; gradients
+            that are not floating-point numbers, or are None at other leaves than in the first call;
+            a mean loss that is not a scalar, or is passed as both `value` and `loss`. Non-finite
+            gradients and losses never raise: such steps are rejected and counted.
+        ValueError: from `update`, `params` is missing.
 
-    Cost: one gradient per call. State: three parameter-sized arrays and 1.6 % of another (for
-    leaves of at most 1,024 entries, two more arrays); one more array each without explicit noise,
-    with `"minimal_norm"` and with `track_params`.
+    Cost: one gradient per call. State: three arrays of the size of the parameters, and a sketch: an
+    array of 1.6 % of the size of each leaf, or, for leaves of at most 1,024 entries, of twice their
+    size. `decoherence_length=None`, `"minimal_norm"` and `track_params` each add one array of the
+    size of the parameters.
 
     Example:
         >>> import jax, jax.numpy as jnp, optax_smile
         >>> tx = optax_smile.psmile(num_data=50_000, key=jax.random.key(0))
         >>> state = tx.init({"w": jnp.zeros((2, 3)), "b": jnp.zeros(3)})
 
-    Source: Sommer et al., ICML 2026, section 3.2 and algorithm 1. Differs: as `smile`; the scale
-    and its windows are ours. The published variance about a moving mean (`published.psmile`)
-    follows the gradient along the path where there is little noise, and the chain then no longer
-    samples the posterior.
+    Source: Sommer et al., ICML 2026, section 3.2 and algorithm 1. Differs: as described for
+    `smile`; the scale and its windows are ours. The paper uses the variance of the gradient about a
+    moving mean (`published.psmile`). Where there is little noise, that scale follows the gradient
+    along the path of the chain, which then no longer samples the posterior.
     """
     return build(
         "psmile",
