@@ -332,7 +332,7 @@ class Key(Constraint):
     def rule(self) -> str:
         """A key or a seed, and its purpose."""
         rule = "a single JAX key, such as jax.random.key(0), or an integer seed"
-        return f"{rule} {self.purpose}".rstrip()
+        return f"{rule} {self.purpose}".replace(" ,", ",").rstrip()
 
     def __call__(self, where, argument, value, given=NOTHING) -> Unchecked:
         if value is None and not self.needed:

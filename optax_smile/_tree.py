@@ -309,9 +309,9 @@ def map_sampled(
 
     mapped = jax.tree_util.tree_map_with_path(leaf, params)
     if seen:
-        rule = "a tree with the leaves of the one given to `init`"
+        rule = "a tree with the leaves of the parameters given to `init`"
         missing = ", ".join(name(zip(at, at, strict=True)) for at in seen)
-        _check.fail("last_accepted", "params", rule, f"none called {missing[: _check.LONGEST]}")
+        _check.fail("last_accepted", "params", rule, f"one without {_check.cut(missing)}")
     return mapped
 
 

@@ -48,7 +48,7 @@ class ChainMesh(_check.Constraint):
 class Stacked(_check.Constraint):
     """A tree of arrays `[chain, ...]`, with at least one chain."""
 
-    text = "a tree of arrays whose first axis, of the chains, has the same length >= 1"
+    text = "a tree of arrays [chain, ...] with the same number of chains, at least 1"
 
     def __call__(self, where, argument, value, given=_check.NOTHING):
         _check.Tree(self.text)(where, argument, value)
@@ -283,8 +283,8 @@ def init(
     try:
         known = optax.tree.get(state, "key", filtering=_is_random_key)
     except KeyError:
-        rule = "a transformation with exactly one sampler, and so one field `key` in its state"
-        remedy = 'With optax.inject_hyperparams, pass static_args=("key",).'
+        rule = "a transformation with one random key in its state"
+        remedy = 'Use only one sampler. With `inject_hyperparams`, pass `static_args=("key",)`.'
         _check.fail(where, "sampler", rule, "several", remedy)
     if known is None:
         return state

@@ -213,6 +213,7 @@ def find(state: Tree, where: str, argument: str = "state") -> SamplerState:
     if len(found) != 1:
         kind = "the state of a transformation" if argument == "state" else "a transformation"
         rule, got = f"{kind} with exactly one optax_smile sampler", f"one with {len(found)}"
+        got = got if found else f"{_check.show(state)} without a sampler"
         _check.fail(where, argument, rule, got, "Remove all but one." if found else "")
     for chain in chains:
         place = next((i for i, part in enumerate(chain) if _samplers(part)[0]), len(chain))

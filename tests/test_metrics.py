@@ -210,7 +210,7 @@ def test_arguments_that_do_not_fit():
         (
             metrics.coverage,
             (ones, ones - 1, ones),
-            "(upper=.*>= `lower`, .*got 0.0 where `lower` is 1.0",
+            "(upper=.*>= `lower` .*got 0.0 where `lower` is 1.0",
         ),
     ]
     for score, arguments, message in wrong:

@@ -131,7 +131,7 @@ def test_what_is_refused():
     with pytest.raises(ValueError, match=r"`sample\(sampler=...\)` must be an Optax transf"):
         runs.run(sampler=optax.adamw)
     with pytest.raises(
-        ValueError, match=r"`sample\(sampler=...\)` .*exactly one .*, got one with 0"
+        ValueError, match=r"`sample\(sampler=...\)` .*exactly one .*, got .* without a sampler"
     ):
         runs.run(sampler=hidden(quiet()))
 

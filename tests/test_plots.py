@@ -15,6 +15,7 @@ import pytest
 
 import optax_smile
 from optax_smile import plots
+from optax_smile.draws.snapshots import Stopping
 from optax_smile.plots import _axes, paths, run
 
 NUM_CHAINS, NUM_TICKS = 3, 60
@@ -59,6 +60,8 @@ def make_trace(num_chains=NUM_CHAINS, num_ticks=NUM_TICKS) -> dict[str, Any]:
     }
 
 
+LOOKS = np.array([4, 8]), np.array([1.0, 5.0]), np.array([-1.3, -1.2])
+STOPPING = Stopping("improvement", 0.05, 0.01, 100, -1.5, *LOOKS)
 WITHOUT_ENERGY = make_trace() | {"energy_change": np.full((3, 60), np.nan)}
 DRAW = {
     "step_size": functools.partial(plots.step_size, make_trace()),
@@ -72,6 +75,7 @@ DRAW = {
     "lppd": functools.partial(plots.lppd, LOG_LIKELIHOOD),
     "entropy": functools.partial(plots.entropy, {"test": STD, "OOD": STD + 1}),
     "selection": functools.partial(plots.selection, SELECTION),
+    "stopping": functools.partial(plots.stopping, STOPPING),
     "chain_paths": functools.partial(plots.chain_paths, DRAWS),
     "examples": functools.partial(plots.examples, IMAGES, PROBABILITIES[:9], STD[:9], LABELS[:9]),
     "examples, numbers": functools.partial(plots.examples, IMAGES, MEAN[:9], STD[:9]),
@@ -339,6 +343,14 @@ def test_examples_by_hand():
     ax = plots.examples(np.ones((3, 2, 2)), mean, variance, targets, number=1)
     told = [text.get_text() for text in ax.texts if "\n" in text.get_text()]
     assert told == ["3 ± 0.5\nwas 2", "20 ± 2\nwas 20", "1 ± 1\nwas 3"]
+
+
+def test_stopping_has_the_evidence_and_its_threshold():
+    ax = plots.stopping(STOPPING)
+    evidence, threshold = (np.asarray(line.get_ydata()) for line in ax.lines)
+    np.testing.assert_allclose(evidence, [1, 5])
+    np.testing.assert_allclose(threshold, np.log([2 / 0.05, 6 / 0.05]))
+    assert ax.get_title() == "Stopped, LPPD -1.5 to -1.2"
 
 
 def test_selection_has_a_line_for_each_candidate():

@@ -282,7 +282,7 @@ class Draws(list):
 
 MISFITS = (
     ("snapshots", [], "at least one parameter tree, got none"),
-    ("snapshots", with_nan((2, 7), (0, 9)), "finite, got nan or inf from chain 2, draw 7. Check"),
+    ("snapshots", with_nan((2, 7), (0, 9)), "finite, got nan or inf from chain 2, draw 7. Leave"),
     ("snapshots", iter(with_nan((1, 0))), "finite, got nan or inf from snapshot 1"),
     ("snapshots", [*ONE, {"w": WEIGHTS[0, 0, :2]}], "of one model, .* from snapshot 1"),
     ("snapshots", [*ONE, ONE[0] | {"w": WEIGHTS[0, 0, :2]}], "of one model, .* from snapshot"),

@@ -215,7 +215,7 @@ def test_huge_runs_are_thinned_for_the_picture_of_their_paths(run, draws, monkey
     assert rates == pytest.approx([0.02, 0.02])
     quiet: Any = {"num_rejected": np.zeros((1, 2)), "energy_change": np.full((1, 2), np.nan)}
     quiet["step_size"] = np.ones((1, 2))
-    names = [one.name for one in _pictures.of_chains(quiet, None, None, np.nan)]
+    names = [one.name for one in _pictures.of_chains(quiet, None, None, np.nan, None)]
     assert names == ["step size", "paths"]
 
 
@@ -297,7 +297,7 @@ def test_the_command(run, draws, tmp_path):
     done = call([*words, run])
     assert (done.returncode, done.stdout) == (0, f"{run / 'report.html'}\n"), done.stderr
     for arguments, said in (
-        ([tmp_path], "must be a directory with a manifest.json, got"),
+        ([tmp_path], "must be a directory of stored draws, with a manifest.json, got"),
         ([run, "--output", "/proc/page.html"], ""),
     ):
         wrong = call([*words, *arguments])

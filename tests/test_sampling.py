@@ -90,7 +90,7 @@ MISFITS: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"params": {"w": jnp.ones((3, 2)), "b": 0.0}},
-        r"params=...\)` must be .*has the same length >= 1",
+        r"params=...\)` must be .*the same number of chains, at least 1",
     ),
     ({"loss": lambda p, batch: batch[1] @ batch[0]}, r"loss_fn=...\)` .* got shape \(2,\)"),
     ({"loss": lambda p, batch: (0.0, None)}, r"loss_fn=...\)` .* returns a tuple. With `aux=`"),
@@ -106,9 +106,9 @@ MISFITS: list[tuple[dict[str, Any], str]] = [
     ({"per_chain": True}, r"batches=...\)` must be .*axis of 3, with `per_chain`, .* \[\(20,\)\]"),
     (
         {"batches": []},
-        r"batches=...\)` must be batches for 14 gradients.*, got ones that ran out before",
+        r"batches=...\)` must be a list, .* batches for 14 gradients, got no batches",
     ),
-    ({"batches": iter(regression()[:4])}, r"batches=...\)` must be .*before the first draw"),
+    ({"batches": iter(regression()[:4])}, r"batches=...\)` must be .*, got 4 batches"),
 ]
 
 

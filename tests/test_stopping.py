@@ -213,7 +213,8 @@ def test_what_says_that_it_stopped(tmp_path):
     sentence = str(draws.stopping)
     assert sentence.startswith(f"Stopped at {draws.num_draws} draws per chain")
     assert sentence in str(diagnostics.summary(draws)) and "Stopped at" in repr(draws)
-    assert "Stopped at" in report.write(tmp_path).read_text()
+    page = report.write(tmp_path).read_text()
+    assert "Stopped at" in page and "The run stops where the evidence" in page
     prediction = optax_smile.predict(
         outputs, draws, held_out()[0], likelihood="gaussian", targets=held_out()[1], per="draw"
     )

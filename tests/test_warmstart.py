@@ -105,7 +105,7 @@ def test_batches_that_do_not_suffice():
         ([], {}, r"batches=...\)` must be .*got none in epoch 1"),
         (iter([TARGET]), {"num_epochs": 2}, r"batches=...\)` must be .*got none in epoch 2"),
         ([TARGET], {"per_member": True}, r"axis of 3, with `per_member`, got the .* \[\(2,\)\]"),
-        ([TARGET * jnp.nan], {"num_epochs": 1}, r"optimizer=...\)` must be .* members \[0, 1, 2\]"),
+        ([TARGET * jnp.nan], {"num_epochs": 1}, r"loss_fn=...\)` must be .* members \[0, 1, 2\]"),
         ([TARGET], {"validation": {"w": TARGET}}, r"validation=...\)` must be "),
         ([TARGET], {"aux": jnp.zeros(2), "loss": with_aux}, r"aux=...\)` .* axis of 3 members"),
     ):

@@ -311,7 +311,7 @@ class Chains:
         rule = f"a function that returns a tree of arrays [chain, ...] of the {self.number} chains"
         shapes = [np.shape(x)[:1] for x in jax.tree.leaves(observed)]
         if not shapes or set(shapes) != {(self.number,)}:
-            got = f"one that returns {_check.show(jax.tree.map(np.shape, observed))}"
+            got = f"one that returns {_check.show(observed)}"
             _check.fail("sample", "observe", rule, got)
 
         def in_stored_precision(x):

@@ -165,10 +165,9 @@ class Losses:
         rule = "a function that returns a scalar mean loss"
         if argument != "loss_fn":
             rule = "one batch, for which `loss_fn` returns a scalar mean loss"
-        shapes = jax.tree.map(np.shape, batch)
-        advice = f"It was called with `params` and a batch of the shapes {_check.cut(shapes)}."
-        if argument == "loss_fn" and where != "check":
-            advice += " To use a single batch, pass `[batch]`."
+        of_params = jax.tree.map(lambda x: np.shape(x)[1:], chains.params)
+        shapes = [_check.cut(x) for x in (of_params, jax.tree.map(np.shape, batch))]
+        advice = f"It was called with the params {shapes[0]} and the batch {shapes[1]} (shapes)."
         given = chains, self.put(batch)
         loss = _check.traced(where, argument, self.compiled, *given, rule=rule, advice=advice)
         if not hasattr(loss, "shape") or loss.shape != (number,):

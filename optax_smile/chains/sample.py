@@ -162,8 +162,9 @@ def sample(
         observe: function `observe(draw)`. It receives the current draw of all chains, arrays
             `[chain, ...]` on the devices, and returns a tree of arrays `[chain, ...]`, such as
             losses, which are kept in place of the draws.
-        stop: an `EvidenceStop`, which ends the run before `num_draws` once held-out data provide
-            the required evidence; `stopping` of the draws says why. To resume, pass the same rule
+        stop: an `EvidenceStop`. It ends the run before `num_draws` when held-out data give enough
+            evidence, for example that the draws predict better than the start. The attribute
+            `stopping` of the draws says why. To resume, pass the same rule
             and data (the rule is applied to the stored draws again), or None to continue without a
             rule.
 
@@ -454,9 +455,10 @@ def check_end(where: str, run: Run, num_steps: int, num_draws: int, is_stopped: 
             _check.fail(where, "num_draws", rule, num_draws, advice)
         if run.watched.defect:
             _check.fail(where, "batches", _checks.USABLE, run.watched.defect)
-        rule = f"batches for {num_steps * run.batches_per_step} gradients, or a list to restart"
-        advice = "Pass a list, or another iterable that can be restarted. A generator cannot."
-        _check.fail(where, "batches", rule, "ones that ran out before the first draw", advice)
+        taken, needed = run.stream.taken, num_steps * run.batches_per_step
+        rule = f"a list, which is restarted, or batches for {needed} gradients"
+        advice = "A generator cannot be restarted: pass a list." if taken else ""
+        _check.fail(where, "batches", rule, f"{taken or 'no'} batches", advice)
     if place.num_kept < num_draws and not run.is_stopped:
         fewer = f"{place.num_kept} of {num_draws} draws per chain"
         if step == num_steps:

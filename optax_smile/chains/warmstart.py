@@ -122,10 +122,11 @@ def warmstart(
         specs: how the parameters of one member are sharded, see `parallel.place`.
         directory: directory for checkpoints, which are written at the end of epochs, see
             `checkpoint_minutes`. A call with the same directory resumes the training, or returns at
-            once if it is finished. All arguments except `num_epochs` must be the same, and if
-            `batches` is a list or a tuple, its data as well. Any other iterable is first iterated
-            once for each finished epoch, so that shuffled batches come in the same order as before.
-            Another optimizer, or another loss at the start, gives a warning.
+            once if it is finished. Key, `num_members`, `patience`, `stochastic` and `per_member`
+            must be the same, and if `batches` is a list or a tuple, its data as well. If it is
+            another iterable, a resumed call first goes through it once for each finished epoch;
+            shuffled batches then come in the same order as before. If the optimizer, or the loss at
+            the start, has changed, there is only a warning.
         check: test the loss on the first batch, and warn if it looks like a sum over the examples.
         checkpoint_minutes: smallest number of minutes between checkpoints, >= 0. One is always
             written at the end.
@@ -142,8 +143,9 @@ def warmstart(
         ValueError: an argument is out of range, the loss is not a scalar, there are no batches, the
             mesh is invalid, the directory is in use or holds another training, or the loss of a
             member was never finite.
-        KeyboardInterrupt: on a second Ctrl-C. Also on SIGTERM if there is a directory: the
-            checkpoint is written first, and a script does not continue with half-trained members.
+        KeyboardInterrupt: on a second Ctrl-C. Also on SIGTERM, if there is a directory. The
+            checkpoint is written first. The error stops the script, so that it does not go on with
+            half-trained members.
 
     Cost: one gradient per member and batch; memory for a second copy of the parameters.
 
@@ -244,9 +246,13 @@ def _check_finite(members: Members):
     """Require a finite loss of every member."""
     lost = np.flatnonzero(~np.isfinite(_tree.local(members.best_loss))).tolist()
     if lost:
-        rule = "an optimizer with which every member reaches a finite loss"
-        advice = "Are the loss at the initial parameters, the batches and the validation finite?"
-        _check.fail("warmstart", "optimizer", rule, f"none for the members {lost}", advice)
+        rule = "finite for every member after some epoch"
+        advice = (
+            "Check the loss at the initial parameters, the batches and the validation. If these are"
+            " finite, use a smaller learning rate."
+        )
+        got = f"a loss that was never finite for the members {lost}"
+        _check.fail("warmstart", "loss_fn", rule, got, advice)
 
 
 def _describe(

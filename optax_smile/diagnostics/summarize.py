@@ -66,7 +66,8 @@ def summary(
         ValueError: an argument is out of range; convergence cannot be judged, because there are no
             draws, or they are iterates of an optimizer, or `thin_to` chose them; the prediction was
             made without `per="draw"` or `targets`, or of other draws.
-        ImportError: ArviZ is not installed. R-hat and ESS need it from 4 draws per chain on.
+        ImportError: ArviZ is not installed. It is needed for R-hat and ESS, which are computed if
+            each chain has at least 4 draws.
 
     Cost: about a millisecond per chain and chosen input, and one pass over the draws. At most two
     draws of each chain are in memory.

@@ -111,7 +111,10 @@ def read_manifest(where: str, directory: Path) -> Json:
     """
     file = directory / MANIFEST
     if not file.exists():
-        _check.fail(where, "directory", f"a directory with a {MANIFEST}", directory)
+        what = "which does not exist" if not directory.exists() else f"without {MANIFEST}"
+        what = "which is a file" if directory.is_file() else what
+        rule = f"a directory of stored draws, with a {MANIFEST}"
+        _check.fail(where, "directory", rule, f"{directory}, {what}")
     try:
         manifest = json.loads(file.read_text())
         version = manifest["format"]

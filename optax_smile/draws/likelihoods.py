@@ -94,7 +94,7 @@ def _check_bernoulli(outputs: Output, targets: Batch):
 def _check_gaussian(outputs: Output, targets: Batch):
     rule = (
         "one that fits the outputs of `apply_fn`; 'gaussian' needs a pair (mean, log_std), where"
-        " log_std is a scalar or broadcasts to the mean with as many axes"
+        " log_std is a scalar or has the axes of the mean, each as long or of length 1"
     )
     is_pair = isinstance(outputs, (tuple, list)) and len(outputs) == 2
     if not is_pair or not all(hasattr(x, "shape") for x in outputs):

@@ -68,7 +68,8 @@ def predict(
             - `"bernoulli"`: logits `[input, ...]`, targets 0 or 1 of the same shape.
             - `"gaussian"`: a pair of mean `[input, ...]` and log standard deviation; targets of the
               shape of the mean. The log standard deviation is a scalar, such as a sampled
-              parameter, or an array that broadcasts to the mean and has as many axes.
+              parameter, or an array with the same number of axes as the mean; each axis is as long
+              as that of the mean, or has length 1.
             - `"tokens"`: logits `[input, token, class]`, labels `[input, token]`, -1 for padding.
             - your own `Likelihood`.
         targets: observed values, `[input, ...]`.
@@ -93,8 +94,8 @@ def predict(
             likelihood.
 
     Cost: one forward pass per snapshot; parameters pass through the host. Memory per device: the
-    outputs of one snapshot, and three times the size of the average; with `per="chain"`, three
-    times the size of the averages of the chains on that device.
+    outputs of one snapshot, and three times the size of the average. With `per="chain"` there is
+    one average for each chain on the device, and each counts three times.
 
     Example:
         >>> import jax.numpy as jnp, optax_smile
@@ -240,7 +241,7 @@ class Predictor:
                 rule += " and whose variances are >= 0" * has_variance
                 wrong = "nan, inf or a variance < 0" if has_variance else "nan or inf"
                 got = f"{wrong} from {self._name(int(invalid))}"
-                remedy = "Check that the inputs are finite; if they are, leave that chain out."
+                remedy = "Leave that snapshot, or its chain, out."
                 _check.fail("Predictor.update", "params", rule, got, remedy)
         averages, chains, _ = zip(*batches, strict=True)
         average = _concatenate(averages)._replace(uncertainty=self._uncertainty())

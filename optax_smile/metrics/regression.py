@@ -100,7 +100,8 @@ def _require_order(where: str, lower: np.ndarray, upper: np.ndarray):
     if outside.any():
         at = np.argmax(outside)
         got = f"{upper.flat[at]} where `lower` is {lower.flat[at]}"
-        _check.fail(where, "upper", ">= `lower`, and not the same infinity as `lower`", got)
+        rule = ">= `lower` (and not both inf, or both -inf)"
+        _check.fail(where, "upper", rule, got)
 
 
 @_check.arguments(

@@ -20,7 +20,12 @@ from optax_smile.plots.images import examples
 from optax_smile.plots.paths import chain_paths
 from optax_smile.plots.predictions import entropy, lppd, regression_band, reliability, risk_coverage
 from optax_smile.plots.run import energy_error, rejections, step_size
-from optax_smile.plots.searches import learning_coefficient, precision_search, selection
+from optax_smile.plots.searches import (
+    learning_coefficient,
+    precision_search,
+    selection,
+    stopping,
+)
 
 __all__ = [
     "chain_paths",
@@ -36,4 +41,5 @@ __all__ = [
     "risk_coverage",
     "selection",
     "step_size",
+    "stopping",
 ]

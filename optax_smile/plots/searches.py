@@ -1,4 +1,4 @@
-"""Plots of searches: `select`, `local_precision` and `llc`."""
+"""Plots of searches and of the stopping rule."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
     from optax_smile.chains.select import Selection
+    from optax_smile.draws.snapshots import Stopping
     from optax_smile.local import LearningCoefficient, PrecisionSearch
 
 # Nats per input; candidates further below the best of their round do not affect the scale.
@@ -94,6 +95,35 @@ def selection(selection: Selection, *, ax: Axes | None = None) -> Axes:
         ax.set_xticks([], minor=True)
     ax.set(title=f"Chosen: {selection.best}, LPPD {final:.4g}")
     ax.set(xlabel="steps per chain", ylabel="LPPD of validation data (nats per input)")
+    add_legend(ax)
+    return ax
+
+
+@_check.arguments(
+    "plots.stopping", stopping=returned_by("EvidenceStop.judge", "log_e_value"), ax=AXES
+)
+def stopping(stopping: Stopping, *, ax: Axes | None = None) -> Axes:
+    """Plot the evidence of a stopping rule at each look, and the evidence that it needs to stop.
+
+    Args:
+        stopping: attribute `stopping` of draws, or the result of `EvidenceStop.judge`.
+        ax: where to draw; None makes a new figure.
+
+    Returns:
+        The axes: log e-value and its threshold against the number of draws of each chain. A point
+        at or above the threshold stops the run.
+
+    Raises:
+        ValueError: not a `Stopping`.
+        ImportError: matplotlib is not installed.
+    """
+    ax = open_axes(ax)
+    draws = stopping.num_draws
+    ax.plot(draws, stopping.log_e_value, "o-", color=PALETTE[0], label="log e-value")
+    ax.plot(draws, stopping.log_threshold, "--", color="0.5", label=f"alpha {stopping.alpha:g}")
+    gain = f", LPPD {stopping.start_lppd:.4g} to {stopping.lppd[-1]:.4g}" if len(draws) else ""
+    ax.set(title=f"{'Stopped' if stopping.has_stopped else 'Not stopped'}{gain}")
+    ax.set(xlabel="draws per chain", ylabel="evidence (nats)")
     add_legend(ax)
     return ax
 

@@ -318,7 +318,8 @@ def _chains(snapshots: _ReadOnce, stored: list[Stored]) -> Iterator[str]:
 
 
 def _plots_of(snapshots: _ReadOnce, nominal: float) -> str:
-    pictures = _pictures.of_chains(snapshots.trace, snapshots.kept, snapshots.start, nominal)
+    seen = snapshots.trace, snapshots.kept, snapshots.start, nominal, snapshots.stopping
+    pictures = _pictures.of_chains(*seen)
     return _pictures.draw(pictures)
 
 

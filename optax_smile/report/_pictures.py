@@ -20,6 +20,8 @@ from optax_smile.report._predictions import Stored, classes, labelled
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+    from optax_smile.draws.snapshots import Stopping
+
 # Inches of a plot and dots per inch: labels are readable on a screen of 400 pixels.
 SIZE, DENSITY = (4.8, 4.0), 230
 
@@ -71,7 +73,11 @@ def marked(text: str) -> str:
 
 
 def of_chains(
-    trace: Mapping[str, np.ndarray], draws: Tree, start: Tree, nominal: float
+    trace: Mapping[str, np.ndarray],
+    draws: Tree,
+    start: Tree,
+    nominal: float,
+    stopping: Stopping | None,
 ) -> Iterator[Picture]:
     """Yield plots of the run; plots without data are left out.
 
@@ -80,7 +86,14 @@ def of_chains(
         draws: some of the draws, a tree of arrays `[chain, draw, ...]`.
         start: start of the chains, a tree of arrays `[chain, ...]`, or None.
         nominal: nominal rate of rejected steps.
+        stopping: result of the stopping rule, or None.
     """
+    if stopping is not None and len(stopping.num_draws):
+        yield Picture(
+            "stopping",
+            "The run stops where the evidence of held-out data reaches the dashed line.",
+            lambda ax: plots.stopping(stopping, ax=ax),
+        )
     if trace and np.isfinite(trace["step_size"]).any():
         yield Picture(
             "step size",

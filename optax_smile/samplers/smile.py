@@ -49,9 +49,10 @@ def smile(
     """Sample with stochastic microcanonical Langevin dynamics.
 
     The chain moves through the parameters at constant speed. The mini-batch gradient of the energy
-    U, whose noise is part of the dynamics, turns its direction u. Explicit noise, isotropic noise
-    that the sampler adds, turns u by about as much. The step size adapts itself. One leapfrog step
-    with step size eps and d parameters is
+    U turns the direction u of the chain. The noise of this gradient is part of the dynamics. The
+    sampler also adds isotropic noise of its own, the explicit noise. It turns u by about the same
+    angle as the change of the gradient does (see `decoherence_length` of `psmile`). The step size
+    adapts itself. One leapfrog step with step size eps and d parameters is
 
         kick   u <- (u + (sinh D + p (cosh D - 1)) e) / (cosh D + p sinh D) for eps / 2
         drift  theta <- theta + eps u
@@ -69,8 +70,10 @@ def smile(
             Optax schedule of the number of steps. None: `angle_tuner` chooses it. For the other
             arguments, the return value and the errors see `psmile`.
 
-    Cost: one gradient per call. State: one parameter-sized array and 1.6 % of another (for leaves
-    of at most 1,024 entries, two more arrays); one more array with `"minimal_norm"`.
+    Cost: one gradient per call. State: one array of the size of the parameters, and a sketch of the
+    last gradient (sums with random signs). The sketch takes 1.6 % of the size of a leaf, but twice
+    its size if the leaf has at most 1,024 entries. `"minimal_norm"` and `track_params` each add one
+    array of the size of the parameters.
 
     Example:
         >>> import jax, jax.numpy as jnp, optax, optax_smile
@@ -179,17 +182,19 @@ def psmile(
             |energy change|, and a step is rejected if its |energy change| exceeds this quantile of
             the fit. The chain then returns to the start of the step. None: only non-finite steps
             are rejected.
-        decoherence_length: distance, > 0, after which the explicit noise has turned u into a new,
-            independent direction, or one of two rules. At the start and after a rejection, u is
-            random; without explicit noise, it points down the gradient. `"matched"`: in each step
-            the noise turns u by about the angle a by which the change of the gradient since the
-            last step turns it. The squared angle is min((1 + 40 / d) a^2, 2 b^2) * min(T, 1)^2,
-            where b is the angle by which the gradient itself turns u, and T is the temperature.
-            This halves the bias that unequal gradient noise causes in the posterior of a network.
-            `"turning"`: 1 / R if the gradients turn u by R radians per unit length. It mixes faster
-            than `"matched"` if gradients have little noise and the posterior is about equally wide
-            in all directions, such as with a strong prior around trained weights. Otherwise it
-            mixes more slowly. None: no explicit noise, as in the paper.
+        decoherence_length: a distance > 0, `"matched"`, `"turning"` or None. After this distance,
+            the explicit noise has turned u into a new, independent direction. At the start and
+            after a rejection, u is random; without explicit noise, it points down the gradient.
+            `"matched"`: the noise turns u about as much as the change of the gradient does. Let a
+            be the angle by which the change of the gradient since the last step turns u, and b the
+            angle by which the gradient itself turns u. In each step, the square of the angle of the
+            noise is min((1 + 40 / d) a^2, 2 b^2) * min(T, 1)^2, where T is the temperature. This
+            halves the bias that unequal gradient noise causes in the posterior of a network.
+            `"turning"`: the distance is 1 / R, where R is the angle in radians by which the
+            gradients turn u per unit length. It mixes faster than `"matched"` if gradients have
+            little noise and the posterior is about equally wide in all directions, such as with a
+            strong prior around trained weights. Otherwise it mixes more slowly. None: no explicit
+            noise, as in the paper.
         key: JAX key or seed, needed where `decoherence_length` is set. To give chains under `vmap`
             different keys, use `optax_smile.parallel.init(sampler, params, key=key)`.
         track_params: whether the state holds the parameters, for loops that call `update` or
@@ -223,10 +228,10 @@ def psmile(
             gradients and losses never raise: such steps are rejected and counted.
         ValueError: from `update`, `params` is missing.
 
-    Cost: one gradient per call. State: three arrays of the size of the parameters, and a sketch: an
-    array of 1.6 % of the size of each leaf, or, for leaves of at most 1,024 entries, of twice their
-    size. `decoherence_length=None`, `"minimal_norm"` and `track_params` each add one array of the
-    size of the parameters.
+    Cost: one gradient per call. State: three arrays of the size of the parameters, and a sketch of
+    the last gradient (sums with random signs). The sketch takes 1.6 % of the size of a leaf, but
+    twice its size if the leaf has at most 1,024 entries. `decoherence_length=None`,
+    `"minimal_norm"` and `track_params` each add one array of the size of the parameters.
 
     Example:
         >>> import jax, jax.numpy as jnp, optax_smile
@@ -235,8 +240,8 @@ def psmile(
 
     Source: Sommer et al., ICML 2026, section 3.2 and algorithm 1. Differs: as described for
     `smile`; the scale and its windows are ours. The paper uses the variance of the gradient about a
-    moving mean (`published.psmile`). Where there is little noise, that scale follows the gradient
-    along the path of the chain, which then no longer samples the posterior.
+    moving mean (`published.psmile`). If there is little noise, the scale of the paper changes with
+    the gradient while the chain moves. The chain then no longer samples the posterior.
     """
     return build(
         "psmile",
