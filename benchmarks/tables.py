@@ -118,7 +118,7 @@ TABLES: dict[str, Callable[[], Table]] = {
     "stopping": made_of(draws.stopping, "stopping"),
     "few-draws": made_of(draws.few, "few_draws"),
     "few-draws-optimism": made_of(draws.optimism, "few_draws"),
-    "which-method-short": made_of(which_method.short, "which_method"),
+    "which-method-short": made_of(which_method.short, "which_method", "networks"),
     "which-method": made_of(which_method.decisions, "uci", "networks", "selection", "few_draws"),
 }
 FIGURES: dict[str, Callable[[], str]] = {
