@@ -157,7 +157,7 @@ class TestFinite:
         with pytest.warns(UserWarning, match=early):
             draws = sample(iter(rows), **given)
         assert draws.num_draws == 12
-        with pytest.raises(ValueError, match="batch 15 of pass 1 is empty"):
+        with pytest.raises(ValueError, match="got one whose batch 15 of pass 1 is empty"):
             sample(iter(rows))
         for bad, reason in (
             (

@@ -129,7 +129,8 @@ def decisions(
         add("2,000 images, a wide layer", f"{sizes['2,000 images']:.0f}", advice, found, text)
     lenet = [r for r in few if r["cell"]["problem"] == "LeNet"]
     lost = mean_error([r["chosen"]["8"] - r["all"] for r in lenet], 3, "+")
-    measured = f"{lost}: 8 draws chosen by `thin_to`, compared with all {lenet[0]['num_draws']} (LeNet)"
+    number = lenet[0]["num_draws"]
+    measured = f"{lost}: 8 draws chosen by `thin_to`, compared with all {number} (LeNet)"
     rows.append(["at most 8 forward passes per prediction", "", "psmile, then `thin_to`", measured])
     return Table(["your case", "d / N", "try first", "gain in test LPPD, nats"], rows, used + lenet)
 

@@ -118,7 +118,7 @@ def recorded(
 
     Args:
         sampler: sampler, alone or last in an `optax.chain`, or wrapped by Optax.
-        num_warmup: steps before the first draw, >= 0.
+        num_warmup: steps without draws, >= 0. The first draw is step num_warmup + thin.
         thin: steps between two draws, >= 1.
         directory: folder for the draws; `load_snapshots` can read it while the loop runs. It must
             be new or, in a loop that continues from a checkpoint of its own, that of the same fit.

@@ -113,7 +113,8 @@ def sample(
             them.
             An optimizer gets `value`, `grad` and `value_fn` if it takes them. Its steps to
             non-finite parameters are skipped and counted in `num_nonfinite`, with a warning.
-        num_warmup: steps of each chain before the first draw, >= 0.
+        num_warmup: steps of each chain without draws, >= 0. The first draw is step
+            num_warmup + thin.
         num_draws: draws to keep per chain, >= 1. Points at which `is_draw` of `optax_smile.stats`
             is False are not kept: those of the exploration of `cyclical_sgld` and of the burn-in of
             `scale_adapted_sghmc`. There are then fewer draws, with a warning.
@@ -180,10 +181,10 @@ def sample(
             it or its gradients are not finite at the start; identical chains would stay identical;
             there are several samplers; gradients are changed before the sampler (a clip of their
             norm is allowed), or updates are changed after it; a batch in a list is empty; the mesh
-            is invalid; the batches run out before the first draw, or no step of the run ends in a
-            draw (see `num_draws`); `stop` is combined with `observe` or several processes, or does
-            not fit the model; the `directory` is in use, cannot be written, or holds another run,
-            or its checkpoints have the format of another version.
+            is invalid; the batches run out before the first draw, or `is_draw` is False at all
+            points that would be kept (see `num_draws`); `stop` is combined with `observe` or
+            several processes, or does not fit the model; the `directory` is in use, cannot be
+            written, or holds another run, or its checkpoints have the format of another version.
         OSError: a draw or a checkpoint could not be written, such as on a full disk. The message
             names the file; earlier draws can be loaded.
         KeyboardInterrupt: interrupted before the first draw, or by a second Ctrl-C.
@@ -454,7 +455,9 @@ def check_end(where: str, run: Run, num_steps: int, num_draws: int, is_stopped: 
             advice = "Run longer, or lower `adapt_steps` or `exploration` of the sampler."
             _check.fail(where, "num_draws", rule, num_draws, advice)
         if run.watched.defect:
-            _check.fail(where, "batches", _checks.USABLE, run.watched.defect)
+            is_one = not isinstance(run.setup.batches, list | Iterator)
+            advice = "To pass a single batch, put it in a list: `[batch]`." if is_one else ""
+            _check.fail(where, "batches", _checks.USABLE, f"one whose {run.watched.defect}", advice)
         taken, needed = run.stream.taken, num_steps * run.batches_per_step
         rule = f"a list, which is restarted, or batches for {needed} gradients"
         advice = "A generator cannot be restarted: pass a list." if taken else ""

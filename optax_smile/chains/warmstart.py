@@ -143,9 +143,9 @@ def warmstart(
         ValueError: an argument is out of range, the loss is not a scalar, there are no batches, the
             mesh is invalid, the directory is in use or holds another training, or the loss of a
             member was never finite.
-        KeyboardInterrupt: on a second Ctrl-C. Also on SIGTERM, if there is a directory. The
-            checkpoint is written first. The error stops the script, so that it does not go on with
-            half-trained members.
+        KeyboardInterrupt: on a second Ctrl-C, at once and without a new checkpoint. On SIGTERM, if
+            there is a directory, after the current epoch and a checkpoint, so that the script does
+            not go on with half-trained members.
 
     Cost: one gradient per member and batch; memory for a second copy of the parameters.
 

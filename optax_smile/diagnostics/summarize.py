@@ -46,8 +46,8 @@ def summary(
       than expected (rejected steps), or the step size still changes (step size).
 
     The attribute `checks` of the result lists every check with its numbers and its bound. Without a
-    prediction, `summary` cannot find slow chains, different modes, or chains that all predict
-    badly.
+    prediction, R-hats are those of weights, which may differ although the predictions agree. Then
+    `summary` does not look for slow chains, different modes, or chains that all predict badly.
 
     Args:
         snapshots: result of `sample`, `load_snapshots` or `Snapshots.from_draws`. Weights without a

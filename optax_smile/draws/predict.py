@@ -77,8 +77,9 @@ def predict(
         curve: numbers of snapshots, >= 1, in ascending order. For each number k, also return the
             average over the first k snapshots. Snapshots come draw by draw: with 4 chains, 8
             snapshots are two draws of each chain.
-        per: `"draw"`: also return the prediction of each draw; `"chain"`: also return the average
-            of each chain. The result is in the attribute `each`, in host memory.
+        per: `"draw"`: also return the prediction of each snapshot, arrays
+            `[chain, draw, input, ...]`; `"chain"`: also return the average over the draws of each
+            chain, `[chain, input, ...]`. The result is in the attribute `each`, in host memory.
         mesh: devices. The axis `"chain"` runs snapshots in parallel, the axis `"data"` shards the
             inputs. None: JAX's default device.
         specs: a tree like one snapshot with a `jax.P` for each array: how it is sharded over mesh
@@ -94,8 +95,8 @@ def predict(
             likelihood.
 
     Cost: one forward pass per snapshot; parameters pass through the host. Memory per device: the
-    outputs of one snapshot, and three times the size of the average. With `per="chain"` there is
-    one average for each chain on the device, and each counts three times.
+    outputs of one snapshot, and three times the size of the average. With `per="chain"`: three
+    times the size of the averages of all chains on the device.
 
     Example:
         >>> import jax.numpy as jnp, optax_smile

@@ -13,7 +13,6 @@ A gradient has these names on its way:
 """
 
 import functools
-import warnings
 from typing import NamedTuple
 
 import jax
@@ -22,6 +21,7 @@ import optax
 
 from optax_smile import _check, _joined, _tree, potential
 from optax_smile._types import Options, StepSize, Tree
+from optax_smile._warn import warn
 from optax_smile.samplers import _call, _leaves
 from optax_smile.samplers._leaves import SampledState
 from optax_smile.stages import evidence, probe, rejection, scale
@@ -342,8 +342,7 @@ def last_update(
 
 
 def _warn_without_value(where: str):
-    warnings.warn(
+    warn(
         f"`{where}.update` got no loss. Without it, `quantile_tuner` does not adapt the step size,"
-        " and `reject_quantile` rejects only non-finite steps. Pass `value=loss` to `update`.",
-        stacklevel=6,
+        " and `reject_quantile` rejects only non-finite steps. Pass `value=loss` to `update`."
     )

@@ -56,7 +56,7 @@ def sgld(
     Args:
         step_size: eps > 0, the square of a length: a number or an Optax schedule of the number of
             steps. `optax.sgd(lr)` on the mean loss has the drift of eps = lr / num_data.
-        num_data: number of terms over which the loss is averaged, >= 1, see `psmile`.
+        num_data: number of examples, or tokens, in the whole data set, >= 1, see `psmile`.
         prior_precision: of the Gaussian prior, >= 0: a number, or a prefix of the parameter tree
             with numbers or arrays like its leaves. Leave weight decay and penalties out of the
             loss.

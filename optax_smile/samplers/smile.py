@@ -50,9 +50,10 @@ def smile(
 
     The chain moves through the parameters at constant speed. The mini-batch gradient of the energy
     U turns the direction u of the chain. The noise of this gradient is part of the dynamics. The
-    sampler also adds isotropic noise of its own, the explicit noise. It turns u by about the same
-    angle as the change of the gradient does (see `decoherence_length` of `psmile`). The step size
-    adapts itself. One leapfrog step with step size eps and d parameters is
+    sampler also adds isotropic noise of its own, the explicit noise. By default, this noise turns u
+    in each step by about as much as the change of the gradient since the last step does (see
+    `decoherence_length` of `psmile`). The step size adapts itself. One leapfrog step with step size
+    eps and d parameters is
 
         kick   u <- (u + (sinh D + p (cosh D - 1)) e) / (cosh D + p sinh D) for eps / 2
         drift  theta <- theta + eps u
@@ -71,9 +72,9 @@ def smile(
             arguments, the return value and the errors see `psmile`.
 
     Cost: one gradient per call. State: one array of the size of the parameters, and a sketch of the
-    last gradient (sums with random signs). The sketch takes 1.6 % of the size of a leaf, but twice
-    its size if the leaf has at most 1,024 entries. `"minimal_norm"` and `track_params` each add one
-    array of the size of the parameters.
+    last gradient (sums with random signs). For a leaf of at most 1,024 entries the sketch is twice
+    as large as the leaf; for a larger leaf it is 1.6 % of the size of the leaf. `"minimal_norm"`
+    and `track_params` each add one array of the size of the parameters.
 
     Example:
         >>> import jax, jax.numpy as jnp, optax, optax_smile
@@ -137,8 +138,9 @@ def psmile(
 
     The mean over one window of gradients is used in the next window, which is 1.5 times as long.
     Within a window s is constant, so it does not bias the posterior. The first window has 64
-    gradients. It begins when the chain no longer falls towards the posterior: when
-    `stats(state).descent`, in standard deviations, is at most 3. Until it ends, s = 1. If `descent`
+    gradients. It begins when the chain no longer falls towards the posterior, that is, when the
+    energy that it has recently lost is at most 3 standard deviations of what a converged chain
+    loses by chance (`stats(state).descent` <= 3). Until the first window ends, s = 1. If `descent`
     exceeds 3 later, s is reset to 1 and the windows start again.
 
     The sampler also adds isotropic noise of its own, the explicit noise (see
@@ -152,7 +154,7 @@ def psmile(
             coordinates, > 0: a number or an Optax schedule of the number of steps. It is not a
             learning rate: one weight moves by about step_size / sqrt(d). None: `angle_tuner`
             chooses it.
-        num_data: number of terms over which the loss is averaged, >= 1: examples, or tokens. A loss
+        num_data: number of examples, or tokens, in the whole data set, not in a batch, >= 1. A loss
             summed over n examples acts like n times as many data, and the posterior is too narrow.
             The sampler cannot detect this; `sample` and `check` can.
         prior_precision: precision (inverse variance) of the Gaussian prior, >= 0: a number, or a
@@ -185,11 +187,12 @@ def psmile(
         decoherence_length: a distance > 0, `"matched"`, `"turning"` or None. After this distance,
             the explicit noise has turned u into a new, independent direction. At the start and
             after a rejection, u is random; without explicit noise, it points down the gradient.
-            `"matched"`: the noise turns u about as much as the change of the gradient does. Let a
-            be the angle by which the change of the gradient since the last step turns u, and b the
-            angle by which the gradient itself turns u. In each step, the square of the angle of the
-            noise is min((1 + 40 / d) a^2, 2 b^2) * min(T, 1)^2, where T is the temperature. This
-            halves the bias that unequal gradient noise causes in the posterior of a network.
+            `"matched"`: the noise turns u about as much as the change of the gradient does. Let b
+            be the angle by which a gradient g turns u in a step, and a the angle by which
+            (g - g_before) / sqrt(2) would turn it, with the gradient g_before of the last step,
+            both on average. In each step, the square of the angle of the noise is
+            min((1 + 40 / d) a^2, 2 b^2) * min(T, 1)^2, where T is the temperature. This halves the
+            bias that unequal gradient noise causes in the posterior of a network.
             `"turning"`: the distance is 1 / R, where R is the angle in radians by which the
             gradients turn u per unit length. It mixes faster than `"matched"` if gradients have
             little noise and the posterior is about equally wide in all directions, such as with a
@@ -229,9 +232,10 @@ def psmile(
         ValueError: from `update`, `params` is missing.
 
     Cost: one gradient per call. State: three arrays of the size of the parameters, and a sketch of
-    the last gradient (sums with random signs). The sketch takes 1.6 % of the size of a leaf, but
-    twice its size if the leaf has at most 1,024 entries. `decoherence_length=None`,
-    `"minimal_norm"` and `track_params` each add one array of the size of the parameters.
+    the last gradient (sums with random signs). For a leaf of at most 1,024 entries the sketch is
+    twice as large as the leaf; for a larger leaf it is 1.6 % of its size.
+    `decoherence_length=None`, `"minimal_norm"` and `track_params` each add one array of the size of
+    the parameters.
 
     Example:
         >>> import jax, jax.numpy as jnp, optax_smile
