@@ -383,6 +383,15 @@ def local(tree: Tree) -> Tree:
     return jax.tree.unflatten(structure, [np.concatenate(column) for column in columns])
 
 
+def everywhere(tree: Tree) -> Tree:
+    """Copy all chains to the host of every process `[chain, ...]`; all processes call this."""
+    if jax.process_count() == 1:
+        return local(tree)
+    from jax.experimental import multihost_utils
+
+    return multihost_utils.process_allgather(tree, tiled=True)
+
+
 def first_alike(tree: Tree) -> list[int]:
     """Return for each chain the first one whose arrays are the same, bit for bit.
 

@@ -233,7 +233,8 @@ class DirectoryRun:
     def note(self, stopping: Stopping):
         """Write the results of a stopping rule so far."""
         self.manifest["stopping"] = stopping.to_json()
-        _format.write_manifest(self.directory, self.manifest)
+        if jax.process_index() == 0:
+            _format.write_manifest(self.directory, self.manifest)
 
     def is_due(self) -> bool:
         """Return whether it is time for a checkpoint."""

@@ -182,9 +182,9 @@ def sample(
             there are several samplers; gradients are changed before the sampler (a clip of their
             norm is allowed), or updates are changed after it; a batch in a list is empty; the mesh
             is invalid; the batches run out before the first draw, or `is_draw` is False at all
-            points that would be kept (see `num_draws`); `stop` is combined with `observe` or
-            several processes, or does not fit the model; the `directory` is in use, cannot be
-            written, or holds another run, or its checkpoints have the format of another version.
+            points that would be kept (see `num_draws`); `stop` is combined with `observe`, or
+            does not fit the model; the `directory` is in use, cannot be written, or holds another
+            run, or its checkpoints have the format of another version.
         OSError: a draw or a checkpoint could not be written, such as on a full disk. The message
             names the file; earlier draws can be loaded.
         KeyboardInterrupt: interrupted before the first draw, or by a second Ctrl-C.
@@ -287,10 +287,14 @@ class Run:
         self.gradients: _checks.Gradients | None = None
         self.evidence: Evidence | None = None
         if setup.stop is not None:
+            # Wait until all processes have written their part of the start. Each then has the draws
+            # of all chains, and predicts with its own devices.
+            _host.any_process(False)
+            devices = (setup.mesh, setup.specs) if jax.process_count() == 1 else (None, None)
+            is_stored = isinstance(self.kept, DirectoryRun)
+            begun = self.kept.start if is_stored else _tree.everywhere(self.chains.draw())
             with _check.called("sample", "Predictor.update"):
-                self.evidence = Evidence(
-                    setup.stop, self.kept.start, self.chains.number, setup.mesh, setup.specs
-                )
+                self.evidence = Evidence(setup.stop, begun, self.chains.number, *devices)
 
     def _keep(
         self, sampler: optax.GradientTransformation, closing: ExitStack
@@ -400,7 +404,7 @@ class Run:
             num_kept += is_draw
             if is_draw and self.evidence is not None:
                 # Rounded as on disk, so that a resumed run collects the same.
-                stored = _format.rounded(_tree.local(draw), self.setup.dtype)
+                stored = _format.rounded(_tree.everywhere(draw), self.setup.dtype)
                 self._collect_trees(split(stored, self.chains.number))
         self.place = Place(dispatch.end, num_kept, dispatch.position or self.place.position)
         watch(step, stats)
@@ -483,9 +487,6 @@ def _check_stop(setup: Setup):
     if setup.observe is not None:
         rule = "None with `observe`, which keeps no draws to predict with"
         _check.fail("sample", "stop", rule, "an `EvidenceStop`")
-    if jax.process_count() > 1:
-        got = f"an `EvidenceStop` and {jax.process_count()} processes"
-        _check.fail("sample", "stop", "None with several processes", got)
 
 
 def _check_unaltered(stats: Mapping[str, np.ndarray]):

@@ -82,11 +82,11 @@ class EvidenceStop:
         batch_size: examples to run at once, >= 1; None: all.
 
     Raises:
-        ValueError: an argument is out of range. From `sample`: there are several processes, or
-            `observe`.
+        ValueError: an argument is out of range. From `sample`: `observe` is given.
 
     Cost: one forward pass over the examples per draw and chain, repeated for the stored draws when
-    a run resumes. Host memory: 16 bytes per target and, with `"doubling"`, 8 more for each look.
+    a run resumes. Each of several processes gets the draws of all chains. Host memory: 16 bytes per
+    target and, with `"doubling"`, 8 more for each look.
 
     Example:
         >>> import jax, jax.numpy as jnp, optax_smile

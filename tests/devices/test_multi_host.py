@@ -113,6 +113,16 @@ def test_a_signal_to_one_process_ends_both_in_order(tmp_path, reference):
     assert_same_bits(finish(run, tmp_path), reference)
 
 
+@pytest.mark.slow
+def test_two_processes_stop_at_the_same_draw(tmp_path):
+    """By the draws of all chains, so as one process does."""
+    stopped = finish(tmp_path / "two", tmp_path, "--stop")
+    expected = alone(tmp_path / "one", tmp_path, "--stop")
+    assert stopped.stopping.has_stopped and stopped.num_draws < SAMPLES
+    assert str(stopped.stopping) == str(expected.stopping)
+    assert_same_bits(stopped, expected, stopped.num_draws)
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("killed", [0, 1])
 def test_a_dead_process_ends_the_other_and_loses_no_draw(tmp_path, reference, killed):
