@@ -37,10 +37,8 @@ METHODS = {
     "cyclical_sgld": ("#56B4E9", "cyclical SGLD"),
 }
 NUM_GRADIENTS = 60_000
-# Distance of the scores from the edges; the lowest score that is drawn, nats.
-ABOVE, BELOW = 0.05, 0.5
-# A density of zero counts as this loss, nats.
-LOST = 1e3
+# Distance from the edges, lowest score that is drawn, and loss of a density of zero, nats.
+ABOVE, BELOW, LOST = 0.05, 0.5, 1e3
 LARGE = 10**7
 # Where psmile stands on the axis of step sizes.
 PSMILE_PLACE = 5e-9

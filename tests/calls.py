@@ -14,6 +14,7 @@ from public_samplers import SAMPLERS, valid_arguments
 
 import optax_smile
 from optax_smile import calibrate, diagnostics, local, metrics, parallel, plots, published, report
+from optax_smile.draws.snapshots import Stopping
 
 KEY = jax.random.key(0)
 PARAMS = {"w": jnp.ones((2, 3)), "b": jnp.ones(3)}
@@ -243,7 +244,9 @@ def predictions(path):
         given = {"trace": TRACE, "num_draws": 2}
         yield f"diagnostics.{name}", getattr(diagnostics, name), given
     yield "report.score", report.score, {"prediction": prediction, "targets": LABELS}
-    stored = {"directory": path, "name": "test", "prediction": prediction, "targets": LABELS}
+    # The run has eight draws of each chain.
+    few = prediction._replace(each=jax.tree.map(lambda x: x[:, :8], prediction.each))
+    stored = {"directory": path, "name": "test", "prediction": few, "targets": LABELS}
     yield (
         "report.store",
         report.store,
@@ -289,6 +292,8 @@ def scores():
         total_steps=30,
         cost=0.3,
     )
+    looks = np.array([4]), np.array([1.0]), np.array([-1.3])
+    stopping = Stopping("improvement", 0.05, 0.01, 100, -1.5, *looks)
     drawn: dict[str, Any] = {
         "chain_paths": {"params": SERIES, "start": SERIES[:, 0]},
         "entropy": {"entropies": {"test": VECTOR}},
@@ -302,6 +307,7 @@ def scores():
         "rejections": {"trace": TRACE, "nominal": 0.1},
         "step_size": {"trace": TRACE},
         "selection": {"selection": selection},
+        "stopping": {"stopping": stopping},
     }
     for name, arguments in drawn.items():
         yield f"plots.{name}", on_axes(getattr(plots, name)), arguments | {"ax": FRESH}

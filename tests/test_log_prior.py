@@ -89,7 +89,7 @@ def test_a_function_has_no_precision_and_gives_a_finite_scalar():
     for wrong in (lambda params: params["layer"]["b"], lambda params: params["none"], lambda _: 1):
         with pytest.raises(ValueError, match=r"log_prior=.*that returns a scalar"):
             make("psmile", log_prior=wrong, prior_precision=0).init(PARAMS)
-    with pytest.raises(ValueError, match=r"log_prior=.*finite at the parameters.*got -inf"):
+    with pytest.raises(ValueError, match=r"log_prior=.*finite at the initial parameters.*got -inf"):
         make("psmile", log_prior=lambda _: jnp.float32(-jnp.inf), prior_precision=0).init(PARAMS)
 
 

@@ -24,8 +24,7 @@ from flax import nnx
 import optax_smile
 
 # The prior is around the low-rank weights as they begin, unless a method says otherwise.
-METHODS = ("MAP", "psmile", "psmile, cold", "psmile, two chains", "psmile, around the MAP", "smile")
-# As `local.network_candidates`.
+METHODS = ("MAP", "psmile", "psmile, cold", "psmile, around the MAP")
 COLD = {"temperature": "auto", "tuner": optax_smile.angle_tuner(0.3)}
 
 
@@ -53,22 +52,15 @@ def run_cell(cell: records.Cell, **short: Any) -> records.Record:
     (texts, model, start), begun = pretrained(base), time.monotonic()
     best = mode(base, config)
     batches = lora.batches_of(texts["train"], config)
-    nnx.update(model, start)
-    whole = nnx.as_pure(nnx.state(model))
     nnx.update(model, best)
-    extra: dict[str, Any] = {}
     sampler, _, variant = cell["method"].partition(", ")
-    centre = {"two chains": whole, "around the MAP": best}.get(variant, start)
-    if sampler == "MAP":
-        draws: Any = [best]
-    else:
+    centre = best if variant == "around the MAP" else start
+    draws: Any = [best]
+    if sampler != "MAP":
         given = {"prior_mean": centre, "prior_precision": config.prior_precision}
         given |= COLD if variant == "cold" else {}
         tx = samplers.build(sampler, num_data=config.num_train, **given, key=config.seed)
-        sample = lora.sample_partition if variant == "two chains" else lora.sample_loop
-        draws = sample(model, config, batches, tx)
-    if variant == "two chains":
-        extra["summary"] = str(optax_smile.diagnostics.summary(draws))
+        draws = lora.sample_loop(model, config, batches, tx)
     cut = {name: lora.windows(texts[name], config.context) for name in ("valid", "test", "foreign")}
     table, density = lora.score(model, draws, cut["test"], cut["foreign"][0])
     valid, _ = lora.score(model, draws, cut["valid"], cut["foreign"][0][:1])
@@ -79,7 +71,6 @@ def run_cell(cell: records.Cell, **short: Any) -> records.Record:
         "num_parameters": sum(x.size for x in jax.tree.leaves(start)),
         "settings": dataclasses.asdict(config),
         "seconds": time.monotonic() - begun,
-        **extra,
     }
 
 

@@ -15,13 +15,6 @@ NAMES = {
     "nanogpt": "GPT",
 }
 ENSEMBLE = "deep ensemble"
-# Negative log likelihood, accuracy and ECE of ten networks on Fashion-MNIST.
-PUBLISHED_LENET = 0.200, 0.932, 0.010
-PUBLISHED_ROWS = {
-    "our deep ensemble": (ENSEMBLE, ()),
-    "checkpoints at 2e-3": ("checkpoints", (("learning_rate", 0.002),)),
-    "cold psmile": ("psmile", (("angle", 0.3), ("temperature", "auto"))),
-}
 SCORES = {"LPPD": "lppd", "accuracy": "accuracy", "ECE": "ece", "AUROC, foreign": "ood_auroc"}
 SIZES = ("1e4", "1e5", "1e6", "1e7")
 ANGLES = (0.003, 0.01, 0.03, 0.1, 0.3)
@@ -104,20 +97,6 @@ def cells(found: Sequence[Record]) -> Table:
         )
     header = ["network", "method", "options", *SCORES]
     return Table([*header, "one chain", "seconds", "MiB"], rows, used)
-
-
-def published(found: Sequence[Record]) -> Table:
-    """LeNet beside a published ensemble of ten: negative log likelihood, accuracy and ECE."""
-    rows = [["published ensemble", "10", *(f"{x:.3f}" for x in PUBLISHED_LENET)]]
-    groups, used = _groups(found), []
-    for name, key in PUBLISHED_ROWS.items():
-        used += (group := groups[("lenet", "small", *key)])
-        values = [
-            [-r["lppd"] for r in group],
-            *([r[x] for r in group] for x in ("accuracy", "ece")),
-        ]
-        rows.append([name, "4", *(mean_error(x, 3) for x in values)])
-    return Table(["method", "networks", "NLL", "accuracy", "ECE"], rows, used)
 
 
 def pairs(found: Sequence[Record]) -> Table:

@@ -144,30 +144,6 @@ def mixing(found: Sequence[Record]) -> Table:
     return Table(header, rows, used)
 
 
-def scales(found: Sequence[Record], earlier: Sequence[Record]) -> Table:
-    """The scale of windows against the moving variance: same splits, two seeds of the chains."""
-    rows, used, means = [], [], []
-    for data in DATA:
-        values = []
-        pair = []
-        for seed in ({}, {"seed": 1}):
-            now, then = (
-                select(x, data=data, method=method, **USUAL, **seed)
-                for x, method in ((found, WHOLE), (earlier, "psmile"))
-            )
-            used += [*now, *then]
-            pair += [mean_error([r["lppd"] for r in x]) for x in (then, now)]
-            values += paired(now, then)
-        means += [fmean(values)] if values else []
-        rows.append([data, *pair, mean_error(values, sign="+")])
-    header = [
-        *("data", "moving variance, seed 0", "windows, seed 0", "moving variance, seed 1"),
-        *("windows, seed 1", "windows - moving variance"),
-    ]
-    rows.append(["mean", "", "", "", "", mean_error(means, sign="+")])
-    return Table(header, rows, used)
-
-
 def step_rules(found: Sequence[Record]) -> Table:
     """Steps by the change of the gradient against those by its size, and against rivals."""
     rivals = (WHOLE, "checkpoints", "psmile_naive", "mile")
@@ -200,26 +176,6 @@ def batches(found: Sequence[Record]) -> Table:
             rows.append([str(number_of), *cells])
     header = ["batches per pass"]
     header += [f"{d}: {way}" for d in DATA[:2] for way in ("permutations", "with replacement")]
-    return Table(header, rows, used)
-
-
-def lengths(found: Sequence[Record]) -> Table:
-    """LPPD on energy, split 0, against the number of gradients; steps by the whole gradient."""
-    rows, used = [], []
-    wanted = USUAL | {"data": "energy", "split": 0}
-    for gradients in (1_000, 10_000, 60_000, 300_000):
-        cells = []
-        for method in (WHOLE, "scale_adapted_sghmc"):
-            group = best(found, **wanted | {"method": method, "num_gradients": gradients})
-            used += group
-            cells.append(shown(group))
-        ours = select(found, **wanted | {"method": WHOLE, "num_gradients": gradients})
-        steps = [
-            f"{short(record['steps']['second'])} ... {short(record['steps']['last'])}"
-            for record in ours
-        ]
-        rows.append([f"{gradients:,}", *cells, *steps])
-    header = ["gradients", WHOLE, "scale-adapted SGHMC (step size)", "its step sizes"]
     return Table(header, rows, used)
 
 
