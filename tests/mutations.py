@@ -352,8 +352,8 @@ DEFECTS = r"""
 + with_start = average
 # chains/sample.py | test_stopping.py
 = evidence of draws that were not rounded | resumed
-- stored = _format.rounded(_tree.local(draw), self.setup.dtype)
-+ stored = _tree.local(draw)
+- stored = _format.rounded(_tree.everywhere(draw), self.setup.dtype)
++ stored = _tree.everywhere(draw)
 # draws/snapshots.py | test_stopping.py
 = each look spends all of alpha | closed_form
 - return np.log(look * (look + 1) / self.alpha)
