@@ -244,8 +244,14 @@ class Real(Constraint):
         if not math.isinf(self.high):
             high = "pi / 2" if self.high == math.pi / 2 else f"{self.high:g}"
             return f"in {'[('[left]}{self.low:g}, {high}{'])'[right]}"
-        above = "" if math.isinf(self.low) else f"{'>' if left else '>='} {self.low:g}"
-        return " and ".join(x for x in (above, "" if self.infinite else "finite") if x) or "not NaN"
+        finite = "" if self.infinite else "finite"
+        return " and ".join(x for x in (self._above, finite) if x) or "not NaN"
+
+    @property
+    def _above(self) -> str:
+        """The lower end alone; "" if there is none."""
+        sign = ">" if self.open in ("low", "both") else ">="
+        return "" if math.isinf(self.low) else f"{sign} {self.low:g}"
 
     def holds(self, numbers: np.ndarray | np.floating) -> np.ndarray:
         """Whether numbers lie in the interval; JAX flushes denormal ones to zero."""
@@ -263,9 +269,10 @@ class Real(Constraint):
         is_number = not isinstance(value, (bool, jax.core.Tracer))
         is_number = is_number and is_real(getattr(value, "dtype", type(value)))
         if not is_number or np.ndim(value) != 0:
-            bounds = self.rule.removesuffix("and finite").removesuffix("finite").strip()
-            kind = "a number" if self.infinite or not math.isinf(self.high) else "a finite number"
-            fail(where, argument, f"{kind} {bounds}".strip(), written(value))
+            is_bounded = not math.isinf(self.high)
+            kind = "a number" if is_bounded or self.infinite else "a finite number"
+            bounds = self.rule if is_bounded else self._above
+            fail(where, argument, f"{kind} {bounds}".rstrip(), written(value))
         try:
             number = np.float64(value)
         except OverflowError:
@@ -332,7 +339,7 @@ class Key(Constraint):
     def rule(self) -> str:
         """A key or a seed, and its purpose."""
         rule = "a single JAX key, such as jax.random.key(0), or an integer seed"
-        return f"{rule} {self.purpose}".replace(" ,", ",").rstrip()
+        return f"{rule} {self.purpose}".rstrip()
 
     def __call__(self, where, argument, value, given=NOTHING) -> Unchecked:
         if value is None and not self.needed:

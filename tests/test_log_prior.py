@@ -10,7 +10,7 @@ import optax
 import pytest
 import runs
 from public_samplers import SAMPLERS
-from test_contract import GRADIENTS, PARAMS, SHARED, follow, injected, make
+from test_contract import CASES, GRADIENTS, PARAMS, SHARED, follow, injected, make
 
 import optax_smile
 from optax_smile import _settings
@@ -23,8 +23,7 @@ def gaussian(params):
     return -PRECISION / 2 * optax.tree.norm(shifted, squared=True)
 
 
-# Both drivers, the published form, with and without cycles: the posterior is the same code for all.
-@pytest.mark.parametrize("case", ["psmile, rich", "published.psmile", "psgld", "cyclical_sgld"])
+@pytest.mark.parametrize("case", CASES)
 def test_a_gaussian_function_is_the_gaussian_prior(case):
     """And the mean, the precision and the temperature of either all count."""
     common: Any = {"step_size": 0.1, "num_data": 3, "temperature": 0.5}

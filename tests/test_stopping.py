@@ -198,7 +198,7 @@ def test_resumed_runs_keep_the_evidence(tmp_path):
     for name, mine in resumed.stopping._asdict().items():
         np.testing.assert_array_equal(mine, getattr(first.stopping, name))
     # A run that has stopped stays stopped, with more draws as well.
-    with pytest.warns(UserWarning, match="is finished"):
+    with pytest.warns(UserWarning, match="the run in .* is finished"):
         again: Any = runs.run(tmp_path / "cut", stop=stop, **given | {"num_draws": 20})
     assert again.num_draws == first.num_draws and again.stopping.has_stopped
     for changed in ({"alpha": 0.5}, {"validation": held_out(seed=1)}):

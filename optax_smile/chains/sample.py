@@ -459,8 +459,9 @@ def check_end(where: str, run: Run, num_steps: int, num_draws: int, is_stopped: 
             advice = "Run longer, or lower `adapt_steps` or `exploration` of the sampler."
             _check.fail(where, "num_draws", rule, num_draws, advice)
         if run.watched.defect:
-            is_one = not isinstance(run.setup.batches, list | Iterator)
-            advice = "To pass a single batch, put it in a list: `[batch]`." if is_one else ""
+            given = run.setup.batches
+            may_be_single = isinstance(given, tuple) or hasattr(given, "shape")
+            advice = "Put a single batch in a list: `[batch]`." if may_be_single else ""
             _check.fail(where, "batches", _checks.USABLE, f"one whose {run.watched.defect}", advice)
         taken, needed = run.stream.taken, num_steps * run.batches_per_step
         rule = f"a list, which is restarted, or batches for {needed} gradients"

@@ -61,7 +61,7 @@ def predict(
         apply_fn: `apply_fn(params, inputs)` returns the outputs of one model for the inputs.
         snapshots: parameter trees: the result of `sample`, `Snapshots.from_members(members)` for a
             deep ensemble, or any other iterable, which is read only once, such as a generator.
-        inputs: argument of `apply_fn`, arrays `[input, ...]`; they stay on the device.
+        inputs: argument of `apply_fn`, finite arrays `[input, ...]`; they stay on the device.
         likelihood: how to interpret the outputs and the targets:
 
             - `"categorical"`: logits `[input, class]`, labels `[input]`.

@@ -135,7 +135,7 @@ def build(
 ) -> _call.Built:
     """Build a sampler; for the arguments see `psmile`."""
     is_random = decoherence_length is not None
-    purpose = ", unless `decoherence_length` is None" if is_random else ""
+    purpose = "(or `decoherence_length=None`)" if is_random else ""
     seed = _check.Key(is_random, purpose)(name, "key", key)
     tuner = choose(name, tuner, step_size)
     potential.check(name, posterior)
