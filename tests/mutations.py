@@ -326,11 +326,11 @@ DEFECTS = r"""
 - BURN_IN = 0.5
 + BURN_IN = 0.0
 = error of the score of a candidate, not of the difference | last_half
-- difference = np.subtract(first.expected, second.expected)
-+ difference = np.array(first.expected)
-= candidates are ranked by what they reached, not by what is expected | last_half
-- rate = certain * (lacks[1] - lacks[2]) / (lacks[0] - lacks[1])
-+ rate = 0
+- difference = np.subtract(first.projected, second.projected)
++ difference = np.array(first.projected)
+= candidates are ranked by what they reached, not by the projection | last_half
+- self.density + rest / last * gained
++ self.density + 0 * gained
 = the cheaper survives though it is clearly worse | among_equals
 - min(filter(is_equal, ranked), key=preference)
 + min(ranked, key=preference)

@@ -113,20 +113,15 @@ def test_rounds_are_judged_by_draws_of_their_last_half_and_extrapolated(selectio
         steps = np.unique(np.ceil(end / 2 * (1 + np.arange(1, 17) / 16)).astype(int))
         density = np.array([slow_density(x.params[:, steps - 1].reshape(-1, 3)) for x in draws])
         np.testing.assert_allclose(selection.lppd[row, 1:3], density.mean(axis=1), rtol=1e-5)
-        expected = density
+        projected = density
         if before is not None:
-            # The line through both rounds, as a function of 1 / sqrt(steps), after 270 steps; with
-            # the gain less its standard error.
-            ends = 1 / np.sqrt(selection.num_steps[row - 1 : row + 1])
+            # The line through both rounds, as a function of log(steps), after 270 steps.
+            ends = np.log(selection.num_steps[row - 1 : row + 1])
             both = np.polyfit(ends, np.stack([before.ravel(), density.ravel()]), 1)
-            line = np.array([np.polyval(x, 270**-0.5) for x in both.T]).reshape(density.shape)
-            gain = density - before
-            error = gain.std(axis=1, ddof=1) / NUM_VALID**0.5
-            share = np.maximum(0, 1 - error / abs(gain.mean(axis=1)))
-            expected = density + share[:, None] * (line - density)
-        np.testing.assert_allclose(selection.expected[row, 1:3], expected.mean(axis=1), rtol=1e-4)
-        best = int(np.argmax(expected.mean(axis=1)))
-        error = np.std(expected[1 - best] - expected[best], ddof=1) / NUM_VALID**0.5
+            projected = np.polyval(both, np.log(270)).reshape(density.shape)
+        np.testing.assert_allclose(selection.projected[row, 1:3], projected.mean(axis=1), rtol=1e-4)
+        best = int(np.argmax(projected.mean(axis=1)))
+        error = np.std(projected[1 - best] - projected[best], ddof=1) / NUM_VALID**0.5
         got = selection.standard_error[row, 1:3]
         assert got[best] == 0 and got[1 - best] == pytest.approx(error, rel=1e-3)
         before = density
@@ -136,7 +131,7 @@ def test_rounds_are_judged_by_draws_of_their_last_half_and_extrapolated(selectio
 def test_the_table_has_all_names(selection):
     table, notes = str(selection).split("\n\n")
     head, *rows = (line.split() for line in table.splitlines())
-    assert head == "steps candidate LPPD at the end below best error".split()
+    assert head == "steps candidate LPPD projected below best error".split()
     assert rows[0][:2] == ["0", "start"] and rows[-1][:2] == ["270", "sgld"]
     assert len(rows) == 1 + 4 + 4 + 2 + 1 and {"still", "sgd"} < {
         name for row in rows for name in row
@@ -150,7 +145,7 @@ def test_the_table_has_all_names(selection):
     assert notes[0] == f"Chosen: sgld, with LPPD {selection.final_lppd:.5g} over all its draws."
     assert notes[1:] == [
         "The dropped candidates used 0.32 times its number of gradients.",
-        "At the end: LPPD of the whole run, extrapolated from the last two rounds.",
+        "Projected: as if every doubling of the steps gained as much as the last one.",
         "-inf: chains or predictions became non-finite.",
     ]
     worse = str(selection._replace(start_lppd=0.0))
@@ -175,7 +170,7 @@ def equal(got: Selection, expected: Selection):
     assert got.best == expected.best and got.cost == expected.cost
     np.testing.assert_array_equal(got.draws.params, expected.draws.params)
     np.testing.assert_allclose(got.lppd, expected.lppd, rtol=1e-6)
-    np.testing.assert_allclose(got.expected, expected.expected, rtol=1e-5)
+    np.testing.assert_allclose(got.projected, expected.projected, rtol=1e-5)
     np.testing.assert_allclose(got.standard_error, expected.standard_error, rtol=1e-4)
     assert got.final_lppd == expected.final_lppd
 
@@ -281,19 +276,16 @@ def judged(
     return Judged(density, 10, gradients_per_step, is_bayes, density)
 
 
-def test_expected_densities_lack_one_over_the_root_of_steps():
+def test_each_doubling_of_the_steps_is_taken_to_gain_as_much_as_the_last():
     def after(steps: int, *density: float) -> Judged:
         return Judged([*density], steps, 1, True, [*density])
 
-    before, now = after(10, 1 - 5 / 10**0.5, -np.inf), after(20, 1 - 5 / 20**0.5, -2.0)
-    # Of gains g and 0, the mean and its standard error are both g / 2.
-    assert now.extrapolated(before, 40).expected == pytest.approx(now.density)
-    before, now = after(10, *2 * [1 - 5 / 10**0.5]), after(20, *2 * [1 - 5 / 20**0.5])
-    assert now.extrapolated(before, 40).expected == pytest.approx(2 * [1 - 5 / 40**0.5])
-    assert now.extrapolated(before, 20).expected == now.density
+    before, now = after(10, -5.0, -np.inf), after(20, -4.0, -2.0)
+    assert now.extrapolated(before, 80).projected == pytest.approx([-2.0, -2.0])
+    assert now.extrapolated(before, 20).projected == now.density
     assert now.extrapolated(None, 40) is now and now.extrapolated(now, 40) is now
     failed = after(20, -np.inf, -1.0)
-    assert failed.extrapolated(before, 40).expected[0] == -np.inf
+    assert failed.extrapolated(before, 40).projected[0] == -np.inf
 
 
 def test_among_equals_the_cheaper_then_the_posterior_then_the_better_is_chosen():

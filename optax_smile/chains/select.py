@@ -53,9 +53,10 @@ class Selection(NamedTuple):
         lppd: log pointwise predictive density of the validation data, nats per input, averaged over
             16 draws of each chain in the last half of these steps, `[round, candidate]`; NaN for
             candidates dropped before, -inf if chains or predictions became non-finite.
-        expected: `lppd` extrapolated to the end of the run, by which candidates are ranked,
-            `[round, candidate]`; `lppd` itself in the first round.
-        standard_error: standard error, over the inputs, of the difference of `expected` from the
+        projected: `lppd` at the end of the run if every doubling of the steps gained as much as the
+            last one, `[round, candidate]`. It ranks the candidates. In the first round it is
+            `lppd` itself.
+        standard_error: standard error, over the inputs, of the difference of `projected` from the
             best of the round, `[round, candidate]`; NaN if a value is not finite or there is only
             one input.
         start_lppd: `lppd` of the initial parameters of the chains.
@@ -69,7 +70,7 @@ class Selection(NamedTuple):
     names: tuple[str, ...]
     num_steps: np.ndarray
     lppd: np.ndarray
-    expected: np.ndarray
+    projected: np.ndarray
     standard_error: np.ndarray
     start_lppd: float
     final_lppd: float
@@ -78,18 +79,18 @@ class Selection(NamedTuple):
 
     def __str__(self) -> str:
         rows = [("0", "start", self.start_lppd, np.nan, np.nan, np.nan)]
-        rounds = self.num_steps, self.lppd, self.expected, self.standard_error
-        for steps, lppd, expected, error in zip(*rounds, strict=True):
-            order = [place for place in np.argsort(-expected) if not np.isnan(expected[place])]
+        rounds = self.num_steps, self.lppd, self.projected, self.standard_error
+        for steps, lppd, projected, error in zip(*rounds, strict=True):
+            order = [place for place in np.argsort(-projected) if not np.isnan(projected[place])]
             for place in order:
                 head = str(steps) if place == order[0] else ""
-                below = expected[order[0]] - expected[place]
-                numbers = lppd[place], expected[place], below, error[place]
+                below = projected[order[0]] - projected[place]
+                numbers = lppd[place], projected[place], below, error[place]
                 rows.append((head, self.names[place], *numbers))
         rows.append((str(self.total_steps), self.best, self.final_lppd, np.nan, np.nan, np.nan))
         steps, names, *columns = zip(*rows, strict=True)
         table = {"steps": [*steps], "candidate": [*names]}
-        heads = "LPPD", "at the end", "below best", "error"
+        heads = "LPPD", "projected", "below best", "error"
         for head, form, values in zip(heads, (".5g", ".5g", ".2g", ".2g"), columns, strict=True):
             table[head] = ["-" if np.isnan(x) else format(x, form) for x in values]
         return "\n".join([*aligned(table), "", *self._notes()])
@@ -102,7 +103,7 @@ class Selection(NamedTuple):
         if not self.final_lppd > self.start_lppd:
             yield "No better than the start: run the chains longer, or keep the start."
         if len(self.num_steps):
-            yield "At the end: LPPD of the whole run, extrapolated from the last two rounds."
+            yield "Projected: as if every doubling of the steps gained as much as the last one."
         if np.isneginf([*self.lppd.ravel(), self.final_lppd]).any():
             yield "-inf: chains or predictions became non-finite."
 
@@ -171,14 +172,14 @@ class Judged(NamedTuple):
         num_steps: steps of each chain.
         gradients_per_step: gradients per step.
         is_bayes: whether it samples the posterior of the model.
-        expected: `density` at the end of the whole run, see `extrapolated`.
+        projected: `density` at the end of the whole run, see `extrapolated`.
     """
 
     density: list[float]
     num_steps: int
     gradients_per_step: int
     is_bayes: bool
-    expected: list[float]
+    projected: list[float]
 
     @property
     def lppd(self) -> float:
@@ -186,27 +187,22 @@ class Judged(NamedTuple):
         return float(np.mean(self.density))
 
     @property
-    def expected_lppd(self) -> float:
-        """Mean of `expected`."""
-        return float(np.mean(self.expected))
+    def projected_lppd(self) -> float:
+        """Mean of `projected`."""
+        return float(np.mean(self.projected))
 
     def extrapolated(self, before: Judged | None, num_steps: int) -> Judged:
-        """Estimate the densities after `num_steps` steps, from those of the round before.
+        """Project the densities to `num_steps` steps, from those of the round before.
 
-        The distance from the limit is assumed to fall as 1 / sqrt(steps). Of 1 / steps,
-        1 / sqrt(steps) and log(steps), this came closest to the end of whole runs (LeNet,
-        perceptrons and a GPT). The mean gain of the last round is reduced by its standard error.
+        Each doubling of the steps is taken to gain as much as the last one.
         """
-        if before is None or before.num_steps == self.num_steps or len(self.density) < 2:
+        if before is None or before.num_steps == self.num_steps:
             return self
         with np.errstate(invalid="ignore"):
             gained = np.subtract(self.density, before.density)
         gained = np.where(np.isfinite(gained), gained, 0.0)
-        mean, error = abs(gained.mean()), gained.std(ddof=1) / len(gained) ** 0.5
-        certain = max(0.0, 1 - error / mean) if mean else 0.0
-        lacks = np.array([before.num_steps, self.num_steps, num_steps]) ** -0.5
-        rate = certain * (lacks[1] - lacks[2]) / (lacks[0] - lacks[1])
-        return self._replace(expected=(self.density + rate * gained).tolist())
+        last, rest = np.log([self.num_steps / before.num_steps, num_steps / self.num_steps])
+        return self._replace(projected=(self.density + rest / last * gained).tolist())
 
 
 @_check.arguments(
@@ -260,16 +256,16 @@ def select(
     Each round ends at about twice as many steps as the one before. From the second round on, each
     drops the worse half of the candidates (successive halving). A round is scored by the LPPD of
     the validation data, averaged over 16 draws of each chain in the last half of the steps so far.
-    Its gain since the round before, less the standard error of that gain, is extrapolated to the
-    end of the run, on the assumption that the distance from the limit falls as 1 / sqrt(steps).
-    This expected LPPD ranks the candidates. The last remaining candidate finishes its run; its
-    draws are those of `sample` with that candidate. Together, the dropped candidates take at most
-    `largest_cost` times the steps of the chosen one.
+    This LPPD is projected to the end of the run, as if every doubling of the steps gained as much
+    as the last one. The projected LPPD ranks the candidates; it is no forecast of the final one.
+    The last remaining candidate finishes its run; its draws are those of `sample` with that
+    candidate. Together, the dropped candidates take at most `largest_cost` times the steps of the
+    chosen one.
 
-    After the last round, candidates whose expected LPPD is within one standard error of the best
+    After the last round, candidates whose projected LPPD is within one standard error of the best
     count as equal. Among them, the candidate with the fewest gradients per step wins. If several
     have equally few, a sampler of the posterior of the model wins (temperature 1, and a prior that
-    is not centred at the start), then the one with the largest expected LPPD.
+    is not centred at the start), then the one with the largest projected LPPD.
 
     Rounds are short, so from a bad start they only show which candidate improves fastest. Use a
     warm start, such as that of `warmstart`. A candidate that predicts badly at first and improves
@@ -384,14 +380,14 @@ def select(
         # A chain may have become non-finite after the last round.
         with contextlib.suppress(ValueError):
             final_lppd = _lppd(predict(apply_fn, draws, validation[0], **read))
-    lppd, expected, error = _scores(rounds, [*candidates])
+    lppd, projected, error = _scores(rounds, [*candidates])
     return Selection(
         best=best,
         draws=draws,
         names=tuple(candidates),
         num_steps=np.array(ends, int),
         lppd=lppd,
-        expected=expected,
+        projected=projected,
         standard_error=error,
         start_lppd=_lppd(start),
         final_lppd=final_lppd,
@@ -433,13 +429,13 @@ def _survivors(judged: Mapping[str, Judged], number: int) -> list[str]:
     if not np.isfinite([x.lppd for x in judged.values()]).any():
         rule = "candidates of which at least one keeps all chains and predictions finite"
         _check.fail("select", "candidates", rule, [*judged])
-    ranked = sorted(judged, key=lambda name: -judged[name].expected_lppd)
+    ranked = sorted(judged, key=lambda name: -judged[name].projected_lppd)
     if number > 1:
         return ranked[:number]
     best = judged[ranked[0]]
 
     def is_equal(name: str) -> bool:
-        below = best.expected_lppd - judged[name].expected_lppd
+        below = best.projected_lppd - judged[name].projected_lppd
         return name == ranked[0] or below <= _standard_error(judged[name], best)
 
     def preference(name: str) -> tuple[int, bool]:
@@ -449,14 +445,14 @@ def _survivors(judged: Mapping[str, Judged], number: int) -> list[str]:
 
 
 def _best(judged: Mapping[str, Judged]) -> Judged:
-    return max(judged.values(), key=lambda x: x.expected_lppd)
+    return max(judged.values(), key=lambda x: x.projected_lppd)
 
 
 def _standard_error(first: Judged, second: Judged) -> float:
-    """Return the standard error of the difference in `expected_lppd`; NaN for one input."""
+    """Return the standard error of the difference in `projected_lppd`; NaN for one input."""
     if not np.isfinite([first.lppd, second.lppd]).all() or len(first.density) < 2:
         return np.nan
-    difference = np.subtract(first.expected, second.expected)
+    difference = np.subtract(first.projected, second.projected)
     return float(difference.std(ddof=1) / len(difference) ** 0.5)
 
 
@@ -547,7 +543,7 @@ class _Candidate:
             num_steps=run.num_steps,
             gradients_per_step=run.per_step,
             is_bayes=_is_bayes(settings),
-            expected=density,
+            projected=density,
         )
 
     def finish(self, num_steps: int) -> tuple[Run, bool]:
@@ -634,13 +630,13 @@ def _write(folder: Path | None, identity: Options, rounds: list[dict[str, Judged
 
 
 def _scores(rounds: list[dict[str, Judged]], names: list[str]) -> np.ndarray:
-    """Return LPPD, the expected one and its standard error, `[3, round, candidate]`."""
+    """Return LPPD, the projected one and its standard error, `[3, round, candidate]`."""
     scores = np.full((3, len(rounds), len(names)), np.nan)
     for row, judged in enumerate(rounds):
         best = _best(judged)
         for name, one in judged.items():
             error = _standard_error(one, best)
-            scores[:, row, names.index(name)] = one.lppd, one.expected_lppd, error
+            scores[:, row, names.index(name)] = one.lppd, one.projected_lppd, error
     return scores
 
 

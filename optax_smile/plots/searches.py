@@ -42,7 +42,7 @@ def selection(selection: Selection, *, ax: Axes | None = None) -> Axes:
     Returns:
         The axes: LPPD of the validation data against steps, logarithmic if there are several
         rounds. A line per candidate ends where it was dropped; error bars are standard errors of
-        the difference in expected LPPD from the best of the round. The star is the LPPD of all
+        the difference in projected LPPD from the best of the round. The star is the LPPD of all
         draws of the chosen candidate. Values more than one nat below the best of their round may be
         off the scale; a marker at the bottom shows them, a cross if the candidate failed.
 
@@ -56,7 +56,7 @@ def selection(selection: Selection, *, ax: Axes | None = None) -> Axes:
         >>> from optax_smile import Selection
         >>> result = Selection(
         ...     best="psmile", draws=None, names=("psmile", "adam"), num_steps=np.array([100]),
-        ...     lppd=np.array([[-1.0, -1.2]]), expected=np.array([[-0.9, -1.2]]),
+        ...     lppd=np.array([[-1.0, -1.2]]), projected=np.array([[-0.9, -1.2]]),
         ...     standard_error=np.array([[0, 0.1]]),
         ...     start_lppd=-1.5, final_lppd=-0.9, total_steps=300, cost=0.3,
         ... )
