@@ -27,6 +27,8 @@ COMPILED = pathlib.Path(__file__).parents[1] / ".pytest_cache" / "jax"
 os.environ.setdefault("KERAS_BACKEND", "jax")
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(COMPILED))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+# A program of psmile compiles in a quarter of the time without XLA's fusion emitters.
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_use_fusion_emitters=false"
 NUM_DEVICES = 8
 # The worker with several devices, where there are others.
 DEVICE_WORKER, DEVICE_TESTS = "gw0", ("tests/devices/", "tests/faults/test_kills.py")

@@ -93,33 +93,24 @@ def table(name: str, seed: int) -> Problem:
 
 
 def network(
-    of: Any,
-    splits: Any,
-    prepare: Callable[[Any], Any],
-    *,
-    num_members: int,
-    batch_size: int,
-    num_steps: int,
-    steps_per_dispatch: int,
-    seed: int,
-    patience: int = 3,
+    of: Any, splits: Any, prepare: Any, num_members: int, seed: int, patience: int = 3, **steps: int
 ) -> Problem:
-    """A classifier, trained by AdamW until validation data stop it."""
+    """A classifier, trained by AdamW until validation data stop it; see `problem_of`."""
     task = experiment.Experiment(
         of, splits, "categorical", lambda _: optax.adamw(1e-3, weight_decay=0.02), prepare
     )
     settings = experiment.Settings(num_epochs=60, patience=patience, batch_size=64)
     members = experiment.warm_start(task, settings, seed, num_members, progress=False)
-    return problem_of(task, members, batch_size, num_steps, steps_per_dispatch, seed)
+    return problem_of(task, members, seed, **steps)
 
 
 def problem_of(
     task: experiment.Experiment,
     members: Any,
-    batch_size: int,
-    num_steps: int,
-    steps_per_dispatch: int,
     seed: int,
+    num_steps: int,
+    batch_size: int = 64,
+    steps_per_dispatch: int = 1,
 ) -> Problem:
     """Trained networks of an experiment; a quarter of the steps is the warm-up of 36 draws."""
     num_warmup = num_steps // 4
@@ -149,7 +140,7 @@ def gpt(seed: int) -> Problem:
     )
     task = nanogpt.build(settings)
     members = experiment.warm_start(task, settings, seed, 2, progress=False)
-    return problem_of(task, members, 32, 2_000, 1, seed)
+    return problem_of(task, members, seed, 2_000, 32)
 
 
 def digits(seed: int) -> Problem:
@@ -161,57 +152,45 @@ def digits(seed: int) -> Problem:
     half = len(rest_x) // 2
     valid, test = ((rest_x[part], rest_y[part]) for part in np.s_[:half, half:])
     splits = data.Splits((x, y), valid, test)
-    given: dict[str, Any] = {"num_members": 4, "batch_size": 128, "num_steps": 12_000}
-    given |= {"steps_per_dispatch": 100, "seed": seed}
-    return network(models.FullyConnected((128,), 10), splits, lambda x: x, **given)
+    steps = {"num_steps": 12_000, "batch_size": 128, "steps_per_dispatch": 100}
+    return network(models.FullyConnected((128,), 10), splits, lambda x: x, 4, seed, **steps)
 
 
-def fashion(
-    of: Any, num_train: int | None, num_steps: int, together: int, seed: int, patience: int = 3
+def images(
+    read: Any, of: Any, seed: int, num_train: int | None = None, patience: int = 3, **steps: int
 ) -> Problem:
-    """Fashion-MNIST, some of its training images or all."""
-    splits = data.fashion_mnist(seed)
+    """Images, some of those to train on or all."""
+    splits = read(seed)
     splits = splits._replace(
         train=tuple(x[:num_train] for x in splits.train),
-        valid=tuple(x[: num_train or None] for x in splits.valid),
+        valid=tuple(x[:num_train] for x in splits.valid),
     )
-    prepare = functools.partial(data.standardize, name="fashion_mnist")
-    given: dict[str, Any] = {"num_members": 2, "batch_size": 64, "num_steps": num_steps}
-    given |= {"steps_per_dispatch": together, "seed": seed, "patience": patience}
-    return network(of, splits, prepare, **given)
+    prepare = functools.partial(data.standardize, name=read.__name__)
+    return network(of, splits, prepare, 2, seed, patience, **steps)
 
 
-def cifar(seed: int) -> Problem:
-    """CIFAR-10, in few steps."""
-    prepare = functools.partial(data.standardize, name="cifar10")
-    given: dict[str, Any] = {"num_members": 2, "batch_size": 64, "num_steps": 2_000}
-    given |= {"steps_per_dispatch": 1, "seed": seed}
-    return network(models.LeNet(), data.cifar10(seed, 45_000), prepare, **given)
+def imagenette(seed: int) -> data.Splits:
+    """3,600 photographs to train on, reduced to 32 x 32 pixels."""
+    return data.imagenette(seed, 32)
 
 
-def imagenette(seed: int) -> Problem:
-    """3,600 photographs, reduced to 32 x 32 pixels."""
-    prepare = functools.partial(data.standardize, name="imagenette")
-    given: dict[str, Any] = {"num_members": 2, "batch_size": 64, "num_steps": 800}
-    given |= {"steps_per_dispatch": 1, "seed": seed, "patience": 20}
-    return network(models.LeNet(), data.imagenette(seed, 32), prepare, **given)
-
-
-PERCEPTRON = models.FullyConnected((76,), 10)
+IMAGES = data.fashion_mnist, models.FullyConnected((76,), 10)
+LENET = data.fashion_mnist, models.LeNet()
+MANY: dict[str, int] = {"num_steps": 12_000, "steps_per_dispatch": 20}
 PROBLEMS: dict[str, Callable[[int], Problem]] = {
-    "energy": functools.partial(table, "energy"),
-    "airfoil": functools.partial(table, "airfoil"),
+    "energy": lambda seed: table("energy", seed),
+    "airfoil": lambda seed: table("airfoil", seed),
     "digits": digits,
-    "2,000 images": functools.partial(fashion, PERCEPTRON, 2_000, 12_000, 20),
-    "54,000 images": functools.partial(fashion, PERCEPTRON, None, 12_000, 20),
-    "LeNet": functools.partial(fashion, models.LeNet(), None, 6_000, 1),
+    "2,000 images": lambda seed: images(*IMAGES, seed, 2_000, **MANY),
+    "54,000 images": lambda seed: images(*IMAGES, seed, **MANY),
+    "LeNet": lambda seed: images(*LENET, seed, num_steps=6_000),
     "GPT": gpt,
-    "yacht": functools.partial(table, "yacht"),
-    "CIFAR": cifar,
-    "concrete": functools.partial(table, "concrete"),
-    "kin8nm": functools.partial(table, "kin8nm"),
-    "5,000 images": functools.partial(fashion, models.LeNet(), 5_000, 3_000, 1, patience=20),
-    "Imagenette": imagenette,
+    "yacht": lambda seed: table("yacht", seed),
+    "CIFAR": lambda seed: images(data.cifar10, models.LeNet(), seed, num_steps=2_000),
+    "concrete": lambda seed: table("concrete", seed),
+    "kin8nm": lambda seed: table("kin8nm", seed),
+    "5,000 images": lambda seed: images(*LENET, seed, 5_000, patience=20, num_steps=3_000),
+    "Imagenette": lambda seed: images(imagenette, models.LeNet(), seed, patience=20, num_steps=800),
 }
 
 
