@@ -228,22 +228,6 @@ class EnergyError(NamedTuple):
     finite: jax.Array
 
 
-def error(change: jax.Array | None, closes: jax.Array, given: tuple[jax.Array, ...]) -> EnergyError:
-    """Check the numbers of a call.
-
-    Args:
-        change: energy gained since the open step began, nats; None without `value`.
-        closes: whether a step ends here whose start had a value.
-        given: scalars that are finite if and only if the call's gradient and value are.
-    """
-    finite = jnp.all(jnp.isfinite(jnp.stack(given)))
-    if change is None:
-        return EnergyError(jnp.full_like(given[0], jnp.nan), jnp.zeros_like(finite), finite)
-    finite &= jnp.isfinite(change) | ~closes
-    known = closes & finite
-    return EnergyError(jnp.where(known, change, jnp.nan), known, finite)
-
-
 def energy_error(
     posterior: potential.Potential,
     step: OpenStep,
@@ -252,14 +236,17 @@ def energy_error(
     value: jax.Array | None,
 ) -> EnergyError:
     """Compute the energy that the open step gained, if it ends here and both ends had a value."""
-    given = *sums, end.kinetic_change
+    given = jnp.stack([*sums, end.kinetic_change, *(() if value is None else (value,))])
+    finite = jnp.all(jnp.isfinite(given))
     if value is None:
-        return error(None, end.is_end, given)
-    loss_change = value - step.opening_value
+        return EnergyError(jnp.full_like(given[0], jnp.nan), jnp.zeros_like(finite), finite)
     prior_change = step.prior_change + sums.prior_change
-    change = potential.energy_change(posterior, loss_change, prior_change)
+    change = potential.energy_change(posterior, value - step.opening_value, prior_change)
     change += step.kinetic_change + end.kinetic_change
-    return error(change, end.is_end & step.opening_known, (*given, value))
+    closes = end.is_end & step.opening_known
+    finite &= jnp.isfinite(change) | ~closes
+    known = closes & finite
+    return EnergyError(jnp.where(known, change, jnp.nan), known, finite)
 
 
 class EnergyAverages(NamedTuple):
@@ -292,6 +279,13 @@ class EnergyAverages(NamedTuple):
         ratio = jnp.where(mean > 0, self.energy_std / jnp.where(mean > 0, mean, 1), 0)
         ratio = jnp.minimum(ratio, jnp.where(z > 0, 1.5 * z, jnp.inf))
         return mean * jnp.maximum(1 - ratio**2 / 9 + z * ratio / 3, 0) ** 3
+
+    def is_outlier(self, error: EnergyError, reject_quantile: float | None) -> jax.Array | bool:
+        """Whether |energy change| exceeds this quantile of those before it; None: never."""
+        if reject_quantile is None:
+            return False
+        threshold = self.quantile(reject_quantile)
+        return error.known & self.settled() & (jnp.abs(error.change) > threshold)
 
     def observe(self, error: EnergyError, cap: float | jax.Array) -> EnergyAverages:
         """Add |energy change| where it is known.
