@@ -101,8 +101,8 @@ DEFECTS = r"""
 + enters = self.is_comparable & accepted
 # stages/evidence.py | test_momentum.py
 = matched noise by whole gradients | right_angle and matched
-- change = jnp.where(known, jnp.sqrt(
-+ change = jnp.where(~known, jnp.sqrt(
+- return turn, jnp.where(known, jnp.sqrt(
++ return turn, jnp.where(~known, jnp.sqrt(
 # samplers/_microcanonical.py | test_preconditioner.py
 = change across a new scale | change_of_the_scale
 - scale_stays = self.preconditioner.stays(averages, now.worth)

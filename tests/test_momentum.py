@@ -57,8 +57,8 @@ def kick_and_turn(u, g, *lengths, moving: Any = True) -> Any:
     for length in lengths:
         heading, change = stepping.kick(heading, jnp.asarray(length, u.dtype), u.size)
         gains.append(change)
-    opened = stepping.Opened(heading, gains[-1], *[jnp.zeros(())] * 3)
-    return stepping.turn(state, opened, g, None, u).direction, heading, jnp.stack(gains)
+    turned = momentum.turn(state, heading, jnp.zeros(()), g, None, u)
+    return turned.direction, heading, jnp.stack(gains)
 
 
 @jax.jit

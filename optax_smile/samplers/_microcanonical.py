@@ -26,7 +26,7 @@ from optax_smile._warn import warn
 from optax_smile.samplers import _call
 from optax_smile.samplers._chain import Call, ChainState, Dynamics
 from optax_smile.stages import evidence, probe, rejection, scale
-from optax_smile.stages.evidence import EvidenceState, Trees
+from optax_smile.stages.evidence import EvidenceState
 from optax_smile.stages.integrator import (
     SCHEMES,
     IntegratorName,
@@ -35,7 +35,6 @@ from optax_smile.stages.integrator import (
     Noise,
     step_start,
     stop,
-    turn,
 )
 from optax_smile.stages.scale import Preconditioner
 from optax_smile.stages.step_size import Tuner, choose
@@ -134,16 +133,15 @@ class Microcanonical(Dynamics):
 
         # Read the trees: every inner product in one pass over memory.
         noise = momentum.draw(noise_key, call.params)
-        given = call.updates, call.params, here, state.dynamics.preconditioner
-        trees = self._collect_trees(call.posterior, *given, noise)
-        sums, sketch, received = evidence.measure(trees, call.passed)
+        averages, posterior, params = state.dynamics.preconditioner, call.posterior, call.params
+        sums, sketch, received = self._measure(call, here, averages, noise)
 
         # Close the step that ends here, and accept or reject it by the energy that it gained.
         heading, end = momentum.close(here, sums)
-        error = evidence.energy_error(call.posterior, past.open_step, end, sums, call.value)
+        error = evidence.energy_error(posterior, past.open_step, end, sums, call.value)
         is_outlier = past.energies.is_outlier(error, self.reject_quantile)
         guard, reject = rejection.judge(state.guardrail, error.finite, is_outlier)
-        probed = probe.look(state.probe, call.params, self._entries_moved(*given[2:]), reject)
+        probed = probe.look(state.probe, params, self._entries_moved(here, averages), reject)
         reject = reject & probed.is_made()
 
         # Choose the length of the next step, and open it.
@@ -152,23 +150,23 @@ class Microcanonical(Dynamics):
         now = evidence.collect(past, end, error, sums, sketch, base, num_gradients, ~reject)
         tuned = self.tuner.update(state.dynamics.tuner, now)
         length = base * tuned.step_size_factor * guard.step_backoff
-        temperature = call.posterior.temperature
-        heading = momentum.diffuse(here, heading, sums, now.rates(), temperature)
-        opened = momentum.open(here, heading, length)
+        heading = momentum.diffuse(here, heading, sums, now.rates(), posterior.temperature)
+        heading, gained = momentum.open(here, heading, length)
 
-        # Move: every array in a second pass; a rejected call returns to where its step began.
-        updates, params, here, averages = _tree.fence(given)
-        trees = self._collect_trees(call.posterior, updates, params, here, averages, noise)
-        turned = turn(here, opened, trees.whitened, noise, params)
-        step = past.open_step.advance(end, opened.kinetic_change, sums, call.value)
+        # Move: every array in a second pass, in which the gradient is computed again. A rejected
+        # call returns to where its step began.
+        read = call.updates, params, here, averages
+        updates, params, here, averages = _tree.fence(read)
+        gradient = potential.gradient(posterior, updates, params)
+        whitened = scale.whiten(averages, gradient)
+        turned = momentum.turn(here, heading, length, whitened, noise, params)
+        step = past.open_step.advance(end, gained, sums, call.value)
         kept = turned, step, _tree.count(state.num_steps, end.opens_step)
         rejected = stop(here, length), past.open_step, state.num_steps
         after, step, num_steps = _tree.where(reject, rejected, kept)
         scale_stays = self.preconditioner.stays(averages, now.worth)
-        averages = self.preconditioner.observe(averages, trees.gradient, now.worth, after.direction)
-        per_nat = potential.energy_change(call.posterior, 1.0, 0.0)
-        changes, cap = now.changes, self.reject_quantile
-        cap = rejection.WINSOR_QUANTILE if cap is None else cap
+        averages = self.preconditioner.observe(averages, gradient, now.worth, after.direction)
+        per_nat, changes = potential.energy_change(posterior, 1.0, 0.0), now.changes
         move = momentum.displace(reject, here, after, params, scale.inverse_of(averages))
         return move, state._replace(
             dynamics=MicrocanonicalState(
@@ -177,7 +175,7 @@ class Microcanonical(Dynamics):
                 tuner=tuned,
                 evidence=EvidenceState(
                     open_step=step,
-                    energies=past.energies.observe(error, cap),
+                    energies=past.energies.observe(error, self.reject_quantile),
                     turns=now.turns,
                     changes=changes._replace(is_comparable=changes.is_comparable & scale_stays),
                     descent=now.descent,
@@ -189,7 +187,7 @@ class Microcanonical(Dynamics):
             num_steps=num_steps,
             key=key,
             last_update=state.last_update.proceed(
-                temperature,
+                posterior.temperature,
                 call.value,
                 reject,
                 received,
@@ -200,28 +198,22 @@ class Microcanonical(Dynamics):
             ),
         )
 
-    def _collect_trees(
-        self,
-        posterior: potential.Potential,
-        updates: optax.Updates,
-        params: optax.Params,
-        here: MomentumState,
-        averages: Tree,
-        noise: optax.Updates | None,
-    ) -> Trees:
-        """Collect the trees of a call; nothing is computed before it is used."""
-        gradient = potential.gradient(posterior, updates, params)
+    def _measure(
+        self, call: Call, here: MomentumState, averages: Tree, noise: optax.Updates | None
+    ) -> tuple[evidence.Sums, Tree, jax.Array]:
+        """Compute the trees of a call and their inner products."""
+        gradient = potential.gradient(call.posterior, call.updates, call.params)
         drifted = self.momentum.last_drift(here, scale.inverse_of(averages))
         back = jax.tree.map(jnp.negative, drifted)
-        return Trees(
+        return evidence.measure(
+            params=call.params,
+            updates=call.updates,
+            passed=call.passed,
             direction=here.direction,
             whitened=scale.whiten(averages, gradient),
-            noise=noise,
-            params=params,
-            updates=updates,
-            gradient=gradient,
             deviation=self.preconditioner.deviation(averages, gradient),
-            prior_terms=potential.prior_terms(posterior, params, back),
+            noise=noise,
+            prior_terms=potential.prior_terms(call.posterior, call.params, back),
         )
 
     def _entries_moved(self, here: MomentumState, averages: Tree) -> Tree:

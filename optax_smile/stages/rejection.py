@@ -19,8 +19,6 @@ from optax_smile import _tree
 TOLERATED_NONFINITE = 4
 SMALLEST_BACKOFF = 1 / 16
 GOOD_CALLS_TO_RESTORE = 100
-# Energies enter their averages winsorized at the `reject_quantile`, or at this one without.
-WINSOR_QUANTILE = 0.98
 
 
 class GuardrailState(NamedTuple):
