@@ -74,9 +74,10 @@ def sampler(
             return _settings.Sampler(init, _update(dynamics, recipe), where, named)
 
         # Users see the type that they get, not that of the definition.
-        returned = "optax.GradientTransformationExtraArgs"
+        returned = optax.GradientTransformationExtraArgs
         make.__annotations__ = define.__annotations__ | {"return": returned}
-        vars(make)["__signature__"] = signature.replace(return_annotation=returned)
+        text = f"optax.{returned.__name__}"
+        vars(make)["__signature__"] = signature.replace(return_annotation=text)
         return make
 
     return decorate
