@@ -68,9 +68,13 @@ def sampler(
             arguments = given | ({"key": dynamics.seed} if "key" in given else {})
             recipe = _eager.Recipe(build, arguments)
             named = {**given, **dynamics.chosen}
-            init = _settings.reporting(
-                _init(dynamics), {"name": where, **fixed, **named}, dynamics.settings
-            )
+
+            def temperature(params: optax.Params) -> Options:
+                found = potential.of_chain(dynamics.posterior, params, None)
+                return {"temperature": found.temperature}
+
+            settings = {"name": where, **fixed, **named}
+            init = _settings.reporting(_init(dynamics), settings, temperature)
             return _settings.Sampler(init, _update(dynamics, recipe), where, named)
 
         # Users see the type that they get, not that of the definition.

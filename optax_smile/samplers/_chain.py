@@ -213,10 +213,6 @@ class Dynamics:
         """Arguments that the sampler chose, where the user gave None."""
         return {}
 
-    def settings(self, params: optax.Params) -> Options:
-        """Settings that depend on the parameters."""
-        return {"temperature": potential.of_chain(self.posterior, params, None).temperature}
-
     def init(self, params: optax.Params) -> ChainState:
         """Return the state before the first call, of floating leaves only."""
         posterior = potential.begin(self.name, self.posterior, params)
