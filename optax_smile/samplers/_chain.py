@@ -242,7 +242,7 @@ class Dynamics:
         moves, is_seen = _leaves.moving(updates, known), params is not None
         before, differs = state, jnp.zeros_like(state.sampled.is_inconsistent)
         if not all(moves):
-            before = _leaves.narrow(state, jax.eval_shape(self.init, _leaves.only(known, moves)))
+            before = _leaves.narrow(state, jax.eval_shape(self.init, _leaves.only(known, updates)))
         own = before.tracked_params
         if before.tracked is not None and params is not None:
             params = jax.tree.map(lambda x, old: jnp.asarray(x, old.dtype), params, own)

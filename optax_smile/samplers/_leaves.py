@@ -116,11 +116,9 @@ def moving(updates: optax.Updates, known: optax.Params) -> list[bool]:
     return [update is not None for candidate, update in pairs if candidate is not None]
 
 
-def only(tree: Tree, moves: Sequence[bool]) -> Tree:
-    """Put None in the place of candidates that do not move."""
-    leaves, structure = jax.tree.flatten(tree)
-    kept = (leaf if move else None for leaf, move in zip(leaves, moves, strict=True))
-    return jax.tree.unflatten(structure, kept)
+def only(tree: Tree, other: Tree) -> Tree:
+    """Put None in the place of leaves where another tree has None."""
+    return jax.tree.map(lambda x, y: None if y is None else x, tree, other, is_leaf=_is_none)
 
 
 def narrow(state: Tree, like: Tree) -> Tree:
@@ -175,22 +173,16 @@ def select(
             rule = f"None at {_place(path)}, where `init` got no floating-point array"
             _check.fail(where, "updates", rule, _check.show(gradient))
 
-    def taken(tree: Tree) -> Tree:
-        def leaf(x: Tree, candidate: Tree, gradient: Tree) -> Tree:
-            return None if candidate is None or gradient is None else x
-
-        return jax.tree.map(leaf, tree, known, updates, is_leaf=_is_none)
-
-    expected, name = taken(known), OF_INIT
+    kept = only(updates, known)
+    expected, name = only(known, kept), OF_INIT
     _tree.check_params(where, expected, smallest=2)
     if params is not None:
-        params = taken(params)
+        params = only(params, kept)
         _tree.check_params(where, params, smallest=2)
         _tree.check_alike(where, "params", params, expected, OF_INIT)
         expected, name = params, "params"
-    moving = taken(updates)
-    _tree.check_gradients(where, moving, expected, name)
-    return moving, params
+    _tree.check_gradients(where, kept, expected, name)
+    return kept, params
 
 
 def put_back(displacement: optax.Updates, updates: optax.Updates) -> optax.Updates:
