@@ -22,12 +22,10 @@ import numpy as np
 import optax
 
 from optax_smile import _check, _table, _tree
-from optax_smile._types import LogPrior, Tree, Unchecked
+from optax_smile._types import LogPrior, Tree
 
 # The prior's mean is the start of the chain.
 START = "start"
-# The temperature follows from the numbers of parameters and data.
-AUTO = "auto"
 Temperature = float | jax.Array | Literal["auto"]
 PRIOR = "prior_precision", "prior_mean"
 
@@ -95,9 +93,11 @@ def check(where: str, potential: Potential):
 
 def check_prior(where: str, potential: Potential, params: optax.Params):
     """Require the prior to be numbers or prefixes of the parameter tree that fit its leaves."""
-    potential = _anywhere(potential)
     for argument in PRIOR:
         prefix = getattr(potential, argument)
+        if isinstance(prefix, str):
+            # The start is like the parameters.
+            continue
         try:
             spread = _spread(prefix, params)
         except (ValueError, TypeError):
@@ -155,16 +155,15 @@ def with_log_prior(
 
 def centre(potential: Potential, params: optax.Params) -> Tree | None:
     """Return a copy of the start of a chain if it is the prior's mean, else None."""
-    if not _is_start(potential.prior_mean):
-        return None
-    return jax.tree.map(lambda x: jnp.array(x, copy=True), params)
+    is_start = isinstance(potential.prior_mean, str)
+    return jax.tree.map(lambda x: jnp.array(x, copy=True), params) if is_start else None
 
 
 def begin(where: str, potential: Potential, params: optax.Params) -> Potential:
     """Check the prior, compute the temperature, and warn of a low one."""
     check_prior(where, potential, params)
     found = of_chain(potential, params, None)
-    if not _is_auto(potential.temperature):
+    if not isinstance(potential.temperature, str):
         return found
     is_known = not isinstance(found.temperature, jax.core.Tracer)
     if not is_known or found.temperature < 1:
@@ -181,7 +180,7 @@ def begin(where: str, potential: Potential, params: optax.Params) -> Potential:
 
 def of_chain(potential: Potential, params: optax.Params, centre: optax.Params | None) -> Potential:
     """Insert what depends on the chain: its temperature, and the prior's mean from its state."""
-    if _is_auto(potential.temperature):
+    if isinstance(potential.temperature, str):
         found = auto_temperature(_count(potential), _tree.size(params), potential.excess)
         potential = potential._replace(temperature=found)
     return potential if centre is None else potential._replace(prior_mean=centre)
@@ -211,19 +210,6 @@ def auto_temperature(
     """
     found = 2 * excess * num_data / num_parameters
     return jnp.minimum(found, 1) if isinstance(found, jax.Array) else min(found, 1.0)
-
-
-def _is_auto(temperature: Unchecked) -> bool:
-    return isinstance(temperature, str) and temperature == AUTO
-
-
-def _is_start(prior_mean: Unchecked) -> bool:
-    return isinstance(prior_mean, str) and prior_mean == START
-
-
-def _anywhere(potential: Potential) -> Potential:
-    """Replace a start that is not known yet by 0."""
-    return potential._replace(prior_mean=0.0) if _is_start(potential.prior_mean) else potential
 
 
 def _spread(prefix: Tree, params: optax.Params) -> Tree:

@@ -15,7 +15,7 @@ from optax_smile import _check, _trace, _tree
 from optax_smile._types import Tree
 
 # Format of the states of all samplers. A state of another format cannot be continued.
-STATE_FORMAT = 6
+STATE_FORMAT = 7
 # Largest share of gradients that are not finite; healthy runs have none or a handful.
 MOST_NONFINITE = 0.01
 # Nats per example by which draws may be worse than the start: targets 63 % less probable.
@@ -56,6 +56,34 @@ class LastUpdate(NamedTuple):
     last_temperature: jax.Array
     num_gradients: jax.Array
     received: jax.Array
+
+    def proceed(
+        self,
+        temperature: float | jax.Array,
+        value: jax.Array | None,
+        reject: jax.Array,
+        received: jax.Array,
+        **others: jax.Array,
+    ) -> LastUpdate:
+        """Record a call.
+
+        Args:
+            temperature: of the posterior.
+            value: mean loss, or None.
+            reject: whether the call rejects the open step.
+            received: fingerprint of its gradient.
+            others: further fields that change.
+        """
+        last = self.last_temperature
+        return self._replace(
+            energy_level=jnp.full_like(self.energy_level, value is not None),
+            accepted=~reject,
+            # Inside `shard_map` with the axes of a scalar of the state.
+            last_temperature=jnp.zeros_like(last) + jnp.asarray(temperature, last.dtype),
+            num_gradients=_tree.count(self.num_gradients),
+            received=jnp.where(reject, 0, received),
+            **others,
+        )
 
     def stats(self) -> dict[str, jax.Array]:
         """Return its part of `Stats`."""

@@ -323,7 +323,7 @@ MESSAGES: list[tuple[Any, str]] = [
     ),
     (
         lambda: update(state=optax.tree.set(build("psmile").init(PARAMS), state_format=1)),
-        "must be a state of format 6, got format 1. Another version of optax_smile wrote it",
+        "must be a state of format 7, got format 1. Another version of optax_smile wrote it",
     ),
     # What a state can be asked for.
     (

@@ -436,7 +436,9 @@ def test_the_papers_samplers(name, no_jit):
     params, *_ = follow(tx, PARAMS, GRADIENTS)
     assert all_moved(params)
     if name.startswith("psmile"):
-        chex.assert_trees_all_equal_structs(state.preconditioner, MovingVariance().init(PARAMS))
+        chex.assert_trees_all_equal_structs(
+            state.dynamics.preconditioner, MovingVariance().init(PARAMS)
+        )
     else:
         options = PAPER | ({"tuner": None, "reject_quantile": None} if naive else {})
         expected, *_ = follow(optax_smile.smile(0.1, **options, **prior), PARAMS, GRADIENTS)

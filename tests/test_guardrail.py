@@ -102,8 +102,10 @@ def at_an_open_step(case, **arguments) -> Any:
 
 def scale_of(state):
     """By which psmile divides a gradient."""
-    has_scale = hasattr(state.preconditioner, "inverse_scale")
-    return 1 / flat(state.preconditioner.inverse_scale()).astype(float) if has_scale else 1.0
+    has_scale = hasattr(state.dynamics.preconditioner, "inverse_scale")
+    return (
+        1 / flat(state.dynamics.preconditioner.inverse_scale()).astype(float) if has_scale else 1.0
+    )
 
 
 @pytest.mark.parametrize("case", [SCALED, ANCHORED])
@@ -123,15 +125,20 @@ def test_nothing_else_of_a_rejected_point_survives(case):
     stats, expected = optax_smile.stats(after), float(optax_smile.stats(kept).energy_change)
     np.testing.assert_allclose(stats.energy_change, expected + HUGE - values[0], rtol=1e-6)
     # What stays as it was before that point, bit by bit, and what is counted and adapted.
-    chex.assert_trees_all_equal(after.preconditioner, before.preconditioner)
+    chex.assert_trees_all_equal(after.dynamics.preconditioner, before.dynamics.preconditioner)
     assert after.num_steps == before.num_steps
     assert stats.num_rejected == optax_smile.stats(before).num_rejected + 1
-    assert stats.num_nonfinite == 0 and after.evidence.turns == before.evidence.turns
-    factor = before.tuner.step_size_factor * 0.98
-    np.testing.assert_allclose(after.tuner.step_size_factor, factor, rtol=1e-6)
+    assert (
+        stats.num_nonfinite == 0 and after.dynamics.evidence.turns == before.dynamics.evidence.turns
+    )
+    factor = before.dynamics.tuner.step_size_factor * 0.98
+    np.testing.assert_allclose(after.dynamics.tuner.step_size_factor, factor, rtol=1e-6)
     # The energy enters the averages with three times the threshold.
     mean, std = float(optax_smile.stats(before).energy_mean), optax_smile.stats(before).energy_std
-    capped, count = 3 * slow_quantile(mean, std, 0.98), int(after.evidence.energies.num_energies)
+    capped, count = (
+        3 * slow_quantile(mean, std, 0.98),
+        int(after.dynamics.evidence.energies.num_energies),
+    )
     weight = 0.01 / (1 - 0.99**count)
     np.testing.assert_allclose(stats.energy_mean, mean + weight * (capped - mean), rtol=1e-5)
 
@@ -140,7 +147,7 @@ def test_nothing_else_of_a_rejected_point_survives(case):
     whitened = flat(at(grads, 1)) / scale_of(after)
     direction = -whitened / np.linalg.norm(whitened)
     step_size = float(optax_smile.stats(last).step_size)
-    np.testing.assert_allclose(flat(last.momentum.direction), direction, atol=1e-6)
+    np.testing.assert_allclose(flat(last.dynamics.momentum.direction), direction, atol=1e-6)
     moved = step_size / CALLS_PER_STEP[case[1]] * direction / scale_of(last)
     np.testing.assert_allclose(flat(updates), moved, rtol=1e-4, atol=1e-6)
 
@@ -199,7 +206,13 @@ def test_a_non_finite_number_leaves_the_chain_sound(case):
         # Nothing of that call stays: averages and step size are as before it.
         before, after = at(state, index) if call == 0 else chain[call - 1].state, chain[call].state
         kept = [
-            (x.evidence.energies, x.evidence.turns, x.preconditioner, x.tuner, x.num_steps)
+            (
+                x.dynamics.evidence.energies,
+                x.dynamics.evidence.turns,
+                x.dynamics.preconditioner,
+                x.dynamics.tuner,
+                x.num_steps,
+            )
             for x in (before, after)
         ]
         chex.assert_trees_all_equal(*kept)

@@ -180,8 +180,13 @@ def test_scale_adapted_sghmc():
     # What would have a negative variance is left out.
     assert 0.05 < np.mean(np.less(variances, 0)) < 0.95
     for scale, state in zip(scales, trace.states[1:], strict=True):
-        np.testing.assert_allclose([flat(tree) for tree in state.memory], scale, rtol=1e-11)
-    changes = [flat(x.memory) != flat(y.memory) for x, y in itertools.pairwise(trace.states)]
+        np.testing.assert_allclose(
+            [flat(tree) for tree in state.dynamics.memory], scale, rtol=1e-11
+        )
+    changes = [
+        flat(x.dynamics.memory) != flat(y.dynamics.memory)
+        for x, y in itertools.pairwise(trace.states)
+    ]
     np.testing.assert_array_equal(np.any(changes, axis=1), np.arange(calls) < adapt_steps)
     # The point that the call was given is the end of the step before it.
     adapts = np.arange(calls) <= adapt_steps
@@ -192,7 +197,7 @@ def test_scale_adapted_sghmc():
 def test_without_any_gradient_nothing_moves(name):
     tx, zeros = build(name, prior_precision=0.0), as_tree(np.zeros(SIZE))
     updates, after = tx.update(zeros, tx.init(zeros), zeros)
-    assert not np.any(flat(updates)) and np.all(np.isfinite(flat(after.displacement)))
+    assert not np.any(flat(updates)) and np.all(np.isfinite(flat(after.dynamics.displacement)))
 
 
 @pytest.mark.parametrize("total, cycles, exploration", [(15, 2, 0.3), (10, 1, 0.99)])
@@ -309,12 +314,12 @@ def test_nonfinite_inputs_are_taken_back(name):
     grads, value = next(bad_inputs(start))
     updates, after = tx.update(grads, first, start, value=value)
     assert not np.any(flat(updates)) and after.num_steps == 0
-    chex.assert_trees_all_equal(after.memory, first.memory)
+    chex.assert_trees_all_equal(after.dynamics.memory, first.dynamics.memory)
 
     (judged, _), (params, state) = trail[-2:]
     for grads, value in bad_inputs(params):
         updates, after = tx.update(grads, state, params, value=value)
-        np.testing.assert_array_equal(flat(updates), -flat(state.displacement))
+        np.testing.assert_array_equal(flat(updates), -flat(state.dynamics.displacement))
         back: Any = optax.apply_updates(params, updates)
         assert ulps(back, judged, params) <= 2
         stats = optax_smile.stats(after)
@@ -323,8 +328,8 @@ def test_nonfinite_inputs_are_taken_back(name):
         assert stats.num_gradients == CALLS + 1
         assert np.isnan(stats.energy_change)
         assert after.num_steps == state.num_steps
-        assert not np.any(flat(after.displacement))
-        chex.assert_trees_all_equal(after.memory, state.memory)
+        assert not np.any(flat(after.dynamics.displacement))
+        chex.assert_trees_all_equal(after.dynamics.memory, state.dynamics.memory)
         assert np.all(flat(optax_smile.last_accepted(after, back)) == flat(back))
 
         # The chain goes on from there, at rest and with fresh noise.
@@ -332,9 +337,9 @@ def test_nonfinite_inputs_are_taken_back(name):
         onwards = run(tx, back, after, [CALLS])[-1][1]
         stats = optax_smile.stats(onwards)
         assert stats.accepted and not stats.step_end and stats.num_nonfinite == 1
-        twin = after._replace(displacement=jax.tree.map(jnp.zeros_like, back))
+        twin = optax.tree.set(after, displacement=jax.tree.map(jnp.zeros_like, back))
         rested = run(tx, back, twin, [CALLS])[-1][1]
-        chex.assert_trees_all_equal(onwards.displacement, rested.displacement)
+        chex.assert_trees_all_equal(onwards.dynamics.displacement, rested.dynamics.displacement)
         assert onwards.num_steps == state.num_steps + 1
 
 

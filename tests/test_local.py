@@ -15,7 +15,7 @@ import optax_smile
 from optax_smile import local
 from optax_smile.local import LearningCoefficient, PrecisionSearch
 from optax_smile.potential import Potential, excess_loss, least_excess_loss, strength_for
-from optax_smile.stages.evidence import Rates, Sums
+from optax_smile.stages.evidence import Sums
 from optax_smile.stages.integrator import SCHEMES, Heading, Momentum, MomentumState
 from optax_smile.state import MOST_RISE
 
@@ -100,7 +100,7 @@ def test_turning_noise_forgets_over_a_radius():
         direction={"w": jnp.array([0.6, 0.8])}, drift_index=jnp.int32(1), anchor=None, moving=yes,
         step_length=one / 5,
     )  # fmt: skip
-    rates = Rates(turn_rate=one / 4, change_rate=one / 9)
+    rates = one / 4, one / 9
     heading = Heading(*[one / 2 for _ in Heading._fields])._replace(moving=yes)
     given = state, heading, Sums(*[one / 3] * 10), rates, 1.0
     got, expected = (Momentum(SCHEMES["leapfrog"], x).diffuse(*given) for x in ("turning", 4.0))

@@ -57,8 +57,8 @@ def kick_and_turn(u, g, *lengths, moving: Any = True) -> Any:
     for length in lengths:
         heading, change = stepping.kick(heading, jnp.asarray(length, u.dtype), u.size)
         gains.append(change)
-    opened = stepping.Opened(heading, gains[-1], *[jnp.zeros(())] * 3)
-    return stepping.turn(state, opened, g, None, u).direction, heading, jnp.stack(gains)
+    turned = momentum.turn(state, heading, jnp.zeros(()), g, None, u)
+    return turned.direction, heading, jnp.stack(gains)
 
 
 @jax.jit
@@ -201,8 +201,8 @@ def plain(step_size, sampler=optax_smile.smile, **options) -> Any:
 
 def moving_along(state, direction):
     """State of a chain that has the unit momentum `direction` and no open step."""
-    moving = jnp.ones_like(state.momentum.moving)
-    return state._replace(momentum=state.momentum._replace(direction=direction, moving=moving))
+    moving = jnp.ones_like(state.dynamics.momentum.moving)
+    return optax.tree.set(state, direction=direction, moving=moving)
 
 
 def trajectory(integrator, step_size, energy, num_steps, params, direction):
@@ -325,11 +325,11 @@ def test_explicit_noise_turns_the_direction_by_the_right_angle(integrator, size,
 
     def call(carry, factor):
         params, state = carry
-        u = state.momentum.direction
+        u = state.dynamics.momentum.direction
         lateral = across - u * u[1]
         gradient = factor * slope * lateral / jnp.linalg.norm(lateral)
         updates, state = tx.update(temperature * gradient, state, params)
-        seen = gradient, state.momentum.direction, optax_smile.stats(state).step_size
+        seen = gradient, state.dynamics.momentum.direction, optax_smile.stats(state).step_size
         return (optax.apply_updates(params, updates), state), seen
 
     def one(key):

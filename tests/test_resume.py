@@ -386,7 +386,7 @@ def test_checkpoints_are_due_and_name_parameters_and_fields_of_the_state(half, t
     read: Any = ocp.StandardCheckpointer().metadata(step.absolute())
     leaves = jax.tree_util.tree_leaves_with_path(read.item_metadata.tree)
     shapes = {jax.tree_util.keystr(x, simple=True, separator="."): y.shape for x, y in leaves}
-    assert shapes["params.w"] == shapes["state.momentum.direction.w"] == (CHAINS, 2)
+    assert shapes["params.w"] == shapes["state.dynamics.momentum.direction.w"] == (CHAINS, 2)
     assert shapes["state.num_steps"] == shapes["state.guardrail.num_rejected"] == (CHAINS,)
 
 

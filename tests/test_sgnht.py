@@ -43,7 +43,7 @@ def test_algorithm_2_of_ding_with_changing_step_sizes():
     moved = np.any(np.diff(trace.positions, axis=0) != 0, axis=1)
     np.testing.assert_array_equal(moved, sizes > 0)
     np.testing.assert_allclose(trace.positions, textbook(move, trace.noise), rtol=1e-9)
-    thermostats = [float(state.memory.thermostat) for state in trace.states]
+    thermostats = [float(state.dynamics.memory.thermostat) for state in trace.states]
     np.testing.assert_allclose(thermostats, xi, rtol=1e-9)
     assert 1 in xi
 
@@ -65,7 +65,7 @@ def chains(num_chains, num_steps, every=10):
             return precisions * x + noise * jax.random.normal(key, x.shape)
 
         def see(state, x, _):
-            return precisions * x**2, state.memory
+            return precisions * x**2, state.dynamics.memory
 
         path = runs.follow(tx, own_key, x, gradient, jax.random.split(key, num_steps), see)
         return jax.tree.map(lambda values: values[num_steps // 5 :: every], path)

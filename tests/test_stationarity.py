@@ -158,7 +158,9 @@ def scale_adapted_covariance(eps, noise, state):
         variance = np.diag(added) + eps**4 * noise**2 * metric @ metric
         return second_order_covariance(eps**2 * metric, 1 - FRICTION, variance)
 
-    return np.stack([one(square) for square in np.asarray(state.memory.gradient_square, float)])
+    return np.stack(
+        [one(square) for square in np.asarray(state.dynamics.memory.gradient_square, float)]
+    )
 
 
 def cyclical_covariance(eps, noise, state):
@@ -252,7 +254,7 @@ def direction_moments(deviations):
 
     def call(state, key):
         _, state = tx.update(spread * jax.random.normal(key, (2,)), state, params)
-        u = state.momentum.direction
+        u = state.dynamics.momentum.direction
         return state, jnp.concatenate([u**2, u**4, jnp.prod(u, keepdims=True) ** 2])
 
     def block(state, key):

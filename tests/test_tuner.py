@@ -10,6 +10,7 @@ import pytest
 
 import optax_smile
 from optax_smile import _tree, angle_tuner, quantile_tuner
+from optax_smile.potential import Potential
 from optax_smile.stages import evidence, step_size
 
 REJECT_QUANTILE = 0.98
@@ -93,20 +94,25 @@ def test_averages_are_bias_corrected_exponential_averages():
 
 def test_an_energy_is_unknown_where_a_number_is_not_finite():
     """Or where no step ends, or the loop passes no value, with nothing wrong."""
-    one, closes = jnp.float32(1), jnp.ones((), bool)
-    nan, two = jnp.float32(np.nan), jnp.float32(2)
-    for change, ends, given, is_known, is_finite in [
-        (two, closes, (one, nan), False, False),
-        (two, closes, (jnp.float32(np.inf), one), False, False),
-        (nan, closes, (one,), False, False),
-        (jnp.float32(-np.inf), closes, (one,), False, False),
-        (nan, ~closes, (one, one), False, True),
-        (None, closes, (one, one), False, True),
-        (two, closes, (one, one), True, True),
+    nan, inf = np.nan, np.inf
+    posterior = Potential(num_data=1, prior_precision=0.0)
+    for gained, ends, square, value, is_known, is_finite in [
+        (1.0, True, nan, 2.0, False, False),
+        (1.0, True, inf, 2.0, False, False),
+        (1.0, True, 1.0, nan, False, False),
+        (-inf, True, 1.0, 2.0, False, False),
+        (-inf, False, 1.0, 2.0, False, True),
+        (1.0, True, 1.0, None, False, True),
+        (1.0, True, 1.0, 2.0, True, True),
     ]:
-        error = evidence.error(change, ends, given)
+        step = evidence.OpenStep(
+            jnp.float32(1), jnp.array(True), jnp.float32(gained), jnp.zeros(())
+        )
+        sums = evidence.Sums(*[jnp.zeros(())] * 10)._replace(whitened_square=jnp.float32(square))
+        end = evidence.StepEnd(jnp.array(ends), *[jnp.zeros(())] * 6, 4)
+        error = evidence.energy_error(posterior, step, end, sums, value and jnp.float32(value))
         assert (bool(error.known), bool(error.finite)) == (is_known, is_finite)
-        np.testing.assert_equal(float(error.change), 2 if is_known else np.nan)
+        np.testing.assert_equal(float(error.change), 2 if is_known else nan)
 
 
 def test_a_jump_among_the_first_energies_is_no_trap():
@@ -441,12 +447,14 @@ def test_any_unit_gives_the_same_angle():
         def call(carry, gradient):
             state: Any
             params, state = carry
-            towards = -jnp.vdot(state.momentum.direction, gradient) / optax.tree.norm(gradient)
+            towards = -jnp.vdot(state.dynamics.momentum.direction, gradient) / optax.tree.norm(
+                gradient
+            )
             updates, state = tx.update(gradient, state, params)
             length = optax_smile.stats(state).step_size
             across = 1 - jnp.maximum(towards, 0) ** 2
             turned_by = length * optax.tree.norm(gradient) / (size - 1) * across
-            usual = state.tuner.usual_length * state.evidence.turns.mean_turn_rate
+            usual = state.dynamics.tuner.usual_length * state.dynamics.evidence.turns.mean_turn_rate
             seen = length, turned_by, turned_by / usual
             return (optax.apply_updates(params, updates), state), seen
 

@@ -1,26 +1,24 @@
-"""What every sampler does when a loop calls `init` and `update`."""
+"""From the definition of a sampler to the transformation that a loop calls."""
 
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Literal, TypeVar, cast
+from typing import Literal, ParamSpec
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_smile import _check, _settings, _tree
+from optax_smile import _check, _settings, _tree, potential
 from optax_smile._types import Options, StepSize, Tree, Unchecked
-from optax_smile.potential import PerParameter
-from optax_smile.samplers import _eager, _leaves, _tracked
-from optax_smile.samplers._leaves import DriverState
-from optax_smile.samplers._tracked import TrackedState
-from optax_smile.state import check_format, noise_id
+from optax_smile.potential import PerParameter, Potential
+from optax_smile.samplers import _chain, _eager, _leaves
+from optax_smile.samplers._chain import ChainState, Dynamics
+from optax_smile.state import check_format
 
-Builder = TypeVar("Builder", bound=Callable)
-State = TypeVar("State", bound=DriverState)
-Update = Callable[[optax.Updates, State, optax.Params, Tree], tuple[optax.Updates, State]]
+Arguments = ParamSpec("Arguments")
+Definition = Callable[Arguments, object]
+Maker = Callable[Arguments, optax.GradientTransformationExtraArgs]
 # Constraints of the arguments that define the posterior.
 POSTERIOR: dict[str, _check.Constraint] = {
     "num_data": _check.Real(1, large=True),
@@ -31,126 +29,90 @@ POSTERIOR: dict[str, _check.Constraint] = {
     "key": _check.Key(),
 }
 # Constraints of the arguments that all samplers share.
-SHARED = POSTERIOR | {"track_params": _check.FLAG}
+SHARED = POSTERIOR | {"step_size": _check.STEP_SIZE, "track_params": _check.FLAG}
 # Wrong names under which loops pass the mean loss; other keywords are for other parts of a chain.
 MISNAMED = ("losses", "loss_value", "mean_loss", "val", "values")
 
 
-class Built(optax.GradientTransformationExtraArgs):
-    """The transformation that a builder returns to `sampler`.
+def sampler(
+    assemble: Callable[[str, Tree, Options], Dynamics],
+    constraints: Mapping[str, _check.Constraint],
+    fixed: Mapping[str, object] = _check.NOTHING,
+) -> Callable[[Definition[Arguments]], Maker[Arguments]]:
+    """Turn the definition of a sampler into the function that users call.
 
-    Attributes:
-        core: `core(updates, state, params, value)`, one call on checked trees of arrays.
-        facing: makes the `update` that loops call from `core`.
-        chosen: arguments that the builder replaced.
-        settings: further settings, a function of the parameters.
-    """
-
-    core: Callable
-    facing: Callable[[Callable], Callable]
-    chosen: Mapping[str, object]
-    settings: Callable[[Tree], Options]
-
-    def __new__(cls, init: Callable, core: Callable, facing: Callable, **more: object):
-        built = super().__new__(cls, init, facing(core))
-        vars(built).update(core=core, facing=facing, **more)
-        return built
-
-
-def sampler(build: Builder, **fixed: object) -> Builder:
-    """Make a transformation that knows its settings and compiles `update` in an eager loop.
+    The definition is a function with the arguments and the docstring of the sampler. It returns
+    what is particular to the sampler, such as the rule by which it moves.
 
     Args:
-        build: function of keywords that returns what `transformation` returns.
-        fixed: settings for which it has no parameter.
-    """
-    signature = inspect.signature(build)
-
-    @functools.wraps(build)
-    def wrapper(*args: Unchecked, **kwargs: Unchecked) -> _settings.Sampler:
-        # First, so that Python's own errors about missing arguments name the function.
-        built = cast(Built, build(*args, **kwargs))
-        given = signature.bind(*args, **kwargs)
-        given.apply_defaults()
-        arguments = dict(given.arguments)
-        if "key" in arguments:
-            arguments["key"] = _check.Key()(build.__name__, "key", arguments["key"])
-        run = functools.partial(_eager.run, _eager.Recipe(build, arguments), built.core)
-        named = {name: built.chosen.get(name, x) for name, x in given.arguments.items()}
-        settings = {"name": build.__name__, **fixed, **named}
-        init = _settings.reporting(built.init, settings, built.settings)
-        return _settings.Sampler(init, built.facing(run), build.__name__, named)
-
-    return cast(Builder, wrapper)
-
-
-def transformation(
-    where: str,
-    init: Callable[[Tree], State],
-    update: Update[State],
-    kind: type[State],
-    track_params: bool,
-    chosen: Mapping[str, object] = _check.NOTHING,
-    settings: Callable[[Tree], Options] = lambda params: {},
-) -> Built:
-    """Add the checks of arguments and the choice of the leaves that move.
-
-    Args:
-        where: name of the sampler.
-        init: `init(params)`, the state, of floating leaves only.
-        update: `update(updates, state, params, value)`, displacement and state, of the leaves that
-            move only.
-        kind: of the state.
-        track_params: whether the state holds the parameters.
-        chosen, settings: see `Built`.
+        assemble: `assemble(name, particular, arguments)`, the dynamics.
+        constraints: of the arguments, besides `SHARED`.
+        fixed: arguments that the definition does not have.
     """
 
-    def checked_init(params: optax.Params) -> Tree:
-        params = _leaves.candidates(f"{where}.init", params)
-        state = init(params)
-        return _tracked.begin(state, params) if track_params else state
+    def decorate(define: Definition[Arguments]) -> Maker[Arguments]:
+        where, signature = define.__name__, inspect.signature(define)
+        rules = {**SHARED, **constraints}
+        rules = {argument: rules[argument] for argument in signature.parameters}
 
-    def core(
-        updates: optax.Updates, state: Tree, params: optax.Params | None, value: Tree
-    ) -> tuple[optax.Updates, Tree]:
-        """One call, on trees of arrays: gradients and parameters have None for leaves at rest."""
-        before: State = state.sampler if track_params else state
-        expected = jax.eval_shape(init, before.like_params)
-        if jax.tree.structure(before) != jax.tree.structure(expected):
-            _check.fail(f"{where}.update", "state", _is_state_of(where), OTHERWISE)
-        moves, is_seen = _leaves.moving(updates, before.like_params), params is not None
-        differs = jnp.zeros_like(before.sampled.is_inconsistent)
-        if track_params:
-            params, differs = _tracked.here(state, params, moves)
-        params = cast(optax.Params, params)
-        updates = jax.tree.map(lambda g, x: g.astype(x.dtype), updates, params)
-        if all(moves):
-            displacement, after = update(updates, before, params, value)
-        else:
-            like = jax.eval_shape(init, _leaves.only(before.like_params, moves))
-            displacement, after = update(updates, _leaves.narrow(before, like), params, value)
-            after = _leaves.widen(after, before)
-        is_first = before.last_update.num_gradients == 0
-        sampled = before.sampled.observe(moves, _tree.size(updates), is_first, differs)
-        after = after._replace(sampled=sampled)
-        if track_params:
-            after = _tracked.proceed(state, after, params, displacement, is_seen)
-        return displacement, after
+        @_check.arguments(where, **rules)
+        @functools.wraps(define)
+        def build(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Dynamics:
+            # First, so that Python's own errors about missing arguments name the function.
+            particular = define(*args, **kwargs)
+            return assemble(where, particular, {**fixed, **_bound(signature, args, kwargs)})
 
-    facing = functools.partial(_facing, where, kind, track_params)
-    return Built(checked_init, core, facing, chosen=chosen, settings=settings)
+        @functools.wraps(define)
+        def make(*args: Arguments.args, **kwargs: Arguments.kwargs) -> _settings.Sampler:
+            dynamics, given = build(*args, **kwargs), _bound(signature, args, kwargs)
+            arguments = given | ({"key": dynamics.seed} if "key" in given else {})
+            recipe = _eager.Recipe(build, arguments)
+            named = {**given, **dynamics.chosen}
 
+            def temperature(params: optax.Params) -> Options:
+                found = potential.of_chain(dynamics.posterior, params, None)
+                return {"temperature": found.temperature}
 
-OTHERWISE = "one of a sampler with other settings"
+            settings = {"name": where, **fixed, **named}
+            init = _settings.reporting(_init(dynamics), settings, temperature)
+            return _settings.Sampler(init, _update(dynamics, recipe), where, named)
+
+        # Users see the type that they get, not that of the definition.
+        returned = optax.GradientTransformationExtraArgs
+        make.__annotations__ = define.__annotations__ | {"return": returned}
+        text = f"optax.{returned.__name__}"
+        vars(make)["__signature__"] = signature.replace(return_annotation=text)
+        return make
+
+    return decorate
 
 
-def _is_state_of(where: str) -> str:
-    return f"what `init` or `update` of {where} returned"
+def _bound(signature: inspect.Signature, args: tuple, kwargs: Options) -> Options:
+    """Arguments of a call by name, defaults included."""
+    bound = signature.bind(*args, **kwargs)
+    bound.apply_defaults()
+    return dict(bound.arguments)
 
 
-def _facing(where: str, kind: type, track_params: bool, run: Callable) -> Callable:
-    """Make the `update` that a loop calls: check its arguments, then run the core."""
-    where_called = f"{where}.update"
+def posterior_of(where: str, arguments: Options) -> Potential:
+    """Return the posterior that the arguments of a sampler define."""
+    posterior = Potential(**{x: arguments[x] for x in Potential._fields if x in arguments})
+    potential.check(where, posterior)
+    return posterior
+
+
+def _init(dynamics: Dynamics) -> optax.TransformInitFn:
+    """Make the `init` that a loop calls."""
+
+    def init(params: optax.Params) -> Tree:
+        return dynamics.init(_leaves.candidates(f"{dynamics.name}.init", params))
+
+    return init
+
+
+def _update(dynamics: Dynamics, recipe: _eager.Recipe) -> Callable:
+    """Make the `update` that a loop calls: check its arguments, then run the call."""
+    where = f"{dynamics.name}.update"
 
     def update(
         updates: optax.Updates,
@@ -160,33 +122,29 @@ def _facing(where: str, kind: type, track_params: bool, run: Callable) -> Callab
         value: Unchecked = None,
         loss: Unchecked = None,
         **others: Unchecked,
-    ) -> tuple[optax.Updates, Tree]:
-        if params is None and not track_params:
+    ) -> tuple[optax.Updates, ChainState]:
+        if params is None and not dynamics.track_params:
             raise ValueError(_tree.MISSING_PARAMS)
-        value = mean_loss(where_called, value, loss, others)
-        is_kind = isinstance(getattr(state, "sampler", state), kind)
-        if isinstance(state, TrackedState) != track_params or not is_kind:
-            got = OTHERWISE if is_kind else _check.show(state)
-            _check.fail(where_called, "state", _is_state_of(where), got)
-        state = cast(DriverState | TrackedState, state)
-        check_format(where_called, "state", state)
-        chosen = _leaves.select(where_called, updates, params, state.like_params)
-        displacement, after = run(chosen.updates, state, chosen.params, value)
+        value = mean_loss(where, value, loss, others)
+        if not isinstance(state, ChainState):
+            _check.fail(where, "state", _chain.state_of(dynamics.name), _check.show(state))
+        check_format(where, "state", state)
+        moving, params = _leaves.select(where, updates, params, state.like_params)
+        displacement, after = recipe.run(dynamics.update, moving, state, params, value)
         if _leaves.is_known_true(after.sampled.is_inconsistent):
-            _explain(where_called, state, updates)
-        return chosen.put_back(displacement), after
+            _explain(where, state, moving)
+        return _leaves.put_back(displacement, updates), after
 
     return update
 
 
-def _explain(where: str, before: DriverState | TrackedState, updates: optax.Updates):
+def _explain(where: str, before: ChainState, updates: optax.Updates):
     """Raise the error of a call that does not fit those before it."""
     before.sampled.require_consistent(where)
-    sampler = before.sampler if isinstance(before, TrackedState) else before
-    if sampler.last_update.num_gradients > 0:
+    if before.last_update.num_gradients > 0:
         _leaves.check_same(where, before.sampled, updates, before.like_params)
     advice = "If you replaced the weights, start again with `init`."
-    _check.fail(where, "params", _tracked.FOREIGN, "other parameters", advice)
+    _check.fail(where, "params", _chain.FOREIGN, "other parameters", advice)
 
 
 def mean_loss(where: str, value: Unchecked, loss: Unchecked, others: Mapping[str, object]) -> Tree:
@@ -212,34 +170,6 @@ def mean_loss(where: str, value: Unchecked, loss: Unchecked, others: Mapping[str
     if jnp.shape(given) != ():
         _check.fail(where, name, "the scalar mean loss", f"shape {jnp.shape(given)}")
     return given
-
-
-def shared_stats(state: DriverState) -> Options:
-    """Return the part of `Stats` that both drivers know."""
-    return {
-        "num_rejected": state.guardrail.num_rejected,
-        "num_nonfinite": state.guardrail.num_nonfinite,
-        "num_altered": state.probe.num_altered,
-        "is_altered": state.probe.is_altered | state.sampled.is_inconsistent,
-        "num_parameters": state.sampled.num_parameters,
-        "noise_id": noise_id(state.key, state.last_update.num_gradients),
-        **state.last_update.stats(),
-    }
-
-
-def key(where: str, data: jax.Array, like: jax.Array) -> jax.Array:
-    """Make a typed key like `like` of the raw one in a state, which any checkpoint can hold."""
-    expected = jax.eval_shape(jax.random.key_data, like)
-    if jnp.shape(data) != expected.shape or jnp.result_type(data) != expected.dtype:
-        rule = f"the state of {where}, whose key is {expected.dtype}{list(expected.shape)}"
-        got = f"a key of {jnp.result_type(data)}{list(jnp.shape(data))}"
-        _check.fail(f"{where}.update", "state", rule, got)
-    return jax.random.wrap_key_data(data, impl=jax.random.key_impl(like))
-
-
-def alike(number: float | jax.Array, scalar: jax.Array) -> jax.Array:
-    """Give a number the precision of a scalar of the state, and inside `shard_map` its axes."""
-    return jnp.zeros_like(scalar) + jnp.asarray(number, scalar.dtype)
 
 
 def schedule(where: str, step_size: StepSize) -> optax.Schedule:

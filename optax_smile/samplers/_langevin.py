@@ -1,11 +1,11 @@
-"""The driver of SGLD, SGHMC and their relatives: one gradient in, one displacement out.
+"""The dynamics of SGLD, SGHMC and their relatives: one gradient in, one displacement out.
 
 A sampler of this family is a `Rule` for the displacement. Everything else is here: the energy, the
 step size, the random keys, and the rejection of steps that end in a non-finite number.
 """
 
-import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
@@ -13,11 +13,10 @@ import jax.numpy as jnp
 import optax
 
 from optax_smile import _check, _tree, potential
-from optax_smile._types import StepSize, Tree
-from optax_smile.samplers import _call, _leaves
-from optax_smile.samplers._leaves import SampledState
+from optax_smile._types import Options, Tree
+from optax_smile.samplers import _call
+from optax_smile.samplers._chain import Call, ChainState, Dynamics
 from optax_smile.stages import evidence, probe, rejection
-from optax_smile.state import STATE_FORMAT, LastUpdate, Stats, no_update
 
 
 class Move(NamedTuple):
@@ -50,15 +49,17 @@ class Rule(NamedTuple):
         init: `init(params)`, the memory before the first call.
         is_draw: whether the step with this count, 0 for the first, ends in a draw from the
             posterior.
+        step_size: a schedule in place of the argument of the sampler; None keeps it.
     """
 
     move: Callable[[Tree, Move], tuple[optax.Updates, Tree]]
     init: Callable[[Tree], Tree] = lambda params: None
     is_draw: Callable[[jax.Array], jax.Array] = lambda count: jnp.ones_like(count, bool)
+    step_size: optax.Schedule | None = None
 
 
 class LangevinState(NamedTuple):
-    """State of a sampler with a `Rule`.
+    """State of the dynamics of a `Rule`.
 
     Attributes:
         memory: of the rule, such as averages over gradients.
@@ -66,60 +67,34 @@ class LangevinState(NamedTuple):
             for SGHMC the velocity. Zero before the first call and after a rejected step.
         step_length: step size of the open step, or of the rejected one.
         step_size_factor: factor of the user's step size, scalar.
-        guardrail: counters of rejected steps.
-        probe: whether the parameters arrive where they were sent.
-        prior_mean: the parameters at the start, if the prior is around them; or None.
-        num_steps: steps begun, the count that a step-size schedule gets, int32.
-        key: for the noise of the next call, as raw numbers, uint32.
-        last_update: facts about the last call.
-        sampled: which leaves are sampled.
-        state_format: `state.STATE_FORMAT` of the version that made the state, int32.
     """
 
     memory: Tree
     displacement: optax.Updates
     step_length: jax.Array
     step_size_factor: jax.Array
-    guardrail: rejection.GuardrailState
-    probe: probe.ProbeState
-    prior_mean: optax.Params | None
-    num_steps: jax.Array
-    key: jax.Array
-    last_update: LastUpdate
-    sampled: SampledState
-    state_format: jax.Array
+
+    gradients_per_step = 1
 
     @property
     def like_params(self) -> Tree:
-        """A tree like the parameters that `init` got."""
+        """A tree like the parameters."""
         return self.displacement
 
-    @property
-    def gradients_per_step(self) -> int:
-        """Gradients, and calls of `update`, per step."""
-        return 1
-
-    def stats(self) -> Stats:
-        """Scalars that describe the last call, see `optax_smile.stats`."""
+    def stats(self) -> Options:
+        """Return what only the dynamics know of `Stats`."""
         unknown = jnp.full_like(self.step_length, jnp.nan)
         unmeasured = "energy_mean", "energy_std", "change_share", "descent", "fall"
-        return Stats(
-            step_size=self.step_length,
-            num_outlying=jnp.zeros_like(self.guardrail.num_nonfinite),
-            on_its_way=jnp.zeros_like(self.last_update.accepted),
+        return {
+            "step_size": self.step_length,
+            "num_outlying": jnp.zeros_like(self.step_length, jnp.int32),
+            "on_its_way": jnp.zeros_like(self.step_length, bool),
             **dict.fromkeys(unmeasured, unknown),
-            **_call.shared_stats(self),
-        )
+        }
 
-    def last_accepted(self, params: optax.Params) -> Tree:
-        """Start of the open step, see `optax_smile.last_accepted`."""
-        self.sampled.require_consistent("last_accepted")
-        has_gradient = self.sampled.has_gradient
-        return _tree.map_sampled(lambda move, x: x - move, self.displacement, params, has_gradient)
-
-    def last_received(self) -> tuple[optax.Updates, jax.Array]:
-        """See `state.SamplerState`."""
-        return self.displacement, self.last_update.received
+    def last_accepted(self, params: optax.Params, moves: jax.Array) -> Tree:
+        """Start of the open step; `moves` tells which leaves move."""
+        return _tree.map_sampled(lambda move, x: x - move, self.displacement, params, moves)
 
 
 def euler_step(call: Move, amplitude: jax.Array) -> optax.Updates:
@@ -142,107 +117,92 @@ def inverse(roots: optax.Updates, smallest: float | jax.Array) -> optax.Updates:
     return jax.tree.map(lambda x: jnp.where(seen, 1 / (floor + x), 0).astype(x.dtype), roots)
 
 
-class _Parts(NamedTuple):
-    """The arguments of `build`."""
+@dataclass(frozen=True, kw_only=True)
+class Langevin(Dynamics):
+    """Move by a rule."""
 
-    name: str
-    posterior: potential.Potential
     rule: Rule
-    step_size: optax.Schedule
-    seed: jax.Array
+
+    def is_draw(self, count: jax.Array) -> jax.Array:
+        """Ask the rule."""
+        return self.rule.is_draw(count)
+
+    def begin(self, params: optax.Params) -> LangevinState:
+        """Start at rest."""
+        dtype = _tree.dtype(params)
+        return LangevinState(
+            memory=self.rule.init(params),
+            displacement=jax.tree.map(jnp.zeros_like, params),
+            step_length=jnp.asarray(self.step_size(jnp.zeros((), jnp.int32)), dtype),
+            step_size_factor=jnp.ones((), dtype),
+        )
+
+    def move(self, call: Call, state: ChainState) -> tuple[optax.Updates, ChainState]:
+        """Reject a step that ends in a non-finite number, else move by the rule."""
+        here, last, params = state.dynamics, state.last_update, call.params
+        gradient = potential.gradient(call.posterior, call.updates, params)
+        square = _tree.inner(gradient, gradient)
+        given = square if call.value is None else jnp.stack([square, call.value])
+        guard, reject = rejection.judge(state.guardrail, jnp.all(jnp.isfinite(given)))
+
+        length, last_length = self.step_size(state.num_steps), here.step_length
+        length = jnp.asarray(length * here.step_size_factor * guard.step_backoff, last_length.dtype)
+        key, noise_key = self.split(state.key)
+        moved, passed = last_length > 0, call.updates if call.passed is None else call.passed
+        displacement, memory = self.rule.move(
+            here.memory,
+            Move(
+                gradient=gradient,
+                updates=passed,
+                displacement=here.displacement,
+                step_size=length,
+                step_ratio=jnp.where(moved, length / jnp.where(moved, last_length, 1), 0),
+                num_steps=state.num_steps,
+                noise=_tree.normal_like(noise_key, params),
+            ),
+        )
+
+        back = jax.tree.map(jnp.negative, here.displacement)
+        still = jax.tree.map(jnp.zeros_like, params)
+        resolution = evidence.resolution(_tree.inner(params, params))
+        step_end = last.accepted & (last.num_gradients > 0)
+        is_draw = self.is_draw(state.num_steps - 1)
+        return _tree.where(reject, back, displacement), state._replace(
+            dynamics=LangevinState(
+                memory=_tree.where(reject, here.memory, memory),
+                displacement=_tree.where(reject, still, displacement),
+                step_length=length,
+                step_size_factor=here.step_size_factor,
+            ),
+            guardrail=guard,
+            probe=probe.look(state.probe, params, probe.entries(here.displacement), reject),
+            num_steps=_tree.count(state.num_steps, ~reject),
+            key=key,
+            last_update=last.proceed(
+                call.posterior.temperature,
+                call.value,
+                reject,
+                _tree.fingerprint(passed),
+                step_end=step_end,
+                is_draw=jnp.where(step_end & ~reject, is_draw, last.is_draw),
+                below_resolution=_tree.inner(displacement, displacement) < resolution**2,
+            ),
+        )
 
 
-def build(
-    name: str,
-    step_size: StepSize,
-    posterior: potential.Potential,
-    key: jax.Array | int | None,
-    rule: Rule,
-    track_params: bool,
-) -> _call.Built:
-    """Build the sampler that moves by a rule."""
-    potential.check(name, posterior)
-    seed = _check.Key(needed=True)(name, "key", key)
-    parts = _Parts(name, posterior, rule, _call.schedule(name, step_size), seed)
-    init, update = functools.partial(_init, parts), functools.partial(_update, parts)
-    return _call.transformation(name, init, update, LangevinState, track_params)
-
-
-def _init(parts: _Parts, params: optax.Params) -> LangevinState:
-    posterior = potential.begin(parts.name, parts.posterior, params)
-    dtype, count = _tree.dtype(params), jnp.zeros((), jnp.int32)
-    last_update = no_update(dtype, posterior.temperature)
-    return LangevinState(
-        memory=parts.rule.init(params),
-        displacement=jax.tree.map(jnp.zeros_like, params),
-        step_length=jnp.asarray(parts.step_size(count), dtype),
-        step_size_factor=jnp.ones((), dtype),
-        guardrail=rejection.init(dtype),
-        probe=probe.init(params),
-        prior_mean=potential.centre(posterior, params),
-        num_steps=count,
-        key=jnp.copy(jax.random.key_data(parts.seed)),
-        last_update=last_update._replace(is_draw=parts.rule.is_draw(count - 1)),
-        sampled=_leaves.begin(params),
-        state_format=jnp.asarray(STATE_FORMAT, jnp.int32),
+def _assemble(name: str, rule: Rule, arguments: Options) -> Langevin:
+    return Langevin(
+        name=name,
+        posterior=_call.posterior_of(name, arguments),
+        step_size=rule.step_size or _call.schedule(name, arguments["step_size"]),
+        seed=_check.Key(needed=True)(name, "key", arguments["key"]),
+        track_params=arguments["track_params"],
+        rule=rule,
     )
 
 
-def _update(
-    parts: _Parts, updates: optax.Updates, state: LangevinState, params: optax.Params, value: Tree
-) -> tuple[optax.Updates, LangevinState]:
-    dtype, last = state.step_length.dtype, state.last_update
-    value = None if value is None else jnp.asarray(value, dtype)
-    posterior = potential.of_chain(parts.posterior, params, state.prior_mean)
-    loss_gradient, value = potential.with_log_prior(posterior, updates, value, params)
-    gradient = potential.gradient(posterior, loss_gradient, params)
-    given = (_tree.inner(gradient, gradient), *(() if value is None else (value,)))
-    error = evidence.error(None, last.accepted, given)
-    guard, reject = rejection.judge(state.guardrail, error)
-
-    step_length = parts.step_size(state.num_steps) * state.step_size_factor * guard.step_backoff
-    step_length = jnp.asarray(step_length, dtype)
-    key, noise_key = jax.random.split(_call.key(parts.name, state.key, parts.seed))
-    step_end = last.accepted & (last.num_gradients > 0)
-    last_length = state.step_length
-    moved = last_length > 0
-    call = Move(
-        gradient=gradient,
-        updates=updates,
-        displacement=state.displacement,
-        step_size=step_length,
-        step_ratio=jnp.where(moved, step_length / jnp.where(moved, last_length, 1), 0),
-        num_steps=state.num_steps,
-        noise=_tree.normal_like(noise_key, params),
-    )
-    displacement, memory = parts.rule.move(state.memory, call)
-
-    back = jax.tree.map(jnp.negative, state.displacement)
-    still = jax.tree.map(jnp.zeros_like, params)
-    resolution = evidence.resolution(_tree.inner(params, params))
-    is_draw = parts.rule.is_draw(state.num_steps - 1)
-    return _tree.where(reject, back, displacement), LangevinState(
-        memory=_tree.where(reject, state.memory, memory),
-        displacement=_tree.where(reject, still, displacement),
-        step_length=step_length,
-        step_size_factor=state.step_size_factor,
-        guardrail=guard,
-        probe=probe.look(state.probe, params, probe.entries(state.displacement), reject),
-        prior_mean=state.prior_mean,
-        num_steps=_tree.count(state.num_steps, ~reject),
-        key=jax.random.key_data(key),
-        last_update=LastUpdate(
-            energy_change=last.energy_change,
-            has_energy=last.has_energy,
-            energy_level=jnp.full_like(last.energy_level, value is not None),
-            accepted=~reject,
-            step_end=step_end,
-            is_draw=jnp.where(step_end & ~reject, is_draw, last.is_draw),
-            below_resolution=_tree.inner(displacement, displacement) < resolution**2,
-            last_temperature=_call.alike(posterior.temperature, step_length),
-            num_gradients=_tree.count(last.num_gradients),
-            received=jnp.where(reject, 0, _tree.fingerprint(updates)),
-        ),
-        sampled=state.sampled,
-        state_format=state.state_format,
-    )
+def sampler(
+    **constraints: _check.Constraint,
+) -> Callable[[Callable[_call.Arguments, Rule]], _call.Maker[_call.Arguments]]:
+    """Make a sampler of a function that returns its rule, see `_call.sampler`."""
+    return _call.sampler(_assemble, constraints)

@@ -7,8 +7,8 @@ so that its structure never changes: a call narrows it to the leaves that move, 
 result.
 """
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.core
@@ -18,9 +18,6 @@ import optax
 
 from optax_smile import _check, _tree
 from optax_smile._types import Tree, Unchecked
-from optax_smile.stages.probe import ProbeState
-from optax_smile.stages.rejection import GuardrailState
-from optax_smile.state import LastUpdate, SamplerState
 
 # Counters are int32.
 MOST_PARAMETERS = 2**31 - 1
@@ -71,42 +68,6 @@ class SampledState(NamedTuple):
             _check.fail(where, "state", rule, got, "Start again with `init`.")
 
 
-class DriverState(SamplerState, Protocol):
-    """Protocol of the states that the drivers of the two families of samplers make."""
-
-    @property
-    def like_params(self) -> Tree:
-        """A tree like the parameters that `init` got."""
-        ...
-
-    @property
-    def sampled(self) -> SampledState:
-        """Which leaves are sampled."""
-        ...
-
-    @property
-    def guardrail(self) -> GuardrailState:
-        """Counters of rejected steps."""
-        ...
-
-    @property
-    def probe(self) -> ProbeState:
-        """Whether the parameters arrive where they were sent."""
-        ...
-
-    @property
-    def last_update(self) -> LastUpdate:
-        """Facts about the last call."""
-        ...
-
-    @property
-    def key(self) -> jax.Array | None:
-        """Key of the next random numbers, as raw numbers; None if none are drawn."""
-        ...
-
-    def _replace(self, **changes: Tree) -> "DriverState": ...
-
-
 def begin(params: optax.Params) -> SampledState:
     """All candidates, before the first call."""
     return SampledState(
@@ -155,11 +116,9 @@ def moving(updates: optax.Updates, known: optax.Params) -> list[bool]:
     return [update is not None for candidate, update in pairs if candidate is not None]
 
 
-def only(tree: Tree, moves: Sequence[bool]) -> Tree:
-    """Put None in the place of candidates that do not move."""
-    leaves, structure = jax.tree.flatten(tree)
-    kept = (leaf if move else None for leaf, move in zip(leaves, moves, strict=True))
-    return jax.tree.unflatten(structure, kept)
+def only(tree: Tree, other: Tree) -> Tree:
+    """Put None in the place of leaves where another tree has None."""
+    return jax.tree.map(lambda x, y: None if y is None else x, tree, other, is_leaf=_is_none)
 
 
 def narrow(state: Tree, like: Tree) -> Tree:
@@ -190,21 +149,9 @@ def widen(narrowed: Tree, state: Tree) -> Tree:
     return jax.tree_util.tree_map_with_path(leaf, state)
 
 
-class Selected(NamedTuple):
-    """The leaves of a call that move.
-
-    Attributes:
-        updates: their gradients; None in the place of all others.
-        params: their parameters, likewise; None if the loop passes none.
-        put_back: `put_back(displacement)`, a tree like the gradients that the loop passed.
-    """
-
-    updates: optax.Updates
-    params: optax.Params | None
-    put_back: Callable[[optax.Updates], optax.Updates]
-
-
-def select(where: str, updates: Unchecked, params: Unchecked, known: optax.Params) -> Selected:
+def select(
+    where: str, updates: Unchecked, params: Unchecked, known: optax.Params
+) -> tuple[optax.Updates, optax.Params | None]:
     """Take the leaves that move, and require gradients and parameters that fit the state.
 
     Args:
@@ -212,39 +159,42 @@ def select(where: str, updates: Unchecked, params: Unchecked, known: optax.Param
         updates: gradients, None for leaves that do not move.
         params: parameters, with any other leaves among them. None if the loop passes none.
         known: the candidates, a tree of the state.
+
+    Returns:
+        Gradients and parameters, with None in the place of all other leaves.
     """
-    candidates, structure = jax.tree.flatten(known, is_leaf=_is_none)
-    here = None if params is None else _leaves(where, "params", params, known, OF_INIT)
-    update_leaves = _leaves(where, "updates", updates, known, "params")
-    for i, (candidate, update) in enumerate(zip(candidates, update_leaves, strict=True)):
-        if candidate is None and _is_floating(update):
-            rule = f"None at {_place(known, i)}, where `init` got no floating-point array"
-            _check.fail(where, "updates", rule, _check.show(update))
-    pairs = zip(candidates, update_leaves, strict=True)
-    moves = [candidate is not None and update is not None for candidate, update in pairs]
+    if params is not None:
+        _check_structure(where, "params", params, known, OF_INIT)
+    _check_structure(where, "updates", updates, known, "params")
+    candidates = jax.tree_util.tree_leaves_with_path(known, is_leaf=_is_none)
+    gradients = jax.tree.leaves(updates, is_leaf=_is_none)
+    for (path, candidate), gradient in zip(candidates, gradients, strict=True):
+        if candidate is None and _is_floating(gradient):
+            rule = f"None at {_place(path)}, where `init` got no floating-point array"
+            _check.fail(where, "updates", rule, _check.show(gradient))
 
-    def taken(leaves: Sequence[Tree]) -> Tree:
-        kept = (leaf if move else None for leaf, move in zip(leaves, moves, strict=True))
-        return jax.tree.unflatten(structure, kept)
-
-    updates, expected, name = taken(update_leaves), taken(candidates), OF_INIT
+    kept = only(updates, known)
+    expected, name = only(known, kept), OF_INIT
     _tree.check_params(where, expected, smallest=2)
-    if here is not None:
-        params, name = taken(here), "params"
+    if params is not None:
+        params = only(params, kept)
         _tree.check_params(where, params, smallest=2)
         _tree.check_alike(where, "params", params, expected, OF_INIT)
-        expected = params
-    _tree.check_gradients(where, updates, expected, name)
+        expected, name = params, "params"
+    _tree.check_gradients(where, kept, expected, name)
+    return kept, params
 
-    def put_back(displacement: optax.Updates) -> optax.Updates:
-        if all(moves):
-            return displacement
+
+def put_back(displacement: optax.Updates, updates: optax.Updates) -> optax.Updates:
+    """Make a displacement a tree like the gradients that the loop passed."""
+
+    def leaf(move: Tree, gradient: Tree) -> Tree:
+        if move is not None or gradient is None:
+            return move
         # Integers have gradients without a type; adding False changes nothing.
-        still = (None if g is None else jnp.zeros(jnp.shape(g), bool) for g in update_leaves)
-        pairs = zip(jax.tree.leaves(displacement, is_leaf=_is_none), still, strict=True)
-        return jax.tree.unflatten(structure, [x if move is None else move for move, x in pairs])
+        return jnp.zeros(jnp.shape(gradient), bool)
 
-    return Selected(updates, params, put_back)
+    return jax.tree.map(leaf, displacement, updates, is_leaf=_is_none)
 
 
 def check_same(where: str, before: SampledState, updates: optax.Updates, known: optax.Params):
@@ -253,25 +203,20 @@ def check_same(where: str, before: SampledState, updates: optax.Updates, known: 
     changed = np.flatnonzero(np.asarray(before.has_gradient) != now)
     if not len(changed):
         return
-    at, has_now = _place(known, changed[0], only_candidates=True), now[changed[0]]
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(known)]
+    has_now = now[changed[0]]
     one, other = ("a gradient", "None") if has_now else ("None", "a gradient")
-    rule = "None at the same leaves in every call"
-    _check.fail(where, "updates", rule, f"{one} at {at}, where the first call had {other}")
+    got = f"{one} at {_place(paths[changed[0]])}, where the first call had {other}"
+    _check.fail(where, "updates", "None at the same leaves in every call", got)
 
 
-def _leaves(
-    where: str, argument: str, tree: Unchecked, known: optax.Params, name: str
-) -> list[Tree]:
-    """Flatten a tree with its Nones, and require the structure of `known`."""
-    leaves, structure = jax.tree.flatten(tree, is_leaf=_is_none)
-    if structure != jax.tree.structure(known, is_leaf=_is_none):
+def _check_structure(where: str, argument: str, tree: Unchecked, known: optax.Params, name: str):
+    """Require the structure of `known`, with None as a leaf."""
+    if jax.tree.structure(tree, is_leaf=_is_none) != jax.tree.structure(known, is_leaf=_is_none):
         rule = f"a tree of the structure of {name}, {jax.tree.structure(known)}"
         _check.fail(where, argument, rule, jax.tree.structure(tree))
-    return leaves
 
 
-def _place(known: optax.Params, number: int, only_candidates: bool = False) -> str:
+def _place(path: Tree) -> str:
     """Name the place of a leaf."""
-    is_leaf = None if only_candidates else _is_none
-    paths = jax.tree_util.tree_leaves_with_path(known, is_leaf=is_leaf)
-    return jax.tree_util.keystr(paths[number][0]) or "the only leaf"
+    return jax.tree_util.keystr(path) or "the only leaf"

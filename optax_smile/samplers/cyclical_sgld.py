@@ -5,13 +5,11 @@ from __future__ import annotations
 import jax
 import jax.core
 import jax.numpy as jnp
-import optax
 
 from optax_smile import _check
 from optax_smile._types import LogPrior, StepSize, Tree
-from optax_smile.potential import Potential
 from optax_smile.samplers import _call, _langevin
-from optax_smile.samplers._call import SHARED
+from optax_smile.samplers._langevin import Move, Rule
 
 # 5,000 steps per cycle and a third of each for the search, as Sommer et al. 2026 ran it.
 TOTAL_STEPS = 20_000
@@ -19,10 +17,7 @@ NUM_CYCLES = 4
 EXPLORATION = 0.33
 
 
-@_call.sampler
-@_check.arguments(
-    **SHARED,
-    step_size=_check.STEP_SIZE,
+@_langevin.sampler(
     total_steps=_check.Whole(1, traced=True),
     num_cycles=_check.Whole(1, traced=True),
     exploration=_check.Real(0, 1, open="high"),
@@ -40,7 +35,7 @@ def cyclical_sgld(
     exploration: float = EXPLORATION,
     key: jax.Array | int | None = None,
     track_params: bool = False,
-) -> optax.GradientTransformationExtraArgs:
+) -> Rule:
     """Sample like `sgld` in cycles, each of which begins with a search for a new mode.
 
         eps_k = eps / 2 (1 + cos(pi r)),  r = (k mod K) / K,  K = ceil(total_steps / num_cycles)
@@ -87,10 +82,8 @@ def cyclical_sgld(
         # (1 + cos(pi r)) / 2, which would lose its digits at the end of a cycle.
         return largest * jnp.cos(jnp.pi / 2 * place) ** 2
 
-    def move(memory: None, call: _langevin.Move):
+    def move(memory: None, call: Move):
         amplitude = jnp.where(is_draw(call.num_steps), jnp.sqrt(2 * call.step_size), 0)
         return _langevin.euler_step(call, amplitude), memory
 
-    posterior = Potential(num_data, prior_precision, temperature, prior_mean, log_prior)
-    rule = _langevin.Rule(move, is_draw=is_draw)
-    return _langevin.build("cyclical_sgld", size, posterior, key, rule, track_params)
+    return Rule(move, is_draw=is_draw, step_size=size)

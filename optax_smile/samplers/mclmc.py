@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 import jax
-import optax
 
 from optax_smile import _check
 from optax_smile._types import LogPrior, StepSize, Tree
-from optax_smile.potential import Potential
-from optax_smile.samplers import _call
-from optax_smile.samplers._call import SHARED
-from optax_smile.samplers._microcanonical import build
+from optax_smile.samplers._microcanonical import sampler
 from optax_smile.stages.integrator import IntegratorName
 from optax_smile.stages.scale import Preconditioner
 
 
-@_call.sampler
-@_check.arguments(
-    **SHARED,
-    step_size=_check.STEP_SIZE,
-    decoherence_length=_check.POSITIVE,
-    integrator=_check.OneOf(IntegratorName),
+@sampler(
+    step_size=_check.STEP_SIZE, temperature=_check.POSITIVE, decoherence_length=_check.POSITIVE
 )
 def mclmc(
     step_size: StepSize,
@@ -34,7 +26,7 @@ def mclmc(
     integrator: IntegratorName = "minimal_norm",
     key: jax.Array | int | None = None,
     track_params: bool = False,
-) -> optax.GradientTransformationExtraArgs:
+) -> Preconditioner:
     """Sample with microcanonical Langevin Monte Carlo: `smile` for full-batch gradients.
 
     Full-batch gradients have no noise, so explicit noise is added to the direction u after each
@@ -60,13 +52,4 @@ def mclmc(
     Source: Robnik and Seljak, Fluctuation without dissipation, AABI 2024; as the members of MILE
     (Sommer et al., ICLR 2025).
     """
-    return build(
-        "mclmc",
-        Potential(num_data, prior_precision, temperature, prior_mean, log_prior),
-        Preconditioner(),
-        integrator=integrator,
-        decoherence_length=decoherence_length,
-        step_size=step_size,
-        key=key,
-        track_params=track_params,
-    )
+    return Preconditioner()

@@ -10,9 +10,8 @@ import optax
 
 from optax_smile import _check
 from optax_smile._types import LogPrior, StepSize, Tree
-from optax_smile.potential import Potential
-from optax_smile.samplers import _call, _langevin
-from optax_smile.samplers._call import SHARED
+from optax_smile.samplers import _langevin
+from optax_smile.samplers._langevin import Move, Rule
 
 FRICTION = 0.05
 ADAPT_STEPS = 5_000
@@ -34,10 +33,7 @@ class GradientScale(NamedTuple):
     gradient_square: optax.Updates
 
 
-@_call.sampler
-@_check.arguments(
-    **SHARED,
-    step_size=_check.STEP_SIZE,
+@_langevin.sampler(
     friction=_check.PROBABILITY,
     adapt_steps=_check.Whole(1, traced=True),
 )
@@ -53,7 +49,7 @@ def scale_adapted_sghmc(
     adapt_steps: int = ADAPT_STEPS,
     key: jax.Array | int | None = None,
     track_params: bool = False,
-) -> optax.GradientTransformationExtraArgs:
+) -> Rule:
     """Sample like `sghmc` with a mass for each parameter, measured in the first steps.
 
     The mass is the root of the mean squared gradient. During `adapt_steps` this mean is taken over
@@ -108,7 +104,7 @@ def scale_adapted_sghmc(
             *jax.tree.transpose(jax.tree.structure(gradient), jax.tree.structure((0, 0, 0)), leaves)
         )
 
-    def move(memory: GradientScale, call: _langevin.Move):
+    def move(memory: GradientScale, call: Move):
         memory = adapt(memory, call.gradient, call.num_steps < adapt_steps)
         eps = call.step_size
 
@@ -122,6 +118,4 @@ def scale_adapted_sghmc(
         displacement = jax.tree.map(leaf, call.displacement, metric, call.gradient, call.noise)
         return displacement, memory
 
-    posterior = Potential(num_data, prior_precision, temperature, prior_mean, log_prior)
-    rule = _langevin.Rule(move, init, is_draw=lambda count: count >= adapt_steps)
-    return _langevin.build("scale_adapted_sghmc", step_size, posterior, key, rule, track_params)
+    return Rule(move, init, is_draw=lambda count: count >= adapt_steps)

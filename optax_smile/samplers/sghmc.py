@@ -6,22 +6,17 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from optax_smile import _check
 from optax_smile._types import LogPrior, StepSize, Tree
-from optax_smile.potential import Potential
-from optax_smile.samplers import _call, _langevin
-from optax_smile.samplers._call import SHARED
+from optax_smile.samplers import _langevin
+from optax_smile.samplers._langevin import Move, Rule
 
 FRICTION = 0.05
 FrictionStep = Literal["euler", "exact"]
 
 
-@_call.sampler
-@_check.arguments(
-    **SHARED,
-    step_size=_check.STEP_SIZE,
+@_langevin.sampler(
     friction=_check.PROBABILITY,
     friction_step=_check.OneOf(FrictionStep),
     gradient_noise=_check.NONNEGATIVE,
@@ -39,7 +34,7 @@ def sghmc(
     gradient_noise: float | jax.Array = 0.0,
     key: jax.Array | int | None = None,
     track_params: bool = False,
-) -> optax.GradientTransformationExtraArgs:
+) -> Rule:
     """Sample with stochastic gradient Hamiltonian Monte Carlo.
 
     Gradient descent with momentum, whose friction is balanced by noise. With a velocity r that is
@@ -77,7 +72,7 @@ def sghmc(
     """
     balance = 2 * friction - (friction**2 if friction_step == "exact" else 0)
 
-    def move(memory: None, call: _langevin.Move):
+    def move(memory: None, call: Move):
         eps = call.step_size
         amplitude = eps * jnp.sqrt(jnp.maximum(balance - eps**2 * gradient_noise, 0))
 
@@ -87,6 +82,4 @@ def sghmc(
 
         return jax.tree.map(leaf, call.displacement, call.gradient, call.noise), memory
 
-    posterior = Potential(num_data, prior_precision, temperature, prior_mean, log_prior)
-    rule = _langevin.Rule(move)
-    return _langevin.build("sghmc", step_size, posterior, key, rule, track_params)
+    return Rule(move)

@@ -10,9 +10,8 @@ import optax
 
 from optax_smile import _check, _tree
 from optax_smile._types import LogPrior, StepSize, Tree
-from optax_smile.potential import Potential
-from optax_smile.samplers import _call, _langevin
-from optax_smile.samplers._call import SHARED
+from optax_smile.samplers import _langevin
+from optax_smile.samplers._langevin import Move, Rule
 
 # Of the moving average of squared gradients; Li et al. 2016.
 SQUARE_DECAY = 0.99
@@ -32,8 +31,7 @@ class SquareAverage(NamedTuple):
     start_weight: jax.Array
 
 
-@_call.sampler
-@_check.arguments(**SHARED, step_size=_check.STEP_SIZE)
+@_langevin.sampler()
 def sgld(
     step_size: StepSize,
     *,
@@ -44,7 +42,7 @@ def sgld(
     temperature: float | jax.Array = 1.0,
     key: jax.Array | int | None = None,
     track_params: bool = False,
-) -> optax.GradientTransformationExtraArgs:
+) -> Rule:
     """Sample with stochastic gradient Langevin dynamics.
 
     Gradient descent on the energy U with the noise that makes its stationary distribution the
@@ -90,19 +88,14 @@ def sgld(
     libraries.
     """
 
-    def move(memory: None, call: _langevin.Move):
+    def move(memory: None, call: Move):
         amplitude = jnp.sqrt(2 * call.step_size)
         return _langevin.euler_step(call, amplitude), memory
 
-    posterior = Potential(num_data, prior_precision, temperature, prior_mean, log_prior)
-    rule = _langevin.Rule(move)
-    return _langevin.build("sgld", step_size, posterior, key, rule, track_params)
+    return Rule(move)
 
 
-@_call.sampler
-@_check.arguments(
-    **SHARED,
-    step_size=_check.STEP_SIZE,
+@_langevin.sampler(
     square_decay=_check.PROBABILITY,
     smallest_root=_check.POSITIVE,
 )
@@ -118,7 +111,7 @@ def psgld(
     smallest_root: float = SMALLEST_ROOT,
     key: jax.Array | int | None = None,
     track_params: bool = False,
-) -> optax.GradientTransformationExtraArgs:
+) -> Rule:
     """Sample like `sgld` with one step size per parameter, from the averages of RMSprop.
 
         V <- a V + (1 - a) grad loss^2,  G = 1 / (r sqrt(mean(V)) + sqrt(V)), V debiased
@@ -158,7 +151,7 @@ def psgld(
             start_weight=jnp.ones((), _tree.dtype(params)),
         )
 
-    def move(memory: SquareAverage, call: _langevin.Move):
+    def move(memory: SquareAverage, call: Move):
         weight = square_decay * memory.start_weight
         squares = jax.tree.map(
             lambda v, g: (
@@ -177,6 +170,4 @@ def psgld(
         displacement = jax.tree.map(leaf, metric, call.gradient, call.noise)
         return displacement, SquareAverage(squares, weight.astype(memory.start_weight.dtype))
 
-    posterior = Potential(num_data, prior_precision, temperature, prior_mean, log_prior)
-    rule = _langevin.Rule(move, init)
-    return _langevin.build("psgld", step_size, posterior, key, rule, track_params)
+    return Rule(move, init)

@@ -10,9 +10,8 @@ import optax
 
 from optax_smile import _check, _tree
 from optax_smile._types import LogPrior, StepSize, Tree
-from optax_smile.potential import Potential
-from optax_smile.samplers import _call, _langevin
-from optax_smile.samplers._call import SHARED
+from optax_smile.samplers import _langevin
+from optax_smile.samplers._langevin import Move, Rule
 
 FRICTION = 0.05
 # A step loses at most all of its velocity: beyond, the velocity would change sign, then grow.
@@ -30,8 +29,7 @@ class Thermostat(NamedTuple):
     thermostat: jax.Array
 
 
-@_call.sampler
-@_check.arguments(**SHARED, step_size=_check.STEP_SIZE, friction=_check.PROBABILITY)
+@_langevin.sampler(friction=_check.PROBABILITY)
 def sgnht(
     step_size: StepSize,
     *,
@@ -43,7 +41,7 @@ def sgnht(
     friction: float | jax.Array = FRICTION,
     key: jax.Array | int | None = None,
     track_params: bool = False,
-) -> optax.GradientTransformationExtraArgs:
+) -> Rule:
     """Sample with the stochastic gradient Nosé-Hoover thermostat.
 
     `sghmc` whose friction xi rises while the velocity r is larger than a standard normal one, and
@@ -85,7 +83,7 @@ def sgnht(
     def init(params: optax.Params) -> Thermostat:
         return Thermostat(jnp.asarray(friction, _tree.dtype(params)))
 
-    def move(memory: Thermostat, call: _langevin.Move):
+    def move(memory: Thermostat, call: Move):
         xi, eps = memory.thermostat, call.step_size
         kept, amplitude = (1 - xi) * call.step_ratio, eps * jnp.sqrt(2 * friction)
 
@@ -98,7 +96,4 @@ def sgnht(
         xi = jnp.minimum(xi + (1 - xi / 2) * square - eps**2, LARGEST_SHARE)
         return displacement, Thermostat(xi.astype(memory.thermostat.dtype))
 
-    posterior = Potential(num_data, prior_precision, temperature, prior_mean, log_prior)
-    return _langevin.build(
-        "sgnht", step_size, posterior, key, _langevin.Rule(move, init), track_params
-    )
+    return Rule(move, init)

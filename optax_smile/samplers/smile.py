@@ -2,34 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import jax
-import optax
 
 from optax_smile import _check
 from optax_smile._types import LogPrior, StepSize, Tree
-from optax_smile.potential import Potential, Temperature
-from optax_smile.samplers import _call
-from optax_smile.samplers._call import SHARED
-from optax_smile.samplers._microcanonical import build
-from optax_smile.stages.integrator import Decoherence, IntegratorName, Noise
+from optax_smile.potential import Temperature
+from optax_smile.samplers._microcanonical import sampler
+from optax_smile.stages.integrator import Decoherence, IntegratorName
 from optax_smile.stages.scale import MeanSquare, Preconditioner
 from optax_smile.stages.step_size import Tuner
 
-CONSTRAINTS = SHARED | {
-    "step_size": _check.STEP_SIZE | None,
-    "temperature": _check.POSITIVE | _check.OneOf(Literal["auto"]),
-    "excess": _check.POSITIVE,
-    "integrator": _check.OneOf(IntegratorName),
-    "tuner": _check.kind(Tuner, "a tuner such as angle_tuner()", _check.CALL_IT) | None,
-    "reject_quantile": _check.PROBABILITY | None,
-    "decoherence_length": _check.POSITIVE | _check.OneOf(Noise) | None,
-}
 
-
-@_call.sampler
-@_check.arguments(**CONSTRAINTS)
+@sampler()
 def smile(
     step_size: StepSize | None = None,
     *,
@@ -45,7 +29,7 @@ def smile(
     decoherence_length: Decoherence | None = "matched",
     key: jax.Array | int | None = None,
     track_params: bool = False,
-) -> optax.GradientTransformationExtraArgs:
+) -> Preconditioner:
     """Sample with stochastic microcanonical Langevin dynamics.
 
     The chain moves through the parameters at constant speed. The mini-batch gradient of the energy
@@ -94,22 +78,10 @@ def smile(
     sign of e; neither gradient nor value of a rejected point is used. Step size and explicit noise
     are ours, see `benchmarks/notes/which-angle.md`.
     """
-    return build(
-        "smile",
-        Potential(num_data, prior_precision, temperature, prior_mean, log_prior, excess),
-        Preconditioner(),
-        integrator=integrator,
-        decoherence_length=decoherence_length,
-        reject_quantile=reject_quantile,
-        tuner=tuner,
-        step_size=step_size,
-        key=key,
-        track_params=track_params,
-    )
+    return Preconditioner()
 
 
-@_call.sampler
-@_check.arguments(**CONSTRAINTS)
+@sampler()
 def psmile(
     step_size: StepSize | None = None,
     *,
@@ -125,7 +97,7 @@ def psmile(
     decoherence_length: Decoherence | None = "matched",
     key: jax.Array | int | None = None,
     track_params: bool = False,
-) -> optax.GradientTransformationExtraArgs:
+) -> Preconditioner:
     """Sample like `smile`, in coordinates in which all parts of a gradient are about equally large.
 
     With `smile`, gradient noise that is stronger in some directions makes the draws too wide there.
@@ -247,25 +219,10 @@ def psmile(
     moving mean (`published.psmile`). If there is little noise, the scale of the paper changes with
     the gradient while the chain moves. The chain then no longer samples the posterior.
     """
-    return build(
-        "psmile",
-        Potential(num_data, prior_precision, temperature, prior_mean, log_prior, excess),
-        MeanSquare(differences=decoherence_length is None),
-        integrator=integrator,
-        decoherence_length=decoherence_length,
-        reject_quantile=reject_quantile,
-        tuner=tuner,
-        step_size=step_size,
-        key=key,
-        track_params=track_params,
-    )
+    return MeanSquare(differences=decoherence_length is None)
 
 
-@_call.sampler
-@_check.arguments(
-    **CONSTRAINTS,
-    preconditioner=_check.kind(Preconditioner, "a Preconditioner", _check.CALL_IT),
-)
+@sampler(preconditioner=_check.kind(Preconditioner, "a Preconditioner", _check.CALL_IT))
 def compose(
     preconditioner: Preconditioner,
     *,
@@ -282,7 +239,7 @@ def compose(
     decoherence_length: Decoherence | None = "matched",
     key: jax.Array | int | None = None,
     track_params: bool = False,
-) -> optax.GradientTransformationExtraArgs:
+) -> Preconditioner:
     """Build a sampler like `psmile` from a preconditioner of your own.
 
     With `Preconditioner()` it is `smile`. For a step-size rule of your own, pass `tuner=`, which
@@ -301,15 +258,4 @@ def compose(
 
     Source: as `psmile`.
     """
-    return build(
-        "compose",
-        Potential(num_data, prior_precision, temperature, prior_mean, log_prior, excess),
-        preconditioner,
-        integrator=integrator,
-        decoherence_length=decoherence_length,
-        reject_quantile=reject_quantile,
-        tuner=tuner,
-        step_size=step_size,
-        key=key,
-        track_params=track_params,
-    )
+    return preconditioner

@@ -201,7 +201,7 @@ def _advance(
     """One integrator step of this size; statistics and step size of the step before it."""
     params, state = chain
     state: Tree = optax.tree.set(state, step_size_factor=step_size)
-    seen, tried = [], state.momentum.step_length
+    seen, tried = [], state.dynamics.momentum.step_length
     for _ in range(state.gradients_per_step):
         loss, grads = jax.value_and_grad(loss_fn)(params)
         updates, state = sampler.update(grads, state, params, value=loss)
@@ -210,7 +210,7 @@ def _advance(
     # The first call judges the step before; the second can reject the one that it opened.
     whole = seen[-1].accepted
     judged = seen[0]._replace(accepted=seen[0].accepted & whole)
-    return (params, state), (judged, jnp.where(whole, tried, state.momentum.step_length))
+    return (params, state), (judged, jnp.where(whole, tried, state.dynamics.momentum.step_length))
 
 
 def _adapting_phase(

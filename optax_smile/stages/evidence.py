@@ -28,6 +28,8 @@ ENERGIES_TO_SETTLE = 10
 # does not open the test for the next ones, and with at most this many nats: float32 holds their
 # square.
 WINSOR_FACTOR, LARGEST_ENERGY = 3.0, 1e18
+# Where no `reject_quantile` is set, the outlier threshold is this quantile.
+WINSOR_QUANTILE = 0.98
 # A gradient enters its averages with at most this many times the average, so that one jump cannot
 # stop the chain.
 LARGEST_RATIO = 3.0
@@ -44,30 +46,6 @@ ON_ITS_WAY = 3.0
 # A fall of the energy counts beyond this many standard deviations of the noise of batches, and
 # after this many calls.
 FALLING, SHORTEST_WINDOW = 3.0, 256
-
-
-class Trees(NamedTuple):
-    """The trees of a call, all like the parameters.
-
-    Attributes:
-        direction: the unit momentum u.
-        whitened: `gradient` over the scale of the preconditioner.
-        noise: explicit noise, or None.
-        params: the parameters.
-        updates: gradient of the mean loss, with that of `log_prior` if there is one.
-        gradient: of the energy.
-        deviation: what the preconditioner measures of it, or None.
-        prior_terms: what the last drift, backwards, would add to the prior's part of the energy.
-    """
-
-    direction: optax.Updates
-    whitened: optax.Updates
-    noise: optax.Updates | None
-    params: optax.Params
-    updates: optax.Updates
-    gradient: optax.Updates
-    deviation: optax.Updates | None
-    prior_terms: optax.Updates
 
 
 class Sums(NamedTuple):
@@ -99,41 +77,57 @@ class Sums(NamedTuple):
     noise_dot_whitened: jax.Array
 
 
-def measure(trees: Trees, passed: optax.Updates | None) -> tuple[Sums, Tree, jax.Array]:
+def measure(
+    *,
+    params: optax.Params,
+    updates: optax.Updates,
+    passed: optax.Updates | None,
+    direction: optax.Updates,
+    whitened: optax.Updates,
+    deviation: optax.Updates | None,
+    noise: optax.Updates | None,
+    prior_terms: optax.Updates,
+) -> tuple[Sums, Tree, jax.Array]:
     """Compute all inner products of a call in one pass over memory.
 
     Args:
-        trees: the trees.
-        passed: gradient as the loop passed it, if that is not `trees.updates`.
+        params: the parameters; all other trees are like them.
+        updates: gradient of the mean loss, with that of `log_prior` if there is one.
+        passed: gradient as the loop passed it, if that is not `updates`.
+        direction: the unit momentum u.
+        whitened: gradient of the energy over the scale of the preconditioner.
+        deviation: what the preconditioner measures of that gradient, or None.
+        noise: explicit noise, or None.
+        prior_terms: what the last drift, backwards, would add to the prior's part of the energy.
 
     Returns:
         The inner products, a sketch of the whitened gradient, and the fingerprint of the gradient
         that the loop passed (see `_tree`).
     """
     pairs = {
-        "direction_square": (trees.direction, trees.direction),
-        "direction_dot_whitened": (trees.direction, trees.whitened),
-        "whitened_square": (trees.whitened, trees.whitened),
-        "params_square": (trees.params, trees.params),
-        "updates_square": (trees.updates, trees.updates),
+        "direction_square": (direction, direction),
+        "direction_dot_whitened": (direction, whitened),
+        "whitened_square": (whitened, whitened),
+        "params_square": (params, params),
+        "updates_square": (updates, updates),
     }
-    if trees.deviation is not None:
-        pairs["deviation_square"] = trees.deviation, trees.deviation
-    zero = jnp.zeros((), _tree.dtype(trees.params))
+    if deviation is not None:
+        pairs["deviation_square"] = deviation, deviation
+    zero = jnp.zeros((), _tree.dtype(params))
     sums = Sums(*[zero] * len(Sums._fields))
-    if trees.noise is not None:
-        if _tree.has_signs(trees.noise):
-            sums = sums._replace(noise_square=jnp.full_like(zero, _tree.size(trees.noise)))
+    if noise is not None:
+        if _tree.has_signs(noise):
+            sums = sums._replace(noise_square=jnp.full_like(zero, _tree.size(noise)))
         else:
-            pairs["noise_square"] = trees.noise, trees.noise
-        pairs["noise_dot_direction"] = trees.noise, trees.direction
-        pairs["noise_dot_whitened"] = trees.noise, trees.whitened
+            pairs["noise_square"] = noise, noise
+        pairs["noise_dot_direction"] = noise, direction
+        pairs["noise_dot_whitened"] = noise, whitened
     terms = {name: jax.tree.map(jnp.multiply, *pair) for name, pair in pairs.items()}
-    terms["prior_change"] = jax.tree.map(jnp.negative, trees.prior_terms)
-    marks = [_tree.signed(trees.updates if passed is None else passed)]
+    terms["prior_change"] = jax.tree.map(jnp.negative, prior_terms)
+    marks = [_tree.signed(updates if passed is None else passed)]
     if passed is not None:
         marks.append(jax.tree.map(jnp.square, passed))
-    numbers, sketch = _tree.sums_and_sketch([*terms.values(), *marks], trees.whitened)
+    numbers, sketch = _tree.sums_and_sketch([*terms.values(), *marks], whitened)
     sums = sums._replace(**dict(zip(terms, numbers, strict=False)))
     product, *square = numbers[len(terms) :]
     norm = jnp.sqrt(square[0] if square else sums.updates_square)
@@ -228,22 +222,6 @@ class EnergyError(NamedTuple):
     finite: jax.Array
 
 
-def error(change: jax.Array | None, closes: jax.Array, given: tuple[jax.Array, ...]) -> EnergyError:
-    """Check the numbers of a call.
-
-    Args:
-        change: energy gained since the open step began, nats; None without `value`.
-        closes: whether a step ends here whose start had a value.
-        given: scalars that are finite if and only if the call's gradient and value are.
-    """
-    finite = jnp.all(jnp.isfinite(jnp.stack(given)))
-    if change is None:
-        return EnergyError(jnp.full_like(given[0], jnp.nan), jnp.zeros_like(finite), finite)
-    finite &= jnp.isfinite(change) | ~closes
-    known = closes & finite
-    return EnergyError(jnp.where(known, change, jnp.nan), known, finite)
-
-
 def energy_error(
     posterior: potential.Potential,
     step: OpenStep,
@@ -252,14 +230,17 @@ def energy_error(
     value: jax.Array | None,
 ) -> EnergyError:
     """Compute the energy that the open step gained, if it ends here and both ends had a value."""
-    given = *sums, end.kinetic_change
+    given = jnp.stack([*sums, end.kinetic_change, *(() if value is None else (value,))])
+    finite = jnp.all(jnp.isfinite(given))
     if value is None:
-        return error(None, end.is_end, given)
-    loss_change = value - step.opening_value
+        return EnergyError(jnp.full_like(given[0], jnp.nan), jnp.zeros_like(finite), finite)
     prior_change = step.prior_change + sums.prior_change
-    change = potential.energy_change(posterior, loss_change, prior_change)
+    change = potential.energy_change(posterior, value - step.opening_value, prior_change)
     change += step.kinetic_change + end.kinetic_change
-    return error(change, end.is_end & step.opening_known, (*given, value))
+    closes = end.is_end & step.opening_known
+    finite &= jnp.isfinite(change) | ~closes
+    known = closes & finite
+    return EnergyError(jnp.where(known, change, jnp.nan), known, finite)
 
 
 class EnergyAverages(NamedTuple):
@@ -293,15 +274,23 @@ class EnergyAverages(NamedTuple):
         ratio = jnp.minimum(ratio, jnp.where(z > 0, 1.5 * z, jnp.inf))
         return mean * jnp.maximum(1 - ratio**2 / 9 + z * ratio / 3, 0) ** 3
 
-    def observe(self, error: EnergyError, cap: float | jax.Array) -> EnergyAverages:
+    def is_outlier(self, error: EnergyError, reject_quantile: float | None) -> jax.Array | bool:
+        """Whether |energy change| exceeds this quantile of those before it; None: never."""
+        if reject_quantile is None:
+            return False
+        threshold = self.quantile(reject_quantile)
+        return error.known & self.settled() & (jnp.abs(error.change) > threshold)
+
+    def observe(self, error: EnergyError, reject_quantile: float | None) -> EnergyAverages:
         """Add |energy change| where it is known.
 
         mean <- mean + w (energy - mean), variance <- (1 - w) variance + w (energy - mean)^2 with
         w = (1 - a) / (1 - a^t), a = `ENERGY_DECAY`: bias-corrected exponential averages. An energy
-        enters with at most `WINSOR_FACTOR` times the quantile of probability `cap`.
+        enters with at most `WINSOR_FACTOR` times the `reject_quantile`; None: `WINSOR_QUANTILE`.
         """
         energy, known = jnp.minimum(jnp.abs(error.change), LARGEST_ENERGY), error.known
         count = _tree.count(self.num_energies, known)
+        cap = WINSOR_QUANTILE if reject_quantile is None else reject_quantile
         bounded = jnp.minimum(energy, WINSOR_FACTOR * self.quantile(cap))
         energy = jnp.where(self.settled(), bounded, energy)
         power = jnp.maximum(count, 1).astype(energy.dtype)
@@ -634,29 +623,16 @@ class Evidence(NamedTuple):
     base: jax.Array
     resolution: jax.Array
 
-    def rates(self) -> Rates:
-        """Average rates; that of whole gradients is at least a third of the present one.
+    def rates(self) -> tuple[jax.Array, jax.Array]:
+        """Average angles per unit length by which u turns: by whole gradients, and by their change.
 
-        Where the first gradients were very small, in a mode, the average lags behind for long.
+        The first is at least a third of the present one: where the first gradients were very small,
+        in a mode, the average lags behind for long. The second is the first until it is known.
         """
         now = jnp.where(self.worth.trust > 0, self.turn_rate, 0) / LARGEST_RATIO
         turn = jnp.maximum(self.turns.mean_turn_rate, now)
         known = self.changes.num_changes > 0
-        change = jnp.where(known, jnp.sqrt(self.changes.mean_change_square), turn)
-        return Rates(turn_rate=turn, change_rate=change)
-
-
-class Rates(NamedTuple):
-    """Average angles per unit length by which u turns.
-
-    Attributes:
-        turn_rate: by whole gradients.
-        change_rate: by the change from one gradient to the next; by whole gradients until it is
-            known.
-    """
-
-    turn_rate: jax.Array
-    change_rate: jax.Array
+        return turn, jnp.where(known, jnp.sqrt(self.changes.mean_change_square), turn)
 
 
 def resolution(params_square: jax.Array) -> jax.Array:

@@ -16,7 +16,7 @@ import optax
 
 from optax_smile import _tree
 from optax_smile._types import Tree
-from optax_smile.stages.evidence import Rates, StepEnd, Sums, turn_rate
+from optax_smile.stages.evidence import StepEnd, Sums, turn_rate
 
 
 class Scheme(NamedTuple):
@@ -94,24 +94,6 @@ class Heading(NamedTuple):
     old_norm: jax.Array
 
 
-class Opened(NamedTuple):
-    """The momentum before the next drift.
-
-    Attributes:
-        heading: after the opening kick.
-        kinetic_change: energy gained by that kick, nats.
-        begins: whether the drift is the first of a step.
-        drift_index: its number, from 1.
-        step_length: of the step that it belongs to.
-    """
-
-    heading: Heading
-    kinetic_change: jax.Array
-    begins: jax.Array
-    drift_index: jax.Array
-    step_length: jax.Array
-
-
 def heading(
     moving: jax.Array,
     direction_square: jax.Array,
@@ -169,35 +151,6 @@ def kick(towards: Heading, length: jax.Array, num_parameters: int) -> tuple[Head
         moving=towards.moving | starts,
     )
     return kicked, (num_parameters - 1) * log_growth(p, delta)
-
-
-def turn(
-    state: MomentumState,
-    opened: Opened,
-    whitened: optax.Updates,
-    noise: optax.Updates | None,
-    params: optax.Params,
-) -> MomentumState:
-    """Carry out kicks and noise on the trees, and restore |u| = 1."""
-    towards, anchor = opened.heading, None
-
-    def over(coefficient: jax.Array, norm: jax.Array) -> jax.Array:
-        return jnp.where(norm > 0, coefficient / jnp.where(norm > 0, norm, 1), 0)
-
-    old = over(towards.along_old, towards.old_norm)
-    descent = over(towards.along_descent, towards.gradient_norm)
-    direction = jax.tree.map(lambda u, w: old * u - descent * w, state.direction, whitened)
-    if noise is not None:
-        direction = jax.tree.map(lambda u, z: u + towards.along_noise * z, direction, noise)
-    if state.anchor is not None:
-        anchor = _tree.where(opened.begins, params, state.anchor)
-    return MomentumState(
-        direction=jax.tree.map(lambda new, u: new.astype(u.dtype), direction, state.direction),
-        moving=towards.moving,
-        drift_index=opened.drift_index,
-        step_length=opened.step_length,
-        anchor=anchor,
-    )
 
 
 def stop(state: MomentumState, step_length: jax.Array) -> MomentumState:
@@ -308,15 +261,15 @@ class Momentum:
         state: MomentumState,
         towards: Heading,
         sums: Sums,
-        rates: Rates,
+        rates: tuple[jax.Array, jax.Array],
         temperature: float | jax.Array,
     ) -> Heading:
         """Add explicit isotropic noise where a step has just ended; draw u if the chain is at rest.
 
         u <- (u + nu z) / |u + nu z|, nu^2 = (exp(2 eps / L) - 1) / d, z of covariance I and
         L = decoherence_length (Robnik and Seljak 2024, Fluctuation without dissipation). Matched
-        noise has L = 2 / (eps q), q = min((1 + 40 / d) r^2, 2 R^2), with the rates at which the
-        change of the gradients, r, and whole gradients, R, turn u; below temperature 1 q is T^2
+        noise has L = 2 / (eps q), q = min((1 + 40 / d) r^2, 2 R^2), with the `rates` (R, r) at
+        which whole gradients and their change turn u; below temperature 1 q is T^2
         times that: cold chains explore by the noise of the gradients, since isotropic noise costs
         loss in all directions. `"turning"` has L = 1 / R, the radius of the curve that the
         gradients make it follow. Noise between the kicks of one step would show in its energy error
@@ -325,13 +278,14 @@ class Momentum:
         rule, size = self.decoherence_length, _tree.size(state.direction)
         if rule is None:
             return towards
+        turns, changes = rates
         length = jnp.where(self._is_end(state), state.step_length, 0)
         if isinstance(rule, str) and rule == "matched":
-            diluted = (1 + DILUTION / size) * rates.change_rate**2
-            square = jnp.minimum(diluted, MOST_DILUTED * rates.turn_rate**2)
+            diluted = (1 + DILUTION / size) * changes**2
+            square = jnp.minimum(diluted, MOST_DILUTED * turns**2)
             exponent = square * (length * jnp.minimum(temperature, 1)) ** 2
         elif isinstance(rule, str):
-            exponent = 2 * length * rates.turn_rate
+            exponent = 2 * length * turns
         else:
             exponent = 2 * length / rule
         amplitude = jnp.sqrt(jnp.expm1(jnp.minimum(exponent, FORGOTTEN)) / size)
@@ -355,15 +309,42 @@ class Momentum:
             moving=jnp.ones_like(towards.moving),
         )
 
-    def open(self, state: MomentumState, towards: Heading, step_length: jax.Array) -> Opened:
-        """Open a step if none is under way, else continue it, up to the next drift."""
-        begins = self._opens_step(state)
+    def open(
+        self, state: MomentumState, towards: Heading, step_length: jax.Array
+    ) -> tuple[Heading, jax.Array]:
+        """Kick with the first kick of a step; not at all if one is under way."""
+        length = self.scheme.kicks[0] * step_length.astype(state.step_length.dtype)
+        length = jnp.where(self._opens_step(state), length, 0)
+        return kick(towards, length, _tree.size(state.direction))
+
+    def turn(
+        self,
+        state: MomentumState,
+        towards: Heading,
+        step_length: jax.Array,
+        whitened: optax.Updates,
+        noise: optax.Updates | None,
+        params: optax.Params,
+    ) -> MomentumState:
+        """Carry out kicks and noise on the trees, restore |u| = 1, and begin the next drift."""
+
+        def over(coefficient: jax.Array, norm: jax.Array) -> jax.Array:
+            return jnp.where(norm > 0, coefficient / jnp.where(norm > 0, norm, 1), 0)
+
+        old = over(towards.along_old, towards.old_norm)
+        descent = over(towards.along_descent, towards.gradient_norm)
+        direction = jax.tree.map(lambda u, w: old * u - descent * w, state.direction, whitened)
+        if noise is not None:
+            direction = jax.tree.map(lambda u, z: u + towards.along_noise * z, direction, noise)
+        begins, anchor = self._opens_step(state), state.anchor
         step_length = jnp.where(begins, step_length, state.step_length)
-        step_length = step_length.astype(state.step_length.dtype)
-        kick_length = jnp.where(begins, self.scheme.kicks[0] * step_length, 0)
-        towards, gained = kick(towards, kick_length, _tree.size(state.direction))
-        index = state.drift_index % len(self.scheme.drifts) + 1
-        return Opened(towards, gained, begins, index, step_length)
+        return MomentumState(
+            direction=jax.tree.map(lambda new, u: new.astype(u.dtype), direction, state.direction),
+            moving=towards.moving,
+            drift_index=state.drift_index % len(self.scheme.drifts) + 1,
+            step_length=step_length.astype(state.step_length.dtype),
+            anchor=None if anchor is None else _tree.where(begins, params, anchor),
+        )
 
     def displace(
         self,

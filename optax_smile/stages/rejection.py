@@ -13,15 +13,12 @@ import jax.numpy as jnp
 import optax
 
 from optax_smile import _tree
-from optax_smile.stages.evidence import EnergyAverages, EnergyError
 
 # A few non-finite inputs are accidents of a batch. From the fifth in a row on, the step size may be
 # the cause: it is halved, down to a sixteenth, until a hundred calls in a row are finite.
 TOLERATED_NONFINITE = 4
 SMALLEST_BACKOFF = 1 / 16
 GOOD_CALLS_TO_RESTORE = 100
-# Energies enter their averages winsorized at the `reject_quantile`, or at this one without.
-WINSOR_QUANTILE = 0.98
 
 
 class GuardrailState(NamedTuple):
@@ -49,38 +46,29 @@ def init(dtype: jnp.dtype) -> GuardrailState:
 
 
 def judge(
-    state: GuardrailState,
-    error: EnergyError,
-    energies: EnergyAverages | None = None,
-    reject_quantile: float | None = None,
+    state: GuardrailState, is_finite: jax.Array, is_outlier: jax.Array | bool = False
 ) -> tuple[GuardrailState, jax.Array]:
     """Decide whether a call rejects the open step.
 
     Args:
         state: the counters.
-        error: of the open step.
-        energies: averages before this step; None for a sampler without energies.
-        reject_quantile: of these energies, in (0, 1), beyond which |energy change| is an outlier;
-            None rejects only steps that end in a non-finite number.
+        is_finite: whether all numbers that the call received are finite.
+        is_outlier: whether the energy error of the step is an outlier, see
+            `EnergyAverages.is_outlier`.
 
     Returns:
         The new counters and the decision, a boolean scalar.
     """
-    outlier = jnp.zeros((), bool)
-    if reject_quantile is not None and energies is not None:
-        threshold = energies.quantile(reject_quantile)
-        outlier = error.known & energies.settled() & (jnp.abs(error.change) > threshold)
-
-    nonfinite_run = jnp.where(error.finite, 0, optax.safe_increment(state.nonfinite_run))
-    finite_run = jnp.where(error.finite, optax.safe_increment(state.finite_run), 0)
+    nonfinite_run = jnp.where(is_finite, 0, optax.safe_increment(state.nonfinite_run))
+    finite_run = jnp.where(is_finite, optax.safe_increment(state.finite_run), 0)
     halved = jnp.maximum(state.step_backoff / 2, SMALLEST_BACKOFF)
     restored = jnp.where(finite_run >= GOOD_CALLS_TO_RESTORE, 1, state.step_backoff)
     backoff = jnp.where(nonfinite_run > TOLERATED_NONFINITE, halved, restored)
     counted = GuardrailState(
-        num_rejected=_tree.count(state.num_rejected, outlier),
-        num_nonfinite=_tree.count(state.num_nonfinite, ~error.finite),
+        num_rejected=_tree.count(state.num_rejected, is_outlier),
+        num_nonfinite=_tree.count(state.num_nonfinite, ~is_finite),
         nonfinite_run=nonfinite_run,
         finite_run=finite_run,
         step_backoff=backoff.astype(state.step_backoff.dtype),
     )
-    return counted, outlier | ~error.finite
+    return counted, is_outlier | ~is_finite
