@@ -9,21 +9,17 @@ from numpy.typing import ArrayLike
 
 from optax_smile import _check
 from optax_smile._types import Options
+from optax_smile.metrics._checks import Each
 from optax_smile.plots._axes import AXES, PALETTE, UNCERTAINTY, open_axes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-class _Anything(_check.Real):
-    """Any number, including NaN: only the images that are drawn are checked, later."""
-
-    def holds(self, numbers: np.ndarray) -> np.ndarray:
-        return np.ones(np.shape(numbers), bool)
-
-
+# Only the images that are drawn are checked, later.
+ANYTHING = Each(text="numbers", test=lambda numbers: np.ones(np.shape(numbers), bool))
 IMAGES = _check.Array(
-    "[input, height, width] or [input, height, width, channel]", _Anything(), dtype=None
+    "[input, height, width] or [input, height, width, channel]", ANYTHING, dtype=None
 )
 MEAN = _check.Array("[input, class] or [input]")
 TARGETS = _check.Array("[input]") | None
@@ -40,13 +36,7 @@ def pick(
 ) -> dict[str, np.ndarray]:
     """Pick the inputs of each row, most extreme first; return indices by the row's name.
 
-    Picking again from the picked inputs returns the same ones.
-
-    Args:
-        mean: class probabilities `[input, class]`, or numbers `[input]`.
-        uncertainty: entropies, or variances, `[input]`.
-        targets: labels or numbers, `[input]`, or None.
-        number: largest number of inputs in a row.
+    Picking again from the picked inputs returns the same ones. Arguments as for `examples`.
     """
     order = np.argsort(uncertainty, kind="stable")
     rows = {"most certain": order[:number], "least certain": order[::-1][:number]}
@@ -160,23 +150,18 @@ def _checked(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
     """Require a prediction for each of the images."""
     where = "plots.examples"
-    arrays: Options = {
-        "mean": MEAN(where, "mean", mean),
-        "uncertainty": UNCERTAINTY(where, "uncertainty", uncertainty),
-        "targets": TARGETS(where, "targets", targets),
-    }
-    for argument, array in arrays.items():
+    means: np.ndarray = MEAN(where, "mean", mean)
+    spread: np.ndarray = UNCERTAINTY(where, "uncertainty", uncertainty)
+    labels: np.ndarray | None = TARGETS(where, "targets", targets)
+    for argument, array in {"mean": means, "uncertainty": spread, "targets": labels}.items():
         if array is not None and len(array) != number:
             rule = f"of {number} inputs, as many as `images`"
             _check.fail(where, argument, rule, f"shape {array.shape}")
-    means: np.ndarray = arrays["mean"]
-    labels: np.ndarray | None = arrays["targets"]
-    if labels is None or means.ndim == 1:
-        return means, arrays["uncertainty"], labels
-    if not np.isin(labels, np.arange(means.shape[1])).all():
+    classes = np.arange(means.shape[-1])
+    if labels is not None and means.ndim == 2 and not np.isin(labels, classes).all():
         rule = f"classes from 0 to {means.shape[1] - 1}"
         _check.fail(where, "targets", rule, f"{labels.min():g} to {labels.max():g}")
-    return means, arrays["uncertainty"], labels
+    return means, spread, labels
 
 
 def _scaled(images: np.ndarray) -> np.ndarray:
