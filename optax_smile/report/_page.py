@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 import html
 import json
 import math
@@ -10,20 +9,16 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-import jax
-import numpy as np
-
 from optax_smile import _check, _disk, _settings, _table, diagnostics
-from optax_smile._types import Tree
 from optax_smile.diagnostics.findings import ADVICE
-from optax_smile.draws import _format
-from optax_smile.draws.snapshots import StoredSnapshots
+from optax_smile.diagnostics.summarize import name_chains
+from optax_smile.draws.snapshots import StoredSnapshots, load_snapshots
 from optax_smile.metrics.classification import NUM_BINS
 from optax_smile.report import _pictures
 from optax_smile.report._pictures import marked
 from optax_smile.report._predictions import BETTER, FILE, Stored
 
-# Number of parameters kept in memory to plot the paths of the chains; 512 MiB in float32.
+# Number of parameters in memory to plot the paths of the chains; 512 MiB in float32.
 MOST_PARAMETERS = 1 << 27
 # Findings that mean the draws are not from the posterior; the others deserve a look.
 TROUBLE = {"copies", "altered", "not finite", "diverged", "frozen", "still on its way"}
@@ -45,13 +40,7 @@ table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 th, td { padding: .25em .8em; border-bottom: 1px solid #ddd; text-align: right;
          white-space: nowrap; }
 th:first-child, td:first-child { text-align: left; padding-left: 0; }
-.wide { overflow-x: auto; margin: .5em 0; background-repeat: no-repeat; background-color: #fff;
-        /* A shadow at an edge shows that there is more to scroll to. */
-        background-image: linear-gradient(90deg, #fff, #fff), linear-gradient(90deg, #fff, #fff),
-          linear-gradient(90deg, #999, #fff0), linear-gradient(270deg, #999, #fff0);
-        background-size: 24px 100%, 24px 100%, 10px 100%, 10px 100%;
-        background-position: 0 0, 100% 0, 0 0, 100% 0;
-        background-attachment: local, local, scroll, scroll; }
+.wide { overflow-x: auto; margin: .5em 0; }
 .hint { display: none; }
 dl { display: grid; grid-template-columns: max-content minmax(0, 1fr); gap: .1em 1em; }
 dt { color: #666; } dd { margin: 0; }
@@ -102,7 +91,7 @@ def write(
         ImportError: matplotlib or arviz is not installed.
         OSError: a file that cannot be read or written.
 
-    Cost: reads each draw once; keeps only the few draws that the plot of the paths needs.
+    Cost: reads each draw once, and again those for the plot of the paths, at most 512 MiB.
 
     Example:
         As `python -m optax_smile.report run`::
@@ -113,7 +102,8 @@ def write(
     output = directory / "report.html" if output is None else Path(output)
     if output.suffix not in (".html", ".htm"):
         _check.fail(where, "output", "a path that ends in .html or .htm", output)
-    snapshots = _ReadOnce(directory, _format.read_manifest(where, directory), None, False)
+    with _check.called(where, "load_snapshots"):
+        snapshots = load_snapshots(directory)
     if not snapshots.num_draws:
         _check.fail(where, "directory", "a directory with draws", directory)
     stored = [Stored(file) for file in sorted(directory.glob(FILE.format("*")))]
@@ -134,75 +124,61 @@ def write(
         + "</body></html>"
     )
     output.parent.mkdir(parents=True, exist_ok=True)
-    _remove_drafts(output)
     _disk.write(output, page.encode(errors="replace"))
     return output
 
 
-def _remove_drafts(output: Path):
-    """Remove the temporary files that killed reports left behind."""
-    for draft in output.parent.glob(f".{glob.escape(output.name)}.*"):
-        if draft.suffix[1:].isdigit():
-            draft.unlink(missing_ok=True)
-
-
-class _ReadOnce(StoredSnapshots):
-    """Draws on disk; iterating over them keeps a few in memory, as `kept`."""
-
-    @property
-    def size(self) -> int:
-        """Number of parameters of a chain."""
-        return sum(int(np.prod(leaf.shape)) for leaf in self.leaves)
-
-    def __iter__(self) -> Iterator[Tree]:
-        every, kept = -(-len(self) * self.size // MOST_PARAMETERS), []
-        for number, params in enumerate(super().__iter__()):
-            # Always keep the last draw.
-            if (self.num_draws - 1 - number // self.num_chains) % every == 0:
-                kept.append(params)
-            yield params
-
-        def by_chain(*leaves):
-            by_draw = np.stack(leaves).reshape(-1, self.num_chains, *leaves[0].shape)
-            return by_draw.swapaxes(0, 1)
-
-        self.kept = jax.tree.map(by_chain, *kept)
-
-
-def _sampler(snapshots: _ReadOnce) -> Mapping:
+def _sampler(snapshots: StoredSnapshots) -> Mapping:
     """Return the known part of the sampler's name and arguments."""
     return snapshots.settings or {"name": "a sampler"}
 
 
-def _title(snapshots: _ReadOnce) -> str:
-    chains, draws = _size(snapshots)
-    size = f"{chains} of {draws}" if snapshots.subset is None else f"a subset of {draws}"
-    return f"{_sampler(snapshots)['name']}: {size}"
+def _title(snapshots: StoredSnapshots) -> str:
+    name, draws = _sampler(snapshots)["name"], _table.counted(snapshots.num_draws, "draw")
+    if snapshots.subset is not None:
+        return f"{name}: a subset of {draws}"
+    return f"{name}: {_table.counted(snapshots.num_chains, 'chain')} of {draws}"
 
 
-def _size(snapshots: _ReadOnce) -> tuple[str, str]:
-    counted = _table.counted
-    return counted(snapshots.num_chains, "chain"), counted(snapshots.num_draws, "draw")
-
-
-def _head(snapshots: _ReadOnce) -> Iterator[str]:
-    manifest = snapshots.manifest
-    settings, sampler = manifest["settings"], _sampler(snapshots)
-    size = _table.counted(snapshots.size, "parameter")
-    yield f"<p>{_drawn(snapshots, html.escape(sampler['name']), size)}</p>"
-    seeds = {"sample": settings.get("key"), sampler["name"]: sampler.get("key")}
+def _head(snapshots: StoredSnapshots) -> Iterator[str]:
+    manifest, sampler = snapshots.manifest, _sampler(snapshots)
+    seeds = {"sample": manifest["settings"].get("key"), sampler["name"]: sampler.get("key")}
     known = {name: _seed(key) for name, key in seeds.items()}
-    facts: dict[str, str] = {}
-    facts["seed"] = ", ".join(f"{x} ({name})" for name, x in known.items() if x is not None)
-    facts["data"] = _data(manifest["data"], sampler.get("num_data"))
-    versions = manifest["versions"].items()
-    facts["libraries"] = ", ".join(f"{name} {version}" for name, version in versions)
-    facts["directory"] = str(snapshots.directory)
-    facts["stopping"] = str(snapshots.stopping or "")
-    shown = {name: html.escape(text) for name, text in facts.items() if text}
+    facts = {
+        "seed": ", ".join(f"{x} ({name})" for name, x in known.items() if x is not None),
+        "data": _data(manifest["data"], sampler.get("num_data")),
+        "libraries": ", ".join(f"{name} {x}" for name, x in manifest["versions"].items()),
+        "directory": str(snapshots.directory),
+        "stopping": str(snapshots.stopping or ""),
+    }
+    yield f"<p>{html.escape(_drawn(snapshots))}</p>"
     if not _settings.are_posterior(sampler):
         yield f"<p><b>{NO_POSTERIOR}</b></p>"
-    yield f"<dl>{''.join(f'<dt>{name}</dt><dd>{text}</dd>' for name, text in shown.items())}</dl>"
+    shown = (f"<dt>{x}</dt><dd>{html.escape(text)}</dd>" for x, text in facts.items() if text)
+    yield f"<dl>{''.join(shown)}</dl>"
+
+
+def _drawn(snapshots: StoredSnapshots) -> str:
+    """Say which draws these are."""
+    counted, settings = _table.counted, snapshots.manifest["settings"]
+    chains, draws = counted(snapshots.num_chains, "chain"), counted(snapshots.num_draws, "draw")
+    name, size = _sampler(snapshots)["name"], counted(_size(snapshots), "parameter")
+    if snapshots.subset is not None:
+        source = snapshots.manifest["subset"]["of"]["directory"]
+        place = f" in {source}" if source and Path(source).is_dir() else ""
+        return f"{draws} of {name}, {size}: a subset chosen on held-out data from a run{place}."
+    sentence = f"{chains} of {name}, {draws} each, {size}."
+    if "thin" in settings:
+        warmup = counted(settings.get("num_warmup", 0), "step")
+        sentence += (
+            f" One draw every {counted(settings['thin'], 'step')}, after {warmup} of warm-up."
+        )
+    return sentence
+
+
+def _size(snapshots: StoredSnapshots) -> int:
+    """Return the number of parameters of a chain."""
+    return sum(math.prod(leaf.shape) for leaf in snapshots.leaves)
 
 
 def _seed(key: object) -> int | None:
@@ -227,21 +203,6 @@ def _data(described: Mapping, num_data: object) -> str:
     return " in ".join(parts)
 
 
-def _drawn(snapshots: _ReadOnce, sampler: str, size: str) -> str:
-    """Say which draws these are."""
-    (chains, draws), settings = _size(snapshots), snapshots.manifest["settings"]
-    if snapshots.subset is not None:
-        source = snapshots.manifest["subset"]["of"]["directory"]
-        place = f" in {html.escape(source)}" if source and Path(source).is_dir() else ""
-        return f"{draws} of {sampler}, {size}: a subset chosen on held-out data from a run{place}."
-    steps = ""
-    if "thin" in settings:
-        apart = _table.counted(settings["thin"], "step")
-        warmup = _table.counted(settings.get("num_warmup", 0), "step")
-        steps = f" One draw every {apart}, after {warmup} of warm-up."
-    return f"{chains} of {sampler}, {draws} each, {size}.{steps}"
-
-
 def _scores(stored: list[Stored]) -> Iterator[str]:
     yield "<h2>Scores</h2>"
     scored = [each for each in stored if each.scores]
@@ -252,26 +213,17 @@ def _scores(stored: list[Stored]) -> Iterator[str]:
         )
         return
     names = list(dict.fromkeys(name for each in scored for name in each.scores))
-    rows = [
-        [
-            html.escape(each.name),
-            *(f"{each.scores[name]:.4g}" if name in each.scores else "" for name in names),
-        ]
-        for each in scored
-    ]
-    yield _table_of(["", *map(_with_arrow, names)], rows)
+    rows = [_row("th", ["", *map(_with_arrow, names)])]
+    for each in scored:
+        scores = (f"{each.scores[name]:.4g}" if name in each.scores else "" for name in names)
+        rows.append(_row("td", [html.escape(each.name), *scores]))
+    yield f'{HINT}<div class="wide"><table>{"".join(rows)}</table></div>'
     if "ECE" in names:
         yield f'<p class="note">ECE in {NUM_BINS} bins of equal width, here and below.</p>'
 
 
-def _table_of(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    """Make an HTML table that may be wider than the page."""
-
-    def line(cells: Iterable[str], tag: str) -> str:
-        return "<tr>" + "".join(f"<{tag}>{cell}</{tag}>" for cell in cells) + "</tr>"
-
-    body = "".join(line(row, "td") for row in rows)
-    return f'{HINT}<div class="wide"><table>{line(head, "th")}{body}</table></div>'
+def _row(tag: str, cells: Iterable[str]) -> str:
+    return f"<tr>{''.join(f'<{tag}>{cell}</{tag}>' for cell in cells)}</tr>"
 
 
 def _with_arrow(score: str) -> str:
@@ -281,14 +233,11 @@ def _with_arrow(score: str) -> str:
     return f'{html.escape(score)} <span title="{meaning}">{sign}</span>'
 
 
-def _chains(snapshots: _ReadOnce, stored: list[Stored]) -> Iterator[str]:
+def _chains(snapshots: StoredSnapshots, stored: list[Stored]) -> Iterator[str]:
     if snapshots.subset is not None:
         yield f"<h2>Can the chains be trusted?</h2><p><b>{SUBSET}</b></p>"
         return
     if not _settings.are_posterior(snapshots.settings):
-        for _ in snapshots:
-            # Iterating keeps some draws in memory for the plot of the paths.
-            pass
         yield "<h2>How the optimizer ran</h2>"
         yield _plots_of(snapshots, 0.0)
         return
@@ -317,22 +266,20 @@ def _chains(snapshots: _ReadOnce, stored: list[Stored]) -> Iterator[str]:
     yield _plots_of(snapshots, summary.nominal_rate)
 
 
-def _plots_of(snapshots: _ReadOnce, nominal: float) -> str:
-    seen = snapshots.trace, snapshots.kept, snapshots.start, nominal, snapshots.stopping
-    pictures = _pictures.of_chains(*seen)
-    return _pictures.draw(pictures)
+def _plots_of(snapshots: StoredSnapshots, nominal: float) -> str:
+    every = -(-len(snapshots) * _size(snapshots) // MOST_PARAMETERS)
+    return _pictures.draw(_pictures.of_chains(snapshots, snapshots.thinned(every).params, nominal))
 
 
 def _lights(summary: diagnostics.Summary) -> Iterator[str]:
     """Yield a light for each check with its text and advice, worst first."""
-    num_chains = len(summary.copy_of)
     found = sorted(summary.findings, key=lambda check: check.kind not in TROUBLE)
-    items = [
-        _light(
+    lights = [
+        (
             "trouble" if check.kind in TROUBLE else "look",
             check.kind,
-            f" ({_chosen(check.chains, num_chains)}): {check.text}",
-            check.advice,
+            f" ({name_chains(check.chains, len(summary.copy_of))}): {check.text}",
+            f'<span class="advice"><b>Try</b> {marked(check.advice)}</span>',
         )
         for check in found
     ]
@@ -341,7 +288,12 @@ def _lights(summary: diagnostics.Summary) -> Iterator[str]:
         # A kind with a finding is not listed as passed.
         if check.kind not in {x.kind for x in found}:
             passed.setdefault(check.kind, []).append(check.text)
-    items += [_light("fine", kind, ": " + chr(10).join(texts)) for kind, texts in passed.items()]
+    lights += [("fine", kind, ": " + "\n".join(texts), "") for kind, texts in passed.items()]
+    items = [
+        f'<li><span class="light {light}">{light}</span>'
+        f"<span><b>{html.escape(kind)}</b>{marked(text)}{advice}</span></li>"
+        for light, kind, text, advice in lights
+    ]
     yield f'<ul class="lights">{"".join(items)}</ul>'
     tested = {check.kind for check in summary.checks}
     if untested := [kind for kind in ADVICE if kind not in tested]:
@@ -352,18 +304,6 @@ def _lights(summary: diagnostics.Summary) -> Iterator[str]:
         )
     if not found:
         yield f"<p>{html.escape(str(summary).splitlines()[-1])}</p>"
-
-
-def _light(light: str, kind: str, shown: str, advice: str = "") -> str:
-    tried = f'<span class="advice"><b>Try</b> {marked(advice)}</span>' if advice else ""
-    text = f"<span><b>{html.escape(kind)}</b>{marked(shown)}{tried}</span>"
-    return f'<li><span class="light {light}">{light}</span>{text}</li>'
-
-
-def _chosen(chains: tuple[int, ...], num_chains: int) -> str:
-    if len(chains) == num_chains:
-        return "all chains"
-    return f"chain{'s' * (len(chains) > 1)} {', '.join(map(str, chains))}"
 
 
 def _predictions(stored: list[Stored]) -> Iterator[str]:

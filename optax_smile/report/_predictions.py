@@ -109,15 +109,7 @@ def _is_name(name: object) -> bool:
 
 
 class Stored:
-    """A prediction that `report.store` stored.
-
-    Attributes:
-        name: name of the data.
-        prediction: without curve; `each` is None or an `Outcome` of log density and mean.
-        targets: the targets, or None.
-        scores: scores by name.
-        images: a few of the inputs, as bytes `[shown, height, width, ...]`, or None.
-        shown: indices of these inputs.
+    """A prediction that `report.store` stored; `shown` are the indices of its `images`.
 
     Raises:
         ValueError: a damaged file.
