@@ -201,43 +201,36 @@ def judge(run: Run) -> tuple[Check, ...]:
 
     Tests that pass are reported for the chains that have converged and whose numbers are known.
     """
-    none, rhats = np.zeros(len(run.copy_of), bool), np.array([*map(median_of, run.rhat_within)])
-    frozen = _frozen(run, mixes=rhats < HIGH_RHAT)
-    lost = [*_once(joined(_nonfinite(run), _diverged(run), frozen))]
-    sick = np.any([none, *(sign.chains for sign in lost)], axis=0)
-    signs = [*_copied(run), *_altered(run), *lost]
-    # The path of an altered chain says nothing about the sampler.
-    own = run.trace.get("num_altered", none[:, None])[:, -1] == 0
+    rhats = np.array([median_of(chain) for chain in run.rhat_within])
+    signs = [*_copied(run), *_altered(run)]
+    sick = np.zeros(len(rhats), bool)
+    for sign in joined(_nonfinite(run), _diverged(run), _frozen(run, rhats < HIGH_RHAT)):
+        signs.append(sign._replace(chains=sign.chains & ~sick))
+        sick = sick | sign.chains
     arrives = ~sick
+    # The path of an altered chain says nothing about the sampler.
+    own = run.trace["num_altered"][:, -1] == 0 if "num_altered" in run.trace else True
     for sign in _unsettled(run, rhats):
         signs.append(sign._replace(chains=sign.chains & arrives & own))
         arrives = arrives & ~sign.chains
     signs += [*_mixing(run, arrives), *_stepping(run, sick)]
-    change_share = float(np.median(run.trace.get("change_share", np.array([[np.nan]]))[:, -1]))
-    checks = (_check_of(sign, arrives, run.settings, change_share) for sign in signs)
+    checks = (_check_of(sign, run, arrives) for sign in signs)
     return tuple(check for check in checks if check.chains)
 
 
-def _check_of(sign: Sign, arrives: np.ndarray, settings: Settings, change_share: float) -> Check:
+def _check_of(sign: Sign, run: Run, arrives: np.ndarray) -> Check:
     passed, advice = not sign.chains.any(), ""
     if not passed:
-        advice = ADVICE[sign.kind].format(**STEP_SIZES[chooser(settings)])
-        if sign.kind in SLOW and change_share > NOISY:
-            advice += NOISE.format(min(change_share, 1))
+        advice = ADVICE[sign.kind].format(**STEP_SIZES[chooser(run.settings)])
+        if sign.kind in SLOW and "change_share" in run.trace:
+            share = np.median(run.trace["change_share"][:, -1])
+            advice += NOISE.format(min(share, 1)) if share > NOISY else ""
     chains = np.flatnonzero(np.isfinite(sign.values) & arrives if passed else sign.chains)
     value = sign.values[chains].tolist()
     ends = dict.fromkeys(format(end(value), sign.form) for end in (min, max) if value)
     text = sign.text.format(" to ".join(ends))
     bound = float(sign.bound)
     return Check(sign.kind, tuple(chains.tolist()), tuple(value), bound, passed, advice, text)
-
-
-def _once(signs: Iterator[Sign]) -> Iterator[Sign]:
-    """Keep only the first sign of each chain."""
-    before = np.array(False)
-    for sign in signs:
-        yield sign._replace(chains=sign.chains & ~before)
-        before = before | sign.chains
 
 
 def shared_draws(paths: Paths) -> np.ndarray:
