@@ -25,7 +25,7 @@ import optax_smile
 from optax_smile import diagnostics, metrics, plots, report
 from optax_smile.diagnostics.findings import ADVICE
 from optax_smile.draws import _format
-from optax_smile.report import _page, _pictures
+from optax_smile.report import _page
 from optax_smile.report._predictions import Stored
 
 RNG = np.random.default_rng(0)
@@ -69,7 +69,7 @@ def rendered():
 
 @pytest.fixture(autouse=True)
 def few_pixels(monkeypatch, request):
-    monkeypatch.setattr(_pictures, "DENSITY", 50)
+    monkeypatch.setattr(_page, "DENSITY", 50)
     if "rendered" not in request.fixturenames:
         monkeypatch.setattr(matplotlib.figure.Figure, "savefig", lambda _, file, **__: None)
 
@@ -217,7 +217,7 @@ def test_huge_runs_are_thinned_for_the_picture_of_their_paths(run, draws, monkey
     quiet: Any = {"num_rejected": np.zeros((1, 2)), "energy_change": np.full((1, 2), np.nan)}
     quiet["step_size"] = np.ones((1, 2))
     run = types.SimpleNamespace(trace=quiet, start=None, stopping=None)
-    made = [draw for _, draw in _pictures.of_chains(cast(Any, run), None, np.nan)]
+    made = [draw for _, draw in _page._of_chains(cast(Any, run), None, np.nan)]
     assert [cast(Any, draw).func for draw in made] == [plots.step_size, plots.chain_paths]
 
 
@@ -323,7 +323,7 @@ def test_what_does_not_fit_is_named(run, draws, tmp_path):
         r"prediction=...\)` must be one of the draws in": {"prediction": others},
         r"directory=...\)` must be a directory": {"directory": tmp_path},
         r"targets=...\)` .*classes from 0 to 3, got 1 to 4": {"targets": LABELS + 1},
-        r"images=...\)` must be as many images as": {"images": IMAGES[:39]},
+        r"prediction=...\)` must be of 39 inputs, as many as": {"images": IMAGES[:39]},
         r"images=...\)` must be a non-empty array \[input, height, width\] or": {"images": INPUTS},
         r"images=...\)` must be images with 1, 3, 4 ch": {"images": np.zeros((40, 5, 5, 2))},
         r"images=...\)` must be finite": {"images": np.full((40, 2, 2), np.nan)},
@@ -354,7 +354,7 @@ def test_the_few_images_that_are_kept_are_those_that_all_would_show(run, draws):
         assert stored.images is not None and 12 <= len(stored.shown) <= 18
         of_all, of_kept = matplotlib.figure.Figure().subplots(1, 2)
         plots.examples(IMAGES, mean, prediction.total, targets, ax=of_all)
-        ((_, draw),) = _pictures.of_images([stored])
+        ((_, draw),) = _page._of_images([stored])
         draw(ax=of_kept)
         texts = [[text.get_text() for text in ax.texts] for ax in (of_all, of_kept)]
         assert texts[0] == texts[1] and len(texts[0]) == num_texts
@@ -370,7 +370,7 @@ def test_methods_share_their_figures(run, draws):
     for name in ("psmile", "_deep ensemble"):
         report.store(run, name, prediction, targets=LABELS)
     stored = [Stored(file) for file in sorted(run.glob("prediction-*"))]
-    made = [cast(Any, draw) for _, draw in _pictures.of_predictions(stored)]
+    made = [cast(Any, draw) for _, draw in _page._of_predictions(stored)]
     assert [draw.args[0] for draw in made[:2]] == [plots.reliability, plots.risk_coverage]
     assert [draw.func for draw in made[2:]] == [plots.entropy]
     scores = report.score(prediction, LABELS)

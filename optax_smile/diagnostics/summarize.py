@@ -139,11 +139,12 @@ class Summary:
         steps = [x if x == "-" else f"{x} -> {y}" for x, y in zip(first, last, strict=True)]
         rhats = [median_of(chain) for chain in self.rhat_within]
         rate = self.rejection_rate / (self.nominal_rate if self.nominal_rate > 0 else 1)
+        rejects = self.nominal_rate > 0 or (self.rejection_rate > 0).any()
         columns = {
             "chain": [*map(str, range(len(first) - 1)), "all"],
             "step size": steps,
             "trend": column(self.step_size_trend, ".2f"),
-            "rejections": column(rate, ".2g") if self._rejects() else ["-"],
+            "rejections": column(rate, ".2g") if rejects else ["-"],
             "non-finite": column(self.num_nonfinite, ".0f"),
             "travelled": column(self.travelled, ".2g"),
             "R-hat": column(rhats, ".2f", median_of(self.rhat_across)),
@@ -151,28 +152,24 @@ class Summary:
         }
         return {head: cells for head, cells in columns.items() if set(cells) != {"-"}}
 
-    def _rejects(self) -> bool:
-        """Return whether to show rejected steps."""
-        return self.nominal_rate > 0 or bool((self.rejection_rate > 0).any())
-
     def _notes(self) -> list[str]:
-        num_chains, num_draws = len(self.step_size_trend), self.num_draws
-        notes = [f"chains: {num_chains}, draws of each: {num_draws}"]
+        num_draws, columns = self.num_draws, self._columns()
+        notes = [f"chains: {len(self.copy_of)}, draws of each: {num_draws}"]
         if self.stopping is not None:
             notes.append(str(self.stopping))
         if np.any(self.temperature < 1):
             notes.append(f"temperature {np.nanmin(self.temperature):.3g}: {COLD}")
-        if not np.isnan(self.first_step_size).all():
-            of = f" / the nominal {self.nominal_rate:.2g}" if self.nominal_rate > 0 else ""
-            notes.append("step size: at the first record of the run -> at the last draw")
-            notes.append("trend: step size at the end of the draws / near their beginning")
-            if self._rejects():
-                notes.append(f"rejections: rejected steps per gradient{of}")
+        of = f" / the nominal {self.nominal_rate:.2g}" if self.nominal_rate > 0 else ""
+        meanings = {
+            "step size": "at the first record of the run -> at the last draw",
+            "trend": "step size at the end of the draws / near their beginning",
+            "rejections": f"rejected steps per gradient{of}",
+        }
+        notes += [f"{head}: {text}" for head, text in meanings.items() if head in columns]
         if not np.isnan(self.energy_distance).all():
-            worst = np.nanmax(self.energy_distance)
-            fit = "from the Gamma fit (Kolmogorov-Smirnov)"
-            notes.append(f"energy errors: distance {worst:.2g} {fit}")
-        if not np.isnan(self.travelled).all():
+            distance = f"distance {np.nanmax(self.energy_distance):.2g}"
+            notes.append(f"energy errors: {distance} from the Gamma fit (Kolmogorov-Smirnov)")
+        if "travelled" in columns:
             notes.append("travelled: distance of the last draw from the start / norm of the start")
         if num_draws < LEAST_DRAWS_WITHIN:
             notes.append(f"R-hat within a chain needs {LEAST_DRAWS_WITHIN} draws.")
@@ -303,7 +300,9 @@ def summary(
         trend, rejections = statistics.step_size_trend(trace), statistics.rejection_rate(trace)
         if settings.get("reject_quantile") is not None or chooser(settings) == "quantile_tuner":
             distance = statistics.energy_fit(trace).distance
-    copies, values, density, lppd, mcse = copy_of(paths), None, None, np.nan, np.nan
+    copies = copy_of(paths)
+    values = density = None
+    lppd = mcse = np.nan
     rhat_within, rhat_across, sizes = unknown[:, None], np.empty(0), np.empty(0)
     if prediction is not None:
         density = log_density_of("summary", snapshots, prediction)

@@ -16,8 +16,14 @@ Example:
     True
 """
 
-from optax_smile.plots.images import examples
-from optax_smile.plots.predictions import entropy, lppd, regression_band, reliability, risk_coverage
+from optax_smile.plots.predictions import (
+    entropy,
+    examples,
+    lppd,
+    regression_band,
+    reliability,
+    risk_coverage,
+)
 from optax_smile.plots.run import chain_paths, energy_error, rejections, step_size
 from optax_smile.plots.searches import (
     learning_coefficient,

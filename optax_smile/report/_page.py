@@ -1,23 +1,37 @@
-"""The page of a report."""
+"""The page of a report and its plots."""
 
 from __future__ import annotations
 
+import base64
 import html
+import io
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
 
-from optax_smile import _check, _disk, _settings, _table, diagnostics
+import numpy as np
+
+from optax_smile import _check, _disk, _settings, _table, diagnostics, plots
+from optax_smile._types import Tree
 from optax_smile.diagnostics.findings import ADVICE
 from optax_smile.diagnostics.summarize import name_chains
 from optax_smile.draws.snapshots import StoredSnapshots, load_snapshots
 from optax_smile.metrics.classification import NUM_BINS
-from optax_smile.report import _pictures
-from optax_smile.report._pictures import marked
-from optax_smile.report._predictions import BETTER, FILE, Stored
+from optax_smile.plots._axes import add_legend, chain_style, count_along
+from optax_smile.report._predictions import BETTER, FILE, Stored, classes, labelled
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# How to read a plot, and what draws it, `draw(ax=...)`.
+Picture: TypeAlias = tuple[str, Callable[..., object]]
+# Inches of a plot and dots per inch: labels are readable on a screen of 400 pixels.
+SIZE, DENSITY = (4.8, 4.0), 230
 # Number of parameters in memory to plot the paths of the chains; 512 MiB in float32.
 MOST_PARAMETERS = 1 << 27
 # Findings that mean the draws are not from the posterior; the others deserve a look.
@@ -107,10 +121,12 @@ def write(
     if not snapshots.num_draws:
         _check.fail(where, "directory", "a directory with draws", directory)
     stored = [Stored(file) for file in sorted(directory.glob(FILE.format("*")))]
-    title = html.escape(title or _title(snapshots))
+    sampler = snapshots.settings or {"name": "a sampler"}
+    name, sentence = _described(snapshots, sampler["name"])
+    title = html.escape(title or name)
     parts = [
-        f"<h1>{title}</h1>",
-        *_head(snapshots),
+        f"<h1>{title}</h1><p>{html.escape(sentence)}</p>",
+        *_facts(snapshots, sampler),
         *_scores(stored),
         *_chains(snapshots, stored),
         *_predictions(stored),
@@ -128,20 +144,25 @@ def write(
     return output
 
 
-def _sampler(snapshots: StoredSnapshots) -> Mapping:
-    """Return the known part of the sampler's name and arguments."""
-    return snapshots.settings or {"name": "a sampler"}
-
-
-def _title(snapshots: StoredSnapshots) -> str:
-    name, draws = _sampler(snapshots)["name"], _table.counted(snapshots.num_draws, "draw")
+def _described(snapshots: StoredSnapshots, sampler: str) -> tuple[str, str]:
+    """Return a title and a sentence that say which draws these are."""
+    counted, settings = _table.counted, snapshots.manifest["settings"]
+    draws, size = counted(snapshots.num_draws, "draw"), counted(_size(snapshots), "parameter")
     if snapshots.subset is not None:
-        return f"{name}: a subset of {draws}"
-    return f"{name}: {_table.counted(snapshots.num_chains, 'chain')} of {draws}"
+        source = snapshots.manifest["subset"]["of"]["directory"]
+        place = f" in {source}" if source and Path(source).is_dir() else ""
+        chosen = f"a subset chosen on held-out data from a run{place}"
+        return f"{sampler}: a subset of {draws}", f"{draws} of {sampler}, {size}: {chosen}."
+    chains, steps = counted(snapshots.num_chains, "chain"), ""
+    if "thin" in settings:
+        thin, warmup = (counted(settings.get(x, 0), "step") for x in ("thin", "num_warmup"))
+        steps = f" One draw every {thin}, after {warmup} of warm-up."
+    sentence = f"{chains} of {sampler}, {draws} each, {size}.{steps}"
+    return f"{sampler}: {chains} of {draws}", sentence
 
 
-def _head(snapshots: StoredSnapshots) -> Iterator[str]:
-    manifest, sampler = snapshots.manifest, _sampler(snapshots)
+def _facts(snapshots: StoredSnapshots, sampler: Mapping) -> Iterator[str]:
+    manifest = snapshots.manifest
     seeds = {"sample": manifest["settings"].get("key"), sampler["name"]: sampler.get("key")}
     known = {name: _seed(key) for name, key in seeds.items()}
     facts = {
@@ -151,29 +172,10 @@ def _head(snapshots: StoredSnapshots) -> Iterator[str]:
         "directory": str(snapshots.directory),
         "stopping": str(snapshots.stopping or ""),
     }
-    yield f"<p>{html.escape(_drawn(snapshots))}</p>"
     if not _settings.are_posterior(sampler):
         yield f"<p><b>{NO_POSTERIOR}</b></p>"
     shown = (f"<dt>{x}</dt><dd>{html.escape(text)}</dd>" for x, text in facts.items() if text)
     yield f"<dl>{''.join(shown)}</dl>"
-
-
-def _drawn(snapshots: StoredSnapshots) -> str:
-    """Say which draws these are."""
-    counted, settings = _table.counted, snapshots.manifest["settings"]
-    chains, draws = counted(snapshots.num_chains, "chain"), counted(snapshots.num_draws, "draw")
-    name, size = _sampler(snapshots)["name"], counted(_size(snapshots), "parameter")
-    if snapshots.subset is not None:
-        source = snapshots.manifest["subset"]["of"]["directory"]
-        place = f" in {source}" if source and Path(source).is_dir() else ""
-        return f"{draws} of {name}, {size}: a subset chosen on held-out data from a run{place}."
-    sentence = f"{chains} of {name}, {draws} each, {size}."
-    if "thin" in settings:
-        warmup = counted(settings.get("num_warmup", 0), "step")
-        sentence += (
-            f" One draw every {counted(settings['thin'], 'step')}, after {warmup} of warm-up."
-        )
-    return sentence
 
 
 def _size(snapshots: StoredSnapshots) -> int:
@@ -268,7 +270,7 @@ def _chains(snapshots: StoredSnapshots, stored: list[Stored]) -> Iterator[str]:
 
 def _plots_of(snapshots: StoredSnapshots, nominal: float) -> str:
     every = -(-len(snapshots) * _size(snapshots) // MOST_PARAMETERS)
-    return _pictures.draw(_pictures.of_chains(snapshots, snapshots.thinned(every).params, nominal))
+    return _figures(_of_chains(snapshots, snapshots.thinned(every).params, nominal))
 
 
 def _lights(summary: diagnostics.Summary) -> Iterator[str]:
@@ -279,7 +281,7 @@ def _lights(summary: diagnostics.Summary) -> Iterator[str]:
             "trouble" if check.kind in TROUBLE else "look",
             check.kind,
             f" ({name_chains(check.chains, len(summary.copy_of))}): {check.text}",
-            f'<span class="advice"><b>Try</b> {marked(check.advice)}</span>',
+            f'<span class="advice"><b>Try</b> {_marked(check.advice)}</span>',
         )
         for check in found
     ]
@@ -291,7 +293,7 @@ def _lights(summary: diagnostics.Summary) -> Iterator[str]:
     lights += [("fine", kind, ": " + "\n".join(texts), "") for kind, texts in passed.items()]
     items = [
         f'<li><span class="light {light}">{light}</span>'
-        f"<span><b>{html.escape(kind)}</b>{marked(text)}{advice}</span></li>"
+        f"<span><b>{html.escape(kind)}</b>{_marked(text)}{advice}</span></li>"
         for light, kind, text, advice in lights
     ]
     yield f'<ul class="lights">{"".join(items)}</ul>'
@@ -307,9 +309,9 @@ def _lights(summary: diagnostics.Summary) -> Iterator[str]:
 
 
 def _predictions(stored: list[Stored]) -> Iterator[str]:
-    if drawn := _pictures.draw(_pictures.of_predictions(stored)):
+    if drawn := _figures(_of_predictions(stored)):
         yield f"<h2>What they predict</h2>{drawn}"
-    if drawn := _pictures.draw(_pictures.of_images(stored)):
+    if drawn := _figures(_of_images(stored)):
         yield f"<h2>Examples</h2>{drawn}"
 
 
@@ -319,3 +321,163 @@ def _written_settings(snapshots: StoredSnapshots) -> Iterator[str]:
     parts = {x: snapshots.manifest[x] for x in names if x in snapshots.manifest}
     whole = html.escape(json.dumps(parts, indent=1))
     yield f'<details><summary>The manifest</summary><pre class="wide">{whole}</pre></details>'
+
+
+def _figures(pictures: Iterable[Picture]) -> str:
+    """Return HTML with these plots; in place of a plot that fails, the reason."""
+    drawn = "".join(_figure(*picture) for picture in pictures)
+    return f'<div class="pictures">{drawn}</div>' if drawn else ""
+
+
+def _figure(caption: str, draw: Callable[..., object]) -> str:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=SIZE, layout="constrained")
+    axes = figure.subplots()
+    try:
+        draw(ax=axes)
+    except ValueError as error:
+        # One plot that fails, such as that of a single draw, must not stop the others.
+        return f'<p class="note">No plot: {_marked(str(error))}</p>'
+    content = io.BytesIO()
+    figure.savefig(content, dpi=DENSITY)
+    image = base64.b64encode(content.getvalue()).decode()
+    return (
+        f'<figure><img alt="{html.escape(axes.get_title())}" src="data:image/png;base64,{image}">'
+        f"<figcaption>{_marked(caption)}</figcaption></figure>"
+    )
+
+
+def _marked(text: str) -> str:
+    """Convert a text with code between backticks to HTML."""
+    return re.sub(r"`([^`]*)`", r"<code>\1</code>", html.escape(text))
+
+
+def _of_chains(snapshots: StoredSnapshots, draws: Tree, nominal: float) -> Iterator[Picture]:
+    """Yield plots of the run and of some of its draws; plots without data are left out."""
+    trace, stopping = snapshots.trace, snapshots.stopping
+    rate = nominal if nominal > 0 else None
+    if stopping is not None and len(stopping.num_draws):
+        yield (
+            "The run stops where the evidence of held-out data reaches the dashed line.",
+            partial(plots.stopping, stopping),
+        )
+    if trace and np.isfinite(trace["step_size"]).any():
+        yield (
+            "In a good run all chains end at the same level.",
+            partial(plots.step_size, trace),
+        )
+    if trace and np.isfinite(trace["energy_change"]).any():
+        yield (
+            "In a good run the band stays at one level.",
+            partial(plots.energy_error, trace),
+        )
+    if trace and (rate or np.any(trace["num_rejected"])):
+        yield (
+            "After the warm-up a good run stays near the nominal rate, if it has one.",
+            partial(plots.rejections, trace, nominal=rate),
+        )
+    yield (
+        "Overlapping paths explore the same region; a path that keeps moving in one direction has"
+        " not reached equilibrium.",
+        partial(plots.chain_paths, draws, start=snapshots.start),
+    )
+
+
+def _of_predictions(stored: list[Stored]) -> Iterator[Picture]:
+    """Yield plots of the predictions, with methods and data sets overlaid where possible."""
+    classified = {
+        _label(one): labelled(one.prediction.mean, one.targets)
+        for one in stored
+        if one.prediction.uncertainty == "entropy"
+        if one.prediction.mean is not None and one.targets is not None
+    }
+    if classified:
+        yield (
+            "Calibrated predictions lie on the dotted line; below it they are overconfident.",
+            partial(_overlay, plots.reliability, classified),
+        )
+        yield (
+            "A good method is wrong where it is uncertain: its curve is low on the left.",
+            partial(_overlay, plots.risk_coverage, classified),
+        )
+    entropies = {
+        _label(one): one.prediction.total
+        # Methods keep their colours of the earlier plots.
+        for one in sorted(stored, key=lambda one: one.targets is None)
+        if one.prediction.uncertainty == "entropy" and np.ndim(one.prediction.total) == 1
+    }
+    if len(entropies) > 1:
+        yield (
+            "Out-of-distribution inputs should lie to the right of in-distribution inputs.",
+            partial(plots.entropy, entropies),
+        )
+    for one in stored:
+        yield from _of_one(one)
+
+
+def _label(stored: Stored) -> str:
+    """Return a legend label; matplotlib skips labels that begin with an underscore."""
+    return f" {stored.name}" if stored.name.startswith("_") else stored.name
+
+
+def _overlay(plot: Callable, classified: Mapping[str, tuple], ax: Axes):
+    for label, (probabilities, labels) in classified.items():
+        plot(probabilities, labels, label=label, ax=ax)
+
+
+def _of_one(stored: Stored) -> Iterator[Picture]:
+    """Yield plots that show a single prediction."""
+    name, prediction, targets = stored.name, stored.prediction, stored.targets
+    draws = prediction.each
+    if draws is not None and draws.log_density.shape[1] > 1:
+        density = draws.log_density.reshape(*draws.log_density.shape[:2], -1)
+        values, what = draws.mean, "prediction for"
+        if values is None:
+            values, what = density, "log likelihood of"
+        yield (
+            f"{name}: if flat at the end, more draws would not help. Higher is better.",
+            partial(plots.lppd, density),
+        )
+        yield (
+            f"{name}: the input whose prediction varies most. In a good run the chains fluctuate"
+            " around the same level, without trends or long excursions.",
+            partial(_draw_trace, values, what),
+        )
+    if (
+        targets is not None
+        and prediction.uncertainty == "variance"
+        and np.ndim(prediction.mean) == 1
+    ):
+        yield (
+            f"{name}: the band should contain its nominal share of the targets.",
+            partial(
+                plots.regression_band, None, prediction.mean, np.sqrt(prediction.total), targets
+            ),
+        )
+
+
+def _draw_trace(values: np.ndarray, what: str, ax: Axes):
+    """Plot the numbers `[chain, draw, input]` of the input that varies most, draw by draw."""
+    with np.errstate(invalid="ignore"):
+        place = int(np.nan_to_num(values.var(axis=(0, 1)), nan=-1.0).argmax())
+    for style, chain in zip(chain_style(len(values)), values[:, :, place], strict=True):
+        ax.plot(np.arange(1, len(chain) + 1), chain, **style)
+    ax.set(title="A prediction, draw by draw", ylabel=f"{what} input {place}")
+    count_along(ax, "draw")
+    add_legend(ax)
+
+
+def _of_images(stored: list[Stored]) -> Iterator[Picture]:
+    """Yield plots of the stored images with their predictions."""
+    for one in stored:
+        if one.images is not None:
+            prediction, shown, targets = one.prediction, one.shown, one.targets
+            mean = np.asarray(prediction.mean)
+            if prediction.uncertainty == "entropy":
+                mean = classes(mean, np.shape(prediction.total))
+            targets = None if targets is None else targets[shown]
+            yield (
+                f"{one.name}: would you be certain of the first ones, and uncertain of the others?",
+                partial(plots.examples, one.images, mean[shown], prediction.total[shown], targets),
+            )
