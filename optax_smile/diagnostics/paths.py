@@ -143,15 +143,12 @@ def _leaves(tree: Tree) -> Leaves:
 
 def _first_alike(chains: Sequence[Leaves], norms: np.ndarray) -> list[int]:
     """Find the first chain with equal arrays; only chains of equal norm are compared."""
-
-    def is_alike(one: int, other: int) -> bool:
-        same = norms[one] == norms[other]
-        return bool(same) and all(map(np.array_equal, chains[one], chains[other]))
-
-    return [
-        next((other for other in range(chain) if is_alike(other, chain)), chain)
-        for chain in range(len(chains))
-    ]
+    first = []
+    for chain, leaves in enumerate(chains):
+        near = (other for other in range(chain) if norms[other] == norms[chain])
+        alike = (other for other in near if all(map(np.array_equal, chains[other], leaves)))
+        first.append(next(alike, chain))
+    return first
 
 
 def _pick(leaves: Leaves, places: list[tuple[int, int]]) -> list[float]:
