@@ -121,7 +121,7 @@ def write(
     if not snapshots.num_draws:
         _check.fail(where, "directory", "a directory with draws", directory)
     stored = [Stored(file) for file in sorted(directory.glob(FILE.format("*")))]
-    sampler = snapshots.settings or {"name": "a sampler"}
+    sampler: Mapping = snapshots.settings or {"name": "a sampler"}
     name, sentence = _described(snapshots, sampler["name"])
     title = html.escape(title or name)
     parts = [
