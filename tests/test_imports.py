@@ -73,7 +73,7 @@ ROOMS = {
     "diagnostics": {"state", "draws"},
     "metrics": set(),
     "calibrate": {"metrics"},
-    "plots": {"metrics"},
+    "plots": {"draws", "metrics"},
     "local": {"chains", "draws", "potential", "samplers", "stages"},
     "report": {"draws", "diagnostics", "metrics", "plots"},
     "interop": {"chains", "diagnostics", "draws", "samplers", "stages", "state"},

@@ -16,7 +16,7 @@ import pytest
 import optax_smile
 from optax_smile import plots
 from optax_smile.draws.snapshots import Stopping
-from optax_smile.plots import _axes, paths, run
+from optax_smile.plots import _axes, run
 
 NUM_CHAINS, NUM_TICKS = 3, 60
 GENERATOR = np.random.default_rng(0)
@@ -351,6 +351,12 @@ def test_stopping_has_the_evidence_and_its_threshold():
     np.testing.assert_allclose(evidence, [1, 5])
     np.testing.assert_allclose(threshold, np.log([2 / 0.05, 6 / 0.05]))
     assert ax.get_title() == "Stopped, LPPD -1.5 to -1.2"
+    assert legend_of(ax) == ["log e-value", "threshold, alpha 0.05"]
+    # Few looks have integer ticks, one look as well.
+    for looks in (1, 2):
+        few = STOPPING._replace(**{x: getattr(STOPPING, x)[:looks] for x in STOPPING._fields[5:]})
+        ticks = plots.stopping(few).get_xticks()
+        assert len(ticks) and np.all(ticks == np.round(ticks))
 
 
 def test_selection_has_a_line_for_each_candidate():
@@ -442,7 +448,7 @@ def test_chain_paths_against_svd():
 
 def test_chain_paths_of_a_tree_in_blocks_of_columns(monkeypatch):
     tree = {"a": DRAWS[..., :6].reshape(NUM_CHAINS, 9, 2, 3), "b": [jnp.asarray(DRAWS[..., 6:])]}
-    monkeypatch.setattr(paths, "COLUMNS_AT_A_TIME", 7)
+    monkeypatch.setattr(run, "COLUMNS_AT_A_TIME", 7)
     got, (expected, _) = points_of(plots.chain_paths(tree), NUM_CHAINS), plane_by_svd(DRAWS)
     np.testing.assert_allclose(np.abs(got.reshape(-1, 2)), np.abs(expected), atol=1e-4)
     # Without a second direction, or any.
@@ -472,9 +478,9 @@ BAD: Any = (
     (plots.examples, [IMAGES, MEAN, STD[:9]], r"mean=...\)` must be of 9"),
     (plots.examples, [IMAGES, MEAN[:9], STD], r"uncertainty=...\)` must be of 9"),
     (plots.examples, [IMAGES, PROBABILITIES[:9], STD[:9], LABELS[:9] + 4], "from 0 to 3, got 4 to"),
-    (plots.chain_paths, [{"a": DRAWS, "b": DRAWS[:, 1:]}], r"two leading.*\['b'\] \(3, 8, 40"),
+    (plots.chain_paths, [{"a": DRAWS, "b": DRAWS[:, 1:]}], r"two leading.*\(3, 8\), \(3, 9\)"),
     (plots.chain_paths, [{"a": NAN}], r"NaN or inf in \['a'\]"),
-    (begun_at(DRAWS[0, 0]), [DRAWS], r"start=...\)` must be .* \[\(3, 40\)\]"),
+    (begun_at(DRAWS[0, 0]), [DRAWS], r"start=...\)` must be .* \(3, 40\)"),
     (begun_at({"a": DRAWS[:, 0]}), [DRAWS], "start"),
     (begun_at(NAN[:, 3]), [DRAWS], r"plots.chain_paths\(start=...\)` must be finite"),
 )

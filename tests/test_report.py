@@ -9,8 +9,9 @@ import io
 import re
 import subprocess
 import sys
+import types
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +25,7 @@ import optax_smile
 from optax_smile import diagnostics, metrics, plots, report
 from optax_smile.diagnostics.findings import ADVICE
 from optax_smile.draws import _format
-from optax_smile.report import _page, _pictures
+from optax_smile.report import _page
 from optax_smile.report._predictions import Stored
 
 RNG = np.random.default_rng(0)
@@ -68,7 +69,7 @@ def rendered():
 
 @pytest.fixture(autouse=True)
 def few_pixels(monkeypatch, request):
-    monkeypatch.setattr(_pictures, "DENSITY", 50)
+    monkeypatch.setattr(_page, "DENSITY", 50)
     if "rendered" not in request.fixturenames:
         monkeypatch.setattr(matplotlib.figure.Figure, "savefig", lambda _, file, **__: None)
 
@@ -215,11 +216,13 @@ def test_huge_runs_are_thinned_for_the_picture_of_their_paths(run, draws, monkey
     assert rates == pytest.approx([0.02, 0.02])
     quiet: Any = {"num_rejected": np.zeros((1, 2)), "energy_change": np.full((1, 2), np.nan)}
     quiet["step_size"] = np.ones((1, 2))
-    names = [one.name for one in _pictures.of_chains(quiet, None, None, np.nan, None)]
-    assert names == ["step size", "paths"]
+    run = types.SimpleNamespace(trace=quiet, start=None, stopping=None)
+    made = [draw for _, draw in _page._of_chains(cast(Any, run), None, np.nan)]
+    assert [cast(Any, draw).func for draw in made] == [plots.step_size, plots.chain_paths]
 
 
-def test_every_draw_is_read_once(run, draws, monkeypatch):
+def test_every_draw_is_read_once_and_those_of_the_paths_again(run, draws, monkeypatch):
+    monkeypatch.setattr(_page, "MOST_PARAMETERS", CHAINS * 12 * 3)
     report.store(run, "test", classify(draws, per="draw"), targets=LABELS)
     names = {file.name for kind in ("draw", "start") for file in run.glob(f"{kind}*")}
     reads = collections.Counter()
@@ -234,7 +237,9 @@ def test_every_draw_is_read_once(run, draws, monkeypatch):
     # Headers hold the trace.
     expected = {("read_header", name): 1 for name in names if not name.startswith("start")}
     assert len(names) == DRAWS + 1 and len(expected) == DRAWS
-    assert reads == expected | {("read_arrays", name): 1 for name in names}
+    plotted = sorted(name for name in names if not name.startswith("start"))[7::8]
+    assert len(plotted) == 3
+    assert reads == expected | {("read_arrays", name): 1 + (name in plotted) for name in names}
 
 
 def test_one_draw(run, draws, tmp_path):
@@ -243,7 +248,7 @@ def test_one_draw(run, draws, tmp_path):
         (tmp_path / file.name).write_bytes(file.read_bytes())
     page = report.write(tmp_path).read_text()
     assert num_pictures(page) == 3 and "1 draw each" in page
-    assert "No plot of rejections: <code>plots.rejections(trace=...)</code> must be" in page
+    assert "No plot: <code>plots.rejections(trace=...)</code> must be" in page
 
 
 def test_a_damaged_prediction_is_named(run, draws):
@@ -318,7 +323,7 @@ def test_what_does_not_fit_is_named(run, draws, tmp_path):
         r"prediction=...\)` must be one of the draws in": {"prediction": others},
         r"directory=...\)` must be a directory": {"directory": tmp_path},
         r"targets=...\)` .*classes from 0 to 3, got 1 to 4": {"targets": LABELS + 1},
-        r"images=...\)` must be as many images as": {"images": IMAGES[:39]},
+        r"prediction=...\)` must be of 39 inputs, as many as": {"images": IMAGES[:39]},
         r"images=...\)` must be a non-empty array \[input, height, width\] or": {"images": INPUTS},
         r"images=...\)` must be images with 1, 3, 4 ch": {"images": np.zeros((40, 5, 5, 2))},
         r"images=...\)` must be finite": {"images": np.full((40, 2, 2), np.nan)},
@@ -349,8 +354,8 @@ def test_the_few_images_that_are_kept_are_those_that_all_would_show(run, draws):
         assert stored.images is not None and 12 <= len(stored.shown) <= 18
         of_all, of_kept = matplotlib.figure.Figure().subplots(1, 2)
         plots.examples(IMAGES, mean, prediction.total, targets, ax=of_all)
-        (picture,) = _pictures.of_images([stored])
-        picture.draw(of_kept)
+        ((_, draw),) = _page._of_images([stored])
+        draw(ax=of_kept)
         texts = [[text.get_text() for text in ax.texts] for ax in (of_all, of_kept)]
         assert texts[0] == texts[1] and len(texts[0]) == num_texts
         for one, other in zip(of_all.images, of_kept.images, strict=True):
@@ -365,15 +370,15 @@ def test_methods_share_their_figures(run, draws):
     for name in ("psmile", "_deep ensemble"):
         report.store(run, name, prediction, targets=LABELS)
     stored = [Stored(file) for file in sorted(run.glob("prediction-*"))]
-    found = {picture.name: picture for picture in _pictures.of_predictions(stored)}
-    assert set(found) == {"reliability", "risk and coverage", "entropy"}
+    made = [cast(Any, draw) for _, draw in _page._of_predictions(stored)]
+    assert [draw.args[0] for draw in made[:2]] == [plots.reliability, plots.risk_coverage]
+    assert [draw.func for draw in made[2:]] == [plots.entropy]
     scores = report.score(prediction, LABELS)
-    for name, score in {
-        "reliability": f"ECE {scores['ECE']:.3f}",
-        "risk and coverage": f"AURC {scores['AURC']:.3g}",
-    }.items():
+    for draw, score in zip(
+        made, (f"ECE {scores['ECE']:.3f}", f"AURC {scores['AURC']:.3g}"), strict=False
+    ):
         ax: Any = matplotlib.figure.Figure().subplots()
-        found[name].draw(ax)
+        draw(ax=ax)
         told = [text.get_text() for text in ax.get_legend().get_texts()]
         assert told == [f" _deep ensemble ({score})", f"psmile ({score})"]
     assert ax.get_xlim() == (0, 1)
@@ -399,7 +404,7 @@ def test_trouble_comes_first_and_is_named():
     for text in (
         "<b>diverged</b> (chain 1): far &lt; off.",
         "<b>frozen</b> (chains 0, 2): 99: 99.",
-        "<b>slow</b> (all chains): <code>30%</code>.",
+        "<b>slow</b> (all 3 chains): <code>30%</code>.",
         "<b>Try</b> a larger <code>thin</code>.",
         "Not tested: altered, not finite, still on its way, not settled, different modes",
     ):
@@ -417,15 +422,6 @@ def test_seeds_and_data_in_words():
     assert seeds == [2**32 + 2, 7, None, None]
     assert _page._data({"num_batches": 1}, 7.0) == "7 examples in 1 batch"
     assert _page._data({}, None) == ""
-
-
-def test_a_killed_report_leaves_nothing_behind(run, draws):
-    left, foreign = run / ".report.html.123", run / ".report.html.mine"
-    for file in left, foreign:
-        file.write_text("half a page")
-    report.write(run)
-    assert not left.exists() and foreign.exists()
-    foreign.unlink()
 
 
 @pytest.mark.slow

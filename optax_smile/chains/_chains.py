@@ -17,7 +17,7 @@ from optax_smile import _check, _tree, parallel
 from optax_smile._types import Batch, Options, Output, Tree
 from optax_smile.chains import _checks, _host
 from optax_smile.chains.stopping import EvidenceStop
-from optax_smile.diagnostics.results import Check
+from optax_smile.diagnostics.findings import Check
 from optax_smile.draws import _format
 from optax_smile.state import find, last_accepted, stats
 

@@ -16,7 +16,7 @@ from optax_smile import _check, _tree, parallel
 from optax_smile._types import Batch, Options, Output, Tree
 from optax_smile._warn import warn
 from optax_smile.chains._host import Stream
-from optax_smile.diagnostics.results import Check
+from optax_smile.diagnostics.findings import Check
 from optax_smile.potential import Potential, excess_loss, least_excess_loss
 from optax_smile.state import MOST_RISE, SamplerState
 

@@ -15,7 +15,7 @@ from optax_smile import _check, _settings, _table, _tree
 from optax_smile._types import Batch, Options, Output, Tree
 from optax_smile.chains import _checks
 from optax_smile.chains._chains import Chains, Setup
-from optax_smile.diagnostics.results import Check
+from optax_smile.diagnostics.findings import Check
 from optax_smile.state import AFTER, SamplerState
 
 # Largest number of batches that are read, and smallest numbers of updates and of gradients that the

@@ -20,8 +20,8 @@ Example:
     ()
 """
 
+from optax_smile.diagnostics.findings import Check
 from optax_smile.diagnostics.paths import travel, weight_rhat
-from optax_smile.diagnostics.results import Check, Summary
 from optax_smile.diagnostics.statistics import (
     EnergyFit,
     autocorrelation,
@@ -35,7 +35,7 @@ from optax_smile.diagnostics.statistics import (
     step_size_trend,
     to_arviz,
 )
-from optax_smile.diagnostics.summarize import summary
+from optax_smile.diagnostics.summarize import Summary, summary
 
 __all__ = [
     "Check",

@@ -11,19 +11,22 @@ import numpy as np
 from optax_smile import _settings
 from optax_smile._trace import chains_with_equal_keys
 from optax_smile.diagnostics.paths import Paths
-from optax_smile.diagnostics.results import (
-    GOOD_RHATS,
-    LEAST_DRAWS_JUDGED,
-    Check,
-    Summary,
-    median_of,
-    share_above,
+from optax_smile.diagnostics.statistics import (
+    ess,
+    log_mean_exp,
+    rejection_rate,
+    rhat,
+    step_size_trend,
 )
-from optax_smile.diagnostics.statistics import ess, log_mean_exp, rhat
 from optax_smile.state import MOST_NONFINITE, MOST_RISE
 
 Settings = Mapping[str, object]
 
+# With fewer independent draws, the R-hat within a chain exceeds `HIGH_RHAT` by chance for one value
+# in twenty (1.28 at 20 draws, simulated).
+LEAST_DRAWS_JUDGED = 20
+# Both are reported: the usual bound of Gelman and Rubin, and half of it.
+GOOD_RHATS = (1.05, 1.1)
 # The quarters of a chain with n independent draws have an R-hat of about 1 + 2 / n, so n is at most
 # six above this value. Two chains with it differ by more than a standard deviation.
 HIGH_RHAT = 1.3
@@ -120,20 +123,6 @@ NOISE = (
 )
 
 
-def advise(kind: str, settings: Settings, change_share: float = float("nan")) -> str:
-    """Return what to try for a kind of finding with this sampler.
-
-    Args:
-        kind: a key of `ADVICE`.
-        settings: name and arguments of the sampler.
-        change_share: see `Stats`, the median of the chains; NaN if unknown.
-    """
-    advice = ADVICE[kind].format(**STEP_SIZES[chooser(settings)])
-    if kind in SLOW and change_share > NOISY:
-        advice += NOISE.format(min(change_share, 1))
-    return advice
-
-
 def chooser(settings: Settings) -> str:
     """Return what chooses the step size of a sampler, a key of `STEP_SIZES`."""
     tuner = settings.get("tuner")
@@ -144,36 +133,59 @@ def chooser(settings: Settings) -> str:
     return "schedule" if isinstance(settings.get("step_size"), list) else "number"
 
 
-def has_tuner(settings: Settings) -> bool:
-    """Return whether the sampler adapts its step size."""
-    return chooser(settings) not in ("schedule", "number")
+def nominal_rate(settings: Settings) -> float:
+    """Return the rejected steps per gradient of a perfect fit; NaN without an outlier test."""
+    quantile = settings.get("reject_quantile")
+    if not isinstance(quantile, float):
+        return np.nan
+    return (1 - quantile) / _settings.gradients_per_step(settings)
 
 
-def fits_energies(settings: Settings) -> bool:
-    """Return whether the sampler fits a Gamma distribution to its energy errors."""
-    return settings.get("reject_quantile") is not None or chooser(settings) == "quantile_tuner"
+class Check(NamedTuple):
+    """A test of the chains and its outcome.
+
+    Attributes:
+        kind: what it tests, such as "frozen".
+        chains: the chains that fail; if the test passed, the chains that were tested.
+        value: the measured number for each of these chains.
+        bound: bound on healthy values. Some tests have further conditions, such as that the chain
+            does not mix.
+        passed: whether nothing looks wrong.
+        advice: what to try; empty if the test passed.
+        text: a sentence with the numbers.
+    """
+
+    kind: str
+    chains: tuple[int, ...]
+    value: tuple[float, ...]
+    bound: float
+    passed: bool
+    advice: str
+    text: str
 
 
 class Run(NamedTuple):
-    """What the checks look at: paths, settings, the trace at the draws, single predictions."""
+    """What the checks look at; predictions and log densities are `[chain, draw, input]`."""
 
     paths: Paths
     settings: Settings
     trace: dict[str, np.ndarray]
     values: np.ndarray | None
     density: np.ndarray | None
+    copy_of: np.ndarray
+    first_step_size: np.ndarray
+    rhat_within: np.ndarray
+
+    @property
+    def num_draws(self) -> int:
+        """Number of draws per chain."""
+        return self.paths.norm.shape[1]
 
 
 class Sign(NamedTuple):
-    """The outcome of one test in all chains.
+    """The outcome of one test: which chains fail, and the number that was tested, `[chain]`.
 
-    Attributes:
-        kind: a key of `ADVICE`.
-        chains: chains that fail, booleans `[chain]`.
-        values: the number that was tested, `[chain]`.
-        bound: bound on healthy values.
-        text: a sentence, with "{}" in the place of the numbers.
-        form: format of a number.
+    `kind` is a key of `ADVICE`; `text` is a sentence with "{}" in the place of the numbers.
     """
 
     kind: str
@@ -184,87 +196,41 @@ class Sign(NamedTuple):
     form: str = ".3g"
 
 
-def judge(found: Summary, run: Run) -> list[Check]:
+def judge(run: Run) -> tuple[Check, ...]:
     """Run all tests. A chain that does not converge or move is reported once, by its first sign.
 
     Tests that pass are reported for the chains that have converged and whose numbers are known.
     """
-    rhats = np.array([median_of(chain) for chain in found.rhat_within])
-    none = np.zeros(len(rhats), bool)
-    stuck = _frozen(found, run, mixes=rhats < HIGH_RHAT)
-    lost = [*_once(joined(_nonfinite(run), _diverged(run), stuck))]
-    sick = np.any([none, *(sign.chains for sign in lost)], axis=0)
-    altered = [*_altered(run)]
-    signs = [*_copied(found, run), *_equal_keys(found, run), *altered, *lost]
-    arrives, own = ~sick, ~np.any([none, *(sign.chains for sign in altered)], axis=0)
-    for sign in (*_on_its_way(run), *_unsettled(found, rhats, run)):
-        # The path of an altered chain says nothing about the sampler.
+    rhats = np.array([median_of(chain) for chain in run.rhat_within])
+    signs = [*_copied(run), *_altered(run)]
+    sick = np.zeros(len(rhats), bool)
+    for sign in joined(_nonfinite(run), _diverged(run), _frozen(run, rhats < HIGH_RHAT)):
+        signs.append(sign._replace(chains=sign.chains & ~sick))
+        sick = sick | sign.chains
+    arrives = ~sick
+    # The path of an altered chain says nothing about the sampler.
+    own = run.trace["num_altered"][:, -1] == 0 if "num_altered" in run.trace else True
+    for sign in _unsettled(run, rhats):
         signs.append(sign._replace(chains=sign.chains & arrives & own))
         arrives = arrives & ~sign.chains
-    signs += _mixing(found, run, arrives)
-    if "start_loss" in run.trace:
-        signs.append(_risen(found, run, sick))
-    if run.trace:
-        signs += [_often_rejected(found, run), *_step_size_changed(found, run, sick)]
-    last = np.asarray(run.trace.get("change_share", [[np.nan]]), float)[:, -1]
-    share = float(np.median(last))
-    checks = (_check_of(sign, arrives, run.settings, share) for sign in signs)
-    return [check for check in checks if check.chains]
+    signs += [*_mixing(run, arrives), *_stepping(run, sick)]
+    checks = (_check_of(sign, run, arrives) for sign in signs)
+    return tuple(check for check in checks if check.chains)
 
 
-def _check_of(sign: Sign, arrives: np.ndarray, settings: Settings, change_share: float) -> Check:
-    passed = not sign.chains.any()
-    chains = np.isfinite(sign.values) & arrives if passed else sign.chains
-    value = tuple(sign.values[chains].tolist())
-    ends = (
-        dict.fromkeys(format(end, sign.form) for end in (min(value), max(value))) if value else ""
-    )
-    return Check(
-        kind=sign.kind,
-        chains=tuple(np.flatnonzero(chains).tolist()),
-        value=value,
-        bound=float(sign.bound),
-        passed=passed,
-        advice="" if passed else advise(sign.kind, settings, change_share),
-        text=sign.text.format(" to ".join(ends)),
-    )
-
-
-def _once(signs: Iterator[Sign]) -> Iterator[Sign]:
-    """Keep only the first sign of each chain."""
-    before = np.array(False)
-    for sign in signs:
-        yield sign._replace(chains=sign.chains & ~before)
-        before = before | sign.chains
-
-
-def _copied(found: Summary, run: Run) -> Iterator[Sign]:
-    first = found.copy_of
-    groups = [np.flatnonzero(first == chain).tolist() for chain in np.unique(first)]
-    groups = [group for group in groups if len(group) > 1]
-    shared = shared_draws(run.paths)
-    np.fill_diagonal(shared, 0)
-    yield Sign(
-        "copies",
-        np.isin(np.arange(len(first)), sum(groups, [])),
-        shared.max(axis=1),
-        MOST_EQUAL * found.num_draws,
-        f"{{}} of {found.num_draws} draws equal those of another chain, bit for bit"
-        f"{_listed(groups)}.",
-        ".0f",
-    )
-
-
-def _equal_keys(found: Summary, run: Run) -> Iterator[Sign]:
-    """Yield a sign of chains with equal keys; copies are already reported."""
-    if "noise_id" in run.trace:
-        noise, first = run.trace["noise_id"], found.copy_of
-        is_copy = np.bincount(first, minlength=len(first))[first] > 1
-        groups = [x for x in chains_with_equal_keys(noise) if not is_copy[x].all()]
-        chains = np.isin(np.arange(len(first)), sum(groups, []))
-        text = f"{{}} of {noise.shape[1]} draws use the random numbers of another chain"
-        number = np.where(chains, float(noise.shape[1]), 0.0)
-        yield Sign("copies", chains, number, 0, f"{text}{_listed(groups)}.", ".0f")
+def _check_of(sign: Sign, run: Run, arrives: np.ndarray) -> Check:
+    passed, advice = not sign.chains.any(), ""
+    if not passed:
+        advice = ADVICE[sign.kind].format(**STEP_SIZES[chooser(run.settings)])
+        if sign.kind in SLOW and "change_share" in run.trace:
+            share = np.median(run.trace["change_share"][:, -1])
+            advice += NOISE.format(min(share, 1)) if share > NOISY else ""
+    chains = np.flatnonzero(np.isfinite(sign.values) & arrives if passed else sign.chains)
+    value = sign.values[chains].tolist()
+    ends = dict.fromkeys(format(end(value), sign.form) for end in (min, max) if value)
+    text = sign.text.format(" to ".join(ends))
+    bound = float(sign.bound)
+    return Check(sign.kind, tuple(chains.tolist()), tuple(value), bound, passed, advice, text)
 
 
 def shared_draws(paths: Paths) -> np.ndarray:
@@ -277,31 +243,40 @@ def copy_of(paths: Paths) -> np.ndarray:
     return (shared_draws(paths) > MOST_EQUAL * paths.alike.shape[1]).argmax(axis=1)
 
 
+def _copied(run: Run) -> Iterator[Sign]:
+    """Yield signs of chains with equal draws, and of others with equal keys."""
+    first, shared = run.copy_of, shared_draws(run.paths)
+    np.fill_diagonal(shared, 0)
+    is_copy = np.bincount(first, minlength=len(first))[first] > 1
+    groups = [np.flatnonzero(first == chain).tolist() for chain in np.unique(first[is_copy])]
+    text = f"{{}} of {run.num_draws} draws equal those of another chain, bit for bit"
+    most = MOST_EQUAL * run.num_draws
+    yield Sign("copies", is_copy, shared.max(axis=1), most, f"{text}{_listed(groups)}.", ".0f")
+    if "noise_id" in run.trace:
+        noise = run.trace["noise_id"]
+        groups = [x for x in chains_with_equal_keys(noise) if not is_copy[x].all()]
+        alike = np.isin(np.arange(len(first)), sum(groups, []))
+        number = np.where(alike, float(noise.shape[1]), 0.0)
+        text = f"{{}} of {noise.shape[1]} draws use the random numbers of another chain"
+        yield Sign("copies", alike, number, 0, f"{text}{_listed(groups)}.", ".0f")
+
+
+def _listed(groups: list[list[int]]) -> str:
+    return f": {' and '.join(map(str, groups))}" if 0 < len(groups) <= MOST_GROUPS else ""
+
+
 def _altered(run: Run) -> Iterator[Sign]:
     if "num_altered" in run.trace:
-        altered, gradients = (
-            np.asarray(run.trace[name], float)[:, -1] for name in ("num_altered", "num_gradients")
-        )
-        yield Sign(
-            "altered",
-            altered > 0,
-            altered,
-            0,
-            f"{{}} of {gradients.max():.0f} updates were changed before they reached the"
-            " parameters.",
-            ".0f",
-        )
+        altered, most = run.trace["num_altered"][:, -1], run.trace["num_gradients"][:, -1].max()
+        text = f"{{}} of {most:.0f} updates were changed before they reached the parameters."
+        yield Sign("altered", altered > 0, altered, 0, text, ".0f")
 
 
 def _nonfinite(run: Run) -> Iterator[Sign]:
     """Yield signs of non-finite numbers: bad data affect all chains, divergence a single one."""
     if run.trace:
-        broken, gradients = (
-            values[:, -1] - values[:, 0]
-            for values in (run.trace["num_nonfinite"], run.trace["num_gradients"])
-        )
-        text = "{} of the gradients are infinite or NaN."
-        share, is_broken = broken / gradients, broken > MOST_NONFINITE * gradients
+        share = _gain(run.trace["num_nonfinite"]) / _gain(run.trace["num_gradients"])
+        text, is_broken = "{} of the gradients are infinite or NaN.", share > MOST_NONFINITE
         of_all = is_broken & is_broken.all()
         yield Sign("not finite", of_all, share, MOST_NONFINITE, text, ".2%")
         yield Sign("diverged", is_broken & ~of_all, share, MOST_NONFINITE, text, ".2%")
@@ -315,17 +290,15 @@ def _diverged(run: Run) -> Iterator[Sign]:
     if isinstance(precision, int | float) and isinstance(temperature, int | float) and precision:
         prior = np.sqrt(run.paths.size * temperature / precision)
     expected = np.maximum(run.paths.start_norm, prior)
-    size = _ends(run.paths.norm)[1] / expected
+    size = _late(run.paths.norm) / expected
     text = (
         "the norm of the parameters is {} times that of the start, or of a draw from the prior if"
-        " that is larger"
-        f" (flagged above {DIVERGENCE_RATIO:g})."
+        f" that is larger (flagged above {DIVERGENCE_RATIO:g})."
     )
     # The scale of another prior is unknown.
     if run.settings.get("log_prior") is None:
-        yield Sign(
-            "diverged", (expected > 0) & (size > DIVERGENCE_RATIO), size, DIVERGENCE_RATIO, text
-        )
+        far = (expected > 0) & (size > DIVERGENCE_RATIO)
+        yield Sign("diverged", far, size, DIVERGENCE_RATIO, text)
     if run.density is not None:
         # Compare averages over a third of the draws: single draws may fail at an input where their
         # average does not. Give impossible targets a finite density.
@@ -337,93 +310,85 @@ def _diverged(run: Run) -> Iterator[Sign]:
         # If likelihoods differ a lot between inputs, a small difference means nothing.
         spread = np.subtract(*np.quantile(last, (0.75, 0.25), axis=1))
         far = max(FAR_BELOW, float(np.median(spread)))
-        text = (
-            f"the log likelihood of most inputs is {{}} nats below {{}} (flagged above {far:.3g})."
-        )
         below, fallen = _middle(_others(last) - last), _middle(first - last)
         # A chain that has covered more than half of the way is not settled, given enough draws.
         closer = (-fallen > below) & (run.density.shape[1] >= LEAST_DRAWS_JUDGED)
-        of_others, at_first = "that of the other chains", "that of its first draws"
-        is_below = (below > far) & ~closer
-        yield Sign("diverged", is_below, below, far, text.format("{}", of_others))
-        yield Sign("diverged", fallen > far, fallen, far, text.format("{}", at_first))
+        for nats, fails, reference in (
+            (below, (below > far) & ~closer, "that of the other chains"),
+            (fallen, fallen > far, "that of its first draws"),
+        ):
+            text = f"the log likelihood of most inputs is {{}} nats below {reference}"
+            yield Sign("diverged", fails, nats, far, f"{text} (flagged above {far:.3g}).")
 
 
-def _frozen(found: Summary, run: Run, mixes: np.ndarray) -> Iterator[Sign]:
+def _frozen(run: Run, mixes: np.ndarray) -> Iterator[Sign]:
     """Yield signs that a chain moves too little; small steps are harmless if the chain mixes."""
-    if found.num_draws < 2:
+    if run.num_draws < 2:
         return
     moves, still = run.paths.moved, (run.paths.moved == 0).sum(axis=1)
     half = moves.shape[1] / 2
     text = f"{{}} of {moves.shape[1]} draws equal the draw before (flagged above half)."
     yield Sign("frozen", still > half, still, half, text, ".0f")
+    shares = {}
     if run.trace:
-        below = np.mean(run.trace["below_resolution"], axis=1)
+        below = run.trace["below_resolution"].mean(axis=1)
         text = (
             "at {} of the draws, the step is too short for the precision of the parameters (flagged"
             " above 50%)."
         )
         yield Sign("frozen", below > 0.5, below, 0.5, text, ".0%")
         # The largest of the last third, for a schedule that goes in cycles.
-        sizes = np.asarray(run.trace["step_size"], float)
+        sizes = run.trace["step_size"]
         size = sizes[:, 2 * sizes.shape[1] // 3 :].max(axis=1)
-        references = {"the first": found.first_step_size, "that of other chains": _others(size)}
-        for name, reference in references.items():
-            share = size / reference
-            text = f"the step size is {{}} times {name} (flagged below {FROZEN_RATIO:g})."
-            yield Sign("frozen", (share < FROZEN_RATIO) & ~mixes, share, FROZEN_RATIO, text)
-    last = _ends(moves)[1]
-    share = last / _others(last)
-    text = (
-        "successive draws are {} times as far apart as in other chains (flagged below"
-        f" {FROZEN_RATIO:g})."
-    )
-    yield Sign("frozen", (share < FROZEN_RATIO) & ~mixes, share, FROZEN_RATIO, text)
+        shares["the step size is {} times the first"] = size / run.first_step_size
+        shares["the step size is {} times that of other chains"] = size / _others(size)
+    last = _late(moves)
+    shares["successive draws are {} times as far apart as in other chains"] = last / _others(last)
+    for text, share in shares.items():
+        text = f"{text} (flagged below {FROZEN_RATIO:g})."
+        yield Sign("frozen", (share < FROZEN_RATIO) & ~mixes, share, FROZEN_RATIO, text)
 
 
-def _on_its_way(run: Run) -> Iterator[Sign]:
+def _unsettled(run: Run, rhats: np.ndarray) -> Iterator[Sign]:
+    """Yield signs that a chain has not converged."""
     if "on_its_way" in run.trace:
-        falls = np.asarray(run.trace["on_its_way"], float)
+        falls = run.trace["on_its_way"]
         share = falls[:, -max(1, falls.shape[1] // 3) :].mean(axis=1)
         text = "the energy was still falling at {} of the later records (flagged above 50%)."
         yield Sign("still on its way", share > 0.5, share, 0.5, text, ".0%")
-
-
-def _unsettled(found: Summary, rhats: np.ndarray, run: Run) -> Iterator[Sign]:
-    if found.num_draws >= LEAST_DRAWS_JUDGED:
+    if run.num_draws >= LEAST_DRAWS_JUDGED:
         bound = HIGH_WEIGHT_RHAT if run.values is None else HIGH_RHAT
         text = f"the median R-hat of the quarters of the chain is {{}} (flagged above {bound:g})."
         yield Sign("not settled", rhats > bound, rhats, bound, text, ".2f")
 
 
-def _mixing(found: Summary, run: Run, arrived: np.ndarray) -> Iterator[Sign]:
+def _mixing(run: Run, arrived: np.ndarray) -> Iterator[Sign]:
     """Yield signs that there are few independent draws, or that the chains disagree."""
-    if run.values is None or found.num_draws < LEAST_DRAWS_JUDGED or not arrived.any():
+    if run.values is None or run.num_draws < LEAST_DRAWS_JUDGED or not arrived.any():
         return
-    bound, least = GOOD_RHATS[-1], found.num_draws >= LEAST_DRAWS_SLOW
-    share = np.array([share_above(chain) for chain in found.rhat_within])
+    bound, least = GOOD_RHATS[-1], run.num_draws >= LEAST_DRAWS_SLOW
+    flagged = f"(flagged above {MANY_INPUTS:.0%})."
+    share = np.array([*map(share_above, run.rhat_within)])
     # Test all chains together: inputs are correlated, so many may be high by chance in one chain.
-    is_slow = least and share_above(found.rhat_within[arrived]) > MANY_INPUTS
-    text = (
-        f"{{}} of the R-hats within the chain are above {bound}, which corresponds to fewer than"
-        f" {2 / (bound - 1):.0f} independent draws (flagged above {MANY_INPUTS:.0%})."
-    )
+    is_slow = least and share_above(run.rhat_within[arrived]) > MANY_INPUTS
     if least:
+        text = (
+            f"{{}} of the R-hats within the chain are above {bound}, which corresponds to fewer"
+            f" than {2 / (bound - 1):.0f} independent draws {flagged}"
+        )
         slow = arrived & is_slow & (share > MANY_INPUTS)
         yield Sign("slow", slow, share, MANY_INPUTS, text, ".0%")
+    steady = arrived & (run.copy_of == np.arange(len(arrived)))
     if not is_slow:
-        yield from _few_independent(found, run.values, arrived)
-    steady = arrived & (found.copy_of == np.arange(len(arrived)))
+        yield from _few_independent(run.values, steady)
     if steady.sum() < 2:
         return
-    chains = np.flatnonzero(steady)
-    groups, nearest = _groups(run.values[steady])
-    apart = np.full(len(steady), np.nan)
-    apart[steady] = nearest
+    chains, apart = np.flatnonzero(steady), np.full(len(steady), np.nan)
+    groups, apart[steady] = _groups(run.values[steady])
     if len(groups) > 1:
         text = (
-            f"{len(groups)} groups of chains predict differently at {nearest.min():.0%} or more of"
-            f" the inputs (flagged at {MANY_INPUTS:.0%} or more)"
+            f"{len(groups)} groups of chains predict differently at {np.nanmin(apart):.0%} or more"
+            f" of the inputs (flagged at {MANY_INPUTS:.0%} or more)"
             f"{_listed([chains[x].tolist() for x in groups])}."
         )
         yield Sign("different modes", steady, apart, MANY_INPUTS, text)
@@ -435,71 +400,57 @@ def _mixing(found: Summary, run: Run, arrived: np.ndarray) -> Iterator[Sign]:
     yield Sign("different modes", np.zeros_like(steady), apart, MANY_INPUTS, text, ".0%")
     if least and not is_slow:
         across = np.full(len(steady), share_above(rhat(run.values[steady])))
+        text = f"{{}} of the R-hats across these chains are above {bound} {flagged}"
         differ = steady & (across > MANY_INPUTS)
-        text = (
-            f"{{}} of the R-hats across these chains are above {bound} (flagged above"
-            f" {MANY_INPUTS:.0%})."
-        )
         yield Sign("chains differ", differ, across, MANY_INPUTS, text, ".0%")
 
 
-def _few_independent(found: Summary, values: np.ndarray, arrived: np.ndarray) -> Iterator[Sign]:
+def _few_independent(values: np.ndarray, steady: np.ndarray) -> Iterator[Sign]:
     """Yield a sign that chains have few independent draws: together, or one on its own.
 
     The ESS is that of each chain, since chains may be in different modes.
     """
-    counted = arrived & (found.copy_of == np.arange(len(arrived)))
-    if counted.sum() * found.num_draws < DRAWS_PER_ESS * LEAST_ESS:
+    num_draws = values.shape[1]
+    if steady.sum() * num_draws < DRAWS_PER_ESS * LEAST_ESS:
         return
-    own = np.full(len(arrived), np.nan)
-    own[counted] = [median_of(ess(values[[chain]])) for chain in np.flatnonzero(counted)]
-    total = np.nansum(own)
-    shown = f"the ESS of the chain's {found.num_draws} draws is {{}}"
-    if total >= LEAST_ESS and found.num_draws >= DRAWS_PER_ESS * LEAST_ESS_OF_CHAIN:
-        text = f"{shown} (flagged below {LEAST_ESS_OF_CHAIN})."
-        slow = counted & (own < LEAST_ESS_OF_CHAIN)
-        yield Sign("slow", slow, own, LEAST_ESS_OF_CHAIN, text, ".0f")
-        return
-    text = f"{shown}, and {total:.0f} for all chains together (flagged below {LEAST_ESS})."
-    yield Sign("slow", counted & (total < LEAST_ESS), own, LEAST_ESS, text, ".0f")
+    own = np.full(len(steady), np.nan)
+    own[steady] = [median_of(ess(values[[chain]])) for chain in np.flatnonzero(steady)]
+    total, least = np.nansum(own), LEAST_ESS
+    text, slow = f", and {total:.0f} for all chains together", steady & (total < least)
+    if total >= LEAST_ESS and num_draws >= DRAWS_PER_ESS * LEAST_ESS_OF_CHAIN:
+        text, least = "", LEAST_ESS_OF_CHAIN
+        slow = steady & (own < least)
+    text = f"the ESS of the chain's {num_draws} draws is {{}}{text} (flagged below {least})."
+    yield Sign("slow", slow, own, least, text, ".0f")
 
 
-def _risen(found: Summary, run: Run, sick: np.ndarray) -> Sign:
-    losses, start = (np.asarray(run.trace[name], float) for name in ("loss", "start_loss"))
-    losses = losses[:, -found.num_draws :]
-    with np.errstate(invalid="ignore"):
-        rise = losses.mean(axis=1) - start[:, -1]
+def _stepping(run: Run, sick: np.ndarray) -> Iterator[Sign]:
+    """Yield signs of high losses, many rejections and a step size that changes."""
+    if "start_loss" in run.trace:
+        losses = run.trace["loss"][:, -run.num_draws :]
+        rise = losses.mean(axis=1) - run.trace["start_loss"][:, -1]
         # The loss at the start is that of one batch: its standard deviation between batches.
         noise = np.diff(losses, axis=1).std(axis=1) / np.sqrt(2) if losses.shape[1] > 1 else 0.0
+        text = (
+            "the loss of the draws minus that of the start is {} nats per example (flagged above"
+            f" {MOST_RISE:g} plus the standard deviation of the loss between batches)."
+        )
+        has_risen = (rise > MOST_RISE + noise) & ~sick
+        yield Sign("worse than the start", has_risen, rise, MOST_RISE, text)
+    if not run.trace:
+        return
+    rate, nominal = rejection_rate(run.trace), nominal_rate(run.settings)
+    often = rate > np.maximum(MOST_REJECTIONS * nominal, LEAST_REJECTION_RATE)
+    often &= _gain(run.trace["num_rejected"]) >= LEAST_EVENTS
     text = (
-        "the loss of the draws minus that of the start is {} nats per example (flagged above"
-        f" {MOST_RISE:g} plus the standard deviation of the loss between batches)."
+        "the rate is {} times the nominal one of `reject_quantile` (flagged above"
+        f" {MOST_REJECTIONS:g})."
     )
-    has_risen = (rise > MOST_RISE + noise) & ~sick
-    return Sign("worse than the start", has_risen, rise, MOST_RISE, text)
-
-
-def _listed(groups: list[list[int]]) -> str:
-    return f": {' and '.join(map(str, groups))}" if 0 < len(groups) <= MOST_GROUPS else ""
-
-
-def _often_rejected(found: Summary, run: Run) -> Sign:
-    events = np.asarray(run.trace["num_rejected"], float)
-    most = np.maximum(MOST_REJECTIONS * found.nominal_rate, LEAST_REJECTION_RATE)
-    return Sign(
-        "rejected steps",
-        (found.rejection_rate > most) & (events[:, -1] - events[:, 0] >= LEAST_EVENTS),
-        found.rejection_rate / found.nominal_rate,
-        MOST_REJECTIONS,
-        f"the rate is {{}} times the nominal one of `reject_quantile` (flagged above"
-        f" {MOST_REJECTIONS:g}).",
-    )
-
-
-def _step_size_changed(found: Summary, run: Run, sick: np.ndarray) -> Iterator[Sign]:
+    yield Sign("rejected steps", often, rate / nominal, MOST_REJECTIONS, text)
     # Without a tuner, the step size follows a schedule that the user chose.
-    if not run.settings or has_tuner(run.settings):
-        changed = np.maximum(found.step_size_trend, 1 / found.step_size_trend)
+    if not run.settings or chooser(run.settings) not in ("schedule", "number"):
+        trend = step_size_trend(run.trace)
+        changed = np.maximum(trend, 1 / trend)
         text = f"it changed by a factor of {{}} during the draws (flagged above {MOST_TREND:g})."
         yield Sign("step size", (changed > MOST_TREND) & ~sick, changed, MOST_TREND, text)
 
@@ -511,34 +462,38 @@ def _groups(values: np.ndarray) -> tuple[list[list[int]], np.ndarray]:
         The groups, and the share of values at which each chain differs from the closest other
         chain: one of another group, if there are several.
     """
+    from scipy.sparse.csgraph import connected_components
+
     centre, variance = values.mean(axis=1), values.var(axis=1)
-    groups: list[list[int]] = []
-    apart = np.zeros((len(values), len(values)))
-    for chain in range(len(values)):
-        # (R-hat)^2 - 1 of two long chains.
-        excess = (centre - centre[chain]) ** 2 / (variance + variance[chain])
-        apart[chain] = (excess > HIGH_RHAT**2 - 1).mean(axis=1)
-        agrees = apart[chain] < MANY_INPUTS
-        joined = [group for group in groups if agrees[group].any()]
-        groups = [group for group in groups if group not in joined]
-        groups.append(sorted([chain, *(other for group in joined for other in group)]))
-    of = np.array([[chain in group for chain in range(len(values))] for group in groups])
-    same = of.T @ of if len(groups) > 1 else np.eye(len(values), dtype=bool)
-    return sorted(groups), np.where(same, np.inf, apart).min(axis=1)
+    # (R-hat)^2 - 1 of two long chains.
+    excess = (centre[:, None] - centre) ** 2 / (variance[:, None] + variance)
+    apart = (excess > HIGH_RHAT**2 - 1).mean(axis=-1)
+    number, group = connected_components(apart < MANY_INPUTS)
+    groups = [np.flatnonzero(group == x).tolist() for x in range(number)]
+    same = group[:, None] == group if number > 1 else np.eye(len(values), dtype=bool)
+    return groups, np.where(same, np.inf, apart).min(axis=1)
 
 
-def nominal_rate(settings: Settings) -> float:
-    """Return the rejected steps per gradient of a perfect fit; NaN without an outlier test."""
-    quantile = settings.get("reject_quantile")
-    if not isinstance(quantile, float):
-        return np.nan
-    return (1 - quantile) / _settings.gradients_per_step(settings)
+def share_above(rhats: np.ndarray) -> float:
+    """Return the share of known R-hats above the larger of `GOOD_RHATS`; NaN if none is known."""
+    known = rhats[~np.isnan(rhats)]
+    return float(np.mean(known > GOOD_RHATS[-1])) if known.size else np.nan
 
 
-def _ends(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return medians over the first and the last third, `[chain]`."""
-    third = max(1, values.shape[1] // 3)
-    return np.median(values[:, :third], axis=1), np.median(values[:, -third:], axis=1)
+def median_of(values: np.ndarray) -> float:
+    """Return the median of the known values, NaN if there are none."""
+    known = values[~np.isnan(values)]
+    return float(np.median(known)) if known.size else np.nan
+
+
+def _gain(counts: np.ndarray) -> np.ndarray:
+    """Return what a cumulative count gained during the draws, `[chain]`."""
+    return counts[:, -1] - counts[:, 0]
+
+
+def _late(values: np.ndarray) -> np.ndarray:
+    """Return the median over the last third of the draws, `[chain]`."""
+    return np.median(values[:, -max(1, values.shape[1] // 3) :], axis=1)
 
 
 def _others(values: np.ndarray) -> np.ndarray:

@@ -15,17 +15,11 @@ from optax_smile.draws.snapshots import Snapshots, StoredSnapshots
 
 
 class Paths(NamedTuple):
-    """Paths of the chains.
+    """Norms of the draws, and distances from the start and from the draw before.
 
-    Attributes:
-        norm: norm of the parameters of each draw, `[chain, draw]`.
-        from_start: distance from the start of the chain, `[chain, draw]`; NaN without a start.
-        moved: distance from the draw before, `[chain, draw - 1]`.
-        start_norm: norm of the start, `[chain]`; NaN without one.
-        weights: randomly chosen scalar parameters that move, `[chain, draw, weight]`.
-        size: number of parameters of a chain.
-        alike: the first chain with an equal draw, bit for bit, `[chain, draw]`; its own number if
-            there is none before it.
+    Arrays are `[chain, draw]`, NaN without a start. `weights` are randomly chosen scalars that
+    move, `size` is the number of parameters of a chain, and `alike` the first chain with an equal
+    draw, bit for bit.
     """
 
     norm: np.ndarray
@@ -149,15 +143,12 @@ def _leaves(tree: Tree) -> Leaves:
 
 def _first_alike(chains: Sequence[Leaves], norms: np.ndarray) -> list[int]:
     """Find the first chain with equal arrays; only chains of equal norm are compared."""
-
-    def is_alike(one: int, other: int) -> bool:
-        same = norms[one] == norms[other]
-        return bool(same) and all(map(np.array_equal, chains[one], chains[other]))
-
-    return [
-        next((other for other in range(chain) if is_alike(other, chain)), chain)
-        for chain in range(len(chains))
-    ]
+    first = []
+    for chain, leaves in enumerate(chains):
+        near = (other for other in range(chain) if norms[other] == norms[chain])
+        alike = (other for other in near if all(map(np.array_equal, chains[other], leaves)))
+        first.append(next(alike, chain))
+    return first
 
 
 def _pick(leaves: Leaves, places: list[tuple[int, int]]) -> list[float]:

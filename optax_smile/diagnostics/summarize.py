@@ -1,21 +1,233 @@
-"""Judge a run."""
+"""Judge a run: `summary`, its result and how it is printed."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+import html
+import textwrap
 
 import numpy as np
+from numpy.typing import ArrayLike
 
-from optax_smile import _check, _trace
+from optax_smile import _check, _table, _trace
 from optax_smile.diagnostics import statistics
-from optax_smile.diagnostics.findings import Run, copy_of, fits_energies, judge, nominal_rate
+from optax_smile.diagnostics.findings import (
+    GOOD_RHATS,
+    LEAST_DRAWS_JUDGED,
+    Check,
+    Run,
+    chooser,
+    copy_of,
+    judge,
+    median_of,
+    nominal_rate,
+    share_above,
+)
 from optax_smile.diagnostics.paths import relative, walk
-from optax_smile.diagnostics.results import Summary
 from optax_smile.diagnostics.statistics import LEAST_DRAWS, LEAST_DRAWS_WITHIN
 from optax_smile.draws._checks import PREDICTION, log_density_of
 from optax_smile.draws.prediction import Prediction
-from optax_smile.draws.snapshots import Snapshots, StoredSnapshots
+from optax_smile.draws.snapshots import Snapshots, Stopping, StoredSnapshots
+
+COLD = "a cold posterior, narrower than the Bayesian one"
+# Findings that `repr` shows, and characters of each.
+MOST_SHOWN, LONGEST_SHOWN = 4, 100
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Summary:
+    """Statistics of a run, NaN where unknown; `print(summary)` shows them with the findings.
+
+    Attributes:
+        num_draws: number of draws per chain.
+        of: what R-hat is computed on: `"predictions"` or `"weights"`.
+        first_step_size: step size at the first tick, `[chain]`.
+        last_step_size: step size at the last tick, `[chain]`.
+        step_size_trend: step size at the end of the draws / near their beginning, `[chain]`.
+        rejection_rate: rejected steps per gradient among the draws, `[chain]`.
+        nominal_rate: this rate for a perfect fit with the given `reject_quantile`; NaN without
+            one.
+        energy_distance: Kolmogorov-Smirnov distance of the energy errors of the draws from the
+            Gamma distribution fitted to them, 0 to 1, `[chain]`; NaN if the sampler fits none.
+        num_nonfinite: number of gradients or values that were not finite, `[chain]`.
+        temperature: temperature of the posterior, 1 for Bayes, `[chain]`.
+        travelled: distance of the last draw from the start / norm of the start, `[chain]`; for a
+            start at 0 see `travel`.
+        copy_of: the first chain with equal draws, bit for bit, `[chain]`; its own number if there
+            is none before it. Copies count once in `rhat_across`, `ess` and `mcse`.
+        rhat_within: R-hat of the quarters of one chain, `[chain, point]`, for single predictions or
+            weights.
+        rhat_across: R-hat of all chains for single predictions, `[point]`; empty without them.
+        ess: effective sample size of all chains for single predictions, `[point]`; empty without
+            them.
+        chain_lppd: log pointwise predictive density of each single chain, nats, `[chain]`.
+        lppd: the same for all chains together.
+        mcse: Monte Carlo standard error of `lppd`.
+        checks: all tests for which there was enough information, passed or not.
+        findings: the tests that failed.
+        stopping: result of the stopping rule of the run; None without a rule.
+    """
+
+    num_draws: int
+    of: str
+    first_step_size: np.ndarray
+    last_step_size: np.ndarray
+    step_size_trend: np.ndarray
+    rejection_rate: np.ndarray
+    nominal_rate: float
+    energy_distance: np.ndarray
+    num_nonfinite: np.ndarray
+    temperature: np.ndarray
+    travelled: np.ndarray
+    copy_of: np.ndarray
+    rhat_within: np.ndarray
+    rhat_across: np.ndarray
+    ess: np.ndarray
+    chain_lppd: np.ndarray
+    lppd: float
+    mcse: float
+    checks: tuple[Check, ...] = ()
+    stopping: Stopping | None = None
+
+    @property
+    def findings(self) -> tuple[Check, ...]:
+        """The tests that failed."""
+        return tuple(check for check in self.checks if not check.passed)
+
+    def __str__(self) -> str:
+        table = _table.aligned(self._columns())
+        return "\n".join([*table, "", *self._notes(), "", *self._judgement()])
+
+    def __repr__(self) -> str:
+        return _table.described(self._title(), self._rows())
+
+    def _repr_html_(self) -> str:
+        columns = self._columns()
+        table = _table.in_html(zip(*columns.values(), strict=True), head=columns)
+        texts = (html.escape("\n".join(part)) for part in (self._notes(), self._judgement()))
+        notes, judgement = (f'<p style="white-space: pre-line">{text}</p>' for text in texts)
+        return f"<p><b>{html.escape(self._title())}</b></p>{table}{judgement}{notes}"
+
+    def _title(self) -> str:
+        chains = _table.counted(len(self.step_size_trend), "chain")
+        return f"Summary: {chains} of {_table.counted(self.num_draws, 'draw')}"
+
+    def _rows(self) -> dict[str, str]:
+        """Return what matters most, and the findings without advice."""
+        rhats = [median_of(rhats) for rhats in (self.rhat_within, self.rhat_across)]
+        error = "" if np.isnan(self.mcse) else f", Monte Carlo standard error {self.mcse:.2g}"
+        rows = {"LPPD": f"{self.lppd:.5g}{error}"} if not np.isnan(self.lppd) else {}
+        if not np.all(np.isnan(rhats)):
+            within, across = (_figure(rhat, ".2f") for rhat in rhats)
+            rows["R-hat"] = f"median {within} within chains, {across} across"
+        judgement = [line for line in self._judgement() if line]
+        shown = judgement[:MOST_SHOWN]
+        for number, line in enumerate(shown, 1):
+            line = textwrap.shorten(line.splitlines()[0], LONGEST_SHOWN, placeholder=" ...")
+            rows[f"finding {number}" if self.findings else "findings"] = line
+        if self.findings:
+            more = _table.counted(len(judgement) - len(shown), "more finding")
+            more = f"{more}, and " * (judgement != shown)
+            rows["print it"] = f"for {more}advice"
+        return rows
+
+    def _columns(self) -> dict[str, list[str]]:
+        def column(values: ArrayLike, form: str, overall: float = np.nan) -> list[str]:
+            return [_figure(value, form) for value in (*np.asarray(values), overall)]
+
+        first, last = column(self.first_step_size, ".2g"), column(self.last_step_size, ".2g")
+        steps = [x if x == "-" else f"{x} -> {y}" for x, y in zip(first, last, strict=True)]
+        rhats = [median_of(chain) for chain in self.rhat_within]
+        rate = self.rejection_rate / (self.nominal_rate if self.nominal_rate > 0 else 1)
+        rejects = self.nominal_rate > 0 or (self.rejection_rate > 0).any()
+        columns = {
+            "chain": [*map(str, range(len(first) - 1)), "all"],
+            "step size": steps,
+            "trend": column(self.step_size_trend, ".2f"),
+            "rejections": column(rate, ".2g") if rejects else ["-"],
+            "non-finite": column(self.num_nonfinite, ".0f"),
+            "travelled": column(self.travelled, ".2g"),
+            "R-hat": column(rhats, ".2f", median_of(self.rhat_across)),
+            "LPPD": column(self.chain_lppd, ".5g", self.lppd),
+        }
+        return {head: cells for head, cells in columns.items() if set(cells) != {"-"}}
+
+    def _notes(self) -> list[str]:
+        num_draws, columns = self.num_draws, self._columns()
+        notes = [f"chains: {len(self.copy_of)}, draws of each: {num_draws}"]
+        if self.stopping is not None:
+            notes.append(str(self.stopping))
+        if np.any(self.temperature < 1):
+            notes.append(f"temperature {np.nanmin(self.temperature):.3g}: {COLD}")
+        of = f" / the nominal {self.nominal_rate:.2g}" if self.nominal_rate > 0 else ""
+        meanings = {
+            "step size": "at the first record of the run -> at the last draw",
+            "trend": "step size at the end of the draws / near their beginning",
+            "rejections": f"rejected steps per gradient{of}",
+        }
+        notes += [f"{head}: {text}" for head, text in meanings.items() if head in columns]
+        if not np.isnan(self.energy_distance).all():
+            distance = f"distance {np.nanmax(self.energy_distance):.2g}"
+            notes.append(f"energy errors: {distance} from the Gamma fit (Kolmogorov-Smirnov)")
+        if "travelled" in columns:
+            notes.append("travelled: distance of the last draw from the start / norm of the start")
+        if num_draws < LEAST_DRAWS_WITHIN:
+            notes.append(f"R-hat within a chain needs {LEAST_DRAWS_WITHIN} draws.")
+        else:
+            parts = "the quarters of a chain, or all chains"
+            notes.append(f"R-hat: compares {parts}; median over the {self.of}")
+            notes.append(f"  within chains {_shares(self.rhat_within)}")
+        if self.rhat_across.size:
+            notes.append(f"  across chains (all) {_shares(self.rhat_across)}")
+        if self.ess.size:
+            size, error = _figure(median_of(self.ess), ".0f"), _figure(self.mcse, ".2g")
+            number = len(np.unique(self.copy_of)) * num_draws
+            notes.append(f"ESS: {size} of {number} draws, median over the predictions")
+            notes.append(f"Monte Carlo standard error of the LPPD (all): {error}")
+        if self.of == "weights":
+            notes.append("Predictions matter more than weights. To get their R-hat, ESS and LPPD,")
+            notes.append('pass the result of `predict(..., per="draw", targets=...)`.')
+        return notes
+
+    def _judgement(self) -> list[str]:
+        if not self.findings:
+            seen = " in weights and trace" if self.of == "weights" else ""
+            return [f"Nothing looks wrong{seen}{self._reservation()}."]
+        named = [name_chains(x.chains, len(self.copy_of)).capitalize() for x in self.findings]
+        return [
+            f"{name}: {x.kind}: {x.text}\n  Try: {x.advice}"
+            for name, x in zip(named, self.findings, strict=True)
+        ]
+
+    def _reservation(self) -> str:
+        """Return a reservation about a run without findings."""
+        if self.num_draws < LEAST_DRAWS_JUDGED:
+            few = f"fewer than {LEAST_DRAWS_JUDGED} draws per chain"
+            return f", but that is hard to tell from {few}"
+        bound = GOOD_RHATS[-1]
+        shares = {"within": share_above(self.rhat_within), "across": share_above(self.rhat_across)}
+        above = [f"{share:.0%} of the R-hats {x}" for x, share in shares.items() if share >= 0.005]
+        if not above:
+            return ""
+        apart = ", which for weights may be harmless" * (self.of == "weights")
+        return f", but {' and '.join(above)} chains are above {bound}{apart}"
+
+
+def _figure(value: float, form: str = ".3g") -> str:
+    return "-" if np.isnan(value) else format(value, form)
+
+
+def _shares(rhats: np.ndarray) -> str:
+    known = rhats[~np.isnan(rhats)]
+    parts = [f"{np.mean(known < bound):.0%} below {bound}" for bound in GOOD_RHATS]
+    return ", ".join(parts) if known.size else "all unknown"
+
+
+def name_chains(chains: tuple[int, ...], num_chains: int) -> str:
+    """Name chains in a sentence."""
+    if len(chains) == num_chains > 1:
+        return f"all {num_chains} chains"
+    return f"chain{'s' * (len(chains) > 1)} {', '.join(map(str, chains))}"
 
 
 @_check.arguments(
@@ -78,48 +290,60 @@ def summary(
         >>> optax_smile.diagnostics.summary(draws).findings
         ()
     """
-    num_draws, paths = snapshots.num_draws, walk(snapshots, max_inputs, seed)
-    trace, settings = snapshots.trace, snapshots.settings or {}
-    seen = _trace.of_draws(trace, num_draws)
-    unknown, values, density = np.full(snapshots.num_chains, np.nan), None, None
-    figures: dict[str, Any] = {field.name: unknown for field in dataclasses.fields(Summary)}
-    figures |= {"num_draws": num_draws, "of": "weights", "lppd": np.nan, "mcse": np.nan}
-    figures |= {"rhat_within": unknown[:, None], "rhat_across": np.empty(0), "ess": np.empty(0)}
-    figures |= {"nominal_rate": nominal_rate(settings), "checks": ()}
-    figures |= {"stopping": snapshots.stopping}
+    num_draws, settings = snapshots.num_draws, snapshots.settings or {}
+    paths, unknown = walk(snapshots, max_inputs, seed), np.full(snapshots.num_chains, np.nan)
+    of_draws = _trace.of_draws(snapshots.trace, num_draws)
+    trace = {name: np.asarray(values, float) for name, values in of_draws.items()}
+    first_step_size = trend = rejections = distance = chain_lppd = unknown
     if trace:
-        figures |= {
-            "first_step_size": np.asarray(trace["step_size"], float)[:, 0],
-            "last_step_size": np.asarray(seen["step_size"], float)[:, -1],
-            "step_size_trend": statistics.step_size_trend(seen),
-            "rejection_rate": statistics.rejection_rate(seen),
-            "num_nonfinite": np.asarray(seen["num_nonfinite"], float)[:, -1],
-        }
-        if "temperature" in seen:
-            figures["temperature"] = np.asarray(seen["temperature"], float)[:, -1]
-        if fits_energies(settings):
-            figures["energy_distance"] = statistics.energy_fit(seen).distance
-    figures["copy_of"] = copies = copy_of(paths)
-    figures["travelled"] = relative(paths)[:, -1]
+        first_step_size = np.asarray(snapshots.trace["step_size"], float)[:, 0]
+        trend, rejections = statistics.step_size_trend(trace), statistics.rejection_rate(trace)
+        if settings.get("reject_quantile") is not None or chooser(settings) == "quantile_tuner":
+            distance = statistics.energy_fit(trace).distance
+    copies = copy_of(paths)
+    values = density = None
+    lppd = mcse = np.nan
+    rhat_within, rhat_across, sizes = unknown[:, None], np.empty(0), np.empty(0)
     if prediction is not None:
         density = log_density_of("summary", snapshots, prediction)
         values = _scalars(prediction, density, max_inputs, seed)
         by_chain = statistics.log_mean_exp(density, (1,))
+        chain_lppd = by_chain.mean(axis=1)
         lppd = float(statistics.log_mean_exp(by_chain, (0,)).mean())
-        figures |= {"of": "predictions", "chain_lppd": by_chain.mean(axis=1), "lppd": lppd}
+        own = np.unique(copies)
         if num_draws >= LEAST_DRAWS:
-            own = np.unique(copies)
-            figures["ess"] = statistics.ess(values[own])
-            figures["mcse"] = statistics.mcse_lppd(density[own]) if np.isfinite(lppd) else np.nan
+            sizes = statistics.ess(values[own])
+            mcse = statistics.mcse_lppd(density[own]) if np.isfinite(lppd) else np.nan
             if len(own) > 1:
-                figures["rhat_across"] = statistics.rhat(values[own])
+                rhat_across = statistics.rhat(values[own])
     series = paths.weights if values is None else values
     if num_draws >= LEAST_DRAWS_WITHIN and series.shape[2]:
-        figures["rhat_within"] = statistics.rhat_within(series)
-    found = Summary(**figures)
+        rhat_within = statistics.rhat_within(series)
+    run = Run(paths, settings, trace, values, density, copies, first_step_size, rhat_within)
     with np.errstate(divide="ignore", invalid="ignore"):
-        checks = judge(found, Run(paths, settings, seen, values, density))
-    return dataclasses.replace(found, checks=tuple(checks))
+        checks = judge(run)
+    return Summary(
+        num_draws=num_draws,
+        of="weights" if values is None else "predictions",
+        first_step_size=first_step_size,
+        last_step_size=trace["step_size"][:, -1] if trace else unknown,
+        step_size_trend=trend,
+        rejection_rate=rejections,
+        nominal_rate=nominal_rate(settings),
+        energy_distance=distance,
+        num_nonfinite=trace["num_nonfinite"][:, -1] if trace else unknown,
+        temperature=trace["temperature"][:, -1] if "temperature" in trace else unknown,
+        travelled=relative(paths)[:, -1],
+        copy_of=copies,
+        rhat_within=rhat_within,
+        rhat_across=rhat_across,
+        ess=sizes,
+        chain_lppd=chain_lppd,
+        lppd=lppd,
+        mcse=mcse,
+        checks=checks,
+        stopping=snapshots.stopping,
+    )
 
 
 def _scalars(prediction: Prediction, density: np.ndarray, max_inputs: int, seed: int) -> np.ndarray:

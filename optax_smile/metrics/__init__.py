@@ -20,8 +20,15 @@ from optax_smile.metrics.classification import (
     reliability,
     risk_coverage,
 )
-from optax_smile.metrics.densities import lppd, perplexity
-from optax_smile.metrics.regression import coverage, crps, interval, interval_width, rmse
+from optax_smile.metrics.densities import (
+    coverage,
+    crps,
+    interval,
+    interval_width,
+    lppd,
+    perplexity,
+    rmse,
+)
 
 __all__ = [
     "Reliability",

@@ -16,10 +16,15 @@ Example:
     True
 """
 
-from optax_smile.plots.images import examples
-from optax_smile.plots.paths import chain_paths
-from optax_smile.plots.predictions import entropy, lppd, regression_band, reliability, risk_coverage
-from optax_smile.plots.run import energy_error, rejections, step_size
+from optax_smile.plots.predictions import (
+    entropy,
+    examples,
+    lppd,
+    regression_band,
+    reliability,
+    risk_coverage,
+)
+from optax_smile.plots.run import chain_paths, energy_error, rejections, step_size
 from optax_smile.plots.searches import (
     learning_coefficient,
     precision_search,

@@ -107,11 +107,11 @@ def add_legend(ax: "Axes"):
     )
 
 
-def count_gradients(ax: "Axes"):
-    """Set up the horizontal axis of plots of a trace."""
-    ax.set_xlabel("gradients per chain")
+def count_along(ax: "Axes", what: str):
+    """Set up a horizontal axis that counts gradients or draws: its ticks are integers."""
+    ax.set_xlabel(what)
     ax.xaxis.set_major_formatter("{x:,.0f}")
-    ax.locator_params(axis="x", nbins=6)
+    ax.locator_params(axis="x", nbins=6, integer=True, min_n_ticks=1)
     ax.margins(x=0.02)
 
 

@@ -1,14 +1,17 @@
-"""Plots of a run: step size, energy error, rejected steps."""
+"""Plots of a run: step size, energy error, rejected steps, paths of the chains."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+import jax
 import numpy as np
 from numpy.typing import ArrayLike
 
 from optax_smile import _check, _trace
+from optax_smile._types import Tree
+from optax_smile.draws.snapshots import Snapshots
 from optax_smile.plots._axes import (
     AXES,
     BAND_ALPHA,
@@ -17,9 +20,10 @@ from optax_smile.plots._axes import (
     PALETTE,
     add_legend,
     chain_style,
-    count_gradients,
+    count_along,
     dot_if_single,
     open_axes,
+    pick_colors,
     split_windows,
 )
 
@@ -32,6 +36,10 @@ LEAST_VALUES = 20
 LEAST_EVENTS = 5
 # More dots would be indistinguishable in one plot.
 MOST_DOTS = 5_000
+# Number of coordinates held in float64 at a time.
+COLUMNS_AT_A_TIME = 1 << 16
+# Fraction of the variance below which a direction consists of float64 rounding errors.
+RANK_TOLERANCE = 1e-12
 
 
 class _Share(_check.Real):
@@ -79,7 +87,7 @@ def step_size(trace: Mapping[str, ArrayLike], *, ax: Axes | None = None) -> Axes
     else:
         ax.set_ylim(0, 1.1 * known.max() if known.size else 1)
     ax.set(title="Step size", ylabel="step size")
-    count_gradients(ax)
+    count_along(ax, "gradients per chain")
     add_legend(ax)
     return ax
 
@@ -118,7 +126,7 @@ def energy_error(trace: Mapping[str, ArrayLike], *, ax: Axes | None = None) -> A
     error = np.where(np.isfinite(change), np.abs(change), np.nan)
     ax = open_axes(ax)
     ax.set(title="Energy error of the steps", ylabel="|energy change| (nats)")
-    count_gradients(ax)
+    count_along(ax, "gradients per chain")
     if np.isnan(error).all():
         text = "no energy: the loop passed no value"
         ax.text(0.5, 0.5, text, transform=ax.transAxes, ha="center", va="center", wrap=True)
@@ -226,6 +234,114 @@ def rejections(
     title = f"Rejections: {total:,.0f} steps rejected, {overall:.2g} per gradient"
     broken = f"\n{num_nonfinite:,.0f} non-finite gradients or values" if num_nonfinite else ""
     ax.set(title=title + broken, ylabel="rejected steps per gradient")
-    count_gradients(ax)
+    count_along(ax, "gradients per chain")
+    add_legend(ax)
+    return ax
+
+
+def _matrices(argument: str, tree: Tree, num_points: int) -> list[np.ndarray]:
+    """Return the leaves of a tree as `[point, column]`, finite."""
+    matrices = []
+    for path, leaf in jax.tree.leaves_with_path(tree):
+        if not np.isfinite(leaf).all():
+            name = jax.tree_util.keystr(path) or "the array"
+            _check.fail("plots.chain_paths", argument, "finite", f"NaN or inf in {name}")
+        matrices.append(np.asarray(leaf).reshape(num_points, -1))
+    return matrices
+
+
+def _principal_plane(matrices: list[np.ndarray], num_draws: int) -> tuple[np.ndarray, np.ndarray]:
+    """Project all points on the first two principal axes of the draws; return variance shares too.
+
+    With `X` the centred draws and `X X^T = U diag(l) U^T`, the coordinates are `U sqrt(l)`; those
+    of another point `x` are `x X^T U / sqrt(l)`. In few dimensions it uses the smaller `X^T X`.
+    """
+    blocks = [
+        rows[:, first : first + COLUMNS_AT_A_TIME]
+        for rows in matrices
+        for first in range(0, rows.shape[1], COLUMNS_AT_A_TIME)
+    ]
+    centred = (block.astype(float) - block[:num_draws].astype(float).mean(0) for block in blocks)
+    if sum(block.shape[1] for block in blocks) > num_draws:
+        products = sum((block @ block[:num_draws].T for block in centred), start=np.zeros(()))
+        square = products[:num_draws]
+        values, vectors = np.linalg.eigh(square)
+        scale = np.sqrt(np.maximum(values, 0))
+    else:
+        products = np.concatenate(list(centred), axis=1)
+        square = products[:num_draws].T @ products[:num_draws]
+        values, vectors = np.linalg.eigh(square)
+        scale = np.ones_like(values)
+    total = np.trace(square)
+    places, shares = np.zeros((len(products), 2)), np.zeros(2)
+    spread = [at for at in (-1, -2)[: len(values)] if values[at] > RANK_TOLERANCE * total]
+    for axis, at in enumerate(spread):
+        places[:, axis] = products @ (vectors[:, at] / scale[at])
+        shares[axis] = values[at] / total
+    return places, shares
+
+
+@_check.arguments("plots.chain_paths", params=_check.Tree(), start=_check.Tree() | None, ax=AXES)
+def chain_paths(params: Tree, *, start: Tree = None, ax: Axes | None = None) -> Axes:
+    """Plot the paths of the chains in the plane in which the draws vary most.
+
+    Overlapping paths explore the same region. Separate clouds are different modes, the reason to
+    run several chains. A path that still moves in one direction has not reached equilibrium.
+    Distances are Euclidean and projected; check the shares of variance before you rely on them.
+
+    Args:
+        params: draws `[chain, draw, dimension]`, or a tree of arrays `[chain, draw, ...]`, such as
+            the `params` of what `sample` returns; all leaves count.
+        start: initial parameters of the chains, such as `warmstart` returns: like `params` without
+            the draw axis. The start does not affect the plane.
+        ax: where to draw; None makes a new figure.
+
+    Returns:
+        The axes: a coloured path per chain, with a cross at its start (its first draw without
+        `start`) and a dot at its end. Axis labels give the share of the variance of all draws.
+
+    Raises:
+        ValueError: leading axes that disagree, an empty axis, NaN or inf, or a `start` that does
+            not match the draws.
+        ImportError: matplotlib is not installed.
+
+    Cost: with n draws in total and d dimensions, time n * d * min(n, d) and memory min(n, d)^2
+        plus one copy of the draws: thin them to a few thousand.
+
+    Example:
+        >>> import numpy as np
+        >>> from matplotlib.figure import Figure
+        >>> ax = chain_paths(np.eye(3)[None] * [2, 1, 0], ax=Figure().subplots())
+        >>> ax.get_xlabel()
+        'first principal axis (86.1 % of variance)'
+
+    Source: principal components of the draws, as Li et al. 2018 draw paths of training.
+    """
+    with _check.called("plots.chain_paths", "Snapshots"):
+        draws = Snapshots(params, start=start)
+    num_chains, num_points = draws.num_chains, len(draws)
+    matrices = _matrices("params", params, num_points)
+    if not sum(rows.shape[1] for rows in matrices):
+        _check.fail("plots.chain_paths", "params", "of at least one dimension", "none")
+    if start is not None:
+        pairs = zip(matrices, _matrices("start", start, num_chains), strict=True)
+        matrices = [np.concatenate(pair) for pair in pairs]
+    places, shares = _principal_plane(matrices, num_points)
+    paths = places[:num_points].reshape(num_chains, -1, 2)
+    begins = paths[:, 0] if start is None else places[num_points:]
+    ax = open_axes(ax)
+    named = num_chains <= MOST_NAMED_CHAINS
+    for chain, color in enumerate(pick_colors(num_chains)):
+        label = f"chain {chain}" if named else None
+        way = paths[chain] if start is None else np.vstack([begins[chain], paths[chain]])
+        ax.plot(*way.T, "-", color=color, lw=0.9, alpha=0.6, label=label)
+        size = 8 if named else 5
+        ax.plot(*begins[chain], "x", color=color, ms=size, mew=size / 4, zorder=3)
+        ax.plot(*paths[chain, -1], "o", color=color, ms=size, mec="white", mew=0.8, zorder=3)
+    ax.plot([], [], "x", color="0.3", label="start" if start is not None else "first draw")
+    ax.plot([], [], "o", color="0.3", label="last draw")
+    first, second = (f"principal axis ({100 * share:.1f} % of variance)" for share in shares)
+    ax.set(title="Paths of the chains", xlabel=f"first {first}", ylabel=f"second {second}")
+    ax.set_aspect("equal", adjustable="datalim")
     add_legend(ax)
     return ax

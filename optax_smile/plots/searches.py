@@ -13,6 +13,8 @@ from optax_smile.plots._axes import (
     PALETTE,
     add_legend,
     chain_style,
+    count_along,
+    dot_if_single,
     open_axes,
     pick_colors,
     returned_by,
@@ -120,10 +122,13 @@ def stopping(stopping: Stopping, *, ax: Axes | None = None) -> Axes:
     ax = open_axes(ax)
     draws = stopping.num_draws
     ax.plot(draws, stopping.log_e_value, "o-", color=PALETTE[0], label="log e-value")
-    ax.plot(draws, stopping.log_threshold, "--", color="0.5", label=f"alpha {stopping.alpha:g}")
+    label = f"threshold, alpha {stopping.alpha:g}"
+    style = {"color": "0.5", "label": label, **dot_if_single(len(draws))}
+    ax.plot(draws, stopping.log_threshold, "--", **style)
     gain = f", LPPD {stopping.start_lppd:.4g} to {stopping.lppd[-1]:.4g}" if len(draws) else ""
-    ax.set(title=f"{'Stopped' if stopping.has_stopped else 'Not stopped'}{gain}")
-    ax.set(xlabel="draws per chain", ylabel="evidence (nats)")
+    verdict = "Stopped" if stopping.has_stopped else "Not stopped"
+    ax.set(title=f"{verdict}{gain}", ylabel="evidence (nats)")
+    count_along(ax, "draws per chain")
     add_legend(ax)
     return ax
 
@@ -197,6 +202,7 @@ def learning_coefficient(found: LearningCoefficient, *, ax: Axes | None = None) 
     ax.axhspan(found.llc - error, found.llc + error, color="0.5", alpha=0.4, zorder=3)
     ax.axhline(found.llc, color="k", lw=1, zorder=3, label="llc")
     ax.set(title=f"Learning coefficient {found.llc:.4g} +- {found.standard_error:.2g}")
-    ax.set(xlabel="draw", ylabel="n beta (L - L(w))")
+    ax.set(ylabel="n beta (L - L(w))")
+    count_along(ax, "draw")
     add_legend(ax)
     return ax

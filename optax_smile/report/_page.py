@@ -1,29 +1,38 @@
-"""The page of a report."""
+"""The page of a report and its plots."""
 
 from __future__ import annotations
 
-import glob
+import base64
 import html
+import io
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
 
-import jax
 import numpy as np
 
-from optax_smile import _check, _disk, _settings, _table, diagnostics
+from optax_smile import _check, _disk, _settings, _table, diagnostics, plots
 from optax_smile._types import Tree
 from optax_smile.diagnostics.findings import ADVICE
-from optax_smile.draws import _format
-from optax_smile.draws.snapshots import StoredSnapshots
+from optax_smile.diagnostics.summarize import name_chains
+from optax_smile.draws.snapshots import StoredSnapshots, load_snapshots
 from optax_smile.metrics.classification import NUM_BINS
-from optax_smile.report import _pictures
-from optax_smile.report._pictures import marked
-from optax_smile.report._predictions import BETTER, FILE, Stored
+from optax_smile.plots._axes import add_legend, chain_style, count_along
+from optax_smile.report._predictions import BETTER, FILE, Stored, classes, labelled
 
-# Number of parameters kept in memory to plot the paths of the chains; 512 MiB in float32.
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# How to read a plot, and what draws it, `draw(ax=...)`.
+Picture: TypeAlias = tuple[str, Callable[..., object]]
+# Inches of a plot and dots per inch: labels are readable on a screen of 400 pixels.
+SIZE, DENSITY = (4.8, 4.0), 230
+# Number of parameters in memory to plot the paths of the chains; 512 MiB in float32.
 MOST_PARAMETERS = 1 << 27
 # Findings that mean the draws are not from the posterior; the others deserve a look.
 TROUBLE = {"copies", "altered", "not finite", "diverged", "frozen", "still on its way"}
@@ -45,13 +54,7 @@ table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 th, td { padding: .25em .8em; border-bottom: 1px solid #ddd; text-align: right;
          white-space: nowrap; }
 th:first-child, td:first-child { text-align: left; padding-left: 0; }
-.wide { overflow-x: auto; margin: .5em 0; background-repeat: no-repeat; background-color: #fff;
-        /* A shadow at an edge shows that there is more to scroll to. */
-        background-image: linear-gradient(90deg, #fff, #fff), linear-gradient(90deg, #fff, #fff),
-          linear-gradient(90deg, #999, #fff0), linear-gradient(270deg, #999, #fff0);
-        background-size: 24px 100%, 24px 100%, 10px 100%, 10px 100%;
-        background-position: 0 0, 100% 0, 0 0, 100% 0;
-        background-attachment: local, local, scroll, scroll; }
+.wide { overflow-x: auto; margin: .5em 0; }
 .hint { display: none; }
 dl { display: grid; grid-template-columns: max-content minmax(0, 1fr); gap: .1em 1em; }
 dt { color: #666; } dd { margin: 0; }
@@ -102,7 +105,7 @@ def write(
         ImportError: matplotlib or arviz is not installed.
         OSError: a file that cannot be read or written.
 
-    Cost: reads each draw once; keeps only the few draws that the plot of the paths needs.
+    Cost: reads each draw once, and again those for the plot of the paths, at most 512 MiB.
 
     Example:
         As `python -m optax_smile.report run`::
@@ -113,14 +116,17 @@ def write(
     output = directory / "report.html" if output is None else Path(output)
     if output.suffix not in (".html", ".htm"):
         _check.fail(where, "output", "a path that ends in .html or .htm", output)
-    snapshots = _ReadOnce(directory, _format.read_manifest(where, directory), None, False)
+    with _check.called(where, "load_snapshots"):
+        snapshots = load_snapshots(directory)
     if not snapshots.num_draws:
         _check.fail(where, "directory", "a directory with draws", directory)
     stored = [Stored(file) for file in sorted(directory.glob(FILE.format("*")))]
-    title = html.escape(title or _title(snapshots))
+    sampler: Mapping = snapshots.settings or {"name": "a sampler"}
+    name, sentence = _described(snapshots, sampler["name"])
+    title = html.escape(title or name)
     parts = [
-        f"<h1>{title}</h1>",
-        *_head(snapshots),
+        f"<h1>{title}</h1><p>{html.escape(sentence)}</p>",
+        *_facts(snapshots, sampler),
         *_scores(stored),
         *_chains(snapshots, stored),
         *_predictions(stored),
@@ -134,75 +140,47 @@ def write(
         + "</body></html>"
     )
     output.parent.mkdir(parents=True, exist_ok=True)
-    _remove_drafts(output)
     _disk.write(output, page.encode(errors="replace"))
     return output
 
 
-def _remove_drafts(output: Path):
-    """Remove the temporary files that killed reports left behind."""
-    for draft in output.parent.glob(f".{glob.escape(output.name)}.*"):
-        if draft.suffix[1:].isdigit():
-            draft.unlink(missing_ok=True)
+def _described(snapshots: StoredSnapshots, sampler: str) -> tuple[str, str]:
+    """Return a title and a sentence that say which draws these are."""
+    counted, settings = _table.counted, snapshots.manifest["settings"]
+    draws, size = counted(snapshots.num_draws, "draw"), counted(_size(snapshots), "parameter")
+    if snapshots.subset is not None:
+        source = snapshots.manifest["subset"]["of"]["directory"]
+        place = f" in {source}" if source and Path(source).is_dir() else ""
+        chosen = f"a subset chosen on held-out data from a run{place}"
+        return f"{sampler}: a subset of {draws}", f"{draws} of {sampler}, {size}: {chosen}."
+    chains, steps = counted(snapshots.num_chains, "chain"), ""
+    if "thin" in settings:
+        thin, warmup = (counted(settings.get(x, 0), "step") for x in ("thin", "num_warmup"))
+        steps = f" One draw every {thin}, after {warmup} of warm-up."
+    sentence = f"{chains} of {sampler}, {draws} each, {size}.{steps}"
+    return f"{sampler}: {chains} of {draws}", sentence
 
 
-class _ReadOnce(StoredSnapshots):
-    """Draws on disk; iterating over them keeps a few in memory, as `kept`."""
-
-    @property
-    def size(self) -> int:
-        """Number of parameters of a chain."""
-        return sum(int(np.prod(leaf.shape)) for leaf in self.leaves)
-
-    def __iter__(self) -> Iterator[Tree]:
-        every, kept = -(-len(self) * self.size // MOST_PARAMETERS), []
-        for number, params in enumerate(super().__iter__()):
-            # Always keep the last draw.
-            if (self.num_draws - 1 - number // self.num_chains) % every == 0:
-                kept.append(params)
-            yield params
-
-        def by_chain(*leaves):
-            by_draw = np.stack(leaves).reshape(-1, self.num_chains, *leaves[0].shape)
-            return by_draw.swapaxes(0, 1)
-
-        self.kept = jax.tree.map(by_chain, *kept)
-
-
-def _sampler(snapshots: _ReadOnce) -> Mapping:
-    """Return the known part of the sampler's name and arguments."""
-    return snapshots.settings or {"name": "a sampler"}
-
-
-def _title(snapshots: _ReadOnce) -> str:
-    chains, draws = _size(snapshots)
-    size = f"{chains} of {draws}" if snapshots.subset is None else f"a subset of {draws}"
-    return f"{_sampler(snapshots)['name']}: {size}"
-
-
-def _size(snapshots: _ReadOnce) -> tuple[str, str]:
-    counted = _table.counted
-    return counted(snapshots.num_chains, "chain"), counted(snapshots.num_draws, "draw")
-
-
-def _head(snapshots: _ReadOnce) -> Iterator[str]:
+def _facts(snapshots: StoredSnapshots, sampler: Mapping) -> Iterator[str]:
     manifest = snapshots.manifest
-    settings, sampler = manifest["settings"], _sampler(snapshots)
-    size = _table.counted(snapshots.size, "parameter")
-    yield f"<p>{_drawn(snapshots, html.escape(sampler['name']), size)}</p>"
-    seeds = {"sample": settings.get("key"), sampler["name"]: sampler.get("key")}
+    seeds = {"sample": manifest["settings"].get("key"), sampler["name"]: sampler.get("key")}
     known = {name: _seed(key) for name, key in seeds.items()}
-    facts: dict[str, str] = {}
-    facts["seed"] = ", ".join(f"{x} ({name})" for name, x in known.items() if x is not None)
-    facts["data"] = _data(manifest["data"], sampler.get("num_data"))
-    versions = manifest["versions"].items()
-    facts["libraries"] = ", ".join(f"{name} {version}" for name, version in versions)
-    facts["directory"] = str(snapshots.directory)
-    facts["stopping"] = str(snapshots.stopping or "")
-    shown = {name: html.escape(text) for name, text in facts.items() if text}
+    facts = {
+        "seed": ", ".join(f"{x} ({name})" for name, x in known.items() if x is not None),
+        "data": _data(manifest["data"], sampler.get("num_data")),
+        "libraries": ", ".join(f"{name} {x}" for name, x in manifest["versions"].items()),
+        "directory": str(snapshots.directory),
+        "stopping": str(snapshots.stopping or ""),
+    }
     if not _settings.are_posterior(sampler):
         yield f"<p><b>{NO_POSTERIOR}</b></p>"
-    yield f"<dl>{''.join(f'<dt>{name}</dt><dd>{text}</dd>' for name, text in shown.items())}</dl>"
+    shown = (f"<dt>{x}</dt><dd>{html.escape(text)}</dd>" for x, text in facts.items() if text)
+    yield f"<dl>{''.join(shown)}</dl>"
+
+
+def _size(snapshots: StoredSnapshots) -> int:
+    """Return the number of parameters of a chain."""
+    return sum(math.prod(leaf.shape) for leaf in snapshots.leaves)
 
 
 def _seed(key: object) -> int | None:
@@ -227,21 +205,6 @@ def _data(described: Mapping, num_data: object) -> str:
     return " in ".join(parts)
 
 
-def _drawn(snapshots: _ReadOnce, sampler: str, size: str) -> str:
-    """Say which draws these are."""
-    (chains, draws), settings = _size(snapshots), snapshots.manifest["settings"]
-    if snapshots.subset is not None:
-        source = snapshots.manifest["subset"]["of"]["directory"]
-        place = f" in {html.escape(source)}" if source and Path(source).is_dir() else ""
-        return f"{draws} of {sampler}, {size}: a subset chosen on held-out data from a run{place}."
-    steps = ""
-    if "thin" in settings:
-        apart = _table.counted(settings["thin"], "step")
-        warmup = _table.counted(settings.get("num_warmup", 0), "step")
-        steps = f" One draw every {apart}, after {warmup} of warm-up."
-    return f"{chains} of {sampler}, {draws} each, {size}.{steps}"
-
-
 def _scores(stored: list[Stored]) -> Iterator[str]:
     yield "<h2>Scores</h2>"
     scored = [each for each in stored if each.scores]
@@ -252,26 +215,17 @@ def _scores(stored: list[Stored]) -> Iterator[str]:
         )
         return
     names = list(dict.fromkeys(name for each in scored for name in each.scores))
-    rows = [
-        [
-            html.escape(each.name),
-            *(f"{each.scores[name]:.4g}" if name in each.scores else "" for name in names),
-        ]
-        for each in scored
-    ]
-    yield _table_of(["", *map(_with_arrow, names)], rows)
+    rows = [_row("th", ["", *map(_with_arrow, names)])]
+    for each in scored:
+        scores = (f"{each.scores[name]:.4g}" if name in each.scores else "" for name in names)
+        rows.append(_row("td", [html.escape(each.name), *scores]))
+    yield f'{HINT}<div class="wide"><table>{"".join(rows)}</table></div>'
     if "ECE" in names:
         yield f'<p class="note">ECE in {NUM_BINS} bins of equal width, here and below.</p>'
 
 
-def _table_of(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    """Make an HTML table that may be wider than the page."""
-
-    def line(cells: Iterable[str], tag: str) -> str:
-        return "<tr>" + "".join(f"<{tag}>{cell}</{tag}>" for cell in cells) + "</tr>"
-
-    body = "".join(line(row, "td") for row in rows)
-    return f'{HINT}<div class="wide"><table>{line(head, "th")}{body}</table></div>'
+def _row(tag: str, cells: Iterable[str]) -> str:
+    return f"<tr>{''.join(f'<{tag}>{cell}</{tag}>' for cell in cells)}</tr>"
 
 
 def _with_arrow(score: str) -> str:
@@ -281,14 +235,11 @@ def _with_arrow(score: str) -> str:
     return f'{html.escape(score)} <span title="{meaning}">{sign}</span>'
 
 
-def _chains(snapshots: _ReadOnce, stored: list[Stored]) -> Iterator[str]:
+def _chains(snapshots: StoredSnapshots, stored: list[Stored]) -> Iterator[str]:
     if snapshots.subset is not None:
         yield f"<h2>Can the chains be trusted?</h2><p><b>{SUBSET}</b></p>"
         return
     if not _settings.are_posterior(snapshots.settings):
-        for _ in snapshots:
-            # Iterating keeps some draws in memory for the plot of the paths.
-            pass
         yield "<h2>How the optimizer ran</h2>"
         yield _plots_of(snapshots, 0.0)
         return
@@ -317,22 +268,20 @@ def _chains(snapshots: _ReadOnce, stored: list[Stored]) -> Iterator[str]:
     yield _plots_of(snapshots, summary.nominal_rate)
 
 
-def _plots_of(snapshots: _ReadOnce, nominal: float) -> str:
-    seen = snapshots.trace, snapshots.kept, snapshots.start, nominal, snapshots.stopping
-    pictures = _pictures.of_chains(*seen)
-    return _pictures.draw(pictures)
+def _plots_of(snapshots: StoredSnapshots, nominal: float) -> str:
+    every = -(-len(snapshots) * _size(snapshots) // MOST_PARAMETERS)
+    return _figures(_of_chains(snapshots, snapshots.thinned(every).params, nominal))
 
 
 def _lights(summary: diagnostics.Summary) -> Iterator[str]:
     """Yield a light for each check with its text and advice, worst first."""
-    num_chains = len(summary.copy_of)
     found = sorted(summary.findings, key=lambda check: check.kind not in TROUBLE)
-    items = [
-        _light(
+    lights = [
+        (
             "trouble" if check.kind in TROUBLE else "look",
             check.kind,
-            f" ({_chosen(check.chains, num_chains)}): {check.text}",
-            check.advice,
+            f" ({name_chains(check.chains, len(summary.copy_of))}): {check.text}",
+            f'<span class="advice"><b>Try</b> {_marked(check.advice)}</span>',
         )
         for check in found
     ]
@@ -341,7 +290,12 @@ def _lights(summary: diagnostics.Summary) -> Iterator[str]:
         # A kind with a finding is not listed as passed.
         if check.kind not in {x.kind for x in found}:
             passed.setdefault(check.kind, []).append(check.text)
-    items += [_light("fine", kind, ": " + chr(10).join(texts)) for kind, texts in passed.items()]
+    lights += [("fine", kind, ": " + "\n".join(texts), "") for kind, texts in passed.items()]
+    items = [
+        f'<li><span class="light {light}">{light}</span>'
+        f"<span><b>{html.escape(kind)}</b>{_marked(text)}{advice}</span></li>"
+        for light, kind, text, advice in lights
+    ]
     yield f'<ul class="lights">{"".join(items)}</ul>'
     tested = {check.kind for check in summary.checks}
     if untested := [kind for kind in ADVICE if kind not in tested]:
@@ -354,22 +308,10 @@ def _lights(summary: diagnostics.Summary) -> Iterator[str]:
         yield f"<p>{html.escape(str(summary).splitlines()[-1])}</p>"
 
 
-def _light(light: str, kind: str, shown: str, advice: str = "") -> str:
-    tried = f'<span class="advice"><b>Try</b> {marked(advice)}</span>' if advice else ""
-    text = f"<span><b>{html.escape(kind)}</b>{marked(shown)}{tried}</span>"
-    return f'<li><span class="light {light}">{light}</span>{text}</li>'
-
-
-def _chosen(chains: tuple[int, ...], num_chains: int) -> str:
-    if len(chains) == num_chains:
-        return "all chains"
-    return f"chain{'s' * (len(chains) > 1)} {', '.join(map(str, chains))}"
-
-
 def _predictions(stored: list[Stored]) -> Iterator[str]:
-    if drawn := _pictures.draw(_pictures.of_predictions(stored)):
+    if drawn := _figures(_of_predictions(stored)):
         yield f"<h2>What they predict</h2>{drawn}"
-    if drawn := _pictures.draw(_pictures.of_images(stored)):
+    if drawn := _figures(_of_images(stored)):
         yield f"<h2>Examples</h2>{drawn}"
 
 
@@ -379,3 +321,163 @@ def _written_settings(snapshots: StoredSnapshots) -> Iterator[str]:
     parts = {x: snapshots.manifest[x] for x in names if x in snapshots.manifest}
     whole = html.escape(json.dumps(parts, indent=1))
     yield f'<details><summary>The manifest</summary><pre class="wide">{whole}</pre></details>'
+
+
+def _figures(pictures: Iterable[Picture]) -> str:
+    """Return HTML with these plots; in place of a plot that fails, the reason."""
+    drawn = "".join(_figure(*picture) for picture in pictures)
+    return f'<div class="pictures">{drawn}</div>' if drawn else ""
+
+
+def _figure(caption: str, draw: Callable[..., object]) -> str:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=SIZE, layout="constrained")
+    axes = figure.subplots()
+    try:
+        draw(ax=axes)
+    except ValueError as error:
+        # One plot that fails, such as that of a single draw, must not stop the others.
+        return f'<p class="note">No plot: {_marked(str(error))}</p>'
+    content = io.BytesIO()
+    figure.savefig(content, dpi=DENSITY)
+    image = base64.b64encode(content.getvalue()).decode()
+    return (
+        f'<figure><img alt="{html.escape(axes.get_title())}" src="data:image/png;base64,{image}">'
+        f"<figcaption>{_marked(caption)}</figcaption></figure>"
+    )
+
+
+def _marked(text: str) -> str:
+    """Convert a text with code between backticks to HTML."""
+    return re.sub(r"`([^`]*)`", r"<code>\1</code>", html.escape(text))
+
+
+def _of_chains(snapshots: StoredSnapshots, draws: Tree, nominal: float) -> Iterator[Picture]:
+    """Yield plots of the run and of some of its draws; plots without data are left out."""
+    trace, stopping = snapshots.trace, snapshots.stopping
+    rate = nominal if nominal > 0 else None
+    if stopping is not None and len(stopping.num_draws):
+        yield (
+            "The run stops where the evidence of held-out data reaches the dashed line.",
+            partial(plots.stopping, stopping),
+        )
+    if trace and np.isfinite(trace["step_size"]).any():
+        yield (
+            "In a good run all chains end at the same level.",
+            partial(plots.step_size, trace),
+        )
+    if trace and np.isfinite(trace["energy_change"]).any():
+        yield (
+            "In a good run the band stays at one level.",
+            partial(plots.energy_error, trace),
+        )
+    if trace and (rate or np.any(trace["num_rejected"])):
+        yield (
+            "After the warm-up a good run stays near the nominal rate, if it has one.",
+            partial(plots.rejections, trace, nominal=rate),
+        )
+    yield (
+        "Overlapping paths explore the same region; a path that keeps moving in one direction has"
+        " not reached equilibrium.",
+        partial(plots.chain_paths, draws, start=snapshots.start),
+    )
+
+
+def _of_predictions(stored: list[Stored]) -> Iterator[Picture]:
+    """Yield plots of the predictions, with methods and data sets overlaid where possible."""
+    classified = {
+        _label(one): labelled(one.prediction.mean, one.targets)
+        for one in stored
+        if one.prediction.uncertainty == "entropy"
+        if one.prediction.mean is not None and one.targets is not None
+    }
+    if classified:
+        yield (
+            "Calibrated predictions lie on the dotted line; below it they are overconfident.",
+            partial(_overlay, plots.reliability, classified),
+        )
+        yield (
+            "A good method is wrong where it is uncertain: its curve is low on the left.",
+            partial(_overlay, plots.risk_coverage, classified),
+        )
+    entropies = {
+        _label(one): one.prediction.total
+        # Methods keep their colours of the earlier plots.
+        for one in sorted(stored, key=lambda one: one.targets is None)
+        if one.prediction.uncertainty == "entropy" and np.ndim(one.prediction.total) == 1
+    }
+    if len(entropies) > 1:
+        yield (
+            "Out-of-distribution inputs should lie to the right of in-distribution inputs.",
+            partial(plots.entropy, entropies),
+        )
+    for one in stored:
+        yield from _of_one(one)
+
+
+def _label(stored: Stored) -> str:
+    """Return a legend label; matplotlib skips labels that begin with an underscore."""
+    return f" {stored.name}" if stored.name.startswith("_") else stored.name
+
+
+def _overlay(plot: Callable, classified: Mapping[str, tuple], ax: Axes):
+    for label, (probabilities, labels) in classified.items():
+        plot(probabilities, labels, label=label, ax=ax)
+
+
+def _of_one(stored: Stored) -> Iterator[Picture]:
+    """Yield plots that show a single prediction."""
+    name, prediction, targets = stored.name, stored.prediction, stored.targets
+    draws = prediction.each
+    if draws is not None and draws.log_density.shape[1] > 1:
+        density = draws.log_density.reshape(*draws.log_density.shape[:2], -1)
+        values, what = draws.mean, "prediction for"
+        if values is None:
+            values, what = density, "log likelihood of"
+        yield (
+            f"{name}: if flat at the end, more draws would not help. Higher is better.",
+            partial(plots.lppd, density),
+        )
+        yield (
+            f"{name}: the input whose prediction varies most. In a good run the chains fluctuate"
+            " around the same level, without trends or long excursions.",
+            partial(_draw_trace, values, what),
+        )
+    if (
+        targets is not None
+        and prediction.uncertainty == "variance"
+        and np.ndim(prediction.mean) == 1
+    ):
+        yield (
+            f"{name}: the band should contain its nominal share of the targets.",
+            partial(
+                plots.regression_band, None, prediction.mean, np.sqrt(prediction.total), targets
+            ),
+        )
+
+
+def _draw_trace(values: np.ndarray, what: str, ax: Axes):
+    """Plot the numbers `[chain, draw, input]` of the input that varies most, draw by draw."""
+    with np.errstate(invalid="ignore"):
+        place = int(np.nan_to_num(values.var(axis=(0, 1)), nan=-1.0).argmax())
+    for style, chain in zip(chain_style(len(values)), values[:, :, place], strict=True):
+        ax.plot(np.arange(1, len(chain) + 1), chain, **style)
+    ax.set(title="A prediction, draw by draw", ylabel=f"{what} input {place}")
+    count_along(ax, "draw")
+    add_legend(ax)
+
+
+def _of_images(stored: list[Stored]) -> Iterator[Picture]:
+    """Yield plots of the stored images with their predictions."""
+    for one in stored:
+        if one.images is not None:
+            prediction, shown, targets = one.prediction, one.shown, one.targets
+            mean = np.asarray(prediction.mean)
+            if prediction.uncertainty == "entropy":
+                mean = classes(mean, np.shape(prediction.total))
+            targets = None if targets is None else targets[shown]
+            yield (
+                f"{one.name}: would you be certain of the first ones, and uncertain of the others?",
+                partial(plots.examples, one.images, mean[shown], prediction.total[shown], targets),
+            )

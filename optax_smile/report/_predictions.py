@@ -13,7 +13,7 @@ from optax_smile import _check, _disk, metrics
 from optax_smile.draws import _format
 from optax_smile.draws.prediction import Outcome, Prediction
 from optax_smile.draws.snapshots import load_snapshots
-from optax_smile.plots import images as _images
+from optax_smile.plots.predictions import keep
 
 FILE = "prediction-{}.safetensors"
 # Fields of a prediction that are stored.
@@ -109,15 +109,7 @@ def _is_name(name: object) -> bool:
 
 
 class Stored:
-    """A prediction that `report.store` stored.
-
-    Attributes:
-        name: name of the data.
-        prediction: without curve; `each` is None or an `Outcome` of log density and mean.
-        targets: the targets, or None.
-        scores: scores by name.
-        images: a few of the inputs, as bytes `[shown, height, width, ...]`, or None.
-        shown: indices of these inputs.
+    """A prediction that `report.store` stored; `shown` are the indices of its `images`.
 
     Raises:
         ValueError: a damaged file.
@@ -208,10 +200,6 @@ def store(
     if targets is not None and arrays["targets"].dtype.kind not in "biuf":
         _check.fail("report.store", "targets", "numbers", f"an array of {arrays['targets'].dtype}")
     if images is not None:
-        number = np.shape(prediction.mean)[:1]
-        if number and np.ndim(images) > 2 and np.shape(images)[:1] != number:
-            rule = f"as many images as the prediction has inputs, {number[0]}"
-            _check.fail("report.store", "images", rule, f"shape {np.shape(images)}")
         arrays |= _kept(images, prediction, targets)
     header = {"name": name, "scores": scores, "uncertainty": prediction.uncertainty}
     _disk.write(directory / FILE.format(name), _disk.pack(header, arrays))
@@ -228,5 +216,5 @@ def _kept(
     mean = prediction.mean
     if prediction.uncertainty == "entropy":
         mean = classes(mean, np.shape(prediction.total))
-    shown, kept = _images.keep(images, mean, prediction.total, targets)
+    shown, kept = keep(images, mean, prediction.total, targets)
     return {"shown": shown, "images": kept}
