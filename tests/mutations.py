@@ -270,7 +270,7 @@ DEFECTS = r"""
 = a checkpoint of another format is read | another_format
 - mine is None or place.get(FORMAT) == mine:
 + mine is None or place.get(FORMAT) != 0:
-# draws/subset.py | test_subset.py
+# draws/snapshots.py | test_subset.py
 = a draw is chosen twice | best_addition
 - np.logaddexp(total, bounded[best]), False
 + np.logaddexp(total, bounded[best]), True

@@ -152,7 +152,7 @@ class _ReadOnce(StoredSnapshots):
     @property
     def size(self) -> int:
         """Number of parameters of a chain."""
-        return sum(int(np.prod(leaf.shape)) for leaf in self.leaves)
+        return sum(int(np.prod(leaf.shape)) for leaf in self._leaves)
 
     def __iter__(self) -> Iterator[Tree]:
         every, kept = -(-len(self) * self.size // MOST_PARAMETERS), []
