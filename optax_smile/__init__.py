@@ -39,8 +39,13 @@ from optax_smile.chains.warmstart import chains_from_weights, warmstart
 from optax_smile.draws.likelihoods import Likelihood
 from optax_smile.draws.predict import Predictor, predict
 from optax_smile.draws.prediction import Outcome, Prediction
-from optax_smile.draws.snapshots import Snapshots, Stopping, StoredSnapshots, load_snapshots
-from optax_smile.draws.subset import Subset
+from optax_smile.draws.snapshots import (
+    Snapshots,
+    Stopping,
+    StoredSnapshots,
+    Subset,
+    load_snapshots,
+)
 from optax_smile.samplers.cyclical_sgld import cyclical_sgld
 from optax_smile.samplers.mclmc import mclmc
 from optax_smile.samplers.scale_adapted_sghmc import scale_adapted_sghmc

@@ -128,12 +128,12 @@ TREE = {"w": np.ones(3), "b": np.zeros(1)}
         (
             [TREE, TREE, {"w": np.ones(3)}],
             {},
-            r"\(draws\[2\]=...\)` must be a tree with the arrays",
+            r"\(draws\[2\]=...\)` must be a tree of the structure of draws\[0\], PyTreeDef",
         ),
         (
             [TREE, TREE | {"b": np.zeros(2)}],
             {},
-            r"\(draws\[1\]=...\)` must be a tree with the array",
+            r"\(draws\[1\]=...\)` must be of shape \(1,\) at \['b'\], as draws\[0\], got \(2,\)",
         ),
         (
             [TREE, TREE | {"b": np.nan * np.ones(1)}],

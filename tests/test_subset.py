@@ -11,7 +11,7 @@ import pytest
 
 import optax_smile
 from optax_smile import ArgumentError, diagnostics, report
-from optax_smile.draws import subset as subset_module
+from optax_smile.draws.snapshots import choose
 
 CHAINS, DRAWS, TARGETS = 3, 4, 5
 
@@ -61,7 +61,7 @@ def lppd(density):
 def test_each_draw_is_the_best_addition():
     """Against averages of densities in float64, for all candidates one by one."""
     density = np.random.default_rng(0).normal(size=(12, 7))
-    chosen, curve = subset_module.choose(density, 12)
+    chosen, curve = choose(density, 12)
     assert sorted(chosen) == list(range(12))
     for number in range(1, 13):
         before = chosen[: number - 1]
@@ -79,10 +79,10 @@ def test_each_draw_is_the_best_addition():
 def test_tiny_and_impossible_densities():
     """Densities far below the smallest float64, and targets that no single draw allows."""
     density = np.array([[-1e6, -2000.0], [-3000.0, -1e6], [-5e5, -5e5]])
-    chosen, curve = subset_module.choose(density, 2)
+    chosen, curve = choose(density, 2)
     assert chosen == [2, 0] and curve[1] == pytest.approx((-5e5 - 2000) / 2 - np.log(2))
     impossible = np.array([[0.0, -np.inf, -np.inf], [-np.inf, 0, 0], [0, -np.inf, -np.inf]])
-    chosen, curve = subset_module.choose(impossible, 2)
+    chosen, curve = choose(impossible, 2)
     assert chosen == [1, 0] and curve.tolist() == [-np.inf, -np.log(2)]
 
 

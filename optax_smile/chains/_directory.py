@@ -232,7 +232,7 @@ class DirectoryRun:
 
     def note(self, stopping: Stopping):
         """Write the results of a stopping rule so far."""
-        self.manifest["stopping"] = stopping.to_json()
+        self.manifest["stopping"] = _format.to_json(stopping)
         if jax.process_index() == 0:
             _format.write_manifest(self.directory, self.manifest)
 

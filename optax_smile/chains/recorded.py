@@ -356,7 +356,7 @@ class _Recorder:
         stored = _format.read_start(self.directory, leaves, fit.num_chains)
         if fit.first is not None and not all(
             np.array_equal(x, y, equal_nan=True)
-            for x, y in zip(jax.tree.leaves(start), stored.values(), strict=True)
+            for x, y in zip(jax.tree.leaves(start), stored, strict=True)
         ):
             _check.fail("recorded", "directory", rule, f"{got} start")
         blocks = _format.find(self.directory, fit.num_chains)

@@ -1,13 +1,13 @@
 """The directory of a run: its manifest, the files of its draws and the thread that writes them."""
 
+import collections
+import concurrent.futures
 import json
 import os
-import queue
 import re
-import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple, TypeAlias, get_args
+from typing import Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -17,14 +17,13 @@ from jax.typing import DTypeLike
 
 from optax_smile import _check, _disk, _tree
 from optax_smile._disk import Json
-from optax_smile._types import Tree
+from optax_smile._types import Options, Tree
 from optax_smile._version import __version__
 
 FORMAT = 3
 MANIFEST = "manifest.json"
 # Precisions to which draws may be rounded on disk.
 StoredDtype = Literal["float16", "float32", "float64"]
-STORED_DTYPES = get_args(StoredDtype)
 REMEDY = "Restore it: a run with the same arguments in a new directory writes an identical one."
 # Number of draws that may wait for the disk.
 QUEUE_SIZE = 2
@@ -58,12 +57,12 @@ def _name(path: list[list[str | int]]) -> str:
     return "~" + name if name == "__metadata__" else name
 
 
-def leaves_of(params: Tree) -> list[Leaf]:
-    """Describe the leaves of stacked parameters `[chain, ...]`."""
+def leaves_of(params: Tree, axes: int = 1) -> list[Leaf]:
+    """Describe the leaves of parameters; `axes` counts the axes before those of one chain."""
     leaves = []
     for keys, leaf in jax.tree_util.tree_leaves_with_path(params):
         path = [_tree.entry(key) for key in keys]
-        leaves.append(Leaf(_name(path), path, list(leaf.shape[1:]), str(leaf.dtype)))
+        leaves.append(Leaf(_name(path), path, list(leaf.shape[axes:]), str(leaf.dtype)))
     return leaves
 
 
@@ -111,13 +110,11 @@ def read_manifest(where: str, directory: Path) -> Json:
     """
     file = directory / MANIFEST
     if not file.exists():
-        what = "which does not exist" if not directory.exists() else f"without {MANIFEST}"
-        what = "which is a file" if directory.is_file() else what
         rule = f"a directory of stored draws, with a {MANIFEST}"
-        _check.fail(where, "directory", rule, f"{directory}, {what}")
+        _check.fail(where, "directory", rule, f"{directory}, without one")
     try:
         manifest = json.loads(file.read_text())
-        version = manifest["format"]
+        version, checksum = manifest["format"], manifest.pop("checksum", None)
     except (ValueError, KeyError, TypeError, OSError, RecursionError) as error:
         rule = f"a directory with a readable {MANIFEST}"
         _check.fail(where, "directory", rule, f"{file} ({error})", REMEDY)
@@ -125,10 +122,22 @@ def read_manifest(where: str, directory: Path) -> Json:
         rule = f"a directory of snapshots of format {FORMAT}"
         remedy = "Read it with the version of optax_smile that its manifest names."
         _check.fail(where, "directory", rule, f"format {version} in {file}", remedy)
-    if manifest.pop("checksum", None) != _checksum(manifest):
+    if checksum != _checksum(manifest):
         rule = f"a directory whose {MANIFEST} matches its checksum"
         _check.fail(where, "directory", rule, file, REMEDY)
     return manifest
+
+
+def to_json(record: NamedTuple) -> Json:
+    """Convert a tuple of numbers and arrays to an entry of a manifest."""
+    fields = record._asdict()
+    return {x: y.tolist() if isinstance(y, np.ndarray) else y for x, y in fields.items()}
+
+
+def from_json(entry: Json, names: Sequence[str]) -> Options:
+    """Read the fields of a tuple that `to_json` converted; lists become arrays."""
+    fields = {name: entry[name] for name in names}
+    return {x: np.array(y) if isinstance(y, list) else y for x, y in fields.items()}
 
 
 class Block(NamedTuple):
@@ -199,15 +208,10 @@ def read_arrays(block: Block, leaves: list[Leaf]) -> dict[str, np.ndarray]:
 
     def check(header: Json):
         _check_header(header, block)
-        described, rows = header["arrays"], block.last - block.first + 1
-        expected = {leaf.name: ([rows, *leaf.shape], leaf.dtype) for leaf in leaves}
-        for name, (dtype, shape, _) in described.items():
-            wanted, own = expected.get(name, (None, None))
-            rounded = STORED_DTYPES if _is_rounded(own) else ()
-            if shape != wanted or dtype not in (own, *rounded):
-                raise ValueError(f"its array {name!r}, {dtype} {shape}, is not in the manifest")
-        if block.draw == START and described.keys() != expected.keys():
-            raise ValueError(f"it lacks {sorted(expected.keys() - described.keys())}")
+        rows, shapes = block.last - block.first + 1, {leaf.name: leaf.shape for leaf in leaves}
+        for name, (_, shape, _) in header["arrays"].items():
+            if name not in shapes or shape != [rows, *shapes[name]]:
+                raise ValueError(f"its array {name!r} of shape {shape} is not in the manifest")
 
     with _disk.naming(block.path):
         return _disk.read(block.path, check)[1]
@@ -217,24 +221,19 @@ def read_chains(
     blocks: list[Block],
     leaves: list[Leaf],
     num_chains: int,
-    start: Callable[[], dict[str, np.ndarray]],
-) -> dict[str, np.ndarray]:
-    """Read a draw of all chains, arrays `[chain, ...]`; missing arrays equal those of the start."""
-    stored = [(slice(block.first, block.last + 1), read_arrays(block, leaves)) for block in blocks]
-    arrays = {}
-    for name, _, shape, dtype in leaves:
-        # Read all parts, which may fail, before allocating memory.
-        parts = [
-            (rows, here[name] if name in here else start()[name][rows]) for rows, here in stored
-        ]
-        arrays[name] = np.empty((num_chains, *shape), dtype)
-        for rows, part in parts:
-            arrays[name][rows] = part
-    return arrays
+    start: Callable[[], list[np.ndarray]] = list,
+) -> list[np.ndarray]:
+    """Read the leaves of a draw `[chain, ...]`; those that are not stored equal the start's."""
+    read = [np.empty((num_chains, *leaf.shape), leaf.dtype) for leaf in leaves]
+    for block in blocks:
+        rows, stored = slice(block.first, block.last + 1), read_arrays(block, leaves)
+        for number, leaf in enumerate(leaves):
+            read[number][rows] = stored[leaf.name] if leaf.name in stored else start()[number][rows]
+    return read
 
 
-def read_start(directory: Path, leaves: list[Leaf], num_chains: int) -> dict[str, np.ndarray]:
-    """Read the parameters before the first step, arrays `[chain, ...]`.
+def read_start(directory: Path, leaves: list[Leaf], num_chains: int) -> list[np.ndarray]:
+    """Read the leaves before the first step, `[chain, ...]`.
 
     Raises:
         ValueError: the file is missing or damaged.
@@ -245,7 +244,7 @@ def read_start(directory: Path, leaves: list[Leaf], num_chains: int) -> dict[str
             f"{directory} lacks the file {START}.chains-*.safetensors, which holds the leaves that"
             " never changed. Restore it; draws that contain all leaves stay readable."
         )
-    return read_chains(blocks, leaves, num_chains, dict)
+    return read_chains(blocks, leaves, num_chains)
 
 
 class DrawFiles:
@@ -292,14 +291,7 @@ class DrawFiles:
                 self.unmoved[name] |= dict(zip(range(first, last + 1), array.copy(), strict=True))
 
     def write(self, draw: int | str, step: int, params: Tree, stats: Stats):
-        """Write a draw.
-
-        Args:
-            draw: index of the draw, from 0, or `START`.
-            step: number of steps done by each chain.
-            params: stacked parameters `[chain, ...]`, on any device.
-            stats: arrays `[chain]` for the chains of this process.
-        """
+        """Write a draw `[chain, ...]`, on any device, with the statistics of this process."""
         stem, done = START if draw == START else f"draw-{draw:08d}", 0
         for first, last, arrays in self._blocks(params):
             rows = slice(done, done + last - first + 1)
@@ -341,11 +333,7 @@ def require_new(where: str, directory: Path):
         _check.fail(where, "directory", "a new or empty directory", got, advice)
 
 
-def write_all(
-    directory: Path,
-    manifest: Json,
-    draws: Iterable[tuple[int, Tree, Stats]],
-):
+def write_all(directory: Path, manifest: Json, leaves: Sequence[np.ndarray], stats: Stats):
     """Write existing draws to a new directory.
 
     The manifest is written last, so an incomplete directory cannot be loaded. The first draw takes
@@ -354,19 +342,21 @@ def write_all(
     Args:
         directory: a new or empty directory.
         manifest: manifest of the draws.
-        draws: step, leaves `[chain, ...]` in the order of the manifest, and statistics `[chain]`.
+        leaves: arrays `[chain, draw, ...]` in the order of the manifest.
+        stats: statistics of the draws and, if known, their `step`, `[chain, draw]`.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    names, files = [leaf["name"] for leaf in manifest["leaves"]], None
-    for number, (step, leaves, stats) in enumerate(draws):
-        if files is None:
-            files = DrawFiles(directory, leaves, dtype=manifest["stored_dtype"], names=names)
-        files.write(number, step, leaves, stats)
+    names, first = [leaf["name"] for leaf in manifest["leaves"]], [x[:, 0] for x in leaves]
+    files = DrawFiles(directory, first, dtype=manifest["stored_dtype"], names=names)
+    for draw in range(leaves[0].shape[1]):
+        at_draw = {name: x[:, draw] for name, x in stats.items()}
+        step = int(at_draw.pop("step", [draw])[0])
+        files.write(draw, step, [x[:, draw] for x in leaves], at_draw)
     write_manifest(directory, {**manifest, "has_start": False})
 
 
 class SnapshotWriter:
-    """Write draws in a background thread.
+    """Write draws in a background thread; none after one that could not be written.
 
     Args:
         files: files of the directory.
@@ -378,35 +368,30 @@ class SnapshotWriter:
     def __init__(self, files: DrawFiles):
         self.files = files
         self.failure: BaseException | None = None
-        self.waiting: queue.Queue = queue.Queue(QUEUE_SIZE)
-        self.thread = threading.Thread(target=self._run, daemon=True)
-        self.thread.start()
+        self.thread = concurrent.futures.ThreadPoolExecutor(1)
+        self.waiting: collections.deque[concurrent.futures.Future] = collections.deque()
 
     def put(self, draw: int, step: int, params: Tree, stats: Stats):
         """Queue a draw, see `DrawFiles.write`; blocks only if the queue is full."""
-        self._raise_failure()
-        self.waiting.put((draw, step, params, stats))
+        while self.waiting and (self.waiting[0].done() or len(self.waiting) > QUEUE_SIZE):
+            self.waiting.popleft().result()
+        self.waiting.append(self.thread.submit(self._write, draw, step, params, stats))
 
     def flush(self):
         """Wait until every queued draw is on disk."""
-        self.waiting.join()
-        self._raise_failure()
+        while self.waiting:
+            self.waiting.popleft().result()
 
     def close(self):
         """Write the queued draws and end the thread."""
-        self.waiting.put(None)
-        self.thread.join()
-        self._raise_failure()
+        with self.thread:
+            self.flush()
 
-    def _raise_failure(self):
+    def _write(self, *draw):
         if self.failure is not None:
             raise self.failure
-
-    def _run(self):
-        while (item := self.waiting.get()) is not None:
-            if self.failure is None:
-                try:
-                    self.files.write(*item)
-                except BaseException as error:
-                    self.failure = error
-            self.waiting.task_done()
+        try:
+            self.files.write(*draw)
+        except BaseException as error:
+            self.failure = error
+            raise

@@ -17,7 +17,7 @@ from optax_smile import _check, _tree, parallel
 from optax_smile._types import Batch, Output, Tree
 from optax_smile.draws import _checks
 from optax_smile.draws.likelihoods import Likelihood, Name
-from optax_smile.draws.prediction import Outcome, Prediction, Uncertainty
+from optax_smile.draws.prediction import Outcome, Prediction
 
 Per = Literal["chain", "draw"]
 Apply = Callable[[Tree, Batch], Output]
@@ -109,27 +109,27 @@ def predict(
 
     Source: entropy and mutual information: Depeweg et al. 2018.
     """
-    of_predictor = _check.called("predict", "Predictor", "Predictor.update", params="snapshots")
-    predictor = of_predictor(Predictor)(
-        apply_fn,
-        inputs,
-        likelihood=likelihood,
-        targets=targets,
-        batch_size=batch_size,
-        num_chains=getattr(snapshots, "num_chains", None),
-        per=per,
-        mesh=mesh,
-        specs=specs,
-    )
-    so_far = []
-    for params in snapshots:
-        of_predictor(predictor.update)(params)
-        if predictor.count in curve:
-            so_far.append(of_predictor(predictor._join)()[0])
-    if len(so_far) < len(curve) and predictor.count:
-        rule = f"integers <= {predictor.count}, the number of snapshots"
-        _check.fail("predict", "curve", rule, curve)
-    return of_predictor(predictor.finalize)()._replace(curve=tuple(so_far))
+    with _check.called("predict", "Predictor", "Predictor.update", params="snapshots"):
+        predictor = Predictor(
+            apply_fn,
+            inputs,
+            likelihood=likelihood,
+            targets=targets,
+            batch_size=batch_size,
+            num_chains=getattr(snapshots, "num_chains", None),
+            per=per,
+            mesh=mesh,
+            specs=specs,
+        )
+        so_far = []
+        for params in snapshots:
+            predictor.update(params)
+            if predictor.count in curve:
+                so_far.append(predictor._join()[0])
+        if len(so_far) < len(curve) and predictor.count:
+            rule = f"integers <= {predictor.count}, the number of snapshots"
+            _check.fail("predict", "curve", rule, curve)
+        return predictor.finalize()._replace(curve=tuple(so_far))
 
 
 class Predictor:
@@ -179,7 +179,7 @@ class Predictor:
         # (n // rows) % num_groups. With `per="chain"` each chain has its own row and group.
         self._batches = [
             jax.tree.map(jnp.asarray, parallel.place_batch(batch, mesh=mesh))
-            for batch in _split((inputs, targets), batch_size or self.num_inputs)
+            for batch in batches_of((inputs, targets), batch_size or self.num_inputs)
         ]
         self._everywhere = None if mesh is None else NamedSharding(mesh, PartitionSpec())
         self.count: int = 0
@@ -187,7 +187,8 @@ class Predictor:
         self._waiting: list[Tree] = []
         self._averages: list[list[Average]] = []
         self._draws: list[Outcome] = []
-        self._adds: list[Callable] = []
+        # By the number of inputs of a batch.
+        self._adds: dict[int, Callable] = {}
 
     @_check.arguments("Predictor.update", params=_check.Tree())
     def update(self, params: optax.Params) -> None:
@@ -245,35 +246,33 @@ class Predictor:
                 remedy = "Leave that snapshot, or its chain, out."
                 _check.fail("Predictor.update", "params", rule, got, remedy)
         averages, chains, _ = zip(*batches, strict=True)
-        average = _concatenate(averages)._replace(uncertainty=self._uncertainty())
-        return average, _concatenate(chains, axis=1)
-
-    def _uncertainty(self) -> Uncertainty | None:
+        uncertainty = None if self.likelihood.entropy is None else "entropy"
         if self.likelihood.variance is not None:
-            return "variance"
-        return None if self.likelihood.entropy is None else "entropy"
+            uncertainty = "variance"
+        return _concatenate(averages)._replace(uncertainty=uncertainty), _concatenate(chains, 1)
 
     def _require_fit(self, params: Tree):
         """Require outputs of the model that match likelihood and targets."""
-        batch = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct((self.num_inputs, *x.shape[1:]), x.dtype),
-            self._batches[0],
-        )
-        rule, given = "a function of a snapshot and the inputs", (params, batch[0])
-        shapes = _check.cut(jax.tree.map(np.shape, batch[0]))
+        read, batch = self.likelihood, self._batches[0]
+        if read.mean is None and (read.variance is not None or read.entropy is not None):
+            rule = "one with a `mean`, which `variance` and `entropy` require"
+            _check.fail("Predictor", "likelihood", rule, "none")
+        if read.log_density is None and self.targets is not None:
+            rule = "one with a `log_density` for the targets"
+            _check.fail("Predictor", "likelihood", rule, "none")
+
+        def of_all_inputs(x):
+            return jax.ShapeDtypeStruct((self.num_inputs, *x.shape[1:]), x.dtype)
+
+        batch = jax.tree.map(of_all_inputs, batch)
+        given, shapes = (params, batch[0]), _check.cut(jax.tree.map(np.shape, batch[0]))
+        rule = "a function of a snapshot and the inputs"
         advice = f"It was called with inputs of the shapes {shapes}."
         outputs = _check.traced(
             "Predictor", "apply_fn", self.apply_fn, *given, rule=rule, advice=advice
         )
-        if self.likelihood.check is not None:
-            self.likelihood.check(outputs, self.targets)
-        read, needs = self.likelihood, None
-        if read.mean is None and (read.variance is not None or read.entropy is not None):
-            needs = "a `mean`, which `variance` and `entropy` require"
-        if read.log_density is None and self.targets is not None:
-            needs = "a `log_density` for the targets"
-        if needs is not None:
-            _check.fail("Predictor", "likelihood", f"one with {needs}", "none")
+        if read.check is not None:
+            read.check(outputs, self.targets)
         rule = "one whose functions accept the outputs"
         outcome = _check.traced("Predictor", "likelihood", self._outcome, params, batch, rule=rule)
         shapes = jax.tree.map(np.shape, (outcome.mean, outcome.variance))
@@ -293,20 +292,6 @@ class Predictor:
             return _empty_average(self._outcome(params, batch))
 
         return jax.jit(parallel.over_chains(zero, mesh=self.mesh, in_axes=(0, None)))
-
-    def _begin(self, params: Tree):
-        """Make empty averages on the devices where the compiler places the outputs."""
-        self._averages = [
-            [self._zero(params, batch) for _ in range(self._num_groups)] for batch in self._batches
-        ]
-        if self._adds:
-            return
-        # All batches except the last have the same shape.
-        first, last = self._averages[0][0], self._averages[-1][0]
-        add = self._compile(first)
-        is_alike = jax.tree.map(np.shape, first) == jax.tree.map(np.shape, last)
-        self._adds = [add] * len(self._batches)
-        self._adds[-1] = add if is_alike else self._compile(last)
 
     def _compile(self, average: Average) -> Callable:
         """Compile the function that adds a row of snapshots to their averages in place."""
@@ -362,11 +347,18 @@ class Predictor:
             params = parallel.place(stacked, mesh=self.mesh, specs=self.specs)
         numbers = parallel.place(numbers, mesh=self.mesh)
         if not self._averages:
-            self._begin(params)
+            # On the devices where the compiler places the outputs.
+            self._averages = [
+                [self._zero(params, batch) for _ in range(self._num_groups)]
+                for batch in self._batches
+            ]
         group = first // self._rows % self._num_groups
         outcomes = []
-        for add, groups, batch in zip(self._adds, self._averages, self._batches, strict=True):
-            groups[group], outcome = self._settled(add(groups[group], params, numbers, batch))
+        for groups, batch in zip(self._averages, self._batches, strict=True):
+            if (size := _checks.num_inputs(batch)) not in self._adds:
+                self._adds[size] = self._compile(groups[group])
+            result = self._adds[size](groups[group], params, numbers, batch)
+            groups[group], outcome = self._settled(result)
             outcomes.append(jax.tree.map(lambda x: np.asarray(x)[taken], outcome))
         if self.per == "draw":
             self._draws.append(_concatenate(outcomes, axis=1))
@@ -412,7 +404,7 @@ def _is_inexact(x: jax.Array) -> bool:
     return jnp.issubdtype(x.dtype, jnp.inexact)
 
 
-def _split(tree: Value, size: int) -> list[Value]:
+def batches_of(tree: Value, size: int) -> list[Value]:
     """Split arrays `[input, ...]` into batches."""
     num_inputs = len(jax.tree.leaves(tree)[0])
     return [
@@ -450,17 +442,7 @@ class Average(NamedTuple):
 
     def add(self, outcome: Outcome, number: jax.Array) -> Average:
         """Add one snapshot; a negative `number` leaves the average unchanged."""
-        one = Average(
-            count=jnp.ones((), jnp.int32),
-            mean=outcome.mean,
-            variance=outcome.variance,
-            entropy=outcome.entropy,
-            rest=jax.tree.map(jnp.zeros_like, self.rest),
-            spread=jax.tree.map(jnp.zeros_like, self.spread),
-            largest=outcome.log_density,
-            relative=jax.tree.map(jnp.ones_like, self.relative),
-            invalid=jnp.where(_is_valid(outcome), -1, number),
-        )
+        one = _average_of(outcome, number)
         return _tree.where(number >= 0, self.join(one), self)
 
     def join(self, other: Average) -> Average:
@@ -525,39 +507,37 @@ class Average(NamedTuple):
     def prediction(self, entropy_of: EntropyOf) -> Prediction:
         """Return the averaged prediction with its uncertainty split in two."""
         outcome = self.outcome(entropy_of)
-        prediction = Prediction(outcome.mean, outcome.log_density)
+        total = aleatoric = epistemic = None
         if self.variance is not None:
-            return prediction._replace(
-                total=outcome.variance,
-                aleatoric=self.variance,
-                epistemic=self.spread / self.count,
-            )
-        if self.entropy is not None:
-            return prediction._replace(
-                total=outcome.entropy,
-                aleatoric=self.entropy,
-                epistemic=jnp.maximum(outcome.entropy - self.entropy, 0),
-            )
-        return prediction
+            total, aleatoric = outcome.variance, self.variance
+            epistemic = self.spread / self.count
+        elif self.entropy is not None:
+            total, aleatoric = outcome.entropy, self.entropy
+            epistemic = jnp.maximum(total - aleatoric, 0)
+        return Prediction(outcome.mean, outcome.log_density, total, aleatoric, epistemic)
+
+
+def _average_of(outcome: Outcome, number: jax.Array) -> Average:
+    """Return the average over one snapshot, of this number."""
+    zero = jax.tree.map(jnp.zeros_like, outcome)
+    return Average(
+        count=jnp.ones((), jnp.int32),
+        mean=outcome.mean,
+        variance=outcome.variance,
+        entropy=outcome.entropy,
+        rest=zero.mean,
+        spread=None if outcome.variance is None else zero.mean,
+        largest=outcome.log_density,
+        relative=jax.tree.map(jnp.ones_like, outcome.log_density),
+        invalid=jnp.where(_is_valid(outcome), -1, number),
+    )
 
 
 def _empty_average(outcome: Outcome) -> Average:
     """Return the empty average for predictions of the shapes of `outcome`."""
-
-    def zeros(tree, fill=0.0):
-        return jax.tree.map(lambda x: jnp.full_like(x, fill), tree)
-
-    return Average(
-        count=jnp.zeros((), jnp.int32),
-        mean=zeros(outcome.mean),
-        variance=zeros(outcome.variance),
-        entropy=zeros(outcome.entropy),
-        rest=zeros(outcome.mean),
-        spread=None if outcome.variance is None else zeros(outcome.mean),
-        largest=zeros(outcome.log_density, -jnp.inf),
-        relative=zeros(outcome.log_density),
-        invalid=jnp.full((), -1, jnp.int32),
-    )
+    zero = jax.tree.map(jnp.zeros_like, _average_of(outcome, jnp.int32(0)))
+    least = jax.tree.map(lambda x: x - jnp.inf, zero.largest)
+    return zero._replace(largest=least, invalid=zero.invalid - 1)
 
 
 def _is_valid(outcome: Outcome) -> jax.Array:

@@ -12,25 +12,25 @@ import operator
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, SupportsIndex, cast, overload
+from typing import NamedTuple, SupportsIndex, overload
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_smile import _check, _disk, _settings, _table, _trace, parallel
+from optax_smile import _check, _disk, _settings, _table, _trace, _tree, parallel
 from optax_smile._disk import Json
 from optax_smile._types import Options, Tree
 from optax_smile.draws import _checks, _format
-from optax_smile.draws import subset as _subset
 from optax_smile.draws.prediction import Prediction
-from optax_smile.draws.subset import Subset
 
 # Name and arguments of a sampler.
 Settings = Mapping[str, object]
 # Statistics of draws, arrays `[chain, draw]`.
 Trace = Mapping[str, np.ndarray]
+# Below every log density in float32. Finite, so that draws for which some targets are impossible
+# are compared by the number of such targets.
+LOWEST = float(np.finfo(np.float32).min)
 
 
 class Stopping(NamedTuple):
@@ -89,77 +89,67 @@ class Stopping(NamedTuple):
             f" {self.lppd[-1]:.4g}, of the start {self.start_lppd:.4g}."
         )
 
-    def to_json(self) -> Json:
-        """Return the entry of the manifest."""
-        fields = self._asdict()
-        return {x: y.tolist() if isinstance(y, np.ndarray) else y for x, y in fields.items()}
 
-    @classmethod
-    def from_json(cls, entry: Json) -> Stopping:
-        """Read the entry of a manifest."""
-        kinds = {"num_draws": int, "log_e_value": float, "lppd": float}
-        arrays: Options = {x: np.asarray(entry[x], kind) for x, kind in kinds.items()}
-        return cls(**entry | arrays)
+class Subset(NamedTuple):
+    """Which draws `thin_to` chose, in the order of the choice: arrays `[draw]`.
+
+    Attributes:
+        chain: chain of each draw.
+        draw: number of the draw in its chain; for draws in a directory, the number of its file.
+        step: step of the chain at the draw, or calls of `update` in a loop of your own; None if
+            unknown.
+        lppd: log pointwise predictive density of the average of the draws up to this one, nats per
+            target, on the data that chose them, so it overestimates that of new data.
+
+    Example:
+        >>> import numpy as np, optax_smile
+        >>> draws = optax_smile.Snapshots(np.array([[0.0, 1.0], [2.0, 3.0]]))
+        >>> prediction = optax_smile.predict(
+        ...     lambda w, x: (w * x, 0.0), draws, np.ones(1), likelihood="gaussian",
+        ...     targets=np.full(1, 2.2), per="draw",
+        ... )
+        >>> draws.thin_to(2, prediction).subset.chain.tolist()
+        [1, 1]
+    """
+
+    chain: np.ndarray
+    draw: np.ndarray
+    step: np.ndarray | None
+    lppd: np.ndarray
 
 
 class Draws(abc.ABC):
     """A sequence of parameter trees: the first draw of every chain, then the second, ...
 
-    Tree i is draw `i // num_chains` of chain `i % num_chains`.
+    Tree i is draw `i // num_chains` of chain `i % num_chains`. A subclass has the attributes that
+    are listed here, properties or not.
     """
 
-    @property
-    @abc.abstractmethod
-    def num_chains(self) -> int:
-        """Number of chains."""
-
-    @property
-    @abc.abstractmethod
-    def num_draws(self) -> int:
-        """Number of draws per chain."""
-
-    @property
-    @abc.abstractmethod
-    def settings(self) -> Settings | None:
-        """Name and arguments of the sampler."""
-
-    @property
-    @abc.abstractmethod
-    def subset(self) -> Subset | None:
-        """Which draws these are, if `thin_to` chose them."""
-
-    @property
-    @abc.abstractmethod
-    def stopping(self) -> Stopping | None:
-        """Result of the stopping rule of the run, if it had one."""
+    num_chains: int
+    num_draws: int
+    params: Tree
+    trace: Trace
+    settings: Settings | None
+    subset: Subset | None
+    stopping: Stopping | None
+    # The arrays of one draw of one chain, and the `PyTreeDef` of its tree; None if it is unknown.
+    _leaves: list[_format.Leaf]
+    _structure: Tree
+    # Number of each draw of a chain; on disk, the number of its file.
+    _numbers: Sequence[int]
+    _flat: bool = False
 
     @abc.abstractmethod
-    def _arrays(self) -> list[_format.Leaf]:
-        """Describe the arrays of one draw of one chain."""
+    def _read(self, draw: int) -> list[np.ndarray]:
+        """Return the leaves of a draw, `[chain, ...]`."""
+
+    @abc.abstractmethod
+    def _manifest(self) -> Json:
+        """Return the manifest of a directory of such draws."""
 
     @abc.abstractmethod
     def _place(self) -> dict[str, str]:
         """Describe, for `repr`, where the draws are and what is known about them."""
-
-    @abc.abstractmethod
-    def _of_draw(self, draw: int, chains: Sequence[int]) -> Iterator[Tree]:
-        """Yield one draw of the given chains."""
-
-    @abc.abstractmethod
-    def _numbers(self) -> Sequence[int]:
-        """Return the number of each draw of a chain; on disk, the number of its file."""
-
-    @abc.abstractmethod
-    def _leaves_at(self, chain: int, draw: int) -> list[np.ndarray]:
-        """Return the leaves of one draw, `[1, ...]`."""
-
-    @abc.abstractmethod
-    def _manifest_of_one(self) -> Json:
-        """Return the manifest of a directory with one chain of such draws."""
-
-    @abc.abstractmethod
-    def _like(self) -> Tree:
-        """Return a tree with the structure of a draw; None if it is unknown."""
 
     def __len__(self) -> int:
         return self.num_chains * self.num_draws
@@ -189,9 +179,17 @@ class Draws(abc.ABC):
 
     def _pick(self, numbers: Iterable[int]) -> Iterator[Tree]:
         """Yield trees by their numbers; consecutive trees of one draw are read together."""
-        num_chains = self.num_chains
-        for draw, group in itertools.groupby(numbers, lambda number: number // num_chains):
-            yield from self._of_draw(draw, [number % num_chains for number in group])
+        for draw, group in itertools.groupby(numbers, lambda number: number // self.num_chains):
+            leaves = self._read(draw)
+            for number in group:
+                yield self._tree([x[number % self.num_chains] for x in leaves])
+
+    def _tree(self, leaves: Sequence[np.ndarray]) -> Tree:
+        if self._flat:
+            return {leaf.name: x for leaf, x in zip(self._leaves, leaves, strict=True)}
+        if self._structure is not None:
+            return jax.tree.unflatten(self._structure, leaves)
+        return _nest([(leaf.path, x) for leaf, x in zip(self._leaves, leaves, strict=True)])
 
     def __repr__(self) -> str:
         return _table.described(self._title(), self._rows())
@@ -204,7 +202,7 @@ class Draws(abc.ABC):
         return f"{type(self).__name__}: {chains} of {_table.counted(self.num_draws, 'draw')}"
 
     def _rows(self) -> dict[str, str]:
-        leaves = self._arrays()
+        leaves = self._leaves
         sizes = [math.prod(leaf.shape) for leaf in leaves]
         held = sum(size * np.dtype(x.dtype).itemsize for size, x in zip(sizes, leaves, strict=True))
         arrays = _table.some(f"{leaf.name} {leaf.dtype}{leaf.shape}" for leaf in leaves)
@@ -298,54 +296,40 @@ class Draws(abc.ABC):
             _format.require_new(where, place)
         # In the order of the draws: the first of all chains, then the second.
         by_draw = density.swapaxes(0, 1).reshape(len(self), -1)
-        chosen, lppd = _subset.choose(by_draw, number)
+        chosen, lppd = choose(by_draw, number)
         rows, chains = np.divmod(chosen, self.num_chains)
-        whole = cast(Snapshots | StoredSnapshots, self)
-        stats = {name: x[chains, rows] for name, x in _stats(whole).items()}
-        subset = Subset(chains, np.asarray(self._numbers())[rows], stats.get("step"), lppd)
+        stats = {name: x[None, chains, rows] for name, x in self._stats().items()}
+        step = stats["step"][0] if "step" in stats else None
+        subset = Subset(chains, np.asarray(self._numbers)[rows], step, lppd)
+        places = zip(rows, chains, strict=True)
+        trees = [[np.array(x[chain]) for x in self._read(row)] for row, chain in places]
+        leaves = [np.stack(column)[None] for column in zip(*trees, strict=True)]
         if place is None:
-            trees = [self[at] for at in chosen]
-            params = jax.tree.map(lambda *x: np.stack(x)[None], *trees)
-            chosen_draws = Snapshots(params, {x: y[None] for x, y in stats.items()}, self.settings)
-            vars(chosen_draws).update(subset=subset)
-            return chosen_draws
-        self._write_chosen(place, subset, rows, stats, by_draw.shape[1])
-        flat = isinstance(self, StoredSnapshots) and self.flat
-        return load_snapshots(place, like=self._like(), flat=flat)
-
-    def _write_chosen(
-        self,
-        directory: Path,
-        subset: Subset,
-        rows: np.ndarray,
-        stats: Mapping[str, np.ndarray],
-        num_targets: int,
-    ):
-        """Write a subset to a new directory.
-
-        Args:
-            directory: a new or empty directory.
-            subset: the chosen draws.
-            rows: index of each chosen draw in its chain, `[draw]`.
-            stats: statistics of the chosen draws, arrays `[draw]`.
-            num_targets: number of held-out targets.
-        """
+            snapshots = Snapshots(self._tree(leaves), stats, self.settings)
+            vars(snapshots).update(subset=subset)
+            return snapshots
         source = str(self.directory) if isinstance(self, StoredSnapshots) else None
-        of = {"directory": source, "num_chains": self.num_chains, "num_draws": self.num_draws}
-        with _check.called("thin_to", "sample", params="draws"):
-            manifest = self._manifest_of_one()
-        manifest["subset"] = _subset.described(subset, num_targets, of)
-        steps = range(len(rows)) if subset.step is None else subset.step
-        stats = {name: x for name, x in stats.items() if name != "step"}
-        on_disk = (
-            (
-                int(steps[i]),
-                self._leaves_at(chain, row),
-                {name: x[i : i + 1] for name, x in stats.items()},
-            )
-            for i, (chain, row) in enumerate(zip(subset.chain, rows, strict=True))
-        )
-        _format.write_all(directory, manifest, on_disk)
+        described = {
+            "chosen_by": "the LPPD of the average, one draw after another, on held-out data",
+            "num_targets": by_draw.shape[1],
+            "of": {"directory": source, "num_chains": self.num_chains, "num_draws": self.num_draws},
+            **_format.to_json(subset),
+        }
+        manifest = self._manifest() | {"num_chains": 1, "subset": described}
+        _format.write_all(place, manifest, leaves, stats)
+        manifest = _format.read_manifest(where, place)
+        return StoredSnapshots(place, manifest, self._structure, self._flat)
+
+    def _stats(self) -> dict[str, np.ndarray]:
+        """Return statistics of the draws and, if it is known, their step, `[chain, draw]`."""
+        axes = self.num_chains, self.num_draws
+        stats = _trace.of_draws(self.trace, self.num_draws)
+        stats = {name: x for name, x in stats.items() if x.shape == axes}
+        if "step" not in stats and "num_gradients" in stats:
+            # In a loop of the user's own a step is a call of `update`.
+            per_step = _settings.gradients_per_step(self.settings)
+            stats["step"] = stats["num_gradients"] // per_step
+        return stats
 
 
 def _sampler(settings: Settings) -> str:
@@ -487,9 +471,9 @@ class Snapshots(Draws):
             >>> found.num_chains, found.num_draws, found.trace["step_size"].shape
             (1, 20, (1, 20))
         """
-        where, number = "Snapshots.from_draws", num_chains
-        params, num_draws = _stacked(where, draws, number)
-        stats = {} if trace is None else _trace_of(where, trace, num_draws, number)
+        where = "Snapshots.from_draws"
+        params, num_draws = _stacked(where, draws, num_chains)
+        stats = {} if trace is None else _trace_of(where, trace, num_draws, num_chains)
         if "noise_id" in stats:
             _trace.warn_of_equal_keys(where, stats["noise_id"])
         snapshots = cls(params, stats)
@@ -497,15 +481,8 @@ class Snapshots(Draws):
             return snapshots
         directory = Path(directory)
         _format.require_new(where, directory)
-        steps = stats["num_gradients"][0] if "num_gradients" in stats else np.arange(num_draws)
         leaves = jax.tree.leaves(params)
-        draws_on_disk = (
-            (int(steps[i]), [x[:, i] for x in leaves], {name: x[:, i] for name, x in stats.items()})
-            for i in range(num_draws)
-        )
-        with _check.called(where, "sample", params="draws"):
-            manifest = _format.manifest_of(jax.tree.map(lambda x: x[:, 0], params), None, {})
-        _format.write_all(directory, manifest, draws_on_disk)
+        _format.write_all(directory, snapshots._manifest(), leaves, snapshots._stats())
         return load_snapshots(directory, like=snapshots[0])
 
     @property
@@ -518,27 +495,26 @@ class Snapshots(Draws):
         """Number of draws per chain."""
         return jax.tree.leaves(self.params)[0].shape[1]
 
-    def _of_draw(self, draw: int, chains: Sequence[int]) -> Iterator[Tree]:
-        for chain in chains:
-            yield jax.tree.map(lambda x, at=(chain, draw): x[at], self.params)
+    @property
+    def _leaves(self) -> list[_format.Leaf]:
+        return _format.leaves_of(self.params, axes=2)
 
-    def _arrays(self) -> list[_format.Leaf]:
-        return _format.leaves_of(
-            jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), self.params)
-        )
+    @property
+    def _structure(self) -> Tree:
+        return jax.tree.structure(self.params)
 
+    @property
     def _numbers(self) -> Sequence[int]:
         return range(self.num_draws)
 
-    def _leaves_at(self, chain: int, draw: int) -> list[np.ndarray]:
-        return [np.asarray(x[chain : chain + 1, draw]) for x in jax.tree.leaves(self.params)]
+    def _read(self, draw: int) -> list[np.ndarray]:
+        return [x[:, draw] for x in jax.tree.leaves(self.params)]
 
-    def _manifest_of_one(self) -> Json:
-        first = jax.tree.map(lambda x: x[:1, 0], self.params)
-        return _format.manifest_of(first, None, {"sampler": _settings.described(self.settings)})
-
-    def _like(self) -> Tree:
-        return self[0]
+    def _manifest(self) -> Json:
+        first = jax.tree.map(lambda x: x[:, 0], self.params)
+        with _check.called("Snapshots", "sample"):
+            settings = {"sampler": _settings.described(self.settings)}
+            return _format.manifest_of(first, None, settings)
 
     def _place(self) -> dict[str, str]:
         ticks = {np.shape(values)[-1] for values in self.trace.values()}
@@ -556,27 +532,17 @@ class StoredSnapshots(Draws):
     those of `Snapshots`. Before the first draw, `trace` and `params` raise a ValueError.
     """
 
-    def __init__(self, directory: Path, manifest: Json, like: Tree, flat: bool):
+    def __init__(self, directory: Path, manifest: Json, structure: Tree, flat: bool):
         # Draws are read later, when the working directory may have changed.
         self.directory: Path = directory.absolute()
         self.manifest: Json = manifest
-        self.flat: bool = flat
-        self.leaves: list[_format.Leaf] = [_format.Leaf(**leaf) for leaf in manifest["leaves"]]
-        self.structure = None if like is None else jax.tree.structure(like)
+        self.num_chains: int = manifest["num_chains"]
+        self.settings: Settings | None = manifest["settings"].get("sampler")
+        self._flat, self._structure = flat, structure
+        self._leaves = [_format.Leaf(**leaf) for leaf in manifest["leaves"]]
         found = _format.find(self.directory, self.num_chains)
         found.pop(_format.START, None)
-        self.arrays_of_start: dict[str, np.ndarray] | None = None
         self.draws: list[list[_format.Block]] = [found[draw] for draw in sorted(found)]
-
-    @property
-    def num_chains(self) -> int:
-        """Number of chains."""
-        return self.manifest["num_chains"]
-
-    @property
-    def settings(self) -> Settings | None:
-        """Name and arguments of the sampler."""
-        return self.manifest["settings"].get("sampler")
 
     @property
     def num_draws(self) -> int:
@@ -586,38 +552,30 @@ class StoredSnapshots(Draws):
     @property
     def subset(self) -> Subset | None:
         """Which draws these are, if `thin_to` chose them."""
-        described = self.manifest.get("subset")
-        return None if described is None else _subset.read(described, self._numbers())
+        if (entry := self.manifest.get("subset")) is None:
+            return None
+        every = _format.from_json(entry, Subset._fields).items()
+        kept: Options = {x: None if y is None else y[self._numbers] for x, y in every}
+        return Subset(**kept)
 
     @property
     def stopping(self) -> Stopping | None:
         """Result of the stopping rule of the run, if it had one."""
-        entry = self.manifest.get("stopping")
-        return None if entry is None else Stopping.from_json(entry)
-
-    def _arrays(self) -> list[_format.Leaf]:
-        return self.leaves
-
-    def _place(self) -> dict[str, str]:
-        return {"folder": str(self.directory)}
-
-    def _of_draw(self, draw: int, chains: Sequence[int]) -> Iterator[Tree]:
-        arrays = self._read(self.draws[draw])
-        for chain in chains:
-            yield self._tree({name: array[chain] for name, array in arrays.items()})
+        if (entry := self.manifest.get("stopping")) is None:
+            return None
+        return Stopping(**_format.from_json(entry, Stopping._fields))
 
     @property
     def params(self) -> Tree:
         """All draws in memory, a tree of arrays `[chain, draw, ...]`."""
         self._require_draws("params")
-        read = [self._read(blocks) for blocks in self.draws]
-        names = [leaf.name for leaf in self.leaves]
-        return self._tree({name: np.stack([one[name] for one in read], 1) for name in names})
+        read = map(self._read, range(self.num_draws))
+        return self._tree([np.stack(column, axis=1) for column in zip(*read, strict=True)])
 
     @property
     def start(self) -> Tree:
         """Initial parameters of the chains, a tree of arrays `[chain, ...]`; None if unknown."""
-        return self._tree(self._start()) if self.manifest.get("has_start", True) else None
+        return self._tree(self._start) if self.manifest.get("has_start", True) else None
 
     @functools.cached_property
     def trace(self) -> dict[str, np.ndarray]:
@@ -657,36 +615,47 @@ class StoredSnapshots(Draws):
         thinned.draws = self.draws[::-1][::every][::-1]
         return thinned
 
+    @property
     def _numbers(self) -> Sequence[int]:
         return [int(blocks[0].draw) for blocks in self.draws]
 
-    def _leaves_at(self, chain: int, draw: int) -> list[np.ndarray]:
-        arrays = self._read(self.draws[draw])
-        return [arrays[leaf.name][chain : chain + 1] for leaf in self.leaves]
+    @functools.cached_property
+    def _start(self) -> list[np.ndarray]:
+        return _format.read_start(self.directory, self._leaves, self.num_chains)
 
-    def _manifest_of_one(self) -> Json:
-        # The stopping rule belongs to the run, not to the subset.
-        of_run = {name: x for name, x in self.manifest.items() if name != "stopping"}
-        return {**of_run, "num_chains": 1}
+    def _read(self, draw: int) -> list[np.ndarray]:
+        blocks, start = self.draws[draw], lambda: self._start
+        return _format.read_chains(blocks, self._leaves, self.num_chains, start)
 
-    def _like(self) -> Tree:
-        return None if self.structure is None else self[0]
+    def _manifest(self) -> Json:
+        # The stopping rule belongs to the run, not to a subset.
+        return {name: x for name, x in self.manifest.items() if name != "stopping"}
 
-    def _read(self, blocks: list[_format.Block]) -> dict[str, np.ndarray]:
-        return _format.read_chains(blocks, self.leaves, self.num_chains, self._start)
+    def _place(self) -> dict[str, str]:
+        return {"folder": str(self.directory)}
 
-    def _start(self) -> dict[str, np.ndarray]:
-        if self.arrays_of_start is None:
-            arrays = _format.read_start(self.directory, self.leaves, self.num_chains)
-            self.arrays_of_start = arrays
-        return self.arrays_of_start
 
-    def _tree(self, arrays: dict[str, np.ndarray]) -> Tree:
-        if self.flat:
-            return arrays
-        if self.structure is not None:
-            return jax.tree.unflatten(self.structure, [arrays[leaf.name] for leaf in self.leaves])
-        return _nest([(leaf.path, arrays[leaf.name]) for leaf in self.leaves])
+def choose(log_density: np.ndarray, number: int) -> tuple[list[int], np.ndarray]:
+    """Choose draws one after another, each the best addition to the average so far.
+
+    Args:
+        log_density: log density of each target under each draw, nats, `[draw, target]`.
+        number: how many, at most the number of draws.
+
+    Returns:
+        Indices in the order of the choice, and the LPPD after each, `[number]`.
+    """
+    bounded = np.maximum(log_density, LOWEST)
+    free, chosen = np.ones(len(bounded), bool), []
+    total = np.full(bounded.shape[1], -np.inf)
+    for _ in range(number):
+        # The number of draws shifts all candidates alike.
+        score = np.where(free, np.logaddexp(total, bounded).mean(axis=1), -np.inf)
+        best = int(score.argmax())
+        total, free[best] = np.logaddexp(total, bounded[best]), False
+        chosen.append(best)
+    sums = np.logaddexp.accumulate(log_density[chosen], axis=0)
+    return chosen, sums.mean(axis=1) - np.log(np.arange(1, number + 1))
 
 
 def _density(where: str, draws: Draws, prediction: Prediction) -> np.ndarray:
@@ -700,18 +669,6 @@ def _density(where: str, draws: Draws, prediction: Prediction) -> np.ndarray:
         got = f"{density[chain, draw, target]} at target {target} of chain {chain}, draw {draw}"
         _check.fail(where, "prediction", "one without NaN or infinite densities", got)
     return density
-
-
-def _stats(draws: Snapshots | StoredSnapshots) -> dict[str, np.ndarray]:
-    """Return statistics and step of the draws, `[chain, draw]`; the step only if it is known."""
-    axes = draws.num_chains, draws.num_draws
-    stats = _trace.of_draws(draws.trace, draws.num_draws)
-    stats = {name: x for name, x in stats.items() if x.shape == axes}
-    if "step" not in stats and "num_gradients" in stats:
-        # In a loop of the user's own a step is a call of `update`.
-        per_step = _settings.gradients_per_step(draws.settings)
-        stats["step"] = stats["num_gradients"] // per_step
-    return stats
 
 
 def _nest(leaves: list[tuple[list[list[str | int]], np.ndarray]]) -> Tree:
@@ -770,104 +727,69 @@ def load_snapshots(
     manifest = _format.read_manifest("load_snapshots", directory)
     if like is not None:
         shapes = jax.eval_shape(lambda x: x, like)
-        stacked = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype), shapes)
-        given = [(leaf.name, leaf.shape) for leaf in _format.leaves_of(stacked)]
+        given = [(leaf.name, leaf.shape) for leaf in _format.leaves_of(shapes, axes=0)]
         stored = [(leaf["name"], leaf["shape"]) for leaf in manifest["leaves"]]
         if given != stored:
             differing = [pair for pair in given if pair not in stored] or given
             rule = f"a tree with the leaves of the draws in {directory}, {stored}"
             _check.fail("load_snapshots", "like", rule, differing)
-    return StoredSnapshots(directory, manifest, like, flat)
+    structure = None if like is None else jax.tree.structure(like)
+    return StoredSnapshots(directory, manifest, structure, flat)
 
 
 def _stacked(where: str, draws: Iterable[optax.Params], num_chains: int | None) -> tuple[Tree, int]:
-    """Stack parameter trees.
+    """Stack parameter trees to arrays `[chain, draw, ...]`, and count them.
 
-    Args:
-        where: function that the user called.
-        draws: a tree per draw; with `num_chains` its arrays are `[chain, ...]`.
-        num_chains: number of chains; None: one, without an axis.
-
-    Returns:
-        The tree of arrays `[chain, draw, ...]`, and the number of draws.
-
-    Raises:
-        ValueError: no draws, or one that is not finite or unlike the first.
+    With `num_chains`, the arrays of each tree are `[chain, ...]`; else they are of one chain.
     """
-    trees = [_on_host(where, number, tree) for number, tree in enumerate(draws)]
+    trees: list[Tree] = []
+    for number, tree in enumerate(draws):
+        argument = f"draws[{number}]"
+        _check.Tree(keys=False, traced=False)(where, argument, tree)
+        if not jax.tree.leaves(tree):
+            _check.fail(where, argument, "a tree with at least one array", _check.show(tree))
+        # Copy: the loop may reuse the arrays.
+        trees.append(jax.tree.map(np.array, tree))
+        _tree.check_alike(where, argument, trees[-1], trees[0], "draws[0]")
+        for path, leaf in jax.tree_util.tree_leaves_with_path(trees[-1]):
+            at = jax.tree_util.keystr(path) or "the only leaf"
+            if num_chains is not None and leaf.shape[:1] != (num_chains,):
+                rule = f"a tree of arrays [chain, ...] of {num_chains} chains"
+                _check.fail(where, argument, rule, f"shape {leaf.shape} at {at}")
+            if not (is_finite := np.isfinite(leaf)).all():
+                chain = "" if num_chains is None else f" of chain {np.argwhere(~is_finite)[0][0]}"
+                _check.fail(where, argument, "finite", f"nan or inf at {at}{chain}")
     if not trees:
         _check.fail(where, "draws", "at least one parameter tree", "none")
-    _require_chains(where, trees[0], num_chains)
-    for number, tree in enumerate(trees):
-        if (got := _shapes(tree)) != (first := _shapes(trees[0])):
-            rule = f"a tree with the arrays of draw 0, {first}"
-            _check.fail(where, f"draws[{number}]", rule, got)
-        _require_finite(where, number, tree, num_chains)
+    stacked = jax.tree.map(lambda *x: np.stack(x, axis=0 if num_chains is None else 1), *trees)
     if num_chains is None:
-        return jax.tree.map(lambda *x: np.stack(x)[None], *trees), len(trees)
-    return jax.tree.map(lambda *x: np.stack(x, axis=1), *trees), len(trees)
-
-
-def _on_host(where: str, number: int, tree: Tree) -> Tree:
-    argument = f"draws[{number}]"
-    _check.Tree(keys=False, traced=False)(where, argument, tree)
-    if not jax.tree.leaves(tree):
-        _check.fail(where, argument, "a tree with at least one array", _check.show(tree))
-    # Copy: the loop may reuse the arrays.
-    return jax.tree.map(np.array, tree)
-
-
-def _shapes(tree: Tree) -> Tree:
-    return jax.tree.map(np.shape, tree)
-
-
-def _require_chains(where: str, first: Tree, num_chains: int | None):
-    """Require the axis of chains; later draws are compared with the first one."""
-    if num_chains is None:
-        return
-    for path, leaf in jax.tree_util.tree_leaves_with_path(first):
-        if leaf.shape[:1] != (num_chains,):
-            rule = f"a tree of arrays [chain, ...] of {num_chains} chains"
-            got = f"shape {leaf.shape} at {jax.tree_util.keystr(path) or 'the only leaf'}"
-            _check.fail(where, "draws[0]", rule, got)
-
-
-def _require_finite(where: str, number: int, tree: Tree, num_chains: int | None):
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        if jnp.issubdtype(leaf.dtype, jnp.inexact) and not (is_finite := np.isfinite(leaf)).all():
-            at = jax.tree_util.keystr(path) or "the only leaf"
-            chain = "" if num_chains is None else f" of chain {np.argwhere(~is_finite)[0][0]}"
-            _check.fail(where, f"draws[{number}]", "finite", f"nan or inf at {at}{chain}")
+        stacked = jax.tree.map(lambda x: x[None], stacked)
+    return stacked, len(trees)
 
 
 def _trace_of(
     where: str, trace: Iterable[NamedTuple], num_draws: int, num_chains: int | None
 ) -> dict[str, np.ndarray]:
-    """Stack the statistics of the draws, `[chain, draw]`.
-
-    Raises:
-        ValueError: there are not as many entries as draws, an entry is not a result of `stats`, or
-            its point is not a draw.
-    """
+    """Stack the statistics of the draws, `[chain, draw]`."""
     entries = list(trace)
     if len(entries) != num_draws:
         rule = f"one entry for each of the {num_draws} draws"
         _check.fail(where, "trace", rule, f"{len(entries)} entries")
-    shape = () if num_chains is None else (num_chains,)
-    rows: list[dict[str, np.ndarray]] = []
+    shape, rows = () if num_chains is None else (num_chains,), []
+    advice = "" if num_chains else "Pass `num_chains` for arrays of several chains."
     for number, entry in enumerate(entries):
         argument, rule = f"trace[{number}]", "what `optax_smile.stats` returns"
         if not hasattr(entry, "_asdict"):
             _check.fail(where, argument, rule, _check.show(entry))
         row = {x: _check.host(where, argument, value) for x, value in entry._asdict().items()}
-        if row.keys() != (rows or [row])[0].keys():
+        rows.append(row)
+        if row.keys() != rows[0].keys():
             _check.fail(where, argument, f"{rule}, as the first entry", f"the fields {[*row]}")
-        if wrong := next((x for x, value in row.items() if value.shape != shape), None):
-            rule = f"{rule}, in arrays of shape {shape}"
-            advice = "" if num_chains else "Pass `num_chains` for arrays of several chains."
-            _check.fail(where, argument, rule, f"shape {row[wrong].shape} at {wrong}", advice)
+        for name, value in row.items():
+            if value.shape != shape:
+                rule = f"{rule}, in arrays of shape {shape}"
+                _check.fail(where, argument, rule, f"shape {value.shape} at {name}", advice)
         if not np.all(row.get("is_draw", True)):
             advice = "Do not keep points at which `stats(state).is_draw` is False."
             _check.fail(where, argument, "one whose `is_draw` is True", "False", advice)
-        rows.append(row)
     return {name: np.stack([np.atleast_1d(row[name]) for row in rows], axis=1) for name in rows[0]}

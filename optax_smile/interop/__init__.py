@@ -45,20 +45,22 @@ def keras_optimizer(sampler: optax.GradientTransformation) -> SamplerOptimizer:
         ImportError: Keras is missing.
         ValueError: Keras does not run on JAX.
     """
-    try:
-        keras = importlib.import_module("optax_smile.interop._keras")
-    except ImportError as error:
-        needs = "Keras: pip install 'optax-smile[keras]'"
-        raise ImportError(f"`optax_smile.interop.keras_optimizer` needs {needs}") from error
-    return keras.make(sampler)
+    module = _import("_keras", "keras_optimizer", "Keras: pip install 'optax-smile[keras]'")
+    if (backend := module.keras.backend.backend()) != "jax":
+        rule, remedy = "used with the JAX backend", "Set KERAS_BACKEND=jax before importing Keras."
+        _check.fail("keras_optimizer", "sampler", rule, backend, remedy)
+    return module.SamplerOptimizer(sampler)
 
 
 def __getattr__(name: str) -> ModuleType:
     """Import `estimators` on first access, since it needs scikit-learn."""
     if name != "estimators":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return _import(name, name, "scikit-learn: pip install 'optax-smile[sklearn]'")
+
+
+def _import(module: str, name: str, needs: str) -> ModuleType:
     try:
-        return importlib.import_module("optax_smile.interop.estimators")
+        return importlib.import_module(f"optax_smile.interop.{module}")
     except ImportError as error:
-        needs = "scikit-learn: pip install 'optax-smile[sklearn]'"
-        raise ImportError(f"`optax_smile.interop.estimators` needs {needs}") from error
+        raise ImportError(f"`optax_smile.interop.{name}` needs {needs}") from error

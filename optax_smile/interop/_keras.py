@@ -121,11 +121,3 @@ def _built(described: Options) -> optax.GradientTransformation:
 
     arguments = {name: read(value) for name, value in described["arguments"].items()}
     return getattr(optax_smile, described["name"])(**arguments)
-
-
-def make(sampler: optax.GradientTransformation) -> SamplerOptimizer:
-    """See `interop.keras_optimizer`."""
-    if keras.backend.backend() != "jax":
-        rule, remedy = "used with the JAX backend", "Set KERAS_BACKEND=jax before importing Keras."
-        _check.fail("keras_optimizer", "sampler", rule, keras.backend.backend(), remedy)
-    return SamplerOptimizer(sampler)

@@ -96,11 +96,10 @@ class NumpyroModel:
             examples.
         """
         example = _example(self)
-        names = sorted(example)
-        if not isinstance(draws.params, Mapping) or sorted(draws.params) != names:
+        if not isinstance(draws.params, Mapping) or draws.params.keys() != example.keys():
             got = sorted(draws.params) if isinstance(draws.params, Mapping) else "another tree"
-            _check.fail("NumpyroModel.constrain", "draws", f"{DRAWS}, of {names}", got)
-        kept = _kept(self, example)
+            _check.fail("NumpyroModel.constrain", "draws", f"{DRAWS}, of {sorted(example)}", got)
+        kept = _independent(self, example)
 
         @jax.jit
         @jax.vmap
@@ -117,14 +116,10 @@ class NumpyroModel:
         return to_arviz(self.constrain(draws))
 
 
-def _is_concrete(batch: Batch) -> bool:
-    return not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(batch))
-
-
 @_check.arguments(
     WHERE,
     model=_check.Where("a function with NumPyro sites", callable),
-    batch=_check.Where("concrete arrays, not tracers", _is_concrete),
+    batch=_check.Tree("concrete arrays, not tracers", traced=False),
     num_data=_check.Whole(1),
     plate=_check.kind(str, "the name of a plate"),
 )
@@ -186,14 +181,16 @@ def from_numpyro(
     bridge = NumpyroModel(model, plate, num_data, batch)
     with _check.calling(WHERE, "batch", "valid arguments of the model"):
         params = _example(bridge)
-        run = _run(bridge, params, batch)
-        others = [_run(bridge, params, _other(batch)), _run(bridge, params, batch, turn=True)]
-    _check_prior(run, others[0])
-    turned = [name for name in run.inside if not _same(run, others[1], name)]
-    if turned:
-        rule = f"a dict with the indices of the plate, {{{plate!r}: indices, ...}}"
-        got = f"a batch without indices, on which the site {turned[0]!r} depends"
-        _check.fail(WHERE, "batch", rule, got)
+        run, turned = (_run(bridge, params, batch, turn) for turn in (False, True))
+        independent = _independent(bridge, params)
+    for name, density in run.log_densities.items():
+        if name not in run.inside and name not in independent:
+            rule = "a batch that does not change the prior"
+            _check.fail(WHERE, "batch", rule, f"one that changes the prior of the site {name!r}")
+        if name in run.inside and not _close(density, turned.log_densities[name]):
+            rule = f"a dict with the indices of the plate, {{{plate!r}: indices, ...}}"
+            got = f"a batch without indices, on which the site {name!r} depends"
+            _check.fail(WHERE, "batch", rule, got)
     return bridge
 
 
@@ -223,7 +220,7 @@ def _run(
     def value_of(message: Site) -> jax.Array | None:
         if message["type"] == "plate" and message["name"] == bridge.plate:
             size, rows = message["args"]
-            _check_plate(bridge, size, rows)
+            _check_plate(bridge, size)
             if indices is None:
                 counted = jnp.arange(rows or size)
                 return size - 1 - counted if turn else counted
@@ -274,7 +271,7 @@ def _example(bridge: NumpyroModel) -> dict[str, jax.Array]:
     if bridge.plate not in plates:
         rule = f"one of the model's plates, {sorted(plates)}"
         _check.fail(WHERE, "plate", rule, bridge.plate)
-    _check_plate(bridge, *plates[bridge.plate]["args"])
+    _check_plate(bridge, plates[bridge.plate]["args"][0])
     for name, site in trace.items():
         if _is_latent(site):
             if _is_inside(bridge, site):
@@ -296,7 +293,7 @@ def _example(bridge: NumpyroModel) -> dict[str, jax.Array]:
     }
 
 
-def _check_plate(bridge: NumpyroModel, size: int, rows: int | None):
+def _check_plate(bridge: NumpyroModel, size: int):
     if size != bridge.num_data:
         rule = f"the size of the plate {bridge.plate!r}, {size}"
         remedy = (
@@ -327,28 +324,22 @@ def _other(batch: Batch) -> Batch:
     return jax.tree.map(leaf, batch)
 
 
-def _same(run: _Run, other: _Run, name: str) -> bool:
-    """Return whether two runs agree on a site, in log density and value."""
-
-    def close(a: jax.typing.ArrayLike, b: jax.typing.ArrayLike) -> bool:
-        same_shape = np.shape(a) == np.shape(b)
-        return same_shape and np.allclose(a, b, rtol=TOLERANCE, atol=TOLERANCE, equal_nan=True)
-
-    densities = (x.log_densities.get(name, 0.0) for x in (run, other))
-    return close(*densities) and (name in run.inside or close(run.values[name], other.values[name]))
+def _close(a: jax.typing.ArrayLike, b: jax.typing.ArrayLike) -> bool:
+    same_shape = np.shape(a) == np.shape(b)
+    return same_shape and np.allclose(a, b, rtol=TOLERANCE, atol=TOLERANCE, equal_nan=True)
 
 
-def _check_prior(run: _Run, other: _Run):
-    for name in run.log_densities:
-        if name not in run.inside and not _same(run, other, name):
-            rule = "a batch that does not change the prior"
-            _check.fail(WHERE, "batch", rule, f"one that changes the prior of the site {name!r}")
-
-
-def _kept(bridge: NumpyroModel, params: Mapping[str, jax.Array]) -> list[str]:
-    """List the sites outside the plate whose values do not depend on the batch."""
+def _independent(bridge: NumpyroModel, params: Mapping[str, jax.Array]) -> list[str]:
+    """List the sites outside the plate whose density and value do not depend on the batch."""
     run, other = (_run(bridge, params, x) for x in (bridge.batch, _other(bridge.batch)))
-    return [name for name in run.values if name not in run.inside and _same(run, other, name)]
+    densities = [x.log_densities for x in (run, other)]
+    return [
+        name
+        for name, value in run.values.items()
+        if name not in run.inside
+        and _close(*(x.get(name, 0.0) for x in densities))
+        and _close(value, other.values[name])
+    ]
 
 
 def _import_numpyro() -> ModuleType:

@@ -1,7 +1,7 @@
 """Shared by the runs around trained weights: their sampler, and the loss of their draws."""
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeAlias
 
 import jax
@@ -38,7 +38,7 @@ class Weights(_check.Constraint):
 
 
 def constraints(least: int) -> dict[str, _check.Constraint]:
-    """Return constraints for the model, its data (`num_data` at least `least`) and its sampler."""
+    """Return the constraints of shared arguments; `num_data` is at least `least`."""
     advice = "Bind other arguments with functools.partial, such as the step size of `sgld`."
     return {
         "loss_fn": _check.Function("(params, batch)"),
@@ -46,6 +46,12 @@ def constraints(least: int) -> dict[str, _check.Constraint]:
         "batches": _check.REPEATABLE,
         "num_data": _check.Real(least, traced=False),
         "make_sampler": _check.Function(POSTERIOR, advice),
+        "num_chains": _check.Whole(1),
+        "num_warmup": _check.Whole(0),
+        "num_draws": _check.Whole(1),
+        "thin": _check.Whole(1),
+        "check": _check.FLAG,
+        "progress": _check.FLAG,
     }
 
 
@@ -63,24 +69,22 @@ def build(
 def watch(
     where: str,
     model: tuple[Loss, optax.Params, Iterable[Batch]],
-    sampler: optax.GradientTransformation,
+    make_sampler: Maker,
+    posterior: Mapping[str, float],
     observe: Callable[[Tree], Tree],
+    key: jax.Array,
     **run: Any,
 ) -> Snapshots | StoredSnapshots:
-    """Sample, and keep what `observe` returns for the draws.
+    """Sample the posterior around the start of the chains, and keep what `observe` returns.
 
-    Args:
-        where: name of the public function.
-        model: loss, chains and batches, the first arguments of `sample`.
-        sampler: result of `build`.
-        observe: see `sample`.
-        run: other arguments of `sample`.
+    `model` has the loss, the chains and the batches; `run` has other arguments of `sample`.
     """
+    sampler = build(where, make_sampler, key, **posterior)
     if _optimizer.is_optimizer(sampler, model[1]):
         rule = f"a function of {POSTERIOR} that returns a sampler"
         _check.fail(where, "make_sampler", rule, "one that returns an optimizer")
     with _check.called(where, "sample", sampler="make_sampler"):
-        return sample(*model, sampler, observe=observe, check=False, **run)
+        return sample(*model, sampler, observe=observe, key=key, check=False, **run)
 
 
 def over_batches(
@@ -100,13 +104,12 @@ def over_batches(
     mapped = jax.jit(jax.vmap(of_batch, in_axes=(0, None)))
 
     def average(draws: optax.Params) -> Tree:
-        total, number = None, 0
+        sums, sizes = [], []
         for batch in batches:
-            rows = _checks.num_rows(batch, False) or 1
-            sums = jax.tree.map(lambda x, n=rows: n * np.asarray(x, float), mapped(draws, batch))
-            total = sums if total is None else jax.tree.map(np.add, total, sums)
-            number += rows
-        return jax.tree.map(lambda x: x / number, total)
+            sizes.append(_checks.num_rows(batch, False) or 1)
+            of_draws = mapped(draws, batch)
+            sums.append(jax.tree.map(lambda x: sizes[-1] * np.asarray(x, float), of_draws))
+        return jax.tree.map(lambda *x: sum(x) / sum(sizes), *sums)
 
     return average
 
@@ -116,12 +119,7 @@ def check_loss(
 ) -> float:
     """Require a finite scalar loss of trained weights, and return the loss over all batches.
 
-    Args:
-        where: name of the public function.
-        loss_fn: mean loss `loss_fn(params, batch)`.
-        params: parameters of one network.
-        batches: batches of the data.
-        warns: whether to warn of a loss that looks like a sum.
+    If `warns`, warn of a loss that looks like a sum.
     """
     first = next(iter(batches), None)
     if first is None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import jax
 import numpy as np
 import optax
 
 from optax_smile import _check
+from optax_smile._types import Batch, Options, Tree
 from optax_smile.chains._checks import curvature
 from optax_smile.potential import Potential, auto_temperature, strength_for
 from optax_smile.samplers.smile import psmile
@@ -34,7 +34,7 @@ MOST_BATCHES = 20
 def network_candidates(
     loss_fn: Callable[..., jax.Array],
     params: optax.Params,
-    batches: Iterable[Any],
+    batches: Iterable[Batch],
     optimizer: optax.GradientTransformation,
     *,
     num_data: float,
@@ -80,8 +80,7 @@ def network_candidates(
         >>> list(candidates)
         ['psmile', 'psmile, cold', 'psmile, around the start', 'optimizer']
     """
-    typed: Any = key
-    given: dict[str, Any] = {"num_data": num_data, "key": typed}
+    given: Options = {"num_data": num_data, "key": key}
     size = sum(math.prod(x.shape[1:]) for x in jax.tree.leaves(params))
     losses = jax.jit(jax.vmap(loss_fn, (0, None)))
     seen = list(itertools.islice(iter(batches), MOST_BATCHES))
@@ -92,15 +91,18 @@ def network_candidates(
     rule = "trained networks, arrays [chain, ...], each a valid argument of `loss_fn`"
     _check.traced("network_candidates", "params", losses, params, seen[0], rule=rule)
 
-    def of_batch(batch: Any, at: Any) -> jax.Array:
+    def of_batch(batch: Batch, at: Tree) -> jax.Array:
         return losses(at, batch)
 
     curvatures = [curvature(of_batch, x, params, np.asarray(of_batch(x, params))) for x in seen]
     precision = strength_for(Potential(num_data), float(np.mean(curvatures)), size, allowed)
-    around: dict[str, Any] = {"prior_mean": "start", "prior_precision": precision}
+    around: Options = {"prior_mean": "start", "prior_precision": precision}
     around |= {"decoherence_length": "turning", "tuner": angle_tuner(0.1)}
-    made: dict[str, optax.GradientTransformation] = {"psmile": psmile(**given)}
-    cold: dict[str, Any] = {"temperature": "auto", "excess": excess, "tuner": angle_tuner(0.3)}
+    cold: Options = {"temperature": "auto", "excess": excess, "tuner": angle_tuner(0.3)}
     is_cold = auto_temperature(num_data, size, excess) < 1
-    made["psmile, cold" if is_cold else "psmile, long steps"] = psmile(**given, **cold)
-    return made | {"psmile, around the start": psmile(**given, **around), "optimizer": optimizer}
+    made: dict[str, optax.GradientTransformation] = {
+        "psmile": psmile(**given),
+        "psmile, cold" if is_cold else "psmile, long steps": psmile(**given, **cold),
+        "psmile, around the start": psmile(**given, **around),
+    }
+    return made | {"optimizer": optimizer}

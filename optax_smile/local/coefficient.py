@@ -189,15 +189,9 @@ def _trend(blocks: np.ndarray) -> tuple[float, float]:
     beta=_check.Real(0, open="low", traced=False) | None,
     localization=_check.Real(0, traced=False),
     draws=Posterior(_check.kind((Snapshots, StoredSnapshots), "the result of `sample`")) | None,
-    num_chains=_check.Whole(1),
-    num_warmup=_check.Whole(0),
-    num_draws=_check.Whole(1),
-    thin=_check.Whole(1),
     key=_check.Key(),
     steps_per_dispatch=_check.Whole(1),
     directory=_check.PathLike() | None,
-    check=_check.FLAG,
-    progress=_check.FLAG,
 )
 def llc(
     loss_fn: _around.Loss,
@@ -292,22 +286,20 @@ def llc(
     }
     if draws is not None:
         _check_posterior(where, draws, posterior, params)
-        stacked = (jax.tree.map(lambda x: np.asarray(x)[None], draw) for draw in draws)
-        seen = jax.tree.map(lambda *x: np.concatenate(x), *map(observe, stacked))
-        seen = {name: x.reshape(-1, draws.num_chains).T for name, x in seen.items()}
-        return LearningCoefficient(**seen, **settings)
-    typed: jax.Array = _check.Key(True, "for new draws")(where, "key", key)
-    chains = _around.copies(params, num_chains)
+        seen = [observe(jax.tree.map(lambda x: np.asarray(x)[None], draw)) for draw in draws]
+        by_chain = jax.tree.map(lambda *x: np.reshape(x, (-1, draws.num_chains)).T, *seen)
+        return LearningCoefficient(**by_chain, **settings)
     kept = _around.watch(
         where,
-        (loss_fn, chains, batches),
-        _around.build(where, make_sampler, typed, **posterior),
+        (loss_fn, _around.copies(params, num_chains), batches),
+        make_sampler,
+        posterior,
         observe,
+        _check.Key(True, "for new draws")(where, "key", key),
         num_warmup=num_warmup,
         num_draws=num_draws,
         thin=thin,
         steps_per_dispatch=steps_per_dispatch,
-        key=typed,
         directory=directory,
         progress=progress,
     )

@@ -12,6 +12,7 @@ import optax
 from optax_smile import _check
 from optax_smile._types import Batch, Tree
 from optax_smile.draws import _checks
+from optax_smile.draws.predict import batches_of
 
 
 @_check.arguments(
@@ -78,38 +79,32 @@ def influence(
     """
     where = "influence"
     temperature = _temperature(where, draws, temperature)
-    number = _checks.num_inputs(examples)
-    whole = examples
-    if queries is not None:
-        try:
-            whole = jax.tree.map(lambda x, y: np.concatenate([x, y]), examples, queries)
-        except ValueError as error:
-            rule = "arrays like the examples except for the first axis"
-            _check.fail(where, "queries", rule, str(error).splitlines()[0])
-    size = _checks.num_inputs(whole)
-    step = size if batch_size is None else batch_size
-    slices = [slice(first, first + step) for first in range(0, size, step)]
-    blocks = [jax.tree.map(lambda x, rows=rows: jnp.asarray(x[rows]), whole) for rows in slices]
-    compiled = jax.jit(losses_fn)
+    data = [examples] if queries is None else [examples, queries]
+    blocks = [
+        batches_of(jax.tree.map(jnp.asarray, tree), batch_size or _checks.num_inputs(tree))
+        for tree in data
+    ]
+    compiled, remedy = jax.jit(losses_fn), "Does it match these `draws`, `examples` and `queries`?"
     rule = "a function that returns the loss of each example, [example]"
-    kept: list[np.ndarray] = []
-    for draw in draws:
-        if not kept:
-            remedy = "Does it match these `draws`, `examples` and `queries`?"
-            _check.traced(where, "losses_fn", losses_fn, draw, blocks[0], rule=rule, advice=remedy)
-        parts = [np.asarray(compiled(draw, block), float) for block in blocks]
-        if [x.shape for x in parts] != [(_checks.num_inputs(block),) for block in blocks]:
-            _check.fail(where, "losses_fn", rule, f"one that returns shape {parts[0].shape}")
-        kept.append(np.concatenate(parts))
-        if not np.isfinite(kept[-1]).all():
-            got = f"NaN or inf for draw {len(kept) - 1}"
-            _check.fail(where, "losses_fn", "a function that returns finite losses", got)
+    kept: list[list[np.ndarray]] = []
+    for number, draw in enumerate(draws):
+        kept.append([])
+        for of_data in blocks:
+            if not number:
+                given = draw, of_data[0]
+                _check.traced(where, "losses_fn", losses_fn, *given, rule=rule, advice=remedy)
+            parts = [np.asarray(compiled(draw, block), float) for block in of_data]
+            if [x.shape for x in parts] != [(_checks.num_inputs(block),) for block in of_data]:
+                _check.fail(where, "losses_fn", rule, f"one that returns shape {parts[0].shape}")
+            kept[-1].append(np.concatenate(parts))
+            if not np.isfinite(kept[-1][-1]).all():
+                rule, got = "a function that returns finite losses", f"NaN or inf for draw {number}"
+                _check.fail(where, "losses_fn", rule, got)
     if len(kept) < 2:
         _check.fail(where, "draws", "at least two draws", len(kept))
-    losses = np.stack(kept)
-    losses -= losses.mean(axis=0)
-    of_queries = losses if queries is None else losses[:, number:]
-    return of_queries.T @ losses[:, :number] / (len(kept) - 1) / temperature
+    losses = [np.stack(of_draws) for of_draws in zip(*kept, strict=True)]
+    centred = [x - x.mean(axis=0) for x in losses]
+    return centred[-1].T @ centred[0] / (len(kept) - 1) / temperature
 
 
 def _temperature(where: str, draws: Iterable[optax.Params], given: float | None) -> float:

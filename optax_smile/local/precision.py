@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Literal, NamedTuple, cast
 
 import jax
@@ -94,31 +94,25 @@ class PrecisionSearch(NamedTuple):
             "loss of draws": [f"{x:.4g}" for x in self.loss],
             "distance": [f"{x:.3g}" for x in self.distance],
         }
-        return "\n".join([*aligned(table), "", *self._notes()])
-
-    def _notes(self) -> Iterator[str]:
-        yield (
+        notes = [
             f"Prior precision {self.prior_precision:.3g} around the weights: excess loss"
             f" {self.excess[self.best]:.3g}, allowed {self.allowed:g}; loss of the weights"
-            f" {self.start_loss:.4g}."
-        )
-        yield f"{self.num_parameters} parameters, {self.num_data:g} examples."
+            f" {self.start_loss:.4g}.",
+            f"{self.num_parameters} parameters, {self.num_data:g} examples.",
+        ]
         if not 1 / NEAR <= self.excess[self.best] / self.allowed <= NEAR:
-            yield "No precision came close to the allowed excess. Try more runs or longer ones."
+            notes += [
+                "No precision came close to the allowed excess. Try more runs or longer ones."
+            ]
+        return "\n".join([*aligned(table), "", *notes])
 
 
 @_check.arguments(
     **_around.constraints(1),
     allowed=_check.Real(0, open="low", traced=False),
     temperature=_check.Real(0, open="low", traced=False),
-    num_chains=_check.Whole(1),
-    num_warmup=_check.Whole(0),
-    num_draws=_check.Whole(1),
-    thin=_check.Whole(1),
     max_runs=_check.Whole(1),
     key=_check.Key(needed=True),
-    check=_check.FLAG,
-    progress=_check.FLAG,
 )
 def local_precision(
     loss_fn: _around.Loss,
@@ -208,10 +202,9 @@ def local_precision(
         }
 
     def run(precision: float) -> tuple[float, ...]:
-        posterior = {"num_data": num_data, "temperature": temperature}
-        sampler = _around.build(where, make_sampler, typed, prior_precision=precision, **posterior)
-        model = loss_fn, chains, batches
-        draws = _around.watch(where, model, sampler, observe, **steps, key=typed, progress=False)
+        posterior = {"num_data": num_data, "temperature": temperature, "prior_precision": precision}
+        model, options = (loss_fn, chains, batches), steps | {"progress": False}
+        draws = _around.watch(where, model, make_sampler, posterior, observe, typed, **options)
         if draws.num_draws < num_draws:
             raise KeyboardInterrupt(f"`{where}` was stopped at precision {precision:g}.")
         seen = draws.params
@@ -226,13 +219,8 @@ def local_precision(
         while len(tried) < max_runs and not 1 / NEAR <= tried[-1][1] / allowed <= NEAR:
             bar.show(len(tried), last=f"{tried[-1][0]:.3g}", excess=f"{tried[-1][1]:.3g}")
             tried.append(run(_next(tried, allowed)))
-    precisions, excess, error, loss, distance = map(np.array, zip(*tried, strict=True))
     return PrecisionSearch(
-        precisions=precisions,
-        excess=excess,
-        standard_error=error,
-        loss=loss,
-        distance=distance,
+        *map(np.array, zip(*tried, strict=True)),
         start_loss=start_loss,
         allowed=float(allowed),
         num_data=float(num_data),

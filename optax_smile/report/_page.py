@@ -180,7 +180,7 @@ def _facts(snapshots: StoredSnapshots, sampler: Mapping) -> Iterator[str]:
 
 def _size(snapshots: StoredSnapshots) -> int:
     """Return the number of parameters of a chain."""
-    return sum(math.prod(leaf.shape) for leaf in snapshots.leaves)
+    return sum(math.prod(leaf.shape) for leaf in snapshots._leaves)
 
 
 def _seed(key: object) -> int | None:
