@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 from collections.abc import Callable, Iterable
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +27,7 @@ BatchPer = Literal["gradient", "step"]
 LOSSES = ("loss", "start_loss")
 # Largest number of entries of a small array. From about 4,000 on, copying costs as much as passing.
 SMALL = 1024
+Shapes: TypeAlias = tuple[tuple[int, ...], ...]
 
 
 class Setup(NamedTuple):
@@ -76,20 +78,25 @@ class Chain(NamedTuple):
     gradients: _checks.Gradients
 
 
-class Packed(NamedTuple):
-    """A tree whose small leaves are joined: starting a program costs about 2 us for each array.
+@functools.partial(jax.jit, static_argnames="shapes")
+def _join(leaves: list[jax.Array], shapes: Shapes) -> jax.Array:
+    """Join arrays of these shapes, after leading axes that all have."""
+    leading = leaves[0].shape[: leaves[0].ndim - len(shapes[0])]
+    pairs = zip(leaves, shapes, strict=True)
+    flat = [leaf.reshape(*leading, math.prod(shape)) for leaf, shape in pairs]
+    return jnp.concatenate(flat, axis=-1)
 
-    Attributes:
-        small: entries of all small leaves of a dtype, by dtype, flat.
-        large: other leaves, in their order.
-    """
 
-    small: dict[str, jax.Array]
-    large: list[jax.Array]
+@functools.partial(jax.jit, static_argnames="shapes")
+def _split(joined: jax.Array, shapes: Shapes) -> list[jax.Array]:
+    """Undo `_join`."""
+    ends = np.cumsum([math.prod(shape) for shape in shapes])
+    pairs = zip(jnp.split(joined, ends[:-1], axis=-1), shapes, strict=True)
+    return [part.reshape(*joined.shape[:-1], *shape) for part, shape in pairs]
 
 
 class Packing:
-    """Joins the small leaves of a tree and splits them again.
+    """Joins the small leaves of a tree: starting a program costs about 2 us for each array.
 
     Args:
         tree: arrays or their shapes.
@@ -98,52 +105,34 @@ class Packing:
 
     def __init__(self, tree: Tree, largest: int):
         leaves, self.structure = jax.tree.flatten(tree)
-        self.shapes = [leaf.shape for leaf in leaves]
-        self.groups: dict[str, list[int]] = {}
+        # Name of the array that holds each leaf, and the shapes in each joined array.
+        self.names: list[str] = []
+        self.joined: dict[str, Shapes] = {}
         for place, leaf in enumerate(leaves):
             is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
-            if math.prod(leaf.shape) <= largest and not is_key:
-                self.groups.setdefault(str(leaf.dtype), []).append(place)
-        self.small = [place for places in self.groups.values() for place in places]
-        self.large = [place for place in range(len(leaves)) if place not in set(self.small)]
+            is_small = math.prod(leaf.shape) <= largest and not is_key
+            name = str(leaf.dtype) if is_small else str(place)
+            if is_small:
+                self.joined[name] = *self.joined.get(name, ()), leaf.shape
+            self.names.append(name)
 
-    def divide(self, tree: Tree) -> tuple[list[jax.Array], list[jax.Array]]:
-        """Return the small and the large leaves."""
-        leaves = jax.tree.leaves(tree)
-        return [leaves[place] for place in self.small], [leaves[place] for place in self.large]
-
-    def join(self, small: list[jax.Array]) -> dict[str, jax.Array]:
-        """Join small leaves."""
-        leaves = iter(small)
+    def pack(self, tree: Tree) -> dict[str, jax.Array]:
+        """Join the small leaves of each dtype, of one chain or of many `[chain, ...]`."""
+        groups: dict[str, list[jax.Array]] = {}
+        for name, leaf in zip(self.names, jax.tree.leaves(tree), strict=True):
+            groups.setdefault(name, []).append(leaf)
         return {
-            dtype: jnp.concatenate([next(leaves).reshape(-1) for _ in places])
-            for dtype, places in self.groups.items()
+            name: _join(leaves, self.joined[name]) if name in self.joined else leaves[0]
+            for name, leaves in groups.items()
         }
 
-    def pack(self, tree: Tree) -> Packed:
-        """Join the small leaves of a tree."""
-        small, large = self.divide(tree)
-        return Packed(self.join(small), large)
-
-    def split(self, joined: dict[str, jax.Array]) -> list[jax.Array]:
-        """Split joined leaves, in the order of `divide`."""
-        small = []
-        for dtype, places in self.groups.items():
-            first = 0
-            for place in places:
-                last = first + math.prod(self.shapes[place])
-                small.append(joined[dtype][first:last].reshape(self.shapes[place]))
-                first = last
-        return small
-
-    def assemble(self, small: list[jax.Array], large: list[jax.Array]) -> Tree:
-        """Build the tree from the leaves that `divide` returns."""
-        leaves = dict(zip([*self.small, *self.large], [*small, *large], strict=True))
-        return jax.tree.unflatten(self.structure, [leaves[place] for place in range(len(leaves))])
-
-    def unpack(self, packed: Packed) -> Tree:
+    def unpack(self, packed: dict[str, jax.Array]) -> Tree:
         """Undo `pack`."""
-        return self.assemble(self.split(packed.small), packed.large)
+        groups = {
+            name: iter(_split(array, self.joined[name]) if name in self.joined else [array])
+            for name, array in packed.items()
+        }
+        return jax.tree.unflatten(self.structure, [next(groups[name]) for name in self.names])
 
 
 class Chains:
@@ -177,9 +166,6 @@ class Chains:
         self.like = _host.shapes_of_one(chains)
         # Parameters that are sharded inside a chain keep their arrays.
         self.packing = packing = Packing(self.like, SMALL if specs is None else 0)
-        has_small = bool(packing.small)
-        self._join = self._compile(packing.join) if has_small else packing.join
-        self._split = self._compile(packing.split) if has_small else packing.split
         self.tree = chains
 
         one_call = _call_of_chain(loss, sampler)
@@ -286,12 +272,11 @@ class Chains:
     @property
     def tree(self) -> Chain:
         """Carry of all chains, arrays `[chain, ...]`."""
-        return self.packing.assemble(self._split(self.packed.small), self.packed.large)
+        return self.packing.unpack(self.packed)
 
     @tree.setter
     def tree(self, tree: Chain):
-        small, large = self.packing.divide(tree)
-        self.packed = Packed(self._join(small), large)
+        self.packed = self.packing.pack(tree)
 
     def record(self) -> tuple[dict[str, np.ndarray], _checks.Gradients]:
         """Return statistics and record of the gradients, `[chain, ...]` of this process."""
