@@ -189,13 +189,6 @@ class Chains:
         own = None if self.mesh is None else parallel.chain_sharding(self.mesh)
         return jax.jit(parallel.over_chains(function, mesh=self.mesh), out_shardings=own)
 
-    def put(self, batch: Batch, is_stacked: bool = False) -> Batch:
-        """Put the batch of one gradient, or of several, on the devices."""
-        if self.mesh is None:
-            return batch
-        axes = {"per_chain": self.per_chain, "stacked": is_stacked}
-        return parallel.place_batch(batch, mesh=self.mesh, **axes)
-
     def losses(self, batch: Batch, draw: Tree = None) -> jax.Array:
         """Compute the loss of each chain `[chain]`, at its current point or at a draw."""
         chains = self.tree
@@ -265,9 +258,22 @@ class Chains:
         start = _tree.local(self.losses(batch))
         return _checks.rise(losses, batch, self.tree.params, start, settings)
 
-    def advance(self, batch: Batch, is_stacked: bool):
-        """Make the update, or the updates, of a batch."""
-        self.packed = (self._many if is_stacked else self._one)(self.packed, batch)
+    def advance(self, batches: list[Batch]):
+        """Make an update with each batch; those of several steps in one call if shapes agree."""
+        stacked = None
+        if len(batches) > self.gradients_per_step:
+            stacked = _host.stack(batches, axis=int(self.per_chain))
+        if stacked is not None:
+            self.packed = self._many(self.packed, self._put(stacked, True))
+        else:
+            for batch in batches:
+                self.packed = self._one(self.packed, self._put(batch))
+
+    def _put(self, batch: Batch, is_stacked: bool = False) -> Batch:
+        if self.mesh is None:
+            return batch
+        axes = {"per_chain": self.per_chain, "stacked": is_stacked}
+        return parallel.place_batch(batch, mesh=self.mesh, **axes)
 
     @property
     def tree(self) -> Chain:

@@ -244,7 +244,7 @@ def _of_chains(
         np.any(stats["num_gradients"] < LEAST_RECEIVED) and calls < MOST_BATCHES
     ):
         before = seen.num_nonfinite_calls
-        chains.advance(batches[calls % len(batches)], False)
+        chains.advance([batches[calls % len(batches)]])
         stats, seen = chains.record()
         if np.any(seen.num_nonfinite_calls > before) and calls < len(batches):
             broken.append(calls)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import cast
 
 import jax
 import numpy as np
@@ -25,22 +25,6 @@ from optax_smile.draws import _format
 from optax_smile.draws.snapshots import Snapshots, StoredSnapshots
 
 Watch = Callable[[int, Mapping[str, np.ndarray] | None], None]
-
-
-class Dispatch(NamedTuple):
-    """Work for the devices.
-
-    Attributes:
-        end: number of gradients of each chain after it.
-        batch: batch of one gradient, or of several along an additional axis.
-        is_stacked: whether it is of several.
-        position: position in the stream of batches at the end of a step; None within a step.
-    """
-
-    end: int
-    batch: Batch
-    is_stacked: bool
-    position: _host.Position | None
 
 
 @_check.arguments(
@@ -282,7 +266,8 @@ class Run:
             "sample", self.stream, setup.per_chain, warns, self.chains.misfit
         )
         self.kept = self._keep(sampler, closing)
-        self.place = Place(0, 0, self.stream.position())
+        self.position = self.stream.position()
+        self.place = Place(0, 0, self.position)
         self.is_begun = self.has_advanced = False
         self.gradients: _checks.Gradients | None = None
         self.evidence: Evidence | None = None
@@ -349,11 +334,9 @@ class Run:
                 return True
             self.has_advanced = True
             with _host.stop_signals() as stop_requested:
-                for dispatch in self._dispatches(num_steps):
-                    self.chains.advance(dispatch.batch, dispatch.is_stacked)
-                    if dispatch.position is None:
-                        continue
-                    if self._end_step(dispatch, stop_requested, watch):
+                for batches in self._dispatches(num_steps):
+                    self.chains.advance(batches)
+                    if self._end_step(len(batches), stop_requested, watch):
                         self.kept.checkpoint(self.chains, self.place)
                         return False
                 self.kept.checkpoint(self.chains, self.place)
@@ -387,10 +370,11 @@ class Run:
             self.kept.note(self.evidence.looks.result())
 
     def _end_step(
-        self, dispatch: Dispatch, stop_requested: Callable[[], str | None], watch: Watch
+        self, num_new: int, stop_requested: Callable[[], str | None], watch: Watch
     ) -> bool:
         """Keep the results of a tick; return whether the run has to stop."""
-        step, num_kept = dispatch.end // self.per_step, self.place.num_kept
+        num_gradients, num_kept = self.place.num_gradients + num_new, self.place.num_kept
+        step = num_gradients // self.per_step
         stats = None
         if is_tick := self.to_tick(step) == self.setup.thin:
             stats, self.gradients = self.chains.record()
@@ -406,7 +390,7 @@ class Run:
                 # Rounded as on disk, so that a resumed run collects the same.
                 stored = _format.rounded(_tree.everywhere(draw), self.setup.dtype)
                 self._collect_trees(split(stored, self.chains.number))
-        self.place = Place(dispatch.end, num_kept, dispatch.position or self.place.position)
+        self.place = Place(num_gradients, num_kept, self.position)
         watch(step, stats)
         if not is_tick and jax.process_count() > 1:
             return False
@@ -416,33 +400,23 @@ class Run:
             self.kept.checkpoint(self.chains, self.place)
         return must_stop
 
-    def _dispatches(self, num_steps: int) -> Iterator[Dispatch]:
-        """Divide the rest of the run into dispatches, each of which ends at a tick or before."""
-        chains, done, is_new = self.chains, self.place.num_gradients, not self.place.num_gradients
-        while done < num_steps * self.per_step:
-            taken, position = [], None
-            for _ in range(min(self.setup.steps_per_dispatch, self.to_tick(done // self.per_step))):
+    def _dispatches(self, num_steps: int) -> Iterator[list[Batch]]:
+        """Yield batches of some steps, one for each gradient, up to a tick or less."""
+        repeats = self.per_step // self.batches_per_step
+        while self.num_steps < num_steps:
+            taken: list[Batch] = []
+            number = min(self.setup.steps_per_dispatch, self.to_tick(self.num_steps))
+            for _ in range(number):
                 of_step = list(islice(self.watched, self.batches_per_step))
                 if len(of_step) < self.batches_per_step:
                     break
                 taken += of_step
-                position = self.stream.position()
+                self.position = self.stream.position()
             if not taken:
                 return
-            if is_new:
-                chains.check(taken[0], self.settings, self.setup.check)
-                is_new = False
-            stacked = None
-            batches = [x for x in taken for _ in range(self.per_step // self.batches_per_step)]
-            if len(taken) > self.batches_per_step:
-                stacked = _host.stack(batches, axis=int(self.setup.per_chain))
-            if stacked is not None:
-                done += len(batches)
-                yield Dispatch(done, chains.put(stacked, True), True, position)
-                continue
-            for left, batch in zip(reversed(range(len(batches))), batches, strict=True):
-                done += 1
-                yield Dispatch(done, chains.put(batch), False, None if left else position)
+            if not self.place.num_gradients:
+                self.chains.check(taken[0], self.settings, self.setup.check)
+            yield [batch for batch in taken for _ in range(repeats)]
 
 
 def check_end(where: str, run: Run, num_steps: int, num_draws: int, is_stopped: bool):
