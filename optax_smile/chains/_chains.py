@@ -14,8 +14,8 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from optax_smile import _check, _tree, parallel
-from optax_smile._types import Batch, Options, Output, Tree
+from optax_smile import _check, _settings, _tree, parallel
+from optax_smile._types import Batch, Output, Tree
 from optax_smile.chains import _checks, _host
 from optax_smile.chains.stopping import EvidenceStop
 from optax_smile.diagnostics.results import Check
@@ -164,6 +164,7 @@ class Chains:
         )
         self.gradients_per_step = find(chains.state, "sample", "sampler").gradients_per_step
         self.like = _host.shapes_of_one(chains)
+        self.sampler, self.settings = sampler, _settings.of(sampler, self.like.params)
         # Parameters that are sharded inside a chain keep their arrays.
         self.packing = packing = Packing(self.like, SMALL if specs is None else 0)
         self.tree = chains
@@ -207,12 +208,11 @@ class Chains:
             return f"does not fit `loss_fn`: {error.got}"
         return ""
 
-    def check(self, batch: Batch, settings: Options | None, warns: bool):
+    def check(self, batch: Batch, warns: bool):
         """Require finite scalar losses and chains that differ.
 
         Args:
             batch: the first batch.
-            settings: settings of the sampler.
             warns: whether to warn of a suspicious loss and `num_data`.
         """
         losses = _tree.local(self.losses(batch))
@@ -228,10 +228,10 @@ class Chains:
         if warns:
             if self.like.key is None:
                 _checks.warn_of_sum("sample", self.losses, batch, self.per_chain, self.mesh)
-            num_data = (settings or {}).get("num_data")
+            num_data = (self.settings or {}).get("num_data")
             count = _checks.at_least(batch, num_data, self.per_chain)
             _checks.warn_if_failed("sample", count)
-            _checks.warn_if_failed("sample", self.check_rise(batch, settings))
+            _checks.warn_if_failed("sample", self.check_rise(batch))
 
     def _check_different(self):
         """Require chains that differ in anything, such as the key of their noise."""
@@ -248,7 +248,7 @@ class Chains:
             )
             _check.fail("sample", "params", rule, f"copies in the chains {copies}", advice)
 
-    def check_rise(self, batch: Batch, settings: Options | None) -> Check | None:
+    def check_rise(self, batch: Batch) -> Check | None:
         """Find a posterior whose draws are far worse than the start, see `_checks.rise`."""
         aux = self.tree.aux
 
@@ -256,7 +256,7 @@ class Chains:
             return self.losses(batch, params if aux is None else {"params": params, "aux": aux})
 
         start = _tree.local(self.losses(batch))
-        return _checks.rise(losses, batch, self.tree.params, start, settings)
+        return _checks.rise(losses, batch, self.tree.params, start, self.settings)
 
     def advance(self, batches: list[Batch]):
         """Make an update with each batch; those of several steps in one call if shapes agree."""

@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import islice
-from pathlib import Path
 from typing import cast
 
 import jax
@@ -14,12 +13,12 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from optax_smile import _check, _settings, _tree, parallel
+from optax_smile import _check, _tree, parallel
 from optax_smile._types import Batch, Output, Tree
 from optax_smile._warn import warn
 from optax_smile.chains import _checks, _host, _optimizer
 from optax_smile.chains._chains import BatchPer, Chains, Setup
-from optax_smile.chains._directory import DirectoryRun, MemoryRun, Place, fingerprint
+from optax_smile.chains._directory import DirectoryRun, MemoryRun, Place
 from optax_smile.chains.stopping import Evidence, EvidenceStop, split
 from optax_smile.draws import _format
 from optax_smile.draws.snapshots import Snapshots, StoredSnapshots
@@ -255,17 +254,20 @@ class Run:
             self.chains = Chains(setup, sampler)
         self.per_step = self.chains.gradients_per_step
         self.batches_per_step = 1 if setup.batch_per == "step" else self.per_step
-        self.settings = _settings.of(sampler, self.chains.like.params)
         self.stream = _host.Stream(setup.batches)
         warns = setup.check
         if isinstance(setup.batches, (list, tuple)):
-            num_data = (self.settings or {}).get("num_data")
+            num_data = (self.chains.settings or {}).get("num_data")
             _checks.check_list("sample", setup.batches, num_data, setup.per_chain, warns)
             warns = False
         self.watched = _checks.WatchedStream(
             "sample", self.stream, setup.per_chain, warns, self.chains.misfit
         )
-        self.kept = self._keep(sampler, closing)
+        self.kept: MemoryRun | DirectoryRun = (
+            MemoryRun(self.chains)
+            if setup.directory is None
+            else DirectoryRun(setup, self.chains, closing)
+        )
         self.position = self.stream.position()
         self.place = Place(0, 0, self.position)
         self.is_begun = self.has_advanced = False
@@ -280,25 +282,6 @@ class Run:
             begun = self.kept.start if is_stored else _tree.everywhere(self.chains.draw())
             with _check.called("sample", "Predictor.update"):
                 self.evidence = Evidence(setup.stop, begun, self.chains.number, *devices)
-
-    def _keep(
-        self, sampler: optax.GradientTransformation, closing: ExitStack
-    ) -> MemoryRun | DirectoryRun:
-        setup = self.setup
-        if setup.directory is None:
-            return MemoryRun(self.chains.draw(), self.settings)
-        names = "num_warmup", "thin", "batch_per", "stochastic", "per_chain"
-        settings = {name: getattr(setup, name) for name in names} | {"sampler": self.settings}
-        settings["key"] = np.asarray(jax.random.key_data(setup.key)).tolist()
-        if setup.stop is not None:
-            settings["stop"] = setup.stop.described()
-        functions = _settings.functions(sampler, self.chains.like.params)
-        if setup.observe is not None:
-            functions["observe"] = setup.observe
-        checksums = {name: fingerprint(function) for name, function in functions.items()}
-        checksums["sampler"] = _settings.checksum(sampler)
-        directory = Path(setup.directory)
-        return DirectoryRun(directory, setup, self.chains, closing, settings, checksums)
 
     @property
     def is_stopped(self) -> bool:
@@ -415,7 +398,7 @@ class Run:
             if not taken:
                 return
             if not self.place.num_gradients:
-                self.chains.check(taken[0], self.settings, self.setup.check)
+                self.chains.check(taken[0], self.setup.check)
             yield [batch for batch in taken for _ in range(repeats)]
 
 

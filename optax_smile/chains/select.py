@@ -540,7 +540,7 @@ class _Candidate:
             _check.fail("select", "directory", rule, got)
         counts = run.chains.stats()
         is_sound = np.all(counts["num_nonfinite"] <= MOST_NONFINITE * counts["num_gradients"])
-        settings = run.settings or {}
+        settings = run.chains.settings or {}
         density = self.part.density if is_sound else [-np.inf]
         return Judged(
             density=density,

@@ -266,13 +266,12 @@ def _describe(
 ) -> Json:
     """Return what identifies this training."""
     words = np.asarray(jax.random.key_data(key)).tolist()
-    data = _directory.describe_batches(batches, losses.per_chain)
     return {
         "arguments": arguments | {"key": words, "validation": validation is not None},
         "functions": {"optimizer": _settings.checksum(optimizer)},
         "versions": _format.versions(),
-        "validation": _directory.describe_batches([validation], False).description,
-        **_directory.describe_run(data, partial(losses, members)),
+        "validation": _directory.describe_batches([validation], False)[0],
+        **_directory.describe_run(batches, losses.per_chain, partial(losses, members)),
     }
 
 
@@ -284,12 +283,7 @@ def _open(
     closing.enter_context(_directory.lock("warmstart", directory))
     checkpoints = _directory.Checkpoints(directory, minutes)
     closing.callback(checkpoints.close)
-    checkpoints.check_format("warmstart", members)
-    place = checkpoints.place()
-    if place is not None and "run" not in place:
-        got, advice = f"{directory}, which holds a run of `sample`", "Choose another."
-        _check.fail("warmstart", "directory", "new, or that of a `warmstart`", got, advice)
-    if place is not None:
+    if place := checkpoints.previous("warmstart", members):
         _directory.check_settings("warmstart", directory, place["run"], identity)
         _directory.check_same("warmstart", directory, place["run"], identity)
     return checkpoints
