@@ -245,7 +245,9 @@ class Run:
 
     def __init__(self, setup: Setup, closing: ExitStack):
         self.setup, params = setup, setup.params
-        _check_stop(setup)
+        if setup.stop is not None and setup.observe is not None:
+            rule = "None with `observe`, which keeps no draws to predict with"
+            _check.fail("sample", "stop", rule, "an `EvidenceStop`")
         sampler = optax.with_extra_args_support(setup.sampler)
         self.is_optimizer = _optimizer.is_optimizer(sampler, params)
         if self.is_optimizer:
@@ -286,7 +288,7 @@ class Run:
     @property
     def is_stopped(self) -> bool:
         """Whether the stopping rule has ended the run."""
-        return self.evidence is not None and self.evidence.looks.has_stopped
+        return self.evidence is not None and self.evidence.has_stopped
 
     @property
     def num_steps(self) -> int:
@@ -345,12 +347,8 @@ class Run:
 
     def _collect_trees(self, trees: Sequence[Tree]):
         """Pass a draw of each chain to the stopping rule, and keep its results."""
-        if self.evidence is None:
-            return
-        num_looks = len(self.evidence.looks.results)
-        self.evidence.add(trees)
-        if len(self.evidence.looks.results) > num_looks:
-            self.kept.note(self.evidence.looks.result())
+        if self.evidence is not None and self.evidence.add_draws(trees):
+            self.kept.note(self.evidence.result())
 
     def _end_step(
         self, num_new: int, stop_requested: Callable[[], str | None], watch: Watch
@@ -436,15 +434,6 @@ def check_end(where: str, run: Run, num_steps: int, num_draws: int, is_stopped: 
             warn(f"`{where}` ended early with {fewer}{reason}. {resume}")
     if run.setup.check and not run.is_optimizer and run.gradients is not None:
         _checks.warn_of_gradients(where, run.gradients)
-
-
-def _check_stop(setup: Setup):
-    """Require draws that a stopping rule can predict with."""
-    if setup.stop is None:
-        return
-    if setup.observe is not None:
-        rule = "None with `observe`, which keeps no draws to predict with"
-        _check.fail("sample", "stop", rule, "an `EvidenceStop`")
 
 
 def _check_unaltered(stats: Mapping[str, np.ndarray]):
