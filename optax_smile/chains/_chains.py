@@ -190,14 +190,14 @@ class Chains:
         own = None if self.mesh is None else parallel.chain_sharding(self.mesh)
         return jax.jit(parallel.over_chains(function, mesh=self.mesh), out_shardings=own)
 
-    def losses(self, batch: Batch, draw: Tree = None) -> jax.Array:
-        """Compute the loss of each chain `[chain]`, at its current point or at a draw."""
+    def losses(self, batch: Batch, params: Tree = None, aux: Tree = None) -> jax.Array:
+        """Compute the loss of each chain `[chain]`, at its current point or at another one."""
         chains = self.tree
-        if draw is not None:
-            params, aux = (draw, None) if chains.aux is None else (draw["params"], draw["aux"])
-            params = parallel.place(params, mesh=self.mesh, specs=self.specs)
-            aux = None if aux is None else parallel.place(aux, mesh=self.mesh)
-            chains = chains._replace(params=params, aux=aux)
+        if params is not None:
+            placed = parallel.place(params, mesh=self.mesh, specs=self.specs)
+            chains = chains._replace(params=placed)
+        if aux is not None:
+            chains = chains._replace(aux=parallel.place(aux, mesh=self.mesh))
         return self._losses(chains, batch)
 
     def misfit(self, batch: Batch) -> str:
@@ -250,13 +250,8 @@ class Chains:
 
     def check_rise(self, batch: Batch) -> Check | None:
         """Find a posterior whose draws are far worse than the start, see `_checks.rise`."""
-        aux = self.tree.aux
-
-        def losses(batch: Batch, params: optax.Params) -> jax.Array:
-            return self.losses(batch, params if aux is None else {"params": params, "aux": aux})
-
         start = _tree.local(self.losses(batch))
-        return _checks.rise(losses, batch, self.tree.params, start, self.settings)
+        return _checks.rise(self.losses, batch, self.tree.params, start, self.settings)
 
     def advance(self, batches: list[Batch]):
         """Make an update with each batch; those of several steps in one call if shapes agree."""
@@ -287,10 +282,6 @@ class Chains:
     def record(self) -> tuple[dict[str, np.ndarray], _checks.Gradients]:
         """Return statistics and record of the gradients, `[chain, ...]` of this process."""
         return _tree.local(self._record(self.packed))
-
-    def stats(self) -> dict[str, np.ndarray]:
-        """Return the statistics alone, `[chain]`."""
-        return self.record()[0]
 
     def draw(self) -> Tree:
         """Return the last accepted step ends, or what `observe` returns of them, `[chain, ...]`."""

@@ -135,10 +135,12 @@ class DirectoryRun:
         rounded = _format.rounded(start, setup.dtype)
         if before is not None:
             rounded = self._start(rounded)
+        point: Options = {}
         # The observed start of an earlier run does not determine its loss.
-        draw = None if chains.observe else rounded
+        if chains.observe is None:
+            point = {"params": rounded} if setup.aux is None else rounded
         self.manifest |= describe_run(
-            setup.batches, setup.per_chain, lambda batch: chains.losses(batch, draw)
+            setup.batches, setup.per_chain, lambda batch: chains.losses(batch, **point)
         )
         if before is not None:
             check_same("sample", self.directory, before, self.manifest)
@@ -416,6 +418,13 @@ class Checkpoints:
     def close(self):
         """Close the files."""
         self.manager.close()
+
+
+def how_to_resume(directory: object) -> str:
+    """Say how to resume a call that was stopped; `directory` may be None."""
+    if directory is None:
+        return "To be able to resume, pass a `directory`."
+    return f"A checkpoint is in {directory}: repeat the call to resume."
 
 
 def check_names(where: str, argument: str, tree: Tree):

@@ -18,7 +18,7 @@ from optax_smile._types import Batch, Output, Tree
 from optax_smile._warn import warn
 from optax_smile.chains import _checks, _host, _optimizer
 from optax_smile.chains._chains import BatchPer, Chains, Setup
-from optax_smile.chains._directory import DirectoryRun, MemoryRun, Place
+from optax_smile.chains._directory import DirectoryRun, MemoryRun, Place, how_to_resume
 from optax_smile.chains.stopping import Evidence, EvidenceStop, split
 from optax_smile.draws import _format
 from optax_smile.draws.snapshots import Snapshots, StoredSnapshots
@@ -219,13 +219,15 @@ def sample(
         if run.is_optimizer:
             warn(_optimizer.ANNOUNCEMENT)
         bar = closing.enter_context(_host.Bar(num_steps, "sampling", progress, compiles=True))
-        warn_of_nonfinite = _optimizer.nonfinite_warner()
+        has_warned = not run.is_optimizer
 
         def watch(step: int, stats: Mapping[str, np.ndarray] | None):
+            nonlocal has_warned
             _show(bar, step, stats)
-            if stats is not None and run.is_optimizer:
-                warn_of_nonfinite(step, stats)
-            if stats is not None and callback is not None:
+            if stats is None:
+                return
+            has_warned = has_warned or _optimizer.warn_of_nonfinite(step, stats)
+            if callback is not None:
                 callback(step, stats)
 
         is_finished = run.advance(num_steps, watch)
@@ -402,13 +404,10 @@ class Run:
 
 def check_end(where: str, run: Run, num_steps: int, num_draws: int, is_stopped: bool):
     """Warn if there are fewer draws than requested; raise if there are none."""
-    step, place, folder = run.num_steps, run.place, run.setup.directory
+    step, place, resume = run.num_steps, run.place, how_to_resume(run.setup.directory)
     if not place.num_kept:
         if is_stopped:
-            advice = "Without a `directory`, nothing is kept."
-            if folder is not None:
-                advice = f"A checkpoint is in {folder}: repeat the call to resume."
-            raise KeyboardInterrupt(f"`{where}` was stopped before the first draw. {advice}")
+            raise KeyboardInterrupt(f"`{where}` was stopped before the first draw. {resume}")
         if step == num_steps:
             rule = f"large enough that at least one of the {step} steps is a draw"
             advice = "Run longer, or lower `adapt_steps` or `exploration` of the sampler."
@@ -428,9 +427,6 @@ def check_end(where: str, run: Run, num_steps: int, num_draws: int, is_stopped: 
             warn(f"`{where}` kept {fewer}: the other points are not draws, see `is_draw`.")
         else:
             reason = "" if is_stopped else f": {run.watched.defect or 'the batches ran out'}"
-            resume = "To be able to resume a run, pass a `directory`."
-            if folder is not None:
-                resume = f"A checkpoint is in {folder}: repeat the call to resume."
             warn(f"`{where}` ended early with {fewer}{reason}. {resume}")
     if run.setup.check and not run.is_optimizer and run.gradients is not None:
         _checks.warn_of_gradients(where, run.gradients)

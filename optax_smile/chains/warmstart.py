@@ -167,9 +167,7 @@ def warmstart(
     loss = _checks.loss_of("warmstart", loss_fn, aux is not None, stochastic)
     # The argument check has converted a seed to a typed key.
     typed = cast(jax.Array, key)
-    own_key, loss_key = jax.random.split(typed) if stochastic else (typed, None)
-    keys = own_key, loss_key
-    members = _begin(init_fn, optimizer, num_members, *keys, aux, mesh=mesh, specs=specs)
+    members = _begin(init_fn, optimizer, num_members, typed, stochastic, aux, mesh, specs)
     if _settings.of(optimizer, _host.shapes_of_one(members.params)) is not None:
         warn(
             "`warmstart`: `optimizer` is a sampler, so the members are draws. To train networks,"
@@ -226,18 +224,14 @@ def warmstart(
                 checkpoints.save(epoch, members, {"epoch": epoch, "run": identity})
         if checkpoints is not None:
             checkpoints.save(epoch, members, {"epoch": epoch, "run": identity})
-            if is_killed:
-                raise KeyboardInterrupt(
-                    f"`warmstart` was stopped by SIGTERM after {epoch} epochs. A checkpoint is in"
-                    f" {directory}; repeat the call to resume."
-                )
     if is_stopped:
         # The members may be half trained.
-        resume = "To be able to resume, pass a `directory`."
-        if directory is not None:
-            resume = f"A checkpoint is in {directory}; repeat the call to resume."
-        message = f"`warmstart` was stopped after {epoch} of at most {num_epochs} epochs."
-        warn(f"{message} {resume}")
+        by, resume = "SIGTERM" if is_killed else "Ctrl-C", _directory.how_to_resume(directory)
+        epochs = f"{epoch} of at most {num_epochs} epochs"
+        message = f"`warmstart` was stopped by {by} after {epochs}. {resume}"
+        if is_killed and directory is not None:
+            raise KeyboardInterrupt(message)
+        warn(message)
     _check_finite(members)
     return members.best["params"] if aux is None else members.best
 
@@ -295,13 +289,13 @@ def _begin(
     optimizer: optax.GradientTransformationExtraArgs,
     num_members: int,
     key: jax.Array,
-    loss_key: jax.Array | None,
+    stochastic: bool,
     aux: Tree,
-    *,
     mesh: Mesh | None,
     specs: Tree,
 ) -> Members:
     """Make the members before the first step, each on its row of devices."""
+    key, loss_key = jax.random.split(key) if stochastic else (key, None)
     if aux is not None and parallel.num_chains("warmstart", aux, "aux") != num_members:
         rule = f"a tree whose leaves have a leading axis of {num_members} members"
         _check.fail("warmstart", "aux", rule, jax.tree.map(jnp.shape, aux))
@@ -319,24 +313,21 @@ def _begin(
     params = initialize(parallel.split_key(key, num_members, mesh=mesh))
     unknown = np.full(num_members, np.inf, _tree.dtype(params))
 
-    def copy_of_aux():
-        return None if aux is None else parallel.place(aux, mesh=mesh)
+    # Fold in 1 so that an optimizer with noise has another key than the initial parameters.
+    state_key = jax.random.fold_in(key, 1)
+
+    def copy(tree: Tree) -> Tree:
+        return None if tree is None else parallel.place(tree, mesh=mesh)
 
     return Members(
         params=params,
-        # Fold in 1 so that an optimizer with noise has another key than the initial parameters.
-        state=parallel.init(
-            optimizer, params, mesh=mesh, specs=specs, key=jax.random.fold_in(key, 1)
-        ),
-        aux=copy_of_aux(),
+        state=parallel.init(optimizer, params, mesh=mesh, specs=specs, key=state_key),
+        aux=copy(aux),
         key=None if loss_key is None else parallel.split_key(loss_key, num_members, mesh=mesh),
-        loss=parallel.place(unknown, mesh=mesh),
-        best={
-            "params": parallel.place(params, mesh=mesh, specs=specs),
-            "aux": copy_of_aux(),
-        },
-        best_loss=parallel.place(unknown, mesh=mesh),
-        stale=parallel.place(np.zeros(num_members, np.int32), mesh=mesh),
+        loss=copy(unknown),
+        best={"params": parallel.place(params, mesh=mesh, specs=specs), "aux": copy(aux)},
+        best_loss=copy(unknown),
+        stale=copy(np.zeros(num_members, np.int32)),
     )
 
 
