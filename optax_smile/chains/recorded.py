@@ -160,7 +160,7 @@ def recorded(
                 " Use `sample`, which takes a mesh."
             )
         with jax.ensure_compile_time_eval():
-            recorder.settings = _settings.of(sampler, _shapes(params))
+            recorder.settings = _settings.of(sampler, jax.eval_shape(lambda x: x, params))
         return RecordedState(begun, *recorder.number(params))
 
     def update(updates, before, params=None, **others) -> tuple[optax.Updates, RecordedState]:
@@ -176,10 +176,6 @@ def recorded(
     given = {"sampler": sampler, "num_warmup": num_warmup, "thin": thin, "max_draws": max_draws}
     given["directory"] = None if directory is None else os.fspath(directory)
     return RecordedSampler(init, update, recorder=recorder, arguments=given)
-
-
-def _shapes(tree: Tree) -> Tree:
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), tree)
 
 
 def _on_host(function: Callable[..., Tree], depth: int = 0) -> Callable[..., Tree]:
@@ -380,7 +376,13 @@ class _Recorder:
                 got = f"{number}, which has no draws"
                 _check.fail("draws", "fit", f"None or one of {begun}", got)
             fit = self.fits[number or begun[-1]]
-            draws = self._stored(fit) if fit.files else self._in_memory(fit)
+            if fit.files:
+                like = None if fit.first is None else jax.tree.map(lambda x: x[0], fit.first)
+                draws = load_snapshots(fit.files.directory, like=like)
+            else:
+                stacked = [fit.stacked(number) for number in fit.numbers()]
+                trace, params = jax.tree.map(lambda *x: np.stack(x, axis=1), *stacked)
+                draws = Snapshots(params, trace, self.settings, fit.start)
         if np.any(draws.trace["is_altered"]):
             raise ValueError(
                 "`draws`: the loop did not add the sampler's updates unchanged, so the recorded"
@@ -391,16 +393,6 @@ class _Recorder:
         for doubt in _doubts(draws):
             warn(f"`draws`: {doubt}")
         return draws
-
-    def _stored(self, fit: _Fit) -> StoredSnapshots:
-        assert fit.files is not None
-        like = None if fit.first is None else jax.tree.map(lambda x: x[0], fit.first)
-        return load_snapshots(fit.files.directory, like=like)
-
-    def _in_memory(self, fit: _Fit) -> Snapshots:
-        stacked = [fit.stacked(number) for number in fit.numbers()]
-        trace, params = jax.tree.map(lambda *x: np.stack(x, axis=1), *stacked)
-        return Snapshots(params, trace, self.settings, fit.start)
 
 
 def _doubts(draws: Snapshots | StoredSnapshots) -> Iterator[str]:

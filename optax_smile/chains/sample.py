@@ -437,10 +437,8 @@ def _check_unaltered(stats: Mapping[str, np.ndarray]):
     altered = np.flatnonzero(stats["is_altered"]).tolist()
     if altered:
         rule = "one whose updates are applied unchanged"
-        counts = [
-            int(np.asarray(stats[name])[altered[0]]) for name in ("num_altered", "num_gradients")
-        ]
-        got = f"other parameters in {counts[0]} of {counts[1]} calls, in the chains {altered}"
+        number, calls = (stats[x][altered[0]] for x in ("num_altered", "num_gradients"))
+        got = f"other parameters in {number} of {calls} calls, in the chains {altered}"
         advice = (
             "Nothing after or around the sampler may change its updates: no clip, learning rate,"
             " weight decay, projection or average of parameters."

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple, cast
@@ -368,23 +367,14 @@ def _are_done(members: Members, patience: int) -> bool:
     return not running
 
 
-@dataclass(frozen=True)
-class _Weights(_check.Constraint):
-    """Parameter trees of trained networks."""
-
-    text = "a list of at least one parameter tree"
-
-    def __call__(self, where, argument, value, given=_check.NOTHING):
-        if not isinstance(value, (list, tuple)) or not value:
-            _check.fail(where, argument, self.text, repr(value)[:80])
-        _check.Tree(self.text, finite=True)(where, argument, value)
-        if not jax.tree.leaves(value[0]):
-            _check.fail(where, argument, self.text, "trees with no arrays")
-        return value
+WEIGHTS = _check.Where(
+    "a list of at least one parameter tree",
+    lambda value: isinstance(value, (list, tuple)) and jax.tree.leaves(value[:1]),
+)
 
 
 @_check.arguments(
-    weights=_Weights(),
+    weights=WEIGHTS,
     num_chains=_check.Whole(1) | None,
     jitter=_check.Real(0, traced=False) | None,
     key=_check.Key(),
@@ -424,6 +414,7 @@ def chains_from_weights(
         (4, 3)
     """
     where = "chains_from_weights"
+    _check.Tree(WEIGHTS.text, finite=True)(where, "weights", weights)
     for tree in weights[1:]:
         _tree.check_alike(where, "weights", tree, weights[0], "the first tree")
     kinds = {jnp.result_type(leaf) for leaf in jax.tree.leaves(weights[0])}
