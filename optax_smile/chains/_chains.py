@@ -295,12 +295,7 @@ class Chains:
         if not shapes or set(shapes) != {(self.number,)}:
             got = f"one that returns {_check.show(observed)}"
             _check.fail("sample", "observe", rule, got)
-
-        def in_stored_precision(x):
-            own = jax.dtypes.canonicalize_dtype(x.dtype)
-            return x if isinstance(x, jax.Array) else np.asarray(x, own)
-
-        return jax.tree.map(in_stored_precision, observed)
+        return jax.tree.map(jnp.asarray, observed)
 
 
 def _call_of_chain(

@@ -55,12 +55,6 @@ class RecordedSampler(optax.GradientTransformationExtraArgs):
     arguments: Mapping[str, object] = {}
     recorder: _Recorder | None = None
 
-    def __new__(cls, init: Callable, update: Callable, **known: object):  # noqa: D102
-        # JAX rebuilds named tuples from `init` and `update`; these close over the recorder.
-        made = super().__new__(cls, init, update)
-        vars(made).update(known)
-        return made
-
     @_check.arguments("draws", fit=_check.Whole(1) | None)
     def draws(self, fit: int | None = None) -> Snapshots | StoredSnapshots:
         """Wait for all draws and return them.
@@ -148,7 +142,8 @@ def recorded(
         >>> tx.draws().num_draws
         20
     """
-    recorder = _Recorder(num_warmup, thin, directory, max_draws)
+    folder = None if directory is None else Path(directory).absolute()
+    recorder = _Recorder(num_warmup, thin, folder, max_draws)
     inner = optax.with_extra_args_support(sampler)
 
     def init(params: optax.Params) -> RecordedState:
@@ -173,9 +168,17 @@ def recorded(
         recorder.hand_over(after, None if params is None else optax.apply_updates(params, updates))
         return updates, after
 
-    given = {"sampler": sampler, "num_warmup": num_warmup, "thin": thin, "max_draws": max_draws}
-    given["directory"] = None if directory is None else os.fspath(directory)
-    return RecordedSampler(init, update, recorder=recorder, arguments=given)
+    made = RecordedSampler(init, update)
+    # JAX rebuilds named tuples from `init` and `update`; these close over the recorder.
+    made.recorder = recorder
+    made.arguments = {
+        "sampler": sampler,
+        "num_warmup": num_warmup,
+        "thin": thin,
+        "max_draws": max_draws,
+        "directory": None if directory is None else os.fspath(directory),
+    }
+    return made
 
 
 def _on_host(function: Callable[..., Tree], depth: int = 0) -> Callable[..., Tree]:
@@ -241,16 +244,10 @@ class _Recorder:
     Callbacks run in threads of JAX, where a call of JAX may wait forever. They use NumPy only.
     """
 
-    def __init__(
-        self,
-        num_warmup: int,
-        thin: int,
-        directory: str | os.PathLike[str] | None,
-        max_draws: int | None,
-    ):
+    def __init__(self, num_warmup: int, thin: int, directory: Path | None, max_draws: int | None):
         self.num_warmup, self.thin, self.max_draws = num_warmup, thin, max_draws
-        self.directory = None if directory is None else Path(directory).absolute()
-        if self.directory is not None:
+        self.directory = directory
+        if directory is not None:
             _disk.import_safetensors()
         self.fits: dict[int, _Fit] = {}
         self.lock, self.failure = threading.Lock(), None

@@ -181,9 +181,20 @@ def warmstart(
     epoch, is_stopped, is_killed, checkpoints, identity = 0, False, False, None, {}
     with ExitStack() as closing:
         if directory is not None:
-            own = {"stochastic": stochastic, "per_member": per_member}
-            own |= {"num_members": num_members, "patience": patience}
-            identity = _describe(own, typed, optimizer, batches, validation, losses, members)
+            identity = {
+                "arguments": {
+                    "stochastic": stochastic,
+                    "per_member": per_member,
+                    "num_members": num_members,
+                    "patience": patience,
+                    "key": np.asarray(jax.random.key_data(typed)).tolist(),
+                    "validation": validation is not None,
+                },
+                "functions": {"optimizer": _settings.checksum(optimizer)},
+                "versions": _format.versions(),
+                "validation": _directory.describe_batches([validation], False)[0],
+                **_directory.describe_run(batches, per_member, partial(losses, members)),
+            }
             checkpoints = _open(Path(directory), checkpoint_minutes, closing, identity, members)
             if restored := checkpoints.restore(members):
                 members, epoch = restored[0], restored[1]["epoch"]
@@ -248,26 +259,6 @@ def _check_finite(members: Members):
         _check.fail("warmstart", "loss_fn", rule, got, advice)
 
 
-def _describe(
-    arguments: Json,
-    key: jax.Array,
-    optimizer: optax.GradientTransformation,
-    batches: Iterable[Batch],
-    validation: Batch,
-    losses: _checks.Losses,
-    members: Members,
-) -> Json:
-    """Return what identifies this training."""
-    words = np.asarray(jax.random.key_data(key)).tolist()
-    return {
-        "arguments": arguments | {"key": words, "validation": validation is not None},
-        "functions": {"optimizer": _settings.checksum(optimizer)},
-        "versions": _format.versions(),
-        "validation": _directory.describe_batches([validation], False)[0],
-        **_directory.describe_run(batches, losses.per_chain, partial(losses, members)),
-    }
-
-
 def _open(
     directory: Path, minutes: float, closing: ExitStack, identity: Json, members: Members
 ) -> _directory.Checkpoints:
@@ -299,14 +290,12 @@ def _begin(
         rule = f"a tree whose leaves have a leading axis of {num_members} members"
         _check.fail("warmstart", "aux", rule, jax.tree.map(jnp.shape, aux))
     parallel.check_mesh("warmstart", mesh, num_members)
-    rule = "a function that returns parameters, a tree of arrays"
+    rule = "a function that returns floating-point parameters"
     keys = parallel.split_key(key, num_members)
     shapes = _check.traced("warmstart", "init_fn", jax.vmap(init_fn), keys, rule=rule)
-    if not jax.tree.leaves(shapes):
-        _check.fail("warmstart", "init_fn", rule, f"one that returns {shapes}")
-    if others := [x for x in jax.tree.leaves(shapes) if not jnp.issubdtype(x.dtype, jnp.inexact)]:
-        rule = "a function that returns floating-point parameters"
-        _check.fail("warmstart", "init_fn", rule, f"one that returns {others[0].dtype}")
+    leaves = jax.tree.leaves(shapes)
+    if not leaves or not all(jnp.issubdtype(x.dtype, jnp.inexact) for x in leaves):
+        _check.fail("warmstart", "init_fn", rule, f"one that returns {_check.cut(shapes)}")
     own = parallel.shardings(shapes, mesh=mesh, specs=specs)
     initialize = jax.jit(parallel.over_chains(init_fn, mesh=mesh), out_shardings=own)
     params = initialize(parallel.split_key(key, num_members, mesh=mesh))
