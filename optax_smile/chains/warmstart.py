@@ -356,10 +356,7 @@ def _are_done(members: Members, patience: int) -> bool:
     return not running
 
 
-WEIGHTS = _check.Where(
-    "a list of at least one parameter tree",
-    lambda value: isinstance(value, (list, tuple)) and jax.tree.leaves(value[:1]),
-)
+WEIGHTS = _check.kind((list, tuple), "a list of at least one parameter tree")
 
 
 @_check.arguments(
@@ -403,6 +400,8 @@ def chains_from_weights(
         (4, 3)
     """
     where = "chains_from_weights"
+    if not jax.tree.leaves(weights[:1]):
+        _check.fail(where, "weights", WEIGHTS.text, _check.written(weights))
     _check.Tree(WEIGHTS.text, finite=True)(where, "weights", weights)
     for tree in weights[1:]:
         _tree.check_alike(where, "weights", tree, weights[0], "the first tree")
