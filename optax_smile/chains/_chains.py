@@ -136,12 +136,7 @@ class Packing:
 
 
 class Chains:
-    """Many chains: `tree` is their carry, `like` the shapes of one; `advance` moves them on.
-
-    Args:
-        setup: arguments of the run.
-        sampler: its sampler, or an optimizer wrapped like one.
-    """
+    """Many chains: `tree` is their carry, `like` the shapes of one; `advance` moves them on."""
 
     def __init__(self, setup: Setup, sampler: optax.GradientTransformationExtraArgs):
         mesh, specs, per_chain, aux = setup.mesh, setup.specs, setup.per_chain, setup.aux
@@ -209,12 +204,7 @@ class Chains:
         return ""
 
     def check(self, batch: Batch, warns: bool):
-        """Require finite scalar losses and chains that differ.
-
-        Args:
-            batch: the first batch.
-            warns: whether to warn of a suspicious loss and `num_data`.
-        """
+        """Require finite losses on the first batch, and chains that differ."""
         losses = _tree.local(self.losses(batch))
         lost = np.flatnonzero(~np.isfinite(losses)).tolist()
         if lost:

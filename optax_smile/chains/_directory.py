@@ -105,11 +105,6 @@ class MemoryRun:
 class DirectoryRun:
     """Locks a directory, and keeps draws, manifest and checkpoints there.
 
-    Args:
-        setup: arguments of the run. Its directory is new, empty, or that of the same run.
-        chains: chains before the first step.
-        closing: closes what is opened here.
-
     Raises:
         ValueError: a directory in use, of another run, or with draws but no checkpoint.
     """
@@ -282,12 +277,7 @@ def state_format(tree: Tree) -> int | None:
 
 
 class Checkpoints:
-    """The newest states of a run in a directory, each written completely or not at all.
-
-    Args:
-        directory: directory of the run; the checkpoints are in a folder of it.
-        minutes: time between two checkpoints.
-    """
+    """The newest states of a run in a directory, each written completely or not at all."""
 
     def __init__(self, directory: Path, minutes: float):
         self.orbax = _import_orbax()
@@ -352,12 +342,8 @@ class Checkpoints:
     def previous(self, where: str, carry: Tree) -> Json | None:
         """Return the JSON of the newest checkpoint; None without one.
 
-        Args:
-            where: name of the public function.
-            carry: what its checkpoints hold.
-
         Raises:
-            ValueError: another function wrote it, or a sampler's state has another format.
+            ValueError: another function than `where` wrote it, or it has another format.
         """
         number = self.newest()
         if number is None:
@@ -404,12 +390,12 @@ class Checkpoints:
         if number is None:
             return None
 
-        def abstract(leaf):
-            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
-
         args = self.orbax.args
         with self._reading(number):
-            wanted = _named(jax.tree.map(abstract, like))
+            wanted = {
+                name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
+                for name, leaf in _named(like).items()
+            }
             both = args.Composite(carry=args.StandardRestore(wanted), place=args.JsonRestore())
             read = self.manager.restore(number, args=both)
             leaves = [read.carry[name] for name in wanted]
@@ -603,17 +589,7 @@ def _read_code(code: types.CodeType, doc: str | None, own: list[object]) -> list
 
 
 def check_settings(where: str, directory: Path, before: Json, now: Json):
-    """Require the settings and shapes of the run in a directory; warn of changed functions.
-
-    Args:
-        where: name of the public function.
-        directory: directory of the run.
-        before: description of the run in it.
-        now: description of this run.
-
-    Raises:
-        ValueError: they differ; the message names the first difference.
-    """
+    """Require the settings and shapes of the run in a directory; warn of changed functions."""
     # Functions among the settings of a sampler are compared by their checksums.
     others = {"versions", "data", "loss", "validation", "functions", "stopping"}
     theirs, functions = _flat(before), now["functions"]
@@ -644,8 +620,7 @@ def check_settings(where: str, directory: Path, before: Json, now: Json):
 def check_same(where: str, directory: Path, before: Json, now: Json):
     """Require the data of the run in a directory; warn of another loss at the start.
 
-    Arguments and errors are those of `check_settings`. `now` then takes functions and loss from
-    `before`, so that later calls compare with the first one.
+    `now` then takes functions and loss from `before`, so that later calls compare with the first.
     """
     for argument, field in (("batches", "data"), ("validation", "validation")):
         theirs, mine = before.get(field, {}), now.get(field, {})

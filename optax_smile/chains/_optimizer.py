@@ -74,10 +74,6 @@ def is_optimizer(transformation: optax.GradientTransformation, params: optax.Par
     """Return whether a transformation contains no sampler.
 
     A sampler is found in the state, or by its settings if a wrapper hides its state.
-
-    Args:
-        transformation: any Optax transformation.
-        params: start of the chains, arrays `[chain, ...]`.
     """
     like = _host.shapes_of_one(jax.eval_shape(lambda x: x, params))
     if _settings.of(transformation, like) is not None:

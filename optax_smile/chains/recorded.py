@@ -8,7 +8,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -168,7 +168,7 @@ def recorded(
         recorder.hand_over(after, None if params is None else optax.apply_updates(params, updates))
         return updates, after
 
-    made = RecordedSampler(init, update)
+    made = RecordedSampler(init, cast(optax.TransformUpdateExtraArgsFn, update))
     # JAX rebuilds named tuples from `init` and `update`; these close over the recorder.
     made.recorder = recorder
     made.arguments = {

@@ -238,12 +238,7 @@ def sample(
 
 
 class Run:
-    """Chains that advance on request, and what is kept of them.
-
-    Args:
-        setup: arguments of the run.
-        closing: closes what is opened here.
-    """
+    """Chains that advance on request, and what is kept of them."""
 
     def __init__(self, setup: Setup, closing: ExitStack):
         self.setup, params = setup, setup.params
