@@ -401,7 +401,8 @@ def chains_from_weights(
     """
     where = "chains_from_weights"
     if not jax.tree.leaves(weights[:1]):
-        _check.fail(where, "weights", WEIGHTS.text, _check.written(weights))
+        got = "trees with no arrays" if weights else "an empty list"
+        _check.fail(where, "weights", WEIGHTS.text, got)
     _check.Tree(WEIGHTS.text, finite=True)(where, "weights", weights)
     for tree in weights[1:]:
         _tree.check_alike(where, "weights", tree, weights[0], "the first tree")
