@@ -139,7 +139,7 @@ def checksum(transformation: tuple[object, ...]) -> str:
     return f"{zlib.crc32(json.dumps(numbers, sort_keys=True).encode()):08x}"
 
 
-def closure_of(function: object) -> list[object]:
+def _enclosed(function: object) -> list[object]:
     """Values of a function's closure; a variable that was never set has none."""
     values = []
     for cell in getattr(function, "__closure__", None) or ():
@@ -176,7 +176,7 @@ def _describe(value: Unchecked, depth: int = 0, deepest: int = DEEPEST) -> Tree:
     if callable(value):
         # Settings describe the functions of samplers, whose closures also hold caches.
         is_described = value.__module__.startswith("optax_smile.samplers.")
-        enclosed = [*closure_of(value)] if depth < deepest and not is_described else []
+        enclosed = [*_enclosed(value)] if depth < deepest and not is_described else []
         if depth < deepest and inspect.ismethod(value):
             enclosed.append(getattr(value.__self__, "__dict__", None))
         inside = [_describe(entry, depth + 1, deepest) for entry in enclosed]

@@ -561,7 +561,7 @@ def _parts(value: object, seen: list[object]) -> list[object]:
     elif isinstance(value, types.MethodType):
         inside = [value.__func__, value.__self__]
     elif isinstance(value, types.FunctionType):
-        inside = [*_settings.closure_of(value), *(value.__defaults__ or ())]
+        inside = [*_enclosed(value), *(value.__defaults__ or ())]
         if not INSTALLED & set(Path(value.__code__.co_filename).parts):
             names = _read_code(value.__code__, value.__doc__, own)
             inside += [value.__globals__[name] for name in names if name in value.__globals__]
@@ -572,6 +572,15 @@ def _parts(value: object, seen: list[object]) -> list[object]:
     elif isinstance(value, Mapping):
         inside = list(value.values())
     return [*own, *(_parts(x, seen) for x in inside)]
+
+
+def _enclosed(function: types.FunctionType) -> list[object]:
+    values = []
+    for cell in function.__closure__ or ():
+        # A variable that was never set has no value.
+        with contextlib.suppress(ValueError):
+            values.append(cell.cell_contents)
+    return values
 
 
 def _read_code(code: types.CodeType, doc: str | None, own: list[object]) -> list[str]:
