@@ -265,8 +265,8 @@ DEFECTS = r"""
 - structure(like), leaves), read.place
 + structure(like), leaves)._replace(key=like.key), read.place
 = a checkpoint of another format is read | another_format
-- mine is None or place.get(FORMAT) == mine:
-+ mine is None or place.get(FORMAT) != 0:
+- mine not in (None, theirs):
++ mine is not None and theirs == 0:
 # draws/snapshots.py | test_subset.py
 = a draw is chosen twice | best_addition
 - np.logaddexp(total, bounded[best]), False

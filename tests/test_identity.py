@@ -169,14 +169,14 @@ def test_the_examples_of_a_shuffle_are_found_again_if_there_are_any():
 
     for per_chain, form in ((False, list), (True, stacked)):
         data = form(batches()), form(shuffled())
-        first, second = (_directory.describe_batches(one, per_chain) for one in data)
-        mine, theirs = first.description, second.description
+        described = (_directory.describe_batches(one, per_chain) for one in data)
+        (mine, first), (theirs, second) = described
         assert mine["shapes"] == theirs["shapes"]
         np.testing.assert_allclose(mine["examples"], theirs["examples"], rtol=1e-6)
-        assert jax.tree.map(np.shape, first.batch) == jax.tree.map(np.shape, data[0][0])
-        jax.tree.map(np.testing.assert_array_equal, first.batch, second.batch)
+        assert jax.tree.map(np.shape, first) == jax.tree.map(np.shape, data[0][0])
+        jax.tree.map(np.testing.assert_array_equal, first, second)
     for data in (iter([1]), [object()], [], ["text"], [None], [jax.random.key(0)]):
-        assert _directory.describe_batches(data, False).batch is None
+        assert _directory.describe_batches(data, False)[1] is None
     data = [{"a": np.ones((2, 3)), "b": np.float32(i)} for i in range(4)]
     found, batch = _directory.describe_batches(data, False)
     assert found["examples"][0] == 4 and batch["b"] in range(4)
@@ -197,7 +197,7 @@ def warm(directory=None, loss=mean_loss, **arguments) -> Any:
 
 def test_a_directory_of_something_else_is_refused(tmp_path):
     warm(tmp_path / "warm")
-    with pytest.raises(ValueError, match=r"directory=...\)` must be new.*, which holds a `warmst"):
+    with pytest.raises(ValueError, match=r"directory=...\)` must be new.*a run of `warmst"):
         run(tmp_path / "warm")
     run(tmp_path / "run")
     with pytest.raises(ValueError, match=r"directory=...\)` must be new.*a run of `sample`"):

@@ -199,7 +199,7 @@ def test_an_end_before_its_time_says_how_to_resume(tmp_path):
     resume = f"2 of 4 draws per chain. A checkpoint is in {tmp_path}: repeat the call to resume."
     for directory, advice in (
         (tmp_path, resume),
-        (None, "To be able to resume a run, pass a `dir"),
+        (None, "To be able to resume, pass a `dir"),
     ):
         with pytest.warns(UserWarning) as seen:
             run(directory, **stop)
@@ -214,7 +214,7 @@ def test_a_run_stopped_before_the_first_draw_goes_on_and_grows(tmp_path, whole):
     with pytest.raises(KeyboardInterrupt, match=message):
         run(tmp_path, callback=stop)
     assert newest_checkpoint(tmp_path) == 2
-    with pytest.raises(KeyboardInterrupt, match="Without a `directory`, nothing is kept"):
+    with pytest.raises(KeyboardInterrupt, match="To be able to resume, pass a `dir"):
         run(callback=stop)
     assert run(tmp_path, num_draws=2).num_draws == 2
     assert_same_bits(run(tmp_path), whole)

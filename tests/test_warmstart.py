@@ -69,7 +69,7 @@ def test_integer_weights_and_none_are_refused():
         (lambda key: frozen({}), "Fro"),
     ):
         with pytest.raises(
-            optax_smile.ArgumentError, match=rf"`warmstart\(init_fn=.*returns {got}"
+            optax_smile.ArgumentError, match=rf"`warmstart\(init_fn=.*returns .*{got}"
         ):
             train([TARGET], init=init_fn)
     sampler = optax_smile.psmile(num_data=10, key=0)
@@ -194,10 +194,12 @@ def test_a_signal_ends_the_training_after_the_epoch(in_one_go, tmp_path):
     slow = partial(train_long, checkpoint_minutes=60)
     with pytest.raises(KeyboardInterrupt, match="by SIGTERM after .* repeat the call"):
         slow(terminated := Batches(3, send(SIGTERM)), directory=tmp_path / "SIGTERM")
-    with pytest.warns(UserWarning, match=r"stopped after 3 of at most 40 epochs\. To be able to"):
+    with pytest.warns(
+        UserWarning, match=r"by SIGTERM after 3 of at most 40 epochs\. To be able to"
+    ):
         alone = slow(Batches(3, send(SIGTERM)))
     with pytest.warns(
-        UserWarning, match=r"stopped after 3 of at most 40 .* repeat the call to resume\."
+        UserWarning, match=r"stopped by Ctrl-C after 3 of at most 40 .* repeat the call to resume\."
     ):
         got = slow(interrupted := Batches(3, send(SIGINT)), directory=tmp_path / "SIGINT")
     with pytest.raises(KeyboardInterrupt):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 from collections.abc import Callable, Iterable
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +14,8 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from optax_smile import _check, _tree, parallel
-from optax_smile._types import Batch, Options, Output, Tree
+from optax_smile import _check, _settings, _tree, parallel
+from optax_smile._types import Batch, Output, Tree
 from optax_smile.chains import _checks, _host
 from optax_smile.chains.stopping import EvidenceStop
 from optax_smile.diagnostics.findings import Check
@@ -26,6 +27,7 @@ BatchPer = Literal["gradient", "step"]
 LOSSES = ("loss", "start_loss")
 # Largest number of entries of a small array. From about 4,000 on, copying costs as much as passing.
 SMALL = 1024
+Shapes: TypeAlias = tuple[tuple[int, ...], ...]
 
 
 class Setup(NamedTuple):
@@ -76,20 +78,25 @@ class Chain(NamedTuple):
     gradients: _checks.Gradients
 
 
-class Packed(NamedTuple):
-    """A tree whose small leaves are joined: starting a program costs about 2 us for each array.
+@functools.partial(jax.jit, static_argnames="shapes")
+def _join(leaves: list[jax.Array], shapes: Shapes) -> jax.Array:
+    """Join arrays of these shapes, after leading axes that all have."""
+    leading = leaves[0].shape[: leaves[0].ndim - len(shapes[0])]
+    pairs = zip(leaves, shapes, strict=True)
+    flat = [leaf.reshape(*leading, math.prod(shape)) for leaf, shape in pairs]
+    return jnp.concatenate(flat, axis=-1)
 
-    Attributes:
-        small: entries of all small leaves of a dtype, by dtype, flat.
-        large: other leaves, in their order.
-    """
 
-    small: dict[str, jax.Array]
-    large: list[jax.Array]
+@functools.partial(jax.jit, static_argnames="shapes")
+def _split(joined: jax.Array, shapes: Shapes) -> list[jax.Array]:
+    """Undo `_join`."""
+    ends = np.cumsum([math.prod(shape) for shape in shapes])
+    pairs = zip(jnp.split(joined, ends[:-1], axis=-1), shapes, strict=True)
+    return [part.reshape(*joined.shape[:-1], *shape) for part, shape in pairs]
 
 
 class Packing:
-    """Joins the small leaves of a tree and splits them again.
+    """Joins the small leaves of a tree: starting a program costs about 2 us for each array.
 
     Args:
         tree: arrays or their shapes.
@@ -98,61 +105,38 @@ class Packing:
 
     def __init__(self, tree: Tree, largest: int):
         leaves, self.structure = jax.tree.flatten(tree)
-        self.shapes = [leaf.shape for leaf in leaves]
-        self.groups: dict[str, list[int]] = {}
+        # Name of the array that holds each leaf, and the shapes in each joined array.
+        self.names: list[str] = []
+        self.joined: dict[str, Shapes] = {}
         for place, leaf in enumerate(leaves):
             is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
-            if math.prod(leaf.shape) <= largest and not is_key:
-                self.groups.setdefault(str(leaf.dtype), []).append(place)
-        self.small = [place for places in self.groups.values() for place in places]
-        self.large = [place for place in range(len(leaves)) if place not in set(self.small)]
+            is_small = math.prod(leaf.shape) <= largest and not is_key
+            name = str(leaf.dtype) if is_small else str(place)
+            if is_small:
+                self.joined[name] = *self.joined.get(name, ()), leaf.shape
+            self.names.append(name)
 
-    def divide(self, tree: Tree) -> tuple[list[jax.Array], list[jax.Array]]:
-        """Return the small and the large leaves."""
-        leaves = jax.tree.leaves(tree)
-        return [leaves[place] for place in self.small], [leaves[place] for place in self.large]
-
-    def join(self, small: list[jax.Array]) -> dict[str, jax.Array]:
-        """Join small leaves."""
-        leaves = iter(small)
+    def pack(self, tree: Tree) -> dict[str, jax.Array]:
+        """Join the small leaves of each dtype, of one chain or of many `[chain, ...]`."""
+        groups: dict[str, list[jax.Array]] = {}
+        for name, leaf in zip(self.names, jax.tree.leaves(tree), strict=True):
+            groups.setdefault(name, []).append(leaf)
         return {
-            dtype: jnp.concatenate([next(leaves).reshape(-1) for _ in places])
-            for dtype, places in self.groups.items()
+            name: _join(leaves, self.joined[name]) if name in self.joined else leaves[0]
+            for name, leaves in groups.items()
         }
 
-    def pack(self, tree: Tree) -> Packed:
-        """Join the small leaves of a tree."""
-        small, large = self.divide(tree)
-        return Packed(self.join(small), large)
-
-    def split(self, joined: dict[str, jax.Array]) -> list[jax.Array]:
-        """Split joined leaves, in the order of `divide`."""
-        small = []
-        for dtype, places in self.groups.items():
-            first = 0
-            for place in places:
-                last = first + math.prod(self.shapes[place])
-                small.append(joined[dtype][first:last].reshape(self.shapes[place]))
-                first = last
-        return small
-
-    def assemble(self, small: list[jax.Array], large: list[jax.Array]) -> Tree:
-        """Build the tree from the leaves that `divide` returns."""
-        leaves = dict(zip([*self.small, *self.large], [*small, *large], strict=True))
-        return jax.tree.unflatten(self.structure, [leaves[place] for place in range(len(leaves))])
-
-    def unpack(self, packed: Packed) -> Tree:
+    def unpack(self, packed: dict[str, jax.Array]) -> Tree:
         """Undo `pack`."""
-        return self.assemble(self.split(packed.small), packed.large)
+        groups = {
+            name: iter(_split(array, self.joined[name]) if name in self.joined else [array])
+            for name, array in packed.items()
+        }
+        return jax.tree.unflatten(self.structure, [next(groups[name]) for name in self.names])
 
 
 class Chains:
-    """Many chains: `tree` is their carry, `like` the shapes of one; `advance` moves them on.
-
-    Args:
-        setup: arguments of the run.
-        sampler: its sampler, or an optimizer wrapped like one.
-    """
+    """Many chains: `tree` is their carry, `like` the shapes of one; `advance` moves them on."""
 
     def __init__(self, setup: Setup, sampler: optax.GradientTransformationExtraArgs):
         mesh, specs, per_chain, aux = setup.mesh, setup.specs, setup.per_chain, setup.aux
@@ -175,11 +159,9 @@ class Chains:
         )
         self.gradients_per_step = find(chains.state, "sample", "sampler").gradients_per_step
         self.like = _host.shapes_of_one(chains)
+        self.sampler, self.settings = sampler, _settings.of(sampler, self.like.params)
         # Parameters that are sharded inside a chain keep their arrays.
         self.packing = packing = Packing(self.like, SMALL if specs is None else 0)
-        has_small = bool(packing.small)
-        self._join = self._compile(packing.join) if has_small else packing.join
-        self._split = self._compile(packing.split) if has_small else packing.split
         self.tree = chains
 
         one_call = _call_of_chain(loss, sampler)
@@ -203,21 +185,14 @@ class Chains:
         own = None if self.mesh is None else parallel.chain_sharding(self.mesh)
         return jax.jit(parallel.over_chains(function, mesh=self.mesh), out_shardings=own)
 
-    def put(self, batch: Batch, is_stacked: bool = False) -> Batch:
-        """Put the batch of one gradient, or of several, on the devices."""
-        if self.mesh is None:
-            return batch
-        axes = {"per_chain": self.per_chain, "stacked": is_stacked}
-        return parallel.place_batch(batch, mesh=self.mesh, **axes)
-
-    def losses(self, batch: Batch, draw: Tree = None) -> jax.Array:
-        """Compute the loss of each chain `[chain]`, at its current point or at a draw."""
+    def losses(self, batch: Batch, params: Tree = None, aux: Tree = None) -> jax.Array:
+        """Compute the loss of each chain `[chain]`, at its current point or at another one."""
         chains = self.tree
-        if draw is not None:
-            params, aux = (draw, None) if chains.aux is None else (draw["params"], draw["aux"])
-            params = parallel.place(params, mesh=self.mesh, specs=self.specs)
-            aux = None if aux is None else parallel.place(aux, mesh=self.mesh)
-            chains = chains._replace(params=params, aux=aux)
+        if params is not None:
+            placed = parallel.place(params, mesh=self.mesh, specs=self.specs)
+            chains = chains._replace(params=placed)
+        if aux is not None:
+            chains = chains._replace(aux=parallel.place(aux, mesh=self.mesh))
         return self._losses(chains, batch)
 
     def misfit(self, batch: Batch) -> str:
@@ -228,14 +203,8 @@ class Chains:
             return f"does not fit `loss_fn`: {error.got}"
         return ""
 
-    def check(self, batch: Batch, settings: Options | None, warns: bool):
-        """Require finite scalar losses and chains that differ.
-
-        Args:
-            batch: the first batch.
-            settings: settings of the sampler.
-            warns: whether to warn of a suspicious loss and `num_data`.
-        """
+    def check(self, batch: Batch, warns: bool):
+        """Require finite losses on the first batch, and chains that differ."""
         losses = _tree.local(self.losses(batch))
         lost = np.flatnonzero(~np.isfinite(losses)).tolist()
         if lost:
@@ -249,10 +218,10 @@ class Chains:
         if warns:
             if self.like.key is None:
                 _checks.warn_of_sum("sample", self.losses, batch, self.per_chain, self.mesh)
-            num_data = (settings or {}).get("num_data")
+            num_data = (self.settings or {}).get("num_data")
             count = _checks.at_least(batch, num_data, self.per_chain)
             _checks.warn_if_failed("sample", count)
-            _checks.warn_if_failed("sample", self.check_rise(batch, settings))
+            _checks.warn_if_failed("sample", self.check_rise(batch))
 
     def _check_different(self):
         """Require chains that differ in anything, such as the key of their noise."""
@@ -269,37 +238,40 @@ class Chains:
             )
             _check.fail("sample", "params", rule, f"copies in the chains {copies}", advice)
 
-    def check_rise(self, batch: Batch, settings: Options | None) -> Check | None:
+    def check_rise(self, batch: Batch) -> Check | None:
         """Find a posterior whose draws are far worse than the start, see `_checks.rise`."""
-        aux = self.tree.aux
-
-        def losses(batch: Batch, params: optax.Params) -> jax.Array:
-            return self.losses(batch, params if aux is None else {"params": params, "aux": aux})
-
         start = _tree.local(self.losses(batch))
-        return _checks.rise(losses, batch, self.tree.params, start, settings)
+        return _checks.rise(self.losses, batch, self.tree.params, start, self.settings)
 
-    def advance(self, batch: Batch, is_stacked: bool):
-        """Make the update, or the updates, of a batch."""
-        self.packed = (self._many if is_stacked else self._one)(self.packed, batch)
+    def advance(self, batches: list[Batch]):
+        """Make an update with each batch; those of several steps in one call if shapes agree."""
+        stacked = None
+        if len(batches) > self.gradients_per_step:
+            stacked = _host.stack(batches, axis=int(self.per_chain))
+        if stacked is not None:
+            self.packed = self._many(self.packed, self._put(stacked, True))
+        else:
+            for batch in batches:
+                self.packed = self._one(self.packed, self._put(batch))
+
+    def _put(self, batch: Batch, is_stacked: bool = False) -> Batch:
+        if self.mesh is None:
+            return batch
+        axes = {"per_chain": self.per_chain, "stacked": is_stacked}
+        return parallel.place_batch(batch, mesh=self.mesh, **axes)
 
     @property
     def tree(self) -> Chain:
         """Carry of all chains, arrays `[chain, ...]`."""
-        return self.packing.assemble(self._split(self.packed.small), self.packed.large)
+        return self.packing.unpack(self.packed)
 
     @tree.setter
     def tree(self, tree: Chain):
-        small, large = self.packing.divide(tree)
-        self.packed = Packed(self._join(small), large)
+        self.packed = self.packing.pack(tree)
 
     def record(self) -> tuple[dict[str, np.ndarray], _checks.Gradients]:
         """Return statistics and record of the gradients, `[chain, ...]` of this process."""
         return _tree.local(self._record(self.packed))
-
-    def stats(self) -> dict[str, np.ndarray]:
-        """Return the statistics alone, `[chain]`."""
-        return self.record()[0]
 
     def draw(self) -> Tree:
         """Return the last accepted step ends, or what `observe` returns of them, `[chain, ...]`."""
@@ -313,12 +285,7 @@ class Chains:
         if not shapes or set(shapes) != {(self.number,)}:
             got = f"one that returns {_check.show(observed)}"
             _check.fail("sample", "observe", rule, got)
-
-        def in_stored_precision(x):
-            own = jax.dtypes.canonicalize_dtype(x.dtype)
-            return x if isinstance(x, jax.Array) else np.asarray(x, own)
-
-        return jax.tree.map(in_stored_precision, observed)
+        return jax.tree.map(jnp.asarray, observed)
 
 
 def _call_of_chain(

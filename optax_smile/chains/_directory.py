@@ -64,8 +64,8 @@ class Place(NamedTuple):
 class MemoryRun:
     """Keeps the draws of a run in host memory. Such runs are never resumed."""
 
-    def __init__(self, start: Tree, settings: Options | None):
-        self.start, self.settings = _tree.local(start), settings
+    def __init__(self, chains: Chains):
+        self.start, self.settings = _tree.local(chains.draw()), chains.settings
         self.draws: list[Tree] = []
         self.trace: list[Mapping[str, np.ndarray]] = []
         self.stopping: Stopping | None = None
@@ -105,31 +105,16 @@ class MemoryRun:
 class DirectoryRun:
     """Locks a directory, and keeps draws, manifest and checkpoints there.
 
-    Args:
-        directory: a new directory, an empty one, or that of the same run.
-        setup: arguments of the run.
-        chains: chains before the first step.
-        closing: closes what is opened here.
-        settings: what distinguishes this run from another, in a form for JSON.
-        functions: checksums of functions by name; a change is warned of.
-
     Raises:
         ValueError: a directory in use, of another run, or with draws but no checkpoint.
     """
 
-    def __init__(
-        self,
-        directory: Path,
-        setup: Setup,
-        chains: Chains,
-        closing: contextlib.ExitStack,
-        settings: Options,
-        functions: Mapping[str, str],
-    ):
+    def __init__(self, setup: Setup, chains: Chains, closing: contextlib.ExitStack):
+        assert setup.directory is not None
         _disk.import_safetensors()
         start = chains.draw()
         check_names("sample", "params", start)
-        self.directory, self.like = directory.absolute(), shapes_of_one(start)
+        self.directory, self.like = Path(setup.directory).absolute(), shapes_of_one(start)
         # Before anything is created there.
         if not (self.directory / "checkpoints").exists():
             self._refuse_draws_alone()
@@ -139,17 +124,19 @@ class DirectoryRun:
         # Waits for all processes.
         self.checkpoints = Checkpoints(self.directory, setup.checkpoint_minutes)
         closing.callback(self.checkpoints.close)
-        self.manifest = _format.manifest_of(start, setup.dtype, settings) | {
-            "functions": dict(functions)
-        }
+        self.manifest = _format.manifest_of(start, setup.dtype, _settings_of(setup, chains))
+        self.manifest["functions"] = _functions_of(setup, chains)
         before = self._before(chains, setup.resume)
         rounded = _format.rounded(start, setup.dtype)
         if before is not None:
             rounded = self._start(rounded)
+        point: Options = {}
         # The observed start of an earlier run does not determine its loss.
-        draw = None if chains.observe else rounded
-        data = describe_batches(setup.batches, setup.per_chain)
-        self.manifest |= describe_run(data, lambda batch: chains.losses(batch, draw))
+        if chains.observe is None:
+            point = {"params": rounded} if setup.aux is None else rounded
+        self.manifest |= describe_run(
+            setup.batches, setup.per_chain, lambda batch: chains.losses(batch, **point)
+        )
         if before is not None:
             check_same("sample", self.directory, before, self.manifest)
         if jax.process_index() == 0:
@@ -174,10 +161,7 @@ class DirectoryRun:
         if not has_checkpoint:
             self._refuse_draws_alone()
             return None
-        if "run" in (self.checkpoints.place() or {}):
-            got, advice = f"{self.directory}, which holds a `warmstart`", "Choose another."
-            _check.fail("sample", "directory", "new, or that of a run of `sample`", got, advice)
-        self.checkpoints.check_format("sample", chains.tree)
+        self.checkpoints.previous("sample", chains.tree)
         before = _format.read_manifest("sample", self.directory)
         # Before the loss is computed with other shapes.
         check_settings("sample", self.directory, before, self.manifest)
@@ -253,6 +237,25 @@ class DirectoryRun:
         return snapshots
 
 
+def _settings_of(setup: Setup, chains: Chains) -> Options:
+    """Return what distinguishes a run from another, in a form for JSON."""
+    names = "num_warmup", "thin", "batch_per", "stochastic", "per_chain"
+    settings = {name: getattr(setup, name) for name in names} | {"sampler": chains.settings}
+    settings["key"] = np.asarray(jax.random.key_data(setup.key)).tolist()
+    if setup.stop is not None:
+        settings["stop"] = setup.stop.described()
+    return settings
+
+
+def _functions_of(setup: Setup, chains: Chains) -> dict[str, str]:
+    """Return checksums of functions by name; a change is warned of."""
+    functions = _settings.functions(chains.sampler, chains.like.params)
+    if setup.observe is not None:
+        functions["observe"] = setup.observe
+    checksums = {name: fingerprint(function) for name, function in functions.items()}
+    return checksums | {"sampler": _settings.checksum(chains.sampler)}
+
+
 # Checkpoints.
 
 
@@ -274,12 +277,7 @@ def state_format(tree: Tree) -> int | None:
 
 
 class Checkpoints:
-    """The newest states of a run in a directory, each written completely or not at all.
-
-    Args:
-        directory: directory of the run; the checkpoints are in a folder of it.
-        minutes: time between two checkpoints.
-    """
+    """The newest states of a run in a directory, each written completely or not at all."""
 
     def __init__(self, directory: Path, minutes: float):
         self.orbax = _import_orbax()
@@ -341,29 +339,34 @@ class Checkpoints:
             content = json.dumps({"number": number, "files": sums}, indent=1)
             _disk.write(self._sums(number), content.encode())
 
-    def place(self) -> Json | None:
-        """Read the JSON of the newest checkpoint; None without one."""
+    def previous(self, where: str, carry: Tree) -> Json | None:
+        """Return the JSON of the newest checkpoint; None without one.
+
+        Raises:
+            ValueError: another function than `where` wrote it, or it has another format.
+        """
         number = self.newest()
         if number is None:
             return None
         with self._reading(number):
             args = self.orbax.args.Composite(place=self.orbax.args.JsonRestore())
-            return self.manager.restore(number, args=args).place
-
-    def check_format(self, where: str, tree: Tree):
-        """Require that the newest checkpoint has samplers' states of the format of `tree`."""
-        place, mine = self.place(), state_format(tree)
-        if place is None or mine is None or place.get(FORMAT) == mine:
-            return
-        theirs = place.get(FORMAT)
-        older = "an older format, without a number" if theirs is None else f"format {theirs}"
-        rule = f"one whose checkpoints have a sampler's state of format {mine}"
-        advice = (
-            "Continue that run with the version of optax_smile that wrote it, or choose another"
-            " directory. The draws stay readable."
-        )
-        got = f"{self.directory / str(self.newest())} of {older}"
-        _check.fail(where, "directory", rule, got, advice)
+            place = self.manager.restore(number, args=args).place
+        writer = "warmstart" if "run" in place else "sample"
+        if writer != where:
+            got = f"{self.directory.parent}, which holds a run of `{writer}`"
+            rule = f"new, or that of a run of `{where}`"
+            _check.fail(where, "directory", rule, got, "Choose another.")
+        theirs, mine = place.get(FORMAT), state_format(carry)
+        if mine not in (None, theirs):
+            older = "an older format, without a number" if theirs is None else f"format {theirs}"
+            rule = f"one whose checkpoints have a sampler's state of format {mine}"
+            advice = (
+                "Continue that run with the version of optax_smile that wrote it, or choose another"
+                " directory. The draws stay readable."
+            )
+            got = f"{self.directory / str(number)} of {older}"
+            _check.fail(where, "directory", rule, got, advice)
+        return place
 
     @contextlib.contextmanager
     def _reading(self, number: int) -> Iterator[None]:
@@ -387,12 +390,12 @@ class Checkpoints:
         if number is None:
             return None
 
-        def abstract(leaf):
-            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
-
         args = self.orbax.args
         with self._reading(number):
-            wanted = _named(jax.tree.map(abstract, like))
+            wanted = {
+                name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
+                for name, leaf in _named(like).items()
+            }
             both = args.Composite(carry=args.StandardRestore(wanted), place=args.JsonRestore())
             read = self.manager.restore(number, args=both)
             leaves = [read.carry[name] for name in wanted]
@@ -401,6 +404,13 @@ class Checkpoints:
     def close(self):
         """Close the files."""
         self.manager.close()
+
+
+def how_to_resume(directory: object) -> str:
+    """Say how to resume a call that was stopped; `directory` may be None."""
+    if directory is None:
+        return "To be able to resume, pass a `directory`."
+    return f"A checkpoint is in {directory}: repeat the call to resume."
 
 
 def check_names(where: str, argument: str, tree: Tree):
@@ -454,58 +464,46 @@ def lock(where: str, directory: Path) -> Iterator[None]:
 # Whether a directory holds the same run: the same settings, shapes and data.
 
 
-class Data(NamedTuple):
-    """Description of batches, made without consuming them.
+def describe_batches(batches: object, per_chain: bool) -> tuple[Json, Batch]:
+    """Describe batches without consuming them: only a list or tuple can be read twice.
 
-    Attributes:
-        description: `tree`, `shapes`, `num_batches` and, as `examples`, number, sum and sum of
-            squares of a projection of each example; independent of the order of the examples. For
-            batches that are not a list or tuple, at most their number.
-        batch: the examples with the smallest projections, as many as in the first batch, so that
-            they are the same after a shuffle; None without a list.
+    Returns:
+        `tree`, `shapes`, `num_batches` and, as `examples`, number, sum and sum of squares of a
+        projection of each example, independent of the order of the examples. For batches that are
+        not a list or tuple, at most their number. And a batch of the examples with the smallest
+        projections, as many as in the first batch, so that it is the same after a shuffle; None
+        without a list.
     """
-
-    description: Json
-    batch: Batch
-
-
-def describe_batches(batches: object, per_chain: bool) -> Data:
-    """Describe batches, by their content if they are a list: only a list can be read twice."""
-    number = {"num_batches": len(batches)} if isinstance(batches, Sized) else {}
-    if not isinstance(batches, (list, tuple)) or not batches:
-        return Data(number, None)
-    try:
-        return _describe_list(batches, per_chain)
-    except (TypeError, ValueError, IndexError):
-        # Not numeric arrays, or incompatible shapes, which have their own checks.
-        return Data(number, None)
+    if isinstance(batches, (list, tuple)) and batches:
+        # Batches of other things than arrays, or of incompatible shapes, have their own checks.
+        with contextlib.suppress(TypeError, ValueError, IndexError):
+            return _describe_list(batches, per_chain)
+    return {"num_batches": len(batches)} if isinstance(batches, Sized) else {}, None
 
 
-def _describe_list(batches: Sequence[Batch], per_chain: bool) -> Data:
+def _describe_list(batches: Sequence[Batch], per_chain: bool) -> tuple[Json, Batch]:
     structure, rows = jax.tree.structure(batches[0]), num_rows(batches[0], per_chain)
     shapes = {str([(x.shape, str(x.dtype)) for x in _arrays(batch)]) for batch in batches}
-    projections = [_project(_examples(batch, per_chain)) for batch in batches]
-    values = np.concatenate(projections)
+    examples = [_examples(batch, per_chain) for batch in batches]
+    projections = [_project(leaves) for leaves in examples]
+    values, sizes = np.concatenate(projections), [one.size for one in projections]
     description = {
         "tree": str(structure),
         "shapes": sorted(shapes),
         "num_batches": len(batches),
         "examples": [values.size, float(values.sum()), float((values**2).sum())],
     }
-    ends = np.cumsum([one.size for one in projections])
+    batch_of = np.repeat(np.arange(len(batches)), sizes)
+    row_of = np.concatenate([np.arange(size) for size in sizes])
     chosen = np.argsort(values, kind="stable")[: rows or 1]
-    columns: list[list[np.ndarray]] = [[] for _ in jax.tree.leaves(batches[0])]
-    for example in chosen:
-        number = int(np.searchsorted(ends, example, side="right"))
-        for column, leaf in zip(columns, _examples(batches[number], per_chain), strict=True):
-            column.append(leaf[example - ends[number]])
-    leaves = [np.stack(column) for column in columns]
+    picked = [[leaf[row_of[at]] for leaf in examples[batch_of[at]]] for at in chosen]
+    leaves = [np.stack(column) for column in zip(*picked, strict=True)]
     if rows is None:
         leaves = [leaf[0] for leaf in leaves]
     elif per_chain:
         chains = len(jax.tree.leaves(batches[0])[0])
         leaves = [np.repeat(leaf[None], chains, axis=0) for leaf in leaves]
-    return Data(description, jax.tree.unflatten(structure, leaves))
+    return description, jax.tree.unflatten(structure, leaves)
 
 
 def _arrays(batch: Batch) -> list[np.ndarray]:
@@ -530,17 +528,13 @@ def _project(examples: list[np.ndarray]) -> np.ndarray:
     return projection
 
 
-def describe_run(data: Data, losses: Callable[[Batch], jax.Array]) -> Json:
-    """Describe the data and, if possible, the loss of each chain at the start."""
+def describe_run(batches: object, per_chain: bool, losses: Callable[[Batch], jax.Array]) -> Json:
+    """Describe the data and, if they are a list, the loss of each chain at the start."""
+    description, batch = describe_batches(batches, per_chain)
     loss = None
-    if data.batch is not None:
-        values = losses(data.batch)
-        if jax.process_count() > 1:
-            from jax.experimental import multihost_utils
-
-            values = multihost_utils.process_allgather(values, tiled=True)
-        loss = np.asarray(values, float).tolist()
-    return {"data": data.description, "loss": loss}
+    if batch is not None:
+        loss = np.asarray(_tree.everywhere(losses(batch)), float).tolist()
+    return {"data": description, "loss": loss}
 
 
 def fingerprint(function: object) -> str:
@@ -604,17 +598,7 @@ def _read_code(code: types.CodeType, doc: str | None, own: list[object]) -> list
 
 
 def check_settings(where: str, directory: Path, before: Json, now: Json):
-    """Require the settings and shapes of the run in a directory; warn of changed functions.
-
-    Args:
-        where: name of the public function.
-        directory: directory of the run.
-        before: description of the run in it.
-        now: description of this run.
-
-    Raises:
-        ValueError: they differ; the message names the first difference.
-    """
+    """Require the settings and shapes of the run in a directory; warn of changed functions."""
     # Functions among the settings of a sampler are compared by their checksums.
     others = {"versions", "data", "loss", "validation", "functions", "stopping"}
     theirs, functions = _flat(before), now["functions"]
@@ -645,8 +629,7 @@ def check_settings(where: str, directory: Path, before: Json, now: Json):
 def check_same(where: str, directory: Path, before: Json, now: Json):
     """Require the data of the run in a directory; warn of another loss at the start.
 
-    Arguments and errors are those of `check_settings`. `now` then takes functions and loss from
-    `before`, so that later calls compare with the first one.
+    `now` then takes functions and loss from `before`, so that later calls compare with the first.
     """
     for argument, field in (("batches", "data"), ("validation", "validation")):
         theirs, mine = before.get(field, {}), now.get(field, {})
@@ -670,14 +653,10 @@ def check_same(where: str, directory: Path, before: Json, now: Json):
 def _is_same(name: str, theirs: list[float], mine: list[float]) -> bool:
     if name != "examples":
         return theirs == mine
-    (number, first, square), (others, second, other_square) = theirs, mine
+    number, _, square = theirs
     # Sums of numbers of either sign may be near zero.
-    room = SUM_TOLERANCE * (number * square) ** 0.5
-    return (
-        number == others
-        and abs(first - second) <= room
-        and abs(square - other_square) <= SUM_TOLERANCE * square
-    )
+    tolerance = SUM_TOLERANCE * np.array([0, (number * square) ** 0.5, square])
+    return bool(np.all(np.abs(np.subtract(theirs, mine)) <= tolerance))
 
 
 def _flat(tree: object, prefix: str = "") -> dict[str, object]:

@@ -5,7 +5,7 @@ import contextlib
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,24 +29,13 @@ def shapes_of_one(chains: Tree) -> Tree:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), chains)
 
 
-@runtime_checkable
-class Positioned(Protocol):
-    """An iterator whose position can be stored, such as those of Grain."""
-
-    def get_state(self) -> bytes | Tree:
-        """Return the position."""
-
-    def set_state(self, state: bytes | Tree):
-        """Continue at a position."""
-
-
 class Position(NamedTuple):
     """A position in a `Stream`, in a form for JSON.
 
     Attributes:
         passes: complete passes before.
         taken: batches taken from the current pass.
-        state: state of a `Positioned` iterator, or None.
+        state: what `get_state` of the iterator returned, if it has one, such as those of Grain.
         is_bytes: whether `state` is bytes in base 64.
     """
 
@@ -63,12 +52,8 @@ class Stream:
     """
 
     def __init__(self, batches: Iterable[Batch]):
-        self.batches, self.passes = batches, 0
-        self._begin_pass(iter(batches))
-
-    def _begin_pass(self, iterator: Iterator[Batch]):
-        self.iterator, self.taken = iterator, 0
-        self.positioned = iterator if isinstance(iterator, Positioned) else None
+        self.batches, self.iterator = batches, iter(batches)
+        self.passes = self.taken = 0
 
     def __iter__(self) -> Iterator[Batch]:
         return self
@@ -80,26 +65,24 @@ class Stream:
             restarted = iter(self.batches)
             if not self.taken or restarted is self.iterator:
                 raise
-            self.passes += 1
-            self._begin_pass(restarted)
+            self.iterator, self.passes, self.taken = restarted, self.passes + 1, 0
             return next(self)
         self.taken += 1
         return batch
 
     def position(self) -> Position:
         """Return the position of the next batch."""
-        if self.positioned is None:
-            return Position(self.passes, self.taken)
-        state = self.positioned.get_state()
+        state = getattr(self.iterator, "get_state", lambda: None)()
         if isinstance(state, bytes):
             return Position(self.passes, self.taken, base64.b64encode(state).decode(), True)
         return Position(self.passes, self.taken, state)
 
     def go_to(self, position: Position):
         """Continue at a position."""
-        if position.state is not None and self.positioned is not None:
+        set_state = getattr(self.iterator, "set_state", None)
+        if position.state is not None and set_state is not None:
             self.passes, self.taken, state, is_bytes = position
-            self.positioned.set_state(base64.b64decode(state) if is_bytes else state)
+            set_state(base64.b64decode(state) if is_bytes else state)
             return
         if isinstance(self.batches, Sequence):
             self.passes = position.passes

@@ -1,6 +1,6 @@
 """An Optax optimizer in place of a sampler: its iterates are the draws."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax
@@ -74,10 +74,6 @@ def is_optimizer(transformation: optax.GradientTransformation, params: optax.Par
     """Return whether a transformation contains no sampler.
 
     A sampler is found in the state, or by its settings if a wrapper hides its state.
-
-    Args:
-        transformation: any Optax transformation.
-        params: start of the chains, arrays `[chain, ...]`.
     """
     like = _host.shapes_of_one(jax.eval_shape(lambda x: x, params))
     if _settings.of(transformation, like) is not None:
@@ -106,8 +102,8 @@ def as_sampler(
     def update(updates, state, params: Tree = None, **given):
         given["grad"] = updates
         moves, inner = optimizer.update(updates, state.optimizer, params, **given)
-        accepted = _is_finite(optax.apply_updates(params, moves))
-        is_sound = accepted & _is_finite((updates, given.get("value")))
+        accepted = _tree.all_finite(optax.apply_updates(params, moves))
+        is_sound = accepted & _tree.all_finite((updates, given.get("value")))
         still = jax.tree.map(jnp.zeros_like, moves)
         return _tree.where(accepted, moves, still), OptimizerState(
             optimizer=_tree.where(accepted, inner, state.optimizer),
@@ -121,26 +117,14 @@ def as_sampler(
     return optax.GradientTransformationExtraArgs(described, update)
 
 
-def _is_finite(tree: Tree) -> jax.Array:
-    """Return whether all numbers of a tree are finite."""
-    return jnp.all(jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(tree)]))
-
-
-def nonfinite_warner() -> Callable[[int, Mapping[str, np.ndarray]], None]:
-    """Return a function of step and stats that warns once of chains with non-finite numbers."""
-    has_warned = False
-
-    def watch(step: int, stats: Mapping[str, np.ndarray]):
-        nonlocal has_warned
-        chains = np.flatnonzero(stats["num_nonfinite"]).tolist()
-        if has_warned or not chains:
-            return
-        has_warned = True
+def warn_of_nonfinite(step: int, stats: Mapping[str, np.ndarray]) -> bool:
+    """Warn of chains with non-finite numbers; return whether there are any."""
+    chains = np.flatnonzero(stats["num_nonfinite"]).tolist()
+    if chains:
         steps = _table.counted(int(np.sum(stats["num_nonfinite"])), "step")
         warn(
             f"`sample`: by step {step}, {steps} of the chains {chains} had a non-finite gradient,"
             " loss or iterate. Steps to non-finite iterates are skipped, and the run continues; see"
             " `num_nonfinite` in its trace. Try a smaller learning rate."
         )
-
-    return watch
+    return bool(chains)

@@ -158,7 +158,7 @@ def check(
     checks = [*_of_data(batches, is_whole, settings, num_data)]
     usable = [part for part in batches if _checks.size(part, False) != 0]
     if usable:
-        checks += _of_chains(loss_fn, params, usable, sampler, settings, state, aux, stochastic)
+        checks += _of_chains(loss_fn, params, usable, sampler, state, aux, stochastic)
     return CheckReport(tuple(checks))
 
 
@@ -209,7 +209,6 @@ def _of_chains(
     params: optax.Params,
     batches: list[Batch],
     sampler: optax.GradientTransformation,
-    settings: Options,
     own: Tree,
     aux: Tree,
     stochastic: bool,
@@ -231,7 +230,7 @@ def _of_chains(
         losses = _tree.local(chains.losses(batches[0]))
     if np.all(np.isfinite(losses)):
         mean = None if stochastic else _checks.check_mean(chains.losses, batches[0], False, None)
-        yield from (x for x in (mean, chains.check_rise(batches[0], settings)) if x is not None)
+        yield from (x for x in (mean, chains.check_rise(batches[0])) if x is not None)
         if mean is not None and len(batches) == 1:
             # Among gradients of equal length, a factor and a clip look the same.
             rows = (_checks.num_rows(batches[0], False) or 0) // 2
@@ -244,7 +243,7 @@ def _of_chains(
         np.any(stats["num_gradients"] < LEAST_RECEIVED) and calls < MOST_BATCHES
     ):
         before = seen.num_nonfinite_calls
-        chains.advance(batches[calls % len(batches)], False)
+        chains.advance([batches[calls % len(batches)]])
         stats, seen = chains.record()
         if np.any(seen.num_nonfinite_calls > before) and calls < len(batches):
             broken.append(calls)

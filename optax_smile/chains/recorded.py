@@ -8,7 +8,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -54,12 +54,6 @@ class RecordedSampler(optax.GradientTransformationExtraArgs):
     name = "recorded"
     arguments: Mapping[str, object] = {}
     recorder: _Recorder | None = None
-
-    def __new__(cls, init: Callable, update: Callable, **known: object):  # noqa: D102
-        # JAX rebuilds named tuples from `init` and `update`; these close over the recorder.
-        made = super().__new__(cls, init, update)
-        vars(made).update(known)
-        return made
 
     @_check.arguments("draws", fit=_check.Whole(1) | None)
     def draws(self, fit: int | None = None) -> Snapshots | StoredSnapshots:
@@ -148,7 +142,8 @@ def recorded(
         >>> tx.draws().num_draws
         20
     """
-    recorder = _Recorder(num_warmup, thin, directory, max_draws)
+    folder = None if directory is None else Path(directory).absolute()
+    recorder = _Recorder(num_warmup, thin, folder, max_draws)
     inner = optax.with_extra_args_support(sampler)
 
     def init(params: optax.Params) -> RecordedState:
@@ -160,7 +155,7 @@ def recorded(
                 " Use `sample`, which takes a mesh."
             )
         with jax.ensure_compile_time_eval():
-            recorder.settings = _settings.of(sampler, _shapes(params))
+            recorder.settings = _settings.of(sampler, jax.eval_shape(lambda x: x, params))
         return RecordedState(begun, *recorder.number(params))
 
     def update(updates, before, params=None, **others) -> tuple[optax.Updates, RecordedState]:
@@ -173,13 +168,17 @@ def recorded(
         recorder.hand_over(after, None if params is None else optax.apply_updates(params, updates))
         return updates, after
 
-    given = {"sampler": sampler, "num_warmup": num_warmup, "thin": thin, "max_draws": max_draws}
-    given["directory"] = None if directory is None else os.fspath(directory)
-    return RecordedSampler(init, update, recorder=recorder, arguments=given)
-
-
-def _shapes(tree: Tree) -> Tree:
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), tree)
+    made = RecordedSampler(init, cast(optax.TransformUpdateExtraArgsFn, update))
+    # JAX rebuilds named tuples from `init` and `update`; these close over the recorder.
+    made.recorder = recorder
+    made.arguments = {
+        "sampler": sampler,
+        "num_warmup": num_warmup,
+        "thin": thin,
+        "max_draws": max_draws,
+        "directory": None if directory is None else os.fspath(directory),
+    }
+    return made
 
 
 def _on_host(function: Callable[..., Tree], depth: int = 0) -> Callable[..., Tree]:
@@ -245,16 +244,10 @@ class _Recorder:
     Callbacks run in threads of JAX, where a call of JAX may wait forever. They use NumPy only.
     """
 
-    def __init__(
-        self,
-        num_warmup: int,
-        thin: int,
-        directory: str | os.PathLike[str] | None,
-        max_draws: int | None,
-    ):
+    def __init__(self, num_warmup: int, thin: int, directory: Path | None, max_draws: int | None):
         self.num_warmup, self.thin, self.max_draws = num_warmup, thin, max_draws
-        self.directory = None if directory is None else Path(directory).absolute()
-        if self.directory is not None:
+        self.directory = directory
+        if directory is not None:
             _disk.import_safetensors()
         self.fits: dict[int, _Fit] = {}
         self.lock, self.failure = threading.Lock(), None
@@ -380,7 +373,13 @@ class _Recorder:
                 got = f"{number}, which has no draws"
                 _check.fail("draws", "fit", f"None or one of {begun}", got)
             fit = self.fits[number or begun[-1]]
-            draws = self._stored(fit) if fit.files else self._in_memory(fit)
+            if fit.files:
+                like = None if fit.first is None else jax.tree.map(lambda x: x[0], fit.first)
+                draws = load_snapshots(fit.files.directory, like=like)
+            else:
+                stacked = [fit.stacked(number) for number in fit.numbers()]
+                trace, params = jax.tree.map(lambda *x: np.stack(x, axis=1), *stacked)
+                draws = Snapshots(params, trace, self.settings, fit.start)
         if np.any(draws.trace["is_altered"]):
             raise ValueError(
                 "`draws`: the loop did not add the sampler's updates unchanged, so the recorded"
@@ -391,16 +390,6 @@ class _Recorder:
         for doubt in _doubts(draws):
             warn(f"`draws`: {doubt}")
         return draws
-
-    def _stored(self, fit: _Fit) -> StoredSnapshots:
-        assert fit.files is not None
-        like = None if fit.first is None else jax.tree.map(lambda x: x[0], fit.first)
-        return load_snapshots(fit.files.directory, like=like)
-
-    def _in_memory(self, fit: _Fit) -> Snapshots:
-        stacked = [fit.stacked(number) for number in fit.numbers()]
-        trace, params = jax.tree.map(lambda *x: np.stack(x, axis=1), *stacked)
-        return Snapshots(params, trace, self.settings, fit.start)
 
 
 def _doubts(draws: Snapshots | StoredSnapshots) -> Iterator[str]:

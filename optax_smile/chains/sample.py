@@ -6,41 +6,24 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import islice
-from pathlib import Path
-from typing import NamedTuple, cast
+from typing import cast
 
 import jax
 import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from optax_smile import _check, _settings, _tree, parallel
+from optax_smile import _check, _tree, parallel
 from optax_smile._types import Batch, Output, Tree
 from optax_smile._warn import warn
 from optax_smile.chains import _checks, _host, _optimizer
 from optax_smile.chains._chains import BatchPer, Chains, Setup
-from optax_smile.chains._directory import DirectoryRun, MemoryRun, Place, fingerprint
+from optax_smile.chains._directory import DirectoryRun, MemoryRun, Place, how_to_resume
 from optax_smile.chains.stopping import Evidence, EvidenceStop, split
 from optax_smile.draws import _format
 from optax_smile.draws.snapshots import Snapshots, StoredSnapshots
 
 Watch = Callable[[int, Mapping[str, np.ndarray] | None], None]
-
-
-class Dispatch(NamedTuple):
-    """Work for the devices.
-
-    Attributes:
-        end: number of gradients of each chain after it.
-        batch: batch of one gradient, or of several along an additional axis.
-        is_stacked: whether it is of several.
-        position: position in the stream of batches at the end of a step; None within a step.
-    """
-
-    end: int
-    batch: Batch
-    is_stacked: bool
-    position: _host.Position | None
 
 
 @_check.arguments(
@@ -236,13 +219,15 @@ def sample(
         if run.is_optimizer:
             warn(_optimizer.ANNOUNCEMENT)
         bar = closing.enter_context(_host.Bar(num_steps, "sampling", progress, compiles=True))
-        warn_of_nonfinite = _optimizer.nonfinite_warner()
+        has_warned = not run.is_optimizer
 
         def watch(step: int, stats: Mapping[str, np.ndarray] | None):
+            nonlocal has_warned
             _show(bar, step, stats)
-            if stats is not None and run.is_optimizer:
-                warn_of_nonfinite(step, stats)
-            if stats is not None and callback is not None:
+            if stats is None:
+                return
+            has_warned = has_warned or _optimizer.warn_of_nonfinite(step, stats)
+            if callback is not None:
                 callback(step, stats)
 
         is_finished = run.advance(num_steps, watch)
@@ -253,16 +238,13 @@ def sample(
 
 
 class Run:
-    """Chains that advance on request, and what is kept of them.
-
-    Args:
-        setup: arguments of the run.
-        closing: closes what is opened here.
-    """
+    """Chains that advance on request, and what is kept of them."""
 
     def __init__(self, setup: Setup, closing: ExitStack):
         self.setup, params = setup, setup.params
-        _check_stop(setup)
+        if setup.stop is not None and setup.observe is not None:
+            rule = "None with `observe`, which keeps no draws to predict with"
+            _check.fail("sample", "stop", rule, "an `EvidenceStop`")
         sampler = optax.with_extra_args_support(setup.sampler)
         self.is_optimizer = _optimizer.is_optimizer(sampler, params)
         if self.is_optimizer:
@@ -271,18 +253,22 @@ class Run:
             self.chains = Chains(setup, sampler)
         self.per_step = self.chains.gradients_per_step
         self.batches_per_step = 1 if setup.batch_per == "step" else self.per_step
-        self.settings = _settings.of(sampler, self.chains.like.params)
         self.stream = _host.Stream(setup.batches)
         warns = setup.check
         if isinstance(setup.batches, (list, tuple)):
-            num_data = (self.settings or {}).get("num_data")
+            num_data = (self.chains.settings or {}).get("num_data")
             _checks.check_list("sample", setup.batches, num_data, setup.per_chain, warns)
             warns = False
         self.watched = _checks.WatchedStream(
             "sample", self.stream, setup.per_chain, warns, self.chains.misfit
         )
-        self.kept = self._keep(sampler, closing)
-        self.place = Place(0, 0, self.stream.position())
+        self.kept: MemoryRun | DirectoryRun = (
+            MemoryRun(self.chains)
+            if setup.directory is None
+            else DirectoryRun(setup, self.chains, closing)
+        )
+        self.position = self.stream.position()
+        self.place = Place(0, 0, self.position)
         self.is_begun = self.has_advanced = False
         self.gradients: _checks.Gradients | None = None
         self.evidence: Evidence | None = None
@@ -296,29 +282,10 @@ class Run:
             with _check.called("sample", "Predictor.update"):
                 self.evidence = Evidence(setup.stop, begun, self.chains.number, *devices)
 
-    def _keep(
-        self, sampler: optax.GradientTransformation, closing: ExitStack
-    ) -> MemoryRun | DirectoryRun:
-        setup = self.setup
-        if setup.directory is None:
-            return MemoryRun(self.chains.draw(), self.settings)
-        names = "num_warmup", "thin", "batch_per", "stochastic", "per_chain"
-        settings = {name: getattr(setup, name) for name in names} | {"sampler": self.settings}
-        settings["key"] = np.asarray(jax.random.key_data(setup.key)).tolist()
-        if setup.stop is not None:
-            settings["stop"] = setup.stop.described()
-        functions = _settings.functions(sampler, self.chains.like.params)
-        if setup.observe is not None:
-            functions["observe"] = setup.observe
-        checksums = {name: fingerprint(function) for name, function in functions.items()}
-        checksums["sampler"] = _settings.checksum(sampler)
-        directory = Path(setup.directory)
-        return DirectoryRun(directory, setup, self.chains, closing, settings, checksums)
-
     @property
     def is_stopped(self) -> bool:
         """Whether the stopping rule has ended the run."""
-        return self.evidence is not None and self.evidence.looks.has_stopped
+        return self.evidence is not None and self.evidence.has_stopped
 
     @property
     def num_steps(self) -> int:
@@ -349,11 +316,9 @@ class Run:
                 return True
             self.has_advanced = True
             with _host.stop_signals() as stop_requested:
-                for dispatch in self._dispatches(num_steps):
-                    self.chains.advance(dispatch.batch, dispatch.is_stacked)
-                    if dispatch.position is None:
-                        continue
-                    if self._end_step(dispatch, stop_requested, watch):
+                for batches in self._dispatches(num_steps):
+                    self.chains.advance(batches)
+                    if self._end_step(len(batches), stop_requested, watch):
                         self.kept.checkpoint(self.chains, self.place)
                         return False
                 self.kept.checkpoint(self.chains, self.place)
@@ -379,18 +344,15 @@ class Run:
 
     def _collect_trees(self, trees: Sequence[Tree]):
         """Pass a draw of each chain to the stopping rule, and keep its results."""
-        if self.evidence is None:
-            return
-        num_looks = len(self.evidence.looks.results)
-        self.evidence.add(trees)
-        if len(self.evidence.looks.results) > num_looks:
-            self.kept.note(self.evidence.looks.result())
+        if self.evidence is not None and self.evidence.add_draws(trees):
+            self.kept.note(self.evidence.result())
 
     def _end_step(
-        self, dispatch: Dispatch, stop_requested: Callable[[], str | None], watch: Watch
+        self, num_new: int, stop_requested: Callable[[], str | None], watch: Watch
     ) -> bool:
         """Keep the results of a tick; return whether the run has to stop."""
-        step, num_kept = dispatch.end // self.per_step, self.place.num_kept
+        num_gradients, num_kept = self.place.num_gradients + num_new, self.place.num_kept
+        step = num_gradients // self.per_step
         stats = None
         if is_tick := self.to_tick(step) == self.setup.thin:
             stats, self.gradients = self.chains.record()
@@ -406,7 +368,7 @@ class Run:
                 # Rounded as on disk, so that a resumed run collects the same.
                 stored = _format.rounded(_tree.everywhere(draw), self.setup.dtype)
                 self._collect_trees(split(stored, self.chains.number))
-        self.place = Place(dispatch.end, num_kept, dispatch.position or self.place.position)
+        self.place = Place(num_gradients, num_kept, self.position)
         watch(step, stats)
         if not is_tick and jax.process_count() > 1:
             return False
@@ -416,44 +378,31 @@ class Run:
             self.kept.checkpoint(self.chains, self.place)
         return must_stop
 
-    def _dispatches(self, num_steps: int) -> Iterator[Dispatch]:
-        """Divide the rest of the run into dispatches, each of which ends at a tick or before."""
-        chains, done, is_new = self.chains, self.place.num_gradients, not self.place.num_gradients
-        while done < num_steps * self.per_step:
-            taken, position = [], None
-            for _ in range(min(self.setup.steps_per_dispatch, self.to_tick(done // self.per_step))):
+    def _dispatches(self, num_steps: int) -> Iterator[list[Batch]]:
+        """Yield batches of some steps, one for each gradient, up to a tick or less."""
+        repeats = self.per_step // self.batches_per_step
+        while self.num_steps < num_steps:
+            taken: list[Batch] = []
+            number = min(self.setup.steps_per_dispatch, self.to_tick(self.num_steps))
+            for _ in range(number):
                 of_step = list(islice(self.watched, self.batches_per_step))
                 if len(of_step) < self.batches_per_step:
                     break
                 taken += of_step
-                position = self.stream.position()
+                self.position = self.stream.position()
             if not taken:
                 return
-            if is_new:
-                chains.check(taken[0], self.settings, self.setup.check)
-                is_new = False
-            stacked = None
-            batches = [x for x in taken for _ in range(self.per_step // self.batches_per_step)]
-            if len(taken) > self.batches_per_step:
-                stacked = _host.stack(batches, axis=int(self.setup.per_chain))
-            if stacked is not None:
-                done += len(batches)
-                yield Dispatch(done, chains.put(stacked, True), True, position)
-                continue
-            for left, batch in zip(reversed(range(len(batches))), batches, strict=True):
-                done += 1
-                yield Dispatch(done, chains.put(batch), False, None if left else position)
+            if not self.place.num_gradients:
+                self.chains.check(taken[0], self.setup.check)
+            yield [batch for batch in taken for _ in range(repeats)]
 
 
 def check_end(where: str, run: Run, num_steps: int, num_draws: int, is_stopped: bool):
     """Warn if there are fewer draws than requested; raise if there are none."""
-    step, place, folder = run.num_steps, run.place, run.setup.directory
+    step, place, resume = run.num_steps, run.place, how_to_resume(run.setup.directory)
     if not place.num_kept:
         if is_stopped:
-            advice = "Without a `directory`, nothing is kept."
-            if folder is not None:
-                advice = f"A checkpoint is in {folder}: repeat the call to resume."
-            raise KeyboardInterrupt(f"`{where}` was stopped before the first draw. {advice}")
+            raise KeyboardInterrupt(f"`{where}` was stopped before the first draw. {resume}")
         if step == num_steps:
             rule = f"large enough that at least one of the {step} steps is a draw"
             advice = "Run longer, or lower `adapt_steps` or `exploration` of the sampler."
@@ -473,21 +422,9 @@ def check_end(where: str, run: Run, num_steps: int, num_draws: int, is_stopped: 
             warn(f"`{where}` kept {fewer}: the other points are not draws, see `is_draw`.")
         else:
             reason = "" if is_stopped else f": {run.watched.defect or 'the batches ran out'}"
-            resume = "To be able to resume a run, pass a `directory`."
-            if folder is not None:
-                resume = f"A checkpoint is in {folder}: repeat the call to resume."
             warn(f"`{where}` ended early with {fewer}{reason}. {resume}")
     if run.setup.check and not run.is_optimizer and run.gradients is not None:
         _checks.warn_of_gradients(where, run.gradients)
-
-
-def _check_stop(setup: Setup):
-    """Require draws that a stopping rule can predict with."""
-    if setup.stop is None:
-        return
-    if setup.observe is not None:
-        rule = "None with `observe`, which keeps no draws to predict with"
-        _check.fail("sample", "stop", rule, "an `EvidenceStop`")
 
 
 def _check_unaltered(stats: Mapping[str, np.ndarray]):
@@ -495,10 +432,8 @@ def _check_unaltered(stats: Mapping[str, np.ndarray]):
     altered = np.flatnonzero(stats["is_altered"]).tolist()
     if altered:
         rule = "one whose updates are applied unchanged"
-        counts = [
-            int(np.asarray(stats[name])[altered[0]]) for name in ("num_altered", "num_gradients")
-        ]
-        got = f"other parameters in {counts[0]} of {counts[1]} calls, in the chains {altered}"
+        number, calls = (stats[x][altered[0]] for x in ("num_altered", "num_gradients"))
+        got = f"other parameters in {number} of {calls} calls, in the chains {altered}"
         advice = (
             "Nothing after or around the sampler may change its updates: no clip, learning rate,"
             " weight decay, projection or average of parameters."

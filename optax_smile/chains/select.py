@@ -534,9 +534,9 @@ class _Candidate:
             rule = "new, or hold the same selection"
             got = f"{self.folder} with a run of {run.num_steps} steps"
             _check.fail("select", "directory", rule, got)
-        counts = run.chains.stats()
+        counts, _ = run.chains.record()
         is_sound = np.all(counts["num_nonfinite"] <= MOST_NONFINITE * counts["num_gradients"])
-        settings = run.settings or {}
+        settings = run.chains.settings or {}
         density = self.part.density if is_sound else [-np.inf]
         return Judged(
             density=density,

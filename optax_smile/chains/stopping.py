@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import math
 from collections.abc import Callable, Iterable
-from typing import Literal
+from typing import Literal, cast
 
 import jax
 import numpy as np
@@ -27,7 +26,6 @@ FRACTIONS = 2.0 ** -np.arange(6)
 MOST_GAIN = math.log(2)
 
 
-@dataclasses.dataclass(frozen=True, init=False, eq=False)
 class EvidenceStop:
     """Stop `sample` once held-out examples reject a null hypothesis.
 
@@ -111,15 +109,6 @@ class EvidenceStop:
     bounded mean: Waudby-Smith and Ramdas 2024.
     """
 
-    apply_fn: Callable[[Tree, Batch], Output]
-    validation: tuple[Batch, Batch]
-    likelihood: Likelihood
-    null: Null
-    alpha: float
-    tolerance: float
-    every: int
-    batch_size: int | None
-
     @_check.arguments(
         "EvidenceStop",
         apply_fn=_check.Function("(params, inputs)"),
@@ -143,10 +132,11 @@ class EvidenceStop:
         every: int = 10,
         batch_size: int | None = None,
     ):
-        # A frozen dataclass does not allow assignment.
-        vars(self).update(apply_fn=apply_fn, validation=validation, likelihood=likelihood)
-        vars(self).update(null=null, alpha=float(alpha), tolerance=float(tolerance))
-        vars(self).update(every=int(every), batch_size=batch_size)
+        self.apply_fn, self.validation, self.batch_size = apply_fn, validation, batch_size
+        # The argument check has converted a name.
+        self.likelihood = cast(Likelihood, likelihood)
+        self.null, self.every = null, every
+        self.alpha, self.tolerance = float(alpha), float(tolerance)
 
     @_check.arguments(
         "EvidenceStop.judge",
@@ -169,10 +159,10 @@ class EvidenceStop:
         with _check.called(where, "Predictor.update", params="draws"):
             evidence = Evidence(self, draws.start, number)
         for first in range(0, len(draws), number):
-            if evidence.looks.has_stopped:
+            if evidence.has_stopped:
                 break
-            evidence.add(draws[first : first + number])
-        return evidence.looks.result()
+            evidence.add_draws(draws[first : first + number])
+        return evidence.result()
 
     def described(self) -> dict[str, object]:
         """Describe the rule for the manifest of a run; the data by a checksum."""
@@ -196,15 +186,17 @@ class Looks:
         self.results: list[tuple[int, float, float]] = []
         self.has_stopped = False
 
-    def add(self, log_density: np.ndarray):
-        """Add one draw of each chain, by their average density; look where it is time."""
+    def add(self, log_density: np.ndarray) -> bool:
+        """Add one draw of each chain, by their average density; return whether it is a look."""
         every, is_doubling = self.stop.every, self.stop.null == "doubling"
         self.log_sum = _log_add(self.log_sum, np.asarray(log_density, float))
         self.count += 1
         if is_doubling and 0 in (2 * self.count % every, (2 * self.count + 1) % every):
             self.earlier[self.count] = self.log_sum
-        if self.count % every == 0 and self.count > is_doubling:
+        is_look = self.count % every == 0 and self.count > is_doubling
+        if is_look:
             self._look()
+        return is_look
 
     def _look(self):
         number, stop = self.count, self.stop
@@ -255,7 +247,7 @@ def _log_add(first: np.ndarray, second: np.ndarray) -> np.ndarray:
         return np.logaddexp(first, second)
 
 
-class Evidence:
+class Evidence(Looks):
     """The tests, from draws.
 
     Args:
@@ -288,16 +280,15 @@ class Evidence:
                 mesh=mesh,
                 specs=specs,
             )
-            density = self._density(split(start, number))
-        self.looks = Looks(stop, density)
+            super().__init__(stop, self._density(split(start, number)))
 
-    def add(self, trees: Iterable[Tree]):
-        """Add a draw of each chain, a tree each."""
+    def add_draws(self, trees: Iterable[Tree]) -> bool:
+        """Add a draw of each chain, a tree each; return whether it is a look."""
         # Predictions of the start were finite, so an error means draws that are not.
         density = np.array(np.nan)
         with contextlib.suppress(ValueError):
             density = self._density(trees)
-        self.looks.add(density)
+        return self.add(density)
 
     def _density(self, trees: Iterable[Tree]) -> np.ndarray:
         self.predictor.restart()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple, cast
@@ -167,9 +166,7 @@ def warmstart(
     loss = _checks.loss_of("warmstart", loss_fn, aux is not None, stochastic)
     # The argument check has converted a seed to a typed key.
     typed = cast(jax.Array, key)
-    own_key, loss_key = jax.random.split(typed) if stochastic else (typed, None)
-    keys = own_key, loss_key
-    members = _begin(init_fn, optimizer, num_members, *keys, aux, mesh=mesh, specs=specs)
+    members = _begin(init_fn, optimizer, num_members, typed, stochastic, aux, mesh, specs)
     if _settings.of(optimizer, _host.shapes_of_one(members.params)) is not None:
         warn(
             "`warmstart`: `optimizer` is a sampler, so the members are draws. To train networks,"
@@ -184,9 +181,20 @@ def warmstart(
     epoch, is_stopped, is_killed, checkpoints, identity = 0, False, False, None, {}
     with ExitStack() as closing:
         if directory is not None:
-            own = {"stochastic": stochastic, "per_member": per_member}
-            own |= {"num_members": num_members, "patience": patience}
-            identity = _describe(own, typed, optimizer, batches, validation, losses, members)
+            identity = {
+                "arguments": {
+                    "stochastic": stochastic,
+                    "per_member": per_member,
+                    "num_members": num_members,
+                    "patience": patience,
+                    "key": np.asarray(jax.random.key_data(typed)).tolist(),
+                    "validation": validation is not None,
+                },
+                "functions": {"optimizer": _settings.checksum(optimizer)},
+                "versions": _format.versions(),
+                "validation": _directory.describe_batches([validation], False)[0],
+                **_directory.describe_run(batches, per_member, partial(losses, members)),
+            }
             checkpoints = _open(Path(directory), checkpoint_minutes, closing, identity, members)
             if restored := checkpoints.restore(members):
                 members, epoch = restored[0], restored[1]["epoch"]
@@ -226,18 +234,14 @@ def warmstart(
                 checkpoints.save(epoch, members, {"epoch": epoch, "run": identity})
         if checkpoints is not None:
             checkpoints.save(epoch, members, {"epoch": epoch, "run": identity})
-            if is_killed:
-                raise KeyboardInterrupt(
-                    f"`warmstart` was stopped by SIGTERM after {epoch} epochs. A checkpoint is in"
-                    f" {directory}; repeat the call to resume."
-                )
     if is_stopped:
         # The members may be half trained.
-        resume = "To be able to resume, pass a `directory`."
-        if directory is not None:
-            resume = f"A checkpoint is in {directory}; repeat the call to resume."
-        message = f"`warmstart` was stopped after {epoch} of at most {num_epochs} epochs."
-        warn(f"{message} {resume}")
+        by, resume = "SIGTERM" if is_killed else "Ctrl-C", _directory.how_to_resume(directory)
+        epochs = f"{epoch} of at most {num_epochs} epochs"
+        message = f"`warmstart` was stopped by {by} after {epochs}. {resume}"
+        if is_killed and directory is not None:
+            raise KeyboardInterrupt(message)
+        warn(message)
     _check_finite(members)
     return members.best["params"] if aux is None else members.best
 
@@ -255,27 +259,6 @@ def _check_finite(members: Members):
         _check.fail("warmstart", "loss_fn", rule, got, advice)
 
 
-def _describe(
-    arguments: Json,
-    key: jax.Array,
-    optimizer: optax.GradientTransformation,
-    batches: Iterable[Batch],
-    validation: Batch,
-    losses: _checks.Losses,
-    members: Members,
-) -> Json:
-    """Return what identifies this training."""
-    words = np.asarray(jax.random.key_data(key)).tolist()
-    data = _directory.describe_batches(batches, losses.per_chain)
-    return {
-        "arguments": arguments | {"key": words, "validation": validation is not None},
-        "functions": {"optimizer": _settings.checksum(optimizer)},
-        "versions": _format.versions(),
-        "validation": _directory.describe_batches([validation], False).description,
-        **_directory.describe_run(data, partial(losses, members)),
-    }
-
-
 def _open(
     directory: Path, minutes: float, closing: ExitStack, identity: Json, members: Members
 ) -> _directory.Checkpoints:
@@ -284,12 +267,7 @@ def _open(
     closing.enter_context(_directory.lock("warmstart", directory))
     checkpoints = _directory.Checkpoints(directory, minutes)
     closing.callback(checkpoints.close)
-    checkpoints.check_format("warmstart", members)
-    place = checkpoints.place()
-    if place is not None and "run" not in place:
-        got, advice = f"{directory}, which holds a run of `sample`", "Choose another."
-        _check.fail("warmstart", "directory", "new, or that of a `warmstart`", got, advice)
-    if place is not None:
+    if place := checkpoints.previous("warmstart", members):
         _directory.check_settings("warmstart", directory, place["run"], identity)
         _directory.check_same("warmstart", directory, place["run"], identity)
     return checkpoints
@@ -301,48 +279,43 @@ def _begin(
     optimizer: optax.GradientTransformationExtraArgs,
     num_members: int,
     key: jax.Array,
-    loss_key: jax.Array | None,
+    stochastic: bool,
     aux: Tree,
-    *,
     mesh: Mesh | None,
     specs: Tree,
 ) -> Members:
     """Make the members before the first step, each on its row of devices."""
+    key, loss_key = jax.random.split(key) if stochastic else (key, None)
     if aux is not None and parallel.num_chains("warmstart", aux, "aux") != num_members:
         rule = f"a tree whose leaves have a leading axis of {num_members} members"
         _check.fail("warmstart", "aux", rule, jax.tree.map(jnp.shape, aux))
     parallel.check_mesh("warmstart", mesh, num_members)
-    rule = "a function that returns parameters, a tree of arrays"
+    rule = "a function that returns floating-point parameters"
     keys = parallel.split_key(key, num_members)
     shapes = _check.traced("warmstart", "init_fn", jax.vmap(init_fn), keys, rule=rule)
-    if not jax.tree.leaves(shapes):
-        _check.fail("warmstart", "init_fn", rule, f"one that returns {shapes}")
-    if others := [x for x in jax.tree.leaves(shapes) if not jnp.issubdtype(x.dtype, jnp.inexact)]:
-        rule = "a function that returns floating-point parameters"
-        _check.fail("warmstart", "init_fn", rule, f"one that returns {others[0].dtype}")
+    leaves = jax.tree.leaves(shapes)
+    if not leaves or not all(jnp.issubdtype(x.dtype, jnp.inexact) for x in leaves):
+        _check.fail("warmstart", "init_fn", rule, f"one that returns {_check.cut(shapes)}")
     own = parallel.shardings(shapes, mesh=mesh, specs=specs)
     initialize = jax.jit(parallel.over_chains(init_fn, mesh=mesh), out_shardings=own)
     params = initialize(parallel.split_key(key, num_members, mesh=mesh))
     unknown = np.full(num_members, np.inf, _tree.dtype(params))
 
-    def copy_of_aux():
-        return None if aux is None else parallel.place(aux, mesh=mesh)
+    # Fold in 1 so that an optimizer with noise has another key than the initial parameters.
+    state_key = jax.random.fold_in(key, 1)
+
+    def copy(tree: Tree) -> Tree:
+        return None if tree is None else parallel.place(tree, mesh=mesh)
 
     return Members(
         params=params,
-        # Fold in 1 so that an optimizer with noise has another key than the initial parameters.
-        state=parallel.init(
-            optimizer, params, mesh=mesh, specs=specs, key=jax.random.fold_in(key, 1)
-        ),
-        aux=copy_of_aux(),
+        state=parallel.init(optimizer, params, mesh=mesh, specs=specs, key=state_key),
+        aux=copy(aux),
         key=None if loss_key is None else parallel.split_key(loss_key, num_members, mesh=mesh),
-        loss=parallel.place(unknown, mesh=mesh),
-        best={
-            "params": parallel.place(params, mesh=mesh, specs=specs),
-            "aux": copy_of_aux(),
-        },
-        best_loss=parallel.place(unknown, mesh=mesh),
-        stale=parallel.place(np.zeros(num_members, np.int32), mesh=mesh),
+        loss=copy(unknown),
+        best={"params": parallel.place(params, mesh=mesh, specs=specs), "aux": copy(aux)},
+        best_loss=copy(unknown),
+        stale=copy(np.zeros(num_members, np.int32)),
     )
 
 
@@ -383,23 +356,11 @@ def _are_done(members: Members, patience: int) -> bool:
     return not running
 
 
-@dataclass(frozen=True)
-class _Weights(_check.Constraint):
-    """Parameter trees of trained networks."""
-
-    text = "a list of at least one parameter tree"
-
-    def __call__(self, where, argument, value, given=_check.NOTHING):
-        if not isinstance(value, (list, tuple)) or not value:
-            _check.fail(where, argument, self.text, repr(value)[:80])
-        _check.Tree(self.text, finite=True)(where, argument, value)
-        if not jax.tree.leaves(value[0]):
-            _check.fail(where, argument, self.text, "trees with no arrays")
-        return value
+WEIGHTS = _check.kind((list, tuple), "a list of at least one parameter tree")
 
 
 @_check.arguments(
-    weights=_Weights(),
+    weights=WEIGHTS,
     num_chains=_check.Whole(1) | None,
     jitter=_check.Real(0, traced=False) | None,
     key=_check.Key(),
@@ -439,6 +400,10 @@ def chains_from_weights(
         (4, 3)
     """
     where = "chains_from_weights"
+    if not jax.tree.leaves(weights[:1]):
+        got = "trees with no arrays" if weights else "an empty list"
+        _check.fail(where, "weights", WEIGHTS.text, got)
+    _check.Tree(WEIGHTS.text, finite=True)(where, "weights", weights)
     for tree in weights[1:]:
         _tree.check_alike(where, "weights", tree, weights[0], "the first tree")
     kinds = {jnp.result_type(leaf) for leaf in jax.tree.leaves(weights[0])}
