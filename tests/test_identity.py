@@ -151,14 +151,14 @@ def test_a_changed_log_prior_is_warned_of(tmp_path, monkeypatch):
                 sampled(log_prior, name)
             messages = "\n".join(str(one.message) for one in seen)
             assert bool(re.search(warning, messages)) == warns and len(seen) == 1 + warns
-    before = _directory.fingerprint(helped_prior)
-    assert _directory.fingerprint(helped_prior) == before
+    before = _settings.checksum(helped_prior)
+    assert _settings.checksum(helped_prior) == before
     monkeypatch.setitem(globals(), "helper", lambda w: -2 * jnp.sum(w**2))
-    assert _directory.fingerprint(helped_prior) != before
+    assert _settings.checksum(helped_prior) != before
     # The code of installed packages is ignored, and what their functions enclose is not.
-    monkeypatch.setattr(_directory, "_read_code", lambda *_: pytest.fail("reads installed code"))
+    monkeypatch.setattr(_settings, "_read_code", lambda *_: pytest.fail("reads installed code"))
     schedules = [optax.cosine_decay_schedule(0.1, number) for number in (10, 10, 20)]
-    one, same, other = map(_directory.fingerprint, schedules)
+    one, same, other = map(_settings.checksum, schedules)
     assert one == same != other
 
 

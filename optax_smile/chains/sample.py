@@ -19,7 +19,7 @@ from optax_smile._types import Batch, Output, Tree
 from optax_smile._warn import warn
 from optax_smile.chains import _checks, _host, _optimizer
 from optax_smile.chains._chains import BatchPer, Chains, Setup
-from optax_smile.chains._directory import DirectoryRun, MemoryRun, Place, fingerprint
+from optax_smile.chains._directory import DirectoryRun, MemoryRun, Place
 from optax_smile.chains.stopping import Evidence, EvidenceStop, split
 from optax_smile.draws import _format
 from optax_smile.draws.snapshots import Snapshots, StoredSnapshots
@@ -310,7 +310,7 @@ class Run:
         functions = _settings.functions(sampler, self.chains.like.params)
         if setup.observe is not None:
             functions["observe"] = setup.observe
-        checksums = {name: fingerprint(function) for name, function in functions.items()}
+        checksums = {name: _settings.checksum(function) for name, function in functions.items()}
         checksums["sampler"] = _settings.checksum(sampler)
         directory = Path(setup.directory)
         return DirectoryRun(directory, setup, self.chains, closing, settings, checksums)
