@@ -90,7 +90,7 @@ MISFITS: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"params": {"w": jnp.ones((3, 2)), "b": 0.0}},
-        r"params=...\)` must be .*the same number of chains, at least 1",
+        r"params=...\)` must be .*equal leading axes, none of them empty",
     ),
     ({"loss": lambda p, batch: batch[1] @ batch[0]}, r"loss_fn=...\)` .* got shape \(2,\)"),
     ({"loss": lambda p, batch: (0.0, None)}, r"loss_fn=...\)` .* returns a tuple. With `aux=`"),

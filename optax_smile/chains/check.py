@@ -80,7 +80,6 @@ def _samplers(state: optax.OptState) -> list[SamplerState]:
     num_data=_check.Real(1, large=True, traced=False) | None,
     state=_check.Where("the state of an optax_smile sampler", _has_sampler) | None,
     aux=_check.Tree() | None,
-    stochastic=_check.FLAG,
     loss_fn=_checks.Loss(),
 )
 def check(

@@ -102,7 +102,8 @@ def summary(
     figures["copy_of"] = copies = copy_of(paths)
     figures["travelled"] = relative(paths)[:, -1]
     if prediction is not None:
-        density = log_density_of("summary", snapshots, prediction)
+        axes = snapshots.num_chains, snapshots.num_draws
+        density = log_density_of("summary", axes, prediction)
         values = _scalars(prediction, density, max_inputs, seed)
         by_chain = statistics.log_mean_exp(density, (1,))
         lppd = float(statistics.log_mean_exp(by_chain, (0,)).mean())

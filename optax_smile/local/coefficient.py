@@ -196,8 +196,6 @@ def _trend(blocks: np.ndarray) -> tuple[float, float]:
     key=_check.Key(),
     steps_per_dispatch=_check.Whole(1),
     directory=_check.PathLike() | None,
-    check=_check.FLAG,
-    progress=_check.FLAG,
 )
 def llc(
     loss_fn: _around.Loss,

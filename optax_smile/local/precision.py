@@ -117,8 +117,6 @@ class PrecisionSearch(NamedTuple):
     thin=_check.Whole(1),
     max_runs=_check.Whole(1),
     key=_check.Key(needed=True),
-    check=_check.FLAG,
-    progress=_check.FLAG,
 )
 def local_precision(
     loss_fn: _around.Loss,

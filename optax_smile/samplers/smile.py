@@ -22,7 +22,7 @@ CONSTRAINTS = SHARED | {
     "temperature": _check.POSITIVE | _check.OneOf(Literal["auto"]),
     "excess": _check.POSITIVE,
     "integrator": _check.OneOf(IntegratorName),
-    "tuner": _check.kind(Tuner, "a tuner such as angle_tuner()", _check.CALL_IT) | None,
+    "tuner": _check.kind(Tuner, "a tuner such as angle_tuner()") | None,
     "reject_quantile": _check.PROBABILITY | None,
     "decoherence_length": _check.POSITIVE | _check.OneOf(Noise) | None,
 }
@@ -264,7 +264,7 @@ def psmile(
 @_call.sampler
 @_check.arguments(
     **CONSTRAINTS,
-    preconditioner=_check.kind(Preconditioner, "a Preconditioner", _check.CALL_IT),
+    preconditioner=_check.kind(Preconditioner, "a Preconditioner"),
 )
 def compose(
     preconditioner: Preconditioner,
