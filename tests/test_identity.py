@@ -234,7 +234,7 @@ def test_another_training_is_refused_and_the_same_is_found(tmp_path):
 
 
 SHORT: dict[str, Any] = {"num_warmup": 0, "num_draws": 1, "thin": 1}
-SUM = r"`{}\(loss_fn=...\)` must be a mean over the examples, but it looks like a sum.* 1\.000 "
+SUM = r"`{}`: the losses .* add up to 1\.000 .* `loss_fn` looks like a sum"
 
 
 def test_a_summed_loss_and_a_small_num_data_are_warned_of():
@@ -251,7 +251,7 @@ def test_a_summed_loss_and_a_small_num_data_are_warned_of():
     with pytest.warns() as seen:
         run(loss=summed, **arguments)
     messages = " ".join(str(one.message) for one in seen)
-    assert len(seen) == 2 and "num_data=5, fewer than the 12 examples of the first" in messages
+    assert len(seen) == 2 and "num_data=5, and the first batch has 12 examples." in messages
     with pytest.warns(UserWarning, match=SUM.format("sample")):
         run(loss=summed, **arguments | {"sampler": quiet(0.01)})
     with pytest.warns(UserWarning, match=SUM.format("warmstart")):

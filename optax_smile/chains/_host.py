@@ -59,11 +59,12 @@ class Position(NamedTuple):
 class Stream:
     """Batches, restarted when exhausted, with a position that a checkpoint can hold.
 
-    The stream ends if a pass yields nothing, or after the only pass of an iterator.
+    The stream ends if a pass yields nothing, or after the only pass of an iterator; `defect` says
+    why its reader stopped before, "" if it did not.
     """
 
     def __init__(self, batches: Iterable[Batch]):
-        self.batches, self.passes = batches, 0
+        self.batches, self.passes, self.defect = batches, 0, ""
         self._begin_pass(iter(batches))
 
     def _begin_pass(self, iterator: Iterator[Batch]):

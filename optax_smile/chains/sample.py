@@ -273,7 +273,7 @@ class Run:
             num_data = (self.settings or {}).get("num_data")
             _checks.check_list("sample", setup.batches, num_data, setup.per_chain, warns)
             warns = False
-        self.watched = _checks.WatchedStream(
+        self.watched = _checks.watched(
             "sample", self.stream, setup.per_chain, warns, self.chains.misfit
         )
         self.kept = self._keep(sampler, closing)
@@ -453,11 +453,11 @@ def check_end(where: str, run: Run, num_steps: int, num_draws: int, is_stopped: 
             rule = f"large enough that at least one of the {step} steps is a draw"
             advice = "Run longer, or lower `adapt_steps` or `exploration` of the sampler."
             _check.fail(where, "num_draws", rule, num_draws, advice)
-        if run.watched.defect:
+        if run.stream.defect:
             given = run.setup.batches
             may_be_single = isinstance(given, tuple) or hasattr(given, "shape")
             advice = "Put a single batch in a list: `[batch]`." if may_be_single else ""
-            _check.fail(where, "batches", _checks.USABLE, f"one whose {run.watched.defect}", advice)
+            _check.fail(where, "batches", _checks.USABLE, f"one whose {run.stream.defect}", advice)
         taken, needed = run.stream.taken, num_steps * run.batches_per_step
         rule = f"a list, which is restarted, or batches for {needed} gradients"
         advice = "A generator cannot be restarted: pass a list." if taken else ""
@@ -467,7 +467,7 @@ def check_end(where: str, run: Run, num_steps: int, num_draws: int, is_stopped: 
         if step == num_steps:
             warn(f"`{where}` kept {fewer}: the other points are not draws, see `is_draw`.")
         else:
-            reason = "" if is_stopped else f": {run.watched.defect or 'the batches ran out'}"
+            reason = "" if is_stopped else f": {run.stream.defect or 'the batches ran out'}"
             resume = "To be able to resume a run, pass a `directory`."
             if folder is not None:
                 resume = f"A checkpoint is in {folder}: repeat the call to resume."
