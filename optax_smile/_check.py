@@ -3,7 +3,9 @@
 A public function declares the constraints of its arguments, and the decorator checks them:
 
     @_check.arguments(thin=_check.Whole(1), mesh=_check.kind(Mesh, "a mesh") | None)
-    def sample(..., thin=1, mesh=None): ...
+    def sample(..., thin=1, mesh=None, resume: bool = True): ...
+
+Arguments that are annotated as `bool` need no declaration.
 
 `DECLARED` has the declarations of all functions, from which the tests make bad input.
 """
@@ -29,7 +31,6 @@ from optax_smile._types import Output, Unchecked
 LARGEST_WHOLE = 2**31 - 1
 # Longest representation of a value in an error.
 LONGEST = 200
-CALL_IT = "Call it."
 NOTHING: Mapping[str, Unchecked] = {}
 # Errors that a user's function raises when it gets wrong arguments.
 MISUSE = (TypeError, ValueError, AttributeError, LookupError, AssertionError)
@@ -109,13 +110,16 @@ def arguments(name: str = "", /, **constraints: "Constraint") -> Callable[[Funct
 
     Args:
         name: of the function, for errors, if it is not its `__name__`.
-        constraints: by argument.
+        constraints: by argument. Arguments annotated as `bool` have to be True or False.
     """
 
     def decorate(function: Function_) -> Function_:
         where = name or function.__name__
         signature = inspect.signature(function)
-        assert set(constraints) <= set(signature.parameters), (where, set(constraints))
+        annotations = {x: given.annotation for x, given in signature.parameters.items()}
+        flags = {x: FLAG for x, kind in annotations.items() if kind in (bool, "bool")}
+        declared = flags | constraints
+        assert set(declared) <= set(signature.parameters), (where, set(declared))
 
         @functools.wraps(function)
         def checked(*args: Unchecked, **kwargs: Unchecked) -> Unchecked:
@@ -126,11 +130,11 @@ def arguments(name: str = "", /, **constraints: "Constraint") -> Callable[[Funct
                 return function(*args, **kwargs)
             bound.apply_defaults()
             given = bound.arguments
-            for argument, constraint in constraints.items():
+            for argument, constraint in declared.items():
                 given[argument] = constraint(where, argument, given[argument], given)
             return function(*bound.args, **bound.kwargs)
 
-        DECLARED[where] = checked, constraints
+        DECLARED[where] = checked, declared
         return cast(Function_, checked)
 
     return decorate
@@ -164,20 +168,18 @@ class Either(Constraint):
 
     @property
     def rule(self) -> str:
-        """The rules of all options."""
         return ", or ".join(option.rule for option in self.options)
 
     def __call__(self, where, argument, value, given=NOTHING) -> Unchecked:
-        first = None
+        rules, reasons = [], []
         for option in self.options:
             try:
                 return option(where, argument, value, given)
             except ArgumentError as error:
                 # Keeping the error would keep this frame and its arguments alive.
-                first = first or (error.rule, error.got, error.advice)
-        rule, got, advice = first or ("", "", "")
-        rule = ", or ".join([rule, *(option.rule for option in self.options[1:])])
-        fail(where, argument, rule, got, advice)
+                rules.append(error.rule)
+                reasons.append((error.got, error.advice))
+        fail(where, argument, ", or ".join(rules), *reasons[0])
 
 
 @dataclass(frozen=True)
@@ -190,8 +192,8 @@ class Where(Constraint):
 
     def __call__(self, where, argument, value, given=NOTHING) -> Unchecked:
         if not self.holds(value):
-            is_maker = self.advice == CALL_IT and not callable(value)
-            fail(where, argument, self.text, show(value), "" if is_maker else self.advice)
+            advice = self.advice or ("Call it." if callable(value) else "")
+            fail(where, argument, self.text, show(value), advice)
         return value
 
 
@@ -208,7 +210,6 @@ class OneOf(Constraint):
 
     @property
     def rule(self) -> str:
-        """The words."""
         words = [*map(repr, get_args(self.words) or self.words)]
         return f"one of {', '.join(words)}" if len(words) > 1 else words[0]
 
@@ -220,7 +221,7 @@ class OneOf(Constraint):
 
 @dataclass(frozen=True)
 class Real(Constraint):
-    """A number in an interval, finite as JAX holds it: in float32, unless x64 is on.
+    """A number in an interval.
 
     Attributes:
         low, high: ends of the interval.
@@ -228,6 +229,7 @@ class Real(Constraint):
         traced: whether traced scalars pass, unchecked.
         large: whether integers beyond int32 pass.
         infinite: whether infinite numbers pass.
+        dtype: in which it must be finite; None: that of JAX, float32 unless x64 is on.
     """
 
     low: float = -math.inf
@@ -236,6 +238,7 @@ class Real(Constraint):
     traced: bool = True
     large: bool = False
     infinite: bool = False
+    dtype: type | None = None
 
     @property
     def rule(self) -> str:
@@ -243,19 +246,13 @@ class Real(Constraint):
         left, right = self.open in ("low", "both"), self.open in ("high", "both")
         if not math.isinf(self.high):
             high = "pi / 2" if self.high == math.pi / 2 else f"{self.high:g}"
-            return f"in {'[('[left]}{self.low:g}, {high}{'])'[right]}"
-        finite = "" if self.infinite else "finite"
-        return " and ".join(x for x in (self._above, finite) if x) or "not NaN"
-
-    @property
-    def _above(self) -> str:
-        """The lower end alone; "" if there is none."""
-        sign = ">" if self.open in ("low", "both") else ">="
-        return "" if math.isinf(self.low) else f"{sign} {self.low:g}"
+            return f"a number in {'[('[left]}{self.low:g}, {high}{'])'[right]}"
+        number = "a number" if self.infinite else "a finite number"
+        return number if math.isinf(self.low) else f"{number} {'>' if left else '>='} {self.low:g}"
 
     def holds(self, numbers: np.ndarray | np.floating) -> np.ndarray:
         """Whether numbers lie in the interval; JAX flushes denormal ones to zero."""
-        kind = np.finfo(jax.dtypes.canonicalize_dtype(np.float64))
+        kind = np.finfo(self.dtype or jax.dtypes.canonicalize_dtype(np.float64))
         above, below = numbers >= self.low, numbers <= self.high
         if self.open in ("low", "both"):
             above = numbers >= kind.tiny if self.low == 0 else numbers > self.low
@@ -266,17 +263,11 @@ class Real(Constraint):
     def __call__(self, where, argument, value, given=NOTHING) -> Unchecked:
         if isinstance(value, jax.core.Tracer) and self.traced and value.ndim == 0:
             return value
-        is_number = not isinstance(value, (bool, jax.core.Tracer))
-        is_number = is_number and is_real(getattr(value, "dtype", type(value)))
-        if not is_number or np.ndim(value) != 0:
-            is_bounded = not math.isinf(self.high)
-            kind = "a number" if is_bounded or self.infinite else "a finite number"
-            bounds = self.rule if is_bounded else self._above
-            fail(where, argument, f"{kind} {bounds}".rstrip(), written(value))
-        try:
-            number = np.float64(value)
-        except OverflowError:
-            number = np.float64(math.inf if value > 0 else -math.inf)
+        is_number = is_real(_dtype(value)) and not isinstance(value, (bool, jax.core.Tracer))
+        number = np.float64(math.nan)
+        if is_number and np.ndim(value) == 0:
+            with contextlib.suppress(OverflowError):
+                number = np.float64(value)
         if not self.holds(number):
             fail(where, argument, self.rule, written(value))
         if isinstance(value, int) and abs(value) > LARGEST_WHOLE and not self.large:
@@ -293,15 +284,14 @@ class Whole(Constraint):
 
     @property
     def rule(self) -> str:
-        """The range."""
         return f"an integer >= {self.low}"
 
     def __call__(self, where, argument, value, given=NOTHING) -> Unchecked:
         is_traced = isinstance(value, jax.core.Tracer)
         if is_traced and self.traced:
             return value
-        is_whole = not isinstance(value, bool) and not is_traced
-        is_whole = is_whole and jnp.issubdtype(getattr(value, "dtype", type(value)), jnp.integer)
+        is_whole = not is_traced and not isinstance(value, bool)
+        is_whole = is_whole and jnp.issubdtype(_dtype(value), jnp.integer)
         if not is_whole or np.ndim(value) or value < self.low:
             fail(where, argument, self.rule, written(value))
         if value > LARGEST_WHOLE:
@@ -337,24 +327,24 @@ class Key(Constraint):
 
     @property
     def rule(self) -> str:
-        """A key or a seed, and its purpose."""
         rule = "a single JAX key, such as jax.random.key(0), or an integer seed"
         return f"{rule} {self.purpose}".rstrip()
 
     def __call__(self, where, argument, value, given=NOTHING) -> Unchecked:
-        if value is None and not self.needed:
-            return None
+        if value is None:
+            if not self.needed:
+                return None
+            fail(where, argument, self.rule, "None", "Pass `key=0`, or any other seed.")
         # Raw words may have the wrong shape for a key, and a seed may exceed 64 bits.
         with contextlib.suppress(ValueError, TypeError, OverflowError):
-            dtype, ndim = getattr(value, "dtype", type(value)), np.ndim(cast(Unchecked, value))
+            dtype, ndim = _dtype(value), np.ndim(value)
             if jnp.issubdtype(dtype, jax.dtypes.prng_key) and ndim == 0:
                 return value
             if isinstance(value, jax.Array) and dtype == jnp.uint32 and ndim == 1:
                 return jax.random.wrap_key_data(value)
             if jnp.issubdtype(dtype, jnp.integer) and type(value) is not bool and ndim == 0:
-                return jax.random.key(cast(int, value))
-        advice = "Pass `key=0`, or any other seed." if value is None else ""
-        fail(where, argument, self.rule, written(value), advice)
+                return jax.random.key(value)
+        fail(where, argument, self.rule, written(value))
 
 
 @dataclass(frozen=True)
@@ -367,7 +357,6 @@ class Function(Constraint):
 
     @property
     def rule(self) -> str:
-        """The form of a call, or what such a function is called."""
         return self.name or f"a function of {self.form}"
 
     def __call__(self, where, argument, value, given=NOTHING) -> Unchecked:
@@ -394,12 +383,29 @@ class Function(Constraint):
 
 @dataclass(frozen=True)
 class Tree(Constraint):
-    """A tree of numbers or arrays, on any devices; with `finite`, of finite numbers."""
+    """A tree of numbers or arrays, on any devices.
 
-    text: str = "a tree of arrays of numbers"
+    Attributes:
+        text: the rule, if it has more to say than the axes.
+        axes: leading axes that all arrays share, not empty, such as "[chain, ...]".
+        like: name of an argument declared before, a tree with the same lengths of these axes.
+        keys: whether JAX keys pass.
+        traced: whether traced arrays pass.
+        finite: whether all numbers must be finite.
+    """
+
+    text: str = ""
+    axes: str = ""
+    like: str = ""
     keys: bool = True
     traced: bool = True
     finite: bool = False
+
+    @property
+    def rule(self) -> str:
+        if self.axes and not self.text:
+            return f"a tree of arrays {self.axes} with equal leading axes, none of them empty"
+        return self.text or "a tree of arrays of numbers"
 
     def __call__(self, where, argument, value, given=NOTHING) -> Unchecked:
         kinds = (jnp.number, jnp.bool_, *(jax.dtypes.prng_key,) * self.keys)
@@ -408,16 +414,28 @@ class Tree(Constraint):
             is_known = isinstance(leaf, (bool, int, float, complex)) or hasattr(leaf, "shape")
             is_known &= self.traced or not is_traced
             is_known &= not isinstance(leaf, int) or abs(leaf) <= LARGEST_WHOLE
-            dtype = getattr(leaf, "dtype", type(leaf))
-            if not is_known or not any(jnp.issubdtype(dtype, one) for one in kinds):
-                fail(where, argument, self.text, f"{show(leaf)} at {at}" if at else show(leaf))
+            if not is_known or not any(jnp.issubdtype(_dtype(leaf), one) for one in kinds):
+                fail(where, argument, self.rule, f"{show(leaf)} at {at}" if at else show(leaf))
             is_array = isinstance(leaf, (np.ndarray, jax.Array)) and not is_traced
             # With several processes, all would have to check at the same time.
             if self.finite and is_array and getattr(leaf, "is_fully_addressable", True):
                 with jax.ensure_compile_time_eval():
                     if not bool(jnp.isfinite(leaf).all()):
                         fail(where, argument, "finite", f"nan or inf at {at or 'the only leaf'}")
+        if self.axes:
+            self._check_axes(where, argument, value, given)
         return value
+
+    def _check_axes(self, where, argument, value, given):
+        number, got = self.axes.count(","), cut(f"the shapes {jax.tree.map(np.shape, value)}")
+        lengths = {np.shape(leaf)[:number] for leaf in jax.tree.leaves(value)}
+        if len(lengths) != 1 or any(len(axes) < number or 0 in axes for axes in lengths):
+            fail(where, argument, self.rule, got)
+        if self.like:
+            like = np.shape(jax.tree.leaves(given[self.like])[0])[:number]
+            if lengths != {like}:
+                rule = f"a tree of arrays {self.axes} with the leading axes {like} of `{self.like}`"
+                fail(where, argument, rule, got)
 
 
 @dataclass(frozen=True)
@@ -433,13 +451,12 @@ class Array(Constraint):
     """
 
     axes: str = ""
-    each: Real = Real(infinite=True)
+    each: Real | Where = Real(infinite=True)
     like: str = ""
     dtype: type | None = float
 
     @property
     def rule(self) -> str:
-        """The axes."""
         return f"a non-empty array {self.axes}".rstrip()
 
     def __call__(self, where, argument, value, given=NOTHING) -> Unchecked:
@@ -449,13 +466,13 @@ class Array(Constraint):
             fail(where, argument, self.rule, f"shape {array.shape}")
         like = np.shape(given[self.like]) if self.like in given else array.shape
         if array.shape != like:
-            fail(
-                where, argument, f"of shape {like} to go with `{self.like}`", f"shape {array.shape}"
-            )
+            rule = f"of shape {like} to go with `{self.like}`"
+            fail(where, argument, rule, f"shape {array.shape}")
         wrong = ~np.asarray(self.each.holds(array), bool)
         if wrong.any():
             place = tuple(np.argwhere(wrong)[0].tolist())
-            fail(where, argument, self.each.rule, f"{array[place]} at {place}")
+            rule = f"an array whose every entry is {self.each.rule}"
+            fail(where, argument, rule, f"{array[place]} at {place}")
         return array
 
 
@@ -466,21 +483,24 @@ def _has_axes(number: int, axes: str) -> bool:
 
 def host(where: str, argument: str, value: Unchecked) -> np.ndarray:
     """Convert a value to an array of real numbers or booleans on the host."""
-    found = None
+    got = show(value)
     if not isinstance(value, (jax.core.Tracer, Mapping)):
         # Ragged lists and values that are not arrays.
         with contextlib.suppress(ValueError, TypeError):
             found = np.asarray(value)
-    if found is None or found.dtype == object:
-        fail(where, argument, "an array of numbers", show(value))
-    if not is_real(found.dtype) and found.dtype != bool:
-        fail(where, argument, "an array of numbers", f"an array of {found.dtype}")
-    return found
+            if is_real(found.dtype) or found.dtype == bool:
+                return found
+            got = show(value) if found.dtype == object else f"an array of {found.dtype}"
+    fail(where, argument, "an array of numbers", got)
 
 
 def is_real(dtype: Unchecked) -> bool:
     """Whether a dtype is of integers or floating-point numbers, half precision included."""
     return jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
+
+
+def _dtype(value: Unchecked) -> Unchecked:
+    return getattr(value, "dtype", type(value))
 
 
 def show(value: Unchecked) -> str:
@@ -519,7 +539,6 @@ TRANSFORMATION = Where(
         not isinstance(value, type)
         and all(callable(getattr(value, name, None)) for name in ("init", "update"))
     ),
-    CALL_IT,
 )
 BATCHES = Where(
     "an iterable of batches, such as a list",
@@ -528,10 +547,8 @@ BATCHES = Where(
         and not isinstance(value, (str, bytes, Mapping))
         and not (isinstance(value, (np.ndarray, jax.Array)) and not value.ndim)
     ),
-    CALL_IT,
 )
 REPEATABLE = Where(
     "an iterable of batches that can be repeated, such as a list",
     lambda value: BATCHES.holds(value) and not isinstance(value, Iterator),
-    CALL_IT,
 )

@@ -5,9 +5,11 @@ import dataclasses
 import functools
 import inspect
 import json
+import types
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
+from pathlib import Path
 
 import jax
 import jax.core
@@ -20,10 +22,11 @@ from optax_smile._types import Options, Tree, Unchecked
 
 # Larger arrays are described by shape and checksum.
 LARGEST_ARRAY = 16
-# Depth to which nested functions, such as joined schedules, are described; `WHOLE` for checksums.
+# Depth to which nested functions, such as joined schedules, are described.
 DEEPEST = 4
-WHOLE = 16
-_LISTENERS: ContextVar[tuple[Options, ...]] = ContextVar("listeners", default=())
+# Folders of installed packages.
+INSTALLED = {"site-packages", "dist-packages"}
+_REPORTS: ContextVar[Options | None] = ContextVar("reports", default=None)
 # Settings of a run whose draws an optimizer made.
 OPTIMIZER: Mapping[str, object] = {"name": "optimizer", "is_posterior": False}
 
@@ -60,11 +63,22 @@ def reporting(
     """
 
     def reported(params: optax.Params) -> Tree:
-        for listener in _LISTENERS.get():
-            listener.update({**settings, **of_params(params)})
+        if (reports := _REPORTS.get()) is not None:
+            reports.update({**settings, **of_params(params)})
         return init(params)
 
     return reported
+
+
+@contextlib.contextmanager
+def _listening() -> Iterator[Options]:
+    """Collect what `reporting` reports."""
+    reports: Options = {}
+    before = _REPORTS.set(reports)
+    try:
+        yield reports
+    finally:
+        _REPORTS.reset(before)
 
 
 def gradients_per_step(settings: Mapping[str, object] | None) -> int:
@@ -87,36 +101,23 @@ def of(transformation: optax.GradientTransformation, params: optax.Params) -> Op
     Returns:
         Name and arguments as JSON types; None without a sampler.
     """
-    reports: Options = {}
 
     def numbers() -> dict[str, jax.Array]:
         """Only a compiled program knows what `optax.inject_hyperparams` injects."""
-        before = _LISTENERS.set((reports,))
-        try:
-            transformation.init(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), params))
-        finally:
-            _LISTENERS.reset(before)
+        transformation.init(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), params))
         return {name: x for name, x in reports.items() if isinstance(x, jax.core.Tracer)}
 
-    injected = jax.jit(numbers)()
+    with _listening() as reports:
+        injected = jax.jit(numbers)()
     return {name: _describe(value) for name, value in (reports | injected).items()} or None
 
 
 def functions(
     transformation: optax.GradientTransformation, params: optax.Params
 ) -> dict[str, Callable]:
-    """Return the functions among the arguments of a sampler, such as `log_prior`, by name.
-
-    Args:
-        transformation: sampler, or what contains one.
-        params: parameters of one chain, or their shapes.
-    """
-    reports: Options = {}
-    before = _LISTENERS.set((reports,))
-    try:
+    """Return the functions among the arguments of a sampler, such as `log_prior`, by name."""
+    with _listening() as reports:
         jax.eval_shape(transformation.init, params)
-    finally:
-        _LISTENERS.reset(before)
     return {name: value for name, value in reports.items() if callable(value)}
 
 
@@ -128,15 +129,65 @@ def described(settings: Mapping[str, object] | None) -> Options | None:
     return named if isinstance(named.get("name"), str) else {**named, "name": "a sampler"}
 
 
-def checksum(transformation: tuple[object, ...]) -> str:
-    """Compute a checksum of a whole transformation, such as a chain, or of other functions.
+def checksum(value: object) -> str:
+    """Compute a checksum of a function, of a transformation or of arrays.
 
-    It covers the names of functions and their closures, so it changes with Optax's version.
+    It covers the values that functions enclose and, unless they are part of an installed package,
+    their code and the values and functions that this uses. Code depends on the version of Python.
     """
-    described = _describe(tuple(transformation), deepest=WHOLE)
-    # Optax replaces some integers by floats of the same value when they are first used.
-    numbers = jax.tree.map(lambda x: float(x) if isinstance(x, int) else x, described)
-    return f"{zlib.crc32(json.dumps(numbers, sort_keys=True).encode()):08x}"
+    return f"{zlib.crc32(json.dumps(_parts(value, [])).encode()):08x}"
+
+
+def _parts(value: Unchecked, seen: list[object]) -> list[object]:
+    """List the parts of a value, and of the values that it uses."""
+    value = inspect.unwrap(value) if callable(value) else value
+    if isinstance(value, (int, float)):
+        # Optax replaces some integers by floats of the same value when they are first used.
+        return [float(value)]
+    if value is None or isinstance(value, (str, np.ndarray, np.generic, jax.Array)):
+        return [_describe(value)]
+    if any(x is value for x in seen):
+        return []
+    seen.append(value)
+    own: list[object] = [getattr(value, "__qualname__", type(value).__qualname__)]
+    inside: Iterable[object] = ()
+    if isinstance(value, functools.partial):
+        inside = value.func, *value.args, *value.keywords.values()
+    elif isinstance(value, types.MethodType):
+        inside = value.__func__, *getattr(value.__self__, "__dict__", {}).values()
+    elif isinstance(value, types.FunctionType) and not _is_of_sampler(value):
+        inside = *_enclosed(value), *(value.__defaults__ or ())
+        is_ours = str(value.__module__).startswith("optax_smile.")
+        if not is_ours and not INSTALLED & set(Path(value.__code__.co_filename).parts):
+            names = _read_code(value.__code__, value.__doc__, own)
+            used = (value.__globals__[name] for name in names if name in value.__globals__)
+            inside = *inside, *used
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        inside = [getattr(value, field.name, None) for field in dataclasses.fields(value)]
+    elif isinstance(value, (list, tuple)):
+        inside = value
+    elif isinstance(value, Mapping):
+        inside = value.values()
+    return [*own, *(_parts(x, seen) for x in inside)]
+
+
+def _read_code(code: types.CodeType, doc: str | None, own: list[object]) -> list[str]:
+    """Append what code does, with functions defined in it; return the names that it uses."""
+    names = [*code.co_names]
+    own.append(code.co_code.hex())
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            names += _read_code(constant, None, own)
+        elif isinstance(constant, frozenset):
+            own.append(sorted(map(repr, constant)))
+        elif constant != doc:
+            own.append(repr(constant))
+    return names
+
+
+def _is_of_sampler(function: Callable) -> bool:
+    """Whether settings describe a function, whose closure also holds caches."""
+    return str(function.__module__).startswith("optax_smile.samplers.")
 
 
 def _enclosed(function: object) -> list[object]:
@@ -148,7 +199,7 @@ def _enclosed(function: object) -> list[object]:
     return values
 
 
-def _describe(value: Unchecked, depth: int = 0, deepest: int = DEEPEST) -> Tree:
+def _describe(value: Unchecked, depth: int = 0) -> Tree:
     """Convert a value to JSON types, the same in every process."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
@@ -164,24 +215,20 @@ def _describe(value: Unchecked, depth: int = 0, deepest: int = DEEPEST) -> Tree:
             f"array {array.shape} {zlib.crc32(np.ascontiguousarray(array).view(np.uint8).data):08x}"
         )
     if isinstance(value, (tuple, list)):
-        return [_describe(entry, depth + 1, deepest) for entry in value]
+        return [_describe(entry, depth + 1) for entry in value]
     if isinstance(value, Mapping):
-        return {str(name): _describe(entry, depth + 1, deepest) for name, entry in value.items()}
+        return {str(name): _describe(entry, depth + 1) for name, entry in value.items()}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         named = {"name": getattr(value, "name", type(value).__name__), **vars(value)}
-        return _describe(named, depth, deepest)
+        return _describe(named, depth)
     if isinstance(value, functools.partial):
-        parts = value.func, value.args, value.keywords
-        return [_describe(entry, depth + 1, deepest) for entry in parts]
+        return [_describe(x, depth + 1) for x in (value.func, value.args, value.keywords)]
     if callable(value):
-        # Settings describe the functions of samplers, whose closures also hold caches.
-        is_described = value.__module__.startswith("optax_smile.samplers.")
-        enclosed = [*_enclosed(value)] if depth < deepest and not is_described else []
-        if depth < deepest and inspect.ismethod(value):
+        name = f"{value.__module__}.{getattr(value, '__qualname__', type(value).__name__)}"
+        if depth == DEEPEST or _is_of_sampler(value):
+            return [name, []]
+        enclosed = [*_enclosed(value)]
+        if inspect.ismethod(value):
             enclosed.append(getattr(value.__self__, "__dict__", None))
-        inside = [_describe(entry, depth + 1, deepest) for entry in enclosed]
-        return [
-            f"{value.__module__}.{getattr(value, '__qualname__', type(value).__name__)}",
-            inside,
-        ]
+        return [name, [_describe(entry, depth + 1) for entry in enclosed]]
     return type(value).__name__

@@ -97,7 +97,7 @@ def sums_and_sketch(trees: list[Tree], sketched: Tree) -> tuple[list[jax.Array],
         sketch = []
         if is_shared(leaves[0]):
             shared.append(leaves)
-            sketch = [] if large is None else _shared_sketch(large)
+            sketch = [] if large is None else [jnp.sum(*_split(x)) for x in _signed(large)]
         elif leaves[0].size:
             found, sketch = _block_sums(leaves, large)
             parts.append(found)
@@ -213,15 +213,6 @@ def _reduce(arrays: Sequence[jax.Array], axes: tuple[int, ...]) -> list[jax.Arra
     zeros = tuple(jnp.zeros((), x.dtype) for x in arrays)
     add = functools.partial(jax.tree.map, jnp.add)
     return list(jax.lax.reduce(tuple(arrays), zeros, add, axes))
-
-
-def _shared_sketch(leaf: jax.Array) -> list[jax.Array]:
-    """Sketch an array that may lie on several devices."""
-    found = []
-    for signed in _signed(leaf):
-        blocks, axes = _split(signed)
-        found.append(jnp.sum(blocks, axes))
-    return found
 
 
 def _signed(leaf: jax.Array, inside: np.ndarray | None = None) -> list[jax.Array]:
@@ -481,18 +472,16 @@ def check_params(where: str, params: Tree, smallest: int):
     containers = (Mapping, list, tuple, type(None))
     if not isinstance(params, containers) and not jax.tree.leaves(params):
         return
+    rule = "a tree of float32 or float64 arrays"
+    advice = (
+        "Keep the sampled parameters in float32 and cast inside the model. Exclude leaves that are"
+        " not sampled with optax.partition and optax.set_to_zero."
+    )
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         if not hasattr(leaf, "dtype") or leaf.dtype not in PRECISIONS:
-            name = jax.tree_util.keystr(path) or "the only leaf"
             got = getattr(leaf, "dtype", type(leaf).__name__)
-            _check.fail(
-                where,
-                "params",
-                "a tree of float32 or float64 arrays",
-                f"{got} at {name}",
-                "Keep the sampled parameters in float32 and cast inside the model. Exclude leaves"
-                " that are not sampled with optax.partition and optax.set_to_zero.",
-            )
+            at = jax.tree_util.keystr(path) or "the only leaf"
+            _check.fail(where, "params", rule, f"{got} at {at}", advice)
     if size(params) < smallest:
         _check.fail(where, "params", f"a tree of at least {smallest} parameters", f"{size(params)}")
 
@@ -508,19 +497,12 @@ def check_gradients(where: str, updates: Tree, params: Tree, name: str):
 
 def check_alike(where: str, argument: str, tree: Tree, expected: Tree, expected_name: str):
     """Require the structure and the leaf shapes of `expected`."""
-    if jax.tree.structure(tree) != jax.tree.structure(expected):
-        _check.fail(
-            where,
-            argument,
-            f"a tree of the structure of {expected_name}, {jax.tree.structure(expected)}",
-            jax.tree.structure(tree),
-        )
+    own, structure = jax.tree.structure(tree), jax.tree.structure(expected)
+    if own != structure:
+        rule = f"a tree of the structure of {expected_name}, {structure}"
+        _check.fail(where, argument, rule, own)
     shapes = jax.tree_util.tree_leaves_with_path(expected)
     for (path, want), leaf in zip(shapes, jax.tree.leaves(tree), strict=True):
         if np.shape(leaf) != jnp.shape(want):
-            _check.fail(
-                where,
-                argument,
-                f"of shape {jnp.shape(want)} at {jax.tree_util.keystr(path)}, as {expected_name}",
-                np.shape(leaf),
-            )
+            rule = f"of shape {jnp.shape(want)} at {jax.tree_util.keystr(path)}, as {expected_name}"
+            _check.fail(where, argument, rule, np.shape(leaf))

@@ -44,21 +44,6 @@ class ChainMesh(_check.Constraint):
         return value
 
 
-@dataclass(frozen=True)
-class Stacked(_check.Constraint):
-    """A tree of arrays `[chain, ...]`, with at least one chain."""
-
-    text = "a tree of arrays [chain, ...] with the same number of chains, at least 1"
-
-    def __call__(self, where, argument, value, given=_check.NOTHING):
-        _check.Tree(self.text)(where, argument, value)
-        shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(value)]
-        lengths = {shape[:1] for shape in shapes}
-        if len(lengths) != 1 or lengths & {(), (0,)}:
-            _check.fail(where, argument, self.text, f"the shapes {shapes}")
-        return value
-
-
 def _are_specs(tree: Tree) -> bool:
     leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, PartitionSpec))
     return all(isinstance(leaf, PartitionSpec) for leaf in leaves)
@@ -70,7 +55,7 @@ def _are_axes(in_axes: object) -> bool:
     return are_known and any(axis == 0 for axis in axes)
 
 
-STACKED = Stacked()
+STACKED = _check.Tree(axes="[chain, ...]")
 MESH = ChainMesh() | None
 SPECS = _check.Where("a tree of jax.P", _are_specs) | None
 
@@ -157,8 +142,6 @@ def shardings(tree: Tree, *, mesh: Mesh | None = None, specs: Tree = None) -> Tr
     "parallel.place_batch",
     batch=_check.Tree(),
     mesh=MESH,
-    per_chain=_check.FLAG,
-    stacked=_check.FLAG,
 )
 def place_batch(
     batch: Batch, *, mesh: Mesh | None = None, per_chain: bool = False, stacked: bool = False
@@ -313,7 +296,6 @@ def chain_sharding(mesh: Mesh) -> NamedSharding:
     key=_check.Key(needed=True),
     chains=_check.Whole(1),
     mesh=MESH,
-    raw=_check.FLAG,
 )
 def split_key(
     key: jax.Array | int, chains: int, *, mesh: Mesh | None = None, raw: bool = False
@@ -333,7 +315,6 @@ def split_key(
     function=_check.Function("(carry, batch)"),
     carry=STACKED,
     mesh=MESH,
-    per_chain=_check.FLAG,
 )
 def step(
     function: Callable[[Carry, Batch], Carry],

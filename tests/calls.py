@@ -285,7 +285,7 @@ def scores():
         names=("a", "b"),
         num_steps=np.array([10]),
         lppd=np.array([[-2.0, -3]]),
-        expected=np.array([[-1.9, -3]]),
+        projected=np.array([[-1.9, -3]]),
         standard_error=np.array([[0, 0.1]]),
         start_lppd=-4.0,
         final_lppd=-1.5,

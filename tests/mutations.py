@@ -479,8 +479,8 @@ DEFECTS = r"""
 + stride = leaf.shape[axis]
 # _check.py | test_bad_input.py
 = finite and positive are judged in float64 though JAX has float32 | refuse and samplers
-- kind = np.finfo(jax.dtypes.canonicalize_dtype(np.float64))
-+ kind = np.finfo(np.float64)
+- self.dtype or jax.dtypes.canonicalize_dtype(np.float64)
++ self.dtype or np.float64
 # chains/_chains.py | test_sampling.py
 = key of a stochastic loss never moves on | random_loss
 -             key=key,

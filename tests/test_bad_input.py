@@ -52,7 +52,7 @@ def wrong(constraint: Any) -> list[Any]:
             outside += [high] * (constraint.open in ("high", "both"))
             outside += [math.inf] * (not constraint.infinite)
             # What float32 holds as 0 or inf; scores have float64.
-            if type(constraint) is _check.Real and math.isinf(high):
+            if constraint.dtype is None and math.isinf(high):
                 outside += [1e-39] * (low == 0 and constraint.open == "low")
                 outside += [1e39] * (not constraint.infinite)
             return [*outside, math.nan, np.float32(math.nan), *NOT_NUMBERS]
@@ -68,14 +68,17 @@ def wrong(constraint: Any) -> list[Any]:
             return [None, 3, "x", [], dict, Model(), jnp.ones(2), lambda a, b, c, d, e, f, g: None]
         case _check.Tree():
             nans = [{"w": np.full(3, np.nan)}] * constraint.finite
-            return ["x", {"w": "x"}, {"w": object()}, {"w": 10**30}, *nans]
+            uneven = [{"a": np.ones((2, 3)), "b": np.ones((3, 3))}, np.ones((0, 3)), np.ones(())]
+            uneven *= bool(constraint.axes)
+            return ["x", {"w": "x"}, {"w": object()}, {"w": 10**30}, *nans, *uneven]
         case _check.Array(axes=axes, each=each):
             values = [None, "x", {}, [[1.0], [1.0, 2.0]], np.array(["1"]), KEY, np.zeros((0, 3))]
             sized = np.ones((1,) * (7 if "..." not in axes else 0)) if axes else None
             if sized is not None and not _check._has_axes(sized.ndim, axes.split(" or ")[0]):
                 values.append(sized)
-            number = next((x for x in wrong(each) if isinstance(x, float)), None)
-            return values if number is None else [*values, np.full((2,) * axes_of(axes), number)]
+            numbers = wrong(each) if isinstance(each, _check.Real) else [math.inf]
+            number = next(x for x in numbers if isinstance(x, float))
+            return [*values, np.full((2,) * axes_of(axes), number)]
         case PerParameter():
             bad = [x for x in wrong(constraint.each) if isinstance(x, float)]
             return [
@@ -168,7 +171,7 @@ def bounds(constraint) -> list[str]:
     if isinstance(constraint, _check.Whole):
         return [f">= {constraint.low}"]
     if isinstance(constraint, _check.Real):
-        return [constraint.rule.removesuffix("finite").removesuffix(" and ").removeprefix("in ")]
+        return [re.sub("^a (finite )?number( in)? ?", "", constraint.rule)]
     return []
 
 
@@ -228,8 +231,14 @@ MESSAGES: list[tuple[Any, str]] = [
         "must be a finite number, or 'start', got 'init'",
     ),
     # How a sampler gets its step size, and its key.
-    (lambda: psmile(-0.1, num_data=9, key=0), "`psmile(step_size=...)` must be > 0 and finite"),
-    (lambda: psmile(10**400, num_data=9, key=0), "`psmile(step_size=...)` must be > 0 and finite"),
+    (
+        lambda: psmile(-0.1, num_data=9, key=0),
+        "`psmile(step_size=...)` must be a finite number > 0",
+    ),
+    (
+        lambda: psmile(10**400, num_data=9, key=0),
+        "`psmile(step_size=...)` must be a finite number > 0",
+    ),
     (lambda: sample(directory="a\0b"), "`sample(directory=...)` must be a path without null"),
     (
         lambda: warmstart(init_fn=lambda key: {"w": jnp.ones(3, int)}),
@@ -277,7 +286,7 @@ MESSAGES: list[tuple[Any, str]] = [
     ),
     (
         lambda: optax.inject_hyperparams(optax_smile.sgld)(-1.0, num_data=9, key=0).init(PARAMS),
-        "`sgld(step_size=...)` must be > 0",
+        "`sgld(step_size=...)` must be a finite number > 0",
     ),
     # Parameters.
     (
@@ -352,7 +361,7 @@ MESSAGES: list[tuple[Any, str]] = [
         "a function of (params, batch), got a Model. Pass `model.apply`",
     ),
     (lambda: sample(loss_fn=lambda p, b: (p["w"] - b) ** 2), "`sample(loss_fn=...)` must be a"),
-    (lambda: sample(loss_fn=lambda p, b: (loss_fn(p, b), {})), "With `aux=`"),
+    (lambda: sample(loss_fn=lambda p, b: (loss_fn(p, b), {})), "with `aux` a pair"),
     (lambda: warmstart(loss_fn=lambda p, b: p["v"]), "got KeyError: 'v'"),
     (lambda: warmstart(loss_fn=lambda p, b: 1.0 if b.sum() > 0 else 0.0), "TracerBoolConv"),
     (

@@ -151,14 +151,14 @@ def test_a_changed_log_prior_is_warned_of(tmp_path, monkeypatch):
                 sampled(log_prior, name)
             messages = "\n".join(str(one.message) for one in seen)
             assert bool(re.search(warning, messages)) == warns and len(seen) == 1 + warns
-    before = _directory.fingerprint(helped_prior)
-    assert _directory.fingerprint(helped_prior) == before
+    before = _settings.checksum(helped_prior)
+    assert _settings.checksum(helped_prior) == before
     monkeypatch.setitem(globals(), "helper", lambda w: -2 * jnp.sum(w**2))
-    assert _directory.fingerprint(helped_prior) != before
+    assert _settings.checksum(helped_prior) != before
     # The code of installed packages is ignored, and what their functions enclose is not.
-    monkeypatch.setattr(_directory, "_read_code", lambda *_: pytest.fail("reads installed code"))
+    monkeypatch.setattr(_settings, "_read_code", lambda *_: pytest.fail("reads installed code"))
     schedules = [optax.cosine_decay_schedule(0.1, number) for number in (10, 10, 20)]
-    one, same, other = map(_directory.fingerprint, schedules)
+    one, same, other = map(_settings.checksum, schedules)
     assert one == same != other
 
 
@@ -234,7 +234,7 @@ def test_another_training_is_refused_and_the_same_is_found(tmp_path):
 
 
 SHORT: dict[str, Any] = {"num_warmup": 0, "num_draws": 1, "thin": 1}
-SUM = r"`{}\(loss_fn=...\)` must be a mean over the examples, but it looks like a sum.* 1\.000 "
+SUM = r"`{}`: the losses .* add up to 1\.000 .* `loss_fn` looks like a sum"
 
 
 def test_a_summed_loss_and_a_small_num_data_are_warned_of():
@@ -251,7 +251,7 @@ def test_a_summed_loss_and_a_small_num_data_are_warned_of():
     with pytest.warns() as seen:
         run(loss=summed, **arguments)
     messages = " ".join(str(one.message) for one in seen)
-    assert len(seen) == 2 and "num_data=5, fewer than the 12 examples of the first" in messages
+    assert len(seen) == 2 and "num_data=5, and the first batch has 12 examples." in messages
     with pytest.warns(UserWarning, match=SUM.format("sample")):
         run(loss=summed, **arguments | {"sampler": quiet(0.01)})
     with pytest.warns(UserWarning, match=SUM.format("warmstart")):

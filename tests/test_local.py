@@ -376,7 +376,7 @@ class TestInfluence:
         given: dict[str, Any] = {"losses_fn": linear, "examples": np.eye(2), "draws": draws}
         wrong: list[tuple[dict[str, Any], str]] = [
             ({"draws": draws[:1]}, "at least two draws, got 1"),
-            ({"examples": np.zeros((0, 2))}, "the same length, at least 1"),
+            ({"examples": np.zeros((0, 2))}, "equal leading axes, none of them empty"),
             ({"queries": np.zeros((3, 5))}, "loss of each example.*and `queries`"),
             ({"losses_fn": lambda params, x: x.mean()}, "loss of each example"),
             ({"losses_fn": lambda params, x: x[:1, 0]}, "loss of each example"),

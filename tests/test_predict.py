@@ -290,7 +290,7 @@ MISFITS = (
     ("targets", LABELS + 1, "classes from 0 to 4, got 1 to 5"),
     ("targets", LABELS - 1, "classes from 0 to 4, got -1 to 3"),
     ("targets", LABELS * 1.0, r"integers of shape \(30,\), got float64"),
-    ("targets", LABELS[:29], r"arrays \[input, ...\] of 30 inputs"),
+    ("targets", LABELS[:29], r"arrays \[input, ...\] with the leading axes \(30,\) of"),
     ("likelihood", "gaussian", "one that fits the outputs of `apply_fn`; 'gaussian' needs a pair"),
     (
         "likelihood",
@@ -304,7 +304,7 @@ MISFITS = (
     ("curve", (2, 101), "integers <= 100, the number of snapshots"),
     ("snapshots", Draws(ONE), "the same number of draws of each of the 2 chains, got 1"),
     ("per", "draw", "None for snapshots without `num_chains`"),
-    ("inputs", (INPUTS, INPUTS[:9]), "of the same length, at least 1, got"),
+    ("inputs", (INPUTS, INPUTS[:9]), "equal leading axes, none of them empty, got"),
     # XLA may turn NaN into ordinary numbers, which no check of the outputs would find.
     ("inputs", np.where(INPUTS == INPUTS[3, 1], np.nan, INPUTS), "finite, got nan or inf at"),
     ("specs", {"w": jax.P(), "log_std": jax.P()}, "None without a mesh"),

@@ -90,15 +90,24 @@ MISFITS: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"params": {"w": jnp.ones((3, 2)), "b": 0.0}},
-        r"params=...\)` must be .*the same number of chains, at least 1",
+        r"params=...\)` must be .*equal leading axes, none of them empty",
     ),
-    ({"loss": lambda p, batch: batch[1] @ batch[0]}, r"loss_fn=...\)` .* got shape \(2,\)"),
-    ({"loss": lambda p, batch: (0.0, None)}, r"loss_fn=...\)` .* returns a tuple. With `aux=`"),
+    (
+        {"loss": lambda p, batch: batch[1] @ batch[0]},
+        r"loss_fn=...\)` .* got one that returns float32\[2\]",
+    ),
+    (
+        {"loss": lambda p, batch: (0.0, None)},
+        r"loss_fn=...\)` .*with `aux` a pair .* returns a tuple",
+    ),
     (
         {"loss": lambda p, b, aux: 0.0, "aux": jnp.zeros(3)},
-        r"loss_fn=...\)` .* returns .\(loss, new_aux",
+        r"loss_fn=...\)` .*with `aux` a pair of loss and new aux",
     ),
-    ({"loss": lambda p, batch: jnp.zeros((), int)}, r"loss_fn=...\)` must be .*, got int32"),
+    (
+        {"loss": lambda p, batch: jnp.zeros((), int)},
+        r"loss_fn=...\)` must be .*, got one that returns int32",
+    ),
     ({"aux": jnp.zeros(CHAINS)}, r"loss_fn=...\)` must be a function of \(params, ba"),
     ({"sampler": INJECTED}, r"sampler=...\)` must be .*static_args"),
     ({"dtype": "float16"}, r"dtype=...\)` must be None without a `directory`"),

@@ -381,7 +381,11 @@ def test_what_does_not_fit_is_refused_before_the_first_step():
         ),
         ({"a": None}, {}, r"candidates\['a'\]=...\)` must be"),
         (fine, {"batches": iter([TRAIN])}, r"batches=...\)` must be .*can be repeated"),
-        (fine, {"largest_cost": 0.0}, r"largest_cost=...\)` must be in \(0, 100\], got 0.0"),
+        (
+            fine,
+            {"largest_cost": 0.0},
+            r"largest_cost=...\)` must be a number in \(0, 100\], got 0.0",
+        ),
         (fine, {"validation": (VALID[0], None)}, r"validation=...\)` must be a pair of inputs"),
         (fine, {"validation": (VALID[0], VALID[1][:3])}, r"validation=...\)` must be"),
         (fine, {"likelihood": "categorical"}, r"likelihood=...\)` must be"),

@@ -28,7 +28,9 @@ from scipy.special import logsumexp
 
 import optax_smile
 
-selection.PROBLEMS["LeNet"] = lambda seed: selection.fashion(models.LeNet(), 10_000, 3_000, 1, seed)
+selection.PROBLEMS["LeNet"] = lambda seed: selection.images(
+    *selection.LENET, seed, 10_000, num_steps=3_000
+)
 # Candidate of `local.network_candidates` whose draws are thinned.
 SAMPLERS = {
     "energy": "psmile",

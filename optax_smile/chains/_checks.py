@@ -33,6 +33,18 @@ NUM_DATA = (
     "Set it to the number of terms that the mean loss averages over the whole data set: examples,"
     " or tokens for a language model."
 )
+SUMMED = (
+    "`loss_fn` looks like a sum, and must be a mean over the examples: divide by their number, or"
+    " pass check=False."
+)
+UNEQUAL = (
+    "Drop the smaller batch. Under a mean loss its examples count more than those of a large one,"
+    " and the posterior is not that of the data."
+)
+TOO_FEW = (
+    "The data determine too few of the parameters. To sample around trained weights see"
+    " `optax_smile.local.local_precision`."
+)
 USABLE = "an iterable of batches, numeric arrays with examples, all of the same structure"
 
 # Rounding errors of a fingerprint, relative to the norm: twenty times what was seen in float32.
@@ -60,6 +72,13 @@ DISTURBANCE = 0.02
 SEED = 0
 # Pairs of random directions, which estimate the trace of the squared Hessian to a third.
 NUM_PAIRS = 8
+
+
+def judge(
+    kind: str, value: tuple[float, ...], bound: float, passed: bool, text: str, advice: str
+) -> Check:
+    """Make a check of all chains, with advice if it failed."""
+    return Check(kind, (), value, bound, passed, "" if passed else advice, text)
 
 
 def warn_if_failed(where: str, check: Check | None):
@@ -94,28 +113,16 @@ def loss_of(
         if is_stochastic:
             extras["key"] = key
         result = loss_fn(params, batch, **extras)
-        if has_aux and not (isinstance(result, tuple) and len(result) == 2):
-            rule = "a function that returns `(loss, new_aux)`, since `aux` is given"
+        if isinstance(result, tuple) != has_aux or has_aux and len(result) != 2:
+            rule = "a function that returns the mean loss, with `aux` a pair of loss and new aux"
             _check.fail(where, "loss_fn", rule, f"one that returns {_check.show(result)}")
-        if not has_aux and isinstance(result, tuple):
-            rule = "a function that returns a scalar mean loss"
-            advice = "With `aux=` it returns a pair of loss and new aux."
-            _check.fail(where, "loss_fn", rule, "one that returns a tuple", advice)
         return result if has_aux else (result, None)
 
     return loss
 
 
 class Losses:
-    """Losses of all chains on a batch.
-
-    Args:
-        where: name of the public function.
-        loss: loss in the form of `loss_of`.
-        number: number of chains.
-        per_chain: whether batches have a leading chain axis.
-        mesh: devices, or None.
-    """
+    """Losses of all chains on a batch; `loss` is in the form of `loss_of`."""
 
     def __init__(
         self,
@@ -148,10 +155,7 @@ class Losses:
     def check(self, chains: Tree, batch: Batch, argument: str = "loss_fn"):
         """Require a scalar loss and, if each chain has its own batch, one batch per chain.
 
-        Args:
-            chains: `params`, `aux` and `key` of the chains.
-            batch: one batch.
-            argument: of the public function, which errors of the loss name.
+        Errors of the loss name an argument of the public function.
         """
         where, number = self.where, self.number
         of_arrays = _check.Tree("an iterable of batches, trees of arrays of numbers")
@@ -170,11 +174,10 @@ class Losses:
         advice = f"It was called with the params {shapes[0]} and the batch {shapes[1]} (shapes)."
         given = chains, self.put(batch)
         loss = _check.traced(where, argument, self.compiled, *given, rule=rule, advice=advice)
-        if not hasattr(loss, "shape") or loss.shape != (number,):
-            got = jax.tree.map(lambda x: x.shape[1:], loss)
-            _check.fail(where, argument, rule, f"shape {got}")
-        if not jnp.issubdtype(loss.dtype, jnp.floating):
-            _check.fail(where, argument, rule, str(loss.dtype))
+        is_scalar = getattr(loss, "shape", None) == (number,)
+        if not is_scalar or not jnp.issubdtype(loss.dtype, jnp.floating):
+            of_chain = jax.tree.map(lambda x: f"{x.dtype}{list(x.shape[1:])}", loss)
+            _check.fail(where, argument, rule, f"one that returns {of_chain}")
 
 
 def warn_of_sum(
@@ -185,10 +188,7 @@ def warn_of_sum(
     mesh: Mesh | None,
 ):
     """Warn of a loss that looks like a sum, see `check_mean`."""
-    check = check_mean(losses, batch, per_chain, mesh)
-    if check is not None and not check.passed:
-        rule = f"`{where}(loss_fn=...)` must be a mean over the examples"
-        warn(f"{rule}, but it {check.text} {check.advice}, or pass check=False.")
+    warn_if_failed(where, check_mean(losses, batch, per_chain, mesh))
 
 
 def check_mean(
@@ -198,13 +198,8 @@ def check_mean(
 
     Returns None without an axis of examples shared by all leaves, or if the loss takes no half
     batch.
-
-    Args:
-        losses: losses of all chains, from a batch.
-        batch: the first batch.
-        per_chain: whether it has a leading chain axis.
-        mesh: devices; its axis `"data"` must divide the halves.
     """
+    # The axis "data" of the mesh must divide the halves.
     rows, least = num_rows(batch, per_chain), 1 if mesh is None else mesh.shape.get("data", 1)
     half = 0 if rows is None else rows // 2 // least * least
     if not half:
@@ -222,14 +217,11 @@ def check_mean(
         return None
     with np.errstate(all="ignore"):
         ratio = float(np.median(sum(halves) / whole))
-    passed = not abs(ratio - 1) < NEAR_ONE
     text = (
         f"the losses of the two halves of the first batch add up to {ratio:.3f} times the loss of"
         " the whole (2 for a mean, 1 for a sum)."
     )
-    text = text if passed else f"looks like a sum: {text}"
-    advice = "" if passed else "Divide by the number of examples"
-    return Check("mean loss", (), (ratio,), 1.0, passed, advice, text)
+    return judge("mean loss", (ratio,), 1.0, not abs(ratio - 1) < NEAR_ONE, text, SUMMED)
 
 
 # The batches.
@@ -247,20 +239,11 @@ def size(batch: Batch, per_chain: bool) -> int | None:
 
     Scalars do not count. None if the arrays disagree, such as those of nodes and edges of graphs.
     """
-    axis = int(per_chain)
-    shapes = [np.shape(leaf) for leaf in jax.tree.leaves(batch)]
-    lengths = {shape[axis] for shape in shapes if len(shape) > axis}
-    return lengths.pop() if len(lengths) == 1 else None
+    return num_rows([x for x in jax.tree.leaves(batch) if np.ndim(x) > per_chain], per_chain)
 
 
 def defect(batch: Batch, expected: Tree, per_chain: bool) -> str:
-    """Say why a batch cannot be used; "" if it can.
-
-    Args:
-        batch: a tree of any structure.
-        expected: structure of the first batch, as `jax.tree.structure` returns it.
-        per_chain: whether arrays have a leading chain axis.
-    """
+    """Say why a batch cannot be used after one of the structure `expected`; "" if it can."""
     leaves, structure = jax.tree.flatten(batch)
     if structure != expected:
         return f"has the structure {structure}, not {expected} as the first"
@@ -290,15 +273,8 @@ def unequal(sizes: Sequence[int | None]) -> Check:
     passed = len(counts) < 2 or max(counts) <= NEARLY_EQUAL * min(counts)
     parts = [f"{counts[rows]} of {rows}" for rows in sorted(counts, reverse=True)]
     listed = " and ".join(parts) if len(parts) < 4 else f"{', '.join(parts[:3])}, ..."
-    text = "batches have the same size."
-    if not passed:
-        text = (
-            f"batches have different sizes: {listed} examples. Under a mean loss, the examples of a"
-            " small batch count more than those of a large one, and the posterior is not that of"
-            " the data."
-        )
-    advice = "" if passed else "Drop the smaller batch."
-    return Check("batch sizes", (), tuple(map(float, sorted(counts))), 1.0, passed, advice, text)
+    text = f"batches by size: {listed or 'none of known'} examples."
+    return judge("batch sizes", tuple(map(float, sorted(counts))), 1.0, passed, text, UNEQUAL)
 
 
 def at_least(batch: Batch, number: object, per_chain: bool) -> Check | None:
@@ -306,10 +282,8 @@ def at_least(batch: Batch, number: object, per_chain: bool) -> Check | None:
     rows = size(batch, per_chain)
     if rows is None or not isinstance(number, int | float):
         return None
-    passed = number >= rows
-    relation = f"{'at least' if passed else 'fewer than'} the {rows} examples of the first batch"
-    text, advice = f"num_data={number}, {relation}.", "" if passed else NUM_DATA
-    return Check("num_data", (), (float(number),), float(rows), passed, advice, text)
+    text = f"num_data={number}, and the first batch has {rows} examples."
+    return judge("num_data", (float(number),), float(rows), number >= rows, text, NUM_DATA)
 
 
 def amount(batches: Sequence[Batch], number: object, per_chain: bool) -> Check | None:
@@ -329,30 +303,25 @@ def amount(batches: Sequence[Batch], number: object, per_chain: bool) -> Check |
     if per_chain:
         # Each chain has its own examples of the same data.
         examples *= np.shape(jax.tree.leaves(batches[0])[0])[0]
+    kind = "examples"
     if number / examples <= 1 / MOST_RATIO:
-        examples = _num_distinct(batches, per_chain)
+        examples, kind = _num_distinct(batches, per_chain), "distinct examples"
     ratio, limit = number / examples, MOST_TOKEN_RATIO
     tokens = [count for count in _tokens(batches, per_chain) if count]
     passed = any(1 / limit < number / count < limit for count in tokens)
     passed |= 1 / MOST_RATIO < ratio < MOST_RATIO
-    text = f"num_data={number:g} for the {examples:,} examples of the batches."
-    if not passed:
-        kind = f"only {examples:,}" if ratio > 1 else f"{examples:,} distinct"
-        text = f"num_data={number:g}, but the batches have {kind} examples."
-    advice = "" if passed else NUM_DATA
-    return Check("num_data", (), (ratio,), float(MOST_RATIO), passed, advice, text)
+    text = f"num_data={number:g}, and the batches have {examples:,} {kind}."
+    return judge("num_data", (ratio,), float(MOST_RATIO), passed, text, NUM_DATA)
 
 
 def _tokens(batches: Sequence[Batch], per_chain: bool) -> list[int]:
     """Count the entries of each integer array `[example, position]`, over all batches."""
-    axes = 2 + per_chain
-    counts: Counter[int] = Counter()
-    for batch in batches:
-        for place, leaf in enumerate(jax.tree.leaves(batch)):
-            kind = getattr(leaf, "dtype", np.dtype(float))
-            if np.ndim(leaf) == axes and jnp.issubdtype(kind, jnp.integer):
-                counts[place] += np.size(leaf)
-    return list(counts.values())
+    return [
+        sum(map(np.size, leaves))
+        for leaves in zip(*map(jax.tree.leaves, batches), strict=False)
+        if np.ndim(leaves[0]) == 2 + per_chain
+        and np.issubdtype(jnp.result_type(leaves[0]), np.integer)
+    ]
 
 
 def _num_distinct(batches: Sequence[Batch], per_chain: bool) -> int:
@@ -367,57 +336,33 @@ def _num_distinct(batches: Sequence[Batch], per_chain: bool) -> int:
     return len(hashes)
 
 
-class WatchedStream:
-    """A stream that ends at an unusable batch, and warns once of a batch of another size.
+def watched(
+    where: str, stream: Stream, per_chain: bool, warns: bool, misfit: Callable[[Batch], str]
+) -> Iterator[Batch]:
+    """Yield batches up to an unusable one, and warn once of a batch of another size.
 
-    Args:
-        where: name of the public function.
-        stream: the batches.
-        per_chain: whether each chain has its own batch.
-        warns: whether to warn of batches of other sizes.
-        misfit: says why the loss does not take a batch of new shapes; "" if it does.
-
-    Attributes:
-        defect: what is wrong with the batch that ended the stream; "" if nothing.
+    `misfit` says why the loss does not take a batch of new shapes, "" if it does. In the end
+    `stream.defect` says what was wrong with the last batch, "" if nothing.
     """
-
-    def __init__(
-        self,
-        where: str,
-        stream: Stream,
-        per_chain: bool,
-        warns: bool,
-        misfit: Callable[[Batch], str],
-    ):
-        self.where, self.stream, self.per_chain = where, stream, per_chain
-        self.warns, self.misfit, self.defect = warns, misfit, ""
-        self.structure, self.rows = None, None
-        self.shapes: set[tuple] = set()
-
-    def __iter__(self) -> Iterator[Batch]:
-        return self
-
-    def __next__(self) -> Batch:
-        batch = next(self.stream)
-        if self.structure is None:
-            self.structure = jax.tree.structure(batch)
-        reason = defect(batch, self.structure, self.per_chain)
+    structure, first, known = None, None, set()
+    for batch in stream:
+        structure = jax.tree.structure(batch) if structure is None else structure
+        reason = defect(batch, structure, per_chain)
         shapes = tuple(map(np.shape, jax.tree.leaves(batch)))
         # The caller checks the loss on the first batch.
-        if not reason and self.shapes and shapes not in self.shapes:
-            reason = self.misfit(batch)
-        self.shapes.add(shapes)
+        if not reason and known and shapes not in known:
+            reason = misfit(batch)
+        known.add(shapes)
         if reason:
-            number, of_pass = self.stream.taken, self.stream.passes + 1
-            self.defect = f"batch {number} of pass {of_pass} {reason}"
-            raise StopIteration
-        rows = size(batch, self.per_chain)
-        if rows is not None and self.warns:
-            self.rows = rows if self.rows is None else self.rows
-            check = unequal([self.rows, rows])
-            self.warns = check.passed
-            warn_if_failed(self.where, check)
-        return batch
+            stream.defect = f"batch {stream.taken} of pass {stream.passes + 1} {reason}"
+            return
+        rows = size(batch, per_chain)
+        if rows is not None and warns:
+            first = rows if first is None else first
+            check = unequal([first, rows])
+            warns = check.passed
+            warn_if_failed(where, check)
+        yield batch
 
 
 # The gradients. The state of a sampler keeps a fingerprint of the gradient that it received last:
@@ -457,20 +402,15 @@ class Gradients(NamedTuple):
 
 def no_gradients(number: int) -> Gradients:
     """Return the record before the first call, arrays `[chain, ...]`."""
-    none, unknown = jnp.zeros(number, jnp.int32), jnp.full(number, jnp.nan, jnp.float32)
     ends = jnp.tile(jnp.array([jnp.inf, -jnp.inf], jnp.float32), (number, 1))
+    counters = [name for name in Gradients._fields if name.startswith("num_")]
     return Gradients(
-        num_calls=none,
-        num_nonfinite_calls=none,
+        **dict.fromkeys(counters, jnp.zeros(number, jnp.int32)),
         starts_finite=jnp.ones(number, bool),
         pending=jnp.zeros((number, _tree.FINGERPRINT), jnp.float32),
-        num_pending=none,
-        num_compared=none,
-        num_shorter=none,
-        num_changed=none,
         shorter_ratios=ends,
         shorter_norms=ends,
-        changed_ratio=unknown,
+        changed_ratio=jnp.full(number, jnp.nan, jnp.float32),
     )
 
 
@@ -479,12 +419,7 @@ def record_gradient(
 ) -> Gradients:
     """Compare what the sampler received in one call of one chain with the gradient of the loss.
 
-    Args:
-        past: record of the calls before.
-        grads: gradient of the loss.
-        value: the loss.
-        before: number of gradients that the sampler had received before.
-        state: state of the sampler after the call.
+    The sampler had received `before` gradients before the call, and has the given state after it.
     """
     sampled, last = None, state.last_received()
     if last is not None:
@@ -551,15 +486,7 @@ def check_first_gradients(where: str, seen: Gradients):
 
 
 def check_received(where: str, seen: Gradients):
-    """Require gradients that reach the sampler unchanged, or shortened by one clip of their norm.
-
-    Args:
-        where: name of the public function.
-        seen: record, arrays `[chain, ...]` on the host.
-
-    Raises:
-        ArgumentError: what comes before the sampler changes them in another way.
-    """
+    """Require gradients that reach the sampler unchanged, or shortened by a clip of their norm."""
     if how := changed(seen):
         rule = "a chain in which the sampler receives the gradients of the loss"
         _check.fail(where, "sampler", rule, f"one in which it receives them {how}", BEFORE)
@@ -572,22 +499,19 @@ def changed(seen: Gradients) -> str:
         ratios = seen.changed_ratio[is_changed]
         if np.any(np.isnan(ratios)):
             return "in another direction"
-        return _multiplied(float(np.median(ratios)), float(np.median(ratios)))
-    is_shorter = seen.num_shorter > 0
-    low, high = seen.shorter_ratios[is_shorter].T
-    shortest, longest = seen.shorter_norms[is_shorter].T
-    # Clipped gradients all have the same length.
-    varies = longest > (1 + CONSTANT) * shortest
-    if not np.any(varies):
-        return ""
-    return _multiplied(float(np.min(low[varies])), float(np.max(high[varies])))
-
-
-def _multiplied(low: float, high: float) -> str:
-    if high < (1 + CONSTANT) * low or low == high:
-        by = f"{low:.3g}" if abs(low - 1) > CONSTANT else "a number other than 1"
+        low = high = float(np.median(ratios))
     else:
-        by = f"numbers from {low:.3g} to {high:.3g}"
+        is_shorter = seen.num_shorter > 0
+        lows, highs = seen.shorter_ratios[is_shorter].T
+        shortest, longest = seen.shorter_norms[is_shorter].T
+        # Clipped gradients all have the same length.
+        varies = longest > (1 + CONSTANT) * shortest
+        if not np.any(varies):
+            return ""
+        low, high = float(np.min(lows[varies])), float(np.max(highs[varies]))
+    if low != high and high >= (1 + CONSTANT) * low:
+        return f"multiplied by numbers from {low:.3g} to {high:.3g}"
+    by = f"{low:.3g}" if abs(low - 1) > CONSTANT else "a number other than 1"
     return f"multiplied by {by}"
 
 
@@ -614,9 +538,7 @@ def check_finite(seen: Gradients) -> Check:
 
 
 def _of_share(kind: str, share: float, bound: float, text: str, advice: str) -> Check:
-    passed = share <= bound
-    text = text if share else "none."
-    return Check(kind, (), (share,), bound, passed, "" if passed else advice, text)
+    return judge(kind, (share,), bound, share <= bound, text if share else "none.", advice)
 
 
 def warn_of_gradients(where: str, seen: Gradients):
@@ -644,20 +566,15 @@ def rise(
     unknown: no settings of a sampler, a prior given as a function, or a precision in arrays. Of
     several precisions the largest counts.
 
-    Args:
-        losses: `losses(batch, params)` of all chains, `[chain]`.
-        batch: the first batch.
-        params: start of the chains, arrays `[chain, ...]`.
-        start: loss of each chain there, `[chain]`.
-        settings: settings of the sampler.
+    `losses(batch, params)` returns the losses of all chains, `[chain]`, and `start` has those at
+    `params`, arrays `[chain, ...]`.
     """
     if not settings or not {"num_data", "temperature", "prior_precision"} <= settings.keys():
         return None
-    precisions = jax.tree.leaves(settings["prior_precision"])
     number, temperature = settings["num_data"], settings["temperature"]
-    if settings.get("log_prior") is not None or not precisions:
-        return None
-    if not all(isinstance(x, int | float) for x in (number, temperature, *precisions)):
+    precisions = jax.tree.leaves(settings["prior_precision"])
+    are_known = all(isinstance(x, int | float) for x in (number, temperature, *precisions))
+    if not are_known or not precisions or settings.get("log_prior") is not None:
         return None
     posterior = Potential(number, max(precisions), temperature)
     size = sum(math.prod(x.shape[1:]) for x in jax.tree.leaves(params))
@@ -666,22 +583,14 @@ def rise(
     if excess > MOST_RISE:
         excess = least_excess_loss(posterior, *_moments(losses, batch, params, start))
     passed = excess <= MOST_RISE
-    text = (
-        "the loss of the draws should stay near that of the start"
-        f" ({size} parameters, num_data={number:g})."
-    )
+    outcome = "should stay near that of the start"
     if not passed:
-        text = (
-            f"the loss will rise by more than {MOST_RISE:g} nat per example: the data determine too"
-            f" few of {size} parameters for num_data={number:g} (d / N = {size / number:.3g}) at"
-            f" prior_precision={max(precisions):g} and temperature={temperature:g}."
-        )
-    advice = (
-        ""
-        if passed
-        else "To sample around trained weights see `optax_smile.local.local_precision`."
+        outcome = f"will rise by more than {MOST_RISE:g} nat per example"
+    text = (
+        f"the loss {outcome}: {size} parameters, num_data={number:g} (d / N = {size / number:.3g}),"
+        f" prior_precision={max(precisions):g} and temperature={temperature:g}."
     )
-    return Check("start", (), (excess,), MOST_RISE, passed, advice, text)
+    return judge("start", (excess,), MOST_RISE, passed, text, TOO_FEW)
 
 
 def _moments(
@@ -692,15 +601,10 @@ def _moments(
     Uses two random directions y and z in each chain, and losses alone: y H z is a difference of
     four losses, and the mean of its square is the trace of the square.
     """
-    width = _width(params)
-    traces, squares = [], []
+    width, traces, squares = _width(params), [], []
     for pair in jax.random.split(jax.random.key(SEED), NUM_PAIRS):
-        first, second = (_tree.normal_like(key, params) for key in jax.random.split(pair))
-
-        def at(one: int, other: int, y: Tree = first, z: Tree = second) -> np.ndarray:
-            moved = jax.tree.map(lambda x, y, z: x + width * (one * y + other * z), params, y, z)
-            return np.asarray(_tree.local(losses(batch, moved)), float)
-
+        directions = (_tree.normal_like(key, params) for key in jax.random.split(pair))
+        at = _displaced(losses, batch, params, width, *directions)
         along, across = at(1, 1) + at(-1, -1), at(1, -1) + at(-1, 1)
         traces.append((along + across - 4 * np.asarray(start, float)) / (4 * width**2))
         squares.append(((along - across) / (4 * width**2)) ** 2)
@@ -712,16 +616,30 @@ def curvature(
     losses: Callable[..., jax.Array], batch: Batch, params: optax.Params, start: np.ndarray
 ) -> float:
     """Estimate the trace of the Hessian of the mean loss, from one random direction per chain."""
-    noise = _tree.normal_like(jax.random.key(SEED), params)
-    width = _width(params)
-
-    def at(sign: int) -> np.ndarray:
-        moved = jax.tree.map(lambda x, z: x + sign * width * z, params, noise)
-        return np.asarray(_tree.local(losses(batch, moved)), float)
-
+    width, noise = _width(params), _tree.normal_like(jax.random.key(SEED), params)
+    at = _displaced(losses, batch, params, width, noise)
     with np.errstate(all="ignore"):
         trace = float(np.median((at(1) + at(-1) - 2 * np.asarray(start, float)) / width**2))
     return max(trace, 0.0) if np.isfinite(trace) else 0.0
+
+
+def _displaced(
+    losses: Callable[..., jax.Array],
+    batch: Batch,
+    params: optax.Params,
+    width: float,
+    *directions: Tree,
+) -> Callable[..., np.ndarray]:
+    """Return the losses `[chain]` at a displacement: the sign of each direction."""
+
+    def at(*signs: int) -> np.ndarray:
+        def move(x, *moves):
+            return x + width * sum(sign * y for sign, y in zip(signs, moves, strict=True))
+
+        moved = jax.tree.map(move, params, *directions)
+        return np.asarray(_tree.local(losses(batch, moved)), float)
+
+    return at
 
 
 def _width(params: optax.Params) -> float:

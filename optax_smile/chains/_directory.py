@@ -1,9 +1,6 @@
 """Where a run keeps its draws, and what it needs to resume: in memory or in a directory."""
 
 import contextlib
-import dataclasses
-import functools
-import inspect
 import json
 import logging
 import os
@@ -36,8 +33,6 @@ SUMS = "checksums.json"
 FORMAT = "state_format"
 # Relative differences that another machine may cause, in the loss and in sums over all examples.
 LOSS_TOLERANCE, SUM_TOLERANCE = 1e-3, 1e-6
-# Folders of installed packages.
-INSTALLED = {"site-packages", "dist-packages"}
 # Parts of the description of data, in words.
 WORDS = {
     "tree": "the structure",
@@ -252,7 +247,7 @@ def _functions_of(setup: Setup, chains: Chains) -> dict[str, str]:
     functions = _settings.functions(chains.sampler, chains.like.params)
     if setup.observe is not None:
         functions["observe"] = setup.observe
-    checksums = {name: fingerprint(function) for name, function in functions.items()}
+    checksums = {name: _settings.checksum(function) for name, function in functions.items()}
     return checksums | {"sampler": _settings.checksum(chains.sampler)}
 
 
@@ -535,66 +530,6 @@ def describe_run(batches: object, per_chain: bool, losses: Callable[[Batch], jax
     if batch is not None:
         loss = np.asarray(_tree.everywhere(losses(batch)), float).tolist()
     return {"data": description, "loss": loss}
-
-
-def fingerprint(function: object) -> str:
-    """Compute a checksum of a function.
-
-    It covers the values that the function encloses and, unless it is part of an installed package,
-    its code and the values and functions that this uses. Code depends on the version of Python.
-    """
-    return _disk.checksum(json.dumps(_parts(function, [])))
-
-
-def _parts(value: object, seen: list[object]) -> list[object]:
-    """List the parts of a function or of a value that it uses."""
-    value = inspect.unwrap(value) if callable(value) else value
-    if value is None or isinstance(value, (bool, int, float, str, np.ndarray, jax.Array)):
-        return [_settings.checksum((value,))]
-    if any(x is value for x in seen):
-        return []
-    seen.append(value)
-    own: list[object] = [type(value).__name__]
-    inside: list[object] = []
-    if isinstance(value, functools.partial):
-        inside = [value.func, *value.args, *value.keywords.values()]
-    elif isinstance(value, types.MethodType):
-        inside = [value.__func__, value.__self__]
-    elif isinstance(value, types.FunctionType):
-        inside = [*_enclosed(value), *(value.__defaults__ or ())]
-        if not INSTALLED & set(Path(value.__code__.co_filename).parts):
-            names = _read_code(value.__code__, value.__doc__, own)
-            inside += [value.__globals__[name] for name in names if name in value.__globals__]
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        inside = [getattr(value, field.name, None) for field in dataclasses.fields(value)]
-    elif isinstance(value, (list, tuple)):
-        inside = list(value)
-    elif isinstance(value, Mapping):
-        inside = list(value.values())
-    return [*own, *(_parts(x, seen) for x in inside)]
-
-
-def _enclosed(function: types.FunctionType) -> list[object]:
-    values = []
-    for cell in function.__closure__ or ():
-        # A variable that was never set has no value.
-        with contextlib.suppress(ValueError):
-            values.append(cell.cell_contents)
-    return values
-
-
-def _read_code(code: types.CodeType, doc: str | None, own: list[object]) -> list[str]:
-    """Append what code does, with functions defined in it; return the names that it uses."""
-    names = [*code.co_names]
-    own.append(code.co_code.hex())
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            names += _read_code(constant, None, own)
-        elif isinstance(constant, frozenset):
-            own.append(sorted(map(repr, constant)))
-        elif constant != doc:
-            own.append(repr(constant))
-    return names
 
 
 def check_settings(where: str, directory: Path, before: Json, now: Json):

@@ -48,11 +48,12 @@ class Position(NamedTuple):
 class Stream:
     """Batches, restarted when exhausted, with a position that a checkpoint can hold.
 
-    The stream ends if a pass yields nothing, or after the only pass of an iterator.
+    The stream ends if a pass yields nothing, or after the only pass of an iterator; `defect` says
+    why its reader stopped before, "" if it did not.
     """
 
     def __init__(self, batches: Iterable[Batch]):
-        self.batches, self.iterator = batches, iter(batches)
+        self.batches, self.iterator, self.defect = batches, iter(batches), ""
         self.passes = self.taken = 0
 
     def __iter__(self) -> Iterator[Batch]:

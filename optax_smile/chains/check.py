@@ -15,6 +15,7 @@ from optax_smile import _check, _settings, _table, _tree
 from optax_smile._types import Batch, Options, Output, Tree
 from optax_smile.chains import _checks
 from optax_smile.chains._chains import Chains, Setup
+from optax_smile.chains._host import shapes_of_one
 from optax_smile.diagnostics.findings import Check
 from optax_smile.state import AFTER, SamplerState
 
@@ -45,26 +46,28 @@ class CheckReport:
             if check.advice:
                 lines.append(f"      Try: {check.advice}")
         tests = _table.counted(len(self.checks), "test")
-        total = f"{len(self.findings)} of {tests} found a mistake."
-        if not self.findings:
-            total = f"Nothing looks wrong in {tests}."
-        return "\n".join([*lines, "", total])
+        return "\n".join([*lines, "", f"{len(self.findings)} of {tests} found a mistake."])
 
     def __repr__(self) -> str:
         return str(self)
 
 
-def _may_be_batch(batch: object) -> bool:
-    if isinstance(batch, str | bytes):
-        return False
-    if hasattr(batch, "__iter__") and not isinstance(batch, tuple | dict):
-        return True
-    leaves = jax.tree.leaves(batch)
-    return bool(leaves) and all(hasattr(leaf, "shape") for leaf in leaves)
+class _Batches(_check.Constraint):
+    """One batch or several, converted to a list, and whether there are no others."""
 
+    text = "a batch of arrays, or an iterable of at least one batch"
 
-def _has_sampler(state: optax.OptState) -> bool:
-    return bool(_samplers(state))
+    def __call__(self, where, argument, value, given=_check.NOTHING):
+        is_one = hasattr(value, "shape") or isinstance(value, tuple | dict)
+        if not is_one and hasattr(value, "__iter__") and not isinstance(value, str | bytes):
+            batches = list(islice(value, MOST_BATCHES + 1))
+            is_whole = isinstance(value, list) and len(batches) <= MOST_BATCHES
+            if batches:
+                return batches[:MOST_BATCHES], is_whole
+        leaves = jax.tree.leaves(value)
+        if not leaves or not all(hasattr(leaf, "shape") for leaf in leaves):
+            _check.fail(where, argument, self.text, _check.written(value))
+        return [value], False
 
 
 def _samplers(state: optax.OptState) -> list[SamplerState]:
@@ -75,12 +78,11 @@ def _samplers(state: optax.OptState) -> list[SamplerState]:
 
 @_check.arguments(
     params=_check.Tree(),
-    batch=_check.Where("a batch of arrays, or an iterable of batches", _may_be_batch),
+    batch=_Batches(),
     sampler=_check.TRANSFORMATION,
     num_data=_check.Real(1, large=True, traced=False) | None,
-    state=_check.Where("the state of an optax_smile sampler", _has_sampler) | None,
+    state=_check.Where("the state of an optax_smile sampler", lambda x: _samplers(x)) | None,
     aux=_check.Tree() | None,
-    stochastic=_check.FLAG,
     loss_fn=_checks.Loss(),
 )
 def check(
@@ -147,35 +149,23 @@ def check(
         >>> [finding.kind for finding in report.findings]
         ['mean loss', 'before the sampler']
     """
-    batches, is_whole = _batches(batch)
+    # The argument check has converted the batch.
+    batches, is_whole = batch
     has_chains = state is not None and bool(np.shape(_samplers(state)[0].stats().num_gradients))
+    params, aux = jax.tree.map(jnp.asarray, (params, aux))
     if not has_chains:
-        params, aux = jax.tree.map(lambda x: jnp.asarray(x)[None], (params, aux))
-    settings = _settings.of(sampler, jax.tree.map(_shape_of_chain, params))
+        params, aux = jax.tree.map(lambda x: x[None], (params, aux))
+    settings = _settings.of(sampler, shapes_of_one(params))
     if settings is None:
         rule = "a transformation that contains an optax_smile sampler"
         _check.fail("check", "sampler", rule, "one without")
     checks = [*_of_data(batches, is_whole, settings, num_data)]
     usable = [part for part in batches if _checks.size(part, False) != 0]
     if usable:
-        checks += _of_chains(loss_fn, params, usable, sampler, state, aux, stochastic)
+        key, given = jax.random.key(0), {"aux": aux, "stochastic": stochastic}
+        setup = Setup(loss_fn, params, usable, sampler, num_warmup=0, thin=1, key=key, **given)
+        checks += _of_chains(setup, state)
     return CheckReport(tuple(checks))
-
-
-def _batches(batch: Batch) -> tuple[list[Batch], bool]:
-    """Return the batches, and whether there are no others."""
-    is_one = hasattr(batch, "shape") or isinstance(batch, tuple | dict)
-    if is_one or not hasattr(batch, "__iter__"):
-        return [batch], False
-    batches = list(islice(batch, MOST_BATCHES + 1))
-    if not batches:
-        _check.fail("check", "batch", "at least one batch", "none")
-    is_whole = isinstance(batch, list) and len(batches) <= MOST_BATCHES
-    return batches[:MOST_BATCHES], is_whole
-
-
-def _shape_of_chain(leaf: jax.typing.ArrayLike) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(jnp.shape(leaf)[1:], jnp.result_type(leaf))
 
 
 def _of_data(
@@ -185,9 +175,8 @@ def _of_data(
     sizes = [_checks.size(part, False) for part in batches]
     empty = [number for number, rows in enumerate(sizes) if rows == 0]
     text = f"batches {empty[:4]} have no examples." if empty else "none."
-    advice = "Drop them: the mean over no examples is not a number." if empty else ""
-    numbers = tuple(map(float, empty))
-    yield Check("empty batches", (), numbers, 0.0, not empty, advice, text)
+    advice = "Drop them: the mean over no examples is not a number."
+    yield _checks.judge("empty batches", tuple(map(float, empty)), 0.0, not empty, text, advice)
     if len(sizes) > 1:
         yield _checks.unequal([rows for rows in sizes if rows != 0])
     own = settings.get("num_data")
@@ -195,32 +184,20 @@ def _of_data(
     if is_whole:
         tests.append(_checks.amount(batches, own, False))
     if num_data is not None and isinstance(own, int | float):
-        passed = own == num_data
         text = f"the sampler has num_data={own:g}, and the data set {num_data:g}."
-        advice, value = "" if passed else _checks.NUM_DATA, (float(own),)
-        tests.append(Check("num_data", (), value, float(num_data), passed, advice, text))
+        numbers = (float(own),), float(num_data)
+        tests.append(_checks.judge("num_data", *numbers, own == num_data, text, _checks.NUM_DATA))
     made = [test for test in tests if test is not None]
     # One line per mistake.
     yield from [test for test in made if not test.passed][:1] or made[-1:]
 
 
-def _of_chains(
-    loss_fn: Callable[..., Output],
-    params: optax.Params,
-    batches: list[Batch],
-    sampler: optax.GradientTransformation,
-    own: Tree,
-    aux: Tree,
-    stochastic: bool,
-) -> Iterator[Check]:
-    """Make the tests that need losses and updates."""
-    sampler = optax.with_extra_args_support(sampler)
-    setup = Setup(
-        loss_fn, params, batches, sampler, 0, 1, jax.random.key(0), aux=aux, stochastic=stochastic
-    )
+def _of_chains(setup: Setup, own: Tree) -> Iterator[Check]:
+    """Make the tests that need losses and updates; `own` is the state of the loop."""
+    batches = list(setup.batches)
     try:
         with _check.called("check", "sample", "parallel.place", "parallel.init"):
-            chains = Chains(setup, sampler)
+            chains = Chains(setup, optax.with_extra_args_support(setup.sampler))
     except _check.ArgumentError as error:
         if error.advice != AFTER:
             raise
@@ -229,14 +206,16 @@ def _of_chains(
     with _check.called("check", "sample", batches="batch"):
         losses = _tree.local(chains.losses(batches[0]))
     if np.all(np.isfinite(losses)):
-        mean = None if stochastic else _checks.check_mean(chains.losses, batches[0], False, None)
+        mean = None
+        if not setup.stochastic:
+            mean = _checks.check_mean(chains.losses, batches[0], False, None)
         yield from (x for x in (mean, chains.check_rise(batches[0])) if x is not None)
         if mean is not None and len(batches) == 1:
             # Among gradients of equal length, a factor and a clip look the same.
             rows = (_checks.num_rows(batches[0], False) or 0) // 2
             batches = [batches[0], jax.tree.map(lambda x: x[:rows], batches[0])]
     if chains.number > 1:
-        yield _of_keys(own, params)
+        yield _of_keys(own, setup.params)
     broken, calls, (stats, seen) = [], 0, chains.record()
     while calls < max(LEAST_CALLS, len(batches)) or (
         # Several accumulated gradients count as one.
@@ -261,18 +240,13 @@ def _of_calls(
         finite = finite._replace(text=text, advice=_checks.NONFINITE, passed=False)
     yield finite
     how = _checks.changed(seen)
-    passed, advice = not how, _checks.BEFORE if how else ""
     text = f"the sampler receives the gradients of the loss{f' {how}' if how else ''}."
-    yield Check("before the sampler", (), (), 0.0, passed, advice, text)
-    if passed:
+    yield _checks.judge("before the sampler", (), 0.0, not how, text, _checks.BEFORE)
+    if not how:
         yield _checks.check_clips(seen)
-    altered = int(np.sum(stats["num_altered"]))
-    passed, calls = not altered, int(np.sum(stats["num_gradients"]))
-    text = f"{altered} of {calls} updates were not applied unchanged."
-    if passed:
-        text = "updates are applied unchanged."
-    advice = "" if passed else AFTER
-    yield Check("after the sampler", (), (float(altered),), 0.0, passed, advice, text)
+    altered, calls = (int(np.sum(stats[name])) for name in ("num_altered", "num_gradients"))
+    text = f"{altered} of {calls} updates were changed."
+    yield _checks.judge("after the sampler", (float(altered),), 0.0, not altered, text, AFTER)
 
 
 def _of_keys(own: optax.OptState, params: optax.Params) -> Check:
@@ -280,9 +254,8 @@ def _of_keys(own: optax.OptState, params: optax.Params) -> Check:
     keys = optax.tree.get(own, "key", filtering=lambda _, x: jnp.result_type(x) == jnp.uint32)
     alike = _tree.first_alike(_tree.local(keys if keys is not None else (own, params)))
     copies = tuple(chain for chain, first in enumerate(alike) if first != chain)
-    text, advice = "each chain has its own.", ""
-    if copies:
-        text = f"the chains {list(copies)} draw the same random numbers as earlier ones."
-        advice = "Make their states with `optax_smile.parallel.init(sampler, params, key=...)`."
+    text = f"{list(copies) or 'none'} of the chains draw the same random numbers as earlier ones."
+    advice = "Make their states with `optax_smile.parallel.init(sampler, params, key=...)`."
     values = tuple(float(alike[chain]) for chain in copies)
-    return Check("random numbers", copies, values, 0.0, not copies, advice, text)
+    check = _checks.judge("random numbers", values, 0.0, not copies, text, advice)
+    return check._replace(chains=copies)

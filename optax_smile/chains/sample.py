@@ -35,19 +35,14 @@ Watch = Callable[[int, Mapping[str, np.ndarray] | None], None]
     thin=_check.Whole(1),
     key=_check.Key(needed=True),
     aux=parallel.STACKED | None,
-    stochastic=_check.FLAG,
     loss_fn=_checks.Loss(),
-    per_chain=_check.FLAG,
     batch_per=_check.OneOf(BatchPer),
     steps_per_dispatch=_check.Whole(1),
     mesh=parallel.MESH,
     specs=parallel.SPECS,
     directory=_check.PathLike() | None,
-    resume=_check.FLAG,
-    check=_check.FLAG,
     checkpoint_minutes=_check.Real(0, infinite=True, traced=False),
     dtype=_check.OneOf(_format.StoredDtype) | None,
-    progress=_check.FLAG,
     callback=_check.Function("(step, stats)") | None,
     observe=_check.Function("(draw)") | None,
     stop=_check.kind(EvidenceStop, "an `EvidenceStop`") | None,
@@ -259,7 +254,7 @@ class Run:
             num_data = (self.chains.settings or {}).get("num_data")
             _checks.check_list("sample", setup.batches, num_data, setup.per_chain, warns)
             warns = False
-        self.watched = _checks.WatchedStream(
+        self.watched = _checks.watched(
             "sample", self.stream, setup.per_chain, warns, self.chains.misfit
         )
         self.kept: MemoryRun | DirectoryRun = (
@@ -407,11 +402,11 @@ def check_end(where: str, run: Run, num_steps: int, num_draws: int, is_stopped: 
             rule = f"large enough that at least one of the {step} steps is a draw"
             advice = "Run longer, or lower `adapt_steps` or `exploration` of the sampler."
             _check.fail(where, "num_draws", rule, num_draws, advice)
-        if run.watched.defect:
+        if run.stream.defect:
             given = run.setup.batches
             may_be_single = isinstance(given, tuple) or hasattr(given, "shape")
             advice = "Put a single batch in a list: `[batch]`." if may_be_single else ""
-            _check.fail(where, "batches", _checks.USABLE, f"one whose {run.watched.defect}", advice)
+            _check.fail(where, "batches", _checks.USABLE, f"one whose {run.stream.defect}", advice)
         taken, needed = run.stream.taken, num_steps * run.batches_per_step
         rule = f"a list, which is restarted, or batches for {needed} gradients"
         advice = "A generator cannot be restarted: pass a list." if taken else ""
@@ -421,7 +416,7 @@ def check_end(where: str, run: Run, num_steps: int, num_draws: int, is_stopped: 
         if step == num_steps:
             warn(f"`{where}` kept {fewer}: the other points are not draws, see `is_draw`.")
         else:
-            reason = "" if is_stopped else f": {run.watched.defect or 'the batches ran out'}"
+            reason = "" if is_stopped else f": {run.stream.defect or 'the batches ran out'}"
             warn(f"`{where}` ended early with {fewer}{reason}. {resume}")
     if run.setup.check and not run.is_optimizer and run.gradients is not None:
         _checks.warn_of_gradients(where, run.gradients)

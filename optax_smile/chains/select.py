@@ -216,15 +216,11 @@ class Judged(NamedTuple):
     key=_check.Key(needed=True),
     batch_size=_check.Whole(1) | None,
     largest_cost=_check.Real(0, 100, open="low", traced=False),
-    stochastic=_check.FLAG,
     loss_fn=_checks.Loss(),
-    per_chain=_check.FLAG,
     steps_per_dispatch=_check.Whole(1),
     mesh=parallel.MESH,
     specs=parallel.SPECS,
     directory=_check.PathLike() | None,
-    check=_check.FLAG,
-    progress=_check.FLAG,
 )
 def select(
     loss_fn: Callable[..., jax.Array],

@@ -167,7 +167,7 @@ class EvidenceStop:
     def described(self) -> dict[str, object]:
         """Describe the rule for the manifest of a run; the data by a checksum."""
         numbers = {name: getattr(self, name) for name in ("null", "alpha", "tolerance", "every")}
-        data = _settings.checksum((jax.tree.map(np.asarray, self.validation),))
+        data = _settings.checksum(jax.tree.map(np.asarray, self.validation))
         return {"name": "EvidenceStop", **numbers, "validation": data}
 
 

@@ -64,15 +64,11 @@ class Members(NamedTuple):
     validation=_check.Tree(traced=False),
     patience=_check.Whole(1),
     aux=parallel.STACKED | None,
-    stochastic=_check.FLAG,
     loss_fn=_checks.Loss(),
-    per_member=_check.FLAG,
     mesh=parallel.MESH,
     specs=parallel.SPECS,
     directory=_check.PathLike() | None,
-    check=_check.FLAG,
     checkpoint_minutes=_check.Real(0, infinite=True, traced=False),
-    progress=_check.FLAG,
 )
 def warmstart(
     loss_fn: Callable[..., Output],

@@ -194,7 +194,7 @@ def mcse_lppd(log_likelihood: ArrayLike) -> float:
     return float(_by_arviz("mcse", np.exp(values - average).mean(axis=2), method="mean"))
 
 
-@_check.arguments(mean=_check.Array(), classes=_check.FLAG)
+@_check.arguments(mean=_check.Array())
 def disagreement(mean: ArrayLike, *, classes: bool = True) -> np.ndarray:
     """Measure how much the predictions of each pair of chains differ.
 
@@ -411,7 +411,8 @@ def to_arviz(snapshots: Snapshots | StoredSnapshots, prediction: Prediction | No
     if stats := _trace.of_draws(snapshots.trace, snapshots.num_draws):
         groups["sample_stats"] = stats | {"energy_error": stats.pop("energy_change")}
     if prediction is not None:
-        groups["log_likelihood"] = {"target": log_density_of("to_arviz", snapshots, prediction)}
+        axes = snapshots.num_chains, snapshots.num_draws
+        groups["log_likelihood"] = {"target": log_density_of("to_arviz", axes, prediction)}
     with warnings.catch_warnings():
         # A deep ensemble has one draw per chain.
         warnings.filterwarnings("ignore", "More chains .* than draws")

@@ -305,7 +305,8 @@ def summary(
     lppd = mcse = np.nan
     rhat_within, rhat_across, sizes = unknown[:, None], np.empty(0), np.empty(0)
     if prediction is not None:
-        density = log_density_of("summary", snapshots, prediction)
+        axes = snapshots.num_chains, snapshots.num_draws
+        density = log_density_of("summary", axes, prediction)
         values = _scalars(prediction, density, max_inputs, seed)
         by_chain = statistics.log_mean_exp(density, (1,))
         chain_lppd = by_chain.mean(axis=1)

@@ -3,7 +3,6 @@
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 import jax
 import jax.core
@@ -15,28 +14,6 @@ from optax_smile.draws import likelihoods
 from optax_smile.draws.prediction import Prediction
 
 PREDICTION = _check.kind(Prediction, "what `predict` returned")
-SNAPSHOTS = _check.Where(
-    "an iterable of parameter trees",
-    lambda value: (
-        hasattr(value, "__iter__")
-        and not isinstance(value, (Mapping, str, bytes, os.PathLike, type))
-    ),
-    "Make them with `Snapshots`, `Snapshots.from_members` or `load_snapshots`.",
-)
-
-
-class Chains(Protocol):
-    """What has chains of draws, such as `Snapshots`."""
-
-    @property
-    def num_chains(self) -> int:
-        """Number of chains."""
-        ...
-
-    @property
-    def num_draws(self) -> int:
-        """Number of draws per chain."""
-        ...
 
 
 def _is_list(value: object) -> bool:
@@ -46,6 +23,11 @@ def _is_list(value: object) -> bool:
 
 TREES = _check.Where("a list of parameter trees, one for each draw", _is_list)
 ENTRIES = _check.Where("a list with what `optax_smile.stats` returned at each draw", _is_list)
+SNAPSHOTS = _check.Where(
+    "an iterable of parameter trees",
+    _is_list,
+    "Make them with `Snapshots`, `Snapshots.from_members` or `load_snapshots`.",
+)
 
 
 @dataclass(frozen=True)
@@ -106,37 +88,23 @@ class Reading(_check.Constraint):
         return value
 
 
-@dataclass(frozen=True)
-class Inputs(_check.Tree):
-    """Arrays `[input, ...]` of the same length, finite: XLA can turn NaN into other numbers."""
-
-    text: str = "arrays [input, ...] of the same length, at least 1"
-    finite: bool = True
-
-    def __call__(self, where, argument, value, given=_check.NOTHING):
-        super().__call__(where, argument, value, given)
-        lengths = {np.shape(leaf)[:1] for leaf in jax.tree.leaves(value)}
-        if len(lengths) != 1 or lengths & {(), (0,)}:
-            got = _check.cut(jax.tree.map(np.shape, value))
-            _check.fail(where, argument, self.text, got)
-        return value
+# Finite, since XLA can turn NaN into other numbers.
+INPUTS = _check.Tree(axes="[input, ...]", finite=True)
 
 
 @dataclass(frozen=True)
 class Targets(_check.Tree):
     """Arrays `[input, ...]`, as long as `inputs`; a single array for a named likelihood."""
 
-    text: str = "arrays [input, ...] as long as `inputs`"
+    axes: str = "[input, ...]"
+    like: str = "inputs"
 
     def __call__(self, where, argument, value, given=_check.NOTHING):
-        if value is not None and given["likelihood"] in likelihoods.NAMED.values():
+        if value is None:
+            return None
+        if given["likelihood"] in likelihoods.NAMED.values():
             value = _check.host(where, argument, value)
-        super().__call__(where, argument, value, given)
-        number = num_inputs(given["inputs"])
-        if {np.shape(leaf)[:1] for leaf in jax.tree.leaves(value)} - {(number,)}:
-            rule = f"arrays [input, ...] of {number} inputs"
-            _check.fail(where, argument, rule, jax.tree.map(np.shape, value))
-        return value
+        return super().__call__(where, argument, value, given)
 
 
 INPUTS_AND_TARGETS = _check.Where(
@@ -152,7 +120,7 @@ class HeldOut(_check.Constraint):
 
     def __call__(self, where, argument, value, given=_check.NOTHING):
         inputs, targets = INPUTS_AND_TARGETS(where, argument, value)
-        inputs = Inputs()(where, argument, inputs)
+        inputs = INPUTS(where, argument, inputs)
         return inputs, Targets()(where, argument, targets, {**given, "inputs": inputs})
 
 
@@ -161,34 +129,17 @@ def num_inputs(inputs: Batch) -> int:
     return np.shape(jax.tree.leaves(inputs)[0])[0]
 
 
-@dataclass(frozen=True)
-class Stacked(_check.Tree):
-    """Arrays `[chain, draw, ...]`."""
-
-    text: str = "a tree of arrays [chain, draw, ...] with the same two leading axes, neither empty"
-    keys: bool = False
-
-    def __call__(self, where, argument, value, given=_check.NOTHING):
-        super().__call__(where, argument, value, given)
-        axes = {np.shape(leaf)[:2] for leaf in jax.tree.leaves(value)}
-        if len(axes) != 1 or len(next(iter(axes))) != 2 or 0 in next(iter(axes)):
-            _check.fail(where, argument, self.text, sorted(axes))
-        return value
-
-
-def log_density_of(where: str, snapshots: Chains, prediction: Prediction) -> np.ndarray:
+def log_density_of(where: str, axes: tuple[int, int], prediction: Prediction) -> np.ndarray:
     """Return the log likelihoods `[chain, draw, target]` of a prediction by draw."""
-    axes, each = (snapshots.num_chains, snapshots.num_draws), prediction.each
-    density = None if each is None else each.log_density
+    density = None if prediction.each is None else prediction.each.log_density
     if density is None or density.ndim < 3 or density.shape[:2] != axes:
-        if density is not None:
-            got = f"one with log densities of shape {density.shape}"
-        else:
-            got = 'one without `per="draw"`' if each is None else "one without `targets`"
         rule = (
             'made by `predict(..., per="draw", targets=...)` from these draws,'
             f" {axes[0]} chains of {axes[1]}"
         )
+        got = "one without log densities of draws"
+        if density is not None:
+            got = f"one with log densities of shape {density.shape}"
         _check.fail(where, "prediction", rule, got)
     flat = density.reshape(*axes, -1).astype(float)
     # Padding of "tokens" is 0 in all draws.

@@ -27,7 +27,7 @@ Value = TypeVar("Value")
 # Constraints of the arguments of both `predict` and `Predictor`.
 READ: dict[str, _check.Constraint] = {
     "apply_fn": _check.Function("(params, inputs)"),
-    "inputs": _checks.Inputs(),
+    "inputs": _checks.INPUTS,
     "likelihood": _checks.Reading(),
     "targets": _checks.Targets(),
     "batch_size": _check.Whole(1) | None,

@@ -18,7 +18,7 @@ import jax
 import numpy as np
 import optax
 
-from optax_smile import _check, _disk, _settings, _table, _trace, _tree, parallel
+from optax_smile import _check, _disk, _settings, _table, _trace, _tree
 from optax_smile._disk import Json
 from optax_smile._types import Options, Tree
 from optax_smile.draws import _checks, _format
@@ -379,7 +379,7 @@ class Snapshots(Draws):
 
     @_check.arguments(
         "Snapshots",
-        params=_checks.Stacked(),
+        params=_check.Tree(axes="[chain, draw, ...]", keys=False),
         trace=_check.kind(Mapping, "a dict of arrays [chain, tick]"),
         settings=_check.kind(Mapping, "a dict") | None,
         start=_check.Tree(),
@@ -402,14 +402,13 @@ class Snapshots(Draws):
 
     @classmethod
     @_check.arguments(
-        "Snapshots.from_members", params=_check.Tree("a tree of arrays [member, ...]", keys=False)
+        "Snapshots.from_members", params=_check.Tree(axes="[member, ...]", keys=False)
     )
     def from_members(cls, params: optax.Params) -> Snapshots:
         """Make snapshots of stacked members `[member, ...]`, such as `warmstart` returns.
 
         Each member is a chain with one draw.
         """
-        parallel.num_chains("Snapshots.from_members", params)
         return cls(jax.tree.map(lambda x: np.asarray(x)[:, None], params))
 
     @classmethod
@@ -660,7 +659,7 @@ def choose(log_density: np.ndarray, number: int) -> tuple[list[int], np.ndarray]
 
 def _density(where: str, draws: Draws, prediction: Prediction) -> np.ndarray:
     """Log densities `[chain, draw, target]`, all below infinity."""
-    density = _checks.log_density_of(where, draws, prediction)
+    density = _checks.log_density_of(where, (draws.num_chains, draws.num_draws), prediction)
     if not density.shape[2]:
         _check.fail(where, "prediction", "one with at least one target", "none")
     wrong = np.argwhere(~(density < np.inf))
@@ -683,7 +682,7 @@ def _nest(leaves: list[tuple[list[list[str | int]], np.ndarray]]) -> Tree:
     return list(nested.values()) if is_list else nested
 
 
-@_check.arguments(directory=_check.PathLike(), like=_check.Tree(), flat=_check.FLAG)
+@_check.arguments(directory=_check.PathLike(), like=_check.Tree())
 def load_snapshots(
     directory: str | os.PathLike[str], *, like: Tree = None, flat: bool = False
 ) -> StoredSnapshots:

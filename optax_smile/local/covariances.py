@@ -14,17 +14,14 @@ from optax_smile._types import Batch, Tree
 from optax_smile.draws import _checks
 from optax_smile.draws.predict import batches_of
 
+EXAMPLES = _check.Tree(axes="[example, ...]", keys=False, traced=False, finite=True)
+
 
 @_check.arguments(
     losses_fn=_check.Function("(params, examples)"),
-    draws=_checks.Posterior(
-        _check.Where(
-            "an iterable of parameter trees",
-            lambda draws: np.iterable(draws) and not isinstance(draws, (dict, str, bytes)),
-        )
-    ),
-    examples=_checks.Inputs(keys=False, traced=False),
-    queries=_checks.Inputs(keys=False, traced=False) | None,
+    draws=_checks.Posterior(_checks.SNAPSHOTS),
+    examples=EXAMPLES,
+    queries=EXAMPLES | None,
     temperature=_check.Real(0, open="low", traced=False) | None,
     batch_size=_check.Whole(1) | None,
 )

@@ -1,10 +1,7 @@
 """Constraints that the scores share, and mid-ranks."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
-import jax
 import numpy as np
 
 from optax_smile import _check
@@ -12,38 +9,17 @@ from optax_smile import _check
 # Rows of float32 probabilities, averaged over thousands of draws, differ from 1 by less.
 ROW_SUM_TOLERANCE = 1e-3
 
-
-class Double(_check.Real):
-    """A number in an interval, finite in float64, the precision of the scores."""
-
-    def holds(self, numbers: Any) -> Any:
-        with jax.enable_x64(True):
-            return super().holds(numbers)
-
-
-@dataclass(frozen=True)
-class Each(_check.Real):
-    """Numbers that pass `test`."""
-
-    text: str = ""
-    test: Callable[[Any], Any] = np.isfinite
-
-    @property
-    def rule(self) -> str:
-        return self.text
-
-    def holds(self, numbers: Any) -> Any:
-        return self.test(numbers)
-
-
-FINITE, POSITIVE, NONNEGATIVE = Double(), Double(0, open="low"), Double(0, infinite=True)
+# Numbers of scores have float64.
+FINITE = _check.Real(dtype=float)
+POSITIVE = _check.Real(0, open="low", dtype=float)
+NONNEGATIVE = _check.Real(0, infinite=True)
 # Nominal coverage of an interval or a set.
 LEVEL = _check.Real(0, 1, open="both", traced=False)
 # A target may have probability zero.
-DENSITY = Each(text="below infinity, not NaN", test=lambda density: density < np.inf)
-BOOLEAN = Each(text="booleans", test=lambda array: np.full(array.shape, array.dtype == bool))
+DENSITY = _check.Where("below infinity, not NaN", lambda density: density < np.inf)
 # NaN is allowed where a mask excludes it.
-MASKED_DENSITY = Each(text="below infinity", test=lambda density: density != np.inf)
+MASKED_DENSITY = _check.Where("below infinity", lambda density: density != np.inf)
+BOOLEAN = _check.Where("a boolean", lambda array: np.full(array.shape, array.dtype == bool))
 
 
 @dataclass(frozen=True)

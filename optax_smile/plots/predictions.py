@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike
 
 from optax_smile import _check, metrics
 from optax_smile._types import Options
-from optax_smile.metrics._checks import DENSITY, Each
+from optax_smile.metrics._checks import DENSITY
 from optax_smile.metrics.classification import NUM_BINS
 from optax_smile.plots._axes import (
     AXES,
@@ -35,7 +35,7 @@ LARGEST_DOT, SMALLEST_DOT = 350.0, 12.0
 # Number of bins of a histogram.
 LEAST_BINS, MOST_BINS = 5, 30
 # Only the images that are drawn are checked, later.
-ANYTHING = Each(text="numbers", test=lambda numbers: np.ones(np.shape(numbers), bool))
+ANYTHING = _check.Where("a number", lambda numbers: np.ones(np.shape(numbers), bool))
 IMAGES = _check.Array(
     "[input, height, width] or [input, height, width, channel]", ANYTHING, dtype=None
 )

@@ -44,7 +44,7 @@ CONSTRAINTS = {
     "temperature": _check.POSITIVE | _check.OneOf(Literal["auto"]),
     "excess": _check.POSITIVE,
     "integrator": _check.OneOf(IntegratorName),
-    "tuner": _check.kind(Tuner, "a tuner such as angle_tuner()", _check.CALL_IT) | None,
+    "tuner": _check.kind(Tuner, "a tuner such as angle_tuner()") | None,
     "reject_quantile": _check.PROBABILITY | None,
     "decoherence_length": _check.POSITIVE | _check.OneOf(Noise) | None,
 }

@@ -222,7 +222,7 @@ def psmile(
     return MeanSquare(differences=decoherence_length is None)
 
 
-@sampler(preconditioner=_check.kind(Preconditioner, "a Preconditioner", _check.CALL_IT))
+@sampler(preconditioner=_check.kind(Preconditioner, "a Preconditioner"))
 def compose(
     preconditioner: Preconditioner,
     *,

@@ -369,7 +369,7 @@ def test_meshes_and_specs_that_do_not_fit():
         ),
         (
             {"tree": {"w": np.ones((4, 2)), "b": np.ones(3)}},
-            r"tree=...\)` .* same number of chains, at least 1",
+            r"tree=...\)` .* equal leading axes, none of them empty",
         ),
         ({"specs": {"w": jax.P()}}, r"specs=...\)` must be a tree of jax.P with the .*'out'"),
         ({"specs": SPECS | {"in": jax.P("model")}}, r"specs=...\)` must be .* with axes of"),
