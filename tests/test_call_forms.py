@@ -251,10 +251,13 @@ def test_each_function_has_a_program_of_its_own(programs):
     def prior(params, scale=1.0):
         return -sum(jnp.sum(x**4) for x in jax.tree.leaves(params)) * scale
 
-    own, found = functools.partial(prior, scale=2.0), []
-    for log_prior in (prior, own, prior):
+    own: Any = functools.partial(prior, scale=2.0)
+    functions: list[Any] = [prior, own, prior]
+    found = []
+    for log_prior in functions:
         tx = optax_smile.sgld(1e-4, num_data=9, key=0, prior_precision=0, log_prior=log_prior)
-        found.append(tx.update(START, tx.init(START), START)[0]["mean"])
+        updates: Any = tx.update(START, tx.init(START), START)[0]
+        found.append(updates["mean"])
     assert len(programs) == 2
     np.testing.assert_array_equal(found[0], found[2])
     assert np.all(found[0] != found[1])

@@ -109,7 +109,7 @@ def test_an_energy_is_unknown_where_a_number_is_not_finite():
             jnp.float32(1), jnp.array(True), jnp.float32(gained), jnp.zeros(())
         )
         sums = evidence.Sums(*[jnp.zeros(())] * 10)._replace(whitened_square=jnp.float32(square))
-        end = evidence.StepEnd(jnp.array(ends), *[jnp.zeros(())] * 6, 4)
+        end: Any = evidence.StepEnd(jnp.array(ends), *[jnp.zeros(())] * 6, num_parameters=4)
         error = evidence.energy_error(posterior, step, end, sums, value and jnp.float32(value))
         assert (bool(error.known), bool(error.finite)) == (is_known, is_finite)
         np.testing.assert_equal(float(error.change), 2 if is_known else nan)
