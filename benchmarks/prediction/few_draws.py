@@ -22,7 +22,6 @@ from benchmarks import records
 from benchmarks.prediction import selection
 from benchmarks.tabulated.draws import NUMBERS, few
 
-import models
 import numpy as np
 from scipy.special import logsumexp
 
