@@ -280,8 +280,8 @@ DEFECTS = r"""
 + density.reshape(len(self), -1)
 # draws/snapshots.py | test_from_draws.py
 = arrays of the loop are not copied | reuses
-- return jax.tree.map(np.array, tree)
-+ return jax.tree.map(np.asarray, tree)
+- trees.append(jax.tree.map(np.array, tree))
++ trees.append(jax.tree.map(np.asarray, tree))
 # draws/_format.py | test_resume.py
 = an older format is read | first_format
 - if version != FORMAT:
@@ -405,8 +405,8 @@ DEFECTS = r"""
 + potential._replace(prior_mean=0.0)
 # stages/integrator.py | test_local.py
 = local: forgets over half a radius | forgets_over
-- exponent = 2 * length * rates.turn_rate
-+ exponent = 4 * length * rates.turn_rate
+- exponent = 2 * length * turns
++ exponent = 4 * length * turns
 # _joined.py | test_joined.py
 = joined leaves: noise by their own places | around_it
 - return [layout.numbers(False), *(start
