@@ -91,7 +91,7 @@ def test_stored_draws_are_read_one_by_one(stored, monkeypatch):
 
 
 def test_arrays_that_are_no_draws():
-    rule = r"`Snapshots\(params=...\)` must be .* same two leading axes, neither empty, got "
+    rule = r"`Snapshots\(params=...\)` must be .* equal leading axes, none of them empty, got "
     for params in ({"w": np.ones(3)}, {}, np.ones((0, 4)), {"w": np.ones((2, 3)), "b": PARAMS}):
         with pytest.raises(ValueError, match=rule):
             optax_smile.Snapshots(params)

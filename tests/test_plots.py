@@ -482,7 +482,11 @@ BAD: Any = (
     (plots.examples, [IMAGES, MEAN, STD[:9]], r"mean=...\)` must be of 9"),
     (plots.examples, [IMAGES, MEAN[:9], STD], r"uncertainty=...\)` must be of 9"),
     (plots.examples, [IMAGES, PROBABILITIES[:9], STD[:9], LABELS[:9] + 4], "from 0 to 3, got 4 to"),
-    (plots.chain_paths, [{"a": DRAWS, "b": DRAWS[:, 1:]}], r"two leading.*\(3, 8\), \(3, 9\)"),
+    (
+        plots.chain_paths,
+        [{"a": DRAWS, "b": DRAWS[:, 1:]}],
+        r"leading axes.*\(3, 9, 40\).*\(3, 8, 40\)",
+    ),
     (plots.chain_paths, [{"a": NAN}], r"NaN or inf in \['a'\]"),
     (begun_at(DRAWS[0, 0]), [DRAWS], r"start=...\)` must be .* \(3, 40\)"),
     (begun_at({"a": DRAWS[:, 0]}), [DRAWS], "start"),

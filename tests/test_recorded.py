@@ -16,7 +16,7 @@ import optax_smile
 from optax_smile import _disk
 
 NUM_WARMUP, THIN, NUM_DRAWS, NUM_CHAINS = 200, 5, 600, 4
-START = jnp.arange(3.0 * NUM_CHAINS).reshape(NUM_CHAINS, 3)
+START = np.arange(3.0 * NUM_CHAINS).reshape(NUM_CHAINS, 3)
 MEAN, STD = np.array([1.0, -2.0, 0.5]), np.array([0.5, 1.0, 2.0])
 
 
@@ -43,6 +43,13 @@ def fit(tx, w, num_steps=NUM_WARMUP + NUM_DRAWS * THIN, state=None):
 
     begun = (w, tx.init(w) if state is None else state)
     return jax.lax.scan(step, begun, length=num_steps)[0]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def doubles():
+    """Programs round differently, and 300 steps enlarge a difference of floats to 1e-3."""
+    with jax.enable_x64(True):
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -326,7 +326,9 @@ def test_what_does_not_fit_is_named(run, draws, tmp_path):
         r"prediction=...\)` must be of 39 inputs, as many as": {"images": IMAGES[:39]},
         r"images=...\)` must be a non-empty array \[input, height, width\] or": {"images": INPUTS},
         r"images=...\)` must be images with 1, 3, 4 ch": {"images": np.zeros((40, 5, 5, 2))},
-        r"images=...\)` must be finite": {"images": np.full((40, 2, 2), np.nan)},
+        r"images=...\)` must be an array whose every entry is a finite": {
+            "images": np.full((40, 2, 2), np.nan)
+        },
     }.items():
         with pytest.raises(ValueError, match=r"`report.store\(" + rule):
             report.store(**of_all | given)
@@ -422,6 +424,15 @@ def test_seeds_and_data_in_words():
     assert seeds == [2**32 + 2, 7, None, None]
     assert _page._data({"num_batches": 1}, 7.0) == "7 examples in 1 batch"
     assert _page._data({}, None) == ""
+
+
+def test_a_killed_report_leaves_nothing_behind(run, draws):
+    left, foreign = run / ".report.html.123", run / ".report.html.mine"
+    for file in left, foreign:
+        file.write_text("half a page")
+    report.write(run)
+    assert not left.exists() and foreign.exists()
+    foreign.unlink()
 
 
 @pytest.mark.slow

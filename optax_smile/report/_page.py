@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import glob
 import html
 import io
 import json
@@ -140,6 +141,10 @@ def write(
         + "</body></html>"
     )
     output.parent.mkdir(parents=True, exist_ok=True)
+    for draft in output.parent.glob(f".{glob.escape(output.name)}.*"):
+        # Of a killed report.
+        if draft.suffix[1:].isdigit():
+            draft.unlink(missing_ok=True)
     _disk.write(output, page.encode(errors="replace"))
     return output
 
