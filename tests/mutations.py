@@ -162,8 +162,8 @@ DEFECTS = r"""
 = noise key never advances | right_angle
 - return jax.random.key_data(key), noise_key
 + return data, noise_key
-# samplers/_microcanonical.py | test_potential.py
-= psmile without its noise | prior_of_trees and psmile
+# samplers/_microcanonical.py | test_log_prior.py
+= psmile without its noise | another_prior
 - Momentum(SCHEMES[arguments["integrator"]], length)
 + Momentum(SCHEMES[arguments["integrator"]], None)
 # samplers/_call.py | test_log_prior.py
