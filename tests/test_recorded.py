@@ -218,16 +218,16 @@ def test_a_loop_without_parameters_is_recorded_and_said_to_be_unchecked(four):
 def test_nothing_is_lost_or_doubled_when_the_process_is_killed(tmp_path):
     """Killed at random moments, a loop with checkpoints of its own ends with the same draws."""
     program = [sys.executable, __file__, str(tmp_path / "run"), str(tmp_path / "checkpoint")]
-    random, given = np.random.default_rng(0), {"env": os.environ | {"JAX_ENABLE_X64": "1"}}
+    random, env = np.random.default_rng(0), os.environ | {"JAX_ENABLE_X64": "1"}
     for _ in range(3):
-        with subprocess.Popen(program, stdout=subprocess.PIPE, text=True, **given) as running:
+        with subprocess.Popen(program, stdout=subprocess.PIPE, text=True, env=env) as running:
             assert running.stdout is not None
             for _ in range(int(random.integers(1, 12))):
                 running.stdout.readline()
             running.send_signal(signal.SIGKILL)
         if (tmp_path / "run").exists() and any((tmp_path / "run").glob("draw-*")):
             optax_smile.load_snapshots(tmp_path / "run").params  # noqa: B018
-    subprocess.run(program, check=True, stdout=subprocess.DEVNULL, **given)
+    subprocess.run(program, check=True, stdout=subprocess.DEVNULL, env=env)
     tx = recorded()
     fit(tx, START[0], CHECKPOINTS * EVERY)
     found = optax_smile.load_snapshots(tmp_path / "run")
