@@ -40,7 +40,8 @@ Function_ = TypeVar("Function_", bound=Callable)
 
 
 class ArgumentError(ValueError):
-    """An argument that breaks its rule: `` `psmile(step_size=...)` must be > 0, got -0.1. ``
+    """An argument that breaks its rule: `` `psmile(step_size=...)` must be a finite number > 0, got
+    -0.1. ``
 
     Attributes:
         function: name of the function that was called.
@@ -184,15 +185,16 @@ class Either(Constraint):
 
 @dataclass(frozen=True)
 class Where(Constraint):
-    """A value for which `holds(value)`."""
+    """A value for which `holds(value)`; one that is `made` may have to be called first."""
 
     text: str
     holds: Callable[[Unchecked], object]
     advice: str = ""
+    made: bool = True
 
     def __call__(self, where, argument, value, given=NOTHING) -> Unchecked:
         if not self.holds(value):
-            advice = self.advice or ("Call it." if callable(value) else "")
+            advice = self.advice or ("Call it." if self.made and callable(value) else "")
             fail(where, argument, self.text, show(value), advice)
         return value
 
@@ -427,15 +429,18 @@ class Tree(Constraint):
         return value
 
     def _check_axes(self, where, argument, value, given):
-        number, got = self.axes.count(","), cut(f"the shapes {jax.tree.map(np.shape, value)}")
+        number = self.axes.count(",")
+
+        def refuse(rule: str):
+            fail(where, argument, rule, cut(f"the shapes {jax.tree.map(np.shape, value)}"))
+
         lengths = {np.shape(leaf)[:number] for leaf in jax.tree.leaves(value)}
         if len(lengths) != 1 or any(len(axes) < number or 0 in axes for axes in lengths):
-            fail(where, argument, self.rule, got)
+            refuse(self.rule)
         if self.like:
             like = np.shape(jax.tree.leaves(given[self.like])[0])[:number]
             if lengths != {like}:
-                rule = f"a tree of arrays {self.axes} with the leading axes {like} of `{self.like}`"
-                fail(where, argument, rule, got)
+                refuse(f"a tree of arrays {self.axes} that begin with the axes {like}")
 
 
 @dataclass(frozen=True)
@@ -528,7 +533,7 @@ def written(value: Unchecked) -> str:
 
 
 NONE = Where("None", lambda value: value is None)
-FLAG = Where("True or False", lambda value: isinstance(value, (bool, np.bool_)))
+FLAG = Where("True or False", lambda value: isinstance(value, (bool, np.bool_)), made=False)
 POSITIVE = Real(0, open="low")
 NONNEGATIVE = Real(0)
 PROBABILITY = Real(0, 1, open="both")

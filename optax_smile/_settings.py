@@ -146,15 +146,17 @@ def _parts(value: Unchecked, seen: list[object]) -> list[object]:
         return [float(value)]
     if value is None or isinstance(value, (str, np.ndarray, np.generic, jax.Array)):
         return [_describe(value)]
-    if any(x is value for x in seen):
-        return []
+    for number, one in enumerate(seen):
+        if one is value:
+            return [number]
     seen.append(value)
     own: list[object] = [getattr(value, "__qualname__", type(value).__qualname__)]
     inside: Iterable[object] = ()
     if isinstance(value, functools.partial):
-        inside = value.func, *value.args, *value.keywords.values()
+        inside = value.func, value.args, value.keywords
     elif isinstance(value, types.MethodType):
-        inside = value.__func__, *getattr(value.__self__, "__dict__", {}).values()
+        held = value.__self__
+        inside = value.__func__, held if isinstance(held, tuple) else getattr(held, "__dict__", {})
     elif isinstance(value, types.FunctionType) and not _is_of_sampler(value):
         inside = *_enclosed(value), *(value.__defaults__ or ())
         is_ours = str(value.__module__).startswith("optax_smile.")
@@ -167,7 +169,9 @@ def _parts(value: Unchecked, seen: list[object]) -> list[object]:
     elif isinstance(value, (list, tuple)):
         inside = value
     elif isinstance(value, Mapping):
-        inside = value.values()
+        names = sorted(value, key=str)
+        own.append([*map(str, names)])
+        inside = [value[name] for name in names]
     return [*own, *(_parts(x, seen) for x in inside)]
 
 

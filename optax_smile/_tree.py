@@ -504,5 +504,6 @@ def check_alike(where: str, argument: str, tree: Tree, expected: Tree, expected_
     shapes = jax.tree_util.tree_leaves_with_path(expected)
     for (path, want), leaf in zip(shapes, jax.tree.leaves(tree), strict=True):
         if np.shape(leaf) != jnp.shape(want):
-            rule = f"of shape {jnp.shape(want)} at {jax.tree_util.keystr(path)}, as {expected_name}"
+            at = jax.tree_util.keystr(path) or "the only leaf"
+            rule = f"of shape {jnp.shape(want)} at {at}, as {expected_name}"
             _check.fail(where, argument, rule, np.shape(leaf))

@@ -50,7 +50,8 @@ class PerParameter(_check.Constraint):
             if not isinstance(leaf, (np.ndarray, jax.Array)) or not leaf.ndim:
                 self.each(where, argument, leaf, given)
             elif not _check.is_real(leaf.dtype):
-                _check.fail(where, argument, self.rule, f"an array of {leaf.dtype}")
+                rule = f"{self.rule}, or a tree of such numbers"
+                _check.fail(where, argument, rule, f"an array of {leaf.dtype}")
             elif not isinstance(leaf, jax.core.Tracer):
                 _check.Array(each=self.each, dtype=None)(where, argument, leaf)
         return value

@@ -361,7 +361,7 @@ MESSAGES: list[tuple[Any, str]] = [
         "a function of (params, batch), got a Model. Pass `model.apply`",
     ),
     (lambda: sample(loss_fn=lambda p, b: (p["w"] - b) ** 2), "`sample(loss_fn=...)` must be a"),
-    (lambda: sample(loss_fn=lambda p, b: (loss_fn(p, b), {})), "with `aux` a pair"),
+    (lambda: sample(loss_fn=lambda p, b: (loss_fn(p, b), {})), "with `aux=` a pair"),
     (lambda: warmstart(loss_fn=lambda p, b: p["v"]), "got KeyError: 'v'"),
     (lambda: warmstart(loss_fn=lambda p, b: 1.0 if b.sum() > 0 else 0.0), "TracerBoolConv"),
     (

@@ -1,6 +1,8 @@
 """Each way in which loops call `update`: the same chain as in a loop that passes everything."""
 
 import functools
+import gc
+import weakref
 from typing import Any
 
 import chex
@@ -223,15 +225,8 @@ def test_eager_calls_equal_compiled_ones_to_the_bit(case):
 
 @pytest.fixture
 def programs(monkeypatch):
-    """Programs that were made."""
-    made, make = [], _eager._program.__wrapped__
-
-    def noted(*given):
-        made.append(make(*given))
-        return made[-1]
-
-    monkeypatch.setattr(_eager, "_program", functools.lru_cache(_eager.MOST_PROGRAMS)(noted))
-    return made
+    monkeypatch.setattr(_eager, "_PROGRAMS", {})
+    return _eager._PROGRAMS
 
 
 def test_200_calls_and_100_samplers_compile_once(programs):
@@ -243,8 +238,32 @@ def test_200_calls_and_100_samplers_compile_once(programs):
     for number in range(100):
         tx = optax_smile.sgld(jnp.float32(1e-4 * (number + 1)), num_data=100, key=number)
         tx.update(START, tx.init(START), START)
-    assert [program._cache_size() for program in programs] == [1, 1]
+    assert [program._cache_size() for program in programs.values()] == [1, 1]
     assert stats(state).num_gradients == 200
+
+
+def test_programs_go_with_their_functions_and_are_few(programs, monkeypatch):
+    def prior(params, scale=1.0):
+        return -sum(jnp.sum(x**4) for x in jax.tree.leaves(params)) * scale
+
+    def build(log_prior, num_data=9):
+        tx = optax_smile.sgld(
+            1e-4, num_data=num_data, key=0, prior_precision=0, log_prior=log_prior
+        )
+        tx.update(START, tx.init(START), START)
+
+    own = functools.partial(prior, scale=2.0)
+    build(own)
+    build(prior)
+    assert len(programs) == 2
+    gone = weakref.ref(own)
+    del own
+    gc.collect()
+    assert gone() is None and len(programs) == 1
+    monkeypatch.setattr(_eager, "MOST_PROGRAMS", 2)
+    for num_data in (9, 10, 9, 11):
+        build(prior, num_data)
+    assert len(programs) == 2 and "'10'" not in str([key[2] for key in programs])
 
 
 def test_each_function_has_a_program_of_its_own(programs):

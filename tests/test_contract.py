@@ -1,6 +1,6 @@
-"""What holds for every public sampler, and for what the drivers share.
+"""What holds for every public sampler, and for what the families of dynamics share.
 
-Samplers are found by listing the folder. What their drivers do alike is tested on three of them.
+Samplers are found by listing the folder. What their dynamics do alike is tested on three of them.
 Where the state lies on several devices: `devices/test_sharded_states.py`.
 """
 
@@ -289,7 +289,7 @@ def test_a_transformation_its_arguments_and_field_names(case):
     assert set(jax.tree.leaves(mapped)) == {"W", "B"}
 
 
-# What the drivers share.
+# What the dynamics share.
 
 
 @shared_cases

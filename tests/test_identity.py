@@ -3,7 +3,7 @@
 import re
 import shutil
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -251,7 +251,7 @@ def test_a_summed_loss_and_a_small_num_data_are_warned_of():
     with pytest.warns() as seen:
         run(loss=summed, **arguments)
     messages = " ".join(str(one.message) for one in seen)
-    assert len(seen) == 2 and "num_data=5, and the first batch has 12 examples." in messages
+    assert len(seen) == 2 and "num_data=5, but the first batch has 12 examples." in messages
     with pytest.warns(UserWarning, match=SUM.format("sample")):
         run(loss=summed, **arguments | {"sampler": quiet(0.01)})
     with pytest.warns(UserWarning, match=SUM.format("warmstart")):
@@ -301,6 +301,25 @@ def test_copies_and_steps_that_are_changed_are_refused():
         run(sampler=late, params=start() | {"b": jnp.ones(CHAINS)}, check=False)
 
 
+CLIP = optax.clip(1.0)
+
+
+class Prior(NamedTuple):
+    scale: float
+
+    def log_prob(self, params):
+        return -self.scale * jnp.sum(params**2)
+
+
+def named(params, c=0.0, d=0.0):
+    return -jnp.sum((1 + c + 2 * d) * params**2)
+
+
+def partitioned(names):
+    parts = dict(zip(names, (CLIP, optax.set_to_zero()), strict=True))
+    return optax.partition(parts, {"w": "x"})
+
+
 def test_a_transformation_is_told_from_others_and_not_from_itself():
     """Large arrays of any dtype count, such as the mean of a prior on all weights."""
     means = [jnp.arange(20, dtype=x) for x in (jnp.float32, jnp.bfloat16, jnp.int32)]
@@ -312,6 +331,11 @@ def test_a_transformation_is_told_from_others_and_not_from_itself():
         (lambda n: optax.MultiSteps(optax.sgd(0.1), n).gradient_transformation(), (2, 3)),
         (optax.inject_hyperparams(optax.sgd), (0.1, 0.2)),
         (lambda mean: quiet(prior_mean=mean), (*means, means[1] + 1)),
+        (lambda name: optax.masked(optax.sgd(0.1), {name: True, "b": False}), ("a", "c")),
+        (partitioned, ("xy", "yx")),
+        (lambda last: optax.chain(CLIP, optax.sgd(0.1), last), (CLIP, optax.sgd(0.1))),
+        (lambda scale: quiet(prior_precision=0.0, log_prior=Prior(scale).log_prob), (1.0, 2.0)),
+        (lambda name: quiet(prior_precision=0.0, log_prior=partial(named, **{name: 1})), "cd"),
     ]
     made = [partial(build, value) for build, values in kinds for value in values]
     params, sums = jnp.ones(20), []
@@ -322,3 +346,6 @@ def test_a_transformation_is_told_from_others_and_not_from_itself():
             tx.update(params, tx.init(params), params)
         assert _settings.checksum(tx) == _settings.checksum(make()) == sums[-1]
     assert len(set(sums)) == len(made)
+    labels = {"a": "x", "b": "y"}
+    reordered = dict(reversed(labels.items()))
+    assert _settings.checksum(labels) == _settings.checksum(reordered)

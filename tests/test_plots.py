@@ -485,7 +485,7 @@ BAD: Any = (
     (
         plots.chain_paths,
         [{"a": DRAWS, "b": DRAWS[:, 1:]}],
-        r"leading axes.*\(3, 9, 40\).*\(3, 8, 40\)",
+        r"leading axes.*'b': \(3, 8, 40\)",
     ),
     (plots.chain_paths, [{"a": NAN}], r"NaN or inf in \['a'\]"),
     (begun_at(DRAWS[0, 0]), [DRAWS], r"start=...\)` must be .* \(3, 40\)"),

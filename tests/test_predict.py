@@ -290,7 +290,7 @@ MISFITS = (
     ("targets", LABELS + 1, "classes from 0 to 4, got 1 to 5"),
     ("targets", LABELS - 1, "classes from 0 to 4, got -1 to 3"),
     ("targets", LABELS * 1.0, r"integers of shape \(30,\), got float64"),
-    ("targets", LABELS[:29], r"arrays \[input, ...\] with the leading axes \(30,\) of"),
+    ("targets", LABELS[:29], r"arrays \[input, ...\] that begin with the axes \(30,\), got"),
     ("likelihood", "gaussian", "one that fits the outputs of `apply_fn`; 'gaussian' needs a pair"),
     (
         "likelihood",

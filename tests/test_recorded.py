@@ -22,7 +22,7 @@ MEAN, STD = np.array([1.0, -2.0, 0.5]), np.array([0.5, 1.0, 2.0])
 
 def gradient(w):
     """Of a normal posterior whose prior is flat."""
-    return (w - MEAN) / STD**2
+    return (w - jnp.asarray(MEAN)) / jnp.asarray(STD) ** 2
 
 
 def sampler():
@@ -45,19 +45,29 @@ def fit(tx, w, num_steps=NUM_WARMUP + NUM_DRAWS * THIN, state=None):
     return jax.lax.scan(step, begun, length=num_steps)[0]
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture
 def doubles():
-    """Programs round differently, and 300 steps enlarge a difference of floats to 1e-3."""
+    """For programs that round differently: 300 steps enlarge a difference of floats to 1e-3."""
     with jax.enable_x64(True):
         yield
 
 
-@pytest.fixture(scope="module")
-def four():
+def four_chains():
     """Four chains, started side by side with different keys in their states."""
     tx = recorded()
     jax.jit(jax.vmap(lambda w: fit(tx, w)))(START)
     return tx.draws()
+
+
+@pytest.fixture(scope="module")
+def four():
+    return four_chains()
+
+
+@pytest.fixture(scope="module")
+def four_doubles():
+    with jax.enable_x64(True):
+        return four_chains()
 
 
 def test_chains_under_vmap_sample_the_posterior(four):
@@ -73,7 +83,7 @@ def test_chains_under_vmap_sample_the_posterior(four):
     assert len(np.unique(four.params[:, -1, 0])) == NUM_CHAINS
 
 
-def test_draws_are_those_that_the_loop_itself_could_keep(four):
+def test_draws_are_those_that_the_loop_itself_could_keep(doubles, four_doubles):
     tx = sampler()
 
     def step(carry, _):
@@ -86,15 +96,15 @@ def test_draws_are_those_that_the_loop_itself_could_keep(four):
         return jax.lax.scan(step, (w, tx.init(w)), length=NUM_WARMUP + 20 * THIN)[1]
 
     expected = jax.jit(jax.vmap(kept))(START)[:, NUM_WARMUP + THIN - 1 :: THIN]
-    np.testing.assert_allclose(four.params[:, :20], expected, rtol=1e-5)
+    np.testing.assert_allclose(four_doubles.params[:, :20], expected, rtol=1e-5)
 
 
-def test_a_directory_holds_the_same_draws_and_ends_after_max_draws(four, tmp_path):
+def test_a_directory_holds_the_same_draws_and_ends_after_max_draws(doubles, four_doubles, tmp_path):
     tx = recorded(directory=tmp_path / "run", max_draws=7)
     assert jax.eval_shape(tx.init, START[0]).sampler is not None
     jax.jit(jax.vmap(lambda w: fit(tx, w, NUM_WARMUP + 10 * THIN)))(START)
     draws = tx.draws()
-    np.testing.assert_allclose(draws.params, four.params[:, :7], rtol=1e-5)
+    np.testing.assert_allclose(draws.params, four_doubles.params[:, :7], rtol=1e-5)
     np.testing.assert_array_equal(draws.start, START)
     assert str(optax_smile.diagnostics.summary(draws))
 
@@ -196,7 +206,7 @@ def test_what_fails_reaches_the_user(tmp_path, monkeypatch):
     assert optax_smile.load_snapshots(tmp_path / "full").num_draws == 2
 
 
-def test_a_loop_without_parameters_is_recorded_and_said_to_be_unchecked(four):
+def test_a_loop_without_parameters_is_recorded_and_said_to_be_unchecked(doubles, four_doubles):
     tracked = optax_smile.psmile(num_data=1, prior_precision=0.0, key=0, track_params=True)
     tx = optax_smile.recorded(tracked, num_warmup=NUM_WARMUP, thin=THIN)
 
@@ -211,11 +221,11 @@ def test_a_loop_without_parameters_is_recorded_and_said_to_be_unchecked(four):
     jax.jit(jax.vmap(fit))(START)
     with pytest.warns(UserWarning, match="passes no parameters to `update`"):
         draws = tx.draws()
-    np.testing.assert_allclose(draws.params, four.params[:, :20], rtol=1e-5)
+    np.testing.assert_allclose(draws.params, four_doubles.params[:, :20], rtol=1e-5)
 
 
 @pytest.mark.slow
-def test_nothing_is_lost_or_doubled_when_the_process_is_killed(tmp_path):
+def test_nothing_is_lost_or_doubled_when_the_process_is_killed(doubles, tmp_path):
     """Killed at random moments, a loop with checkpoints of its own ends with the same draws."""
     program = [sys.executable, __file__, str(tmp_path / "run"), str(tmp_path / "checkpoint")]
     random, env = np.random.default_rng(0), os.environ | {"JAX_ENABLE_X64": "1"}

@@ -248,7 +248,7 @@ def test_one_draw(run, draws, tmp_path):
         (tmp_path / file.name).write_bytes(file.read_bytes())
     page = report.write(tmp_path).read_text()
     assert num_pictures(page) == 3 and "1 draw each" in page
-    assert "No plot: <code>plots.rejections(trace=...)</code> must be" in page
+    assert "): <code>plots.rejections(trace=...)</code> must be" in page
 
 
 def test_a_damaged_prediction_is_named(run, draws):
@@ -323,7 +323,7 @@ def test_what_does_not_fit_is_named(run, draws, tmp_path):
         r"prediction=...\)` must be one of the draws in": {"prediction": others},
         r"directory=...\)` must be a directory": {"directory": tmp_path},
         r"targets=...\)` .*classes from 0 to 3, got 1 to 4": {"targets": LABELS + 1},
-        r"prediction=...\)` must be of 39 inputs, as many as": {"images": IMAGES[:39]},
+        r"images=...\)` must be as many images as": {"images": IMAGES[:39]},
         r"images=...\)` must be a non-empty array \[input, height, width\] or": {"images": INPUTS},
         r"images=...\)` must be images with 1, 3, 4 ch": {"images": np.zeros((40, 5, 5, 2))},
         r"images=...\)` must be an array whose every entry is a finite": {

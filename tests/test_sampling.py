@@ -98,11 +98,11 @@ MISFITS: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"loss": lambda p, batch: (0.0, None)},
-        r"loss_fn=...\)` .*with `aux` a pair .* returns a tuple",
+        r"loss_fn=...\)` .*with `aux=` a pair .* returns a tuple",
     ),
     (
         {"loss": lambda p, b, aux: 0.0, "aux": jnp.zeros(3)},
-        r"loss_fn=...\)` .*with `aux` a pair of loss and new aux",
+        r"loss_fn=...\)` .*with `aux=` a pair \(loss, new_aux\)",
     ),
     (
         {"loss": lambda p, batch: jnp.zeros((), int)},

@@ -281,11 +281,11 @@ def test_each_doubling_of_the_steps_is_taken_to_gain_as_much_as_the_last():
         return Judged([*density], steps, 1, True, [*density])
 
     before, now = after(10, -5.0, -np.inf), after(20, -4.0, -2.0)
-    assert now.extrapolated(before, 80).projected == pytest.approx([-2.0, -2.0])
-    assert now.extrapolated(before, 20).projected == now.density
-    assert now.extrapolated(None, 40) is now and now.extrapolated(now, 40) is now
+    assert now.projected_to(before, 80).projected == pytest.approx([-2.0, -2.0])
+    assert now.projected_to(before, 20).projected == now.density
+    assert now.projected_to(None, 40) is now and now.projected_to(now, 40) is now
     failed = after(20, -np.inf, -1.0)
-    assert failed.extrapolated(before, 40).projected[0] == -np.inf
+    assert failed.projected_to(before, 40).projected[0] == -np.inf
 
 
 def test_among_equals_the_cheaper_then_the_posterior_then_the_better_is_chosen():

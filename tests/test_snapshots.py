@@ -212,6 +212,22 @@ def test_a_damaged_file_is_named(runs, tmp_path, damage, monkeypatch):
     assert len(list(optax_smile.load_snapshots(copied))) == (DRAWS - 1) * CHAINS
 
 
+@pytest.mark.parametrize(
+    "changed, reason",
+    [
+        (lambda arrays: dict(list(arrays.items())[1:]), "it lacks"),
+        (lambda arrays: {x: a.astype(int) for x, a in arrays.items()}, "int64 .* not in the man"),
+    ],
+)
+def test_an_undamaged_file_of_another_tree_is_refused(runs, tmp_path, changed, reason):
+    copied = Path(shutil.copytree(runs.disk.directory, tmp_path / "run"))
+    (file,) = copied.glob("start.chains-*")
+    header, arrays = _disk.read(file, lambda header: None)
+    file.write_bytes(_disk.pack(header, changed(arrays)))
+    with pytest.raises(ValueError, match=rf"start.* is damaged \(.*{reason}"):
+        _ = optax_smile.load_snapshots(copied).start
+
+
 def test_a_directory_without_a_manifest_and_a_tree_of_other_leaves(runs, tmp_path):
     other = jax.tree.map(lambda x: x[0], start()) | {"b": jnp.zeros(4)}
     for directory, like, rule in (

@@ -227,7 +227,7 @@ def test_what_does_not_fit_is_named(runs, tmp_path):
         match=r"prediction=...\)`.*3 chains of 4, got one with log densities of shape \(3, 3",
     ):
         disk.thin_to(2, fewer)
-    with pytest.raises(ArgumentError, match="got one without log densities"):
+    with pytest.raises(ArgumentError, match="got one without `per="):
         memory.thin_to(2, prediction._replace(each=None))
     broken = prediction.each.log_density.copy()
     broken[2, 1, 3] = np.nan

@@ -74,13 +74,13 @@ LONG: dict[str, Any] = {"sampler": LANGEVIN, "num_warmup": 200, "thin": 20}
 class TestSizes:
     def test_unequal_batches_are_told_before_the_first_step(self):
         """They weight the last ten examples thirteen times as much, and the means are far off."""
-        sizes = r"^`sample`: batches by size: 1 of 130 and 1 of 10 examples"
+        sizes = r"^`sample`: batches have different sizes: 1 of 130 and 1 of 10 examples"
         told = sizes + ".*Drop the smaller"
         with pytest.warns(UserWarning, match=told) as seen:
             wrong = sample(UNEQUAL, **LONG)
         assert len(seen) == 1 and off(wrong) > 5 and off(sample(EQUAL, **LONG)) < 0.7
         with (
-            pytest.warns(UserWarning, match="batches by size"),
+            pytest.warns(UserWarning, match="different sizes"),
             pytest.raises(OSError, match="now"),
         ):
             sample(UNEQUAL, callback=lambda *_: _raise(), num_warmup=0, thin=1)
@@ -89,7 +89,7 @@ class TestSizes:
 
     def test_a_stream_tells_once_when_the_size_changes(self):
         rows = UNEQUAL * 200
-        with pytest.warns(UserWarning, match="by size: 1 of 130 and 1 of 10") as seen:
+        with pytest.warns(UserWarning, match="sizes: 1 of 130 and 1 of 10") as seen:
             sample(iter(rows), num_warmup=0, num_draws=4, steps_per_dispatch=2)
         assert len(seen) == 1
         sample(iter(rows), num_warmup=0, num_draws=4, check=False)
@@ -189,7 +189,7 @@ class TestCount:
     @pytest.mark.parametrize("number", [1_400, 60_000])
     def test_of_far_more_than_there_are_is_told(self, number):
         wrong = optax_smile.sgld(1e-6, num_data=number, key=0)
-        message = f"`sample`: num_data={number:g}, and the batches have 140 examples."
+        message = f"`sample`: num_data={number:g}, but the batches have 140 examples."
         with pytest.warns(UserWarning, match=re.escape(message)):
             sample(EQUAL, wrong, num_warmup=0, num_draws=1)
         assert found(check(EQUAL, wrong)).keys() == {"num_data"}

@@ -33,10 +33,7 @@ NUM_DATA = (
     "Set it to the number of terms that the mean loss averages over the whole data set: examples,"
     " or tokens for a language model."
 )
-SUMMED = (
-    "`loss_fn` looks like a sum, and must be a mean over the examples: divide by their number, or"
-    " pass check=False."
-)
+SUMMED = "`loss_fn` looks like a sum over the examples: divide by their number."
 UNEQUAL = (
     "Drop the smaller batch. Under a mean loss its examples count more than those of a large one,"
     " and the posterior is not that of the data."
@@ -114,7 +111,9 @@ def loss_of(
             extras["key"] = key
         result = loss_fn(params, batch, **extras)
         if isinstance(result, tuple) != has_aux or has_aux and len(result) != 2:
-            rule = "a function that returns the mean loss, with `aux` a pair of loss and new aux"
+            rule = (
+                "a function that returns a scalar mean loss, or with `aux=` a pair (loss, new_aux)"
+            )
             _check.fail(where, "loss_fn", rule, f"one that returns {_check.show(result)}")
         return result if has_aux else (result, None)
 
@@ -188,7 +187,9 @@ def warn_of_sum(
     mesh: Mesh | None,
 ):
     """Warn of a loss that looks like a sum, see `check_mean`."""
-    warn_if_failed(where, check_mean(losses, batch, per_chain, mesh))
+    check = check_mean(losses, batch, per_chain, mesh)
+    if check is not None and not check.passed:
+        warn(f"`{where}`: {check.text} {check.advice} To skip this test, pass check=False.")
 
 
 def check_mean(
@@ -273,7 +274,9 @@ def unequal(sizes: Sequence[int | None]) -> Check:
     passed = len(counts) < 2 or max(counts) <= NEARLY_EQUAL * min(counts)
     parts = [f"{counts[rows]} of {rows}" for rows in sorted(counts, reverse=True)]
     listed = " and ".join(parts) if len(parts) < 4 else f"{', '.join(parts[:3])}, ..."
-    text = f"batches by size: {listed or 'none of known'} examples."
+    text = "batches have the same size."
+    if not passed:
+        text = f"batches have different sizes: {listed} examples."
     return judge("batch sizes", tuple(map(float, sorted(counts))), 1.0, passed, text, UNEQUAL)
 
 
@@ -282,8 +285,9 @@ def at_least(batch: Batch, number: object, per_chain: bool) -> Check | None:
     rows = size(batch, per_chain)
     if rows is None or not isinstance(number, int | float):
         return None
-    text = f"num_data={number}, and the first batch has {rows} examples."
-    return judge("num_data", (float(number),), float(rows), number >= rows, text, NUM_DATA)
+    passed = number >= rows
+    text = f"num_data={number}, {'and' if passed else 'but'} the first batch has {rows} examples."
+    return judge("num_data", (float(number),), float(rows), passed, text, NUM_DATA)
 
 
 def amount(batches: Sequence[Batch], number: object, per_chain: bool) -> Check | None:
@@ -310,7 +314,9 @@ def amount(batches: Sequence[Batch], number: object, per_chain: bool) -> Check |
     tokens = [count for count in _tokens(batches, per_chain) if count]
     passed = any(1 / limit < number / count < limit for count in tokens)
     passed |= 1 / MOST_RATIO < ratio < MOST_RATIO
-    text = f"num_data={number:g}, and the batches have {examples:,} {kind}."
+    text = (
+        f"num_data={number:g}, {'and' if passed else 'but'} the batches have {examples:,} {kind}."
+    )
     return judge("num_data", (ratio,), float(MOST_RATIO), passed, text, NUM_DATA)
 
 

@@ -35,7 +35,8 @@ class Position(NamedTuple):
     Attributes:
         passes: complete passes before.
         taken: batches taken from the current pass.
-        state: what `get_state` of the iterator returned, if it has one, such as those of Grain.
+        state: what `get_state` of the iterator returned, if it has that and `set_state`, such as
+            those of Grain.
         is_bytes: whether `state` is bytes in base 64.
     """
 
@@ -73,7 +74,8 @@ class Stream:
 
     def position(self) -> Position:
         """Return the position of the next batch."""
-        state = getattr(self.iterator, "get_state", lambda: None)()
+        get_state = getattr(self.iterator, "get_state", None)
+        state = get_state() if get_state and hasattr(self.iterator, "set_state") else None
         if isinstance(state, bytes):
             return Position(self.passes, self.taken, base64.b64encode(state).decode(), True)
         return Position(self.passes, self.taken, state)

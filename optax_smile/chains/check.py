@@ -64,6 +64,7 @@ class _Batches(_check.Constraint):
             is_whole = isinstance(value, list) and len(batches) <= MOST_BATCHES
             if batches:
                 return batches[:MOST_BATCHES], is_whole
+            _check.fail(where, argument, self.text, "no batches")
         leaves = jax.tree.leaves(value)
         if not leaves or not all(hasattr(leaf, "shape") for leaf in leaves):
             _check.fail(where, argument, self.text, _check.written(value))

@@ -214,14 +214,14 @@ def sample(
         if run.is_optimizer:
             warn(_optimizer.ANNOUNCEMENT)
         bar = closing.enter_context(_host.Bar(num_steps, "sampling", progress, compiles=True))
-        has_warned = not run.is_optimizer
+        may_warn = run.is_optimizer
 
         def watch(step: int, stats: Mapping[str, np.ndarray] | None):
-            nonlocal has_warned
+            nonlocal may_warn
             _show(bar, step, stats)
             if stats is None:
                 return
-            has_warned = has_warned or _optimizer.warn_of_nonfinite(step, stats)
+            may_warn = may_warn and not _optimizer.warn_of_nonfinite(step, stats)
             if callback is not None:
                 callback(step, stats)
 

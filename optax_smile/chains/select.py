@@ -172,7 +172,7 @@ class Judged(NamedTuple):
         num_steps: steps of each chain.
         gradients_per_step: gradients per step.
         is_bayes: whether it samples the posterior of the model.
-        projected: `density` at the end of the whole run, see `extrapolated`.
+        projected: `density` at the end of the whole run, see `projected_to`.
     """
 
     density: list[float]
@@ -191,7 +191,7 @@ class Judged(NamedTuple):
         """Mean of `projected`."""
         return float(np.mean(self.projected))
 
-    def extrapolated(self, before: Judged | None, num_steps: int) -> Judged:
+    def projected_to(self, before: Judged | None, num_steps: int) -> Judged:
         """Project the densities to `num_steps` steps, from those of the round before.
 
         Each doubling of the steps is taken to gain as much as the last one.
@@ -286,7 +286,9 @@ def select(
         largest_cost: steps of all dropped candidates together, relative to those of the chosen one,
             in (0, 100]. Larger values make longer rounds.
         directory: directory with a folder per candidate and a file for the rounds. After a kill the
-            same call resumes; `load_snapshots(directory / name)` reads the draws. None: in memory.
+            same call resumes; `load_snapshots(directory / name)` reads the draws. A selection with
+            other arguments, functions or code of a candidate, or begun under another version of
+            Python, is refused. None: in memory.
         progress: show a progress bar over the steps of all candidates, if tqdm is installed.
 
     Returns:
@@ -364,7 +366,7 @@ def select(
                 if name not in judged:
                     predictor.restart()
                     result = candidate.judge(predictor, end)
-                    judged[name] = result.extrapolated(before.get(name), num_steps)
+                    judged[name] = result.projected_to(before.get(name), num_steps)
                     _write(folder, identity, rounds)
             for name in set(remaining) - set(_survivors(judged, number)):
                 remaining.pop(name).close()

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 from collections.abc import Callable, Iterable
-from typing import Literal, cast
+from typing import Literal
 
 import jax
 import numpy as np
@@ -26,6 +27,7 @@ FRACTIONS = 2.0 ** -np.arange(6)
 MOST_GAIN = math.log(2)
 
 
+@dataclasses.dataclass(frozen=True, init=False, eq=False)
 class EvidenceStop:
     """Stop `sample` once held-out examples reject a null hypothesis.
 
@@ -109,6 +111,15 @@ class EvidenceStop:
     bounded mean: Waudby-Smith and Ramdas 2024.
     """
 
+    apply_fn: Callable[[Tree, Batch], Output]
+    validation: tuple[Batch, Batch]
+    likelihood: Likelihood
+    null: Null
+    alpha: float
+    tolerance: float
+    every: int
+    batch_size: int | None
+
     @_check.arguments(
         "EvidenceStop",
         apply_fn=_check.Function("(params, inputs)"),
@@ -132,11 +143,10 @@ class EvidenceStop:
         every: int = 10,
         batch_size: int | None = None,
     ):
-        self.apply_fn, self.validation, self.batch_size = apply_fn, validation, batch_size
-        # The argument check has converted a name.
-        self.likelihood = cast(Likelihood, likelihood)
-        self.null, self.every = null, every
-        self.alpha, self.tolerance = float(alpha), float(tolerance)
+        # A frozen dataclass does not allow assignment.
+        vars(self).update(apply_fn=apply_fn, validation=validation, likelihood=likelihood)
+        vars(self).update(null=null, alpha=float(alpha), tolerance=float(tolerance))
+        vars(self).update(every=int(every), batch_size=batch_size)
 
     @_check.arguments(
         "EvidenceStop.judge",

@@ -290,8 +290,10 @@ def _begin(
     keys = parallel.split_key(key, num_members)
     shapes = _check.traced("warmstart", "init_fn", jax.vmap(init_fn), keys, rule=rule)
     leaves = jax.tree.leaves(shapes)
-    if not leaves or not all(jnp.issubdtype(x.dtype, jnp.inexact) for x in leaves):
-        _check.fail("warmstart", "init_fn", rule, f"one that returns {_check.cut(shapes)}")
+    others = [x.dtype for x in leaves if not jnp.issubdtype(x.dtype, jnp.inexact)]
+    if not leaves or others:
+        got = others[0] if others else _check.cut(shapes)
+        _check.fail("warmstart", "init_fn", rule, f"one that returns {got}")
     own = parallel.shardings(shapes, mesh=mesh, specs=specs)
     initialize = jax.jit(parallel.over_chains(init_fn, mesh=mesh), out_shardings=own)
     params = initialize(parallel.split_key(key, num_members, mesh=mesh))

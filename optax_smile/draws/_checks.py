@@ -137,7 +137,7 @@ def log_density_of(where: str, axes: tuple[int, int], prediction: Prediction) ->
             'made by `predict(..., per="draw", targets=...)` from these draws,'
             f" {axes[0]} chains of {axes[1]}"
         )
-        got = "one without log densities of draws"
+        got = 'one without `per="draw"`' if prediction.each is None else "one without `targets`"
         if density is not None:
             got = f"one with log densities of shape {density.shape}"
         _check.fail(where, "prediction", rule, got)

@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias, get_args
 
 import jax
 import jax.numpy as jnp
@@ -110,8 +110,10 @@ def read_manifest(where: str, directory: Path) -> Json:
     """
     file = directory / MANIFEST
     if not file.exists():
-        rule = f"a directory of stored draws, with a {MANIFEST}"
-        _check.fail(where, "directory", rule, f"{directory}, without one")
+        rule, got = f"a directory of stored draws, with a {MANIFEST}", "without one"
+        if not directory.is_dir():
+            got = "which is a file" if directory.exists() else "which does not exist"
+        _check.fail(where, "directory", rule, f"{directory}, {got}")
     try:
         manifest = json.loads(file.read_text())
         version, checksum = manifest["format"], manifest.pop("checksum", None)
@@ -208,10 +210,15 @@ def read_arrays(block: Block, leaves: list[Leaf]) -> dict[str, np.ndarray]:
 
     def check(header: Json):
         _check_header(header, block)
-        rows, shapes = block.last - block.first + 1, {leaf.name: leaf.shape for leaf in leaves}
-        for name, (_, shape, _) in header["arrays"].items():
-            if name not in shapes or shape != [rows, *shapes[name]]:
-                raise ValueError(f"its array {name!r} of shape {shape} is not in the manifest")
+        rows, stored = block.last - block.first + 1, header["arrays"]
+        known = {leaf.name: leaf for leaf in leaves}
+        for name, (dtype, shape, _) in stored.items():
+            own = known.get(name)
+            allowed = get_args(StoredDtype) if own and _is_rounded(own.dtype) else ()
+            if own is None or shape != [rows, *own.shape] or dtype not in (own.dtype, *allowed):
+                raise ValueError(f"its array {name!r}, {dtype} {shape}, is not in the manifest")
+        if block.draw == START and stored.keys() != known.keys():
+            raise ValueError(f"it lacks {sorted(known.keys() - stored.keys())}")
 
     with _disk.naming(block.path):
         return _disk.read(block.path, check)[1]
@@ -373,6 +380,7 @@ class SnapshotWriter:
 
     def put(self, draw: int, step: int, params: Tree, stats: Stats):
         """Queue a draw, see `DrawFiles.write`; blocks only if the queue is full."""
+        self._raise_failure()
         while self.waiting and (self.waiting[0].done() or len(self.waiting) > QUEUE_SIZE):
             self.waiting.popleft().result()
         self.waiting.append(self.thread.submit(self._write, draw, step, params, stats))
@@ -381,15 +389,19 @@ class SnapshotWriter:
         """Wait until every queued draw is on disk."""
         while self.waiting:
             self.waiting.popleft().result()
+        self._raise_failure()
 
     def close(self):
         """Write the queued draws and end the thread."""
         with self.thread:
             self.flush()
 
-    def _write(self, *draw):
+    def _raise_failure(self):
         if self.failure is not None:
             raise self.failure
+
+    def _write(self, *draw):
+        self._raise_failure()
         try:
             self.files.write(*draw)
         except BaseException as error:

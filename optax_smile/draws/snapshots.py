@@ -301,9 +301,10 @@ class Draws(abc.ABC):
         stats = {name: x[None, chains, rows] for name, x in self._stats().items()}
         step = stats["step"][0] if "step" in stats else None
         subset = Subset(chains, np.asarray(self._numbers)[rows], step, lppd)
-        places = zip(rows, chains, strict=True)
-        trees = [[np.array(x[chain]) for x in self._read(row)] for row, chain in places]
-        leaves = [np.stack(column)[None] for column in zip(*trees, strict=True)]
+        leaves = [np.empty((1, number, *leaf.shape), leaf.dtype) for leaf in self._leaves]
+        for place_of, (row, chain) in enumerate(zip(rows, chains, strict=True)):
+            for kept, x in zip(leaves, self._read(row), strict=True):
+                kept[0, place_of] = x[chain]
         if place is None:
             snapshots = Snapshots(self._tree(leaves), stats, self.settings)
             vars(snapshots).update(subset=subset)
@@ -527,8 +528,9 @@ class StoredSnapshots(Draws):
     Made by `load_snapshots`. Indices, slices and length work as for `Snapshots`; `draws[i]` reads
     one draw. `trace` holds the statistics of the draws, `[chain, draw]`. `params` reads all draws
     into memory, `[chain, draw, ...]`, and `start` the initial parameters, `[chain, ...]`.
-    `manifest` is the content of the manifest. `settings`, `subset`, `stopping` and `thin_to` are
-    those of `Snapshots`. Before the first draw, `trace` and `params` raise a ValueError.
+    `manifest` is the content of the manifest. `num_chains`, `settings`, `subset`, `stopping` and
+    `thin_to` are those of `Snapshots`. Before the first draw, `trace` and `params` raise a
+    ValueError.
     """
 
     def __init__(self, directory: Path, manifest: Json, structure: Tree, flat: bool):

@@ -50,8 +50,6 @@ def constraints(least: int) -> dict[str, _check.Constraint]:
         "num_warmup": _check.Whole(0),
         "num_draws": _check.Whole(1),
         "thin": _check.Whole(1),
-        "check": _check.FLAG,
-        "progress": _check.FLAG,
     }
 
 

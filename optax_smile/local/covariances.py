@@ -77,6 +77,10 @@ def influence(
     where = "influence"
     temperature = _temperature(where, draws, temperature)
     data = [examples] if queries is None else [examples, queries]
+    shapes = [jax.tree.map(lambda x: np.shape(x)[1:], tree) for tree in data]
+    if shapes[0] != shapes[-1]:
+        rule = "arrays like the examples except for the first axis"
+        _check.fail(where, "queries", rule, f"the shapes {shapes[-1]}")
     blocks = [
         batches_of(jax.tree.map(jnp.asarray, tree), batch_size or _checks.num_inputs(tree))
         for tree in data

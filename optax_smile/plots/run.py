@@ -322,7 +322,8 @@ def chain_paths(params: Tree, *, start: Tree = None, ax: Axes | None = None) -> 
     num_chains, num_points = draws.num_chains, len(draws)
     matrices = _matrices("params", params, num_points)
     if not sum(rows.shape[1] for rows in matrices):
-        _check.fail("plots.chain_paths", "params", "of at least one dimension", "none")
+        got = f"the shapes {jax.tree.map(np.shape, params)}"
+        _check.fail("plots.chain_paths", "params", "of at least one dimension", _check.cut(got))
     if start is not None:
         pairs = zip(matrices, _matrices("start", start, num_chains), strict=True)
         matrices = [np.concatenate(pair) for pair in pairs]

@@ -55,7 +55,13 @@ table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 th, td { padding: .25em .8em; border-bottom: 1px solid #ddd; text-align: right;
          white-space: nowrap; }
 th:first-child, td:first-child { text-align: left; padding-left: 0; }
-.wide { overflow-x: auto; margin: .5em 0; }
+.wide { overflow-x: auto; margin: .5em 0; background-repeat: no-repeat; background-color: #fff;
+        /* A shadow at an edge shows that there is more to scroll to. */
+        background-image: linear-gradient(90deg, #fff, #fff), linear-gradient(90deg, #fff, #fff),
+          linear-gradient(90deg, #999, #fff0), linear-gradient(270deg, #999, #fff0);
+        background-size: 24px 100%, 24px 100%, 10px 100%, 10px 100%;
+        background-position: 0 0, 100% 0, 0 0, 100% 0;
+        background-attachment: local, local, scroll, scroll; }
 .hint { display: none; }
 dl { display: grid; grid-template-columns: max-content minmax(0, 1fr); gap: .1em 1em; }
 dt { color: #666; } dd { margin: 0; }
@@ -106,7 +112,8 @@ def write(
         ImportError: matplotlib or arviz is not installed.
         OSError: a file that cannot be read or written.
 
-    Cost: reads each draw once, and again those for the plot of the paths, at most 512 MiB.
+    Cost: reads each draw once, and again those for the plot of the paths, at most 2^27 numbers (512
+    MiB in float32).
 
     Example:
         As `python -m optax_smile.report run`::
@@ -343,7 +350,7 @@ def _figure(caption: str, draw: Callable[..., object]) -> str:
         draw(ax=axes)
     except ValueError as error:
         # One plot that fails, such as that of a single draw, must not stop the others.
-        return f'<p class="note">No plot: {_marked(str(error))}</p>'
+        return f'<p class="note">No plot ({_marked(caption)}): {_marked(str(error))}</p>'
     content = io.BytesIO()
     figure.savefig(content, dpi=DENSITY)
     image = base64.b64encode(content.getvalue()).decode()

@@ -200,6 +200,10 @@ def store(
     if targets is not None and arrays["targets"].dtype.kind not in "biuf":
         _check.fail("report.store", "targets", "numbers", f"an array of {arrays['targets'].dtype}")
     if images is not None:
+        number = np.shape(prediction.mean)[:1]
+        if number and np.ndim(images) > 2 and np.shape(images)[:1] != number:
+            rule = f"as many images as the prediction has inputs, {number[0]}"
+            _check.fail("report.store", "images", rule, f"shape {np.shape(images)}")
         arrays |= _kept(images, prediction, targets)
     header = {"name": name, "scores": scores, "uncertainty": prediction.uncertainty}
     _disk.write(directory / FILE.format(name), _disk.pack(header, arrays))

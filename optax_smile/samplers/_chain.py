@@ -158,7 +158,7 @@ class ChainState(NamedTuple):
 
 
 class Call(NamedTuple):
-    """What a call moves by, of the leaves that move.
+    """What one call receives; its trees have only the leaves that move, None for the others.
 
     Attributes:
         posterior: with the temperature and the prior's mean of the chain.
@@ -200,7 +200,8 @@ class Dynamics:
     def move(self, call: Call, state: ChainState) -> tuple[optax.Updates, ChainState]:
         """Return the displacement and the state after a call.
 
-        `tracked`, `prior_mean` and `sampled` of the state are not used.
+        In `state`, `tracked` and `prior_mean` are None. The caller restores them in the result, and
+        updates `sampled`.
         """
         raise NotImplementedError
 
@@ -236,8 +237,10 @@ class Dynamics:
     ) -> tuple[optax.Updates, ChainState]:
         """One call, on trees of arrays: gradients and parameters have None for leaves at rest."""
         known = state.like_params
-        if jax.tree.structure(state) != jax.tree.structure(jax.eval_shape(self.init, known)):
-            got = "one of a sampler with other settings"
+        expected = jax.eval_shape(self.init, known)
+        if jax.tree.structure(state) != jax.tree.structure(expected):
+            is_kind = isinstance(state.dynamics, type(expected.dynamics))
+            got = "one of a sampler with other settings" if is_kind else _check.show(state.dynamics)
             _check.fail(f"{self.name}.update", "state", state_of(self.name), got)
         moves, is_seen = _leaves.moving(updates, known), params is not None
         before, differs = state, jnp.zeros_like(state.sampled.is_inconsistent)

@@ -4,12 +4,14 @@ A compiled program outlives the transformation for which it was made: `optax.inj
 builds its transformation in every call. So the key of a program is the function that built the
 sampler and its arguments, from which the program builds the sampler again while it is traced.
 Arguments that are arrays become arguments of the program. Numbers of Python become constants in it,
-as where a loop compiles `update` itself. All other objects are identified by `id`.
+as where a loop compiles `update` itself. All other objects are identified by `id`, and their
+programs are removed with them.
 """
 
 import functools
+import threading
+import weakref
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
 from typing import cast
 
 import jax
@@ -19,18 +21,13 @@ import numpy as np
 
 from optax_smile._types import Options, Tree
 
-# Number of programs kept, with the objects that they use; the least recently used one goes first.
+# Number of programs kept; the least recently used one is removed first.
 MOST_PROGRAMS = 32
+_PROGRAMS: dict[Hashable, Callable[..., Tree]] = {}
+# Reentrant: an object may be removed while this module holds the lock.
+_LOCK = threading.RLock()
 PLAIN = bool, int, float, str, np.bool_
 ARRAYS = jax.Array, np.ndarray, np.generic
-
-
-@dataclass(frozen=True)
-class Constant:
-    """An argument of a sampler that is a constant in its program."""
-
-    identity: Hashable
-    value: object = field(compare=False)
 
 
 class Recipe:
@@ -38,44 +35,78 @@ class Recipe:
 
     Attributes:
         numbers: arguments of the sampler that are arguments of its program.
+        has_program: whether the sampler can be compiled here.
     """
 
     def __init__(self, build: Callable, arguments: Options):
-        leaves, structure = jax.tree.flatten(arguments)
-        constants = tuple(map(_constant, leaves))
-        pairs = zip(leaves, constants, strict=True)
-        self.numbers = [leaf for leaf, constant in pairs if constant is None]
-        self.is_traced = any(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
-        self.program = functools.partial(_program, build, structure, constants)
+        self.build = build
+        self.leaves, self.structure = jax.tree.flatten(arguments)
+        identities = tuple(map(_identity, self.leaves))
+        self.key = build, self.structure, identities
+        pairs = zip(self.leaves, identities, strict=True)
+        self.numbers = [leaf for leaf, identity in pairs if identity is None]
+        self.has_program = not any(isinstance(leaf, jax.core.Tracer) for leaf in self.leaves)
+        try:
+            hash(self.key)
+        except TypeError:
+            self.has_program = False
 
     def run(self, update: Callable, *given: Tree) -> Tree:
         """Call `update`, compiled if all of its arguments are concrete."""
-        is_eager = not self.is_traced and not cast(Tree, jax.config).jax_disable_jit
+        is_eager = self.has_program and not cast(Tree, jax.config).jax_disable_jit
         is_eager = is_eager and all(
             isinstance(leaf, (*ARRAYS, int, float)) and not isinstance(leaf, jax.core.Tracer)
             for leaf in jax.tree.leaves(given)
         )
-        return self.program()(self.numbers, *given) if is_eager else update(*given)
+        return self._program()(self.numbers, *given) if is_eager else update(*given)
+
+    def _program(self) -> Callable[..., Tree]:
+        with _LOCK:
+            # Reinserted as the last one, which is the most recently used.
+            program = _PROGRAMS.pop(self.key, None) or self._make()
+            _PROGRAMS[self.key] = program
+            while len(_PROGRAMS) > MOST_PROGRAMS:
+                _PROGRAMS.pop(next(iter(_PROGRAMS)))
+        return program
+
+    def _make(self) -> Callable[..., Tree]:
+        """The program holds objects weakly: its caller holds them."""
+        build, structure, forget = self.build, self.structure, functools.partial(_forget, self.key)
+        sources = [
+            None if identity is None else _source(leaf, forget)
+            for leaf, identity in zip(self.leaves, self.key[2], strict=True)
+        ]
+
+        def update(numbers: list[jax.Array], *given: Tree) -> Tree:
+            rest = iter(numbers)
+            leaves = [next(rest) if source is None else source() for source in sources]
+            return build(**jax.tree.unflatten(structure, leaves)).update(*given)
+
+        return jax.jit(update)
 
 
-def _constant(leaf: object) -> Constant | None:
-    """An argument that is a constant of the program; None for one that is an argument of it."""
+def _forget(key: Hashable, _: object):
+    with _LOCK:
+        _PROGRAMS.pop(key, None)
+
+
+def _identity(leaf: object) -> Hashable:
+    """What identifies a constant of the program; None for an argument of it."""
     if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         # Only `init` reads the numbers in it.
-        return Constant(("key", jax.random.key_impl(leaf)), leaf)
+        return "key", jax.random.key_impl(leaf)
     if isinstance(leaf, PLAIN):
         # 1, 1.0 and True are equal, and so are 0.0 and -0.0.
-        return Constant((type(leaf), repr(leaf)), leaf)
-    return None if isinstance(leaf, ARRAYS) else Constant(("object", id(leaf)), leaf)
+        return type(leaf), repr(leaf)
+    return None if isinstance(leaf, ARRAYS) else ("object", id(leaf))
 
 
-@functools.lru_cache(MOST_PROGRAMS)
-def _program(
-    build: Callable, structure: Tree, constants: tuple[Constant | None, ...]
-) -> Callable[..., Tree]:
-    def update(numbers: list[jax.Array], *given: Tree) -> Tree:
-        rest = iter(numbers)
-        leaves = [next(rest) if x is None else x.value for x in constants]
-        return build(**jax.tree.unflatten(structure, leaves)).update(*given)
-
-    return jax.jit(update)
+def _source(leaf: object, forget: Callable[[object], None]) -> Callable[[], object]:
+    """Return what gives a constant to the program."""
+    if not isinstance(leaf, (*PLAIN, jax.Array)):
+        try:
+            return weakref.ref(leaf, forget)
+        except TypeError:
+            # Some objects, such as built-in functions, have no weak references.
+            pass
+    return lambda: leaf

@@ -226,7 +226,7 @@ class Microcanonical(Dynamics):
 
 def _assemble(name: str, preconditioner: Preconditioner, arguments: Options) -> Microcanonical:
     length, step_size = arguments.get("decoherence_length"), arguments["step_size"]
-    purpose = "" if length is None else "(or `decoherence_length=None`)"
+    purpose = "unless `decoherence_length` is None"
     seed = _check.Key(length is not None, purpose)(name, "key", arguments.get("key"))
     tuner = choose(name, arguments.get("tuner"), step_size)
     return Microcanonical(

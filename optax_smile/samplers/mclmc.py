@@ -12,7 +12,10 @@ from optax_smile.stages.scale import Preconditioner
 
 
 @sampler(
-    step_size=_check.STEP_SIZE, temperature=_check.POSITIVE, decoherence_length=_check.POSITIVE
+    step_size=_check.STEP_SIZE,
+    temperature=_check.POSITIVE,
+    decoherence_length=_check.POSITIVE,
+    key=_check.Key(needed=True),
 )
 def mclmc(
     step_size: StepSize,

@@ -312,7 +312,7 @@ class Momentum:
     def open(
         self, state: MomentumState, towards: Heading, step_length: jax.Array
     ) -> tuple[Heading, jax.Array]:
-        """Kick with the first kick of a step; not at all if one is under way."""
+        """Kick with the first kick of a step, not at all if one is under way; see `kick`."""
         length = self.scheme.kicks[0] * step_length.astype(state.step_length.dtype)
         length = jnp.where(self._opens_step(state), length, 0)
         return kick(towards, length, _tree.size(state.direction))
@@ -326,7 +326,10 @@ class Momentum:
         noise: optax.Updates | None,
         params: optax.Params,
     ) -> MomentumState:
-        """Carry out kicks and noise on the trees, restore |u| = 1, and begin the next drift."""
+        """Carry out kicks and noise on the trees, restore |u| = 1, and begin the next drift.
+
+        `step_length` is that of a step that begins here; a step under way keeps its own.
+        """
 
         def over(coefficient: jax.Array, norm: jax.Array) -> jax.Array:
             return jnp.where(norm > 0, coefficient / jnp.where(norm > 0, norm, 1), 0)
