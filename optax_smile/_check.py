@@ -364,9 +364,8 @@ class Function(Constraint):
     def __call__(self, where, argument, value, given=NOTHING) -> Unchecked:
         is_model = hasattr(value, "apply") and hasattr(value, "init")
         if not callable(value) or isinstance(value, type) or is_model:
-            advice = (
-                "Pass `model.apply` or `model.init`, not the model." if is_model else self.advice
-            )
+            method = "init" if argument == "init_fn" else "apply"
+            advice = f"Pass `model.{method}`, not the model." if is_model else self.advice
             fail(where, argument, self.rule, show(value), advice)
         names = [name for name in self.form.strip("()").split(", ") if name]
         keywords = {name.removesuffix("="): None for name in names if name.endswith("=")}

@@ -152,7 +152,8 @@ def _limit(where: str, scores: np.ndarray, level: float) -> float:
         return float(np.partition(scores, rank - 1)[rank - 1])
     takes = math.ceil(written / (1 - written))
     message = f"level {level} needs {takes} held-out inputs, but there are only {scores.size}"
-    warn(f"`{where}`: {message}. So intervals are unbounded, and sets contain all classes.")
+    effect = "sets contain all classes" if where == "prediction_sets" else "intervals are unbounded"
+    warn(f"`{where}`: {message}. So {effect}.")
     return math.inf
 
 

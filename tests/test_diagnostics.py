@@ -150,10 +150,12 @@ def test_travel_is_the_norm_over_all_leaves():
 def test_disagreement_counts_classes_and_measures_numbers():
     tops = np.array([[0, 1, 2, 0], [0, 1, 2, 1], [2, 2, 2, 2]])
     averages = np.eye(3)[tops] * 0.7 + 0.1
-    draws = averages[:, None] + np.array([-0.2, 0.2])[:, None, None] * [1, -1, 0]
+    draws = averages[:, None] + np.array([-0.1, 0.1])[:, None, None] * [1, -1, 0]
     for means in averages, draws:
         expected = [[0, 0.25, 0.75], [0.25, 0, 0.75], [0.75, 0.75, 0]]
         np.testing.assert_allclose(diagnostics.disagreement(means), expected)
+    with pytest.raises(ValueError, match="`disagreement.*a number >= 0"):
+        diagnostics.disagreement(np.log(averages))
     numbers = np.array([0.0, 3.0])[:, None, None] + np.array([-1.0, 1.0])[:, None] + np.zeros(5)
     np.testing.assert_allclose(diagnostics.disagreement(numbers, classes=False), [[0, 3], [3, 0]])
 
@@ -177,6 +179,10 @@ def test_figures_of_a_trace_count_from_the_first_draw():
     assert diagnostics.rejection_rate(whole)[0] == pytest.approx((195 + 60) / 990)
     assert diagnostics.rejection_rate(whole, num_draws=60)[0] == pytest.approx(0.1)
     assert np.isnan(diagnostics.rejection_rate(whole, num_draws=1)).all()
+    with pytest.raises(
+        ValueError, match=r"`rejection_rate\(num_draws=...\)` must be at most \d+, "
+    ):
+        diagnostics.rejection_rate(whole, num_draws=1000)
     # Ticks that are no samples hold no draws.
     explores = whole | {"is_draw": np.arange(100)[None] < 98}
     got = diagnostics.rejection_rate(explores, num_draws=60)

@@ -210,7 +210,13 @@ def test_arguments_that_do_not_fit():
         (
             metrics.coverage,
             (ones, ones - 1, ones),
-            "(upper=.*>= `lower` .*got 0.0 where `lower` is 1.0",
+            "(upper=.*>= `lower`, got 0.0 where `lower` is 1.0. Are `lower`",
+        ),
+        (metrics.coverage, (ones * np.inf, ones * np.inf, ones), "(upper=.*contains numbers, got"),
+        (
+            metrics.lppd,
+            (-np.ones((2, 3, 4)),),
+            r"(log_density=.*\[input, token\], got shape \(2, 3",
         ),
     ]
     for score, arguments, message in wrong:

@@ -291,12 +291,6 @@ MISFITS = (
     ("targets", LABELS - 1, "classes from 0 to 4, got -1 to 3"),
     ("targets", LABELS * 1.0, r"integers of shape \(30,\), got float64"),
     ("targets", LABELS[:29], r"arrays \[input, ...\] that begin with the axes \(30,\), got"),
-    ("likelihood", "gaussian", "one that fits the outputs of `apply_fn`; 'gaussian' needs a pair"),
-    (
-        "likelihood",
-        "tokens",
-        r"one that fits the outputs of `apply_fn`; 'tokens' takes logits \[inp",
-    ),
     ("likelihood", own(mean=None, variance=jnp.ones_like), "one with a `mean`, which"),
     ("likelihood", own(log_density=None), "one with a `log_density` for the targets"),
     ("likelihood", own(variance=lambda x: x[:, :1]), r"has the shape \(30, 5\) of its mean, got"),
@@ -312,14 +306,25 @@ MISFITS = (
 # Of a likelihood: outputs and targets that it does not take.
 OUTPUTS: Any = (
     ("gaussian", lambda x: (x[:, :1], 0.0), TARGETS, r"of the mean, \(30, 1\), got \(30,\)"),
-    ("gaussian", lambda x: (x[:, 0], jnp.zeros((30, 1))), TARGETS, "one that fits .* shapes"),
-    ("gaussian", lambda x: (x[:, 0], jnp.zeros(7)), TARGETS, "one that fits .* the shapes"),
-    ("gaussian", lambda x: (None, 0.0), TARGETS, "'gaussian' needs a pair"),
-    ("gaussian", lambda x: x[:2], TARGETS, "'gaussian' needs a pair"),
+    (
+        "gaussian",
+        lambda x: (x[:, 0], jnp.zeros((30, 1))),
+        TARGETS,
+        "and broadcasts to it, got the shapes",
+    ),
+    (
+        "gaussian",
+        lambda x: (x[:, 0], jnp.zeros(7)),
+        TARGETS,
+        "and broadcasts to it, got the shapes",
+    ),
+    ("gaussian", lambda x: (None, 0.0), TARGETS, r"a pair \(mean, log_std\) for 'gaussian'"),
+    ("gaussian", lambda x: x[:2], TARGETS, r"a pair \(mean, log_std\) for 'gaussian'"),
     ("gaussian", lambda x: (x[:, 0], 0.0), np.where(LABELS == 2, np.nan, 1), "finite, got nan"),
     ("bernoulli", lambda x: x, LABELS % 2, r"of the mean, \(30, 3\), got \(30,\)"),
-    ("bernoulli", lambda x: (x, x), LABELS % 2, "'bernoulli' takes one logit"),
+    ("bernoulli", lambda x: (x, x), LABELS % 2, "one logit per target for 'bernoulli'"),
     ("bernoulli", lambda x: x[:, 0], np.full(NUM_INPUTS, 2), "0 or 1, got 2"),
+    ("tokens", lambda x: x, LABELS, r"returns logits \[inp.* for 'tokens', got"),
     ("tokens", lambda x: x[:, None], np.full((30, 1), -100), "from -1 to 2, got -100 to -100"),
 )
 

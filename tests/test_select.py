@@ -418,3 +418,23 @@ def test_a_loss_with_random_numbers_and_the_bar(monkeypatch):
     assert totals == [60 + 18] and shown[-1] == (78, {"candidate": "sgld"})
     done = [step for step, _ in shown]
     assert done == sorted(done)
+
+
+@pytest.mark.filterwarnings("ignore:`select` kept")
+@pytest.mark.parametrize("num_cycles, scored", [(27, 4), (1, 1)])
+def test_points_of_exploration_do_not_score(monkeypatch, num_cycles, scored):
+    """Cycles of 10 steps explore for 8; a cycle as long as the run has no draw in the rounds."""
+    cyclical: Any = optax_smile.cyclical_sgld(
+        1e-4, num_data=NUM_DATA, total_steps=270, num_cycles=num_cycles, exploration=0.8, key=0
+    )
+    seen = []
+    predict = selecting._Candidate._predict
+
+    def watched(self, predictor):
+        seen.append((self.run.num_steps, bool(self.run.chains.record()[0]["is_draw"].all())))
+        predict(self, predictor)
+
+    monkeypatch.setattr(selecting._Candidate, "_predict", watched)
+    selection = find({"cyclical": cyclical, "other": cyclical})
+    first = [is_draw for step, is_draw in seen if step <= selection.num_steps[0]]
+    assert len(first) == 2 * scored and all(first) == (scored > 1)

@@ -351,9 +351,9 @@ def select(
         identity = _identity(candidates, ends, start)
         rounds = _read(folder, identity)
         bar = closing.enter_context(_host.Bar(num_all, "selecting", progress, compiles=True))
-        progressed = _Progress(bar, rounds)
+        done = {name: one.num_steps for judged in rounds for name, one in judged.items()}
         remaining = {
-            name: _Candidate(name, sampler, setup, folder, progressed)
+            name: _Candidate(name, sampler, setup, folder, bar, done)
             for name, sampler in candidates.items()
         }
         for candidate in remaining.values():
@@ -454,24 +454,6 @@ def _standard_error(first: Judged, second: Judged) -> float:
     return float(difference.std(ddof=1) / len(difference) ** 0.5)
 
 
-class _Progress:
-    """A progress bar over the steps of all candidates.
-
-    Args:
-        bar: bar over the total number of steps.
-        rounds: results of an earlier call.
-    """
-
-    def __init__(self, bar: _host.Bar, rounds: Iterable[Mapping[str, Judged]]):
-        self.bar = bar
-        self.done = {name: one.num_steps for judged in rounds for name, one in judged.items()}
-
-    def show(self, name: str, step: int):
-        """Show the progress of a candidate."""
-        self.done[name] = step
-        self.bar.show(sum(self.done.values()), candidate=name)
-
-
 class _Candidate:
     """A candidate, whose run is started on first use.
 
@@ -480,7 +462,8 @@ class _Candidate:
         sampler: its sampler or optimizer.
         setup: arguments of `Setup` shared by all candidates.
         folder: directory of all candidates, or None.
-        progress: progress bar of all candidates.
+        bar: progress bar over the steps of all candidates.
+        done: steps of each candidate so far, by name.
     """
 
     def __init__(
@@ -489,9 +472,10 @@ class _Candidate:
         sampler: optax.GradientTransformation,
         setup: Options,
         folder: Path | None,
-        progress: _Progress,
+        bar: _host.Bar,
+        done: dict[str, int],
     ):
-        self.name, self.progress, self.closing = name, progress, ExitStack()
+        self.name, self.bar, self.done, self.closing = name, bar, done, ExitStack()
         self.folder = None if folder is None else folder / name
         self.setup = Setup(**setup, sampler=sampler, directory=self.folder)
         self.part = Part(0)
@@ -514,9 +498,10 @@ class _Candidate:
         def watch(step: int, seen: Mapping[str, np.ndarray] | None):
             nonlocal num_scored
             self._show(step, seen)
+            num_due = _num_due(step, end)
             # A run that resumes from a checkpoint repeats some steps.
-            if _num_due(step, end) > num_scored:
-                num_scored = _num_due(step, end)
+            if num_due > num_scored and self._is_draw(step == end and not num_scored):
+                num_scored = num_due
                 self._predict(predictor)
                 if self.folder is not None:
                     self._write(before.joined(predictor, step))
@@ -551,15 +536,20 @@ class _Candidate:
         self.close()
         return run, is_finished
 
+    def _is_draw(self, is_needed: bool) -> bool:
+        """Whether the current points are draws; without any draw, a round needs one point."""
+        return is_needed or bool(np.all(self.run.chains.record()[0]["is_draw"]))
+
     def _predict(self, predictor: Predictor):
         draw = _tree.local(self.run.chains.draw())
         for chain in range(self.run.chains.number):
             predictor.update(jax.tree.map(lambda x, chain=chain: x[chain], draw))
 
     def _show(self, step: int, seen: Mapping[str, np.ndarray] | None):
-        self.progress.bar.begin()
+        self.bar.begin()
         if seen is not None:
-            self.progress.show(self.name, step)
+            self.done[self.name] = step
+            self.bar.show(sum(self.done.values()), candidate=self.name)
 
     def _part(self, end: int) -> Part:
         """Return the stored predictions of an interrupted round, or an empty `Part`."""

@@ -16,6 +16,7 @@ from optax_smile import _check, _trace, _tree
 from optax_smile.draws._checks import PREDICTION, Posterior, log_density_of
 from optax_smile.draws.prediction import Prediction
 from optax_smile.draws.snapshots import Snapshots, StoredSnapshots
+from optax_smile.metrics._checks import Probabilities
 
 EssMethod = Literal["bulk", "tail", "mean"]
 # ArviZ needs four draws of a chain; within a chain, its halves are the chains.
@@ -213,7 +214,7 @@ def disagreement(mean: ArrayLike, *, classes: bool = True) -> np.ndarray:
         distance between chains equals the width of a chain.
 
     Raises:
-        ValueError: another shape, NaN.
+        ValueError: another shape, NaN, or class probabilities that do not sum to 1.
 
     Example:
         >>> import numpy as np
@@ -227,6 +228,7 @@ def disagreement(mean: ArrayLike, *, classes: bool = True) -> np.ndarray:
     axes = axes if classes else "[chain, draw, input, ...]"
     values = _check.Array(axes)("disagreement", "mean", mean)
     if classes:
+        Probabilities()("disagreement", "mean", values.reshape(-1, values.shape[-1]))
         top = (values.mean(axis=1) if values.ndim == 4 else values).argmax(axis=-1)
         return (top[:, None] != top).mean(axis=-1)
     centre = values.mean(axis=1).reshape(len(values), -1)

@@ -66,8 +66,8 @@ def _fail(argument: str, rule: str, got: str):
 def _check_logits(name: str, axes: str, smallest_label: int, outputs: Output, targets: Batch):
     """Require logits with these axes, and integer labels that match them."""
     if not hasattr(outputs, "shape") or len(outputs.shape) != axes.count(",") + 1:
-        rule = f"one that fits the outputs of `apply_fn`; {name!r} takes logits {axes}"
-        _fail("likelihood", rule, jax.tree.map(lambda x: x.shape, outputs))
+        rule = f"a function that returns logits {axes} for {name!r}"
+        _fail("apply_fn", rule, jax.tree.map(lambda x: x.shape, outputs))
     if targets is None:
         return
     *shape, num_classes = outputs.shape
@@ -82,8 +82,8 @@ def _check_logits(name: str, axes: str, smallest_label: int, outputs: Output, ta
 
 def _check_bernoulli(outputs: Output, targets: Batch):
     if not hasattr(outputs, "shape"):
-        rule = "one that fits the outputs of `apply_fn`; 'bernoulli' takes one logit per target"
-        _fail("likelihood", rule, _check.show(outputs))
+        rule = "a function that returns one logit per target for 'bernoulli'"
+        _fail("apply_fn", rule, _check.show(outputs))
     if targets is not None:
         _check_real_targets(outputs.shape, targets)
         if not np.all(np.isin(targets, (0, 1))):
@@ -93,16 +93,16 @@ def _check_bernoulli(outputs: Output, targets: Batch):
 
 def _check_gaussian(outputs: Output, targets: Batch):
     rule = (
-        "one that fits the outputs of `apply_fn`; 'gaussian' needs a pair (mean, log_std), where"
-        " log_std is a scalar or has the axes of the mean, each as long or of length 1"
+        "a function that returns a pair (mean, log_std) for 'gaussian', where log_std is a scalar"
+        " or has as many axes as mean and broadcasts to it"
     )
     is_pair = isinstance(outputs, (tuple, list)) and len(outputs) == 2
     if not is_pair or not all(hasattr(x, "shape") for x in outputs):
-        _fail("likelihood", rule, _check.show(outputs))
+        _fail("apply_fn", rule, _check.show(outputs))
     shapes = [x.shape for x in outputs]
     fits = [b in (a, 1) for a, b in zip(*shapes, strict=False)]
     if not all(fits) or len(shapes[1]) not in (0, len(shapes[0])):
-        _fail("likelihood", rule, f"the shapes {shapes[0]} and {shapes[1]}")
+        _fail("apply_fn", rule, f"the shapes {shapes[0]} and {shapes[1]}")
     if targets is not None:
         _check_real_targets(shapes[0], targets)
 

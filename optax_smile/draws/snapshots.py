@@ -732,7 +732,7 @@ def load_snapshots(
         stored = [(leaf["name"], leaf["shape"]) for leaf in manifest["leaves"]]
         if given != stored:
             differing = [pair for pair in given if pair not in stored] or given
-            rule = f"a tree with the leaves of the draws in {directory}, {stored}"
+            rule = f"the parameters of one chain, with the leaves of {directory}, {stored}"
             _check.fail("load_snapshots", "like", rule, differing)
     structure = None if like is None else jax.tree.structure(like)
     return StoredSnapshots(directory, manifest, structure, flat)

@@ -332,6 +332,7 @@ def _check_posterior(
         got = settings.get(name, wanted)
         if isinstance(got, int | float) and not np.isclose(got, wanted, rtol=1e-4):
             rule = f"draws of a run with {name}={wanted:.6g}"
+            rule += " (`localization / beta`)" * (name == "prior_precision")
             remedy = "Pass the `num_data`, `beta` and `localization` of that run."
             _check.fail(where, "draws", rule, f"{name}={got:.6g}", remedy)
     mean = settings.get("prior_mean")

@@ -20,20 +20,21 @@ MEANS = _check.Array("[input] or [draw, input]", FINITE)
 ENDS = _check.Array()
 
 
-@_check.arguments(log_density=DENSITIES)
+@_check.arguments(log_density=_check.Array("[input] or [input, token]", DENSITY))
 def lppd(log_density: ArrayLike) -> float:
     """Compute the log pointwise predictive density, the mean of log densities; higher is better.
 
     This is the mean that Sommer et al. 2026 report (Gelman et al. 2014 define the sum).
 
     Args:
-        log_density: log density of each target, nats, `[input]`, such as `Prediction.log_density`.
+        log_density: log density of each target, nats, `[input]` or `[input, token]`, such as
+            `Prediction.log_density`; not that of single draws, `Prediction.each.log_density`.
 
     Returns:
-        Nats per input.
+        Nats per input, or per token.
 
     Raises:
-        ValueError: no inputs, or NaN.
+        ValueError: no inputs, other axes, or NaN.
 
     Example:
         >>> lppd([-1.0, -2.0])
@@ -52,7 +53,8 @@ def perplexity(log_density: ArrayLike, mask: ArrayLike | None = None) -> float:
     Args:
         log_density: log density of every token, nats, `[input, token]` or `[token]`.
         mask: booleans of the same shape, False for tokens to ignore (padding, prompts); None: all
-            tokens count.
+            tokens count. `predict` with `"tokens"` gives padding a log density of 0, so pass
+            `mask=targets >= 0` if there is any.
 
     Returns:
         At least 1 for probabilities; infinite where float64 overflows.
@@ -155,8 +157,9 @@ def _require_order(where: str, lower: np.ndarray, upper: np.ndarray):
     if outside.any():
         at = np.argmax(outside)
         got = f"{upper.flat[at]} where `lower` is {lower.flat[at]}"
-        rule = ">= `lower` (and not both inf, or both -inf)"
-        _check.fail(where, "upper", rule, got)
+        swapped = bool(upper.flat[at] < lower.flat[at])
+        rule = ">= `lower`" if swapped else "an end of an interval that contains numbers"
+        _check.fail(where, "upper", rule, got, "Are `lower` and `upper` swapped?" * swapped)
 
 
 @_check.arguments(

@@ -45,10 +45,10 @@ AXES = _check.Where("matplotlib axes", _is_axes) | None
 LABEL = _check.kind(str, "a name") | None
 
 
-def returned_by(function: str, attribute: str) -> _check.Constraint:
+def returned_by(function: str, attribute: str, also: str = "") -> _check.Constraint:
     """Require the result of another package's function, recognised by an attribute."""
     return _check.Where(
-        f"the result of `{function}`",
+        f"the result of `{function}` {also}".rstrip(),
         lambda value: hasattr(value, attribute) and not isinstance(value, type),
     )
 

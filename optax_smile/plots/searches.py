@@ -102,7 +102,11 @@ def selection(selection: Selection, *, ax: Axes | None = None) -> Axes:
 
 
 @_check.arguments(
-    "plots.stopping", stopping=returned_by("EvidenceStop.judge", "log_e_value"), ax=AXES
+    "plots.stopping",
+    stopping=returned_by(
+        "EvidenceStop.judge", "log_e_value", "or `draws.stopping` of a run with `stop=`"
+    ),
+    ax=AXES,
 )
 def stopping(stopping: Stopping, *, ax: Axes | None = None) -> Axes:
     """Plot the evidence of a stopping rule at each look, and the evidence that it needs to stop.

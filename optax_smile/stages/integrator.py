@@ -24,7 +24,8 @@ class Scheme(NamedTuple):
 
     Attributes:
         kicks: lengths of the kicks, one more than drifts, sum 1.
-        drifts: lengths of the drifts, sum 1. Each takes one gradient.
+        drifts: lengths of the drifts, sum 1. Each takes one gradient. At most two: whether it is
+            one or two is read from the state, see `gradients_per_step`.
     """
 
     kicks: tuple[float, ...]
