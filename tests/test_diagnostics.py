@@ -154,7 +154,7 @@ def test_disagreement_counts_classes_and_measures_numbers():
     for means in averages, draws:
         expected = [[0, 0.25, 0.75], [0.25, 0, 0.75], [0.75, 0.75, 0]]
         np.testing.assert_allclose(diagnostics.disagreement(means), expected)
-    with pytest.raises(ValueError, match="`disagreement.*a number >= 0"):
+    with pytest.raises(ValueError, match="`disagreement.*which sum to 1"):
         diagnostics.disagreement(np.log(averages))
     numbers = np.array([0.0, 3.0])[:, None, None] + np.array([-1.0, 1.0])[:, None] + np.zeros(5)
     np.testing.assert_allclose(diagnostics.disagreement(numbers, classes=False), [[0, 3], [3, 0]])

@@ -16,7 +16,6 @@ from optax_smile import _check, _trace, _tree
 from optax_smile.draws._checks import PREDICTION, Posterior, log_density_of
 from optax_smile.draws.prediction import Prediction
 from optax_smile.draws.snapshots import Snapshots, StoredSnapshots
-from optax_smile.metrics._checks import Probabilities
 
 EssMethod = Literal["bulk", "tail", "mean"]
 # ArviZ needs four draws of a chain; within a chain, its halves are the chains.
@@ -228,7 +227,11 @@ def disagreement(mean: ArrayLike, *, classes: bool = True) -> np.ndarray:
     axes = axes if classes else "[chain, draw, input, ...]"
     values = _check.Array(axes)("disagreement", "mean", mean)
     if classes:
-        Probabilities()("disagreement", "mean", values.reshape(-1, values.shape[-1]))
+        sums = values.sum(axis=-1)
+        if not np.allclose(sums, 1, atol=1e-3):
+            got = f"sums from {sums.min():.3g} to {sums.max():.3g}"
+            advice = "For numbers, pass `classes=False`."
+            _check.fail("disagreement", "mean", "class probabilities, which sum to 1", got, advice)
         top = (values.mean(axis=1) if values.ndim == 4 else values).argmax(axis=-1)
         return (top[:, None] != top).mean(axis=-1)
     centre = values.mean(axis=1).reshape(len(values), -1)
