@@ -125,13 +125,12 @@ def sample(
             (the new ones are ignored). Other arguments may differ. A larger `num_draws` extends a
             finished run. Otherwise the stored draws of a finished run are returned, with a warning.
             False: the directory must not hold a run.
-        check: at the start, warn if the loss looks like a sum, if `num_data` does not fit the
-            examples, or tokens, of the batches, if batches differ in size (a mean loss then weights
-            their examples unequally), or if the loss must rise far above that of the start. At the
-            end, warn if gradients were not finite, or if a clip before the sampler shortened them.
-            The test of a rise computes 32 losses per chain if there are more than
-            2 * num_data / temperature parameters; the others, a few. `optax_smile.check` makes
-            these tests for your own loop.
+        check: warn if the loss looks like a sum, if `num_data` does not fit the examples, or
+            tokens, of the batches, if batches differ in size (a mean loss then weights their
+            examples unequally), or if the loss must rise far above that of the start. At the end,
+            warn if gradients were not finite, or if a clip before the sampler shortened them. This
+            costs a few forward passes. With more than 2 * num_data / temperature parameters, the
+            test of the rise needs 32 more. See `optax_smile.check` for your own loop.
         checkpoint_minutes: minutes between checkpoints, >= 0. A checkpoint is always written at the
             start and at the end.
         dtype: precision of the draws on disk: `"float16"`, `"float32"` or `"float64"`; None: that
@@ -165,11 +164,9 @@ def sample(
             - `batches`: an empty batch in a list, or no batches left before the first draw.
             - `sampler`: several samplers in it; a transformation before it that changes gradients
               (a clip of their norm is allowed); updates that are changed after it.
-            - `num_draws`: all steps to store have `is_draw` False.
-            - `mesh`: invalid.
-            - `stop`: combined with `observe`, or not fit for the model.
-            - `directory`: in use, not writable, or with another run, or with checkpoints whose
-              format is that of another version.
+            - `num_draws`: `is_draw` is False at all steps that would be stored.
+            - `mesh`: invalid. `stop`: combined with `observe`, or does not fit the model.
+            - `directory`: in use, not writable, of another run, or of another version's format.
         OSError: a draw or a checkpoint could not be written, such as on a full disk. The message
             names the file; earlier draws can be loaded.
         KeyboardInterrupt: interrupted before the first draw, or by a second Ctrl-C.

@@ -249,23 +249,23 @@ def summary(
 
     - copies: chains have equal draws or use equal random numbers.
     - altered: something changed the updates before they reached the parameters.
-    - not finite: the gradients or losses of all chains are not finite.
-    - diverged: a chain has non-finite gradients or very large parameters, or predicts far worse
-      than the other chains or than its own first draws.
+    - not finite: more than 1 % of the gradients or losses of all chains are not finite.
+    - diverged: the same, but only of some chains; very large parameters; or predictions far worse
+      than those of other chains, or than those of the first draws.
     - frozen: a chain hardly moves.
     - still on its way: the energy of a chain is still decreasing.
     - not settled: the predictions of a chain drift; without a prediction, its weights.
-    - slow*: a chain has few independent draws.
-    - different modes*: groups of chains predict differently at many inputs.
-    - chains differ*: R-hat across chains is high at many inputs, without such groups.
+    - slow: a chain has few independent draws.
+    - different modes: groups of chains predict differently at many inputs.
+    - chains differ: there are no such groups, but R-hat across chains is high at many inputs.
     - worse than the start: the loss is far above that of the start.
-    - rejected steps: many more steps are rejected than expected.
+    - rejected steps: many more steps are rejected than `reject_quantile` implies.
     - step size: a tuner still changes the step size.
 
-    The checks with a star need a `prediction`, and the comparison of predictions in "diverged" does
-    so too. Without a prediction, R-hats are those of weights, which may differ although the
-    predictions agree. The attribute `checks` of the result lists every check that could be made,
-    with its numbers and its bound.
+    Without a `prediction`, there are no checks "slow", "different modes" and "chains differ", and
+    "diverged" compares no predictions. R-hats are then those of weights, which may differ although
+    the predictions agree. The attribute `checks` of the result lists every check that could be
+    made, with its numbers and its bound.
 
     Args:
         snapshots: result of `sample`, `load_snapshots` or `Snapshots.from_draws`. For weights

@@ -56,10 +56,9 @@ def smile(
             other arguments, the return value and the errors see `psmile`.
 
     Cost: one gradient per call. State: one array of the size of the parameters, and a random
-    projection ("sketch") of the last gradient. For a leaf of at most 1,024 entries, the sketch is
-    twice as large as the leaf. For larger leaves the share falls, to about 1.6 % of a leaf of
-    16,384 or more entries. `"minimal_norm"` and `track_params` each add one array of the size of
-    the parameters.
+    projection ("sketch") of the last gradient. The sketch is twice as large as a leaf of at most
+    1,024 entries, and about 1.6 % as large as a leaf of 16,384 or more. `"minimal_norm"` and
+    `track_params` each add one array of the size of the parameters.
 
     Example:
         >>> import jax, jax.numpy as jnp, optax, optax_smile
@@ -137,11 +136,10 @@ def psmile(
         prior_mean: mean of that prior, in the same form, or `"start"`: the initial parameters of
             the chain, which the state then stores. See `optax_smile.local`.
         log_prior: differentiable function `log_prior(params)` that returns the log density of
-            another prior, a scalar in nats, up to a constant. It replaces the Gaussian, so pass
+            another prior, a scalar, up to a constant. It replaces the Gaussian, so pass
             `prior_precision=0` as well. If `update` gets the loss, it rejects steps to points where
             `log_prior` is -inf. This distorts the draws near such a boundary: transform bounded
-            parameters. With `optax.inject_hyperparams`, list `log_prior` and `prior_precision` in
-            `static_args`.
+            parameters. With `optax.inject_hyperparams`, list both in `static_args`.
         temperature: of the posterior, > 0; 1 is the Bayesian posterior. `"auto"`:
             min(1, 2 * excess * num_data / d), where d is the number of parameters. If the loss is
             quadratic, the expected mean loss of a draw is then at most `excess` above the mean loss
@@ -150,8 +148,7 @@ def psmile(
             `optax_smile.select` chooses it by validation data. With `optax.partition` or
             `optax.masked` pass a number: `"auto"` would count only the parameters that this sampler
             receives.
-        excess: increase of the mean loss that `temperature="auto"` allows, in nats per example,
-            > 0.
+        excess: increase of the mean loss allowed by `temperature="auto"`, nats per example, > 0.
         integrator: `"leapfrog"`: one call of `update` per step. `"minimal_norm"`: the integrator of
             the paper, two calls per step.
         tuner: rule for the step size. None: `step_size` stays as given, or `angle_tuner()` chooses
@@ -190,8 +187,8 @@ def psmile(
     Returns:
         An Optax transformation. In an `optax.chain` it must be the last. Pass the mean loss of the
         batch to `update(grads, state, params, value=loss)`, as `value` or as `loss`, to get
-        `energy_change` in `stats`. Only `quantile_tuner` and `reject_quantile` need it. If it is
-        missing, they warn.
+        `energy_change` in `stats`. Only `quantile_tuner` and `reject_quantile` need it; without it,
+        they warn.
 
         The float32 and float64 arrays of a tree are sampled; leaves that are not floating-point
         arrays do not change. An array whose gradient is None in every call does not move. Its
