@@ -111,7 +111,7 @@ def recorded(
     detect whether the loop adds the updates unchanged, and `draws()` warns of this.
 
     Args:
-        sampler: sampler, alone, last in an `optax.chain`, or wrapped as by `optax.MultiSteps`.
+        sampler: sampler, alone, last in an `optax.chain`, or in a wrapper like `optax.MultiSteps`.
         num_warmup: steps without draws, >= 0. The first draw is step num_warmup + thin.
         thin: steps between two draws, >= 1.
         directory: new folder for the draws. `load_snapshots` can read it while the loop runs. If a
@@ -125,11 +125,11 @@ def recorded(
     Raises:
         ValueError: an argument is out of range. From `init`: the transformation has no sampler, or
             `init` is called inside `shard_map` (use `sample` with a mesh). From `draws()`: the
-            folder holds draws of another fit. The loop itself then fails with an error of JAX.
+            folder holds draws of another fit. In the loop, JAX raises a `JaxRuntimeError` instead.
 
     Cost: one copy of the parameters to the host per draw. Each step takes about .01 ms more inside
-    `scan`, and about 1.5 ms more (on a CPU) if Python calls a compiled function for each step: JAX
-    starts programs with callbacks in Python. In such a loop, store `last_accepted` instead.
+    `scan`, and about 1.5 ms more (on a CPU) if Python calls a compiled function for each step,
+    since JAX starts programs with callbacks in Python. Store `last_accepted` in such a loop.
 
     Example:
         >>> import jax, jax.numpy as jnp, optax, optax_smile

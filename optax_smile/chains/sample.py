@@ -82,9 +82,9 @@ def sample(
             `(loss, new_aux)`. If `stochastic` is True, it also receives `key=`.
         params: initial parameters of all chains, each leaf `[chain, ...]`, as `warmstart` returns
             them.
-        batches: iterable of batches. When it is exhausted, `sample` iterates over it again. This
-            is impossible for a generator: the run then ends early. Each new batch shape causes a
-            compilation. In a multi-process run, every process gets the same batches.
+        batches: iterable of batches. When it is exhausted, `sample` iterates over it again. A
+            generator cannot be restarted: when it is exhausted, the run ends. Each new batch shape
+            causes a compilation. In a multi-process run, every process gets the same batches.
         sampler: a sampler of this library, alone or last in an `optax.chain`. For comparison, it
             may be any Optax optimizer. `sample` then stores its iterates instead of draws, and one
             step is one gradient. Iterates are not posterior draws. `sample` warns of this, the
@@ -96,7 +96,7 @@ def sample(
             num_warmup + thin.
         num_draws: draws to store per chain, >= 1. Steps with `stats(state).is_draw` False are not
             stored: the exploration of `cyclical_sgld`, and the burn-in of `scale_adapted_sghmc`.
-            There are then fewer draws, with a warning.
+            The result then has fewer draws, with a warning.
         thin: steps between draws, >= 1.
         key: JAX key or seed. The sampler and the loss of each chain get their own keys.
         aux: auxiliary state of the model, such as running means of BatchNorm, each leaf
@@ -120,17 +120,18 @@ def sample(
         resume: True: if the directory holds a run, continue it from its newest checkpoint. These
             must be unchanged: sampler, key, shapes, `dtype`, `num_warmup`, `thin`, `batch_per`,
             `stochastic` and `per_chain`. If `batches` is a list or tuple, it must have the same
-            examples, in any order. A rule `stop` must be that of the run. There is a warning if the
-            loss at the start or a function such as `log_prior` has changed, or if `params` differ
-            (the new ones are ignored). Other arguments may differ. A larger `num_draws` extends a
+            examples, in any order. `stop` must be unchanged or None. There is a warning if the loss
+            at the start or a function such as `log_prior` has changed, or if `params` differ (the
+            new ones are ignored). Other arguments may differ. A larger `num_draws` extends a
             finished run. Otherwise the stored draws of a finished run are returned, with a warning.
             False: the directory must not hold a run.
         check: warn if the loss looks like a sum, if `num_data` does not fit the examples, or
             tokens, of the batches, if batches differ in size (a mean loss then weights their
-            examples unequally), or if the loss must rise far above that of the start. At the end,
-            warn if gradients were not finite, or if a clip before the sampler shortened them. This
-            costs a few forward passes. With more than 2 * num_data / temperature parameters, the
-            test of the rise needs 32 more. See `optax_smile.check` for your own loop.
+            examples unequally), or if the loss of the draws must be far above that of the start. At
+            the end, warn if gradients were not finite, or if a clip before the sampler shortened
+            them. This costs a few forward passes. With more than 2 * num_data / temperature
+            parameters, the test of the loss of the draws costs 32 more. See `optax_smile.check` for
+            your own loop.
         checkpoint_minutes: minutes between checkpoints, >= 0. A checkpoint is always written at the
             start and at the end.
         dtype: precision of the draws on disk: `"float16"`, `"float32"` or `"float64"`; None: that
@@ -145,9 +146,8 @@ def sample(
             losses. `sample` stores these instead of the draws.
         stop: an `EvidenceStop`. It ends the run before `num_draws` when held-out data give enough
             evidence, for example that the draws predict better than the start. The attribute
-            `stopping` of the draws says why. To resume, pass the same rule and data, which are
-            applied to the stored draws again, or None to continue without a rule. A run that began
-            without a rule cannot get one.
+            `stopping` of the draws says why. To resume, pass the same rule and data (the rule is
+            applied to the stored draws again), or None to continue without a rule.
 
     Returns:
         `Snapshots` with `params` `[chain, draw, ...]` and statistics every `thin` steps; with a
@@ -161,7 +161,7 @@ def sample(
 
             - `loss_fn`: not a scalar, or the loss or its gradients are not finite at the start.
             - `params`: leading axes that disagree, or identical chains that would stay identical.
-            - `batches`: an empty batch in a list, or no batches left before the first draw.
+            - `batches`: an empty batch in a list, or the batches run out before the first draw.
             - `sampler`: several samplers in it; a transformation before it that changes gradients
               (a clip of their norm is allowed); updates that are changed after it.
             - `num_draws`: `is_draw` is False at all steps that would be stored.
@@ -169,7 +169,7 @@ def sample(
             - `directory`: in use, not writable, of another run, or of another version's format.
         OSError: a draw or a checkpoint could not be written, such as on a full disk. The message
             names the file; earlier draws can be loaded.
-        KeyboardInterrupt: interrupted before the first draw, or by a second Ctrl-C.
+        KeyboardInterrupt: the run was interrupted before the first draw, or by a second Ctrl-C.
 
     Cost: one gradient per chain and step, two with `"minimal_norm"`. Without a `directory`, the
     draws take host memory. With `specs`, every device that holds a part of a chain gathers the

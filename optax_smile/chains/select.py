@@ -250,12 +250,12 @@ def select(
     """Run several samplers or optimizers, and keep the one that predicts validation data best.
 
     All candidates start from the same parameters with the same key, and run in rounds. Each round
-    ends at about twice as many steps as the one before. The score of a candidate is the LPPD of the
-    validation data, for the average over at most 16 draws of each chain in the last half of the
-    steps so far. From the scores of two rounds, `select` projects the LPPD to the end of the run,
-    as if every doubling of the steps gained as much as the last one. The projected LPPD ranks the
-    candidates; it does not predict the final LPPD. From the second round on, each round drops the
-    worse half of the candidates (successive halving).
+    ends at about twice as many steps as the one before. The score of a candidate is the log
+    pointwise predictive density (LPPD) of the validation data, predicted by the average over at
+    most 16 draws of each chain in the last half of the steps so far. From the scores of two rounds,
+    `select` projects the LPPD to the end of the run, as if every doubling of the steps gained as
+    much as the last one. The projected LPPD ranks the candidates; it does not predict the final
+    LPPD. Each round but the first drops the worse half of the candidates (successive halving).
 
     The last round compares two candidates. If their projected LPPDs differ by more than one
     standard error, `select` chooses the better one. Otherwise it chooses by these criteria, in this

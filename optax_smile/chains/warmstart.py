@@ -132,9 +132,8 @@ def warmstart(
     Returns:
         Parameters of all members, each leaf `[member, ...]`: for each member the weights with the
         smallest validation loss, or without `validation` the last ones. With `aux`:
-        `{"params": ..., "aux": ...}`. After Ctrl-C, the training ends with the current epoch, and
-        `warmstart` warns and returns the members so far. Without a directory, the same is true
-        after SIGTERM.
+        `{"params": ..., "aux": ...}`. After Ctrl-C (or SIGTERM, if there is no directory), the
+        training ends with the current epoch. `warmstart` warns and returns the members so far.
 
     Raises:
         ValueError: an argument is out of range, the loss is not a scalar, there are no batches, the

@@ -262,10 +262,9 @@ def summary(
     - rejected steps: many more steps are rejected than `reject_quantile` implies.
     - step size: a tuner still changes the step size.
 
-    Without a `prediction`, there are no checks "slow", "different modes" and "chains differ", and
+    Without a `prediction`, "slow", "different modes" and "chains differ" are not checked, and
     "diverged" compares no predictions. R-hats are then those of weights, which may differ although
-    the predictions agree. The attribute `checks` of the result lists every check that could be
-    made, with its numbers and its bound.
+    the predictions agree. The attribute `checks` of the result lists all checks that were possible.
 
     Args:
         snapshots: result of `sample`, `load_snapshots` or `Snapshots.from_draws`. For weights

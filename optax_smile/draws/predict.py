@@ -52,7 +52,7 @@ def predict(
     """Average the predictions of all snapshots (Bayesian model average).
 
     The predictive density p is the average of the densities p_s of the S snapshots,
-    p(y | x) = sum_s p_s(y | x) / S. Its uncertainty, `total`, is the sum of two parts:
+    p(y | x) = sum_s p_s(y | x) / S. Its uncertainty is `total`, `aleatoric` plus `epistemic`:
 
     - For class probabilities, `total` is the entropy of p. `aleatoric` is the average entropy of
       the p_s. `epistemic` is the mutual information of target and parameters.
@@ -62,7 +62,7 @@ def predict(
     Args:
         apply_fn: `apply_fn(params, inputs)` returns the outputs of one model for the inputs.
         snapshots: parameter trees: the result of `sample`, `Snapshots.from_members(members)` for a
-            deep ensemble, or any other iterable, such as a generator. It is read once.
+            deep ensemble, or another iterable, such as a generator. It is iterated over once.
         inputs: argument of `apply_fn`, finite arrays `[input, ...]`. They stay on the device during
             the call.
         likelihood: how to interpret the outputs and the targets:
@@ -71,8 +71,8 @@ def predict(
             - `"bernoulli"`: logits `[input, ...]`, targets 0 or 1 of the same shape.
             - `"gaussian"`: a pair of mean `[input, ...]` and log standard deviation; targets of the
               shape of the mean. The log standard deviation is a scalar, such as a sampled
-              parameter, or an array with the same number of axes as the mean. Each of its axes is
-              as long as that of the mean, or has length 1.
+              parameter, or an array with the same number of axes as the mean. Each of its axes has
+              the length of that axis of the mean, or length 1.
             - `"tokens"`: logits `[input, token, class]`, labels `[input, token]`, -1 for padding.
             - your own `Likelihood`.
         targets: observed values, `[input, ...]`.
@@ -98,8 +98,8 @@ def predict(
             and draw); the likelihood does not fit the outputs, or the targets do not fit the
             likelihood.
 
-    Cost: one forward pass per snapshot. The parameters are first copied to the host.
-    Memory per device: the outputs of one snapshot, and three times the size of the average. With
+    Cost: one forward pass per snapshot. The parameters are first copied to the host. Memory per
+    device: the outputs of one snapshot, and three times the size of the average. With
     `per="chain"`: three times the size of the averages of all chains on the device.
 
     Example:

@@ -98,11 +98,11 @@ def psmile(
     key: jax.Array | int | None = None,
     track_params: bool = False,
 ) -> Preconditioner:
-    """Sample like `smile`, in coordinates in which all gradient entries are about equally large.
+    """Sample like `smile`, in scaled coordinates whose gradient entries are about equally large.
 
-    If the gradient noise differs between directions, the draws of `smile` are too wide where it is
-    strong. A chain also mixes slowly if the posterior is much narrower in some directions than in
-    others. So `psmile` divides gradients and displacements by a scale s, one number per parameter:
+    If the gradient noise is stronger in some directions, the draws of `smile` are too wide there. A
+    chain also mixes slowly if the posterior is much narrower in some directions than in others. So
+    `psmile` divides gradients and displacements by a scale s, one number per parameter:
     theta <- theta + eps u / s. The step size eps, the direction u and the energy U are those of
     `smile`. The scale is
 
@@ -113,8 +113,8 @@ def psmile(
     the s of one window in the next window, which is 1.5 times as long. Within a window s is
     constant, so it does not bias the posterior. The first window has 64 steps. It begins when the
     energy has stopped decreasing: `stats(state).descent` <= 3, where `descent` is the recent
-    decrease, in standard deviations of what a converged chain loses by chance. Until the first
-    window ends, s = 1. If `descent` exceeds 3 later, s is reset to 1 and the windows start again.
+    decrease, in standard deviations of the decrease of a converged chain. Until the first window
+    ends, s = 1. If `descent` exceeds 3 later, s is reset to 1 and the windows start again.
 
     The sampler also adds isotropic noise of its own, the explicit noise (see
     `decoherence_length`). It reduces the bias that remains because the gradient noise is not
@@ -139,7 +139,7 @@ def psmile(
             another prior, a scalar, up to a constant. It replaces the Gaussian, so pass
             `prior_precision=0` as well. If `update` gets the loss, it rejects steps to points where
             `log_prior` is -inf. This distorts the draws near such a boundary: transform bounded
-            parameters. With `optax.inject_hyperparams`, list both in `static_args`.
+            parameters. With `optax.inject_hyperparams`, list both arguments in `static_args`.
         temperature: of the posterior, > 0; 1 is the Bayesian posterior. `"auto"`:
             min(1, 2 * excess * num_data / d), where d is the number of parameters. If the loss is
             quadratic, the expected mean loss of a draw is then at most `excess` above the mean loss
@@ -159,8 +159,8 @@ def psmile(
             fit. The chain then returns to the start of the step. None: only steps with non-finite
             numbers are rejected.
         decoherence_length: distance over which the explicit noise turns u into a new direction.
-            With noise, u is random at the start and after each rejected step. Without noise, it
-            then points down the gradient.
+            With noise, u is random at the start and after each rejected step. Without noise, u
+            then has the direction of the negative gradient.
 
             - A number > 0: over this distance, the noise alone reduces the mean cosine between u
               and its earlier value to 1 / e.
@@ -171,9 +171,9 @@ def psmile(
               is the temperature. At T = 1 this halves, to first order, the bias that unequal
               gradient noise causes in the posterior of a network.
             - `"turning"`: the distance 1 / R, where R is the angle in radians by which the
-              gradients turn u per unit length. It mixes faster than `"matched"` if gradients have
-              little noise and the posterior is about equally wide in all directions, such as with a
-              strong prior around trained weights. Otherwise it mixes more slowly.
+              gradients turn u per unit length. The chain mixes faster than with `"matched"` if
+              gradients have little noise and the posterior is about equally wide in all directions,
+              such as with a strong prior around trained weights. Otherwise it mixes more slowly.
             - None: no explicit noise, as in the paper.
         key: JAX key or seed. Required unless `decoherence_length` is None. To give chains under
             `vmap` different keys, use `optax_smile.parallel.init(sampler, params, key=key)`.
@@ -193,9 +193,8 @@ def psmile(
         The float32 and float64 arrays of a tree are sampled; leaves that are not floating-point
         arrays do not change. An array whose gradient is None in every call does not move. Its
         update is None, and it is not counted in d. Arrays whose gradient is zero are sampled: the
-        prior and the noise move them.
-        Exclude them with `optax.partition` or `optax.masked`. `log_prior` receives only the sampled
-        leaves.
+        prior and the noise move them. Exclude them with `optax.partition` or `optax.masked`.
+        `log_prior` receives only the sampled leaves.
 
         Outside of `jax.jit`, `update` compiles itself. It donates no buffers: during a call the old
         and the new state are both in memory.
@@ -222,9 +221,9 @@ def psmile(
         >>> state = tx.init({"w": jnp.zeros((2, 3)), "b": jnp.zeros(3)})
 
     Source: Sommer et al., ICML 2026, section 3.2 and algorithm 1. Differences from the paper: those
-    of `smile`; the rule for the scale is ours. The paper uses the variance of the gradient
-    about a moving mean (`published.psmile`). If there is little noise, the scale of the paper
-    changes with the gradient while the chain moves. The chain then no longer samples the posterior.
+    of `smile`; the rule for the scale is ours. The paper uses the variance of the gradient about a
+    moving mean (`published.psmile`). If there is little noise, the scale of the paper changes with
+    the gradient while the chain moves. The chain then no longer samples the posterior.
     """
     return MeanSquare(differences=decoherence_length is None)
 
