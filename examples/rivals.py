@@ -37,8 +37,8 @@ def swag_draws(visited: Any, number: int, rank: int, random: np.random.Generator
     Returns:
         Draws, each leaf `[draw, ...]`.
 
-    Source: Maddox et al., NeurIPS 2019. Differs: deviations from the final mean in place of the
-    running one.
+    Source: Maddox et al., NeurIPS 2019. Differences from the paper: deviations from the final mean
+    in place of the running one.
     """
     rank = min(rank, len(jax.tree.leaves(visited)[0]) - 1)
     weights = random.normal(size=(number, rank))

@@ -83,8 +83,8 @@ def fit_temperature(
         >>> round(fit_temperature([[0.8, 0.2], [0.8, 0.2], [0.2, 0.8]], [0, 1, 1]), 2)
         2.0
 
-    Source: Guo et al. 2017, who temper the logits of one network. Differs: tempers the average over
-    draws, as Rahaman and Thiery 2021 recommend ("pool, then calibrate").
+    Source: Guo et al. 2017, who temper the logits of one network. Differences from the paper: it
+    tempers the average over draws, as Rahaman and Thiery 2021 recommend ("pool, then calibrate").
     """
     where = "fit_temperature"
     probabilities, labels = np.asarray(probabilities), np.asarray(labels)

@@ -10,8 +10,8 @@ of the paper, which has no absolute bounds.
 Compute both gradients of a step on the same batch: `sample(..., batch_per="step")`.
 
 Source: Sommer et al., Stochastic microcanonical Langevin ensembles, ICML 2026, section 3 and
-appendix. Differs: in the sign of e and the treatment of rejected points, see `optax_smile.smile`,
-and in the initial averages.
+appendix. Differences from the paper: the sign of e and the treatment of rejected points, see
+`optax_smile.smile`, and the initial averages.
 """
 
 from __future__ import annotations

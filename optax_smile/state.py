@@ -143,8 +143,8 @@ class Stats(NamedTuple):
             from them, in standard deviations of what a converged chain loses by chance; NaN for
             samplers that do not measure it.
         fall: mean energy of the previous window of calls minus that of the current one, which is
-            twice as long, from the losses, nats. 0 in the first 384 calls and without `value`, NaN
-            for samplers that do not measure it.
+            twice as long, from the losses, nats. 0 before the accepted call 383 and without
+            `value`, NaN for samplers that do not measure it.
         on_its_way: True while the chain still falls towards the posterior: `descent` is more than
             3, or `fall` is more than sqrt(d / 2) and the noise of the batches explain. These points
             are not yet draws.

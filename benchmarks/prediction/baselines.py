@@ -63,7 +63,7 @@ def fge(run: Run, options: Mapping[str, Any]) -> optax_smile.Snapshots:
     Options: the highest `learning_rate` and `weight_decay`. The rate falls linearly to a tenth
     within the first half of `thin` steps and rises again; weights are kept in the middle.
 
-    Source: Garipov et al., NeurIPS 2018. Differs: AdamW in place of SGD.
+    Source: Garipov et al., NeurIPS 2018. Differences from the paper: AdamW in place of SGD.
     """
     chosen, thin = _chosen("fge", options), run.settings.thin
     offset = thin - (run.settings.num_warmup + thin // 2) % thin  # draws are in the middle
@@ -84,8 +84,8 @@ def swag(run: Run, options: Mapping[str, Any]) -> optax_smile.Snapshots:
 
     Options: `learning_rate` and `weight_decay` of `optax.adamw`, and `rank`.
 
-    Source: Maddox et al., NeurIPS 2019. Differs: AdamW in place of SGD, deviations from the final
-    mean in place of the running one.
+    Source: Maddox et al., NeurIPS 2019. Differences from the paper: AdamW in place of SGD,
+    deviations from the final mean in place of the running one.
     """
     chosen = _chosen("swag", options)
     visited = _train_on(run, chosen["learning_rate"], chosen["weight_decay"])

@@ -4,7 +4,7 @@ Recipes and constants are those of the small images. Lengths in pixels stay what
 pixels, except where the recipe itself goes by the size of the image: zoom, pixelate, elastic.
 
 Source: Hendrycks & Dietterich (2019), Benchmarking neural network robustness to common corruptions
-and perturbations. Differs, because the originals need photographs, ImageMagick or OpenCV:
+and perturbations. Differences from the paper, whose code needs photographs, ImageMagick or OpenCV:
 
 - frost: a texture of crystals that is computed stands in for six photographs;
 - motion blur, snow: a line of whole-pixel steps, weighted by half a Gaussian, edges repeated;

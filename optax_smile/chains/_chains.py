@@ -31,7 +31,7 @@ Shapes: TypeAlias = tuple[tuple[int, ...], ...]
 
 
 class Setup(NamedTuple):
-    """Arguments of `sample`, except for its end and what watches it."""
+    """Arguments of `sample`, except `num_draws`, `progress` and `callback`."""
 
     loss_fn: Callable[..., Output]
     params: optax.Params

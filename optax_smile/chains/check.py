@@ -97,41 +97,41 @@ def check(
     aux: Tree = None,
     stochastic: bool = False,
 ) -> CheckReport:
-    """Look for mistakes that make draws wrong, for your own training loop.
+    """Test the parts of your own training loop for mistakes that make draws wrong.
 
     Call it once, before the loop. It makes at least eight updates of its own, and changes none of
-    its arguments. `sample` makes the same tests itself.
+    its arguments. You do not need it for `sample`, which makes such tests itself.
 
     | test | what it looks for |
     |---|---|
     | mean loss | a loss that is a sum over the examples |
-    | num_data | the sampler's `num_data` against a batch, the batches, and `num_data` here |
+    | num_data | a `num_data` of the sampler that does not fit the batches or `num_data` here |
     | batch sizes | batches of different sizes, which weight their examples unequally |
     | empty batches | batches without examples |
     | non-finite gradients | losses or gradients that are not finite |
     | before the sampler | changes of the gradients: only a clip by the global norm is allowed |
     | clipped gradients | how often this clip acts |
     | after the sampler | changes of the updates: none is allowed |
-    | start | too few data for the parameters, so that the loss must rise above that of the start |
+    | start | draws whose loss must be far above that of the start, since there are too few data |
     | random numbers | chains that share a key, or are identical |
 
     Args:
-        loss_fn: mean loss `loss_fn(params, batch)` of one chain, a scalar without the prior. With
-            `aux` it is called with `aux=` and returns `(loss, new_aux)`; if `stochastic` it gets
-            `key=`.
+        loss_fn: scalar mean loss `loss_fn(params, batch)` of one chain. It must not include the
+            prior. If `aux` is given, `loss_fn` also receives `aux=` and returns `(loss, new_aux)`.
+            If `stochastic` is True, it receives `key=`.
         params: initial parameters of the loop.
-        batch: a list or another iterable of batches, of which it reads at most 256; or one batch:
-            an array, a tuple or a dict of arrays. The more, the better. `num_data` is compared with
-            the number of examples only for a list of at most 256 batches, and not if it counts
-            tokens: if it is near the number of entries of an integer array `[example, position]`
-            over all batches.
+        batch: one batch (an array, a tuple or a dict of arrays), or a list or another iterable of
+            batches, of which `check` reads at most 256. More batches make the tests more reliable.
+            For a list of at most 256 batches, the `num_data` of the sampler must be within a factor
+            of 10 of the number of examples in it, or within a factor of 4 of the number of tokens
+            (entries of an integer array `[example, position]`).
         sampler: the complete transformation of the loop, such as an `optax.chain`.
         num_data: number of terms that the mean loss averages over the whole data set, examples or
-            tokens, >= 1, to compare with that of the sampler.
-        state: state of the loop before the first step, for vmapped chains: then each leaf of it, of
-            `params` and of `aux` has a leading chain axis.
+            tokens, >= 1. The `num_data` of the sampler must be equal to it. None: not compared.
+        state: what `init` returned, if the loop runs several chains under `vmap`. Each leaf of
+            `state`, `params` and `aux` then has a leading chain axis. None: one chain.
         aux: auxiliary state of the model.
-        stochastic: whether the loss draws random numbers.
+        stochastic: whether the loss is random, as with dropout.
 
     Returns:
         A `CheckReport`: print it, or use its `findings`, each a `diagnostics.Check`.
@@ -140,7 +140,8 @@ def check(
         ValueError: an argument out of range, a loss that is not a scalar, no batch, or a
             transformation without a sampler.
 
-    Cost: two losses and a gradient per batch, at least eight gradients; compiling two programs.
+    Cost: one gradient per batch, at least eight; five losses, 37 if there are more than
+    2 * num_data / temperature parameters; compiling a few programs.
 
     Example:
         >>> import jax.numpy as jnp, optax, optax_smile

@@ -74,78 +74,80 @@ def sample(
     observe: Callable[[Tree], Tree] | None = None,
     stop: EvidenceStop | None = None,
 ) -> Snapshots | StoredSnapshots:
-    """Run many chains, and keep the current draw of each every `thin` steps after a warm-up.
+    """Run many chains. After a warm-up, store the current draw of each every `thin` steps.
 
     Args:
-        loss_fn: mean loss `loss_fn(params, batch)`, a scalar without the prior. If `aux` is given,
-            it is called as `loss_fn(params, batch, aux=aux)` and returns `(loss, new_aux)`. If
-            `stochastic` is True, it also receives `key=`.
+        loss_fn: scalar mean loss `loss_fn(params, batch)`. It must not include the prior. If `aux`
+            is given, `sample` calls it as `loss_fn(params, batch, aux=aux)`, and it returns
+            `(loss, new_aux)`. If `stochastic` is True, it also receives `key=`.
         params: initial parameters of all chains, each leaf `[chain, ...]`, as `warmstart` returns
             them.
-        batches: iterable of batches, restarted when exhausted. Batches of equal shape compile only
-            once. In a multi-process run, every process gets the same batches.
+        batches: iterable of batches. When it is exhausted, `sample` iterates over it again. A
+            generator cannot be restarted: when it is exhausted, the run ends. Each new batch shape
+            causes a compilation. In a multi-process run, every process gets the same batches.
         sampler: a sampler of this library, alone or last in an `optax.chain`. For comparison, it
-            may be any Optax optimizer. Its iterates then take the place of the draws; one step is
-            one gradient. They are checkpoints, not posterior draws: a warning says so, the settings
-            of the draws have `"is_posterior": False`, and `diagnostics.summary` and `local` refuse
-            them.
+            may be any Optax optimizer. `sample` then stores its iterates instead of draws, and one
+            step is one gradient. Iterates are not posterior draws. `sample` warns of this, the
+            settings of the result have `"is_posterior": False`, and `diagnostics.summary` and
+            `local` refuse the result.
             An optimizer gets `value`, `grad` and `value_fn` if it takes them. Its steps to
             non-finite parameters are skipped and counted in `num_nonfinite`, with a warning.
         num_warmup: steps of each chain without draws, >= 0. The first draw is step
             num_warmup + thin.
-        num_draws: draws to keep per chain, >= 1. Points at which `is_draw` of `optax_smile.stats`
-            is False are not kept: those of the exploration of `cyclical_sgld` and of the burn-in of
-            `scale_adapted_sghmc`. There are then fewer draws, with a warning.
+        num_draws: draws to store per chain, >= 1. Steps with `stats(state).is_draw` False are not
+            stored: the exploration of `cyclical_sgld`, and the burn-in of `scale_adapted_sghmc`.
+            The result then has fewer draws, with a warning.
         thin: steps between draws, >= 1.
         key: JAX key or seed. The sampler and the loss of each chain get their own keys.
         aux: auxiliary state of the model, such as running means of BatchNorm, each leaf
             `[chain, ...]`. Rejected steps leave it unchanged. Draws are then
             `{"params": ..., "aux": ...}`.
-        stochastic: whether the loss draws random numbers, such as dropout: it gets a new key at
+        stochastic: whether the loss is random, as with dropout. It then receives a new `key=` for
             each gradient.
         per_chain: whether each batch has a leading chain axis; otherwise chains share batches.
-        batch_per: `"gradient"`: each gradient gets its own batch; `"step"`: the two gradients of a
-            step of `"minimal_norm"` share one, as published.
-        steps_per_dispatch: largest number of steps per compiled call, >= 1; a call also ends at
-            each draw. A larger number is faster for small networks, where starting a call takes
-            longer than a step. It is slower for convolutions on a CPU, whose gradients are many
-            times slower inside a compiled loop.
+        batch_per: `"gradient"`: each gradient gets its own batch. `"step"`: with the integrator
+            `"minimal_norm"`, both gradients of a step use the same batch, as in the paper.
+        steps_per_dispatch: largest number of steps per compiled call, >= 1; a call also ends every
+            `thin` steps. A larger number is faster for small networks, where starting a call takes
+            longer than a step. For convolutions on a CPU use 1: their gradients are many times
+            slower inside a compiled loop.
         mesh: devices with an axis `"chain"`, over which chains are spread, and optionally an axis
             `"data"`, over which the examples of a batch are spread; see `parallel`. None: one
             device.
         specs: how the parameters of one chain are sharded, see `parallel.place`.
         directory: directory for draws and checkpoints, written while the chains run. None: keep
             the draws in host memory.
-        resume: whether to resume the run in the directory, if there is one, from its newest
-            checkpoint. These must be unchanged: sampler, key, shapes, `dtype`, `num_warmup`,
-            `thin`, `batch_per`, `stochastic` and `per_chain`. If `batches` is a list or tuple, it
-            must have the same examples, in any order. There is a warning if the loss at the start
-            or a function such as `log_prior` has changed, or if `params` differ (the new ones are
-            ignored). Other arguments may differ. A finished run is extended if `num_draws` is
-            larger; otherwise the stored draws are returned, with a warning. False: the directory
-            must not hold a run.
+        resume: True: if the directory holds a run, continue it from its newest checkpoint. These
+            must be unchanged: sampler, key, shapes, `dtype`, `num_warmup`, `thin`, `batch_per`,
+            `stochastic` and `per_chain`. If `batches` is a list or tuple, it must have the same
+            examples, in any order. `stop` must be unchanged or None. There is a warning if the loss
+            at the start or a function such as `log_prior` has changed, or if `params` differ (the
+            new ones are ignored). Other arguments may differ. A larger `num_draws` extends a
+            finished run. Otherwise the stored draws of a finished run are returned, with a warning.
+            False: the directory must not hold a run.
         check: warn if the loss looks like a sum, if `num_data` does not fit the examples, or
-            tokens, of the batches, or if batches differ in size (a mean loss then weights their
-            examples unequally). At the end, warn if gradients were not finite, or were shortened by
-            a clip before the sampler. This costs a few forward passes, and 33 more if there are
-            more than 2 * num_data parameters. See `optax_smile.check` for your own loop.
+            tokens, of the batches, if batches differ in size (a mean loss then weights their
+            examples unequally), or if the loss of the draws must be far above that of the start. At
+            the end, warn if gradients were not finite, or if a clip before the sampler shortened
+            them. This costs a few forward passes. With more than 2 * num_data / temperature
+            parameters, the test of the loss of the draws costs 32 more. See `optax_smile.check` for
+            your own loop.
         checkpoint_minutes: minutes between checkpoints, >= 0. A checkpoint is always written at the
             start and at the end.
         dtype: precision of the draws on disk: `"float16"`, `"float32"` or `"float64"`; None: that
             of the parameters. Requires a `directory`.
-        progress: show a progress bar with step size, energy change and rejected steps, or with the
-            loss of an optimizer, if tqdm is installed.
+        progress: show a progress bar, if tqdm is installed. It has the step size, the moving mean
+            of |energy change| and the number of rejected steps; for an optimizer, the loss.
         callback: `callback(step, stats)`, called every `thin` steps with a dict of arrays
             `[chain]`: the fields of `optax_smile.stats`, `loss`, and `start_loss`, the loss of the
             first batch at the start. For an optimizer, step size and energies are NaN.
         observe: function `observe(draw)`. It receives the current draw of all chains, arrays
             `[chain, ...]` on the devices, and returns a tree of arrays `[chain, ...]`, such as
-            losses, which are kept in place of the draws.
+            losses. `sample` stores these instead of the draws.
         stop: an `EvidenceStop`. It ends the run before `num_draws` when held-out data give enough
             evidence, for example that the draws predict better than the start. The attribute
-            `stopping` of the draws says why. To resume, pass the same rule
-            and data (the rule is applied to the stored draws again), or None to continue without a
-            rule.
+            `stopping` of the draws says why. To resume, pass the same rule and data (the rule is
+            applied to the stored draws again), or None to continue without a rule.
 
     Returns:
         `Snapshots` with `params` `[chain, draw, ...]` and statistics every `thin` steps; with a
@@ -155,17 +157,19 @@ def sample(
         far. In a multi-process run without a directory, each process returns only its own chains.
 
     Raises:
-        ValueError: an argument is out of range; leading axes disagree; the loss is not a scalar, or
-            it or its gradients are not finite at the start; identical chains would stay identical;
-            there are several samplers; gradients are changed before the sampler (a clip of their
-            norm is allowed), or updates are changed after it; a batch in a list is empty; the mesh
-            is invalid; the batches run out before the first draw, or `is_draw` is False at all
-            points that would be kept (see `num_draws`); `stop` is combined with `observe`, or
-            does not fit the model; the `directory` is in use, cannot be written, or holds another
-            run, or its checkpoints have the format of another version.
+        ValueError: an argument is out of range, or:
+
+            - `loss_fn`: not a scalar, or the loss or its gradients are not finite at the start.
+            - `params`: leading axes that disagree, or identical chains that would stay identical.
+            - `batches`: an empty batch in a list, or the batches run out before the first draw.
+            - `sampler`: several samplers in it; a transformation before it that changes gradients
+              (a clip of their norm is allowed); updates that are changed after it.
+            - `num_draws`: `is_draw` is False at all steps that would be stored.
+            - `mesh`: invalid. `stop`: combined with `observe`, or does not fit the model.
+            - `directory`: in use, not writable, of another run, or of another version's format.
         OSError: a draw or a checkpoint could not be written, such as on a full disk. The message
             names the file; earlier draws can be loaded.
-        KeyboardInterrupt: interrupted before the first draw, or by a second Ctrl-C.
+        KeyboardInterrupt: the run was interrupted before the first draw, or by a second Ctrl-C.
 
     Cost: one gradient per chain and step, two with `"minimal_norm"`. Without a `directory`, the
     draws take host memory. With `specs`, every device that holds a part of a chain gathers the
@@ -295,14 +299,15 @@ class Run:
         return (self.setup.num_warmup - step - 1) % self.setup.thin + 1
 
     def advance(self, num_steps: int, watch: Watch) -> bool:
-        """Run the chains to a number of steps, or until a signal or the stopping rule.
+        """Run the chains to a number of steps, or until a signal or the stopping rule ends the run.
 
         Args:
             num_steps: total number of steps, at a tick.
             watch: `watch(step, stats)`, called after each dispatch; stats at a tick, else None.
 
         Returns:
-            Whether neither a signal nor the stopping rule ended the run.
+            False if a signal or the stopping rule ended this call. True otherwise, also if the
+            batches ran out, or if the rule had ended the run before.
         """
         try:
             if not self.is_begun:

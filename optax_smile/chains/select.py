@@ -50,9 +50,10 @@ class Selection(NamedTuple):
         names: names of all candidates, `[candidate]`.
         num_steps: steps of each chain from the start to the end of each round, `[round]`; each is
             about twice the one before.
-        lppd: log pointwise predictive density of the validation data, nats per input, averaged over
-            16 draws of each chain in the last half of these steps, `[round, candidate]`; NaN for
-            candidates dropped before, -inf if chains or predictions became non-finite.
+        lppd: log pointwise predictive density of the validation data, nats per input, of the
+            average over at most 16 draws of each chain in the last half of these steps,
+            `[round, candidate]`; NaN for candidates dropped before, -inf if chains or predictions
+            became non-finite.
         projected: `lppd` at the end of the run if every doubling of the steps gained as much as the
             last one, `[round, candidate]`. It ranks the candidates. In the first round it is
             `lppd` itself.
@@ -132,7 +133,7 @@ class Part(NamedTuple):
 
     Attributes:
         end: last step of the round.
-        step: step of the last draw.
+        step: step of the last draw; for a finished round, `end`.
         count: number of draws of all chains.
         log_sum: log of the sum over draws of the density of each target; NaN if predictions were
             not finite.
@@ -248,20 +249,20 @@ def select(
 ) -> Selection:
     """Run several samplers or optimizers, and keep the one that predicts validation data best.
 
-    All candidates start from the same parameters with the same key, and run side by side in rounds.
-    Each round ends at about twice as many steps as the one before. From the second round on, each
-    drops the worse half of the candidates (successive halving). A round is scored by the LPPD of
-    the validation data, averaged over 16 draws of each chain in the last half of the steps so far.
-    This LPPD is projected to the end of the run, as if every doubling of the steps gained as much
-    as the last one. The projected LPPD ranks the candidates; it is no forecast of the final one.
-    The last remaining candidate finishes its run; its draws are those of `sample` with that
-    candidate. Together, the dropped candidates take at most `largest_cost` times the steps of the
-    chosen one.
+    All candidates start from the same parameters with the same key, and run in rounds. Each round
+    ends at about twice as many steps as the one before. The score of a candidate is the log
+    pointwise predictive density (LPPD) of the validation data, predicted by the average over at
+    most 16 draws of each chain in the last half of the steps so far. From the scores of two rounds,
+    `select` projects the LPPD to the end of the run, as if every doubling of the steps gained as
+    much as the last one. The projected LPPD ranks the candidates; it does not predict the final
+    LPPD. Each round but the first drops the worse half of the candidates (successive halving).
 
-    After the last round, candidates whose projected LPPD is within one standard error of the best
-    count as equal. Among them, the candidate with the fewest gradients per step wins. If several
-    have equally few, a sampler of the posterior of the model wins (temperature 1, and a prior that
-    is not centred at the start), then the one with the largest projected LPPD.
+    The last round compares two candidates. If their projected LPPDs differ by more than one
+    standard error, `select` chooses the better one. Otherwise it chooses by these criteria, in this
+    order: fewer gradients per step; a sampler of the posterior of the model (temperature 1, and a
+    prior that is not centred at the start); larger projected LPPD. The chosen candidate finishes
+    its run. Its draws are those of `sample` with that candidate. The dropped candidates together
+    take at most about `largest_cost` times the steps of the chosen one.
 
     Rounds are short, so from a bad start they only show which candidate improves fastest. Use a
     warm start, such as that of `warmstart`. A candidate that predicts badly at first and improves
@@ -273,10 +274,10 @@ def select(
     Arguments not listed are those of `sample`.
 
     Args:
-        batches: iterable of batches, restarted when exhausted, see `sample`; not an iterator, which
-            only one candidate could read. If each pass is shuffled, candidates see different
-            orders.
-        candidates: samplers and Optax optimizers by name. `local.network_candidates` makes
+        batches: iterable of batches, see `sample`. It cannot be an iterator, such as a generator,
+            since each candidate iterates over it. If each pass is shuffled, candidates see
+            different orders.
+        candidates: dict of samplers and Optax optimizers by name. `local.network_candidates` makes
             the usual ones for a network.
         apply_fn: `apply_fn(params, inputs)`, for `predict`.
         validation: pair of inputs and targets that no candidate is trained on. Because they select
@@ -286,9 +287,10 @@ def select(
         largest_cost: steps of all dropped candidates together, relative to those of the chosen one,
             in (0, 100]. Larger values make longer rounds.
         directory: directory with a folder per candidate and a file for the rounds. After a kill the
-            same call resumes; `load_snapshots(directory / name)` reads the draws. A selection with
-            other arguments, functions or code of a candidate, or begun under another version of
-            Python, is refused. None: in memory.
+            same call resumes; `load_snapshots(directory / name)` reads the draws. It is an error if
+            the steps of the rounds, the LPPD of the start, or the arguments, functions or code of a
+            candidate have changed (code changes with the version of Python). For the other
+            arguments see `resume` of `sample`. None: in memory.
         progress: show a progress bar over the steps of all candidates, if tqdm is installed.
 
     Returns:

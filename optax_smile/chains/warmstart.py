@@ -94,34 +94,36 @@ def warmstart(
     """Train the members of a deep ensemble in parallel, each with its own early stopping.
 
     Args:
-        loss_fn: mean loss `loss_fn(params, batch)`, a scalar without the prior. If `aux` is given,
-            it is called as `loss_fn(params, batch, aux=aux)` and returns `(loss, new_aux)`. If
-            `stochastic` is True, it also receives `key=`.
+        loss_fn: scalar mean loss `loss_fn(params, batch)` without the prior, as for `sample`. If
+            `aux` is given, `warmstart` calls it as `loss_fn(params, batch, aux=aux)`, and it
+            returns `(loss, new_aux)`. If `stochastic` is True, it also receives `key=`.
         init_fn: `init_fn(key)` returns the initial parameters of a member.
-        batches: iterable of batches, restarted for each epoch. Batches of equal shape compile only
-            once.
+        batches: iterable of batches. `warmstart` iterates over it once per epoch. Each new batch
+            shape causes a compilation.
         optimizer: any Optax optimizer. Its schedules advance with every batch.
         num_members: number of members, >= 1.
         key: JAX key or seed; each member gets its own initial parameters.
         num_epochs: largest number of epochs, >= 1.
-        validation: a batch; after each epoch a member keeps its weights if their loss on this batch
-            is the smallest so far. None: keep the last weights.
-        patience: a member stops after this many epochs without a smaller validation loss, >= 1.
-            Without `validation` it is ignored.
+        validation: a batch. `warmstart` computes the loss of each member on it after each epoch,
+            and returns the weights with the smallest loss. None: it returns the last weights.
+        patience: a member is finished after this many epochs in a row without a smaller validation
+            loss, >= 1. The training ends when all members are finished. Without `validation` it is
+            ignored.
         aux: initial auxiliary state of the model, such as running means of BatchNorm, each leaf
             `[member, ...]`.
-        stochastic: whether the loss draws random numbers, such as dropout: it gets a new key at
-            each step and for each validation.
+        stochastic: whether the loss is random, as with dropout. It then receives a new `key=` for
+            each step and each validation.
         per_member: whether each batch has a leading member axis; otherwise members share batches.
         mesh: devices; members are spread over the axis `"chain"`, see `parallel`.
         specs: how the parameters of one member are sharded, see `parallel.place`.
         directory: directory for checkpoints, which are written at the end of epochs, see
             `checkpoint_minutes`. A call with the same directory resumes the training, or returns at
-            once if it is finished. Key, `num_members`, `patience`, `stochastic` and `per_member`
-            must be the same, and if `batches` is a list or a tuple, its data as well. If it is
-            another iterable, a resumed call first goes through it once for each finished epoch;
-            shuffled batches then come in the same order as before. If the optimizer, or the loss at
-            the start, has changed, there is only a warning.
+            once if it is finished. Key, `num_members`, `patience`, `stochastic`, `per_member` and
+            `validation` must be the same. If `batches` is a list or a tuple, it must have the same
+            examples, in any order. Otherwise a resumed call first iterates over it once for each
+            finished epoch. This restores the order of batches that are shuffled with a fixed seed.
+            A changed loss or optimizer causes only a warning, unless the state of the optimizer has
+            other arrays.
         check: test the loss on the first batch, and warn if it looks like a sum over the examples.
         checkpoint_minutes: smallest number of minutes between checkpoints, >= 0. One is always
             written at the end.
@@ -130,19 +132,19 @@ def warmstart(
     Returns:
         Parameters of all members, each leaf `[member, ...]`: for each member the weights with the
         smallest validation loss, or without `validation` the last ones. With `aux`:
-        `{"params": ..., "aux": ...}`.
-        Ctrl-C ends the training after the current epoch, with a warning, and returns the members so
-        far. SIGTERM does the same if there is no directory.
+        `{"params": ..., "aux": ...}`. After Ctrl-C (or SIGTERM, if there is no directory), the
+        training ends with the current epoch. `warmstart` warns and returns the members so far.
 
     Raises:
         ValueError: an argument is out of range, the loss is not a scalar, there are no batches, the
             mesh is invalid, the directory is in use or holds another training, or the loss of a
             member was never finite.
-        KeyboardInterrupt: on a second Ctrl-C, at once and without a new checkpoint. On SIGTERM, if
-            there is a directory, after the current epoch and a checkpoint, so that the script does
-            not go on with half-trained members.
+        KeyboardInterrupt: a second Ctrl-C ended the training, at once and without a new checkpoint.
+            Or SIGTERM ended it after the current epoch and a checkpoint, if there is a directory.
+            The error then keeps the script from using members that are not fully trained.
 
-    Cost: one gradient per member and batch; memory for a second copy of the parameters.
+    Cost: one gradient per member and batch, and one validation loss per epoch; memory for a second
+    copy of the parameters.
 
     Example:
         >>> import jax, jax.numpy as jnp, optax, optax_smile
@@ -156,7 +158,7 @@ def warmstart(
         >>> [round(float(w), 2) for w in members["w"]]
         [3.0, 3.0, 3.0, 3.0]
 
-    Source: Lakshminarayanan et al. 2017; their use as the start of chains: Sommer et al. 2024.
+    Source: deep ensembles: Lakshminarayanan et al. 2017. As starts of chains: Sommer et al. 2024.
     """
     optimizer = optax.with_extra_args_support(optimizer)
     loss = _checks.loss_of("warmstart", loss_fn, aux is not None, stochastic)

@@ -245,30 +245,36 @@ def summary(
 ) -> Summary:
     """Check a whole run: what looks wrong, and what to try.
 
-    It reports the following problems of chains. The name of each check is in parentheses.
+    Each check looks for one problem:
 
-    - They are identical (copies), or something changed the updates before they reached the
-      parameters (altered).
-    - Gradients are not finite (not finite), or a chain predicts far worse than the others, or than
-      its first draws (diverged).
-    - They hardly move (frozen), their energy still falls (still on its way), their predictions
-      drift (not settled), or they have few independent draws (slow).
-    - Groups of chains predict differently (different modes), or chains disagree (chains differ).
-    - Their loss is far above that of the start (worse than the start), far more steps are rejected
-      than expected (rejected steps), or the step size still changes (step size).
+    - copies: chains have equal draws or use equal random numbers.
+    - altered: something changed the updates before they reached the parameters.
+    - not finite: more than 1 % of the gradients or losses of all chains are not finite.
+    - diverged: the same, but only of some chains; very large parameters; or predictions far worse
+      than those of other chains, or than those of the first draws.
+    - frozen: a chain hardly moves.
+    - still on its way: the energy of a chain is still decreasing.
+    - not settled: the predictions of a chain drift; without a prediction, its weights.
+    - slow: a chain has few independent draws.
+    - different modes: groups of chains predict differently at many inputs.
+    - chains differ: there are no such groups, but R-hat across chains is high at many inputs.
+    - worse than the start: the loss is far above that of the start.
+    - rejected steps: many more steps are rejected than `reject_quantile` implies.
+    - step size: a tuner still changes the step size.
 
-    The attribute `checks` of the result lists every check with its numbers and its bound. Without a
-    prediction, R-hats are those of weights, which may differ although the predictions agree. Then
-    `summary` does not look for slow chains, different modes, or chains that all predict badly.
+    Without a `prediction`, "slow", "different modes" and "chains differ" are not checked, and
+    "diverged" compares no predictions. R-hats are then those of weights, which may differ although
+    the predictions agree. The attribute `checks` of the result lists all checks that were possible.
 
     Args:
-        snapshots: result of `sample`, `load_snapshots` or `Snapshots.from_draws`. Weights without a
-            sampler, such as a deep ensemble, get a short summary.
+        snapshots: result of `sample`, `load_snapshots` or `Snapshots.from_draws`. For weights
+            without a sampler, such as a deep ensemble, few checks can be made.
         prediction: result of `predict(..., per="draw", targets=...)` for the same draws, on test or
-            training data. Chains are then judged by their predictions instead of their weights. Of
-            several outputs per input, the one that varies most over the draws is used.
-        max_inputs: R-hat and ESS use at most this many randomly chosen inputs (without a
-            prediction: weights), >= 1.
+            training data. Chains are then judged by their predictions instead of their weights. If
+            there are several outputs per input, `summary` uses the one whose variance over the
+            draws is largest.
+        max_inputs: largest number of randomly chosen inputs for R-hat and ESS, >= 1. Without a
+            prediction, it is the largest number of weights.
         seed: seed of this choice, >= 0.
 
     Returns:
@@ -277,9 +283,10 @@ def summary(
     Raises:
         ValueError: an argument is out of range; convergence cannot be judged, because there are no
             draws, or they are iterates of an optimizer, or `thin_to` chose them; the prediction was
-            made without `per="draw"` or `targets`, or of other draws.
-        ImportError: ArviZ is not installed. It is needed for R-hat and ESS, which are computed if
-            each chain has at least 4 draws.
+            made without `per="draw"` or `targets`, or of another number of chains or draws. Other
+            draws of the same shape are not detected.
+        ImportError: ArviZ is not installed. `summary` needs it for R-hat within chains, from 8
+            draws per chain on, and with a prediction for R-hat across chains and ESS, from 4 on.
 
     Cost: about a millisecond per chain and chosen input, and one pass over the draws. At most two
     draws of each chain are in memory.

@@ -51,39 +51,43 @@ def predict(
 ) -> Prediction:
     """Average the predictions of all snapshots (Bayesian model average).
 
-    The predictive density is the average of those of the S snapshots, p(y | x) = sum_s p_s(y | x) /
-    S. For class probabilities, its entropy (total) is the entropy of a snapshot, averaged over all
-    snapshots (aleatoric), plus the mutual information of target and parameters (epistemic). For
-    other targets, its variance (total) is the variance of a snapshot, averaged over all snapshots
-    (aleatoric), plus the variance of the snapshots' means (epistemic).
+    The predictive density p is the average of the densities p_s of the S snapshots,
+    p(y | x) = sum_s p_s(y | x) / S. Its uncertainty is `total`, `aleatoric` plus `epistemic`:
+
+    - For class probabilities, `total` is the entropy of p. `aleatoric` is the average entropy of
+      the p_s. `epistemic` is the mutual information of target and parameters.
+    - For a likelihood with a variance, such as `"gaussian"`, `total` is the variance of p.
+      `aleatoric` is the average variance of the p_s. `epistemic` is the variance of their means.
 
     Args:
         apply_fn: `apply_fn(params, inputs)` returns the outputs of one model for the inputs.
         snapshots: parameter trees: the result of `sample`, `Snapshots.from_members(members)` for a
-            deep ensemble, or any other iterable, which is read only once, such as a generator.
-        inputs: argument of `apply_fn`, finite arrays `[input, ...]`; they stay on the device.
+            deep ensemble, or another iterable, such as a generator. It is iterated over once.
+        inputs: argument of `apply_fn`, finite arrays `[input, ...]`. They stay on the device during
+            the call.
         likelihood: how to interpret the outputs and the targets:
 
             - `"categorical"`: logits `[input, class]`, labels `[input]`.
             - `"bernoulli"`: logits `[input, ...]`, targets 0 or 1 of the same shape.
             - `"gaussian"`: a pair of mean `[input, ...]` and log standard deviation; targets of the
               shape of the mean. The log standard deviation is a scalar, such as a sampled
-              parameter, or an array with the same number of axes as the mean; each axis is as long
-              as that of the mean, or has length 1.
+              parameter, or an array with the same number of axes as the mean. Each of its axes has
+              the length of that axis of the mean, or length 1.
             - `"tokens"`: logits `[input, token, class]`, labels `[input, token]`, -1 for padding.
             - your own `Likelihood`.
         targets: observed values, `[input, ...]`.
         batch_size: inputs to run at once, >= 1; None: all.
         curve: numbers of snapshots, >= 1, in ascending order. For each number k, also return the
-            average over the first k snapshots. Snapshots come draw by draw: with 4 chains, 8
-            snapshots are two draws of each chain.
+            average over the first k snapshots. The snapshots of `sample` are ordered draw by draw:
+            with 4 chains, the first 8 snapshots are two draws of each chain.
         per: `"draw"`: also return the prediction of each snapshot, arrays
             `[chain, draw, input, ...]`; `"chain"`: also return the average over the draws of each
             chain, `[chain, input, ...]`. The result is in the attribute `each`, in host memory.
         mesh: devices. The axis `"chain"` runs snapshots in parallel, the axis `"data"` shards the
             inputs. None: JAX's default device.
-        specs: a tree like one snapshot with a `jax.P` for each array: how it is sharded over mesh
-            axes other than `"chain"` and `"data"`. None: not sharded.
+        specs: how the parameters of a snapshot are sharded: a tree of the structure of one
+            snapshot, with a `jax.P` for each array. Only mesh axes other than `"chain"` and
+            `"data"` may occur. None: not sharded.
 
     Returns:
         A `Prediction`.
@@ -94,9 +98,9 @@ def predict(
             and draw); the likelihood does not fit the outputs, or the targets do not fit the
             likelihood.
 
-    Cost: one forward pass per snapshot; parameters pass through the host. Memory per device: the
-    outputs of one snapshot, and three times the size of the average. With `per="chain"`: three
-    times the size of the averages of all chains on the device.
+    Cost: one forward pass per snapshot. The parameters are first copied to the host. Memory per
+    device: the outputs of one snapshot, and three times the size of the average. With
+    `per="chain"`: three times the size of the averages of all chains on the device.
 
     Example:
         >>> import jax.numpy as jnp, optax_smile

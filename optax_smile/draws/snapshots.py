@@ -26,7 +26,7 @@ from optax_smile.draws.prediction import Prediction
 
 # Name and arguments of a sampler.
 Settings = Mapping[str, object]
-# Statistics of draws, arrays `[chain, draw]`.
+# Statistics by name, arrays `[chain, tick]`; `[chain, draw]` where only those of draws are known.
 Trace = Mapping[str, np.ndarray]
 # Below every log density in float32. Finite, so that draws for which some targets are impossible
 # are compared by the number of such targets.
@@ -261,8 +261,8 @@ class Draws(abc.ABC):
 
         Raises:
             ValueError: more draws than there are; a prediction without single draws or targets, or
-                of other draws; log densities that are NaN or plus infinity; a directory that is not
-                empty; a subset.
+                of another number of draws (only the numbers of chains and draws are compared); log
+                densities that are NaN or plus infinity; a directory that is not empty; a subset.
             OSError: a draw could not be written.
 
         Cost: `number` passes over the log densities `[draw, target]`, which are held twice in
@@ -351,9 +351,9 @@ class Snapshots(Draws):
 
     Attributes:
         params: tree of NumPy arrays, each `[chain, draw, ...]`.
-        trace: results of `optax_smile.stats` every `thin` steps, warm-up included: arrays
-            `[chain, tick]`. The draws are the last ticks (of those with `is_draw`). Empty if
-            unknown.
+        trace: results of `optax_smile.stats`, arrays `[chain, tick]`. From `sample` every `thin`
+            steps, warm-up included: the draws are the last ticks (of those with `is_draw`). From
+            `from_draws`, `thin_to` and `recorded` only at the draws. Empty if unknown.
         settings: name and arguments of the sampler; `{"name": "optimizer", "is_posterior": False}`
             for an optimizer, whose iterates are not posterior draws; None if unknown.
         start: initial parameters of the chains, a tree of arrays `[chain, ...]`; None if unknown.
@@ -454,7 +454,7 @@ class Snapshots(Draws):
                 with points that are not draws; a directory that is not empty.
             OSError: a draw could not be written.
 
-        Cost: a copy of the draws in host memory.
+        Cost: a copy of the draws in host memory, and a second one during the call.
 
         Example:
             >>> import jax, jax.numpy as jnp, optax, optax_smile
@@ -528,9 +528,9 @@ class StoredSnapshots(Draws):
     Made by `load_snapshots`. Indices, slices and length work as for `Snapshots`; `draws[i]` reads
     one draw. `trace` holds the statistics of the draws, `[chain, draw]`. `params` reads all draws
     into memory, `[chain, draw, ...]`, and `start` the initial parameters, `[chain, ...]`.
-    `manifest` is the content of the manifest. `num_chains`, `settings`, `subset`, `stopping` and
-    `thin_to` are those of `Snapshots`. Before the first draw, `trace` and `params` raise a
-    ValueError.
+    `manifest` is the content of the manifest. `thinned(every)` selects draws without reading them.
+    `num_chains`, `settings`, `subset`, `stopping` and `thin_to` are those of `Snapshots`. Before
+    the first draw, `trace` and `params` raise a ValueError.
     """
 
     def __init__(self, directory: Path, manifest: Json, structure: Tree, flat: bool):
@@ -697,8 +697,8 @@ def load_snapshots(
         directory: directory of the run.
         like: parameters of one chain, or their shapes; draws are returned in this tree structure.
             Without it they are nested dicts and lists.
-        flat: return each draw as a dict from path to array instead. Entries of a path are joined by
-            slashes; `~` and `/` in an entry are written `~0` and `~1`.
+        flat: return each draw as a dict from path to array, even with `like`. Entries of a path are
+            joined by slashes; `~` and `/` in an entry are written `~0` and `~1`.
 
     Returns:
         `StoredSnapshots`, a sequence of parameter trees that `predict` accepts. Load again to see

@@ -177,7 +177,7 @@ class Call(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Dynamics:
-    """A sampler, built from its arguments. The families implement `begin` and `move`.
+    """A sampler. The families implement `begin` and `move`, one also `is_draw`, one `chosen`.
 
     Attributes:
         name: of the sampler.

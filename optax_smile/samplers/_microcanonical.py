@@ -54,7 +54,7 @@ class MicrocanonicalState(NamedTuple):
     """State of the dynamics of `smile`, `psmile` and `mclmc`.
 
     Attributes:
-        preconditioner: averages over the gradients of the accepted calls; None without one.
+        preconditioner: state of the preconditioner; None for a scale of one.
         momentum: direction and place inside the open step.
         tuner: state of the tuner, with the field `step_size_factor`.
         evidence: averages over the calls so far.

@@ -77,11 +77,11 @@ def scale_adapted_sghmc(
         >>> tx = optax_smile.scale_adapted_sghmc(1e-2, num_data=100, key=jax.random.key(0))
         >>> state = tx.init(jnp.zeros(3))
 
-    Source: Springenberg, Klein, Falkner, Hutter, NeurIPS 2016, equations 8 to 10. Differs: 1e-3
-    of the root of the mean V is added to V^(1/2), for parameters without a gradient; V
-    starts at zero instead of one, which would depend on the unit of the gradient; r is
-    1 / (tau + 1), as in the authors' code, since a window of one step would never grow; eps is not
-    divided by sqrt(num_data).
+    Source: Springenberg, Klein, Falkner, Hutter, NeurIPS 2016, equations 8 to 10.
+    Differences from the paper: 1e-3 of the root of the mean V is added to V^(1/2), for parameters
+    without a gradient; V starts at zero instead of one, which would depend on the unit of the
+    gradient; r is 1 / (tau + 1), as in the authors' code, since a window of one step would never
+    grow; eps is not divided by sqrt(num_data).
     """
 
     def init(params: optax.Params) -> GradientScale:

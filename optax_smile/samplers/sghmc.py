@@ -68,7 +68,7 @@ def sghmc(
         >>> state = tx.init(jnp.zeros(3))
 
     Source: Chen, Fox, Guestrin, ICML 2014, equation 15 with eta = eps^2, alpha = f and
-    beta = eps^2 V / 2. Differs: the momentum is never resampled.
+    beta = eps^2 V / 2. Differences from the paper: the momentum is never resampled.
     """
     balance = 2 * friction - (friction**2 if friction_step == "exact" else 0)
 

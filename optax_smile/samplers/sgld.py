@@ -84,8 +84,8 @@ def sgld(
         >>> updates, state = tx.update(params, tx.init(params), params)
         >>> params = optax.apply_updates(params, updates)
 
-    Source: Welling and Teh, ICML 2011, equation 4. Differs: eps is half of theirs, as in most
-    libraries.
+    Source: Welling and Teh, ICML 2011, equation 4. Differences from the paper: eps is half of
+    theirs, as in most libraries.
     """
 
     def move(memory: None, call: Move):
@@ -140,9 +140,9 @@ def psgld(
         >>> tx = optax_smile.psgld(1e-6, num_data=100, key=jax.random.key(0))
         >>> state = tx.init(jnp.zeros(3))
 
-    Source: Li, Chen, Carlson, Carin, AAAI 2016, algorithm 1. Differs: V is debiased, else the
-    first step would be ten times the following ones; r is relative, where theirs, 1e-5, depends on
-    the unit of the loss; eps is half of theirs.
+    Source: Li, Chen, Carlson, Carin, AAAI 2016, algorithm 1. Differences from the paper: V is
+    debiased, else the first step would be ten times the following ones; r is relative, where
+    theirs, 1e-5, depends on the unit of the loss; eps is half of theirs.
     """
 
     def init(params: optax.Params) -> SquareAverage:

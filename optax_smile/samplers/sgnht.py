@@ -74,10 +74,11 @@ def sgnht(
         0.05
 
     Source: Ding, Fang, Babbush, Chen, Skeel, Neven, NeurIPS 2014, algorithm 2 with h = eps, p = r,
-    A = f / eps and their xi times h. Differs: the kinetic energy |r|^2 has the factor 1 - xi / 2,
-    that of velocities halfway through the friction. Without it the velocity of the Euler step is
-    held too small, and the variance of theta is xi / 2 of itself too small however small the step
-    size. xi is at most 1, else a chain from a bad start may run away. The velocity starts at zero.
+    A = f / eps and their xi times h. Differences from the paper: the kinetic energy |r|^2 has the
+    factor 1 - xi / 2, that of velocities halfway through the friction. Without it the velocity of
+    the Euler step is held too small, and the variance of theta is xi / 2 of itself too small
+    however small the step size. xi is at most 1, else a chain from a bad start may run away. The
+    velocity starts at zero.
     """
 
     def init(params: optax.Params) -> Thermostat:

@@ -51,14 +51,14 @@ def smile(
     `optax_smile.published.smile(1e-3, num_data=...)`.
 
     Args:
-        step_size: Euclidean length of one step of the whole parameter vector, > 0: a number or an
-            Optax schedule of the number of steps. None: `angle_tuner` chooses it. For the other
-            arguments, the return value and the errors see `psmile`.
+        step_size: Euclidean length of one step of the whole parameter vector, > 0. A number, or an
+            Optax schedule (a function of the step count). None: `angle_tuner` chooses it. For the
+            other arguments, the return value and the errors see `psmile`.
 
-    Cost: one gradient per call. State: one array of the size of the parameters, and a sketch of the
-    last gradient (sums with random signs). For a leaf of at most 1,024 entries the sketch is twice
-    as large as the leaf; for a larger leaf it is 1.6 % of the size of the leaf. `"minimal_norm"`
-    and `track_params` each add one array of the size of the parameters.
+    Cost: one gradient per call. State: one array of the size of the parameters, and a random
+    projection ("sketch") of the last gradient. The sketch is twice as large as a leaf of at most
+    1,024 entries, and about 1.6 % as large as a leaf of 16,384 or more. `"minimal_norm"` and
+    `track_params` each add one array of the size of the parameters.
 
     Example:
         >>> import jax, jax.numpy as jnp, optax, optax_smile
@@ -74,9 +74,9 @@ def smile(
         20
 
     Source: Sommer et al., Stochastic microcanonical Langevin ensembles, ICML 2026, algorithm 1.
-    Differs: leapfrog with a fresh batch per gradient instead of two gradients on one batch; the
-    sign of e; neither gradient nor value of a rejected point is used. Step size and explicit noise
-    are ours, see `benchmarks/notes/which-angle.md`.
+    Differences from the paper: leapfrog with a fresh batch per gradient instead of two gradients on
+    one batch; the sign of e; neither the gradient nor the loss at a rejected point is used. The
+    rules for step size and explicit noise are ours, see `benchmarks/notes/which-angle.md`.
     """
     return Preconditioner()
 
@@ -98,80 +98,85 @@ def psmile(
     key: jax.Array | int | None = None,
     track_params: bool = False,
 ) -> Preconditioner:
-    """Sample like `smile`, in coordinates in which all parts of a gradient are about equally large.
+    """Sample like `smile`, in scaled coordinates whose gradient entries are about equally large.
 
-    With `smile`, gradient noise that is stronger in some directions makes the draws too wide there.
-    A chain also mixes slowly if the posterior is much narrower in some directions than in others.
-    So gradients and displacements are divided by a scale s, one number per parameter:
+    If the gradient noise is stronger in some directions, the draws of `smile` are too wide there. A
+    chain also mixes slowly if the posterior is much narrower in some directions than in others. So
+    `psmile` divides gradients and displacements by a scale s, one number per parameter:
     theta <- theta + eps u / s. The step size eps, the direction u and the energy U are those of
-    `smile`. With the gradients g of U
+    `smile`. The scale is
 
-        s^2 = q / mean(q),  q = mean of g^2
+        s^2 = q / (mean of q over all parameters)
 
-    The mean over one window of gradients is used in the next window, which is 1.5 times as long.
-    Within a window s is constant, so it does not bias the posterior. The first window has 64
-    gradients. It begins when the chain no longer falls towards the posterior, that is, when the
-    energy that it has recently lost is at most 3 standard deviations of what a converged chain
-    loses by chance (`stats(state).descent` <= 3). Until the first window ends, s = 1. If `descent`
-    exceeds 3 later, s is reset to 1 and the windows start again.
+    where q is the mean of g^2 over a window of steps, and g is the gradient of U at a step.
+    Moreover, s^2 is shrunk towards 1, by at most 14 %, and clipped to [1e-4, 1e4]. The sampler uses
+    the s of one window in the next window, which is 1.5 times as long. Within a window s is
+    constant, so it does not bias the posterior. The first window has 64 steps. It begins when the
+    energy has stopped decreasing: `stats(state).descent` <= 3, where `descent` is the recent
+    decrease, in standard deviations of the decrease of a converged chain. Until the first window
+    ends, s = 1. If `descent` exceeds 3 later, s is reset to 1 and the windows start again.
 
     The sampler also adds isotropic noise of its own, the explicit noise (see
     `decoherence_length`). It reduces the bias that remains because the gradient noise is not
     equally strong in all directions. With `decoherence_length=None`, q is instead the mean of
-    (g - g_before)^2 / 2. This measures only the noise of the gradients, as in the paper (see
-    Source).
+    (g - g_before)^2 / 2, where g_before is the gradient of the step before. This measures mainly
+    the noise of the gradients, as in the paper (see Source).
 
     Args:
         step_size: Euclidean length of one step of the whole parameter vector in the scaled
-            coordinates, > 0: a number or an Optax schedule of the number of steps. It is not a
-            learning rate: one weight moves by about step_size / sqrt(d). None: `angle_tuner`
-            chooses it.
+            coordinates, > 0. A number, or an Optax schedule (a function of the step count). It is
+            not a learning rate: with d parameters, each one moves by about step_size / sqrt(d).
+            None: `angle_tuner` chooses it.
         num_data: number of examples, or tokens, in the whole data set, not in a batch, >= 1. A loss
             summed over n examples acts like n times as many data, and the posterior is too narrow.
-            The sampler cannot detect this; `sample` and `check` can.
-        prior_precision: precision (inverse variance) of the Gaussian prior, >= 0: a number, or a
-            prefix of the parameter tree with numbers, or arrays of the shapes of its leaves. Leave
-            weight decay and penalties out of the loss.
+            The sampler cannot detect this; `sample` and `check` test the first batch for it.
+        prior_precision: precision (inverse variance) of the Gaussian prior, >= 0. A number, or a
+            tree prefix of the parameters. The leaves of the prefix are numbers, or arrays of the
+            shapes of the parameters. Leave weight decay and penalties out of the loss.
         prior_mean: mean of that prior, in the same form, or `"start"`: the initial parameters of
             the chain, which the state then stores. See `optax_smile.local`.
-        log_prior: log density of another prior, `log_prior(params)`, a scalar in nats, up to a
-            constant, differentiable. It replaces the Gaussian, so pass `prior_precision=0` as well.
-            Steps to points where it is -inf are rejected, which distorts the draws near such a
-            boundary: transform bounded parameters. With `optax.inject_hyperparams`, list it and
-            `prior_precision` in `static_args`.
+        log_prior: differentiable function `log_prior(params)` that returns the log density of
+            another prior, a scalar, up to a constant. It replaces the Gaussian, so pass
+            `prior_precision=0` as well. If `update` gets the loss, it rejects steps to points where
+            `log_prior` is -inf. This distorts the draws near such a boundary: transform bounded
+            parameters. With `optax.inject_hyperparams`, list both arguments in `static_args`.
         temperature: of the posterior, > 0; 1 is the Bayesian posterior. `"auto"`:
-            min(1, 2 * excess * num_data / d), where d is the number of parameters. At this
-            temperature, the expected mean loss of a draw is at most `excess` above that of a
-            minimum. A temperature below 1 gives a cold posterior, narrower than the Bayesian one.
-            Networks with more weights than data can need it to predict well; `optax_smile.select`
-            chooses it by validation data. With `optax.partition` or `optax.masked` pass a number:
-            `"auto"` would count only the parameters that this sampler receives.
-        excess: nats per example, > 0, for `temperature="auto"`.
+            min(1, 2 * excess * num_data / d), where d is the number of parameters. If the loss is
+            quadratic, the expected mean loss of a draw is then at most `excess` above the mean loss
+            at the posterior mode. A temperature below 1 gives a cold posterior, narrower than the
+            Bayesian one. Networks with more weights than data can need it to predict well;
+            `optax_smile.select` chooses it by validation data. With `optax.partition` or
+            `optax.masked` pass a number: `"auto"` would count only the parameters that this sampler
+            receives.
+        excess: increase of the mean loss allowed by `temperature="auto"`, nats per example, > 0.
         integrator: `"leapfrog"`: one call of `update` per step. `"minimal_norm"`: the integrator of
             the paper, two calls per step.
-        tuner: rule for the step size. None: `step_size` is used as given; without a `step_size`,
-            `angle_tuner()` chooses it. `angle_tuner(...)` cannot be combined with a `step_size`;
-            `quantile_tuner(...)`, as published, starts from `step_size`.
-        reject_quantile: number in (0, 1). A Gamma distribution is fitted to the earlier
-            |energy change|, and a step is rejected if its |energy change| exceeds this quantile of
-            the fit. The chain then returns to the start of the step. None: only non-finite steps
-            are rejected.
-        decoherence_length: a distance > 0, `"matched"`, `"turning"` or None. After this distance,
-            the explicit noise has turned u into a new, independent direction. At the start and
-            after a rejection, u is random; without explicit noise, it points down the gradient.
-            `"matched"`: the noise turns u about as much as the change of the gradient does. Let b
-            be the angle by which a gradient g turns u in a step, and a the angle by which
-            (g - g_before) / sqrt(2) would turn it, with the gradient g_before of the last step,
-            both on average. In each step, the square of the angle of the noise is
-            min((1 + 40 / d) a^2, 2 b^2) * min(T, 1)^2, where T is the temperature. This halves the
-            bias that unequal gradient noise causes in the posterior of a network.
-            `"turning"`: the distance is 1 / R, where R is the angle in radians by which the
-            gradients turn u per unit length. It mixes faster than `"matched"` if gradients have
-            little noise and the posterior is about equally wide in all directions, such as with a
-            strong prior around trained weights. Otherwise it mixes more slowly. None: no explicit
-            noise, as in the paper.
-        key: JAX key or seed, needed where `decoherence_length` is set. To give chains under `vmap`
-            different keys, use `optax_smile.parallel.init(sampler, params, key=key)`.
+        tuner: rule for the step size. None: `step_size` stays as given, or `angle_tuner()` chooses
+            it if it is None. `angle_tuner(...)` takes no `step_size`. `quantile_tuner(...)`, the
+            tuner of the paper, requires one.
+        reject_quantile: number in (0, 1). A Gamma distribution is fitted to the earlier values of
+            |energy change|. A step is rejected if its |energy change| exceeds this quantile of the
+            fit. The chain then returns to the start of the step. None: only steps with non-finite
+            numbers are rejected.
+        decoherence_length: distance over which the explicit noise turns u into a new direction.
+            With noise, u is random at the start and after each rejected step. Without noise, u
+            then has the direction of the negative gradient.
+
+            - A number > 0: over this distance, the noise alone reduces the mean cosine between u
+              and its earlier value to 1 / e.
+            - `"matched"`: the noise turns u about as much as the change of the gradient does. Let b
+              be the average angle by which a gradient g turns u in a step. Let a be the average
+              angle by which (g - g_before) / sqrt(2) would turn it. In each step, the noise turns u
+              by an angle whose square is about min((1 + 40 / d) a^2, 2 b^2) * min(T, 1)^2, where T
+              is the temperature. At T = 1 this halves, to first order, the bias that unequal
+              gradient noise causes in the posterior of a network.
+            - `"turning"`: the distance 1 / R, where R is the angle in radians by which the
+              gradients turn u per unit length. The chain mixes faster than with `"matched"` if
+              gradients have little noise and the posterior is about equally wide in all directions,
+              such as with a strong prior around trained weights. Otherwise it mixes more slowly.
+            - None: no explicit noise, as in the paper.
+        key: JAX key or seed. Required unless `decoherence_length` is None. To give chains under
+            `vmap` different keys, use `optax_smile.parallel.init(sampler, params, key=key)`.
         track_params: whether the state holds the parameters, for loops that call `update` or
             `last_accepted` without them. The state adds the updates to them, as
             `optax.apply_updates` does. If a loop passes parameters that differ from the tracked
@@ -180,32 +185,33 @@ def psmile(
             updates unchanged, since changes of the parameters are then not detected.
 
     Returns:
-        An Optax transformation; it must be the last of a chain. Pass the mean loss of the batch to
-        `update(grads, state, params, value=loss)`, as `value` or as `loss`, to get `energy_change`
-        in `stats`. Only `quantile_tuner` and `reject_quantile` need it, and warn without it.
+        An Optax transformation. In an `optax.chain` it must be the last. Pass the mean loss of the
+        batch to `update(grads, state, params, value=loss)`, as `value` or as `loss`, to get
+        `energy_change` in `stats`. Only `quantile_tuner` and `reject_quantile` need it; without it,
+        they warn.
 
-        The float32 and float64 arrays of a tree are sampled; all other leaves do not change. An
-        array whose gradient is None in every call does not move. Its update is None, and d does not
-        count it. Arrays whose gradient is zero are sampled: the prior and the noise move them.
-        Exclude them with `optax.partition` or `optax.masked`. `log_prior` receives only the sampled
-        leaves.
+        The float32 and float64 arrays of a tree are sampled; leaves that are not floating-point
+        arrays do not change. An array whose gradient is None in every call does not move. Its
+        update is None, and it is not counted in d. Arrays whose gradient is zero are sampled: the
+        prior and the noise move them. Exclude them with `optax.partition` or `optax.masked`.
+        `log_prior` receives only the sampled leaves.
 
         Outside of `jax.jit`, `update` compiles itself. It donates no buffers: during a call the old
         and the new state are both in memory.
 
     Raises:
         ArgumentError (a ValueError): an argument is out of range, or `key` is missing. From `init`:
-            parameters that are not float32 or float64 or not finite, fewer than two parameters, or
-            a `log_prior` that is not finite at them. From `update`: a tree that does not have the
-            structure of the parameters; the state of another transformation or version; gradients
-            that are not floating-point numbers, or are None at other leaves than in the first call;
-            a mean loss that is not a scalar, or is passed as both `value` and `loss`. Non-finite
-            gradients and losses never raise: such steps are rejected and counted.
+            floating-point parameters of another precision than float32 and float64, parameters that
+            are not finite, fewer than two parameters, or a `log_prior` that is not finite at them.
+            From `update`: a tree that does not have the structure of the parameters; the state of
+            another transformation or version; gradients that are not floating-point numbers, or are
+            None at other leaves than in the first call; a mean loss that is not a scalar, or is
+            passed as both `value` and `loss`. Non-finite gradients and losses never raise: such
+            steps are rejected and counted.
         ValueError: from `update`, `params` is missing.
 
-    Cost: one gradient per call. State: three arrays of the size of the parameters, and a sketch of
-    the last gradient (sums with random signs). For a leaf of at most 1,024 entries the sketch is
-    twice as large as the leaf; for a larger leaf it is 1.6 % of its size.
+    Cost: one gradient per call. State: three arrays of the size of the parameters, and a random
+    projection ("sketch") of the last gradient, whose size `smile` states.
     `decoherence_length=None`, `"minimal_norm"` and `track_params` each add one array of the size of
     the parameters.
 
@@ -214,8 +220,8 @@ def psmile(
         >>> tx = optax_smile.psmile(num_data=50_000, key=jax.random.key(0))
         >>> state = tx.init({"w": jnp.zeros((2, 3)), "b": jnp.zeros(3)})
 
-    Source: Sommer et al., ICML 2026, section 3.2 and algorithm 1. Differs: as described for
-    `smile`; the scale and its windows are ours. The paper uses the variance of the gradient about a
+    Source: Sommer et al., ICML 2026, section 3.2 and algorithm 1. Differences from the paper: those
+    of `smile`; the rule for the scale is ours. The paper uses the variance of the gradient about a
     moving mean (`published.psmile`). If there is little noise, the scale of the paper changes with
     the gradient while the chain moves. The chain then no longer samples the posterior.
     """

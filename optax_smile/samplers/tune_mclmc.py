@@ -121,9 +121,9 @@ def tune_mclmc(
         True
 
     Source: Robnik, De Luca, Silverstein, Seljak, JMLR 2023, section 4, and Sommer et al., ICLR
-    2025, appendix on tuning. Differs: no diagonal preconditioning; phases of equal length and a
-    constant `energy_variance`, where MILE has .8, .1, .1 and lowers it; sums of 1 / eps^6 are kept
-    relative to the current eps, since eps^6 leaves float32.
+    2025, appendix on tuning. Differences from the paper: no diagonal preconditioning; phases of
+    equal length and a constant `energy_variance`, where MILE has .8, .1, .1 and lowers it; sums of
+    1 / eps^6 are kept relative to the current eps, since eps^6 leaves float32.
     """
     where = "tune_mclmc"
     posterior = potential.Potential(num_data, prior_precision, temperature, prior_mean, log_prior)

@@ -1,8 +1,8 @@
 """What a call of `update` measures, and the averages from which the stages decide.
 
 A call computes inner products of its trees, the energy that the step gained, and the rates at which
-the gradient and its change turn the momentum. Stages exchange nothing else: `Evidence` describes
-one call, `EvidenceState` what a chain remembers of the calls before.
+the gradient and its change turn the momentum. Stages exchange the types of this module: `Evidence`
+describes one call, `EvidenceState` what a chain remembers of the calls before.
 """
 
 from __future__ import annotations
@@ -582,7 +582,7 @@ class Worth(NamedTuple):
     Attributes:
         trust: factor for its deviation, in (0, 1], less than 1 if it is outlying; 0 if it carries
             no information.
-        counts: whether it enters: it carries information, and belongs to an accepted step end.
+        counts: whether it enters: it carries information, and an accepted call opens a step.
         restart: whether the chain is still on its way, so that averages say nothing about the
             posterior and begin again.
         square: squared norm of its deviation; 0 without one.

@@ -129,7 +129,7 @@ def inverse_scale(
 
 
 class MovingVarianceState(NamedTuple):
-    """Exponential averages over the mini-batch gradients of the accepted step ends.
+    """Exponential averages over the mini-batch gradients of the accepted calls that open a step.
 
     Attributes:
         gradient_mean: mean gradient, a tree like the parameters.
@@ -357,7 +357,8 @@ def scale_by_gradient_noise() -> optax.GradientTransformation:
         >>> params = jnp.zeros(2)
         >>> updates, _ = tx.update(jnp.array([1.0, -1.0]), tx.init(params), params)
 
-    Source: Sommer et al., ICML 2026, section 3.2, noise preconditioning. Differs: see `psmile`.
+    Source: Sommer et al., ICML 2026, section 3.2, noise preconditioning.
+    Differences from the paper: see `psmile`.
     """
     where, noise = "scale_by_gradient_noise", MeanSquare(differences=True)
 

@@ -160,7 +160,8 @@ def quantile_tuner(
         ... )
 
     Source: Sommer et al., ICML 2026, equation of the adaptive step size and appendix on the
-    Wilson-Hilferty quantiles. Differs: no adaptation below the resolution of float32.
+    Wilson-Hilferty quantiles. Differences from the paper: no adaptation below the resolution of
+    float32.
     """
     return QuantileTuner(adapt_probability, adapt_rate, adapt_steps)
 
@@ -266,8 +267,8 @@ def angle_tuner(angle: float = ANGLE, adapt_steps: int | None = None) -> Tuner:
     Raises:
         ValueError: an argument out of range.
 
-    Cost: the sketch by which the change is estimated, 1.6 % of a parameter-sized array of state for
-    large leaves, two arrays for each leaf of at most 1,024 entries; no gradient, no `value`.
+    Cost: the sketch by which the change is estimated: about 1.6 % of the size of leaves of 16,384
+    or more entries, twice the size of leaves of at most 1,024; no gradient, no `value`.
 
     Example:
         >>> import jax, optax_smile
