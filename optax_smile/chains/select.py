@@ -255,14 +255,15 @@ def select(
     most 16 draws of each chain in the last half of the steps so far. From the scores of two rounds,
     `select` projects the LPPD to the end of the run, as if every doubling of the steps gained as
     much as the last one. The projected LPPD ranks the candidates; it does not predict the final
-    LPPD. Each round but the first drops the worse half of the candidates (successive halving).
+    LPPD. The first round drops no candidate. Each later one drops the worse half, but keeps three
+    for the last round.
 
-    The last round compares two candidates. If their projected LPPDs differ by more than one
-    standard error, `select` chooses the better one. Otherwise it chooses by these criteria, in this
-    order: fewer gradients per step; a sampler of the posterior of the model (temperature 1, and a
-    prior that is not centred at the start); larger projected LPPD. The chosen candidate finishes
-    its run. Its draws are those of `sample` with that candidate. The dropped candidates together
-    take at most about `largest_cost` times the steps of the chosen one.
+    The last round compares at most three candidates. Those whose projected LPPD is within one
+    standard error of the best count as equal. Among them, `select` chooses by these criteria, in
+    this order: fewer gradients per step; a sampler of the posterior of the model (temperature 1,
+    and a prior that is not centred at the start); larger projected LPPD. The chosen candidate
+    finishes its run. Its draws are those of `sample` with that candidate. The dropped candidates
+    together take at most about `largest_cost` times the steps of the chosen one.
 
     Rounds are short, so from a bad start they only show which candidate improves fastest. Use a
     warm start, such as that of `warmstart`. A candidate that predicts badly at first and improves
@@ -399,12 +400,14 @@ def select(
 def _num_dropped(number: int) -> list[int]:
     """Return how many of `number` candidates each round drops, until one remains.
 
-    The first round drops none: it is what the second is extrapolated from.
+    The first round drops none: the second is projected from it. The last round decides among at
+    most three, since a candidate that leads in the end may lead late.
     """
-    dropped = []
+    dropped = [0] if number > 1 else []
     while number > 1:
-        dropped.append(number // 2 if dropped else 0)
-        number -= dropped[-1]
+        kept = max(number // 2, 3) if number > 3 else 1
+        dropped.append(number - kept)
+        number = kept
     return dropped
 
 
