@@ -166,7 +166,7 @@ class Microcanonical(Dynamics):
         after, step, num_steps = _tree.where(reject, rejected, kept)
         scale_stays = self.preconditioner.stays(averages, now.worth)
         averages = self.preconditioner.observe(averages, gradient, now.worth, after.direction)
-        per_nat, changes = potential.energy_change(posterior, 1.0, 0.0), now.changes
+        energy_per_loss, changes = potential.energy_change(posterior, 1.0, 0.0), now.changes
         move = momentum.displace(reject, here, after, params, scale.inverse_of(averages))
         return move, state._replace(
             dynamics=MicrocanonicalState(
@@ -179,7 +179,9 @@ class Microcanonical(Dynamics):
                     turns=now.turns,
                     changes=changes._replace(is_comparable=changes.is_comparable & scale_stays),
                     descent=now.descent,
-                    loss=past.loss.observe(call.value, per_nat, end.num_parameters, ~reject),
+                    loss=past.loss.observe(
+                        call.value, energy_per_loss, end.num_parameters, ~reject
+                    ),
                 ),
             ),
             guardrail=guard,

@@ -487,7 +487,7 @@ class LossAverage(NamedTuple):
     def observe(
         self,
         value: jax.Array | None,
-        per_nat: float | jax.Array,
+        energy_per_loss: float | jax.Array,
         num_parameters: int,
         accepted: jax.Array,
     ) -> LossAverage:
@@ -500,7 +500,7 @@ class LossAverage(NamedTuple):
 
         Args:
             value: mean loss, or None.
-            per_nat: energy per unit of it, num_data / temperature.
+            energy_per_loss: num_data / temperature.
             num_parameters: d.
             accepted: whether the call is.
         """
@@ -516,9 +516,9 @@ class LossAverage(NamedTuple):
         change = jnp.minimum(jnp.abs(value - self.last_loss), LARGEST_ENERGY)
         square = jnp.where(self.num_losses > 0, change**2 / 2, 0)
         noise = _average(self.loss_noise_square, square, count, accepted)
-        fall = per_nat * (before - now)
+        fall = energy_per_loss * (before - now)
         half = opened.astype(dtype) / 2
-        of_batches = jnp.square(FALLING * per_nat) * noise * (1 / number + 1 / half)
+        of_batches = jnp.square(FALLING * energy_per_loss) * noise * (1 / number + 1 / half)
         chance = jnp.sqrt(num_parameters / 2 + of_batches)
         judges = accepted & (count >= SHORTEST_WINDOW) & (number >= half)
         return LossAverage(
