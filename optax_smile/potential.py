@@ -225,16 +225,14 @@ def _prior(potential: Potential, params: optax.Params) -> tuple[optax.Params, op
     return jax.tree.map(lambda x: x / potential.temperature, precision), mean
 
 
-def gradient(
-    potential: Potential, mean_loss_gradient: optax.Updates, params: optax.Params
-) -> optax.Updates:
+def gradient(potential: Potential, updates: optax.Updates, params: optax.Params) -> optax.Updates:
     """Compute grad U from the gradient of the mean loss, in nats per unit of the parameter."""
     weight = _weight(potential)
 
     def leaf(precision, mean, grad, x):
         return (weight * grad.astype(x.dtype) + precision * (x - mean)).astype(x.dtype)
 
-    return jax.tree.map(leaf, *_prior(potential, params), mean_loss_gradient, params)
+    return jax.tree.map(leaf, *_prior(potential, params), updates, params)
 
 
 def prior_terms(

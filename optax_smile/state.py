@@ -42,7 +42,7 @@ class LastUpdate(NamedTuple):
         below_resolution: whether the next step is too short for the precision of the parameters.
         last_temperature: of the posterior; `inject_hyperparams` has the name without "last".
         num_gradients: calls so far, int32.
-        received: `_tree.fingerprint` of the gradient that the loop passed, zeros if the call was
+        fingerprint: `_tree.fingerprint` of the gradient that the loop passed, zeros if the call was
             rejected.
     """
 
@@ -55,14 +55,14 @@ class LastUpdate(NamedTuple):
     below_resolution: jax.Array
     last_temperature: jax.Array
     num_gradients: jax.Array
-    received: jax.Array
+    fingerprint: jax.Array
 
     def proceed(
         self,
         temperature: float | jax.Array,
         value: jax.Array | None,
         reject: jax.Array,
-        received: jax.Array,
+        fingerprint: jax.Array,
         **others: jax.Array,
     ) -> LastUpdate:
         """Record a call.
@@ -71,7 +71,7 @@ class LastUpdate(NamedTuple):
             temperature: of the posterior.
             value: mean loss, or None.
             reject: whether the call rejects the open step.
-            received: fingerprint of its gradient.
+            fingerprint: fingerprint of its gradient.
             others: further fields that change.
         """
         last = self.last_temperature
@@ -81,7 +81,7 @@ class LastUpdate(NamedTuple):
             # Inside `shard_map` with the axes of a scalar of the state.
             last_temperature=jnp.zeros_like(last) + jnp.asarray(temperature, last.dtype),
             num_gradients=_tree.count(self.num_gradients),
-            received=jnp.where(reject, 0, received),
+            fingerprint=jnp.where(reject, 0, fingerprint),
             **others,
         )
 
@@ -89,7 +89,7 @@ class LastUpdate(NamedTuple):
         """Return its part of `Stats`."""
         stats = self._asdict()
         stats["temperature"] = stats.pop("last_temperature")
-        del stats["received"]
+        del stats["fingerprint"]
         has_energy = stats.pop("has_energy")
         change = stats["energy_change"]
         # A state on the host may be float64 although JAX only has float32.
@@ -110,7 +110,7 @@ def no_update(dtype: jnp.dtype, temperature: float | jax.Array) -> LastUpdate:
         below_resolution=jnp.zeros((), bool),
         last_temperature=jnp.asarray(temperature, dtype),
         num_gradients=jnp.zeros((), jnp.int32),
-        received=jnp.zeros(_tree.FINGERPRINT, dtype),
+        fingerprint=jnp.zeros(_tree.FINGERPRINT, dtype),
     )
 
 

@@ -154,7 +154,7 @@ class ChainState(NamedTuple):
 
     def last_received(self) -> tuple[optax.Updates, jax.Array]:
         """See `state.SamplerState`."""
-        return self.like_params, self.last_update.received
+        return self.like_params, self.last_update.fingerprint
 
 
 class Call(NamedTuple):

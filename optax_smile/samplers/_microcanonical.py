@@ -4,8 +4,8 @@ A gradient has these names on its way:
 
 - `updates`: of the mean loss, as the loop passes it, in the precision of the parameters. A
   `log_prior` adds its own gradient to it.
-- `received`: the fingerprint of `updates` as the loop passed it (`passed`, if a `log_prior` has
-  changed it), which the state keeps for checks.
+- `passed`: `updates` before a `log_prior` has changed it; None without one. The state keeps its
+  fingerprint, or that of `updates`, for checks.
 - `gradient`: of the energy U, in nats per unit of the parameters.
 - `deviation`: what the preconditioner measures of `gradient`.
 - `whitened`: `gradient` over the scale of the preconditioner.
@@ -134,7 +134,7 @@ class Microcanonical(Dynamics):
         # Read the trees: every inner product in one pass over memory.
         noise = momentum.draw(noise_key, call.params)
         averages, posterior, params = state.dynamics.preconditioner, call.posterior, call.params
-        sums, sketch, received = self._measure(call, here, averages, noise)
+        sums, sketch, fingerprint = self._measure(call, here, averages, noise)
 
         # Close the step that ends here, and accept or reject it by the energy that it gained.
         heading, end = momentum.close(here, sums)
@@ -192,7 +192,7 @@ class Microcanonical(Dynamics):
                 posterior.temperature,
                 call.value,
                 reject,
-                received,
+                fingerprint,
                 energy_change=jnp.where(error.known, error.change, 0),
                 has_energy=error.known,
                 step_end=end.is_end,

@@ -190,13 +190,13 @@ class MovingVariance(Preconditioner):
         def average(old, new):
             return jnp.where(worth.counts, old + rate * (new - old), old).astype(old.dtype)
 
-        deviations = self.deviation(state, gradient)
+        deviation = self.deviation(state, gradient)
         return MovingVarianceState(
             gradient_mean=jax.tree.map(
-                lambda m, x: average(m, m + worth.trust * x), state.gradient_mean, deviations
+                lambda m, x: average(m, m + worth.trust * x), state.gradient_mean, deviation
             ),
             gradient_variance=jax.tree.map(
-                lambda v, x: average(v, left * jnp.square(x)), state.gradient_variance, deviations
+                lambda v, x: average(v, left * jnp.square(x)), state.gradient_variance, deviation
             ),
             variance_mean=average(state.variance_mean, left * worth.square / size),
             isotropic_weight=average(state.isotropic_weight, 0),
@@ -316,8 +316,8 @@ class MeanSquare(Preconditioner):
         def average(old, square):
             return jnp.where(rate > 0, (1 - rate) * old + share * square, old).astype(old.dtype)
 
-        deviations = self.deviation(state, gradient)
-        squares = jax.tree.map(lambda q, x: average(q, x * x), state.mean_square, deviations)
+        deviation = self.deviation(state, gradient)
+        squares = jax.tree.map(lambda q, x: average(q, x * x), state.mean_square, deviation)
         mean = average(state.mean, worth.square / _tree.size(gradient))
         isotropic_weight = jnp.where(worth.restart, 1, ISOTROPIC / (ISOTROPIC + number))
         measured = inverse_scale(squares, mean, isotropic_weight)
