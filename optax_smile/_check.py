@@ -330,13 +330,14 @@ class Key(Constraint):
     @property
     def rule(self) -> str:
         rule = "a single JAX key, such as jax.random.key(0), or an integer seed"
-        return f"{rule} {self.purpose}".rstrip()
+        return f"{rule}, {self.purpose}".rstrip(", ")
 
     def __call__(self, where, argument, value, given=NOTHING) -> Unchecked:
         if value is None:
             if not self.needed:
                 return None
-            fail(where, argument, self.rule, "None", "Pass `key=0`, or any other seed.")
+            rule = f"a JAX key or an integer seed, {self.purpose}".rstrip(", ")
+            fail(where, argument, rule, "None", "Pass `key=0`.")
         # Raw words may have the wrong shape for a key, and a seed may exceed 64 bits.
         with contextlib.suppress(ValueError, TypeError, OverflowError):
             dtype, ndim = _dtype(value), np.ndim(value)
@@ -393,6 +394,7 @@ class Tree(Constraint):
         keys: whether JAX keys pass.
         traced: whether traced arrays pass.
         finite: whether all numbers must be finite.
+        advice: what to do about unequal axes.
     """
 
     text: str = ""
@@ -401,6 +403,7 @@ class Tree(Constraint):
     keys: bool = True
     traced: bool = True
     finite: bool = False
+    advice: str = ""
 
     @property
     def rule(self) -> str:
@@ -431,7 +434,8 @@ class Tree(Constraint):
         number = self.axes.count(",")
 
         def refuse(rule: str):
-            fail(where, argument, rule, cut(f"the shapes {jax.tree.map(np.shape, value)}"))
+            shapes = cut(f"the shapes {jax.tree.map(np.shape, value)}")
+            fail(where, argument, rule, shapes, self.advice)
 
         lengths = {np.shape(leaf)[:number] for leaf in jax.tree.leaves(value)}
         if len(lengths) != 1 or any(len(axes) < number or 0 in axes for axes in lengths):

@@ -39,19 +39,18 @@ class PerParameter(_check.Constraint):
     @property
     def rule(self) -> str:
         """The rule of the numbers."""
-        return self.each.rule
+        return f"{self.each.rule}, or a tree of such numbers"
 
     def __call__(self, where, argument, value, given=_check.NOTHING) -> Tree:
         """Check every leaf, see `_check.Constraint`."""
         leaves = jax.tree.leaves(value)
-        if not leaves and not isinstance(value, Mapping | list | tuple):
-            _check.fail(where, argument, f"{self.rule}, or a tree of such numbers", value)
+        if isinstance(value, str) or not leaves and not isinstance(value, Mapping | list | tuple):
+            _check.fail(where, argument, self.rule, repr(value))
         for leaf in leaves:
             if not isinstance(leaf, (np.ndarray, jax.Array)) or not leaf.ndim:
                 self.each(where, argument, leaf, given)
             elif not _check.is_real(leaf.dtype):
-                rule = f"{self.rule}, or a tree of such numbers"
-                _check.fail(where, argument, rule, f"an array of {leaf.dtype}")
+                _check.fail(where, argument, self.rule, f"an array of {leaf.dtype}")
             elif not isinstance(leaf, jax.core.Tracer):
                 _check.Array(each=self.each, dtype=None)(where, argument, leaf)
         return value
@@ -87,8 +86,9 @@ def check(where: str, potential: Potential):
     if potential.log_prior is not None:
         precision = jax.tree.leaves(potential.prior_precision)
         if not all(isinstance(x, int | float) and x == 0 for x in precision):
-            rule, advice = "0 if `log_prior` is the prior", "Pass `prior_precision=0`."
-            _check.fail(where, "prior_precision", rule, potential.prior_precision, advice)
+            got = f"{potential.prior_precision} (the default is 1.0)"
+            advice = "Pass `prior_precision=0`."
+            _check.fail(where, "prior_precision", "0 together with `log_prior`", got, advice)
 
 
 def check_prior(where: str, potential: Potential, params: optax.Params):

@@ -241,8 +241,12 @@ def find(state: Tree, where: str, argument: str = "state") -> SamplerState:
     if len(found) != 1:
         kind = "the state of a transformation" if argument == "state" else "a transformation"
         rule, got = f"{kind} with exactly one optax_smile sampler", f"one with {len(found)}"
-        got = got if found else f"{_check.show(state)} without a sampler"
-        _check.fail(where, argument, rule, got, "Remove all but one." if found else "")
+        advice = "Remove all but one."
+        if not found:
+            is_state = not _check.TRANSFORMATION.holds(state)
+            got = "one without a sampler" if is_state else "the transformation"
+            advice = "" if is_state else "Pass its state."
+        _check.fail(where, argument, rule, got, advice)
     for chain in chains:
         place = next((i for i, part in enumerate(chain) if _samplers(part)[0]), len(chain))
         # Only states of transformations, not other entries of a loop's tuple.
@@ -390,8 +394,11 @@ def last_accepted(state: Tree, params: Tree = None) -> Tree:
     _check_finite(sampler, params)
     if _is_concrete(last.is_altered) and last.is_altered:
         rule = "that of a loop in which only the sampler changes the parameters"
-        got = f"one where {last.num_altered} of {last.num_gradients} calls received others"
-        remedy = "Only the sampler's own updates may change the parameters."
+        got = (
+            f"a loop where {last.num_altered} of {last.num_gradients} calls of `update` received"
+            " other parameters than `optax.apply_updates(params, updates)` gave"
+        )
+        remedy = "Did the loop skip, scale or clip updates?"
         _check.fail("last_accepted", "state", rule, got, remedy)
     return draw
 

@@ -217,7 +217,11 @@ def sample(**changes):
 
 def warmstart(**changes):
     given: dict[str, Any] = {"loss_fn": loss_fn, "batches": [jnp.ones(3)], "num_members": 2}
-    given |= {"init_fn": lambda key: {"w": jnp.ones(3)}, "optimizer": optax.sgd(0.1), "key": 0}
+    given |= {
+        "init_fn": lambda key: {"w": jax.random.normal(key, (3,))},
+        "optimizer": optax.sgd(0.1),
+        "key": 0,
+    }
     return optax_smile.warmstart(**given | {"num_epochs": 1, "progress": False} | changes)
 
 
@@ -228,7 +232,7 @@ ones = np.ones(2)
 MESSAGES: list[tuple[Any, str]] = [
     (
         lambda: psmile(num_data=9, prior_mean="init"),
-        "must be a finite number, or 'start', got 'init'",
+        "must be a finite number, or a tree of such numbers, or 'start', got 'init'",
     ),
     # How a sampler gets its step size, and its key.
     (
@@ -242,12 +246,12 @@ MESSAGES: list[tuple[Any, str]] = [
     (lambda: sample(directory="a\0b"), "`sample(directory=...)` must be a path without null"),
     (
         lambda: warmstart(init_fn=lambda key: {"w": jnp.ones(3, int)}),
-        "`warmstart(init_fn=...)` must be a function that returns floating-point parameters, got",
+        "`warmstart(init_fn=...)` must be a function of (key) that returns floating-point param",
     ),
-    (lambda: psmile(1e-3, num_data=9), "Pass `key=0`, or any other seed."),
+    (lambda: psmile(1e-3, num_data=9), "is not None, got None. Pass `key=0`."),
     (
         lambda: build("sgld", key=None),
-        "`sgld(key=...)` must be a single JAX key, such as jax.random.key(0)",
+        "`sgld(key=...)` must be a JAX key or an integer seed, got None. Pass `key=0`.",
     ),
     (
         lambda: psmile(1e-3, tuner=optax_smile.angle_tuner(), num_data=9, key=0),
@@ -274,7 +278,7 @@ MESSAGES: list[tuple[Any, str]] = [
     (lambda: build("sgld", step_size=lambda count: "x").init(PARAMS), "one that gives 'x'"),
     (
         lambda: build("psmile", log_prior=jnp.sum),
-        "must be 0 if `log_prior` is the prior, got 1.0",
+        "must be 0 together with `log_prior`, got 1.0",
     ),
     (
         lambda: build("psmile", prior_precision={"x": 1.0}).init(PARAMS),
@@ -335,6 +339,15 @@ MESSAGES: list[tuple[Any, str]] = [
         "must be a state of format 7, got format 1. Another version of optax_smile wrote it",
     ),
     # What a state can be asked for.
+    (lambda: optax_smile.stats(build("sgld")), "sampler, got the transformation. Pass its state."),
+    (
+        lambda: build("sgld", step_size=lambda count: -1e-3).init(PARAMS),
+        "`sgld(step_size=...)` must be a schedule that gives no number below 0, got one that gives",
+    ),
+    (
+        lambda: psmile(num_data=9, key=0, prior_precision="auto"),
+        "must be a finite number >= 0, or a tree of such numbers, got 'auto'",
+    ),
     (
         lambda: optax_smile.stats(()),
         "`stats(state=...)` must be the state of a transformation with exactly one optax_smile",
@@ -416,6 +429,9 @@ def test_python_says_what_is_missing():
         optax_smile.smile(1e-2)  # pyright: ignore[reportCallIssue]
     with pytest.raises(TypeError, match="positional"):
         optax_smile.smile(1e-2, 100)  # pyright: ignore[reportCallIssue]
+    tx: Any = build("psmile")
+    with pytest.raises(TypeError, match=r"^psmile.update\(\) takes .* positional"):
+        tx.update(PARAMS, tx.init(PARAMS), PARAMS, 1.0)
 
 
 def test_an_error_of_the_users_own_comes_through():

@@ -134,6 +134,14 @@ def test_a_pipeline_in_a_grid_search():
     assert np.isfinite(search.cv_results_["mean_test_score"]).all()
 
 
+def test_a_sampler_that_is_built_already_is_refused_before_the_training():
+    tx = optax_smile.psmile(num_data=60, key=0)
+    with pytest.raises(
+        ValueError, match=r"`fit\(sampler=...\)` must be a function of .* a Sampler"
+    ):
+        short_classifier(sampler=tx).fit(X, LABELS)
+
+
 def test_without_scikit_learn(monkeypatch):
     monkeypatch.delitem(sys.modules, "optax_smile.interop.estimators")
     monkeypatch.delattr(interop, "estimators")

@@ -40,7 +40,7 @@ def finished(tmp_path_factory) -> Any:
     return run(tmp_path_factory.mktemp("finished"), batches=batches(), num_draws=2)
 
 
-DATA, SHAPES = "with the number, sum and sum of squares of the ex", "with the shapes"
+DATA, SHAPES = r"with the same examples, got \d+ examples with", "with the shapes"
 FINISHED = r"`sample`: the run in .* is finished. Its 2 draws per chain, of 20\d\d-\d\d-\d\d,"
 LOSS = r"`loss_fn` is not that of the run in .* chain \d was [\d.]+ and is [\d.]+ now"
 OTHER = "`{}`: the run in .* began with another `{}`"
@@ -55,17 +55,17 @@ OTHER_BATCHES: list[tuple[Any, str]] = [
     ([list(x) for x in batches()], "with the structure"),
 ]
 OTHER_SETTINGS: list[tuple[dict[str, Any], str]] = [
-    ({"key": 4}, r"with key = \[0, 4\]"),
-    ({"thin": 2}, r"with thin = 2, got .* = 3\."),
-    ({"num_warmup": 7}, r"with num_warmup = 7, got .* = 2\."),
-    ({"batch_per": "step"}, r"with batch_per = 'step'"),
-    ({"sampler": noisy(0.03)}, r"sampler\.step_size = 0\.03, got .* 0"),
-    ({"sampler": noisy(prior_precision=2.0)}, r"with sampler\.prior_precision = 2\.0"),
-    (ADDED, r"with stochastic = True"),
-    ({"params": WIDER}, r"leaves = .*'shape': \[4\]"),
-    ({"params": jax.tree.map(lambda x: x[:2], start())}, r"num_chains = 2, got .* = 3\."),
-    (AUX, "leaves = .*'name': 'aux/mean'"),
-    ({"dtype": "float16"}, r"stored_dtype = 'float16', got .* = None\."),
+    ({"key": 4}, r"\[0, 0\], as in the run in .*, got \[0, 4\]"),
+    ({"thin": 2}, r"3, as in .*, got 2\. Pass 3, or choose another directory\."),
+    ({"num_warmup": 7}, r"2, as in .*, got 7\."),
+    ({"batch_per": "step"}, r"'gradient', as in .*, got 'step'"),
+    ({"sampler": noisy(0.03)}, r"with step_size = 0.*, got 0\.03\. "),
+    ({"sampler": noisy(prior_precision=2.0)}, r"prior_precision = 1\.0, as in .*, got 2\.0"),
+    (ADDED, r"False, as in .*, got True"),
+    ({"params": WIDER}, r"with leaves = .*, got .*'shape': \[4\]"),
+    ({"params": jax.tree.map(lambda x: x[:2], start())}, r"num_chains = 3, as in .*, got 2\."),
+    ({"params": start(), **AUX}, "with leaves = .*, got .*'name': 'aux/mean'"),
+    ({"dtype": "float16"}, r"None, as in .*, got 'float16'\. Pass None, or"),
 ]
 
 
@@ -73,7 +73,7 @@ def test_another_run_is_refused(finished):
     """Also if there are enough draws already."""
     before = content_of(finished.directory)
     refused: list[Any] = [({"batches": other}, "batches", what) for other, what in OTHER_BATCHES]
-    refused += [(arguments, "directory", what) for arguments, what in OTHER_SETTINGS]
+    refused += [(arguments, next(iter(arguments)), what) for arguments, what in OTHER_SETTINGS]
     for number, (arguments, argument, what) in enumerate(refused):
         arguments = {"batches": batches(), **arguments, "num_draws": 2 + number % 2}
         with pytest.raises(ValueError, match=rf"`sample\({argument}=...\)` must be .*{what}"):
@@ -210,12 +210,13 @@ def test_a_directory_of_something_else_is_refused(tmp_path):
 
 def test_another_training_is_refused_and_the_same_is_found(tmp_path):
     others: list[tuple[dict[str, Any], str, str]] = [
-        ({"key": 1}, "directory", r"with key = \[0, 1\]"),
-        ({"num_members": 3}, "directory", r"with num_members = 3, got .* = 2\."),
-        ({"patience": 3}, "directory", r"with patience = 3, got .* = 10\."),
+        ({"key": 1}, "key", r"\[0, 0\], as in the run in .*, got \[0, 1\]"),
+        ({"num_members": 3}, "num_members", r"2, as in the run in .*, got 3\. Pass 2, or"),
+        ({"patience": 3}, "patience", r"10, as in the run in .*, got 3\."),
+        ({"optimizer": optax.sgd(0.1)}, "optimizer", r"that of the run in .*, got one with other"),
         ({"batches": batches(CHANGED)}, "batches", DATA),
         ({"validation": batches()[1]}, "validation", DATA),
-        ({"validation": None}, "directory", r"with validation = False"),
+        ({"validation": None}, "validation", r"a batch, as in the run in .*, got None\."),
     ]
     trained = warm(tmp_path)["w"]
     for arguments, argument, what in others:
@@ -279,11 +280,20 @@ def test_a_sum_is_told_from_a_mean_by_the_halves_of_a_batch(recwarn):
         (square_mean, batch),
         (square_mean, jax.tree.map(lambda x: x[:3], batch)),
         (square_sum, jax.tree.map(lambda x: x[:1], batch)),
-        (square_sum, batch | {"weight": np.ones(3)}),
-        (lambda w, batch: square_sum(w, {"x": batch["x"].reshape(12, 2), "y": batch["y"]}), batch),
     ):
         _checks.warn_of_sum("sample", of_chains(loss), data, False, None)
     assert not recwarn.list
+
+    def fixed(w, batch):
+        return square_sum(w, batch) / 12 + jnp.zeros(12) @ batch["y"]
+
+    for loss, data, reason in (
+        (square_sum, batch | {"weight": np.ones(3)}, "the arrays of a batch share no axis of ex"),
+        (square_sum, batch | {"factor": 1.0}, "the arrays of a batch share no axis of ex"),
+        (fixed, batch, "it rejects half of a batch: "),
+    ):
+        with pytest.warns(UserWarning, match=f"^`sample`: could not test .*, because {reason}"):
+            _checks.warn_of_sum("sample", of_chains(loss), data, False, None)
     for data, per_chain in ((batch, False), (own, True)):
         with pytest.warns(UserWarning, match=SUM.format("sample")):
             _checks.warn_of_sum("sample", of_chains(square_sum, per_chain), data, per_chain, None)

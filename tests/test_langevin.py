@@ -265,6 +265,24 @@ def test_a_step_size_of_zero_stands_still(name):
     assert np.all(np.isfinite(trace.positions))
 
 
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("sgld", {}), ("psmile", {}), ("smile", {"integrator": "minimal_norm"})],
+)
+def test_a_step_of_negative_size_is_not_made_and_counts_as_non_finite(name, options):
+    sizes = jnp.array([1e-3, 1e-3, -1e-3])
+    tx: Any = getattr(optax_smile, name)(lambda n: sizes[n], num_data=1, key=0, **options)
+    params = jnp.ones(3)
+    state = tx.init(params)
+    for _ in range(12):
+        updates, state = tx.update(params, state, params)
+        params = params + updates
+    told = optax_smile.stats(state)
+    assert told.num_nonfinite >= 6 and told.step_size < 0 and not told.accepted
+    np.testing.assert_array_equal(optax_smile.last_accepted(state, params), params)
+    assert np.all(np.isfinite(params)) and 0 < np.linalg.norm(params - 1) < 0.1
+
+
 def good_call(params, call=0):
     return as_tree(loss_gradient(flat(params).astype(float), call), jnp.float32), jnp.float32(1)
 

@@ -167,6 +167,12 @@ def test_a_loop_that_goes_on_from_its_checkpoint_neither_loses_nor_doubles(tmp_p
             )
             jax.effects_barrier()
     np.testing.assert_array_equal(again.draws().params, expected)
+    sgld, given = (
+        optax_smile.sgld(1e-3, num_data=1, key=0),
+        {"num_warmup": NUM_WARMUP, "thin": THIN},
+    )
+    with pytest.raises(ValueError, match=r"`recorded\(directory=...\)` .* of another sampler\."):
+        optax_smile.recorded(sgld, directory=tmp_path, **given).init(START[0])
 
 
 def test_what_fails_reaches_the_user(tmp_path, monkeypatch):
@@ -186,7 +192,7 @@ def test_what_fails_reaches_the_user(tmp_path, monkeypatch):
     for _ in range(NUM_WARMUP + THIN):
         updates, state = update(gradient(w), state, w)
         w = w + 0.5 * updates
-    with pytest.raises(ValueError, match="did not add the sampler's updates unchanged"):
+    with pytest.raises(ValueError, match="the loop changed the sampler's updates"):
         scaled.draws()
 
     full = recorded(directory=tmp_path / "full")

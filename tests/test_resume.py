@@ -235,7 +235,7 @@ def test_a_finished_run_computes_nothing(whole):
 
 def test_another_start_is_not_used_and_the_same_rounded_is_known(copied, whole, tmp_path):
     other = start() | {"w": start()["w"] + 1}
-    with pytest.warns(UserWarning, match="continues from its checkpoint. It started from other"):
+    with pytest.warns(UserWarning, match="continues from its checkpoint. Your `params` differ"):
         assert_same_bits(run(copied, params=other), whole)
     tenths = start() | {"b": jnp.full(CHAINS, 0.1)}
     halves = partial(run, params=tenths, num_warmup=0, num_draws=1, dtype="float16")
@@ -284,7 +284,10 @@ def test_a_checkpoint_of_another_format_is_refused(tmp_path, monkeypatch, number
 
     def train(name, optimizer):
         given: dict[str, Any] = {"num_members": 2, "key": 0, "progress": False, "num_epochs": 1}
-        given |= {"init_fn": lambda _: {"w": jnp.zeros(2), "b": 0.0}, "optimizer": optimizer}
+        given |= {
+            "init_fn": lambda key: {"w": jax.random.normal(key, (2,)), "b": 0.0},
+            "optimizer": optimizer,
+        }
         given |= {"loss_fn": runs.mean_loss, "batches": runs.regression()}
         return optax_smile.warmstart(directory=tmp_path / name, **given)
 

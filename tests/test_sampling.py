@@ -90,7 +90,7 @@ MISFITS: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"params": {"w": jnp.ones((3, 2)), "b": 0.0}},
-        r"params=...\)` must be .*equal leading axes, none of them empty",
+        r"params=...\)` must be .*equal leading axes, none of them empty.*\. For one network, use",
     ),
     (
         {"loss": lambda p, batch: batch[1] @ batch[0]},
@@ -113,9 +113,14 @@ MISFITS: list[tuple[dict[str, Any], str]] = [
     ({"dtype": "float16"}, r"dtype=...\)` must be None without a `directory`"),
     ({"observe": lambda draw: draw["w"][0], **EVERY}, r"observe=...\)` .* \[chain, ...\] of the 3"),
     ({"per_chain": True}, r"batches=...\)` must be .*axis of 3, with `per_chain`, .* \[\(20,\)\]"),
+    ({"batches": []}, r"batches=...\)` must be a list with at least one batch, got an empty"),
     (
-        {"batches": []},
-        r"batches=...\)` must be a list, .* batches for 14 gradients, got no batches",
+        {"batches": regression()[0]},
+        r"loss_fn=...\)` .* The first axis of `params`, length 3, was .* `\[batch\]`\.",
+    ),
+    (
+        {"batches": [(x * np.nan, y) for x, y in regression()]},
+        r"batches=...\)` must be finite, got nan or inf in the first batch\.",
     ),
     ({"batches": iter(regression()[:4])}, r"batches=...\)` must be .*, got 4 batches"),
 ]
@@ -217,7 +222,10 @@ def test_the_bar_says_that_it_compiles_until_the_first_step_is_done(label, capsy
         run(sampler=quiet(), progress=True, num_warmup=0, num_draws=2, callback=look)
     else:
         given: dict[str, Any] = {"num_members": 2, "num_epochs": 2, "key": 0}
-        given |= {"init_fn": lambda key: {"w": jnp.zeros(2), "b": 0.0}, "batches": regression()}
+        given |= {
+            "init_fn": lambda key: {"w": jax.random.normal(key, (2,)), "b": 0.0},
+            "batches": regression(),
+        }
         optax_smile.warmstart(mean_loss, optimizer=optax.sgd(0.1), **given)
     lines = "".join([*told, capsys.readouterr().err]).split("\r")
     lines = [line for line in lines if line.startswith(f"{label}:")]

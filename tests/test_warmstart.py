@@ -51,6 +51,13 @@ def test_members_start_apart_and_converge():
     assert len(np.unique(noisy["w"], axis=0)) == 3
 
 
+def test_members_of_the_same_initial_parameters_are_told():
+    told = r"^`warmstart`: `init_fn` returned the same parameters for members \[0, 1, 2\]\."
+    with pytest.warns(UserWarning, match=told):
+        train([TARGET], init=lambda key: {"w": jnp.zeros(2)}, num_epochs=1)
+    train([TARGET], init=lambda key: {"w": jnp.zeros(2)}, num_epochs=1, num_members=1)
+
+
 def test_a_number_of_members_may_be_an_array(tmp_path):
     numbers: Any = np.int64(2), np.array(2), jnp.array(2)
     for number in numbers:
@@ -101,12 +108,21 @@ def test_batches_that_do_not_suffice():
     def with_aux(params, batch, aux):
         return 0.0, aux
 
+    def wider(params, batch, aux):
+        return 0.0, jnp.zeros(2)
+
     for batches, arguments, message in (
         ([], {}, r"batches=...\)` must be .*got none in epoch 1"),
         (iter([TARGET]), {"num_epochs": 2}, r"batches=...\)` must be .*got none in epoch 2"),
         ([TARGET], {"per_member": True}, r"axis of 3, with `per_member`, got the .* \[\(2,\)\]"),
         ([TARGET * jnp.nan], {"num_epochs": 1}, r"loss_fn=...\)` must be .* members \[0, 1, 2\]"),
         ([TARGET], {"validation": {"w": TARGET}}, r"validation=...\)` must be "),
+        ([TARGET], {"validation": TARGET * jnp.nan}, r"validation=...\)` must be finite, got nan"),
+        (
+            [TARGET],
+            {"aux": jnp.ones(3), "loss": wider},
+            r"`new_aux` like `aux`, \(\), got \(2,\)\.",
+        ),
         ([TARGET], {"aux": jnp.zeros(2), "loss": with_aux}, r"aux=...\)` .* axis of 3 members"),
     ):
         with pytest.raises(ValueError, match=rf"`warmstart\(.*{message}"):
@@ -245,7 +261,7 @@ def test_a_chain_for_each_of_the_weights_if_they_fit_together():
         (
             [one],
             {"jitter": 0.1},
-            r"key=...\)` must be a single JAX key.* for the jitter that separates",
+            r"key=...\)` must be a JAX key.* for the jitter that separates",
         ),
     ):
         given: dict[str, Any] = arguments
@@ -268,9 +284,7 @@ def test_chains_from_equal_weights_start_apart():
         assert len(np.unique(chains["w"], axis=0)) == number > len(np.unique(exact["w"], axis=0))
         unit = np.where(exact["w"] == 0, 1, exact["w"])
         assert 0 < np.abs((chains["w"] - exact["w"]) / unit).max() < 5 * 0.01
-        with pytest.raises(
-            ValueError, match=r"key=...\)` must be a single JAX key.* for the jitter that"
-        ):
+        with pytest.raises(ValueError, match=r"key=...\)` must be a JAX key.* for the jitter that"):
             optax_smile.chains_from_weights(weights, **given | {"key": None})
 
 

@@ -203,6 +203,10 @@ class TestCount:
             (EQUAL, 140, True),
             (EQUAL, 1_000, True),
             (EQUAL, 20, True),
+            # The number of the batches, and as many examples as there are batches.
+            (split(*[4] * 10), 10, False),
+            (split(10) * 10, 10, True),
+            (split(*[1] * 10), 10, True),
             # Twenty passes hold the same examples; another data set is larger.
             (EQUAL * 20, 140, True),
             ([(x + i, y) for i in range(20) for x, y in EQUAL], 140, False),

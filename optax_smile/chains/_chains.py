@@ -138,7 +138,9 @@ class Packing:
 class Chains:
     """Many chains: `tree` is their carry, `like` the shapes of one; `advance` moves them on."""
 
-    def __init__(self, setup: Setup, sampler: optax.GradientTransformationExtraArgs):
+    def __init__(
+        self, setup: Setup, sampler: optax.GradientTransformationExtraArgs, hint: str = ""
+    ):
         mesh, specs, per_chain, aux = setup.mesh, setup.specs, setup.per_chain, setup.aux
         self.mesh, self.specs, self.per_chain, self.observe = mesh, specs, per_chain, setup.observe
         self.number = parallel.num_chains("sample", setup.params)
@@ -178,7 +180,10 @@ class Chains:
         self._one = parallel.step(one, self.packed, mesh=mesh, per_chain=per_chain)
         self._many = parallel.step(many, self.packed, mesh=mesh, per_chain=per_chain)
         self._record = self._compile(lambda packed: _record_of_chain(packing.unpack(packed)))
-        self._losses = _checks.Losses("sample", loss, self.number, per_chain, mesh)
+        hint = hint or f"The first axis of `params`, length {self.number}, was taken as chains."
+        if isinstance(setup.batches, tuple) and all(hasattr(x, "shape") for x in setup.batches):
+            hint = f"{hint} {_checks.SINGLE}"
+        self._losses = _checks.Losses("sample", loss, self.number, per_chain, mesh, hint)
         self._draw = self._compile(lambda packed: _draw_of_chain(packing.unpack(packed)))
 
     def _compile(self, function: Callable) -> Callable:
@@ -208,6 +213,8 @@ class Chains:
         losses = _tree.local(self.losses(batch))
         lost = np.flatnonzero(~np.isfinite(losses)).tolist()
         if lost:
+            if not _checks.is_finite(batch):
+                _check.fail("sample", "batches", "finite", "nan or inf in the first batch")
             rule = "a start at which the loss of every chain is finite"
             got = f"{losses[lost[0]]} in the chains {lost}"
             _check.fail("sample", "params", rule, got, _checks.NOT_FINITE)

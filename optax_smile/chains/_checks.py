@@ -57,6 +57,7 @@ BEFORE = (
     " weight decay. Only `optax.clip_by_global_norm` may go before it."
 )
 CLIP = "Clip at a norm that gradients rarely exceed, or not at all."
+SINGLE = "Put a single batch in a list: `[batch]`."
 NOT_FINITE = "Are the batches finite, and the labels in their range?"
 NONFINITE = (
     "Their steps were rejected, and the draws are not those of the posterior. Are the batches"
@@ -115,7 +116,12 @@ def loss_of(
                 "a function that returns a scalar mean loss, or with `aux=` a pair (loss, new_aux)"
             )
             _check.fail(where, "loss_fn", rule, f"one that returns {_check.show(result)}")
-        return result if has_aux else (result, None)
+        result = result if has_aux else (result, None)
+        given, new = (jax.tree.map(jnp.shape, x) for x in (aux, result[1]))
+        if has_aux and jax.tree.flatten(given) != jax.tree.flatten(new):
+            rule = f"a function that returns `new_aux` like `aux`, {_check.cut(given)}"
+            _check.fail(where, "loss_fn", rule, _check.cut(new))
+        return result
 
     return loss
 
@@ -130,8 +136,10 @@ class Losses:
         number: int,
         per_chain: bool,
         mesh: Mesh | None,
+        hint: str = "",
     ):
         self.where, self.number, self.per_chain, self.mesh = where, number, per_chain, mesh
+        self.hint = hint  # Advice where the loss raises.
 
         def of_chain(chain, batch):
             return loss(chain.params, chain.aux, chain.key, batch)[0]
@@ -170,7 +178,8 @@ class Losses:
             rule = "one batch, for which `loss_fn` returns a scalar mean loss"
         of_params = jax.tree.map(lambda x: np.shape(x)[1:], chains.params)
         shapes = [_check.cut(x) for x in (of_params, jax.tree.map(np.shape, batch))]
-        advice = f"It was called with the params {shapes[0]} and the batch {shapes[1]} (shapes)."
+        called = f"It was called with the params {shapes[0]} and the batch {shapes[1]} (shapes)."
+        advice = f"{called} {self.hint}".rstrip()
         given = chains, self.put(batch)
         loss = _check.traced(where, argument, self.compiled, *given, rule=rule, advice=advice)
         is_scalar = getattr(loss, "shape", None) == (number,)
@@ -186,25 +195,29 @@ def warn_of_sum(
     per_chain: bool,
     mesh: Mesh | None,
 ):
-    """Warn of a loss that looks like a sum, see `check_mean`."""
-    check = check_mean(losses, batch, per_chain, mesh)
-    if check is not None and not check.passed:
-        warn(f"`{where}`: {check.text} {check.advice} To skip this test, pass check=False.")
+    """Warn of a loss that looks like a sum, see `check_mean`, or of one that cannot be tested."""
+    check, skip = check_mean(losses, batch, per_chain, mesh), "To skip this test, pass check=False."
+    if isinstance(check, Check):
+        warn_if_failed(where, check._replace(advice=f"{check.advice} {skip}"))
+    elif check:
+        warn(f"`{where}`: could not test whether `loss_fn` is a mean, because {check}. {skip}")
 
 
 def check_mean(
     losses: Callable[[Batch], jax.Array], batch: Batch, per_chain: bool, mesh: Mesh | None
-) -> Check | None:
+) -> Check | str:
     """Find a loss that looks like a sum: the losses of two halves add up to that of the whole.
 
-    Returns None without an axis of examples shared by all leaves, or if the loss takes no half
-    batch.
+    If that cannot be tested, returns the reason; "" for a single example.
     """
     # The axis "data" of the mesh must divide the halves.
     rows, least = num_rows(batch, per_chain), 1 if mesh is None else mesh.shape.get("data", 1)
     half = 0 if rows is None else rows // 2 // least * least
+    # Otherwise the batch may be no more than a vector that the loss compares with the parameters.
+    has_examples = any(np.ndim(leaf) > 1 + per_chain for leaf in jax.tree.leaves(batch))
     if not half:
-        return None
+        is_mixed = rows is None and has_examples
+        return "the arrays of a batch share no axis of examples" if is_mixed else ""
 
     def of_part(first: int, stop: int) -> np.ndarray:
         rows = slice(first, stop)
@@ -214,8 +227,9 @@ def check_mean(
     try:
         halves = of_part(0, half), of_part(half, 2 * half)
         whole = of_part(0, 2 * half)
-    except Exception:
-        return None
+    except Exception as error:
+        reason = str(getattr(error, "got", error)).splitlines() or [""]
+        return f"it rejects half of a batch: {_check.cut(reason[0])}" if has_examples else ""
     with np.errstate(all="ignore"):
         ratio = float(np.median(sum(halves) / whole))
     text = (
@@ -243,6 +257,12 @@ def size(batch: Batch, per_chain: bool) -> int | None:
     return num_rows([x for x in jax.tree.leaves(batch) if np.ndim(x) > per_chain], per_chain)
 
 
+def is_finite(batch: Batch) -> bool:
+    """Tell whether all floating-point numbers of a batch are finite."""
+    leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(batch)]
+    return all(jnp.isfinite(x).all() for x in leaves if jnp.issubdtype(x.dtype, jnp.inexact))
+
+
 def defect(batch: Batch, expected: Tree, per_chain: bool) -> str:
     """Say why a batch cannot be used after one of the structure `expected`; "" if it can."""
     leaves, structure = jax.tree.flatten(batch)
@@ -259,7 +279,9 @@ def check_list(
     where: str, batches: Sequence[Batch], num_data: object, per_chain: bool, warns: bool
 ):
     """Require a list of usable batches; optionally warn of unequal sizes and of `num_data`."""
-    expected = jax.tree.structure(batches[0]) if batches else None
+    if not batches:
+        _check.fail(where, "batches", "a list with at least one batch", "an empty list")
+    expected = jax.tree.structure(batches[0])
     for number, batch in enumerate(batches):
         if reason := defect(batch, expected, per_chain):
             _check.fail(where, "batches", USABLE, f"batches[{number}], which {reason}")
@@ -296,6 +318,7 @@ def amount(batches: Sequence[Batch], number: object, per_chain: bool) -> Check |
     A list may be a part of the data, hold several passes, or have been augmented. So only a factor
     of `MOST_RATIO` fails and, if the list is longer, only if its examples are distinct. A
     `num_data` near the number of entries of an integer array `[example, position]` counts tokens.
+    The number of the batches fails unless it is also that of the distinct examples.
     """
     sizes = [size(batch, per_chain) for batch in batches]
     if not sizes or None in sizes or 0 in sizes or not isinstance(number, int | float):
@@ -307,8 +330,8 @@ def amount(batches: Sequence[Batch], number: object, per_chain: bool) -> Check |
     if per_chain:
         # Each chain has its own examples of the same data.
         examples *= np.shape(jax.tree.leaves(batches[0])[0])[0]
-    kind = "examples"
-    if number / examples <= 1 / MOST_RATIO:
+    kind, counts_batches = "examples", number == len(batches) < examples
+    if number / examples <= 1 / MOST_RATIO or counts_batches:
         examples, kind = _num_distinct(batches, per_chain), "distinct examples"
     ratio, limit = number / examples, MOST_TOKEN_RATIO
     tokens = [count for count in _tokens(batches, per_chain) if count]
@@ -317,6 +340,9 @@ def amount(batches: Sequence[Batch], number: object, per_chain: bool) -> Check |
     text = (
         f"num_data={number:g}, {'and' if passed else 'but'} the batches have {examples:,} {kind}."
     )
+    if counts_batches and number != examples:
+        text = f"num_data={number:g} is the number of batches, which have {examples:,} {kind}."
+        passed = False
     return judge("num_data", (ratio,), float(MOST_RATIO), passed, text, NUM_DATA)
 
 
@@ -495,7 +521,7 @@ def check_received(where: str, seen: Gradients):
     """Require gradients that reach the sampler unchanged, or shortened by a clip of their norm."""
     if how := changed(seen):
         rule = "a chain in which the sampler receives the gradients of the loss"
-        _check.fail(where, "sampler", rule, f"one in which it receives them {how}", BEFORE)
+        _check.fail(where, "sampler", rule, f"gradients {how}", BEFORE)
 
 
 def changed(seen: Gradients) -> str:
@@ -504,7 +530,7 @@ def changed(seen: Gradients) -> str:
     if np.any(is_changed):
         ratios = seen.changed_ratio[is_changed]
         if np.any(np.isnan(ratios)):
-            return "in another direction"
+            return "with another direction"
         low = high = float(np.median(ratios))
     else:
         is_shorter = seen.num_shorter > 0

@@ -38,7 +38,7 @@ WORDS = {
     "tree": "the structure",
     "shapes": "the shapes",
     "num_batches": "the number of batches",
-    "examples": "the number, sum and sum of squares of the examples",
+    "examples": "the same examples",
 }
 
 
@@ -176,8 +176,8 @@ class DirectoryRun:
             for mine, theirs in zip(jax.tree.leaves(given), jax.tree.leaves(stored), strict=True)
         ):
             warn(
-                f"`sample`: the run in {self.directory} continues from its checkpoint. It started"
-                " from other parameters than `params`, which are ignored."
+                f"`sample`: the run in {self.directory} continues from its checkpoint. Your"
+                " `params` differ from its start and are ignored."
             )
         return stored
 
@@ -327,7 +327,7 @@ class Checkpoints:
         for unfinished in set(self.manager.all_steps()) - set(self.finished):
             self.manager.delete(unfinished)
         place = place | {FORMAT: state_format(carry)}
-        both = args.Composite(carry=args.StandardSave(_named(carry)), place=args.JsonSave(place))
+        both = args.Composite(carry=args.StandardSave(named(carry)), place=args.JsonSave(place))
         self.manager.save(number, args=both, force=True)
         if jax.process_index() == 0:
             sums = _disk.sums(self.directory / str(number), SUMS)
@@ -389,7 +389,7 @@ class Checkpoints:
         with self._reading(number):
             wanted = {
                 name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
-                for name, leaf in _named(like).items()
+                for name, leaf in named(like).items()
             }
             both = args.Composite(carry=args.StandardRestore(wanted), place=args.JsonRestore())
             read = self.manager.restore(number, args=both)
@@ -416,7 +416,7 @@ def check_names(where: str, argument: str, tree: Tree):
             _check.fail(where, argument, "a tree whose keys are valid Unicode", ascii(name))
 
 
-def _named(tree: Tree) -> dict[str, jax.Array]:
+def named(tree: Tree) -> dict[str, jax.Array]:
     """Name the leaves of a tree: for Orbax, `a.b` and `b` inside `a` are the same."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {_tree.name(map(_tree.entry, path), "."): leaf for path, leaf in leaves}
@@ -535,18 +535,21 @@ def describe_run(batches: object, per_chain: bool, losses: Callable[[Batch], jax
 def check_settings(where: str, directory: Path, before: Json, now: Json):
     """Require the settings and shapes of the run in a directory; warn of changed functions."""
     # Functions among the settings of a sampler are compared by their checksums.
-    others = {"versions", "data", "loss", "validation", "functions", "stopping"}
+    others = {"versions", "data", "loss", "validation", "functions", "stopping", "state"}
     theirs, functions = _flat(before), now["functions"]
     for name, mine in _flat(now).items():
         parts = name.split(".")
         is_function = parts[:2] == ["settings", "sampler"] and parts[-1] in functions
         is_compared = parts[0] not in others and not is_function
         if is_compared and mine != theirs.get(name):
-            shown = ".".join(parts[1:] or parts)
-            rule = f"new, or that of a run with {shown} = {mine!r}"
-            advice = "Choose another, or pass the arguments of that run."
-            got = f"{directory}, of a run with {shown} = {theirs.get(name)!r}"
-            _check.fail(where, "directory", rule, got, advice)
+            wanted, got = repr(theirs.get(name)), repr(mine)
+            if name == "arguments.validation":
+                wanted, got = ("None", "a batch") if mine else ("a batch", "None")
+            argument, *inside = parts[1:] or {"stored_dtype": ["dtype"]}.get(name, ["params", name])
+            same = "the same" if inside or argument == "key" else wanted
+            rule = f"one with {'.'.join(inside)} = {wanted}" if inside else wanted
+            rule, advice = f"{rule}, as in the run in {directory}", "or choose another directory."
+            _check.fail(where, argument, rule, got, f"Pass {same}, {advice}")
     # Runs of earlier versions have no checksums.
     earlier = before.get("functions", functions)
     changed = [x for x in earlier | functions if earlier.get(x) != functions.get(x)]
@@ -570,9 +573,13 @@ def check_same(where: str, directory: Path, before: Json, now: Json):
         theirs, mine = before.get(field, {}), now.get(field, {})
         for name in [x for x in WORDS if x in theirs and x in mine]:
             if not _is_same(name, theirs[name], mine[name]):
-                rule = f"the data of the run in {directory}, with {WORDS[name]} {theirs[name]}"
+                rule = f"the data of the run in {directory}, with {WORDS[name]}"
                 advice = "To sample from other data, choose another directory."
-                _check.fail(where, argument, rule, mine[name], advice)
+                if name != "examples":
+                    _check.fail(where, argument, f"{rule} {theirs[name]}", mine[name], advice)
+                number, count = theirs[name][0], mine[name][0]
+                how = " with other content" if number == count else f", not {number}"
+                _check.fail(where, argument, rule, f"{count} examples{how}", advice)
     if before["loss"] is not None and now["loss"] is not None:
         first, second = np.array(before["loss"]), np.array(now["loss"])
         if not np.all(np.abs(first - second) <= LOSS_TOLERANCE * np.abs(first).max()):

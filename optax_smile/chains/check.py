@@ -199,7 +199,8 @@ def _of_chains(setup: Setup, own: Tree) -> Iterator[Check]:
     batches = list(setup.batches)
     try:
         with _check.called("check", "sample", "parallel.place", "parallel.init"):
-            chains = Chains(setup, optax.with_extra_args_support(setup.sampler))
+            hint = "If `params` has a chain axis, pass `state=` as well." * (own is None)
+            chains = Chains(setup, optax.with_extra_args_support(setup.sampler), hint)
     except _check.ArgumentError as error:
         if error.advice != AFTER:
             raise
@@ -208,11 +209,11 @@ def _of_chains(setup: Setup, own: Tree) -> Iterator[Check]:
     with _check.called("check", "sample", batches="batch"):
         losses = _tree.local(chains.losses(batches[0]))
     if np.all(np.isfinite(losses)):
-        mean = None
+        mean = ""
         if not setup.stochastic:
             mean = _checks.check_mean(chains.losses, batches[0], False, None)
-        yield from (x for x in (mean, chains.check_rise(batches[0])) if x is not None)
-        if mean is not None and len(batches) == 1:
+        yield from (x for x in (mean, chains.check_rise(batches[0])) if isinstance(x, Check))
+        if isinstance(mean, Check) and len(batches) == 1:
             # Among gradients of equal length, a factor and a clip look the same.
             rows = (_checks.num_rows(batches[0], False) or 0) // 2
             batches = [batches[0], jax.tree.map(lambda x: x[:rows], batches[0])]
@@ -256,7 +257,8 @@ def _of_keys(own: optax.OptState, params: optax.Params) -> Check:
     keys = optax.tree.get(own, "key", filtering=lambda _, x: jnp.result_type(x) == jnp.uint32)
     alike = _tree.first_alike(_tree.local(keys if keys is not None else (own, params)))
     copies = tuple(chain for chain, first in enumerate(alike) if first != chain)
-    text = f"{list(copies) or 'none'} of the chains draw the same random numbers as earlier ones."
+    found = f"chains {list(copies)} use" if copies else "no chains use"
+    text = f"{found} the same random numbers as earlier chains."
     advice = "Make their states with `optax_smile.parallel.init(sampler, params, key=...)`."
     values = tuple(float(alike[chain]) for chain in copies)
     check = _checks.judge("random numbers", values, 0.0, not copies, text, advice)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import math
 import os
 import threading
@@ -27,6 +28,7 @@ UNCHECKED = (
     "`draws`: the loop passes no parameters to `update`, so it cannot be checked that it adds the"
     " updates unchanged. If it scales or clips them, these are not posterior draws."
 )
+SAME_FIT = "new, or hold draws of the same fit"
 # Share of the draws at which the energy may still fall without a warning.
 MOST_FALLING = 0.25
 
@@ -157,6 +159,7 @@ def recorded(
             )
         with jax.ensure_compile_time_eval():
             recorder.settings = _settings.of(sampler, jax.eval_shape(lambda x: x, params))
+        recorder.check_directory()
         return RecordedState(begun, *recorder.number(params))
 
     def update(updates, before, params=None, **others) -> tuple[optax.Updates, RecordedState]:
@@ -329,6 +332,14 @@ class _Recorder:
         fit.files.write(number, int(stats.pop("step")[0]), params, stats)
         del fit.draws[number]
 
+    def check_directory(self):
+        """Require a directory without draws of another sampler."""
+        if self.directory is not None and (self.directory / _format.MANIFEST).exists():
+            before = _format.read_manifest("recorded", self.directory)["settings"]
+            if before["sampler"] != json.loads(json.dumps(self.settings)):
+                got = f"{self.directory} with draws of another sampler"
+                _check.fail("recorded", "directory", SAME_FIT, got)
+
     def _open(self, fit: _Fit, params: Tree, number: int) -> _format.DrawFiles:
         """Create a folder, or continue in that of the same fit."""
         assert self.directory is not None
@@ -339,7 +350,7 @@ class _Recorder:
             self.directory.mkdir(parents=True, exist_ok=True)
             _format.write_manifest(self.directory, manifest)
             return _format.DrawFiles(self.directory, start)
-        rule, got = "new, or hold draws of the same fit", f"{self.directory} with draws of another"
+        rule, got = SAME_FIT, f"{self.directory} with draws of another"
         before = _format.read_manifest("recorded", self.directory)
         if self.settings is None:  # `init` was not called in this process.
             manifest["settings"]["sampler"] = before["settings"].get("sampler")
@@ -383,8 +394,8 @@ class _Recorder:
                 draws = Snapshots(params, trace, self.settings, fit.start)
         if np.any(draws.trace["is_altered"]):
             raise ValueError(
-                "`draws`: the loop did not add the sampler's updates unchanged, so the recorded"
-                " points are not posterior draws."
+                "`draws`: the loop changed the sampler's updates, so the recorded points are not"
+                " posterior draws."
             )
         if self.is_blind:
             warn(UNCHECKED)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from itertools import islice
-from typing import cast
 
 import jax
 import numpy as np
@@ -23,11 +23,13 @@ from optax_smile.chains.stopping import Evidence, EvidenceStop, split
 from optax_smile.draws import _format
 from optax_smile.draws.snapshots import Snapshots, StoredSnapshots
 
+ONE_NETWORK = "For one network, use `chains_from_weights([params], num_chains=4, key=0)`."
+RESTART = "A generator cannot be restarted: pass a list."
 Watch = Callable[[int, Mapping[str, np.ndarray] | None], None]
 
 
 @_check.arguments(
-    params=parallel.STACKED,
+    params=replace(parallel.STACKED, advice=ONE_NETWORK),
     batches=_check.BATCHES,
     sampler=_check.TRANSFORMATION,
     num_warmup=_check.Whole(0),
@@ -186,32 +188,10 @@ def sample(
         >>> draws.params["w"].shape
         (3, 5, 2)
     """
+    given = locals()
     if dtype is not None and directory is None:
         _check.fail("sample", "dtype", "None without a `directory`", repr(dtype))
-    setup = Setup(
-        loss_fn=loss_fn,
-        params=params,
-        batches=batches,
-        sampler=sampler,
-        num_warmup=num_warmup,
-        thin=thin,
-        # The argument check has converted a seed to a typed key.
-        key=cast(jax.Array, key),
-        aux=aux,
-        stochastic=stochastic,
-        per_chain=per_chain,
-        batch_per=batch_per,
-        steps_per_dispatch=steps_per_dispatch,
-        mesh=mesh,
-        specs=specs,
-        directory=directory,
-        resume=resume,
-        check=check,
-        checkpoint_minutes=checkpoint_minutes,
-        dtype=dtype,
-        observe=observe,
-        stop=stop,
-    )
+    setup = Setup(**{name: given[name] for name in Setup._fields})
     num_steps = num_warmup + num_draws * thin
     with ExitStack() as closing:
         run = Run(setup, closing)
@@ -410,11 +390,11 @@ def check_end(where: str, run: Run, num_steps: int, num_draws: int, is_stopped: 
         if run.stream.defect:
             given = run.setup.batches
             may_be_single = isinstance(given, tuple) or hasattr(given, "shape")
-            advice = "Put a single batch in a list: `[batch]`." if may_be_single else ""
+            advice = _checks.SINGLE if may_be_single else ""
             _check.fail(where, "batches", _checks.USABLE, f"one whose {run.stream.defect}", advice)
         taken, needed = run.stream.taken, num_steps * run.batches_per_step
         rule = f"a list, which is restarted, or batches for {needed} gradients"
-        advice = "A generator cannot be restarted: pass a list." if taken else ""
+        advice = RESTART if taken else ""
         _check.fail(where, "batches", rule, f"{taken or 'no'} batches", advice)
     if place.num_kept < num_draws and not run.is_stopped:
         fewer = f"{place.num_kept} of {num_draws} draws per chain"
@@ -422,6 +402,8 @@ def check_end(where: str, run: Run, num_steps: int, num_draws: int, is_stopped: 
             warn(f"`{where}` kept {fewer}: the other points are not draws, see `is_draw`.")
         else:
             reason = "" if is_stopped else f": {run.stream.defect or 'the batches ran out'}"
+            if not is_stopped and not run.stream.defect:
+                resume = f"{RESTART} {resume}" if run.setup.directory else RESTART
             warn(f"`{where}` ended early with {fewer}{reason}. {resume}")
     if run.setup.check and not run.is_optimizer and run.gradients is not None:
         _checks.warn_of_gradients(where, run.gradients)

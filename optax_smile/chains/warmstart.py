@@ -28,6 +28,7 @@ PARTS = "parallel.shardings", "parallel.place", "parallel.init", "parallel.split
 # trained networks by about .01 nats, at most .05 (energy, concrete, diabetes); 0.1 changes it by up
 # to 2.
 JITTER = 0.01
+INIT_RULE = "a function of (key) that returns floating-point parameters"
 
 
 class Members(NamedTuple):
@@ -55,7 +56,7 @@ class Members(NamedTuple):
 
 
 @_check.arguments(
-    init_fn=_check.Function("(key)"),
+    init_fn=_check.Function("(key)", "For Flax: `lambda key: model.init(key, x)`.", INIT_RULE),
     batches=_check.BATCHES,
     optimizer=_check.TRANSFORMATION,
     num_members=_check.Whole(1),
@@ -170,6 +171,13 @@ def warmstart(
             "`warmstart`: `optimizer` is a sampler, so the members are draws. To train networks,"
             " pass an optimizer, and the sampler to `sample`."
         )
+    elif not per_member and not stochastic:
+        first = _tree.first_alike(_tree.local(members.params))
+        if copies := [member for member, like in enumerate(first) if first.count(like) > 1]:
+            warn(
+                "`warmstart`: `init_fn` returned the same parameters for members"
+                f" {copies}. Does it use its key?"
+            )
     train_one, judge_one = _steps(loss, optimizer, patience, validation is None)
     train = parallel.step(train_one, members, mesh=mesh, per_chain=per_member)
     judge = parallel.step(judge_one, members, mesh=mesh)
@@ -191,6 +199,10 @@ def warmstart(
                 "functions": {"optimizer": _settings.checksum(optimizer)},
                 "versions": _format.versions(),
                 "validation": _directory.describe_batches([validation], False)[0],
+                "state": {
+                    name: sorted(f"{at}{x.shape[1:]}" for at, x in _directory.named(tree).items())
+                    for name, tree in (("init_fn", members.params), ("optimizer", members.state))
+                },
                 **_directory.describe_run(batches, per_member, partial(losses, members)),
             }
             checkpoints = _open(Path(directory), checkpoint_minutes, closing, identity, members)
@@ -216,6 +228,11 @@ def warmstart(
                     if validation is not None:
                         with _check.called("warmstart", "warmstart", batches="validation"):
                             shared_losses.check(members, validation, "validation")
+                        # A loss may ignore missing numbers.
+                        if not _checks.is_finite(validation) and not np.any(
+                            np.isfinite(_tree.local(shared_losses(members, validation)))
+                        ):
+                            _check.fail("warmstart", "validation", "finite", "nan or inf")
                 members = train(members, losses.put(batch))
                 bar.begin()
             epoch += 1
@@ -266,6 +283,10 @@ def _open(
     checkpoints = _directory.Checkpoints(directory, minutes)
     closing.callback(checkpoints.close)
     if place := checkpoints.previous("warmstart", members):
+        for argument, arrays in place["run"].get("state", {}).items():
+            if arrays != identity["state"][argument]:
+                rule, got = f"that of the run in {directory}", "one with other arrays"
+                _check.fail("warmstart", argument, rule, got, "Choose another directory.")
         _directory.check_settings("warmstart", directory, place["run"], identity)
         _directory.check_same("warmstart", directory, place["run"], identity)
     return checkpoints
@@ -288,14 +309,13 @@ def _begin(
         rule = f"a tree whose leaves have a leading axis of {num_members} members"
         _check.fail("warmstart", "aux", rule, jax.tree.map(jnp.shape, aux))
     parallel.check_mesh("warmstart", mesh, num_members)
-    rule = "a function that returns floating-point parameters"
     keys = parallel.split_key(key, num_members)
-    shapes = _check.traced("warmstart", "init_fn", jax.vmap(init_fn), keys, rule=rule)
+    shapes = _check.traced("warmstart", "init_fn", jax.vmap(init_fn), keys, rule=INIT_RULE)
     leaves = jax.tree.leaves(shapes)
     others = [x.dtype for x in leaves if not jnp.issubdtype(x.dtype, jnp.inexact)]
     if not leaves or others:
         got = others[0] if others else _check.cut(shapes)
-        _check.fail("warmstart", "init_fn", rule, f"one that returns {got}")
+        _check.fail("warmstart", "init_fn", INIT_RULE, f"one that returns {got}")
     own = parallel.shardings(shapes, mesh=mesh, specs=specs)
     initialize = jax.jit(parallel.over_chains(init_fn, mesh=mesh), out_shardings=own)
     params = initialize(parallel.split_key(key, num_members, mesh=mesh))

@@ -83,6 +83,7 @@ class _Bayesian(BaseEstimator):
         return self.apply(params["network"], x)
 
     def _fit(self, x: np.ndarray, y: np.ndarray, num_outputs: int, **others: jax.Array):
+        _check.Function("(num_data=, prior_precision=, key=)")("fit", "sampler", self.sampler)
         self.scaler_ = StandardScaler().fit(x)
         data = np.asarray(self.scaler_.transform(x), np.float32), self._code(y)
         seed = int(check_random_state(self.random_state).randint(2**31 - 1))

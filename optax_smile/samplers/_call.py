@@ -5,6 +5,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Literal, ParamSpec
 
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -135,6 +136,7 @@ def _update(dynamics: Dynamics, recipe: _eager.Recipe) -> Callable:
             _explain(where, state, moving)
         return _leaves.put_back(displacement, updates), after
 
+    update.__qualname__ = where
     return update
 
 
@@ -183,6 +185,10 @@ def schedule(where: str, step_size: StepSize) -> optax.Schedule:
         if not is_number or isinstance(number, bool):
             rule = "a schedule that gives a number for each count of steps"
             _check.fail(where, "step_size", rule, f"one that gives {_check.show(number)}")
+        # The dynamics reject the step of a traced one.
+        if not isinstance(number, jax.core.Tracer) and np.less(number, 0):
+            rule = "a schedule that gives no number below 0"
+            _check.fail(where, "step_size", rule, f"one that gives {number}")
         return number
 
     return size

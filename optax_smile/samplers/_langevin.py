@@ -143,9 +143,9 @@ class Langevin(Dynamics):
         gradient = potential.gradient(call.posterior, call.updates, params)
         square = _tree.inner(gradient, gradient)
         given = square if call.value is None else jnp.stack([square, call.value])
-        guard, reject = rejection.judge(state.guardrail, jnp.all(jnp.isfinite(given)))
-
         length, last_length = self.step_size(state.num_steps), here.step_length
+        is_finite = jnp.all(jnp.isfinite(given)) & jnp.greater_equal(length, 0)
+        guard, reject = rejection.judge(state.guardrail, is_finite)
         length = jnp.asarray(length * here.step_size_factor * guard.step_backoff, last_length.dtype)
         key, noise_key = self.split(state.key)
         moved, passed = last_length > 0, call.updates if call.passed is None else call.passed

@@ -140,12 +140,12 @@ class Microcanonical(Dynamics):
         heading, end = momentum.close(here, sums)
         error = evidence.energy_error(posterior, past.open_step, end, sums, call.value)
         is_outlier = past.energies.is_outlier(error, self.reject_quantile)
-        guard, reject = rejection.judge(state.guardrail, error.finite, is_outlier)
+        base = jnp.asarray(self.step_size(state.num_steps), here.step_length.dtype)
+        guard, reject = rejection.judge(state.guardrail, error.finite & (base >= 0), is_outlier)
         probed = probe.look(state.probe, params, self._entries_moved(here, averages), reject)
         reject = reject & probed.is_made()
 
         # Choose the length of the next step, and open it.
-        base = jnp.asarray(self.step_size(state.num_steps), here.step_length.dtype)
         num_gradients = state.last_update.num_gradients
         now = evidence.collect(past, end, error, sums, sketch, base, num_gradients, ~reject)
         tuned = self.tuner.update(state.dynamics.tuner, now)
@@ -228,7 +228,7 @@ class Microcanonical(Dynamics):
 
 def _assemble(name: str, preconditioner: Preconditioner, arguments: Options) -> Microcanonical:
     length, step_size = arguments.get("decoherence_length"), arguments["step_size"]
-    purpose = "unless `decoherence_length` is None"
+    purpose = "because `decoherence_length` is not None"
     seed = _check.Key(length is not None, purpose)(name, "key", arguments.get("key"))
     tuner = choose(name, arguments.get("tuner"), step_size)
     return Microcanonical(

@@ -7,6 +7,7 @@ describes one call, `EvidenceState` what a chain remembers of the calls before.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -554,18 +555,9 @@ class EvidenceState(NamedTuple):
 
 def init(params: optax.Params) -> EvidenceState:
     """Begin without any calls."""
-    dtype = _tree.dtype(params)
-
     # A buffer for each number: loops donate the state.
-    def zero() -> jax.Array:
-        return jnp.zeros((), dtype)
-
-    def none() -> jax.Array:
-        return jnp.zeros((), jnp.int32)
-
-    def no() -> jax.Array:
-        return jnp.zeros((), bool)
-
+    kinds = _tree.dtype(params), jnp.int32, bool
+    zero, none, no = (partial(jnp.zeros, (), kind) for kind in kinds)
     return EvidenceState(
         open_step=OpenStep(zero(), no(), zero(), zero()),
         energies=EnergyAverages(zero(), zero(), none()),

@@ -52,7 +52,8 @@ def judge(
 
     Args:
         state: the counters.
-        is_finite: whether all numbers that the call received are finite.
+        is_finite: whether all numbers that the call received are finite, and its step size not
+            negative.
         is_outlier: whether the energy error of the step is an outlier, see
             `EnergyAverages.is_outlier`.
 
