@@ -71,7 +71,8 @@ ADVICE = {
     " unchanged. Nothing may come after the sampler: no clipping, learning rate, weight decay,"
     " projection or average of parameters.",
     "not finite": "checking the data: are all batches finite and not empty, and is the gradient of"
-    " the loss finite there? If so, {shorter}, or a start closer to the mode.",
+    " the loss finite there? Is the step size never negative? If so, {shorter}, or a start closer"
+    " to the mode.",
     "diverged": "{shorter}, or a start closer to the mode. Leave these chains out of the"
     " prediction.",
     "frozen": "{longer}.",
