@@ -177,6 +177,10 @@ DEFECTS = r"""
 = step size goes the wrong way | same_settings
 - mean ** (-1 / 6)
 + mean ** (1 / 6)
+# samplers/_microcanonical.py | test_langevin.py
+= steps of negative size are made | negative_size
+- error.finite & (base >= 0), is_outlier
++ error.finite, is_outlier
 # samplers/sgld.py | test_langevin.py
 = half the noise | test_sgld
 - amplitude = jnp.sqrt(2 * call.step_size)
@@ -334,6 +338,12 @@ DEFECTS = r"""
 = broken chains score like their start | last_half
 - self.part.density if is_sound else [-np.inf]
 + self.part.density
+= points of exploration score | exploration
+- if num_due > num_scored and self._is_draw(step == end and not num_scored):
++ if num_due > num_scored:
+= the last round decides among two | share_of_the_steps
+- kept = max(number // 2, 3) if number > 3 else 1
++ kept = number // 2
 = draws that are made again count twice | stopped_selection
 - num_scored = _num_due(before.step, end)
 + num_scored = 0
