@@ -134,7 +134,7 @@ def with_log_prior(
 ) -> tuple[optax.Updates, jax.Array | None]:
     """Add a prior that is a function to the mean loss, as -log_prior / num_data.
 
-    Where its density is 0 the loss is infinite, and the step is rejected.
+    Where its density is 0, gradient and loss are NaN, and the step is rejected.
 
     Args:
         potential: the posterior.
@@ -148,7 +148,7 @@ def with_log_prior(
     if potential.log_prior is None:
         return updates, value
     density, slope = jax.value_and_grad(potential.log_prior)(params)
-    number = _count(potential)
+    number = jnp.where(jnp.isneginf(density), jnp.nan, _count(potential))
     updates = jax.tree.map(lambda g, s: (g - s / number).astype(s.dtype), updates, slope)
     return updates, None if value is None else (value - density / number).astype(value.dtype)
 

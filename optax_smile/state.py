@@ -244,8 +244,9 @@ def find(state: Tree, where: str, argument: str = "state") -> SamplerState:
         advice = "Remove all but one."
         if not found:
             is_state = not _check.TRANSFORMATION.holds(state)
-            got = "one without a sampler" if is_state else "the transformation"
-            advice = "" if is_state else "Pass its state."
+            got = "one without a sampler" if argument != "state" else "a tree without such a state"
+            got = got if is_state else "the transformation"
+            advice = "Pass what `init` or `update` returned." if argument == "state" else ""
         _check.fail(where, argument, rule, got, advice)
     for chain in chains:
         place = next((i for i, part in enumerate(chain) if _samplers(part)[0]), len(chain))

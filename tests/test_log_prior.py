@@ -46,12 +46,12 @@ def test_a_gaussian_function_is_the_gaussian_prior(case):
             assert optax.tree.norm(optax.tree.sub(other, params)) > 1e-4, change
 
 
-def draws_of(tx, params, num_steps, num_chains=16):
+def draws_of(tx, params, num_steps, num_chains=16, value: float | None = 0.0):
     """Draws `[chain, step, d]` of the prior alone: the loss is zero."""
 
     def chain(key):
         calls = jnp.arange(num_steps)
-        return runs.follow(tx, key, params, lambda x, _: jnp.zeros_like(x), calls, value=0.0)
+        return runs.follow(tx, key, params, lambda x, _: jnp.zeros_like(x), calls, value=value)
 
     return np.asarray(jax.jit(jax.vmap(chain))(jax.random.split(jax.random.key(0), num_chains)))
 
@@ -79,12 +79,15 @@ def test_where_there_is_no_density_a_step_is_rejected(name, step_size):
         return jnp.where(inside, -jnp.sum(jnp.where(inside, x, 1.0)), -jnp.inf)
 
     tx: Any = SAMPLERS[name](step_size, num_data=7, prior_precision=0, log_prior=log_prior, key=0)
-    draws = draws_of(tx, jnp.ones(20), 300, num_chains=4)
-    assert (draws > 0).all() and draws.std() > 0.1
+    for value in (0.0, None):
+        draws = draws_of(tx, jnp.ones(20), 300, num_chains=4, value=value)
+        assert (draws > 0).all() and draws.std() > 0.1
 
 
 def test_a_function_has_no_precision_and_gives_a_finite_scalar():
-    with pytest.raises(ValueError, match=r"prior_precision=.* 0 if `log_prior` .*got 1\.0"):
+    with pytest.raises(
+        ValueError, match=r"prior_precision=.* 0 together with `log_prior`, got 1\.0"
+    ):
         make("psmile", log_prior=gaussian)
     for wrong in (lambda params: params["layer"]["b"], lambda params: params["none"], lambda _: 1):
         with pytest.raises(ValueError, match=r"log_prior=.*that returns a scalar"):

@@ -286,6 +286,9 @@ def check_list(
         if reason := defect(batch, expected, per_chain):
             _check.fail(where, "batches", USABLE, f"batches[{number}], which {reason}")
     if warns:
+        are_arrays = isinstance(batches, tuple) and all(hasattr(x, "shape") for x in batches)
+        if are_arrays and len({(x.shape[1:], x.dtype) for x in batches}) > 1:
+            warn(f"`{where}`: each array of the tuple `batches` is taken as a batch. {SINGLE}")
         warn_if_failed(where, unequal([size(x, per_chain) for x in batches]))
         warn_if_failed(where, amount(batches, num_data, per_chain))
 

@@ -583,11 +583,12 @@ def check_same(where: str, directory: Path, before: Json, now: Json):
     if before["loss"] is not None and now["loss"] is not None:
         first, second = np.array(before["loss"]), np.array(now["loss"])
         if not np.all(np.abs(first - second) <= LOSS_TOLERANCE * np.abs(first).max()):
-            chain = int(np.argmax(np.abs(first - second)))
+            number = int(np.argmax(np.abs(first - second)))
+            one = f"{'member' if where == 'warmstart' else 'chain'} {number}"
             warn(
                 f"`{where}`: `loss_fn` is not that of the run in {directory}. The loss at the start"
-                f" of chain {chain} was {first[chain]:.6g} and is {second[chain]:.6g} now. Choose"
-                " another directory, unless you want draws of both."
+                f" of {one} was {first[number]:.6g} and is {second[number]:.6g} now. Choose another"
+                " directory, unless you meant to change it."
             )
     now |= {name: before[name] for name in ("functions", "loss") if before.get(name) is not None}
 

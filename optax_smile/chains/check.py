@@ -22,6 +22,9 @@ from optax_smile.state import AFTER, SamplerState
 # Largest number of batches that are read, and smallest numbers of updates and of gradients that the
 # sampler receives.
 MOST_BATCHES, LEAST_CALLS, LEAST_RECEIVED = 256, 8, 3
+CHAINED = (
+    "If `params` has a chain axis, pass `state=parallel.init(sampler, params, key=key)` as well."
+)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -199,7 +202,7 @@ def _of_chains(setup: Setup, own: Tree) -> Iterator[Check]:
     batches = list(setup.batches)
     try:
         with _check.called("check", "sample", "parallel.place", "parallel.init"):
-            hint = "If `params` has a chain axis, pass `state=` as well." * (own is None)
+            hint = CHAINED * (own is None)
             chains = Chains(setup, optax.with_extra_args_support(setup.sampler), hint)
     except _check.ArgumentError as error:
         if error.advice != AFTER:

@@ -76,7 +76,7 @@ def sample(
     observe: Callable[[Tree], Tree] | None = None,
     stop: EvidenceStop | None = None,
 ) -> Snapshots | StoredSnapshots:
-    """Run many chains. After a warm-up, store the current draw of each every `thin` steps.
+    """Run many chains. After a warm-up, store their current draws every `thin` steps.
 
     Args:
         loss_fn: scalar mean loss `loss_fn(params, batch)`. It must not include the prior. If `aux`
@@ -129,11 +129,12 @@ def sample(
             False: the directory must not hold a run.
         check: warn if the loss looks like a sum, if `num_data` does not fit the examples, or
             tokens, of the batches, if batches differ in size (a mean loss then weights their
-            examples unequally), or if the loss of the draws must be far above that of the start. At
-            the end, warn if gradients were not finite, or if a clip before the sampler shortened
-            them. This costs a few forward passes. With more than 2 * num_data / temperature
-            parameters, the test of the loss of the draws costs 32 more. See `optax_smile.check` for
-            your own loop.
+            examples unequally), or if the number of parameters implies draws with a far higher loss
+            than the start. At the end, warn if gradients were not finite, or if a clip before the
+            sampler shortened them. This costs a few forward passes. With more than
+            2 * num_data / temperature parameters, the estimate of the loss of the draws takes 32
+            more. The test for a sum is left out if `stochastic`. For your own loop, see
+            `optax_smile.check`.
         checkpoint_minutes: minutes between checkpoints, >= 0. A checkpoint is always written at the
             start and at the end.
         dtype: precision of the draws on disk: `"float16"`, `"float32"` or `"float64"`; None: that
@@ -163,7 +164,8 @@ def sample(
 
             - `loss_fn`: not a scalar, or the loss or its gradients are not finite at the start.
             - `params`: leading axes that disagree, or identical chains that would stay identical.
-            - `batches`: an empty batch in a list, or the batches run out before the first draw.
+            - `batches`: in a list, one that is empty or differs in structure; or the batches run
+              out before the first draw.
             - `sampler`: several samplers in it; a transformation before it that changes gradients
               (a clip of their norm is allowed); updates that are changed after it.
             - `num_draws`: `is_draw` is False at all steps that would be stored.
@@ -391,7 +393,8 @@ def check_end(where: str, run: Run, num_steps: int, num_draws: int, is_stopped: 
             given = run.setup.batches
             may_be_single = isinstance(given, tuple) or hasattr(given, "shape")
             advice = _checks.SINGLE if may_be_single else ""
-            _check.fail(where, "batches", _checks.USABLE, f"one whose {run.stream.defect}", advice)
+            got = f"{_check.show(given) if may_be_single else 'one'} whose {run.stream.defect}"
+            _check.fail(where, "batches", _checks.USABLE, got, advice)
         taken, needed = run.stream.taken, num_steps * run.batches_per_step
         rule = f"a list, which is restarted, or batches for {needed} gradients"
         advice = RESTART if taken else ""

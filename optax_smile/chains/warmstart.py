@@ -101,7 +101,8 @@ def warmstart(
         init_fn: `init_fn(key)` returns the initial parameters of a member.
         batches: iterable of batches. `warmstart` iterates over it once per epoch. Each new batch
             shape causes a compilation.
-        optimizer: any Optax optimizer. Its schedules advance with every batch.
+        optimizer: any Optax optimizer that needs no other argument than `value`, as L-BFGS does.
+            Its schedules advance with every batch.
         num_members: number of members, >= 1.
         key: JAX key or seed; each member gets its own initial parameters.
         num_epochs: largest number of epochs, >= 1.
@@ -125,7 +126,8 @@ def warmstart(
             finished epoch. This restores the order of batches that are shuffled with a fixed seed.
             A changed loss or optimizer causes only a warning, unless the state of the optimizer has
             other arrays.
-        check: test the loss on the first batch, and warn if it looks like a sum over the examples.
+        check: test the loss on the first batch, unless it is `stochastic`, and warn if it looks
+            like a sum over the examples.
         checkpoint_minutes: smallest number of minutes between checkpoints, >= 0. One is always
             written at the end.
         progress: show a progress bar, if tqdm is installed.

@@ -249,9 +249,9 @@ def summary(
 
     - copies: chains have equal draws or use equal random numbers.
     - altered: something changed the updates before they reached the parameters.
-    - not finite: more than 1 % of the gradients or losses of all chains are not finite.
-    - diverged: the same, but only of some chains; very large parameters; or predictions far worse
-      than those of other chains, or than those of the first draws.
+    - not finite: in every chain, more than 1 % of the gradients or losses are not finite.
+    - diverged: so in some chains only; or the parameters are very large; or the predictions are far
+      worse than those of other chains, or than those of the first draws.
     - frozen: a chain hardly moves.
     - still on its way: the energy of a chain is still decreasing.
     - not settled: the predictions of a chain drift; without a prediction, its weights.
@@ -285,8 +285,9 @@ def summary(
             draws, or they are iterates of an optimizer, or `thin_to` chose them; the prediction was
             made without `per="draw"` or `targets`, or of another number of chains or draws. Other
             draws of the same shape are not detected.
-        ImportError: ArviZ is not installed. `summary` needs it for R-hat within chains, from 8
-            draws per chain on, and with a prediction for R-hat across chains and ESS, from 4 on.
+        ImportError: ArviZ is not installed. From 8 draws per chain on, `summary` needs it for R-hat
+            within chains. With a prediction and 4 draws, it needs it for R-hat across chains and
+            ESS.
 
     Cost: about a millisecond per chain and chosen input, and one pass over the draws. At most two
     draws of each chain are in memory.

@@ -52,7 +52,7 @@ def predict(
     """Average the predictions of all snapshots (Bayesian model average).
 
     The predictive density p is the average of the densities p_s of the S snapshots,
-    p(y | x) = sum_s p_s(y | x) / S. Its uncertainty is `total`, `aleatoric` plus `epistemic`:
+    p(y | x) = sum_s p_s(y | x) / S. Its uncertainty is `total` = `aleatoric` + `epistemic`:
 
     - For class probabilities, `total` is the entropy of p. `aleatoric` is the average entropy of
       the p_s. `epistemic` is the mutual information of target and parameters.
@@ -94,8 +94,8 @@ def predict(
 
     Raises:
         ValueError: an argument is out of range; there are no snapshots, or they are of different
-            models; predictions are not finite or have a negative variance (the message names chain
-            and draw); the likelihood does not fit the outputs, or the targets do not fit the
+            models; predictions are not finite or have a negative variance (the message names the
+            snapshot); the likelihood does not fit the outputs, or the targets do not fit the
             likelihood.
 
     Cost: one forward pass per snapshot. The parameters are first copied to the host. Memory per

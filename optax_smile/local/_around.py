@@ -123,7 +123,11 @@ def check_loss(
     if first is None:
         _check.fail(where, "batches", "at least one batch", "none")
     rule = "a function that returns the mean loss, a scalar"
-    remedy = "Does it match these `params` and `batches`?"
+    shapes = [_check.cut(jax.tree.map(np.shape, x)) for x in (params, first)]
+    remedy = (
+        f"It was called with the params {shapes[0]} and the batch {shapes[1]} (shapes). Of several"
+        " networks with a chain axis, pass one."
+    )
     loss = _check.traced(where, "loss_fn", loss_fn, params, first, rule=rule, advice=remedy)
     if getattr(loss, "shape", None) != ():
         _check.fail(where, "loss_fn", rule, f"one that returns {_check.show(loss)}")

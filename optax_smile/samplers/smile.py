@@ -112,9 +112,9 @@ def psmile(
     Moreover, s^2 is shrunk towards 1, by at most 14 %, and clipped to [1e-4, 1e4]. The sampler uses
     the s of one window in the next window, which is 1.5 times as long. Within a window s is
     constant, so it does not bias the posterior. The first window has 64 steps. It begins when the
-    energy has stopped decreasing: `stats(state).descent` <= 3, where `descent` is the recent
-    decrease, in standard deviations of the decrease of a converged chain. Until the first window
-    ends, s = 1. If `descent` exceeds 3 later, s is reset to 1 and the windows start again.
+    energy has stopped decreasing: `stats(state).descent` <= 3. This is the recent decrease, divided
+    by the standard deviation that it has in a converged chain. Until the first window ends, s = 1.
+    If `descent` exceeds 3 later, s is reset to 1 and the windows start again.
 
     The sampler also adds isotropic noise of its own, the explicit noise (see
     `decoherence_length`). It reduces the bias that remains because the gradient noise is not
@@ -129,7 +129,8 @@ def psmile(
             None: `angle_tuner` chooses it.
         num_data: number of examples, or tokens, in the whole data set, not in a batch, >= 1. A loss
             summed over n examples acts like n times as many data, and the posterior is too narrow.
-            The sampler cannot detect this; `sample` and `check` test the first batch for it.
+            The sampler cannot detect this. `sample` and `check` test the first batch for it, if
+            the loss is not `stochastic`.
         prior_precision: precision (inverse variance) of the Gaussian prior, >= 0. A number, or a
             tree prefix of the parameters. The leaves of the prefix are numbers, or arrays of the
             shapes of the parameters. Leave weight decay and penalties out of the loss.
@@ -137,9 +138,9 @@ def psmile(
             the chain, which the state then stores. See `optax_smile.local`.
         log_prior: differentiable function `log_prior(params)` that returns the log density of
             another prior, a scalar, up to a constant. It replaces the Gaussian, so pass
-            `prior_precision=0` as well. If `update` gets the loss, it rejects steps to points where
-            `log_prior` is -inf. This distorts the draws near such a boundary: transform bounded
-            parameters. With `optax.inject_hyperparams`, list both arguments in `static_args`.
+            `prior_precision=0` as well. Steps to points where it is -inf are rejected. This
+            distorts the draws near such a boundary: transform bounded parameters. With
+            `optax.inject_hyperparams`, list both arguments in `static_args`.
         temperature: of the posterior, > 0; 1 is the Bayesian posterior. `"auto"`:
             min(1, 2 * excess * num_data / d), where d is the number of parameters. If the loss is
             quadratic, the expected mean loss of a draw is then at most `excess` above the mean loss
@@ -159,8 +160,8 @@ def psmile(
             fit. The chain then returns to the start of the step. None: only steps with non-finite
             numbers are rejected.
         decoherence_length: distance over which the explicit noise turns u into a new direction.
-            With noise, u is random at the start and after each rejected step. Without noise, u
-            then has the direction of the negative gradient.
+            At the start and after each rejected step, u is random; if there is no explicit noise,
+            it is the direction of the negative gradient.
 
             - A number > 0: over this distance, the noise alone reduces the mean cosine between u
               and its earlier value to 1 / e.
@@ -187,8 +188,8 @@ def psmile(
     Returns:
         An Optax transformation. In an `optax.chain` it must be the last. Pass the mean loss of the
         batch to `update(grads, state, params, value=loss)`, as `value` or as `loss`, to get
-        `energy_change` in `stats`. Only `quantile_tuner` and `reject_quantile` need it; without it,
-        they warn.
+        `energy_change` in `stats`. Only `quantile_tuner` and `reject_quantile` need it, and warn
+        without it.
 
         The float32 and float64 arrays of a tree are sampled; leaves that are not floating-point
         arrays do not change. An array whose gradient is None in every call does not move. Its
