@@ -237,17 +237,18 @@ def find(state: Tree, where: str, argument: str = "state") -> SamplerState:
     Raises:
         ValueError: there is none, or more than one, or something comes after it in a chain.
     """
+    kind, missing, advice = "a transformation", "one without a sampler", ""
+    if argument == "state":
+        kind, missing = "the state of a transformation", "a tree without such a state"
+        advice = "Pass what `init` or `update` returned."
+    rule = f"{kind} with exactly one optax_smile sampler"
+    if _check.TRANSFORMATION.holds(state):
+        _check.fail(where, argument, rule, "the transformation", advice)
     found, chains = _samplers(_without_variables(state))
-    if len(found) != 1:
-        kind = "the state of a transformation" if argument == "state" else "a transformation"
-        rule, got = f"{kind} with exactly one optax_smile sampler", f"one with {len(found)}"
-        advice = "Remove all but one."
-        if not found:
-            is_state = not _check.TRANSFORMATION.holds(state)
-            got = "one without a sampler" if argument != "state" else "a tree without such a state"
-            got = got if is_state else "the transformation"
-            advice = "Pass what `init` or `update` returned." if argument == "state" else ""
-        _check.fail(where, argument, rule, got, advice)
+    if not found:
+        _check.fail(where, argument, rule, missing, advice)
+    if len(found) > 1:
+        _check.fail(where, argument, rule, f"one with {len(found)}", "Remove all but one.")
     for chain in chains:
         place = next((i for i, part in enumerate(chain) if _samplers(part)[0]), len(chain))
         # Only states of transformations, not other entries of a loop's tuple.

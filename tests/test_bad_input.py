@@ -339,7 +339,7 @@ MESSAGES: list[tuple[Any, str]] = [
         "must be a state of format 7, got format 1. Another version of optax_smile wrote it",
     ),
     # What a state can be asked for.
-    (lambda: optax_smile.stats(build("sgld")), "sampler, got the transformation. Pass its state."),
+    (lambda: optax_smile.stats(build("sgld")), "sampler, got the transformation. Pass what `init`"),
     (
         lambda: build("sgld", step_size=lambda count: -1e-3).init(PARAMS),
         "`sgld(step_size=...)` must be a schedule that gives no number below 0, got one that gives",

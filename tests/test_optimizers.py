@@ -82,7 +82,9 @@ def test_a_run_that_was_killed_gives_the_same_iterates(stored, tmp_path):
     with pytest.warns(UserWarning) as caught:
         runs.run(tmp_path, sampler=optax.adamw(0.06))
     assert any("began with another `sampler`" in str(one.message) for one in caught)
-    with pytest.raises(ValueError, match="that of a run with sampler.name = 'smile'"):
+    with pytest.raises(
+        ValueError, match=r"sampler=...\)` must be .* 'optimizer', as in the .*, got 'smile'"
+    ):
         runs.run(tmp_path, sampler=noisy())
 
 

@@ -48,7 +48,8 @@ def run(tmp_path_factory) -> Path:
     given: dict[str, Any] = {"num_data": 10, "tuner": None, "key": jax.random.key(1)}
     sampler = optax_smile.psmile(0.1, reject_quantile=0.98, **given)
     given = {"num_warmup": 1, "num_draws": DRAWS, "thin": 5, "key": jax.random.key(0)}
-    given |= {"progress": False, "directory": directory}
+    # A batch is no list of examples, but of the shape of the parameters.
+    given |= {"progress": False, "directory": directory, "check": False}
     optax_smile.sample(
         lambda params, batch: jnp.mean((params["w"] - batch) ** 2), start, batches, sampler, **given
     )
