@@ -42,7 +42,7 @@ def finished(tmp_path_factory) -> Any:
 
 DATA, SHAPES = r"with the same examples, got \d+ examples with", "with the shapes"
 FINISHED = r"`sample`: the run in .* is finished. Its 2 draws per chain, of 20\d\d-\d\d-\d\d,"
-LOSS = r"`loss_fn` is not that of the run in .* chain \d was [\d.]+ and is [\d.]+ now"
+LOSS = r"`loss_fn` is not that of the run in .* (chain|member) \d was [\d.]+ and is [\d.]+ now"
 OTHER = "`{}`: the run in .* began with another `{}`"
 ADDED: dict[str, Any] = {"stochastic": True, "loss": lambda p, batch, *, key: mean_loss(p, batch)}
 AUX = {"aux": {"mean": jnp.zeros((CHAINS, 2))}, "loss": lambda p, b, *, aux: (mean_loss(p, b), aux)}

@@ -126,6 +126,7 @@ MISFITS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
+@pytest.mark.filterwarnings("ignore:.*each array of the tuple")
 def test_what_does_not_fit_together():
     for arguments, message in MISFITS:
         with pytest.raises(ValueError, match=rf"`sample\({message}"):

@@ -181,6 +181,13 @@ class TestFinite:
         assert finding.value == (7,) and "batches [7]" in finding.text
 
 
+def test_a_tuple_of_different_arrays_is_most_likely_one_batch():
+    given: Any = {"num_data": 8, "per_chain": False, "warns": True}
+    with pytest.warns(UserWarning, match=r"^`sample`: each array of the tuple .*: `\[batch\]`"):
+        _checks.check_list("sample", (np.ones((4, 2)), np.ones((4, 3))), **given)
+    _checks.check_list("sample", (np.ones((4, 2)), np.ones((4, 2))), **given)
+
+
 def tokens(dtype: Any = np.int32) -> list[Any]:
     return [(np.ones((20, 50), dtype), np.ones((20, 50), dtype))] * 7
 
