@@ -127,7 +127,7 @@ def warmstart(
             A changed loss or optimizer causes only a warning, unless the state of the optimizer has
             other arrays.
         check: test the loss on the first batch, unless it is `stochastic`, and warn if it looks
-            like a sum over the examples.
+            like a sum over the examples. Warn of members with equal initial parameters.
         checkpoint_minutes: smallest number of minutes between checkpoints, >= 0. One is always
             written at the end.
         progress: show a progress bar, if tqdm is installed.
@@ -173,7 +173,7 @@ def warmstart(
             "`warmstart`: `optimizer` is a sampler, so the members are draws. To train networks,"
             " pass an optimizer, and the sampler to `sample`."
         )
-    elif not per_member and not stochastic:
+    elif check and not per_member and not stochastic:
         first = _tree.first_alike(_tree.local(members.params))
         if copies := [member for member, like in enumerate(first) if first.count(like) > 1]:
             warn(
