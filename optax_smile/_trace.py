@@ -25,7 +25,7 @@ def of_draws(
     is_draw = np.broadcast_to(arrays.get("is_draw", np.array(True)), shape).astype(bool)
     ticks = np.flatnonzero(is_draw.all(axis=0))
     if len(ticks) < num_draws:
-        rule = f"at most {len(ticks)}, the number of ticks of the trace that are draws"
+        rule = f"at most {len(ticks)}, the number of draws in the trace"
         _check.fail(where, "num_draws", rule, num_draws)
     ticks = ticks[-num_draws:]
     return {name: values[:, ticks] for name, values in arrays.items()}

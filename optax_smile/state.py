@@ -257,8 +257,8 @@ def find(state: Tree, where: str, argument: str = "state") -> SamplerState:
             # The states do not say which leaves belong to which.
             later = [part for part in later if not isinstance(part, optax.MaskedState)]
         if later:
-            kind = "the state of a chain" if argument == "state" else "a chain"
-            rule = f"{kind} that ends with the sampler"
+            kind = "the state of an" if argument == "state" else "an"
+            rule = f"{kind} `optax.chain` that ends with the sampler"
             number = "one transformation" if len(later) == 1 else f"{len(later)} transformations"
             _check.fail(where, argument, rule, f"{number} after it", AFTER)
     check_format(where, argument, found[0])

@@ -201,7 +201,7 @@ def assert_named(state, params):
 def test_refused(name):
     tx = REFUSED[name]()
     state = tx.init(MEAN)
-    rule = r"must be (the state of )?a chain that ends with the sampler"
+    rule = r"must be (the state of )?an `optax.chain` that ends with the sampler"
     for ask in (optax_smile.stats, lambda state: optax_smile.last_accepted(state, MEAN)):
         with pytest.raises(ValueError, match=rule):
             ask(state)

@@ -366,7 +366,7 @@ MESSAGES: list[tuple[Any, str]] = [
         lambda: optax_smile.stats(
             optax.chain(build("sgld"), optax.masked(optax.scale(0.5), True)).init(PARAMS)
         ),
-        "chain that ends with the sampler, got one transformation after it",
+        "chain` that ends with the sampler, got one transformation after it",
     ),
     # Losses and models.
     (

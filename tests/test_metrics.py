@@ -212,7 +212,11 @@ def test_arguments_that_do_not_fit():
             (ones, ones - 1, ones),
             "(upper=.*>= `lower`, got 0.0 where `lower` is 1.0. Are `lower`",
         ),
-        (metrics.coverage, (ones * np.inf, ones * np.inf, ones), "(upper=.*contains numbers, got"),
+        (
+            metrics.coverage,
+            (ones * np.inf, ones * np.inf, ones),
+            "(upper=.*> -inf, with `lower` < inf, got",
+        ),
         (
             metrics.lppd,
             (-np.ones((2, 3, 4)),),

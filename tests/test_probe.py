@@ -181,7 +181,7 @@ def test_a_chain_that_goes_on_after_the_sampler_is_refused(name):
         (optax_smile.last_accepted, "last_accepted(state", state, START),
         (functools.partial(sample, **counts), "sample(sampler", start, [0], tx),
     ):
-        kind = "a chain" if "sampler" in argument else "the state of a chain"
+        kind = "an `optax.chain`" if "sampler" in argument else "the state of an `optax.chain`"
         rule = re.escape(f"`{argument}=...)` must be {kind} that ends with the sampler")
         with pytest.raises(ValueError, match=rule):
             function(*given)

@@ -321,7 +321,7 @@ def test_what_does_not_fit_is_named(run, draws, tmp_path):
         r"name=...\)` must be a name of": {"name": "x" * 101},
         r"scores\['LPPD'\]=...\)` must be a number": {"scores": {"LPPD": "high"}},
         r"prediction=...\)` must be made with": {"prediction": unknown, "targets": LABELS},
-        r"prediction=...\)` must be one of the draws in": {"prediction": others},
+        r"prediction=...\)` must be a prediction from the draws in": {"prediction": others},
         r"directory=...\)` must be a directory": {"directory": tmp_path},
         r"targets=...\)` .*classes from 0 to 3, got 1 to 4": {"targets": LABELS + 1},
         r"images=...\)` must be as many images as": {"images": IMAGES[:39]},

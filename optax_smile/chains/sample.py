@@ -125,16 +125,15 @@ def sample(
             examples, in any order. `stop` must be unchanged or None. There is a warning if the loss
             at the start or a function such as `log_prior` has changed, or if `params` differ (the
             new ones are ignored). Other arguments may differ. A larger `num_draws` extends a
-            finished run. Otherwise the stored draws of a finished run are returned, with a warning.
-            False: the directory must not hold a run.
-        check: warn if the loss looks like a sum, if `num_data` does not fit the examples, or
-            tokens, of the batches, if batches differ in size (a mean loss then weights their
-            examples unequally), or if the number of parameters implies draws with a far higher loss
-            than the start. At the end, warn if gradients were not finite, or if a clip before the
-            sampler shortened them. This costs a few forward passes. With more than
-            2 * num_data / temperature parameters, the estimate of the loss of the draws takes 32
-            more. The test for a sum is left out if `stochastic`. For your own loop, see
-            `optax_smile.check`.
+            finished run; without it, the stored draws are returned, with a warning. False: the
+            directory must not hold a run.
+        check: warn if the loss looks like a sum (not tested if `stochastic`), if `num_data` does
+            not fit the examples (or tokens) of the batches, if batches differ in size (a mean loss
+            then weights their examples unequally), or if the number of parameters implies draws
+            with a far higher loss than the start. At the end, warn if gradients were not finite, or
+            if a clip before the sampler shortened them. This costs a few forward passes. With more
+            than 2 * num_data / temperature parameters, estimating the loss of the draws takes 32
+            more passes. For your own loop, see `optax_smile.check`.
         checkpoint_minutes: minutes between checkpoints, >= 0. A checkpoint is always written at the
             start and at the end.
         dtype: precision of the draws on disk: `"float16"`, `"float32"` or `"float64"`; None: that
@@ -402,7 +401,9 @@ def check_end(where: str, run: Run, num_steps: int, num_draws: int, is_stopped: 
     if place.num_kept < num_draws and not run.is_stopped:
         fewer = f"{place.num_kept} of {num_draws} draws per chain"
         if step == num_steps:
-            warn(f"`{where}` kept {fewer}: the other points are not draws, see `is_draw`.")
+            instead = f"{place.num_kept} draws per chain instead of {num_draws}"
+            advice = "At the other steps, `stats(state).is_draw` is False."
+            warn(f"`{where}` kept {instead}. {advice}")
         else:
             reason = "" if is_stopped else f": {run.stream.defect or 'the batches ran out'}"
             if not is_stopped and not run.stream.defect:
@@ -416,9 +417,9 @@ def _check_unaltered(stats: Mapping[str, np.ndarray]):
     """Require parameters that are those which the sampler's updates lead to."""
     altered = np.flatnonzero(stats["is_altered"]).tolist()
     if altered:
-        rule = "one whose updates are applied unchanged"
+        rule = "a sampler whose updates are applied unchanged"
         number, calls = (stats[x][altered[0]] for x in ("num_altered", "num_gradients"))
-        got = f"other parameters in {number} of {calls} calls, in the chains {altered}"
+        got = f"changed updates in {number} of {calls} calls, in the chains {altered}"
         advice = (
             "Nothing after or around the sampler may change its updates: no clip, learning rate,"
             " weight decay, projection or average of parameters."

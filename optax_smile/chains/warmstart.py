@@ -101,7 +101,7 @@ def warmstart(
         init_fn: `init_fn(key)` returns the initial parameters of a member.
         batches: iterable of batches. `warmstart` iterates over it once per epoch. Each new batch
             shape causes a compilation.
-        optimizer: any Optax optimizer that needs no other argument than `value`, as L-BFGS does.
+        optimizer: any Optax optimizer that needs at most the argument `value` (L-BFGS needs more).
             Its schedules advance with every batch.
         num_members: number of members, >= 1.
         key: JAX key or seed; each member gets its own initial parameters.
@@ -122,10 +122,10 @@ def warmstart(
             `checkpoint_minutes`. A call with the same directory resumes the training, or returns at
             once if it is finished. Key, `num_members`, `patience`, `stochastic`, `per_member` and
             `validation` must be the same. If `batches` is a list or a tuple, it must have the same
-            examples, in any order. Otherwise a resumed call first iterates over it once for each
-            finished epoch. This restores the order of batches that are shuffled with a fixed seed.
-            A changed loss or optimizer causes only a warning, unless the state of the optimizer has
-            other arrays.
+            examples, in any order. A resumed call first iterates over any other iterable once for
+            each finished epoch. This restores the order of batches that are shuffled with a fixed
+            seed. A changed loss or optimizer causes only a warning, unless the state of the
+            optimizer has other arrays.
         check: test the loss on the first batch, unless it is `stochastic`, and warn if it looks
             like a sum over the examples. Warn of members with equal initial parameters.
         checkpoint_minutes: smallest number of minutes between checkpoints, >= 0. One is always

@@ -250,11 +250,11 @@ def summary(
     - copies: chains have equal draws or use equal random numbers.
     - altered: something changed the updates before they reached the parameters.
     - not finite: in every chain, more than 1 % of the gradients or losses are not finite.
-    - diverged: so in some chains only; or the parameters are very large; or the predictions are far
-      worse than those of other chains, or than those of the first draws.
+    - diverged: more than 1 % are not finite in some chains only; or the parameters are very large;
+      or the predictions are far worse than those of other chains, or of the first draws.
     - frozen: a chain hardly moves.
     - still on its way: the energy of a chain is still decreasing.
-    - not settled: the predictions of a chain drift; without a prediction, its weights.
+    - not settled: the predictions of a chain drift (its weights if `prediction` is None).
     - slow: a chain has few independent draws.
     - different modes: groups of chains predict differently at many inputs.
     - chains differ: there are no such groups, but R-hat across chains is high at many inputs.
@@ -286,8 +286,8 @@ def summary(
             made without `per="draw"` or `targets`, or of another number of chains or draws. Other
             draws of the same shape are not detected.
         ImportError: ArviZ is not installed. From 8 draws per chain on, `summary` needs it for R-hat
-            within chains. With a prediction and 4 draws, it needs it for R-hat across chains and
-            ESS.
+            within chains. With a `prediction`, R-hat across chains and ESS need it from 4 draws per
+            chain on.
 
     Cost: about a millisecond per chain and chosen input, and one pass over the draws. At most two
     draws of each chain are in memory.

@@ -100,7 +100,7 @@ def predict(
 
     Cost: one forward pass per snapshot. The parameters are first copied to the host. Memory per
     device: the outputs of one snapshot, and three times the size of the average. With
-    `per="chain"`: three times the size of the averages of all chains on the device.
+    `per="chain"`: instead three times the size of the averages of all chains that it runs.
 
     Example:
         >>> import jax.numpy as jnp, optax_smile
@@ -259,11 +259,11 @@ class Predictor:
         """Require outputs of the model that match likelihood and targets."""
         read, batch = self.likelihood, self._batches[0]
         if read.mean is None and (read.variance is not None or read.entropy is not None):
-            rule = "one with a `mean`, which `variance` and `entropy` require"
-            _check.fail("Predictor", "likelihood", rule, "none")
+            rule = "a `Likelihood` with a `mean`, because it has `variance` or `entropy`"
+            _check.fail("Predictor", "likelihood", rule, "one without `mean`")
         if read.log_density is None and self.targets is not None:
-            rule = "one with a `log_density` for the targets"
-            _check.fail("Predictor", "likelihood", rule, "none")
+            rule = "a `Likelihood` with a `log_density` for the targets"
+            _check.fail("Predictor", "likelihood", rule, "one without `log_density`")
 
         def of_all_inputs(x):
             return jax.ShapeDtypeStruct((self.num_inputs, *x.shape[1:]), x.dtype)

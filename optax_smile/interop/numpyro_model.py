@@ -276,7 +276,7 @@ def _example(bridge: NumpyroModel) -> dict[str, jax.Array]:
         if _is_latent(site):
             if _is_inside(bridge, site):
                 rule = f"a model without latent sites in the plate {bridge.plate!r}"
-                remedy = "Integrate it out: a batch would update only the values of its examples."
+                remedy = "Integrate it out: a batch would update only the entries of its examples."
                 _check.fail(WHERE, "model", rule, f"the site {name!r}", remedy)
             if site["fn"].support.is_discrete:
                 rule = "a model without discrete latent sites"

@@ -158,7 +158,7 @@ def _require_order(where: str, lower: np.ndarray, upper: np.ndarray):
         at = np.argmax(outside)
         got = f"{upper.flat[at]} where `lower` is {lower.flat[at]}"
         swapped = bool(upper.flat[at] < lower.flat[at])
-        rule = ">= `lower`" if swapped else "an end of an interval that contains numbers"
+        rule = ">= `lower`" if swapped else "> -inf, with `lower` < inf"
         _check.fail(where, "upper", rule, got, "Are `lower` and `upper` swapped?" * swapped)
 
 

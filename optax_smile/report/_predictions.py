@@ -192,8 +192,10 @@ def store(
         run = load_snapshots(directory)
         chains, number = np.shape(draws.log_density)[:2]
         if chains != run.num_chains or number > run.num_draws:
-            rule = f"one of the draws in {directory}, {run.num_chains} chains of {run.num_draws}"
-            _check.fail("report.store", "prediction", rule, f"one of {chains} chains of {number}")
+            of_run = f"{run.num_chains} chains of {run.num_draws} draws"
+            rule = f"a prediction from the draws in {directory} ({of_run})"
+            got = f"a prediction from {chains} chains of {number}"
+            _check.fail("report.store", "prediction", rule, got)
         kept |= {"each_log_density": draws.log_density}
         kept |= {"each_mean": draws.mean if np.ndim(draws.mean) == 3 else None}
     arrays = {field: np.asarray(array) for field, array in kept.items() if array is not None}

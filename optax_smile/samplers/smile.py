@@ -112,9 +112,9 @@ def psmile(
     Moreover, s^2 is shrunk towards 1, by at most 14 %, and clipped to [1e-4, 1e4]. The sampler uses
     the s of one window in the next window, which is 1.5 times as long. Within a window s is
     constant, so it does not bias the posterior. The first window has 64 steps. It begins when the
-    energy has stopped decreasing: `stats(state).descent` <= 3. This is the recent decrease, divided
-    by the standard deviation that it has in a converged chain. Until the first window ends, s = 1.
-    If `descent` exceeds 3 later, s is reset to 1 and the windows start again.
+    energy has stopped decreasing: `stats(state).descent` <= 3. `descent` is the recent decrease,
+    divided by its standard deviation in a converged chain. Until the first window ends, s = 1. If
+    `descent` exceeds 3 later, s is reset to 1 and the windows start again.
 
     The sampler also adds isotropic noise of its own, the explicit noise (see
     `decoherence_length`). It reduces the bias that remains because the gradient noise is not
@@ -152,9 +152,9 @@ def psmile(
         excess: increase of the mean loss allowed by `temperature="auto"`, nats per example, > 0.
         integrator: `"leapfrog"`: one call of `update` per step. `"minimal_norm"`: the integrator of
             the paper, two calls per step.
-        tuner: rule for the step size. None: `step_size` stays as given, or `angle_tuner()` chooses
-            it if it is None. `angle_tuner(...)` takes no `step_size`. `quantile_tuner(...)`, the
-            tuner of the paper, requires one.
+        tuner: rule for the step size. None: a given `step_size` stays; without one,
+            `angle_tuner()` chooses it. With `angle_tuner(...)`, leave out `step_size`.
+            `quantile_tuner(...)`, the tuner of the paper, requires one.
         reject_quantile: number in (0, 1). A Gamma distribution is fitted to the earlier values of
             |energy change|. A step is rejected if its |energy change| exceeds this quantile of the
             fit. The chain then returns to the start of the step. None: only steps with non-finite
@@ -169,8 +169,8 @@ def psmile(
               be the average angle by which a gradient g turns u in a step. Let a be the average
               angle by which (g - g_before) / sqrt(2) would turn it. In each step, the noise turns u
               by an angle whose square is about min((1 + 40 / d) a^2, 2 b^2) * min(T, 1)^2, where T
-              is the temperature. At T = 1 this halves, to first order, the bias that unequal
-              gradient noise causes in the posterior of a network.
+              is the temperature. At T = 1 this halves, to first order, the bias from gradient
+              noise that is stronger in some directions.
             - `"turning"`: the distance 1 / R, where R is the angle in radians by which the
               gradients turn u per unit length. The chain mixes faster than with `"matched"` if
               gradients have little noise and the posterior is about equally wide in all directions,
@@ -212,7 +212,7 @@ def psmile(
         ValueError: from `update`, `params` is missing.
 
     Cost: one gradient per call. State: three arrays of the size of the parameters, and a random
-    projection ("sketch") of the last gradient, whose size `smile` states.
+    projection ("sketch") of the last gradient; for its size see `smile`.
     `decoherence_length=None`, `"minimal_norm"` and `track_params` each add one array of the size of
     the parameters.
 
