@@ -127,7 +127,7 @@ def test_what_is_refused():
     with pytest.raises(ValueError, match=r"`sample\(params=...\)` .* copies in the chains \[1, 2"):
         run(params=same, **MOMENTUM)
     with pytest.raises(
-        ValueError, match=r"`sample\(sampler=...\)` .* chain` that ends with the sampler"
+        ValueError, match=r"`sample\(sampler=...\)` .*chain` that ends with the sampler"
     ):
         runs.run(sampler=optax.chain(quiet(), optax.clip_by_global_norm(1.0)))
     with pytest.raises(ValueError, match=r"`sample\(sampler=...\)` must be an Optax transf"):
