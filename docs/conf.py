@@ -128,7 +128,7 @@ def _marked(text):
     words[::2] = [SIGNS.sub(lambda sign: sign[1] or f"\\{sign[0]}", word) for word in words[::2]]
     words[1::2] = [_code(" ".join(word.split())) for word in words[1::2]]
     return re.sub(
-        r"^(Cost|Source):|\b(Differs|Differences from the paper):",
+        r"^(Cost|Source):|\b(Differences from the paper):",
         r"**\1\2:**",
         "".join(words),
         flags=re.M,

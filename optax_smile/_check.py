@@ -185,16 +185,23 @@ class Either(Constraint):
 
 @dataclass(frozen=True)
 class Where(Constraint):
-    """A value for which `holds(value)`; one that is `made` may have to be called first."""
+    """A value for which `holds(value)`.
+
+    Attributes:
+        text: the rule.
+        holds: whether a value satisfies it.
+        advice: what to do instead.
+        calls: whether the advice for a callable value is to call it.
+    """
 
     text: str
     holds: Callable[[Unchecked], object]
     advice: str = ""
-    made: bool = True
+    calls: bool = True
 
     def __call__(self, where, argument, value, given=NOTHING) -> Unchecked:
         if not self.holds(value):
-            advice = self.advice or ("Call it." if self.made and callable(value) else "")
+            advice = self.advice or ("Call it." if self.calls and callable(value) else "")
             fail(where, argument, self.text, show(value), advice)
         return value
 
@@ -536,7 +543,7 @@ def written(value: Unchecked) -> str:
 
 
 NONE = Where("None", lambda value: value is None)
-FLAG = Where("True or False", lambda value: isinstance(value, (bool, np.bool_)), made=False)
+FLAG = Where("True or False", lambda value: isinstance(value, (bool, np.bool_)), calls=False)
 POSITIVE = Real(0, open="low")
 NONNEGATIVE = Real(0)
 PROBABILITY = Real(0, 1, open="both")

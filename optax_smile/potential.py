@@ -134,7 +134,7 @@ def with_log_prior(
 ) -> tuple[optax.Updates, jax.Array | None]:
     """Add a prior that is a function to the mean loss, as -log_prior / num_data.
 
-    Where its density is 0, gradient and loss are NaN, and the step is rejected.
+    Where its density is 0, the gradient is NaN and the loss infinite, and the step is rejected.
 
     Args:
         potential: the posterior.
@@ -148,8 +148,12 @@ def with_log_prior(
     if potential.log_prior is None:
         return updates, value
     density, slope = jax.value_and_grad(potential.log_prior)(params)
-    number = jnp.where(jnp.isneginf(density), jnp.nan, _count(potential))
-    updates = jax.tree.map(lambda g, s: (g - s / number).astype(s.dtype), updates, slope)
+    number, is_outside = _count(potential), jnp.isneginf(density)
+
+    def add(g, s):
+        return jnp.where(is_outside, jnp.nan, g - s / number).astype(s.dtype)
+
+    updates = jax.tree.map(add, updates, slope)
     return updates, None if value is None else (value - density / number).astype(value.dtype)
 
 

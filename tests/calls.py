@@ -230,7 +230,7 @@ def predictions(path):
     yield "diagnostics.rhat_within", diagnostics.rhat_within, {"values": SERIES}
     yield "diagnostics.ess", diagnostics.ess, {"values": SERIES, "method": "bulk"}
     yield "diagnostics.mcse_lppd", diagnostics.mcse_lppd, {"log_likelihood": SERIES}
-    given = {"mean": SERIES[..., None], "classes": False}
+    given = {"mean": jax.nn.softmax(SERIES), "classes": True}
     yield "diagnostics.disagreement", diagnostics.disagreement, given
     yield (
         "diagnostics.autocorrelation",

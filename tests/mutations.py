@@ -339,7 +339,7 @@ DEFECTS = r"""
 - self.part.density if is_sound else [-np.inf]
 + self.part.density
 = points of exploration score | exploration
-- if num_due > num_scored and self._is_draw(step == end and not num_scored):
+- if num_due > num_scored and (is_only_point or self._is_draw()):
 + if num_due > num_scored:
 = the last round decides among two | share_of_the_steps
 - kept = max(number // 2, 3) if number > 3 else 1

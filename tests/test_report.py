@@ -249,7 +249,9 @@ def test_one_draw(run, draws, tmp_path):
         (tmp_path / file.name).write_bytes(file.read_bytes())
     page = report.write(tmp_path).read_text()
     assert num_pictures(page) == 3 and "1 draw each" in page
-    assert "): <code>plots.rejections(trace=...)</code> must be" in page
+    assert re.search(
+        r"No plot \([^()]+\): <code>plots\.rejections\(trace=...\)</code> must be", page
+    )
 
 
 def test_a_damaged_prediction_is_named(run, draws):

@@ -208,7 +208,7 @@ def check_mean(
 ) -> Check | str:
     """Find a loss that looks like a sum: the losses of two halves add up to that of the whole.
 
-    If that cannot be tested, returns the reason; "" for a single example.
+    Returns the reason if that cannot be tested; "" if the batch is a single example or a vector.
     """
     # The axis "data" of the mesh must divide the halves.
     rows, least = num_rows(batch, per_chain), 1 if mesh is None else mesh.shape.get("data", 1)

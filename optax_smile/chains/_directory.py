@@ -545,11 +545,14 @@ def check_settings(where: str, directory: Path, before: Json, now: Json):
             wanted, got = repr(theirs.get(name)), repr(mine)
             if name == "arguments.validation":
                 wanted, got = ("None", "a batch") if mine else ("a batch", "None")
-            argument, *inside = parts[1:] or {"stored_dtype": ["dtype"]}.get(name, ["params", name])
+            # "arguments.thin", "settings.sampler.step_size", "stored_dtype", or "leaves".
+            argument, *inside = parts[1:] or (
+                ["dtype"] if name == "stored_dtype" else ["params", name]
+            )
             same = "the same" if inside or argument == "key" else wanted
             rule = f"one with {'.'.join(inside)} = {wanted}" if inside else wanted
-            rule, advice = f"{rule}, as in the run in {directory}", "or choose another directory."
-            _check.fail(where, argument, rule, got, f"Pass {same}, {advice}")
+            advice = f"Pass {same}, or choose another directory."
+            _check.fail(where, argument, f"{rule}, as in the run in {directory}", got, advice)
     # Runs of earlier versions have no checksums.
     earlier = before.get("functions", functions)
     changed = [x for x in earlier | functions if earlier.get(x) != functions.get(x)]

@@ -115,7 +115,7 @@ def check(
     | before the sampler | changes of the gradients: only a clip by the global norm is allowed |
     | clipped gradients | how often this clip acts |
     | after the sampler | changes of the updates: none is allowed |
-    | start | draws whose loss must be far above that of the start, since there are too few data |
+    | start | too few data for the parameters: draws have a far higher loss than the start |
     | random numbers | chains that share a key, or are identical |
 
     Args:

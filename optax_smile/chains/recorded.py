@@ -336,7 +336,7 @@ class _Recorder:
         """Require a directory without draws of another sampler."""
         if self.directory is not None and (self.directory / _format.MANIFEST).exists():
             before = _format.read_manifest("recorded", self.directory)["settings"]
-            if before["sampler"] != json.loads(json.dumps(self.settings)):
+            if before.get("sampler") != json.loads(json.dumps(self.settings)):
                 got = f"{self.directory} with draws of another sampler"
                 _check.fail("recorded", "directory", SAME_FIT, got)
 

@@ -189,7 +189,7 @@ def sample(
         >>> draws.params["w"].shape
         (3, 5, 2)
     """
-    given = locals()
+    given = locals()  # The arguments, with a typed `key`.
     if dtype is not None and directory is None:
         _check.fail("sample", "dtype", "None without a `directory`", repr(dtype))
     setup = Setup(**{name: given[name] for name in Setup._fields})
@@ -399,15 +399,14 @@ def check_end(where: str, run: Run, num_steps: int, num_draws: int, is_stopped: 
         advice = RESTART if taken else ""
         _check.fail(where, "batches", rule, f"{taken or 'no'} batches", advice)
     if place.num_kept < num_draws and not run.is_stopped:
-        fewer = f"{place.num_kept} of {num_draws} draws per chain"
         if step == num_steps:
-            instead = f"{place.num_kept} draws per chain instead of {num_draws}"
-            advice = "At the other steps, `stats(state).is_draw` is False."
-            warn(f"`{where}` kept {instead}. {advice}")
+            fewer = f"{place.num_kept} draws per chain instead of {num_draws}"
+            warn(f"`{where}` kept {fewer}. At the other steps, `stats(state).is_draw` is False.")
         else:
             reason = "" if is_stopped else f": {run.stream.defect or 'the batches ran out'}"
             if not is_stopped and not run.stream.defect:
                 resume = f"{RESTART} {resume}" if run.setup.directory else RESTART
+            fewer = f"{place.num_kept} of {num_draws} draws per chain"
             warn(f"`{where}` ended early with {fewer}{reason}. {resume}")
     if run.setup.check and not run.is_optimizer and run.gradients is not None:
         _checks.warn_of_gradients(where, run.gradients)

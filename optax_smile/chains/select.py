@@ -505,7 +505,8 @@ class _Candidate:
             self._show(step, seen)
             num_due = _num_due(step, end)
             # A run that resumes from a checkpoint repeats some steps.
-            if num_due > num_scored and self._is_draw(step == end and not num_scored):
+            is_only_point = step == end and not num_scored
+            if num_due > num_scored and (is_only_point or self._is_draw()):
                 num_scored = num_due
                 self._predict(predictor)
                 if self.folder is not None:
@@ -541,9 +542,9 @@ class _Candidate:
         self.close()
         return run, is_finished
 
-    def _is_draw(self, is_needed: bool) -> bool:
-        """Whether the current points are draws; without any draw, a round needs one point."""
-        return is_needed or bool(np.all(self.run.chains.record()[0]["is_draw"]))
+    def _is_draw(self) -> bool:
+        """Whether the current points of all chains are draws."""
+        return bool(np.all(self.run.chains.record()[0]["is_draw"]))
 
     def _predict(self, predictor: Predictor):
         draw = _tree.local(self.run.chains.draw())

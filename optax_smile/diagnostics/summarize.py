@@ -250,8 +250,9 @@ def summary(
     - copies: chains have equal draws or use equal random numbers.
     - altered: something changed the updates before they reached the parameters.
     - not finite: in every chain, more than 1 % of the gradients or losses are not finite.
-    - diverged: more than 1 % are not finite in some chains only; or the parameters are very large;
-      or the predictions are far worse than those of other chains, or of the first draws.
+    - diverged: in some chains only, more than 1 % of the gradients or losses are not finite; or the
+      parameters are very large; or the predictions are far worse than those of other chains, or of
+      the first draws.
     - frozen: a chain hardly moves.
     - still on its way: the energy of a chain is still decreasing.
     - not settled: the predictions of a chain drift (its weights if `prediction` is None).
