@@ -198,7 +198,9 @@ def last_layer_laplace(
     leaves = [leaf for _, leaf in paths]
     is_last = [last_layer in jax.tree_util.keystr(path) for path, _ in paths]
     if not any(is_last):
-        raise ValueError(f"`last_layer` must be in the path of a leaf, got {last_layer!r}.")
+        raise ValueError(
+            f"`last_layer` must be part of the path of a parameter, got {last_layer!r}."
+        )
     chosen = [x for x, last in zip(leaves, is_last, strict=True) if last]
     sizes = np.cumsum([x[0].size for x in chosen])[:-1]
     flat = jnp.concatenate([x.reshape(len(x), -1) for x in chosen], axis=1)

@@ -255,8 +255,8 @@ MESSAGES: list[tuple[Any, str]] = [
     ),
     (
         lambda: psmile(1e-3, tuner=optax_smile.angle_tuner(), num_data=9, key=0),
-        "`psmile(tuner=...)` must be None, or a tuner that starts from a step size, if"
-        " `step_size` is given, got angle_tuner(angle=0.06, adapt_steps=None). Leave out one",
+        "`psmile(tuner=...)` must be None or a tuner such as `quantile_tuner(...)` if `step_size`"
+        " is given, got angle_tuner(angle=0.06, adapt_steps=None). This tuner chooses the step",
     ),
     (
         lambda: psmile(tuner=optax_smile.quantile_tuner(), num_data=9, key=0),

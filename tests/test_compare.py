@@ -93,7 +93,7 @@ def test_last_layer_laplace_of_linear_regression():
     scale = np.sqrt(np.outer(np.diag(exact), np.diag(exact)))
     np.testing.assert_array_less(np.abs(covariance - exact) / scale, 0.045)
     assert np.all(draws["log_std"] == np.float32(np.log(0.5)))
-    with pytest.raises(ValueError, match="`last_layer` must be in the path of a leaf, got 'first'"):
+    with pytest.raises(ValueError, match="must be part of the path of a parameter, got 'first'"):
         last_layer_laplace(apply, params, [], "gaussian", "first")
 
 

@@ -43,7 +43,7 @@ def finished(tmp_path_factory) -> Any:
 DATA, SHAPES = r"with the same examples, got \d+ examples with", "with the shapes"
 FINISHED = r"`sample`: the run in .* is finished. Its 2 draws per chain, of 20\d\d-\d\d-\d\d,"
 LOSS = r"`loss_fn` is not that of the run in .* {} \d was [\d.]+ and is [\d.]+ now"
-OTHER = "`{}`: the run in .* began with another `{}`"
+OTHER = "`{}`: the code of `{}`, or the version of Python, has changed since the run"
 ADDED: dict[str, Any] = {"stochastic": True, "loss": lambda p, batch, *, key: mean_loss(p, batch)}
 AUX = {"aux": {"mean": jnp.zeros((CHAINS, 2))}, "loss": lambda p, b, *, aux: (mean_loss(p, b), aux)}
 SHIFTED, WIDER = start() | {"w": start()["w"] + 1}, start() | {"w": jnp.zeros((CHAINS, 4))}

@@ -139,7 +139,7 @@ def test_each_fit_has_draws_of_its_own_and_eager_calls_are_recorded():
             w = optax.apply_updates(w, updates)
     tx.init(START[1])
     assert [tx.draws(fit).num_draws for fit in (1, 2, None)] == [2, 4, 4]
-    with pytest.raises(ValueError, match=r"one of \[1, 2\], got 3, which has no draws"):
+    with pytest.raises(ValueError, match=r"has draws: one of \[1, 2\], got 3"):
         tx.draws(3)
 
 
@@ -225,7 +225,7 @@ def test_a_loop_without_parameters_is_recorded_and_said_to_be_unchecked(doubles,
         return jax.lax.scan(step, (w, tx.init(w)), length=NUM_WARMUP + 20 * THIN)[0]
 
     jax.jit(jax.vmap(fit))(START)
-    with pytest.warns(UserWarning, match="passes no parameters to `update`"):
+    with pytest.warns(UserWarning, match="does not pass `params` to `update`"):
         draws = tx.draws()
     np.testing.assert_allclose(draws.params, four_doubles.params[:, :20], rtol=1e-5)
 

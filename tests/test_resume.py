@@ -297,7 +297,7 @@ def test_a_checkpoint_of_another_format_is_refused(tmp_path, monkeypatch, number
         with monkeypatch.context() as patch:
             patch.setattr(_directory, "state_format", lambda tree: number)
             make()
-        rule = rf"`{name}\(directory=...\)` must be one whose checkpoints have a sampler's state of"
+        rule = rf"`{name}\(directory=...\)` must be a directory with checkpoints of"
         rule += rf" format {STATE_FORMAT}, got .*checkpoints/\d+ of {written}"
         with pytest.raises(optax_smile.ArgumentError, match=rule):
             make()

@@ -354,7 +354,7 @@ class Checkpoints:
         theirs, mine = place.get(FORMAT), state_format(carry)
         if mine not in (None, theirs):
             older = "an older format, without a number" if theirs is None else f"format {theirs}"
-            rule = f"one whose checkpoints have a sampler's state of format {mine}"
+            rule = f"a directory with checkpoints of format {mine}"
             advice = (
                 "Continue that run with the version of optax_smile that wrote it, or choose another"
                 " directory. The draws stay readable."
@@ -562,8 +562,9 @@ def check_settings(where: str, directory: Path, before: Json, now: Json):
     if changed:
         names = " and ".join(f"`{name}`" for name in changed)
         warn(
-            f"`{where}`: the run in {directory} began with another {names}, or under another"
-            " version of Python. If results differ, choose another directory."
+            f"`{where}`: the code of {names}, or the version of Python, has changed since the run"
+            f" in {directory} began. If the results may differ from before, choose another"
+            " directory."
         )
 
 
@@ -590,8 +591,8 @@ def check_same(where: str, directory: Path, before: Json, now: Json):
             one = f"{'member' if where == 'warmstart' else 'chain'} {number}"
             warn(
                 f"`{where}`: `loss_fn` is not that of the run in {directory}. The loss at the start"
-                f" of {one} was {first[number]:.6g} and is {second[number]:.6g} now. Choose another"
-                " directory, unless you meant to change it."
+                f" of {one} was {first[number]:.6g} and is {second[number]:.6g} now. If you did not"
+                " mean to change the loss, choose another directory."
             )
     now |= {name: before[name] for name in ("functions", "loss") if before.get(name) is not None}
 

@@ -25,8 +25,8 @@ from optax_smile.draws import _format
 from optax_smile.draws.snapshots import Snapshots, StoredSnapshots, load_snapshots
 
 UNCHECKED = (
-    "`draws`: the loop passes no parameters to `update`, so it cannot be checked that it adds the"
-    " updates unchanged. If it scales or clips them, these are not posterior draws."
+    "`draws`: the loop does not pass `params` to `update`. If it changes the updates before it adds"
+    " them, for example by a clip, these are not posterior draws, and no check detects it."
 )
 SAME_FIT = "new, or hold draws of the same fit"
 # Share of the draws at which the energy may still fall without a warning.
@@ -75,8 +75,8 @@ class RecordedSampler(optax.GradientTransformationExtraArgs):
 
         Warns:
             UserWarning: the energy was still falling at more than a quarter of the draws; some
-                chains are copies of others; the loop passes no parameters to `update`, so it cannot
-                be checked that it adds the updates unchanged.
+                chains are copies of others; the loop does not pass `params` to `update`, so that
+                changes of the updates are not detected.
         """
         assert self.recorder is not None
         jax.effects_barrier()
@@ -382,8 +382,8 @@ class _Recorder:
                     f"`draws`: nothing is recorded yet. The first draw is step {first}."
                 )
             if number not in (None, *begun):
-                got = f"{number}, which has no draws"
-                _check.fail("draws", "fit", f"None or one of {begun}", got)
+                rule = f"None, or the number of a call of `init` that has draws: one of {begun}"
+                _check.fail("draws", "fit", rule, number)
             fit = self.fits[number or begun[-1]]
             if fit.files:
                 like = None if fit.first is None else jax.tree.map(lambda x: x[0], fit.first)

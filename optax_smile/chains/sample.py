@@ -108,7 +108,7 @@ def sample(
             each gradient.
         per_chain: whether each batch has a leading chain axis; otherwise chains share batches.
         batch_per: `"gradient"`: each gradient gets its own batch. `"step"`: with the integrator
-            `"minimal_norm"`, both gradients of a step use the same batch, as in the paper.
+            `"minimal_norm"`, both gradients of a step use the same batch, as in Sommer et al. 2026.
         steps_per_dispatch: largest number of steps per compiled call, >= 1; a call also ends every
             `thin` steps. A larger number is faster for small networks, where starting a call takes
             longer than a step. For convolutions on a CPU use 1: their gradients are many times
@@ -129,11 +129,11 @@ def sample(
             directory must not hold a run.
         check: warn if the loss looks like a sum (not tested if `stochastic`), if `num_data` does
             not fit the examples (or tokens) of the batches, if batches differ in size (a mean loss
-            then weights their examples unequally), or if the number of parameters implies draws
-            with a far higher loss than the start. At the end, warn if gradients were not finite, or
-            if a clip before the sampler shortened them. This costs a few forward passes. With more
-            than 2 * num_data / temperature parameters, estimating the loss of the draws takes 32
-            more passes. For your own loop, see `optax_smile.check`.
+            then weights their examples unequally), or if the expected loss of the draws is far
+            above the loss at the start. At the end, warn if gradients were not finite, or if a clip
+            before the sampler shortened them. This costs a few forward passes. The expected loss
+            takes 32 more. It is only estimated if the number of parameters exceeds
+            2 * num_data / temperature. For your own loop, see `optax_smile.check`.
         checkpoint_minutes: minutes between checkpoints, >= 0. A checkpoint is always written at the
             start and at the end.
         dtype: precision of the draws on disk: `"float16"`, `"float32"` or `"float64"`; None: that
@@ -163,8 +163,8 @@ def sample(
 
             - `loss_fn`: not a scalar, or the loss or its gradients are not finite at the start.
             - `params`: leading axes that disagree, or identical chains that would stay identical.
-            - `batches`: in a list, one that is empty or differs in structure; or the batches run
-              out before the first draw.
+            - `batches`: a list with a batch that is empty or differs in structure; or the batches
+              run out before the first draw.
             - `sampler`: several samplers in it; a transformation before it that changes gradients
               (a clip of their norm is allowed); updates that are changed after it.
             - `num_draws`: `is_draw` is False at all steps that would be stored.

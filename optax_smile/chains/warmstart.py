@@ -122,10 +122,10 @@ def warmstart(
             `checkpoint_minutes`. A call with the same directory resumes the training, or returns at
             once if it is finished. Key, `num_members`, `patience`, `stochastic`, `per_member` and
             `validation` must be the same. If `batches` is a list or a tuple, it must have the same
-            examples, in any order. A resumed call first iterates over any other iterable once for
-            each finished epoch. This restores the order of batches that are shuffled with a fixed
-            seed. A changed loss or optimizer causes only a warning, unless the state of the
-            optimizer has other arrays.
+            examples, in any order. If it is another iterable, a resumed call first iterates over it
+            once for each finished epoch. This restores the order of batches that are shuffled with
+            a fixed seed. A changed loss or optimizer causes a warning; it is an error if the arrays
+            in the state of the optimizer no longer have the same shapes.
         check: test the loss on the first batch, unless it is `stochastic`, and warn if it looks
             like a sum over the examples. Warn of members with equal initial parameters.
         checkpoint_minutes: smallest number of minutes between checkpoints, >= 0. One is always
@@ -135,7 +135,7 @@ def warmstart(
     Returns:
         Parameters of all members, each leaf `[member, ...]`: for each member the weights with the
         smallest validation loss, or without `validation` the last ones. With `aux`:
-        `{"params": ..., "aux": ...}`. After Ctrl-C (or SIGTERM, if there is no directory), the
+        `{"params": ..., "aux": ...}`. After Ctrl-C, and without a directory also after SIGTERM, the
         training ends with the current epoch. `warmstart` warns and returns the members so far.
 
     Raises:
@@ -143,8 +143,8 @@ def warmstart(
             mesh is invalid, the directory is in use or holds another training, or the loss of a
             member was never finite.
         KeyboardInterrupt: a second Ctrl-C ended the training, at once and without a new checkpoint.
-            Or SIGTERM ended it after the current epoch and a checkpoint, if there is a directory.
-            The error then keeps the script from using members that are not fully trained.
+            With a directory, SIGTERM also raises this error, after the current epoch and a
+            checkpoint. The script then does not use members that are not fully trained.
 
     Cost: one gradient per member and batch, and one validation loss per epoch; memory for a second
     copy of the parameters.

@@ -264,8 +264,9 @@ def summary(
     - step size: a tuner still changes the step size.
 
     Without a `prediction`, "slow", "different modes" and "chains differ" are not checked, and
-    "diverged" compares no predictions. R-hats are then those of weights, which may differ although
-    the predictions agree. The attribute `checks` of the result lists all checks that were possible.
+    "diverged" compares no predictions. The printed R-hats are then those of weights. Weights of
+    different chains may differ although the predictions agree. The attribute `checks` of the result
+    lists all checks that were possible.
 
     Args:
         snapshots: result of `sample`, `load_snapshots` or `Snapshots.from_draws`. For weights
@@ -284,11 +285,10 @@ def summary(
     Raises:
         ValueError: an argument is out of range; convergence cannot be judged, because there are no
             draws, or they are iterates of an optimizer, or `thin_to` chose them; the prediction was
-            made without `per="draw"` or `targets`, or of another number of chains or draws. Other
-            draws of the same shape are not detected.
-        ImportError: ArviZ is not installed. From 8 draws per chain on, `summary` needs it for R-hat
-            within chains. With a `prediction`, R-hat across chains and ESS need it from 4 draws per
-            chain on.
+            made without `per="draw"` or `targets`, or of another number of chains or draws. (A
+            prediction of different draws with equal numbers of chains and draws is accepted.)
+        ImportError: ArviZ is not installed, and there are at least 8 draws per chain, or at least 4
+            with a `prediction`. ArviZ computes R-hat and ESS.
 
     Cost: about a millisecond per chain and chosen input, and one pass over the draws. At most two
     draws of each chain are in memory.

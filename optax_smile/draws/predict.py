@@ -71,8 +71,8 @@ def predict(
             - `"bernoulli"`: logits `[input, ...]`, targets 0 or 1 of the same shape.
             - `"gaussian"`: a pair of mean `[input, ...]` and log standard deviation; targets of the
               shape of the mean. The log standard deviation is a scalar, such as a sampled
-              parameter, or an array with the same number of axes as the mean. Each of its axes has
-              the length of that axis of the mean, or length 1.
+              parameter, or an array with the same number of axes as the mean that broadcasts to
+              the shape of the mean.
             - `"tokens"`: logits `[input, token, class]`, labels `[input, token]`, -1 for padding.
             - your own `Likelihood`.
         targets: observed values, `[input, ...]`.
@@ -100,7 +100,7 @@ def predict(
 
     Cost: one forward pass per snapshot. The parameters are first copied to the host. Memory per
     device: the outputs of one snapshot, and three times the size of the average. With
-    `per="chain"`: instead three times the size of the averages of all chains that it runs.
+    `per="chain"`, there is such an average for each chain that the device runs.
 
     Example:
         >>> import jax.numpy as jnp, optax_smile

@@ -285,7 +285,7 @@ class Draws(abc.ABC):
         where = "thin_to"
         if self.subset is not None:
             advice = (
-                "Choose from the original draws. The first k draws of a subset are the subset of k."
+                "Call `thin_to` of the original draws, or take the first k draws of this subset."
             )
             _check.fail(where, "draws", "all draws of each chain", "a subset of draws", advice)
         if number > len(self):

@@ -104,7 +104,8 @@ def candidates(where: str, params: Unchecked) -> Tree:
         path, leaf = others[0]
         rule = "a tree with at least one float32 or float64 array"
         got = f"{_check.show(leaf)} at {jax.tree_util.keystr(path) or 'the only leaf'}"
-        _check.fail(where, "params", rule, got)
+        advice = "Convert Python numbers by `jnp.asarray`." if isinstance(leaf, float) else ""
+        _check.fail(where, "params", rule, got, advice)
     _tree.check_params(where, floating, smallest=2)
     _check.Tree(finite=True)(where, "params", floating)
     return floating

@@ -108,13 +108,14 @@ def psmile(
 
         s^2 = q / (mean of q over all parameters)
 
-    where q is the mean of g^2 over a window of steps, and g is the gradient of U at a step.
-    Moreover, s^2 is shrunk towards 1, by at most 14 %, and clipped to [1e-4, 1e4]. The sampler uses
-    the s of one window in the next window, which is 1.5 times as long. Within a window s is
-    constant, so it does not bias the posterior. The first window has 64 steps. It begins when the
-    energy has stopped decreasing: `stats(state).descent` <= 3. `descent` is the recent decrease,
-    divided by its standard deviation in a converged chain. Until the first window ends, s = 1. If
-    `descent` exceeds 3 later, s is reset to 1 and the windows start again.
+    where q is the mean of g^2 over a window of steps, and g is the gradient of U at a step. Then
+    s^2 is replaced by (1 - w) s^2 + w, where w is .14 after the first window and smaller after
+    longer ones, and clipped to [1e-4, 1e4]. The sampler uses the s of one window in the next
+    window, which is 1.5 times as long. Within a window s is constant, so it does not bias the
+    posterior. The first window has 64 steps. It begins when the energy has stopped decreasing:
+    `stats(state).descent` <= 3. `descent` is a z-score: the recent decrease of U, divided by the
+    standard deviation of such decreases in a stationary chain. Until the first window ends, s = 1.
+    If `descent` exceeds 3 later, s is reset to 1 and the windows start again.
 
     The sampler also adds isotropic noise of its own, the explicit noise (see
     `decoherence_length`). It reduces the bias that remains because the gradient noise is not
@@ -140,7 +141,7 @@ def psmile(
             another prior, a scalar, up to a constant. It replaces the Gaussian, so pass
             `prior_precision=0` as well. Steps to points where it is -inf are rejected. This
             distorts the draws near such a boundary: transform bounded parameters. With
-            `optax.inject_hyperparams`, list both arguments in `static_args`.
+            `optax.inject_hyperparams`, pass `static_args=("log_prior", "prior_precision")`.
         temperature: of the posterior, > 0; 1 is the Bayesian posterior. `"auto"`:
             min(1, 2 * excess * num_data / d), where d is the number of parameters. If the loss is
             quadratic, the expected mean loss of a draw is then at most `excess` above the mean loss
@@ -154,8 +155,9 @@ def psmile(
             the paper, two calls per step.
         tuner: rule for the step size. None: a given `step_size` stays; without one,
             `angle_tuner()` chooses it. With `angle_tuner(...)`, leave out `step_size`.
-            `quantile_tuner(...)`, the tuner of the paper, requires one.
-        reject_quantile: number in (0, 1). A Gamma distribution is fitted to the earlier values of
+            `quantile_tuner(...)`, the tuner of the paper, requires a `step_size`.
+        reject_quantile: number in (0, 1). The energy change is that of the total energy, U plus
+            kinetic energy, in a step. A Gamma distribution is fitted to earlier values of
             |energy change|. A step is rejected if its |energy change| exceeds this quantile of the
             fit. The chain then returns to the start of the step. None: only steps with non-finite
             numbers are rejected.
@@ -165,12 +167,12 @@ def psmile(
 
             - A number > 0: over this distance, the noise alone reduces the mean cosine between u
               and its earlier value to 1 / e.
-            - `"matched"`: the noise turns u about as much as the change of the gradient does. Let b
-              be the average angle by which a gradient g turns u in a step. Let a be the average
-              angle by which (g - g_before) / sqrt(2) would turn it. In each step, the noise turns u
-              by an angle whose square is about min((1 + 40 / d) a^2, 2 b^2) * min(T, 1)^2, where T
-              is the temperature. At T = 1 this halves, to first order, the bias from gradient
-              noise that is stronger in some directions.
+            - `"matched"`: the noise turns u about as much as the change of the gradient does, most
+              of which is gradient noise. Let b be the average angle by which a gradient g turns u
+              in a step. Let a be the average angle by which (g - g_before) / sqrt(2) would turn u.
+              In each step, the explicit noise turns u by an angle whose square is about
+              min((1 + 40 / d) a^2, 2 b^2) * min(T, 1)^2, where T is the temperature. At T = 1, this
+              noise halves, to first order, the bias that anisotropic gradient noise causes.
             - `"turning"`: the distance 1 / R, where R is the angle in radians by which the
               gradients turn u per unit length. The chain mixes faster than with `"matched"` if
               gradients have little noise and the posterior is about equally wide in all directions,

@@ -291,8 +291,8 @@ def choose(where: str, tuner: Tuner | None, step_size: StepSize | None) -> Tuner
     if tuner is None:
         return angle_tuner() if step_size is None else Fixed()
     if tuner.sets_step_size and step_size is not None:
-        rule = "None, or a tuner that starts from a step size, if `step_size` is given"
-        advice = "Leave out one of the two: this tuner finds the step size by itself."
+        rule = "None or a tuner such as `quantile_tuner(...)` if `step_size` is given"
+        advice = "This tuner chooses the step size itself: leave out `tuner` or `step_size`."
         _check.fail(where, "tuner", rule, tuner, advice)
     if not tuner.sets_step_size and step_size is None:
         rule = f"a number > 0 or a schedule, from which {tuner.name} starts"
