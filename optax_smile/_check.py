@@ -96,6 +96,15 @@ def calling(where: str, argument: str, rule: str, advice: str = "") -> Iterator[
         fail(where, argument, rule, f"{type(error).__name__}: {first}", advice)
 
 
+@contextlib.contextmanager
+def needed(needs: str, extra: str) -> Iterator[None]:
+    """Say how to install a library that cannot be imported; `needs` names it and who needs it."""
+    try:
+        yield
+    except ImportError as error:
+        raise ImportError(f"{needs}: pip install 'optax-smile[{extra}]'") from error
+
+
 def traced(
     where: str, argument: str, function: Callable, *given: Unchecked, rule: str, advice: str = ""
 ) -> Output:

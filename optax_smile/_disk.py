@@ -11,6 +11,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from optax_smile import _check
+
 # Bytes read at a time to compute the checksum of a file.
 PIECE = 1 << 20
 # What a JSON file or header contains.
@@ -78,12 +80,8 @@ def _checksum_of_file(path: Path) -> str:
 
 def import_safetensors() -> types.ModuleType:
     """Import safetensors, or raise an error that says how to install it."""
-    try:
+    with _check.needed("Draws on disk need safetensors", "storage"):
         import safetensors.numpy
-    except ImportError as error:
-        raise ImportError(
-            "Draws on disk need safetensors: pip install 'optax-smile[storage]'."
-        ) from error
     return safetensors
 
 

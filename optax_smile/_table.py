@@ -2,11 +2,6 @@
 
 import html
 from collections.abc import Iterable, Mapping
-from typing import Any
-
-import jax
-
-from optax_smile import _check
 
 # Characters in a row that lists names.
 LONGEST_ROW = 80
@@ -51,11 +46,6 @@ def some(texts: Iterable[str]) -> str:
         shown += 1
     more = [f"{len(texts) - shown} more"] * (shown < len(texts))
     return ", ".join([*texts[:shown], *more])
-
-
-def shape(tree: Any) -> str:
-    """Format dtype and shape of an array, or of the arrays of a tree."""
-    return some(_check.show(x) for x in jax.tree.leaves(tree))
 
 
 def counted(number: int, noun: str) -> str:

@@ -16,8 +16,6 @@ def of_draws(
     trace: Mapping[str, ArrayLike], num_draws: int | None, where: str = "Snapshots"
 ) -> dict[str, np.ndarray]:
     """Restrict a trace to the last `num_draws` ticks that are draws in all chains; None: to all."""
-    if num_draws is not None:
-        _check.Whole(1)(where, "num_draws", num_draws)
     arrays = {name: np.asarray(values) for name, values in trace.items()}
     if num_draws is None or not arrays:
         return arrays

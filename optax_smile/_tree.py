@@ -36,11 +36,6 @@ MISSING_PARAMS = (
 )
 
 
-def size(tree: Tree) -> int:
-    """Count the scalar parameters of all leaves (global shapes under sharding)."""
-    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(tree))
-
-
 def dtype(tree: Tree) -> jnp.dtype:
     """Return the precision of the scalars that go with a tree."""
     return jnp.result_type(*(jax.tree.leaves(tree) or [jnp.float32]))
@@ -198,21 +193,23 @@ def _block_sums(
 ) -> tuple[list[jax.Array], list[jax.Array]]:
     """Sum blocks of arrays of one shape, `[block]` for each of them, and sketch another array."""
     if leaves[0].size < SMALLEST_NUMBER:
-        return _reduce([jnp.ravel(x)[None] for x in leaves], (1,)), []
+        return reduce(jnp.add, [jnp.ravel(x)[None] for x in leaves], (1,)), []
     signed = () if sketched is None else _signed(sketched)
     blocks, (axes, *_) = zip(*map(_split, (*leaves, *signed)), strict=True)
-    found = _reduce(blocks, axes)
+    found = reduce(jnp.add, blocks, axes)
     sums, sketch = [jnp.ravel(x) for x in found[: len(leaves)]], found[len(leaves) :]
     # Blocks of blocks, so that there is little to join.
     blocks, (axes, *_) = zip(*map(_split, sums), strict=True)
-    return [jnp.ravel(x) for x in _reduce(blocks, axes)], sketch
+    return [jnp.ravel(x) for x in reduce(jnp.add, blocks, axes)], sketch
 
 
-def _reduce(arrays: Sequence[jax.Array], axes: tuple[int, ...]) -> list[jax.Array]:
-    """Sum arrays of one shape over some axes in one pass."""
+def reduce(
+    function: Callable, arrays: Sequence[jax.Array], axes: tuple[int, ...]
+) -> list[jax.Array]:
+    """Reduce arrays of one shape over some axes in one pass; `function` keeps 0 as it is."""
     zeros = tuple(jnp.zeros((), x.dtype) for x in arrays)
-    add = functools.partial(jax.tree.map, jnp.add)
-    return list(jax.lax.reduce(tuple(arrays), zeros, add, axes))
+    combine = functools.partial(jax.tree.map, function)
+    return list(jax.lax.reduce(tuple(arrays), zeros, combine, axes))
 
 
 def _signed(leaf: jax.Array, inside: np.ndarray | None = None) -> list[jax.Array]:
@@ -263,11 +260,6 @@ def fence(tree: Tree) -> Tree:
 def count(counter: jax.Array, more: jax.Array | bool = True) -> jax.Array:
     """Add one to a counter where `more`; it stops at its largest value instead of wrapping."""
     return jnp.where(more, optax.safe_increment(counter), counter)
-
-
-def where(condition: jax.Array, yes: Tree, no: Tree) -> Tree:
-    """Select between two trees with one boolean scalar."""
-    return jax.tree.map(lambda x, y: jnp.where(condition, x, y), yes, no)
 
 
 def map_sampled(
@@ -436,7 +428,7 @@ def isotropic_like(key: jax.Array, tree: Tree) -> Tree:
 
 def has_signs(tree: Tree) -> bool:
     """Whether `isotropic_like` draws signs, whose square is one."""
-    return size(tree) >= SMALLEST_NETWORK
+    return optax.tree.size(tree) >= SMALLEST_NETWORK
 
 
 def _numbers(first: jax.Array, start: int | np.ndarray, leaf: jax.Array) -> jax.Array:
@@ -482,8 +474,8 @@ def check_params(where: str, params: Tree, smallest: int):
             got = getattr(leaf, "dtype", type(leaf).__name__)
             at = jax.tree_util.keystr(path) or "the only leaf"
             _check.fail(where, "params", rule, f"{got} at {at}", advice)
-    if size(params) < smallest:
-        _check.fail(where, "params", f"a tree of at least {smallest} parameters", f"{size(params)}")
+    if (size := optax.tree.size(params)) < smallest:
+        _check.fail(where, "params", f"a tree of at least {smallest} parameters", size)
 
 
 def check_gradients(where: str, updates: Tree, params: Tree, name: str):

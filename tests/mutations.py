@@ -54,8 +54,8 @@ DEFECTS = r"""
 + return gradient
 # stages/integrator.py | test_momentum.py
 = kick uphill | kick_is_that
-- cosine = -direction_dot_whitened
-+ cosine = direction_dot_whitened
+- cosine = -sums.direction_dot_whitened
++ cosine = sums.direction_dot_whitened
 # stages/integrator.py | test_momentum.py
 = noise of twice the length | right_angle
 - exponent = 2 * length / rule
@@ -202,7 +202,7 @@ DEFECTS = r"""
 + (in_cycle < exploration * cycle_length)
 # samplers/_langevin.py | test_langevin.py
 = rejected gradients enter the memory | taken_back
-- memory=_tree.where(reject, here.memory, memory)
+- memory=optax.tree.where(reject, here.memory, memory)
 + memory=memory
 # _tree.py | test_langevin.py
 = one key for all leaves | noise_of_each_leaf
@@ -245,12 +245,12 @@ DEFECTS = r"""
 - draw = last_accepted(chain.state, chain.params)
 + draw = chain.params
 = a loss draws the same numbers in every step | random_loss
--             aux=_tree.where(now.accepted, aux, chain.aux),
+-             aux=optax.tree.where(now.accepted, aux, chain.aux),
 -             key=key,
-+             aux=_tree.where(now.accepted, aux, chain.aux),
++             aux=optax.tree.where(now.accepted, aux, chain.aux),
 +             key=chain.key,
 = a rejected step moves the auxiliary state | auxiliary_state_follows
-- aux=_tree.where(now.accepted, aux, chain.aux)
+- aux=optax.tree.where(now.accepted, aux, chain.aux)
 + aux=aux
 # chains/_directory.py | test_sampling.py
 = chains and draws swapped | shapes

@@ -52,7 +52,13 @@ def kick_and_turn(u, g, *lengths, moving: Any = True) -> Any:
     momentum = stepping.Momentum(stepping.SCHEMES["leapfrog"])
     state = momentum.init(u, jnp.asarray(1.0, u.dtype))
     state = state._replace(direction=u, moving=jnp.asarray(moving))
-    heading = stepping.heading(state.moving, jnp.vdot(u, u), jnp.vdot(u, g), jnp.vdot(g, g))
+    sums = stepping.Sums(*[jnp.zeros(())] * len(stepping.Sums._fields))
+    sums = sums._replace(
+        direction_square=jnp.vdot(u, u),
+        direction_dot_whitened=jnp.vdot(u, g),
+        whitened_square=jnp.vdot(g, g),
+    )
+    heading = stepping.heading(state.moving, sums)
     gains = []
     for length in lengths:
         heading, change = stepping.kick(heading, jnp.asarray(length, u.dtype), u.size)

@@ -487,7 +487,7 @@ BAD: Any = (
         [{"a": DRAWS, "b": DRAWS[:, 1:]}],
         r"leading axes.*'b': \(3, 8, 40\)",
     ),
-    (plots.chain_paths, [{"a": NAN}], r"NaN or inf in \['a'\]"),
+    (plots.chain_paths, [{"a": NAN}], r"nan or inf at \['a'\]"),
     (begun_at(DRAWS[0, 0]), [DRAWS], r"start=...\)` must be .* \(3, 40\)"),
     (begun_at({"a": DRAWS[:, 0]}), [DRAWS], "start"),
     (begun_at(NAN[:, 3]), [DRAWS], r"plots.chain_paths\(start=...\)` must be finite"),

@@ -326,7 +326,7 @@ def test_what_does_not_fit_is_named(run, draws, tmp_path):
         r"prediction=...\)` must be a prediction from the draws in": {"prediction": others},
         r"directory=...\)` must be a directory": {"directory": tmp_path},
         r"targets=...\)` .*classes from 0 to 3, got 1 to 4": {"targets": LABELS + 1},
-        r"images=...\)` must be as many images as": {"images": IMAGES[:39]},
+        r"prediction=...\)` must be of 39 inputs, as many as": {"images": IMAGES[:39]},
         r"images=...\)` must be a non-empty array \[input, height, width\] or": {"images": INPUTS},
         r"images=...\)` must be images with 1, 3, 4 ch": {"images": np.zeros((40, 5, 5, 2))},
         r"images=...\)` must be an array whose every entry is a finite": {

@@ -319,7 +319,7 @@ def _call_of_chain(
         return Chain(
             params=optax.apply_updates(chain.params, updates),
             state=state,
-            aux=_tree.where(now.accepted, aux, chain.aux),
+            aux=optax.tree.where(now.accepted, aux, chain.aux),
             key=key,
             loss=jnp.where(now.accepted & (now.step_end | is_first), value, chain.loss),
             start_loss=jnp.where(is_first, value, chain.start_loss),

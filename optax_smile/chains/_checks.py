@@ -472,7 +472,7 @@ def record_gradient(
         return past._replace(pending=jnp.zeros_like(mark), num_pending=past.num_pending * 0)
     stats = state.stats()
     compared = _compare(past, last[1].astype(mark.dtype), stats.accepted)
-    return _tree.where(stats.num_gradients > before, compared, past)
+    return optax.tree.where(stats.num_gradients > before, compared, past)
 
 
 def _compare(past: Gradients, received: jax.Array, accepted: jax.Array) -> Gradients:

@@ -255,12 +255,8 @@ def _functions_of(setup: Setup, chains: Chains) -> dict[str, str]:
 
 
 def _import_orbax() -> types.ModuleType:
-    try:
+    with _check.needed("Runs in a directory need Orbax", "storage"):
         import orbax.checkpoint
-    except ImportError as error:
-        raise ImportError(
-            "Runs in a directory need Orbax: pip install 'optax-smile[storage]'."
-        ) from error
     return orbax.checkpoint
 
 

@@ -105,8 +105,8 @@ def as_sampler(
         accepted = _tree.all_finite(optax.apply_updates(params, moves))
         is_sound = accepted & _tree.all_finite((updates, given.get("value")))
         still = jax.tree.map(jnp.zeros_like, moves)
-        return _tree.where(accepted, moves, still), OptimizerState(
-            optimizer=_tree.where(accepted, inner, state.optimizer),
+        return optax.tree.where(accepted, moves, still), OptimizerState(
+            optimizer=optax.tree.where(accepted, inner, state.optimizer),
             accepted=accepted,
             num_nonfinite=_tree.count(state.num_nonfinite, ~is_sound),
             num_gradients=_tree.count(state.num_gradients),

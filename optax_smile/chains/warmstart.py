@@ -364,7 +364,7 @@ def _steps(
         better = (value < member.best_loss) & (member.stale < patience) | keeps_last
         now = {"params": member.params, "aux": member.aux}
         return member._replace(
-            best=_tree.where(better, now, member.best),
+            best=optax.tree.where(better, now, member.best),
             best_loss=jnp.where(better, value, member.best_loss),
             stale=jnp.where(better, 0, member.stale + 1),
         )

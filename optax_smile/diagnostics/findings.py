@@ -277,10 +277,8 @@ def _nonfinite(run: Run) -> Iterator[Sign]:
     """Yield signs of non-finite numbers: bad data affect all chains, divergence a single one."""
     if run.trace:
         share = _gain(run.trace["num_nonfinite"]) / _gain(run.trace["num_gradients"])
-        text, is_broken = (
-            "{} of the gradients, their losses or their norms are infinite or NaN.",
-            share > MOST_NONFINITE,
-        )
+        text = "{} of the gradients, their losses or their norms are infinite or NaN."
+        is_broken = share > MOST_NONFINITE
         of_all = is_broken & is_broken.all()
         yield Sign("not finite", of_all, share, MOST_NONFINITE, text, ".2%")
         yield Sign("diverged", is_broken & ~of_all, share, MOST_NONFINITE, text, ".2%")

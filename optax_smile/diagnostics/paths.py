@@ -10,7 +10,7 @@ import numpy as np
 
 from optax_smile import _check
 from optax_smile._types import Tree
-from optax_smile.diagnostics.statistics import LEAST_DRAWS_WITHIN, Chains, rhat_within
+from optax_smile.diagnostics.statistics import rhat_within
 from optax_smile.draws.snapshots import Snapshots, StoredSnapshots
 
 
@@ -54,11 +54,9 @@ def weight_rhat(params: Tree, *, num_weights: int = 100, seed: int = 0) -> np.nd
         >>> diagnostics.weight_rhat(params).shape
         (2, 5)
     """
-    with _check.called("weight_rhat", "Snapshots"):
+    with _check.called("weight_rhat", "Snapshots", "rhat_within", values="params"):
         weights = walk(Snapshots(params), num_weights, seed).weights
-    if not weights.shape[2]:
-        return np.empty(weights.shape[::2])
-    return rhat_within(Chains(least=LEAST_DRAWS_WITHIN)("weight_rhat", "params", weights))
+        return rhat_within(weights) if weights.shape[2] else np.empty(weights.shape[::2])
 
 
 @_check.arguments(
@@ -171,10 +169,6 @@ def _choose(
 
 def _distance(leaves: Leaves, others: Leaves | None = None) -> float:
     """Compute the norm of the difference in float64."""
-    total = 0.0
-    for index, leaf in enumerate(leaves):
-        difference = np.asarray(leaf, float)
-        if others is not None:
-            difference = difference - others[index]
-        total += np.vdot(difference, difference)
-    return float(np.sqrt(total))
+    pairs = zip(leaves, others or [0.0] * len(leaves), strict=True)
+    differences = (np.subtract(leaf, other, dtype=float) for leaf, other in pairs)
+    return float(np.sqrt(sum(np.vdot(x, x) for x in differences)))

@@ -427,15 +427,11 @@ def to_arviz(snapshots: Snapshots | StoredSnapshots, prediction: Prediction | No
 
 
 def _import_arviz() -> ModuleType:
-    try:
-        with warnings.catch_warnings():
-            # Version 0.23 announces the next major version.
-            warnings.filterwarnings("ignore", r"\s*ArviZ is undergoing", FutureWarning)
-            import arviz
-    except ImportError as error:
-        raise ImportError(
-            "`optax_smile.diagnostics` needs ArviZ: pip install 'optax-smile[diagnostics]'"
-        ) from error
+    needs = "`optax_smile.diagnostics` needs ArviZ"
+    with _check.needed(needs, "diagnostics"), warnings.catch_warnings():
+        # Version 0.23 announces the next major version.
+        warnings.filterwarnings("ignore", r"\s*ArviZ is undergoing", FutureWarning)
+        import arviz
     return arviz
 
 

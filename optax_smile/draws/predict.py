@@ -13,7 +13,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
-from optax_smile import _check, _tree, parallel
+from optax_smile import _check, parallel
 from optax_smile._types import Batch, Output, Tree
 from optax_smile.draws import _checks
 from optax_smile.draws.likelihoods import Likelihood, Name
@@ -447,7 +447,7 @@ class Average(NamedTuple):
     def add(self, outcome: Outcome, number: jax.Array) -> Average:
         """Add one snapshot; a negative `number` leaves the average unchanged."""
         one = _average_of(outcome, number)
-        return _tree.where(number >= 0, self.join(one), self)
+        return optax.tree.where(number >= 0, self.join(one), self)
 
     def join(self, other: Average) -> Average:
         """Combine two averages into the average over the snapshots of both.

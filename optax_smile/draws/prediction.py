@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
+import jax
 import numpy as np
 
-from optax_smile import _table
+from optax_smile import _check, _table
 from optax_smile._types import Tree
 
 Uncertainty = Literal["entropy", "variance"]
@@ -96,4 +97,5 @@ class Prediction(NamedTuple):
 
 
 def _shapes(fields: Outcome | Prediction) -> dict[str, str]:
-    return {name: _table.shape(x) for name, x in fields._asdict().items() if x is not None}
+    leaves = {name: jax.tree.leaves(x) for name, x in fields._asdict().items() if x is not None}
+    return {name: _table.some(map(_check.show, arrays)) for name, arrays in leaves.items()}

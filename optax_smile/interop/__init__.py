@@ -45,7 +45,8 @@ def keras_optimizer(sampler: optax.GradientTransformation) -> SamplerOptimizer:
         ImportError: Keras is missing.
         ValueError: Keras does not run on JAX.
     """
-    module = _import("_keras", "keras_optimizer", "Keras: pip install 'optax-smile[keras]'")
+    with _check.needed("`optax_smile.interop.keras_optimizer` needs Keras", "keras"):
+        module = importlib.import_module("optax_smile.interop._keras")
     if (backend := module.keras.backend.backend()) != "jax":
         rule, remedy = "used with the JAX backend", "Set KERAS_BACKEND=jax before importing Keras."
         _check.fail("keras_optimizer", "sampler", rule, backend, remedy)
@@ -56,11 +57,5 @@ def __getattr__(name: str) -> ModuleType:
     """Import `estimators` on first access, since it needs scikit-learn."""
     if name != "estimators":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return _import(name, name, "scikit-learn: pip install 'optax-smile[sklearn]'")
-
-
-def _import(module: str, name: str, needs: str) -> ModuleType:
-    try:
-        return importlib.import_module(f"optax_smile.interop.{module}")
-    except ImportError as error:
-        raise ImportError(f"`optax_smile.interop.{name}` needs {needs}") from error
+    with _check.needed("`optax_smile.interop.estimators` needs scikit-learn", "sklearn"):
+        return importlib.import_module("optax_smile.interop.estimators")

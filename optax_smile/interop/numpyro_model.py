@@ -343,14 +343,10 @@ def _independent(bridge: NumpyroModel, params: Mapping[str, jax.Array]) -> list[
 
 
 def _import_numpyro() -> ModuleType:
-    try:
+    with _check.needed("`optax_smile.interop.from_numpyro` needs NumPyro", "numpyro"):
         import numpyro
         import numpyro.distributions
         import numpyro.handlers
         import numpyro.infer.util
         import numpyro.primitives
-    except ImportError as error:
-        raise ImportError(
-            "`optax_smile.interop.from_numpyro` needs NumPyro: pip install 'optax-smile[numpyro]'"
-        ) from error
     return numpyro

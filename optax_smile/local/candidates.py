@@ -11,8 +11,8 @@ import numpy as np
 import optax
 
 from optax_smile import _check
-from optax_smile._types import Batch, Options, Tree
-from optax_smile.chains._checks import curvature
+from optax_smile._types import Batch, Options
+from optax_smile.chains._checks import check_list, curvature
 from optax_smile.potential import Potential, auto_temperature, strength_for
 from optax_smile.samplers.smile import psmile
 from optax_smile.stages.step_size import angle_tuner
@@ -82,19 +82,13 @@ def network_candidates(
     """
     given: Options = {"num_data": num_data, "key": key}
     size = sum(math.prod(x.shape[1:]) for x in jax.tree.leaves(params))
-    losses = jax.jit(jax.vmap(loss_fn, (0, None)))
+    losses = jax.jit(lambda batch, at: jax.vmap(loss_fn, (0, None))(at, batch))
     seen = list(itertools.islice(iter(batches), MOST_BATCHES))
-    if not seen:
-        _check.fail("network_candidates", "batches", "an iterable of batches", "none")
-    of_arrays = _check.Tree("an iterable of batches, trees of numeric arrays")
-    of_arrays("network_candidates", "batches", seen)
+    check_list("network_candidates", seen, num_data, False, warns=False)
     rule = "trained networks, arrays [chain, ...], each a valid argument of `loss_fn`"
-    _check.traced("network_candidates", "params", losses, params, seen[0], rule=rule)
+    _check.traced("network_candidates", "params", losses, seen[0], params, rule=rule)
 
-    def of_batch(batch: Batch, at: Tree) -> jax.Array:
-        return losses(at, batch)
-
-    curvatures = [curvature(of_batch, x, params, np.asarray(of_batch(x, params))) for x in seen]
+    curvatures = [curvature(losses, x, params, np.asarray(losses(x, params))) for x in seen]
     precision = strength_for(Potential(num_data), float(np.mean(curvatures)), size, allowed)
     around: Options = {"prior_mean": "start", "prior_precision": precision}
     around |= {"decoherence_length": "turning", "tuner": angle_tuner(0.1)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple, cast
 
 import jax
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_smile import _check, _tree
+from optax_smile import _check
 from optax_smile._table import aligned
 from optax_smile._types import Batch, Options, Tree
 from optax_smile.draws._checks import Posterior
@@ -116,8 +116,7 @@ class LearningCoefficient(NamedTuple):
 
     def _nats(self, loss: np.ndarray) -> np.ndarray:
         potential = Potential(self.num_data, temperature=1 / self.beta)
-        change = energy_change(potential, cast(jax.Array, loss), cast(jax.Array, 0.0))
-        return cast(np.ndarray, change)
+        return energy_change(potential, cast(jax.Array, loss), 0.0)
 
     def _findings(self) -> Iterator[Finding]:
         if not np.all(np.isfinite(self.loss)):
@@ -276,10 +275,17 @@ def llc(
         "temperature": 1 / beta,
     }
     start_loss = _around.check_loss(where, loss_fn, params, batches, check)
-    observe = _observer(loss_fn, params, batches)
+
+    def of_batch(draw: optax.Params, batch: Batch) -> Tree:
+        moved = jax.tree.map(lambda x, w: (x - w).astype(x.dtype), draw, params)
+        loss, slope = jax.jvp(lambda v: loss_fn(v, batch), (draw,), (moved,))
+        square = sum(jnp.sum(x**2) for x in jax.tree.leaves(moved))
+        return {"loss": loss, "slope": slope, "square": square}
+
+    observe = _around.over_batches(of_batch, batches)
     settings: Options = {
         "start_loss": start_loss,
-        "num_parameters": _tree.size(params),
+        "num_parameters": optax.tree.size(params),
         "num_data": float(num_data),
         "beta": float(beta),
         "localization": float(localization),
@@ -304,20 +310,6 @@ def llc(
         progress=progress,
     )
     return LearningCoefficient(**kept.params, **settings)
-
-
-def _observer(
-    loss_fn: _around.Loss, params: optax.Params, batches: Iterable[Batch]
-) -> Callable[[Tree], Tree]:
-    """Make a function from draws `[chain, ...]` to their loss, slope and square, `[chain]`."""
-
-    def of_batch(draw: optax.Params, batch: Batch) -> Tree:
-        moved = jax.tree.map(lambda x, w: (x - w).astype(x.dtype), draw, params)
-        loss, slope = jax.jvp(lambda v: loss_fn(v, batch), (draw,), (moved,))
-        square = sum(jnp.sum(x**2) for x in jax.tree.leaves(moved))
-        return {"loss": loss, "slope": slope, "square": square}
-
-    return _around.over_batches(of_batch, batches)
 
 
 def _check_posterior(

@@ -237,10 +237,7 @@ def crps(mean: ArrayLike, std: ArrayLike, targets: ArrayLike) -> float:
     Source: Gneiting and Raftery 2007, equations 20 and 21; mixtures: Grimit et al. 2006.
     """
     mean, std = np.atleast_2d(mean, std)
-    shape = mean[0].shape
-    if np.shape(targets) != shape:
-        rule = f"of shape {shape} to go with `mean`"
-        _check.fail("crps", "targets", rule, f"shape {np.shape(targets)}")
+    _check.Array(like="mean")("crps", "targets", targets, {"mean": mean[0]})
     to_target = _mean_absolute(mean - targets, std).mean(axis=0)
     pairs = zip(mean, std, strict=True)
     between = sum(_mean_absolute(mean - m, np.hypot(std, s)).mean(axis=0) for m, s in pairs)

@@ -1,6 +1,5 @@
 """Shared by all plots: arguments, axes, colours, legends, windows."""
 
-import sys
 import textwrap
 from typing import TYPE_CHECKING
 
@@ -31,18 +30,7 @@ LINEAR_SPREAD = 3.0
 MOST_WINDOWS = 40
 
 
-# Entropies computed from float32 probabilities fall below zero by less.
-UNCERTAINTY = _check.Array("[input]", _check.Real(-1e-5))
-
-
-def _is_axes(value: object) -> bool:
-    # If the value is matplotlib's, matplotlib is imported already.
-    axes = sys.modules.get("matplotlib.axes")
-    return axes is not None and isinstance(value, axes.Axes)
-
-
-AXES = _check.Where("matplotlib axes", _is_axes) | None
-LABEL = _check.kind(str, "a name") | None
+AXES = _check.Where("matplotlib axes", lambda value: hasattr(value, "transAxes")) | None
 
 
 def returned_by(function: str, attribute: str, also: str = "") -> _check.Constraint:
@@ -55,12 +43,8 @@ def returned_by(function: str, attribute: str, also: str = "") -> _check.Constra
 
 def open_axes(ax: "Axes | None") -> "Axes":
     """Return `ax`, or the axes of a new figure."""
-    try:
+    with _check.needed("`optax_smile.plots` needs matplotlib", "plots"):
         import matplotlib.pyplot as plt
-    except ImportError as error:
-        raise ImportError(
-            "`optax_smile.plots` needs matplotlib: pip install 'optax-smile[plots]'"
-        ) from error
     return plt.subplots(figsize=FIGURE_SIZE, layout="constrained")[1] if ax is None else ax
 
 

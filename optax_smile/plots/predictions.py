@@ -15,10 +15,8 @@ from optax_smile.metrics.classification import NUM_BINS
 from optax_smile.plots._axes import (
     AXES,
     BAND_ALPHA,
-    LABEL,
     LINEAR_SPREAD,
     PALETTE,
-    UNCERTAINTY,
     add_legend,
     chain_style,
     dot_if_single,
@@ -41,6 +39,9 @@ IMAGES = _check.Array(
 )
 MEAN = _check.Array("[input, class] or [input]")
 TARGETS = _check.Array("[input]") | None
+# Entropies computed from float32 probabilities fall below zero by less.
+UNCERTAINTY = _check.Array("[input]", _check.Real(-1e-5))
+LABEL = _check.kind(str, "a name") | None
 # Grey, red-green-blue, and the same with opacity.
 CHANNELS = (1, 3, 4)
 IMAGES_IN_ROW = 6
@@ -153,13 +154,7 @@ def risk_coverage(
     return ax
 
 
-@_check.arguments(
-    "plots.regression_band",
-    inputs=_check.Array("[input]") | None,
-    targets=_check.Array("[input]") | None,
-    level=_check.PROBABILITY,
-    ax=AXES,
-)
+@_check.arguments("plots.regression_band", ax=AXES)
 @_check.called("plots.regression_band", "interval")
 def regression_band(
     inputs: ArrayLike | None,
@@ -352,28 +347,17 @@ def pick(
     if targets is None:
         return rows
     if mean.ndim == 2:
-        labels = targets.astype(int)
+        name, labels = "wrong, worst first", targets.astype(int)
         wrong = np.flatnonzero(mean.argmax(axis=1) != labels)
         off = -mean[wrong, labels[wrong]]
     else:
-        wrong = np.arange(len(mean))
+        name, wrong = "largest errors, in standard deviations", np.arange(len(mean))
         off = np.abs(targets - mean) / np.sqrt(np.maximum(uncertainty, np.finfo(float).tiny))
     worst = wrong[np.argsort(-off, kind="stable")][:number]
-    name = "wrong, worst first"
-    if mean.ndim == 1:
-        name = "largest errors, in standard deviations"
     return rows | ({name: worst} if len(worst) else {})
 
 
-@_check.arguments(
-    "plots.examples",
-    images=IMAGES,
-    mean=MEAN,
-    uncertainty=UNCERTAINTY,
-    targets=TARGETS,
-    number=_check.Whole(1),
-    ax=AXES,
-)
+@_check.arguments("plots.examples", number=_check.Whole(1), ax=AXES)
 def examples(
     images: ArrayLike,
     mean: ArrayLike,
@@ -415,8 +399,8 @@ def examples(
         >>> [text.get_text() for text in ax.texts][:2]
         ['most certain', '0: 90 %\\n0.33 nats']
     """
-    images = _scaled(np.asarray(images))
-    mean, uncertainty, targets = _checked(len(images), mean, uncertainty, targets)
+    given, mean, uncertainty, targets = _checked(images, mean, uncertainty, targets)
+    images = _scaled(given)
     ax = open_axes(ax)
     rows = pick(mean, uncertainty, targets, number)
     columns, height = max(map(len, rows.values())), images.shape[1] / images.shape[2]
@@ -456,22 +440,23 @@ def _caption(
 
 
 def _checked(
-    number: int, mean: ArrayLike, uncertainty: ArrayLike, targets: ArrayLike | None
-) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    """Require a prediction for each of the images."""
+    images: ArrayLike, mean: ArrayLike, uncertainty: ArrayLike, targets: ArrayLike | None
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray | None]:
+    """Require images and a prediction for each of them."""
     where = "plots.examples"
+    given: np.ndarray = IMAGES(where, "images", images)
     means: np.ndarray = MEAN(where, "mean", mean)
     spread: np.ndarray = UNCERTAINTY(where, "uncertainty", uncertainty)
     labels: np.ndarray | None = TARGETS(where, "targets", targets)
     for argument, array in {"mean": means, "uncertainty": spread, "targets": labels}.items():
-        if array is not None and len(array) != number:
-            rule = f"of {number} inputs, as many as `images`"
+        if array is not None and len(array) != len(given):
+            rule = f"of {len(given)} inputs, as many as `images`"
             _check.fail(where, argument, rule, f"shape {array.shape}")
     classes = np.arange(means.shape[-1])
     if labels is not None and means.ndim == 2 and not np.isin(labels, classes).all():
         rule = f"classes from 0 to {means.shape[1] - 1}"
         _check.fail(where, "targets", rule, f"{labels.min():g} to {labels.max():g}")
-    return means, spread, labels
+    return given, means, spread, labels
 
 
 def _scaled(images: np.ndarray) -> np.ndarray:
@@ -494,7 +479,7 @@ def keep(
 
     Arguments and errors as for `examples`, except that only the selected images must be finite.
     """
-    given: np.ndarray = IMAGES("plots.examples", "images", images)
-    rows = pick(*_checked(len(given), mean, uncertainty, targets), IMAGES_IN_ROW)
+    given, means, spread, labels = _checked(images, mean, uncertainty, targets)
+    rows = pick(means, spread, labels, IMAGES_IN_ROW)
     places = np.unique(np.concatenate(list(rows.values())))
     return places, np.round(255 * _scaled(given[places])).astype(np.uint8)

@@ -40,14 +40,7 @@ MOST_DOTS = 5_000
 COLUMNS_AT_A_TIME = 1 << 16
 # Fraction of the variance below which a direction consists of float64 rounding errors.
 RANK_TOLERANCE = 1e-12
-
-
-class _Share(_check.Real):
-    """A fraction; matplotlib's scales cannot handle denormal numbers."""
-
-    def holds(self, numbers: np.ndarray) -> np.ndarray:
-        tiny = np.finfo(np.float32).tiny
-        return super().holds(numbers) & ((numbers == 0) | (numbers >= tiny))
+FINITE = _check.Tree(finite=True)
 
 
 @_check.arguments("plots.step_size", trace=_trace.TRACE, ax=AXES)
@@ -160,7 +153,7 @@ def energy_error(trace: Mapping[str, ArrayLike], *, ax: Axes | None = None) -> A
 @_check.arguments(
     "plots.rejections",
     trace=_trace.TRACE,
-    nominal=_Share(0, 1, traced=False) | None,
+    nominal=_check.Real(0, 1, traced=False) | None,
     ax=AXES,
 )
 def rejections(
@@ -221,7 +214,9 @@ def rejections(
     together = np.diff(rejected.sum(axis=0)) / np.diff(gradients.sum(axis=0))
     label = f"all {len(rates)} chains"
     ax.stairs(together, gradients.mean(axis=0), baseline=None, color="k", lw=2, label=label)
-    levels = np.append(rates[rates > 0], nominal or [])
+    levels = np.append(rates, [] if nominal is None else nominal)
+    # Matplotlib's scales cannot handle denormal numbers.
+    levels = levels[levels > np.finfo(np.float32).tiny]
     if nominal is not None:
         ax.axhline(nominal, color="k", ls="--", lw=1, label=f"nominal: {nominal:.2g}")
     if levels.size and levels.max() > LINEAR_SPREAD**2 * levels.min():
@@ -239,15 +234,9 @@ def rejections(
     return ax
 
 
-def _matrices(argument: str, tree: Tree, num_points: int) -> list[np.ndarray]:
-    """Return the leaves of a tree as `[point, column]`, finite."""
-    matrices = []
-    for path, leaf in jax.tree.leaves_with_path(tree):
-        if not np.isfinite(leaf).all():
-            name = jax.tree_util.keystr(path) or "the array"
-            _check.fail("plots.chain_paths", argument, "finite", f"NaN or inf in {name}")
-        matrices.append(np.asarray(leaf).reshape(num_points, -1))
-    return matrices
+def _matrices(tree: Tree, num_points: int) -> list[np.ndarray]:
+    """Return the leaves of a tree as `[point, column]`."""
+    return [np.asarray(leaf).reshape(num_points, -1) for leaf in jax.tree.leaves(tree)]
 
 
 def _principal_plane(matrices: list[np.ndarray], num_draws: int) -> tuple[np.ndarray, np.ndarray]:
@@ -281,7 +270,7 @@ def _principal_plane(matrices: list[np.ndarray], num_draws: int) -> tuple[np.nda
     return places, shares
 
 
-@_check.arguments("plots.chain_paths", params=_check.Tree(), start=_check.Tree() | None, ax=AXES)
+@_check.arguments("plots.chain_paths", params=FINITE, start=FINITE | None, ax=AXES)
 def chain_paths(params: Tree, *, start: Tree = None, ax: Axes | None = None) -> Axes:
     """Plot the paths of the chains in the plane in which the draws vary most.
 
@@ -320,12 +309,12 @@ def chain_paths(params: Tree, *, start: Tree = None, ax: Axes | None = None) -> 
     with _check.called("plots.chain_paths", "Snapshots"):
         draws = Snapshots(params, start=start)
     num_chains, num_points = draws.num_chains, len(draws)
-    matrices = _matrices("params", params, num_points)
+    matrices = _matrices(params, num_points)
     if not sum(rows.shape[1] for rows in matrices):
         got = f"the shapes {jax.tree.map(np.shape, params)}"
         _check.fail("plots.chain_paths", "params", "of at least one dimension", _check.cut(got))
     if start is not None:
-        pairs = zip(matrices, _matrices("start", start, num_chains), strict=True)
+        pairs = zip(matrices, _matrices(start, num_chains), strict=True)
         matrices = [np.concatenate(pair) for pair in pairs]
     places, shares = _principal_plane(matrices, num_points)
     paths = places[:num_points].reshape(num_chains, -1, 2)

@@ -456,16 +456,12 @@ def _of_one(stored: Stored) -> Iterator[Picture]:
             " around the same level, without trends or long excursions.",
             partial(_draw_trace, values, what),
         )
-    if (
-        targets is not None
-        and prediction.uncertainty == "variance"
-        and np.ndim(prediction.mean) == 1
-    ):
+    is_normal = prediction.uncertainty == "variance" and np.ndim(prediction.mean) == 1
+    if is_normal and targets is not None:
+        normal = prediction.mean, np.sqrt(prediction.total)
         yield (
             f"{name}: the band should contain its nominal share of the targets.",
-            partial(
-                plots.regression_band, None, prediction.mean, np.sqrt(prediction.total), targets
-            ),
+            partial(plots.regression_band, None, *normal, targets),
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -101,13 +102,6 @@ def labelled(mean: ArrayLike, targets: np.ndarray) -> tuple[np.ndarray, np.ndarr
     return classes(mean, targets.shape), targets.ravel().astype(int) if is_binary else targets
 
 
-def _is_name(name: object) -> bool:
-    """Return whether a name is valid in a file name."""
-    if not isinstance(name, str) or not 0 < len(name) <= 100:
-        return False
-    return all(x.isalnum() or x in " -_" for x in name)
-
-
 class Stored:
     """A prediction that `report.store` stored; `shown` are the indices of its `images`.
 
@@ -137,7 +131,10 @@ class Stored:
 @_check.arguments(
     "report.store",
     directory=_check.PathLike(),
-    name=_check.Where("a name of letters, digits, spaces, - and _, at most 100", _is_name),
+    name=_check.Where(
+        "a name of letters, digits, spaces, - and _, at most 100",
+        lambda name: isinstance(name, str) and re.fullmatch(r"[\w -]{1,100}", name),
+    ),
     prediction=_check.kind(Prediction, "the result of `predict`"),
     targets=_check.Array(dtype=None) | None,
     scores=_check.kind(Mapping, "a dict of numbers by name") | None,
@@ -202,10 +199,6 @@ def store(
     if targets is not None and arrays["targets"].dtype.kind not in "biuf":
         _check.fail("report.store", "targets", "numbers", f"an array of {arrays['targets'].dtype}")
     if images is not None:
-        number = np.shape(prediction.mean)[:1]
-        if number and np.ndim(images) > 2 and np.shape(images)[:1] != number:
-            rule = f"as many images as the prediction has inputs, {number[0]}"
-            _check.fail("report.store", "images", rule, f"shape {np.shape(images)}")
         arrays |= _kept(images, prediction, targets)
     header = {"name": name, "scores": scores, "uncertainty": prediction.uncertainty}
     _disk.write(directory / FILE.format(name), _disk.pack(header, arrays))

@@ -1,6 +1,7 @@
 """The state of a chain, and what one call of `update` does around the dynamics of a sampler."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import NamedTuple, cast
 
 import jax
@@ -177,7 +178,7 @@ class Call(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Dynamics:
-    """A sampler. The families implement `begin` and `move`, one also `is_draw`, one `chosen`.
+    """A sampler. The families implement `begin` and `move`.
 
     Attributes:
         name: of the sampler.
@@ -185,6 +186,8 @@ class Dynamics:
         step_size: a schedule of the number of steps.
         seed: key of the noise; None without noise.
         track_params: whether the state holds the parameters.
+        is_draw: whether the step with a count, 0 for the first, ends in a draw.
+        chosen: arguments that the sampler chose, where the user gave None.
     """
 
     name: str
@@ -192,6 +195,8 @@ class Dynamics:
     step_size: optax.Schedule
     seed: jax.Array | None
     track_params: bool
+    is_draw: Callable[[jax.Array], jax.Array] = lambda count: jnp.ones_like(count, bool)
+    chosen: Options = field(default_factory=dict)
 
     def begin(self, params: optax.Params) -> Tree:
         """Return the state of the dynamics before the first call."""
@@ -204,15 +209,6 @@ class Dynamics:
         updates `sampled`.
         """
         raise NotImplementedError
-
-    def is_draw(self, count: jax.Array) -> jax.Array:
-        """Whether the step with this count, 0 for the first, ends in a draw."""
-        return jnp.ones_like(count, bool)
-
-    @property
-    def chosen(self) -> Options:
-        """Arguments that the sampler chose, where the user gave None."""
-        return {}
 
     def init(self, params: optax.Params) -> ChainState:
         """Return the state before the first call, of floating leaves only."""
@@ -262,7 +258,7 @@ class Dynamics:
             after = after._replace(tracked=before.tracked.advance(params, displacement, is_seen))
         after = after if all(moves) else _leaves.widen(after, state)
         is_first = state.last_update.num_gradients == 0
-        sampled = state.sampled.observe(moves, _tree.size(updates), is_first, differs)
+        sampled = state.sampled.observe(moves, optax.tree.size(updates), is_first, differs)
         return displacement, after._replace(prior_mean=state.prior_mean, sampled=sampled)
 
     def split(self, data: jax.Array | None) -> tuple[jax.Array | None, Tree]:

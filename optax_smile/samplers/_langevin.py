@@ -111,7 +111,7 @@ def inverse(roots: optax.Updates, smallest: float | jax.Array) -> optax.Updates:
 
     A parameter whose gradient has always been zero would otherwise take a step without bound.
     """
-    rms = jnp.sqrt(_tree.inner(roots, roots) / _tree.size(roots))
+    rms = jnp.sqrt(_tree.inner(roots, roots) / optax.tree.size(roots))
     seen = rms > 0
     floor = jnp.where(seen, smallest * rms, 1)
     return jax.tree.map(lambda x: jnp.where(seen, 1 / (floor + x), 0).astype(x.dtype), roots)
@@ -122,10 +122,6 @@ class Langevin(Dynamics):
     """Move by a rule."""
 
     rule: Rule
-
-    def is_draw(self, count: jax.Array) -> jax.Array:
-        """Ask the rule."""
-        return self.rule.is_draw(count)
 
     def begin(self, params: optax.Params) -> LangevinState:
         """Start at rest."""
@@ -167,10 +163,10 @@ class Langevin(Dynamics):
         resolution = evidence.resolution(_tree.inner(params, params))
         step_end = last.accepted & (last.num_gradients > 0)
         is_draw = self.is_draw(state.num_steps - 1)
-        return _tree.where(reject, back, displacement), state._replace(
+        return optax.tree.where(reject, back, displacement), state._replace(
             dynamics=LangevinState(
-                memory=_tree.where(reject, here.memory, memory),
-                displacement=_tree.where(reject, still, displacement),
+                memory=optax.tree.where(reject, here.memory, memory),
+                displacement=optax.tree.where(reject, still, displacement),
                 step_length=length,
                 step_size_factor=here.step_size_factor,
             ),
@@ -197,6 +193,7 @@ def _assemble(name: str, rule: Rule, arguments: Options) -> Langevin:
         step_size=rule.step_size or _call.schedule(name, arguments["step_size"]),
         seed=_check.Key(needed=True)(name, "key", arguments["key"]),
         track_params=arguments["track_params"],
+        is_draw=rule.is_draw,
         rule=rule,
     )
 

@@ -19,8 +19,6 @@ import optax
 from optax_smile import _check, _tree
 from optax_smile._types import Tree, Unchecked
 
-# Counters are int32.
-MOST_PARAMETERS = 2**31 - 1
 OF_INIT = "the one given to init"
 
 
@@ -53,7 +51,9 @@ class SampledState(NamedTuple):
         others = ~is_first & jnp.any(self.has_gradient != now)
         return SampledState(
             has_gradient=jnp.where(is_first, now, self.has_gradient),
-            num_parameters=jnp.where(is_first, min(size, MOST_PARAMETERS), self.num_parameters),
+            num_parameters=jnp.where(
+                is_first, min(size, _check.LARGEST_WHOLE), self.num_parameters
+            ),
             is_inconsistent=self.is_inconsistent | others | differs,
         )
 
@@ -72,7 +72,7 @@ def begin(params: optax.Params) -> SampledState:
     """All candidates, before the first call."""
     return SampledState(
         has_gradient=jnp.ones(len(jax.tree.leaves(params)), bool),
-        num_parameters=jnp.asarray(min(_tree.size(params), MOST_PARAMETERS), jnp.int32),
+        num_parameters=jnp.asarray(min(optax.tree.size(params), _check.LARGEST_WHOLE), jnp.int32),
         is_inconsistent=jnp.zeros((), bool),
     )
 

@@ -103,11 +103,6 @@ class Microcanonical(Dynamics):
     reject_quantile: float | None
     tuner: Tuner
 
-    @property
-    def chosen(self) -> Options:
-        """Arguments that the sampler chose, where the user gave None."""
-        return {"tuner": self.tuner} if self.tuner.sets_step_size else {}
-
     def begin(self, params: optax.Params) -> MicrocanonicalState:
         """Start at rest, without any calls."""
         tuner = self.tuner.init(_tree.dtype(params))
@@ -132,7 +127,7 @@ class Microcanonical(Dynamics):
         key, noise_key = self.split(state.key)
 
         # Read the trees: every inner product in one pass over memory.
-        noise = momentum.draw(noise_key, call.params)
+        noise = None if noise_key is None else _tree.isotropic_like(noise_key, call.params)
         averages, posterior, params = state.dynamics.preconditioner, call.posterior, call.params
         sums, sketch, fingerprint = self._measure(call, here, averages, noise)
 
@@ -163,7 +158,7 @@ class Microcanonical(Dynamics):
         step = past.open_step.advance(end, gained, sums, call.value)
         kept = turned, step, _tree.count(state.num_steps, end.opens_step)
         rejected = stop(here, length), past.open_step, state.num_steps
-        after, step, num_steps = _tree.where(reject, rejected, kept)
+        after, step, num_steps = optax.tree.where(reject, rejected, kept)
         scale_stays = self.preconditioner.stays(averages, now.worth)
         averages = self.preconditioner.observe(averages, gradient, now.worth, after.direction)
         energy_per_loss, changes = potential.energy_change(posterior, 1.0, 0.0), now.changes
@@ -237,6 +232,7 @@ def _assemble(name: str, preconditioner: Preconditioner, arguments: Options) -> 
         step_size=_call.schedule(name, 1.0 if step_size is None else step_size),
         seed=None if length is None else seed,
         track_params=arguments["track_params"],
+        chosen={"tuner": tuner} if tuner.sets_step_size else {},
         preconditioner=preconditioner,
         momentum=Momentum(SCHEMES[arguments["integrator"]], length),
         reject_quantile=arguments.get("reject_quantile"),

@@ -13,8 +13,6 @@ from optax_smile._types import LogPrior, StepSize, Tree
 from optax_smile.samplers import _langevin
 from optax_smile.samplers._langevin import Move, Rule
 
-FRICTION = 0.05
-ADAPT_STEPS = 5_000
 # Keeps the root of a parameter's squared gradient off zero, in units of that of the mean square.
 SMALLEST_ROOT = 1e-3
 
@@ -45,8 +43,8 @@ def scale_adapted_sghmc(
     prior_mean: Tree = 0.0,
     log_prior: LogPrior | None = None,
     temperature: float | jax.Array = 1.0,
-    friction: float | jax.Array = FRICTION,
-    adapt_steps: int = ADAPT_STEPS,
+    friction: float | jax.Array = 0.05,
+    adapt_steps: int = 5_000,
     key: jax.Array | int | None = None,
     track_params: bool = False,
 ) -> Rule:

@@ -12,7 +12,6 @@ from optax_smile._types import LogPrior, StepSize, Tree
 from optax_smile.samplers import _langevin
 from optax_smile.samplers._langevin import Move, Rule
 
-FRICTION = 0.05
 FrictionStep = Literal["euler", "exact"]
 
 
@@ -29,7 +28,7 @@ def sghmc(
     prior_mean: Tree = 0.0,
     log_prior: LogPrior | None = None,
     temperature: float | jax.Array = 1.0,
-    friction: float | jax.Array = FRICTION,
+    friction: float | jax.Array = 0.05,
     friction_step: FrictionStep = "euler",
     gradient_noise: float | jax.Array = 0.0,
     key: jax.Array | int | None = None,

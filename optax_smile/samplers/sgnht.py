@@ -13,7 +13,6 @@ from optax_smile._types import LogPrior, StepSize, Tree
 from optax_smile.samplers import _langevin
 from optax_smile.samplers._langevin import Move, Rule
 
-FRICTION = 0.05
 # A step loses at most all of its velocity: beyond, the velocity would change sign, then grow.
 LARGEST_SHARE = 1.0
 
@@ -38,7 +37,7 @@ def sgnht(
     prior_mean: Tree = 0.0,
     log_prior: LogPrior | None = None,
     temperature: float | jax.Array = 1.0,
-    friction: float | jax.Array = FRICTION,
+    friction: float | jax.Array = 0.05,
     key: jax.Array | int | None = None,
     track_params: bool = False,
 ) -> Rule:
@@ -93,7 +92,7 @@ def sgnht(
 
         displacement = jax.tree.map(leaf, call.displacement, call.gradient, call.noise)
         # eps^2 |r|^2 / d, by which a step size of zero divides nothing.
-        square = _tree.inner(displacement, displacement) / _tree.size(displacement)
+        square = _tree.inner(displacement, displacement) / optax.tree.size(displacement)
         xi = jnp.minimum(xi + (1 - xi / 2) * square - eps**2, LARGEST_SHARE)
         return displacement, Thermostat(xi.astype(memory.thermostat.dtype))
 

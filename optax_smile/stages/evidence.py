@@ -118,7 +118,7 @@ def measure(
     sums = Sums(*[zero] * len(Sums._fields))
     if noise is not None:
         if _tree.has_signs(noise):
-            sums = sums._replace(noise_square=jnp.full_like(zero, _tree.size(noise)))
+            sums = sums._replace(noise_square=jnp.full_like(zero, optax.tree.size(noise)))
         else:
             pairs["noise_square"] = noise, noise
         pairs["noise_dot_direction"] = noise, direction
@@ -412,7 +412,7 @@ class ChangeAverage(NamedTuple):
         mean_square = trust * (gradient_square + self.last_square) / 2
         count = _tree.count(self.num_changes, enters)
         here, before = (sketch, gradient_square), (self.sketch, self.last_square)
-        sketch, gradient_square = _tree.where(end.opens_step & accepted, here, before)
+        sketch, gradient_square = optax.tree.where(end.opens_step & accepted, here, before)
         averages = ChangeAverage(
             sketch=sketch,
             last_square=gradient_square,

@@ -95,16 +95,11 @@ class Heading(NamedTuple):
     old_norm: jax.Array
 
 
-def heading(
-    moving: jax.Array,
-    direction_square: jax.Array,
-    direction_dot_whitened: jax.Array,
-    whitened_square: jax.Array,
-) -> Heading:
+def heading(moving: jax.Array, sums: Sums) -> Heading:
     """Describe u, if the chain is moving, and e = -g / |g| by the inner products of their trees."""
-    old_norm, gradient_norm = jnp.sqrt(direction_square), jnp.sqrt(whitened_square)
+    old_norm, gradient_norm = jnp.sqrt(sums.direction_square), jnp.sqrt(sums.whitened_square)
     product = old_norm * gradient_norm
-    cosine = -direction_dot_whitened / jnp.where(product > 0, product, 1)
+    cosine = -sums.direction_dot_whitened / jnp.where(product > 0, product, 1)
     return Heading(
         cosine=jnp.where(moving, jnp.clip(cosine, -1, 1), 0),
         along_old=jnp.where(moving, jnp.ones_like(cosine), 0),
@@ -213,12 +208,6 @@ class Momentum:
             anchor=None if len(self.scheme.drifts) == 1 else jax.tree.map(jnp.copy, zeros),
         )
 
-    def draw(self, key: jax.Array | None, params: optax.Params) -> optax.Updates | None:
-        """Draw the explicit noise of a call, a tree like the parameters."""
-        if self.decoherence_length is None or key is None:
-            return None
-        return _tree.isotropic_like(key, params)
-
     def _length(self, fractions: tuple[float, ...], state: MomentumState) -> jax.Array:
         """Length that belongs to the place inside the step; 0 if no step is open."""
         table = jnp.asarray((0.0, *fractions), state.step_length.dtype)
@@ -240,10 +229,8 @@ class Momentum:
 
     def close(self, state: MomentumState, sums: Sums) -> tuple[Heading, StepEnd]:
         """Kick with the gradient at the end of the last drift; not at all if no step is open."""
-        num_parameters = _tree.size(state.direction)
-        before = heading(
-            state.moving, sums.direction_square, sums.direction_dot_whitened, sums.whitened_square
-        )
+        num_parameters = optax.tree.size(state.direction)
+        before = heading(state.moving, sums)
         length = self._length(self.scheme.kicks[1:], state)
         kicked, gained = kick(before, length, num_parameters)
         return kicked, StepEnd(
@@ -276,7 +263,7 @@ class Momentum:
         gradients make it follow. Noise between the kicks of one step would show in its energy error
         as eps^(3/2).
         """
-        rule, size = self.decoherence_length, _tree.size(state.direction)
+        rule, size = self.decoherence_length, optax.tree.size(state.direction)
         if rule is None:
             return towards
         turns, changes = rates
@@ -316,7 +303,7 @@ class Momentum:
         """Kick with the first kick of a step, not at all if one is under way; see `kick`."""
         length = self.scheme.kicks[0] * step_length.astype(state.step_length.dtype)
         length = jnp.where(self._opens_step(state), length, 0)
-        return kick(towards, length, _tree.size(state.direction))
+        return kick(towards, length, optax.tree.size(state.direction))
 
     def turn(
         self,
@@ -347,7 +334,7 @@ class Momentum:
             moving=towards.moving,
             drift_index=state.drift_index % len(self.scheme.drifts) + 1,
             step_length=step_length.astype(state.step_length.dtype),
-            anchor=None if anchor is None else _tree.where(begins, params, anchor),
+            anchor=None if anchor is None else optax.tree.where(begins, params, anchor),
         )
 
     def displace(
@@ -369,4 +356,4 @@ class Momentum:
             back = -self._length(self.scheme.drifts, before)
             return drift(after.direction, jnp.where(reject, back, forth), inverse_scale)
         back = jax.tree.map(jnp.subtract, step_start(before, params, inverse_scale), params)
-        return _tree.where(reject, back, drift(after.direction, forth, inverse_scale))
+        return optax.tree.where(reject, back, drift(after.direction, forth, inverse_scale))

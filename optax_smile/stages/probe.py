@@ -1,6 +1,5 @@
 """Whether the parameters arrive where the sampler sent them, from a few entries of each leaf."""
 
-import functools
 from typing import NamedTuple
 
 import jax
@@ -100,7 +99,8 @@ def look(
     off = jnp.abs(here - (state.start + step))
     off = jnp.where(known & jnp.isfinite(off), off, 0)
     off = jnp.where(off > rounding * jnp.maximum(jnp.abs(here), jnp.abs(state.start)), off, 0)
-    compares, farthest, longest = _largest(known.astype(off.dtype), off, jnp.abs(step))
+    numbers = known.astype(off.dtype), off, jnp.abs(step)
+    compares, farthest, longest = _tree.reduce(jnp.maximum, numbers, (0,))
     # A short step may be the difference of two long ones.
     compares, altered = compares > 0, farthest > rounding * longest
     num_compared = jnp.minimum(state.num_compared + compares, WINDOW)
@@ -148,12 +148,6 @@ def entries(tree: Tree) -> list[jax.Array]:
     return [
         _on_grid(leaf) if is_read.all() else _single(leaf, is_read) for leaf, is_read in _read(tree)
     ]
-
-
-def _largest(*numbers: jax.Array) -> tuple[jax.Array, ...]:
-    """Maximum of each of several arrays of positive numbers of one shape, in one pass."""
-    zeros = tuple(jnp.zeros((), x.dtype) for x in numbers)
-    return jax.lax.reduce(numbers, zeros, functools.partial(jax.tree.map, jnp.maximum), (0,))
 
 
 def _in_one(numbers: list[jax.Array]) -> jax.Array:

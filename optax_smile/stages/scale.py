@@ -183,7 +183,7 @@ class MovingVariance(Preconditioner):
         direction: optax.Updates,
     ) -> MovingVarianceState:
         """Average the deviation and its square."""
-        rate, size = jnp.where(worth.counts, 1 - self.noise_decay, 0), _tree.size(gradient)
+        rate, size = jnp.where(worth.counts, 1 - self.noise_decay, 0), optax.tree.size(gradient)
         # The deviation from the new mean is (1 - rate) times that from the old one.
         left = jnp.square((1 - rate) * worth.trust)
 
@@ -318,7 +318,7 @@ class MeanSquare(Preconditioner):
 
         deviation = self.deviation(state, gradient)
         squares = jax.tree.map(lambda q, x: average(q, x * x), state.mean_square, deviation)
-        mean = average(state.mean, worth.square / _tree.size(gradient))
+        mean = average(state.mean, worth.square / optax.tree.size(gradient))
         isotropic_weight = jnp.where(worth.restart, 1, ISOTROPIC / (ISOTROPIC + number))
         measured = inverse_scale(squares, mean, isotropic_weight)
         last, made = None, [direction]
@@ -378,7 +378,7 @@ def scale_by_gradient_noise() -> optax.GradientTransformation:
         _tree.check_gradients(f"{where}.update", updates, known, "the one given to init")
         square = _tree.inner(updates, updates)
         counts = jnp.isfinite(square) & (square >= jnp.finfo(square.dtype).tiny)
-        finite = _tree.where(counts, updates, jax.tree.map(jnp.zeros_like, updates))
+        finite = optax.tree.where(counts, updates, jax.tree.map(jnp.zeros_like, updates))
         deviation = noise.deviation(state, finite)
         worth = Worth(
             trust=jnp.ones_like(square),

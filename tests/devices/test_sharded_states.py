@@ -64,10 +64,13 @@ def test_state_is_sharded_like_the_parameters(case):
 def test_automatic_temperature_counts_the_parameters_of_all_devices(axis_type):
     mesh, params = shard(axis_type)
     tx = optax_smile.psmile(num_data=60, temperature="auto", excess=0.01, key=0)
-    with jax.set_mesh(mesh), pytest.warns(UserWarning, match=f"{_tree.size(PARAMS)} parameters"):
+    with (
+        jax.set_mesh(mesh),
+        pytest.warns(UserWarning, match=f"{optax.tree.size(PARAMS)} parameters"),
+    ):
         state = tx.init(params)
         after = jax.jit(tx.update)(params, state, params)[1]
-    expected = 2 * 0.01 * 60 / _tree.size(PARAMS)
+    expected = 2 * 0.01 * 60 / optax.tree.size(PARAMS)
     for found in state, after:
         np.testing.assert_allclose(optax_smile.stats(found).temperature, expected, rtol=1e-6)
 
