@@ -6,7 +6,6 @@ import functools
 import inspect
 import json
 import types
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from pathlib import Path
@@ -17,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_smile import _check
+from optax_smile import _check, _disk
 from optax_smile._types import Options, Tree, Unchecked
 
 # Larger arrays are described by shape and checksum.
@@ -135,7 +134,7 @@ def checksum(value: object) -> str:
     It covers the values that functions enclose and, unless they are part of an installed package,
     their code and the values and functions that this uses. Code depends on the version of Python.
     """
-    return f"{zlib.crc32(json.dumps(_parts(value, [])).encode()):08x}"
+    return _disk.checksum(json.dumps(_parts(value, [])))
 
 
 def _parts(value: Unchecked, seen: list[object]) -> list[object]:
@@ -215,9 +214,7 @@ def _describe(value: Unchecked, depth: int = 0) -> Tree:
         array = np.asarray(value)
         if array.size <= LARGEST_ARRAY:
             return array.tolist()
-        return (
-            f"array {array.shape} {zlib.crc32(np.ascontiguousarray(array).view(np.uint8).data):08x}"
-        )
+        return f"array {array.shape} {_disk.checksum(array)}"
     if isinstance(value, (tuple, list)):
         return [_describe(entry, depth + 1) for entry in value]
     if isinstance(value, Mapping):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TypeVar
 
 import jax
@@ -30,7 +29,6 @@ Carry = TypeVar("Carry")
 CHAIN, DATA = "chain", "data"
 
 
-@dataclass(frozen=True)
 class ChainMesh(_check.Constraint):
     """A mesh of devices with an axis for the chains."""
 

@@ -302,9 +302,9 @@ def _samplers(state: Tree) -> tuple[list[Tree], list[tuple[Tree, ...]]]:
     return [leaf for leaf in leaves if isinstance(leaf, SamplerState)], chains
 
 
-def number(state: Tree) -> int:
-    """Count the sampler states inside a larger state."""
-    return len(_samplers(_without_variables(state))[0])
+def samplers(state: Tree) -> list[SamplerState]:
+    """Return the sampler states inside a larger state."""
+    return _samplers(_without_variables(state))[0]
 
 
 def stats(state: Tree) -> Stats:

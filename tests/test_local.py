@@ -377,8 +377,8 @@ class TestInfluence:
         wrong: list[tuple[dict[str, Any], str]] = [
             ({"draws": draws[:1]}, "at least two draws, got 1"),
             ({"examples": np.zeros((0, 2))}, "equal leading axes, none of them empty"),
-            ({"queries": np.zeros((3, 5))}, "arrays like the examples"),
-            ({"queries": np.zeros((3, 1))}, "arrays like the examples"),
+            ({"queries": np.zeros((3, 5))}, "at the only leaf, as an example"),
+            ({"queries": np.zeros((3, 1))}, "at the only leaf, as an example"),
             ({"losses_fn": lambda params, x: x.mean()}, "loss of each example"),
             ({"losses_fn": lambda params, x: x[:1, 0]}, "loss of each example"),
             ({"losses_fn": lambda params, x: x[:, 0] + jnp.inf}, "returns finite losses"),

@@ -90,12 +90,46 @@ def test_stored_draws_are_read_one_by_one(stored, monkeypatch):
     assert first_entry(next(iter(stored))) == IN_ORDER[0] and read == [0]
 
 
+@jax.tree_util.register_pytree_node_class
+class Model:
+    """A tree whose instances are never equal."""
+
+    def __init__(self, w):
+        self.w = w
+
+    def tree_flatten(self):
+        return (self.w,), None
+
+    @classmethod
+    def tree_unflatten(cls, _, leaves):
+        return cls(*leaves)
+
+
+def test_a_tree_without_equality_is_sampled_and_predicts():
+    draws = optax_smile.sample(
+        lambda model, batch: jnp.mean((model.w - batch) ** 2),
+        Model(jnp.ones((CHAINS, 2))),
+        [jnp.zeros(2)],
+        optax_smile.sgld(1e-3, num_data=5, key=0),
+        num_warmup=1,
+        num_draws=DRAWS,
+        key=0,
+        check=False,
+        progress=False,
+    )
+    assert draws.params.w.shape == (CHAINS, DRAWS, 2) and draws.start.w.shape == (CHAINS, 2)
+    logits = optax_smile.predict(
+        lambda model, x: x @ model.w[None], draws, np.ones((6, 1)), likelihood="categorical"
+    )
+    assert logits.mean.shape == (6, 2)
+
+
 def test_arrays_that_are_no_draws():
     rule = r"`Snapshots\(params=...\)` must be .* equal leading axes, none of them empty, got "
     for params in ({"w": np.ones(3)}, {}, np.ones((0, 4)), {"w": np.ones((2, 3)), "b": PARAMS}):
         with pytest.raises(ValueError, match=rule):
             optax_smile.Snapshots(params)
-    rule = r"`Snapshots\(start=...\)` must be a tree of arrays .* that matches `params`"
+    rule = r"`Snapshots\(start=...\)` must be of shape \(3, 2\) at .*, as a draw of `params`"
     with pytest.raises(ValueError, match=rule):
         optax_smile.Snapshots(PARAMS, start={"<b>": np.ones((CHAINS, 3))})
     members = optax_smile.Snapshots.from_members({"w": jnp.ones((5, 2))})

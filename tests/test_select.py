@@ -185,7 +185,7 @@ def test_a_stopped_selection_goes_on_to_the_same_result(tmp_path, monkeypatch):
 
     # In the first round each reads 9 batches, in the second another 9.
     for stop_at, running in ((5, "still"), (9 + 7, "sgld"), (18 + 4, "still"), (27 + 5, "sgld")):
-        with pytest.raises(KeyboardInterrupt, match=f"in the run of '{running}'. Repeat the call"):
+        with pytest.raises(KeyboardInterrupt, match=f"in the run of '{running}'. A checkpoint is"):
             stopped(f"{stop_at}", batches=Batches(stop_at))
         equal(stopped(f"{stop_at}"), whole)
     with pytest.raises(KeyboardInterrupt, match=r"To be able to resume, pass a `directory`"):

@@ -222,7 +222,7 @@ def test_a_damaged_file_is_named(runs, tmp_path, damage, monkeypatch):
 def test_an_undamaged_file_of_another_tree_is_refused(runs, tmp_path, changed, reason):
     copied = Path(shutil.copytree(runs.disk.directory, tmp_path / "run"))
     (file,) = copied.glob("start.chains-*")
-    header, arrays = _disk.read(file, lambda header: None)
+    header, arrays = _disk.read(file)
     file.write_bytes(_disk.pack(header, changed(arrays)))
     with pytest.raises(ValueError, match=rf"start.* is damaged \(.*{reason}"):
         _ = optax_smile.load_snapshots(copied).start

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import os
 from collections.abc import Callable, Iterable
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.flatten_util import ravel_pytree
 from jax.sharding import Mesh
 
 from optax_smile import _check, _settings, _tree, parallel
@@ -27,7 +27,6 @@ BatchPer = Literal["gradient", "step"]
 LOSSES = ("loss", "start_loss")
 # Largest number of entries of a small array. From about 4,000 on, copying costs as much as passing.
 SMALL = 1024
-Shapes: TypeAlias = tuple[tuple[int, ...], ...]
 
 
 class Setup(NamedTuple):
@@ -78,25 +77,8 @@ class Chain(NamedTuple):
     gradients: _checks.Gradients
 
 
-@functools.partial(jax.jit, static_argnames="shapes")
-def _join(leaves: list[jax.Array], shapes: Shapes) -> jax.Array:
-    """Join arrays of these shapes, after leading axes that all have."""
-    leading = leaves[0].shape[: leaves[0].ndim - len(shapes[0])]
-    pairs = zip(leaves, shapes, strict=True)
-    flat = [leaf.reshape(*leading, math.prod(shape)) for leaf, shape in pairs]
-    return jnp.concatenate(flat, axis=-1)
-
-
-@functools.partial(jax.jit, static_argnames="shapes")
-def _split(joined: jax.Array, shapes: Shapes) -> list[jax.Array]:
-    """Undo `_join`."""
-    ends = np.cumsum([math.prod(shape) for shape in shapes])
-    pairs = zip(jnp.split(joined, ends[:-1], axis=-1), shapes, strict=True)
-    return [part.reshape(*joined.shape[:-1], *shape) for part, shape in pairs]
-
-
 class Packing:
-    """Joins the small leaves of a tree: starting a program costs about 2 us for each array.
+    """Joins the small leaves of one chain: starting a program costs about 2 us for each array.
 
     Args:
         tree: arrays or their shapes.
@@ -105,31 +87,33 @@ class Packing:
 
     def __init__(self, tree: Tree, largest: int):
         leaves, self.structure = jax.tree.flatten(tree)
-        # Name of the array that holds each leaf, and the shapes in each joined array.
+        # Name of the array that holds each leaf.
         self.names: list[str] = []
-        self.joined: dict[str, Shapes] = {}
+        small: dict[str, list[jax.Array]] = {}
         for place, leaf in enumerate(leaves):
             is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
             is_small = math.prod(leaf.shape) <= largest and not is_key
             name = str(leaf.dtype) if is_small else str(place)
             if is_small:
-                self.joined[name] = *self.joined.get(name, ()), leaf.shape
+                small.setdefault(name, []).append(jnp.zeros(leaf.shape, leaf.dtype))
             self.names.append(name)
+        # How to cut each joined array.
+        self.cut = {name: jax.jit(ravel_pytree(group)[1]) for name, group in small.items()}
 
     def pack(self, tree: Tree) -> dict[str, jax.Array]:
-        """Join the small leaves of each dtype, of one chain or of many `[chain, ...]`."""
+        """Join the small leaves of each dtype."""
         groups: dict[str, list[jax.Array]] = {}
         for name, leaf in zip(self.names, jax.tree.leaves(tree), strict=True):
             groups.setdefault(name, []).append(leaf)
         return {
-            name: _join(leaves, self.joined[name]) if name in self.joined else leaves[0]
+            name: ravel_pytree(leaves)[0] if name in self.cut else leaves[0]
             for name, leaves in groups.items()
         }
 
     def unpack(self, packed: dict[str, jax.Array]) -> Tree:
         """Undo `pack`."""
         groups = {
-            name: iter(_split(array, self.joined[name]) if name in self.joined else [array])
+            name: iter(self.cut[name](array) if name in self.cut else [array])
             for name, array in packed.items()
         }
         return jax.tree.unflatten(self.structure, [next(groups[name]) for name in self.names])
@@ -256,25 +240,19 @@ class Chains:
         if len(batches) > self.gradients_per_step:
             stacked = _host.stack(batches, axis=int(self.per_chain))
         if stacked is not None:
-            self.packed = self._many(self.packed, self._put(stacked, True))
+            self.packed = self._many(self.packed, self._losses.put(stacked, stacked=True))
         else:
             for batch in batches:
-                self.packed = self._one(self.packed, self._put(batch))
-
-    def _put(self, batch: Batch, is_stacked: bool = False) -> Batch:
-        if self.mesh is None:
-            return batch
-        axes = {"per_chain": self.per_chain, "stacked": is_stacked}
-        return parallel.place_batch(batch, mesh=self.mesh, **axes)
+                self.packed = self._one(self.packed, self._losses.put(batch))
 
     @property
     def tree(self) -> Chain:
         """Carry of all chains, arrays `[chain, ...]`."""
-        return self.packing.unpack(self.packed)
+        return jax.vmap(self.packing.unpack)(self.packed)
 
     @tree.setter
     def tree(self, tree: Chain):
-        self.packed = self.packing.pack(tree)
+        self.packed = jax.vmap(self.packing.pack)(tree)
 
     def record(self) -> tuple[dict[str, np.ndarray], _checks.Gradients]:
         """Return statistics and record of the gradients, `[chain, ...]` of this process."""

@@ -3,7 +3,6 @@
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
@@ -88,7 +87,6 @@ def warn_if_failed(where: str, check: Check | None):
 # The loss.
 
 
-@dataclass(frozen=True)
 class Loss(_check.Constraint):
     """A loss that takes the arguments that `aux` and `stochastic` ask for."""
 
@@ -148,11 +146,12 @@ class Losses:
         own = None if mesh is None else parallel.chain_sharding(mesh)
         self.compiled = jax.jit(mapped, out_shardings=own)
 
-    def put(self, batch: Batch) -> Batch:
-        """Put a batch on the devices."""
+    def put(self, batch: Batch, stacked: bool = False) -> Batch:
+        """Put a batch, or a stack of batches, on the devices."""
         if self.mesh is None:
             return batch
-        return parallel.place_batch(batch, mesh=self.mesh, per_chain=self.per_chain)
+        axes = {"per_chain": self.per_chain, "stacked": stacked}
+        return parallel.place_batch(batch, mesh=self.mesh, **axes)
 
     def __call__(self, chains: Tree, batch: Batch) -> jax.Array:
         """Compute the losses `[chain]` at the `params`, `aux` and `key` of the chains."""

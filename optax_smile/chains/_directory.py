@@ -22,14 +22,14 @@ from optax_smile.chains._checks import num_rows
 from optax_smile.chains._host import Position, shapes_of_one
 from optax_smile.draws import _format
 from optax_smile.draws.snapshots import Snapshots, Stopping, StoredSnapshots, load_snapshots
-from optax_smile.state import STATE_FORMAT
+from optax_smile.state import STATE_FORMAT, samplers
 
 # Number of checkpoints to keep: if the newest is damaged, the one before it serves.
 KEPT = 2
 # File in the folder of a checkpoint, written last: sizes and checksums of all its files. Without
 # it a checkpoint is unfinished.
 SUMS = "checksums.json"
-# Field of the samplers' states, and entry of the JSON of a checkpoint.
+# Entry of the JSON of a checkpoint.
 FORMAT = "state_format"
 # Relative differences that another machine may cause, in the loss and in sums over all examples.
 LOSS_TOLERANCE, SUM_TOLERANCE = 1e-3, 1e-6
@@ -262,9 +262,7 @@ def _import_orbax() -> types.ModuleType:
 
 def state_format(tree: Tree) -> int | None:
     """Return the format of the samplers' states in a tree; None without a sampler."""
-    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(tree) if path]
-    has_sampler = any(_tree.entry(path[-1]) == ["attribute", FORMAT] for path in paths)
-    return STATE_FORMAT if has_sampler else None
+    return STATE_FORMAT if samplers(tree) else None
 
 
 class Checkpoints:

@@ -12,7 +12,7 @@ from optax_smile import _settings, _table, _tree
 from optax_smile._types import Tree
 from optax_smile._warn import warn
 from optax_smile.chains import _host
-from optax_smile.state import STATE_FORMAT, Stats, number
+from optax_smile.state import STATE_FORMAT, Stats, samplers
 
 ANNOUNCEMENT = (
     "`sample`: `sampler` is an optimizer. Its iterates are checkpoints, not posterior draws."
@@ -78,7 +78,7 @@ def is_optimizer(transformation: optax.GradientTransformation, params: optax.Par
     like = _host.shapes_of_one(jax.eval_shape(lambda x: x, params))
     if _settings.of(transformation, like) is not None:
         return False
-    return number(jax.eval_shape(transformation.init, like)) == 0
+    return not samplers(jax.eval_shape(transformation.init, like))
 
 
 def as_sampler(

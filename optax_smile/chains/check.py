@@ -17,7 +17,7 @@ from optax_smile.chains import _checks
 from optax_smile.chains._chains import Chains, Setup
 from optax_smile.chains._host import shapes_of_one
 from optax_smile.diagnostics.findings import Check
-from optax_smile.state import AFTER, SamplerState
+from optax_smile.state import AFTER, samplers
 
 # Largest number of batches that are read, and smallest numbers of updates and of gradients that the
 # sampler receives.
@@ -74,18 +74,12 @@ class _Batches(_check.Constraint):
         return [value], False
 
 
-def _samplers(state: optax.OptState) -> list[SamplerState]:
-    """Return the states of samplers inside a larger state."""
-    leaves = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, SamplerState))
-    return [leaf for leaf in leaves if isinstance(leaf, SamplerState)]
-
-
 @_check.arguments(
     params=_check.Tree(),
     batch=_Batches(),
     sampler=_check.TRANSFORMATION,
     num_data=_check.Real(1, large=True, traced=False) | None,
-    state=_check.Where("the state of an optax_smile sampler", lambda x: _samplers(x)) | None,
+    state=_check.Where("the state of an optax_smile sampler", samplers) | None,
     aux=_check.Tree() | None,
     loss_fn=_checks.Loss(),
 )
@@ -156,7 +150,7 @@ def check(
     """
     # The argument check has converted the batch.
     batches, is_whole = batch
-    has_chains = state is not None and bool(np.shape(_samplers(state)[0].stats().num_gradients))
+    has_chains = state is not None and bool(np.shape(samplers(state)[0].stats().num_gradients))
     params, aux = jax.tree.map(jnp.asarray, (params, aux))
     if not has_chains:
         params, aux = jax.tree.map(lambda x: x[None], (params, aux))

@@ -145,6 +145,7 @@ def recorded(
         >>> tx.draws().num_draws
         20
     """
+    given = dict(locals())  # The arguments.
     folder = None if directory is None else Path(directory).absolute()
     recorder = _Recorder(num_warmup, thin, folder, max_draws)
     inner = optax.with_extra_args_support(sampler)
@@ -175,13 +176,7 @@ def recorded(
     made = RecordedSampler(init, cast(optax.TransformUpdateExtraArgsFn, update))
     # JAX rebuilds named tuples from `init` and `update`; these close over the recorder.
     made.recorder = recorder
-    made.arguments = {
-        "sampler": sampler,
-        "num_warmup": num_warmup,
-        "thin": thin,
-        "max_draws": max_draws,
-        "directory": None if directory is None else os.fspath(directory),
-    }
+    made.arguments = given | {"directory": None if directory is None else os.fspath(directory)}
     return made
 
 

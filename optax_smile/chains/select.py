@@ -8,7 +8,6 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,7 +20,9 @@ from optax_smile import _check, _disk, _settings, _tree, parallel
 from optax_smile._table import aligned
 from optax_smile._types import Batch, Options, Output, Tree
 from optax_smile.chains import _checks, _host
+from optax_smile.chains._directory import how_to_resume
 from optax_smile.chains.sample import Run, Setup, check_end
+from optax_smile.chains.stopping import split
 from optax_smile.draws import _checks as _draw_checks
 from optax_smile.draws.likelihoods import Likelihood
 from optax_smile.draws.predict import Predictor, predict
@@ -109,7 +110,6 @@ class Selection(NamedTuple):
             yield "-inf: chains or predictions became non-finite."
 
 
-@dataclass(frozen=True)
 class _Candidates(_check.Constraint):
     """Transformations by name, converted to a dict."""
 
@@ -322,23 +322,11 @@ def select(
         >>> selection.best, selection.draws.num_draws
         ('psmile', 30)
     """
+    given = locals()  # The arguments, with a typed `key`.
     if jax.process_count() > 1:
         got = f"{jax.process_count()} processes"
         _check.fail("select", "params", "arrays of a single process", got)
-    setup: Options = {
-        "loss_fn": loss_fn,
-        "params": params,
-        "batches": batches,
-        "num_warmup": num_warmup,
-        "thin": thin,
-        "key": key,
-        "stochastic": stochastic,
-        "per_chain": per_chain,
-        "steps_per_dispatch": steps_per_dispatch,
-        "mesh": mesh,
-        "specs": specs,
-        "check": check,
-    }
+    setup: Options = {name: given[name] for name in Setup._fields if name in given}
     read: Options = {"likelihood": likelihood, "targets": validation[1]}
     read |= {"batch_size": batch_size, "mesh": mesh, "specs": specs}
     renamed = {"inputs": "validation", "targets": "validation", "sampler": "candidates"}
@@ -447,10 +435,6 @@ def _survivors(judged: Mapping[str, Judged], number: int) -> list[str]:
     return [min(filter(is_equal, ranked), key=preference)]
 
 
-def _best(judged: Mapping[str, Judged]) -> Judged:
-    return max(judged.values(), key=lambda x: x.projected_lppd)
-
-
 def _standard_error(first: Judged, second: Judged) -> float:
     """Return the standard error of the difference in `projected_lppd`; NaN for one input."""
     if not np.isfinite([first.lppd, second.lppd]).all() or len(first.density) < 2:
@@ -482,7 +466,7 @@ class _Candidate:
     ):
         self.name, self.bar, self.done, self.closing = name, bar, done, ExitStack()
         self.folder = None if folder is None else folder / name
-        self.setup = Setup(**setup, sampler=sampler, directory=self.folder)
+        self.setup = Setup(**setup | {"sampler": sampler, "directory": self.folder})
         self.part = Part(0)
 
     @functools.cached_property
@@ -513,11 +497,8 @@ class _Candidate:
                     self._write(before.joined(predictor, step))
 
         if not run.advance(end, watch):
-            advice = "To be able to resume, pass a `directory`."
-            if self.folder is not None:
-                advice = "Repeat the call to resume from the newest checkpoints."
             message = f"`select` was stopped in the run of {self.name!r}."
-            raise KeyboardInterrupt(f"{message} {advice}")
+            raise KeyboardInterrupt(f"{message} {how_to_resume(self.folder)}")
         self.part = before.joined(predictor, end)
         if run.num_steps != end or not self.part.count:
             rule = "new, or hold the same selection"
@@ -547,9 +528,8 @@ class _Candidate:
         return bool(np.all(self.run.chains.record()[0]["is_draw"]))
 
     def _predict(self, predictor: Predictor):
-        draw = _tree.local(self.run.chains.draw())
-        for chain in range(self.run.chains.number):
-            predictor.update(jax.tree.map(lambda x, chain=chain: x[chain], draw))
+        for draw in split(_tree.local(self.run.chains.draw()), self.run.chains.number):
+            predictor.update(draw)
 
     def _show(self, step: int, seen: Mapping[str, np.ndarray] | None):
         self.bar.begin()
@@ -562,7 +542,7 @@ class _Candidate:
         part = self.part
         if not part.count and self.folder is not None and (file := self.folder / PART).exists():
             with _disk.naming(file, "file", "Remove the folder of this candidate."):
-                header, arrays = _disk.read(file, lambda header: None)
+                header, arrays = _disk.read(file)
                 part = Part(header["end"], header["step"], header["count"], arrays["log_sum"])
         return part if part.end == end else Part(end)
 
@@ -627,7 +607,7 @@ def _scores(rounds: list[dict[str, Judged]], names: list[str]) -> np.ndarray:
     """Return LPPD, the projected one and its standard error, `[3, round, candidate]`."""
     scores = np.full((3, len(rounds), len(names)), np.nan)
     for row, judged in enumerate(rounds):
-        best = _best(judged)
+        best = max(judged.values(), key=lambda one: one.projected_lppd)
         for name, one in judged.items():
             error = _standard_error(one, best)
             scores[:, row, names.index(name)] = one.lppd, one.projected_lppd, error

@@ -169,11 +169,8 @@ def find(directory: Path, num_chains: int) -> dict[int | str, list[Block]]:
                 blocks.setdefault(draw, []).append(block)
 
     def is_whole(parts):
-        done = 0
-        for part in sorted(parts, key=lambda part: part.first):
-            if part.first <= done:
-                done = max(done, part.last + 1)
-        return done == num_chains
+        chains = {chain for part in parts for chain in range(part.first, part.last + 1)}
+        return len(chains) == num_chains
 
     return {draw: parts for draw, parts in blocks.items() if is_whole(parts)}
 
@@ -187,7 +184,9 @@ def _check_header(header: Json, block: Block):
 def read_header(block: Block) -> Json:
     """Read the header of a file, and verify its checksum."""
     with _disk.naming(block.path):
-        return _disk.read_header(block.path, lambda header: _check_header(header, block))
+        header = _disk.read_header(block.path)
+        _check_header(header, block)
+    return header
 
 
 def _is_rounded(dtype: DTypeLike | None) -> bool:
@@ -207,11 +206,11 @@ def rounded(params: Tree, dtype: str | None) -> Tree:
 
 def read_arrays(block: Block, leaves: list[Leaf]) -> dict[str, np.ndarray]:
     """Read the arrays of a file, and verify their checksums."""
-
-    def check(header: Json):
+    rows, known = block.last - block.first + 1, {leaf.name: leaf for leaf in leaves}
+    with _disk.naming(block.path):
+        header, arrays = _disk.read(block.path)
         _check_header(header, block)
-        rows, stored = block.last - block.first + 1, header["arrays"]
-        known = {leaf.name: leaf for leaf in leaves}
+        stored = header["arrays"]
         for name, (dtype, shape, _) in stored.items():
             own = known.get(name)
             allowed = get_args(StoredDtype) if own and _is_rounded(own.dtype) else ()
@@ -219,9 +218,7 @@ def read_arrays(block: Block, leaves: list[Leaf]) -> dict[str, np.ndarray]:
                 raise ValueError(f"its array {name!r}, {dtype} {shape}, is not in the manifest")
         if block.draw == START and stored.keys() != known.keys():
             raise ValueError(f"it lacks {sorted(known.keys() - stored.keys())}")
-
-    with _disk.naming(block.path):
-        return _disk.read(block.path, check)[1]
+    return arrays
 
 
 def read_chains(
@@ -380,7 +377,6 @@ class SnapshotWriter:
 
     def put(self, draw: int, step: int, params: Tree, stats: Stats):
         """Queue a draw, see `DrawFiles.write`; blocks only if the queue is full."""
-        self._raise_failure()
         while self.waiting and (self.waiting[0].done() or len(self.waiting) > QUEUE_SIZE):
             self.waiting.popleft().result()
         self.waiting.append(self.thread.submit(self._write, draw, step, params, stats))
@@ -389,19 +385,15 @@ class SnapshotWriter:
         """Wait until every queued draw is on disk."""
         while self.waiting:
             self.waiting.popleft().result()
-        self._raise_failure()
 
     def close(self):
         """Write the queued draws and end the thread."""
         with self.thread:
             self.flush()
 
-    def _raise_failure(self):
+    def _write(self, *draw):
         if self.failure is not None:
             raise self.failure
-
-    def _write(self, *draw):
-        self._raise_failure()
         try:
             self.files.write(*draw)
         except BaseException as error:

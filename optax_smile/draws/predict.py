@@ -13,7 +13,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
-from optax_smile import _check, parallel
+from optax_smile import _check, _tree, parallel
 from optax_smile._types import Batch, Output, Tree
 from optax_smile.draws import _checks
 from optax_smile.draws.likelihoods import Likelihood, Name
@@ -205,7 +205,8 @@ class Predictor:
         if self._first is None:
             self._first = jax.eval_shape(lambda x: x, params)
             self._require_fit(self._first)
-        self._require_alike(params)
+        first = f"the first one (this is {self._name(self.count)})"
+        _tree.check_alike("Predictor.update", "params", params, self._first, first)
         # Copy snapshots that have to wait: the caller may modify or donate their arrays.
         self._waiting.append(params if self._rows == 1 else jax.tree.map(np.array, params))
         self.count += 1
@@ -388,24 +389,13 @@ class Predictor:
             return f"snapshot {number}"
         return f"chain {number % self.num_chains}, draw {number // self.num_chains}"
 
-    def _require_alike(self, params: Tree):
-        shapes = jax.tree.map(lambda x: np.shape(x), params)
-        expected = jax.tree.map(lambda x: x.shape, self._first)
-        if shapes != expected:
-            rule = f"snapshots of one model, like the first with shapes {expected}"
-            _check.fail(
-                "Predictor.update", "params", rule, f"{shapes} from {self._name(self.count)}"
-            )
-
 
 def _in_full_precision(x: ArrayLike) -> jax.Array:
     """Cast half-precision numbers to float32."""
     x = jnp.asarray(x)
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32)) if _is_inexact(x) else x
-
-
-def _is_inexact(x: jax.Array) -> bool:
-    return jnp.issubdtype(x.dtype, jnp.inexact)
+    if not jnp.issubdtype(x.dtype, jnp.inexact):
+        return x
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
 def batches_of(tree: Value, size: int) -> list[Value]:

@@ -393,10 +393,8 @@ class Snapshots(Draws):
         start: Tree = None,
     ):
         if start is not None:
-            shapes = jax.tree.map(lambda x: (*np.shape(x)[:1], *np.shape(x)[2:]), params)
-            if (got := jax.tree.map(np.shape, start)) != shapes:
-                rule = f"a tree of arrays [chain, ...] that matches `params`, {shapes}"
-                _check.fail("Snapshots", "start", rule, got)
+            first = jax.eval_shape(lambda: jax.tree.map(lambda x: x[:, 0], params))
+            _tree.check_alike("Snapshots", "start", start, first, "a draw of `params`")
         # A frozen dataclass does not allow assignment.
         vars(self).update(params=params, trace=dict(trace), settings=settings, start=start)
         vars(self).update(subset=None, stopping=None)

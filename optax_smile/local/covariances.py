@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_smile import _check
+from optax_smile import _check, _tree
 from optax_smile._types import Batch, Tree
 from optax_smile.draws import _checks
 from optax_smile.draws.predict import batches_of
@@ -77,10 +77,8 @@ def influence(
     where = "influence"
     temperature = _temperature(where, draws, temperature)
     data = [examples] if queries is None else [examples, queries]
-    shapes = [jax.tree.map(lambda x: np.shape(x)[1:], tree) for tree in data]
-    if shapes[0] != shapes[-1]:
-        rule = "arrays like the examples except for the first axis"
-        _check.fail(where, "queries", rule, f"the shapes {shapes[-1]}")
+    one = [jax.tree.map(lambda x: np.asarray(x)[0], tree) for tree in data]
+    _tree.check_alike(where, "queries", one[-1], one[0], "an example")
     blocks = [
         batches_of(jax.tree.map(jnp.asarray, tree), batch_size or _checks.num_inputs(tree))
         for tree in data

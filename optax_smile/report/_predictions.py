@@ -111,13 +111,10 @@ class Stored:
 
     def __init__(self, file: Path):
         self.name = file.stem.removeprefix("prediction-")
-
-        def check(header: Mapping[str, object]):
+        with _disk.naming(file, "stored prediction", "Remove it, or store it again."):
+            header, kept = _disk.read(file)
             if header["name"] != self.name:
                 raise ValueError(f"it holds the prediction named {header['name']!r}")
-
-        with _disk.naming(file, "stored prediction", "Remove it, or store it again."):
-            header, kept = _disk.read(file, check)
             self.scores: dict[str, float] = header["scores"]
             self.images, self.shown = kept.get("images"), kept.get("shown", np.empty(0, int))
             self.targets, density = kept.get("targets"), kept.get("each_log_density")
