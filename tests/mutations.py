@@ -327,17 +327,20 @@ DEFECTS = r"""
 - BURN_IN = 0.5
 + BURN_IN = 0.0
 = error of the score of a candidate, not of the difference | last_half
-- difference = np.subtract(first.projected, second.projected)
-+ difference = np.array(first.projected)
+- difference = np.subtract(first, second)
++ difference = np.asarray(first)
 = candidates are ranked by what they reached, not by the projection | last_half
-- self.density + rest / last * gained
-+ self.density + 0 * gained
+- density + added
++ density + 0 * added
+= a few inputs that gain much decide | twice_as_many
+- return np.minimum(density - mean, LARGEST_GAIN)
++ return density - mean
 = the cheaper survives though it is clearly worse | among_equals
 - min(filter(is_equal, ranked), key=preference)
 + min(ranked, key=preference)
 = broken chains score like their start | last_half
-- self.part.density if is_sound else [-np.inf]
-+ self.part.density
+- density = part.density() if is_sound else np.array([-np.inf])
++ density = part.density()
 = points of exploration score | exploration
 - if num_due > num_scored and (is_only_point or self._is_draw()):
 + if num_due > num_scored:
@@ -345,7 +348,7 @@ DEFECTS = r"""
 - kept = max(number // 2, 3) if number > 3 else 1
 + kept = number // 2
 = draws that are made again count twice | stopped_selection
-- num_scored = _num_due(before.step, end)
+- num_scored = _num_due(part.step, end)
 + num_scored = 0
 # chains/stopping.py | test_stopping.py
 = gains count without a bound | closed_form

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
@@ -35,6 +35,9 @@ BURN_IN = 0.5
 # Draws per chain that score a round, evenly spaced over the rest of its steps. With two instead of
 # six draws per chain, the average of a hot sampler lost .006 nats on LeNet, a third of its gain.
 NUM_SCORED = 16
+# Part of the gain from twice as many draws that each further doubling is assumed to add, and the
+# largest such gain of an input, in nats: see `benchmarks/notes/temperature.md`.
+GAIN_KEPT, LARGEST_GAIN = 0.5, float(np.log(2))
 # File in the directory with the results of the rounds.
 ROUNDS = "rounds.json"
 # File in the folder of a candidate with the predictions of its draws in the current round.
@@ -55,9 +58,8 @@ class Selection(NamedTuple):
             average over at most 16 draws of each chain in the last half of these steps,
             `[round, candidate]`; NaN for candidates dropped before, -inf if chains or predictions
             became non-finite.
-        projected: `lppd` at the end of the run if every doubling of the steps gained as much as the
-            last one, `[round, candidate]`. It ranks the candidates. In the first round it is
-            `lppd` itself.
+        projected: `lppd` plus an estimate of what more draws will add until the end of the run,
+            `[round, candidate]`, see `select`. It ranks the candidates.
         standard_error: standard error, over the inputs, of the difference of `projected` from the
             best of the round, `[round, candidate]`; NaN if a value is not finite or there is only
             one input.
@@ -65,6 +67,8 @@ class Selection(NamedTuple):
         final_lppd: `lppd` of all draws of the chosen candidate.
         total_steps: steps of each chain of the chosen candidate.
         cost: gradients of the dropped candidates divided by those of the chosen one.
+        best_round_error: standard error, over the inputs, of `final_lppd` minus the highest `lppd`
+            of the last round; NaN if there is none.
     """
 
     best: str
@@ -78,6 +82,7 @@ class Selection(NamedTuple):
     final_lppd: float
     total_steps: int
     cost: float
+    best_round_error: float = np.nan
 
     def __str__(self) -> str:
         rows = [("0", "start", self.start_lppd, np.nan, np.nan, np.nan)]
@@ -103,9 +108,14 @@ class Selection(NamedTuple):
         if not _settings.are_posterior(getattr(self.draws, "settings", None)):
             yield "It is an optimizer: its draws are iterates, not posterior draws."
         if not self.final_lppd > self.start_lppd:
-            yield "No better than the start: run the chains longer, or keep the start."
+            yield "No better than the start: keep the start, or change the candidates or the steps."
+        for steps, lppd in [*zip(self.num_steps, self.lppd, strict=True)][-1:]:
+            place = int(np.nanargmax(lppd))
+            if lppd[place] - self.final_lppd > 2 * self.best_round_error:
+                had = f"After {steps} steps, {self.names[place]} had the LPPD {lppd[place]:.5g}."
+                yield f"{had} The later draws of {self.best} are worse: they may overfit."
         if len(self.num_steps):
-            yield "Projected: as if every doubling of the steps gained as much as the last one."
+            yield "Projected: with an estimate of what the draws of the rest of the run will add."
         if np.isneginf([*self.lppd.ravel(), self.final_lppd]).any():
             yield "-inf: chains or predictions became non-finite."
 
@@ -134,35 +144,44 @@ class Part(NamedTuple):
     Attributes:
         end: last step of the round.
         step: step of the last draw; for a finished round, `end`.
-        count: number of draws of all chains.
-        log_sum: log of the sum over draws of the density of each target; NaN if predictions were
-            not finite.
+        counts: numbers of draws of all chains, in the first and in the second half of the draws.
+        log_sums: for each half, log of the sum over draws of the density of each target; NaN if
+            predictions were not finite.
     """
 
     end: int
     step: int = 0
-    count: int = 0
-    log_sum: np.ndarray = np.array(-np.inf)
+    counts: tuple[int, int] = (0, 0)
+    log_sums: tuple[np.ndarray, np.ndarray] = (np.array(-np.inf), np.array(-np.inf))
 
-    def joined(self, predictor: Predictor, step: int) -> Part:
-        """Add the draws of a predictor, up to a step."""
-        if not predictor.count:
-            return self
+    def joined(self, predictor: Predictor, step: int, half: int) -> Part:
+        """Add the draws of a predictor to a half."""
         log_sum = np.array(np.nan)
         # Predictions of the start were finite, so an error means non-finite draws.
         with contextlib.suppress(ValueError):
             log_density = np.asarray(predictor.finalize().log_density, float)
             log_sum = log_density + np.log(predictor.count)
-        count = self.count + predictor.count
+        counts, log_sums = [*self.counts], [*self.log_sums]
+        counts[half] += predictor.count
         with np.errstate(invalid="ignore"):
-            return Part(self.end, step, count, np.logaddexp(self.log_sum, log_sum))
+            log_sums[half] = np.logaddexp(log_sums[half], log_sum)
+        return Part(self.end, step, (counts[0], counts[1]), (log_sums[0], log_sums[1]))
 
-    @property
-    def density(self) -> list[float]:
+    def density(self) -> np.ndarray:
         """Log density of each input under the average; -inf if predictions are not finite."""
-        if np.isnan(self.log_sum).any():
-            return [-np.inf]
-        return _by_input(self.log_sum - np.log(self.count))
+        if np.isnan([x.sum() for x in self.log_sums]).any():
+            return np.array([-np.inf])
+        return _by_input(np.logaddexp(*self.log_sums) - np.log(sum(self.counts)))
+
+    def gain(self) -> np.ndarray:
+        """What twice as many draws add to `density`: all draws compared with each half of them."""
+        density = self.density()
+        if not all(self.counts) or not np.isfinite(density).all():
+            return np.zeros_like(density)
+        pairs = zip(self.log_sums, self.counts, strict=True)
+        halves = [_by_input(log_sum - np.log(count)) for log_sum, count in pairs]
+        mean = np.average(halves, axis=0, weights=self.counts)
+        return np.minimum(density - mean, LARGEST_GAIN)
 
 
 class Judged(NamedTuple):
@@ -173,7 +192,7 @@ class Judged(NamedTuple):
         num_steps: steps of each chain.
         gradients_per_step: gradients per step.
         is_bayes: whether it samples the posterior of the model.
-        projected: `density` at the end of the whole run, see `projected_to`.
+        projected: `density` with what the draws of the rest of the run are assumed to add.
     """
 
     density: list[float]
@@ -191,19 +210,6 @@ class Judged(NamedTuple):
     def projected_lppd(self) -> float:
         """Mean of `projected`."""
         return float(np.mean(self.projected))
-
-    def projected_to(self, before: Judged | None, num_steps: int) -> Judged:
-        """Project the densities to `num_steps` steps, from those of the round before.
-
-        Each doubling of the steps is taken to gain as much as the last one.
-        """
-        if before is None or before.num_steps == self.num_steps:
-            return self
-        with np.errstate(invalid="ignore"):
-            gained = np.subtract(self.density, before.density)
-        gained = np.where(np.isfinite(gained), gained, 0.0)
-        last, rest = np.log([self.num_steps / before.num_steps, num_steps / self.num_steps])
-        return self._replace(projected=(self.density + rest / last * gained).tolist())
 
 
 @_check.arguments(
@@ -252,11 +258,12 @@ def select(
     All candidates start from the same parameters with the same key, and run in rounds. Each round
     ends at about twice as many steps as the one before. The score of a candidate is the log
     pointwise predictive density (LPPD) of the validation data, predicted by the average over at
-    most 16 draws of each chain in the last half of the steps so far. From the scores of two rounds,
-    `select` projects the LPPD to the end of the run, as if every doubling of the steps gained as
-    much as the last one. The projected LPPD ranks the candidates; it does not predict the final
-    LPPD. The first round drops no candidate. Each later one drops the worse half, but keeps three
-    for the last round.
+    most 16 draws of each chain in the last half of the steps so far. Candidates whose draws differ
+    much will gain more from the draws to come. To account for this, `select` compares the LPPD of
+    all these draws with the mean LPPD of the earlier and of the later half of them. The difference
+    is the gain from twice as many draws, for each input at most log 2. The projected LPPD adds half
+    of this gain for each doubling of the number of draws until the end of the run. It ranks the
+    candidates, and each round drops the worse half, but keeps three for the last round.
 
     The last round compares at most three candidates. Those whose projected LPPD is within one
     standard error of the best count as equal. Among them, `select` chooses by these criteria, in
@@ -265,9 +272,10 @@ def select(
     finishes its run. Its draws are those of `sample` with that candidate. The dropped candidates
     together take at most about `largest_cost` times the steps of the chosen one.
 
-    Rounds are short, so from a bad start they only show which candidate improves fastest. Use a
-    warm start, such as that of `warmstart`. A candidate that predicts badly at first and improves
-    late may be dropped; a larger `largest_cost` makes longer rounds.
+    Use a warm start, such as that of `warmstart`. Rounds are short: a candidate that predicts badly
+    at first and improves late may be dropped, and one that overfits later may be chosen. The
+    printed result says if the chosen one ends below the start, or below the score of another
+    candidate. A larger `largest_cost` makes longer rounds.
 
     For a grid of settings, pass a dict such as
     `{f"{T:g}": psmile(num_data=N, temperature=T, key=0) for T in (0.01, 0.1, 1)}`.
@@ -350,25 +358,24 @@ def select(
         for candidate in remaining.values():
             closing.callback(candidate.close)
         predictor = Predictor(apply_fn, validation[0], **read)
-        before: dict[str, Judged] = {}
         numbers = np.subtract(len(candidates), np.cumsum(dropped)).tolist()
         for judged, end, number in zip(rounds, ends, numbers, strict=True):
             for name, candidate in remaining.items():
                 if name not in judged:
-                    predictor.restart()
-                    result = candidate.judge(predictor, end)
-                    judged[name] = result.projected_to(before.get(name), num_steps)
+                    judged[name] = candidate.judge(predictor, end, num_draws * thin)
                     _write(folder, identity, rounds)
             for name in set(remaining) - set(_survivors(judged, number)):
                 remaining.pop(name).close()
-            before = judged
         ((best, winner),) = remaining.items()
         run, is_finished = winner.finish(num_steps)
         check_end("select", run, num_steps, num_draws, not is_finished)
-        draws, final_lppd = run.kept.result(num_draws), -np.inf
+        draws, density = run.kept.result(num_draws), [-np.inf]
         # A chain may have become non-finite after the last round.
         with contextlib.suppress(ValueError):
-            final_lppd = _lppd(predict(apply_fn, draws, validation[0], **read))
+            final = predict(apply_fn, draws, validation[0], **read)
+            density = _by_input(final.log_density).tolist()
+        last_round = rounds[-1].values() if rounds else ()
+        best_of_last = max((x.density for x in last_round), key=np.mean, default=[np.nan])
     lppd, projected, error = _scores(rounds, [*candidates])
     return Selection(
         best=best,
@@ -379,19 +386,19 @@ def select(
         projected=projected,
         standard_error=error,
         start_lppd=_lppd(start),
-        final_lppd=final_lppd,
+        final_lppd=float(np.mean(density)),
         total_steps=run.num_steps,
         cost=_cost(rounds, best, draws),
+        best_round_error=_standard_error(density, best_of_last),
     )
 
 
 def _num_dropped(number: int) -> list[int]:
     """Return how many of `number` candidates each round drops, until one remains.
 
-    The first round drops none: the second is projected from it. The last round decides among at
-    most three, since a candidate that leads in the end may lead late.
+    The last round decides among at most three: a candidate that leads in the end may lead late.
     """
-    dropped = [0] if number > 1 else []
+    dropped = []
     while number > 1:
         kept = max(number // 2, 3) if number > 3 else 1
         dropped.append(number - kept)
@@ -427,7 +434,7 @@ def _survivors(judged: Mapping[str, Judged], number: int) -> list[str]:
 
     def is_equal(name: str) -> bool:
         below = best.projected_lppd - judged[name].projected_lppd
-        return name == ranked[0] or below <= _standard_error(judged[name], best)
+        return name == ranked[0] or below <= _standard_error(judged[name].projected, best.projected)
 
     def preference(name: str) -> tuple[int, bool]:
         return judged[name].gradients_per_step, not judged[name].is_bayes
@@ -435,11 +442,12 @@ def _survivors(judged: Mapping[str, Judged], number: int) -> list[str]:
     return [min(filter(is_equal, ranked), key=preference)]
 
 
-def _standard_error(first: Judged, second: Judged) -> float:
-    """Return the standard error of the difference in `projected_lppd`; NaN for one input."""
-    if not np.isfinite([first.lppd, second.lppd]).all() or len(first.density) < 2:
+def _standard_error(first: Sequence[float], second: Sequence[float]) -> float:
+    """Return the standard error of the mean difference; NaN if it is not finite or of one input."""
+    with np.errstate(invalid="ignore"):
+        difference = np.subtract(first, second)
+    if len(difference) < 2 or not np.isfinite(difference).all():
         return np.nan
-    difference = np.subtract(first.projected, second.projected)
     return float(difference.std(ddof=1) / len(difference) ** 0.5)
 
 
@@ -479,41 +487,51 @@ class _Candidate:
         self.closing.close()
         vars(self).pop("run", None)
 
-    def judge(self, predictor: Predictor, end: int) -> Judged:
-        """Run to the end of a round, and score the draws in the last half of the steps."""
-        run, before = self.run, self._part(end)
-        num_scored = _num_due(before.step, end)
+    def judge(self, predictor: Predictor, end: int, num_sampling: int) -> Judged:
+        """Run to the end of a round, and score the draws in the last half of the steps.
+
+        Args:
+            predictor: predicts the validation data.
+            end: last step of the round.
+            num_sampling: steps of the whole run after the warm-up.
+        """
+        run, part = self.run, self._part(end)
+        num_scored = _num_due(part.step, end)
 
         def watch(step: int, seen: Mapping[str, np.ndarray] | None):
-            nonlocal num_scored
+            nonlocal num_scored, part
             self._show(step, seen)
             num_due = _num_due(step, end)
             # A run that resumes from a checkpoint repeats some steps.
             is_only_point = step == end and not num_scored
             if num_due > num_scored and (is_only_point or self._is_draw()):
                 num_scored = num_due
+                predictor.restart()
                 self._predict(predictor)
+                part = part.joined(predictor, step, half=int(step > (1 + BURN_IN) / 2 * end))
                 if self.folder is not None:
-                    self._write(before.joined(predictor, step))
+                    self._write(part)
 
         if not run.advance(end, watch):
             message = f"`select` was stopped in the run of {self.name!r}."
             raise KeyboardInterrupt(f"{message} {how_to_resume(self.folder)}")
-        self.part = before.joined(predictor, end)
-        if run.num_steps != end or not self.part.count:
+        self.part = part._replace(step=end)
+        if run.num_steps != end or not any(part.counts):
             rule = "new, or hold the same selection"
             got = f"{self.folder} with a run of {run.num_steps} steps"
             _check.fail("select", "directory", rule, got)
         counts, _ = run.chains.record()
         is_sound = np.all(counts["num_nonfinite"] <= MOST_NONFINITE * counts["num_gradients"])
         settings = run.chains.settings or {}
-        density = self.part.density if is_sound else [-np.inf]
+        density = part.density() if is_sound else np.array([-np.inf])
+        doublings = max(0.0, np.log2(num_sampling / ((1 - BURN_IN) * end)))
+        added = GAIN_KEPT * doublings * part.gain() if is_sound else 0.0
         return Judged(
-            density=density,
+            density=density.tolist(),
             num_steps=run.num_steps,
             gradients_per_step=run.per_step,
             is_bayes=_is_bayes(settings),
-            projected=density,
+            projected=(density + added).tolist(),
         )
 
     def finish(self, num_steps: int) -> tuple[Run, bool]:
@@ -540,16 +558,22 @@ class _Candidate:
     def _part(self, end: int) -> Part:
         """Return the stored predictions of an interrupted round, or an empty `Part`."""
         part = self.part
-        if not part.count and self.folder is not None and (file := self.folder / PART).exists():
+        if (
+            not any(part.counts)
+            and self.folder is not None
+            and (file := self.folder / PART).exists()
+        ):
             with _disk.naming(file, "file", "Remove the folder of this candidate."):
                 header, arrays = _disk.read(file)
-                part = Part(header["end"], header["step"], header["count"], arrays["log_sum"])
+                sums = arrays["first"], arrays["second"]
+                part = Part(header["end"], header["step"], tuple(header["counts"]), sums)
         return part if part.end == end else Part(end)
 
     def _write(self, part: Part):
         assert self.folder is not None
-        header = {name: getattr(part, name) for name in ("end", "step", "count")}
-        _disk.write(self.folder / PART, _disk.pack(header, {"log_sum": part.log_sum}))
+        header = {name: getattr(part, name) for name in ("end", "step", "counts")}
+        first, second = part.log_sums
+        _disk.write(self.folder / PART, _disk.pack(header, {"first": first, "second": second}))
 
 
 def _is_bayes(settings: Mapping[str, object]) -> bool:
@@ -564,10 +588,10 @@ def _num_due(step: int, end: int) -> int:
     return max(0, int(NUM_SCORED * (step - first) / (end - first)))
 
 
-def _by_input(log_density: np.ndarray | None) -> list[float]:
+def _by_input(log_density: np.ndarray | None) -> np.ndarray:
     """Return the log density of each input, averaged over its targets."""
     density = np.asarray(log_density, float)
-    return density.reshape(len(density), -1).mean(axis=1).tolist()
+    return density.reshape(len(density), -1).mean(axis=1)
 
 
 def _lppd(prediction: Prediction) -> float:
@@ -609,7 +633,7 @@ def _scores(rounds: list[dict[str, Judged]], names: list[str]) -> np.ndarray:
     for row, judged in enumerate(rounds):
         best = max(judged.values(), key=lambda one: one.projected_lppd)
         for name, one in judged.items():
-            error = _standard_error(one, best)
+            error = _standard_error(one.projected, best.projected)
             scores[:, row, names.index(name)] = one.lppd, one.projected_lppd, error
     return scores
 
