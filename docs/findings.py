@@ -158,8 +158,8 @@ def _sample(run: Run, seed: int, num_chains: int) -> tuple[Any, Any]:
         one = jax.tree.map(lambda x: x[0], start)
         start = optax_smile.chains_from_weights([one], num_chains=num_chains, key=keys[1])
     with warnings.catch_warnings():
-        # That the loss will rise is what the page is about.
-        warnings.filterwarnings("ignore", message=".*the loss will rise")
+        # That the loss of the draws rises is what the page is about.
+        warnings.filterwarnings("ignore", message=".*the loss of the draws will be")
         warnings.filterwarnings("ignore", message=".*were not finite")
         draws = optax_smile.sample(
             problem.loss,

@@ -213,7 +213,7 @@ def test_another_training_is_refused_and_the_same_is_found(tmp_path):
         ({"key": 1}, "key", r"\[0, 0\], as in the run in .*, got \[0, 1\]"),
         ({"num_members": 3}, "num_members", r"2, as in the run in .*, got 3\. Pass 2, or"),
         ({"patience": 3}, "patience", r"10, as in the run in .*, got 3\."),
-        ({"optimizer": optax.sgd(0.1)}, "optimizer", r"that of the run in .*, got one with other"),
+        ({"optimizer": optax.sgd(0.1)}, "optimizer", r"that of the run in .*, got one whose state"),
         ({"batches": batches(CHANGED)}, "batches", DATA),
         ({"validation": batches()[1]}, "validation", DATA),
         ({"validation": None}, "validation", r"a batch, as in the run in .*, got None\."),

@@ -135,7 +135,7 @@ class TestRise:
         return optax_smile.sample(bowl, start, BATCHES, tx, **steps, **QUIET)
 
     def test_is_told_before_the_run(self):
-        with pytest.warns(UserWarning, match=r"loss will rise by more than 1 nat .*d / N = 20"):
+        with pytest.warns(UserWarning, match=r"will be more than 1 nat .*d / N = 20"):
             self.run(prior_precision={"w": 1.0})
 
     def test_is_not_told_where_there_is_none_or_without_check(self):
@@ -186,7 +186,7 @@ class TestRise:
             got = optax_smile.sample(even, start, BATCHES, tx, **steps, **QUIET)
             return np.mean(got.trace["loss"][:, -40:])
 
-        with pytest.warns(UserWarning, match="loss will rise by more than 1 nat"):
+        with pytest.warns(UserWarning, match="loss of the draws will be more than 1 nat"):
             assert draws(400) > MOST_RISE
         assert draws(150) < MOST_RISE
 

@@ -106,9 +106,10 @@ class Model:
 
 
 def test_a_tree_without_equality_is_sampled_and_predicts():
+    start: Any = Model(jnp.ones((CHAINS, 2)))
     draws = optax_smile.sample(
         lambda model, batch: jnp.mean((model.w - batch) ** 2),
-        Model(jnp.ones((CHAINS, 2))),
+        start,
         [jnp.zeros(2)],
         optax_smile.sgld(1e-3, num_data=5, key=0),
         num_warmup=1,

@@ -124,7 +124,7 @@ def test_draws_that_are_no_sample_are_told():
     with pytest.warns(UserWarning) as told:
         tx.draws()
     falling, copies = (str(warning.message) for warning in told)
-    assert "still falling at" in falling and "num_warmup" in falling
+    assert "still decreasing" in falling and "num_warmup" in falling
     assert "chains [1] are copies" in copies and "parallel.init" in copies
 
 

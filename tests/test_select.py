@@ -184,7 +184,7 @@ def equal(got: Selection, expected: Selection):
 
 
 def test_a_selection_stopped_in_a_later_round_goes_on_to_the_same_result(tmp_path, selection):
-    with pytest.raises(KeyboardInterrupt, match="in the run of 'sgld'"):
+    with pytest.raises(KeyboardInterrupt, match="in the run of the candidate 'sgld'"):
         find(CANDIDATES, directory=tmp_path, batches=Batches(4 * 18 + 18 + 9))
     equal(find(CANDIDATES, directory=tmp_path), selection)
 
@@ -199,7 +199,9 @@ def test_a_stopped_selection_goes_on_to_the_same_result(tmp_path, monkeypatch):
 
     # In the round each reads 18 batches.
     for stop_at, running in ((5, "still"), (18 + 12, "sgld")):
-        with pytest.raises(KeyboardInterrupt, match=f"in the run of '{running}'. A checkpoint is"):
+        with pytest.raises(
+            KeyboardInterrupt, match=f"in the run of the candidate '{running}'. A checkpoint is"
+        ):
             stopped(f"{stop_at}", batches=Batches(stop_at))
         equal(stopped(f"{stop_at}"), whole)
     with pytest.raises(KeyboardInterrupt, match=r"To be able to resume, pass a `directory`"):

@@ -38,7 +38,7 @@ UNEQUAL = (
     " and the posterior is not that of the data."
 )
 TOO_FEW = (
-    "The data determine too few of the parameters. To sample around trained weights see"
+    "The model has too many parameters for these data. To sample around trained weights, see"
     " `optax_smile.local.local_precision`."
 )
 USABLE = "an iterable of batches, numeric arrays with examples, all of the same structure"
@@ -619,10 +619,11 @@ def rise(
     passed = excess <= MOST_RISE
     outcome = "should stay near that of the start"
     if not passed:
-        outcome = f"will rise by more than {MOST_RISE:g} nat per example"
+        outcome = f"will be more than {MOST_RISE:g} nat per example above that of the start"
     text = (
-        f"the loss {outcome}: {size} parameters, num_data={number:g} (d / N = {size / number:.3g}),"
-        f" prior_precision={max(precisions):g} and temperature={temperature:g}."
+        f"the loss of the draws {outcome}: {size} parameters, num_data={number:g}"
+        f" (d / N = {size / number:.3g}), prior_precision={max(precisions):g} and"
+        f" temperature={temperature:g}."
     )
     return judge("start", (excess,), MOST_RISE, passed, text, TOO_FEW)
 

@@ -369,8 +369,8 @@ class Checkpoints:
         except Exception as error:
             raise ValueError(
                 f"The checkpoint {file} cannot be read ({error}). It is damaged, or the model or"
-                " the sampler has changed. Remove it to resume from the one before; the draws stay"
-                " readable."
+                " the sampler has changed. If it is damaged, remove this checkpoint: the next call"
+                " resumes from the one before. The draws stay readable."
             ) from error
 
     def restore(self, like: Tree) -> tuple[Tree, Json] | None:

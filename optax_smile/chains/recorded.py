@@ -74,9 +74,9 @@ class RecordedSampler(optax.GradientTransformationExtraArgs):
             OSError: a draw could not be written.
 
         Warns:
-            UserWarning: the energy was still falling at more than a quarter of the draws; some
-                chains are copies of others; the loop does not pass `params` to `update`, so that
-                changes of the updates are not detected.
+            UserWarning: more than a quarter of the draws were taken while the energy was still
+                decreasing; some chains are copies of others; the loop does not pass `params` to
+                `update`, so that changes of the updates are not detected.
         """
         assert self.recorder is not None
         jax.effects_barrier()
@@ -404,8 +404,8 @@ def _doubts(draws: Snapshots | StoredSnapshots) -> Iterator[str]:
     falling = np.mean(draws.trace["on_its_way"])
     if falling > MOST_FALLING:
         yield (
-            f"the energy was still falling at {falling:.0%} of the draws. Start from trained"
-            " weights, or raise `num_warmup`."
+            f"{falling:.0%} of the draws were taken while the energy was still decreasing. Start"
+            " from trained weights, or raise `num_warmup`."
         )
     last = draws[-draws.num_chains :]
     alike = _tree.first_alike(jax.tree.map(lambda *x: np.stack(x), *last))

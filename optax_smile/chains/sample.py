@@ -129,10 +129,10 @@ def sample(
             directory must not hold a run.
         check: warn if the loss looks like a sum (not tested if `stochastic`), if `num_data` does
             not fit the examples (or tokens) of the batches, if batches differ in size (a mean loss
-            then weights their examples unequally), or if the expected loss of the draws is far
-            above the loss at the start. At the end, warn if gradients were not finite, or if a clip
-            before the sampler shortened them. This costs a few forward passes. The expected loss
-            takes 32 more. It is only estimated if the number of parameters exceeds
+            then weights their examples unequally), or if the loss of the draws is predicted to be
+            far above the loss at the start. At the end, warn if gradients were not finite, or if a
+            clip before the sampler shortened them. This costs a few forward passes. The prediction
+            takes 32 more, and is only made if the number of parameters exceeds
             2 * num_data / temperature. For your own loop, see `optax_smile.check`.
         checkpoint_minutes: minutes between checkpoints, >= 0. A checkpoint is always written at the
             start and at the end.
@@ -162,11 +162,13 @@ def sample(
         ValueError: an argument is out of range, or:
 
             - `loss_fn`: not a scalar, or the loss or its gradients are not finite at the start.
-            - `params`: leading axes that disagree, or identical chains that would stay identical.
+            - `params`: leading axes that disagree; or identical chains, if neither the sampler nor
+              the loss uses random numbers and the chains share batches.
             - `batches`: a list with a batch that is empty or differs in structure; or the batches
               run out before the first draw.
-            - `sampler`: several samplers in it; a transformation before it that changes gradients
-              (a clip of their norm is allowed); updates that are changed after it.
+            - `sampler`: an `optax.chain` with several samplers; with a transformation before the
+              sampler that changes gradients (a clip of their norm is allowed); or with one after
+              the sampler that changes updates.
             - `num_draws`: `is_draw` is False at all steps that would be stored.
             - `mesh`: invalid. `stop`: combined with `observe`, or does not fit the model.
             - `directory`: in use, not writable, of another run, or of another version's format.

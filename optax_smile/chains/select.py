@@ -513,7 +513,7 @@ class _Candidate:
                     self._write(part)
 
         if not run.advance(end, watch):
-            message = f"`select` was stopped in the run of {self.name!r}."
+            message = f"`select` was stopped in the run of the candidate {self.name!r}."
             raise KeyboardInterrupt(f"{message} {how_to_resume(self.folder)}")
         self.part = part._replace(step=end)
         if run.num_steps != end or not any(part.counts):

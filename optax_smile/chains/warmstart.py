@@ -101,16 +101,17 @@ def warmstart(
         init_fn: `init_fn(key)` returns the initial parameters of a member.
         batches: iterable of batches. `warmstart` iterates over it once per epoch. Each new batch
             shape causes a compilation.
-        optimizer: any Optax optimizer that needs at most the argument `value` (L-BFGS needs more).
+        optimizer: any Optax optimizer whose `update` needs no extra argument except `value` (L-BFGS
+            needs more).
             Its schedules advance with every batch.
         num_members: number of members, >= 1.
         key: JAX key or seed; each member gets its own initial parameters.
         num_epochs: largest number of epochs, >= 1.
         validation: a batch. `warmstart` computes the loss of each member on it after each epoch,
             and returns the weights with the smallest loss. None: it returns the last weights.
-        patience: a member is finished after this many epochs in a row without a smaller validation
-            loss, >= 1. The training ends when all members are finished. Without `validation` it is
-            ignored.
+        patience: >= 1. A member is finished after this many epochs in a row without a smaller
+            validation loss. The training ends when all members are finished. Without `validation`
+            it is ignored.
         aux: initial auxiliary state of the model, such as running means of BatchNorm, each leaf
             `[member, ...]`.
         stochastic: whether the loss is random, as with dropout. It then receives a new `key=` for
@@ -135,8 +136,8 @@ def warmstart(
     Returns:
         Parameters of all members, each leaf `[member, ...]`: for each member the weights with the
         smallest validation loss, or without `validation` the last ones. With `aux`:
-        `{"params": ..., "aux": ...}`. After Ctrl-C, and without a directory also after SIGTERM, the
-        training ends with the current epoch. `warmstart` warns and returns the members so far.
+        `{"params": ..., "aux": ...}`. After Ctrl-C, `warmstart` completes the current epoch, warns,
+        and returns the members so far. Without a directory, it does the same after SIGTERM.
 
     Raises:
         ValueError: an argument is out of range, the loss is not a scalar, there are no batches, the
@@ -144,7 +145,7 @@ def warmstart(
             member was never finite.
         KeyboardInterrupt: a second Ctrl-C ended the training, at once and without a new checkpoint.
             With a directory, SIGTERM also raises this error, after the current epoch and a
-            checkpoint. The script then does not use members that are not fully trained.
+            checkpoint. A job that is killed so does not continue with half-trained members.
 
     Cost: one gradient per member and batch, and one validation loss per epoch; memory for a second
     copy of the parameters.
@@ -161,7 +162,8 @@ def warmstart(
         >>> [round(float(w), 2) for w in members["w"]]
         [3.0, 3.0, 3.0, 3.0]
 
-    Source: deep ensembles: Lakshminarayanan et al. 2017. As starts of chains: Sommer et al. 2024.
+    Source: deep ensembles: Lakshminarayanan et al. 2017; their use as starts of the chains of
+    `sample`: Sommer et al. 2024.
     """
     optimizer = optax.with_extra_args_support(optimizer)
     loss = _checks.loss_of("warmstart", loss_fn, aux is not None, stochastic)
@@ -170,8 +172,8 @@ def warmstart(
     members = _begin(init_fn, optimizer, num_members, typed, stochastic, aux, mesh, specs)
     if _settings.of(optimizer, _host.shapes_of_one(members.params)) is not None:
         warn(
-            "`warmstart`: `optimizer` is a sampler, so the members are draws. To train networks,"
-            " pass an optimizer, and the sampler to `sample`."
+            "`warmstart`: `optimizer` is a sampler, so it returns draws instead of trained weights."
+            " Pass an optimizer to `warmstart`. Pass the sampler to `sample`."
         )
     elif check and not per_member and not stochastic:
         first = _tree.first_alike(_tree.local(members.params))
@@ -287,7 +289,7 @@ def _open(
     if place := checkpoints.previous("warmstart", members):
         for argument, arrays in place["run"].get("state", {}).items():
             if arrays != identity["state"][argument]:
-                rule, got = f"that of the run in {directory}", "one with other arrays"
+                rule, got = f"that of the run in {directory}", "one whose state has other arrays"
                 _check.fail("warmstart", argument, rule, got, "Choose another directory.")
         _directory.check_settings("warmstart", directory, place["run"], identity)
         _directory.check_same("warmstart", directory, place["run"], identity)

@@ -230,7 +230,7 @@ def disagreement(mean: ArrayLike, *, classes: bool = True) -> np.ndarray:
         sums = values.sum(axis=-1)
         if not np.allclose(sums, 1, atol=1e-3):
             got = f"sums from {sums.min():.3g} to {sums.max():.3g}"
-            advice = "For numbers, pass `classes=False`."
+            advice = "Apply a softmax to logits. For regression, pass `classes=False`."
             _check.fail("disagreement", "mean", "class probabilities, which sum to 1", got, advice)
         top = (values.mean(axis=1) if values.ndim == 4 else values).argmax(axis=-1)
         return (top[:, None] != top).mean(axis=-1)

@@ -250,17 +250,18 @@ def summary(
     - copies: chains have equal draws or use equal random numbers.
     - altered: something changed the updates before they reached the parameters.
     - not finite: in every chain, more than 1 % of the gradients or losses are not finite.
-    - diverged: in some chains only, more than 1 % of the gradients or losses are not finite; or the
-      parameters are very large; or the predictions are far worse than those of other chains, or of
-      the first draws.
+    - diverged: the parameters of a chain are very large; or its predictions are far worse than
+      those of other chains or those of its own first draws; or more than 1 % of its gradients or
+      losses are not finite, but not in all chains.
     - frozen: a chain hardly moves.
     - still on its way: the energy of a chain is still decreasing.
-    - not settled: the predictions of a chain drift (its weights if `prediction` is None).
+    - not settled: the predictions of a chain still drift; without a `prediction`, its weights.
     - slow: a chain has few independent draws.
     - different modes: groups of chains predict differently at many inputs.
     - chains differ: there are no such groups, but R-hat across chains is high at many inputs.
     - worse than the start: the loss is far above that of the start.
-    - rejected steps: many more steps are rejected than `reject_quantile` implies.
+    - rejected steps: many more steps are rejected than the `reject_quantile` of the sampler
+      implies.
     - step size: a tuner still changes the step size.
 
     Without a `prediction`, "slow", "different modes" and "chains differ" are not checked, and
@@ -283,12 +284,12 @@ def summary(
         A `Summary`: print it.
 
     Raises:
-        ValueError: an argument is out of range; convergence cannot be judged, because there are no
-            draws, or they are iterates of an optimizer, or `thin_to` chose them; the prediction was
-            made without `per="draw"` or `targets`, or of another number of chains or draws. (A
-            prediction of different draws with equal numbers of chains and draws is accepted.)
-        ImportError: ArviZ is not installed, and there are at least 8 draws per chain, or at least 4
-            with a `prediction`. ArviZ computes R-hat and ESS.
+        ValueError: an argument is out of range; there are no draws; the draws are iterates of an
+            optimizer, or a subset that `Snapshots.thin_to` selected; the prediction was made
+            without `per="draw"` or `targets`, or its numbers of chains and draws are not those of
+            `snapshots`. (A prediction of other draws with the same numbers is accepted.)
+        ImportError: ArviZ is not installed. It computes R-hat and ESS, which need at least 8 draws
+            per chain, or 4 with a `prediction`. With fewer draws, `summary` does not import it.
 
     Cost: about a millisecond per chain and chosen input, and one pass over the draws. At most two
     draws of each chain are in memory.

@@ -134,12 +134,12 @@ def log_density_of(where: str, axes: tuple[int, int], prediction: Prediction) ->
     density = None if prediction.each is None else prediction.each.log_density
     if density is None or density.ndim < 3 or density.shape[:2] != axes:
         rule = (
-            'made by `predict(..., per="draw", targets=...)` from these draws,'
-            f" {axes[0]} chains of {axes[1]}"
+            'made by `predict(..., per="draw", targets=...)` from these draws'
+            f" ({axes[0]} chains with {axes[1]} draws each)"
         )
         got = 'one without `per="draw"`' if prediction.each is None else "one without `targets`"
         if density is not None:
-            got = f"one with log densities of shape {density.shape}"
+            got = f"one with log densities [chain, draw, ...] of shape {density.shape}"
         _check.fail(where, "prediction", rule, got)
     flat = density.reshape(*axes, -1).astype(float)
     # Padding of "tokens" is 0 in all draws.

@@ -99,8 +99,8 @@ def predict(
             likelihood.
 
     Cost: one forward pass per snapshot. The parameters are first copied to the host. Memory per
-    device: the outputs of one snapshot, and three times the size of the average. With
-    `per="chain"`, there is such an average for each chain that the device runs.
+    device: the outputs of one snapshot, and three times the size of the average; with
+    `per="chain"`, three times the size of the average for each chain on the device.
 
     Example:
         >>> import jax.numpy as jnp, optax_smile

@@ -110,8 +110,8 @@ def psmile(
 
     where q is the mean of g^2 over a window of steps, and g is the gradient of U at a step. Then
     s^2 is replaced by (1 - w) s^2 + w, where w is .14 after the first window and smaller after
-    longer ones, and clipped to [1e-4, 1e4]. The sampler uses the s of one window in the next
-    window, which is 1.5 times as long. Within a window s is constant, so it does not bias the
+    longer ones. The result is clipped to [1e-4, 1e4]. The sampler uses the s of one window in the
+    next window, which is 1.5 times as long. Within a window s is constant, so it does not bias the
     posterior. The first window has 64 steps. It begins when the energy has stopped decreasing:
     `stats(state).descent` <= 3. `descent` is a z-score: the recent decrease of U, divided by the
     standard deviation of such decreases in a stationary chain. Until the first window ends, s = 1.
@@ -146,31 +146,31 @@ def psmile(
             min(1, 2 * excess * num_data / d), where d is the number of parameters. If the loss is
             quadratic, the expected mean loss of a draw is then at most `excess` above the mean loss
             at the posterior mode. A temperature below 1 gives a cold posterior, narrower than the
-            Bayesian one. Networks with more weights than data can need it to predict well;
-            `optax_smile.select` chooses it by validation data. With `optax.partition` or
-            `optax.masked` pass a number: `"auto"` would count only the parameters that this sampler
-            receives.
+            Bayesian one. Networks with more weights than data can need a cold posterior to
+            predict well; `optax_smile.select` chooses the temperature by validation data. With
+            `optax.partition` or `optax.masked` pass a number: `"auto"` would count only the
+            parameters that this sampler receives.
         excess: increase of the mean loss allowed by `temperature="auto"`, nats per example, > 0.
         integrator: `"leapfrog"`: one call of `update` per step. `"minimal_norm"`: the integrator of
             the paper, two calls per step.
         tuner: rule for the step size. None: a given `step_size` stays; without one,
             `angle_tuner()` chooses it. With `angle_tuner(...)`, leave out `step_size`.
             `quantile_tuner(...)`, the tuner of the paper, requires a `step_size`.
-        reject_quantile: number in (0, 1). The energy change is that of the total energy, U plus
-            kinetic energy, in a step. A Gamma distribution is fitted to earlier values of
-            |energy change|. A step is rejected if its |energy change| exceeds this quantile of the
-            fit. The chain then returns to the start of the step. None: only steps with non-finite
-            numbers are rejected.
+        reject_quantile: number in (0, 1). A step is rejected if it changes the total energy, U plus
+            kinetic energy, by an unusual amount: if |energy change| exceeds this quantile of a
+            Gamma distribution, which is fitted to its values in earlier steps. The chain then
+            returns to the start of the step. None: only steps with non-finite numbers are rejected.
         decoherence_length: distance over which the explicit noise turns u into a new direction.
             At the start and after each rejected step, u is random; if there is no explicit noise,
             it is the direction of the negative gradient.
 
             - A number > 0: over this distance, the noise alone reduces the mean cosine between u
               and its earlier value to 1 / e.
-            - `"matched"`: the noise turns u about as much as the change of the gradient does, most
-              of which is gradient noise. Let b be the average angle by which a gradient g turns u
-              in a step. Let a be the average angle by which (g - g_before) / sqrt(2) would turn u.
-              In each step, the explicit noise turns u by an angle whose square is about
+            - `"matched"`: the explicit noise turns u about as much as the change of the gradient
+              between two steps does. Most of this change is gradient noise. Let b be the average
+              angle by which a gradient g turns u in a step. A gradient of
+              (g - g_before) / sqrt(2) would turn u by an average angle a. In each
+              step, the explicit noise turns u by an angle whose square is about
               min((1 + 40 / d) a^2, 2 b^2) * min(T, 1)^2, where T is the temperature. At T = 1, this
               noise halves, to first order, the bias that anisotropic gradient noise causes.
             - `"turning"`: the distance 1 / R, where R is the angle in radians by which the
@@ -181,10 +181,10 @@ def psmile(
         key: JAX key or seed. Required unless `decoherence_length` is None. To give chains under
             `vmap` different keys, use `optax_smile.parallel.init(sampler, params, key=key)`.
         track_params: whether the state holds the parameters, for loops that call `update` or
-            `last_accepted` without them. The state adds the updates to them, as
-            `optax.apply_updates` does. If a loop passes parameters that differ from the tracked
-            ones by more than rounding, `update` raises an error; in a compiled program it sets
-            `is_altered` of `stats` instead. A loop that never passes parameters must apply the
+            `last_accepted` without them. `update` then adds its updates to the parameters in the
+            state, as `optax.apply_updates` does. If a loop passes parameters that differ from the
+            tracked ones by more than rounding, `update` raises an error; in a compiled program it
+            sets `is_altered` of `stats` instead. A loop that never passes parameters must apply the
             updates unchanged, since changes of the parameters are then not detected.
 
     Returns:
