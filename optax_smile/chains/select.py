@@ -143,8 +143,8 @@ class Part(NamedTuple):
 
     Attributes:
         end: last step of the round.
-        step: step of the last draw; for a finished round, `end`.
-        counts: numbers of draws of all chains, in the first and in the second half of the draws.
+        step: step of the last draw.
+        counts: numbers of draws of all chains, in the earlier and in the later half of the steps.
         log_sums: for each half, log of the sum over draws of the density of each target; NaN if
             predictions were not finite.
     """
@@ -475,7 +475,6 @@ class _Candidate:
         self.name, self.bar, self.done, self.closing = name, bar, done, ExitStack()
         self.folder = None if folder is None else folder / name
         self.setup = Setup(**setup | {"sampler": sampler, "directory": self.folder})
-        self.part = Part(0)
 
     @functools.cached_property
     def run(self) -> Run:
@@ -515,7 +514,6 @@ class _Candidate:
         if not run.advance(end, watch):
             message = f"`select` was stopped in the run of the candidate {self.name!r}."
             raise KeyboardInterrupt(f"{message} {how_to_resume(self.folder)}")
-        self.part = part._replace(step=end)
         if run.num_steps != end or not any(part.counts):
             rule = "new, or hold the same selection"
             got = f"{self.folder} with a run of {run.num_steps} steps"
@@ -557,16 +555,12 @@ class _Candidate:
 
     def _part(self, end: int) -> Part:
         """Return the stored predictions of an interrupted round, or an empty `Part`."""
-        part = self.part
-        if (
-            not any(part.counts)
-            and self.folder is not None
-            and (file := self.folder / PART).exists()
-        ):
-            with _disk.naming(file, "file", "Remove the folder of this candidate."):
-                header, arrays = _disk.read(file)
-                sums = arrays["first"], arrays["second"]
-                part = Part(header["end"], header["step"], tuple(header["counts"]), sums)
+        if self.folder is None or not (file := self.folder / PART).exists():
+            return Part(end)
+        with _disk.naming(file, "file", "Remove the folder of this candidate."):
+            header, arrays = _disk.read(file)
+            sums = arrays["first"], arrays["second"]
+            part = Part(header["end"], header["step"], tuple(header["counts"]), sums)
         return part if part.end == end else Part(end)
 
     def _write(self, part: Part):
