@@ -36,6 +36,11 @@ MISSING_PARAMS = (
 )
 
 
+def size(tree: Tree) -> int:
+    """Count the parameters of all leaves, by their global shapes; leaves may be shapes alone."""
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(tree))
+
+
 def dtype(tree: Tree) -> jnp.dtype:
     """Return the precision of the scalars that go with a tree."""
     return jnp.result_type(*(jax.tree.leaves(tree) or [jnp.float32]))
@@ -428,7 +433,7 @@ def isotropic_like(key: jax.Array, tree: Tree) -> Tree:
 
 def has_signs(tree: Tree) -> bool:
     """Whether `isotropic_like` draws signs, whose square is one."""
-    return optax.tree.size(tree) >= SMALLEST_NETWORK
+    return size(tree) >= SMALLEST_NETWORK
 
 
 def _numbers(first: jax.Array, start: int | np.ndarray, leaf: jax.Array) -> jax.Array:
@@ -474,8 +479,8 @@ def check_params(where: str, params: Tree, smallest: int):
             got = getattr(leaf, "dtype", type(leaf).__name__)
             at = jax.tree_util.keystr(path) or "the only leaf"
             _check.fail(where, "params", rule, f"{got} at {at}", advice)
-    if (size := optax.tree.size(params)) < smallest:
-        _check.fail(where, "params", f"a tree of at least {smallest} parameters", size)
+    if (number := size(params)) < smallest:
+        _check.fail(where, "params", f"a tree of at least {smallest} parameters", number)
 
 
 def check_gradients(where: str, updates: Tree, params: Tree, name: str):

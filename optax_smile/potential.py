@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_smile import _check, _table
+from optax_smile import _check, _table, _tree
 from optax_smile._types import LogPrior, Tree
 
 # The prior's mean is the start of the chain.
@@ -174,7 +174,7 @@ def begin(where: str, potential: Potential, params: optax.Params) -> Potential:
         number = f"{float(found.temperature):.3g}" if is_known else "at most 1"
         warnings.warn(
             f'`{where}(temperature="auto")` chose a temperature of {number} for'
-            f" {optax.tree.size(params)} parameters. Below 1, the draws are those of a cold"
+            f" {_tree.size(params)} parameters. Below 1, the draws are those of a cold"
             " posterior, which is narrower than the Bayesian posterior. To silence this warning,"
             " pass a number.",
             stacklevel=2,
@@ -185,7 +185,7 @@ def begin(where: str, potential: Potential, params: optax.Params) -> Potential:
 def of_chain(potential: Potential, params: optax.Params, centre: optax.Params | None) -> Potential:
     """Insert what depends on the chain: its temperature, and the prior's mean from its state."""
     if isinstance(potential.temperature, str):
-        found = auto_temperature(_count(potential), optax.tree.size(params), potential.excess)
+        found = auto_temperature(_count(potential), _tree.size(params), potential.excess)
         potential = potential._replace(temperature=found)
     return potential if centre is None else potential._replace(prior_mean=centre)
 

@@ -369,7 +369,7 @@ class Checkpoints:
         except Exception as error:
             raise ValueError(
                 f"The checkpoint {file} cannot be read ({error}). It is damaged, or the model or"
-                " the sampler has changed. If it is damaged, remove this checkpoint: the next call"
+                " the sampler has changed. Remove this checkpoint if it is damaged: the next call"
                 " resumes from the one before. The draws stay readable."
             ) from error
 

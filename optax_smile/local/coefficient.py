@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_smile import _check
+from optax_smile import _check, _tree
 from optax_smile._table import aligned
 from optax_smile._types import Batch, Options, Tree
 from optax_smile.draws._checks import Posterior
@@ -285,7 +285,7 @@ def llc(
     observe = _around.over_batches(of_batch, batches)
     settings: Options = {
         "start_loss": start_loss,
-        "num_parameters": optax.tree.size(params),
+        "num_parameters": _tree.size(params),
         "num_data": float(num_data),
         "beta": float(beta),
         "localization": float(localization),

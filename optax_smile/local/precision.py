@@ -224,7 +224,7 @@ def local_precision(
         start_loss=start_loss,
         allowed=float(allowed),
         num_data=float(num_data),
-        num_parameters=optax.tree.size(params),
+        num_parameters=_tree.size(params),
         temperature=float(temperature),
         make_sampler=make_sampler,
     )

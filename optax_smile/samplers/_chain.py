@@ -258,7 +258,7 @@ class Dynamics:
             after = after._replace(tracked=before.tracked.advance(params, displacement, is_seen))
         after = after if all(moves) else _leaves.widen(after, state)
         is_first = state.last_update.num_gradients == 0
-        sampled = state.sampled.observe(moves, optax.tree.size(updates), is_first, differs)
+        sampled = state.sampled.observe(moves, _tree.size(updates), is_first, differs)
         return displacement, after._replace(prior_mean=state.prior_mean, sampled=sampled)
 
     def split(self, data: jax.Array | None) -> tuple[jax.Array | None, Tree]:

@@ -111,7 +111,7 @@ def inverse(roots: optax.Updates, smallest: float | jax.Array) -> optax.Updates:
 
     A parameter whose gradient has always been zero would otherwise take a step without bound.
     """
-    rms = jnp.sqrt(_tree.inner(roots, roots) / optax.tree.size(roots))
+    rms = jnp.sqrt(_tree.inner(roots, roots) / _tree.size(roots))
     seen = rms > 0
     floor = jnp.where(seen, smallest * rms, 1)
     return jax.tree.map(lambda x: jnp.where(seen, 1 / (floor + x), 0).astype(x.dtype), roots)

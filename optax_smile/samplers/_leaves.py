@@ -72,7 +72,7 @@ def begin(params: optax.Params) -> SampledState:
     """All candidates, before the first call."""
     return SampledState(
         has_gradient=jnp.ones(len(jax.tree.leaves(params)), bool),
-        num_parameters=jnp.asarray(min(optax.tree.size(params), _check.LARGEST_WHOLE), jnp.int32),
+        num_parameters=jnp.asarray(min(_tree.size(params), _check.LARGEST_WHOLE), jnp.int32),
         is_inconsistent=jnp.zeros((), bool),
     )
 

@@ -92,7 +92,7 @@ def sgnht(
 
         displacement = jax.tree.map(leaf, call.displacement, call.gradient, call.noise)
         # eps^2 |r|^2 / d, by which a step size of zero divides nothing.
-        square = _tree.inner(displacement, displacement) / optax.tree.size(displacement)
+        square = _tree.inner(displacement, displacement) / _tree.size(displacement)
         xi = jnp.minimum(xi + (1 - xi / 2) * square - eps**2, LARGEST_SHARE)
         return displacement, Thermostat(xi.astype(memory.thermostat.dtype))
 

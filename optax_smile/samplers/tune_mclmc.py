@@ -135,7 +135,7 @@ def tune_mclmc(
     start = potential.centre(posterior, params)
     prior_mean = prior_mean if start is None else start
     _check_start(where, loss_fn, params)
-    dtype, size = _tree.dtype(params), optax.tree.size(params)
+    dtype, size = _tree.dtype(params), _tree.size(params)
 
     def sampler(length: jax.Array) -> optax.GradientTransformationExtraArgs:
         return mclmc(

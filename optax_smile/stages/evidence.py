@@ -118,7 +118,7 @@ def measure(
     sums = Sums(*[zero] * len(Sums._fields))
     if noise is not None:
         if _tree.has_signs(noise):
-            sums = sums._replace(noise_square=jnp.full_like(zero, optax.tree.size(noise)))
+            sums = sums._replace(noise_square=jnp.full_like(zero, _tree.size(noise)))
         else:
             pairs["noise_square"] = noise, noise
         pairs["noise_dot_direction"] = noise, direction

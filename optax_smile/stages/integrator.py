@@ -229,7 +229,7 @@ class Momentum:
 
     def close(self, state: MomentumState, sums: Sums) -> tuple[Heading, StepEnd]:
         """Kick with the gradient at the end of the last drift; not at all if no step is open."""
-        num_parameters = optax.tree.size(state.direction)
+        num_parameters = _tree.size(state.direction)
         before = heading(state.moving, sums)
         length = self._length(self.scheme.kicks[1:], state)
         kicked, gained = kick(before, length, num_parameters)
@@ -263,7 +263,7 @@ class Momentum:
         gradients make it follow. Noise between the kicks of one step would show in its energy error
         as eps^(3/2).
         """
-        rule, size = self.decoherence_length, optax.tree.size(state.direction)
+        rule, size = self.decoherence_length, _tree.size(state.direction)
         if rule is None:
             return towards
         turns, changes = rates
@@ -303,7 +303,7 @@ class Momentum:
         """Kick with the first kick of a step, not at all if one is under way; see `kick`."""
         length = self.scheme.kicks[0] * step_length.astype(state.step_length.dtype)
         length = jnp.where(self._opens_step(state), length, 0)
-        return kick(towards, length, optax.tree.size(state.direction))
+        return kick(towards, length, _tree.size(state.direction))
 
     def turn(
         self,

@@ -183,7 +183,7 @@ class MovingVariance(Preconditioner):
         direction: optax.Updates,
     ) -> MovingVarianceState:
         """Average the deviation and its square."""
-        rate, size = jnp.where(worth.counts, 1 - self.noise_decay, 0), optax.tree.size(gradient)
+        rate, size = jnp.where(worth.counts, 1 - self.noise_decay, 0), _tree.size(gradient)
         # The deviation from the new mean is (1 - rate) times that from the old one.
         left = jnp.square((1 - rate) * worth.trust)
 
@@ -318,7 +318,7 @@ class MeanSquare(Preconditioner):
 
         deviation = self.deviation(state, gradient)
         squares = jax.tree.map(lambda q, x: average(q, x * x), state.mean_square, deviation)
-        mean = average(state.mean, worth.square / optax.tree.size(gradient))
+        mean = average(state.mean, worth.square / _tree.size(gradient))
         isotropic_weight = jnp.where(worth.restart, 1, ISOTROPIC / (ISOTROPIC + number))
         measured = inverse_scale(squares, mean, isotropic_weight)
         last, made = None, [direction]

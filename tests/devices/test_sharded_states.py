@@ -66,11 +66,11 @@ def test_automatic_temperature_counts_the_parameters_of_all_devices(axis_type):
     tx = optax_smile.psmile(num_data=60, temperature="auto", excess=0.01, key=0)
     with (
         jax.set_mesh(mesh),
-        pytest.warns(UserWarning, match=f"{optax.tree.size(PARAMS)} parameters"),
+        pytest.warns(UserWarning, match=f"{_tree.size(PARAMS)} parameters"),
     ):
         state = tx.init(params)
         after = jax.jit(tx.update)(params, state, params)[1]
-    expected = 2 * 0.01 * 60 / optax.tree.size(PARAMS)
+    expected = 2 * 0.01 * 60 / _tree.size(PARAMS)
     for found in state, after:
         np.testing.assert_allclose(optax_smile.stats(found).temperature, expected, rtol=1e-6)
 
