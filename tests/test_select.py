@@ -158,6 +158,11 @@ def test_the_table_has_all_names(selection):
     ]
     worse = str(selection._replace(start_lppd=0.0))
     assert "No better than the start" in worse
+    best = np.nanmax(selection.lppd[-1])
+    error = selection.best_round_error
+    for below, is_said in ((1.9, False), (2.1, True)):
+        printed = str(selection._replace(final_lppd=best - below * error))
+        assert ("more than sgld at its end: its later draws may overfit" in printed) == is_said
 
 
 def test_an_optimizer_may_be_alone_or_the_best(tmp_path):

@@ -109,12 +109,15 @@ class Selection(NamedTuple):
             yield "It is an optimizer: its draws are iterates, not posterior draws."
         if not self.final_lppd > self.start_lppd:
             yield "No better than the start: keep the start, or change the candidates or the steps."
-        for steps, lppd in [*zip(self.num_steps, self.lppd, strict=True)][-1:]:
-            place = int(np.nanargmax(lppd))
-            if lppd[place] - self.final_lppd > 2 * self.best_round_error:
-                had = f"After {steps} steps, {self.names[place]} had the LPPD {lppd[place]:.5g}."
-                yield f"{had} The later draws of {self.best} are worse: they may overfit."
         if len(self.num_steps):
+            place = int(np.nanargmax(self.lppd[-1]))
+            lppd = self.lppd[-1, place]
+            if lppd - self.final_lppd > 2 * self.best_round_error:
+                had = f"{self.names[place]} had an LPPD of {lppd:.5g}"
+                yield (
+                    f"After {self.num_steps[-1]} steps, {had}, more than {self.best} at its end:"
+                    " its later draws may overfit."
+                )
             yield "Projected: with an estimate of what the draws of the rest of the run will add."
         if np.isneginf([*self.lppd.ravel(), self.final_lppd]).any():
             yield "-inf: chains or predictions became non-finite."
@@ -274,8 +277,8 @@ def select(
 
     Use a warm start, such as that of `warmstart`. Rounds are short: a candidate that predicts badly
     at first and improves late may be dropped, and one that overfits later may be chosen. The
-    printed result says if the chosen one ends below the start, or below the score of another
-    candidate. A larger `largest_cost` makes longer rounds.
+    printed result says if the chosen one ends below the start, or clearly below the best score of
+    the last round. A larger `largest_cost` makes longer rounds.
 
     For a grid of settings, pass a dict such as
     `{f"{T:g}": psmile(num_data=N, temperature=T, key=0) for T in (0.01, 0.1, 1)}`.

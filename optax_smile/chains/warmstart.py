@@ -145,7 +145,7 @@ def warmstart(
             member was never finite.
         KeyboardInterrupt: a second Ctrl-C ended the training, at once and without a new checkpoint.
             With a directory, SIGTERM also raises this error, after the current epoch and a
-            checkpoint. A job that is killed so does not continue with half-trained members.
+            checkpoint: a job that the scheduler stops must not continue with half-trained members.
 
     Cost: one gradient per member and batch, and one validation loss per epoch; memory for a second
     copy of the parameters.

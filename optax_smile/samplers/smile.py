@@ -169,8 +169,8 @@ def psmile(
             - `"matched"`: the explicit noise turns u about as much as the change of the gradient
               between two steps does. Most of this change is gradient noise. Let b be the average
               angle by which a gradient g turns u in a step. A gradient of
-              (g - g_before) / sqrt(2) would turn u by an average angle a. In each
-              step, the explicit noise turns u by an angle whose square is about
+              (g - g_before) / sqrt(2) would turn u by an average angle a. In each step, the
+              explicit noise turns u by an angle whose square is about
               min((1 + 40 / d) a^2, 2 b^2) * min(T, 1)^2, where T is the temperature. At T = 1, this
               noise halves, to first order, the bias that anisotropic gradient noise causes.
             - `"turning"`: the distance 1 / R, where R is the angle in radians by which the
