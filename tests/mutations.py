@@ -347,6 +347,12 @@ DEFECTS = r"""
 = the last round decides among two | share_of_the_steps
 - kept = max(number // 2, 3) if number > 3 else 1
 + kept = number // 2
+= a chosen one that overfits runs to its end | takes_the_place
+- while ahead := _ahead(judged, latest):
++ while ahead := _ahead(judged, {}):
+= what the draws to come add counts for the others alone | runs_again
+- one.lppd - best.projected_lppd > CLEARLY * error
++ one.lppd - best.lppd > CLEARLY * error
 = draws that are made again count twice | stopped_selection
 - num_scored = _num_due(part.step, end)
 + num_scored = 0

@@ -91,7 +91,7 @@ def selection():
 
 
 def test_the_best_is_chosen_and_runs_as_in_sample(selection):
-    assert selection.best == "sgld" and selection.num_steps.tolist() == [18, 36]
+    assert selection.best == "sgld" and selection.num_steps.tolist() == [18, 36, 72, 144]
     assert selection.names == ("still", "sgld", "sgd", "bad") and selection.total_steps == 270
     draws = sample(sgld(5e-4))
     np.testing.assert_array_equal(selection.draws.params, draws.params)
@@ -114,7 +114,7 @@ def test_rounds_are_judged_by_draws_of_their_last_half_and_projected(selection):
     with pytest.warns(UserWarning, match="is an optimizer"):
         sgd = sample(optax.sgd(2e-3), num_warmup=0, num_draws=36, thin=1)
     draws = sample(sgld(5e-4), num_warmup=0, num_draws=36, thin=1), sgd
-    for row, end in enumerate(selection.num_steps.tolist()):
+    for row, end in enumerate(selection.num_steps[:2].tolist()):
         # The first step at or after each of 16 times.
         steps = np.unique(np.ceil(end / 2 * (1 + np.arange(1, 17) / 16)).astype(int))
         early = steps <= 3 / 4 * end
@@ -136,6 +136,8 @@ def test_rounds_are_judged_by_draws_of_their_last_half_and_projected(selection):
         got = selection.standard_error[row, 1:3]
         assert got[best] == 0 and got[1 - best] == pytest.approx(error, rel=1e-3)
     assert np.isnan(selection.lppd[1]).tolist() == [False, False, False, True]
+    # The chosen one alone.
+    assert np.isnan(selection.lppd[2:]).tolist() == 2 * [[True, False, True, True]]
 
 
 def test_the_table_has_all_names(selection):
@@ -143,8 +145,10 @@ def test_the_table_has_all_names(selection):
     head, *rows = (line.split() for line in table.splitlines())
     assert head == "steps candidate LPPD projected below best error".split()
     assert rows[0][:2] == ["0", "start"] and rows[-1][:2] == ["270", "sgld"]
-    assert len(rows) == 1 + 4 + 3 + 1 and {"still", "sgd"} < {name for row in rows for name in row}
-    assert [row[0] for row in rows if row[0].isdigit()] == ["0", "18", "36", "270"]
+    assert len(rows) == 1 + 4 + 3 + 1 + 1 + 1 and {"still", "sgd"} < {
+        name for row in rows for name in row
+    }
+    assert [row[0] for row in rows if row[0].isdigit()] == ["0", "18", "36", "72", "144", "270"]
     below = [float(row[-2]) for row in rows[1:4]]
     assert (
         below[0] == 0 and below == sorted(below) and rows[4] == ["bad", "-inf", "-inf", "inf", "-"]
@@ -158,7 +162,7 @@ def test_the_table_has_all_names(selection):
     ]
     worse = str(selection._replace(start_lppd=0.0))
     assert "No better than the start" in worse
-    best = np.nanmax(selection.lppd[-1])
+    best = np.nanmax(selection.lppd[1])
     error = selection.best_round_error
     for below, is_said in ((1.9, False), (2.1, True)):
         printed = str(selection._replace(final_lppd=best - below * error))
@@ -189,7 +193,7 @@ def equal(got: Selection, expected: Selection):
 
 
 def test_a_selection_stopped_in_a_later_round_goes_on_to_the_same_result(tmp_path, selection):
-    with pytest.raises(KeyboardInterrupt, match="in the run of the candidate 'sgld'"):
+    with pytest.raises(KeyboardInterrupt, match="in the run of the candidate 'sgd'"):
         find(CANDIDATES, directory=tmp_path, batches=Batches(4 * 18 + 18 + 9))
     equal(find(CANDIDATES, directory=tmp_path), selection)
 
@@ -197,7 +201,7 @@ def test_a_selection_stopped_in_a_later_round_goes_on_to_the_same_result(tmp_pat
 def test_a_stopped_selection_goes_on_to_the_same_result(tmp_path, monkeypatch):
     candidates = {"still": sgld(1e-8), "sgld": sgld(5e-4)}
     whole = find(candidates, **SHORT)
-    assert whole.best == "sgld" and whole.num_steps.tolist() == [18]
+    assert whole.best == "sgld" and whole.num_steps.tolist() == [18, 36]
 
     def stopped(name: str, **changes):
         return find(candidates, directory=tmp_path / name, **SHORT, **changes)
@@ -275,9 +279,9 @@ def test_dropped_candidates_take_a_share_of_the_steps(number):
         numbers = selecting._num_dropped(number)
         ends = selecting._round_ends(numbers, num_warmup, thin, num_steps, cost)
         left, dropped = number, 0
-        for place, end in enumerate(ends):
-            # At a tick.
-            assert (end - num_warmup) % thin == 0 and 0 < end <= num_steps * cost
+        assert all((end - num_warmup) % thin == 0 for end in ends)
+        for place, end in enumerate(ends[: len(numbers)]):
+            assert 0 < end <= num_steps * cost
             # The last decides among three or fewer.
             assert numbers[place] == (left - 1 if left <= 3 else left - max(left // 2, 3))
             dropped += numbers[place] * end
@@ -286,6 +290,7 @@ def test_dropped_candidates_take_a_share_of_the_steps(number):
         assert abs(dropped - num_steps * cost) <= number * thin
         doubled = 2 * np.array(ends[:-1]) - ends[1:]
         assert np.all(abs(doubled) <= 2 * thin)
+        assert num_steps / 2 - thin <= ends[-1] < num_steps
 
 
 def judged(
@@ -339,7 +344,47 @@ def test_among_equals_the_cheaper_then_the_posterior_then_the_better_is_chosen()
     broken = {"a": judged(-np.inf), "b": judged(-np.inf)}
     rule = r"^`select\(candidates=...\)` must be .*at least one keeps .*finite, got \['a', 'b'\]"
     with pytest.raises(ValueError, match=rule):
-        selecting._survivors(broken, 1)
+        selecting._check_finite(broken)
+
+
+def overfits(after: int) -> optax.GradientTransformation:
+    """Learns quickly, but moves away from the data after so many steps."""
+
+    def rate(step: Any):
+        return jnp.where(step < after, 0.03, -0.05)
+
+    return optax.sgd(rate)
+
+
+def test_a_finalist_takes_the_place_of_one_that_overfits_after_it_was_chosen(tmp_path):
+    candidates = {"sgd": overfits(50), "sgld": sgld(2e-4), "still": sgld(1e-8)}
+    found = find(candidates)
+    chosen, *later = (np.isfinite(found.lppd[row]).tolist() for row in range(len(found.num_steps)))
+    assert found.num_steps.tolist() == [45, 90, 180] and all(chosen)
+    assert np.nanargmax(found.projected[0]) == 0 and later[0] == [True, True, False]
+    assert found.best == "sgld" and later[1] == [False, True, False]
+    np.testing.assert_array_equal(found.draws.params, sample(sgld(2e-4)).params)
+    assert found.cost == (90 + 45) / 270
+    told = (
+        "After 90 steps, the candidate that led had become worse than another in an earlier round"
+    )
+    assert f"{told}. Compared again: sgd, sgld." in str(found).splitlines()
+    # Stopped while the other one runs again.
+    with pytest.raises(KeyboardInterrupt, match="in the run of the candidate 'sgld'"):
+        find(candidates, directory=tmp_path, batches=Batches(3 * 45 + 45 + 20))
+    equal(find(candidates, directory=tmp_path), found)
+
+
+def test_who_runs_again_was_clearly_better_than_all_of_the_round():
+    # The standard error of a difference is about .014.
+    latest = {"a": judged(-0.8), "b": judged(-0.9), "c": judged(-0.88), "d": judged(-np.inf)}
+    for lppd, ahead in ((-1.0, "c"), (-0.89, None), (-0.8, None), (-np.inf, "c")):
+        assert selecting._ahead({"a": judged(lppd)}, latest) == ([ahead] if ahead else []), lppd
+    # What the draws to come will add counts only for the one that runs on.
+    leader = judged(-1.0)._replace(projected=judged(-0.88).density)
+    assert selecting._ahead({"a": leader}, latest) == []
+    assert selecting._ahead({"a": judged(-1.0), "c": judged(-0.9)}, latest) == []
+    assert selecting._ahead({"a": judged(-np.inf)}, {"a": latest["d"], "d": latest["d"]}) == []
 
 
 def test_scores_of_tokens_of_impossible_targets_and_of_broken_chains():

@@ -187,6 +187,7 @@ class Bar(contextlib.AbstractContextManager["Bar"]):
         """Set the amount of work done, and show some figures."""
         if self._bar is not None:
             self._bar.set_postfix(figures, refresh=False)
+            self._bar.total = max(self._bar.total, done)
             self._bar.update(done - self._bar.n)
 
     def __exit__(self, *_: object):

@@ -38,6 +38,8 @@ NUM_SCORED = 16
 # Part of the gain from twice as many draws that each further doubling is assumed to add, and the
 # largest such gain of an input, in nats: see `benchmarks/notes/temperature.md`.
 GAIN_KEPT, LARGEST_GAIN = 0.5, float(np.log(2))
+# Standard errors by which a finalist must be ahead of the chosen one to run again.
+CLEARLY = 2
 # File in the directory with the results of the rounds.
 ROUNDS = "rounds.json"
 # File in the folder of a candidate with the predictions of its draws in the current round.
@@ -53,11 +55,12 @@ class Selection(NamedTuple):
         draws: draws of its whole run, as `sample` returns them.
         names: names of all candidates, `[candidate]`.
         num_steps: steps of each chain from the start to the end of each round, `[round]`; each is
-            about twice the one before.
+            about twice the one before. In the later rounds only the chosen candidate runs, see
+            `select`.
         lppd: log pointwise predictive density of the validation data, nats per input, of the
             average over at most 16 draws of each chain in the last half of these steps,
-            `[round, candidate]`; NaN for candidates dropped before, -inf if chains or predictions
-            became non-finite.
+            `[round, candidate]`; NaN for candidates that did not run in the round, -inf if chains
+            or predictions became non-finite.
         projected: `lppd` plus an estimate of what more draws will add until the end of the run,
             `[round, candidate]`, see `select`. It ranks the candidates.
         standard_error: standard error, over the inputs, of the difference of `projected` from the
@@ -67,8 +70,8 @@ class Selection(NamedTuple):
         final_lppd: `lppd` of all draws of the chosen candidate.
         total_steps: steps of each chain of the chosen candidate.
         cost: gradients of the dropped candidates divided by those of the chosen one.
-        best_round_error: standard error, over the inputs, of `final_lppd` minus the highest `lppd`
-            of the last round; NaN if there is none.
+        best_round_error: standard error, over the inputs, of `final_lppd` minus the highest
+            `lppd` of the round that chose; NaN if there is none.
     """
 
     best: str
@@ -109,13 +112,21 @@ class Selection(NamedTuple):
             yield "It is an optimizer: its draws are iterates, not posterior draws."
         if not self.final_lppd > self.start_lppd:
             yield "No better than the start: keep the start, or change the candidates or the steps."
+        row = len(_num_dropped(len(self.names))) - 1
+        for steps, lppd in zip(self.num_steps[row + 1 :], self.lppd[row + 1 :], strict=True):
+            ran = [name for name, x in zip(self.names, lppd, strict=True) if not np.isnan(x)]
+            if len(ran) > 1:
+                yield (
+                    f"After {steps} steps, the candidate that led had become worse than another in"
+                    f" an earlier round. Compared again: {', '.join(ran)}."
+                )
         if len(self.num_steps):
-            place = int(np.nanargmax(self.lppd[-1]))
-            lppd = self.lppd[-1, place]
-            if lppd - self.final_lppd > 2 * self.best_round_error:
+            place = int(np.nanargmax(self.lppd[row]))
+            lppd = self.lppd[row, place]
+            if lppd - self.final_lppd > CLEARLY * self.best_round_error:
                 had = f"{self.names[place]} had an LPPD of {lppd:.5g}"
                 yield (
-                    f"After {self.num_steps[-1]} steps, {had}, more than {self.best} at its end:"
+                    f"After {self.num_steps[row]} steps, {had}, more than {self.best} at its end:"
                     " its later draws may overfit."
                 )
             yield "Projected: with an estimate of what the draws of the rest of the run will add."
@@ -266,19 +277,24 @@ def select(
     all these draws with the mean LPPD of the earlier and of the later half of them. The difference
     is the gain from twice as many draws, for each input at most log 2. The projected LPPD adds half
     of this gain for each doubling of the number of draws until the end of the run. It ranks the
-    candidates, and each round drops the worse half, but keeps three for the last round.
+    candidates, and each round drops the worse half, until at most three finalists remain.
 
-    The last round compares at most three candidates. Those whose projected LPPD is within one
-    standard error of the best count as equal. Among them, `select` chooses by these criteria, in
-    this order: fewer gradients per step; a sampler of the posterior of the model (temperature 1,
-    and a prior that is not centred at the start); larger projected LPPD. The chosen candidate
-    finishes its run. Its draws are those of `sample` with that candidate. The dropped candidates
-    together take at most about `largest_cost` times the steps of the chosen one.
+    The next round chooses one of the finalists. Those whose projected LPPD is within one standard
+    error of the best count as equal. Among them, `select` chooses by these criteria, in this order:
+    fewer gradients per step; a sampler of the posterior of the model (temperature 1, and a prior
+    that is not centred at the start); larger projected LPPD. The chosen candidate finishes its run.
+    Its draws are those of `sample` with that candidate. The others together take at most about
+    `largest_cost` times the steps of the chosen one.
+
+    The chosen candidate is scored again each time that its number of steps has doubled. It may have
+    begun to overfit: if its projected LPPD is more than two standard errors below the LPPD that
+    another finalist had, this one runs as many steps, and `select` chooses again. Only then do the
+    others take more steps than `largest_cost` allows.
 
     Use a warm start, such as that of `warmstart`. Rounds are short: a candidate that predicts badly
-    at first and improves late may be dropped, and one that overfits later may be chosen. The
-    printed result says if the chosen one ends below the start, or clearly below the best score of
-    the last round. A larger `largest_cost` makes longer rounds.
+    at first and improves late may be dropped. The printed result says if the chosen one ends below
+    the start, or clearly below the best finalist of the round that chose. A larger `largest_cost`
+    makes longer rounds.
 
     For a grid of settings, pass a dict such as
     `{f"{T:g}": psmile(num_data=N, temperature=T, key=0) for T in (0.01, 0.1, 1)}`.
@@ -296,8 +312,8 @@ def select(
             the candidate, do not use them as test data.
         likelihood: see `predict`.
         batch_size: validation inputs to run at once, >= 1; None: all.
-        largest_cost: steps of all dropped candidates together, relative to those of the chosen one,
-            in (0, 100]. Larger values make longer rounds.
+        largest_cost: steps of all other candidates until one is chosen, relative to those of a
+            whole run, in (0, 100]. Larger values make longer rounds.
         directory: directory with a folder per candidate and a file for the rounds. After a kill the
             same call resumes; `load_snapshots(directory / name)` reads the draws. It is an error if
             the steps of the rounds, the LPPD of the start, or the arguments, functions or code of a
@@ -315,9 +331,9 @@ def select(
         KeyboardInterrupt: interrupted before the end of the last round, or before the first draw.
             With a `directory` the same call resumes.
 
-    Cost: at most (1 + largest_cost) times the steps of `sample`; the states of all candidates on
-    the device until they are dropped; one forward pass over the validation data per scored draw;
-    compiling each candidate.
+    Cost: (1 + largest_cost) times the steps of `sample`, more if a chosen candidate overfits; the
+    states of all candidates on the device until they are dropped, those of the finalists until the
+    last round; one forward pass over the validation data per scored draw; compiling each candidate.
 
     Example:
         >>> import jax, jax.numpy as jnp, optax, optax_smile
@@ -346,7 +362,8 @@ def select(
     num_steps = num_warmup + num_draws * thin
     dropped = _num_dropped(len(candidates))
     ends = _round_ends(dropped, num_warmup, thin, num_steps, largest_cost)
-    num_all = num_steps + int(np.dot(dropped, ends))
+    numbers = [*(len(candidates) - np.cumsum(dropped)).tolist(), *[1] * (len(ends) - len(dropped))]
+    num_all = num_steps + int(np.dot(dropped, ends[: len(dropped)]))
     with _check.called("select", *parts, **renamed), ExitStack() as closing:
         start = predict(apply_fn, Snapshots.from_members(params), validation[0], **read)
         folder = None if directory is None else Path(directory).absolute()
@@ -354,31 +371,44 @@ def select(
         rounds = _read(folder, identity)
         bar = closing.enter_context(_host.Bar(num_all, "selecting", progress, compiles=True))
         done = {name: one.num_steps for judged in rounds for name, one in judged.items()}
-        remaining = {
+        opened = {
             name: _Candidate(name, sampler, setup, folder, bar, done)
             for name, sampler in candidates.items()
         }
-        for candidate in remaining.values():
+        for candidate in opened.values():
             closing.callback(candidate.close)
         predictor = Predictor(apply_fn, validation[0], **read)
-        numbers = np.subtract(len(candidates), np.cumsum(dropped)).tolist()
-        for judged, end, number in zip(rounds, ends, numbers, strict=True):
-            for name, candidate in remaining.items():
+
+        def run_round(names: list[str], judged: dict[str, Judged], end: int):
+            for name in names:
                 if name not in judged:
-                    judged[name] = candidate.judge(predictor, end, num_draws * thin)
+                    judged[name] = opened[name].judge(predictor, end, num_draws * thin)
                     _write(folder, identity, rounds)
-            for name in set(remaining) - set(_survivors(judged, number)):
-                remaining.pop(name).close()
-        ((best, winner),) = remaining.items()
-        run, is_finished = winner.finish(num_steps)
+
+        running, latest = [*candidates], dict[str, Judged]()
+        for judged, end, number in zip(rounds, ends, numbers, strict=True):
+            run_round(running, judged, end)
+            if len(running) > 1:
+                _check_finite(judged)
+            while ahead := _ahead(judged, latest):
+                run_round(ahead, judged, end)
+            latest |= judged
+            running = _survivors(judged, number)
+            for name in latest.keys() - set(running) if number > 1 else ():
+                opened[name].close()
+                del latest[name]
+        (best,) = running
+        for name in latest.keys() - {best}:
+            opened[name].close()
+        run, is_finished = opened[best].finish(num_steps)
         check_end("select", run, num_steps, num_draws, not is_finished)
         draws, density = run.kept.result(num_draws), [-np.inf]
         # A chain may have become non-finite after the last round.
         with contextlib.suppress(ValueError):
             final = predict(apply_fn, draws, validation[0], **read)
             density = _by_input(final.log_density).tolist()
-        last_round = rounds[-1].values() if rounds else ()
-        best_of_last = max((x.density for x in last_round), key=np.mean, default=[np.nan])
+        finalists = rounds[len(dropped) - 1].values() if rounds else ()
+        best_density = max((x.density for x in finalists), key=np.mean, default=[np.nan])
     lppd, projected, error = _scores(rounds, [*candidates])
     return Selection(
         best=best,
@@ -392,14 +422,14 @@ def select(
         final_lppd=float(np.mean(density)),
         total_steps=run.num_steps,
         cost=_cost(rounds, best, draws),
-        best_round_error=_standard_error(density, best_of_last),
+        best_round_error=_standard_error(density, best_density),
     )
 
 
 def _num_dropped(number: int) -> list[int]:
-    """Return how many of `number` candidates each round drops, until one remains.
+    """Return how many of `number` candidates each round drops, until one is chosen.
 
-    The last round decides among at most three: a candidate that leads in the end may lead late.
+    It is chosen among at most three: a candidate that leads in the end may lead late.
     """
     dropped = []
     while number > 1:
@@ -412,24 +442,45 @@ def _num_dropped(number: int) -> list[int]:
 def _round_ends(
     dropped: list[int], num_warmup: int, thin: int, num_steps: int, largest_cost: float
 ) -> list[int]:
-    """Return the last steps of the rounds; each is twice the one before.
+    """Return the last steps of the rounds until one is chosen, and of those after it.
 
-    Up to rounding to ticks, dropped candidates take `largest_cost` times a whole run in total, or
-    all of their runs.
+    Each is twice the one before. Up to rounding to ticks, dropped candidates take `largest_cost`
+    times a whole run in total, or all of their runs.
     """
     shares = 2.0 ** np.arange(len(dropped))
     # A single candidate has no rounds.
     steps = largest_cost * num_steps * shares / (np.dot(dropped, shares) or 1)
     first = (num_warmup - 1) % thin + 1
-    ticks = np.maximum(np.floor((steps - first) / thin), 0)
-    return np.minimum(first + thin * ticks, num_steps).astype(int).tolist()
+
+    def end(steps: float) -> int:
+        return min(first + thin * max(0, int((steps - first) // thin)), num_steps)
+
+    ends = [end(x) for x in steps]
+    while ends and end(2 * ends[-1]) not in (ends[-1], num_steps):
+        ends.append(end(2 * ends[-1]))
+    return ends
 
 
-def _survivors(judged: Mapping[str, Judged], number: int) -> list[str]:
-    """Return the best `number`; the last one may be equal to the best, and preferred to it."""
+def _check_finite(judged: Mapping[str, Judged]):
     if not np.isfinite([x.lppd for x in judged.values()]).any():
         rule = "candidates of which at least one keeps all chains and predictions finite"
         _check.fail("select", "candidates", rule, [*judged])
+
+
+def _ahead(judged: Mapping[str, Judged], latest: Mapping[str, Judged]) -> list[str]:
+    """Return a finalist that was clearly better before than all are in this round, or none."""
+    best = max(judged.values(), key=lambda one: one.projected_lppd)
+
+    def is_ahead(one: Judged) -> bool:
+        error = np.nan_to_num(_standard_error(one.density, best.projected))
+        return bool(one.lppd - best.projected_lppd > CLEARLY * error)
+
+    ahead = [name for name, one in latest.items() if name not in judged and is_ahead(one)]
+    return sorted(ahead, key=lambda name: -latest[name].lppd)[:1]
+
+
+def _survivors(judged: Mapping[str, Judged], number: int) -> list[str]:
+    """Return the best `number`; a single one may be equal to the best, and preferred to it."""
     ranked = sorted(judged, key=lambda name: -judged[name].projected_lppd)
     if number > 1:
         return ranked[:number]
