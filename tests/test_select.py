@@ -219,6 +219,11 @@ def test_a_stopped_selection_goes_on_to_the_same_result(tmp_path, monkeypatch):
         assert stopped("end", batches=Batches(18 + 53)).draws.num_draws == 7
     assert told[0].filename == __file__
     equal(stopped("end"), whole)
+    # In the later round of the chosen one, whose first draw is after 33 steps.
+    with pytest.warns(UserWarning, match="^`select` ended early with 1 of 10 draws"):
+        found = stopped("later", batches=Batches(18 + 35))
+    assert found.best == "sgld" and found.num_steps.tolist() == [18] and np.isfinite(found.cost)
+    equal(stopped("later"), whole)
     # All is there: no step is done, and no file changes.
     files = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("draw-*")}
     equal(stopped("end"), whole)
@@ -369,8 +374,8 @@ def test_a_finalist_takes_the_place_of_one_that_overfits_after_it_was_chosen(tmp
         "After 90 steps, the candidate that led had become worse than another in an earlier round"
     )
     assert f"{told}. Compared again: sgd, sgld." in str(found).splitlines()
-    # Stopped while the other one runs again.
-    with pytest.raises(KeyboardInterrupt, match="in the run of the candidate 'sgld'"):
+    # Stopped while the other one runs again, and the one that led has no draw.
+    with pytest.raises(KeyboardInterrupt, match="stopped before the first draw"):
         find(candidates, directory=tmp_path, batches=Batches(3 * 45 + 45 + 20))
     equal(find(candidates, directory=tmp_path), found)
 

@@ -328,7 +328,7 @@ def select(
         ValueError: an argument is out of range; there are several processes; no candidate has
             finite predictions; the `directory` holds another selection; as for `sample` and
             `predict`.
-        KeyboardInterrupt: interrupted before the end of the last round, or before the first draw.
+        KeyboardInterrupt: interrupted before a candidate was chosen, or before its first draw.
             With a `directory` the same call resumes.
 
     Cost: (1 + largest_cost) times the steps of `sample`, more if a chosen candidate overfits; the
@@ -385,13 +385,20 @@ def select(
                     judged[name] = opened[name].judge(predictor, end, num_draws * thin)
                     _write(folder, identity, rounds)
 
-        running, latest = [*candidates], dict[str, Judged]()
+        running, latest, is_stopped = [*candidates], dict[str, Judged](), False
         for judged, end, number in zip(rounds, ends, numbers, strict=True):
-            run_round(running, judged, end)
-            if len(running) > 1:
-                _check_finite(judged)
-            while ahead := _ahead(judged, latest):
-                run_round(ahead, judged, end)
+            try:
+                run_round(running, judged, end)
+                if len(running) > 1:
+                    _check_finite(judged)
+                while ahead := _ahead(judged, latest):
+                    run_round(ahead, judged, end)
+            except KeyboardInterrupt:
+                # After the choice, the draws of the chosen one are returned as those of `sample`.
+                if len(running) > 1:
+                    raise
+                is_stopped = True
+                break
             latest |= judged
             running = _survivors(judged, number)
             for name in latest.keys() - set(running) if number > 1 else ():
@@ -400,13 +407,15 @@ def select(
         (best,) = running
         for name in latest.keys() - {best}:
             opened[name].close()
-        run, is_finished = opened[best].finish(num_steps)
-        check_end("select", run, num_steps, num_draws, not is_finished)
+        run = opened[best].run
+        is_stopped = is_stopped or not opened[best].finish(num_steps)
+        check_end("select", run, num_steps, num_draws, is_stopped)
         draws, density = run.kept.result(num_draws), [-np.inf]
         # A chain may have become non-finite after the last round.
         with contextlib.suppress(ValueError):
             final = predict(apply_fn, draws, validation[0], **read)
             density = _by_input(final.log_density).tolist()
+        rounds = [judged for judged in rounds if judged]
         finalists = rounds[len(dropped) - 1].values() if rounds else ()
         best_density = max((x.density for x in finalists), key=np.mean, default=[np.nan])
     lppd, projected, error = _scores(rounds, [*candidates])
@@ -414,7 +423,7 @@ def select(
         best=best,
         draws=draws,
         names=tuple(candidates),
-        num_steps=np.array(ends, int),
+        num_steps=np.array(ends[: len(rounds)], int),
         lppd=lppd,
         projected=projected,
         standard_error=error,
@@ -586,12 +595,11 @@ class _Candidate:
             projected=(density + added).tolist(),
         )
 
-    def finish(self, num_steps: int) -> tuple[Run, bool]:
-        """Run to the end; return the run and whether it finished without an interrupt."""
-        run = self.run
-        is_finished = run.advance(num_steps, self._show)
+    def finish(self, num_steps: int) -> bool:
+        """Run to the end; return whether it finished without an interrupt."""
+        is_finished = self.run.advance(num_steps, self._show)
         self.close()
-        return run, is_finished
+        return is_finished
 
     def _is_draw(self) -> bool:
         """Whether the current points of all chains are draws."""
