@@ -67,6 +67,16 @@ def fail(where: str, argument: str, rule: str, got: object, advice: str = "") ->
 
 
 @contextlib.contextmanager
+def own_flags() -> Iterator[None]:
+    """Run code of this library, whose placeholders are NaN and infinity, as if users set no flag.
+
+    The flags that debug NaN and infinity, and strict promotion of dtypes, are for users' code.
+    """
+    with jax.debug_nans(False), jax.debug_infs(False), jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+@contextlib.contextmanager
 def called(where: str, *parts: str, **arguments: str) -> Iterator[None]:
     """Rename errors of inner functions after the function that the user called.
 
@@ -335,6 +345,9 @@ class PathLike(Constraint):
 class Key(Constraint):
     """A single JAX key or an integer seed, which becomes a typed key.
 
+    JAX uses the last 32 bits of a seed, so that 0 and 2**32 would be equal, as would -1 and
+    2**32 - 1.
+
     Attributes:
         needed: whether None is refused.
         purpose: for what it is needed, such as "for a jitter".
@@ -345,7 +358,7 @@ class Key(Constraint):
 
     @property
     def rule(self) -> str:
-        rule = "a single JAX key, such as jax.random.key(0), or an integer seed"
+        rule = "a single JAX key, such as jax.random.key(0), or an integer seed below 2**32"
         return f"{rule}, {self.purpose}".rstrip(", ")
 
     def __call__(self, where, argument, value, given=NOTHING) -> Unchecked:
@@ -361,7 +374,8 @@ class Key(Constraint):
                 return value
             if isinstance(value, jax.Array) and dtype == jnp.uint32 and ndim == 1:
                 return jax.random.wrap_key_data(value)
-            if jnp.issubdtype(dtype, jnp.integer) and type(value) is not bool and ndim == 0:
+            is_whole = jnp.issubdtype(dtype, jnp.integer) and type(value) is not bool and ndim == 0
+            if is_whole and (isinstance(value, jax.core.Tracer) or 0 <= value < 2**32):
                 return jax.random.key(value)
         fail(where, argument, self.rule, written(value))
 

@@ -30,27 +30,6 @@ _REPORTS: ContextVar[Options | None] = ContextVar("reports", default=None)
 OPTIMIZER: Mapping[str, object] = {"name": "optimizer", "is_posterior": False}
 
 
-class Sampler(optax.GradientTransformationExtraArgs):
-    """An Optax transformation that knows how it was built.
-
-    Attributes:
-        name: of the function that built it.
-        arguments: with which it was built, defaults included.
-    """
-
-    name = "sampler"
-    arguments: Mapping[str, object] = {}
-
-    def __new__(cls, init: Callable, update: Callable, name: str, arguments: Mapping[str, object]):
-        built = super().__new__(cls, init, update)
-        vars(built).update(name=name, arguments=arguments)
-        return built
-
-    def __repr__(self) -> str:
-        written = (f"{name}={_check.written(value)}" for name, value in self.arguments.items())
-        return f"{self.name}({', '.join(written)})"
-
-
 def reporting(
     init: optax.TransformInitFn,
     settings: Mapping[str, object],
@@ -62,11 +41,16 @@ def reporting(
     """
 
     def reported(params: optax.Params) -> Tree:
-        if (reports := _REPORTS.get()) is not None:
-            reports.update({**settings, **of_params(params)})
+        _report(settings, of_params, params)
         return init(params)
 
     return reported
+
+
+def _report(settings: Mapping[str, object], of_params: Callable, params: optax.Params):
+    """Apart from `reporting`: a sampler that is pickled may not hold a context variable."""
+    if (reports := _REPORTS.get()) is not None:
+        reports.update({**settings, **of_params(params)})
 
 
 @contextlib.contextmanager

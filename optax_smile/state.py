@@ -266,22 +266,24 @@ def find(state: Tree, where: str, argument: str = "state") -> SamplerState:
 
 
 def check_format(where: str, argument: str, state: SamplerState):
-    """Require the format of this version; a traced number passes."""
+    """Require the format of this version; a number that the device still computes passes."""
     number = state.state_format
-    if not _is_concrete(number):
-        return
-    # A state that only holds shapes has no numbers.
-    if isinstance(number, jax.ShapeDtypeStruct) or np.all(np.asarray(number) == STATE_FORMAT):
+    if not is_ready(number) or np.all(np.asarray(number) == STATE_FORMAT):
         return
     rule, got = f"a state of format {STATE_FORMAT}", f"format {np.max(np.asarray(number))}"
     remedy = "Another version of optax_smile wrote it: continue the chain with that version."
     _check.fail(where, argument, rule, got, remedy)
 
 
-def _is_concrete(number: object) -> bool:
-    """Whether this process knows a number of a state."""
-    is_traced = isinstance(number, jax.core.Tracer)
-    return not is_traced and getattr(number, "is_fully_addressable", True)
+def is_concrete(number: object) -> bool:
+    """Whether this process knows a number of a state, or will when the device has computed it."""
+    is_shape = isinstance(number, (jax.core.Tracer, jax.ShapeDtypeStruct))
+    return not is_shape and getattr(number, "is_fully_addressable", True)
+
+
+def is_ready(number: object) -> bool:
+    """Whether a number can be read without waiting for the device."""
+    return is_concrete(number) and (not isinstance(number, jax.Array) or number.is_ready())
 
 
 def _without_variables(tree: Tree) -> Tree:
@@ -307,6 +309,7 @@ def samplers(state: Tree) -> list[SamplerState]:
     return _samplers(_without_variables(state))[0]
 
 
+@_check.own_flags()
 def stats(state: Tree) -> Stats:
     """Return named scalars that describe the last call of a sampler.
 
@@ -316,7 +319,8 @@ def stats(state: Tree) -> Stats:
     Args:
         state: state of a sampler, alone or anywhere inside the state of `optax.chain`,
             `MultiSteps`, `partition`, `inject_hyperparams`, ... If it has a leading chain axis, so
-            has every value, and `stats` warns of chains with equal keys.
+            has every value, and `stats` warns of chains with equal keys (if the device has
+            computed them: it does not wait).
 
     Returns:
         A `Stats`, a named tuple of scalars that prints one per line.
@@ -332,11 +336,12 @@ def stats(state: Tree) -> Stats:
         0.01
     """
     told = find(state, "stats").stats()
-    if np.ndim(told.noise_id) == 1 and _is_concrete(told.noise_id):
+    if np.ndim(told.noise_id) == 1 and is_ready(told.noise_id):
         _trace.warn_of_equal_keys("stats", np.asarray(told.noise_id)[:, None])
     return told
 
 
+@_check.own_flags()
 def last_accepted(state: Tree, params: Tree = None) -> Tree:
     """Return the current draw: the last accepted parameters. Store these, not `params`.
 
@@ -394,7 +399,7 @@ def last_accepted(state: Tree, params: Tree = None) -> Tree:
         rule = "a tree like the one given to `init`"
         _check.fail("last_accepted", "params", rule, _check.show(params))
     _check_finite(sampler, params)
-    if _is_concrete(last.is_altered) and last.is_altered:
+    if is_concrete(last.is_altered) and last.is_altered:
         rule = "that of a loop in which only the sampler changes the parameters"
         got = (
             f"a loop where {last.num_altered} of {last.num_gradients} calls of `update` received"
@@ -408,11 +413,11 @@ def last_accepted(state: Tree, params: Tree = None) -> Tree:
 def _check_finite(sampler: Tree, params: Tree):
     """Require finite numbers in the leaves that the sampler moves; traced ones pass."""
     sampled = getattr(sampler, "sampled", None)
-    if sampled is None or not _is_concrete(sampled.has_gradient):
+    if sampled is None or not is_concrete(sampled.has_gradient):
         return
     leaves = _tree.leaves_like(sampler.like_params, params) or []
     pairs = zip(leaves, np.asarray(sampled.has_gradient), strict=False)
-    known = [leaf for leaf, moves in pairs if moves and _is_concrete(leaf)]
+    known = [leaf for leaf, moves in pairs if moves and is_concrete(leaf)]
     if known and not _tree.all_finite(known):
         advice = (
             "The parameters of the loop are not finite. Samplers reject steps from gradients that"

@@ -332,7 +332,7 @@ MESSAGES: list[tuple[Any, str]] = [
     ),
     (
         lambda: update(state=build("psmile", integrator="minimal_norm").init(PARAMS)),
-        "got one of a sampler with other settings",
+        "got one of another sampler, or with other settings",
     ),
     (
         lambda: update(state=optax.tree.set(build("psmile").init(PARAMS), state_format=1)),

@@ -421,7 +421,7 @@ def test_other_parameters_than_the_tracked_ones_are_refused():
     ):
         last_accepted(follow(sghmc(), plain)[1])
     for track in (True, False):
-        with pytest.raises(ValueError, match="one of a sampler with other settings"):
+        with pytest.raises(ValueError, match="one of another sampler, or with other settings"):
             sghmc(track_params=track).update(
                 grads, sghmc(track_params=not track).init(START), START
             )

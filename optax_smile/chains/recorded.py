@@ -53,10 +53,6 @@ class RecordedSampler(optax.GradientTransformationExtraArgs):
     Use it where a loop takes an Optax optimizer, and call `draws()` after the loop.
     """
 
-    name = "recorded"
-    arguments: Mapping[str, object] = {}
-    recorder: _Recorder | None = None
-
     @_check.arguments("draws", fit=_check.Whole(1) | None)
     def draws(self, fit: int | None = None) -> Snapshots | StoredSnapshots:
         """Wait for all draws and return them.
@@ -78,9 +74,8 @@ class RecordedSampler(optax.GradientTransformationExtraArgs):
                 decreasing; some chains are copies of others; the loop does not pass `params` to
                 `update`, so that changes of the updates are not detected.
         """
-        assert self.recorder is not None
         jax.effects_barrier()
-        return self.recorder.draws(fit)
+        return vars(self.init)["recorder"].draws(fit)
 
 
 @_check.arguments(
@@ -173,11 +168,10 @@ def recorded(
         recorder.hand_over(after, None if params is None else optax.apply_updates(params, updates))
         return updates, after
 
-    made = RecordedSampler(init, cast(optax.TransformUpdateExtraArgsFn, update))
-    # JAX rebuilds named tuples from `init` and `update`; these close over the recorder.
-    made.recorder = recorder
-    made.arguments = given | {"directory": None if directory is None else os.fspath(directory)}
-    return made
+    # JAX and `copy` rebuild named tuples from `init` and `update`.
+    arguments = given | {"directory": None if directory is None else os.fspath(directory)}
+    vars(init).update(recorder=recorder, name="recorded", arguments=arguments)
+    return RecordedSampler(init, cast(optax.TransformUpdateExtraArgsFn, update))
 
 
 def _on_host(function: Callable[..., Tree], depth: int = 0) -> Callable[..., Tree]:

@@ -36,6 +36,7 @@ READ: dict[str, _check.Constraint] = {
 
 
 @_check.arguments(snapshots=_checks.SNAPSHOTS, **READ, curve=_checks.Curve())
+@_check.own_flags()
 def predict(
     apply_fn: Apply,
     snapshots: Iterable[optax.Params],

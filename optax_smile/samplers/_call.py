@@ -15,7 +15,7 @@ from optax_smile._types import Options, StepSize, Tree, Unchecked
 from optax_smile.potential import PerParameter, Potential
 from optax_smile.samplers import _chain, _eager, _leaves
 from optax_smile.samplers._chain import ChainState, Dynamics
-from optax_smile.state import check_format
+from optax_smile.state import check_format, is_ready
 
 Arguments = ParamSpec("Arguments")
 Definition = Callable[Arguments, object]
@@ -64,7 +64,9 @@ def sampler(
             return assemble(where, particular, {**fixed, **_bound(signature, args, kwargs)})
 
         @functools.wraps(define)
-        def make(*args: Arguments.args, **kwargs: Arguments.kwargs) -> _settings.Sampler:
+        def make(
+            *args: Arguments.args, **kwargs: Arguments.kwargs
+        ) -> optax.GradientTransformationExtraArgs:
             dynamics, given = build(*args, **kwargs), _bound(signature, args, kwargs)
             arguments = given | ({"key": dynamics.seed} if "key" in given else {})
             recipe = _eager.Recipe(build, arguments)
@@ -76,7 +78,9 @@ def sampler(
 
             settings = {"name": where, **fixed, **named}
             init = _settings.reporting(_init(dynamics), settings, temperature)
-            return _settings.Sampler(init, _update(dynamics, recipe), where, named)
+            # A plain pair of functions: JAX and `copy` rebuild named tuples from their fields.
+            vars(init).update(name=where, arguments=named)
+            return optax.GradientTransformationExtraArgs(init, _update(dynamics, recipe))
 
         # Users see the type that they get, not that of the definition.
         returned = optax.GradientTransformationExtraArgs
@@ -105,6 +109,7 @@ def posterior_of(where: str, arguments: Options) -> Potential:
 def _init(dynamics: Dynamics) -> optax.TransformInitFn:
     """Make the `init` that a loop calls."""
 
+    @_check.own_flags()
     def init(params: optax.Params) -> Tree:
         return dynamics.init(_leaves.candidates(f"{dynamics.name}.init", params))
 
@@ -115,6 +120,7 @@ def _update(dynamics: Dynamics, recipe: _eager.Recipe) -> Callable:
     """Make the `update` that a loop calls: check its arguments, then run the call."""
     where = f"{dynamics.name}.update"
 
+    @_check.own_flags()
     def update(
         updates: optax.Updates,
         state: Tree,
@@ -132,7 +138,9 @@ def _update(dynamics: Dynamics, recipe: _eager.Recipe) -> Callable:
         check_format(where, "state", state)
         moving, params = _leaves.select(where, updates, params, state.like_params)
         displacement, after = recipe.run(dynamics.update, moving, state, params, value)
-        if _leaves.is_known_true(after.sampled.is_inconsistent):
+        # Without waiting for the device: a flag that is set stays set.
+        is_inconsistent = after.sampled.is_inconsistent
+        if is_ready(is_inconsistent) and bool(np.any(is_inconsistent)):
             _explain(where, state, moving)
         return _leaves.put_back(displacement, updates), after
 

@@ -13,7 +13,7 @@ from optax_smile._types import Options, Tree
 from optax_smile.samplers import _leaves
 from optax_smile.samplers._leaves import SampledState
 from optax_smile.stages import probe, rejection
-from optax_smile.state import STATE_FORMAT, LastUpdate, Stats, no_update, noise_id
+from optax_smile.state import STATE_FORMAT, LastUpdate, Stats, is_concrete, no_update, noise_id
 
 # Rounding of an addition, in units in the last place: a compiler may round a product and its sum
 # together in one program and apart in another.
@@ -148,7 +148,8 @@ class ChainState(NamedTuple):
             given = _tree.leaves_like(own, params) or leaves
             # The loop may change leaves without a gradient.
             given = [jnp.where(moves[i], x, leaves[i]) for i, x in enumerate(given)]
-            if _leaves.is_known_true(self.tracked.differ(given, leaves)):
+            differs = self.tracked.differ(given, leaves)
+            if is_concrete(differs) and bool(differs):
                 _check.fail("last_accepted", "params", FOREIGN, "other parameters")
         self.sampled.require_consistent("last_accepted")
         return draw
@@ -176,7 +177,7 @@ class Call(NamedTuple):
     value: jax.Array | None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Dynamics:
     """A sampler. The families implement `begin` and `move`.
 
@@ -236,7 +237,8 @@ class Dynamics:
         expected = jax.eval_shape(self.init, known)
         if jax.tree.structure(state) != jax.tree.structure(expected):
             is_kind = isinstance(state.dynamics, type(expected.dynamics))
-            got = "one of a sampler with other settings" if is_kind else _check.show(state.dynamics)
+            got = "one of another sampler, or with other settings"
+            got = got if is_kind else _check.show(state.dynamics)
             _check.fail(f"{self.name}.update", "state", state_of(self.name), got)
         moves, is_seen = _leaves.moving(updates, known), params is not None
         before, differs = state, jnp.zeros_like(state.sampled.is_inconsistent)

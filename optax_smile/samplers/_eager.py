@@ -51,6 +51,10 @@ class Recipe:
         except TypeError:
             self.has_program = False
 
+    def __reduce__(self):
+        # The key has identities of this process.
+        return Recipe, (self.build, jax.tree.unflatten(self.structure, self.leaves))
+
     def run(self, update: Callable, *given: Tree) -> Tree:
         """Call `update`, compiled if all of its arguments are concrete."""
         is_eager = self.has_program and not cast(Tree, jax.config).jax_disable_jit

@@ -117,7 +117,7 @@ def inverse(roots: optax.Updates, smallest: float | jax.Array) -> optax.Updates:
     return jax.tree.map(lambda x: jnp.where(seen, 1 / (floor + x), 0).astype(x.dtype), roots)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Langevin(Dynamics):
     """Move by a rule."""
 
@@ -125,9 +125,10 @@ class Langevin(Dynamics):
 
     def begin(self, params: optax.Params) -> LangevinState:
         """Start at rest."""
-        dtype = _tree.dtype(params)
+        dtype, memory = _tree.dtype(params), self.rule.init(params)
         return LangevinState(
-            memory=self.rule.init(params),
+            # The states of two samplers without memory differ in their structure.
+            memory={self.name: None} if memory is None else memory,
             displacement=jax.tree.map(jnp.zeros_like, params),
             step_length=jnp.asarray(self.step_size(jnp.zeros((), jnp.int32)), dtype),
             step_size_factor=jnp.ones((), dtype),

@@ -18,6 +18,7 @@ import optax
 
 from optax_smile import _check, _tree
 from optax_smile._types import Tree, Unchecked
+from optax_smile.state import is_concrete
 
 OF_INIT = "the one given to init"
 
@@ -59,7 +60,7 @@ class SampledState(NamedTuple):
 
     def require_consistent(self, where: str):
         """Raise the error that a call would have raised outside of a compiled program."""
-        if is_known_true(self.is_inconsistent):
+        if is_concrete(self.is_inconsistent) and bool(np.any(self.is_inconsistent)):
             rule = (
                 "a state whose calls of `update` all had gradients for the same leaves, and the"
                 " parameters that it tracks"
@@ -75,12 +76,6 @@ def begin(params: optax.Params) -> SampledState:
         num_parameters=jnp.asarray(min(_tree.size(params), _check.LARGEST_WHOLE), jnp.int32),
         is_inconsistent=jnp.zeros((), bool),
     )
-
-
-def is_known_true(flag: jax.Array) -> bool:
-    """Whether a flag is set; False if only a compiled program knows."""
-    is_known = not isinstance(flag, (jax.core.Tracer, jax.ShapeDtypeStruct))
-    return is_known and getattr(flag, "is_fully_addressable", True) and bool(np.any(flag))
 
 
 def _is_none(leaf: object) -> bool:

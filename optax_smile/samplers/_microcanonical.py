@@ -94,7 +94,7 @@ class MicrocanonicalState(NamedTuple):
         return step_start(self.momentum, params, scale.inverse_of(self.preconditioner), moves)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Microcanonical(Dynamics):
     """Move at constant speed, turned by gradients."""
 
