@@ -30,8 +30,10 @@ def keras_optimizer(sampler: optax.GradientTransformation) -> SamplerOptimizer:
         model.fit(x, y, epochs=100)
         draws = tx.draws()
 
-    The loss must be a mean over examples (`"sum_over_batch_size"`, the default of Keras).
-    Regularizers of layers add to it; the prior of the sampler takes the place of L2 terms.
+    The loss must be a mean over examples (`"sum_over_batch_size"`, the default of Keras). The batch
+    size must divide the number of examples: `fit` ends an epoch with a smaller batch otherwise, and
+    the examples of that batch get a larger weight. The prior of the sampler takes the place of
+    regularizers of layers; a loss that a layer adds is a warning.
 
     Args:
         sampler: sampler, alone or last in an `optax.chain`, or `recorded`.
@@ -39,11 +41,12 @@ def keras_optimizer(sampler: optax.GradientTransformation) -> SamplerOptimizer:
     Returns:
         A `keras.Optimizer` with the property `state`, which `stats` reads, and the method
         `last_accepted()`. A saved model contains it, and continues after loading, if all arguments
-        of the sampler are plain numbers.
+        of the sampler are plain numbers and it writes no files.
 
     Raises:
         ImportError: Keras is missing.
-        ValueError: Keras does not run on JAX.
+        ValueError: Keras does not run on JAX. Later: the policy "mixed_float16", or a callback that
+            sets the learning rate.
     """
     with _check.needed("`optax_smile.interop.keras_optimizer` needs Keras", "keras"):
         module = importlib.import_module("optax_smile.interop._keras")

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import functools
+import operator
+import sys
 import types
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import keras
 import numpy as np
@@ -16,9 +19,11 @@ import optax
 import optax_smile
 from optax_smile import _check, state
 from optax_smile._types import Options
+from optax_smile._warn import warn
 from optax_smile.stages.step_size import Tuner
 
 NAME = "sampler"
+TUNERS = {"angle_tuner", "quantile_tuner"}
 
 
 @keras.saving.register_keras_serializable(package="optax_smile")
@@ -27,6 +32,7 @@ class SamplerOptimizer(keras.Optimizer):
 
     def __init__(self, sampler: optax.GradientTransformation, name: str = NAME):
         super().__init__(learning_rate=1.0, name=name)
+        self._learning_rate.assign = functools.partial(_keep_rate, self._learning_rate)
         # In an object, since Keras would rebuild a tuple that is an attribute.
         self._hidden = types.SimpleNamespace(
             sampler=sampler, update=optax.with_extra_args_support(sampler).update, structure=None
@@ -35,6 +41,9 @@ class SamplerOptimizer(keras.Optimizer):
 
     def build(self, variables: Sequence[keras.Variable]) -> None:
         """Start a chain at the current weights."""
+        if (policy := keras.config.dtype_policy().name) == "mixed_float16":
+            rule, remedy = "float32 or mixed_bfloat16", "Gradients in float16 lose small numbers."
+            _check.fail("keras_optimizer", "dtype_policy", rule, policy, remedy)
         super().build(variables)
         begun = self._hidden.sampler.init([jnp.asarray(x.value) for x in variables])
         state.find(begun, "keras_optimizer", "sampler")
@@ -58,6 +67,21 @@ class SamplerOptimizer(keras.Optimizer):
             variable.assign(value)
         for variable, value in zip(self._of_state, jax.tree.leaves(after), strict=True):
             variable.assign(value)
+
+    def scale_loss(self, loss):
+        """Warn once per compilation if layers add losses; `fit` calls this with the whole loss."""
+        if sys._getframe(1).f_locals.get("losses"):
+            warn(
+                "`keras_optimizer`: layers add losses, by a regularizer or `add_loss`. On weights,"
+                " that is a second prior, times `num_data`. Remove it, and set `prior_precision` or"
+                " `log_prior` of the sampler."
+            )
+        return super().scale_loss(loss)
+
+    # Keras' own setter takes a schedule without assigning it.
+    learning_rate = property(
+        lambda self: self._learning_rate, lambda self, rate: self._learning_rate.assign(rate)
+    )
 
     @property
     def state(self) -> optax.OptState:
@@ -89,10 +113,31 @@ def _copy(leaf: jax.Array, shape: object, dtype: object = None) -> jax.Array:
     return jnp.array(leaf)
 
 
+def _keep_rate(variable: keras.Variable, value: object) -> object:
+    """Refuse another learning rate; Keras itself assigns the old one after a compiled step."""
+    if not isinstance(value, jax.core.Tracer) and value != 1:
+        rule, remedy = "left at 1", "Remove the callback, and set `step_size` of the sampler."
+        _check.fail("keras_optimizer", "learning_rate", rule, _check.show(value), remedy)
+    return type(variable).assign(variable, value)
+
+
+def _named(sampler: Any) -> tuple[str, Mapping[str, object]]:
+    """Return name and arguments of a sampler; of other transformations, none."""
+    return getattr(sampler, "name", ""), getattr(sampler, "arguments", {})
+
+
+def _may_be_built(name: str, arguments: Mapping[str, object]) -> bool:
+    """Whether a saved model may name a function: a sampler or a tuner that writes no files."""
+    if name == "recorded":
+        return arguments.get("directory") is None
+    declared = _check.DECLARED.get(name, ((), ()))[1]
+    return name in TUNERS or {"step_size", "num_data"} <= {*declared}
+
+
 def _written(sampler: object) -> Options | None:
     """Return name and arguments of a sampler in a form for JSON; None if that is impossible."""
-    arguments = getattr(sampler, "arguments", None)
-    if not isinstance(arguments, Mapping):
+    name_of_sampler, arguments = _named(sampler)
+    if not _may_be_built(name_of_sampler, arguments):
         return None
     described: Options = {}
     for name, value in arguments.items():
@@ -100,13 +145,13 @@ def _written(sampler: object) -> Options | None:
             value = {"key": np.asarray(jax.random.key_data(value)).tolist()}
         elif isinstance(value, optax.GradientTransformation):
             value = {"built": _written(value)}
-        elif isinstance(value, Tuner):
+        elif isinstance(value, Tuner) and value.name in TUNERS:
             value = {"built": {"name": value.name, "arguments": vars(value)}}
         is_plain = value is None or isinstance(value, (bool, int, float, str, dict))
         if not is_plain or value == {"built": None}:
             return None
         described[name] = value
-    return {"name": getattr(sampler, "name"), "arguments": described}  # noqa: B009
+    return {"name": name_of_sampler, "arguments": described}
 
 
 def _built(described: Options) -> optax.GradientTransformation:
@@ -119,5 +164,8 @@ def _built(described: Options) -> optax.GradientTransformation:
             return _built(value["built"])
         return jax.random.wrap_key_data(jnp.asarray(value["key"], jnp.uint32))
 
-    arguments = {name: read(value) for name, value in described["arguments"].items()}
-    return getattr(optax_smile, described["name"])(**arguments)
+    name, given = described["name"], described["arguments"]
+    if not _may_be_built(name, given):
+        rule, remedy = "a sampler of optax_smile that writes no files", "Do not trust this file."
+        _check.fail("keras_optimizer", "sampler", rule, _check.show(name), remedy)
+    return operator.attrgetter(name)(optax_smile)(**{x: read(y) for x, y in given.items()})
