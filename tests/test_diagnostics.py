@@ -4,6 +4,7 @@ import functools
 import re
 import sys
 import warnings
+from collections import OrderedDict
 from statistics import NormalDist
 from typing import Any
 
@@ -734,6 +735,35 @@ def test_arviz_reads_a_run():
         converted = diagnostics.to_arviz(Snapshots(params)).posterior
         assert set(converted.data_vars) == names
     assert np.all(converted["a.b"] == 1)
+
+
+def test_arviz_gets_every_variable_under_a_name_of_its_own():
+    """A name of an axis would become an index, and two variables of a name one."""
+
+    def of(*shape):
+        return RNG(0).normal(size=(2, 5, *shape))
+
+    for params, names in (
+        ({"chain": of(3), "draw": of(), "sample": of(2)}, ["chain_", "draw_", "sample_"]),
+        ({"w": of(3), "w_dim_0": of(3), "w_dim_1": of()}, ["w", "w_dim_0_", "w_dim_1"]),
+        ({"w": of(1), "w_dim_0": of(2), "w_dim_0_": of()}, ["w", "w_dim_0_", "w_dim_0__"]),
+        ({"": of(2), "params": of()}, ["params", "params_"]),
+        (OrderedDict({1: of(2), "1": of()}), ["1", "1_"]),
+    ):
+        found = diagnostics.to_arviz(Snapshots(params)).posterior
+        for name, leaf in zip(names, params.values(), strict=True):
+            np.testing.assert_array_equal(found[name].values, leaf)
+        assert set(found.data_vars) == set(names) and set(found.sizes) >= {"chain", "draw"}
+    draws = Snapshots({"w": of()}, trace={"loss": of(), "draw": of()})
+    assert set(diagnostics.to_arviz(draws).sample_stats.data_vars) == {"loss", "draw_"}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn", "int4", "float16", "bool", ">f8"])
+def test_arviz_can_store_every_dtype(dtype, tmp_path):
+    leaf = (np.arange(20).reshape(2, 5, 2) % 7).astype(jnp.dtype(dtype))
+    converted = diagnostics.to_arviz(Snapshots({"w": leaf}))
+    converted.to_netcdf(tmp_path / "draws.nc")
+    np.testing.assert_array_equal(converted.posterior["w"].values, leaf.astype(float))
 
 
 def test_a_prediction_must_be_by_draw_with_targets_of_these_draws():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Literal, NamedTuple
@@ -392,8 +392,9 @@ def to_arviz(snapshots: Snapshots | StoredSnapshots, prediction: Prediction | No
 
     Returns:
         `InferenceData` of ArviZ 0.x, or `DataTree` of ArviZ 1.x. The group `posterior` has a
-        variable per leaf, named by its path (`layer.w`). `sample_stats` has the trace of the draws;
-        `energy_change` is called `energy_error`, as in ArviZ. `log_likelihood` has `target`.
+        variable per leaf, named by its path (`layer.w`), with an underscore appended if that is the
+        name of an axis (`chain_`); bfloat16 becomes float32. `sample_stats` has the trace of the
+        draws; `energy_change` is called `energy_error`, as in ArviZ. `log_likelihood` has `target`.
 
     Raises:
         ValueError: no draws, the iterates of an optimizer, or a subset of draws; a prediction
@@ -411,19 +412,34 @@ def to_arviz(snapshots: Snapshots | StoredSnapshots, prediction: Prediction | No
     arviz = _import_arviz()
     leaves = jax.tree_util.tree_leaves_with_path(snapshots.params)
     # A `DataTree` uses "/" for groups.
-    named = {_tree.name(map(_tree.entry, path), ".") or "params": x for path, x in leaves}
-    groups = {"posterior": named}
+    named = [(_tree.name(map(_tree.entry, path), ".") or "params", x) for path, x in leaves]
+    groups = {"posterior": _variables(named)}
     if stats := _trace.of_draws(snapshots.trace, snapshots.num_draws):
-        groups["sample_stats"] = stats | {"energy_error": stats.pop("energy_change")}
+        renamed = {"energy_change": "energy_error"}
+        groups["sample_stats"] = _variables([(renamed.get(x, x), y) for x, y in stats.items()])
     if prediction is not None:
         axes = snapshots.num_chains, snapshots.num_draws
-        groups["log_likelihood"] = {"target": log_density_of("to_arviz", axes, prediction)}
+        density = log_density_of("to_arviz", axes, prediction)
+        groups["log_likelihood"] = _variables([("target", density)])
     with warnings.catch_warnings():
         # A deep ensemble has one draw per chain.
         warnings.filterwarnings("ignore", "More chains .* than draws")
         if "InferenceData" in vars(arviz):
             return arviz.from_dict(**groups)
         return arviz.from_dict(groups, check_conventions=False)
+
+
+def _variables(named: Sequence[tuple[str, ArrayLike]]) -> dict[str, np.ndarray]:
+    """Make variables of ArviZ whose names differ from each other and from those of all axes."""
+    arrays, names, unique = [np.asarray(x) for _, x in named], [], [name for name, _ in named]
+    while names != unique:
+        names, lengths = unique, [x.ndim - 2 for x in arrays]
+        axes = [f"{n}_dim_{i}" for n, k in zip(names, lengths, strict=True) for i in range(k)]
+        taken = {"chain", "draw", "sample", *axes}
+        unique = [f"{n}_" if n in taken or n in names[:i] else n for i, n in enumerate(names)]
+    # No file format has the numbers of `ml_dtypes`.
+    arrays = [x.astype(np.float32) if x.dtype.isbuiltin == 2 else x for x in arrays]
+    return dict(zip(names, arrays, strict=True))
 
 
 def _import_arviz() -> ModuleType:
