@@ -145,6 +145,71 @@ def test_a_model_that_holds_the_data_gets_indices():
     np.testing.assert_allclose(bridge.loss_fn({"w": w}, {"data": index}), expected, rtol=1e-5)
 
 
+def few_draws(bridge):
+    """Draws that differ, without a run."""
+    params = bridge.init_fn(jax.random.key(0))
+    steps = np.arange(10).reshape(2, 5) / 10
+    return optax_smile.Snapshots(
+        {name: np.add.outer(steps, np.asarray(x)) for name, x in params.items()}
+    )
+
+
+def with_data_and_constants(x):
+    level = sample("level", dist.ImproperUniform(dist.constraints.positive, (), ()))
+    w = sample("w", dist.Normal(0, 1).expand([3]).to_event(1))
+    sample("total", dist.Normal(w.sum(), 0.1), obs=1.0)
+    sample("unused", dist.Normal(0, 1), obs=jnp.ones(2))
+    numpyro.factor("penalty", -jnp.sum(w**2))
+    numpyro.deterministic("one", jnp.ones(3))
+    numpyro.deterministic("of_data", x.mean() + w)
+    numpyro.deterministic("is_large", w.sum() > 100)
+    with numpyro.plate("others", 2):
+        sample("other", dist.Normal(level, 1), obs=jnp.array([0.5, 1.0]))
+        masked: Any = {"obs": jnp.zeros(2), "obs_mask": jnp.array([True, False])}
+        sample("part", dist.Normal(level, 1), **masked)
+    numpyro.deterministic("twice", 2 * level)
+    observe(dist.Normal(x @ w, level), x[:, 0])
+
+
+def test_only_sites_that_depend_on_latent_ones_are_draws():
+    x = RNG.normal(size=(BATCH, 3)).astype(np.float32)
+    bridge = from_numpyro(with_data_and_constants, x, num_data=NUM_DATA)
+    draws = few_draws(bridge)
+    assert draws.params.keys() == {"level", "w", "part_unobserved"}
+    found = bridge.to_arviz(draws).posterior
+    assert set(found.data_vars) == draws.params.keys() | {"is_large", "twice", "part"}
+    level = found["level"].values
+    assert (level > 0).all() and np.allclose(found["twice"].values, 2 * level)
+
+
+SCHOOLS = np.array([[28, 8, -3, 7, -1, 1, 18, 12], [15, 10, 16, 11, 9, 11, 10, 18]], np.float32)
+
+
+def schools(y, error):
+    mean, spread = sample("mean", dist.Normal(0, 5)), sample("spread", dist.HalfCauchy(5))
+    with numpyro.plate("data", 8, subsample_size=len(y)):
+        effect = sample("effect", dist.Normal(mean, spread))
+        sample("y", dist.Normal(effect, error), obs=y)
+
+
+REPARAMETRIZED = numpyro.handlers.reparam(
+    schools, config={"effect": numpyro.infer.reparam.LocScaleReparam(0)}
+)
+
+
+@pytest.mark.parametrize("model", [schools, REPARAMETRIZED], ids=["centred", "non-centred"])
+def test_batches_of_all_examples_may_have_latent_sites_of_their_own(model):
+    data = tuple(SCHOOLS)
+    bridge = from_numpyro(model, data, num_data=8)
+    at = bridge.init_fn(jax.random.key(1))
+    energy = 8 * bridge.loss_fn(at, data) - bridge.log_prior(at)
+    np.testing.assert_allclose(energy, potential_energy(model, data, {}, at), rtol=1e-5)
+    assert bridge.constrain(few_draws(bridge)).params["effect"].shape == (2, 5, 8)
+    for part in (slice(0, 4), slice(0, 1)):
+        with pytest.raises(ValueError, match="Move it outside the plate.*batches of all examples"):
+            bridge.loss_fn(at, rows(data, part))
+
+
 def without_subsample(y):
     observe(dist.Normal(sample("mean", dist.Normal(0, 1)), 1), y, size=len(y))
 

@@ -92,14 +92,22 @@ class NumpyroModel:
 
         Returns:
             Draws whose parameters are a dict from the name of a site to its values,
-            `[chain, draw, ...]`: latent sites, and deterministic sites that do not depend on the
-            examples.
+            `[chain, draw, ...]`: latent sites, and deterministic sites that depend on them but not
+            on the examples. Observed sites and factors are left out.
         """
         example = _example(self)
         if not isinstance(draws.params, Mapping) or draws.params.keys() != example.keys():
             got = sorted(draws.params) if isinstance(draws.params, Mapping) else "another tree"
             _check.fail("NumpyroModel.constrain", "draws", f"{DRAWS}, of {sorted(example)}", got)
         kept = _independent(self, example)
+
+        @jax.vmap
+        def depends(params):
+            # Without `jit`, `vmap` traces only what depends on the parameters.
+            values = _run(self, params, self.batch).values
+            kept[:] = [name for name in kept if isinstance(values[name], jax.core.Tracer)]
+
+        depends(jax.tree.map(lambda x: x[None], example))
 
         @jax.jit
         @jax.vmap
@@ -128,8 +136,9 @@ def from_numpyro(
 ) -> NumpyroModel:
     """Prepare a NumPyro model for mini-batch sampling.
 
-    Observed sites inside the plate over the data form the likelihood; all other sites form the
-    prior. Constrained sites are sampled in NumPyro's unconstrained space.
+    Sites inside the plate over the data form the likelihood; all other sites form the prior.
+    Constrained sites are sampled in NumPyro's unconstrained space. Latent sites inside the plate
+    need batches of all examples, in the same order.
 
     Args:
         model: called as `model(*batch)` for a tuple, `model(**batch)` for a dict, else
@@ -147,9 +156,9 @@ def from_numpyro(
 
     Raises:
         ValueError: no such plate, or one of another size; no observed site in the plate; a latent
-            site that is discrete or inside the plate; a prior that depends on the batch; a model
-            that uses the indices of its plate with a batch without indices; `numpyro.param`, or
-            random numbers in the model.
+            site that is discrete, or inside the plate with a batch of some examples; a prior that
+            depends on the batch; a model that uses the indices of its plate with a batch without
+            indices; `numpyro.param`, or random numbers in the model.
         ImportError: NumPyro is not installed.
 
     Cost: compiling a step of the sampler traces the model twice, for likelihood and prior.
@@ -199,7 +208,7 @@ class _Run:
     """Results of a run of the model.
 
     Log density and value of each site by name, the names of the sites inside the plate over the
-    data, the sum of log |Jacobian|, and the size of the plate.
+    data, the sum of log |Jacobian|, the size of the plate, and its rows in the batch.
     """
 
     log_densities: dict[str, jax.Array]
@@ -207,6 +216,7 @@ class _Run:
     inside: list[str]
     log_jacobian: jax.Array
     size: int
+    rows: int
 
 
 def _run(
@@ -226,6 +236,13 @@ def _run(
                 return size - 1 - counted if turn else counted
             return jnp.asarray(indices)
         if _is_latent(message):
+            if any(frame.size < bridge.num_data for frame in _plates(bridge, message)):
+                rule = f"a model without latent sites in the plate {bridge.plate!r}"
+                remedy = (
+                    "Move it outside the plate and index it with the indices of the plate, or use"
+                    " batches of all examples."
+                )
+                _check.fail(WHERE, "model", rule, f"the site {message['name']!r}", remedy)
             transform = numpyro.distributions.biject_to(message["fn"].support)
             at = params[message["name"]]
             value = transform(at)
@@ -239,14 +256,16 @@ def _run(
     return _Run(
         log_densities,
         {name: site["value"] for name, site in sites.items()},
-        [name for name, site in sites.items() if _is_inside(bridge, site)],
+        [name for name, site in sites.items() if _plates(bridge, site)],
         jnp.asarray(sum(jacobians, start=0.0)),
         trace[bridge.plate]["args"][0],
+        len(trace[bridge.plate]["value"]),
     )
 
 
-def _is_inside(bridge: NumpyroModel, site: Site) -> bool:
-    return any(frame.name == bridge.plate for frame in site["cond_indep_stack"])
+def _plates(bridge: NumpyroModel, site: Site) -> list[Any]:
+    """Return the plate over the data, with the size of the batch, if a site is inside."""
+    return [frame for frame in site["cond_indep_stack"] if frame.name == bridge.plate]
 
 
 def _is_latent(site: Site) -> bool:
@@ -266,24 +285,21 @@ def _example(bridge: NumpyroModel) -> dict[str, jax.Array]:
                 _check.fail(WHERE, "model", rule, got)
 
     seeded = numpyro.handlers.seed(Refuse(bridge.model), jax.random.key(SEED))
-    trace = numpyro.handlers.trace(seeded).get_trace(*arguments, **keywords)
+    # An improper prior has no draws.
+    begun = numpyro.handlers.substitute(seeded, substitute_fn=numpyro.infer.init_to_uniform)
+    trace = numpyro.handlers.trace(begun).get_trace(*arguments, **keywords)
     plates = {name: site for name, site in trace.items() if site["type"] == "plate"}
     if bridge.plate not in plates:
         rule = f"one of the model's plates, {sorted(plates)}"
         _check.fail(WHERE, "plate", rule, bridge.plate)
     _check_plate(bridge, plates[bridge.plate]["args"][0])
     for name, site in trace.items():
-        if _is_latent(site):
-            if _is_inside(bridge, site):
-                rule = f"a model without latent sites in the plate {bridge.plate!r}"
-                remedy = "Integrate it out: a batch would update only the entries of its examples."
-                _check.fail(WHERE, "model", rule, f"the site {name!r}", remedy)
-            if site["fn"].support.is_discrete:
-                rule = "a model without discrete latent sites"
-                remedy = "Sum over its values, for example with `dist.MixtureSameFamily`."
-                _check.fail(WHERE, "model", rule, f"the site {name!r}", remedy)
+        if _is_latent(site) and site["fn"].support.is_discrete:
+            rule = "a model without discrete latent sites"
+            remedy = "Sum over its values, for example with `dist.MixtureSameFamily`."
+            _check.fail(WHERE, "model", rule, f"the site {name!r}", remedy)
     samples = [site for site in trace.values() if site["type"] == "sample"]
-    if not any(site["is_observed"] and _is_inside(bridge, site) for site in samples):
+    if not any(site["is_observed"] and _plates(bridge, site) for site in samples):
         rule = f"a model with an observed site in the plate {bridge.plate!r}"
         _check.fail(WHERE, "model", rule, "none")
     return {
@@ -330,13 +346,13 @@ def _close(a: jax.typing.ArrayLike, b: jax.typing.ArrayLike) -> bool:
 
 
 def _independent(bridge: NumpyroModel, params: Mapping[str, jax.Array]) -> list[str]:
-    """List the sites outside the plate whose density and value do not depend on the batch."""
+    """List the sites whose density and value do not depend on the batch or its size."""
     run, other = (_run(bridge, params, x) for x in (bridge.batch, _other(bridge.batch)))
     densities = [x.log_densities for x in (run, other)]
     return [
         name
         for name, value in run.values.items()
-        if name not in run.inside
+        if (name not in run.inside or run.rows == run.size)
         and _close(*(x.get(name, 0.0) for x in densities))
         and _close(value, other.values[name])
     ]
