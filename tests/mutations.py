@@ -406,11 +406,11 @@ DEFECTS = r"""
 + return (low + high) / 2
 # interop/estimators.py | test_estimators.py
 = estimator: means without the target's | units
-- mean=average.mean + self.center_
-+ mean=average.mean
+- "mean": found.mean * self.width_ + self.center_
++ "mean": found.mean * self.width_
 = estimator: noise in units of another | units
-- params["log_std"] + np.log(self.width_)
-+ params["log_std"]
+- np.sqrt(found.total) * self.width_
++ np.sqrt(found.total)
 # plots/predictions.py | test_plots.py
 = axes of the reliability diagram swapped | reliability
 - ax.plot(confidence, accuracy, **style

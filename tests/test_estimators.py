@@ -61,12 +61,32 @@ def test_labels_and_probabilities(classifier):
     of_label = probabilities[np.arange(60), (LABELS == "yes").astype(int)]
     found = classifier.prediction(X, LABELS)
     np.testing.assert_allclose(found.log_density, np.log(of_label), rtol=1e-5)
-    with pytest.raises(ValueError, match="unseen labels"):
-        classifier.prediction(X, np.where(LABELS == "yes", "maybe", "no"))
     # Chains begin at the members and leave them.
     members, draws = classifier.members_["network"], classifier.draws_.params["network"]
     assert draws[0][0].shape == (2, 4, 2, 4) and members[0][0].shape == (2, 2, 4)
     assert np.all(np.any(draws[0][0][:, -1] != np.asarray(members[0][0]), axis=(1, 2)))
+
+
+def test_labels_are_known_by_equality(classifier):
+    """Not after a cast to the type of the classes, which cuts text and rounds numbers."""
+    numbers = short_classifier().fit(X, (LABELS == "yes").astype(int))
+    truths = short_classifier().fit(X, LABELS == "yes")
+    for fitted, first, unknown in (
+        (classifier, "yes", ["yesterday", "Yes", None, 1]),
+        (numbers, 1, [0.7, 5, -1, 2**40, np.nan, "1"]),
+        (truths, True, [2, 0.5, "True"]),
+    ):
+        for other in unknown:
+            labels = np.array([first, other], object)
+            for each in (labels, [first, other]):
+                with pytest.raises(ValueError, match=r"`prediction\(y=...\)` must be labels of"):
+                    fitted.prediction(X[:2], each)
+    same = [["no", "yes"], np.array([["no"], ["yes"]])], [[0.0, 1.0], [False, True]], [[0, 1]]
+    for fitted, written in zip((classifier, numbers, truths), same, strict=True):
+        expected = fitted.prediction(X[:2], fitted.classes_).log_density
+        for labels in written:
+            found = fitted.prediction(X[:2], np.ravel(labels)).log_density
+            np.testing.assert_array_equal(found, expected)
 
 
 @pytest.mark.slow
@@ -89,6 +109,33 @@ def test_units_of_features_and_target_do_not_matter():
     np.testing.assert_allclose(moved.predict(x), 0.01 * found.mean + 5, rtol=0, atol=1e-4)
     np.testing.assert_allclose(moved.predict_std(x), 0.01 * np.sqrt(found.total), rtol=1e-2)
     np.testing.assert_allclose(other.log_density, found.log_density - np.log(0.01), atol=0.02)
+
+
+def test_units_may_be_far_beyond_float32():
+    expected = short_regressor().fit(X, TARGETS)
+    mean, std = expected.predict(X, return_std=True)
+    np.testing.assert_array_equal(std, expected.predict_std(X))
+    np.testing.assert_array_equal(mean, expected.predict(X))
+    density = expected.prediction(X, TARGETS).log_density
+    for unit, of_features in ((1e-25, 1e25), (1e200, 1e-310), (1e-40, 1e200)):
+        x, y = of_features * X, unit * TARGETS
+        fitted = short_regressor().fit(x, y)
+        found, spread = fitted.predict(x, return_std=True)
+        np.testing.assert_allclose(found / unit, mean, rtol=1e-3, atol=1e-3)
+        np.testing.assert_allclose(spread / unit, std, rtol=1e-3)
+        found = fitted.prediction(x, y).log_density + np.log(unit)
+        np.testing.assert_allclose(found, density, atol=1e-3)
+
+
+def test_constant_features_and_targets_have_no_unit():
+    for unit in (1e-30, 1.0, 1e30):
+        constant = np.full((60, 2), 3.3 * unit)
+        fitted = short_regressor().fit(constant, constant[:, 0])
+        mean, std = (x / unit for x in fitted.predict(constant, return_std=True))
+        assert np.isfinite(mean).all() and (std > 0).all()
+        if unit < 1:
+            expected = mean, std
+        np.testing.assert_allclose((mean, std), expected, rtol=1e-3)
 
 
 @pytest.mark.slow

@@ -121,11 +121,6 @@ def _keep_rate(variable: keras.Variable, value: object) -> object:
     return type(variable).assign(variable, value)
 
 
-def _named(sampler: Any) -> tuple[str, Mapping[str, object]]:
-    """Return name and arguments of a sampler; of other transformations, none."""
-    return getattr(sampler, "name", ""), getattr(sampler, "arguments", {})
-
-
 def _may_be_built(name: str, arguments: Mapping[str, object]) -> bool:
     """Whether a saved model may name a function: a sampler or a tuner that writes no files."""
     if name == "recorded":
@@ -136,7 +131,8 @@ def _may_be_built(name: str, arguments: Mapping[str, object]) -> bool:
 
 def _written(sampler: object) -> Options | None:
     """Return name and arguments of a sampler in a form for JSON; None if that is impossible."""
-    name_of_sampler, arguments = _named(sampler)
+    # What a sampler says of itself; other transformations say nothing.
+    name_of_sampler, arguments = getattr(sampler, "name", ""), getattr(sampler, "arguments", {})
     if not _may_be_built(name_of_sampler, arguments):
         return None
     described: Options = {}

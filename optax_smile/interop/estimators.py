@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ import numpy as np
 import optax
 from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
 from sklearn.model_selection import train_test_split
-from sklearn.preprocessing import LabelEncoder, StandardScaler
+from sklearn.preprocessing import StandardScaler
 from sklearn.utils import check_random_state, multiclass, validation
 
 from optax_smile import _check
@@ -51,6 +51,19 @@ def _apply(layers: Sequence[tuple[jax.Array, jax.Array]], x: jax.Array) -> jax.A
     return x @ layers[-1][0] + layers[-1][1]
 
 
+def _scaler(columns: np.ndarray) -> Any:
+    """Fit in float64; powers of two keep the squares of tiny and huge numbers finite."""
+    largest = np.abs(columns).max(axis=0)
+    exponents = np.frexp(largest)[1]
+    scaler: Any = StandardScaler().fit(np.ldexp(columns, -exponents))
+    mean, scale = (np.ldexp(x, exponents) for x in (scaler.mean_, scaler.scale_))
+    # Numbers below 1 have a deviation of 1 only if they are constant.
+    is_constant = (scaler.scale_ == 1) & (largest > 0)
+    scaler.mean_ = np.where(is_constant, columns[0], mean)
+    scaler.scale_ = np.where(is_constant, largest, scale)
+    return scaler
+
+
 @dataclasses.dataclass(eq=False, repr=False, kw_only=True)
 class _Bayesian(BaseEstimator):
     init: Callable[..., optax.Params] | None = None
@@ -65,27 +78,25 @@ class _Bayesian(BaseEstimator):
     thin: int = 40
     random_state: int | np.random.RandomState | None = None
     _likelihood: ClassVar[Name] = "categorical"
-    center_ = np.float64(0)  # Without annotation, so no field.
+    _code: ClassVar[Callable[..., np.ndarray]]
 
     def prediction(self, X: Batch, y: Batch = None) -> Prediction:
         """Average over the draws: a `Prediction`, with log densities if `y` is given."""
         validation.check_is_fitted(self)
         X = validation.validate_data(self, X, reset=False)
-        x = np.asarray(self.scaler_.transform(X), np.float32)
-        y = y if y is None else self._code(y)
-        average = predict(self._outputs, self.draws_, x, likelihood=self._likelihood, targets=y)
-        return average._replace(mean=average.mean + self.center_)
-
-    def _code(self, y: Batch) -> np.ndarray:
-        return (np.asarray(y) - self.center_).astype(np.float32)
+        x = np.asarray(self.scaler_.transform(np.asarray(X, float)), np.float32)
+        y = y if y is None else self._code("prediction", y)
+        found = predict(self._outputs, self.draws_, x, likelihood=self._likelihood, targets=y)
+        return found._replace(mean=np.asarray(found.mean, float))
 
     def _outputs(self, params: Tree, x: jax.Array) -> Output:
         return self.apply(params["network"], x)
 
     def _fit(self, x: np.ndarray, y: np.ndarray, num_outputs: int, **others: jax.Array):
         _check.Function("(num_data=, prior_precision=, key=)")("fit", "sampler", self.sampler)
-        self.scaler_ = StandardScaler().fit(x)
-        data = np.asarray(self.scaler_.transform(x), np.float32), self._code(y)
+        x = np.asarray(x, float)
+        self.scaler_ = _scaler(x)
+        data = np.asarray(self.scaler_.transform(x), np.float32), self._code("fit", y)
         seed = int(check_random_state(self.random_state).randint(2**31 - 1))
         split = train_test_split(*data, test_size=HELD_OUT, random_state=seed)
         x, held_x, y, held_y = map(np.asarray, split)
@@ -149,8 +160,13 @@ class BayesianClassifier(ClassifierMixin, _Bayesian):
         most = self.predict_proba(X).argmax(axis=1)
         return self.classes_[most]
 
-    def _code(self, y: Batch) -> np.ndarray:
-        return LabelEncoder().fit(self.classes_).transform(y)
+    def _code(self, where: str, y: Batch) -> np.ndarray:
+        # By equality: NumPy would cut "catfish" to the length of "cat", and round 0.7.
+        codes = {label: code for code, label in enumerate(self.classes_.tolist())}
+        labels = validation.column_or_1d(y, warn=True).tolist()
+        if unknown := [label for label in labels if label not in codes]:
+            _check.fail(where, "y", f"labels of {_check.cut([*codes])}", repr(unknown[0]))
+        return np.array([codes[label] for label in labels])
 
 
 class BayesianRegressor(RegressorMixin, _Bayesian):
@@ -165,17 +181,35 @@ class BayesianRegressor(RegressorMixin, _Bayesian):
     def fit(self, X: Batch, y: Batch):
         """Train and sample with features `X` `[input, feature]` and targets `y` `[input]`."""
         X, y = validation.validate_data(self, X, y, ensure_min_samples=2, y_numeric=True)
-        self.center_, self.width_ = np.mean(y, dtype=float), float(np.std(y)) or 1.0
+        scaler = _scaler(_check.host("fit", "y", y).astype(float)[:, None])
+        self.center_, self.width_ = scaler.mean_[0], scaler.scale_[0]
         return self._fit(X, y, 1, log_std=jnp.zeros(()))
 
-    def predict(self, X: Batch) -> np.ndarray:
-        """Predict the mean, `[input]`."""
-        return self.prediction(X).mean
+    def prediction(self, X: Batch, y: Batch = None) -> Prediction:
+        """Average over the draws: a `Prediction`, with log densities if `y` is given."""
+        found = super().prediction(X, y)
+        density = None if y is None else found.log_density - np.log(self.width_)
+        changed: Options = {"mean": found.mean * self.width_ + self.center_, "log_density": density}
+        with np.errstate(over="ignore"):
+            for name in ("total", "aleatoric", "epistemic"):
+                changed[name] = getattr(found, name) * self.width_ * self.width_
+        return found._replace(**changed)
+
+    def predict(
+        self, X: Batch, return_std: bool = False
+    ) -> np.ndarray | tuple[np.ndarray, np.ndarray]:
+        """Predict the mean, `[input]`, and with `return_std` a pair of it and `predict_std`."""
+        found = super().prediction(X)
+        mean = found.mean * self.width_ + self.center_
+        return (mean, np.sqrt(found.total) * self.width_) if return_std else mean
 
     def predict_std(self, X: Batch) -> np.ndarray:
         """Predict the standard deviation, noise and model uncertainty combined, `[input]`."""
-        return np.sqrt(self.prediction(X).total)
+        return self.predict(X, return_std=True)[1]
+
+    def _code(self, where: str, y: Batch) -> np.ndarray:
+        y = _check.host(where, "y", y).astype(float)
+        return ((y - self.center_) / self.width_).astype(np.float32)
 
     def _outputs(self, params: Tree, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        mean = self.width_ * self.apply(params["network"], x).reshape(len(x))
-        return mean, params["log_std"] + np.log(self.width_)
+        return self.apply(params["network"], x).reshape(len(x)), params["log_std"]
