@@ -341,6 +341,50 @@ def name(path: Iterable[Iterable[str | int]], separator: str = "/") -> str:
     return separator.join(str(entry).translate(str.maketrans(codes)) for _, entry in path)
 
 
+def as_numeric(where: str, argument: str, tree: Tree, *, copy: bool = False) -> Tree:
+    """Convert the leaves of a user's tree to arrays of numbers in the byte order of the machine.
+
+    Converts what `np.asarray` can, such as data frames and tensors. Scalars of Python and arrays of
+    JAX stay as they are.
+
+    Args:
+        where: function that the user called, for errors.
+        argument: its argument.
+        tree: the leaves.
+        copy: whether arrays on the host are copied, so that their owner may write into them.
+    """
+    leaves, structure = jax.tree.flatten(tree)
+    arrays = []
+    for number, leaf in enumerate(leaves):
+        array, got = _as_numeric(leaf, copy)
+        if got:
+            path, _ = jax.tree_util.tree_leaves_with_path(tree)[number]
+            at = jax.tree_util.keystr(path)
+            got = f"{got} at {at}" if at else got
+            _check.fail(where, argument, "a tree of arrays of numbers", got)
+        arrays.append(array)
+    return jax.tree.unflatten(structure, arrays)
+
+
+def _as_numeric(leaf: Tree, copy: bool) -> tuple[Tree, str]:
+    """Convert a leaf, and say what it is if that is impossible; "" if it is converted."""
+    if isinstance(leaf, (jax.Array, bool, int, float, complex)):
+        return leaf, ""
+    if np.ma.is_masked(leaf):
+        return leaf, "a masked array"
+    try:
+        array = np.array(leaf) if copy else np.asarray(leaf)
+    except Exception as error:
+        # A tensor on another device, or one that needs gradients, says what to do.
+        reason = (str(error).strip().splitlines() or [""])[0].rstrip(".")
+        return leaf, f"{_check.show(leaf)} ({type(error).__name__}: {reason})"
+    # Neither objects, text nor dates; nor numbers that JAX does not have.
+    if not np.can_cast(array.dtype, complex):
+        is_array = isinstance(leaf, np.ndarray)
+        return leaf, _check.show(leaf) + f" of dtype {array.dtype}" * (not is_array)
+    return array.astype(array.dtype.newbyteorder("="), copy=False), ""
+
+
 def local_blocks(tree: Tree) -> Iterator[tuple[int, int, list[np.ndarray]]]:
     """Copy the chains that this process holds to the host, each from one of its devices.
 
