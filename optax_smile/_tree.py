@@ -342,47 +342,27 @@ def name(path: Iterable[Iterable[str | int]], separator: str = "/") -> str:
 
 
 def as_numeric(where: str, argument: str, tree: Tree, *, copy: bool = False) -> Tree:
-    """Convert the leaves of a user's tree to arrays of numbers in the byte order of the machine.
+    """Convert what `np.asarray` can to arrays of numbers in the byte order of the machine.
 
-    Converts what `np.asarray` can, such as data frames and tensors. Scalars of Python and arrays of
-    JAX stay as they are.
-
-    Args:
-        where: function that the user called, for errors.
-        argument: its argument.
-        tree: the leaves.
-        copy: whether arrays on the host are copied, so that their owner may write into them.
+    Scalars of Python and arrays of JAX stay as they are. A copy lets a loader reuse its memory.
     """
-    leaves, structure = jax.tree.flatten(tree)
-    arrays = []
-    for number, leaf in enumerate(leaves):
-        array, got = _as_numeric(leaf, copy)
-        if got:
-            path, _ = jax.tree_util.tree_leaves_with_path(tree)[number]
-            at = jax.tree_util.keystr(path)
-            got = f"{got} at {at}" if at else got
-            _check.fail(where, argument, "a tree of arrays of numbers", got)
-        arrays.append(array)
-    return jax.tree.unflatten(structure, arrays)
 
+    def convert(leaf: Tree) -> Tree:
+        if isinstance(leaf, (jax.Array, bool, int, float, complex)):
+            return leaf
+        got = "an array" if isinstance(leaf, np.ndarray) else _check.show(leaf)
+        try:
+            array = np.array(leaf) if copy else np.asarray(leaf)
+        except Exception as error:
+            # Such as a tensor that requires gradients.
+            got = f"{got} ({type(error).__name__}: {_check.cut(error)})"
+        else:
+            if np.can_cast(array.dtype, complex) and not np.ma.is_masked(leaf):
+                return array.astype(array.dtype.newbyteorder("="), copy=False)
+            got += " with masked entries" if np.ma.is_masked(leaf) else f" of dtype {array.dtype}"
+        _check.fail(where, argument, "a tree of arrays of numbers", got)
 
-def _as_numeric(leaf: Tree, copy: bool) -> tuple[Tree, str]:
-    """Convert a leaf, and say what it is if that is impossible; "" if it is converted."""
-    if isinstance(leaf, (jax.Array, bool, int, float, complex)):
-        return leaf, ""
-    if np.ma.is_masked(leaf):
-        return leaf, "a masked array"
-    try:
-        array = np.array(leaf) if copy else np.asarray(leaf)
-    except Exception as error:
-        # A tensor on another device, or one that needs gradients, says what to do.
-        reason = (str(error).strip().splitlines() or [""])[0].rstrip(".")
-        return leaf, f"{_check.show(leaf)} ({type(error).__name__}: {reason})"
-    # Neither objects, text nor dates; nor numbers that JAX does not have.
-    if not np.can_cast(array.dtype, complex):
-        is_array = isinstance(leaf, np.ndarray)
-        return leaf, _check.show(leaf) + f" of dtype {array.dtype}" * (not is_array)
-    return array.astype(array.dtype.newbyteorder("="), copy=False), ""
+    return jax.tree.map(convert, tree)
 
 
 def local_blocks(tree: Tree) -> Iterator[tuple[int, int, list[np.ndarray]]]:

@@ -7,7 +7,9 @@ of the paper, which has no absolute bounds.
     >>> import optax_smile
     >>> sampler = optax_smile.published.psmile(1e-3, num_data=50_000)
 
-Compute both gradients of a step on the same batch: `sample(..., batch_per="step")`.
+Compute both gradients of a step on the same batch: `sample(..., batch_per="step")`. In a loop of
+your own with a batch for each, shuffle each pass, or have an odd number of batches: otherwise each
+batch always gets the same of two unequal weights.
 
 Source: Sommer et al., Stochastic microcanonical Langevin ensembles, ICML 2026, section 3 and
 appendix. Differences from the paper: the sign of e and the treatment of rejected points, see

@@ -25,6 +25,26 @@ def regression(count: int = 7, size: int = 20) -> list[Any]:
     return list(zip(x, y, strict=True))
 
 
+def aligned(*shape: int) -> np.ndarray:
+    """Memory that JAX uses without a copy."""
+    memory = np.zeros(np.prod(shape) + 16, np.float32)
+    return memory[-memory.ctypes.data // 4 % 16 :][: np.prod(shape)].reshape(shape)
+
+
+class Reused:
+    """Batches that can be read again, all in the same memory, which is spoilt after each pass."""
+
+    def __init__(self, batches, memory: Any = None):
+        self.batches = batches
+        self.memory = jax.tree.map(np.array, batches[0]) if memory is None else memory
+
+    def __iter__(self):
+        for batch in [*self.batches, jax.tree.map(lambda x: x * np.nan, self.batches[0])]:
+            jax.tree.map(np.copyto, self.memory, batch)
+            if not np.isnan(jax.tree.leaves(batch)[0]).any():
+                yield self.memory
+
+
 def own_batches(count: int = 7) -> list[Any]:
     """A batch for each chain, along a leading axis."""
     x, y = (np.stack(part) for part in zip(*regression(count * CHAINS), strict=True))

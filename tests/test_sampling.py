@@ -1,6 +1,7 @@
 """What `sample` draws, traces and hands to a loss."""
 
 import functools
+from signal import SIGTERM
 from typing import Any
 
 import jax
@@ -10,7 +11,17 @@ import optax
 import pytest
 import runs
 from paper import PAPER
-from runs import CHAINS, mean_loss, noisy, own_batches, quiet, regression, run, start
+from runs import (
+    CHAINS,
+    Reused,
+    mean_loss,
+    noisy,
+    own_batches,
+    quiet,
+    regression,
+    run,
+    start,
+)
 
 import optax_smile
 from optax_smile import _settings
@@ -242,3 +253,187 @@ def test_a_single_chain_has_the_noise_of_the_key():
     params = {"w": jnp.ones((1, 3))}
     states = [optax_smile.parallel.init(tx, params, key=key) for key in (None, 1, 2)]
     assert len({str(optax.tree.get(state, "key")) for state in states}) == 3
+
+
+class TestTwoGradients:
+    """Of a step have different weights: each batch needs both."""
+
+    def order(self, batches, *, num_steps=12, **given) -> list[int]:
+        """Numbers of the batches in the order in which the loss gets them."""
+
+        def loss(params, batch, *, aux):
+            return jnp.sum((params["w"] - batch) ** 2), jnp.roll(aux, -1).at[-1].set(batch[0])
+
+        aux, params = jnp.full((2, 2 * num_steps), -1.0), {"w": jnp.eye(2)}
+        given = {"check": False, "sampler": quiet(integrator="minimal_norm")} | given
+        given |= {"params": params, "aux": aux, "num_warmup": 0, "num_draws": num_steps, "thin": 1}
+        seen = run(loss=loss, batches=batches, **given).params["aux"][0, -1].astype(int)
+        return seen[seen >= 0].tolist()
+
+    def test_every_second_pass_of_an_even_number_of_batches_is_rotated(self):
+        four, five = ([np.full(1, x, np.float32) for x in range(n)] for n in (4, 5))
+        rotated = [0, 1, 2, 3, 1, 2, 3, 0]
+        for batches in (four, Reused(four)):
+            assert self.order(batches) == 3 * rotated
+        assert self.order(four[:2], num_steps=4) == [0, 1, 1, 0] * 2
+        for batches in (five, Reused(five)):
+            assert self.order(batches) == (5 * list(range(5)))[:24]
+        assert self.order(four, sampler=quiet()) == 3 * [0, 1, 2, 3]
+        shared = np.repeat(3 * [0, 1, 2, 3], 2).tolist()
+        assert self.order(four, batch_per="step") == shared
+        # Longer and shorter passes, and one of a single batch.
+        lengths = iter([2, 1, 2, 4, 4, 3, 4])
+        varying = type("Varying", (), {"__iter__": lambda _: iter(four[: next(lengths)])})
+        seen = [0, 1, 0, 0, 1, 1, 2, 3, 0, 0, 1, 2, 3, 1, 2, 0, 0, 1, 2, 3]
+        assert self.order(varying(), num_steps=10) == seen
+
+    @pytest.mark.parametrize("kind", [list, Reused])
+    def test_a_run_is_resumed_in_a_rotated_pass(self, tmp_path, kind):
+        four = [np.full(1, x, np.float32) for x in range(4)]
+        stop = {"callback": runs.at(7, runs.crash), "checkpoint_minutes": 0}
+        with pytest.raises(runs.Crash):
+            self.order(kind(four), directory=tmp_path, **stop)
+        # The newest checkpoint is that of step 6: one batch of the second pass is still to come.
+        assert self.order(kind(four), directory=tmp_path) == 3 * [0, 1, 2, 3, 1, 2, 3, 0]
+
+    @pytest.mark.parametrize(
+        "sampler, number", [(optax_smile.smile, 2), (optax_smile.psmile, 4)], ids=["two", "four"]
+    )
+    def test_the_posterior_mean_is_right(self, sampler, number):
+        """With always the same weights it is 1.3 standard deviations away."""
+        generator = np.random.default_rng(0)
+        x = generator.normal(size=(10, 3)).astype(np.float32)
+        noise = 3 * generator.normal(size=(number // 2, 10)).astype(np.float32)
+        batches = [(x, x.sum(1) + sign * one) for one in noise for sign in (1, -1)]
+        precision = number * x.T @ x + np.eye(3)
+        mean = np.linalg.solve(precision, number * x.T @ x.sum(1))
+        deviation = np.sqrt(np.diag(np.linalg.inv(precision)))
+        start = mean + deviation * generator.normal(size=(64, 3))
+        draws = run(
+            loss=lambda params, batch: jnp.mean((batch[0] @ params["w"] - batch[1]) ** 2) / 2,
+            params={"w": jnp.asarray(start, jnp.float32)},
+            sampler=sampler(num_data=10 * number, integrator="minimal_norm", key=0),
+            batches=batches,
+            **{"num_warmup": 200, "num_draws": 100, "thin": 3},
+        )
+        means = draws.params["w"].mean(axis=1)
+        error = means.std(axis=0, ddof=1) / len(means) ** 0.5
+        assert (error < 0.3 * deviation).all()
+        # Less than one false alarm in 4,000 tests.
+        assert (np.abs(means.mean(axis=0) - mean) < 4 * error).all()
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"steps_per_dispatch": 3},
+        {"sampler": quiet(integrator="minimal_norm")},
+        {"batches": regression(3, 20_000), "sampler": quiet(num_data=60_000)},
+    ],
+    ids=["dispatch", "two gradients", "large"],
+)
+def test_a_loader_may_use_its_memory_again(given):
+    given = {"batches": regression()} | given
+    memory = tuple(runs.aligned(*part.shape) for part in given["batches"][0])
+    again = run(**given | {"batches": Reused(given["batches"], memory)})
+    runs.assert_same_bits(again, run(**given))
+
+
+@pytest.mark.parametrize("stores", [False, True])
+def test_a_callback_may_change_its_statistics(tmp_path, stores):
+    def change(step, stats):
+        stats["step"] = step
+        stats["loss"] *= 0
+        del stats["accepted"]
+
+    changed, whole = (
+        run(tmp_path / name if stores else None, callback=callback)
+        for name, callback in (("changed", change), ("whole", None))
+    )
+    runs.assert_same_bits(changed, whole)
+
+
+def test_what_is_observed_may_be_donated_later(tmp_path):
+    """The draws of a run in a directory wait for the thread that writes them."""
+    add = jax.jit(lambda total, draw: total + draw["w"][:, :1], donate_argnums=0)
+    total = jnp.zeros((CHAINS, 2**20))
+
+    def observe(draw):
+        nonlocal total
+        total = add(total, draw)
+        return total
+
+    seen = run(tmp_path, observe=observe, **EVERY).params
+    expected = np.cumsum(run(**EVERY).params["w"][..., 0], axis=1)
+    np.testing.assert_allclose(seen[..., -1], expected, rtol=1e-6)
+
+
+def test_accumulated_gradients_count_as_one_step(tmp_path):
+    """Inside `MultiSteps` the sampler moves as with the mean loss of several batches."""
+    small, given = regression(8, 5), {"num_warmup": 3, "num_draws": 5, "thin": 2}
+    pairs = zip(small[::2], small[1::2], strict=True)
+    large = [jax.tree.map(lambda *x: np.concatenate(x), *pair) for pair in pairs]
+    expected = run(batches=large, **given)
+    given |= {"sampler": optax.MultiSteps(noisy(), 2), "batches": small}
+    got = run(**given)
+    np.testing.assert_array_equal(got.trace["num_gradients"], expected.trace["num_gradients"])
+    np.testing.assert_allclose(got.params["w"], expected.params["w"], atol=1e-5)
+    runs.run_early(2, tmp_path, **given, callback=runs.at(7, runs.send(SIGTERM)))
+    resumed = run(tmp_path, **given, steps_per_dispatch=2)
+    np.testing.assert_allclose(resumed.params["w"], got.params["w"], atol=1e-6)
+    two = optax.MultiSteps(quiet(integrator="minimal_norm"), 2)
+    with pytest.raises(ValueError, match=r"sampler=...\)` must be one with `integrator=\"leapf"):
+        run(sampler=two)
+
+
+def test_one_batch_and_networks_that_are_not_stacked_are_told_apart():
+    (x, y), given = regression()[0], {"check": False, "sampler": quiet()}
+    pair = r"Put the arrays of a single batch in a tuple: `\[\(x, y\)\]`\."
+    with pytest.raises(ValueError, match=rf"`sample\(loss_fn=...\).*{pair}"):
+        run(batches=[x, y], **given)
+    with (
+        pytest.warns(UserWarning, match=f"^`sample`: each array of the list `batches` is .*{pair}"),
+        pytest.raises(ValueError, match=pair),
+    ):
+        run(batches=[x, y], sampler=quiet())
+    with pytest.raises(ValueError, match=rf"`warmstart\(loss_fn=...\).*{pair}"):
+        optax_smile.warmstart(
+            mean_loss,
+            lambda key: {"w": jnp.ones(2), "b": 0.0},
+            [x, y],
+            optax.sgd(0.1),
+            num_members=1,
+            key=0,
+            progress=False,
+        )
+    one = {"w": jnp.ones((2, 4)), "b": jnp.zeros(4)}
+    for params, advice in (
+        (one, r"For one network, use `chains_from_weights\(\[params\]"),
+        ([one, one, one], r"If these are 3 networks, use `chains_from_weights\(params\)`\."),
+        ((one["w"], one["b"]), "For one network"),
+    ):
+        with pytest.raises(ValueError, match=rf"`sample\(params=...\)` must .*{advice}"):
+            run(params=params, sampler=quiet())
+
+
+def test_no_key_is_used_twice():
+    def loss(params, batch, *, key):
+        x, y = batch
+        return mean_loss(params, (x + jax.random.normal(key, x.shape), y))
+
+    def init(key):
+        return {"w": jax.random.normal(key, (2,)), "b": jnp.zeros(())}
+
+    given: Any = {"num_members": 3, "num_epochs": 2, "progress": False, "stochastic": True}
+    with jax.debug_key_reuse(True):
+        run(loss=loss, key=jax.random.key(0), stochastic=True)
+        optax_smile.warmstart(
+            loss,
+            init,
+            regression(),
+            optax.adam(0.1),
+            key=jax.random.key(0),
+            validation=regression()[0],
+            **given,
+        )
+        optax_smile.chains_from_weights([init(jax.random.key(0))], num_chains=3, key=0)

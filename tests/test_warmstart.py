@@ -1,6 +1,7 @@
 """A deep ensemble: best weights, resuming, and chains from weights that are trained already."""
 
 import os
+import re
 import shutil
 from functools import partial
 from signal import SIGINT, SIGTERM, getsignal
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import runs
 from runs import Crash, crash, send
 
 import optax_smile
@@ -49,6 +51,53 @@ def test_members_start_apart_and_converge():
     sgld = optax_smile.sgld(0.01, num_data=10, key=0)
     noisy = train([TARGET], init=lambda key: {"w": jnp.zeros(2)}, optimizer=sgld, num_epochs=2)
     assert len(np.unique(noisy["w"], axis=0)) == 3
+
+
+def test_members_and_an_optimizer_with_noise_share_no_key():
+    def halves(words) -> dict[str, jax.Array]:
+        """Of the words of keys, which float32 holds."""
+        return {"w": jnp.stack([words >> 16, words & 0xFFFF], axis=-1).astype(jnp.float32)}
+
+    def init(key):
+        return halves(jax.random.key_data(jax.random.split(key, 3)))
+
+    def begin(_):
+        return {"key": jax.random.key_data(jax.random.key(0))}
+
+    def update(_, state, params):
+        return jax.tree.map(jnp.subtract, halves(jnp.tile(state["key"], (3, 1))), params), state
+
+    given = {"loss": lambda *_: 0.0, "init": init, "num_epochs": 1}
+    of_members = train([TARGET], optimizer=optax.set_to_zero(), **given)["w"].reshape(9, 4)
+    noise = optax.GradientTransformation(begin, update)
+    of_noise = train([TARGET], optimizer=noise, **given)["w"][:, 0].reshape(3, 4)
+    assert len(np.unique(np.concatenate([of_members, of_noise]), axis=0)) == 9 + 3
+
+
+def test_a_loader_may_use_its_memory_again():
+    rows = [runs.aligned(20_000, 2) + np.array([TARGET]) + shift for shift in (0.1, -0.2, 0.3)]
+    memory, held = runs.aligned(20_000, 2), runs.aligned(20_000, 2)
+    held[:] = TARGET
+
+    class Spoilt(runs.Reused):
+        def __iter__(self):
+            yield from super().__iter__()
+            held[:] = np.nan
+
+    def loss(params, batch):
+        return jnp.mean((params["w"][None] - batch) ** 2)
+
+    given = {"num_epochs": 3, "optimizer": optax.sgd(0.05), "loss": loss}
+    again = train(Spoilt(rows, memory), validation=held, **given)
+    assert_same_bits(again, train(rows, validation=jnp.tile(TARGET, (20_000, 1)), **given))
+
+
+def test_the_bar_says_why_a_training_ends_early(capsys):
+    given = {"optimizer": optax.set_to_zero(), "validation": TARGET, "patience": 4}
+    for number, end in ((50, "100%.* 5/5 .*no smaller validation loss"), (3, "100%.* 3/3 .*loss=")):
+        train([TARGET], num_epochs=number, progress=True, **given)
+        last = capsys.readouterr().err.strip().split("\r")[-1]
+        assert re.search(end, last) and ("smaller" in last) == (number == 50)
 
 
 def test_members_of_the_same_initial_parameters_are_told():

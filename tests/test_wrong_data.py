@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import runs
 
 import optax_smile
 from optax_smile import diagnostics
@@ -229,6 +230,10 @@ class TestCount:
         assert amount(EQUAL, "traced") is None
 
 
+def _off(*_, **__):
+    raise RuntimeError("on another device")
+
+
 def harmless() -> dict[str, Any]:
     rows = np.random.default_rng(1).permutation(NUM_DATA).reshape(7, 20)
     x, y = data()
@@ -246,7 +251,26 @@ def harmless() -> dict[str, Any]:
         "one device": [jax.device_put(batch) for batch in EQUAL],
         "loader": Loader(EQUAL),
         "float16": [(x.astype(np.float16), y) for x, y in EQUAL],
+        "sequences": [np.ones((20, length), int) for length in (5, 6)],
+        "one array": [x[:70], x[70:]],
+        "tensors": Loader([tuple(map(Tensor, batch)) for batch in EQUAL]),
+        "list of tensors": [tuple(map(Tensor, batch)) for batch in EQUAL],
+        "the same memory": runs.Reused(EQUAL),
+        "byte order": [(x.astype(">f4"), y.astype(">f8")) for x, y in EQUAL],
     }
+
+
+class Tensor:
+    """What `np.asarray` converts: a data frame, or a tensor with a dtype of its own."""
+
+    def __init__(self, array):
+        self.array, self.shape, self.dtype = array, array.shape, "float"
+
+    def __array__(self, dtype=None, copy=None):
+        return np.array(self.array, dtype)
+
+    def __getitem__(self, rows):
+        return Tensor(self.array[rows])
 
 
 class Loader:
@@ -262,10 +286,52 @@ class Loader:
 @pytest.mark.parametrize("name", harmless())
 def test_of_harmless_data_nothing_is_told(name):
     """Warnings are errors."""
+    if name in ("sequences", "one array"):
+        given = {"num_data": 40, "per_chain": False, "warns": True}
+        _checks.check_list("sample", harmless()[name], **given)
+        return
     sample(harmless()[name], num_warmup=2, num_draws=6, thin=4)
     # A tuple is a batch.
     batches = harmless()[name]
     assert not check([*batches] if name == "tuple" else batches).findings
+
+
+NOT_NUMERIC: dict[str, Any] = {
+    "an array of dtype object": np.array([None] * 20),
+    "an array of dtype datetime64": np.zeros(20, "datetime64[s]"),
+    "an array of dtype timedelta64": np.zeros(20, "timedelta64[s]"),
+    "an array of dtype <U1": np.full(20, "a"),
+    r"an array of dtype \[\('a', '<f4'\)\]": np.zeros(20, [("a", "f4")]),
+    "an array with masked entries": np.ma.masked_array(np.ones(20), np.eye(20)[0]),
+    "a Tensor of dtype object": Tensor(np.array([None] * 20)),
+    r"a Broken \(RuntimeError: on another device\)": type("Broken", (Tensor,), {"__array__": _off})(
+        np.ones(20)
+    ),
+}
+
+
+def test_what_is_no_number_is_named():
+    def warmstart(batches, **others):
+        init: Any = {"init_fn": lambda key: jax.random.normal(key, SIZE), "num_members": 2}
+        init |= {"optimizer": optax.sgd(0.1), "key": 0, "progress": False}
+        return optax_smile.warmstart(mean_loss, batches=batches, **init, **others)
+
+    for got, wrong in NOT_NUMERIC.items():
+        bad = EQUAL[0][0], wrong
+        for argument, call in {
+            r"sample\(batches": lambda bad=bad: sample([bad]),
+            r"check\(batch": lambda bad=bad: check([EQUAL[0], bad]),
+            r"check\(batch=": lambda bad=bad: check(bad),
+        }.items():
+            with pytest.raises(ValueError, match=f"^`{argument}.* {got}"):
+                call()
+    for argument, call in {
+        r"sample\(batches": lambda: sample(Loader([bad])),
+        r"warmstart\(batches": lambda: warmstart([bad]),
+        r"warmstart\(validation": lambda: warmstart(EQUAL, validation=bad),
+    }.items():
+        with pytest.raises(ValueError, match=f"^`{argument}.* {got}"):
+            call()
 
 
 FACTORIES = {
@@ -291,6 +357,13 @@ def test_parameters_that_are_not_finite_are_no_draw(name):
 
 
 class TestCheck:
+    def test_finds_batches_that_always_get_the_same_weight(self):
+        two = FACTORIES["two gradients"]
+        assert found(check(EQUAL[:6], two)).keys() == {"two gradients"}
+        for batches, sampler in ((EQUAL, two), (EQUAL[0], two), (iter(EQUAL[:6]), two)):
+            assert not check(batches, sampler).findings
+        assert not check(EQUAL[:6]).findings
+
     def test_finds_what_surrounds_the_sampler_and_says_it(self):
         def summed(w, batch):
             return len(batch[1]) * mean_loss(w, batch)

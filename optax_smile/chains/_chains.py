@@ -144,6 +144,8 @@ class Chains:
             **parallel.place(dict.fromkeys(LOSSES, jnp.zeros(self.number)), mesh=mesh),
         )
         self.gradients_per_step = find(chains.state, "sample", "sampler").gradients_per_step
+        # In `optax.MultiSteps` the sampler gets one gradient for several calls.
+        self.accumulates = bool(optax.tree.get_all_with_path(chains.state, "mini_step"))
         self.like = _host.shapes_of_one(chains)
         self.sampler, self.settings = sampler, _settings.of(sampler, self.like.params)
         # Parameters that are sharded inside a chain keep their arrays.
@@ -165,8 +167,7 @@ class Chains:
         self._many = parallel.step(many, self.packed, mesh=mesh, per_chain=per_chain)
         self._record = self._compile(lambda packed: _record_of_chain(packing.unpack(packed)))
         hint = hint or f"The first axis of `params`, length {self.number}, was taken as chains."
-        if isinstance(setup.batches, tuple) and all(hasattr(x, "shape") for x in setup.batches):
-            hint = f"{hint} {_checks.SINGLE}"
+        hint = f"{hint} {_checks.advice_on_single(setup.batches)}".rstrip()
         self._losses = _checks.Losses("sample", loss, self.number, per_chain, mesh, hint)
         self._draw = self._compile(lambda packed: _draw_of_chain(packing.unpack(packed)))
 
@@ -258,6 +259,11 @@ class Chains:
         """Return statistics and record of the gradients, `[chain, ...]` of this process."""
         return _tree.local(self._record(self.packed))
 
+    def num_gradients(self) -> int:
+        """Wait for the chains, and return how many gradients their samplers have received."""
+        counts = self._record(self.packed)[0]["num_gradients"]
+        return int(np.max(_tree.everywhere(counts)))
+
     def draw(self) -> Tree:
         """Return the last accepted step ends, or what `observe` returns of them, `[chain, ...]`."""
         draw = self._draw(self.packed)
@@ -270,7 +276,8 @@ class Chains:
         if not shapes or set(shapes) != {(self.number,)}:
             got = f"one that returns {_check.show(observed)}"
             _check.fail("sample", "observe", rule, got)
-        return jax.tree.map(jnp.asarray, observed)
+        # The user may write into them, or donate them.
+        return jax.tree.map(jnp.array, observed)
 
 
 def _call_of_chain(

@@ -1,5 +1,6 @@
 """Checks of a run: its loss, its batches, the gradients that reach the sampler, and its start."""
 
+import dataclasses
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -57,6 +58,7 @@ BEFORE = (
 )
 CLIP = "Clip at a norm that gradients rarely exceed, or not at all."
 SINGLE = "Put a single batch in a list: `[batch]`."
+PAIR = "Put the arrays of a single batch in a tuple: `[(x, y)]`."
 NOT_FINITE = "Are the batches finite, and the labels in their range?"
 NONFINITE = (
     "Their steps were rejected, and the draws are not those of the posterior. Are the batches"
@@ -82,6 +84,22 @@ def warn_if_failed(where: str, check: Check | None):
     """Warn of a check that failed."""
     if check is not None and not check.passed:
         warn(f"`{where}`: {check.text} {check.advice}")
+
+
+# The start of all chains.
+
+
+class Starts(_check.Constraint):
+    """Parameters `[chain, ...]`, with advice on how to make them from one or several networks."""
+
+    text = parallel.STACKED.rule
+
+    def __call__(self, where, argument, value, given=_check.NOTHING):
+        advice = "For one network, use `chains_from_weights([params], num_chains=4, key=0)`."
+        if isinstance(value, (list, tuple)) and 1 < len(value):
+            if len({jax.tree.structure(jax.tree.map(np.shape, x)) for x in value}) == 1:
+                advice = f"If these are {len(value)} networks, use `chains_from_weights(params)`."
+        return dataclasses.replace(parallel.STACKED, advice=advice)(where, argument, value, given)
 
 
 # The loss.
@@ -140,7 +158,9 @@ class Losses:
         self.hint = hint  # Advice where the loss raises.
 
         def of_chain(chain, batch):
-            return loss(chain.params, chain.aux, chain.key, batch)[0]
+            # The next step splits the key in two.
+            key = None if chain.key is None else jax.random.fold_in(chain.key, 2)
+            return loss(chain.params, chain.aux, key, batch)[0]
 
         mapped = parallel.over_chains(of_chain, mesh=mesh, in_axes=(0, 0 if per_chain else None))
         own = None if mesh is None else parallel.chain_sharding(mesh)
@@ -241,6 +261,15 @@ def check_mean(
 # The batches.
 
 
+@dataclasses.dataclass(frozen=True)
+class Numbers(_check.Tree):
+    """A tree of what can be converted to arrays of numbers, copied from memory of a loader."""
+
+    def __call__(self, where, argument, value, given=_check.NOTHING):
+        value = _tree.as_numeric(where, argument, value, copy=True)
+        return super().__call__(where, argument, value, given)
+
+
 def num_rows(batch: Batch, per_chain: bool) -> int | None:
     """Return the length of the example axis if all leaves, scalars included, share one."""
     axis = int(per_chain)
@@ -264,20 +293,29 @@ def is_finite(batch: Batch) -> bool:
 
 def defect(batch: Batch, expected: Tree, per_chain: bool) -> str:
     """Say why a batch cannot be used after one of the structure `expected`; "" if it can."""
-    leaves, structure = jax.tree.flatten(batch)
-    if structure != expected:
+    if (structure := jax.tree.structure(batch)) != expected:
         return f"has the structure {structure}, not {expected} as the first"
-    for leaf in leaves:
-        dtype = leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype
-        if isinstance(dtype, np.dtype) and dtype.kind in "OSU":
-            return f"has an array of dtype {dtype}"
+    try:
+        _tree.as_numeric("sample", "batches", batch)
+    except _check.ArgumentError as error:
+        return f"has {error.got}"
     return "is empty" if size(batch, per_chain) == 0 else ""
+
+
+def advice_on_single(batches: object) -> str:
+    """Say how to pass a single batch, if `batches` may be one: "" if not."""
+    if hasattr(batches, "shape"):
+        return SINGLE
+    if not isinstance(batches, (list, tuple)) or not all(hasattr(x, "shape") for x in batches):
+        return ""
+    return SINGLE if isinstance(batches, tuple) else PAIR * (len(batches) > 1)
 
 
 def check_list(
     where: str, batches: Sequence[Batch], num_data: object, per_chain: bool, warns: bool
 ):
     """Require a list of usable batches; optionally warn of unequal sizes and of `num_data`."""
+    hint = advice_on_single(batches)
     if not batches:
         _check.fail(where, "batches", "a list with at least one batch", "an empty list")
     expected = jax.tree.structure(batches[0])
@@ -285,9 +323,13 @@ def check_list(
         if reason := defect(batch, expected, per_chain):
             _check.fail(where, "batches", USABLE, f"batches[{number}], which {reason}")
     if warns:
-        are_arrays = isinstance(batches, tuple) and all(hasattr(x, "shape") for x in batches)
-        if are_arrays and len({(x.shape[1:], x.dtype) for x in batches}) > 1:
-            warn(f"`{where}`: each array of the tuple `batches` is taken as a batch. {SINGLE}")
+        batches = [_tree.as_numeric(where, "batches", batch) for batch in batches]
+        if hint and len({(x.shape[1:], x.dtype) for x in batches}) > 1:
+            is_tuple, are_tokens = hint == SINGLE, all(x.dtype.kind in "iu" for x in batches)
+            # Batches of one array may differ, such as sequences of several lengths.
+            if is_tuple or not are_tokens and len(batches) < 4 and len({*map(len, batches)}) == 1:
+                kind = "tuple" if is_tuple else "list"
+                warn(f"`{where}`: each array of the {kind} `batches` is taken as a batch. {hint}")
         warn_if_failed(where, unequal([size(x, per_chain) for x in batches]))
         warn_if_failed(where, amount(batches, num_data, per_chain))
 

@@ -496,7 +496,8 @@ def _describe_list(batches: Sequence[Batch], per_chain: bool) -> tuple[Json, Bat
 
 
 def _arrays(batch: Batch) -> list[np.ndarray]:
-    return [np.asarray(leaf) for leaf in jax.tree.leaves(batch)]
+    numeric = _tree.as_numeric("sample", "batches", batch)
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(numeric)]
 
 
 def _examples(batch: Batch, per_chain: bool) -> list[np.ndarray]:

@@ -2,6 +2,7 @@
 
 import base64
 import contextlib
+import itertools
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -11,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_smile import _check
+from optax_smile import _check, _tree
 from optax_smile._types import Batch, Tree
 
 
@@ -51,26 +52,48 @@ class Stream:
 
     The stream ends if a pass yields nothing, or after the only pass of an iterator; `defect` says
     why its reader stopped before, "" if it did not.
+
+    With `alternates`, each batch comes first in a pair as often as second: every second of the
+    passes of an even number of batches begins with its second batch and ends with its first.
     """
 
-    def __init__(self, batches: Iterable[Batch]):
+    def __init__(self, batches: Iterable[Batch], alternates: bool = False):
         self.batches, self.iterator, self.defect = batches, iter(batches), ""
         self.passes = self.taken = 0
+        self.alternates, self.is_rotated = alternates, False
+        # Other than those of a list, batches may lie in memory that is used again.
+        self.copies = not isinstance(batches, (list, tuple))
 
     def __iter__(self) -> Iterator[Batch]:
         return self
 
     def __next__(self) -> Batch:
         try:
-            batch = next(self.iterator)
+            batch = self._read()
         except StopIteration:
             restarted = iter(self.batches)
             if not self.taken or restarted is self.iterator:
                 raise
-            self.iterator, self.passes, self.taken = restarted, self.passes + 1, 0
+            self._restart(restarted, self.passes + 1, self.taken)
             return next(self)
         self.taken += 1
         return batch
+
+    def _read(self) -> Batch:
+        batch = next(self.iterator)
+        # `_checks.defect` says why a batch cannot be converted.
+        with contextlib.suppress(_check.ArgumentError):
+            batch = _tree.as_numeric("sample", "batches", batch, copy=self.copies)
+        return batch
+
+    def _restart(self, iterator: Iterator[Batch], passes: int, length: int):
+        """Begin a pass after one of some length; one that has a state is never rotated."""
+        rotates = self.alternates and length % 2 == 0 and not self.is_rotated
+        self.is_rotated = rotates and not hasattr(iterator, "set_state")
+        self.iterator, self.passes, self.taken = iterator, passes, 0
+        if self.is_rotated:
+            with contextlib.suppress(StopIteration):
+                self.iterator = itertools.chain(iterator, [self._read()])
 
     def position(self) -> Position:
         """Return the position of the next batch."""
@@ -87,8 +110,9 @@ class Stream:
             self.passes, self.taken, state, is_bytes = position
             set_state(base64.b64decode(state) if is_bytes else state)
             return
-        if isinstance(self.batches, Sequence):
-            self.passes = position.passes
+        if isinstance(self.batches, Sequence) and position.passes:
+            self.is_rotated = position.passes % 2 == 0
+            self._restart(iter(self.batches), position.passes, len(self.batches))
         wanted = position.passes, position.taken
         with contextlib.suppress(StopIteration):
             while (self.passes, self.taken) < wanted:
@@ -189,6 +213,12 @@ class Bar(contextlib.AbstractContextManager["Bar"]):
             self._bar.set_postfix(figures, refresh=False)
             self._bar.total = max(self._bar.total, done)
             self._bar.update(done - self._bar.n)
+
+    def end(self, why: str):
+        """Say why the work ends before all of it is done."""
+        if self._bar is not None:
+            self._bar.total = self._bar.n
+            self._bar.set_postfix_str(f"{self._bar.postfix}, {why}")
 
     def __exit__(self, *_: object):
         if self._bar is not None:

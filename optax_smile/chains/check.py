@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import islice
 
 import jax
@@ -22,6 +23,10 @@ from optax_smile.state import AFTER, samplers
 # Largest number of batches that are read, and smallest numbers of updates and of gradients that the
 # sampler receives.
 MOST_BATCHES, LEAST_CALLS, LEAST_RECEIVED = 256, 8, 3
+ALTERNATE = (
+    "Shuffle each pass, drop a batch, or use the same batch for both gradients of a step. `sample`"
+    " needs none of this: it alternates the weights."
+)
 CHAINED = (
     "If `params` has a chain axis, pass `state=parallel.init(sampler, params, key=key)` as well."
 )
@@ -63,7 +68,9 @@ class _Batches(_check.Constraint):
     def __call__(self, where, argument, value, given=_check.NOTHING):
         is_one = hasattr(value, "shape") or isinstance(value, tuple | dict)
         if not is_one and hasattr(value, "__iter__") and not isinstance(value, str | bytes):
-            batches = list(islice(value, MOST_BATCHES + 1))
+            # A loader may write the next batch into the same memory.
+            convert = partial(_tree.as_numeric, where, argument, copy=not isinstance(value, list))
+            batches = [*map(convert, islice(value, MOST_BATCHES + 1))]
             is_whole = isinstance(value, list) and len(batches) <= MOST_BATCHES
             if batches:
                 return batches[:MOST_BATCHES], is_whole
@@ -71,7 +78,7 @@ class _Batches(_check.Constraint):
         leaves = jax.tree.leaves(value)
         if not leaves or not all(hasattr(leaf, "shape") for leaf in leaves):
             _check.fail(where, argument, self.text, _check.written(value))
-        return [value], False
+        return [_tree.as_numeric(where, argument, value)], False
 
 
 @_check.arguments(
@@ -104,6 +111,7 @@ def check(
     | mean loss | a loss that is a sum over the examples |
     | num_data | a `num_data` of the sampler that does not fit the batches or `num_data` here |
     | batch sizes | batches of different sizes, which weight their examples unequally |
+    | two gradients | an even number of batches for a sampler with two gradients per step |
     | empty batches | batches without examples |
     | non-finite gradients | losses or gradients that are not finite |
     | before the sampler | changes of the gradients: only a clip by the global norm is allowed |
@@ -178,6 +186,12 @@ def _of_data(
     yield _checks.judge("empty batches", tuple(map(float, empty)), 0.0, not empty, text, advice)
     if len(sizes) > 1:
         yield _checks.unequal([rows for rows in sizes if rows != 0])
+    if is_whole and len(batches) % 2 == 0 and _settings.gradients_per_step(settings) == 2:
+        text = (
+            f"a step takes two batches, and the list has an even number of them, {len(batches)}. If"
+            " every pass has this order, a batch always gets the same of two unequal weights."
+        )
+        yield _checks.judge("two gradients", (len(batches),), 1.0, False, text, ALTERNATE)
     own = settings.get("num_data")
     tests = [_checks.at_least(batches[0], own, False)]
     if is_whole:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from itertools import islice
 
 import jax
@@ -23,13 +22,12 @@ from optax_smile.chains.stopping import Evidence, EvidenceStop, split
 from optax_smile.draws import _format
 from optax_smile.draws.snapshots import Snapshots, StoredSnapshots
 
-ONE_NETWORK = "For one network, use `chains_from_weights([params], num_chains=4, key=0)`."
 RESTART = "A generator cannot be restarted: pass a list."
 Watch = Callable[[int, Mapping[str, np.ndarray] | None], None]
 
 
 @_check.arguments(
-    params=replace(parallel.STACKED, advice=ONE_NETWORK),
+    params=_checks.Starts(),
     batches=_check.BATCHES,
     sampler=_check.TRANSFORMATION,
     num_warmup=_check.Whole(0),
@@ -85,14 +83,18 @@ def sample(
             `(loss, new_aux)`. If `stochastic` is True, it also receives `key=`.
         params: initial parameters of all chains, each leaf `[chain, ...]`, as `warmstart` returns
             them.
-        batches: iterable of batches. When it is exhausted, `sample` iterates over it again. A
-            generator cannot be restarted: when it is exhausted, the run ends. Each new batch shape
-            causes a compilation. In a multi-process run, every process gets the same batches.
-        sampler: a sampler of this library, alone or last in an `optax.chain`. For comparison, it
-            may be any Optax optimizer. `sample` then stores its iterates instead of draws, and one
-            step is one gradient. Iterates are not posterior draws. `sample` warns of this, the
-            settings of the result have `"is_posterior": False`, and `diagnostics.summary` and
-            `local` refuse the result.
+        batches: iterable of batches, arrays or what `np.asarray` converts to them. When it is
+            exhausted, `sample` iterates over it again. A generator cannot be restarted: when it is
+            exhausted, the run ends. If a step takes two of an even number of batches, every second
+            pass begins with the second and ends with the first, so that both gradients of a step
+            see all batches. Each new batch shape causes a compilation. In a multi-process run,
+            every process gets the same batches.
+        sampler: a sampler of this library, alone or last in an `optax.chain`. A step of one in
+            `optax.MultiSteps` takes several batches. For comparison, `sampler` may be any Optax
+            optimizer. `sample` then stores its iterates instead of draws, and one step is one
+            gradient. Iterates are not posterior draws. `sample` warns of this, the settings of the
+            result have `"is_posterior": False`, and `diagnostics.summary` and `local` refuse the
+            result.
             An optimizer gets `value`, `grad` and `value_fn` if it takes them. Its steps to
             non-finite parameters are skipped and counted in `num_nonfinite`, with a warning.
         num_warmup: steps of each chain without draws, >= 0. The first draw is step
@@ -141,7 +143,7 @@ def sample(
             of the parameters. Requires a `directory`.
         progress: show a progress bar, if tqdm is installed. It has the step size, the moving mean
             of |energy change| and the number of rejected steps; for an optimizer, the loss.
-        callback: `callback(step, stats)`, called every `thin` steps with a dict of arrays
+        callback: `callback(step, stats)`, called every `thin` steps with a new dict of arrays
             `[chain]`: the fields of `optax_smile.stats`, `loss`, and `start_loss`, the loss of the
             first batch at the start. For an optimizer, step size and energies are NaN.
         observe: function `observe(draw)`. It receives the current draw of all chains, arrays
@@ -211,7 +213,7 @@ def sample(
                 return
             may_warn = may_warn and not _optimizer.warn_of_nonfinite(step, stats)
             if callback is not None:
-                callback(step, stats)
+                callback(step, jax.tree.map(np.array, stats))
 
         is_finished = run.advance(num_steps, watch)
         if not run.has_advanced and isinstance(run.kept, DirectoryRun):
@@ -235,8 +237,11 @@ class Run:
         with _check.called("sample", "parallel.place", "parallel.init", tree="params"):
             self.chains = Chains(setup, sampler)
         self.per_step = self.chains.gradients_per_step
+        if self.chains.accumulates and self.per_step > 1:
+            rule = 'one with `integrator="leapfrog"` inside `optax.MultiSteps`'
+            _check.fail("sample", "sampler", rule, "one with two gradients per step")
         self.batches_per_step = 1 if setup.batch_per == "step" else self.per_step
-        self.stream = _host.Stream(setup.batches)
+        self.stream = _host.Stream(setup.batches, alternates=self.batches_per_step == 2)
         warns = setup.check
         if isinstance(setup.batches, (list, tuple)):
             num_data = (self.chains.settings or {}).get("num_data")
@@ -272,7 +277,7 @@ class Run:
 
     @property
     def num_steps(self) -> int:
-        """Steps of each chain so far."""
+        """Steps of the sampler so far."""
         return self.place.num_gradients // self.per_step
 
     def to_tick(self, step: int) -> int:
@@ -336,9 +341,11 @@ class Run:
     ) -> bool:
         """Keep the results of a tick; return whether the run has to stop."""
         num_gradients, num_kept = self.place.num_gradients + num_new, self.place.num_kept
+        if self.chains.accumulates:
+            num_gradients = self.chains.num_gradients()
         step = num_gradients // self.per_step
         stats = None
-        if is_tick := self.to_tick(step) == self.setup.thin:
+        if is_tick := step > self.num_steps and self.to_tick(step) == self.setup.thin:
             stats, self.gradients = self.chains.record()
             _checks.check_first_gradients("sample", self.gradients)
             if not self.is_optimizer:
@@ -376,7 +383,7 @@ class Run:
                 self.position = self.stream.position()
             if not taken:
                 return
-            if not self.place.num_gradients:
+            if not (self.place.num_gradients or self.place.position.taken):
                 self.chains.check(taken[0], self.setup.check)
             yield [batch for batch in taken for _ in range(repeats)]
 
@@ -392,10 +399,8 @@ def check_end(where: str, run: Run, num_steps: int, num_draws: int, is_stopped: 
             advice = "Run longer, or lower `adapt_steps` or `exploration` of the sampler."
             _check.fail(where, "num_draws", rule, num_draws, advice)
         if run.stream.defect:
-            given = run.setup.batches
-            may_be_single = isinstance(given, tuple) or hasattr(given, "shape")
-            advice = _checks.SINGLE if may_be_single else ""
-            got = f"{_check.show(given) if may_be_single else 'one'} whose {run.stream.defect}"
+            advice = _checks.advice_on_single(given := run.setup.batches)
+            got = f"{_check.show(given) if advice else 'one'} whose {run.stream.defect}"
             _check.fail(where, "batches", _checks.USABLE, got, advice)
         taken, needed = run.stream.taken, num_steps * run.batches_per_step
         rule = f"a list, which is restarted, or batches for {needed} gradients"

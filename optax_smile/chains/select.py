@@ -227,7 +227,7 @@ class Judged(NamedTuple):
 
 
 @_check.arguments(
-    params=parallel.STACKED,
+    params=_checks.Starts(),
     batches=_check.REPEATABLE,
     candidates=_Candidates(),
     validation=_draw_checks.INPUTS_AND_TARGETS,

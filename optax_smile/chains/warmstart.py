@@ -62,7 +62,7 @@ class Members(NamedTuple):
     num_members=_check.Whole(1),
     key=_check.Key(needed=True),
     num_epochs=_check.Whole(1),
-    validation=_check.Tree(traced=False),
+    validation=_checks.Numbers(traced=False),
     patience=_check.Whole(1),
     aux=parallel.STACKED | None,
     loss_fn=_checks.Loss(),
@@ -187,7 +187,8 @@ def warmstart(
     train = parallel.step(train_one, members, mesh=mesh, per_chain=per_member)
     judge = parallel.step(judge_one, members, mesh=mesh)
     held_out = () if validation is None else parallel.place_batch(validation, mesh=mesh)
-    losses = _checks.Losses("warmstart", loss, num_members, per_member, mesh)
+    hint = _checks.advice_on_single(batches)
+    losses = _checks.Losses("warmstart", loss, num_members, per_member, mesh, hint)
     shared_losses = _checks.Losses("warmstart", loss, num_members, False, mesh)
     epoch, is_stopped, is_killed, checkpoints, identity = 0, False, False, None, {}
     with ExitStack() as closing:
@@ -223,8 +224,9 @@ def warmstart(
                 f" trained for {epoch} epochs, are returned."
             )
         while epoch < num_epochs and not is_stopped and not _are_done(members, patience):
-            num_batches = 0
-            for num_batches, batch in enumerate(batches, 1):
+            num_batches, copies = 0, not isinstance(batches, (list, tuple))
+            for num_batches, given in enumerate(batches, 1):
+                batch = _tree.as_numeric("warmstart", "batches", given, copy=copies)
                 if epoch == 0 and num_batches == 1:
                     losses.check(members, batch)
                     if check and not stochastic:
@@ -252,6 +254,8 @@ def warmstart(
             is_stopped, is_killed, due = _host.any_process(*flags)
             if checkpoints is not None and due:
                 checkpoints.save(epoch, members, {"epoch": epoch, "run": identity})
+        if epoch < num_epochs and not is_stopped:
+            bar.end("no smaller validation loss")
         if checkpoints is not None:
             checkpoints.save(epoch, members, {"epoch": epoch, "run": identity})
     if is_stopped:
@@ -314,8 +318,11 @@ def _begin(
         rule = f"a tree whose leaves have a leading axis of {num_members} members"
         _check.fail("warmstart", "aux", rule, jax.tree.map(jnp.shape, aux))
     parallel.check_mesh("warmstart", mesh, num_members)
-    keys = parallel.split_key(key, num_members)
-    shapes = _check.traced("warmstart", "init_fn", jax.vmap(init_fn), keys, rule=INIT_RULE)
+    # For an optimizer with noise: not one of the keys of the initial parameters.
+    state_key = jax.random.fold_in(key, num_members)
+    keys = parallel.split_key(key, num_members, mesh=mesh)
+    like = jax.ShapeDtypeStruct(keys.shape, keys.dtype)
+    shapes = _check.traced("warmstart", "init_fn", jax.vmap(init_fn), like, rule=INIT_RULE)
     leaves = jax.tree.leaves(shapes)
     others = [x.dtype for x in leaves if not jnp.issubdtype(x.dtype, jnp.inexact)]
     if not leaves or others:
@@ -323,11 +330,8 @@ def _begin(
         _check.fail("warmstart", "init_fn", INIT_RULE, f"one that returns {got}")
     own = parallel.shardings(shapes, mesh=mesh, specs=specs)
     initialize = jax.jit(parallel.over_chains(init_fn, mesh=mesh), out_shardings=own)
-    params = initialize(parallel.split_key(key, num_members, mesh=mesh))
+    params = initialize(keys)
     unknown = np.full(num_members, np.inf, _tree.dtype(params))
-
-    # Fold in 1 so that an optimizer with noise has another key than the initial parameters.
-    state_key = jax.random.fold_in(key, 1)
 
     def copy(tree: Tree) -> Tree:
         return None if tree is None else parallel.place(tree, mesh=mesh)
@@ -363,7 +367,9 @@ def _steps(
     def judge(member: Members, batch: Batch) -> Members:
         value = member.loss
         if not keeps_last:
-            value, _ = loss(member.params, member.aux, member.key, batch)
+            # The next step splits the key in two.
+            used = None if member.key is None else jax.random.fold_in(member.key, 2)
+            value, _ = loss(member.params, member.aux, used, batch)
         better = (value < member.best_loss) & (member.stale < patience) | keeps_last
         now = {"params": member.params, "aux": member.aux}
         return member._replace(
