@@ -7,9 +7,8 @@ of the paper, which has no absolute bounds.
     >>> import optax_smile
     >>> sampler = optax_smile.published.psmile(1e-3, num_data=50_000)
 
-Compute both gradients of a step on the same batch: `sample(..., batch_per="step")`. In a loop of
-your own with a batch for each, shuffle each pass, or have an odd number of batches: otherwise each
-batch always gets the same of two unequal weights.
+Compute both gradients of a step on the same batch: `sample(..., batch_per="step")`. With a batch
+for each in a loop of your own, shuffle every pass, see `integrator` of `smile`.
 
 Source: Sommer et al., Stochastic microcanonical Langevin ensembles, ICML 2026, section 3 and
 appendix. Differences from the paper: the sign of e and the treatment of rejected points, see

@@ -61,10 +61,10 @@ def test_members_and_an_optimizer_with_noise_share_no_key():
     def init(key):
         return halves(jax.random.key_data(jax.random.split(key, 3)))
 
-    def begin(_):
+    def begin(params):
         return {"key": jax.random.key_data(jax.random.key(0))}
 
-    def update(_, state, params):
+    def update(updates, state, params=None):
         return jax.tree.map(jnp.subtract, halves(jnp.tile(state["key"], (3, 1))), params), state
 
     given = {"loss": lambda *_: 0.0, "init": init, "num_epochs": 1}

@@ -312,9 +312,15 @@ NOT_NUMERIC: dict[str, Any] = {
 
 def test_what_is_no_number_is_named():
     def warmstart(batches, **others):
-        init: Any = {"init_fn": lambda key: jax.random.normal(key, SIZE), "num_members": 2}
+        init: Any = {"init_fn": lambda key: jax.random.normal(key, (SIZE,)), "num_members": 2}
         init |= {"optimizer": optax.sgd(0.1), "key": 0, "progress": False}
         return optax_smile.warmstart(mean_loss, batches=batches, **init, **others)
+
+    def select(validation):
+        given: Any = {"likelihood": "gaussian", "num_warmup": 0, "num_draws": 1, "key": 0}
+        start, outputs = jnp.ones((2, SIZE)), lambda w, x: (x @ w, 0.0)
+        candidates = {"psmile": SAMPLER}
+        optax_smile.select(mean_loss, start, EQUAL, candidates, outputs, validation, **given)
 
     for got, wrong in NOT_NUMERIC.items():
         bad = EQUAL[0][0], wrong
@@ -329,6 +335,7 @@ def test_what_is_no_number_is_named():
         r"sample\(batches": lambda: sample(Loader([bad])),
         r"warmstart\(batches": lambda: warmstart([bad]),
         r"warmstart\(validation": lambda: warmstart(EQUAL, validation=bad),
+        r"select\(validation": lambda: select(bad),
     }.items():
         with pytest.raises(ValueError, match=f"^`{argument}.* {got}"):
             call()

@@ -96,9 +96,10 @@ class Starts(_check.Constraint):
 
     def __call__(self, where, argument, value, given=_check.NOTHING):
         advice = "For one network, use `chains_from_weights([params], num_chains=4, key=0)`."
-        if isinstance(value, (list, tuple)) and 1 < len(value):
-            if len({jax.tree.structure(jax.tree.map(np.shape, x)) for x in value}) == 1:
-                advice = f"If these are {len(value)} networks, use `chains_from_weights(params)`."
+        are_trees = isinstance(value, (list, tuple)) and not any(hasattr(x, "shape") for x in value)
+        structures = [*map(jax.tree.structure, value)] if are_trees else []
+        if len(structures) > 1 and all(one == structures[0] for one in structures):
+            advice = f"If these are {len(value)} networks, use `chains_from_weights(params)`."
         return dataclasses.replace(parallel.STACKED, advice=advice)(where, argument, value, given)
 
 
@@ -303,19 +304,18 @@ def defect(batch: Batch, expected: Tree, per_chain: bool) -> str:
 
 
 def advice_on_single(batches: object) -> str:
-    """Say how to pass a single batch, if `batches` may be one: "" if not."""
-    if hasattr(batches, "shape"):
-        return SINGLE
-    if not isinstance(batches, (list, tuple)) or not all(hasattr(x, "shape") for x in batches):
-        return ""
-    return SINGLE if isinstance(batches, tuple) else PAIR * (len(batches) > 1)
+    """Say how to pass a single batch, if `batches` may be one; "" if not."""
+    are_arrays = isinstance(batches, (list, tuple)) and all(hasattr(x, "shape") for x in batches)
+    if isinstance(batches, list):
+        return PAIR * (are_arrays and len(batches) > 1)
+    return SINGLE * (are_arrays or hasattr(batches, "shape"))
 
 
 def check_list(
     where: str, batches: Sequence[Batch], num_data: object, per_chain: bool, warns: bool
 ):
     """Require a list of usable batches; optionally warn of unequal sizes and of `num_data`."""
-    hint = advice_on_single(batches)
+    hint, is_tuple = advice_on_single(batches), isinstance(batches, tuple)
     if not batches:
         _check.fail(where, "batches", "a list with at least one batch", "an empty list")
     expected = jax.tree.structure(batches[0])
@@ -325,8 +325,8 @@ def check_list(
     if warns:
         batches = [_tree.as_numeric(where, "batches", batch) for batch in batches]
         if hint and len({(x.shape[1:], x.dtype) for x in batches}) > 1:
-            is_tuple, are_tokens = hint == SINGLE, all(x.dtype.kind in "iu" for x in batches)
-            # Batches of one array may differ, such as sequences of several lengths.
+            # Batches of a list may be sequences or images of several sizes.
+            are_tokens = all(x.dtype.kind in "iu" for x in batches)
             if is_tuple or not are_tokens and len(batches) < 4 and len({*map(len, batches)}) == 1:
                 kind = "tuple" if is_tuple else "list"
                 warn(f"`{where}`: each array of the {kind} `batches` is taken as a batch. {hint}")

@@ -23,10 +23,7 @@ from optax_smile.state import AFTER, samplers
 # Largest number of batches that are read, and smallest numbers of updates and of gradients that the
 # sampler receives.
 MOST_BATCHES, LEAST_CALLS, LEAST_RECEIVED = 256, 8, 3
-ALTERNATE = (
-    "Shuffle each pass, drop a batch, or use the same batch for both gradients of a step. `sample`"
-    " needs none of this: it alternates the weights."
-)
+ALTERNATE = "Shuffle each pass, or drop a batch. `sample` alternates the weights by itself."
 CHAINED = (
     "If `params` has a chain axis, pass `state=parallel.init(sampler, params, key=key)` as well."
 )
@@ -68,7 +65,6 @@ class _Batches(_check.Constraint):
     def __call__(self, where, argument, value, given=_check.NOTHING):
         is_one = hasattr(value, "shape") or isinstance(value, tuple | dict)
         if not is_one and hasattr(value, "__iter__") and not isinstance(value, str | bytes):
-            # A loader may write the next batch into the same memory.
             convert = partial(_tree.as_numeric, where, argument, copy=not isinstance(value, list))
             batches = [*map(convert, islice(value, MOST_BATCHES + 1))]
             is_whole = isinstance(value, list) and len(batches) <= MOST_BATCHES
@@ -187,10 +183,7 @@ def _of_data(
     if len(sizes) > 1:
         yield _checks.unequal([rows for rows in sizes if rows != 0])
     if is_whole and len(batches) % 2 == 0 and _settings.gradients_per_step(settings) == 2:
-        text = (
-            f"a step takes two batches, and the list has an even number of them, {len(batches)}. If"
-            " every pass has this order, a batch always gets the same of two unequal weights."
-        )
+        text = f"in passes over these {len(batches)}, a batch always gets the same of two weights."
         yield _checks.judge("two gradients", (len(batches),), 1.0, False, text, ALTERNATE)
     own = settings.get("num_data")
     tests = [_checks.at_least(batches[0], own, False)]
@@ -219,6 +212,10 @@ def _of_chains(setup: Setup, own: Tree) -> Iterator[Check]:
         return
     with _check.called("check", "sample", batches="batch"):
         losses = _tree.local(chains.losses(batches[0]))
+    for number, part in enumerate(batches):
+        if reason := chains.misfit(part):
+            got, advice = f"batch {number}, which {reason}", _checks.advice_on_single(batches)
+            _check.fail("check", "batch", _checks.USABLE, got, advice)
     if np.all(np.isfinite(losses)):
         mean = ""
         if not setup.stochastic:

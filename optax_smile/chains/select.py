@@ -351,6 +351,7 @@ def select(
         ('psmile', 30)
     """
     given = locals()  # The arguments, with a typed `key`.
+    validation = _tree.as_numeric("select", "validation", tuple(validation), copy=True)
     if jax.process_count() > 1:
         got = f"{jax.process_count()} processes"
         _check.fail("select", "params", "arrays of a single process", got)

@@ -152,9 +152,9 @@ def psmile(
             parameters that this sampler receives.
         excess: increase of the mean loss allowed by `temperature="auto"`, nats per example, > 0.
         integrator: `"leapfrog"`: one call of `update` per step. `"minimal_norm"`: the integrator of
-            the paper, two calls per step, whose gradients have weights of .61 and .39. In a loop of
-            your own, shuffle each pass, or have an odd number of batches: otherwise each batch
-            always gets the same weight, and the posterior mean is wrong.
+            the paper, two calls per step. If every pass of your own loop has the same even number
+            of batches in the same order, each always gets the same of two unequal weights, which
+            shifts the posterior mean: shuffle them.
         tuner: rule for the step size. None: a given `step_size` stays; without one,
             `angle_tuner()` chooses it. With `angle_tuner(...)`, leave out `step_size`.
             `quantile_tuner(...)`, the tuner of the paper, requires a `step_size`.
