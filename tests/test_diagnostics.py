@@ -705,7 +705,7 @@ def test_stored_draws_are_summarized(tmp_path):
 
 def test_tokens_leave_padding_out():
     labels = np.array([[0, 1, -1], [1, -1, -1]])
-    density = np.where(labels >= 0, -1 - 0.1 * RNG(0).random((2, 40, 2, 3)), 0.0)
+    density = np.where(labels >= 0, -1 - 0.1 * RNG(0).random((2, 40, 2, 3)), np.nan)
     each = optax_smile.Outcome(None, None, None, density)
     prediction = optax_smile.Prediction(None, density.mean(axis=(0, 1)), each=each)
     found = diagnostics.summary(Snapshots(autoregressive((2, 40, 2))), prediction)

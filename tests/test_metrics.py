@@ -86,6 +86,10 @@ def test_perplexity_counts_tokens_of_the_mask_only():
     assert metrics.perplexity(log_density, mask) == pytest.approx(4, abs=1e-12)  # (2 · 4 · 8)^1/3
     assert metrics.perplexity(np.full((3, 7), -np.log(50))) == pytest.approx(50, abs=1e-10)
     assert metrics.perplexity([-1e6]) == math.inf
+    # Padding, which is NaN beside other tokens, counts nowhere; NaN of an input is an error.
+    assert metrics.lppd(log_density) == pytest.approx(-np.log(4), abs=1e-12)
+    assert metrics.perplexity(log_density) == pytest.approx(4, abs=1e-12)
+    assert metrics.perplexity(log_density, mask | True) == pytest.approx(4, abs=1e-12)
     # An impossible target is no error.
     assert metrics.lppd([-1.0, -np.inf]) == -math.inf
 
@@ -204,6 +208,8 @@ def test_arguments_that_do_not_fit():
         (metrics.perplexity, ([-1.0, np.nan],), r"(log_density=.*not NaN, got nan at \(1,\)"),
         (metrics.perplexity, (-ones, [True]), r"(mask=.*of shape \(4,\) to go with"),
         (metrics.perplexity, (-ones, ones < 0), "(mask=.*True for one token or more"),
+        (metrics.lppd, ([-1.0, np.nan],), r"(log_density=.*not NaN, got nan at \(1,\)"),
+        (metrics.lppd, (np.full((2, 2), np.nan),), "(log_density=.*one target or more, got pad"),
         (metrics.interval, (mixture, mixture[0]), r"(std=.*scalar or of shape \(7, 5\) or \(7, 1"),
         (metrics.crps, (mixture, 1.0, mixture), r"(targets=.*shape \(5,\) to go with `mean`"),
         (metrics.coverage, (ones, ones, ones[:, None]), r"(targets=.*to go with `lower`"),

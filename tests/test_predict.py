@@ -162,9 +162,55 @@ def test_tokens_are_averaged_each_for_itself_and_padding_counts_nothing():
     tokens[2, 3:] = -1
     inputs = INPUTS.reshape(6, 5, 3)
     got = predict(lambda params, x: x @ params["w"][None], SNAPSHOTS, "tokens", tokens, inputs)
-    expected = np.where(tokens < 0, 0, log_mean(CHOSEN, (0, 1)).reshape(6, 5))
+    expected = np.where(tokens < 0, np.nan, log_mean(CHOSEN, (0, 1)).reshape(6, 5))
     np.testing.assert_allclose(got.log_density, expected, rtol=1e-5, atol=1e-5)
     assert got.mean is None and got.total is None and got.uncertainty is None
+    lppd = np.nanmean(expected)
+    assert optax_smile.metrics.lppd(got.log_density) == pytest.approx(lppd, abs=1e-5)
+    assert f"mean {lppd:.4f}" in repr(got)
+
+
+def test_padding_is_nan_in_every_prediction_and_counts_in_no_score():
+    """A uniform guess among five classes, in pieces and in the ways to ask for parts of it."""
+    uniform, labels = np.log(0.2), np.array([[1, 2, -1], [0, -1, -1], [-1, -1, -1], [3, 4, 0]])
+    padded = np.where(labels < 0, np.nan, uniform)
+
+    def logits(params, x):
+        # What a model says about padding does not matter.
+        wild = jnp.where(jnp.arange(3)[:, None] > 1, jnp.nan * params, 0.0)
+        return jnp.where(x[:, :1, None] > 0, wild, 0.0) * jnp.ones((len(x), 3, 5))
+
+    inputs = np.array([[0.0], [0.0], [1.0], [0.0]], np.float32)
+    own = optax_smile.Likelihood(
+        None,
+        lambda x, y: jnp.where(y < 0, 7.0, jax.nn.log_softmax(x)[..., 0]),
+        has_target=lambda y: y >= 0,
+    )
+    draws = optax_smile.Snapshots(np.zeros((2, 3), np.float32))
+    for likelihood in ("tokens", own):
+        for batch_size in (None, 3):
+            given: dict[str, Any] = {"batch_size": batch_size, "curve": (2,)}
+            by_draw, by_chain = (
+                predict(logits, draws, likelihood, labels, inputs, per=per, **given)
+                for per in ("draw", "chain")
+            )
+            for found, shape in (
+                (by_draw, ()),
+                (by_draw.curve[0], ()),
+                (by_draw.each, (2, 3)),
+                (by_chain.each, (2,)),
+            ):
+                expected = np.broadcast_to(padded, (*shape, *padded.shape))
+                np.testing.assert_allclose(found.log_density, expected, rtol=1e-6)
+            assert optax_smile.metrics.lppd(by_draw.log_density) == pytest.approx(uniform)
+            assert optax_smile.metrics.perplexity(by_draw.log_density) == pytest.approx(5)
+            assert optax_smile.report.score(by_draw, labels) == {"perplexity": pytest.approx(5)}
+            lines = optax_smile.plots.lppd(by_draw.each.log_density).lines
+            assert all(line.get_ydata() == pytest.approx(uniform) for line in lines)
+    with pytest.raises(
+        ValueError, match=r"targets=...\)` must be one target or more, got padding alone"
+    ):
+        predict(logits, draws, "tokens", labels * 0 - 1, inputs)
 
 
 def test_a_likelihood_of_ones_own_and_a_generator_without_targets():
@@ -326,6 +372,12 @@ OUTPUTS: Any = (
     ("bernoulli", lambda x: x[:, 0], np.full(NUM_INPUTS, 2), "0 or 1, got 2"),
     ("tokens", lambda x: x, LABELS, r"returns logits \[inp.* for 'tokens', got"),
     ("tokens", lambda x: x[:, None], np.full((30, 1), -100), "from -1 to 2, got -100 to -100"),
+    (
+        optax_smile.Likelihood(lambda x: x, lambda x, y: -((x - y[None]) ** 2)),
+        lambda x: x[:, :1],
+        TARGETS,
+        r"at most one log density for each of the 30 targets, got shape \(30, 30\). Targets \[inp",
+    ),
 )
 
 

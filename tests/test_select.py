@@ -408,7 +408,7 @@ def test_scores_of_tokens_of_impossible_targets_and_of_broken_chains():
     whole = selecting.Part(20).joined(part_of([0, 1]), 20, 0)
     log_p = outputs - logsumexp(outputs, axis=-1, keepdims=True)
     taken = np.take_along_axis(log_p, np.maximum(labels, 0)[None, ..., None], axis=-1)[..., 0]
-    expected = np.where(labels < 0, 0, np.log(np.exp(taken).mean(axis=0))).mean(axis=1)
+    expected = np.log(np.exp(taken).mean(axis=0))[:, :5].mean(axis=1)
     np.testing.assert_allclose(whole.density(), expected, rtol=1e-5, atol=1e-6)
     # In two parts, of one half or of both.
     first = selecting.Part(20).joined(part_of([0]), 15, 0)
@@ -422,6 +422,32 @@ def test_scores_of_tokens_of_impossible_targets_and_of_broken_chains():
     for part in (bad, first.joined(part_of([1], broken), 20, 1), bad.joined(part_of([0]), 20, 1)):
         assert part.density().tolist() == [-np.inf] and part.gain().tolist() == [0]
     assert json.loads(json.dumps(bad.density().tolist())) == [-np.inf]
+
+
+def test_a_score_of_tokens_and_its_standard_error_count_tokens_not_inputs():
+    """Against 20,000 resamplings of the inputs, of which the rank correlation is that of chance."""
+    number = GENERATOR.integers(0, 9, 200)
+    padded = np.where(
+        np.arange(9) < number[:, None],
+        GENERATOR.normal(size=(200, 9)) - number[:, None] / 9,
+        np.nan,
+    )
+    better = padded + 0.5 + GENERATOR.normal(size=(200, 1))
+    first, second = selecting._by_input(padded), selecting._by_input(better)
+    assert len(first) == (number > 0).sum()
+    assert np.mean(first) == pytest.approx(np.nanmean(padded), abs=1e-12)
+    difference = np.nansum(better - padded, axis=1)
+    rows = GENERATOR.integers(0, 200, (20_000, 200))
+    ratios = difference[rows].sum(axis=1) / number[rows].sum(axis=1)
+    assert selecting._standard_error(second, first) == pytest.approx(ratios.std(), rel=0.05)
+    # A constant gain has no error, however long the inputs are.
+    shifted = selecting._by_input(padded + 0.25)
+    assert selecting._standard_error(shifted, first) < 1e-12
+    # Inputs of equal length count as before, bit for bit.
+    full = GENERATOR.normal(size=(7, 3))
+    assert selecting._by_input(full).tolist() == full.mean(axis=1).tolist()
+    impossible = np.where(np.isnan(padded), np.nan, -np.inf)
+    assert np.mean(selecting._by_input(impossible)) == -np.inf
 
 
 def test_a_winner_that_breaks_after_the_last_round_keeps_its_draws(monkeypatch):

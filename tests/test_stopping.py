@@ -79,6 +79,27 @@ def test_impossible_targets():
     assert not looks.has_stopped and "not finite" in str(looks.result())
 
 
+@pytest.mark.parametrize("null", ["improvement", "doubling"])
+def test_padding_is_no_evidence(null):
+    """As many examples of unequal length as without the padding, and one without any target."""
+    density = np.random.default_rng(1).normal(size=(5, 4, 3))
+    padding = np.array([[0, 0, 1], [0, 1, 1], [1, 1, 1], [0, 0, 1]], bool)
+    padded = np.where(padding, np.nan, density)
+    means = np.nanmean(padded[:, [0, 1, 3]], axis=2)
+    # Of one target each, which is the mean: its draws differ from the start by constants.
+    shift = np.arange(5.0)[:, None, None]
+    looks, expected = Looks(rule(null=null), padded[0]), Looks(rule(null=null), means[0])
+    for draw in range(1, 5):
+        looks.add(padded[0] + shift[draw])
+        expected.add(means[0] + shift[draw, 0])
+    found, wanted = looks.result(), expected.result()
+    np.testing.assert_allclose(found.log_e_value, wanted.log_e_value, rtol=1e-12)
+    assert found.num_examples == 3 and len(found.num_draws) == 2
+    assert found.start_lppd == pytest.approx(np.nanmean(padded[0]))
+    looks.add(np.array(np.nan)), looks.add(np.array(np.nan))
+    assert np.isnan(looks.result().log_e_value[-1]) and not looks.has_stopped
+
+
 GROUPS, SIMULATED_DRAWS, RUNS = 20, 64, 1_000
 
 

@@ -207,7 +207,7 @@ def test_every_likelihood(likelihood):
 
 def test_padding_counts_nothing():
     draws = optax_smile.Snapshots(np.zeros((1, 2, 1)))
-    padded = np.array([[[[-1.0, 0], [-1, 0]], [[-0.5, 0], [-1.2, 0]]]])
+    padded = np.array([[[[-1.0, np.nan], [-1, np.nan]], [[-0.5, np.nan], [-1.2, np.nan]]]])
     small: Any = draws.thin_to(1, of_densities(padded))
     assert small.subset.lppd[0] == pytest.approx(-0.85)
 

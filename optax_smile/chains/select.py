@@ -57,10 +57,10 @@ class Selection(NamedTuple):
         num_steps: steps of each chain from the start to the end of each round, `[round]`; each is
             about twice the one before. In the later rounds only the chosen candidate runs, see
             `select`.
-        lppd: log pointwise predictive density of the validation data, nats per input, of the
-            average over at most 16 draws of each chain in the last half of these steps,
-            `[round, candidate]`; NaN for candidates that did not run in the round, -inf if chains
-            or predictions became non-finite.
+        lppd: log pointwise predictive density of the validation data, nats per input (for
+            `"tokens"`, per token), of the average over at most 16 draws of each chain in the last
+            half of these steps, `[round, candidate]`; NaN for candidates that did not run in the
+            round, -inf if chains or predictions became non-finite.
         projected: `lppd` plus an estimate of what more draws will add until the end of the run,
             `[round, candidate]`, see `select`. It ranks the candidates.
         standard_error: standard error, over the inputs, of the difference of `projected` from the
@@ -159,8 +159,8 @@ class Part(NamedTuple):
         end: last step of the round.
         step: step of the last draw.
         counts: numbers of draws of all chains, in the earlier and in the later half of the steps.
-        log_sums: for each half, log of the sum over draws of the density of each target; NaN if
-            predictions were not finite.
+        log_sums: for each half, log of the sum over draws of the density of each target; NaN for
+            padding, and for all targets if predictions were not finite.
     """
 
     end: int
@@ -183,9 +183,11 @@ class Part(NamedTuple):
 
     def density(self) -> np.ndarray:
         """Log density of each input under the average; -inf if predictions are not finite."""
-        if np.isnan([x.sum() for x in self.log_sums]).any():
+        if any(np.isnan(x).all() for x in self.log_sums):
             return np.array([-np.inf])
-        return _by_input(np.logaddexp(*self.log_sums) - np.log(sum(self.counts)))
+        # NumPy warns of the NaN of padding.
+        with np.errstate(invalid="ignore"):
+            return _by_input(np.logaddexp(*self.log_sums) - np.log(sum(self.counts)))
 
     def gain(self) -> np.ndarray:
         """What twice as many draws add to `density`: all draws compared with each half of them."""
@@ -202,7 +204,7 @@ class Judged(NamedTuple):
     """Result of a candidate in a round.
 
     Attributes:
-        density: log density of each validation input; -inf if the candidate became non-finite.
+        density: see `_by_input`; -inf if the candidate became non-finite.
         num_steps: steps of each chain.
         gradients_per_step: gradients per step.
         is_bayes: whether it samples the posterior of the model.
@@ -647,9 +649,19 @@ def _num_due(step: int, end: int) -> int:
 
 
 def _by_input(log_density: np.ndarray | None) -> np.ndarray:
-    """Return the log density of each input, averaged over its targets."""
+    """Return a log density for each input with a target; their mean is that of all targets.
+
+    With inputs of unequal numbers of targets n_i, the mean is a ratio r = sum_i s_i / sum_i n_i,
+    where s_i is the sum over the targets of an input. The values r + (s_i - r n_i) / mean(n) have
+    the mean r, and their standard error is that of r by the delta method.
+    """
     density = np.asarray(log_density, float)
-    return density.reshape(len(density), -1).mean(axis=1)
+    density = density.reshape(len(density), -1)
+    number = (~np.isnan(density)).sum(axis=1)
+    sums, number = np.nansum(density, axis=1)[number > 0], number[number > 0]
+    ratio = sums.sum() / number.sum()
+    share = number / number.mean()
+    return sums / number.mean() + (ratio * (1 - share) if np.isfinite(ratio) else 0)
 
 
 def _lppd(prediction: Prediction) -> float:

@@ -71,7 +71,7 @@ class EvidenceStop:
     Args:
         apply_fn: `apply_fn(params, inputs)`, for `predict`; `params` is a draw, with `aux` a dict.
         validation: pair of held-out inputs and targets, arrays `[example, ...]`. An example with
-            several targets, such as tokens, counts by their mean.
+            several targets, such as tokens, counts by their mean; padding does not count.
         likelihood: see `predict`.
         null: `"improvement"` or `"doubling"`.
         alpha: bound on the probability of a false stop, in (0, 1).
@@ -186,11 +186,14 @@ class Looks:
 
     Args:
         stop: the rule.
-        start: log density of each target under the start, `[example, ...]`.
+        start: log density of each target under the start, `[example, ...]`; NaN for padding.
     """
 
     def __init__(self, stop: EvidenceStop, start: np.ndarray):
         self.stop, self.start, self.count = stop, np.asarray(start, float), 0
+        self.has_target = ~np.isnan(self.start)
+        # Targets of each example.
+        self.number = self.has_target.sum(axis=tuple(range(1, self.start.ndim)))
         # Log of the sum of the densities of all draws so far, and of some earlier numbers of draws.
         self.log_sum, self.earlier = np.array(-np.inf), {}
         self.results: list[tuple[int, float, float]] = []
@@ -220,16 +223,21 @@ class Looks:
             bound = math.log(number + 1)
             with_start = _log_add(self.start, self.log_sum) - bound
             score = _difference(with_start, self.start)
-        log_e = log_e_value(score.reshape(len(score), -1).mean(axis=1), bound)
-        self.results.append((number, log_e, float(average.mean())))
+        score = np.where(self.has_target, score, 0).reshape(len(self.start), -1).sum(axis=1)
+        # An example without a target has a score of 0, which is no evidence.
+        log_e = log_e_value(score / np.maximum(self.number, 1), bound)
+        self.results.append((number, log_e, self._mean(average)))
         self.has_stopped = self.result().has_stopped
+
+    def _mean(self, log_density: np.ndarray) -> float:
+        return float(np.broadcast_to(log_density, self.start.shape)[self.has_target].mean())
 
     def result(self) -> Stopping:
         """Return the looks so far."""
         number, log_e, lppd = np.array(self.results, float).reshape(-1, 3).T
         stop = self.stop
-        fixed = stop.null, stop.alpha, stop.tolerance, len(self.start), float(self.start.mean())
-        return Stopping(*fixed, number.astype(int), log_e, lppd)
+        fixed = stop.null, stop.alpha, stop.tolerance, int(np.count_nonzero(self.number))
+        return Stopping(*fixed, self._mean(self.start), number.astype(int), log_e, lppd)
 
 
 def log_e_value(score: np.ndarray, bound: float) -> float:

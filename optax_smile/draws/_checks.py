@@ -141,6 +141,10 @@ def log_density_of(where: str, axes: tuple[int, int], prediction: Prediction) ->
         if density is not None:
             got = f"one with log densities [chain, draw, ...] of shape {density.shape}"
         _check.fail(where, "prediction", rule, got)
-    flat = density.reshape(*axes, -1).astype(float)
-    # Padding of "tokens" is 0 in all draws.
-    return flat if density.ndim == 3 else flat[:, :, (flat != 0).any(axis=(0, 1))]
+    return of_targets(density.astype(float))
+
+
+def of_targets(log_density: np.ndarray) -> np.ndarray:
+    """Return log densities `[chain, draw, target]` without padding, which is NaN in all draws."""
+    flat = log_density.reshape(*log_density.shape[:2], -1)
+    return flat if log_density.ndim == 3 else flat[:, :, ~np.isnan(flat).all(axis=(0, 1))]

@@ -14,11 +14,10 @@ import numpy as np
 from optax_smile import _check
 from optax_smile._types import Batch, Output
 
-# Log likelihood of padding tokens.
-PADDING = 0.0
 # Arguments of the functions of a likelihood.
 FORMS = {"mean": "(outputs)", "variance": "(outputs)", "entropy": "(mean)"}
 FORMS |= {"log_density": "(outputs, targets)", "check": "(outputs, targets)"}
+FORMS |= {"has_target": "(targets)"}
 Name = Literal["categorical", "bernoulli", "gaussian", "tokens"]
 
 
@@ -36,6 +35,9 @@ class Likelihood(NamedTuple):
             the shape of the mean. The uncertainty is then split by variance instead.
         check: `check(outputs, targets)` gets the shapes and dtypes of the outputs, and targets or
             None, and raises a ValueError if they do not match.
+        has_target: `has_target(targets)`, False where an entry of the log density has no target,
+            such as for padding. `predict` returns NaN there, and no score counts it. None: every
+            entry has one.
 
     Example:
         >>> import jax, optax_smile
@@ -57,6 +59,7 @@ class Likelihood(NamedTuple):
     entropy: Callable[[Output], jax.Array] | None = None
     variance: Callable[[Output], jax.Array] | None = None
     check: Callable[[Output, Batch], None] | None = None
+    has_target: Callable[[Batch], jax.Array] | None = None
 
 
 def _fail(argument: str, rule: str, got: str):
@@ -123,10 +126,6 @@ def _categorical_log_density(logits: jax.Array, labels: jax.Array) -> jax.Array:
     return jnp.sum(jnp.where(is_label, jax.nn.log_softmax(logits), 0), axis=-1)
 
 
-def _tokens_log_density(logits: jax.Array, labels: jax.Array) -> jax.Array:
-    return jnp.where(labels < 0, PADDING, _categorical_log_density(logits, labels))
-
-
 def _bernoulli_log_density(logits: jax.Array, labels: jax.Array) -> jax.Array:
     return _over_outputs(jax.nn.log_sigmoid(jnp.where(labels > 0, logits, -logits)))
 
@@ -174,7 +173,8 @@ NAMED: dict[Name, Likelihood] = {
     ),
     "tokens": Likelihood(
         None,
-        _tokens_log_density,
+        _categorical_log_density,
         check=partial(_check_logits, "tokens", "[input, token, class]", -1),
+        has_target=lambda labels: labels >= 0,
     ),
 }

@@ -76,7 +76,7 @@ def predict(
               the shape of the mean.
             - `"tokens"`: logits `[input, token, class]`, labels `[input, token]`, -1 for padding.
             - your own `Likelihood`.
-        targets: observed values, `[input, ...]`.
+        targets: observed values, `[input, ...]`, at least one that is not padding.
         batch_size: inputs to run at once, >= 1; None: all.
         curve: numbers of snapshots, >= 1, in ascending order. For each number k, also return the
             average over the first k snapshots. The snapshots of `sample` are ordered draw by draw:
@@ -187,6 +187,8 @@ class Predictor:
             for batch in batches_of((inputs, targets), batch_size or self.num_inputs)
         ]
         self._everywhere = None if mesh is None else NamedSharding(mesh, PartitionSpec())
+        # Booleans of the shape of the log density; None: all entries have a target.
+        self._has_target: np.ndarray | None = None
         self.count: int = 0
         self._first: Tree = None
         self._waiting: list[Tree] = []
@@ -255,7 +257,15 @@ class Predictor:
         uncertainty = None if self.likelihood.entropy is None else "entropy"
         if self.likelihood.variance is not None:
             uncertainty = "variance"
-        return _concatenate(averages)._replace(uncertainty=uncertainty), _concatenate(chains, 1)
+        average = self._without_padding(_concatenate(averages))
+        chains = self._without_padding(_concatenate(chains, 1))
+        return average._replace(uncertainty=uncertainty), chains
+
+    def _without_padding(self, outcome: Value) -> Value:
+        """Replace the log density of entries without a target by NaN, on the host."""
+        if self._has_target is None or outcome is None:
+            return outcome
+        return outcome._replace(log_density=np.where(self._has_target, outcome.log_density, np.nan))
 
     def _require_fit(self, params: Tree):
         """Require outputs of the model that match likelihood and targets."""
@@ -289,6 +299,17 @@ class Predictor:
             if leaf.shape[:1] != (self.num_inputs,):
                 rule = f"one that returns arrays [input, ...] of {self.num_inputs} inputs"
                 _check.fail("Predictor", "likelihood", rule, f"shape {leaf.shape}")
+        if self.targets is None:
+            return
+        shape, size = outcome.log_density.shape, sum(map(np.size, jax.tree.leaves(self.targets)))
+        if shape[:2] == (self.num_inputs,) * 2 and outcome.log_density.size > size:
+            rule = f"one with at most one log density for each of the {size} targets"
+            advice = "Targets [input] and outputs [input, 1] broadcast to [input, input]."
+            _check.fail("Predictor", "likelihood", rule, f"shape {shape}", advice)
+        if read.has_target is not None:
+            self._has_target = np.asarray(read.has_target(self.targets))
+            if not self._has_target.any():
+                _check.fail("Predictor", "targets", "one target or more", "padding alone")
 
     @functools.cached_property
     def _zero(self) -> Callable:
@@ -333,11 +354,14 @@ class Predictor:
         (inputs, targets), read = batch, self.likelihood
         outputs = jax.tree.map(_in_full_precision, self.apply_fn(params, inputs))
         mean = None if read.mean is None else read.mean(outputs)
+        density = None if targets is None else read.log_density(outputs, targets)
+        if density is not None and read.has_target is not None:
+            density = jnp.where(read.has_target(targets), density, 0)
         outcome = Outcome(
             mean=mean,
             variance=None if read.variance is None else read.variance(outputs),
             entropy=None if read.entropy is None else read.entropy(mean),
-            log_density=None if targets is None else read.log_density(outputs, targets),
+            log_density=density,
         )
         return jax.tree.map(_in_full_precision, outcome)
 
@@ -383,7 +407,7 @@ class Predictor:
             by_draw = flat.reshape(-1, cast(int, self.num_chains), *flat.shape[1:])
             return np.swapaxes(by_draw, 0, 1)
 
-        return jax.tree.map(of_draws, _concatenate(self._draws))
+        return self._without_padding(jax.tree.map(of_draws, _concatenate(self._draws)))
 
     def _name(self, number: int) -> str:
         if self.num_chains is None:

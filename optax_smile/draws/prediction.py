@@ -20,7 +20,7 @@ class Outcome(NamedTuple):
         mean: predictive mean or probabilities, `[input, ...]`.
         variance: variance of the predictive distribution, `[input, ...]`.
         entropy: entropy of the predictive distribution, nats, `[input, ...]`.
-        log_density: log likelihood of each target, nats, `[input, ...]`.
+        log_density: log likelihood of each target, nats, `[input, ...]`; NaN for padding.
 
     Example:
         >>> import numpy as np, optax_smile
@@ -50,8 +50,7 @@ class Prediction(NamedTuple):
     Attributes:
         mean: predictive mean or class probabilities, `[input, ...]`; None for `"tokens"`.
         log_density: log of the average likelihood of each target, nats, `[input]` (for `"tokens"`
-            `[input, token]`, 0 for padding); its mean is the log pointwise predictive density
-            (LPPD). None without targets.
+            `[input, token]`, NaN for padding); `metrics.lppd` averages it. None without targets.
         total: uncertainty of the prediction, `[input, ...]`: entropy in nats for class
             probabilities, else variance. None if the likelihood defines neither.
         aleatoric: average uncertainty of a single snapshot, due to noise in the data.
@@ -84,11 +83,9 @@ class Prediction(NamedTuple):
         rows = _shapes(self._replace(uncertainty=None, each=None, curve=None))
         uncertainties = "total", "aleatoric", "epistemic"
         averaged: dict[str, str] = dict.fromkeys(uncertainties, f" ({self.uncertainty})")
-        if np.ndim(self.log_density) == 1:  # The average over tokens would include padding.
-            averaged["log_density"] = ""
-        for name, kind in averaged.items():
+        for name, kind in {**averaged, "log_density": ""}.items():
             if isinstance(x := getattr(self, name), np.ndarray) and x.size:
-                rows[name] += f", mean {x.mean():.4f}{kind}"
+                rows[name] += f", mean {x[~np.isnan(x)].mean():.4f}{kind}"
         if self.each is not None:
             rows["each"] = _table.some(f"{k} {x}" for k, x in _shapes(self.each).items())
         if self.curve:

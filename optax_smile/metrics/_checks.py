@@ -17,7 +17,7 @@ NONNEGATIVE = _check.Real(0, infinite=True)
 LEVEL = _check.Real(0, 1, open="both", traced=False)
 # A target may have probability zero.
 DENSITY = _check.Where("below infinity, not NaN", lambda density: density < np.inf)
-# NaN is allowed where a mask excludes it.
+# NaN is allowed for padding, and where a mask excludes it.
 MASKED_DENSITY = _check.Where("below infinity", lambda density: density != np.inf)
 BOOLEAN = _check.Where("a boolean", lambda array: np.full(array.shape, array.dtype == bool))
 

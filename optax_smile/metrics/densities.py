@@ -20,7 +20,7 @@ MEANS = _check.Array("[input] or [draw, input]", FINITE)
 ENDS = _check.Array()
 
 
-@_check.arguments(log_density=_check.Array("[input] or [input, token]", DENSITY))
+@_check.arguments(log_density=_check.Array("[input] or [input, token]", MASKED_DENSITY))
 def lppd(log_density: ArrayLike) -> float:
     """Compute the log pointwise predictive density, the mean of log densities; higher is better.
 
@@ -28,19 +28,34 @@ def lppd(log_density: ArrayLike) -> float:
 
     Args:
         log_density: log density of each target, nats, `[input]` or `[input, token]`, such as
-            `Prediction.log_density`; not that of single draws, `Prediction.each.log_density`.
+            `Prediction.log_density`; not that of single draws, `Prediction.each.log_density`. In
+            `[input, token]`, NaN stands for padding and does not count.
 
     Returns:
         Nats per input, or per token.
 
     Raises:
-        ValueError: no inputs, other axes, or NaN.
+        ValueError: no inputs, other axes, padding alone, or NaN in `[input]`.
 
     Example:
         >>> lppd([-1.0, -2.0])
         -1.5
     """
-    return float(np.asarray(log_density).mean())
+    return float(_of_targets("lppd", log_density).mean())
+
+
+def _of_targets(where: str, log_density: ArrayLike, mask: ArrayLike | None = None) -> np.ndarray:
+    """Return the log densities that count. NaN is padding, except in arrays of one axis."""
+    array = np.asarray(log_density)
+    keep = np.ones(array.shape, bool) if mask is None else np.asarray(mask)
+    if array.ndim > 1:
+        keep = keep & ~np.isnan(array)
+    array = DENSITIES(where, "log_density", np.where(keep, array, 0))
+    if not keep.any():
+        if mask is None:
+            _check.fail(where, "log_density", "that of one target or more", "padding alone")
+        _check.fail(where, "mask", "True for one token or more", "False for all")
+    return array[keep]
 
 
 @_check.arguments(
@@ -53,14 +68,14 @@ def perplexity(log_density: ArrayLike, mask: ArrayLike | None = None) -> float:
     Args:
         log_density: log density of every token, nats, `[input, token]` or `[token]`.
         mask: booleans of the same shape, False for tokens to ignore (padding, prompts); None: all
-            tokens count. `predict` with `"tokens"` gives padding a log density of 0, so pass
-            `mask=targets >= 0` if there is any.
+            tokens count, except padding, which is NaN in `[input, token]`.
 
     Returns:
         At least 1 for probabilities; infinite where float64 overflows.
 
     Raises:
-        ValueError: no token counts, the mask has another shape, or NaN where the mask is True.
+        ValueError: no token counts, the mask has another shape, or NaN in `[token]` where the mask
+            is True.
 
     Example:
         >>> round(perplexity([[-1.0, -2.0], [-3.0, -9.0]], [[True, True], [True, False]]), 3)
@@ -68,12 +83,8 @@ def perplexity(log_density: ArrayLike, mask: ArrayLike | None = None) -> float:
 
     Source: Jelinek et al. 1977.
     """
-    keep = np.ones(np.shape(log_density), bool) if mask is None else np.asarray(mask)
-    tokens = DENSITIES("perplexity", "log_density", np.where(keep, log_density, 0))
-    if not keep.any():
-        _check.fail("perplexity", "mask", "True for one token or more", "False for all")
     with np.errstate(over="ignore"):
-        return float(np.exp(-np.mean(tokens[keep])))
+        return float(np.exp(-_of_targets("perplexity", log_density, mask).mean()))
 
 
 def _normal_cdf(standardized: np.ndarray) -> np.ndarray:

@@ -449,7 +449,7 @@ def _of_one(stored: Stored) -> Iterator[Picture]:
             values, what = density, "log likelihood of"
         yield (
             f"{name}: if flat at the end, more draws would not help. Higher is better.",
-            partial(plots.lppd, density),
+            partial(plots.lppd, draws.log_density),
         )
         yield (
             f"{name}: the input whose prediction varies most. In a good run the chains fluctuate"

@@ -21,7 +21,7 @@ FILE = "prediction-{}.safetensors"
 FIELDS = ("mean", "log_density", "total", "aleatoric", "epistemic")
 LEVEL = 0.95
 # Arguments of `score` that correspond to arguments of metrics.
-IN_SCORE = {"labels": "targets", "mask": "targets", "log_density": "prediction"}
+IN_SCORE = {"labels": "targets", "log_density": "prediction"}
 IN_SCORE |= dict.fromkeys(("probabilities", "mean", "std"), "prediction")
 HIGHER, LOWER = ("↑", "higher is better"), ("↓", "lower is better")
 # Arrow and words for each score.
@@ -64,7 +64,7 @@ def score(prediction: Prediction, targets: ArrayLike) -> dict[str, float]:
         _check.fail("report.score", "prediction", rule, got, "Pass `targets` to `predict`.")
     mean, targets = prediction.mean, np.asarray(targets)
     if mean is None and prediction.log_density.ndim == targets.ndim == 2:
-        return {"perplexity": metrics.perplexity(prediction.log_density, targets >= 0)}
+        return {"perplexity": metrics.perplexity(prediction.log_density)}
     scores = {"LPPD": metrics.lppd(prediction.log_density)}
     if prediction.uncertainty == "entropy":
         probabilities, labels = labelled(prediction.mean, targets)
