@@ -448,6 +448,7 @@ class Tree(Constraint):
             is_known = isinstance(leaf, (bool, int, float, complex)) or hasattr(leaf, "shape")
             is_known &= self.traced or not is_traced
             is_known &= not isinstance(leaf, int) or abs(leaf) <= LARGEST_WHOLE
+            is_known &= not np.ma.is_masked(leaf)
             if not is_known or not any(jnp.issubdtype(_dtype(leaf), one) for one in kinds):
                 fail(where, argument, self.rule, f"{show(leaf)} at {at}" if at else show(leaf))
             is_array = isinstance(leaf, (np.ndarray, jax.Array)) and not is_traced
@@ -522,9 +523,11 @@ def _has_axes(number: int, axes: str) -> bool:
 def host(where: str, argument: str, value: Unchecked) -> np.ndarray:
     """Convert a value to an array of real numbers or booleans on the host."""
     got = show(value)
+    if any(map(np.ma.is_masked, jax.tree.leaves(value))):
+        fail(where, argument, "an array without masked entries", got)
     if not isinstance(value, (jax.core.Tracer, Mapping)):
-        # Ragged lists and values that are not arrays.
-        with contextlib.suppress(ValueError, TypeError):
+        # Ragged lists, values that are not arrays, and tensors that need gradients.
+        with contextlib.suppress(ValueError, TypeError, RuntimeError):
             found = np.asarray(value)
             if is_real(found.dtype) or found.dtype == bool:
                 return found
@@ -544,8 +547,9 @@ def _dtype(value: Unchecked) -> Unchecked:
 def show(value: Unchecked) -> str:
     """Describe a value in a few words."""
     if isinstance(value, (np.ndarray, jax.Array, jax.ShapeDtypeStruct)):
-        is_traced = "a traced " if isinstance(value, jax.core.Tracer) else ""
-        return f"{is_traced}{value.dtype}{list(value.shape)}"
+        kind = "a traced " if isinstance(value, jax.core.Tracer) else ""
+        kind = "a masked " if np.ma.is_masked(value) else kind
+        return f"{kind}{value.dtype}{list(value.shape)}"
     if isinstance(value, type):
         return f"the class {value.__name__}"
     if value is None or isinstance(value, (bool, int, float, complex, str, bytes)):

@@ -70,6 +70,7 @@ def wrong(constraint: Any) -> list[Any]:
             nans = [{"w": np.full(3, np.nan)}] * constraint.finite
             uneven = [{"a": np.ones((2, 3)), "b": np.ones((3, 3))}, np.ones((0, 3)), np.ones(())]
             uneven *= bool(constraint.axes)
+            nans.append({"w": masked((2, 2, 2))})
             return ["x", {"w": "x"}, {"w": object()}, {"w": 10**30}, *nans, *uneven]
         case _check.Array(axes=axes, each=each):
             values = [None, "x", {}, [[1.0], [1.0, 2.0]], np.array(["1"]), KEY, np.zeros((0, 3))]
@@ -78,6 +79,7 @@ def wrong(constraint: Any) -> list[Any]:
                 values.append(sized)
             numbers = wrong(each) if isinstance(each, _check.Real) else [math.inf]
             number = next(x for x in numbers if isinstance(x, float))
+            values.append(masked((2,) * axes_of(axes)))
             return [*values, np.full((2,) * axes_of(axes), number)]
         case PerParameter():
             bad = [x for x in wrong(constraint.each) if isinstance(x, float)]
@@ -97,6 +99,11 @@ def wrong(constraint: Any) -> list[Any]:
             return [object(), 3 + 1j]
         case _:
             return [object()]
+
+
+def masked(shape: tuple[int, ...]) -> np.ndarray:
+    """Ones, but for an entry that is masked."""
+    return np.ma.masked_array(np.ones(shape), mask=np.arange(math.prod(shape)) == 1)
 
 
 def axes_of(axes: str) -> int:

@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pandas
 import pytest
 import scipy.special
 import scipy.stats
@@ -343,7 +344,7 @@ MISFITS = (
     ("likelihood", own(mean=jnp.mean), "one that returns arrays .* of 30 inputs"),
     ("curve", (2, 101), "integers <= 100, the number of snapshots"),
     ("snapshots", Draws(ONE), "the same number of draws of each of the 2 chains, got 1"),
-    ("per", "draw", "None for snapshots without `num_chains`"),
+    ("per", "draw", r"None for snapshots without `num_chains`.* `Snapshots.from_draws\(snap"),
     ("inputs", (INPUTS, INPUTS[:9]), "equal leading axes, none of them empty, got"),
     # XLA may turn NaN into ordinary numbers, which no check of the outputs would find.
     ("inputs", np.where(INPUTS == INPUTS[3, 1], np.nan, INPUTS), "finite, got nan or inf at"),
@@ -364,6 +365,9 @@ OUTPUTS: Any = (
         TARGETS,
         "and broadcasts to it, got the shapes",
     ),
+    ("gaussian", lambda x: (x[:, 0] + 1j, 0.0), TARGETS, "real predictions, got complex64"),
+    ("gaussian", lambda x: (x[:, 0], 1j), TARGETS, "real predictions, got complex64"),
+    (own(), lambda x: x[:, 0] + 1j, TARGETS, "real predictions, got complex64"),
     ("gaussian", lambda x: (None, 0.0), TARGETS, r"a pair \(mean, log_std\) for 'gaussian'"),
     ("gaussian", lambda x: x[:2], TARGETS, r"a pair \(mean, log_std\) for 'gaussian'"),
     ("gaussian", lambda x: (x[:, 0], 0.0), np.where(LABELS == 2, np.nan, 1), "finite, got nan"),
@@ -379,6 +383,65 @@ OUTPUTS: Any = (
         r"at most one log density for each of the 30 targets, got shape \(30, 30\). Targets \[inp",
     ),
 )
+
+
+class Tensor:
+    """An array of another library, as far as NumPy knows it."""
+
+    def __init__(self, array):
+        self.array = array
+
+    def __array__(self, *_, **__):
+        return self.array
+
+
+def test_inputs_and_targets_are_what_numpy_reads():
+    """Foreign byte orders, data frames and tensors; a masked array only without masked entries."""
+
+    def swapped(x):
+        return x.astype(x.dtype.newbyteorder())
+
+    def frame(x):
+        return pandas.DataFrame(x) if x.ndim > 1 else pandas.Series(x)
+
+    expected = classify().log_density
+    own = optax_smile.Likelihood(
+        None, lambda x, y: jnp.take_along_axis(jax.nn.log_softmax(x), y["of"][:, None], 1)[:, 0]
+    )
+    for convert in (swapped, frame, Tensor, np.ma.masked_array):
+        inputs, targets = convert(INPUTS), convert(LABELS)
+        got = predict(apply_fn, SNAPSHOTS, "categorical", targets, inputs)
+        np.testing.assert_array_equal(got.log_density, expected)
+        nested = predict(
+            lambda params, x: apply_fn(params, x["in"]),
+            SNAPSHOTS,
+            own,
+            {"of": targets},
+            {"in": inputs},
+        )
+        np.testing.assert_allclose(nested.log_density, expected, atol=1e-5)
+        stop = optax_smile.EvidenceStop(apply_fn, (inputs, targets), likelihood="categorical")
+        np.testing.assert_array_equal(stop.validation[0], INPUTS)
+    hidden = np.ma.masked_array(INPUTS, mask=INPUTS > 1), np.ma.masked_array(LABELS, LABELS > 2)
+    for argument, given in (
+        ("inputs", {"inputs": hidden[0]}),
+        ("targets", {"inputs": INPUTS, "targets": hidden[1]}),
+        ("inputs", {"inputs": INPUTS.astype(str)}),
+        ("inputs", {"inputs": INPUTS.astype("M8[s]")}),
+    ):
+        with pytest.raises(ValueError, match=rf"^`predict\({argument}=...\)` must be .*, got "):
+            predict(apply_fn, SNAPSHOTS, "categorical", **given)
+    with pytest.raises(ValueError, match=r"^`EvidenceStop\(validation=...\)` must be .* masked"):
+        optax_smile.EvidenceStop(apply_fn, (INPUTS, hidden[1]), likelihood="categorical")
+    with pytest.raises(ValueError, match=r"`Predictor.update\(params=...\)` must be .* masked"):
+        predictor = optax_smile.Predictor(apply_fn, INPUTS, likelihood="categorical")
+        predictor.update({"w": np.ma.masked_array(WEIGHTS[0, 0], WEIGHTS[0, 0] > 0)})
+
+
+def test_booleans_are_averaged_as_shares():
+    shares = own(mean=lambda x: x > 0.5)
+    got = predict(lambda params, x: x * params, [0.0, 1.0, 1.0], shares, inputs=np.ones(2, "f4"))
+    np.testing.assert_allclose(got.mean, 2 / 3)
 
 
 def test_what_does_not_fit_is_named():

@@ -189,6 +189,12 @@ def test_yes_or_no_are_two_classes(run, draws):
         assert got["accuracy"] == np.mean((ones > 0.5) == targets)
         assert got["Brier"] == pytest.approx(2 * np.mean((ones - targets) ** 2), abs=1e-6)
         assert num_pictures(page_of(run, prediction, targets)) == 8
+        for unknown in (0.7, 5):
+            wrong = np.where(np.arange(targets.size).reshape(targets.shape) == 3, unknown, targets)
+            with pytest.raises(
+                ValueError, match=rf"score\(targets=...\)` .* 0 or 1, got {unknown}"
+            ):
+                report.score(prediction, wrong)
 
 
 def test_the_page_says_whether_predictions_were_judged(run, draws):

@@ -8,7 +8,7 @@ import jax
 import jax.core
 import numpy as np
 
-from optax_smile import _check, _settings
+from optax_smile import _check, _settings, _tree
 from optax_smile._types import Batch
 from optax_smile.draws import likelihoods
 from optax_smile.draws.prediction import Prediction
@@ -88,16 +88,27 @@ class Reading(_check.Constraint):
         return value
 
 
-# Finite, since XLA can turn NaN into other numbers.
-INPUTS = _check.Tree(axes="[input, ...]", finite=True)
+@dataclass(frozen=True)
+class Inputs(_check.Tree):
+    """Arrays `[input, ...]`, or what NumPy converts to arrays."""
+
+    axes: str = "[input, ...]"
+    # XLA can turn NaN into other numbers.
+    finite: bool = True
+
+    def __call__(self, where, argument, value, given=_check.NOTHING):
+        return super().__call__(where, argument, _tree.as_numeric(where, argument, value), given)
+
+
+INPUTS = Inputs()
 
 
 @dataclass(frozen=True)
-class Targets(_check.Tree):
-    """Arrays `[input, ...]`, as long as `inputs`; a single array for a named likelihood."""
+class Targets(Inputs):
+    """The same, as long as `inputs`; a single array for a named likelihood."""
 
-    axes: str = "[input, ...]"
     like: str = "inputs"
+    finite: bool = False
 
     def __call__(self, where, argument, value, given=_check.NOTHING):
         if value is None:

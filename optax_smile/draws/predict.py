@@ -64,8 +64,8 @@ def predict(
         apply_fn: `apply_fn(params, inputs)` returns the outputs of one model for the inputs.
         snapshots: parameter trees: the result of `sample`, `Snapshots.from_members(members)` for a
             deep ensemble, or another iterable, such as a generator. It is iterated over once.
-        inputs: argument of `apply_fn`, finite arrays `[input, ...]`. They stay on the device during
-            the call.
+        inputs: argument of `apply_fn`, finite arrays `[input, ...]`, or data frames or tensors on
+            the host, which become arrays. They stay on the device during the call.
         likelihood: how to interpret the outputs and the targets:
 
             - `"categorical"`: logits `[input, class]`, labels `[input]`.
@@ -171,7 +171,7 @@ class Predictor:
     ):
         if per is not None and num_chains is None:
             rule = "None for snapshots without `num_chains`"
-            remedy = "Pass `Snapshots` to `predict`, or `num_chains` to `Predictor`."
+            remedy = "Make `Snapshots.from_draws(snapshots)`, or pass `num_chains` to `Predictor`."
             _check.fail("Predictor", "per", rule, repr(per), remedy)
         self.num_inputs = _checks.num_inputs(inputs)
         parallel.check_mesh("Predictor", mesh, num_chains if per == "chain" and num_chains else 0)
@@ -291,6 +291,9 @@ class Predictor:
             read.check(outputs, self.targets)
         rule = "one whose functions accept the outputs"
         outcome = _check.traced("Predictor", "likelihood", self._outcome, params, batch, rule=rule)
+        for leaf in jax.tree.leaves(outcome):
+            if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
+                _check.fail("Predictor", "apply_fn", "one with real predictions", leaf.dtype)
         shapes = jax.tree.map(np.shape, (outcome.mean, outcome.variance))
         if outcome.variance is not None and shapes[0] != shapes[1]:
             rule = f"one whose variance has the shape {shapes[0]} of its mean"
@@ -363,7 +366,8 @@ class Predictor:
             entropy=None if read.entropy is None else read.entropy(mean),
             log_density=density,
         )
-        return jax.tree.map(_in_full_precision, outcome)
+        # Integers and booleans are averaged as numbers.
+        return jax.tree.map(lambda x: _in_full_precision(1.0 * x), outcome)
 
     def _evaluate(self):
         """Run the waiting snapshots, each on its row of devices; ignore results of idle rows."""

@@ -457,9 +457,9 @@ def _checked(
             rule = f"of {len(given)} inputs, as many as `images`"
             _check.fail(where, argument, rule, f"shape {array.shape}")
     classes = np.arange(means.shape[-1])
-    if labels is not None and means.ndim == 2 and not np.isin(labels, classes).all():
+    if labels is not None and means.ndim == 2 and not (known := np.isin(labels, classes)).all():
         rule = f"classes from 0 to {means.shape[1] - 1}"
-        _check.fail(where, "targets", rule, f"{labels.min():g} to {labels.max():g}")
+        _check.fail(where, "targets", rule, f"{labels[~known][0]:g}")
     return given, means, spread, labels
 
 

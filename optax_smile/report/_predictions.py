@@ -98,8 +98,11 @@ def classes(mean: ArrayLike, shape: tuple[int, ...]) -> np.ndarray:
 
 def labelled(mean: ArrayLike, targets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return probabilities `[input, class]` and labels `[input]`."""
-    is_binary = np.shape(mean) == targets.shape
-    return classes(mean, targets.shape), targets.ravel().astype(int) if is_binary else targets
+    if np.shape(mean) != targets.shape:
+        return classes(mean, targets.shape), targets
+    if (unknown := targets[~np.isin(targets, (0, 1))]).size:
+        _check.fail("report.score", "targets", "0 or 1", unknown[0])
+    return classes(mean, targets.shape), targets.ravel().astype(int)
 
 
 class Stored:
