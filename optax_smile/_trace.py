@@ -20,6 +20,10 @@ def of_draws(
     if num_draws is None or not arrays:
         return arrays
     shape = next(iter(arrays.values())).shape
+    for name, values in arrays.items():
+        if values.ndim < 2 or values.shape[:2] != shape[:2]:
+            rule = "a dict of arrays [chain, tick] with equal axes"
+            _check.fail(where, "trace", rule, f"shape {values.shape} of {name!r}")
     is_draw = np.broadcast_to(arrays.get("is_draw", np.array(True)), shape).astype(bool)
     ticks = np.flatnonzero(is_draw.all(axis=0))
     if len(ticks) < num_draws:

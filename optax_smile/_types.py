@@ -1,7 +1,7 @@
 """Names for values that the type system cannot describe further."""
 
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import jax
 import optax
@@ -21,3 +21,12 @@ Unchecked: TypeAlias = Any
 StepSize: TypeAlias = float | jax.Array | optax.Schedule
 # The log density of a prior, a function of the parameters.
 LogPrior: TypeAlias = Callable[[Tree], jax.Array]
+Class = TypeVar("Class", bound=type)
+
+
+def by_identity(kind: Class) -> Class:
+    """Compare and hash the instances of a class by identity: `==` of arrays has no truth value."""
+    same = {"__eq__": lambda self, other: self is other, "__hash__": object.__hash__}
+    for name, method in {**same, "__ne__": lambda self, other: self is not other}.items():
+        setattr(kind, name, method)
+    return kind

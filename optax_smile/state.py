@@ -12,7 +12,7 @@ import numpy as np
 import optax
 
 from optax_smile import _check, _trace, _tree
-from optax_smile._types import Tree
+from optax_smile._types import Tree, by_identity
 
 # Format of the states of all samplers. A state of another format cannot be continued.
 STATE_FORMAT = 7
@@ -114,6 +114,7 @@ def no_update(dtype: jnp.dtype, temperature: float | jax.Array) -> LastUpdate:
     )
 
 
+@by_identity
 class Stats(NamedTuple):
     """Scalars that describe the last call of a sampler, see `stats`.
 

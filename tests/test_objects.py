@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import functools
 import html
+import inspect
 import re
 from typing import Any
 
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 
 import optax_smile
-from optax_smile import diagnostics
+from optax_smile import diagnostics, interop, local, metrics
 from optax_smile.draws import _format
 
 CHAINS, DRAWS = 3, 4
@@ -123,6 +124,32 @@ def test_a_tree_without_equality_is_sampled_and_predicts():
         lambda model, x: x @ model.w[None], draws, np.ones((6, 1)), likelihood="categorical"
     )
     assert logits.mean.shape == (6, 2)
+
+
+# Public records without arrays: of functions, numbers and text.
+WITHOUT_ARRAYS = ("Likelihood", "RecordedSampler", "Check", "CheckReport", "Finding")
+
+
+def test_objects_with_arrays_are_compared_and_hashed_by_identity(stored):
+    kinds: list[Any] = [
+        getattr(module, name)
+        for module in (optax_smile, diagnostics, interop, local, metrics)
+        for name in module.__all__
+        if name not in WITHOUT_ARRAYS
+    ]
+    pairs: list[Any] = [(stored, optax_smile.load_snapshots(stored.directory))]
+    for kind in filter(inspect.isclass, kinds):
+        if fields := getattr(kind, "_fields", ()):
+            pairs.append([kind(*[np.ones(3)] * len(fields)) for _ in range(2)])
+        elif dataclasses.is_dataclass(kind):
+            pairs.append([object.__new__(kind) for _ in range(2)])
+            for one in pairs[-1]:
+                vars(one).update({x.name: np.ones(3) for x in dataclasses.fields(kind)})
+    assert len(pairs) > 15
+    for one, other in pairs:
+        assert one == one and one != other and not one == other and not one != one
+        assert one != (1, 2) and (1, 2) != one and other in [one, other]
+        assert len({one, other, one}) == 2 and {one: 1}[one] == 1
 
 
 def test_arrays_that_are_no_draws():

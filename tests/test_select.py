@@ -433,15 +433,15 @@ def test_a_score_of_tokens_and_its_standard_error_count_tokens_not_inputs():
         np.nan,
     )
     better = padded + 0.5 + GENERATOR.normal(size=(200, 1))
-    first, second = selecting._by_input(padded), selecting._by_input(better)
-    assert len(first) == (number > 0).sum()
+    first, second, shifted = (
+        selecting._by_input(x).tolist() for x in (padded, better, padded + 0.25)
+    )
     assert np.mean(first) == pytest.approx(np.nanmean(padded), abs=1e-12)
     difference = np.nansum(better - padded, axis=1)
     rows = GENERATOR.integers(0, 200, (20_000, 200))
     ratios = difference[rows].sum(axis=1) / number[rows].sum(axis=1)
     assert selecting._standard_error(second, first) == pytest.approx(ratios.std(), rel=0.05)
     # A constant gain has no error, however long the inputs are.
-    shifted = selecting._by_input(padded + 0.25)
     assert selecting._standard_error(shifted, first) < 1e-12
     # Inputs of equal length count as before, bit for bit.
     full = GENERATOR.normal(size=(7, 3))

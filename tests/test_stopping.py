@@ -94,9 +94,10 @@ def test_padding_is_no_evidence(null):
         expected.add(means[0] + shift[draw, 0])
     found, wanted = looks.result(), expected.result()
     np.testing.assert_allclose(found.log_e_value, wanted.log_e_value, rtol=1e-12)
-    assert found.num_examples == 3 and len(found.num_draws) == 2
+    assert len(found.num_draws) == 2
     assert found.start_lppd == pytest.approx(np.nanmean(padded[0]))
-    looks.add(np.array(np.nan)), looks.add(np.array(np.nan))
+    for _ in range(2):
+        looks.add(np.array(np.nan))
     assert np.isnan(looks.result().log_e_value[-1]) and not looks.has_stopped
 
 

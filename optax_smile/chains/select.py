@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 
 from optax_smile import _check, _disk, _settings, _tree, parallel
 from optax_smile._table import aligned
-from optax_smile._types import Batch, Options, Output, Tree
+from optax_smile._types import Batch, Options, Output, Tree, by_identity
 from optax_smile.chains import _checks, _host
 from optax_smile.chains._directory import how_to_resume
 from optax_smile.chains.sample import Run, Setup, check_end
@@ -47,6 +47,7 @@ PART = "round.safetensors"
 NOT_IN_NAMES = set('/\\:*?"<>|\0')
 
 
+@by_identity
 class Selection(NamedTuple):
     """Result of `select`; print it for a table.
 
@@ -649,19 +650,17 @@ def _num_due(step: int, end: int) -> int:
 
 
 def _by_input(log_density: np.ndarray | None) -> np.ndarray:
-    """Return a log density for each input with a target; their mean is that of all targets.
+    """Return a log density for each input, whose mean is that of all targets.
 
-    With inputs of unequal numbers of targets n_i, the mean is a ratio r = sum_i s_i / sum_i n_i,
-    where s_i is the sum over the targets of an input. The values r + (s_i - r n_i) / mean(n) have
-    the mean r, and their standard error is that of r by the delta method.
+    If s_i is the sum over the n_i targets of an input and r = sum_i s_i / sum_i n_i, the values are
+    r + (s_i - r n_i) / mean(n). Their standard error is that of r by the delta method.
     """
     density = np.asarray(log_density, float)
     density = density.reshape(len(density), -1)
-    number = (~np.isnan(density)).sum(axis=1)
-    sums, number = np.nansum(density, axis=1)[number > 0], number[number > 0]
+    sums, number = np.nansum(density, axis=1), (~np.isnan(density)).sum(axis=1)
     ratio = sums.sum() / number.sum()
-    share = number / number.mean()
-    return sums / number.mean() + (ratio * (1 - share) if np.isfinite(ratio) else 0)
+    shift = ratio * (1 - number / number.mean()) if np.isfinite(ratio) else 0
+    return sums / number.mean() + shift
 
 
 def _lppd(prediction: Prediction) -> float:

@@ -192,10 +192,8 @@ class Looks:
     def __init__(self, stop: EvidenceStop, start: np.ndarray):
         self.stop, self.start, self.count = stop, np.asarray(start, float), 0
         self.has_target = ~np.isnan(self.start)
-        # Targets of each example.
-        self.number = self.has_target.sum(axis=tuple(range(1, self.start.ndim)))
         # Log of the sum of the densities of all draws so far, and of some earlier numbers of draws.
-        self.log_sum, self.earlier = np.array(-np.inf), {}
+        self.log_sum, self.earlier = np.full(self.start.shape, -np.inf), {}
         self.results: list[tuple[int, float, float]] = []
         self.has_stopped = False
 
@@ -223,21 +221,20 @@ class Looks:
             bound = math.log(number + 1)
             with_start = _log_add(self.start, self.log_sum) - bound
             score = _difference(with_start, self.start)
-        score = np.where(self.has_target, score, 0).reshape(len(self.start), -1).sum(axis=1)
+        axes, has_target = tuple(range(1, score.ndim)), self.has_target
         # An example without a target has a score of 0, which is no evidence.
-        log_e = log_e_value(score / np.maximum(self.number, 1), bound)
-        self.results.append((number, log_e, self._mean(average)))
+        score = score.sum(axes, where=has_target) / np.maximum(has_target.sum(axes), 1)
+        log_e = log_e_value(score, bound)
+        self.results.append((number, log_e, float(average.mean(where=has_target))))
         self.has_stopped = self.result().has_stopped
-
-    def _mean(self, log_density: np.ndarray) -> float:
-        return float(np.broadcast_to(log_density, self.start.shape)[self.has_target].mean())
 
     def result(self) -> Stopping:
         """Return the looks so far."""
         number, log_e, lppd = np.array(self.results, float).reshape(-1, 3).T
         stop = self.stop
-        fixed = stop.null, stop.alpha, stop.tolerance, int(np.count_nonzero(self.number))
-        return Stopping(*fixed, self._mean(self.start), number.astype(int), log_e, lppd)
+        start = float(self.start.mean(where=self.has_target))
+        fixed = stop.null, stop.alpha, stop.tolerance, len(self.start), start
+        return Stopping(*fixed, number.astype(int), log_e, lppd)
 
 
 def log_e_value(score: np.ndarray, bound: float) -> float:

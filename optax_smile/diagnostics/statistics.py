@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from optax_smile import _check, _trace, _tree
+from optax_smile._types import by_identity
 from optax_smile.draws._checks import PREDICTION, Posterior, log_density_of
 from optax_smile.draws.prediction import Prediction
 from optax_smile.draws.snapshots import Snapshots, StoredSnapshots
@@ -277,6 +278,7 @@ def autocorrelation(values: ArrayLike, max_lag: int) -> np.ndarray:
     return np.where(moves, products, np.nan) / np.where(moves, products[:, :1], 1)
 
 
+@by_identity
 class EnergyFit(NamedTuple):
     """Gamma distribution fitted to |energy change|, arrays `[chain]`; NaN without an energy.
 

@@ -30,11 +30,14 @@ from optax_smile.draws.prediction import Prediction
 from optax_smile.draws.snapshots import Snapshots, Stopping, StoredSnapshots
 
 COLD = "a cold posterior, narrower than the Bayesian one"
+# Entries of a trace that checks need; NaN where they are missing.
+NEEDED = ("step_size", "energy_change", "num_rejected", "num_gradients", "num_nonfinite")
+NEEDED += ("below_resolution", "temperature", "loss")
 # Findings that `repr` shows, and characters of each.
 MOST_SHOWN, LONGEST_SHOWN = 4, 100
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
+@dataclasses.dataclass(frozen=True, repr=False, eq=False)
 class Summary:
     """Statistics of a run, NaN where unknown; `print(summary)` shows them with the findings.
 
@@ -303,13 +306,13 @@ def summary(
     num_draws, settings = snapshots.num_draws, snapshots.settings or {}
     paths, unknown = walk(snapshots, max_inputs, seed), np.full(snapshots.num_chains, np.nan)
     of_draws = _trace.of_draws(snapshots.trace, num_draws)
-    trace = {name: np.asarray(values, float) for name, values in of_draws.items()}
-    first_step_size = trend = rejections = distance = chain_lppd = unknown
-    if trace:
-        first_step_size = np.asarray(snapshots.trace["step_size"], float)[:, 0]
-        trend, rejections = statistics.step_size_trend(trace), statistics.rejection_rate(trace)
-        if settings.get("reject_quantile") is not None or chooser(settings) == "quantile_tuner":
-            distance = statistics.energy_fit(trace).distance
+    trace = dict.fromkeys(NEEDED, np.full((snapshots.num_chains, num_draws), np.nan))
+    trace |= {name: np.asarray(values, float) for name, values in of_draws.items()}
+    sizes = np.asarray(snapshots.trace.get("step_size", trace["step_size"]), float)
+    first_step_size, distance, chain_lppd = sizes[:, 0], unknown, unknown
+    trend, rejections = statistics.step_size_trend(trace), statistics.rejection_rate(trace)
+    if settings.get("reject_quantile") is not None or chooser(settings) == "quantile_tuner":
+        distance = statistics.energy_fit(trace).distance
     copies = copy_of(paths)
     values = density = None
     lppd = mcse = np.nan
@@ -337,13 +340,13 @@ def summary(
         num_draws=num_draws,
         of="weights" if values is None else "predictions",
         first_step_size=first_step_size,
-        last_step_size=trace["step_size"][:, -1] if trace else unknown,
+        last_step_size=trace["step_size"][:, -1],
         step_size_trend=trend,
         rejection_rate=rejections,
         nominal_rate=nominal_rate(settings),
         energy_distance=distance,
-        num_nonfinite=trace["num_nonfinite"][:, -1] if trace else unknown,
-        temperature=trace["temperature"][:, -1] if "temperature" in trace else unknown,
+        num_nonfinite=trace["num_nonfinite"][:, -1],
+        temperature=trace["temperature"][:, -1],
         travelled=relative(paths)[:, -1],
         copy_of=copies,
         rhat_within=rhat_within,

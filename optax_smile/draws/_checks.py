@@ -90,10 +90,9 @@ class Reading(_check.Constraint):
 
 @dataclass(frozen=True)
 class Inputs(_check.Tree):
-    """Arrays `[input, ...]`, or what NumPy converts to arrays."""
+    """Arrays, or what NumPy converts to arrays; finite, since XLA can turn NaN into numbers."""
 
     axes: str = "[input, ...]"
-    # XLA can turn NaN into other numbers.
     finite: bool = True
 
     def __call__(self, where, argument, value, given=_check.NOTHING):
@@ -105,7 +104,7 @@ INPUTS = Inputs()
 
 @dataclass(frozen=True)
 class Targets(Inputs):
-    """The same, as long as `inputs`; a single array for a named likelihood."""
+    """Arrays as long as `inputs`; a single one for a named likelihood."""
 
     like: str = "inputs"
     finite: bool = False

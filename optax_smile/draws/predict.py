@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, NamedTuple, TypeVar, cast
 
@@ -187,7 +188,6 @@ class Predictor:
             for batch in batches_of((inputs, targets), batch_size or self.num_inputs)
         ]
         self._everywhere = None if mesh is None else NamedSharding(mesh, PartitionSpec())
-        # Booleans of the shape of the log density; None: all entries have a target.
         self._has_target: np.ndarray | None = None
         self.count: int = 0
         self._first: Tree = None
@@ -257,15 +257,8 @@ class Predictor:
         uncertainty = None if self.likelihood.entropy is None else "entropy"
         if self.likelihood.variance is not None:
             uncertainty = "variance"
-        average = self._without_padding(_concatenate(averages))
-        chains = self._without_padding(_concatenate(chains, 1))
-        return average._replace(uncertainty=uncertainty), chains
-
-    def _without_padding(self, outcome: Value) -> Value:
-        """Replace the log density of entries without a target by NaN, on the host."""
-        if self._has_target is None or outcome is None:
-            return outcome
-        return outcome._replace(log_density=np.where(self._has_target, outcome.log_density, np.nan))
+        average = self._concatenate(averages)
+        return average._replace(uncertainty=uncertainty), self._concatenate(chains, 1)
 
     def _require_fit(self, params: Tree):
         """Require outputs of the model that match likelihood and targets."""
@@ -291,25 +284,23 @@ class Predictor:
             read.check(outputs, self.targets)
         rule = "one whose functions accept the outputs"
         outcome = _check.traced("Predictor", "likelihood", self._outcome, params, batch, rule=rule)
-        for leaf in jax.tree.leaves(outcome):
-            if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
-                _check.fail("Predictor", "apply_fn", "one with real predictions", leaf.dtype)
         shapes = jax.tree.map(np.shape, (outcome.mean, outcome.variance))
         if outcome.variance is not None and shapes[0] != shapes[1]:
             rule = f"one whose variance has the shape {shapes[0]} of its mean"
             _check.fail("Predictor", "likelihood", rule, shapes[1])
         for leaf in jax.tree.leaves(outcome):
+            if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
+                _check.fail("Predictor", "apply_fn", "one with real predictions", leaf.dtype)
             if leaf.shape[:1] != (self.num_inputs,):
                 rule = f"one that returns arrays [input, ...] of {self.num_inputs} inputs"
                 _check.fail("Predictor", "likelihood", rule, f"shape {leaf.shape}")
-        if self.targets is None:
-            return
-        shape, size = outcome.log_density.shape, sum(map(np.size, jax.tree.leaves(self.targets)))
-        if shape[:2] == (self.num_inputs,) * 2 and outcome.log_density.size > size:
+        size = sum(map(np.size, jax.tree.leaves(self.targets)))
+        shape = np.shape(outcome.log_density)
+        if shape[:2] == (self.num_inputs,) * 2 and math.prod(shape) > size:
             rule = f"one with at most one log density for each of the {size} targets"
             advice = "Targets [input] and outputs [input, 1] broadcast to [input, input]."
             _check.fail("Predictor", "likelihood", rule, f"shape {shape}", advice)
-        if read.has_target is not None:
+        if self.targets is not None and read.has_target is not None:
             self._has_target = np.asarray(read.has_target(self.targets))
             if not self._has_target.any():
                 _check.fail("Predictor", "targets", "one target or more", "padding alone")
@@ -395,7 +386,7 @@ class Predictor:
             groups[group], outcome = self._settled(result)
             outcomes.append(jax.tree.map(lambda x: np.asarray(x)[taken], outcome))
         if self.per == "draw":
-            self._draws.append(_concatenate(outcomes, axis=1))
+            self._draws.append(self._concatenate(outcomes, axis=1))
         self._waiting = []
 
     def _settled(self, result: Value) -> Value:
@@ -411,7 +402,14 @@ class Predictor:
             by_draw = flat.reshape(-1, cast(int, self.num_chains), *flat.shape[1:])
             return np.swapaxes(by_draw, 0, 1)
 
-        return self._without_padding(jax.tree.map(of_draws, _concatenate(self._draws)))
+        return jax.tree.map(of_draws, self._concatenate(self._draws))
+
+    def _concatenate(self, parts: Sequence[Tree], axis: int = 0) -> Tree:
+        """Concatenate predictions along an axis, on the host; the density of padding is NaN."""
+        whole = jax.tree.map(lambda *x: np.concatenate([*map(np.asarray, x)], axis), *parts)
+        if self._has_target is None or whole is None:
+            return whole
+        return whole._replace(log_density=np.where(self._has_target, whole.log_density, np.nan))
 
     def _name(self, number: int) -> str:
         if self.num_chains is None:
@@ -433,11 +431,6 @@ def batches_of(tree: Value, size: int) -> list[Value]:
     return [
         jax.tree.map(lambda x, at=at: x[at : at + size], tree) for at in range(0, num_inputs, size)
     ]
-
-
-def _concatenate(batches: Sequence[Value], axis: int = 0) -> Value:
-    """Concatenate trees along an axis on the host."""
-    return jax.tree.map(lambda *x: np.concatenate([np.asarray(each) for each in x], axis), *batches)
 
 
 class Average(NamedTuple):

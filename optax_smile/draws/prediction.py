@@ -8,11 +8,12 @@ import jax
 import numpy as np
 
 from optax_smile import _check, _table
-from optax_smile._types import Tree
+from optax_smile._types import Tree, by_identity
 
 Uncertainty = Literal["entropy", "variance"]
 
 
+@by_identity
 class Outcome(NamedTuple):
     """Prediction of one snapshot, or average over several; fields not requested are None.
 
@@ -44,6 +45,7 @@ class Outcome(NamedTuple):
         return _table.described_in_html("Outcome", _shapes(self))
 
 
+@by_identity
 class Prediction(NamedTuple):
     """Prediction averaged over all snapshots, the result of `predict`, in NumPy arrays.
 

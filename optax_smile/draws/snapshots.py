@@ -20,7 +20,7 @@ import optax
 
 from optax_smile import _check, _disk, _settings, _table, _trace, _tree
 from optax_smile._disk import Json
-from optax_smile._types import Options, Tree
+from optax_smile._types import Options, Tree, by_identity
 from optax_smile.draws import _checks, _format
 from optax_smile.draws.prediction import Prediction
 
@@ -33,6 +33,7 @@ Trace = Mapping[str, np.ndarray]
 LOWEST = float(np.finfo(np.float32).min)
 
 
+@by_identity
 class Stopping(NamedTuple):
     """Result of the stopping rule `EvidenceStop`; print it for a sentence.
 
@@ -90,6 +91,7 @@ class Stopping(NamedTuple):
         )
 
 
+@by_identity
 class Subset(NamedTuple):
     """Which draws `thin_to` chose, in the order of the choice: arrays `[draw]`.
 
@@ -340,7 +342,7 @@ def _sampler(settings: Settings) -> str:
     return f"{settings.get('name')}({', '.join(f'{name}={x}' for name, x in numeric)})"
 
 
-@dataclasses.dataclass(frozen=True, repr=False, init=False)
+@dataclasses.dataclass(frozen=True, repr=False, init=False, eq=False)
 class Snapshots(Draws):
     """Draws of several chains: a sequence of parameter trees, ordered draw by draw.
 

@@ -27,7 +27,7 @@ SEED = 0
 Site = Mapping[str, Any]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class NumpyroModel:
     """A NumPyro model for `sample`, made by `from_numpyro`.
 

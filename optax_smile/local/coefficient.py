@@ -13,7 +13,7 @@ import optax
 
 from optax_smile import _check, _tree
 from optax_smile._table import aligned
-from optax_smile._types import Batch, Options, Tree
+from optax_smile._types import Batch, Options, Tree, by_identity
 from optax_smile.draws._checks import Posterior
 from optax_smile.draws.snapshots import Snapshots, StoredSnapshots
 from optax_smile.local import _around
@@ -43,6 +43,7 @@ class Finding(NamedTuple):
         return f"{self.kind}: {self.text}"
 
 
+@by_identity
 class LearningCoefficient(NamedTuple):
     """Result of `llc`; print it for a table.
 

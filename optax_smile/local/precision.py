@@ -13,7 +13,7 @@ import optax
 
 from optax_smile import _check, _tree
 from optax_smile._table import aligned
-from optax_smile._types import Batch, Tree
+from optax_smile._types import Batch, Tree, by_identity
 from optax_smile.chains import _host
 from optax_smile.local import _around
 from optax_smile.stages.step_size import angle_tuner
@@ -34,6 +34,7 @@ LARGEST_JUMP = 10.0
 FLATTEST = 0.3
 
 
+@by_identity
 class PrecisionSearch(NamedTuple):
     """Result of `local_precision`; print it for a table.
 

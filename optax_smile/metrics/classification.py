@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from optax_smile import _check
+from optax_smile._types import by_identity
 from optax_smile.metrics._checks import Labels, Probabilities, share_below
 
 # What the bins of confidence have in common.
@@ -24,6 +25,7 @@ BINNED: dict[str, _check.Constraint] = {
 SCORES = _check.Array("[input]")
 
 
+@by_identity
 class Reliability(NamedTuple):
     """Predictions sorted into bins by confidence, the probability of the predicted class.
 
@@ -38,6 +40,7 @@ class Reliability(NamedTuple):
     count: np.ndarray
 
 
+@by_identity
 class RiskCoverage(NamedTuple):
     """Error rate among the `k` most confident predictions, for every `k`.
 

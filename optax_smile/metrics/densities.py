@@ -52,9 +52,8 @@ def _of_targets(where: str, log_density: ArrayLike, mask: ArrayLike | None = Non
         keep = keep & ~np.isnan(array)
     array = DENSITIES(where, "log_density", np.where(keep, array, 0))
     if not keep.any():
-        if mask is None:
-            _check.fail(where, "log_density", "that of one target or more", "padding alone")
-        _check.fail(where, "mask", "True for one token or more", "False for all")
+        argument, rule = ("log_density", "of") if mask is None else ("mask", "True for")
+        _check.fail(where, argument, f"{rule} one target or more", "none")
     return array[keep]
 
 

@@ -10,8 +10,7 @@ from numpy.typing import ArrayLike
 
 from optax_smile import _check, metrics
 from optax_smile._types import Options
-from optax_smile.draws._checks import of_targets
-from optax_smile.metrics._checks import DENSITY, MASKED_DENSITY
+from optax_smile.metrics._checks import DENSITY
 from optax_smile.metrics.classification import NUM_BINS
 from optax_smile.plots._axes import (
     AXES,
@@ -226,7 +225,7 @@ def regression_band(
 
 @_check.arguments(
     "plots.lppd",
-    log_likelihood=_check.Array("[chain, draw, input, ...]", MASKED_DENSITY, dtype=None),
+    log_likelihood=_check.Array("[chain, draw, input]", DENSITY, dtype=None),
     ax=AXES,
 )
 def lppd(log_likelihood: ArrayLike, *, ax: Axes | None = None) -> Axes:
@@ -239,8 +238,7 @@ def lppd(log_likelihood: ArrayLike, *, ax: Axes | None = None) -> Axes:
 
     Args:
         log_likelihood: log likelihood of each target under each draw, nats,
-            `[chain, draw, input, ...]`, such as `each.log_density` of `predict(per="draw")`; -inf
-            is a likelihood of zero. Padding, NaN in all draws, does not count.
+            `[chain, draw, input]`, without padding; -inf is a likelihood of zero.
         ax: where to draw; None makes a new figure.
 
     Returns:
@@ -259,9 +257,7 @@ def lppd(log_likelihood: ArrayLike, *, ax: Axes | None = None) -> Axes:
         >>> ax.lines[-1].get_ydata().round(3).tolist()
         [-1.609, -0.916]
     """
-    log_likelihood = _check.Array(each=DENSITY, dtype=None)(
-        "plots.lppd", "log_likelihood", of_targets(np.asarray(log_likelihood))
-    )
+    log_likelihood = np.asarray(log_likelihood)
     num_chains, num_draws, _ = log_likelihood.shape
     single, together = np.empty((num_chains, num_draws)), np.empty(num_draws)
     total = np.full_like(log_likelihood[:, 0], -np.inf, float)

@@ -21,6 +21,7 @@ from optax_smile import _check, _disk, _settings, _table, diagnostics, plots
 from optax_smile._types import Tree
 from optax_smile.diagnostics.findings import ADVICE
 from optax_smile.diagnostics.summarize import name_chains
+from optax_smile.draws._checks import of_targets
 from optax_smile.draws.snapshots import StoredSnapshots, load_snapshots
 from optax_smile.metrics.classification import NUM_BINS
 from optax_smile.plots._axes import add_legend, chain_style, count_along
@@ -374,17 +375,17 @@ def _of_chains(snapshots: StoredSnapshots, draws: Tree, nominal: float) -> Itera
             "The run stops where the evidence of held-out data reaches the dashed line.",
             partial(plots.stopping, stopping),
         )
-    if trace and np.isfinite(trace["step_size"]).any():
+    if np.isfinite(trace.get("step_size", np.nan)).any():
         yield (
             "In a good run all chains end at the same level.",
             partial(plots.step_size, trace),
         )
-    if trace and np.isfinite(trace["energy_change"]).any():
+    if np.isfinite(trace.get("energy_change", np.nan)).any():
         yield (
             "In a good run the band stays at one level.",
             partial(plots.energy_error, trace),
         )
-    if trace and (rate or np.any(trace["num_rejected"])):
+    if "num_rejected" in trace and (rate or np.any(trace["num_rejected"])):
         yield (
             "After the warm-up a good run stays near the nominal rate, if it has one.",
             partial(plots.rejections, trace, nominal=rate),
@@ -449,7 +450,7 @@ def _of_one(stored: Stored) -> Iterator[Picture]:
             values, what = density, "log likelihood of"
         yield (
             f"{name}: if flat at the end, more draws would not help. Higher is better.",
-            partial(plots.lppd, draws.log_density),
+            partial(plots.lppd, of_targets(draws.log_density)),
         )
         yield (
             f"{name}: the input whose prediction varies most. In a good run the chains fluctuate"

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_smile import _check, _tree, potential
-from optax_smile._types import LogPrior, Tree
+from optax_smile._types import LogPrior, Tree, by_identity
 from optax_smile.samplers._call import POSTERIOR
 from optax_smile.samplers.mclmc import mclmc
 from optax_smile.stages.integrator import IntegratorName
@@ -45,6 +45,7 @@ LARGEST_CHANGE = 10.0
 RETREAT = 0.8
 
 
+@by_identity
 class MclmcSettings(NamedTuple):
     """Result of `tune_mclmc`.
 
