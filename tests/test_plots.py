@@ -481,7 +481,7 @@ BAD: Any = (
     ),
     (plots.examples, [IMAGES, MEAN, STD[:9]], r"mean=...\)` must be of 9"),
     (plots.examples, [IMAGES, MEAN[:9], STD], r"uncertainty=...\)` must be of 9"),
-    (plots.examples, [IMAGES, PROBABILITIES[:9], STD[:9], LABELS[:9] + 4], "from 0 to 3, got 4 to"),
+    (plots.examples, [IMAGES, PROBABILITIES[:9], STD[:9], LABELS[:9] + 4], "from 0 to 3, got 5"),
     (
         plots.chain_paths,
         [{"a": DRAWS, "b": DRAWS[:, 1:]}],
