@@ -329,7 +329,7 @@ class Whole(Constraint):
 
 @dataclass(frozen=True)
 class PathLike(Constraint):
-    """The name of a file or folder, which becomes a `Path`."""
+    """The name of a file or folder, which becomes a `Path`; `~` is the home directory."""
 
     text = "a path"
 
@@ -338,7 +338,11 @@ class PathLike(Constraint):
             fail(where, argument, self.text, show(value))
         if "\0" in (path := os.fsdecode(value)):
             fail(where, argument, "a path without null characters", repr(path))
-        return Path(path)
+        try:
+            # A home directory may be unknown.
+            return Path(path).expanduser()
+        except RuntimeError:
+            fail(where, argument, self.text, repr(path), "There is no such home directory.")
 
 
 @dataclass(frozen=True)

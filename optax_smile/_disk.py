@@ -3,11 +3,13 @@
 import contextlib
 import json
 import os
+import re
+import stat
 import types
 import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, BinaryIO, TypeAlias
 
 import numpy as np
 
@@ -15,6 +17,10 @@ from optax_smile import _check
 
 # Bytes read at a time to compute the checksum of a file.
 PIECE = 1 << 20
+# Bytes of the largest JSON file that is read.
+LARGEST_JSON = 1 << 28
+# Temporary files of killed runs.
+_DRAFT = re.compile(r"\.(draw-|start\.|manifest\.|prediction-).*(safetensors|json)\.[0-9]+")
 # What a JSON file or header contains.
 Json: TypeAlias = dict[str, Any]
 
@@ -23,7 +29,9 @@ def write(path: Path, content: bytes):
     """Write a file atomically: it is either complete or absent, even after a power failure."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with draft.open("wb") as file:
+        # Not through a link of this name.
+        draft.unlink(missing_ok=True)
+        with draft.open("xb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
@@ -46,9 +54,50 @@ def write(path: Path, content: bytes):
 
 def remove_drafts(directory: Path):
     """Remove temporary files that killed runs left behind."""
-    for pattern in (".*.safetensors.*", ".*.json.*"):
-        for draft in directory.glob(pattern):
+    for draft in directory.glob(".*"):
+        if _DRAFT.fullmatch(draft.name):
             draft.unlink(missing_ok=True)
+
+
+def open_file(path: Path, flags: int = os.O_RDONLY) -> BinaryIO:
+    """Open a regular file, never a link, pipe or device that may stand in its place.
+
+    Raises:
+        OSError: another kind of file; the message does not name it.
+    """
+    # Windows has neither flag.
+    flags |= getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+    if path.is_symlink():
+        raise OSError("it is a symbolic link")
+    file = os.fdopen(os.open(path, flags, 0o666), "rb" if flags & os.O_RDWR == 0 else "r+b")
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError("it is not a regular file")
+    return file
+
+
+def write_json(path: Path, content: Json):
+    """Write JSON with its checksum, atomically."""
+    content = {**content, "checksum": checksum(json.dumps(content, sort_keys=True))}
+    write(path, json.dumps(content, indent=1).encode())
+
+
+def read_json(path: Path) -> tuple[Json, bool]:
+    """Read a JSON file, and whether its content matches the checksum in it.
+
+    Raises:
+        ValueError: not an object of JSON, or not a regular file.
+    """
+    try:
+        with open_file(path) as file:
+            if os.fstat(file.fileno()).st_size > LARGEST_JSON:
+                raise ValueError(f"it has more than {LARGEST_JSON} bytes")
+            text = file.read(LARGEST_JSON)
+        content = json.loads(text)
+        stored = content.pop("checksum", None)
+    except (ValueError, TypeError, AttributeError, OSError, RecursionError) as error:
+        raise ValueError(str(error)) from error
+    return content, stored == checksum(json.dumps(content, sort_keys=True))
 
 
 def checksum(content: bytes | str | np.ndarray) -> str:
@@ -72,7 +121,7 @@ def sums(folder: Path, skip: str) -> dict[str, list[int | str]]:
 
 def _checksum_of_file(path: Path) -> str:
     value = 0
-    with path.open("rb") as file:
+    with open_file(path) as file:
         while piece := file.read(PIECE):
             value = zlib.crc32(piece, value)
     return f"{value:08x}"
@@ -101,13 +150,13 @@ def read_header(file: Path) -> Json:
     Raises:
         ValueError: a damaged file; the message does not name the file.
     """
-    with import_safetensors().safe_open(file, framework="numpy") as content:
+    with open_file(file), import_safetensors().safe_open(file, framework="numpy") as content:
         return _header(content.metadata())
 
 
 def read(file: Path) -> tuple[Json, dict[str, np.ndarray]]:
     """Read header, like `read_header`, and arrays, and check everything that is read."""
-    with import_safetensors().safe_open(file, framework="numpy") as content:
+    with open_file(file), import_safetensors().safe_open(file, framework="numpy") as content:
         header = _header(content.metadata())
         if set(content.keys()) != set(header["arrays"]):
             raise ValueError("its arrays are not those in its header")
@@ -132,7 +181,7 @@ def _header(metadata: Mapping[str, str] | None) -> Json:
 def naming(
     file: Path,
     what: str = "snapshot",
-    remedy: str = "Remove it: the other draws stay readable.",
+    remedy: str = "Restore it: the other draws stay readable.",
 ) -> Iterator[None]:
     """Re-raise read errors as a ValueError that names the file."""
     try:

@@ -4,11 +4,8 @@ import contextlib
 import dataclasses
 import functools
 import inspect
-import json
-import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
-from pathlib import Path
 
 import jax
 import jax.core
@@ -23,8 +20,6 @@ from optax_smile._types import Options, Tree, Unchecked
 LARGEST_ARRAY = 16
 # Depth to which nested functions, such as joined schedules, are described.
 DEEPEST = 4
-# Folders of installed packages.
-INSTALLED = {"site-packages", "dist-packages"}
 _REPORTS: ContextVar[Options | None] = ContextVar("reports", default=None)
 # Settings of a run whose draws an optimizer made.
 OPTIMIZER: Mapping[str, object] = {"name": "optimizer", "is_posterior": False}
@@ -95,15 +90,6 @@ def of(transformation: optax.GradientTransformation, params: optax.Params) -> Op
     return {name: _describe(value) for name, value in (reports | injected).items()} or None
 
 
-def functions(
-    transformation: optax.GradientTransformation, params: optax.Params
-) -> dict[str, Callable]:
-    """Return the functions among the arguments of a sampler, such as `log_prior`, by name."""
-    with _listening() as reports:
-        jax.eval_shape(transformation.init, params)
-    return {name: value for name, value in reports.items() if callable(value)}
-
-
 def described(settings: Mapping[str, object] | None) -> Options | None:
     """Convert settings, possibly written by a user, to JSON types with a name."""
     if settings is None:
@@ -112,64 +98,13 @@ def described(settings: Mapping[str, object] | None) -> Options | None:
     return named if isinstance(named.get("name"), str) else {**named, "name": "a sampler"}
 
 
-def checksum(value: object) -> str:
-    """Compute a checksum of a function, of a transformation or of arrays.
+def whole(transformation: optax.GradientTransformation, params: optax.Params) -> list[Tree]:
+    """Describe a transformation with what surrounds its sampler, in a form for JSON.
 
-    It covers the values that functions enclose and, unless they are part of an installed package,
-    their code and the values and functions that this uses. Code depends on the version of Python.
+    Functions are described by their names and the values that they enclose, not by their code,
+    which depends on the version of Python.
     """
-    return _disk.checksum(json.dumps(_parts(value, [])))
-
-
-def _parts(value: Unchecked, seen: list[object]) -> list[object]:
-    """List the parts of a value, and of the values that it uses."""
-    value = inspect.unwrap(value) if callable(value) else value
-    if isinstance(value, (int, float)):
-        # Optax replaces some integers by floats of the same value when they are first used.
-        return [float(value)]
-    if value is None or isinstance(value, (str, np.ndarray, np.generic, jax.Array)):
-        return [_describe(value)]
-    for number, one in enumerate(seen):
-        if one is value:
-            return [number]
-    seen.append(value)
-    own: list[object] = [getattr(value, "__qualname__", type(value).__qualname__)]
-    inside: Iterable[object] = ()
-    if isinstance(value, functools.partial):
-        inside = value.func, value.args, value.keywords
-    elif isinstance(value, types.MethodType):
-        held = value.__self__
-        inside = value.__func__, held if isinstance(held, tuple) else getattr(held, "__dict__", {})
-    elif isinstance(value, types.FunctionType) and not _is_of_sampler(value):
-        inside = *_enclosed(value), *(value.__defaults__ or ())
-        is_ours = str(value.__module__).startswith("optax_smile.")
-        if not is_ours and not INSTALLED & set(Path(value.__code__.co_filename).parts):
-            names = _read_code(value.__code__, value.__doc__, own)
-            used = (value.__globals__[name] for name in names if name in value.__globals__)
-            inside = *inside, *used
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        inside = [getattr(value, field.name, None) for field in dataclasses.fields(value)]
-    elif isinstance(value, (list, tuple)):
-        inside = value
-    elif isinstance(value, Mapping):
-        names = sorted(value, key=str)
-        own.append([*map(str, names)])
-        inside = [value[name] for name in names]
-    return [*own, *(_parts(x, seen) for x in inside)]
-
-
-def _read_code(code: types.CodeType, doc: str | None, own: list[object]) -> list[str]:
-    """Append what code does, with functions defined in it; return the names that it uses."""
-    names = [*code.co_names]
-    own.append(code.co_code.hex())
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            names += _read_code(constant, None, own)
-        elif isinstance(constant, frozenset):
-            own.append(sorted(map(repr, constant)))
-        elif constant != doc:
-            own.append(repr(constant))
-    return names
+    return [_describe(transformation, -DEEPEST), of(transformation, params)]
 
 
 def _is_of_sampler(function: Callable) -> bool:
@@ -209,11 +144,13 @@ def _describe(value: Unchecked, depth: int = 0) -> Tree:
     if isinstance(value, functools.partial):
         return [_describe(x, depth + 1) for x in (value.func, value.args, value.keywords)]
     if callable(value):
+        value = value if inspect.ismethod(value) else inspect.unwrap(value)
         name = f"{value.__module__}.{getattr(value, '__qualname__', type(value).__name__)}"
         if depth == DEEPEST or _is_of_sampler(value):
             return [name, []]
-        enclosed = [*_enclosed(value)]
+        enclosed = [*_enclosed(value), *(getattr(value, "__defaults__", None) or ())]
         if inspect.ismethod(value):
-            enclosed.append(getattr(value.__self__, "__dict__", None))
+            held = value.__self__
+            enclosed.append(held if isinstance(held, tuple) else getattr(held, "__dict__", None))
         return [name, [_describe(entry, depth + 1) for entry in enclosed]]
     return type(value).__name__

@@ -148,9 +148,9 @@ DEFECTS = r"""
 = any data are the same | another_run
 - return theirs == mine
 + return True
-= a changed function is silent | changed_log_prior
-- if changed:
-+ if False:
+= other values of a function are silent | values_of_functions
+- if first != json.loads(json.dumps(mine)) and
++ if False and
 = any loss is the same | other_functions
 - np.all(np.abs(first - second) <=
 + np.all(0 * np.abs(first - second) <=
@@ -299,7 +299,7 @@ DEFECTS = r"""
 + if False:
 # chains/_directory.py | faults/test_directories.py
 = checkpoints are read unchecked | harmless
-- if json.loads(self._sums(number).read_text()) != content:
+- if {name: stored.get(name) for name in content} != content:
 + if False:
 # _tree.py | faults/test_directories.py
 = names of leaves as they are | any_name
@@ -513,8 +513,8 @@ DEFECTS = r"""
 # chains/_directory.py | test_resume.py
 = checkpoint does not wait for the draws before it | checkpoint_waits
 -         self.writer.flush()
--         content = place._asdict()
-+         content = place._asdict()
+-         if wide :=
++         if wide :=
 # draws/predict.py | test_predict.py
 = total variance takes the unbiased spread of the means | gaussian
 - variance += self.spread / self.count

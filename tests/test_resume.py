@@ -174,13 +174,16 @@ def test_signals_end_a_run_in_order_and_a_second_control_c_at_once(tmp_path, who
     before = [getsignal(number) for number in (SIGINT, SIGTERM)]
     for number in (SIGTERM, SIGINT):
         directory = tmp_path / number.name
-        runs.run_early(3, directory, callback=at(THIRD, send(number)))
+        got = runs.run_early(3, directory, callback=at(THIRD, send(number)))
+        assert got.interrupted == number.name
         assert newest_checkpoint(directory) == THIRD
     twice = tmp_path / "twice"
     with pytest.raises(KeyboardInterrupt, match="^Interrupted twice"):
         run(twice, callback=at(THIRD, send(SIGINT, SIGINT)))
     assert [getsignal(number) for number in (SIGINT, SIGTERM)] == before
-    assert_same_bits(run(twice), whole)
+    resumed = run(twice)
+    assert_same_bits(resumed, whole)
+    assert resumed.interrupted is None and run(num_warmup=0, num_draws=1).interrupted is None
 
 
 def test_an_ignored_interrupt_stays_ignored(whole):
@@ -202,8 +205,10 @@ def test_an_end_before_its_time_says_how_to_resume(tmp_path):
         (None, "To be able to resume, pass a `dir"),
     ):
         with pytest.warns(UserWarning) as seen:
-            run(directory, **stop)
+            got = run(directory, **stop)
         (warning,) = seen
+        assert got.interrupted == "SIGTERM"
+        assert "`draws.interrupted` is 'SIGTERM': a script" in str(warning.message)
         # At the line that calls `sample`.
         assert advice in str(warning.message) and warning.filename == runs.__file__
 
@@ -218,6 +223,14 @@ def test_a_run_stopped_before_the_first_draw_goes_on_and_grows(tmp_path, whole):
         run(callback=stop)
     assert run(tmp_path, num_draws=2).num_draws == 2
     assert_same_bits(run(tmp_path), whole)
+
+
+def test_a_run_without_draws_says_so_again(tmp_path):
+    arguments: dict[str, Any] = {"total_steps": 50, "num_cycles": 1, "exploration": 0.9}
+    sampler = optax_smile.cyclical_sgld(1e-4, num_data=140, key=0, **arguments)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"`sample\(num_draws=...\)` must be large enough"):
+            run(tmp_path, sampler=sampler, num_draws=1)
 
 
 def test_a_finished_run_computes_nothing(whole):

@@ -268,6 +268,41 @@ def test_the_directory_of_another_selection_is_refused(tmp_path):
             ValueError, match=r"^`select\(directory=...\)` must be new, or hold a selection"
         ):
             find(others, directory=tmp_path, **SHORT | changes)
+    # A damage is named, and nothing is read or written through a link.
+    rounds, generator = tmp_path / "rounds.json", np.random.default_rng(0)
+    intact, same = rounds.read_bytes(), 0
+    identity = {"rounds that end after": []}
+    expected = selecting._disk.read_json(rounds)[0]
+    for number in range(400):
+        at = int(generator.integers(len(intact)))
+        flipped = bytes([intact[at] ^ 1 << number % 8])
+        changed = {
+            0: intact[:at] + flipped + intact[at + 1 :],
+            1: intact[:at],
+            2: intact[:at] + generator.bytes(5) + intact[at:],
+            3: intact[:at] + bytes(len(intact[at : at + 64])) + intact[at + 64 :],
+        }
+        rounds.write_bytes(changed[number // 8 % 4])
+        try:
+            selecting._read(tmp_path, identity)
+        except optax_smile.ArgumentError as error:
+            assert error.argument == "directory" and str(rounds) in str(error)
+        else:
+            assert selecting._disk.read_json(rounds)[0] == expected
+            same += 1
+    assert same < 10
+    rounds.unlink()
+    rounds.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ValueError, match="intact rounds.json, got .* symbolic link"):
+        find(candidates, directory=tmp_path, **SHORT)
+    rounds.unlink()
+    rounds.write_bytes(intact)
+    (tmp_path / "sgd").rename(tmp_path / "moved")
+    (tmp_path / "sgd").symlink_to(tmp_path / "moved")
+    with pytest.raises(ValueError, match="directory whose sgd is a folder, got"):
+        find(candidates, directory=tmp_path, **SHORT)
+    (tmp_path / "sgd").unlink()
+    (tmp_path / "moved").rename(tmp_path / "sgd")
     # Nor is the run of somebody else taken for what a round has found.
     (tmp_path / "rounds.json").unlink()
     with pytest.raises(ValueError, match=r"^`select\(directory=...\)` .* with a run of 60 steps"):

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import optax_smile
@@ -125,6 +126,143 @@ def test_rounded_on_disk_alone(runs, tmp_path):
     params = write(tmp_path, begin, counted, dtype="float16").params
     assert params["count"][:, 0].tolist() == [2049, 2**24 + 1]
     assert params["w"].ravel().tolist() == [float(np.float16(0.1))] * 2
+
+
+@pytest.mark.parametrize(
+    ("number", "fits"),
+    [(1e6, False), (65_520.0, False), (1e-6, False), (65_504.0, True), (6.2e-5, True), (0.0, True)],
+)
+def test_a_leaf_too_large_or_small_for_half_precision_keeps_its_own(tmp_path, number, fits):
+    """In that draw alone, so that a run that resumes stores the same bits."""
+    begin: Any = {"w": np.zeros((2, 2), np.float32), "inf": np.full((2, 1), np.inf, np.float32)}
+    draws = [begin | {"w": np.full((2, 2), x, np.float32)} for x in (0.1, number, 0.1)]
+    stored = write(tmp_path, begin, *draws, dtype="float16").params
+    assert np.isinf(stored["inf"]).all()
+    exact = np.float32(number)
+    expected = [np.float16(0.1), np.float16(number) if fits else exact, np.float16(0.1)]
+    assert stored["w"][0, :, 0].tolist() == [float(x) for x in expected]
+    rounded = _format.rounded(draws[1], "float16")
+    assert_same(rounded, jax.tree.map(lambda x: x[:, 1], stored))
+    wide = {"w": np.full((2, 1), 1e300), "small": np.full((2, 1), 1e-300)}
+    (tmp_path / "double").mkdir()
+    single = write(tmp_path / "double", jax.tree.map(np.zeros_like, wide), wide, dtype="float32")
+    assert_same(single.params, jax.tree.map(lambda x: x[:, None], wide))
+
+
+def test_a_start_too_large_for_the_stored_precision_is_refused(tmp_path):
+    def descend(size):
+        given: dict[str, Any] = {"num_warmup": 0, "num_draws": 1, "key": 0, "check": False}
+        given |= {"directory": tmp_path / "run", "dtype": "float16", "progress": False}
+        params = {"b": jnp.full((2, 3), size) * jnp.arange(1.0, 3)[:, None]}
+        loss = lambda params, batch: -1e6 * jnp.sum(params["b"])  # noqa: E731
+        return optax_smile.sample(loss, params, [jnp.ones(1)], optax.sgd(1.0), **given)
+
+    rule = r"`sample\(dtype=...\)` must be a precision that holds the start.*'float16', in .*'b'"
+    with pytest.raises(ValueError, match=rule):
+        descend(1e5)
+    assert not (tmp_path / "run").exists()
+    with pytest.warns(UserWarning) as seen:
+        draws = descend(1.0)
+    message = "`sample`: b had numbers that are too large or too small for float16"
+    assert sum(message in str(one.message) for one in seen) == 1
+    np.testing.assert_allclose(draws.params["b"][:, 0, 0], 1e6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("number", [0, 2, DRAWS - 1])
+def test_missing_files_of_draws_are_named(runs, tmp_path, number):
+    """The last one by the newest checkpoint; before the first checkpoint a run has fewer."""
+    directory = shutil.copytree(runs.disk.directory, tmp_path / "run")
+    (missing,) = directory.glob(f"draw-{number:08d}.*")
+    missing.unlink()
+    named = rf"directory=...\)` must be a directory with .* all its 5 draws, got .* {missing.name}"
+    for where, read in (("load_snapshots", optax_smile.load_snapshots), ("sample", draw)):
+        with pytest.raises(ValueError, match=rf"`{where}\({named}\. Restore it"):
+            read(directory)
+    shutil.rmtree(directory / "checkpoints")
+    if number == DRAWS - 1:
+        assert optax_smile.load_snapshots(directory).num_draws == DRAWS - 1
+    stored: Any = optax_smile.Snapshots.from_draws([np.ones(2)] * 3, directory=tmp_path / "made")
+    stored.draws[-1][0].path.unlink()
+    with pytest.raises(ValueError, match=r"all its 3 draws, got .*draw-00000002"):
+        optax_smile.load_snapshots(stored.directory)
+
+
+def hostile(kind: str, path: Path, victim: Path):
+    """Put a link, a pipe or another device in the place of a file or folder."""
+    shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+    os.mkfifo(path) if kind == "pipe" else path.symlink_to(
+        "/dev/zero" if kind == "zero" else victim
+    )
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe", "zero"])
+def test_links_and_devices_in_a_directory_are_refused(runs, tmp_path, kind):
+    """Nothing is read, written or deleted through them."""
+    victim = tmp_path / "victim"
+    (victim / "7").mkdir(parents=True)
+    (victim / "7" / "mine").write_text("mine")
+    (tmp_path / "file").write_text("mine")
+    names = [".lock-0", "manifest.json", "checkpoints", "checkpoints/12"]
+    names += [runs.disk.draws[1][0].path.name, "checkpoints/12/checksums.json"]
+    for number, name in enumerate(names):
+        directory = shutil.copytree(runs.disk.directory, tmp_path / str(number))
+        target = victim if name in ("checkpoints", "checkpoints/12") else tmp_path / "file"
+        hostile(kind, directory / name, target)
+        before = sorted(directory.rglob("*"))
+        with pytest.raises(ValueError, match=rf"directory=...\)` must be .*{name}|checkpoints/12"):
+            draw(directory)
+        assert sorted(directory.rglob("*")) == before
+        if name in names[1:5:3]:
+            with pytest.raises(ValueError, match=r"`load_snapshots\(directory=...\)` must be"):
+                optax_smile.load_snapshots(directory)
+    assert (victim / "7" / "mine").read_text() == (tmp_path / "file").read_text() == "mine"
+    # The directory itself may be a link.
+    (tmp_path / "link").symlink_to(runs.disk.directory)
+    assert optax_smile.load_snapshots(tmp_path / "link").num_draws == DRAWS
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "new").symlink_to(tmp_path / "empty")
+    assert len(optax_smile.Snapshots.from_draws([np.ones(2)], directory=tmp_path / "new")) == 1
+
+
+def test_files_of_others_in_a_directory_are_left_alone(runs, tmp_path):
+    others = ["draw-final.safetensors", "draw-notes.txt", ".mine.json.bak", "start.safetensors"]
+    for name in others:
+        (tmp_path / name).write_text("mine")
+    assert_same(draw(tmp_path).params, runs.memory.params)
+    assert all((tmp_path / name).read_text() == "mine" for name in others)
+    # Orbax would delete numbered folders.
+    folder = tmp_path / "checkpoints" / "2024"
+    folder.mkdir()
+    (folder / "photo").write_text("mine")
+    for lock, got in ((None, "2024 with photo"), ("my text", "lock-0: it is the file of another")):
+        if lock:
+            (tmp_path / ".lock-0").write_text(lock)
+        with pytest.raises(ValueError, match=rf"`sample\(directory=...\)` must be .*{got}"):
+            draw(tmp_path)
+    assert (folder / "photo").read_text() == "mine"
+    assert (tmp_path / ".lock-0").read_text() == "my text"
+
+
+def test_a_huge_manifest_is_not_read(runs, tmp_path):
+    directory = shutil.copytree(runs.disk.directory, tmp_path / "run")
+    os.truncate(directory / "manifest.json", 1 << 40)
+    with pytest.raises(ValueError, match=r"`load_snapshots\(directory=...\)` must be .* more than"):
+        optax_smile.load_snapshots(directory)
+
+
+def test_a_tilde_is_the_home_directory(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (tmp_path / "home").mkdir()
+    monkeypatch.chdir(tmp_path)
+    for home in ("~/run", Path("~/other")):
+        optax_smile.Snapshots.from_draws([np.ones(2)], directory=home)
+        assert optax_smile.load_snapshots(home).num_draws == 1
+    assert sorted(x.name for x in (tmp_path / "home").iterdir()) == ["other", "run"]
+    assert [x.name for x in tmp_path.iterdir()] == ["home"]
+    with pytest.raises(
+        ValueError, match=r"`load_snapshots\(directory=...\)` must be a path, got '~n"
+    ):
+        optax_smile.load_snapshots("~nobody-of-this-name/run")
 
 
 def test_trees_come_back_nested_flat_or_as_they_were(tmp_path):

@@ -21,14 +21,16 @@ from optax_smile.chains._chains import Chains, Setup
 from optax_smile.chains._checks import num_rows
 from optax_smile.chains._host import Position, shapes_of_one
 from optax_smile.draws import _format
+from optax_smile.draws._format import CHECKPOINTS, SUMS
 from optax_smile.draws.snapshots import Snapshots, Stopping, StoredSnapshots, load_snapshots
 from optax_smile.state import STATE_FORMAT, samplers
 
 # Number of checkpoints to keep: if the newest is damaged, the one before it serves.
 KEPT = 2
-# File in the folder of a checkpoint, written last: sizes and checksums of all its files. Without
-# it a checkpoint is unfinished.
-SUMS = "checksums.json"
+# What Orbax writes into the folder of a checkpoint, among others.
+PARTS = {"carry", "place", "_CHECKPOINT_METADATA", "commit_success.txt"}
+# Digits of the number of a process.
+LONGEST_NUMBER = 20
 # Entry of the JSON of a checkpoint.
 FORMAT = "state_format"
 # Relative differences that another machine may cause, in the loss and in sums over all examples.
@@ -111,8 +113,14 @@ class DirectoryRun:
         check_names("sample", "params", start)
         self.directory, self.like = Path(setup.directory).absolute(), shapes_of_one(start)
         # Before anything is created there.
-        if not (self.directory / "checkpoints").exists():
+        check_real("sample", self.directory / CHECKPOINTS)
+        if not (self.directory / CHECKPOINTS).exists():
             self._refuse_draws_alone()
+        for path, leaf in jax.tree_util.tree_leaves_with_path(start):
+            if not _format.fits(leaf, setup.dtype, tiny=0):
+                rule = "a precision that holds the start, or None"
+                got = f"{setup.dtype!r}, in which {jax.tree_util.keystr(path) or 'it'} is infinite"
+                _check.fail("sample", "dtype", rule, got)
         closing.enter_context(lock("sample", self.directory))
         if jax.process_index() == 0:
             _disk.remove_drafts(self.directory)
@@ -120,7 +128,7 @@ class DirectoryRun:
         self.checkpoints = Checkpoints(self.directory, setup.checkpoint_minutes)
         closing.callback(self.checkpoints.close)
         self.manifest = _format.manifest_of(start, setup.dtype, _settings_of(setup, chains))
-        self.manifest["functions"] = _functions_of(setup, chains)
+        self.manifest["whole"] = {"sampler": _settings.whole(chains.sampler, chains.like.params)}
         before = self._before(chains, setup.resume)
         rounded = _format.rounded(start, setup.dtype)
         if before is not None:
@@ -139,12 +147,12 @@ class DirectoryRun:
         files = _format.DrawFiles(
             self.directory, start, dtype=setup.dtype, resumed=before is not None
         )
-        self.writer = _format.SnapshotWriter(files)
+        self.writer, self.warned = _format.SnapshotWriter(files), set[str]()
         closing.callback(self.writer.close)
 
     def _before(self, chains: Chains, resume: bool) -> Json | None:
         """Return the manifest of the run to resume, if there is one."""
-        has_draws = any(self.directory.glob("draw-*"))
+        has_draws = _format.has_draws(self.directory)
         if not has_draws and self.checkpoints.newest() == 0:
             self.checkpoints.remove()
         has_checkpoint = self.checkpoints.newest() is not None
@@ -163,7 +171,7 @@ class DirectoryRun:
         return before
 
     def _refuse_draws_alone(self):
-        if any(self.directory.glob("draw-*")):
+        if _format.has_draws(self.directory):
             rule = "a directory with a checkpoint to resume from, or without draws"
             got = f"{self.directory}, which has draws but no checkpoint"
             _check.fail("sample", "directory", rule, got, "Choose another, or remove it.")
@@ -192,6 +200,9 @@ class DirectoryRun:
     def warn_of_finished(self, num_draws: int):
         """Warn that there was nothing to do."""
         draws = self.result(num_draws)
+        if not draws.num_draws:
+            # Which is an error.
+            return
         newest = max(block.path.stat().st_mtime for block in draws.draws[-1])
         date = time.strftime("%Y-%m-%d", time.localtime(newest))
         warn(
@@ -222,12 +233,19 @@ class DirectoryRun:
     def checkpoint(self, chains: Chains, place: Place):
         """Write a checkpoint, after the draws before it."""
         self.writer.flush()
+        if wide := sorted(self.writer.files.wide - self.warned):
+            self.warned.update(wide)
+            warn(
+                f"`sample`: {', '.join(wide)} had numbers that are too large or too small for"
+                f" {self.writer.files.dtype}, and these draws were stored in full precision."
+            )
         content = place._asdict() | {"position": place.position._asdict()}
         self.checkpoints.save(place.num_gradients, chains.tree, content)
 
     def result(self, num_draws: int | None = None) -> StoredSnapshots:
         """Load the first draws, or all of them."""
-        snapshots = load_snapshots(self.directory, like=self.like)
+        with _check.called("sample", "load_snapshots"):
+            snapshots = load_snapshots(self.directory, like=self.like)
         snapshots.draws = snapshots.draws[:num_draws]
         return snapshots
 
@@ -240,15 +258,6 @@ def _settings_of(setup: Setup, chains: Chains) -> Options:
     if setup.stop is not None:
         settings["stop"] = setup.stop.described()
     return settings
-
-
-def _functions_of(setup: Setup, chains: Chains) -> dict[str, str]:
-    """Return checksums of functions by name; a change is warned of."""
-    functions = _settings.functions(chains.sampler, chains.like.params)
-    if setup.observe is not None:
-        functions["observe"] = setup.observe
-    checksums = {name: _settings.checksum(function) for name, function in functions.items()}
-    return checksums | {"sampler": _settings.checksum(chains.sampler)}
 
 
 # Checkpoints.
@@ -268,9 +277,16 @@ def state_format(tree: Tree) -> int | None:
 class Checkpoints:
     """The newest states of a run in a directory, each written completely or not at all."""
 
-    def __init__(self, directory: Path, minutes: float):
+    def __init__(self, directory: Path, minutes: float, where: str = "sample"):
         self.orbax = _import_orbax()
-        self.directory, self.minutes = directory.absolute() / "checkpoints", minutes
+        self.directory, self.minutes = directory.absolute() / CHECKPOINTS, minutes
+        # Orbax deletes numbered folders.
+        check_real(where, self.directory)
+        for folder in filter(lambda x: x.name.isdecimal(), self.directory.glob("*")):
+            check_real(where, folder)
+            if (names := {x.name for x in folder.iterdir()}) and not names & PARTS:
+                rule = f"a directory whose {CHECKPOINTS} are those of a run"
+                _check.fail(where, "directory", rule, f"{folder} with {min(names)}")
         options = self.orbax.CheckpointManagerOptions(
             max_to_keep=KEPT, cleanup_tmp_directories=True, enable_async_checkpointing=False
         )
@@ -325,8 +341,8 @@ class Checkpoints:
         self.manager.save(number, args=both, force=True)
         if jax.process_index() == 0:
             sums = _disk.sums(self.directory / str(number), SUMS)
-            content = json.dumps({"number": number, "files": sums}, indent=1)
-            _disk.write(self._sums(number), content.encode())
+            content = {"number": number, "files": sums, "num_draws": place.get("num_kept", 0)}
+            _disk.write_json(self._sums(number), content)
 
     def previous(self, where: str, carry: Tree) -> Json | None:
         """Return the JSON of the newest checkpoint; None without one.
@@ -363,7 +379,8 @@ class Checkpoints:
         file = self.directory / str(number)
         try:
             content = {"number": number, "files": _disk.sums(file, SUMS)}
-            if json.loads(self._sums(number).read_text()) != content:
+            stored, _ = _disk.read_json(self._sums(number))
+            if {name: stored.get(name) for name in content} != content:
                 raise ValueError(f"{SUMS} does not match its files")
             yield
         except Exception as error:
@@ -402,6 +419,13 @@ def how_to_resume(directory: object) -> str:
     return f"A checkpoint is in {directory}: repeat the call to resume."
 
 
+def check_real(where: str, folder: Path):
+    """Require a folder inside of a directory, no link or file in its place, if there is one."""
+    if os.path.lexists(folder) and (folder.is_symlink() or not folder.is_dir()):
+        rule = f"a directory whose {folder.name} is a folder"
+        _check.fail(where, "directory", rule, f"{folder}, a link or file")
+
+
 def check_names(where: str, argument: str, tree: Tree):
     """Require keys of a tree that can be written to a file."""
     for path, _ in jax.tree_util.tree_leaves_with_path(tree):
@@ -428,9 +452,13 @@ def lock(where: str, directory: Path) -> Iterator[None]:
     with contextlib.ExitStack() as closing:
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            file = closing.enter_context((directory / f".lock-{jax.process_index()}").open("a+"))
+            path = directory / f".lock-{jax.process_index()}"
+            file = closing.enter_context(_disk.open_file(path, os.O_RDWR | os.O_CREAT))
+            # The number of a process; another file may have this name.
+            if not (held := file.read(LONGEST_NUMBER + 1)).isdigit() and held:
+                raise OSError("it is the file of another program")
         except OSError as error:
-            got = f"{directory} ({error.strerror})"
+            got = f"{directory} ({error.strerror or f'{path.name}: {error}'})"
             advice = "`load_snapshots` reads the draws of a directory that is read-only."
             _check.fail(where, "directory", "a directory that can be written", got, advice)
         with contextlib.suppress(ImportError):
@@ -439,13 +467,13 @@ def lock(where: str, directory: Path) -> Iterator[None]:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
-                file.seek(0)
-                got = f"{directory}, which process {file.read(20)} is using"
+                got = f"{directory}, which process {held.decode()} is using"
                 _check.fail(where, "directory", "used by no other live run", got)
             # Otherwise a process forked meanwhile, such as to read batches, would keep the lock.
             closing.callback(fcntl.flock, file, fcntl.LOCK_UN)
-            file.truncate(0)
-            file.write(str(os.getpid()))
+            file.seek(0)
+            file.truncate()
+            file.write(str(os.getpid()).encode())
             file.flush()
         yield
 
@@ -529,14 +557,13 @@ def describe_run(batches: object, per_chain: bool, losses: Callable[[Batch], jax
 
 def check_settings(where: str, directory: Path, before: Json, now: Json):
     """Require the settings and shapes of the run in a directory; warn of changed functions."""
-    # Functions among the settings of a sampler are compared by their checksums.
-    others = {"versions", "data", "loss", "validation", "functions", "stopping", "state"}
-    theirs, functions = _flat(before), now["functions"]
+    others = {"versions", "data", "loss", "validation", "functions", "whole", "stopping", "state"}
+    theirs = _flat(before)
     for name, mine in _flat(now).items():
         parts = name.split(".")
-        is_function = parts[:2] == ["settings", "sampler"] and parts[-1] in functions
-        is_compared = parts[0] not in others and not is_function
-        if is_compared and mine != theirs.get(name):
+        # Functions among the settings of a sampler are compared below.
+        is_function = parts[:2] == ["settings", "sampler"] and _has_names(mine)
+        if parts[0] not in others and not is_function and mine != theirs.get(name):
             wanted, got = repr(theirs.get(name)), repr(mine)
             if name == "arguments.validation":
                 wanted, got = ("None", "a batch") if mine else ("a batch", "None")
@@ -548,25 +575,28 @@ def check_settings(where: str, directory: Path, before: Json, now: Json):
             rule = f"one with {'.'.join(inside)} = {wanted}" if inside else wanted
             advice = f"Pass {same}, or choose another directory."
             _check.fail(where, argument, f"{rule}, as in the run in {directory}", got, advice)
-    # Runs of earlier versions have no checksums.
-    earlier = before.get("functions", functions)
-    changed = [x for x in earlier | functions if earlier.get(x) != functions.get(x)]
-    if before["versions"] != now["versions"] or len(changed) > 1:
-        # The inside of a transformation changes with Optax and with each of its functions.
-        changed = [name for name in changed if name not in ("sampler", "optimizer")]
-    if changed:
-        names = " and ".join(f"`{name}`" for name in changed)
-        warn(
-            f"`{where}`: the code of {names}, or the version of Python, has changed since the run"
-            f" in {directory} began. If the results may differ from before, choose another"
-            " directory."
-        )
+    for name, mine in now["whole"].items():
+        # Runs of earlier versions have none, and the inside of a transformation changes with Optax.
+        first = before.get("whole", {}).get(name, mine)
+        if first != json.loads(json.dumps(mine)) and before["versions"] == now["versions"]:
+            warn(
+                f"`{where}`: values that `{name}` or a function in it uses have changed since the"
+                f" run in {directory} began. If the results may differ from before, choose another"
+                " directory."
+            )
+
+
+def _has_names(described: object) -> bool:
+    """Return whether a described setting is a function or contains one."""
+    return isinstance(described, list) and any(
+        isinstance(x, str) or _has_names(x) for x in described
+    )
 
 
 def check_same(where: str, directory: Path, before: Json, now: Json):
     """Require the data of the run in a directory; warn of another loss at the start.
 
-    `now` then takes functions and loss from `before`, so that later calls compare with the first.
+    `now` then takes sampler and loss from `before`, so that later calls compare with the first.
     """
     for argument, field in (("batches", "data"), ("validation", "validation")):
         theirs, mine = before.get(field, {}), now.get(field, {})
@@ -589,7 +619,7 @@ def check_same(where: str, directory: Path, before: Json, now: Json):
                 f" of {one} was {first[number]:.6g} and is {second[number]:.6g} now. If you did not"
                 " mean to change the loss, choose another directory."
             )
-    now |= {name: before[name] for name in ("functions", "loss") if before.get(name) is not None}
+    now |= {name: before[name] for name in ("whole", "loss") if before.get(name) is not None}
 
 
 def _is_same(name: str, theirs: list[float], mine: list[float]) -> bool:

@@ -144,6 +144,10 @@ def stack(batches: Sequence[Batch], axis: int) -> Batch | None:
         return None
 
 
+# Signals that end a run in order.
+SIGNALS = "SIGINT", "SIGTERM"
+
+
 class SecondInterrupt(KeyboardInterrupt):
     """Ctrl-C after a signal that already asked the run to stop."""
 
@@ -170,7 +174,7 @@ def stop_signals() -> Iterator[Callable[[], str | None]]:
     if threading.current_thread() is not threading.main_thread():
         yield lambda: None
         return
-    numbers = signal.SIGINT, signal.SIGTERM
+    numbers = [signal.Signals[name] for name in SIGNALS]
     handled = [x for x in numbers if signal.getsignal(x) is not signal.SIG_IGN]
     before = {number: signal.signal(number, note) for number in handled}
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from itertools import islice
+from itertools import compress, islice
 
 import jax
 import numpy as np
@@ -126,8 +126,9 @@ def sample(
             must be unchanged: sampler, key, shapes, `dtype`, `num_warmup`, `thin`, `batch_per`,
             `stochastic` and `per_chain`. If `batches` is a list or tuple, it must have the same
             examples, in any order. `stop` must be unchanged or None. There is a warning if the loss
-            at the start or a function such as `log_prior` has changed, or if `params` differ (the
-            new ones are ignored). Other arguments may differ. A larger `num_draws` extends a
+            at the start or a value inside the sampler, such as one that a schedule uses, has
+            changed, or if `params` differ (the new ones are ignored). The code of functions is not
+            compared. Other arguments may differ. A larger `num_draws` extends a
             finished run; without it, the stored draws are returned, with a warning. False: the
             directory must not hold a run.
         check: warn if the loss looks like a sum (not tested if `stochastic`), if `num_data` does
@@ -140,7 +141,10 @@ def sample(
         checkpoint_minutes: minutes between checkpoints, >= 0. A checkpoint is always written at the
             start and at the end.
         dtype: precision of the draws on disk: `"float16"`, `"float32"` or `"float64"`; None: that
-            of the parameters. Requires a `directory`.
+            of the parameters. Requires a `directory`. An array whose largest number is too large or
+            too small for it (in `"float16"` above 65504 or below 6e-5) is stored in its own
+            precision in that draw, with a warning; it is an error if the start is too large. Other
+            numbers below 6e-5 lose digits in `"float16"`, and below 3e-8 they become 0.
         progress: show a progress bar, if tqdm is installed. It has the step size, the moving mean
             of |energy change| and the number of rejected steps; for an optimizer, the loss.
         callback: `callback(step, stats)`, called every `thin` steps with a new dict of arrays
@@ -159,7 +163,10 @@ def sample(
         `directory`, the `StoredSnapshots` that `load_snapshots` returns. A run ends early on Ctrl-C
         or SIGTERM, when the batches run out, or when a batch is empty or differs in structure from
         the first. It then finishes the step, writes a checkpoint, warns, and returns the draws so
-        far. In a multi-process run without a directory, each process returns only its own chains.
+        far. After a signal, `interrupted` of the draws is `"SIGINT"` or `"SIGTERM"`, else None. A
+        scheduler such as Slurm takes a script that exits with status 0 as finished: see the page on
+        long runs. In a multi-process run without a directory, each process returns only its own
+        chains.
 
     Raises:
         ValueError: an argument is out of range, or:
@@ -219,7 +226,7 @@ def sample(
         if not run.has_advanced and isinstance(run.kept, DirectoryRun):
             run.kept.warn_of_finished(num_draws)
     check_end("sample", run, num_steps, num_draws, not is_finished)
-    return run.kept.result(num_draws)
+    return run.result(num_draws)
 
 
 class Run:
@@ -258,6 +265,7 @@ class Run:
         self.position = self.stream.position()
         self.place = Place(0, 0, self.position)
         self.is_begun = self.has_advanced = False
+        self.interrupted: str | None = None
         self.gradients: _checks.Gradients | None = None
         self.evidence: Evidence | None = None
         if setup.stop is not None:
@@ -279,6 +287,12 @@ class Run:
     def num_steps(self) -> int:
         """Steps of the sampler so far."""
         return self.place.num_gradients // self.per_step
+
+    def result(self, num_draws: int) -> Snapshots | StoredSnapshots:
+        """Return the draws, and which signal ended the run."""
+        draws = self.kept.result(num_draws)
+        vars(draws).update(interrupted=self.interrupted)
+        return draws
 
     def to_tick(self, step: int) -> int:
         """Return the number of steps to the next tick, at which a draw may be kept.
@@ -314,6 +328,7 @@ class Run:
         except _host.SecondInterrupt:
             raise
         except KeyboardInterrupt:
+            self.interrupted = "SIGINT"
             return False
         return True
 
@@ -363,8 +378,10 @@ class Run:
         watch(step, stats)
         if not is_tick and jax.process_count() > 1:
             return False
-        must_stop = stop_requested() is not None or self.is_stopped
-        must_stop, is_due = _host.any_process(must_stop, self.kept.is_due())
+        received = [stop_requested() == name for name in _host.SIGNALS]
+        *received, is_due = _host.any_process(*received, self.kept.is_due())
+        self.interrupted = next(compress(_host.SIGNALS, received), None)
+        must_stop = self.interrupted is not None or self.is_stopped
         if is_due and not must_stop:
             self.kept.checkpoint(self.chains, self.place)
         return must_stop
@@ -414,6 +431,12 @@ def check_end(where: str, run: Run, num_steps: int, num_draws: int, is_stopped: 
             reason = "" if is_stopped else f": {run.stream.defect or 'the batches ran out'}"
             if not is_stopped and not run.stream.defect:
                 resume = f"{RESTART} {resume}" if run.setup.directory else RESTART
+            if run.interrupted is not None:
+                name = "draws" if where == "sample" else "selection"
+                resume += (
+                    f" `{name}.interrupted` is {run.interrupted!r}: a script that is to be started"
+                    " again must exit with a status other than 0."
+                )
             fewer = f"{place.num_kept} of {num_draws} draws per chain"
             warn(f"`{where}` ended early with {fewer}{reason}. {resume}")
     if run.setup.check and not run.is_optimizer and run.gradients is not None:

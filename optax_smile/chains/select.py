@@ -20,7 +20,7 @@ from optax_smile import _check, _disk, _settings, _tree, parallel
 from optax_smile._table import aligned
 from optax_smile._types import Batch, Options, Output, Tree, by_identity
 from optax_smile.chains import _checks, _host
-from optax_smile.chains._directory import how_to_resume
+from optax_smile.chains._directory import check_real, how_to_resume
 from optax_smile.chains.sample import Run, Setup, check_end
 from optax_smile.chains.stopping import split
 from optax_smile.draws import _checks as _draw_checks
@@ -87,6 +87,14 @@ class Selection(NamedTuple):
     total_steps: int
     cost: float
     best_round_error: float = np.nan
+
+    @property
+    def interrupted(self) -> str | None:
+        """`"SIGINT"` or `"SIGTERM"` if this signal ended the run of the chosen candidate, or None.
+
+        A script that is to be started again must then exit with a status other than 0.
+        """
+        return getattr(self.draws, "interrupted", None)
 
     def __str__(self) -> str:
         rows = [("0", "start", self.start_lppd, np.nan, np.nan, np.nan)]
@@ -320,9 +328,9 @@ def select(
             whole run, in (0, 100]. Larger values make longer rounds.
         directory: directory with a folder per candidate and a file for the rounds. After a kill the
             same call resumes; `load_snapshots(directory / name)` reads the draws. It is an error if
-            the steps of the rounds, the LPPD of the start, or the arguments, functions or code of a
-            candidate have changed (code changes with the version of Python). For the other
-            arguments see `resume` of `sample`. None: in memory.
+            the steps of the rounds, the LPPD of the start, or the arguments of a candidate have
+            changed. The code of functions among them is not compared. For the other arguments see
+            `resume` of `sample`. None: in memory.
         progress: show a progress bar over the steps of all candidates, if tqdm is installed.
 
     Returns:
@@ -372,7 +380,9 @@ def select(
     with _check.called("select", *parts, **renamed), ExitStack() as closing:
         start = predict(apply_fn, Snapshots.from_members(params), validation[0], **read)
         folder = None if directory is None else Path(directory).absolute()
-        identity = _identity(candidates, ends, start)
+        for path in [folder / name for name in candidates] if folder is not None else []:
+            check_real("select", path)
+        identity = _identity(candidates, params, ends, start)
         rounds = _read(folder, identity)
         bar = closing.enter_context(_host.Bar(num_all, "selecting", progress, compiles=True))
         done = {name: one.num_steps for judged in rounds for name, one in judged.items()}
@@ -415,7 +425,7 @@ def select(
         run = opened[best].run
         is_stopped = is_stopped or not opened[best].finish(num_steps)
         check_end("select", run, num_steps, num_draws, is_stopped)
-        draws, density = run.kept.result(num_draws), [-np.inf]
+        draws, density = run.result(num_draws), [-np.inf]
         # A chain may have become non-finite after the last round.
         with contextlib.suppress(ValueError):
             final = predict(apply_fn, draws, validation[0], **read)
@@ -668,11 +678,16 @@ def _lppd(prediction: Prediction) -> float:
 
 
 def _identity(
-    candidates: Mapping[str, optax.GradientTransformation], ends: list[int], start: Prediction
+    candidates: Mapping[str, optax.GradientTransformation],
+    params: optax.Params,
+    ends: list[int],
+    start: Prediction,
 ) -> Options:
     """Return what identifies a selection, in a form for JSON."""
+    shapes = _host.shapes_of_one(params)
+    described = {name: _settings.whole(x, shapes) for name, x in candidates.items()}
     return {
-        "candidates": {name: _settings.checksum(x) for name, x in candidates.items()},
+        "candidates": json.loads(json.dumps(described)),
         "rounds that end after": ends,
         # Identifies inputs, targets, likelihood, model and start.
         "LPPD of the start": float(f"{_lppd(start):.3g}"),
@@ -681,19 +696,26 @@ def _identity(
 
 def _read(folder: Path | None, identity: Options) -> list[dict[str, Judged]]:
     """Read the results of an earlier call, for each round by name."""
-    if folder is None or not (file := folder / ROUNDS).exists():
+    if folder is None or not os.path.lexists(file := folder / ROUNDS):
         return [{} for _ in identity["rounds that end after"]]
-    stored = json.loads(file.read_text())
+    try:
+        stored, is_intact = _disk.read_json(file)
+        reason = "" if is_intact else "its checksum does not match its content"
+    except ValueError as error:
+        reason = str(error)
+    if reason:
+        rule, got = f"a directory with an intact {ROUNDS}", f"{file} ({reason})"
+        _check.fail("select", "directory", rule, got, "Restore it, or choose another directory.")
     for what, mine in identity.items():
-        if stored[what] != mine:
-            rule = f"new, or hold a selection with the same {what}: {mine}"
-            _check.fail("select", "directory", rule, f"{folder} with {stored[what]}")
+        if (theirs := stored.get(what)) != mine:
+            rule = f"new, or hold a selection with the same {what}: {_check.cut(mine)}"
+            _check.fail("select", "directory", rule, f"{folder} with {_check.cut(theirs)}")
     return [{name: Judged(*x) for name, x in judged.items()} for judged in stored["found"]]
 
 
 def _write(folder: Path | None, identity: Options, rounds: list[dict[str, Judged]]):
     if folder is not None:
-        _disk.write(folder / ROUNDS, json.dumps(identity | {"found": rounds}).encode())
+        _disk.write_json(folder / ROUNDS, identity | {"found": rounds})
 
 
 def _scores(rounds: list[dict[str, Judged]], names: list[str]) -> np.ndarray:

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from optax_smile import _check, _settings
+from optax_smile import _check, _disk
 from optax_smile._types import Batch, Output, Tree
 from optax_smile.draws import _checks
 from optax_smile.draws.likelihoods import Likelihood, Name
@@ -177,7 +177,7 @@ class EvidenceStop:
     def described(self) -> dict[str, object]:
         """Describe the rule for the manifest of a run; the data by a checksum."""
         numbers = {name: getattr(self, name) for name in ("null", "alpha", "tolerance", "every")}
-        data = _settings.checksum(jax.tree.map(np.asarray, self.validation))
+        data = [_disk.checksum(np.asarray(x)) for x in jax.tree.leaves(self.validation)]
         return {"name": "EvidenceStop", **numbers, "validation": data}
 
 

@@ -138,7 +138,9 @@ def warmstart(
         Parameters of all members, each leaf `[member, ...]`: for each member the weights with the
         smallest validation loss, or without `validation` the last ones. With `aux`:
         `{"params": ..., "aux": ...}`. After Ctrl-C, `warmstart` completes the current epoch, warns,
-        and returns the members so far. Without a directory, it does the same after SIGTERM.
+        and returns the members so far. Without a directory, it does the same after SIGTERM. The
+        members do not say so: a script that runs under a scheduler passes a `directory`, with which
+        SIGTERM raises an error.
 
     Raises:
         ValueError: an argument is out of range, the loss is not a scalar, there are no batches, the
@@ -171,7 +173,8 @@ def warmstart(
     # The argument check has converted a seed to a typed key.
     typed = cast(jax.Array, key)
     members = _begin(init_fn, optimizer, num_members, typed, stochastic, aux, mesh, specs)
-    if _settings.of(optimizer, _host.shapes_of_one(members.params)) is not None:
+    shapes = _host.shapes_of_one(members.params)
+    if _settings.of(optimizer, shapes) is not None:
         warn(
             "`warmstart`: `optimizer` is a sampler, so it returns draws instead of trained weights."
             " Pass an optimizer to `warmstart`. Pass the sampler to `sample`."
@@ -202,7 +205,7 @@ def warmstart(
                     "key": np.asarray(jax.random.key_data(typed)).tolist(),
                     "validation": validation is not None,
                 },
-                "functions": {"optimizer": _settings.checksum(optimizer)},
+                "whole": {"optimizer": _settings.whole(optimizer, shapes)},
                 "versions": _format.versions(),
                 "validation": _directory.describe_batches([validation], False)[0],
                 "state": {
@@ -288,8 +291,9 @@ def _open(
 ) -> _directory.Checkpoints:
     """Lock the directory, and require that it does not hold another training."""
     _directory.check_names("warmstart", "init_fn", members.params)
+    _directory.check_real("warmstart", directory / _directory.CHECKPOINTS)
     closing.enter_context(_directory.lock("warmstart", directory))
-    checkpoints = _directory.Checkpoints(directory, minutes)
+    checkpoints = _directory.Checkpoints(directory, minutes, "warmstart")
     closing.callback(checkpoints.close)
     if place := checkpoints.previous("warmstart", members):
         for argument, arrays in place["run"].get("state", {}).items():

@@ -2,6 +2,8 @@
 
 import collections
 import concurrent.futures
+import contextlib
+import itertools
 import json
 import os
 import re
@@ -25,11 +27,16 @@ MANIFEST = "manifest.json"
 # Precisions to which draws may be rounded on disk.
 StoredDtype = Literal["float16", "float32", "float64"]
 REMEDY = "Restore it: a run with the same arguments in a new directory writes an identical one."
+# Folder of the checkpoints, and file in each of them, written last: sizes and checksums of its
+# files, and the number of draws before it. Without it a checkpoint is unfinished.
+CHECKPOINTS, SUMS = "checkpoints", "checksums.json"
 # Number of draws that may wait for the disk.
 QUEUE_SIZE = 2
 # Parameters before the first step; leaves that never change are read from there.
 START = "start"
-_FILE = re.compile(r"(draw-(\d+)|start)\.chains-(\d+)-(\d+)\.safetensors")
+_FILE = re.compile(r"(draw-([0-9]{8,10})|start)\.chains-([0-9]{5,10})-([0-9]{5,10})\.safetensors")
+# Most missing files that an error names.
+MOST_NAMED = 5
 # Statistics of the draws of some chains, arrays `[chain]`.
 Stats: TypeAlias = Mapping[str, np.ndarray]
 
@@ -92,14 +99,9 @@ def manifest_of(params: Tree, dtype: str | None, settings: Mapping) -> Json:
     return json.loads(json.dumps(described))
 
 
-def _checksum(manifest: Json) -> str:
-    return _disk.checksum(json.dumps(manifest, sort_keys=True))
-
-
 def write_manifest(directory: Path, manifest: Json):
     """Write a manifest with its checksum."""
-    content = json.dumps({**manifest, "checksum": _checksum(manifest)}, indent=1)
-    _disk.write(directory / MANIFEST, content.encode())
+    _disk.write_json(directory / MANIFEST, manifest)
 
 
 def read_manifest(where: str, directory: Path) -> Json:
@@ -109,22 +111,22 @@ def read_manifest(where: str, directory: Path) -> Json:
         ValueError: a missing or unreadable manifest, another format, or a wrong checksum.
     """
     file = directory / MANIFEST
-    if not file.exists():
+    if not os.path.lexists(file):
         rule, got = f"a directory of stored draws, with a {MANIFEST}", "without one"
         if not directory.is_dir():
             got = "which is a file" if directory.exists() else "which does not exist"
         _check.fail(where, "directory", rule, f"{directory}, {got}")
     try:
-        manifest = json.loads(file.read_text())
-        version, checksum = manifest["format"], manifest.pop("checksum", None)
-    except (ValueError, KeyError, TypeError, OSError, RecursionError) as error:
+        manifest, is_intact = _disk.read_json(file)
+        version = manifest["format"]
+    except (ValueError, KeyError) as error:
         rule = f"a directory with a readable {MANIFEST}"
         _check.fail(where, "directory", rule, f"{file} ({error})", REMEDY)
     if version != FORMAT:
         rule = f"a directory of snapshots of format {FORMAT}"
         remedy = "Read it with the version of optax_smile that its manifest names."
         _check.fail(where, "directory", rule, f"format {version} in {file}", remedy)
-    if checksum != _checksum(manifest):
+    if not is_intact:
         rule = f"a directory whose {MANIFEST} matches its checksum"
         _check.fail(where, "directory", rule, file, REMEDY)
     return manifest
@@ -158,13 +160,27 @@ class Block(NamedTuple):
     last: int
 
 
+def has_draws(directory: Path) -> bool:
+    """Return whether there are files of draws; other files with similar names do not count."""
+    return any((match := _FILE.fullmatch(x.name)) and match[2] for x in directory.glob("draw-*"))
+
+
 def find(directory: Path, num_chains: int) -> dict[int | str, list[Block]]:
-    """Find the files of the start and of every draw that is complete for all chains."""
+    """Find the files of the start and of every draw that is complete for all chains.
+
+    Raises:
+        ValueError: one of them is a link, pipe or device.
+    """
     blocks: dict[int | str, list[Block]] = {}
-    for path in sorted(directory.glob("*.safetensors")):
-        if match := _FILE.fullmatch(path.name):
+    with os.scandir(directory) as entries:
+        found = sorted((x.name, x.is_file(follow_symlinks=False)) for x in entries)
+    for name, is_file in found:
+        if match := _FILE.fullmatch(name):
+            if not is_file:
+                rule, got = "a directory whose draws are regular files", directory / name
+                _check.fail("load_snapshots", "directory", rule, f"{got}, a link or device")
             draw = START if match[2] is None else int(match[2])
-            block = Block(path, draw, int(match[3]), int(match[4]))
+            block = Block(directory / name, draw, int(match[3]), int(match[4]))
             if block.first <= block.last < num_chains:
                 blocks.setdefault(draw, []).append(block)
 
@@ -173,6 +189,40 @@ def find(directory: Path, num_chains: int) -> dict[int | str, list[Block]]:
         return len(chains) == num_chains
 
     return {draw: parts for draw, parts in blocks.items() if is_whole(parts)}
+
+
+def find_draws(directory: Path, manifest: Json) -> list[list[Block]]:
+    """Return the files of all draws.
+
+    Raises:
+        ValueError: files of draws before the last one, or before the newest checkpoint, are
+            missing.
+    """
+    # Before the files are listed, as a run may write more meanwhile.
+    least = max(manifest.get("num_draws", 0), _num_checkpointed(directory))
+    found = find(directory, manifest["num_chains"])
+    ends = {x.path.name.partition(".")[2] for parts in found.values() for x in parts} or {"*"}
+    found.pop(START, None)
+    numbers = sorted(x for x in found if isinstance(x, int))
+    number = max([least, *(x + 1 for x in numbers[-1:])])
+    if len(numbers) < number:
+        names = (f"draw-{x:08d}.{end}" for x in range(number) for end in ends if x not in found)
+        missing = [x for x in itertools.islice(names, MOST_NAMED) if not (directory / x).exists()]
+        rule = f"a directory with the files of all its {number} draws"
+        got = f"{directory} without {', '.join(missing)}"
+        _check.fail("load_snapshots", "directory", rule, got, REMEDY)
+    return [found[x] for x in numbers]
+
+
+def _num_checkpointed(directory: Path) -> int:
+    """Return the number of draws before the newest checkpoint; 0 if it is unknown."""
+    files = [x for x in directory.glob(f"{CHECKPOINTS}/*/{SUMS}") if x.parent.name.isdecimal()]
+    # A damaged checkpoint leaves the draws readable.
+    with contextlib.suppress(ValueError):
+        newest = max(files, key=lambda file: int(file.parent.name))
+        content, is_intact = _disk.read_json(newest)
+        return content.get("num_draws", 0) if is_intact else 0
+    return 0
 
 
 def _check_header(header: Json, block: Block):
@@ -194,14 +244,34 @@ def _is_rounded(dtype: DTypeLike | None) -> bool:
     return dtype is not None and jnp.issubdtype(dtype, jnp.floating)
 
 
+def fits(
+    leaf: np.ndarray | jax.Array, dtype: str | None, tiny: float | None = None
+) -> np.ndarray | jax.Array | bool:
+    """Return whether a leaf keeps its finite numbers in a stored dtype, and relative precision.
+
+    Its largest must be 0 or at least `tiny`; None: the smallest normal number of the dtype.
+    """
+    if dtype is None or not _is_rounded(leaf.dtype):
+        return True
+    kind, xp = jnp.finfo(dtype), jnp if isinstance(leaf, jax.Array) else np
+    if float(jnp.finfo(leaf.dtype).max) <= float(kind.max):
+        return True
+    largest = xp.max(xp.abs(xp.where(xp.isfinite(leaf), leaf, 0)), initial=0)
+    is_large = largest >= (float(kind.tiny) if tiny is None else tiny)
+    return (largest <= float(kind.max)) & (is_large | (largest == 0))
+
+
 def rounded(params: Tree, dtype: str | None) -> Tree:
     """Cast parameters to the precision that `load_snapshots` returns."""
-    return jax.tree.map(
-        lambda x: (
-            x.astype(dtype).astype(x.dtype) if _is_rounded(dtype) and _is_rounded(x.dtype) else x
-        ),
-        params,
-    )
+    if dtype is None:
+        return params
+
+    def cast(x):
+        xp = jnp if isinstance(x, jax.Array) else np
+        with np.errstate(over="ignore"):
+            return xp.where(fits(x, dtype), x.astype(dtype).astype(x.dtype), x)
+
+    return jax.tree.map(lambda x: cast(x) if _is_rounded(x.dtype) else x, params)
 
 
 def read_arrays(block: Block, leaves: list[Leaf]) -> dict[str, np.ndarray]:
@@ -257,7 +327,8 @@ class DrawFiles:
     Each process writes its chains of a draw to one safetensors file of arrays `[chain, ...]`; with
     several processes, to one file per device. A file is complete or absent. The JSON header holds
     the result of `optax_smile.stats`, the step and checksums. Leaves that still equal the start,
-    such as the frozen part of a network, are stored only with the start.
+    such as the frozen part of a network, are stored only with the start. A leaf that is too large
+    or too small for `dtype` keeps its own precision in that draw, and `wide` has its name.
 
     Args:
         directory: directory of the draws.
@@ -283,7 +354,7 @@ class DrawFiles:
     ):
         self.directory, self.dtype = Path(directory).absolute(), dtype
         leaves = leaves_of(start)
-        self.names = list(names or (leaf.name for leaf in leaves))
+        self.names, self.wide = list(names or (leaf.name for leaf in leaves)), set[str]()
         if resumed:
             num_chains = jax.tree.leaves(start)[0].shape[0]
             start = read_start(self.directory, leaves, num_chains)
@@ -294,8 +365,9 @@ class DrawFiles:
             for name, array in arrays.items():
                 self.unmoved[name] |= dict(zip(range(first, last + 1), array.copy(), strict=True))
 
-    def write(self, draw: int | str, step: int, params: Tree, stats: Stats):
+    def write(self, draw: int | str, step: int, params: Tree, stats: Stats) -> list[Block]:
         """Write a draw `[chain, ...]`, on any device, with the statistics of this process."""
+        blocks: list[Block] = []
         stem, done = START if draw == START else f"draw-{draw:08d}", 0
         for first, last, arrays in self._blocks(params):
             rows = slice(done, done + last - first + 1)
@@ -308,16 +380,20 @@ class DrawFiles:
             }
             file = f"{stem}.chains-{first:05d}-{last:05d}.safetensors"
             _disk.write(self.directory / file, _disk.pack(header, arrays))
+            blocks.append(Block(self.directory / file, draw, first, last))
             done = rows.stop
+        return blocks
 
     def _blocks(self, params: Tree) -> Iterator[tuple[int, int, dict[str, np.ndarray]]]:
         """Yield the chains of this process, rounded to the stored precision."""
         for first, last, leaves in _tree.local_blocks(params):
-            rounded = [
-                np.ascontiguousarray(x, self.dtype if _is_rounded(x.dtype) else None)
-                for x in leaves
-            ]
-            yield first, last, dict(zip(self.names, rounded, strict=True))
+            arrays = {}
+            for name, x in zip(self.names, leaves, strict=True):
+                if not (is_narrow := fits(x, self.dtype)):
+                    self.wide.add(name)
+                dtype = self.dtype if is_narrow and _is_rounded(x.dtype) else None
+                arrays[name] = np.ascontiguousarray(x, dtype)
+            yield first, last, arrays
 
     def _moved(self, first: int, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Drop leaves that equal the start; once a leaf has changed, it is always stored."""
@@ -330,7 +406,7 @@ class DrawFiles:
 
 def require_new(where: str, directory: Path):
     """Require a directory that does not exist or is empty."""
-    if directory.is_symlink() or directory.exists() and not directory.is_dir():
+    if os.path.lexists(directory) and not directory.is_dir():
         _check.fail(where, "directory", "a new or empty directory", f"{directory}, a file or link")
     if directory.exists() and any(directory.iterdir()):
         got, advice = f"{directory}, which is not empty", "Choose another, or remove it."
@@ -356,7 +432,8 @@ def write_all(directory: Path, manifest: Json, leaves: Sequence[np.ndarray], sta
         at_draw = {name: x[:, draw] for name, x in stats.items()}
         step = int(at_draw.pop("step", [draw])[0])
         files.write(draw, step, [x[:, draw] for x in leaves], at_draw)
-    write_manifest(directory, {**manifest, "has_start": False})
+    number = leaves[0].shape[1]
+    write_manifest(directory, {**manifest, "has_start": False, "num_draws": number})
 
 
 class SnapshotWriter:

@@ -134,6 +134,7 @@ class Draws(abc.ABC):
     settings: Settings | None
     subset: Subset | None
     stopping: Stopping | None
+    interrupted: str | None = None
     # The arrays of one draw of one chain, and the `PyTreeDef` of its tree; None if it is unknown.
     _leaves: list[_format.Leaf]
     _structure: Tree
@@ -361,6 +362,8 @@ class Snapshots(Draws):
         start: initial parameters of the chains, a tree of arrays `[chain, ...]`; None if unknown.
         subset: a `Subset` that says which draws these are, if `thin_to` chose them; else None.
         stopping: a `Stopping`, the result of the stopping rule of the run; None without a rule.
+        interrupted: `"SIGINT"` or `"SIGTERM"` if this signal ended the call of `sample` that
+            returned these draws; else None.
 
     Example:
         >>> import numpy as np, optax_smile
@@ -529,7 +532,8 @@ class StoredSnapshots(Draws):
     one draw. `trace` holds the statistics of the draws, `[chain, draw]`. `params` reads all draws
     into memory, `[chain, draw, ...]`, and `start` the initial parameters, `[chain, ...]`.
     `manifest` is the content of the manifest. `thinned(every)` selects draws without reading them.
-    `num_chains`, `settings`, `subset`, `stopping` and `thin_to` are those of `Snapshots`. Before
+    `num_chains`, `settings`, `subset`, `stopping`, `interrupted` and `thin_to` are those of
+    `Snapshots`. Before
     the first draw, `trace` and `params` raise a ValueError.
     """
 
@@ -541,9 +545,7 @@ class StoredSnapshots(Draws):
         self.settings: Settings | None = manifest["settings"].get("sampler")
         self._flat, self._structure = flat, structure
         self._leaves = [_format.Leaf(**leaf) for leaf in manifest["leaves"]]
-        found = _format.find(self.directory, self.num_chains)
-        found.pop(_format.START, None)
-        self.draws: list[list[_format.Block]] = [found[draw] for draw in sorted(found)]
+        self.draws: list[list[_format.Block]] = _format.find_draws(self.directory, manifest)
 
     @property
     def num_draws(self) -> int:
