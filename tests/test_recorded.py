@@ -11,9 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from runs import content_of
 
 import optax_smile
 from optax_smile import _disk
+from optax_smile.chains import _directory
 
 NUM_WARMUP, THIN, NUM_DRAWS, NUM_CHAINS = 200, 5, 600, 4
 START = np.arange(3.0 * NUM_CHAINS).reshape(NUM_CHAINS, 3)
@@ -33,7 +35,7 @@ def recorded(**options):
     return optax_smile.recorded(sampler(), num_warmup=NUM_WARMUP, thin=THIN, **options)
 
 
-def fit(tx, w, num_steps=NUM_WARMUP + NUM_DRAWS * THIN, state=None):
+def fit(tx, w, num_steps=NUM_WARMUP + NUM_DRAWS * THIN, state=None) -> Any:
     """A loop that returns the parameters and, as no `fit()` does, the state."""
 
     def step(carry, _):
@@ -149,30 +151,87 @@ def test_a_loop_that_goes_on_from_its_checkpoint_neither_loses_nor_doubles(tmp_p
     fit(tx, w, 5 * THIN, state)
     expected = tx.draws().params
     assert expected.shape == (1, 9, 3)
-    # The same process goes on from an earlier state, then another one.
+    before = content_of(tmp_path)
+    # The same process goes on from an earlier state, then another one, or begins again.
     fit(tx, w, 2 * THIN, state)
-    np.testing.assert_array_equal(tx.draws().params, expected[:, :6])
+    np.testing.assert_array_equal(tx.draws().params, expected)
     again = recorded(directory=tmp_path)
-    fit(again, w, 5 * THIN, state)
+    fit(again, w, 3 * THIN, state)
+    fit(again, START[0], NUM_WARMUP + 4 * THIN)
     np.testing.assert_array_equal(again.draws().params, expected)
-    for start, model in ((START[1], "start"), (START[0, :2], "sampler or model")):
-        other = recorded(directory=tmp_path)
-        with pytest.raises(Exception, match=f"with draws of another {model}"):
-            jax.block_until_ready(
-                jax.lax.scan(
-                    lambda carry, _, tx=other: (tx.update(carry[0], carry[1], carry[0]), None),
-                    (start, other.init(start)),
-                    length=NUM_WARMUP + THIN,
-                )
-            )
+    assert content_of(tmp_path) == before
+    # Other draws of the same fit, those of another one, and some that come later.
+    moved, start = w + 0.1, "draws of another start"
+    for other, model, given in (
+        (START[1], start, {}),
+        (moved, "another draw at step 225", {"state": state, "num_steps": THIN}),
+    ):
+        refused = recorded(directory=tmp_path)
+        with pytest.raises(Exception, match=rf"recorded\(directory=...\).* with {model}"):
+            jax.block_until_ready(fit(refused, other, **{"num_steps": NUM_WARMUP + THIN} | given))
             jax.effects_barrier()
-    np.testing.assert_array_equal(again.draws().params, expected)
+        assert content_of(tmp_path) == before
+    w, state = fit(recorded(), w, 10 * THIN, state)
+    with pytest.raises(Exception, match="with the draws of another fit, up to step 245"):
+        jax.block_until_ready(fit(recorded(directory=tmp_path), w, THIN, state))
+        jax.effects_barrier()
+    assert content_of(tmp_path) == before
+    other = recorded(directory=tmp_path)
+    with pytest.raises(Exception, match="with draws of another sampler or model"):
+        w, state = jnp.ones(2), other.init(jnp.ones(2))
+        for _ in range(NUM_WARMUP + THIN):
+            _, state = other.update(w, state, w)
+        jax.effects_barrier()
+    assert content_of(tmp_path) == before
     sgld, given = (
         optax_smile.sgld(1e-3, num_data=1, key=0),
         {"num_warmup": NUM_WARMUP, "thin": THIN},
     )
     with pytest.raises(ValueError, match=r"`recorded\(directory=...\)` .* of another sampler\."):
         optax_smile.recorded(sgld, directory=tmp_path, **given).init(START[0])
+
+
+def test_draws_in_memory_that_are_made_again_are_the_same_or_refused():
+    tx = recorded()
+    w, state = fit(tx, START[0], NUM_WARMUP + 2 * THIN)
+    for length in (4, 2):
+        fit(tx, w, length * THIN, state)
+    assert tx.draws().num_draws == 6
+    with pytest.raises(Exception, match=r"recorded\(state=...\).* with another draw 2"):
+        jax.block_until_ready(fit(tx, w + 0.1, THIN, state))
+        jax.effects_barrier()
+
+
+def test_a_folder_is_locked_from_init_to_draws(tmp_path):
+    lock = "import fcntl, sys; fcntl.flock(open(sys.argv[1], 'a+'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
+
+    def is_free() -> bool:
+        command = [sys.executable, "-c", lock, str(tmp_path / ".lock-0")]
+        return not subprocess.run(command, stderr=subprocess.DEVNULL, check=False).returncode
+
+    tx = recorded(directory=tmp_path)
+    state = tx.init(START[0])
+    assert not is_free()
+    w, state = fit(tx, START[0], NUM_WARMUP + THIN, state)
+    # Draws are read meanwhile, and another fit of this process may follow.
+    jax.effects_barrier()
+    assert optax_smile.load_snapshots(tmp_path).num_draws == 1 and not is_free()
+    assert tx.draws().num_draws == 1 and is_free()
+    fit(tx, w, THIN, state)
+    jax.effects_barrier()
+    assert not is_free() and tx.draws().num_draws == 2 and is_free()
+    with _directory.lock("test", tmp_path), pytest.raises(ValueError, match="no other live run"):
+        recorded(directory=tmp_path).init(START[0])
+
+
+def test_steps_that_are_no_draws_leave_no_gap(tmp_path):
+    cyclic = optax_smile.cyclical_sgld(
+        1e-3, num_data=1, key=0, total_steps=40, num_cycles=2, exploration=0.5
+    )
+    tx = optax_smile.recorded(cyclic, num_warmup=0, thin=5, directory=tmp_path)
+    fit(tx, START[0], 40)
+    assert tx.draws().trace["step"].tolist() == [[15, 20, 35, 40]]
+    assert tx.draws()._numbers == [0, 1, 2, 3]
 
 
 def test_what_fails_reaches_the_user(tmp_path, monkeypatch):
@@ -230,18 +289,30 @@ def test_a_loop_without_parameters_is_recorded_and_said_to_be_unchecked(doubles,
     np.testing.assert_allclose(draws.params, four_doubles.params[:, :20], rtol=1e-5)
 
 
-@pytest.mark.slow
-def test_nothing_is_lost_or_doubled_when_the_process_is_killed(doubles, tmp_path):
-    """Killed at random moments, a loop with checkpoints of its own ends with the same draws."""
+@pytest.mark.parametrize(
+    "kills",
+    [pytest.param(3, marks=pytest.mark.slow), pytest.param(25, marks=pytest.mark.nightly)],
+)
+def test_nothing_is_lost_or_doubled_when_the_process_is_killed(doubles, tmp_path, kills):
+    """Killed at random moments, a loop with checkpoints of its own ends with the same draws.
+
+    Every third time its checkpoint is gone, and it makes all draws again.
+    """
     program = [sys.executable, __file__, str(tmp_path / "run"), str(tmp_path / "checkpoint")]
     random, env = np.random.default_rng(0), os.environ | {"JAX_ENABLE_X64": "1"}
-    for _ in range(3):
+    before: dict[str, bytes] = {}
+    for kill in range(kills):
+        if kill % 3 == 2:
+            (tmp_path / "checkpoint").unlink(missing_ok=True)
         with subprocess.Popen(program, stdout=subprocess.PIPE, text=True, env=env) as running:
             assert running.stdout is not None
             for _ in range(int(random.integers(1, 12))):
                 running.stdout.readline()
             running.send_signal(signal.SIGKILL)
-        if (tmp_path / "run").exists() and any((tmp_path / "run").glob("draw-*")):
+        after = content_of(tmp_path / "run")
+        assert after | before == after
+        before = after
+        if any((tmp_path / "run").glob("draw-*")):
             optax_smile.load_snapshots(tmp_path / "run").params  # noqa: B018
     subprocess.run(program, check=True, stdout=subprocess.DEVNULL, env=env)
     tx = recorded()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import math
@@ -9,7 +10,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import NamedTuple, NoReturn, cast
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,7 @@ from jax.experimental import io_callback
 from optax_smile import _check, _disk, _settings, _tree, state
 from optax_smile._types import Options, Tree
 from optax_smile._warn import warn
+from optax_smile.chains import _directory
 from optax_smile.draws import _format
 from optax_smile.draws.snapshots import Snapshots, StoredSnapshots, load_snapshots
 
@@ -29,6 +31,14 @@ UNCHECKED = (
     " them, for example by a clip, these are not posterior draws, and no check detects it."
 )
 SAME_FIT = "new, or hold draws of the same fit"
+REPEAT = (
+    "A loop that goes back to an earlier state must repeat its draws to the bit, with the same"
+    " data, seeds and program. For another fit, choose a new directory or call `init`."
+)
+# Arguments of the samplers that have steps without draws.
+SKIPPING = {"exploration", "adapt_steps"}
+# What keeps the directories locked that this process writes to, and who wrote last.
+_CLAIMED: dict[str, tuple[contextlib.ExitStack, _Fit | None]] = {}
 # Share of the draws at which the energy may still fall without a warning.
 MOST_FALLING = 0.25
 
@@ -112,8 +122,9 @@ def recorded(
         num_warmup: steps without draws, >= 0. The first draw is step num_warmup + thin.
         thin: steps between two draws, >= 1.
         directory: new folder for the draws. `load_snapshots` can read it while the loop runs. If a
-            loop continues from its own checkpoint, pass the folder of that fit. Draws made after
-            the checkpoint are then replaced. None: host memory.
+            loop continues from its own checkpoint, or is started again, pass the folder of that
+            fit. Stored draws are never replaced: one that the loop makes again must be the same to
+            the bit. From `init` to `draws()` no other process can record there. None: host memory.
         max_draws: stop recording after this many draws of each chain, >= 1; None: no limit.
 
     Returns:
@@ -121,8 +132,10 @@ def recorded(
 
     Raises:
         ValueError: an argument is out of range. From `init`: the transformation has no sampler, or
-            `init` is called inside `shard_map` (use `sample` with a mesh). From `draws()`: the
-            folder holds draws of another fit. In the loop, JAX raises a `JaxRuntimeError` instead.
+            `init` is called inside `shard_map` (use `sample` with a mesh), or the folder is in use
+            or of another sampler. From `draws()`: the folder holds draws of another fit, or a loop
+            that went back to an earlier state made other draws. In the loop, JAX raises a
+            `JaxRuntimeError` instead.
 
     Cost: one copy of the parameters to the host per draw. Each step takes about .01 ms more inside
     `scan`, and about 1.5 ms more (on a CPU) if Python calls a compiled function for each step,
@@ -155,7 +168,8 @@ def recorded(
             )
         with jax.ensure_compile_time_eval():
             recorder.settings = _settings.of(sampler, jax.eval_shape(lambda x: x, params))
-        recorder.check_directory()
+            recorder.skips = bool(SKIPPING & {*(recorder.settings or ())})
+        recorder.claim()
         return RecordedState(begun, *recorder.number(params))
 
     def update(updates, before, params=None, **others) -> tuple[optax.Updates, RecordedState]:
@@ -211,6 +225,10 @@ class _Fit:
     def __init__(self, start: Tree, num_chains: int):
         self.first, self.num_chains = start, num_chains
         self.files: _format.DrawFiles | None = None
+        # On disk: files of the draws by step, description and values of the start's leaves.
+        self.stored: dict[int, list[_format.Block]] = {}
+        self.leaves: list[_format.Leaf] = []
+        self.begun: Callable[[], list[np.ndarray]] = list
         # Statistics and parameters by number of the draw and by chain.
         self.draws: dict[int, dict[int, Tree]] = {}
 
@@ -237,15 +255,18 @@ class _Recorder:
     Callbacks run in threads of JAX, where a call of JAX may wait forever. They use NumPy only.
     """
 
+    # Of all recorders, which may write to the same folder.
+    lock = threading.Lock()
+
     def __init__(self, num_warmup: int, thin: int, directory: Path | None, max_draws: int | None):
         self.num_warmup, self.thin, self.max_draws = num_warmup, thin, max_draws
         self.directory = directory
         if directory is not None:
             _disk.import_safetensors()
         self.fits: dict[int, _Fit] = {}
-        self.lock, self.failure = threading.Lock(), None
+        self.failure: BaseException | None = None
         self.settings: Options | None = None
-        self.is_blind = False
+        self.is_blind = self.skips = False
         # Compiled once for all eager calls of `update`.
         self.number = jax.jit(_on_host(self._number))
         self.hand_over = jax.jit(_on_host(self._hand_over))
@@ -304,60 +325,81 @@ class _Recorder:
             number, chain = int(numbers[row]), int(chains[row])
             fit = self.fits.setdefault(int(fits[row]), _Fit(None, len(fits)))
             fit.num_chains = max(fit.num_chains, chain + 1, *chains[fits == fits[row]] + 1)
-            # A loop that restored an earlier state makes these again.
-            for later in [x for x in fit.draws if x > number]:
-                del fit.draws[later]
-            chosen = jax.tree.map(lambda x, row=row: x[row], of_chains)
-            fit.draws.setdefault(number, {})[chain] = chosen
+            made = jax.tree.map(lambda x, row=row: x[row], of_chains)
+            kept = fit.draws.setdefault(number, {}).setdefault(chain, made)
+            # A loop that restored an earlier state makes draws again.
+            if not _are_same(kept[1], made[1]):
+                rule = "that of a loop that repeats its draws, or of a new call of `init`"
+                _check.fail("recorded", "state", rule, f"one with another draw {number}", REPEAT)
             if self.directory is not None and len(fit.draws[number]) == fit.num_chains:
                 self._write(fit, number)
 
     def _write(self, fit: _Fit, number: int):
         """Write a draw while the device waits: it is on disk before a loop can checkpoint."""
         stats, params = fit.stacked(number)
-        if fit.files is None:
-            fit.files = self._open(fit, params, number)
-        _remove_from(fit.files.directory, number)
-        fit.files.write(number, int(stats.pop("step")[0]), params, stats)
+        files, step = self._open(fit, params), int(stats.pop("step")[0])
+        last = max(fit.stored, default=None)
+        if step in fit.stored:
+            found = _format.read_chains(fit.stored[step], fit.leaves, fit.num_chains, fit.begun)
+            if not _are_same(found, jax.tree.leaves(params)):
+                self._refuse(f"another draw at step {step}")
+        # Some samplers have steps without draws.
+        elif last in (None, step - self.thin) or last < step and self.skips:
+            fit.stored[step] = files.write(len(fit.stored), step, params, stats)
+        else:
+            self._refuse(f"the draws of another fit, up to step {last}")
         del fit.draws[number]
 
-    def check_directory(self):
-        """Require a directory without draws of another sampler."""
-        if self.directory is not None and (self.directory / _format.MANIFEST).exists():
+    def _refuse(self, what: str) -> NoReturn:
+        _check.fail("recorded", "directory", SAME_FIT, f"{self.directory} with {what}", REPEAT)
+
+    def claim(self):
+        """Lock the directory until `draws` is called, and require that it is of this sampler."""
+        if self.directory is None:
+            return
+        if (place := os.path.realpath(self.directory)) not in _CLAIMED:
+            closing = contextlib.ExitStack()
+            closing.enter_context(_directory.lock("recorded", self.directory))
+            _CLAIMED[place] = closing, None
+        if self.settings is not None and os.path.lexists(self.directory / _format.MANIFEST):
             before = _format.read_manifest("recorded", self.directory)["settings"]
             if before.get("sampler") != json.loads(json.dumps(self.settings)):
-                got = f"{self.directory} with draws of another sampler"
-                _check.fail("recorded", "directory", SAME_FIT, got)
+                self._refuse("draws of another sampler")
 
-    def _open(self, fit: _Fit, params: Tree, number: int) -> _format.DrawFiles:
+    def _open(self, fit: _Fit, params: Tree) -> _format.DrawFiles:
         """Create a folder, or continue in that of the same fit."""
         assert self.directory is not None
+        place = os.path.realpath(self.directory)
+        if fit.files and _CLAIMED.get(place, (None, None))[1] is fit:
+            return fit.files
+        self.claim()
         start = params if fit.first is None else fit.start
         settings = {"num_warmup": self.num_warmup, "thin": self.thin, "sampler": self.settings}
         manifest = _format.manifest_of(start, None, settings)
-        if not (self.directory / _format.MANIFEST).exists():
-            self.directory.mkdir(parents=True, exist_ok=True)
+        fit.leaves = _format.leaves_of(start)
+        is_new = not os.path.lexists(self.directory / _format.MANIFEST)
+        if is_new and _format.has_draws(self.directory):
+            self._refuse(f"draws and no {_format.MANIFEST}")
+        if not is_new:
+            before = _format.read_manifest("recorded", self.directory)
+            if self.settings is None:  # `init` was not called in this process.
+                manifest["settings"]["sampler"] = before["settings"].get("sampler")
+            if before | {"versions": None} != manifest | {"versions": None}:
+                self._refuse("draws of another sampler or model")
+        _disk.remove_drafts(self.directory)
+        fit.files = _format.DrawFiles(self.directory, start, resumed=not is_new)
+        if is_new:
+            # After the start, so that a kill between them leaves no folder that cannot be used.
             _format.write_manifest(self.directory, manifest)
-            return _format.DrawFiles(self.directory, start)
-        rule, got = SAME_FIT, f"{self.directory} with draws of another"
-        before = _format.read_manifest("recorded", self.directory)
-        if self.settings is None:  # `init` was not called in this process.
-            manifest["settings"]["sampler"] = before["settings"].get("sampler")
-        if before | {"versions": None} != manifest | {"versions": None}:
-            _check.fail("recorded", "directory", rule, f"{got} sampler or model")
-        files = _format.DrawFiles(self.directory, start, resumed=True)
-        leaves = [_format.Leaf(**leaf) for leaf in manifest["leaves"]]
-        stored = _format.read_start(self.directory, leaves, fit.num_chains)
-        if fit.first is not None and not all(
-            np.array_equal(x, y, equal_nan=True)
-            for x, y in zip(jax.tree.leaves(start), stored, strict=True)
-        ):
-            _check.fail("recorded", "directory", rule, f"{got} start")
-        blocks = _format.find(self.directory, fit.num_chains)
-        last = max((x for x in blocks if isinstance(x, int)), default=-1)
-        if number > last + 1:
-            _check.fail("recorded", "directory", rule, f"{got} fit, up to draw {last}")
-        return files
+        begun = _format.read_start(self.directory, fit.leaves, fit.num_chains)
+        if fit.first is not None and not _are_same(jax.tree.leaves(start), begun):
+            self._refuse("draws of another start")
+        fit.begun = lambda: begun
+        with _check.called("recorded", "load_snapshots"):
+            draws = _format.find_draws(self.directory, manifest)
+        fit.stored = {_format.read_header(blocks[0])["step"]: blocks for blocks in draws}
+        _CLAIMED[place] = _CLAIMED[place][0], fit
+        return fit.files
 
     def draws(self, number: int | None) -> Snapshots | StoredSnapshots:
         """Return what was recorded."""
@@ -375,6 +417,8 @@ class _Recorder:
                 _check.fail("draws", "fit", rule, number)
             fit = self.fits[number or begun[-1]]
             if fit.files:
+                if place := _CLAIMED.pop(os.path.realpath(fit.files.directory), None):
+                    place[0].close()
                 like = None if fit.first is None else jax.tree.map(lambda x: x[0], fit.first)
                 draws = load_snapshots(fit.files.directory, like=like)
             else:
@@ -411,8 +455,7 @@ def _doubts(draws: Snapshots | StoredSnapshots) -> Iterator[str]:
         )
 
 
-def _remove_from(directory: Path, number: int):
-    """Remove draws that a loop makes again after it restored an earlier state."""
-    for path in directory.glob("draw-*.safetensors"):
-        if int(path.name.split(".")[0].removeprefix("draw-")) >= number:
-            path.unlink()
+def _are_same(first: Tree, second: Tree) -> bool:
+    """Return whether two trees of arrays have the same bits."""
+    leaves = zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True)
+    return all(x.shape == y.shape and x.tobytes() == y.tobytes() for x, y in leaves)
