@@ -337,7 +337,8 @@ class _Recorder:
     def _write(self, fit: _Fit, number: int):
         """Write a draw while the device waits: it is on disk before a loop can checkpoint."""
         stats, params = fit.stacked(number)
-        files, step = self._open(fit, params), int(stats.pop("step")[0])
+        with _check.called("recorded", "load_snapshots"):
+            files, step = self._open(fit, params), int(stats.pop("step")[0])
         last = max(fit.stored, default=None)
         if step in fit.stored:
             found = _format.read_chains(fit.stored[step], fit.leaves, fit.num_chains, fit.begun)
@@ -395,8 +396,7 @@ class _Recorder:
         if fit.first is not None and not _are_same(jax.tree.leaves(start), begun):
             self._refuse("draws of another start")
         fit.begun = lambda: begun
-        with _check.called("recorded", "load_snapshots"):
-            draws = _format.find_draws(self.directory, manifest)
+        draws = _format.find_draws(self.directory, manifest)
         fit.stored = {_format.read_header(blocks[0])["step"]: blocks for blocks in draws}
         _CLAIMED[place] = _CLAIMED[place][0], fit
         return fit.files
