@@ -259,8 +259,9 @@ def test_a_choice_that_was_cut_short_cannot_be_loaded(runs, tmp_path, monkeypatc
         optax_smile.load_snapshots(tmp_path / "few")
 
 
-def test_a_lost_draw_leaves_the_others_where_they_were(runs, tmp_path):
-    small: Any = runs[0].thin_to(4, predicted(runs[0]), tmp_path / "few")
-    (tmp_path / "few" / "draw-00000001.chains-00000-00000.safetensors").unlink()
-    left = optax_smile.load_snapshots(tmp_path / "few").subset
-    assert left is not None and left.draw.tolist() == small.subset.draw[[0, 2, 3]].tolist()
+def test_a_lost_draw_is_named(runs, tmp_path):
+    runs[0].thin_to(4, predicted(runs[0]), tmp_path / "few")
+    lost = tmp_path / "few" / "draw-00000003.chains-00000-00000.safetensors"
+    lost.unlink()
+    with pytest.raises(ValueError, match=f"all its 4 draws, got .* without {lost.name}"):
+        optax_smile.load_snapshots(tmp_path / "few")
