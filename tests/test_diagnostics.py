@@ -347,6 +347,20 @@ def test_one_chain_with_few_independent_draws_is_slow_whatever_the_others_have()
     assert "(flagged below 50)" in found.findings[0].text
 
 
+@pytest.mark.parametrize("shape", [(4, 25, 3), (2, 50, 3)])
+def test_few_draws_of_which_a_ninth_is_independent_are_slow(shape):
+    """About 11 of 100: the last line does not say that nothing looks wrong."""
+    for correlation, is_slow in (0.8, True), (0.0, False):
+        paths = autoregressive(shape, correlation, seed=2)
+        each = optax_smile.Outcome(paths, None, None, np.zeros(shape))
+        prediction = optax_smile.Prediction(None, None, each=each)
+        found = diagnostics.summary(Snapshots(paths), prediction)
+        assert bool(found.findings) == is_slow
+        assert ("Nothing looks wrong" in str(found)) != is_slow
+        if is_slow:
+            assert np.median(found.ess) < 30 and {"slow"} <= {x.kind for x in found.findings}
+
+
 def test_a_real_run_with_a_diverged_and_a_frozen_chain():
     """One begins where losses are NaN, one where float32 has no room for a step."""
     params = start()
@@ -653,6 +667,25 @@ def test_advice_fits_what_chooses_the_step_size():
         draws, _ = made(settings=settings, step_size=changed([1], LAST, 3))
         by_itself = {("step size", (1,))} if "tuner" in kind else set()
         assert kinds(diagnostics.summary(draws)) == by_itself
+
+
+def test_advice_without_settings_is_conditional():
+    """The draws of a loop of one's own come without settings: nobody gave a step size."""
+    for kind, changes in (
+        ("frozen", {"params": changed([2], slice(30, None), 2.0)}),
+        ("step size", {"step_size": changed([1], LAST, 3)}),
+        ("still on its way", {"on_its_way": changed([1], MOST, True)}),
+    ):
+        (finding,) = diagnostics.summary(made(settings=None, **changes)[0]).findings
+        assert finding.kind == kind and "step size" not in finding.advice
+    assert "If the chains did not start from trained weights" in finding.advice
+
+
+def test_a_state_initialized_again_is_told():
+    count = 10 * (COUNT % 25) + 10
+    found = diagnostics.summary(made(num_gradients=np.tile(count, (4, 1)))[0])
+    assert kinds(found) == {("altered", ALL)}
+    assert "started again 3 times" in str(found) and "Call `init` once" in str(found)
 
 
 def test_energies_and_rejections_are_shown_where_the_sampler_has_them():

@@ -289,6 +289,29 @@ def test_a_loop_without_parameters_is_recorded_and_said_to_be_unchecked(doubles,
     np.testing.assert_allclose(draws.params, four_doubles.params[:, :20], rtol=1e-5)
 
 
+def test_a_state_made_again_in_every_epoch_is_named():
+    epoch, w = 10, jnp.asarray(START[0])
+    for num_warmup in 0, 20:
+        tx: Any = optax_smile.recorded(sampler(), num_warmup=num_warmup, thin=5)
+        part = jax.jit(lambda w, tx=tx: fit(tx, w, epoch)[0])
+        for _ in range(4):
+            w = part(w)
+        if num_warmup:
+            with pytest.raises(ValueError, match="recorded yet.*`init` was called 4 times"):
+                tx.draws()
+        else:
+            with pytest.warns(UserWarning, match="`init` was called 4 times.*after the last call"):
+                assert tx.draws().num_draws == 2
+    # Fits of their own, whose draws are asked for one by one.
+    tx = optax_smile.recorded(sampler(), num_warmup=500, thin=5)
+    part = jax.jit(lambda w: fit(tx, w, 520)[0])
+    for _ in range(3):
+        part(jnp.asarray(MEAN))
+        assert tx.draws().num_draws == 4
+    part(jnp.asarray(MEAN))
+    assert tx.draws(fit=3).num_draws == 4
+
+
 @pytest.mark.parametrize(
     "kills",
     [pytest.param(3, marks=pytest.mark.slow), pytest.param(25, marks=pytest.mark.nightly)],

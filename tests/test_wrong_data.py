@@ -380,11 +380,11 @@ class TestCheck:
         assert [x.kind for x in report.findings] == ["mean loss", "before the sampler"]
         for text in ("looks like a sum", "multiplied by -0.001", "Remove what comes before"):
             assert text in str(report)
-        assert str(report).endswith("\n2 of 7 tests found a mistake.") and repr(report)
+        assert str(report).endswith("\n2 of 10 tests found a mistake.") and repr(report)
         for late in (optax.scale(-1.0), optax.scale_by_schedule(lambda count: 0.5)):
             finding = found(check(EQUAL, optax.chain(SAMPLER, late)))["after the sampler"]
             assert finding.advice.startswith("Remove what comes after the sampler")
-        assert "0 of 9 tests found a mistake." in str(check(EQUAL))
+        assert "0 of 12 tests found a mistake." in str(check(EQUAL))
 
     def test_finds_chains_that_share_a_key(self):
         params = jnp.ones((3, SIZE)) * jnp.arange(1.0, 4)[:, None]

@@ -168,6 +168,7 @@ class Chains:
         self._record = self._compile(lambda packed: _record_of_chain(packing.unpack(packed)))
         hint = hint or f"The first axis of `params`, length {self.number}, was taken as chains."
         hint = f"{hint} {_checks.advice_on_single(setup.batches)}".rstrip()
+        self.loss = loss
         self._losses = _checks.Losses("sample", loss, self.number, per_chain, mesh, hint)
         self._draw = self._compile(lambda packed: _draw_of_chain(packing.unpack(packed)))
 
@@ -214,6 +215,8 @@ class Chains:
             count = _checks.at_least(batch, num_data, self.per_chain)
             _checks.warn_if_failed("sample", count)
             _checks.warn_if_failed("sample", self.check_rise(batch))
+            for check in self.check_program(batch):
+                _checks.warn_if_failed("sample", check)
 
     def _check_different(self):
         """Require chains that differ in anything, such as the key of their noise."""
@@ -234,6 +237,13 @@ class Chains:
         """Find a posterior whose draws are far worse than the start, see `_checks.rise`."""
         start = _tree.local(self.losses(batch))
         return _checks.rise(self.losses, batch, self.tree.params, start, self.settings)
+
+    def check_program(self, batch: Batch) -> list[Check]:
+        """Make the tests of `_checks.check_program`, which sharded parameters do not allow."""
+        if self.mesh is not None or not _settings.are_posterior(self.settings):
+            return []
+        given = self.loss, self.tree, self.losses, batch, self.per_chain
+        return [*_checks.check_program(*given)]
 
     def advance(self, batches: list[Batch]):
         """Make an update with each batch; those of several steps in one call if shapes agree."""

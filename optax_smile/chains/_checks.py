@@ -15,10 +15,11 @@ from jax.sharding import Mesh
 from optax_smile import _check, _tree, parallel
 from optax_smile._types import Batch, Options, Output, Tree
 from optax_smile._warn import warn
+from optax_smile.chains import _program
 from optax_smile.chains._host import Stream
-from optax_smile.diagnostics.findings import Check
+from optax_smile.diagnostics.findings import Check, chooser
 from optax_smile.potential import Potential, excess_loss, least_excess_loss
-from optax_smile.state import MOST_RISE, SamplerState
+from optax_smile.state import MOST_RISE, SamplerState, find
 
 # A loss whose halves add up to the whole within this relative difference is a sum.
 NEAR_ONE = 0.05
@@ -64,6 +65,28 @@ NONFINITE = (
     "Their steps were rejected, and the draws are not those of the posterior. Are the batches"
     " finite, and the gradients of the loss on them?"
 )
+
+# What `_program.read` finds: the kind of the check, its text and advice.
+PENALTY = (
+    "penalty",
+    "`loss_fn` {} a term of the parameters alone, like weight decay or a prior.",
+    "Leave it out: the loss is multiplied by num_data, and the prior of the sampler replaces it.",
+)
+LOGITS = (
+    "logits",
+    "`loss_fn` {} a softmax or sigmoid to probabilities.",
+    "Pass logits: leave the softmax or sigmoid out of the model.",
+)
+PAIRS = (
+    "pairs",
+    "`loss_fn` {} each example with its own target.",
+    "Arrays of shapes (n, 1) and (n,) broadcast to (n, n): give outputs and targets one shape.",
+)
+# Relative rounding errors of a mean loss.
+LOSS_ROUNDING = 1e-5
+# Angle by which the change of the gradients turns the momentum in a step of `angle_tuner`, and the
+# factor by which shorter steps of a user are too short.
+ANGLE, MOST_SHORT = 0.06, 10.0
 
 # Displacement relative to the size of the weights: losses are nearly quadratic at this distance,
 # and float32 still resolves the difference.
@@ -257,6 +280,83 @@ def check_mean(
         " the whole (2 for a mean, 1 for a sum)."
     )
     return judge("mean loss", (ratio,), 1.0, not abs(ratio - 1) < NEAR_ONE, text, SUMMED)
+
+
+def check_program(
+    loss: Callable[..., tuple[jax.Array, Tree]],
+    chains: Tree,
+    losses: Callable[..., jax.Array],
+    batch: Batch,
+    per_chain: bool,
+) -> Iterator[Check]:
+    """Find what is wrong in the program of a loss, see `_program.Found`."""
+    params, *others = jax.tree.map(lambda x: x[0], (chains.params, chains.aux, chains.key))
+    others.append(jax.tree.map(lambda x: x[0], batch) if per_chain else batch)
+    rows = size(batch, per_chain)
+    found = _program.read(lambda params, rest: loss(params, *rest)[0], params, others, rows)
+    pairs = found.has_pairs and _loses_pairs(losses, batch, chains.params, per_chain)
+    for (kind, text, advice), fails, verbs in (
+        (PENALTY, found.has_penalty, ("has", "does not have")),
+        (LOGITS, found.takes_probabilities, ("applies", "does not apply")),
+        (PAIRS, pairs, ("does not compare", "compares")),
+    ):
+        yield judge(kind, (float(fails),), 0.0, not fails, text.format(verbs[not fails]), advice)
+
+
+def _loses_pairs(
+    losses: Callable[..., jax.Array], batch: Batch, params: Tree, per_chain: bool
+) -> bool:
+    """Whether an array with one number per example may be permuted without the others."""
+    axis, moved = int(per_chain), _program.elsewhere(params)
+    leaves, structure = jax.tree.flatten(batch)
+
+    def loss_with(place: int, leaf: np.ndarray) -> np.ndarray:
+        changed = jax.tree.unflatten(structure, [*leaves[:place], leaf, *leaves[place + 1 :]])
+        return np.asarray(losses(changed, moved), float)
+
+    for place, leaf in enumerate(map(np.asarray, leaves)):
+        if leaf.ndim <= axis or leaf.size != math.prod(leaf.shape[: axis + 1]):
+            continue
+        order = np.random.default_rng(SEED).permutation(leaf.shape[axis])
+        mixed = leaf.take(order, axis)
+        if np.array_equal(mixed, leaf):
+            continue
+        parts = leaf, mixed, leaf.take(0 * order, axis)
+        whole, mixed, constant = (loss_with(place, part) for part in parts)
+        rounding = LOSS_ROUNDING * np.abs(whole)
+        # A change of an unused array changes nothing either.
+        is_used = np.abs(constant - whole) > 10 * rounding
+        if np.all(is_used & (np.abs(mixed - whole) <= rounding)):
+            return True
+    return False
+
+
+def check_step_size(settings: Options | None, state: Tree) -> Check | None:
+    """Find a step size that is far too short, as learning rates are; None if the user gave none."""
+    names = "mean_change_square", "num_changes", "mean_turn_rate", "change_share", "step_size"
+    stats = find(state, "sample").stats()._asdict()
+    known = [optax.tree.get(state, name) if name not in stats else stats[name] for name in names]
+    if chooser(settings or {}) != "number" or any(x is None for x in known):
+        return None
+    square, number, turn_rate, share, length = (np.asarray(_tree.local(x), float) for x in known)
+    # Too short a step changes no gradient: the average turn by whole gradients is a bound.
+    rate = np.where(number > 0, np.sqrt(square), turn_rate)
+    angle = ANGLE * np.minimum(0.5 / np.fmax(share, 0.5) ** 2, 1)
+    # If the change grows with the step, as without noise, a longer step turns the square of it.
+    with np.errstate(all="ignore"):
+        factor = float(np.median(np.sqrt(angle / (rate * length))))
+    size, short = float(np.median(length)), factor > MOST_SHORT
+    many = int(np.max(stats["num_parameters"]))
+    text = (
+        f"step_size={size:.3g} is the length of a step of all {many} parameters together, and"
+        f" {'too short' if short else 'long enough'} for them."
+    )
+    advice = (
+        f"It is not a learning rate: each parameter moves by about {size / math.sqrt(many):.2g}."
+        " Leave out `step_size`, which `psmile` and `smile` then choose, or try at"
+        f" least {size * factor:.2g}."
+    )
+    return judge("step size", (factor,), MOST_SHORT, not short, text, advice)
 
 
 # The batches.

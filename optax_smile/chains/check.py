@@ -105,6 +105,9 @@ def check(
     | test | what it looks for |
     |---|---|
     | mean loss | a loss that is a sum over the examples |
+    | penalty | a loss with weight decay or a prior in it |
+    | logits | a loss of probabilities that takes logits |
+    | pairs | a loss that compares each output with all targets |
     | num_data | a `num_data` of the sampler that does not fit the batches or `num_data` here |
     | batch sizes | batches of different sizes, which weight their examples unequally |
     | two gradients | an even number of batches for a sampler with two gradients per step |
@@ -114,6 +117,7 @@ def check(
     | clipped gradients | how often this clip acts |
     | after the sampler | changes of the updates: none is allowed |
     | start | too few data for the parameters: draws have a far higher loss than the start |
+    | step size | a `step_size` that is far too short, such as a learning rate |
     | random numbers | chains that share a key, or are identical |
 
     Args:
@@ -141,7 +145,7 @@ def check(
         ValueError: an argument out of range, a loss that is not a scalar, no batch, or a
             transformation without a sampler.
 
-    Cost: one gradient per batch, at least eight; five losses, 37 if there are more than
+    Cost: one gradient per batch, at least eight; five losses, or eight, 40 if there are more than
     2 * num_data / temperature parameters; compiling a few programs.
 
     Example:
@@ -221,6 +225,7 @@ def _of_chains(setup: Setup, own: Tree) -> Iterator[Check]:
         if not setup.stochastic:
             mean = _checks.check_mean(chains.losses, batches[0], False, None)
         yield from (x for x in (mean, chains.check_rise(batches[0])) if isinstance(x, Check))
+        yield from chains.check_program(batches[0])
         if isinstance(mean, Check) and len(batches) == 1:
             # Among gradients of equal length, a factor and a clip look the same.
             rows = (_checks.num_rows(batches[0], False) or 0) // 2
@@ -239,6 +244,9 @@ def _of_chains(setup: Setup, own: Tree) -> Iterator[Check]:
             broken.append(calls)
         calls += 1
     yield from _of_calls(stats, seen, broken)
+    step_size = _checks.check_step_size(chains.settings, chains.tree.state)
+    if step_size is not None:
+        yield step_size
 
 
 def _of_calls(

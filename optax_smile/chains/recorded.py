@@ -30,6 +30,8 @@ UNCHECKED = (
     "`draws`: the loop does not pass `params` to `update`. If it changes the updates before it adds"
     " them, for example by a clip, these are not posterior draws, and no check detects it."
 )
+# Calls of `init` before one of `draws` without a warning; some loops make a second one.
+MOST_CALLS = 2
 SAME_FIT = "new, or hold draws of the same fit"
 REPEAT = (
     "A loop that goes back to an earlier state must repeat its draws to the bit, with the same"
@@ -80,7 +82,8 @@ class RecordedSampler(optax.GradientTransformationExtraArgs):
             OSError: a draw could not be written.
 
         Warns:
-            UserWarning: more than a quarter of the draws were taken while the energy was still
+            UserWarning: `init` was called more than twice since `draws` was, such as in every
+                epoch; more than a quarter of the draws were taken while the energy was still
                 decreasing; some chains are copies of others; the loop does not pass `params` to
                 `update`, so that changes of the updates are not detected.
         """
@@ -264,6 +267,7 @@ class _Recorder:
         if directory is not None:
             _disk.import_safetensors()
         self.fits: dict[int, _Fit] = {}
+        self.num_read = 0  # Fits at the last call of `draws`.
         self.failure: BaseException | None = None
         self.settings: Options | None = None
         self.is_blind = self.skips = False
@@ -407,10 +411,13 @@ class _Recorder:
             if self.failure is not None:
                 raise self.failure
             begun = [x for x, fit in self.fits.items() if fit.files or fit.numbers()]
+            calls, self.num_read = len(self.fits) - self.num_read, len(self.fits)
+            again = f"`init` was called {calls} times" * (calls > MOST_CALLS)
             if not begun:
                 first = self.num_warmup + self.thin
                 raise ValueError(
                     f"`draws`: nothing is recorded yet. The first draw is step {first}."
+                    + f" {again}: call it once, before the loop." * bool(again)
                 )
             if number not in (None, *begun):
                 rule = f"None, or the number of a call of `init` that has draws: one of {begun}"
@@ -430,6 +437,11 @@ class _Recorder:
                 "`draws`: the loop changed the sampler's updates, so the recorded points are not"
                 " posterior draws."
             )
+        if again and number is None:
+            warn(
+                f"`draws`: {again}, and these are the draws after the last call. Call it once,"
+                " before the loop. For the draws of another call, pass `fit`."
+            )
         if self.is_blind:
             warn(UNCHECKED)
         for doubt in _doubts(draws):
@@ -442,8 +454,8 @@ def _doubts(draws: Snapshots | StoredSnapshots) -> Iterator[str]:
     falling = np.mean(draws.trace["on_its_way"])
     if falling > MOST_FALLING:
         yield (
-            f"{falling:.0%} of the draws were taken while the energy was still decreasing. Start"
-            " from trained weights, or raise `num_warmup`."
+            f"{falling:.0%} of the draws were taken while the energy was still decreasing. Raise"
+            " `num_warmup`, or start from trained weights if the loop did not."
         )
     last = draws[-draws.num_chains :]
     alike = _tree.first_alike(jax.tree.map(lambda *x: np.stack(x), *last))

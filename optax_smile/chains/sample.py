@@ -368,6 +368,9 @@ class Run:
             _check_unaltered(stats)
             is_draw = step > self.setup.num_warmup and bool(np.all(stats["is_draw"]))
             draw = self.chains.draw() if is_draw else None
+            if is_draw and not num_kept and self.setup.check:
+                found = _checks.check_step_size(self.chains.settings, self.chains.tree.state)
+                _checks.warn_if_failed("sample", found)
             self.kept.put(num_kept, step, stats, draw)
             num_kept += is_draw
             if is_draw and self.evidence is not None:

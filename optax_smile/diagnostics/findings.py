@@ -36,12 +36,12 @@ HIGH_WEIGHT_RHAT = 2.0
 # Differences at fewer inputs may be chance.
 MANY_INPUTS = 0.25
 # With fewer draws, independent ones too have R-hats above 1.1: 28 % at 20 draws, 8 % at 40, 2 % at
-# 60, simulated.
-LEAST_DRAWS_SLOW = 60
+# 60, simulated. Half of the inputs must then have one.
+LEAST_DRAWS_SLOW, MANY_INPUTS_OF_FEW_DRAWS = 60, 0.5
 # Vehtari et al. 2021 and ArviZ recommend an ESS of 100 for each chain, 50 for each of its halves.
 # Chains of networks are many and short, so all chains together must have 100. A chain with less
 # than 50 cannot even show its own spread: its variance is off by a fifth. Both are tested only if
-# there are four times as many draws.
+# there are four times as many draws. With fewer, a quarter of the draws must be independent.
 LEAST_ESS, LEAST_ESS_OF_CHAIN, DRAWS_PER_ESS = 100, 50, 4
 # A chain has diverged if its parameters are so many times as large as expected.
 DIVERGENCE_RATIO = 10.0
@@ -69,14 +69,15 @@ ADVICE = {
     " error.",
     "altered": "putting the sampler last in `optax.chain`, and adding its updates to the parameters"
     " unchanged. Nothing may come after the sampler: no clipping, learning rate, weight decay,"
-    " projection or average of parameters.",
+    " projection or average of parameters. Call `init` once, before the loop.",
     "not finite": "checking the data: are all batches finite and not empty, and is the gradient of"
     " the loss finite there? Is the step size never negative? If so, {shorter}, or a start closer"
     " to the mode.",
     "diverged": "{shorter}, or a start closer to the mode. Leave these chains out of the"
     " prediction.",
     "frozen": "{longer}.",
-    "still on its way": "a larger num_warmup, or a start from trained weights (`warmstart`).",
+    "still on its way": "a larger num_warmup. If the chains did not start from trained weights,"
+    " start there (`warmstart`).",
     "not settled": "a larger num_warmup if predictions drift in one direction; a larger thin, more"
     " draws or {longer} if they go up and down slowly.",
     "slow": "more draws, a larger thin, or {longer}. Scores that are averages over inputs,"
@@ -115,6 +116,11 @@ STEP_SIZES = {
     },
     "schedule": {"shorter": "a schedule of smaller steps", "longer": "a schedule of larger steps"},
     "number": {"shorter": "a smaller step size", "longer": "a larger step size"},
+    "unknown": {
+        "shorter": "shorter steps",
+        "longer": "longer steps",
+        "steadier": "a larger num_warmup, until the steps have their final length",
+    },
 }
 # Findings of chains that are slow, and the `change_share` above which larger batches would help.
 SLOW, NOISY = ("slow", "not settled", "chains differ"), 0.75
@@ -130,8 +136,9 @@ def chooser(settings: Settings) -> str:
     if tuner is not None:
         name = tuner.get("name") if isinstance(tuner, Mapping) else None
         return name if name in ("angle_tuner", "quantile_tuner") else "other tuner"
+    step_size = settings.get("step_size")
     # A function is stored as a list of its name and its closure.
-    return "schedule" if isinstance(settings.get("step_size"), list) else "number"
+    return {list: "schedule", type(None): "unknown"}.get(type(step_size), "number")
 
 
 def nominal_rate(settings: Settings) -> float:
@@ -267,6 +274,10 @@ def _listed(groups: list[list[int]]) -> str:
 
 
 def _altered(run: Run) -> Iterator[Sign]:
+    if "num_gradients" in run.trace:
+        falls = (np.diff(run.trace["num_gradients"]) < 0).sum(axis=1)
+        text = "the count of gradients started again {} times: the state was initialized again."
+        yield Sign("altered", falls > 0, falls.astype(float), 0, text, ".0f")
     if "num_altered" in run.trace:
         altered, most = run.trace["num_altered"][:, -1], run.trace["num_gradients"][:, -1].max()
         text = f"{{}} of {most:.0f} updates were changed before they reached the parameters."
@@ -368,18 +379,19 @@ def _mixing(run: Run, arrived: np.ndarray) -> Iterator[Sign]:
     """Yield signs that there are few independent draws, or that the chains disagree."""
     if run.values is None or run.num_draws < LEAST_DRAWS_JUDGED or not arrived.any():
         return
-    bound, least = GOOD_RHATS[-1], run.num_draws >= LEAST_DRAWS_SLOW
-    flagged = f"(flagged above {MANY_INPUTS:.0%})."
+    bound, most = GOOD_RHATS[-1], MANY_INPUTS
+    if run.num_draws < LEAST_DRAWS_SLOW:
+        most = MANY_INPUTS_OF_FEW_DRAWS
+    flagged = f"(flagged above {most:.0%})."
     share = np.array([*map(share_above, run.rhat_within)])
     # Test all chains together: inputs are correlated, so many may be high by chance in one chain.
-    is_slow = least and share_above(run.rhat_within[arrived]) > MANY_INPUTS
-    if least:
-        text = (
-            f"{{}} of the R-hats within the chain are above {bound}, which corresponds to fewer"
-            f" than {2 / (bound - 1):.0f} independent draws {flagged}"
-        )
-        slow = arrived & is_slow & (share > MANY_INPUTS)
-        yield Sign("slow", slow, share, MANY_INPUTS, text, ".0%")
+    is_slow = share_above(run.rhat_within[arrived]) > most
+    text = (
+        f"{{}} of the R-hats within the chain are above {bound}, which corresponds to fewer than"
+        f" {2 / (bound - 1):.0f} independent draws {flagged}"
+    )
+    slow = arrived & is_slow & (share > most)
+    yield Sign("slow", slow, share, most, text, ".0%")
     steady = arrived & (run.copy_of == np.arange(len(arrived)))
     if not is_slow:
         yield from _few_independent(run.values, steady)
@@ -400,11 +412,10 @@ def _mixing(run: Run, arrived: np.ndarray) -> Iterator[Sign]:
         f" {MANY_INPUTS:.0%} or more)."
     )
     yield Sign("different modes", np.zeros_like(steady), apart, MANY_INPUTS, text, ".0%")
-    if least and not is_slow:
+    if not is_slow:
         across = np.full(len(steady), share_above(rhat(run.values[steady])))
         text = f"{{}} of the R-hats across these chains are above {bound} {flagged}"
-        differ = steady & (across > MANY_INPUTS)
-        yield Sign("chains differ", differ, across, MANY_INPUTS, text, ".0%")
+        yield Sign("chains differ", steady & (across > most), across, most, text, ".0%")
 
 
 def _few_independent(values: np.ndarray, steady: np.ndarray) -> Iterator[Sign]:
@@ -413,13 +424,12 @@ def _few_independent(values: np.ndarray, steady: np.ndarray) -> Iterator[Sign]:
     The ESS is that of each chain, since chains may be in different modes.
     """
     num_draws = values.shape[1]
-    if steady.sum() * num_draws < DRAWS_PER_ESS * LEAST_ESS:
-        return
+    least = min(LEAST_ESS, steady.sum() * num_draws // DRAWS_PER_ESS)
     own = np.full(len(steady), np.nan)
     own[steady] = [median_of(ess(values[[chain]])) for chain in np.flatnonzero(steady)]
-    total, least = np.nansum(own), LEAST_ESS
+    total = np.nansum(own)
     text, slow = f", and {total:.0f} for all chains together", steady & (total < least)
-    if total >= LEAST_ESS and num_draws >= DRAWS_PER_ESS * LEAST_ESS_OF_CHAIN:
+    if total >= least and num_draws >= DRAWS_PER_ESS * LEAST_ESS_OF_CHAIN:
         text, least = "", LEAST_ESS_OF_CHAIN
         slow = steady & (own < least)
     text = f"the ESS of the chain's {num_draws} draws is {{}}{text} (flagged below {least})."
@@ -450,7 +460,7 @@ def _stepping(run: Run, sick: np.ndarray) -> Iterator[Sign]:
     )
     yield Sign("rejected steps", often, rate / nominal, MOST_REJECTIONS, text)
     # Without a tuner, the step size follows a schedule that the user chose.
-    if not run.settings or chooser(run.settings) not in ("schedule", "number"):
+    if chooser(run.settings) not in ("schedule", "number"):
         trend = step_size_trend(run.trace)
         changed = np.maximum(trend, 1 / trend)
         text = f"it changed by a factor of {{}} during the draws (flagged above {MOST_TREND:g})."

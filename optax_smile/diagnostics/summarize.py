@@ -251,7 +251,8 @@ def summary(
     Each check looks for one problem:
 
     - copies: chains have equal draws or use equal random numbers.
-    - altered: something changed the updates before they reached the parameters.
+    - altered: something changed the updates before they reached the parameters, or the state of
+      the sampler was initialized again.
     - not finite: in every chain, more than 1 % of the gradients or losses are not finite.
     - diverged: the parameters of a chain are very large; or its predictions are far worse than
       those of other chains or those of its own first draws; or more than 1 % of its gradients or

@@ -16,8 +16,9 @@ from jax.typing import ArrayLike
 
 from optax_smile import _check, _tree, parallel
 from optax_smile._types import Batch, Output, Tree
+from optax_smile._warn import warn
 from optax_smile.draws import _checks
-from optax_smile.draws.likelihoods import Likelihood, Name
+from optax_smile.draws.likelihoods import Likelihood, Name, doubt, form_of
 from optax_smile.draws.prediction import Outcome, Prediction
 
 Per = Literal["chain", "draw"]
@@ -99,6 +100,10 @@ def predict(
             models; predictions are not finite or have a negative variance (the message names the
             snapshot); the likelihood does not fit the outputs, or the targets do not fit the
             likelihood.
+
+    Warns:
+        UserWarning: the outputs look like probabilities where logits belong, or like a standard
+            deviation where its logarithm belongs.
 
     Cost: one forward pass per snapshot. The parameters are first copied to the host. Memory per
     device: the outputs of one snapshot, and three times the size of the average; with
@@ -232,6 +237,8 @@ class Predictor:
             rule = f"the same number of draws of each of the {self.num_chains} chains"
             _check.fail("Predictor.update", "params", rule, f"{self.count} snapshots")
         average, chains = self._join()
+        if sentence := doubt(self.likelihood, self._form):
+            warn(f"`predict`: {sentence}.")
         return average._replace(each=self._by_draw() if self.per == "draw" else chains)
 
     def _join(self) -> tuple[Prediction, Outcome | None]:
@@ -244,7 +251,7 @@ class Predictor:
             self._settled(self._finish(jax.device_put(groups, self._everywhere)))
             for groups in self._averages
         ]
-        for *_, invalid in batches:
+        for *_, invalid, _ in batches:
             if invalid >= 0:
                 has_variance = self.likelihood.variance is not None
                 rule = "snapshots whose predictions are finite"
@@ -253,7 +260,8 @@ class Predictor:
                 got = f"{wrong} from {self._name(int(invalid))}"
                 remedy = "Leave that snapshot, or its chain, out."
                 _check.fail("Predictor.update", "params", rule, got, remedy)
-        averages, chains, _ = zip(*batches, strict=True)
+        averages, chains, _, forms = zip(*batches, strict=True)
+        self._form = np.sum(forms, axis=0)
         uncertainty = None if self.likelihood.entropy is None else "entropy"
         if self.likelihood.variance is not None:
             uncertainty = "variance"
@@ -283,7 +291,9 @@ class Predictor:
         if read.check is not None:
             read.check(outputs, self.targets)
         rule = "one whose functions accept the outputs"
-        outcome = _check.traced("Predictor", "likelihood", self._outcome, params, batch, rule=rule)
+        outcome, _ = _check.traced(
+            "Predictor", "likelihood", self._outcome, params, batch, rule=rule
+        )
         shapes = jax.tree.map(np.shape, (outcome.mean, outcome.variance))
         if outcome.variance is not None and shapes[0] != shapes[1]:
             rule = f"one whose variance has the shape {shapes[0]} of its mean"
@@ -310,7 +320,7 @@ class Predictor:
         """The compiled function that makes an empty average with the shapes of the outputs."""
 
         def zero(params, batch):
-            return _empty_average(self._outcome(params, batch))
+            return _empty_average(*self._outcome(params, batch))
 
         return jax.jit(parallel.over_chains(zero, mesh=self.mesh, in_axes=(0, None)))
 
@@ -319,8 +329,8 @@ class Predictor:
         own = jax.tree.map(lambda x: x.sharding, average)
 
         def add(average, params, number, batch):
-            outcome = self._outcome(params, batch)
-            average = average.add(outcome, number)
+            outcome, form = self._outcome(params, batch)
+            average = average.add(outcome, form, number)
             return average, outcome if self.per == "draw" else None
 
         over_rows = parallel.over_chains(add, mesh=self.mesh, in_axes=(0, 0, 0, None))
@@ -339,12 +349,14 @@ class Predictor:
             )
             total, _ = jax.lax.scan(lambda so_far, one: (so_far.join(one), None), first, others)
             each = jax.vmap(lambda x: x.outcome(entropy))(chains) if self.per == "chain" else None
-            return total.prediction(entropy), each, total.invalid
+            return total.prediction(entropy), each, total.invalid, total.form
 
         return jax.jit(finish)
 
-    def _outcome(self, params: optax.Params, batch: tuple[Batch, Batch]) -> Outcome:
-        """Return the prediction of one snapshot, in full precision."""
+    def _outcome(
+        self, params: optax.Params, batch: tuple[Batch, Batch]
+    ) -> tuple[Outcome, jax.Array]:
+        """Return the prediction of one snapshot, in full precision, and the form of the outputs."""
         (inputs, targets), read = batch, self.likelihood
         outputs = jax.tree.map(_in_full_precision, self.apply_fn(params, inputs))
         mean = None if read.mean is None else read.mean(outputs)
@@ -358,7 +370,8 @@ class Predictor:
             log_density=density,
         )
         # Integers and booleans are averaged as numbers.
-        return jax.tree.map(lambda x: _in_full_precision(1.0 * x), outcome)
+        outcome = jax.tree.map(lambda x: _in_full_precision(1.0 * x), outcome)
+        return outcome, form_of(read, outputs, targets)
 
     def _evaluate(self):
         """Run the waiting snapshots, each on its row of devices; ignore results of idle rows."""
@@ -444,6 +457,7 @@ class Average(NamedTuple):
         largest: largest log density of each target.
         relative: sum of exp(log density - largest).
         invalid: index of the first snapshot whose prediction is invalid, or -1; int32.
+        form: sum of `likelihoods.form_of`.
     """
 
     count: jax.Array
@@ -455,10 +469,11 @@ class Average(NamedTuple):
     largest: Tree
     relative: Tree
     invalid: jax.Array
+    form: jax.Array
 
-    def add(self, outcome: Outcome, number: jax.Array) -> Average:
+    def add(self, outcome: Outcome, form: jax.Array, number: jax.Array) -> Average:
         """Add one snapshot; a negative `number` leaves the average unchanged."""
-        one = _average_of(outcome, number)
+        one = _average_of(outcome, form, number)
         return optax.tree.where(number >= 0, self.join(one), self)
 
     def join(self, other: Average) -> Average:
@@ -503,6 +518,7 @@ class Average(NamedTuple):
             largest=jax.tree.map(jnp.maximum, *largest),
             relative=jax.tree.map(relative, self.relative, other.relative, *largest),
             invalid=earliest,
+            form=self.form + other.form,
         )
 
     def outcome(self, entropy_of: EntropyOf) -> Outcome:
@@ -533,7 +549,7 @@ class Average(NamedTuple):
         return Prediction(outcome.mean, outcome.log_density, total, aleatoric, epistemic)
 
 
-def _average_of(outcome: Outcome, number: jax.Array) -> Average:
+def _average_of(outcome: Outcome, form: jax.Array, number: jax.Array) -> Average:
     """Return the average over one snapshot, of this number."""
     zero = jax.tree.map(jnp.zeros_like, outcome)
     return Average(
@@ -546,12 +562,13 @@ def _average_of(outcome: Outcome, number: jax.Array) -> Average:
         largest=outcome.log_density,
         relative=jax.tree.map(jnp.ones_like, outcome.log_density),
         invalid=jnp.where(_is_valid(outcome), -1, number),
+        form=form,
     )
 
 
-def _empty_average(outcome: Outcome) -> Average:
+def _empty_average(outcome: Outcome, form: jax.Array) -> Average:
     """Return the empty average for predictions of the shapes of `outcome`."""
-    zero = jax.tree.map(jnp.zeros_like, _average_of(outcome, jnp.int32(0)))
+    zero = jax.tree.map(jnp.zeros_like, _average_of(outcome, form, jnp.int32(0)))
     least = jax.tree.map(lambda x: x - jnp.inf, zero.largest)
     return zero._replace(largest=least, invalid=zero.invalid - 1)
 

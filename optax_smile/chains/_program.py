@@ -1,0 +1,168 @@
+"""What the program of a loss says about it: terms of the parameters alone, logits, and pairs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, cast
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Jaxpr, Literal
+
+from optax_smile._types import Tree
+
+# Equations that run another program once, with their own inputs.
+CALLS = {"jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call"}
+CALLS |= {"checkpoint", "remat", "remat2"}
+# Linear functions of one array, which keep what is known of its entries.
+LINEAR = {"broadcast_in_dim", "convert_element_type", "copy", "neg", "reduce_sum", "reshape"}
+LINEAR |= {"squeeze", "stop_gradient", "transpose"}
+SUMS, PRODUCTS = {"add", "add_any", "sub"}, {"mul", "div"}
+# More terms of an array are not followed.
+MOST_TERMS = 999
+# Multiples of the parameters at which terms are computed, and relative rounding errors.
+MULTIPLES, ROUNDING = (-1.0, 0.0, 1.0, 2.0), 1e-3
+
+
+class Mark(NamedTuple):
+    """What is known of an array in the program of a loss.
+
+    Attributes:
+        value: its value; None if it depends on the batch.
+        terms: values that do not depend on the batch, of which the array is a sum.
+        form: "exp", "sum" of it, "probability", such an array "shifted" as by a log-softmax, or "".
+    """
+
+    value: Tree
+    terms: Sequence[Tree]
+    form: str = ""
+
+
+class Found(NamedTuple):
+    """What `read` finds in a loss.
+
+    Attributes:
+        has_penalty: whether it adds a term of the parameters alone, like weight decay.
+        takes_probabilities: whether a softmax or a sigmoid is applied to one.
+        has_pairs: whether each example is combined with each other one.
+    """
+
+    has_penalty: bool
+    takes_probabilities: bool
+    has_pairs: bool
+
+
+def read(loss: Callable[..., jax.Array], params: Tree, others: Tree, rows: int | None) -> Found:
+    """Read the program of `loss(params, others)`, where only `others` depends on the batch.
+
+    `rows` is the number of examples.
+    """
+    program = jax.make_jaxpr(loss)(params, others)
+    seen, number = {"probability": False, "pairs": False}, len(jax.tree.leaves(params))
+
+    def rule(eqn, marks: list[Mark]) -> list[Mark]:
+        name, forms = eqn.primitive.name, [mark.form for mark in marks]
+        shapes = [x.aval.shape for x in eqn.outvars if hasattr(x.aval, "shape")]
+        seen["probability"] |= name == "exp" and forms == ["shifted"]
+        seen["pairs"] |= name in SUMS | PRODUCTS and shapes[0][:2] == (rows, rows)
+        return _combine(eqn, name, marks, _form_of(name, forms))
+
+    def terms_at(multiple: jax.Array, directions: Tree) -> list[jax.Array]:
+        leaves = jax.tree.leaves(directions)
+        given = [multiple.astype(x.dtype) * x if _is_real(x) else x for x in leaves]
+        known = [Mark(x, [x]) for x in given]
+        known += [Mark(None, [])] * (len(program.jaxpr.invars) - number)
+        (result,) = _follow(program.jaxpr, program.consts, known, rule)
+        return [x.astype(float) for x in result.terms] if result.value is None else []
+
+    points = jnp.asarray(MULTIPLES)
+    terms = jax.jit(jax.vmap(terms_at, in_axes=(0, None)))(points, elsewhere(params))
+    has_penalty = any(_grows(*np.asarray(term, float)) for term in terms)
+    return Found(has_penalty, seen["probability"], seen["pairs"])
+
+
+def elsewhere(params: Tree) -> Tree:
+    """Return other parameters: at a start, outputs may be equal and penalties zero."""
+
+    def moved(x: jax.Array) -> jax.Array:
+        return x + jax.random.normal(jax.random.key(0), x.shape, x.dtype) if _is_real(x) else x
+
+    return jax.tree.map(moved, params)
+
+
+def _is_real(x: jax.Array) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.floating)
+
+
+def _grows(back: float, zero: float, there: float, twice: float) -> bool:
+    """Whether a term of the parameters grows like a square or an absolute value of them.
+
+    A log standard deviation, which belongs to a likelihood, is odd.
+    """
+    near, far = back + there - 2 * zero, twice + zero - 2 * there
+    size = max(abs(there - zero), abs(twice - zero))
+    is_square = abs(far - near) <= ROUNDING * size
+    is_even = abs(back - there) <= ROUNDING * size and twice - zero >= 1.9 * (there - zero)
+    return bool(near > ROUNDING * size and (is_square or is_even))
+
+
+def _form_of(name: str, forms: list[str]) -> str:
+    """Return the form of a result, given those of the inputs."""
+    if name in ("exp", "logistic"):
+        return {"exp": "exp", "logistic": "probability"}[name]
+    if name == "div":
+        return "probability" if forms == ["exp", "sum"] else ""
+    if name == "reduce_sum":
+        return "sum" if forms == ["exp"] else ""
+    if name in ("sub", "abs"):
+        return "shifted" if {"probability", "shifted"} & set(forms) else ""
+    return forms[0] if name in LINEAR else ""
+
+
+def _combine(eqn, name: str, marks: list[Mark], form: str) -> list[Mark]:
+    """Return the marks of the results of an equation."""
+
+    def apply(*values) -> list[Tree]:
+        results = eqn.primitive.bind(*values, **eqn.params)
+        return results if eqn.primitive.multiple_results else [results]
+
+    is_known = all(mark.value is not None for mark in marks)
+    results = apply(*(mark.value for mark in marks)) if is_known else [None] * len(eqn.outvars)
+    terms = [] if results[0] is None else results[:1]
+    if name in LINEAR:
+        terms = [apply(x)[0] for x in marks[0].terms]
+    elif name in SUMS:
+        negated = [-x for x in marks[1].terms] if name == "sub" else marks[1].terms
+        shape = eqn.outvars[0].aval.shape
+        terms = [jnp.broadcast_to(x, shape) for x in (*marks[0].terms, *negated)]
+    elif name in PRODUCTS and marks[1].value is not None:
+        terms = [apply(x, marks[1].value)[0] for x in marks[0].terms]
+    if name == "mul" and marks[0].value is not None and len(marks[1].terms) > len(terms):
+        terms = [apply(marks[0].value, x)[0] for x in marks[1].terms]
+    terms = terms if len(terms) <= MOST_TERMS else []
+    return [Mark(results[0], terms, form), *(Mark(x, [x]) for x in results[1:])]
+
+
+def _follow(program: Jaxpr, constants: Sequence, given: list[Mark], rule: Callable) -> list[Mark]:
+    """Go through a program and those that it calls, and return the marks of its results."""
+    known = dict(zip(program.invars, given, strict=True))
+    known |= {x: Mark(c, [c]) for x, c in zip(program.constvars, constants, strict=True)}
+
+    def mark_of(x) -> Mark:
+        dtype = cast(jax.core.ShapedArray, x.aval).dtype
+        return Mark(jnp.asarray(x.val, dtype), []) if isinstance(x, Literal) else known[x]
+
+    for eqn in program.eqns:
+        marks, inner = [mark_of(x) for x in eqn.invars], None
+        if eqn.primitive.name in CALLS:
+            names = ("jaxpr", "call_jaxpr", "fun_jaxpr")
+            inner = next((eqn.params[name] for name in names if name in eqn.params), None)
+        if inner is None:
+            results = rule(eqn, marks)
+        else:
+            called = getattr(inner, "jaxpr", inner), getattr(inner, "consts", ())
+            results = _follow(*called, marks, rule)
+        known.update(zip(eqn.outvars, results, strict=True))
+    return [mark_of(x) for x in program.outvars]

@@ -1,0 +1,304 @@
+"""Losses and outputs that are not what the posterior or the likelihood takes them for."""
+
+import functools
+import re
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optax_smile
+
+ROWS, CLASSES = 40, 3
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(ROWS, 2)).astype(np.float32)
+LABELS = RNG.integers(CLASSES, size=ROWS)
+REAL = (X.sum(axis=1) + RNG.normal(size=ROWS)).astype(np.float32)
+BINARY = (REAL > 0).astype(np.float32)
+COUNTS = RNG.poisson(2.0, size=ROWS).astype(np.float32)
+PARAMS = {"w": jnp.zeros((2, CLASSES)), "log_std": jnp.zeros(())}
+SAMPLER = optax_smile.sgld(1e-4, num_data=ROWS, key=0)
+cross_entropy = optax.losses.softmax_cross_entropy_with_integer_labels
+sigmoid_loss = optax.losses.sigmoid_binary_cross_entropy
+
+
+@pytest.fixture(autouse=True)
+def promoted():
+    """As for a user: the tests of the package forbid what they look for."""
+    with jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def logits(params, x):
+    return jnp.tanh(x @ params["w"])
+
+
+def one(params, x):
+    return (x @ params["w"])[:, 0]
+
+
+def classify(params, batch):
+    return cross_entropy(logits(params, batch[0]), batch[1]).mean()
+
+
+def square(params, batch):
+    return jnp.mean((one(params, batch[0]) - batch[1]) ** 2) / 2
+
+
+def gaussian(params, batch):
+    return square(params, batch) * jnp.exp(-2 * params["log_std"]) + params["log_std"]
+
+
+def decay(params, batch):
+    return gaussian(params, batch) + 1e-4 * optax.tree.norm(params["w"], squared=True)
+
+
+def lasso(params, batch):
+    penalty = sum(jnp.sum(jnp.abs(leaf)) for leaf in jax.tree.leaves(params))
+    return classify(params, batch) + 1e-4 * penalty
+
+
+@jax.jit
+def decay_of_each(params, batch):
+    def of_one(x, y):
+        return cross_entropy(logits(params, x), y) + 1e-4 * jnp.vdot(params["w"], params["w"])
+
+    return jax.vmap(of_one)(*batch).mean()
+
+
+def log_prior(params, batch):
+    w = jax.scipy.stats.norm.logpdf(params["w"], 1.0, 2.0)
+    return jax.checkpoint(gaussian)(params, batch) - w.sum() / ROWS
+
+
+def softmaxed(params, batch):
+    return cross_entropy(jax.nn.softmax(logits(params, batch[0])), batch[1]).mean()
+
+
+def softmaxed_one_hot(params, batch):
+    wanted = jax.nn.one_hot(batch[1], CLASSES)
+    outputs = jax.vmap(jax.nn.softmax)(logits(params, batch[0]))
+    return optax.losses.softmax_cross_entropy(outputs, wanted).mean()
+
+
+def sigmoided(params, batch):
+    return sigmoid_loss(jax.nn.sigmoid(one(params, batch[0])), batch[1]).mean()
+
+
+def column(params, batch):
+    return jnp.mean((one(params, batch[0])[:, None] - batch[1]) ** 2) / 2
+
+
+def column_of_logits(params, batch):
+    return sigmoid_loss(one(params, batch[0])[:, None], batch[1]).mean()
+
+
+def scaled_column(params, batch):
+    density = jax.scipy.stats.norm.logpdf(batch[1], one(params, batch[0])[:, None], 1.0)
+    return -density.mean()
+
+
+WRONG: dict[str, Any] = {
+    "weight decay beside a scale": (decay, REAL, "penalty"),
+    "absolute values of all leaves": (lasso, LABELS, "penalty"),
+    "weight decay of each example": (decay_of_each, LABELS, "penalty"),
+    "a log prior about 1": (log_prior, REAL, "penalty"),
+    "softmax twice": (softmaxed, LABELS, "logits"),
+    "softmax twice, one-hot": (softmaxed_one_hot, LABELS, "logits"),
+    "sigmoid twice": (sigmoided, BINARY, "logits"),
+    "a column against a row": (column, REAL, "pairs"),
+    "a row against a column": (square, REAL[:, None], "pairs"),
+    "logits of a column": (column_of_logits, BINARY, "pairs"),
+    "a density of a column": (scaled_column, REAL, "pairs"),
+}
+SENTENCES = {
+    "penalty": "`loss_fn` has a term of the parameters alone",
+    "logits": "`loss_fn` applies a softmax or sigmoid to probabilities",
+    "pairs": "`loss_fn` does not compare each example with its own target",
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_loss_is_named(name):
+    loss, targets, kind = WRONG[name]
+    found = optax_smile.check(loss, PARAMS, [(X, targets)], SAMPLER).findings
+    assert [x.kind for x in found] == [kind] and SENTENCES[kind] in found[0].text
+
+
+@pytest.mark.parametrize("name", [list(WRONG)[0], list(WRONG)[4], list(WRONG)[7]])
+def test_sample_says_it_before_the_first_step(name):
+    loss, targets, kind = WRONG[name]
+    chains = jax.tree.map(lambda x: jnp.stack([x, x + 0.1]), PARAMS)
+    run = functools.partial(optax_smile.sample, loss, chains, [(X, targets)], SAMPLER)
+    given = {"num_warmup": 1, "num_draws": 1, "key": 0, "progress": False}
+    with pytest.warns(UserWarning, match=f"^`sample`: {re.escape(SENTENCES[kind])}"):
+        run(**given)
+    run(**given, check=False)
+
+
+def bernoulli(params, batch):
+    return sigmoid_loss(one(params, batch[0]), batch[1]).mean()
+
+
+def clipped(params, batch):
+    p = jnp.clip(jax.nn.sigmoid(one(params, batch[0])), 1e-6, 1 - 1e-6)
+    return -jnp.mean(jnp.where(batch[1] > 0, jnp.log(p), jnp.log1p(-p)))
+
+
+def poisson(params, batch):
+    log_rate = one(params, batch[0]) + params["log_std"]
+    return jnp.mean(jnp.exp(log_rate) - batch[1] * log_rate)
+
+
+def cox(params, batch):
+    risk, at_risk = one(params, batch[0]), batch[1][:, None] <= batch[1]
+    total = jax.nn.logsumexp(jnp.where(at_risk, risk, -jnp.inf), axis=1)
+    return -jnp.mean(batch[2] * (risk - total))
+
+
+def tokens(params, batch):
+    loss = cross_entropy(jax.nn.one_hot(batch[0], 2) @ params["w"], jnp.maximum(batch[1], 0))
+    return jnp.sum(loss * (batch[1] >= 0)) / jnp.sum(batch[1] >= 0)
+
+
+def smoothed(params, batch):
+    wanted = optax.smooth_labels(jax.nn.one_hot(batch[1], CLASSES), 0.1)
+    return optax.losses.softmax_cross_entropy(logits(params, batch[0]), wanted).mean()
+
+
+def two_heads(params, batch):
+    mean, log_std = jnp.moveaxis(batch[0] @ params["w"], -1, 0)[:2]
+    return jnp.mean(((batch[1] - mean) * jnp.exp(-log_std)) ** 2 / 2 + log_std)
+
+
+def attention(params, batch):
+    weights = jax.nn.softmax(batch[0] @ batch[0].T)
+    return cross_entropy(weights @ logits(params, batch[0]), batch[1]).mean()
+
+
+def frozen(params, batch):
+    w = jax.lax.stop_gradient(jnp.ones((2, CLASSES))) + params["w"]
+    return cross_entropy(batch[0] @ w, batch[1]).mean()
+
+
+def dropout(params, batch, key):
+    kept = jax.random.bernoulli(key, 0.8, batch[0].shape)
+    return classify(params, (batch[0] * kept, batch[1]))
+
+
+def normalized(params, batch, aux):
+    centre = batch[0].mean(axis=0)
+    return classify(params, (batch[0] - centre, batch[1])), 0.9 * aux + 0.1 * centre
+
+
+RIGHT: dict[str, Any] = {
+    "regression with a sampled scale": (gaussian, (X, REAL)),
+    "classes": (classify, (X, LABELS)),
+    "two classes": (bernoulli, (X, BINARY)),
+    "clipped probabilities": (clipped, (X, BINARY)),
+    "counts": (poisson, (X, COUNTS)),
+    "risk sets, and an array that is not used": (cox, (X, REAL, BINARY, np.arange(ROWS))),
+    "padded tokens": (tokens, (RNG.integers(2, size=(ROWS, 5)), RNG.integers(-1, 3, (ROWS, 5)))),
+    "smooth labels": (smoothed, (X, LABELS)),
+    "two heads": (two_heads, (X, REAL)),
+    "attention between examples": (attention, (X, LABELS)),
+    "frozen weights below": (frozen, (X, LABELS)),
+    "two examples of two features": (square, (X[:2], REAL[:2])),
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_right_losses_stay_silent(name):
+    loss, batch = RIGHT[name]
+    sampler = optax_smile.sgld(1e-4, num_data=len(batch[0]), key=0)
+    report = optax_smile.check(loss, PARAMS, batch, sampler)
+    assert not {x.kind for x in report.findings} & SENTENCES.keys()
+    assert {x.kind for x in report.checks} >= SENTENCES.keys()
+
+
+def test_right_losses_with_keys_and_auxiliary_state_stay_silent():
+    report = optax_smile.check(dropout, PARAMS, (X, LABELS), SAMPLER, stochastic=True)
+    assert not report.findings
+    report = optax_smile.check(normalized, PARAMS, (X, LABELS), SAMPLER, aux=jnp.zeros(2))
+    assert not report.findings
+
+
+def test_a_step_size_like_a_learning_rate_is_named_with_a_sensible_one():
+    start = {"w": jnp.ones((2, CLASSES)), "log_std": jnp.zeros(())}
+    for step_size in 1e-3, 0.1, None:
+        sampler = optax_smile.psmile(step_size, num_data=ROWS, key=0)
+        found = optax_smile.check(gaussian, start, [(X, REAL)] * 30, sampler).findings
+        assert [x.kind for x in found] == ["step size"] * (step_size == 1e-3), found
+        if step_size == 1e-3:
+            assert "It is not a learning rate" in found[0].advice
+            assert 0.02 < 1e-3 * found[0].value[0] < 2
+    chains = jax.tree.map(lambda x: jnp.stack([x, x + 0.1]), start)
+    with pytest.warns(UserWarning, match="^`sample`: step_size=0.001 is the length of a step"):
+        optax_smile.sample(
+            gaussian,
+            chains,
+            [(X, REAL)],
+            optax_smile.psmile(1e-3, num_data=ROWS, key=0),
+            num_warmup=20,
+            num_draws=1,
+            key=0,
+            progress=False,
+        )
+
+
+PROBABILITIES = jax.nn.softmax(3 * RNG.normal(size=(ROWS, CLASSES)))
+NARROW = 0.1 * RNG.normal(size=ROWS)
+OUTPUTS: dict[str, Any] = {
+    "softmax": ("categorical", PROBABILITIES, None, "probabilities"),
+    "softmax in half precision": (
+        "categorical",
+        PROBABILITIES.astype(jnp.bfloat16),
+        None,
+        "probabilities",
+    ),
+    "softmax of tokens": ("tokens", PROBABILITIES.reshape(8, 5, -1), None, "probabilities"),
+    "sigmoid": ("bernoulli", jax.nn.sigmoid(4 * RNG.normal(size=ROWS)), None, "probabilities"),
+    "a standard deviation": (
+        "gaussian",
+        (jnp.zeros(ROWS), jnp.full(ROWS, 0.1)),
+        NARROW,
+        "a standard deviation",
+    ),
+    "a scalar standard deviation": (
+        "gaussian",
+        (jnp.zeros(ROWS), 0.1),
+        NARROW,
+        "a standard deviation",
+    ),
+    "logits": ("categorical", jnp.log(PROBABILITIES), None, ""),
+    "equal logits": ("categorical", jnp.zeros((ROWS, CLASSES)), None, ""),
+    "small logits": ("categorical", PROBABILITIES / 2, None, ""),
+    "logits of two classes": ("bernoulli", 4 * RNG.normal(size=ROWS), None, ""),
+    "logits of about one": ("bernoulli", RNG.uniform(0.3, 0.7, size=ROWS), None, ""),
+    "a logarithm": ("gaussian", (jnp.zeros(ROWS), jnp.log(0.1)), NARROW, ""),
+    "a wide logarithm": ("gaussian", (jnp.zeros(ROWS), 1.0), np.e * RNG.normal(size=ROWS), ""),
+}
+
+
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_outputs_of_another_form_are_named(name):
+    likelihood, outputs, targets, said = OUTPUTS[name]
+
+    def apply_fn(params, rows):
+        return jax.tree.map(
+            lambda x: jnp.asarray(x)[rows] if jnp.ndim(x) else x + 0 * params, outputs
+        )
+
+    rows = np.arange(len(jax.tree.leaves(outputs)[0]))
+    given: dict[str, Any] = {"likelihood": likelihood, "targets": targets, "batch_size": 25}
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        optax_smile.predict(apply_fn, [jnp.zeros(()), jnp.zeros(())], rows, **given)
+    assert len(seen) == bool(said)
+    assert not said or f"looks like {said}" in str(seen[0].message).replace(
+        "look like", "looks like"
+    )
