@@ -77,7 +77,7 @@ def normalised_loss(params, batch, *, aux, key):
 
 
 def loss_of_wide(params, batch):
-    return runs.mean_loss(params, batch) + jnp.sum(params["wide"] ** 2) / 2
+    return runs.mean_loss(params, batch) + jnp.sum((params["wide"] - 0 * batch[1].mean()) ** 2) / 2
 
 
 class Again:
