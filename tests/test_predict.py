@@ -274,9 +274,10 @@ def test_averages_join_as_if_they_were_one():
         outcomes = optax_smile.Outcome(values, values**2, None, densities)
 
         def add(average, number):
-            return average.add(jax.tree.map(lambda x: x[number], outcomes), number), None
+            outcome = jax.tree.map(lambda x: x[number], outcomes)
+            return average.add(outcome, jnp.zeros(2), number), None
 
-        zero = averages._empty_average(jax.tree.map(lambda x: x[0], outcomes))
+        zero = averages._empty_average(jax.tree.map(lambda x: x[0], outcomes), jnp.zeros(2))
         one, other = (jax.lax.scan(add, zero, part)[0] for part in (first, second))
         return one.join(other)
 
