@@ -66,14 +66,18 @@ def fail(where: str, argument: str, rule: str, got: object, advice: str = "") ->
     raise ArgumentError(where, argument, rule, got, advice)
 
 
-@contextlib.contextmanager
-def own_flags() -> Iterator[None]:
-    """Run code of this library, whose placeholders are NaN and infinity, as if users set no flag.
+def own_flags(function: Function_) -> Function_:
+    """Make a function for which JAX does not check for NaN, infinity and promoted dtypes.
 
-    The flags that debug NaN and infinity, and strict promotion of dtypes, are for users' code.
+    These flags are for the code of users. Placeholders of this library are NaN and infinity.
     """
-    with jax.debug_nans(False), jax.debug_infs(False), jax.numpy_dtype_promotion("standard"):
-        yield
+
+    @functools.wraps(function)
+    def run(*args: Unchecked, **kwargs: Unchecked) -> Unchecked:
+        with jax.debug_nans(False), jax.debug_infs(False), jax.numpy_dtype_promotion("standard"):
+            return function(*args, **kwargs)
+
+    return cast(Function_, run)
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_smile import _check, _disk
+from optax_smile import _disk
 from optax_smile._types import Options, Tree, Unchecked
 
 # Larger arrays are described by shape and checksum.

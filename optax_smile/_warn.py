@@ -4,7 +4,7 @@ import sys
 import warnings
 
 # Packages whose frames lie between the user's line and the warning.
-PASSED = {"optax_smile", "jax"}
+PASSED = {"optax_smile", "jax", "keras", "optax"}
 
 
 def warn(message: str):

@@ -10,7 +10,6 @@ This is -log posterior / temperature up to a constant. No other file multiplies 
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -23,6 +22,7 @@ import optax
 
 from optax_smile import _check, _table, _tree
 from optax_smile._types import LogPrior, Tree
+from optax_smile._warn import warn
 
 # The prior's mean is the start of the chain.
 START = "start"
@@ -85,7 +85,7 @@ def check(where: str, potential: Potential):
     """Require that only one prior is given."""
     if potential.log_prior is not None:
         precision = jax.tree.leaves(potential.prior_precision)
-        if not all(isinstance(x, int | float) and x == 0 for x in precision):
+        if any(isinstance(x, jax.core.Tracer) or np.any(np.asarray(x) != 0) for x in precision):
             got = f"{potential.prior_precision} (the default is 1.0)"
             advice = "Pass `prior_precision=0`."
             _check.fail(where, "prior_precision", "0 together with `log_prior`", got, advice)
@@ -172,12 +172,11 @@ def begin(where: str, potential: Potential, params: optax.Params) -> Potential:
     is_known = not isinstance(found.temperature, jax.core.Tracer)
     if not is_known or found.temperature < 1:
         number = f"{float(found.temperature):.3g}" if is_known else "at most 1"
-        warnings.warn(
+        warn(
             f'`{where}(temperature="auto")` chose a temperature of {number} for'
             f" {_tree.size(params)} parameters. Below 1, the draws are those of a cold"
             " posterior, which is narrower than the Bayesian posterior. To silence this warning,"
-            " pass a number.",
-            stacklevel=2,
+            " pass a number."
         )
     return found
 

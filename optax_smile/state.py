@@ -310,7 +310,7 @@ def samplers(state: Tree) -> list[SamplerState]:
     return _samplers(_without_variables(state))[0]
 
 
-@_check.own_flags()
+@_check.own_flags
 def stats(state: Tree) -> Stats:
     """Return named scalars that describe the last call of a sampler.
 
@@ -342,7 +342,7 @@ def stats(state: Tree) -> Stats:
     return told
 
 
-@_check.own_flags()
+@_check.own_flags
 def last_accepted(state: Tree, params: Tree = None) -> Tree:
     """Return the current draw: the last accepted parameters. Store these, not `params`.
 

@@ -47,7 +47,7 @@ Watch = Callable[[int, Mapping[str, np.ndarray] | None], None]
     observe=_check.Function("(draw)") | None,
     stop=_check.kind(EvidenceStop, "an `EvidenceStop`") | None,
 )
-@_check.own_flags()
+@_check.own_flags
 def sample(
     loss_fn: Callable[..., Output],
     params: optax.Params,

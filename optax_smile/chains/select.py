@@ -254,7 +254,7 @@ class Judged(NamedTuple):
     specs=parallel.SPECS,
     directory=_check.PathLike() | None,
 )
-@_check.own_flags()
+@_check.own_flags
 def select(
     loss_fn: Callable[..., jax.Array],
     params: optax.Params,

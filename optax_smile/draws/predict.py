@@ -38,7 +38,7 @@ READ: dict[str, _check.Constraint] = {
 
 
 @_check.arguments(snapshots=_checks.SNAPSHOTS, **READ, curve=_checks.Curve())
-@_check.own_flags()
+@_check.own_flags
 def predict(
     apply_fn: Apply,
     snapshots: Iterable[optax.Params],
@@ -347,7 +347,9 @@ class Predictor:
             first, others = (
                 jax.tree.map(lambda x, at=at: x[at], chains) for at in (0, slice(1, None))
             )
-            total, _ = jax.lax.scan(lambda so_far, one: (so_far.join(one), None), first, others)
+            # With `jax_disable_jit`, a scan must not be empty.
+            with jax.disable_jit(False):
+                total, _ = jax.lax.scan(lambda so_far, one: (so_far.join(one), None), first, others)
             each = jax.vmap(lambda x: x.outcome(entropy))(chains) if self.per == "chain" else None
             return total.prediction(entropy), each, total.invalid, total.form
 

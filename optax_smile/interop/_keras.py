@@ -132,7 +132,8 @@ def _may_be_built(name: str, arguments: Mapping[str, object]) -> bool:
 def _written(sampler: object) -> Options | None:
     """Return name and arguments of a sampler in a form for JSON; None if that is impossible."""
     # What a sampler says of itself; other transformations say nothing.
-    name_of_sampler, arguments = getattr(sampler, "name", ""), getattr(sampler, "arguments", {})
+    init = getattr(sampler, "init", None)
+    name_of_sampler, arguments = getattr(init, "name", ""), getattr(init, "arguments", {})
     if not _may_be_built(name_of_sampler, arguments):
         return None
     described: Options = {}

@@ -109,7 +109,7 @@ def posterior_of(where: str, arguments: Options) -> Potential:
 def _init(dynamics: Dynamics) -> optax.TransformInitFn:
     """Make the `init` that a loop calls."""
 
-    @_check.own_flags()
+    @_check.own_flags
     def init(params: optax.Params) -> Tree:
         return dynamics.init(_leaves.candidates(f"{dynamics.name}.init", params))
 
@@ -120,7 +120,7 @@ def _update(dynamics: Dynamics, recipe: _eager.Recipe) -> Callable:
     """Make the `update` that a loop calls: check its arguments, then run the call."""
     where = f"{dynamics.name}.update"
 
-    @_check.own_flags()
+    @_check.own_flags
     def update(
         updates: optax.Updates,
         state: Tree,

@@ -1,0 +1,209 @@
+"""A sampler is a pair of functions, which JAX, `copy` and cloudpickle rebuild; and its edges."""
+
+import copy
+import dataclasses
+import warnings
+from typing import Any
+
+import cloudpickle
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from public_samplers import SAMPLERS, valid_arguments
+
+import optax_smile
+from optax_smile import _settings
+
+PARAMS = {"w": jnp.arange(1.0, 4.0)}
+X = np.random.default_rng(0).normal(size=(40, 3)).astype(np.float32)
+Y = X @ np.ones(3, np.float32)
+SMALL = {"num_data": 40, "key": 0}
+
+
+def built(name):
+    function = SAMPLERS[name]
+    return function(**valid_arguments(function, key=jax.random.key(1)))
+
+
+TRANSFORMATIONS: dict[str, Any] = {
+    **{name: lambda name=name: built(name) for name in SAMPLERS},
+    "published.psmile": lambda: optax_smile.published.psmile(1e-3, num_data=40),
+    "recorded": lambda: optax_smile.recorded(optax_smile.psmile(**SMALL), num_warmup=1),
+    "scale_by_gradient_noise": optax_smile.scale_by_gradient_noise,
+    "schedule": lambda: optax_smile.smile(lambda count: 0.1, **SMALL),
+    "chain": lambda: optax.chain(optax.clip_by_global_norm(1e9), optax_smile.psmile(**SMALL)),
+}
+
+
+@dataclasses.dataclass
+class Config:
+    tx: Any
+
+
+def moved(tx):
+    updates, _ = tx.update(PARAMS, tx.init(PARAMS), PARAMS)
+    return updates["w"]
+
+
+@pytest.mark.parametrize("name", TRANSFORMATIONS)
+@pytest.mark.filterwarnings("ignore:.*got no loss")
+def test_it_survives_what_rebuilds_it(name):
+    tx = TRANSFORMATIONS[name]()
+    leaves, structure = jax.tree.flatten(tx)
+    copies = {
+        "tree": jax.tree.unflatten(structure, leaves),
+        "map": jax.tree.map(lambda x: x, tx),
+        "copy": copy.copy(tx),
+        "deepcopy": copy.deepcopy({"tx": tx})["tx"],
+        "asdict": dataclasses.asdict(Config(tx))["tx"],
+        "pickle": cloudpickle.loads(cloudpickle.dumps(tx)),
+    }
+    expected, settings = moved(tx), _settings.of(tx, PARAMS)
+    for way, made in copies.items():
+        np.testing.assert_array_equal(moved(made), expected, err_msg=way)
+        assert type(made) is type(tx) and _settings.of(made, PARAMS) == settings, way
+    traces = []
+
+    @eqx.filter_jit
+    def step(params, state, tx):
+        traces.append(1)
+        return tx.update(params, state, params)
+
+    for made in (tx, copies["tree"]):
+        updates, _ = step(PARAMS, made.init(PARAMS), made)
+        # Compiled as one program, with other rounding than the call by itself.
+        np.testing.assert_allclose(updates["w"], expected, rtol=1e-4)
+    assert len(traces) == 1
+    hash(tx)
+    for part in tx:
+        for cell in getattr(part, "__closure__", None) or ():
+            # `equinox.filter_closure_convert` and optimistix hash what a function encloses.
+            hash(cell.cell_contents) if dataclasses.is_dataclass(cell.cell_contents) else None
+
+
+def test_copies_of_a_recorded_sampler_have_its_draws():
+    tx = optax_smile.recorded(optax_smile.psmile(**SMALL), num_warmup=1)
+    made = jax.tree.map(lambda x: x, tx)
+    state, params = made.init(PARAMS), PARAMS
+    for _ in range(4):
+        updates, state = made.update(params, state, params)
+        params = optax.apply_updates(params, updates)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert copy.deepcopy(tx).draws().num_draws == made.draws().num_draws > 0
+
+
+@pytest.mark.parametrize("seed", [-1, 2**32, np.int64(2**32), np.int32(-1), 2**70])
+def test_a_seed_that_does_not_fit_is_refused(seed):
+    for call in (
+        lambda: optax_smile.psmile(num_data=40, key=seed),
+        lambda: optax_smile.sgld(0.1, num_data=40, key=seed),
+        lambda: optax_smile.chains_from_weights([PARAMS], num_chains=2, key=seed),
+    ):
+        with pytest.raises(ValueError, match=r"key=...\)` must be .*seed below 2\*\*32"):
+            call()
+
+
+def test_seeds_that_fit_are_those_of_jax():
+    for seed in 0, 2**31, 2**32 - 1, np.uint32(7):
+        key = optax_smile.psmile(num_data=40, key=seed).init(PARAMS).key
+        np.testing.assert_array_equal(key, jax.random.key_data(jax.random.key(seed)))
+
+
+@pytest.mark.parametrize("mine", ["sgld", "sghmc", "cyclical_sgld"])
+@pytest.mark.parametrize("other", ["sgld", "sghmc", "cyclical_sgld"])
+def test_a_state_of_another_sampler_is_refused(mine, other):
+    tx, state = built(mine), built(other).init(PARAMS)
+    if mine == other:
+        tx.update(PARAMS, state, PARAMS)
+        return
+    with pytest.raises(ValueError, match=rf"`{mine}.update\(state=...\)` must be what `init`"):
+        tx.update(PARAMS, state, PARAMS)
+
+
+def test_an_eager_update_and_stats_do_not_wait_for_the_device():
+    tx, params = optax_smile.psmile(track_params=True, **SMALL), PARAMS
+    state = tx.init(params)
+    states = jax.tree.map(lambda x: jnp.stack([x, x]), state)
+
+    @jax.jit
+    def slow(x):
+        """About a second."""
+        matrix = jax.lax.fori_loop(0, 100, lambda _, a: a @ a / 800, jnp.ones((800, 800)))
+        return x * matrix[0, 0].astype(x.dtype)
+
+    # Compile all.
+    jax.block_until_ready((slow(params["w"]), slow(states.key)))
+    tx.update(params, state, params)
+    optax_smile.stats(state)
+    gradient = {"w": slow(params["w"])}
+    updates, after = tx.update(gradient, state, params)
+    tx.update(gradient, after, params)
+    assert not gradient["w"].is_ready()
+    waiting = states._replace(key=slow(states.key))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        told = optax_smile.stats(waiting)
+    assert not told.noise_id.is_ready()
+    with pytest.warns(UserWarning, match="equal keys"):
+        optax_smile.stats(jax.block_until_ready(waiting))
+
+
+def loss(params, batch):
+    return jnp.mean((batch[0] @ params["w"] - batch[1]) ** 2) / 2
+
+
+def outputs(params, x):
+    return x @ params["w"], jnp.float32(0)
+
+
+@pytest.mark.parametrize(
+    "flag, value",
+    [
+        ("jax_debug_nans", True),
+        ("jax_debug_infs", True),
+        ("jax_disable_jit", True),
+        ("jax_numpy_dtype_promotion", "strict"),
+    ],
+)
+def test_flags_of_jax_are_for_the_users_code(flag, value):
+    start = {"w": jnp.stack([PARAMS["w"], 2 * PARAMS["w"]])}
+
+    def run():
+        draws = optax_smile.sample(
+            loss, start, [(X, Y)], optax_smile.psmile(**SMALL), num_warmup=1, num_draws=2, key=0,
+            progress=False,
+        )  # fmt: skip
+        found = optax_smile.predict(outputs, draws, X, likelihood="gaussian", targets=Y, per="draw")
+        str(optax_smile.diagnostics.summary(draws, found))
+        tx = optax_smile.sgld(1e-3, **SMALL)
+        _, state = tx.update(PARAMS, tx.init(PARAMS), PARAMS)
+        optax_smile.last_accepted(state, PARAMS)
+        str(optax_smile.stats(state))
+        return draws.params["w"]
+
+    expected, before = run(), getattr(jax.config, flag)
+    jax.config.update(flag, value)
+    try:
+        found = run()
+    finally:
+        jax.config.update(flag, before)
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+def test_any_zero_is_a_precision_of_zero():
+    for zero in 0, 0.0, np.float32(0), np.int64(0), jnp.zeros(()):
+        optax_smile.smile(log_prior=lambda p: 0.0, prior_precision=zero, **SMALL)
+    with pytest.raises(ValueError, match="must be 0 together"):
+        optax_smile.smile(log_prior=lambda p: 0.0, prior_precision=np.float32(1), **SMALL)
+
+
+def test_warnings_point_at_the_users_line():
+    tx = optax_smile.psmile(temperature="auto", **SMALL)
+    for init in tx.init, optax.chain(optax.clip_by_global_norm(1e9), tx).init:
+        with pytest.warns(UserWarning, match="chose a temperature") as told:
+            init({"w": jnp.ones(1_000)})
+        assert told[0].filename == __file__
