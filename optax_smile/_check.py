@@ -66,18 +66,26 @@ def fail(where: str, argument: str, rule: str, got: object, advice: str = "") ->
     raise ArgumentError(where, argument, rule, got, advice)
 
 
-def own_flags(function: Function_) -> Function_:
-    """Make a function for which JAX does not check for NaN, infinity and promoted dtypes.
+def own_flags(function: Function_, *, compiles: bool = False) -> Function_:
+    """Make a function in which the debugging flags of JAX do not act.
 
-    These flags are for the code of users. Placeholders of this library are NaN and infinity.
+    Placeholders of this library are NaN and infinity. `jax_disable_jit` is among the flags if
+    `compiles`: what is not compiled rounds otherwise.
     """
 
     @functools.wraps(function)
     def run(*args: Unchecked, **kwargs: Unchecked) -> Unchecked:
-        with jax.debug_nans(False), jax.debug_infs(False), jax.numpy_dtype_promotion("standard"):
+        checks, promotion = (jax.debug_nans(False), jax.debug_infs(False)), "standard"
+        jit = jax.disable_jit(False) if compiles else contextlib.nullcontext()
+        with checks[0], checks[1], jit, jax.numpy_dtype_promotion(promotion):
             return function(*args, **kwargs)
 
     return cast(Function_, run)
+
+
+def on_host(function: Function_) -> Function_:
+    """Make a function of the host in which no debugging flag of JAX acts."""
+    return own_flags(function, compiles=True)
 
 
 @contextlib.contextmanager
@@ -383,7 +391,7 @@ class Key(Constraint):
             if isinstance(value, jax.Array) and dtype == jnp.uint32 and ndim == 1:
                 return jax.random.wrap_key_data(value)
             is_whole = jnp.issubdtype(dtype, jnp.integer) and type(value) is not bool and ndim == 0
-            if is_whole and (isinstance(value, jax.core.Tracer) or 0 <= value < 2**32):
+            if is_whole and (isinstance(value, jax.core.Tracer) or 0 <= int(value) < 2**32):
                 return jax.random.key(value)
         fail(where, argument, self.rule, written(value))
 

@@ -199,7 +199,7 @@ def predictions(path):
     fresh = optax_smile.Predictor(apply_fn, INPUTS, likelihood="categorical")
     yield "Predictor.update", fresh.update, {"params": PARAMS | {"w": jnp.ones(3)}}
     likelihood = {"mean": lambda x: x, "log_density": lambda x, y: x[:, 0], "entropy": None}
-    likelihood |= {"variance": None, "check": None}
+    likelihood |= {"variance": None, "check": None, "has_target": None}
 
     def by_likelihood(**arguments):
         given: dict[str, Any] = reading | {"likelihood": optax_smile.Likelihood(**arguments)}

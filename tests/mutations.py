@@ -138,7 +138,7 @@ DEFECTS = r"""
 + is_known=jnp.asarray(is_read),
 # state.py | test_after_sampler.py
 = altered chains have draws | accepted_refuses
-- if _is_concrete(last.is_altered) and last.is_altered:
+- if is_concrete(last.is_altered) and last.is_altered:
 + if False:
 # state.py | test_probe.py
 = what follows the sampler is not looked at | refused

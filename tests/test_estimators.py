@@ -184,7 +184,8 @@ def test_a_pipeline_in_a_grid_search():
 def test_a_sampler_that_is_built_already_is_refused_before_the_training():
     tx = optax_smile.psmile(num_data=60, key=0)
     with pytest.raises(
-        ValueError, match=r"`fit\(sampler=...\)` must be a function of .* a Sampler"
+        ValueError,
+        match=r"`fit\(sampler=...\)` must be a function of .* a GradientTransformationExtraArgs",
     ):
         short_classifier(sampler=tx).fit(X, LABELS)
 

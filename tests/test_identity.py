@@ -223,6 +223,7 @@ SHORT: dict[str, Any] = {"num_warmup": 0, "num_draws": 1, "thin": 1}
 SUM = r"`{}`: the losses .* add up to 1\.000 .* `loss_fn` looks like a sum"
 
 
+@pytest.mark.filterwarnings("ignore:.*step_size=")
 def test_a_summed_loss_and_a_small_num_data_are_warned_of():
     """Unless `check` is False, or the loss draws random numbers."""
 

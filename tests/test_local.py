@@ -107,6 +107,7 @@ def test_turning_noise_forgets_over_a_radius():
     np.testing.assert_allclose(jnp.stack(got), jnp.stack(expected), rtol=1e-6)
 
 
+@pytest.mark.filterwarnings("ignore:.*a term of the parameters alone")
 class TestRise:
     def test_bound_is_exact_for_one_curvature_and_above_for_several(self):
         posterior = Potential(NUM_DATA, 3.0, 2.0)
@@ -202,6 +203,7 @@ def search():
 NOT_NEAR = "No precision came close to the allowed excess"
 
 
+@pytest.mark.filterwarnings("ignore:.*a term of the parameters alone")
 class TestPrecision:
     def test_costs_what_is_allowed(self, search):
         assert len(search.precisions) > 1

@@ -81,7 +81,7 @@ def test_a_run_that_was_killed_gives_the_same_iterates(stored, tmp_path):
     runs.assert_same_bits(resumed, stored)
     with pytest.warns(UserWarning) as caught:
         runs.run(tmp_path, sampler=optax.adamw(0.06))
-    assert any("the code of `sampler`" in str(one.message) for one in caught)
+    assert any("values that `sampler`" in str(one.message) for one in caught)
     with pytest.raises(
         ValueError, match=r"sampler=...\)` must be .* 'optimizer', as in the .*, got 'smile'"
     ):

@@ -20,7 +20,7 @@ from optax_smile import _settings
 PARAMS = {"w": jnp.arange(1.0, 4.0)}
 X = np.random.default_rng(0).normal(size=(40, 3)).astype(np.float32)
 Y = X @ np.ones(3, np.float32)
-SMALL = {"num_data": 40, "key": 0}
+SMALL: dict[str, Any] = {"num_data": 40, "key": 0}
 
 
 def built(name):
@@ -108,9 +108,10 @@ def test_a_seed_that_does_not_fit_is_refused(seed):
 
 
 def test_seeds_that_fit_are_those_of_jax():
-    for seed in 0, 2**31, 2**32 - 1, np.uint32(7):
-        key = optax_smile.psmile(num_data=40, key=seed).init(PARAMS).key
-        np.testing.assert_array_equal(key, jax.random.key_data(jax.random.key(seed)))
+    seeds: Any = 0, 2**31, 2**32 - 1, np.uint32(7)
+    for seed in seeds:
+        state: Any = optax_smile.psmile(num_data=40, key=seed).init(PARAMS)
+        np.testing.assert_array_equal(state.key, jax.random.key_data(jax.random.key(seed)))
 
 
 @pytest.mark.parametrize("mine", ["sgld", "sghmc", "cyclical_sgld"])
@@ -147,7 +148,8 @@ def test_an_eager_update_and_stats_do_not_wait_for_the_device():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         told = optax_smile.stats(waiting)
-    assert not told.noise_id.is_ready()
+    noise_id: Any = told.noise_id
+    assert not noise_id.is_ready()
     with pytest.warns(UserWarning, match="equal keys"):
         optax_smile.stats(jax.block_until_ready(waiting))
 
@@ -196,9 +198,9 @@ def test_flags_of_jax_are_for_the_users_code(flag, value):
 
 def test_any_zero_is_a_precision_of_zero():
     for zero in 0, 0.0, np.float32(0), np.int64(0), jnp.zeros(()):
-        optax_smile.smile(log_prior=lambda p: 0.0, prior_precision=zero, **SMALL)
+        optax_smile.smile(log_prior=lambda p: jnp.zeros(()), prior_precision=zero, **SMALL)
     with pytest.raises(ValueError, match="must be 0 together"):
-        optax_smile.smile(log_prior=lambda p: 0.0, prior_precision=np.float32(1), **SMALL)
+        optax_smile.smile(log_prior=lambda p: jnp.zeros(()), prior_precision=np.float32(1), **SMALL)
 
 
 def test_warnings_point_at_the_users_line():

@@ -344,7 +344,7 @@ def test_what_is_no_number_is_named():
 FACTORIES = {
     "psmile": SAMPLER,
     "sgld": optax_smile.sgld(1e-6, num_data=NUM_DATA, key=0),
-    "two gradients": optax_smile.psmile(1e-3, num_data=NUM_DATA, integrator="minimal_norm", key=0),
+    "two gradients": optax_smile.psmile(0.02, num_data=NUM_DATA, integrator="minimal_norm", key=0),
 }
 
 

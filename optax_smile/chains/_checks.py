@@ -290,7 +290,8 @@ def check_program(
     per_chain: bool,
 ) -> Iterator[Check]:
     """Find what is wrong in the program of a loss, see `_program.Found`."""
-    params, *others = jax.tree.map(lambda x: x[0], (chains.params, chains.aux, chains.key))
+    key = None if chains.key is None else jax.random.clone(chains.key)
+    params, *others = jax.tree.map(lambda x: x[0], (chains.params, chains.aux, key))
     others.append(jax.tree.map(lambda x: x[0], batch) if per_chain else batch)
     rows = size(batch, per_chain)
     found = _program.read(lambda params, rest: loss(params, *rest)[0], params, others, rows)

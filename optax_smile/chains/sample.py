@@ -47,7 +47,7 @@ Watch = Callable[[int, Mapping[str, np.ndarray] | None], None]
     observe=_check.Function("(draw)") | None,
     stop=_check.kind(EvidenceStop, "an `EvidenceStop`") | None,
 )
-@_check.own_flags
+@_check.on_host
 def sample(
     loss_fn: Callable[..., Output],
     params: optax.Params,
@@ -185,6 +185,9 @@ def sample(
         OSError: a draw or a checkpoint could not be written, such as on a full disk. The message
             names the file; earlier draws can be loaded.
         KeyboardInterrupt: the run was interrupted before the first draw, or by a second Ctrl-C.
+
+    The flags `jax_debug_nans`, `jax_debug_infs`, `jax_disable_jit` and strict promotion of dtypes
+    do not act inside.
 
     Cost: one gradient per chain and step, two with `"minimal_norm"`. Without a `directory`, the
     draws take host memory. With `specs`, every device that holds a part of a chain gathers the

@@ -254,7 +254,7 @@ class Judged(NamedTuple):
     specs=parallel.SPECS,
     directory=_check.PathLike() | None,
 )
-@_check.own_flags
+@_check.on_host
 def select(
     loss_fn: Callable[..., jax.Array],
     params: optax.Params,

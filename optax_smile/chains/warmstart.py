@@ -71,7 +71,7 @@ class Members(NamedTuple):
     directory=_check.PathLike() | None,
     checkpoint_minutes=_check.Real(0, infinite=True, traced=False),
 )
-@_check.own_flags
+@_check.on_host
 def warmstart(
     loss_fn: Callable[..., Output],
     init_fn: Callable[[jax.Array], optax.Params],

@@ -239,7 +239,7 @@ def name_chains(chains: tuple[int, ...], num_chains: int) -> str:
     max_inputs=_check.Whole(1),
     seed=_check.Whole(0),
 )
-@_check.own_flags
+@_check.on_host
 def summary(
     snapshots: Snapshots | StoredSnapshots,
     prediction: Prediction | None = None,

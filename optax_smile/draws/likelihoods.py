@@ -164,7 +164,7 @@ def form_of(likelihood: Likelihood, outputs: Output, targets: Batch) -> jax.Arra
         if targets is None:
             return jnp.ones(4)
         # The squares of standardized residuals, also if the output is not a logarithm.
-        squares = [((targets - mean) / std) ** 2 for std in (jnp.exp(log_std), log_std)]
+        squares = [jnp.abs((targets - mean) / std) ** 2 for std in (jnp.exp(log_std), log_std)]
         return _sums(jnp.broadcast_to(log_std <= 0, mean.shape), *squares)
     if likelihood is NAMED["bernoulli"]:
         return _sums((outputs < 0) | (outputs > 1), outputs < 0.1, outputs > 0.9)

@@ -38,7 +38,7 @@ READ: dict[str, _check.Constraint] = {
 
 
 @_check.arguments(snapshots=_checks.SNAPSHOTS, **READ, curve=_checks.Curve())
-@_check.own_flags
+@_check.on_host
 def predict(
     apply_fn: Apply,
     snapshots: Iterable[optax.Params],
@@ -203,6 +203,7 @@ class Predictor:
         self._adds: dict[int, Callable] = {}
 
     @_check.arguments("Predictor.update", params=_check.Tree())
+    @_check.on_host
     def update(self, params: optax.Params) -> None:
         """Add one snapshot, a parameter tree.
 
@@ -226,6 +227,7 @@ class Predictor:
         self.count = 0
         self._waiting, self._averages, self._draws = [], [], []
 
+    @_check.on_host
     def finalize(self) -> Prediction:
         """Return the average over the snapshots so far, a `Prediction`; more may follow.
 
@@ -347,9 +349,7 @@ class Predictor:
             first, others = (
                 jax.tree.map(lambda x, at=at: x[at], chains) for at in (0, slice(1, None))
             )
-            # With `jax_disable_jit`, a scan must not be empty.
-            with jax.disable_jit(False):
-                total, _ = jax.lax.scan(lambda so_far, one: (so_far.join(one), None), first, others)
+            total, _ = jax.lax.scan(lambda so_far, one: (so_far.join(one), None), first, others)
             each = jax.vmap(lambda x: x.outcome(entropy))(chains) if self.per == "chain" else None
             return total.prediction(entropy), each, total.invalid, total.form
 

@@ -120,7 +120,6 @@ def _update(dynamics: Dynamics, recipe: _eager.Recipe) -> Callable:
     """Make the `update` that a loop calls: check its arguments, then run the call."""
     where = f"{dynamics.name}.update"
 
-    @_check.own_flags
     def update(
         updates: optax.Updates,
         state: Tree,
@@ -145,7 +144,7 @@ def _update(dynamics: Dynamics, recipe: _eager.Recipe) -> Callable:
         return _leaves.put_back(displacement, updates), after
 
     update.__qualname__ = where
-    return update
+    return _check.own_flags(update)
 
 
 def _explain(where: str, before: ChainState, updates: optax.Updates):

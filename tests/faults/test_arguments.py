@@ -143,7 +143,8 @@ LAWFUL: dict[str, set[str]] = {
     "Snapshots.from_draws.trace": {"none"},
     "settings": {"none", "dict", "ints", "other"},
     "curve": {"list", "dict", "empty"},
-    **dict.fromkeys(("mean", "entropy", "variance", "Likelihood.check"), {"none"}),
+    **dict.fromkeys(("mean", "entropy", "variance"), {"none"}),
+    **dict.fromkeys(("Likelihood.check", "Likelihood.has_target"), {"none"}),
     # Arrays of numbers: draws that do not move have no figure, which is no error.
     **dict.fromkeys(("diagnostics.rhat.values", "diagnostics.ess.values"), {"odd"}),
     **dict.fromkeys(("diagnostics.autocorrelation.values",), {"odd"}),
