@@ -61,6 +61,7 @@ TABLES: dict[str, Callable[[], Table]] = {
     "uci-step-rules": made_of(uci.step_rules, "uci"),
     "uci-batches": made_of(uci.batches, "uci"),
     "order": made_of(gaussians.order, "order"),
+    "ways": made_of(gaussians.ways, "ways"),
     "uci-few-chains": made_of(uci.few_chains, "uci"),
     "uci-published": made_of(uci.in_published_units, "uci"),
     "uci-gaps": made_of(uci.gaps, "uci"),
@@ -131,6 +132,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "coefficients met, mean loss": made_of(llc.met, "llc", estimate="plain"),
     "coefficients met, sgld": made_of(llc.sgld_met, "llc"),
     "estimators won": made_of(ensembles.estimators_won, "estimators"),
+    "ways that are right": made_of(gaussians.ways_right, "ways"),
     "public loops run": made_of(public_loops.run, "public_loops"),
     "public repositories": made_of(public_loops.repositories, "public_loops"),
 }

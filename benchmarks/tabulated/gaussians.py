@@ -72,3 +72,31 @@ def before_sampler(found: Sequence[Record]) -> Table:
     for sampler in samplers:
         header += [f"{sampler}: variance / true", "from … to", "mean off"]
     return Table(header, rows, list(last.values()))
+
+
+# Of a mean in Monte Carlo errors, and of a variance.
+MOST_OFF, MOST_WRONG = 4, 0.15
+
+
+def is_right(found: Record) -> bool:
+    """Whether means and variances of a way are those of the posterior."""
+    is_near = 1 - MOST_WRONG <= found["smallest"] and found["largest"] <= 1 + MOST_WRONG
+    return is_near and found["mean_off"] <= MOST_OFF
+
+
+def ways(found: Sequence[Record]) -> Table:
+    """A row for each way to sample."""
+    last = {record["cell"]["way"]: record for record in found}
+    rows = []
+    for name, r in last.items():
+        ratios = f"{number(r['smallest'], 2)} … {number(r['largest'], 2)}"
+        row = [number(r["mean_off"], 1), number(r["mean_error"], 3), ratios]
+        rows.append([name + " (wrong)" * (not is_right(r)), *row, number(r["variance_error"], 3)])
+    header = ["way", "mean off, in its errors", "its error, in posterior sd"]
+    return Table([*header, "variance / true", "± at most"], rows, list(last.values()))
+
+
+def ways_right(found: Sequence[Record]) -> str:
+    """How many ways are right."""
+    last = {record["cell"]["way"]: record for record in found}
+    return f"{sum(map(is_right, last.values()))} of {len(last)}"
