@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 os.environ.setdefault("KERAS_BACKEND", "jax")
+os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
 
 from benchmarks import records
 from benchmarks.tabulated.gaussians import ways
@@ -317,7 +318,8 @@ def sampled(
     options, params = QUIET | (options or {}), starts()
     loss_fn: Any = loss
     if mesh:
-        shape, axes = (jax.device_count() // mesh[1], mesh[1]), ("chain", "data")
+        data = min(mesh[1], jax.device_count())
+        shape, axes = (jax.device_count() // data, data), ("chain", "data")
         kinds = (jax.sharding.AxisType.Auto,) * 2
         options["mesh"] = jax.make_mesh(shape, axes, axis_types=kinds)
     if batches == "own":
@@ -471,5 +473,4 @@ def run_cell(cell: records.Cell) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    jax.config.update("jax_num_cpu_devices", 8)
     records.main(__doc__, run_cell, "mean_off", ways, way=WAYS)
