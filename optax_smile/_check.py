@@ -75,9 +75,14 @@ def own_flags(function: Function_, *, compiles: bool = False) -> Function_:
 
     @functools.wraps(function)
     def run(*args: Unchecked, **kwargs: Unchecked) -> Unchecked:
-        checks, promotion = (jax.debug_nans(False), jax.debug_infs(False)), "standard"
-        jit = jax.disable_jit(False) if compiles else contextlib.nullcontext()
-        with checks[0], checks[1], jit, jax.numpy_dtype_promotion(promotion):
+        flags = [
+            jax.debug_nans(False),
+            jax.debug_infs(False),
+            jax.numpy_dtype_promotion("standard"),
+        ]
+        with contextlib.ExitStack() as within:
+            for flag in [*flags, *[jax.disable_jit(False)] * compiles]:
+                within.enter_context(flag)
             return function(*args, **kwargs)
 
     return cast(Function_, run)
@@ -374,7 +379,7 @@ class Key(Constraint):
 
     @property
     def rule(self) -> str:
-        rule = "a single JAX key, such as jax.random.key(0), or an integer seed below 2**32"
+        rule = "a single JAX key, such as jax.random.key(0), or an integer seed from 0 to 2**32 - 1"
         return f"{rule}, {self.purpose}".rstrip(", ")
 
     def __call__(self, where, argument, value, given=NOTHING) -> Unchecked:

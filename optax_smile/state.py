@@ -336,9 +336,13 @@ def stats(state: Tree) -> Stats:
         >>> round(float(optax_smile.stats(sampler.init(jnp.zeros(3))).step_size), 3)
         0.01
     """
-    told = find(state, "stats").stats()
-    if np.ndim(told.noise_id) == 1 and is_ready(told.noise_id):
-        _trace.warn_of_equal_keys("stats", np.asarray(told.noise_id)[:, None])
+    sampler = find(state, "stats")
+    told, key = sampler.stats(), getattr(sampler, "key", None)
+    if np.ndim(told.noise_id) == 1 and key is not None and is_ready(key):
+        # On the host: the device may be at work on what was called before.
+        raw: Tree = np.asarray(key)
+        ids: Tree = noise_id(raw, raw)
+        _trace.warn_of_equal_keys("stats", ids[:, None])
     return told
 
 

@@ -289,6 +289,16 @@ def test_a_loop_without_parameters_is_recorded_and_said_to_be_unchecked(doubles,
     np.testing.assert_allclose(draws.params, four_doubles.params[:, :20], rtol=1e-5)
 
 
+def test_recording_ends_with_a_warning_where_the_counter_does():
+    tx = optax_smile.recorded(sampler(), num_warmup=0, thin=THIN)
+    state = optax.tree.set(tx.init(jnp.asarray(MEAN)), num_gradients=jnp.int32(2**31 - 24))
+    fit(tx, jnp.asarray(MEAN), 40, state)
+    with pytest.warns(UserWarning, match=r"`draws`: recording ends at call 2147483647 of `update`"):
+        draws = tx.draws()
+    counts = draws.trace["num_gradients"][0]
+    assert np.all(np.diff(counts) == THIN) and 2**31 - 1 - THIN <= counts[-1] < 2**31 - 1
+
+
 def test_a_state_made_again_in_every_epoch_is_named():
     epoch, w = 10, jnp.asarray(START[0])
     for num_warmup in 0, 20:

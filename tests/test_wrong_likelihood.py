@@ -102,7 +102,24 @@ def scaled_column(params, batch):
     return -density.mean()
 
 
+def unusual(params, batch):
+    """Operations on parameters alone that must not run again, or that `vmap` cannot batch."""
+    jax.debug.callback(lambda: None)
+    spec, mesh = jax.sharding.PartitionSpec(), jax.make_mesh((1,), ("one",))
+    w = jax.shard_map(lambda w: w, mesh=mesh, in_specs=spec, out_specs=spec)(params["w"])
+    w = jax.lax.fori_loop(0, 2, lambda _, w: w, w)
+    w = jax.lax.cond(jnp.sum(w) > 0, lambda w: w, lambda w: -w, w)
+    same = jax.ShapeDtypeStruct(w.shape, w.dtype)
+    read = jax.pure_callback(np.asarray, same, jax.lax.stop_gradient(w), vmap_method="sequential")
+    return classify({**params, "w": w + 0 * read}, batch)
+
+
+def unusual_decay(params, batch):
+    return unusual(params, batch) + 1e-3 * jnp.sum(params["w"] ** 2)
+
+
 WRONG: dict[str, Any] = {
+    "weight decay beside callbacks and loops": (unusual_decay, LABELS, "penalty"),
     "weight decay beside a scale": (decay, REAL, "penalty"),
     "absolute values of all leaves": (lasso, LABELS, "penalty"),
     "weight decay of each example": (decay_of_each, LABELS, "penalty"),
@@ -196,6 +213,7 @@ def normalized(params, batch, aux):
 
 
 RIGHT: dict[str, Any] = {
+    "callbacks, loops and shards": (unusual, (X, LABELS)),
     "regression with a sampled scale": (gaussian, (X, REAL)),
     "classes": (classify, (X, LABELS)),
     "two classes": (bernoulli, (X, BINARY)),
@@ -262,25 +280,12 @@ OUTPUTS: dict[str, Any] = {
     ),
     "softmax of tokens": ("tokens", PROBABILITIES.reshape(8, 5, -1), None, "probabilities"),
     "sigmoid": ("bernoulli", jax.nn.sigmoid(4 * RNG.normal(size=ROWS)), None, "probabilities"),
-    "a standard deviation": (
-        "gaussian",
-        (jnp.zeros(ROWS), jnp.full(ROWS, 0.1)),
-        NARROW,
-        "a standard deviation",
-    ),
-    "a scalar standard deviation": (
-        "gaussian",
-        (jnp.zeros(ROWS), 0.1),
-        NARROW,
-        "a standard deviation",
-    ),
     "logits": ("categorical", jnp.log(PROBABILITIES), None, ""),
     "equal logits": ("categorical", jnp.zeros((ROWS, CLASSES)), None, ""),
     "small logits": ("categorical", PROBABILITIES / 2, None, ""),
     "logits of two classes": ("bernoulli", 4 * RNG.normal(size=ROWS), None, ""),
     "logits of about one": ("bernoulli", RNG.uniform(0.3, 0.7, size=ROWS), None, ""),
-    "a logarithm": ("gaussian", (jnp.zeros(ROWS), jnp.log(0.1)), NARROW, ""),
-    "a wide logarithm": ("gaussian", (jnp.zeros(ROWS), 1.0), np.e * RNG.normal(size=ROWS), ""),
+    "mean and deviation": ("gaussian", (jnp.zeros(ROWS), 0.1), NARROW, ""),
 }
 
 

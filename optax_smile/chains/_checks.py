@@ -294,7 +294,11 @@ def check_program(
     params, *others = jax.tree.map(lambda x: x[0], (chains.params, chains.aux, key))
     others.append(jax.tree.map(lambda x: x[0], batch) if per_chain else batch)
     rows = size(batch, per_chain)
-    found = _program.read(lambda params, rest: loss(params, *rest)[0], params, others, rows)
+    try:
+        found = _program.read(lambda params, rest: loss(params, *rest)[0], params, others, rows)
+    except Exception:
+        # A program that cannot be read tells nothing, and must not end a run.
+        return
     pairs = found.has_pairs and _loses_pairs(losses, batch, chains.params, per_chain)
     for (kind, text, advice), fails, verbs in (
         (PENALTY, found.has_penalty, ("has", "does not have")),

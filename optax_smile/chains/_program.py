@@ -9,7 +9,7 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Jaxpr, Literal
+from jax.extend.core import ClosedJaxpr, DebugInfo, Jaxpr, Literal, jaxpr_as_fun
 
 from optax_smile._types import Tree
 
@@ -64,7 +64,7 @@ def read(loss: Callable[..., jax.Array], params: Tree, others: Tree, rows: int |
 
     def rule(eqn, marks: list[Mark]) -> list[Mark]:
         name, forms = eqn.primitive.name, [mark.form for mark in marks]
-        shapes = [x.aval.shape for x in eqn.outvars if hasattr(x.aval, "shape")]
+        shapes = [getattr(x.aval, "shape", ()) for x in eqn.outvars] or [()]
         seen["probability"] |= name == "exp" and forms == ["shifted"]
         seen["pairs"] |= name in SUMS | PRODUCTS and shapes[0][:2] == (rows, rows)
         return _combine(eqn, name, marks, _form_of(name, forms))
@@ -77,8 +77,9 @@ def read(loss: Callable[..., jax.Array], params: Tree, others: Tree, rows: int |
         (result,) = _follow(program.jaxpr, program.consts, known, rule)
         return [x.astype(float) for x in result.terms] if result.value is None else []
 
-    points = jnp.asarray(MULTIPLES)
-    terms = jax.jit(jax.vmap(terms_at, in_axes=(0, None)))(points, elsewhere(params))
+    # A loop, since not every operation has a rule for `vmap`.
+    compute = jax.jit(lambda at: jax.lax.map(lambda x: terms_at(x, at), jnp.asarray(MULTIPLES)))
+    terms = compute(elsewhere(params))
     has_penalty = any(_grows(*np.asarray(term, float)) for term in terms)
     return Found(has_penalty, seen["probability"], seen["pairs"])
 
@@ -124,25 +125,39 @@ def _form_of(name: str, forms: list[str]) -> str:
 def _combine(eqn, name: str, marks: list[Mark], form: str) -> list[Mark]:
     """Return the marks of the results of an equation."""
 
-    def apply(*values) -> list[Tree]:
-        results = eqn.primitive.bind(*values, **eqn.params)
-        return results if eqn.primitive.multiple_results else [results]
+    def apply(*values) -> Tree:
+        return eqn.primitive.bind(*values, **eqn.params)
 
-    is_known = all(mark.value is not None for mark in marks)
-    results = apply(*(mark.value for mark in marks)) if is_known else [None] * len(eqn.outvars)
+    # What prints, or calls Python for its effects, is not run again.
+    is_known = not eqn.effects and all(mark.value is not None for mark in marks)
+    results = _run(eqn, marks) if is_known else [None] * len(eqn.outvars)
+    if not results:
+        return []
     terms = [] if results[0] is None else results[:1]
     if name in LINEAR:
-        terms = [apply(x)[0] for x in marks[0].terms]
+        terms = [apply(x) for x in marks[0].terms]
     elif name in SUMS:
         negated = [-x for x in marks[1].terms] if name == "sub" else marks[1].terms
         shape = eqn.outvars[0].aval.shape
         terms = [jnp.broadcast_to(x, shape) for x in (*marks[0].terms, *negated)]
     elif name in PRODUCTS and marks[1].value is not None:
-        terms = [apply(x, marks[1].value)[0] for x in marks[0].terms]
+        terms = [apply(x, marks[1].value) for x in marks[0].terms]
     if name == "mul" and marks[0].value is not None and len(marks[1].terms) > len(terms):
-        terms = [apply(marks[0].value, x)[0] for x in marks[1].terms]
+        terms = [apply(marks[0].value, x) for x in marks[1].terms]
     terms = terms if len(terms) <= MOST_TERMS else []
     return [Mark(results[0], terms, form), *(Mark(x, [x]) for x in results[1:])]
+
+
+def _run(eqn, marks: list[Mark]) -> list[Tree]:
+    """Compute the results of an equation from known inputs, as a program of its own."""
+    known = {
+        x: mark.value
+        for x, mark in zip(eqn.invars, marks, strict=True)
+        if not isinstance(x, Literal)
+    }
+    inside = [], [*known], eqn.outvars, [eqn]
+    program = Jaxpr(*inside, debug_info=DebugInfo("loss", "loss", None, None))
+    return jaxpr_as_fun(ClosedJaxpr(program, ()))(*known.values())
 
 
 def _follow(program: Jaxpr, constants: Sequence, given: list[Mark], rule: Callable) -> list[Mark]:

@@ -82,10 +82,10 @@ class RecordedSampler(optax.GradientTransformationExtraArgs):
             OSError: a draw could not be written.
 
         Warns:
-            UserWarning: `init` was called more than twice since `draws` was, such as in every
-                epoch; more than a quarter of the draws were taken while the energy was still
-                decreasing; some chains are copies of others; the loop does not pass `params` to
-                `update`, so that changes of the updates are not detected.
+            UserWarning: recording ended at call 2**31 - 1; `init` was called more than twice since
+                `draws` was, such as in every epoch; more than a quarter of the draws were taken
+                while the energy was still decreasing; some chains are copies of others; the loop
+                does not pass `params` to `update`, so that changes of the updates are not detected.
         """
         jax.effects_barrier()
         return vars(self.init)["recorder"].draws(fit)
@@ -291,6 +291,8 @@ class _Recorder:
         step, part = jnp.divmod(stats.num_gradients, per_step)
         count, rest = jnp.divmod(step - self.num_warmup, self.thin)
         is_tick = (part == 0) & (rest == 0) & (count > 0) & stats.is_draw
+        # The counter stays at its largest number.
+        is_tick &= stats.num_gradients < _check.LARGEST_WHOLE
         if self.max_draws is not None:
             is_tick &= count <= self.max_draws
 
@@ -444,13 +446,19 @@ class _Recorder:
             )
         if self.is_blind:
             warn(UNCHECKED)
-        for doubt in _doubts(draws):
+        for doubt in _doubts(draws, self.thin):
             warn(f"`draws`: {doubt}")
         return draws
 
 
-def _doubts(draws: Snapshots | StoredSnapshots) -> Iterator[str]:
+def _doubts(draws: Snapshots | StoredSnapshots, thin: int) -> Iterator[str]:
     """Say why the draws may not be a sample of the posterior."""
+    per_tick = thin * _settings.gradients_per_step(draws.settings)
+    if int(np.max(draws.trace["num_gradients"])) + per_tick >= _check.LARGEST_WHOLE:
+        yield (
+            f"recording ends at call {_check.LARGEST_WHOLE} of `update`, the last that is counted."
+            " To go on, call `init` with the last draw."
+        )
     falling = np.mean(draws.trace["on_its_way"])
     if falling > MOST_FALLING:
         yield (

@@ -157,49 +157,24 @@ def _bernoulli_entropy(probability: jax.Array) -> jax.Array:
     return entr(probability) + entr(1 - probability)
 
 
-def form_of(likelihood: Likelihood, outputs: Output, targets: Batch) -> jax.Array:
-    """Count what `doubt` needs to know of the outputs; counts of several calls add up."""
-    if likelihood is NAMED["gaussian"]:
-        mean, log_std = outputs
-        if targets is None:
-            return jnp.ones(4)
-        # The squares of standardized residuals, also if the output is not a logarithm.
-        squares = [jnp.abs((targets - mean) / std) ** 2 for std in (jnp.exp(log_std), log_std)]
-        return _sums(jnp.broadcast_to(log_std <= 0, mean.shape), *squares)
+def form_of(likelihood: Likelihood, outputs: Output) -> jax.Array:
+    """Count what `are_probabilities` needs to know; counts of several calls add up."""
+    counted: tuple[jax.Array, ...] = (jnp.ones(1),)
     if likelihood is NAMED["bernoulli"]:
-        return _sums((outputs < 0) | (outputs > 1), outputs < 0.1, outputs > 0.9)
-    if likelihood in (NAMED["categorical"], NAMED["tokens"]):
+        counted = (outputs < 0) | (outputs > 1), outputs < 0.1, outputs > 0.9
+    elif likelihood in (NAMED["categorical"], NAMED["tokens"]):
         is_probability = jnp.all((outputs >= 0) & (outputs <= 1), axis=-1)
-        return _sums(~is_probability | (jnp.abs(outputs.sum(axis=-1) - 1) > SUM_ROUNDING))
-    return jnp.ones(2)
+        counted = (~is_probability | (jnp.abs(outputs.sum(axis=-1) - 1) > SUM_ROUNDING),)
+    sums = (jnp.sum(x, dtype=jnp.float32) for x in counted)
+    return jnp.stack([*sums, jnp.float32(counted[0].size)])
 
 
-def _sums(*arrays: jax.Array) -> jax.Array:
-    """Return the sum of each, and the number of entries."""
-    return jnp.stack([*(jnp.sum(x, dtype=jnp.float32) for x in arrays), jnp.array(arrays[0].size)])
-
-
-def doubt(likelihood: Likelihood, counts: np.ndarray) -> str:
-    """Say that outputs look like numbers of another form, "" if they do not."""
-    others, *sums, number = counts
-    if others:
-        return ""
-    if likelihood is NAMED["gaussian"]:
-        square, alternative = np.divide(sums, number)
-        if number >= LEAST_NUMBERS and square < 0.2 and 0.5 < alternative < 2:
-            return (
-                "the second output of `apply_fn` looks like a standard deviation: return its"
-                " logarithm"
-            )
-        return ""
-    if likelihood is NAMED["bernoulli"] and (
-        number < LEAST_NUMBERS or min(sums) < number / LEAST_NUMBERS
-    ):
-        return ""
-    return (
-        "the outputs of `apply_fn` look like probabilities. Return logits: leave out the softmax or"
-        " sigmoid"
-    )
+def are_probabilities(counts: np.ndarray) -> bool:
+    """Whether outputs look like probabilities, where logits belong."""
+    others, *extremes, number = counts
+    # Numbers of two classes that are all near a half may be logits.
+    is_clear = number >= LEAST_NUMBERS and min(extremes, default=number) >= number / LEAST_NUMBERS
+    return not others and (is_clear or not extremes)
 
 
 NAMED: dict[Name, Likelihood] = {

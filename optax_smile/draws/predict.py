@@ -18,7 +18,7 @@ from optax_smile import _check, _tree, parallel
 from optax_smile._types import Batch, Output, Tree
 from optax_smile._warn import warn
 from optax_smile.draws import _checks
-from optax_smile.draws.likelihoods import Likelihood, Name, doubt, form_of
+from optax_smile.draws.likelihoods import Likelihood, Name, are_probabilities, form_of
 from optax_smile.draws.prediction import Outcome, Prediction
 
 Per = Literal["chain", "draw"]
@@ -102,8 +102,7 @@ def predict(
             likelihood.
 
     Warns:
-        UserWarning: the outputs look like probabilities where logits belong, or like a standard
-            deviation where its logarithm belongs.
+        UserWarning: the outputs look like probabilities where logits belong.
 
     Cost: one forward pass per snapshot. The parameters are first copied to the host. Memory per
     device: the outputs of one snapshot, and three times the size of the average; with
@@ -239,8 +238,11 @@ class Predictor:
             rule = f"the same number of draws of each of the {self.num_chains} chains"
             _check.fail("Predictor.update", "params", rule, f"{self.count} snapshots")
         average, chains = self._join()
-        if sentence := doubt(self.likelihood, self._form):
-            warn(f"`predict`: {sentence}.")
+        if are_probabilities(self._form):
+            warn(
+                "`predict`: the outputs of `apply_fn` look like probabilities. Return logits: leave"
+                " out the softmax or sigmoid."
+            )
         return average._replace(each=self._by_draw() if self.per == "draw" else chains)
 
     def _join(self) -> tuple[Prediction, Outcome | None]:
@@ -373,7 +375,7 @@ class Predictor:
         )
         # Integers and booleans are averaged as numbers.
         outcome = jax.tree.map(lambda x: _in_full_precision(1.0 * x), outcome)
-        return outcome, form_of(read, outputs, targets)
+        return outcome, form_of(read, outputs)
 
     def _evaluate(self):
         """Run the waiting snapshots, each on its row of devices; ignore results of idle rows."""

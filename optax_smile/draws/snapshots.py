@@ -533,8 +533,7 @@ class StoredSnapshots(Draws):
     into memory, `[chain, draw, ...]`, and `start` the initial parameters, `[chain, ...]`.
     `manifest` is the content of the manifest. `thinned(every)` selects draws without reading them.
     `num_chains`, `settings`, `subset`, `stopping`, `interrupted` and `thin_to` are those of
-    `Snapshots`. Before
-    the first draw, `trace` and `params` raise a ValueError.
+    `Snapshots`. Before the first draw, `trace` and `params` raise a ValueError.
     """
 
     def __init__(self, directory: Path, manifest: Json, structure: Tree, flat: bool):

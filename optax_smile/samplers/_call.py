@@ -135,11 +135,13 @@ def _update(dynamics: Dynamics, recipe: _eager.Recipe) -> Callable:
         if not isinstance(state, ChainState):
             _check.fail(where, "state", _chain.state_of(dynamics.name), _check.show(state))
         check_format(where, "state", state)
+        # Without waiting for the device: a flag that is set stays set.
+        if is_ready(state.sampled.is_inconsistent):
+            state.sampled.require_consistent(where)
         moving, params = _leaves.select(where, updates, params, state.like_params)
         displacement, after = recipe.run(dynamics.update, moving, state, params, value)
-        # Without waiting for the device: a flag that is set stays set.
         is_inconsistent = after.sampled.is_inconsistent
-        if is_ready(is_inconsistent) and bool(np.any(is_inconsistent)):
+        if is_ready(is_inconsistent) and np.asarray(is_inconsistent).any():
             _explain(where, state, moving)
         return _leaves.put_back(displacement, updates), after
 
@@ -149,7 +151,6 @@ def _update(dynamics: Dynamics, recipe: _eager.Recipe) -> Callable:
 
 def _explain(where: str, before: ChainState, updates: optax.Updates):
     """Raise the error of a call that does not fit those before it."""
-    before.sampled.require_consistent(where)
     if before.last_update.num_gradients > 0:
         _leaves.check_same(where, before.sampled, updates, before.like_params)
     advice = "If you replaced the weights, start again with `init`."

@@ -60,7 +60,7 @@ class SampledState(NamedTuple):
 
     def require_consistent(self, where: str):
         """Raise the error that a call would have raised outside of a compiled program."""
-        if is_concrete(self.is_inconsistent) and bool(np.any(self.is_inconsistent)):
+        if is_concrete(self.is_inconsistent) and np.asarray(self.is_inconsistent).any():
             rule = (
                 "a state whose calls of `update` all had gradients for the same leaves, and the"
                 " parameters that it tracks"
