@@ -10,7 +10,7 @@ The public names, by what you want to do:
     check your own loop       check, CheckReport; ArgumentError is what bad arguments raise
     sample without a loop     warmstart, then sample; chains_from_weights, parallel
     get draws from a fit()    recorded, RecordedSampler; interop: Keras, NumPyro, scikit-learn
-    choose or stop a run      select, Selection; EvidenceStop, Stopping
+    watch or steer a run      Run, an iterator over draws; select, Selection
     keep and read draws       Snapshots, StoredSnapshots, load_snapshots, Subset
     predict                   predict, Prediction, Outcome, Predictor, Likelihood
     judge                     diagnostics.summary, metrics, calibrate, plots, report
@@ -32,16 +32,15 @@ from optax_smile._check import ArgumentError
 from optax_smile._version import __version__ as __version__
 from optax_smile.chains.check import CheckReport, check
 from optax_smile.chains.recorded import RecordedSampler, recorded
+from optax_smile.chains.run import Run
 from optax_smile.chains.sample import sample
 from optax_smile.chains.select import Selection, select
-from optax_smile.chains.stopping import EvidenceStop
 from optax_smile.chains.warmstart import chains_from_weights, warmstart
 from optax_smile.draws.likelihoods import Likelihood
 from optax_smile.draws.predict import Predictor, predict
 from optax_smile.draws.prediction import Outcome, Prediction
 from optax_smile.draws.snapshots import (
     Snapshots,
-    Stopping,
     StoredSnapshots,
     Subset,
     load_snapshots,
@@ -64,7 +63,6 @@ if TYPE_CHECKING:
 __all__ = [
     "ArgumentError",
     "CheckReport",
-    "EvidenceStop",
     "Likelihood",
     "MclmcSettings",
     "Outcome",
@@ -72,10 +70,10 @@ __all__ = [
     "Prediction",
     "Predictor",
     "RecordedSampler",
+    "Run",
     "Selection",
     "Snapshots",
     "Stats",
-    "Stopping",
     "StoredSnapshots",
     "Subset",
     "Tuner",

@@ -365,6 +365,11 @@ def as_numeric(where: str, argument: str, tree: Tree, *, copy: bool = False) -> 
     return jax.tree.map(convert, tree)
 
 
+def shapes_of_one(chains: Tree) -> Tree:
+    """Return the shapes of one chain of a tree `[chain, ...]`."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), chains)
+
+
 def local_blocks(tree: Tree) -> Iterator[tuple[int, int, list[np.ndarray]]]:
     """Copy the chains that this process holds to the host, each from one of its devices.
 

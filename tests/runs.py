@@ -1,9 +1,11 @@
 """A small regression and runs of it, for the tests of `sample`, and chains by hand."""
 
+import contextlib
 import os
 import signal
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +14,7 @@ import optax
 import pytest
 
 import optax_smile
+from optax_smile import Run
 from optax_smile.stages.probe import ProbeState
 
 CHAINS, NUM_DATA, DRAWS, THIN, WARMUP = 3, 140, 4, 3, 2
@@ -71,8 +74,24 @@ def noisy(step_size: Any = 0.02, **arguments):
     return quiet(step_size, decoherence_length=0.1, key=5, **arguments)
 
 
+@contextlib.contextmanager
+def watching(callback):
+    """Call `callback(step, stats)` where a run keeps its statistics, before it heeds signals."""
+    tick = Run._tick
+
+    def watched(self, step, *given):
+        tick(self, step, *given)
+        callback(step, self.stats)
+
+    with mock.patch.object(Run, "_tick", watched):
+        yield
+
+
 def run(directory: Any = None, loss=mean_loss, params=None, sampler=None, **arguments):
     """Sample, with a checkpoint at the start and at the end unless asked for others."""
+    if callback := arguments.pop("callback", None):
+        with watching(callback):
+            return run(directory, loss, params, sampler, **arguments)
     defaults: dict[str, Any] = {"num_warmup": WARMUP, "num_draws": DRAWS, "thin": THIN, "key": 0}
     defaults |= {"progress": False, "checkpoint_minutes": 60}
     params, sampler = params or start(), sampler or noisy()
@@ -83,7 +102,8 @@ def run(directory: Any = None, loss=mean_loss, params=None, sampler=None, **argu
 
 def run_early(num_draws: int, /, *given, **arguments):
     """A run that ends early, with so many draws."""
-    with pytest.warns(UserWarning, match=f"^`sample` ended early with {num_draws} of "):
+    ended, stopped = f"ended early with {num_draws} of ", f"was stopped .* and {num_draws} draw"
+    with pytest.warns(UserWarning, match=f"^`sample` ({ended}|{stopped})"):
         got = run(*given, **arguments)
     assert got.num_draws == num_draws
     return got

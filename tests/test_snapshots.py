@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from runs import watching
 
 import optax_smile
 from optax_smile import _disk
@@ -64,7 +65,8 @@ def runs(tmp_path_factory):
             seen.append(len(list(optax_smile.load_snapshots(folder / "run"))))
 
     with contextlib.chdir(folder):
-        disk = draw("run", callback=look)
+        with watching(look):
+            disk = draw("run")
     return Runs(draw(), disk, seen)
 
 

@@ -83,8 +83,9 @@ class TestSizes:
         with (
             pytest.warns(UserWarning, match="different sizes"),
             pytest.raises(OSError, match="now"),
+            runs.watching(lambda *_: _raise()),
         ):
-            sample(UNEQUAL, callback=lambda *_: _raise(), num_warmup=0, thin=1)
+            sample(UNEQUAL, num_warmup=0, thin=1)
         (finding,) = check(UNEQUAL).findings
         assert finding.kind == "batch sizes" and finding.value == (10, 130)
 

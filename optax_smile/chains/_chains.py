@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import jax
@@ -17,9 +16,7 @@ from jax.sharding import Mesh
 from optax_smile import _check, _settings, _tree, parallel
 from optax_smile._types import Batch, Output, Tree
 from optax_smile.chains import _checks, _host
-from optax_smile.chains.stopping import EvidenceStop
 from optax_smile.diagnostics.findings import Check
-from optax_smile.draws import _format
 from optax_smile.state import find, last_accepted, stats
 
 BatchPer = Literal["gradient", "step"]
@@ -27,32 +24,6 @@ BatchPer = Literal["gradient", "step"]
 LOSSES = ("loss", "start_loss")
 # Largest number of entries of a small array. From about 4,000 on, copying costs as much as passing.
 SMALL = 1024
-
-
-class Setup(NamedTuple):
-    """Arguments of `sample`, except `num_draws`, `progress` and `callback`."""
-
-    loss_fn: Callable[..., Output]
-    params: optax.Params
-    batches: Iterable[Batch]
-    sampler: optax.GradientTransformation
-    num_warmup: int
-    thin: int
-    key: jax.Array
-    aux: Tree = None
-    stochastic: bool = False
-    per_chain: bool = False
-    batch_per: BatchPer = "gradient"
-    steps_per_dispatch: int = 1
-    mesh: Mesh | None = None
-    specs: Tree = None
-    directory: str | os.PathLike[str] | None = None
-    resume: bool = True
-    check: bool = True
-    checkpoint_minutes: float = 5.0
-    dtype: _format.StoredDtype | None = None
-    observe: Callable[[Tree], Tree] | None = None
-    stop: EvidenceStop | None = None
 
 
 class Chain(NamedTuple):
@@ -123,18 +94,27 @@ class Chains:
     """Many chains: `tree` is their carry, `like` the shapes of one; `advance` moves them on."""
 
     def __init__(
-        self, setup: Setup, sampler: optax.GradientTransformationExtraArgs, hint: str = ""
+        self,
+        loss_fn: Callable[..., Output],
+        params: optax.Params,
+        sampler: optax.GradientTransformationExtraArgs,
+        *,
+        key: jax.Array,
+        aux: Tree = None,
+        stochastic: bool = False,
+        per_chain: bool = False,
+        mesh: Mesh | None = None,
+        specs: Tree = None,
+        hint: str = "",
     ):
-        mesh, specs, per_chain, aux = setup.mesh, setup.specs, setup.per_chain, setup.aux
-        self.mesh, self.specs, self.per_chain, self.observe = mesh, specs, per_chain, setup.observe
-        self.number = parallel.num_chains("sample", setup.params)
+        self.mesh, self.specs, self.per_chain = mesh, specs, per_chain
+        self.number = parallel.num_chains("sample", params)
         if aux is not None and parallel.num_chains("sample", aux, "aux") != self.number:
             rule = f"a tree whose leaves have a leading axis of {self.number} chains"
             _check.fail("sample", "aux", rule, jax.tree.map(jnp.shape, aux))
-        key, stochastic = setup.key, setup.stochastic
-        loss = _checks.loss_of("sample", setup.loss_fn, aux is not None, stochastic)
+        loss = _checks.loss_of("sample", loss_fn, aux is not None, stochastic)
         sampler_key, loss_key = jax.random.split(key) if stochastic else (key, None)
-        params = parallel.place(setup.params, mesh=mesh, specs=specs)
+        params = parallel.place(params, mesh=mesh, specs=specs)
         chains = Chain(
             params=params,
             state=parallel.init(sampler, params, mesh=mesh, specs=specs, key=sampler_key),
@@ -146,7 +126,7 @@ class Chains:
         self.gradients_per_step = find(chains.state, "sample", "sampler").gradients_per_step
         # In `optax.MultiSteps` the sampler gets one gradient for several calls.
         self.accumulates = bool(optax.tree.get_all_with_path(chains.state, "mini_step"))
-        self.like = _host.shapes_of_one(chains)
+        self.like = _tree.shapes_of_one(chains)
         self.sampler, self.settings = sampler, _settings.of(sampler, self.like.params)
         # Parameters that are sharded inside a chain keep their arrays.
         self.packing = packing = Packing(self.like, SMALL if specs is None else 0)
@@ -166,8 +146,6 @@ class Chains:
         self._one = parallel.step(one, self.packed, mesh=mesh, per_chain=per_chain)
         self._many = parallel.step(many, self.packed, mesh=mesh, per_chain=per_chain)
         self._record = self._compile(lambda packed: _record_of_chain(packing.unpack(packed)))
-        hint = hint or f"The first axis of `params`, length {self.number}, was taken as chains."
-        hint = f"{hint} {_checks.advice_on_single(setup.batches)}".rstrip()
         self.loss = loss
         self._losses = _checks.Losses("sample", loss, self.number, per_chain, mesh, hint)
         self._draw = self._compile(lambda packed: _draw_of_chain(packing.unpack(packed)))
@@ -194,7 +172,7 @@ class Chains:
             return f"does not fit `loss_fn`: {error.got}"
         return ""
 
-    def check(self, batch: Batch, warns: bool):
+    def check(self, where: str, batch: Batch, warns: bool):
         """Require finite losses on the first batch, and chains that differ."""
         losses = _tree.local(self.losses(batch))
         lost = np.flatnonzero(~np.isfinite(losses)).tolist()
@@ -210,13 +188,13 @@ class Chains:
             self._check_different()
         if warns:
             if self.like.key is None:
-                _checks.warn_of_sum("sample", self.losses, batch, self.per_chain, self.mesh)
+                _checks.warn_of_sum(where, self.losses, batch, self.per_chain, self.mesh)
             num_data = (self.settings or {}).get("num_data")
             count = _checks.at_least(batch, num_data, self.per_chain)
-            _checks.warn_if_failed("sample", count)
-            _checks.warn_if_failed("sample", self.check_rise(batch))
+            _checks.warn_if_failed(where, count)
+            _checks.warn_if_failed(where, self.check_rise(batch))
             for check in self.check_program(batch):
-                _checks.warn_if_failed("sample", check)
+                _checks.warn_if_failed(where, check)
 
     def _check_different(self):
         """Require chains that differ in anything, such as the key of their noise."""
@@ -275,19 +253,8 @@ class Chains:
         return int(np.max(_tree.everywhere(counts)))
 
     def draw(self) -> Tree:
-        """Return the last accepted step ends, or what `observe` returns of them, `[chain, ...]`."""
-        draw = self._draw(self.packed)
-        return draw if self.observe is None else self._observed(self.observe(draw))
-
-    def _observed(self, observed: Tree) -> Tree:
-        """Require arrays of all chains."""
-        rule = f"a function that returns a tree of arrays [chain, ...] of the {self.number} chains"
-        shapes = [np.shape(x)[:1] for x in jax.tree.leaves(observed)]
-        if not shapes or set(shapes) != {(self.number,)}:
-            got = f"one that returns {_check.show(observed)}"
-            _check.fail("sample", "observe", rule, got)
-        # The user may write into them, or donate them.
-        return jax.tree.map(jnp.array, observed)
+        """Return the last accepted step ends, `[chain, ...]`."""
+        return self._draw(self.packed)
 
 
 def _call_of_chain(

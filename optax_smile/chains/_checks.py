@@ -416,6 +416,13 @@ def advice_on_single(batches: object) -> str:
     return SINGLE * (are_arrays or hasattr(batches, "shape"))
 
 
+def advice_on_axes(params: optax.Params, batches: object) -> str:
+    """Say how `params` and `batches` were understood, for errors of the loss."""
+    number = np.shape(jax.tree.leaves(params)[0])[0]
+    axes = f"The first axis of `params`, length {number}, was taken as chains."
+    return f"{axes} {advice_on_single(batches)}".rstrip()
+
+
 def check_list(
     where: str, batches: Sequence[Batch], num_data: object, per_chain: bool, warns: bool
 ):

@@ -8,21 +8,18 @@ import time
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from pathlib import Path
-from typing import NamedTuple
 
 import jax
 import numpy as np
 
-from optax_smile import _check, _disk, _settings, _tree
+from optax_smile import _check, _disk, _tree
 from optax_smile._disk import Json
 from optax_smile._types import Batch, Options, Tree
 from optax_smile._warn import warn
-from optax_smile.chains._chains import Chains, Setup
 from optax_smile.chains._checks import num_rows
-from optax_smile.chains._host import Position, shapes_of_one
 from optax_smile.draws import _format
 from optax_smile.draws._format import CHECKPOINTS, SUMS
-from optax_smile.draws.snapshots import Snapshots, Stopping, StoredSnapshots, load_snapshots
+from optax_smile.draws.snapshots import Snapshots, StoredSnapshots, load_snapshots
 from optax_smile.state import STATE_FORMAT, samplers
 
 # Number of checkpoints to keep: if the newest is damaged, the one before it serves.
@@ -44,30 +41,20 @@ WORDS = {
 }
 
 
-class Place(NamedTuple):
-    """Progress of a run.
-
-    Attributes:
-        num_gradients: gradients of each chain.
-        num_kept: stored draws of each chain.
-        position: position of the next batch.
-    """
-
-    num_gradients: int
-    num_kept: int
-    position: Position
-
-
 class MemoryRun:
     """Keeps the draws of a run in host memory. Such runs are never resumed."""
 
-    def __init__(self, chains: Chains):
-        self.start, self.settings = _tree.local(chains.draw()), chains.settings
+    def __init__(self, start: Tree, settings: Options | None):
+        self.start, self.settings = start, settings
+        self.begun: Json | None = None
         self.draws: list[Tree] = []
         self.trace: list[Mapping[str, np.ndarray]] = []
-        self.stopping: Stopping | None = None
 
-    def restore(self, chains: Chains) -> Place | None:
+    def begin(self, num_warmup: int, thin: int):
+        """Keep where the draws lie."""
+        self.begun = {"num_warmup": num_warmup, "thin": thin}
+
+    def restore(self, carry: Tree) -> tuple[Tree, Json] | None:
         """Return None: there is nothing to resume."""
 
     def put(self, number: int, step: int, stats: Mapping[str, np.ndarray], draw: Tree | None):
@@ -76,27 +63,21 @@ class MemoryRun:
         if draw is not None:
             self.draws.append(_tree.local(draw))
 
-    def note(self, stopping: Stopping):
-        """Keep the results of a stopping rule so far."""
-        self.stopping = stopping
-
     def is_due(self) -> bool:
         """Return False: there are no checkpoints."""
         return False
 
-    def checkpoint(self, chains: Chains, place: Place):
+    def checkpoint(self, carry: Tree, place: Json):
         """Do nothing: there are no checkpoints."""
 
-    def result(self, num_draws: int) -> Snapshots:
+    def result(self, num_draws: int | None = None) -> Snapshots:
         """Return all draws `[chain, draw, ...]` and the trace `[chain, tick]`."""
 
         def stack(*leaves):
             return np.stack(leaves, axis=1)
 
         params, trace = jax.tree.map(stack, *self.draws), jax.tree.map(stack, *self.trace)
-        snapshots = Snapshots(params, trace, self.settings, self.start)
-        vars(snapshots).update(stopping=self.stopping)
-        return snapshots
+        return Snapshots(params, trace, self.settings, self.start)
 
 
 class DirectoryRun:
@@ -106,51 +87,61 @@ class DirectoryRun:
         ValueError: a directory in use, of another run, or with draws but no checkpoint.
     """
 
-    def __init__(self, setup: Setup, chains: Chains, closing: contextlib.ExitStack):
-        assert setup.directory is not None
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        start: Tree,
+        carry: Tree,
+        settings: Options,
+        *,
+        dtype: str | None,
+        resume: bool,
+        minutes: float,
+        closing: contextlib.ExitStack,
+    ):
         _disk.import_safetensors()
-        start = chains.draw()
         check_names("sample", "params", start)
-        self.directory, self.like = Path(setup.directory).absolute(), shapes_of_one(start)
+        self.directory, self.like = Path(directory).absolute(), _tree.shapes_of_one(start)
         # Before anything is created there.
         check_real("sample", self.directory / CHECKPOINTS)
         if not (self.directory / CHECKPOINTS).exists():
             self._refuse_draws_alone()
         for path, leaf in jax.tree_util.tree_leaves_with_path(start):
-            if not _format.fits(leaf, setup.dtype, tiny=0):
+            if not _format.fits(leaf, dtype, tiny=0):
                 rule = "a precision that holds the start, or None"
-                got = f"{setup.dtype!r}, in which {jax.tree_util.keystr(path) or 'it'} is infinite"
+                got = f"{dtype!r}, in which {jax.tree_util.keystr(path) or 'it'} is infinite"
                 _check.fail("sample", "dtype", rule, got)
         closing.enter_context(lock("sample", self.directory))
         if jax.process_index() == 0:
             _disk.remove_drafts(self.directory)
         # Waits for all processes.
-        self.checkpoints = Checkpoints(self.directory, setup.checkpoint_minutes)
+        self.checkpoints = Checkpoints(self.directory, minutes)
         closing.callback(self.checkpoints.close)
-        self.manifest = _format.manifest_of(start, setup.dtype, _settings_of(setup, chains))
-        self.manifest["whole"] = {"sampler": _settings.whole(chains.sampler, chains.like.params)}
-        before = self._before(chains, setup.resume)
-        rounded = _format.rounded(start, setup.dtype)
+        self.manifest = _format.manifest_of(start, dtype, settings)
+        self.manifest["whole"] = {}
+        before = self._before(carry, resume)
+        rounded = _format.rounded(start, dtype)
+        self.begun: Json | None = None
         if before is not None:
-            rounded = self._start(rounded)
-        point: Options = {}
-        # The observed start of an earlier run does not determine its loss.
-        if chains.observe is None:
-            point = {"params": rounded} if setup.aux is None else rounded
-        self.manifest |= describe_run(
-            setup.batches, setup.per_chain, lambda batch: chains.losses(batch, **point)
-        )
-        if before is not None:
-            check_same("sample", self.directory, before, self.manifest)
+            self._start(rounded)
+            kept = before["settings"]
+            if "thin" in kept:
+                self.begun = {name: kept[name] for name in ("num_warmup", "thin")}
+                self.manifest["settings"] |= self.begun
         if jax.process_index() == 0:
             _format.write_manifest(self.directory, self.manifest)
-        files = _format.DrawFiles(
-            self.directory, start, dtype=setup.dtype, resumed=before is not None
-        )
+        files = _format.DrawFiles(self.directory, start, dtype=dtype, resumed=before is not None)
         self.writer, self.warned = _format.SnapshotWriter(files), set[str]()
         closing.callback(self.writer.close)
 
-    def _before(self, chains: Chains, resume: bool) -> Json | None:
+    def begin(self, num_warmup: int, thin: int):
+        """Write where the draws lie."""
+        self.begun = {"num_warmup": num_warmup, "thin": thin}
+        self.manifest["settings"] |= self.begun
+        if jax.process_index() == 0:
+            _format.write_manifest(self.directory, self.manifest)
+
+    def _before(self, carry: Tree, resume: bool) -> Json | None:
         """Return the manifest of the run to resume, if there is one."""
         has_draws = _format.has_draws(self.directory)
         if not has_draws and self.checkpoints.newest() == 0:
@@ -164,9 +155,8 @@ class DirectoryRun:
         if not has_checkpoint:
             self._refuse_draws_alone()
             return None
-        self.checkpoints.previous("sample", chains.tree)
+        self.checkpoints.previous("sample", carry)
         before = _format.read_manifest("sample", self.directory)
-        # Before the loss is computed with other shapes.
         check_settings("sample", self.directory, before, self.manifest)
         return before
 
@@ -189,26 +179,9 @@ class DirectoryRun:
             )
         return stored
 
-    def restore(self, chains: Chains) -> Place | None:
-        """Set the chains to the newest checkpoint, and return its place; None without one."""
-        restored = self.checkpoints.restore(chains.tree)
-        if restored is None:
-            return None
-        chains.tree, place = restored
-        return Place(place["num_gradients"], place["num_kept"], Position(**place["position"]))
-
-    def warn_of_finished(self, num_draws: int):
-        """Warn that there was nothing to do."""
-        draws = self.result(num_draws)
-        if not draws.num_draws:
-            # Which is an error.
-            return
-        newest = max(block.path.stat().st_mtime for block in draws.draws[-1])
-        date = time.strftime("%Y-%m-%d", time.localtime(newest))
-        warn(
-            f"`sample`: the run in {self.directory} is finished. Its {draws.num_draws} draws per"
-            f" chain, of {date}, are returned. A larger `num_draws` extends it."
-        )
+    def restore(self, carry: Tree) -> tuple[Tree, Json] | None:
+        """Return carry and place of the newest checkpoint; None without one."""
+        return self.checkpoints.restore(carry)
 
     def put(self, number: int, step: int, stats: Mapping[str, np.ndarray], draw: Tree | None):
         """Pass a draw and its statistics to the thread that writes."""
@@ -220,17 +193,11 @@ class DirectoryRun:
         """Start of the chains, as stored."""
         return self.result().start
 
-    def note(self, stopping: Stopping):
-        """Write the results of a stopping rule so far."""
-        self.manifest["stopping"] = _format.to_json(stopping)
-        if jax.process_index() == 0:
-            _format.write_manifest(self.directory, self.manifest)
-
     def is_due(self) -> bool:
         """Return whether it is time for a checkpoint."""
         return self.checkpoints.is_due()
 
-    def checkpoint(self, chains: Chains, place: Place):
+    def checkpoint(self, carry: Tree, place: Json):
         """Write a checkpoint, after the draws before it."""
         self.writer.flush()
         if wide := sorted(self.writer.files.wide - self.warned):
@@ -239,8 +206,7 @@ class DirectoryRun:
                 f"`sample`: {', '.join(wide)} had numbers that are too large or too small for"
                 f" {self.writer.files.dtype}, and these draws were stored in full precision."
             )
-        content = place._asdict() | {"position": place.position._asdict()}
-        self.checkpoints.save(place.num_gradients, chains.tree, content)
+        self.checkpoints.save(place["num_gradients"], carry, place)
 
     def result(self, num_draws: int | None = None) -> StoredSnapshots:
         """Load the first draws, or all of them."""
@@ -248,16 +214,6 @@ class DirectoryRun:
             snapshots = load_snapshots(self.directory, like=self.like)
         snapshots.draws = snapshots.draws[:num_draws]
         return snapshots
-
-
-def _settings_of(setup: Setup, chains: Chains) -> Options:
-    """Return what distinguishes a run from another, in a form for JSON."""
-    names = "num_warmup", "thin", "batch_per", "stochastic", "per_chain"
-    settings = {name: getattr(setup, name) for name in names} | {"sampler": chains.settings}
-    settings["key"] = np.asarray(jax.random.key_data(setup.key)).tolist()
-    if setup.stop is not None:
-        settings["stop"] = setup.stop.described()
-    return settings
 
 
 # Checkpoints.

@@ -11,12 +11,9 @@ import optax
 from optax_smile import _settings, _table, _tree
 from optax_smile._types import Tree
 from optax_smile._warn import warn
-from optax_smile.chains import _host
 from optax_smile.state import STATE_FORMAT, Stats, samplers
 
-ANNOUNCEMENT = (
-    "`sample`: `sampler` is an optimizer. Its iterates are checkpoints, not posterior draws."
-)
+ANNOUNCEMENT = "`sampler` is an optimizer. Its iterates are checkpoints, not posterior draws."
 
 
 class OptimizerState(NamedTuple):
@@ -75,7 +72,7 @@ def is_optimizer(transformation: optax.GradientTransformation, params: optax.Par
 
     A sampler is found in the state, or by its settings if a wrapper hides its state.
     """
-    like = _host.shapes_of_one(jax.eval_shape(lambda x: x, params))
+    like = _tree.shapes_of_one(jax.eval_shape(lambda x: x, params))
     if _settings.of(transformation, like) is not None:
         return False
     return not samplers(jax.eval_shape(transformation.init, like))
@@ -117,13 +114,13 @@ def as_sampler(
     return optax.GradientTransformationExtraArgs(described, update)
 
 
-def warn_of_nonfinite(step: int, stats: Mapping[str, np.ndarray]) -> bool:
+def warn_of_nonfinite(where: str, step: int, stats: Mapping[str, np.ndarray]) -> bool:
     """Warn of chains with non-finite numbers; return whether there are any."""
     chains = np.flatnonzero(stats["num_nonfinite"]).tolist()
     if chains:
         steps = _table.counted(int(np.sum(stats["num_nonfinite"])), "step")
         warn(
-            f"`sample`: by step {step}, {steps} of the chains {chains} had a non-finite gradient,"
+            f"`{where}`: by step {step}, {steps} of the chains {chains} had a non-finite gradient,"
             " loss or iterate. Steps to non-finite iterates are skipped, and the run continues; see"
             " `num_nonfinite` in its trace. Try a smaller learning rate."
         )

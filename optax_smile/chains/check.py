@@ -15,8 +15,7 @@ import optax
 from optax_smile import _check, _settings, _table, _tree
 from optax_smile._types import Batch, Options, Output, Tree
 from optax_smile.chains import _checks
-from optax_smile.chains._chains import Chains, Setup
-from optax_smile.chains._host import shapes_of_one
+from optax_smile.chains._chains import Chains
 from optax_smile.diagnostics.findings import Check
 from optax_smile.state import AFTER, samplers
 
@@ -162,16 +161,14 @@ def check(
     params, aux = jax.tree.map(jnp.asarray, (params, aux))
     if not has_chains:
         params, aux = jax.tree.map(lambda x: x[None], (params, aux))
-    settings = _settings.of(sampler, shapes_of_one(params))
+    settings = _settings.of(sampler, _tree.shapes_of_one(params))
     if settings is None:
         rule = "a transformation that contains an optax_smile sampler"
         _check.fail("check", "sampler", rule, "one without")
     checks = [*_of_data(batches, is_whole, settings, num_data)]
     usable = [part for part in batches if _checks.size(part, False) != 0]
     if usable:
-        key, given = jax.random.key(0), {"aux": aux, "stochastic": stochastic}
-        setup = Setup(loss_fn, params, usable, sampler, num_warmup=0, thin=1, key=key, **given)
-        checks += _of_chains(setup, state)
+        checks += _of_chains(loss_fn, params, usable, sampler, state, aux, stochastic)
     return CheckReport(tuple(checks))
 
 
@@ -202,13 +199,22 @@ def _of_data(
     yield from [test for test in made if not test.passed][:1] or made[-1:]
 
 
-def _of_chains(setup: Setup, own: Tree) -> Iterator[Check]:
+def _of_chains(
+    loss_fn: Callable[..., Output],
+    params: optax.Params,
+    batches: list[Batch],
+    sampler: optax.GradientTransformation,
+    own: Tree,
+    aux: Tree,
+    stochastic: bool,
+) -> Iterator[Check]:
     """Make the tests that need losses and updates; `own` is the state of the loop."""
-    batches = list(setup.batches)
+    sampler, key = optax.with_extra_args_support(sampler), jax.random.key(0)
+    given = {"key": key, "aux": aux, "stochastic": stochastic}
+    hint = CHAINED if own is None else _checks.advice_on_axes(params, batches)
     try:
         with _check.called("check", "sample", "parallel.place", "parallel.init"):
-            hint = CHAINED * (own is None)
-            chains = Chains(setup, optax.with_extra_args_support(setup.sampler), hint)
+            chains = Chains(loss_fn, params, sampler, **given, hint=hint)
     except _check.ArgumentError as error:
         if error.advice != AFTER:
             raise
@@ -222,7 +228,7 @@ def _of_chains(setup: Setup, own: Tree) -> Iterator[Check]:
             _check.fail("check", "batch", _checks.USABLE, got, advice)
     if np.all(np.isfinite(losses)):
         mean = ""
-        if not setup.stochastic:
+        if not stochastic:
             mean = _checks.check_mean(chains.losses, batches[0], False, None)
         yield from (x for x in (mean, chains.check_rise(batches[0])) if isinstance(x, Check))
         yield from chains.check_program(batches[0])
@@ -231,7 +237,7 @@ def _of_chains(setup: Setup, own: Tree) -> Iterator[Check]:
             rows = (_checks.num_rows(batches[0], False) or 0) // 2
             batches = [batches[0], jax.tree.map(lambda x: x[:rows], batches[0])]
     if chains.number > 1:
-        yield _of_keys(own, setup.params)
+        yield _of_keys(own, params)
     broken, calls, (stats, seen) = [], 0, chains.record()
     while calls < max(LEAST_CALLS, len(batches)) or (
         # Several accumulated gradients count as one.

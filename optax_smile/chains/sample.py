@@ -1,53 +1,26 @@
-"""Run the chains of a sampler: warm-up, thinning, draws, and resuming after a kill."""
+"""Sampling from start to end: warm-up, draws, and resuming after a kill."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
-from itertools import compress, islice
+from collections.abc import Callable, Iterable
 
 import jax
 import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from optax_smile import _check, _tree, parallel
+from optax_smile import _check
 from optax_smile._types import Batch, Output, Tree
 from optax_smile._warn import warn
-from optax_smile.chains import _checks, _host, _optimizer
-from optax_smile.chains._chains import BatchPer, Chains, Setup
-from optax_smile.chains._directory import DirectoryRun, MemoryRun, Place, how_to_resume
-from optax_smile.chains.stopping import Evidence, EvidenceStop, split
-from optax_smile.draws import _format
+from optax_smile.chains import _host
+from optax_smile.chains._chains import BatchPer
+from optax_smile.chains.run import Interrupted, Run
+from optax_smile.draws._format import StoredDtype
 from optax_smile.draws.snapshots import Snapshots, StoredSnapshots
 
-RESTART = "A generator cannot be restarted: pass a list."
-Watch = Callable[[int, Mapping[str, np.ndarray] | None], None]
 
-
-@_check.arguments(
-    params=_checks.Starts(),
-    batches=_check.BATCHES,
-    sampler=_check.TRANSFORMATION,
-    num_warmup=_check.Whole(0),
-    num_draws=_check.Whole(1),
-    thin=_check.Whole(1),
-    key=_check.Key(needed=True),
-    aux=parallel.STACKED | None,
-    loss_fn=_checks.Loss(),
-    batch_per=_check.OneOf(BatchPer),
-    steps_per_dispatch=_check.Whole(1),
-    mesh=parallel.MESH,
-    specs=parallel.SPECS,
-    directory=_check.PathLike() | None,
-    checkpoint_minutes=_check.Real(0, infinite=True, traced=False),
-    dtype=_check.OneOf(_format.StoredDtype) | None,
-    callback=_check.Function("(step, stats)") | None,
-    observe=_check.Function("(draw)") | None,
-    stop=_check.kind(EvidenceStop, "an `EvidenceStop`") | None,
-)
-@_check.on_host
+@_check.arguments(num_warmup=_check.Whole(0), num_draws=_check.Whole(1), thin=_check.Whole(1))
 def sample(
     loss_fn: Callable[..., Output],
     params: optax.Params,
@@ -69,11 +42,8 @@ def sample(
     resume: bool = True,
     check: bool = True,
     checkpoint_minutes: float = 5.0,
-    dtype: _format.StoredDtype | None = None,
+    dtype: StoredDtype | None = None,
     progress: bool = True,
-    callback: Callable[[int, Mapping[str, np.ndarray]], None] | None = None,
-    observe: Callable[[Tree], Tree] | None = None,
-    stop: EvidenceStop | None = None,
 ) -> Snapshots | StoredSnapshots:
     """Run many chains. After a warm-up, store their current draws every `thin` steps.
 
@@ -147,16 +117,6 @@ def sample(
             numbers below 6e-5 lose digits in `"float16"`, and below 3e-8 they become 0.
         progress: show a progress bar, if tqdm is installed. It has the step size, the moving mean
             of |energy change| and the number of rejected steps; for an optimizer, the loss.
-        callback: `callback(step, stats)`, called every `thin` steps with a new dict of arrays
-            `[chain]`: the fields of `optax_smile.stats`, `loss`, and `start_loss`, the loss of the
-            first batch at the start. For an optimizer, step size and energies are NaN.
-        observe: function `observe(draw)`. It receives the current draw of all chains, arrays
-            `[chain, ...]` on the devices, and returns a tree of arrays `[chain, ...]`, such as
-            losses. `sample` stores these instead of the draws.
-        stop: an `EvidenceStop`. It ends the run before `num_draws` when held-out data give enough
-            evidence, for example that the draws predict better than the start. The attribute
-            `stopping` of the draws says why. To resume, pass the same rule and data (the rule is
-            applied to the stored draws again), or None to continue without a rule.
 
     Returns:
         `Snapshots` with `params` `[chain, draw, ...]` and statistics every `thin` steps; with a
@@ -204,275 +164,83 @@ def sample(
         >>> draws.params["w"].shape
         (3, 5, 2)
     """
-    given = locals()  # The arguments, with a typed `key`.
-    if dtype is not None and directory is None:
-        _check.fail("sample", "dtype", "None without a `directory`", repr(dtype))
-    setup = Setup(**{name: given[name] for name in Setup._fields})
-    num_steps = num_warmup + num_draws * thin
-    with ExitStack() as closing:
-        run = Run(setup, closing)
-        if run.is_optimizer:
-            warn(_optimizer.ANNOUNCEMENT)
-        bar = closing.enter_context(_host.Bar(num_steps, "sampling", progress, compiles=True))
-        may_warn = run.is_optimizer
-
-        def watch(step: int, stats: Mapping[str, np.ndarray] | None):
-            nonlocal may_warn
-            _show(bar, step, stats)
-            if stats is None:
-                return
-            may_warn = may_warn and not _optimizer.warn_of_nonfinite(step, stats)
-            if callback is not None:
-                callback(step, jax.tree.map(np.array, stats))
-
-        is_finished = run.advance(num_steps, watch)
-        if not run.has_advanced and isinstance(run.kept, DirectoryRun):
-            run.kept.warn_of_finished(num_draws)
-    check_end("sample", run, num_steps, num_draws, not is_finished)
-    return run.result(num_draws)
-
-
-class Run:
-    """Chains that advance on request, and what is kept of them."""
-
-    def __init__(self, setup: Setup, closing: ExitStack):
-        self.setup, params = setup, setup.params
-        if setup.stop is not None and setup.observe is not None:
-            rule = "None with `observe`, which keeps no draws to predict with"
-            _check.fail("sample", "stop", rule, "an `EvidenceStop`")
-        sampler = optax.with_extra_args_support(setup.sampler)
-        self.is_optimizer = _optimizer.is_optimizer(sampler, params)
-        if self.is_optimizer:
-            sampler = _optimizer.as_sampler(sampler)
-        with _check.called("sample", "parallel.place", "parallel.init", tree="params"):
-            self.chains = Chains(setup, sampler)
-        self.per_step = self.chains.gradients_per_step
-        if self.chains.accumulates and self.per_step > 1:
-            rule = 'one with `integrator="leapfrog"` inside `optax.MultiSteps`'
-            _check.fail("sample", "sampler", rule, "one with two gradients per step")
-        self.batches_per_step = 1 if setup.batch_per == "step" else self.per_step
-        self.stream = _host.Stream(setup.batches, alternates=self.batches_per_step == 2)
-        warns = setup.check
-        if isinstance(setup.batches, (list, tuple)):
-            num_data = (self.chains.settings or {}).get("num_data")
-            _checks.check_list("sample", setup.batches, num_data, setup.per_chain, warns)
-            warns = False
-        self.watched = _checks.watched(
-            "sample", self.stream, setup.per_chain, warns, self.chains.misfit
-        )
-        self.kept: MemoryRun | DirectoryRun = (
-            MemoryRun(self.chains)
-            if setup.directory is None
-            else DirectoryRun(setup, self.chains, closing)
-        )
-        self.position = self.stream.position()
-        self.place = Place(0, 0, self.position)
-        self.is_begun = self.has_advanced = False
-        self.interrupted: str | None = None
-        self.gradients: _checks.Gradients | None = None
-        self.evidence: Evidence | None = None
-        if setup.stop is not None:
-            # Wait until all processes have written their part of the start. Each then has the draws
-            # of all chains, and predicts with its own devices.
-            _host.any_process(False)
-            devices = (setup.mesh, setup.specs) if jax.process_count() == 1 else (None, None)
-            is_stored = isinstance(self.kept, DirectoryRun)
-            begun = self.kept.start if is_stored else _tree.everywhere(self.chains.draw())
-            with _check.called("sample", "Predictor.update"):
-                self.evidence = Evidence(setup.stop, begun, self.chains.number, *devices)
-
-    @property
-    def is_stopped(self) -> bool:
-        """Whether the stopping rule has ended the run."""
-        return self.evidence is not None and self.evidence.has_stopped
-
-    @property
-    def num_steps(self) -> int:
-        """Steps of the sampler so far."""
-        return self.place.num_gradients // self.per_step
-
-    def result(self, num_draws: int) -> Snapshots | StoredSnapshots:
-        """Return the draws, and which signal ended the run."""
-        draws = self.kept.result(num_draws)
-        vars(draws).update(interrupted=self.interrupted)
-        return draws
-
-    def to_tick(self, step: int) -> int:
-        """Return the number of steps to the next tick, at which a draw may be kept.
-
-        Ticks are `thin` steps apart; the warm-up and the run end at one.
-        """
-        return (self.setup.num_warmup - step - 1) % self.setup.thin + 1
-
-    def advance(self, num_steps: int, watch: Watch) -> bool:
-        """Run the chains to a number of steps, or until a signal or the stopping rule ends the run.
-
-        Args:
-            num_steps: total number of steps, at a tick.
-            watch: `watch(step, stats)`, called after each dispatch; stats at a tick, else None.
-
-        Returns:
-            False if a signal or the stopping rule ended this call. True otherwise, also if the
-            batches ran out, or if the rule had ended the run before.
-        """
+    with (
+        _check.called("sample", "Run", "Run.advance", "Run.draws"),
+        _Run(
+            loss_fn,
+            params,
+            batches,
+            sampler,
+            key=key,
+            aux=aux,
+            stochastic=stochastic,
+            per_chain=per_chain,
+            batch_per=batch_per,
+            steps_per_dispatch=steps_per_dispatch,
+            mesh=mesh,
+            specs=specs,
+            directory=directory,
+            resume=resume,
+            check=check,
+            checkpoint_minutes=checkpoint_minutes,
+            dtype=dtype,
+        ) as run,
+        _host.Bar(num_warmup + num_draws * thin, "sampling", progress, compiles=True) as bar,
+        run.heeding(),
+    ):
+        _check_warmup(run, num_warmup)
+        begun_at, signal = run.num_steps, None
         try:
-            if not self.is_begun:
-                self._begin()
-            if self.num_steps >= num_steps or self.is_stopped:
-                return True
-            self.has_advanced = True
-            with _host.stop_signals() as stop_requested:
-                for batches in self._dispatches(num_steps):
-                    self.chains.advance(batches)
-                    if self._end_step(len(batches), stop_requested, watch):
-                        self.kept.checkpoint(self.chains, self.place)
-                        return False
-                self.kept.checkpoint(self.chains, self.place)
-        except _host.SecondInterrupt:
-            raise
-        except KeyboardInterrupt:
-            self.interrupted = "SIGINT"
-            return False
-        return True
-
-    def _begin(self):
-        """Resume from the newest checkpoint, or write the first one."""
-        place = self.kept.restore(self.chains)
-        if place is None:
-            self.kept.checkpoint(self.chains, self.place)
-        else:
-            self.place = place
-            self.stream.go_to(place.position)
-        self.is_begun = True
-        if self.evidence is not None and isinstance(self.kept, DirectoryRun):
-            draws, number = self.kept.result(self.place.num_kept), self.chains.number
-            for first in range(0, len(draws), number):
-                self._collect_trees(draws[first : first + number])
-
-    def _collect_trees(self, trees: Sequence[Tree]):
-        """Pass a draw of each chain to the stopping rule, and keep its results."""
-        if self.evidence is not None and self.evidence.add_draws(trees):
-            self.kept.note(self.evidence.result())
-
-    def _end_step(
-        self, num_new: int, stop_requested: Callable[[], str | None], watch: Watch
-    ) -> bool:
-        """Keep the results of a tick; return whether the run has to stop."""
-        num_gradients, num_kept = self.place.num_gradients + num_new, self.place.num_kept
-        if self.chains.accumulates:
-            num_gradients = self.chains.num_gradients()
-        step = num_gradients // self.per_step
-        stats = None
-        if is_tick := step > self.num_steps and self.to_tick(step) == self.setup.thin:
-            stats, self.gradients = self.chains.record()
-            _checks.check_first_gradients("sample", self.gradients)
-            if not self.is_optimizer:
-                _checks.check_received("sample", self.gradients)
-            _check_unaltered(stats)
-            is_draw = step > self.setup.num_warmup and bool(np.all(stats["is_draw"]))
-            draw = self.chains.draw() if is_draw else None
-            if is_draw and not num_kept and self.setup.check:
-                found = _checks.check_step_size(self.chains.settings, self.chains.tree.state)
-                _checks.warn_if_failed("sample", found)
-            self.kept.put(num_kept, step, stats, draw)
-            num_kept += is_draw
-            if is_draw and self.evidence is not None:
-                # Rounded as on disk, so that a resumed run collects the same.
-                stored = _format.rounded(_tree.everywhere(draw), self.setup.dtype)
-                self._collect_trees(split(stored, self.chains.number))
-        self.place = Place(num_gradients, num_kept, self.position)
-        watch(step, stats)
-        if not is_tick and jax.process_count() > 1:
-            return False
-        received = [stop_requested() == name for name in _host.SIGNALS]
-        *received, is_due = _host.any_process(*received, self.kept.is_due())
-        self.interrupted = next(compress(_host.SIGNALS, received), None)
-        must_stop = self.interrupted is not None or self.is_stopped
-        if is_due and not must_stop:
-            self.kept.checkpoint(self.chains, self.place)
-        return must_stop
-
-    def _dispatches(self, num_steps: int) -> Iterator[list[Batch]]:
-        """Yield batches of some steps, one for each gradient, up to a tick or less."""
-        repeats = self.per_step // self.batches_per_step
-        while self.num_steps < num_steps:
-            taken: list[Batch] = []
-            number = min(self.setup.steps_per_dispatch, self.to_tick(self.num_steps))
-            for _ in range(number):
-                of_step = list(islice(self.watched, self.batches_per_step))
-                if len(of_step) < self.batches_per_step:
-                    break
-                taken += of_step
-                self.position = self.stream.position()
-            if not taken:
-                return
-            if not (self.place.num_gradients or self.place.position.taken):
-                self.chains.check(taken[0], self.setup.check)
-            yield [batch for batch in taken for _ in range(repeats)]
-
-
-def check_end(where: str, run: Run, num_steps: int, num_draws: int, is_stopped: bool):
-    """Warn if there are fewer draws than requested; raise if there are none."""
-    step, place, resume = run.num_steps, run.place, how_to_resume(run.setup.directory)
-    if not place.num_kept:
-        if is_stopped:
-            raise KeyboardInterrupt(f"`{where}` was stopped before the first draw. {resume}")
-        if step == num_steps:
-            rule = f"large enough that at least one of the {step} steps is a draw"
-            advice = "Run longer, or lower `adapt_steps` or `exploration` of the sampler."
-            _check.fail(where, "num_draws", rule, num_draws, advice)
-        if run.stream.defect:
-            advice = _checks.advice_on_single(given := run.setup.batches)
-            got = f"{_check.show(given) if advice else 'one'} whose {run.stream.defect}"
-            _check.fail(where, "batches", _checks.USABLE, got, advice)
-        taken, needed = run.stream.taken, num_steps * run.batches_per_step
-        rule = f"a list, which is restarted, or batches for {needed} gradients"
-        advice = RESTART if taken else ""
-        _check.fail(where, "batches", rule, f"{taken or 'no'} batches", advice)
-    if place.num_kept < num_draws and not run.is_stopped:
-        if step == num_steps:
-            fewer = f"{place.num_kept} draws per chain instead of {num_draws}"
-            warn(f"`{where}` kept {fewer}. At the other steps, `stats(state).is_draw` is False.")
-        else:
-            reason = "" if is_stopped else f": {run.stream.defect or 'the batches ran out'}"
-            if not is_stopped and not run.stream.defect:
-                resume = f"{RESTART} {resume}" if run.setup.directory else RESTART
-            if run.interrupted is not None:
-                name = "draws" if where == "sample" else "selection"
-                resume += (
-                    f" `{name}.interrupted` is {run.interrupted!r}: a script that is to be started"
-                    " again must exit with a status other than 0."
+            for step in range((num_warmup - 1) % thin + 1, num_warmup + 1, thin):
+                run.advance(step)
+                _show(bar, run)
+            for _ in run.draws(num_draws, thin=thin):
+                _show(bar, run)
+        except Interrupted as interrupt:
+            if not run.num_draws:
+                raise
+            signal = interrupt.signal
+            warn(
+                f"{interrupt} `draws.interrupted` is {signal!r}: a script that is to be started"
+                " again must exit with a status other than 0."
+            )
+        draws = run.snapshots()
+        if isinstance(draws, StoredSnapshots):
+            if run.num_steps == begun_at:
+                warn(
+                    f"`sample`: the run in {directory} is finished. Its draws are returned. A"
+                    " larger `num_draws` extends it."
                 )
-            fewer = f"{place.num_kept} of {num_draws} draws per chain"
-            warn(f"`{where}` ended early with {fewer}{reason}. {resume}")
-    if run.setup.check and not run.is_optimizer and run.gradients is not None:
-        _checks.warn_of_gradients(where, run.gradients)
+            draws.draws = draws.draws[:num_draws]
+    vars(draws).update(interrupted=signal)
+    return draws
 
 
-def _check_unaltered(stats: Mapping[str, np.ndarray]):
-    """Require parameters that are those which the sampler's updates lead to."""
-    altered = np.flatnonzero(stats["is_altered"]).tolist()
-    if altered:
-        rule = "a sampler whose updates are applied unchanged"
-        number, calls = (stats[x][altered[0]] for x in ("num_altered", "num_gradients"))
-        got = f"changed updates in {number} of {calls} calls, in the chains {altered}"
-        advice = (
-            "Nothing after or around the sampler may change its updates: no clip, learning rate,"
-            " weight decay, projection or average of parameters."
-        )
-        _check.fail("sample", "sampler", rule, got, advice)
+class _Run(Run):
+    """A run whose warnings name `sample`."""
+
+    where = "sample"
 
 
-def _show(bar: _host.Bar, step: int, stats: Mapping[str, np.ndarray] | None):
-    """Update the progress bar at a tick."""
+def _check_warmup(run: Run, num_warmup: int):
+    """Require the warm-up of the run that is continued."""
+    rule = "" if run.num_warmup in (None, num_warmup) else f"{run.num_warmup}"
+    if run.num_warmup is None and run.num_steps > num_warmup:
+        rule = f"at least {run.num_steps}, the steps made"
+    if rule:
+        advice = "Or choose another directory."
+        _check.fail("sample", "num_warmup", f"{rule}, as in this run", num_warmup, advice)
+
+
+def _show(bar: _host.Bar, run: Run):
+    """Update the progress bar."""
     bar.begin()
-    if stats is None:
-        return
+    stats = run.stats
     if np.all(np.isnan(stats["step_size"])):
         # An optimizer.
-        bar.show(step, loss=f"{np.median(stats['loss']):.3g}")
+        bar.show(run.num_steps, loss=f"{np.median(stats['loss']):.3g}")
         return
     figures = {"step_size": f"{np.median(stats['step_size']):.2e}"}
     if np.all(np.isfinite(stats["energy_mean"])):
         figures["energy"] = f"{np.median(stats['energy_mean']):.2g}"
-    bar.show(step, **figures, rejected=int(np.sum(stats["num_rejected"])))
+    bar.show(run.num_steps, **figures, rejected=int(np.sum(stats["num_rejected"])))

@@ -16,13 +16,13 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from optax_smile import _check, _disk, _settings, _tree, parallel
+from optax_smile import _check, _disk, _settings, _tree
 from optax_smile._table import aligned
-from optax_smile._types import Batch, Options, Output, Tree, by_identity
-from optax_smile.chains import _checks, _host
-from optax_smile.chains._directory import check_real, how_to_resume
-from optax_smile.chains.sample import Run, Setup, check_end
-from optax_smile.chains.stopping import split
+from optax_smile._types import Batch, Options, Output, Tree, Unchecked, by_identity
+from optax_smile._warn import warn
+from optax_smile.chains import _host
+from optax_smile.chains._directory import check_real
+from optax_smile.chains.run import Interrupted, Run
 from optax_smile.draws import _checks as _draw_checks
 from optax_smile.draws.likelihoods import Likelihood
 from optax_smile.draws.predict import Predictor, predict
@@ -40,10 +40,9 @@ NUM_SCORED = 16
 GAIN_KEPT, LARGEST_GAIN = 0.5, float(np.log(2))
 # Standard errors by which a finalist must be ahead of the chosen one to run again.
 CLEARLY = 2
-# File in the directory with the results of the rounds.
-ROUNDS = "rounds.json"
-# File in the folder of a candidate with the predictions of its draws in the current round.
-PART = "round.safetensors"
+# Files with the scores of the rounds, and with the predictions of a candidate in its round.
+ROUNDS, PART = "rounds.json", "round.safetensors"
+PARTS = "Run", "Run.advance", "Run.draws", "sample", "predict", "Predictor", "Predictor.update"
 NOT_IN_NAMES = set('/\\:*?"<>|\0')
 
 
@@ -55,9 +54,7 @@ class Selection(NamedTuple):
         best: name of the chosen candidate.
         draws: draws of its whole run, as `sample` returns them.
         names: names of all candidates, `[candidate]`.
-        num_steps: steps of each chain from the start to the end of each round, `[round]`; each is
-            about twice the one before. In the later rounds only the chosen candidate runs, see
-            `select`.
+        num_steps: steps of each chain from the start to the end of each round, `[round]`.
         lppd: log pointwise predictive density of the validation data, nats per input (for
             `"tokens"`, per token), of the average over at most 16 draws of each chain in the last
             half of these steps, `[round, candidate]`; NaN for candidates that did not run in the
@@ -65,8 +62,7 @@ class Selection(NamedTuple):
         projected: `lppd` plus an estimate of what more draws will add until the end of the run,
             `[round, candidate]`, see `select`. It ranks the candidates.
         standard_error: standard error, over the inputs, of the difference of `projected` from the
-            best of the round, `[round, candidate]`; NaN if a value is not finite or there is only
-            one input.
+            best of the round, `[round, candidate]`; NaN if it is unknown.
         start_lppd: `lppd` of the initial parameters of the chains.
         final_lppd: `lppd` of all draws of the chosen candidate.
         total_steps: steps of each chain of the chosen candidate.
@@ -97,48 +93,34 @@ class Selection(NamedTuple):
         return getattr(self.draws, "interrupted", None)
 
     def __str__(self) -> str:
-        rows = [("0", "start", self.start_lppd, np.nan, np.nan, np.nan)]
+        unknown = np.nan, np.nan, np.nan
+        rows = [("0", "start", self.start_lppd, *unknown)]
         rounds = self.num_steps, self.lppd, self.projected, self.standard_error
         for steps, lppd, projected, error in zip(*rounds, strict=True):
-            order = [place for place in np.argsort(-projected) if not np.isnan(projected[place])]
-            for place in order:
-                head = str(steps) if place == order[0] else ""
-                below = projected[order[0]] - projected[place]
+            ranked = [place for place in np.argsort(-projected) if not np.isnan(projected[place])]
+            for place in ranked:
+                below = projected[ranked[0]] - projected[place]
+                head = str(steps) if place == ranked[0] else ""
                 numbers = lppd[place], projected[place], below, error[place]
                 rows.append((head, self.names[place], *numbers))
-        rows.append((str(self.total_steps), self.best, self.final_lppd, np.nan, np.nan, np.nan))
+        rows.append((str(self.total_steps), self.best, self.final_lppd, *unknown))
         steps, names, *columns = zip(*rows, strict=True)
         table = {"steps": [*steps], "candidate": [*names]}
-        heads = "LPPD", "projected", "below best", "error"
-        for head, form, values in zip(heads, (".5g", ".5g", ".2g", ".2g"), columns, strict=True):
-            table[head] = ["-" if np.isnan(x) else format(x, form) for x in values]
+        forms = {"LPPD": ".5g", "projected": ".5g", "below best": ".2g", "error": ".2g"}
+        for (name, form), values in zip(forms.items(), columns, strict=True):
+            table[name] = ["-" if np.isnan(x) else format(x, form) for x in values]
         return "\n".join([*aligned(table), "", *self._notes()])
 
     def _notes(self) -> Iterator[str]:
-        yield f"Chosen: {self.best}, with LPPD {self.final_lppd:.5g} over all its draws."
-        yield f"The dropped candidates used {self.cost:.2f} times its number of gradients."
+        yield f"Chosen: {self.best}. The others used {self.cost:.2f} times its gradients."
         if not _settings.are_posterior(getattr(self.draws, "settings", None)):
             yield "It is an optimizer: its draws are iterates, not posterior draws."
         if not self.final_lppd > self.start_lppd:
             yield "No better than the start: keep the start, or change the candidates or the steps."
         row = len(_num_dropped(len(self.names))) - 1
-        for steps, lppd in zip(self.num_steps[row + 1 :], self.lppd[row + 1 :], strict=True):
-            ran = [name for name, x in zip(self.names, lppd, strict=True) if not np.isnan(x)]
-            if len(ran) > 1:
-                yield (
-                    f"After {steps} steps, the candidate that led had become worse than another in"
-                    f" an earlier round. Compared again: {', '.join(ran)}."
-                )
-        if len(self.num_steps):
-            place = int(np.nanargmax(self.lppd[row]))
-            lppd = self.lppd[row, place]
-            if lppd - self.final_lppd > CLEARLY * self.best_round_error:
-                had = f"{self.names[place]} had an LPPD of {lppd:.5g}"
-                yield (
-                    f"After {self.num_steps[row]} steps, {had}, more than {self.best} at its end:"
-                    " its later draws may overfit."
-                )
-            yield "Projected: with an estimate of what the draws of the rest of the run will add."
+        highest = np.nanmax(self.lppd[row]) if len(self.lppd) else -np.inf
+        if highest - self.final_lppd > CLEARLY * self.best_round_error:
+            yield f"After {self.num_steps[row]} steps a candidate had an LPPD of {highest:.5g}."
         if np.isneginf([*self.lppd.ravel(), self.final_lppd]).any():
             yield "-inf: chains or predictions became non-finite."
 
@@ -161,55 +143,7 @@ class _Candidates(_check.Constraint):
         return dict(value)
 
 
-class Part(NamedTuple):
-    """Predictions so far of the draws of a round.
-
-    Attributes:
-        end: last step of the round.
-        step: step of the last draw.
-        counts: numbers of draws of all chains, in the earlier and in the later half of the steps.
-        log_sums: for each half, log of the sum over draws of the density of each target; NaN for
-            padding, and for all targets if predictions were not finite.
-    """
-
-    end: int
-    step: int = 0
-    counts: tuple[int, int] = (0, 0)
-    log_sums: tuple[np.ndarray, np.ndarray] = (np.array(-np.inf), np.array(-np.inf))
-
-    def joined(self, predictor: Predictor, step: int, half: int) -> Part:
-        """Add the draws of a predictor to a half."""
-        log_sum = np.array(np.nan)
-        # Predictions of the start were finite, so an error means non-finite draws.
-        with contextlib.suppress(ValueError):
-            log_density = np.asarray(predictor.finalize().log_density, float)
-            log_sum = log_density + np.log(predictor.count)
-        counts, log_sums = [*self.counts], [*self.log_sums]
-        counts[half] += predictor.count
-        with np.errstate(invalid="ignore"):
-            log_sums[half] = np.logaddexp(log_sums[half], log_sum)
-        return Part(self.end, step, (counts[0], counts[1]), (log_sums[0], log_sums[1]))
-
-    def density(self) -> np.ndarray:
-        """Log density of each input under the average; -inf if predictions are not finite."""
-        if any(np.isnan(x).all() for x in self.log_sums):
-            return np.array([-np.inf])
-        # NumPy warns of the NaN of padding.
-        with np.errstate(invalid="ignore"):
-            return _by_input(np.logaddexp(*self.log_sums) - np.log(sum(self.counts)))
-
-    def gain(self) -> np.ndarray:
-        """What twice as many draws add to `density`: all draws compared with each half of them."""
-        density = self.density()
-        if not all(self.counts) or not np.isfinite(density).all():
-            return np.zeros_like(density)
-        pairs = zip(self.log_sums, self.counts, strict=True)
-        halves = [_by_input(log_sum - np.log(count)) for log_sum, count in pairs]
-        mean = np.average(halves, axis=0, weights=self.counts)
-        return np.minimum(density - mean, LARGEST_GAIN)
-
-
-class Judged(NamedTuple):
+class Score(NamedTuple):
     """Result of a candidate in a round.
 
     Attributes:
@@ -237,21 +171,18 @@ class Judged(NamedTuple):
         return float(np.mean(self.projected))
 
 
+Scores = dict[str, Score]
+
+
 @_check.arguments(
-    params=_checks.Starts(),
     batches=_check.REPEATABLE,
     candidates=_Candidates(),
     validation=_draw_checks.INPUTS_AND_TARGETS,
     num_warmup=_check.Whole(0),
     num_draws=_check.Whole(1),
     thin=_check.Whole(1),
-    key=_check.Key(needed=True),
     batch_size=_check.Whole(1) | None,
     largest_cost=_check.Real(0, 100, open="low", traced=False),
-    loss_fn=_checks.Loss(),
-    steps_per_dispatch=_check.Whole(1),
-    mesh=parallel.MESH,
-    specs=parallel.SPECS,
     directory=_check.PathLike() | None,
 )
 @_check.on_host
@@ -281,42 +212,32 @@ def select(
 ) -> Selection:
     """Run several samplers or optimizers, and keep the one that predicts validation data best.
 
-    All candidates start from the same parameters with the same key, and run in rounds. Each round
-    ends at about twice as many steps as the one before. The score of a candidate is the log
-    pointwise predictive density (LPPD) of the validation data, predicted by the average over at
-    most 16 draws of each chain in the last half of the steps so far. Candidates whose draws differ
-    much will gain more from the draws to come. To account for this, `select` compares the LPPD of
-    all these draws with the mean LPPD of the earlier and of the later half of them. The difference
-    is the gain from twice as many draws, for each input at most log 2. The projected LPPD adds half
-    of this gain for each doubling of the number of draws until the end of the run. It ranks the
-    candidates, and each round drops the worse half, until at most three finalists remain.
+    All candidates start from the same parameters with the same key, and run in rounds, each to
+    about twice as many steps as the one before. The score of a candidate is the log pointwise
+    predictive density (LPPD) of the validation data, predicted by the average over at most 16 draws
+    of each chain in the last half of the steps so far. Candidates whose draws differ much gain more
+    from the draws to come: the difference between the LPPD of all these draws and the mean LPPD of
+    their earlier and of their later half is the gain from twice as many draws, for each input at
+    most log 2. The projected LPPD adds half of this gain for each doubling until the end of the
+    run. It ranks the candidates. Each round drops the worse half, until at most three finalists
+    remain, and the next round chooses one.
 
-    The next round chooses one of the finalists. Those whose projected LPPD is within one standard
-    error of the best count as equal. Among them, `select` chooses by these criteria, in this order:
-    fewer gradients per step; a sampler of the posterior of the model (temperature 1, and a prior
-    that is not centred at the start); larger projected LPPD. The chosen candidate finishes its run.
-    Its draws are those of `sample` with that candidate. The others together take at most about
-    `largest_cost` times the steps of the chosen one.
+    Finalists whose projected LPPD is within one standard error of the best count as equal. Among
+    them, `select` prefers, in this order: fewer gradients per step; a sampler of the posterior of
+    the model (temperature 1, and a prior that is not centred at the start); larger projected LPPD.
+    The chosen candidate finishes its run. It is scored again each time that its steps have doubled:
+    if its projected LPPD is more than two standard errors below the LPPD that another finalist had,
+    this one runs as many steps, and `select` chooses again.
 
-    The chosen candidate is scored again each time that its number of steps has doubled. It may have
-    begun to overfit: if its projected LPPD is more than two standard errors below the LPPD that
-    another finalist had, this one runs as many steps, and `select` chooses again. Only then do the
-    others take more steps than `largest_cost` allows.
-
-    Use a warm start, such as that of `warmstart`. Rounds are short: a candidate that predicts badly
-    at first and improves late may be dropped. The printed result says if the chosen one ends below
-    the start, or clearly below the best finalist of the round that chose. A larger `largest_cost`
-    makes longer rounds.
-
-    For a grid of settings, pass a dict such as
-    `{f"{T:g}": psmile(num_data=N, temperature=T, key=0) for T in (0.01, 0.1, 1)}`.
+    Use a warm start, such as that of `warmstart`. A candidate that predicts badly at first and
+    improves late may be dropped; a larger `largest_cost` makes longer rounds. For a grid, pass a
+    dict such as `{f"{T:g}": psmile(num_data=N, temperature=T, key=0) for T in (0.01, 0.1, 1)}`.
 
     Arguments not listed are those of `sample`.
 
     Args:
-        batches: iterable of batches, see `sample`. It cannot be an iterator, such as a generator,
-            since each candidate iterates over it. If each pass is shuffled, candidates see
-            different orders.
+        batches: iterable of batches, see `sample`; no iterator, since each candidate iterates over
+            it. If each pass is shuffled, candidates see different orders.
         candidates: dict of samplers and Optax optimizers by name. `local.network_candidates` makes
             the usual ones for a network.
         apply_fn: `apply_fn(params, inputs)`, for `predict`.
@@ -325,12 +246,11 @@ def select(
         likelihood: see `predict`.
         batch_size: validation inputs to run at once, >= 1; None: all.
         largest_cost: steps of all other candidates until one is chosen, relative to those of a
-            whole run, in (0, 100]. Larger values make longer rounds.
+            whole run, in (0, 100]. Only a replaced choice costs more.
         directory: directory with a folder per candidate and a file for the rounds. After a kill the
-            same call resumes; `load_snapshots(directory / name)` reads the draws. It is an error if
-            the steps of the rounds, the LPPD of the start, or the arguments of a candidate have
-            changed. The code of functions among them is not compared. For the other arguments see
-            `resume` of `sample`. None: in memory.
+            same call resumes. It is an error if the steps of the rounds, the LPPD of the start, or
+            the arguments of a candidate have changed; see also `resume` of `sample`. None: in
+            memory.
         progress: show a progress bar over the steps of all candidates, if tqdm is installed.
 
     Returns:
@@ -343,9 +263,9 @@ def select(
         KeyboardInterrupt: interrupted before a candidate was chosen, or before its first draw.
             With a `directory` the same call resumes.
 
-    Cost: (1 + largest_cost) times the steps of `sample`, more if a chosen candidate overfits; the
-    states of all candidates on the device until they are dropped, those of the finalists until the
-    last round; one forward pass over the validation data per scored draw; compiling each candidate.
+    Cost: (1 + largest_cost) times the steps of `sample`; the states of all candidates on the device
+    until they are dropped; one forward pass over the validation data per scored draw; compiling
+    each candidate.
 
     Example:
         >>> import jax, jax.numpy as jnp, optax, optax_smile
@@ -361,79 +281,105 @@ def select(
         >>> selection.best, selection.draws.num_draws
         ('psmile', 30)
     """
-    given = locals()  # The arguments, with a typed `key`.
     validation = _tree.as_numeric("select", "validation", tuple(validation), copy=True)
     if jax.process_count() > 1:
         got = f"{jax.process_count()} processes"
         _check.fail("select", "params", "arrays of a single process", got)
-    setup: Options = {name: given[name] for name in Setup._fields if name in given}
     read: Options = {"likelihood": likelihood, "targets": validation[1]}
     read |= {"batch_size": batch_size, "mesh": mesh, "specs": specs}
+    folder = None if directory is None else Path(directory).absolute()
+
+    def begin(name: str) -> Run:
+        return _Run(
+            loss_fn,
+            params,
+            batches,
+            candidates[name],
+            key=key,
+            stochastic=stochastic,
+            per_chain=per_chain,
+            steps_per_dispatch=steps_per_dispatch,
+            mesh=mesh,
+            specs=specs,
+            directory=None if folder is None else folder / name,
+            check=check,
+        )
+
+    num_steps, dropped = num_warmup + num_draws * thin, _num_dropped(len(candidates))
+    ends = _round_ends(dropped, num_warmup, thin, num_steps, largest_cost)
+    # How many candidates are left after each round.
+    left = [*(len(candidates) - np.cumsum(dropped)).tolist(), *[1] * (len(ends) - len(dropped))]
+    num_all = num_steps + int(np.dot(dropped, ends[: len(dropped)]))
     renamed = {"inputs": "validation", "targets": "validation", "sampler": "candidates"}
     renamed |= {"snapshots": "params"}
-    parts = "sample", "predict", "Predictor", "Predictor.update"
-    num_steps = num_warmup + num_draws * thin
-    dropped = _num_dropped(len(candidates))
-    ends = _round_ends(dropped, num_warmup, thin, num_steps, largest_cost)
-    numbers = [*(len(candidates) - np.cumsum(dropped)).tolist(), *[1] * (len(ends) - len(dropped))]
-    num_all = num_steps + int(np.dot(dropped, ends[: len(dropped)]))
-    with _check.called("select", *parts, **renamed), ExitStack() as closing:
+    with _check.called("select", *PARTS, **renamed), ExitStack() as closing:
         start = predict(apply_fn, Snapshots.from_members(params), validation[0], **read)
-        folder = None if directory is None else Path(directory).absolute()
-        for path in [folder / name for name in candidates] if folder is not None else []:
-            check_real("select", path)
+        for name in candidates if folder is not None else ():
+            check_real("select", Path(folder, name))
         identity = _identity(candidates, params, ends, start)
         rounds = _read(folder, identity)
         bar = closing.enter_context(_host.Bar(num_all, "selecting", progress, compiles=True))
-        done = {name: one.num_steps for judged in rounds for name, one in judged.items()}
-        opened = {
-            name: _Candidate(name, sampler, setup, folder, bar, done)
-            for name, sampler in candidates.items()
-        }
-        for candidate in opened.values():
-            closing.callback(candidate.close)
-        predictor = Predictor(apply_fn, validation[0], **read)
+        done = {name: one.num_steps for scores in rounds for name, one in scores.items()}
 
-        def run_round(names: list[str], judged: dict[str, Judged], end: int):
+        def show(name: str, step: int):
+            done[name] = step
+            bar.begin()
+            bar.show(sum(done.values()), candidate=name)
+
+        places = num_warmup, num_draws, thin, steps_per_dispatch
+        runs = {name: _Candidate(name, begin, show, folder, *places) for name in candidates}
+        for candidate in runs.values():
+            closing.push(candidate)
+        predictor = Predictor(apply_fn, validation[0], **read)
+        running, latest, signal = [*candidates], Scores(), None
+
+        def run_round(names: list[str], scores: Scores, end: int):
             for name in names:
-                if name not in judged:
-                    judged[name] = opened[name].judge(predictor, end, num_draws * thin)
+                if name not in scores:
+                    settings = _settings.of(candidates[name], _tree.shapes_of_one(params)) or {}
+                    scores[name] = runs[name].score(predictor, end, settings)
                     _write(folder, identity, rounds)
 
-        running, latest, is_stopped = [*candidates], dict[str, Judged](), False
-        for judged, end, number in zip(rounds, ends, numbers, strict=True):
-            try:
-                run_round(running, judged, end)
+        try:
+            for scores, end, number in zip(rounds, ends, left, strict=True):
+                run_round(running, scores, end)
                 if len(running) > 1:
-                    _check_finite(judged)
-                while ahead := _ahead(judged, latest):
-                    run_round(ahead, judged, end)
-            except KeyboardInterrupt:
-                # After the choice, the draws of the chosen one are returned as those of `sample`.
-                if len(running) > 1:
-                    raise
-                is_stopped = True
-                break
-            latest |= judged
-            running = _survivors(judged, number)
-            for name in latest.keys() - set(running) if number > 1 else ():
-                opened[name].close()
-                del latest[name]
+                    _check_finite(scores)
+                while ahead := _ahead(scores, latest):
+                    run_round(ahead, scores, end)
+                running = _survivors(scores, number)
+                # Finalists stay, as they may replace the chosen one.
+                latest = {**latest, **scores}
+                for name in [x for x in latest if x not in running and number > 1]:
+                    runs[name].close()
+                    del latest[name]
+            (best,) = running
+            for name in latest.keys() - {best}:
+                runs[name].close()
+            runs[best].finish()
+        except Interrupted as interrupt:
+            if len(running) > 1 or not runs[running[0]].run.num_draws:
+                raise
+            signal = interrupt.signal
+            warn(
+                f"{interrupt} `selection.interrupted` is {signal!r}: a script that is to be started"
+                " again must exit with a status other than 0."
+            )
         (best,) = running
-        for name in latest.keys() - {best}:
-            opened[name].close()
-        run = opened[best].run
-        is_stopped = is_stopped or not opened[best].finish(num_steps)
-        check_end("select", run, num_steps, num_draws, is_stopped)
-        draws, density = run.result(num_draws), [-np.inf]
+        total_steps, draws, density = (
+            runs[best].run.num_steps,
+            runs[best].run.snapshots(),
+            [-np.inf],
+        )
+        vars(draws).update(interrupted=signal)
         # A chain may have become non-finite after the last round.
         with contextlib.suppress(ValueError):
             final = predict(apply_fn, draws, validation[0], **read)
             density = _by_input(final.log_density).tolist()
-        rounds = [judged for judged in rounds if judged]
-        finalists = rounds[len(dropped) - 1].values() if rounds else ()
-        best_density = max((x.density for x in finalists), key=np.mean, default=[np.nan])
-    lppd, projected, error = _scores(rounds, [*candidates])
+    rounds = [scores for scores in rounds if scores]
+    finalists = rounds[len(dropped) - 1].values() if rounds else ()
+    best_density = max((x.density for x in finalists), key=np.mean, default=[np.nan])
+    lppd, projected, error = _table_of(rounds, [*candidates])
     return Selection(
         best=best,
         draws=draws,
@@ -442,12 +388,18 @@ def select(
         lppd=lppd,
         projected=projected,
         standard_error=error,
-        start_lppd=_lppd(start),
+        start_lppd=float(np.mean(_by_input(start.log_density))),
         final_lppd=float(np.mean(density)),
-        total_steps=run.num_steps,
+        total_steps=total_steps,
         cost=_cost(rounds, best, draws),
         best_round_error=_standard_error(density, best_density),
     )
+
+
+class _Run(Run):
+    """A run whose warnings name `select`."""
+
+    where, announces = "select", False
 
 
 def _num_dropped(number: int) -> list[int]:
@@ -485,37 +437,37 @@ def _round_ends(
     return ends
 
 
-def _check_finite(judged: Mapping[str, Judged]):
-    if not np.isfinite([x.lppd for x in judged.values()]).any():
+def _check_finite(scores: Mapping[str, Score]):
+    if not np.isfinite([one.lppd for one in scores.values()]).any():
         rule = "candidates of which at least one keeps all chains and predictions finite"
-        _check.fail("select", "candidates", rule, [*judged])
+        _check.fail("select", "candidates", rule, [*scores])
 
 
-def _ahead(judged: Mapping[str, Judged], latest: Mapping[str, Judged]) -> list[str]:
+def _ahead(scores: Mapping[str, Score], latest: Mapping[str, Score]) -> list[str]:
     """Return a finalist that was clearly better before than all are in this round, or none."""
-    best = max(judged.values(), key=lambda one: one.projected_lppd)
+    best = max(scores.values(), key=lambda one: one.projected_lppd)
 
-    def is_ahead(one: Judged) -> bool:
+    def is_ahead(one: Score) -> bool:
         error = np.nan_to_num(_standard_error(one.density, best.projected))
         return bool(one.lppd - best.projected_lppd > CLEARLY * error)
 
-    ahead = [name for name, one in latest.items() if name not in judged and is_ahead(one)]
+    ahead = [name for name, one in latest.items() if name not in scores and is_ahead(one)]
     return sorted(ahead, key=lambda name: -latest[name].lppd)[:1]
 
 
-def _survivors(judged: Mapping[str, Judged], number: int) -> list[str]:
+def _survivors(scores: Mapping[str, Score], number: int) -> list[str]:
     """Return the best `number`; a single one may be equal to the best, and preferred to it."""
-    ranked = sorted(judged, key=lambda name: -judged[name].projected_lppd)
+    ranked = sorted(scores, key=lambda name: -scores[name].projected_lppd)
     if number > 1:
         return ranked[:number]
-    best = judged[ranked[0]]
+    best = scores[ranked[0]]
 
     def is_equal(name: str) -> bool:
-        below = best.projected_lppd - judged[name].projected_lppd
-        return name == ranked[0] or below <= _standard_error(judged[name].projected, best.projected)
+        below = best.projected_lppd - scores[name].projected_lppd
+        return name == ranked[0] or below <= _standard_error(scores[name].projected, best.projected)
 
     def preference(name: str) -> tuple[int, bool]:
-        return judged[name].gradients_per_step, not judged[name].is_bayes
+        return scores[name].gradients_per_step, not scores[name].is_bayes
 
     return [min(filter(is_equal, ranked), key=preference)]
 
@@ -529,128 +481,180 @@ def _standard_error(first: Sequence[float], second: Sequence[float]) -> float:
     return float(difference.std(ddof=1) / len(difference) ** 0.5)
 
 
+class Average(NamedTuple):
+    """Predictions so far of the draws of a round.
+
+    Attributes:
+        end: last step of the round.
+        step: step of the last draw.
+        counts: numbers of draws of all chains, in the earlier and in the later half of the steps.
+        log_sums: for each half, log of the sum over draws of the density of each target; NaN for
+            padding, and for all targets if predictions were not finite.
+    """
+
+    end: int
+    step: int = 0
+    counts: tuple[int, int] = (0, 0)
+    log_sums: tuple[np.ndarray, np.ndarray] = (np.array(-np.inf), np.array(-np.inf))
+
+    def joined(self, predictor: Predictor, step: int, half: int) -> Average:
+        """Add the draws of a predictor to a half."""
+        log_sum = np.array(np.nan)
+        # Predictions of the start were finite, so an error means non-finite draws.
+        with contextlib.suppress(ValueError):
+            log_density = np.asarray(predictor.finalize().log_density, float)
+            log_sum = log_density + np.log(predictor.count)
+        counts, log_sums = [*self.counts], [*self.log_sums]
+        counts[half] += predictor.count
+        with np.errstate(invalid="ignore"):
+            log_sums[half] = np.logaddexp(log_sums[half], log_sum)
+        return Average(self.end, step, (counts[0], counts[1]), (log_sums[0], log_sums[1]))
+
+    def density(self) -> np.ndarray:
+        """Log density of each input under the average; -inf if predictions are not finite."""
+        if any(np.isnan(x).all() for x in self.log_sums):
+            return np.array([-np.inf])
+        # NumPy warns of the NaN of padding.
+        with np.errstate(invalid="ignore"):
+            return _by_input(np.logaddexp(*self.log_sums) - np.log(sum(self.counts)))
+
+    def gain(self) -> np.ndarray:
+        """What twice as many draws add to `density`: all draws compared with each half of them."""
+        density = self.density()
+        if not all(self.counts) or not np.isfinite(density).all():
+            return np.zeros_like(density)
+        pairs = zip(self.log_sums, self.counts, strict=True)
+        halves = [_by_input(log_sum - np.log(count)) for log_sum, count in pairs]
+        mean = np.average(halves, axis=0, weights=self.counts)
+        return np.minimum(density - mean, LARGEST_GAIN)
+
+
 class _Candidate:
-    """A candidate, whose run is started on first use.
+    """A candidate, whose run begins on first use and is closed on exit.
 
     Args:
         name: name of the candidate.
-        sampler: its sampler or optimizer.
-        setup: arguments of `Setup` shared by all candidates.
+        begin: `begin(name)` starts or continues the run.
+        show: `show(name, step)` shows progress.
         folder: directory of all candidates, or None.
-        bar: progress bar over the steps of all candidates.
-        done: steps of each candidate so far, by name.
+        num_warmup, num_draws, thin, steps_per_dispatch: see `sample`.
     """
 
     def __init__(
         self,
         name: str,
-        sampler: optax.GradientTransformation,
-        setup: Options,
+        begin: Callable[[str], Run],
+        show: Callable[[str, int], None],
         folder: Path | None,
-        bar: _host.Bar,
-        done: dict[str, int],
+        num_warmup: int,
+        num_draws: int,
+        thin: int,
+        steps_per_dispatch: int,
     ):
-        self.name, self.bar, self.done, self.closing = name, bar, done, ExitStack()
-        self.folder = None if folder is None else folder / name
-        self.setup = Setup(**setup | {"sampler": sampler, "directory": self.folder})
+        self.name, self.begin, self.show = name, begin, show
+        self.file = None if folder is None else folder / name / PART
+        self.num_warmup, self.num_draws, self.thin = num_warmup, num_draws, thin
+        self.steps_per_dispatch = steps_per_dispatch
 
     @functools.cached_property
     def run(self) -> Run:
         """The run, at its start or at its newest checkpoint."""
-        return Run(self.setup, self.closing)
+        return self.begin(self.name)
+
+    def __enter__(self) -> _Candidate:
+        return self
+
+    def __exit__(self, *error: Unchecked):
+        if "run" in vars(self):
+            self.run.__exit__(*error)
 
     def close(self):
-        """Close the files and free the chains."""
-        self.closing.close()
+        """Close the run, and free its chains."""
+        self.__exit__(None, None, None)
         vars(self).pop("run", None)
 
-    def judge(self, predictor: Predictor, end: int, num_sampling: int) -> Judged:
-        """Run to the end of a round, and score the draws in the last half of the steps.
-
-        Args:
-            predictor: predicts the validation data.
-            end: last step of the round.
-            num_sampling: steps of the whole run after the warm-up.
-        """
-        run, part = self.run, self._part(end)
-        num_scored = _num_due(part.step, end)
-
-        def watch(step: int, seen: Mapping[str, np.ndarray] | None):
-            nonlocal num_scored, part
-            self._show(step, seen)
-            num_due = _num_due(step, end)
+    def score(self, predictor: Predictor, end: int, settings: Options) -> Score:
+        """Run to the end of a round, and score the draws in the last half of the steps."""
+        run, average = self.run, self._average(end)
+        num_scored = _num_due(average.step, end)
+        while True:
+            step, num_due = run.num_steps, _num_due(run.num_steps, end)
             # A run that resumes from a checkpoint repeats some steps.
             is_only_point = step == end and not num_scored
-            if num_due > num_scored and (is_only_point or self._is_draw()):
-                num_scored = num_due
+            if num_due > num_scored and (is_only_point or np.all(run.stats["is_draw"])):
+                num_scored, points = num_due, run.last_accepted()
                 predictor.restart()
-                self._predict(predictor)
-                part = part.joined(predictor, step, half=int(step > (1 + BURN_IN) / 2 * end))
-                if self.folder is not None:
-                    self._write(part)
-
-        if not run.advance(end, watch):
-            message = f"`select` was stopped in the run of the candidate {self.name!r}."
-            raise KeyboardInterrupt(f"{message} {how_to_resume(self.folder)}")
-        if run.num_steps != end or not any(part.counts):
-            rule = "new, or hold the same selection"
-            got = f"{self.folder} with a run of {run.num_steps} steps"
+                for chain in range(len(run.stats["is_draw"])):
+                    predictor.update(jax.tree.map(lambda x, chain=chain: x[chain], points))
+                average = average.joined(predictor, step, half=int(step > (1 + BURN_IN) / 2 * end))
+                self._write(average)
+            if step >= end or not self._advance(self._next_stop(end, num_scored)):
+                break
+        run.checkpoint()
+        if run.num_steps != end or not any(average.counts):
+            rule, got = (
+                "new, or hold the same selection",
+                f"one with a run of {run.num_steps} steps",
+            )
             _check.fail("select", "directory", rule, got)
-        counts, _ = run.chains.record()
+        counts = run.stats
         is_sound = np.all(counts["num_nonfinite"] <= MOST_NONFINITE * counts["num_gradients"])
-        settings = run.chains.settings or {}
-        density = part.density() if is_sound else np.array([-np.inf])
-        doublings = max(0.0, np.log2(num_sampling / ((1 - BURN_IN) * end)))
-        added = GAIN_KEPT * doublings * part.gain() if is_sound else 0.0
-        return Judged(
+        density = average.density() if is_sound else np.array([-np.inf])
+        doublings = max(0.0, np.log2(self.num_draws * self.thin / ((1 - BURN_IN) * end)))
+        added = GAIN_KEPT * doublings * average.gain() if is_sound else 0.0
+        return Score(
             density=density.tolist(),
             num_steps=run.num_steps,
-            gradients_per_step=run.per_step,
-            is_bayes=_is_bayes(settings),
+            gradients_per_step=_settings.gradients_per_step(settings),
+            is_bayes=settings.get("temperature") == 1 and settings.get("prior_mean") != "start",
             projected=(density + added).tolist(),
         )
 
-    def finish(self, num_steps: int) -> bool:
-        """Run to the end; return whether it finished without an interrupt."""
-        is_finished = self.run.advance(num_steps, self._show)
-        self.close()
-        return is_finished
+    def finish(self):
+        """Run to the end."""
+        while self.run.num_steps < self.num_warmup:
+            self._advance(self._next_stop(self.num_warmup, NUM_SCORED))
+        for _ in self.run.draws(self.num_draws, thin=self.thin):
+            self.show(self.name, self.run.num_steps)
 
-    def _is_draw(self) -> bool:
-        """Whether the current points of all chains are draws."""
-        return bool(np.all(self.run.chains.record()[0]["is_draw"]))
+    def _next_stop(self, end: int, num_scored: int) -> int:
+        """Return the end of the dispatch after which a point is to be scored, or the next tick."""
+        stop = step = self.run.num_steps
+        tick = step + (self.num_warmup - step - 1) % self.thin + 1
+        while stop < tick and (stop == step or _num_due(stop, end) <= num_scored):
+            stop = min(stop + self.steps_per_dispatch, tick)
+        return stop
 
-    def _predict(self, predictor: Predictor):
-        for draw in split(_tree.local(self.run.chains.draw()), self.run.chains.number):
-            predictor.update(draw)
+    def _advance(self, stop: int) -> bool:
+        """Run to a step, and keep draws and trace as `sample` does; False if it is not reached."""
+        past, run = stop - self.num_warmup, self.run
+        if past <= 0:
+            run.advance(stop, trace=past % self.thin == 0)
+        else:
+            # This call alone fixes where the draws lie.
+            draws = run.draws(-(-past // self.thin), thin=self.thin)
+            if past % self.thin:
+                run.advance(stop, trace=False)
+            for _ in draws if past % self.thin == 0 else ():
+                pass
+        self.show(self.name, self.run.num_steps)
+        return run.num_steps == stop
 
-    def _show(self, step: int, seen: Mapping[str, np.ndarray] | None):
-        self.bar.begin()
-        if seen is not None:
-            self.done[self.name] = step
-            self.bar.show(sum(self.done.values()), candidate=self.name)
-
-    def _part(self, end: int) -> Part:
-        """Return the stored predictions of an interrupted round, or an empty `Part`."""
-        if self.folder is None or not (file := self.folder / PART).exists():
-            return Part(end)
-        with _disk.naming(file, "file", "Remove the folder of this candidate."):
-            header, arrays = _disk.read(file)
+    def _average(self, end: int) -> Average:
+        """Return the stored predictions of an interrupted round, or none."""
+        if self.file is None or not self.file.exists():
+            return Average(end)
+        with _disk.naming(self.file, "file", "Remove the folder of this candidate."):
+            header, arrays = _disk.read(self.file)
             sums = arrays["first"], arrays["second"]
-            part = Part(header["end"], header["step"], tuple(header["counts"]), sums)
-        return part if part.end == end else Part(end)
+            average = Average(header["end"], header["step"], tuple(header["counts"]), sums)
+        return average if average.end == end else Average(end)
 
-    def _write(self, part: Part):
-        assert self.folder is not None
-        header = {name: getattr(part, name) for name in ("end", "step", "counts")}
-        first, second = part.log_sums
-        _disk.write(self.folder / PART, _disk.pack(header, {"first": first, "second": second}))
-
-
-def _is_bayes(settings: Mapping[str, object]) -> bool:
-    """Whether draws come from the posterior of the model, not a cold one or one near the start."""
-    is_model = settings.get("temperature") == 1 and settings.get("prior_mean") != "start"
-    return _settings.are_posterior(settings) and is_model
+    def _write(self, average: Average):
+        if self.file is not None:
+            header = {name: getattr(average, name) for name in ("end", "step", "counts")}
+            first, second = average.log_sums
+            _disk.write(self.file, _disk.pack(header, {"first": first, "second": second}))
 
 
 def _num_due(step: int, end: int) -> int:
@@ -673,10 +677,6 @@ def _by_input(log_density: np.ndarray | None) -> np.ndarray:
     return sums / number.mean() + shift
 
 
-def _lppd(prediction: Prediction) -> float:
-    return float(np.mean(_by_input(prediction.log_density)))
-
-
 def _identity(
     candidates: Mapping[str, optax.GradientTransformation],
     params: optax.Params,
@@ -684,17 +684,17 @@ def _identity(
     start: Prediction,
 ) -> Options:
     """Return what identifies a selection, in a form for JSON."""
-    shapes = _host.shapes_of_one(params)
+    shapes = _tree.shapes_of_one(params)
     described = {name: _settings.whole(x, shapes) for name, x in candidates.items()}
     return {
         "candidates": json.loads(json.dumps(described)),
         "rounds that end after": ends,
         # Identifies inputs, targets, likelihood, model and start.
-        "LPPD of the start": float(f"{_lppd(start):.3g}"),
+        "LPPD of the start": float(f"{np.mean(_by_input(start.log_density)):.3g}"),
     }
 
 
-def _read(folder: Path | None, identity: Options) -> list[dict[str, Judged]]:
+def _read(folder: Path | None, identity: Options) -> list[Scores]:
     """Read the results of an earlier call, for each round by name."""
     if folder is None or not os.path.lexists(file := folder / ROUNDS):
         return [{} for _ in identity["rounds that end after"]]
@@ -710,27 +710,27 @@ def _read(folder: Path | None, identity: Options) -> list[dict[str, Judged]]:
         if (theirs := stored.get(what)) != mine:
             rule = f"new, or hold a selection with the same {what}: {_check.cut(mine)}"
             _check.fail("select", "directory", rule, f"{folder} with {_check.cut(theirs)}")
-    return [{name: Judged(*x) for name, x in judged.items()} for judged in stored["found"]]
+    return [{name: Score(*x) for name, x in scores.items()} for scores in stored["found"]]
 
 
-def _write(folder: Path | None, identity: Options, rounds: list[dict[str, Judged]]):
+def _write(folder: Path | None, identity: Options, rounds: list[Scores]):
     if folder is not None:
         _disk.write_json(folder / ROUNDS, identity | {"found": rounds})
 
 
-def _scores(rounds: list[dict[str, Judged]], names: list[str]) -> np.ndarray:
+def _table_of(rounds: list[Scores], names: list[str]) -> np.ndarray:
     """Return LPPD, the projected one and its standard error, `[3, round, candidate]`."""
-    scores = np.full((3, len(rounds), len(names)), np.nan)
-    for row, judged in enumerate(rounds):
-        best = max(judged.values(), key=lambda one: one.projected_lppd)
-        for name, one in judged.items():
+    table = np.full((3, len(rounds), len(names)), np.nan)
+    for row, scores in enumerate(rounds):
+        best = max(scores.values(), key=lambda one: one.projected_lppd)
+        for name, one in scores.items():
             error = _standard_error(one.projected, best.projected)
-            scores[:, row, names.index(name)] = one.lppd, one.projected_lppd, error
-    return scores
+            table[:, row, names.index(name)] = one.lppd, one.projected_lppd, error
+    return table
 
 
-def _cost(rounds: list[dict[str, Judged]], best: str, draws: Snapshots | StoredSnapshots) -> float:
+def _cost(rounds: list[Scores], best: str, draws: Snapshots | StoredSnapshots) -> float:
     """Return the gradients of the dropped candidates divided by those of the chosen one."""
-    last = {name: one for judged in rounds for name, one in judged.items() if name != best}
+    last = {name: one for scores in rounds for name, one in scores.items() if name != best}
     spent = sum(one.num_steps * one.gradients_per_step for one in last.values())
     return spent / int(np.asarray(draws.trace["num_gradients"])[0, -1])

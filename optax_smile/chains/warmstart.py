@@ -173,7 +173,7 @@ def warmstart(
     # The argument check has converted a seed to a typed key.
     typed = cast(jax.Array, key)
     members = _begin(init_fn, optimizer, num_members, typed, stochastic, aux, mesh, specs)
-    shapes = _host.shapes_of_one(members.params)
+    shapes = _tree.shapes_of_one(members.params)
     if _settings.of(optimizer, shapes) is not None:
         warn(
             "`warmstart`: `optimizer` is a sampler, so it returns draws instead of trained weights."

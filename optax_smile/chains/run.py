@@ -1,0 +1,568 @@
+"""A run of many chains, which advances on request."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import compress, islice
+
+import jax
+import numpy as np
+import optax
+from jax.sharding import Mesh
+
+from optax_smile import _check, _table, _tree, parallel
+from optax_smile._types import Batch, Output, Tree, Unchecked
+from optax_smile._warn import warn
+from optax_smile.chains import _checks, _host, _optimizer
+from optax_smile.chains._chains import BatchPer, Chains
+from optax_smile.chains._directory import DirectoryRun, MemoryRun, how_to_resume
+from optax_smile.draws import _format
+from optax_smile.draws.snapshots import Snapshots, StoredSnapshots
+
+RESTART = "A generator cannot be restarted: pass a list."
+# Steps between two times at which several processes agree on signals and checkpoints.
+AGREE_EVERY = 100
+LEFT = (
+    "A process left the loop over `Run.draws` that another one continued. All processes of a run"
+    " must leave it at the same draw: decide by what is equal in all of them."
+)
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C or SIGTERM, between two steps; `signal` is `"SIGINT"` or `"SIGTERM"`."""
+
+    def __init__(self, message: str, signal: str):
+        super().__init__(message)
+        self.signal = signal
+
+
+def _method(function: _check.Function_) -> _check.Function_:
+    """Let no debugging flag of JAX act in a method, and name what the user called in its errors."""
+
+    @_check.on_host
+    @functools.wraps(function)
+    def method(self: Run, *args: Unchecked, **kwargs: Unchecked) -> Unchecked:
+        with _check.called(self.where, "sample", "parallel.place", "parallel.init", tree="params"):
+            return function(self, *args, **kwargs)
+
+    return method
+
+
+class Run:
+    """Many chains that advance on request, and what is kept of them.
+
+    `sample` is a run from start to end. Use `Run` to look at draws while they are made, to decide
+    when to stop, or to let several runs take turns:
+
+        with optax_smile.Run(loss_fn, params, batches, sampler, key=0, directory="run") as run:
+            run.advance(1_000)
+            for draw in run.draws(200, thin=50):
+                ...
+        draws = run.snapshots()
+
+    With a `directory`, the same program goes on where an earlier one was stopped, to the bit. The
+    lock of the directory is held until `close`, the end of the `with` block, or the end of the
+    process. `break` and an exception in the body lose no draw. Checkpoints are written every
+    `checkpoint_minutes`, by `snapshots` and by `close`. Signals act as in any program while the
+    body runs. Between two draws, Ctrl-C or SIGTERM lets the chains finish the step, and a
+    checkpoint is written before `KeyboardInterrupt` is raised.
+
+    If there are several processes, all of them must make the same calls, and leave a loop at the
+    same draw.
+
+    Args:
+        loss_fn, params, batches, sampler, key, aux, stochastic, per_chain, batch_per,
+        steps_per_dispatch, mesh, specs, directory, resume, check, checkpoint_minutes, dtype: see
+            `sample`.
+
+    Raises:
+        ValueError: see `sample`.
+
+    Example:
+        >>> import jax.numpy as jnp, optax_smile
+        >>> loss_fn = lambda w, batch: jnp.sum((w - batch) ** 2) / 2
+        >>> sampler = optax_smile.smile(0.1, num_data=10, decoherence_length=None)
+        >>> run = optax_smile.Run(loss_fn, jnp.eye(3, 2), [jnp.ones(2)], sampler, key=0)
+        >>> run.advance(20)
+        >>> norms = [float(jnp.linalg.norm(draw)) for draw in run.draws(5, thin=2)]
+        >>> run.num_steps, len(norms), run.snapshots().params.shape
+        (30, 5, (3, 5, 2))
+    """
+
+    # What the user called, in errors and warnings, and whether it warns of an optimizer.
+    where, announces = "Run", True
+
+    @_check.arguments(
+        "Run",
+        params=_checks.Starts(),
+        batches=_check.BATCHES,
+        sampler=_check.TRANSFORMATION,
+        key=_check.Key(needed=True),
+        aux=parallel.STACKED | None,
+        loss_fn=_checks.Loss(),
+        batch_per=_check.OneOf(BatchPer),
+        steps_per_dispatch=_check.Whole(1),
+        mesh=parallel.MESH,
+        specs=parallel.SPECS,
+        directory=_check.PathLike() | None,
+        checkpoint_minutes=_check.Real(0, infinite=True, traced=False),
+        dtype=_check.OneOf(_format.StoredDtype) | None,
+    )
+    @_method
+    def __init__(
+        self,
+        loss_fn: Callable[..., Output],
+        params: optax.Params,
+        batches: Iterable[Batch],
+        sampler: optax.GradientTransformation,
+        *,
+        key: jax.Array | int,
+        aux: Tree = None,
+        stochastic: bool = False,
+        per_chain: bool = False,
+        batch_per: BatchPer = "gradient",
+        steps_per_dispatch: int = 1,
+        mesh: Mesh | None = None,
+        specs: Tree = None,
+        directory: str | os.PathLike[str] | None = None,
+        resume: bool = True,
+        check: bool = True,
+        checkpoint_minutes: float = 5.0,
+        dtype: _format.StoredDtype | None = None,
+    ):
+        if dtype is not None and directory is None:
+            _check.fail(self.where, "dtype", "None without a `directory`", repr(dtype))
+        self._batches, self._warns, self._directory = batches, check, directory
+        self._steps_per_dispatch = steps_per_dispatch
+        self._is_optimizer = _optimizer.is_optimizer(sampler, params)
+        sampler = optax.with_extra_args_support(sampler)
+        if self._is_optimizer:
+            sampler = _optimizer.as_sampler(sampler)
+        self._chains = Chains(
+            loss_fn,
+            params,
+            sampler,
+            key=key,
+            aux=aux,
+            stochastic=stochastic,
+            per_chain=per_chain,
+            mesh=mesh,
+            specs=specs,
+            hint=_checks.advice_on_axes(params, batches),
+        )
+        self._per_step = self._chains.gradients_per_step
+        if self._chains.accumulates and self._per_step > 1:
+            rule = 'one with `integrator="leapfrog"` inside `optax.MultiSteps`'
+            _check.fail("sample", "sampler", rule, "one with two gradients per step")
+        self._batches_per_step = 1 if batch_per == "step" else self._per_step
+        self._stream = _host.Stream(batches, alternates=self._batches_per_step == 2)
+        is_list = isinstance(batches, (list, tuple))
+        if is_list:
+            num_data = (self._chains.settings or {}).get("num_data")
+            _checks.check_list(self.where, batches, num_data, per_chain, check)
+        self._checked = _checks.watched(
+            self.where, self._stream, per_chain, check and not is_list, self._chains.misfit
+        )
+        self._num_gradients = self._num_kept = 0
+        self._position = self._stream.position()
+        # Record of the gradients at the last tick, and statistics.
+        self._gradients: _checks.Gradients | None = None
+        self._stats: Mapping[str, np.ndarray] | None = None
+        # Identifies the newest loop over `draws`; its number of draws, and its last step.
+        self._loop: object = None
+        self._asked = 0, 0
+        self._signal: Callable[[], str | None] | None = None
+        self._refusal = ""  # Why the run cannot go on.
+        self._has_warned = False
+        closing = contextlib.ExitStack()
+        self._close = weakref.finalize(self, closing.close)
+        try:
+            self._kept = self._open(
+                key, batch_per, stochastic, per_chain, resume, checkpoint_minutes, dtype, closing
+            )
+            self._resume()
+        except BaseException:
+            self._close()
+            raise
+        if self._is_optimizer and self.announces:
+            warn(f"`{self.where}`: {_optimizer.ANNOUNCEMENT}")
+
+    def _open(
+        self,
+        key: jax.Array,
+        batch_per: BatchPer,
+        stochastic: bool,
+        per_chain: bool,
+        resume: bool,
+        minutes: float,
+        dtype: str | None,
+        closing: contextlib.ExitStack,
+    ) -> MemoryRun | DirectoryRun:
+        """Make the place for the draws."""
+        start, sampler = self._chains.draw(), self._chains.settings
+        if self._directory is None:
+            return MemoryRun(_tree.local(start), sampler)
+        settings = {
+            "batch_per": batch_per,
+            "stochastic": stochastic,
+            "per_chain": per_chain,
+            "sampler": sampler,
+            "key": np.asarray(jax.random.key_data(key)).tolist(),
+        }
+        return DirectoryRun(
+            self._directory,
+            start,
+            self._chains.tree,
+            settings,
+            dtype=dtype,
+            resume=resume,
+            minutes=minutes,
+            closing=closing,
+        )
+
+    def _resume(self):
+        """Continue from the newest checkpoint, or write the first one."""
+        restored = None
+        if isinstance(self._kept, DirectoryRun):
+            restored = self._kept.restore(self._chains.tree)
+        if restored is None:
+            self.checkpoint()
+            return
+        self._chains.tree, place = restored
+        self._num_gradients, self._num_kept = place["num_gradients"], place["num_kept"]
+        self._position = _host.Position(**place["position"])
+        self._stream.go_to(self._position)
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of each chain so far."""
+        return self._num_gradients // self._per_step
+
+    @property
+    def num_warmup(self) -> int | None:
+        """Steps of each chain after which its draws began; None before."""
+        return None if self._kept.begun is None else self._kept.begun["num_warmup"]
+
+    @property
+    def num_draws(self) -> int:
+        """Draws of each chain so far."""
+        return self._num_kept
+
+    @property
+    def stats(self) -> dict[str, np.ndarray]:
+        """Statistics of the chains now, a new dict of arrays `[chain]`.
+
+        They are the fields of `optax_smile.stats`, `loss`, and `start_loss`, the loss of the first
+        batch at the start. For an optimizer, step size and energies are NaN.
+        """
+        if self._stats is None:
+            self._stats, _ = self._chains.record()
+        return {name: np.array(x) for name, x in self._stats.items()}
+
+    @_method
+    def last_accepted(self) -> Tree:
+        """Copy the current point of all chains to the host, arrays `[chain, ...]`.
+
+        With `aux` it is `{"params": ..., "aux": ...}`. In a run of several processes, each gets its
+        own chains.
+        """
+        return jax.tree.map(np.array, _tree.local(self._chains.draw()))
+
+    @_check.arguments("Run.advance", num_steps=_check.Whole(0))
+    @_method
+    def advance(self, num_steps: int, *, trace: bool = True):
+        """Run the chains to a number of steps in all, as for a warm-up; no draws are kept.
+
+        Chains that have made as many steps, such as those of a continued run, stay where they are.
+
+        Args:
+            num_steps: steps of each chain since the start, >= 0. Once the draws have begun, the
+                next draw must lie behind them.
+            trace: whether the trace gets the statistics at the end of the call.
+
+        Raises:
+            ValueError: the call would pass the place of a draw; the run is closed; the batches run
+                out; see also `sample`.
+            KeyboardInterrupt: after Ctrl-C or SIGTERM and a checkpoint.
+        """
+        self._require_open("Run.advance")
+        if self.num_steps >= num_steps:
+            return
+        if self._kept.begun is not None and num_steps >= (place := self._next_draw()):
+            rule = f"below {place}, the step of the next draw"
+            _check.fail("Run.advance", "num_steps", rule, num_steps, "Go on with `draws`.")
+        if not self._go_to(num_steps, trace):
+            self._refuse_batches(num_steps * self._batches_per_step)
+
+    @_check.arguments("Run.draws", num_draws=_check.Whole(1), thin=_check.Whole(1))
+    @_method
+    def draws(self, num_draws: int, *, thin: int = 1) -> Iterator[Tree]:
+        """Iterate over the draws that are to be made, and keep each of them.
+
+        The first call fixes where they lie: `thin` steps apart, after the steps made before.
+
+        Args:
+            num_draws: draws of each chain in all, >= 1, with those that the run has already, which
+                are not returned again. Where `is_draw` is False, as in the exploration of
+                `cyclical_sgld`, there is no draw, and there are fewer in all.
+            thin: steps between draws, >= 1.
+
+        Yields:
+            The draw of all chains, arrays `[chain, ...]` on the host that no later step changes.
+            With `aux` it is `{"params": ..., "aux": ...}`. In a run of several processes, each
+            gets its own chains.
+
+        Raises:
+            ValueError: another `thin` than that of the draws that the run has; the run is closed;
+                another loop over `draws` began meanwhile; the batches ran out before the first
+                draw; see also `sample`.
+            KeyboardInterrupt: after Ctrl-C or SIGTERM and a checkpoint.
+
+        Warns:
+            UserWarning: the batches ran out.
+        """
+        begun = self._kept.begun
+        if begun is not None and begun["thin"] != thin:
+            rule = f"{begun['thin']}, as for the draws that the run has"
+            _check.fail("Run.draws", "thin", rule, thin)
+        self._require_open("Run.draws")
+        if begun is None:
+            self._kept.begin(self.num_steps, thin)
+        return self._iterate(num_draws, thin)
+
+    def _iterate(self, num_draws: int, thin: int) -> Iterator[Tree]:
+        self._loop = loop = object()
+        end = (self.num_warmup or 0) + num_draws * thin
+        self._asked = num_draws, end
+        while self.num_steps < end:
+            if self._loop is not loop:
+                raise ValueError("`Run.draws`: another loop over the draws of this run has begun.")
+            number = self._num_kept
+            if not self._go_to(self._next_draw()):
+                self._warn_of_batches(num_draws, end)
+                return
+            if self._num_kept > number:
+                yield from self._hand_over(num_draws)
+
+    def _next_draw(self) -> int:
+        """Return the step of the next draw."""
+        num_warmup, thin = (self._kept.begun[name] for name in ("num_warmup", "thin"))
+        passed = max(self.num_steps - num_warmup, 0)
+        return num_warmup + (passed // thin + 1) * thin
+
+    def _hand_over(self, num_draws: int) -> Iterator[Tree]:
+        """Yield a draw; with several processes, require that all come back or none."""
+        is_left = True
+        try:
+            yield self.last_accepted()
+            is_left = False
+        finally:
+            if jax.process_count() > 1 and self._num_kept < num_draws:
+                if all(_host.any_process(is_left, not is_left)):
+                    self._refusal = LEFT
+        self._require_open("Run.draws")
+
+    @_method
+    def snapshots(self) -> Snapshots | StoredSnapshots:
+        """Return all draws so far, as `sample` does; with a directory, after a checkpoint.
+
+        Raises:
+            ValueError: there are none.
+
+        Warns:
+            UserWarning: gradients were not finite, or a clip before the sampler shortened them.
+        """
+        number, (wanted, end) = self._num_kept, self._asked
+        if number < wanted and self.num_steps == end:
+            if not number:
+                rule = f"large enough that at least one of the {end} steps is a draw"
+                advice = "Run longer, or lower `adapt_steps` or `exploration` of the sampler."
+                _check.fail("Run.draws", "num_draws", rule, wanted, advice)
+            fewer = f"{number} draws per chain instead of {wanted}"
+            rest = "At the other steps, `stats(state).is_draw` is False."
+            warn(f"`{self.where}` kept {fewer}. {rest}")
+        if not number:
+            raise ValueError(f"`Run.snapshots`: no draws after {self.num_steps} steps.")
+        if self._close.alive:
+            self.checkpoint()
+        if self._warns and not self._is_optimizer and self._gradients is not None:
+            _checks.warn_of_gradients(self.where, self._gradients)
+        return self._kept.result()
+
+    @_method
+    def close(self):
+        """Write a checkpoint, release the directory, and end the run. `snapshots` still works."""
+        try:
+            if self._close.alive:
+                self.checkpoint()
+        finally:
+            self._refusal = self._refusal or "This run is closed."
+            self._close()
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object):
+        if kind is None:
+            self.close()
+        else:
+            # What failed may have left the chains within a step.
+            self._refusal = "This run is closed."
+            self._close()
+
+    def __repr__(self) -> str:
+        rows = {"sampler": str((self._chains.settings or {}).get("name"))}
+        begun = self._kept.begun
+        if begun is not None:
+            counted = _table.counted(self._num_kept, "draw")
+            places = f"every {begun['thin']} steps after {begun['num_warmup']}"
+            rows["draws"] = f"{counted} of each, {places}"
+        if self._directory is not None:
+            rows["folder"] = str(self._directory)
+        if self._refusal:
+            rows["state"] = self._refusal
+        chains = _table.counted(self._chains.number, "chain")
+        return _table.described(f"Run: {chains} after {self.num_steps} steps", rows)
+
+    def _require_open(self, method: str):
+        if self._refusal:
+            raise ValueError(f"`{method}`: {self._refusal}")
+
+    # Steps.
+
+    @contextlib.contextmanager
+    def heeding(self) -> Iterator[None]:
+        """Let signals end the run between two steps, also outside of its methods."""
+        if self._signal is not None:
+            yield
+            return
+        with _host.stop_signals() as self._signal:
+            try:
+                yield
+            finally:
+                self._signal = None
+
+    @_method
+    def _go_to(self, end: int, trace: bool = True) -> bool:
+        """Run to a step, and keep its statistics; return False if the batches run out before."""
+        is_place = self._kept.begun is not None and end == self._next_draw()
+        with self.heeding():
+            for batches, position in self._dispatches(end):
+                self._chains.advance(batches)
+                self._count(len(batches), position)
+                is_tick = self.num_steps == end
+                if is_tick:
+                    self._tick(end, is_place, trace)
+                self._heed(is_tick)
+        is_there = self.num_steps == end
+        if not is_there:
+            self.checkpoint()
+        return is_there
+
+    def _dispatches(self, end: int) -> Iterator[tuple[list[Batch], _host.Position]]:
+        """Yield batches of some steps, one for each gradient, and the position behind them."""
+        repeats, position = self._per_step // self._batches_per_step, self._position
+        while self.num_steps < end:
+            taken: list[Batch] = []
+            for _ in range(min(self._steps_per_dispatch, end - self.num_steps)):
+                of_step = list(islice(self._checked, self._batches_per_step))
+                if len(of_step) < self._batches_per_step:
+                    break
+                taken += of_step
+                position = self._stream.position()
+            if not taken:
+                return
+            if not (self._num_gradients or self._position.taken):
+                self._chains.check(self.where, taken[0], self._warns)
+            yield [batch for batch in taken for _ in range(repeats)], position
+
+    def _count(self, num_new: int, position: _host.Position):
+        self._num_gradients += num_new
+        self._position = position
+        if self._chains.accumulates:
+            self._num_gradients = self._chains.num_gradients()
+        self._stats = None
+
+    def _tick(self, step: int, is_place: bool, trace: bool):
+        """Check what the chains did, and keep their statistics and, at its place, a draw."""
+        self._stats, self._gradients = self._chains.record()
+        _checks.check_first_gradients("sample", self._gradients)
+        if not self._is_optimizer:
+            _checks.check_received("sample", self._gradients)
+        elif not self._has_warned:
+            self._has_warned = _optimizer.warn_of_nonfinite(self.where, step, self._stats)
+        _check_unaltered(self._stats)
+        is_draw = is_place and bool(np.all(self._stats["is_draw"]))
+        if is_draw and not self._num_kept and self._warns:
+            found = _checks.check_step_size(self._chains.settings, self._chains.tree.state)
+            _checks.warn_if_failed(self.where, found)
+        if trace:
+            draw = self._chains.draw() if is_draw else None
+            self._kept.put(self._num_kept, step, self._stats, draw)
+            self._num_kept += is_draw
+
+    def _heed(self, is_tick: bool):
+        """Write a checkpoint if one is due, and end the call after a signal."""
+        assert self._signal is not None
+        if jax.process_count() > 1 and not is_tick and self.num_steps % AGREE_EVERY:
+            return
+        received = [self._signal() == name for name in _host.SIGNALS]
+        *received, is_due = _host.any_process(*received, self._kept.is_due())
+        signal = next(compress(_host.SIGNALS, received), None)
+        if is_due or signal is not None:
+            self.checkpoint()
+        if signal is not None:
+            made = f"{self.num_steps} steps and {_table.counted(self._num_kept, 'draw')} per chain"
+            resume = how_to_resume(self._directory)
+            raise Interrupted(
+                f"`{self.where}` was stopped by {signal} after {made}. {resume}", signal
+            )
+
+    @_method
+    def checkpoint(self):
+        """Write a checkpoint, after the draws before it; without a directory, do nothing."""
+        if isinstance(self._kept, DirectoryRun):
+            place = {"num_gradients": self._num_gradients, "num_kept": self._num_kept}
+            place["position"] = self._position._asdict()
+            self._kept.checkpoint(self._chains.tree, place)
+
+    def _warn_of_batches(self, num_draws: int, end: int):
+        """Say why the run ends before all draws are made; raise if there are none."""
+        if not self._num_kept:
+            self._refuse_batches(end * self._batches_per_step)
+        reason, advice = self._stream.defect or "the batches ran out", ""
+        if not self._stream.defect:
+            advice = f" {RESTART}"
+        if self._directory is not None:
+            advice += f" {how_to_resume(self._directory)}"
+        fewer = f"{self._num_kept} of {num_draws} draws per chain"
+        warn(f"`{self.where}` ended early with {fewer}: {reason}.{advice}")
+
+    def _refuse_batches(self, needed: int):
+        """Say why the batches ended before the first draw."""
+        given, taken = self._batches, self._stream.taken
+        if self._stream.defect:
+            advice = _checks.advice_on_single(given)
+            got = f"{_check.show(given) if advice else 'one'} whose {self._stream.defect}"
+            _check.fail("sample", "batches", _checks.USABLE, got, advice)
+        rule = f"a list, which is restarted, or batches for {needed} gradients"
+        advice = RESTART if taken else ""
+        _check.fail("sample", "batches", rule, f"{taken or 'no'} batches", advice)
+
+
+def _check_unaltered(stats: Mapping[str, np.ndarray]):
+    """Require parameters that are those which the sampler's updates lead to."""
+    altered = np.flatnonzero(stats["is_altered"]).tolist()
+    if altered:
+        rule = "a sampler whose updates are applied unchanged"
+        number, calls = (stats[x][altered[0]] for x in ("num_altered", "num_gradients"))
+        got = f"changed updates in {number} of {calls} calls, in the chains {altered}"
+        advice = (
+            "Nothing after or around the sampler may change its updates: no clip, learning rate,"
+            " weight decay, projection or average of parameters."
+        )
+        _check.fail("sample", "sampler", rule, got, advice)
