@@ -92,9 +92,14 @@ def runs(path):
     }
     sampled = {"params": CHAINS, "sampler": sampler, "num_warmup": 0, "num_draws": 2, "thin": 1}
     sampled |= {"per_chain": False, "batch_per": "gradient", "steps_per_dispatch": 1}
-    sampled |= {"resume": True, "dtype": None, "callback": None, "observe": None}
-    sampled |= {"stop": None}
+    sampled |= {"resume": True, "dtype": None}
     yield "sample", optax_smile.sample, chains | sampled
+    steps = {"num_warmup", "num_draws", "thin", "progress"}
+    begun = {name: x for name, x in (chains | sampled).items() if name not in steps}
+    yield "Run", optax_smile.Run, begun
+    run = optax_smile.Run(**begun)
+    yield "Run.advance", run.advance, {"num_steps": 1, "trace": True}
+    yield "Run.draws", run.draws, {"num_draws": 2, "thin": 1}
     checked = {"loss_fn": chains["loss_fn"], "batch": [jnp.ones(3)]}
     checked |= {"params": jax.tree.map(lambda x: x[0], CHAINS)}
     checked |= {"sampler": sampler, "num_data": 10, "aux": None, "stochastic": False}
@@ -112,15 +117,6 @@ def runs(path):
     searched |= {"stochastic": False, "per_chain": False, "steps_per_dispatch": 1, "check": False}
     searched |= {"largest_cost": 0.5}
     yield "select", optax_smile.select, searched
-    held_out = {"apply_fn": apply_fn, "validation": (INPUTS, LABELS), "batch_size": None}
-    held_out |= {"likelihood": "categorical", "null": "improvement", "alpha": 0.05}
-    held_out |= {"tolerance": 0.01, "every": 10}
-    yield "EvidenceStop", optax_smile.EvidenceStop, held_out
-    began = optax_smile.Snapshots(
-        {"w": SERIES, "b": SERIES}, start={"w": SERIES[:, 0], "b": SERIES[:, 0]}
-    )
-    stop = optax_smile.EvidenceStop(**held_out)
-    yield "EvidenceStop.judge", stop.judge, {"draws": began}
     weights = {"weights": [PARAMS, PARAMS], "num_chains": 2, "jitter": 0.1, "key": KEY}
     yield "chains_from_weights", optax_smile.chains_from_weights, weights
     tuned = {"loss_fn": lambda params: jnp.sum(params["w"] ** 2), "params": PARAMS, "num_data": 9}

@@ -104,28 +104,17 @@ def by_hand(
 def sampled(
     tx: Any, batches: list[Any], steps: int, *, sizes=SMALL, num_chains: int = 1, **arguments: Any
 ) -> Pieces:
-    """Seconds of each piece of `sample`, which waits in a thread while others have their turn."""
+    """Seconds of each piece of a `Run`, which waits in a thread while others have their turn."""
     go, done = queue.Queue(), queue.Queue()
-
-    def tick(step, stats):
-        done.put(None)
-        go.get()
 
     def run():
         go.get()
-        optax_smile.sample(
-            loss_fn,
-            init(sizes, num_chains),
-            batches,
-            tx,
-            key=jax.random.key(2),
-            num_warmup=0,
-            num_draws=1_000_000,
-            thin=steps,
-            progress=False,
-            callback=tick,
-            **arguments,
-        )
+        key = jax.random.key(2)
+        params = init(sizes, num_chains)
+        chains = optax_smile.Run(loss_fn, params, batches, tx, key=key, **arguments)
+        for _ in chains.draws(1_000_000, thin=steps):
+            done.put(None)
+            go.get()
 
     threading.Thread(target=run, daemon=True).start()
     while True:

@@ -11,7 +11,6 @@ N(0, 1). "training on" is AdamW at 1e-3 instead of a chain; its angle is ignored
     python benchmarks/prediction/ladder.py --sizes 1e7 --chains 1 --steps 3000 --output ...
 """
 
-import dataclasses
 import functools
 import time
 from pathlib import Path
@@ -105,23 +104,14 @@ def run_cell(cell: records.Cell, work: Path) -> records.Record:
     if cell["prior"] == "training on":
         sampler = optax.adamw(1e-3, weight_decay=0.02)
     begun = time.monotonic()
-    draws = experiment.draw(
-        task,
-        dataclasses.replace(
-            settings,
-            num_warmup=0,
-            num_draws=cell["num_gradients"] // EVERY,
-            thin=EVERY,
-            sampling_batch_size=64,
-        ),
-        start,
-        sampler,
-        seed + 1,
-        observe=observe,
-        check=False,
-        progress=False,
-    )
-    seconds, seen = time.monotonic() - begun, draws.params
+    batches = task.batches(64, seed + 1)
+    run = optax_smile.Run(task.mean_loss, start, batches, sampler, key=seed + 1, check=False)
+    looks, trace = [], []
+    for draw in run.draws(cell["num_gradients"] // EVERY, thin=EVERY):
+        looks.append(jax.tree.map(np.asarray, observe(draw)))
+        trace.append(run.stats["step_size"])
+    seen = jax.tree.map(lambda *x: np.stack(x, axis=1), *looks)
+    step_size, seconds = np.stack(trace, axis=1), time.monotonic() - begun
     result: dict[str, Any] = {
         "num_parameters": sum(x[0].size for x in jax.tree.leaves(start)),
         "num_data": task.num_data,
@@ -140,7 +130,7 @@ def run_cell(cell: records.Cell, work: Path) -> records.Record:
                 | shown
                 | {
                     "distance": float(seen["distance"][:, kept.stop - 1].mean()),
-                    "step_size": float(draws.trace["step_size"][:, kept.stop - 1].mean()),
+                    "step_size": float(step_size[:, kept.stop - 1].mean()),
                     "r_hat": r_hat(logs, targets),
                 }
             )

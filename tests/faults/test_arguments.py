@@ -132,7 +132,6 @@ LAWFUL: dict[str, set[str]] = {
     # A number is a batch for a loss that takes one.
     "validation": {"none", *NUMBER},
     "select.validation": set(),
-    "EvidenceStop.validation": set(),
     "directory": {"none", "text"},
     "load_snapshots.directory": {"text"},
     "Snapshots.params": TREES,
