@@ -11,7 +11,7 @@ The public names, by what you want to do:
     sample without a loop     warmstart, then sample; chains_from_weights, parallel
     get draws from a fit()    recorded, RecordedSampler; interop: Keras, NumPyro, scikit-learn
     choose or stop a run      select, Selection; EvidenceStop, Stopping
-    keep and read draws       Snapshots, StoredSnapshots, load_snapshots, Subset
+    keep and read draws       Snapshots, StoredSnapshots, load_snapshots
     predict                   predict, Prediction, Outcome, Predictor, Likelihood
     judge                     diagnostics.summary, metrics, calibrate, plots, report
     sample around weights     local: strength of a prior, learning coefficient, influence
@@ -43,7 +43,6 @@ from optax_smile.draws.snapshots import (
     Snapshots,
     Stopping,
     StoredSnapshots,
-    Subset,
     load_snapshots,
 )
 from optax_smile.samplers.cyclical_sgld import cyclical_sgld
@@ -77,7 +76,6 @@ __all__ = [
     "Stats",
     "Stopping",
     "StoredSnapshots",
-    "Subset",
     "Tuner",
     "angle_tuner",
     "calibrate",

@@ -23,6 +23,8 @@ DEEPEST = 4
 _REPORTS: ContextVar[Options | None] = ContextVar("reports", default=None)
 # Settings of a run whose draws an optimizer made.
 OPTIMIZER: Mapping[str, object] = {"name": "optimizer", "is_posterior": False}
+# Settings of draws that were chosen by their indices.
+CHOSEN: Mapping[str, object] = {"name": "chosen draws", "is_posterior": False}
 
 
 def reporting(
@@ -67,6 +69,12 @@ def gradients_per_step(settings: Mapping[str, object] | None) -> int:
 def are_posterior(settings: Mapping[str, object] | None) -> bool:
     """Whether draws with these settings may be posterior draws: no optimizer made them."""
     return bool((settings or {}).get("is_posterior", True))
+
+
+def origin(settings: Mapping[str, object]) -> str:
+    """Say what draws are that are no posterior draws."""
+    is_chosen = settings.get("name") == CHOSEN["name"]
+    return "draws chosen by their indices" if is_chosen else "iterates of an optimizer"
 
 
 def of(transformation: optax.GradientTransformation, params: optax.Params) -> Options | None:

@@ -158,13 +158,12 @@ class EvidenceStop:
         """Return what the rule finds in draws that exist, up to the look at which it stops.
 
         Raises:
-            ValueError: a subset of draws, or draws without a start, such as those of a loop of your
-                own; see also `predict`.
+            ValueError: draws without a start, such as those of a loop of your own; see also
+                `predict`.
         """
         where = "EvidenceStop.judge"
-        if draws.subset is not None or draws.start is None:
-            got = "a subset" if draws.subset is not None else "none"
-            _check.fail(where, "draws", "all draws of a run, with its `start`", got)
+        if draws.start is None:
+            _check.fail(where, "draws", "all draws of a run, with its `start`", "none")
         number = draws.num_chains
         with _check.called(where, "Predictor.update", params="draws"):
             evidence = Evidence(self, draws.start, number)
