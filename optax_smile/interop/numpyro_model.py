@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.core
@@ -18,7 +18,7 @@ from optax_smile.diagnostics.statistics import to_arviz
 from optax_smile.draws.snapshots import Snapshots, StoredSnapshots
 
 WHERE = "from_numpyro"
-DRAWS = "draws of this model from `sample`"
+DRAWS = _check.kind((Snapshots, StoredSnapshots), "draws of this model from `sample`")
 # Relative tolerance for prior and deterministic values to count as equal between batches.
 TOLERANCE = 1e-5
 # Seed of the parameter values at which a model is inspected.
@@ -29,15 +29,9 @@ Site = Mapping[str, Any]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class NumpyroModel:
-    """A NumPyro model for `sample`, made by `from_numpyro`.
+    """A NumPyro model for `sample`, made by `from_numpyro`, whose arguments are its attributes.
 
     Parameters are a dict from the name of a latent site to its unconstrained value, an array.
-
-    Attributes:
-        model: the NumPyro model.
-        plate: name of the plate over the data.
-        num_data: size of the plate.
-        batch: the example batch, which provides shapes.
     """
 
     model: Callable[..., Output]
@@ -80,25 +74,20 @@ class NumpyroModel:
         info = initialize(key, self.model, model_args=arguments, model_kwargs=keywords)
         return {name: jnp.asarray(x) for name, x in info.param_info.z.items()}
 
-    @_check.arguments(
-        "NumpyroModel.constrain",
-        draws=_check.kind((Snapshots, StoredSnapshots), DRAWS),
-    )
+    @_check.arguments("NumpyroModel.constrain", draws=DRAWS)
     def constrain(self, draws: Snapshots | StoredSnapshots) -> Snapshots:
         """Convert draws to the model's constrained space.
 
-        Args:
-            draws: result of `sample`.
-
-        Returns:
-            Draws whose parameters are a dict from the name of a site to its values,
-            `[chain, draw, ...]`: latent sites, and deterministic sites that depend on them but not
-            on the examples. Observed sites and factors are left out.
+        The parameters of the result are a dict from the name of a site to its values,
+        `[chain, draw, ...]`: latent sites, and deterministic sites that depend on them but not on
+        the examples. Observed sites and factors are left out.
         """
         example = _example(self)
         if not isinstance(draws.params, Mapping) or draws.params.keys() != example.keys():
             got = sorted(draws.params) if isinstance(draws.params, Mapping) else "another tree"
-            _check.fail("NumpyroModel.constrain", "draws", f"{DRAWS}, of {sorted(example)}", got)
+            _check.fail(
+                "NumpyroModel.constrain", "draws", f"{DRAWS.rule}, of {sorted(example)}", got
+            )
         kept = _independent(self, example)
 
         @jax.vmap
@@ -109,15 +98,12 @@ class NumpyroModel:
 
         depends(jax.tree.map(lambda x: x[None], example))
 
-        @jax.jit
-        @jax.vmap
-        @jax.vmap
         def values(params):
             run = _run(self, params, self.batch)
             return {name: run.values[name] for name in kept}
 
-        params = {name: np.asarray(x) for name, x in values(dict(draws.params)).items()}
-        return Snapshots(params, trace=draws.trace, settings=draws.settings)
+        params = jax.jit(jax.vmap(jax.vmap(values)))(dict(draws.params))
+        return Snapshots(jax.tree.map(np.asarray, params), draws.trace, draws.settings)
 
     def to_arviz(self, draws: Snapshots | StoredSnapshots) -> Tree:
         """Convert draws for ArviZ with the model's site names, see `diagnostics.to_arviz`."""
@@ -164,8 +150,7 @@ def from_numpyro(
     Cost: compiling a step of the sampler traces the model twice, for likelihood and prior.
 
     Example:
-        >>> import jax, jax.numpy as jnp, numpyro, numpyro.distributions as dist, optax
-        >>> import optax_smile
+        >>> import jax, jax.numpy as jnp, numpyro, numpyro.distributions as dist, optax_smile
         >>> def model(x, y):
         ...     w = numpyro.sample("w", dist.Normal(0, 1).expand([2]).to_event(1))
         ...     noise = numpyro.sample("noise", dist.HalfNormal(1))
@@ -174,14 +159,10 @@ def from_numpyro(
         >>> x = jax.random.normal(jax.random.key(0), (100, 2))
         >>> batches = [(x[i : i + 10], x[i : i + 10, 0]) for i in range(0, 100, 10)]
         >>> bridge = optax_smile.interop.from_numpyro(model, batches[0], num_data=100)
-        >>> members = optax_smile.warmstart(
-        ...     bridge.map_loss, bridge.init_fn, batches, optax.adam(0.05),
-        ...     num_members=2, num_epochs=20, key=0, progress=False,
-        ... )
+        >>> sampler = optax_smile.psmile(**bridge.posterior, key=0)
         >>> draws = optax_smile.sample(
-        ...     bridge.loss_fn, members, batches * 10,
-        ...     optax_smile.psmile(**bridge.posterior, key=0),
-        ...     num_warmup=50, num_draws=5, thin=10, key=0, progress=False,
+        ...     bridge.loss_fn, jax.vmap(bridge.init_fn)(jax.random.split(jax.random.key(1))),
+        ...     batches * 10, sampler, num_warmup=50, num_draws=5, thin=10, key=0, progress=False,
         ... )
         >>> {name: x.shape for name, x in bridge.constrain(draws).params.items()}
         {'noise': (2, 5), 'w': (2, 5, 2)}
@@ -203,20 +184,17 @@ def from_numpyro(
     return bridge
 
 
-@dataclasses.dataclass(frozen=True)
-class _Run:
-    """Results of a run of the model.
-
-    Log density and value of each site by name, the names of the sites inside the plate over the
-    data, the sum of log |Jacobian|, the size of the plate, and its rows in the batch.
-    """
+class _Run(NamedTuple):
+    """Results of a run of the model: log density and value of each site by name, and others."""
 
     log_densities: dict[str, jax.Array]
     values: dict[str, jax.Array]
+    # Sites in the plate over the data, its size, and its rows in the batch.
     inside: list[str]
-    log_jacobian: jax.Array
     size: int
     rows: int
+    # The sum of log |Jacobian|.
+    log_jacobian: jax.Array
 
 
 def _run(
@@ -238,14 +216,10 @@ def _run(
         if _is_latent(message):
             if any(frame.size < bridge.num_data for frame in _plates(bridge, message)):
                 rule = f"a model without latent sites in the plate {bridge.plate!r}"
-                remedy = (
-                    "Move it outside the plate and index it with the indices of the plate, or use"
-                    " batches of all examples."
-                )
+                remedy = "Move it outside the plate and index it, or use batches of all examples."
                 _check.fail(WHERE, "model", rule, f"the site {message['name']!r}", remedy)
             transform = numpyro.distributions.biject_to(message["fn"].support)
-            at = params[message["name"]]
-            value = transform(at)
+            value = transform(at := params[message["name"]])
             jacobians.append(jnp.sum(transform.log_abs_det_jacobian(at, value)))
             return value
         return None
@@ -257,9 +231,9 @@ def _run(
         log_densities,
         {name: site["value"] for name, site in sites.items()},
         [name for name, site in sites.items() if _plates(bridge, site)],
-        jnp.asarray(sum(jacobians, start=0.0)),
         trace[bridge.plate]["args"][0],
         len(trace[bridge.plate]["value"]),
+        jnp.asarray(sum(jacobians, start=0.0)),
     )
 
 
@@ -284,17 +258,19 @@ def _example(bridge: NumpyroModel) -> dict[str, jax.Array]:
                 got = f"the {message['type']} {message.get('name') or ''}".strip()
                 _check.fail(WHERE, "model", rule, got)
 
-    seeded = numpyro.handlers.seed(Refuse(bridge.model), jax.random.key(SEED))
     # An improper prior has no draws.
-    begun = numpyro.handlers.substitute(seeded, substitute_fn=numpyro.infer.init_to_uniform)
+    begun = numpyro.handlers.substitute(
+        numpyro.handlers.seed(Refuse(bridge.model), jax.random.key(SEED)),
+        substitute_fn=numpyro.infer.init_to_uniform,
+    )
     trace = numpyro.handlers.trace(begun).get_trace(*arguments, **keywords)
     plates = {name: site for name, site in trace.items() if site["type"] == "plate"}
     if bridge.plate not in plates:
-        rule = f"one of the model's plates, {sorted(plates)}"
-        _check.fail(WHERE, "plate", rule, bridge.plate)
+        _check.fail(WHERE, "plate", f"one of the model's plates, {sorted(plates)}", bridge.plate)
     _check_plate(bridge, plates[bridge.plate]["args"][0])
-    for name, site in trace.items():
-        if _is_latent(site) and site["fn"].support.is_discrete:
+    latent = {name: site for name, site in trace.items() if _is_latent(site)}
+    for name, site in latent.items():
+        if site["fn"].support.is_discrete:
             rule = "a model without discrete latent sites"
             remedy = "Sum over its values, for example with `dist.MixtureSameFamily`."
             _check.fail(WHERE, "model", rule, f"the site {name!r}", remedy)
@@ -302,21 +278,15 @@ def _example(bridge: NumpyroModel) -> dict[str, jax.Array]:
     if not any(site["is_observed"] and _plates(bridge, site) for site in samples):
         rule = f"a model with an observed site in the plate {bridge.plate!r}"
         _check.fail(WHERE, "model", rule, "none")
-    return {
-        name: numpyro.distributions.biject_to(site["fn"].support).inv(site["value"])
-        for name, site in trace.items()
-        if _is_latent(site)
-    }
+    to = numpyro.distributions.biject_to
+    return {name: to(site["fn"].support).inv(site["value"]) for name, site in latent.items()}
 
 
 def _check_plate(bridge: NumpyroModel, size: int):
-    if size != bridge.num_data:
+    if size != (number := bridge.num_data):
         rule = f"the size of the plate {bridge.plate!r}, {size}"
-        remedy = (
-            f"In the model: numpyro.plate({bridge.plate!r}, {bridge.num_data},"
-            " subsample_size=len(x))."
-        )
-        _check.fail(WHERE, "num_data", rule, bridge.num_data, remedy)
+        remedy = f"numpyro.plate({bridge.plate!r}, {number}, subsample_size=len(x))"
+        _check.fail(WHERE, "num_data", rule, number, f"In the model: {remedy}.")
 
 
 def _arguments(bridge: NumpyroModel, batch: Batch) -> tuple[tuple, Options, Batch]:
@@ -328,18 +298,6 @@ def _arguments(bridge: NumpyroModel, batch: Batch) -> tuple[tuple, Options, Batc
     return (tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)), {}, None
 
 
-def _other(batch: Batch) -> Batch:
-    """Make other examples of the same shapes; integers repeat those of the first example."""
-
-    def leaf(x: jax.typing.ArrayLike) -> jax.Array:
-        x = jnp.asarray(x)
-        if jnp.issubdtype(x.dtype, jnp.floating):
-            return 2 * x[::-1] + 1
-        return jnp.broadcast_to(x[:1], x.shape)
-
-    return jax.tree.map(leaf, batch)
-
-
 def _close(a: jax.typing.ArrayLike, b: jax.typing.ArrayLike) -> bool:
     same_shape = np.shape(a) == np.shape(b)
     return same_shape and np.allclose(a, b, rtol=TOLERANCE, atol=TOLERANCE, equal_nan=True)
@@ -347,22 +305,25 @@ def _close(a: jax.typing.ArrayLike, b: jax.typing.ArrayLike) -> bool:
 
 def _independent(bridge: NumpyroModel, params: Mapping[str, jax.Array]) -> list[str]:
     """List the sites whose density and value do not depend on the batch or its size."""
-    run, other = (_run(bridge, params, x) for x in (bridge.batch, _other(bridge.batch)))
-    densities = [x.log_densities for x in (run, other)]
+
+    def other(x: jax.typing.ArrayLike) -> jax.Array:
+        """Make other examples; integers repeat those of the first one."""
+        x = jnp.asarray(x)
+        is_real = jnp.issubdtype(x.dtype, jnp.floating)
+        return 2 * x[::-1] + 1 if is_real else jnp.broadcast_to(x[:1], x.shape)
+
+    batches = bridge.batch, jax.tree.map(other, bridge.batch)
+    run, changed = (_run(bridge, params, batch) for batch in batches)
     return [
         name
         for name, value in run.values.items()
         if (name not in run.inside or run.rows == run.size)
-        and _close(*(x.get(name, 0.0) for x in densities))
-        and _close(value, other.values[name])
+        and _close(*(x.log_densities.get(name, 0.0) for x in (run, changed)))
+        and _close(value, changed.values[name])
     ]
 
 
 def _import_numpyro() -> ModuleType:
     with _check.needed("`optax_smile.interop.from_numpyro` needs NumPyro", "numpyro"):
         import numpyro
-        import numpyro.distributions
-        import numpyro.handlers
-        import numpyro.infer.util
-        import numpyro.primitives
     return numpyro
