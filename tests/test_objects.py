@@ -70,16 +70,11 @@ def test_what_is_no_number_of_a_draw(draws):
             draws[number]
         with pytest.raises(IndexError, match=rule):
             draws[np.array([0, number])]
-    for wrong, got in (
-        ("w", "'w'"),
-        (1.5, "1.5"),
-        ((0, 1), "a tuple"),
-        ([], "a list"),
-        ([0.5], "a list"),
-    ):
-        rule = rf"must be an integer, a slice or a list of integers, got {got}\. For all draws of one chain"
+    wrong = {"'w'": "w", "1.5": 1.5, "a tuple": (0, 1), "a list": []}
+    for got, index in [*wrong.items(), ("a list", [0.5])]:
+        rule = rf"must be an integer, a slice or a list of integers, got {got}\. For all draws"
         with pytest.raises(TypeError, match=rule):
-            draws[wrong]
+            draws[index]
 
 
 def test_stored_draws_are_read_one_by_one(stored, monkeypatch):
