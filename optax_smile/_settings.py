@@ -71,9 +71,9 @@ def are_posterior(settings: Mapping[str, object] | None) -> bool:
     return bool((settings or {}).get("is_posterior", True))
 
 
-def origin(settings: Mapping[str, object]) -> str:
+def origin(settings: Mapping[str, object] | None) -> str:
     """Say what draws are that are no posterior draws."""
-    is_chosen = settings.get("name") == CHOSEN["name"]
+    is_chosen = settings == CHOSEN
     return "draws chosen by their indices" if is_chosen else "iterates of an optimizer"
 
 
@@ -96,14 +96,6 @@ def of(transformation: optax.GradientTransformation, params: optax.Params) -> Op
     with _listening() as reports:
         injected = jax.jit(numbers)()
     return {name: _describe(value) for name, value in (reports | injected).items()} or None
-
-
-def described(settings: Mapping[str, object] | None) -> Options | None:
-    """Convert settings, possibly written by a user, to JSON types with a name."""
-    if settings is None:
-        return None
-    named = {str(name): _describe(value) for name, value in settings.items()}
-    return named if isinstance(named.get("name"), str) else {**named, "name": "a sampler"}
 
 
 def whole(transformation: optax.GradientTransformation, params: optax.Params) -> list[Tree]:

@@ -137,7 +137,7 @@ class Draws(abc.ABC):
             return list(self._pick(range(len(self))[index]))
         several = isinstance(index, (list, np.ndarray)) and np.ndim(index) == 1 and len(index)
         try:
-            numbers = [*map(operator.index, index if several else [index])]
+            numbers = [operator.index(x) for x in cast(list, index if several else [index])]
         except TypeError:
             rule = "an integer, a slice or a list of integers"
             raise TypeError(self._wrong(rule, _check.show(index))) from None

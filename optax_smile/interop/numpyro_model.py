@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.core
@@ -22,8 +22,6 @@ from optax_smile.draws.snapshots import Snapshots, StoredSnapshots
 
 WHERE = "from_numpyro"
 DRAWS = _check.kind((Snapshots, StoredSnapshots), "draws of this model from `sample`")
-# Seed of the parameter values at which a model is inspected.
-SEED = 0
 # Whether densities or values of two batches are equal but for rounding.
 close = functools.partial(np.allclose, rtol=1e-5, atol=1e-5, equal_nan=True)
 Params = Mapping[str, jax.Array]
@@ -149,7 +147,8 @@ def from_numpyro(
     bridge = NumpyroModel(model, plate, num_data, batch)
     with _check.calling(WHERE, "batch", "valid arguments of the model"):
         params = _example(bridge)
-        (densities, trace, _), (turned, *_) = (_run(bridge, params, batch, x) for x in (0, 1))
+        densities, trace, _ = _run(bridge, params, batch)
+        turned, *_ = _run(bridge, params, batch, turn=True)
         independent = _independent(bridge, params)
     for name, density in densities.items():
         is_inside = _plates(bridge, trace[name])
@@ -188,8 +187,8 @@ def _run(bridge: NumpyroModel, params: Params, batch: Batch, turn: bool = False)
         return value
 
     model = handlers.substitute(bridge.model, substitute_fn=value_of)
-    found = util.compute_log_probs(model, arguments, keywords, {})
-    return *found, jnp.asarray(sum(jacobians, start=0.0))
+    densities, trace = util.compute_log_probs(model, arguments, keywords, {})
+    return cast(Any, densities), cast(Any, trace), jnp.asarray(sum(jacobians, start=0.0))
 
 
 def _plates(bridge: NumpyroModel, site: Site) -> list[Any]:
@@ -209,10 +208,10 @@ class _Refuse(Messenger):
             _check.fail(WHERE, "model", rule, got)
 
 
-def _example(bridge: NumpyroModel) -> dict[str, jax.Array]:
-    """Check the sites of the model, and return example parameters."""
+def _example(bridge: NumpyroModel, seed: int = 0) -> dict[str, jax.Array]:
+    """Check the sites of the model, and return example parameters, drawn by a seed."""
     arguments, keywords, _ = _arguments(bridge, bridge.batch)
-    seeded = handlers.seed(_Refuse(bridge.model), jax.random.key(SEED))
+    seeded = handlers.seed(_Refuse(bridge.model), jax.random.key(seed))
     # An improper prior has no draws.
     begun = handlers.substitute(seeded, substitute_fn=init_to_uniform)
     trace = handlers.trace(begun).get_trace(*arguments, **keywords)
