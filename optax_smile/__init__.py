@@ -11,7 +11,7 @@ The public names, by what you want to do:
     sample without a loop     warmstart, then sample; chains_from_weights, parallel
     get draws from a fit()    recorded, RecordedSampler; interop: Keras, NumPyro, scikit-learn
     watch or steer a run      Run, an iterator over draws; select, Selection
-    keep and read draws       Snapshots, StoredSnapshots, load_snapshots, Subset
+    keep and read draws       Snapshots, StoredSnapshots, load_snapshots
     predict                   predict, Prediction, Outcome, Predictor, Likelihood
     judge                     diagnostics.summary, metrics, calibrate, plots, report
     sample around weights     local: strength of a prior, learning coefficient, influence
@@ -42,7 +42,6 @@ from optax_smile.draws.prediction import Outcome, Prediction
 from optax_smile.draws.snapshots import (
     Snapshots,
     StoredSnapshots,
-    Subset,
     load_snapshots,
 )
 from optax_smile.samplers.cyclical_sgld import cyclical_sgld
@@ -75,7 +74,6 @@ __all__ = [
     "Snapshots",
     "Stats",
     "StoredSnapshots",
-    "Subset",
     "Tuner",
     "angle_tuner",
     "calibrate",

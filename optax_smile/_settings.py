@@ -23,6 +23,8 @@ DEEPEST = 4
 _REPORTS: ContextVar[Options | None] = ContextVar("reports", default=None)
 # Settings of a run whose draws an optimizer made.
 OPTIMIZER: Mapping[str, object] = {"name": "optimizer", "is_posterior": False}
+# Settings of draws that were chosen by their indices.
+CHOSEN: Mapping[str, object] = {"name": "chosen draws", "is_posterior": False}
 
 
 def reporting(
@@ -69,6 +71,12 @@ def are_posterior(settings: Mapping[str, object] | None) -> bool:
     return bool((settings or {}).get("is_posterior", True))
 
 
+def origin(settings: Mapping[str, object] | None) -> str:
+    """Say what draws are that are no posterior draws."""
+    is_chosen = settings == CHOSEN
+    return "draws chosen by their indices" if is_chosen else "iterates of an optimizer"
+
+
 def of(transformation: optax.GradientTransformation, params: optax.Params) -> Options | None:
     """Return the settings of a sampler, also inside `optax.chain` and similar wrappers.
 
@@ -88,14 +96,6 @@ def of(transformation: optax.GradientTransformation, params: optax.Params) -> Op
     with _listening() as reports:
         injected = jax.jit(numbers)()
     return {name: _describe(value) for name, value in (reports | injected).items()} or None
-
-
-def described(settings: Mapping[str, object] | None) -> Options | None:
-    """Convert settings, possibly written by a user, to JSON types with a name."""
-    if settings is None:
-        return None
-    named = {str(name): _describe(value) for name, value in settings.items()}
-    return named if isinstance(named.get("name"), str) else {**named, "name": "a sampler"}
 
 
 def whole(transformation: optax.GradientTransformation, params: optax.Params) -> list[Tree]:

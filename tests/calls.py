@@ -133,7 +133,6 @@ def runs(path):
     states: Any = [optax_smile.sgld(1e-2, num_data=10, key=key).init(PARAMS) for key in (0, 1)]
     stats = jax.tree.map(lambda *x: np.stack(x), *map(optax_smile.stats, states))
     collected = {"draws": [CHAINS, CHAINS], "trace": [stats, stats], "num_chains": 2}
-    collected |= {"directory": None}
     yield "Snapshots.from_draws", optax_smile.Snapshots.from_draws, collected
 
 
@@ -206,15 +205,8 @@ def predictions(path):
     given |= {"directory": None, "max_draws": 3}
     yield "recorded", optax_smile.recorded, given
     yield "draws", recorded_draws(), {"fit": None}
-    sampler = {"sampler": given["sampler"]}
-    yield "interop.keras_optimizer", optax_smile.interop.keras_optimizer, sampler
-    chosen = {"number": 2, "prediction": prediction, "directory": None}
-    yield "Snapshots.thin_to", snapshots.thin_to, chosen
-    stored = optax_smile.load_snapshots(path)
-    given = {"apply_fn": apply_fn, "snapshots": stored, "likelihood": "categorical"}
-    given |= {"inputs": INPUTS, "targets": LABELS, "per": "draw"}
-    chosen = chosen | {"prediction": optax_smile.predict(**given)}
-    yield "StoredSnapshots.thin_to", stored.thin_to, chosen
+    chosen = {"number": 2, "log_density": prediction.each.log_density}
+    yield "choose", snapshots.choose, chosen
     looking = {"snapshots": snapshots, "prediction": prediction}
     given = looking | {"max_inputs": 9, "seed": 0}
     yield "diagnostics.summary", diagnostics.summary, given

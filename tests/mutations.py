@@ -271,21 +271,21 @@ DEFECTS = r"""
 = a checkpoint of another format is read | another_format
 - mine not in (None, theirs):
 + mine is not None and theirs == 0:
-# draws/snapshots.py | test_subset.py
+# draws/snapshots.py | test_choose.py
 = a draw is chosen twice | best_addition
 - np.logaddexp(total, bounded[best]), False
 + np.logaddexp(total, bounded[best]), True
 = draws are chosen by their own score | best_addition
 - np.logaddexp(total, bounded).mean(axis=1)
 + bounded.mean(axis=1)
-# draws/snapshots.py | test_subset.py
-= chosen draws are of other chains | chain_draw
-- density.swapaxes(0, 1).reshape(len(self), -1)
-+ density.reshape(len(self), -1)
+# draws/snapshots.py | test_choose.py
+= chosen draws are of other chains | best_addition
+- (density).swapaxes(0, 1).reshape(len(self), -1)
++ (density).reshape(len(self), -1)
 # draws/snapshots.py | test_from_draws.py
 = arrays of the loop are not copied | reuses
-- trees.append(jax.tree.map(np.array, tree))
-+ trees.append(jax.tree.map(np.asarray, tree))
+- rows.append(jax.tree.map(np.array, tree))
++ rows.append(jax.tree.map(np.asarray, tree))
 # draws/_format.py | test_resume.py
 = an older format is read | first_format
 - if version != FORMAT:

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import optax_smile
-from optax_smile import ArgumentError, Snapshots, diagnostics, plots, report
+from optax_smile import ArgumentError, Snapshots, diagnostics
 from optax_smile.draws import _format
 
 RNG = np.random.default_rng
@@ -54,51 +54,27 @@ def loop(num_chains=None, num_draws=24) -> tuple[list[Any], list[Any]]:
     return list(draws), list(stats)
 
 
-def predicted(draws):
-    given: dict[str, Any] = {"likelihood": "gaussian", "targets": Y, "per": "draw"}
-    return optax_smile.predict(outputs, draws, X, **given)
-
-
 @pytest.mark.parametrize("num_chains", [None, 2])
-def test_in_memory_and_in_a_directory(num_chains, tmp_path):
-    """A run that `summary` judges, `thin_to` thins and `report` shows."""
+def test_lists_and_stacked_trees(num_chains):
+    """A run that `summary` judges, from lists and from the arrays of a scan."""
     draws, stats = loop(num_chains)
-    memory = Snapshots.from_draws(draws, stats, num_chains=num_chains)
-    disk = Snapshots.from_draws(draws, stats, num_chains=num_chains, directory=tmp_path / "run")
-    found = optax_smile.load_snapshots(tmp_path / "run")
-    for each in (memory, disk, found):
-        assert (each.num_chains, each.num_draws) == (num_chains or 1, 24)
+    stacked = [jax.tree.map(lambda *x: jnp.stack(x), *rows) for rows in (draws, stats)]
+    given: dict[str, Any] = {"likelihood": "gaussian", "targets": Y, "per": "draw"}
+    sizes = np.stack([np.atleast_1d(x.step_size) for x in stats], axis=1)
+    for parts in ((draws, stats), (iter(draws), iter(stats)), stacked):
+        kept = Snapshots.from_draws(*parts, num_chains=num_chains)
+        assert (kept.num_chains, kept.num_draws) == (num_chains or 1, 24)
         for name in ("w", "b"):
             for number, draw in enumerate(draws):
                 expected = draw[name] if num_chains else draw[name][None]
-                np.testing.assert_array_equal(each.params[name][:, number], expected)
-        sizes = np.stack([np.atleast_1d(x.step_size) for x in stats], axis=1)
-        np.testing.assert_array_equal(each.trace["step_size"], sizes)
-        assert each.start is None and each.settings is None and each.subset is None
-        summary = diagnostics.summary(each, predicted(each))
-        assert summary.num_draws == 24 and summary.last_step_size.tolist() == sizes[:, -1].tolist()
-        assert {check.kind for check in summary.checks} >= {"altered", "frozen", "step size"}
-        assert all(np.isnan(summary.travelled))
-    small: Any = memory.thin_to(3, predicted(memory))
-    assert (small.subset.step == 210 + 10 * small.subset.draw).all()
-    plots.step_size(memory.trace)
-    plots.chain_paths(memory.params)
-    report.store(tmp_path / "run", "train", predicted(disk), targets=Y)
-    page = report.write(tmp_path / "run").read_text()
-    assert "a sampler" in page and "LPPD" in page and "One draw every" not in page
-
-
-def test_without_a_trace(tmp_path):
-    """Weights alone, judged by weights and predictions."""
-    draws = [{"w": w, "b": np.float32(0)} for w in RNG(0).normal(size=(40, 2)).astype(np.float32)]
-    disk = Snapshots.from_draws((x for x in draws), directory=tmp_path / "run")
-    assert disk.trace == {} and disk.num_draws == 40
-    assert np.isnan(diagnostics.summary(disk).first_step_size).all()
-    small: Any = disk.thin_to(2, predicted(disk))
-    assert small.subset.step is None
-    assert "Can the chains be trusted?" in report.write(tmp_path / "run").read_text()
-    again = Snapshots.from_draws(list(disk))
-    jax.tree.map(np.testing.assert_array_equal, again.params, disk.params)
+                np.testing.assert_array_equal(kept.params[name][:, number], expected)
+        np.testing.assert_array_equal(kept.trace["step_size"], sizes)
+        assert kept.start is None and kept.settings is None
+    summary = diagnostics.summary(kept, optax_smile.predict(outputs, kept, X, **given))
+    assert summary.num_draws == 24 and summary.last_step_size.tolist() == sizes[:, -1].tolist()
+    assert {check.kind for check in summary.checks} >= {"altered", "frozen", "step size"}
+    assert all(np.isnan(summary.travelled))
+    assert np.isnan(diagnostics.summary(Snapshots.from_draws(draws)).first_step_size).all()
 
 
 def test_copies_and_arrays_that_the_loop_reuses():
@@ -120,70 +96,38 @@ TREE = {"w": np.ones(3), "b": np.zeros(1)}
 
 
 @pytest.mark.parametrize(
-    "draws, given, message",
+    "draws, num_chains, message",
     [
-        ([], {}, r"\(draws=...\)` must be at least one parameter tree, got none"),
-        (TREE, {}, r"\(draws=...\)` must be a list of parameter trees.*got a dict"),
-        ([TREE, {}], {}, r"\(draws\[1\]=...\)` must be a tree with at least one array"),
+        ([], None, r"\(draws=...\)` must be at least one tree of arrays, got none"),
+        (TREE, None, r"\(draws=...\)` must be a tree of arrays \[draw, ...\] with equal leading"),
         (
-            [TREE, TREE, {"w": np.ones(3)}],
-            {},
-            r"\(draws\[2\]=...\)` must be a tree of the structure of draws\[0\], PyTreeDef",
+            [TREE, {"w": np.ones(3)}],
+            None,
+            r"\(draws\[1\]=...\)` must be a tree of the structure",
         ),
-        (
-            [TREE, TREE | {"b": np.zeros(2)}],
-            {},
-            r"\(draws\[1\]=...\)` must be of shape \(1,\) at \['b'\], as draws\[0\], got \(2,\)",
-        ),
-        (
-            [TREE, TREE | {"b": np.nan * np.ones(1)}],
-            {},
-            r"draws\[1\]=.* finite, .*inf at \['b'\]\.",
-        ),
-        ([TREE, TREE | {"b": "x"}], {}, r"\(draws\[1\]=...\)` must be a tree of arrays of numbers"),
-        ([TREE], {"num_chains": 3}, r"draws\[0\]=.*of 3 chains, got shape \(1,\) at \['b'\]"),
-        (
-            [np.ones((2, 3)), np.ones((1, 3))],
-            {"num_chains": 2},
-            r"\(draws\[1\]=...\)` .*got \(1, 3\)",
-        ),
+        ([TREE, TREE | {"b": np.zeros(2)}], None, r"\(draws\[1\]=.* shape \(1,\) at \['b'\], as"),
+        ([TREE, TREE | {"b": "x"}], None, r"\(draws\[1\]=...\)` must be a tree of arrays of num"),
+        ([TREE], 3, r"draws=.*of 3 chains, got the leading axes \[\(1,\), \(3,\)\]"),
+        ([1.0, np.float32(np.inf)], None, r"\(draws\[1\]=...\)` must be finite, got nan or inf"),
         (
             [np.ones((2, 3)), np.array([[0, 0, 0], [0, np.inf, 0]])],
-            {"num_chains": 2},
+            2,
             r"\(draws\[1\]=...\)` must be finite, got nan or inf at the only leaf of chain 1",
         ),
     ],
 )
-def test_what_is_no_list_of_draws_is_named(draws, given, message):
+def test_what_is_no_draw_is_named(draws, num_chains, message):
     with pytest.raises(ArgumentError, match=message):
-        Snapshots.from_draws(draws, **given)
+        Snapshots.from_draws(draws, num_chains=num_chains)
 
 
 def test_a_trace_is_of_these_draws():
-    state = optax_smile.sgld(0.1, num_data=1, key=0).init(jnp.ones(3))
-    stats: Any = optax_smile.stats(state)
-    draws = [np.ones(3), np.zeros(3)]
-    wrong = {
-        r"trace=...\)` must be one entry for each of the 2 draws, got 1 entries": [stats],
-        r"trace\[1\]=...\)` must be what `optax_smile.stats` returns, got a dict": [stats, {}],
-        r"trace\[1\]=.*shape \(\), got shape \(2,\) at step_size": [
-            stats,
-            stats._replace(step_size=np.ones(2)),
-        ],
-        r"trace\[0\]=.*one whose `is_draw` is True, got False": [
-            stats._replace(is_draw=np.array(False)),
-            stats,
-        ],
-    }
-    for message, trace in wrong.items():
-        with pytest.raises(ArgumentError, match=message):
-            Snapshots.from_draws(draws, trace)
-
-
-def test_a_directory_must_be_new(tmp_path):
-    (tmp_path / "note.txt").touch()
-    with pytest.raises(ArgumentError, match="a new or empty directory"):
-        Snapshots.from_draws([np.ones(3)], directory=tmp_path)
+    stats: Any = optax_smile.stats(optax_smile.sgld(0.1, num_data=1, key=0).init(jnp.ones(3)))
+    wide = jax.tree.map(lambda x: np.stack([x, x]), stats)
+    skipped = stats._replace(is_draw=np.array(False))
+    for trace in ([stats], [{}, {}], [{"loss": 1.0}] * 2, [wide, wide], [skipped, stats]):
+        with pytest.raises(ArgumentError, match=r"from_draws\(trace=...\)` must be "):
+            Snapshots.from_draws([np.ones(3), np.zeros(3)], trace)
 
 
 def test_chains_with_equal_keys_are_found():

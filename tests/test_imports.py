@@ -143,7 +143,7 @@ def test_only_the_potential_multiplies_by_num_data():
 # Modules that are imported when they are asked for, since their classes are of another library.
 ASKED_FOR = {
     "optax_smile.interop.estimators": {"sklearn"},
-    "optax_smile.interop._keras": {"keras"},
+    "optax_smile.interop.numpyro_model": {"numpyro"},
 }
 
 

@@ -56,6 +56,7 @@ def test_draws_are_counted_as_a_list_is(draws):
     assert [first_entry(draws[np.int32(number)]) for number in range(-ALL, 0)] == IN_ORDER
     assert [first_entry(params) for params in reversed(draws)] == IN_ORDER[::-1]
     assert draws[5]["<b>"].shape == (2,)
+    assert draws[[5, -1]].params["<b>"][0, :, 0].tolist() == [IN_ORDER[5], IN_ORDER[-1]]
     slices = [slice(4, 9), slice(None, None, 5), slice(-2, None), slice(9, 2, -3), slice(7, 7)]
     for part in [*slices, slice(8, 99)]:
         assert isinstance(draws[part], list)
@@ -67,10 +68,13 @@ def test_what_is_no_number_of_a_draw(draws):
         rule = rf"Snapshots\[\.\.\.\]` must be at least -{ALL} and below {ALL}, got {number}\."
         with pytest.raises(IndexError, match=rule):
             draws[number]
-    for wrong, got in (("w", "'w'"), (1.5, "1.5"), ((0, 1), "a tuple")):
-        rule = rf"must be an integer or a slice, got {got}\. For all draws of one chain"
+        with pytest.raises(IndexError, match=rule):
+            draws[np.array([0, number])]
+    wrong = {"'w'": "w", "1.5": 1.5, "a tuple": (0, 1), "a list": []}
+    for got, index in [*wrong.items(), ("a list", [0.5])]:
+        rule = rf"must be an integer, a slice or a list of integers, got {got}\. For all draws"
         with pytest.raises(TypeError, match=rule):
-            draws[wrong]
+            draws[index]
 
 
 def test_stored_draws_are_read_one_by_one(stored, monkeypatch):

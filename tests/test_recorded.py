@@ -231,7 +231,7 @@ def test_steps_that_are_no_draws_leave_no_gap(tmp_path):
     tx = optax_smile.recorded(cyclic, num_warmup=0, thin=5, directory=tmp_path)
     fit(tx, START[0], 40)
     assert tx.draws().trace["step"].tolist() == [[15, 20, 35, 40]]
-    assert tx.draws()._numbers == [0, 1, 2, 3]
+    assert [blocks[0].draw for blocks in tx.draws().draws] == [0, 1, 2, 3]
 
 
 def test_what_fails_reaches_the_user(tmp_path, monkeypatch):

@@ -183,10 +183,6 @@ def test_missing_files_of_draws_are_named(runs, tmp_path, number):
     shutil.rmtree(directory / "checkpoints")
     if number == DRAWS - 1:
         assert optax_smile.load_snapshots(directory).num_draws == DRAWS - 1
-    stored: Any = optax_smile.Snapshots.from_draws([np.ones(2)] * 3, directory=tmp_path / "made")
-    stored.draws[-1][0].path.unlink()
-    with pytest.raises(ValueError, match=r"all its 3 draws, got .*draw-00000002"):
-        optax_smile.load_snapshots(stored.directory)
 
 
 def hostile(kind: str, path: Path, victim: Path):
@@ -221,9 +217,6 @@ def test_links_and_devices_in_a_directory_are_refused(runs, tmp_path, kind):
     # The directory itself may be a link.
     (tmp_path / "link").symlink_to(runs.disk.directory)
     assert optax_smile.load_snapshots(tmp_path / "link").num_draws == DRAWS
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "new").symlink_to(tmp_path / "empty")
-    assert len(optax_smile.Snapshots.from_draws([np.ones(2)], directory=tmp_path / "new")) == 1
 
 
 def test_files_of_others_in_a_directory_are_left_alone(runs, tmp_path):
@@ -257,7 +250,7 @@ def test_a_tilde_is_the_home_directory(tmp_path, monkeypatch):
     (tmp_path / "home").mkdir()
     monkeypatch.chdir(tmp_path)
     for home in ("~/run", Path("~/other")):
-        optax_smile.Snapshots.from_draws([np.ones(2)], directory=home)
+        assert draw(home, num_draws=1).num_draws == 1
         assert optax_smile.load_snapshots(home).num_draws == 1
     assert sorted(x.name for x in (tmp_path / "home").iterdir()) == ["other", "run"]
     assert [x.name for x in tmp_path.iterdir()] == ["home"]

@@ -411,19 +411,20 @@ def numpyro_bridge() -> np.ndarray:
 def keras_fit() -> np.ndarray:
     """`fit` of Keras."""
     import keras
+    import keras_fit
 
     model: Any = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
     steps = LONGER * NUM_STEPS
-    tx = optax_smile.recorded(sampler(), num_warmup=steps // 16, thin=THIN)
-
+    given = {"num_data": NUM_ROWS, "key": 0, "angle": TUNER.angle, "thin": THIN}
+    optimizer = keras_fit.Sampler("psmile", num_warmup=steps // 16, **given)
     ops: Any = keras.ops
 
     def of_row(y, found):
         return ops.sum((y - found) ** 2, axis=-1) / 2
 
-    model.compile(optax_smile.interop.keras_optimizer(tx), of_row)
+    model.compile(optimizer, of_row)
     model.fit(X, Y[:, None], batch_size=SIZE, epochs=steps * SIZE // NUM_ROWS, verbose=0)
-    kernel, bias = (np.asarray(x) for x in tx.draws().params)
+    kernel, bias = (np.asarray(x) for x in optimizer.draws().params)
     return pieces(np.concatenate([kernel[0, :, :, 0], bias[0]], axis=1))
 
 

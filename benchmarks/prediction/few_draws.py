@@ -1,7 +1,7 @@
 """How few draws predict as well as all: chosen on validation data, and evenly spaced.
 
 The chains of `psmile` on the problems of `selection.py`, colder than the posterior for images.
-`thin_to` chooses 16 draws by their validation densities; the LPPD of the first k of them is that of
+`choose` selects 16 draws by their validation densities; the LPPD of the first k of them is that of
 the *test* data. Evenly spaced draws are one from each of k equal parts of all chains, laid end to
 end; their LPPD is the mean over ten places in the parts.
 
@@ -78,11 +78,12 @@ def run_cell(cell: records.Cell) -> records.Record:
     validation = predicted(task, draws, task.validation, per="draw")
     test = predicted(task, draws, task.test, per="draw").each.log_density
     began = time.monotonic()
-    subset = draws.thin_to(max(NUMBERS), validation).subset
+    densities = validation.each.log_density
+    indices = draws.choose(densities, max(NUMBERS))
     seconds = time.monotonic() - began
-    assert subset is not None
     density = test.reshape(len(draws), -1).astype(float)
-    chosen = test[subset.chain, subset.draw].astype(float)
+    at = indices % draws.num_chains, indices // draws.num_chains
+    seen, chosen = densities[at].astype(float), test[at].astype(float)
     return {
         "sampler": SAMPLERS[cell["problem"]],
         "num_draws": len(draws),
@@ -91,9 +92,9 @@ def run_cell(cell: records.Cell) -> records.Record:
         "chosen": {str(k): lppd(chosen[:k]) for k in NUMBERS},
         "evenly": {str(k): evenly(density, k) for k in NUMBERS},
         "all": lppd(density),
-        "validation": [round(float(x), 5) for x in subset.lppd],
+        "validation": [round(lppd(seen[:k]), 5) for k in range(1, len(indices) + 1)],
         "validation_all": float(np.mean(validation.log_density)),
-        "num_chains_chosen": len(set(subset.chain.tolist())),
+        "num_chains_chosen": len(set(at[0].tolist())),
         "seconds": seconds,
     }
 

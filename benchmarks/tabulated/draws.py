@@ -39,10 +39,10 @@ def few(found: Sequence[Record]) -> Table:
         last = f"{mean_error(whole)} ({of[0]['num_draws']:,})"
         gaps = (minus(*pair) for pair in zip(chosen, evenly, strict=True))
         rows += [
-            [problem, "`thin_to`", *map(mean_error, chosen), last],
+            [problem, "`choose`", *map(mean_error, chosen), last],
             [problem, "evenly spaced", *map(mean_error, evenly), last],
             [problem, "difference, paired", *gaps, ""],
-            [problem, "`thin_to` - all, paired", *(minus(x, whole) for x in chosen), ""],
+            [problem, "`choose` - all, paired", *(minus(x, whole) for x in chosen), ""],
         ]
     return Table(["test LPPD", "draws", *(f"k = {k}" for k in NUMBERS), "all"], rows, found)
 

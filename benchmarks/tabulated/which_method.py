@@ -131,8 +131,8 @@ def decisions(
     lenet = [r for r in few if r["cell"]["problem"] == "LeNet"]
     lost = mean_error([r["chosen"]["8"] - r["all"] for r in lenet], 3, "+")
     number = lenet[0]["num_draws"]
-    measured = f"{lost}: 8 draws chosen by `thin_to`, compared with all {number} (LeNet)"
-    rows.append(["at most 8 forward passes per prediction", "", "psmile, then `thin_to`", measured])
+    measured = f"{lost}: 8 chosen draws, compared with all {number} (LeNet)"
+    rows.append(["at most 8 forward passes per prediction", "", "psmile, then `choose`", measured])
     return Table(["your case", "d / N", "try first", "gain in test LPPD, nats"], rows, used + lenet)
 
 

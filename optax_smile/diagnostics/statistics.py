@@ -399,8 +399,8 @@ def to_arviz(snapshots: Snapshots | StoredSnapshots, prediction: Prediction | No
         draws; `energy_change` is called `energy_error`, as in ArviZ. `log_likelihood` has `target`.
 
     Raises:
-        ValueError: no draws, the iterates of an optimizer, or a subset of draws; a prediction
-            without single draws or targets, or of other draws.
+        ValueError: no draws, the iterates of an optimizer, or draws that were chosen by their
+            indices; a prediction without single draws or targets, or of other draws.
         ImportError: ArviZ is missing.
 
     Cost: the draws in memory.

@@ -290,9 +290,9 @@ def summary(
 
     Raises:
         ValueError: an argument is out of range; there are no draws; the draws are iterates of an
-            optimizer, or a subset that `Snapshots.thin_to` selected; the prediction was made
-            without `per="draw"` or `targets`, or its numbers of chains and draws are not those of
-            `snapshots`. (A prediction of other draws with the same numbers is accepted.)
+            optimizer, or were chosen by their indices; the prediction was made without `per="draw"`
+            or `targets`, or its numbers of chains and draws are not those of `snapshots`. (A
+            prediction of other draws with the same numbers is accepted.)
         ImportError: ArviZ is not installed. It computes R-hat and ESS, which need at least 8 draws
             per chain, or 4 with a `prediction`. With fewer draws, `summary` does not import it.
 

@@ -16,23 +16,24 @@ from optax_smile.draws.prediction import Prediction
 PREDICTION = _check.kind(Prediction, "what `predict` returned")
 
 
-def _is_list(value: object) -> bool:
+def is_list(value: object) -> bool:
+    """Whether a value is a list or another iterable, but no dict, named tuple or text."""
+    if hasattr(value, "_fields"):
+        return False
     kinds = Mapping, str, bytes, os.PathLike, type, jax.core.Tracer
     return hasattr(value, "__iter__") and np.iterable(value) and not isinstance(value, kinds)
 
 
-TREES = _check.Where("a list of parameter trees, one for each draw", _is_list)
-ENTRIES = _check.Where("a list with what `optax_smile.stats` returned at each draw", _is_list)
 SNAPSHOTS = _check.Where(
     "an iterable of parameter trees",
-    _is_list,
+    is_list,
     "Make them with `Snapshots`, `Snapshots.from_members` or `load_snapshots`.",
 )
 
 
 @dataclass(frozen=True)
 class Posterior(_check.Constraint):
-    """All draws of a sampler: at least one, not iterates of an optimizer, not a chosen subset."""
+    """All draws of a sampler: at least one, not iterates of an optimizer, not chosen ones."""
 
     draws: _check.Constraint
 
@@ -47,14 +48,8 @@ class Posterior(_check.Constraint):
             advice = "The run is still in its warm-up or ended there. Load it again later."
             _check.fail(where, argument, "draws of a run that has at least one", "none", advice)
         if not _settings.are_posterior(getattr(value, "settings", None)):
-            rule, got = "draws from a posterior, made by a sampler", "iterates of an optimizer"
-            advice = "These are checkpoints, which `predict` and the metrics accept."
-            _check.fail(where, argument, rule, got, advice)
-        subset = getattr(value, "subset", None)
-        if subset is not None:
-            rule, got = "all draws of each chain", f"a subset of {len(subset.chain)} draws"
-            advice = "It was chosen on held-out data. Pass the draws that it was chosen from."
-            _check.fail(where, argument, rule, got, advice)
+            rule, advice = "draws from a posterior", "`predict` and the metrics accept them."
+            _check.fail(where, argument, rule, _settings.origin(value.settings), advice)
         return value
 
 

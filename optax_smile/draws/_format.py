@@ -404,38 +404,6 @@ class DrawFiles:
         return {name: array for name, array in arrays.items() if name not in self.unmoved}
 
 
-def require_new(where: str, directory: Path):
-    """Require a directory that does not exist or is empty."""
-    if os.path.lexists(directory) and not directory.is_dir():
-        _check.fail(where, "directory", "a new or empty directory", f"{directory}, a file or link")
-    if directory.exists() and any(directory.iterdir()):
-        got, advice = f"{directory}, which is not empty", "Choose another, or remove it."
-        _check.fail(where, "directory", "a new or empty directory", got, advice)
-
-
-def write_all(directory: Path, manifest: Json, leaves: Sequence[np.ndarray], stats: Stats):
-    """Write existing draws to a new directory.
-
-    The manifest is written last, so an incomplete directory cannot be loaded. The first draw takes
-    the place of the start, so leaves that all draws share are stored once.
-
-    Args:
-        directory: a new or empty directory.
-        manifest: manifest of the draws.
-        leaves: arrays `[chain, draw, ...]` in the order of the manifest.
-        stats: statistics of the draws and, if known, their `step`, `[chain, draw]`.
-    """
-    directory.mkdir(parents=True, exist_ok=True)
-    names, first = [leaf["name"] for leaf in manifest["leaves"]], [x[:, 0] for x in leaves]
-    files = DrawFiles(directory, first, dtype=manifest["stored_dtype"], names=names)
-    for draw in range(leaves[0].shape[1]):
-        at_draw = {name: x[:, draw] for name, x in stats.items()}
-        step = int(at_draw.pop("step", [draw])[0])
-        files.write(draw, step, [x[:, draw] for x in leaves], at_draw)
-    number = leaves[0].shape[1]
-    write_manifest(directory, {**manifest, "has_start": False, "num_draws": number})
-
-
 class SnapshotWriter:
     """Write draws in a background thread; none after one that could not be written.
 

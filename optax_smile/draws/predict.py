@@ -289,15 +289,12 @@ class Predictor:
         given, shapes = (params, batch[0]), _check.cut(jax.tree.map(np.shape, batch[0]))
         rule = "a function of a snapshot and the inputs"
         advice = f"It was called with inputs of the shapes {shapes}."
-        outputs = _check.traced(
-            "Predictor", "apply_fn", self.apply_fn, *given, rule=rule, advice=advice
-        )
+        where = "Predictor"
+        outputs = _check.traced(where, "apply_fn", self.apply_fn, *given, rule=rule, advice=advice)
         if read.check is not None:
             read.check(outputs, self.targets)
         rule = "one whose functions accept the outputs"
-        outcome, _ = _check.traced(
-            "Predictor", "likelihood", self._outcome, params, batch, rule=rule
-        )
+        outcome, _ = _check.traced(where, "likelihood", self._outcome, params, batch, rule=rule)
         shapes = jax.tree.map(np.shape, (outcome.mean, outcome.variance))
         if outcome.variance is not None and shapes[0] != shapes[1]:
             rule = f"one whose variance has the shape {shapes[0]} of its mean"

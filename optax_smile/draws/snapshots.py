@@ -12,17 +12,17 @@ import operator
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, SupportsIndex, overload
+from typing import NamedTuple, SupportsIndex, cast, overload
 
 import jax
 import numpy as np
 import optax
+from jax.typing import ArrayLike
 
 from optax_smile import _check, _disk, _settings, _table, _trace, _tree
 from optax_smile._disk import Json
-from optax_smile._types import Options, Tree, by_identity
+from optax_smile._types import Tree, by_identity
 from optax_smile.draws import _checks, _format
-from optax_smile.draws.prediction import Prediction
 
 # Name and arguments of a sampler.
 Settings = Mapping[str, object]
@@ -31,6 +31,9 @@ Trace = Mapping[str, np.ndarray]
 # Below every log density in float32. Finite, so that draws for which some targets are impossible
 # are compared by the number of such targets.
 LOWEST = float(np.finfo(np.float32).min)
+DENSITIES = _check.Array(
+    "[chain, draw, target, ...]", _check.Where("below infinity", lambda x: x != np.inf)
+)
 
 
 @by_identity
@@ -91,40 +94,10 @@ class Stopping(NamedTuple):
         )
 
 
-@by_identity
-class Subset(NamedTuple):
-    """Which draws `thin_to` chose, in the order of the choice: arrays `[draw]`.
-
-    Attributes:
-        chain: chain of each draw.
-        draw: number of the draw in its chain; for draws in a directory, the number of its file.
-        step: step of the chain at the draw, or calls of `update` in a loop of your own; None if
-            unknown.
-        lppd: log pointwise predictive density of the average of the draws up to this one, nats per
-            target, on the data that chose them, so it overestimates that of new data.
-
-    Example:
-        >>> import numpy as np, optax_smile
-        >>> draws = optax_smile.Snapshots(np.array([[0.0, 1.0], [2.0, 3.0]]))
-        >>> prediction = optax_smile.predict(
-        ...     lambda w, x: (w * x, 0.0), draws, np.ones(1), likelihood="gaussian",
-        ...     targets=np.full(1, 2.2), per="draw",
-        ... )
-        >>> draws.thin_to(2, prediction).subset.chain.tolist()
-        [1, 1]
-    """
-
-    chain: np.ndarray
-    draw: np.ndarray
-    step: np.ndarray | None
-    lppd: np.ndarray
-
-
 class Draws(abc.ABC):
     """A sequence of parameter trees: the first draw of every chain, then the second, ...
 
-    Tree i is draw `i // num_chains` of chain `i % num_chains`. A subclass has the attributes that
-    are listed here, properties or not.
+    Tree i is draw `i // num_chains` of chain `i % num_chains`.
     """
 
     num_chains: int
@@ -132,23 +105,16 @@ class Draws(abc.ABC):
     params: Tree
     trace: Trace
     settings: Settings | None
-    subset: Subset | None
     stopping: Stopping | None
     interrupted: str | None = None
     # The arrays of one draw of one chain, and the `PyTreeDef` of its tree; None if it is unknown.
     _leaves: list[_format.Leaf]
     _structure: Tree
-    # Number of each draw of a chain; on disk, the number of its file.
-    _numbers: Sequence[int]
     _flat: bool = False
 
     @abc.abstractmethod
     def _read(self, draw: int) -> list[np.ndarray]:
         """Return the leaves of a draw, `[chain, ...]`."""
-
-    @abc.abstractmethod
-    def _manifest(self) -> Json:
-        """Return the manifest of a directory of such draws."""
 
     @abc.abstractmethod
     def _place(self) -> dict[str, str]:
@@ -164,17 +130,26 @@ class Draws(abc.ABC):
     def __getitem__(self, index: SupportsIndex) -> Tree: ...
     @overload
     def __getitem__(self, index: slice) -> list[Tree]: ...
+    @overload
+    def __getitem__(self, index: Sequence[int] | np.ndarray) -> Snapshots: ...
     def __getitem__(self, index):
         if isinstance(index, slice):
             return list(self._pick(range(len(self))[index]))
+        several = isinstance(index, (list, np.ndarray)) and np.ndim(index) == 1 and len(index)
         try:
-            number = operator.index(index)
+            numbers = [operator.index(x) for x in cast(list, index if several else [index])]
         except TypeError:
-            raise TypeError(self._wrong("an integer or a slice", _check.show(index))) from None
-        if not -len(self) <= number < len(self):
-            rule = f"at least {-len(self)} and below {len(self)}"
-            raise IndexError(self._wrong(rule, number))
-        return next(self._pick([number % len(self)]))
+            rule = "an integer, a slice or a list of integers"
+            raise TypeError(self._wrong(rule, _check.show(index))) from None
+        for number in numbers:
+            if not -len(self) <= number < len(self):
+                rule = f"at least {-len(self)} and below {len(self)}"
+                raise IndexError(self._wrong(rule, number))
+        trees = self._pick([number % len(self) for number in numbers])
+        if not several:
+            return next(trees)
+        params = jax.tree.map(lambda *x: np.stack(x)[None], *trees)
+        return Snapshots(params, settings=_settings.CHOSEN)
 
     def _wrong(self, rule: str, got: object) -> str:
         remedy = "For all draws of one chain, index the arrays [chain, draw, ...] of `params`."
@@ -213,127 +188,56 @@ class Draws(abc.ABC):
         size = f"{numbers} per draw, {_table.memory(held * len(self))} in total"
         rows = {"size": size, "arrays": arrays}
         if not _settings.are_posterior(self.settings):
-            rows["draws"] = "iterates of an optimizer, not posterior draws"
+            rows["draws"] = f"{_settings.origin(self.settings)}, not posterior draws"
         elif self.settings is not None:
             rows["sampler"] = _sampler(self.settings)
-        if self.subset is not None:
-            rows["subset"] = "chosen on held-out data; convergence cannot be judged from it"
         if self.stopping is not None:
             rows["stopping"] = str(self.stopping)
         return rows | self._place()
 
-    @_check.arguments(
-        "thin_to",
-        number=_check.Whole(1),
-        prediction=_checks.PREDICTION,
-        directory=_check.PathLike() | None,
-    )
-    def thin_to(
-        self,
-        number: int,
-        prediction: Prediction,
-        directory: str | os.PathLike[str] | None = None,
-    ) -> Snapshots | StoredSnapshots:
+    @_check.arguments("choose", log_density=DENSITIES, number=_check.Whole(1))
+    def choose(self, log_density: ArrayLike, number: int) -> np.ndarray:
         """Choose a few draws whose average predicts held-out data best.
 
         The first is the best single draw. Each next one is the draw that, added to the average so
-        far, gives the highest log pointwise predictive density (LPPD):
-
-            s_k = argmax_s sum_i log((p_i + L_si) / k),  p_i = sum of L_ji over the chosen draws j
-
-        with the likelihood L_si of target i under draw s. No draw is chosen twice.
-
-        The result predicts with `number` forward passes per input. It is not a sample of the
-        posterior: `summary`, `to_arviz` and estimates of the posterior refuse it. Choose on enough
-        validation data from the distribution of the test data. The choice overfits them, so a score
-        on them is too high. Beyond some number, each further draw lowers `subset.lppd`.
+        far, gives the highest log pointwise predictive density (LPPD). No draw is chosen twice.
+        The choice overfits the data, so a score on them is too high.
 
         Args:
+            log_density: log likelihood of each held-out target under each draw, nats,
+                `[chain, draw, target, ...]`: `predict(..., per="draw").each.log_density`.
             number: how many draws to choose from all chains together, >= 1.
-            prediction: of the same draws for held-out data,
-                `predict(..., per="draw", targets=...)`, with any likelihood.
-            directory: a new or empty folder for the draws, which `load_snapshots` reads. Its
-                manifest says which draws these are and how they were chosen. `sample` cannot resume
-                from it. None: host memory.
 
         Returns:
-            `Snapshots` of one chain of `number` draws in the order of the choice, so that the first
-            k of them are the subset of size k. With a `directory`, `StoredSnapshots`; draws that
-            were already stored keep their precision. `subset` says which draws they are, and
-            `trace` has their statistics.
+            Indices `[number]` in the order of the choice. `draws[indices]` are these draws.
 
-        Raises:
-            ValueError: more draws than there are; a prediction without single draws or targets, or
-                of another number of draws (only the numbers of chains and draws are compared); log
-                densities that are NaN or plus infinity; a directory that is not empty; a subset.
-            OSError: a draw could not be written.
-
-        Cost: `number` passes over the log densities `[draw, target]`, which are held twice in
-        float64, and a copy of each chosen draw. If the draws are on disk, it reads all headers, and
-        the chosen draws one at a time.
+        Cost: `number` passes over the log densities, which are held twice in float64.
 
         Example:
-            >>> import numpy as np, optax_smile
-            >>> draws = optax_smile.Snapshots(np.array([[0.0, 1.0, 2.0, 3.0]]))
-            >>> prediction = optax_smile.predict(
-            ...     lambda w, x: (w * x, 0.0), draws, np.ones(3), likelihood="gaussian",
-            ...     targets=np.array([0.8, 1.2, 2.9]), per="draw",
-            ... )
-            >>> draws.thin_to(2, prediction).params.tolist()
-            [[2.0, 1.0]]
+            >>> draws = Snapshots(np.array([[0.0, 1.0], [2.0, 3.0]]))
+            >>> log_density = [[[-4.0, -3.0], [-1.0, -2.0]], [[-3.0, -1.0], [-9.0, -9.0]]]
+            >>> draws[draws.choose(log_density, 2)].params.tolist()
+            [[1.0, 2.0]]
 
-        Source: forward selection of an ensemble, Caruana et al., ICML 2004, by the log score and
-        without replacement.
+        Source: forward selection of an ensemble, Caruana et al., ICML 2004, by the log score.
         """
-        where = "thin_to"
-        if self.subset is not None:
-            advice = (
-                "Call `thin_to` of the original draws, or take the first k draws of this subset."
-            )
-            _check.fail(where, "draws", "all draws of each chain", "a subset of draws", advice)
+        density, axes = cast(np.ndarray, log_density), (self.num_chains, self.num_draws)
+        if density.shape[:2] != axes:
+            rule = f"an array [chain, draw, target, ...] whose first axes are {axes}"
+            _check.fail("choose", "log_density", rule, f"shape {density.shape}")
         if number > len(self):
-            _check.fail(where, "number", f"at most the {len(self)} draws of all chains", number)
-        density = _density(where, self, prediction)
-        place = None if directory is None else Path(directory)
-        if place is not None:
-            _format.require_new(where, place)
-        # In the order of the draws: the first of all chains, then the second.
-        by_draw = density.swapaxes(0, 1).reshape(len(self), -1)
-        chosen, lppd = choose(by_draw, number)
-        rows, chains = np.divmod(chosen, self.num_chains)
-        stats = {name: x[None, chains, rows] for name, x in self._stats().items()}
-        step = stats["step"][0] if "step" in stats else None
-        subset = Subset(chains, np.asarray(self._numbers)[rows], step, lppd)
-        leaves = [np.empty((1, number, *leaf.shape), leaf.dtype) for leaf in self._leaves]
-        for place_of, (row, chain) in enumerate(zip(rows, chains, strict=True)):
-            for kept, x in zip(leaves, self._read(row), strict=True):
-                kept[0, place_of] = x[chain]
-        if place is None:
-            snapshots = Snapshots(self._tree(leaves), stats, self.settings)
-            vars(snapshots).update(subset=subset)
-            return snapshots
-        source = str(self.directory) if isinstance(self, StoredSnapshots) else None
-        described = {
-            "chosen_by": "the LPPD of the average, one draw after another, on held-out data",
-            "num_targets": by_draw.shape[1],
-            "of": {"directory": source, "num_chains": self.num_chains, "num_draws": self.num_draws},
-            **_format.to_json(subset),
-        }
-        manifest = self._manifest() | {"num_chains": 1, "subset": described}
-        _format.write_all(place, manifest, leaves, stats)
-        manifest = _format.read_manifest(where, place)
-        return StoredSnapshots(place, manifest, self._structure, self._flat)
-
-    def _stats(self) -> dict[str, np.ndarray]:
-        """Return statistics of the draws and, if it is known, their step, `[chain, draw]`."""
-        axes = self.num_chains, self.num_draws
-        stats = _trace.of_draws(self.trace, self.num_draws)
-        stats = {name: x for name, x in stats.items() if x.shape == axes}
-        if "step" not in stats and "num_gradients" in stats:
-            # In a loop of the user's own a step is a call of `update`.
-            per_step = _settings.gradients_per_step(self.settings)
-            stats["step"] = stats["num_gradients"] // per_step
-        return stats
+            _check.fail("choose", "number", f"at most the {len(self)} draws of all chains", number)
+        density = _checks.of_targets(density).swapaxes(0, 1).reshape(len(self), -1)
+        if np.isnan(density).any():
+            _check.fail("choose", "log_density", "without NaN, except for padding", "NaN")
+        bounded, total = np.maximum(density, LOWEST), np.full(density.shape[1], -np.inf)
+        free, chosen = np.ones(len(self), bool), []
+        for _ in range(number):
+            # The number of draws shifts all candidates alike.
+            score = np.where(free, np.logaddexp(total, bounded).mean(axis=1), -np.inf)
+            chosen.append(best := int(score.argmax()))
+            total, free[best] = np.logaddexp(total, bounded[best]), False
+        return np.array(chosen)
 
 
 def _sampler(settings: Settings) -> str:
@@ -350,17 +254,18 @@ class Snapshots(Draws):
     The first draws of all chains come first, then the second draws: `draws[i]` is draw
     `i // num_chains` of chain `i % num_chains`, and `len(draws)` is the number of draws of all
     chains. A slice is a list of trees, which `predict` accepts. For all draws of a chain, index
-    `params`.
+    `params`. A list of integers, such as `choose` returns, makes `Snapshots` of these draws in one
+    chain, which `summary` and `to_arviz` refuse, since it is no sample of the posterior.
 
     Attributes:
         params: tree of NumPy arrays, each `[chain, draw, ...]`.
+        num_chains, num_draws: lengths of their first two axes.
         trace: results of `optax_smile.stats`, arrays `[chain, tick]`. From `sample` every `thin`
             steps, warm-up included: the draws are the last ticks (of those with `is_draw`). From
-            `from_draws`, `thin_to` and `recorded` only at the draws. Empty if unknown.
-        settings: name and arguments of the sampler; `{"name": "optimizer", "is_posterior": False}`
-            for an optimizer, whose iterates are not posterior draws; None if unknown.
+            `from_draws` and `recorded` only at the draws. Empty if unknown.
+        settings: name and arguments of the sampler; None if unknown. With `"is_posterior": False`
+            the draws are no sample of a posterior: those of an optimizer, or chosen by indices.
         start: initial parameters of the chains, a tree of arrays `[chain, ...]`; None if unknown.
-        subset: a `Subset` that says which draws these are, if `thin_to` chose them; else None.
         stopping: a `Stopping`, the result of the stopping rule of the run; None without a rule.
         interrupted: `"SIGINT"` or `"SIGTERM"` if this signal ended the call of `sample` that
             returned these draws; else None.
@@ -380,7 +285,6 @@ class Snapshots(Draws):
     trace: Trace
     settings: Settings | None = None
     start: Tree = None
-    subset: Subset | None = dataclasses.field(default=None, init=False)
     stopping: Stopping | None = dataclasses.field(default=None, init=False)
 
     @_check.arguments(
@@ -402,7 +306,10 @@ class Snapshots(Draws):
             _tree.check_alike("Snapshots", "start", start, first, "a draw of `params`")
         # A frozen dataclass does not allow assignment.
         vars(self).update(params=params, trace=dict(trace), settings=settings, start=start)
-        vars(self).update(subset=None, stopping=None)
+        num_chains, num_draws = jax.tree.leaves(params)[0].shape[:2]
+        vars(self).update(num_chains=num_chains, num_draws=num_draws, stopping=None)
+        leaves, structure = _format.leaves_of(params, axes=2), jax.tree.structure(params)
+        vars(self).update(_leaves=leaves, _structure=structure)
 
     @classmethod
     @_check.arguments(
@@ -416,108 +323,49 @@ class Snapshots(Draws):
         return cls(jax.tree.map(lambda x: np.asarray(x)[:, None], params))
 
     @classmethod
-    @_check.arguments(
-        "Snapshots.from_draws",
-        draws=_checks.TREES,
-        trace=_checks.ENTRIES | None,
-        num_chains=_check.Whole(1) | None,
-        directory=_check.PathLike() | None,
-    )
+    @_check.arguments("Snapshots.from_draws", num_chains=_check.Whole(1) | None)
     def from_draws(
-        cls,
-        draws: Iterable[optax.Params],
-        trace: Iterable[NamedTuple] | None = None,
-        *,
-        num_chains: int | None = None,
-        directory: str | os.PathLike[str] | None = None,
-    ) -> Snapshots | StoredSnapshots:
-        """Make snapshots of the draws that a loop of your own collected.
-
-        The result can be used like that of `sample`: for `predict(per="draw")`, `summary`,
-        `thin_to`, plots and, with a directory, `report.write`.
+        cls, draws: Tree, trace: Tree | None = None, *, num_chains: int | None = None
+    ) -> Snapshots:
+        """Make snapshots of copies of the draws that a loop of your own collected.
 
         Args:
-            draws: parameter trees in the order of the loop, such as a list of
-                `last_accepted(state, params)`. A list of lists is one chain whose trees are lists.
-            trace: `stats(state)` at each draw, in the same order, so that `summary` can also judge
+            draws: a list of parameter trees, such as `last_accepted(state, params)`; or a dict or
+                other tree, not a list, of arrays `[draw, ...]`, as `jax.lax.scan` returns.
+            trace: `stats(state)` at each draw, in the same form, so that `summary` can also judge
                 step sizes, gradients and updates. None: unknown.
-            num_chains: number of chains, >= 1, if the arrays of each tree and those of `trace` have
-                a chain axis `[chain, ...]`, as in a loop with `jax.vmap`. None: one chain, without
-                that axis.
-            directory: a new or empty folder for the draws, for `load_snapshots` and `report.write`.
-                None: host memory.
-
-        Returns:
-            `Snapshots`; with a `directory`, `StoredSnapshots`. Their `start` and `settings` are
-            None.
+            num_chains: number of chains, >= 1, if the arrays of each draw have a chain axis
+                `[chain, ...]`, as in a loop with `jax.vmap`. None: one chain, without that axis.
 
         Raises:
-            ValueError: no draws; a draw that is not finite, or whose arrays or number of chains
-                differ from the first (the message names the draw); a trace of another length, or
-                with points that are not draws; a directory that is not empty.
-            OSError: a draw could not be written.
-
-        Cost: a copy of the draws in host memory, and a second one during the call.
+            ValueError: no draws; a draw that is not finite, or whose arrays differ from the first
+                (the message names the draw); a trace of other draws.
 
         Example:
-            >>> import jax, jax.numpy as jnp, optax, optax_smile
-            >>> sampler = optax_smile.psmile(num_data=1, key=0)
-            >>> w, draws, trace = jnp.ones(3), [], []
-            >>> state = sampler.init(w)
-            >>> for step in range(60):
-            ...     updates, state = sampler.update(w, state, w)
-            ...     w = optax.apply_updates(w, updates)
-            ...     if step >= 20 and step % 2:
-            ...         draws.append(optax_smile.last_accepted(state, w))
-            ...         trace.append(optax_smile.stats(state))
-            >>> found = optax_smile.Snapshots.from_draws(draws, trace)
-            >>> found.num_chains, found.num_draws, found.trace["step_size"].shape
-            (1, 20, (1, 20))
+            >>> draws = Snapshots.from_draws([{"w": np.ones(3)}, {"w": np.zeros(3)}])
+            >>> draws.num_chains, draws.num_draws, draws.params["w"].shape
+            (1, 2, (1, 2, 3))
         """
         where = "Snapshots.from_draws"
-        params, num_draws = _stacked(where, draws, num_chains)
-        stats = {} if trace is None else _trace_of(where, trace, num_draws, num_chains)
-        if "noise_id" in stats:
-            _trace.warn_of_equal_keys(where, stats["noise_id"])
-        snapshots = cls(params, stats)
-        if directory is None:
-            return snapshots
-        directory = Path(directory)
-        _format.require_new(where, directory)
-        leaves = jax.tree.leaves(params)
-        _format.write_all(directory, snapshots._manifest(), leaves, snapshots._stats())
-        return load_snapshots(directory, like=snapshots[0])
-
-    @property
-    def num_chains(self) -> int:
-        """Number of chains."""
-        return jax.tree.leaves(self.params)[0].shape[0]
-
-    @property
-    def num_draws(self) -> int:
-        """Number of draws per chain."""
-        return jax.tree.leaves(self.params)[0].shape[1]
-
-    @property
-    def _leaves(self) -> list[_format.Leaf]:
-        return _format.leaves_of(self.params, axes=2)
-
-    @property
-    def _structure(self) -> Tree:
-        return jax.tree.structure(self.params)
-
-    @property
-    def _numbers(self) -> Sequence[int]:
-        return range(self.num_draws)
+        params = _stacked(where, "draws", draws, num_chains)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+            if len(wrong := np.argwhere(~np.isfinite(leaf))):
+                at = f"{jax.tree_util.keystr(path) or 'the only leaf'} of chain {wrong[0][0]}"
+                _check.fail(where, f"draws[{wrong[0][1]}]", "finite", f"nan or inf at {at}")
+        if trace is None:
+            return cls(params)
+        stats, axes = _stacked(where, "trace", trace, num_chains), leaf.shape[:2]
+        shapes = {x.shape for x in jax.tree.leaves(stats)}
+        is_whole = hasattr(stats, "_asdict") and shapes == {axes}
+        if not is_whole or not np.all(getattr(stats, "is_draw", True)):
+            rule = f"`stats(state)` of each draw, with `is_draw`, of shape {axes} in all"
+            _check.fail(where, "trace", rule, f"the shapes {sorted(shapes)}")
+        if hasattr(stats, "noise_id"):
+            _trace.warn_of_equal_keys(where, stats.noise_id)
+        return cls(params, stats._asdict())
 
     def _read(self, draw: int) -> list[np.ndarray]:
         return [x[:, draw] for x in jax.tree.leaves(self.params)]
-
-    def _manifest(self) -> Json:
-        first = jax.tree.map(lambda x: x[:, 0], self.params)
-        with _check.called("Snapshots", "sample"):
-            settings = {"sampler": _settings.described(self.settings)}
-            return _format.manifest_of(first, None, settings)
 
     def _place(self) -> dict[str, str]:
         ticks = {np.shape(values)[-1] for values in self.trace.values()}
@@ -532,8 +380,8 @@ class StoredSnapshots(Draws):
     one draw. `trace` holds the statistics of the draws, `[chain, draw]`. `params` reads all draws
     into memory, `[chain, draw, ...]`, and `start` the initial parameters, `[chain, ...]`.
     `manifest` is the content of the manifest. `thinned(every)` selects draws without reading them.
-    `num_chains`, `settings`, `subset`, `stopping`, `interrupted` and `thin_to` are those of
-    `Snapshots`. Before the first draw, `trace` and `params` raise a ValueError.
+    The other attributes and methods are those of `Snapshots`. Before the first draw, `trace` and
+    `params` raise a ValueError.
     """
 
     def __init__(self, directory: Path, manifest: Json, structure: Tree, flat: bool):
@@ -552,15 +400,6 @@ class StoredSnapshots(Draws):
         return len(self.draws)
 
     @property
-    def subset(self) -> Subset | None:
-        """Which draws these are, if `thin_to` chose them."""
-        if (entry := self.manifest.get("subset")) is None:
-            return None
-        every = _format.from_json(entry, Subset._fields).items()
-        kept: Options = {x: None if y is None else y[self._numbers] for x, y in every}
-        return Subset(**kept)
-
-    @property
     def stopping(self) -> Stopping | None:
         """Result of the stopping rule of the run, if it had one."""
         if (entry := self.manifest.get("stopping")) is None:
@@ -576,23 +415,19 @@ class StoredSnapshots(Draws):
 
     @property
     def start(self) -> Tree:
-        """Initial parameters of the chains, a tree of arrays `[chain, ...]`; None if unknown."""
-        return self._tree(self._start) if self.manifest.get("has_start", True) else None
+        """Initial parameters of the chains, a tree of arrays `[chain, ...]`."""
+        return self._tree(self._start)
 
     @functools.cached_property
     def trace(self) -> dict[str, np.ndarray]:
-        """Results of `optax_smile.stats` and the step at each draw, arrays `[chain, draw]`.
-
-        Empty for draws that were stored without statistics.
-        """
+        """Results of `optax_smile.stats` and the step at each draw, arrays `[chain, draw]`."""
         self._require_draws("trace")
         draws = []
         for blocks in self.draws:
             seen: dict[str, np.ndarray] = {}
             for block in blocks:
                 header = _format.read_header(block)
-                stats = {**header["stats"], "step": header["step"]} if header["stats"] else {}
-                for name, values in stats.items():
+                for name, values in {**header["stats"], "step": header["step"]}.items():
                     default = np.empty(self.num_chains, np.asarray(values).dtype)
                     seen.setdefault(name, default)[block.first : block.last + 1] = values
                 with _disk.naming(block.path):
@@ -604,9 +439,8 @@ class StoredSnapshots(Draws):
     def _require_draws(self, attribute: str):
         if not self.draws:
             raise ValueError(
-                f"`{attribute}` needs at least one draw, and {self.directory} has none yet. The run"
-                " is still in its warm-up or ended there. Load the directory again later, or resume"
-                " the run."
+                f"`{attribute}` needs at least one draw, and {self.directory} has none yet: the run"
+                " is still in its warm-up or ended there."
             )
 
     @_check.arguments(every=_check.Whole(1))
@@ -617,10 +451,6 @@ class StoredSnapshots(Draws):
         thinned.draws = self.draws[::-1][::every][::-1]
         return thinned
 
-    @property
-    def _numbers(self) -> Sequence[int]:
-        return [int(blocks[0].draw) for blocks in self.draws]
-
     @functools.cached_property
     def _start(self) -> list[np.ndarray]:
         return _format.read_start(self.directory, self._leaves, self.num_chains)
@@ -629,48 +459,8 @@ class StoredSnapshots(Draws):
         blocks, start = self.draws[draw], lambda: self._start
         return _format.read_chains(blocks, self._leaves, self.num_chains, start)
 
-    def _manifest(self) -> Json:
-        # The stopping rule belongs to the run, not to a subset.
-        return {name: x for name, x in self.manifest.items() if name != "stopping"}
-
     def _place(self) -> dict[str, str]:
         return {"folder": str(self.directory)}
-
-
-def choose(log_density: np.ndarray, number: int) -> tuple[list[int], np.ndarray]:
-    """Choose draws one after another, each the best addition to the average so far.
-
-    Args:
-        log_density: log density of each target under each draw, nats, `[draw, target]`.
-        number: how many, at most the number of draws.
-
-    Returns:
-        Indices in the order of the choice, and the LPPD after each, `[number]`.
-    """
-    bounded = np.maximum(log_density, LOWEST)
-    free, chosen = np.ones(len(bounded), bool), []
-    total = np.full(bounded.shape[1], -np.inf)
-    for _ in range(number):
-        # The number of draws shifts all candidates alike.
-        score = np.where(free, np.logaddexp(total, bounded).mean(axis=1), -np.inf)
-        best = int(score.argmax())
-        total, free[best] = np.logaddexp(total, bounded[best]), False
-        chosen.append(best)
-    sums = np.logaddexp.accumulate(log_density[chosen], axis=0)
-    return chosen, sums.mean(axis=1) - np.log(np.arange(1, number + 1))
-
-
-def _density(where: str, draws: Draws, prediction: Prediction) -> np.ndarray:
-    """Log densities `[chain, draw, target]`, all below infinity."""
-    density = _checks.log_density_of(where, (draws.num_chains, draws.num_draws), prediction)
-    if not density.shape[2]:
-        _check.fail(where, "prediction", "one with at least one target", "none")
-    wrong = np.argwhere(~(density < np.inf))
-    if len(wrong):
-        chain, draw, target = wrong[0].tolist()
-        got = f"{density[chain, draw, target]} at target {target} of chain {chain}, draw {draw}"
-        _check.fail(where, "prediction", "one without NaN or infinite densities", got)
-    return density
 
 
 def _nest(leaves: list[tuple[list[list[str | int]], np.ndarray]]) -> Tree:
@@ -691,8 +481,8 @@ def load_snapshots(
 ) -> StoredSnapshots:
     """Open the draws that `sample(directory=...)` wrote, or is still writing.
 
-    It also opens the directories of `Snapshots.from_draws`, `thin_to` and `recorded`. It needs
-    neither the training code nor a device: the arrays are NumPy arrays.
+    It also opens those of `recorded`. It needs neither the training code nor a device: the arrays
+    are NumPy arrays.
 
     Args:
         directory: directory of the run.
@@ -709,17 +499,15 @@ def load_snapshots(
         ValueError: a manifest that is missing, damaged or of another format; `like` with other
             leaves than the draws. When a draw is read: a damaged file, named in the message.
 
-    Cost: reads the manifest and lists the files. A draw is read, and its checksums are verified, on
-    access.
+    Cost: reads the manifest and lists the files. A draw is read and verified on access.
 
     Example:
-        >>> import jax, jax.numpy as jnp, optax_smile, tempfile
-        >>> loss_fn = lambda params, batch: jnp.sum((params["w"] - batch) ** 2) / 2
-        >>> directory = tempfile.mkdtemp()
+        >>> import jax.numpy as jnp, optax_smile, tempfile
+        >>> directory, sampler = tempfile.mkdtemp(), optax_smile.smile(0.1, num_data=10, key=0)
         >>> _ = optax_smile.sample(
-        ...     loss_fn, {"w": jnp.eye(3, 2)}, [jnp.ones(2)],
-        ...     optax_smile.smile(0.1, num_data=10, key=0), num_warmup=0, num_draws=5,
-        ...     key=jax.random.key(0), directory=directory, progress=False,
+        ...     lambda params, x: jnp.sum((params["w"] - x) ** 2), {"w": jnp.eye(3, 2)},
+        ...     [jnp.ones(2)], sampler, num_warmup=0, num_draws=5, directory=directory,
+        ...     key=0, progress=False,
         ... )
         >>> draws = optax_smile.load_snapshots(directory)
         >>> len(draws), draws.params["w"].shape
@@ -739,59 +527,25 @@ def load_snapshots(
     return StoredSnapshots(directory, manifest, structure, flat)
 
 
-def _stacked(where: str, draws: Iterable[optax.Params], num_chains: int | None) -> tuple[Tree, int]:
-    """Stack parameter trees to arrays `[chain, draw, ...]`, and count them.
-
-    With `num_chains`, the arrays of each tree are `[chain, ...]`; else they are of one chain.
-    """
-    trees: list[Tree] = []
-    for number, tree in enumerate(draws):
-        argument = f"draws[{number}]"
-        _check.Tree(keys=False, traced=False)(where, argument, tree)
-        if not jax.tree.leaves(tree):
-            _check.fail(where, argument, "a tree with at least one array", _check.show(tree))
+def _stacked(where: str, argument: str, trees: Tree, num_chains: int | None) -> Tree:
+    """Stack trees, or a tree of arrays `[draw, ...]`, to arrays `[chain, draw, ...]`."""
+    rows: list[Tree] = []
+    if not _checks.is_list(trees):
+        _check.Tree(axes="[draw, ...]", keys=False, traced=False)(where, argument, trees)
+        leaves, structure = jax.tree.flatten(jax.tree.map(np.asarray, trees))
+        trees = (jax.tree.unflatten(structure, x) for x in zip(*leaves, strict=True))
+    for number, tree in enumerate(trees):
+        at = f"{argument}[{number}]"
+        _check.Tree(keys=False, traced=False)(where, at, tree)
         # Copy: the loop may reuse the arrays.
-        trees.append(jax.tree.map(np.array, tree))
-        _tree.check_alike(where, argument, trees[-1], trees[0], "draws[0]")
-        for path, leaf in jax.tree_util.tree_leaves_with_path(trees[-1]):
-            at = jax.tree_util.keystr(path) or "the only leaf"
-            if num_chains is not None and leaf.shape[:1] != (num_chains,):
-                rule = f"a tree of arrays [chain, ...] of {num_chains} chains"
-                _check.fail(where, argument, rule, f"shape {leaf.shape} at {at}")
-            if not (is_finite := np.isfinite(leaf)).all():
-                chain = "" if num_chains is None else f" of chain {np.argwhere(~is_finite)[0][0]}"
-                _check.fail(where, argument, "finite", f"nan or inf at {at}{chain}")
-    if not trees:
-        _check.fail(where, "draws", "at least one parameter tree", "none")
-    stacked = jax.tree.map(lambda *x: np.stack(x, axis=0 if num_chains is None else 1), *trees)
+        rows.append(jax.tree.map(np.array, tree))
+        _tree.check_alike(where, at, rows[-1], rows[0], f"{argument}[0]")
+    axes = {x.shape[:1] for row in rows[:1] for x in jax.tree.leaves(row)}
+    if not axes:
+        _check.fail(where, argument, "at least one tree of arrays", "none")
     if num_chains is None:
-        stacked = jax.tree.map(lambda x: x[None], stacked)
-    return stacked, len(trees)
-
-
-def _trace_of(
-    where: str, trace: Iterable[NamedTuple], num_draws: int, num_chains: int | None
-) -> dict[str, np.ndarray]:
-    """Stack the statistics of the draws, `[chain, draw]`."""
-    entries = list(trace)
-    if len(entries) != num_draws:
-        rule = f"one entry for each of the {num_draws} draws"
-        _check.fail(where, "trace", rule, f"{len(entries)} entries")
-    shape, rows = () if num_chains is None else (num_chains,), []
-    advice = "" if num_chains else "Pass `num_chains` for arrays of several chains."
-    for number, entry in enumerate(entries):
-        argument, rule = f"trace[{number}]", "what `optax_smile.stats` returns"
-        if not hasattr(entry, "_asdict"):
-            _check.fail(where, argument, rule, _check.show(entry))
-        row = {x: _check.host(where, argument, value) for x, value in entry._asdict().items()}
-        rows.append(row)
-        if row.keys() != rows[0].keys():
-            _check.fail(where, argument, f"{rule}, as the first entry", f"the fields {[*row]}")
-        for name, value in row.items():
-            if value.shape != shape:
-                rule = f"{rule}, in arrays of shape {shape}"
-                _check.fail(where, argument, rule, f"shape {value.shape} at {name}", advice)
-        if not np.all(row.get("is_draw", True)):
-            advice = "Do not keep points at which `stats(state).is_draw` is False."
-            _check.fail(where, argument, "one whose `is_draw` is True", "False", advice)
-    return {name: np.stack([np.atleast_1d(row[name]) for row in rows], axis=1) for name in rows[0]}
+        return jax.tree.map(lambda *x: np.stack(x)[None], *rows)
+    if axes != {(num_chains,)}:
+        rule = f"trees of arrays [chain, ...] of {num_chains} chains"
+        _check.fail(where, argument, rule, f"the leading axes {sorted(axes)}")
+    return jax.tree.map(lambda *x: np.stack(x, axis=1), *rows)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
-from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
+from numpyro import distributions, handlers
+from numpyro.infer import init_to_uniform, util
+from numpyro.primitives import Messenger
 
 from optax_smile import _check
 from optax_smile._types import Batch, Options, Output, Tree
@@ -18,26 +21,19 @@ from optax_smile.diagnostics.statistics import to_arviz
 from optax_smile.draws.snapshots import Snapshots, StoredSnapshots
 
 WHERE = "from_numpyro"
-DRAWS = "draws of this model from `sample`"
-# Relative tolerance for prior and deterministic values to count as equal between batches.
-TOLERANCE = 1e-5
-# Seed of the parameter values at which a model is inspected.
-SEED = 0
-# A message of NumPyro: a dict whose values depend on the kind of site.
-Site = Mapping[str, Any]
+DRAWS = _check.kind((Snapshots, StoredSnapshots), "draws of this model from `sample`")
+# Whether densities or values of two batches are equal but for rounding.
+close = functools.partial(np.allclose, rtol=1e-5, atol=1e-5, equal_nan=True)
+Params = Mapping[str, jax.Array]
+Site = Mapping[str, Any]  # A message of NumPyro; the values depend on its type.
+Run = tuple[dict[str, jax.Array], dict[str, Site], jax.Array]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class NumpyroModel:
-    """A NumPyro model for `sample`, made by `from_numpyro`.
+    """A NumPyro model for `sample`, made by `from_numpyro`, whose arguments are its attributes.
 
-    Parameters are a dict from the name of a latent site to its unconstrained value, an array.
-
-    Attributes:
-        model: the NumPyro model.
-        plate: name of the plate over the data.
-        num_data: size of the plate.
-        batch: the example batch, which provides shapes.
+    Parameters are a dict from the name of a latent site to its unconstrained value.
     """
 
     model: Callable[..., Output]
@@ -47,77 +43,57 @@ class NumpyroModel:
 
     @property
     def posterior(self) -> Options:
-        """Arguments for a sampler: `psmile(**model.posterior, key=0)`.
-
-        In models with few parameters, `tuner=angle_tuner(0.1)` moves faster than the default.
-        """
+        """Arguments for a sampler: `psmile(**model.posterior, key=0)`."""
         given = {"num_data": self.num_data, "prior_precision": 0.0, "log_prior": self.log_prior}
         return given | {"temperature": 1.0}
 
-    def loss_fn(self, params: Mapping[str, jax.Array], batch: Batch) -> jax.Array:
+    def loss_fn(self, params: Params, batch: Batch) -> jax.Array:
         """Compute minus the mean log likelihood of a batch, a scalar in nats per example."""
-        run = _run(self, params, batch)
+        densities, trace, _ = _run(self, params, batch)
         # NumPyro scales log densities in the plate to the size of the plate.
-        inside = [x for name, x in run.log_densities.items() if name in run.inside]
-        return -jnp.asarray(sum(inside)) / run.size
+        inside = [x for name, x in densities.items() if _plates(self, trace[name])]
+        return -jnp.asarray(sum(inside)) / trace[self.plate]["args"][0]
 
-    def log_prior(self, params: Mapping[str, jax.Array]) -> jax.Array:
+    def log_prior(self, params: Params) -> jax.Array:
         """Compute the log density of the latent sites in unconstrained space, a scalar in nats."""
-        run = _run(self, params, self.batch)
-        return run.log_jacobian + sum(
-            x for name, x in run.log_densities.items() if name not in run.inside
-        )
+        densities, trace, log_jacobian = _run(self, params, self.batch)
+        outside = [x for name, x in densities.items() if not _plates(self, trace[name])]
+        return log_jacobian + sum(outside)
 
-    def map_loss(self, params: Mapping[str, jax.Array], batch: Batch) -> jax.Array:
+    def map_loss(self, params: Params, batch: Batch) -> jax.Array:
         """Compute `loss_fn` plus the prior's share, for `warmstart` to start near the mode."""
-        run = _run(self, params, batch)
-        return -(sum(run.log_densities.values()) + run.log_jacobian) / run.size
+        densities, trace, log_jacobian = _run(self, params, batch)
+        return -(sum(densities.values()) + log_jacobian) / trace[self.plate]["args"][0]
 
     def init_fn(self, key: jax.Array) -> dict[str, jax.Array]:
         """Draw parameters where the density is finite, uniform in [-2, 2] as NumPyro does."""
         arguments, keywords, _ = _arguments(self, self.batch)
-        initialize = _import_numpyro().infer.util.initialize_model
-        info = initialize(key, self.model, model_args=arguments, model_kwargs=keywords)
-        return {name: jnp.asarray(x) for name, x in info.param_info.z.items()}
+        given: Options = {"model_args": arguments, "model_kwargs": keywords}
+        return dict(util.initialize_model(key, self.model, **given).param_info.z)
 
-    @_check.arguments(
-        "NumpyroModel.constrain",
-        draws=_check.kind((Snapshots, StoredSnapshots), DRAWS),
-    )
+    @_check.arguments("NumpyroModel.constrain", draws=DRAWS)
     def constrain(self, draws: Snapshots | StoredSnapshots) -> Snapshots:
         """Convert draws to the model's constrained space.
 
-        Args:
-            draws: result of `sample`.
-
-        Returns:
-            Draws whose parameters are a dict from the name of a site to its values,
-            `[chain, draw, ...]`: latent sites, and deterministic sites that depend on them but not
-            on the examples. Observed sites and factors are left out.
+        The parameters of the result are a dict from the name of a site to its values: latent
+        sites, and deterministic sites that depend on them but not on the examples.
         """
-        example = _example(self)
-        if not isinstance(draws.params, Mapping) or draws.params.keys() != example.keys():
-            got = sorted(draws.params) if isinstance(draws.params, Mapping) else "another tree"
-            _check.fail("NumpyroModel.constrain", "draws", f"{DRAWS}, of {sorted(example)}", got)
-        kept = _independent(self, example)
+        example, params = _example(self), draws.params
+        if (got := jax.tree.structure(params)) != jax.tree.structure(example):
+            rule = f"{DRAWS.rule}, of {sorted(example)}"
+            _check.fail("NumpyroModel.constrain", "draws", rule, got)
+        names = _independent(self, example)
 
-        @jax.vmap
-        def depends(params):
-            # Without `jit`, `vmap` traces only what depends on the parameters.
-            values = _run(self, params, self.batch).values
-            kept[:] = [name for name in kept if isinstance(values[name], jax.core.Tracer)]
-
-        depends(jax.tree.map(lambda x: x[None], example))
-
-        @jax.jit
-        @jax.vmap
-        @jax.vmap
         def values(params):
-            run = _run(self, params, self.batch)
-            return {name: run.values[name] for name in kept}
+            trace = _run(self, params, self.batch)[1]
+            found = {name: trace[name]["value"] for name in names}
+            # Without `jit`, `vmap` traces only what depends on the parameters.
+            names[:] = [name for name, x in found.items() if isinstance(x, jax.core.Tracer)]
+            return {name: found[name] for name in names}
 
-        params = {name: np.asarray(x) for name, x in values(dict(draws.params)).items()}
-        return Snapshots(params, trace=draws.trace, settings=draws.settings)
+        jax.vmap(values)(jax.tree.map(lambda x: x[None], example))
+        found = jax.jit(jax.vmap(jax.vmap(values)))(dict(params))
+        return Snapshots(jax.tree.map(np.asarray, found), draws.trace, draws.settings)
 
     def to_arviz(self, draws: Snapshots | StoredSnapshots) -> Tree:
         """Convert draws for ArviZ with the model's site names, see `diagnostics.to_arviz`."""
@@ -143,124 +119,76 @@ def from_numpyro(
     Args:
         model: called as `model(*batch)` for a tuple, `model(**batch)` for a dict, else
             `model(batch)`. Its plate gives the size of the data and of the batch:
-            `with numpyro.plate("data", num_data, subsample_size=len(x))`. Bind other arguments
-            with `functools.partial`.
+            `with numpyro.plate("data", num_data, subsample_size=len(x))`.
         batch: an example batch, arrays with the examples as first axis. A model that holds all the
             data and uses the indices of its plate gets them as `{"data": indices}`.
         num_data: total number of examples, >= 1.
         plate: name of the plate over the data.
 
     Returns:
-        A `NumpyroModel`: `init_fn` and `map_loss` for `warmstart`, `loss_fn` and `posterior` for
-        `sample`, and `to_arviz` for the draws.
+        A `NumpyroModel`: `init_fn` and `map_loss` for `warmstart`, the others for `sample`.
 
     Raises:
-        ValueError: no such plate, or one of another size; no observed site in the plate; a latent
-            site that is discrete, or inside the plate with a batch of some examples; a prior that
-            depends on the batch; a model that uses the indices of its plate with a batch without
-            indices; `numpyro.param`, or random numbers in the model.
-        ImportError: NumPyro is not installed.
-
-    Cost: compiling a step of the sampler traces the model twice, for likelihood and prior.
+        ValueError: no such plate, or one of another size; no observed site in it; a discrete latent
+            site, or one in the plate with a batch of some examples; a prior that depends on the
+            batch; indices of the plate that the batch lacks; `numpyro.param` or random numbers.
 
     Example:
-        >>> import jax, jax.numpy as jnp, numpyro, numpyro.distributions as dist, optax
-        >>> import optax_smile
+        >>> import jax.numpy as jnp, numpyro, numpyro.distributions as dist, optax_smile
         >>> def model(x, y):
         ...     w = numpyro.sample("w", dist.Normal(0, 1).expand([2]).to_event(1))
-        ...     noise = numpyro.sample("noise", dist.HalfNormal(1))
         ...     with numpyro.plate("data", 100, subsample_size=len(x)):
-        ...         numpyro.sample("y", dist.Normal(x @ w, noise), obs=y)
-        >>> x = jax.random.normal(jax.random.key(0), (100, 2))
-        >>> batches = [(x[i : i + 10], x[i : i + 10, 0]) for i in range(0, 100, 10)]
-        >>> bridge = optax_smile.interop.from_numpyro(model, batches[0], num_data=100)
-        >>> members = optax_smile.warmstart(
-        ...     bridge.map_loss, bridge.init_fn, batches, optax.adam(0.05),
-        ...     num_members=2, num_epochs=20, key=0, progress=False,
-        ... )
-        >>> draws = optax_smile.sample(
-        ...     bridge.loss_fn, members, batches * 10,
-        ...     optax_smile.psmile(**bridge.posterior, key=0),
-        ...     num_warmup=50, num_draws=5, thin=10, key=0, progress=False,
-        ... )
-        >>> {name: x.shape for name, x in bridge.constrain(draws).params.items()}
-        {'noise': (2, 5), 'w': (2, 5, 2)}
+        ...         numpyro.sample("y", dist.Normal(x @ w, 1.0), obs=y)
+        >>> batch = jnp.eye(2), jnp.ones(2)
+        >>> bridge = optax_smile.interop.from_numpyro(model, batch, num_data=100)
+        >>> bridge.loss_fn({"w": jnp.ones(2)}, batch)
+        Array(0.9189385, dtype=float32)
     """
-    _import_numpyro()
     bridge = NumpyroModel(model, plate, num_data, batch)
     with _check.calling(WHERE, "batch", "valid arguments of the model"):
         params = _example(bridge)
-        run, turned = (_run(bridge, params, batch, turn) for turn in (False, True))
+        densities, trace, _ = _run(bridge, params, batch)
+        turned, *_ = _run(bridge, params, batch, turn=True)
         independent = _independent(bridge, params)
-    for name, density in run.log_densities.items():
-        if name not in run.inside and name not in independent:
+    for name, density in densities.items():
+        is_inside = _plates(bridge, trace[name])
+        if not is_inside and name not in independent:
             rule = "a batch that does not change the prior"
             _check.fail(WHERE, "batch", rule, f"one that changes the prior of the site {name!r}")
-        if name in run.inside and not _close(density, turned.log_densities[name]):
+        if is_inside and not close(density, turned[name]):
             rule = f"a dict with the indices of the plate, {{{plate!r}: indices, ...}}"
             got = f"a batch without indices, on which the site {name!r} depends"
             _check.fail(WHERE, "batch", rule, got)
     return bridge
 
 
-@dataclasses.dataclass(frozen=True)
-class _Run:
-    """Results of a run of the model.
-
-    Log density and value of each site by name, the names of the sites inside the plate over the
-    data, the sum of log |Jacobian|, the size of the plate, and its rows in the batch.
-    """
-
-    log_densities: dict[str, jax.Array]
-    values: dict[str, jax.Array]
-    inside: list[str]
-    log_jacobian: jax.Array
-    size: int
-    rows: int
-
-
-def _run(
-    bridge: NumpyroModel, params: Mapping[str, jax.Array], batch: Batch, turn: bool = False
-) -> _Run:
-    """Run the model at unconstrained values; `turn` reverses the indices of its plate."""
-    numpyro = _import_numpyro()
-    arguments, keywords, indices = _arguments(bridge, batch)
-    jacobians = []
+def _run(bridge: NumpyroModel, params: Params, batch: Batch, turn: bool = False) -> Run:
+    """Return the log densities of sites, all sites, and log |Jacobian|; `turn` reverses indices."""
+    (arguments, keywords, indices), jacobians = _arguments(bridge, batch), []
 
     def value_of(message: Site) -> jax.Array | None:
         if message["type"] == "plate" and message["name"] == bridge.plate:
             size, rows = message["args"]
-            _check_plate(bridge, size)
-            if indices is None:
-                counted = jnp.arange(rows or size)
-                return size - 1 - counted if turn else counted
-            return jnp.asarray(indices)
-        if _is_latent(message):
-            if any(frame.size < bridge.num_data for frame in _plates(bridge, message)):
-                rule = f"a model without latent sites in the plate {bridge.plate!r}"
-                remedy = (
-                    "Move it outside the plate and index it with the indices of the plate, or use"
-                    " batches of all examples."
-                )
-                _check.fail(WHERE, "model", rule, f"the site {message['name']!r}", remedy)
-            transform = numpyro.distributions.biject_to(message["fn"].support)
-            at = params[message["name"]]
-            value = transform(at)
-            jacobians.append(jnp.sum(transform.log_abs_det_jacobian(at, value)))
-            return value
-        return None
+            if size != (number := bridge.num_data):
+                remedy = f"In the model: numpyro.plate(..., {number}, subsample_size=len(x))."
+                rule = f"the size of the plate {bridge.plate!r}, {size}"
+                _check.fail(WHERE, "num_data", rule, number, remedy)
+            counted = jnp.arange(rows or size) if indices is None else jnp.asarray(indices)
+            return size - 1 - counted if turn and indices is None else counted
+        if not _is_latent(message):
+            return None
+        if any(frame.size < bridge.num_data for frame in _plates(bridge, message)):
+            rule = f"a model without latent sites in the plate {bridge.plate!r}"
+            remedy = "Move it outside the plate and index it, or use batches of all examples."
+            _check.fail(WHERE, "model", rule, f"the site {message['name']!r}", remedy)
+        transform = distributions.biject_to(message["fn"].support)
+        value = transform(at := params[message["name"]])
+        jacobians.append(jnp.sum(transform.log_abs_det_jacobian(at, value)))
+        return value
 
-    model = numpyro.handlers.substitute(bridge.model, substitute_fn=value_of)
-    log_densities, trace = numpyro.infer.util.compute_log_probs(model, arguments, keywords, {})
-    sites = {name: s for name, s in trace.items() if s["type"] in ("sample", "deterministic")}
-    return _Run(
-        log_densities,
-        {name: site["value"] for name, site in sites.items()},
-        [name for name, site in sites.items() if _plates(bridge, site)],
-        jnp.asarray(sum(jacobians, start=0.0)),
-        trace[bridge.plate]["args"][0],
-        len(trace[bridge.plate]["value"]),
-    )
+    model = handlers.substitute(bridge.model, substitute_fn=value_of)
+    densities, trace = util.compute_log_probs(model, arguments, keywords, {})
+    return cast(Any, densities), cast(Any, trace), jnp.asarray(sum(jacobians, start=0.0))
 
 
 def _plates(bridge: NumpyroModel, site: Site) -> list[Any]:
@@ -272,97 +200,60 @@ def _is_latent(site: Site) -> bool:
     return site["type"] == "sample" and not site["is_observed"]
 
 
-def _example(bridge: NumpyroModel) -> dict[str, jax.Array]:
-    """Check the sites of the model, and return example parameters."""
-    numpyro = _import_numpyro()
+class _Refuse(Messenger):
+    def process_message(self, message: Site):
+        if message["type"] in ("param", "mutable", "prng_key"):
+            rule = "a model without `numpyro.param`, state or random numbers"
+            got = f"the {message['type']} {message.get('name') or ''}".strip()
+            _check.fail(WHERE, "model", rule, got)
+
+
+def _example(bridge: NumpyroModel, seed: int = 0) -> dict[str, jax.Array]:
+    """Check the sites of the model, and return example parameters, drawn by a seed."""
     arguments, keywords, _ = _arguments(bridge, bridge.batch)
-    rule = "a model without `numpyro.param`, state or random numbers"
-
-    class Refuse(numpyro.primitives.Messenger):
-        def process_message(self, message: Site):
-            if message["type"] in ("param", "mutable", "prng_key"):
-                got = f"the {message['type']} {message.get('name') or ''}".strip()
-                _check.fail(WHERE, "model", rule, got)
-
-    seeded = numpyro.handlers.seed(Refuse(bridge.model), jax.random.key(SEED))
+    seeded = handlers.seed(_Refuse(bridge.model), jax.random.key(seed))
     # An improper prior has no draws.
-    begun = numpyro.handlers.substitute(seeded, substitute_fn=numpyro.infer.init_to_uniform)
-    trace = numpyro.handlers.trace(begun).get_trace(*arguments, **keywords)
-    plates = {name: site for name, site in trace.items() if site["type"] == "plate"}
+    begun = handlers.substitute(seeded, substitute_fn=init_to_uniform)
+    trace = handlers.trace(begun).get_trace(*arguments, **keywords)
+    latent = {name: site["fn"].support for name, site in trace.items() if _is_latent(site)}
+    if discrete := [name for name, support in latent.items() if support.is_discrete]:
+        rule = "a model without discrete latent sites"
+        remedy = "Sum over its values, for example with `dist.MixtureSameFamily`."
+        _check.fail(WHERE, "model", rule, f"the site {discrete[0]!r}", remedy)
+    plates = sorted(name for name, site in trace.items() if site["type"] == "plate")
     if bridge.plate not in plates:
-        rule = f"one of the model's plates, {sorted(plates)}"
-        _check.fail(WHERE, "plate", rule, bridge.plate)
-    _check_plate(bridge, plates[bridge.plate]["args"][0])
-    for name, site in trace.items():
-        if _is_latent(site) and site["fn"].support.is_discrete:
-            rule = "a model without discrete latent sites"
-            remedy = "Sum over its values, for example with `dist.MixtureSameFamily`."
-            _check.fail(WHERE, "model", rule, f"the site {name!r}", remedy)
-    samples = [site for site in trace.values() if site["type"] == "sample"]
-    if not any(site["is_observed"] and _plates(bridge, site) for site in samples):
+        _check.fail(WHERE, "plate", f"one of the model's plates, {plates}", bridge.plate)
+    if not any(site.get("is_observed") and _plates(bridge, site) for site in trace.values()):
         rule = f"a model with an observed site in the plate {bridge.plate!r}"
         _check.fail(WHERE, "model", rule, "none")
-    return {
-        name: numpyro.distributions.biject_to(site["fn"].support).inv(site["value"])
-        for name, site in trace.items()
-        if _is_latent(site)
-    }
-
-
-def _check_plate(bridge: NumpyroModel, size: int):
-    if size != bridge.num_data:
-        rule = f"the size of the plate {bridge.plate!r}, {size}"
-        remedy = (
-            f"In the model: numpyro.plate({bridge.plate!r}, {bridge.num_data},"
-            " subsample_size=len(x))."
-        )
-        _check.fail(WHERE, "num_data", rule, bridge.num_data, remedy)
+    to = distributions.biject_to
+    return {name: to(support).inv(trace[name]["value"]) for name, support in latent.items()}
 
 
 def _arguments(bridge: NumpyroModel, batch: Batch) -> tuple[tuple, Options, Batch]:
     """Return the model's positional and keyword arguments, and the plate's indices or None."""
-    if isinstance(batch, Mapping):
-        named = dict(batch)
-        indices = named.pop(bridge.plate, None)
-        return (), named, indices
-    return (tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)), {}, None
+    if not isinstance(batch, Mapping):
+        return (tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)), {}, None
+    named = dict(batch)
+    return (), named, named.pop(bridge.plate, None)
 
 
-def _other(batch: Batch) -> Batch:
-    """Make other examples of the same shapes; integers repeat those of the first example."""
-
-    def leaf(x: jax.typing.ArrayLike) -> jax.Array:
-        x = jnp.asarray(x)
-        if jnp.issubdtype(x.dtype, jnp.floating):
-            return 2 * x[::-1] + 1
-        return jnp.broadcast_to(x[:1], x.shape)
-
-    return jax.tree.map(leaf, batch)
-
-
-def _close(a: jax.typing.ArrayLike, b: jax.typing.ArrayLike) -> bool:
-    same_shape = np.shape(a) == np.shape(b)
-    return same_shape and np.allclose(a, b, rtol=TOLERANCE, atol=TOLERANCE, equal_nan=True)
-
-
-def _independent(bridge: NumpyroModel, params: Mapping[str, jax.Array]) -> list[str]:
+def _independent(bridge: NumpyroModel, params: Params) -> list[str]:
     """List the sites whose density and value do not depend on the batch or its size."""
-    run, other = (_run(bridge, params, x) for x in (bridge.batch, _other(bridge.batch)))
-    densities = [x.log_densities for x in (run, other)]
+
+    def other(x: jax.Array) -> jax.Array:
+        # Integers repeat those of the first example.
+        is_real = jnp.issubdtype(x.dtype, jnp.floating)
+        return 2 * x[::-1] + 1 if is_real else jnp.broadcast_to(x[:1], x.shape)
+
+    batches = bridge.batch, jax.tree.map(other, bridge.batch)
+    (densities, trace, _), (others, changed, _) = (_run(bridge, params, x) for x in batches)
+    is_whole = len(trace[bridge.plate]["value"]) == trace[bridge.plate]["args"][0]
     return [
         name
-        for name, value in run.values.items()
-        if (name not in run.inside or run.rows == run.size)
-        and _close(*(x.get(name, 0.0) for x in densities))
-        and _close(value, other.values[name])
+        for name, site in trace.items()
+        if site["type"] in ("sample", "deterministic")
+        and (is_whole or not _plates(bridge, site))
+        and close(densities.get(name, 0.0), others.get(name, 0.0))
+        and close(site["value"], changed[name]["value"])
     ]
-
-
-def _import_numpyro() -> ModuleType:
-    with _check.needed("`optax_smile.interop.from_numpyro` needs NumPyro", "numpyro"):
-        import numpyro
-        import numpyro.distributions
-        import numpyro.handlers
-        import numpyro.infer.util
-        import numpyro.primitives
-    return numpyro

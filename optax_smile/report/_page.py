@@ -42,10 +42,6 @@ TROUBLE |= {"not settled"}
 NO_POSTERIOR = (
     "These draws are optimizer iterates, not posterior draws, so the chains are not diagnosed."
 )
-SUBSET = (
-    "These draws are a subset chosen on held-out data, so the chains are not diagnosed. Judge the"
-    " run from which they were chosen."
-)
 HINT = '<p class="note hint">Scroll sideways to see all columns.</p>'
 STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 1120px; margin: 0 auto; padding: 1em;
@@ -161,11 +157,6 @@ def _described(snapshots: StoredSnapshots, sampler: str) -> tuple[str, str]:
     """Return a title and a sentence that say which draws these are."""
     counted, settings = _table.counted, snapshots.manifest["settings"]
     draws, size = counted(snapshots.num_draws, "draw"), counted(_size(snapshots), "parameter")
-    if snapshots.subset is not None:
-        source = snapshots.manifest["subset"]["of"]["directory"]
-        place = f" in {source}" if source and Path(source).is_dir() else ""
-        chosen = f"a subset chosen on held-out data from a run{place}"
-        return f"{sampler}: a subset of {draws}", f"{draws} of {sampler}, {size}: {chosen}."
     chains, steps = counted(snapshots.num_chains, "chain"), ""
     if "thin" in settings:
         thin, warmup = (counted(settings.get(x, 0), "step") for x in ("thin", "num_warmup"))
@@ -249,9 +240,6 @@ def _with_arrow(score: str) -> str:
 
 
 def _chains(snapshots: StoredSnapshots, stored: list[Stored]) -> Iterator[str]:
-    if snapshots.subset is not None:
-        yield f"<h2>Can the chains be trusted?</h2><p><b>{SUBSET}</b></p>"
-        return
     if not _settings.are_posterior(snapshots.settings):
         yield "<h2>How the optimizer ran</h2>"
         yield _plots_of(snapshots, 0.0)
@@ -330,7 +318,7 @@ def _predictions(stored: list[Stored]) -> Iterator[str]:
 
 def _written_settings(snapshots: StoredSnapshots) -> Iterator[str]:
     yield "<h2>Settings</h2>"
-    names = ("settings", "data", "loss", "versions", "subset", "stopping")
+    names = ("settings", "data", "loss", "versions", "stopping")
     parts = {x: snapshots.manifest[x] for x in names if x in snapshots.manifest}
     whole = html.escape(json.dumps(parts, indent=1))
     yield f'<details><summary>The manifest</summary><pre class="wide">{whole}</pre></details>'

@@ -70,16 +70,13 @@ def sampler(
             dynamics, given = build(*args, **kwargs), _bound(signature, args, kwargs)
             arguments = given | ({"key": dynamics.seed} if "key" in given else {})
             recipe = _eager.Recipe(build, arguments)
-            named = {**given, **dynamics.chosen}
 
             def temperature(params: optax.Params) -> Options:
                 found = potential.of_chain(dynamics.posterior, params, None)
                 return {"temperature": found.temperature}
 
-            settings = {"name": where, **fixed, **named}
+            settings = {"name": where, **fixed, **given, **dynamics.chosen}
             init = _settings.reporting(_init(dynamics), settings, temperature)
-            # A plain pair of functions: JAX and `copy` rebuild named tuples from their fields.
-            vars(init).update(name=where, arguments=named)
             return optax.GradientTransformationExtraArgs(init, _update(dynamics, recipe))
 
         # Users see the type that they get, not that of the definition.

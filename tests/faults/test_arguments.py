@@ -58,7 +58,7 @@ HOSTILE: dict[str, Any] = {
 
 # Nothing for users to call: records that functions return, and what the package is made of.
 NOT_CALLED = {
-    *("MclmcSettings", "Outcome", "Prediction", "Selection", "StoredSnapshots", "Subset"),
+    *("MclmcSettings", "Outcome", "Prediction", "Selection", "StoredSnapshots"),
     "Stopping",
     *("diagnostics.EnergyFit", "diagnostics.Check", "diagnostics.Summary"),
     *("ArgumentError", "CheckReport", "RecordedSampler", "Stats"),

@@ -1,0 +1,101 @@
+"""Draws that are chosen on held-out data: the greedy choice by hand; they are no sample."""
+
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import optax_smile
+from optax_smile import ArgumentError, diagnostics
+
+
+def lppd(density):
+    """Of an average, the textbook's way."""
+    return np.log(np.exp(np.asarray(density, np.float64)).mean(axis=0)).mean()
+
+
+def one_by_one(density: Any) -> optax_smile.Snapshots:
+    """Chains of numbers, each its place in the sequence of the draws."""
+    chains, draws = np.shape(density)[:2]
+    return optax_smile.Snapshots(np.arange(chains * draws).reshape(draws, chains).T)
+
+
+def test_each_draw_is_the_best_addition():
+    """Against averages of densities in float64, for all candidates one by one."""
+    density = np.random.default_rng(0).normal(size=(3, 4, 7))
+    draws, flat = one_by_one(density), density.swapaxes(0, 1).reshape(12, 7)
+    chosen = draws.choose(density, 12).tolist()
+    assert sorted(chosen) == list(range(12))
+    for number in range(1, 13):
+        before = chosen[: number - 1]
+        rest = [s for s in range(12) if s not in before]
+        scores = {s: lppd(flat[[*before, s]]) for s in rest}
+        assert chosen[number - 1] == max(scores, key=lambda s: scores[s])
+    # It beats most subsets of its size, and is not the draws that are best alone.
+    others = [lppd(flat[list(each)]) for each in itertools.combinations(range(12), 3)]
+    assert np.mean(np.array(others) > lppd(flat[chosen[:3]])) < 0.02
+    alone = sorted(range(12), key=lambda s: -flat[s].mean())
+    assert set(chosen[:3]) != set(alone[:3])
+    np.testing.assert_array_equal(draws.choose(density, 5), chosen[:5])
+    np.testing.assert_array_equal(draws[draws.choose(density, 5)].params, [chosen[:5]])
+
+
+def test_tiny_and_impossible_densities():
+    """Densities far below the smallest float64, and targets that no single draw allows."""
+    density = np.array([[[-1e6, -2000.0], [-3000.0, -1e6], [-5e5, -5e5]]])
+    assert one_by_one(density).choose(density, 2).tolist() == [2, 0]
+    impossible = np.array([[[0.0, -np.inf, -np.inf], [-np.inf, 0, 0], [0, -np.inf, -np.inf]]])
+    assert one_by_one(impossible).choose(impossible, 2).tolist() == [1, 0]
+    # Padding is NaN in all draws.
+    padded = np.array([[[[-1.0, np.nan], [-1, np.nan]], [[-0.5, np.nan], [-1.2, np.nan]]]])
+    assert one_by_one(padded).choose(padded, 1).tolist() == [1]
+
+
+@pytest.mark.parametrize("form", ["memory", "disk", "flat"])
+def test_chosen_draws_predict_but_are_no_sample(form, tmp_path):
+    """In memory and on disk, where one is rounded; `curve` scores the first k of them."""
+    start: Any = {"w": jnp.arange(6.0).reshape(3, 2), "frozen": [jnp.zeros((3, 5))]}
+    given: dict[str, Any] = {"num_warmup": 2, "num_draws": 4, "thin": 2, "key": 0, "check": False}
+    given |= {"directory": None if form == "memory" else tmp_path / "run", "progress": False}
+    sampler = optax_smile.smile(0.3, num_data=4, decoherence_length=None)
+    loss = lambda params, x: jnp.mean((params["w"] - x) ** 2) + 0 * params["frozen"][0].sum()  # noqa: E731
+    draws: Any = optax_smile.sample(loss, start, [jnp.ones(2)], sampler, **given)
+    if form == "flat":
+        draws = optax_smile.load_snapshots(tmp_path / "run", flat=True)
+    rng = np.random.default_rng(1)
+    x = rng.normal(size=(5, 2)).astype(np.float32)
+    y = x.sum(axis=1) + rng.normal(size=5).astype(np.float32)
+    outputs = lambda params, x: (x @ params["w"], jnp.log(0.5))  # noqa: E731
+    given = {"likelihood": "gaussian", "targets": y}
+    prediction: Any = optax_smile.predict(outputs, draws, x, per="draw", **given)
+    indices = draws.choose(prediction.each.log_density, 5)
+    few = draws[indices]
+    assert isinstance(few, optax_smile.Snapshots) and (few.num_chains, few.num_draws) == (1, 5)
+    for one, index in zip(few, indices, strict=True):
+        jax.tree.map(np.testing.assert_array_equal, one, draws[index])
+    density = prediction.each.log_density[indices % 3, indices // 3]
+    curve = optax_smile.predict(outputs, few, x, curve=range(1, 6), **given).curve
+    expected = [lppd(density[: k + 1]) for k in range(5)]
+    np.testing.assert_allclose([one.log_density.mean() for one in curve], expected, rtol=1e-4)
+    assert "draws chosen by their indices, not posterior draws" in repr(few)
+    for function in (diagnostics.summary, diagnostics.to_arviz):
+        with pytest.raises(ArgumentError, match=r"from a posterior, got draws chosen by their ind"):
+            function(few)
+
+
+def test_what_does_not_fit_is_named():
+    density = np.zeros((3, 4, 5))
+    draws = one_by_one(density)
+    with pytest.raises(ArgumentError, match=r"number=...\)` must be at most the 12 draws .* 13"):
+        draws.choose(density, 13)
+    with pytest.raises(ArgumentError, match=r"first axes are \(3, 4\), got shape \(3, 3, 5\)"):
+        draws.choose(density[:, 1:], 2)
+    with pytest.raises(ArgumentError, match=r"log_density=...\)` must be .*shape \(3, 4\)"):
+        draws.choose(density[..., 0], 2)
+    for wrong in (np.nan, np.inf):
+        density[2, 1, 3] = wrong
+        with pytest.raises(ArgumentError, match=r"log_density=...\)` must be"):
+            draws.choose(density, 2)
