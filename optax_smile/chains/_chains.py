@@ -17,7 +17,6 @@ from jax.sharding import Mesh
 from optax_smile import _check, _settings, _tree, parallel
 from optax_smile._types import Batch, Output, Tree
 from optax_smile.chains import _checks, _host
-from optax_smile.chains.stopping import EvidenceStop
 from optax_smile.diagnostics.findings import Check
 from optax_smile.draws import _format
 from optax_smile.state import find, last_accepted, stats
@@ -52,7 +51,6 @@ class Setup(NamedTuple):
     checkpoint_minutes: float = 5.0
     dtype: _format.StoredDtype | None = None
     observe: Callable[[Tree], Tree] | None = None
-    stop: EvidenceStop | None = None
 
 
 class Chain(NamedTuple):
@@ -146,7 +144,7 @@ class Chains:
         self.gradients_per_step = find(chains.state, "sample", "sampler").gradients_per_step
         # In `optax.MultiSteps` the sampler gets one gradient for several calls.
         self.accumulates = bool(optax.tree.get_all_with_path(chains.state, "mini_step"))
-        self.like = _host.shapes_of_one(chains)
+        self.like = _tree.shapes_of_one(chains)
         self.sampler, self.settings = sampler, _settings.of(sampler, self.like.params)
         # Parameters that are sharded inside a chain keep their arrays.
         self.packing = packing = Packing(self.like, SMALL if specs is None else 0)

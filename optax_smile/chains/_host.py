@@ -25,11 +25,6 @@ def any_process(*flags: bool) -> list[bool]:
     return np.any(multihost_utils.process_allgather(np.array(flags)), axis=0).tolist()
 
 
-def shapes_of_one(chains: Tree) -> Tree:
-    """Return the shapes of one chain of a tree `[chain, ...]`."""
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), chains)
-
-
 class Position(NamedTuple):
     """A position in a `Stream`, in a form for JSON.
 

@@ -11,7 +11,6 @@ import optax
 from optax_smile import _settings, _table, _tree
 from optax_smile._types import Tree
 from optax_smile._warn import warn
-from optax_smile.chains import _host
 from optax_smile.state import STATE_FORMAT, Stats, samplers
 
 ANNOUNCEMENT = (
@@ -75,7 +74,7 @@ def is_optimizer(transformation: optax.GradientTransformation, params: optax.Par
 
     A sampler is found in the state, or by its settings if a wrapper hides its state.
     """
-    like = _host.shapes_of_one(jax.eval_shape(lambda x: x, params))
+    like = _tree.shapes_of_one(jax.eval_shape(lambda x: x, params))
     if _settings.of(transformation, like) is not None:
         return False
     return not samplers(jax.eval_shape(transformation.init, like))

@@ -16,7 +16,6 @@ from optax_smile import _check, _settings, _table, _tree
 from optax_smile._types import Batch, Options, Output, Tree
 from optax_smile.chains import _checks
 from optax_smile.chains._chains import Chains, Setup
-from optax_smile.chains._host import shapes_of_one
 from optax_smile.diagnostics.findings import Check
 from optax_smile.state import AFTER, samplers
 
@@ -162,7 +161,7 @@ def check(
     params, aux = jax.tree.map(jnp.asarray, (params, aux))
     if not has_chains:
         params, aux = jax.tree.map(lambda x: x[None], (params, aux))
-    settings = _settings.of(sampler, shapes_of_one(params))
+    settings = _settings.of(sampler, _tree.shapes_of_one(params))
     if settings is None:
         rule = "a transformation that contains an optax_smile sampler"
         _check.fail("check", "sampler", rule, "one without")

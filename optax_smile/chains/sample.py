@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from itertools import compress, islice
+from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -15,10 +17,9 @@ from jax.sharding import Mesh
 from optax_smile import _check, _tree, parallel
 from optax_smile._types import Batch, Output, Tree
 from optax_smile._warn import warn
-from optax_smile.chains import _checks, _host, _optimizer
+from optax_smile.chains import _checks, _directory, _host, _optimizer
 from optax_smile.chains._chains import BatchPer, Chains, Setup
-from optax_smile.chains._directory import DirectoryRun, MemoryRun, Place, how_to_resume
-from optax_smile.chains.stopping import Evidence, EvidenceStop, split
+from optax_smile.chains._directory import DirectoryRun, MemoryRun, how_to_resume
 from optax_smile.draws import _format
 from optax_smile.draws.snapshots import Snapshots, StoredSnapshots
 
@@ -45,7 +46,6 @@ Watch = Callable[[int, Mapping[str, np.ndarray] | None], None]
     dtype=_check.OneOf(_format.StoredDtype) | None,
     callback=_check.Function("(step, stats)") | None,
     observe=_check.Function("(draw)") | None,
-    stop=_check.kind(EvidenceStop, "an `EvidenceStop`") | None,
 )
 @_check.on_host
 def sample(
@@ -73,7 +73,6 @@ def sample(
     progress: bool = True,
     callback: Callable[[int, Mapping[str, np.ndarray]], None] | None = None,
     observe: Callable[[Tree], Tree] | None = None,
-    stop: EvidenceStop | None = None,
 ) -> Snapshots | StoredSnapshots:
     """Run many chains. After a warm-up, store their current draws every `thin` steps.
 
@@ -124,11 +123,10 @@ def sample(
             the draws in host memory.
         resume: True: if the directory holds a run, continue it from its newest checkpoint. These
             must be unchanged: sampler, key, shapes, `dtype`, `num_warmup`, `thin`, `batch_per`,
-            `stochastic` and `per_chain`. If `batches` is a list or tuple, it must have the same
-            examples, in any order. `stop` must be unchanged or None. There is a warning if the loss
-            at the start or a value inside the sampler, such as one that a schedule uses, has
-            changed, or if `params` differ (the new ones are ignored). The code of functions is not
-            compared. Other arguments may differ. A larger `num_draws` extends a
+            `stochastic`, `per_chain` and, if `batches` is a list or tuple, their number and the
+            shapes of the first. There is a warning if `params` differ (the new ones are ignored).
+            The loss, the examples and the code of functions are not compared. Other arguments may
+            differ. A larger `num_draws` extends a
             finished run; without it, the stored draws are returned, with a warning. False: the
             directory must not hold a run.
         check: warn if the loss looks like a sum (not tested if `stochastic`), if `num_data` does
@@ -153,10 +151,6 @@ def sample(
         observe: function `observe(draw)`. It receives the current draw of all chains, arrays
             `[chain, ...]` on the devices, and returns a tree of arrays `[chain, ...]`, such as
             losses. `sample` stores these instead of the draws.
-        stop: an `EvidenceStop`. It ends the run before `num_draws` when held-out data give enough
-            evidence, for example that the draws predict better than the start. The attribute
-            `stopping` of the draws says why. To resume, pass the same rule and data (the rule is
-            applied to the stored draws again), or None to continue without a rule.
 
     Returns:
         `Snapshots` with `params` `[chain, draw, ...]` and statistics every `thin` steps; with a
@@ -180,7 +174,7 @@ def sample(
               sampler that changes gradients (a clip of their norm is allowed); or with one after
               the sampler that changes updates.
             - `num_draws`: `is_draw` is False at all steps that would be stored.
-            - `mesh`: invalid. `stop`: combined with `observe`, or does not fit the model.
+            - `mesh`: invalid.
             - `directory`: in use, not writable, of another run, or of another version's format.
         OSError: a draw or a checkpoint could not be written, such as on a full disk. The message
             names the file; earlier draws can be loaded.
@@ -226,10 +220,28 @@ def sample(
                 callback(step, jax.tree.map(np.array, stats))
 
         is_finished = run.advance(num_steps, watch)
-        if not run.has_advanced and isinstance(run.kept, DirectoryRun):
-            run.kept.warn_of_finished(num_draws)
+        if not run.has_advanced and run.place.num_kept:
+            warn(
+                f"`sample`: the run in {directory} is finished. Its"
+                f" {min(num_draws, run.place.num_kept)} draws per chain are returned. A larger"
+                " `num_draws` extends it."
+            )
     check_end("sample", run, num_steps, num_draws, not is_finished)
     return run.result(num_draws)
+
+
+class Place(NamedTuple):
+    """Progress of a run.
+
+    Attributes:
+        num_gradients: gradients of each chain.
+        num_kept: stored draws of each chain.
+        position: position of the next batch.
+    """
+
+    num_gradients: int
+    num_kept: int
+    position: _host.Position
 
 
 class Run:
@@ -237,9 +249,6 @@ class Run:
 
     def __init__(self, setup: Setup, closing: ExitStack):
         self.setup, params = setup, setup.params
-        if setup.stop is not None and setup.observe is not None:
-            rule = "None with `observe`, which keeps no draws to predict with"
-            _check.fail("sample", "stop", rule, "an `EvidenceStop`")
         sampler = optax.with_extra_args_support(setup.sampler)
         self.is_optimizer = _optimizer.is_optimizer(sampler, params)
         if self.is_optimizer:
@@ -260,31 +269,45 @@ class Run:
         self.watched = _checks.watched(
             "sample", self.stream, setup.per_chain, warns, self.chains.misfit
         )
-        self.kept: MemoryRun | DirectoryRun = (
-            MemoryRun(self.chains)
-            if setup.directory is None
-            else DirectoryRun(setup, self.chains, closing)
-        )
+        self.kept = self._open(closing)
         self.position = self.stream.position()
         self.place = Place(0, 0, self.position)
         self.is_begun = self.has_advanced = False
         self.interrupted: str | None = None
         self.gradients: _checks.Gradients | None = None
-        self.evidence: Evidence | None = None
-        if setup.stop is not None:
-            # Wait until all processes have written their part of the start. Each then has the draws
-            # of all chains, and predicts with its own devices.
-            _host.any_process(False)
-            devices = (setup.mesh, setup.specs) if jax.process_count() == 1 else (None, None)
-            is_stored = isinstance(self.kept, DirectoryRun)
-            begun = self.kept.start if is_stored else _tree.everywhere(self.chains.draw())
-            with _check.called("sample", "Predictor.update"):
-                self.evidence = Evidence(setup.stop, begun, self.chains.number, *devices)
 
-    @property
-    def is_stopped(self) -> bool:
-        """Whether the stopping rule has ended the run."""
-        return self.evidence is not None and self.evidence.has_stopped
+    def _open(self, closing: ExitStack) -> MemoryRun | DirectoryRun:
+        setup, chains = self.setup, self.chains
+        begun = {"num_warmup": setup.num_warmup, "thin": setup.thin}
+        if setup.directory is None:
+            kept = MemoryRun(_tree.local(chains.draw()), chains.settings)
+        else:
+            kept = DirectoryRun(
+                setup.directory,
+                chains.draw(),
+                chains.tree,
+                {
+                    "key": np.asarray(jax.random.key_data(setup.key)).tolist(),
+                    "sampler": chains.settings,
+                    "batch_per": setup.batch_per,
+                    "stochastic": setup.stochastic,
+                    "per_chain": setup.per_chain,
+                    "batches": _directory.describe_batches("sample", setup.batches),
+                },
+                dtype=setup.dtype,
+                resume=setup.resume,
+                minutes=setup.checkpoint_minutes,
+                closing=closing,
+            )
+        if kept.begun is None:
+            kept.begin(**begun)
+        elif setup.directory is not None:
+            _directory.check_settings("sample", Path(setup.directory), kept.begun, begun)
+        return kept
+
+    def _checkpoint(self):
+        place = self.place._asdict() | {"position": self.place.position._asdict()}
+        self.kept.checkpoint(self.chains.tree, place)
 
     @property
     def num_steps(self) -> int:
@@ -305,29 +328,28 @@ class Run:
         return (self.setup.num_warmup - step - 1) % self.setup.thin + 1
 
     def advance(self, num_steps: int, watch: Watch) -> bool:
-        """Run the chains to a number of steps, or until a signal or the stopping rule ends the run.
+        """Run the chains to a number of steps, or until a signal ends the run.
 
         Args:
             num_steps: total number of steps, at a tick.
             watch: `watch(step, stats)`, called after each dispatch; stats at a tick, else None.
 
         Returns:
-            False if a signal or the stopping rule ended this call. True otherwise, also if the
-            batches ran out, or if the rule had ended the run before.
+            False if a signal ended this call. True otherwise, also if the batches ran out.
         """
         try:
             if not self.is_begun:
                 self._begin()
-            if self.num_steps >= num_steps or self.is_stopped:
+            if self.num_steps >= num_steps:
                 return True
             self.has_advanced = True
             with _host.stop_signals() as stop_requested:
                 for batches in self._dispatches(num_steps):
                     self.chains.advance(batches)
                     if self._end_step(len(batches), stop_requested, watch):
-                        self.kept.checkpoint(self.chains, self.place)
+                        self._checkpoint()
                         return False
-                self.kept.checkpoint(self.chains, self.place)
+                self._checkpoint()
         except _host.SecondInterrupt:
             raise
         except KeyboardInterrupt:
@@ -337,22 +359,15 @@ class Run:
 
     def _begin(self):
         """Resume from the newest checkpoint, or write the first one."""
-        place = self.kept.restore(self.chains)
-        if place is None:
-            self.kept.checkpoint(self.chains, self.place)
+        restored = self.kept.restore(self.chains.tree)
+        if restored is None:
+            self._checkpoint()
         else:
-            self.place = place
-            self.stream.go_to(place.position)
+            self.chains.tree, place = restored
+            position = _host.Position(**place["position"])
+            self.place = Place(place["num_gradients"], place["num_kept"], position)
+            self.stream.go_to(position)
         self.is_begun = True
-        if self.evidence is not None and isinstance(self.kept, DirectoryRun):
-            draws, number = self.kept.result(self.place.num_kept), self.chains.number
-            for first in range(0, len(draws), number):
-                self._collect_trees(draws[first : first + number])
-
-    def _collect_trees(self, trees: Sequence[Tree]):
-        """Pass a draw of each chain to the stopping rule, and keep its results."""
-        if self.evidence is not None and self.evidence.add_draws(trees):
-            self.kept.note(self.evidence.result())
 
     def _end_step(
         self, num_new: int, stop_requested: Callable[[], str | None], watch: Watch
@@ -376,10 +391,6 @@ class Run:
                 _checks.warn_if_failed("sample", found)
             self.kept.put(num_kept, step, stats, draw)
             num_kept += is_draw
-            if is_draw and self.evidence is not None:
-                # Rounded as on disk, so that a resumed run collects the same.
-                stored = _format.rounded(_tree.everywhere(draw), self.setup.dtype)
-                self._collect_trees(split(stored, self.chains.number))
         self.place = Place(num_gradients, num_kept, self.position)
         watch(step, stats)
         if not is_tick and jax.process_count() > 1:
@@ -387,9 +398,9 @@ class Run:
         received = [stop_requested() == name for name in _host.SIGNALS]
         *received, is_due = _host.any_process(*received, self.kept.is_due())
         self.interrupted = next(compress(_host.SIGNALS, received), None)
-        must_stop = self.interrupted is not None or self.is_stopped
+        must_stop = self.interrupted is not None
         if is_due and not must_stop:
-            self.kept.checkpoint(self.chains, self.place)
+            self._checkpoint()
         return must_stop
 
     def _dispatches(self, num_steps: int) -> Iterator[list[Batch]]:
@@ -429,7 +440,7 @@ def check_end(where: str, run: Run, num_steps: int, num_draws: int, is_stopped: 
         rule = f"a list, which is restarted, or batches for {needed} gradients"
         advice = RESTART if taken else ""
         _check.fail(where, "batches", rule, f"{taken or 'no'} batches", advice)
-    if place.num_kept < num_draws and not run.is_stopped:
+    if place.num_kept < num_draws:
         if step == num_steps:
             fewer = f"{place.num_kept} draws per chain instead of {num_draws}"
             warn(f"`{where}` kept {fewer}. At the other steps, `stats(state).is_draw` is False.")

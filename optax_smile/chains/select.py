@@ -684,8 +684,8 @@ def _identity(
     start: Prediction,
 ) -> Options:
     """Return what identifies a selection, in a form for JSON."""
-    shapes = _host.shapes_of_one(params)
-    described = {name: _settings.whole(x, shapes) for name, x in candidates.items()}
+    shapes = _tree.shapes_of_one(params)
+    described = {name: _settings.of(x, shapes) for name, x in candidates.items()}
     return {
         "candidates": json.loads(json.dumps(described)),
         "rounds that end after": ends,

@@ -171,7 +171,7 @@ def _facts(snapshots: StoredSnapshots, sampler: Mapping) -> Iterator[str]:
     known = {name: _seed(key) for name, key in seeds.items()}
     facts = {
         "seed": ", ".join(f"{x} ({name})" for name, x in known.items() if x is not None),
-        "data": _data(manifest["data"], sampler.get("num_data")),
+        "data": _data(manifest["settings"].get("batches", {}), sampler.get("num_data")),
         "libraries": ", ".join(f"{name} {x}" for name, x in manifest["versions"].items()),
         "directory": str(snapshots.directory),
         "stopping": str(snapshots.stopping or ""),
