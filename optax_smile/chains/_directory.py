@@ -30,12 +30,7 @@ LONGEST_NUMBER = 20
 
 
 class MemoryRun:
-    """Keeps the draws of a run in host memory. Such runs are never resumed.
-
-    Args:
-        start: draws of all chains at the start, arrays `[chain, ...]` on the host.
-        settings: those of the sampler.
-    """
+    """Keeps the draws of a run in host memory, from a `start` `[chain, ...]` on the host."""
 
     def __init__(self, start: Tree, settings: Options | None):
         self.start, self.settings = start, settings
@@ -79,25 +74,19 @@ class DirectoryRun:
     Args:
         directory: folder of the run.
         start: draws of all chains at the start, arrays `[chain, ...]`.
-        carry: what checkpoints hold.
         settings: what must be the same to resume, in a form for JSON.
         dtype: precision of the draws on disk, or None.
         resume: whether a run in the directory is resumed.
         minutes: time between checkpoints.
-        closing: where the lock and the files are closed.
+        closing: closes the files and the lock.
 
-    Attributes:
-        begun: `num_warmup` and `thin` once draws have begun, else None.
-
-    Raises:
-        ValueError: a directory in use, of another run, or with draws but no checkpoint.
+    `begun` has `num_warmup` and `thin` once draws have begun.
     """
 
     def __init__(
         self,
         directory: str | os.PathLike[str],
         start: Tree,
-        carry: Tree,
         settings: Options,
         *,
         dtype: str | None,
@@ -125,7 +114,7 @@ class DirectoryRun:
             self._compare(start)
         if jax.process_count() > 1:
             # Nobody writes before all have looked.
-            multihost_utils.sync_global_devices(str(self.directory))
+            multihost_utils.sync_global_devices("optax_smile directory")
         self._write_manifest()
         if not self.is_resumed:
             self.files.write(_format.START, 0, start, {})
@@ -254,15 +243,15 @@ class Checkpoints:
             header |= {"formats": FORMATS, "version": __version__}
             _disk.write(file, _disk.pack(header, arrays))
             if jax.process_index() == 0:
-                self._remove_old(number, part[-8:])
+                self._remove_old(number)
         self.saved_at = time.monotonic()
 
-    def _remove_old(self, number: int, parts: str):
+    def _remove_old(self, number: int):
         """Keep the newest checkpoints, and of this one only files of as many parts."""
         oldest = min(sorted(_format.find_checkpoints(self.directory))[-KEPT:], default=0)
         for file in self.directory.glob("checkpoint-*"):
             if match := _format.CHECKPOINT.fullmatch(file.name):
-                is_other = int(match[1]) == number and match[3] != parts[-5:]
+                is_other = int(match[1]) == number and int(match[3]) != jax.process_count()
                 if int(match[1]) < oldest or is_other:
                     file.unlink(missing_ok=True)
 

@@ -285,7 +285,6 @@ class Run:
             kept = DirectoryRun(
                 setup.directory,
                 chains.draw(),
-                chains.tree,
                 {
                     "key": np.asarray(jax.random.key_data(setup.key)).tolist(),
                     "sampler": chains.settings,

@@ -40,14 +40,10 @@ Stats: TypeAlias = Mapping[str, np.ndarray]
 
 
 class Leaf(NamedTuple):
-    """One array of the parameter tree.
+    """One array of the parameter tree, as a file names it: names are unique.
 
-    Attributes:
-        name: path of the leaf, joined by slashes as in `_tree.name`, and name of its array in the
-            files. Names are unique.
-        path: the path as pairs of kind (`key`, `index` or `attribute`) and entry.
-        shape: shape for one chain.
-        dtype: dtype of the parameters in the run; a file may have a lower precision.
+    `path` has pairs of kind (`key`, `index` or `attribute`) and entry. `shape` is that of one chain
+    and `dtype` that in the run; a file may have a lower precision.
     """
 
     name: str
@@ -71,16 +67,9 @@ def leaves_of(params: Tree, axes: int = 1) -> list[Leaf]:
     return leaves
 
 
-def versions() -> dict[str, str]:
-    """Return the versions of this library and of the libraries that affect a run."""
-    libraries = {"jax": jax, "optax": optax, "numpy": np, "safetensors": _disk.import_safetensors()}
-    others = {name: library.__version__ for name, library in libraries.items()}
-    return {"optax-smile": __version__, **others}
-
-
 def manifest_of(params: Tree, dtype: str | None, settings: Mapping) -> Json:
     """Make the manifest of a run with stacked parameters, whose draws are rounded to `dtype`."""
-    leaves = leaves_of(params)
+    leaves, libraries = leaves_of(params), (jax, optax, np, _disk.import_safetensors())
     if len({leaf.name for leaf in leaves}) < len(leaves):
         rule = "a tree whose leaves have distinct paths"
         _check.fail("sample", "params", rule, sorted(leaf.name for leaf in leaves))
@@ -90,7 +79,7 @@ def manifest_of(params: Tree, dtype: str | None, settings: Mapping) -> Json:
         "leaves": [leaf._asdict() for leaf in leaves],
         "stored_dtype": dtype,
         "settings": dict(settings),
-        "versions": versions(),
+        "versions": {"optax-smile": __version__, **{x.__name__: x.__version__ for x in libraries}},
     }
     return json.loads(json.dumps(described))
 
@@ -101,11 +90,7 @@ def write_manifest(directory: Path, manifest: Json):
 
 
 def read_manifest(where: str, directory: Path) -> Json:
-    """Read the manifest of a directory.
-
-    Raises:
-        ValueError: a missing or unreadable manifest, another format, or a wrong checksum.
-    """
+    """Read the manifest of a directory; an error if it is missing, damaged or of another format."""
     file = directory / MANIFEST
     if not os.path.lexists(file):
         rule, got = f"a directory of stored draws, with a {MANIFEST}", "without one"
@@ -114,8 +99,7 @@ def read_manifest(where: str, directory: Path) -> Json:
         _check.fail(where, "directory", rule, f"{directory}, {got}")
     try:
         manifest, is_intact = _disk.read_json(file)
-        version = manifest["format"]
-        writer = manifest["versions"]["optax-smile"]
+        version, writer = manifest["format"], manifest["versions"]["optax-smile"]
     except (ValueError, KeyError, TypeError) as error:
         rule = f"a directory with a readable {MANIFEST}"
         _check.fail(where, "directory", rule, f"{file} ({error})", REMEDY)
@@ -130,14 +114,7 @@ def read_manifest(where: str, directory: Path) -> Json:
 
 
 class Block(NamedTuple):
-    """A file of draws and the information in its name.
-
-    Attributes:
-        path: path of the file.
-        draw: index of the draw, or `START`.
-        first: first chain in the file.
-        last: last chain in the file.
-    """
+    """A file of a draw, or of the `START`, and the first and last chain in it."""
 
     path: Path
     draw: int | str
@@ -151,11 +128,7 @@ def has_draws(directory: Path) -> bool:
 
 
 def find(directory: Path, num_chains: int) -> dict[int | str, list[Block]]:
-    """Find the files of the start and of every draw that is complete for all chains.
-
-    Raises:
-        ValueError: one of them is a link, pipe or device.
-    """
+    """Find the files of the start and of every draw that is complete for all chains."""
     blocks: dict[int | str, list[Block]] = {}
     with os.scandir(directory) as entries:
         found = sorted((x.name, x.is_file(follow_symlinks=False)) for x in entries)
@@ -179,12 +152,7 @@ def find(directory: Path, num_chains: int) -> dict[int | str, list[Block]]:
 
 
 def find_draws(directory: Path, manifest: Json) -> list[list[Block]]:
-    """Return the files of all draws.
-
-    Raises:
-        ValueError: files of draws before the last one, or before the newest checkpoint, are
-            missing.
-    """
+    """Return the files of all draws; an error if some before the newest checkpoint are missing."""
     # Before the files are listed, as a run may write more meanwhile.
     least = _num_checkpointed(directory)
     found = find(directory, manifest["num_chains"])
@@ -281,26 +249,20 @@ def read_start(directory: Path, leaves: list[Leaf], num_chains: int) -> list[np.
 
 
 class DrawFiles:
-    """Write draws to a directory, now or in a background thread.
+    """Writes draws to a directory, now or in a background thread.
 
     Each process writes its chains of a draw to one safetensors file of arrays `[chain, ...]`; with
     several processes, to one file per device. A file is complete or absent. The JSON header holds
-    the result of `optax_smile.stats`, the step and checksums. A leaf that is too large or too small
-    for `dtype` keeps its own precision in that draw, and `wide` has its name.
-
-    Args:
-        directory: directory of the draws.
-        leaves: description of the parameters of one chain.
-        dtype: precision on disk, `"float16"`, `"float32"` or `"float64"`; None: that of the
-            parameters.
+    the result of `optax_smile.stats`, the step and checksums. Numbers are rounded to `dtype`,
+    unless it is None. A leaf that is too large or too small for it keeps its own precision in that
+    draw, and `wide` has its name.
     """
 
     def __init__(self, directory: Path, leaves: Sequence[Leaf], dtype: str | None = None):
         self.directory, self.leaves, self.dtype = directory.absolute(), leaves, dtype
-        self.wide: set[str] = set()
+        self.wide, self.has_failed = set[str](), False
         self.thread = concurrent.futures.ThreadPoolExecutor(1)
         self.waiting: collections.deque[concurrent.futures.Future] = collections.deque()
-        self.failure: BaseException | None = None
 
     def write(self, draw: int | str, step: int, params: Tree, stats: Stats) -> list[Block]:
         """Write a draw `[chain, ...]`, on any device, with the statistics of this process."""
@@ -330,22 +292,18 @@ class DrawFiles:
     def put(self, draw: int, step: int, params: Tree, stats: Stats):
         """Queue a draw, see `write`; blocks only if the queue is full.
 
-        Raises:
-            OSError: a file that could not be written, here, in `flush` or in `close`. No later draw
-                is written.
+        A draw that could not be written raises an error here, in `flush` or in `close`.
         """
         while self.waiting and (self.waiting[0].done() or len(self.waiting) > QUEUE_SIZE):
             self.waiting.popleft().result()
         self.waiting.append(self.thread.submit(self._write, draw, step, params, stats))
 
     def _write(self, *draw):
-        if self.failure is not None:
-            raise self.failure
-        try:
+        # None after one that could not be written.
+        if not self.has_failed:
+            self.has_failed = True
             self.write(*draw)
-        except BaseException as error:
-            self.failure = error
-            raise
+            self.has_failed = False
 
     def flush(self):
         """Wait until every queued draw is on disk."""

@@ -318,7 +318,7 @@ def _predictions(stored: list[Stored]) -> Iterator[str]:
 
 def _written_settings(snapshots: StoredSnapshots) -> Iterator[str]:
     yield "<h2>Settings</h2>"
-    names = ("settings", "data", "loss", "versions", "stopping")
+    names = ("settings", "versions")
     parts = {x: snapshots.manifest[x] for x in names if x in snapshots.manifest}
     whole = html.escape(json.dumps(parts, indent=1))
     yield f'<details><summary>The manifest</summary><pre class="wide">{whole}</pre></details>'
