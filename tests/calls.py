@@ -93,7 +93,6 @@ def runs(path):
     sampled = {"params": CHAINS, "sampler": sampler, "num_warmup": 0, "num_draws": 2, "thin": 1}
     sampled |= {"per_chain": False, "batch_per": "gradient", "steps_per_dispatch": 1}
     sampled |= {"resume": True, "dtype": None, "callback": None, "observe": None}
-    sampled |= {"stop": None}
     yield "sample", optax_smile.sample, chains | sampled
     checked = {"loss_fn": chains["loss_fn"], "batch": [jnp.ones(3)]}
     checked |= {"params": jax.tree.map(lambda x: x[0], CHAINS)}
@@ -172,14 +171,6 @@ def around(path):
     yield "plots.learning_coefficient", on_axes(plots.learning_coefficient), drawn
 
 
-def recorded_draws():
-    """Of a fit of one step."""
-    tx = optax_smile.recorded(optax_smile.psmile(num_data=9, key=0), num_warmup=0)
-    start = jnp.ones(2)
-    tx.update(start, tx.init(start), start)
-    return tx.draws
-
-
 def predictions(path):
     drawn = {"w": SERIES, "b": SERIES[..., :1]}
     snapshots = optax_smile.Snapshots(drawn, start={"w": SERIES[:, 0], "b": SERIES[:, 0, :1]})
@@ -207,9 +198,8 @@ def predictions(path):
 
     yield "Likelihood", by_likelihood, likelihood
     given = {"sampler": optax_smile.psmile(num_data=9, key=0), "num_warmup": 0, "thin": 1}
-    given |= {"directory": None, "max_draws": 3}
+    given |= {"directory": None}
     yield "recorded", optax_smile.recorded, given
-    yield "draws", recorded_draws(), {"fit": None}
     sampler = {"sampler": given["sampler"]}
     yield "interop.keras_optimizer", optax_smile.interop.keras_optimizer, sampler
     chosen = {"number": 2, "prediction": prediction, "directory": None}

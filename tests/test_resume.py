@@ -129,34 +129,6 @@ def test_a_run_in_pieces_gives_the_bits_of_one_in_one_go(tmp_path, case):
     assert_same_bits(run(pieces, **CASES[case]()), expected)
 
 
-def test_another_run_is_refused_by_its_settings_shapes_chains_and_key(copied):
-    few = jax.tree.map(lambda x: x[:2], start())
-    for given, rule in (
-        (
-            {"key": 1},
-            r"key=...\)` must be \[0, 0\], as in the run in .*, got \[0, 1\]. Pass the sa",
-        ),
-        ({"thin": 2}, r"thin=...\)` must be 3, as in the run in .*, got 2. Pass 3, or"),
-        ({"num_warmup": 3}, r"num_warmup=...\)` must be 2, as"),
-        ({"sampler": noisy(0.03)}, r"sampler=...\)` must be one with step_size = 0.02, as"),
-        (
-            {"sampler": noisy(lambda step: 0.02)},
-            r"sampler=.* step_size = 0.02, .* got '.*<lambda>'",
-        ),
-        ({"params": few}, r"params=...\)` must be one with num_chains = 3, as .*, got 2"),
-        ({"dtype": "float16"}, r"dtype=...\)` must be None, as"),
-        ({"batches": runs.regression(6)}, r"batches=...\)` must be one with num_batches = 7, as"),
-        ({"batches": runs.regression(size=10)}, r"batches=.* one with shapes = .*\[20, 2\]"),
-        ({"stochastic": True, "loss": noisy_loss}, r"stochastic=...\)` must be False, as"),
-    ):
-        with pytest.raises(optax_smile.ArgumentError, match=rf"`sample\({rule}"):
-            run(copied, **given)
-
-
-def noisy_loss(params, batch, *, key):
-    return runs.mean_loss(params, batch)
-
-
 def test_batches_with_a_place_are_not_read_again(tmp_path, whole):
     stop_at_second(tmp_path, batches=Positioned())
     again = Positioned()

@@ -112,9 +112,8 @@ class DirectoryRun:
         self.is_resumed = self._find(resume)
         if self.is_resumed:
             self._compare(start)
-        if jax.process_count() > 1:
-            # Nobody writes before all have looked.
-            multihost_utils.sync_global_devices("optax_smile directory")
+        # Nobody writes before all have looked.
+        _wait_for_all()
         self._write_manifest()
         if not self.is_resumed:
             self.files.write(_format.START, 0, start, {})
@@ -244,6 +243,7 @@ class Checkpoints:
             _disk.write(file, _disk.pack(header, arrays))
             if jax.process_index() == 0:
                 self._remove_old(number)
+        _wait_for_all()
         self.saved_at = time.monotonic()
 
     def _remove_old(self, number: int):
@@ -324,6 +324,12 @@ class Checkpoints:
 
         made = map(placed, jax.tree.leaves(like), leaves.values(), whole.values())
         return jax.tree.unflatten(jax.tree.structure(like), list(made)), place
+
+
+def _wait_for_all():
+    """Wait for the other processes."""
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices("optax_smile directory")
 
 
 def how_to_resume(directory: object) -> str:
