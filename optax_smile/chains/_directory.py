@@ -121,6 +121,7 @@ class DirectoryRun:
     def _find(self, resume: bool) -> bool:
         """Return whether there is a run to resume, and require that it is this one."""
         has_draws, newest = _format.has_draws(self.directory), self.checkpoints.newest()
+        self.checkpoints.place()
         before = None
         if newest is not None or os.path.lexists(self.directory / _format.MANIFEST):
             before = _format.read_manifest("sample", self.directory)
@@ -135,7 +136,6 @@ class DirectoryRun:
             _check.fail("sample", "directory", rule, got, "Choose another, or remove it.")
         if before is None or not (newest or has_draws):
             return False
-        self.checkpoints.place()
         check_settings("sample", self.directory, _identity(before), _identity(self.manifest))
         if "thin" in before["settings"]:
             self.begun = {name: before["settings"][name] for name in ("num_warmup", "thin")}

@@ -217,7 +217,7 @@ def harm(intact: Any, directory: Path, kind: str, generator: Any, resumes: bool)
     }
     harmed = hurt(kind, list(before), generator)
     names = [path.name for path in harmed]
-    names += [name.partition(".")[0] for name in names if name.startswith("start")]
+    names += [name.partition(".")[0] for name in names if name.startswith(("start", "draw"))]
     verdicts = []
     if resumes:
         again = shutil.copytree(directory, directory.parent / "again")
