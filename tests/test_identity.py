@@ -85,7 +85,7 @@ def test_the_same_run_is_resumed_whatever_its_functions_and_examples(finished, t
         again = optax_smile.load_snapshots(directory)
         assert len(seen) == 1
         np.testing.assert_array_equal(again.params["w"], finished.params["w"])
-    with pytest.raises(ValueError, match="`sample.* checkpoint .* is unknown"):
+    with pytest.raises(ValueError, match="The checkpoint .* is unknown"):
         run(shutil.copytree(finished.directory, tmp_path / "clip"), batches=batches(), **cases[2])
 
 
