@@ -7,7 +7,7 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeAlias, get_args
 
@@ -258,7 +258,7 @@ class DrawFiles:
     draw, and `wide` has its name.
     """
 
-    def __init__(self, directory: Path, leaves: Sequence[Leaf], dtype: str | None = None):
+    def __init__(self, directory: Path, leaves: list[Leaf], dtype: str | None = None):
         self.directory, self.leaves, self.dtype = directory.absolute(), leaves, dtype
         self.wide, self.has_failed = set[str](), False
         self.thread = concurrent.futures.ThreadPoolExecutor(1)
