@@ -15,12 +15,12 @@ import numpy as np
 
 from optax_smile import _check
 
-# Bytes read at a time to compute the checksum of a file.
-PIECE = 1 << 20
 # Bytes of the largest JSON file that is read.
 LARGEST_JSON = 1 << 28
 # Temporary files of killed runs.
-_DRAFT = re.compile(r"\.(draw-|start\.|manifest\.|prediction-).*(safetensors|json)\.[0-9]+")
+_DRAFT = re.compile(
+    r"\.(draw-|start\.|checkpoint-|manifest\.|prediction-).*(safetensors|json)\.[0-9]+"
+)
 # What a JSON file or header contains.
 Json: TypeAlias = dict[str, Any]
 
@@ -100,31 +100,10 @@ def read_json(path: Path) -> tuple[Json, bool]:
     return content, stored == checksum(json.dumps(content, sort_keys=True))
 
 
-def checksum(content: bytes | str | np.ndarray) -> str:
-    """Compute the CRC-32 of bytes, text or an array."""
-    if isinstance(content, str):
-        content = content.encode()
-    if isinstance(content, np.ndarray):
-        return f"{zlib.crc32(np.ascontiguousarray(content).reshape(-1).view(np.uint8).data):08x}"
+def checksum(content: bytes | str) -> str:
+    """Compute the CRC-32 of bytes or text, eight digits."""
+    content = content.encode() if isinstance(content, str) else content
     return f"{zlib.crc32(content):08x}"
-
-
-def sums(folder: Path, skip: str) -> dict[str, list[int | str]]:
-    """Return size and checksum of every file under a folder, except `skip`, by relative path."""
-    sizes_and_checksums: dict[str, list[int | str]] = {}
-    for path in sorted(folder.rglob("*")):
-        name = path.relative_to(folder).as_posix()
-        if name != skip and not path.is_dir():
-            sizes_and_checksums[name] = [path.stat().st_size, _checksum_of_file(path)]
-    return sizes_and_checksums
-
-
-def _checksum_of_file(path: Path) -> str:
-    value = 0
-    with open_file(path) as file:
-        while piece := file.read(PIECE):
-            value = zlib.crc32(piece, value)
-    return f"{value:08x}"
 
 
 def import_safetensors() -> types.ModuleType:
@@ -135,46 +114,44 @@ def import_safetensors() -> types.ModuleType:
 
 
 def pack(header: Mapping[str, object], arrays: Mapping[str, np.ndarray]) -> bytes:
-    """Serialize arrays and a JSON header to the bytes of a safetensors file with checksums."""
+    """Serialize arrays and a JSON header to the bytes of a safetensors file with checksums.
+
+    The header has its own, as it is also read alone.
+    """
     # safetensors writes raw memory, so arrays must be C-contiguous.
     arrays = {name: np.asarray(array, order="C") for name, array in arrays.items()}
-    described = {x: [str(a.dtype), list(a.shape), checksum(a)] for x, a in arrays.items()}
-    text = json.dumps({**header, "arrays": described})
+    text = json.dumps({**header, "arrays": _sum_of(arrays)})
     metadata = {"optax_smile": text, "checksum": checksum(text)}
     return import_safetensors().numpy.save(arrays, metadata=metadata)
 
 
-def read_header(file: Path) -> Json:
-    """Read the header that was given to `pack`, with descriptions of the arrays as `arrays`.
+def read(file: Path, only_header: bool = False) -> tuple[Json, dict[str, np.ndarray]]:
+    """Read the header that was given to `pack` and the arrays, and check all that is read.
 
     Raises:
         ValueError: a damaged file; the message does not name the file.
     """
     with open_file(file), import_safetensors().safe_open(file, framework="numpy") as content:
-        return _header(content.metadata())
-
-
-def read(file: Path) -> tuple[Json, dict[str, np.ndarray]]:
-    """Read header, like `read_header`, and arrays, and check everything that is read."""
-    with open_file(file), import_safetensors().safe_open(file, framework="numpy") as content:
-        header = _header(content.metadata())
-        if set(content.keys()) != set(header["arrays"]):
-            raise ValueError("its arrays are not those in its header")
-        arrays = {}
-        for name, (dtype, shape, sum_of_array) in header["arrays"].items():
-            if list(content.get_slice(name).get_shape()) != shape:
-                raise ValueError(f"the shape of its array {name!r} differs from its header")
-            arrays[name] = array = content.get_tensor(name)
-            if (str(array.dtype), checksum(array)) != (dtype, sum_of_array):
-                raise ValueError(f"the checksum of its array {name!r} does not match its content")
+        metadata = content.metadata() or {}
+        text = metadata.get("optax_smile", "")
+        if checksum(text) != metadata.get("checksum"):
+            raise ValueError("its checksum does not match its header")
+        header = json.loads(text)
+        if only_header:
+            return header, {}
+        arrays = {name: content.get_tensor(name) for name in content.keys()}
+    if _sum_of(arrays) != header["arrays"]:
+        raise ValueError("the checksum of its arrays does not match them")
     return header, arrays
 
 
-def _header(metadata: Mapping[str, str] | None) -> Json:
-    metadata = metadata or {}
-    if checksum(metadata.get("optax_smile", "")) != metadata.get("checksum"):
-        raise ValueError("its checksum does not match its header")
-    return json.loads(metadata["optax_smile"])
+def _sum_of(arrays: Mapping[str, np.ndarray]) -> str:
+    """Compute the checksum of arrays with their names, dtypes and shapes."""
+    value = 0
+    for name, array in sorted(arrays.items()):
+        value = zlib.crc32(f"{name} {array.dtype} {array.shape}".encode(), value)
+        value = zlib.crc32(array.reshape(-1).view(np.uint8).data, value)
+    return f"{value:08x}"
 
 
 @contextlib.contextmanager

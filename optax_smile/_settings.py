@@ -18,8 +18,6 @@ from optax_smile._types import Options, Tree, Unchecked
 
 # Larger arrays are described by shape and checksum.
 LARGEST_ARRAY = 16
-# Depth to which nested functions, such as joined schedules, are described.
-DEEPEST = 4
 _REPORTS: ContextVar[Options | None] = ContextVar("reports", default=None)
 # Settings of a run whose draws an optimizer made.
 OPTIMIZER: Mapping[str, object] = {"name": "optimizer", "is_posterior": False}
@@ -98,31 +96,8 @@ def of(transformation: optax.GradientTransformation, params: optax.Params) -> Op
     return {name: _describe(value) for name, value in (reports | injected).items()} or None
 
 
-def whole(transformation: optax.GradientTransformation, params: optax.Params) -> list[Tree]:
-    """Describe a transformation with what surrounds its sampler, in a form for JSON.
-
-    Functions are described by their names and the values that they enclose, not by their code,
-    which depends on the version of Python.
-    """
-    return [_describe(transformation, -DEEPEST), of(transformation, params)]
-
-
-def _is_of_sampler(function: Callable) -> bool:
-    """Whether settings describe a function, whose closure also holds caches."""
-    return str(function.__module__).startswith("optax_smile.samplers.")
-
-
-def _enclosed(function: object) -> list[object]:
-    """Values of a function's closure; a variable that was never set has none."""
-    values = []
-    for cell in getattr(function, "__closure__", None) or ():
-        with contextlib.suppress(ValueError):
-            values.append(cell.cell_contents)
-    return values
-
-
-def _describe(value: Unchecked, depth: int = 0) -> Tree:
-    """Convert a value to JSON types, the same in every process."""
+def _describe(value: Unchecked) -> Tree:
+    """Convert a value to JSON types, the same in every process; functions to their names."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
@@ -133,24 +108,16 @@ def _describe(value: Unchecked, depth: int = 0) -> Tree:
         array = np.asarray(value)
         if array.size <= LARGEST_ARRAY:
             return array.tolist()
-        return f"array {array.shape} {_disk.checksum(array)}"
+        return f"array {array.shape} {_disk.checksum(array.tobytes())}"
     if isinstance(value, (tuple, list)):
-        return [_describe(entry, depth + 1) for entry in value]
+        return [_describe(entry) for entry in value]
     if isinstance(value, Mapping):
-        return {str(name): _describe(entry, depth + 1) for name, entry in value.items()}
+        return {str(name): _describe(entry) for name, entry in value.items()}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        named = {"name": getattr(value, "name", type(value).__name__), **vars(value)}
-        return _describe(named, depth)
+        return _describe({"name": getattr(value, "name", type(value).__name__), **vars(value)})
     if isinstance(value, functools.partial):
-        return [_describe(x, depth + 1) for x in (value.func, value.args, value.keywords)]
+        return [_describe(x) for x in (value.func, value.args, value.keywords)]
     if callable(value):
         value = value if inspect.ismethod(value) else inspect.unwrap(value)
-        name = f"{value.__module__}.{getattr(value, '__qualname__', type(value).__name__)}"
-        if depth == DEEPEST or _is_of_sampler(value):
-            return [name, []]
-        enclosed = [*_enclosed(value), *(getattr(value, "__defaults__", None) or ())]
-        if inspect.ismethod(value):
-            held = value.__self__
-            enclosed.append(held if isinstance(held, tuple) else getattr(held, "__dict__", None))
-        return [name, [_describe(entry, depth + 1) for entry in enclosed]]
+        return f"{value.__module__}.{getattr(value, '__qualname__', type(value).__name__)}"
     return type(value).__name__

@@ -167,14 +167,6 @@ def around(path):
     yield "plots.learning_coefficient", on_axes(plots.learning_coefficient), drawn
 
 
-def recorded_draws():
-    """Of a fit of one step."""
-    tx = optax_smile.recorded(optax_smile.psmile(num_data=9, key=0), num_warmup=0)
-    start = jnp.ones(2)
-    tx.update(start, tx.init(start), start)
-    return tx.draws
-
-
 def predictions(path):
     drawn = {"w": SERIES, "b": SERIES[..., :1]}
     snapshots = optax_smile.Snapshots(drawn, start={"w": SERIES[:, 0], "b": SERIES[:, 0, :1]})
@@ -202,7 +194,7 @@ def predictions(path):
 
     yield "Likelihood", by_likelihood, likelihood
     given = {"sampler": optax_smile.psmile(num_data=9, key=0), "num_warmup": 0, "thin": 1}
-    given |= {"directory": None, "max_draws": 3}
+    given |= {"directory": None}
     yield "recorded", optax_smile.recorded, given
     yield "draws", recorded_draws(), {"fit": None}
     chosen = {"number": 2, "log_density": prediction.each.log_density}

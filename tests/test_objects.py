@@ -34,7 +34,7 @@ def stored(tmp_path):
     _format.write_manifest(
         tmp_path, _format.manifest_of(start, None, {"sampler": {"name": "sgld"}})
     )
-    files = _format.DrawFiles(tmp_path, start)
+    files = _format.DrawFiles(tmp_path, _format.leaves_of(start))
     for draw in range(DRAWS):
         files.write(draw, draw, {"<b>": PARAMS["<b>"][:, draw]}, {})
     return optax_smile.load_snapshots(tmp_path)
@@ -78,13 +78,13 @@ def test_what_is_no_number_of_a_draw(draws):
 
 
 def test_stored_draws_are_read_one_by_one(stored, monkeypatch):
-    read, arrays_of = [], _format.read_arrays
+    read, chains_of = [], _format.read_chains
 
-    def noted(block, leaves):
-        read.append(block.draw)
-        return arrays_of(block, leaves)
+    def noted(blocks, *given):
+        read.append(blocks[0].draw)
+        return chains_of(blocks, *given)
 
-    monkeypatch.setattr(_format, "read_arrays", noted)
+    monkeypatch.setattr(_format, "read_chains", noted)
     assert first_entry(stored[-1]) == IN_ORDER[-1] and read == [DRAWS - 1]
     read.clear()
     assert len(stored[1:8]) == 7 and read == [0, 1, 2]

@@ -101,48 +101,33 @@ def test_draws_are_those_that_the_loop_itself_could_keep(doubles, four_doubles):
     np.testing.assert_allclose(four_doubles.params[:, :20], expected, rtol=1e-5)
 
 
-def test_a_directory_holds_the_same_draws_and_ends_after_max_draws(doubles, four_doubles, tmp_path):
-    tx = recorded(directory=tmp_path / "run", max_draws=7)
+def test_a_directory_holds_the_same_draws(doubles, four_doubles, tmp_path):
+    tx = recorded(directory=tmp_path / "run")
     assert jax.eval_shape(tx.init, START[0]).sampler is not None
-    jax.jit(jax.vmap(lambda w: fit(tx, w, NUM_WARMUP + 10 * THIN)))(START)
+    jax.jit(jax.vmap(lambda w: fit(tx, w, NUM_WARMUP + 7 * THIN)))(START)
     draws = tx.draws()
     np.testing.assert_allclose(draws.params, four_doubles.params[:, :7], rtol=1e-5)
     np.testing.assert_array_equal(draws.start, START)
     assert str(optax_smile.diagnostics.summary(draws))
 
 
-def test_draws_that_are_no_sample_are_told():
-    """Chains that still fall, from one start with one key."""
-    sampler = optax_smile.psmile(num_data=100, key=0)
-    tx = optax_smile.recorded(sampler, num_warmup=0, thin=2)
-
-    def call(carry, _):
-        w, state = carry
-        updates, state = jax.vmap(tx.update)(w, state, w)
-        return (w + updates, state), None
-
-    w = jnp.full((2, 50), 1e4)
-    jax.lax.scan(call, (w, jax.vmap(tx.init)(w)), length=100)
-    with pytest.warns(UserWarning) as told:
-        tx.draws()
-    falling, copies = (str(warning.message) for warning in told)
-    assert "still decreasing" in falling and "num_warmup" in falling
-    assert "chains [1] are copies" in copies and "parallel.init" in copies
-
-
 def test_each_fit_has_draws_of_its_own_and_eager_calls_are_recorded():
     tx = optax_smile.recorded(sampler(), num_warmup=1, thin=2)
     # As `equinox.filter_jit` passes it to a compiled function.
     update = jax.jit(jax.tree.map(lambda function: function, tx).update)
-    for length in (5, 9):
+    for length, number in ((5, 2), (9, 4)):
         w, state = START[1], tx.init(START[1])
         for _ in range(length):
             updates, state = update(gradient(w), state, w)
             w = optax.apply_updates(w, updates)
+        assert tx.draws().num_draws == number
     tx.init(START[1])
-    assert [tx.draws(fit).num_draws for fit in (1, 2, None)] == [2, 4, 4]
-    with pytest.raises(ValueError, match=r"has draws: one of \[1, 2\], got 3"):
-        tx.draws(3)
+    assert tx.draws().num_draws == number
+    states = jax.tree.map(lambda *x: jnp.stack(x), *map(tx.init, START))
+    with pytest.raises(Exception, match=r"state=...\)` must be that of one call of `init`"):
+        for _ in range(3):
+            states = jax.vmap(tx.update)(START, states, START)[1]
+        jax.effects_barrier()
 
 
 def test_a_loop_that_goes_on_from_its_checkpoint_neither_loses_nor_doubles(tmp_path):
@@ -231,7 +216,6 @@ def test_steps_that_are_no_draws_leave_no_gap(tmp_path):
     tx = optax_smile.recorded(cyclic, num_warmup=0, thin=5, directory=tmp_path)
     fit(tx, START[0], 40)
     assert tx.draws().trace["step"].tolist() == [[15, 20, 35, 40]]
-    assert [blocks[0].draw for blocks in tx.draws().draws] == [0, 1, 2, 3]
 
 
 def test_what_fails_reaches_the_user(tmp_path, monkeypatch):
@@ -312,14 +296,6 @@ def test_a_state_made_again_in_every_epoch_is_named():
         else:
             with pytest.warns(UserWarning, match="`init` was called 4 times.*after the last call"):
                 assert tx.draws().num_draws == 2
-    # Fits of their own, whose draws are asked for one by one.
-    tx = optax_smile.recorded(sampler(), num_warmup=500, thin=5)
-    part = jax.jit(lambda w: fit(tx, w, 520)[0])
-    for _ in range(3):
-        part(jnp.asarray(MEAN))
-        assert tx.draws().num_draws == 4
-    part(jnp.asarray(MEAN))
-    assert tx.draws(fit=3).num_draws == 4
 
 
 @pytest.mark.parametrize(

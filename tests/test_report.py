@@ -233,10 +233,11 @@ def test_every_draw_is_read_once_and_those_of_the_paths_again(run, draws, monkey
     report.store(run, "test", classify(draws, per="draw"), targets=LABELS)
     names = {file.name for kind in ("draw", "start") for file in run.glob(f"{kind}*")}
     reads = collections.Counter()
-    for function in (_format.read_arrays, _format.read_header):
+    for function in (_format.read_chains, _format.read_header):
 
         def counted(block, *leaves, function=function):
-            reads[function.__name__, block.path.name] += 1
+            (first,) = block if isinstance(block, list) else [block]
+            reads[function.__name__, first.path.name] += 1
             return function(block, *leaves)
 
         monkeypatch.setattr(_format, function.__name__, counted)
@@ -246,7 +247,7 @@ def test_every_draw_is_read_once_and_those_of_the_paths_again(run, draws, monkey
     assert len(names) == DRAWS + 1 and len(expected) == DRAWS
     plotted = sorted(name for name in names if not name.startswith("start"))[7::8]
     assert len(plotted) == 3
-    assert reads == expected | {("read_arrays", name): 1 + (name in plotted) for name in names}
+    assert reads == expected | {("read_chains", name): 1 + (name in plotted) for name in names}
 
 
 def test_one_draw(run, draws, tmp_path):

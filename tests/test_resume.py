@@ -3,7 +3,6 @@
 import contextlib
 import gc
 import json
-import logging
 import os
 import resource
 import shutil
@@ -21,7 +20,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 import pytest
 import runs
 from jax.experimental.compilation_cache import compilation_cache
@@ -29,10 +27,8 @@ from runs import CHAINS, DRAWS, assert_same_bits, at, content_of, crash, noisy, 
 from safetensors.numpy import load_file
 
 import optax_smile
-from optax_smile import _settings
 from optax_smile.chains import _directory
 from optax_smile.draws import _format
-from optax_smile.state import STATE_FORMAT
 
 FILE_SIZE = resource.RLIMIT_FSIZE
 # Also slow tests compare bits with those of fixtures.
@@ -54,7 +50,7 @@ def half(tmp_path_factory) -> Path:
     directory = tmp_path_factory.mktemp("half")
     with pytest.raises(runs.Crash):
         run(directory, callback=at(SECOND, crash), checkpoint_minutes=0)
-    assert sorted(path.name for path in (directory / "checkpoints").iterdir()) == ["6", "7"]
+    assert [*_format.find_checkpoints(directory)] == [6, 7]
     assert optax_smile.load_snapshots(directory).num_draws == 2
     return directory
 
@@ -65,7 +61,7 @@ def copied(half, tmp_path) -> Path:
 
 
 def newest_checkpoint(directory: Path) -> int:
-    return max(int(path.name) for path in (directory / "checkpoints").iterdir())
+    return max(_format.find_checkpoints(directory))
 
 
 def normalised_loss(params, batch, *, aux, key):
@@ -235,9 +231,7 @@ def test_a_run_without_draws_says_so_again(tmp_path):
 
 def test_a_finished_run_computes_nothing(whole):
     before = content_of(whole.directory)
-    with pytest.warns(
-        UserWarning, match=r"is finished. Its 4 draws per chain, of 20\d\d-\d\d-\d\d"
-    ):
+    with pytest.warns(UserWarning, match=r"is finished. Its 4 draws per chain are"):
         assert_same_bits(run(whole.directory, callback=crash), whole)
     with pytest.warns(UserWarning, match="Its 2 draws per chain"):
         fewer = run(whole.directory, num_draws=2, callback=crash)
@@ -258,66 +252,114 @@ def test_another_start_is_not_used_and_the_same_rounded_is_known(copied, whole, 
     assert len(seen) == 1 and "is finished" in str(seen[0].message)
 
 
-def test_a_state_of_other_arrays_is_refused(copied):
-    """As a later version of Optax might have."""
-    manifest = _format.read_manifest("sample", copied)
-    _format.write_manifest(copied, manifest | {"versions": {"optax": "0.1"}})
-    rule = r"(?s)checkpoint .*/7 cannot be read .*sampler has changed"
-    with pytest.raises(ValueError, match=rule):
-        run(copied, sampler=optax.chain(optax.trace(0.9), noisy()))
-
-
-def test_what_cannot_be_resumed_and_the_first_format(half, copied):
+def test_what_cannot_be_resumed(half, copied):
     form = r"`sample\(directory=...\)` must be "
     with pytest.raises(ValueError, match=form + "a directory without draws, since `resume` is Fa"):
         run(copied, resume=False)
     (start_file,) = copied.glob("start.*")
     start_file.unlink()
-    with pytest.raises(ValueError, match=r"lacks the file start.chains-\*.safetensors"):
+    with pytest.raises(ValueError, match=r"without start.\*"):
         run(copied)
     assert np.all(np.isfinite(optax_smile.load_snapshots(copied).params["w"]))
-    shutil.rmtree(copied / "checkpoints")
+    for file in copied.glob("checkpoint-*"):
+        file.unlink()
     with pytest.raises(ValueError, match=form + "a directory with a checkpoint .* but no check"):
         run(copied)
     shutil.copytree(half, copied, dirs_exist_ok=True)
-    file = copied / "manifest.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"format": 1}))
-    for name, read in (("sample", run), ("load_snapshots", optax_smile.load_snapshots)):
-        with pytest.raises(ValueError, match=rf"`{name}.* of format 3, got format 1 in {file}"):
-            read(copied)
-    file.unlink()
+    (copied / "manifest.json").unlink()
     with pytest.raises(ValueError, match=form + ".* with a manifest.j"):
         run(copied)
 
 
-@pytest.mark.filterwarnings("ignore:`warmstart`. `optimizer` is a sampler")
-@pytest.mark.parametrize("number", [None, 1])
-def test_a_checkpoint_of_another_format_is_refused(tmp_path, monkeypatch, number):
-    """Here and in `warmstart`, whose optimizer may be a sampler."""
+def test_a_directory_of_another_format_is_refused_and_its_version_named(copied, tmp_path):
+    file = copied / "manifest.json"
+    given = json.loads(file.read_text()) | {"format": 3, "versions": {"optax-smile": "0.0.7"}}
+    file.write_text(json.dumps(given))
+    for name, read in (("sample", run), ("load_snapshots", optax_smile.load_snapshots)):
+        rule = rf"`{name}.* of format 4, got format 3 in {file}, written by optax_smile 0.0.7"
+        with pytest.raises(ValueError, match=rule):
+            read(copied)
+    (tmp_path / "start" / "checkpoints").mkdir(parents=True)
+    with pytest.raises(ValueError, match=r"`warmstart\(.* of format 4, got .* older version"):
+        train(tmp_path / "start")
 
-    def train(name, optimizer):
-        given: dict[str, Any] = {"num_members": 2, "key": 0, "progress": False, "num_epochs": 1}
-        given |= {
-            "init_fn": lambda key: {"w": jax.random.normal(key, (2,)), "b": 0.0},
-            "optimizer": optimizer,
-        }
-        given |= {"loss_fn": runs.mean_loss, "batches": runs.regression()}
-        return optax_smile.warmstart(directory=tmp_path / name, **given)
 
-    makes = partial(run, tmp_path / "run"), partial(train, "start", noisy())
-    written = f"format {number}" if number else "an older format, without a number"
-    for name, make in zip(("sample", "warmstart"), makes, strict=True):
-        with monkeypatch.context() as patch:
-            patch.setattr(_directory, "state_format", lambda tree: number)
-            make()
-        rule = rf"`{name}\(directory=...\)` must be a directory with checkpoints of"
-        rule += rf" format {STATE_FORMAT}, got .*checkpoints/\d+ of {written}"
-        with pytest.raises(optax_smile.ArgumentError, match=rule):
-            make()
-    assert optax_smile.load_snapshots(tmp_path / "run").num_draws == DRAWS
+def train(directory, optimizer=None):
+    def init(key):
+        return {"w": jax.random.normal(key, (2,)), "b": 0.0}
+
+    given: dict[str, Any] = {"num_members": 2, "key": 0, "progress": False, "num_epochs": 1}
+    batches, given = runs.regression(), given | {"directory": directory}
+    return optax_smile.warmstart(
+        runs.mean_loss, init, batches, optimizer or optax.adam(0.1), **given
+    )
+
+
+def test_checkpoints_of_other_states_are_refused(copied, tmp_path, monkeypatch):
+    """Of other arrays, of another version's states, and of the other function."""
+    rule = r"(?s)The checkpoint .*-0000000007\..*is unknown.*sampler has changed"
+    with pytest.raises(ValueError, match=rule):
+        run(copied, sampler=optax.chain(optax.trace(0.9), noisy()))
+    train(tmp_path / "start")
+    with pytest.raises(ValueError, match=r"(?s)The checkpoint .* damaged.*sampler has changed"):
+        train(tmp_path / "start", optax.sgd(0.1))
+    (file,) = (tmp_path / "start").glob("checkpoint-*")
+    shutil.copy(file, copied / "checkpoint-0000000099.part-00000-of-00001.safetensors")
+    with pytest.raises(ValueError, match=r"The checkpoint .*-0000000099.* damaged \(it is check"):
+        run(copied)
     with pytest.warns(UserWarning, match="is finished"):
-        for _ in range(2):
-            train("adam", optax.adam(0.1))
+        train(tmp_path / "start")
+    monkeypatch.setattr(_directory, "FORMATS", [4, 999])
+    rule = r"`warmstart\(directory=...\)` must be .* formats \[4, 999\], got .*, written by optax_s"
+    with pytest.raises(optax_smile.ArgumentError, match=rule):
+        train(tmp_path / "start")
+    other = r"`{}\(directory=...\)` must be new, .* holds a run of `{}`"
+    monkeypatch.undo()
+    shutil.copy(copied / "manifest.json", tmp_path / "start")
+    with pytest.raises(optax_smile.ArgumentError, match=other.format("sample", "warmstart")):
+        run(tmp_path / "start")
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_serves(copied, whole):
+    (newest,) = copied.glob("checkpoint-0000000007.*")
+    newest.write_bytes(newest.read_bytes()[:1000])
+    with pytest.raises(ValueError, match=f"The checkpoint {newest} is damaged .*one before"):
+        run(copied)
+    assert len(list(optax_smile.load_snapshots(copied))) == 2 * CHAINS
+    newest.unlink()
+    assert_same_bits(run(copied), whole)
+
+
+def test_checkpoints_are_due_and_name_parameters_and_fields_of_the_state(half, tmp_path):
+    checkpoints = _directory.Checkpoints(tmp_path, 0.5)
+    for seconds, is_due in ((20, False), (31, True)):
+        checkpoints.saved_at = time.monotonic() - seconds
+        assert checkpoints.is_due() is is_due
+    (file,) = half.glob("checkpoint-0000000007.*")
+    shapes = {name.partition("@")[0]: array.shape for name, array in load_file(file).items()}
+    assert shapes["params.w"] == shapes["state.dynamics.momentum.direction.w"] == (CHAINS, 2)
+    assert shapes["state.num_steps"] == shapes["state.guardrail.num_rejected"] == (CHAINS,)
+
+
+def test_a_full_disk_names_the_file_and_room_lets_it_go_on(tmp_path):
+    params = start() | {"wide": jnp.zeros((CHAINS, 6_000))}
+    arguments: dict[str, Any] = {"loss": loss_of_wide, "params": params, "check": False}
+    expected, pieces = run(tmp_path / "whole", **arguments), tmp_path / "pieces"
+    soft, hard = resource.getrlimit(FILE_SIZE)
+    with contextlib.ExitStack() as stack:
+        stack.callback(resource.setrlimit, FILE_SIZE, (soft, hard))
+
+        def fill():
+            while optax_smile.load_snapshots(pieces).num_draws < 2:
+                time.sleep(0.01)
+            resource.setrlimit(FILE_SIZE, (20_000, hard))
+
+        with pytest.raises(OSError, match=r"could not write .*/pieces/draw-00000002"):
+            run(pieces, callback=at(SECOND, fill), **arguments)
+    kept = optax_smile.load_snapshots(pieces)
+    assert kept.num_draws == 2
+    np.testing.assert_array_equal(kept.params["wide"], expected.params["wide"][:, :2])
+    assert_same_bits(run(pieces, **arguments), expected)
 
 
 def test_a_directory_in_use_is_refused_until_its_process_ends(copied, whole):
@@ -376,36 +418,6 @@ def test_after_wrong_arguments_the_right_ones_will_do(tmp_path, whole):
         assert_same_bits(run(tmp_path / name), whole)
 
 
-@pytest.mark.parametrize("damage", ["truncate", "remove"])
-def test_a_damaged_checkpoint_is_named_and_the_one_before_serves(copied, whole, damage):
-    """A kill between its last file and its checksums leaves one that was not finished."""
-    newest = copied / "checkpoints" / "7"
-    if damage == "remove":
-        shutil.rmtree(newest / "carry")
-    for file in newest.rglob("*"):
-        if file.is_file():
-            file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
-    with pytest.raises(ValueError, match=f"The checkpoint {newest} cannot be read .*one before"):
-        run(copied)
-    assert len(list(optax_smile.load_snapshots(copied))) == 2 * CHAINS
-    shutil.rmtree(newest) if damage == "remove" else (newest / _directory.SUMS).unlink()
-    assert_same_bits(run(copied), whole)
-
-
-def test_checkpoints_are_due_and_name_parameters_and_fields_of_the_state(half, tmp_path):
-    checkpoints = _directory.Checkpoints(tmp_path, 0.5)
-    for seconds, is_due in ((20, False), (31, True)):
-        checkpoints.saved_at = time.monotonic() - seconds
-        assert checkpoints.is_due() is is_due
-    checkpoints.close()
-    step = half / "checkpoints" / str(newest_checkpoint(half)) / "carry"
-    read: Any = ocp.StandardCheckpointer().metadata(step.absolute())
-    leaves = jax.tree_util.tree_leaves_with_path(read.item_metadata.tree)
-    shapes = {jax.tree_util.keystr(x, simple=True, separator="."): y.shape for x, y in leaves}
-    assert shapes["params.w"] == shapes["state.dynamics.momentum.direction.w"] == (CHAINS, 2)
-    assert shapes["state.num_steps"] == shapes["state.guardrail.num_rejected"] == (CHAINS,)
-
-
 def test_a_checkpoint_waits_for_the_draws_before_it(tmp_path, monkeypatch):
     """However slowly they are written: what it counts is on disk."""
     files, checkpoints, counted = _format.DrawFiles, _directory.Checkpoints, []
@@ -424,50 +436,6 @@ def test_a_checkpoint_waits_for_the_draws_before_it(tmp_path, monkeypatch):
     run(tmp_path, checkpoint_minutes=0)
     assert max(kept for _, kept in counted) == DRAWS
     assert all(on_disk >= kept for on_disk, kept in counted)
-
-
-# Where a save fails Orbax drops other writes of it in the middle, which are reported one by one.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("full", ["draws", pytest.param("checkpoints", marks=pytest.mark.nightly)])
-def test_a_full_disk_names_the_file_and_room_lets_it_go_on(tmp_path, full):
-    """Draws have 72 kB and checkpoints 800 kB, of a leaf that is frozen and random numbers."""
-    frozen = np.random.default_rng(0).normal(size=(CHAINS, 60_000)).astype(np.float32)
-    labels = {"w": "sampled", "b": "sampled", "wide": "sampled", "frozen": "frozen"}
-    transforms: dict[Any, Any] = {"sampled": noisy(), "frozen": optax.set_to_zero()}
-    params = start() | {"frozen": jnp.asarray(frozen), "wide": jnp.zeros((CHAINS, 6_000))}
-    arguments: dict[str, Any] = {"loss": loss_of_wide, "params": params, "check": False}
-    arguments["sampler"] = optax.partition(transforms, labels)
-    arguments["checkpoint_minutes"] = 60 if full == "draws" else 0
-    expected, pieces = run(tmp_path / "whole", **arguments), tmp_path / "pieces"
-    size, (soft, hard) = 20_000 if full == "draws" else 100_000, resource.getrlimit(FILE_SIZE)
-    with contextlib.ExitStack() as stack:
-        stack.callback(resource.setrlimit, FILE_SIZE, (soft, hard))
-
-        def fill():
-            while optax_smile.load_snapshots(pieces).num_draws < 2:
-                time.sleep(0.01)
-            resource.setrlimit(FILE_SIZE, (size, hard))
-
-        name = r": .*/pieces/draw-00000002" if full == "draws" else ".*/pieces/checkpoints/8 could"
-        with pytest.raises(OSError, match=name):
-            run(pieces, callback=at(SECOND, fill), **arguments)
-    kept = optax_smile.load_snapshots(pieces)
-    assert kept.num_draws == 2
-    np.testing.assert_array_equal(kept.params["wide"], expected.params["wide"][:, :2])
-    assert_same_bits(run(pieces, **arguments), expected)
-
-
-def test_an_error_of_orbax_is_one_sentence(tmp_path, monkeypatch, caplog):
-    def full(*_):
-        logging.getLogger("absl").error("pages")
-        raise OSError("No space left on device\n\npages")
-
-    monkeypatch.setattr(_directory.Checkpoints, "_save", full)
-    with pytest.raises(
-        OSError, match=r"0 could not be written \(No space left on device\)"
-    ) as seen:
-        run(tmp_path)
-    assert seen.value.__suppress_context__ and not caplog.records
 
 
 def test_keys_that_no_file_can_hold_are_refused(tmp_path):
@@ -500,28 +468,6 @@ def test_a_directory_that_cannot_be_written_is_named(half):
         assert optax_smile.load_snapshots(directory).num_draws == 2
 
 
-def test_frozen_leaves_are_stored_once_and_others_come_back_right(tmp_path):
-    """`late` is moved by another optimizer after the first draw."""
-    params = {**start(), "frozen": {"deep": jnp.arange(15.0).reshape(CHAINS, 5)}}
-    params["late"] = jnp.zeros((CHAINS, 2))
-    labels = {"w": "sampled", "b": "sampled", "frozen": "frozen", "late": "late"}
-    late = optax.sgd(lambda count: jnp.where(jnp.less(count, 6), 0.0, 0.1))
-    transforms: dict[Any, Any] = {"sampled": runs.quiet(), "late": late}
-    transforms["frozen"] = optax.set_to_zero()
-    arguments: dict[str, Any] = {"params": params, "check": False}
-    arguments["loss"] = lambda p, b: runs.mean_loss(p, b) + jnp.sum((p["late"] - 1.0) ** 2)
-    arguments["sampler"] = optax.partition(transforms, labels)
-    stop_at_third(tmp_path, **arguments)
-    got, expected = run(tmp_path, **arguments).params, run(**arguments).params
-    jax.tree.map(np.testing.assert_array_equal, got, expected)
-    assert not got["late"][:, 0].any() and np.all(np.diff(got["late"][:, 1:], axis=1) > 0)
-    frozen = np.repeat(params["frozen"]["deep"][:, None], DRAWS, axis=1)
-    np.testing.assert_array_equal(got["frozen"]["deep"], frozen)
-    stored = [set(load_file(file)) for file in sorted(tmp_path.glob("*.safetensors"))]
-    moving = {"w", "b", "late"}
-    assert stored == [{"w", "b"}, *[moving] * (DRAWS - 1), moving | {"frozen/deep"}]
-
-
 @pytest.mark.slow
 def test_memory_does_not_grow_with_the_draws(tmp_path):
     """500 draws would be 24 MB, on the device or the host."""
@@ -546,15 +492,3 @@ def test_memory_does_not_grow_with_the_draws(tmp_path):
     assert host[700] - host[200] < 10e6
     # Those of this step, of the step before, and of the draws that wait.
     assert max(alive) <= _format.QUEUE_SIZE + 3
-
-
-def test_a_schedule_is_described_by_its_values():
-    """A branch of this schedule leaves a variable unset; large arrays are summed up."""
-
-    def table(last):
-        values = jnp.append(jnp.full(20, 0.1), last)
-        return lambda at: values[at]
-
-    for make in (partial(optax.exponential_decay, 0.05, 100), table):
-        one, same, other = (_settings.of(noisy(make(x)), jnp.zeros(2)) for x in (0.2, 0.2, 0.3))
-        assert one == same != other

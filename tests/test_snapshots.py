@@ -73,7 +73,8 @@ def runs(tmp_path_factory):
 def write(directory, begin, *draws, dtype=None):
     """Write draws without a run."""
     _format.write_manifest(directory, _format.manifest_of(begin, dtype, {}))
-    files = _format.DrawFiles(directory, begin, dtype=dtype)
+    files = _format.DrawFiles(directory, _format.leaves_of(begin), dtype)
+    files.write(_format.START, 0, begin, {})
     for number, params in enumerate(draws):
         files.write(number, 7, params, {"step_size": np.ones(2)})
     return optax_smile.load_snapshots(directory)
@@ -143,8 +144,6 @@ def test_a_leaf_too_large_or_small_for_half_precision_keeps_its_own(tmp_path, nu
     exact = np.float32(number)
     expected = [np.float16(0.1), np.float16(number) if fits else exact, np.float16(0.1)]
     assert stored["w"][0, :, 0].tolist() == [float(x) for x in expected]
-    rounded = _format.rounded(draws[1], "float16")
-    assert_same(rounded, jax.tree.map(lambda x: x[:, 1], stored))
     wide = {"w": np.full((2, 1), 1e300), "small": np.full((2, 1), 1e-300)}
     (tmp_path / "double").mkdir()
     single = write(tmp_path / "double", jax.tree.map(np.zeros_like, wide), wide, dtype="float32")
@@ -176,11 +175,14 @@ def test_missing_files_of_draws_are_named(runs, tmp_path, number):
     directory = shutil.copytree(runs.disk.directory, tmp_path / "run")
     (missing,) = directory.glob(f"draw-{number:08d}.*")
     missing.unlink()
-    named = rf"directory=...\)` must be a directory with .* all its 5 draws, got .* {missing.name}"
+    named = (
+        rf"directory=...\)` must be a directory with .* all its 5 draws, got .* draw-{number:08d}"
+    )
     for where, read in (("load_snapshots", optax_smile.load_snapshots), ("sample", draw)):
-        with pytest.raises(ValueError, match=rf"`{where}\({named}\. Restore it"):
+        with pytest.raises(ValueError, match=rf"`{where}\({named}\.\*\. Restore it"):
             read(directory)
-    shutil.rmtree(directory / "checkpoints")
+    for file in directory.glob("checkpoint-*"):
+        file.unlink()
     if number == DRAWS - 1:
         assert optax_smile.load_snapshots(directory).num_draws == DRAWS - 1
 
@@ -196,24 +198,20 @@ def hostile(kind: str, path: Path, victim: Path):
 @pytest.mark.parametrize("kind", ["link", "pipe", "zero"])
 def test_links_and_devices_in_a_directory_are_refused(runs, tmp_path, kind):
     """Nothing is read, written or deleted through them."""
-    victim = tmp_path / "victim"
-    (victim / "7").mkdir(parents=True)
-    (victim / "7" / "mine").write_text("mine")
     (tmp_path / "file").write_text("mine")
-    names = [".lock-0", "manifest.json", "checkpoints", "checkpoints/12"]
-    names += [runs.disk.draws[1][0].path.name, "checkpoints/12/checksums.json"]
+    (newest,) = runs.disk.directory.glob("checkpoint-0000000012.*")
+    names = [".lock-0", "manifest.json", newest.name, runs.disk.draws[1][0].path.name]
     for number, name in enumerate(names):
         directory = shutil.copytree(runs.disk.directory, tmp_path / str(number))
-        target = victim if name in ("checkpoints", "checkpoints/12") else tmp_path / "file"
-        hostile(kind, directory / name, target)
+        hostile(kind, directory / name, tmp_path / "file")
         before = sorted(directory.rglob("*"))
-        with pytest.raises(ValueError, match=rf"directory=...\)` must be .*{name}|checkpoints/12"):
+        with pytest.raises(ValueError, match=rf"directory=...\)` must be .*{name}|point .*{name}"):
             draw(directory)
         assert sorted(directory.rglob("*")) == before
-        if name in names[1:5:3]:
+        if name in names[1::2]:
             with pytest.raises(ValueError, match=r"`load_snapshots\(directory=...\)` must be"):
                 optax_smile.load_snapshots(directory)
-    assert (victim / "7" / "mine").read_text() == (tmp_path / "file").read_text() == "mine"
+    assert (tmp_path / "file").read_text() == "mine"
     # The directory itself may be a link.
     (tmp_path / "link").symlink_to(runs.disk.directory)
     assert optax_smile.load_snapshots(tmp_path / "link").num_draws == DRAWS
@@ -221,20 +219,15 @@ def test_links_and_devices_in_a_directory_are_refused(runs, tmp_path, kind):
 
 def test_files_of_others_in_a_directory_are_left_alone(runs, tmp_path):
     others = ["draw-final.safetensors", "draw-notes.txt", ".mine.json.bak", "start.safetensors"]
+    others += ["checkpoint-7.safetensors", "checkpoint-0000000001.ckpt"]
     for name in others:
         (tmp_path / name).write_text("mine")
     assert_same(draw(tmp_path).params, runs.memory.params)
     assert all((tmp_path / name).read_text() == "mine" for name in others)
-    # Orbax would delete numbered folders.
-    folder = tmp_path / "checkpoints" / "2024"
-    folder.mkdir()
-    (folder / "photo").write_text("mine")
-    for lock, got in ((None, "2024 with photo"), ("my text", "lock-0: it is the file of another")):
-        if lock:
-            (tmp_path / ".lock-0").write_text(lock)
-        with pytest.raises(ValueError, match=rf"`sample\(directory=...\)` must be .*{got}"):
-            draw(tmp_path)
-    assert (folder / "photo").read_text() == "mine"
+    (tmp_path / ".lock-0").write_text("my text")
+    rule = r"`sample\(directory=...\)` must be .*lock-0: it is the file of another"
+    with pytest.raises(ValueError, match=rule):
+        draw(tmp_path)
     assert (tmp_path / ".lock-0").read_text() == "my text"
 
 
@@ -250,7 +243,7 @@ def test_a_tilde_is_the_home_directory(tmp_path, monkeypatch):
     (tmp_path / "home").mkdir()
     monkeypatch.chdir(tmp_path)
     for home in ("~/run", Path("~/other")):
-        assert draw(home, num_draws=1).num_draws == 1
+        draw(home, num_draws=1)
         assert optax_smile.load_snapshots(home).num_draws == 1
     assert sorted(x.name for x in (tmp_path / "home").iterdir()) == ["other", "run"]
     assert [x.name for x in tmp_path.iterdir()] == ["home"]
@@ -269,25 +262,6 @@ def test_trees_come_back_nested_flat_or_as_they_were(tmp_path):
     assert_same(flat, {"0/a": one[0]["a"], "1/0": one[1][0]})
     (original, _) = optax_smile.load_snapshots(tmp_path, like=one)
     assert_same(original, one)
-
-
-def test_a_leaf_that_moves_in_one_chain_alone_comes_back_right(tmp_path):
-    still = np.zeros((2, 3), np.float32)
-    begin, first = {"w": still, "v": still}, {"w": still + [[1], [0]], "v": still}
-    first = jax.tree.map(np.float32, first)
-    params = write(tmp_path, begin, first, begin).params
-    assert_same(params, jax.tree.map(lambda *x: np.stack(x, 1), first, begin))
-
-
-def test_frozen_leaves_are_stored_once_in_a_resumed_run_of_many(tmp_path):
-    """From ten leaves of a list on, the order of their names is another one."""
-    begin = [np.full((2, 1), number, np.float32) for number in range(12)]
-    write(tmp_path, begin, begin)
-    moved = [*begin[:-1], begin[-1] + 1]
-    _format.DrawFiles(tmp_path, begin, resumed=True).write(1, 9, moved, {})
-    draws = optax_smile.load_snapshots(tmp_path)
-    assert set(_format.read_arrays(draws.draws[1][0], draws._leaves)) == {"11"}
-    assert_same(draws.params, [np.stack(x, axis=1) for x in zip(begin, moved, strict=True)])
 
 
 SCRIPT = """
@@ -343,15 +317,15 @@ def test_a_damaged_file_is_named(runs, tmp_path, damage, monkeypatch):
         list(draws)
     assert [len(draws[:6]), len(draws[9:])] == [6, 6]
     file.unlink(missing_ok=True)
-    with pytest.raises(ValueError, match=rf"all its 5 draws, got .* without {file.name}"):
+    with pytest.raises(ValueError, match=r"all its 5 draws, got .* without draw-00000002"):
         optax_smile.load_snapshots(copied)
 
 
 @pytest.mark.parametrize(
     "changed, reason",
     [
-        (lambda arrays: dict(list(arrays.items())[1:]), "it lacks"),
-        (lambda arrays: {x: a.astype(int) for x, a in arrays.items()}, "int64 .* not in the man"),
+        (lambda arrays: dict(list(arrays.items())[1:]), "it holds"),
+        (lambda arrays: {x: a.astype(int) for x, a in arrays.items()}, "' is int64"),
     ],
 )
 def test_an_undamaged_file_of_another_tree_is_refused(runs, tmp_path, changed, reason):

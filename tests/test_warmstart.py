@@ -17,6 +17,7 @@ import runs
 from runs import Crash, crash, send
 
 import optax_smile
+from optax_smile.draws import _format
 
 TARGET = jnp.array([1.0, -2.0])
 
@@ -226,7 +227,7 @@ def test_a_training_in_pieces_gives_the_bits_of_one_in_one_go(in_one_go, tmp_pat
     crash_in(3)
     train_long(Batches(), directory=tmp_path, num_epochs=4)
     crash_in(6, checkpoint_minutes=60)
-    assert max(int(path.name) for path in (tmp_path / "checkpoints").iterdir()) == 4
+    assert max(_format.find_checkpoints(tmp_path)) == 4
     crash_in(9)
     assert_same_bits(train_long(rest, directory=tmp_path), expected)
     assert rest.passes == epochs  # those before are read again

@@ -2,47 +2,35 @@
 
 import contextlib
 import json
-import logging
 import os
 import time
-import types
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 
 from optax_smile import _check, _disk, _tree
 from optax_smile._disk import Json
-from optax_smile._types import Batch, Options, Tree
+from optax_smile._types import Options, Tree
+from optax_smile._version import __version__
 from optax_smile._warn import warn
-from optax_smile.chains._checks import num_rows
 from optax_smile.draws import _format
-from optax_smile.draws._format import CHECKPOINTS, SUMS
 from optax_smile.draws.snapshots import Snapshots, StoredSnapshots, load_snapshots
-from optax_smile.state import STATE_FORMAT, samplers
+from optax_smile.state import STATE_FORMAT
 
 # Number of checkpoints to keep: if the newest is damaged, the one before it serves.
 KEPT = 2
-# What Orbax writes into the folder of a checkpoint, among others.
-PARTS = {"carry", "place", "_CHECKPOINT_METADATA", "commit_success.txt"}
+# Version of the files and of the states of samplers in them.
+FORMATS = [_format.FORMAT, STATE_FORMAT]
 # Digits of the number of a process.
 LONGEST_NUMBER = 20
-# Entry of the JSON of a checkpoint.
-FORMAT = "state_format"
-# Relative differences that another machine may cause, in the loss and in sums over all examples.
-LOSS_TOLERANCE, SUM_TOLERANCE = 1e-3, 1e-6
-# Parts of the description of data, in words.
-WORDS = {
-    "tree": "the structure",
-    "shapes": "the shapes",
-    "num_batches": "the number of batches",
-    "examples": "the same examples",
-}
 
 
 class MemoryRun:
-    """Keeps the draws of a run in host memory. Such runs are never resumed."""
+    """Keeps the draws of a run in host memory, from a `start` `[chain, ...]` on the host."""
 
     def __init__(self, start: Tree, settings: Options | None):
         self.start, self.settings = start, settings
@@ -51,17 +39,17 @@ class MemoryRun:
         self.trace: list[Mapping[str, np.ndarray]] = []
 
     def begin(self, num_warmup: int, thin: int):
-        """Keep where the draws lie."""
+        """Keep at which steps the draws are."""
         self.begun = {"num_warmup": num_warmup, "thin": thin}
-
-    def restore(self, carry: Tree) -> tuple[Tree, Json] | None:
-        """Return None: there is nothing to resume."""
 
     def put(self, number: int, step: int, stats: Mapping[str, np.ndarray], draw: Tree | None):
         """Keep the statistics of a tick and, if it is not None, the draw."""
         self.trace.append(stats)
         if draw is not None:
             self.draws.append(_tree.local(draw))
+
+    def restore(self, carry: Tree) -> tuple[Tree, Json] | None:
+        """Return None: there is nothing to resume."""
 
     def is_due(self) -> bool:
         """Return False: there are no checkpoints."""
@@ -83,15 +71,22 @@ class MemoryRun:
 class DirectoryRun:
     """Locks a directory, and keeps draws, manifest and checkpoints there.
 
-    Raises:
-        ValueError: a directory in use, of another run, or with draws but no checkpoint.
+    Args:
+        directory: folder of the run.
+        start: draws of all chains at the start, arrays `[chain, ...]`.
+        settings: what must be the same to resume, in a form for JSON.
+        dtype: precision of the draws on disk, or None.
+        resume: whether a run in the directory is resumed.
+        minutes: time between checkpoints.
+        closing: closes the files and the lock.
+
+    `begun` has `num_warmup` and `thin` once draws have begun.
     """
 
     def __init__(
         self,
         directory: str | os.PathLike[str],
         start: Tree,
-        carry: Tree,
         settings: Options,
         *,
         dtype: str | None,
@@ -102,109 +97,102 @@ class DirectoryRun:
         _disk.import_safetensors()
         check_names("sample", "params", start)
         self.directory, self.like = Path(directory).absolute(), _tree.shapes_of_one(start)
-        # Before anything is created there.
-        check_real("sample", self.directory / CHECKPOINTS)
-        if not (self.directory / CHECKPOINTS).exists():
-            self._refuse_draws_alone()
         for path, leaf in jax.tree_util.tree_leaves_with_path(start):
             if not _format.fits(leaf, dtype, tiny=0):
                 rule = "a precision that holds the start, or None"
                 got = f"{dtype!r}, in which {jax.tree_util.keystr(path) or 'it'} is infinite"
                 _check.fail("sample", "dtype", rule, got)
         closing.enter_context(lock("sample", self.directory))
-        if jax.process_index() == 0:
-            _disk.remove_drafts(self.directory)
-        # Waits for all processes.
         self.checkpoints = Checkpoints(self.directory, minutes)
-        closing.callback(self.checkpoints.close)
         self.manifest = _format.manifest_of(start, dtype, settings)
-        self.manifest["whole"] = {}
-        before = self._before(carry, resume)
-        rounded = _format.rounded(start, dtype)
+        self.files = _format.DrawFiles(self.directory, _format.leaves_of(start), dtype)
+        closing.callback(self.files.close)
         self.begun: Json | None = None
-        if before is not None:
-            self._start(rounded)
-            kept = before["settings"]
-            if "thin" in kept:
-                self.begun = {name: kept[name] for name in ("num_warmup", "thin")}
-                self.manifest["settings"] |= self.begun
-        if jax.process_index() == 0:
-            _format.write_manifest(self.directory, self.manifest)
-        files = _format.DrawFiles(self.directory, start, dtype=dtype, resumed=before is not None)
-        self.writer, self.warned = _format.SnapshotWriter(files), set[str]()
-        closing.callback(self.writer.close)
+        self.warned = set[str]()
+        self.is_resumed = self._find(resume)
+        if self.is_resumed:
+            self._compare(start)
+        # Nobody writes before all have looked.
+        _wait_for_all()
+        self._write_manifest()
+        if not self.is_resumed:
+            self.files.write(_format.START, 0, start, {})
 
-    def begin(self, num_warmup: int, thin: int):
-        """Write where the draws lie."""
-        self.begun = {"num_warmup": num_warmup, "thin": thin}
-        self.manifest["settings"] |= self.begun
-        if jax.process_index() == 0:
-            _format.write_manifest(self.directory, self.manifest)
-
-    def _before(self, carry: Tree, resume: bool) -> Json | None:
-        """Return the manifest of the run to resume, if there is one."""
-        has_draws = _format.has_draws(self.directory)
-        if not has_draws and self.checkpoints.newest() == 0:
-            self.checkpoints.remove()
-        has_checkpoint = self.checkpoints.newest() is not None
-        if not resume and (has_draws or has_checkpoint):
+    def _find(self, resume: bool) -> bool:
+        """Return whether there is a run to resume, and require that it is this one."""
+        has_draws, newest = _format.has_draws(self.directory), self.checkpoints.newest()
+        self.checkpoints.place()
+        before = None
+        if newest is not None or os.path.lexists(self.directory / _format.MANIFEST):
+            before = _format.read_manifest("sample", self.directory)
+        if not resume and (has_draws or newest is not None):
             rule = "a directory without draws, since `resume` is False"
             got = f"{self.directory}, which holds a run"
             advice = "Choose another, remove it, or pass resume=True."
             _check.fail("sample", "directory", rule, got, advice)
-        if not has_checkpoint:
-            self._refuse_draws_alone()
-            return None
-        self.checkpoints.previous("sample", carry)
-        before = _format.read_manifest("sample", self.directory)
-        check_settings("sample", self.directory, before, self.manifest)
-        return before
-
-    def _refuse_draws_alone(self):
-        if _format.has_draws(self.directory):
+        if newest is None and has_draws:
             rule = "a directory with a checkpoint to resume from, or without draws"
             got = f"{self.directory}, which has draws but no checkpoint"
             _check.fail("sample", "directory", rule, got, "Choose another, or remove it.")
+        if before is None or not (newest or has_draws):
+            return False
+        check_settings("sample", self.directory, _identity(before), _identity(self.manifest))
+        if "thin" in before["settings"]:
+            self.begun = {name: before["settings"][name] for name in ("num_warmup", "thin")}
+            self.manifest["settings"] |= self.begun
+        return True
 
-    def _start(self, given: Tree) -> Tree:
-        """Return the stored start; warn if another one was passed."""
-        stored = self.start
-        if jax.process_count() == 1 and not all(
-            np.array_equal(mine, theirs, equal_nan=True)
-            for mine, theirs in zip(jax.tree.leaves(given), jax.tree.leaves(stored), strict=True)
-        ):
+    def _compare(self, start: Tree):
+        """Warn if another start than the stored one was passed."""
+        stored, same = jax.tree.leaves(self.start), jax.process_count() > 1
+        if not same:
+            given = zip(self.files.leaves, jax.tree.leaves(start), stored, strict=True)
+            same = all(
+                np.array_equal(self.files.rounded(leaf.name, np.asarray(x)), y, equal_nan=True)
+                for leaf, x, y in given
+            )
+        if not same:
             warn(
                 f"`sample`: the run in {self.directory} continues from its checkpoint. Your"
                 " `params` differ from its start and are ignored."
             )
-        return stored
 
-    def restore(self, carry: Tree) -> tuple[Tree, Json] | None:
-        """Return carry and place of the newest checkpoint; None without one."""
-        return self.checkpoints.restore(carry)
+    def _write_manifest(self):
+        if jax.process_index() == 0:
+            _format.write_manifest(self.directory, self.manifest)
+
+    def begin(self, num_warmup: int, thin: int):
+        """Write at which steps the draws are."""
+        self.begun = {"num_warmup": num_warmup, "thin": thin}
+        self.manifest["settings"] |= self.begun
+        self._write_manifest()
 
     def put(self, number: int, step: int, stats: Mapping[str, np.ndarray], draw: Tree | None):
         """Pass a draw and its statistics to the thread that writes."""
         if draw is not None:
-            self.writer.put(number, step, draw, stats)
+            self.files.put(number, step, draw, stats)
 
     @property
     def start(self) -> Tree:
         """Start of the chains, as stored."""
         return self.result().start
 
+    def restore(self, carry: Tree) -> tuple[Tree, Json] | None:
+        """Return carry and place of the newest checkpoint; None without one."""
+        return self.checkpoints.restore(carry) if self.is_resumed else None
+
     def is_due(self) -> bool:
         """Return whether it is time for a checkpoint."""
         return self.checkpoints.is_due()
 
     def checkpoint(self, carry: Tree, place: Json):
-        """Write a checkpoint, after the draws before it."""
-        self.writer.flush()
-        if wide := sorted(self.writer.files.wide - self.warned):
+        """Write a checkpoint, after the draws before it; `place` has `num_gradients`."""
+        self.files.flush()
+        if wide := sorted(self.files.wide - self.warned):
             self.warned.update(wide)
             warn(
                 f"`sample`: {', '.join(wide)} had numbers that are too large or too small for"
-                f" {self.writer.files.dtype}, and these draws were stored in full precision."
+                f" {self.files.dtype}, and these draws were stored in full precision."
             )
         self.checkpoints.save(place["num_gradients"], carry, place)
 
@@ -216,156 +204,132 @@ class DirectoryRun:
         return snapshots
 
 
-# Checkpoints.
-
-
-def _import_orbax() -> types.ModuleType:
-    with _check.needed("Runs in a directory need Orbax", "storage"):
-        import orbax.checkpoint
-    return orbax.checkpoint
-
-
-def state_format(tree: Tree) -> int | None:
-    """Return the format of the samplers' states in a tree; None without a sampler."""
-    return STATE_FORMAT if samplers(tree) else None
-
-
 class Checkpoints:
-    """The newest states of a run in a directory, each written completely or not at all."""
+    """The newest states of a run in a directory, each written completely or not at all.
+
+    Each process writes what its devices hold to one file.
+    """
 
     def __init__(self, directory: Path, minutes: float, where: str = "sample"):
-        self.orbax = _import_orbax()
-        self.directory, self.minutes = directory.absolute() / CHECKPOINTS, minutes
-        # Orbax deletes numbered folders.
-        check_real(where, self.directory)
-        for folder in filter(lambda x: x.name.isdecimal(), self.directory.glob("*")):
-            check_real(where, folder)
-            if (names := {x.name for x in folder.iterdir()}) and not names & PARTS:
-                rule = f"a directory whose {CHECKPOINTS} are those of a run"
-                _check.fail(where, "directory", rule, f"{folder} with {min(names)}")
-        options = self.orbax.CheckpointManagerOptions(
-            max_to_keep=KEPT, cleanup_tmp_directories=True, enable_async_checkpointing=False
-        )
-        self.manager = self.orbax.CheckpointManager(self.directory, options=options)
-        self.finished = [n for n in self.manager.all_steps() if self._sums(n).exists()]
+        self.directory, self.minutes, self.where = directory.absolute(), minutes, where
         self.saved_at = time.monotonic()
-
-    def _sums(self, number: int) -> Path:
-        return self.directory / str(number) / SUMS
+        if os.path.lexists(old := self.directory / "checkpoints"):
+            rule, got = f"a directory of format {_format.FORMAT}", f"{old} of an older version"
+            _check.fail(where, "directory", rule, got, "Choose another directory.")
+        if jax.process_index() == 0:
+            _disk.remove_drafts(self.directory)
 
     def newest(self) -> int | None:
         """Return the number of the newest checkpoint; None without one."""
-        return max(self.finished, default=None)
-
-    def remove(self):
-        """Delete the checkpoints of a run that stopped before its first draw."""
-        for number in self.manager.all_steps():
-            self.manager.delete(number)
-        self.finished = []
+        return max(_format.find_checkpoints(self.directory), default=None)
 
     def is_due(self) -> bool:
         """Return whether it is time for a checkpoint."""
         return time.monotonic() - self.saved_at >= 60 * self.minutes
 
     def save(self, number: int, carry: Tree, place: Json):
-        """Write arrays and JSON, unless there is a checkpoint of this number."""
-        if self.newest() != number:
-            # Orbax logs and raises pages of tracebacks; the message has their first line.
-            logger = logging.getLogger("absl")
-            level = logger.level
-            logger.setLevel(logging.CRITICAL)
-            try:
-                self._save(number, carry, place)
-            except Exception as error:
-                first = next(iter(str(error).strip().splitlines()), type(error).__name__)
-                raise OSError(
-                    f"The checkpoint {self.directory / str(number)} could not be written ({first})."
-                    " The draws and the checkpoint before it are safe: free disk space and repeat"
-                    " the call to resume."
-                ) from None
-            finally:
-                logger.setLevel(level)
-            self.finished.append(number)
+        """Write arrays and JSON, unless there is a checkpoint of this number after the start."""
+        if number == 0 or self.newest() != number:
+            arrays: dict[str, np.ndarray] = {}
+            for name, leaf in named(carry).items():
+                for shard in leaf.addressable_shards:
+                    first = ",".join(str(part.start or 0) for part in shard.index)
+                    if shard.replica_id == 0:
+                        arrays[f"{name}@{first}"] = np.asarray(shard.data)
+            part = f"part-{jax.process_index():05d}-of-{jax.process_count():05d}"
+            file = self.directory / f"checkpoint-{number:010d}.{part}.safetensors"
+            header = {"file": file.name, "of": self.where, "place": place}
+            header |= {"formats": FORMATS, "version": __version__}
+            _disk.write(file, _disk.pack(header, arrays))
+            if jax.process_index() == 0:
+                self._remove_old(number)
+        _wait_for_all()
         self.saved_at = time.monotonic()
 
-    def _save(self, number: int, carry: Tree, place: Json):
-        args = self.orbax.args
-        for unfinished in set(self.manager.all_steps()) - set(self.finished):
-            self.manager.delete(unfinished)
-        place = place | {FORMAT: state_format(carry)}
-        both = args.Composite(carry=args.StandardSave(named(carry)), place=args.JsonSave(place))
-        self.manager.save(number, args=both, force=True)
-        if jax.process_index() == 0:
-            sums = _disk.sums(self.directory / str(number), SUMS)
-            content = {"number": number, "files": sums, "num_draws": place.get("num_kept", 0)}
-            _disk.write_json(self._sums(number), content)
+    def _remove_old(self, number: int):
+        """Keep the newest checkpoints, and of this one only files of as many parts."""
+        oldest = min(sorted(_format.find_checkpoints(self.directory))[-KEPT:], default=0)
+        for file in self.directory.glob("checkpoint-*"):
+            if match := _format.CHECKPOINT.fullmatch(file.name):
+                is_other = int(match[1]) == number and int(match[3]) != jax.process_count()
+                if int(match[1]) < oldest or is_other:
+                    file.unlink(missing_ok=True)
 
-    def previous(self, where: str, carry: Tree) -> Json | None:
-        """Return the JSON of the newest checkpoint; None without one.
+    def place(self) -> Json | None:
+        """Return the place of the newest checkpoint; None without one.
 
         Raises:
-            ValueError: another function than `where` wrote it, or it has another format.
+            ValueError: another function wrote it, or it has another format.
         """
-        number = self.newest()
-        if number is None:
-            return None
-        with self._reading(number):
-            args = self.orbax.args.Composite(place=self.orbax.args.JsonRestore())
-            place = self.manager.restore(number, args=args).place
-        writer = "warmstart" if "run" in place else "sample"
-        if writer != where:
-            got = f"{self.directory.parent}, which holds a run of `{writer}`"
-            rule = f"new, or that of a run of `{where}`"
-            _check.fail(where, "directory", rule, got, "Choose another.")
-        theirs, mine = place.get(FORMAT), state_format(carry)
-        if mine not in (None, theirs):
-            older = "an older format, without a number" if theirs is None else f"format {theirs}"
-            rule = f"a directory with checkpoints of format {mine}"
-            advice = (
-                "Continue that run with the version of optax_smile that wrote it, or choose another"
-                " directory. The draws stay readable."
-            )
-            got = f"{self.directory / str(number)} of {older}"
-            _check.fail(where, "directory", rule, got, advice)
-        return place
+        for _, (file, *_) in sorted(_format.find_checkpoints(self.directory).items())[-1:]:
+            with self._reading(file):
+                header = self._read(file, only_header=True)[0]
+            if header["formats"] != FORMATS:
+                rule = f"a directory with checkpoints of the formats {FORMATS}"
+                got = f"{header['formats']} in {file}, written by optax_smile {header['version']}"
+                advice = "Continue with that version, or choose another directory."
+                _check.fail(self.where, "directory", rule, got, advice)
+            if header["of"] != self.where:
+                rule = f"new, or that of a run of `{self.where}`"
+                got = f"{self.directory}, which holds a run of `{header['of']}`"
+                _check.fail(self.where, "directory", rule, got, "Choose another.")
+            return header["place"]
+        return None
 
     @contextlib.contextmanager
-    def _reading(self, number: int) -> Iterator[None]:
-        """Verify the checksums, and name the checkpoint in errors."""
-        file = self.directory / str(number)
-        try:
-            content = {"number": number, "files": _disk.sums(file, SUMS)}
-            stored, _ = _disk.read_json(self._sums(number))
-            if {name: stored.get(name) for name in content} != content:
-                raise ValueError(f"{SUMS} does not match its files")
+    def _reading(self, file: Path) -> Iterator[None]:
+        remedy = (
+            "If it is not damaged, the model or the sampler has changed. Remove a damaged"
+            " checkpoint: the next call resumes from the one before. The draws stay readable."
+        )
+        with _disk.naming(file, "checkpoint", remedy):
             yield
-        except Exception as error:
-            raise ValueError(
-                f"The checkpoint {file} cannot be read ({error}). It is damaged, or the model or"
-                " the sampler has changed. Remove this checkpoint if it is damaged: the next call"
-                " resumes from the one before. The draws stay readable."
-            ) from error
+
+    def _read(self, file: Path, only_header: bool = False) -> tuple[Json, dict[str, np.ndarray]]:
+        header, arrays = _disk.read(file, only_header)
+        if header["file"] != file.name:
+            raise ValueError(f"it is {header['file']}")
+        return header, arrays
 
     def restore(self, like: Tree) -> tuple[Tree, Json] | None:
         """Read the newest checkpoint with the shapes and shardings of `like`; None without one."""
-        number = self.newest()
-        if number is None:
+        place = self.place()
+        if place is None:
             return None
+        leaves = named(like)
+        whole = {name: np.zeros(leaf.shape, leaf.dtype) for name, leaf in leaves.items()}
+        missing = {name: array.size for name, array in whole.items()}
+        _, files = max(_format.find_checkpoints(self.directory).items())
+        for file in files:
+            with self._reading(file):
+                for entry, array in self._read(file)[1].items():
+                    name, _, first = entry.rpartition("@")
+                    if name not in whole:
+                        raise ValueError(f"its array {name!r} is unknown")
+                    starts = zip(map(int, filter(None, first.split(","))), array.shape, strict=True)
+                    target = whole[name][tuple(slice(at, at + size) for at, size in starts)]
+                    if (target.shape, target.dtype) != (array.shape, array.dtype):
+                        raise ValueError(f"its array {name!r} is {array.dtype} {array.shape}")
+                    target[...] = array
+                    missing[name] -= array.size
+        with self._reading(files[0]):
+            if lost := [name for name, size in missing.items() if size]:
+                raise ValueError(f"it lacks {lost[0]}")
 
-        args = self.orbax.args
-        with self._reading(number):
-            wanted = {
-                name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
-                for name, leaf in named(like).items()
-            }
-            both = args.Composite(carry=args.StandardRestore(wanted), place=args.JsonRestore())
-            read = self.manager.restore(number, args=both)
-            leaves = [read.carry[name] for name in wanted]
-        return jax.tree.unflatten(jax.tree.structure(like), leaves), read.place
+        def placed(leaf: jax.Array, raw: jax.Array, array: np.ndarray) -> jax.Array:
+            made = jax.make_array_from_callback(raw.shape, raw.sharding, lambda at: array[at])
+            if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+                return made
+            return jax.random.wrap_key_data(made, impl=jax.random.key_impl(leaf))
 
-    def close(self):
-        """Close the files."""
-        self.manager.close()
+        made = map(placed, jax.tree.leaves(like), leaves.values(), whole.values())
+        return jax.tree.unflatten(jax.tree.structure(like), list(made)), place
+
+
+def _wait_for_all():
+    """Wait for the other processes."""
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices("optax_smile directory")
 
 
 def how_to_resume(directory: object) -> str:
@@ -391,9 +355,14 @@ def check_names(where: str, argument: str, tree: Tree):
 
 
 def named(tree: Tree) -> dict[str, jax.Array]:
-    """Name the leaves of a tree: for Orbax, `a.b` and `b` inside `a` are the same."""
+    """Name the leaves of a tree, keys as integers."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {_tree.name(map(_tree.entry, path), "."): leaf for path, leaf in leaves}
+    return {_tree.name(map(_tree.entry, path), "."): _raw(leaf) for path, leaf in leaves}
+
+
+def _raw(leaf: jax.Array) -> jax.Array:
+    is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return jax.random.key_data(leaf) if is_key else leaf
 
 
 @contextlib.contextmanager
@@ -434,157 +403,36 @@ def lock(where: str, directory: Path) -> Iterator[None]:
         yield
 
 
-# Whether a directory holds the same run: the same settings, shapes and data.
+# Whether a directory holds the same run.
 
 
-def describe_batches(batches: object, per_chain: bool) -> tuple[Json, Batch]:
-    """Describe batches without consuming them: only a list or tuple can be read twice.
-
-    Returns:
-        `tree`, `shapes`, `num_batches` and, as `examples`, number, sum and sum of squares of a
-        projection of each example, independent of the order of the examples. For batches that are
-        not a list or tuple, at most their number. And a batch of the examples with the smallest
-        projections, as many as in the first batch, so that it is the same after a shuffle; None
-        without a list.
-    """
-    if isinstance(batches, (list, tuple)) and batches:
-        # Batches of other things than arrays, or of incompatible shapes, have their own checks.
-        with contextlib.suppress(TypeError, ValueError, IndexError):
-            return _describe_list(batches, per_chain)
-    return {"num_batches": len(batches)} if isinstance(batches, Sized) else {}, None
+def describe_batches(where: str, batches: object) -> Json:
+    """Describe batches that can be read again: their number, and tree and shapes of the first."""
+    if not isinstance(batches, (list, tuple)) or not batches:
+        return {}
+    first = _tree.as_numeric(where, "batches", batches[0])
+    shapes = jax.tree.map(lambda x: f"{x.dtype}{[*x.shape]}", first)
+    return {"num_batches": len(batches), "shapes": str(shapes)}
 
 
-def _describe_list(batches: Sequence[Batch], per_chain: bool) -> tuple[Json, Batch]:
-    structure, rows = jax.tree.structure(batches[0]), num_rows(batches[0], per_chain)
-    shapes = {str([(x.shape, str(x.dtype)) for x in _arrays(batch)]) for batch in batches}
-    examples = [_examples(batch, per_chain) for batch in batches]
-    projections = [_project(leaves) for leaves in examples]
-    values, sizes = np.concatenate(projections), [one.size for one in projections]
-    description = {
-        "tree": str(structure),
-        "shapes": sorted(shapes),
-        "num_batches": len(batches),
-        "examples": [values.size, float(values.sum()), float((values**2).sum())],
-    }
-    batch_of = np.repeat(np.arange(len(batches)), sizes)
-    row_of = np.concatenate([np.arange(size) for size in sizes])
-    chosen = np.argsort(values, kind="stable")[: rows or 1]
-    picked = [[leaf[row_of[at]] for leaf in examples[batch_of[at]]] for at in chosen]
-    leaves = [np.stack(column) for column in zip(*picked, strict=True)]
-    if rows is None:
-        leaves = [leaf[0] for leaf in leaves]
-    elif per_chain:
-        chains = len(jax.tree.leaves(batches[0])[0])
-        leaves = [np.repeat(leaf[None], chains, axis=0) for leaf in leaves]
-    return description, jax.tree.unflatten(structure, leaves)
-
-
-def _arrays(batch: Batch) -> list[np.ndarray]:
-    numeric = _tree.as_numeric("sample", "batches", batch)
-    return [np.asarray(leaf) for leaf in jax.tree.leaves(numeric)]
-
-
-def _examples(batch: Batch, per_chain: bool) -> list[np.ndarray]:
-    """Return leaves `[example, ...]` of all chains; a batch without rows is one example."""
-    leaves = _arrays(batch)
-    if num_rows(batch, per_chain) is None:
-        return [leaf[None] for leaf in leaves]
-    return [leaf.reshape(-1, *leaf.shape[2:]) if per_chain else leaf for leaf in leaves]
-
-
-def _project(examples: list[np.ndarray]) -> np.ndarray:
-    """Compute a random projection of each example to a scalar."""
-    projection = np.zeros(len(examples[0]))
-    for place, leaf in enumerate(examples):
-        rows = leaf.reshape(len(leaf), -1).astype(float)
-        weights = np.random.default_rng(place).standard_normal(rows.shape[1])
-        projection += rows @ weights / max(rows.shape[1], 1) ** 0.5
-    return projection
-
-
-def describe_run(batches: object, per_chain: bool, losses: Callable[[Batch], jax.Array]) -> Json:
-    """Describe the data and, if they are a list, the loss of each chain at the start."""
-    description, batch = describe_batches(batches, per_chain)
-    loss = None
-    if batch is not None:
-        loss = np.asarray(_tree.everywhere(losses(batch)), float).tolist()
-    return {"data": description, "loss": loss}
+def _identity(manifest: Json) -> Json:
+    params = {name: manifest[name] for name in ("num_chains", "leaves")}
+    return {"params": params, "dtype": manifest["stored_dtype"], **manifest["settings"]}
 
 
 def check_settings(where: str, directory: Path, before: Json, now: Json):
-    """Require the settings and shapes of the run in a directory; warn of changed functions."""
-    others = {"versions", "data", "loss", "validation", "functions", "whole", "stopping", "state"}
+    """Require the settings of the run in a directory, by argument; functions by their names."""
     theirs = _flat(before)
-    for name, mine in _flat(now).items():
-        parts = name.split(".")
-        # Functions among the settings of a sampler are compared below.
-        is_function = parts[:2] == ["settings", "sampler"] and _has_names(mine)
-        if parts[0] not in others and not is_function and mine != theirs.get(name):
-            wanted, got = repr(theirs.get(name)), repr(mine)
-            if name == "arguments.validation":
-                wanted, got = ("None", "a batch") if mine else ("a batch", "None")
-            # "arguments.thin", "settings.sampler.step_size", "stored_dtype", or "leaves".
-            argument, *inside = parts[1:] or (
-                ["dtype"] if name == "stored_dtype" else ["params", name]
-            )
+    for name, mine in _flat(json.loads(json.dumps(now))).items():
+        argument, *inside = name.split(".")
+        # Batches may be a list in one call and an iterator in the next.
+        if mine != theirs.get(name) and (argument != "batches" or name in theirs):
+            wanted = repr(theirs.get(name))
             same = "the same" if inside or argument == "key" else wanted
             rule = f"one with {'.'.join(inside)} = {wanted}" if inside else wanted
             advice = f"Pass {same}, or choose another directory."
-            _check.fail(where, argument, f"{rule}, as in the run in {directory}", got, advice)
-    for name, mine in now["whole"].items():
-        # Runs of earlier versions have none, and the inside of a transformation changes with Optax.
-        first = before.get("whole", {}).get(name, mine)
-        if first != json.loads(json.dumps(mine)) and before["versions"] == now["versions"]:
-            warn(
-                f"`{where}`: values that `{name}` or a function in it uses have changed since the"
-                f" run in {directory} began. If the results may differ from before, choose another"
-                " directory."
-            )
-
-
-def _has_names(described: object) -> bool:
-    """Return whether a described setting is a function or contains one."""
-    return isinstance(described, list) and any(
-        isinstance(x, str) or _has_names(x) for x in described
-    )
-
-
-def check_same(where: str, directory: Path, before: Json, now: Json):
-    """Require the data of the run in a directory; warn of another loss at the start.
-
-    `now` then takes sampler and loss from `before`, so that later calls compare with the first.
-    """
-    for argument, field in (("batches", "data"), ("validation", "validation")):
-        theirs, mine = before.get(field, {}), now.get(field, {})
-        for name in [x for x in WORDS if x in theirs and x in mine]:
-            if not _is_same(name, theirs[name], mine[name]):
-                rule = f"the data of the run in {directory}, with {WORDS[name]}"
-                advice = "To sample from other data, choose another directory."
-                if name != "examples":
-                    _check.fail(where, argument, f"{rule} {theirs[name]}", mine[name], advice)
-                number, count = theirs[name][0], mine[name][0]
-                how = " with other content" if number == count else f", not {number}"
-                _check.fail(where, argument, rule, f"{count} examples{how}", advice)
-    if before["loss"] is not None and now["loss"] is not None:
-        first, second = np.array(before["loss"]), np.array(now["loss"])
-        if not np.all(np.abs(first - second) <= LOSS_TOLERANCE * np.abs(first).max()):
-            number = int(np.argmax(np.abs(first - second)))
-            one = f"{'member' if where == 'warmstart' else 'chain'} {number}"
-            warn(
-                f"`{where}`: `loss_fn` is not that of the run in {directory}. The loss at the start"
-                f" of {one} was {first[number]:.6g} and is {second[number]:.6g} now. If you did not"
-                " mean to change the loss, choose another directory."
-            )
-    now |= {name: before[name] for name in ("whole", "loss") if before.get(name) is not None}
-
-
-def _is_same(name: str, theirs: list[float], mine: list[float]) -> bool:
-    if name != "examples":
-        return theirs == mine
-    number, _, square = theirs
-    # Sums of numbers of either sign may be near zero.
-    tolerance = SUM_TOLERANCE * np.array([0, (number * square) ** 0.5, square])
-    return bool(np.all(np.abs(np.subtract(theirs, mine)) <= tolerance))
+            rule = f"{rule}, as in the run in {directory}"
+            _check.fail(where, argument, rule, repr(mine), advice)
 
 
 def _flat(tree: object, prefix: str = "") -> dict[str, object]:

@@ -19,7 +19,12 @@ from optax_smile._types import Batch, Output, Tree, Unchecked
 from optax_smile._warn import warn
 from optax_smile.chains import _checks, _host, _optimizer
 from optax_smile.chains._chains import BatchPer, Chains
-from optax_smile.chains._directory import DirectoryRun, MemoryRun, how_to_resume
+from optax_smile.chains._directory import (
+    DirectoryRun,
+    MemoryRun,
+    describe_batches,
+    how_to_resume,
+)
 from optax_smile.draws import _format
 from optax_smile.draws.snapshots import Snapshots, StoredSnapshots
 
@@ -212,11 +217,11 @@ class Run:
             "per_chain": per_chain,
             "sampler": sampler,
             "key": np.asarray(jax.random.key_data(key)).tolist(),
+            "batches": describe_batches("sample", self._batches),
         }
         return DirectoryRun(
             self._directory,
             start,
-            self._chains.tree,
             settings,
             dtype=dtype,
             resume=resume,

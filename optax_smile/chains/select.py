@@ -685,7 +685,7 @@ def _identity(
 ) -> Options:
     """Return what identifies a selection, in a form for JSON."""
     shapes = _tree.shapes_of_one(params)
-    described = {name: _settings.whole(x, shapes) for name, x in candidates.items()}
+    described = {name: _settings.of(x, shapes) for name, x in candidates.items()}
     return {
         "candidates": json.loads(json.dumps(described)),
         "rounds that end after": ends,

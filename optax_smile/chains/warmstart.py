@@ -20,7 +20,6 @@ from optax_smile._disk import Json
 from optax_smile._types import Batch, Output, Tree
 from optax_smile._warn import warn
 from optax_smile.chains import _checks, _directory, _host
-from optax_smile.draws import _format
 
 # Functions whose errors are reported as those of `warmstart`.
 PARTS = "parallel.shardings", "parallel.place", "parallel.init", "parallel.split_key"
@@ -122,12 +121,12 @@ def warmstart(
         specs: how the parameters of one member are sharded, see `parallel.place`.
         directory: directory for checkpoints, which are written at the end of epochs, see
             `checkpoint_minutes`. A call with the same directory resumes the training, or returns at
-            once if it is finished. Key, `num_members`, `patience`, `stochastic`, `per_member` and
-            `validation` must be the same. If `batches` is a list or a tuple, it must have the same
-            examples, in any order. If it is another iterable, a resumed call first iterates over it
-            once for each finished epoch. This restores the order of batches that are shuffled with
-            a fixed seed. A changed loss or optimizer causes a warning; it is an error if the arrays
-            in the state of the optimizer no longer have the same shapes.
+            once if it is finished. Key, `num_members`, `patience`, `stochastic`, `per_member`, the
+            shapes of `validation` and, if `batches` is a list or a tuple, their number and the
+            shapes of the first must be the same. If `batches` is another iterable, a resumed call
+            first iterates over it once for each finished epoch. This restores the order of batches
+            that are shuffled with a fixed seed. It is an error if the state of the optimizer no
+            longer has the same arrays. Other changes of loss and optimizer are not found.
         check: test the loss on the first batch, unless it is `stochastic`, and warn if it looks
             like a sum over the examples. Warn of members with equal initial parameters.
         checkpoint_minutes: smallest number of minutes between checkpoints, >= 0. One is always
@@ -196,23 +195,15 @@ def warmstart(
     epoch, is_stopped, is_killed, checkpoints, identity = 0, False, False, None, {}
     with ExitStack() as closing:
         if directory is not None:
+            batch = None if validation is None else jax.tree.map(np.shape, validation)
             identity = {
-                "arguments": {
-                    "stochastic": stochastic,
-                    "per_member": per_member,
-                    "num_members": num_members,
-                    "patience": patience,
-                    "key": np.asarray(jax.random.key_data(typed)).tolist(),
-                    "validation": validation is not None,
-                },
-                "whole": {"optimizer": _settings.whole(optimizer, shapes)},
-                "versions": _format.versions(),
-                "validation": _directory.describe_batches([validation], False)[0],
-                "state": {
-                    name: sorted(f"{at}{x.shape[1:]}" for at, x in _directory.named(tree).items())
-                    for name, tree in (("init_fn", members.params), ("optimizer", members.state))
-                },
-                **_directory.describe_run(batches, per_member, partial(losses, members)),
+                "stochastic": stochastic,
+                "per_member": per_member,
+                "num_members": num_members,
+                "patience": patience,
+                "key": np.asarray(jax.random.key_data(typed)).tolist(),
+                "validation": None if batch is None else str(batch),
+                "batches": _directory.describe_batches("warmstart", batches),
             }
             checkpoints = _open(Path(directory), checkpoint_minutes, closing, identity, members)
             if restored := checkpoints.restore(members):
@@ -291,17 +282,10 @@ def _open(
 ) -> _directory.Checkpoints:
     """Lock the directory, and require that it does not hold another training."""
     _directory.check_names("warmstart", "init_fn", members.params)
-    _directory.check_real("warmstart", directory / _directory.CHECKPOINTS)
     closing.enter_context(_directory.lock("warmstart", directory))
     checkpoints = _directory.Checkpoints(directory, minutes, "warmstart")
-    closing.callback(checkpoints.close)
-    if place := checkpoints.previous("warmstart", members):
-        for argument, arrays in place["run"].get("state", {}).items():
-            if arrays != identity["state"][argument]:
-                rule, got = f"that of the run in {directory}", "one whose state has other arrays"
-                _check.fail("warmstart", argument, rule, got, "Choose another directory.")
+    if place := checkpoints.place():
         _directory.check_settings("warmstart", directory, place["run"], identity)
-        _directory.check_same("warmstart", directory, place["run"], identity)
     return checkpoints
 
 

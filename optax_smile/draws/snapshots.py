@@ -402,9 +402,7 @@ class StoredSnapshots(Draws):
     @property
     def stopping(self) -> Stopping | None:
         """Result of the stopping rule of the run, if it had one."""
-        if (entry := self.manifest.get("stopping")) is None:
-            return None
-        return Stopping(**_format.from_json(entry, Stopping._fields))
+        return None
 
     @property
     def params(self) -> Tree:
@@ -416,7 +414,7 @@ class StoredSnapshots(Draws):
     @property
     def start(self) -> Tree:
         """Initial parameters of the chains, a tree of arrays `[chain, ...]`."""
-        return self._tree(self._start)
+        return self._tree(_format.read_start(self.directory, self._leaves, self.num_chains))
 
     @functools.cached_property
     def trace(self) -> dict[str, np.ndarray]:
@@ -451,13 +449,8 @@ class StoredSnapshots(Draws):
         thinned.draws = self.draws[::-1][::every][::-1]
         return thinned
 
-    @functools.cached_property
-    def _start(self) -> list[np.ndarray]:
-        return _format.read_start(self.directory, self._leaves, self.num_chains)
-
     def _read(self, draw: int) -> list[np.ndarray]:
-        blocks, start = self.draws[draw], lambda: self._start
-        return _format.read_chains(blocks, self._leaves, self.num_chains, start)
+        return _format.read_chains(self.draws[draw], self._leaves, self.num_chains)
 
     def _place(self) -> dict[str, str]:
         return {"folder": str(self.directory)}

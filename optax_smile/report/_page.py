@@ -171,7 +171,7 @@ def _facts(snapshots: StoredSnapshots, sampler: Mapping) -> Iterator[str]:
     known = {name: _seed(key) for name, key in seeds.items()}
     facts = {
         "seed": ", ".join(f"{x} ({name})" for name, x in known.items() if x is not None),
-        "data": _data(manifest["data"], sampler.get("num_data")),
+        "data": _data(manifest["settings"].get("batches", {}), sampler.get("num_data")),
         "libraries": ", ".join(f"{name} {x}" for name, x in manifest["versions"].items()),
         "directory": str(snapshots.directory),
         "stopping": str(snapshots.stopping or ""),
@@ -318,7 +318,7 @@ def _predictions(stored: list[Stored]) -> Iterator[str]:
 
 def _written_settings(snapshots: StoredSnapshots) -> Iterator[str]:
     yield "<h2>Settings</h2>"
-    names = ("settings", "data", "loss", "versions", "stopping")
+    names = ("settings", "versions")
     parts = {x: snapshots.manifest[x] for x in names if x in snapshots.manifest}
     whole = html.escape(json.dumps(parts, indent=1))
     yield f'<details><summary>The manifest</summary><pre class="wide">{whole}</pre></details>'

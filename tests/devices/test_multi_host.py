@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import optax_smile
+from optax_smile.draws import _format
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "multi_host.py"
 # Seconds are for two processes that start, compile and sample on one busy core.
@@ -107,7 +108,7 @@ def test_a_signal_to_one_process_ends_both_in_order(tmp_path, reference):
         said = (tmp_path / f"process-{number}.log").read_text()
         assert f"process {number} of 2" in said and "`sample` was stopped by SIGTERM" in said
     assert 5 <= some.num_draws < SAMPLES
-    newest = max(int(path.name) for path in run.glob("draws/checkpoints/*"))
+    newest = max(_format.find_checkpoints(run / "draws"))
     assert newest == some.trace["step"][0, -1]
     assert len([*run.glob("draws/draw-*")]) == some.num_draws * 4
     assert_same_bits(finish(run, tmp_path), reference)

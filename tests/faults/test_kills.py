@@ -38,18 +38,17 @@ PLACES = {
     "before a draw is written": ("open", "/.draw-", 1),
     "before a draw has its name": ("os.rename", "/.draw-", 3),
     "after a draw has its name": ("open", "/run", 2),
-    "before a checkpoint": ("os.mkdir", "checkpoints/", 1),
-    "inside a checkpoint": ("os.mkdir", "array_metadatas", 2),
-    "in the last act of a checkpoint": ("os.rename", "orbax-checkpoint-tmp", 6),
-    "after a checkpoint, on a slow disk": ("os.rmdir", "", 3),
+    "before a checkpoint": ("open", "/.checkpoint-", 1),
+    "before a checkpoint has its name": ("os.rename", "/.checkpoint-", 2),
+    "before an old checkpoint is removed": ("os.remove", "/checkpoint-", 3),
 }
 # What a pull request is tested with.
-QUICK = ("before a draw has its name", "in the last act of a checkpoint")
-# The same while the start is trained, after the first file of its first checkpoint is written.
+QUICK = ("before a draw has its name", "before a checkpoint has its name")
+# The same while the start is trained, after its first checkpoint is written.
 WARM_PLACES = {
-    "before a checkpoint of the start": ("os.mkdir", "checkpoints/", 1),
-    "inside a checkpoint of the start": ("os.mkdir", "array_metadatas", 2),
-    "in the last act of a checkpoint of the start": ("os.rename", "orbax-checkpoint-tmp", 6),
+    "before a checkpoint of the start": ("open", "/.checkpoint-", 2),
+    "before a checkpoint of the start has its name": ("os.rename", "/.checkpoint-", 2),
+    "before an old checkpoint of the start is removed": ("os.remove", "/checkpoint-", 1),
 }
 
 
@@ -133,13 +132,9 @@ def run(life: Life, tell=lambda: None) -> Any:
 
 def die_at(place: str, directory: str):
     """Kill this process right before a file operation of `PLACES`."""
+    first = "open", "/.draw-"
     if place in WARM_PLACES:
-        first, directory = (
-            ("os.rename", "orbax-checkpoint-tmp"),
-            str(Path(directory).with_name("start")),
-        )
-    else:
-        first = "open", "/.draw-"
+        first, directory = ("os.rename", "/.checkpoint-"), str(Path(directory).with_name("start"))
     operation, part, left = (PLACES | WARM_PLACES)[place]
     has_begun = False
 
@@ -149,8 +144,6 @@ def die_at(place: str, directory: str):
         if not path.startswith(directory):
             return
         has_begun = has_begun or event == first[0] and first[1] in path
-        if "slow disk" in place and event == "os.rename" and "/.draw-" in path:
-            time.sleep(1)
         is_there = path.endswith(part) if part == "/run" else part in path
         if event == operation and has_begun and is_there:
             left -= 1
