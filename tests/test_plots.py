@@ -5,10 +5,6 @@ from functools import partial
 from typing import Any, cast
 
 import jax.numpy as jnp
-import matplotlib
-
-matplotlib.use("Agg")
-
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
@@ -22,18 +18,16 @@ MEAN, STD = GENERATOR.normal(size=12), GENERATOR.uniform(0.5, 2, 12)
 PROBABILITIES = GENERATOR.dirichlet(np.ones(4), 200)
 LABELS = GENERATOR.integers(0, 4, 200)
 DRAWS = np.cumsum(GENERATOR.normal(size=(NUM_CHAINS, 9, 40)), axis=1)
+LPPD = np.array([[-1.0, -1.1, -np.inf, -9], [-0.7, -0.6, np.nan, np.nan]])
 SELECTION = optax_smile.Selection(
     best="b",
     draws=cast(Any, None),
     names=("a", "b", "failed", "far"),
     num_steps=np.array([10, 20]),
-    lppd=np.array([[-1.0, -1.1, -np.inf, -9], [-0.7, -0.6, np.nan, np.nan]]),
-    projected=np.array([[-0.9, -1.0, -np.inf, -9], [-0.6, -0.5, np.nan, np.nan]]),
+    lppd=LPPD,
+    projected=LPPD + 0.1,
     standard_error=np.array([[0, 0.05, np.nan, 0.3], [0.02, 0, np.nan, np.nan]]),
-    start_lppd=-1.3,
-    final_lppd=-0.5,
-    total_steps=100,
-    cost=0.3,
+    **{"start_lppd": -1.3, "final_lppd": -0.5, "total_steps": 100, "cost": 0.3},
 )
 
 
@@ -54,17 +48,17 @@ def make_trace(num_chains=NUM_CHAINS, num_ticks=NUM_TICKS) -> dict[str, Any]:
 
 
 WITHOUT_ENERGY = make_trace() | {"energy_change": np.full((3, 60), np.nan)}
-DRAW = {
-    "step_size": partial(plots.step_size, make_trace()),
-    "energy_error": partial(plots.energy_error, make_trace()),
-    "energy_error, none": partial(plots.energy_error, WITHOUT_ENERGY),
-    "reliability": partial(plots.reliability, PROBABILITIES, LABELS),
-    "risk_coverage": partial(plots.risk_coverage, PROBABILITIES, LABELS, label="one"),
-    "regression_band": partial(plots.regression_band, MEAN, MEAN, STD, MEAN + 1),
-    "regression_band, ranks": partial(plots.regression_band, None, MEAN, STD),
-    "selection": partial(plots.selection, SELECTION),
-    "chain_paths": partial(plots.chain_paths, DRAWS),
-}
+DRAW = (
+    partial(plots.step_size, make_trace()),
+    partial(plots.energy_error, make_trace()),
+    partial(plots.energy_error, WITHOUT_ENERGY),
+    partial(plots.reliability, PROBABILITIES, LABELS),
+    partial(plots.risk_coverage, PROBABILITIES, LABELS, label="one"),
+    partial(plots.regression_band, MEAN, MEAN, STD, MEAN + 1),
+    partial(plots.regression_band, None, MEAN, STD),
+    partial(plots.selection, SELECTION),
+    partial(plots.chain_paths, DRAWS),
+)
 
 
 def legend_of(ax):
@@ -87,46 +81,41 @@ def outline_of(ax) -> np.ndarray:
 
 
 def test_every_picture_is_drawn_on_new_and_on_given_axes():
-    for name, draw in DRAW.items():
-        figure, (left, right) = plt.subplots(1, 2)
-        assert draw(ax=right) is right, name
-        assert not left.lines and not left.collections and not left.patches
+    for draw in DRAW:
+        given = plt.subplots()[1]
+        assert draw(ax=given) is given
         new = draw()
-        assert new.figure is not figure and len(plt.get_fignums()) == 2
-        assert new.get_title() and new.get_xlabel() and new.get_ylabel(), name
+        assert new.figure is not given.figure
+        assert new.get_title() and new.get_xlabel() and new.get_ylabel()
         new.figure.canvas.draw()
         plt.close("all")
 
 
-def test_few_ticks_and_many_chains():
-    for num_chains, num_ticks in ((1, 1), (7, 3), (30, 5)):
-        trace = make_trace(num_chains, num_ticks)
-        axes: list[Any] = [plots.step_size(trace), plots.energy_error(trace)]
-        axes.append(plots.chain_paths(GENERATOR.normal(size=(num_chains, num_ticks, 4))))
-        for ax, is_named in zip(axes, (True, False, True), strict=True):
+def test_chains_with_a_colour_of_their_own_are_named_and_single_points_are_seen():
+    for number in (1, 7, 30):
+        sizes, errors = (
+            draw(make_trace(number, 1)) for draw in (plots.step_size, plots.energy_error)
+        )
+        for ax in sizes, plots.chain_paths(GENERATOR.normal(size=(number, 5, 4))):
             names = [name for name in legend_of(ax) if name.startswith("chain ")]
-            assert len(names) == (num_chains if is_named and num_chains <= 7 else 0)
+            assert len(names) == (number if number <= 7 else 0)
             ax.figure.canvas.draw()
-        # Single points are seen.
-        for line in axes[0].lines[0], line_of(axes[1], "median"):
-            assert (line.get_marker() == "o") == (num_ticks == 1 or len(line.get_xdata()) == 1)
+        assert sizes.lines[0].get_marker() == line_of(errors, "median").get_marker() == "o"
         plt.close("all")
 
 
 def test_step_sizes_of_chains_and_their_scale():
     trace = make_trace()
     line = line_of(plots.step_size(trace), "chain 1")
-    np.testing.assert_array_equal(line.get_xdata(), trace["num_gradients"][1])
-    np.testing.assert_allclose(line.get_ydata(), trace["step_size"][1])
+    expected = np.transpose([trace["num_gradients"][1], trace["step_size"][1]])
+    np.testing.assert_allclose(line.get_xydata(), expected)
     trace["step_size"] = np.linspace(0.1, 0.25, NUM_CHAINS * NUM_TICKS).reshape(NUM_CHAINS, -1)
     ax = plots.step_size(trace)
     assert ax.get_yscale() == "linear" and ax.get_ylim()[0] == 0
     # A chain that broke is a gap, not an error: this is where a picture is wanted most.
-    for place, value in (((0, 0), 0.01), (1, np.nan)):
-        trace["step_size"][place] = value
-        assert plots.step_size(trace).get_yscale() == "log"
-    trace["step_size"][:] = np.nan
-    plots.step_size(trace).figure.canvas.draw()
+    trace["step_size"][0, 0], trace["step_size"][1] = 0.01, np.nan
+    assert plots.step_size(trace).get_yscale() == "log"
+    plots.step_size(trace | {"step_size": np.full((3, 60), np.nan)}).figure.canvas.draw()
 
 
 def test_energy_error_shows_dots_rejected_steps_and_quantiles():
@@ -139,14 +128,12 @@ def test_energy_error_shows_dots_rejected_steps_and_quantiles():
     dots = [line for line in lines_of(ax) if line.get_marker() == "."]
     for line, mask in zip(dots, (trace["accepted"], ~trace["accepted"]), strict=True):
         np.testing.assert_allclose(np.sort(line.get_ydata()), np.sort(error[shown & mask]))
-    median = line_of(ax, "median")
     # Windows of 20 values of 3 chains: nine, of 6 or 7 ticks.
     windows = np.array_split(error, 9, axis=1)
-    assert {window.shape[1] for window in windows} == {6, 7}
     expected = [np.median(window[np.isfinite(window)]) for window in windows]
+    median, vertices = line_of(ax, "median"), outline_of(ax)
     np.testing.assert_allclose(median.get_ydata(), expected, rtol=1e-6)
     np.testing.assert_allclose(median.get_xdata()[0], gradients[:, :7].mean())
-    vertices = outline_of(ax)
     at_end = vertices[np.isclose(vertices[:, 0], gradients[:, 54:].mean()), 1]
     quantiles = np.quantile(windows[-1], [0.05, 0.95])
     np.testing.assert_allclose([at_end.min(), at_end.max()], quantiles, rtol=1e-6)
@@ -157,38 +144,32 @@ def test_energy_error_shows_dots_rejected_steps_and_quantiles():
     assert rejected.get_ydata().size == np.sum(~trace["accepted"])
     ax = plots.energy_error(make_trace() | {"energy_change": np.zeros((3, 60))})
     assert not line_of(ax, "median").get_ydata().any() and ax.get_yscale() == "linear"
-    title = plots.energy_error(WITHOUT_ENERGY).get_title()
-    assert title == "No energy error: the loop passed no value"
+    assert plots.energy_error(WITHOUT_ENERGY).get_title().startswith("No energy error")
 
 
 def test_reliability_by_hand_and_overlaid():
     # Confidences .55 (right, wrong), .95 (right, right): |.5 - .55| / 2 + |1 - .95| / 2.
     probabilities = [[0.55, 0.45], [0.55, 0.45], [0.05, 0.95], [0.95, 0.05]]
-    ax = plots.reliability(probabilities, [0, 1, 1, 0], label="first")
-    assert legend_of(ax) == ["first (ECE 0.050)"]
-    # Bins are those of the metric.
-    error = optax_smile.metrics.ece(PROBABILITIES, LABELS)
-    assert error != optax_smile.metrics.ece(PROBABILITIES, LABELS, 10)
-    (name,) = legend_of(plots.reliability(PROBABILITIES, LABELS))
-    assert name == f"predictions (ECE {error:.3f})"
+    ax: Any = plots.reliability(probabilities, [0, 1, 1, 0], label="first")
     line, dots = line_of(ax, "first (ECE 0.050)"), ax.collections[0]
     np.testing.assert_allclose(line.get_xydata(), [[0.55, 0.5], [0.95, 1]])
-    np.testing.assert_allclose(cast(Any, dots).get_sizes(), [175, 175])
-    # Methods have colours of their own, and one diagonal.
+    np.testing.assert_allclose(dots.get_sizes(), [175, 175])
+    # Methods have colours of their own, and one diagonal. Bins are those of the metric.
     for number in range(1, 7):
         plots.reliability(PROBABILITIES, LABELS, label=str(number), ax=ax)
-    colors = {line.get_color() for line in lines_of(ax) if line.get_linestyle() == "-"}
-    assert len(colors) == len(legend_of(ax)) == 7 and len(lines_of(ax)) == 8
+    colors = {line.get_color() for line in ax.lines if line.get_linestyle() == "-"}
+    assert len(colors) == len(legend_of(ax)) == 7 and len(ax.lines) == 8
+    error = optax_smile.metrics.ece(PROBABILITIES, LABELS)
+    assert legend_of(ax)[-1] == f"6 (ECE {error:.3f})"
 
 
-def test_risk_coverage_by_a_loop():
-    ax = plots.risk_coverage(PROBABILITIES, LABELS)
-    (line,) = lines_of(ax)
-    ranked = sorted(range(200), key=lambda at: -PROBABILITIES[at].max())
-    wrong = [PROBABILITIES[at].argmax() != LABELS[at] for at in ranked]
-    expected = [sum(wrong[:k]) / k for k in range(1, 201)]
-    for share, risk in line.get_xydata():
-        assert share == 0 or risk == pytest.approx(expected[round(share * 200) - 1])
+def test_risk_coverage():
+    ax, order = plots.risk_coverage(PROBABILITIES, LABELS), np.argsort(-PROBABILITIES.max(axis=1))
+    wrong = PROBABILITIES.argmax(axis=1)[order] != LABELS[order]
+    expected = np.cumsum(wrong) / np.arange(1, 201)
+    share, risk = lines_of(ax)[0].get_data()
+    answered = np.round(200 * share[share > 0]).astype(int)
+    np.testing.assert_allclose(risk[share > 0], expected[answered - 1])
     assert legend_of(ax) == [f"predictions (AURC {np.mean(expected):.3g})"]
     # Methods have other numbers of inputs, and one may never be wrong.
     plots.risk_coverage(PROBABILITIES[:50], PROBABILITIES[:50].argmax(1), label="right", ax=ax)
@@ -205,16 +186,15 @@ def test_regression_band():
         line, vertices = line_of(ax, "mean"), outline_of(ax)
         np.testing.assert_allclose(line.get_xydata(), np.transpose([horizontal, MEAN[order]]))
         np.testing.assert_allclose(line_of(ax, "targets").get_ydata(), targets[order])
-        for place, at in zip(horizontal, order, strict=True):
+        for place, middle, std in zip(horizontal, MEAN[order], STD[order], strict=True):
             ends = vertices[np.isclose(vertices[:, 0], place), 1]
-            expected = MEAN[at] + STD[at] * np.array([-1.959964, 1.959964])
+            expected = middle - 1.959964 * std, middle + 1.959964 * std
             np.testing.assert_allclose([ends.min(), ends.max()], expected, rtol=1e-5)
         assert ax.get_title() == "95 % band: holds 75.0 % of 12 targets"
     # Of a mixture; a quarter of it lies below the median of its lower part.
     ax = plots.regression_band([1, 0], np.array([[0.0, 1], [10, 3]]), 1.0, level=0.5)
     np.testing.assert_allclose(line_of(ax, "mean").get_xydata(), [[0, 2], [1, 5]])
-    vertices = outline_of(ax)
-    ends = vertices[vertices[:, 0] == 1, 1]
+    ends = outline_of(ax)[outline_of(ax)[:, 0] == 1, 1]
     np.testing.assert_allclose([ends.min(), ends.max()], [0, 10], atol=1e-4)
 
 
@@ -244,14 +224,12 @@ def test_selection_has_a_line_for_each_candidate():
 
 def test_selection_of_many_candidates_and_of_none():
     """A start far below does not set the scale, more candidates than colours differ in style."""
-    few = np.linspace(-1, -1.1, 9)[None]
-    many = {"names": tuple("abcdefghi"), "num_steps": np.array([10]), "lppd": few}
-    many |= {"standard_error": 0 * few, "start_lppd": -7.0}
+    many = {"names": tuple("abcdefghi"), "num_steps": np.array([10]), "start_lppd": -7.0}
+    many |= {"lppd": np.linspace(-1, -1.1, 9)[None], "standard_error": np.zeros((1, 9))}
     ax = plots.selection(SELECTION._replace(**many))
-    ax.figure.canvas.draw()
     lines = [x.lines[0] for x in cast(Any, ax.containers)]
-    assert -1.2 < ax.get_ylim()[0] < -1.1
     assert len({(x.get_color(), x.get_linestyle()) for x in lines}) == 9
+    assert -1.2 < ax.get_ylim()[0] < -1.1
     none = {"names": ("b",), "num_steps": np.array([], int), "lppd": np.zeros((0, 1))}
     ax = plots.selection(SELECTION._replace(**none, standard_error=np.zeros((0, 1))))
     ax.figure.canvas.draw()
@@ -294,14 +272,12 @@ NAN = np.where(np.arange(40) == 3, np.nan, DRAWS)
 PATHS = partial(plots.chain_paths, DRAWS)
 BAD: Any = (
     (plots.energy_error, [make_trace() | {"num_gradients": np.ones((2, 60))}], "one shape"),
-    (plots.step_size, [make_trace(2, 0)], "at least one of each"),
     (plots.regression_band, [None, MEAN, -STD], r"std=...\)` must be .* is a finite number > 0"),
     (plots.regression_band, [MEAN[:9], MEAN, STD], r"inputs=...\)` must be of shape \(12,"),
     (plots.regression_band, [MEAN, MEAN, STD, MEAN[:9]], r"targets=...\)` must be of shape"),
     (plots.chain_paths, [{"a": DRAWS, "b": DRAWS[:, 1:]}], r"leading axes.*'b': \(3, 8, 40\)"),
     (plots.chain_paths, [{"a": NAN}], r"nan or inf at \['a'\]"),
     (partial(PATHS, start=DRAWS[0, 0]), [], r"start=...\)` must be .* \(3, 40\)"),
-    (partial(PATHS, start={"a": DRAWS[:, 0]}), [], "start"),
     (partial(PATHS, start=NAN[:, 3]), [], r"plots.chain_paths\(start=...\)` must be finite"),
 )
 
@@ -316,6 +292,6 @@ def test_what_does_not_fit_together_is_named_before_a_figure_opens():
 def test_without_matplotlib_it_says_what_to_install(monkeypatch):
     for name in "matplotlib", "matplotlib.pyplot":
         monkeypatch.setitem(sys.modules, name, None)
-    for draw in DRAW.values():
+    for draw in DRAW:
         with pytest.raises(ImportError, match=r"pip install 'optax-smile\[plots\]'"):
             draw()
