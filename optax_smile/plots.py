@@ -32,17 +32,17 @@ if TYPE_CHECKING:
 
     from optax_smile.chains.select import Selection
 
-# Okabe and Ito 2008, distinct for colour-blind readers; without yellow, too pale for a line.
-PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+# Okabe and Ito 2008, distinct for colour-blind readers, without yellow, too pale for a line; three
+# muted colours of Tol 2021.
+PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#882255")
+PALETTE += ("#999933", "#AAAAAA")
 # Of candidates that repeat the colours.
 FORMATS = ("o-", "s--", "^:")
-BAND_ALPHA = 0.25
-# Size of a new figure, in inches.
-FIGURE_SIZE = (5.6, 4.4)
-# Characters in a row of a legend, and those of a handle; longer names wrap.
-LEGEND_WIDTH, LEGEND_HANDLE = 60, 6
-# Distance of the legend below the axes, in sizes of its font: room for ticks and label.
-BELOW_AXES = 4.3
+# Opacity of a band, and size of a new figure in inches.
+BAND_ALPHA, FIGURE_SIZE = 0.25, (5.6, 4.4)
+# Of a legend: characters in a row, where longer names wrap, and those of a handle; distance below
+# the axes, in sizes of its font, with room for ticks and label.
+LEGEND_WIDTH, LEGEND_HANDLE, BELOW_AXES = 60, 6, 4.3
 # Area of the largest and smallest dot of a reliability diagram, in square points.
 LARGEST_DOT, SMALLEST_DOT = 350.0, 12.0
 # Ratio of largest to smallest value up to which a linear axis works well.
@@ -219,7 +219,7 @@ def step_size(trace: Mapping[str, ArrayLike], *, ax: Axes | None = None) -> Axes
 
     Returns:
         The axes: a line per chain, logarithmic if they spread over more than a factor of 3. The
-        legend names the chains if there are at most seven.
+        legend names the chains if there are at most ten.
 
     Raises:
         ValueError: the trace lacks these arrays, or their shapes differ.

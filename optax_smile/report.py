@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from optax_smile import _check, _disk, _settings, _table, diagnostics, metrics, plots
+from optax_smile._types import Options, Tree
 from optax_smile.draws import _format
 from optax_smile.draws.prediction import Outcome, Prediction
 from optax_smile.draws.snapshots import StoredSnapshots, load_snapshots
@@ -196,7 +197,7 @@ class Stored(NamedTuple):
     name: str
     scores: dict[str, float]
     targets: np.ndarray | None
-    each: np.ndarray | None
+    each: Tree
     prediction: Prediction
 
 
@@ -204,7 +205,7 @@ def _read(file: Path) -> Stored:
     with _disk.naming(file, "stored prediction", "Remove it, or store it again."):
         header, kept = _disk.read(file)
         each = kept.get("each")
-        fields = {field: kept.get(field) for field in FIELDS}
+        fields: Options = {field: kept.get(field) for field in FIELDS}
         fields["each"] = None if each is None else Outcome(kept.get("each_mean"), None, None, each)
         prediction = Prediction(**fields, uncertainty=header["uncertainty"])
         name = file.stem.removeprefix("prediction-")
