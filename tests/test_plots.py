@@ -2,7 +2,7 @@
 
 import sys
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import optax_smile
-from optax_smile import plots
 
+plots: Any = optax_smile.plots
 plt.rcParams["figure.max_open_warning"] = 0
 NUM_CHAINS = 3
 GENERATOR = np.random.default_rng(0)
@@ -22,7 +22,7 @@ DRAWS = np.cumsum(GENERATOR.normal(size=(NUM_CHAINS, 9, 40)), axis=1)
 LPPD = np.array([[-1.0, -1.1, -np.inf, -9], [-0.7, -0.6, np.nan, np.nan]])
 SELECTION = optax_smile.Selection(
     best="b",
-    draws=cast(Any, None),
+    draws=None,  # pyright: ignore
     names=("a", "b", "failed", "far"),
     num_steps=np.array([10, 20]),
     lppd=LPPD,
@@ -72,11 +72,9 @@ def outline_of(ax) -> np.ndarray:
 
 def test_every_picture_is_drawn_on_new_and_on_given_axes():
     for draw in DRAW:
-        given = plt.subplots()[1]
-        assert draw(ax=given) is given
-        new = draw()
-        assert new.figure is not given.figure and new.get_title()
-        assert new.get_xlabel() and new.get_ylabel()
+        given, new = plt.subplots()[1], draw()
+        assert draw(ax=given) is given and new.figure is not given.figure
+        assert all((new.get_title(), new.get_xlabel(), new.get_ylabel()))
         new.figure.canvas.draw()
         plt.close("all")
 
@@ -140,7 +138,7 @@ def test_energy_error_shows_dots_rejected_steps_and_quantiles():
 def test_reliability_by_hand_and_overlaid():
     # Confidences .55 (right, wrong), .95 (right, right): |.5 - .55| / 2 + |1 - .95| / 2.
     probabilities = [[0.55, 0.45], [0.55, 0.45], [0.05, 0.95], [0.95, 0.05]]
-    ax: Any = plots.reliability(probabilities, [0, 1, 1, 0], label="first")
+    ax = plots.reliability(probabilities, [0, 1, 1, 0], label="first")
     line, dots = line_of(ax, "first (ECE 0.050)"), ax.collections[0]
     np.testing.assert_allclose(line.get_xydata(), [[0.55, 0.5], [0.95, 1]])
     np.testing.assert_allclose(dots.get_sizes(), [175, 175])
@@ -192,7 +190,7 @@ def test_selection_has_a_line_for_each_candidate():
     ax = plots.selection(SELECTION)
     assert ax.get_title() == "Chosen: b, LPPD -0.5"
     assert line_of(ax, "start: -1.3").get_ydata() == [-1.3, -1.3]
-    bars = {x.get_label(): x.lines for x in cast(Any, ax.containers)}
+    bars = {x.get_label(): x.lines for x in ax.containers}
     for place, name in enumerate(SELECTION.names):
         values = SELECTION.lppd[:, place]
         known, line = np.isfinite(values), bars[name][0]
@@ -216,7 +214,7 @@ def test_selection_of_many_candidates_and_of_none():
     many = {"names": tuple("abcdefghijkl"), "num_steps": np.array([10]), "start_lppd": -7.0}
     many |= {"lppd": np.linspace(-1, -1.1, 12)[None], "standard_error": np.zeros((1, 12))}
     ax = plots.selection(SELECTION._replace(**many))
-    lines = [x.lines[0] for x in cast(Any, ax.containers)]
+    lines = [x.lines[0] for x in ax.containers]
     assert len({(x.get_color(), x.get_linestyle()) for x in lines}) == 12
     assert -1.2 < ax.get_ylim()[0] < -1.1
     none = {"names": ("b",), "num_steps": np.array([], int), "lppd": np.zeros((0, 1))}
