@@ -180,16 +180,12 @@ def run(
         prediction = optax_smile.predict(
             experiment.outputs_of, snapshots, inputs, targets=targets, per="chain", **read
         )
-        if snapshots is ensemble:
-            prediction = prediction._replace(each=None)
         table[name] = report.score(prediction, targets)
-        images = inputs if np.ndim(inputs) == 4 else None
-        report.store(where, name, prediction, targets=targets, scores=table[name], images=images)
         if experiment.unseen:
             other, images = experiment.unseen
             unseen = optax_smile.predict(experiment.outputs_of, snapshots, images, **read)
-            report.store(where, f"{name} on {other}", unseen)
             table[name] |= {"entropy": prediction.total.mean(), other: unseen.total.mean()}
+        report.store(where, name, prediction, targets=targets, scores=table[name])
     return table, draws
 
 

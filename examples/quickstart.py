@@ -150,18 +150,8 @@ def run(config: Config, sampler_name: str, directory: Path) -> dict[str, dict[st
         )
         unseen = optax_smile.predict(logits_of, snapshots, shuffled, likelihood="categorical")
         table[name] = report.score(prediction, labels)
-        if snapshots is ensemble:
-            prediction = prediction._replace(each=None)
-        report.store(
-            directory,
-            name,
-            prediction,
-            targets=labels,
-            scores=table[name],
-            images=np.reshape(images, (-1, 4, 4)),
-        )
-        report.store(directory, f"{name} on shuffled pixels", unseen)
         table[name] |= {"entropy": prediction.total.mean(), "shuffled": unseen.total.mean()}
+        report.store(directory, name, prediction, targets=labels, scores=table[name])
     return table
 
 

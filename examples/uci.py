@@ -137,7 +137,7 @@ def run(
         sampler: report.score(posterior, targets),
     }
     report.store(directory, sampler, posterior, targets=targets)
-    report.store(directory, "deep ensemble", ensemble._replace(each=None), targets=targets)
+    report.store(directory, "deep ensemble", ensemble, targets=targets)
     print(optax_smile.diagnostics.summary(draws, posterior))
     return scores
 

@@ -409,11 +409,6 @@ def everywhere(tree: Tree) -> Tree:
     return multihost_utils.process_allgather(tree, tiled=True)
 
 
-def shapes_of_one(chains: Tree) -> Tree:
-    """Return the shapes of one chain of a tree `[chain, ...]`."""
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), chains)
-
-
 def first_alike(tree: Tree) -> list[int]:
     """Return for each chain the first one whose arrays are the same, bit for bit.
 

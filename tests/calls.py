@@ -14,7 +14,6 @@ from public_samplers import SAMPLERS, valid_arguments
 
 import optax_smile
 from optax_smile import calibrate, diagnostics, local, metrics, parallel, plots, published, report
-from optax_smile.draws.snapshots import Stopping
 
 KEY = jax.random.key(0)
 PARAMS = {"w": jnp.ones((2, 3)), "b": jnp.ones(3)}
@@ -159,12 +158,6 @@ def around(path):
     yield "local.network_candidates", local.network_candidates, given
     given = {"params": PARAMS, "scale": 1.0, "out_axis": -1}
     yield "local.fan_in_precision", local.fan_in_precision, given
-    drawn = {"search": search, "ax": FRESH}
-    yield "plots.precision_search", on_axes(plots.precision_search), drawn
-    series = np.ones((2, 3))
-    found = local.LearningCoefficient(series, series, series, 0.0, 3, 10.0, 1.0, 1.0)
-    drawn = {"found": found, "ax": FRESH}
-    yield "plots.learning_coefficient", on_axes(plots.learning_coefficient), drawn
 
 
 def predictions(path):
@@ -196,7 +189,6 @@ def predictions(path):
     given = {"sampler": optax_smile.psmile(num_data=9, key=0), "num_warmup": 0, "thin": 1}
     given |= {"directory": None}
     yield "recorded", optax_smile.recorded, given
-    yield "draws", recorded_draws(), {"fit": None}
     chosen = {"number": 2, "log_density": prediction.each.log_density}
     yield "choose", snapshots.choose, chosen
     looking = {"snapshots": snapshots, "prediction": prediction}
@@ -227,11 +219,7 @@ def predictions(path):
     # The run has eight draws of each chain.
     few = prediction._replace(each=jax.tree.map(lambda x: x[:, :8], prediction.each))
     stored = {"directory": path, "name": "test", "prediction": few, "targets": LABELS}
-    yield (
-        "report.store",
-        report.store,
-        stored | {"scores": None, "images": np.ones((len(LABELS), 2, 2))},
-    )
+    yield "report.store", report.store, stored | {"scores": None}
     given = {"directory": path, "output": path / "page.html", "title": "a run"}
     yield "report.write", report.write, given
 
@@ -272,22 +260,14 @@ def scores():
         total_steps=30,
         cost=0.3,
     )
-    looks = np.array([4]), np.array([1.0]), np.array([-1.3])
-    stopping = Stopping("improvement", 0.05, 0.01, 100, -1.5, *looks)
     drawn: dict[str, Any] = {
         "chain_paths": {"params": SERIES, "start": SERIES[:, 0]},
-        "entropy": {"entropies": {"test": VECTOR}},
-        "examples": {"images": np.ones((len(VECTOR), 2, 2)), "mean": VECTOR, "number": 2}
-        | {"uncertainty": VECTOR, "targets": VECTOR},
-        "lppd": {"log_likelihood": SERIES},
         "regression_band": {"inputs": VECTOR, "targets": VECTOR, "level": 0.9} | normal,
         "reliability": classes | {"num_bins": 3, "label": "one"},
         "risk_coverage": classes | {"label": "one"},
         "energy_error": {"trace": TRACE},
-        "rejections": {"trace": TRACE, "nominal": 0.1},
         "step_size": {"trace": TRACE},
         "selection": {"selection": selection},
-        "stopping": {"stopping": stopping},
     }
     for name, arguments in drawn.items():
         yield f"plots.{name}", on_axes(getattr(plots, name)), arguments | {"ax": FRESH}

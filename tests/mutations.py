@@ -396,10 +396,10 @@ DEFECTS = r"""
 = estimator: noise in units of another | units
 - np.sqrt(found.total) * self.width_
 + np.sqrt(found.total)
-# plots/predictions.py | test_plots.py
+# plots.py | test_plots.py
 = axes of the reliability diagram swapped | reliability
-- ax.plot(confidence, accuracy, **style
-+ ax.plot(accuracy, confidence, **style
+- ax.plot(*places, color
++ ax.plot(*places[::-1], color
 # potential.py | test_local.py
 = local: bound without the prior | bound_is_exact
 - (_weight(potential) + prior))

@@ -30,7 +30,7 @@ def test_quickstart(tmp_path):
     header, ensemble, sampled = lines_of("quickstart.py", *given)[:3]
     assert header.split()[:5] == ["test", "set", "LPPD", "accuracy", "F1"]
     assert ensemble.startswith("deep ensemble") and sampled.startswith("smile")
-    assert page.read_text().count("data:image/png") == 10
+    assert page.read_text().count("data:image/png") == 4
 
 
 @pytest.mark.slow
@@ -43,7 +43,7 @@ def test_uci(tmp_path):
     assert header.split()[:5] == ["test", "set", "LPPD", "RMSE", "CRPS"]
     assert ensemble.startswith("deep ensemble") and sampled.startswith("psmile")
     assert written == f"report: {tmp_path / 'report.html'}"
-    assert (tmp_path / "report.html").read_text().count("data:image/png") == 7
+    assert (tmp_path / "report.html").read_text().count("data:image/png") == 5
     assert lines_of(*command)[-4:] == found[-4:]
 
 

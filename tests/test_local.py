@@ -8,12 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from matplotlib.figure import Figure
 from sklearn import datasets
 
 import optax_smile
 from optax_smile import local
-from optax_smile.local import LearningCoefficient, PrecisionSearch
+from optax_smile.local import LearningCoefficient
 from optax_smile.potential import Potential, excess_loss, least_excess_loss, strength_for
 from optax_smile.stages.evidence import Sums
 from optax_smile.stages.integrator import SCHEMES, Heading, Momentum, MomentumState
@@ -388,17 +387,3 @@ class TestInfluence:
         for changes, message in wrong:
             with pytest.raises(ValueError, match=message):
                 local.influence(**given | changes)
-
-
-def test_pictures():
-    plots = optax_smile.plots
-    search = PrecisionSearch(
-        np.array([10.0, 100.0]), np.array([0.1, 0.012]), np.array([0.01, np.nan]),
-        np.array([1.0, 0.9]), np.array([3.0, 1.0]), 0.8, 0.01, 10.0, 20, 1.0, optax_smile.psmile,
-    )  # fmt: skip
-    ax = plots.precision_search(search, ax=Figure().subplots())
-    assert ax.get_title() == "Prior precision 100, excess loss 0.012"
-    assert ax.get_xscale() == ax.get_yscale() == "log"
-    found = coefficient(np.random.default_rng(0).normal(5, 1, (3, 50)))
-    ax = plots.learning_coefficient(found, ax=Figure().subplots())
-    assert len(ax.lines) == 4 and "Learning coefficient 5.063 +- 0.03" in ax.get_title()

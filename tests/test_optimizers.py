@@ -213,8 +213,7 @@ def test_predictions_and_the_page(stored):
     np.testing.assert_allclose(prediction.mean, outputs.mean(0), atol=1e-5)
     report.store(stored.directory, "test", prediction, targets=y)
     page = report.write(stored.directory).read_text()
-    assert "These draws are optimizer iterates, not posterior draws" in page
-    assert "How the optimizer ran" in page and "LPPD" in page
+    assert "These draws are optimizer iterates, not posterior draws" in page and "LPPD" in page
     assert "Can the chains be trusted" not in page and "No plot" not in page
 
 

@@ -248,7 +248,7 @@ def llc(
         progress: show a progress bar, if tqdm is installed.
 
     Returns:
-        A `LearningCoefficient`: print it, or plot it with `plots.learning_coefficient`.
+        A `LearningCoefficient`: print it.
 
     Raises:
         ValueError: an argument out of range, a loss that is not finite, `draws` of another

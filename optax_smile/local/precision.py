@@ -167,7 +167,7 @@ def local_precision(
         progress: show a progress bar, if tqdm is installed.
 
     Returns:
-        A `PrecisionSearch`: print it, or plot it with `plots.precision_search`.
+        A `PrecisionSearch`: print it.
 
     Raises:
         ValueError: an argument out of range; a loss that is not finite; a loss that does not grow

@@ -152,14 +152,11 @@ LAWFUL: dict[str, set[str]] = {
     "diagnostics.travel.start": set(),
     "diagnostics.mcse_lppd.log_likelihood": set(),
     "lppd.log_density": NUMBER | {"odd"},
-    "plots.lppd.log_likelihood": set(),
     **dict.fromkeys(("std", "new_std"), POSITIVE),
     "report.store.name": {"text"},
     # Shapes count.
     "interop.from_numpyro.batch": {"nans"},
-    "report.store.images": {"none"},
     "report.write.title": {"none", "text"},
-    "plots.examples.mean": set(),
     # Rows of an array are batches.
     **dict.fromkeys(("local_precision.batches", "llc.batches"), {"odd"}),
     **dict.fromkeys(("local_precision.check", "llc.check"), {"true"}),

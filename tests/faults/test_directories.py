@@ -24,7 +24,6 @@ import optax_smile
 from optax_smile import report
 from optax_smile.chains._directory import Checkpoints
 from optax_smile.draws import _format
-from optax_smile.report import _predictions
 
 CHAINS, DRAWS, CRASH = 3, 4, 4
 # Flipped bits of a whole campaign and of the short one; a tenth as many files are cut, and so on.
@@ -123,8 +122,8 @@ def attempt(function: Callable[[], Any]) -> Any:
 def read(directory: Path) -> dict[str, Any]:
     """Everything that can be read of the draws, each thing or the error that it gives."""
     found = {}
-    for file in directory.glob(_predictions.FILE.format("*")):
-        found["prediction"] = attempt(lambda file=file: vars(_predictions.Stored(file)))
+    for file in directory.glob(report.FILE.format("*")):
+        found["prediction"] = attempt(lambda file=file: report._read(file)._asdict())
     draws = attempt(lambda: optax_smile.load_snapshots(directory))
     if isinstance(draws, Exception):
         return found | {"manifest": draws}

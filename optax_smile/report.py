@@ -1,0 +1,361 @@
+"""An HTML report of a run, made from its directory alone: `python -m optax_smile.report DIRECTORY`.
+
+It is `DIRECTORY/report.html`. First, `store` adds predictions and their scores to the directory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import html
+import io
+import json
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from numpy.typing import ArrayLike
+
+from optax_smile import _check, _disk, _settings, _table, diagnostics, metrics, plots
+from optax_smile._types import Options, Tree
+from optax_smile.draws import _format
+from optax_smile.draws.prediction import Outcome, Prediction
+from optax_smile.draws.snapshots import StoredSnapshots, load_snapshots
+
+__all__ = ["score", "store", "write"]
+
+FILE = "prediction-{}.safetensors"
+# Fields of a prediction that are stored.
+FIELDS = ("mean", "log_density", "total")
+# What a good score is; scores of the user have no arrow.
+ARROWS = dict.fromkeys(("LPPD", "accuracy", "F1"), " ↑") | {"95 % coverage": " → 0.95"}
+ARROWS |= dict.fromkeys(("perplexity", "Brier", "ECE", "AURC", "RMSE", "CRPS", "95 % width"), " ↓")
+# Inches of a plot and dots per inch: labels are readable on a screen of 400 pixels.
+SIZE, DENSITY = (4.8, 4.0), 230
+# Number of parameters for the plot of the paths, which needs a gigabyte for as many.
+MOST_PARAMETERS = 1 << 25
+STYLE = """
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 1120px; margin: 0 auto; padding: 1em;
+       color: #222; background: #fff; overflow-wrap: anywhere; }
+h1 { font-size: 1.6em; } h2 { font-size: 1.2em; border-bottom: 2px solid #0072b2; }
+.wide { overflow-x: auto; } .wide th, .wide td { white-space: nowrap; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
+th, td { padding: .25em 1.2em .25em 0; border-bottom: 1px solid #ddd; vertical-align: top; }
+span { background: #f3c13a; border-radius: 1em; padding: .1em .8em; font-size: .8em; }
+.pictures { display: grid; gap: 1em 2em;
+            grid-template-columns: repeat(auto-fit, minmax(min(100%, 420px), 1fr)); }
+figure { margin: 0; max-width: 620px; color: #555; } img { width: 100%; height: auto; }
+"""
+
+
+@_check.arguments(
+    "report.write",
+    directory=_check.PathLike(),
+    output=_check.PathLike() | None,
+    title=_check.kind(str, "a string") | None,
+)
+def write(
+    directory: str | os.PathLike,
+    output: str | os.PathLike | None = None,
+    *,
+    title: str | None = None,
+) -> Path:
+    """Write an HTML report of a run: scores, `summary`, plots, settings.
+
+    Args:
+        directory: directory of a run, written by `sample(directory=...)` and, optionally, `store`.
+        output: the HTML file; None: `report.html` in the directory.
+        title: title of the page; None: the name of the sampler.
+
+    Returns:
+        The path of the file. The page is self-contained and needs no network. An error leaves an
+        earlier page unchanged.
+
+    Raises:
+        ValueError: a directory without a run or without draws; a damaged file.
+
+    Cost: one pass over the draws, and one over those whose paths are drawn, at most 2^25 numbers.
+    """
+    where, directory = "report.write", Path(directory)
+    output = directory / "report.html" if output is None else Path(output)
+    if output.suffix not in (".html", ".htm"):
+        _check.fail(where, "output", "a path that ends in .html or .htm", output)
+    with _check.called(where, "load_snapshots"):
+        run = load_snapshots(directory)
+    if not run.num_draws:
+        _check.fail(where, "directory", "a directory with draws", directory)
+    stored = [_read(file) for file in sorted(directory.glob(FILE.format("*")))]
+    size = sum(np.size(leaf) for leaf in jax.tree.leaves(run[0]))
+    name, counted = (run.settings or {"name": "a sampler"})["name"], _table.counted
+    described = f"{name}: {counted(run.num_chains, 'chain')} of {counted(run.num_draws, 'draw')}"
+    described += f", {counted(size, 'parameter')}"
+    title = html.escape(title or f"A run of {name}")
+    parts = (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">',
+        '<meta name="viewport" content="width=device-width, initial-scale=1">',
+        f"<title>{title}</title><style>{STYLE}</style></head><body><h1>{title}</h1>",
+        f"<p>{html.escape(described)}</p>",
+        *_scores(stored),
+        *_judgement(run, stored),
+        '<h2>Plots</h2><div class="pictures">',
+        *(_figure(draw, caption) for draw, caption in _pictures(run, size, stored)),
+        f"</div><h2>Settings</h2>{_table.in_html(_settings_of(run))}</body></html>",
+    )
+    output.parent.mkdir(parents=True, exist_ok=True)
+    _disk.write(output, "\n".join(parts).encode(errors="replace"))
+    return output
+
+
+def _scores(stored: list[Stored]) -> Iterator[str]:
+    names = list(dict.fromkeys(name for one in stored for name in one.scores))
+    head = ["", *(name + ARROWS.get(name, "") for name in names)]
+    rows = []
+    for name, scores in ((one.name, one.scores) for one in stored if one.scores):
+        rows.append([name, *(f"{scores[x]:.4g}" if x in scores else "" for x in names)])
+    if rows:
+        yield f'<h2>Scores</h2><div class="wide">{_table.in_html(rows, head)}</div>'
+
+
+def _judgement(run: StoredSnapshots, stored: list[Stored]) -> Iterator[str]:
+    """Yield the result of `summary`, of the predictions if one covers all draws."""
+    if not _settings.are_posterior(run.settings):
+        yield "<p>These draws are optimizer iterates, not posterior draws: no diagnostics.</p>"
+        return
+    axes = run.num_chains, run.num_draws
+    of = next((one for one in stored if np.shape(one.each)[:2] == axes), None)
+    summary = diagnostics.summary(run, of and of.prediction)
+    mark = f"<span>{len(summary.findings)} found</span>" * bool(summary.findings)
+    by = f"the prediction “{of.name}”" if of else "weights: `store` added none of all draws"
+    yield f"<h2>Can the chains be trusted? {mark}</h2><p>Judged by {html.escape(by)}.</p>"
+    yield f'<div class="wide">{summary._repr_html_()}</div>'
+
+
+def _figure(draw: Callable[..., object], caption: str) -> str:
+    """Return HTML with a plot; in place of one that fails, the reason."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=SIZE, layout="constrained")
+    axes, content = figure.subplots(), io.BytesIO()
+    try:
+        draw(ax=axes)
+    except ValueError as error:
+        return f"<p>No plot: {html.escape(f'{error} ({caption})')}</p>"
+    figure.savefig(content, dpi=DENSITY)
+    image = base64.b64encode(content.getvalue()).decode()
+    return (
+        f'<figure><img alt="{html.escape(axes.get_title())}" src="data:image/png;base64,{image}">'
+        f"<figcaption>{html.escape(caption)}</figcaption></figure>"
+    )
+
+
+def _pictures(run: StoredSnapshots, size: int, stored: list[Stored]) -> Iterator[tuple]:
+    """Yield what draws a plot, `draw(ax=...)`, and how to read it, where there are data."""
+    trace, draws = run.trace, run.thinned(-(-len(run) * size // MOST_PARAMETERS))
+    if np.isfinite(trace.get("step_size", np.nan)).any():
+        yield partial(plots.step_size, trace), "In a good run all chains end at the same level."
+    if np.isfinite(trace.get("energy_change", np.nan)).any():
+        yield partial(plots.energy_error, trace), "In a good run the band stays at one level."
+    paths = partial(plots.chain_paths, draws.params, start=run.start)
+    yield paths, "In a good run the paths overlap, and none keeps moving in one direction."
+    known = [one for one in stored if one.targets is not None and one.prediction.mean is not None]
+    if classes := [one for one in known if one.prediction.uncertainty == "entropy"]:
+        yield (
+            lambda ax: [plots.reliability(*_classes(x), label=x.name, ax=ax) for x in classes],
+            "Calibrated predictions lie on the dotted line; below it they are overconfident.",
+        )
+    for one in known:
+        mean, total = one.prediction.mean, one.prediction.total
+        if one.prediction.uncertainty == "variance" and np.ndim(mean) == 1:
+            draw = partial(plots.regression_band, None, mean, np.sqrt(total), one.targets)
+            yield draw, f"{one.name}: the band should contain its nominal share of the targets."
+
+
+def _classes(one: Stored) -> tuple[np.ndarray, np.ndarray]:
+    """Return probabilities `[input, class]`, also where only those of class 1 are known; labels."""
+    mean, labels = np.asarray(one.prediction.mean), np.asarray(one.targets)
+    if mean.shape == labels.shape:
+        mean, labels = np.stack([1 - mean.ravel(), mean.ravel()], axis=1), labels.ravel()
+    return mean, labels.astype(int)
+
+
+def _settings_of(run: StoredSnapshots) -> Iterator[tuple[str, str]]:
+    """Yield names and values of the arguments of the sampler and of `sample`."""
+    given = {f"sample: {name}": x for name, x in run.manifest["settings"].items()}
+    given |= given.pop("sample: sampler", None) or {}
+    given |= {"versions": run.manifest["versions"], "directory": str(run.directory)}
+    yield from ((name, x if isinstance(x, str) else json.dumps(x)) for name, x in given.items())
+
+
+class Stored(NamedTuple):
+    """A prediction that `store` stored; `each` is its log density under each draw."""
+
+    name: str
+    scores: dict[str, float]
+    targets: np.ndarray | None
+    each: Tree
+    prediction: Prediction
+
+
+def _read(file: Path) -> Stored:
+    with _disk.naming(file, "stored prediction", "Remove it, or store it again."):
+        header, kept = _disk.read(file)
+        each = kept.get("each")
+        fields: Options = {field: kept.get(field) for field in FIELDS}
+        fields["each"] = None if each is None else Outcome(kept.get("each_mean"), None, None, each)
+        prediction = Prediction(**fields, uncertainty=header["uncertainty"])
+        name = file.stem.removeprefix("prediction-")
+        return Stored(name, header["scores"], kept.get("targets"), each, prediction)
+
+
+@_check.arguments(
+    "report.store",
+    directory=_check.PathLike(),
+    name=_check.Where(
+        "a letter or digit and at most 99 letters, digits, spaces, - and _ after it",
+        lambda name: isinstance(name, str) and re.fullmatch(r"[^\W_][\w -]{0,99}", name),
+    ),
+    prediction=_check.kind(Prediction, "the result of `predict`"),
+    targets=_check.Array(dtype=None) | None,
+    scores=_check.kind(Mapping, "a dict of numbers by name") | None,
+)
+def store(
+    directory: str | os.PathLike,
+    name: str,
+    prediction: Prediction,
+    *,
+    targets: ArrayLike | None = None,
+    scores: Mapping[str, float] | None = None,
+):
+    """Store a prediction beside the draws it was made from, for the report.
+
+    Args:
+        directory: directory of the run.
+        name: name of method or data, such as `"test"`: letters, digits, spaces, `-` and `_`.
+        prediction: result of `predict`. With `per="draw"`, of all draws, the report judges the
+            chains by it. Of each draw, the log density and a single mean per input are stored.
+        targets: observed values.
+        scores: scores by name; None: those of `score(prediction, targets)`, if there are targets.
+
+    Raises:
+        ValueError: a directory without a run, an invalid name, scores that are not numbers.
+    """
+    directory = Path(directory)
+    _format.read_manifest("report.store", directory)
+    if scores is None:
+        with _check.called("report.store", "report.score"):
+            scores = {} if targets is None else score(prediction, targets)
+    for metric, value in scores.items():
+        _check.Real(infinite=True)("report.store", f"scores[{metric!r}]", value)
+    kept = {field: getattr(prediction, field) for field in FIELDS} | {"targets": targets}
+    draws = prediction.each
+    if draws is not None and np.ndim(draws.log_density) == np.ndim(prediction.log_density) + 2:
+        mean = draws.mean if np.ndim(draws.mean) == 3 else None
+        kept |= {"each": draws.log_density, "each_mean": mean}
+    arrays = {field: np.asarray(array) for field, array in kept.items() if array is not None}
+    scores = {metric: float(value) for metric, value in scores.items()}
+    header = {"scores": scores, "uncertainty": prediction.uncertainty}
+    _disk.write(directory / FILE.format(name), _disk.pack(header, arrays))
+
+
+def main(arguments: list[str] | None = None):
+    """Write the report of the directory given on the command line."""
+    about = "Write a report of a run: can its chains be trusted, and what do they predict?"
+    parser = argparse.ArgumentParser(prog="python -m optax_smile.report", description=about)
+    parser.add_argument("directory", type=Path, help="directory given to sample(directory=...)")
+    parser.add_argument("--output", type=Path, help="HTML file (default: DIRECTORY/report.html)")
+    parser.add_argument("--title", help="title of the page (default: the sampler)")
+    given = parser.parse_args(arguments)
+    try:
+        print(write(given.directory, given.output, title=given.title))
+    except (ValueError, OSError, ImportError) as error:
+        parser.exit(1, f"{error}\n")
+
+
+# The lead deletes this part and imports `score` from `metrics`.
+LEVEL = 0.95
+# Arguments of `score` that correspond to arguments of metrics.
+IN_SCORE = {"labels": "targets", "log_density": "prediction"}
+IN_SCORE |= dict.fromkeys(("probabilities", "mean", "std"), "prediction")
+
+
+@_check.arguments(
+    "report.score",
+    prediction=_check.kind(Prediction, "the result of `predict`"),
+    targets=_check.Array(dtype=None),
+)
+@_check.called("report.score", *metrics.__all__, **IN_SCORE)
+def score(prediction: Prediction, targets: ArrayLike) -> dict[str, float]:
+    """Compute the usual scores for the kind of prediction.
+
+    Args:
+        prediction: result of `predict`, made with targets.
+        targets: the same targets.
+
+    Returns:
+        Scores of `optax_smile.metrics` by name. For classes: LPPD, accuracy, F1, Brier score, ECE
+        and AURC. For predictions with a variance, treated as normal distributions: LPPD, RMSE,
+        CRPS, and coverage and width of the 95 % interval. For `"tokens"`: the perplexity alone.
+
+    Raises:
+        ValueError: a prediction without log densities, or targets that do not match it.
+
+    Example:
+        >>> import numpy as np, optax_smile
+        >>> probabilities, density = np.array([[0.9, 0.1]]), np.log([0.9])
+        >>> prediction = optax_smile.Prediction(probabilities, density, uncertainty="entropy")
+        >>> optax_smile.report.score(prediction, [0])["accuracy"]
+        1.0
+    """
+    if prediction.log_density is None:
+        rule, got = "made with targets", "a prediction without log densities"
+        _check.fail("report.score", "prediction", rule, got, "Pass `targets` to `predict`.")
+    mean, targets = prediction.mean, np.asarray(targets)
+    if mean is None and prediction.log_density.ndim == targets.ndim == 2:
+        return {"perplexity": metrics.perplexity(prediction.log_density)}
+    scores = {"LPPD": metrics.lppd(prediction.log_density)}
+    if prediction.uncertainty == "entropy":
+        probabilities, labels = labelled(prediction.mean, targets)
+        scorers = {
+            "accuracy": metrics.accuracy,
+            "F1": metrics.f1,
+            "Brier": metrics.brier,
+            "ECE": metrics.ece,
+            "AURC": metrics.aurc,
+        }
+        return scores | {name: metric(probabilities, labels) for name, metric in scorers.items()}
+    if mean is not None and np.shape(mean) == targets.shape:
+        scores["RMSE"] = metrics.rmse(mean, targets)
+    if prediction.uncertainty != "variance" or mean is None:
+        return scores
+    mean, std, targets = (np.ravel(x) for x in (mean, np.sqrt(prediction.total), targets))
+    ends = metrics.interval(mean, std, LEVEL)
+    return scores | {
+        "CRPS": metrics.crps(mean, std, targets),
+        "95 % coverage": metrics.coverage(*ends, targets),
+        "95 % width": metrics.interval_width(*ends),
+    }
+
+
+def classes(mean: ArrayLike, shape: tuple[int, ...]) -> np.ndarray:
+    """Return probabilities `[input, class]`; of shape `shape` they are those of class 1 of two."""
+    mean = np.asarray(mean)
+    ones = mean.ravel()
+    return np.stack([1 - ones, ones], axis=1) if mean.shape == shape else mean
+
+
+def labelled(mean: ArrayLike, targets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return probabilities `[input, class]` and labels `[input]`."""
+    if np.shape(mean) != targets.shape:
+        return classes(mean, targets.shape), targets
+    if (unknown := targets[~np.isin(targets, (0, 1))]).size:
+        _check.fail("report.score", "targets", "0 or 1", unknown[0])
+    return classes(mean, targets.shape), targets.ravel().astype(int)
+
+
+if __name__ == "__main__":
+    main()
