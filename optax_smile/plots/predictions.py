@@ -10,8 +10,7 @@ from numpy.typing import ArrayLike
 
 from optax_smile import _check, metrics
 from optax_smile._types import Options
-from optax_smile.metrics._checks import DENSITY
-from optax_smile.metrics.classification import NUM_BINS
+from optax_smile.metrics import DENSITY, NUM_BINS
 from optax_smile.plots._axes import (
     AXES,
     BAND_ALPHA,

@@ -10,6 +10,6 @@ Example:
 """
 
 from optax_smile.report._page import write
-from optax_smile.report._predictions import score, store
+from optax_smile.report._predictions import store
 
-__all__ = ["score", "store", "write"]
+__all__ = ["store", "write"]

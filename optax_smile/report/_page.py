@@ -22,10 +22,11 @@ from optax_smile._types import Tree
 from optax_smile.diagnostics.findings import ADVICE
 from optax_smile.diagnostics.summarize import name_chains
 from optax_smile.draws._checks import of_targets
+from optax_smile.draws.prediction import classes, labelled
 from optax_smile.draws.snapshots import StoredSnapshots, load_snapshots
-from optax_smile.metrics.classification import NUM_BINS
+from optax_smile.metrics import NUM_BINS
 from optax_smile.plots._axes import add_legend, chain_style, count_along
-from optax_smile.report._predictions import BETTER, FILE, Stored, classes, labelled
+from optax_smile.report._predictions import BETTER, FILE, Stored
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
