@@ -17,7 +17,7 @@ import optax
 from data import Batches, Splits
 
 import optax_smile
-from optax_smile import report
+from optax_smile import metrics, report
 
 SAMPLERS = ("psmile", "smile")
 
@@ -182,7 +182,7 @@ def run(
         )
         if snapshots is ensemble:
             prediction = prediction._replace(each=None)
-        table[name] = report.score(prediction, targets)
+        table[name] = metrics.score(prediction, targets)
         images = inputs if np.ndim(inputs) == 4 else None
         report.store(where, name, prediction, targets=targets, scores=table[name], images=images)
         if experiment.unseen:

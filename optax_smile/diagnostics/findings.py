@@ -301,10 +301,13 @@ def _diverged(run: Run) -> Iterator[Sign]:
     size = _late(run.paths.norm) / expected
     # The scale of another prior is unknown.
     if run.settings.get("log_prior") is None:
-        text = "the norm of the parameters is {} times that of the start, or of a draw from the"
-        text, flagged = f"{text} prior if that is larger", f"above {DIVERGENCE_RATIO:g}"
+        larger, above = (
+            "or of a draw from the prior if that is larger",
+            f"above {DIVERGENCE_RATIO:g}",
+        )
+        text = f"the norm of the parameters is {{}} times that of the start, {larger}"
         far = (expected > 0) & (size > DIVERGENCE_RATIO)
-        yield Sign("diverged", far, size, DIVERGENCE_RATIO, text, flagged=flagged)
+        yield Sign("diverged", far, size, DIVERGENCE_RATIO, text, flagged=above)
     if run.density is not None:
         # Compare averages over a third of the draws: single draws may fail at an input where their
         # average does not. Give impossible targets a finite density.
@@ -374,12 +377,9 @@ def _mixing(run: Run, arrived: np.ndarray) -> Iterator[Sign]:
     share = np.array([*map(share_above, run.rhat_within)])
     # Test all chains together: inputs are correlated, so many may be high by chance in one chain.
     is_slow = share_above(run.rhat_within[arrived]) > most
-    text = f"{{}} of the R-hats within the chain are above {bound}, which corresponds to fewer than"
-    text, slow = (
-        f"{text} {2 / (bound - 1):.0f} independent draws",
-        arrived & is_slow & (share > most),
-    )
-    yield Sign("slow", slow, share, most, text, ".0%", flagged)
+    few = f"fewer than {2 / (bound - 1):.0f} independent draws"
+    text = f"{{}} of the R-hats within the chain are above {bound}, which corresponds to {few}"
+    yield Sign("slow", arrived & is_slow & (share > most), share, most, text, ".0%", flagged)
     steady = arrived & (run.copy_of == np.arange(len(arrived)))
     if not is_slow:
         yield from _few_independent(run.values, steady)
@@ -387,16 +387,16 @@ def _mixing(run: Run, arrived: np.ndarray) -> Iterator[Sign]:
         return
     chains, apart = np.flatnonzero(steady), np.full(len(steady), np.nan)
     groups, apart[steady] = _groups(run.values[steady])
+    at_least, listed = (
+        f"at {MANY_INPUTS:.0%} or more",
+        _listed([chains[x].tolist() for x in groups]),
+    )
     if len(groups) > 1:
-        text = (
-            f"{len(groups)} groups of chains predict differently at {np.nanmin(apart):.0%} or more"
-        )
-        text = f"{text} of the inputs (flagged at {MANY_INPUTS:.0%} or more)"
-        text = f"{text}{_listed([chains[x].tolist() for x in groups])}."
+        inputs = f"{np.nanmin(apart):.0%} or more of the inputs (flagged {at_least})"
+        text = f"{len(groups)} groups of chains predict differently at {inputs}{listed}."
         yield Sign("different modes", steady, apart, MANY_INPUTS, text)
         return
     text = "a chain and the one closest to it predict differently at {} of the inputs"
-    at_least = f"at {MANY_INPUTS:.0%} or more"
     yield Sign("different modes", np.zeros_like(steady), apart, MANY_INPUTS, text, ".0%", at_least)
     if not is_slow:
         across = np.full(len(steady), share_above(rhat(run.values[steady])))
