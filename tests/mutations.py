@@ -393,17 +393,10 @@ DEFECTS = r"""
 = score of a chain is that of its single draws | summary_holds
 - by_chain = statistics.log_mean_exp(density, (1,))
 + by_chain = density.mean(axis=1)
-# metrics/classification.py | test_metrics.py
+# metrics.py | test_metrics.py
 = ECE not weighted | ece
 - np.sum(bins.count * gaps) / np.sum(bins.count)
 + np.mean(gaps)
-# calibrate.py | test_calibrate.py
-= conformal: rank among n, not n + 1 | exchangeable
-- math.ceil((scores.size + 1) * written)
-+ math.ceil(scores.size * written)
-= temperature for its inverse | undoes_one
-- return 2 / (low + high)
-+ return (low + high) / 2
 # interop/estimators.py | test_estimators.py
 = estimator: means without the target's | units
 - "mean": found.mean * self.width_ + self.center_
@@ -527,7 +520,7 @@ DEFECTS = r"""
 = a draw with a gap between its files counts as whole | gap
 - len(chains) == num_chains
 + max(chains) == num_chains - 1
-# diagnostics/statistics.py | test_diagnostics.py
+# diagnostics/findings.py | test_diagnostics.py
 = trend compares with the first tenth | figures_of_a_trace
 - second = sizes[:, tenth : 2 * tenth] if
 + second = sizes[:, :tenth] if
@@ -535,14 +528,10 @@ DEFECTS = r"""
 = copies of chains count in the Monte Carlo error | copies_count_once
 - statistics.mcse_lppd(density[own])
 + statistics.mcse_lppd(density)
-# metrics/classification.py | test_metrics.py
+# metrics.py | test_metrics.py
 = bins of equal width hold their lower edge | ece_by_hand
 - bins = np.ceil(confidence * num_bins).astype(int) - 1
 + bins = np.floor(confidence * num_bins).astype(int)
-# calibrate.py | test_calibrate.py
-= conformal rank without the new input | sets_against
-- rank = math.ceil((scores.size + 1) * written)
-+ rank = math.ceil(scores.size * written)
 # local/coefficient.py | test_local.py
 = localization is tempered | draws_that_are_stored
 - "prior_precision": localization / beta,

@@ -151,7 +151,7 @@ def test_regression(run, draws):
         metrics.crps(prediction.mean, std, TARGETS),
         metrics.rmse(prediction.mean, TARGETS),
         metrics.coverage(*ends, TARGETS),
-        metrics.interval_width(*ends),
+        np.mean(ends[1] - ends[0]),
     ):
         assert f"<td>{score:.4g}</td>" in page
     assert num_pictures(page) == 7 and ">→ 0.95</span>" in page
@@ -159,7 +159,7 @@ def test_regression(run, draws):
     targets = np.tile(TARGETS[:, None], (1, 4))
     several = predict(draws, lambda p, x: (logits(p, x), 0.3), "gaussian", targets, per=None)
     assert several.uncertainty == "variance"
-    assert report.score(several, targets)["RMSE"] == metrics.rmse(several.mean, targets)
+    assert metrics.score(several, targets)["RMSE"] == metrics.rmse(several.mean, targets)
     page = page_of(run, several, targets, ("test", "other"))
     assert num_pictures(page) == 4 and "What they predict" not in page
 
@@ -173,7 +173,7 @@ def test_tokens_and_an_own_likelihood(run, draws):
     likelihood = optax_smile.Likelihood(mean=None, log_density=lambda outputs, _: outputs[:, 0])
     prediction = predict(draws, logits, likelihood, np.zeros(40), per=None)
     lppd = pytest.approx(prediction.log_density.mean())
-    assert report.score(prediction, np.zeros(40)) == {"LPPD": lppd}
+    assert metrics.score(prediction, np.zeros(40)) == {"LPPD": lppd}
     with pytest.raises(
         ValueError, match=r"`report.store\(images=...\)` must be None for a prediction without"
     ):
@@ -185,7 +185,7 @@ def test_yes_or_no_are_two_classes(run, draws):
     for of in (0, slice(0, 2)):
         targets = labels[:, of]
         prediction = predict(draws, lambda p, x, of=of: logits(p, x)[:, of], "bernoulli", targets)
-        got, ones = report.score(prediction, targets), prediction.mean
+        got, ones = metrics.score(prediction, targets), prediction.mean
         assert got["accuracy"] == np.mean((ones > 0.5) == targets)
         assert got["Brier"] == pytest.approx(2 * np.mean((ones - targets) ** 2), abs=1e-6)
         assert num_pictures(page_of(run, prediction, targets)) == 8
@@ -194,7 +194,7 @@ def test_yes_or_no_are_two_classes(run, draws):
             with pytest.raises(
                 ValueError, match=rf"score\(targets=...\)` .* 0 or 1, got {unknown}"
             ):
-                report.score(prediction, wrong)
+                metrics.score(prediction, wrong)
 
 
 def test_the_page_says_whether_predictions_were_judged(run, draws):
@@ -384,7 +384,7 @@ def test_methods_share_their_figures(run, draws):
     made = [cast(Any, draw) for _, draw in _page._of_predictions(stored)]
     assert [draw.args[0] for draw in made[:2]] == [plots.reliability, plots.risk_coverage]
     assert [draw.func for draw in made[2:]] == [plots.entropy]
-    scores = report.score(prediction, LABELS)
+    scores = metrics.score(prediction, LABELS)
     for draw, score in zip(
         made, (f"ECE {scores['ECE']:.3f}", f"AURC {scores['AURC']:.3g}"), strict=False
     ):

@@ -361,9 +361,8 @@ def _scalars(prediction: Prediction, density: np.ndarray, max_inputs: int, seed:
     values = density if prediction.each.mean is None else prediction.each.mean
     number = values.shape[2]
     rows = np.random.default_rng(seed).permutation(number)[:max_inputs]
-    values = np.asarray(values[:, :, np.sort(rows)], float)
+    # Give impossible targets a finite density.
+    values = np.maximum(np.asarray(values[:, :, np.sort(rows)], float), np.finfo(np.float32).min)
     values = values.reshape(*values.shape[:3], -1)
     most = values.var(axis=(0, 1)).argmax(axis=-1)
-    # Give impossible targets a finite density.
-    lowest = np.finfo(np.float32).min
-    return np.maximum(np.take_along_axis(values, most[None, None, :, None], 3)[..., 0], lowest)
+    return np.take_along_axis(values, most[None, None, :, None], 3)[..., 0]
