@@ -59,13 +59,11 @@ def textbook_rhat(x):
     return max(basic_rhat(normal_scores(x)), basic_rhat(normal_scores(folded)))
 
 
-def judged(values=None, density=None, params=None, **given):
+def judged(values: Any = None, density: Any = None, params: Any = None, **given):
     """Summary of chains with predictions `[chain, draw, input]`."""
-    first = values if density is None else density
-    each = optax_smile.Outcome(
-        values, None, None, np.zeros(first.shape) if density is None else density
-    )
-    draws = Snapshots(first if params is None else params)
+    density = np.zeros(values.shape) if density is None else density
+    draws = Snapshots(values if params is None else params)
+    each = optax_smile.Outcome(values, None, None, density)
     return diagnostics.summary(draws, optax_smile.Prediction(None, None, each=each), **given)
 
 
