@@ -362,8 +362,8 @@ def crps(mean: ArrayLike, std: ArrayLike, targets: ArrayLike) -> float:
 
 # Functions that `score` calls, and its arguments that correspond to theirs.
 SCORED = "lppd", "perplexity", "accuracy", "f1", "brier", "ece", "aurc", "rmse", "crps", "coverage"
-IN_SCORE = dict.fromkeys(("probabilities", "mean", "std", "log_density"), "prediction")
-IN_SCORE["labels"] = "targets"
+IN_SCORE = {"labels": "targets", "log_density": "prediction"}
+IN_SCORE |= dict.fromkeys(("probabilities", "mean", "std"), "prediction")
 
 
 @_check.arguments(
@@ -395,7 +395,7 @@ def score(prediction: Prediction, targets: ArrayLike) -> dict[str, float]:
     scores = {"LPPD": lppd(prediction.log_density)}
     if prediction.uncertainty == "entropy":
         named = {"accuracy": accuracy, "F1": f1, "Brier": brier, "ECE": ece, "AURC": aurc}
-        given = labelled(mean, targets)
+        given = labelled(prediction.mean, targets)
         return scores | {name: metric(*given) for name, metric in named.items()}
     if mean is not None and np.shape(mean) == targets.shape:
         scores["RMSE"] = rmse(mean, targets)
