@@ -17,7 +17,7 @@ import optax
 from data import Batches, Splits
 
 import optax_smile
-from optax_smile import report
+from optax_smile import metrics, report
 
 SAMPLERS = ("psmile", "smile")
 
@@ -180,7 +180,7 @@ def run(
         prediction = optax_smile.predict(
             experiment.outputs_of, snapshots, inputs, targets=targets, per="chain", **read
         )
-        table[name] = report.score(prediction, targets)
+        table[name] = metrics.score(prediction, targets)
         if experiment.unseen:
             other, images = experiment.unseen
             unseen = optax_smile.predict(experiment.outputs_of, snapshots, images, **read)

@@ -25,7 +25,7 @@ from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
 import optax_smile
-from optax_smile import report
+from optax_smile import metrics, report
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,7 +149,7 @@ def run(config: Config, sampler_name: str, directory: Path) -> dict[str, dict[st
             logits_of, snapshots, images, likelihood="categorical", targets=labels, per="draw"
         )
         unseen = optax_smile.predict(logits_of, snapshots, shuffled, likelihood="categorical")
-        table[name] = report.score(prediction, labels)
+        table[name] = metrics.score(prediction, labels)
         table[name] |= {"entropy": prediction.total.mean(), "shuffled": unseen.total.mean()}
         report.store(directory, name, prediction, targets=labels, scores=table[name])
     return table

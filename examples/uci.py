@@ -25,7 +25,7 @@ import optax
 from data import Splits, uci
 
 import optax_smile
-from optax_smile import report
+from optax_smile import metrics, report
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,8 +133,8 @@ def run(
     ensemble = predict(optax_smile.Snapshots.from_members(members))
     posterior = predict(draws)
     scores = {
-        "deep ensemble": report.score(ensemble, targets),
-        sampler: report.score(posterior, targets),
+        "deep ensemble": metrics.score(ensemble, targets),
+        sampler: metrics.score(posterior, targets),
     }
     report.store(directory, sampler, posterior, targets=targets)
     report.store(directory, "deep ensemble", ensemble, targets=targets)

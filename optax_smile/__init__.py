@@ -13,7 +13,7 @@ The public names, by what you want to do:
     watch or steer a run      Run, an iterator over draws; select, Selection
     keep and read draws       Snapshots, StoredSnapshots, load_snapshots
     predict                   predict, Prediction, Outcome, Predictor, Likelihood
-    judge                     diagnostics.summary, metrics, calibrate, plots, report
+    judge                     diagnostics.summary, metrics, plots, report
     sample around weights     local: strength of a prior, learning coefficient, influence
     set the step size         angle_tuner (the default), quantile_tuner, tune_mclmc, MclmcSettings
     precondition gradients    scale_by_gradient_noise
@@ -27,7 +27,7 @@ import importlib
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from optax_smile import calibrate, diagnostics, interop, local, metrics, parallel, plots, published
+from optax_smile import diagnostics, interop, local, metrics, parallel, plots, published
 from optax_smile._check import ArgumentError
 from optax_smile._version import __version__ as __version__
 from optax_smile.chains.check import CheckReport, check
@@ -76,7 +76,6 @@ __all__ = [
     "StoredSnapshots",
     "Tuner",
     "angle_tuner",
-    "calibrate",
     "chains_from_weights",
     "check",
     "compose",

@@ -21,13 +21,14 @@ import jax
 import numpy as np
 from numpy.typing import ArrayLike
 
-from optax_smile import _check, _disk, _settings, _table, diagnostics, metrics, plots
+from optax_smile import _check, _disk, _settings, _table, diagnostics, plots
 from optax_smile._types import Options, Tree
 from optax_smile.draws import _format
 from optax_smile.draws.prediction import Outcome, Prediction
 from optax_smile.draws.snapshots import StoredSnapshots, load_snapshots
+from optax_smile.metrics import score
 
-__all__ = ["score", "store", "write"]
+__all__ = ["store", "write"]
 
 FILE = "prediction-{}.safetensors"
 # Fields of a prediction that are stored.
@@ -239,7 +240,7 @@ def store(
         prediction: result of `predict`. With `per="draw"`, of all draws, the report judges the
             chains by it. Of each draw, the log density and a single mean per input are stored.
         targets: observed values.
-        scores: scores by name; None: those of `score(prediction, targets)`, if there are targets.
+        scores: scores by name; None: those of `metrics.score`, if there are targets.
 
     Raises:
         ValueError: a directory without a run, an invalid name, scores that are not numbers.
@@ -247,7 +248,7 @@ def store(
     directory = Path(directory)
     _format.read_manifest("report.store", directory)
     if scores is None:
-        with _check.called("report.store", "report.score"):
+        with _check.called("report.store", "score"):
             scores = {} if targets is None else score(prediction, targets)
     for metric, value in scores.items():
         _check.Real(infinite=True)("report.store", f"scores[{metric!r}]", value)
@@ -274,87 +275,6 @@ def main(arguments: list[str] | None = None):
         print(write(given.directory, given.output, title=given.title))
     except (ValueError, OSError, ImportError) as error:
         parser.exit(1, f"{error}\n")
-
-
-# The lead deletes this part and imports `score` from `metrics`.
-LEVEL = 0.95
-# Arguments of `score` that correspond to arguments of metrics.
-IN_SCORE = {"labels": "targets", "log_density": "prediction"}
-IN_SCORE |= dict.fromkeys(("probabilities", "mean", "std"), "prediction")
-
-
-@_check.arguments(
-    "report.score",
-    prediction=_check.kind(Prediction, "the result of `predict`"),
-    targets=_check.Array(dtype=None),
-)
-@_check.called("report.score", *metrics.__all__, **IN_SCORE)
-def score(prediction: Prediction, targets: ArrayLike) -> dict[str, float]:
-    """Compute the usual scores for the kind of prediction.
-
-    Args:
-        prediction: result of `predict`, made with targets.
-        targets: the same targets.
-
-    Returns:
-        Scores of `optax_smile.metrics` by name. For classes: LPPD, accuracy, F1, Brier score, ECE
-        and AURC. For predictions with a variance, treated as normal distributions: LPPD, RMSE,
-        CRPS, and coverage and width of the 95 % interval. For `"tokens"`: the perplexity alone.
-
-    Raises:
-        ValueError: a prediction without log densities, or targets that do not match it.
-
-    Example:
-        >>> import numpy as np, optax_smile
-        >>> probabilities, density = np.array([[0.9, 0.1]]), np.log([0.9])
-        >>> prediction = optax_smile.Prediction(probabilities, density, uncertainty="entropy")
-        >>> optax_smile.report.score(prediction, [0])["accuracy"]
-        1.0
-    """
-    if prediction.log_density is None:
-        rule, got = "made with targets", "a prediction without log densities"
-        _check.fail("report.score", "prediction", rule, got, "Pass `targets` to `predict`.")
-    mean, targets = prediction.mean, np.asarray(targets)
-    if mean is None and prediction.log_density.ndim == targets.ndim == 2:
-        return {"perplexity": metrics.perplexity(prediction.log_density)}
-    scores = {"LPPD": metrics.lppd(prediction.log_density)}
-    if prediction.uncertainty == "entropy":
-        probabilities, labels = labelled(prediction.mean, targets)
-        scorers = {
-            "accuracy": metrics.accuracy,
-            "F1": metrics.f1,
-            "Brier": metrics.brier,
-            "ECE": metrics.ece,
-            "AURC": metrics.aurc,
-        }
-        return scores | {name: metric(probabilities, labels) for name, metric in scorers.items()}
-    if mean is not None and np.shape(mean) == targets.shape:
-        scores["RMSE"] = metrics.rmse(mean, targets)
-    if prediction.uncertainty != "variance" or mean is None:
-        return scores
-    mean, std, targets = (np.ravel(x) for x in (mean, np.sqrt(prediction.total), targets))
-    ends = metrics.interval(mean, std, LEVEL)
-    return scores | {
-        "CRPS": metrics.crps(mean, std, targets),
-        "95 % coverage": metrics.coverage(*ends, targets),
-        "95 % width": metrics.interval_width(*ends),
-    }
-
-
-def classes(mean: ArrayLike, shape: tuple[int, ...]) -> np.ndarray:
-    """Return probabilities `[input, class]`; of shape `shape` they are those of class 1 of two."""
-    mean = np.asarray(mean)
-    ones = mean.ravel()
-    return np.stack([1 - ones, ones], axis=1) if mean.shape == shape else mean
-
-
-def labelled(mean: ArrayLike, targets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return probabilities `[input, class]` and labels `[input]`."""
-    if np.shape(mean) != targets.shape:
-        return classes(mean, targets.shape), targets
-    if (unknown := targets[~np.isin(targets, (0, 1))]).size:
-        _check.fail("report.score", "targets", "0 or 1", unknown[0])
-    return classes(mean, targets.shape), targets.ravel().astype(int)
 
 
 if __name__ == "__main__":

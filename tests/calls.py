@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from public_samplers import SAMPLERS, valid_arguments
 
 import optax_smile
-from optax_smile import calibrate, diagnostics, local, metrics, parallel, plots, published, report
+from optax_smile import diagnostics, local, metrics, parallel, plots, published, report
 
 KEY = jax.random.key(0)
 PARAMS = {"w": jnp.ones((2, 3)), "b": jnp.ones(3)}
@@ -195,27 +195,7 @@ def predictions(path):
     given = looking | {"max_inputs": 9, "seed": 0}
     yield "diagnostics.summary", diagnostics.summary, given
     yield "diagnostics.to_arviz", diagnostics.to_arviz, looking
-    yield "diagnostics.travel", diagnostics.travel, {"params": SERIES, "start": SERIES[:, 0]}
-    given = {"params": SERIES, "num_weights": 9, "seed": 0}
-    yield "diagnostics.weight_rhat", diagnostics.weight_rhat, given
-    yield "diagnostics.rhat", diagnostics.rhat, {"values": SERIES}
-    yield "diagnostics.rhat_within", diagnostics.rhat_within, {"values": SERIES}
-    yield "diagnostics.ess", diagnostics.ess, {"values": SERIES, "method": "bulk"}
-    yield "diagnostics.mcse_lppd", diagnostics.mcse_lppd, {"log_likelihood": SERIES}
-    given = {"mean": jax.nn.softmax(SERIES), "classes": True}
-    yield "diagnostics.disagreement", diagnostics.disagreement, given
-    yield (
-        "diagnostics.autocorrelation",
-        diagnostics.autocorrelation,
-        {
-            "values": SERIES,
-            "max_lag": 2,
-        },
-    )
-    for name in ("energy_fit", "rejection_rate", "step_size_trend"):
-        given = {"trace": TRACE, "num_draws": 2}
-        yield f"diagnostics.{name}", getattr(diagnostics, name), given
-    yield "report.score", report.score, {"prediction": prediction, "targets": LABELS}
+    yield "metrics.score", metrics.score, {"prediction": prediction, "targets": LABELS}
     # The run has eight draws of each chain.
     few = prediction._replace(each=jax.tree.map(lambda x: x[:, :8], prediction.each))
     stored = {"directory": path, "name": "test", "prediction": few, "targets": LABELS}
@@ -236,7 +216,7 @@ def scores():
     for name in ("ece", "reliability"):
         yield f"metrics.{name}", getattr(metrics, name), classes | {"num_bins": 3, "equal": "mass"}
     yield "metrics.lppd", metrics.lppd, {"log_density": VECTOR}
-    yield "metrics.perplexity", metrics.perplexity, {"log_density": VECTOR, "mask": VECTOR > 0}
+    yield "metrics.perplexity", metrics.perplexity, {"log_density": VECTOR}
     foreign = {"inside": VECTOR, "outside": VECTOR}
     yield "metrics.ood_auroc", metrics.ood_auroc, foreign
     yield "metrics.rmse", metrics.rmse, {"mean": VECTOR, "targets": VECTOR}
@@ -244,7 +224,6 @@ def scores():
     yield "metrics.interval", metrics.interval, normal | {"level": 0.9}
     yield "metrics.crps", metrics.crps, normal | {"targets": VECTOR}
     ends = {"lower": VECTOR, "upper": VECTOR + 1}
-    yield "metrics.interval_width", metrics.interval_width, ends
     yield "metrics.coverage", metrics.coverage, ends | {"targets": VECTOR}
 
     selection = optax_smile.Selection(
@@ -296,20 +275,6 @@ def placed():
 
 
 def bridges():
-    classes = {"probabilities": PROBABILITIES, "labels": LABELS}
-    ends = {"smallest": 0.1, "largest": 10.0}
-    yield "calibrate.fit_temperature", calibrate.fit_temperature, classes | ends
-    given: dict[str, Any] = {"probabilities": PROBABILITIES, "temperature": 2.0}
-    yield "calibrate.with_temperature", calibrate.with_temperature, given
-    given = classes | {"new_probabilities": PROBABILITIES, "level": 0.5}
-    yield "calibrate.prediction_sets", calibrate.prediction_sets, given
-    given = {"mean": VECTOR, "std": VECTOR, "targets": VECTOR, "level": 0.5}
-    given |= {"new_mean": VECTOR, "new_std": VECTOR}
-    yield "calibrate.prediction_intervals", calibrate.prediction_intervals, given
-    sets = PROBABILITIES > 0.2
-    yield "calibrate.set_coverage", calibrate.set_coverage, {"sets": sets, "labels": LABELS}
-    yield "calibrate.set_size", calibrate.set_size, {"sets": sets}
-
     def model(x):
         mean: Any = numpyro.sample("mean", dist.Normal(0, 1))
         with numpyro.plate("data", 10, subsample_size=len(x)):

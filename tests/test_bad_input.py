@@ -402,7 +402,7 @@ MESSAGES: list[tuple[Any, str]] = [
         lambda: metrics.rmse(ones, np.ones((2, 1))),
         "of shape (2,) to go with `mean`, got shape (2, 1)",
     ),
-    (lambda: metrics.interval_width(ones, ones - 1), "`interval_width(upper=...)` must be"),
+    (lambda: metrics.coverage(ones, ones - 1, ones), "`coverage(upper=...)` must be"),
     (
         lambda: optax_smile.diagnostics.summary(cast(Any, PARAMS)),
         "`summary(snapshots=...)` must be the result of `sam",

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import sys
 from typing import Any
 
 import numpy as np
@@ -75,21 +76,19 @@ def test_scores_by_hand():
     probabilities = np.eye(5)[[0, 0, 1, 2]]  # 3 is a label but never predicted, 4 neither
     by_class = [2 / 3, 2 / 3, 0, 0]
     assert metrics.f1(probabilities, [0, 1, 1, 3]) == pytest.approx(np.mean(by_class), abs=1e-12)
-    lower, upper = [0.0, 0.0, -1.0, 2.0], [1.0, 1.0, 1.0, 5.0]
+    lower, upper = [0.0, 0.0, -1.0, -np.inf], [1.0, 1.0, 1.0, np.inf]
     assert metrics.coverage(lower, upper, [0.0, 1.0, 1.1, 3.0]) == 0.75
-    assert metrics.interval_width(lower, upper) == (1 + 1 + 2 + 3) / 4
 
 
-def test_perplexity_counts_tokens_of_the_mask_only():
+def test_padding_does_not_count():
     log_density = np.log([[0.5, 0.25], [0.125, np.nan]])
     mask = np.array([[True, True], [True, False]])
-    assert metrics.perplexity(log_density, mask) == pytest.approx(4, abs=1e-12)  # (2 · 4 · 8)^1/3
+    assert metrics.perplexity(log_density[mask]) == pytest.approx(4, abs=1e-12)  # (2 · 4 · 8)^1/3
     assert metrics.perplexity(np.full((3, 7), -np.log(50))) == pytest.approx(50, abs=1e-10)
     assert metrics.perplexity([-1e6]) == math.inf
     # Padding, which is NaN beside other tokens, counts nowhere; NaN of an input is an error.
     assert metrics.lppd(log_density) == pytest.approx(-np.log(4), abs=1e-12)
     assert metrics.perplexity(log_density) == pytest.approx(4, abs=1e-12)
-    assert metrics.perplexity(log_density, mask | True) == pytest.approx(4, abs=1e-12)
     # An impossible target is no error.
     assert metrics.lppd([-1.0, -np.inf]) == -math.inf
 
@@ -152,6 +151,14 @@ def test_scores_outside_the_distribution_agree_with_scikit_learn():
         given = np.repeat([1, 0], [num_inputs, 150]), -np.concatenate([inside, outside])
         expected = sklearn.metrics.roc_auc_score(*given)
         assert metrics.ood_auroc(inside, outside) == pytest.approx(expected, abs=1e-12)
+    assert metrics.ood_auroc([-np.inf, 0], [0, np.inf]) == 7 / 8
+
+
+def test_without_scikit_learn_it_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "sklearn.metrics", None)
+    for call in (lambda: metrics.auroc(np.eye(2), [0, 1]), lambda: metrics.ood_auroc([0], [1])):
+        with pytest.raises(ImportError, match=r"pip install 'optax-smile\[eval\]'"):
+            call()
 
 
 def test_interval_of_a_mixture_against_root_finding():
@@ -225,31 +232,18 @@ def test_arguments_that_do_not_fit():
         (metrics.aurc, (PROBABILITIES, LABELS - 1), "(labels=.*classes from 0 to 2, got -1 to 1"),
         (metrics.ece, (PROBABILITIES, LABELS[:2]), r"(labels=.*integers of shape \(5,\)"),
         (metrics.accuracy, (PROBABILITIES, LABELS * 1.0), "(labels=.*integers .* got float64"),
-        (metrics.auroc, (PROBABILITIES, LABELS * 0), "(labels=.*every class .* none of class 1"),
-        (metrics.auroc, ([[1.0]], [0]), "(probabilities=.*of two or more classes"),
+        (metrics.auroc, (PROBABILITIES, LABELS * 0), r"(labels=.*every class.* \[5, 0, 0\]"),
+        (metrics.auroc, ([[1.0]], [0]), "(labels=.*of two or more classes"),
         (metrics.perplexity, ([-1.0, np.nan],), r"(log_density=.*not NaN, got nan at \(1,\)"),
-        (metrics.perplexity, (-ones, [True]), r"(mask=.*of shape \(4,\) to go with"),
-        (metrics.perplexity, (-ones, ones < 0), "(mask=.*True for one target or more"),
+        (metrics.perplexity, (np.full((2, 2), np.nan),), "(log_density=.*of one target or more"),
         (metrics.lppd, ([-1.0, np.nan],), r"(log_density=.*not NaN, got nan at \(1,\)"),
         (metrics.lppd, (np.full((2, 2), np.nan),), "(log_density=.*of one target or more"),
         (metrics.interval, (mixture, mixture[0]), r"(std=.*scalar or of shape \(7, 5\) or \(7, 1"),
         (metrics.crps, (mixture, 1.0, mixture), r"(targets=.*shape \(5,\) to go with `mean`"),
         (metrics.coverage, (ones, ones, ones[:, None]), r"(targets=.*to go with `lower`"),
-        (
-            metrics.coverage,
-            (ones, ones - 1, ones),
-            "(upper=.*>= `lower`, got 0.0 where `lower` is 1.0. Are `lower`",
-        ),
-        (
-            metrics.coverage,
-            (ones * np.inf, ones * np.inf, ones),
-            "(upper=.*> -inf, with `lower` < inf, got",
-        ),
-        (
-            metrics.lppd,
-            (-np.ones((2, 3, 4)),),
-            r"(log_density=.*\[input, token\], got shape \(2, 3",
-        ),
+        (metrics.coverage, (ones, ones - 1, ones), "(upper=.*>= `lower`.* 0.0 where `lower` is 1"),
+        (metrics.coverage, (ones * np.inf,) * 2 + (ones,), "(upper=.*`lower` < inf.*, got inf"),
+        (metrics.lppd, (-np.ones((2, 3, 4)),), r"(log_density=.*input, token\], got shape \(2, 3"),
     ]
     for score, arguments, message in wrong:
         with pytest.raises(ValueError, match=rf"`{score.__name__}\{message}"):

@@ -205,7 +205,7 @@ def test_padding_is_nan_in_every_prediction_and_counts_in_no_score():
                 np.testing.assert_allclose(found.log_density, expected, rtol=1e-6)
             assert optax_smile.metrics.lppd(by_draw.log_density) == pytest.approx(uniform)
             assert optax_smile.metrics.perplexity(by_draw.log_density) == pytest.approx(5)
-            assert optax_smile.report.score(by_draw, labels) == {"perplexity": pytest.approx(5)}
+            assert optax_smile.metrics.score(by_draw, labels) == {"perplexity": pytest.approx(5)}
     with pytest.raises(
         ValueError, match=r"targets=...\)` must be one target or more, got padding alone"
     ):

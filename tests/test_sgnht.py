@@ -1,5 +1,6 @@
 """The Nosé-Hoover thermostat: its formula, and that it absorbs noise of unknown strength."""
 
+import warnings
 from typing import Any
 
 import jax
@@ -9,7 +10,11 @@ import runs
 from test_langevin import FACTORS, SIZE, build, follow, textbook
 
 import optax_smile
-from optax_smile import diagnostics
+
+with warnings.catch_warnings():
+    # Version 0.23 announces the next one.
+    warnings.simplefilter("ignore", FutureWarning)
+    import arviz
 
 # Long loops of few numbers run twice as fast.
 OPTIMIZED = True
@@ -78,7 +83,7 @@ def chains(num_chains, num_steps, every=10):
 
 def in_standard_errors(values, expected):
     """How far the mean of `[chain, draw]` is off, by the chains' own effective sample size."""
-    size = diagnostics.ess(values, method="mean")
+    size = arviz.ess(values, method="mean")
     error = values.std() / np.sqrt(size)
     assert error < 0.01 * expected
     return (values.mean() - expected) / error

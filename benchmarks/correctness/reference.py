@@ -7,13 +7,12 @@ from typing import Any, NamedTuple
 
 from benchmarks.correctness.posteriors import Posterior
 
+import arviz
 import blackjax
 import jax
 import jax.numpy as jnp
 import numpy as np
 from blackjax.adaptation.base import get_filter_adapt_info_fn
-
-from optax_smile import diagnostics
 
 LARGEST_RHAT = 1.01
 # Draws of one chain that are stored.
@@ -121,8 +120,8 @@ def run(
         draws = np.concatenate(draws_so_far, axis=1)
         draws = draws.reshape(num_starts, per_start, -1, draws.shape[-1])
         thinned = draws[:, :, :: -(-draws.shape[2] // STORED)]
-        rhat = np.array([np.max(diagnostics.rhat(x)) for x in thinned])
-        ess = np.array([np.min(diagnostics.ess(x)) for x in thinned])
+        rhat = np.array([np.max(by_arviz("rhat", x)) for x in thinned])
+        ess = np.array([np.min(by_arviz("ess", x)) for x in thinned])
         print(
             f"{draws.shape[2]} draws, R-hat {rhat.round(3)}, ESS {ess.round()},"
             f" {np.mean(statistics[0]):.0f} gradients per draw, {time.monotonic() - began:.0f} s",
@@ -173,13 +172,19 @@ def deviations(draws: np.ndarray, reference: np.ndarray) -> dict[str, np.ndarray
     }
 
 
+def by_arviz(statistic: str, draws: np.ndarray) -> np.ndarray:
+    """R-hat or ESS `[quantity]` of chains `[chain, draw, quantity]`; NaN where nothing moves."""
+    found: Any = getattr(arviz, statistic)({"x": draws})
+    return np.where(np.ptp(draws, axis=(0, 1)) > 0, found["x"].values, np.nan)
+
+
 def sizes(draws: np.ndarray) -> np.ndarray:
     """Independent draws `[quantity]` in chains `[chain, draw, quantity]`: of mean or of variance.
 
     The smaller of the two, over all chains together, so that chains that disagree have few.
     """
     squares = (draws - draws.mean(axis=(0, 1))) ** 2
-    found = [diagnostics.ess(x) for x in (draws, squares)]
+    found = [by_arviz("ess", x) for x in (draws, squares)]
     return np.nan_to_num(np.fmin(*found), nan=1.0)
 
 

@@ -10,6 +10,7 @@ cancels.
 Energy needs `OPTAX_SMILE_DATA`.
 """
 
+import math
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,9 +21,10 @@ from benchmarks.tabulated.ensembles import LEVEL, sets_and_intervals, temperatur
 
 import numpy as np
 import quickstart
+from compare import fit_temperature, tempered
 from safetensors.numpy import load_file
 
-from optax_smile import calibrate, metrics
+from optax_smile import metrics
 
 NUM_HALVINGS = 2
 Scores = dict[str, Any]
@@ -38,6 +40,12 @@ def splits(num_inputs: int, seed: int) -> Iterator[tuple[np.ndarray, np.ndarray]
         yield second, first
 
 
+def limit(scores: np.ndarray) -> float:
+    """The ceil((n + 1) level)-th smallest of n held-out scores: split conformal prediction."""
+    rank = math.ceil(round((scores.size + 1) * LEVEL, 9))
+    return float(np.sort(scores)[rank - 1])
+
+
 def of_classes(probabilities: np.ndarray, labels: np.ndarray, seed: int) -> Scores:
     """Scores before and after temperature, fitted on the other half, and prediction sets."""
 
@@ -47,18 +55,16 @@ def of_classes(probabilities: np.ndarray, labels: np.ndarray, seed: int) -> Scor
 
     found, after = list(splits(len(labels), seed)), []
     result: Scores = {"temperature": [], "coverage": [], "size": [], "slack": []}
-    tempered = np.zeros(probabilities.shape)
+    warmed = np.zeros(probabilities.shape)
     for number, (fit, judge) in enumerate(found, 1):
-        temperature = calibrate.fit_temperature(probabilities[fit], labels[fit])
-        tempered[judge] = calibrate.with_temperature(probabilities[judge], temperature)
+        temperature = fit_temperature(probabilities[fit], labels[fit])
+        warmed[judge] = tempered(probabilities[judge], temperature)
         if number % 2 == 0:
-            after.append(scores(tempered))
-        sets = calibrate.prediction_sets(
-            probabilities[fit], labels[fit], probabilities[judge], LEVEL
-        )
+            after.append(scores(warmed))
+        sets = -probabilities[judge] <= limit(-probabilities[fit, labels[fit]])
         result["temperature"].append(temperature)
-        result["coverage"].append(calibrate.set_coverage(sets, labels[judge]))
-        result["size"].append(calibrate.set_size(sets))
+        result["coverage"].append(float(np.mean(sets[np.arange(len(judge)), labels[judge]])))
+        result["size"].append(float(np.mean(np.sum(sets, axis=1))))
         result["slack"].append(1 / (len(fit) + 1))
     result["before"] = scores(probabilities)
     result["after"] = {x: float(np.mean([one[x] for one in after])) for x in after[0]}
@@ -69,14 +75,14 @@ def of_normals(mean: np.ndarray, std: np.ndarray, targets: np.ndarray, seed: int
     """Coverage and width of intervals, and of the model's own ones."""
     result: Scores = {"coverage": [], "size": [], "slack": []}
     for fit, judge in splits(len(targets), seed):
-        ends = calibrate.prediction_intervals(
-            mean[fit], std[fit], targets[fit], mean[judge], std[judge], LEVEL
-        )
+        reach = limit(np.abs(targets[fit] - mean[fit]) / std[fit]) * std[judge]
+        ends = mean[judge] - reach, mean[judge] + reach
         result["coverage"].append(metrics.coverage(*ends, targets[judge]))
-        result["size"].append(metrics.interval_width(*ends))
+        result["size"].append(float(np.mean(2 * reach)))
         result["slack"].append(1 / (len(fit) + 1))
     ends = metrics.interval(mean, std, LEVEL)
-    own = {"coverage": metrics.coverage(*ends, targets), "size": metrics.interval_width(*ends)}
+    size = float(np.mean(ends[1] - ends[0]))
+    own = {"coverage": metrics.coverage(*ends, targets), "size": size}
     return result | {"own": own}
 
 

@@ -61,7 +61,7 @@ def run_cell(cell: records.Cell) -> records.Record:
     estimator = fitted(cell["data"], x, y, cell["seed"])
     seconds = time.process_time() - begun
     found = predictions(estimator, new_x, new_y)
-    result = {name: optax_smile.report.score(one, new_y) for name, one in found.items()}
+    result = {name: optax_smile.metrics.score(one, new_y) for name, one in found.items()}
     return {"scores": result, "num_rows": len(x), "cpu_seconds": seconds}
 
 

@@ -28,11 +28,12 @@ from benchmarks.prediction.network_cells import ENSEMBLE, FORMS, TABLES, cells_o
 
 import data
 import numpy as np
+from compare import fit_temperature, tempered
 from experiment import Experiment, Settings
 from scipy.special import logsumexp
 
 import optax_smile
-from optax_smile import calibrate, metrics
+from optax_smile import metrics
 
 NUM_CORRUPTED, NUM_DRAWS_CORRUPTED, SEVERITIES = 1_000, 16, (1, 3, 5)
 
@@ -100,8 +101,8 @@ def scores(task: Experiment, chains: Sequence[Mapping[str, np.ndarray]]) -> dict
         held_out = averaged([chain["valid"] for chain in chains])
         probabilities = np.exp(held_out).reshape(-1, held_out.shape[-1])
         valid = averaged([chain["valid_density"] for chain in chains])
-        chosen = calibrate.fit_temperature(probabilities, task.splits.valid[1].reshape(-1))
-        calibrated = metrics.ece(calibrate.with_temperature(mean, chosen), targets)
+        chosen = fit_temperature(probabilities, task.splits.valid[1].reshape(-1))
+        calibrated = metrics.ece(tempered(mean, chosen), targets)
         result |= {"valid_lppd": metrics.lppd(valid), "temperature": chosen}
         result["calibrated_ece"] = calibrated
     if "unseen" in chains[0]:

@@ -11,13 +11,7 @@ import numpy as np
 from optax_smile import _settings
 from optax_smile._trace import chains_with_equal_keys
 from optax_smile.diagnostics.paths import Paths
-from optax_smile.diagnostics.statistics import (
-    ess,
-    log_mean_exp,
-    rejection_rate,
-    rhat,
-    step_size_trend,
-)
+from optax_smile.diagnostics.statistics import ess, log_mean_exp, rhat
 from optax_smile.state import MOST_NONFINITE, MOST_RISE
 
 Settings = Mapping[str, object]
@@ -193,7 +187,8 @@ class Run(NamedTuple):
 class Sign(NamedTuple):
     """The outcome of one test: which chains fail, and the number that was tested, `[chain]`.
 
-    `kind` is a key of `ADVICE`; `text` is a sentence with "{}" in the place of the numbers.
+    `kind` is a key of `ADVICE`; `text` is a sentence with "{}" in the place of the numbers, and
+    `flagged` says beyond which numbers a chain fails.
     """
 
     kind: str
@@ -202,6 +197,7 @@ class Sign(NamedTuple):
     bound: float
     text: str
     form: str = ".3g"
+    flagged: str = ""
 
 
 def judge(run: Run) -> tuple[Check, ...]:
@@ -237,6 +233,7 @@ def _check_of(sign: Sign, run: Run, arrives: np.ndarray) -> Check:
     value = sign.values[chains].tolist()
     ends = dict.fromkeys(format(end(value), sign.form) for end in (min, max) if value)
     text = sign.text.format(" to ".join(ends))
+    text += f" (flagged {sign.flagged})." if sign.flagged else ""
     bound = float(sign.bound)
     return Check(sign.kind, tuple(chains.tolist()), tuple(value), bound, passed, advice, text)
 
@@ -274,10 +271,9 @@ def _listed(groups: list[list[int]]) -> str:
 
 
 def _altered(run: Run) -> Iterator[Sign]:
-    if "num_gradients" in run.trace:
-        falls = (np.diff(run.trace["num_gradients"]) < 0).sum(axis=1)
-        text = "the count of gradients started again {} times: the state was initialized again."
-        yield Sign("altered", falls > 0, falls.astype(float), 0, text, ".0f")
+    falls = (np.diff(run.trace["num_gradients"]) < 0).sum(axis=1)
+    text = "the count of gradients started again {} times: the state was initialized again."
+    yield Sign("altered", falls > 0, falls.astype(float), 0, text, ".0f")
     if "num_altered" in run.trace:
         altered, most = run.trace["num_altered"][:, -1], run.trace["num_gradients"][:, -1].max()
         text = f"{{}} of {most:.0f} updates were changed before they reached the parameters."
@@ -286,13 +282,12 @@ def _altered(run: Run) -> Iterator[Sign]:
 
 def _nonfinite(run: Run) -> Iterator[Sign]:
     """Yield signs of non-finite numbers: bad data affect all chains, divergence a single one."""
-    if run.trace:
-        share = _gain(run.trace["num_nonfinite"]) / _gain(run.trace["num_gradients"])
-        text = "{} of the gradients, their losses or their norms are infinite or NaN."
-        is_broken = share > MOST_NONFINITE
-        of_all = is_broken & is_broken.all()
-        yield Sign("not finite", of_all, share, MOST_NONFINITE, text, ".2%")
-        yield Sign("diverged", is_broken & ~of_all, share, MOST_NONFINITE, text, ".2%")
+    share = _gain(run.trace["num_nonfinite"]) / _gain(run.trace["num_gradients"])
+    text = "{} of the gradients, their losses or their norms are infinite or NaN."
+    is_broken = share > MOST_NONFINITE
+    of_all = is_broken & is_broken.all()
+    yield Sign("not finite", of_all, share, MOST_NONFINITE, text, ".2%")
+    yield Sign("diverged", is_broken & ~of_all, share, MOST_NONFINITE, text, ".2%")
 
 
 def _diverged(run: Run) -> Iterator[Sign]:
@@ -304,14 +299,15 @@ def _diverged(run: Run) -> Iterator[Sign]:
         prior = np.sqrt(run.paths.size * temperature / precision)
     expected = np.maximum(run.paths.start_norm, prior)
     size = _late(run.paths.norm) / expected
-    text = (
-        "the norm of the parameters is {} times that of the start, or of a draw from the prior if"
-        f" that is larger (flagged above {DIVERGENCE_RATIO:g})."
-    )
     # The scale of another prior is unknown.
     if run.settings.get("log_prior") is None:
+        larger, above = (
+            "or of a draw from the prior if that is larger",
+            f"above {DIVERGENCE_RATIO:g}",
+        )
+        text = f"the norm of the parameters is {{}} times that of the start, {larger}"
         far = (expected > 0) & (size > DIVERGENCE_RATIO)
-        yield Sign("diverged", far, size, DIVERGENCE_RATIO, text)
+        yield Sign("diverged", far, size, DIVERGENCE_RATIO, text, flagged=above)
     if run.density is not None:
         # Compare averages over a third of the draws: single draws may fail at an input where their
         # average does not. Give impossible targets a finite density.
@@ -331,7 +327,7 @@ def _diverged(run: Run) -> Iterator[Sign]:
             (fallen, fallen > far, "that of its first draws"),
         ):
             text = f"the log likelihood of most inputs is {{}} nats below {reference}"
-            yield Sign("diverged", fails, nats, far, f"{text} (flagged above {far:.3g}).")
+            yield Sign("diverged", fails, nats, far, text, flagged=f"above {far:.3g}")
 
 
 def _frozen(run: Run, mixes: np.ndarray) -> Iterator[Sign]:
@@ -340,26 +336,21 @@ def _frozen(run: Run, mixes: np.ndarray) -> Iterator[Sign]:
         return
     moves, still = run.paths.moved, (run.paths.moved == 0).sum(axis=1)
     half = moves.shape[1] / 2
-    text = f"{{}} of {moves.shape[1]} draws equal the draw before (flagged above half)."
-    yield Sign("frozen", still > half, still, half, text, ".0f")
-    shares = {}
-    if run.trace:
-        below = run.trace["below_resolution"].mean(axis=1)
-        text = (
-            "at {} of the draws, the step is too short for the precision of the parameters (flagged"
-            " above 50%)."
-        )
-        yield Sign("frozen", below > 0.5, below, 0.5, text, ".0%")
-        # The largest of the last third, for a schedule that goes in cycles.
-        sizes = run.trace["step_size"]
-        size = sizes[:, 2 * sizes.shape[1] // 3 :].max(axis=1)
-        shares["the step size is {} times the first"] = size / run.first_step_size
-        shares["the step size is {} times that of other chains"] = size / _others(size)
-    last = _late(moves)
-    shares["successive draws are {} times as far apart as in other chains"] = last / _others(last)
-    for text, share in shares.items():
-        text = f"{text} (flagged below {FROZEN_RATIO:g})."
-        yield Sign("frozen", (share < FROZEN_RATIO) & ~mixes, share, FROZEN_RATIO, text)
+    text = f"{{}} of {moves.shape[1]} draws equal the draw before"
+    yield Sign("frozen", still > half, still, half, text, ".0f", "above half")
+    below = run.trace["below_resolution"].mean(axis=1)
+    text = "at {} of the draws, the step is too short for the precision of the parameters"
+    yield Sign("frozen", below > 0.5, below, 0.5, text, ".0%", "above 50%")
+    # The largest of the last third, for a schedule that goes in cycles.
+    sizes = run.trace["step_size"]
+    size, last = sizes[:, 2 * sizes.shape[1] // 3 :].max(axis=1), _late(moves)
+    for text, share in (
+        ("the step size is {} times the first", size / run.first_step_size),
+        ("the step size is {} times that of other chains", size / _others(size)),
+        ("successive draws are {} times as far apart as in other chains", last / _others(last)),
+    ):
+        low, flagged = (share < FROZEN_RATIO) & ~mixes, f"below {FROZEN_RATIO:g}"
+        yield Sign("frozen", low, share, FROZEN_RATIO, text, flagged=flagged)
 
 
 def _unsettled(run: Run, rhats: np.ndarray) -> Iterator[Sign]:
@@ -367,12 +358,12 @@ def _unsettled(run: Run, rhats: np.ndarray) -> Iterator[Sign]:
     if "on_its_way" in run.trace:
         falls = run.trace["on_its_way"]
         share = falls[:, -max(1, falls.shape[1] // 3) :].mean(axis=1)
-        text = "the energy was still falling at {} of the later records (flagged above 50%)."
-        yield Sign("still on its way", share > 0.5, share, 0.5, text, ".0%")
+        text = "the energy was still falling at {} of the later records"
+        yield Sign("still on its way", share > 0.5, share, 0.5, text, ".0%", "above 50%")
     if run.num_draws >= LEAST_DRAWS_JUDGED:
         bound = HIGH_WEIGHT_RHAT if run.values is None else HIGH_RHAT
-        text = f"the median R-hat of the quarters of the chain is {{}} (flagged above {bound:g})."
-        yield Sign("not settled", rhats > bound, rhats, bound, text, ".2f")
+        text = "the median R-hat of the quarters of the chain is {}"
+        yield Sign("not settled", rhats > bound, rhats, bound, text, ".2f", f"above {bound:g}")
 
 
 def _mixing(run: Run, arrived: np.ndarray) -> Iterator[Sign]:
@@ -382,16 +373,13 @@ def _mixing(run: Run, arrived: np.ndarray) -> Iterator[Sign]:
     bound, most = GOOD_RHATS[-1], MANY_INPUTS
     if run.num_draws < LEAST_DRAWS_SLOW:
         most = MANY_INPUTS_OF_FEW_DRAWS
-    flagged = f"(flagged above {most:.0%})."
+    flagged = f"above {most:.0%}"
     share = np.array([*map(share_above, run.rhat_within)])
     # Test all chains together: inputs are correlated, so many may be high by chance in one chain.
     is_slow = share_above(run.rhat_within[arrived]) > most
-    text = (
-        f"{{}} of the R-hats within the chain are above {bound}, which corresponds to fewer than"
-        f" {2 / (bound - 1):.0f} independent draws {flagged}"
-    )
-    slow = arrived & is_slow & (share > most)
-    yield Sign("slow", slow, share, most, text, ".0%")
+    few = f"fewer than {2 / (bound - 1):.0f} independent draws"
+    text = f"{{}} of the R-hats within the chain are above {bound}, which corresponds to {few}"
+    yield Sign("slow", arrived & is_slow & (share > most), share, most, text, ".0%", flagged)
     steady = arrived & (run.copy_of == np.arange(len(arrived)))
     if not is_slow:
         yield from _few_independent(run.values, steady)
@@ -399,23 +387,21 @@ def _mixing(run: Run, arrived: np.ndarray) -> Iterator[Sign]:
         return
     chains, apart = np.flatnonzero(steady), np.full(len(steady), np.nan)
     groups, apart[steady] = _groups(run.values[steady])
+    at_least, listed = (
+        f"at {MANY_INPUTS:.0%} or more",
+        _listed([chains[x].tolist() for x in groups]),
+    )
     if len(groups) > 1:
-        text = (
-            f"{len(groups)} groups of chains predict differently at {np.nanmin(apart):.0%} or more"
-            f" of the inputs (flagged at {MANY_INPUTS:.0%} or more)"
-            f"{_listed([chains[x].tolist() for x in groups])}."
-        )
+        inputs = f"{np.nanmin(apart):.0%} or more of the inputs (flagged {at_least})"
+        text = f"{len(groups)} groups of chains predict differently at {inputs}{listed}."
         yield Sign("different modes", steady, apart, MANY_INPUTS, text)
         return
-    text = (
-        "a chain and the one closest to it predict differently at {} of the inputs (flagged at"
-        f" {MANY_INPUTS:.0%} or more)."
-    )
-    yield Sign("different modes", np.zeros_like(steady), apart, MANY_INPUTS, text, ".0%")
+    text = "a chain and the one closest to it predict differently at {} of the inputs"
+    yield Sign("different modes", np.zeros_like(steady), apart, MANY_INPUTS, text, ".0%", at_least)
     if not is_slow:
         across = np.full(len(steady), share_above(rhat(run.values[steady])))
-        text = f"{{}} of the R-hats across these chains are above {bound} {flagged}"
-        yield Sign("chains differ", steady & (across > most), across, most, text, ".0%")
+        text = f"{{}} of the R-hats across these chains are above {bound}"
+        yield Sign("chains differ", steady & (across > most), across, most, text, ".0%", flagged)
 
 
 def _few_independent(values: np.ndarray, steady: np.ndarray) -> Iterator[Sign]:
@@ -432,8 +418,8 @@ def _few_independent(values: np.ndarray, steady: np.ndarray) -> Iterator[Sign]:
     if total >= least and num_draws >= DRAWS_PER_ESS * LEAST_ESS_OF_CHAIN:
         text, least = "", LEAST_ESS_OF_CHAIN
         slow = steady & (own < least)
-    text = f"the ESS of the chain's {num_draws} draws is {{}}{text} (flagged below {least})."
-    yield Sign("slow", slow, own, least, text, ".0f")
+    text = f"the ESS of the chain's {num_draws} draws is {{}}{text}"
+    yield Sign("slow", slow, own, least, text, ".0f", f"below {least}")
 
 
 def _stepping(run: Run, sick: np.ndarray) -> Iterator[Sign]:
@@ -443,28 +429,22 @@ def _stepping(run: Run, sick: np.ndarray) -> Iterator[Sign]:
         rise = losses.mean(axis=1) - run.trace["start_loss"][:, -1]
         # The loss at the start is that of one batch: its standard deviation between batches.
         noise = np.diff(losses, axis=1).std(axis=1) / np.sqrt(2) if losses.shape[1] > 1 else 0.0
-        text = (
-            "the loss of the draws minus that of the start is {} nats per example (flagged above"
-            f" {MOST_RISE:g} plus the standard deviation of the loss between batches)."
-        )
+        text = "the loss of the draws minus that of the start is {} nats per example"
+        above = f"above {MOST_RISE:g} plus the standard deviation of the loss between batches"
         has_risen = (rise > MOST_RISE + noise) & ~sick
-        yield Sign("worse than the start", has_risen, rise, MOST_RISE, text)
-    if not run.trace:
-        return
+        yield Sign("worse than the start", has_risen, rise, MOST_RISE, text, flagged=above)
     rate, nominal = rejection_rate(run.trace), nominal_rate(run.settings)
     often = rate > np.maximum(MOST_REJECTIONS * nominal, LEAST_REJECTION_RATE)
     often &= _gain(run.trace["num_rejected"]) >= LEAST_EVENTS
-    text = (
-        "the rate is {} times the nominal one of `reject_quantile` (flagged above"
-        f" {MOST_REJECTIONS:g})."
-    )
-    yield Sign("rejected steps", often, rate / nominal, MOST_REJECTIONS, text)
+    text, above = "the rate is {} times the nominal one of `reject_quantile`", MOST_REJECTIONS
+    yield Sign("rejected steps", often, rate / nominal, above, text, flagged=f"above {above:g}")
     # Without a tuner, the step size follows a schedule that the user chose.
     if chooser(run.settings) not in ("schedule", "number"):
-        trend = step_size_trend(run.trace)
+        trend = step_size_trend(run.trace["step_size"])
         changed = np.maximum(trend, 1 / trend)
-        text = f"it changed by a factor of {{}} during the draws (flagged above {MOST_TREND:g})."
-        yield Sign("step size", (changed > MOST_TREND) & ~sick, changed, MOST_TREND, text)
+        text, above = "it changed by a factor of {} during the draws", f"above {MOST_TREND:g}"
+        has_changed = (changed > MOST_TREND) & ~sick
+        yield Sign("step size", has_changed, changed, MOST_TREND, text, flagged=above)
 
 
 def _groups(values: np.ndarray) -> tuple[list[list[int]], np.ndarray]:
@@ -501,6 +481,18 @@ def median_of(values: np.ndarray) -> float:
 def _gain(counts: np.ndarray) -> np.ndarray:
     """Return what a cumulative count gained during the draws, `[chain]`."""
     return counts[:, -1] - counts[:, 0]
+
+
+def rejection_rate(trace: Mapping[str, np.ndarray]) -> np.ndarray:
+    """Return the rejected steps per gradient among the draws, `[chain]`."""
+    return _gain(trace["num_rejected"]) / _gain(trace["num_gradients"])
+
+
+def step_size_trend(sizes: np.ndarray) -> np.ndarray:
+    """Return the median of the last tenth of the step sizes over that of the second, `[chain]`."""
+    tenth = max(1, sizes.shape[1] // 10)
+    second = sizes[:, tenth : 2 * tenth] if sizes.shape[1] > 1 else sizes
+    return np.median(sizes[:, -tenth:], axis=1) / np.median(second, axis=1)
 
 
 def _late(values: np.ndarray) -> np.ndarray:

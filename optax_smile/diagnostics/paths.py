@@ -8,18 +8,15 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from optax_smile import _check
 from optax_smile._types import Tree
-from optax_smile.diagnostics.statistics import rhat_within
 from optax_smile.draws.snapshots import Snapshots, StoredSnapshots
 
 
 class Paths(NamedTuple):
-    """Norms of the draws, and distances from the start and from the draw before.
+    """Norms of the draws, and distances from the start and from the draw before, `[chain, draw]`.
 
-    Arrays are `[chain, draw]`, NaN without a start. `weights` are randomly chosen scalars that
-    move, `size` is the number of parameters of a chain, and `alike` the first chain with an equal
-    draw, bit for bit.
+    They are NaN without a start. `weights` are randomly chosen scalars that move, `size` is the
+    number of parameters of a chain, and `alike` the first chain with an equal draw, bit for bit.
     """
 
     norm: np.ndarray
@@ -31,66 +28,11 @@ class Paths(NamedTuple):
     alike: np.ndarray
 
 
-@_check.arguments(params=_check.Tree(), num_weights=_check.Whole(1), seed=_check.Whole(0))
-def weight_rhat(params: Tree, *, num_weights: int = 100, seed: int = 0) -> np.ndarray:
-    """Compute `rhat_within` for randomly chosen weights that move.
-
-    Args:
-        params: tree of arrays `[chain, draw, ...]` with at least eight draws.
-        num_weights: number of scalar weights, >= 1; all if fewer move.
-        seed: seed of the choice, >= 0.
-
-    Returns:
-        R-hat `[chain, weight]`; empty if no weight moves.
-
-    Raises:
-        ValueError: an argument out of range, too few draws, NaN.
-        ImportError: ArviZ is missing.
-
-    Example:
-        >>> import numpy as np
-        >>> from optax_smile import diagnostics
-        >>> params = {"w": np.random.default_rng(0).normal(size=(2, 99, 5)), "b": np.ones((2, 99))}
-        >>> diagnostics.weight_rhat(params).shape
-        (2, 5)
-    """
-    with _check.called("weight_rhat", "Snapshots", "rhat_within", values="params"):
-        weights = walk(Snapshots(params), num_weights, seed).weights
-        return rhat_within(weights) if weights.shape[2] else np.empty(weights.shape[::2])
-
-
-@_check.arguments(
-    params=_check.Tree(),
-    start=_check.Where("a tree of arrays [chain, ...]", lambda start: start is not None),
-)
-def travel(params: Tree, start: Tree) -> np.ndarray:
-    """Compute the distance of each draw from the start, relative to the norm of the start.
-
-    Args:
-        params: tree of arrays `[chain, draw, ...]`.
-        start: tree of arrays `[chain, ...]`, such as `Snapshots.start`.
-
-    Returns:
-        |theta - start| / |start| over all parameters, `[chain, draw]`. For a start at 0, it is
-        divided by the norm of the first draw that is not 0 instead; 0 if there is none.
-
-    Raises:
-        ValueError: trees or shapes that do not match.
-
-    Example:
-        >>> import numpy as np
-        >>> from optax_smile import diagnostics
-        >>> start = np.array([[3.0, 4.0]])
-        >>> diagnostics.travel({"w": start[:, None] * [[1], [2]]}, {"w": start})
-        array([[0., 1.]])
-    """
-    with _check.called("travel", "Snapshots"):
-        snapshots = Snapshots(params, start=start)
-    return relative(walk(snapshots, 1, 0))
-
-
 def relative(paths: Paths) -> np.ndarray:
-    """Return the distances of `travel`, `[chain, draw]`."""
+    """Return the distances of the draws from the start over the norm of the start, `[chain, draw]`.
+
+    For a start at 0, it is divided by the norm of the first draw that is not 0; 0 if there is none.
+    """
     lengths = np.column_stack([paths.start_norm, paths.norm])
     unit = np.take_along_axis(lengths, (lengths != 0).argmax(axis=1)[:, None], axis=1)
     return paths.from_start / np.where(unit == 0, 1, unit)

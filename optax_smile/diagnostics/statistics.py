@@ -1,27 +1,23 @@
-"""Statistics of chains and traces: R-hat, effective sample size, Monte Carlo errors, rates."""
+"""R-hat, effective sample size and Monte Carlo error by ArviZ, and a run as ArviZ has it."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from types import ModuleType
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 from numpy.typing import ArrayLike
 
 from optax_smile import _check, _trace, _tree
-from optax_smile._types import by_identity
 from optax_smile.draws._checks import PREDICTION, Posterior, log_density_of
 from optax_smile.draws.prediction import Prediction
 from optax_smile.draws.snapshots import Snapshots, StoredSnapshots
 
-EssMethod = Literal["bulk", "tail", "mean"]
 # ArviZ needs four draws of a chain; within a chain, its halves are the chains.
 LEAST_DRAWS, LEAST_DRAWS_WITHIN = 4, 8
-NUM_DRAWS = _check.Whole(1) | None
 SNAPSHOTS = Posterior(
     _check.kind(
         (Snapshots, StoredSnapshots),
@@ -31,130 +27,34 @@ SNAPSHOTS = Posterior(
 )
 
 
-@dataclass(frozen=True)
-class Chains(_check.Array):
-    """An array of chains without NaN, each with at least `least` draws."""
+def rhat(values: np.ndarray) -> np.ndarray:
+    """Compare chains `[chain, draw, ...]` with each other: R-hat of Vehtari et al. 2021, `[...]`.
 
-    axes: str = "[chain, draw, ...]"
-    least: int = LEAST_DRAWS
-
-    @property
-    def rule(self) -> str:
-        """The axes and the number of draws."""
-        return f"an array {self.axes} with at least {self.least} draws per chain"
-
-    def __call__(self, where, argument, value, given=_check.NOTHING):
-        """Check the array, then the number of draws."""
-        array = super().__call__(where, argument, value, given)
-        if array.shape[1] < self.least:
-            _check.fail(where, argument, self.rule, f"shape {array.shape}")
-        return array
-
-
-@_check.arguments(values=Chains())
-def rhat(values: ArrayLike) -> np.ndarray:
-    """Compare chains with each other: rank-normalised split R-hat.
-
-    It is the square root of the variance of all draws over the variance within half chains, for the
-    ranks of the values and for the ranks of their distances from the median; the larger of both.
-    Chains that agree have a value of 1.
-
-    Args:
-        values: arrays `[chain, draw, ...]` of at least two chains and four draws.
-
-    Returns:
-        R-hat `[...]`, about 1 or more; NaN where nothing moves.
-
-    Raises:
-        ValueError: another shape, too few chains or draws, NaN.
-        ImportError: ArviZ is missing.
-
-    Cost: about half a millisecond per value.
-
-    Example:
-        >>> import numpy as np
-        >>> from optax_smile import diagnostics
-        >>> chains = np.random.default_rng(0).normal(size=(2, 500, 1))
-        >>> float(diagnostics.rhat(chains)[0].round(1))
-        1.0
-        >>> float(diagnostics.rhat(chains + [[[0]], [[9]]])[0].round(1))
-        1.8
-
-    Source: Vehtari, Gelman, Simpson, Carpenter, Buerkner, Bayesian Analysis 2021, by ArviZ.
+    It is the ratio of the standard deviations over all draws and within half chains, for ranks of
+    the values or of their distances from the median; the larger of both. NaN where nothing moves.
     """
-    values = np.asarray(values)
-    if len(values) < 2:
-        advice = "For single chains, use `rhat_within`."
-        _check.fail("rhat", "values", "of at least two chains", f"shape {values.shape}", advice)
     return _by_arviz("rhat", values)
 
 
-@_check.arguments(values=Chains(least=LEAST_DRAWS_WITHIN))
-def rhat_within(values: ArrayLike) -> np.ndarray:
-    """Compare the beginning of each chain with its end: R-hat of the quarters of one chain.
+def rhat_within(values: np.ndarray) -> np.ndarray:
+    """Compare the beginning of each chain with its end: R-hat of its quarters, `[chain, ...]`.
 
-    The halves of a chain are the chains of `rhat`, which splits them once more.
-
-    Args:
-        values: arrays `[chain, draw, ...]` of at least eight draws; if their number is odd, the
-            first is left out.
-
-    Returns:
-        R-hat `[chain, ...]`: about 1 + 2 / n for a stationary chain with n independent draws; NaN
-        where a chain does not move.
-
-    Raises:
-        ValueError: another shape, too few draws, NaN.
-        ImportError: ArviZ is missing.
-
-    Example:
-        >>> import numpy as np
-        >>> from optax_smile import diagnostics
-        >>> chains = np.random.default_rng(0).normal(size=(2, 500))
-        >>> diagnostics.rhat_within(chains + [[0], [1]] * np.linspace(0, 9, 500)).round(1)
-        array([1. , 2.4])
-
-    Source: the idea of a chainwise R-hat: Sommer et al., Connecting the dots, ICML 2024.
+    It is about 1 + 2 / n for a stationary chain with n independent draws. The idea of a chainwise
+    R-hat: Sommer et al., Connecting the dots, ICML 2024. Of an odd number of draws the first is
+    left out.
     """
-    values = np.asarray(values)
     num_chains, num_draws, *rest = values.shape
     halves = values[:, num_draws % 2 :].reshape(num_chains, 2, num_draws // 2, *rest)
-    return _by_arviz("rhat", np.moveaxis(halves, 0, 2))
+    return rhat(np.moveaxis(halves, 0, 2))
 
 
-@_check.arguments(values=Chains(), method=_check.OneOf(EssMethod))
-def ess(values: ArrayLike, method: EssMethod = "bulk") -> np.ndarray:
-    """Effective sample size: the number of independent draws that would be as accurate.
-
-    Args:
-        values: arrays `[chain, draw, ...]` of at least four draws.
-        method: `"bulk"`: for the middle of the distribution; `"tail"`: for the 5 % and 95 %
-            quantiles, the smaller of both; `"mean"`: for the average of the values.
-
-    Returns:
-        ESS of all chains together, `[...]`; NaN where nothing moves.
-
-    Raises:
-        ValueError: another shape, too few draws, NaN, an unknown method.
-        ImportError: ArviZ is missing.
-
-    Example:
-        >>> import numpy as np
-        >>> from optax_smile import diagnostics
-        >>> chains = np.random.default_rng(0).normal(size=(4, 500, 1))
-        >>> bool(1_500 < diagnostics.ess(chains)[0] < 2_500)
-        True
-
-    Source: Vehtari et al., Bayesian Analysis 2021, by ArviZ.
-    """
-    values = np.asarray(values)
-    tails = {"prob": (0.05, 0.95)} if method == "tail" else {}
-    size = _by_arviz("ess", values, method=method, **tails)
+def ess(values: np.ndarray) -> np.ndarray:
+    """Bulk ESS (Vehtari et al. 2021) of all chains together, `[...]`; NaN if nothing moves."""
+    size = _by_arviz("ess", values, method="bulk")
     return np.where(np.ptp(values, axis=(0, 1)) > 0, size, np.nan)
 
 
-@_check.arguments(log_likelihood=Chains("[chain, draw, input]"))
-def mcse_lppd(log_likelihood: ArrayLike) -> float:
+def mcse_lppd(log_likelihood: np.ndarray) -> float:
     """Monte Carlo standard error of the log pointwise predictive density, by the delta method.
 
     With L_si the likelihood of target i under draw s, LPPD = sum_i log(p_i) / n where p_i is the
@@ -162,226 +62,28 @@ def mcse_lppd(log_likelihood: ArrayLike) -> float:
 
         sum_i (error of p_i) / p_i / n = sum_s (z_s - 1) / S,  z_s = sum_i (L_si / p_i) / n,
 
-    so its standard error is that of the average of z: std(z) / sqrt(ESS of z). If chains are in
-    different modes, the ESS is small and the error large. If a few draws dominate the average of an
-    input, the error is underestimated, as for any average that rare large values would change.
-
-    Args:
-        log_likelihood: nats, `[chain, draw, input]`, at least four draws, as `each.log_density` of
-            `predict(..., per="draw", targets=...)`.
-
-    Returns:
-        Standard error in nats per input; 0 if all draws are equal.
-
-    Raises:
-        ValueError: another shape, too few draws, NaN, plus infinity, or an input of probability
-            zero under all draws.
-        ImportError: ArviZ is missing.
-
-    Example:
-        >>> import numpy as np
-        >>> from optax_smile import diagnostics
-        >>> log_likelihood = np.random.default_rng(0).normal(size=(4, 500, 3))
-        >>> round(diagnostics.mcse_lppd(log_likelihood), 2)
-        0.02
-
-    Source: the delta method; the error of an average from its ESS: Vehtari et al. 2021.
+    so its standard error is that of the average of z: std(z) / sqrt(ESS of z). If a few draws
+    dominate the average of an input, the error is underestimated.
     """
-    values = np.asarray(log_likelihood)
-    average = log_mean_exp(values, (0, 1))
-    if not np.isfinite(average).all():
-        rule, got = "finite in at least one draw of each input", average[~np.isfinite(average)][0]
-        _check.fail("mcse_lppd", "log_likelihood", rule, got)
-    return float(_by_arviz("mcse", np.exp(values - average).mean(axis=2), method="mean"))
+    average = log_mean_exp(log_likelihood, (0, 1))
+    z = np.exp(log_likelihood - average).mean(axis=2)
+    return float(_by_arviz("mcse", z, method="mean"))
 
 
-@_check.arguments(mean=_check.Array())
-def disagreement(mean: ArrayLike, *, classes: bool = True) -> np.ndarray:
-    """Measure how much the predictions of each pair of chains differ.
-
-    Args:
-        mean: predictions of the draws of each chain, such as `each.mean` of
-            `predict(..., per="draw")`: class probabilities `[chain, draw, input, class]`, or
-            averages of chains `[chain, input, class]`. With `classes=False`, numbers
-            `[chain, draw, input, ...]`.
-        classes: whether they are class probabilities.
-
-    Returns:
-        `[chain, chain]`, 0 on the diagonal. For classes, the share of inputs for which the averages
-        of two chains have different most probable classes, 0 to 1. For numbers, the root mean
-        square difference between the averages of two chains, divided by the root mean square
-        deviation of the draws of a chain from its average, over all inputs and chains. At 1, the
-        distance between chains equals the width of a chain.
-
-    Raises:
-        ValueError: another shape, NaN, or class probabilities that do not sum to 1.
-
-    Example:
-        >>> import numpy as np
-        >>> from optax_smile import diagnostics
-        >>> one, other = [[0.9, 0.1], [0.8, 0.2]], [[0.9, 0.1], [0.3, 0.7]]
-        >>> diagnostics.disagreement([one, other])
-        array([[0. , 0.5],
-               [0.5, 0. ]])
-    """
-    axes = "[chain, draw, input, class] or [chain, input, class]"
-    axes = axes if classes else "[chain, draw, input, ...]"
-    values = _check.Array(axes)("disagreement", "mean", mean)
-    if classes:
-        sums = values.sum(axis=-1)
-        if not np.allclose(sums, 1, atol=1e-3):
-            got = f"sums from {sums.min():.3g} to {sums.max():.3g}"
-            advice = "Apply a softmax to logits. For regression, pass `classes=False`."
-            _check.fail("disagreement", "mean", "class probabilities, which sum to 1", got, advice)
-        top = (values.mean(axis=1) if values.ndim == 4 else values).argmax(axis=-1)
-        return (top[:, None] != top).mean(axis=-1)
-    centre = values.mean(axis=1).reshape(len(values), -1)
-    differences = np.sqrt(np.mean((centre[:, None] - centre) ** 2, axis=-1))
-    with np.errstate(divide="ignore", invalid="ignore"):
-        relative = differences / np.sqrt(np.mean(values.var(axis=1)))
-    return np.where(differences == 0, 0.0, relative)
-
-
-@_check.arguments(values=Chains(least=2), max_lag=_check.Whole(0))
-def autocorrelation(values: ArrayLike, max_lag: int) -> np.ndarray:
-    """Compute the correlation of each chain with itself some draws later.
-
-    Args:
-        values: arrays `[chain, draw, ...]`.
-        max_lag: largest lag in draws, >= 0 and less than the number of draws.
-
-    Returns:
-        sum_t (x_t - m) (x_(t+k) - m) / sum_t (x_t - m)^2 for the lags k = 0 to `max_lag` with the
-        average m of the chain, `[chain, lag, ...]`; NaN where a chain does not move.
-
-    Raises:
-        ValueError: an argument out of range, NaN.
-
-    Cost: a fast Fourier transform.
-
-    Example:
-        >>> import numpy as np
-        >>> from optax_smile import diagnostics
-        >>> diagnostics.autocorrelation(np.array([[1.0, -1.0, 1.0, -1.0]]), 2)
-        array([[ 1.  , -0.75,  0.5 ]])
-    """
-    values = np.asarray(values)
-    num_draws = values.shape[1]
-    if max_lag >= num_draws:
-        rule = f"less than the {num_draws} draws"
-        _check.fail("autocorrelation", "max_lag", rule, max_lag)
-    centred = values - values.mean(axis=1, keepdims=True)
-    # Pad with zeros, as the transform is periodic.
-    power = np.abs(np.fft.rfft(centred, n=2 * num_draws, axis=1)) ** 2
-    products = np.fft.irfft(power, n=2 * num_draws, axis=1)[:, : max_lag + 1]
-    moves = np.ptp(values, axis=1, keepdims=True) > 0
-    return np.where(moves, products, np.nan) / np.where(moves, products[:, :1], 1)
-
-
-@by_identity
-class EnergyFit(NamedTuple):
-    """Gamma distribution fitted to |energy change|, arrays `[chain]`; NaN without an energy.
-
-    Attributes:
-        shape: (mean / std)^2.
-        scale: variance / mean, nats.
-        distance: Kolmogorov-Smirnov distance, 0 to 1: the largest difference between the
-            distribution functions.
-    """
-
-    shape: np.ndarray
-    scale: np.ndarray
-    distance: np.ndarray
-
-
-@_check.arguments(trace=_trace.TRACE, num_draws=NUM_DRAWS)
-def rejection_rate(trace: Mapping[str, ArrayLike], num_draws: int | None = None) -> np.ndarray:
-    """Count rejected steps per gradient, from the first tick to the last.
-
-    Args:
-        trace: arrays `[chain, tick]`, with `num_rejected` and `num_gradients`.
-        num_draws: use only the last `num_draws` ticks that are draws, >= 1; None: all ticks.
-
-    Returns:
-        Rate `[chain]`, 0 to 1; NaN for a single tick. If the energy errors fit perfectly, a
-        `reject_quantile` of 0.98 gives 0.02, or 0.01 with two gradients per step.
-
-    Raises:
-        ValueError: an entry is missing or has another shape.
-
-    Example:
-        >>> trace = {"num_rejected": [[0, 1, 1]], "num_gradients": [[10, 20, 30]]}
-        >>> rejection_rate(trace)
-        array([0.05])
-    """
-    names = "num_rejected", "num_gradients"
-    rejected, gradients = _trace.read("rejection_rate", trace, *names, num_draws=num_draws)
-    with np.errstate(invalid="ignore"):
-        return (rejected[:, -1] - rejected[:, 0]) / (gradients[:, -1] - gradients[:, 0])
-
-
-@_check.arguments(trace=_trace.TRACE, num_draws=NUM_DRAWS)
-def step_size_trend(trace: Mapping[str, ArrayLike], num_draws: int | None = None) -> np.ndarray:
-    """Compare the step size at the end with that near the beginning.
-
-    If it still changes, the draws target no single distribution.
-
-    Args:
-        trace: arrays `[chain, tick]`, with `step_size`.
-        num_draws: use only the last `num_draws` ticks that are draws, >= 1; None: all ticks.
-
-    Returns:
-        Median of the last tenth of the ticks / median of the second tenth, `[chain]`: 1 for a
-        constant step size.
-
-    Raises:
-        ValueError: an entry is missing or has another shape.
-
-    Example:
-        >>> step_size_trend({"step_size": [[0.5] * 10 + [0.2] * 10]})
-        array([0.4])
-    """
-    (sizes,) = _trace.read("step_size_trend", trace, "step_size", num_draws=num_draws)
-    tenth = max(1, sizes.shape[1] // 10)
-    second = sizes[:, tenth : 2 * tenth] if sizes.shape[1] > 1 else sizes
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return np.median(sizes[:, -tenth:], axis=1) / np.median(second, axis=1)
-
-
-@_check.arguments(trace=_trace.TRACE, num_draws=NUM_DRAWS)
-def energy_fit(trace: Mapping[str, ArrayLike], num_draws: int | None = None) -> EnergyFit:
-    """Fit a Gamma distribution to |energy change|, as the outlier test and the tuner do.
-
-    Args:
-        trace: arrays `[chain, tick]`, with `energy_change`.
-        num_draws: use only the last `num_draws` ticks that are draws, >= 1; None: all ticks.
-
-    Returns:
-        An `EnergyFit`, by moments with equal weights; the sampler gives recent ticks more weight.
-
-    Raises:
-        ValueError: an entry is missing or has another shape.
-
-    Example:
-        >>> energy_fit({"energy_change": [[0.1, -0.3, 0.2]]}).shape.round(2)
-        array([6.])
-
-    Source: the fit: Sommer et al., ICML 2026; the distance: Kolmogorov 1933.
+def gamma_distance(energy_change: np.ndarray) -> np.ndarray:
+    """Return the Kolmogorov-Smirnov distance of |energy change| from the Gamma distribution with
+    equal mean and variance, `[chain]`; NaN without an energy.
     """
     from scipy.special import gammainc
 
-    (energies,) = _trace.read("energy_fit", trace, "energy_change", num_draws=num_draws)
-    fits = []
-    for chain in np.abs(energies):
-        energy = np.sort(chain[np.isfinite(chain)])
-        if energy.size < 2 or np.ptp(energy) == 0:
-            fits.append((np.nan,) * 3)
-            continue
-        shape, scale = (energy.mean() / energy.std()) ** 2, energy.var() / energy.mean()
-        below, fitted = np.arange(energy.size) / energy.size, gammainc(shape, energy / scale)
-        distance = max(np.max(fitted - below), np.max(below + 1 / energy.size - fitted))
-        fits.append((shape, scale, distance))
-    return EnergyFit(*np.array(fits).T)
+    distances = np.full(len(energy_change), np.nan)
+    for chain, changes in enumerate(np.abs(energy_change)):
+        energy = np.sort(changes[np.isfinite(changes)])
+        if energy.size > 1 and np.ptp(energy):
+            shape, scale = (energy.mean() / energy.std()) ** 2, energy.var() / energy.mean()
+            below, fitted = np.arange(energy.size) / energy.size, gammainc(shape, energy / scale)
+            distances[chain] = max(np.max(fitted - below), np.max(below + 1 / energy.size - fitted))
+    return distances
 
 
 @_check.arguments(snapshots=SNAPSHOTS, prediction=PREDICTION | None)
@@ -399,11 +101,7 @@ def to_arviz(snapshots: Snapshots | StoredSnapshots, prediction: Prediction | No
         draws; `energy_change` is called `energy_error`, as in ArviZ. `log_likelihood` has `target`.
 
     Raises:
-        ValueError: no draws, the iterates of an optimizer, or draws that were chosen by their
-            indices; a prediction without single draws or targets, or of other draws.
-        ImportError: ArviZ is missing.
-
-    Cost: the draws in memory.
+        ValueError, ImportError: as `summary`.
 
     Example:
         >>> import numpy as np, optax_smile

@@ -21,13 +21,15 @@ from optax_smile.diagnostics.findings import (
     judge,
     median_of,
     nominal_rate,
+    rejection_rate,
     share_above,
+    step_size_trend,
 )
 from optax_smile.diagnostics.paths import relative, walk
-from optax_smile.diagnostics.statistics import LEAST_DRAWS, LEAST_DRAWS_WITHIN
+from optax_smile.diagnostics.statistics import LEAST_DRAWS, LEAST_DRAWS_WITHIN, SNAPSHOTS
 from optax_smile.draws._checks import PREDICTION, log_density_of
 from optax_smile.draws.prediction import Prediction
-from optax_smile.draws.snapshots import Snapshots, Stopping, StoredSnapshots
+from optax_smile.draws.snapshots import Snapshots, StoredSnapshots
 
 COLD = "a cold posterior, narrower than the Bayesian one"
 # Entries of a trace that checks need; NaN where they are missing.
@@ -44,31 +46,26 @@ class Summary:
     Attributes:
         num_draws: number of draws per chain.
         of: what R-hat is computed on: `"predictions"` or `"weights"`.
-        first_step_size: step size at the first tick, `[chain]`.
-        last_step_size: step size at the last tick, `[chain]`.
-        step_size_trend: step size at the end of the draws / near their beginning, `[chain]`.
+        first_step_size, last_step_size: step size at the first and the last tick, `[chain]`.
+        step_size_trend: median step size of the last tenth of the draws / that of the second tenth,
+            `[chain]`.
         rejection_rate: rejected steps per gradient among the draws, `[chain]`.
-        nominal_rate: this rate for a perfect fit with the given `reject_quantile`; NaN without
-            one.
+        nominal_rate: this rate for a perfect fit with the given `reject_quantile`, or NaN.
         energy_distance: Kolmogorov-Smirnov distance of the energy errors of the draws from the
             Gamma distribution fitted to them, 0 to 1, `[chain]`; NaN if the sampler fits none.
         num_nonfinite: number of gradients or values that were not finite, `[chain]`.
         temperature: temperature of the posterior, 1 for Bayes, `[chain]`.
-        travelled: distance of the last draw from the start / norm of the start, `[chain]`; for a
-            start at 0 see `travel`.
+        travelled: distance of the last draw from the start / norm of the start (or of the first
+            draw that is not 0, for a start at 0), `[chain]`.
         copy_of: the first chain with equal draws, bit for bit, `[chain]`; its own number if there
             is none before it. Copies count once in `rhat_across`, `ess` and `mcse`.
-        rhat_within: R-hat of the quarters of one chain, `[chain, point]`, for single predictions or
-            weights.
-        rhat_across: R-hat of all chains for single predictions, `[point]`; empty without them.
-        ess: effective sample size of all chains for single predictions, `[point]`; empty without
-            them.
+        rhat_within: R-hat of the quarters of single predictions or weights, `[chain, point]`.
+        rhat_across, ess: R-hat and effective sample size of all chains for single predictions,
+            `[point]`; empty without them.
         chain_lppd: log pointwise predictive density of each single chain, nats, `[chain]`.
-        lppd: the same for all chains together.
-        mcse: Monte Carlo standard error of `lppd`.
+        lppd, mcse: the same for all chains together, and its Monte Carlo standard error.
         checks: all tests for which there was enough information, passed or not.
         findings: the tests that failed.
-        stopping: result of the stopping rule of the run; None without a rule.
     """
 
     num_draws: int
@@ -90,7 +87,6 @@ class Summary:
     lppd: float
     mcse: float
     checks: tuple[Check, ...] = ()
-    stopping: Stopping | None = None
 
     @property
     def findings(self) -> tuple[Check, ...]:
@@ -158,8 +154,6 @@ class Summary:
     def _notes(self) -> list[str]:
         num_draws, columns = self.num_draws, self._columns()
         notes = [f"chains: {len(self.copy_of)}, draws of each: {num_draws}"]
-        if self.stopping is not None:
-            notes.append(str(self.stopping))
         if np.any(self.temperature < 1):
             notes.append(f"temperature {np.nanmin(self.temperature):.3g}: {COLD}")
         of = f" / the nominal {self.nominal_rate:.2g}" if self.nominal_rate > 0 else ""
@@ -234,7 +228,7 @@ def name_chains(chains: tuple[int, ...], num_chains: int) -> str:
 
 
 @_check.arguments(
-    snapshots=statistics.SNAPSHOTS,
+    snapshots=SNAPSHOTS,
     prediction=PREDICTION | None,
     max_inputs=_check.Whole(1),
     seed=_check.Whole(0),
@@ -249,15 +243,12 @@ def summary(
 ) -> Summary:
     """Check a whole run: what looks wrong, and what to try.
 
-    Each check looks for one problem:
-
     - copies: chains have equal draws or use equal random numbers.
     - altered: something changed the updates before they reached the parameters, or the state of
       the sampler was initialized again.
     - not finite: in every chain, more than 1 % of the gradients or losses are not finite.
-    - diverged: the parameters of a chain are very large; or its predictions are far worse than
-      those of other chains or those of its own first draws; or more than 1 % of its gradients or
-      losses are not finite, but not in all chains.
+    - diverged: a chain has very large parameters, or predicts far worse than other chains or its
+      own first draws; or more than 1 % of its gradients or losses are not finite.
     - frozen: a chain hardly moves.
     - still on its way: the energy of a chain is still decreasing.
     - not settled: the predictions of a chain still drift; without a `prediction`, its weights.
@@ -265,36 +256,31 @@ def summary(
     - different modes: groups of chains predict differently at many inputs.
     - chains differ: there are no such groups, but R-hat across chains is high at many inputs.
     - worse than the start: the loss is far above that of the start.
-    - rejected steps: many more steps are rejected than the `reject_quantile` of the sampler
-      implies.
+    - rejected steps: many more than the `reject_quantile` of the sampler implies.
     - step size: a tuner still changes the step size.
 
-    Without a `prediction`, "slow", "different modes" and "chains differ" are not checked, and
-    "diverged" compares no predictions. The printed R-hats are then those of weights. Weights of
-    different chains may differ although the predictions agree. The attribute `checks` of the result
-    lists all checks that were possible.
+    Without a `prediction`, the R-hats are those of weights, which may differ between chains whose
+    predictions agree, and "slow", "different modes" and "chains differ" are not checked.
 
     Args:
         snapshots: result of `sample`, `load_snapshots` or `Snapshots.from_draws`. For weights
             without a sampler, such as a deep ensemble, few checks can be made.
         prediction: result of `predict(..., per="draw", targets=...)` for the same draws, on test or
-            training data. Chains are then judged by their predictions instead of their weights. If
-            there are several outputs per input, `summary` uses the one whose variance over the
-            draws is largest.
-        max_inputs: largest number of randomly chosen inputs for R-hat and ESS, >= 1. Without a
-            prediction, it is the largest number of weights.
+            training data. Of several outputs per input, the one with the largest variance over the
+            draws counts.
+        max_inputs: largest number of randomly chosen inputs (without a prediction: of weights) for
+            R-hat and ESS, >= 1.
         seed: seed of this choice, >= 0.
 
     Returns:
         A `Summary`: print it.
 
     Raises:
-        ValueError: an argument is out of range; there are no draws; the draws are iterates of an
-            optimizer, or were chosen by their indices; the prediction was made without `per="draw"`
-            or `targets`, or its numbers of chains and draws are not those of `snapshots`. (A
-            prediction of other draws with the same numbers is accepted.)
-        ImportError: ArviZ is not installed. It computes R-hat and ESS, which need at least 8 draws
-            per chain, or 4 with a `prediction`. With fewer draws, `summary` does not import it.
+        ValueError: there are no draws, or they are iterates of an optimizer or were chosen by their
+            indices; the prediction has no single draws or targets, or is of other numbers of draws;
+            NaN.
+        ImportError: ArviZ is not installed. R-hat and ESS need at least 8 draws per chain, or 4
+            with a `prediction`; with fewer draws, ArviZ is not imported.
 
     Cost: about a millisecond per chain and chosen input, and one pass over the draws. At most two
     draws of each chain are in memory.
@@ -305,39 +291,44 @@ def summary(
         >>> optax_smile.diagnostics.summary(draws).findings
         ()
     """
-    num_draws, settings = snapshots.num_draws, snapshots.settings or {}
-    paths, unknown = walk(snapshots, max_inputs, seed), np.full(snapshots.num_chains, np.nan)
+    num_chains, num_draws, settings = snapshots.num_chains, snapshots.num_draws, snapshots.settings
+    settings, unknown = settings or {}, np.full(num_chains, np.nan)
+    paths = walk(snapshots, max_inputs, seed)
     of_draws = _trace.of_draws(snapshots.trace, num_draws)
-    trace = dict.fromkeys(NEEDED, np.full((snapshots.num_chains, num_draws), np.nan))
+    trace = dict.fromkeys(NEEDED, np.full((num_chains, num_draws), np.nan))
     trace |= {name: np.asarray(values, float) for name, values in of_draws.items()}
-    sizes = np.asarray(snapshots.trace.get("step_size", trace["step_size"]), float)
-    first_step_size, distance, chain_lppd = sizes[:, 0], unknown, unknown
-    trend, rejections = statistics.step_size_trend(trace), statistics.rejection_rate(trace)
+    _trace.read("Snapshots", trace, *NEEDED)
+    first_step_size = np.asarray(snapshots.trace.get("step_size", trace["step_size"]), float)[:, 0]
+    distance, chain_lppd = unknown, unknown
     if settings.get("reject_quantile") is not None or chooser(settings) == "quantile_tuner":
-        distance = statistics.energy_fit(trace).distance
+        distance = statistics.gamma_distance(trace["energy_change"])
     copies = copy_of(paths)
+    own = np.unique(copies)
     values = density = None
     lppd = mcse = np.nan
     rhat_within, rhat_across, sizes = unknown[:, None], np.empty(0), np.empty(0)
+    series, source, least = paths.weights, "snapshots", LEAST_DRAWS_WITHIN
     if prediction is not None:
-        axes = snapshots.num_chains, snapshots.num_draws
-        density = log_density_of("summary", axes, prediction)
+        density = log_density_of("summary", (num_chains, num_draws), prediction)
         values = _scalars(prediction, density, max_inputs, seed)
         by_chain = statistics.log_mean_exp(density, (1,))
-        chain_lppd = by_chain.mean(axis=1)
-        lppd = float(statistics.log_mean_exp(by_chain, (0,)).mean())
-        own = np.unique(copies)
-        if num_draws >= LEAST_DRAWS:
-            sizes = statistics.ess(values[own])
-            mcse = statistics.mcse_lppd(density[own]) if np.isfinite(lppd) else np.nan
-            if len(own) > 1:
-                rhat_across = statistics.rhat(values[own])
-    series = paths.weights if values is None else values
+        chain_lppd, lppd = (
+            by_chain.mean(axis=1),
+            float(statistics.log_mean_exp(by_chain, (0,)).mean()),
+        )
+        series, source, least = values, "prediction", LEAST_DRAWS
+    if num_draws >= least and np.isnan(series).any():
+        _check.fail("summary", source, "without NaN", "NaN in some draws")
+    if values is not None and density is not None and num_draws >= LEAST_DRAWS:
+        sizes = statistics.ess(values[own])
+        mcse = statistics.mcse_lppd(density[own]) if np.isfinite(lppd) else np.nan
+        rhat_across = statistics.rhat(values[own]) if len(own) > 1 else rhat_across
     if num_draws >= LEAST_DRAWS_WITHIN and series.shape[2]:
         rhat_within = statistics.rhat_within(series)
     run = Run(paths, settings, trace, values, density, copies, first_step_size, rhat_within)
     with np.errstate(divide="ignore", invalid="ignore"):
         checks = judge(run)
+        trend, rejections = step_size_trend(trace["step_size"]), rejection_rate(trace)
     return Summary(
         num_draws=num_draws,
         of="weights" if values is None else "predictions",
@@ -358,7 +349,6 @@ def summary(
         lppd=lppd,
         mcse=mcse,
         checks=checks,
-        stopping=snapshots.stopping,
     )
 
 
@@ -367,9 +357,8 @@ def _scalars(prediction: Prediction, density: np.ndarray, max_inputs: int, seed:
     values = density if prediction.each.mean is None else prediction.each.mean
     number = values.shape[2]
     rows = np.random.default_rng(seed).permutation(number)[:max_inputs]
-    values = np.asarray(values[:, :, np.sort(rows)], float)
+    # Give impossible targets a finite density.
+    values = np.maximum(np.asarray(values[:, :, np.sort(rows)], float), np.finfo(np.float32).min)
     values = values.reshape(*values.shape[:3], -1)
     most = values.var(axis=(0, 1)).argmax(axis=-1)
-    # Give impossible targets a finite density.
-    lowest = np.finfo(np.float32).min
-    return np.maximum(np.take_along_axis(values, most[None, None, :, None], 3)[..., 0], lowest)
+    return np.take_along_axis(values, most[None, None, :, None], 3)[..., 0]

@@ -6,6 +6,7 @@ from typing import Literal, NamedTuple
 
 import jax
 import numpy as np
+from numpy.typing import ArrayLike
 
 from optax_smile import _check, _table
 from optax_smile._types import Tree, by_identity
@@ -98,3 +99,19 @@ class Prediction(NamedTuple):
 def _shapes(fields: Outcome | Prediction) -> dict[str, str]:
     leaves = {name: jax.tree.leaves(x) for name, x in fields._asdict().items() if x is not None}
     return {name: _table.some(map(_check.show, arrays)) for name, arrays in leaves.items()}
+
+
+def classes(mean: ArrayLike, shape: tuple[int, ...]) -> np.ndarray:
+    """Return probabilities `[input, class]`; of shape `shape` they are those of class 1 of two."""
+    mean = np.asarray(mean)
+    ones = mean.ravel()
+    return np.stack([1 - ones, ones], axis=1) if mean.shape == shape else mean
+
+
+def labelled(mean: ArrayLike, targets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return probabilities `[input, class]` and labels `[input]`."""
+    if np.shape(mean) == targets.shape:
+        if (unknown := targets[~np.isin(targets, (0, 1))]).size:
+            _check.fail("score", "targets", "0 or 1", unknown[0])
+        return classes(mean, targets.shape), targets.ravel().astype(int)
+    return np.asarray(mean), targets

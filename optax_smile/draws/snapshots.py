@@ -12,7 +12,7 @@ import operator
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, SupportsIndex, cast, overload
+from typing import SupportsIndex, cast, overload
 
 import jax
 import numpy as np
@@ -21,7 +21,7 @@ from jax.typing import ArrayLike
 
 from optax_smile import _check, _disk, _settings, _table, _trace, _tree
 from optax_smile._disk import Json
-from optax_smile._types import Tree, by_identity
+from optax_smile._types import Tree
 from optax_smile.draws import _checks, _format
 
 # Name and arguments of a sampler.
@@ -36,64 +36,6 @@ DENSITIES = _check.Array(
 )
 
 
-@by_identity
-class Stopping(NamedTuple):
-    """Result of the stopping rule `EvidenceStop`; print it for a sentence.
-
-    Look k rejects the null if its e-value is at least k (k + 1) / alpha. Only the last look can
-    have done so, since it stops the run.
-
-    Attributes:
-        null: `"improvement"` or `"doubling"`.
-        alpha: bound on the probability that any look rejects a null that is true.
-        tolerance: gain of the null `"doubling"`, nats per example.
-        num_examples: number of held-out examples.
-        start_lppd: log pointwise predictive density (LPPD) of the start of the chains on these
-            examples, nats per target.
-        num_draws: draws of each chain at each look, `[look]`.
-        log_e_value: log of the e-value of each look, `[look]`; NaN once a prediction was not
-            finite.
-        lppd: LPPD of the average of all draws so far, `[look]`.
-    """
-
-    null: str
-    alpha: float
-    tolerance: float
-    num_examples: int
-    start_lppd: float
-    num_draws: np.ndarray
-    log_e_value: np.ndarray
-    lppd: np.ndarray
-
-    @property
-    def log_threshold(self) -> np.ndarray:
-        """Log e-value at which each look rejects the null, `[look]`."""
-        look = np.arange(1, len(self.num_draws) + 1)
-        return np.log(look * (look + 1) / self.alpha)
-
-    @property
-    def has_stopped(self) -> bool:
-        """Whether the last look rejected the null."""
-        return bool((self.log_e_value[-1:] >= self.log_threshold[-1:]).any())
-
-    def __str__(self) -> str:
-        if not len(self.num_draws):
-            return f"Not stopped: no look yet (null: {self.null})."
-        claim = "the draws improve the prediction of the start"
-        if self.null == "doubling":
-            claim = f"doubling the draws gains less than {self.tolerance:g} nats per example"
-        evidence, threshold = self.log_e_value[-1], self.log_threshold[-1]
-        found, sign = ("Stopped", ">=") if self.has_stopped else ("Not stopped", "<")
-        if math.isnan(evidence):
-            sign, claim = "against", f"{claim}, as predictions were not finite"
-        evident = "evidence" if self.has_stopped else "not enough evidence"
-        return (
-            f"{found} at {self.num_draws[-1]} draws per chain: {evident} that {claim} (log e-value"
-            f" {evidence:.3g} {sign} {threshold:.3g}, alpha {self.alpha:g}). Held-out LPPD"
-            f" {self.lppd[-1]:.4g}, of the start {self.start_lppd:.4g}."
-        )
-
-
 class Draws(abc.ABC):
     """A sequence of parameter trees: the first draw of every chain, then the second, ...
 
@@ -105,7 +47,6 @@ class Draws(abc.ABC):
     params: Tree
     trace: Trace
     settings: Settings | None
-    stopping: Stopping | None
     interrupted: str | None = None
     # The arrays of one draw of one chain, and the `PyTreeDef` of its tree; None if it is unknown.
     _leaves: list[_format.Leaf]
@@ -191,8 +132,6 @@ class Draws(abc.ABC):
             rows["draws"] = f"{_settings.origin(self.settings)}, not posterior draws"
         elif self.settings is not None:
             rows["sampler"] = _sampler(self.settings)
-        if self.stopping is not None:
-            rows["stopping"] = str(self.stopping)
         return rows | self._place()
 
     @_check.arguments("choose", log_density=DENSITIES, number=_check.Whole(1))
@@ -266,7 +205,6 @@ class Snapshots(Draws):
         settings: name and arguments of the sampler; None if unknown. With `"is_posterior": False`
             the draws are no sample of a posterior: those of an optimizer, or chosen by indices.
         start: initial parameters of the chains, a tree of arrays `[chain, ...]`; None if unknown.
-        stopping: a `Stopping`, the result of the stopping rule of the run; None without a rule.
         interrupted: `"SIGINT"` or `"SIGTERM"` if this signal ended the call of `sample` that
             returned these draws; else None.
 
@@ -285,7 +223,6 @@ class Snapshots(Draws):
     trace: Trace
     settings: Settings | None = None
     start: Tree = None
-    stopping: Stopping | None = dataclasses.field(default=None, init=False)
 
     @_check.arguments(
         "Snapshots",
@@ -307,7 +244,7 @@ class Snapshots(Draws):
         # A frozen dataclass does not allow assignment.
         vars(self).update(params=params, trace=dict(trace), settings=settings, start=start)
         num_chains, num_draws = jax.tree.leaves(params)[0].shape[:2]
-        vars(self).update(num_chains=num_chains, num_draws=num_draws, stopping=None)
+        vars(self).update(num_chains=num_chains, num_draws=num_draws)
         leaves, structure = _format.leaves_of(params, axes=2), jax.tree.structure(params)
         vars(self).update(_leaves=leaves, _structure=structure)
 
@@ -398,11 +335,6 @@ class StoredSnapshots(Draws):
     def num_draws(self) -> int:
         """Number of draws per chain on disk when the directory was loaded."""
         return len(self.draws)
-
-    @property
-    def stopping(self) -> Stopping | None:
-        """Result of the stopping rule of the run, if it had one."""
-        return None
 
     @property
     def params(self) -> Tree:

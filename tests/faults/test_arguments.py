@@ -59,8 +59,7 @@ HOSTILE: dict[str, Any] = {
 # Nothing for users to call: records that functions return, and what the package is made of.
 NOT_CALLED = {
     *("MclmcSettings", "Outcome", "Prediction", "Selection", "StoredSnapshots"),
-    "Stopping",
-    *("diagnostics.EnergyFit", "diagnostics.Check", "diagnostics.Summary"),
+    *("diagnostics.Check", "diagnostics.Summary"),
     *("ArgumentError", "CheckReport", "RecordedSampler", "Stats"),
     # Classes to inherit from.
     *("Preconditioner", "Tuner"),
@@ -144,13 +143,6 @@ LAWFUL: dict[str, set[str]] = {
     "curve": {"list", "dict", "empty"},
     **dict.fromkeys(("mean", "entropy", "variance"), {"none"}),
     **dict.fromkeys(("Likelihood.check", "Likelihood.has_target"), {"none"}),
-    # Arrays of numbers: draws that do not move have no figure, which is no error.
-    **dict.fromkeys(("diagnostics.rhat.values", "diagnostics.ess.values"), {"odd"}),
-    **dict.fromkeys(("diagnostics.autocorrelation.values",), {"odd"}),
-    "diagnostics.disagreement.mean": {"odd"},
-    "diagnostics.weight_rhat.params": TREES,
-    "diagnostics.travel.start": set(),
-    "diagnostics.mcse_lppd.log_likelihood": set(),
     "lppd.log_density": NUMBER | {"odd"},
     **dict.fromkeys(("std", "new_std"), POSITIVE),
     "report.store.name": {"text"},
