@@ -5,7 +5,7 @@
 The public names, by what you want to do:
 
     replace an optimizer      psmile (the default), smile, mclmc, sgld, psgld, sghmc,
-                              scale_adapted_sghmc, sgnht, cyclical_sgld; published: as in the paper
+                              scale_adapted_sghmc, cyclical_sgld; published: as in the paper
     read a sampler's state    last_accepted (the current draw), stats, Stats
     check your own loop       check, CheckReport; ArgumentError is what bad arguments raise
     sample without a loop     warmstart, then sample; chains_from_weights, parallel
@@ -14,10 +14,10 @@ The public names, by what you want to do:
     keep and read draws       Snapshots, StoredSnapshots, load_snapshots
     predict                   predict, Prediction, Outcome, Predictor, Likelihood
     judge                     diagnostics.summary, metrics, plots, report
-    sample around weights     local: strength of a prior, learning coefficient, influence
-    set the step size         angle_tuner (the default), quantile_tuner, tune_mclmc, MclmcSettings
+    sample around weights     local: strength of a prior, candidates for networks
+    set the step size         angle_tuner (the default), quantile_tuner
     precondition gradients    scale_by_gradient_noise
-    build a sampler           compose, Preconditioner, Tuner
+    parts of your own         Preconditioner, Tuner
 
 `help(optax_smile.sample)` describes a function, its arguments and its errors. The pages in `docs/`
 begin with `docs/start.md`.
@@ -49,9 +49,7 @@ from optax_smile.samplers.mclmc import mclmc
 from optax_smile.samplers.scale_adapted_sghmc import scale_adapted_sghmc
 from optax_smile.samplers.sghmc import sghmc
 from optax_smile.samplers.sgld import psgld, sgld
-from optax_smile.samplers.sgnht import sgnht
-from optax_smile.samplers.smile import compose, psmile, smile
-from optax_smile.samplers.tune_mclmc import MclmcSettings, tune_mclmc
+from optax_smile.samplers.smile import psmile, smile
 from optax_smile.stages.scale import Preconditioner, scale_by_gradient_noise
 from optax_smile.stages.step_size import Tuner, angle_tuner, quantile_tuner
 from optax_smile.state import Stats, last_accepted, stats
@@ -63,7 +61,6 @@ __all__ = [
     "ArgumentError",
     "CheckReport",
     "Likelihood",
-    "MclmcSettings",
     "Outcome",
     "Preconditioner",
     "Prediction",
@@ -78,7 +75,6 @@ __all__ = [
     "angle_tuner",
     "chains_from_weights",
     "check",
-    "compose",
     "cyclical_sgld",
     "diagnostics",
     "interop",
@@ -102,10 +98,8 @@ __all__ = [
     "select",
     "sghmc",
     "sgld",
-    "sgnht",
     "smile",
     "stats",
-    "tune_mclmc",
     "warmstart",
 ]
 

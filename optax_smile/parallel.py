@@ -15,13 +15,10 @@ from optax_smile import _check
 from optax_smile._types import Batch, Tree
 
 __all__ = [
-    "chain_sharding",
     "init",
     "over_chains",
     "place",
     "place_batch",
-    "shardings",
-    "split_key",
     "step",
 ]
 
@@ -102,29 +99,21 @@ def place(tree: Tree, *, mesh: Mesh | None = None, specs: Tree = None) -> Tree:
         ValueError: leading axes that disagree; a mesh without the axis `"chain"`, or whose axis
             does not divide the number of chains; specs without a mesh.
     """
-    with _check.called("parallel.place", "parallel.shardings"):
-        own = shardings(tree, mesh=mesh, specs=specs)
+    own = _shardings("parallel.place", tree, mesh, specs)
     return _copy(tree if own is None else jax.tree.map(_put, tree, own))
 
 
-@_check.arguments("parallel.shardings", tree=STACKED, mesh=MESH, specs=SPECS)
-def shardings(tree: Tree, *, mesh: Mesh | None = None, specs: Tree = None) -> Tree:
-    """Return the shardings that `place` gives the arrays.
-
-    Args:
-        tree: arrays `[chain, ...]` or their shapes. Other arguments and errors as for `place`.
-
-    Returns:
-        A tree like `tree` of `NamedSharding`; None without a mesh.
-    """
-    where = "parallel.shardings"
-    check_mesh(where, mesh, num_chains(where, tree))
+def _shardings(
+    where: str, tree: Tree, mesh: Mesh | None, specs: Tree, argument: str = "tree"
+) -> Tree:
+    """Return the shardings of arrays `[chain, ...]`, or of their shapes; None without a mesh."""
+    check_mesh(where, mesh, num_chains(where, tree, argument))
     if mesh is None:
         if specs is not None:
             _check.fail(where, "specs", "None without a mesh", _check.show(specs))
         return None
     if specs is None:
-        return jax.tree.map(lambda _: chain_sharding(mesh), tree)
+        return jax.tree.map(lambda _: _chain_sharding(mesh), tree)
     given, of_chain = jax.tree.flatten(specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
     rule = f"a tree of jax.P with the structure of the parameters, {jax.tree.structure(tree)}"
     if of_chain != jax.tree.structure(tree):
@@ -246,8 +235,7 @@ def init(
     where = "parallel.init"
     chains = num_chains(where, params)
     check_mesh(where, mesh, chains)
-    with _check.called(where, "parallel.shardings", tree="params"):
-        of_params = shardings(params, mesh=mesh, specs=specs)
+    of_params = _shardings(where, params, mesh, specs, "params")
     of_chains = over_chains(sampler.init, mesh=mesh)
     own = None
     if mesh is not None:
@@ -256,7 +244,7 @@ def init(
             lambda _, like: like,
             jax.eval_shape(jax.vmap(sampler.init), params),
             of_params,
-            transform_non_params=lambda _: chain_sharding(mesh),
+            transform_non_params=lambda _: _chain_sharding(mesh),
         )
     state = jax.jit(of_chains, out_shardings=own)(params)
     if key is None and chains == 1:
@@ -271,7 +259,7 @@ def init(
         return state
     purpose = f"to derive a key for each of the {chains} chains"
     needed = _check.Key(True, purpose)(where, "key", key)
-    keys = split_key(needed, chains, mesh=mesh, raw=True)
+    keys = _split_key(needed, chains, mesh=mesh, raw=True)
     if keys.shape != known.shape:
         rule = f"a key with {known.shape[-1]} words of data, like the sampler's"
         _check.fail(where, "key", rule, f"{keys.shape[-1]} words")
@@ -283,23 +271,16 @@ def _is_random_key(_, value: object) -> bool:
     return getattr(value, "dtype", None) == jnp.uint32
 
 
-@_check.arguments("parallel.chain_sharding", mesh=ChainMesh())
-def chain_sharding(mesh: Mesh) -> NamedSharding:
+def _chain_sharding(mesh: Mesh) -> NamedSharding:
     """Return the sharding of an array `[chain, ...]` over the chains only."""
     return NamedSharding(mesh, PartitionSpec(CHAIN))
 
 
-@_check.arguments(
-    "parallel.split_key",
-    key=_check.Key(needed=True),
-    chains=_check.Whole(1),
-    mesh=MESH,
-)
-def split_key(
-    key: jax.Array | int, chains: int, *, mesh: Mesh | None = None, raw: bool = False
+def _split_key(
+    key: jax.Array, chains: int, *, mesh: Mesh | None = None, raw: bool = False
 ) -> jax.Array:
     """Make keys `[chain]`, or their raw data, each on the devices of its chain."""
-    own = None if mesh is None else chain_sharding(mesh)
+    own = None if mesh is None else _chain_sharding(mesh)
 
     def split(key):
         keys = jax.random.split(key, chains)

@@ -316,11 +316,6 @@ def strength_for(
     return max(found - potential.num_data * curvature / num_parameters, 0.0)
 
 
-def watanabe_beta(num_data: float) -> float:
-    """Inverse temperature 1 / log n, at which draws estimate the evidence (Watanabe 2013)."""
-    return 1 / math.log(num_data)
-
-
 def _count(potential: Potential) -> Tree:
     """num_data as a float: the integers of JAX overflow at 2 10^9 tokens."""
     num_data = potential.num_data

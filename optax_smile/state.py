@@ -202,16 +202,16 @@ def noise_id(key: jax.Array | None, counter: jax.Array) -> jax.Array:
 
 @runtime_checkable
 class SamplerState(Protocol):
-    """Protocol of the NamedTuple that a sampler's `init` returns."""
+    """Protocol of the NamedTuple that a sampler's `init` returns.
+
+    A state with random numbers has them in a field `key`, raw key data, uint32. The package's own
+    states also have a field `state_format`, the `STATE_FORMAT` of their version. For a sampler
+    outside of the package see `examples/own_sampler.py`.
+    """
 
     @property
     def gradients_per_step(self) -> int:
         """Gradients, and calls of `update`, per step."""
-        ...
-
-    @property
-    def state_format(self) -> jax.Array:
-        """`STATE_FORMAT` of the version that made the state."""
         ...
 
     def stats(self) -> Stats:
@@ -223,7 +223,7 @@ class SamplerState(Protocol):
         ...
 
     def last_received(self) -> tuple[optax.Updates, jax.Array] | None:
-        """A tree of the leaves that are sampled, and `_tree.fingerprint` of their last gradient."""
+        """Sampled leaves, and `_tree.fingerprint` of their last gradient; None if not kept."""
         ...
 
 
@@ -268,7 +268,7 @@ def find(state: Tree, where: str, argument: str = "state") -> SamplerState:
 
 def check_format(where: str, argument: str, state: SamplerState):
     """Require the format of this version; a number that the device still computes passes."""
-    number = state.state_format
+    number = getattr(state, "state_format", STATE_FORMAT)
     if not is_ready(number) or np.all(np.asarray(number) == STATE_FORMAT):
         return
     rule, got = f"a state of format {STATE_FORMAT}", f"format {np.max(np.asarray(number))}"

@@ -51,7 +51,7 @@ def first_steps(sampler):
 
 
 def samplers():
-    for name, sampler in (SAMPLERS | {"compose": optax_smile.compose}).items():
+    for name, sampler in SAMPLERS.items():
         yield name, first_steps(sampler), valid_arguments(sampler, key=KEY)
     for name in ("smile", "psmile", "smile_naive", "psmile_naive"):
         sampler = getattr(published, name)
@@ -118,11 +118,6 @@ def runs(path):
     yield "select", optax_smile.select, searched
     weights = {"weights": [PARAMS, PARAMS], "num_chains": 2, "jitter": 0.1, "key": KEY}
     yield "chains_from_weights", optax_smile.chains_from_weights, weights
-    tuned = {"loss_fn": lambda params: jnp.sum(params["w"] ** 2), "params": PARAMS, "num_data": 9}
-    tuned |= {"prior_precision": 1.0, "prior_mean": 0.0, "temperature": 1.0, "key": KEY}
-    tuned |= {"integrator": "leapfrog", "num_steps": 30, "log_prior": None}
-    tuned |= {"first_step_size": 0.1, "energy_variance": 1e-3}
-    yield "tune_mclmc", optax_smile.tune_mclmc, tuned
     loading = {"directory": path, "like": None, "flat": False}
     yield "load_snapshots", optax_smile.load_snapshots, loading
     yield "thinned", optax_smile.load_snapshots(path).thinned, {"every": 2}
@@ -148,11 +143,6 @@ def around(path):
     yield "local.local_precision", local.local_precision, searched
     search = local.local_precision(**searched)
     yield "PrecisionSearch.sampler", search.sampler, {"key": KEY}
-    estimated = {"beta": 0.5, "localization": 1.0, "draws": None, "steps_per_dispatch": 1}
-    yield "local.llc", local.llc, given | steps | estimated | {"directory": None}
-    given = {"losses_fn": lambda params, x: x @ params["b"], "draws": [PARAMS, PARAMS]}
-    given |= {"examples": INPUTS, "queries": INPUTS, "temperature": 1.0, "batch_size": 2}
-    yield "local.influence", local.influence, given
     given = {"loss_fn": bowl, "params": CHAINS, "batches": [jnp.ones(3)], "num_data": 100}
     given |= {"optimizer": optax.sgd(0.1), "key": KEY, "excess": 0.1, "allowed": 0.1}
     yield "local.network_candidates", local.network_candidates, given
@@ -256,7 +246,6 @@ def placed():
     tx = fixed()
     where: dict[str, Any] = {"mesh": None, "specs": None}
     yield "parallel.place", parallel.place, {"tree": CHAINS} | where
-    yield "parallel.shardings", parallel.shardings, {"tree": CHAINS} | where
     given = {"sampler": tx, "params": CHAINS, "key": KEY} | where
     yield "parallel.init", parallel.init, given
     given = {"batch": VECTOR, "mesh": None, "per_chain": False, "stacked": False}
@@ -265,13 +254,6 @@ def placed():
     yield "parallel.step", parallel.step, given | {"per_chain": False}
     given = {"function": lambda x: x, "mesh": None, "in_axes": 0}
     yield "parallel.over_chains", parallel.over_chains, given
-    yield (
-        "parallel.split_key",
-        parallel.split_key,
-        {"key": KEY, "chains": 2, "mesh": None, "raw": True},
-    )
-    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("chain",))
-    yield "parallel.chain_sharding", parallel.chain_sharding, {"mesh": mesh}
 
 
 def bridges():

@@ -17,8 +17,7 @@ def find_samplers():
     for info in pkgutil.iter_modules(samplers.__path__, "optax_smile.samplers."):
         for name, fn in vars(importlib.import_module(info.name)).items():
             is_own = inspect.isfunction(fn) and fn.__module__ == info.name
-            # `compose` builds what `smile` does.
-            if is_own and name not in ("build", "compose") and accepts(fn, "step_size", "num_data"):
+            if is_own and name != "build" and accepts(fn, "step_size", "num_data"):
                 yield name, fn
 
 
@@ -33,7 +32,6 @@ VALID: dict[str, Any] = {
     "integrator": "leapfrog",
     "square_decay": 0.9,
     "friction": 0.1,
-    "friction_step": "exact",
     "adapt_steps": 3,
     "total_steps": 8,
     "num_cycles": 2,

@@ -196,7 +196,7 @@ def test_docstrings_tell_the_ranges():
 
 # ----------------------------------------------------------------- messages and relations
 
-SAMPLERS = ["smile", "psmile", "mclmc", "sgld", "psgld", "sghmc", "sgnht"]
+SAMPLERS = ["smile", "psmile", "mclmc", "sgld", "psgld", "sghmc"]
 SAMPLERS += ["scale_adapted_sghmc", "cyclical_sgld"]
 
 

@@ -12,7 +12,6 @@ from sklearn import datasets
 
 import optax_smile
 from optax_smile import local
-from optax_smile.local import LearningCoefficient
 from optax_smile.potential import Potential, excess_loss, least_excess_loss, strength_for
 from optax_smile.stages.evidence import Sums
 from optax_smile.stages.integrator import SCHEMES, Heading, Momentum, MomentumState
@@ -39,25 +38,6 @@ def excess_of(precision, temperature=1.0):
 
 
 class TestPrior:
-    def test_of_tune_mclmc_is_around_its_start(self):
-        """A flat loss looks the same from everywhere."""
-
-        def tune(start):
-            given: Any = {"num_data": 10, "prior_precision": 50.0, "prior_mean": "start"}
-            found = optax_smile.tune_mclmc(
-                lambda params: 0 * jnp.sum(params["a"]), start, num_steps=30, key=0, **given
-            )
-            return found.step_size, jax.tree.map(jnp.subtract, found.params, start)
-
-        starts = {"a": jnp.array([[0.0] * 3, [4.0] * 3]), "b": jnp.zeros((2, 2, 2))}
-        # In float32 the places themselves are rounded, by more at 4 than at 0.
-        with jax.enable_x64(True):
-            starts = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), starts)
-            step_size, moved = jax.jit(jax.vmap(tune))(starts)
-        np.testing.assert_allclose(step_size[0], step_size[1], rtol=1e-9)
-        for leaf in jax.tree.leaves(moved):
-            assert 0.01 < np.abs(leaf).max() < 5 / np.sqrt(50)
-
     def test_each_chain_has_its_own(self):
         given: dict[str, Any] = {"num_data": 1, "prior_precision": 1e4, "prior_mean": "start"}
         tx = optax_smile.psmile(decoherence_length="turning", key=0, **given)
@@ -259,131 +239,3 @@ class TestPrecision:
         for changes, message in wrong:
             with pytest.raises(ValueError, match=f"^`local_precision\\(.*{message}"):
                 local.local_precision(**given | QUIET | {"check": False} | changes)
-
-
-def coefficient(trace, balance=None, **changes):
-    """A result with the given series `[chain, draw]`, n beta = 1 and 1 parameter."""
-    balance = np.ones_like(trace) if balance is None else balance
-    given: dict[str, Any] = {"loss": trace, "slope": balance, "square": np.zeros_like(trace)}
-    given |= {"start_loss": 0.0, "num_parameters": 1, "num_data": 1.0, "beta": 1.0}
-    given |= {"localization": 0.0} | changes
-    return LearningCoefficient(**given)
-
-
-class TestCoefficient:
-    def test_is_that_of_a_degenerate_loss(self):
-        """Sum of w^4: d / 4."""
-        found = local.llc(
-            lambda w, batch: jnp.sum(w**4) + 0.1, jnp.zeros(60), [np.zeros(1)],
-            num_data=10**6, localization=0.0, num_draws=100, steps_per_dispatch=20, **QUIET,
-        )  # fmt: skip
-        assert found.llc == pytest.approx(15, abs=0.01)
-        error = found.trace.mean(axis=1).std(ddof=1) / 2
-        assert abs(found.trace.mean() - 15) < 4 * error < 3
-        assert found.findings == () and "Nothing looks wrong" in str(found)
-        assert found.beta == pytest.approx(1 / np.log(10**6))
-        assert (found.num_parameters, found.num_data) == (60, 10**6)
-
-    def test_of_draws_that_are_stored_is_the_same(self, tmp_path):
-        options: dict[str, Any] = {"num_data": NUM_DATA, "beta": 0.5, "localization": 10.0}
-        steps: dict[str, Any] = {"num_warmup": 5, "num_draws": 6, "thin": 3}
-        make = functools.partial(optax_smile.sgld, 1e-4)
-        given: dict[str, Any] = {"num_chains": 2, "directory": tmp_path / "llc", **options, **steps}
-        run = functools.partial(local.llc, bowl, WEIGHTS, BATCHES, make_sampler=make, **given)
-        online = run(**QUIET)
-        with pytest.warns(UserWarning, match="Its 6 draws per chain"):
-            again = run(**QUIET)
-        np.testing.assert_array_equal(again.loss, online.loss)
-        posterior: dict[str, Any] = {"temperature": 2.0, "prior_precision": 20.0}
-        tx = make(num_data=NUM_DATA, prior_mean="start", key=jax.random.key(0), **posterior)
-        steps |= {"check": False, "directory": tmp_path / "run"}
-        draws = optax_smile.sample(bowl, PAIR, BATCHES, tx, **steps, **QUIET)
-        stored = local.llc(bowl, WEIGHTS, BATCHES, draws=draws, **options)
-        assert stored.loss.shape == (2, 6) and stored.square.min() > 0
-        np.testing.assert_allclose(stored.loss, online.loss, rtol=1e-6)
-        np.testing.assert_allclose(stored.square, online.square, rtol=1e-5)
-        away = np.asarray(draws.params["w"]) - 1
-        np.testing.assert_allclose(stored.slope, np.sum(CURVATURES * away**2, axis=-1), rtol=1e-4)
-        wrong: list[Any] = [
-            ({"beta": 0.2}, "must be draws of a run with prior_precision=50"),
-            ({"localization": 1.0}, "prior_precision=2"),
-            ({"params": {"w": jnp.full(SIZE, 1.5)}}, "whose prior is centred at `params`"),
-            ({"draws": None}, "for new draws"),
-        ]
-        given = {"params": WEIGHTS, "batches": BATCHES, "draws": draws, **options}
-        for changes, message in wrong:
-            with pytest.raises(ValueError, match=message):
-                local.llc(bowl, **given | changes)
-
-    def test_corrects_by_what_is_known(self):
-        noise, other = np.random.default_rng(0).normal(size=(2, 4, 200))
-        found = coefficient(5 + 2 * noise, 1 + noise)
-        assert found.llc == pytest.approx(3 + 2) and found.standard_error < 1e-9
-        # What explains half of the variance, or a mean that is off, is left alone.
-        half = coefficient(5 + noise + other, 1 + noise)
-        assert half.llc == pytest.approx((5 + noise + other).mean())
-        off = coefficient(5 + 2 * noise, 2 + noise)
-        assert off.llc == pytest.approx((5 + 2 * noise).mean())
-        assert off.findings[0].kind == "out of balance"
-        alone = coefficient(np.full((1, 5), 2.0))
-        assert alone.llc == 2 and np.isnan(alone.standard_error)
-
-    def test_balance_counts_the_localization(self):
-        ones = np.ones((2, 3))
-        found = coefficient(ones, 2 * ones, square=3 * ones, localization=5.0, num_parameters=34)
-        np.testing.assert_allclose(found.balance, (2 + 5 * 3) / 34)
-        found = found._replace(num_data=6.0, beta=0.5, start_loss=0.25)
-        np.testing.assert_allclose(found.balance, (6 * 0.5 * 2 + 5 * 3) / 34)
-        np.testing.assert_allclose(found.trace, 6 * 0.5 * (1 - 0.25))
-
-    def test_findings(self):
-        noise = 0.5 * np.random.default_rng(0).normal(size=(4, 200))
-        slow, broken = np.linspace(0, 1, 200), np.where(np.arange(200) == 3, np.nan, noise)
-        expected: list[Any] = [
-            (5 - slow, "still falling"), (5 + slow, "still rising"), (-5, "negative"),
-            (5 + np.arange(4)[:, None], "uncertain"), (broken, "not finite"),
-        ]  # fmt: skip
-        assert coefficient(5 + noise).findings == ()
-        for offset, kind in expected:
-            assert coefficient(offset + noise).findings[0].kind == kind
-        # Trends beyond three standard errors in 0.5 % of the cases, by Student's t; 1,000 of them.
-        noise = np.random.default_rng(0).normal(size=(1000, 4, 50))
-        found = [any("still" in x.kind for x in coefficient(one).findings) for one in noise]
-        assert 1 <= sum(found) <= 12
-
-
-def linear(params: Any, x):
-    return x @ params["w"]
-
-
-class TestInfluence:
-    def test_is_the_covariance(self):
-        losses = np.random.default_rng(0).normal(size=(150, 7))
-        draws = ({"x": jnp.asarray(row, jnp.float32)} for row in losses)
-        given: Any = lambda params, index: params["x"][index], draws, np.arange(5), np.arange(5, 7)
-        got = local.influence(*given, temperature=2.0, batch_size=3)
-        np.testing.assert_allclose(got, np.cov(losses.T)[5:, :5] / 2, atol=1e-5)
-
-    def test_takes_the_temperature_of_the_draws(self):
-        params = {"w": np.random.default_rng(0).normal(size=(1, 20, 2))}
-        draws = optax_smile.Snapshots(params, settings={"temperature": 4.0})
-        got = local.influence(linear, draws, np.eye(2))
-        np.testing.assert_allclose(got, np.cov(params["w"][0].T) / 4, rtol=1e-4)
-        with pytest.raises(ValueError, match="must be that of the draws, 4"):
-            local.influence(linear, draws, np.eye(2), temperature=1.0)
-
-    def test_wrong_losses_and_examples(self):
-        draws = [{"w": jnp.ones(2)}, {"w": jnp.zeros(2)}]
-        given: dict[str, Any] = {"losses_fn": linear, "examples": np.eye(2), "draws": draws}
-        wrong: list[tuple[dict[str, Any], str]] = [
-            ({"draws": draws[:1]}, "at least two draws, got 1"),
-            ({"examples": np.zeros((0, 2))}, "equal leading axes, none of them empty"),
-            ({"queries": np.zeros((3, 5))}, "at the only leaf, as an example"),
-            ({"queries": np.zeros((3, 1))}, "at the only leaf, as an example"),
-            ({"losses_fn": lambda params, x: x.mean()}, "loss of each example"),
-            ({"losses_fn": lambda params, x: x[:1, 0]}, "loss of each example"),
-            ({"losses_fn": lambda params, x: x[:, 0] + jnp.inf}, "returns finite losses"),
-        ]
-        for changes, message in wrong:
-            with pytest.raises(ValueError, match=message):
-                local.influence(**given | changes)

@@ -1,8 +1,7 @@
-"""Microcanonical Langevin Monte Carlo with full-batch gradients, and its tuning."""
+"""Microcanonical Langevin Monte Carlo with full-batch gradients."""
 
 from typing import Any
 
-import blackjax
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +11,6 @@ from jax.flatten_util import ravel_pytree
 from test_momentum import (
     CALLS_PER_STEP,
     INTEGRATORS,
-    REFERENCE_INTEGRATORS,
     banana,
     banana_start,
     plain,
@@ -21,7 +19,6 @@ from test_momentum import (
 
 import optax_smile
 from optax_smile import _tree
-from optax_smile.samplers.tune_mclmc import _steps_per_draw
 
 FIRST_KICK = 0.1931833275037836
 SCHEMES = {
@@ -119,111 +116,3 @@ def test_a_start_at_the_mode_moves():
     mode = jnp.zeros(4)
     updates: Any = jax.jit(tx.update)(mode, tx.init(mode), mode)[0]
     np.testing.assert_allclose(np.linalg.norm(updates), 0.15, rtol=1e-6)
-
-
-# The tuning.
-
-
-def isotropic(x):
-    return jnp.sum(x**2) / 2
-
-
-def ill_conditioned(x):
-    return jnp.sum(x**2 / jnp.asarray(np.logspace(-2, 2, 10), x.dtype)) / 2
-
-
-def tune(loss_fn, key, start, **options):
-    common: dict[str, Any] = {"num_data": 1, "prior_precision": 0.0, "num_steps": 9_000}
-    return optax_smile.tune_mclmc(loss_fn, start, key=key, **common | options)
-
-
-def tuned_by_blackjax(loss_fn, integrator, start, key):
-    def log_density(x):
-        return -loss_fn(x)
-
-    start_key, key = jax.random.split(key)
-    kernel = blackjax.mclmc.build_kernel(integrator=REFERENCE_INTEGRATORS[integrator])
-    thirds: Any = dict.fromkeys(["frac_tune1", "frac_tune2", "frac_tune3"], 1 / 3)
-    _, found, _ = blackjax.mclmc_find_L_and_step_size(
-        mclmc_kernel=kernel, logdensity_fn=log_density, num_steps=9_000, rng_key=key,
-        state=blackjax.mclmc.init(start, log_density, start_key), diagonal_preconditioning=False,
-        **thirds,
-    )  # fmt: skip
-    return found.step_size, found.L
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(
-    "loss_fn, size, integrator, factor, length_factor",
-    [
-        # Measured: step sizes 12.3 and 11.9, 0.213 and 0.212; lengths 8.21 and 8.29, 9.8 and 9.6.
-        (isotropic, 100, "minimal_norm", 1.07, 1.45),
-        (ill_conditioned, 10, "leapfrog", 1.2, 1.45),
-    ],
-)
-def test_tuned_settings_are_those_of_blackjax(loss_fn, size, integrator, factor, length_factor):
-    """Means of logarithms over 16 seeds; each factor is at least 4 of their standard errors."""
-    start, keys = jnp.ones(size), jax.random.split(jax.random.key(0), (2, 16))
-    found = jax.vmap(lambda key: tune(loss_fn, key, start, integrator=integrator)[:2])(keys[0])
-    other = jax.vmap(lambda key: tuned_by_blackjax(loss_fn, integrator, start, key))(keys[1])
-    ours, theirs = (np.log(np.array(x, float)) for x in (found, other))
-    standard_errors = np.sqrt((ours.var(axis=1, ddof=1) + theirs.var(axis=1, ddof=1)) / 16)
-    bounds = np.log([factor, length_factor])
-    assert np.all(4 * standard_errors < bounds)
-    assert np.all(abs(ours.mean(axis=1) - theirs.mean(axis=1)) < bounds)
-
-
-def test_tuning_finds_the_same_settings_from_everywhere():
-    """The same energy in other units, the mode, and a first step that is 2,400 times too short.
-
-    U = (num_data loss + precision / 2 |x|^2) / temperature has unit variance in all cases. Energy
-    errors grow with the third power of the step size, so that another aim gives another.
-    """
-    cases: Any = {
-        "num_data": jnp.array([1.0, 1.0, 12.0, 1.0]),
-        "prior_precision": jnp.array([0.0, 0.0, 8.0, 0.0]),
-        "temperature": jnp.array([1.0, 1.0, 20.0, 1.0]),
-        "energy_variance": jnp.array([5e-4, 5e-4, 5e-4, 5e-4 / 64]),
-    }
-    starts = jnp.ones((4, 100)).at[1].set(0)
-
-    def one(start, options):
-        return tune(isotropic, jax.random.key(1), start, num_steps=2_000, **options)
-
-    settings = jax.jit(jax.vmap(one))(starts, cases)
-    found = np.array([settings.step_size, settings.decoherence_length]).T
-    # What 9,000 steps from elsewhere come to, and BlackJAX with them.
-    np.testing.assert_allclose(found[:3], [[12.2, 8.2]] * 3, rtol=0.15)
-    np.testing.assert_allclose(found[0, 0] / found[3, 0], 2, rtol=0.15)
-
-
-def test_a_loss_that_is_nan_far_out():
-    """The first step size is a hundred times too long, and ends where there is no loss.
-
-    The settings have the tree and the precision of the start.
-    """
-    unit_length, border, size = 3e-3, 5.0, 10
-
-    def loss_fn(tree):
-        x = jnp.concatenate([tree["x"], tree["y"][0].ravel()]) / unit_length
-        return jnp.where(jnp.linalg.norm(x) < border, jnp.sum(x**2) / 2, jnp.nan)
-
-    options = {"integrator": "leapfrog", "num_steps": 3_000, "first_step_size": 1.0}
-    with jax.enable_x64(True):
-        start = {"x": jnp.full(4, unit_length), "y": (jnp.full((2, 3), unit_length),)}
-        settings = tune(loss_fn, jax.random.key(0), start, **options)
-        assert jax.tree.structure(settings.params) == jax.tree.structure(start)
-        assert {leaf.dtype.name for leaf in jax.tree.leaves(settings)} == {"float64"}
-        radius = np.linalg.norm(ravel_pytree(settings.params)[0]) / unit_length
-    # Without a border 1.8 units for the step and 3.1 for the length.
-    step_size, length = (float(x) / unit_length for x in settings[:2])
-    assert 0.9 < step_size < 7 and 1 < length < 7
-    assert 0.5 < radius < border
-    assert abs(radius - np.sqrt(size)) > 1e-3, "the chain has not left its start"
-
-
-def test_tuning_does_not_depend_on_where_the_posterior_lies():
-    """The number of steps per independent draw is that of centred draws."""
-    draws = jnp.cumsum(jax.random.normal(jax.random.key(0), (300, 4)), axis=0)
-    near = _steps_per_draw(draws - draws.mean(axis=0, keepdims=True))
-    np.testing.assert_allclose(_steps_per_draw(draws + 100), near, rtol=1e-2)

@@ -132,7 +132,7 @@ def test_a_tree_without_equality_is_sampled_and_predicts():
 
 
 # Public records without arrays: of functions, numbers and text.
-WITHOUT_ARRAYS = ("Likelihood", "RecordedSampler", "Check", "CheckReport", "Finding")
+WITHOUT_ARRAYS = ("Likelihood", "RecordedSampler", "Check", "CheckReport")
 
 
 def test_objects_with_arrays_are_compared_and_hashed_by_identity(stored):
@@ -150,7 +150,7 @@ def test_objects_with_arrays_are_compared_and_hashed_by_identity(stored):
             pairs.append([object.__new__(kind) for _ in range(2)])
             for one in pairs[-1]:
                 vars(one).update({x.name: np.ones(3) for x in dataclasses.fields(kind)})
-    assert len(pairs) > 15
+    assert len(pairs) > 10
     for one, other in pairs:
         assert one == one and one != other and not one == other and not one != one
         assert one != (1, 2) and (1, 2) != one and other in [one, other]

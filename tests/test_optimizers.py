@@ -180,9 +180,6 @@ def test_samplers_are_seen_wherever_they_are(wrap):
 def test_everything_can_tell_iterates_from_draws(stored, tmp_path):
     loaded = optax_smile.load_snapshots(stored.directory)
     in_memory = optax_smile.Snapshots(loaded.params, loaded.trace, loaded.settings)
-    losses_fn = lambda params, x: x @ params["w"]  # noqa: E731
-    bowl = lambda params, batch: jnp.sum(params["w"] ** 2)  # noqa: E731
-    weights, batches = {"w": jnp.zeros(2)}, [jnp.zeros(1)]
     refused = "draws from a posterior.*, got iterates of an optimizer"
     for draws in (stored, loaded, in_memory):
         assert draws.settings == SETTINGS
@@ -190,16 +187,15 @@ def test_everything_can_tell_iterates_from_draws(stored, tmp_path):
         for name, call in {
             r"summary\(snapshots": lambda draws=draws: diagnostics.summary(draws),
             r"to_arviz\(snapshots": lambda draws=draws: diagnostics.to_arviz(draws),
-            r"influence\(draws": lambda draws=draws: local.influence(losses_fn, draws, np.eye(2)),
-            r"llc\(draws": lambda draws=draws: local.llc(
-                bowl, weights, batches, num_data=9, draws=draws
-            ),
         }.items():
             with pytest.raises(ValueError, match=f"`{name}=...\\)` must be {refused}"):
                 call()
-    with pytest.raises(ValueError, match=r"`llc\(make_sampler=...\)` .* that returns an optimizer"):
+    rule = r"`local_precision\(make_sampler=...\)` .* that returns an optimizer"
+    with pytest.raises(ValueError, match=rule):
+        bowl = lambda params, batch: jnp.sum(params["w"] ** 2)  # noqa: E731
         given: dict[str, Any] = {"num_data": 9, "key": 0, "progress": False}
-        local.llc(bowl, weights, batches, make_sampler=lambda **_: optax.sgd(0.1), **given)
+        given["make_sampler"] = lambda **_: optax.sgd(0.1)
+        local.local_precision(bowl, {"w": jnp.zeros(2)}, [jnp.zeros(1)], **given)
 
 
 def test_predictions_and_the_page(stored):

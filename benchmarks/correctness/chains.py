@@ -8,6 +8,7 @@ from benchmarks.correctness.posteriors import Posterior
 
 import jax
 import jax.numpy as jnp
+import mile
 import numpy as np
 import optax
 
@@ -49,7 +50,7 @@ class Method(NamedTuple):
     Attributes:
         make: from its settings for one chain, number of rows and key; the prior is in the loss.
         step_sizes: the grid of these settings; none if it has its own step size.
-        is_tuned: whether `tune_mclmc` gives them, on all rows.
+        is_tuned: whether `examples/mile.py` tunes them, on all rows.
     """
 
     make: Callable[..., Any]
@@ -67,7 +68,7 @@ def simple(name: str, *step_sizes: float) -> Method:
     return Method(make, step_sizes)
 
 
-def mile(settings, num_data, key):
+def tuned_mclmc(settings, num_data, key):
     """MCLMC with the settings of its tuner."""
     step_size, length = settings
     return optax_smile.mclmc(
@@ -84,7 +85,7 @@ METHODS = {
     "scale_adapted_sghmc": simple("scale_adapted_sghmc", 1e-3, 3e-3, 1e-2, 3e-2),
     "sgld": simple("sgld", 1e-6, 1e-5, 1e-4, 1e-3),
     "psgld": simple("psgld", 1e-7, 1e-6, 1e-5, 1e-4),
-    FULL_BATCH: Method(mile, is_tuned=True),
+    FULL_BATCH: Method(tuned_mclmc, is_tuned=True),
 }
 
 
@@ -148,17 +149,19 @@ def chain_of(
 
 
 def tuned(posterior: Posterior, starts: jax.Array, keys: jax.Array, num_steps: int) -> Any:
-    """Tune step size, length and start of every chain with `tune_mclmc`."""
+    """Tune step size, length and start of every chain, as BlackJAX does."""
     rows = jax.tree.map(jnp.asarray, posterior.rows)
     num_data = len(jax.tree.leaves(rows)[0])
 
     def one(start, key):
-        return optax_smile.tune_mclmc(
+        return mile.tune(
             lambda theta: posterior.mean_loss(theta, rows, num_data),
             start,
+            num_steps,
+            phases=(1 / 3, 1 / 3, 1 / 3),
+            energy_variance=(5e-4, 5e-4),
             num_data=num_data,
             prior_precision=0.0,
-            num_steps=num_steps,
             key=key,
         )
 

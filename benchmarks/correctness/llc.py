@@ -1,8 +1,8 @@
-r"""Does `llc` recover known local learning coefficients with its defaults? Compared with SGLD.
+r"""Does `examples/learning_coefficient.py` recover known coefficients? Compared with SGLD.
 
 Models and their exact values are in `known_coefficients.py`. A cell is a model, a seed and a
 sampler: `psmile`, the default, which chooses its step size, or `sgld` with one of five. All have
-the default number of chains, draws and gradients of `llc`, which gets only num_data and the
+the default number of chains, draws and gradients of the example, which gets only num_data and the
 localization.
 
     python benchmarks/correctness/llc.py --output benchmarks/results/llc.jsonl
@@ -14,10 +14,10 @@ from benchmarks import records
 from benchmarks.correctness import known_coefficients
 from benchmarks.correctness.known_coefficients import MODELS
 
+import learning_coefficient
 import numpy as np
 
 import optax_smile
-from optax_smile.local import llc
 
 SEEDS = 0, 1, 2
 STEP_SIZES = 1e-7, 1e-6, 1e-5, 1e-4, 1e-3
@@ -44,14 +44,13 @@ def run_known(cell: records.Cell) -> records.Record:
     options = {}
     if cell["sampler"] == "sgld":
         options["make_sampler"] = functools.partial(optax_smile.sgld, cell["step_size"])
-    found = llc(
+    found = learning_coefficient.estimate(
         model.loss_fn,
         model.params,
         model.batches,
         num_data=model.num_data,
         localization=model.localization,
         key=cell["seed"],
-        progress=False,
         steps_per_dispatch=STEPS_PER_DISPATCH,
         **options,
     )

@@ -119,7 +119,7 @@ class Chains:
             params=params,
             state=parallel.init(sampler, params, mesh=mesh, specs=specs, key=sampler_key),
             aux=None if aux is None else parallel.place(aux, mesh=mesh),
-            key=None if loss_key is None else parallel.split_key(loss_key, self.number, mesh=mesh),
+            key=None if loss_key is None else parallel._split_key(loss_key, self.number, mesh=mesh),
             gradients=parallel.place(_checks.no_gradients(self.number), mesh=mesh),
             **parallel.place(dict.fromkeys(LOSSES, jnp.zeros(self.number)), mesh=mesh),
         )
@@ -151,7 +151,7 @@ class Chains:
         self._draw = self._compile(lambda packed: _draw_of_chain(packing.unpack(packed)))
 
     def _compile(self, function: Callable) -> Callable:
-        own = None if self.mesh is None else parallel.chain_sharding(self.mesh)
+        own = None if self.mesh is None else parallel._chain_sharding(self.mesh)
         return jax.jit(parallel.over_chains(function, mesh=self.mesh), out_shardings=own)
 
     def losses(self, batch: Batch, params: Tree = None, aux: Tree = None) -> jax.Array:

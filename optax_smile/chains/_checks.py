@@ -187,7 +187,7 @@ class Losses:
             return loss(chain.params, chain.aux, key, batch)[0]
 
         mapped = parallel.over_chains(of_chain, mesh=mesh, in_axes=(0, 0 if per_chain else None))
-        own = None if mesh is None else parallel.chain_sharding(mesh)
+        own = None if mesh is None else parallel._chain_sharding(mesh)
         self.compiled = jax.jit(mapped, out_shardings=own)
 
     def put(self, batch: Batch, stacked: bool = False) -> Batch:

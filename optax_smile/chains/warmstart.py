@@ -22,7 +22,7 @@ from optax_smile._warn import warn
 from optax_smile.chains import _checks, _directory, _host
 
 # Functions whose errors are reported as those of `warmstart`.
-PARTS = "parallel.shardings", "parallel.place", "parallel.init", "parallel.split_key"
+PARTS = "parallel.place", "parallel.init"
 # Jitter relative to the size of the weights, see `chains_from_weights`. It changes the LPPD of
 # trained networks by about .01 nats, at most .05 (energy, concrete, diabetes); 0.1 changes it by up
 # to 2.
@@ -308,7 +308,7 @@ def _begin(
     parallel.check_mesh("warmstart", mesh, num_members)
     # For an optimizer with noise: not one of the keys of the initial parameters.
     state_key = jax.random.fold_in(key, num_members)
-    keys = parallel.split_key(key, num_members, mesh=mesh)
+    keys = parallel._split_key(key, num_members, mesh=mesh)
     like = jax.ShapeDtypeStruct(keys.shape, keys.dtype)
     shapes = _check.traced("warmstart", "init_fn", jax.vmap(init_fn), like, rule=INIT_RULE)
     leaves = jax.tree.leaves(shapes)
@@ -316,7 +316,7 @@ def _begin(
     if not leaves or others:
         got = others[0] if others else _check.cut(shapes)
         _check.fail("warmstart", "init_fn", INIT_RULE, f"one that returns {got}")
-    own = parallel.shardings(shapes, mesh=mesh, specs=specs)
+    own = parallel._shardings("warmstart", shapes, mesh, specs, "params")
     initialize = jax.jit(parallel.over_chains(init_fn, mesh=mesh), out_shardings=own)
     params = initialize(keys)
     unknown = np.full(num_members, np.inf, _tree.dtype(params))
@@ -328,7 +328,7 @@ def _begin(
         params=params,
         state=parallel.init(optimizer, params, mesh=mesh, specs=specs, key=state_key),
         aux=copy(aux),
-        key=None if loss_key is None else parallel.split_key(loss_key, num_members, mesh=mesh),
+        key=None if loss_key is None else parallel._split_key(loss_key, num_members, mesh=mesh),
         loss=copy(unknown),
         best={"params": parallel.place(params, mesh=mesh, specs=specs), "aux": copy(aux)},
         best_loss=copy(unknown),

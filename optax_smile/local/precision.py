@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
-from typing import Literal, NamedTuple, cast
+from typing import Literal, NamedTuple, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
@@ -14,14 +14,21 @@ import optax
 from optax_smile import _check, _tree
 from optax_smile._table import aligned
 from optax_smile._types import Batch, Tree, by_identity
-from optax_smile.chains import _host
-from optax_smile.local import _around
+from optax_smile.chains import _checks, _host, _optimizer
+from optax_smile.chains.run import Run
+from optax_smile.potential import START
+from optax_smile.samplers.smile import psmile
 from optax_smile.stages.step_size import angle_tuner
 
+Loss: TypeAlias = Callable[[Tree, Batch], jax.Array]
+Maker: TypeAlias = Callable[..., optax.GradientTransformation]
+
 # A strong prior makes the posterior nearly isotropic, so that steps of 0.1 of its radius are
-# accurate; 64 steps give several independent draws
+# accurate; 64 steps give several independent draws. Gradients without noise need explicit noise
 # (`benchmarks/notes/around-trained-weights.md`).
-LONG_STEPS = functools.partial(_around.SAMPLER, tuner=angle_tuner(angle=0.1))
+LONG_STEPS = functools.partial(psmile, decoherence_length="turning", tuner=angle_tuner(angle=0.1))
+# Arguments of `make_sampler`.
+POSTERIOR = "(num_data=, prior_precision=, prior_mean=, temperature=, key=)"
 # Stop the search if the excess is within this factor of the allowed excess.
 NEAR = 1.25
 # Largest number of widths to try for the isotropic noise that starts the search.
@@ -63,7 +70,7 @@ class PrecisionSearch(NamedTuple):
     num_data: float
     num_parameters: int
     temperature: float
-    make_sampler: _around.Maker
+    make_sampler: Maker
 
     @property
     def best(self) -> int:
@@ -78,7 +85,7 @@ class PrecisionSearch(NamedTuple):
     @_check.arguments("PrecisionSearch.sampler", key=_check.Key(needed=True))
     def sampler(self, *, key: jax.Array | int) -> optax.GradientTransformation:
         """Make the sampler of the best candidate, with the prior centred at each chain's start."""
-        return _around.build(
+        return _build(
             "PrecisionSearch.sampler",
             self.make_sampler,
             cast(jax.Array, key),
@@ -108,22 +115,42 @@ class PrecisionSearch(NamedTuple):
         return "\n".join([*aligned(table), "", *notes])
 
 
+class _Weights(_check.Constraint):
+    """Trained weights of one network."""
+
+    text = "a tree of finite float32 or float64 arrays with at least 2 parameters"
+
+    def __call__(self, where, argument, value, given=_check.NOTHING):
+        _tree.check_params(where, value, smallest=2)
+        return _check.Tree(self.text, traced=False, finite=True)(where, argument, value)
+
+
 @_check.arguments(
-    **_around.constraints(1),
+    loss_fn=_check.Function("(params, batch)"),
+    params=_Weights(),
+    batches=_check.REPEATABLE,
+    num_data=_check.Real(1, traced=False),
+    make_sampler=_check.Function(
+        POSTERIOR, "Bind other arguments with functools.partial, such as the step size of `sgld`."
+    ),
+    num_chains=_check.Whole(1),
+    num_warmup=_check.Whole(0),
+    num_draws=_check.Whole(1),
+    thin=_check.Whole(1),
     allowed=_check.Real(0, open="low", traced=False),
     temperature=_check.Real(0, open="low", traced=False),
     max_runs=_check.Whole(1),
     key=_check.Key(needed=True),
 )
 def local_precision(
-    loss_fn: _around.Loss,
+    loss_fn: Loss,
     params: optax.Params,
     batches: Iterable[Batch],
     *,
     num_data: float,
     allowed: float = 0.01,
     temperature: float = 1.0,
-    make_sampler: _around.Maker = LONG_STEPS,
+    make_sampler: Maker = LONG_STEPS,
     num_chains: int = 2,
     num_warmup: int = 100,
     num_draws: int = 20,
@@ -188,10 +215,9 @@ def local_precision(
         True
     """
     where = "local_precision"
-    steps = {"num_warmup": num_warmup, "num_draws": num_draws, "thin": thin}
     typed = cast(jax.Array, key)
-    start_loss = _around.check_loss(where, loss_fn, params, batches, check)
-    losses, chains = _around.over_batches(loss_fn, batches), _around.copies(params, num_chains)
+    start_loss = _check_loss(where, loss_fn, params, batches, check)
+    losses, chains = _over_batches(loss_fn, batches), _copies(params, num_chains)
 
     def observe(draws: optax.Params) -> dict[str, np.ndarray]:
         mirrored = jax.tree.map(lambda w, x: 2 * w - x, chains, draws)
@@ -204,16 +230,21 @@ def local_precision(
 
     def run(precision: float) -> tuple[float, ...]:
         posterior = {"num_data": num_data, "temperature": temperature, "prior_precision": precision}
-        model, options = (loss_fn, chains, batches), steps | {"progress": False}
-        draws = _around.watch(where, model, make_sampler, posterior, observe, typed, **options)
-        if draws.num_draws < num_draws:
-            raise KeyboardInterrupt(f"`{where}` was stopped at precision {precision:g}.")
-        seen = draws.params
+        sampler = _build(where, make_sampler, typed, **posterior)
+        if _optimizer.is_optimizer(sampler, chains):
+            rule = f"a function of {POSTERIOR} that returns a sampler"
+            _check.fail(where, "make_sampler", rule, "one that returns an optimizer")
+        with _check.called(where, "Run", "Run.advance", "Run.draws", sampler="make_sampler"):
+            chain = Run(loss_fn, chains, batches, sampler, key=typed, check=False)
+            chain.advance(num_warmup)
+            looks = [observe(draw) for draw in chain.draws(num_draws, thin=thin)]
+        seen = {name: np.stack([look[name] for look in looks], axis=1) for name in looks[0]}
         # Chains with non-finite losses have infinite excess.
         excess = np.nan_to_num(seen["excess"].mean(axis=1), nan=np.inf)
         with np.errstate(invalid="ignore"):
-            error = _around.mean_and_error(excess)
-        return precision, *error, float(seen["loss"].mean()), float(seen["distance"].mean())
+            error = excess.std(ddof=1) / np.sqrt(num_chains) if num_chains > 1 else np.nan
+            found = excess.mean(), error, seen["loss"].mean(), seen["distance"].mean()
+        return precision, *map(float, found)
 
     tried = [run(1 / _width(where, observe, chains, typed, allowed) ** 2)]
     with _host.Bar(max_runs, "precisions", progress) as bar:
@@ -229,6 +260,70 @@ def local_precision(
         temperature=float(temperature),
         make_sampler=make_sampler,
     )
+
+
+def _build(
+    where: str, make_sampler: Maker, key: jax.Array, **posterior: float
+) -> optax.GradientTransformation:
+    """Make the sampler of a posterior around the start of its chains."""
+    made = make_sampler(prior_mean=START, key=key, **posterior)
+    if not isinstance(made, optax.GradientTransformation):
+        rule, got = f"a function of {POSTERIOR} that returns a sampler", _check.show(made)
+        _check.fail(where, "make_sampler", rule, f"one that returns {got}")
+    return made
+
+
+def _over_batches(loss_fn: Loss, batches: Iterable[Batch]) -> Callable[[optax.Params], Tree]:
+    """Make a function of draws `[chain, ...]` that returns their losses over all batches `[chain]`.
+
+    Batches are weighted by their number of examples, where it can be inferred.
+    """
+    mapped = jax.jit(jax.vmap(loss_fn, in_axes=(0, None)))
+
+    def average(draws: optax.Params) -> Tree:
+        sums, sizes = [], []
+        for batch in batches:
+            sizes.append(_checks.num_rows(batch, False) or 1)
+            sums.append(sizes[-1] * np.asarray(mapped(draws, batch), float))
+        return sum(sums) / sum(sizes)
+
+    return average
+
+
+def _check_loss(
+    where: str, loss_fn: Loss, params: optax.Params, batches: Iterable[Batch], warns: bool
+) -> float:
+    """Require a finite scalar loss of trained weights, and return the loss over all batches.
+
+    If `warns`, warn of a loss that looks like a sum.
+    """
+    first = next(iter(batches), None)
+    if first is None:
+        _check.fail(where, "batches", "at least one batch", "none")
+    rule = "a function that returns the mean loss, a scalar"
+    shapes = [_check.cut(jax.tree.map(np.shape, x)) for x in (params, first)]
+    remedy = (
+        f"It was called with the params {shapes[0]} and the batch {shapes[1]} (shapes). Of several"
+        " networks with a chain axis, pass one."
+    )
+    loss = _check.traced(where, "loss_fn", loss_fn, params, first, rule=rule, advice=remedy)
+    if getattr(loss, "shape", None) != ():
+        _check.fail(where, "loss_fn", rule, f"one that returns {_check.show(loss)}")
+    alone = _copies(params, 1)
+    if warns:
+        _checks.warn_of_sum(
+            where, lambda part: _over_batches(loss_fn, [part])(alone), first, False, None
+        )
+    loss = float(_over_batches(loss_fn, batches)(alone)[0])
+    if not np.isfinite(loss):
+        rule = "weights at which the loss is finite"
+        _check.fail(where, "params", rule, loss, "Are the batches finite?")
+    return loss
+
+
+def _copies(params: optax.Params, number: int) -> Tree:
+    """Start `number` chains from the same weights; the keys of their samplers differ."""
+    return jax.tree.map(lambda x: np.repeat(np.asarray(x)[None], number, axis=0), params)
 
 
 def _distance(one: Tree, other: Tree) -> np.ndarray:

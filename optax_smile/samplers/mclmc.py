@@ -9,16 +9,16 @@ from optax_smile._types import LogPrior, StepSize, Tree
 from optax_smile.samplers._microcanonical import sampler
 from optax_smile.stages.integrator import IntegratorName
 from optax_smile.stages.scale import Preconditioner
+from optax_smile.stages.step_size import Tuner
 
 
 @sampler(
-    step_size=_check.STEP_SIZE,
     temperature=_check.POSITIVE,
     decoherence_length=_check.POSITIVE,
     key=_check.Key(needed=True),
 )
 def mclmc(
-    step_size: StepSize,
+    step_size: StepSize | None = None,
     *,
     num_data: float | jax.Array,
     decoherence_length: float | jax.Array,
@@ -27,6 +27,7 @@ def mclmc(
     log_prior: LogPrior | None = None,
     temperature: float | jax.Array = 1.0,
     integrator: IntegratorName = "minimal_norm",
+    tuner: Tuner | None = None,
     key: jax.Array | int | None = None,
     track_params: bool = False,
 ) -> Preconditioner:
@@ -37,9 +38,11 @@ def mclmc(
 
     Args:
         step_size: length of one step, > 0: a number or an Optax schedule of the number of steps.
-        decoherence_length: L > 0, the distance over which u decorrelates. `tune_mclmc` chooses it
-            together with `step_size`.
+            None: `angle_tuner` chooses it.
+        decoherence_length: L > 0, the distance over which u decorrelates. `examples/mile.py` finds
+            it together with `step_size`.
         integrator: `"minimal_norm"` with two gradients per step, `"leapfrog"` with one.
+        tuner: rule for the step size, such as `angle_tuner(0.1)`, see `psmile`.
         key: JAX key or seed for the noise, needed. For the other arguments, the return value and
             the errors see `psmile`.
 

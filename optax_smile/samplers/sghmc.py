@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import jax
 import jax.numpy as jnp
 
@@ -12,14 +10,8 @@ from optax_smile._types import LogPrior, StepSize, Tree
 from optax_smile.samplers import _langevin
 from optax_smile.samplers._langevin import Move, Rule
 
-FrictionStep = Literal["euler", "exact"]
 
-
-@_langevin.sampler(
-    friction=_check.PROBABILITY,
-    friction_step=_check.OneOf(FrictionStep),
-    gradient_noise=_check.NONNEGATIVE,
-)
+@_langevin.sampler(friction=_check.PROBABILITY, gradient_noise=_check.NONNEGATIVE)
 def sghmc(
     step_size: StepSize,
     *,
@@ -29,7 +21,6 @@ def sghmc(
     log_prior: LogPrior | None = None,
     temperature: float | jax.Array = 1.0,
     friction: float | jax.Array = 0.05,
-    friction_step: FrictionStep = "euler",
     gradient_noise: float | jax.Array = 0.0,
     key: jax.Array | int | None = None,
     track_params: bool = False,
@@ -42,7 +33,8 @@ def sghmc(
         r <- (1 - f) r - eps grad U + sqrt(2 f - eps^2 V) z,  z ~ N(0, I)
         theta <- theta + eps r
 
-    The mini-batch gradient has noise, too. Its variance V, if it is known, is subtracted from the
+    For small steps the parameters have the correct variance, and r has 1 / (1 - f / 2). The
+    mini-batch gradient has noise, too. Its variance V, if it is known, is subtracted from the
     variance that is added; if V is too large, no noise is added.
 
     Args:
@@ -50,11 +42,6 @@ def sghmc(
             schedule of the number of steps. `optax.sgd(lr, momentum)` on the mean loss has
             eps = sqrt(lr / num_data) and f = 1 - momentum.
         friction: share f of the velocity that a step loses, in (0, 1).
-        friction_step: `"euler"`, as published, or `"exact"`, which solves the Ornstein-Uhlenbeck
-            process of friction and noise: 2 f - f^2 in place of 2 f. With `"euler"` the velocity
-            has variance 1 / (1 - f / 2) instead of 1, and for small steps the parameters have the
-            correct variance. With `"exact"` the velocity has variance 1, and the variance of the
-            parameters is too small by the factor 1 - f / 2.
         gradient_noise: variance V of the mini-batch gradient of U in each parameter, >= 0.
         key: JAX key or seed, needed. For the other arguments, the return value and the errors see
             `sgld`.
@@ -69,11 +56,10 @@ def sghmc(
     Source: Chen, Fox, Guestrin, ICML 2014, equation 15 with eta = eps^2, alpha = f and
     beta = eps^2 V / 2. Differences from the paper: the momentum is never resampled.
     """
-    balance = 2 * friction - (friction**2 if friction_step == "exact" else 0)
 
     def move(memory: None, call: Move):
         eps = call.step_size
-        amplitude = eps * jnp.sqrt(jnp.maximum(balance - eps**2 * gradient_noise, 0))
+        amplitude = eps * jnp.sqrt(jnp.maximum(2 * friction - eps**2 * gradient_noise, 0))
 
         def leaf(displacement, g, z):
             kept = (1 - friction) * call.step_ratio * displacement

@@ -13,7 +13,7 @@ from optax_smile.stages.scale import MeanSquare, Preconditioner
 from optax_smile.stages.step_size import Tuner
 
 
-@sampler()
+@sampler(preconditioner=_check.kind(Preconditioner, "a Preconditioner") | None)
 def smile(
     step_size: StepSize | None = None,
     *,
@@ -27,6 +27,7 @@ def smile(
     tuner: Tuner | None = None,
     reject_quantile: float | None = None,
     decoherence_length: Decoherence | None = "matched",
+    preconditioner: Preconditioner | None = None,
     key: jax.Array | int | None = None,
     track_params: bool = False,
 ) -> Preconditioner:
@@ -52,8 +53,10 @@ def smile(
 
     Args:
         step_size: Euclidean length of one step of the whole parameter vector, > 0. A number, or an
-            Optax schedule (a function of the step count). None: `angle_tuner` chooses it. For the
-            other arguments, the return value and the errors see `psmile`.
+            Optax schedule (a function of the step count). None: `angle_tuner` chooses it.
+        preconditioner: the coordinates in which the chain moves, see `Preconditioner`; None: the
+            parameters themselves. `psmile` is `smile` with a preconditioner. For the other
+            arguments, the return value and the errors see `psmile`.
 
     Cost: one gradient per call. State: one array of the size of the parameters, and a random
     projection ("sketch") of the last gradient. The sketch is twice as large as a leaf of at most
@@ -78,7 +81,7 @@ def smile(
     one batch; the sign of e; neither the gradient nor the loss at a rejected point is used. The
     rules for step size and explicit noise are ours, see `benchmarks/notes/which-angle.md`.
     """
-    return Preconditioner()
+    return Preconditioner() if preconditioner is None else preconditioner
 
 
 @sampler()
@@ -231,42 +234,3 @@ def psmile(
     the gradient while the chain moves. The chain then no longer samples the posterior.
     """
     return MeanSquare(differences=decoherence_length is None)
-
-
-@sampler(preconditioner=_check.kind(Preconditioner, "a Preconditioner"))
-def compose(
-    preconditioner: Preconditioner,
-    *,
-    num_data: float | jax.Array,
-    step_size: StepSize | None = None,
-    prior_precision: Tree = 1.0,
-    prior_mean: Tree = 0.0,
-    log_prior: LogPrior | None = None,
-    temperature: Temperature = 1.0,
-    excess: float | jax.Array = 0.08,
-    integrator: IntegratorName = "leapfrog",
-    tuner: Tuner | None = None,
-    reject_quantile: float | None = None,
-    decoherence_length: Decoherence | None = "matched",
-    key: jax.Array | int | None = None,
-    track_params: bool = False,
-) -> Preconditioner:
-    """Build a sampler like `psmile` from a preconditioner of your own.
-
-    With `Preconditioner()` it is `smile`. For a step-size rule of your own, pass `tuner=`, which
-    `smile` and `psmile` take as well.
-
-    Args:
-        preconditioner: the coordinates in which the chain moves, see `Preconditioner`. For the
-            other arguments, the return value and the errors see `psmile`.
-
-    Cost: as `smile`, and the state of the preconditioner.
-
-    Example:
-        >>> import jax.numpy as jnp, optax_smile
-        >>> tx = optax_smile.compose(optax_smile.Preconditioner(), num_data=100, key=0)
-        >>> state = tx.init(jnp.zeros(3))
-
-    Source: as `psmile`.
-    """
-    return preconditioner

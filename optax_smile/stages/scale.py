@@ -35,7 +35,8 @@ class Preconditioner:
     """The coordinates in which a chain moves. This class itself leaves them as they are.
 
     For a rule of your own, inherit from it, preferably as a frozen dataclass, override the methods,
-    and pass an instance to `compose`. All methods are pure functions that JAX can trace.
+    and pass an instance as `preconditioner=` to `smile`. All methods are pure functions that JAX
+    can trace.
 
     A state is None, for a scale of one, or an object of arrays with a method `inverse_scale()` that
     returns 1 / s, a tree like the parameters. The scale comes from the gradients *before* the one
@@ -52,7 +53,7 @@ class Preconditioner:
         >>> class KnownScale(optax_smile.Preconditioner):
         ...     def init(self, params):
         ...         return Known(jax.tree.map(lambda x: 10 * jnp.ones_like(x), params))
-        >>> sampler = optax_smile.compose(KnownScale(), num_data=100, key=0)
+        >>> sampler = optax_smile.smile(num_data=100, preconditioner=KnownScale(), key=0)
     """
 
     def init(self, params: optax.Params) -> Tree:

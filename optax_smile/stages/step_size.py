@@ -32,7 +32,7 @@ class Tuner:
 
     For a rule of your own, inherit from it, preferably as a frozen dataclass, override `update`,
     and `init` if the state has more fields than `step_size_factor`. Both are pure functions that
-    JAX can trace. Pass an instance as `tuner=` to `smile`, `psmile` or `compose`.
+    JAX can trace. Pass an instance as `tuner=` to `smile`, `psmile` or `mclmc`.
 
     Attributes:
         name: of the function that builds it.

@@ -58,7 +58,7 @@ HOSTILE: dict[str, Any] = {
 
 # Nothing for users to call: records that functions return, and what the package is made of.
 NOT_CALLED = {
-    *("MclmcSettings", "Outcome", "Prediction", "Selection", "StoredSnapshots"),
+    *("Outcome", "Prediction", "Selection", "StoredSnapshots"),
     *("diagnostics.Check", "diagnostics.Summary"),
     *("ArgumentError", "CheckReport", "RecordedSampler", "Stats"),
     # Classes to inherit from.
@@ -66,8 +66,7 @@ NOT_CALLED = {
     *("metrics.Reliability", "metrics.RiskCoverage", "parallel.Carry"),
     # Called with what the package has checked.
     *("parallel.check_mesh", "parallel.num_chains"),
-    *("parallel.chain_sharding", "parallel.split_key"),
-    *("local.PrecisionSearch", "local.LearningCoefficient", "local.Finding"),
+    "local.PrecisionSearch",
     "interop.NumpyroModel",
     # A module of classes that scikit-learn checks: `test_estimators.py`.
     "interop.estimators",
@@ -119,7 +118,7 @@ LAWFUL: dict[str, set[str]] = {
     **dict.fromkeys(("psmile.init.params", "sgld.init.params"), TREES | {"state"}),
     "scale_by_gradient_noise.init.params": TREES | {"tracer"},
     # Anything with a leading axis; what is in it is the business of who calls.
-    **dict.fromkeys(("parallel.place.tree", "parallel.shardings.tree"), TREES | {"nans", "keys"}),
+    "parallel.place.tree": TREES | {"nans", "keys"},
     **dict.fromkeys(("parallel.step.carry",), TREES | {"nans", "keys"}),
     "parallel.init.params": TREES,
     "parallel.init.sampler": {"optimizer"},
@@ -150,10 +149,8 @@ LAWFUL: dict[str, set[str]] = {
     "interop.from_numpyro.batch": {"nans"},
     "report.write.title": {"none", "text"},
     # Rows of an array are batches.
-    **dict.fromkeys(("local_precision.batches", "llc.batches"), {"odd"}),
-    **dict.fromkeys(("local_precision.check", "llc.check"), {"true"}),
-    **dict.fromkeys(("llc.beta", "llc.draws", "queries", "influence.temperature"), {"none"}),
-    "localization": {"zero", "denormal"},
+    "local_precision.batches": {"odd"},
+    "local_precision.check": {"true"},
     "chains_from_weights.jitter": {"none", "zero", "denormal"},
     "fan_in_precision.params": {*TREES, "nans", "tracer"},
     "out_axis": {"minus", "zero"},
@@ -221,12 +218,11 @@ SLOW = (
     "check",
     "warmstart",
     "select",
-    "tune_mclmc",
     "predict",
     "Predictor",
     "Likelihood",
 )
-SLOW += ("report.write", "diagnostics.summary", "local.local_precision", "local.llc")
+SLOW += ("report.write", "diagnostics.summary", "local.local_precision")
 
 
 # Number of calls of each family, and what went wrong.
