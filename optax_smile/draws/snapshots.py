@@ -346,7 +346,11 @@ class StoredSnapshots(Draws):
     @property
     def start(self) -> Tree:
         """Initial parameters of the chains, a tree of arrays `[chain, ...]`."""
-        return self._tree(_format.read_start(self.directory, self._leaves, self.num_chains))
+        return self._tree(self._start)
+
+    @functools.cached_property
+    def _start(self) -> list[np.ndarray]:
+        return _format.read_start(self.directory, self._leaves, self.num_chains)
 
     @functools.cached_property
     def trace(self) -> dict[str, np.ndarray]:
