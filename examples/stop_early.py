@@ -110,7 +110,7 @@ def sample_until_settled(
 
 def main():
     """Sample a small network for the diabetes data, and stop early."""
-    x, y = load_diabetes(return_X_y=True)
+    x, y = map(np.asarray, load_diabetes(return_X_y=True))
     x, y = (x / x.std(axis=0)).astype(np.float32), ((y - y.mean()) / y.std()).astype(np.float32)
     train, held_out = (x[:300], y[:300]), (x[300:], y[300:])
 

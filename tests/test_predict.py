@@ -419,8 +419,6 @@ def test_inputs_and_targets_are_what_numpy_reads():
             {"in": inputs},
         )
         np.testing.assert_allclose(nested.log_density, expected, atol=1e-5)
-        stop = optax_smile.EvidenceStop(apply_fn, (inputs, targets), likelihood="categorical")
-        np.testing.assert_array_equal(stop.validation[0], INPUTS)
     hidden = np.ma.masked_array(INPUTS, mask=INPUTS > 1), np.ma.masked_array(LABELS, LABELS > 2)
     for argument, given in (
         ("inputs", {"inputs": hidden[0]}),
@@ -430,8 +428,6 @@ def test_inputs_and_targets_are_what_numpy_reads():
     ):
         with pytest.raises(ValueError, match=rf"^`predict\({argument}=...\)` must be .*, got "):
             predict(apply_fn, SNAPSHOTS, "categorical", **given)
-    with pytest.raises(ValueError, match=r"^`EvidenceStop\(validation=...\)` must be .* masked"):
-        optax_smile.EvidenceStop(apply_fn, (INPUTS, hidden[1]), likelihood="categorical")
     with pytest.raises(ValueError, match=r"`Predictor.update\(params=...\)` must be .* masked"):
         predictor = optax_smile.Predictor(apply_fn, INPUTS, likelihood="categorical")
         predictor.update({"w": np.ma.masked_array(WEIGHTS[0, 0], WEIGHTS[0, 0] > 0)})

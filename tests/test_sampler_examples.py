@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import arviz
 import jax
 import jax.numpy as jnp
 import mile
@@ -11,7 +12,6 @@ import pytest
 import runs
 
 import optax_smile
-from optax_smile import diagnostics
 
 # Long loops of few numbers run twice as fast.
 OPTIMIZED = True
@@ -52,7 +52,7 @@ def thermostats(num_chains, num_steps, every=10):
 
 def in_standard_errors(values, expected):
     """How far the mean of `[chain, draw]` is off, by the chains' own effective sample size."""
-    error = values.std() / np.sqrt(diagnostics.ess(values, method="mean"))
+    error = values.std() / np.sqrt(arviz.ess(values, method="mean"))
     assert error < 0.01 * expected
     return (values.mean() - expected) / error
 

@@ -35,7 +35,7 @@ NUM_WARMUP = NUM_STEPS // 8
 # Of a single chain, which a loop in Python advances.
 LONGER = 10
 # A large angle, with which short runs are precise.
-TUNER = optax_smile.angle_tuner(0.25)
+TUNER: Any = optax_smile.angle_tuner(0.25)
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(NUM_ROWS, 2)).astype(np.float32)
 Y = (X @ [1.0, -2.0] + 0.5 + RNG.normal(size=NUM_ROWS)).astype(np.float32)

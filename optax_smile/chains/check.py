@@ -211,7 +211,7 @@ def _of_chains(
     """Make the tests that need losses and updates; `own` is the state of the loop."""
     sampler, key = optax.with_extra_args_support(sampler), jax.random.key(0)
     given = {"key": key, "aux": aux, "stochastic": stochastic}
-    hint = CHAINED if own is None else _checks.advice_on_axes(params, batches)
+    hint = _checks.advice_on_axes(params, batches) if own else CHAINED
     try:
         with _check.called("check", "sample", "parallel.place", "parallel.init"):
             chains = Chains(loss_fn, params, sampler, **given, hint=hint)

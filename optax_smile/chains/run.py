@@ -8,6 +8,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import compress, islice
+from typing import cast
 
 import jax
 import numpy as np
@@ -54,7 +55,7 @@ def _method(function: _check.Function_) -> _check.Function_:
         with _check.called(self.where, "sample", "parallel.place", "parallel.init", tree="params"):
             return function(self, *args, **kwargs)
 
-    return method
+    return cast(_check.Function_, method)
 
 
 class Run:
@@ -141,6 +142,7 @@ class Run:
     ):
         if dtype is not None and directory is None:
             _check.fail(self.where, "dtype", "None without a `directory`", repr(dtype))
+        key = cast(jax.Array, key)
         self._batches, self._warns, self._directory = batches, check, directory
         self._steps_per_dispatch = steps_per_dispatch
         self._is_optimizer = _optimizer.is_optimizer(sampler, params)
@@ -355,7 +357,7 @@ class Run:
 
     def _next_draw(self) -> int:
         """Return the step of the next draw."""
-        num_warmup, thin = (self._kept.begun[name] for name in ("num_warmup", "thin"))
+        num_warmup, thin = (cast(dict, self._kept.begun)[x] for x in ("num_warmup", "thin"))
         passed = max(self.num_steps - num_warmup, 0)
         return num_warmup + (passed // thin + 1) * thin
 
