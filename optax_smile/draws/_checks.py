@@ -118,17 +118,6 @@ INPUTS_AND_TARGETS = _check.Where(
 )
 
 
-class HeldOut(_check.Constraint):
-    """A pair of inputs and targets, converted to a tuple."""
-
-    text = INPUTS_AND_TARGETS.rule
-
-    def __call__(self, where, argument, value, given=_check.NOTHING):
-        inputs, targets = INPUTS_AND_TARGETS(where, argument, value)
-        inputs = INPUTS(where, argument, inputs)
-        return inputs, Targets()(where, argument, targets, {**given, "inputs": inputs})
-
-
 def num_inputs(inputs: Batch) -> int:
     """Return the length of arrays `[input, ...]`."""
     return np.shape(jax.tree.leaves(inputs)[0])[0]

@@ -24,9 +24,34 @@ SAMPLES, PATIENCE = 30, 300
 OPTIMIZED = False
 
 
+# A loop over draws that all processes leave at the third draw, or only the first one.
+LEAVES = """
+import sys
+import jax, jax.numpy as jnp, numpy as np, optax_smile
+
+way, _, address, _, number, _, process = sys.argv[1:]
+jax.distributed.initialize(address, int(number), int(process))
+auto = (jax.sharding.AxisType.Auto,)
+mesh = jax.make_mesh((jax.device_count(),), ("chain",), axis_types=auto)
+sampler = optax_smile.smile(0.1, num_data=9, key=0)
+loss_fn = lambda w, batch: jnp.sum((w - batch) ** 2) / 2
+starts = np.arange(8.0, dtype=np.float32).reshape(4, 2)
+run = optax_smile.Run(loss_fn, starts, [np.ones(2, np.float32)], sampler, key=0, mesh=mesh)
+for draw in run.draws(6, thin=2):
+    assert draw.shape == (2, 2)
+    if run.num_draws == 3 and (way == "all" or jax.process_index() == 0):
+        break
+print("draws:", run.snapshots().num_draws)
+list(run.draws(6, thin=2))
+print("draws:", run.snapshots().num_draws)
+"""
+
+
 def start(directory: Path, log: Path, devices: int, *options: str) -> subprocess.Popen:
     command = [sys.executable, str(EXAMPLE), str(directory), "--smoke", *options]
     command += ["--num-draws", str(SAMPLES)]
+    if options[0] in ("all", "one"):
+        command = [sys.executable, "-c", LEAVES, *options]
     own = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)}
     with log.open("a") as output:
         return subprocess.Popen(command, stdout=output, stderr=output, env=own)
@@ -112,6 +137,20 @@ def test_a_signal_to_one_process_ends_both_in_order(tmp_path, reference):
     assert newest == some.trace["step"][0, -1]
     assert len([*run.glob("draws/draw-*")]) == some.num_draws * 4
     assert_same_bits(finish(run, tmp_path), reference)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["all", "one"])
+def test_processes_leave_a_loop_together_or_are_told(tmp_path, way):
+    with pair(tmp_path, tmp_path, way) as processes:
+        codes = [process.wait(PATIENCE) for process in processes]
+    said = [(tmp_path / f"process-{number}.log").read_text() for number in range(2)]
+    if way == "all":
+        assert codes == [0, 0], show(tmp_path)
+        assert all("draws: 3" in text and "draws: 6" in text for text in said)
+    else:
+        assert 0 not in codes, show(tmp_path)
+        assert all("left the loop over `Run.draws` that another one continued" in x for x in said)
 
 
 @pytest.mark.nightly
