@@ -266,9 +266,13 @@ class Run:
         They are the fields of `optax_smile.stats`, `loss`, and `start_loss`, the loss of the first
         batch at the start. For an optimizer, step size and energies are NaN.
         """
+        return {name: np.array(x) for name, x in self._look().items()}
+
+    @_method
+    def _look(self) -> Mapping[str, np.ndarray]:
         if self._stats is None:
             self._stats, _ = self._chains.record()
-        return {name: np.array(x) for name, x in self._stats.items()}
+        return self._stats
 
     @_method
     def last_accepted(self) -> Tree:

@@ -131,8 +131,8 @@ def chooser(settings: Settings) -> str:
         name = tuner.get("name") if isinstance(tuner, Mapping) else None
         return name if name in ("angle_tuner", "quantile_tuner") else "other tuner"
     step_size = settings.get("step_size")
-    # A function is stored as a list of its name and its closure.
-    return {list: "schedule", type(None): "unknown"}.get(type(step_size), "number")
+    # A function is stored by its name.
+    return {str: "schedule", type(None): "unknown"}.get(type(step_size), "number")
 
 
 def nominal_rate(settings: Settings) -> float:
