@@ -193,7 +193,7 @@ def select(
         largest_cost: steps of all other candidates until one is chosen, relative to those of a
             whole run, in (0, 100]. Only a replaced choice costs more.
         directory: directory with a folder per candidate and a file for the rounds. After a kill the
-            same call resumes; other candidates, steps or data are an error. None: in memory.
+            same call resumes; other samplers, steps or data are an error. None: in memory.
         progress: show a progress bar over the steps of all candidates, if tqdm is installed.
 
     Returns:
@@ -257,8 +257,9 @@ def select(
         closing.push(lambda *error: close(candidates, *error))
         start = predict(apply_fn, Snapshots.from_members(params), validation[0], **read)
         start_lppd = _mean(_by_input(start.log_density))
-        for name in candidates if folder is not None else ():
-            check_real("select", Path(folder, name))
+        if folder is not None:
+            for name in candidates:
+                check_real("select", folder / name)
         shapes = _tree.shapes_of_one(params)
         settings = {name: _settings.of(x, shapes) or {} for name, x in candidates.items()}
         # The LPPD identifies inputs, targets, likelihood, model and start.
@@ -314,11 +315,13 @@ def select(
             final = predict(apply_fn, draws, validation[0], **read)
             final_lppd = _mean(_by_input(final.log_density))
     found = [scores for scores in found if scores]
-    num_steps = np.array([end for end, _ in rounds[: len(found)]], int)
+    ends = np.array([end for end, _ in rounds[: len(found)]], int)
     spent = sum(done[x] * _settings.gradients_per_step(settings[x]) for x in done if x != best)
     cost = spent / int(np.asarray(draws.trace["num_gradients"])[0, -1])
-    results = num_steps, *_table(found, [*candidates]), start_lppd, final_lppd, total_steps, cost
-    return Selection(best, draws, tuple(candidates), *results)
+    names, (lppd, projected, error) = tuple(candidates), _table(found, [*candidates])
+    return Selection(
+        best, draws, names, ends, lppd, projected, error, start_lppd, final_lppd, total_steps, cost
+    )
 
 
 class _Run(Run):
@@ -451,7 +454,7 @@ def _log_sum(before: np.ndarray, predictor: Predictor) -> np.ndarray:
 
 
 def _projected(counts: Sequence[int], sums: Sequence[np.ndarray], doublings: float) -> Score:
-    """Score the average of two halves; its gain over each of them is that of twice as many draws."""
+    """Score the average of two halves; its gain over each is that of twice as many draws."""
     if any(np.isnan(x).all() for x in sums):
         return Score([-np.inf], [-np.inf])
     # NumPy warns of the NaN of padding.
@@ -465,7 +468,7 @@ def _projected(counts: Sequence[int], sums: Sequence[np.ndarray], doublings: flo
 
 
 def _contenders(running: Sequence[str], finalists: Scores, scores: Scores) -> Iterator[str]:
-    """Yield who is left and not in `scores`, then finalists clearly better before than all in it."""
+    """Yield who is left and not in `scores`, then finalists clearly better than all in it."""
     yield from [name for name in running if name not in scores]
 
     def leads(name: str) -> bool:
