@@ -296,8 +296,8 @@ DEFECTS = r"""
 + aux=aux, loss=value
 # chains/select.py | test_select.py
 = rounds take a third of a run whatever was asked | share_of_the_steps
-- steps = largest_cost * num_steps
-+ steps = num_steps / 3
+- steps = largest_cost * self.end
++ steps = self.end / 3
 = all draws of a round are judged | last_half
 - BURN_IN = 0.5
 + BURN_IN = 0.0
@@ -305,32 +305,32 @@ DEFECTS = r"""
 - difference = np.subtract(first, second)
 + difference = np.asarray(first)
 = candidates are ranked by what they reached, not by the projection | last_half
-- density + added
-+ density + 0 * added
+- density + GAIN_KEPT * doublings * gain
++ density + 0 * gain
 = a few inputs that gain much decide | twice_as_many
-- return np.minimum(density - mean, LARGEST_GAIN)
-+ return density - mean
+- gain = np.minimum(density - np.average(halves, 0, counts), LARGEST_GAIN)
++ gain = density - np.average(halves, 0, counts)
 = the cheaper survives though it is clearly worse | among_equals
 - min(filter(is_equal, ranked), key=preference)
 + min(ranked, key=preference)
 = broken chains score like their start | last_half
-- density = part.density() if is_sound else np.array([-np.inf])
-+ density = part.density()
+- if np.any(run.stats["num_nonfinite"]
++ if not np.any(run.stats["num_gradients"]
 = points of exploration score | exploration
-- if num_due > num_scored and (is_only_point or self._is_draw()):
-+ if num_due > num_scored:
+- if is_due(step) and (np.all(run.stats["is_draw"]) or (step == end and not scored)):
++ if is_due(step):
 = the last round decides among two | share_of_the_steps
-- kept = max(number // 2, 3) if number > 3 else 1
-+ kept = number // 2
+- left.append(max(left[-1] // 2, 3) if left[-1] > 3 else 1)
++ left.append(left[-1] // 2)
 = a chosen one that overfits runs to its end | takes_the_place
-- while ahead := _ahead(judged, latest):
-+ while ahead := _ahead(judged, {}):
+- _contenders(running, finalists, scores):
++ _contenders(running, {}, scores):
 = what the draws to come add counts for the others alone | runs_again
-- one.lppd - best.projected_lppd > CLEARLY * error
-+ one.lppd - best.lppd > CLEARLY * error
+- before, best = finalists[name].density, _best(scores)
++ before, best = finalists[name].density, max((x.density for x in scores.values()), key=_mean)
 = draws that are made again count twice | stopped_selection
-- num_scored = _num_due(part.step, end)
-+ num_scored = 0
+- scored, counts = header["scored"], header["counts"]
++ scored, counts = 0, header["counts"]
 # draws/predict.py | test_predict.py
 = densities joined without their largest | extreme or categorical
 - x * jnp.exp(of_x - base) + y * jnp.exp(of_y - base)

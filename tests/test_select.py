@@ -1,6 +1,5 @@
 """The choice among samplers and optimizers, where the posterior is known."""
 
-import json
 import signal
 from typing import Any
 
@@ -10,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 from matplotlib.figure import Figure
-from runs import Crash, crash
+from runs import Crash
 from scipy.special import logsumexp
 from scipy.stats import norm
 
@@ -45,6 +44,10 @@ def sgld(size: float):
     return optax_smile.sgld(size, num_data=NUM_DATA, key=jax.random.key(1))
 
 
+CANDIDATES = {"still": sgld(1e-8), "sgld": sgld(5e-4), "sgd": optax.sgd(2e-3), "bad": sgld(1e3)}
+TWO = {name: CANDIDATES[name] for name in ("still", "sgld")}
+
+
 class Batches:
     """One batch in each pass; Ctrl-C while so many are read."""
 
@@ -58,12 +61,10 @@ class Batches:
         yield TRAIN
 
 
-def find(candidates: Any, /, batches: Any = None, **changes) -> Selection:
+def find(candidates: Any, /, loss: Any = mean_loss, **changes) -> Selection:
     given: dict[str, Any] = {"likelihood": "gaussian", "key": 0, "progress": False, **BUDGET}
-    arguments: dict[str, Any] = {"params": START, "apply_fn": apply_fn, "validation": VALID}
-    given |= arguments | changes
-    batches = Batches() if batches is None else batches
-    return optax_smile.select(mean_loss, batches=batches, candidates=candidates, **given)
+    given |= {"params": START, "apply_fn": apply_fn, "validation": VALID, "batches": Batches()}
+    return optax_smile.select(loss, candidates=candidates, **given | changes)
 
 
 def sample(sampler: Any, **changes):
@@ -77,17 +78,14 @@ def slow_density(draws: np.ndarray) -> np.ndarray:
     return logsumexp(density, axis=0) - np.log(len(draws))
 
 
-CANDIDATES = {
-    "still": sgld(1e-8),
-    "sgld": sgld(5e-4),
-    "sgd": optax.sgd(2e-3),
-    "bad": sgld(1e3),
-}
-
-
 @pytest.fixture(scope="module")
 def selection():
     return find(CANDIDATES)
+
+
+@pytest.fixture(scope="module")
+def short():
+    return find(TWO, **SHORT)
 
 
 def test_the_best_is_chosen_and_runs_as_in_sample(selection):
@@ -100,11 +98,8 @@ def test_the_best_is_chosen_and_runs_as_in_sample(selection):
     assert selection.draws.settings == draws.settings
     # One is dropped after 18 steps, two after 36.
     assert selection.cost == (18 + 2 * 36) / 270
-    precision = TRAIN[0].T @ TRAIN[0] / NOISE**2 + np.eye(3)
-    mean = np.linalg.solve(precision, TRAIN[0].T @ TRAIN[1] / NOISE**2)
-    variance = NOISE**2 + np.sum(VALID[0] * np.linalg.solve(precision, VALID[0].T).T, axis=1)
-    exact = norm.logpdf(VALID[1], VALID[0] @ mean, np.sqrt(variance)).mean()
-    assert selection.final_lppd == pytest.approx(exact, abs=0.02)
+    density = slow_density(draws.params.reshape(-1, 3))
+    assert selection.final_lppd == pytest.approx(density.mean(), rel=1e-5)
 
 
 def test_rounds_are_judged_by_draws_of_their_last_half_and_projected(selection):
@@ -145,26 +140,16 @@ def test_the_table_has_all_names(selection):
     head, *rows = (line.split() for line in table.splitlines())
     assert head == "steps candidate LPPD projected below best error".split()
     assert rows[0][:2] == ["0", "start"] and rows[-1][:2] == ["270", "sgld"]
-    assert len(rows) == 1 + 4 + 3 + 1 + 1 + 1 and {"still", "sgd"} < {
-        name for row in rows for name in row
-    }
     assert [row[0] for row in rows if row[0].isdigit()] == ["0", "18", "36", "72", "144", "270"]
+    assert len(rows) == 1 + 4 + 3 + 1 + 1 + 1
     below = [float(row[-2]) for row in rows[1:4]]
-    assert (
-        below[0] == 0 and below == sorted(below) and rows[4] == ["bad", "-inf", "-inf", "inf", "-"]
-    )
-    notes = notes.splitlines()
-    assert notes == [
+    assert below[0] == 0 and below == sorted(below)
+    assert rows[4] == ["bad", "-inf", "-inf", "inf", "-"]
+    assert notes.splitlines() == [
         "Chosen: sgld. The others used 0.33 times its gradients.",
         "-inf: chains or predictions became non-finite.",
     ]
-    worse = str(selection._replace(start_lppd=0.0))
-    assert "No better than the start" in worse
-    best = np.nanmax(selection.lppd[1])
-    error = selection.best_round_error
-    for below, is_said in ((1.9, False), (2.1, True)):
-        printed = str(selection._replace(final_lppd=best - below * error))
-        assert ("After 36 steps a candidate had an LPPD of" in printed) == is_said
+    assert "No better than the start" in str(selection._replace(start_lppd=0.0))
 
 
 def test_an_optimizer_may_be_alone_or_the_best(tmp_path):
@@ -177,223 +162,192 @@ def test_an_optimizer_may_be_alone_or_the_best(tmp_path):
     assert found.draws.settings == {"name": "optimizer", "is_posterior": False}
 
 
-def crash_as(error: type[Exception]):
-    raise error
-
-
 def equal(got: Selection, expected: Selection):
     assert got.best == expected.best and got.cost == expected.cost
-    np.testing.assert_array_equal(got.draws.params, expected.draws.params)
-    np.testing.assert_allclose(got.lppd, expected.lppd, rtol=1e-6)
-    np.testing.assert_allclose(got.projected, expected.projected, rtol=1e-5)
-    np.testing.assert_allclose(got.standard_error, expected.standard_error, rtol=1e-4)
     assert got.final_lppd == expected.final_lppd
+    np.testing.assert_array_equal(got.draws.params, expected.draws.params)
+    for name in ("lppd", "projected", "standard_error"):
+        np.testing.assert_array_equal(getattr(got, name), getattr(expected, name))
 
 
-def test_a_selection_stopped_in_a_later_round_goes_on_to_the_same_result(tmp_path, selection):
-    with pytest.raises(KeyboardInterrupt, match="`select` was stopped by SIGINT after 26 steps"):
-        find(CANDIDATES, directory=tmp_path, batches=Batches(4 * 18 + 18 + 9))
-    equal(find(CANDIDATES, directory=tmp_path), selection)
+# Each reads 18 batches in the first round; 27 of the second one are in the next.
+@pytest.mark.parametrize("stop_at, told", [(5, "5 .*still"), (30, "12 .*sgld"), (99, "27 .*sgd")])
+def test_a_stopped_selection_goes_on_to_the_same_result(tmp_path, short, selection, stop_at, told):
+    whole, given = (short, (TWO, SHORT)) if stop_at < 99 else (selection, (CANDIDATES, BUDGET))
+    rule = f"^`select` was stopped by SIGINT after {told}: repeat the call"
+    with pytest.raises(KeyboardInterrupt, match=rule):
+        find(given[0], directory=tmp_path, batches=Batches(stop_at), **given[1])
+    equal(find(given[0], directory=tmp_path, **given[1]), whole)
 
 
-def test_a_stopped_selection_goes_on_to_the_same_result(tmp_path, monkeypatch):
-    candidates = {"still": sgld(1e-8), "sgld": sgld(5e-4)}
-    whole = find(candidates, **SHORT)
-    assert whole.best == "sgld" and whole.num_steps.tolist() == [18, 36]
-
-    def stopped(name: str, **changes):
-        return find(candidates, directory=tmp_path / name, **SHORT, **changes)
-
-    # In the round each reads 18 batches.
-    for stop_at, running in ((5, "still"), (18 + 12, "sgld")):
-        with pytest.raises(KeyboardInterrupt, match=f"A checkpoint is in .*{running}: repeat"):
-            stopped(f"{stop_at}", batches=Batches(stop_at))
-        equal(stopped(f"{stop_at}"), whole)
-    with pytest.raises(KeyboardInterrupt, match=r"To be able to resume, pass a `directory`"):
-        find(candidates, batches=Batches(5), **SHORT)
-    with pytest.warns(UserWarning, match="^`select` was stopped by .* and 7 draws") as told:
-        assert stopped("end", batches=Batches(18 + 53)).draws.num_draws == 7
-    assert told[0].filename == __file__
-    equal(stopped("end"), whole)
+def test_a_selection_stopped_after_the_choice_returns_its_draws(tmp_path, short):
+    assert short.best == "sgld" and short.num_steps.tolist() == [18, 36]
     # In the later round of the chosen one, whose first draw is after 33 steps.
-    with pytest.warns(UserWarning, match="^`select` was stopped by .* and 1 draw "):
-        found = stopped("later", batches=Batches(18 + 35))
+    with pytest.warns(UserWarning, match="^`select` was stopped by .* and 1 draw ") as told:
+        found = find(TWO, directory=tmp_path, batches=Batches(18 + 35), **SHORT)
+    assert told[0].filename == __file__ and found.interrupted == "SIGINT"
     assert found.best == "sgld" and found.num_steps.tolist() == [18] and np.isfinite(found.cost)
-    equal(stopped("later"), whole)
+    with pytest.warns(UserWarning, match="^`select` was stopped by .* and 7 draws"):
+        assert find(TWO, directory=tmp_path, batches=Batches(53), **SHORT).draws.num_draws == 7
+    equal(find(TWO, directory=tmp_path, **SHORT), short)
     # All is there: no step is done, and no file changes.
     files = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("draw-*")}
-    equal(stopped("end"), whole)
+    equal(find(TWO, directory=tmp_path, **SHORT), short)
     assert files == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("draw-*")}
-    draws = optax_smile.load_snapshots(tmp_path / "end" / "sgld", like=START[0])
-    np.testing.assert_array_equal(draws.params, whole.draws.params)
+    draws = optax_smile.load_snapshots(tmp_path / "sgld", like=START[0])
+    np.testing.assert_array_equal(draws.params, short.draws.params)
 
-    # Killed after the checkpoint of the round, and before what it found is written.
+
+# The file of the first two rounds; a draw for the score, where the newest checkpoint is older.
+@pytest.mark.parametrize("place, call", [("write", 1), ("write", 2), ("draw", 9 + 8)])
+def test_a_killed_selection_goes_on_to_the_same_result(tmp_path, short, monkeypatch, place, call):
+    calls = []
+
+    def killed(function, this, *arguments):
+        if place == "draw" or this.name == "rounds.json":
+            calls.append(this)
+            if len(calls) == call:
+                raise Crash
+        return function(this, *arguments)
+
+    owner, name = selecting._disk, "write_json"
+    if place == "draw":
+        owner, name = selecting._Run, "last_accepted"
     with monkeypatch.context() as patch, pytest.raises(Crash):
-        patch.setattr(selecting, "_write", crash)
-        stopped("unwritten")
-    equal(stopped("unwritten"), whole)
-
-    # Killed where the newest checkpoint is older than some draws that were judged.
-    advance = selecting._Candidate._advance
-
-    def advance_until(self, stop):
-        if (self.name, self.run.num_steps) == ("sgld", 17):
-            raise Crash
-        return advance(self, stop)
-
-    with monkeypatch.context() as patch, pytest.raises(Crash):
-        patch.setattr(selecting._Candidate, "_advance", advance_until)
-        stopped("killed")
-    equal(stopped("killed"), whole)
+        function = getattr(owner, name)
+        patch.setattr(owner, name, lambda *arguments: killed(function, *arguments))
+        find(TWO, directory=tmp_path, **SHORT)
+    equal(find(TWO, directory=tmp_path, **SHORT), short)
 
 
 def test_the_directory_of_another_selection_is_refused(tmp_path):
     candidates = {"still": sgld(1e-8), "sgd": optax.sgd(0.05)}
     found = find(candidates, directory=tmp_path, **SHORT)
-    again = {"sgd": optax.sgd(0.05), "still": sgld(1e-8)}
+    again = dict(reversed(candidates.items()))
     assert find(again, directory=tmp_path, **SHORT).best == found.best == "sgd"
-    refused: list[tuple[Any, dict[str, Any]]] = [
-        ({"still": sgld(1e-8), "other": optax.sgd(0.05)}, {}),
-        ({"still": sgld(1e-7), "sgd": optax.sgd(0.05)}, {}),
-        ({"still": sgld(1e-8), "sgd": optax.sgd(0.01)}, {}),
-        (candidates, {"num_draws": 20}),
-        (candidates, {"validation": (VALID[0], VALID[1] + 1)}),
-    ]
-    for others, changes in refused:
-        with pytest.raises(
-            ValueError, match=r"^`select\(directory=...\)` must be new, or hold a selection"
-        ):
+
+    def refuse(rule: str, others: Any = candidates, **changes):
+        with pytest.raises(ValueError, match=rf"^`select\(directory=...\)` must be {rule}"):
             find(others, directory=tmp_path, **SHORT | changes)
-    # A damage is named, and nothing is read or written through a link.
-    rounds, generator = tmp_path / "rounds.json", np.random.default_rng(0)
-    intact, same = rounds.read_bytes(), 0
-    identity = {"rounds that end after": []}
-    expected = selecting._disk.read_json(rounds)[0]
-    for number in range(400):
-        at = int(generator.integers(len(intact)))
-        flipped = bytes([intact[at] ^ 1 << number % 8])
-        changed = {
-            0: intact[:at] + flipped + intact[at + 1 :],
-            1: intact[:at],
-            2: intact[:at] + generator.bytes(5) + intact[at:],
-            3: intact[:at] + bytes(len(intact[at : at + 64])) + intact[at + 64 :],
-        }
-        rounds.write_bytes(changed[number // 8 % 4])
-        try:
-            selecting._read(tmp_path, identity)
-        except optax_smile.ArgumentError as error:
-            assert error.argument == "directory" and str(rounds) in str(error)
-        else:
-            assert selecting._disk.read_json(rounds)[0] == expected
-            same += 1
-    assert same < 10
+
+    refuse("new, or hold a selection", {"still": sgld(1e-8), "other": optax.sgd(0.05)})
+    refuse("new, or hold a selection", {"still": sgld(1e-7), "sgd": optax.sgd(0.05)})
+    refuse("new, or hold a selection", num_draws=20)
+    refuse("new, or hold a selection", validation=(VALID[0], VALID[1] + 1))
+    # Nothing is read or written through a link.
+    rounds = tmp_path / "rounds.json"
+    intact = rounds.read_bytes()
     rounds.unlink()
     rounds.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(ValueError, match="intact rounds.json, got .* symbolic link"):
-        find(candidates, directory=tmp_path, **SHORT)
+    refuse("a directory with an intact rounds.json, got .* symbolic link")
     rounds.unlink()
     rounds.write_bytes(intact)
     (tmp_path / "sgd").rename(tmp_path / "moved")
     (tmp_path / "sgd").symlink_to(tmp_path / "moved")
-    with pytest.raises(ValueError, match="directory whose sgd is a folder, got"):
-        find(candidates, directory=tmp_path, **SHORT)
+    refuse("a directory whose sgd is a folder, got")
     (tmp_path / "sgd").unlink()
     (tmp_path / "moved").rename(tmp_path / "sgd")
     # Nor is the run of somebody else taken for what a round has found.
-    (tmp_path / "rounds.json").unlink()
-    with pytest.raises(ValueError, match=r"^`select\(directory=...\)` .* with a run of 60 steps"):
-        find(candidates, directory=tmp_path, **SHORT)
+    rounds.unlink()
+    refuse(".* with a run of 60 steps")
+
+
+def test_a_damaged_file_of_the_rounds_is_named(tmp_path):
+    rounds, generator = tmp_path / "rounds.json", np.random.default_rng(0)
+    scores = [{"a": Score([-1.5, -2.25], [-1.25, -2.0])}]
+    selecting._disk.write_json(rounds, {"rounds": [18], "found": scores})
+    assert selecting._read(tmp_path, {"rounds": [18]}) == scores
+    intact = rounds.read_bytes()
+    for number in range(60):
+        at = int(generator.integers(len(intact)))
+        flipped = bytes([intact[at] ^ 1 << number % 8])
+        changed = (
+            intact[:at] + flipped + intact[at + 1 :],
+            intact[:at],
+            intact[:at] + generator.bytes(5) + intact[at:],
+            intact[:at] + bytes(len(intact[at : at + 64])) + intact[at + 64 :],
+        )
+        rounds.write_bytes(changed[number // 8 % 4])
+        with pytest.raises(optax_smile.ArgumentError) as error:
+            selecting._read(tmp_path, {"rounds": [18]})
+        assert error.value.argument == "directory" and str(rounds) in str(error.value)
 
 
 @pytest.mark.parametrize("number", (2, 3, 4, 11))
-def test_dropped_candidates_take_a_share_of_the_steps(number):
-    for num_warmup, thin, num_steps, cost in (
-        (90, 3, 270, 1 / 3),
-        (1_001, 50, 3_001, 1 / 3),
-        (0, 1, 10_000, 0.8),
-    ):
-        numbers = selecting._num_dropped(number)
-        ends = selecting._round_ends(numbers, num_warmup, thin, num_steps, cost)
-        left, dropped = number, 0
-        assert all((end - num_warmup) % thin == 0 for end in ends)
-        for place, end in enumerate(ends[: len(numbers)]):
-            assert 0 < end <= num_steps * cost
-            # The last decides among three or fewer.
-            assert numbers[place] == (left - 1 if left <= 3 else left - max(left // 2, 3))
-            dropped += numbers[place] * end
-            left -= numbers[place]
-        assert left == 1
-        assert abs(dropped - num_steps * cost) <= number * thin
-        doubled = 2 * np.array(ends[:-1]) - ends[1:]
-        assert np.all(abs(doubled) <= 2 * thin)
-        assert num_steps / 2 - thin <= ends[-1] < num_steps
+@pytest.mark.parametrize(
+    "num_warmup, num_draws, thin, cost",
+    [(90, 60, 3, 1 / 3), (1_001, 40, 50, 1 / 3), (0, 10_000, 1, 0.8)],
+)
+def test_dropped_candidates_take_a_share_of_the_steps(number, num_warmup, num_draws, thin, cost):
+    num_steps, left, total = num_warmup + num_draws * thin, number, 0
+    rounds = selecting._Plan(num_warmup, num_draws, thin, 1).rounds(number, cost)
+    for end, dropped in rounds:
+        assert (end - num_warmup) % thin == 0
+        # The last decides among three or fewer.
+        assert dropped == (left - 1 if left <= 3 else left - max(left // 2, 3))
+        assert not dropped or 0 < end <= num_steps * cost
+        left, total = left - dropped, total + dropped * end
+    assert left == 1 and abs(total - num_steps * cost) <= number * thin
+    ends = np.array([end for end, _ in rounds])
+    assert np.all(abs(2 * ends[:-1] - ends[1:]) <= 2 * thin)
+    assert num_steps / 2 - thin <= ends[-1] < num_steps
 
 
-def judged(
-    lppd: float, gradients_per_step: int = 1, is_bayes: bool = True, spread: float = 0.1
-) -> Score:
-    """Of 100 inputs; the standard error of a difference is about a tenth of the spread."""
-    noise = spread * np.random.default_rng(abs(hash(lppd)) % 2**32).normal(size=100)
+def judged(lppd: float) -> Score:
+    """Of 100 inputs; the standard error of a difference is about .014."""
+    noise = 0.1 * np.random.default_rng(abs(hash(lppd)) % 2**32).normal(size=100)
     density = (lppd + noise - noise.mean()).tolist()
-    return Score(density, 10, gradients_per_step, is_bayes, density)
+    return Score(density, density)
 
 
 def test_the_gain_of_twice_as_many_draws():
     first, second = np.log([0.1, 0.5, 1e-9]), np.log([0.3, 0.5, 0.5])
-    part = selecting.Average(8, 8, (3, 3), (first + np.log(3), second + np.log(3)))
+    sums = first + np.log(3), second + np.log(3)
+    density, projected = map(np.array, selecting._projected((3, 3), sums, 2.0))
     gain = [np.log(0.2) - (first[0] + second[0]) / 2, 0, np.log(2)]
-    np.testing.assert_allclose(part.gain(), gain, atol=1e-12)
+    np.testing.assert_allclose(projected - density, gain, atol=1e-12)
     # Only one half has draws; some predictions were not finite; a density is zero.
-    assert not part._replace(counts=(6, 0)).gain().any()
+    alone = selecting._projected((6, 0), (sums[0], np.array(-np.inf)), 2.0)
+    assert alone.projected == alone.density
     for broken in (np.nan, -np.inf):
-        bad = np.full(3, broken)
-        assert not part._replace(log_sums=(bad, bad)).gain().any()
+        assert not np.isfinite(selecting._projected((3, 3), [np.full(3, broken)] * 2, 2.0)).any()
+
+
+BAYES: dict[str, Any] = {"temperature": 1, "prior_mean": 0.0}
+COSTLY = {**BAYES, "integrator": "minimal_norm"}
+COLD, AROUND = BAYES | {"temperature": 0.1}, BAYES | {"prior_mean": "start"}
 
 
 def test_among_equals_the_cheaper_then_the_posterior_then_the_better_is_chosen():
-    winners: list[tuple[str, dict[str, Score]]] = [
-        ("b", {"a": judged(-1), "b": judged(-0.9)}),
-        # Within a standard error, which is about .014.
-        ("a", {"a": judged(-0.905), "b": judged(-0.9, gradients_per_step=2)}),
-        ("a", {"a": judged(-0.905), "b": judged(-0.9, is_bayes=False)}),
-        ("b", {"a": judged(-0.905), "b": judged(-0.9)}),
-        ("a", {"a": judged(-0.905, is_bayes=False), "b": judged(-0.9, gradients_per_step=2)}),
-        # Beyond it nothing else counts.
-        ("b", {"a": judged(-1), "b": judged(-0.9, gradients_per_step=2, is_bayes=False)}),
-        ("a", {"a": judged(-9), "b": judged(-np.inf)}),
-        # The error of a single input is unknown.
-        (
-            "b",
-            {
-                "a": Score([-0.905], 10, 1, True, [-0.905]),
-                "b": Score([-0.9], 10, 2, False, [-0.9]),
-            },
-        ),
-    ]
-    for winner, found in winners:
-        assert selecting._survivors(found, 1) == [winner], found
+    # Within a standard error, then beyond it, where nothing else counts.
+    for winner, first, of_first, of_second in (
+        ("a", -0.905, BAYES, COSTLY),
+        ("a", -0.905, BAYES, COLD),
+        ("a", -0.905, BAYES, AROUND),
+        ("b", -0.905, BAYES, BAYES),
+        ("a", -0.905, {}, COSTLY),
+        ("b", -1, BAYES, COSTLY),
+        ("b", -1, BAYES, COLD),
+        ("b", -np.inf, BAYES, COSTLY),
+    ):
+        found, settings = {"a": judged(first), "b": judged(-0.9)}, {"a": of_first, "b": of_second}
+        assert selecting._survivors(found, 1, settings) == [winner], (first, settings)
+    # The error of a single input is unknown.
+    single = {"a": Score([-0.905], [-0.905]), "b": Score([-0.9], [-0.9])}
+    assert selecting._survivors(single, 1, {"a": BAYES, "b": COSTLY}) == ["b"]
     # Before the last round, only the score counts.
-    found = {"d": judged(-3), "c": judged(-2, 2), "b": judged(-0.9, 2), "a": judged(-0.905)}
-    found["e"] = judged(-np.inf)
-    assert selecting._survivors(found, 3) == ["b", "a", "c"]
-    assert selecting._survivors(found, 1) == ["a"]
-    broken = {"a": judged(-np.inf), "b": judged(-np.inf)}
-    rule = r"^`select\(candidates=...\)` must be .*at least one keeps .*finite, got \['a', 'b'\]"
-    with pytest.raises(ValueError, match=rule):
-        selecting._check_finite(broken)
-
-
-def overfits(after: int) -> optax.GradientTransformation:
-    """Learns quickly, but moves away from the data after so many steps."""
-
-    def rate(step: Any):
-        return jnp.where(step < after, 0.03, -0.05)
-
-    return optax.sgd(rate)
+    found = {"d": judged(-3), "c": judged(-2), "b": judged(-0.9), "a": judged(-0.905)}
+    found["e"], settings = judged(-np.inf), dict.fromkeys("abcde", BAYES) | {"b": COSTLY}
+    assert selecting._survivors(found, 3, settings) == ["b", "a", "c"]
+    assert selecting._survivors(found, 1, settings) == ["a"]
 
 
 def test_a_finalist_takes_the_place_of_one_that_overfits_after_it_was_chosen(tmp_path):
-    candidates = {"sgd": overfits(50), "sgld": sgld(2e-4), "still": sgld(1e-8)}
+    def rate(step: Any):
+        """Learn quickly, but move away from the data after 50 steps."""
+        return jnp.where(step < 50, 0.03, -0.05)
+
+    candidates = {"sgd": optax.sgd(rate), "sgld": sgld(2e-4), "still": sgld(1e-8)}
     found = find(candidates)
     chosen, *later = (np.isfinite(found.lppd[row]).tolist() for row in range(len(found.num_steps)))
     assert found.num_steps.tolist() == [45, 90, 180] and all(chosen)
@@ -408,68 +362,63 @@ def test_a_finalist_takes_the_place_of_one_that_overfits_after_it_was_chosen(tmp
 
 
 def test_who_runs_again_was_clearly_better_than_all_of_the_round():
-    # The standard error of a difference is about .014.
     latest = {"a": judged(-0.8), "b": judged(-0.9), "c": judged(-0.88), "d": judged(-np.inf)}
-    for lppd, ahead in ((-1.0, "c"), (-0.89, None), (-0.8, None), (-np.inf, "c")):
-        assert selecting._ahead({"a": judged(lppd)}, latest) == ([ahead] if ahead else []), lppd
+
+    def ahead(scores: dict[str, Score], finalists=latest):
+        return next(selecting._contenders(["a"], finalists, scores), None)
+
+    assert ahead({}) == "a"
+    for lppd, name in ((-1.0, "c"), (-0.89, None), (-0.8, None), (-np.inf, "c")):
+        assert ahead({"a": judged(lppd)}) == name, lppd
     # What the draws to come will add counts only for the one that runs on.
-    leader = judged(-1.0)._replace(projected=judged(-0.88).density)
-    assert selecting._ahead({"a": leader}, latest) == []
-    assert selecting._ahead({"a": judged(-1.0), "c": judged(-0.9)}, latest) == []
-    assert selecting._ahead({"a": judged(-np.inf)}, {"a": latest["d"], "d": latest["d"]}) == []
+    assert ahead({"a": Score(judged(-1.0).density, judged(-0.88).density)}) is None
+    assert ahead({"a": judged(-1.0), "c": judged(-0.9)}) is None
+    assert ahead({"a": judged(-np.inf)}, {"a": latest["d"], "d": latest["d"]}) is None
 
 
 def test_scores_of_tokens_of_impossible_targets_and_of_broken_chains():
     outputs: Any = GENERATOR.normal(size=(2, 5, 6, 4)).astype(np.float32)
     labels = np.where(np.arange(6) < 5, GENERATOR.integers(0, 4, (5, 6)), -1)
 
-    def read(params: Any, x):
-        return params[x]
-
-    def part_of(rows, model=outputs):
-        predictor = optax_smile.Predictor(read, np.arange(5), likelihood="tokens", targets=labels)
+    def joined(rows, before: Any = -np.inf):
+        predictor = optax_smile.Predictor(
+            lambda params, x: params[x], np.arange(5), likelihood="tokens", targets=labels
+        )
         for row in rows:
-            predictor.update(model[row])
-        return predictor
+            predictor.update(row)
+        return selecting._log_sum(np.asarray(before), predictor)
 
-    whole = selecting.Average(20).joined(part_of([0, 1]), 20, 0)
     log_p = outputs - logsumexp(outputs, axis=-1, keepdims=True)
     taken = np.take_along_axis(log_p, np.maximum(labels, 0)[None, ..., None], axis=-1)[..., 0]
     expected = np.log(np.exp(taken).mean(axis=0))[:, :5].mean(axis=1)
-    np.testing.assert_allclose(whole.density(), expected, rtol=1e-5, atol=1e-6)
-    # In two parts, of one half or of both.
-    first = selecting.Average(20).joined(part_of([0]), 15, 0)
-    for half, counts in enumerate([(2, 0), (1, 1)]):
-        parts = first.joined(part_of([1]), 20, half)
-        np.testing.assert_allclose(parts.density(), expected, rtol=1e-5, atol=1e-6)
-        assert parts.counts == counts
+    none, (first, second), bad = np.array(-np.inf), outputs, np.full_like(outputs[0], np.nan)
+    # Together, one after the other, and in two halves.
+    for sums in (
+        (joined(outputs), none),
+        (none, joined([second], joined([first]))),
+        (joined([first]), joined([second])),
+    ):
+        got = selecting._projected((1, 1), sums, 0.0)
+        np.testing.assert_allclose(got.density, expected, rtol=1e-5, atol=1e-6)
     # NaN of any draw is never forgotten, in whichever part it is.
-    broken = np.where(np.arange(2)[:, None, None, None] == 1, np.nan, outputs)
-    bad = selecting.Average(20).joined(part_of([1], broken), 15, 0)
-    for part in (bad, first.joined(part_of([1], broken), 20, 1), bad.joined(part_of([0]), 20, 1)):
-        assert part.density().tolist() == [-np.inf] and part.gain().tolist() == [0]
-    assert json.loads(json.dumps(bad.density().tolist())) == [-np.inf]
+    one, broken = joined([first]), joined([bad])
+    for sums in ((joined([first], broken), none), (broken, one), (one, broken)):
+        assert selecting._projected((1, 1), sums, 1.0) == ([-np.inf], [-np.inf])
 
 
 def test_a_score_of_tokens_and_its_standard_error_count_tokens_not_inputs():
     """Against 20,000 resamplings of the inputs, of which the rank correlation is that of chance."""
     number = GENERATOR.integers(0, 9, 200)
-    padded = np.where(
-        np.arange(9) < number[:, None],
-        GENERATOR.normal(size=(200, 9)) - number[:, None] / 9,
-        np.nan,
-    )
+    noise = GENERATOR.normal(size=(200, 9)) - number[:, None] / 9
+    padded = np.where(np.arange(9) < number[:, None], noise, np.nan)
     better = padded + 0.5 + GENERATOR.normal(size=(200, 1))
-    first, second, shifted = (
-        selecting._by_input(x).tolist() for x in (padded, better, padded + 0.25)
-    )
+    first, second, shifted = map(selecting._by_input, (padded, better, padded + 0.25))
     assert np.mean(first) == pytest.approx(np.nanmean(padded), abs=1e-12)
-    difference = np.nansum(better - padded, axis=1)
     rows = GENERATOR.integers(0, 200, (20_000, 200))
-    ratios = difference[rows].sum(axis=1) / number[rows].sum(axis=1)
-    assert selecting._standard_error(second, first) == pytest.approx(ratios.std(), rel=0.05)
+    ratios = np.nansum(better - padded, axis=1)[rows].sum(axis=1) / number[rows].sum(axis=1)
+    assert selecting._error(second, first) == pytest.approx(ratios.std(), rel=0.05)
     # A constant gain has no error, however long the inputs are.
-    assert selecting._standard_error(shifted, first) < 1e-12
+    assert selecting._error(shifted, first) < 1e-12
     # Inputs of equal length count as before, bit for bit.
     full = GENERATOR.normal(size=(7, 3))
     assert selecting._by_input(full).tolist() == full.mean(axis=1).tolist()
@@ -478,12 +427,17 @@ def test_a_score_of_tokens_and_its_standard_error_count_tokens_not_inputs():
 
 
 def test_a_winner_that_breaks_after_the_last_round_keeps_its_draws(monkeypatch):
-    monkeypatch.setattr(selecting, "predict", lambda *_, **__: next(predictions))
-    density = np.full(NUM_VALID, -3.0)
-    predictions = (
-        optax_smile.Prediction(None, density) if x == 0 else crash_as(ValueError) for x in range(2)
-    )
-    found = find({"still": sgld(1e-8), "sgld": sgld(5e-4)}, **SHORT)
+    predict = selecting.predict
+
+    def until_the_end(apply_fn, draws, inputs, **given):
+        params = draws.params if draws.num_draws == 1 else np.nan * draws.params
+        return predict(apply_fn, optax_smile.Snapshots.from_members(params[:, 0]), inputs, **given)
+
+    def noisy(params, batch, key):
+        return mean_loss(params, batch) + 0.01 * jax.random.normal(key)
+
+    monkeypatch.setattr(selecting, "predict", until_the_end)
+    found = find(TWO, noisy, stochastic=True, **SHORT)
     assert found.final_lppd == -np.inf and found.draws.num_draws == 10
     assert "-inf: " in str(found) and "No better than the start" in str(found)
     ax = optax_smile.plots.selection(found, ax=Figure().subplots())
@@ -491,58 +445,23 @@ def test_a_winner_that_breaks_after_the_last_round_keeps_its_draws(monkeypatch):
 
 
 def test_what_does_not_fit_is_refused_before_the_first_step():
-    fine = {"a": sgld(1e-3)}
-    for name in ("", ".", "..", "a/b", "a\\b", "a\0", 3, "rounds.json", 'a"'):
-        with pytest.raises(
-            ValueError, match=r"candidates=...\)` must be a dict whose names are valid"
-        ):
-            find({name: sgld(1e-3)})
-    refused: list[tuple[Any, dict[str, Any], str]] = [
-        ({}, {}, r"candidates=...\)` must be a dict of at least one sampler or optimizer by name"),
-        (
-            [sgld(1e-3)],
-            {},
-            r"candidates=...\)` must be a dict of at least one sampler or optimizer by name",
-        ),
-        ({"a": None}, {}, r"candidates\['a'\]=...\)` must be"),
-        (fine, {"batches": iter([TRAIN])}, r"batches=...\)` must be .*can be repeated"),
-        (
-            fine,
-            {"largest_cost": 0.0},
-            r"largest_cost=...\)` must be a number in \(0, 100\], got 0.0",
-        ),
-        (fine, {"validation": (VALID[0], None)}, r"validation=...\)` must be a pair of inputs"),
-        (fine, {"validation": (VALID[0], VALID[1][:3])}, r"validation=...\)` must be"),
-        (fine, {"likelihood": "categorical"}, r"apply_fn=...\)` must be"),
-        (fine, {"params": START.at[1, 0].set(jnp.nan)}, r"params=...\)` must be"),
-    ]
-    for candidates, changes, rule in refused:
+    def refuse(rule: str, candidates: Any, **changes):
         with pytest.raises(ValueError, match=rf"^`select\({rule}"):
             find(candidates, **changes)
 
-
-def test_a_loss_with_random_numbers_and_the_bar(monkeypatch):
-    """The bar ends where the steps of all candidates are done."""
-
-    def noisy(params, batch, key):
-        return mean_loss(params, batch) + 0.01 * jax.random.normal(key)
-
-    shown = []
-    bar = selecting._host.Bar
-    monkeypatch.setattr(bar, "show", lambda self, done, **told: shown.append((done, told)))
-    totals = []
-    monkeypatch.setattr(
-        bar,
-        "__init__",
-        lambda self, total, *_, **__: totals.append(total) or setattr(self, "_bar", None),
-    )
-    monkeypatch.setattr(bar, "begin", lambda self: None)
-    given: dict[str, Any] = {"likelihood": "gaussian", "key": 0, "stochastic": True, **SHORT}
-    candidates = {"still": sgld(1e-8), "sgld": sgld(5e-4)}
-    optax_smile.select(noisy, START, [TRAIN], candidates, apply_fn, VALID, **given)
-    assert totals == [60 + 18] and shown[-1] == (78, {"candidate": "sgld"})
-    done = [step for step, _ in shown]
-    assert done == sorted(done)
+    for name in ("", ".", "..", "a/b", "a\\b", "a\0", 3, "rounds.json", 'a"'):
+        refuse(r"candidates=...\)` must be a dict whose names are valid", {name: sgld(1e-3)})
+    refuse(r"candidates=...\)` must be a dict of at least one sampler or optimizer by name", {})
+    fine = {"a": sgld(1e-3)}
+    refuse(r"candidates\['a'\]=...\)` must be", {"a": None})
+    refuse(r"batches=...\)` must be .*can be repeated", fine, batches=iter([TRAIN]))
+    refuse(r"largest_cost=...\)` must be a number in \(0, 100\], got 0.0", fine, largest_cost=0.0)
+    refuse(r"validation=...\)` must be a pair of inputs", fine, validation=(VALID[0], None))
+    refuse(r"apply_fn=...\)` must be", fine, likelihood="categorical")
+    refuse(r"params=...\)` must be", fine, params=START.at[1, 0].set(jnp.nan))
+    # After the first round.
+    rule = r"candidates=...\)` must be candidates of which one keeps .*finite, got \['a', 'b'\]"
+    refuse(rule, {"a": sgld(1e3), "b": sgld(1e4)})
 
 
 @pytest.mark.filterwarnings("ignore:`select` kept")
@@ -552,8 +471,7 @@ def test_points_of_exploration_do_not_score(monkeypatch, num_cycles, scored):
     cyclical: Any = optax_smile.cyclical_sgld(
         1e-4, num_data=NUM_DATA, total_steps=270, num_cycles=num_cycles, exploration=0.8, key=0
     )
-    seen = []
-    look = optax_smile.Run.last_accepted
+    seen, look = [], optax_smile.Run.last_accepted
 
     def watched(run):
         seen.append((run.num_steps, bool(run.stats["is_draw"].all())))

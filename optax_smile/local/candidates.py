@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable
@@ -47,9 +48,8 @@ def network_candidates(
     - `"psmile"`: the default, which samples the Bayesian posterior.
     - `"psmile, cold"`: at `temperature="auto"` with longer steps, `angle_tuner(0.3)`; where that
       temperature is 1, it is called `"psmile, long steps"`.
-    - `"psmile, around the start"`: at temperature 1, with `decoherence_length="turning"`,
-      `angle_tuner(0.1)`, and a prior centred at the trained weights. The curvature of the loss
-      there and `allowed` determine its precision.
+    - `"psmile, around the start"`: with `decoherence_length="turning"`, `angle_tuner(0.1)`, and a
+      prior centred at the trained weights, as precise as `allowed` and the curvature there require.
     - `"optimizer"`: continues training and averages the predictions of its iterates.
 
     Args:
@@ -57,11 +57,9 @@ def network_candidates(
         params: trained networks, each leaf `[chain, ...]`.
         batches: batches of the data; only the first 20 are read.
         optimizer: your optimizer, such as `optax.adamw(1e-3)`.
-        num_data: >= 1, see `psmile`.
+        num_data, excess: see `psmile`.
         key: JAX key or seed for the samplers.
-        excess: nats per example, > 0, see `psmile`.
-        allowed: largest expected rise of the mean loss for `"psmile, around the start"`, from the
-            start to its draws, nats per example, > 0.
+        allowed: largest expected rise of the mean loss around the start, nats per example, > 0.
 
     Returns:
         A dict of candidates by name, which you may extend.
@@ -80,7 +78,6 @@ def network_candidates(
         >>> list(candidates)
         ['psmile', 'psmile, cold', 'psmile, around the start', 'optimizer']
     """
-    given: Options = {"num_data": num_data, "key": key}
     size = sum(math.prod(x.shape[1:]) for x in jax.tree.leaves(params))
     losses = jax.jit(lambda batch, at: jax.vmap(loss_fn, (0, None))(at, batch))
     seen = list(itertools.islice(iter(batches), MOST_BATCHES))
@@ -90,13 +87,13 @@ def network_candidates(
 
     curvatures = [curvature(losses, x, params, np.asarray(losses(x, params))) for x in seen]
     precision = strength_for(Potential(num_data), float(np.mean(curvatures)), size, allowed)
-    around: Options = {"prior_mean": "start", "prior_precision": precision}
-    around |= {"decoherence_length": "turning", "tuner": angle_tuner(0.1)}
-    cold: Options = {"temperature": "auto", "excess": excess, "tuner": angle_tuner(0.3)}
+    make = functools.partial(psmile, num_data=num_data, key=key)
     is_cold = auto_temperature(num_data, size, excess) < 1
-    made: dict[str, optax.GradientTransformation] = {
-        "psmile": psmile(**given),
-        "psmile, cold" if is_cold else "psmile, long steps": psmile(**given, **cold),
-        "psmile, around the start": psmile(**given, **around),
+    cold = make(temperature="auto", excess=excess, tuner=angle_tuner(0.3))
+    turning: Options = {"decoherence_length": "turning", "tuner": angle_tuner(0.1)}
+    return {
+        "psmile": make(),
+        "psmile, cold" if is_cold else "psmile, long steps": cold,
+        "psmile, around the start": make(prior_mean="start", prior_precision=precision, **turning),
+        "optimizer": optimizer,
     }
-    return made | {"optimizer": optimizer}
