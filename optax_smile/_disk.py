@@ -46,8 +46,8 @@ def write(path: Path, content: bytes):
             draft.unlink(missing_ok=True)
         raise OSError(
             error.errno,
-            f"{error.strerror}: could not write this file. Earlier draws are safe and can be"
-            " loaded. Make the directory writable, free disk space or choose another place",
+            f"{error.strerror}: could not write this file. Earlier draws are safe. Make the"
+            " directory writable, free disk space or choose another place",
             str(path),
         ) from error
 
@@ -114,9 +114,9 @@ def import_safetensors() -> types.ModuleType:
 
 
 def pack(header: Mapping[str, object], arrays: Mapping[str, np.ndarray]) -> bytes:
-    """Serialize arrays and a JSON header to the bytes of a safetensors file with checksums.
+    """Serialize arrays and a JSON header, each with its checksum, to a safetensors file.
 
-    The header has its own, as it is also read alone.
+    If the header has the name of the `file`, `read` refuses it under another.
     """
     # safetensors writes raw memory, so arrays must be C-contiguous.
     arrays = {name: np.asarray(array, order="C") for name, array in arrays.items()}
@@ -137,6 +137,8 @@ def read(file: Path, only_header: bool = False) -> tuple[Json, dict[str, np.ndar
         if checksum(text) != metadata.get("checksum"):
             raise ValueError("its checksum does not match its header")
         header = json.loads(text)
+        if header.get("file", file.name) != file.name:
+            raise ValueError(f"it is {header['file']}")
         if only_header:
             return header, {}
         arrays = {name: content.get_tensor(name) for name in content.keys()}
