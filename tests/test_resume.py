@@ -195,7 +195,9 @@ def test_an_ignored_interrupt_stays_ignored(whole):
 
 def test_an_end_before_its_time_says_how_to_resume(tmp_path):
     stop: Any = {"callback": at(SECOND, send(SIGTERM))}
-    resume = f"2 of 4 draws per chain. A checkpoint is in {tmp_path}: repeat the call to resume."
+    resume = (
+        f"8 steps and 2 draws per chain. A checkpoint is in {tmp_path}: repeat the call to resume."
+    )
     for directory, advice in (
         (tmp_path, resume),
         (None, "To be able to resume, pass a `dir"),
