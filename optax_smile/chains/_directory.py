@@ -70,125 +70,6 @@ class MemoryRun:
         return Snapshots(params, trace, self.settings, self.start)
 
 
-class DirectoryRun:
-    """Locks a directory, and keeps draws, manifest and checkpoints there.
-
-    `settings` must be the same to resume. `closing` closes the files and the lock.
-    """
-
-    def __init__(
-        self,
-        directory: str | os.PathLike[str],
-        start: Tree,
-        settings: Options,
-        *,
-        dtype: str | None,
-        resume: bool,
-        minutes: float,
-        closing: contextlib.ExitStack,
-    ):
-        _disk.import_safetensors()
-        check_names("sample", "params", start)
-        self.directory, self.like = Path(directory).absolute(), _tree.shapes_of_one(start)
-        for path, leaf in jax.tree_util.tree_leaves_with_path(start):
-            if not _format.fits(leaf, dtype, tiny=0):
-                rule = "a precision that holds the start, or None"
-                got = f"{dtype!r}, in which {jax.tree_util.keystr(path) or 'it'} is infinite"
-                _check.fail("sample", "dtype", rule, got)
-        closing.enter_context(lock("sample", self.directory))
-        self.checkpoints = Checkpoints(self.directory, minutes)
-        self.manifest = _format.manifest_of(start, dtype, settings)
-        self.files = _format.DrawFiles(self.directory, _format.leaves_of(start), dtype)
-        closing.callback(self.files.close)
-        self.warned = set[str]()
-        self.is_resumed = self._find(resume)
-        # Several processes would have to read the chains of others.
-        if self.is_resumed and jax.process_count() == 1:
-            names, leaves = (leaf.name for leaf in self.files.leaves), jax.tree.leaves(start)
-            given = map(self.files.rounded, names, map(np.asarray, leaves))
-            same = partial(np.array_equal, equal_nan=True)
-            if not all(map(same, given, jax.tree.leaves(self.start))):
-                warn(
-                    f"`sample`: the run in {directory} continues from its checkpoint. Your `params`"
-                    " differ from its start and are ignored."
-                )
-        # Nobody writes before all have looked.
-        _wait_for_all()
-        self._write_manifest()
-        if not self.is_resumed:
-            self.files.write(_format.START, 0, start, {})
-
-    def _find(self, resume: bool) -> bool:
-        """Return whether there is a run to resume, and require that it is this one."""
-        has_draws, newest = _format.has_draws(self.directory), self.checkpoints.newest()
-        self.checkpoints.place()
-        before = None
-        if newest is not None or os.path.lexists(self.directory / _format.MANIFEST):
-            before = _format.read_manifest("sample", self.directory)
-        rule = ""
-        if not resume and (has_draws or newest is not None):
-            rule, got = "without draws, since `resume` is False", "which holds a run"
-        elif newest is None and has_draws:
-            rule, got = "with a checkpoint, or without draws", "which has draws but no checkpoint"
-        if rule:
-            got, advice = f"{self.directory}, {got}", "Choose another, or remove it."
-            _check.fail("sample", "directory", f"a directory {rule}", got, advice)
-        if before is None or not (newest or has_draws):
-            return False
-        check_run("sample", self.directory, before, self.manifest)
-        # Also where its draws are.
-        self.manifest["settings"] = before["settings"] | self.manifest["settings"]
-        return True
-
-    def _write_manifest(self):
-        if jax.process_index() == 0:
-            _format.write_manifest(self.directory, self.manifest)
-
-    @property
-    def begun(self) -> Json | None:
-        """Return `num_warmup` and `thin` once draws have begun."""
-        return self.manifest["settings"] if "thin" in self.manifest["settings"] else None
-
-    def begin(self, num_warmup: int, thin: int):
-        """Write at which steps the draws are."""
-        self.manifest["settings"] |= {"num_warmup": num_warmup, "thin": thin}
-        self._write_manifest()
-
-    def put(self, number: int, step: int, stats: Mapping[str, np.ndarray], draw: Tree | None):
-        """Pass a draw and its statistics to the thread that writes."""
-        if draw is not None:
-            self.files.put(number, step, draw, stats)
-
-    @property
-    def start(self) -> Tree:
-        """Start of the chains, as stored."""
-        return self.result().start
-
-    def restore(self, carry: Tree) -> tuple[Tree, Json] | None:
-        """Return carry and place of the newest checkpoint; None without one."""
-        return self.checkpoints.restore(carry) if self.is_resumed else None
-
-    def is_due(self) -> bool:
-        """Return whether it is time for a checkpoint."""
-        return self.checkpoints.is_due()
-
-    def checkpoint(self, carry: Tree, place: Json):
-        """Write a checkpoint, after the draws before it; `place` has `num_gradients`."""
-        self.files.flush()
-        if wide := sorted(self.files.wide - self.warned):
-            self.warned.update(wide)
-            warn(
-                f"`sample`: {', '.join(wide)} had numbers that are too large or too small for"
-                f" {self.files.dtype}, and these draws were stored in full precision."
-            )
-        self.checkpoints.save(place["num_gradients"], carry, place)
-
-    def result(self) -> StoredSnapshots:
-        """Load the draws."""
-        with _check.called("sample", "load_snapshots"):
-            return load_snapshots(self.directory, like=self.like)
-
-
 class Checkpoints:
     """The newest states of a run in a directory, each written completely or not at all.
 
@@ -293,6 +174,112 @@ class Checkpoints:
         return jax.tree.unflatten(jax.tree.structure(like), list(made)), place
 
 
+class DirectoryRun(Checkpoints):
+    """Locks a directory, and keeps draws, manifest and checkpoints there.
+
+    `settings` must be the same to resume. `closing` closes the files and the lock.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        start: Tree,
+        settings: Options,
+        *,
+        dtype: str | None,
+        resume: bool,
+        minutes: float,
+        closing: contextlib.ExitStack,
+    ):
+        _disk.import_safetensors()
+        check_names("sample", "params", start)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(start):
+            if not _format.fits(leaf, dtype, tiny=0):
+                rule = "a precision that holds the start, or None"
+                got = f"{dtype!r}, in which {jax.tree_util.keystr(path) or 'it'} is infinite"
+                _check.fail("sample", "dtype", rule, got)
+        closing.enter_context(lock("sample", Path(directory)))
+        super().__init__(Path(directory), minutes)
+        self.like = _tree.shapes_of_one(start)
+        self.manifest = _format.manifest_of(start, dtype, settings)
+        self.files = _format.DrawFiles(self.directory, _format.leaves_of(start), dtype)
+        closing.callback(self.files.close)
+        self.warned = set[str]()
+        self.is_resumed = self._find(resume)
+        # Several processes would have to read the chains of others.
+        if self.is_resumed and jax.process_count() == 1:
+            names, leaves = (leaf.name for leaf in self.files.leaves), jax.tree.leaves(start)
+            given = map(self.files.rounded, names, map(np.asarray, leaves))
+            same = partial(np.array_equal, equal_nan=True)
+            if not all(map(same, given, jax.tree.leaves(self.result().start))):
+                warn(
+                    f"`sample`: the run in {directory} continues from its checkpoint. Your `params`"
+                    " differ from its start and are ignored."
+                )
+        # Nobody writes before all have looked.
+        _wait_for_all()
+        _format.write_manifest(self.directory, self.manifest)
+        if not self.is_resumed:
+            self.files.write(_format.START, 0, start, {})
+
+    def _find(self, resume: bool) -> bool:
+        """Return whether there is a run to resume, and require that it is this one."""
+        has_draws, newest = _format.has_draws(self.directory), self.newest()
+        self.place()
+        before = None
+        if newest is not None or os.path.lexists(self.directory / _format.MANIFEST):
+            before = _format.read_manifest("sample", self.directory)
+        rule = ""
+        if not resume and (has_draws or newest is not None):
+            rule, got = "without draws, since `resume` is False", "a run"
+        elif newest is None and has_draws:
+            rule, got = "with a checkpoint to resume from, or none", "draws but no checkpoint"
+        if rule:
+            got, advice = f"{self.directory} with {got}", "Choose another, or remove it."
+            _check.fail("sample", "directory", f"a directory {rule}", got, advice)
+        if before is None or not (newest or has_draws):
+            return False
+        check_run("sample", self.directory, before, self.manifest)
+        # Also where its draws are.
+        self.manifest["settings"] = before["settings"] | self.manifest["settings"]
+        return True
+
+    @property
+    def begun(self) -> Json | None:
+        """Return `num_warmup` and `thin` once draws have begun."""
+        return self.manifest["settings"] if "thin" in self.manifest["settings"] else None
+
+    def begin(self, num_warmup: int, thin: int):
+        """Write at which steps the draws are."""
+        self.manifest["settings"] |= {"num_warmup": num_warmup, "thin": thin}
+        _format.write_manifest(self.directory, self.manifest)
+
+    def put(self, number: int, step: int, stats: Mapping[str, np.ndarray], draw: Tree | None):
+        """Pass a draw and its statistics to the thread that writes."""
+        if draw is not None:
+            self.files.put(number, step, draw, stats)
+
+    def restore(self, like: Tree) -> tuple[Tree, Json] | None:
+        """Read the checkpoint of a run that is resumed, or return None."""
+        return super().restore(like) if self.is_resumed else None
+
+    def checkpoint(self, carry: Tree, place: Json):
+        """Write a checkpoint, after the draws before it; `place` has `num_gradients`."""
+        self.files.flush()
+        if wide := sorted(self.files.wide - self.warned):
+            self.warned.update(wide)
+            warn(
+                f"`sample`: {', '.join(wide)} had numbers that are too large or too small for"
+                f" {self.files.dtype}, and these draws were stored in full precision."
+            )
+        self.save(place["num_gradients"], carry, place)
+
+    def result(self) -> StoredSnapshots:
+        """Load the draws."""
+        with _check.called("sample", "load_snapshots"):
+            return load_snapshots(self.directory, like=self.like)
+
+
 def _wait_for_all():
     """Wait for the other processes."""
     if jax.process_count() > 1:
@@ -323,26 +310,26 @@ def check_names(where: str, argument: str, tree: Tree):
 
 def named(tree: Tree) -> dict[str, jax.Array]:
     """Name the leaves of a tree, keys as integers."""
+
+    def raw(leaf):
+        is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        return jax.random.key_data(leaf) if is_key else leaf
+
     leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {_tree.name(map(_tree.entry, path), "."): _raw(leaf) for path, leaf in leaves}
-
-
-def _raw(leaf: jax.Array) -> jax.Array:
-    is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-    return jax.random.key_data(leaf) if is_key else leaf
+    return {_tree.name(map(_tree.entry, path), "."): raw(leaf) for path, leaf in leaves}
 
 
 @contextlib.contextmanager
 def lock(where: str, directory: Path) -> Iterator[None]:
-    """Lock a directory against a second run. The system unlocks it when the process ends.
+    """Lock a directory, and remove what killed runs left in it. The end of a process unlocks it.
 
     Raises:
         ValueError: another live process holds it.
     """
     with contextlib.ExitStack() as closing:
+        path = directory / f".lock-{jax.process_index()}"
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            path = directory / f".lock-{jax.process_index()}"
             file = closing.enter_context(_disk.open_file(path, os.O_RDWR | os.O_CREAT))
             # The number of a process; another file may have this name.
             if not (held := file.read(LONGEST_NUMBER + 1)).isdigit() and held:

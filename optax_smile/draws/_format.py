@@ -40,10 +40,9 @@ Stats: TypeAlias = Mapping[str, np.ndarray]
 
 
 class Leaf(NamedTuple):
-    """One array of the parameter tree, as a file names it: names are unique.
+    """One array of the parameters of one chain, by a unique name; a file may be less precise.
 
-    `path` has pairs of kind (`key`, `index` or `attribute`) and entry. `shape` is that of one chain
-    and `dtype` that in the run; a file may have a lower precision.
+    `path` has pairs of kind (`key`, `index` or `attribute`) and entry.
     """
 
     name: str
@@ -85,8 +84,9 @@ def manifest_of(params: Tree, dtype: str | None, settings: Mapping) -> Json:
 
 
 def write_manifest(directory: Path, manifest: Json):
-    """Write a manifest with its checksum."""
-    _disk.write_json(directory / MANIFEST, manifest)
+    """Write a manifest with its checksum, in the first of several processes."""
+    if jax.process_index() == 0:
+        _disk.write_json(directory / MANIFEST, manifest)
 
 
 def read_manifest(where: str, directory: Path) -> Json:
