@@ -35,7 +35,7 @@ def finished(tmp_path_factory) -> Any:
     return run(tmp_path_factory.mktemp("finished"), batches=batches(), num_draws=2)
 
 
-FINISHED = r"`sample`: the run in .* is finished. Its 2 draws per chain are returned"
+FINISHED = r"`sample`: the run in .* is finished. Its draws are returned"
 ADDED: dict[str, Any] = {"stochastic": True, "loss": lambda p, batch, *, key: mean_loss(p, batch)}
 AUX = {"aux": {"mean": jnp.zeros((CHAINS, 2))}, "loss": lambda p, b, *, aux: (mean_loss(p, b), aux)}
 SHIFTED, WIDER = start() | {"w": start()["w"] + 1}, start() | {"w": jnp.zeros((CHAINS, 4))}
@@ -46,7 +46,7 @@ OTHER_BATCHES: list[tuple[Any, str]] = [
 ]
 OTHER_SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"key": 4}, r"\[0, 0\], as in the run in .*, got \[0, 4\]"),
-    ({"thin": 2}, r"3, as in .*, got 2\. Pass 3, or choose another directory\."),
+    ({"thin": 2}, r"3, as for the draws that the run has, got 2\."),
     ({"num_warmup": 7}, r"2, as in .*, got 7\."),
     ({"batch_per": "step"}, r"'gradient', as in .*, got 'step'"),
     ({"sampler": noisy(0.03)}, r"with step_size = 0.*, got 0\.03\. "),
@@ -113,7 +113,7 @@ def test_a_directory_of_something_else_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"directory=...\)` must be new.*a run of `sample`"):
         warm(tmp_path / "run")
     (tmp_path / "file").touch()
-    for place, got in (("file", "got the file"), ("file/inside", "Not a directory")):
+    for place, got in (("file", "File exists"), ("file/inside", "Not a directory")):
         with pytest.raises(optax_smile.ArgumentError, match=rf"directory=...\)` must be .*{got}"):
             run(tmp_path / place)
 

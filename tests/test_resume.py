@@ -192,7 +192,8 @@ def test_an_ignored_interrupt_stays_ignored(whole):
     """As in a shell's background job."""
     before = signal(SIGINT, SIG_IGN)
     try:
-        assert_same_bits(run(callback=at(SECOND, send(SIGINT))), whole)
+        got = run(callback=at(SECOND, send(SIGINT)))
+        np.testing.assert_array_equal(got.params["w"], whole.params["w"])
         assert getsignal(SIGINT) is SIG_IGN
     finally:
         signal(SIGINT, before)

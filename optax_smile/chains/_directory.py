@@ -120,11 +120,7 @@ class Checkpoints:
                     file.unlink(missing_ok=True)
 
     def place(self) -> Json | None:
-        """Return the place of the newest checkpoint; None without one.
-
-        Raises:
-            ValueError: another function wrote it, or it has another format.
-        """
+        """Return the place of the newest checkpoint, which must be of this function and format."""
         if (newest := self.newest()) is None:
             return None
         file = _format.find_checkpoints(self.directory)[newest][0]
@@ -321,11 +317,7 @@ def named(tree: Tree) -> dict[str, jax.Array]:
 
 @contextlib.contextmanager
 def lock(where: str, directory: Path) -> Iterator[None]:
-    """Lock a directory, and remove what killed runs left in it. The end of a process unlocks it.
-
-    Raises:
-        ValueError: another live process holds it.
-    """
+    """Lock a directory until the process ends, and remove what killed runs left in it."""
     with contextlib.ExitStack() as closing:
         path = directory / f".lock-{jax.process_index()}"
         try:

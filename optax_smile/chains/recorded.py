@@ -130,9 +130,7 @@ def recorded(
         return updates, after
 
     # JAX and `copy` rebuild named tuples from `init` and `update`.
-    arguments = {"sampler": sampler, "num_warmup": num_warmup, "thin": thin}
-    arguments["directory"] = None if directory is None else os.fspath(directory)
-    vars(init).update(recorder=recorder, name="recorded", arguments=arguments)
+    vars(init).update(recorder=recorder)
     return RecordedSampler(init, cast(optax.TransformUpdateExtraArgsFn, update))
 
 

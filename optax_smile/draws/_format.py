@@ -51,18 +51,15 @@ class Leaf(NamedTuple):
     dtype: str
 
 
-def _name(path: list[list[str | int]]) -> str:
-    """Name a leaf; a bare array has no path, and safetensors reserves one name."""
-    name = _tree.name(path) if path else "params"
-    return "~" + name if name == "__metadata__" else name
-
-
 def leaves_of(params: Tree, axes: int = 1) -> list[Leaf]:
     """Describe the leaves of parameters; `axes` counts the axes before those of one chain."""
     leaves = []
     for keys, leaf in jax.tree_util.tree_leaves_with_path(params):
         path = [_tree.entry(key) for key in keys]
-        leaves.append(Leaf(_name(path), path, list(leaf.shape[axes:]), str(leaf.dtype)))
+        # A bare array has no path, and safetensors reserves one name.
+        name = _tree.name(path) if path else "params"
+        name = "~" + name if name == "__metadata__" else name
+        leaves.append(Leaf(name, path, list(leaf.shape[axes:]), str(leaf.dtype)))
     return leaves
 
 
@@ -122,7 +119,7 @@ class Block(NamedTuple):
 
 
 def has_draws(directory: Path) -> bool:
-    """Return whether there are files of draws; other files with similar names do not count."""
+    """Return whether there are files of draws."""
     return any((match := _FILE.fullmatch(x.name)) and match[2] for x in directory.glob("draw-*"))
 
 
@@ -231,7 +228,7 @@ def read_chains(blocks: list[Block], leaves: list[Leaf], num_chains: int) -> lis
 def read_start(directory: Path, leaves: list[Leaf], num_chains: int) -> list[np.ndarray]:
     """Read the leaves before the first step, `[chain, ...]`."""
     blocks = find(directory, num_chains).get(START)
-    if blocks is None:
+    if not blocks:
         rule, got = "a directory with the start of its run", f"{directory} without start.*"
         _check.fail("load_snapshots", "directory", rule, got, "Restore it: draws stay readable.")
     return read_chains(blocks, leaves, num_chains)
@@ -278,16 +275,17 @@ class DrawFiles:
 
         A draw that could not be written raises an error here, in `flush` or in `close`.
         """
+
+        def write():
+            # None after one that could not be written.
+            if not self.has_failed:
+                self.has_failed = True
+                self.write(draw, step, params, stats)
+                self.has_failed = False
+
         while self.waiting and (self.waiting[0].done() or len(self.waiting) > QUEUE_SIZE):
             self.waiting.popleft().result()
-        self.waiting.append(self.thread.submit(self._write, draw, step, params, stats))
-
-    def _write(self, *draw):
-        # None after one that could not be written.
-        if not self.has_failed:
-            self.has_failed = True
-            self.write(*draw)
-            self.has_failed = False
+        self.waiting.append(self.thread.submit(write))
 
     def flush(self):
         """Wait until every queued draw is on disk."""

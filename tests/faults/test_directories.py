@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from runs import watching
 
 import optax_smile
 from optax_smile import report
@@ -79,9 +80,9 @@ def intact(tmp_path_factory) -> types.SimpleNamespace:
         if step == CRASH:
             raise Crash
 
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(Crash):
+    with pytest.MonkeyPatch.context() as patch, watching(stop), pytest.raises(Crash):
         patch.setattr(Checkpoints, "save", keep)
-        sample(directory, callback=stop)
+        sample(directory)
     whole, before = (shutil.copytree(directory, folder / name) for name in ("whole", "before"))
     draws, targets = optax_smile.load_snapshots(directory), np.arange(5) % 2
     options: Any = {"likelihood": "categorical", "targets": targets, "per": "draw"}
