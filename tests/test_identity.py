@@ -75,17 +75,14 @@ def test_the_same_run_is_resumed_whatever_its_functions_and_examples(finished, t
     cases: list[dict[str, Any]] = [
         {"batches": shuffled()},
         {"loss": other_loss},
-        {"sampler": optax.chain(optax.clip_by_global_norm(1e3), noisy())},
     ]
-    for number, arguments in enumerate(cases[:2]):
+    for number, arguments in enumerate(cases):
         directory = shutil.copytree(finished.directory, tmp_path / str(number))
         with pytest.warns(UserWarning, match=FINISHED) as seen:
             run(directory, num_draws=2, **{"batches": batches(), **arguments})
         again = optax_smile.load_snapshots(directory)
         assert len(seen) == 1
         np.testing.assert_array_equal(again.params["w"], finished.params["w"])
-    with pytest.raises(ValueError, match="The checkpoint .* is unknown"):
-        run(shutil.copytree(finished.directory, tmp_path / "clip"), batches=batches(), **cases[2])
 
 
 def test_examples_are_counted_along_an_axis_that_all_arrays_share():
